@@ -1,0 +1,49 @@
+# Flags of our own code: warnings, hardening, sanitizer, linker and compiler cache.
+add_library(distrain_flags INTERFACE)
+target_compile_options(
+  distrain_flags INTERFACE -Wall -Wextra -Werror -Wno-psabi -Wnon-virtual-dtor -Woverloaded-virtual
+                           -Wno-missing-field-initializers)
+
+# Always: LibTorch is built with it, and the layout of at::RecordFunction depends on it.
+add_compile_definitions(NDEBUG)
+
+# One code model for libraries and programs alike, because they share a precompiled header.
+add_compile_options(-fPIC -fno-semantic-interposition)
+add_link_options(-pie)
+
+if(DISTRAIN_SANITIZER STREQUAL "asan")
+  # vptr wants type information that LibTorch hides.
+  add_compile_options(-fsanitize=address,undefined -fno-sanitize=vptr)
+  add_link_options(-fsanitize=address,undefined)
+elseif(DISTRAIN_SANITIZER STREQUAL "tsan")
+  add_compile_options(-fsanitize=thread)
+  add_link_options(-fsanitize=thread)
+  # GCC warns about atomic_thread_fence in headers that are not ours; tsan itself copes.
+  add_compile_options(-Wno-tsan)
+elseif(DISTRAIN_SANITIZER STREQUAL "")
+  add_compile_options(-fstack-protector-strong)
+  add_link_options(-Wl,-z,relro,-z,now,-z,noexecstack)
+  add_compile_definitions($<$<NOT:$<CONFIG:Debug>>:_FORTIFY_SOURCE=2> _GLIBCXX_ASSERTIONS)
+else()
+  message(FATAL_ERROR "DISTRAIN_SANITIZER is '${DISTRAIN_SANITIZER}': use asan, tsan or nothing")
+endif()
+
+find_program(DISTRAIN_LINKER NAMES mold ld.lld)
+if(DISTRAIN_LINKER)
+  cmake_path(GET DISTRAIN_LINKER FILENAME linker)
+  string(REGEX REPLACE "^ld\\." "" linker ${linker})
+  add_link_options(-fuse-ld=${linker})
+endif()
+
+# ccache sees through a precompiled header only with these allowances and -fpch-preprocess.
+find_program(DISTRAIN_CCACHE ccache)
+if(DISTRAIN_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  set(CMAKE_CXX_COMPILER_LAUNCHER
+      env
+      CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime
+      CCACHE_BASEDIR=${PROJECT_SOURCE_DIR}
+      ${DISTRAIN_CCACHE})
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>)
+  endif()
+endif()

@@ -1,0 +1,60 @@
+# Third-party libraries. Everything of Debian's comes by its package; LibTorch by ./run or LIBTORCH=<dir>.
+find_package(Threads REQUIRED)
+find_package(CLI11 REQUIRED)
+find_package(nlohmann_json REQUIRED)
+find_package(Catch2 REQUIRED)
+
+# fmt, header-only: LibTorch carries a newer fmt whose headers win where torch is included.
+find_path(DISTRAIN_FMT_INCLUDE fmt/format.h REQUIRED)
+add_library(distrain_fmt INTERFACE)
+target_compile_definitions(distrain_fmt INTERFACE FMT_HEADER_ONLY)
+
+# libuv, static and hidden: libtorch_cpu.so exports a libuv of its own. The whole archive goes in, so
+# that ours is taken whatever the order of the link line, and --exclude-libs keeps torch from
+# binding to it. Only our uv is named there: hiding the inline functions and variables that we share
+# with torch would give us second copies of them.
+find_path(DISTRAIN_UV_INCLUDE uv.h REQUIRED)
+find_library(DISTRAIN_UV_LIBRARY NAMES libuv_a.a libuv.a REQUIRED)
+cmake_path(GET DISTRAIN_UV_LIBRARY FILENAME uv_file)
+add_library(distrain_uv_archive STATIC IMPORTED)
+set_target_properties(distrain_uv_archive PROPERTIES IMPORTED_LOCATION ${DISTRAIN_UV_LIBRARY})
+add_library(distrain_uv INTERFACE)
+target_include_directories(distrain_uv SYSTEM INTERFACE ${DISTRAIN_UV_INCLUDE})
+target_link_libraries(
+  distrain_uv INTERFACE $<LINK_LIBRARY:WHOLE_ARCHIVE,distrain_uv_archive> Threads::Threads dl rt)
+target_link_options(distrain_uv INTERFACE -Wl,--exclude-libs,${uv_file})
+
+# What cmd uses beside the layers.
+add_library(distrain_cli INTERFACE)
+target_link_libraries(distrain_cli INTERFACE CLI11::CLI11 nlohmann_json::nlohmann_json distrain_fmt)
+
+# LibTorch: our own imported targets for torch_cpu and c10, because find_package(Torch) drags in CUDA.
+set(LIBTORCH "$ENV{LIBTORCH}" CACHE PATH "A LibTorch folder (include/, lib/) to use instead of .deps")
+set(torch_root ${PROJECT_SOURCE_DIR}/.deps/site/torch)
+if(LIBTORCH)
+  set(torch_root ${LIBTORCH})
+endif()
+if(NOT EXISTS ${torch_root}/include/ATen/ATen.h OR NOT EXISTS ${torch_root}/lib/libtorch_cpu.so)
+  message(FATAL_ERROR "No LibTorch in ${torch_root}: './run build' fetches it, or set LIBTORCH=<dir>.")
+endif()
+add_library(distrain_c10 SHARED IMPORTED)
+set_target_properties(distrain_c10 PROPERTIES IMPORTED_LOCATION ${torch_root}/lib/libc10.so)
+add_library(distrain_torch SHARED IMPORTED)
+set_target_properties(
+  distrain_torch
+  PROPERTIES IMPORTED_LOCATION ${torch_root}/lib/libtorch_cpu.so
+             IMPORTED_LINK_INTERFACE_LIBRARIES "distrain_c10;Threads::Threads"
+             INTERFACE_COMPILE_DEFINITIONS "_GLIBCXX_USE_CXX11_ABI=1;FMT_HEADER_ONLY")
+target_include_directories(
+  distrain_torch SYSTEM INTERFACE ${torch_root}/include ${torch_root}/include/torch/csrc/api/include)
+# libtorch_cpu finds libcudart and libcupti beside itself; the linker is told where.
+file(GLOB torch_needed_dirs ${torch_root}/../nvidia/cu*/lib)
+foreach(dir IN LISTS torch_needed_dirs)
+  target_link_options(distrain_torch INTERFACE -Wl,-rpath-link,${dir})
+endforeach()
+
+# The definitions under which LibTorch's own RPC classes appear in its headers: oracle tests, benches.
+add_library(distrain_torch_rpc INTERFACE)
+target_compile_definitions(distrain_torch_rpc INTERFACE USE_DISTRIBUTED USE_C10D_GLOO USE_RPC
+                                                        USE_TENSORPIPE)
+target_link_libraries(distrain_torch_rpc INTERFACE distrain_torch)
