@@ -1,0 +1,29 @@
+#pragma once
+
+#include "distrain/base/unique_function.h"
+
+namespace distrain::base {
+
+using Task = UniqueFunction<void()>;
+
+/// Where continuations and handlers run.
+class Executor {
+ public:
+  virtual ~Executor() = default;
+
+  /// Runs `task` some time soon, on a thread of this executor. Thread-safe; never throws.
+  virtual void post(Task task) = 0;
+
+  /// Called on the thread that registers a continuation: gives back `task` wrapped with the
+  /// thread-local state that has to travel with it (the autograd context, torch's own).
+  virtual Task bind(Task task) { return task; }
+};
+
+/// Runs a task at once on the thread that completes the future. For continuations that are a few
+/// instructions long and take no lock.
+class InlineExecutor final : public Executor {
+ public:
+  void post(Task task) override { task(); }
+};
+
+}  // namespace distrain::base

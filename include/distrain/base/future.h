@@ -1,0 +1,271 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "distrain/base/clock.h"
+#include "distrain/base/executor.h"
+#include "distrain/base/result.h"
+#include "distrain/base/thread_state.h"
+
+namespace distrain::base {
+
+template <class T>
+class Future;
+
+namespace detail {
+
+/// `void` is not a value: a Future<void> holds a Unit.
+template <class T>
+using Stored = std::conditional_t<std::is_void_v<T>, Unit, T>;
+
+template <class T>
+struct IsFuture : std::false_type {};
+template <class T>
+struct IsFuture<Future<T>> : std::true_type {
+  using Value = T;
+};
+
+/// The state shared by a promise and its futures. Written once; callbacks run outside the lock.
+template <class V>
+class FutureState {
+ public:
+  using Callback = UniqueFunction<void(Result<V>&)>;
+
+  bool ready() const { return ready_.load(std::memory_order_acquire); }
+
+  /// False when it was completed before: the first one wins.
+  bool complete(Result<V> result) {
+    std::vector<Callback> callbacks;
+    bool wake = false;
+    {
+      std::lock_guard lock(mutex_);
+      if (result_) return false;
+      result_.emplace(std::move(result));
+      callbacks.swap(callbacks_);
+      wake = waiters_ > 0;
+      ready_.store(true, std::memory_order_release);
+      // Notified under the lock: the last waiter may destroy this state right after it.
+      if (wake) condition_.notify_all();
+    }
+    for (Callback& callback : callbacks) callback(*result_);
+    return true;
+  }
+
+  void on_ready(Callback callback) {
+    {
+      std::lock_guard lock(mutex_);
+      if (!result_) {
+        callbacks_.push_back(std::move(callback));
+        return;
+      }
+    }
+    callback(*result_);
+  }
+
+  /// False when `deadline` passed first.
+  bool wait_until(TimePoint deadline) {
+    if (ready()) return true;
+    check_may_wait("Future::wait");
+    if (thread_state().poll.poll([this] { return ready(); })) return true;
+    BlockingScope blocking;
+    std::unique_lock lock(mutex_);
+    ++waiters_;
+    const auto done = [this] { return result_.has_value(); };
+    bool completed = true;
+    if (deadline == kNever) {
+      condition_.wait(lock, done);
+    } else {
+      completed = condition_.wait_until(lock, deadline, done);
+    }
+    --waiters_;
+    return completed;
+  }
+
+  /// To be called when ready only.
+  Result<V>& result() { return *result_; }
+
+ private:
+  std::atomic<bool> ready_{false};
+  std::mutex mutex_;
+  std::condition_variable condition_;
+  int waiters_ = 0;
+  std::optional<Result<V>> result_;
+  std::vector<Callback> callbacks_;
+};
+
+}  // namespace detail
+
+/// A value that another thread will bring, or the error that stands in its place. A handle: copies
+/// share one state. Thread-safe.
+template <class T>
+class [[nodiscard]] Future {
+ public:
+  using Stored = detail::Stored<T>;
+
+  Future() = default;
+  explicit Future(std::shared_ptr<detail::FutureState<Stored>> state) : state_(std::move(state)) {}
+
+  static Future ready(Stored value) { return from_result(Result<Stored>(std::move(value))); }
+  static Future failed(Error error) { return from_result(Result<Stored>(std::move(error))); }
+  static Future from_result(Result<Stored> result) {
+    auto state = std::make_shared<detail::FutureState<Stored>>();
+    state->complete(std::move(result));
+    return Future(std::move(state));
+  }
+
+  bool valid() const { return state_ != nullptr; }
+  bool done() const { return state_->ready(); }
+
+  /// Blocks until there is a result; throws `Exception` with its error, if it is one.
+  /// Never call it on the loop thread (checked: fatal). On a pool thread the pool grows meanwhile.
+  T wait() const {
+    state_->wait_until(kNever);
+    if constexpr (std::is_void_v<T>) {
+      static_cast<void>(state_->result().value());
+    } else {
+      return state_->result().value();
+    }
+  }
+
+  /// As wait(), but moves the value out: for one owner, once.
+  Stored take() const {
+    state_->wait_until(kNever);
+    return std::move(state_->result().value());
+  }
+
+  /// Blocks until there is a result and gives it back, error or not.
+  const Result<Stored>& wait_result() const {
+    state_->wait_until(kNever);
+    return state_->result();
+  }
+
+  /// False when `deadline` passed first; the future stays usable.
+  bool wait_until(TimePoint deadline) const { return state_->wait_until(deadline); }
+
+  /// Calls `fn(Result<Stored>&)` on `executor` once there is a result, with the thread-local state
+  /// of the thread that calls this (see Executor::bind).
+  template <class F>
+  void on_complete(Executor& executor, F fn) const {
+    auto state = state_;
+    Task task = executor.bind([state, fn = std::move(fn)]() mutable { fn(state->result()); });
+    state_->on_ready([&executor, task = std::move(task)](Result<Stored>&) mutable {
+      executor.post(std::move(task));
+    });
+  }
+
+  /// The future of `fn(value)`; an error goes past `fn`. If `fn` returns a Future, that one's value.
+  template <class F>
+  auto then(Executor& executor, F fn) const;
+
+  const std::shared_ptr<detail::FutureState<Stored>>& state() const { return state_; }
+
+ private:
+  std::shared_ptr<detail::FutureState<Stored>> state_;
+};
+
+/// The writing end. A promise that is destroyed unfulfilled fails its futures with `cancelled`.
+template <class T>
+class Promise {
+ public:
+  using Stored = detail::Stored<T>;
+
+  Promise() : state_(std::make_shared<detail::FutureState<Stored>>()) {}
+  Promise(Promise&&) noexcept = default;
+  Promise& operator=(Promise&& other) noexcept {
+    abandon();
+    state_ = std::move(other.state_);
+    return *this;
+  }
+  Promise(const Promise&) = delete;
+  Promise& operator=(const Promise&) = delete;
+  ~Promise() { abandon(); }
+
+  Future<T> future() const { return Future<T>(state_); }
+
+  /// Each gives back false when the promise had been completed before.
+  bool set(Stored value) { return state_->complete(Result<Stored>(std::move(value))); }
+  bool set()
+    requires std::is_void_v<T>
+  {
+    return set(Unit{});
+  }
+  bool fail(Error error) { return state_->complete(Result<Stored>(std::move(error))); }
+  bool complete(Result<Stored> result) { return state_->complete(std::move(result)); }
+
+ private:
+  void abandon() {
+    if (state_ && !state_->ready()) {
+      fail(Error{ErrorKind::kCancelled, "the operation was abandoned", -1, {}});
+    }
+  }
+
+  std::shared_ptr<detail::FutureState<Stored>> state_;
+};
+
+template <class T>
+template <class F>
+auto Future<T>::then(Executor& executor, F fn) const {
+  constexpr auto call = [](F& f, Stored& value) -> decltype(auto) {
+    if constexpr (std::is_void_v<T>) {
+      static_cast<void>(value);
+      return f();
+    } else {
+      return f(value);
+    }
+  };
+  using Returned = decltype(call(fn, std::declval<Stored&>()));
+  constexpr bool kNested = detail::IsFuture<std::decay_t<Returned>>::value;
+  using Value = typename std::conditional_t<kNested, detail::IsFuture<std::decay_t<Returned>>,
+                                            std::type_identity<std::decay_t<Returned>>>;
+  using U = decltype([] {
+    if constexpr (kNested) {
+      return std::type_identity<typename Value::Value>{};
+    } else {
+      return std::type_identity<typename Value::type>{};
+    }
+  }())::type;
+
+  auto promise = std::make_shared<Promise<U>>();
+  Future<U> future = promise->future();
+  on_complete(executor, [promise, fn = std::move(fn), call](Result<Stored>& result) mutable {
+    if (!result.ok()) {
+      promise->fail(result.error());
+      return;
+    }
+    try {
+      if constexpr (kNested) {
+        auto inner = call(fn, result.unchecked());
+        inner.state()->on_ready([promise](auto& r) { promise->complete(r); });
+      } else if constexpr (std::is_void_v<U>) {
+        call(fn, result.unchecked());
+        promise->set();
+      } else {
+        promise->set(call(fn, result.unchecked()));
+      }
+    } catch (...) {
+      promise->fail(current_error(ErrorKind::kInternal));
+    }
+  });
+  return future;
+}
+
+/// Waits for all of them, then throws the first error in their order, if there is one.
+template <class T>
+void wait_all(std::span<const Future<T>> futures) {
+  for (const Future<T>& future : futures) static_cast<void>(future.wait_result());
+  for (const Future<T>& future : futures) static_cast<void>(future.wait_result().value());
+}
+template <class T>
+void wait_all(const std::vector<Future<T>>& futures) {
+  wait_all(std::span<const Future<T>>(futures));
+}
+
+}  // namespace distrain::base

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "distrain/base/executor.h"
+#include "distrain/base/thread_state.h"
+
+namespace distrain::base {
+
+/// Threads that run tasks in the order of their posting, and that grow while tasks wait.
+///
+/// Nested and cyclic calls cannot deadlock it: a task that blocks (Future::wait tells through
+/// BlockObserver) stops counting against `size`, so another thread takes the next task. At most
+/// `cap` threads exist; a wait that would need one more fails with `overloaded`.
+/// Threads are started when first needed. One beyond `size` ends as soon as it has nothing to do.
+class ThreadPool final : public Executor, private BlockObserver {
+ public:
+  struct Options {
+    std::string name = "distrain";  ///< of the threads, for debuggers; at most 15 characters
+    int size = 4;                   ///< threads that may run, not counting those that wait
+    int cap = 512;                  ///< threads that may exist
+  };
+
+  explicit ThreadPool(Options options);
+  ~ThreadPool() override;  ///< as stop()
+
+  void post(Task task) override;
+
+  /// Runs what is queued, then ends and joins all threads. Tasks posted later are dropped.
+  void stop();
+
+  /// Threads that exist now.
+  int threads() const;
+
+ private:
+  void run();
+  void on_block() override;
+  void on_unblock() override;
+  void start_thread_locked();
+  bool wants_thread_locked() const;
+
+  const Options options_;
+  mutable std::mutex mutex_;
+  std::condition_variable work_;
+  std::condition_variable ended_;
+  std::deque<Task> queue_;
+  std::vector<std::thread> finished_;  // ended on their own, to be joined
+  std::vector<std::thread> threads_;
+  int idle_ = 0;     // in work_.wait
+  int alive_ = 0;
+  int blocked_ = 0;  // inside a BlockingScope
+  bool stopping_ = false;
+};
+
+}  // namespace distrain::base

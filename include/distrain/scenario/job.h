@@ -1,0 +1,52 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+
+namespace distrain::scenario {
+
+using Json = nlohmann::ordered_json;
+
+/// Where a scenario's JSON lines go. `emit` adds the common fields (v, ts, event, cmd, rank, role).
+/// Thread-safe. Each line is one write.
+class EventSink {
+ public:
+  virtual ~EventSink() = default;
+  virtual void emit(std::string_view event, const Json& fields) = 0;
+  /// The role is known only once rank 0 has told the job's options.
+  virtual void set_role(std::string_view role) = 0;
+};
+
+/// Options by their long name without dashes ("lr" → "0.05"), as they travel between ranks.
+using OptionMap = std::map<std::string, std::string>;
+
+/// What one process has to know to be one rank of a job.
+struct Job {
+  int rank = 0;
+  int world_size = 0;  ///< 0: follow rank 0
+  std::string master_addr = "localhost";
+  bool master_addr_given = false;  ///< by flag or environment
+  uint16_t master_port = 29500;
+  std::string listen_addr;  ///< empty: the interface that reaches the master
+  int listen_fd = -1;       ///< rank 0 of a spawned job: the launcher's listening socket
+  bool spawned = false;     ///< by our launcher; otherwise this rank joined
+  std::string transport = "auto";  ///< auto, tcp or unix
+  std::chrono::steady_clock::time_point started;  ///< of the launcher, for startup_s
+  double rpc_timeout_s = 60;
+  double join_timeout_s = 300;
+  double peer_timeout_s = 5;
+  OptionMap given;      ///< job options that the user gave to this rank
+  OptionMap effective;  ///< all job options, defaults filled in; rank 0's hold for the job
+};
+
+/// What `end` and `rank_end` say beyond the common fields: counters and the job's metrics.
+struct Outcome {
+  Json fields = Json::object();
+};
+
+}  // namespace distrain::scenario

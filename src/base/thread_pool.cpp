@@ -1,0 +1,113 @@
+#include "distrain/base/thread_pool.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <system_error>
+
+#include "distrain/base/error.h"
+
+namespace distrain::base {
+
+ThreadPool::ThreadPool(Options options) : options_(std::move(options)) {}
+
+ThreadPool::~ThreadPool() { stop(); }
+
+// A queued task has nobody coming for it: no idle thread, and fewer than `size` that run.
+bool ThreadPool::wants_thread_locked() const {
+  return !queue_.empty() && idle_ == 0 && alive_ - blocked_ < options_.size &&
+         alive_ < options_.cap;
+}
+
+void ThreadPool::start_thread_locked() {
+  ++alive_;
+  try {
+    threads_.emplace_back([this] { run(); });
+  } catch (const std::system_error&) {
+    --alive_;  // no thread to be had: those that exist go on with the queue
+  }
+}
+
+void ThreadPool::post(Task task) {
+  std::lock_guard lock(mutex_);
+  if (stopping_) return;
+  queue_.push_back(std::move(task));
+  if (idle_ > 0) {
+    work_.notify_one();
+  } else if (wants_thread_locked()) {
+    start_thread_locked();
+  }
+}
+
+void ThreadPool::run() {
+  pthread_setname_np(pthread_self(), options_.name.substr(0, 15).c_str());
+  thread_state().observer = this;
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    while (queue_.empty() && !stopping_) {
+      // Beyond `size`: it was started for a thread that then blocked and has come back.
+      if (alive_ - blocked_ > options_.size) goto leave;
+      ++idle_;
+      work_.wait(lock);
+      --idle_;
+    }
+    if (queue_.empty()) break;
+    Task task = std::move(queue_.front());
+    queue_.pop_front();
+    // A thread that was notified may have come late for its task: the rest needs one more.
+    if (wants_thread_locked()) start_thread_locked();
+    lock.unlock();
+    task();
+    task = Task();  // its captures die here, outside the lock
+    lock.lock();
+  }
+leave:
+  --alive_;
+  const auto self = std::find_if(threads_.begin(), threads_.end(), [](const std::thread& t) {
+    return t.get_id() == std::this_thread::get_id();
+  });
+  if (self != threads_.end()) {
+    finished_.push_back(std::move(*self));
+    threads_.erase(self);
+  }
+  ended_.notify_all();
+}
+
+void ThreadPool::on_block() {
+  std::vector<std::thread> done;
+  {
+    std::lock_guard lock(mutex_);
+    if (alive_ >= options_.cap && blocked_ + 1 >= alive_) {
+      throw Exception(ErrorKind::kOverloaded,
+                      "all " + std::to_string(options_.cap) + " worker threads wait for a reply");
+    }
+    ++blocked_;
+    if (wants_thread_locked()) start_thread_locked();
+    done.swap(finished_);
+  }
+  for (std::thread& thread : done) thread.join();
+}
+
+void ThreadPool::on_unblock() {
+  std::lock_guard lock(mutex_);
+  --blocked_;
+}
+
+void ThreadPool::stop() {
+  std::vector<std::thread> done;
+  {
+    std::unique_lock lock(mutex_);
+    stopping_ = true;
+    work_.notify_all();
+    ended_.wait(lock, [this] { return alive_ == 0; });
+    done.swap(finished_);
+  }
+  for (std::thread& thread : done) thread.join();
+}
+
+int ThreadPool::threads() const {
+  std::lock_guard lock(mutex_);
+  return alive_;
+}
+
+}  // namespace distrain::base
