@@ -1,0 +1,29 @@
+// libtorch_cpu.so exports a newer libuv of its own. Our calls must reach ours, and torch's its own.
+#include <dlfcn.h>
+#include <uv.h>
+
+#include <string>
+
+#include <ATen/ATen.h>
+
+#include "support/catch.h"
+
+namespace {
+
+std::string object_of(void* address) {
+  Dl_info info{};
+  return dladdr(address, &info) != 0 ? info.dli_fname : "";
+}
+
+}  // namespace
+
+TEST_CASE("our libuv and torch's are different objects") {
+  REQUIRE(at::ones({2}).sum().item<double>() == 2.0);  // torch is really linked
+  void* const ours = reinterpret_cast<void*>(&uv_write);
+  void* const torchs = dlsym(RTLD_DEFAULT, "uv_write");
+  REQUIRE(torchs != nullptr);
+  CHECK(ours != torchs);
+  CHECK(object_of(ours) == object_of(reinterpret_cast<void*>(&object_of)));
+  CHECK(object_of(torchs).find("libtorch_cpu.so") != std::string::npos);
+  CHECK(uv_version() == UV_VERSION_HEX);
+}
