@@ -1,0 +1,78 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "distrain/base/clock.h"
+#include "distrain/base/result.h"
+#include "distrain/net/loop.h"
+
+namespace distrain::net {
+
+/// A file descriptor that is closed with its owner.
+class Fd {
+ public:
+  Fd() = default;
+  explicit Fd(int fd) : fd_(fd) {}
+  Fd(Fd&& other) noexcept : fd_(other.release()) {}
+  Fd& operator=(Fd&& other) noexcept;
+  ~Fd() { reset(); }
+
+  int get() const { return fd_; }
+  bool valid() const { return fd_ >= 0; }
+  int release() {
+    const int fd = fd_;
+    fd_ = -1;
+    return fd;
+  }
+  void reset();
+
+ private:
+  int fd_ = -1;
+};
+
+/// A bound and listening TCP socket. `host` empty: all interfaces; `port` 0: any free one.
+/// `rendezvous` when it is taken, `resources` without descriptors. Starts no thread.
+base::Result<Fd> listen_tcp(const std::string& host, uint16_t port);
+base::Result<Fd> listen_unix(const std::string& path);
+
+/// Connects to a TCP `host:port` or to a unix socket, blocking the calling thread until `deadline`
+/// at the latest. All addresses of the name are tried in turn.
+base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimePoint deadline);
+base::Result<Fd> connect_unix(const std::string& path);
+
+/// The numeric address and port of a socket's own or the other end; host empty for a unix socket.
+struct SocketName {
+  std::string host;
+  uint16_t port = 0;
+};
+SocketName local_name(int fd);
+SocketName remote_name(int fd);
+
+/// Whether the name resolves to addresses of the loopback interface only.
+bool is_loopback(const std::string& host);
+/// Whether a socket of this machine can be bound to it.
+bool is_local_address(const std::string& host);
+
+/// Equal for two processes exactly if a unix socket reaches from one to the other and TCP loopback
+/// would too: boot id, network namespace and mount namespace.
+std::string host_key();
+
+/// Accepts connections on the loop. Destroying it stops that; the socket is closed with it.
+class Listener {
+ public:
+  /// `on_connection` gets each connected socket, non-blocking, on the loop thread.
+  Listener(Loop& loop, Fd socket, std::function<void(Fd)> on_connection);
+  ~Listener();
+  Listener(const Listener&) = delete;
+  Listener& operator=(const Listener&) = delete;
+
+ private:
+  struct State;
+  Loop& loop_;
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace distrain::net

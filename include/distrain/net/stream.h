@@ -1,0 +1,74 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "distrain/base/buffer.h"
+#include "distrain/base/result.h"
+#include "distrain/net/loop.h"
+#include "distrain/wire/codec.h"
+#include "distrain/wire/frame.h"
+#include "distrain/wire/limits.h"
+
+namespace distrain::net {
+
+/// A frame to be sent. `header.meta_bytes` and `header.payload_bytes` are filled in by send().
+struct OutFrame {
+  wire::FrameHeader header;
+  wire::Bytes meta;
+  std::vector<std::span<const uint8_t>> payload;  ///< written one after the other, as they are
+  std::shared_ptr<const void> keep_alive;  ///< held until the kernel has the payload
+};
+
+/// A frame as it was received. The spans point into `body`.
+struct InFrame {
+  wire::FrameHeader header;
+  std::span<const uint8_t> meta;
+  std::span<const uint8_t> payload;
+  base::BufferPtr body;
+};
+
+/// Frames over a connected socket, TCP or unix.
+///
+/// Send: the calling thread writes to an idle socket itself, in one gather-write; what the socket
+/// does not take is queued and written by the loop. States: idle (callers write) → draining (the
+/// loop writes, callers queue) → idle; → closing (the queue is written, nothing is added) → closed.
+/// Receive: on the loop; small frames many at a time through a scratch buffer, the body of a large
+/// one straight into the buffer it is delivered in.
+class Stream {
+ public:
+  struct Handler {
+    std::function<void(InFrame)> on_frame;
+    /// Exactly once, last: peer_lost when the other side closed, protocol for bytes that are not a
+    /// frame, cancelled after our own close().
+    std::function<void(const base::Error&)> on_close;
+  };
+
+  virtual ~Stream() = default;
+
+  /// Begins to deliver. Frames sent before are fine.
+  virtual void start(Handler handler, const wire::Limits& limits) = 0;
+
+  /// From the next frame on. On the loop thread.
+  virtual void set_limits_on_loop(const wire::Limits& limits) = 0;
+  /// Replaces both functions. On the loop thread, from inside on_frame at the earliest.
+  virtual void set_handler_on_loop(Handler handler) = 0;
+
+  /// Returns when the frame is written or queued; an error when the stream is closed. A connection
+  /// that breaks later is told by on_close.
+  virtual base::Status send(OutFrame frame) = 0;
+
+  /// Writes what is queued, then closes; at once if `flush` is false.
+  virtual void close(bool flush = true) = 0;
+
+  /// The other side's address, for messages: "10.0.0.2:4711" or "unix".
+  virtual const std::string& peer_name() const = 0;
+};
+using StreamPtr = std::shared_ptr<Stream>;
+
+/// Makes a stream of a connected, non-blocking socket (TCP or unix); the stream owns it from here.
+StreamPtr adopt_socket(Loop& loop, int fd);
+
+}  // namespace distrain::net

@@ -1,0 +1,102 @@
+#pragma once
+
+#include <bit>
+#include <concepts>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+#include "distrain/base/error.h"
+
+namespace distrain::wire {
+
+using Bytes = std::vector<uint8_t>;
+
+template <class T>
+concept Scalar = std::is_arithmetic_v<T> || std::is_enum_v<T>;
+
+static_assert(std::endian::native == std::endian::little,
+              "the wire is little-endian and values are copied as they lie in memory");
+
+/// Appends values to a byte vector: little-endian, fixed width, no padding. A string is a u32
+/// length and its bytes; a bool is one byte, 0 or 1.
+class Writer {
+ public:
+  explicit Writer(Bytes& out) : out_(out) {}
+
+  template <Scalar T>
+  void put(T value) {
+    static_assert(sizeof(T) <= 8, "long double has no fixed width");
+    const size_t at = out_.size();
+    out_.resize(at + sizeof(T));
+    std::memcpy(out_.data() + at, &value, sizeof(T));
+  }
+  void put(std::string_view text) {
+    put(static_cast<uint32_t>(text.size()));
+    out_.insert(out_.end(), text.begin(), text.end());
+  }
+
+ private:
+  Bytes& out_;
+};
+
+/// Reads what a Writer wrote. Anything that does not fit throws `protocol`; a length is checked
+/// against the bytes that are left before anything is allocated for it.
+class Reader {
+ public:
+  explicit Reader(std::span<const uint8_t> in) : in_(in) {}
+
+  template <Scalar T>
+  T get() {
+    if constexpr (std::is_same_v<T, bool>) {
+      const uint8_t byte = get<uint8_t>();
+      if (byte > 1) fail("a bool that is neither 0 nor 1");
+      return byte == 1;
+    } else {
+      T value;
+      std::memcpy(&value, take(sizeof(T)).data(), sizeof(T));
+      return value;
+    }
+  }
+
+  std::string_view get_string() {
+    const std::span<const uint8_t> bytes = take(get<uint32_t>());
+    return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+  }
+
+  /// A count of items that take at least `min_item_bytes` each.
+  uint32_t get_count(size_t min_item_bytes) {
+    const uint32_t count = get<uint32_t>();
+    if (min_item_bytes != 0 && count > left() / min_item_bytes) fail("a count beyond the message");
+    return count;
+  }
+
+  size_t left() const { return in_.size(); }
+
+  /// To be called after the last value: bytes that nobody asked for are an error too.
+  void expect_end() const {
+    if (!in_.empty()) fail(std::to_string(in_.size()) + " bytes too many");
+  }
+
+  [[noreturn]] static void fail(const std::string& what) {
+    throw base::Exception(base::ErrorKind::kProtocol, "malformed message: " + what);
+  }
+
+ private:
+  std::span<const uint8_t> take(size_t bytes) {
+    if (bytes > in_.size()) {
+      fail(std::to_string(bytes) + " bytes wanted, " + std::to_string(in_.size()) + " left");
+    }
+    const std::span<const uint8_t> taken = in_.first(bytes);
+    in_ = in_.subspan(bytes);
+    return taken;
+  }
+
+  std::span<const uint8_t> in_;
+};
+
+}  // namespace distrain::wire

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+
+#include "distrain/base/result.h"
+#include "distrain/wire/limits.h"
+
+namespace distrain::wire {
+
+/// Frame, the unit of everything on a connection. All integers little-endian.
+///
+///   offset  size  field
+///        0     4  magic            "DTRN"
+///        4     2  kind             FrameKind
+///        6     2  channel          kOneway: the channel's number; otherwise 0
+///        8     4  meta_bytes       length of meta
+///       12     4  tensor_count     tensors in the payload; their descriptors begin meta
+///       16     8  payload_bytes    length of the payload, paddings between tensors included
+///       24     8  call_id          kCall, kReply, kError: pairs them; kOneway: tag a
+///       32     8  context_id       distributed autograd context, 0: none; kOneway: tag b
+///       40     8  autograd_id      pair of send and recv nodes, 0: none; kOneway: tag c
+///       48        meta             `tensor_count` TensorDescs (tensor_desc.h), then the body
+///        +        zeros            up to a multiple of 64 counted from byte 48; only if
+///                                  payload_bytes > 0
+///        +        payload          the tensors' elements, each at a multiple of 64, zeros between
+///
+/// The receiver reads meta and payload into one buffer that is aligned to 64, so that tensors are
+/// used where they were received.
+inline constexpr uint32_t kMagic = 0x4E525444;  // "DTRN"
+inline constexpr size_t kHeaderBytes = 48;
+inline constexpr uint32_t kProtocolVersion = 1;
+
+enum class FrameKind : uint16_t {
+  // Handshake and rendezvous (handshake.h)
+  kHello = 1,
+  kWelcome = 2,
+  kReject = 3,
+  kDirectory = 4,
+  kMeshReady = 5,
+  kGo = 6,
+  // Calls
+  kCall = 16,
+  kReply = 17,
+  kError = 18,
+  kOneway = 19,
+  // Life of a connection
+  kHeartbeat = 32,
+  kFlush = 33,
+  kAbort = 34,
+  // Reference counts of RRefs
+  kRRefFork = 48,
+  kRRefAccept = 49,
+  kRRefDelete = 50,
+};
+
+struct FrameHeader {
+  FrameKind kind = FrameKind::kCall;
+  uint16_t channel = 0;
+  uint32_t meta_bytes = 0;
+  uint32_t tensor_count = 0;
+  uint64_t payload_bytes = 0;
+  uint64_t call_id = 0;
+  uint64_t context_id = 0;
+  uint64_t autograd_id = 0;
+
+  /// Where the payload begins, counted from the end of the header.
+  uint64_t payload_offset() const {
+    return payload_bytes == 0 ? meta_bytes : align_payload(meta_bytes);
+  }
+  /// Bytes that follow the header.
+  uint64_t body_bytes() const { return payload_offset() + payload_bytes; }
+};
+
+void encode_header(const FrameHeader& header, std::span<uint8_t, kHeaderBytes> out);
+
+/// `protocol` for a wrong magic, an unknown kind or a length beyond `limits`.
+base::Result<FrameHeader> decode_header(std::span<const uint8_t, kHeaderBytes> in,
+                                        const Limits& limits);
+
+}  // namespace distrain::wire

@@ -1,0 +1,27 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace distrain::wire {
+
+/// What is believed of a peer's lengths before anything is allocated for them.
+struct Limits {
+  uint32_t max_meta_bytes = uint32_t{64} << 20;
+  uint32_t max_tensors = 65536;
+  uint64_t max_payload_bytes = uint64_t{64} << 30;
+};
+
+/// Before the handshake a connection is nobody's: nothing large is read from it.
+inline constexpr Limits kHandshakeLimits{64 * 1024, 0, 0};
+
+inline constexpr size_t kMaxDimensions = 64;
+
+/// Tensor bytes start at multiples of this within a frame's body, as the receive buffer does.
+inline constexpr size_t kPayloadAlignment = 64;
+
+constexpr uint64_t align_payload(uint64_t bytes) {
+  return (bytes + kPayloadAlignment - 1) / kPayloadAlignment * kPayloadAlignment;
+}
+
+}  // namespace distrain::wire

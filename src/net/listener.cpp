@@ -1,0 +1,80 @@
+#include <sys/socket.h>
+#include <uv.h>
+
+#include <cerrno>
+
+#include "distrain/net/socket.h"
+#include "loop_impl.h"
+
+namespace distrain::net {
+
+// Without a descriptor for it a connection stays in the backlog, and the socket readable.
+constexpr auto kPauseWithoutDescriptors = std::chrono::milliseconds(100);
+
+struct Listener::State final : LoopResource, std::enable_shared_from_this<Listener::State> {
+  State(Loop::Impl& l, Fd s, std::function<void(Fd)> on)
+      : loop(l), socket(std::move(s)), on_connection(std::move(on)) {}
+
+  void open_on_loop() {
+    if (closed) return;
+    if (uv_poll_init(&loop.uv, &poll, socket.get()) < 0) return;
+    poll.data = this;
+    opened = true;
+    loop.hold_on_loop(shared_from_this());
+    if (!closed) resume_on_loop();
+  }
+
+  void resume_on_loop() {
+    if (closed) return;
+    uv_poll_start(&poll, UV_READABLE, [](uv_poll_t* handle, int, int) noexcept {
+      static_cast<State*>(handle->data)->accept_on_loop();
+    });
+  }
+
+  void accept_on_loop() {
+    loop.note_activity_on_loop();
+    while (!closed) {
+      Fd fd(::accept4(socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (fd.valid()) {
+        on_connection(std::move(fd));
+        continue;
+      }
+      if (errno == EINTR || errno == ECONNABORTED) continue;
+      if (errno == EAGAIN) return;
+      uv_poll_stop(&poll);
+      loop.call_at(base::Clock::now() + kPauseWithoutDescriptors,
+                   [self = shared_from_this()] { self->resume_on_loop(); });
+      return;
+    }
+  }
+
+  void shut_down_on_loop() override {
+    if (closed) return;
+    closed = true;
+    if (!opened) return;
+    uv_close(reinterpret_cast<uv_handle_t*>(&poll), [](uv_handle_t* handle) noexcept {
+      auto* self = static_cast<State*>(handle->data);
+      self->socket.reset();
+      self->loop.release_on_loop(self);
+    });
+  }
+
+  Loop::Impl& loop;
+  Fd socket;
+  std::function<void(Fd)> on_connection;
+  uv_poll_t poll;
+  bool opened = false;
+  bool closed = false;
+};
+
+Listener::Listener(Loop& loop, Fd socket, std::function<void(Fd)> on_connection)
+    : loop_(loop),
+      state_(std::make_shared<State>(loop.impl(), std::move(socket), std::move(on_connection))) {
+  loop_.post([state = state_] { state->open_on_loop(); });
+}
+
+Listener::~Listener() {
+  loop_.post([state = state_] { state->shut_down_on_loop(); });
+}
+
+}  // namespace distrain::net

@@ -1,0 +1,188 @@
+#include "distrain/net/loop.h"
+
+#include <pthread.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+#include "distrain/base/error.h"
+#include "distrain/base/thread_state.h"
+#include "loop_impl.h"
+
+namespace distrain::net {
+
+namespace {
+
+// Only fails for lack of file descriptors or memory.
+void check_uv(int code, const char* what) {
+  if (code >= 0) return;
+  throw base::Exception(base::ErrorKind::kResources,
+                        std::string(what) + ": " + uv_strerror(code));
+}
+
+}  // namespace
+
+Loop::Impl::Impl() {
+  check_uv(uv_loop_init(&uv), "starting the event loop");
+  uv.data = this;
+  check_uv(uv_async_init(&uv, &wakeup,
+                         [](uv_async_t* handle) noexcept {
+                           static_cast<Impl*>(handle->loop->data)->run_posted_on_loop();
+                         }),
+           "starting the event loop");
+  check_uv(uv_timer_init(&uv, &timer), "starting the event loop");
+  thread = std::thread([this] { run(); });
+}
+
+Loop::Impl::~Impl() {
+  post([this] { begin_stop_on_loop(); });
+  {
+    std::lock_guard lock(mutex);
+    stopping = true;
+  }
+  thread.join();
+  uv_loop_close(&uv);
+}
+
+void Loop::Impl::assert_in_loop() const {
+  if (thread_id.load(std::memory_order_relaxed) == std::this_thread::get_id()) return;
+  std::fputs("distrain: fatal: a loop-only function called from another thread\n", stderr);
+  std::abort();
+}
+
+void Loop::Impl::run() {
+  thread_id = std::this_thread::get_id();
+  pthread_setname_np(pthread_self(), "dt-loop");
+  base::thread_state().must_not_wait = true;
+  base::AdaptivePoll& poll = base::thread_state().poll;
+  uint64_t seen = activity;
+  base::TimePoint poll_until{};
+  // Until the handles are closed: uv_run returns 0 when none is left.
+  for (;;) {
+    base::TimePoint now = base::Clock::now();
+    if (activity != seen) {
+      seen = activity;
+      poll_until = now + base::AdaptivePoll::kWindow;
+    }
+    if (now < poll_until && poll.allowed(now) && !stop_begun) {
+      if (uv_run(&uv, UV_RUN_NOWAIT) == 0) return;
+      if (activity == seen) poll.yield(base::Clock::now());
+    } else {
+      if (uv_run(&uv, UV_RUN_ONCE) == 0) return;
+    }
+  }
+}
+
+void Loop::Impl::post(base::Task task) {
+  {
+    std::lock_guard lock(mutex);
+    if (stopping) return;
+    posted.push_back(std::move(task));
+    if (posted.size() > 1) return;  // the wake-up for the first one is on its way
+  }
+  uv_async_send(&wakeup);
+}
+
+void Loop::Impl::run_posted_on_loop() {
+  std::vector<base::Task> tasks;
+  {
+    std::lock_guard lock(mutex);
+    tasks.swap(posted);
+  }
+  note_activity_on_loop();
+  for (base::Task& task : tasks) task();
+}
+
+uint64_t Loop::Impl::call_at(base::TimePoint when, base::Task task) {
+  const uint64_t id = next_timer++;
+  auto add = [this, id, when, task = std::move(task)]() mutable {
+    if (stop_begun) return;
+    timers.emplace(when, std::pair(id, std::move(task)));
+    arm_timer_on_loop();
+  };
+  if (thread_id.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
+    add();
+  } else {
+    post(std::move(add));
+  }
+  return id;
+}
+
+void Loop::Impl::cancel(uint64_t id) {
+  auto remove = [this, id] {
+    for (auto it = timers.begin(); it != timers.end(); ++it) {
+      if (it->second.first == id) {
+        timers.erase(it);
+        return;
+      }
+    }
+  };
+  if (thread_id.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
+    remove();
+  } else {
+    post(std::move(remove));
+  }
+}
+
+void Loop::Impl::arm_timer_on_loop() {
+  if (timers.empty() || timers.begin()->first >= armed_for) return;
+  armed_for = timers.begin()->first;
+  const auto wait = std::chrono::duration_cast<std::chrono::milliseconds>(
+      armed_for - base::Clock::now() + std::chrono::microseconds(999));
+  uv_update_time(&uv);
+  uv_timer_start(
+      &timer,
+      [](uv_timer_t* handle) noexcept {
+        static_cast<Impl*>(handle->loop->data)->run_timers_on_loop();
+      },
+      wait.count() > 0 ? static_cast<uint64_t>(wait.count()) : 0, 0);
+}
+
+void Loop::Impl::run_timers_on_loop() {
+  armed_for = base::kNever;
+  const base::TimePoint now = base::Clock::now();
+  while (!timers.empty() && timers.begin()->first <= now) {
+    base::Task task = std::move(timers.begin()->second.second);
+    timers.erase(timers.begin());
+    task();
+  }
+  arm_timer_on_loop();
+}
+
+void Loop::Impl::hold_on_loop(std::shared_ptr<LoopResource> resource) {
+  assert_in_loop();
+  LoopResource* raw = resource.get();
+  resources.insert(std::move(resource));
+  if (stop_begun) raw->shut_down_on_loop();
+}
+
+void Loop::Impl::release_on_loop(LoopResource* resource) {
+  assert_in_loop();
+  for (auto it = resources.begin(); it != resources.end(); ++it) {
+    if (it->get() == resource) {
+      resources.erase(it);
+      return;
+    }
+  }
+}
+
+void Loop::Impl::begin_stop_on_loop() {
+  stop_begun = true;
+  timers.clear();
+  const std::vector<std::shared_ptr<LoopResource>> open(resources.begin(), resources.end());
+  for (const auto& resource : open) resource->shut_down_on_loop();
+  uv_close(reinterpret_cast<uv_handle_t*>(&wakeup), nullptr);
+  uv_close(reinterpret_cast<uv_handle_t*>(&timer), nullptr);
+}
+
+Loop::Loop() : impl_(std::make_unique<Impl>()) {}
+Loop::~Loop() = default;
+void Loop::post(base::Task task) { impl_->post(std::move(task)); }
+uint64_t Loop::call_at(base::TimePoint when, base::Task task) {
+  return impl_->call_at(when, std::move(task));
+}
+void Loop::cancel(uint64_t timer) { impl_->cancel(timer); }
+bool Loop::in_loop() const { return impl_->thread_id.load() == std::this_thread::get_id(); }
+base::BufferPool& Loop::buffers() { return impl_->buffers; }
+
+}  // namespace distrain::net

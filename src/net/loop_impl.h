@@ -1,0 +1,66 @@
+#pragma once
+
+#include <uv.h>
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <unordered_set>
+#include <vector>
+
+#include "distrain/net/loop.h"
+
+namespace distrain::net {
+
+/// Something with open libuv handles, to be closed when the loop ends.
+class LoopResource {
+ public:
+  virtual ~LoopResource() = default;
+  virtual void shut_down_on_loop() = 0;
+};
+
+struct Loop::Impl {
+  Impl();
+  ~Impl();
+
+  void post(base::Task task);
+  uint64_t call_at(base::TimePoint when, base::Task task);
+  void cancel(uint64_t id);
+  void assert_in_loop() const;
+
+  // The loop holds each open resource until it takes itself out when its handles are closed.
+  void hold_on_loop(std::shared_ptr<LoopResource> resource);
+  void release_on_loop(LoopResource* resource);
+  void note_activity_on_loop() { ++activity; }
+
+  uv_loop_t uv;
+  base::BufferPool buffers;
+  std::atomic<std::thread::id> thread_id;
+
+ private:
+  void run();
+  void run_posted_on_loop();
+  void run_timers_on_loop();
+  void arm_timer_on_loop();
+  void begin_stop_on_loop();
+
+  uv_async_t wakeup;
+  uv_timer_t timer;
+  uint64_t activity = 0;
+
+  std::mutex mutex;
+  std::vector<base::Task> posted;       // by mutex
+  bool stopping = false;                // by mutex: nothing is posted any more
+  std::atomic<uint64_t> next_timer{1};
+
+  // Loop thread only.
+  bool stop_begun = false;
+  std::multimap<base::TimePoint, std::pair<uint64_t, base::Task>> timers;
+  base::TimePoint armed_for = base::kNever;
+  std::unordered_set<std::shared_ptr<LoopResource>> resources;
+  std::thread thread;
+};
+
+}  // namespace distrain::net

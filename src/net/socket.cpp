@@ -1,0 +1,242 @@
+#include "distrain/net/socket.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <memory>
+
+namespace distrain::net {
+
+namespace {
+
+using base::Error;
+using base::ErrorKind;
+
+Error make_error(ErrorKind kind, std::string message) {
+  return Error{kind, std::move(message), -1, {}};
+}
+
+Error socket_error(const std::string& what, int code) {
+  const bool exhausted = code == EMFILE || code == ENFILE || code == ENOMEM || code == ENOBUFS;
+  return make_error(exhausted ? ErrorKind::kResources : ErrorKind::kRendezvous,
+                    what + ": " + std::strerror(code));
+}
+
+std::string endpoint_text(const std::string& host, uint16_t port) {
+  const bool is_v6 = host.find(':') != std::string::npos;
+  return (is_v6 ? "[" + host + "]" : host.empty() ? "*" : host) + ":" + std::to_string(port);
+}
+
+using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
+
+base::Result<AddressList> resolve(const std::string& host, uint16_t port, bool passive) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICSERV | (passive ? AI_PASSIVE : 0);
+  addrinfo* found = nullptr;
+  const int code = getaddrinfo(host.empty() ? nullptr : host.c_str(), std::to_string(port).c_str(),
+                               &hints, &found);
+  if (code != 0) {
+    return make_error(ErrorKind::kRendezvous, "host '" + host + "': " + gai_strerror(code));
+  }
+  return AddressList(found, &freeaddrinfo);
+}
+
+SocketName name_of(const sockaddr_storage& address) {
+  char text[INET6_ADDRSTRLEN] = {};
+  if (address.ss_family == AF_INET) {
+    const auto& v4 = reinterpret_cast<const sockaddr_in&>(address);
+    inet_ntop(AF_INET, &v4.sin_addr, text, sizeof text);
+    return {text, ntohs(v4.sin_port)};
+  }
+  if (address.ss_family == AF_INET6) {
+    const auto& v6 = reinterpret_cast<const sockaddr_in6&>(address);
+    inet_ntop(AF_INET6, &v6.sin6_addr, text, sizeof text);
+    // A v4 peer of a v6 socket: its plain address is what others connect to.
+    const std::string host = text;
+    return {host.starts_with("::ffff:") ? host.substr(7) : host, ntohs(v6.sin6_port)};
+  }
+  return {};
+}
+
+bool is_loopback(const sockaddr* address) {
+  if (address->sa_family == AF_INET) {
+    const auto* v4 = reinterpret_cast<const sockaddr_in*>(address);
+    return (ntohl(v4->sin_addr.s_addr) >> 24) == 127;
+  }
+  if (address->sa_family == AF_INET6) {
+    return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
+  }
+  return false;
+}
+
+// The errno of the attempt, 0 when connected.
+int connect_until(int fd, const sockaddr* address, socklen_t size, base::TimePoint deadline) {
+  if (::connect(fd, address, size) == 0) return 0;
+  if (errno != EINPROGRESS && errno != EINTR) return errno;
+  for (;;) {
+    const auto left = deadline - base::Clock::now();
+    if (left <= base::Duration::zero()) return ETIMEDOUT;
+    const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(left).count() + 1;
+    pollfd item{fd, POLLOUT, 0};
+    const int ready = ::poll(&item, 1, static_cast<int>(std::min<int64_t>(ms, 1000)));
+    if (ready < 0 && errno != EINTR) return errno;
+    if (ready <= 0) continue;
+    int code = 0;
+    socklen_t length = sizeof code;
+    getsockopt(fd, SOL_SOCKET, SO_ERROR, &code, &length);
+    return code;
+  }
+}
+
+bool make_unix_address(const std::string& path, sockaddr_un& address) {
+  address = {};
+  address.sun_family = AF_UNIX;
+  if (path.size() >= sizeof address.sun_path) return false;
+  std::memcpy(address.sun_path, path.data(), path.size());
+  return true;
+}
+
+}  // namespace
+
+Fd& Fd::operator=(Fd&& other) noexcept {
+  if (this != &other) {
+    reset();
+    fd_ = other.release();
+  }
+  return *this;
+}
+
+void Fd::reset() {
+  if (fd_ >= 0) ::close(fd_);
+  fd_ = -1;
+}
+
+base::Result<Fd> listen_tcp(const std::string& host, uint16_t port) {
+  auto addresses = resolve(host, port, true);
+  if (!addresses.ok()) return addresses.error();
+  const std::string where = "listening on " + endpoint_text(host, port);
+  Error error = make_error(ErrorKind::kRendezvous, where + ": no address");
+  // All interfaces: the v6 socket takes v4 too, where there is v6.
+  for (const int family : {AF_INET6, AF_INET}) {
+    for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) {
+      // A name such as localhost has both: v4 first then, as clients without v6 must reach it.
+      const int wanted = host.empty() ? family : family == AF_INET6 ? AF_INET : AF_INET6;
+      if (a->ai_family != wanted) continue;
+      Fd fd(::socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+      if (!fd.valid()) {
+        error = socket_error(where, errno);
+        continue;
+      }
+      const int one = 1;
+      setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+      if (::bind(fd.get(), a->ai_addr, a->ai_addrlen) == 0 && ::listen(fd.get(), 1024) == 0) {
+        return fd;
+      }
+      error = socket_error(where, errno);
+    }
+  }
+  return error;
+}
+
+base::Result<Fd> listen_unix(const std::string& path) {
+  sockaddr_un address;
+  if (!make_unix_address(path, address)) {
+    return make_error(ErrorKind::kRendezvous, "the path of a unix socket is too long: " + path);
+  }
+  Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!fd.valid()) return socket_error("opening a unix socket", errno);
+  if (::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 ||
+      ::listen(fd.get(), 1024) != 0) {
+    return socket_error("listening on " + path, errno);
+  }
+  return fd;
+}
+
+base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimePoint deadline) {
+  auto addresses = resolve(host, port, false);
+  if (!addresses.ok()) return addresses.error();
+  const std::string where = "connecting to " + endpoint_text(host, port);
+  Error error = make_error(ErrorKind::kRendezvous, where + ": no address");
+  for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) {
+    Fd fd(::socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    const int code =
+        fd.valid() ? connect_until(fd.get(), a->ai_addr, a->ai_addrlen, deadline) : errno;
+    if (code == 0) return fd;
+    error = socket_error(where, code);
+  }
+  return error;
+}
+
+base::Result<Fd> connect_unix(const std::string& path) {
+  sockaddr_un address;
+  if (!make_unix_address(path, address)) {
+    return make_error(ErrorKind::kRendezvous, "the path of a unix socket is too long: " + path);
+  }
+  Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (!fd.valid()) return socket_error("opening a unix socket", errno);
+  // A unix connect waits only while the listener's backlog of 1,024 is full.
+  while (::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) != 0) {
+    if (errno != EINTR) return socket_error("connecting to " + path, errno);
+  }
+  fcntl(fd.get(), F_SETFL, fcntl(fd.get(), F_GETFL) | O_NONBLOCK);
+  return fd;
+}
+
+SocketName local_name(int fd) {
+  sockaddr_storage address{};
+  socklen_t size = sizeof address;
+  if (getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) return {};
+  return name_of(address);
+}
+
+SocketName remote_name(int fd) {
+  sockaddr_storage address{};
+  socklen_t size = sizeof address;
+  if (getpeername(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) return {};
+  return name_of(address);
+}
+
+bool is_loopback(const std::string& host) {
+  auto addresses = resolve(host, 0, false);
+  if (!addresses.ok()) return false;
+  for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) {
+    if (!is_loopback(a->ai_addr)) return false;
+  }
+  return true;
+}
+
+bool is_local_address(const std::string& host) {
+  auto addresses = resolve(host, 0, false);
+  if (!addresses.ok()) return false;
+  for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) {
+    Fd fd(::socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    if (fd.valid() && ::bind(fd.get(), a->ai_addr, a->ai_addrlen) == 0) return true;
+  }
+  return false;
+}
+
+std::string host_key() {
+  std::string key;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> key;
+  if (key.empty()) return {};  // no way to tell: never the same host
+  for (const char* path : {"/proc/self/ns/net", "/proc/self/ns/mnt"}) {
+    struct stat info {};
+    if (::stat(path, &info) != 0) return {};
+    key += "/" + std::to_string(info.st_ino);
+  }
+  return key;
+}
+
+}  // namespace distrain::net

@@ -1,0 +1,415 @@
+#include "distrain/net/stream.h"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <uv.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <deque>
+#include <mutex>
+
+#include "distrain/net/socket.h"
+#include "loop_impl.h"
+
+namespace distrain::net {
+
+namespace {
+
+constexpr size_t kScratchBytes = 64 * 1024;
+constexpr size_t kMaxPieces = 512;  // of one gather-write; IOV_MAX is 1024
+constexpr uint8_t kZeros[wire::kPayloadAlignment] = {};
+
+base::Error peer_closed(int uv_code) {
+  const std::string how = uv_code == UV_EOF ? "closed the connection" : uv_strerror(uv_code);
+  return base::Error{base::ErrorKind::kPeerLost, "the peer: " + how, -1, {}};
+}
+
+// An outbound frame with its header encoded, and how much of it is written.
+struct Pending {
+  explicit Pending(OutFrame&& out) : frame(std::move(out)) {
+    wire::FrameHeader& header = frame.header;
+    header.meta_bytes = static_cast<uint32_t>(frame.meta.size());
+    header.payload_bytes = 0;
+    for (const auto& piece : frame.payload) header.payload_bytes += piece.size();
+    wire::encode_header(header, head);
+    total = wire::kHeaderBytes + header.body_bytes();
+  }
+
+  // The pieces from `written` on, `kMaxPieces` at the most.
+  template <class Add>
+  void for_each_left(Add add) const {
+    size_t skip = written;
+    size_t count = 0;
+    const auto visit = [&](const uint8_t* data, size_t size) {
+      if (skip >= size) {
+        skip -= size;
+      } else if (count < kMaxPieces) {
+        add(data + skip, size - skip);
+        skip = 0;
+        ++count;
+      }
+    };
+    visit(head, sizeof head);
+    visit(frame.meta.data(), frame.meta.size());
+    const size_t pad = frame.header.payload_offset() - frame.header.meta_bytes;
+    if (pad > 0) visit(kZeros, pad);
+    for (const auto& piece : frame.payload) visit(piece.data(), piece.size());
+  }
+
+  OutFrame frame;
+  uint8_t head[wire::kHeaderBytes];
+  size_t total = 0;
+  size_t written = 0;
+};
+
+class UvStream final : public Stream,
+                       public LoopResource,
+                       public std::enable_shared_from_this<UvStream> {
+ public:
+  UvStream(Loop::Impl& loop, int fd) : loop_(loop), fd_(fd) {
+    const SocketName name = remote_name(fd);
+    is_tcp_ = !name.host.empty();
+    peer_name_ = is_tcp_ ? name.host + ":" + std::to_string(name.port) : "unix";
+    if (is_tcp_) {
+      const int one = 1;
+      setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+      setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
+    }
+  }
+  ~UvStream() override {
+    if (fd_ >= 0) ::close(fd_);  // never started
+  }
+
+  void start(Handler handler, const wire::Limits& limits) override {
+    loop_.post([self = shared_from_this(), handler = std::move(handler), limits]() mutable {
+      self->open_on_loop(std::move(handler), limits);
+    });
+  }
+
+  void set_limits_on_loop(const wire::Limits& limits) override {
+    loop_.assert_in_loop();
+    limits_ = limits;
+  }
+
+  void set_handler_on_loop(Handler handler) override {
+    loop_.assert_in_loop();
+    handler_ = std::make_shared<Handler>(std::move(handler));
+  }
+
+  base::Status send(OutFrame frame) override;
+  void close(bool flush) override;
+  const std::string& peer_name() const override { return peer_name_; }
+  void shut_down_on_loop() override {
+    finish_on_loop(base::Error{base::ErrorKind::kCancelled, "this side is closing", -1, {}});
+  }
+
+ private:
+  enum class SendState { kIdle, kDraining, kClosing, kClosed };
+
+  void open_on_loop(Handler handler, const wire::Limits& limits);
+  bool write_directly(Pending& pending);
+  void drain_on_loop();
+  void wrote_on_loop(int status);
+  void alloc_on_loop(uv_buf_t* buffer);
+  void read_on_loop(ssize_t bytes, const uv_buf_t* buffer);
+  bool consume_scratch_on_loop();
+  bool begin_frame_on_loop(const uint8_t* head);
+  void deliver_on_loop();
+  void finish_on_loop(base::Error error);
+  uv_stream_t* uv_stream() { return reinterpret_cast<uv_stream_t*>(&handle_); }
+
+  Loop::Impl& loop_;
+  std::string peer_name_;
+  bool is_tcp_ = false;
+
+  std::mutex send_mutex_;
+  SendState send_state_ = SendState::kIdle;       // by send_mutex_
+  std::deque<std::unique_ptr<Pending>> queue_;    // by send_mutex_; front: being written
+  int fd_ = -1;  // by send_mutex_; libuv closes it
+
+  // Loop thread only.
+  union {
+    uv_tcp_t tcp;
+    uv_pipe_t pipe;
+  } handle_;
+  bool opened_ = false;
+  bool finished_ = false;
+  uv_write_t write_request_;
+  bool writing_ = false;
+  size_t write_size_ = 0;
+  std::shared_ptr<Handler> handler_ = std::make_shared<Handler>();
+  wire::Limits limits_;
+  std::unique_ptr<uint8_t[]> scratch_;
+  size_t scratch_begin_ = 0;
+  size_t scratch_end_ = 0;
+  wire::FrameHeader header_;   // of the frame being read, when body_ is set
+  base::BufferPtr body_;
+  size_t body_filled_ = 0;
+};
+
+// ---- sending ----
+
+base::Status UvStream::send(OutFrame frame) {
+  auto pending = std::make_unique<Pending>(std::move(frame));
+  bool wake = false;
+  {
+    std::lock_guard lock(send_mutex_);
+    if (send_state_ == SendState::kClosing || send_state_ == SendState::kClosed) {
+      return base::Error{base::ErrorKind::kPeerLost, "the connection is closed", -1, {}};
+    }
+    if (send_state_ == SendState::kIdle) {
+      if (write_directly(*pending)) return base::Unit{};
+      send_state_ = SendState::kDraining;
+      wake = true;
+    }
+    queue_.push_back(std::move(pending));
+  }
+  if (wake) loop_.post([self = shared_from_this()] { self->drain_on_loop(); });
+  return base::Unit{};
+}
+
+// True when all of it went out. An error is left to the loop's write, which meets it again.
+bool UvStream::write_directly(Pending& pending) {
+  while (pending.written < pending.total) {
+    iovec pieces[kMaxPieces];
+    size_t count = 0;
+    pending.for_each_left([&](const uint8_t* data, size_t size) {
+      pieces[count++] = iovec{const_cast<uint8_t*>(data), size};
+    });
+    msghdr message{};
+    message.msg_iov = pieces;
+    message.msg_iovlen = count;
+    const ssize_t sent = ::sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent < 0) {
+      if (errno == EINTR) continue;
+      return false;
+    }
+    pending.written += static_cast<size_t>(sent);
+  }
+  return true;
+}
+
+void UvStream::drain_on_loop() {
+  if (writing_ || finished_ || !opened_) return;
+  std::vector<uv_buf_t> pieces;
+  {
+    std::lock_guard lock(send_mutex_);
+    if (queue_.empty()) {
+      if (send_state_ == SendState::kDraining) send_state_ = SendState::kIdle;
+    } else {
+      // The front frame stays where it is until its write is done.
+      queue_.front()->for_each_left([&](const uint8_t* data, size_t size) {
+        pieces.push_back(uv_buf_init(
+            reinterpret_cast<char*>(const_cast<uint8_t*>(data)),
+            static_cast<unsigned>(std::min<size_t>(size, size_t{1} << 30))));
+      });
+      // A piece beyond 1 GiB is cut: what comes after it belongs to a later write.
+      for (size_t i = 0; i < pieces.size(); ++i) {
+        if (pieces[i].len == size_t{1} << 30) pieces.resize(i + 1);
+      }
+    }
+    if (pieces.empty() && send_state_ != SendState::kClosing) return;
+  }
+  if (pieces.empty()) {
+    finish_on_loop(base::Error{base::ErrorKind::kCancelled, "closed on this side", -1, {}});
+    return;
+  }
+  write_size_ = 0;
+  for (const uv_buf_t& piece : pieces) write_size_ += piece.len;
+  writing_ = true;
+  const int code = uv_write(&write_request_, uv_stream(), pieces.data(),
+                            static_cast<unsigned>(pieces.size()),
+                            [](uv_write_t* request, int status) noexcept {
+                              static_cast<UvStream*>(request->handle->data)->wrote_on_loop(status);
+                            });
+  if (code < 0) {
+    writing_ = false;
+    finish_on_loop(peer_closed(code));
+  }
+}
+
+void UvStream::wrote_on_loop(int status) {
+  writing_ = false;
+  if (finished_) return;
+  if (status < 0) {
+    finish_on_loop(peer_closed(status));
+    return;
+  }
+  std::unique_ptr<Pending> done;  // its tensors are let go outside the lock
+  {
+    std::lock_guard lock(send_mutex_);
+    Pending& front = *queue_.front();
+    front.written += write_size_;
+    if (front.written == front.total) {
+      done = std::move(queue_.front());
+      queue_.pop_front();
+    }
+  }
+  drain_on_loop();
+}
+
+void UvStream::close(bool flush) {
+  {
+    std::lock_guard lock(send_mutex_);
+    if (send_state_ == SendState::kClosed) return;
+    send_state_ = SendState::kClosing;
+  }
+  loop_.post([self = shared_from_this(), flush] {
+    if (flush) {
+      self->drain_on_loop();
+    } else {
+      self->shut_down_on_loop();
+    }
+  });
+}
+
+// ---- receiving ----
+
+void UvStream::open_on_loop(Handler handler, const wire::Limits& limits) {
+  handler_ = std::make_shared<Handler>(std::move(handler));
+  limits_ = limits;
+  scratch_ = std::make_unique<uint8_t[]>(kScratchBytes);
+  int code = 0;
+  if (is_tcp_) {
+    uv_tcp_init(&loop_.uv, &handle_.tcp);
+    code = uv_tcp_open(&handle_.tcp, fd_);
+  } else {
+    uv_pipe_init(&loop_.uv, &handle_.pipe, 0);
+    code = uv_pipe_open(&handle_.pipe, fd_);
+  }
+  uv_stream()->data = this;
+  opened_ = true;
+  if (code == 0) {
+    code = uv_read_start(
+        uv_stream(),
+        [](uv_handle_t* handle, size_t, uv_buf_t* buffer) noexcept {
+          static_cast<UvStream*>(handle->data)->alloc_on_loop(buffer);
+        },
+        [](uv_stream_t* stream, ssize_t bytes, const uv_buf_t* buffer) noexcept {
+          static_cast<UvStream*>(stream->data)->read_on_loop(bytes, buffer);
+        });
+  }
+  loop_.hold_on_loop(shared_from_this());
+  if (code < 0) {
+    finish_on_loop(peer_closed(code));
+  } else {
+    drain_on_loop();  // what was sent before
+  }
+}
+
+void UvStream::alloc_on_loop(uv_buf_t* buffer) {
+  if (body_) {
+    const size_t left = std::min(body_->size - body_filled_, size_t{1} << 30);
+    *buffer = uv_buf_init(reinterpret_cast<char*>(body_->data) + body_filled_,
+                          static_cast<unsigned>(left));
+  } else {
+    *buffer = uv_buf_init(reinterpret_cast<char*>(scratch_.get()) + scratch_end_,
+                          static_cast<unsigned>(kScratchBytes - scratch_end_));
+  }
+}
+
+void UvStream::read_on_loop(ssize_t bytes, const uv_buf_t*) {
+  loop_.note_activity_on_loop();
+  if (finished_ || bytes == 0) return;
+  if (bytes < 0) {
+    finish_on_loop(peer_closed(static_cast<int>(bytes)));
+    return;
+  }
+  const auto self = shared_from_this();  // a handler may let go of the stream
+  if (body_) {
+    body_filled_ += static_cast<size_t>(bytes);
+    if (body_filled_ == body_->size) deliver_on_loop();
+  } else {
+    scratch_end_ += static_cast<size_t>(bytes);
+    while (!finished_ && consume_scratch_on_loop()) {
+    }
+  }
+}
+
+// Takes one frame, or what there is of its body, out of the scratch buffer. False when more bytes
+// have to come first.
+bool UvStream::consume_scratch_on_loop() {
+  const size_t have = scratch_end_ - scratch_begin_;
+  const uint8_t* data = scratch_.get() + scratch_begin_;
+  if (have < wire::kHeaderBytes) {
+    std::memmove(scratch_.get(), data, have);
+    scratch_begin_ = 0;
+    scratch_end_ = have;
+    return false;
+  }
+  if (!begin_frame_on_loop(data)) return false;
+  const size_t taken = std::min(have - wire::kHeaderBytes, body_->size);
+  if (taken > 0) std::memcpy(body_->data, data + wire::kHeaderBytes, taken);
+  body_filled_ = taken;
+  scratch_begin_ += wire::kHeaderBytes + taken;
+  if (scratch_begin_ == scratch_end_) scratch_begin_ = scratch_end_ = 0;
+  if (body_filled_ < body_->size) return false;
+  deliver_on_loop();
+  return scratch_end_ > 0;
+}
+
+bool UvStream::begin_frame_on_loop(const uint8_t* head) {
+  base::Result<wire::FrameHeader> header = wire::decode_header(
+      std::span<const uint8_t, wire::kHeaderBytes>(head, wire::kHeaderBytes), limits_);
+  if (!header.ok()) {
+    finish_on_loop(header.error());
+    return false;
+  }
+  header_ = header.unchecked();
+  body_ = loop_.buffers.allocate(header_.body_bytes());
+  if (!body_) {
+    finish_on_loop(base::Error{base::ErrorKind::kResources,
+                               "no memory for a message of " +
+                                   std::to_string(header_.body_bytes()) + " bytes",
+                               -1,
+                               {}});
+    return false;
+  }
+  return true;
+}
+
+void UvStream::deliver_on_loop() {
+  InFrame frame;
+  frame.header = header_;
+  frame.body = std::move(body_);
+  body_ = nullptr;
+  frame.meta = {frame.body->data, header_.meta_bytes};
+  frame.payload = {frame.body->data + header_.payload_offset(), header_.payload_bytes};
+  const std::shared_ptr<Handler> handler = handler_;  // it may replace itself
+  if (handler->on_frame) handler->on_frame(std::move(frame));
+}
+
+// ---- the end ----
+
+void UvStream::finish_on_loop(base::Error error) {
+  if (finished_) return;
+  finished_ = true;
+  std::deque<std::unique_ptr<Pending>> dropped;
+  {
+    std::lock_guard lock(send_mutex_);
+    send_state_ = SendState::kClosed;
+    if (!opened_ && fd_ >= 0) ::close(fd_);
+    fd_ = -1;
+    // libuv may still hold the front one's memory; it is let go with the stream.
+    if (!writing_) dropped.swap(queue_);
+  }
+  if (opened_) {
+    uv_close(reinterpret_cast<uv_handle_t*>(uv_stream()), [](uv_handle_t* handle) noexcept {
+      auto* self = static_cast<UvStream*>(handle->data);
+      self->loop_.release_on_loop(self);
+    });
+  }
+  const std::shared_ptr<Handler> handler = std::move(handler_);
+  handler_ = std::make_shared<Handler>();
+  if (handler->on_close) handler->on_close(error);
+}
+
+}  // namespace
+
+StreamPtr adopt_socket(Loop& loop, int fd) { return std::make_shared<UvStream>(loop.impl(), fd); }
+
+}  // namespace distrain::net

@@ -1,0 +1,143 @@
+#include "distrain/wire/handshake.h"
+
+#include "distrain/wire/frame.h"
+
+namespace distrain::wire {
+
+namespace {
+
+using Options = std::map<std::string, std::string>;
+
+void put(Writer& out, const Endpoint& endpoint) {
+  out.put(endpoint.host);
+  out.put(endpoint.port);
+  out.put(endpoint.unix_path);
+  out.put(endpoint.host_key);
+}
+
+Endpoint get_endpoint(Reader& in) {
+  Endpoint endpoint;
+  endpoint.host = in.get_string();
+  endpoint.port = in.get<uint16_t>();
+  endpoint.unix_path = in.get_string();
+  endpoint.host_key = in.get_string();
+  return endpoint;
+}
+
+void put(Writer& out, const Options& options) {
+  out.put(static_cast<uint32_t>(options.size()));
+  for (const auto& [name, value] : options) {
+    out.put(name);
+    out.put(value);
+  }
+}
+
+Options get_options(Reader& in) {
+  Options options;
+  const uint32_t count = in.get_count(2 * sizeof(uint32_t));
+  for (uint32_t i = 0; i < count; ++i) {
+    std::string name(in.get_string());
+    if (!options.emplace(std::move(name), in.get_string()).second) {
+      Reader::fail("an option twice");
+    }
+  }
+  return options;
+}
+
+void check_version(uint32_t version) {
+  if (version == kProtocolVersion) return;
+  throw base::Exception(base::ErrorKind::kProtocol,
+                        "protocol version: this side speaks " + std::to_string(kProtocolVersion) +
+                            ", the peer " + std::to_string(version) +
+                            "; run the same distrain on every machine");
+}
+
+}  // namespace
+
+Bytes encode(const Hello& hello) {
+  Bytes bytes;
+  Writer out(bytes);
+  out.put(kProtocolVersion);
+  out.put(hello.purpose);
+  out.put(hello.job_id);
+  out.put(hello.rank);
+  out.put(hello.world_size);
+  put(out, hello.endpoint);
+  put(out, hello.options);
+  out.put(hello.proof);
+  return bytes;
+}
+
+Hello decode_hello(std::span<const uint8_t> bytes) {
+  Reader in(bytes);
+  Hello hello;
+  hello.version = in.get<uint32_t>();
+  check_version(hello.version);
+  hello.purpose = in.get<HelloPurpose>();
+  if (hello.purpose != HelloPurpose::kJoin && hello.purpose != HelloPurpose::kPeer) {
+    Reader::fail("an unknown purpose of a connection");
+  }
+  hello.job_id = in.get_string();
+  hello.rank = in.get<int32_t>();
+  hello.world_size = in.get<int32_t>();
+  hello.endpoint = get_endpoint(in);
+  hello.options = get_options(in);
+  hello.proof = in.get_string();
+  in.expect_end();
+  return hello;
+}
+
+Bytes encode(const Directory& directory) {
+  Bytes bytes;
+  Writer out(bytes);
+  out.put(kProtocolVersion);
+  out.put(static_cast<uint32_t>(directory.ranks.size()));
+  for (const Directory::Entry& entry : directory.ranks) {
+    out.put(entry.name);
+    put(out, entry.endpoint);
+  }
+  put(out, directory.options);
+  return bytes;
+}
+
+Directory decode_directory(std::span<const uint8_t> bytes) {
+  Reader in(bytes);
+  check_version(in.get<uint32_t>());
+  Directory directory;
+  const uint32_t count = in.get_count(4 * sizeof(uint32_t) + sizeof(uint16_t));
+  directory.ranks.reserve(count);
+  for (uint32_t i = 0; i < count; ++i) {
+    Directory::Entry entry;
+    entry.name = in.get_string();
+    entry.endpoint = get_endpoint(in);
+    directory.ranks.push_back(std::move(entry));
+  }
+  directory.options = get_options(in);
+  in.expect_end();
+  return directory;
+}
+
+Bytes encode(const base::Error& error) {
+  Bytes bytes;
+  Writer out(bytes);
+  out.put(static_cast<uint16_t>(error.kind));
+  out.put(error.rank);
+  out.put(error.message);
+  out.put(error.op);
+  return bytes;
+}
+
+base::Error decode_error(std::span<const uint8_t> bytes) {
+  Reader in(bytes);
+  base::Error error;
+  const uint16_t kind = in.get<uint16_t>();
+  if (!base::is_known_kind(kind)) Reader::fail("an unknown error kind");
+  error.kind = static_cast<base::ErrorKind>(kind);
+  error.rank = in.get<int32_t>();
+  error.message = in.get_string();
+  error.op = in.get_string();
+  in.expect_end();
+  return error;
+}
+
+}  // namespace distrain::wire

@@ -1,0 +1,72 @@
+#include "distrain/wire/tensor_desc.h"
+
+namespace distrain::wire {
+
+size_t element_bytes(DType dtype) {
+  switch (dtype) {
+    case DType::kUInt8:
+    case DType::kInt8:
+    case DType::kBool: return 1;
+    case DType::kInt16:
+    case DType::kUInt16:
+    case DType::kFloat16:
+    case DType::kBFloat16: return 2;
+    case DType::kInt32:
+    case DType::kUInt32:
+    case DType::kFloat32: return 4;
+    case DType::kInt64:
+    case DType::kUInt64:
+    case DType::kFloat64:
+    case DType::kComplex64: return 8;
+    case DType::kComplex128: return 16;
+  }
+  return 0;
+}
+
+uint64_t TensorDesc::bytes() const {
+  uint64_t bytes = element_bytes(dtype);
+  for (const int64_t size : sizes) bytes *= static_cast<uint64_t>(size);
+  return bytes;
+}
+
+void encode(const TensorDesc& desc, Writer& out) {
+  out.put(desc.dtype);
+  out.put(static_cast<uint8_t>(desc.sizes.size()));
+  for (const int64_t size : desc.sizes) out.put(size);
+}
+
+TensorDesc decode_tensor_desc(Reader& in) {
+  TensorDesc desc;
+  desc.dtype = static_cast<DType>(in.get<uint8_t>());
+  uint64_t bytes = element_bytes(desc.dtype);
+  if (bytes == 0) Reader::fail("an unknown tensor dtype");
+  const size_t dimensions = in.get<uint8_t>();
+  if (dimensions > kMaxDimensions) Reader::fail("a tensor of too many dimensions");
+  desc.sizes.reserve(dimensions);
+  // The sizes other than 0 must have a product that fits, as torch computes strides from them.
+  for (size_t i = 0; i < dimensions; ++i) {
+    const int64_t size = in.get<int64_t>();
+    if (size < 0) Reader::fail("a negative tensor size");
+    desc.sizes.push_back(size);
+    if (size != 0 && (__builtin_mul_overflow(bytes, static_cast<uint64_t>(size), &bytes) ||
+                      bytes > static_cast<uint64_t>(INT64_MAX))) {
+      Reader::fail("a tensor size that overflows");
+    }
+  }
+  return desc;
+}
+
+PayloadLayout layout_payload(const std::vector<TensorDesc>& tensors) {
+  PayloadLayout layout;
+  layout.offsets.reserve(tensors.size());
+  for (const TensorDesc& tensor : tensors) {
+    const uint64_t offset = align_payload(layout.bytes);
+    layout.offsets.push_back(offset);
+    if (offset < layout.bytes || __builtin_add_overflow(offset, tensor.bytes(), &layout.bytes)) {
+      Reader::fail("a payload size that overflows");
+    }
+  }
+  return layout;
+}
+
+}  // namespace distrain::wire
