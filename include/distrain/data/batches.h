@@ -1,0 +1,73 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "distrain/data/text_dataset.h"
+
+namespace distrain::data {
+
+/// What one step of a bag-of-words model eats, as at::embedding_bag wants it: bag b holds
+/// indices[offsets[b] .. offsets[b + 1]), the last one goes to the end. Bags may be empty.
+struct Batch {
+  std::vector<int64_t> indices;
+  std::vector<int64_t> offsets;  ///< one a bag, offsets[0] = 0, rising
+  std::vector<int64_t> targets;  ///< one a bag: the class
+
+  int64_t size() const { return static_cast<int64_t>(targets.size()); }
+};
+
+/// The batch of these examples (their numbers in `dataset`), in this order.
+Batch make_batch(const TextDataset& dataset, std::span<const int64_t> examples);
+
+/// The batch of the examples [first, last), for evaluation.
+Batch make_batch(const TextDataset& dataset, int64_t first, int64_t last);
+
+/// Which part of an epoch is whose. The same in every process and on every machine.
+struct Shard {
+  int trainer = 0;
+  int trainers = 1;
+};
+
+/// One trainer's batches of one epoch.
+///
+/// All examples are permuted by Fisher and Yates' shuffle (`Random` keyed by seed and epoch);
+/// trainer t of T gets those at the places t, t + T, t + 2T, … of the permutation. Shards are
+/// disjoint and differ by at most one example. A short one wraps around: its first example comes
+/// once more at its end. So every shard has ceil(examples / T) entries, every trainer makes the
+/// same number of steps, and its step k has as many examples as any other trainer's step k:
+/// batch_size, fewer in the last step only.
+class EpochSampler {
+ public:
+  /// Throws `invalid` for arguments out of range, `bad_data` when there are fewer examples than
+  /// trainers.
+  EpochSampler(uint64_t seed, int64_t epoch, Shard shard, int64_t examples, int64_t batch_size);
+
+  int64_t steps() const { return (shard_size() + batch_size_ - 1) / batch_size_; }
+
+  /// The examples of step `step` in [0, steps()); valid as long as this object.
+  std::span<const int64_t> batch(int64_t step) const;
+
+ private:
+  int64_t shard_size() const { return static_cast<int64_t>(examples_.size()); }
+
+  std::vector<int64_t> examples_;  // of this shard, in the order of their use
+  int64_t batch_size_;
+};
+
+/// EpochSampler::steps() without making one.
+int64_t steps_per_epoch(int64_t examples, int trainers, int64_t batch_size);
+
+/// The random batches of PyTorch's hybrid tutorial.
+struct RandomBags {
+  uint64_t seed = 1;
+  int64_t num_embeddings = 100;
+  int64_t classes = 8;
+
+  /// 20 to 50 indices, offsets from 0 in random steps of 1 to 10 (so no bag is empty), random
+  /// targets. Depends on the numbers given and nothing else.
+  Batch batch(int trainer, int64_t epoch, int64_t step) const;
+};
+
+}  // namespace distrain::data

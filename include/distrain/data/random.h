@@ -1,0 +1,49 @@
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+
+namespace distrain::data {
+
+/// A random generator whose numbers depend on nothing but its key: not on the standard library,
+/// the machine or the order in which others were used.
+///
+/// SplitMix64 (Steele, Lea, Flood 2014): the state advances by the golden ratio, the output is a
+/// mix of it. The key's numbers are mixed into the first state one after the other.
+class Random {
+ public:
+  explicit Random(std::initializer_list<uint64_t> key) {
+    for (const uint64_t part : key) state_ = mix(state_ + kStep + part);
+  }
+
+  uint64_t next() { return mix(state_ += kStep); }
+
+  /// Uniform in [0, bound), without bias (Lemire 2019); `bound` must be above 0.
+  uint64_t below(uint64_t bound) {
+    Wide product = Wide{next()} * bound;
+    if (static_cast<uint64_t>(product) < bound) {
+      const uint64_t biased = (0 - bound) % bound;  // 2^64 mod bound
+      while (static_cast<uint64_t>(product) < biased) product = Wide{next()} * bound;
+    }
+    return static_cast<uint64_t>(product >> 64);
+  }
+
+  /// Uniform in [first, last], both included.
+  int64_t between(int64_t first, int64_t last) {
+    return first + static_cast<int64_t>(below(static_cast<uint64_t>(last - first) + 1));
+  }
+
+ private:
+  __extension__ using Wide = unsigned __int128;
+  static constexpr uint64_t kStep = 0x9E3779B97F4A7C15ULL;
+
+  static uint64_t mix(uint64_t z) {
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
+    return z ^ (z >> 31);
+  }
+
+  uint64_t state_ = 0;
+};
+
+}  // namespace distrain::data

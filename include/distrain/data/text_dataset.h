@@ -1,0 +1,56 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "distrain/data/vocabulary.h"
+
+namespace distrain::data {
+
+/// What a training file defines: its words in the order of their first appearance, and its labels
+/// sorted by their bytes.
+struct TextVocabulary {
+  Vocabulary words;
+  std::vector<std::string> labels;
+};
+
+/// Labelled bags of words. Example i is tokens[offsets[i] .. offsets[i + 1]) and may be empty.
+struct TextDataset {
+  std::vector<int64_t> tokens;                       ///< in [0, num_words())
+  std::vector<int64_t> offsets;                      ///< size() + 1, rising
+  std::vector<int64_t> labels;                       ///< size(), in [0, num_classes())
+  std::shared_ptr<const TextVocabulary> vocabulary;  ///< the training file's
+  uint64_t content_hash = 0;                         ///< of the file's bytes
+  int64_t dropped_tokens = 0;                        ///< words that the vocabulary does not have
+
+  int64_t size() const { return static_cast<int64_t>(labels.size()); }
+  int64_t num_words() const { return vocabulary->words.size(); }
+  int64_t num_classes() const { return static_cast<int64_t>(vocabulary->labels.size()); }
+};
+
+/// Reads a file in fastText's format, `__label__NAME token token …`, one example a line.
+///
+/// Tokens are separated by blanks, tabs, \r, \v, \f or NUL, as fastText does; other bytes are taken
+/// as they are, valid UTF-8 or not. The label may stand anywhere in its line; there must be exactly
+/// one. A label without a token is an example (an empty bag); a line with neither is skipped. A
+/// UTF-8 byte order mark at the beginning is skipped. Lines may have any length, the last one needs
+/// no line end.
+///
+/// Throws `bad_data`, with file and line, for: a file that cannot be read, a line with no label or
+/// with several, a label without a name, no example at all, no word at all.
+TextDataset read_fast_text(const std::string& path);
+
+/// Reads a test file with the vocabulary of the training file. Unknown words are dropped and
+/// counted; an unknown label is `bad_data`.
+TextDataset read_fast_text(const std::string& path,
+                           std::shared_ptr<const TextVocabulary> vocabulary);
+
+/// As read_fast_text, of bytes in memory; `name` stands for the file in errors. `vocabulary` may be
+/// null: then the text defines it.
+TextDataset parse_fast_text(std::string_view text, const std::string& name,
+                            std::shared_ptr<const TextVocabulary> vocabulary = nullptr);
+
+}  // namespace distrain::data

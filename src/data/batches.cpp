@@ -1,0 +1,116 @@
+#include "distrain/data/batches.h"
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+#include <utility>
+
+#include "distrain/base/error.h"
+#include "distrain/data/random.h"
+
+namespace distrain::data {
+namespace {
+
+using base::ErrorKind;
+using base::Exception;
+
+// Keys of the independent random sequences that come from one seed.
+constexpr uint64_t kShuffleSequence = 1;
+constexpr uint64_t kBagSequence = 2;
+
+void check_positive(int64_t value, const char* what) {
+  if (value < 1) {
+    throw Exception(ErrorKind::kInvalid,
+                    std::string(what) + " must be at least 1, not " + std::to_string(value));
+  }
+}
+
+void append(const TextDataset& dataset, int64_t example, Batch& batch) {
+  const auto i = static_cast<size_t>(example);
+  const auto begin = dataset.tokens.begin();
+  batch.offsets.push_back(static_cast<int64_t>(batch.indices.size()));
+  batch.indices.insert(batch.indices.end(), begin + dataset.offsets[i],
+                       begin + dataset.offsets[i + 1]);
+  batch.targets.push_back(dataset.labels[i]);
+}
+
+}  // namespace
+
+Batch make_batch(const TextDataset& dataset, std::span<const int64_t> examples) {
+  Batch batch;
+  batch.offsets.reserve(examples.size());
+  batch.targets.reserve(examples.size());
+  for (const int64_t example : examples) append(dataset, example, batch);
+  return batch;
+}
+
+Batch make_batch(const TextDataset& dataset, int64_t first, int64_t last) {
+  Batch batch;
+  for (int64_t example = first; example < last; ++example) append(dataset, example, batch);
+  return batch;
+}
+
+EpochSampler::EpochSampler(uint64_t seed, int64_t epoch, Shard shard, int64_t examples,
+                           int64_t batch_size)
+    : batch_size_(batch_size) {
+  check_positive(batch_size, "the batch size");
+  check_positive(shard.trainers, "the number of trainers");
+  if (shard.trainer < 0 || shard.trainer >= shard.trainers) {
+    throw Exception(ErrorKind::kInvalid, "there is no trainer " + std::to_string(shard.trainer) +
+                                             " of " + std::to_string(shard.trainers));
+  }
+  if (examples < shard.trainers) {
+    throw Exception(ErrorKind::kBadData, std::to_string(examples) + " examples are too few for " +
+                                             std::to_string(shard.trainers) + " trainers");
+  }
+  std::vector<int64_t> all(static_cast<size_t>(examples));
+  std::iota(all.begin(), all.end(), 0);
+  Random random({seed, kShuffleSequence, static_cast<uint64_t>(epoch)});
+  for (size_t left = all.size(); left > 1; --left) {
+    std::swap(all[left - 1], all[random.below(left)]);
+  }
+  const auto trainers = static_cast<size_t>(shard.trainers);
+  const size_t size = (all.size() + trainers - 1) / trainers;
+  examples_.reserve(size);
+  for (size_t at = static_cast<size_t>(shard.trainer); at < all.size(); at += trainers) {
+    examples_.push_back(all[at]);
+  }
+  if (examples_.size() < size) examples_.push_back(examples_.front());
+}
+
+std::span<const int64_t> EpochSampler::batch(int64_t step) const {
+  const int64_t first = step * batch_size_;
+  if (step < 0 || first >= shard_size()) {
+    throw Exception(ErrorKind::kInvalid, "an epoch of " + std::to_string(steps()) +
+                                             " steps has no step " + std::to_string(step));
+  }
+  const int64_t count = std::min(batch_size_, shard_size() - first);
+  return std::span(examples_).subspan(static_cast<size_t>(first), static_cast<size_t>(count));
+}
+
+int64_t steps_per_epoch(int64_t examples, int trainers, int64_t batch_size) {
+  check_positive(batch_size, "the batch size");
+  check_positive(trainers, "the number of trainers");
+  const int64_t shard_size = (examples + trainers - 1) / trainers;
+  return (shard_size + batch_size - 1) / batch_size;
+}
+
+Batch RandomBags::batch(int trainer, int64_t epoch, int64_t step) const {
+  check_positive(num_embeddings, "the number of embeddings");
+  check_positive(classes, "the number of classes");
+  Random random({seed, kBagSequence, static_cast<uint64_t>(trainer), static_cast<uint64_t>(epoch),
+                 static_cast<uint64_t>(step)});
+  Batch batch;
+  const int64_t count = random.between(20, 50);
+  for (int64_t i = 0; i < count; ++i)
+    batch.indices.push_back(random.between(0, num_embeddings - 1));
+  for (int64_t start = 0; start < count; start += random.between(1, 10)) {
+    batch.offsets.push_back(start);
+  }
+  for (size_t i = 0; i < batch.offsets.size(); ++i) {
+    batch.targets.push_back(random.between(0, classes - 1));
+  }
+  return batch;
+}
+
+}  // namespace distrain::data

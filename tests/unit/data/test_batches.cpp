@@ -1,0 +1,165 @@
+#include <algorithm>
+#include <set>
+#include <vector>
+
+#include "distrain/base/error.h"
+#include "distrain/data/batches.h"
+#include "distrain/data/random.h"
+#include "support/catch.h"
+
+namespace distrain::data {
+namespace {
+
+using Ints = std::vector<int64_t>;
+
+base::ErrorKind kind_of(uint64_t seed, Shard shard, int64_t examples, int64_t batch_size) {
+  try {
+    EpochSampler(seed, 0, shard, examples, batch_size);
+  } catch (const base::Exception& exception) {
+    return exception.kind();
+  }
+  return base::ErrorKind::kInternal;
+}
+
+// All examples of an epoch of one trainer, in order.
+Ints epoch_of(const EpochSampler& sampler) {
+  Ints all;
+  for (int64_t step = 0; step < sampler.steps(); ++step) {
+    const auto batch = sampler.batch(step);
+    all.insert(all.end(), batch.begin(), batch.end());
+  }
+  return all;
+}
+
+}  // namespace
+
+TEST_CASE("The random numbers are written down") {
+  // SplitMix64 from state 0; the first value is in its authors' test.
+  Random random({});
+  CHECK(random.next() == 0xE220A8397B1DCDAFULL);
+  CHECK(random.next() == 0x6E789E6AA1B965F4ULL);
+  CHECK(Random({1, 2}).next() != Random({2, 1}).next());
+  CHECK(Random({1}).next() != Random({1, 0}).next());
+  CHECK(Random({0}).next() != Random({}).next());
+}
+
+TEST_CASE("Bounded random numbers are uniform") {
+  Random random({3});
+  std::vector<int> counts(6);
+  for (int i = 0; i < 60'000; ++i) ++counts[random.below(6)];
+  for (const int count : counts) CHECK(std::abs(count - 10'000) < 400);
+  for (int i = 0; i < 100; ++i) CHECK(random.below(1) == 0);
+  CHECK(random.below(~uint64_t{0}) < ~uint64_t{0});
+}
+
+TEST_CASE("An epoch has every example once, disjoint over the trainers") {
+  const int trainers = GENERATE(1, 2, 3, 5);
+  const int64_t examples = GENERATE(5, 30, 31, 97);
+  const int64_t batch_size = GENERATE(1, 4, 100);
+  CAPTURE(trainers, examples, batch_size);
+  const int64_t shard_size = (examples + trainers - 1) / trainers;
+  Ints all;
+  for (int trainer = 0; trainer < trainers; ++trainer) {
+    const EpochSampler sampler(1, 0, Shard{trainer, trainers}, examples, batch_size);
+    REQUIRE(sampler.steps() == steps_per_epoch(examples, trainers, batch_size));
+    for (int64_t step = 0; step < sampler.steps(); ++step) {
+      const bool last = step + 1 == sampler.steps();
+      const int64_t expected = last ? shard_size - step * batch_size : batch_size;
+      REQUIRE(static_cast<int64_t>(sampler.batch(step).size()) == expected);
+    }
+    Ints own = epoch_of(sampler);
+    REQUIRE(static_cast<int64_t>(own.size()) == shard_size);
+    if (examples - trainer * shard_size < 0 || trainer + (shard_size - 1) * trainers >= examples) {
+      CHECK(own.back() == own.front());  // a short shard wraps around within itself
+      own.pop_back();
+    }
+    all.insert(all.end(), own.begin(), own.end());
+  }
+  std::sort(all.begin(), all.end());
+  REQUIRE(static_cast<int64_t>(all.size()) == examples);
+  for (int64_t i = 0; i < examples; ++i) REQUIRE(all[static_cast<size_t>(i)] == i);
+}
+
+TEST_CASE("Every epoch and every seed has its own order, always the same") {
+  const Shard shard{1, 2};
+  const Ints first = epoch_of(EpochSampler(1, 0, shard, 100, 8));
+  CHECK(first == epoch_of(EpochSampler(1, 0, shard, 100, 8)));
+  CHECK(first == epoch_of(EpochSampler(1, 0, shard, 100, 32)));
+  CHECK(first != epoch_of(EpochSampler(1, 1, shard, 100, 8)));
+  CHECK(first != epoch_of(EpochSampler(2, 0, shard, 100, 8)));
+  // Pinned: a change of the algorithm changes every recorded run.
+  CHECK(epoch_of(EpochSampler(1, 0, Shard{0, 1}, 8, 8)) == Ints{0, 4, 1, 2, 3, 5, 7, 6});
+}
+
+TEST_CASE("The shuffle is fair") {
+  // Where example 0 goes, over many epochs: each of 10 places about equally often.
+  std::vector<int> places(10);
+  for (int epoch = 0; epoch < 10'000; ++epoch) {
+    const Ints order = epoch_of(EpochSampler(5, epoch, Shard{}, 10, 10));
+    ++places[static_cast<size_t>(std::find(order.begin(), order.end(), 0) - order.begin())];
+  }
+  for (const int count : places) CHECK(std::abs(count - 1000) < 150);
+}
+
+TEST_CASE("Impossible shards are refused") {
+  CHECK(kind_of(1, Shard{0, 1}, 10, 0) == base::ErrorKind::kInvalid);
+  CHECK(kind_of(1, Shard{2, 2}, 10, 4) == base::ErrorKind::kInvalid);
+  CHECK(kind_of(1, Shard{-1, 2}, 10, 4) == base::ErrorKind::kInvalid);
+  CHECK(kind_of(1, Shard{0, 0}, 10, 4) == base::ErrorKind::kInvalid);
+  CHECK(kind_of(1, Shard{0, 3}, 2, 4) == base::ErrorKind::kBadData);
+  CHECK(kind_of(1, Shard{0, 1}, 0, 4) == base::ErrorKind::kBadData);
+  const EpochSampler sampler(1, 0, Shard{}, 10, 4);
+  CHECK_THROWS_AS(sampler.batch(3), base::Exception);
+  CHECK_THROWS_AS(sampler.batch(-1), base::Exception);
+}
+
+TEST_CASE("A batch is the bags of its examples") {
+  const TextDataset data =
+      parse_fast_text("__label__b one two\n__label__a\n__label__a three\n__label__b\n", "f");
+  const Ints examples = {2, 1, 0, 3};
+  const Batch batch = make_batch(data, examples);
+  CHECK(batch.indices == Ints{2, 0, 1});
+  CHECK(batch.offsets == Ints{0, 1, 1, 3});  // the last bag begins at the end: empty
+  CHECK(batch.targets == Ints{0, 0, 1, 1});
+  CHECK(batch.size() == 4);
+  const Batch range = make_batch(data, 1, 3);
+  CHECK(range.indices == Ints{2});
+  CHECK(range.offsets == Ints{0, 0});
+  CHECK(range.targets == Ints{0, 0});
+}
+
+TEST_CASE("Random bags are the tutorial's") {
+  const RandomBags bags{1, 100, 8};
+  std::set<size_t> sizes;
+  std::set<int64_t> steps, indices, targets;
+  for (int64_t step = 0; step < 1000; ++step) {
+    const Batch batch = bags.batch(0, 0, step);
+    REQUIRE(batch.offsets.size() == batch.targets.size());
+    REQUIRE(batch.offsets.front() == 0);
+    REQUIRE(batch.offsets.back() < static_cast<int64_t>(batch.indices.size()));
+    sizes.insert(batch.indices.size());
+    indices.insert(batch.indices.begin(), batch.indices.end());
+    targets.insert(batch.targets.begin(), batch.targets.end());
+    for (size_t i = 1; i < batch.offsets.size(); ++i) {
+      steps.insert(batch.offsets[i] - batch.offsets[i - 1]);
+    }
+  }
+  CHECK((*sizes.begin() == 20 && *sizes.rbegin() == 50 && sizes.size() == 31));
+  CHECK((*steps.begin() == 1 && *steps.rbegin() == 10));
+  CHECK((*indices.begin() == 0 && *indices.rbegin() == 99));
+  CHECK((*targets.begin() == 0 && *targets.rbegin() == 7));
+}
+
+TEST_CASE("Random bags depend on seed, trainer, epoch and step alone") {
+  const RandomBags bags{1, 100, 8};
+  const Ints first = bags.batch(0, 0, 0).indices;
+  CHECK(first == bags.batch(0, 0, 0).indices);
+  CHECK(first != bags.batch(1, 0, 0).indices);
+  CHECK(first != bags.batch(0, 1, 0).indices);
+  CHECK(first != bags.batch(0, 0, 1).indices);
+  CHECK(first != RandomBags{2, 100, 8}.batch(0, 0, 0).indices);
+  CHECK_THROWS_AS((RandomBags{1, 0, 8}.batch(0, 0, 0)), base::Exception);
+  CHECK_THROWS_AS((RandomBags{1, 100, 0}.batch(0, 0, 0)), base::Exception);
+}
+
+}  // namespace distrain::data
