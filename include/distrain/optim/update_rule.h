@@ -1,0 +1,95 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace distrain::optim {
+
+/// Options of torch.optim.SGD. Sparse gradients: plain SGD only.
+struct Sgd {
+  double lr = 1e-3;
+  double momentum = 0;
+  double weight_decay = 0;
+  double dampening = 0;
+  bool nesterov = false;  ///< wants momentum and no dampening
+};
+
+/// Options of torch.optim.Adagrad. Sparse gradients: no weight decay.
+struct Adagrad {
+  double lr = 1e-2;
+  double lr_decay = 0;
+  double weight_decay = 0;
+  double initial_accumulator_value = 0;
+  double eps = 1e-10;
+};
+
+/// Options of torch.optim.Adam; with sparse gradients it is torch.optim.SparseAdam (the moments of
+/// a row decay only when the row has a gradient): no weight decay, no amsgrad.
+struct Adam {
+  double lr = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0;  ///< added to the gradient (L2), as Adam's and not AdamW's
+  bool amsgrad = false;
+};
+
+using OptimizerOptions = std::variant<Sgd, Adagrad, Adam>;
+
+/// OptimizerOptions as plain data, for the command line and the wire.
+struct OptimizerFields {
+  std::string name;                      ///< sgd, adagrad or adam
+  std::map<std::string, double> values;  ///< by the names above; flags are 0 or 1
+};
+
+OptimizerFields to_fields(const OptimizerOptions& options);
+
+/// Fields that are not given keep their defaults. Throws `invalid` for an unknown name or field and
+/// for a value out of range.
+OptimizerOptions from_fields(const OptimizerFields& fields);
+
+/// What one local optimizer does with one gradient at a time, in place; it owns the state that the
+/// rule keeps for each parameter. Parameters are known by their index in the optimizer's list, so
+/// the tensor behind one may be replaced between two updates.
+///
+/// Not thread-safe: one apply() at a time.
+class UpdateRule {
+ public:
+  virtual ~UpdateRule() = default;
+
+  /// Updates `parameter` by `gradient`: of the same shape, floating dtype and device, dense or
+  /// sparse COO with one sparse dimension (rows; repeated rows count summed). A sparse gradient
+  /// touches its rows and their state only; one without rows does nothing, it is not even counted.
+  /// Throws `invalid`, before anything is changed, for a gradient that does not fit.
+  void apply(size_t i, at::Tensor& parameter, const at::Tensor& gradient);
+
+  /// Updates that parameter `i` has had.
+  int64_t step_count(size_t i) const { return i < steps_.size() ? steps_[i] : 0; }
+
+ protected:
+  UpdateRule() = default;
+
+  /// `step` counts from 1.
+  virtual void apply_dense(size_t i, int64_t step, at::Tensor& parameter,
+                           const at::Tensor& gradient) = 0;
+  virtual void apply_sparse(size_t i, int64_t step, at::Tensor& parameter,
+                            const at::Tensor& gradient) = 0;
+
+  /// Throws `invalid` when the options of this rule cannot be applied to a sparse gradient.
+  virtual void check_sparse() const = 0;
+
+ private:
+  std::vector<int64_t> steps_;
+};
+
+/// Throws `invalid` for options out of range.
+std::unique_ptr<UpdateRule> make_update_rule(const OptimizerOptions& options);
+
+}  // namespace distrain::optim

@@ -1,0 +1,104 @@
+#include <cmath>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+#include "distrain/base/error.h"
+#include "validate.h"
+
+namespace distrain::optim {
+namespace {
+
+using base::ErrorKind;
+using base::Exception;
+
+const char* name_of(const Sgd&) { return "sgd"; }
+const char* name_of(const Adagrad&) { return "adagrad"; }
+const char* name_of(const Adam&) { return "adam"; }
+
+// Each struct lists its fields once; O may be const.
+template <class O, class F>
+void visit_fields(O& options, F visit) {
+  using Options = std::remove_const_t<O>;
+  visit("lr", options.lr);
+  visit("weight_decay", options.weight_decay);
+  if constexpr (std::is_same_v<Options, Sgd>) {
+    visit("momentum", options.momentum);
+    visit("dampening", options.dampening);
+    visit("nesterov", options.nesterov);
+  } else if constexpr (std::is_same_v<Options, Adagrad>) {
+    visit("lr_decay", options.lr_decay);
+    visit("initial_accumulator_value", options.initial_accumulator_value);
+    visit("eps", options.eps);
+  } else {
+    visit("beta1", options.beta1);
+    visit("beta2", options.beta2);
+    visit("eps", options.eps);
+    visit("amsgrad", options.amsgrad);
+  }
+}
+
+[[noreturn]] void invalid(std::string message) {
+  throw Exception(ErrorKind::kInvalid, std::move(message));
+}
+
+template <class Options>
+OptimizerOptions read_fields(const OptimizerFields& fields) {
+  Options options;
+  size_t known = 0;
+  visit_fields(options, [&](const char* field, auto& value) {
+    const auto found = fields.values.find(field);
+    if (found == fields.values.end()) return;
+    ++known;
+    value = static_cast<std::remove_reference_t<decltype(value)>>(found->second);
+  });
+  if (known < fields.values.size()) {
+    const OptimizerFields all = to_fields(options);
+    for (const auto& [field, value] : fields.values) {
+      if (!all.values.contains(field)) invalid(fields.name + " has no option '" + field + "'");
+    }
+  }
+  validate(options);
+  return options;
+}
+
+}  // namespace
+
+OptimizerFields to_fields(const OptimizerOptions& options) {
+  OptimizerFields fields;
+  std::visit(
+      [&](const auto& chosen) {
+        fields.name = name_of(chosen);
+        visit_fields(chosen, [&](const char* field, auto value) {
+          fields.values[field] = static_cast<double>(value);
+        });
+      },
+      options);
+  return fields;
+}
+
+OptimizerOptions from_fields(const OptimizerFields& fields) {
+  if (fields.name == "sgd") return read_fields<Sgd>(fields);
+  if (fields.name == "adagrad") return read_fields<Adagrad>(fields);
+  if (fields.name == "adam") return read_fields<Adam>(fields);
+  invalid("no optimizer '" + fields.name + "': sgd, adagrad or adam");
+}
+
+void validate(const OptimizerOptions& options) {
+  const OptimizerFields fields = to_fields(options);
+  for (const auto& [field, value] : fields.values) {
+    const bool decay_rate = field == "beta1" || field == "beta2";
+    const bool may_be_negative = field == "dampening";  // in torch, too
+    if (std::isfinite(value) && (value >= 0 || may_be_negative) && (value < 1 || !decay_rate)) {
+      continue;
+    }
+    invalid(fields.name + ": " + field + " cannot be " + std::to_string(value));
+  }
+  if (const Sgd* sgd = std::get_if<Sgd>(&options)) {
+    if (sgd->nesterov && (sgd->momentum <= 0 || sgd->dampening != 0)) {
+      invalid("sgd: nesterov wants a momentum above 0 and no dampening");
+    }
+  }
+}
+
+}  // namespace distrain::optim

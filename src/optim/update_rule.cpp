@@ -1,0 +1,240 @@
+#include "distrain/optim/update_rule.h"
+
+#include <cmath>
+#include <sstream>
+#include <string>
+#include <utility>
+
+#include <ATen/ATen.h>
+
+#include "distrain/base/error.h"
+#include "validate.h"
+
+namespace distrain::optim {
+namespace {
+
+using base::ErrorKind;
+using base::Exception;
+
+template <class... Parts>
+[[noreturn]] void invalid(const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  throw Exception(ErrorKind::kInvalid, message.str());
+}
+
+void check(size_t i, const at::Tensor& parameter, const at::Tensor& gradient) {
+  if (!parameter.defined()) invalid("parameter ", i, " is an undefined tensor");
+  if (!gradient.defined()) invalid("parameter ", i, " has no gradient");
+  if (!parameter.is_floating_point() || parameter.layout() != at::kStrided) {
+    invalid("parameter ", i, " is not a dense floating point tensor");
+  }
+  if (gradient.sizes() != parameter.sizes()) {
+    invalid("the gradient of parameter ", i, " has shape ", gradient.sizes(), ", the parameter ",
+            parameter.sizes());
+  }
+  if (gradient.scalar_type() != parameter.scalar_type()) {
+    invalid("the gradient of parameter ", i, " is ", gradient.scalar_type(), ", the parameter ",
+            parameter.scalar_type());
+  }
+  if (gradient.device() != parameter.device()) {
+    invalid("the gradient of parameter ", i, " is on ", gradient.device(), ", the parameter on ",
+            parameter.device());
+  }
+  if (gradient.layout() != at::kStrided &&
+      (gradient.layout() != at::kSparse || gradient.sparse_dim() != 1)) {
+    invalid("the gradient of parameter ", i, " is neither dense nor sparse by rows");
+  }
+}
+
+// Room for what a rule keeps of parameter `i`.
+template <class State>
+State& state_of(std::vector<State>& states, size_t i) {
+  if (states.size() <= i) states.resize(i + 1);
+  return states[i];
+}
+
+// The rows of a sparse gradient, each once. `coalesced` keeps them alive.
+struct Rows {
+  explicit Rows(const at::Tensor& gradient)
+      : coalesced(gradient.coalesce()),
+        numbers(coalesced._indices().select(0, 0)),
+        values(coalesced._values()) {}
+
+  at::Tensor coalesced;
+  at::Tensor numbers;  // int64 [n]
+  at::Tensor values;   // [n, the parameter's other dimensions]
+};
+
+class SgdRule final : public UpdateRule {
+ public:
+  explicit SgdRule(const Sgd& options) : options_(options) {}
+
+ private:
+  void apply_dense(size_t i, int64_t step, at::Tensor& parameter,
+                   const at::Tensor& gradient) override {
+    at::Tensor direction = gradient;
+    if (options_.weight_decay != 0) direction = direction.add(parameter, options_.weight_decay);
+    if (options_.momentum != 0) {
+      at::Tensor& velocity = state_of(velocities_, i);
+      if (step == 1) {
+        velocity = direction.clone();
+      } else {
+        velocity.mul_(options_.momentum).add_(direction, 1 - options_.dampening);
+      }
+      direction = options_.nesterov ? direction.add(velocity, options_.momentum) : velocity;
+    }
+    parameter.add_(direction, -options_.lr);
+  }
+
+  void apply_sparse(size_t, int64_t, at::Tensor& parameter, const at::Tensor& gradient) override {
+    parameter.add_(gradient, -options_.lr);  // linear: repeated rows need no coalescing
+  }
+
+  void check_sparse() const override {
+    if (options_.momentum != 0) invalid("sgd with momentum cannot take sparse gradients");
+    if (options_.weight_decay != 0) invalid("sgd with weight_decay cannot take sparse gradients");
+  }
+
+  const Sgd options_;
+  std::vector<at::Tensor> velocities_;
+};
+
+class AdagradRule final : public UpdateRule {
+ public:
+  explicit AdagradRule(const Adagrad& options) : options_(options) {}
+
+ private:
+  void apply_dense(size_t i, int64_t step, at::Tensor& parameter,
+                   const at::Tensor& gradient) override {
+    at::Tensor direction = gradient;
+    if (options_.weight_decay != 0) direction = direction.add(parameter, options_.weight_decay);
+    at::Tensor& sum = squares_of(i, parameter);
+    sum.addcmul_(direction, direction);
+    parameter.addcdiv_(direction, sum.sqrt().add_(options_.eps), -rate(step));
+  }
+
+  void apply_sparse(size_t i, int64_t step, at::Tensor& parameter,
+                    const at::Tensor& gradient) override {
+    const Rows rows(gradient);
+    at::Tensor& sum = squares_of(i, parameter);
+    at::Tensor row_sum = sum.index_select(0, rows.numbers).addcmul_(rows.values, rows.values);
+    sum.index_copy_(0, rows.numbers, row_sum);
+    const at::Tensor scale = row_sum.sqrt_().add_(options_.eps);
+    parameter.index_add_(0, rows.numbers, rows.values.div(scale), -rate(step));
+  }
+
+  void check_sparse() const override {
+    if (options_.weight_decay != 0) {
+      invalid("adagrad with weight_decay cannot take sparse gradients");
+    }
+  }
+
+  double rate(int64_t step) const {
+    return options_.lr / (1 + static_cast<double>(step - 1) * options_.lr_decay);
+  }
+
+  at::Tensor& squares_of(size_t i, const at::Tensor& parameter) {
+    at::Tensor& sum = state_of(squares_, i);
+    if (!sum.defined()) sum = at::full_like(parameter, options_.initial_accumulator_value);
+    return sum;
+  }
+
+  const Adagrad options_;
+  std::vector<at::Tensor> squares_;
+};
+
+class AdamRule final : public UpdateRule {
+ public:
+  explicit AdamRule(const Adam& options) : options_(options) {}
+
+ private:
+  struct Moments {
+    at::Tensor first;
+    at::Tensor second;
+    at::Tensor largest_second;  // amsgrad only
+  };
+
+  void apply_dense(size_t i, int64_t step, at::Tensor& parameter,
+                   const at::Tensor& gradient) override {
+    at::Tensor direction = gradient;
+    if (options_.weight_decay != 0) direction = direction.add(parameter, options_.weight_decay);
+    Moments& moments = moments_of(i, parameter);
+    moments.first.mul_(options_.beta1).add_(direction, 1 - options_.beta1);
+    moments.second.mul_(options_.beta2).addcmul_(direction, direction, 1 - options_.beta2);
+    at::Tensor second = moments.second;
+    if (options_.amsgrad) {
+      second = at::maximum_out(moments.largest_second, moments.largest_second, moments.second);
+    }
+    const at::Tensor scale =
+        second.sqrt().div_(std::sqrt(correction(options_.beta2, step))).add_(options_.eps);
+    parameter.addcdiv_(moments.first, scale, -options_.lr / correction(options_.beta1, step));
+  }
+
+  // SparseAdam: eps is added before the bias correction, unlike above.
+  void apply_sparse(size_t i, int64_t step, at::Tensor& parameter,
+                    const at::Tensor& gradient) override {
+    const Rows rows(gradient);
+    Moments& moments = moments_of(i, parameter);
+    at::Tensor first = moments.first.index_select(0, rows.numbers);
+    first.mul_(options_.beta1).add_(rows.values, 1 - options_.beta1);
+    moments.first.index_copy_(0, rows.numbers, first);
+    at::Tensor second = moments.second.index_select(0, rows.numbers);
+    second.mul_(options_.beta2).addcmul_(rows.values, rows.values, 1 - options_.beta2);
+    moments.second.index_copy_(0, rows.numbers, second);
+    const double rate = options_.lr * std::sqrt(correction(options_.beta2, step)) /
+                        correction(options_.beta1, step);
+    parameter.index_add_(0, rows.numbers, first.div_(second.sqrt_().add_(options_.eps)), -rate);
+  }
+
+  void check_sparse() const override {
+    if (options_.weight_decay != 0) invalid("adam with weight_decay cannot take sparse gradients");
+    if (options_.amsgrad) invalid("adam with amsgrad cannot take sparse gradients");
+  }
+
+  static double correction(double beta, int64_t step) {
+    return 1 - std::pow(beta, static_cast<double>(step));
+  }
+
+  Moments& moments_of(size_t i, const at::Tensor& parameter) {
+    Moments& moments = state_of(moments_, i);
+    if (!moments.first.defined()) {
+      moments.first = at::zeros_like(parameter);
+      moments.second = at::zeros_like(parameter);
+      if (options_.amsgrad) moments.largest_second = at::zeros_like(parameter);
+    }
+    return moments;
+  }
+
+  const Adam options_;
+  std::vector<Moments> moments_;
+};
+
+}  // namespace
+
+void UpdateRule::apply(size_t i, at::Tensor& parameter, const at::Tensor& gradient) {
+  check(i, parameter, gradient);
+  const at::NoGradGuard no_grad;
+  const bool sparse = gradient.layout() == at::kSparse;
+  if (sparse) {
+    check_sparse();
+    if (gradient._nnz() == 0) return;
+  }
+  const int64_t step = ++state_of(steps_, i);
+  if (sparse) {
+    apply_sparse(i, step, parameter, gradient);
+  } else {
+    apply_dense(i, step, parameter, gradient);
+  }
+}
+
+std::unique_ptr<UpdateRule> make_update_rule(const OptimizerOptions& options) {
+  validate(options);
+  if (const Sgd* sgd = std::get_if<Sgd>(&options)) return std::make_unique<SgdRule>(*sgd);
+  if (const Adagrad* adagrad = std::get_if<Adagrad>(&options)) {
+    return std::make_unique<AdagradRule>(*adagrad);
+  }
+  return std::make_unique<AdamRule>(std::get<Adam>(options));
+}
+
+}  // namespace distrain::optim

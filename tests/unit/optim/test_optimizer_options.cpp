@@ -1,0 +1,78 @@
+#include <functional>
+#include <limits>
+#include <string>
+
+#include "distrain/base/error.h"
+#include "distrain/optim/update_rule.h"
+#include "support/catch.h"
+
+namespace distrain::optim {
+namespace {
+
+std::string invalid_message(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const base::Exception& exception) {
+    CHECK(exception.kind() == base::ErrorKind::kInvalid);
+    return exception.error().message;
+  }
+  FAIL("no error");
+  return {};
+}
+
+}  // namespace
+
+TEST_CASE("Options survive the way through plain fields") {
+  const OptimizerOptions options =
+      GENERATE(OptimizerOptions(Sgd{0.1, 0.9, 0.01, 0, true}), OptimizerOptions(Sgd{}),
+               OptimizerOptions(Adagrad{0.1, 0.2, 0.3, 0.4, 0.5}), OptimizerOptions(Adagrad{}),
+               OptimizerOptions(Adam{0.1, 0.2, 0.3, 0.4, 0.5, true}), OptimizerOptions(Adam{}));
+  const OptimizerFields fields = to_fields(options);
+  const OptimizerOptions back = from_fields(fields);
+  CHECK(back.index() == options.index());
+  CHECK(to_fields(back).name == fields.name);
+  CHECK(to_fields(back).values == fields.values);
+}
+
+TEST_CASE("Every field has its own place") {
+  const auto adam = std::get<Adam>(from_fields({"adam",
+                                                {{"lr", 0.1},
+                                                 {"beta1", 0.2},
+                                                 {"beta2", 0.3},
+                                                 {"eps", 0.4},
+                                                 {"weight_decay", 0.5},
+                                                 {"amsgrad", 1}}}));
+  CHECK(adam.lr == 0.1);
+  CHECK(adam.beta1 == 0.2);
+  CHECK(adam.beta2 == 0.3);
+  CHECK(adam.eps == 0.4);
+  CHECK(adam.weight_decay == 0.5);
+  CHECK(adam.amsgrad);
+}
+
+TEST_CASE("Fields that are not given keep their defaults") {
+  const auto adagrad = std::get<Adagrad>(from_fields({"adagrad", {{"lr", 0.05}}}));
+  CHECK(adagrad.lr == 0.05);
+  CHECK(adagrad.eps == 1e-10);
+  CHECK(adagrad.initial_accumulator_value == 0);
+}
+
+TEST_CASE("Wrong options are named") {
+  const auto message = [](OptimizerFields fields) {
+    return invalid_message([&] { from_fields(fields); });
+  };
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const double infinity = std::numeric_limits<double>::infinity();
+  CHECK(message({"rmsprop", {}}) == "no optimizer 'rmsprop': sgd, adagrad or adam");
+  CHECK(message({"sgd", {{"eps", 1}}}) == "sgd has no option 'eps'");
+  CHECK(message({"sgd", {{"lr", -1}}}) == "sgd: lr cannot be -1.000000");
+  CHECK(message({"adagrad", {{"lr", nan}}}) == "adagrad: lr cannot be nan");
+  CHECK(message({"adam", {{"lr", infinity}}}) == "adam: lr cannot be inf");
+  CHECK(message({"adam", {{"beta1", 1}}}) == "adam: beta1 cannot be 1.000000");
+  CHECK(message({"sgd", {{"nesterov", 1}}}) ==
+        "sgd: nesterov wants a momentum above 0 and no dampening");
+  CHECK(invalid_message([] { make_update_rule(Adam{-1}); }) == "adam: lr cannot be -1.000000");
+  CHECK_NOTHROW(from_fields({"sgd", {{"momentum", 0.9}, {"dampening", -0.5}}}));
+}
+
+}  // namespace distrain::optim

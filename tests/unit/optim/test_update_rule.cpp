@@ -1,0 +1,307 @@
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/sgd.h>
+
+#include "distrain/base/error.h"
+#include "distrain/optim/update_rule.h"
+#include "support/catch.h"
+
+namespace distrain::optim {
+namespace {
+
+constexpr int kSteps = 20;
+
+double difference(const at::Tensor& a, const at::Tensor& b) {
+  if (a.numel() == 0) return 0;
+  return (a - b).abs().max().item<double>();
+}
+
+at::Tensor sparse(const std::vector<int64_t>& rows, const at::Tensor& values,
+                  at::IntArrayRef shape) {
+  return at::sparse_coo_tensor(at::tensor(rows, at::kLong).unsqueeze(0), values, shape);
+}
+
+// A gradient by rows of which some come twice, and the same one dense.
+struct SparsePair {
+  at::Tensor sparse_gradient;
+  at::Tensor dense_gradient;
+};
+SparsePair random_rows(int64_t rows, int64_t dim, int64_t count, at::ScalarType type = at::kFloat) {
+  const at::Tensor numbers = at::randint(0, rows, {1, count}, at::kLong);
+  const at::Tensor values = at::randn({count, dim}, type);
+  const at::Tensor gradient = at::sparse_coo_tensor(numbers, values, {rows, dim});
+  return {gradient, gradient.to_dense()};
+}
+
+// Runs both on the same gradients and compares after every step.
+void compare_dense(
+    const OptimizerOptions& options,
+    const std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)>&
+        make_reference,
+    at::ScalarType type = at::kFloat) {
+  at::manual_seed(3);
+  std::vector<at::Tensor> own, reference;
+  for (const auto& shape : std::vector<std::vector<int64_t>>{{4, 3}, {7}, {2, 3, 5}, {}, {0, 3}}) {
+    own.push_back(at::randn(shape, type).requires_grad_(true));
+    reference.push_back(own.back().detach().clone().requires_grad_(true));
+  }
+  const auto rule = make_update_rule(options);
+  const auto optimizer = make_reference(reference);
+  for (int step = 0; step < kSteps; ++step) {
+    for (size_t i = 0; i < own.size(); ++i) {
+      at::Tensor gradient = at::randn(own[i].sizes(), type);
+      if (i == 1) gradient = at::randn({1}, type).expand({7});  // as the gradient of a sum
+      rule->apply(i, own[i], gradient);
+      reference[i].mutable_grad() = gradient.clone();
+    }
+    optimizer->step();
+    for (size_t i = 0; i < own.size(); ++i) {
+      CAPTURE(step, i);
+      REQUIRE(difference(own[i], reference[i]) <= 1e-6);
+    }
+  }
+  CHECK(rule->step_count(0) == kSteps);
+  CHECK(own[0].is_leaf());
+  CHECK(own[0].requires_grad());
+}
+
+// Applies the same gradients sparse and dense; the results must be the same.
+void compare_sparse(const OptimizerOptions& options) {
+  at::manual_seed(4);
+  at::Tensor by_rows = at::randn({10, 4});
+  at::Tensor whole = by_rows.clone();
+  const auto sparse_rule = make_update_rule(options);
+  const auto dense_rule = make_update_rule(options);
+  for (int step = 0; step < kSteps; ++step) {
+    SparsePair pair = random_rows(10, 4, 8);
+    if (step % 2 == 1) pair.sparse_gradient = pair.sparse_gradient.coalesce();
+    sparse_rule->apply(0, by_rows, pair.sparse_gradient);
+    dense_rule->apply(0, whole, pair.dense_gradient);
+    REQUIRE(difference(by_rows, whole) <= 1e-6);
+  }
+}
+
+std::string invalid_message(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const base::Exception& exception) {
+    CHECK(exception.kind() == base::ErrorKind::kInvalid);
+    return exception.error().message;
+  }
+  FAIL("no error");
+  return {};
+}
+
+}  // namespace
+
+TEST_CASE("Dense SGD is torch's") {
+  const Sgd options = GENERATE(Sgd{0.1}, Sgd{0.1, 0.9}, Sgd{0.1, 0, 0.01}, Sgd{0.1, 0.9, 0.01, 0.3},
+                               Sgd{0.1, 0.8, 0.02, 0, true});
+  const auto make = [&](std::vector<at::Tensor> parameters) {
+    return std::make_unique<torch::optim::SGD>(std::move(parameters),
+                                               torch::optim::SGDOptions(options.lr)
+                                                   .momentum(options.momentum)
+                                                   .weight_decay(options.weight_decay)
+                                                   .dampening(options.dampening)
+                                                   .nesterov(options.nesterov));
+  };
+  compare_dense(options, make);
+  compare_dense(options, make, at::kDouble);
+}
+
+TEST_CASE("Dense Adagrad is torch's") {
+  const Adagrad options = GENERATE(Adagrad{0.05}, Adagrad{0.05, 0.1}, Adagrad{0.05, 0, 0.01},
+                                   Adagrad{0.05, 0.01, 0.02, 0.1, 1e-6});
+  compare_dense(options, [&](std::vector<at::Tensor> parameters) {
+    return std::make_unique<torch::optim::Adagrad>(
+        std::move(parameters), torch::optim::AdagradOptions(options.lr)
+                                   .lr_decay(options.lr_decay)
+                                   .weight_decay(options.weight_decay)
+                                   .initial_accumulator_value(options.initial_accumulator_value)
+                                   .eps(options.eps));
+  });
+}
+
+TEST_CASE("Dense Adam is torch's") {
+  const Adam options =
+      GENERATE(Adam{0.01}, Adam{0.01, 0.8, 0.99, 1e-6}, Adam{0.01, 0.9, 0.999, 1e-8, 0.02},
+               Adam{0.01, 0.9, 0.9, 1e-8, 0.02, true});
+  compare_dense(options, [&](std::vector<at::Tensor> parameters) {
+    return std::make_unique<torch::optim::Adam>(std::move(parameters),
+                                                torch::optim::AdamOptions(options.lr)
+                                                    .betas({options.beta1, options.beta2})
+                                                    .eps(options.eps)
+                                                    .weight_decay(options.weight_decay)
+                                                    .amsgrad(options.amsgrad));
+  });
+}
+
+TEST_CASE("Sparse SGD and Adagrad are the dense ones of the same gradient") {
+  compare_sparse(Sgd{0.1});
+  compare_sparse(Adagrad{0.05});
+  compare_sparse(Adagrad{0.05, 0.1, 0, 0.2, 1e-6});
+}
+
+TEST_CASE("Sparse Adam is SparseAdam") {
+  at::manual_seed(5);
+  const Adam options{0.01, 0.8, 0.95, 1e-6};
+  const auto rule = make_update_rule(options);
+  at::Tensor parameter = at::randn({6, 3}, at::kDouble);
+  const at::Tensor start = parameter.clone();
+  at::Tensor expected = parameter.clone();
+  auto value = expected.accessor<double, 2>();
+  std::vector<std::vector<double>> first(6, std::vector<double>(3)), second = first;
+  for (int step = 1; step <= kSteps; ++step) {
+    const SparsePair pair = random_rows(5, 3, 4, at::kDouble);  // row 5 never
+    const at::Tensor rows = pair.sparse_gradient.coalesce().indices()[0];
+    const auto gradient = pair.dense_gradient.accessor<double, 2>();
+    rule->apply(0, parameter,
+                sparse(std::vector<int64_t>(rows.data_ptr<int64_t>(),
+                                            rows.data_ptr<int64_t>() + rows.numel()),
+                       pair.sparse_gradient.coalesce().values(), {6, 3}));
+    for (int64_t k = 0; k < rows.numel(); ++k) {
+      const int64_t r = rows[k].item<int64_t>();
+      for (int64_t c = 0; c < 3; ++c) {
+        const double g = gradient[r][c];
+        double& m = first[static_cast<size_t>(r)][static_cast<size_t>(c)];
+        double& v = second[static_cast<size_t>(r)][static_cast<size_t>(c)];
+        m += (1 - options.beta1) * (g - m);
+        v += (1 - options.beta2) * (g * g - v);
+        const double size = options.lr * std::sqrt(1 - std::pow(options.beta2, step)) /
+                            (1 - std::pow(options.beta1, step));
+        value[r][c] -= size * m / (std::sqrt(v) + options.eps);
+      }
+    }
+    REQUIRE(difference(parameter, expected) <= 1e-12);
+  }
+  CHECK(difference(parameter[5], start[5]) == 0);
+}
+
+TEST_CASE("A sparse gradient touches its rows only") {
+  const OptimizerOptions options = GENERATE(
+      OptimizerOptions(Sgd{0.1}), OptimizerOptions(Adagrad{0.1}), OptimizerOptions(Adam{0.1}));
+  const auto rule = make_update_rule(options);
+  at::Tensor parameter = at::randn({8, 2});
+  // Untouched rows that hold what no arithmetic survives.
+  parameter[7].fill_(std::numeric_limits<float>::infinity());
+  const at::Tensor before = parameter.clone();
+  rule->apply(0, parameter, sparse({1, 3, 1}, at::ones({3, 2}), {8, 2}));
+  for (const int64_t row : {0, 2, 4, 5, 6, 7}) CHECK(at::equal(parameter[row], before[row]));
+  for (const int64_t row : {1, 3}) CHECK_FALSE(at::equal(parameter[row], before[row]));
+}
+
+TEST_CASE("A sparse gradient without rows does nothing") {
+  const OptimizerOptions options = GENERATE(
+      OptimizerOptions(Sgd{0.1}), OptimizerOptions(Adagrad{0.1, 0.5}), OptimizerOptions(Adam{0.1}));
+  const auto rule = make_update_rule(options);
+  at::Tensor parameter = at::randn({4, 2});
+  const at::Tensor before = parameter.clone();
+  rule->apply(0, parameter, sparse({}, at::empty({0, 2}), {4, 2}));
+  CHECK(at::equal(parameter, before));
+  CHECK(rule->step_count(0) == 0);
+  rule->apply(0, parameter, sparse({0}, at::ones({1, 2}), {4, 2}));
+  CHECK(rule->step_count(0) == 1);
+}
+
+TEST_CASE("A parameter may have one dimension or three and still be sparse by rows") {
+  const auto rule = make_update_rule(Adagrad{0.1});
+  at::Tensor vector = at::zeros({5});
+  rule->apply(0, vector, sparse({4, 4}, at::ones({2}), {5}));
+  CHECK(vector[4].item<float>() == Approx(-0.1));
+  at::Tensor cube = at::zeros({3, 2, 2});
+  rule->apply(1, cube, sparse({2}, at::ones({1, 2, 2}), {3, 2, 2}));
+  CHECK(cube.sum().item<float>() == Approx(-0.4));
+}
+
+TEST_CASE("A parameter may take dense and sparse gradients in turn") {
+  at::manual_seed(6);
+  const auto mixed = make_update_rule(Adagrad{0.1});
+  const auto dense = make_update_rule(Adagrad{0.1});
+  at::Tensor a = at::randn({5, 2});
+  at::Tensor b = a.clone();
+  for (int step = 0; step < 6; ++step) {
+    const SparsePair pair = random_rows(5, 2, 3);
+    mixed->apply(0, a, step % 2 == 0 ? pair.sparse_gradient : pair.dense_gradient);
+    dense->apply(0, b, pair.dense_gradient);
+  }
+  CHECK(difference(a, b) <= 1e-6);
+}
+
+TEST_CASE("State belongs to the index, not to the tensor") {
+  const auto rule = make_update_rule(Sgd{1.0, 0.5});
+  at::Tensor parameter = at::zeros({1});
+  rule->apply(2, parameter, at::ones({1}));
+  at::Tensor copy = parameter.clone();
+  rule->apply(2, copy, at::ones({1}));
+  CHECK(copy.item<float>() == Approx(-2.5));
+  CHECK(parameter.item<float>() == Approx(-1.0));
+  CHECK(rule->step_count(2) == 2);
+  CHECK(rule->step_count(0) == 0);
+  CHECK(rule->step_count(99) == 0);
+}
+
+TEST_CASE("The gradient itself is left alone") {
+  const OptimizerOptions options =
+      GENERATE(OptimizerOptions(Sgd{0.1, 0.9, 0.1}), OptimizerOptions(Adagrad{0.1, 0, 0.1}),
+               OptimizerOptions(Adam{0.1, 0.9, 0.999, 1e-8, 0.1}));
+  const auto rule = make_update_rule(options);
+  at::Tensor parameter = at::ones({3});
+  const at::Tensor gradient = at::ones({3});
+  for (int step = 0; step < 3; ++step) rule->apply(0, parameter, gradient);
+  CHECK(at::equal(gradient, at::ones({3})));
+}
+
+TEST_CASE("A gradient that does not fit is refused and changes nothing") {
+  const auto rule = make_update_rule(Sgd{0.1});
+  at::Tensor parameter = at::ones({3, 2});
+  const auto message = [&](const at::Tensor& gradient) {
+    return invalid_message([&] { rule->apply(4, parameter, gradient); });
+  };
+  CHECK(message(at::ones({2, 3})) ==
+        "the gradient of parameter 4 has shape [2, 3], the parameter [3, 2]");
+  CHECK(message(at::ones({3, 2}, at::kDouble)) ==
+        "the gradient of parameter 4 is Double, the parameter Float");
+  CHECK(message(at::Tensor()) == "parameter 4 has no gradient");
+  CHECK(message(at::ones({3, 2}).to_sparse(2)) ==
+        "the gradient of parameter 4 is neither dense nor sparse by rows");
+  CHECK(message(at::ones({3, 2}).to_sparse_csr()) ==
+        "the gradient of parameter 4 is neither dense nor sparse by rows");
+  CHECK(message(at::empty({3, 2}, at::device(at::kMeta))) ==
+        "the gradient of parameter 4 is on meta, the parameter on cpu");
+  CHECK(at::equal(parameter, at::ones({3, 2})));
+  CHECK(rule->step_count(4) == 0);
+
+  at::Tensor integers = at::ones({2}, at::kLong);
+  CHECK(invalid_message([&] { rule->apply(0, integers, integers); }) ==
+        "parameter 0 is not a dense floating point tensor");
+  at::Tensor none;
+  CHECK(invalid_message([&] { rule->apply(0, none, integers); }) ==
+        "parameter 0 is an undefined tensor");
+}
+
+TEST_CASE("Options without a meaning for sparse gradients are refused") {
+  const auto message = [](const OptimizerOptions& options) {
+    const auto rule = make_update_rule(options);
+    at::Tensor parameter = at::ones({3, 2});
+    return invalid_message([&] {
+      rule->apply(0, parameter, sparse({0}, at::ones({1, 2}), {3, 2}));
+    });
+  };
+  CHECK(message(Sgd{0.1, 0.9}) == "sgd with momentum cannot take sparse gradients");
+  CHECK(message(Sgd{0.1, 0, 0.1}) == "sgd with weight_decay cannot take sparse gradients");
+  CHECK(message(Adagrad{0.1, 0, 0.1}) == "adagrad with weight_decay cannot take sparse gradients");
+  CHECK(message(Adam{0.1, 0.9, 0.999, 1e-8, 0.1}) ==
+        "adam with weight_decay cannot take sparse gradients");
+  CHECK(message(Adam{0.1, 0.9, 0.999, 1e-8, 0, true}) ==
+        "adam with amsgrad cannot take sparse gradients");
+}
+
+}  // namespace distrain::optim
