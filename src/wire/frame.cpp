@@ -22,7 +22,6 @@ T load(std::span<const uint8_t, kHeaderBytes> in, size_t offset) {
 bool is_known(FrameKind kind) {
   switch (kind) {
     case FrameKind::kHello:
-    case FrameKind::kWelcome:
     case FrameKind::kReject:
     case FrameKind::kDirectory:
     case FrameKind::kMeshReady:

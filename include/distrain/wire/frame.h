@@ -35,11 +35,10 @@ inline constexpr uint32_t kProtocolVersion = 1;
 enum class FrameKind : uint16_t {
   // Handshake and rendezvous (handshake.h)
   kHello = 1,
-  kWelcome = 2,
-  kReject = 3,
-  kDirectory = 4,
-  kMeshReady = 5,
-  kGo = 6,
+  kReject = 2,
+  kDirectory = 3,
+  kMeshReady = 4,
+  kGo = 5,
   // Calls
   kCall = 16,
   kReply = 17,

@@ -16,8 +16,9 @@ namespace distrain::wire {
 //   0 → r   kReject            a mismatch: names the field and both values; r ends, 0 goes on waiting
 //   0 → r   kDirectory         once all are there: everybody's address, and rank 0's options
 //   r → s   kHello (peer)      for every s < r, on a connection of its own: the one used from now on
-//   s → r   kWelcome | kReject
-//   r → 0   kMeshReady         on the joining connection: all of r's connections stand
+//   s → r   kReject            only if s refuses it
+//   r → 0   kMeshReady         on the joining connection: r has said hello to all below it, and all
+//                              above it have said hello to r
 //   0 → r   kGo                all ranks are ready; the joining connection is closed by r
 //
 // Every body begins with the protocol version, so that a later version can still be named.

@@ -1,0 +1,110 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "distrain/base/error.h"
+#include "distrain/base/executor.h"
+#include "distrain/collective/pending.h"
+#include "distrain/rpc/channel.h"
+
+namespace distrain::collective {
+
+class Core;
+
+/// The ranks that take part, by their numbers in the job and in the same order everywhere; a rank's
+/// place in the list is its rank within the group. `id` tells groups apart in error messages and on
+/// the wire.
+struct Group {
+  uint32_t id = 0;
+  std::vector<int> ranks;
+};
+
+/// Collective operations of a group of ranks over one channel, which belongs to this group alone.
+///
+/// All ranks of the group call the same operations in the same order; calls return at once, and any
+/// number may be under way. Results are written in place. Every rank gets the same bits: inputs are
+/// reduced in rank order. CPU tensors, dense, of any strides; see can_reduce in
+/// src/collective/reduce.h for the dtypes of each reduction. A tensor must not be touched until its
+/// operation is complete.
+///
+/// The algorithms are in Note [Algorithms] in src/collective/operations.h, the threads in Note
+/// [Life of an operation] in src/collective/operation.h. Thread-safe, but the order of calls is the
+/// user's.
+class Backend final : public c10d::Backend {
+ public:
+  struct Settings {
+    std::chrono::milliseconds timeout = kBackendDefaultTimeout;  ///< 0: until a peer is lost
+    /// The largest allreduce that takes one hop; -1 chooses by the number of ranks. Equal on all.
+    int64_t direct_bytes = -1;
+  };
+
+  /// `channel` and `executor` must outlive this object. Throws `invalid` if the group is not one.
+  Backend(rpc::Channel& channel, base::Executor& executor, Group group, Settings settings);
+  Backend(rpc::Channel& channel, base::Executor& executor, Group group)
+      : Backend(channel, executor, std::move(group), Settings{}) {}
+  ~Backend() override;
+
+  // For our own code. A wrong argument throws `invalid` and takes no part in the order of calls;
+  // every other failure is thrown by Pending::wait.
+
+  using ReduceOp = c10d::ReduceOp::RedOpType;
+  static constexpr std::chrono::milliseconds kDefault{-1};  ///< the timeout of the settings
+
+  Pending allreduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::SUM,
+                    std::chrono::milliseconds timeout = kDefault);
+  /// `root` is a rank within the group.
+  Pending broadcast(const at::Tensor& tensor, int root = 0,
+                    std::chrono::milliseconds timeout = kDefault);
+  /// `outputs[i]`, of the size and dtype of `input`, receives that of rank i.
+  Pending allgather(const at::Tensor& input, std::vector<at::Tensor> outputs,
+                    std::chrono::milliseconds timeout = kDefault);
+  Pending enter_barrier(std::chrono::milliseconds timeout = kDefault);
+
+  /// Takes the place of the next `count` operations: on the other ranks they fail with `error`,
+  /// which names this one. For a rank that cannot do its part; the group stays in step.
+  void refuse(int count, const base::Error& error);
+
+  int world_rank(int rank) const;
+
+  // c10d's interface. wait() of the Works throws base::Exception.
+
+  const std::string getBackendName() const override { return "distrain"; }
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
+  void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
+      std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
+                                           const c10d::BroadcastOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                           std::vector<at::Tensor>& inputs,
+                                           const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override;
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override;
+
+  /// Fails what is under way with `cancelled`.
+  void abort() override;
+  /// As abort(), and no operation can follow. The destructor does it, too.
+  void shutdown() override;
+
+ private:
+  base::TimePoint deadline(std::chrono::milliseconds timeout) const;
+  Pending issue(std::shared_ptr<Operation> operation);
+
+  const c10::intrusive_ptr<c10d::Backend::Options> options_;
+  size_t direct_bytes_ = 0;
+  std::shared_ptr<Core> core_;
+};
+
+}  // namespace distrain::collective

@@ -1,0 +1,217 @@
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "distrain/base/future.h"
+#include "distrain/rpc/autograd_hook.h"
+#include "distrain/rpc/channel.h"
+#include "distrain/rpc/function_traits.h"
+#include "distrain/rpc/rref.h"
+#include "distrain/rpc/serialize.h"
+
+namespace distrain::rpc {
+
+class AgentCore;
+
+struct AgentOptions {
+  int rank = 0;
+  /// Rank 0: names of all ranks, so also how many there are. Others take theirs from rank 0.
+  std::vector<std::string> names;
+  int world_size = 0;  ///< others: refused if rank 0 has another; 0: follow rank 0
+  std::string job_id = "distrain";
+  std::string master_addr = "localhost";  ///< where rank 0 listens
+  uint16_t master_port = 0;               ///< rank 0 only: 0 takes any free one
+  int listen_fd = -1;                     ///< rank 0: a socket that listens already
+  std::string listen_addr;  ///< to bind; empty: what master_addr is, or the interface towards it
+  std::string transport = "auto";  ///< auto (unix on the same host), tcp, unix
+  std::chrono::nanoseconds rpc_timeout = std::chrono::seconds(60);
+  std::chrono::nanoseconds join_timeout = std::chrono::seconds(300);
+  /// A peer that is silent for so long is lost; zero: only a closed connection tells.
+  std::chrono::nanoseconds peer_timeout = std::chrono::seconds(5);
+  int worker_threads = 4;  ///< that may run; threads that wait for a reply do not count
+  /// Rank 0: the job's options, given to all. Others: those that must agree with rank 0's.
+  std::map<std::string, std::string> job_options;
+  /// While joining, every 5 s on the joining thread: who is missing, and where rank 0 is expected.
+  std::function<void(const std::vector<int>& missing, const std::string& address)> on_waiting;
+};
+
+struct WorkerInfo {
+  int rank = -1;
+  std::string name;
+};
+
+/// Whom a call goes to, by rank or name, and how long it may take.
+class To {
+ public:
+  To(int rank) : rank_(rank) {}                              // NOLINT: implicit by design
+  To(const char* name) : name_(name) {}                      // NOLINT
+  To(std::string name) : name_(std::move(name)) {}           // NOLINT
+  To(const WorkerInfo& worker) : rank_(worker.rank) {}       // NOLINT
+
+  /// Instead of the agent's rpc_timeout.
+  To& timeout(std::chrono::nanoseconds limit) {
+    timeout_ = limit;
+    return *this;
+  }
+  /// The call lives as long as its peer: for calls as long as the job.
+  To& without_deadline() { return timeout(std::chrono::nanoseconds::max()); }
+
+ private:
+  friend class Agent;
+  int rank_ = -1;
+  std::string name_;
+  std::chrono::nanoseconds timeout_{-1};  // negative: the agent's
+};
+
+/// Given to an exposed function that asks for it as its first parameter.
+struct CallContext {
+  class Agent& agent;
+  WorkerInfo caller;
+};
+
+struct Traffic {
+  uint64_t calls = 0;  ///< made by this rank
+  uint64_t bytes_out = 0;
+  uint64_t bytes_in = 0;
+};
+
+/// A reply as it came from the network, not looked at yet.
+struct RawReply {
+  std::shared_ptr<InMessage> message;  ///< a call to oneself
+  net::InFrame frame;                  ///< otherwise
+  int from = -1;
+  uint64_t context = 0;
+};
+
+/// The answer to one call, on the rank that runs the function. Whoever completes it first wins; one
+/// that is never completed answers `cancelled`.
+class Reply {
+ public:
+  virtual ~Reply() = default;
+  /// Sends what `fill` encodes. On any thread but the loop.
+  virtual void send(const std::function<void(Encoder&)>& fill) = 0;
+  virtual void fail(base::Error error) = 0;
+  /// The value that a remote() call is to make here; null for other calls.
+  virtual const std::shared_ptr<OwnedValue>& target() const = 0;
+  /// Stores `value` as the target, then answers.
+  void store(std::shared_ptr<void> value, std::type_index type, OwnedValue::EncodeFunction encode);
+};
+using ReplyPtr = std::shared_ptr<Reply>;
+using Handler = std::function<void(CallContext&, Decoder&, const ReplyPtr&)>;
+
+/// One rank of a job: it calls functions on other ranks, and runs those that it exposes for them.
+///
+/// An object, not a singleton: several live in one process. Everything exposed before join() can be
+/// called from the first moment on. Thread-safe after join(). Functions run on a worker pool, which
+/// grows while one of them waits, so nested and cyclic calls cannot deadlock. Errors are thrown as
+/// base::Exception with the kind, text and rank of where they happened. No call is ever retried.
+class Agent {
+ public:
+  explicit Agent(AgentOptions options);
+  /// Without shutdown() first, peers see this rank as lost.
+  ~Agent();
+  Agent(const Agent&) = delete;
+  Agent& operator=(const Agent&) = delete;
+
+  /// Makes `F` callable under `name`: a function or a member function, with parameters and result
+  /// that are Serializable (a result may also be a Future of that, and then holds no thread while it
+  /// is not there). A first parameter CallContext& is filled in here.
+  template <auto F>
+  void expose(const std::string& name);
+  /// Makes objects of T creatable by remote_new. T::Constructor names the constructor's parameters:
+  /// `using Constructor = EmbeddingTable(int64_t rows, int64_t dim);`
+  template <class T>
+  void expose_class(const std::string& name);
+
+  /// Meets the other ranks; returns when all are connected to all. Throws rendezvous, protocol, ….
+  void join();
+
+  /// Calls F on `to` and waits for the result. Arguments are converted to F's parameter types, here.
+  template <auto F, class... Args>
+  auto rpc_sync(const To& to, Args&&... args) -> typename FunctionTraits<F>::Result;
+  /// The same without waiting: a Future of F's result (Future<void> if it has none).
+  template <auto F, class... Args>
+  auto rpc_async(const To& to, Args&&... args);
+  /// Calls F on `to` and leaves the result there: an RRef to it, at once.
+  template <auto F, class... Args>
+  auto remote(const To& to, Args&&... args) -> RRef<typename FunctionTraits<F>::Result>;
+  /// Makes a T on `to`.
+  template <class T, class... Args>
+  RRef<T> remote_new(const To& to, Args&&... args);
+  /// Makes a value of this rank shareable.
+  template <class T>
+  RRef<T> make_rref(T value) {
+    return make_rref(std::make_shared<T>(std::move(value)));
+  }
+  template <class T>
+  RRef<T> make_rref(std::shared_ptr<T> value);
+
+  int rank() const;
+  int world_size() const;
+  const std::string& name() const;
+  /// `not_found` naming the ranks there are.
+  WorkerInfo worker(const std::string& name) const;
+  WorkerInfo worker(int rank) const;
+  /// Rank 0's options, after join().
+  const std::map<std::string, std::string>& job_options() const;
+  /// The port of rank 0's socket; known as soon as its agent exists.
+  uint16_t port() const;
+  /// "unix", "tcp", "mixed" or "none": how the peers are connected.
+  std::string transport() const;
+
+  /// Waits until every rank has come here, for as long as that takes, serving calls meanwhile; then
+  /// until references and contexts are released everywhere; then disconnects. Throws peer_lost if a
+  /// rank dies instead. Nothing may be called afterwards.
+  /// `on_waiting` as in AgentOptions, with the ranks that have not come yet.
+  void shutdown(std::function<void(const std::vector<int>& missing)> on_waiting = {});
+  /// Tells all peers why this rank leaves, and disconnects.
+  void abort(const base::Error& error);
+
+  /// RRefs this rank owns or holds, and autograd contexts it knows: 0 after a clean shutdown.
+  size_t live_rrefs() const;
+  size_t live_contexts() const;
+  Traffic traffic() const;
+
+  /// The worker pool; continuations registered through it keep the autograd context and torch's
+  /// thread-local state of where they were registered.
+  base::Executor& executor();
+
+  // ---- for the layers above ----
+
+  /// The lane `number` for one-way messages; see Channel. Lane 1 is autograd's, 2 the collectives'.
+  Channel& open_channel(uint16_t number);
+  void set_autograd_hook(std::shared_ptr<AutogradHook> hook);
+  void expose_raw(const std::string& name, Handler handler);
+  /// `fill` writes the arguments. With `target`, a remote() call that makes it.
+  base::Future<RawReply> call_raw(const To& to, const std::string& function,
+                                  const std::function<void(Encoder&)>& fill,
+                                  const std::shared_ptr<RRefHandle>& target = nullptr);
+  /// Makes a message of a reply, with its autograd node. Not on the loop.
+  std::shared_ptr<InMessage> open(const RawReply& reply);
+  Decoder decoder(InMessage& message);
+  AgentCore& core() { return *core_; }
+
+ private:
+  template <class R>
+  R finish(const RawReply& reply);
+  template <auto F, class... Args>
+  base::Future<RawReply> call(const To& to, const std::shared_ptr<RRefHandle>& target,
+                              Args&&... args);
+  base::Executor& inline_executor();
+  void expose_tag(const void* tag, const std::string& name, Handler handler);
+  const std::string& name_of(const void* tag, const char* what) const;
+  int rank_of(const To& to) const;
+  std::shared_ptr<RRefHandle> new_remote_handle(int owner);
+  std::shared_ptr<RRefHandle> new_local_handle();
+
+  std::shared_ptr<AgentCore> core_;
+};
+
+}  // namespace distrain::rpc
+
+#include "distrain/rpc/agent_impl.h"

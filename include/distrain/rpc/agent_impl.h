@@ -1,0 +1,255 @@
+#pragma once
+
+// The templates of agent.h and rref.h.
+
+#include "distrain/rpc/agent.h"
+
+namespace distrain::rpc {
+
+namespace detail {
+
+template <class T>
+void encode_erased(Encoder& encoder, const void* value) {
+  rpc::encode<T>(encoder, *static_cast<const T*>(value));
+}
+
+template <class T>
+constexpr OwnedValue::EncodeFunction encode_function() {
+  if constexpr (Serializable<T>) {
+    return &encode_erased<T>;
+  } else {
+    return nullptr;
+  }
+}
+
+template <class R>
+void answer(const ReplyPtr& reply, R value) {
+  if (reply->target()) {
+    reply->store(std::make_shared<R>(std::move(value)), typeid(R), encode_function<R>());
+  } else if constexpr (Serializable<R>) {
+    reply->send([&value](Encoder& encoder) { rpc::encode<R>(encoder, value); });
+  } else {
+    throw base::Exception(base::ErrorKind::kInvalid,
+                          "the function's result does not travel: call it with remote()");
+  }
+}
+
+// Braces evaluate from left to right, as the caller encoded.
+template <class Tuple>
+struct DecodeAll;
+template <class... Ts>
+struct DecodeAll<std::tuple<Ts...>> {
+  static std::tuple<Ts...> decode(Decoder& decoder) {
+    return std::tuple<Ts...>{rpc::decode<Ts>(decoder)...};
+  }
+};
+
+template <auto F>
+void run_exposed(CallContext& context, Decoder& decoder, const ReplyPtr& reply) {
+  using Traits = FunctionTraits<F>;
+  using Self = typename Traits::Self;
+  const auto invoke = [&](auto&... bound) -> typename Traits::Returned {
+    auto args = DecodeAll<typename Traits::Args>::decode(decoder);
+    decoder.in.expect_end();
+    return std::apply(
+        [&](auto&... values) -> typename Traits::Returned {
+          if constexpr (Traits::kTakesContext) {
+            return std::invoke(F, bound..., context, std::move(values)...);
+          } else {
+            return std::invoke(F, bound..., std::move(values)...);
+          }
+        },
+        args);
+  };
+  const auto run = [&](auto&... bound) {
+    if constexpr (Traits::kReturnsFuture) {
+      invoke(bound...).on_complete(
+          context.agent.executor(), [reply](base::Result<typename Traits::Result>& result) {
+            if (!result.ok()) return reply->fail(result.error());
+            try {
+              answer<typename Traits::Result>(reply, result.unchecked());
+            } catch (...) {
+              reply->fail(base::current_error(base::ErrorKind::kInternal));
+            }
+          });
+    } else if constexpr (std::is_void_v<typename Traits::Returned>) {
+      invoke(bound...);
+      answer(reply, base::Unit{});
+    } else {
+      answer<typename Traits::Result>(reply, invoke(bound...));
+    }
+  };
+  if constexpr (std::is_void_v<Self>) {
+    run();
+  } else {
+    // The object lives at least as long as the call.
+    const std::shared_ptr<Self> self = rpc::decode<RRef<Self>>(decoder).local_pointer();
+    run(*self);
+  }
+}
+
+template <class T, class Constructor>
+struct RunConstructor;
+template <class T, class... Params>
+struct RunConstructor<T, T(Params...)> {
+  using Args = std::tuple<std::decay_t<Params>...>;
+  static void run(CallContext&, Decoder& decoder, const ReplyPtr& reply) {
+    auto args = DecodeAll<Args>::decode(decoder);
+    decoder.in.expect_end();
+    auto object = std::apply(
+        [](auto&... values) { return std::make_shared<T>(std::move(values)...); }, args);
+    reply->store(std::move(object), typeid(T), encode_function<T>());
+  }
+};
+
+// Encodes each argument as the parameter type; binds without a copy where it is that already.
+template <class Tuple>
+struct EncodeAll;
+template <class... Ts>
+struct EncodeAll<std::tuple<Ts...>> {
+  template <class... Args>
+  static void encode(Encoder& encoder, const Args&... args) {
+    static_assert(sizeof...(Ts) == sizeof...(Args), "a wrong number of arguments for this function");
+    (encode_one<Ts>(encoder, args), ...);
+  }
+
+ private:
+  template <class T, class Arg>
+  static void encode_one(Encoder& encoder, const Arg& arg) {
+    if constexpr (std::is_same_v<T, Arg>) {
+      rpc::encode<T>(encoder, arg);
+    } else {
+      const T converted = static_cast<T>(arg);
+      rpc::encode<T>(encoder, converted);
+    }
+  }
+};
+
+// The arguments of a call of F: for a member function the object's RRef comes first.
+template <class Self, class Args>
+struct CallArgs {
+  using type = decltype(std::tuple_cat(std::declval<std::tuple<RRef<Self>>>(),
+                                       std::declval<Args>()));
+};
+template <class Args>
+struct CallArgs<void, Args> {
+  using type = Args;
+};
+
+}  // namespace detail
+
+template <auto F>
+void Agent::expose(const std::string& name) {
+  expose_tag(&FunctionTag<F>::kTag, name, &detail::run_exposed<F>);
+}
+
+template <class T>
+void Agent::expose_class(const std::string& name) {
+  expose_tag(&ClassTag<T>::kTag, name, &detail::RunConstructor<T, typename T::Constructor>::run);
+}
+
+template <auto F, class... Args>
+base::Future<RawReply> Agent::call(const To& to, const std::shared_ptr<RRefHandle>& target,
+                                   Args&&... args) {
+  using Traits = FunctionTraits<F>;
+  using Params = typename detail::CallArgs<typename Traits::Self, typename Traits::Args>::type;
+  return call_raw(
+      to, name_of(&FunctionTag<F>::kTag, "this function"),
+      [&](Encoder& encoder) { detail::EncodeAll<Params>::encode(encoder, args...); }, target);
+}
+
+template <class R>
+R Agent::finish(const RawReply& reply) {
+  const std::shared_ptr<InMessage> message = open(reply);
+  Decoder in = decoder(*message);
+  R value = rpc::decode<R>(in);
+  in.in.expect_end();
+  return value;
+}
+
+template <auto F, class... Args>
+auto Agent::rpc_sync(const To& to, Args&&... args) -> typename FunctionTraits<F>::Result {
+  using R = typename FunctionTraits<F>::Result;
+  return finish<R>(call<F>(to, nullptr, std::forward<Args>(args)...).take());
+}
+
+template <auto F, class... Args>
+auto Agent::rpc_async(const To& to, Args&&... args) {
+  using R = typename FunctionTraits<F>::Result;
+  base::Future<RawReply> reply = call<F>(to, nullptr, std::forward<Args>(args)...);
+  if constexpr (std::is_same_v<R, base::Unit>) {
+    return reply.then(inline_executor(), [](RawReply&) {});
+  } else {
+    return reply.then(executor(),
+                      [core = core_, this](RawReply& raw) { return finish<R>(raw); });
+  }
+}
+
+template <auto F, class... Args>
+auto Agent::remote(const To& to, Args&&... args) -> RRef<typename FunctionTraits<F>::Result> {
+  std::shared_ptr<RRefHandle> handle = new_remote_handle(rank_of(to));
+  call<F>(to, handle, std::forward<Args>(args)...);
+  return RRef<typename FunctionTraits<F>::Result>(std::move(handle));
+}
+
+template <class T, class... Args>
+RRef<T> Agent::remote_new(const To& to, Args&&... args) {
+  using Params = typename detail::RunConstructor<T, typename T::Constructor>::Args;
+  std::shared_ptr<RRefHandle> handle = new_remote_handle(rank_of(to));
+  call_raw(
+      to, name_of(&ClassTag<T>::kTag, "this class"),
+      [&](Encoder& encoder) { detail::EncodeAll<Params>::encode(encoder, args...); }, handle);
+  return RRef<T>(std::move(handle));
+}
+
+template <class T>
+RRef<T> Agent::make_rref(std::shared_ptr<T> value) {
+  std::shared_ptr<RRefHandle> handle = new_local_handle();
+  OwnedValue& owned = *handle->owned();
+  owned.type = typeid(T);
+  owned.encode = detail::encode_function<T>();
+  owned.value.set(std::move(value));
+  return RRef<T>(std::move(handle));
+}
+
+/// The function every agent exposes for RRef::to_here.
+inline constexpr const char* kFetchFunction = "distrain.rref.fetch";
+
+template <class T>
+T RRef<T>::to_here() const
+  requires Serializable<T>
+{
+  if (is_owner()) return local_value();
+  static_cast<void>(handle_->creation_status().value());
+  Agent& agent = handle_->agent();
+  const RawReply reply =
+      agent
+          .call_raw(To(owner()), kFetchFunction,
+                    [this](Encoder& encoder) { encode_rref(encoder, handle_); })
+          .take();
+  const std::shared_ptr<InMessage> message = agent.open(reply);
+  Decoder in = agent.decoder(*message);
+  T value = rpc::decode<T>(in);
+  in.in.expect_end();
+  return value;
+}
+
+template <class T>
+template <auto F, class... Args>
+auto RRef<T>::rpc_sync(Args&&... args) const {
+  return handle_->agent().template rpc_sync<F>(To(owner()), *this, std::forward<Args>(args)...);
+}
+
+template <class T>
+template <auto F, class... Args>
+auto RRef<T>::rpc_async(Args&&... args) const {
+  return handle_->agent().template rpc_async<F>(To(owner()), *this, std::forward<Args>(args)...);
+}
+
+template <class T>
+template <auto F, class... Args>
+auto RRef<T>::remote(Args&&... args) const {
+  return handle_->agent().template remote<F>(To(owner()), *this, std::forward<Args>(args)...);
+}
+
+}  // namespace distrain::rpc

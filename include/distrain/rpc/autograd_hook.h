@@ -1,0 +1,45 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace distrain::rpc {
+
+/// The distributed autograd context that calls of this thread belong to; 0: none.
+uint64_t current_context();
+
+/// Sets it while the object lives.
+class ContextScope {
+ public:
+  explicit ContextScope(uint64_t context);
+  ~ContextScope();
+  ContextScope(const ContextScope&) = delete;
+  ContextScope& operator=(const ContextScope&) = delete;
+
+ private:
+  uint64_t previous_;
+};
+
+/// What distributed autograd does to the messages of a context. The rpc layer calls it and knows
+/// nothing else of autograd. Thread-safe; called on the threads that encode and decode, never on the
+/// loop.
+class AutogradHook {
+ public:
+  virtual ~AutogradHook() = default;
+
+  /// A message of `context` is about to go to rank `to`. Records a send node for those tensors that
+  /// require a gradient and returns its id; 0 when there is none.
+  virtual uint64_t on_send(uint64_t context, int to, const std::vector<at::Tensor>& tensors) = 0;
+
+  /// The pair of on_send: makes the tensors marked in `requires_grad` outputs of a receive node.
+  virtual void on_receive(uint64_t context, uint64_t autograd_id, int from,
+                          std::vector<at::Tensor>& tensors,
+                          const std::vector<bool>& requires_grad) = 0;
+
+  /// Contexts that this rank still holds something of.
+  virtual size_t live_contexts() const = 0;
+};
+
+}  // namespace distrain::rpc

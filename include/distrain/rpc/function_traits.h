@@ -1,0 +1,73 @@
+#pragma once
+
+#include <tuple>
+#include <type_traits>
+
+#include "distrain/base/future.h"
+
+namespace distrain::rpc {
+
+struct CallContext;
+
+/// Takes a function apart: what it wants from the caller and what it gives back.
+namespace detail {
+
+template <class R>
+struct Unwrapped {
+  using type = std::decay_t<R>;
+};
+template <>
+struct Unwrapped<void> {
+  using type = base::Unit;
+};
+template <class R>
+struct Unwrapped<base::Future<R>> {
+  using type = base::detail::Stored<R>;
+};
+
+template <class... Params>
+struct WithoutContext {
+  static constexpr bool kTakesContext = false;
+  using Args = std::tuple<std::decay_t<Params>...>;
+};
+template <class... Params>
+struct WithoutContext<CallContext&, Params...> {
+  static constexpr bool kTakesContext = true;
+  using Args = std::tuple<std::decay_t<Params>...>;
+};
+
+template <class R, class S, class... Params>
+struct Signature : WithoutContext<Params...> {
+  using Returned = R;                          ///< as declared, may be a Future or void
+  using Result = typename Unwrapped<R>::type;  ///< what travels; Unit for void
+  using Self = S;                              ///< the class of a member function, or void
+  static constexpr bool kReturnsFuture = base::detail::IsFuture<R>::value;
+};
+
+template <class F>
+struct SignatureOf;
+template <class R, class... P>
+struct SignatureOf<R (*)(P...)> : Signature<R, void, P...> {};
+template <class R, class... P>
+struct SignatureOf<R (*)(P...) noexcept> : Signature<R, void, P...> {};
+template <class R, class S, class... P>
+struct SignatureOf<R (S::*)(P...)> : Signature<R, S, P...> {};
+template <class R, class S, class... P>
+struct SignatureOf<R (S::*)(P...) const> : Signature<R, S, P...> {};
+
+}  // namespace detail
+
+template <auto F>
+using FunctionTraits = detail::SignatureOf<decltype(F)>;
+
+/// One address for each function, the same in every translation unit: its key in the registry.
+template <auto F>
+struct FunctionTag {
+  static constexpr char kTag = 0;
+};
+template <class T>
+struct ClassTag {
+  static constexpr char kTag = 0;
+};
+
+}  // namespace distrain::rpc

@@ -1,0 +1,230 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <map>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "distrain/base/result.h"
+#include "distrain/rpc/message.h"
+#include "distrain/wire/codec.h"
+
+namespace distrain::rpc {
+
+class RRefContext;
+
+/// Where values are written to on their way out.
+struct Encoder {
+  explicit Encoder(OutMessage& m) : message(m), out(m.body) {}
+
+  void put_tensor(const at::Tensor& tensor);
+
+  OutMessage& message;
+  wire::Writer out;
+  RRefContext* rrefs = nullptr;  ///< of the sending agent
+  int to = -1;                   ///< the rank that will read it
+  bool is_argument = false;      ///< of a call, which keeps what it sends alive until the reply
+  /// What must live until the call is answered.
+  std::vector<std::shared_ptr<const void>> holds;
+};
+
+/// Where values are read from. Every read throws `protocol` when the bytes are not what was meant.
+struct Decoder {
+  explicit Decoder(InMessage& m) : message(m), in(m.body) {}
+
+  at::Tensor get_tensor();
+
+  InMessage& message;
+  wire::Reader in;
+  size_t next_tensor = 0;
+  RRefContext* rrefs = nullptr;  ///< of the receiving agent
+};
+
+/// Specialised for each type that travels: tensors, arithmetic types, enums, strings; vector, array,
+/// tuple, pair, optional, variant, map and unordered_map of these; RRef<T> (rref.h); and structs
+/// that list their fields once:
+///
+///   struct Point { double x, y; static constexpr auto kFields = std::tuple(&Point::x, &Point::y); };
+template <class T>
+struct Serializer;
+
+template <class T>
+concept Serializable = requires(Encoder& encoder, Decoder& decoder, const T& value) {
+  Serializer<T>::encode(encoder, value);
+  { Serializer<T>::decode(decoder) } -> std::convertible_to<T>;
+};
+
+template <class T>
+void encode(Encoder& encoder, const T& value) {
+  static_assert(Serializable<T>, "this type cannot be sent: see distrain/rpc/serialize.h");
+  Serializer<T>::encode(encoder, value);
+}
+
+template <class T>
+T decode(Decoder& decoder) {
+  static_assert(Serializable<T>, "this type cannot be received: see distrain/rpc/serialize.h");
+  return Serializer<T>::decode(decoder);
+}
+
+template <>
+struct Serializer<at::Tensor> {
+  static void encode(Encoder& encoder, const at::Tensor& value) { encoder.put_tensor(value); }
+  static at::Tensor decode(Decoder& decoder) { return decoder.get_tensor(); }
+};
+
+template <wire::Scalar T>
+struct Serializer<T> {
+  static void encode(Encoder& encoder, T value) { encoder.out.put(value); }
+  static T decode(Decoder& decoder) { return decoder.in.get<T>(); }
+};
+
+template <>
+struct Serializer<std::string> {
+  static void encode(Encoder& encoder, const std::string& value) { encoder.out.put(value); }
+  static std::string decode(Decoder& decoder) { return std::string(decoder.in.get_string()); }
+};
+
+template <>
+struct Serializer<base::Unit> {
+  static void encode(Encoder&, const base::Unit&) {}
+  static base::Unit decode(Decoder&) { return {}; }
+};
+
+template <class T>
+struct Serializer<std::vector<T>> {
+  static void encode(Encoder& encoder, const std::vector<T>& value) {
+    encoder.out.put(static_cast<uint32_t>(value.size()));
+    for (const T& item : value) rpc::encode<T>(encoder, item);
+  }
+  static std::vector<T> decode(Decoder& decoder) {
+    // Every type but an empty struct takes a byte, so the count cannot ask for more than came.
+    const uint32_t count = decoder.in.get_count(1);
+    std::vector<T> value;
+    for (uint32_t i = 0; i < count; ++i) value.push_back(rpc::decode<T>(decoder));
+    return value;
+  }
+};
+
+template <class T, size_t N>
+struct Serializer<std::array<T, N>> {
+  static void encode(Encoder& encoder, const std::array<T, N>& value) {
+    for (const T& item : value) rpc::encode<T>(encoder, item);
+  }
+  static std::array<T, N> decode(Decoder& decoder) {
+    std::array<T, N> value;
+    for (T& item : value) item = rpc::decode<T>(decoder);
+    return value;
+  }
+};
+
+template <class... Ts>
+struct Serializer<std::tuple<Ts...>> {
+  static void encode(Encoder& encoder, const std::tuple<Ts...>& value) {
+    std::apply([&encoder](const Ts&... items) { (rpc::encode<Ts>(encoder, items), ...); }, value);
+  }
+  static std::tuple<Ts...> decode(Decoder& decoder) {
+    return std::tuple<Ts...>{rpc::decode<Ts>(decoder)...};  // braces: from left to right
+  }
+};
+
+template <class A, class B>
+struct Serializer<std::pair<A, B>> {
+  static void encode(Encoder& encoder, const std::pair<A, B>& value) {
+    rpc::encode<A>(encoder, value.first);
+    rpc::encode<B>(encoder, value.second);
+  }
+  static std::pair<A, B> decode(Decoder& decoder) {
+    return std::pair<A, B>{rpc::decode<A>(decoder), rpc::decode<B>(decoder)};
+  }
+};
+
+template <class T>
+struct Serializer<std::optional<T>> {
+  static void encode(Encoder& encoder, const std::optional<T>& value) {
+    encoder.out.put(value.has_value());
+    if (value) rpc::encode<T>(encoder, *value);
+  }
+  static std::optional<T> decode(Decoder& decoder) {
+    if (!decoder.in.get<bool>()) return std::nullopt;
+    return rpc::decode<T>(decoder);
+  }
+};
+
+template <class... Ts>
+struct Serializer<std::variant<Ts...>> {
+  using Value = std::variant<Ts...>;
+  static void encode(Encoder& encoder, const Value& value) {
+    encoder.out.put(static_cast<uint8_t>(value.index()));
+    std::visit([&encoder](const auto& item) { rpc::encode<std::decay_t<decltype(item)>>(encoder, item); },
+               value);
+  }
+  static Value decode(Decoder& decoder) {
+    const auto index = decoder.in.get<uint8_t>();
+    std::optional<Value> value;
+    uint8_t i = 0;
+    ((i++ == index ? value.emplace(rpc::decode<Ts>(decoder)), 0 : 0), ...);
+    if (!value) wire::Reader::fail("an unknown alternative of a variant");
+    return *std::move(value);
+  }
+};
+
+namespace detail {
+
+template <class Map>
+struct MapSerializer {
+  using Key = typename Map::key_type;
+  using Mapped = typename Map::mapped_type;
+  static void encode(Encoder& encoder, const Map& value) {
+    encoder.out.put(static_cast<uint32_t>(value.size()));
+    for (const auto& [key, mapped] : value) {
+      rpc::encode<Key>(encoder, key);
+      rpc::encode<Mapped>(encoder, mapped);
+    }
+  }
+  static Map decode(Decoder& decoder) {
+    const uint32_t count = decoder.in.get_count(1);
+    Map value;
+    for (uint32_t i = 0; i < count; ++i) {
+      Key key = rpc::decode<Key>(decoder);
+      value.emplace(std::move(key), rpc::decode<Mapped>(decoder));
+    }
+    return value;
+  }
+};
+
+}  // namespace detail
+
+template <class K, class V>
+struct Serializer<std::map<K, V>> : detail::MapSerializer<std::map<K, V>> {};
+template <class K, class V>
+struct Serializer<std::unordered_map<K, V>> : detail::MapSerializer<std::unordered_map<K, V>> {};
+
+template <class T>
+  requires requires { T::kFields; }
+struct Serializer<T> {
+  static void encode(Encoder& encoder, const T& value) {
+    std::apply(
+        [&](const auto... field) {
+          (rpc::encode<std::decay_t<decltype(value.*field)>>(encoder, value.*field), ...);
+        },
+        T::kFields);
+  }
+  static T decode(Decoder& decoder) {
+    T value{};
+    std::apply(
+        [&](const auto... field) {
+          ((value.*field = rpc::decode<std::decay_t<decltype(value.*field)>>(decoder)), ...);
+        },
+        T::kFields);
+    return value;
+  }
+};
+
+}  // namespace distrain::rpc

@@ -1,0 +1,204 @@
+#include "distrain/collective/backend.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "core.h"
+#include "operations.h"
+#include "reduce.h"
+#include "work.h"
+
+namespace distrain::collective {
+
+using base::Error;
+using base::ErrorKind;
+
+namespace {
+
+c10::intrusive_ptr<c10d::Backend::Options> make_options(const Group& group,
+                                                        const Backend::Settings& settings) {
+  auto options = c10::make_intrusive<c10d::Backend::Options>("distrain", settings.timeout);
+  options->group_name = std::to_string(group.id);
+  for (int rank : group.ranks) {
+    options->global_ranks_in_group.push_back(static_cast<uint64_t>(rank));
+  }
+  return options;
+}
+
+void check_tensor(const char* op, const at::Tensor& tensor) {
+  const auto refuse = [op](const std::string& what) {
+    throw base::Exception(Error{ErrorKind::kInvalid, std::string(op) + " of " + what, -1, op});
+  };
+  if (!tensor.defined()) refuse("an undefined tensor");
+  if (tensor.layout() != at::kStrided) refuse("a sparse tensor is not supported");
+  if (!tensor.device().is_cpu())
+    refuse("a tensor on " + tensor.device().str() + " is not supported");
+  if (tensor.is_conj() || tensor.is_neg()) refuse("a lazily conjugated tensor is not supported");
+  if (tensor.is_quantized()) refuse("a quantised tensor is not supported");
+}
+
+void check_reduction(const at::Tensor& tensor, ReduceOp op) {
+  check_tensor("allreduce", tensor);
+  if (can_reduce(op, tensor.scalar_type())) return;
+  throw base::Exception(Error{ErrorKind::kInvalid,
+                              std::string("allreduce: no such reduction of ") +
+                                  c10::toString(tensor.scalar_type()) + " (operation number " +
+                                  std::to_string(int(op)) + ")",
+                              -1, "allreduce"});
+}
+
+OpSpec spec_of(OpKind kind, const at::Tensor& tensor) {
+  return {.kind = kind, .dtype = tensor.scalar_type(), .bytes = tensor.nbytes()};
+}
+
+int index_of(const std::vector<int>& ranks, int rank) {
+  return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+}
+
+}  // namespace
+
+Backend::Backend(rpc::Channel& channel, base::Executor& executor, Group group, Settings settings)
+    : c10d::Backend(index_of(group.ranks, channel.rank()), static_cast<int>(group.ranks.size())),
+      options_(make_options(group, settings)),
+      core_(std::make_shared<Core>(channel, executor, group.id, std::move(group.ranks))) {
+  direct_bytes_ = settings.direct_bytes >= 0 ? static_cast<size_t>(settings.direct_bytes)
+                  : size_ == 2               ? kDirectBytesOfTwo
+                                             : kDirectBytes;
+  core_->open();
+}
+
+Backend::~Backend() { core_->close(); }
+
+base::TimePoint Backend::deadline(std::chrono::milliseconds timeout) const {
+  if (timeout < std::chrono::milliseconds(0)) timeout = options_->timeout;
+  return timeout.count() > 0 ? base::deadline_after(timeout) : base::kNever;
+}
+
+Pending Backend::issue(std::shared_ptr<Operation> operation) {
+  core_->issue(operation);
+  return Pending(std::move(operation));
+}
+
+Pending Backend::allreduce(const at::Tensor& tensor, ReduceOp op,
+                           std::chrono::milliseconds timeout) {
+  check_reduction(tensor, op);
+  OpSpec spec = spec_of(OpKind::kAllreduceDirect, tensor);
+  spec.reduce_op = op;
+  if (spec.bytes <= direct_bytes_) {
+    return issue(std::make_shared<DirectAllreduce>(spec, deadline(timeout), tensor));
+  }
+  spec.kind = OpKind::kAllreduceChunked;
+  return issue(std::make_shared<ChunkedAllreduce>(spec, deadline(timeout), tensor));
+}
+
+Pending Backend::broadcast(const at::Tensor& tensor, int root, std::chrono::milliseconds timeout) {
+  check_tensor("broadcast", tensor);
+  if (root < 0 || root >= size_) {
+    throw base::Exception(Error{ErrorKind::kInvalid,
+                                "broadcast: root " + std::to_string(root) + " is not in the group",
+                                -1, "broadcast"});
+  }
+  OpSpec spec = spec_of(OpKind::kBroadcast, tensor);
+  spec.root = static_cast<uint32_t>(root);
+  return issue(std::make_shared<BroadcastOperation>(spec, deadline(timeout), tensor));
+}
+
+Pending Backend::allgather(const at::Tensor& input, std::vector<at::Tensor> outputs,
+                           std::chrono::milliseconds timeout) {
+  check_tensor("allgather", input);
+  bool fits = outputs.size() == static_cast<size_t>(size_);
+  for (const at::Tensor& output : outputs) {
+    check_tensor("allgather", output);
+    fits = fits && output.scalar_type() == input.scalar_type() && output.numel() == input.numel();
+  }
+  if (!fits) {
+    throw base::Exception(Error{ErrorKind::kInvalid,
+                                "allgather: needs one output a rank, of the input's dtype and size",
+                                -1, "allgather"});
+  }
+  return issue(std::make_shared<AllgatherOperation>(spec_of(OpKind::kAllgather, input),
+                                                    deadline(timeout), input, std::move(outputs)));
+}
+
+Pending Backend::enter_barrier(std::chrono::milliseconds timeout) {
+  return issue(std::make_shared<BarrierOperation>(OpSpec{}, deadline(timeout)));
+}
+
+void Backend::refuse(int count, const Error& error) { core_->refuse(count, error); }
+
+int Backend::world_rank(int rank) const { return core_->world_rank(rank); }
+
+uint64_t Backend::getSequenceNumberForGroup() { return core_->next_sequence(); }
+
+void Backend::abort() {
+  core_->abort({ErrorKind::kCancelled, "the collectives of this rank were aborted", -1, {}});
+}
+
+void Backend::shutdown() { core_->close(); }
+
+c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor>& tensors,
+                                                  const c10d::AllreduceOptions& options) {
+  // All or none: a half-issued list would put this rank out of step.
+  for (const at::Tensor& tensor : tensors) check_reduction(tensor, options.reduceOp.op_);
+  std::vector<Pending> operations;
+  for (const at::Tensor& tensor : tensors) {
+    operations.push_back(allreduce(tensor, options.reduceOp.op_, options.timeout));
+  }
+  return c10::make_intrusive<Work>(rank_, c10d::OpType::ALLREDUCE, std::move(operations), tensors);
+}
+
+c10::intrusive_ptr<c10d::Work> Backend::allreduce_coalesced(
+    std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  return allreduce(tensors, static_cast<const c10d::AllreduceOptions&>(options));
+}
+
+c10::intrusive_ptr<c10d::Work> Backend::broadcast(std::vector<at::Tensor>& tensors,
+                                                  const c10d::BroadcastOptions& options) {
+  for (const at::Tensor& tensor : tensors) check_tensor("broadcast", tensor);
+  std::vector<Pending> operations;
+  for (const at::Tensor& tensor : tensors) {
+    operations.push_back(broadcast(tensor, static_cast<int>(options.rootRank), options.timeout));
+  }
+  return c10::make_intrusive<Work>(rank_, c10d::OpType::BROADCAST, std::move(operations), tensors);
+}
+
+c10::intrusive_ptr<c10d::Work> Backend::allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                                  std::vector<at::Tensor>& inputs,
+                                                  const c10d::AllgatherOptions& options) {
+  if (outputs.size() != inputs.size()) {
+    throw base::Exception(Error{ErrorKind::kInvalid,
+                                "allgather: needs one list of outputs for each input", -1,
+                                "allgather"});
+  }
+  std::vector<Pending> operations;
+  std::vector<at::Tensor> results;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    operations.push_back(allgather(inputs[i], outputs[i], options.timeout));
+    results.insert(results.end(), outputs[i].begin(), outputs[i].end());
+  }
+  return c10::make_intrusive<Work>(rank_, c10d::OpType::ALLGATHER, std::move(operations),
+                                   std::move(results));
+}
+
+c10::intrusive_ptr<c10d::Work> Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                        const c10d::AllgatherOptions& options) {
+  check_tensor("allgather", output);
+  if (!output.is_contiguous() || output.numel() != input.numel() * size_) {
+    throw base::Exception(Error{ErrorKind::kInvalid,
+                                "_allgather_base: needs a contiguous output of the input's size "
+                                "times the number of ranks",
+                                -1, "allgather"});
+  }
+  const at::Tensor rows = output.detach().view({size_, input.numel()});
+  std::vector<Pending> operations = {allgather(input, rows.unbind(0), options.timeout)};
+  return c10::make_intrusive<Work>(rank_, c10d::OpType::_ALLGATHER_BASE, std::move(operations),
+                                   std::vector<at::Tensor>{output});
+}
+
+c10::intrusive_ptr<c10d::Work> Backend::barrier(const c10d::BarrierOptions& options) {
+  std::vector<Pending> operations = {enter_barrier(options.timeout)};
+  return c10::make_intrusive<Work>(rank_, c10d::OpType::BARRIER, std::move(operations),
+                                   std::vector<at::Tensor>{});
+}
+
+}  // namespace distrain::collective

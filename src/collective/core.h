@@ -1,0 +1,81 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "distrain/base/buffer.h"
+#include "distrain/base/executor.h"
+#include "distrain/rpc/channel.h"
+#include "operation.h"
+
+namespace distrain::collective {
+
+/// One group's sequence numbers, mailbox and pending operations. The handler of the channel lives
+/// here; see Note [Life of an operation] for the threads. Outlives the Backend while tasks of the
+/// executor still hold operations, but touches the channel only until close().
+class Core : public std::enable_shared_from_this<Core> {
+ public:
+  Core(rpc::Channel& channel, base::Executor& executor, uint32_t group_id, std::vector<int> ranks);
+
+  void open();
+  /// Fails what is pending with `cancelled`; no thread uses the channel when it returns.
+  void close();
+  /// Fails what is pending with `error`; the group stays usable.
+  void abort(const base::Error& error);
+
+  /// Gives the operation the next sequence number and starts it. Never throws: a failure becomes
+  /// the operation's error.
+  void issue(const std::shared_ptr<Operation>& operation);
+  /// Takes the next `count` sequence numbers; tells the other ranks that these fail with `error`.
+  void refuse(int count, const base::Error& error);
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(ranks_.size()); }
+  int world_rank(int rank) const { return ranks_[static_cast<size_t>(rank)]; }
+  base::Executor& executor() { return executor_; }
+  uint64_t next_sequence() const;
+
+  /// A buffer of `size` bytes; throws `resources`.
+  base::BufferPtr allocate(size_t size);
+
+  /// Sends to group rank `to`. To be called while Starting or Running, without the lock.
+  void send(int to, uint64_t sequence, int step, std::span<const std::span<const uint8_t>> pieces,
+            std::shared_ptr<const void> keep_alive);
+  /// Sends one and the same buffer to all other ranks.
+  void send_to_all(uint64_t sequence, int step, const base::BufferPtr& buffer);
+
+ private:
+  friend class Operation;
+
+  void on_message(rpc::ChannelMessage message);
+  void on_peer_lost(int world_rank, const base::Error& error);
+  void post(std::shared_ptr<Operation> operation);
+  void forget_locked(const Operation& operation) { pending_.erase(operation.sequence_); }
+  int group_rank(int world_rank) const;
+  /// Takes the messages that came before sequence number `sequence` was used here.
+  std::vector<rpc::ChannelMessage> take_early_locked(uint64_t sequence);
+
+  rpc::Channel& channel_;
+  base::Executor& executor_;
+  const uint32_t group_id_;
+  const std::vector<int> ranks_;
+  int rank_ = -1;
+  base::BufferPool pool_;
+
+  mutable std::mutex mutex_;
+  uint64_t next_sequence_ = 0;
+  std::unordered_map<uint64_t, std::shared_ptr<Operation>> pending_;
+  std::map<uint64_t, std::vector<rpc::ChannelMessage>> early_;
+  std::optional<base::Error> failure_;  // of the group, for good: a lost rank, or closed
+  bool closed_ = false;
+  int active_ = 0;  // operations Starting or Running
+  std::condition_variable idle_;
+};
+
+}  // namespace distrain::collective

@@ -1,0 +1,108 @@
+#include "message.h"
+
+#include <array>
+#include <bit>
+#include <cstring>
+
+namespace distrain::collective {
+
+static_assert(std::endian::native == std::endian::little, "the header is written as it lies");
+
+namespace {
+
+constexpr uint32_t kMagic = 0x6c6f6364;  // "dcol"
+constexpr size_t kLongestRefusal = 16384;
+
+struct Header {
+  uint32_t magic = kMagic;
+  uint8_t kind = 0;
+  uint8_t reduce_op = 0;
+  uint8_t dtype = 0;
+  uint8_t step = 0;
+  uint32_t root = 0;
+  uint32_t zero = 0;
+  uint64_t bytes = 0;
+  uint8_t reserved[40] = {};
+};
+static_assert(sizeof(Header) == kHeaderBytes);
+
+std::string reduce_op_name(ReduceOp op) {
+  constexpr std::array kNames = {"sum", "avg", "product", "min", "max"};
+  return op < kNames.size() ? kNames[op] : "reduce operation " + std::to_string(op);
+}
+
+std::string dtype_name(c10::ScalarType dtype) {
+  return dtype < c10::ScalarType::NumOptions ? c10::toString(dtype)
+                                             : "dtype " + std::to_string(int(dtype));
+}
+
+}  // namespace
+
+std::string describe(const OpSpec& spec) {
+  const std::string tensor = dtype_name(spec.dtype) + ", " + std::to_string(spec.bytes) + " bytes";
+  switch (spec.kind) {
+    case OpKind::kBarrier:
+      return "barrier";
+    case OpKind::kBroadcast:
+      return "broadcast(root " + std::to_string(spec.root) + ", " + tensor + ")";
+    case OpKind::kAllgather:
+      return "allgather(" + tensor + ")";
+    case OpKind::kAllreduceDirect:
+      return "allreduce(" + reduce_op_name(spec.reduce_op) + ", " + tensor + ")";
+    case OpKind::kAllreduceChunked:
+      return "allreduce in chunks(" + reduce_op_name(spec.reduce_op) + ", " + tensor + ")";
+    case OpKind::kRefusal:
+      return "refusal";
+  }
+  return "unknown operation " + std::to_string(int(spec.kind));
+}
+
+void encode_header(const OpSpec& spec, int step, uint8_t* out) {
+  Header header;
+  header.kind = static_cast<uint8_t>(spec.kind);
+  header.reduce_op = static_cast<uint8_t>(spec.reduce_op);
+  header.dtype = static_cast<uint8_t>(spec.dtype);
+  header.step = static_cast<uint8_t>(step);
+  header.root = spec.root;
+  header.bytes = spec.bytes;
+  std::memcpy(out, &header, sizeof header);
+}
+
+std::optional<OpSpec> decode_header(std::span<const uint8_t> payload) {
+  Header header;
+  if (payload.size() < sizeof header) return std::nullopt;
+  std::memcpy(&header, payload.data(), sizeof header);
+  if (header.magic != kMagic) return std::nullopt;
+  OpSpec spec;
+  spec.kind = static_cast<OpKind>(header.kind);
+  spec.reduce_op = static_cast<ReduceOp>(header.reduce_op);
+  spec.dtype = static_cast<c10::ScalarType>(header.dtype);
+  spec.root = header.root;
+  spec.bytes = header.bytes;
+  return spec;
+}
+
+std::string encode_refusal(const base::Error& error) {
+  std::string payload(kHeaderBytes + sizeof(uint16_t), '\0');
+  encode_header(OpSpec{.kind = OpKind::kRefusal}, 0, reinterpret_cast<uint8_t*>(payload.data()));
+  const auto kind = static_cast<uint16_t>(error.kind);
+  std::memcpy(payload.data() + kHeaderBytes, &kind, sizeof kind);
+  payload.append(error.message, 0, kLongestRefusal);
+  return payload;
+}
+
+base::Error decode_refusal(std::span<const uint8_t> payload) {
+  base::Error error;
+  uint16_t kind = 0;
+  payload = payload.subspan(std::min(payload.size(), kHeaderBytes));
+  if (payload.size() >= sizeof kind) {
+    std::memcpy(&kind, payload.data(), sizeof kind);
+    payload = payload.subspan(sizeof kind);
+  }
+  if (base::is_known_kind(kind)) error.kind = static_cast<base::ErrorKind>(kind);
+  payload = payload.first(std::min(payload.size(), kLongestRefusal));
+  error.message.assign(reinterpret_cast<const char*>(payload.data()), payload.size());
+  return error;
+}
+
+}  // namespace distrain::collective

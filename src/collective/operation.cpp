@@ -1,0 +1,267 @@
+#include "operation.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "core.h"
+#include "distrain/base/thread_state.h"
+
+namespace distrain::collective {
+
+using base::Error;
+using base::ErrorKind;
+
+namespace {
+
+constexpr bool is_allowed(OperationState from, OperationState to) {
+  using enum OperationState;
+  switch (from) {
+    case kStarting:
+      return to == kCollecting || to == kReady || to == kDone;
+    case kCollecting:
+      return to == kReady || to == kDone;
+    case kReady:
+      return to == kRunning || to == kDone;
+    case kRunning:
+      return to == kCollecting || to == kReady || to == kDone;
+    case kDone:
+      return false;
+  }
+  return false;
+}
+
+}  // namespace
+
+Operation::Operation(const OpSpec& spec, int steps, bool lazy, base::TimePoint deadline)
+    : spec_(spec), steps_(steps), lazy_(lazy), deadline_(deadline) {}
+
+void Operation::transition_locked(OperationState to) {
+  const OperationState from = state_.load(std::memory_order_relaxed);
+  if (!is_allowed(from, to)) {
+    throw base::Exception(ErrorKind::kInternal, name() + ": impossible change of state " +
+                                                    std::to_string(int(from)) + " to " +
+                                                    std::to_string(int(to)));
+  }
+  const auto is_active = [](OperationState state) {
+    return state == OperationState::kStarting || state == OperationState::kRunning;
+  };
+  if (is_active(to)) ++core_->active_;
+  if (is_active(from) && --core_->active_ == 0) core_->idle_.notify_all();
+  state_.store(to, std::memory_order_release);
+  const bool complete = to == OperationState::kReady && is_last_step();
+  if (complete || to == OperationState::kDone) core_->forget_locked(*this);
+  if (sleepers_ > 0 && (to == OperationState::kReady || to == OperationState::kDone)) {
+    changed_.notify_all();
+  }
+}
+
+void Operation::open_locked(std::shared_ptr<Core> core, uint64_t sequence) {
+  core_ = std::move(core);
+  sequence_ = sequence;
+  inbox_.resize(static_cast<size_t>(steps_) * static_cast<size_t>(core_->size()));
+  ++core_->active_;  // Starting
+}
+
+std::span<const uint8_t> Operation::input(int step, int from) const {
+  const size_t slot = static_cast<size_t>(step * core_->size() + from);
+  return inbox_[slot].payload.subspan(kHeaderBytes);
+}
+
+std::optional<Error> Operation::check_locked(int from, const rpc::ChannelMessage& message) const {
+  const int world_rank = core_->world_rank(from);
+  const std::optional<OpSpec> theirs = decode_header(message.payload);
+  if (theirs && theirs->kind == OpKind::kRefusal) {
+    Error error = decode_refusal(message.payload);
+    error.rank = world_rank;
+    error.op = describe(spec_);
+    return error;
+  }
+  if (theirs && *theirs != spec_) {
+    return Error{ErrorKind::kInvalid,
+                 "rank " + std::to_string(world_rank) + " called " + describe(*theirs) +
+                     " where rank " + std::to_string(core_->world_rank(core_->rank())) +
+                     " called " + describe(spec_) + " (collective number " +
+                     std::to_string(sequence_) + " of the group)",
+                 world_rank, describe(spec_)};
+  }
+  const auto step = static_cast<int>(std::min<uint64_t>(message.tag.c, 2));
+  const size_t slot = static_cast<size_t>(step * core_->size() + from);
+  if (!theirs || step >= steps_ || !expects(step, from) || inbox_[slot].from >= 0 ||
+      message.payload.size() - kHeaderBytes != expected_bytes(step, from)) {
+    return Error{ErrorKind::kProtocol,
+                 name() + ": a malformed message from rank " + std::to_string(world_rank),
+                 world_rank, describe(spec_)};
+  }
+  return std::nullopt;
+}
+
+void Operation::deliver_locked(int from, rpc::ChannelMessage message) {
+  if (std::optional<Error> error = check_locked(from, message)) {
+    fail_locked(std::move(*error));
+    return;
+  }
+  const auto step = static_cast<int>(message.tag.c);
+  inbox_[static_cast<size_t>(step * core_->size() + from)] = std::move(message);
+  if (state_.load(std::memory_order_relaxed) != OperationState::kCollecting || step != step_)
+    return;
+  if (--missing_ == 0) transition_locked(OperationState::kReady);
+}
+
+void Operation::fail_locked(Error error) {
+  switch (state_.load(std::memory_order_relaxed)) {
+    case OperationState::kStarting:
+    case OperationState::kRunning:
+      if (!failure_) failure_ = std::move(error);
+      break;
+    case OperationState::kCollecting:
+    case OperationState::kReady:
+      end_locked(std::move(error));
+      break;
+    case OperationState::kDone:
+      break;
+  }
+}
+
+void Operation::end_locked(std::optional<Error> error) {
+  error_ = std::move(error);
+  transition_locked(OperationState::kDone);
+}
+
+// Leaves Starting or Running when step `step_` is the next to collect, or the end is reached.
+void Operation::settle_locked() {
+  if (failure_) return end_locked(std::move(failure_));
+  if (step_ == steps_) return end_locked(std::nullopt);
+  missing_ = 0;
+  for (int from = 0; from < core_->size(); ++from) {
+    const size_t slot = static_cast<size_t>(step_ * core_->size() + from);
+    if (expects(step_, from) && inbox_[slot].from < 0) ++missing_;
+  }
+  transition_locked(missing_ == 0 ? OperationState::kReady : OperationState::kCollecting);
+}
+
+void Operation::run_locked(std::unique_lock<std::mutex>& lock) {
+  transition_locked(OperationState::kRunning);
+  const int step = step_;
+  lock.unlock();
+  std::optional<Error> error;
+  try {
+    run_step(step);
+  } catch (...) {
+    error = base::current_error(ErrorKind::kInternal);
+  }
+  lock.lock();
+  if (error && !failure_) failure_ = std::move(error);
+  ++step_;
+  settle_locked();
+}
+
+void Operation::run_ready() {
+  std::unique_lock lock(core_->mutex_);
+  while (state_.load(std::memory_order_relaxed) == OperationState::kReady) run_locked(lock);
+}
+
+bool Operation::done() {
+  std::unique_lock lock(core_->mutex_);
+  while (state_.load(std::memory_order_relaxed) == OperationState::kReady) run_locked(lock);
+  if (state_.load(std::memory_order_relaxed) == OperationState::kCollecting &&
+      base::Clock::now() >= deadline_) {
+    fail_locked(deadline_error_locked());
+  }
+  return state_.load(std::memory_order_relaxed) == OperationState::kDone;
+}
+
+void Operation::expire() {
+  std::lock_guard lock(core_->mutex_);
+  if (state_.load(std::memory_order_relaxed) == OperationState::kCollecting) {
+    fail_locked(deadline_error_locked());
+  }
+}
+
+void Operation::fail(Error error) {
+  std::lock_guard lock(core_->mutex_);
+  fail_locked(std::move(error));
+}
+
+base::Executor& Operation::executor() { return core_->executor(); }
+
+bool Operation::wants_executor_locked() const {
+  return state_.load(std::memory_order_relaxed) == OperationState::kReady && waiters_ == 0 &&
+         !(lazy_ && is_last_step());
+}
+
+bool Operation::wait_until(base::TimePoint limit) {
+  base::check_may_wait("waiting for a collective");
+  std::unique_lock lock(core_->mutex_);
+  ++waiters_;
+  bool overtaken = false;
+  try {
+    while (!overtaken) {
+      const OperationState state = state_.load(std::memory_order_relaxed);
+      if (state == OperationState::kDone) break;
+      if (state == OperationState::kReady) {
+        run_locked(lock);
+        continue;
+      }
+      const base::TimePoint now = base::Clock::now();
+      if (now < std::min(limit, deadline_)) {
+        await_change(lock, std::min(limit, deadline_));
+      } else if (now < deadline_) {
+        overtaken = true;
+      } else if (state == OperationState::kCollecting) {
+        fail_locked(deadline_error_locked());
+      } else {
+        await_change(lock, base::kNever);  // another thread computes: that is short
+      }
+    }
+  } catch (...) {  // `overloaded`: no thread may block. Whoever relied on this one needs another.
+    if (!lock.owns_lock()) lock.lock();
+    --waiters_;
+    const bool post = wants_executor_locked();
+    lock.unlock();
+    if (post) core_->post(shared_from_this());
+    throw;
+  }
+  --waiters_;
+  if (overtaken) return false;
+  if (error_) throw base::Exception(*error_);
+  return true;
+}
+
+// Returns when the state may have changed to Ready or Done, or `limit` has passed.
+void Operation::await_change(std::unique_lock<std::mutex>& lock, base::TimePoint limit) {
+  lock.unlock();
+  if (!base::thread_state().poll.poll([this] { return ready_or_done(); })) {
+    base::BlockingScope blocking;
+    lock.lock();
+    ++sleepers_;
+    if (limit == base::kNever) {
+      changed_.wait(lock, [this] { return ready_or_done(); });
+    } else {
+      changed_.wait_until(lock, limit, [this] { return ready_or_done(); });
+    }
+    --sleepers_;
+    lock.unlock();
+  }
+  lock.lock();
+}
+
+Error Operation::deadline_error_locked() const {
+  std::string missing;
+  int first = -1;
+  for (int from = 0; from < core_->size(); ++from) {
+    const size_t slot = static_cast<size_t>(step_ * core_->size() + from);
+    if (!expects(step_, from) || inbox_[slot].from >= 0) continue;
+    if (first < 0) first = core_->world_rank(from);
+    missing += (missing.empty() ? "" : ", ") + std::to_string(core_->world_rank(from));
+  }
+  return Error{ErrorKind::kDeadline,
+               name() + ": the deadline passed, nothing came from rank " + missing +
+                   (steps_ > 1 ? " (step " + std::to_string(step_ + 1) + " of 2)" : ""),
+               first, describe(spec_)};
+}
+
+std::string Operation::name() const {
+  return describe(spec_) + ", collective number " + std::to_string(sequence_);
+}
+
+}  // namespace distrain::collective

@@ -1,0 +1,130 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "distrain/base/clock.h"
+#include "distrain/base/error.h"
+#include "distrain/base/executor.h"
+#include "distrain/rpc/channel.h"
+#include "message.h"
+
+namespace distrain::collective {
+
+class Core;
+
+// Note [Life of an operation]
+//
+// An operation has one step or two. A step is complete when one message of each rank that it
+// expects has come; then `run_step` turns them into results and, before another step, sends.
+//
+//   Starting ──────> Collecting ──────> Ready ──────> Running ──────> Done
+//        │              ^    │            │            │   │           ^
+//        └──> Ready     └────│────────────│────────────┘   │           │
+//                            └────────────┴────────────────┴───────────┘ on failure
+//
+//   Starting    the caller sends the first messages. What arrives is kept.
+//   Collecting  at least one message is missing.
+//   Ready       all messages of the step are here and no thread computes yet.
+//   Running     one thread computes, without the lock.
+//   Done        the tensors hold the result, or `error_` tells why not.
+//
+// Who does what:
+//   - the caller: Starting, and everything else while it is inside wait_until;
+//   - the loop thread: stores messages, Collecting -> Ready, failures. No torch operation;
+//   - a thread of the executor: computes a Ready step if no thread waits for the operation. The
+//   last
+//     step of a small operation is left for the thread that will wait: no other rank depends on it,
+//     and waking a thread costs more than the reduction.
+//
+// All members below `mutex` are guarded by Core's mutex. A failure while a thread is Starting or
+// Running is only noted; that thread ends the operation, so that nobody writes to the caller's
+// tensors once wait_until has returned.
+enum class OperationState : uint8_t { kStarting, kCollecting, kReady, kRunning, kDone };
+
+class Operation : public std::enable_shared_from_this<Operation> {
+ public:
+  /// `steps` is 1 or 2; `lazy`: the last step may be left to the thread that waits.
+  Operation(const OpSpec& spec, int steps, bool lazy, base::TimePoint deadline);
+  virtual ~Operation() = default;
+  Operation(const Operation&) = delete;
+  Operation& operator=(const Operation&) = delete;
+
+  /// As Pending's functions of these names; wait_until throws the operation's error.
+  bool done();
+  bool wait_until(base::TimePoint limit);
+  void expire();
+  void fail(base::Error error);
+  /// Handles all steps that are ready; what Core posts to the executor.
+  void run_ready();
+  base::Executor& executor();
+  const OpSpec& spec() const { return spec_; }
+
+ protected:
+  Core& core() const { return *core_; }
+  uint64_t sequence() const { return sequence_; }
+
+  /// Whether `step` needs a message of group rank `from`, and how many bytes of data it carries.
+  virtual bool expects(int step, int from) const = 0;
+  virtual size_t expected_bytes(int step, int from) const = 0;
+
+  /// Sends the messages of step 0. On the caller's thread.
+  virtual void start() = 0;
+
+  /// Handles the inputs of `step`, without the lock. Throws to fail the operation.
+  virtual void run_step(int step) = 0;
+
+  /// The data that group rank `from` sent for `step`. In run_step only.
+  std::span<const uint8_t> input(int step, int from) const;
+
+ private:
+  friend class Core;
+
+  bool is_last_step() const { return step_ + 1 == steps_; }
+  bool ready_or_done() const {
+    const OperationState state = state_.load(std::memory_order_acquire);
+    return state == OperationState::kReady || state == OperationState::kDone;
+  }
+
+  void transition_locked(OperationState to);
+  void open_locked(std::shared_ptr<Core> core, uint64_t sequence);
+  void deliver_locked(int from, rpc::ChannelMessage message);
+  std::optional<base::Error> check_locked(int from, const rpc::ChannelMessage& message) const;
+  void fail_locked(base::Error error);
+  void end_locked(std::optional<base::Error> error);
+  void settle_locked();
+  void run_locked(std::unique_lock<std::mutex>& lock);
+  void await_change(std::unique_lock<std::mutex>& lock, base::TimePoint limit);
+  bool wants_executor_locked() const;
+  base::Error deadline_error_locked() const;
+  std::string name() const;
+
+  const OpSpec spec_;
+  const int steps_;
+  const bool lazy_;
+  const base::TimePoint deadline_;
+
+  std::shared_ptr<Core> core_;  // set when opened, constant then
+  uint64_t sequence_ = 0;
+
+  // Guarded by Core's mutex; the state is read without it while polling.
+  std::atomic<OperationState> state_{OperationState::kStarting};
+  int step_ = 0;
+  int missing_ = 0;
+  int waiters_ = 0;                         // threads in wait_until
+  int sleepers_ = 0;                        // of these, in changed_.wait
+  std::vector<rpc::ChannelMessage> inbox_;  // by step, then group rank; `from` < 0 when not come
+  std::optional<base::Error> failure_;      // noted while Starting or Running
+  std::optional<base::Error> error_;
+  std::condition_variable changed_;
+};
+
+}  // namespace distrain::collective

@@ -1,0 +1,191 @@
+#include "reduce.h"
+
+#include <algorithm>
+#include <type_traits>
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+namespace distrain::collective {
+
+namespace {
+
+// Small enough for the first-level cache; a constant trip count lets -O2 vectorise.
+constexpr size_t kBlock = 512;
+
+// Wide enough that neither promotion to int nor overflow is undefined.
+template <class T>
+using Wide = std::conditional_t<(sizeof(T) > 4), uint64_t, uint32_t>;
+
+struct Sum {
+  template <class T>
+  static T apply(T a, T b) {
+    if constexpr (std::is_integral_v<T>) {
+      return static_cast<T>(static_cast<Wide<T>>(a) + static_cast<Wide<T>>(b));
+    } else {
+      return a + b;
+    }
+  }
+};
+
+struct Product {
+  template <class T>
+  static T apply(T a, T b) {
+    if constexpr (std::is_integral_v<T>) {
+      return static_cast<T>(static_cast<Wide<T>>(a) * static_cast<Wide<T>>(b));
+    } else {
+      return a * b;
+    }
+  }
+};
+
+// `a != a` is true of a NaN alone.
+struct Min {
+  template <class T>
+  static T apply(T a, T b) {
+    return (a != a || a < b) ? a : b;
+  }
+};
+
+struct Max {
+  template <class T>
+  static T apply(T a, T b) {
+    return (a != a || a > b) ? a : b;
+  }
+};
+
+// On the bytes of a bool, whatever a peer put there.
+struct Or {
+  template <class T>
+  static T apply(T a, T b) {
+    return (a | b) != 0;
+  }
+};
+
+struct And {
+  template <class T>
+  static T apply(T a, T b) {
+    return (a != 0) & (b != 0);
+  }
+};
+
+template <class T>
+using Accumulator =
+    std::conditional_t<std::is_same_v<T, c10::Half> || std::is_same_v<T, c10::BFloat16>, float, T>;
+
+template <class T, class Op>
+[[gnu::always_inline]] inline void reduce_some(std::span<const T* const> inputs, size_t begin,
+                                               size_t count, size_t divisor, T* out) {
+  using A = Accumulator<T>;
+  A sum[kBlock];
+  const T* first = inputs[0] + begin;
+  for (size_t i = 0; i < count; ++i) sum[i] = static_cast<A>(first[i]);
+  for (const T* input : inputs.subspan(1)) {
+    input += begin;
+    for (size_t i = 0; i < count; ++i)
+      sum[i] = Op::template apply<A>(sum[i], static_cast<A>(input[i]));
+  }
+  if constexpr (std::is_floating_point_v<A>) {
+    if (divisor != 1) {
+      for (size_t i = 0; i < count; ++i) sum[i] /= static_cast<A>(divisor);
+    }
+  }
+  // Each element is read from all inputs before it is written, so `out` may be one of them.
+  for (size_t i = 0; i < count; ++i) out[begin + i] = static_cast<T>(sum[i]);
+}
+
+template <class T, class Op>
+void reduce_all(std::span<const uint8_t* const> inputs, size_t count, bool average, uint8_t* out) {
+  const std::span<const T* const> typed(reinterpret_cast<const T* const*>(inputs.data()),
+                                        inputs.size());
+  auto* result = reinterpret_cast<T*>(out);
+  const size_t divisor = average ? inputs.size() : 1;
+  size_t begin = 0;
+  for (; begin + kBlock <= count; begin += kBlock) {
+    reduce_some<T, Op>(typed, begin, kBlock, divisor, result);
+  }
+  if (begin < count) reduce_some<T, Op>(typed, begin, count - begin, divisor, result);
+}
+
+template <class T>
+void reduce_typed(ReduceOp op, std::span<const uint8_t* const> inputs, size_t count, uint8_t* out) {
+  switch (op) {
+    case ReduceOp::PRODUCT:
+      return reduce_all<T, Product>(inputs, count, false, out);
+    case ReduceOp::MIN:
+      return reduce_all<T, Min>(inputs, count, false, out);
+    case ReduceOp::MAX:
+      return reduce_all<T, Max>(inputs, count, false, out);
+    default:
+      return reduce_all<T, Sum>(inputs, count, op == ReduceOp::AVG, out);
+  }
+}
+
+}  // namespace
+
+bool can_reduce(ReduceOp op, c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::ScalarType::Double:
+    case c10::ScalarType::Float:
+    case c10::ScalarType::Half:
+    case c10::ScalarType::BFloat16:
+      return op <= ReduceOp::MAX;
+    case c10::ScalarType::ComplexFloat:
+    case c10::ScalarType::ComplexDouble:
+      return op == ReduceOp::SUM || op == ReduceOp::AVG;
+    case c10::ScalarType::Char:
+    case c10::ScalarType::Short:
+    case c10::ScalarType::Int:
+    case c10::ScalarType::Long:
+    case c10::ScalarType::Byte:
+    case c10::ScalarType::UInt16:
+    case c10::ScalarType::UInt32:
+    case c10::ScalarType::UInt64:
+    case c10::ScalarType::Bool:
+      return op <= ReduceOp::MAX && op != ReduceOp::AVG;
+    default:
+      return false;
+  }
+}
+
+void reduce(ReduceOp op, c10::ScalarType dtype, std::span<const uint8_t* const> inputs,
+            size_t count, uint8_t* out) {
+  switch (dtype) {
+    case c10::ScalarType::Double:
+      return reduce_typed<double>(op, inputs, count, out);
+    case c10::ScalarType::Float:
+      return reduce_typed<float>(op, inputs, count, out);
+    case c10::ScalarType::Half:
+      return reduce_typed<c10::Half>(op, inputs, count, out);
+    case c10::ScalarType::BFloat16:
+      return reduce_typed<c10::BFloat16>(op, inputs, count, out);
+    case c10::ScalarType::ComplexFloat:
+      return reduce_typed<float>(op, inputs, 2 * count, out);
+    case c10::ScalarType::ComplexDouble:
+      return reduce_typed<double>(op, inputs, 2 * count, out);
+    case c10::ScalarType::Char:
+      return reduce_typed<int8_t>(op, inputs, count, out);
+    case c10::ScalarType::Short:
+      return reduce_typed<int16_t>(op, inputs, count, out);
+    case c10::ScalarType::Int:
+      return reduce_typed<int32_t>(op, inputs, count, out);
+    case c10::ScalarType::Long:
+      return reduce_typed<int64_t>(op, inputs, count, out);
+    case c10::ScalarType::Byte:
+      return reduce_typed<uint8_t>(op, inputs, count, out);
+    case c10::ScalarType::UInt16:
+      return reduce_typed<uint16_t>(op, inputs, count, out);
+    case c10::ScalarType::UInt32:
+      return reduce_typed<uint32_t>(op, inputs, count, out);
+    case c10::ScalarType::UInt64:
+      return reduce_typed<uint64_t>(op, inputs, count, out);
+    case c10::ScalarType::Bool:
+      return op == ReduceOp::SUM || op == ReduceOp::MAX
+                 ? reduce_all<uint8_t, Or>(inputs, count, false, out)
+                 : reduce_all<uint8_t, And>(inputs, count, false, out);
+    default:
+      throw base::Exception(base::ErrorKind::kInternal, "reduce: unchecked dtype");
+  }
+}
+
+}  // namespace distrain::collective

@@ -1,0 +1,143 @@
+#include "distrain/rpc/message.h"
+
+#include <ATen/ops/from_blob.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include "distrain/wire/tensor_desc.h"
+
+namespace distrain::rpc {
+
+namespace {
+
+constexpr uint8_t kZeros[wire::kPayloadAlignment] = {};
+
+wire::DType to_dtype(at::ScalarType type) {
+  switch (type) {
+    case at::kByte: return wire::DType::kUInt8;
+    case at::kChar: return wire::DType::kInt8;
+    case at::kShort: return wire::DType::kInt16;
+    case at::kInt: return wire::DType::kInt32;
+    case at::kLong: return wire::DType::kInt64;
+    case at::kHalf: return wire::DType::kFloat16;
+    case at::kBFloat16: return wire::DType::kBFloat16;
+    case at::kFloat: return wire::DType::kFloat32;
+    case at::kDouble: return wire::DType::kFloat64;
+    case at::kBool: return wire::DType::kBool;
+    case at::kComplexFloat: return wire::DType::kComplex64;
+    case at::kComplexDouble: return wire::DType::kComplex128;
+    case at::kUInt16: return wire::DType::kUInt16;
+    case at::kUInt32: return wire::DType::kUInt32;
+    case at::kUInt64: return wire::DType::kUInt64;
+    default:
+      throw base::Exception(base::ErrorKind::kInvalid,
+                            std::string("tensors of dtype ") + c10::toString(type) +
+                                " cannot be sent");
+  }
+}
+
+at::ScalarType from_dtype(wire::DType dtype) {
+  switch (dtype) {
+    case wire::DType::kUInt8: return at::kByte;
+    case wire::DType::kInt8: return at::kChar;
+    case wire::DType::kInt16: return at::kShort;
+    case wire::DType::kInt32: return at::kInt;
+    case wire::DType::kInt64: return at::kLong;
+    case wire::DType::kFloat16: return at::kHalf;
+    case wire::DType::kBFloat16: return at::kBFloat16;
+    case wire::DType::kFloat32: return at::kFloat;
+    case wire::DType::kFloat64: return at::kDouble;
+    case wire::DType::kBool: return at::kBool;
+    case wire::DType::kComplex64: return at::kComplexFloat;
+    case wire::DType::kComplex128: return at::kComplexDouble;
+    case wire::DType::kUInt16: return at::kUInt16;
+    case wire::DType::kUInt32: return at::kUInt32;
+    case wire::DType::kUInt64: return at::kUInt64;
+  }
+  wire::Reader::fail("an unknown tensor dtype");
+}
+
+}  // namespace
+
+net::OutFrame to_frame(OutMessage message, wire::FrameHeader header) {
+  net::OutFrame frame;
+  header.tensor_count = static_cast<uint32_t>(message.tensors.size());
+  frame.header = header;
+  frame.meta.reserve(message.tensors.size() * 24 + message.body.size());
+  wire::Writer meta(frame.meta);
+  uint64_t offset = 0;
+  for (const at::Tensor& tensor : message.tensors) {
+    encode(wire::TensorDesc{to_dtype(tensor.scalar_type()), tensor.sizes().vec()}, meta);
+    const uint64_t begin = wire::align_payload(offset);
+    if (begin > offset) frame.payload.emplace_back(kZeros, begin - offset);
+    if (tensor.nbytes() > 0) {
+      frame.payload.emplace_back(static_cast<const uint8_t*>(tensor.const_data_ptr()),
+                                 tensor.nbytes());
+    }
+    offset = begin + tensor.nbytes();
+  }
+  if (header.autograd_id != 0) {
+    for (size_t i = 0; i < message.tensors.size(); i += 8) {
+      uint8_t bits = 0;
+      for (size_t k = i; k < std::min(i + 8, message.tensors.size()); ++k) {
+        if (message.requires_grad[k]) bits = static_cast<uint8_t>(bits | (1u << (k - i)));
+      }
+      meta.put(bits);
+    }
+  }
+  frame.meta.insert(frame.meta.end(), message.body.begin(), message.body.end());
+  if (!message.tensors.empty()) {
+    frame.keep_alive = std::make_shared<std::vector<at::Tensor>>(std::move(message.tensors));
+  }
+  return frame;
+}
+
+InMessage from_frame(net::InFrame frame, int from) {
+  InMessage message;
+  message.header = frame.header;
+  message.from = from;
+  const uint32_t count = frame.header.tensor_count;
+  wire::Reader meta(frame.meta);
+  // A descriptor takes two bytes at least: a larger count is a lie, found before allocating.
+  if (count > frame.meta.size() / 2) wire::Reader::fail("more tensors than the message has room for");
+  std::vector<wire::TensorDesc> descs;
+  descs.reserve(count);
+  for (uint32_t i = 0; i < count; ++i) descs.push_back(wire::decode_tensor_desc(meta));
+  const wire::PayloadLayout layout = wire::layout_payload(descs);
+  if (layout.bytes != frame.payload.size()) {
+    wire::Reader::fail("a payload of " + std::to_string(frame.payload.size()) +
+                       " bytes for tensors of " + std::to_string(layout.bytes));
+  }
+  message.tensors.reserve(count);
+  for (uint32_t i = 0; i < count; ++i) {
+    auto* data = const_cast<uint8_t*>(frame.payload.data()) + layout.offsets[i];
+    message.tensors.push_back(at::from_blob(data, descs[i].sizes, [body = frame.body](void*) {},
+                                            at::TensorOptions(from_dtype(descs[i].dtype))));
+  }
+  if (frame.header.autograd_id != 0) {
+    for (uint32_t i = 0; i < count; i += 8) {
+      const auto bits = meta.get<uint8_t>();
+      for (uint32_t k = i; k < std::min(i + 8, count); ++k) {
+        message.requires_grad.push_back(((bits >> (k - i)) & 1) != 0);
+      }
+    }
+  }
+  message.body = frame.meta.last(meta.left());
+  message.storage = std::move(frame.body);
+  return message;
+}
+
+InMessage to_self(OutMessage out, wire::FrameHeader header, int rank) {
+  InMessage message;
+  message.header = header;
+  message.from = rank;
+  at::NoGradGuard no_grad;
+  message.tensors.reserve(out.tensors.size());
+  for (const at::Tensor& tensor : out.tensors) message.tensors.push_back(tensor.detach().clone());
+  if (header.autograd_id != 0) message.requires_grad = std::move(out.requires_grad);
+  auto storage = std::make_shared<wire::Bytes>(std::move(out.body));
+  message.body = *storage;
+  message.storage = std::move(storage);
+  return message;
+}
+
+}  // namespace distrain::rpc

@@ -1,0 +1,84 @@
+#include "distrain/rpc/serialize.h"
+
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+namespace distrain::rpc {
+
+namespace {
+
+// u8: how a tensor stands in the body. Its elements are the next tensor, or tensors, of the message.
+enum class TensorTag : uint8_t { kUndefined = 0, kDense = 1, kSparse = 2 };
+
+// What the wire takes: on the CPU, contiguous, with no lazy conjugation or negation.
+at::Tensor make_plain(const at::Tensor& tensor) {
+  if (tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
+    return tensor;
+  }
+  // Under the caller's grad mode: the send node is put behind what these record.
+  return tensor.resolve_conj().resolve_neg().cpu().contiguous();
+}
+
+}  // namespace
+
+void Encoder::put_tensor(const at::Tensor& tensor) {
+  const auto add = [this](const at::Tensor& dense, bool requires_grad) {
+    message.tensors.push_back(dense);
+    message.requires_grad.push_back(requires_grad);
+  };
+  if (!tensor.defined()) {
+    out.put(TensorTag::kUndefined);
+  } else if (tensor.layout() == at::kStrided) {
+    out.put(TensorTag::kDense);
+    add(make_plain(tensor), at::GradMode::is_enabled() && tensor.requires_grad());
+  } else if (tensor.layout() == at::kSparse) {
+    at::NoGradGuard no_grad;  // a sparse tensor is a gradient itself
+    out.put(TensorTag::kSparse);
+    out.put(tensor.is_coalesced());
+    out.put(static_cast<uint8_t>(tensor.dim()));
+    for (const int64_t size : tensor.sizes()) out.put(size);
+    add(make_plain(tensor._indices().detach()), false);
+    add(make_plain(tensor._values().detach()), false);
+  } else {
+    throw base::Exception(base::ErrorKind::kInvalid,
+                          std::string("tensors of layout ") +
+                              (tensor.layout() == at::kMkldnn ? "mkldnn" : "sparse compressed") +
+                              " cannot be sent");
+  }
+}
+
+at::Tensor Decoder::get_tensor() {
+  const auto take = [this]() -> at::Tensor& {
+    if (next_tensor >= message.tensors.size()) wire::Reader::fail("a tensor is missing");
+    return message.tensors[next_tensor++];
+  };
+  switch (in.get<TensorTag>()) {
+    case TensorTag::kUndefined: return {};
+    case TensorTag::kDense: return take();
+    case TensorTag::kSparse: {
+      at::NoGradGuard no_grad;
+      const bool coalesced = in.get<bool>();
+      std::vector<int64_t> sizes(in.get<uint8_t>());
+      for (int64_t& size : sizes) {
+        size = in.get<int64_t>();
+        if (size < 0) wire::Reader::fail("a negative tensor size");
+      }
+      const at::Tensor& indices = take();
+      const at::Tensor& values = take();
+      // What torch's own constructor would check, short of the indices' range: an update or a sum
+      // checks that again.
+      const auto dims = static_cast<int64_t>(sizes.size());
+      bool fits = indices.dim() == 2 && indices.scalar_type() == at::kLong && values.dim() >= 1 &&
+                  indices.size(1) == values.size(0) && indices.size(0) + values.dim() - 1 == dims;
+      for (int64_t i = 1; fits && i < values.dim(); ++i) {
+        fits = values.size(i) == sizes[static_cast<size_t>(indices.size(0) + i - 1)];
+      }
+      if (!fits) wire::Reader::fail("a sparse tensor whose parts do not fit together");
+      return at::_sparse_coo_tensor_unsafe(indices, values, sizes, values.options().layout(at::kSparse),
+                                           coalesced);
+    }
+  }
+  wire::Reader::fail("an unknown kind of tensor");
+}
+
+}  // namespace distrain::rpc

@@ -1,0 +1,238 @@
+// The ranks of a job within one process, joined by an unreliable-looking but correct network.
+#pragma once
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "distrain/base/buffer.h"
+#include "distrain/base/thread_state.h"
+#include "distrain/rpc/channel.h"
+
+namespace distrain::testing {
+
+/// One loop thread delivers all messages, in a random order that keeps each pair's. A message's
+/// bytes are read when it is delivered, not when it is sent, as a queued zero-copy send would be.
+class FakeNetwork {
+ public:
+  explicit FakeNetwork(int size, uint32_t seed = 1) : random_(seed), handlers_(size_t(size)) {
+    for (int rank = 0; rank < size; ++rank) {
+      channels_.push_back(std::make_unique<FakeChannel>(*this, rank));
+    }
+    loop_ = std::thread([this] { loop(); });
+  }
+  ~FakeNetwork() {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    changed_.notify_all();
+    loop_.join();
+  }
+
+  rpc::Channel& channel(int rank) { return *channels_[size_t(rank)]; }
+  int size() const { return int(channels_.size()); }
+
+  /// What is sent from `from` to `to` stays on its way until release().
+  void hold(int from, int to) {
+    std::lock_guard lock(mutex_);
+    held_.insert({from, to});
+  }
+  void release() {
+    {
+      std::lock_guard lock(mutex_);
+      held_.clear();
+    }
+    changed_.notify_all();
+  }
+  /// All others learn that `rank` is lost.
+  void kill(int rank) {
+    {
+      std::lock_guard lock(mutex_);
+      lost_.insert(rank);
+      std::erase_if(queues_, [rank](auto& queue) {
+        return queue.first.first == rank || queue.first.second == rank;
+      });
+      for (int to = 0; to < size(); ++to) {
+        if (!lost_.contains(to)) losses_.emplace_back(to, rank);
+      }
+    }
+    changed_.notify_all();
+  }
+  size_t messages() const {
+    std::lock_guard lock(mutex_);
+    return messages_;
+  }
+
+ private:
+  struct Message {
+    rpc::ChannelTag tag;
+    std::vector<std::span<const uint8_t>> pieces;
+    std::shared_ptr<const void> keep_alive;
+  };
+
+  class FakeChannel final : public rpc::Channel {
+   public:
+    FakeChannel(FakeNetwork& network, int rank) : network_(network), rank_(rank) {}
+    int rank() const override { return rank_; }
+    int world_size() const override { return network_.size(); }
+    void set_handler(Handler handler) override { network_.set_handler(rank_, std::move(handler)); }
+    void send(int to, const rpc::ChannelTag& tag, std::span<const std::span<const uint8_t>> pieces,
+              std::shared_ptr<const void> keep_alive) override {
+      network_.send(rank_, to, {tag, {pieces.begin(), pieces.end()}, std::move(keep_alive)});
+    }
+
+   private:
+    FakeNetwork& network_;
+    const int rank_;
+  };
+
+  struct Handler {
+    std::mutex running;
+    bool set = false;
+    rpc::Channel::Handler handler;
+  };
+
+  void set_handler(int rank, rpc::Channel::Handler handler) {
+    Handler& slot = handlers_[size_t(rank)];
+    {
+      std::lock_guard running(slot.running);
+      slot.handler = std::move(handler);
+      slot.set = true;
+    }
+    {
+      std::lock_guard lock(mutex_);
+      has_handler_.insert(rank);
+    }
+    changed_.notify_all();
+  }
+
+  void send(int from, int to, Message message) {
+    {
+      std::lock_guard lock(mutex_);
+      if (lost_.contains(to) || lost_.contains(from)) {
+        throw base::Exception(base::Error{
+            base::ErrorKind::kPeerLost, "rank " + std::to_string(to) + " is lost", to, {}});
+      }
+      queues_[{from, to}].push_back(std::move(message));
+      ++messages_;
+    }
+    changed_.notify_all();
+  }
+
+  void loop() {
+    base::thread_state().must_not_wait = true;
+    std::unique_lock lock(mutex_);
+    while (!stopping_) {
+      if (!losses_.empty()) {
+        const auto [to, rank] = losses_.front();
+        losses_.pop_front();
+        lock.unlock();
+        tell_loss(to, rank);
+        lock.lock();
+        continue;
+      }
+      std::vector<std::pair<int, int>> ready;
+      for (auto& [pair, queue] : queues_) {
+        if (!queue.empty() && !held_.contains(pair) && has_handler_.contains(pair.second)) {
+          ready.push_back(pair);
+        }
+      }
+      if (ready.empty()) {
+        changed_.wait(lock);
+        continue;
+      }
+      const auto pair = ready[random_() % ready.size()];
+      Message message = std::move(queues_[pair].front());
+      queues_[pair].pop_front();
+      lock.unlock();
+      deliver(pair.first, pair.second, std::move(message));
+      lock.lock();
+    }
+  }
+
+  void deliver(int from, int to, Message message) {
+    size_t size = 0;
+    for (auto piece : message.pieces) size += piece.size();
+    rpc::ChannelMessage received{from, message.tag, {}, pool_.allocate(size)};
+    size_t at = 0;
+    for (auto piece : message.pieces) {
+      if (!piece.empty()) std::memcpy(received.body->data + at, piece.data(), piece.size());
+      at += piece.size();
+    }
+    received.payload = {received.body->data, size};
+    message.keep_alive.reset();
+    Handler& slot = handlers_[size_t(to)];
+    std::lock_guard running(slot.running);
+    if (slot.handler.on_message) slot.handler.on_message(std::move(received));
+  }
+
+  void tell_loss(int to, int rank) {
+    Handler& slot = handlers_[size_t(to)];
+    std::lock_guard running(slot.running);
+    if (slot.handler.on_peer_lost) {
+      slot.handler.on_peer_lost(
+          rank,
+          base::Error{
+              base::ErrorKind::kPeerLost, "rank " + std::to_string(rank) + " is lost", rank, {}});
+    }
+  }
+
+  base::BufferPool pool_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::mt19937 random_;
+  std::map<std::pair<int, int>, std::deque<Message>> queues_;
+  std::deque<std::pair<int, int>> losses_;
+  std::set<std::pair<int, int>> held_;
+  std::set<int> lost_;
+  std::set<int> has_handler_;
+  size_t messages_ = 0;
+  bool stopping_ = false;
+  std::vector<Handler> handlers_;
+  std::vector<std::unique_ptr<FakeChannel>> channels_;
+  std::thread loop_;
+};
+
+/// CHECK for the threads of run_ranks: Catch2's own may be used by one thread at a time.
+#define RANK_CHECK(...)                                                                 \
+  do {                                                                                  \
+    if (!(__VA_ARGS__)) {                                                               \
+      throw std::runtime_error(std::string(__FILE__) + ":" + std::to_string(__LINE__) + \
+                               ": failed: " #__VA_ARGS__);                              \
+    }                                                                                   \
+  } while (false)
+
+/// Runs `body(rank)` for each rank on a thread of its own; rethrows the first failure.
+inline void run_ranks(int size, const std::function<void(int)>& body) {
+  std::vector<std::exception_ptr> failures{size_t(size)};
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&body, &failures, rank] {
+      try {
+        body(rank);
+      } catch (...) {
+        failures[size_t(rank)] = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (auto& failure : failures) {
+    if (failure) std::rethrow_exception(failure);
+  }
+}
+
+}  // namespace distrain::testing

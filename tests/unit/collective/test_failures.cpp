@@ -1,0 +1,247 @@
+#include <ATen/ATen.h>
+
+#include "../src/collective/message.h"
+#include "support/catch.h"
+#include "unit/collective/test_group.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using base::ErrorKind;
+using std::chrono::milliseconds;
+
+namespace {
+
+using Call = std::function<collective::Pending(Backend&)>;
+
+// Each rank's error when rank r calls calls[r].
+std::vector<base::Error> errors_of(TestGroup& group, const std::vector<Call>& calls) {
+  std::vector<base::Error> errors(calls.size());
+  run_ranks(int(calls.size()), [&](int rank) {
+    errors[size_t(rank)] = error_of([&] { calls[size_t(rank)](group[rank]).wait(); });
+  });
+  return errors;
+}
+
+}  // namespace
+
+TEST_CASE("ranks that call different operations are told so, both") {
+  const Call sum = [](Backend& b) { return b.allreduce(at::ones({7})); };
+  const Call longer = [](Backend& b) { return b.allreduce(at::ones({8})); };
+  const Call large = [](Backend& b) { return b.allreduce(at::ones({100000})); };
+  const Call doubles = [](Backend& b) { return b.allreduce(at::ones({7}, at::kDouble)); };
+  const Call max = [](Backend& b) { return b.allreduce(at::ones({7}), ReduceOp::MAX); };
+  const Call root0 = [](Backend& b) { return b.broadcast(at::ones({7}), 0); };
+  const Call root1 = [](Backend& b) { return b.broadcast(at::ones({7}), 1); };
+  const Call barrier = [](Backend& b) { return b.enter_barrier(); };
+  const Call gather = [](Backend& b) {
+    return b.allgather(at::ones({7}), {at::ones({7}), at::ones({7})});
+  };
+  struct Case {
+    Call first, second;
+    std::string first_text, second_text;
+  };
+  const std::vector<Case> cases = {
+      {sum, longer, "allreduce(sum, Float, 28 bytes)", "allreduce(sum, Float, 32 bytes)"},
+      {sum, large, "28 bytes", "400000 bytes"},
+      {sum, doubles, "Float", "Double"},
+      {sum, max, "sum", "max"},
+      {sum, root0, "allreduce", "broadcast(root 0"},
+      {sum, root1, "allreduce", "broadcast(root 1"},
+      {root0, root1, "root 0", "root 1"},
+      {root1, root0, "root 1", "root 0"},
+      {barrier, sum, "barrier", "allreduce"},
+      {gather, root0, "allgather", "broadcast"},
+  };
+  for (const Case& test : cases) {
+    TestGroup group(2, {.timeout = milliseconds(20000)});
+    for (const base::Error& error : errors_of(group, {test.first, test.second})) {
+      INFO(error.message);
+      CHECK(error.kind == ErrorKind::kInvalid);
+      CHECK(contains(error.message, "rank 0"));
+      CHECK(contains(error.message, "rank 1"));
+      CHECK(contains(error.message, test.first_text));
+      CHECK(contains(error.message, test.second_text));
+    }
+    // The group is still in step.
+    run_ranks(2, [&](int rank) { group[rank].allreduce(at::ones({3})).wait(); });
+  }
+}
+
+TEST_CASE("one of three ranks calls something else") {
+  TestGroup group(3, {.timeout = milliseconds(20000)});
+  const Call sum = [](Backend& b) { return b.allreduce(at::ones({7})); };
+  const Call max = [](Backend& b) { return b.allreduce(at::ones({7}), ReduceOp::MAX); };
+  for (const base::Error& error : errors_of(group, {sum, max, sum})) {
+    CHECK(error.kind == ErrorKind::kInvalid);
+    CHECK(contains(error.message, "rank 1"));
+  }
+}
+
+TEST_CASE("a rank that does not come is named when the deadline passes") {
+  const int64_t count = GENERATE(5, 100000);
+  TestGroup group(4, {.timeout = milliseconds(80)});
+  std::vector<base::Error> errors(4);
+  run_ranks(4, [&](int rank) {
+    if (rank == 1 || rank == 3) return;
+    errors[size_t(rank)] = error_of([&] { group[rank].allreduce(at::ones({count})).wait(); });
+  });
+  for (int rank : {0, 2}) {
+    const base::Error& error = errors[size_t(rank)];
+    INFO(error.message);
+    CHECK(error.kind == ErrorKind::kDeadline);
+    CHECK(error.rank == 1);
+    CHECK(contains(error.message, "from rank 1, 3"));
+  }
+}
+
+TEST_CASE("timeouts of one call, of a Work's wait and of a future") {
+  TestGroup group(2);
+  Backend& backend = group[0];
+  const at::Tensor x = at::ones({5});
+  CHECK(error_of([&] { backend.allreduce(x, ReduceOp::SUM, milliseconds(30)).wait(); }).kind ==
+        ErrorKind::kDeadline);
+  std::vector<at::Tensor> tensors = {x};
+  auto work = static_cast<c10d::Backend&>(backend).allreduce(tensors);
+  CHECK(error_of([&] { work->wait(milliseconds(30)); }).kind == ErrorKind::kDeadline);
+  CHECK(work->isCompleted());
+  CHECK_FALSE(work->isSuccess());
+  CHECK(error_of([&] { std::rethrow_exception(work->exception()); }).kind == ErrorKind::kDeadline);
+  auto future = backend.allreduce(x, ReduceOp::SUM, milliseconds(30)).future();
+  CHECK(error_of([&] { future.wait(); }).kind == ErrorKind::kDeadline);
+  auto polled = backend.allreduce(x, ReduceOp::SUM, milliseconds(30));
+  while (!polled.done()) std::this_thread::yield();
+  CHECK(error_of([&] { polled.wait(); }).kind == ErrorKind::kDeadline);
+
+  const auto pending = backend.allreduce(x);
+  CHECK_FALSE(pending.wait_until(base::deadline_after(milliseconds(20))));
+  CHECK_FALSE(pending.done());
+  backend.setTimeout(milliseconds(20));
+  CHECK(error_of([&] { backend.enter_barrier().wait(); }).kind == ErrorKind::kDeadline);
+}
+
+TEST_CASE("a late rank's messages do not disturb what follows") {
+  TestGroup group(2);
+  const at::Tensor x = at::ones({5});
+  CHECK(error_of([&] { group[0].allreduce(x, ReduceOp::SUM, milliseconds(20)).wait(); }).kind ==
+        ErrorKind::kDeadline);
+  run_ranks(2, [&](int rank) {
+    if (rank == 1) group[1].allreduce(at::ones({5})).wait();  // rank 0 sent its part
+    const at::Tensor y = at::ones({5});
+    group[rank].allreduce(y).wait();
+    RANK_CHECK(y.eq(2).all().item<bool>());
+  });
+}
+
+TEST_CASE("a lost rank fails what is under way and what follows") {
+  const int64_t count = GENERATE(5, 100000);
+  TestGroup group(3);
+  std::vector<collective::Pending> pending;
+  for (int rank : {0, 2}) pending.push_back(group[rank].allreduce(at::ones({count})));
+  std::thread killer([&] {
+    std::this_thread::sleep_for(milliseconds(30));
+    group.network.kill(1);
+  });
+  for (auto& one : pending) {
+    const base::Error error = error_of([&] { one.wait(); });
+    CHECK(error.kind == ErrorKind::kPeerLost);
+    CHECK(error.rank == 1);
+  }
+  killer.join();
+  for (int rank : {0, 2}) {
+    const base::Error later = error_of([&] { group[rank].broadcast(at::ones({count})).wait(); });
+    CHECK(later.kind == ErrorKind::kPeerLost);
+    CHECK(later.rank == 1);
+  }
+}
+
+TEST_CASE("a rank outside the group may be lost") {
+  FakeNetwork network(3);
+  base::ThreadPool pool({.name = "test"});
+  const collective::Group pair{1, {0, 2}};
+  auto first = c10::make_intrusive<Backend>(network.channel(0), pool, pair);
+  auto second = c10::make_intrusive<Backend>(network.channel(2), pool, pair);
+  network.kill(1);
+  run_ranks(2, [&](int rank) {
+    for (int i = 0; i < 10; ++i) (rank ? second : first)->allreduce(at::ones({4})).wait();
+  });
+}
+
+TEST_CASE("a rank that refuses is named on the others, and the group stays in step") {
+  const int64_t count = GENERATE(5, 100000);
+  TestGroup group(3);
+  run_ranks(3, [&](int rank) {
+    const at::Tensor x = at::ones({count});
+    group[rank].allreduce(x).wait();
+    if (rank == 1) {
+      group[1].refuse(2, {ErrorKind::kBadData, "the file ends here", 1, {}});
+    } else {
+      const auto first = group[rank].allreduce(x);
+      const auto second = group[rank].enter_barrier();
+      for (const auto& pending : {first, second}) {
+        const base::Error error = error_of([&] { pending.wait(); });
+        RANK_CHECK(error.kind == ErrorKind::kBadData);
+        RANK_CHECK(error.rank == 1);
+        RANK_CHECK(error.message == "the file ends here");
+      }
+    }
+    const at::Tensor y = at::ones({count});
+    group[rank].allreduce(y).wait();
+    RANK_CHECK(y.eq(3).all().item<bool>());
+  });
+}
+
+TEST_CASE("wrong arguments throw at once and count for nothing") {
+  TestGroup group(1);
+  Backend& backend = group[0];
+  const auto kind = [](auto f) { return error_of(f).kind; };
+  CHECK(kind([&] { backend.allreduce(at::Tensor()); }) == ErrorKind::kInvalid);
+  CHECK(kind([&] { backend.allreduce(at::ones({3}).to_sparse()); }) == ErrorKind::kInvalid);
+  CHECK(kind([&] { backend.allreduce(at::ones({3}, at::kInt), ReduceOp::AVG); }) ==
+        ErrorKind::kInvalid);
+  CHECK(kind([&] { backend.allreduce(at::ones({3}), ReduceOp::BXOR); }) == ErrorKind::kInvalid);
+  CHECK(kind([&] { backend.broadcast(at::ones({3}), 1); }) == ErrorKind::kInvalid);
+  CHECK(kind([&] { backend.allgather(at::ones({3}), {}); }) == ErrorKind::kInvalid);
+  CHECK(kind([&] { backend.allgather(at::ones({3}), {at::ones({2})}); }) == ErrorKind::kInvalid);
+  CHECK(backend.getSequenceNumberForGroup() == 0);
+}
+
+TEST_CASE("closing a group ends what is under way") {
+  TestGroup group(2);
+  const auto pending = group[0].allreduce(at::ones({5}));
+  const auto large = group[0].allreduce(at::ones({100000}));
+  const auto future = large.future();
+  group[0].abort();
+  CHECK(error_of([&] { pending.wait(); }).kind == ErrorKind::kCancelled);
+  const auto next = group[0].allreduce(at::ones({5}));
+  group.backends[0].reset();
+  CHECK(error_of([&] { next.wait(); }).kind == ErrorKind::kCancelled);
+  CHECK(error_of([&] { future.wait(); }).kind == ErrorKind::kCancelled);
+}
+
+TEST_CASE("bytes that are no message of ours") {
+  std::mt19937 random(3);
+  for (int round = 0; round < 300; ++round) {
+    FakeNetwork network(2, uint32_t(round));
+    base::ThreadPool pool({.name = "test"});
+    auto backend =
+        c10::make_intrusive<Backend>(network.channel(0), pool, collective::Group{1, {0, 1}});
+    const auto pending = backend->allreduce(at::ones({5}), ReduceOp::SUM, milliseconds(5000));
+    std::vector<uint8_t> bytes(random() % 200);
+    for (uint8_t& byte : bytes) byte = uint8_t(random());
+    // Half of them begin like a header.
+    if (round % 2 && bytes.size() >= collective::kHeaderBytes) {
+      collective::encode_header({.kind = collective::OpKind::kAllreduceDirect,
+                                 .reduce_op = ReduceOp::SUM,
+                                 .dtype = at::kFloat,
+                                 .bytes = 20},
+                                0, bytes.data());
+      if (round % 4 == 1) bytes[random() % collective::kHeaderBytes] ^= uint8_t(1 + random() % 255);
+    }
+    const std::span<const uint8_t> piece(bytes);
+    network.channel(1).send(0, {1, 0, random() % 3}, std::span(&piece, 1), nullptr);
+    const bool whole = bytes.size() == collective::kHeaderBytes + 20;
+    if (whole) continue;
+    // Bytes 7, 12 to 15 and 24 to 63 of a header have no meaning; the length is still wrong.
+    CHECK(error_of([&] { pending.wait(); }).kind != ErrorKind::kDeadline);
+  }
+}

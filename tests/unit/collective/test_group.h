@@ -1,0 +1,64 @@
+#pragma once
+
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <ATen/ATen.h>
+
+#include "distrain/base/thread_pool.h"
+#include "distrain/collective/backend.h"
+#include "unit/collective/fake_channel.h"
+
+namespace distrain::testing {
+
+using collective::Backend;
+using BackendPtr = c10::intrusive_ptr<Backend>;
+using ReduceOp = Backend::ReduceOp;
+
+/// All ranks of a job in one group.
+struct TestGroup {
+  explicit TestGroup(int size, Backend::Settings settings = {}, uint32_t seed = 1)
+      : network(size, seed) {
+    std::vector<int> ranks(static_cast<size_t>(size));
+    std::iota(ranks.begin(), ranks.end(), 0);
+    for (int rank = 0; rank < size; ++rank) {
+      backends.push_back(c10::make_intrusive<Backend>(network.channel(rank), pool,
+                                                      collective::Group{7, ranks}, settings));
+    }
+  }
+
+  Backend& operator[](int rank) { return *backends[static_cast<size_t>(rank)]; }
+
+  FakeNetwork network;
+  base::ThreadPool pool{{.name = "test", .size = 2, .cap = 64}};
+  std::vector<BackendPtr> backends;
+};
+
+/// The error that `f` throws; fails the test when it throws nothing or something else.
+template <class F>
+base::Error error_of(F f) {
+  try {
+    f();
+  } catch (const base::Exception& exception) {
+    return exception.error();
+  }
+  throw std::runtime_error("no error was thrown");
+}
+
+inline bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+/// Equal down to the last bit: NaN equals itself, 0 differs from -0.
+inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  const at::Tensor x = a.contiguous();
+  const at::Tensor y = b.contiguous();
+  return x.scalar_type() == y.scalar_type() && x.sizes() == y.sizes() &&
+         (x.nbytes() == 0 || std::memcmp(x.data_ptr(), y.data_ptr(), x.nbytes()) == 0);
+}
+
+}  // namespace distrain::testing
