@@ -1,0 +1,315 @@
+#include "launcher.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include <errno.h>
+#include <fmt/format.h>
+#include <poll.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include "distrain/base/clock.h"
+#include "json_sink.h"
+
+namespace distrain::cmd {
+namespace {
+
+constexpr auto kTermGrace = std::chrono::seconds(2);    // after SIGTERM of ours
+constexpr auto kSignalGrace = std::chrono::seconds(5);  // after a signal that we passed on
+constexpr double kExtraGrace = 2;                       // beyond the peer timeout
+
+/// Whether the program itself went wrong, rather than somebody ending it.
+bool is_crash(int signal) {
+  return signal == SIGABRT || signal == SIGSEGV || signal == SIGBUS || signal == SIGFPE ||
+         signal == SIGILL;
+}
+
+bool is_secondary(const Child& child) {
+  if (child.exit_code() == base::exit_code(base::ErrorKind::kPeerLost)) return true;
+  const auto& error = child.error();
+  return error && error->value("kind", "") == base::kind_name(base::ErrorKind::kCancelled);
+}
+
+}  // namespace
+
+Launcher::Launcher(LaunchPlan plan)
+    : plan_(std::move(plan)),
+      output_(STDOUT_FILENO),
+      progress_(plan_.progress, plan_.epochs),
+      handlers_{[this](std::string line) {
+                  progress_.on_line(line);
+                  output_.push(std::move(line));
+                },
+                [this](std::string line) { show_text(line); }} {}
+
+int Launcher::run() {
+  block_signals();
+  if (!plan_.warning.empty()) {
+    output_.push(json_line("warn", plan_.cmd, std::nullopt, "launcher",
+                           {{"kind", "invalid"}, {"message", plan_.warning}}));
+  }
+  start_children();
+  wait_for_children();
+  return finish();
+}
+
+void Launcher::block_signals() {
+  sigset_t set;
+  sigemptyset(&set);
+  for (const int number : {SIGCHLD, SIGINT, SIGTERM, SIGHUP}) sigaddset(&set, number);
+  sigprocmask(SIG_BLOCK, &set, nullptr);
+  signal_fd_ = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
+}
+
+void Launcher::start_children() {
+  try {
+    for (const int rank : plan_.ranks) {
+      auto child = std::make_unique<Child>(rank, plan_.role(rank));
+      std::vector<int> inherited{signal_fd_};
+      for (const auto& other : children_) {
+        inherited.push_back(other->out_fd());
+        inherited.push_back(other->err_fd());
+      }
+      if (rank != 0 && plan_.listen_fd >= 0) inherited.push_back(plan_.listen_fd);
+      child->start([&](int out_fd) { return plan_.rank_main(rank, out_fd); }, inherited);
+      children_.push_back(std::move(child));
+    }
+  } catch (const base::Exception& e) {
+    start_error_ = e.error();
+    send_to_all(SIGKILL);
+    enter(Phase::kKilled);
+  }
+  if (plan_.listen_fd >= 0) close(plan_.listen_fd);
+}
+
+void Launcher::wait_for_children() {
+  std::vector<pollfd> items;
+  while (any_alive()) {
+    items.clear();
+    items.push_back({signal_fd_, POLLIN, 0});
+    // Without events it still tells of errors: of a reader that is gone.
+    const bool waiting = !output_.empty();
+    items.push_back(
+        {write_error_ ? -1 : output_.fd(), static_cast<short>(waiting ? POLLOUT : 0), 0});
+    for (const auto& child : children_) {
+      if (child->out_fd() >= 0 && !output_.full()) items.push_back({child->out_fd(), POLLIN, 0});
+      if (child->err_fd() >= 0) items.push_back({child->err_fd(), POLLIN, 0});
+    }
+    poll(items.data(), items.size(), poll_timeout_ms());
+    if (items[1].revents & (POLLERR | POLLHUP | POLLNVAL)) on_write_error(EPIPE);
+    for (const auto& child : children_) {
+      if (!child->alive()) continue;
+      if (output_.full()) {
+        child->read_stderr(handlers_);
+      } else {
+        child->read_pipes(handlers_);
+      }
+    }
+    on_signals();
+    reap_children();
+    pump();
+    if (base::Clock::now() >= deadline_) on_deadline();
+  }
+}
+
+int Launcher::poll_timeout_ms() const {
+  if (deadline_ == TimePoint::max()) return -1;
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline_ - base::Clock::now());
+  return static_cast<int>(std::max<int64_t>(0, left.count()));
+}
+
+void Launcher::enter(Phase phase) {
+  if (phase <= phase_) return;  // it only ever gets more serious
+  phase_ = phase;
+  switch (phase) {
+    case Phase::kRunning:
+      break;
+    case Phase::kGrace:
+      deadline_ = base::deadline_after(std::chrono::nanoseconds(
+          static_cast<int64_t>((plan_.peer_timeout_s + kExtraGrace) * 1e9)));
+      break;
+    case Phase::kTerminating:
+      deadline_ = base::deadline_after(kTermGrace);
+      break;
+    case Phase::kKilled:
+      deadline_ = TimePoint::max();
+      break;
+  }
+}
+
+void Launcher::on_deadline() {
+  if (phase_ == Phase::kGrace) {
+    send_to_all(SIGTERM);
+    enter(Phase::kTerminating);
+  } else {
+    send_to_all(SIGKILL);
+    enter(Phase::kKilled);
+  }
+}
+
+void Launcher::on_signals() {
+  signalfd_siginfo info;
+  while (read(signal_fd_, &info, sizeof(info)) == sizeof(info)) {
+    const int number = static_cast<int>(info.ssi_signo);
+    if (number == SIGCHLD) continue;
+    if (ended_by_signal_) {
+      stop_waiting_ = true;
+      send_to_all(SIGKILL);
+      enter(Phase::kKilled);
+      continue;
+    }
+    ended_by_signal_ = number;
+    send_to_all(number);
+    enter(Phase::kTerminating);
+    if (phase_ == Phase::kTerminating) deadline_ = base::deadline_after(kSignalGrace);
+  }
+}
+
+void Launcher::reap_children() {
+  for (const auto& child : children_) {
+    if (child->reap(handlers_) && child->failed()) enter(Phase::kGrace);
+  }
+}
+
+void Launcher::pump() {
+  if (write_error_) return;
+  if (const int error = output_.pump()) on_write_error(error);
+}
+
+void Launcher::on_write_error(int error) {
+  if (write_error_) return;
+  write_error_ = error;
+  send_to_all(SIGKILL);
+  enter(Phase::kKilled);
+}
+
+void Launcher::show_text(const std::string& line) {
+  progress_.clear();
+  write_all(STDERR_FILENO, line);
+}
+
+bool Launcher::any_alive() const {
+  return std::any_of(children_.begin(), children_.end(), [](const auto& c) { return c->alive(); });
+}
+
+void Launcher::send_to_all(int signal) {
+  for (const auto& child : children_) child->send(signal);
+}
+
+const Child* Launcher::root_cause() const {
+  const Child* cause = nullptr;
+  const auto before = [](const Child& a, const Child& b) {
+    if (is_secondary(a) != is_secondary(b)) return is_secondary(b);
+    return a.ended_at() < b.ended_at();
+  };
+  for (const auto& child : children_) {
+    if (!child->failed() || child->ended_by_us()) continue;
+    if (!cause || before(*child, *cause)) cause = child.get();
+  }
+  return cause;
+}
+
+Cause Launcher::cause_from(const Child& child) const {
+  Cause cause;
+  cause.rank = child.rank();
+  cause.role = child.role();
+  cause.host = host_name();
+  cause.exit_code = child.exit_code();
+  const std::string name = child.role().empty()
+                               ? fmt::format("rank {}", child.rank())
+                               : fmt::format("rank {} ({})", child.rank(), child.role());
+  // The `error` line names a cause elsewhere; the last line alone tells of a signal it took.
+  const auto& told = child.error() ? child.error() : child.rank_end();
+  if (const int number = child.signal()) {
+    cause.signal = signal_name(number);
+    cause.kind =
+        base::kind_name(is_crash(number) ? base::ErrorKind::kInternal : base::ErrorKind::kPeerLost);
+    cause.message = fmt::format("{} was killed by {}{}", name, cause.signal,
+                                number == SIGKILL ? " (kill -9, or out of memory)" : "");
+  } else if (told && told->contains("kind") && told->contains("message")) {
+    cause.kind = told->value("kind", "");
+    cause.message = told->value("message", "");
+    const auto other = told->find("cause_rank");
+    if (other != told->end() && other->is_number() && other->get<int>() != child.rank()) {
+      cause.rank = other->get<int>();
+      cause.role = plan_.role(*cause.rank);
+      const bool here =
+          std::find(plan_.ranks.begin(), plan_.ranks.end(), *cause.rank) != plan_.ranks.end();
+      if (!here) cause.host.clear();
+    }
+  } else {
+    cause.kind = base::kind_name(base::ErrorKind::kInternal);
+    cause.message = fmt::format("{} left without its last line", name);
+  }
+  for (const auto& each : children_) {
+    if (each->rank() != cause.rank) continue;
+    cause.stderr_tail.assign(each->stderr_tail().begin(), each->stderr_tail().end());
+  }
+  return cause;
+}
+
+std::optional<Cause> Launcher::find_cause() {
+  if (start_error_) return cause_of(*start_error_);
+  if (const Child* child = root_cause()) {
+    Cause cause = cause_from(*child);
+    // A rank that threw has said so in its own line; for one that cannot we do.
+    if (!child->error()) {
+      base::Error error{base::ErrorKind::kPeerLost, cause.message, child->rank(), {}};
+      Json fields = error_fields(error, base::seconds_since(plan_.started));
+      fields["kind"] = cause.kind;
+      fields["exit_code"] = cause.exit_code;
+      output_.push(json_line("error", plan_.cmd, std::nullopt, "launcher", fields));
+    }
+    return cause;
+  }
+  if (!ended_by_signal_) return std::nullopt;
+  Cause cause;
+  cause.signal = signal_name(ended_by_signal_);
+  cause.kind = base::kind_name(base::ErrorKind::kCancelled);
+  cause.message = fmt::format("ended by {}", cause.signal);
+  cause.host = host_name();
+  cause.exit_code = 128 + ended_by_signal_;
+  return cause;
+}
+
+int Launcher::finish() {
+  const std::optional<Cause> cause = find_cause();
+  if (start_error_) {
+    output_.push(json_line("error", plan_.cmd, std::nullopt, "launcher",
+                           error_fields(*start_error_, base::seconds_since(plan_.started))));
+  }
+  Summary summary;
+  for (const auto& child : children_) {
+    if (child->rank_end()) summary.add(*child->rank_end());
+    summary.add_rss(child->rss_mb());
+  }
+  const int code = cause ? cause->exit_code : 0;
+  const Json end = summary.end_fields(code, base::seconds_since(plan_.started), cause);
+  output_.push(json_line("end", plan_.cmd, std::nullopt, "launcher", end));
+
+  pump();
+  while (!output_.empty() && !write_error_ && !stop_waiting_) {
+    pollfd items[] = {{signal_fd_, POLLIN, 0}, {output_.fd(), POLLOUT, 0}};
+    poll(items, 2, -1);
+    // The ranks are gone; a signal now means that nobody will read the rest.
+    if (items[0].revents) {
+      signalfd_siginfo info;
+      while (read(signal_fd_, &info, sizeof(info)) == sizeof(info)) {
+        stop_waiting_ |= info.ssi_signo != SIGCHLD;
+      }
+    }
+    pump();
+  }
+  progress_.finish(end);
+  if (write_error_) {
+    if (write_error_ != EPIPE) fmt::print(stderr, "distrain: stdout: {}\n", strerror(write_error_));
+    return exit_code_of_write_error(write_error_);
+  }
+  if (cause) fmt::print(stderr, "distrain: {}\n", cause->message);
+  return code;
+}
+
+}  // namespace distrain::cmd

@@ -1,0 +1,69 @@
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include "distrain/base/error.h"
+#include "help.h"
+#include "hybrid.h"
+#include "job_command.h"
+#include "options.h"
+#include "process_setup.h"
+
+namespace distrain::cmd {
+namespace {
+
+int main_with(const std::vector<std::string>& args, TimePoint started) {
+  const std::vector<JobCommand> commands = {hybrid_command()};
+  std::vector<CommandLine> lines;
+  std::vector<std::string> names;
+  for (const JobCommand& command : commands) {
+    lines.push_back(command.line);
+    names.push_back(command.line.name);
+  }
+  const auto refuse = [started](const std::string& message) {
+    return report_failure("", base::Error{base::ErrorKind::kInvalid, message, -1, {}}, started);
+  };
+  if (args.empty()) return refuse("no command given; see distrain --help");
+
+  std::string name = args[0];
+  std::vector<std::string> rest(args.begin() + 1, args.end());
+  if (name == "--version") return print_text(version_text());
+  if (name == "--help" || name == "-h") return print_text(main_help(lines));
+  if (name == "help") {
+    if (rest.empty()) return print_text(main_help(lines));
+    name = rest[0];
+    rest = {"--help"};
+  }
+  for (const JobCommand& command : commands) {
+    if (command.line.name == name) return run_job_command(command, rest, started);
+  }
+  std::string message = fmt::format("unknown {} '{}'", name[0] == '-' ? "option" : "command", name);
+  names.push_back("help");
+  if (const auto meant = did_you_mean(name, names)) {
+    message += fmt::format("; did you mean {}?", *meant);
+  } else {
+    message += "; see distrain --help";
+  }
+  return refuse(message);
+}
+
+}  // namespace
+}  // namespace distrain::cmd
+
+int main(int argc, char** argv) {
+  const auto started = distrain::cmd::process_start();
+  const bool stdout_open = distrain::cmd::secure_standard_fds();
+  distrain::cmd::set_up_process();
+  if (!stdout_open) {
+    fmt::print(stderr, "distrain: stdout is closed\n");
+    return 9;
+  }
+  const int code = distrain::cmd::main_with({argv + 1, argv + argc}, started);
+  std::fflush(nullptr);
+  // Destroying what LibTorch set up takes time and serves nobody.
+  _exit(code);
+}

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <chrono>
+#include <string>
+
+namespace distrain::cmd {
+
+using TimePoint = std::chrono::steady_clock::time_point;
+
+/// When this process began, for wall_s and startup_s: loading LibTorch takes longer than the rest
+/// of a small job's start, so it counts. To be called first in main.
+TimePoint process_start();
+
+/// Opens /dev/null where stdin or stderr is closed, so that no socket becomes fd 0 or 2.
+/// False when stdout is closed.
+bool secure_standard_fds();
+
+/// Signals, allocator: what must hold before the first thread and the first big block.
+void set_up_process();
+
+/// Intra-op threads of LibTorch in this process; gives back how many it has then. 0: all that
+/// OMP_NUM_THREADS allows or else a fair share of the cores among `local_ranks`.
+int set_up_threads(int wanted, int local_ranks);
+
+std::string torch_version();
+std::string host_name();
+
+/// The largest resident set of this process so far, in MB.
+double peak_rss_mb();
+
+}  // namespace distrain::cmd

@@ -1,0 +1,99 @@
+#include "progress.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+
+#include <fmt/format.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+namespace distrain::cmd {
+namespace {
+
+constexpr auto kInterval = std::chrono::milliseconds(100);
+
+std::optional<double> number(const Json& json, const char* name) {
+  const auto it = json.find(name);
+  if (it == json.end() || !it->is_number()) return std::nullopt;
+  return it->get<double>();
+}
+
+size_t terminal_width() {
+  winsize size{};
+  return ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+}
+
+std::string bar(double share) {
+  constexpr int kCells = 20;
+  const int full = std::clamp(static_cast<int>(share * kCells), 0, kCells);
+  return '[' + std::string(full, '#') + std::string(kCells - full, '.') + ']';
+}
+
+}  // namespace
+
+bool wants_progress() { return isatty(STDERR_FILENO) && !isatty(STDOUT_FILENO); }
+
+Progress::Progress(bool enabled, int epochs)
+    : enabled_(enabled),
+      colour_(!std::getenv("NO_COLOR") || !*std::getenv("NO_COLOR")),
+      epochs_(epochs) {}
+
+void Progress::on_line(const std::string& line) {
+  if (!enabled_) return;
+  const Json json = Json::parse(line, nullptr, false);
+  if (!json.is_object()) return;
+  const auto event = json.find("event");
+  if (event == json.end() || !event->is_string()) return;
+  if (*event == "ready") {
+    ready_ = true;
+  } else if (*event == "step" || *event == "epoch") {
+    ready_ = true;
+    epoch_ = std::max(epoch_, static_cast<int>(number(json, "epoch").value_or(0)));
+    if (const auto loss = number(json, "loss")) loss_ = loss;
+  } else if (*event == "eval") {
+    if (const auto accuracy = number(json, "accuracy")) accuracy_ = accuracy;
+  } else {
+    return;
+  }
+  show(*event == "eval");
+}
+
+void Progress::show(bool at_once) {
+  const auto now = std::chrono::steady_clock::now();
+  if (shown_ && !at_once && now - last_ < kInterval) return;
+  last_ = now;
+  std::string text = ready_ ? "training" : "starting";
+  if (epochs_ > 0 && epoch_ > 0) {
+    text =
+        fmt::format("{} epoch {}/{}", bar(static_cast<double>(epoch_) / epochs_), epoch_, epochs_);
+  }
+  if (loss_) text += fmt::format("  loss {:.4f}", *loss_);
+  if (accuracy_) text += fmt::format("  accuracy {:.2f} %", *accuracy_ * 100);
+  text = text.substr(0, terminal_width() - 1);
+  fmt::print(stderr, "\r\x1b[K{}{}{}", colour_ ? "\x1b[36m" : "", text, colour_ ? "\x1b[0m" : "");
+  std::fflush(stderr);
+  shown_ = true;
+}
+
+void Progress::clear() {
+  if (!shown_) return;
+  fmt::print(stderr, "\r\x1b[K");
+  std::fflush(stderr);
+  shown_ = false;
+}
+
+void Progress::finish(const Json& end) {
+  clear();
+  if (!enabled_ || end.value("status", "") != "ok") return;
+  std::string text = "done";
+  if (const auto steps = number(end, "steps")) text += fmt::format(": {:.0f} steps", *steps);
+  if (const auto wall = number(end, "wall_s")) text += fmt::format(" in {:.2f} s", *wall);
+  if (const auto loss = number(end, "loss")) text += fmt::format(", loss {:.4f}", *loss);
+  if (const auto accuracy = number(end, "accuracy")) {
+    text += fmt::format(", accuracy {:.2f} %", *accuracy * 100);
+  }
+  fmt::print(stderr, "{}{}{}\n", colour_ ? "\x1b[32m" : "", text, colour_ ? "\x1b[0m" : "");
+}
+
+}  // namespace distrain::cmd

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <chrono>
+#include <optional>
+#include <string>
+
+#include "distrain/scenario/job.h"
+
+namespace distrain::cmd {
+
+using scenario::Json;
+
+/// True when stderr is a terminal and stdout is not.
+bool wants_progress();
+
+/// One status line on stderr, rewritten as `step`, `epoch` and `eval` lines come by.
+class Progress {
+ public:
+  /// `epochs`: of the whole job, for "epoch 3/15".
+  Progress(bool enabled, int epochs);
+
+  bool enabled() const { return enabled_; }
+  void on_line(const std::string& line);
+  /// Takes the status line away, so that other text can be written.
+  void clear();
+  void finish(const Json& end);
+
+ private:
+  void show(bool at_once);
+
+  const bool enabled_;
+  const bool colour_;
+  const int epochs_;
+  int epoch_ = 0;
+  std::optional<double> loss_;
+  std::optional<double> accuracy_;
+  bool ready_ = false;
+  bool shown_ = false;
+  std::chrono::steady_clock::time_point last_{};
+};
+
+}  // namespace distrain::cmd

@@ -1,0 +1,120 @@
+#include "rank_process.h"
+
+#include <cstdio>
+#include <thread>
+
+#include <fmt/format.h>
+#include <pthread.h>
+#include <signal.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "distrain/base/clock.h"
+#include "distrain/base/error.h"
+#include "json_sink.h"
+#include "output.h"
+#include "summary.h"
+
+namespace distrain::cmd {
+namespace {
+
+sigset_t ending_signals() {
+  sigset_t set;
+  sigemptyset(&set);
+  for (const int number : {SIGINT, SIGTERM, SIGHUP}) sigaddset(&set, number);
+  return set;
+}
+
+/// A spawned rank leaves the words to the launcher, which knows the root cause.
+void tell(const RankRun& run, const std::string& message) {
+  if (!run.job.spawned) fmt::print(stderr, "distrain: {}\n", message);
+}
+
+[[noreturn]] void leave_unheard(const RankRun& run, int error) {
+  if (error != EPIPE) tell(run, fmt::format("stdout: {}", strerror(error)));
+  std::fflush(nullptr);
+  _exit(exit_code_of_write_error(error));
+}
+
+Json start_fields(const RankRun& run, int threads) {
+  Json fields;
+  fields["world_size"] = run.shown_world_size ? Json(*run.shown_world_size) : Json();
+  fields["pid"] = getpid();
+  fields["host"] = host_name();
+  fields["version"] = DISTRAIN_VERSION;
+  fields["torch"] = torch_version();
+  fields["seed"] = run.config.value("seed", Json());
+  fields["threads"] = threads;
+  fields["device"] = "cpu";
+  fields["transport"] = run.job.transport;
+  fields["config"] = run.config;
+  return fields;
+}
+
+/// Waits for a signal that ends the process and says so in the last line. Without this a rank that
+/// joined, with no launcher above it, would leave its log without an end.
+void end_by_signal(const RankRun& run, JsonSink& sink) {
+  const sigset_t set = ending_signals();
+  int number = 0;
+  if (sigwait(&set, &number) != 0) return;
+  Cause cause;
+  cause.rank = run.job.rank;
+  cause.host = host_name();
+  cause.signal = signal_name(number);
+  cause.kind = base::kind_name(base::ErrorKind::kCancelled);
+  cause.message = fmt::format("ended by {}", cause.signal);
+  cause.exit_code = 128 + number;
+  Summary summary;
+  summary.add_rss(peak_rss_mb());
+  const Json fields =
+      summary.end_fields(cause.exit_code, base::seconds_since(run.job.started), cause);
+  if (!sink.finish(run.last_event, fields)) return;  // the body ended just now: its word holds
+  tell(run, cause.message);
+  std::fflush(nullptr);
+  _exit(cause.exit_code);
+}
+
+}  // namespace
+
+void block_ending_signals() {
+  const sigset_t set = ending_signals();
+  pthread_sigmask(SIG_BLOCK, &set, nullptr);
+}
+
+int run_rank(const RankRun& run) {
+  JsonSink sink(run.out_fd, run.cmd, run.job.rank, run.role,
+                [&run](int error) { leave_unheard(run, error); });
+  block_ending_signals();
+  // Never joined: the process leaves by _exit.
+  std::thread(end_by_signal, std::cref(run), std::ref(sink)).detach();
+
+  Summary summary;
+  std::optional<Cause> cause;
+  try {
+    const int threads = set_up_threads(run.threads, run.local_ranks);
+    sink.emit("start", start_fields(run, threads));
+    if (!run.warning.empty()) {
+      sink.emit("warn", {{"kind", "invalid"}, {"message", run.warning}});
+    }
+    summary.add(run.body(run.job, threads, sink).fields);
+  } catch (...) {
+    const base::Error error = base::current_error(base::ErrorKind::kInternal);
+    sink.emit("error", error_fields(error, base::seconds_since(run.job.started)));
+    cause = cause_of(error);
+    if (cause->rank.value_or(run.job.rank) == run.job.rank) {
+      cause->rank = run.job.rank;
+      cause->host = host_name();
+    }
+    tell(run, error.message);
+  }
+  summary.add_rss(peak_rss_mb());
+  const int code = cause ? cause->exit_code : 0;
+  const double wall_s = base::seconds_since(run.job.started);
+  if (!sink.finish(run.last_event, summary.end_fields(code, wall_s, cause))) {
+    pause();  // a signal came first; its thread is about to end the process
+  }
+  std::fflush(nullptr);
+  return code;
+}
+
+}  // namespace distrain::cmd

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "distrain/scenario/job.h"
+#include "process_setup.h"
+
+namespace distrain::cmd {
+
+/// One rank in this process: of the launcher's (spawned), one that joined, or the local job.
+struct RankRun {
+  std::string cmd;
+  std::string role;  ///< empty: not known before rank 0 has told the size of the job
+  scenario::Job job;
+  scenario::Json config;  ///< of the `start` line; null where rank 0 will tell
+  std::string warning;
+  int threads = 0;
+  int local_ranks = 1;
+  std::optional<int> shown_world_size;
+  std::string last_event;  ///< "rank_end" or "end"
+  int out_fd = -1;
+  std::function<scenario::Outcome(const scenario::Job&, int threads, scenario::EventSink&)> body;
+};
+
+/// Blocks the signals that end a rank, in this thread and those it starts: a thread of run_rank
+/// takes them. To be called before any thread exists.
+void block_ending_signals();
+
+/// Emits `start`, runs the body, emits `error` if it throws and the last line. Gives back the exit
+/// code; the process has to leave by `_exit` then, because threads may still run.
+/// The `start` line comes before rank 0 is asked, so that it is the first line whatever happens: on
+/// a rank that joined, `world_size`, `role` and the inherited part of `config` are null there.
+int run_rank(const RankRun& run);
+
+}  // namespace distrain::cmd
