@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <variant>
 #include <vector>
 
@@ -47,6 +48,8 @@ using OptimizerOptions = std::variant<Sgd, Adagrad, Adam>;
 struct OptimizerFields {
   std::string name;                      ///< sgd, adagrad or adam
   std::map<std::string, double> values;  ///< by the names above; flags are 0 or 1
+
+  static constexpr auto kFields = std::tuple(&OptimizerFields::name, &OptimizerFields::values);
 };
 
 OptimizerFields to_fields(const OptimizerOptions& options);

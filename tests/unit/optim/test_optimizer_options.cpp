@@ -4,6 +4,7 @@
 
 #include "distrain/base/error.h"
 #include "distrain/optim/update_rule.h"
+#include "distrain/rpc/serialize.h"
 #include "support/catch.h"
 
 namespace distrain::optim {
@@ -21,6 +22,8 @@ std::string invalid_message(const std::function<void()>& call) {
 }
 
 }  // namespace
+
+static_assert(rpc::Serializable<OptimizerFields>);
 
 TEST_CASE("Options survive the way through plain fields") {
   const OptimizerOptions options =

@@ -1,0 +1,311 @@
+// RPC echo of a tensor: LibTorch's own TensorPipeAgent, distrain, and a raw socket, side by side.
+//
+// Each implementation is a pair of processes, a caller and a server. They are measured in turns, a
+// short while each, so that what else happens on the machine falls on all alike; those whose turn
+// it is not are stopped, because TensorPipe's shared memory transport polls even when idle. One
+// JSON line for each implementation and size, then the ratios of the medians.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <functional>
+#include <map>
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
+#include <sched.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+
+#include "bench/echo_raw.h"
+#include "bench/echo_torch.h"
+
+namespace distrain::bench {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+struct Options {
+  int64_t iterations = 4000;
+  int64_t rounds = 20;
+  int64_t in_flight = 64;
+  std::vector<int64_t> sizes = {4};
+  std::vector<std::string> only;
+  bool pin = false;
+};
+
+struct Implementation {
+  std::string name;
+  std::string transport;
+  std::function<std::unique_ptr<EchoPeer>(const EchoSetup&)> make;
+};
+
+template <class Peer>
+std::unique_ptr<EchoPeer> make_peer(const EchoSetup& setup) {
+  return std::make_unique<Peer>(setup);
+}
+
+std::vector<Implementation> implementations() {
+  return {{"raw-unix", "unix", make_peer<RawEcho>},
+          {"raw-tcp", "tcp", make_peer<RawEcho>},
+          {"torch-shm", "shm", make_peer<TorchEcho>},
+          {"torch-tcp", "tcp", make_peer<TorchEcho>}};
+}
+
+// The ratios that issue 3 asks for, with their limits.
+struct Comparison {
+  const char* impl;
+  const char* reference;
+  double limit;
+};
+constexpr Comparison kComparisons[] = {{"distrain-unix", "torch-shm", 1.0 / 3},
+                                       {"distrain-tcp", "torch-tcp", 1.0 / 8}};
+
+// One turn, as the caller process is told it.
+struct Turn {
+  int64_t bytes;
+  int64_t calls;
+  int64_t flood_calls;
+  int64_t in_flight;
+};
+
+// What the caller process does for its whole life.
+void run_caller(EchoPeer& peer, int control) {
+  constexpr double kWarmUpUs = 20'000;
+  const char ready = 1;
+  write_all(control, &ready, 1);
+  Turn turn{};
+  while (read_all(control, &turn, sizeof turn)) {
+    const at::Tensor tensor = turn.bytes % 4 == 0 ? at::arange(turn.bytes / 4, at::kFloat)
+                                                  : at::zeros({turn.bytes}, at::kByte);
+    if (!at::equal(peer.echo(tensor), tensor)) throw std::runtime_error("the echo is not the call");
+    for (const double end = now_us() + kWarmUpUs; now_us() < end;) peer.echo(tensor);
+    std::vector<double> result;
+    for (int64_t i = 0; i < turn.calls; ++i) {
+      const double start = now_us();
+      const at::Tensor reply = peer.echo(tensor);
+      result.push_back(now_us() - start);
+    }
+    result.push_back(turn.flood_calls > 0 ? peer.flood(tensor, turn.flood_calls, turn.in_flight)
+                                          : 0);
+    write_all(control, result.data(), result.size() * sizeof(double));
+  }
+}
+
+int listen_on_localhost(uint16_t& port) {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  if (fd < 0 || bind(fd, reinterpret_cast<sockaddr*>(&address), size) != 0 || listen(fd, 8) != 0 ||
+      getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
+    throw std::runtime_error("cannot listen on localhost");
+  }
+  port = ntohs(address.sin_port);
+  return fd;
+}
+
+// The two processes of an implementation, seen from the coordinator, which has no threads.
+class Pair {
+ public:
+  Pair(Implementation implementation, const std::string& folder)
+      : implementation_(std::move(implementation)) {
+    EchoSetup setup;
+    setup.transport = implementation_.transport;
+    setup.folder = folder + "/" + implementation_.name;
+    std::filesystem::create_directory(setup.folder);
+    setup.listen_fd = listen_on_localhost(setup.port);
+    int data[2], control[2];
+    if (socketpair(AF_UNIX, SOCK_STREAM, 0, data) != 0 ||
+        socketpair(AF_UNIX, SOCK_STREAM, 0, control) != 0) {
+      throw std::runtime_error("no socket pair");
+    }
+    for (const int rank : {0, 1}) {
+      setup.rank = rank;
+      setup.pair_fd = data[rank];
+      processes_[rank] = start(setup, control[1]);
+    }
+    close(setup.listen_fd);
+    close(data[0]);
+    close(data[1]);
+    close(control[1]);
+    control_ = control[0];
+    char ready = 0;
+    if (!read_all(control_, &ready, 1)) throw std::runtime_error(name() + " did not start");
+    signal_both(SIGSTOP);
+  }
+
+  ~Pair() {
+    signal_both(SIGKILL);
+    for (const pid_t process : processes_) waitpid(process, nullptr, 0);
+    close(control_);
+  }
+  Pair(const Pair&) = delete;
+  Pair& operator=(const Pair&) = delete;
+
+  const std::string& name() const { return implementation_.name; }
+
+  /// The time of each call in µs, then that of the flood.
+  std::vector<double> measure(const Turn& turn) {
+    signal_both(SIGCONT);
+    write_all(control_, &turn, sizeof turn);
+    std::vector<double> result(static_cast<size_t>(turn.calls) + 1);
+    if (!read_all(control_, result.data(), result.size() * sizeof(double))) {
+      throw std::runtime_error(name() + " failed");
+    }
+    signal_both(SIGSTOP);
+    return result;
+  }
+
+ private:
+  pid_t start(const EchoSetup& setup, int control) {
+    const pid_t parent = getpid();
+    const pid_t process = fork();
+    if (process < 0) throw std::runtime_error("cannot fork");
+    if (process > 0) return process;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != parent) _exit(1);
+    try {
+      at::set_num_threads(1);
+      const auto peer = implementation_.make(setup);
+      if (setup.rank == 0) {
+        run_caller(*peer, control);
+      } else {
+        close(control);  // so that the coordinator sees the caller's end
+        peer->serve();
+      }
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "%s, rank %d: %s\n", name().c_str(), setup.rank, error.what());
+      _exit(1);
+    }
+    _exit(0);
+  }
+
+  void signal_both(int signal) {
+    for (const pid_t process : processes_) kill(process, signal);
+  }
+
+  const Implementation implementation_;
+  pid_t processes_[2] = {-1, -1};
+  int control_ = -1;
+};
+
+double quantile(const std::vector<double>& sorted, double q) {
+  const auto last = static_cast<double>(sorted.size() - 1);
+  return sorted[static_cast<size_t>(q * last + 0.5)];
+}
+
+struct Samples {
+  std::vector<double> call_us;
+  double flood_us = 0;
+  int64_t flood_calls = 0;
+};
+
+Json summary(const std::string& name, int64_t bytes, const Options& options, Samples& samples) {
+  std::sort(samples.call_us.begin(), samples.call_us.end());
+  const double p50 = quantile(samples.call_us, 0.5);
+  Json line{{"event", "bench"}, {"name", "echo"},  {"impl", name},
+            {"bytes", bytes},   {"world_size", 2}, {"pinned", options.pin}};
+  line["calls"] = samples.call_us.size();
+  line["p50_us"] = p50;
+  line["p90_us"] = quantile(samples.call_us, 0.9);
+  line["p99_us"] = quantile(samples.call_us, 0.99);
+  line["per_s"] = nullptr;  // with options.in_flight calls at a time
+  if (samples.flood_us > 0) {
+    line["per_s"] = static_cast<double>(samples.flood_calls) / samples.flood_us * 1e6;
+  }
+  line["gb_per_s"] = 2e-3 * static_cast<double>(bytes) / p50;  // there and back again
+  return line;
+}
+
+void print(const Json& line) { std::printf("%s\n", line.dump().c_str()); }
+
+void run_size(std::vector<std::unique_ptr<Pair>>& pairs, int64_t bytes, const Options& options) {
+  // Large tensors: as many calls as move about 1 GiB each way, but enough for a median.
+  const int64_t affordable =
+      std::max<int64_t>((int64_t{1} << 30) / std::max<int64_t>(bytes, 1), 11);
+  const int64_t total = std::min(options.iterations, affordable);
+  const int64_t rounds = std::min(options.rounds, total);
+  Turn turn{bytes, (total + rounds - 1) / rounds, 0, options.in_flight};
+  // In flight at a time, tensors of several MiB measure the memory only.
+  if (bytes <= (int64_t{1} << 20)) turn.flood_calls = std::max(turn.calls, 2 * options.in_flight);
+  std::map<std::string, Samples> all;
+  for (int64_t round = 0; round < rounds; ++round) {
+    for (auto& pair : pairs) {
+      const std::vector<double> result = pair->measure(turn);
+      Samples& samples = all[pair->name()];
+      samples.call_us.insert(samples.call_us.end(), result.begin(), result.end() - 1);
+      samples.flood_us += result.back();
+      samples.flood_calls += turn.flood_calls;
+    }
+  }
+  for (const auto& pair : pairs) print(summary(pair->name(), bytes, options, all[pair->name()]));
+  for (const Comparison& compared : kComparisons) {
+    if (!all.contains(compared.impl) || !all.contains(compared.reference)) continue;
+    const double ratio =
+        quantile(all[compared.impl].call_us, 0.5) / quantile(all[compared.reference].call_us, 0.5);
+    Json line{{"event", "ratio"},         {"name", "echo"}, {"impl", compared.impl},
+              {"of", compared.reference}, {"bytes", bytes}, {"pinned", options.pin},
+              {"p50_ratio", ratio}};
+    if (bytes == 4) {
+      line["limit"] = compared.limit;
+      line["ok"] = ratio <= compared.limit;
+    }
+    print(line);
+  }
+  std::fflush(stdout);
+}
+
+void run(const Options& options) {
+  if (options.pin) {
+    cpu_set_t cpus;
+    CPU_ZERO(&cpus);
+    CPU_SET(0, &cpus);
+    if (sched_setaffinity(0, sizeof cpus, &cpus) != 0) throw std::runtime_error("cannot pin");
+  }
+  char folder[] = "/tmp/bench_echo_XXXXXX";
+  if (mkdtemp(folder) == nullptr) throw std::runtime_error("no folder in /tmp");
+  {
+    std::vector<std::unique_ptr<Pair>> pairs;
+    for (const Implementation& implementation : implementations()) {
+      const auto& only = options.only;
+      const bool wanted =
+          only.empty() || std::find(only.begin(), only.end(), implementation.name) != only.end();
+      if (wanted) pairs.push_back(std::make_unique<Pair>(implementation, folder));
+    }
+    for (const int64_t bytes : options.sizes) run_size(pairs, bytes, options);
+  }
+  std::filesystem::remove_all(folder);
+}
+
+}  // namespace
+}  // namespace distrain::bench
+
+int main(int argc, char** argv) {
+  distrain::bench::Options options;
+  CLI::App app("RPC echo: distrain beside LibTorch's TensorPipeAgent and a raw socket");
+  app.add_option("--iterations", options.iterations, "calls for each implementation and size")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--rounds", options.rounds, "turns these are spread over")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--in-flight", options.in_flight, "calls at a time for per_s")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--bytes", options.sizes, "tensor sizes")->delimiter(',');
+  app.add_flag_callback(
+      "--all-sizes", [&] { options.sizes = {4, 1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26}; },
+      "4 bytes to 64 MiB");
+  app.add_option("--impl", options.only, "only these")->delimiter(',');
+  app.add_flag("--pin", options.pin, "all processes on one CPU");
+  CLI11_PARSE(app, argc, argv);
+  try {
+    distrain::bench::run(options);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "bench_echo: %s\n", error.what());
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,93 @@
+// What bench_echo measures: one implementation of an echo between two processes.
+#pragma once
+
+#include <cerrno>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+namespace distrain::bench {
+
+/// What both processes of an implementation know before they are forked.
+struct EchoSetup {
+  int rank = 0;           ///< 0 calls, 1 echoes
+  std::string transport;  ///< unix, tcp, shm: what the implementation understands
+  std::string folder;     ///< private and empty, for files to meet by
+  int listen_fd = -1;     ///< a TCP socket on localhost that listens
+  uint16_t port = 0;      ///< of listen_fd
+  int pair_fd = -1;       ///< this side's end of a unix socket pair
+};
+
+inline double now_us() {
+  return std::chrono::duration<double, std::micro>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+class EchoPeer {
+ public:
+  virtual ~EchoPeer() = default;
+
+  /// Rank 0: one call, waited for.
+  virtual at::Tensor echo(const at::Tensor& tensor) = 0;
+
+  /// Rank 0: so many calls, `in_flight` of them at a time; how long they took, in µs. 0 where an
+  /// implementation has no calls that overlap.
+  virtual double flood(const at::Tensor& tensor, int64_t calls, int64_t in_flight) = 0;
+
+  /// Rank 1: answers until the process is killed.
+  virtual void serve() {
+    for (;;) pause();
+  }
+};
+
+/// The loop of flood(): `send()` gives a pending call, `finish(call)` waits for it.
+template <class Send, class Finish>
+double keep_in_flight(int64_t calls, int64_t in_flight, Send send, Finish finish) {
+  std::deque<decltype(send())> pending;
+  const double start = now_us();
+  for (int64_t sent = 0; sent < calls; ++sent) {
+    if (static_cast<int64_t>(pending.size()) == in_flight) {
+      finish(pending.front());
+      pending.pop_front();
+    }
+    pending.push_back(send());
+  }
+  for (auto& call : pending) finish(call);
+  return now_us() - start;
+}
+
+inline void write_all(int fd, const void* data, size_t size) {
+  const char* at = static_cast<const char*>(data);
+  while (size > 0) {
+    const ssize_t done = ::write(fd, at, size);
+    if (done < 0 && errno == EINTR) continue;
+    if (done <= 0) throw std::runtime_error("write failed");
+    at += done;
+    size -= static_cast<size_t>(done);
+  }
+}
+
+/// False at the end of the stream.
+inline bool read_all(int fd, void* data, size_t size) {
+  char* at = static_cast<char*>(data);
+  while (size > 0) {
+    const ssize_t done = ::read(fd, at, size);
+    if (done < 0 && errno == EINTR) continue;
+    if (done <= 0) return false;
+    at += done;
+    size -= static_cast<size_t>(done);
+  }
+  return true;
+}
+
+}  // namespace distrain::bench

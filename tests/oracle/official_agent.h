@@ -1,0 +1,76 @@
+// LibTorch's own C++ RPC agent, as its Python bindings would set it up.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/autograd/context/container.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/rpc/request_callback_no_python.h>
+#include <torch/csrc/distributed/rpc/script_call.h>
+#include <torch/csrc/distributed/rpc/script_resp.h>
+#include <torch/csrc/distributed/rpc/tensorpipe_agent.h>
+#include <torch/csrc/distributed/rpc/utils.h>
+#include <torch/csrc/jit/frontend/script_type_parser.h>
+#include <torch/csrc/jit/runtime/operator.h>
+
+namespace distrain::oracle {
+
+namespace official = torch::distributed;
+using OfficialAgent = std::shared_ptr<official::rpc::TensorPipeAgent>;
+using OfficialReply = c10::intrusive_ptr<c10::ivalue::Future>;
+
+inline std::string official_name(int rank) { return "worker" + std::to_string(rank); }
+
+/// Starts the agent of this process: there can be only one, it is torch's global. `transport` is
+/// "shm", "uv" (TCP), or empty for what torch chooses.
+inline OfficialAgent start_official_agent(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                          int world_size, const std::string& transport) {
+  namespace rpc = official::rpc;
+  std::optional<std::vector<std::string>> transports;
+  if (!transport.empty()) transports.emplace({transport});
+  rpc::TensorPipeRpcBackendOptions options(/*numWorkerThreads=*/4, transports, std::nullopt,
+                                           /*rpcTimeout=*/60, "env://");
+  auto agent = std::make_shared<rpc::TensorPipeAgent>(
+      store, official_name(rank), static_cast<rpc::worker_id_t>(rank), world_size, options,
+      std::unordered_map<std::string, rpc::DeviceMap>{}, std::vector<c10::Device>{},
+      std::make_unique<rpc::RequestCallbackNoPython>());
+  rpc::RpcAgent::setCurrentRpcAgent(agent);
+  official::autograd::DistAutogradContainer::init(rank);
+  agent->setTypeResolver(
+      std::make_shared<rpc::TypeResolver>([](const c10::QualifiedName& name) -> c10::StrongTypePtr {
+        return {nullptr, torch::jit::ScriptTypeParser().parseType(name.qualifiedName())};
+      }));
+  agent->start();
+  return agent;
+}
+
+/// The operator "aten::mul" with the overload "Tensor", …; what a ScriptCall carries.
+inline std::shared_ptr<torch::jit::Operator> find_operator(const std::string& name,
+                                                           const std::string& overload) {
+  for (const auto& candidate : torch::jit::getAllOperatorsFor(c10::Symbol::fromQualString(name))) {
+    if (candidate->schema().overload_name() == overload) return candidate;
+  }
+  throw std::runtime_error("LibTorch has no operator " + name + "." + overload);
+}
+
+inline c10::intrusive_ptr<official::rpc::Message> script_call(
+    const std::shared_ptr<torch::jit::Operator>& op, std::vector<c10::IValue> arguments) {
+  return official::rpc::ScriptCall(op, std::move(arguments)).toMessage();
+}
+
+/// Waits for the reply to a ScriptCall; throws what the other side threw.
+inline c10::IValue reply_value(const OfficialReply& reply) {
+  reply->waitAndThrow();
+  const auto message = reply->value().toCustomClass<official::rpc::Message>();
+  official::rpc::MessageType type = message->type();
+  const auto response = official::rpc::deserializeResponse(*message, type);
+  return dynamic_cast<official::rpc::ScriptResp&>(*response).value();
+}
+
+}  // namespace distrain::oracle

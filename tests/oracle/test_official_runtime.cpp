@@ -1,0 +1,31 @@
+// The oracle itself: torch's distributed gradients are those of plain autograd on every graph.
+// Tests of our engine compare with the same lists.
+#include "oracle/compare.h"
+#include "oracle/graphs.h"
+#include "oracle/official_runtime.h"
+#include "support/catch.h"
+
+namespace distrain::oracle {
+
+TEST_CASE("torch's distributed gradients are the local ones") {
+  OfficialRuntime runtime;
+  for (const Graph& graph : graphs()) {
+    DYNAMIC_SECTION(graph.name) {
+      const std::vector<at::Tensor> expected = local_gradients(graph);
+      check_same_gradients(runtime.gradients(graph), expected);
+      // Contexts are independent: the next pass starts from nothing.
+      check_same_gradients(runtime.gradients(graph), expected);
+      for (const at::Tensor& leaf : graph.leaves) CHECK_FALSE(leaf.grad().defined());
+    }
+  }
+}
+
+TEST_CASE("One runtime may follow another") {
+  const Graph graph = graphs().front();
+  for (int run = 0; run < 2; ++run) {
+    OfficialRuntime runtime;
+    check_same_gradients(runtime.gradients(graph), local_gradients(graph));
+  }
+}
+
+}  // namespace distrain::oracle
