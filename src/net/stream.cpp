@@ -7,6 +7,7 @@
 #include <uv.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <deque>
@@ -102,6 +103,7 @@ class UvStream final : public Stream,
 
   base::Status send(OutFrame frame) override;
   void close(bool flush) override;
+  uint64_t bytes_received() const override { return bytes_received_; }
   const std::string& peer_name() const override { return peer_name_; }
   void shut_down_on_loop() override {
     finish_on_loop(base::Error{base::ErrorKind::kCancelled, "this side is closing", -1, {}});
@@ -125,6 +127,7 @@ class UvStream final : public Stream,
   Loop::Impl& loop_;
   std::string peer_name_;
   bool is_tcp_ = false;
+  std::atomic<uint64_t> bytes_received_{0};
 
   std::mutex send_mutex_;
   SendState send_state_ = SendState::kIdle;       // by send_mutex_
@@ -319,6 +322,7 @@ void UvStream::read_on_loop(ssize_t bytes, const uv_buf_t*) {
     finish_on_loop(peer_closed(static_cast<int>(bytes)));
     return;
   }
+  bytes_received_.fetch_add(static_cast<uint64_t>(bytes), std::memory_order_relaxed);
   const auto self = shared_from_this();  // a handler may let go of the stream
   if (body_) {
     body_filled_ += static_cast<size_t>(bytes);

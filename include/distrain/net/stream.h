@@ -63,6 +63,9 @@ class Stream {
   /// Writes what is queued, then closes; at once if `flush` is false.
   virtual void close(bool flush = true) = 0;
 
+  /// So far, parts of frames included.
+  virtual uint64_t bytes_received() const = 0;
+
   /// The other side's address, for messages: "10.0.0.2:4711" or "unix".
   virtual const std::string& peer_name() const = 0;
 };

@@ -108,7 +108,7 @@ struct EncodeAll;
 template <class... Ts>
 struct EncodeAll<std::tuple<Ts...>> {
   template <class... Args>
-  static void encode(Encoder& encoder, const Args&... args) {
+  static void encode_all(Encoder& encoder, const Args&... args) {
     static_assert(sizeof...(Ts) == sizeof...(Args), "a wrong number of arguments for this function");
     (encode_one<Ts>(encoder, args), ...);
   }
@@ -136,6 +136,12 @@ struct CallArgs<void, Args> {
   using type = Args;
 };
 
+template <auto F>
+using EncodeCall = EncodeAll<
+    typename CallArgs<typename FunctionTraits<F>::Self, typename FunctionTraits<F>::Args>::type>;
+template <class T>
+using EncodeConstructor = EncodeAll<typename RunConstructor<T, typename T::Constructor>::Args>;
+
 }  // namespace detail
 
 template <auto F>
@@ -151,11 +157,10 @@ void Agent::expose_class(const std::string& name) {
 template <auto F, class... Args>
 base::Future<RawReply> Agent::call(const To& to, const std::shared_ptr<RRefHandle>& target,
                                    Args&&... args) {
-  using Traits = FunctionTraits<F>;
-  using Params = typename detail::CallArgs<typename Traits::Self, typename Traits::Args>::type;
-  return call_raw(
-      to, name_of(&FunctionTag<F>::kTag, "this function"),
-      [&](Encoder& encoder) { detail::EncodeAll<Params>::encode(encoder, args...); }, target);
+  const auto fill = [&](Encoder& encoder) {
+    detail::EncodeCall<F>::encode_all(encoder, args...);
+  };
+  return call_raw(to, name_of(&FunctionTag<F>::kTag, "this function"), fill, target);
 }
 
 template <class R>
@@ -181,24 +186,25 @@ auto Agent::rpc_async(const To& to, Args&&... args) {
     return reply.then(inline_executor(), [](RawReply&) {});
   } else {
     return reply.then(executor(),
-                      [core = core_, this](RawReply& raw) { return finish<R>(raw); });
+                      [this](RawReply& raw) { return finish<R>(raw); });
   }
 }
 
 template <auto F, class... Args>
 auto Agent::remote(const To& to, Args&&... args) -> RRef<typename FunctionTraits<F>::Result> {
   std::shared_ptr<RRefHandle> handle = new_remote_handle(rank_of(to));
-  call<F>(to, handle, std::forward<Args>(args)...);
+  static_cast<void>(call<F>(to, handle, std::forward<Args>(args)...));  // as above
   return RRef<typename FunctionTraits<F>::Result>(std::move(handle));
 }
 
 template <class T, class... Args>
 RRef<T> Agent::remote_new(const To& to, Args&&... args) {
-  using Params = typename detail::RunConstructor<T, typename T::Constructor>::Args;
   std::shared_ptr<RRefHandle> handle = new_remote_handle(rank_of(to));
-  call_raw(
-      to, name_of(&ClassTag<T>::kTag, "this class"),
-      [&](Encoder& encoder) { detail::EncodeAll<Params>::encode(encoder, args...); }, handle);
+  const auto fill = [&](Encoder& encoder) {
+    detail::EncodeConstructor<T>::encode_all(encoder, args...);
+  };
+  // The handle learns of a failure.
+  static_cast<void>(call_raw(to, name_of(&ClassTag<T>::kTag, "this class"), fill, handle));
   return RRef<T>(std::move(handle));
 }
 

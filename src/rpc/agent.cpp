@@ -1,0 +1,103 @@
+#include "distrain/rpc/agent.h"
+
+#include "agent_core.h"
+
+namespace distrain::rpc {
+
+using base::ErrorKind;
+using base::Exception;
+
+Agent::Agent(AgentOptions options)
+    : core_(std::make_shared<AgentCore>(*this, std::move(options))) {}
+
+Agent::~Agent() { core_->close(); }
+
+void Agent::join() { core_->join(); }
+int Agent::rank() const { return core_->options.rank; }
+int Agent::world_size() const { return core_->world_size(); }
+const std::string& Agent::name() const { return core_->name; }
+
+WorkerInfo Agent::worker(const std::string& name) const {
+  std::string known;
+  for (int rank = 0; rank < core_->world_size(); ++rank) {
+    if (core_->peer_name(rank) == name) return {rank, name};
+    known += (known.empty() ? "" : ", ") + core_->peer_name(rank);
+  }
+  throw Exception(ErrorKind::kNotFound, "no rank is named '" + name + "'; there are: " + known);
+}
+
+WorkerInfo Agent::worker(int rank) const {
+  if (rank < 0 || rank >= core_->world_size()) {
+    throw Exception(ErrorKind::kNotFound, "there is no rank " + std::to_string(rank) + " among " +
+                                              std::to_string(core_->world_size()));
+  }
+  return {rank, core_->peer_name(rank)};
+}
+
+const std::map<std::string, std::string>& Agent::job_options() const { return core_->job_options; }
+uint16_t Agent::port() const { return core_->rendezvous->port(); }
+std::string Agent::transport() const { return core_->transport(); }
+
+void Agent::shutdown(std::function<void(const std::vector<int>& missing)> on_waiting) {
+  core_->shutdown(on_waiting);
+}
+void Agent::abort(const base::Error& error) { core_->abort(error); }
+
+size_t Agent::live_rrefs() const { return core_->rrefs->live(); }
+size_t Agent::live_contexts() const { return core_->live_contexts(); }
+Traffic Agent::traffic() const { return core_->traffic(); }
+base::Executor& Agent::executor() { return core_->executor; }
+base::Executor& Agent::inline_executor() { return core_->inline_executor; }
+Channel& Agent::open_channel(uint16_t number) { return core_->open_channel(number); }
+void Agent::set_autograd_hook(std::shared_ptr<AutogradHook> hook) { core_->hook = std::move(hook); }
+
+void Agent::expose_raw(const std::string& name, Handler handler) {
+  std::unique_lock lock(core_->registry_mutex);
+  if (!core_->handlers.emplace(name, std::move(handler)).second) {
+    throw Exception(ErrorKind::kInvalid, "a function '" + name + "' is exposed already");
+  }
+}
+
+void Agent::expose_tag(const void* tag, const std::string& name, Handler handler) {
+  expose_raw(name, std::move(handler));
+  std::unique_lock lock(core_->registry_mutex);
+  core_->names[tag] = name;
+}
+
+const std::string& Agent::name_of(const void* tag, const char* what) const {
+  std::shared_lock lock(core_->registry_mutex);
+  const auto it = core_->names.find(tag);
+  if (it == core_->names.end()) {
+    throw Exception(ErrorKind::kNotFound,
+                    std::string(what) + " has no name: expose it on the calling agent too");
+  }
+  return it->second;
+}
+
+int Agent::rank_of(const To& to) const {
+  return to.rank_ >= 0 || to.name_.empty() ? worker(to.rank_).rank : worker(to.name_).rank;
+}
+
+base::Future<RawReply> Agent::call_raw(const To& to, const std::string& function,
+                                       const std::function<void(Encoder&)>& fill,
+                                       const std::shared_ptr<RRefHandle>& target) {
+  const auto timeout = to.timeout_ < std::chrono::nanoseconds::zero() ? core_->options.rpc_timeout
+                                                                      : to.timeout_;
+  return core_->call(rank_of(to), std::chrono::duration_cast<base::Duration>(timeout), function,
+                     fill, target);
+}
+
+std::shared_ptr<InMessage> Agent::open(const RawReply& reply) { return core_->open(reply); }
+
+Decoder Agent::decoder(InMessage& message) {
+  Decoder decoder(message);
+  decoder.rrefs = core_->rrefs.get();
+  return decoder;
+}
+
+std::shared_ptr<RRefHandle> Agent::new_remote_handle(int owner) {
+  return core_->rrefs->new_remote(owner);
+}
+std::shared_ptr<RRefHandle> Agent::new_local_handle() { return core_->rrefs->new_local(); }
+
+}  // namespace distrain::rpc

@@ -1,0 +1,551 @@
+#include "agent_core.h"
+
+#include <ATen/ThreadLocalState.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+#include "channel_impl.h"
+
+namespace distrain::rpc {
+
+namespace {
+
+using base::Error;
+using base::ErrorKind;
+
+enum class CallMode : uint8_t { kCall = 0, kRemote = 1 };
+
+thread_local uint64_t t_context = 0;
+
+// As base::current_error, without the C++ backtrace that torch puts into what().
+Error error_in_flight(ErrorKind otherwise) {
+  try {
+    throw;
+  } catch (const c10::Error& e) {
+    return Error{otherwise, e.what_without_backtrace(), -1, {}};
+  } catch (...) {
+    return base::current_error(otherwise);
+  }
+}
+
+class ReplyImpl final : public Reply {
+ public:
+  ReplyImpl(AgentCore& core, int to, uint64_t call_id, uint64_t context)
+      : core_(core), to_(to), call_id_(call_id), context_(context) {}
+  ~ReplyImpl() override {
+    fail(Error{ErrorKind::kCancelled, "the function gave no answer", core_.options.rank, {}});
+  }
+
+  void send(const std::function<void(Encoder&)>& fill) override {
+    if (answered_.exchange(true)) return;
+    try {
+      core_.send_reply(to_, call_id_, context_, fill);
+    } catch (...) {
+      core_.send_error(to_, call_id_, error_in_flight(ErrorKind::kInternal));
+    }
+  }
+
+  void fail(Error error) override {
+    if (answered_.exchange(true)) return;
+    if (target_) target_->value.fail(error);
+    core_.send_error(to_, call_id_, std::move(error));
+  }
+
+  const std::shared_ptr<OwnedValue>& target() const override { return target_; }
+  void set_target(std::shared_ptr<OwnedValue> target) { target_ = std::move(target); }
+
+ private:
+  AgentCore& core_;
+  const int to_;
+  const uint64_t call_id_;
+  const uint64_t context_;
+  std::shared_ptr<OwnedValue> target_;
+  std::atomic<bool> answered_{false};
+};
+
+}  // namespace
+
+uint64_t current_context() { return t_context; }
+ContextScope::ContextScope(uint64_t context) : previous_(t_context) { t_context = context; }
+ContextScope::~ContextScope() { t_context = previous_; }
+
+void Reply::store(std::shared_ptr<void> value, std::type_index type,
+                  OwnedValue::EncodeFunction encode) {
+  const std::shared_ptr<OwnedValue> owned = target();
+  if (!owned) {
+    throw base::Exception(ErrorKind::kInvalid, "this function makes an object: use remote_new()");
+  }
+  owned->type = type;
+  owned->encode = encode;
+  owned->value.set(std::move(value));
+  send([](Encoder&) {});
+}
+
+base::Task WorkerExecutor::bind(base::Task task) {
+  return [task = std::move(task), context = t_context, state = at::ThreadLocalState()]() mutable {
+    const at::ThreadLocalStateGuard guard(state);
+    const ContextScope scope(context);
+    task();
+    task = base::Task();
+  };
+}
+
+AgentCore::AgentCore(Agent& owner, AgentOptions given)
+    : agent(owner),
+      options(std::move(given)),
+      pool({.name = "dt-work", .size = options.worker_threads}),
+      executor(pool),
+      pending(loop),
+      rrefs(std::make_shared<RRefContext>(
+          owner, options.rank,
+          [this](int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent) {
+            net::OutFrame frame;
+            frame.header.kind = kind;
+            frame.header.call_id = id;
+            frame.header.context_id = fork;
+            frame.header.autograd_id = parent;
+            static_cast<void>(send(to, std::move(frame)));  // a lost owner needs no message
+          },
+          executor)),
+      rendezvous(std::make_shared<Rendezvous>(
+          loop, options,
+          [this](const wire::Directory& directory) { on_directory_on_loop(directory); },
+          [this](int rank, const net::StreamPtr& stream) {
+            return install_peer_on_loop(rank, stream);
+          })) {
+  handlers.emplace(kFetchFunction, [this](CallContext&, Decoder& in, const ReplyPtr& reply) {
+    const std::shared_ptr<RRefHandle> handle = decode_rref(in);
+    in.in.expect_end();
+    if (!handle->is_owner()) throw base::Exception(ErrorKind::kProtocol, "not the owner");
+    const std::shared_ptr<OwnedValue> owned = handle->owned();
+    owned->value.future().on_complete(
+        executor, [reply, owned](base::Result<std::shared_ptr<void>>& value) {
+          if (!value.ok()) return reply->fail(value.error());
+          if (!owned->encode) {
+            return reply->fail(Error{ErrorKind::kInvalid,
+                                     "an object of this type does not travel: call its functions "
+                                     "where it is instead of to_here()",
+                                     -1,
+                                     {}});
+          }
+          reply->send([&](Encoder& encoder) {
+            owned->encode(encoder, value.unchecked().get());
+          });
+        });
+  });
+}
+
+AgentCore::~AgentCore() { close(); }
+
+void AgentCore::close() {
+  if (closed_.exchange(true)) return;
+  const Error error{ErrorKind::kCancelled, "this rank is shutting down", options.rank, {}};
+  rendezvous->fail(error);
+  rendezvous->close();
+  pending.fail_all(error);
+  flush_.fail(error);
+  for (const auto& peer : peers_) {
+    if (peer->stream) peer->stream->close();
+  }
+  pool.stop();  // handlers that wait for others have been failed above
+  rrefs->close();
+  const std::shared_ptr<AutogradHook> last = std::move(hook);
+  std::unique_lock lock(registry_mutex);
+  handlers.clear();
+}
+
+// ---- joining ----
+
+void AgentCore::join() {
+  rendezvous->run();
+  name = peers_[static_cast<size_t>(options.rank)]->name;
+  if (options.peer_timeout > std::chrono::nanoseconds::zero()) {
+    loop.post([this] {
+      last_beat_ = base::Clock::now();
+      for (const auto& peer : peers_) peer->last_heard = last_beat_;
+      beat_on_loop();
+    });
+  }
+}
+
+void AgentCore::on_directory_on_loop(const wire::Directory& directory) {
+  for (const wire::Directory::Entry& entry : directory.ranks) {
+    peers_.push_back(std::make_unique<Peer>());
+    peers_.back()->name = entry.name;
+  }
+  job_options = directory.options;
+}
+
+net::Stream::Handler AgentCore::install_peer_on_loop(int rank, const net::StreamPtr& stream) {
+  peer(rank).stream = stream;
+  peer(rank).state = PeerState::kConnected;
+  return {[this, rank](net::InFrame frame) { on_frame_on_loop(rank, std::move(frame)); },
+          [this, rank](const Error& error) { on_stream_closed_on_loop(rank, error); }};
+}
+
+// ---- frames, on the loop ----
+
+void AgentCore::on_frame_on_loop(int rank, net::InFrame frame) {
+  const uint64_t bytes = wire::kHeaderBytes + frame.header.body_bytes();
+  bytes_in_.fetch_add(bytes, std::memory_order_relaxed);
+  try {
+    dispatch_on_loop(rank, std::move(frame));
+  } catch (...) {
+    Error error = base::current_error(ErrorKind::kProtocol);
+    error.rank = rank;
+    lose_peer_on_loop(rank, std::move(error));
+  }
+}
+
+void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
+  const wire::FrameHeader header = frame.header;
+  switch (header.kind) {
+    case wire::FrameKind::kCall:
+      pool.post([this, rank, frame = std::move(frame)]() mutable {
+        execute(rank, nullptr, std::move(frame));
+      });
+      return;
+    case wire::FrameKind::kReply:
+      if (auto call = pending.take(header.call_id, rank)) {
+        call->promise.set(RawReply{nullptr, std::move(frame), rank, call->context});
+      }
+      return;
+    case wire::FrameKind::kError:
+      if (auto call = pending.take(header.call_id, rank)) {
+        call->promise.fail(wire::decode_error(frame.meta));
+      }
+      return;
+    case wire::FrameKind::kOneway: {
+      ChannelMessage message{rank,
+                             {header.call_id, header.context_id, header.autograd_id},
+                             frame.payload,
+                             std::move(frame.body)};
+      static_cast<ChannelImpl&>(open_channel(header.channel)).deliver(std::move(message));
+      return;
+    }
+    case wire::FrameKind::kHeartbeat: return;
+    case wire::FrameKind::kFlush:
+      return flush_.on_flush(header.call_id, rank, header.context_id);
+    case wire::FrameKind::kAbort: {
+      Error error = wire::decode_error(frame.meta);
+      if (error.rank < 0) error.rank = rank;
+      return lose_peer_on_loop(rank, std::move(error));
+    }
+    case wire::FrameKind::kReject: return rendezvous->fail(wire::decode_error(frame.meta));
+    case wire::FrameKind::kRRefFork:
+    case wire::FrameKind::kRRefAccept:
+    case wire::FrameKind::kRRefDelete: {
+      const uint64_t parent = header.kind == wire::FrameKind::kRRefFork ? header.autograd_id : 0;
+      if (parent >= peers_.size()) wire::Reader::fail("an RRef of a rank that does not exist");
+      return rrefs->on_control(header.kind, header.call_id, header.context_id, rank,
+                               static_cast<int>(parent));
+    }
+    default: wire::Reader::fail("a frame out of place");
+  }
+}
+
+void AgentCore::on_stream_closed_on_loop(int rank, const Error& error) {
+  // A rank that has seen the end of the last round goes without a word.
+  if (error.kind == ErrorKind::kPeerLost && flush_.may_leave(rank)) {
+    peer(rank).state = PeerState::kLeft;
+    return;
+  }
+  Error loss = error;
+  if (loss.kind != ErrorKind::kProtocol && loss.kind != ErrorKind::kCancelled) {
+    loss.kind = ErrorKind::kPeerLost;
+    loss.message = "rank " + std::to_string(rank) + " (" + peer(rank).name +
+                   ") is lost: " + error.message;
+  }
+  loss.rank = rank;
+  lose_peer_on_loop(rank, std::move(loss));
+}
+
+void AgentCore::lose_peer_on_loop(int rank, Error error) {
+  Peer& lost = peer(rank);
+  if (lost.state == PeerState::kLost || lost.state == PeerState::kLeft || closed_) return;
+  {
+    std::lock_guard lock(peers_mutex_);
+    lost.loss = error;
+  }
+  lost.state = PeerState::kLost;
+  if (lost.stream) lost.stream->close(false);
+  rendezvous->fail(error);
+  pending.fail_all_to(rank, error);
+  std::vector<std::shared_ptr<ChannelImpl>> channels;
+  {
+    std::lock_guard lock(channels_mutex_);
+    for (const auto& [number, channel] : channels_) channels.push_back(channel);
+  }
+  for (const auto& channel : channels) channel->on_peer_lost(rank, error);
+  rrefs->on_peer_lost(rank);
+  flush_.fail(error);
+}
+
+Error AgentCore::loss_of(int rank) const {
+  std::lock_guard lock(peers_mutex_);
+  const Peer& lost = *peers_[static_cast<size_t>(rank)];
+  if (lost.state == PeerState::kLost) return lost.loss;
+  return Error{ErrorKind::kPeerLost,
+               "rank " + std::to_string(rank) + " (" + lost.name + ") has left", rank, {}};
+}
+
+// Says that this rank is alive, and looks who has been silent. Progress of a large frame counts.
+void AgentCore::beat_on_loop() {
+  if (closed_) return;
+  const base::TimePoint now = base::Clock::now();
+  const auto interval = std::chrono::duration_cast<base::Duration>(options.peer_timeout / 4);
+  // This process itself was stopped, or starved: it cannot tell who was silent meanwhile.
+  const bool overslept = now - last_beat_ > interval * 2;
+  last_beat_ = now;
+  for (int rank = 0; rank < world_size(); ++rank) {
+    Peer& other = peer(rank);
+    if (other.state != PeerState::kConnected) continue;
+    const uint64_t bytes = other.stream->bytes_received();
+    if (bytes != other.bytes_seen || overslept) {
+      other.bytes_seen = bytes;
+      other.last_heard = now;
+    } else if (now - other.last_heard > options.peer_timeout) {
+      lose_peer_on_loop(rank, Error{ErrorKind::kPeerLost,
+                                    "rank " + std::to_string(rank) + " (" + other.name +
+                                        ") is lost: silent for " +
+                                        std::to_string(std::chrono::duration_cast<
+                                                           std::chrono::seconds>(now - other.last_heard)
+                                                           .count()) +
+                                        " s",
+                                    rank,
+                                    {}});
+      continue;
+    }
+    net::OutFrame frame;
+    frame.header.kind = wire::FrameKind::kHeartbeat;
+    static_cast<void>(other.stream->send(std::move(frame)));
+  }
+  loop.call_at(now + interval, [this] { beat_on_loop(); });
+}
+
+// ---- sending ----
+
+base::Status AgentCore::send(int to, net::OutFrame frame) {
+  Peer& other = peer(to);
+  if (other.state.load(std::memory_order_acquire) != PeerState::kConnected) return loss_of(to);
+  uint64_t bytes = wire::kHeaderBytes + frame.meta.size();
+  for (const auto& piece : frame.payload) bytes += piece.size();
+  bytes_out_.fetch_add(bytes, std::memory_order_relaxed);
+  base::Status sent = other.stream->send(std::move(frame));
+  if (!sent.ok()) return loss_of(to);
+  return sent;
+}
+
+void AgentCore::tell_all(wire::FrameKind kind, uint64_t call_id, uint64_t context_id,
+                         wire::Bytes meta) {
+  for (int rank = 0; rank < world_size(); ++rank) {
+    if (rank == options.rank || peer(rank).state != PeerState::kConnected) continue;
+    net::OutFrame frame;
+    frame.header.kind = kind;
+    frame.header.call_id = call_id;
+    frame.header.context_id = context_id;
+    frame.meta = meta;
+    static_cast<void>(peer(rank).stream->send(std::move(frame)));
+  }
+}
+
+Channel& AgentCore::open_channel(uint16_t number) {
+  std::lock_guard lock(channels_mutex_);
+  std::shared_ptr<ChannelImpl>& channel = channels_[number];
+  if (!channel) channel = std::make_shared<ChannelImpl>(*this, number);
+  return *channel;
+}
+
+// ---- calls ----
+
+// kCall's body: string function · u8 mode · (remote: u64 RRef id · u64 fork) · arguments
+base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std::string& function,
+                                       const std::function<void(Encoder&)>& fill,
+                                       const std::shared_ptr<RRefHandle>& target) {
+  const uint64_t id = next_call_.fetch_add(1, std::memory_order_relaxed);
+  OutMessage message;
+  message.body.reserve(128);
+  Encoder encoder(message);
+  encoder.rrefs = rrefs.get();
+  encoder.to = to;
+  encoder.is_argument = true;
+  encoder.out.put(function);
+  encoder.out.put(target ? CallMode::kRemote : CallMode::kCall);
+  if (target) {
+    encoder.out.put(target->id());
+    encoder.out.put(target->fork());
+  }
+  fill(encoder);
+
+  wire::FrameHeader header;
+  header.kind = wire::FrameKind::kCall;
+  header.call_id = id;
+  header.context_id = t_context;
+  if (t_context != 0 && hook) header.autograd_id = hook->on_send(t_context, to, message.tensors);
+
+  PendingCalls::Call call;
+  call.to = to;
+  call.function = function;
+  call.started = base::Clock::now();
+  call.deadline = timeout == base::Duration::max() ? base::kNever : call.started + timeout;
+  call.context = t_context;
+  call.holds = std::move(encoder.holds);
+  base::Future<RawReply> reply = call.promise.future();
+  if (target) {
+    reply.on_complete(inline_executor, [target](base::Result<RawReply>& result) {
+      if (result.ok()) return;
+      target->set_creation_error(result.error());
+      if (target->is_owner()) target->owned()->value.fail(result.error());
+    });
+  }
+  calls_.fetch_add(1, std::memory_order_relaxed);
+  if (!pending.add(id, std::move(call))) return reply;
+  if (to == options.rank) {
+    auto own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
+    pool.post([this, own = std::move(own)]() mutable {
+      execute(options.rank, std::move(own), {});
+    });
+    return reply;
+  }
+  const base::Status sent = send(to, to_frame(std::move(message), header));
+  if (!sent.ok()) {
+    if (auto failed = pending.take(id, to)) {
+      Error error = sent.error();
+      error.op = function;
+      failed->promise.fail(std::move(error));
+    }
+  }
+  return reply;
+}
+
+void AgentCore::receive_tensors(InMessage& message, uint64_t context) {
+  if (message.header.autograd_id == 0) return;
+  if (!hook || context == 0) wire::Reader::fail("gradients outside a context");
+  hook->on_receive(context, message.header.autograd_id, message.from, message.tensors,
+                   message.requires_grad);
+}
+
+std::shared_ptr<InMessage> AgentCore::open(const RawReply& reply) {
+  std::shared_ptr<InMessage> message = reply.message;
+  if (!message) message = std::make_shared<InMessage>(from_frame(reply.frame, reply.from));
+  receive_tensors(*message, reply.context);
+  return message;
+}
+
+void AgentCore::execute(int from, std::shared_ptr<InMessage> message, net::InFrame frame) {
+  const wire::FrameHeader header = message ? message->header : frame.header;
+  const auto reply = std::make_shared<ReplyImpl>(*this, from, header.call_id, header.context_id);
+  std::string function;
+  try {
+    if (!message) message = std::make_shared<InMessage>(from_frame(std::move(frame), from));
+    const ContextScope scope(header.context_id);
+    Decoder decoder(*message);
+    decoder.rrefs = rrefs.get();
+    function = decoder.in.get_string();
+    if (decoder.in.get<CallMode>() == CallMode::kRemote) {
+      const auto id = decoder.in.get<uint64_t>();
+      const auto fork = decoder.in.get<uint64_t>();
+      reply->set_target(rrefs->target(id, fork, from));
+    }
+    Handler handler;
+    {
+      std::shared_lock lock(registry_mutex);
+      const auto it = handlers.find(function);
+      if (it == handlers.end()) {
+        throw base::Exception(ErrorKind::kNotFound, "rank " + std::to_string(options.rank) + " (" +
+                                                        name + ") exposes no function '" +
+                                                        function + "'");
+      }
+      handler = it->second;
+    }
+    receive_tensors(*message, header.context_id);
+    CallContext context{agent, {from, peer_name(from)}};
+    handler(context, decoder, reply);
+  } catch (...) {
+    Error error = error_in_flight(ErrorKind::kRemoteFailed);
+    if (error.rank < 0) error.rank = options.rank;
+    if (error.op.empty()) error.op = function;
+    reply->fail(std::move(error));
+  }
+}
+
+void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
+                           const std::function<void(Encoder&)>& fill) {
+  OutMessage message;
+  Encoder encoder(message);
+  encoder.rrefs = rrefs.get();
+  encoder.to = to;
+  fill(encoder);
+  wire::FrameHeader header;
+  header.kind = wire::FrameKind::kReply;
+  header.call_id = call_id;
+  header.context_id = context;
+  if (context != 0 && hook) header.autograd_id = hook->on_send(context, to, message.tensors);
+  if (to != options.rank) {
+    static_cast<void>(send(to, to_frame(std::move(message), header)));  // a lost caller: no matter
+  } else if (auto call = pending.take(call_id, to)) {
+    auto own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
+    call->promise.set(RawReply{std::move(own), {}, to, call->context});
+  }
+}
+
+void AgentCore::send_error(int to, uint64_t call_id, Error error) {
+  if (error.rank < 0) error.rank = options.rank;
+  if (to != options.rank) {
+    net::OutFrame frame;
+    frame.header.kind = wire::FrameKind::kError;
+    frame.header.call_id = call_id;
+    frame.meta = wire::encode(error);
+    static_cast<void>(send(to, std::move(frame)));
+  } else if (auto call = pending.take(call_id, to)) {
+    call->promise.fail(std::move(error));
+  }
+}
+
+// ---- the end ----
+
+// Round 0: everybody is done. Then rounds until nobody counts a reference or a context any more:
+// what one rank lets go of may be forwarded twice (Accept, then Delete), each hop within a round.
+void AgentCore::shutdown(
+    const std::function<void(const std::vector<int>& missing)>& on_waiting) {
+  constexpr uint64_t kLastRound = 24;
+  constexpr auto kLongestPause = std::chrono::milliseconds(200);
+  pending.drained().wait();
+  for (uint64_t round = 0, pause_ms = 0; round <= kLastRound; ++round) {
+    const uint64_t live = round == 0 ? 1 : rrefs->live() + live_contexts();
+    const base::Future<uint64_t> over = flush_.enter(round, live, world_size());
+    tell_all(wire::FrameKind::kFlush, round, live);
+    while (!over.wait_until(base::deadline_after(std::chrono::seconds(5)))) {
+      if (on_waiting) on_waiting(flush_.missing(round, options.rank, world_size()));
+    }
+    if (over.wait() == 0) break;
+    if (round == 0) continue;
+    std::this_thread::sleep_for(
+        std::min<std::chrono::milliseconds>(std::chrono::milliseconds(pause_ms), kLongestPause));
+    pause_ms = pause_ms * 2 + 1;
+  }
+  close();
+}
+
+void AgentCore::abort(const Error& error) {
+  if (closed_) return;
+  Error reason = error;
+  if (reason.rank < 0) reason.rank = options.rank;
+  rendezvous->fail(reason);
+  tell_all(wire::FrameKind::kAbort, 0, 0, wire::encode(reason));
+  close();
+}
+
+std::string AgentCore::transport() const {
+  bool tcp = false;
+  bool local = false;
+  for (const auto& peer : peers_) {
+    if (peer->stream) (peer->stream->peer_name() == "unix" ? local : tcp) = true;
+  }
+  return tcp && local ? "mixed" : tcp ? "tcp" : local ? "unix" : "none";
+}
+
+Traffic AgentCore::traffic() const { return {calls_.load(), bytes_out_.load(), bytes_in_.load()}; }
+
+}  // namespace distrain::rpc

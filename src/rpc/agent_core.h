@@ -1,0 +1,131 @@
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "distrain/base/thread_pool.h"
+#include "distrain/net/loop.h"
+#include "distrain/net/stream.h"
+#include "distrain/rpc/agent.h"
+#include "flush_barrier.h"
+#include "pending_calls.h"
+#include "rendezvous.h"
+#include "rref_context.h"
+
+namespace distrain::rpc {
+
+/// The worker pool, with what has to travel with a continuation.
+class WorkerExecutor final : public base::Executor {
+ public:
+  explicit WorkerExecutor(base::ThreadPool& pool) : pool_(pool) {}
+  void post(base::Task task) override { pool_.post(std::move(task)); }
+  base::Task bind(base::Task task) override;
+
+ private:
+  base::ThreadPool& pool_;
+};
+
+class ChannelImpl;
+
+/// What is behind an Agent.
+///
+/// Threads: frames arrive on the loop, which only looks at their header, finds the waiting call or
+/// posts the work to the pool. Encoding, decoding and user functions run on the calling thread or on
+/// the pool. Lock order: none is taken while another is held, except inside one class.
+class AgentCore {
+ public:
+  AgentCore(Agent& agent, AgentOptions options);
+  ~AgentCore();
+
+  void join();
+  void shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting);
+  void abort(const base::Error& error);
+  void close();
+
+  base::Future<RawReply> call(int to, base::Duration timeout, const std::string& function,
+                              const std::function<void(Encoder&)>& fill,
+                              const std::shared_ptr<RRefHandle>& target);
+  std::shared_ptr<InMessage> open(const RawReply& reply);
+  /// Encodes and sends the reply of a call that rank `to` made.
+  void send_reply(int to, uint64_t call_id, uint64_t context,
+                  const std::function<void(Encoder&)>& fill);
+  void send_error(int to, uint64_t call_id, base::Error error);
+
+  /// `peer_lost`, or what the peer said when it left.
+  base::Status send(int to, net::OutFrame frame);
+  Channel& open_channel(uint16_t number);
+
+  Agent& agent;
+  AgentOptions options;
+  base::ThreadPool pool;
+  WorkerExecutor executor;
+  base::InlineExecutor inline_executor;
+  PendingCalls pending;
+  std::shared_ptr<RRefContext> rrefs;
+  std::shared_ptr<AutogradHook> hook;
+  std::string name;
+
+  // The functions that this agent exposes, and the names of those that it can call.
+  mutable std::shared_mutex registry_mutex;
+  std::unordered_map<std::string, Handler> handlers;
+  std::unordered_map<const void*, std::string> names;
+
+  std::shared_ptr<Rendezvous> rendezvous;
+  std::map<std::string, std::string> job_options;
+
+  int world_size() const { return static_cast<int>(peers_.size()); }
+  const std::string& peer_name(int rank) const { return peers_[static_cast<size_t>(rank)]->name; }
+  std::string transport() const;
+  Traffic traffic() const;
+  size_t live_contexts() const { return hook ? hook->live_contexts() : 0; }
+
+ private:
+  // connecting → connected → left (after its last flush) or lost
+  enum class PeerState { kConnecting, kConnected, kLeft, kLost };
+  struct Peer {
+    std::string name;
+    net::StreamPtr stream;  // written on the loop before the job is ready, read after
+    std::atomic<PeerState> state{PeerState::kConnecting};
+    base::Error loss;  // by peers_mutex_, once lost
+    // Loop thread only.
+    uint64_t bytes_seen = 0;
+    base::TimePoint last_heard;
+  };
+
+  void on_directory_on_loop(const wire::Directory& directory);
+  net::Stream::Handler install_peer_on_loop(int rank, const net::StreamPtr& stream);
+  void on_frame_on_loop(int rank, net::InFrame frame);
+  void dispatch_on_loop(int rank, net::InFrame frame);
+  void on_stream_closed_on_loop(int rank, const base::Error& error);
+  void lose_peer_on_loop(int rank, base::Error error);
+  void beat_on_loop();
+  void execute(int from, std::shared_ptr<InMessage> message, net::InFrame frame);
+  base::Error loss_of(int rank) const;
+  void tell_all(wire::FrameKind kind, uint64_t call_id, uint64_t context_id, wire::Bytes meta = {});
+  Peer& peer(int rank) { return *peers_[static_cast<size_t>(rank)]; }
+  void receive_tensors(InMessage& message, uint64_t context);
+
+  // Sized on the loop when the ranks are known, before join() returns; never changes after.
+  std::vector<std::unique_ptr<Peer>> peers_;
+  mutable std::mutex peers_mutex_;
+  FlushBarrier flush_;
+  std::mutex channels_mutex_;
+  std::unordered_map<uint16_t, std::shared_ptr<ChannelImpl>> channels_;
+  std::atomic<uint64_t> next_call_{1};
+  std::atomic<uint64_t> calls_{0};
+  std::atomic<uint64_t> bytes_out_{0};
+  std::atomic<uint64_t> bytes_in_{0};
+  std::atomic<bool> closed_{false};
+  base::TimePoint last_beat_;
+
+ public:
+  /// Last: its thread ends before what its handlers use is gone.
+  net::Loop loop;
+};
+
+}  // namespace distrain::rpc

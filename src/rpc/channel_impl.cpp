@@ -1,0 +1,108 @@
+#include "channel_impl.h"
+
+#include <cstring>
+
+namespace distrain::rpc {
+
+void ChannelImpl::set_handler(Handler handler) {
+  std::vector<ChannelMessage> early;
+  std::vector<std::pair<int, base::Error>> lost;
+  std::shared_ptr<Handler> next;
+  if (handler.on_message) next = std::make_shared<Handler>(std::move(handler));
+  {
+    std::unique_lock lock(mutex_);
+    handler_ = nullptr;
+    idle_.wait(lock, [this] { return running_ == 0; });
+    early.swap(early_);
+    lost = lost_;
+    // Until what came early is delivered, what comes now has to queue behind it.
+    handler_set_ = next == nullptr;
+  }
+  if (!next) return;
+  for (;;) {
+    for (ChannelMessage& message : early) next->on_message(std::move(message));
+    early.clear();
+    std::lock_guard lock(mutex_);
+    if (early_.empty()) {
+      handler_ = next;
+      handler_set_ = true;
+      break;
+    }
+    early.swap(early_);
+  }
+  if (next->on_peer_lost) {
+    for (const auto& [rank, error] : lost) next->on_peer_lost(rank, error);
+  }
+}
+
+std::shared_ptr<ChannelImpl::Handler> ChannelImpl::enter() {
+  if (handler_) ++running_;
+  return handler_;
+}
+
+void ChannelImpl::leave() {
+  std::lock_guard lock(mutex_);
+  if (--running_ == 0) idle_.notify_all();
+}
+
+void ChannelImpl::deliver(ChannelMessage message) {
+  std::shared_ptr<Handler> handler;
+  {
+    std::lock_guard lock(mutex_);
+    handler = enter();
+    if (!handler) {
+      if (!handler_set_) early_.push_back(std::move(message));
+      return;
+    }
+  }
+  handler->on_message(std::move(message));
+  leave();
+}
+
+void ChannelImpl::on_peer_lost(int rank, const base::Error& error) {
+  std::shared_ptr<Handler> handler;
+  {
+    std::lock_guard lock(mutex_);
+    lost_.emplace_back(rank, error);
+    handler = enter();
+    if (!handler) return;
+  }
+  if (handler->on_peer_lost) handler->on_peer_lost(rank, error);
+  leave();
+}
+
+void ChannelImpl::send(int to, const ChannelTag& tag,
+                       std::span<const std::span<const uint8_t>> pieces,
+                       std::shared_ptr<const void> keep_alive) {
+  if (to == rank()) {
+    size_t bytes = 0;
+    for (const auto& piece : pieces) bytes += piece.size();
+    ChannelMessage message{to, tag, {}, core_.loop.buffers().allocate(bytes)};
+    if (!message.body) {
+      throw base::Exception(base::ErrorKind::kResources,
+                            "no memory for a message of " + std::to_string(bytes) + " bytes");
+    }
+    uint8_t* at = message.body->data;
+    for (const auto& piece : pieces) {
+      if (piece.empty()) continue;
+      std::memcpy(at, piece.data(), piece.size());
+      at += piece.size();
+    }
+    message.payload = {message.body->data, bytes};
+    deliver(std::move(message));
+    return;
+  }
+  net::OutFrame frame;
+  frame.header.kind = wire::FrameKind::kOneway;
+  frame.header.channel = number_;
+  frame.header.call_id = tag.a;
+  frame.header.context_id = tag.b;
+  frame.header.autograd_id = tag.c;
+  for (const auto& piece : pieces) {
+    if (!piece.empty()) frame.payload.push_back(piece);
+  }
+  frame.keep_alive = std::move(keep_alive);
+  static_cast<void>(core_.send(to, std::move(frame)).value());
+}
+
+}  // namespace distrain::rpc

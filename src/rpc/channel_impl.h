@@ -1,0 +1,41 @@
+#pragma once
+
+#include <condition_variable>
+#include <mutex>
+#include <vector>
+
+#include "agent_core.h"
+#include "distrain/rpc/channel.h"
+
+namespace distrain::rpc {
+
+class ChannelImpl final : public Channel {
+ public:
+  ChannelImpl(AgentCore& core, uint16_t number) : core_(core), number_(number) {}
+
+  int rank() const override { return core_.options.rank; }
+  int world_size() const override { return core_.world_size(); }
+  void set_handler(Handler handler) override;
+  void send(int to, const ChannelTag& tag, std::span<const std::span<const uint8_t>> pieces,
+            std::shared_ptr<const void> keep_alive) override;
+
+  void deliver(ChannelMessage message);
+  void on_peer_lost(int rank, const base::Error& error);
+
+ private:
+  // The handler is called outside the lock; `running_` lets set_handler wait for it.
+  std::shared_ptr<Handler> enter();
+  void leave();
+
+  AgentCore& core_;
+  const uint16_t number_;
+  std::mutex mutex_;
+  std::condition_variable idle_;
+  std::shared_ptr<Handler> handler_;
+  bool handler_set_ = false;
+  int running_ = 0;
+  std::vector<ChannelMessage> early_;
+  std::vector<std::pair<int, base::Error>> lost_;
+};
+
+}  // namespace distrain::rpc

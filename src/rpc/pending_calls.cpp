@@ -1,0 +1,124 @@
+#include "pending_calls.h"
+
+#include <cstdio>
+
+namespace distrain::rpc {
+
+bool PendingCalls::add(uint64_t id, Call call) {
+  std::unique_lock lock(mutex_);
+  if (closed_) {
+    const base::Error error = *closed_;
+    lock.unlock();
+    call.promise.fail(error);
+    return false;
+  }
+  if (call.deadline != base::kNever) deadlines_.emplace(call.deadline, id);
+  calls_.emplace(id, std::move(call));
+  arm_locked();
+  return true;
+}
+
+// One timer, for the earliest deadline there was when it was set: a call with the usual timeout is
+// due later than that, so it costs no wake-up of the loop.
+void PendingCalls::arm_locked() {
+  if (deadlines_.empty() || deadlines_.begin()->first >= armed_for_) return;
+  armed_for_ = deadlines_.begin()->first;
+  loop_.call_at(armed_for_, [this] { expire_on_loop(); });
+}
+
+std::optional<PendingCalls::Call> PendingCalls::take(uint64_t id, int from) {
+  std::optional<base::Promise<void>> drained;
+  std::optional<Call> call;
+  {
+    std::lock_guard lock(mutex_);
+    const auto it = calls_.find(id);
+    if (it == calls_.end() || it->second.to != from) return std::nullopt;
+    call = std::move(it->second);
+    if (call->deadline != base::kNever) deadlines_.erase({call->deadline, id});
+    calls_.erase(it);
+    if (calls_.empty()) drained_.swap(drained);
+  }
+  if (drained) drained->set();
+  return call;
+}
+
+void PendingCalls::expire_on_loop() {
+  std::vector<Call> expired;
+  {
+    std::lock_guard lock(mutex_);
+    armed_for_ = base::kNever;
+    const base::TimePoint now = base::Clock::now();
+    while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
+      const auto it = calls_.find(deadlines_.begin()->second);
+      expired.push_back(std::move(it->second));
+      deadlines_.erase(deadlines_.begin());
+      calls_.erase(it);
+    }
+    arm_locked();
+  }
+  for (Call& call : expired) {
+    char text[64];
+    std::snprintf(text, sizeof text, "%.3g s", base::seconds_since(call.started));
+    call.promise.fail(base::Error{base::ErrorKind::kDeadline,
+                                  "rank " + std::to_string(call.to) + " did not answer '" +
+                                      call.function + "' within " + text,
+                                  call.to, call.function});
+  }
+  if (!expired.empty()) {
+    std::unique_lock lock(mutex_);
+    if (calls_.empty() && drained_) {
+      std::optional<base::Promise<void>> drained;
+      drained_.swap(drained);
+      lock.unlock();
+      drained->set();
+    }
+  }
+}
+
+void PendingCalls::fail_all_to(int rank, const base::Error& error) {
+  std::vector<Call> failed;
+  std::optional<base::Promise<void>> drained;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto it = calls_.begin(); it != calls_.end();) {
+      const auto next = std::next(it);
+      if (it->second.to == rank) {
+        Call call = std::move(it->second);
+        if (call.deadline != base::kNever) deadlines_.erase({call.deadline, it->first});
+        calls_.erase(it);
+        failed.push_back(std::move(call));
+      }
+      it = next;
+    }
+    if (calls_.empty()) drained_.swap(drained);
+  }
+  for (Call& call : failed) {
+    base::Error own = error;
+    own.op = call.function;
+    call.promise.fail(std::move(own));
+  }
+  if (drained) drained->set();
+}
+
+void PendingCalls::fail_all(const base::Error& error) {
+  std::unordered_map<uint64_t, Call> failed;
+  std::optional<base::Promise<void>> drained;
+  {
+    std::lock_guard lock(mutex_);
+    closed_ = error;
+    failed.swap(calls_);
+    deadlines_.clear();
+    drained_.swap(drained);
+  }
+  for (auto& [id, call] : failed) call.promise.fail(error);
+  if (drained) drained->set();
+}
+
+base::Future<void> PendingCalls::drained() {
+  std::lock_guard lock(mutex_);
+  if (calls_.empty()) return base::Future<void>::ready({});
+  drained_.emplace();
+  return drained_->future();
+}
+
+}  // namespace distrain::rpc

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "distrain/base/future.h"
+#include "distrain/net/loop.h"
+#include "distrain/rpc/agent.h"
+
+namespace distrain::rpc {
+
+/// The calls of this rank that wait for their reply. Each ends once: by the reply, its deadline or
+/// its peer's loss, whichever takes it out first. Thread-safe.
+class PendingCalls {
+ public:
+  struct Call {
+    base::Promise<RawReply> promise;
+    int to = -1;
+    std::string function;
+    base::TimePoint started;
+    base::TimePoint deadline = base::kNever;
+    uint64_t context = 0;
+    std::vector<std::shared_ptr<const void>> holds;  // what the arguments refer to
+  };
+
+  explicit PendingCalls(net::Loop& loop) : loop_(loop) {}
+
+  /// False, with the call failed, after fail_all().
+  bool add(uint64_t id, Call call);
+  /// The call `id`, if it went to `from` and is still waiting.
+  std::optional<Call> take(uint64_t id, int from);
+
+  void fail_all_to(int rank, const base::Error& error);
+  /// Those that come later fail at once.
+  void fail_all(const base::Error& error);
+
+  /// Done when no call waits (any more). One at a time.
+  base::Future<void> drained();
+
+ private:
+  void expire_on_loop();
+  void arm_locked();
+
+  net::Loop& loop_;
+  std::mutex mutex_;
+  std::unordered_map<uint64_t, Call> calls_;
+  std::set<std::pair<base::TimePoint, uint64_t>> deadlines_;
+  base::TimePoint armed_for_ = base::kNever;
+  std::optional<base::Error> closed_;
+  std::optional<base::Promise<void>> drained_;
+};
+
+}  // namespace distrain::rpc

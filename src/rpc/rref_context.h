@@ -1,0 +1,111 @@
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "distrain/base/executor.h"
+#include "distrain/rpc/rref.h"
+#include "distrain/wire/frame.h"
+
+namespace distrain::rpc {
+
+// Note [RRef protocol]
+//
+// The owner of a value keeps it while any fork of its RRef lives. A fork is one rank's hold on it,
+// named by (rank that made the name, number); a rank may have several forks of one RRef. Every
+// message below goes over the connection between the two ranks named, which keeps its order; no
+// order is assumed between different connections, and each message may come twice.
+//
+//  create   U calls remote() on O. The call carries the RRef's id and U's fork. U keeps its fork at
+//           least until the call is answered, and O notes the fork before it answers.
+//  share    U sends the RRef to V, naming a new fork F for V.
+//           - U is the owner: it notes F before it sends. V has F from the moment of arrival.
+//           - V is the owner: V takes a local hold when it reads the message. Until then U keeps
+//             its own fork: for an argument until the call is answered; for a result until V's
+//             Accept(F).
+//           - else V tells the owner Fork(id, F, parent U) when it reads the message, and O tells U
+//             Accept(F). Until then U keeps its own fork, so O always has one.
+//  delete   The last copy of F's RRef on its rank dies: Delete(id, F) to the owner. It cannot
+//           overtake V's own Fork(id, F), which went before on the same connection.
+//
+// O frees the value when it has neither forks nor local holds. A Fork or a fetch may reach O before
+// the call that makes the value: the entry is then made by whichever comes first. To be idempotent O
+// remembers the last few thousand deleted forks: Fork after Delete of the same name does nothing.
+// A rank that is lost takes its forks with it.
+
+/// An id names a rank and a number of its own: rank in the upper 24 bits.
+inline uint64_t make_id(int rank, uint64_t number) {
+  return (static_cast<uint64_t>(rank) << 40) | (number & ((uint64_t{1} << 40) - 1));
+}
+
+/// All RRefs that one agent owns or holds. Thread-safe.
+class RRefContext : public std::enable_shared_from_this<RRefContext> {
+ public:
+  /// Sends a control message: kind, and its three numbers (see on_control).
+  using Send = std::function<void(int to, wire::FrameKind kind, uint64_t id, uint64_t fork,
+                                  uint64_t parent)>;
+
+  RRefContext(Agent& agent, int rank, Send send, base::Executor& executor);
+
+  Agent& agent() const;
+
+  std::shared_ptr<RRefHandle> new_local();           ///< owned here, value to come
+  std::shared_ptr<RRefHandle> new_remote(int owner);  ///< for a remote() call to `owner`
+  /// On the owner: the value that a remote() call of `caller` with this id and fork makes.
+  std::shared_ptr<OwnedValue> target(uint64_t id, uint64_t fork, int caller);
+
+  void encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle);
+  std::shared_ptr<RRefHandle> decode(Decoder& decoder);
+
+  /// kRRefFork(id, fork, parent), kRRefAccept(-, fork, -), kRRefDelete(id, fork, -). On any thread.
+  void on_control(wire::FrameKind kind, uint64_t id, uint64_t fork, int from, int parent);
+  void on_peer_lost(int rank);
+  /// From here on nothing is sent and agent() throws.
+  void close();
+
+  /// Values owned, forks held and forks that wait for an Accept.
+  size_t live() const;
+
+ private:
+  friend class RRefHandle;
+  struct Record {
+    std::weak_ptr<OwnedValue> value;
+    std::shared_ptr<OwnedValue> kept;            // while there are forks
+    std::unordered_map<uint64_t, int> forks;     // fork → rank that has it
+  };
+  enum class Mode : uint8_t { kLocalHold = 1, kLocalHoldAccept = 2, kConfirmed = 3, kUnconfirmed = 4 };
+
+  uint64_t next_id() { return make_id(rank_, ++counter_); }
+  std::shared_ptr<RRefHandle> user_handle(uint64_t id, uint64_t fork, int owner);
+  std::shared_ptr<RRefHandle> owner_handle(uint64_t id);
+  std::shared_ptr<OwnedValue> value_locked(uint64_t id);
+  void add_fork(uint64_t id, uint64_t fork, int holder);
+  void drop_forks(uint64_t id, const std::function<bool(uint64_t fork, int holder)>& which);
+  void on_handle_gone(uint64_t id, uint64_t fork, int owner, std::shared_ptr<OwnedValue> owned);
+  void sweep(uint64_t id);
+  void send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent);
+  void remember_deleted_locked(uint64_t fork);
+
+  Agent* const agent_;
+  const int rank_;
+  const Send send_;
+  base::Executor& executor_;
+  std::atomic<bool> closed_{false};
+  std::atomic<uint64_t> counter_{0};
+  std::atomic<size_t> user_handles_{0};
+
+  mutable std::mutex mutex_;
+  std::unordered_map<uint64_t, Record> owned_;
+  // Forks named for others that wait for an Accept: what they keep alive, and who was to get them.
+  std::unordered_map<uint64_t, std::pair<std::shared_ptr<RRefHandle>, int>> pending_children_;
+  std::unordered_set<uint64_t> deleted_;  // the last kRemembered deleted forks,
+  std::vector<uint64_t> deleted_ring_;    // in the order of their deletion
+  size_t deleted_next_ = 0;
+};
+
+}  // namespace distrain::rpc

@@ -1,0 +1,75 @@
+#pragma once
+
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "distrain/rpc/agent.h"
+
+namespace distrain::testing {
+
+/// Several agents of one job in this process, joined, each to be used from any thread.
+class Cluster {
+ public:
+  using Setup = std::function<void(rpc::Agent&)>;
+
+  explicit Cluster(int size, const Setup& setup = {}, rpc::AgentOptions options = {}) {
+    for (int rank = 0; rank < size; ++rank) {
+      options.names.push_back("w" + std::to_string(rank));
+    }
+    for (int rank = 0; rank < size; ++rank) {
+      options.rank = rank;
+      agents_.push_back(std::make_unique<rpc::Agent>(options));
+      if (rank == 0) options.master_port = agents_[0]->port();
+      if (setup) setup(*agents_.back());
+    }
+    on_all([](rpc::Agent& agent) { agent.join(); });
+  }
+
+  rpc::Agent& operator[](int rank) { return *agents_[static_cast<size_t>(rank)]; }
+  int size() const { return static_cast<int>(agents_.size()); }
+
+  /// Runs `fn` for each agent on a thread of its own; throws the first error by rank.
+  void on_all(const std::function<void(rpc::Agent&)>& fn) {
+    std::vector<std::exception_ptr> errors(agents_.size());
+    std::vector<std::thread> threads;
+    for (size_t i = 0; i < agents_.size(); ++i) {
+      threads.emplace_back([this, &fn, &errors, i] {
+        try {
+          fn(*agents_[i]);
+        } catch (...) {
+          errors[i] = std::current_exception();
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (const std::exception_ptr& error : errors) {
+      if (error) std::rethrow_exception(error);
+    }
+  }
+
+  void shutdown() {
+    on_all([](rpc::Agent& agent) { agent.shutdown(); });
+  }
+
+  /// As if the rank's process had died.
+  void kill(int rank) { agents_[static_cast<size_t>(rank)].reset(); }
+
+ private:
+  std::vector<std::unique_ptr<rpc::Agent>> agents_;
+};
+
+/// The error that `fn` throws; fails the test's expectation by kind internal if it throws none.
+inline base::Error error_of(const std::function<void()>& fn) {
+  try {
+    fn();
+  } catch (const base::Exception& e) {
+    return e.error();
+  }
+  return base::Error{base::ErrorKind::kInternal, "(no error)", -1, {}};
+}
+
+}  // namespace distrain::testing

@@ -1,0 +1,241 @@
+#include <atomic>
+#include <chrono>
+#include <map>
+#include <thread>
+
+#include "support/catch.h"
+#include "support/cluster.h"
+
+using namespace distrain;
+using namespace std::chrono_literals;
+using base::ErrorKind;
+using rpc::Agent;
+using testing::Cluster;
+using testing::error_of;
+
+namespace {
+
+struct Point {
+  double x = 0;
+  double y = 0;
+  std::vector<std::string> tags;
+  static constexpr auto kFields = std::tuple(&Point::x, &Point::y, &Point::tags);
+};
+
+at::Tensor scale(at::Tensor x, double by) { return x * by; }
+int64_t add(int64_t a, int64_t b) { return a + b; }
+void nothing() {}
+std::string whoami(rpc::CallContext& context, int) {
+  return context.agent.name() + " for " + context.caller.name;
+}
+Point mirror(const Point& p) { return {p.y, p.x, {p.tags.rbegin(), p.tags.rend()}}; }
+std::map<std::string, std::vector<at::Tensor>> regroup(
+    const std::optional<at::Tensor>& first, const std::tuple<int, std::string>& second,
+    const std::vector<at::Tensor>& rest) {
+  std::map<std::string, std::vector<at::Tensor>> result;
+  result[std::get<1>(second)] = rest;
+  if (first) result["first"] = {*first * std::get<0>(second)};
+  return result;
+}
+at::Tensor identity(const at::Tensor& x) { return x; }
+int64_t boom(int kind) {
+  if (kind == 0) throw std::runtime_error("user code broke");
+  if (kind == 1) throw base::Exception(ErrorKind::kBadData, "a bad file");
+  at::ones({2}).add_(at::ones({3}));
+  return 0;
+}
+void nap(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
+base::Future<int64_t> later(rpc::CallContext& context, int64_t value);
+// A calls B calls A …, `depth` times, each waiting inside its handler.
+int64_t bounce(rpc::CallContext& context, int64_t depth);
+
+struct Counter {
+  using Constructor = Counter(int64_t start);
+  explicit Counter(int64_t start) : value(start) {}
+  int64_t increment(int64_t by) { return value += by; }
+  int64_t get() const { return value; }
+  std::atomic<int64_t> value;
+};
+
+void setup(Agent& agent) {
+  agent.expose<&scale>("scale");
+  agent.expose<&add>("add");
+  agent.expose<&nothing>("nothing");
+  agent.expose<&whoami>("whoami");
+  agent.expose<&mirror>("mirror");
+  agent.expose<&regroup>("regroup");
+  agent.expose<&identity>("identity");
+  agent.expose<&boom>("boom");
+  agent.expose<&nap>("nap");
+  agent.expose<&later>("later");
+  agent.expose<&bounce>("bounce");
+  agent.expose_class<Counter>("Counter");
+  agent.expose<&Counter::increment>("Counter.increment");
+  agent.expose<&Counter::get>("Counter.get");
+}
+
+base::Future<int64_t> later(rpc::CallContext& context, int64_t value) {
+  return context.agent.rpc_async<&add>(context.caller, value, 1);
+}
+int64_t bounce(rpc::CallContext& context, int64_t depth) {
+  if (depth == 0) return 0;
+  return 1 + context.agent.rpc_sync<&bounce>(context.caller, depth - 1);
+}
+
+}  // namespace
+
+TEST_CASE("calls with all kinds of arguments and results") {
+  const std::string transport = GENERATE("unix", "tcp");
+  rpc::AgentOptions options;
+  options.transport = transport;
+  Cluster cluster(3, setup, options);
+  for (int from = 0; from < 3; ++from) {
+    for (int to = 0; to < 3; ++to) {
+      CAPTURE(transport, from, to);
+      Agent& a = cluster[from];
+      CHECK(a.rpc_sync<&add>(to, 40, 2) == 42);
+      a.rpc_sync<&nothing>(to);
+      CHECK(a.rpc_sync<&whoami>(to, 1) == "w" + std::to_string(to) + " for w" + std::to_string(from));
+      const at::Tensor x = at::arange(6, at::kDouble).view({2, 3});
+      CHECK(at::equal(a.rpc_sync<&scale>("w" + std::to_string(to), x, 2), x * 2));
+      // A view sends its own elements only, in its own order.
+      CHECK(at::equal(a.rpc_sync<&scale>(to, x.t().select(0, 1), 3.0), x.t().select(0, 1) * 3));
+      const Point p = a.rpc_sync<&mirror>(to, Point{1, 2, {"a", "b"}});
+      CHECK((p.x == 2 && p.y == 1 && p.tags == std::vector<std::string>{"b", "a"}));
+      auto groups = a.rpc_sync<&regroup>(to, at::ones({2}), std::tuple(5, std::string("rest")),
+                                         std::vector<at::Tensor>{at::zeros({0, 3}), at::ones({})});
+      CHECK(at::equal(groups.at("first")[0], at::full({2}, 5.0)));
+      CHECK(groups.at("rest")[0].sizes() == at::IntArrayRef({0, 3}));
+      CHECK(a.rpc_sync<&later>(to, 7) == 8);
+    }
+  }
+  CHECK(cluster[1].transport() == transport);
+  cluster.shutdown();
+}
+
+TEST_CASE("tensors of every dtype, sparse and undefined ones") {
+  Cluster cluster(2, setup);
+  for (const at::ScalarType type :
+       {at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kHalf, at::kBFloat16, at::kFloat,
+        at::kDouble, at::kBool, at::kComplexFloat, at::kComplexDouble}) {
+    const at::Tensor x = at::ones({3, 1, 2}, type);
+    const at::Tensor y = cluster[0].rpc_sync<&identity>(1, x);
+    CHECK(y.scalar_type() == type);
+    CHECK(at::equal(x, y));
+  }
+  CHECK_FALSE(cluster[0].rpc_sync<&identity>(1, at::Tensor()).defined());
+  const at::Tensor indices = at::tensor({4, 0, 4}, at::kLong).unsqueeze(0);
+  const at::Tensor sparse = at::sparse_coo_tensor(indices, at::ones({3, 2}), {6, 2});
+  const at::Tensor back = cluster[0].rpc_sync<&identity>(1, sparse);
+  CHECK(back.is_sparse());
+  CHECK_FALSE(back.is_coalesced());
+  CHECK(at::equal(back.to_dense(), sparse.to_dense()));
+  CHECK(cluster[0].rpc_sync<&identity>(1, sparse.coalesce()).is_coalesced());
+  const at::Tensor large = at::rand({3, 1 << 20});
+  CHECK(at::equal(cluster[0].rpc_sync<&identity>(1, large), large));
+  cluster.shutdown();
+}
+
+TEST_CASE("errors keep their kind, text and rank") {
+  Cluster cluster(2, [](Agent& agent) {
+    if (agent.rank() == 0) {
+      setup(agent);
+    } else {
+      agent.expose<&boom>("boom");
+      agent.expose<&nap>("nap");
+    }
+  });
+  Agent& a = cluster[0];
+  base::Error e = error_of([&] { a.rpc_sync<&boom>(1, 0); });
+  CHECK(e.kind == ErrorKind::kRemoteFailed);
+  CHECK(e.message == "user code broke");
+  CHECK(e.rank == 1);
+  CHECK(e.op == "boom");
+  e = error_of([&] { a.rpc_sync<&boom>(1, 1); });
+  CHECK(e.kind == ErrorKind::kBadData);
+  CHECK(e.rank == 1);
+  e = error_of([&] { a.rpc_sync<&boom>(1, 2); });
+  CHECK(e.kind == ErrorKind::kRemoteFailed);
+  CHECK(e.message.find("size") != std::string::npos);
+  CHECK(e.message.find("frame #") == std::string::npos);
+  CHECK(error_of([&] { a.rpc_sync<&add>(1, 1, 2); }).kind == ErrorKind::kNotFound);
+  CHECK(error_of([&] { cluster[1].rpc_sync<&add>(0, 1, 2); }).kind == ErrorKind::kNotFound);
+  CHECK(error_of([&] { a.rpc_sync<&boom>("nobody", 0); }).kind == ErrorKind::kNotFound);
+  e = error_of([&] { a.rpc_sync<&nap>(rpc::To(1).timeout(30ms), 2000); });
+  CHECK(e.kind == ErrorKind::kDeadline);
+  CHECK(e.rank == 1);
+  CHECK(e.message.find("nap") != std::string::npos);
+}
+
+TEST_CASE("nested calls go deeper than there are threads") {
+  rpc::AgentOptions options;
+  options.worker_threads = 1;
+  Cluster cluster(2, setup, options);
+  CHECK(cluster[0].rpc_sync<&bounce>(1, 64) == 64);
+  cluster.shutdown();
+}
+
+TEST_CASE("many calls at once from many threads") {
+  Cluster cluster(3, setup);
+  std::vector<std::thread> threads;
+  std::atomic<int64_t> sum{0};
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      std::vector<base::Future<int64_t>> futures;
+      for (int64_t i = 0; i < 100; ++i) {
+        futures.push_back(cluster[t % 3].rpc_async<&add>((t + 1) % 3, i, t));
+      }
+      base::wait_all(futures);
+      for (auto& future : futures) sum += future.wait();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(sum == 4 * 4950 + 100 * (0 + 1 + 2 + 3));
+  cluster.shutdown();
+  CHECK(cluster[0].traffic().calls >= 100);
+}
+
+TEST_CASE("a rank that dies fails the calls that wait for it") {
+  Cluster cluster(3, setup);
+  auto waiting = cluster[0].rpc_async<&nap>(rpc::To(2).without_deadline(), 300);
+  std::this_thread::sleep_for(20ms);
+  std::thread killer([&] { cluster.kill(2); });
+  const base::Error e = error_of([&] { waiting.wait(); });
+  killer.join();
+  // Whether it goes in the middle of the call or answers that it is shutting down, it is named.
+  CHECK((e.kind == ErrorKind::kPeerLost || e.kind == ErrorKind::kCancelled));
+  CHECK(e.rank == 2);
+  CHECK(error_of([&] { cluster[0].rpc_sync<&add>(2, 1, 1); }).kind == ErrorKind::kPeerLost);
+  CHECK(cluster[0].rpc_sync<&add>(1, 1, 1) == 2);
+  CHECK(error_of([&] { cluster[1].shutdown(); }).rank == 2);
+}
+
+TEST_CASE("abort tells everybody why") {
+  Cluster cluster(2, setup);
+  auto waiting = cluster[0].rpc_async<&nap>(rpc::To(1).without_deadline(), 100);
+  cluster[1].abort(base::Error{ErrorKind::kNotFinite, "loss is NaN", -1, {}});
+  const base::Error e = error_of([&] { cluster[0].shutdown(); });
+  CHECK(e.kind == ErrorKind::kNotFinite);
+  CHECK(e.rank == 1);
+}
+
+TEST_CASE("objects live on their owner") {
+  Cluster cluster(3, setup);
+  {
+    rpc::RRef<Counter> counter = cluster[0].remote_new<Counter>(1, 5);
+    CHECK(counter.rpc_sync<&Counter::increment>(2) == 7);
+    CHECK(counter.rpc_async<&Counter::increment>(1).wait() == 8);
+    CHECK(counter.remote<&Counter::get>().to_here() == 8);
+    CHECK_FALSE(counter.is_owner());
+    CHECK(error_of([&] { counter.local_value(); }).kind == ErrorKind::kInvalid);
+    CHECK(error_of([&] { cluster[0].remote<&boom>(2, 0).to_here(); }).kind ==
+          ErrorKind::kRemoteFailed);
+    rpc::RRef<int64_t> sum = cluster[0].remote<&add>(2, 1, 2);
+    CHECK(sum.to_here() == 3);
+    rpc::RRef<at::Tensor> own = cluster[0].make_rref(at::ones({2}));
+    CHECK(at::equal(own.to_here(), at::ones({2})));
+    CHECK(cluster[0].live_rrefs() >= 3);
+  }
+  cluster.shutdown();
+  for (int rank = 0; rank < 3; ++rank) CHECK(cluster[rank].live_rrefs() == 0);
+}
