@@ -1,8 +1,4 @@
 // Precompiled for every unit that knows torch; never included by hand.
-#include <ATen/ATen.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
-
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -21,3 +17,7 @@
 #include <utility>
 #include <variant>
 #include <vector>
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>

@@ -1,10 +1,9 @@
 // libtorch_cpu.so exports a newer libuv of its own. Our calls must reach ours, and torch's its own.
-#include <dlfcn.h>
-#include <uv.h>
-
 #include <string>
 
 #include <ATen/ATen.h>
+#include <dlfcn.h>
+#include <uv.h>
 
 #include "support/catch.h"
 
