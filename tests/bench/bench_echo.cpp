@@ -5,6 +5,7 @@
 // it is not are stopped, because TensorPipe's shared memory transport polls even when idle. One
 // JSON line for each implementation and size, then the ratios of the medians.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -20,6 +21,7 @@
 #include <sys/prctl.h>
 #include <sys/wait.h>
 
+#include "bench/echo_distrain.h"
 #include "bench/echo_raw.h"
 #include "bench/echo_torch.h"
 
@@ -52,7 +54,9 @@ std::vector<Implementation> implementations() {
   return {{"raw-unix", "unix", make_peer<RawEcho>},
           {"raw-tcp", "tcp", make_peer<RawEcho>},
           {"torch-shm", "shm", make_peer<TorchEcho>},
-          {"torch-tcp", "tcp", make_peer<TorchEcho>}};
+          {"torch-tcp", "tcp", make_peer<TorchEcho>},
+          {"distrain-unix", "unix", make_peer<DistrainEcho>},
+          {"distrain-tcp", "tcp", make_peer<DistrainEcho>}};
 }
 
 // The ratios that issue 3 asks for, with their limits.
@@ -194,6 +198,9 @@ class Pair {
   int control_ = -1;
 };
 
+// Ten nanoseconds are enough.
+double rounded(double us) { return std::round(us * 100) / 100; }
+
 double quantile(const std::vector<double>& sorted, double q) {
   const auto last = static_cast<double>(sorted.size() - 1);
   return sorted[static_cast<size_t>(q * last + 0.5)];
@@ -211,14 +218,15 @@ Json summary(const std::string& name, int64_t bytes, const Options& options, Sam
   Json line{{"event", "bench"}, {"name", "echo"},  {"impl", name},
             {"bytes", bytes},   {"world_size", 2}, {"pinned", options.pin}};
   line["calls"] = samples.call_us.size();
-  line["p50_us"] = p50;
-  line["p90_us"] = quantile(samples.call_us, 0.9);
-  line["p99_us"] = quantile(samples.call_us, 0.99);
+  line["p50_us"] = rounded(p50);
+  line["p90_us"] = rounded(quantile(samples.call_us, 0.9));
+  line["p99_us"] = rounded(quantile(samples.call_us, 0.99));
   line["per_s"] = nullptr;  // with options.in_flight calls at a time
   if (samples.flood_us > 0) {
-    line["per_s"] = static_cast<double>(samples.flood_calls) / samples.flood_us * 1e6;
+    line["per_s"] = std::round(static_cast<double>(samples.flood_calls) / samples.flood_us * 1e6);
   }
-  line["gb_per_s"] = 2e-3 * static_cast<double>(bytes) / p50;  // there and back again
+  line["gb_per_s"] =
+      std::round(2e3 * static_cast<double>(bytes) / p50) / 1e6;  // there and back again
   return line;
 }
 
@@ -248,9 +256,13 @@ void run_size(std::vector<std::unique_ptr<Pair>>& pairs, int64_t bytes, const Op
     if (!all.contains(compared.impl) || !all.contains(compared.reference)) continue;
     const double ratio =
         quantile(all[compared.impl].call_us, 0.5) / quantile(all[compared.reference].call_us, 0.5);
-    Json line{{"event", "ratio"},         {"name", "echo"}, {"impl", compared.impl},
-              {"of", compared.reference}, {"bytes", bytes}, {"pinned", options.pin},
-              {"p50_ratio", ratio}};
+    Json line{{"event", "ratio"},
+              {"name", "echo"},
+              {"impl", compared.impl},
+              {"of", compared.reference},
+              {"bytes", bytes},
+              {"pinned", options.pin},
+              {"p50_ratio", std::round(ratio * 1000) / 1000}};
     if (bytes == 4) {
       line["limit"] = compared.limit;
       line["ok"] = ratio <= compared.limit;

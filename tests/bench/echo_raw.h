@@ -1,11 +1,12 @@
 // The floor under every echo: blocking reads and writes on one socket, no threads, no format.
 #pragma once
 
-#include <cstring>
+#include <algorithm>
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sys/uio.h>
 
 #include "bench/echo_peer.h"
 
@@ -16,12 +17,10 @@ class RawEcho final : public EchoPeer {
   explicit RawEcho(const EchoSetup& setup) : fd_(connect_socket(setup)) {}
 
   at::Tensor echo(const at::Tensor& tensor) override {
-    header_.bytes = static_cast<uint64_t>(tensor.nbytes());
-    write_all(fd_, &header_, sizeof header_);
-    write_all(fd_, tensor.const_data_ptr(), tensor.nbytes());
     if (!reply_.defined() || reply_.nbytes() != tensor.nbytes()) reply_ = at::empty_like(tensor);
-    if (!read_all(fd_, &header_, sizeof header_) ||
-        !read_all(fd_, reply_.mutable_data_ptr(), reply_.nbytes())) {
+    header_.bytes = tensor.nbytes();
+    send(tensor.const_data_ptr(), tensor.nbytes());
+    if (receive(reply_.mutable_data_ptr(), reply_.nbytes()) != reply_.nbytes()) {
       throw std::runtime_error("the raw echo's server went away");
     }
     return reply_;
@@ -30,12 +29,13 @@ class RawEcho final : public EchoPeer {
   double flood(const at::Tensor&, int64_t, int64_t) override { return 0; }
 
   void serve() override {
-    std::vector<char> body;
-    while (read_all(fd_, &header_, sizeof header_)) {
+    std::vector<char> body;  // as large as the last one, most likely also this one
+    for (;;) {
+      size_t done = receive(body.data(), body.size());
+      if (done == kEnd) return;
       body.resize(header_.bytes);
-      if (!read_all(fd_, body.data(), body.size())) return;
-      write_all(fd_, &header_, sizeof header_);
-      write_all(fd_, body.data(), body.size());
+      if (done < body.size() && !read_all(fd_, body.data() + done, body.size() - done)) return;
+      send(body.data(), body.size());
     }
   }
 
@@ -44,6 +44,34 @@ class RawEcho final : public EchoPeer {
     uint64_t bytes = 0;
     char rest[56] = {};
   };
+
+  static constexpr size_t kEnd = ~size_t{0};
+
+  // Header and body by one system call, if the socket takes them.
+  void send(const void* body, size_t size) {
+    iovec parts[2] = {{&header_, sizeof header_}, {const_cast<void*>(body), size}};
+    const ssize_t done = ::writev(fd_, parts, 2);
+    if (done < static_cast<ssize_t>(sizeof header_)) throw std::runtime_error("write failed");
+    const size_t written = static_cast<size_t>(done) - sizeof header_;
+    write_all(fd_, static_cast<const char*>(body) + written, size - written);
+  }
+
+  // Reads the header and as much as `size` bytes of the body, if it has so many; kEnd at the end.
+  size_t receive(void* body, size_t size) {
+    iovec parts[2] = {{&header_, sizeof header_}, {body, size}};
+    const ssize_t first = ::readv(fd_, parts, 2);
+    if (first <= 0) return kEnd;
+    auto got = static_cast<size_t>(first);
+    if (got < sizeof header_) {
+      if (!read_all(fd_, reinterpret_cast<char*>(&header_) + got, sizeof header_ - got))
+        return kEnd;
+      got = sizeof header_;
+    }
+    got -= sizeof header_;
+    const size_t wanted = std::min<size_t>(size, header_.bytes);
+    if (got < wanted && !read_all(fd_, static_cast<char*>(body) + got, wanted - got)) return kEnd;
+    return wanted;
+  }
 
   static int connect_socket(const EchoSetup& setup) {
     if (setup.transport == "unix") return setup.pair_fd;
