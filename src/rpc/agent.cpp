@@ -51,6 +51,8 @@ base::Executor& Agent::inline_executor() { return core_->inline_executor; }
 Channel& Agent::open_channel(uint16_t number) { return core_->open_channel(number); }
 void Agent::set_autograd_hook(std::shared_ptr<AutogradHook> hook) { core_->hook = std::move(hook); }
 
+const std::shared_ptr<AutogradHook>& Agent::autograd_hook() const { return core_->hook; }
+
 void Agent::expose_raw(const std::string& name, Handler handler) {
   std::unique_lock lock(core_->registry_mutex);
   if (!core_->handlers.emplace(name, std::move(handler)).second) {
@@ -72,6 +74,22 @@ const std::string& Agent::name_of(const void* tag, const char* what) const {
                     std::string(what) + " has no name: expose it on the calling agent too");
   }
   return it->second;
+}
+
+void Agent::provide_erased(std::type_index type, std::shared_ptr<void> object) {
+  std::unique_lock lock(core_->registry_mutex);
+  core_->provided[type] = std::move(object);
+}
+
+void* Agent::local_erased(std::type_index type) const {
+  std::shared_lock lock(core_->registry_mutex);
+  const auto it = core_->provided.find(type);
+  if (it == core_->provided.end()) {
+    throw Exception(ErrorKind::kNotFound, "rank " + std::to_string(rank()) +
+                                              " was not provided with an object of type " +
+                                              type.name());
+  }
+  return it->second.get();
 }
 
 int Agent::rank_of(const To& to) const {

@@ -74,6 +74,7 @@ class AgentCore {
   mutable std::shared_mutex registry_mutex;
   std::unordered_map<std::string, Handler> handlers;
   std::unordered_map<const void*, std::string> names;
+  std::unordered_map<std::type_index, std::shared_ptr<void>> provided;
 
   std::shared_ptr<Rendezvous> rendezvous;
   std::map<std::string, std::string> job_options;

@@ -128,6 +128,17 @@ class Agent {
   template <class T>
   void expose_class(const std::string& name);
 
+  /// Gives exposed functions something of this rank to work on: one object for each type, found by
+  /// `context.agent.local<T>()`. `not_found` where none was given.
+  template <class T>
+  void provide(std::shared_ptr<T> object) {
+    provide_erased(typeid(T), std::move(object));
+  }
+  template <class T>
+  T& local() const {
+    return *static_cast<T*>(local_erased(typeid(T)));
+  }
+
   /// Meets the other ranks; returns when all are connected to all. Throws rendezvous, protocol, ….
   void join();
 
@@ -183,9 +194,13 @@ class Agent {
 
   // ---- for the layers above ----
 
+  /// Runs continuations on the thread that completes the future, often the loop's.
+  base::Executor& inline_executor();
+
   /// The lane `number` for one-way messages; see Channel. Lane 1 is autograd's, 2 the collectives'.
   Channel& open_channel(uint16_t number);
   void set_autograd_hook(std::shared_ptr<AutogradHook> hook);
+  const std::shared_ptr<AutogradHook>& autograd_hook() const;
   void expose_raw(const std::string& name, Handler handler);
   /// `fill` writes the arguments. With `target`, a remote() call that makes it.
   base::Future<RawReply> call_raw(const To& to, const std::string& function,
@@ -202,9 +217,10 @@ class Agent {
   template <auto F, class... Args>
   base::Future<RawReply> call(const To& to, const std::shared_ptr<RRefHandle>& target,
                               Args&&... args);
-  base::Executor& inline_executor();
   void expose_tag(const void* tag, const std::string& name, Handler handler);
   const std::string& name_of(const void* tag, const char* what) const;
+  void provide_erased(std::type_index type, std::shared_ptr<void> object);
+  void* local_erased(std::type_index type) const;
   int rank_of(const To& to) const;
   std::shared_ptr<RRefHandle> new_remote_handle(int owner);
   std::shared_ptr<RRefHandle> new_local_handle();

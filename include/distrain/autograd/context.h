@@ -1,0 +1,75 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "distrain/rpc/agent.h"
+
+namespace distrain::autograd {
+
+class ContextState;
+class Runtime;
+
+/// Gives `agent` distributed autograd. Once, before join(), on every rank of the job.
+void install(rpc::Agent& agent);
+
+/// One distributed forward and backward pass, or several whose gradients add up.
+///
+/// While it lives it is the current context of the thread that made it: each call made there, and
+/// each nested call of its handlers, records a pair of send and receive nodes for tensors that
+/// require a gradient. Gradients are kept here, by variable, never in `.grad`: concurrent contexts on
+/// one module are independent. Its end releases what every rank holds for it.
+class Context {
+ public:
+  explicit Context(rpc::Agent& agent);
+  ~Context();
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+  uint64_t id() const { return id_; }
+
+  /// Variable and gradient, for the leaves on this rank that the passes have reached.
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients() const;
+  /// Undefined when there is none.
+  at::Tensor gradient(const at::Tensor& variable) const;
+  /// In place of what the passes have for `variable`.
+  void set_gradient(const at::Tensor& variable, at::Tensor gradient);
+
+  /// For the next pass: `fn` is called once with this rank's final gradient of `variable`, on the
+  /// thread that computed it, while the rest of the pass goes on; not at all if there is none.
+  void on_gradient_ready(const at::Tensor& variable, std::function<void(const at::Tensor&)> fn);
+  /// For the next pass: `fn` is called once when this rank's part of the graph has run; it may block,
+  /// and backward() returns after it and throws what it throws. A pass that fails destroys `fn`
+  /// without calling it.
+  void on_pass_end(std::function<void()> fn);
+
+  const std::shared_ptr<ContextState>& state() const { return state_; }
+  rpc::Agent& agent() const { return agent_; }
+
+ private:
+  rpc::Agent& agent_;
+  const std::shared_ptr<Runtime> runtime_;
+  const uint64_t id_;
+  const std::shared_ptr<ContextState> state_;
+  const rpc::ContextScope scope_;
+};
+
+/// Computes the gradients of the sum of `roots` (scalars, or any shape with a gradient of ones) with
+/// respect to all leaves that took part, on all ranks, and leaves them in the context of each rank.
+/// Returns when all ranks are done; throws what went wrong on any of them.
+///
+/// FAST mode, as PyTorch calls it (pytorch.org, "Distributed Autograd Design"): every tensor that a
+/// call of this context sent or returned and that requires a gradient has to reach the roots. If one
+/// does not, `invalid` names the rank that waited for its gradient.
+void backward(Context& context, const std::vector<at::Tensor>& roots, bool retain_graph = false);
+
+/// The gradient that context `id` has for `variable` on the rank of `agent`; undefined if none.
+/// For handlers that are told a context's id, such as an optimizer's.
+at::Tensor gradient(rpc::Agent& agent, uint64_t id, const at::Tensor& variable);
+
+}  // namespace distrain::autograd

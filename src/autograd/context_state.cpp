@@ -1,0 +1,115 @@
+#include "context_state.h"
+
+namespace distrain::autograd {
+
+void ContextState::add_participant(int rank) {
+  std::lock_guard lock(mutex_);
+  participants_.insert(rank);
+}
+
+std::set<int> ContextState::participants() const {
+  std::lock_guard lock(mutex_);
+  return participants_;
+}
+
+void ContextState::add_send(uint64_t autograd_id, std::shared_ptr<SendNode> node) {
+  std::lock_guard lock(mutex_);
+  sends_.emplace(autograd_id, std::move(node));
+}
+
+std::shared_ptr<SendNode> ContextState::send(uint64_t autograd_id) const {
+  std::lock_guard lock(mutex_);
+  const auto it = sends_.find(autograd_id);
+  return it == sends_.end() ? nullptr : it->second;
+}
+
+std::vector<std::shared_ptr<SendNode>> ContextState::sends() const {
+  std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<SendNode>> nodes;
+  for (const auto& [id, node] : sends_) nodes.push_back(node);
+  return nodes;
+}
+
+std::shared_ptr<Pass> ContextState::pass(uint64_t id) const {
+  std::lock_guard lock(mutex_);
+  return pass_ && pass_->id() == id ? pass_ : nullptr;
+}
+
+void ContextState::set_pass(std::shared_ptr<Pass> pass) {
+  std::lock_guard lock(mutex_);
+  pass_.swap(pass);
+}
+
+std::shared_ptr<Pass> ContextState::pass_or(uint64_t id,
+                                            const std::function<std::shared_ptr<Pass>()>& make) {
+  if (auto known = pass(id)) return known;
+  std::shared_ptr<Pass> made = make();
+  std::lock_guard lock(mutex_);
+  if (pass_ && pass_->id() == id) return pass_;  // another gradient's thread was quicker
+  pass_ = made;
+  return made;
+}
+
+void ContextState::accumulate(const at::Tensor& variable, const at::Tensor& gradient) {
+  std::lock_guard lock(mutex_);
+  Entry& entry = gradients_[variable.unsafeGetTensorImpl()];
+  if (!entry.gradient.defined()) {
+    entry = {variable, gradient};
+  } else if (entry.gradient.is_sparse() && !gradient.is_sparse()) {
+    entry.gradient = gradient + entry.gradient;  // torch adds sparse to dense, not dense to sparse
+  } else {
+    entry.gradient = entry.gradient + gradient;
+  }
+}
+
+at::Tensor ContextState::gradient(const at::Tensor& variable) const {
+  std::lock_guard lock(mutex_);
+  const auto it = gradients_.find(variable.unsafeGetTensorImpl());
+  return it == gradients_.end() ? at::Tensor() : it->second.gradient;
+}
+
+void ContextState::set_gradient(const at::Tensor& variable, at::Tensor gradient) {
+  std::lock_guard lock(mutex_);
+  gradients_[variable.unsafeGetTensorImpl()] = {variable, std::move(gradient)};
+}
+
+std::vector<std::pair<at::Tensor, at::Tensor>> ContextState::gradients() const {
+  std::lock_guard lock(mutex_);
+  std::vector<std::pair<at::Tensor, at::Tensor>> all;
+  for (const auto& [impl, entry] : gradients_) all.emplace_back(entry.variable, entry.gradient);
+  return all;
+}
+
+void ContextState::on_gradient_ready(const at::Tensor& variable, ReadyHook fn) {
+  std::lock_guard lock(mutex_);
+  ready_hooks_[variable.unsafeGetTensorImpl()].push_back(std::move(fn));
+}
+
+void ContextState::on_pass_end(std::function<void()> fn) {
+  std::lock_guard lock(mutex_);
+  end_hooks_.push_back(std::move(fn));
+}
+
+std::vector<ContextState::ReadyHook> ContextState::take_ready_hooks(const at::Tensor& variable) {
+  std::lock_guard lock(mutex_);
+  const auto it = ready_hooks_.find(variable.unsafeGetTensorImpl());
+  if (it == ready_hooks_.end()) return {};
+  std::vector<ReadyHook> hooks = std::move(it->second);
+  ready_hooks_.erase(it);
+  return hooks;
+}
+
+std::vector<std::function<void()>> ContextState::take_end_hooks() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(end_hooks_, {});
+}
+
+void ContextState::drop_hooks() {
+  decltype(ready_hooks_) ready;
+  decltype(end_hooks_) end;
+  std::lock_guard lock(mutex_);
+  ready.swap(ready_hooks_);
+  end.swap(end_hooks_);
+}
+
+}  // namespace distrain::autograd

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "nodes.h"
+#include "pass.h"
+
+namespace distrain::autograd {
+
+/// What one rank holds of a context. Thread-safe.
+class ContextState {
+ public:
+  using ReadyHook = std::function<void(const at::Tensor&)>;
+
+  explicit ContextState(uint64_t id) : id_(id) {}
+
+  uint64_t id() const { return id_; }
+
+  void add_participant(int rank);
+  std::set<int> participants() const;
+
+  void add_send(uint64_t autograd_id, std::shared_ptr<SendNode> node);
+  std::shared_ptr<SendNode> send(uint64_t autograd_id) const;
+  std::vector<std::shared_ptr<SendNode>> sends() const;
+
+  /// The pass under way. A new one takes the place of one that is over.
+  std::shared_ptr<Pass> pass(uint64_t id) const;
+  void set_pass(std::shared_ptr<Pass> pass);
+  /// Gives back the pass `id`, made by `make` if it is not there, under the lock.
+  std::shared_ptr<Pass> pass_or(uint64_t id, const std::function<std::shared_ptr<Pass>()>& make);
+
+  void accumulate(const at::Tensor& variable, const at::Tensor& gradient);
+  at::Tensor gradient(const at::Tensor& variable) const;
+  void set_gradient(const at::Tensor& variable, at::Tensor gradient);
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients() const;
+
+  void on_gradient_ready(const at::Tensor& variable, ReadyHook fn);
+  void on_pass_end(std::function<void()> fn);
+  std::vector<ReadyHook> take_ready_hooks(const at::Tensor& variable);
+  std::vector<std::function<void()>> take_end_hooks();
+  /// Destroys all hooks.
+  void drop_hooks();
+
+ private:
+  struct Entry {
+    at::Tensor variable;
+    at::Tensor gradient;
+  };
+
+  const uint64_t id_;
+  mutable std::mutex mutex_;
+  std::set<int> participants_;  // ranks that this one sent a message of the context to
+  std::unordered_map<uint64_t, std::shared_ptr<SendNode>> sends_;
+  std::unordered_map<const c10::TensorImpl*, Entry> gradients_;
+  std::unordered_map<const c10::TensorImpl*, std::vector<ReadyHook>> ready_hooks_;
+  std::vector<std::function<void()>> end_hooks_;
+  std::shared_ptr<Pass> pass_;
+};
+
+}  // namespace distrain::autograd

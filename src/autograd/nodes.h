@@ -1,0 +1,49 @@
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace distrain::autograd {
+
+/// Stands where tensors left this rank: the gradients that come back for them enter the graph here.
+class SendNode final : public torch::autograd::Node {
+ public:
+  /// An input and an edge for each of `tensors`.
+  SendNode(int to, const std::vector<at::Tensor>& tensors);
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    return std::move(grads);
+  }
+  std::string name() const override { return "distrain::SendBackward"; }
+  int to() const { return to_; }
+
+ private:
+  const int to_;
+};
+
+/// Stands where tensors came from another rank: their gradients leave the graph here. The engine
+/// sends them; torch's own engine cannot, which is what apply() says.
+class RecvNode final : public torch::autograd::Node {
+ public:
+  RecvNode(uint64_t context, uint64_t autograd_id, int from)
+      : context_(context), autograd_id_(autograd_id), from_(from) {}
+
+  /// Makes `tensors` outputs of this node. `self` is this node.
+  static void attach(const std::shared_ptr<RecvNode>& self, std::vector<at::Tensor>& tensors);
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
+  std::string name() const override { return "distrain::RecvBackward"; }
+
+  uint64_t context() const { return context_; }
+  uint64_t autograd_id() const { return autograd_id_; }
+  int from() const { return from_; }
+
+ private:
+  const uint64_t context_;
+  const uint64_t autograd_id_;
+  const int from_;
+};
+
+}  // namespace distrain::autograd

@@ -1,0 +1,342 @@
+#include "pass.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+
+#include "context_state.h"
+#include "runtime.h"
+
+namespace distrain::autograd {
+
+namespace {
+
+using torch::autograd::Edge;
+using torch::autograd::InputBuffer;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+// Torch's own engine orders its queue so too; AccumulateGrad's number is the highest of all, so that
+// gradients are handed out, and reduced, as early as can be.
+template <class Ready>
+bool runs_later(const Ready& a, const Ready& b) {
+  return a.node->sequence_nr() < b.node->sequence_nr();
+}
+
+void call_pre_hooks(Node& node, variable_list& grads) {
+  for (const auto& hook : node.tensor_pre_hooks()) grads = (*hook)(grads);
+  for (const auto& [output, hook] : node.retains_grad_hooks()) grads = (*hook)(grads);
+  for (const auto& hook : node.pre_hooks()) grads = (*hook)(grads);
+}
+
+void encode_reports(rpc::Encoder& encoder, const PassReports& reports) {
+  encoder.out.put(static_cast<uint32_t>(reports.size()));
+  for (const auto& [rank, report] : reports) {
+    encoder.out.put(rank);
+    encoder.out.put(report.version);
+    encoder.out.put(report.waiting);
+  }
+}
+
+PassReports decode_reports(rpc::Decoder& decoder) {
+  PassReports reports;
+  const uint32_t count = decoder.in.get_count(sizeof(int32_t) + sizeof(uint64_t) + sizeof(uint32_t));
+  for (uint32_t i = 0; i < count; ++i) {
+    const auto rank = decoder.in.get<int32_t>();
+    const auto version = decoder.in.get<uint64_t>();
+    reports[rank] = {version, decoder.in.get<uint32_t>()};
+  }
+  decoder.in.expect_end();
+  return reports;
+}
+
+}  // namespace
+
+void Pass::prepare(const std::shared_ptr<ContextState>& context,
+                   const std::vector<at::Tensor>& roots) {
+  context_ = context;
+  std::vector<Node*> to_visit;
+  const auto depend_on = [&](Node* node) {
+    const auto [it, is_new] = waiting_.try_emplace(node);
+    ++it->second.dependencies;
+    if (is_new) to_visit.push_back(node);
+  };
+  std::lock_guard lock(mutex_);
+  for (const auto& send : context->sends()) {
+    depend_on(send.get());
+    ++sends_waiting_;
+  }
+  for (const at::Tensor& root : roots) {
+    depend_on(torch::autograd::impl::gradient_edge(root).function.get());
+  }
+  while (!to_visit.empty()) {
+    const Node* node = to_visit.back();
+    to_visit.pop_back();
+    for (const Edge& edge : node->next_edges()) {
+      if (edge.is_valid()) depend_on(edge.function.get());
+    }
+  }
+  nodes_left_ = waiting_.size();
+  end_hooks_due_ = true;
+}
+
+base::Future<void> Pass::run_roots(const std::vector<at::Tensor>& roots) {
+  const at::NoGradGuard no_grad;
+  base::Future<void> done;
+  {
+    std::lock_guard lock(mutex_);
+    done = done_.emplace().future();
+    waker_.emplace(nullptr);
+    for (const at::Tensor& root : roots) {
+      deliver_locked(torch::autograd::impl::gradient_edge(root), at::ones_like(root));
+    }
+    runner_ = Owner::kRunner;
+  }
+  run_ready();
+  return done;
+}
+
+void Pass::receive(const std::shared_ptr<SendNode>& node, variable_list grads,
+                   rpc::ReplyPtr reply) {
+  if (grads.size() != node->num_inputs()) wire::Reader::fail("a wrong number of gradients");
+  std::vector<std::optional<torch::autograd::InputMetadata>> metadata;
+  for (uint32_t i = 0; i < node->num_inputs(); ++i) metadata.emplace_back(node->input_metadata(i));
+  torch::autograd::validate_outputs(metadata, grads, [](const std::string& text) {
+    return "a gradient that came from another rank: " + text;
+  });
+  bool acknowledge = false;
+  bool run = false;
+  std::optional<base::Error> failed;
+  {
+    std::lock_guard lock(mutex_);
+    const auto it = waiting_.find(node.get());
+    if (error_) {
+      failed = error_;
+    } else if (it == waiting_.end() || it->second.dependencies == 0) {
+      failed = base::Error{base::ErrorKind::kInvalid,
+                           "a gradient for a tensor that was sent after backward() began, or twice",
+                           agent_.rank(),
+                           {}};
+    } else {
+      it->second.dependencies = 0;
+      --sends_waiting_;
+      ready_.push_back({node, InputBuffer(std::move(grads))});
+      std::push_heap(ready_.begin(), ready_.end(), runs_later<Ready>);
+      if (waker_) {
+        acknowledge = true;
+      } else {
+        waker_ = reply;
+      }
+      run = runner_ == Owner::kNobody;
+      if (run) runner_ = Owner::kRunner;
+    }
+  }
+  if (failed) return reply->fail(*failed);
+  if (acknowledge) reply->send([](rpc::Encoder& encoder) { encode_reports(encoder, {}); });
+  if (run) run_ready();
+}
+
+void Pass::run_ready() {
+  const at::NoGradGuard no_grad;
+  const auto context = context_.lock();
+  for (;;) {
+    std::optional<Ready> next;
+    bool end_hooks = false;
+    {
+      std::lock_guard lock(mutex_);
+      if (!error_ && !ready_.empty()) {
+        std::pop_heap(ready_.begin(), ready_.end(), runs_later<Ready>);
+        next = std::move(ready_.back());
+        ready_.pop_back();
+      } else if (!error_ && nodes_left_ == 0 && end_hooks_due_ && context) {
+        end_hooks_due_ = false;
+        end_hooks = true;
+      } else {
+        runner_ = Owner::kNobody;
+        break;
+      }
+    }
+    try {
+      if (end_hooks) {
+        for (const auto& hook : context->take_end_hooks()) hook();
+      } else {
+        execute(std::move(*next));
+      }
+    } catch (...) {
+      base::Error error = base::current_error(base::ErrorKind::kInternal);
+      if (error.rank < 0) error.rank = agent_.rank();
+      if (error.op.empty()) error.op = "backward";
+      fail(std::move(error));
+    }
+  }
+  settle();
+}
+
+void Pass::execute(Ready ready) {
+  Node& node = *ready.node;
+  variable_list grads = std::move(ready.inputs.buffer);
+  variable_list outputs;
+  if (auto* recv = dynamic_cast<RecvNode*>(&node)) {
+    call_pre_hooks(node, grads);
+    execute_recv(*recv, std::move(grads));
+  } else if (dynamic_cast<torch::autograd::AccumulateGrad*>(&node)) {
+    capture(node, std::move(grads));
+  } else {
+    call_pre_hooks(node, grads);
+    if (!retain_graph_) node.will_release_variables();
+    const bool has_post_hooks = !node.post_hooks().empty();
+    if (has_post_hooks) {
+      outputs = node(variable_list(grads));
+    } else {
+      outputs = node(std::move(grads));
+    }
+    if (!retain_graph_) node.release_variables();
+    torch::autograd::validate_outputs(node.next_edges(), outputs, [&](const std::string& text) {
+      return "backward of " + node.name() + ": " + text;
+    });
+    for (const auto& hook : node.post_hooks()) outputs = (*hook)(outputs, grads);
+  }
+  std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const Edge& edge = node.next_edge(i);
+    if (edge.is_valid()) deliver_locked(edge, std::move(outputs[i]));
+  }
+  --nodes_left_;
+}
+
+void Pass::deliver_locked(const Edge& edge, at::Tensor gradient) {
+  Node* node = edge.function.get();
+  Waiting& waiting = waiting_.at(node);
+  if (!waiting.inputs) waiting.inputs.emplace(node->num_inputs());
+  if (gradient.defined()) {
+    waiting.inputs->add(edge.input_nr, std::move(gradient), std::nullopt, std::nullopt, node);
+  }
+  if (--waiting.dependencies > 0) return;
+  ready_.push_back({edge.function, std::move(*waiting.inputs)});
+  waiting.inputs.reset();
+  std::push_heap(ready_.begin(), ready_.end(), runs_later<Ready>);
+}
+
+void Pass::execute_recv(RecvNode& node, variable_list grads) {
+  const auto context = context_.lock();
+  if (!context || node.context() != context->id()) {
+    throw base::Exception(base::ErrorKind::kInvalid,
+                          "the roots depend on a tensor that came from rank " +
+                              std::to_string(node.from()) + " in another context");
+  }
+  {
+    std::lock_guard lock(mutex_);
+    ++unacknowledged_;
+  }
+  const rpc::ContextScope outside(0);  // gradients have no gradients
+  agent_
+      .call_raw(node.from(), kGradientsFunction,
+                [&](rpc::Encoder& encoder) {
+                  encoder.out.put(context->id());
+                  encoder.out.put(id_);
+                  encoder.out.put(node.autograd_id());
+                  encoder.out.put(retain_graph_);
+                  rpc::encode<std::vector<at::Tensor>>(encoder, grads);
+                })
+      .on_complete(agent_.inline_executor(),
+                   [self = shared_from_this()](base::Result<rpc::RawReply>& reply) {
+                     self->on_acknowledged(reply);
+                   });
+}
+
+// On the loop; an acknowledgement has no tensors.
+void Pass::on_acknowledged(base::Result<rpc::RawReply>& reply) {
+  if (!reply.ok()) return fail(reply.error());
+  PassReports reports;
+  try {
+    const auto message = agent_.open(reply.unchecked());
+    rpc::Decoder decoder = agent_.decoder(*message);
+    reports = decode_reports(decoder);
+  } catch (...) {
+    return fail(base::current_error(base::ErrorKind::kProtocol));
+  }
+  {
+    std::lock_guard lock(mutex_);
+    --unacknowledged_;
+    for (const auto& [rank, report] : reports) {
+      PassReport& known = heard_[rank];
+      if (report.version > known.version) known = report;
+    }
+  }
+  settle();
+}
+
+void Pass::capture(Node& accumulate, variable_list grads) {
+  call_pre_hooks(accumulate, grads);
+  const at::Tensor& variable = static_cast<torch::autograd::AccumulateGrad&>(accumulate).variable;
+  const auto context = context_.lock();
+  if (!context || !grads[0].defined()) return;
+  context->accumulate(variable, grads[0]);
+  const auto hooks = context->take_ready_hooks(variable);
+  if (hooks.empty()) return;
+  const at::Tensor total = context->gradient(variable);
+  for (const auto& hook : hooks) hook(total);
+}
+
+// What this rank and all it has heard of have last to say.
+PassReports Pass::reports_locked() {
+  heard_[agent_.rank()] = {++version_, sends_waiting_};
+  return heard_;
+}
+
+// If this rank has become idle: acknowledges the message that woke it, or ends the pass.
+void Pass::settle() {
+  rpc::ReplyPtr waker;
+  std::optional<base::Promise<void>> done;
+  PassReports reports;
+  {
+    std::lock_guard lock(mutex_);
+    if (!waker_ || error_ || runner_ != Owner::kNobody || !ready_.empty() || unacknowledged_ > 0) {
+      return;
+    }
+    waker = std::move(*waker_);
+    waker_.reset();
+    reports = reports_locked();
+    if (!waker) {
+      done = std::move(done_);
+      done_.reset();
+    }
+  }
+  if (waker) {
+    waker->send([&](rpc::Encoder& encoder) { encode_reports(encoder, reports); });
+    return;
+  }
+  for (const auto& [rank, report] : reports) {
+    if (report.waiting == 0) continue;
+    done->fail(base::Error{
+        base::ErrorKind::kInvalid,
+        "rank " + std::to_string(rank) + " got no gradient for " + std::to_string(report.waiting) +
+            " of the messages it sent in this context: the roots must depend on every tensor that "
+            "a call takes or returns and that requires a gradient (detach() the others)",
+        rank, "backward"});
+    return;
+  }
+  done->set();
+}
+
+void Pass::fail(base::Error error) {
+  std::optional<rpc::ReplyPtr> waker;
+  std::optional<base::Promise<void>> done;
+  std::vector<Ready> dropped;
+  {
+    std::lock_guard lock(mutex_);
+    if (error_) return;
+    error_ = error;
+    waker.swap(waker_);
+    done.swap(done_);
+    dropped.swap(ready_);
+  }
+  if (const auto context = context_.lock()) context->drop_hooks();
+  if (waker && *waker) (*waker)->fail(error);
+  if (done) done->fail(std::move(error));
+}
+
+}  // namespace distrain::autograd

@@ -1,0 +1,267 @@
+#include "runtime.h"
+
+#include <torch/csrc/autograd/functions/utils.h>
+
+#include <algorithm>
+
+#include "distrain/wire/handshake.h"
+
+namespace distrain::autograd {
+
+namespace {
+
+constexpr uint16_t kChannel = 1;
+constexpr size_t kRemembered = 4096;
+enum : uint64_t { kReleased = 1, kPassFailed = 2 };
+
+}  // namespace
+
+void install(rpc::Agent& agent) { std::make_shared<Runtime>(agent)->install(); }
+
+void Runtime::install() {
+  agent_.set_autograd_hook(shared_from_this());
+  const std::weak_ptr<Runtime> weak = weak_from_this();
+  agent_.expose_raw(kGradientsFunction,
+                    [weak](rpc::CallContext&, rpc::Decoder& in, const rpc::ReplyPtr& reply) {
+                      if (const auto self = weak.lock()) self->on_gradients(in, reply);
+                    });
+  channel_ = &agent_.open_channel(kChannel);
+  channel_->set_handler({[weak](rpc::ChannelMessage message) {
+                           if (const auto self = weak.lock()) self->on_message_on_loop(message);
+                         },
+                         {}});
+}
+
+std::shared_ptr<Runtime> Runtime::of(rpc::Agent& agent) {
+  auto runtime = std::dynamic_pointer_cast<Runtime>(agent.autograd_hook());
+  if (!runtime) {
+    throw base::Exception(base::ErrorKind::kInvalid,
+                          "this agent has no autograd: call autograd::install(agent) before join()");
+  }
+  return runtime;
+}
+
+uint64_t Runtime::new_id() {
+  return (static_cast<uint64_t>(agent_.rank() + 1) << 40) | ++counter_;
+}
+
+std::shared_ptr<ContextState> Runtime::create(uint64_t id) {
+  auto state = std::make_shared<ContextState>(id);
+  std::lock_guard lock(mutex_);
+  contexts_.emplace(id, state);
+  return state;
+}
+
+std::shared_ptr<ContextState> Runtime::find(uint64_t id) const {
+  std::lock_guard lock(mutex_);
+  const auto it = contexts_.find(id);
+  return it == contexts_.end() ? nullptr : it->second;
+}
+
+std::shared_ptr<ContextState> Runtime::find_or_create(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  const auto it = contexts_.find(id);
+  if (it != contexts_.end()) return it->second;
+  if (released_.contains(id)) {
+    throw base::Exception(base::ErrorKind::kInvalid,
+                          "the autograd context of this call has ended: wait for its calls before");
+  }
+  return contexts_.emplace(id, std::make_shared<ContextState>(id)).first->second;
+}
+
+std::shared_ptr<ContextState> Runtime::take(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  if (!released_.contains(id)) {
+    if (released_ring_.size() < kRemembered) {
+      released_ring_.push_back(id);
+    } else {
+      released_.erase(released_ring_[released_next_]);
+      released_ring_[released_next_] = id;
+      released_next_ = (released_next_ + 1) % kRemembered;
+    }
+    released_.insert(id);
+  }
+  const auto it = contexts_.find(id);
+  if (it == contexts_.end()) return nullptr;
+  std::shared_ptr<ContextState> state = std::move(it->second);
+  contexts_.erase(it);
+  return state;
+}
+
+void Runtime::empty_trash() {
+  std::vector<std::shared_ptr<ContextState>> trash;
+  std::lock_guard lock(mutex_);
+  trash.swap(trash_);
+}
+
+void Runtime::tell(const ContextState& context, const rpc::ChannelTag& tag,
+                   std::shared_ptr<const wire::Bytes> payload, int but) {
+  for (const int rank : context.participants()) {
+    if (rank == but || rank == agent_.rank()) continue;
+    try {
+      const std::span<const uint8_t> piece =
+          payload ? std::span<const uint8_t>(*payload) : std::span<const uint8_t>();
+      channel_->send(rank, tag, {&piece, 1}, payload);
+    } catch (const base::Exception&) {  // a lost rank holds nothing any more
+    }
+  }
+}
+
+void Runtime::release(uint64_t id) {
+  const std::shared_ptr<ContextState> state = take(id);
+  if (state) tell(*state, {id, kReleased, 0}, nullptr, -1);
+}
+
+void Runtime::fail_pass(uint64_t context, uint64_t pass, const base::Error& error) {
+  const std::shared_ptr<ContextState> state = find(context);
+  if (!state) return;
+  tell(*state, {context, kPassFailed, pass},
+       std::make_shared<const wire::Bytes>(wire::encode(error)), -1);
+}
+
+void Runtime::on_message_on_loop(const rpc::ChannelMessage& message) {
+  const uint64_t id = message.tag.a;
+  if (message.tag.b == kReleased) {
+    std::shared_ptr<ContextState> state = take(id);
+    if (!state) return;  // forwarded to here on two ways
+    tell(*state, message.tag, nullptr, message.from);
+    std::lock_guard lock(mutex_);
+    trash_.push_back(std::move(state));
+  } else if (message.tag.b == kPassFailed) {
+    const std::shared_ptr<ContextState> state = find(id);
+    const std::shared_ptr<Pass> pass = state ? state->pass(message.tag.c) : nullptr;
+    if (!pass) return;
+    // It destroys hooks of the user's: not here. Forwarded once, as the pass is gone then.
+    agent_.executor().post([self = shared_from_this(), state, pass, message] {
+      state->set_pass(nullptr);
+      base::Error error{base::ErrorKind::kInternal, "the pass failed", message.from, {}};
+      try {
+        error = wire::decode_error(message.payload);
+      } catch (const base::Exception&) {
+      }
+      pass->fail(error);
+      self->tell(*state, message.tag,
+                 std::make_shared<const wire::Bytes>(message.payload.begin(), message.payload.end()),
+                 message.from);
+    });
+  }
+}
+
+uint64_t Runtime::on_send(uint64_t context, int to, const std::vector<at::Tensor>& tensors) {
+  empty_trash();
+  std::vector<at::Tensor> wanted;
+  if (at::GradMode::is_enabled()) {
+    for (const at::Tensor& tensor : tensors) {
+      if (tensor.requires_grad()) wanted.push_back(tensor);
+    }
+  }
+  const std::shared_ptr<ContextState> state = find_or_create(context);
+  state->add_participant(to);
+  if (wanted.empty()) return 0;
+  const uint64_t id = new_id();
+  state->add_send(id, std::make_shared<SendNode>(to, wanted));
+  return id;
+}
+
+void Runtime::on_receive(uint64_t context, uint64_t autograd_id, int from,
+                         std::vector<at::Tensor>& tensors,
+                         const std::vector<bool>& requires_grad) {
+  std::vector<at::Tensor> wanted;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!requires_grad[i]) continue;
+    if (!torch::autograd::isDifferentiableType(tensors[i].scalar_type())) {
+      wire::Reader::fail("a gradient for integers");
+    }
+    wanted.push_back(tensors[i]);
+  }
+  const std::shared_ptr<ContextState> state = find_or_create(context);
+  state->add_participant(from);
+  const auto node = std::make_shared<RecvNode>(context, autograd_id, from);
+  RecvNode::attach(node, wanted);  // the tensors' own: `wanted` shares them
+}
+
+size_t Runtime::live_contexts() const {
+  std::lock_guard lock(mutex_);
+  return contexts_.size();
+}
+
+// u64 context · u64 pass · u64 autograd id · bool retain graph · vector of gradients
+void Runtime::on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply) {
+  empty_trash();
+  const auto context = in.in.get<uint64_t>();
+  const auto pass_id = in.in.get<uint64_t>();
+  const auto autograd_id = in.in.get<uint64_t>();
+  const auto retain_graph = in.in.get<bool>();
+  auto grads = rpc::decode<std::vector<at::Tensor>>(in);
+  in.in.expect_end();
+  const std::shared_ptr<ContextState> state = find(context);
+  const std::shared_ptr<SendNode> node = state ? state->send(autograd_id) : nullptr;
+  if (!node) {
+    throw base::Exception(base::ErrorKind::kInvalid,
+                          "gradients for a context that has ended on rank " +
+                              std::to_string(agent_.rank()));
+  }
+  const std::shared_ptr<Pass> pass = state->pass_or(pass_id, [&] {
+    auto made = std::make_shared<Pass>(agent_, pass_id, retain_graph);
+    made->prepare(state, {});
+    return made;
+  });
+  pass->receive(node, std::move(grads), reply);
+}
+
+// ---- the public face ----
+
+Context::Context(rpc::Agent& agent)
+    : agent_(agent),
+      runtime_(Runtime::of(agent)),
+      id_(runtime_->new_id()),
+      state_(runtime_->create(id_)),
+      scope_(id_) {}
+
+Context::~Context() { runtime_->release(id_); }
+
+std::vector<std::pair<at::Tensor, at::Tensor>> Context::gradients() const {
+  return state_->gradients();
+}
+at::Tensor Context::gradient(const at::Tensor& variable) const {
+  return state_->gradient(variable);
+}
+void Context::set_gradient(const at::Tensor& variable, at::Tensor gradient) {
+  state_->set_gradient(variable, std::move(gradient));
+}
+void Context::on_gradient_ready(const at::Tensor& variable,
+                                std::function<void(const at::Tensor&)> fn) {
+  state_->on_gradient_ready(variable, std::move(fn));
+}
+void Context::on_pass_end(std::function<void()> fn) { state_->on_pass_end(std::move(fn)); }
+
+void backward(Context& context, const std::vector<at::Tensor>& roots, bool retain_graph) {
+  const std::shared_ptr<Runtime> runtime = Runtime::of(context.agent());
+  const std::shared_ptr<ContextState>& state = context.state();
+  for (const at::Tensor& root : roots) {
+    if (!root.defined() || !root.requires_grad()) {
+      throw base::Exception(base::ErrorKind::kInvalid,
+                            "backward: a root does not require a gradient");
+    }
+  }
+  const auto pass = std::make_shared<Pass>(context.agent(), runtime->new_id(), retain_graph);
+  try {
+    pass->prepare(state, roots);
+    state->set_pass(pass);
+    pass->run_roots(roots).wait();
+  } catch (...) {
+    const base::Error error = base::current_error(base::ErrorKind::kInternal);
+    state->set_pass(nullptr);
+    pass->fail(error);
+    runtime->fail_pass(context.id(), pass->id(), error);
+    throw base::Exception(error);
+  }
+  state->set_pass(nullptr);
+}
+
+at::Tensor gradient(rpc::Agent& agent, uint64_t id, const at::Tensor& variable) {
+  const std::shared_ptr<ContextState> state = Runtime::of(agent)->find(id);
+  return state ? state->gradient(variable) : at::Tensor();
+}
+
+}  // namespace distrain::autograd

@@ -1,0 +1,71 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "context_state.h"
+#include "distrain/autograd/context.h"
+#include "distrain/rpc/agent.h"
+#include "distrain/rpc/autograd_hook.h"
+
+namespace distrain::autograd {
+
+/// Distributed autograd of one agent: its contexts, and what it does to messages.
+///
+/// Messages on channel 1: tag a is the context, tag b says what: released, or a pass (tag c) that
+/// has failed, with the error as payload. A rank forwards both to those that it sent messages of the
+/// context to, once.
+class Runtime final : public rpc::AutogradHook, public std::enable_shared_from_this<Runtime> {
+ public:
+  explicit Runtime(rpc::Agent& agent) : agent_(agent) {}
+
+  /// Exposes the engine's functions and opens the channel.
+  void install();
+  static std::shared_ptr<Runtime> of(rpc::Agent& agent);
+
+  uint64_t new_id();
+  std::shared_ptr<ContextState> create(uint64_t id);
+  std::shared_ptr<ContextState> find(uint64_t id) const;
+  /// Forgets the context here and on all ranks that have heard of it from this one.
+  void release(uint64_t id);
+  /// Ends the pass here and there.
+  void fail_pass(uint64_t context, uint64_t pass, const base::Error& error);
+
+  uint64_t on_send(uint64_t context, int to, const std::vector<at::Tensor>& tensors) override;
+  void on_receive(uint64_t context, uint64_t autograd_id, int from,
+                  std::vector<at::Tensor>& tensors,
+                  const std::vector<bool>& requires_grad) override;
+  size_t live_contexts() const override;
+
+ private:
+  std::shared_ptr<ContextState> find_or_create(uint64_t id);
+  std::shared_ptr<ContextState> take(uint64_t id);
+  void on_message_on_loop(const rpc::ChannelMessage& message);
+  void on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply);
+  void empty_trash();
+  void tell(const ContextState& context, const rpc::ChannelTag& tag,
+            std::shared_ptr<const wire::Bytes> payload, int but);
+
+  rpc::Agent& agent_;
+  rpc::Channel* channel_ = nullptr;
+  std::atomic<uint64_t> counter_{0};
+  mutable std::mutex mutex_;
+  std::unordered_map<uint64_t, std::shared_ptr<ContextState>> contexts_;
+  // The last kRemembered released contexts: what is late for them must not make them again.
+  std::unordered_set<uint64_t> released_;
+  std::vector<uint64_t> released_ring_;
+  size_t released_next_ = 0;
+  // Released on the loop thread, where graphs and hooks of the user's must not be destroyed: the
+  // next thread that works for any context does it.
+  std::vector<std::shared_ptr<ContextState>> trash_;
+};
+
+/// The function that takes gradients for a send node.
+inline constexpr const char* kGradientsFunction = "distrain.autograd.gradients";
+
+}  // namespace distrain::autograd

@@ -1,0 +1,278 @@
+#include <ATen/Functions.h>
+
+#include <chrono>
+#include <thread>
+
+#include "distrain/autograd/context.h"
+#include "support/catch.h"
+#include "support/cluster.h"
+
+using namespace distrain;
+using namespace std::chrono_literals;
+using base::ErrorKind;
+using rpc::Agent;
+using rpc::RRef;
+using testing::Cluster;
+using testing::error_of;
+
+namespace {
+
+at::Tensor leaf(at::Tensor t) { return t.to(at::kDouble).requires_grad_(); }
+
+at::Tensor mul(at::Tensor a, at::Tensor b) { return a * b; }
+std::tuple<at::Tensor, at::Tensor> split(at::Tensor a) { return {a.sin(), a.cos()}; }
+// Calls back to the caller in the middle: A → B → A.
+at::Tensor there_and_back(rpc::CallContext& context, at::Tensor a) {
+  const at::Tensor b = context.agent.rpc_sync<&mul>(context.caller, a, a + 1);
+  return b.exp();
+}
+at::Tensor fail_in_backward(at::Tensor a);
+at::Tensor times_ref(at::Tensor a, const RRef<at::Tensor>& ref) { return a * ref.to_here(); }
+at::Tensor get_parameter(const RRef<at::Tensor>& ref) { return ref.local_value(); }
+at::Tensor around(rpc::CallContext& context, at::Tensor a, int hops) {
+  if (hops == 0) return a * 2;
+  const int next = (context.agent.rank() + 1) % context.agent.world_size();
+  return context.agent.rpc_sync<&around>(next, a.sin(), hops - 1) + a;
+}
+
+struct Scale {
+  using Constructor = Scale(at::Tensor w);
+  explicit Scale(at::Tensor w) : weight(w.clone().requires_grad_()) {}
+  at::Tensor forward(at::Tensor x) { return x * weight; }
+  at::Tensor gradient(rpc::CallContext& context, uint64_t id) {
+    return autograd::gradient(context.agent, id, weight);
+  }
+  RRef<at::Tensor> parameter(rpc::CallContext& context) { return context.agent.make_rref(weight); }
+  at::Tensor weight;
+};
+
+void setup(Agent& agent) {
+  autograd::install(agent);
+  agent.expose<&mul>("mul");
+  agent.expose<&split>("split");
+  agent.expose<&there_and_back>("there_and_back");
+  agent.expose<&fail_in_backward>("fail_in_backward");
+  agent.expose<&times_ref>("times_ref");
+  agent.expose<&get_parameter>("get_parameter");
+  agent.expose<&around>("around");
+  agent.expose_class<Scale>("Scale");
+  agent.expose<&Scale::forward>("Scale.forward");
+  agent.expose<&Scale::gradient>("Scale.gradient");
+  agent.expose<&Scale::parameter>("Scale.parameter");
+}
+
+at::Tensor fail_in_backward(at::Tensor a) {
+  const at::Tensor b = a * 2;
+  b.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("hook broke"); });
+  return b * 3;
+}
+
+// The gradients of a local pass over the same computation.
+std::vector<at::Tensor> local_gradients(const at::Tensor& loss,
+                                        const std::vector<at::Tensor>& leaves) {
+  loss.backward();
+  std::vector<at::Tensor> grads;
+  for (const at::Tensor& l : leaves) {
+    grads.push_back(l.grad().clone());
+    const_cast<at::Tensor&>(l).mutable_grad().reset();
+  }
+  return grads;
+}
+
+void check_no_leaks(Cluster& cluster) {
+  cluster.shutdown();
+  for (int rank = 0; rank < cluster.size(); ++rank) {
+    CHECK(cluster[rank].live_contexts() == 0);
+    CHECK(cluster[rank].live_rrefs() == 0);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("gradients through one remote call, also to oneself") {
+  Cluster cluster(2, setup);
+  const at::Tensor a = leaf(at::rand({2, 3})), b = leaf(at::rand({2, 3}));
+  for (int to : {0, 1}) {
+    const auto expected = local_gradients((a * b).sin().sum(), {a, b});
+    autograd::Context context(cluster[0]);
+    const at::Tensor y = cluster[0].rpc_sync<&mul>(to, a, b);
+    autograd::backward(context, {y.sin().sum()});
+    CHECK(at::equal(context.gradient(a), expected[0]));
+    CHECK(at::equal(context.gradient(b), expected[1]));
+    CHECK_FALSE(a.grad().defined());
+    CHECK(context.gradients().size() == 2);
+  }
+  check_no_leaks(cluster);
+}
+
+TEST_CASE("nested hops, shared leaves, outputs used twice") {
+  Cluster cluster(3, setup);
+  const at::Tensor a = leaf(at::rand({4})), b = leaf(at::rand({4}));
+  const auto expected = local_gradients(
+      [&] {
+        const at::Tensor n = (a * (a + 1)).exp();
+        const at::Tensor s = b.sin(), c = b.cos();
+        return (n * s + c * s * a + n).sum();
+      }(),
+      {a, b});
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    autograd::Context context(cluster[0]);
+    const at::Tensor n = cluster[0].rpc_sync<&there_and_back>(1, a);
+    const auto [s, c] = cluster[0].rpc_sync<&split>(2, b);
+    autograd::backward(context, {(n * s + c * s * a + n).sum()});
+    CHECK(at::allclose(context.gradient(a), expected[0], 1e-12, 1e-12));
+    CHECK(at::allclose(context.gradient(b), expected[1], 1e-12, 1e-12));
+  }
+  check_no_leaks(cluster);
+}
+
+TEST_CASE("a ring of calls deeper than the ranks") {
+  Cluster cluster(3, setup);
+  const at::Tensor a = leaf(at::rand({3}));
+  at::Tensor x = a;
+  std::function<at::Tensor(at::Tensor, int)> local = [&](at::Tensor t, int hops) -> at::Tensor {
+    return hops == 0 ? t * 2 : local(t.sin(), hops - 1) + t;
+  };
+  const auto expected = local_gradients(local(a, 10).sum(), {a});
+  autograd::Context context(cluster[0]);
+  autograd::backward(context, {cluster[0].rpc_sync<&around>(1, a, 10).sum()});
+  CHECK(at::allclose(context.gradient(a), expected[0], 1e-12, 1e-12));
+}
+
+TEST_CASE("chains through remote(), RRef arguments and to_here()") {
+  Cluster cluster(3, setup);
+  const at::Tensor a = leaf(at::rand({3})), b = leaf(at::rand({3}));
+  const auto expected = local_gradients(((a * b) * (a * b) * b).sum(), {a, b});
+  {
+    autograd::Context context(cluster[0]);
+    RRef<at::Tensor> product = cluster[0].remote<&mul>(1, a, b);
+    const at::Tensor here = product.to_here();
+    const at::Tensor there = cluster[0].rpc_sync<&times_ref>(2, here * b, product);
+    autograd::backward(context, {there.sum()});
+    CHECK(at::allclose(context.gradient(a), expected[0], 1e-12, 1e-12));
+    CHECK(at::allclose(context.gradient(b), expected[1], 1e-12, 1e-12));
+  }
+  check_no_leaks(cluster);
+}
+
+TEST_CASE("a remote module's parameter has its gradient on its owner, per context") {
+  Cluster cluster(2, setup);
+  const at::Tensor w = at::rand({3}, at::kDouble);
+  {
+    RRef<Scale> module = cluster[0].remote_new<Scale>(1, w);
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 4; ++t) {
+      threads.emplace_back([&, t] {
+        for (int i = 0; i < 10; ++i) {
+          const at::Tensor x = at::full({3}, t + 1.0, at::kDouble);
+          autograd::Context context(cluster[0]);
+          autograd::backward(context, {module.rpc_sync<&Scale::forward>(x).sum()});
+          const at::Tensor g = module.rpc_sync<&Scale::gradient>(context.id());
+          if (!at::equal(g, x)) throw std::runtime_error("contexts mixed up");
+        }
+      });
+    }
+    for (auto& thread : threads) thread.join();
+  }
+  check_no_leaks(cluster);
+}
+
+TEST_CASE("tensor and node hooks run, and may change the gradient") {
+  Cluster cluster(2, setup);
+  const at::Tensor a = leaf(at::ones({2}));
+  int calls = 0;
+  a.register_hook([&](const at::Tensor& g) {
+    ++calls;
+    return g * 10;
+  });
+  autograd::Context context(cluster[0]);
+  const at::Tensor y = cluster[0].rpc_sync<&mul>(1, a * 1, a.detach());
+  y.register_hook([&](const at::Tensor& g) {
+    ++calls;
+    return g + 1;
+  });
+  autograd::backward(context, {y.sum()});
+  CHECK(calls == 2);
+  CHECK(at::equal(context.gradient(a), at::full({2}, 20.0, at::kDouble)));
+}
+
+TEST_CASE("gradients are announced as they are ready, and the end of the pass") {
+  Cluster cluster(2, setup);
+  const at::Tensor a = leaf(at::ones({2})), b = leaf(at::ones({2})), unused = leaf(at::ones({2}));
+  autograd::Context context(cluster[0]);
+  std::vector<std::string> events;
+  context.on_gradient_ready(a, [&](const at::Tensor& g) {
+    events.push_back("a");
+    context.set_gradient(a, g * 2);
+  });
+  context.on_gradient_ready(b, [&](const at::Tensor&) { events.push_back("b"); });
+  context.on_gradient_ready(unused, [&](const at::Tensor&) { events.push_back("unused"); });
+  context.on_pass_end([&] { events.push_back("end"); });
+  autograd::backward(context, {cluster[0].rpc_sync<&mul>(1, a, b).sum()});
+  REQUIRE(events.size() == 3);
+  CHECK(events.back() == "end");
+  CHECK(at::equal(context.gradient(a), at::full({2}, 2.0, at::kDouble)));
+}
+
+TEST_CASE("several passes of one context add up") {
+  Cluster cluster(2, setup);
+  const at::Tensor a = leaf(at::ones({2}));
+  autograd::Context context(cluster[0]);
+  const at::Tensor y = cluster[0].rpc_sync<&mul>(1, a, a.detach() * 3).sum();
+  autograd::backward(context, {y}, true);
+  autograd::backward(context, {y});
+  CHECK(at::equal(context.gradient(a), at::full({2}, 6.0, at::kDouble)));
+}
+
+TEST_CASE("a plain backward names the one to use") {
+  Cluster cluster(2, setup);
+  const at::Tensor a = leaf(at::ones({2}));
+  autograd::Context context(cluster[0]);
+  const at::Tensor y = cluster[0].rpc_sync<&mul>(1, a, a);
+  std::string text;
+  try {
+    y.sum().backward();
+  } catch (const std::exception& e) {
+    text = e.what();
+  }
+  CHECK(text.find("autograd::backward") != std::string::npos);
+}
+
+TEST_CASE("failures reach the initiator and end its hooks") {
+  Cluster cluster(2, setup);
+  const at::Tensor a = leaf(at::ones({2}));
+  {
+    autograd::Context context(cluster[0]);
+    auto token = std::make_shared<int>(1);
+    context.on_pass_end([token] {});
+    const at::Tensor y = cluster[0].rpc_sync<&fail_in_backward>(1, a);
+    const base::Error e = error_of([&] { autograd::backward(context, {y.sum()}); });
+    CHECK(e.rank == 1);
+    CHECK(e.message.find("hook broke") != std::string::npos);
+    CHECK(token.use_count() == 1);
+  }
+  {
+    // Two outputs of which one is not used: FAST mode names the rank that waits.
+    autograd::Context context(cluster[0]);
+    const at::Tensor used = cluster[0].rpc_sync<&mul>(1, a, a);
+    const at::Tensor unused = cluster[0].rpc_sync<&mul>(1, a, a);
+    const base::Error e = error_of([&] { autograd::backward(context, {used.sum()}); });
+    CHECK(e.kind == ErrorKind::kInvalid);
+    CHECK(e.message.find("no gradient") != std::string::npos);
+  }
+  {
+    autograd::Context context(cluster[0]);
+    CHECK(error_of([&] { autograd::backward(context, {at::ones({1})}); }).kind ==
+          ErrorKind::kInvalid);
+  }
+  check_no_leaks(cluster);
+}
+
+TEST_CASE("a rank that dies in the middle fails the pass") {
+  Cluster cluster(3, setup);
+  const at::Tensor a = leaf(at::ones({2}));
+  autograd::Context context(cluster[0]);
+  const at::Tensor y = cluster[0].rpc_sync<&mul>(2, a, a);
+  cluster.kill(2);
+  CHECK(error_of([&] { autograd::backward(context, {y.sum()}); }).kind == ErrorKind::kPeerLost);
+}
