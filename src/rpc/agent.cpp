@@ -12,7 +12,7 @@ Agent::Agent(AgentOptions options)
 
 Agent::~Agent() { core_->close(); }
 
-void Agent::join() { core_->join(); }
+void Agent::join(const std::function<void()>& prepare) { core_->join(prepare); }
 int Agent::rank() const { return core_->options.rank; }
 int Agent::world_size() const { return core_->world_size(); }
 const std::string& Agent::name() const { return core_->name; }

@@ -151,15 +151,17 @@ void AgentCore::close() {
   pool.stop();  // handlers that wait for others have been failed above
   rrefs->close();
   const std::shared_ptr<AutogradHook> last = std::move(hook);
+  decltype(provided) objects;  // die outside the lock, while the channels they use are there
   std::unique_lock lock(registry_mutex);
+  objects.swap(provided);
   handlers.clear();
 }
 
 // ---- joining ----
 
-void AgentCore::join() {
-  rendezvous->run();
-  name = peers_[static_cast<size_t>(options.rank)]->name;
+void AgentCore::join(const std::function<void()>& prepare) {
+  if (options.rank == 0) job_options = options.job_options;
+  rendezvous->run(prepare ? prepare : [] {});
   if (options.peer_timeout > std::chrono::nanoseconds::zero()) {
     loop.post([this] {
       last_beat_ = base::Clock::now();
@@ -174,7 +176,8 @@ void AgentCore::on_directory_on_loop(const wire::Directory& directory) {
     peers_.push_back(std::make_unique<Peer>());
     peers_.back()->name = entry.name;
   }
-  job_options = directory.options;
+  if (options.rank != 0) job_options = directory.options;
+  name = directory.ranks[static_cast<size_t>(options.rank)].name;
 }
 
 net::Stream::Handler AgentCore::install_peer_on_loop(int rank, const net::StreamPtr& stream) {

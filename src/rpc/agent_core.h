@@ -42,7 +42,7 @@ class AgentCore {
   AgentCore(Agent& agent, AgentOptions options);
   ~AgentCore();
 
-  void join();
+  void join(const std::function<void()>& prepare);
   void shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting);
   void abort(const base::Error& error);
   void close();

@@ -71,10 +71,11 @@ Rendezvous::~Rendezvous() {
   }
 }
 
-void Rendezvous::run() {
+void Rendezvous::run(const std::function<void()>& prepare) {
   const base::TimePoint deadline = base::deadline_after(options_.join_timeout);
   if (options_.transport != "tcp") listen_unix();
   if (options_.rank == 0) {
+    prepare();
     wire::Directory directory;
     for (const std::string& name : options_.names) directory.ranks.push_back({name, {}});
     directory.options = options_.job_options;
@@ -85,7 +86,7 @@ void Rendezvous::run() {
   } else {
     join_master(deadline);
   }
-  wait_until_ready(deadline);
+  wait_until_ready(deadline, prepare);
   // Nobody connects any more: what others could find of us on the disk goes.
   std::lock_guard lock(mutex_);
   listeners_.clear();
@@ -186,7 +187,8 @@ void Rendezvous::join_master(base::TimePoint deadline) {
                 wire::Limits{uint32_t{16} << 20, 0, 0});
 }
 
-void Rendezvous::wait_until_ready(base::TimePoint deadline) {
+void Rendezvous::wait_until_ready(base::TimePoint deadline,
+                                  const std::function<void()>& prepare) {
   const base::Future<void> met = met_.future();
   const base::Future<void> ready = ready_.future();
   bool connected = options_.rank == 0;
@@ -195,6 +197,7 @@ void Rendezvous::wait_until_ready(base::TimePoint deadline) {
     if (next.wait_until(std::min(deadline, base::Clock::now() + kWaitingInterval))) {
       next.wait();  // throws when it failed
       if (connected) return;
+      prepare();
       connect_to_lower_ranks();
       connected = true;
       continue;

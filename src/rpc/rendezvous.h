@@ -35,8 +35,9 @@ class Rendezvous : public std::enable_shared_from_this<Rendezvous> {
              InstallPeer install_peer);
   ~Rendezvous();
 
-  /// Returns when every rank is connected to every other one. Throws otherwise.
-  void run();
+  /// Returns when every rank is connected to every other one. Throws otherwise. `prepare` is called
+  /// when rank 0's options are known, before this rank lets any other begin.
+  void run(const std::function<void()>& prepare);
   uint16_t port() const { return port_; }
 
   /// A peer refused this rank, or its stream broke, before all were ready. On any thread.
@@ -57,7 +58,7 @@ class Rendezvous : public std::enable_shared_from_this<Rendezvous> {
   void listen_for_peers(const std::string& host);
   net::Listener* add_listener(net::Fd socket);
   void join_master(base::TimePoint deadline);
-  void wait_until_ready(base::TimePoint deadline);
+  void wait_until_ready(base::TimePoint deadline, const std::function<void()>& prepare);
   wire::Endpoint own_endpoint() const;
   std::string master_text() const;
 

@@ -140,7 +140,8 @@ class Agent {
   }
 
   /// Meets the other ranks; returns when all are connected to all. Throws rendezvous, protocol, ….
-  void join();
+  /// `prepare` runs once job_options() are known, before any other rank can call this one.
+  void join(const std::function<void()>& prepare = {});
 
   /// Calls F on `to` and waits for the result. Arguments are converted to F's parameter types, here.
   template <auto F, class... Args>

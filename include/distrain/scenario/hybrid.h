@@ -2,11 +2,16 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
+
+#include <ATen/core/Tensor.h>
 
 #include "distrain/scenario/job.h"
 
 namespace distrain::scenario {
+
+using NamedTensors = std::map<std::string, at::Tensor>;
 
 /// Options of `distrain hybrid`; the defaults are the PyTorch tutorial's.
 struct HybridOptions {
@@ -25,6 +30,8 @@ struct HybridOptions {
   uint64_t seed = 1;
   int threads = 0;       ///< intra-op; 0: cores / ranks on this host
   int log_interval = 0;  ///< steps; 0: once an epoch
+  /// Not an option of the command line: told the final parameters, on trainer 0.
+  std::function<void(const NamedTensors&)> on_finished;
 };
 
 /// Ranks 0..T-1 trainers, T master, T+1 parameter server.

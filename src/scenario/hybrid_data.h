@@ -1,0 +1,58 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "distrain/data/batches.h"
+#include "distrain/data/text_dataset.h"
+#include "distrain/scenario/hybrid.h"
+
+namespace distrain::scenario {
+
+/// What the model and the other trainers have to know of the data.
+struct HybridDataInfo {
+  int64_t rows = 0;     ///< of the embedding table
+  int64_t classes = 0;
+  uint64_t hash = 0;    ///< of the files' bytes
+  int64_t test_examples = 0;
+  static constexpr auto kFields = std::tuple(&HybridDataInfo::rows, &HybridDataInfo::classes,
+                                             &HybridDataInfo::hash,
+                                             &HybridDataInfo::test_examples);
+};
+
+/// A batch as the model takes it; all int64.
+struct HybridBatch {
+  at::Tensor indices;  ///< rows of the table, all bags one after the other
+  at::Tensor offsets;  ///< where each bag begins
+  at::Tensor targets;  ///< the class of each bag
+};
+
+/// The batches of the job: random, or of a file in fastText's format.
+class HybridData {
+ public:
+  /// Reads the files; throws bad_data.
+  explicit HybridData(const HybridOptions& options);
+
+  HybridDataInfo info() const;
+  int64_t steps_per_epoch() const;
+  HybridBatch batch(int trainer, int64_t epoch, int64_t step);
+
+  /// Test examples [first, last).
+  HybridBatch test_batch(int64_t first, int64_t last) const;
+
+ private:
+  const HybridOptions options_;
+  std::optional<data::TextDataset> train_;
+  std::optional<data::TextDataset> test_;
+  // The sampler of the trainer and epoch asked for last.
+  std::optional<data::EpochSampler> sampler_;
+  int sampler_trainer_ = -1;
+  int64_t sampler_epoch_ = -1;
+};
+
+}  // namespace distrain::scenario

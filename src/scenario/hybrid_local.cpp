@@ -1,0 +1,140 @@
+// distrain hybrid --local: the same model, batches and updates in one process, without RPC.
+
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "distrain/optim/update_rule.h"
+#include "distrain/scenario/hybrid.h"
+#include "hybrid_data.h"
+#include "hybrid_model.h"
+
+namespace distrain::scenario {
+
+namespace {
+
+constexpr int64_t kTestBatch = 256;
+
+/// The gradients of one trainer's batch.
+struct Gradients {
+  at::Tensor table;
+  std::vector<at::Tensor> dense;
+};
+
+at::Tensor take_gradient(const at::Tensor& parameter) {
+  at::Tensor gradient = parameter.grad();
+  parameter.mutable_grad() = at::Tensor();
+  return gradient;
+}
+
+template <class Get>
+at::Tensor mean(const std::vector<Gradients>& all, Get get) {
+  at::Tensor sum = get(all[0]);
+  for (size_t t = 1; t < all.size(); ++t) sum = sum + get(all[t]);
+  return all.size() == 1 ? sum : sum / static_cast<double>(all.size());
+}
+
+class LocalRun {
+ public:
+  LocalRun(const HybridOptions& options, EventSink& sink)
+      : options_(options),
+        sink_(sink),
+        data_(options),
+        table_(data_.info().rows, options.embedding_dim, embedding_range(options), options.seed),
+        dense_(make_dense(options, data_.info().classes)),
+        table_rule_(optim::make_update_rule(optimizer_options(options))),
+        dense_rule_(optim::make_update_rule(optimizer_options(options))),
+        log_(options_, sink) {}
+
+  Outcome run() {
+    const int64_t steps = data_.steps_per_epoch();
+    // Batches of all trainers: each has its own sampler, as the distributed trainers have.
+    std::vector<HybridData> per_trainer(static_cast<size_t>(options_.trainers), data_);
+    for (int64_t epoch = 1; epoch <= options_.epochs; ++epoch) {
+      log_.begin_epoch(epoch);
+      for (int64_t step = 0; step < steps; ++step) {
+        std::vector<Gradients> gradients;
+        double loss_sum = 0;
+        int64_t samples = 0;
+        for (int t = 0; t < options_.trainers; ++t) {
+          const HybridBatch batch = per_trainer[static_cast<size_t>(t)].batch(t, epoch, step);
+          const at::Tensor loss = at::cross_entropy_loss(
+              dense_->forward(table_.forward(batch.indices, batch.offsets)), batch.targets);
+          loss_sum += checked_loss(loss, epoch, step + 1);
+          samples += batch.targets.numel();
+          loss.backward();
+          gradients.push_back({take_gradient(table_.parameters()[0]), {}});
+          for (const at::Tensor& p : dense_->parameters()) {
+            gradients.back().dense.push_back(take_gradient(p));
+          }
+        }
+        update(gradients);
+        log_.step(loss_sum / options_.trainers, samples);
+      }
+      log_.end_epoch();
+    }
+    Outcome outcome;
+    outcome.fields = {{"steps", log_.steps() * options_.trainers},
+                      {"train_s", log_.train_s()},
+                      {"loss", log_.last_loss()}};
+    evaluate(outcome);
+    if (options_.on_finished) {
+      options_.on_finished({{"embedding.weight", table_.parameters()[0]},
+                            {"fc.weight", dense_->weight},
+                            {"fc.bias", dense_->bias}});
+    }
+    return outcome;
+  }
+
+ private:
+  void update(const std::vector<Gradients>& gradients) {
+    const at::NoGradGuard no_grad;
+    at::Tensor table = table_.parameters()[0];
+    if (options_.mode == "sync") {
+      table_rule_->apply(0, table, mean(gradients, [](const Gradients& g) { return g.table; }));
+    } else {
+      for (const Gradients& g : gradients) table_rule_->apply(0, table, g.table);
+    }
+    std::vector<at::Tensor> dense = dense_->parameters();
+    for (size_t i = 0; i < dense.size(); ++i) {
+      dense_rule_->apply(i, dense[i], mean(gradients, [i](const Gradients& g) { return g.dense[i]; }));
+    }
+  }
+
+  void evaluate(Outcome& outcome) {
+    const at::NoGradGuard no_grad;
+    Evaluation evaluation;
+    const int64_t examples = data_.info().test_examples;
+    for (int64_t i = 0; i < examples; i += kTestBatch) {
+      const HybridBatch batch = data_.test_batch(i, std::min(i + kTestBatch, examples));
+      evaluation.add(dense_->forward(table_.forward(batch.indices, batch.offsets)), batch.targets);
+    }
+    if (evaluation.samples == 0) return;
+    sink_.emit("eval", evaluation.fields());
+    outcome.fields["accuracy"] = evaluation.fields()["accuracy"];
+  }
+
+  const HybridOptions options_;
+  EventSink& sink_;
+  HybridData data_;
+  EmbeddingTable table_;
+  torch::nn::Linear dense_;
+  std::unique_ptr<optim::UpdateRule> table_rule_;
+  std::unique_ptr<optim::UpdateRule> dense_rule_;
+  TrainLog log_;
+};
+
+}  // namespace
+
+Outcome run_hybrid_local(const HybridOptions& options, const Job&, EventSink& sink) {
+  LocalRun run(options, sink);
+  Outcome outcome = run.run();
+  outcome.fields["rpc"] = {{"calls", 0}, {"bytes_out", 0}, {"bytes_in", 0}};
+  outcome.fields["live_rrefs"] = 0;
+  outcome.fields["live_contexts"] = 0;
+  return outcome;
+}
+
+}  // namespace distrain::scenario

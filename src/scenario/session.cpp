@@ -1,0 +1,64 @@
+#include "session.h"
+
+#include "distrain/autograd/context.h"
+#include "distrain/base/clock.h"
+
+namespace distrain::scenario {
+
+namespace {
+
+std::chrono::nanoseconds seconds(double s) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(s));
+}
+
+}  // namespace
+
+Session::Session(const Job& job, std::vector<std::string> names, EventSink& sink)
+    : job_(job), sink_(sink) {
+  rpc::AgentOptions options;
+  options.rank = job.rank;
+  options.names = std::move(names);
+  options.world_size = job.world_size;
+  options.master_addr = job.master_addr;
+  options.master_port = job.master_port;
+  options.listen_fd = job.listen_fd;
+  options.listen_addr = job.listen_addr;
+  options.transport = job.transport;
+  options.rpc_timeout = seconds(job.rpc_timeout_s);
+  options.join_timeout = seconds(job.join_timeout_s);
+  options.peer_timeout = seconds(job.peer_timeout_s);
+  options.job_options = job.rank == 0 ? job.effective : job.given;
+  options.on_waiting = [this](const std::vector<int>& missing, const std::string& address) {
+    tell_waiting(missing, address);
+  };
+  agent_ = std::make_unique<rpc::Agent>(std::move(options));
+  autograd::install(*agent_);
+  updates_ = optim::install(*agent_);
+}
+
+void Session::tell_waiting(const std::vector<int>& missing, const std::string& address) {
+  Json fields{{"missing", missing}};
+  if (!address.empty()) fields["address"] = address;
+  sink_.emit("waiting", fields);
+}
+
+void Session::join(const std::function<void()>& prepare) {
+  agent_->join(prepare);
+  sink_.set_role(agent_->name());
+  sink_.emit("ready", {{"world_size", agent_->world_size()},
+                       {"transport", agent_->transport()},
+                       {"startup_s", base::seconds_since(job_.started)}});
+}
+
+void Session::finish(Outcome& outcome) {
+  // Waiting for the end of others is no trouble: it takes as long as their work does.
+  agent_->shutdown();
+  const rpc::Traffic traffic = agent_->traffic();
+  outcome.fields["rpc"] = {{"calls", traffic.calls},
+                           {"bytes_out", traffic.bytes_out},
+                           {"bytes_in", traffic.bytes_in}};
+  outcome.fields["live_rrefs"] = agent_->live_rrefs();
+  outcome.fields["live_contexts"] = agent_->live_contexts();
+}
+
+}  // namespace distrain::scenario

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "distrain/optim/distributed_optimizer.h"
+#include "distrain/rpc/agent.h"
+#include "distrain/scenario/job.h"
+
+namespace distrain::scenario {
+
+/// The agent of one rank, from the job's description to its last counters: what every scenario does
+/// before and after its own work.
+class Session {
+ public:
+  /// `names` are the ranks' roles; rank 0's hold.
+  Session(const Job& job, std::vector<std::string> names, EventSink& sink);
+
+  rpc::Agent& agent() { return *agent_; }
+  /// Applied to this rank's parameters so far.
+  uint64_t updates() const { return *updates_; }
+
+  /// Emits `waiting` while ranks are missing and `ready` when all are there. `prepare` as in
+  /// Agent::join.
+  void join(const std::function<void()>& prepare);
+  /// Waits for all ranks, then adds rpc{…}, live_rrefs and live_contexts to `outcome`.
+  void finish(Outcome& outcome);
+
+  /// join(), the work of this rank, finish(). If it throws, all other ranks are told why.
+  void run(const std::function<void()>& prepare, const std::function<void()>& work,
+           Outcome& outcome) {
+    try {
+      join(prepare);
+      work();
+      finish(outcome);
+    } catch (...) {
+      const base::Error error = base::current_error(base::ErrorKind::kInternal);
+      agent_->abort(error);
+      throw base::Exception(error);
+    }
+  }
+
+ private:
+  void tell_waiting(const std::vector<int>& missing, const std::string& address);
+
+  const Job& job_;
+  EventSink& sink_;
+  std::unique_ptr<rpc::Agent> agent_;
+  optim::UpdateCount updates_;
+};
+
+}  // namespace distrain::scenario
