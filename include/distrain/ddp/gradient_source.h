@@ -1,15 +1,15 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <functional>
+
+#include <ATen/core/Tensor.h>
 
 namespace distrain::ddp {
 
 /// One distributed backward pass, as seen by what reduces its gradients. Implemented by the
-/// autograd layer, whose engine captures leaf gradients itself, so that AccumulateGrad's hooks never
-/// fire in such a pass.
+/// autograd layer, whose engine captures leaf gradients itself, so that AccumulateGrad's hooks
+/// never fire in such a pass.
 class GradientPass {
  public:
   virtual ~GradientPass() = default;

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "distrain/collective/backend.h"
+#include "distrain/ddp/gradient_source.h"
+
+namespace distrain::ddp {
+
+struct NamedParameter {
+  std::string name;
+  at::Tensor tensor;
+};
+
+/// Replaces the gradients of a model's parameters by their mean over the ranks of a group, while
+/// the backward pass that computes them still runs.
+///
+/// Parameters are put into buckets of one dtype each, in the reverse order of their registration,
+/// the first bucket small; after the first pass anew, in the order in which rank 0 saw their
+/// gradients come. A bucket's allreduce starts when all its gradients are there, always in the
+/// order of the buckets. (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
+/// Parallel Training", VLDB 2020.)
+///
+/// A plain `loss.backward()` needs nothing else: hooks on the parameters feed the reducer, and
+/// backward() returns with the mean in `.grad`. A distributed pass is announced by attach().
+/// Every rank must run the same number of passes. One pass at a time: a second one beside it fails
+/// with `invalid`.
+///
+/// backward() throws `invalid` on every rank when a parameter got no gradient or a sparse one on
+/// some rank, naming that rank and all such parameters; what else a collective can throw; and
+/// `remote_failed` when the pass of another rank failed. Gradients are then left as they were.
+class Reducer {
+ public:
+  struct Options {
+    size_t bucket_cap_bytes = size_t{25} << 20;
+    size_t first_bucket_bytes = size_t{1} << 20;
+  };
+
+  /// Those that require no gradient are left out. Same parameters in the same order on all ranks.
+  /// Throws `invalid` if one is not a dense CPU leaf, or has a post-accumulate hook already.
+  Reducer(const std::vector<NamedParameter>& parameters,
+          c10::intrusive_ptr<collective::Backend> backend, Options options);
+  Reducer(const std::vector<NamedParameter>& parameters,
+          c10::intrusive_ptr<collective::Backend> backend)
+      : Reducer(parameters, std::move(backend), Options{}) {}
+  ~Reducer();
+  Reducer(const Reducer&) = delete;
+  Reducer& operator=(const Reducer&) = delete;
+
+  /// Reduces the gradients of this pass, too. To be called before its backward, on each rank.
+  void attach(GradientPass& pass);
+
+  /// The names in each bucket, for tests and diagnosis.
+  std::vector<std::vector<std::string>> buckets() const;
+
+ private:
+  class Impl;
+  struct Hook;
+  std::shared_ptr<Impl> impl_;
+};
+
+}  // namespace distrain::ddp

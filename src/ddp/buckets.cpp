@@ -1,0 +1,98 @@
+#include "buckets.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+
+namespace distrain::ddp {
+
+std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& parameters,
+                                                const std::vector<int64_t>& order,
+                                                size_t first_bytes, size_t cap_bytes) {
+  struct Open {
+    std::vector<size_t> members;
+    size_t bytes = 0;
+    size_t last = 0;  // the place of its last member in `order`
+    size_t limit = 0;
+  };
+  std::map<at::ScalarType, Open> open;
+  std::vector<Open> closed;
+  for (size_t place = 0; place < order.size(); ++place) {
+    const auto index = static_cast<size_t>(order[place]);
+    const at::Tensor& parameter = parameters[index];
+    const auto [it, is_first] = open.try_emplace(parameter.scalar_type());
+    Open& bucket = it->second;
+    if (is_first) bucket.limit = first_bytes;
+    if (!bucket.members.empty() && bucket.bytes + parameter.nbytes() > bucket.limit) {
+      closed.push_back(std::exchange(bucket, Open{.limit = cap_bytes}));
+    }
+    bucket.members.push_back(index);
+    bucket.bytes += parameter.nbytes();
+    bucket.last = place;
+  }
+  for (auto& [dtype, bucket] : open) closed.push_back(std::move(bucket));
+  std::sort(closed.begin(), closed.end(),
+            [](const Open& a, const Open& b) { return a.last < b.last; });
+  std::vector<std::vector<size_t>> result;
+  for (Open& bucket : closed) result.push_back(std::move(bucket.members));
+  return result;
+}
+
+Bucket::Bucket(std::vector<size_t> members, const std::vector<at::Tensor>& parameters)
+    : members_(std::move(members)) {
+  for (size_t index : members_) like_.push_back(parameters[index]);
+}
+
+void Bucket::allocate() {
+  // Plain aliases: what autograd knows as a view would own `flat_`.
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  int64_t total = 0;
+  for (const at::Tensor& parameter : like_) total += parameter.numel();
+  views_.clear();
+  flat_ = at::empty({total}, like_[0].options().requires_grad(false));
+  int64_t at = 0;
+  for (const at::Tensor& parameter : like_) {
+    views_.push_back(flat_.narrow(0, at, parameter.numel()).view(parameter.sizes()));
+    at += parameter.numel();
+  }
+}
+
+// Views are handed out as gradients, and a failed allreduce may still be sending from `flat`.
+bool Bucket::is_shared() const {
+  return flat_.use_count() > 1 || flat_.storage().use_count() > 1 + views_.size() ||
+         std::any_of(views_.begin(), views_.end(),
+                     [](const at::Tensor& view) { return view.use_count() > 1; });
+}
+
+void Bucket::begin() {
+  pending = {};
+  if (!flat_.defined() || is_shared()) allocate();
+  missing_ = members_.size();
+}
+
+void Bucket::store(size_t slot, const at::Tensor& gradient) {
+  const at::Tensor& view = views_[slot];
+  if (gradient.is_contiguous() && !gradient.is_conj() && !gradient.is_neg()) {
+    if (view.nbytes() > 0) std::memcpy(view.data_ptr(), gradient.data_ptr(), view.nbytes());
+  } else {
+    const at::NoGradGuard no_grad;
+    view.copy_(gradient);
+  }
+  --missing_;
+}
+
+void Bucket::load(size_t slot, const at::Tensor& to) const {
+  const at::Tensor& view = views_[slot];
+  if (to.is_contiguous() && !to.is_conj() && !to.is_neg()) {
+    if (view.nbytes() > 0) std::memcpy(to.data_ptr(), view.data_ptr(), view.nbytes());
+  } else {
+    const at::NoGradGuard no_grad;
+    to.copy_(view);
+  }
+}
+
+}  // namespace distrain::ddp

@@ -1,0 +1,69 @@
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "distrain/ddp/gradient_source.h"
+
+namespace distrain::testing {
+
+/// A distributed pass that computes its gradients by torch's own engine, without touching `.grad`,
+/// and tells of them in a given order.
+class FakePass final : public ddp::GradientPass {
+ public:
+  explicit FakePass(uint64_t id = 1) : id_(id) {}
+
+  uint64_t id() const override { return id_; }
+  at::Tensor gradient(const at::Tensor& variable) override { return slot(variable); }
+  void set_gradient(const at::Tensor& variable, at::Tensor gradient) override {
+    slot(variable) = std::move(gradient);
+  }
+  void on_gradient_ready(const at::Tensor& variable,
+                         std::function<void(const at::Tensor&)> fn) override {
+    ready_.emplace_back(variable, std::move(fn));
+  }
+  void on_pass_end(std::function<void()> fn) override { end_ = std::move(fn); }
+
+  /// `order`: indices of the variables in the order of their registration.
+  void backward(const at::Tensor& loss, const std::vector<size_t>& order) {
+    std::vector<at::Tensor> variables;
+    for (auto& [variable, fn] : ready_) variables.push_back(variable);
+    const auto gradients =
+        torch::autograd::grad({loss}, variables, {}, /*retain_graph=*/true, false, true);
+    for (size_t i = 0; i < variables.size(); ++i) slot(variables[i]) = gradients[i];
+    for (size_t i : order) {
+      if (gradients[i].defined()) ready_[i].second(gradients[i]);
+    }
+    end_();
+  }
+  void backward(const at::Tensor& loss) {
+    std::vector<size_t> order(ready_.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+    backward(loss, order);
+  }
+  /// What happens when the pass dies.
+  void drop() {
+    ready_.clear();
+    end_ = nullptr;
+  }
+
+ private:
+  at::Tensor& slot(const at::Tensor& variable) {
+    for (auto& [known, gradient] : gradients_) {
+      if (known.is_same(variable)) return gradient;
+    }
+    return gradients_.emplace_back(variable, at::Tensor()).second;
+  }
+
+  const uint64_t id_;
+  std::vector<std::pair<at::Tensor, std::function<void(const at::Tensor&)>>> ready_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;
+  std::function<void()> end_;
+};
+
+}  // namespace distrain::testing
