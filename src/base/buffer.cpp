@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdint>
 #include <cstdlib>
 #include <map>
 
@@ -64,6 +65,7 @@ struct BufferPool::Shelf {
 BufferPool::BufferPool(size_t max_idle_bytes) : shelf_(std::make_shared<Shelf>(max_idle_bytes)) {}
 
 BufferPtr BufferPool::allocate(size_t size) {
+  if (size > PTRDIFF_MAX) return nullptr;  // rounded up it would be a small one
   const size_t block_size = size_class(size);
   void* block = shelf_->take(block_size);
   if (!block) return nullptr;

@@ -19,12 +19,15 @@ bool ThreadPool::wants_thread_locked() const {
          alive_ < options_.cap;
 }
 
-void ThreadPool::start_thread_locked() {
+// False when the system has no thread to give: those that exist go on with the queue.
+bool ThreadPool::start_thread_locked() {
   ++alive_;
   try {
     threads_.emplace_back([this] { run(); });
+    return true;
   } catch (const std::system_error&) {
-    --alive_;  // no thread to be had: those that exist go on with the queue
+    --alive_;
+    return false;
   }
 }
 
@@ -34,8 +37,10 @@ void ThreadPool::post(Task task) {
   queue_.push_back(std::move(task));
   if (idle_ > 0) {
     work_.notify_one();
-  } else if (wants_thread_locked()) {
-    start_thread_locked();
+  } else if (wants_thread_locked() && !start_thread_locked() && alive_ == 0) {
+    // Nobody would ever run it: dropped, outside the lock, so that its promise is cancelled.
+    task = std::move(queue_.back());
+    queue_.pop_back();
   }
 }
 
@@ -82,7 +87,10 @@ void ThreadPool::on_block() {
                       "all " + std::to_string(options_.cap) + " worker threads wait for a reply");
     }
     ++blocked_;
-    if (wants_thread_locked()) start_thread_locked();
+    if (wants_thread_locked() && !start_thread_locked() && blocked_ == alive_) {
+      --blocked_;
+      throw Exception(ErrorKind::kOverloaded, "the system has no thread for one more that waits");
+    }
     done.swap(finished_);
   }
   for (std::thread& thread : done) thread.join();

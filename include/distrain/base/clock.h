@@ -12,8 +12,10 @@ using Duration = Clock::duration;
 /// "No deadline": the wait lives as long as the peer it waits for.
 inline constexpr TimePoint kNever = TimePoint::max();
 
+/// kNever if that is further away than the clock reaches.
 inline TimePoint deadline_after(std::chrono::nanoseconds timeout) {
-  return Clock::now() + std::chrono::duration_cast<Duration>(timeout);
+  const TimePoint now = Clock::now();
+  return timeout < kNever - now ? now + std::chrono::duration_cast<Duration>(timeout) : kNever;
 }
 
 inline double seconds_since(TimePoint start) {

@@ -190,15 +190,19 @@ class Promise {
 
   Future<T> future() const { return Future<T>(state_); }
 
-  /// Each gives back false when the promise had been completed before.
-  bool set(Stored value) { return state_->complete(Result<Stored>(std::move(value))); }
+  /// Each gives back false when the promise had been completed before. The promise may be destroyed
+  /// as soon as its future is done, even while the call is still returning on another thread.
+  bool set(Stored value) { return complete(Result<Stored>(std::move(value))); }
   bool set()
     requires std::is_void_v<T>
   {
     return set(Unit{});
   }
-  bool fail(Error error) { return state_->complete(Result<Stored>(std::move(error))); }
-  bool complete(Result<Stored> result) { return state_->complete(std::move(result)); }
+  bool fail(Error error) { return complete(Result<Stored>(std::move(error))); }
+  bool complete(Result<Stored> result) {
+    const auto state = state_;  // ours may be gone before the callbacks have run
+    return state->complete(std::move(result));
+  }
 
  private:
   void abandon() {

@@ -41,7 +41,7 @@ class ThreadPool final : public Executor, private BlockObserver {
   void run();
   void on_block() override;
   void on_unblock() override;
-  void start_thread_locked();
+  bool start_thread_locked();
   bool wants_thread_locked() const;
 
   const Options options_;

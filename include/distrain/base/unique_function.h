@@ -32,7 +32,13 @@ class UniqueFunction<R(Args...)> {
   template <class F>
   struct Holder final : Callable {
     explicit Holder(F f) : function(std::move(f)) {}
-    R call(Args... args) override { return function(std::forward<Args>(args)...); }
+    R call(Args... args) override {
+      if constexpr (std::is_void_v<R>) {
+        function(std::forward<Args>(args)...);  // its result, if it has one, is nobody's
+      } else {
+        return function(std::forward<Args>(args)...);
+      }
+    }
     F function;
   };
 
