@@ -12,15 +12,15 @@ namespace distrain::net {
 constexpr auto kPauseWithoutDescriptors = std::chrono::milliseconds(100);
 
 struct Listener::State final : LoopResource, std::enable_shared_from_this<Listener::State> {
-  State(Loop::Impl& l, Fd s, std::function<void(Fd)> on)
-      : loop(l), socket(std::move(s)), on_connection(std::move(on)) {}
+  State(std::shared_ptr<Loop::Impl> l, Fd s, std::function<void(Fd)> on)
+      : loop(std::move(l)), socket(std::move(s)), on_connection(std::move(on)) {}
 
   void open_on_loop() {
     if (closed) return;
-    if (uv_poll_init(&loop.uv, &poll, socket.get()) < 0) return;
+    if (uv_poll_init(&loop->uv, &poll, socket.get()) < 0) return;
     poll.data = this;
     opened = true;
-    loop.hold_on_loop(shared_from_this());
+    loop->hold_on_loop(shared_from_this());
     if (!closed) resume_on_loop();
   }
 
@@ -32,7 +32,7 @@ struct Listener::State final : LoopResource, std::enable_shared_from_this<Listen
   }
 
   void accept_on_loop() {
-    loop.note_activity_on_loop();
+    loop->note_activity_on_loop();
     while (!closed) {
       Fd fd(::accept4(socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (fd.valid()) {
@@ -42,7 +42,7 @@ struct Listener::State final : LoopResource, std::enable_shared_from_this<Listen
       if (errno == EINTR || errno == ECONNABORTED) continue;
       if (errno == EAGAIN) return;
       uv_poll_stop(&poll);
-      loop.call_at(base::Clock::now() + kPauseWithoutDescriptors,
+      loop->call_at(base::Clock::now() + kPauseWithoutDescriptors,
                    [self = shared_from_this()] { self->resume_on_loop(); });
       return;
     }
@@ -55,11 +55,11 @@ struct Listener::State final : LoopResource, std::enable_shared_from_this<Listen
     uv_close(reinterpret_cast<uv_handle_t*>(&poll), [](uv_handle_t* handle) noexcept {
       auto* self = static_cast<State*>(handle->data);
       self->socket.reset();
-      self->loop.release_on_loop(self);
+      self->loop->release_on_loop(self);
     });
   }
 
-  Loop::Impl& loop;
+  const std::shared_ptr<Loop::Impl> loop;
   Fd socket;
   std::function<void(Fd)> on_connection;
   uv_poll_t poll;
@@ -68,13 +68,16 @@ struct Listener::State final : LoopResource, std::enable_shared_from_this<Listen
 };
 
 Listener::Listener(Loop& loop, Fd socket, std::function<void(Fd)> on_connection)
-    : loop_(loop),
-      state_(std::make_shared<State>(loop.impl(), std::move(socket), std::move(on_connection))) {
-  loop_.post([state = state_] { state->open_on_loop(); });
+    : state_(std::make_shared<State>(loop.impl(), std::move(socket), std::move(on_connection))) {
+  state_->loop->post([state = state_] { state->open_on_loop(); });
 }
 
 Listener::~Listener() {
-  loop_.post([state = state_] { state->shut_down_on_loop(); });
+  if (state_->loop->in_loop()) {
+    state_->shut_down_on_loop();
+  } else {
+    state_->loop->post([state = state_] { state->shut_down_on_loop(); });
+  }
 }
 
 }  // namespace distrain::net

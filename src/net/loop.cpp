@@ -1,6 +1,7 @@
 #include "distrain/net/loop.h"
 
 #include <pthread.h>
+#include <signal.h>
 
 #include <cstdio>
 #include <cstdlib>
@@ -34,18 +35,26 @@ Loop::Impl::Impl() {
   thread = std::thread([this] { run(); });
 }
 
-Loop::Impl::~Impl() {
+void Loop::Impl::stop() {
   post([this] { begin_stop_on_loop(); });
   {
     std::lock_guard lock(mutex);
     stopping = true;
   }
   thread.join();
+  // A task may have run, and led to this, before the post() that brought it has returned.
+  while (wakers.load(std::memory_order_acquire) > 0) std::this_thread::yield();
   uv_loop_close(&uv);
+  // Streams in tasks that never ran would hold this, and this them.
+  std::vector<base::Task> dropped;
+  {
+    std::lock_guard lock(mutex);
+    dropped.swap(posted);
+  }
 }
 
 void Loop::Impl::assert_in_loop() const {
-  if (thread_id.load(std::memory_order_relaxed) == std::this_thread::get_id()) return;
+  if (in_loop()) return;
   std::fputs("distrain: fatal: a loop-only function called from another thread\n", stderr);
   std::abort();
 }
@@ -53,6 +62,11 @@ void Loop::Impl::assert_in_loop() const {
 void Loop::Impl::run() {
   thread_id = std::this_thread::get_id();
   pthread_setname_np(pthread_self(), "dt-loop");
+  // libuv writes without MSG_NOSIGNAL: a peer that is gone must not end the process.
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGPIPE);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   base::thread_state().must_not_wait = true;
   base::AdaptivePoll& poll = base::thread_state().poll;
   uint64_t seen = activity;
@@ -79,8 +93,10 @@ void Loop::Impl::post(base::Task task) {
     if (stopping) return;
     posted.push_back(std::move(task));
     if (posted.size() > 1) return;  // the wake-up for the first one is on its way
+    wakers.fetch_add(1, std::memory_order_relaxed);
   }
   uv_async_send(&wakeup);
+  wakers.fetch_sub(1, std::memory_order_release);
 }
 
 void Loop::Impl::run_posted_on_loop() {
@@ -96,11 +112,11 @@ void Loop::Impl::run_posted_on_loop() {
 uint64_t Loop::Impl::call_at(base::TimePoint when, base::Task task) {
   const uint64_t id = next_timer++;
   auto add = [this, id, when, task = std::move(task)]() mutable {
-    if (stop_begun) return;
+    if (stop_begun || cancelled_early.contains(id)) return;
     timers.emplace(when, std::pair(id, std::move(task)));
     arm_timer_on_loop();
   };
-  if (thread_id.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
+  if (in_loop()) {
     add();
   } else {
     post(std::move(add));
@@ -108,20 +124,25 @@ uint64_t Loop::Impl::call_at(base::TimePoint when, base::Task task) {
   return id;
 }
 
+// A timer that the loop does not find has run, or its addition is still posted: that one then has to
+// know, and what is posted now comes after it.
 void Loop::Impl::cancel(uint64_t id) {
-  auto remove = [this, id] {
-    for (auto it = timers.begin(); it != timers.end(); ++it) {
-      if (it->second.first == id) {
-        timers.erase(it);
-        return;
-      }
-    }
-  };
-  if (thread_id.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
-    remove();
-  } else {
-    post(std::move(remove));
+  if (!in_loop()) {
+    post([this, id] { remove_timer_on_loop(id); });
+  } else if (!remove_timer_on_loop(id)) {
+    cancelled_early.insert(id);
+    post([this, id] { cancelled_early.erase(id); });
   }
+}
+
+bool Loop::Impl::remove_timer_on_loop(uint64_t id) {
+  for (auto it = timers.begin(); it != timers.end(); ++it) {
+    if (it->second.first != id) continue;
+    const base::Task dropped = std::move(it->second.second);  // dies when `timers` is at rest again
+    timers.erase(it);
+    return true;
+  }
+  return false;
 }
 
 void Loop::Impl::arm_timer_on_loop() {
@@ -168,6 +189,7 @@ void Loop::Impl::release_on_loop(LoopResource* resource) {
 
 void Loop::Impl::begin_stop_on_loop() {
   stop_begun = true;
+  const auto dropped = std::move(timers);
   timers.clear();
   const std::vector<std::shared_ptr<LoopResource>> open(resources.begin(), resources.end());
   for (const auto& resource : open) resource->shut_down_on_loop();
@@ -175,14 +197,14 @@ void Loop::Impl::begin_stop_on_loop() {
   uv_close(reinterpret_cast<uv_handle_t*>(&timer), nullptr);
 }
 
-Loop::Loop() : impl_(std::make_unique<Impl>()) {}
-Loop::~Loop() = default;
+Loop::Loop() : impl_(std::make_shared<Impl>()) {}
+Loop::~Loop() { impl_->stop(); }
 void Loop::post(base::Task task) { impl_->post(std::move(task)); }
 uint64_t Loop::call_at(base::TimePoint when, base::Task task) {
   return impl_->call_at(when, std::move(task));
 }
 void Loop::cancel(uint64_t timer) { impl_->cancel(timer); }
-bool Loop::in_loop() const { return impl_->thread_id.load() == std::this_thread::get_id(); }
+bool Loop::in_loop() const { return impl_->in_loop(); }
 base::BufferPool& Loop::buffers() { return impl_->buffers; }
 
 }  // namespace distrain::net

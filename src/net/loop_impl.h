@@ -21,9 +21,11 @@ class LoopResource {
   virtual void shut_down_on_loop() = 0;
 };
 
+/// Shared with streams and listeners, so that they may outlive the Loop: after stop() nothing that
+/// is posted runs.
 struct Loop::Impl {
   Impl();
-  ~Impl();
+  void stop();
 
   void post(base::Task task);
   uint64_t call_at(base::TimePoint when, base::Task task);
@@ -35,29 +37,36 @@ struct Loop::Impl {
   void release_on_loop(LoopResource* resource);
   void note_activity_on_loop() { ++activity; }
 
+  bool in_loop() const {
+    return thread_id.load(std::memory_order_relaxed) == std::this_thread::get_id();
+  }
+
   uv_loop_t uv;
   base::BufferPool buffers;
-  std::atomic<std::thread::id> thread_id;
 
  private:
   void run();
   void run_posted_on_loop();
   void run_timers_on_loop();
+  bool remove_timer_on_loop(uint64_t id);
   void arm_timer_on_loop();
   void begin_stop_on_loop();
 
   uv_async_t wakeup;
   uv_timer_t timer;
+  std::atomic<std::thread::id> thread_id;
   uint64_t activity = 0;
 
   std::mutex mutex;
   std::vector<base::Task> posted;       // by mutex
   bool stopping = false;                // by mutex: nothing is posted any more
+  std::atomic<int> wakers{0};           // threads inside uv_async_send
   std::atomic<uint64_t> next_timer{1};
 
   // Loop thread only.
   bool stop_begun = false;
   std::multimap<base::TimePoint, std::pair<uint64_t, base::Task>> timers;
+  std::unordered_set<uint64_t> cancelled_early;  // before they were seen here
   base::TimePoint armed_for = base::kNever;
   std::unordered_set<std::shared_ptr<LoopResource>> resources;
   std::thread thread;

@@ -100,6 +100,14 @@ int connect_until(int fd, const sockaddr* address, socklen_t size, base::TimePoi
   }
 }
 
+// Where nobody listens on a port of the ephemeral range, the kernel may choose just that port for the
+// connecting socket, which then finds itself.
+bool is_connected_to_itself(int fd) {
+  const SocketName local = local_name(fd);
+  const SocketName remote = remote_name(fd);
+  return local.port == remote.port && local.host == remote.host;
+}
+
 bool make_unix_address(const std::string& path, sockaddr_un& address) {
   address = {};
   address.sun_family = AF_UNIX;
@@ -141,10 +149,16 @@ base::Result<Fd> listen_tcp(const std::string& host, uint16_t port) {
       }
       const int one = 1;
       setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+      const int v6_only = host.empty() ? 0 : 1;  // whatever the system's default is
+      if (a->ai_family == AF_INET6) {
+        setsockopt(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, &v6_only, sizeof v6_only);
+      }
       if (::bind(fd.get(), a->ai_addr, a->ai_addrlen) == 0 && ::listen(fd.get(), 1024) == 0) {
         return fd;
       }
       error = socket_error(where, errno);
+      // Not on another address of the name: clients would find whoever has taken this one.
+      if (errno == EADDRINUSE) return error;
     }
   }
   return error;
@@ -169,10 +183,15 @@ base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimeP
   if (!addresses.ok()) return addresses.error();
   const std::string where = "connecting to " + endpoint_text(host, port);
   Error error = make_error(ErrorKind::kRendezvous, where + ": no address");
-  for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) {
+  int addresses_left = 0;
+  for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) ++addresses_left;
+  for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next, --addresses_left) {
     Fd fd(::socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    const int code =
-        fd.valid() ? connect_until(fd.get(), a->ai_addr, a->ai_addrlen, deadline) : errno;
+    // Its share of the time: an address that does not answer must leave some for the next one.
+    const base::TimePoint now = base::Clock::now();
+    const base::TimePoint until = now + (deadline - now) / addresses_left;
+    int code = fd.valid() ? connect_until(fd.get(), a->ai_addr, a->ai_addrlen, until) : errno;
+    if (code == 0 && is_connected_to_itself(fd.get())) code = ECONNREFUSED;
     if (code == 0) return fd;
     error = socket_error(where, code);
   }

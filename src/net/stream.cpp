@@ -23,10 +23,40 @@ namespace {
 constexpr size_t kScratchBytes = 64 * 1024;
 constexpr size_t kMaxPieces = 512;  // of one gather-write; IOV_MAX is 1024
 constexpr uint8_t kZeros[wire::kPayloadAlignment] = {};
+constexpr wire::Limits kSendLimits;  // no peer takes more
+
+// How long the end of a connection waits for the peer's: see linger_on_loop().
+constexpr auto kLongestLinger = std::chrono::seconds(1);
+
+base::Error closed_here() {
+  return base::Error{base::ErrorKind::kCancelled, "closed on this side", -1, {}};
+}
 
 base::Error peer_closed(int uv_code) {
   const std::string how = uv_code == UV_EOF ? "closed the connection" : uv_strerror(uv_code);
   return base::Error{base::ErrorKind::kPeerLost, "the peer: " + how, -1, {}};
+}
+
+// A frame beyond the limits would make the peer drop the connection and all that goes over it.
+base::Status check_limits(const OutFrame& frame) {
+  uint64_t payload = 0;
+  bool fits = frame.meta.size() <= kSendLimits.max_meta_bytes &&
+              frame.header.tensor_count <= kSendLimits.max_tensors;
+  for (const auto& piece : frame.payload) {
+    fits = fits && piece.size() <= kSendLimits.max_payload_bytes - payload;
+    if (!fits) break;
+    payload += piece.size();
+  }
+  if (fits) return base::Unit{};
+  return base::Error{base::ErrorKind::kInvalid,
+                     "a message beyond the limits: " + std::to_string(frame.meta.size()) +
+                         " bytes besides the tensors' (at most " +
+                         std::to_string(kSendLimits.max_meta_bytes) + "), " +
+                         std::to_string(frame.header.tensor_count) + " tensors (at most " +
+                         std::to_string(kSendLimits.max_tensors) + ") of at most " +
+                         std::to_string(kSendLimits.max_payload_bytes) + " bytes together",
+                     -1,
+                     {}};
 }
 
 // An outbound frame with its header encoded, and how much of it is written.
@@ -71,11 +101,15 @@ class UvStream final : public Stream,
                        public LoopResource,
                        public std::enable_shared_from_this<UvStream> {
  public:
-  UvStream(Loop::Impl& loop, int fd) : loop_(loop), fd_(fd) {
-    const SocketName name = remote_name(fd);
-    is_tcp_ = !name.host.empty();
-    peer_name_ = is_tcp_ ? name.host + ":" + std::to_string(name.port) : "unix";
+  UvStream(std::shared_ptr<Loop::Impl> loop, int fd) : loop_(std::move(loop)), fd_(fd) {
+    // Not by the peer's address: there is none if the connection is broken already.
+    int domain = 0;
+    socklen_t size = sizeof domain;
+    getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &size);
+    is_tcp_ = domain != AF_UNIX;
     if (is_tcp_) {
+      const SocketName name = remote_name(fd);
+      peer_name_ = name.host.empty() ? "a lost peer" : name.host + ":" + std::to_string(name.port);
       const int one = 1;
       setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
       setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
@@ -86,18 +120,18 @@ class UvStream final : public Stream,
   }
 
   void start(Handler handler, const wire::Limits& limits) override {
-    loop_.post([self = shared_from_this(), handler = std::move(handler), limits]() mutable {
+    loop_->post([self = shared_from_this(), handler = std::move(handler), limits]() mutable {
       self->open_on_loop(std::move(handler), limits);
     });
   }
 
   void set_limits_on_loop(const wire::Limits& limits) override {
-    loop_.assert_in_loop();
+    loop_->assert_in_loop();
     limits_ = limits;
   }
 
   void set_handler_on_loop(Handler handler) override {
-    loop_.assert_in_loop();
+    loop_->assert_in_loop();
     handler_ = std::make_shared<Handler>(std::move(handler));
   }
 
@@ -116,6 +150,9 @@ class UvStream final : public Stream,
   bool write_directly(Pending& pending);
   void drain_on_loop();
   void wrote_on_loop(int status);
+  void write_failed_on_loop(int code);
+  void drop_queue();
+  void linger_on_loop();
   void alloc_on_loop(uv_buf_t* buffer);
   void read_on_loop(ssize_t bytes, const uv_buf_t* buffer);
   bool consume_scratch_on_loop();
@@ -124,8 +161,8 @@ class UvStream final : public Stream,
   void finish_on_loop(base::Error error);
   uv_stream_t* uv_stream() { return reinterpret_cast<uv_stream_t*>(&handle_); }
 
-  Loop::Impl& loop_;
-  std::string peer_name_;
+  const std::shared_ptr<Loop::Impl> loop_;
+  std::string peer_name_ = "unix";
   bool is_tcp_ = false;
   std::atomic<uint64_t> bytes_received_{0};
 
@@ -140,7 +177,11 @@ class UvStream final : public Stream,
     uv_pipe_t pipe;
   } handle_;
   bool opened_ = false;
+  bool owns_fd_ = true;  // libuv does not
   bool finished_ = false;
+  bool write_failed_ = false;
+  bool discarding_ = false;  // closed here and flushed: what still comes is nobody's
+  uint64_t linger_timer_ = 0;
   uv_write_t write_request_;
   bool writing_ = false;
   size_t write_size_ = 0;
@@ -157,6 +198,7 @@ class UvStream final : public Stream,
 // ---- sending ----
 
 base::Status UvStream::send(OutFrame frame) {
+  if (const base::Status fits = check_limits(frame); !fits.ok()) return fits;
   auto pending = std::make_unique<Pending>(std::move(frame));
   bool wake = false;
   {
@@ -171,7 +213,7 @@ base::Status UvStream::send(OutFrame frame) {
     }
     queue_.push_back(std::move(pending));
   }
-  if (wake) loop_.post([self = shared_from_this()] { self->drain_on_loop(); });
+  if (wake) loop_->post([self = shared_from_this()] { self->drain_on_loop(); });
   return base::Unit{};
 }
 
@@ -197,7 +239,7 @@ bool UvStream::write_directly(Pending& pending) {
 }
 
 void UvStream::drain_on_loop() {
-  if (writing_ || finished_ || !opened_) return;
+  if (writing_ || write_failed_ || finished_ || !opened_) return;
   std::vector<uv_buf_t> pieces;
   {
     std::lock_guard lock(send_mutex_);
@@ -218,7 +260,7 @@ void UvStream::drain_on_loop() {
     if (pieces.empty() && send_state_ != SendState::kClosing) return;
   }
   if (pieces.empty()) {
-    finish_on_loop(base::Error{base::ErrorKind::kCancelled, "closed on this side", -1, {}});
+    linger_on_loop();
     return;
   }
   write_size_ = 0;
@@ -231,15 +273,18 @@ void UvStream::drain_on_loop() {
                             });
   if (code < 0) {
     writing_ = false;
-    finish_on_loop(peer_closed(code));
+    write_failed_on_loop(code);
   }
 }
 
 void UvStream::wrote_on_loop(int status) {
   writing_ = false;
-  if (finished_) return;
+  if (finished_) {
+    drop_queue();
+    return;
+  }
   if (status < 0) {
-    finish_on_loop(peer_closed(status));
+    write_failed_on_loop(status);
     return;
   }
   std::unique_ptr<Pending> done;  // its tensors are let go outside the lock
@@ -255,13 +300,47 @@ void UvStream::wrote_on_loop(int status) {
   drain_on_loop();
 }
 
+// The peer does not read any more, but may have said why before it closed: its bytes are still to be
+// read, and their end ends the stream.
+void UvStream::write_failed_on_loop(int code) {
+  write_failed_ = true;
+  {
+    std::lock_guard lock(send_mutex_);
+    if (send_state_ == SendState::kDraining) send_state_ = SendState::kClosing;
+  }
+  drop_queue();
+  linger_timer_ = loop_->call_at(
+      base::Clock::now() + kLongestLinger,
+      [self = shared_from_this(), code] { self->finish_on_loop(peer_closed(code)); });
+}
+
+// Everything is written, to the kernel. Closing a TCP socket that holds unread bytes would reset the
+// connection and drop what the kernel has not sent yet. So only our direction is shut down; what
+// still comes is thrown away until the peer has closed its own, or for a second.
+void UvStream::linger_on_loop() {
+  if (discarding_) return;
+  discarding_ = true;
+  body_ = nullptr;
+  scratch_begin_ = scratch_end_ = 0;
+  ::shutdown(fd_, SHUT_WR);
+  linger_timer_ = loop_->call_at(base::Clock::now() + kLongestLinger, [self = shared_from_this()] {
+    self->finish_on_loop(closed_here());
+  });
+}
+
+void UvStream::drop_queue() {
+  std::deque<std::unique_ptr<Pending>> dropped;  // let go outside the lock
+  std::lock_guard lock(send_mutex_);
+  dropped.swap(queue_);
+}
+
 void UvStream::close(bool flush) {
   {
     std::lock_guard lock(send_mutex_);
     if (send_state_ == SendState::kClosed) return;
     send_state_ = SendState::kClosing;
   }
-  loop_.post([self = shared_from_this(), flush] {
+  loop_->post([self = shared_from_this(), flush] {
     if (flush) {
       self->drain_on_loop();
     } else {
@@ -273,19 +352,24 @@ void UvStream::close(bool flush) {
 // ---- receiving ----
 
 void UvStream::open_on_loop(Handler handler, const wire::Limits& limits) {
+  if (finished_) {  // closed before it was started
+    if (handler.on_close) handler.on_close(closed_here());
+    return;
+  }
   handler_ = std::make_shared<Handler>(std::move(handler));
   limits_ = limits;
   scratch_ = std::make_unique<uint8_t[]>(kScratchBytes);
   int code = 0;
   if (is_tcp_) {
-    uv_tcp_init(&loop_.uv, &handle_.tcp);
+    uv_tcp_init(&loop_->uv, &handle_.tcp);
     code = uv_tcp_open(&handle_.tcp, fd_);
   } else {
-    uv_pipe_init(&loop_.uv, &handle_.pipe, 0);
+    uv_pipe_init(&loop_->uv, &handle_.pipe, 0);
     code = uv_pipe_open(&handle_.pipe, fd_);
   }
   uv_stream()->data = this;
   opened_ = true;
+  owns_fd_ = code < 0;
   if (code == 0) {
     code = uv_read_start(
         uv_stream(),
@@ -296,7 +380,7 @@ void UvStream::open_on_loop(Handler handler, const wire::Limits& limits) {
           static_cast<UvStream*>(stream->data)->read_on_loop(bytes, buffer);
         });
   }
-  loop_.hold_on_loop(shared_from_this());
+  loop_->hold_on_loop(shared_from_this());
   if (code < 0) {
     finish_on_loop(peer_closed(code));
   } else {
@@ -316,12 +400,13 @@ void UvStream::alloc_on_loop(uv_buf_t* buffer) {
 }
 
 void UvStream::read_on_loop(ssize_t bytes, const uv_buf_t*) {
-  loop_.note_activity_on_loop();
+  loop_->note_activity_on_loop();
   if (finished_ || bytes == 0) return;
   if (bytes < 0) {
-    finish_on_loop(peer_closed(static_cast<int>(bytes)));
+    finish_on_loop(discarding_ ? closed_here() : peer_closed(static_cast<int>(bytes)));
     return;
   }
+  if (discarding_) return;
   bytes_received_.fetch_add(static_cast<uint64_t>(bytes), std::memory_order_relaxed);
   const auto self = shared_from_this();  // a handler may let go of the stream
   if (body_) {
@@ -364,7 +449,7 @@ bool UvStream::begin_frame_on_loop(const uint8_t* head) {
     return false;
   }
   header_ = header.unchecked();
-  body_ = loop_.buffers.allocate(header_.body_bytes());
+  body_ = loop_->buffers.allocate(header_.body_bytes());
   if (!body_) {
     finish_on_loop(base::Error{base::ErrorKind::kResources,
                                "no memory for a message of " +
@@ -392,19 +477,20 @@ void UvStream::deliver_on_loop() {
 void UvStream::finish_on_loop(base::Error error) {
   if (finished_) return;
   finished_ = true;
+  if (linger_timer_ != 0) loop_->cancel(linger_timer_);
   std::deque<std::unique_ptr<Pending>> dropped;
   {
     std::lock_guard lock(send_mutex_);
     send_state_ = SendState::kClosed;
-    if (!opened_ && fd_ >= 0) ::close(fd_);
+    if (owns_fd_) ::close(fd_);
     fd_ = -1;
-    // libuv may still hold the front one's memory; it is let go with the stream.
+    // libuv may still hold the front one's memory, until wrote_on_loop().
     if (!writing_) dropped.swap(queue_);
   }
   if (opened_) {
     uv_close(reinterpret_cast<uv_handle_t*>(uv_stream()), [](uv_handle_t* handle) noexcept {
       auto* self = static_cast<UvStream*>(handle->data);
-      self->loop_.release_on_loop(self);
+      self->loop_->release_on_loop(self);
     });
   }
   const std::shared_ptr<Handler> handler = std::move(handler_);

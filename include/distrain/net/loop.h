@@ -20,14 +20,16 @@ namespace distrain::net {
 class Loop {
  public:
   Loop();
-  /// Closes all streams and listeners without flushing them, then ends the thread.
+  /// Closes all streams and listeners without flushing them, then ends the thread. What is left of
+  /// those objects is harmless and may be destroyed later.
   ~Loop();
   Loop(const Loop&) = delete;
   Loop& operator=(const Loop&) = delete;
 
   void post(base::Task task);
 
-  /// Runs `task` at `when` or soon after. Cancelling an id that has run is harmless.
+  /// Runs `task` at `when` or soon after. Cancelling an id that has run is harmless. A timer that is
+  /// cancelled on the loop does not run any more.
   uint64_t call_at(base::TimePoint when, base::Task task);
   void cancel(uint64_t timer);
 
@@ -37,10 +39,10 @@ class Loop {
   base::BufferPool& buffers();
 
   struct Impl;  ///< the libuv side, known to src/net only
-  Impl& impl() { return *impl_; }
+  const std::shared_ptr<Impl>& impl() { return impl_; }
 
  private:
-  std::unique_ptr<Impl> impl_;
+  std::shared_ptr<Impl> impl_;
 };
 
 }  // namespace distrain::net

@@ -60,7 +60,8 @@ bool is_local_address(const std::string& host);
 /// would too: boot id, network namespace and mount namespace.
 std::string host_key();
 
-/// Accepts connections on the loop. Destroying it stops that; the socket is closed with it.
+/// Accepts connections on the loop. Destroying it on the loop thread stops that at once; elsewhere
+/// soon after: an `on_connection` may still run. The socket is closed with it.
 class Listener {
  public:
   /// `on_connection` gets each connected socket, non-blocking, on the loop thread.
@@ -71,7 +72,6 @@ class Listener {
 
  private:
   struct State;
-  Loop& loop_;
   std::shared_ptr<State> state_;
 };
 

@@ -34,7 +34,8 @@ struct InFrame {
 ///
 /// Send: the calling thread writes to an idle socket itself, in one gather-write; what the socket
 /// does not take is queued and written by the loop. States: idle (callers write) → draining (the
-/// loop writes, callers queue) → idle; → closing (the queue is written, nothing is added) → closed.
+/// loop writes, callers queue) → idle; → closing (the queue is written, nothing is added; then the
+/// peer's end is awaited, a second at most) → closed.
 /// Receive: on the loop; small frames many at a time through a scratch buffer, the body of a large
 /// one straight into the buffer it is delivered in.
 class Stream {
@@ -56,11 +57,12 @@ class Stream {
   /// Replaces both functions. On the loop thread, from inside on_frame at the earliest.
   virtual void set_handler_on_loop(Handler handler) = 0;
 
-  /// Returns when the frame is written or queued; an error when the stream is closed. A connection
-  /// that breaks later is told by on_close.
+  /// Returns when the frame is written or queued; an error when the stream is closed, `invalid` for a
+  /// frame beyond the default wire::Limits. A connection that breaks later is told by on_close.
   virtual base::Status send(OutFrame frame) = 0;
 
-  /// Writes what is queued, then closes; at once if `flush` is false.
+  /// Writes what is queued, then closes; drops it and closes at once if `flush` is false. Frames may
+  /// still be delivered until on_close.
   virtual void close(bool flush = true) = 0;
 
   /// So far, parts of frames included.
