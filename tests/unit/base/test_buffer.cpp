@@ -1,0 +1,128 @@
+#include <atomic>
+#include <cstring>
+#include <optional>
+#include <random>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "distrain/base/adaptive_poll.h"
+#include "distrain/base/buffer.h"
+#include "support/catch.h"
+
+using namespace distrain::base;
+
+TEST_CASE("buffers are aligned to 64 and as large as asked") {
+  BufferPool pool;
+  for (const size_t size : {size_t{0}, size_t{1}, size_t{63}, size_t{64}, size_t{511}, size_t{512},
+                            size_t{513}, size_t{640}, size_t{641}, size_t{4095}, size_t{65536},
+                            size_t{65537}, size_t{1} << 20, (size_t{1} << 20) + 1}) {
+    const BufferPtr buffer = pool.allocate(size);
+    REQUIRE(buffer);
+    CHECK(buffer->size == size);
+    CHECK(reinterpret_cast<uintptr_t>(buffer->data) % 64 == 0);
+    std::memset(buffer->data, 0xAB, size);  // asan looks on
+  }
+}
+
+TEST_CASE("a buffer is used again for the sizes of its class") {
+  BufferPool pool;
+  const uint8_t* first = nullptr;
+  {
+    const BufferPtr buffer = pool.allocate(1000);
+    first = buffer->data;
+  }
+  const BufferPtr second = pool.allocate(1024);
+  CHECK(second->data == first);
+  CHECK(second->size == 1024);
+  const BufferPtr third = pool.allocate(1024);
+  CHECK(third->data != first);
+}
+
+TEST_CASE("no more than max_idle_bytes are kept") {
+  BufferPool none(0);
+  { const BufferPtr buffer = none.allocate(1 << 16); }
+  BufferPool some(1 << 16);
+  std::set<const uint8_t*> seen;
+  {
+    std::vector<BufferPtr> buffers;
+    for (int i = 0; i < 8; ++i) buffers.push_back(some.allocate(1 << 14));
+    for (const BufferPtr& buffer : buffers) seen.insert(buffer->data);
+    CHECK(seen.size() == 8);
+  }
+  CHECK(some.allocate(1 << 16));
+}
+
+TEST_CASE("buffers may outlive their pool") {
+  std::optional<BufferPool> pool(std::in_place);
+  const BufferPtr kept = pool->allocate(5000);
+  { const BufferPtr idle = pool->allocate(300); }
+  pool.reset();
+  std::memset(kept->data, 1, kept->size);
+}
+
+TEST_CASE("a size that no machine has gives nullptr, not a small block") {
+  BufferPool pool;
+  CHECK(pool.allocate(SIZE_MAX) == nullptr);
+  CHECK(pool.allocate(SIZE_MAX - 64) == nullptr);
+  CHECK(pool.allocate(SIZE_MAX / 2 + 1) == nullptr);
+}
+
+TEST_CASE("threads share a pool without sharing a buffer") {
+  BufferPool pool;
+  std::atomic<bool> torn{false};
+  std::vector<std::thread> threads;
+  for (uint8_t t = 1; t <= 4; ++t) {
+    threads.emplace_back([&pool, &torn, t] {
+      std::mt19937 random(t);
+      std::vector<BufferPtr> held;
+      for (int i = 0; i < 500; ++i) {
+        BufferPtr buffer = pool.allocate(random() % 4096 + 1);
+        std::memset(buffer->data, t, buffer->size);
+        held.push_back(std::move(buffer));
+        if (held.size() > 8) {
+          for (size_t b = 0; b < held[0]->size; ++b) torn = torn || held[0]->data[b] != t;
+          held.erase(held.begin());
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK_FALSE(torn);
+}
+
+TEST_CASE("AdaptivePoll sees an event that is there or comes, and gives up after its window") {
+  AdaptivePoll poll;
+  CHECK(poll.allowed(Clock::now()));
+  CHECK(poll.poll([] { return true; }));
+  int looks = 0;
+  CHECK_FALSE(poll.poll([&looks] {
+    ++looks;
+    return false;
+  }));
+  CHECK(looks >= 1);
+  // Whatever the load made of the calls above: it says no at once while it is switched off.
+  looks = 0;
+  if (!poll.allowed(Clock::now())) {
+    CHECK_FALSE(poll.poll([&looks] { return ++looks > 1; }));
+  }
+}
+
+TEST_CASE("a slow yield switches polling off, twice as long each time, a second at most") {
+  AdaptivePoll poll;
+  Duration pause{};
+  for (int i = 0; i < 12; ++i) {
+    // "It took long" is told by a time before the yield that is long past.
+    const TimePoint after = poll.yield(Clock::now() - std::chrono::milliseconds(1));
+    CHECK_FALSE(poll.allowed(after));
+    const Duration expected = std::min<Duration>(AdaptivePoll::kFirstPause * (1 << std::min(i, 10)),
+                                                 AdaptivePoll::kLongestPause);
+    CHECK_FALSE(poll.allowed(after + expected - std::chrono::nanoseconds(1)));
+    CHECK(poll.allowed(after + expected));
+    CHECK(expected >= pause);
+    pause = expected;
+  }
+  int looks = 0;
+  CHECK_FALSE(poll.poll([&looks] { return ++looks > 1; }));
+  CHECK(looks == 1);  // it still looks once
+}

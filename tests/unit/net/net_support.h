@@ -1,0 +1,255 @@
+// Connected pairs of either transport, raw sockets, and frames whose content follows from a number.
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "distrain/base/future.h"
+#include "distrain/net/socket.h"
+#include "distrain/net/stream.h"
+#include "support/catch.h"
+
+namespace distrain::net {
+
+using namespace std::chrono_literals;
+
+inline constexpr auto kLongest = 60s;  // of any wait here; a failure, never a pace
+
+class TempDir {
+ public:
+  TempDir() {
+    char name[] = "/tmp/distrain-test-XXXXXX";
+    path_ = ::mkdtemp(name);
+  }
+  ~TempDir() { std::filesystem::remove_all(path_); }
+  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
+
+ private:
+  std::string path_;
+};
+
+inline void wait_for(int fd, short events) {
+  pollfd item{fd, events, 0};
+  while (::poll(&item, 1, 60'000) < 0 && errno == EINTR) {
+  }
+}
+
+inline Fd accept_one(const Fd& listener) {
+  wait_for(listener.get(), POLLIN);
+  Fd fd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  REQUIRE(fd.valid());
+  return fd;
+}
+
+struct Tcp {
+  static constexpr bool kIsTcp = true;
+  static std::pair<Fd, Fd> connected() {
+    const Fd listener = std::move(listen_tcp("127.0.0.1", 0).value());
+    Fd client = std::move(
+        connect_tcp("127.0.0.1", local_name(listener.get()).port, base::deadline_after(kLongest))
+            .value());
+    return {std::move(client), accept_one(listener)};
+  }
+};
+
+struct Unix {
+  static constexpr bool kIsTcp = false;
+  static std::pair<Fd, Fd> connected() {
+    const TempDir folder;
+    const Fd listener = std::move(listen_unix(folder / "s").value());
+    Fd client = std::move(connect_unix(folder / "s").value());
+    return {std::move(client), accept_one(listener)};
+  }
+};
+
+// ---- frames ----
+
+// `size` bytes that follow from `seed`; a shifted, torn or repeated piece shows.
+inline std::vector<uint8_t> pattern(size_t size, uint64_t seed) {
+  std::vector<uint8_t> bytes(size);
+  uint64_t state = seed * 0x9E3779B97F4A7C15u + 1;
+  for (size_t i = 0; i < size; i += 8) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    const uint64_t word = state ^ (state >> 29);
+    std::memcpy(bytes.data() + i, &word, std::min<size_t>(8, size - i));
+  }
+  return bytes;
+}
+
+inline OutFrame make_frame(uint64_t id, size_t meta_bytes, size_t payload_bytes,
+                           size_t pieces = 1) {
+  OutFrame frame;
+  frame.header.kind = wire::FrameKind::kCall;
+  frame.header.call_id = id;
+  frame.meta = pattern(meta_bytes, id);
+  const auto payload =
+      std::make_shared<const std::vector<uint8_t>>(pattern(payload_bytes, id + 1'000'000));
+  const std::span<const uint8_t> all(*payload);
+  for (size_t i = 0; i < pieces; ++i) {
+    const size_t begin = payload_bytes * i / pieces, end = payload_bytes * (i + 1) / pieces;
+    frame.payload.push_back(all.subspan(begin, end - begin));
+  }
+  frame.keep_alive = payload;
+  return frame;
+}
+
+inline bool intact(const InFrame& frame) {
+  const auto equal = [](std::span<const uint8_t> a, const std::vector<uint8_t>& b) {
+    return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size()) == 0);
+  };
+  return frame.meta.size() == frame.header.meta_bytes &&
+         frame.payload.size() == frame.header.payload_bytes &&
+         equal(frame.meta, pattern(frame.meta.size(), frame.header.call_id)) &&
+         equal(frame.payload, pattern(frame.payload.size(), frame.header.call_id + 1'000'000)) &&
+         (frame.payload.empty() ||
+          reinterpret_cast<uintptr_t>(frame.payload.data()) % wire::kPayloadAlignment == 0);
+}
+
+// A frame as it lies on the wire.
+inline std::vector<uint8_t> wire_bytes(const OutFrame& frame) {
+  wire::FrameHeader header = frame.header;
+  header.meta_bytes = static_cast<uint32_t>(frame.meta.size());
+  header.payload_bytes = 0;
+  for (const auto& piece : frame.payload) header.payload_bytes += piece.size();
+  std::vector<uint8_t> bytes(wire::kHeaderBytes + header.body_bytes());
+  wire::encode_header(header, std::span<uint8_t, wire::kHeaderBytes>(bytes.data(), 48));
+  std::copy(frame.meta.begin(), frame.meta.end(), bytes.begin() + wire::kHeaderBytes);
+  size_t at = wire::kHeaderBytes + header.payload_offset();
+  for (const auto& piece : frame.payload) {
+    std::copy(piece.begin(), piece.end(), bytes.begin() + static_cast<long>(at));
+    at += piece.size();
+  }
+  return bytes;
+}
+
+// ---- the ends of a connection ----
+
+// What a stream's handler was told. Shared with the handler, so that it may outlive the test's end.
+class Record {
+ public:
+  Stream::Handler handler() {
+    return {[this](InFrame frame) { add(std::move(frame)); },
+            [this](const base::Error& error) { closed(error); }};
+  }
+  void add(InFrame frame) {
+    std::lock_guard lock(mutex_);
+    if (closes_ > 0) frames_after_close_ = true;
+    frames_.push_back(std::move(frame));
+    changed_.notify_all();
+  }
+  void closed(const base::Error& error) {
+    std::lock_guard lock(mutex_);
+    ++closes_;
+    error_ = error;
+    changed_.notify_all();
+  }
+
+  bool wait_frames(size_t count) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, kLongest, [&] { return frames_.size() >= count; });
+  }
+  bool wait_closed() {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, kLongest, [&] { return closes_ > 0; });
+  }
+  InFrame take() {
+    std::lock_guard lock(mutex_);
+    InFrame frame = std::move(frames_.front());
+    frames_.erase(frames_.begin());
+    return frame;
+  }
+  std::vector<InFrame> frames() {
+    std::lock_guard lock(mutex_);
+    return frames_;
+  }
+  size_t count() {
+    std::lock_guard lock(mutex_);
+    return frames_.size();
+  }
+  int closes() {
+    std::lock_guard lock(mutex_);
+    return closes_;
+  }
+  base::Error error() {
+    std::lock_guard lock(mutex_);
+    return error_;
+  }
+  bool frames_after_close() {
+    std::lock_guard lock(mutex_);
+    return frames_after_close_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<InFrame> frames_;
+  int closes_ = 0;
+  bool frames_after_close_ = false;
+  base::Error error_;
+};
+
+inline StreamPtr started(Loop& loop, Fd fd, Record& record, const wire::Limits& limits = {}) {
+  StreamPtr stream = adopt_socket(loop, fd.release());
+  stream->start(record.handler(), limits);
+  return stream;
+}
+
+// Runs `fn` on the loop and waits for it.
+template <class F>
+void on_loop(Loop& loop, F fn) {
+  base::Promise<void> promise;
+  const base::Future<void> done = promise.future();
+  loop.post([promise = std::move(promise), fn = std::move(fn)]() mutable {
+    fn();
+    promise.set();
+  });
+  done.wait();
+}
+
+// ---- raw sockets ----
+
+// False when the other side is gone.
+inline bool raw_write(int fd, std::span<const uint8_t> bytes, size_t step = SIZE_MAX) {
+  while (!bytes.empty()) {
+    const ssize_t n =
+        ::send(fd, bytes.data(), std::min(step, bytes.size()), MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n < 0) {
+      if (errno == EINTR) continue;
+      if (errno != EAGAIN) return false;
+      wait_for(fd, POLLOUT);
+      continue;
+    }
+    bytes = bytes.subspan(static_cast<size_t>(n));
+  }
+  return true;
+}
+
+// Up to `count` bytes; fewer at the end of the connection.
+inline std::vector<uint8_t> raw_read(int fd, size_t count) {
+  std::vector<uint8_t> bytes(count);
+  size_t have = 0;
+  while (have < count) {
+    wait_for(fd, POLLIN);
+    const ssize_t n = ::recv(fd, bytes.data() + have, count - have, MSG_DONTWAIT);
+    if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
+    if (n <= 0) break;
+    have += static_cast<size_t>(n);
+  }
+  bytes.resize(have);
+  return bytes;
+}
+
+}  // namespace distrain::net

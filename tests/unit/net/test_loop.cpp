@@ -1,0 +1,306 @@
+#include <algorithm>
+#include <atomic>
+#include <csignal>
+#include <functional>
+#include <random>
+#include <thread>
+
+#include <sys/resource.h>
+#include <sys/wait.h>
+
+#include "net_support.h"
+
+using namespace distrain;
+using namespace distrain::net;
+
+namespace {
+
+double cpu_seconds() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  const auto seconds = [](const timeval& t) {
+    return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_usec) * 1e-6;
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+}  // namespace
+
+TEST_CASE("posted tasks run on the loop in their order") {
+  Loop loop;
+  CHECK_FALSE(loop.in_loop());
+  std::vector<int> order;
+  bool inside = true;
+  for (int i = 0; i < 1000; ++i) {
+    loop.post([&, i] {
+      order.push_back(i);
+      inside &= loop.in_loop();
+    });
+  }
+  on_loop(loop, [] {});
+  CHECK(inside);
+  CHECK(order.size() == 1000);
+  CHECK(std::is_sorted(order.begin(), order.end()));
+}
+
+TEST_CASE("each poster's order is kept") {
+  Loop loop;
+  constexpr int kThreads = 4, kTasks = 2000;
+  std::vector<std::vector<int>> seen(kThreads);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < kTasks; ++i) loop.post([&seen, t, i] { seen[t].push_back(i); });
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  on_loop(loop, [] {});
+  for (const auto& one : seen) {
+    CHECK(one.size() == kTasks);
+    CHECK(std::is_sorted(one.begin(), one.end()));
+  }
+}
+
+TEST_CASE("a task posted by a task runs after those that wait already") {
+  Loop loop;
+  std::vector<int> order;
+  base::Promise<void> done;
+  on_loop(loop, [&] {
+    loop.post([&] {
+      order.push_back(1);
+      loop.post([&] {
+        order.push_back(3);
+        done.set();
+      });
+    });
+    loop.post([&] { order.push_back(2); });
+    order.push_back(0);
+  });
+  done.future().wait();
+  on_loop(loop, [] {});
+  CHECK(order == std::vector<int>{0, 1, 2, 3});
+}
+
+TEST_CASE("wake-ups are not lost") {
+  Loop loop;
+  std::atomic<int> ran{0};
+  std::mt19937 random(1);
+  for (int i = 0; i < 3000; ++i) {
+    on_loop(loop, [&ran] { ++ran; });
+    for (unsigned spin = random() % 2000; spin > 0; --spin) asm volatile("");
+  }
+  CHECK(ran == 3000);
+}
+
+TEST_CASE("timers run in the order of their times, not before them") {
+  Loop loop;
+  std::vector<int> order;
+  bool early = false;
+  base::Promise<void> done;
+  const base::TimePoint start = base::Clock::now() + 2ms;
+  const int delays[] = {7, 3, 5, 1, 9, 5, 0};
+  for (int i = 0; i < 7; ++i) {
+    const base::TimePoint when = start + delays[i] * 1ms;
+    loop.call_at(when, [&, i, when] {
+      early |= base::Clock::now() < when;
+      order.push_back(i);
+      if (i == 4) done.set();
+    });
+  }
+  done.future().wait();
+  on_loop(loop, [] {});
+  CHECK(order == std::vector<int>{6, 3, 1, 2, 5, 0, 4});
+  CHECK_FALSE(early);
+}
+
+TEST_CASE("a timer that is due runs at once, one for never does not") {
+  Loop loop;
+  base::Promise<void> done;
+  loop.call_at(base::kNever, [&done] { done.fail({}); });
+  loop.call_at(base::Clock::now() - 1h, [&done] { done.set(); });
+  loop.call_at(base::kNever - 1ns, [&done] { done.fail({}); });
+  done.future().wait();
+}
+
+TEST_CASE("timers from inside the loop, and from inside timers") {
+  Loop loop;
+  base::Promise<int> done;
+  int count = 0;
+  std::function<void()> again = [&] {
+    if (++count == 5) {
+      done.set(count);
+    } else {
+      loop.call_at(base::Clock::now() + 1ms, [&again] { again(); });
+    }
+  };
+  on_loop(loop, [&] { loop.call_at(base::Clock::now(), [&again] { again(); }); });
+  CHECK(done.future().wait() == 5);
+}
+
+TEST_CASE("a cancelled timer does not run and lets go of its task") {
+  Loop loop;
+  std::atomic<bool> ran{false};
+  auto token = std::make_shared<int>(1);
+  const std::weak_ptr<int> watch = token;
+  const uint64_t id = loop.call_at(base::Clock::now() + 1h, [&ran, token] { ran = true; });
+  token.reset();
+  const uint64_t soon = loop.call_at(base::Clock::now() + 3ms, [&ran] { ran = true; });
+  loop.cancel(soon);
+  loop.cancel(id);
+  base::Promise<void> later;
+  const uint64_t last = loop.call_at(base::Clock::now() + 6ms, [&later] { later.set(); });
+  later.future().wait();
+  CHECK(watch.expired());
+  CHECK_FALSE(ran);
+  loop.cancel(last);  // has run: harmless
+  loop.cancel(123456);
+  on_loop(loop, [] {});
+}
+
+// The id is known to its owner before the loop has seen the timer: a reply may be that quick.
+TEST_CASE("the loop cancels a timer that is still on its way to it") {
+  Loop loop;
+  std::atomic<bool> ran{false};
+  auto token = std::make_shared<int>(1);
+  const std::weak_ptr<int> watch = token;
+  std::atomic<uint64_t> id{0};
+  loop.post([&] {
+    while (id == 0) std::this_thread::yield();
+    loop.cancel(id);
+  });
+  id = loop.call_at(base::Clock::now() + 2ms, [&ran, token] { ran = true; });
+  token.reset();
+  base::Promise<void> later;
+  loop.call_at(base::Clock::now() + 5ms, [&later] { later.set(); });
+  later.future().wait();
+  CHECK_FALSE(ran);
+  CHECK(watch.expired());
+}
+
+TEST_CASE("a timer cancels others, also itself, inside its task") {
+  Loop loop;
+  bool other_ran = false;
+  base::Promise<void> done;
+  on_loop(loop, [&] {
+    const base::TimePoint when = base::Clock::now() + 1ms;
+    const auto ids = std::make_shared<std::vector<uint64_t>>();
+    ids->push_back(loop.call_at(when, [&loop, ids] {
+      for (const uint64_t id : *ids) loop.cancel(id);
+    }));
+    ids->push_back(loop.call_at(when, [&] { other_ran = true; }));
+    loop.call_at(when, [&] { done.set(); });
+  });
+  done.future().wait();
+  CHECK_FALSE(other_ran);
+}
+
+TEST_CASE("many timers from many threads, half of them cancelled") {
+  Loop loop;
+  std::atomic<int> ran{0}, wrong{0};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      std::mt19937 random(static_cast<unsigned>(t));
+      for (int i = 0; i < 300; ++i) {
+        if (i % 2) {
+          loop.cancel(loop.call_at(base::Clock::now() + 1h, [&] { ++wrong; }));
+        } else {
+          loop.call_at(base::Clock::now() + std::chrono::microseconds(random() % 5000),
+                       [&] { ++ran; });
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  const base::TimePoint end = base::deadline_after(kLongest);
+  while (ran < 600 && base::Clock::now() < end) std::this_thread::yield();
+  CHECK(ran == 600);
+  CHECK(wrong == 0);
+}
+
+TEST_CASE("an idle loop uses no CPU") {
+  Loop loop;
+  loop.call_at(base::Clock::now() + 1h, [] {});
+  auto [first, second] = Unix::connected();
+  Record record;
+  const StreamPtr stream = started(loop, std::move(first), record);
+  REQUIRE(raw_write(second.get(), wire_bytes(make_frame(1, 1, 1))));
+  REQUIRE(record.wait_frames(1));
+  std::this_thread::sleep_for(5ms);  // its polling after activity is over long before
+  const double before = cpu_seconds();
+  std::this_thread::sleep_for(200ms);
+  CHECK(cpu_seconds() - before < 0.05);
+  stream->close(false);
+  REQUIRE(record.wait_closed());
+}
+
+TEST_CASE("a loop that ends drops what it has not run") {
+  auto token = std::make_shared<int>(1);
+  const std::weak_ptr<int> watch = token;
+  base::Future<void> future;
+  {
+    Loop loop;
+    base::Promise<void> promise;
+    future = promise.future();
+    loop.call_at(base::Clock::now() + 1h, [token, own = std::move(promise)] {});
+    token.reset();
+  }
+  CHECK(watch.expired());
+  CHECK(future.wait_result().error().kind == base::ErrorKind::kCancelled);
+}
+
+TEST_CASE("a loop that ends at once, and one whose tasks post on") {
+  for (int i = 0; i < 100; ++i) Loop loop;
+  for (int i = 0; i < 50; ++i) {
+    std::function<void()> on;
+    Loop loop;
+    on = [&loop, &on] { loop.post([&on] { on(); }); };
+    loop.post([&on] { on(); });
+  }
+}
+
+// The task's effect is seen, and the loop destroyed, while post() is still returning.
+TEST_CASE("a loop may end as soon as a task posted to it has run") {
+  std::atomic<Loop*> mailbox{nullptr};
+  std::atomic<int> ran{0};
+  constexpr int kRounds = 300;
+  std::thread poster([&] {
+    for (int i = 0; i < kRounds; ++i) {
+      Loop* loop = nullptr;
+      while (!(loop = mailbox.exchange(nullptr))) sched_yield();
+      loop->post([&ran] { ++ran; });
+    }
+  });
+  for (int i = 0; i < kRounds; ++i) {
+    Loop loop;
+    loop.post([] {});  // so that the loop is awake already
+    mailbox = &loop;
+    while (ran <= i) sched_yield();
+  }
+  poster.join();
+  CHECK(ran == kRounds);
+}
+
+TEST_CASE("two loops in one process") {
+  Loop one, two;
+  base::Promise<bool> done;
+  one.post([&] { two.post([&] { done.set(two.in_loop() && !one.in_loop()); }); });
+  CHECK(done.future().wait());
+}
+
+TEST_CASE("waiting on the loop thread ends the process") {
+  const pid_t child = fork();
+  REQUIRE(child >= 0);
+  if (child == 0) {
+    std::signal(SIGABRT, SIG_DFL);
+    ::close(STDERR_FILENO);  // its message is no news here
+    Loop loop;
+    base::Promise<void> never;
+    on_loop(loop, [&never] { never.future().wait(); });
+    _exit(0);
+  }
+  int status = 0;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  CHECK(WIFSIGNALED(status));
+  CHECK(WTERMSIG(status) == SIGABRT);
+}

@@ -1,0 +1,372 @@
+#include <atomic>
+#include <csignal>
+#include <thread>
+
+#include <netinet/in.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+
+#include "net_support.h"
+
+using namespace distrain;
+using namespace distrain::net;
+
+namespace {
+
+base::Error error_of(const base::Result<Fd>& result) {
+  REQUIRE_FALSE(result.ok());
+  return result.error();
+}
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+base::TimePoint soon() { return base::deadline_after(kLongest); }
+
+bool has_ipv6() { return listen_tcp("::1", 0).ok(); }
+
+}  // namespace
+
+TEST_CASE("an Fd closes what it owns, once") {
+  int pipe_fds[2];
+  REQUIRE(::pipe(pipe_fds) == 0);
+  Fd read_end(pipe_fds[0]);
+  {
+    Fd write_end(pipe_fds[1]);
+    Fd moved = std::move(write_end);
+    CHECK_FALSE(write_end.valid());  // NOLINT: moved from on purpose
+    CHECK(moved.get() == pipe_fds[1]);
+    moved = std::move(moved);
+    CHECK(moved.valid());
+  }
+  char byte;
+  CHECK(::read(read_end.get(), &byte, 1) == 0);
+  const int released = read_end.release();
+  CHECK_FALSE(read_end.valid());
+  CHECK(::close(released) == 0);
+}
+
+TEST_CASE("listen and connect over TCP") {
+  for (const std::string host : {"", "127.0.0.1", "localhost"}) {
+    const Fd listener = std::move(listen_tcp(host, 0).value());
+    const uint16_t port = local_name(listener.get()).port;
+    REQUIRE(port != 0);
+    const Fd client =
+        std::move(connect_tcp(host.empty() ? "127.0.0.1" : host, port, soon()).value());
+    const Fd server = accept_one(listener);
+    CHECK(remote_name(client.get()).port == port);
+    CHECK(local_name(client.get()).port == remote_name(server.get()).port);
+    CHECK(remote_name(server.get()).host == "127.0.0.1");  // a v4 client of a v6 socket too
+  }
+  if (has_ipv6()) {
+    const Fd all = std::move(listen_tcp("", 0).value());
+    CHECK(connect_tcp("::1", local_name(all.get()).port, soon()).ok());
+  }
+}
+
+TEST_CASE("listening on a taken port is a rendezvous error that names it") {
+  for (const std::string host : {"127.0.0.1", "localhost", ""}) {
+    const Fd first = std::move(listen_tcp(host, 0).value());
+    const uint16_t port = local_name(first.get()).port;
+    const base::Error error = error_of(listen_tcp(host, port));
+    CHECK(error.kind == base::ErrorKind::kRendezvous);
+    CHECK(contains(error.message, (host.empty() ? "*" : host) + ":" + std::to_string(port)));
+  }
+  const Fd narrow = std::move(listen_tcp("127.0.0.1", 0).value());
+  CHECK_FALSE(listen_tcp("", local_name(narrow.get()).port).ok());
+}
+
+TEST_CASE("a port is free again as soon as its listener is closed") {
+  uint16_t port = 0;
+  {
+    const Fd listener = std::move(listen_tcp("127.0.0.1", 0).value());
+    port = local_name(listener.get()).port;
+    const Fd client = std::move(connect_tcp("127.0.0.1", port, soon()).value());
+    const Fd server = accept_one(listener);
+  }
+  CHECK(listen_tcp("127.0.0.1", port).ok());
+}
+
+TEST_CASE("listening on an address of another machine, or on no address at all") {
+  CHECK(error_of(listen_tcp("192.0.2.1", 0)).kind == base::ErrorKind::kRendezvous);
+  const base::Error error = error_of(listen_tcp("no-such-host.invalid", 0));
+  CHECK(error.kind == base::ErrorKind::kRendezvous);
+  CHECK(contains(error.message, "no-such-host.invalid"));
+}
+
+TEST_CASE("connecting to nobody fails at once and names whom") {
+  uint16_t port = 0;
+  { port = local_name(std::move(listen_tcp("127.0.0.1", 0).value()).get()).port; }
+  const base::TimePoint start = base::Clock::now();
+  const base::Error error = error_of(connect_tcp("127.0.0.1", port, start + 10s));
+  CHECK(base::Clock::now() - start < 5s);
+  CHECK(error.kind == base::ErrorKind::kRendezvous);
+  CHECK(contains(error.message, "127.0.0.1:" + std::to_string(port)));
+}
+
+TEST_CASE("connecting to an unknown host fails and names it") {
+  const base::Error error = error_of(connect_tcp("no-such-host.invalid", 1, soon()));
+  CHECK(error.kind == base::ErrorKind::kRendezvous);
+  CHECK(contains(error.message, "no-such-host.invalid"));
+}
+
+TEST_CASE("connecting gives up at its deadline") {
+  // A listener whose backlog is full takes no more connections.
+  const Fd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  REQUIRE(::bind(listener.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) == 0);
+  REQUIRE(::listen(listener.get(), 0) == 0);
+  const uint16_t port = local_name(listener.get()).port;
+  std::vector<Fd> held;
+  for (;;) {
+    REQUIRE(held.size() < 20);
+    const base::TimePoint start = base::Clock::now();
+    auto result = connect_tcp("127.0.0.1", port, start + 30ms);
+    if (result.ok()) {
+      held.push_back(std::move(result.value()));
+      continue;
+    }
+    CHECK(base::Clock::now() - start >= 30ms);
+    CHECK(base::Clock::now() - start < 10s);
+    CHECK(contains(error_of(result).message, std::to_string(port)));
+    break;
+  }
+}
+
+TEST_CASE("listen and connect over a unix socket") {
+  const TempDir folder;
+  const Fd listener = std::move(listen_unix(folder / "s").value());
+  const Fd client = std::move(connect_unix(folder / "s").value());
+  const Fd server = accept_one(listener);
+  CHECK((::fcntl(client.get(), F_GETFL) & O_NONBLOCK) != 0);
+  CHECK(remote_name(client.get()).host.empty());
+  CHECK(local_name(server.get()).host.empty());
+  CHECK(error_of(listen_unix(folder / "s")).kind == base::ErrorKind::kRendezvous);
+  const base::Error nobody = error_of(connect_unix(folder / "t"));
+  CHECK(nobody.kind == base::ErrorKind::kRendezvous);
+  CHECK(contains(nobody.message, folder / "t"));
+}
+
+TEST_CASE("the path of a unix socket may have 107 bytes, not more") {
+  const TempDir folder;
+  const std::string prefix = folder / "";
+  const std::string longest = prefix + std::string(107 - prefix.size(), 'x');
+  const Fd listener = std::move(listen_unix(longest).value());
+  CHECK(connect_unix(longest).ok());
+  for (const auto& result :
+       {error_of(listen_unix(longest + "x")), error_of(connect_unix(longest + "x"))}) {
+    CHECK(result.kind == base::ErrorKind::kRendezvous);
+    CHECK(contains(result.message, longest + "x"));
+  }
+}
+
+TEST_CASE("sockets are not inherited by programs that the process starts") {
+  const TempDir folder;
+  for (const Fd& fd :
+       {std::move(listen_tcp("127.0.0.1", 0).value()), std::move(listen_unix(folder / "s").value()),
+        std::move(connect_unix(folder / "s").value())}) {
+    CHECK((::fcntl(fd.get(), F_GETFD) & FD_CLOEXEC) != 0);
+  }
+}
+
+TEST_CASE("without descriptors it is resources") {
+  const pid_t child = fork();
+  REQUIRE(child >= 0);
+  if (child == 0) {
+    const rlimit none{3, 3};
+    setrlimit(RLIMIT_NOFILE, &none);
+    for (int fd = 3; fd < 64; ++fd) ::close(fd);
+    const bool right =
+        listen_tcp("127.0.0.1", 0).error().kind == base::ErrorKind::kResources &&
+        connect_tcp("127.0.0.1", 1, soon()).error().kind == base::ErrorKind::kResources &&
+        listen_unix("/tmp/x").error().kind == base::ErrorKind::kResources &&
+        connect_unix("/tmp/x").error().kind == base::ErrorKind::kResources;
+    bool loop_refused = false;
+    try {
+      Loop loop;
+    } catch (const base::Exception& e) {
+      loop_refused = e.kind() == base::ErrorKind::kResources;
+    }
+    _exit(right && loop_refused ? 0 : 1);
+  }
+  int status = 0;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  CHECK(status == 0);
+}
+
+TEST_CASE("which names are this machine's") {
+  CHECK(is_loopback("localhost"));
+  CHECK(is_loopback("127.0.0.1"));
+  CHECK(is_loopback("127.8.9.10"));
+  CHECK_FALSE(is_loopback("192.0.2.1"));
+  CHECK_FALSE(is_loopback("no-such-host.invalid"));
+  CHECK(is_local_address("127.0.0.1"));
+  CHECK_FALSE(is_local_address("192.0.2.1"));
+  CHECK_FALSE(is_local_address("no-such-host.invalid"));
+}
+
+TEST_CASE("the host key is the same for the whole process and for its children") {
+  const std::string key = host_key();
+  CHECK_FALSE(key.empty());
+  CHECK(host_key() == key);
+  const pid_t child = fork();
+  if (child == 0) _exit(host_key() == key ? 0 : 1);
+  int status = 0;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  CHECK(status == 0);
+}
+
+// ---- Listener ----
+
+TEST_CASE("a listener accepts many, at once and one by one") {
+  Loop loop;
+  Fd socket = std::move(listen_tcp("127.0.0.1", 0).value());
+  const uint16_t port = local_name(socket.get()).port;
+  std::atomic<int> accepted{0};
+  std::atomic<bool> on_loop_thread{true}, nonblocking{true};
+  std::vector<Fd> held;
+  const Listener listener(loop, std::move(socket), [&](Fd fd) {
+    on_loop_thread = on_loop_thread && loop.in_loop();
+    nonblocking = nonblocking && (::fcntl(fd.get(), F_GETFL) & O_NONBLOCK) != 0;
+    held.push_back(std::move(fd));
+    ++accepted;
+  });
+  constexpr int kThreads = 4, kEach = 25;
+  std::vector<std::thread> threads;
+  std::atomic<int> failed{0};
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < kEach; ++i) failed += !connect_tcp("127.0.0.1", port, soon()).ok();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  const base::TimePoint end = soon();
+  while (accepted < kThreads * kEach && base::Clock::now() < end) std::this_thread::yield();
+  CHECK(failed == 0);
+  CHECK(accepted == kThreads * kEach);
+  CHECK(on_loop_thread);
+  CHECK(nonblocking);
+  on_loop(loop, [&held] { held.clear(); });
+}
+
+TEST_CASE("a listener accepts what came before it") {
+  const TempDir folder;
+  Fd socket = std::move(listen_unix(folder / "s").value());
+  const Fd first = std::move(connect_unix(folder / "s").value());
+  const Fd second = std::move(connect_unix(folder / "s").value());
+  Loop loop;
+  std::atomic<int> accepted{0};
+  const Listener listener(loop, std::move(socket), [&](Fd) { ++accepted; });
+  CHECK(raw_read(first.get(), 1).empty());
+  CHECK(raw_read(second.get(), 1).empty());
+  CHECK(accepted == 2);
+}
+
+TEST_CASE("a listener is destroyed while others connect") {
+  for (int round = 0; round < 20; ++round) {
+    Loop loop;
+    Fd socket = std::move(listen_tcp("127.0.0.1", 0).value());
+    const uint16_t port = local_name(socket.get()).port;
+    std::atomic<bool> refused{false};
+    std::thread client([&] {
+      while (connect_tcp("127.0.0.1", port, soon()).ok()) {
+      }
+      refused = true;
+    });
+    {
+      std::atomic<int> accepted{0};
+      auto listener = std::make_unique<Listener>(loop, std::move(socket), [&](Fd) { ++accepted; });
+      while (accepted <= round % 4) std::this_thread::yield();
+      listener.reset();
+      on_loop(loop, [] {});  // on_connection is not called after this
+    }
+    client.join();
+    CHECK(refused);
+  }
+}
+
+TEST_CASE("a listener destroys itself inside on_connection, or outlives its loop") {
+  const TempDir folder;
+  {
+    Loop loop;
+    std::unique_ptr<Listener> listener;
+    std::atomic<int> accepted{0};
+    Fd socket = std::move(listen_unix(folder / "a").value());
+    on_loop(loop, [&] {
+      listener = std::make_unique<Listener>(loop, std::move(socket), [&](Fd) {
+        ++accepted;
+        listener.reset();
+      });
+    });
+    const Fd client = std::move(connect_unix(folder / "a").value());
+    CHECK(raw_read(client.get(), 1).empty());
+    on_loop(loop, [] {});
+    const base::TimePoint end = soon();
+    while (connect_unix(folder / "a").ok() && base::Clock::now() < end) std::this_thread::yield();
+    CHECK(accepted == 1);
+    CHECK_FALSE(connect_unix(folder / "a").ok());
+  }
+  std::unique_ptr<Listener> listener;
+  {
+    Loop loop;
+    listener =
+        std::make_unique<Listener>(loop, std::move(listen_unix(folder / "b").value()), [](Fd) {});
+  }
+  CHECK_FALSE(connect_unix(folder / "b").ok());  // closed with the loop
+  listener.reset();
+}
+
+// Without a descriptor for it a connection stays in the backlog and the socket readable: accepting
+// must pause then, not spin, and go on when there are descriptors again.
+TEST_CASE("a listener without descriptors pauses and goes on") {
+  const pid_t child = fork();
+  REQUIRE(child >= 0);
+  if (child == 0) {
+    {
+      Loop loop;
+      Fd socket = std::move(listen_tcp("127.0.0.1", 0).value());
+      const uint16_t port = local_name(socket.get()).port;
+      std::vector<Fd> clients;
+      for (int i = 0; i < 3; ++i) {
+        clients.push_back(std::move(connect_tcp("127.0.0.1", port, soon()).value()));
+      }
+      const rlimit few{64, 64};
+      setrlimit(RLIMIT_NOFILE, &few);
+      std::vector<Fd> fill;
+      for (;;) {
+        Fd fd(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+        if (!fd.valid()) break;
+        fill.push_back(std::move(fd));
+      }
+      std::atomic<int> accepted{0};
+      std::vector<Fd> held;
+      const Listener listener(loop, std::move(socket), [&](Fd fd) {
+        held.push_back(std::move(fd));
+        ++accepted;
+      });
+      on_loop(loop, [] {});
+      rusage before{}, after{};
+      getrusage(RUSAGE_SELF, &before);
+      std::this_thread::sleep_for(150ms);
+      getrusage(RUSAGE_SELF, &after);
+      const auto cpu_us = [](const rusage& u) {
+        return (u.ru_utime.tv_sec + u.ru_stime.tv_sec) * 1'000'000 + u.ru_utime.tv_usec +
+               u.ru_stime.tv_usec;
+      };
+      if (accepted != 0) _exit(1);
+      if (cpu_us(after) - cpu_us(before) > 50'000) _exit(2);
+      fill.clear();
+      const base::TimePoint end = base::Clock::now() + 20s;
+      while (accepted < 3 && base::Clock::now() < end) std::this_thread::yield();
+      if (accepted != 3) _exit(3);
+    }
+    _exit(0);
+  }
+  int status = 0;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
+}

@@ -1,0 +1,21 @@
+// How much the current thread allocates by `new` while it counts. Always 0 under a sanitizer, which
+// brings an operator new of its own.
+#pragma once
+
+#include <cstddef>
+
+namespace distrain::wire {
+
+struct AllocationCount {
+  bool counting = false;
+  size_t bytes = 0;
+};
+AllocationCount& allocation_count();
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr bool kUnderSanitizer = true;
+#else
+inline constexpr bool kUnderSanitizer = false;
+#endif
+
+}  // namespace distrain::wire

@@ -1,0 +1,72 @@
+// Every decoder of the wire layer behind one signature: bytes in, whether they were taken.
+#pragma once
+
+#include <algorithm>
+#include <span>
+
+#include "distrain/wire/frame.h"
+#include "distrain/wire/handshake.h"
+#include "distrain/wire/tensor_desc.h"
+
+namespace distrain::wire {
+
+// Each throws what the decoder throws; a returned message must encode to the bytes it came from,
+// except for the order of options, which is the sender's.
+inline bool try_header(std::span<const uint8_t> in) {
+  if (in.size() < kHeaderBytes) return false;
+  const auto head = in.first<kHeaderBytes>();
+  const Limits limits;
+  const auto header = decode_header(head, limits);
+  if (!header.ok()) {
+    if (header.error().kind != base::ErrorKind::kProtocol) __builtin_trap();
+    return false;
+  }
+  const FrameHeader& h = header.unchecked();
+  if (h.meta_bytes > limits.max_meta_bytes || h.tensor_count > limits.max_tensors ||
+      h.payload_bytes > limits.max_payload_bytes || h.body_bytes() < h.payload_bytes) {
+    __builtin_trap();
+  }
+  std::array<uint8_t, kHeaderBytes> again;
+  encode_header(h, again);
+  if (!std::equal(again.begin(), again.end(), in.begin())) __builtin_trap();
+  return true;
+}
+
+inline bool try_tensor_descs(std::span<const uint8_t> in) {
+  Reader reader(in);
+  std::vector<TensorDesc> tensors;
+  while (reader.left() > 0) {
+    tensors.push_back(decode_tensor_desc(reader));
+    if (tensors.back().sizes.size() > kMaxDimensions) __builtin_trap();
+  }
+  const PayloadLayout layout = layout_payload(tensors);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (layout.offsets[i] % kPayloadAlignment != 0 ||
+        layout.offsets[i] + tensors[i].bytes() > layout.bytes) {
+      __builtin_trap();
+    }
+  }
+  Bytes again;
+  Writer out(again);
+  for (const TensorDesc& tensor : tensors) encode(tensor, out);
+  if (!std::equal(again.begin(), again.end(), in.begin(), in.end())) __builtin_trap();
+  return true;
+}
+
+inline bool try_hello(std::span<const uint8_t> in) {
+  if (encode(decode_hello(in)).size() != in.size()) __builtin_trap();
+  return true;
+}
+
+inline bool try_directory(std::span<const uint8_t> in) {
+  if (encode(decode_directory(in)).size() != in.size()) __builtin_trap();
+  return true;
+}
+
+inline bool try_error(std::span<const uint8_t> in) {
+  const Bytes again = encode(decode_error(in));
+  if (!std::equal(again.begin(), again.end(), in.begin(), in.end())) __builtin_trap();
+  return true;
+}
+
+}  // namespace distrain::wire

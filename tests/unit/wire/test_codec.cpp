@@ -1,0 +1,405 @@
+// Round trips, the exact bytes of the documented format, and limits.
+#include <cmath>
+#include <limits>
+
+#include "random_messages.h"
+#include "support/catch.h"
+
+using namespace distrain;
+using namespace distrain::wire;
+
+namespace {
+
+using Header = std::array<uint8_t, kHeaderBytes>;
+
+Header encoded(const FrameHeader& header) {
+  Header bytes;
+  encode_header(header, bytes);
+  return bytes;
+}
+
+bool operator_equal(const Endpoint& a, const Endpoint& b) {
+  return a.host == b.host && a.port == b.port && a.unix_path == b.unix_path &&
+         a.host_key == b.host_key;
+}
+
+bool same(const FrameHeader& a, const FrameHeader& b) {
+  return a.kind == b.kind && a.channel == b.channel && a.meta_bytes == b.meta_bytes &&
+         a.tensor_count == b.tensor_count && a.payload_bytes == b.payload_bytes &&
+         a.call_id == b.call_id && a.context_id == b.context_id && a.autograd_id == b.autograd_id;
+}
+
+template <class F>
+base::Error protocol_error_of(F f) {
+  try {
+    f();
+  } catch (const base::Exception& e) {
+    CHECK(e.kind() == base::ErrorKind::kProtocol);
+    return e.error();
+  }
+  FAIL("no exception");
+  return {};
+}
+
+Bytes bytes_of(const TensorDesc& desc) {
+  Bytes bytes;
+  Writer out(bytes);
+  encode(desc, out);
+  return bytes;
+}
+
+template <class T>
+void scalar_round_trip(T value) {
+  Bytes bytes;
+  Writer(bytes).put(value);
+  CHECK(bytes.size() == sizeof(T));
+  Reader in(bytes);
+  const T back = in.get<T>();
+  CHECK(std::memcmp(&back, &value, sizeof(T)) == 0);
+  in.expect_end();
+}
+
+}  // namespace
+
+TEST_CASE("scalars of every width go there and back") {
+  RandomMessages random(1);
+  for (int i = 0; i < 200; ++i) {
+    const uint64_t bits = random.bits();
+    scalar_round_trip(static_cast<uint8_t>(bits));
+    scalar_round_trip(static_cast<int16_t>(bits));
+    scalar_round_trip(static_cast<uint32_t>(bits));
+    scalar_round_trip(static_cast<int64_t>(bits));
+    scalar_round_trip(std::bit_cast<double>(bits));
+    scalar_round_trip(std::bit_cast<float>(static_cast<uint32_t>(bits)));
+  }
+  scalar_round_trip(true);
+  scalar_round_trip(false);
+  scalar_round_trip(std::numeric_limits<double>::infinity());
+  scalar_round_trip(-0.0);
+  scalar_round_trip(DType::kBFloat16);
+}
+
+TEST_CASE("a Writer writes little-endian without padding") {
+  Bytes bytes;
+  Writer out(bytes);
+  out.put(uint8_t{1});
+  out.put(uint32_t{0x0A0B0C0D});
+  out.put(true);
+  out.put("hé");
+  out.put(int16_t{-2});
+  CHECK(bytes == Bytes{1, 0x0D, 0x0C, 0x0B, 0x0A, 1, 3, 0, 0, 0, 'h', 0xC3, 0xA9, 0xFE, 0xFF});
+}
+
+TEST_CASE("a Reader refuses what does not fit") {
+  const Bytes two{2, 0};
+  protocol_error_of([&] { Reader(two).get<uint32_t>(); });
+  protocol_error_of([&] { Reader(two).get<bool>(); });
+  protocol_error_of([&] { Reader(two).expect_end(); });
+  protocol_error_of([&] { Reader(std::span<const uint8_t>{}).get<uint8_t>(); });
+  const Bytes long_text{0xFF, 0xFF, 0xFF, 0xFF, 'a'};
+  protocol_error_of([&] { Reader(long_text).get_string(); });
+  protocol_error_of([&] { Reader(long_text).get_count(1); });
+  const Bytes items{2, 0, 0, 0, 9, 9, 9};
+  CHECK(Reader(items).get_count(1) == 2);
+  protocol_error_of([&] { Reader(items).get_count(2); });
+  const Bytes nothing{0, 0, 0, 0};
+  CHECK(Reader(nothing).get_string().empty());
+  CHECK(Reader(nothing).get_count(8) == 0);
+}
+
+TEST_CASE("the bytes of a frame header are as documented") {
+  FrameHeader header;
+  header.kind = FrameKind::kOneway;
+  header.channel = 0x0102;
+  header.meta_bytes = 0x03040506;
+  header.tensor_count = 0x0708;
+  header.payload_bytes = 0x0900000001;
+  header.call_id = 0x1112131415161718;
+  header.context_id = 0x2122232425262728;
+  header.autograd_id = 0x3132333435363738;
+  const Header expected{
+      'D',  'T',  'R',  'N',                           // magic
+      19,   0,                                         // kind
+      0x02, 0x01,                                      // channel
+      0x06, 0x05, 0x04, 0x03,                          // meta_bytes
+      0x08, 0x07, 0,    0,                             // tensor_count
+      0x01, 0,    0,    0,    0x09, 0,    0,    0,     // payload_bytes
+      0x18, 0x17, 0x16, 0x15, 0x14, 0x13, 0x12, 0x11,  // call_id
+      0x28, 0x27, 0x26, 0x25, 0x24, 0x23, 0x22, 0x21,  // context_id
+      0x38, 0x37, 0x36, 0x35, 0x34, 0x33, 0x32, 0x31,  // autograd_id
+  };
+  CHECK(encoded(header) == expected);
+  CHECK(kHeaderBytes == 48);
+  CHECK(kProtocolVersion == 1);
+}
+
+TEST_CASE("the numbers of the frame kinds do not change") {
+  CHECK(static_cast<int>(FrameKind::kHello) == 1);
+  CHECK(static_cast<int>(FrameKind::kReject) == 2);
+  CHECK(static_cast<int>(FrameKind::kDirectory) == 3);
+  CHECK(static_cast<int>(FrameKind::kMeshReady) == 4);
+  CHECK(static_cast<int>(FrameKind::kGo) == 5);
+  CHECK(static_cast<int>(FrameKind::kCall) == 16);
+  CHECK(static_cast<int>(FrameKind::kReply) == 17);
+  CHECK(static_cast<int>(FrameKind::kError) == 18);
+  CHECK(static_cast<int>(FrameKind::kOneway) == 19);
+  CHECK(static_cast<int>(FrameKind::kHeartbeat) == 32);
+  CHECK(static_cast<int>(FrameKind::kFlush) == 33);
+  CHECK(static_cast<int>(FrameKind::kAbort) == 34);
+  CHECK(static_cast<int>(FrameKind::kRRefFork) == 48);
+  CHECK(static_cast<int>(FrameKind::kRRefAccept) == 49);
+  CHECK(static_cast<int>(FrameKind::kRRefDelete) == 50);
+}
+
+TEST_CASE("frame headers go there and back") {
+  RandomMessages random(2);
+  for (int i = 0; i < 2000; ++i) {
+    const FrameHeader header = random.header();
+    const auto back = decode_header(encoded(header), Limits{});
+    REQUIRE(back.ok());
+    REQUIRE(same(back.unchecked(), header));
+  }
+}
+
+TEST_CASE("the limits of a frame header are exact") {
+  const Limits limits{1000, 10, 1 << 20};
+  FrameHeader header;
+  header.meta_bytes = 1000;
+  header.tensor_count = 10;
+  header.payload_bytes = 1 << 20;
+  const auto kind_of = [&](const FrameHeader& h) {
+    const auto result = decode_header(encoded(h), limits);
+    return result.ok() ? base::ErrorKind{} : result.error().kind;
+  };
+  CHECK(kind_of(header) == base::ErrorKind{});
+  FrameHeader more = header;
+  more.meta_bytes += 1;
+  CHECK(kind_of(more) == base::ErrorKind::kProtocol);
+  more = header;
+  more.tensor_count += 1;
+  CHECK(kind_of(more) == base::ErrorKind::kProtocol);
+  more = header;
+  more.payload_bytes += 1;
+  CHECK(kind_of(more) == base::ErrorKind::kProtocol);
+  more.payload_bytes = UINT64_MAX;
+  CHECK(kind_of(more) == base::ErrorKind::kProtocol);
+
+  FrameHeader anything;
+  anything.payload_bytes = 1;
+  CHECK_FALSE(decode_header(encoded(anything), kHandshakeLimits).ok());
+}
+
+TEST_CASE("wrong magic and unknown kinds are named") {
+  Header bytes = encoded(FrameHeader{});
+  for (size_t i = 0; i < 4; ++i) {
+    Header broken = bytes;
+    broken[i] ^= 0x20;
+    const auto result = decode_header(broken, Limits{});
+    REQUIRE_FALSE(result.ok());
+    CHECK(result.error().message.find("magic") != std::string::npos);
+  }
+  int known = 0;
+  for (int kind = 0; kind < 65536; ++kind) {
+    bytes[4] = static_cast<uint8_t>(kind);
+    bytes[5] = static_cast<uint8_t>(kind >> 8);
+    known += decode_header(bytes, Limits{}).ok();
+  }
+  CHECK(known == 15);
+}
+
+TEST_CASE("where the payload begins") {
+  FrameHeader header;
+  header.meta_bytes = 65;
+  CHECK(header.payload_offset() == 65);
+  CHECK(header.body_bytes() == 65);
+  header.payload_bytes = 3;
+  CHECK(header.payload_offset() == 128);
+  CHECK(header.body_bytes() == 131);
+  header.meta_bytes = 64;
+  CHECK(header.payload_offset() == 64);
+  header.meta_bytes = UINT32_MAX;  // no wrap-around at 32 bits
+  CHECK(header.payload_offset() == uint64_t{1} << 32);
+  for (uint64_t n = 0; n < 300; ++n) {
+    CHECK(align_payload(n) % kPayloadAlignment == 0);
+    CHECK(align_payload(n) - n < kPayloadAlignment);
+  }
+}
+
+TEST_CASE("the bytes of a tensor descriptor are as documented") {
+  CHECK(bytes_of({DType::kFloat32, {2, 0x0102030405060708}}) ==
+        Bytes{8, 2, 2, 0, 0, 0, 0, 0, 0, 0, 8, 7, 6, 5, 4, 3, 2, 1});
+  CHECK(bytes_of({DType::kInt64, {}}) == Bytes{5, 0});
+}
+
+TEST_CASE("the numbers and sizes of the element types do not change") {
+  const size_t sizes[] = {0, 1, 1, 2, 4, 8, 2, 2, 4, 8, 1, 8, 16, 2, 4, 8};
+  for (int dtype = 0; dtype < 256; ++dtype) {
+    CHECK(element_bytes(static_cast<DType>(dtype)) ==
+          (static_cast<size_t>(dtype) < std::size(sizes) ? sizes[dtype] : 0));
+  }
+  CHECK(static_cast<int>(DType::kUInt8) == 1);
+  CHECK(static_cast<int>(DType::kFloat16) == 6);
+  CHECK(static_cast<int>(DType::kBFloat16) == 7);
+  CHECK(static_cast<int>(DType::kFloat32) == 8);
+  CHECK(static_cast<int>(DType::kFloat64) == 9);
+  CHECK(static_cast<int>(DType::kBool) == 10);
+  CHECK(static_cast<int>(DType::kUInt64) == 15);
+}
+
+TEST_CASE("tensor descriptors go there and back") {
+  RandomMessages random(3);
+  for (int i = 0; i < 2000; ++i) {
+    const TensorDesc desc = random.tensor_desc();
+    const Bytes bytes = bytes_of(desc);
+    REQUIRE(bytes.size() == 2 + 8 * desc.sizes.size());
+    Reader in(bytes);
+    const TensorDesc back = decode_tensor_desc(in);
+    in.expect_end();
+    REQUIRE(back.dtype == desc.dtype);
+    REQUIRE(back.sizes == desc.sizes);
+  }
+}
+
+TEST_CASE("malformed tensor descriptors are refused") {
+  const auto refused = [](const TensorDesc& desc) {
+    const Bytes bytes = bytes_of(desc);
+    Reader in(bytes);
+    return protocol_error_of([&in] { decode_tensor_desc(in); }).message;
+  };
+  refused({static_cast<DType>(0), {1}});
+  refused({static_cast<DType>(16), {1}});
+  refused({static_cast<DType>(255), {}});
+  refused({DType::kUInt8, {-1}});
+  refused({DType::kUInt8, {INT64_MIN}});
+  refused({DType::kInt16, {INT64_MAX}});
+  refused({DType::kUInt8, {int64_t{1} << 32, int64_t{1} << 32}});
+  refused({DType::kUInt8, {0, int64_t{1} << 32, int64_t{1} << 32}});  // the strides overflow
+  refused({DType::kUInt8, std::vector<int64_t>(kMaxDimensions + 1, 1)});
+
+  const Bytes most = bytes_of({DType::kUInt8, std::vector<int64_t>(kMaxDimensions, 1)});
+  Reader in(most);
+  CHECK(decode_tensor_desc(in).sizes.size() == kMaxDimensions);
+  const Bytes largest = bytes_of({DType::kUInt8, {INT64_MAX}});
+  Reader in_largest(largest);
+  CHECK(decode_tensor_desc(in_largest).bytes() == static_cast<uint64_t>(INT64_MAX));
+}
+
+TEST_CASE("tensors in a payload begin at multiples of 64") {
+  CHECK(layout_payload({}).bytes == 0);
+  const PayloadLayout layout = layout_payload({{DType::kFloat32, {3}},
+                                               {DType::kUInt8, {0}},
+                                               {DType::kUInt8, {64}},
+                                               {DType::kUInt8, {65}},
+                                               {DType::kFloat64, {}}});
+  CHECK(layout.offsets == std::vector<uint64_t>{0, 64, 64, 128, 256});
+  CHECK(layout.bytes == 264);
+
+  const std::vector<TensorDesc> three(3, TensorDesc{DType::kUInt8, {INT64_MAX}});
+  protocol_error_of([&] { layout_payload(three); });
+}
+
+TEST_CASE("hellos go there and back") {
+  RandomMessages random(4);
+  for (int i = 0; i < 1000; ++i) {
+    const Hello hello = random.hello();
+    const Hello back = decode_hello(encode(hello));
+    REQUIRE(back.version == kProtocolVersion);
+    REQUIRE(back.purpose == hello.purpose);
+    REQUIRE(back.job_id == hello.job_id);
+    REQUIRE(back.rank == hello.rank);
+    REQUIRE(back.world_size == hello.world_size);
+    REQUIRE(operator_equal(back.endpoint, hello.endpoint));
+    REQUIRE(back.options == hello.options);
+    REQUIRE(back.proof == hello.proof);
+  }
+}
+
+TEST_CASE("directories and errors go there and back") {
+  RandomMessages random(5);
+  for (int i = 0; i < 1000; ++i) {
+    const Directory directory = random.directory();
+    const Directory back = decode_directory(encode(directory));
+    REQUIRE(back.options == directory.options);
+    REQUIRE(back.ranks.size() == directory.ranks.size());
+    for (size_t r = 0; r < back.ranks.size(); ++r) {
+      REQUIRE(back.ranks[r].name == directory.ranks[r].name);
+      REQUIRE(operator_equal(back.ranks[r].endpoint, directory.ranks[r].endpoint));
+    }
+    const base::Error error = random.error();
+    const base::Error same_error = decode_error(encode(error));
+    REQUIRE(same_error.kind == error.kind);
+    REQUIRE(same_error.rank == error.rank);
+    REQUIRE(same_error.message == error.message);
+    REQUIRE(same_error.op == error.op);
+  }
+}
+
+TEST_CASE("the bytes of a hello and of an error are as documented") {
+  Hello hello;
+  hello.purpose = HelloPurpose::kPeer;
+  hello.job_id = "j";
+  hello.rank = 2;
+  hello.world_size = 4;
+  hello.endpoint = {"h", 29500, "", "k"};
+  hello.options = {{"a", "b"}};
+  CHECK(encode(hello) == Bytes{1,    0,    0, 0,                                      // version
+                               2,                                                     // purpose
+                               1,    0,    0, 0, 'j',                                 // job_id
+                               2,    0,    0, 0,                                      // rank
+                               4,    0,    0, 0,                                      // world_size
+                               1,    0,    0, 0, 'h',                                 // host
+                               0x3C, 0x73,                                            // port
+                               0,    0,    0, 0,                                      // unix_path
+                               1,    0,    0, 0, 'k',                                 // host_key
+                               1,    0,    0, 0,                                      // options
+                               1,    0,    0, 0, 'a', 1, 0, 0, 0, 'b', 0, 0, 0, 0});  // proof
+  CHECK(encode(base::Error{base::ErrorKind::kDeadline, "m", -1, "o"}) ==
+        Bytes{12, 0, 0xFF, 0xFF, 0xFF, 0xFF, 1, 0, 0, 0, 'm', 1, 0, 0, 0, 'o'});
+}
+
+TEST_CASE("another protocol version is named, with both") {
+  for (Bytes bytes : {encode(Hello{}), encode(Directory{})}) {
+    bytes[0] = 77;
+    const bool is_hello = bytes.size() > 20;
+    const base::Error error = protocol_error_of([&] {
+      if (is_hello) {
+        decode_hello(bytes);
+      } else {
+        decode_directory(bytes);
+      }
+    });
+    CHECK(error.message.find("77") != std::string::npos);
+    CHECK(error.message.find(std::to_string(kProtocolVersion)) != std::string::npos);
+    // A later version may be of any length after it.
+    bytes.resize(4);
+    const base::Error cut = protocol_error_of([&] {
+      if (is_hello) {
+        decode_hello(bytes);
+      } else {
+        decode_directory(bytes);
+      }
+    });
+    CHECK(cut.message.find("77") != std::string::npos);
+  }
+}
+
+TEST_CASE("malformed hellos, directories and errors are refused") {
+  Bytes hello = encode(Hello{});
+  hello[4] = 3;
+  protocol_error_of([&] { decode_hello(hello); });
+  hello = encode(Hello{});
+  hello.push_back(0);
+  protocol_error_of([&] { decode_hello(hello); });
+
+  Hello twice;
+  twice.options = {{"a", ""}, {"b", ""}};
+  Bytes bytes = encode(twice);
+  *std::find(bytes.begin(), bytes.end(), 'b') = 'a';
+  protocol_error_of([&] { decode_hello(bytes); });
+
+  for (const uint16_t kind : {uint16_t{0}, uint16_t{15}, uint16_t{65535}}) {
+    Bytes error = encode(base::Error{});
+    std::memcpy(error.data(), &kind, 2);
+    protocol_error_of([&] { decode_error(error); });
+  }
+}
