@@ -145,6 +145,7 @@ void AgentCore::close() {
   rendezvous->close();
   pending.fail_all(error);
   flush_.fail(error);
+  rrefs->fail_unset(error);
   for (const auto& peer : peers_) {
     if (peer->stream) peer->stream->close();
   }
@@ -212,6 +213,15 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
     case wire::FrameKind::kReply:
       if (auto call = pending.take(header.call_id, rank)) {
         call->promise.set(RawReply{nullptr, std::move(frame), rank, call->context});
+      } else {
+        // Its caller has given up on it: the RRefs in it are let go.
+        pool.post([this, rank, frame = std::move(frame)]() mutable {
+          try {
+            InMessage late = from_frame(std::move(frame), rank);
+            rrefs->receive(late);
+          } catch (...) {  // nobody is there to be told
+          }
+        });
       }
       return;
     case wire::FrameKind::kError:
@@ -281,7 +291,7 @@ void AgentCore::lose_peer_on_loop(int rank, Error error) {
     for (const auto& [number, channel] : channels_) channels.push_back(channel);
   }
   for (const auto& channel : channels) channel->on_peer_lost(rank, error);
-  rrefs->on_peer_lost(rank);
+  rrefs->on_peer_lost(rank, error);
   flush_.fail(error);
 }
 
@@ -336,7 +346,7 @@ base::Status AgentCore::send(int to, net::OutFrame frame) {
   for (const auto& piece : frame.payload) bytes += piece.size();
   bytes_out_.fetch_add(bytes, std::memory_order_relaxed);
   base::Status sent = other.stream->send(std::move(frame));
-  if (!sent.ok()) return loss_of(to);
+  if (!sent.ok() && sent.error().kind == ErrorKind::kPeerLost) return loss_of(to);
   return sent;
 }
 
@@ -379,13 +389,27 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     encoder.out.put(target->id());
     encoder.out.put(target->fork());
   }
-  fill(encoder);
-
   wire::FrameHeader header;
   header.kind = wire::FrameKind::kCall;
   header.call_id = id;
   header.context_id = t_context;
-  if (t_context != 0 && hook) header.autograd_id = hook->on_send(t_context, to, message.tensors);
+  net::OutFrame frame;
+  std::shared_ptr<InMessage> own;
+  std::vector<RRefTicket> tickets;
+  // What cannot be sent is found out before anybody waits for its answer.
+  try {
+    fill(encoder);
+    if (t_context != 0 && hook) header.autograd_id = hook->on_send(t_context, to, message.tensors);
+    tickets = message.rrefs;
+    if (to == options.rank) {
+      own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
+    } else {
+      frame = to_frame(std::move(message), header);
+    }
+  } catch (...) {
+    rrefs->retract(tickets.empty() ? message.rrefs : tickets);
+    throw;
+  }
 
   PendingCalls::Call call;
   call.to = to;
@@ -403,16 +427,19 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     });
   }
   calls_.fetch_add(1, std::memory_order_relaxed);
-  if (!pending.add(id, std::move(call))) return reply;
-  if (to == options.rank) {
-    auto own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
+  if (!pending.add(id, std::move(call))) {
+    rrefs->retract(tickets);
+    return reply;
+  }
+  if (own) {
     pool.post([this, own = std::move(own)]() mutable {
       execute(options.rank, std::move(own), {});
     });
     return reply;
   }
-  const base::Status sent = send(to, to_frame(std::move(message), header));
+  const base::Status sent = send(to, std::move(frame));
   if (!sent.ok()) {
+    rrefs->retract(tickets);
     if (auto failed = pending.take(id, to)) {
       Error error = sent.error();
       error.op = function;
@@ -432,6 +459,7 @@ void AgentCore::receive_tensors(InMessage& message, uint64_t context) {
 std::shared_ptr<InMessage> AgentCore::open(const RawReply& reply) {
   std::shared_ptr<InMessage> message = reply.message;
   if (!message) message = std::make_shared<InMessage>(from_frame(reply.frame, reply.from));
+  rrefs->receive(*message);
   receive_tensors(*message, reply.context);
   return message;
 }
@@ -442,9 +470,9 @@ void AgentCore::execute(int from, std::shared_ptr<InMessage> message, net::InFra
   std::string function;
   try {
     if (!message) message = std::make_shared<InMessage>(from_frame(std::move(frame), from));
+    rrefs->receive(*message);
     const ContextScope scope(header.context_id);
     Decoder decoder(*message);
-    decoder.rrefs = rrefs.get();
     function = decoder.in.get_string();
     if (decoder.in.get<CallMode>() == CallMode::kRemote) {
       const auto id = decoder.in.get<uint64_t>();
@@ -479,17 +507,30 @@ void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
   Encoder encoder(message);
   encoder.rrefs = rrefs.get();
   encoder.to = to;
-  fill(encoder);
   wire::FrameHeader header;
   header.kind = wire::FrameKind::kReply;
   header.call_id = call_id;
   header.context_id = context;
-  if (context != 0 && hook) header.autograd_id = hook->on_send(context, to, message.tensors);
-  if (to != options.rank) {
-    static_cast<void>(send(to, to_frame(std::move(message), header)));  // a lost caller: no matter
-  } else if (auto call = pending.take(call_id, to)) {
-    auto own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
-    call->promise.set(RawReply{std::move(own), {}, to, call->context});
+  std::vector<RRefTicket> tickets;
+  try {
+    fill(encoder);
+    if (context != 0 && hook) header.autograd_id = hook->on_send(context, to, message.tensors);
+    tickets = message.rrefs;
+    if (to == options.rank) {
+      auto own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
+      auto call = pending.take(call_id, to);
+      if (!call) return rrefs->retract(tickets);
+      call->promise.set(RawReply{std::move(own), {}, to, call->context});
+      return;
+    }
+    const base::Status sent = send(to, to_frame(std::move(message), header));
+    if (sent.ok()) return;
+    rrefs->retract(tickets);
+    if (sent.error().kind == ErrorKind::kInvalid) send_error(to, call_id, sent.error());
+    // Else the caller is lost: no matter.
+  } catch (...) {
+    rrefs->retract(tickets.empty() ? message.rrefs : tickets);
+    throw;
   }
 }
 

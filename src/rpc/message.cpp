@@ -84,6 +84,14 @@ net::OutFrame to_frame(OutMessage message, wire::FrameHeader header) {
       meta.put(bits);
     }
   }
+  meta.put(static_cast<uint32_t>(message.rrefs.size()));
+  for (const RRefTicket& ticket : message.rrefs) {
+    meta.put(ticket.id);
+    meta.put(ticket.owner);
+    meta.put(ticket.mode);
+    meta.put(ticket.fork);
+    meta.put(ticket.parent);
+  }
   frame.meta.insert(frame.meta.end(), message.body.begin(), message.body.end());
   if (!message.tensors.empty()) {
     frame.keep_alive = std::make_shared<std::vector<at::Tensor>>(std::move(message.tensors));
@@ -121,6 +129,18 @@ InMessage from_frame(net::InFrame frame, int from) {
       }
     }
   }
+  constexpr size_t kTicketBytes = 25;
+  const uint32_t rrefs = meta.get_count(kTicketBytes);
+  message.tickets.reserve(rrefs);
+  for (uint32_t i = 0; i < rrefs; ++i) {
+    RRefTicket ticket;
+    ticket.id = meta.get<uint64_t>();
+    ticket.owner = meta.get<int32_t>();
+    ticket.mode = meta.get<uint8_t>();
+    ticket.fork = meta.get<uint64_t>();
+    ticket.parent = meta.get<int32_t>();
+    message.tickets.push_back(ticket);
+  }
   message.body = frame.meta.last(meta.left());
   message.storage = std::move(frame.body);
   return message;
@@ -134,6 +154,7 @@ InMessage to_self(OutMessage out, wire::FrameHeader header, int rank) {
   message.tensors.reserve(out.tensors.size());
   for (const at::Tensor& tensor : out.tensors) message.tensors.push_back(tensor.detach().clone());
   if (header.autograd_id != 0) message.requires_grad = std::move(out.requires_grad);
+  message.tickets = std::move(out.rrefs);
   auto storage = std::make_shared<wire::Bytes>(std::move(out.body));
   message.body = *storage;
   message.storage = std::move(storage);

@@ -4,10 +4,6 @@
 
 namespace distrain::rpc {
 
-namespace {
-constexpr size_t kRemembered = 8192;
-}
-
 // ---- RRefHandle ----
 
 RRefHandle::RRefHandle(std::shared_ptr<RRefContext> context, uint64_t id, uint64_t fork, int owner,
@@ -47,8 +43,12 @@ void encode_rref(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle) {
   encoder.rrefs->encode(encoder, handle);
 }
 
+// u32 position among the message's RRefs; each is decoded once
 std::shared_ptr<RRefHandle> decode_rref(Decoder& decoder) {
-  return decoder.rrefs->decode(decoder);
+  const auto position = decoder.in.get<uint32_t>();
+  auto& received = decoder.message.rrefs;
+  if (position >= received.size() || !received[position]) wire::Reader::fail("an RRef is missing");
+  return std::move(received[position]);
 }
 
 // ---- RRefContext ----
@@ -64,12 +64,13 @@ Agent& RRefContext::agent() const {
 }
 
 void RRefContext::send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent) {
-  if (closed_) return;
   if (to == rank_) {
-    on_control(kind, id, fork, rank_, static_cast<int>(parent));
-  } else {
-    send_(to, kind, id, fork, parent);
+    if (!closed_) on_control(kind, id, fork, rank_, static_cast<int>(parent));
+    return;
   }
+  // close() waits for it: what send_ uses may be gone after that.
+  std::shared_lock lock(closing_);
+  if (!closed_) send_(to, kind, id, fork, parent);
 }
 
 std::shared_ptr<RRefHandle> RRefContext::user_handle(uint64_t id, uint64_t fork, int owner) {
@@ -81,10 +82,22 @@ std::shared_ptr<OwnedValue> RRefContext::value_locked(uint64_t id) {
   Record& record = owned_[id];
   std::shared_ptr<OwnedValue> value = record.value.lock();
   if (!value) {
-    value = std::make_shared<OwnedValue>();
+    // Whoever holds it last, also if that is none of our handles, has the entry forgotten. Never
+    // under our lock.
+    value = std::shared_ptr<OwnedValue>(new OwnedValue, [weak = weak_from_this(), id](OwnedValue* v) {
+      delete v;
+      if (const auto self = weak.lock()) self->sweep(id);
+    });
     record.value = value;
   }
   return value;
+}
+
+bool RRefContext::is_freed_locked(uint64_t id) const {
+  const auto it = owned_.find(id);
+  if (it == owned_.end()) return freed_.contains(id);
+  // In its deleter, perhaps: that waits for our lock.
+  return it->second.value.expired() && (it->second.made || freed_.contains(id));
 }
 
 std::shared_ptr<RRefHandle> RRefContext::owner_handle(uint64_t id) {
@@ -96,7 +109,14 @@ std::shared_ptr<RRefHandle> RRefContext::owner_handle(uint64_t id) {
   return std::make_shared<RRefHandle>(shared_from_this(), id, 0, rank_, std::move(value));
 }
 
-std::shared_ptr<RRefHandle> RRefContext::new_local() { return owner_handle(next_id()); }
+std::shared_ptr<RRefHandle> RRefContext::new_local() {
+  const uint64_t id = next_id();
+  {
+    std::lock_guard lock(mutex_);
+    owned_[id].made = true;
+  }
+  return owner_handle(id);
+}
 
 std::shared_ptr<RRefHandle> RRefContext::new_remote(int owner) {
   if (owner == rank_) return new_local();
@@ -108,27 +128,18 @@ std::shared_ptr<OwnedValue> RRefContext::target(uint64_t id, uint64_t fork, int 
   // A call to oneself has a local hold already, and no fork.
   if (caller != rank_) add_fork(id, fork, caller);
   std::lock_guard lock(mutex_);
-  return value_locked(id);
+  std::shared_ptr<OwnedValue> value = value_locked(id);
+  owned_[id].made = true;
+  return value;
 }
 
 void RRefContext::add_fork(uint64_t id, uint64_t fork, int holder) {
   std::lock_guard lock(mutex_);
-  if (deleted_.contains(fork)) return;
+  if (deleted_.contains(fork) || is_freed_locked(id)) return;
   std::shared_ptr<OwnedValue> value = value_locked(id);
   Record& record = owned_[id];
   record.forks[fork] = holder;
   record.kept = std::move(value);
-}
-
-void RRefContext::remember_deleted_locked(uint64_t fork) {
-  if (deleted_ring_.size() < kRemembered) {
-    deleted_ring_.push_back(fork);
-  } else {
-    deleted_.erase(deleted_ring_[deleted_next_]);
-    deleted_ring_[deleted_next_] = fork;
-    deleted_next_ = (deleted_next_ + 1) % kRemembered;
-  }
-  deleted_.insert(fork);
 }
 
 void RRefContext::drop_forks(uint64_t id,
@@ -144,32 +155,25 @@ void RRefContext::drop_forks(uint64_t id,
     released = std::move(record.kept);
   }
   // The value is the user's: its end is not for the loop thread, which may be the one that is here.
-  if (!released) return sweep(id);
-  executor_.post([self = shared_from_this(), id, released = std::move(released)]() mutable {
-    released.reset();
-    self->sweep(id);
-  });
+  if (released) executor_.post([released = std::move(released)]() mutable { released.reset(); });
 }
 
 // Forgets the entry of a value that is gone.
 void RRefContext::sweep(uint64_t id) {
   std::lock_guard lock(mutex_);
   const auto it = owned_.find(id);
-  if (it != owned_.end() && it->second.forks.empty() && it->second.value.expired()) owned_.erase(it);
+  if (it == owned_.end() || !it->second.forks.empty() || !it->second.value.expired()) return;
+  if (it->second.made) freed_.insert(id);
+  owned_.erase(it);
 }
 
 void RRefContext::on_handle_gone(uint64_t id, uint64_t fork, int owner,
                                  std::shared_ptr<OwnedValue> owned) {
-  if (owned) {
-    owned.reset();
-    sweep(id);
-  } else {
-    send(owner, wire::FrameKind::kRRefDelete, id, fork, 0);
-    --user_handles_;
-  }
+  if (owned) return owned.reset();
+  send(owner, wire::FrameKind::kRRefDelete, id, fork, 0);
+  --user_handles_;
 }
 
-// u64 id · i32 owner · u8 mode · u64 fork · i32 parent
 void RRefContext::encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle) {
   if (!handle) {
     throw base::Exception(base::ErrorKind::kInvalid, "an empty RRef cannot be sent");
@@ -191,43 +195,70 @@ void RRefContext::encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& ha
       pending_children_.emplace(fork, std::pair(handle, encoder.to));
     }
   }
-  encoder.out.put(handle->id());
-  encoder.out.put(owner);
-  encoder.out.put(mode);
-  encoder.out.put(fork);
-  encoder.out.put(rank_);
+  auto& tickets = encoder.message.rrefs;
+  encoder.out.put(static_cast<uint32_t>(tickets.size()));
+  tickets.push_back({handle->id(), owner, static_cast<uint8_t>(mode), fork, rank_});
 }
 
-std::shared_ptr<RRefHandle> RRefContext::decode(Decoder& decoder) {
-  const auto id = decoder.in.get<uint64_t>();
-  const auto owner = decoder.in.get<int32_t>();
-  const auto mode = decoder.in.get<Mode>();
-  const auto fork = decoder.in.get<uint64_t>();
-  const auto parent = decoder.in.get<int32_t>();
+void RRefContext::retract(const std::vector<RRefTicket>& tickets) {
+  for (const RRefTicket& ticket : tickets) {
+    if (static_cast<Mode>(ticket.mode) == Mode::kConfirmed) {
+      drop_forks(ticket.id, [&](uint64_t fork, int) { return fork == ticket.fork; });
+    } else {
+      on_control(wire::FrameKind::kRRefAccept, ticket.id, ticket.fork, rank_, 0);
+    }
+  }
+}
+
+void RRefContext::receive(InMessage& message) {
+  for (const RRefTicket& ticket : message.tickets) message.rrefs.push_back(receive(ticket));
+}
+
+std::shared_ptr<RRefHandle> RRefContext::receive(const RRefTicket& ticket) {
   const int world = agent().world_size();
-  if (owner < 0 || owner >= world || parent < 0 || parent >= world) {
+  if (ticket.owner < 0 || ticket.owner >= world || ticket.parent < 0 || ticket.parent >= world) {
     wire::Reader::fail("an RRef of a rank that does not exist");
   }
-  const bool is_owner = owner == rank_;
+  const bool is_owner = ticket.owner == rank_;
+  const auto mode = static_cast<Mode>(ticket.mode);
   switch (mode) {
     case Mode::kLocalHold:
     case Mode::kLocalHoldAccept: {
       if (!is_owner) wire::Reader::fail("an RRef sent to the wrong owner");
-      auto handle = owner_handle(id);
-      if (mode == Mode::kLocalHoldAccept) send(parent, wire::FrameKind::kRRefAccept, id, fork, 0);
+      auto handle = received_by_owner(ticket.id);
+      if (mode == Mode::kLocalHoldAccept) {
+        send(ticket.parent, wire::FrameKind::kRRefAccept, ticket.id, ticket.fork, 0);
+      }
       return handle;
     }
     case Mode::kConfirmed:
     case Mode::kUnconfirmed: {
       if (is_owner) wire::Reader::fail("an RRef's fork for its owner");
-      auto handle = user_handle(id, fork, owner);
+      auto handle = user_handle(ticket.id, ticket.fork, ticket.owner);
       if (mode == Mode::kUnconfirmed) {
-        send(owner, wire::FrameKind::kRRefFork, id, fork, static_cast<uint64_t>(parent));
+        send(ticket.owner, wire::FrameKind::kRRefFork, ticket.id, ticket.fork,
+             static_cast<uint64_t>(ticket.parent));
       }
       return handle;
     }
   }
   wire::Reader::fail("an unknown kind of RRef");
+}
+
+std::shared_ptr<RRefHandle> RRefContext::received_by_owner(uint64_t id) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!is_freed_locked(id)) {
+      return std::make_shared<RRefHandle>(shared_from_this(), id, 0, rank_, value_locked(id));
+    }
+  }
+  auto gone = std::make_shared<OwnedValue>();
+  gone->value.fail(base::Error{base::ErrorKind::kNotFound,
+                               "the value of this RRef is gone: its last reference ended before this "
+                               "call was looked at",
+                               rank_,
+                               {}});
+  return std::make_shared<RRefHandle>(shared_from_this(), id, 0, rank_, std::move(gone));
 }
 
 void RRefContext::on_control(wire::FrameKind kind, uint64_t id, uint64_t fork, int from,
@@ -246,13 +277,13 @@ void RRefContext::on_control(wire::FrameKind kind, uint64_t id, uint64_t fork, i
     {
       std::lock_guard lock(mutex_);
       if (deleted_.contains(fork)) return;
-      remember_deleted_locked(fork);
+      deleted_.insert(fork);
     }
     drop_forks(id, [fork](uint64_t candidate, int) { return candidate == fork; });
   }
 }
 
-void RRefContext::on_peer_lost(int rank) {
+void RRefContext::on_peer_lost(int rank, const base::Error& error) {
   std::vector<uint64_t> ids;
   std::vector<std::shared_ptr<RRefHandle>> held;
   {
@@ -268,10 +299,35 @@ void RRefContext::on_peer_lost(int rank) {
   for (const uint64_t id : ids) {
     drop_forks(id, [rank](uint64_t, int holder) { return holder == rank; });
   }
+  fail_unset(error, [rank](uint64_t id) { return rank_of_id(id) == rank; });
+}
+
+void RRefContext::fail_unset(const base::Error& error) {
+  fail_unset(error, [](uint64_t) { return true; });
+}
+
+void RRefContext::fail_unset(const base::Error& error,
+                             const std::function<bool(uint64_t id)>& which) {
+  std::vector<std::shared_ptr<OwnedValue>> values;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [id, record] : owned_) {
+      std::shared_ptr<OwnedValue> value = which(id) ? record.value.lock() : nullptr;
+      if (value) values.push_back(std::move(value));
+    }
+  }
+  for (const auto& value : values) {
+    if (!value->value.future().done()) value->value.fail(error);
+  }
+  // One of these may be the last hold on a value of the user's by now.
+  if (!values.empty()) executor_.post([values = std::move(values)]() mutable { values.clear(); });
 }
 
 void RRefContext::close() {
-  closed_ = true;
+  {
+    std::lock_guard lock(closing_);
+    closed_ = true;
+  }
   decltype(owned_) owned;
   decltype(pending_children_) children;
   std::lock_guard lock(mutex_);

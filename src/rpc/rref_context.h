@@ -5,6 +5,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <shared_mutex>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -35,13 +37,43 @@ namespace distrain::rpc {
 //
 // O frees the value when it has neither forks nor local holds. A Fork or a fetch may reach O before
 // the call that makes the value: the entry is then made by whichever comes first. To be idempotent O
-// remembers the last few thousand deleted forks: Fork after Delete of the same name does nothing.
-// A rank that is lost takes its forks with it.
+// remembers the last few thousand deleted forks: Fork after Delete of the same name does nothing. It
+// remembers freed values too: a call whose caller gave up on it (its deadline passed) may bring an
+// RRef of one, which must fail and not wait for a value to come.
+// A rank that is lost takes its forks with it, and the values that it was to make.
+//
+// All RRefs of a message are received with it, whether or not anybody decodes them (the function may
+// not exist, the caller may have given up): those that are left over end with the message. A message
+// that is not sent after all takes its forks back.
 
 /// An id names a rank and a number of its own: rank in the upper 24 bits.
 inline uint64_t make_id(int rank, uint64_t number) {
   return (static_cast<uint64_t>(rank) << 40) | (number & ((uint64_t{1} << 40) - 1));
 }
+
+inline int rank_of_id(uint64_t id) { return static_cast<int>(id >> 40); }
+
+/// The last few thousand numbers that were put in.
+class RecentSet {
+ public:
+  bool contains(uint64_t number) const { return numbers_.contains(number); }
+  void insert(uint64_t number) {
+    if (!numbers_.insert(number).second) return;
+    if (ring_.size() < kRemembered) {
+      ring_.push_back(number);
+    } else {
+      numbers_.erase(ring_[next_]);
+      ring_[next_] = number;
+      next_ = (next_ + 1) % kRemembered;
+    }
+  }
+
+ private:
+  static constexpr size_t kRemembered = 8192;
+  std::unordered_set<uint64_t> numbers_;
+  std::vector<uint64_t> ring_;  // in the order they were put in
+  size_t next_ = 0;
+};
 
 /// All RRefs that one agent owns or holds. Thread-safe.
 class RRefContext : public std::enable_shared_from_this<RRefContext> {
@@ -60,11 +92,16 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   std::shared_ptr<OwnedValue> target(uint64_t id, uint64_t fork, int caller);
 
   void encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle);
-  std::shared_ptr<RRefHandle> decode(Decoder& decoder);
+  /// Undoes what encode() noted for a message that was not sent.
+  void retract(const std::vector<RRefTicket>& tickets);
+  /// Makes handles of the message's tickets; throws `protocol` for what no rank of ours would send.
+  void receive(InMessage& message);
 
   /// kRRefFork(id, fork, parent), kRRefAccept(-, fork, -), kRRefDelete(id, fork, -). On any thread.
   void on_control(wire::FrameKind kind, uint64_t id, uint64_t fork, int from, int parent);
-  void on_peer_lost(int rank);
+  void on_peer_lost(int rank, const base::Error& error);
+  /// Fails the values that have not come yet: nobody waits for one any more.
+  void fail_unset(const base::Error& error);
   /// From here on nothing is sent and agent() throws.
   void close();
 
@@ -77,6 +114,7 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
     std::weak_ptr<OwnedValue> value;
     std::shared_ptr<OwnedValue> kept;            // while there are forks
     std::unordered_map<uint64_t, int> forks;     // fork → rank that has it
+    bool made = false;  // what makes the value has come, not only references to it
   };
   enum class Mode : uint8_t { kLocalHold = 1, kLocalHoldAccept = 2, kConfirmed = 3, kUnconfirmed = 4 };
 
@@ -84,17 +122,21 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   std::shared_ptr<RRefHandle> user_handle(uint64_t id, uint64_t fork, int owner);
   std::shared_ptr<RRefHandle> owner_handle(uint64_t id);
   std::shared_ptr<OwnedValue> value_locked(uint64_t id);
+  bool is_freed_locked(uint64_t id) const;
+  std::shared_ptr<RRefHandle> received_by_owner(uint64_t id);
+  std::shared_ptr<RRefHandle> receive(const RRefTicket& ticket);
+  void fail_unset(const base::Error& error, const std::function<bool(uint64_t id)>& which);
   void add_fork(uint64_t id, uint64_t fork, int holder);
   void drop_forks(uint64_t id, const std::function<bool(uint64_t fork, int holder)>& which);
   void on_handle_gone(uint64_t id, uint64_t fork, int owner, std::shared_ptr<OwnedValue> owned);
   void sweep(uint64_t id);
   void send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent);
-  void remember_deleted_locked(uint64_t fork);
 
   Agent* const agent_;
   const int rank_;
   const Send send_;
   base::Executor& executor_;
+  mutable std::shared_mutex closing_;  // shared: a message is being sent
   std::atomic<bool> closed_{false};
   std::atomic<uint64_t> counter_{0};
   std::atomic<size_t> user_handles_{0};
@@ -103,9 +145,8 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   std::unordered_map<uint64_t, Record> owned_;
   // Forks named for others that wait for an Accept: what they keep alive, and who was to get them.
   std::unordered_map<uint64_t, std::pair<std::shared_ptr<RRefHandle>, int>> pending_children_;
-  std::unordered_set<uint64_t> deleted_;  // the last kRemembered deleted forks,
-  std::vector<uint64_t> deleted_ring_;    // in the order of their deletion
-  size_t deleted_next_ = 0;
+  RecentSet deleted_;  // forks
+  RecentSet freed_;    // values
 };
 
 }  // namespace distrain::rpc

@@ -44,7 +44,6 @@ struct Decoder {
   InMessage& message;
   wire::Reader in;
   size_t next_tensor = 0;
-  RRefContext* rrefs = nullptr;  ///< of the receiving agent
 };
 
 /// Specialised for each type that travels: tensors, arithmetic types, enums, strings; vector, array,
