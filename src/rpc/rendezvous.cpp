@@ -414,6 +414,11 @@ void Rendezvous::on_joiner_frame_on_loop(int rank, const net::InFrame& frame) {
     }
     check_mesh_on_loop();
   } else if (frame.header.kind == wire::FrameKind::kAbort) {
+    {
+      std::lock_guard lock(mutex_);
+      // Nothing has begun: its place is free again when it closes, as if it had died.
+      if (state_ == State::kMeeting) return;
+    }
     try {
       Error error = wire::decode_error(frame.meta);
       if (error.rank < 0) error.rank = rank;
