@@ -1,5 +1,7 @@
 #include "context_state.h"
 
+#include <algorithm>
+
 namespace distrain::autograd {
 
 void ContextState::add_participant(int rank) {
@@ -46,8 +48,18 @@ std::shared_ptr<Pass> ContextState::pass_or(uint64_t id,
   std::shared_ptr<Pass> made = make();
   std::lock_guard lock(mutex_);
   if (pass_ && pass_->id() == id) return pass_;  // another gradient's thread was quicker
-  pass_ = made;
-  return made;
+  if (id <= ended_pass_ || (pass_ && pass_->id() > id)) {
+    throw base::Exception(base::ErrorKind::kCancelled, "this pass has ended");
+  }
+  pass_.swap(made);
+  return pass_;
+}
+
+void ContextState::end_pass(uint64_t id) {
+  std::shared_ptr<Pass> ended;  // dies outside the lock
+  std::lock_guard lock(mutex_);
+  ended_pass_ = std::max(ended_pass_, id);
+  if (pass_ && pass_->id() <= id) ended.swap(pass_);
 }
 
 void ContextState::accumulate(const at::Tensor& variable, const at::Tensor& gradient) {

@@ -33,7 +33,10 @@ class ContextState {
   /// The pass under way. A new one takes the place of one that is over.
   std::shared_ptr<Pass> pass(uint64_t id) const;
   void set_pass(std::shared_ptr<Pass> pass);
-  /// Gives back the pass `id`, made by `make` if it is not there, under the lock.
+  /// Forgets the pass `id`, unless a newer one has taken its place.
+  void end_pass(uint64_t id);
+  /// Gives back the pass `id`, made by `make` if it is not there. Throws `cancelled` if there has been
+  /// a newer one or it has ended: what is late for a failed pass must not disturb the next.
   std::shared_ptr<Pass> pass_or(uint64_t id, const std::function<std::shared_ptr<Pass>()>& make);
 
   void accumulate(const at::Tensor& variable, const at::Tensor& gradient);
@@ -62,6 +65,7 @@ class ContextState {
   std::unordered_map<const c10::TensorImpl*, std::vector<ReadyHook>> ready_hooks_;
   std::vector<std::function<void()>> end_hooks_;
   std::shared_ptr<Pass> pass_;
+  uint64_t ended_pass_ = 0;  // all up to this one: a context's passes are numbered upwards
 };
 
 }  // namespace distrain::autograd

@@ -70,7 +70,8 @@ void Pass::prepare(const std::shared_ptr<ContextState>& context,
     ++sends_waiting_;
   }
   for (const at::Tensor& root : roots) {
-    depend_on(torch::autograd::impl::gradient_edge(root).function.get());
+    roots_.push_back(torch::autograd::impl::gradient_edge(root));
+    depend_on(roots_.back().function.get());
   }
   while (!to_visit.empty()) {
     const Node* node = to_visit.back();
@@ -90,9 +91,7 @@ base::Future<void> Pass::run_roots(const std::vector<at::Tensor>& roots) {
     std::lock_guard lock(mutex_);
     done = done_.emplace().future();
     waker_.emplace(nullptr);
-    for (const at::Tensor& root : roots) {
-      deliver_locked(torch::autograd::impl::gradient_edge(root), at::ones_like(root));
-    }
+    for (size_t i = 0; i < roots.size(); ++i) deliver_locked(roots_[i], at::ones_like(roots[i]));
     runner_ = Owner::kRunner;
   }
   run_ready();
@@ -249,6 +248,13 @@ void Pass::execute_recv(RecvNode& node, variable_list grads) {
 
 // On the loop; an acknowledgement has no tensors.
 void Pass::on_acknowledged(base::Result<rpc::RawReply>& reply) {
+  const auto fail = [this](base::Error error) {
+    // It destroys hooks of the user's: not here, unless the pool has ended and drops the task.
+    std::shared_ptr<void> failing(nullptr, [self = shared_from_this(), error](void*) {
+      self->fail(error);
+    });
+    agent_.executor().post([failing = std::move(failing)]() mutable { failing.reset(); });
+  };
   if (!reply.ok()) return fail(reply.error());
   PassReports reports;
   try {

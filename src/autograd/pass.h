@@ -97,6 +97,8 @@ class Pass : public std::enable_shared_from_this<Pass> {
   std::weak_ptr<ContextState> context_;
 
   std::mutex mutex_;
+  // The initiator's. A leaf's edge is all that keeps its AccumulateGrad.
+  std::vector<torch::autograd::Edge> roots_;
   // A node is kept alive by the graph, which the context's send nodes and the roots hold.
   std::unordered_map<torch::autograd::Node*, Waiting> waiting_;
   std::vector<Ready> ready_;  // a heap: later in the forward pass first, as torch does

@@ -133,7 +133,7 @@ void Runtime::on_message_on_loop(const rpc::ChannelMessage& message) {
     if (!pass) return;
     // It destroys hooks of the user's: not here. Forwarded once, as the pass is gone then.
     agent_.executor().post([self = shared_from_this(), state, pass, message] {
-      state->set_pass(nullptr);
+      state->end_pass(pass->id());
       base::Error error{base::ErrorKind::kInternal, "the pass failed", message.from, {}};
       try {
         error = wire::decode_error(message.payload);
@@ -251,12 +251,12 @@ void backward(Context& context, const std::vector<at::Tensor>& roots, bool retai
     pass->run_roots(roots).wait();
   } catch (...) {
     const base::Error error = base::current_error(base::ErrorKind::kInternal);
-    state->set_pass(nullptr);
+    state->end_pass(pass->id());
     pass->fail(error);
     runtime->fail_pass(context.id(), pass->id(), error);
     throw base::Exception(error);
   }
-  state->set_pass(nullptr);
+  state->end_pass(pass->id());
 }
 
 at::Tensor gradient(rpc::Agent& agent, uint64_t id, const at::Tensor& variable) {

@@ -1,0 +1,76 @@
+// Our engine against torch's own DistEngine, on the same graphs.
+//
+// The tolerance: both engines run the same kernels on the same float32 numbers; what may differ is
+// the order in which the gradients of a tensor that is used several times are added up, a unit in
+// the last place or two. Gradients here reach some hundreds, so elements are compared to 1e-6 of
+// the largest gradient of the tensor (at least of 1): eight times the spacing of float32 there.
+#include <algorithm>
+#include <thread>
+
+#include "oracle/compare.h"
+#include "oracle/distrain_runtime.h"
+#include "oracle/graphs.h"
+#include "oracle/official_runtime.h"
+#include "support/catch.h"
+
+namespace distrain::oracle {
+
+namespace {
+
+void check_same(const std::vector<at::Tensor>& actual, const std::vector<at::Tensor>& expected) {
+  REQUIRE(actual.size() == expected.size());
+  for (size_t i = 0; i < actual.size(); ++i) {
+    const double largest =
+        expected[i].defined() ? expected[i].to_dense().abs().max().item<double>() : 0.0;
+    check_same_gradients({actual[i]}, {expected[i]}, 1e-6 * std::max(1.0, largest));
+  }
+}
+
+}  // namespace
+
+TEST_CASE("our gradients are those of torch's DistEngine") {
+  const std::vector<Graph> all = graphs();
+  std::vector<std::vector<at::Tensor>> official;
+  {
+    OfficialRuntime runtime;
+    for (const Graph& graph : all) official.push_back(runtime.gradients(graph));
+  }
+  for (const int world_size : {2, 3}) {
+    DistrainRuntime runtime(world_size);
+    for (size_t i = 0; i < all.size(); ++i) {
+      INFO(all[i].name << ", " << world_size << " ranks");
+      for (int repeat = 0; repeat < 5; ++repeat) {
+        check_same(runtime.gradients(all[i]), official[i]);
+        check_same(runtime.gradients(all[i]), local_gradients(all[i]));
+      }
+      for (const at::Tensor& leaf : all[i].leaves) CHECK_FALSE(leaf.grad().defined());
+    }
+    runtime.cluster().shutdown();
+    for (int rank = 0; rank < world_size; ++rank) {
+      CHECK(runtime.cluster()[rank].live_contexts() == 0);
+      CHECK(runtime.cluster()[rank].live_rrefs() == 0);
+    }
+  }
+}
+
+TEST_CASE("all graphs at once, in contexts of their own") {
+  const std::vector<Graph> all = graphs();
+  std::vector<std::vector<at::Tensor>> expected;
+  for (const Graph& graph : all) expected.push_back(local_gradients(graph));
+  DistrainRuntime runtime(3);
+  std::vector<std::vector<at::Tensor>> actual(all.size());
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < all.size(); ++i) {
+    threads.emplace_back([&, i] {
+      for (int repeat = 0; repeat < 5; ++repeat) actual[i] = runtime.gradients(all[i]);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (size_t i = 0; i < all.size(); ++i) {
+    INFO(all[i].name);
+    check_same(actual[i], expected[i]);
+  }
+  runtime.cluster().shutdown();
+}
+
+}  // namespace distrain::oracle
