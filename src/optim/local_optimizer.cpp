@@ -93,13 +93,18 @@ void LocalOptimizer::check_same(const std::vector<at::Tensor>& parameters,
 std::shared_ptr<LocalOptimizer> LocalOptimizers::find_or_make(
     const std::vector<at::Tensor>& parameters, const OptimizerFields& options, int participants) {
   std::lock_guard lock(mutex_);
-  std::weak_ptr<LocalOptimizer>& known = optimizers_[parameters.at(0).unsafeGetTensorImpl()];
-  if (auto optimizer = known.lock()) {
+  std::erase_if(optimizers_, [](const auto& known) { return known.second.expired(); });
+  // Of any of them: a parameter must not be in two optimizers.
+  for (const at::Tensor& parameter : parameters) {
+    const auto it = optimizers_.find(parameter.unsafeGetTensorImpl());
+    if (it == optimizers_.end()) continue;
+    auto optimizer = it->second.lock();
+    if (!optimizer) continue;
     optimizer->check_same(parameters, options, participants);
     return optimizer;
   }
   auto made = std::make_shared<LocalOptimizer>(parameters, options, participants, updates_);
-  known = made;
+  for (const at::Tensor& parameter : parameters) optimizers_[parameter.unsafeGetTensorImpl()] = made;
   return made;
 }
 

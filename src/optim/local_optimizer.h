@@ -48,7 +48,7 @@ class LocalOptimizer {
   std::vector<base::Promise<void>> waiting_;
 };
 
-/// The local optimizers of one agent, found by the parameter they begin with.
+/// The local optimizers of one agent, found by any of their parameters.
 class LocalOptimizers {
  public:
   std::shared_ptr<LocalOptimizer> find_or_make(const std::vector<at::Tensor>& parameters,
