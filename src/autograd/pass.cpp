@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "context_state.h"
+#include "distrain/rpc/error.h"
 #include "runtime.h"
 
 namespace distrain::autograd {
@@ -165,7 +166,9 @@ void Pass::run_ready() {
         execute(std::move(*next));
       }
     } catch (...) {
-      base::Error error = base::current_error(base::ErrorKind::kInternal);
+      // On the initiator it is the caller's own; elsewhere it failed for somebody else.
+      base::Error error = rpc::error_in_flight(
+          roots_.empty() ? base::ErrorKind::kRemoteFailed : base::ErrorKind::kInternal);
       if (error.rank < 0) error.rank = agent_.rank();
       if (error.op.empty()) error.op = "backward";
       fail(std::move(error));

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "distrain/rpc/error.h"
 #include "distrain/wire/handshake.h"
 
 namespace distrain::autograd {
@@ -250,7 +251,7 @@ void backward(Context& context, const std::vector<at::Tensor>& roots, bool retai
     state->set_pass(pass);
     pass->run_roots(roots).wait();
   } catch (...) {
-    const base::Error error = base::current_error(base::ErrorKind::kInternal);
+    const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
     state->end_pass(pass->id());
     pass->fail(error);
     runtime->fail_pass(context.id(), pass->id(), error);

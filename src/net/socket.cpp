@@ -250,12 +250,9 @@ std::string host_key() {
   std::string key;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> key;
   if (key.empty()) return {};  // no way to tell: never the same host
-  for (const char* path : {"/proc/self/ns/net", "/proc/self/ns/mnt"}) {
-    struct stat info {};
-    if (::stat(path, &info) != 0) return {};
-    key += "/" + std::to_string(info.st_ino);
-  }
-  return key;
+  struct stat info {};
+  if (::stat("/proc/self/ns/net", &info) != 0) return {};
+  return key + "/" + std::to_string(info.st_ino);
 }
 
 }  // namespace distrain::net

@@ -43,7 +43,7 @@ void Agent::shutdown(std::function<void(const std::vector<int>& missing)> on_wai
 }
 void Agent::abort(const base::Error& error) { core_->abort(error); }
 
-size_t Agent::live_rrefs() const { return core_->rrefs->live(); }
+size_t Agent::live_rrefs() const { return core_->live_rrefs(); }
 size_t Agent::live_contexts() const { return core_->live_contexts(); }
 Traffic Agent::traffic() const { return core_->traffic(); }
 base::Executor& Agent::executor() { return core_->executor; }

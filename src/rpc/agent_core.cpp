@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "channel_impl.h"
+#include "distrain/rpc/error.h"
 
 namespace distrain::rpc {
 
@@ -17,17 +18,6 @@ using base::ErrorKind;
 enum class CallMode : uint8_t { kCall = 0, kRemote = 1 };
 
 thread_local uint64_t t_context = 0;
-
-// As base::current_error, without the C++ backtrace that torch puts into what().
-Error error_in_flight(ErrorKind otherwise) {
-  try {
-    throw;
-  } catch (const c10::Error& e) {
-    return Error{otherwise, e.what_without_backtrace(), -1, {}};
-  } catch (...) {
-    return base::current_error(otherwise);
-  }
-}
 
 class ReplyImpl final : public Reply {
  public:
@@ -65,6 +55,16 @@ class ReplyImpl final : public Reply {
 };
 
 }  // namespace
+
+Error error_in_flight(ErrorKind otherwise) {
+  try {
+    throw;
+  } catch (const c10::Error& e) {
+    return Error{otherwise, e.what_without_backtrace(), -1, {}};
+  } catch (...) {
+    return base::current_error(otherwise);
+  }
+}
 
 uint64_t current_context() { return t_context; }
 ContextScope::ContextScope(uint64_t context) : previous_(t_context) { t_context = context; }
@@ -140,16 +140,20 @@ AgentCore::~AgentCore() { close(); }
 
 void AgentCore::close() {
   if (closed_.exchange(true)) return;
+  last_live_rrefs_ = rrefs->live();
+  last_live_contexts_ = hook ? hook->live_contexts() : 0;
   const Error error{ErrorKind::kCancelled, "this rank is shutting down", options.rank, {}};
   rendezvous->fail(error);
   rendezvous->close();
   pending.fail_all(error);
   flush_.fail(error);
   rrefs->fail_unset(error);
-  for (const auto& peer : peers_) {
-    if (peer->stream) peer->stream->close();
+  for (int rank = 0; rank < world_size(); ++rank) {
+    if (rank != options.rank) tell_channels(rank, error);
+    if (peer(rank).state != PeerState::kConnecting) peer(rank).stream->close();
   }
   pool.stop();  // handlers that wait for others have been failed above
+  wait_until_flushed();
   rrefs->close();
   const std::shared_ptr<AutogradHook> last = std::move(hook);
   decltype(provided) objects;  // die outside the lock, while the channels they use are there
@@ -163,13 +167,11 @@ void AgentCore::close() {
 void AgentCore::join(const std::function<void()>& prepare) {
   if (options.rank == 0) job_options = options.job_options;
   rendezvous->run(prepare ? prepare : [] {});
-  if (options.peer_timeout > std::chrono::nanoseconds::zero()) {
-    loop.post([this] {
-      last_beat_ = base::Clock::now();
-      for (const auto& peer : peers_) peer->last_heard = last_beat_;
-      beat_on_loop();
-    });
-  }
+  loop.post([this] {
+    last_beat_ = base::Clock::now();
+    for (const auto& peer : peers_) peer->last_heard = last_beat_;
+    beat_on_loop();
+  });
 }
 
 void AgentCore::on_directory_on_loop(const wire::Directory& directory) {
@@ -184,8 +186,24 @@ void AgentCore::on_directory_on_loop(const wire::Directory& directory) {
 net::Stream::Handler AgentCore::install_peer_on_loop(int rank, const net::StreamPtr& stream) {
   peer(rank).stream = stream;
   peer(rank).state = PeerState::kConnected;
+  {
+    std::lock_guard lock(peers_mutex_);
+    ++open_streams_;
+  }
   return {[this, rank](net::InFrame frame) { on_frame_on_loop(rank, std::move(frame)); },
-          [this, rank](const Error& error) { on_stream_closed_on_loop(rank, error); }};
+          [this, rank](const Error& error) {
+            on_stream_closed_on_loop(rank, error);
+            std::lock_guard lock(peers_mutex_);
+            --open_streams_;
+            stream_closed_.notify_all();
+          }};
+}
+
+// What was said last, such as why this rank leaves, may still be queued for a slow peer. The loop
+// would drop it.
+void AgentCore::wait_until_flushed() {
+  std::unique_lock lock(peers_mutex_);
+  stream_closed_.wait_for(lock, std::chrono::seconds(1), [this] { return open_streams_ == 0; });
 }
 
 // ---- frames, on the loop ----
@@ -260,17 +278,16 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
 
 void AgentCore::on_stream_closed_on_loop(int rank, const Error& error) {
   // A rank that has seen the end of the last round goes without a word.
-  if (error.kind == ErrorKind::kPeerLost && flush_.may_leave(rank)) {
+  if (error.kind == ErrorKind::kPeerLost && flush_.on_left(rank)) {
     peer(rank).state = PeerState::kLeft;
     return;
   }
   Error loss = error;
-  if (loss.kind != ErrorKind::kProtocol && loss.kind != ErrorKind::kCancelled) {
-    loss.kind = ErrorKind::kPeerLost;
+  if (loss.kind == ErrorKind::kPeerLost) {
     loss.message = "rank " + std::to_string(rank) + " (" + peer(rank).name +
                    ") is lost: " + error.message;
   }
-  loss.rank = rank;
+  loss.rank = loss.kind == ErrorKind::kResources ? options.rank : rank;
   lose_peer_on_loop(rank, std::move(loss));
 }
 
@@ -285,14 +302,18 @@ void AgentCore::lose_peer_on_loop(int rank, Error error) {
   if (lost.stream) lost.stream->close(false);
   rendezvous->fail(error);
   pending.fail_all_to(rank, error);
+  tell_channels(rank, error);
+  rrefs->on_peer_lost(rank, error);
+  flush_.fail(error);
+}
+
+void AgentCore::tell_channels(int rank, const Error& error) {
   std::vector<std::shared_ptr<ChannelImpl>> channels;
   {
     std::lock_guard lock(channels_mutex_);
     for (const auto& [number, channel] : channels_) channels.push_back(channel);
   }
   for (const auto& channel : channels) channel->on_peer_lost(rank, error);
-  rrefs->on_peer_lost(rank, error);
-  flush_.fail(error);
 }
 
 Error AgentCore::loss_of(int rank) const {
@@ -307,7 +328,10 @@ Error AgentCore::loss_of(int rank) const {
 void AgentCore::beat_on_loop() {
   if (closed_) return;
   const base::TimePoint now = base::Clock::now();
-  const auto interval = std::chrono::duration_cast<base::Duration>(options.peer_timeout / 4);
+  // Others may be less patient than this rank: it is heard every second, whatever its own timeout.
+  auto interval = std::chrono::duration_cast<base::Duration>(std::chrono::seconds(1));
+  const bool judges = options.peer_timeout > std::chrono::nanoseconds::zero();
+  if (judges) interval = std::min<base::Duration>(interval, options.peer_timeout / 4);
   // This process itself was stopped, or starved: it cannot tell who was silent meanwhile.
   const bool overslept = now - last_beat_ > interval * 2;
   last_beat_ = now;
@@ -318,7 +342,7 @@ void AgentCore::beat_on_loop() {
     if (bytes != other.bytes_seen || overslept) {
       other.bytes_seen = bytes;
       other.last_heard = now;
-    } else if (now - other.last_heard > options.peer_timeout) {
+    } else if (judges && now - other.last_heard > options.peer_timeout) {
       lose_peer_on_loop(rank, Error{ErrorKind::kPeerLost,
                                     "rank " + std::to_string(rank) + " (" + other.name +
                                         ") is lost: silent for " +

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -83,7 +84,11 @@ class AgentCore {
   const std::string& peer_name(int rank) const { return peers_[static_cast<size_t>(rank)]->name; }
   std::string transport() const;
   Traffic traffic() const;
-  size_t live_contexts() const { return hook ? hook->live_contexts() : 0; }
+  /// As they are, or once closed as they were then: what close() clears away was a leak.
+  size_t live_rrefs() const { return closed_ ? last_live_rrefs_.load() : rrefs->live(); }
+  size_t live_contexts() const {
+    return closed_ ? last_live_contexts_.load() : hook ? hook->live_contexts() : 0;
+  }
 
  private:
   // connecting → connected → left (after its last flush) or lost
@@ -107,6 +112,8 @@ class AgentCore {
   void beat_on_loop();
   void execute(int from, std::shared_ptr<InMessage> message, net::InFrame frame);
   base::Error loss_of(int rank) const;
+  void tell_channels(int rank, const base::Error& error);
+  void wait_until_flushed();
   void tell_all(wire::FrameKind kind, uint64_t call_id, uint64_t context_id, wire::Bytes meta = {});
   Peer& peer(int rank) { return *peers_[static_cast<size_t>(rank)]; }
   void receive_tensors(InMessage& message, uint64_t context);
@@ -114,6 +121,10 @@ class AgentCore {
   // Sized on the loop when the ranks are known, before join() returns; never changes after.
   std::vector<std::unique_ptr<Peer>> peers_;
   mutable std::mutex peers_mutex_;
+  std::condition_variable stream_closed_;
+  int open_streams_ = 0;  // by peers_mutex_
+  std::atomic<size_t> last_live_rrefs_{0};
+  std::atomic<size_t> last_live_contexts_{0};
   FlushBarrier flush_;
   std::mutex channels_mutex_;
   std::unordered_map<uint16_t, std::shared_ptr<ChannelImpl>> channels_;

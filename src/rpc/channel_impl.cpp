@@ -14,7 +14,6 @@ void ChannelImpl::set_handler(Handler handler) {
     handler_ = nullptr;
     idle_.wait(lock, [this] { return running_ == 0; });
     early.swap(early_);
-    lost = lost_;
     // Until what came early is delivered, what comes now has to queue behind it.
     handler_set_ = next == nullptr;
   }
@@ -25,6 +24,7 @@ void ChannelImpl::set_handler(Handler handler) {
     std::lock_guard lock(mutex_);
     if (early_.empty()) {
       handler_ = next;
+      lost = lost_;  // from here on the handler is told by on_peer_lost()
       handler_set_ = true;
       break;
     }
@@ -40,7 +40,7 @@ std::shared_ptr<ChannelImpl::Handler> ChannelImpl::enter() {
   return handler_;
 }
 
-void ChannelImpl::leave() {
+void ChannelImpl::leave() noexcept {
   std::lock_guard lock(mutex_);
   if (--running_ == 0) idle_.notify_all();
 }

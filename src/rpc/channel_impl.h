@@ -25,7 +25,7 @@ class ChannelImpl final : public Channel {
  private:
   // The handler is called outside the lock; `running_` lets set_handler wait for it.
   std::shared_ptr<Handler> enter();
-  void leave();
+  void leave() noexcept;
 
   AgentCore& core_;
   const uint16_t number_;

@@ -1,5 +1,7 @@
 #include "flush_barrier.h"
 
+#include <string>
+
 namespace distrain::rpc {
 
 bool FlushBarrier::complete_locked(const Round& round) const {
@@ -15,6 +17,12 @@ uint64_t FlushBarrier::sum(const Round& round) {
 base::Future<uint64_t> FlushBarrier::enter(uint64_t round, uint64_t number, int world_size) {
   std::lock_guard lock(mutex_);
   if (failed_) return base::Future<uint64_t>::failed(*failed_);
+  if (left_) {
+    return base::Future<uint64_t>::failed(base::Error{
+        base::ErrorKind::kPeerLost,
+        "rank " + std::to_string(*left_) + " is lost: it went in the middle of the shutdown", *left_,
+        "shutdown"});
+  }
   latest_ = round;
   Round& state = rounds_[round];
   state.promise.emplace();
@@ -53,11 +61,13 @@ void FlushBarrier::fail(const base::Error& error) {
   for (auto& promise : open) promise.fail(error);
 }
 
-bool FlushBarrier::may_leave(int rank) const {
+bool FlushBarrier::on_left(int rank) {
   std::lock_guard lock(mutex_);
   if (latest_ == 0) return false;
   const auto it = rounds_.find(latest_);
-  return it != rounds_.end() && it->second.arrived.contains(rank);
+  if (it == rounds_.end() || !it->second.arrived.contains(rank)) return false;
+  left_ = rank;
+  return true;
 }
 
 std::vector<int> FlushBarrier::missing(uint64_t round, int own_rank, int world_size) const {

@@ -20,9 +20,9 @@ class FlushBarrier {
   void on_flush(uint64_t round, int from, uint64_t number);
   /// Fails the round under way and all later ones.
   void fail(const base::Error& error);
-  /// Whether `rank` has come to the latest round that this rank is in; round 0 does not count.
-  /// Only then may it leave without a word: it can have seen the end of that round already.
-  bool may_leave(int rank) const;
+  /// `rank` has closed its connection. False if it cannot have seen the end of the latest round: it
+  /// is lost then. If that round turns out not to be the last, the next one fails.
+  bool on_left(int rank);
   /// Ranks but this one that have not come to `round`.
   std::vector<int> missing(uint64_t round, int own_rank, int world_size) const;
 
@@ -40,6 +40,7 @@ class FlushBarrier {
   std::map<uint64_t, Round> rounds_;
   uint64_t latest_ = 0;
   std::optional<base::Error> failed_;
+  std::optional<int> left_;  // a rank that took the latest round for the last
 };
 
 }  // namespace distrain::rpc

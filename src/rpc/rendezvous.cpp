@@ -110,7 +110,10 @@ net::Listener* Rendezvous::add_listener(net::Fd socket) {
 }
 
 void Rendezvous::listen_unix() {
-  std::string pattern = (std::filesystem::temp_directory_path() / "distrain-XXXXXX").string();
+  std::error_code no_directory;
+  const std::filesystem::path temporary = std::filesystem::temp_directory_path(no_directory);
+  if (no_directory) return;
+  std::string pattern = (temporary / "distrain-XXXXXX").string();
   if (!mkdtemp(pattern.data())) return;  // 0700; without it, TCP does
   unix_dir_ = pattern;
   base::Result<net::Fd> socket = net::listen_unix(unix_dir_ + "/rank");
@@ -131,7 +134,10 @@ std::string Rendezvous::master_text() const {
 }
 
 wire::Endpoint Rendezvous::own_endpoint() const {
-  return {options_.listen_addr, port_, unix_path_, host_key_};
+  const std::string& host = options_.listen_addr;
+  // Nobody can connect to "all interfaces": others then use the address that they see.
+  const bool is_wildcard = host == "0.0.0.0" || host == "::" || host == "*";
+  return {is_wildcard ? std::string() : host, port_, unix_path_, host_key_};
 }
 
 void Rendezvous::join_master(base::TimePoint deadline) {
@@ -198,7 +204,7 @@ void Rendezvous::wait_until_ready(base::TimePoint deadline,
       next.wait();  // throws when it failed
       if (connected) return;
       prepare();
-      connect_to_lower_ranks();
+      connect_to_lower_ranks(deadline);
       connected = true;
       continue;
     }
@@ -215,7 +221,7 @@ void Rendezvous::wait_until_ready(base::TimePoint deadline,
 }
 
 // Blocks for as long as connecting takes, so not on the loop.
-void Rendezvous::connect_to_lower_ranks() {
+void Rendezvous::connect_to_lower_ranks(base::TimePoint deadline) {
   wire::Directory directory;
   {
     std::lock_guard lock(mutex_);
@@ -236,7 +242,7 @@ void Rendezvous::connect_to_lower_ranks() {
       }
       base::Result<net::Fd> remote = net::connect_tcp(
           peer.host.empty() ? options_.master_addr : peer.host,
-          rank == 0 ? options_.master_port : peer.port, base::deadline_after(options_.join_timeout));
+          rank == 0 ? options_.master_port : peer.port, deadline);
       if (!remote.ok()) {
         Error error = remote.error();
         error.message = "rank " + std::to_string(rank) + ": " + error.message;
@@ -467,7 +473,7 @@ void Rendezvous::on_directory_on_loop(wire::Directory directory) {
   bool alone = false;
   {
     std::lock_guard lock(mutex_);
-    if (directory_) return;
+    if (directory_ || state_ == State::kFailed) return;
     directory_ = directory;
     if (options_.rank != 0) state_ = State::kMeshing;
     early.swap(early_peers_);

@@ -142,6 +142,7 @@ Outcome run_master(rpc::Agent& agent, const HybridOptions& options, EventSink& s
   for (int t = 1; t < options.trainers; ++t) {
     others.push_back(agent.rpc_async<&load>(rpc::To(t).without_deadline()));
   }
+  base::wait_all(others);
   for (size_t i = 0; i < others.size(); ++i) {
     check_same_data(others[i].wait(), data, static_cast<int>(i) + 1);
   }
@@ -152,6 +153,7 @@ Outcome run_master(rpc::Agent& agent, const HybridOptions& options, EventSink& s
   for (int t = 0; t < options.trainers; ++t) {
     training.push_back(agent.rpc_async<&train>(rpc::To(t).without_deadline(), table));
   }
+  base::wait_all(training);
   double loss_sum = 0;
   for (const auto& trained : training) loss_sum += trained.wait();
 
@@ -159,6 +161,7 @@ Outcome run_master(rpc::Agent& agent, const HybridOptions& options, EventSink& s
   for (int t = 0; t < options.trainers; ++t) {
     evaluating.push_back(agent.rpc_async<&evaluate>(rpc::To(t).without_deadline()));
   }
+  base::wait_all(evaluating);
   Evaluation total;
   for (const auto& evaluation : evaluating) total.add(evaluation.wait());
   Outcome outcome;

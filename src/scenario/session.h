@@ -6,6 +6,7 @@
 
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/rpc/agent.h"
+#include "distrain/rpc/error.h"
 #include "distrain/scenario/job.h"
 
 namespace distrain::scenario {
@@ -35,7 +36,7 @@ class Session {
       work();
       finish(outcome);
     } catch (...) {
-      const base::Error error = base::current_error(base::ErrorKind::kInternal);
+      const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
       agent_->abort(error);
       throw base::Exception(error);
     }

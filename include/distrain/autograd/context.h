@@ -18,7 +18,8 @@ class Runtime;
 /// Gives `agent` distributed autograd. Once, before join(), on every rank of the job.
 void install(rpc::Agent& agent);
 
-/// One distributed forward and backward pass, or several whose gradients add up.
+/// One distributed forward pass, and one or (with retain_graph) several backward passes over it, whose
+/// gradients add up.
 ///
 /// While it lives it is the current context of the thread that made it: each call made there, and
 /// each nested call of its handlers, records a pair of send and receive nodes for tensors that
@@ -65,7 +66,7 @@ class Context {
 ///
 /// FAST mode, as PyTorch calls it (pytorch.org, "Distributed Autograd Design"): every tensor that a
 /// call of this context sent or returned and that requires a gradient has to reach the roots. If one
-/// does not, `invalid` names the rank that waited for its gradient.
+/// does not, `invalid` names a rank that waited for its gradient.
 void backward(Context& context, const std::vector<at::Tensor>& roots, bool retain_graph = false);
 
 /// The gradient that context `id` has for `variable` on the rank of `agent`; undefined if none.

@@ -261,11 +261,28 @@ auto Future<T>::then(Executor& executor, F fn) const {
   return future;
 }
 
-/// Waits for all of them, then throws the first error in their order, if there is one.
+/// Returns when all have a value; throws as soon as one has failed, the first to do so: one that
+/// fails may be what the others would wait for.
 template <class T>
 void wait_all(std::span<const Future<T>> futures) {
-  for (const Future<T>& future : futures) static_cast<void>(future.wait_result());
-  for (const Future<T>& future : futures) static_cast<void>(future.wait_result().value());
+  if (futures.size() == 1) return static_cast<void>(futures[0].wait_result().value());
+  if (futures.empty()) return;
+  struct Shared {
+    std::atomic<size_t> left;
+    Promise<void> done;
+  };
+  const auto shared = std::make_shared<Shared>();
+  shared->left = futures.size();
+  for (const Future<T>& future : futures) {
+    future.state()->on_ready([shared](auto& result) {
+      if (!result.ok()) {
+        shared->done.fail(result.error());
+      } else if (shared->left.fetch_sub(1) == 1) {
+        shared->done.set();
+      }
+    });
+  }
+  shared->done.future().wait();
 }
 template <class T>
 void wait_all(const std::vector<Future<T>>& futures) {

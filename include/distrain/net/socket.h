@@ -56,8 +56,8 @@ bool is_loopback(const std::string& host);
 /// Whether a socket of this machine can be bound to it.
 bool is_local_address(const std::string& host);
 
-/// Equal for two processes exactly if a unix socket reaches from one to the other and TCP loopback
-/// would too: boot id, network namespace and mount namespace.
+/// Equal for two processes that share a kernel and a network namespace (boot id and inode): a unix
+/// socket may reach from one to the other. It does not if they see different folders.
 std::string host_key();
 
 /// Accepts connections on the loop. Destroying it on the loop thread stops that at once; elsewhere

@@ -3,6 +3,7 @@
 // The templates of agent.h and rref.h.
 
 #include "distrain/rpc/agent.h"
+#include "distrain/rpc/error.h"
 
 namespace distrain::rpc {
 
@@ -48,7 +49,7 @@ template <auto F>
 void run_exposed(CallContext& context, Decoder& decoder, const ReplyPtr& reply) {
   using Traits = FunctionTraits<F>;
   using Self = typename Traits::Self;
-  const auto invoke = [&](auto&... bound) -> typename Traits::Returned {
+  const auto invoke = [&](const auto&... bound) -> typename Traits::Returned {
     auto args = DecodeAll<typename Traits::Args>::decode(decoder);
     decoder.in.expect_end();
     return std::apply(
@@ -61,15 +62,17 @@ void run_exposed(CallContext& context, Decoder& decoder, const ReplyPtr& reply) 
         },
         args);
   };
-  const auto run = [&](auto&... bound) {
+  const auto run = [&](const auto&... bound) {
     if constexpr (Traits::kReturnsFuture) {
+      const auto object = std::make_tuple(bound...);  // lives as long as the call
       invoke(bound...).on_complete(
-          context.agent.executor(), [reply](base::Result<typename Traits::Result>& result) {
+          context.agent.executor(),
+          [reply, object](base::Result<typename Traits::Result>& result) {
             if (!result.ok()) return reply->fail(result.error());
             try {
               answer<typename Traits::Result>(reply, result.unchecked());
             } catch (...) {
-              reply->fail(base::current_error(base::ErrorKind::kInternal));
+              reply->fail(error_in_flight(base::ErrorKind::kInternal));
             }
           });
     } else if constexpr (std::is_void_v<typename Traits::Returned>) {
@@ -84,7 +87,7 @@ void run_exposed(CallContext& context, Decoder& decoder, const ReplyPtr& reply) 
   } else {
     // The object lives at least as long as the call.
     const std::shared_ptr<Self> self = rpc::decode<RRef<Self>>(decoder).local_pointer();
-    run(*self);
+    run(self);
   }
 }
 

@@ -1,0 +1,62 @@
+#!/bin/bash
+# ctest: timeout=120
+# Ranks 0, 1 and 2, 3 in two network namespaces, joined by a veth pair: as on two machines.
+# shellcheck source-path=SCRIPTDIR source=lib.bash
+source "$(dirname "$0")/lib.bash"
+
+a=dta$$ b=dtb$$
+if ! ip netns add "$a" 2>/dev/null; then
+  echo "skipped: no right to make network namespaces here, or no ip command"
+  exit 0
+fi
+remove_hosts() {
+  ip netns del "$a" 2>/dev/null
+  ip netns del "$b" 2>/dev/null
+  cleanup
+}
+trap remove_hosts EXIT
+ip netns add "$b"
+ip -n "$a" link add eth0 type veth peer name eth0 netns "$b" || fail "no veth pair"
+for host in "$a 1" "$b 2"; do
+  read -r name number <<<"$host"
+  ip -n "$name" link set lo up
+  ip -n "$name" addr add "10.77.0.$number/24" dev eth0
+  ip -n "$name" link set eth0 up
+done
+
+# two_hosts <name> <option...>: the four ranks, the last first.
+two_hosts() {
+  local name=$1 rank pids=()
+  shift
+  for rank in 3 2 1 0; do
+    host=$([[ $rank -lt 2 ]] && echo "$a" || echo "$b")
+    timeout -k 2 "$limit" ip netns exec "$host" "$distrain" hybrid --rank "$rank" "$@" \
+      >"$tmp/rank$rank" 2>"$tmp/err$rank" &
+    pids[rank]=$!
+  done
+  for rank in 0 1 2 3; do
+    wait "${pids[rank]}"
+    code=$?
+    expect_log "$name, rank $rank" "$tmp/rank$rank"
+  done
+}
+
+two_hosts "two hosts" --master-addr 10.77.0.1 --epochs 20
+for rank in 0 1 2 3; do
+  expect_jq '.[-1] | .event == "end" and .status == "ok" and .live_rrefs == 0' "rank $rank" "$tmp/rank$rank"
+  expect_jq 'map(select(.event == "ready"))[0].transport == "mixed"' "rank $rank" "$tmp/rank$rank"
+done
+
+# Options of rank 0 hold for all; one that is given on both sides and differs is refused.
+timeout -k 2 "$limit" ip netns exec "$a" "$distrain" hybrid --rank 0 --master-addr 10.77.0.1 \
+  --epochs 3 --join-timeout 5 >"$tmp/rank0" 2>/dev/null &
+rank0=$!
+timeout -k 2 "$limit" ip netns exec "$b" "$distrain" hybrid --rank 3 --master-addr 10.77.0.1 \
+  --epochs 4 >"$tmp/rank3" 2>/dev/null
+code=$?
+expect 3 "differing options"
+expect_jq '.[-1].message | contains("epochs") and contains("3") and contains("4")' "differing options" "$tmp/rank3"
+wait "$rank0"
+code=$?
+expect 3 "join timeout of rank 0"
+((failures == 0))
