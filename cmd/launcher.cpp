@@ -59,7 +59,8 @@ int Launcher::run() {
 void Launcher::block_signals() {
   sigset_t set;
   sigemptyset(&set);
-  for (const int number : {SIGCHLD, SIGINT, SIGTERM, SIGHUP}) sigaddset(&set, number);
+  sigaddset(&set, SIGCHLD);
+  for (const int number : ending_signals()) sigaddset(&set, number);
   sigprocmask(SIG_BLOCK, &set, nullptr);
   signal_fd_ = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
 }

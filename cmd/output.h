@@ -15,9 +15,11 @@ int exit_code_of_write_error(int error);
 
 /// Lines waiting for stdout, so that a slow reader stops the output but not the launcher, which
 /// still has to take signals. The descriptor stays in blocking mode: it may be shared with a shell.
+/// So into a pipe goes no more at once than it surely takes: a longer line in several writes, which
+/// nothing can come between, since the launcher is the only one to write.
 class OutputQueue {
  public:
-  explicit OutputQueue(int fd) : fd_(fd) {}
+  explicit OutputQueue(int fd);
 
   void push(std::string line) {
     bytes_ += line.size();
@@ -35,6 +37,8 @@ class OutputQueue {
   static constexpr size_t kMaxBytes = 1 << 20;
 
   int fd_;
+  size_t chunk_;        // bytes of one write
+  size_t written_ = 0;  // of the first line
   size_t bytes_ = 0;
   std::deque<std::string> lines_;
 };

@@ -44,6 +44,15 @@ void set_up_process() {
   mallopt(M_TRIM_THRESHOLD, 512 << 20);
 }
 
+std::vector<int> ending_signals() {
+  // A blocked signal is delivered to sigwait and signalfd even when it is ignored, so it matters.
+  // Not for SIGINT: a script's `distrain hybrid &` ignores it too, and is still to be ended by one.
+  struct sigaction hangup {};
+  sigaction(SIGHUP, nullptr, &hangup);
+  if (hangup.sa_handler == SIG_IGN) return {SIGINT, SIGTERM};
+  return {SIGINT, SIGTERM, SIGHUP};
+}
+
 int set_up_threads(int wanted, int local_ranks) {
   if (wanted == 0 && !std::getenv("OMP_NUM_THREADS")) {
     cpu_set_t set;

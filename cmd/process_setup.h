@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <string>
+#include <vector>
 
 namespace distrain::cmd {
 
@@ -17,6 +18,10 @@ bool secure_standard_fds();
 
 /// Signals, allocator: what must hold before the first thread and the first big block.
 void set_up_process();
+
+/// The signals that end a job or a rank: SIGINT, SIGTERM, and SIGHUP unless nohup(1) had it
+/// ignored.
+std::vector<int> ending_signals();
 
 /// Intra-op threads of LibTorch in this process; gives back how many it has then. 0: all that
 /// OMP_NUM_THREADS allows or else a fair share of the cores among `local_ranks`.

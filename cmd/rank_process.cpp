@@ -18,10 +18,10 @@
 namespace distrain::cmd {
 namespace {
 
-sigset_t ending_signals() {
+sigset_t ending_signal_set() {
   sigset_t set;
   sigemptyset(&set);
-  for (const int number : {SIGINT, SIGTERM, SIGHUP}) sigaddset(&set, number);
+  for (const int number : ending_signals()) sigaddset(&set, number);
   return set;
 }
 
@@ -54,7 +54,7 @@ Json start_fields(const RankRun& run, int threads) {
 /// Waits for a signal that ends the process and says so in the last line. Without this a rank that
 /// joined, with no launcher above it, would leave its log without an end.
 void end_by_signal(const RankRun& run, JsonSink& sink) {
-  const sigset_t set = ending_signals();
+  const sigset_t set = ending_signal_set();
   int number = 0;
   if (sigwait(&set, &number) != 0) return;
   Cause cause;
@@ -77,7 +77,7 @@ void end_by_signal(const RankRun& run, JsonSink& sink) {
 }  // namespace
 
 void block_ending_signals() {
-  const sigset_t set = ending_signals();
+  const sigset_t set = ending_signal_set();
   pthread_sigmask(SIG_BLOCK, &set, nullptr);
 }
 

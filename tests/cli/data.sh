@@ -1,0 +1,30 @@
+#!/bin/bash
+# Bad data: exit code 7 and one error, before anything starts where that can be known.
+# shellcheck source-path=SCRIPTDIR source=lib.bash
+source "$(dirname "$0")/lib.bash"
+
+run hybrid --data "$tmp/nowhere"
+expect_error 7 bad_data "$tmp/nowhere: No such file" "missing --data"
+run hybrid --data "$tmp"
+expect_error 7 bad_data "is a directory" "--data is a directory"
+: >"$tmp/empty"
+run hybrid --data "$tmp/empty"
+expect_error 7 bad_data "empty" "empty --data"
+printf '__label__a one two\n__label__b three\n' >"$tmp/good"
+run hybrid --data "$tmp/good" --test-data "$tmp/nowhere"
+expect_error 7 bad_data "--test-data" "missing --test-data"
+run hybrid --local --data "$tmp/nowhere"
+expect_error 7 bad_data "$tmp/nowhere: No such file" "--local, missing --data"
+
+# What only reading tells: the rank says it, the launcher passes it on as the root cause.
+printf '__label__a one two\nno label here\n' >"$tmp/bad"
+for where in "" --local; do
+  # shellcheck disable=SC2086
+  run hybrid $where --data "$tmp/bad" --epochs 1
+  expect 7 "a line without label $where"
+  expect_log "a line without label $where"
+  expect_jq '.[-1] | .status == "failed" and .kind == "bad_data" and .exit_code == 7' \
+    "a line without label $where"
+  expect_no_process "a line without label $where"
+done
+finish

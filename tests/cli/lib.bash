@@ -1,0 +1,113 @@
+# What the scripts of tests/cli and tests/fault share. Source it: it takes the binary from $1, makes
+# $tmp, and removes it and every process of the test at the end.
+set -u
+distrain=$(realpath "$1")
+here=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
+# shellcheck disable=SC2034  # for the scripts
+root=$(realpath "$here/../..")
+limit=${DISTRAIN_TEST_LIMIT:-40} # seconds for one command
+failures=0
+code=0
+tmp=$(mktemp -d)
+export DISTRAIN_TEST_ID=$$.$RANDOM # marks all processes of this test
+unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT LOCAL_WORLD_SIZE PMI_RANK PMI_SIZE \
+  OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE SLURM_PROCID SLURM_NTASKS SLURM_STEP_ID \
+  TORCHELASTIC_USE_AGENT_STORE OMP_NUM_THREADS
+
+# Pids of living processes of this test named distrain; a zombie has no environment any more.
+processes() {
+  local dir
+  for dir in /proc/[0-9]*; do
+    [[ $(cat "$dir/comm" 2>/dev/null) == distrain ]] || continue
+    tr '\0' '\n' 2>/dev/null <"$dir/environ" | grep -qx "DISTRAIN_TEST_ID=$DISTRAIN_TEST_ID" &&
+      echo "${dir#/proc/}"
+  done
+}
+
+cleanup() {
+  local pid
+  for pid in $(processes); do kill -9 "$pid" 2>/dev/null; done
+  rm -rf "$tmp"
+}
+trap cleanup EXIT
+
+fail() {
+  echo "FAILED: $*"
+  failures=$((failures + 1))
+}
+
+# Runs distrain; $code, $tmp/out and $tmp/err have what came of it.
+run() {
+  timeout -k 2 "$limit" "$distrain" "$@" >"$tmp/out" 2>"$tmp/err"
+  code=$?
+}
+
+# expect <code> <name>: what the last command exited with.
+expect() {
+  [[ $code == "$1" ]] && return
+  fail "$2: exit code $code, not $1"
+  tail -n 3 "$tmp/out" "$tmp/err" | cut -c1-400
+}
+
+# expect_log <name> [file]: JSON lines, each with the common fields, and one `end`, the last.
+expect_log() {
+  local log=${2:-$tmp/out} problem
+  problem=$(jq -rs 'if length == 0 then "nothing on stdout"
+    elif all(.[]; .v == 1 and (.ts | type) == "number" and (.event | type) == "string"
+      and has("cmd") and has("rank") and has("role")) | not then "lines without the common fields"
+    elif map(select(.event == "end")) | length != 1 then "not one end"
+    elif .[-1].event != "end" then "end is not the last line"
+    else "" end' "$log" 2>&1)
+  [[ -z $problem ]] && return
+  fail "$1: $problem"
+  tail -n 3 "$log" | cut -c1-300
+}
+
+# expect_jq <filter> <name> [file]: holds for the whole log as an array.
+expect_jq() {
+  jq -es "$1" "${3:-$tmp/out}" >/dev/null 2>&1 && return
+  fail "$2: not so: $1"
+  tail -n 2 "${3:-$tmp/out}" | cut -c1-500
+}
+
+# expect_error <code> <kind> <words> <name>: a failure before any rank: error, end, a line on stderr.
+expect_error() {
+  expect "$1" "$4"
+  jq -es --argjson code "$1" --arg kind "$2" --arg words "$3" 'map(.event) == ["error", "end"]
+      and all(.[]; .v == 1 and .exit_code == $code and .kind == $kind)
+      and (.[0].message | contains($words)) and .[1].message == .[0].message' \
+    "$tmp/out" >/dev/null 2>&1 ||
+    { fail "$4: not an error ($2) that says '$3':"; cut -c1-300 "$tmp/out"; }
+  [[ $(wc -l <"$tmp/err") == 1 && $(cat "$tmp/err") == distrain:* ]] ||
+    fail "$4: not one 'distrain: ' line on stderr"
+}
+
+# expect_no_process <name> [seconds]
+expect_no_process() {
+  local i
+  for ((i = 0; i < ${2:-2} * 20; ++i)); do
+    [[ -z $(processes) ]] && return
+    sleep 0.05
+  done
+  fail "$1: processes are left: $(processes | tr '\n' ' ')"
+}
+
+# wait_for <seconds> <command>...: true as soon as the command is.
+wait_for() {
+  local i limit_s=$1
+  shift
+  for ((i = 0; i < limit_s * 20; ++i)); do
+    "$@" && return 0
+    sleep 0.05
+  done
+  return 1
+}
+
+# wait_for_lines <n> <event> <file>: until n such lines are there.
+has_lines() { [[ $(grep -cF "\"event\":\"$2\"" "$3" 2>/dev/null) -ge $1 ]]; }
+wait_for_lines() { wait_for 30 has_lines "$@" || fail "no $1 lines of $2 after 30 s"; }
+
+finish() {
+  ((failures == 0)) || echo "$failures checks failed"
+  exit $((failures > 0))
+}

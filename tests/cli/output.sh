@@ -1,0 +1,75 @@
+#!/bin/bash
+# stdout is JSON lines and nothing else, whatever it is connected to; a clean run is quiet on stderr.
+# shellcheck source-path=SCRIPTDIR source=lib.bash
+source "$(dirname "$0")/lib.bash"
+
+short=(--epochs 3 --batches 4)
+run hybrid "${short[@]}"
+expect 0 "a short run"
+expect_log "a short run"
+[[ -s $tmp/err ]] && { fail "a clean run wrote to stderr:"; head -n 5 "$tmp/err"; }
+expect_jq '[.[] | select(.event == "start")] | (map(.rank) | sort) == [0,1,2,3]
+  and all(.[]; .world_size == 4 and .pid > 1 and .host and .version and .torch and .seed == 1
+    and .threads >= 1 and .device == "cpu" and .transport and .config.lr == 0.05)' "start lines"
+expect_jq 'group_by(.rank)[] | select(.[0].rank != null) | .[0].event == "start"
+  and .[-1].event == "rank_end"' "first and last line of a rank"
+expect_jq '[.[] | select(.event == "rank_end")] | (map(.role) | sort)
+  == ["master","ps","trainer0","trainer1"] and all(.[]; .status == "ok")' "rank_end lines"
+expect_jq '.[-1] | .rank == null and .role == "launcher" and .status == "ok" and .exit_code == 0
+  and .steps == 24 and .wall_s > 0 and .train_s > 0 and .steps_per_s > 0 and .rpc.calls > 0
+  and .rpc.bytes_out > 0 and .rpc.bytes_in > 0 and .rss_mb > 10 and .live_rrefs == 0
+  and .live_contexts == 0 and (.loss | type) == "number"' "end"
+expect_no_process "a short run"
+
+run hybrid --local "${short[@]}"
+expect 0 "--local"
+expect_log "--local"
+expect_jq '.[-1].steps == 24 and .[-1].live_rrefs == 0' "--local"
+
+run hybrid --batch-size 7 "${short[@]}"
+expect 0 "an option without effect"
+expect_jq '[.[] | select(.event == "warn")] | length == 1 and (.[0].message | test("--batch-size"))' \
+  "an option without effect"
+
+long=(--epochs 1000000 --log-interval 1)
+timeout "$limit" "$distrain" hybrid "${long[@]}" 2>"$tmp/err" | head -n 1 >"$tmp/out"
+code=${PIPESTATUS[0]}
+expect 141 "head -1"
+[[ -s $tmp/err ]] && fail "head -1: wrote to stderr"
+expect_jq '.[0].event == "start"' "head -1"
+expect_no_process "head -1"
+
+timeout "$limit" "$distrain" hybrid "${long[@]}" 2>"$tmp/err" >/dev/full
+code=$?
+expect 9 "/dev/full"
+grep -q 'distrain: stdout: ' "$tmp/err" || fail "/dev/full: stderr does not say so"
+expect_no_process "/dev/full"
+
+timeout "$limit" "$distrain" hybrid --local "${short[@]}" 2>"$tmp/err" >/dev/full
+code=$?
+expect 9 "--local >/dev/full"
+timeout "$limit" "$distrain" hybrid "${short[@]}" 2>"$tmp/err" >&-
+code=$?
+expect 9 "closed stdout"
+timeout "$limit" "$distrain" --help 2>"$tmp/err" >/dev/full
+code=$?
+expect 9 "--help >/dev/full"
+"$distrain" hybrid "${short[@]}" >"$tmp/out" 2>&- <&-
+code=$?
+expect 0 "closed stdin and stderr"
+expect_log "closed stdin and stderr"
+
+# The progress: only when stderr is a terminal and stdout is not. script(1) makes a terminal.
+if command -v script >/dev/null; then
+  export short_run="timeout $limit '$distrain' hybrid ${short[*]}"
+  script -qec "$short_run >'$tmp/out'" /dev/null >"$tmp/tty" </dev/null
+  grep -q 'done: ' "$tmp/tty" || fail "no progress on a terminal"
+  script -qec "NO_COLOR=1 $short_run >'$tmp/out'" /dev/null >"$tmp/tty" </dev/null
+  grep -qF $'\x1b[3' "$tmp/tty" && fail "colours in spite of NO_COLOR"
+  script -qec "$short_run -q >'$tmp/out'" /dev/null >"$tmp/tty" </dev/null
+  [[ -s $tmp/tty ]] && fail "-q: wrote to the terminal"
+  script -qec "$short_run" /dev/null >"$tmp/tty" </dev/null
+  tr -d '\r' <"$tmp/tty" >"$tmp/out"
+  expect_log "both on a terminal"
+fi
+finish

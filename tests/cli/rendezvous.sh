@@ -1,0 +1,95 @@
+#!/bin/bash
+# ctest: timeout=120
+# Ports: a taken one is an error at once; ranks join by flags and by the environment.
+# shellcheck source-path=SCRIPTDIR source=lib.bash
+source "$(dirname "$0")/lib.bash"
+
+free_port() {
+  python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+}
+
+mkfifo "$tmp/hold"
+python3 -c '
+import socket, sys
+s = socket.socket()
+s.bind(("127.0.0.1", 0))
+s.listen()
+print(s.getsockname()[1], flush=True)
+sys.stdin.read()' <"$tmp/hold" >"$tmp/port" &
+holder=$!
+exec 7>"$tmp/hold"
+wait_for 10 test -s "$tmp/port" || fail "no port to take"
+port=$(cat "$tmp/port")
+run hybrid --epochs 1 --master-port "$port"
+expect_error 3 rendezvous "127.0.0.1:$port" "port taken, launcher"
+run hybrid --epochs 1 --rank 0 --master-port "$port"
+expect 3 "port taken, rank 0 joining"
+expect_log "port taken, rank 0 joining"
+expect_jq '.[-1] | .kind == "rendezvous" and .rank == 0' "port taken, rank 0 joining"
+exec 7>&-
+wait "$holder"
+
+start=$SECONDS
+run hybrid --rank 1 --master-port "$(free_port)" --join-timeout 1
+expect 3 "nobody there"
+expect_log "nobody there"
+((SECONDS - start < 15)) || fail "nobody there: took $((SECONDS - start)) s"
+
+joined() { # joined <name> <command that starts rank $r>
+  local name=$1 r pids=() i
+  shift
+  for r in 3 1 2 0; do
+    "$@" "$r" >"$tmp/rank$r" 2>"$tmp/err$r" &
+    pids+=($!)
+  done
+  for i in 0 1 2 3; do
+    wait "${pids[i]}"
+    code=$?
+    [[ $code == 0 ]] || fail "$name: a rank exited with $code"
+  done
+  for r in 0 1 2 3; do
+    expect_log "$name, rank $r" "$tmp/rank$r"
+    expect_jq ".[0].event == \"start\" and .[-1].rank == $r and .[-1].status == \"ok\"" "$name" "$tmp/rank$r"
+    [[ -s $tmp/err$r ]] && fail "$name: rank $r wrote to stderr"
+  done
+}
+port=$(free_port)
+# shellcheck disable=SC2317  # called through joined
+by_flag() { timeout "$limit" "$distrain" hybrid --epochs 2 --rank "$1" --master-port "$port"; }
+joined "by flag" by_flag
+port=$(free_port)
+# shellcheck disable=SC2317
+by_environment() {
+  RANK=$1 WORLD_SIZE=4 MASTER_ADDR=localhost MASTER_PORT=$port timeout "$limit" "$distrain" hybrid --epochs 2
+}
+joined "by environment" by_environment
+
+# Two launchers, one job.
+port=$(free_port)
+timeout "$limit" "$distrain" hybrid --ranks 2-3 --master-port "$port" >"$tmp/b" 2>/dev/null &
+other=$!
+run hybrid --ranks 0-1 --master-port "$port" --epochs 2
+expect 0 "--ranks 0-1"
+wait "$other"
+code=$?
+expect 0 "--ranks 2-3"
+expect_log "--ranks 0-1"
+expect_log "--ranks 2-3" "$tmp/b"
+expect_jq '[.[] | select(.event == "rank_end").rank] | sort == [0,1]' "--ranks 0-1"
+expect_jq '[.[] | select(.event == "rank_end").rank] | sort == [2,3]' "--ranks 2-3" "$tmp/b"
+
+# An option that is given on both sides has to be the same.
+port=$(free_port)
+timeout "$limit" "$distrain" hybrid --ranks 1-3 --master-port "$port" --lr 0.5 >"$tmp/b" 2>/dev/null &
+other=$!
+run hybrid --rank 0 --master-port "$port" --lr 0.25 --join-timeout 20
+expect 3 "--lr differs"
+expect_log "--lr differs"
+wait "$other"
+code=$?
+expect 3 "--lr differs, other side"
+cat "$tmp/b" >>"$tmp/out"
+jq -r 'select(.event == "error").message' "$tmp/out" | grep 0.5 | grep 0.25 | grep -q lr ||
+  fail "--lr differs: no message names both values"
+expect_no_process "rendezvous"
+finish

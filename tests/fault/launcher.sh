@@ -1,0 +1,118 @@
+#!/bin/bash
+# ctest: timeout=240 serial
+# However a rank or the launcher ends: the right exit code, one end, and no process left behind.
+# shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
+source "$(dirname "$0")/../cli/lib.bash"
+
+start() { # start <args>...: a job that would run for long; waits until all ranks are at work
+  : >"$tmp/out"
+  "$distrain" hybrid --epochs 1000000 "$@" >"$tmp/out" 2>"$tmp/err" &
+  launcher=$!
+  wait_for_lines 4 ready "$tmp/out"
+  wait_for_lines 1 epoch "$tmp/out"
+}
+pid_of() { jq -r "select(.event == \"start\" and .rank == $1).pid" "$tmp/out" 2>/dev/null; }
+# shellcheck disable=SC2317  # called by wait_for
+gone() { ! kill -0 "$launcher" 2>/dev/null; }
+await_end() { # await_end <name>: sets $code
+  if ! wait_for "$limit" gone; then
+    fail "$1: still there after $limit s"
+    kill -9 "$launcher"
+  fi
+  wait "$launcher" 2>/dev/null
+  code=$?
+}
+ends() { # ends <code> <name>: the launcher does, and leaves nobody
+  await_end "$2"
+  expect "$1" "$2"
+  expect_no_process "$2"
+}
+
+for rank in 0 2 3; do
+  name="kill -9 of rank $rank"
+  start --log-interval 10
+  kill -9 "$(pid_of $rank)"
+  ends 137 "$name"
+  expect_log "$name"
+  expect_jq ".[-1] | .status == \"failed\" and .exit_code == 137 and .cause_rank == $rank
+    and .signal == \"SIGKILL\" and .host and (.message | test(\"rank $rank\"))" "$name"
+  expect_jq "[.[] | select(.event == \"rank_end\") | [.rank, .exit_code]] | sort
+    == ([[0,5],[1,5],[2,5],[3,5]] | map(select(.[0] != $rank)))" "$name: survivors exit with 5"
+  [[ $(grep -c '^distrain: ' "$tmp/err") == 1 ]] || fail "$name: not one line on stderr"
+done
+
+name="SIGSTOP of a rank"
+start --peer-timeout 1 --rpc-timeout 2
+kill -STOP "$(pid_of 3)"
+await_end "$name"
+[[ $code == 5 || $code == 10 ]] || expect 5 "$name"
+expect_log "$name"
+expect_no_process "$name"
+
+name="SIGABRT of a rank"
+start
+kill -ABRT "$(pid_of 1)"
+ends 134 "$name"
+expect_log "$name"
+
+name="kill -9 of the launcher"
+start
+kill -9 "$launcher"
+ends 137 "$name"
+
+for signal in TERM:143 INT:130 HUP:129; do
+  name="SIG${signal%:*} of the launcher"
+  start
+  kill "-${signal%:*}" "$launcher"
+  ends "${signal#*:}" "$name"
+  expect_log "$name"
+  expect_jq ".[-1] | .status == \"failed\" and .exit_code == ${signal#*:}
+    and .signal == \"SIG${signal%:*}\"" "$name"
+done
+
+name="SIGTERM twice, with a rank that is stopped"
+start --peer-timeout 60
+kill -STOP "$(pid_of 2)"
+kill -TERM "$launcher"
+sleep 0.3
+before=$SECONDS
+kill -TERM "$launcher" 2>/dev/null
+ends 143 "$name"
+((SECONDS - before < 3)) || fail "$name: took $((SECONDS - before)) s"
+
+name="SIGHUP under nohup"
+(
+  trap '' HUP
+  exec "$distrain" hybrid --epochs 1000000 >"$tmp/out" 2>"$tmp/err"
+) &
+launcher=$!
+wait_for_lines 1 epoch "$tmp/out"
+kill -HUP "$launcher"
+sleep 0.3
+kill -0 "$launcher" || fail "$name: ended"
+kill -TERM "$launcher"
+ends 143 "$name"
+
+# A rank without a launcher says its own end.
+name="SIGTERM of a rank that joined"
+"$distrain" hybrid --rank 1 --master-port 1 >"$tmp/out" 2>"$tmp/err" &
+launcher=$!
+wait_for_lines 1 start "$tmp/out"
+kill -TERM "$launcher"
+ends 143 "$name"
+expect_log "$name"
+
+# No descriptor of one rank is open in another, and stdin is /dev/null.
+name="descriptors"
+pipes_of() { find "/proc/$1/fd" -type l -printf '%l\n' | grep '^pipe:' | sort -u; }
+pipes_of $$ >"$tmp/ours" # what whoever runs this test left open is no concern of the ranks
+start
+for rank in 0 1 2 3; do
+  pid=$(pid_of "$rank")
+  [[ $(readlink "/proc/$pid/fd/0") == /dev/null ]] || fail "$name: stdin of rank $rank"
+  pipes_of "$pid" | comm -23 - "$tmp/ours" >"$tmp/pipes$rank"
+done
+[[ $(sort "$tmp"/pipes? | uniq -d) == "" ]] || fail "$name: ranks share pipes"
+kill -TERM "$launcher"
+ends 143 "$name"
+finish
