@@ -132,7 +132,12 @@ void Child::take_line(std::string line, const Handlers& handlers) {
       if (const auto it = json.find("role"); it != json.end() && it->is_string()) {
         role_ = it->get<std::string>();
       }
-      (names_event(line, "error") ? error_ : rank_end_) = std::move(json);
+      const bool is_error = names_event(line, "error");
+      (is_error ? error_ : rank_end_) = std::move(json);
+      if (is_error) {
+        error_line_ = std::move(line);  // the launcher prints one in all: the root cause's
+        return;
+      }
     }
   }
   handlers.on_line(std::move(line));

@@ -69,6 +69,8 @@ class Child {
   double rss_mb() const { return rss_mb_; }
   const std::optional<Json>& rank_end() const { return rank_end_; }
   const std::optional<Json>& error() const { return error_; }
+  /// Held back: other ranks fail for the same reason, and one error is to be told once.
+  const std::string& error_line() const { return error_line_; }
   const std::deque<std::string>& stderr_tail() const { return tail_; }
 
  private:
@@ -86,6 +88,7 @@ class Child {
   std::deque<std::string> tail_;
   std::optional<Json> rank_end_;
   std::optional<Json> error_;
+  std::string error_line_;
   std::optional<int> status_;
   std::chrono::steady_clock::time_point ended_at_;
   double rss_mb_ = 0;

@@ -256,8 +256,15 @@ std::optional<Cause> Launcher::find_cause() {
   if (start_error_) return cause_of(*start_error_);
   if (const Child* child = root_cause()) {
     Cause cause = cause_from(*child);
-    // A rank that threw has said so in its own line; for one that cannot we do.
-    if (!child->error()) {
+    // A rank that threw has said so in its own line, best the one that is the cause itself; for one
+    // that cannot we do.
+    const Child* teller = child;
+    for (const auto& each : children_) {
+      if (each->rank() == cause.rank && each->error()) teller = each.get();
+    }
+    if (teller->error()) {
+      output_.push(teller->error_line());
+    } else {
       base::Error error{base::ErrorKind::kPeerLost, cause.message, child->rank(), {}};
       Json fields = error_fields(error, base::seconds_since(plan_.started));
       fields["kind"] = cause.kind;
