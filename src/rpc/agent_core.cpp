@@ -145,6 +145,7 @@ void AgentCore::close() {
   const Error error{ErrorKind::kCancelled, "this rank is shutting down", options.rank, {}};
   rendezvous->fail(error);
   rendezvous->close();
+  await_loop();
   pending.fail_all(error);
   flush_.fail(error);
   rrefs->fail_unset(error);
@@ -596,11 +597,21 @@ void AgentCore::shutdown(
   close();
 }
 
+// A join() under way on another thread has its peers made on the loop: none comes any more once the
+// rendezvous has failed and the loop has done what it was doing.
+void AgentCore::await_loop() {
+  base::Promise<void> reached;
+  const base::Future<void> future = reached.future();
+  loop.post([reached = std::move(reached)]() mutable { reached.set(); });
+  future.wait();
+}
+
 void AgentCore::abort(const Error& error) {
   if (closed_) return;
   Error reason = error;
   if (reason.rank < 0) reason.rank = options.rank;
   rendezvous->fail(reason);
+  await_loop();
   tell_all(wire::FrameKind::kAbort, 0, 0, wire::encode(reason));
   close();
 }

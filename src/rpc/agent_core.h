@@ -112,6 +112,7 @@ class AgentCore {
   void beat_on_loop();
   void execute(int from, std::shared_ptr<InMessage> message, net::InFrame frame);
   base::Error loss_of(int rank) const;
+  void await_loop();
   void tell_channels(int rank, const base::Error& error);
   void wait_until_flushed();
   void tell_all(wire::FrameKind kind, uint64_t call_id, uint64_t context_id, wire::Bytes meta = {});

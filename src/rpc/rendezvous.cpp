@@ -258,11 +258,12 @@ void Rendezvous::connect_to_lower_ranks(base::TimePoint deadline) {
     const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
     send_frame(stream, wire::FrameKind::kHello, encode(hello));
     loop_.post([self = shared_from_this(), stream, rank] {
-      stream->start(self->install_peer_(rank, stream), wire::Limits{});
       {
         std::lock_guard lock(self->mutex_);
+        if (self->state_ == State::kFailed) return;
         self->peers_.insert(rank);
       }
+      stream->start(self->install_peer_(rank, stream), wire::Limits{});
       self->check_mesh_on_loop();
     });
   }
@@ -490,11 +491,13 @@ void Rendezvous::on_directory_on_loop(wire::Directory directory) {
 void Rendezvous::accept_peer_on_loop(const net::StreamPtr& stream, int rank) {
   {
     std::lock_guard lock(mutex_);
-    if (!directory_) {
+    const bool failed = state_ == State::kFailed;
+    if (!directory_ && !failed) {
       early_peers_.emplace_back(stream, rank);
       return;
     }
-    if (rank >= static_cast<int>(directory_->ranks.size()) || !peers_.insert(rank).second) {
+    if (failed || rank >= static_cast<int>(directory_->ranks.size()) ||
+        !peers_.insert(rank).second) {
       stream->close(false);
       return;
     }

@@ -73,8 +73,13 @@ void shelve(rpc::CallContext& context, const Ref& ref) {
   shelf.refs.push_back(ref);
 }
 int64_t fail_with(const Ref&) { throw std::runtime_error("broke after reading"); }
-Ref slowly(const Ref& ref, int ms) {
-  std::this_thread::sleep_for(std::chrono::milliseconds(ms));
+// Held up until the test opens the gate, so that no deadline depends on the machine's speed.
+std::atomic<bool> g_gate{false};
+void wait_at_gate() {
+  while (!g_gate) std::this_thread::sleep_for(1ms);
+}
+Ref echo_late(const Ref& ref) {
+  wait_at_gate();
   return ref;
 }
 void nap(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
@@ -100,7 +105,8 @@ void setup(Agent& agent) {
   agent.expose<&drop>("drop");
   agent.expose<&shelve>("shelve");
   agent.expose<&fail_with>("fail_with");
-  agent.expose<&slowly>("slowly");
+  agent.expose<&wait_at_gate>("wait_at_gate");
+  agent.expose<&echo_late>("echo_late");
   agent.expose<&nap>("nap");
   agent.expose<&with_tensor>("with_tensor");
   agent.expose<&result_that_cannot_travel>("result_that_cannot_travel");
@@ -308,22 +314,24 @@ TEST_CASE("RRefs of calls whose caller has given up are let go") {
         // The reply with the RRef comes when nobody waits for it any more.
         const Ref ref = agent.remote_new<Tracked>(owner, 1);
         CHECK(value_of(ref) == 1);
-        CHECK(error_of([&] { agent.rpc_sync<&slowly>(rpc::To(to).timeout(5ms), ref, 30); }).kind ==
+        g_gate = false;
+        CHECK(error_of([&] { agent.rpc_sync<&echo_late>(rpc::To(to).timeout(5ms), ref); }).kind ==
               ErrorKind::kDeadline);
+        g_gate = true;
       }
       {
-        // The call is looked at when its caller has given up and dropped all: the one worker
-        // sleeps.
+        // The call is looked at when its caller has given up and dropped all: the one worker waits.
         Ref ref = agent.remote_new<Tracked>(owner, 1);
         CHECK(value_of(ref) == 1);
-        auto sleeping = agent.rpc_async<&nap>(to, 60);
-        std::this_thread::sleep_for(5ms);
+        g_gate = false;
+        auto held_up = agent.rpc_async<&wait_at_gate>(to);
         auto late = agent.rpc_async<&value_of>(rpc::To(to).timeout(5ms), ref);
         auto made = agent.remote<&make_by_value>(rpc::To(to).timeout(5ms), 1);
         ref = Ref();
         CHECK(error_of([&] { late.wait(); }).kind == ErrorKind::kDeadline);
         made = Ref();
-        sleeping.wait();
+        g_gate = true;
+        held_up.wait();
       }
     }
   }
