@@ -239,11 +239,10 @@ auto Future<T>::then(Executor& executor, F fn) const {
 
   auto promise = std::make_shared<Promise<U>>();
   Future<U> future = promise->future();
-  on_complete(executor, [promise, fn = std::move(fn), call](Result<Stored>& result) mutable {
-    if (!result.ok()) {
-      promise->fail(result.error());
-      return;
-    }
+  auto state = state_;
+  Task task = executor.bind([state, promise, fn = std::move(fn), call]() mutable {
+    Result<Stored>& result = state->result();
+    if (!result.ok()) return;  // told already; `fn` only dies here
     try {
       if constexpr (kNested) {
         auto inner = call(fn, result.unchecked());
@@ -257,6 +256,11 @@ auto Future<T>::then(Executor& executor, F fn) const {
     } catch (...) {
       promise->fail(current_error(ErrorKind::kInternal));
     }
+  });
+  state_->on_ready([&executor, promise, task = std::move(task)](Result<Stored>& result) mutable {
+    // An error does not wait for a thread of the executor: all of them may be waiting for it.
+    if (!result.ok()) promise->fail(result.error());
+    executor.post(std::move(task));
   });
   return future;
 }
