@@ -227,18 +227,17 @@ TEST_CASE("wait_all throws the first error to come, without waiting for the rest
   std::vector<Promise<int>> promises(3);
   std::vector<Future<int>> futures;
   for (const auto& promise : promises) futures.push_back(promise.future());
-  std::thread other([&promises] {
-    promises[2].fail(some_error("third"));
-    promises[1].fail(some_error("second"));
-  });
+  std::thread other([&promises] { promises[2].fail(some_error("third")); });
   try {
     wait_all(futures);
     FAIL("no exception");
   } catch (const Exception& e) {
     CHECK(std::string(e.what()) == "third");
     CHECK_FALSE(futures[0].done());
+    CHECK_FALSE(futures[1].done());
   }
   other.join();
+  promises[1].fail(some_error("second"));  // later than the one that was thrown
   promises[0].set(1);
   wait_all(std::vector{futures[0], Future<int>::ready(2)});
   wait_all(std::vector<Future<int>>{});
