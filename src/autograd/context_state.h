@@ -35,8 +35,8 @@ class ContextState {
   void set_pass(std::shared_ptr<Pass> pass);
   /// Forgets the pass `id`, unless a newer one has taken its place.
   void end_pass(uint64_t id);
-  /// Gives back the pass `id`, made by `make` if it is not there. Throws `cancelled` if there has been
-  /// a newer one or it has ended: what is late for a failed pass must not disturb the next.
+  /// Gives back the pass `id`, made by `make` if it is not there. Throws `cancelled` if there has
+  /// been a newer one or it has ended: what is late for a failed pass must not disturb the next.
   std::shared_ptr<Pass> pass_or(uint64_t id, const std::function<std::shared_ptr<Pass>()>& make);
 
   void accumulate(const at::Tensor& variable, const at::Tensor& gradient);

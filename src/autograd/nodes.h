@@ -1,9 +1,9 @@
 #pragma once
 
-#include <torch/csrc/autograd/function.h>
-
 #include <cstdint>
 #include <vector>
+
+#include <torch/csrc/autograd/function.h>
 
 namespace distrain::autograd {
 

@@ -1,11 +1,11 @@
 #include "pass.h"
 
+#include <algorithm>
+
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
-
-#include <algorithm>
 
 #include "context_state.h"
 #include "distrain/rpc/error.h"
@@ -20,8 +20,8 @@ using torch::autograd::InputBuffer;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// Torch's own engine orders its queue so too; AccumulateGrad's number is the highest of all, so that
-// gradients are handed out, and reduced, as early as can be.
+// Torch's own engine orders its queue so too; AccumulateGrad's number is the highest of all, so
+// that gradients are handed out, and reduced, as early as can be.
 template <class Ready>
 bool runs_later(const Ready& a, const Ready& b) {
   return a.node->sequence_nr() < b.node->sequence_nr();
@@ -44,7 +44,8 @@ void encode_reports(rpc::Encoder& encoder, const PassReports& reports) {
 
 PassReports decode_reports(rpc::Decoder& decoder) {
   PassReports reports;
-  const uint32_t count = decoder.in.get_count(sizeof(int32_t) + sizeof(uint64_t) + sizeof(uint32_t));
+  const uint32_t count =
+      decoder.in.get_count(sizeof(int32_t) + sizeof(uint64_t) + sizeof(uint32_t));
   for (uint32_t i = 0; i < count; ++i) {
     const auto rank = decoder.in.get<int32_t>();
     const auto version = decoder.in.get<uint64_t>();
@@ -167,8 +168,8 @@ void Pass::run_ready() {
       }
     } catch (...) {
       // On the initiator it is the caller's own; elsewhere it failed for somebody else.
-      base::Error error = rpc::error_in_flight(
-          roots_.empty() ? base::ErrorKind::kRemoteFailed : base::ErrorKind::kInternal);
+      base::Error error = rpc::error_in_flight(roots_.empty() ? base::ErrorKind::kRemoteFailed
+                                                              : base::ErrorKind::kInternal);
       if (error.rank < 0) error.rank = agent_.rank();
       if (error.op.empty()) error.op = "backward";
       fail(std::move(error));
@@ -253,9 +254,8 @@ void Pass::execute_recv(RecvNode& node, variable_list grads) {
 void Pass::on_acknowledged(base::Result<rpc::RawReply>& reply) {
   const auto fail = [this](base::Error error) {
     // It destroys hooks of the user's: not here, unless the pool has ended and drops the task.
-    std::shared_ptr<void> failing(nullptr, [self = shared_from_this(), error](void*) {
-      self->fail(error);
-    });
+    std::shared_ptr<void> failing(nullptr,
+                                  [self = shared_from_this(), error](void*) { self->fail(error); });
     agent_.executor().post([failing = std::move(failing)]() mutable { failing.reset(); });
   };
   if (!reply.ok()) return fail(reply.error());

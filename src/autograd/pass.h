@@ -1,7 +1,5 @@
 #pragma once
 
-#include <torch/csrc/autograd/input_buffer.h>
-
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -10,6 +8,8 @@
 #include <optional>
 #include <unordered_map>
 #include <vector>
+
+#include <torch/csrc/autograd/input_buffer.h>
 
 #include "distrain/base/future.h"
 #include "distrain/rpc/agent.h"
@@ -58,8 +58,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   uint64_t id() const { return id_; }
 
   /// Counts the dependencies: first of all, once. `roots` are the initiator's.
-  void prepare(const std::shared_ptr<ContextState>& context,
-               const std::vector<at::Tensor>& roots);
+  void prepare(const std::shared_ptr<ContextState>& context, const std::vector<at::Tensor>& roots);
 
   /// On the initiator: runs its part and is done when the whole pass is. Blocks as a hook does.
   base::Future<void> run_roots(const std::vector<at::Tensor>& roots);
@@ -106,8 +105,8 @@ class Pass : public std::enable_shared_from_this<Pass> {
   size_t nodes_left_ = 0;  // that have not run
   Owner runner_ = Owner::kNobody;
   int unacknowledged_ = 0;
-  std::optional<rpc::ReplyPtr> waker_;          // awake: whom to acknowledge; null: the initiator
-  std::optional<base::Promise<void>> done_;     // the initiator's
+  std::optional<rpc::ReplyPtr> waker_;       // awake: whom to acknowledge; null: the initiator
+  std::optional<base::Promise<void>> done_;  // the initiator's
   bool end_hooks_due_ = false;
   std::optional<base::Error> error_;
   uint64_t version_ = 0;

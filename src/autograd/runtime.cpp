@@ -1,8 +1,8 @@
 #include "runtime.h"
 
-#include <torch/csrc/autograd/functions/utils.h>
-
 #include <algorithm>
+
+#include <torch/csrc/autograd/functions/utils.h>
 
 #include "distrain/rpc/error.h"
 #include "distrain/wire/handshake.h"
@@ -36,15 +36,14 @@ void Runtime::install() {
 std::shared_ptr<Runtime> Runtime::of(rpc::Agent& agent) {
   auto runtime = std::dynamic_pointer_cast<Runtime>(agent.autograd_hook());
   if (!runtime) {
-    throw base::Exception(base::ErrorKind::kInvalid,
-                          "this agent has no autograd: call autograd::install(agent) before join()");
+    throw base::Exception(
+        base::ErrorKind::kInvalid,
+        "this agent has no autograd: call autograd::install(agent) before join()");
   }
   return runtime;
 }
 
-uint64_t Runtime::new_id() {
-  return (static_cast<uint64_t>(agent_.rank() + 1) << 40) | ++counter_;
-}
+uint64_t Runtime::new_id() { return (static_cast<uint64_t>(agent_.rank() + 1) << 40) | ++counter_; }
 
 std::shared_ptr<ContextState> Runtime::create(uint64_t id) {
   auto state = std::make_shared<ContextState>(id);
@@ -141,9 +140,10 @@ void Runtime::on_message_on_loop(const rpc::ChannelMessage& message) {
       } catch (const base::Exception&) {
       }
       pass->fail(error);
-      self->tell(*state, message.tag,
-                 std::make_shared<const wire::Bytes>(message.payload.begin(), message.payload.end()),
-                 message.from);
+      self->tell(
+          *state, message.tag,
+          std::make_shared<const wire::Bytes>(message.payload.begin(), message.payload.end()),
+          message.from);
     });
   }
 }
@@ -165,8 +165,7 @@ uint64_t Runtime::on_send(uint64_t context, int to, const std::vector<at::Tensor
 }
 
 void Runtime::on_receive(uint64_t context, uint64_t autograd_id, int from,
-                         std::vector<at::Tensor>& tensors,
-                         const std::vector<bool>& requires_grad) {
+                         std::vector<at::Tensor>& tensors, const std::vector<bool>& requires_grad) {
   std::vector<at::Tensor> wanted;
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (!requires_grad[i]) continue;
@@ -198,9 +197,9 @@ void Runtime::on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply) {
   const std::shared_ptr<ContextState> state = find(context);
   const std::shared_ptr<SendNode> node = state ? state->send(autograd_id) : nullptr;
   if (!node) {
-    throw base::Exception(base::ErrorKind::kInvalid,
-                          "gradients for a context that has ended on rank " +
-                              std::to_string(agent_.rank()));
+    throw base::Exception(
+        base::ErrorKind::kInvalid,
+        "gradients for a context that has ended on rank " + std::to_string(agent_.rank()));
   }
   const std::shared_ptr<Pass> pass = state->pass_or(pass_id, [&] {
     auto made = std::make_shared<Pass>(agent_, pass_id, retain_graph);

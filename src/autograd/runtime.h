@@ -18,8 +18,8 @@ namespace distrain::autograd {
 /// Distributed autograd of one agent: its contexts, and what it does to messages.
 ///
 /// Messages on channel 1: tag a is the context, tag b says what: released, or a pass (tag c) that
-/// has failed, with the error as payload. A rank forwards both to those that it sent messages of the
-/// context to, once.
+/// has failed, with the error as payload. A rank forwards both to those that it sent messages of
+/// the context to, once.
 class Runtime final : public rpc::AutogradHook, public std::enable_shared_from_this<Runtime> {
  public:
   explicit Runtime(rpc::Agent& agent) : agent_(agent) {}

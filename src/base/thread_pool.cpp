@@ -1,9 +1,9 @@
 #include "distrain/base/thread_pool.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <system_error>
+
+#include <pthread.h>
 
 #include "distrain/base/error.h"
 

@@ -1,7 +1,7 @@
+#include <cerrno>
+
 #include <sys/socket.h>
 #include <uv.h>
-
-#include <cerrno>
 
 #include "distrain/net/socket.h"
 #include "loop_impl.h"
@@ -43,7 +43,7 @@ struct Listener::State final : LoopResource, std::enable_shared_from_this<Listen
       if (errno == EAGAIN) return;
       uv_poll_stop(&poll);
       loop->call_at(base::Clock::now() + kPauseWithoutDescriptors,
-                   [self = shared_from_this()] { self->resume_on_loop(); });
+                    [self = shared_from_this()] { self->resume_on_loop(); });
       return;
     }
   }

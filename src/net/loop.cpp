@@ -1,10 +1,10 @@
 #include "distrain/net/loop.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <cstdio>
 #include <cstdlib>
+
+#include <pthread.h>
+#include <signal.h>
 
 #include "distrain/base/error.h"
 #include "distrain/base/thread_state.h"
@@ -17,8 +17,7 @@ namespace {
 // Only fails for lack of file descriptors or memory.
 void check_uv(int code, const char* what) {
   if (code >= 0) return;
-  throw base::Exception(base::ErrorKind::kResources,
-                        std::string(what) + ": " + uv_strerror(code));
+  throw base::Exception(base::ErrorKind::kResources, std::string(what) + ": " + uv_strerror(code));
 }
 
 }  // namespace
@@ -124,8 +123,8 @@ uint64_t Loop::Impl::call_at(base::TimePoint when, base::Task task) {
   return id;
 }
 
-// A timer that the loop does not find has run, or its addition is still posted: that one then has to
-// know, and what is posted now comes after it.
+// A timer that the loop does not find has run, or its addition is still posted: that one then has
+// to know, and what is posted now comes after it.
 void Loop::Impl::cancel(uint64_t id) {
   if (!in_loop()) {
     post([this, id] { remove_timer_on_loop(id); });

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <uv.h>
-
 #include <atomic>
 #include <map>
 #include <memory>
@@ -9,6 +7,8 @@
 #include <thread>
 #include <unordered_set>
 #include <vector>
+
+#include <uv.h>
 
 #include "distrain/net/loop.h"
 
@@ -58,9 +58,9 @@ struct Loop::Impl {
   uint64_t activity = 0;
 
   std::mutex mutex;
-  std::vector<base::Task> posted;       // by mutex
-  bool stopping = false;                // by mutex: nothing is posted any more
-  std::atomic<int> wakers{0};           // threads inside uv_async_send
+  std::vector<base::Task> posted;  // by mutex
+  bool stopping = false;           // by mutex: nothing is posted any more
+  std::atomic<int> wakers{0};      // threads inside uv_async_send
   std::atomic<uint64_t> next_timer{1};
 
   // Loop thread only.

@@ -1,5 +1,11 @@
 #include "distrain/net/socket.h"
 
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <memory>
+
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <netdb.h>
@@ -9,12 +15,6 @@
 #include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
-
-#include <algorithm>
-#include <cerrno>
-#include <cstring>
-#include <fstream>
-#include <memory>
 
 namespace distrain::net {
 
@@ -100,8 +100,8 @@ int connect_until(int fd, const sockaddr* address, socklen_t size, base::TimePoi
   }
 }
 
-// Where nobody listens on a port of the ephemeral range, the kernel may choose just that port for the
-// connecting socket, which then finds itself.
+// Where nobody listens on a port of the ephemeral range, the kernel may choose just that port for
+// the connecting socket, which then finds itself.
 bool is_connected_to_itself(int fd) {
   const SocketName local = local_name(fd);
   const SocketName remote = remote_name(fd);

@@ -1,17 +1,17 @@
 #include "distrain/net/stream.h"
 
-#include <netinet/in.h>
-#include <netinet/tcp.h>
-#include <sys/socket.h>
-#include <sys/uio.h>
-#include <uv.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <deque>
 #include <mutex>
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <uv.h>
 
 #include "distrain/net/socket.h"
 #include "loop_impl.h"
@@ -167,9 +167,9 @@ class UvStream final : public Stream,
   std::atomic<uint64_t> bytes_received_{0};
 
   std::mutex send_mutex_;
-  SendState send_state_ = SendState::kIdle;       // by send_mutex_
-  std::deque<std::unique_ptr<Pending>> queue_;    // by send_mutex_; front: being written
-  int fd_ = -1;  // by send_mutex_; libuv closes it
+  SendState send_state_ = SendState::kIdle;     // by send_mutex_
+  std::deque<std::unique_ptr<Pending>> queue_;  // by send_mutex_; front: being written
+  int fd_ = -1;                                 // by send_mutex_; libuv closes it
 
   // Loop thread only.
   union {
@@ -190,7 +190,7 @@ class UvStream final : public Stream,
   std::unique_ptr<uint8_t[]> scratch_;
   size_t scratch_begin_ = 0;
   size_t scratch_end_ = 0;
-  wire::FrameHeader header_;   // of the frame being read, when body_ is set
+  wire::FrameHeader header_;  // of the frame being read, when body_ is set
   base::BufferPtr body_;
   size_t body_filled_ = 0;
 };
@@ -248,9 +248,9 @@ void UvStream::drain_on_loop() {
     } else {
       // The front frame stays where it is until its write is done.
       queue_.front()->for_each_left([&](const uint8_t* data, size_t size) {
-        pieces.push_back(uv_buf_init(
-            reinterpret_cast<char*>(const_cast<uint8_t*>(data)),
-            static_cast<unsigned>(std::min<size_t>(size, size_t{1} << 30))));
+        pieces.push_back(
+            uv_buf_init(reinterpret_cast<char*>(const_cast<uint8_t*>(data)),
+                        static_cast<unsigned>(std::min<size_t>(size, size_t{1} << 30))));
       });
       // A piece beyond 1 GiB is cut: what comes after it belongs to a later write.
       for (size_t i = 0; i < pieces.size(); ++i) {
@@ -266,11 +266,11 @@ void UvStream::drain_on_loop() {
   write_size_ = 0;
   for (const uv_buf_t& piece : pieces) write_size_ += piece.len;
   writing_ = true;
-  const int code = uv_write(&write_request_, uv_stream(), pieces.data(),
-                            static_cast<unsigned>(pieces.size()),
-                            [](uv_write_t* request, int status) noexcept {
-                              static_cast<UvStream*>(request->handle->data)->wrote_on_loop(status);
-                            });
+  const int code =
+      uv_write(&write_request_, uv_stream(), pieces.data(), static_cast<unsigned>(pieces.size()),
+               [](uv_write_t* request, int status) noexcept {
+                 static_cast<UvStream*>(request->handle->data)->wrote_on_loop(status);
+               });
   if (code < 0) {
     writing_ = false;
     write_failed_on_loop(code);
@@ -300,8 +300,8 @@ void UvStream::wrote_on_loop(int status) {
   drain_on_loop();
 }
 
-// The peer does not read any more, but may have said why before it closed: its bytes are still to be
-// read, and their end ends the stream.
+// The peer does not read any more, but may have said why before it closed: its bytes are still to
+// be read, and their end ends the stream.
 void UvStream::write_failed_on_loop(int code) {
   write_failed_ = true;
   {
@@ -314,9 +314,9 @@ void UvStream::write_failed_on_loop(int code) {
       [self = shared_from_this(), code] { self->finish_on_loop(peer_closed(code)); });
 }
 
-// Everything is written, to the kernel. Closing a TCP socket that holds unread bytes would reset the
-// connection and drop what the kernel has not sent yet. So only our direction is shut down; what
-// still comes is thrown away until the peer has closed its own, or for a second.
+// Everything is written, to the kernel. Closing a TCP socket that holds unread bytes would reset
+// the connection and drop what the kernel has not sent yet. So only our direction is shut down;
+// what still comes is thrown away until the peer has closed its own, or for a second.
 void UvStream::linger_on_loop() {
   if (discarding_) return;
   discarding_ = true;
@@ -451,11 +451,11 @@ bool UvStream::begin_frame_on_loop(const uint8_t* head) {
   header_ = header.unchecked();
   body_ = loop_->buffers.allocate(header_.body_bytes());
   if (!body_) {
-    finish_on_loop(base::Error{base::ErrorKind::kResources,
-                               "no memory for a message of " +
-                                   std::to_string(header_.body_bytes()) + " bytes",
-                               -1,
-                               {}});
+    finish_on_loop(
+        base::Error{base::ErrorKind::kResources,
+                    "no memory for a message of " + std::to_string(header_.body_bytes()) + " bytes",
+                    -1,
+                    {}});
     return false;
   }
   return true;

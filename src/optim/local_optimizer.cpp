@@ -47,9 +47,9 @@ base::Future<void> LocalOptimizer::step(int participant, Gradients gradients) {
       return base::Future<void>::ready({});
     }
     if (!gathered_.emplace(participant, std::move(gradients)).second) {
-      throw base::Exception(base::ErrorKind::kInvalid,
-                            "participant " + std::to_string(participant) +
-                                " made two steps before all had made one");
+      throw base::Exception(
+          base::ErrorKind::kInvalid,
+          "participant " + std::to_string(participant) + " made two steps before all had made one");
     }
     future = waiting_.emplace_back().future();
     if (static_cast<int>(gathered_.size()) < participants_) return future;
@@ -104,7 +104,8 @@ std::shared_ptr<LocalOptimizer> LocalOptimizers::find_or_make(
     return optimizer;
   }
   auto made = std::make_shared<LocalOptimizer>(parameters, options, participants, updates_);
-  for (const at::Tensor& parameter : parameters) optimizers_[parameter.unsafeGetTensorImpl()] = made;
+  for (const at::Tensor& parameter : parameters)
+    optimizers_[parameter.unsafeGetTensorImpl()] = made;
   return made;
 }
 

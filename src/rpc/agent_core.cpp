@@ -1,9 +1,9 @@
 #include "agent_core.h"
 
+#include <algorithm>
+
 #include <ATen/ThreadLocalState.h>
 #include <c10/util/Exception.h>
-
-#include <algorithm>
 
 #include "channel_impl.h"
 #include "distrain/rpc/error.h"
@@ -129,9 +129,7 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
                                      -1,
                                      {}});
           }
-          reply->send([&](Encoder& encoder) {
-            owned->encode(encoder, value.unchecked().get());
-          });
+          reply->send([&](Encoder& encoder) { owned->encode(encoder, value.unchecked().get()); });
         });
   });
 }
@@ -256,7 +254,8 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
       static_cast<ChannelImpl&>(open_channel(header.channel)).deliver(std::move(message));
       return;
     }
-    case wire::FrameKind::kHeartbeat: return;
+    case wire::FrameKind::kHeartbeat:
+      return;
     case wire::FrameKind::kFlush:
       return flush_.on_flush(header.call_id, rank, header.context_id);
     case wire::FrameKind::kAbort: {
@@ -264,7 +263,8 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
       if (error.rank < 0) error.rank = rank;
       return lose_peer_on_loop(rank, std::move(error));
     }
-    case wire::FrameKind::kReject: return rendezvous->fail(wire::decode_error(frame.meta));
+    case wire::FrameKind::kReject:
+      return rendezvous->fail(wire::decode_error(frame.meta));
     case wire::FrameKind::kRRefFork:
     case wire::FrameKind::kRRefAccept:
     case wire::FrameKind::kRRefDelete: {
@@ -273,7 +273,8 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
       return rrefs->on_control(header.kind, header.call_id, header.context_id, rank,
                                static_cast<int>(parent));
     }
-    default: wire::Reader::fail("a frame out of place");
+    default:
+      wire::Reader::fail("a frame out of place");
   }
 }
 
@@ -285,8 +286,8 @@ void AgentCore::on_stream_closed_on_loop(int rank, const Error& error) {
   }
   Error loss = error;
   if (loss.kind == ErrorKind::kPeerLost) {
-    loss.message = "rank " + std::to_string(rank) + " (" + peer(rank).name +
-                   ") is lost: " + error.message;
+    loss.message =
+        "rank " + std::to_string(rank) + " (" + peer(rank).name + ") is lost: " + error.message;
   }
   loss.rank = loss.kind == ErrorKind::kResources ? options.rank : rank;
   lose_peer_on_loop(rank, std::move(loss));
@@ -322,7 +323,9 @@ Error AgentCore::loss_of(int rank) const {
   const Peer& lost = *peers_[static_cast<size_t>(rank)];
   if (lost.state == PeerState::kLost) return lost.loss;
   return Error{ErrorKind::kPeerLost,
-               "rank " + std::to_string(rank) + " (" + lost.name + ") has left", rank, {}};
+               "rank " + std::to_string(rank) + " (" + lost.name + ") has left",
+               rank,
+               {}};
 }
 
 // Says that this rank is alive, and looks who has been silent. Progress of a large frame counts.
@@ -344,15 +347,16 @@ void AgentCore::beat_on_loop() {
       other.bytes_seen = bytes;
       other.last_heard = now;
     } else if (judges && now - other.last_heard > options.peer_timeout) {
-      lose_peer_on_loop(rank, Error{ErrorKind::kPeerLost,
-                                    "rank " + std::to_string(rank) + " (" + other.name +
-                                        ") is lost: silent for " +
-                                        std::to_string(std::chrono::duration_cast<
-                                                           std::chrono::seconds>(now - other.last_heard)
-                                                           .count()) +
-                                        " s",
-                                    rank,
-                                    {}});
+      lose_peer_on_loop(
+          rank,
+          Error{ErrorKind::kPeerLost,
+                "rank " + std::to_string(rank) + " (" + other.name + ") is lost: silent for " +
+                    std::to_string(
+                        std::chrono::duration_cast<std::chrono::seconds>(now - other.last_heard)
+                            .count()) +
+                    " s",
+                rank,
+                {}});
       continue;
     }
     net::OutFrame frame;
@@ -457,9 +461,8 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     return reply;
   }
   if (own) {
-    pool.post([this, own = std::move(own)]() mutable {
-      execute(options.rank, std::move(own), {});
-    });
+    pool.post(
+        [this, own = std::move(own)]() mutable { execute(options.rank, std::move(own), {}); });
     return reply;
   }
   const base::Status sent = send(to, std::move(frame));
@@ -576,8 +579,7 @@ void AgentCore::send_error(int to, uint64_t call_id, Error error) {
 
 // Round 0: everybody is done. Then rounds until nobody counts a reference or a context any more:
 // what one rank lets go of may be forwarded twice (Accept, then Delete), each hop within a round.
-void AgentCore::shutdown(
-    const std::function<void(const std::vector<int>& missing)>& on_waiting) {
+void AgentCore::shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting) {
   constexpr uint64_t kLastRound = 24;
   constexpr auto kLongestPause = std::chrono::milliseconds(200);
   pending.drained().wait();

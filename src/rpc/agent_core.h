@@ -36,8 +36,8 @@ class ChannelImpl;
 /// What is behind an Agent.
 ///
 /// Threads: frames arrive on the loop, which only looks at their header, finds the waiting call or
-/// posts the work to the pool. Encoding, decoding and user functions run on the calling thread or on
-/// the pool. Lock order: none is taken while another is held, except inside one class.
+/// posts the work to the pool. Encoding, decoding and user functions run on the calling thread or
+/// on the pool. Lock order: none is taken while another is held, except inside one class.
 class AgentCore {
  public:
   AgentCore(Agent& agent, AgentOptions options);

@@ -20,8 +20,8 @@ base::Future<uint64_t> FlushBarrier::enter(uint64_t round, uint64_t number, int 
   if (left_) {
     return base::Future<uint64_t>::failed(base::Error{
         base::ErrorKind::kPeerLost,
-        "rank " + std::to_string(*left_) + " is lost: it went in the middle of the shutdown", *left_,
-        "shutdown"});
+        "rank " + std::to_string(*left_) + " is lost: it went in the middle of the shutdown",
+        *left_, "shutdown"});
   }
   latest_ = round;
   Round& state = rounds_[round];

@@ -1,11 +1,11 @@
 #include "rendezvous.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <thread>
+
+#include <unistd.h>
 
 namespace distrain::rpc {
 
@@ -57,10 +57,10 @@ Rendezvous::Rendezvous(net::Loop& loop, const AgentOptions& options, OnDirectory
       host_key_(options.transport == "tcp" ? std::string() : net::host_key()),
       port_(options.master_port) {
   if (options.rank != 0) return;
-  master_socket_ = options.listen_fd >= 0
-                       ? net::Fd(options.listen_fd)
-                       : std::move(net::listen_tcp(master_bind_host(options), options.master_port)
-                                       .value());
+  master_socket_ =
+      options.listen_fd >= 0
+          ? net::Fd(options.listen_fd)
+          : std::move(net::listen_tcp(master_bind_host(options), options.master_port).value());
   port_ = net::local_name(master_socket_.get()).port;
 }
 
@@ -100,10 +100,11 @@ void Rendezvous::run(const std::function<void()>& prepare) {
 // ---- the joining thread ----
 
 net::Listener* Rendezvous::add_listener(net::Fd socket) {
-  auto listener = std::make_unique<net::Listener>(
-      loop_, std::move(socket), [weak = weak_from_this()](net::Fd fd) {
-        if (const auto self = weak.lock()) self->on_stranger_on_loop(std::move(fd));
-      });
+  auto listener = std::make_unique<net::Listener>(loop_, std::move(socket),
+                                                  [weak = weak_from_this()](net::Fd fd) {
+                                                    if (const auto self = weak.lock())
+                                                      self->on_stranger_on_loop(std::move(fd));
+                                                  });
   std::lock_guard lock(mutex_);
   listeners_.push_back(std::move(listener));
   return listeners_.back().get();
@@ -145,8 +146,8 @@ void Rendezvous::join_master(base::TimePoint deadline) {
   auto pause = std::chrono::duration_cast<base::Duration>(kFirstRetry);
   net::Fd socket;
   while (!socket.valid()) {
-    base::Result<net::Fd> attempt =
-        net::connect_tcp(options_.master_addr, options_.master_port, std::min(deadline, next_report));
+    base::Result<net::Fd> attempt = net::connect_tcp(options_.master_addr, options_.master_port,
+                                                     std::min(deadline, next_report));
     if (attempt.ok()) {
       socket = std::move(attempt.unchecked());
       break;
@@ -193,8 +194,7 @@ void Rendezvous::join_master(base::TimePoint deadline) {
                 wire::Limits{uint32_t{16} << 20, 0, 0});
 }
 
-void Rendezvous::wait_until_ready(base::TimePoint deadline,
-                                  const std::function<void()>& prepare) {
+void Rendezvous::wait_until_ready(base::TimePoint deadline, const std::function<void()>& prepare) {
   const base::Future<void> met = met_.future();
   const base::Future<void> ready = ready_.future();
   bool connected = options_.rank == 0;
@@ -240,9 +240,9 @@ void Rendezvous::connect_to_lower_ranks(base::TimePoint deadline) {
         throw base::Exception(rendezvous_error(
             "--transport unix: rank " + std::to_string(rank) + " is not on this host", rank));
       }
-      base::Result<net::Fd> remote = net::connect_tcp(
-          peer.host.empty() ? options_.master_addr : peer.host,
-          rank == 0 ? options_.master_port : peer.port, deadline);
+      base::Result<net::Fd> remote =
+          net::connect_tcp(peer.host.empty() ? options_.master_addr : peer.host,
+                           rank == 0 ? options_.master_port : peer.port, deadline);
       if (!remote.ok()) {
         Error error = remote.error();
         error.message = "rank " + std::to_string(rank) + ": " + error.message;
@@ -384,13 +384,14 @@ void Rendezvous::on_join_on_loop(const net::StreamPtr& stream, wire::Hello hello
     complete = joined_.size() + 1 == options_.names.size();
   }
   const auto weak = weak_from_this();
-  stream->set_handler_on_loop(
-      {[weak, rank](net::InFrame frame) {
-         if (const auto self = weak.lock()) self->on_joiner_frame_on_loop(rank, frame);
-       },
-       [weak, rank](const Error& error) {
-         if (const auto self = weak.lock()) self->on_joiner_gone_on_loop(rank, error);
-       }});
+  stream->set_handler_on_loop({[weak, rank](net::InFrame frame) {
+                                 if (const auto self = weak.lock())
+                                   self->on_joiner_frame_on_loop(rank, frame);
+                               },
+                               [weak, rank](const Error& error) {
+                                 if (const auto self = weak.lock())
+                                   self->on_joiner_gone_on_loop(rank, error);
+                               }});
   if (complete) send_directory_on_loop();
 }
 
@@ -455,11 +456,14 @@ void Rendezvous::on_master_frame_on_loop(const net::InFrame& frame) {
   try {
     switch (frame.header.kind) {
       case wire::FrameKind::kReject:
-      case wire::FrameKind::kAbort: return fail(wire::decode_error(frame.meta));
+      case wire::FrameKind::kAbort:
+        return fail(wire::decode_error(frame.meta));
       case wire::FrameKind::kDirectory:
         return on_directory_on_loop(wire::decode_directory(frame.meta));
-      case wire::FrameKind::kGo: return set_ready();
-      default: wire::Reader::fail("an unexpected answer to hello");
+      case wire::FrameKind::kGo:
+        return set_ready();
+      default:
+        wire::Reader::fail("an unexpected answer to hello");
     }
   } catch (const base::Exception& e) {
     fail(e.error());

@@ -21,8 +21,8 @@ namespace distrain::rpc {
 ///
 /// Threads: run() blocks the joining thread; all messages are handled on the loop. What both touch
 /// is under one mutex, which is never held while a handler of ours or a stream is called back.
-/// States of a rank: meeting (waits for the directory; rank 0: for all to join) → meshing (waits for
-/// the streams to all peers; rank 0: for everybody's) → ready, or failed from either.
+/// States of a rank: meeting (waits for the directory; rank 0: for all to join) → meshing (waits
+/// for the streams to all peers; rank 0: for everybody's) → ready, or failed from either.
 class Rendezvous : public std::enable_shared_from_this<Rendezvous> {
  public:
   /// Told on the loop thread of the stream to a peer; gives back what handles its frames.
@@ -88,15 +88,15 @@ class Rendezvous : public std::enable_shared_from_this<Rendezvous> {
   net::Fd master_socket_;  // rank 0, until run()
 
   mutable std::mutex mutex_;
-  State state_ = State::kMeeting;                   // by mutex_
-  std::map<int, Joined> joined_;                    // rank 0
-  std::optional<wire::Directory> directory_;        // by mutex_
-  std::set<int> peers_;                             // by mutex_: streams that stand
+  State state_ = State::kMeeting;                            // by mutex_
+  std::map<int, Joined> joined_;                             // rank 0
+  std::optional<wire::Directory> directory_;                 // by mutex_
+  std::set<int> peers_;                                      // by mutex_: streams that stand
   std::vector<std::pair<net::StreamPtr, int>> early_peers_;  // came before the directory
-  net::StreamPtr master_;                           // rank r's joining connection
+  net::StreamPtr master_;                                    // rank r's joining connection
   bool mesh_reported_ = false;
   std::vector<std::unique_ptr<net::Listener>> listeners_;
-  base::Promise<void> met_;    // rank r: the directory is there
+  base::Promise<void> met_;  // rank r: the directory is there
   base::Promise<void> ready_;
 };
 

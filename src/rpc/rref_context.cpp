@@ -22,9 +22,9 @@ std::shared_ptr<void> RRefHandle::local(std::type_index type) const {
   }
   const std::shared_ptr<void> value = owned_->value.future().wait();
   if (owned_->type != type) {
-    throw base::Exception(base::ErrorKind::kInvalid,
-                          std::string("this RRef refers to a ") + owned_->type.name() +
-                              ", not to a " + type.name());
+    throw base::Exception(
+        base::ErrorKind::kInvalid,
+        std::string("this RRef refers to a ") + owned_->type.name() + ", not to a " + type.name());
   }
   return value;
 }
@@ -84,10 +84,11 @@ std::shared_ptr<OwnedValue> RRefContext::value_locked(uint64_t id) {
   if (!value) {
     // Whoever holds it last, also if that is none of our handles, has the entry forgotten. Never
     // under our lock.
-    value = std::shared_ptr<OwnedValue>(new OwnedValue, [weak = weak_from_this(), id](OwnedValue* v) {
-      delete v;
-      if (const auto self = weak.lock()) self->sweep(id);
-    });
+    value =
+        std::shared_ptr<OwnedValue>(new OwnedValue, [weak = weak_from_this(), id](OwnedValue* v) {
+          delete v;
+          if (const auto self = weak.lock()) self->sweep(id);
+        });
     record.value = value;
   }
   return value;
@@ -253,11 +254,12 @@ std::shared_ptr<RRefHandle> RRefContext::received_by_owner(uint64_t id) {
     }
   }
   auto gone = std::make_shared<OwnedValue>();
-  gone->value.fail(base::Error{base::ErrorKind::kNotFound,
-                               "the value of this RRef is gone: its last reference ended before this "
-                               "call was looked at",
-                               rank_,
-                               {}});
+  gone->value.fail(
+      base::Error{base::ErrorKind::kNotFound,
+                  "the value of this RRef is gone: its last reference ended before this "
+                  "call was looked at",
+                  rank_,
+                  {}});
   return std::make_shared<RRefHandle>(shared_from_this(), id, 0, rank_, std::move(gone));
 }
 

@@ -36,15 +36,15 @@ namespace distrain::rpc {
 //           overtake V's own Fork(id, F), which went before on the same connection.
 //
 // O frees the value when it has neither forks nor local holds. A Fork or a fetch may reach O before
-// the call that makes the value: the entry is then made by whichever comes first. To be idempotent O
-// remembers the last few thousand deleted forks: Fork after Delete of the same name does nothing. It
-// remembers freed values too: a call whose caller gave up on it (its deadline passed) may bring an
-// RRef of one, which must fail and not wait for a value to come.
-// A rank that is lost takes its forks with it, and the values that it was to make.
+// the call that makes the value: the entry is then made by whichever comes first. To be idempotent
+// O remembers the last few thousand deleted forks: Fork after Delete of the same name does nothing.
+// It remembers freed values too: a call whose caller gave up on it (its deadline passed) may bring
+// an RRef of one, which must fail and not wait for a value to come. A rank that is lost takes its
+// forks with it, and the values that it was to make.
 //
-// All RRefs of a message are received with it, whether or not anybody decodes them (the function may
-// not exist, the caller may have given up): those that are left over end with the message. A message
-// that is not sent after all takes its forks back.
+// All RRefs of a message are received with it, whether or not anybody decodes them (the function
+// may not exist, the caller may have given up): those that are left over end with the message. A
+// message that is not sent after all takes its forks back.
 
 /// An id names a rank and a number of its own: rank in the upper 24 bits.
 inline uint64_t make_id(int rank, uint64_t number) {
@@ -86,7 +86,7 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
 
   Agent& agent() const;
 
-  std::shared_ptr<RRefHandle> new_local();           ///< owned here, value to come
+  std::shared_ptr<RRefHandle> new_local();            ///< owned here, value to come
   std::shared_ptr<RRefHandle> new_remote(int owner);  ///< for a remote() call to `owner`
   /// On the owner: the value that a remote() call of `caller` with this id and fork makes.
   std::shared_ptr<OwnedValue> target(uint64_t id, uint64_t fork, int caller);
@@ -112,11 +112,16 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   friend class RRefHandle;
   struct Record {
     std::weak_ptr<OwnedValue> value;
-    std::shared_ptr<OwnedValue> kept;            // while there are forks
-    std::unordered_map<uint64_t, int> forks;     // fork → rank that has it
+    std::shared_ptr<OwnedValue> kept;         // while there are forks
+    std::unordered_map<uint64_t, int> forks;  // fork → rank that has it
     bool made = false;  // what makes the value has come, not only references to it
   };
-  enum class Mode : uint8_t { kLocalHold = 1, kLocalHoldAccept = 2, kConfirmed = 3, kUnconfirmed = 4 };
+  enum class Mode : uint8_t {
+    kLocalHold = 1,
+    kLocalHoldAccept = 2,
+    kConfirmed = 3,
+    kUnconfirmed = 4
+  };
 
   uint64_t next_id() { return make_id(rank_, ++counter_); }
   std::shared_ptr<RRefHandle> user_handle(uint64_t id, uint64_t fork, int owner);

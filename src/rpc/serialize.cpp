@@ -7,7 +7,8 @@ namespace distrain::rpc {
 
 namespace {
 
-// u8: how a tensor stands in the body. Its elements are the next tensor, or tensors, of the message.
+// u8: how a tensor stands in the body. Its elements are the next tensor, or tensors, of the
+// message.
 enum class TensorTag : uint8_t { kUndefined = 0, kDense = 1, kSparse = 2 };
 
 // What the wire takes: on the CPU, contiguous, with no lazy conjugation or negation.
@@ -53,8 +54,10 @@ at::Tensor Decoder::get_tensor() {
     return message.tensors[next_tensor++];
   };
   switch (in.get<TensorTag>()) {
-    case TensorTag::kUndefined: return {};
-    case TensorTag::kDense: return take();
+    case TensorTag::kUndefined:
+      return {};
+    case TensorTag::kDense:
+      return take();
     case TensorTag::kSparse: {
       at::NoGradGuard no_grad;
       const bool coalesced = in.get<bool>();
@@ -74,8 +77,8 @@ at::Tensor Decoder::get_tensor() {
         fits = values.size(i) == sizes[static_cast<size_t>(indices.size(0) + i - 1)];
       }
       if (!fits) wire::Reader::fail("a sparse tensor whose parts do not fit together");
-      return at::_sparse_coo_tensor_unsafe(indices, values, sizes, values.options().layout(at::kSparse),
-                                           coalesced);
+      return at::_sparse_coo_tensor_unsafe(indices, values, sizes,
+                                           values.options().layout(at::kSparse), coalesced);
     }
   }
   wire::Reader::fail("an unknown kind of tensor");

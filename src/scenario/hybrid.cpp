@@ -4,10 +4,10 @@
 
 #include "distrain/scenario/hybrid.h"
 
+#include <algorithm>
+
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
-
-#include <algorithm>
 
 #include "distrain/autograd/context.h"
 #include "distrain/collective/backend.h"
@@ -57,8 +57,8 @@ class Trainer {
       parameters.push_back(agent_.make_rref(parameter));
     }
     optim::Sharing sharing;
-    sharing.mode = options_.mode == "sync" ? optim::Sharing::Mode::kSync
-                                           : optim::Sharing::Mode::kAsync;
+    sharing.mode =
+        options_.mode == "sync" ? optim::Sharing::Mode::kSync : optim::Sharing::Mode::kAsync;
     sharing.participants = options_.trainers;
     sharing.participant = agent_.rank();
     optim::DistributedOptimizer optimizer(agent_, parameters, optimizer_options(options_), sharing);
@@ -70,8 +70,7 @@ class Trainer {
         const HybridBatch batch = data_->batch(agent_.rank(), epoch, step);
         autograd::Context context(agent_);
         const at::Tensor embedded = table.forward(batch.indices, batch.offsets);
-        const at::Tensor loss =
-            at::cross_entropy_loss(dense_->forward(embedded), batch.targets);
+        const at::Tensor loss = at::cross_entropy_loss(dense_->forward(embedded), batch.targets);
         const double value = checked_loss(loss, epoch, step + 1);
         ddp::ContextPass pass(context);
         dense_->attach(pass);

@@ -8,9 +8,7 @@ namespace distrain::scenario {
 
 namespace {
 
-at::Tensor to_tensor(const std::vector<int64_t>& values) {
-  return at::tensor(values, at::kLong);
-}
+at::Tensor to_tensor(const std::vector<int64_t>& values) { return at::tensor(values, at::kLong); }
 
 HybridBatch to_batch(const data::Batch& batch) {
   return {to_tensor(batch.indices), to_tensor(batch.offsets), to_tensor(batch.targets)};

@@ -1,12 +1,12 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
+
+#include <ATen/core/Tensor.h>
 
 #include "distrain/data/batches.h"
 #include "distrain/data/text_dataset.h"
@@ -16,13 +16,12 @@ namespace distrain::scenario {
 
 /// What the model and the other trainers have to know of the data.
 struct HybridDataInfo {
-  int64_t rows = 0;     ///< of the embedding table
+  int64_t rows = 0;  ///< of the embedding table
   int64_t classes = 0;
-  uint64_t hash = 0;    ///< of the files' bytes
+  uint64_t hash = 0;  ///< of the files' bytes
   int64_t test_examples = 0;
   static constexpr auto kFields = std::tuple(&HybridDataInfo::rows, &HybridDataInfo::classes,
-                                             &HybridDataInfo::hash,
-                                             &HybridDataInfo::test_examples);
+                                             &HybridDataInfo::hash, &HybridDataInfo::test_examples);
 };
 
 /// A batch as the model takes it; all int64.

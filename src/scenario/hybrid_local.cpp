@@ -1,10 +1,10 @@
 // distrain hybrid --local: the same model, batches and updates in one process, without RPC.
 
-#include <ATen/Functions.h>
-#include <torch/csrc/autograd/grad_mode.h>
-
 #include <algorithm>
 #include <vector>
+
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/optim/update_rule.h"
 #include "distrain/scenario/hybrid.h"
@@ -99,7 +99,8 @@ class LocalRun {
     }
     std::vector<at::Tensor> dense = dense_->parameters();
     for (size_t i = 0; i < dense.size(); ++i) {
-      dense_rule_->apply(i, dense[i], mean(gradients, [i](const Gradients& g) { return g.dense[i]; }));
+      dense_rule_->apply(i, dense[i],
+                         mean(gradients, [i](const Gradients& g) { return g.dense[i]; }));
     }
   }
 

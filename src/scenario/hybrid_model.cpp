@@ -1,10 +1,10 @@
 #include "hybrid_model.h"
 
+#include <cmath>
+
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
-
-#include <cmath>
 
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"

@@ -1,10 +1,10 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <torch/nn/modules/linear.h>
-
 #include <cstdint>
 #include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/modules/linear.h>
 
 #include "distrain/optim/update_rule.h"
 #include "distrain/scenario/hybrid.h"

@@ -54,9 +54,8 @@ void Session::finish(Outcome& outcome) {
   // Waiting for the end of others is no trouble: it takes as long as their work does.
   agent_->shutdown();
   const rpc::Traffic traffic = agent_->traffic();
-  outcome.fields["rpc"] = {{"calls", traffic.calls},
-                           {"bytes_out", traffic.bytes_out},
-                           {"bytes_in", traffic.bytes_in}};
+  outcome.fields["rpc"] = {
+      {"calls", traffic.calls}, {"bytes_out", traffic.bytes_out}, {"bytes_in", traffic.bytes_in}};
   outcome.fields["live_rrefs"] = agent_->live_rrefs();
   outcome.fields["live_contexts"] = agent_->live_contexts();
 }

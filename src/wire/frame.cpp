@@ -35,7 +35,8 @@ bool is_known(FrameKind kind) {
     case FrameKind::kAbort:
     case FrameKind::kRRefFork:
     case FrameKind::kRRefAccept:
-    case FrameKind::kRRefDelete: return true;
+    case FrameKind::kRRefDelete:
+      return true;
   }
   return false;
 }

@@ -46,10 +46,10 @@ Options get_options(Reader& in) {
 
 void check_version(uint32_t version) {
   if (version == kProtocolVersion) return;
-  throw base::Exception(base::ErrorKind::kProtocol,
-                        "protocol version: this side speaks " + std::to_string(kProtocolVersion) +
-                            ", the peer " + std::to_string(version) +
-                            "; run the same distrain on every machine");
+  throw base::Exception(base::ErrorKind::kProtocol, "protocol version: this side speaks " +
+                                                        std::to_string(kProtocolVersion) +
+                                                        ", the peer " + std::to_string(version) +
+                                                        "; run the same distrain on every machine");
 }
 
 }  // namespace

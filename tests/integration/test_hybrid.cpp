@@ -1,10 +1,10 @@
 // ctest: timeout=120
-#include <ATen/Functions.h>
-
 #include <cstdio>
 #include <fstream>
 #include <mutex>
 #include <thread>
+
+#include <ATen/Functions.h>
 
 #include "distrain/net/socket.h"
 #include "distrain/scenario/hybrid.h"
@@ -103,7 +103,8 @@ std::string write_corpus() {
   close(fd);
   std::ofstream file(path);
   for (int i = 0; i < 60; ++i) {
-    file << "__label__" << "abc"[i % 3];
+    file << "__label__"
+         << "abc"[i % 3];
     for (int k = 0; k < i % 7; ++k) file << " w" << (i * 13 + k * 29 + (i % 3) * 7) % 80;
     file << "\n";
   }
@@ -143,7 +144,8 @@ TEST_CASE("async training applies one update for each trainer and step") {
   if (options.trainers == 1) check_equal(finished.parameters, run_local(options));
 }
 
-TEST_CASE("training on a file equals the one-process run, and is evaluated on all of the test file") {
+TEST_CASE(
+    "training on a file equals the one-process run, and is evaluated on all of the test file") {
   HybridOptions options;
   options.mode = "sync";
   options.epochs = 4;

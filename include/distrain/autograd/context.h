@@ -1,12 +1,12 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
+
+#include <ATen/core/Tensor.h>
 
 #include "distrain/rpc/agent.h"
 
@@ -18,13 +18,13 @@ class Runtime;
 /// Gives `agent` distributed autograd. Once, before join(), on every rank of the job.
 void install(rpc::Agent& agent);
 
-/// One distributed forward pass, and one or (with retain_graph) several backward passes over it, whose
-/// gradients add up.
+/// One distributed forward pass, and one or (with retain_graph) several backward passes over it,
+/// whose gradients add up.
 ///
 /// While it lives it is the current context of the thread that made it: each call made there, and
 /// each nested call of its handlers, records a pair of send and receive nodes for tensors that
-/// require a gradient. Gradients are kept here, by variable, never in `.grad`: concurrent contexts on
-/// one module are independent. Its end releases what every rank holds for it.
+/// require a gradient. Gradients are kept here, by variable, never in `.grad`: concurrent contexts
+/// on one module are independent. Its end releases what every rank holds for it.
 class Context {
  public:
   explicit Context(rpc::Agent& agent);
@@ -44,9 +44,9 @@ class Context {
   /// For the next pass: `fn` is called once with this rank's final gradient of `variable`, on the
   /// thread that computed it, while the rest of the pass goes on; not at all if there is none.
   void on_gradient_ready(const at::Tensor& variable, std::function<void(const at::Tensor&)> fn);
-  /// For the next pass: `fn` is called once when this rank's part of the graph has run; it may block,
-  /// and backward() returns after it and throws what it throws. A pass that fails destroys `fn`
-  /// without calling it.
+  /// For the next pass: `fn` is called once when this rank's part of the graph has run; it may
+  /// block, and backward() returns after it and throws what it throws. A pass that fails destroys
+  /// `fn` without calling it.
   void on_pass_end(std::function<void()> fn);
 
   const std::shared_ptr<ContextState>& state() const { return state_; }
@@ -60,13 +60,13 @@ class Context {
   const rpc::ContextScope scope_;
 };
 
-/// Computes the gradients of the sum of `roots` (scalars, or any shape with a gradient of ones) with
-/// respect to all leaves that took part, on all ranks, and leaves them in the context of each rank.
-/// Returns when all ranks are done; throws what went wrong on any of them.
+/// Computes the gradients of the sum of `roots` (scalars, or any shape with a gradient of ones)
+/// with respect to all leaves that took part, on all ranks, and leaves them in the context of each
+/// rank. Returns when all ranks are done; throws what went wrong on any of them.
 ///
 /// FAST mode, as PyTorch calls it (pytorch.org, "Distributed Autograd Design"): every tensor that a
-/// call of this context sent or returned and that requires a gradient has to reach the roots. If one
-/// does not, `invalid` names a rank that waited for its gradient.
+/// call of this context sent or returned and that requires a gradient has to reach the roots. If
+/// one does not, `invalid` names a rank that waited for its gradient.
 void backward(Context& context, const std::vector<at::Tensor>& roots, bool retain_graph = false);
 
 /// The gradient that context `id` has for `variable` on the rank of `agent`; undefined if none.

@@ -1,8 +1,8 @@
 #pragma once
 
-#include <sched.h>
-
 #include <algorithm>
+
+#include <sched.h>
 
 #include "distrain/base/clock.h"
 

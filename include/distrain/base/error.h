@@ -11,19 +11,19 @@ namespace distrain::base {
 /// The numbers are part of the wire format: append, never renumber.
 enum class ErrorKind : uint16_t {
   kInternal = 1,
-  kInvalid = 2,        ///< a wrong argument or option
-  kRendezvous = 3,     ///< the ranks could not be brought together
-  kAuth = 4,           ///< a wrong token
-  kProtocol = 5,       ///< bytes that are not ours: magic, version, malformed frame
-  kPeerLost = 6,       ///< a rank died, stopped or was cut off
-  kRemoteFailed = 7,   ///< a user function threw on the rank that ran it
-  kBadData = 8,        ///< an unreadable data set or checkpoint
-  kNotFinite = 9,      ///< a NaN or infinite loss
-  kResources = 10,     ///< no memory, disk, file descriptor, device
-  kOverloaded = 11,    ///< a cap of ours was reached
-  kDeadline = 12,      ///< a call's deadline passed
-  kNotFound = 13,      ///< no such function, worker or object
-  kCancelled = 14,     ///< given up because this side is closing
+  kInvalid = 2,       ///< a wrong argument or option
+  kRendezvous = 3,    ///< the ranks could not be brought together
+  kAuth = 4,          ///< a wrong token
+  kProtocol = 5,      ///< bytes that are not ours: magic, version, malformed frame
+  kPeerLost = 6,      ///< a rank died, stopped or was cut off
+  kRemoteFailed = 7,  ///< a user function threw on the rank that ran it
+  kBadData = 8,       ///< an unreadable data set or checkpoint
+  kNotFinite = 9,     ///< a NaN or infinite loss
+  kResources = 10,    ///< no memory, disk, file descriptor, device
+  kOverloaded = 11,   ///< a cap of ours was reached
+  kDeadline = 12,     ///< a call's deadline passed
+  kNotFound = 13,     ///< no such function, worker or object
+  kCancelled = 14,    ///< given up because this side is closing
 };
 
 /// `peer_lost`, `bad_data`, … as it stands in the JSON `error` line.

@@ -161,7 +161,8 @@ class [[nodiscard]] Future {
     });
   }
 
-  /// The future of `fn(value)`; an error goes past `fn`. If `fn` returns a Future, that one's value.
+  /// The future of `fn(value)`; an error goes past `fn`. If `fn` returns a Future, that one's
+  /// value.
   template <class F>
   auto then(Executor& executor, F fn) const;
 
@@ -193,11 +194,7 @@ class Promise {
   /// Each gives back false when the promise had been completed before. The promise may be destroyed
   /// as soon as its future is done, even while the call is still returning on another thread.
   bool set(Stored value) { return complete(Result<Stored>(std::move(value))); }
-  bool set()
-    requires std::is_void_v<T>
-  {
-    return set(Unit{});
-  }
+  bool set() requires std::is_void_v<T> { return set(Unit{}); }
   bool fail(Error error) { return complete(Result<Stored>(std::move(error))); }
   bool complete(Result<Stored> result) {
     const auto state = state_;  // ours may be gone before the callbacks have run

@@ -51,7 +51,7 @@ class ThreadPool final : public Executor, private BlockObserver {
   std::deque<Task> queue_;
   std::vector<std::thread> finished_;  // ended on their own, to be joined
   std::vector<std::thread> threads_;
-  int idle_ = 0;     // in work_.wait
+  int idle_ = 0;  // in work_.wait
   int alive_ = 0;
   int blocked_ = 0;  // inside a BlockingScope
   bool stopping_ = false;

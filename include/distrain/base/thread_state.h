@@ -8,7 +8,7 @@ namespace distrain::base {
 class BlockObserver {
  public:
   virtual ~BlockObserver() = default;
-  virtual void on_block() = 0;    ///< may throw `overloaded`: then the wait fails with it
+  virtual void on_block() = 0;  ///< may throw `overloaded`: then the wait fails with it
   virtual void on_unblock() = 0;
 };
 

@@ -16,9 +16,9 @@ class UniqueFunction<R(Args...)> {
   UniqueFunction() = default;
 
   template <class F>
-    requires(!std::is_same_v<std::decay_t<F>, UniqueFunction> &&
-             std::is_invocable_r_v<R, std::decay_t<F>&, Args...>)
-  UniqueFunction(F&& f)  // NOLINT: implicit, as std::function's
+  requires(!std::is_same_v<std::decay_t<F>, UniqueFunction> &&
+           std::is_invocable_r_v<R, std::decay_t<F>&, Args...>)
+      UniqueFunction(F&& f)  // NOLINT: implicit, as std::function's
       : callable_(std::make_unique<Holder<std::decay_t<F>>>(std::forward<F>(f))) {}
 
   explicit operator bool() const { return callable_ != nullptr; }

@@ -28,8 +28,8 @@ class Loop {
 
   void post(base::Task task);
 
-  /// Runs `task` at `when` or soon after. Cancelling an id that has run is harmless. A timer that is
-  /// cancelled on the loop does not run any more.
+  /// Runs `task` at `when` or soon after. Cancelling an id that has run is harmless. A timer that
+  /// is cancelled on the loop does not run any more.
   uint64_t call_at(base::TimePoint when, base::Task task);
   void cancel(uint64_t timer);
 

@@ -19,7 +19,7 @@ struct OutFrame {
   wire::FrameHeader header;
   wire::Bytes meta;
   std::vector<std::span<const uint8_t>> payload;  ///< written one after the other, as they are
-  std::shared_ptr<const void> keep_alive;  ///< held until the kernel has the payload
+  std::shared_ptr<const void> keep_alive;         ///< held until the kernel has the payload
 };
 
 /// A frame as it was received. The spans point into `body`.
@@ -57,12 +57,12 @@ class Stream {
   /// Replaces both functions. On the loop thread, from inside on_frame at the earliest.
   virtual void set_handler_on_loop(Handler handler) = 0;
 
-  /// Returns when the frame is written or queued; an error when the stream is closed, `invalid` for a
-  /// frame beyond the default wire::Limits. A connection that breaks later is told by on_close.
+  /// Returns when the frame is written or queued; an error when the stream is closed, `invalid` for
+  /// a frame beyond the default wire::Limits. A connection that breaks later is told by on_close.
   virtual base::Status send(OutFrame frame) = 0;
 
-  /// Writes what is queued, then closes; drops it and closes at once if `flush` is false. Frames may
-  /// still be delivered until on_close.
+  /// Writes what is queued, then closes; drops it and closes at once if `flush` is false. Frames
+  /// may still be delivered until on_close.
   virtual void close(bool flush = true) = 0;
 
   /// So far, parts of frames included.

@@ -1,11 +1,11 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
+
+#include <ATen/core/Tensor.h>
 
 #include "distrain/rpc/agent.h"
 
@@ -57,7 +57,8 @@ class RemoteModule {
     return module_.template rpc_async<&Module::forward>(std::forward<Args>(args)...);
   }
 
-  /// References to the parameters, in the order of Module::parameters(): for a DistributedOptimizer.
+  /// References to the parameters, in the order of Module::parameters(): for a
+  /// DistributedOptimizer.
   std::vector<rpc::RRef<at::Tensor>> remote_parameters() const {
     return module_.handle()->agent().template rpc_sync<&detail::share_parameters<Module>>(
         module_.owner(), module_);

@@ -36,7 +36,8 @@ UpdateCount install(rpc::Agent& agent);
 /// it. (As torch.distributed.optim.DistributedOptimizer, which has one for each rank that trains.)
 /// Thread-safe: concurrent steps of one owner are applied one after the other, in place. A sparse
 /// gradient may be applied while another context's pass over the same table is in flight; a dense
-/// one makes torch refuse that pass, if it saved the parameter ("modified by an inplace operation").
+/// one makes torch refuse that pass, if it saved the parameter ("modified by an inplace
+/// operation").
 class DistributedOptimizer {
  public:
   /// Throws `invalid` if the parameters of a rank are optimised otherwise already, or by other

@@ -48,10 +48,10 @@ struct WorkerInfo {
 /// Whom a call goes to, by rank or name, and how long it may take.
 class To {
  public:
-  To(int rank) : rank_(rank) {}                              // NOLINT: implicit by design
-  To(const char* name) : name_(name) {}                      // NOLINT
-  To(std::string name) : name_(std::move(name)) {}           // NOLINT
-  To(const WorkerInfo& worker) : rank_(worker.rank) {}       // NOLINT
+  To(int rank) : rank_(rank) {}                         // NOLINT: implicit by design
+  To(const char* name) : name_(name) {}                 // NOLINT
+  To(std::string name) : name_(std::move(name)) {}      // NOLINT
+  To(const WorkerInfo& worker) : rank_(worker.rank) {}  // NOLINT
 
   /// Instead of the agent's rpc_timeout.
   To& timeout(std::chrono::nanoseconds limit) {
@@ -119,8 +119,8 @@ class Agent {
   Agent& operator=(const Agent&) = delete;
 
   /// Makes `F` callable under `name`: a function or a member function, with parameters and result
-  /// that are Serializable (a result may also be a Future of that, and then holds no thread while it
-  /// is not there). A first parameter CallContext& is filled in here.
+  /// that are Serializable (a result may also be a Future of that, and then holds no thread while
+  /// it is not there). A first parameter CallContext& is filled in here.
   template <auto F>
   void expose(const std::string& name);
   /// Makes objects of T creatable by remote_new. T::Constructor names the constructor's parameters:
@@ -143,7 +143,8 @@ class Agent {
   /// `prepare` runs once job_options() are known, before any other rank can call this one.
   void join(const std::function<void()>& prepare = {});
 
-  /// Calls F on `to` and waits for the result. Arguments are converted to F's parameter types, here.
+  /// Calls F on `to` and waits for the result. Arguments are converted to F's parameter types,
+  /// here.
   template <auto F, class... Args>
   auto rpc_sync(const To& to, Args&&... args) -> typename FunctionTraits<F>::Result;
   /// The same without waiting: a Future of F's result (Future<void> if it has none).

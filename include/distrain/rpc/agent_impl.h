@@ -65,16 +65,15 @@ void run_exposed(CallContext& context, Decoder& decoder, const ReplyPtr& reply) 
   const auto run = [&](const auto&... bound) {
     if constexpr (Traits::kReturnsFuture) {
       const auto object = std::make_tuple(bound...);  // lives as long as the call
-      invoke(bound...).on_complete(
-          context.agent.executor(),
-          [reply, object](base::Result<typename Traits::Result>& result) {
-            if (!result.ok()) return reply->fail(result.error());
-            try {
-              answer<typename Traits::Result>(reply, result.unchecked());
-            } catch (...) {
-              reply->fail(error_in_flight(base::ErrorKind::kInternal));
-            }
-          });
+      invoke(bound...).on_complete(context.agent.executor(),
+                                   [reply, object](base::Result<typename Traits::Result>& result) {
+                                     if (!result.ok()) return reply->fail(result.error());
+                                     try {
+                                       answer<typename Traits::Result>(reply, result.unchecked());
+                                     } catch (...) {
+                                       reply->fail(error_in_flight(base::ErrorKind::kInternal));
+                                     }
+                                   });
     } else if constexpr (std::is_void_v<typename Traits::Returned>) {
       invoke(bound...);
       answer(reply, base::Unit{});
@@ -99,8 +98,8 @@ struct RunConstructor<T, T(Params...)> {
   static void run(CallContext&, Decoder& decoder, const ReplyPtr& reply) {
     auto args = DecodeAll<Args>::decode(decoder);
     decoder.in.expect_end();
-    auto object = std::apply(
-        [](auto&... values) { return std::make_shared<T>(std::move(values)...); }, args);
+    auto object =
+        std::apply([](auto&... values) { return std::make_shared<T>(std::move(values)...); }, args);
     reply->store(std::move(object), typeid(T), encode_function<T>());
   }
 };
@@ -112,7 +111,8 @@ template <class... Ts>
 struct EncodeAll<std::tuple<Ts...>> {
   template <class... Args>
   static void encode_all(Encoder& encoder, const Args&... args) {
-    static_assert(sizeof...(Ts) == sizeof...(Args), "a wrong number of arguments for this function");
+    static_assert(sizeof...(Ts) == sizeof...(Args),
+                  "a wrong number of arguments for this function");
     (encode_one<Ts>(encoder, args), ...);
   }
 
@@ -131,8 +131,8 @@ struct EncodeAll<std::tuple<Ts...>> {
 // The arguments of a call of F: for a member function the object's RRef comes first.
 template <class Self, class Args>
 struct CallArgs {
-  using type = decltype(std::tuple_cat(std::declval<std::tuple<RRef<Self>>>(),
-                                       std::declval<Args>()));
+  using type =
+      decltype(std::tuple_cat(std::declval<std::tuple<RRef<Self>>>(), std::declval<Args>()));
 };
 template <class Args>
 struct CallArgs<void, Args> {
@@ -160,9 +160,7 @@ void Agent::expose_class(const std::string& name) {
 template <auto F, class... Args>
 base::Future<RawReply> Agent::call(const To& to, const std::shared_ptr<RRefHandle>& target,
                                    Args&&... args) {
-  const auto fill = [&](Encoder& encoder) {
-    detail::EncodeCall<F>::encode_all(encoder, args...);
-  };
+  const auto fill = [&](Encoder& encoder) { detail::EncodeCall<F>::encode_all(encoder, args...); };
   return call_raw(to, name_of(&FunctionTag<F>::kTag, "this function"), fill, target);
 }
 
@@ -188,8 +186,7 @@ auto Agent::rpc_async(const To& to, Args&&... args) {
   if constexpr (std::is_same_v<R, base::Unit>) {
     return reply.then(inline_executor(), [](RawReply&) {});
   } else {
-    return reply.then(executor(),
-                      [this](RawReply& raw) { return finish<R>(raw); });
+    return reply.then(executor(), [this](RawReply& raw) { return finish<R>(raw); });
   }
 }
 
@@ -225,17 +222,14 @@ RRef<T> Agent::make_rref(std::shared_ptr<T> value) {
 inline constexpr const char* kFetchFunction = "distrain.rref.fetch";
 
 template <class T>
-T RRef<T>::to_here() const
-  requires Serializable<T>
-{
+T RRef<T>::to_here() const requires Serializable<T> {
   if (is_owner()) return local_value();
   static_cast<void>(handle_->creation_status().value());
   Agent& agent = handle_->agent();
-  const RawReply reply =
-      agent
-          .call_raw(To(owner()), kFetchFunction,
-                    [this](Encoder& encoder) { encode_rref(encoder, handle_); })
-          .take();
+  const RawReply reply = agent
+                             .call_raw(To(owner()), kFetchFunction,
+                                       [this](Encoder& encoder) { encode_rref(encoder, handle_); })
+                             .take();
   const std::shared_ptr<InMessage> message = agent.open(reply);
   Decoder in = agent.decoder(*message);
   T value = rpc::decode<T>(in);

@@ -1,9 +1,9 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <vector>
+
+#include <ATen/core/Tensor.h>
 
 namespace distrain::rpc {
 
@@ -23,8 +23,8 @@ class ContextScope {
 };
 
 /// What distributed autograd does to the messages of a context. The rpc layer calls it and knows
-/// nothing else of autograd. Thread-safe; called on the threads that encode and decode, never on the
-/// loop.
+/// nothing else of autograd. Thread-safe; called on the threads that encode and decode, never on
+/// the loop.
 class AutogradHook {
  public:
   virtual ~AutogradHook() = default;

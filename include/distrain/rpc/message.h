@@ -1,11 +1,11 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <vector>
+
+#include <ATen/core/Tensor.h>
 
 #include "distrain/base/buffer.h"
 #include "distrain/net/stream.h"
@@ -21,8 +21,8 @@ struct RRefTicket {
   uint64_t id = 0;
   int32_t owner = -1;
   uint8_t mode = 0;
-  uint64_t fork = 0;     ///< the receiver's
-  int32_t parent = -1;   ///< the rank that sends it
+  uint64_t fork = 0;    ///< the receiver's
+  int32_t parent = -1;  ///< the rank that sends it
 };
 
 /// What is sent: bytes, and beside them the tensors and RRefs that the bytes refer to by position.
@@ -49,11 +49,12 @@ struct InMessage {
 };
 
 /// Makes the frame: meta is the tensors' descriptors, with an autograd id one bit a tensor (does it
-/// require a gradient), then the RRefs (u32 count, for each u64 id · i32 owner · u8 mode · u64 fork ·
-/// i32 parent), then the body. Tensors stay alive until they are written.
+/// require a gradient), then the RRefs (u32 count, for each u64 id · i32 owner · u8 mode · u64 fork
+/// · i32 parent), then the body. Tensors stay alive until they are written.
 net::OutFrame to_frame(OutMessage message, wire::FrameHeader header);
 
-/// Throws `protocol` if descriptors and payload do not fit together. Makes tensors: not on the loop.
+/// Throws `protocol` if descriptors and payload do not fit together. Makes tensors: not on the
+/// loop.
 InMessage from_frame(net::InFrame frame, int from);
 
 /// The same without a wire, for a message to oneself; tensors are copied as a wire would.

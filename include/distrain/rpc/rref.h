@@ -60,8 +60,8 @@ class RRefHandle {
 void encode_rref(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle);
 std::shared_ptr<RRefHandle> decode_rref(Decoder& decoder);
 
-/// A reference to a value that lives on one rank, its owner, for as long as any rank holds a copy of
-/// the reference. Can be an argument or a result of any call. A cheap handle; thread-safe.
+/// A reference to a value that lives on one rank, its owner, for as long as any rank holds a copy
+/// of the reference. Can be an argument or a result of any call. A cheap handle; thread-safe.
 template <class T>
 class RRef {
  public:
@@ -74,13 +74,10 @@ class RRef {
 
   /// A copy of the value, fetched from its owner. Tensors carry gradients inside a context.
   /// Throws what the call that should have made the value threw.
-  T to_here() const
-    requires Serializable<T>;
+  T to_here() const requires Serializable<T>;
 
   /// The value itself; waits until it is there. `invalid` on a rank that does not own it.
-  T& local_value() const {
-    return *static_cast<T*>(handle_->local(typeid(T)).get());
-  }
+  T& local_value() const { return *static_cast<T*>(handle_->local(typeid(T)).get()); }
   /// The same as a shared pointer, for keeping it beyond the RRef.
   std::shared_ptr<T> local_pointer() const {
     return std::static_pointer_cast<T>(handle_->local(typeid(T)));

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <array>
 #include <map>
 #include <optional>
@@ -11,6 +9,8 @@
 #include <utility>
 #include <variant>
 #include <vector>
+
+#include <ATen/core/Tensor.h>
 
 #include "distrain/base/result.h"
 #include "distrain/rpc/message.h"
@@ -46,11 +46,12 @@ struct Decoder {
   size_t next_tensor = 0;
 };
 
-/// Specialised for each type that travels: tensors, arithmetic types, enums, strings; vector, array,
-/// tuple, pair, optional, variant, map and unordered_map of these; RRef<T> (rref.h); and structs
-/// that list their fields once:
+/// Specialised for each type that travels: tensors, arithmetic types, enums, strings; vector,
+/// array, tuple, pair, optional, variant, map and unordered_map of these; RRef<T> (rref.h); and
+/// structs that list their fields once:
 ///
-///   struct Point { double x, y; static constexpr auto kFields = std::tuple(&Point::x, &Point::y); };
+///   struct Point { double x, y; static constexpr auto kFields = std::tuple(&Point::x, &Point::y);
+///   };
 template <class T>
 struct Serializer;
 
@@ -161,8 +162,9 @@ struct Serializer<std::variant<Ts...>> {
   using Value = std::variant<Ts...>;
   static void encode(Encoder& encoder, const Value& value) {
     encoder.out.put(static_cast<uint8_t>(value.index()));
-    std::visit([&encoder](const auto& item) { rpc::encode<std::decay_t<decltype(item)>>(encoder, item); },
-               value);
+    std::visit(
+        [&encoder](const auto& item) { rpc::encode<std::decay_t<decltype(item)>>(encoder, item); },
+        value);
   }
   static Value decode(Decoder& decoder) {
     const auto index = decoder.in.get<uint8_t>();
@@ -206,7 +208,7 @@ template <class K, class V>
 struct Serializer<std::unordered_map<K, V>> : detail::MapSerializer<std::unordered_map<K, V>> {};
 
 template <class T>
-  requires requires { T::kFields; }
+requires requires { T::kFields; }
 struct Serializer<T> {
   static void encode(Encoder& encoder, const T& value) {
     std::apply(

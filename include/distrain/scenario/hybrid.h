@@ -17,10 +17,10 @@ using NamedTensors = std::map<std::string, at::Tensor>;
 struct HybridOptions {
   int trainers = 2;
   int epochs = 100;
-  int batches = 10;         ///< an epoch and trainer, random data only
+  int batches = 10;          ///< an epoch and trainer, random data only
   int num_embeddings = 100;  ///< random data only; with a file: its words
   int embedding_dim = 16;
-  int classes = 8;          ///< random data only; with a file: its labels
+  int classes = 8;  ///< random data only; with a file: its labels
   double lr = 0.05;
   std::string optimizer = "sgd";  ///< sgd, adagrad, adam
   std::string mode = "async";     ///< async, sync

@@ -4,9 +4,10 @@
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
+
+#include <nlohmann/json.hpp>
 
 namespace distrain::scenario {
 
@@ -32,9 +33,9 @@ struct Job {
   std::string master_addr = "localhost";
   bool master_addr_given = false;  ///< by flag or environment
   uint16_t master_port = 29500;
-  std::string listen_addr;  ///< empty: the interface that reaches the master
-  int listen_fd = -1;       ///< rank 0 of a spawned job: the launcher's listening socket
-  bool spawned = false;     ///< by our launcher; otherwise this rank joined
+  std::string listen_addr;         ///< empty: the interface that reaches the master
+  int listen_fd = -1;              ///< rank 0 of a spawned job: the launcher's listening socket
+  bool spawned = false;            ///< by our launcher; otherwise this rank joined
   std::string transport = "auto";  ///< auto, tcp or unix
   std::chrono::steady_clock::time_point started;  ///< of the launcher, for startup_s
   double rpc_timeout_s = 60;

@@ -13,11 +13,11 @@ namespace distrain::wire {
 // The life of a job's connections; `r` is any rank but 0.
 //
 //   r → 0   kHello (join)      who I am, what I was told, where I can be reached
-//   0 → r   kReject            a mismatch: names the field and both values; r ends, 0 goes on waiting
-//   0 → r   kDirectory         once all are there: everybody's address, and rank 0's options
-//   r → s   kHello (peer)      for every s < r, on a connection of its own: the one used from now on
-//   s → r   kReject            only if s refuses it
-//   r → 0   kMeshReady         on the joining connection: r has said hello to all below it, and all
+//   0 → r   kReject            a mismatch: names the field and both values; r ends, 0 goes on
+//   waiting 0 → r   kDirectory         once all are there: everybody's address, and rank 0's
+//   options r → s   kHello (peer)      for every s < r, on a connection of its own: the one used
+//   from now on s → r   kReject            only if s refuses it r → 0   kMeshReady         on the
+//   joining connection: r has said hello to all below it, and all
 //                              above it have said hello to r
 //   0 → r   kGo                all ranks are ready; the joining connection is closed by r
 //

@@ -1,7 +1,7 @@
-#include <ATen/Functions.h>
-
 #include <chrono>
 #include <thread>
+
+#include <ATen/Functions.h>
 
 #include "distrain/autograd/context.h"
 #include "support/catch.h"

@@ -29,9 +29,9 @@ std::string whoami(rpc::CallContext& context, int) {
   return context.agent.name() + " for " + context.caller.name;
 }
 Point mirror(const Point& p) { return {p.y, p.x, {p.tags.rbegin(), p.tags.rend()}}; }
-std::map<std::string, std::vector<at::Tensor>> regroup(
-    const std::optional<at::Tensor>& first, const std::tuple<int, std::string>& second,
-    const std::vector<at::Tensor>& rest) {
+std::map<std::string, std::vector<at::Tensor>> regroup(const std::optional<at::Tensor>& first,
+                                                       const std::tuple<int, std::string>& second,
+                                                       const std::vector<at::Tensor>& rest) {
   std::map<std::string, std::vector<at::Tensor>> result;
   result[std::get<1>(second)] = rest;
   if (first) result["first"] = {*first * std::get<0>(second)};
@@ -95,7 +95,8 @@ TEST_CASE("calls with all kinds of arguments and results") {
       Agent& a = cluster[from];
       CHECK(a.rpc_sync<&add>(to, 40, 2) == 42);
       a.rpc_sync<&nothing>(to);
-      CHECK(a.rpc_sync<&whoami>(to, 1) == "w" + std::to_string(to) + " for w" + std::to_string(from));
+      CHECK(a.rpc_sync<&whoami>(to, 1) ==
+            "w" + std::to_string(to) + " for w" + std::to_string(from));
       const at::Tensor x = at::arange(6, at::kDouble).view({2, 3});
       CHECK(at::equal(a.rpc_sync<&scale>("w" + std::to_string(to), x, 2), x * 2));
       // A view sends its own elements only, in its own order.
