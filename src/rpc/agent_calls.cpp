@@ -1,0 +1,256 @@
+// The calls of AgentCore: encoded and sent, received and run, answered.
+
+#include <c10/util/Exception.h>
+
+#include "agent_core.h"
+#include "distrain/rpc/error.h"
+
+namespace distrain::rpc {
+
+namespace {
+
+using base::Error;
+using base::ErrorKind;
+
+enum class CallMode : uint8_t { kCall = 0, kRemote = 1 };
+
+thread_local uint64_t t_context = 0;
+
+class ReplyImpl final : public Reply {
+ public:
+  ReplyImpl(AgentCore& core, int to, uint64_t call_id, uint64_t context)
+      : core_(core), to_(to), call_id_(call_id), context_(context) {}
+  ~ReplyImpl() override {
+    fail(Error{ErrorKind::kCancelled, "the function gave no answer", core_.options.rank, {}});
+  }
+
+  void send(const std::function<void(Encoder&)>& fill) override {
+    if (answered_.exchange(true)) return;
+    try {
+      core_.send_reply(to_, call_id_, context_, fill);
+    } catch (...) {
+      core_.send_error(to_, call_id_, error_in_flight(ErrorKind::kInternal));
+    }
+  }
+
+  void fail(Error error) override {
+    if (answered_.exchange(true)) return;
+    if (target_) target_->value.fail(error);
+    core_.send_error(to_, call_id_, std::move(error));
+  }
+
+  const std::shared_ptr<OwnedValue>& target() const override { return target_; }
+  void set_target(std::shared_ptr<OwnedValue> target) { target_ = std::move(target); }
+
+ private:
+  AgentCore& core_;
+  const int to_;
+  const uint64_t call_id_;
+  const uint64_t context_;
+  std::shared_ptr<OwnedValue> target_;
+  std::atomic<bool> answered_{false};
+};
+
+}  // namespace
+
+Error error_in_flight(ErrorKind otherwise) {
+  try {
+    throw;
+  } catch (const c10::Error& e) {
+    return Error{otherwise, e.what_without_backtrace(), -1, {}};
+  } catch (...) {
+    return base::current_error(otherwise);
+  }
+}
+
+uint64_t current_context() { return t_context; }
+ContextScope::ContextScope(uint64_t context) : previous_(t_context) { t_context = context; }
+ContextScope::~ContextScope() { t_context = previous_; }
+
+void Reply::store(std::shared_ptr<void> value, std::type_index type,
+                  OwnedValue::EncodeFunction encode) {
+  const std::shared_ptr<OwnedValue> owned = target();
+  if (!owned) {
+    throw base::Exception(ErrorKind::kInvalid, "this function makes an object: use remote_new()");
+  }
+  owned->type = type;
+  owned->encode = encode;
+  owned->value.set(std::move(value));
+  send([](Encoder&) {});
+}
+
+// kCall's body: string function · u8 mode · (remote: u64 RRef id · u64 fork) · arguments
+base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std::string& function,
+                                       const std::function<void(Encoder&)>& fill,
+                                       const std::shared_ptr<RRefHandle>& target) {
+  const uint64_t id = next_call_.fetch_add(1, std::memory_order_relaxed);
+  OutMessage message;
+  message.body.reserve(128);
+  Encoder encoder(message);
+  encoder.rrefs = rrefs.get();
+  encoder.to = to;
+  encoder.is_argument = true;
+  encoder.out.put(function);
+  encoder.out.put(target ? CallMode::kRemote : CallMode::kCall);
+  if (target) {
+    encoder.out.put(target->id());
+    encoder.out.put(target->fork());
+  }
+  wire::FrameHeader header;
+  header.kind = wire::FrameKind::kCall;
+  header.call_id = id;
+  header.context_id = t_context;
+  net::OutFrame frame;
+  std::shared_ptr<InMessage> own;
+  std::vector<RRefTicket> tickets;
+  // What cannot be sent is found out before anybody waits for its answer.
+  try {
+    fill(encoder);
+    if (t_context != 0 && hook) header.autograd_id = hook->on_send(t_context, to, message.tensors);
+    tickets = message.rrefs;
+    if (to == options.rank) {
+      own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
+    } else {
+      frame = to_frame(std::move(message), header);
+    }
+  } catch (...) {
+    rrefs->retract(tickets.empty() ? message.rrefs : tickets);
+    throw;
+  }
+
+  PendingCalls::Call call;
+  call.to = to;
+  call.function = function;
+  call.started = base::Clock::now();
+  call.deadline = timeout == base::Duration::max() ? base::kNever : call.started + timeout;
+  call.context = t_context;
+  call.holds = std::move(encoder.holds);
+  base::Future<RawReply> reply = call.promise.future();
+  if (target) {
+    reply.on_complete(inline_executor, [target](base::Result<RawReply>& result) {
+      if (result.ok()) return;
+      target->set_creation_error(result.error());
+      if (target->is_owner()) target->owned()->value.fail(result.error());
+    });
+  }
+  calls_.fetch_add(1, std::memory_order_relaxed);
+  if (!pending.add(id, std::move(call))) {
+    rrefs->retract(tickets);
+    return reply;
+  }
+  if (own) {
+    pool.post(
+        [this, own = std::move(own)]() mutable { execute(options.rank, std::move(own), {}); });
+    return reply;
+  }
+  const base::Status sent = send(to, std::move(frame));
+  if (!sent.ok()) {
+    rrefs->retract(tickets);
+    if (auto failed = pending.take(id, to)) {
+      Error error = sent.error();
+      error.op = function;
+      failed->promise.fail(std::move(error));
+    }
+  }
+  return reply;
+}
+
+void AgentCore::receive_tensors(InMessage& message, uint64_t context) {
+  if (message.header.autograd_id == 0) return;
+  if (!hook || context == 0) wire::Reader::fail("gradients outside a context");
+  hook->on_receive(context, message.header.autograd_id, message.from, message.tensors,
+                   message.requires_grad);
+}
+
+std::shared_ptr<InMessage> AgentCore::open(const RawReply& reply) {
+  std::shared_ptr<InMessage> message = reply.message;
+  if (!message) message = std::make_shared<InMessage>(from_frame(reply.frame, reply.from));
+  rrefs->receive(*message);
+  receive_tensors(*message, reply.context);
+  return message;
+}
+
+void AgentCore::execute(int from, std::shared_ptr<InMessage> message, net::InFrame frame) {
+  const wire::FrameHeader header = message ? message->header : frame.header;
+  const auto reply = std::make_shared<ReplyImpl>(*this, from, header.call_id, header.context_id);
+  std::string function;
+  try {
+    if (!message) message = std::make_shared<InMessage>(from_frame(std::move(frame), from));
+    rrefs->receive(*message);
+    const ContextScope scope(header.context_id);
+    Decoder decoder(*message);
+    function = decoder.in.get_string();
+    if (decoder.in.get<CallMode>() == CallMode::kRemote) {
+      const auto id = decoder.in.get<uint64_t>();
+      const auto fork = decoder.in.get<uint64_t>();
+      reply->set_target(rrefs->target(id, fork, from));
+    }
+    Handler handler;
+    {
+      std::shared_lock lock(registry_mutex);
+      const auto it = handlers.find(function);
+      if (it == handlers.end()) {
+        throw base::Exception(ErrorKind::kNotFound, "rank " + std::to_string(options.rank) + " (" +
+                                                        name + ") exposes no function '" +
+                                                        function + "'");
+      }
+      handler = it->second;
+    }
+    receive_tensors(*message, header.context_id);
+    CallContext context{agent, {from, peer_name(from)}};
+    handler(context, decoder, reply);
+  } catch (...) {
+    Error error = error_in_flight(ErrorKind::kRemoteFailed);
+    if (error.rank < 0) error.rank = options.rank;
+    if (error.op.empty()) error.op = function;
+    reply->fail(std::move(error));
+  }
+}
+
+void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
+                           const std::function<void(Encoder&)>& fill) {
+  OutMessage message;
+  Encoder encoder(message);
+  encoder.rrefs = rrefs.get();
+  encoder.to = to;
+  wire::FrameHeader header;
+  header.kind = wire::FrameKind::kReply;
+  header.call_id = call_id;
+  header.context_id = context;
+  std::vector<RRefTicket> tickets;
+  try {
+    fill(encoder);
+    if (context != 0 && hook) header.autograd_id = hook->on_send(context, to, message.tensors);
+    tickets = message.rrefs;
+    if (to == options.rank) {
+      auto own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
+      auto call = pending.take(call_id, to);
+      if (!call) return rrefs->retract(tickets);
+      call->promise.set(RawReply{std::move(own), {}, to, call->context});
+      return;
+    }
+    const base::Status sent = send(to, to_frame(std::move(message), header));
+    if (sent.ok()) return;
+    rrefs->retract(tickets);
+    if (sent.error().kind == ErrorKind::kInvalid) send_error(to, call_id, sent.error());
+    // Else the caller is lost: no matter.
+  } catch (...) {
+    rrefs->retract(tickets.empty() ? message.rrefs : tickets);
+    throw;
+  }
+}
+
+void AgentCore::send_error(int to, uint64_t call_id, Error error) {
+  if (error.rank < 0) error.rank = options.rank;
+  if (to != options.rank) {
+    net::OutFrame frame;
+    frame.header.kind = wire::FrameKind::kError;
+    frame.header.call_id = call_id;
+    frame.meta = wire::encode(error);
+    static_cast<void>(send(to, std::move(frame)));
+  } else if (auto call = pending.take(call_id, to)) {
+    call->promise.fail(std::move(error));
+  }
+}
+
+}  // namespace distrain::rpc
