@@ -35,7 +35,10 @@ void ThreadPool::post(Task task) {
   std::lock_guard lock(mutex_);
   if (stopping_) return;
   queue_.push_back(std::move(task));
-  if (idle_ > 0) {
+  if (polling_ && !called_.load(std::memory_order_relaxed)) {
+    // It looks at the queue under the lock when it ends, even if it does not see this in time.
+    called_.store(true, std::memory_order_release);
+  } else if (idle_ > 0) {
     work_.notify_one();
   } else if (wants_thread_locked() && !start_thread_locked() && alive_ == 0) {
     // Nobody would ever run it: dropped, outside the lock, so that its promise is cancelled.
@@ -47,11 +50,22 @@ void ThreadPool::post(Task task) {
 void ThreadPool::run() {
   pthread_setname_np(pthread_self(), options_.name.substr(0, 15).c_str());
   thread_state().observer = this;
+  bool has_worked = false;
   std::unique_lock lock(mutex_);
   for (;;) {
     while (queue_.empty() && !stopping_) {
       // Beyond `size`: it was started for a thread that then blocked and has come back.
       if (alive_ - blocked_ > options_.size) goto leave;
+      if (has_worked && !polling_) {
+        has_worked = false;
+        polling_ = true;
+        called_.store(false, std::memory_order_relaxed);
+        lock.unlock();
+        thread_state().poll.poll([this] { return called_.load(std::memory_order_acquire); });
+        lock.lock();
+        polling_ = false;
+        continue;
+      }
       ++idle_;
       work_.wait(lock);
       --idle_;
@@ -64,6 +78,7 @@ void ThreadPool::run() {
     lock.unlock();
     task();
     task = Task();  // its captures die here, outside the lock
+    has_worked = true;
     lock.lock();
   }
 leave:

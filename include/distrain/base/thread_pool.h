@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -55,6 +56,10 @@ class ThreadPool final : public Executor, private BlockObserver {
   int alive_ = 0;
   int blocked_ = 0;  // inside a BlockingScope
   bool stopping_ = false;
+  // One thread that has just worked looks for more for a moment before it blocks (AdaptivePoll):
+  // calls tend to come one after the other.
+  bool polling_ = false;
+  std::atomic<bool> called_{false};  // there is a task for the polling thread
 };
 
 }  // namespace distrain::base
