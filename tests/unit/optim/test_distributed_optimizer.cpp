@@ -235,7 +235,7 @@ TEST_CASE("parameters have one optimizer; who comes later has to agree with it")
   Agent& agent = cluster[0];
   std::vector<RRef<at::Tensor>> parameters;
   std::vector<RRef<Layer>> layers;
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < 4; ++i) {
     layers.push_back(agent.remote_new<Layer>(1, at::zeros({2, 1}, at::kDouble)));
     parameters.push_back(layers.back().rpc_sync<&Layer::parameter>());
   }
@@ -259,7 +259,7 @@ TEST_CASE("parameters have one optimizer; who comes later has to agree with it")
   CHECK(attach({parameters[2]}, optim::Adam{}).message == "(no error)");
   CHECK(attach(two, optim::Sgd{.lr = -1}).kind == ErrorKind::kInvalid);
   // A participant that is not one, and one that comes twice.
-  DistributedOptimizer odd(agent, {parameters[2]}, sgd, Sharing{Sharing::Mode::kSync, 2, 5});
+  DistributedOptimizer odd(agent, {parameters[3]}, sgd, Sharing{Sharing::Mode::kSync, 2, 5});
   autograd::Context context(agent);
   CHECK(error_of([&] { odd.step(context); }).kind == ErrorKind::kInvalid);
 }
