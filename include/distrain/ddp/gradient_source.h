@@ -7,8 +7,8 @@
 
 namespace distrain::ddp {
 
-/// One distributed backward pass, as seen by what reduces its gradients. Implemented by the
-/// autograd layer, whose engine captures leaf gradients itself, so that AccumulateGrad's hooks
+/// One distributed backward pass, as seen by what reduces its gradients. ContextPass is one
+/// of an autograd context: that engine captures leaf gradients itself, so AccumulateGrad's hooks
 /// never fire in such a pass.
 class GradientPass {
  public:

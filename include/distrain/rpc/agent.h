@@ -93,7 +93,7 @@ struct RawReply {
 class Reply {
  public:
   virtual ~Reply() = default;
-  /// Sends what `fill` encodes. On any thread but the loop.
+  /// Sends what `fill` encodes. On the loop thread only if that has no tensors.
   virtual void send(const std::function<void(Encoder&)>& fill) = 0;
   virtual void fail(base::Error error) = 0;
   /// The value that a remote() call is to make here; null for other calls.
