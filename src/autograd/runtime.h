@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -27,6 +28,10 @@ class Runtime final : public rpc::AutogradHook, public std::enable_shared_from_t
   /// Exposes the engine's functions and opens the channel.
   void install();
   static std::shared_ptr<Runtime> of(rpc::Agent& agent);
+
+  /// Shared by those who read parameters, held by those who change them; see
+  /// parameter_versions.h.
+  std::shared_mutex& parameters_mutex() { return parameters_mutex_; }
 
   uint64_t new_id();
   std::shared_ptr<ContextState> create(uint64_t id);
@@ -54,6 +59,7 @@ class Runtime final : public rpc::AutogradHook, public std::enable_shared_from_t
   rpc::Agent& agent_;
   rpc::Channel* channel_ = nullptr;
   std::atomic<uint64_t> counter_{0};
+  std::shared_mutex parameters_mutex_;
   mutable std::mutex mutex_;
   std::unordered_map<uint64_t, std::shared_ptr<ContextState>> contexts_;
   // The last kRemembered released contexts: what is late for them must not make them again.

@@ -1,6 +1,10 @@
 #include "local_optimizer.h"
 
+#include <algorithm>
+
 #include <ATen/Functions.h>
+
+#include "distrain/autograd/parameter_versions.h"
 
 namespace distrain::optim {
 
@@ -26,58 +30,134 @@ at::Tensor mean(const std::map<int, LocalOptimizer::Gradients>& gathered, size_t
 
 }  // namespace
 
-LocalOptimizer::LocalOptimizer(std::vector<at::Tensor> parameters, OptimizerFields options,
-                               int participants, std::shared_ptr<std::atomic<uint64_t>> updates)
-    : parameters_(std::move(parameters)),
-      options_(std::move(options)),
-      participants_(participants),
-      rule_(make_update_rule(from_fields(options_))),
-      updates_(std::move(updates)) {}
+LocalOptimizer::LocalOptimizer(rpc::Agent& agent, std::vector<at::Tensor> parameters,
+                               SharedTerms terms, std::shared_ptr<std::atomic<uint64_t>> updates)
+    : agent_(agent),
+      parameters_(std::move(parameters)),
+      terms_(std::move(terms)),
+      rule_(make_update_rule(from_fields(terms_.options))),
+      updates_(std::move(updates)),
+      steps_(static_cast<size_t>(terms_.participants)) {}
 
-base::Future<void> LocalOptimizer::step(int participant, Gradients gradients) {
-  if (participant < 0 || participant >= participants_ || gradients.size() != parameters_.size()) {
+void LocalOptimizer::check_participant(int participant, const Gradients& gradients) const {
+  if (participant < 0 || participant >= terms_.participants ||
+      gradients.size() != parameters_.size()) {
     throw base::Exception(base::ErrorKind::kInvalid, "a step of an unknown participant");
   }
-  std::vector<base::Promise<void>> applied;
+}
+
+template <class R>
+base::Future<R> LocalOptimizer::bring(Gathering<R>& gathering, int participant,
+                                      Gradients gradients) {
+  if (!gathering.gradients.emplace(participant, std::move(gradients)).second) {
+    throw base::Exception(base::ErrorKind::kInvalid, "participant " + std::to_string(participant) +
+                                                         " made two steps before all had made one");
+  }
+  return gathering.waiting.emplace_back().future();
+}
+
+base::Future<void> LocalOptimizer::step(int participant, Gradients gradients, double scale) {
+  check_participant(participant, gradients);
+  return terms_.mode == Sharing::Mode::kSync
+             ? step_together(participant, std::move(gradients), scale)
+             : step_alone(participant, gradients, scale);
+}
+
+base::Future<void> LocalOptimizer::step_together(int participant, Gradients gradients,
+                                                 double scale) {
   base::Future<void> future;
+  std::vector<base::Promise<void>> applied;
+  std::optional<base::Error> error;
   {
     std::lock_guard lock(mutex_);
-    if (participants_ == 1) {
-      apply_locked(gradients);
-      return base::Future<void>::ready({});
-    }
-    if (!gathered_.emplace(participant, std::move(gradients)).second) {
-      throw base::Exception(
-          base::ErrorKind::kInvalid,
-          "participant " + std::to_string(participant) + " made two steps before all had made one");
-    }
-    future = waiting_.emplace_back().future();
-    if (static_cast<int>(gathered_.size()) < participants_) return future;
-    applied.swap(waiting_);
-    const auto gathered = std::exchange(gathered_, {});
-    Gradients means;
-    for (size_t i = 0; i < parameters_.size(); ++i) means.push_back(mean(gathered, i));
+    future = bring(stepping_, participant, std::move(gradients));
+    if (static_cast<int>(stepping_.gradients.size()) < terms_.participants) return future;
+    auto all = std::exchange(stepping_, {});
+    applied.swap(all.waiting);
     try {
-      apply_locked(means);
+      apply_locked(means(all.gradients), scale);
+      for (int64_t& steps : steps_) ++steps;
     } catch (...) {
-      const base::Error error = base::current_error(base::ErrorKind::kInternal);
-      for (auto& promise : applied) promise.fail(error);
-      return future;
+      error = base::current_error(base::ErrorKind::kInternal);
     }
   }
-  for (auto& promise : applied) promise.set();
+  for (auto& promise : applied) {
+    if (error) {
+      promise.fail(*error);
+    } else {
+      promise.set();
+    }
+  }
   return future;
 }
 
-void LocalOptimizer::apply_locked(const Gradients& gradients) {
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (gradients[i].defined()) rule_->apply(i, parameters_[i], gradients[i]);
+base::Future<void> LocalOptimizer::step_alone(int participant, const Gradients& gradients,
+                                              double scale) {
+  base::Promise<void> own;
+  const base::Future<void> future = own.future();
+  std::vector<base::Promise<void>> may_go_on;
+  {
+    std::lock_guard lock(mutex_);
+    apply_locked(gradients, scale);
+    ++steps_[static_cast<size_t>(participant)];
+    ahead_.emplace(participant, std::move(own));
+    for (auto it = ahead_.begin(); it != ahead_.end();) {
+      if (terms_.mode == Sharing::Mode::kSsp && lead_locked(it->first) > terms_.staleness) {
+        ++it;
+        continue;
+      }
+      may_go_on.push_back(std::move(it->second));
+      it = ahead_.erase(it);
+    }
   }
+  for (auto& promise : may_go_on) promise.set();
+  return future;
+}
+
+base::Future<double> LocalOptimizer::norm_squared(int participant, Gradients gradients) {
+  check_participant(participant, gradients);
+  base::Future<double> future;
+  Gathering<double> all;
+  {
+    std::lock_guard lock(mutex_);
+    future = bring(measuring_, participant, std::move(gradients));
+    if (static_cast<int>(measuring_.gradients.size()) < terms_.participants) return future;
+    all = std::exchange(measuring_, {});
+  }
+  double result = 0;
+  if (terms_.mode == Sharing::Mode::kSync) {
+    result = optim::norm_squared(means(all.gradients));
+  } else {
+    for (const auto& [who, theirs] : all.gradients) result += optim::norm_squared(theirs);
+    result /= static_cast<double>(all.gradients.size());
+  }
+  for (auto& promise : all.waiting) promise.set(result);
+  return future;
+}
+
+LocalOptimizer::Gradients LocalOptimizer::means(const std::map<int, Gradients>& gathered) const {
+  Gradients all;
+  for (size_t i = 0; i < parameters_.size(); ++i) all.push_back(mean(gathered, i));
+  return all;
+}
+
+void LocalOptimizer::apply_locked(const Gradients& gradients, double scale) {
+  const autograd::ParameterUpdate update(agent_);
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!gradients[i].defined()) continue;
+    if (!gradients[i].is_sparse()) update.unshare(parameters_[i]);
+    rule_->apply(i, parameters_[i], scale == 1 ? gradients[i] : gradients[i] * scale);
+  }
+  ++applied_;
   updates_->fetch_add(1);
 }
 
+int64_t LocalOptimizer::lead_locked(int participant) const {
+  return steps_[static_cast<size_t>(participant)] - *std::min_element(steps_.begin(), steps_.end());
+}
+
 void LocalOptimizer::check_same(const std::vector<at::Tensor>& parameters,
-                                const OptimizerFields& options, int participants) const {
+                                const SharedTerms& terms) const {
   const auto differ = [](const std::string& what) {
     throw base::Exception(base::ErrorKind::kInvalid,
                           "these parameters have an optimizer already, with other " + what);
@@ -86,12 +166,43 @@ void LocalOptimizer::check_same(const std::vector<at::Tensor>& parameters,
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (!parameters[i].is_same(parameters_[i])) differ("parameters beside them");
   }
-  if (options.name != options_.name || options.values != options_.values) differ("options");
-  if (participants != participants_) differ("participants");
+  if (!(terms.options == terms_.options)) differ("options");
+  if (!(terms == terms_)) differ("participants, mode or staleness");
+}
+
+void LocalOptimizer::set_lr(double lr) {
+  std::lock_guard lock(mutex_);
+  rule_->set_lr(lr);
+}
+
+std::vector<ParameterState> LocalOptimizer::state() const {
+  std::lock_guard lock(mutex_);
+  std::vector<ParameterState> all;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    all.push_back(rule_->state(i));
+    // Copies: the next step writes to what the rule keeps.
+    for (auto& [name, value] : all.back()) value = value.clone();
+  }
+  return all;
+}
+
+void LocalOptimizer::load_state(const std::vector<ParameterState>& state) {
+  if (state.size() != parameters_.size()) {
+    throw base::Exception(base::ErrorKind::kBadData,
+                          "the state of " + std::to_string(state.size()) + " parameters, not of " +
+                              std::to_string(parameters_.size()));
+  }
+  std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < state.size(); ++i) rule_->load_state(i, parameters_[i], state[i]);
+}
+
+Progress LocalOptimizer::progress(int participant) const {
+  std::lock_guard lock(mutex_);
+  return {applied_, lead_locked(participant)};
 }
 
 std::shared_ptr<LocalOptimizer> LocalOptimizers::find_or_make(
-    const std::vector<at::Tensor>& parameters, const OptimizerFields& options, int participants) {
+    const std::vector<at::Tensor>& parameters, const SharedTerms& terms) {
   std::lock_guard lock(mutex_);
   std::erase_if(optimizers_, [](const auto& known) { return known.second.expired(); });
   // Of any of them: a parameter must not be in two optimizers.
@@ -100,13 +211,19 @@ std::shared_ptr<LocalOptimizer> LocalOptimizers::find_or_make(
     if (it == optimizers_.end()) continue;
     auto optimizer = it->second.lock();
     if (!optimizer) continue;
-    optimizer->check_same(parameters, options, participants);
+    optimizer->check_same(parameters, terms);
     return optimizer;
   }
-  auto made = std::make_shared<LocalOptimizer>(parameters, options, participants, updates_);
+  auto made = std::make_shared<LocalOptimizer>(agent_, parameters, terms, updates_);
   for (const at::Tensor& parameter : parameters)
     optimizers_[parameter.unsafeGetTensorImpl()] = made;
   return made;
+}
+
+std::shared_ptr<LocalOptimizer> LocalOptimizers::find(const at::Tensor& parameter) {
+  std::lock_guard lock(mutex_);
+  const auto it = optimizers_.find(parameter.unsafeGetTensorImpl());
+  return it == optimizers_.end() ? nullptr : it->second.lock();
 }
 
 }  // namespace distrain::optim

@@ -14,6 +14,18 @@
 
 namespace distrain::optim {
 
+/// What all who share a LocalOptimizer have to agree on.
+struct SharedTerms {
+  OptimizerFields options;
+  Sharing::Mode mode = Sharing::Mode::kAsync;
+  int participants = 1;
+  int64_t staleness = 0;
+
+  bool operator==(const SharedTerms&) const = default;
+  static constexpr auto kFields = std::tuple(&SharedTerms::options, &SharedTerms::mode,
+                                             &SharedTerms::participants, &SharedTerms::staleness);
+};
+
 /// The parameters of one rank that are optimised together, and the state of their update rule.
 /// Thread-safe: steps are applied one at a time.
 class LocalOptimizer {
@@ -21,42 +33,72 @@ class LocalOptimizer {
   using Gradients = std::vector<at::Tensor>;  // by parameter; undefined: none
 
   /// Counts its updates in `updates`, too.
-  LocalOptimizer(std::vector<at::Tensor> parameters, OptimizerFields options, int participants,
+  LocalOptimizer(rpc::Agent& agent, std::vector<at::Tensor> parameters, SharedTerms terms,
                  std::shared_ptr<std::atomic<uint64_t>> updates);
 
-  /// A participant's gradients. Done when they, or with several participants the mean of all
-  /// participants', have been applied.
-  base::Future<void> step(int participant, Gradients gradients);
+  /// A participant's gradients, which are multiplied by `scale`. Done when the participant may go
+  /// on to its next step: kAsync, when they have been applied; kSync, when the mean of all
+  /// participants' has been; kSsp, when it is not too far ahead of the slowest.
+  base::Future<void> step(int participant, Gradients gradients, double scale);
+
+  /// The squared norm of what step() would apply: kSync, of the mean of all participants'
+  /// gradients; else the mean of the participants' squared norms. Done when all have asked.
+  base::Future<double> norm_squared(int participant, Gradients gradients);
 
   /// `invalid` if it optimises other parameters, or otherwise.
-  void check_same(const std::vector<at::Tensor>& parameters, const OptimizerFields& options,
-                  int participants) const;
+  void check_same(const std::vector<at::Tensor>& parameters, const SharedTerms& terms) const;
+
+  void set_lr(double lr);
+  std::vector<ParameterState> state() const;
+  void load_state(const std::vector<ParameterState>& state);
+  Progress progress(int participant) const;
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
 
  private:
-  void apply_locked(const Gradients& gradients);
+  // What the participants bring for one step, until all have come.
+  template <class R>
+  struct Gathering {
+    std::map<int, Gradients> gradients;
+    std::vector<base::Promise<R>> waiting;
+  };
 
+  void check_participant(int participant, const Gradients& gradients) const;
+  template <class R>
+  base::Future<R> bring(Gathering<R>& gathering, int participant, Gradients gradients);
+  base::Future<void> step_together(int participant, Gradients gradients, double scale);
+  base::Future<void> step_alone(int participant, const Gradients& gradients, double scale);
+  Gradients means(const std::map<int, Gradients>& gathered) const;
+  void apply_locked(const Gradients& gradients, double scale);
+  int64_t lead_locked(int participant) const;
+
+  rpc::Agent& agent_;
   std::vector<at::Tensor> parameters_;
-  const OptimizerFields options_;
-  const int participants_;
+  const SharedTerms terms_;
   mutable std::mutex mutex_;
   std::unique_ptr<UpdateRule> rule_;
-  const std::shared_ptr<std::atomic<uint64_t>> updates_;
-  // The step that is being gathered, with several participants.
-  std::map<int, Gradients> gathered_;
-  std::vector<base::Promise<void>> waiting_;
+  const std::shared_ptr<std::atomic<uint64_t>> updates_;  // of all optimizers of this rank
+  uint64_t applied_ = 0;                                  // of this one
+  std::vector<int64_t> steps_;                            // by participant
+  Gathering<void> stepping_;
+  Gathering<double> measuring_;
+  std::multimap<int, base::Promise<void>> ahead_;  // kSsp: by participant
 };
 
 /// The local optimizers of one agent, found by any of their parameters.
 class LocalOptimizers {
  public:
+  explicit LocalOptimizers(rpc::Agent& agent) : agent_(agent) {}
+
   std::shared_ptr<LocalOptimizer> find_or_make(const std::vector<at::Tensor>& parameters,
-                                               const OptimizerFields& options, int participants);
+                                               const SharedTerms& terms);
+  /// Null if none has it.
+  std::shared_ptr<LocalOptimizer> find(const at::Tensor& parameter);
   /// Of all of them, those that are gone included.
   UpdateCount updates() const { return updates_; }
 
  private:
+  rpc::Agent& agent_;
   const std::shared_ptr<std::atomic<uint64_t>> updates_ =
       std::make_shared<std::atomic<uint64_t>>(0);
   std::mutex mutex_;

@@ -47,13 +47,6 @@ void check(size_t i, const at::Tensor& parameter, const at::Tensor& gradient) {
   }
 }
 
-// Room for what a rule keeps of parameter `i`.
-template <class State>
-State& state_of(std::vector<State>& states, size_t i) {
-  if (states.size() <= i) states.resize(i + 1);
-  return states[i];
-}
-
 // The rows of a sparse gradient, each once. `coalesced` keeps them alive.
 struct Rows {
   explicit Rows(const at::Tensor& gradient)
@@ -68,7 +61,7 @@ struct Rows {
 
 class SgdRule final : public UpdateRule {
  public:
-  explicit SgdRule(const Sgd& options) : options_(options) {}
+  explicit SgdRule(const Sgd& options) : UpdateRule(options.lr), options_(options) {}
 
  private:
   void apply_dense(size_t i, int64_t step, at::Tensor& parameter,
@@ -76,7 +69,7 @@ class SgdRule final : public UpdateRule {
     at::Tensor direction = gradient;
     if (options_.weight_decay != 0) direction = direction.add(parameter, options_.weight_decay);
     if (options_.momentum != 0) {
-      at::Tensor& velocity = state_of(velocities_, i);
+      at::Tensor& velocity = kept(i, "momentum_buffer");
       if (step == 1) {
         velocity = direction.clone();
       } else {
@@ -84,11 +77,11 @@ class SgdRule final : public UpdateRule {
       }
       direction = options_.nesterov ? direction.add(velocity, options_.momentum) : velocity;
     }
-    parameter.add_(direction, -options_.lr);
+    parameter.add_(direction, -lr());
   }
 
   void apply_sparse(size_t, int64_t, at::Tensor& parameter, const at::Tensor& gradient) override {
-    parameter.add_(gradient, -options_.lr);  // linear: repeated rows need no coalescing
+    parameter.add_(gradient, -lr());  // linear: repeated rows need no coalescing
   }
 
   void check_sparse() const override {
@@ -96,13 +89,17 @@ class SgdRule final : public UpdateRule {
     if (options_.weight_decay != 0) invalid("sgd with weight_decay cannot take sparse gradients");
   }
 
+  std::vector<std::string> kept_names() const override {
+    if (options_.momentum == 0) return {};
+    return {"momentum_buffer"};
+  }
+
   const Sgd options_;
-  std::vector<at::Tensor> velocities_;
 };
 
 class AdagradRule final : public UpdateRule {
  public:
-  explicit AdagradRule(const Adagrad& options) : options_(options) {}
+  explicit AdagradRule(const Adagrad& options) : UpdateRule(options.lr), options_(options) {}
 
  private:
   void apply_dense(size_t i, int64_t step, at::Tensor& parameter,
@@ -131,59 +128,61 @@ class AdagradRule final : public UpdateRule {
   }
 
   double rate(int64_t step) const {
-    return options_.lr / (1 + static_cast<double>(step - 1) * options_.lr_decay);
+    return lr() / (1 + static_cast<double>(step - 1) * options_.lr_decay);
   }
 
   at::Tensor& squares_of(size_t i, const at::Tensor& parameter) {
-    at::Tensor& sum = state_of(squares_, i);
+    at::Tensor& sum = kept(i, "sum");
     if (!sum.defined()) sum = at::full_like(parameter, options_.initial_accumulator_value);
     return sum;
   }
 
+  std::vector<std::string> kept_names() const override { return {"sum"}; }
+
   const Adagrad options_;
-  std::vector<at::Tensor> squares_;
 };
 
 class AdamRule final : public UpdateRule {
  public:
-  explicit AdamRule(const Adam& options) : options_(options) {}
+  explicit AdamRule(const Adam& options) : UpdateRule(options.lr), options_(options) {}
 
  private:
   struct Moments {
-    at::Tensor first;
-    at::Tensor second;
-    at::Tensor largest_second;  // amsgrad only
+    at::Tensor& first;
+    at::Tensor& second;
   };
 
   void apply_dense(size_t i, int64_t step, at::Tensor& parameter,
                    const at::Tensor& gradient) override {
     at::Tensor direction = gradient;
     if (options_.weight_decay != 0) direction = direction.add(parameter, options_.weight_decay);
-    Moments& moments = moments_of(i, parameter);
+    const Moments moments = moments_of(i, parameter);
     moments.first.mul_(options_.beta1).add_(direction, 1 - options_.beta1);
     moments.second.mul_(options_.beta2).addcmul_(direction, direction, 1 - options_.beta2);
     at::Tensor second = moments.second;
     if (options_.amsgrad) {
-      second = at::maximum_out(moments.largest_second, moments.largest_second, moments.second);
+      at::Tensor& largest = kept(i, "max_exp_avg_sq");
+      if (!largest.defined()) largest = at::zeros_like(parameter);
+      second = at::maximum_out(largest, largest, moments.second);
     }
     const at::Tensor scale =
         second.sqrt().div_(std::sqrt(correction(options_.beta2, step))).add_(options_.eps);
-    parameter.addcdiv_(moments.first, scale, -options_.lr / correction(options_.beta1, step));
+    parameter.addcdiv_(moments.first, scale, -lr() / correction(options_.beta1, step));
   }
 
   // SparseAdam: eps is added before the bias correction, unlike above.
   void apply_sparse(size_t i, int64_t step, at::Tensor& parameter,
                     const at::Tensor& gradient) override {
     const Rows rows(gradient);
-    Moments& moments = moments_of(i, parameter);
+    const Moments moments = moments_of(i, parameter);
     at::Tensor first = moments.first.index_select(0, rows.numbers);
     first.mul_(options_.beta1).add_(rows.values, 1 - options_.beta1);
     moments.first.index_copy_(0, rows.numbers, first);
     at::Tensor second = moments.second.index_select(0, rows.numbers);
     second.mul_(options_.beta2).addcmul_(rows.values, rows.values, 1 - options_.beta2);
     moments.second.index_copy_(0, rows.numbers, second);
-    const double rate = options_.lr * std::sqrt(correction(options_.beta2, step)) /
-                        correction(options_.beta1, step);
+    const double rate =
+        lr() * std::sqrt(correction(options_.beta2, step)) / correction(options_.beta1, step);
     parameter.index_add_(0, rows.numbers, first.div_(second.sqrt_().add_(options_.eps)), -rate);
   }
 
@@ -196,21 +195,91 @@ class AdamRule final : public UpdateRule {
     return 1 - std::pow(beta, static_cast<double>(step));
   }
 
-  Moments& moments_of(size_t i, const at::Tensor& parameter) {
-    Moments& moments = state_of(moments_, i);
+  Moments moments_of(size_t i, const at::Tensor& parameter) {
+    const Moments moments{kept(i, "exp_avg"), kept(i, "exp_avg_sq")};
     if (!moments.first.defined()) {
       moments.first = at::zeros_like(parameter);
       moments.second = at::zeros_like(parameter);
-      if (options_.amsgrad) moments.largest_second = at::zeros_like(parameter);
     }
     return moments;
   }
 
+  std::vector<std::string> kept_names() const override {
+    if (options_.amsgrad) return {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
+    return {"exp_avg", "exp_avg_sq"};
+  }
+
   const Adam options_;
-  std::vector<Moments> moments_;
 };
 
+[[noreturn]] void bad_state(size_t i, const std::string& what) {
+  throw Exception(ErrorKind::kBadData,
+                  "the optimizer's state of parameter " + std::to_string(i) + ": " + what);
+}
+
+int64_t step_in(size_t i, const ParameterState& state) {
+  const auto it = state.find("step");
+  if (it == state.end()) bad_state(i, "no step");
+  const at::Tensor& step = it->second;
+  if (!step.defined() || step.scalar_type() != at::kLong || step.numel() != 1) {
+    bad_state(i, "step is no integer");
+  }
+  const auto count = step.item<int64_t>();
+  if (count < 0) bad_state(i, "a step below 0");
+  return count;
+}
+
 }  // namespace
+
+at::Tensor& UpdateRule::kept(size_t i, const char* name) {
+  if (kept_.size() <= i) kept_.resize(i + 1);
+  return kept_[i][name];
+}
+
+void UpdateRule::set_lr(double lr) {
+  if (!std::isfinite(lr) || lr < 0) invalid("a learning rate cannot be ", lr);
+  lr_ = lr;
+}
+
+ParameterState UpdateRule::state(size_t i) const {
+  ParameterState state = i < kept_.size() ? kept_[i] : ParameterState();
+  state["step"] = at::full({}, step_count(i), at::kLong);
+  return state;
+}
+
+void UpdateRule::load_state(size_t i, const at::Tensor& parameter, const ParameterState& state) {
+  const int64_t steps = step_in(i, state);
+  ParameterState kept;
+  for (const std::string& name : kept_names()) {
+    const auto it = state.find(name);
+    if (it == state.end()) continue;
+    const at::Tensor& value = it->second;
+    if (!value.defined() || value.sizes() != parameter.sizes() ||
+        value.scalar_type() != parameter.scalar_type()) {
+      bad_state(i, name + " is not of the parameter's shape and dtype");
+    }
+    kept[name] = value.clone();
+  }
+  if (kept.size() + 1 != state.size()) bad_state(i, "of another optimizer");
+  if (steps > 0 && kept.size() != kept_names().size()) bad_state(i, "incomplete");
+  if (kept_.size() <= i) kept_.resize(i + 1);
+  if (steps_.size() <= i) steps_.resize(i + 1);
+  kept_[i] = std::move(kept);
+  steps_[i] = steps;
+}
+
+double norm_squared(const std::vector<at::Tensor>& gradients) {
+  const at::NoGradGuard no_grad;
+  double sum = 0;
+  for (const at::Tensor& gradient : gradients) {
+    if (!gradient.defined()) continue;
+    const at::Tensor values = gradient.is_sparse() ? gradient.coalesce()._values() : gradient;
+    if (values.numel() == 0) continue;
+    const double norm = values.norm().item<double>();
+    sum += norm * norm;
+  }
+  return sum;
+}
 
 void UpdateRule::apply(size_t i, at::Tensor& parameter, const at::Tensor& gradient) {
   check(i, parameter, gradient);
@@ -220,7 +289,8 @@ void UpdateRule::apply(size_t i, at::Tensor& parameter, const at::Tensor& gradie
     check_sparse();
     if (gradient._nnz() == 0) return;
   }
-  const int64_t step = ++state_of(steps_, i);
+  if (steps_.size() <= i) steps_.resize(i + 1);
+  const int64_t step = ++steps_[i];
   if (sparse) {
     apply_sparse(i, step, parameter, gradient);
   } else {

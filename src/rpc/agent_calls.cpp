@@ -143,16 +143,28 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
         [this, own = std::move(own)]() mutable { execute(options.rank, std::move(own), {}); });
     return reply;
   }
-  const base::Status sent = send(to, std::move(frame));
-  if (!sent.ok()) {
-    rrefs->retract(tickets);
-    if (auto failed = pending.take(id, to)) {
-      Error error = sent.error();
-      error.op = function;
-      failed->promise.fail(std::move(error));
-    }
+  if (options.call_delay > base::Duration::zero()) {
+    loop.call_at(
+        base::deadline_after(options.call_delay),
+        [this, id, to, function, tickets = std::move(tickets), frame = std::move(frame)]() mutable {
+          send_call(id, to, function, tickets, std::move(frame));
+        });
+  } else {
+    send_call(id, to, function, tickets, std::move(frame));
   }
   return reply;
+}
+
+void AgentCore::send_call(uint64_t id, int to, const std::string& function,
+                          const std::vector<RRefTicket>& tickets, net::OutFrame frame) {
+  const base::Status sent = send(to, std::move(frame));
+  if (sent.ok()) return;
+  rrefs->retract(tickets);
+  if (auto failed = pending.take(id, to)) {
+    Error error = sent.error();
+    error.op = function;
+    failed->promise.fail(std::move(error));
+  }
 }
 
 void AgentCore::receive_tensors(InMessage& message, uint64_t context) {

@@ -103,6 +103,8 @@ class AgentCore {
     base::TimePoint last_heard;
   };
 
+  void send_call(uint64_t id, int to, const std::string& function,
+                 const std::vector<RRefTicket>& tickets, net::OutFrame frame);
   void on_directory_on_loop(const wire::Directory& directory);
   net::Stream::Handler install_peer_on_loop(int rank, const net::StreamPtr& stream);
   void on_frame_on_loop(int rank, net::InFrame frame);

@@ -15,11 +15,24 @@ class LocalOptimizer;
 /// How the ranks that train the same parameters take turns.
 struct Sharing {
   /// kAsync: each rank's update is applied as it comes. kSync: one update a step, with the mean of
-  /// the gradients of all participants; step() returns when it is applied, everywhere.
-  enum class Mode : uint8_t { kAsync = 0, kSync = 1 };
+  /// the gradients of all participants. kSsp (stale synchronous parallel; Ho et al., NIPS 2013):
+  /// as kAsync, but nobody runs more than `staleness` steps ahead of the slowest.
+  enum class Mode : uint8_t { kAsync = 0, kSync = 1, kSsp = 2 };
+  static constexpr int kOnlooker = -1;
+
   Mode mode = Mode::kAsync;
-  int participants = 1;  ///< kSync: ranks that call step(), each the same number of times
-  int participant = 0;   ///< this one's number, from 0; the mean is taken in this order
+  int participants = 1;  ///< ranks that call step(), kSync and kSsp: each the same number of times
+  /// This one's number, from 0; means are taken in this order. kOnlooker: the owner itself, which
+  /// makes no steps of its own, to look after the state.
+  int participant = 0;
+  int64_t staleness = 0;  ///< kSsp
+};
+
+/// How far the updates of some parameters have come.
+struct Progress {
+  uint64_t updates = 0;  ///< applied by now
+  int64_t lead = 0;      ///< steps that a participant is ahead of the slowest
+  static constexpr auto kFields = std::tuple(&Progress::updates, &Progress::lead);
 };
 
 /// Updates that were applied to one rank's parameters.
@@ -29,32 +42,62 @@ using UpdateCount = std::shared_ptr<const std::atomic<uint64_t>>;
 /// of all local optimizers of this rank and stays readable after the agent's end.
 UpdateCount install(rpc::Agent& agent);
 
+/// On the rank that owns `parameter`: of the optimizer that updates it. `not_found` if none does.
+Progress progress_of(rpc::Agent& agent, const at::Tensor& parameter, int participant);
+
 /// Updates parameters where they live.
 ///
 /// For each rank that owns some of `parameters` there is one local optimizer on that rank, with the
 /// state of the update rule; DistributedOptimizers of several ranks over the same parameters share
 /// it. (As torch.distributed.optim.DistributedOptimizer, which has one for each rank that trains.)
-/// Thread-safe: concurrent steps of one owner are applied one after the other, in place. A sparse
-/// gradient may be applied while another context's pass over the same table is in flight; a dense
-/// one makes torch refuse that pass, if it saved the parameter ("modified by an inplace
-/// operation").
+/// Thread-safe: concurrent steps of one owner are applied one after the other. A pass in flight of
+/// another context is not disturbed if it works on versions of the parameters (see
+/// autograd/parameter_versions.h), or if the gradients are sparse; torch refuses to finish another
+/// one that has saved a parameter ("modified by an inplace operation").
 class DistributedOptimizer {
  public:
   /// Throws `invalid` if the parameters of a rank are optimised otherwise already, or by other
-  /// options. Parameters of this rank are its own: `sharing` does not apply to them.
+  /// options. Parameters of this rank are its own: `sharing` does not apply to them, unless this
+  /// rank is an onlooker.
   DistributedOptimizer(rpc::Agent& agent, const std::vector<rpc::RRef<at::Tensor>>& parameters,
                        const OptimizerOptions& options, Sharing sharing = {});
 
   /// Applies the gradients that the context has on each owner. Parameters without one are left out.
-  void step(const autograd::Context& context) { step({context.id()}); }
+  /// Returns when this rank may begin its next step: see Sharing::Mode.
+  ///
+  /// With `max_norm` above 0 all gradients are first multiplied by max_norm / norm if their L2
+  /// norm over all owners' parameters together is greater. It is that of the gradients which are
+  /// applied: kSync, of the means. Several participants scale alike, so that parameters which they
+  /// replicate (DDP) stay equal: kAsync, by the root of the mean of their squared norms.
+  void step(const autograd::Context& context, double max_norm = 0) {
+    step({context.id()}, max_norm);
+  }
   /// The same with the sum over several contexts, such as one for each micro-batch.
-  void step(const std::vector<uint64_t>& contexts);
+  void step(const std::vector<uint64_t>& contexts, double max_norm = 0);
+
+  /// For all steps from now on, of all who share the local optimizers.
+  void set_lr(double lr);
+
+  /// What the update rules keep, by parameter, in the constructor's order. A consistent whole only
+  /// while nobody steps.
+  std::vector<ParameterState> state() const;
+  /// Throws `bad_data` for a state that does not fit.
+  void load_state(const std::vector<ParameterState>& state);
 
  private:
+  struct Owned {
+    rpc::RRef<LocalOptimizer> optimizer;
+    std::vector<size_t> parameters;  // their places in the constructor's list
+  };
+  double scale_for(const std::vector<uint64_t>& contexts, double max_norm) const;
+  int participant() const;
+
   rpc::Agent& agent_;
   const Sharing sharing_;
-  std::vector<rpc::RRef<LocalOptimizer>> remote_;
+  size_t parameters_ = 0;
+  std::vector<Owned> remote_;
   std::shared_ptr<LocalOptimizer> local_;
+  std::vector<size_t> local_parameters_;
 };
 
 }  // namespace distrain::optim

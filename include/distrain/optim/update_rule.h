@@ -49,8 +49,17 @@ struct OptimizerFields {
   std::string name;                      ///< sgd, adagrad or adam
   std::map<std::string, double> values;  ///< by the names above; flags are 0 or 1
 
+  bool operator==(const OptimizerFields&) const = default;
   static constexpr auto kFields = std::tuple(&OptimizerFields::name, &OptimizerFields::values);
 };
+
+/// What an optimizer keeps for one parameter, by the names of PyTorch's optimizers: `step` (int64
+/// scalar), `momentum_buffer`, `sum`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq`.
+using ParameterState = std::map<std::string, at::Tensor>;
+
+/// The squared L2 norm of all of them together, in double; undefined ones are left out, repeated
+/// rows of a sparse one count summed.
+double norm_squared(const std::vector<at::Tensor>& gradients);
 
 OptimizerFields to_fields(const OptimizerOptions& options);
 
@@ -76,8 +85,22 @@ class UpdateRule {
   /// Updates that parameter `i` has had.
   int64_t step_count(size_t i) const { return i < steps_.size() ? steps_[i] : 0; }
 
+  /// From the next update on. Throws `invalid` for one out of range.
+  void set_lr(double lr);
+
+  /// What is kept for parameter `i`: the tensors themselves, which the next update changes.
+  ParameterState state(size_t i) const;
+  /// Puts copies in its place. Throws `bad_data` for a state of another rule or shape.
+  void load_state(size_t i, const at::Tensor& parameter, const ParameterState& state);
+
  protected:
-  UpdateRule() = default;
+  explicit UpdateRule(double lr) : lr_(lr) {}
+
+  double lr() const { return lr_; }
+
+  /// What is kept for parameter `i` under one of kept_names(); undefined at first.
+  at::Tensor& kept(size_t i, const char* name);
+  virtual std::vector<std::string> kept_names() const = 0;
 
   /// `step` counts from 1.
   virtual void apply_dense(size_t i, int64_t step, at::Tensor& parameter,
@@ -89,7 +112,9 @@ class UpdateRule {
   virtual void check_sparse() const = 0;
 
  private:
+  double lr_;
   std::vector<int64_t> steps_;
+  std::vector<ParameterState> kept_;
 };
 
 /// Throws `invalid` for options out of range.

@@ -33,6 +33,8 @@ struct AgentOptions {
   std::chrono::nanoseconds join_timeout = std::chrono::seconds(300);
   /// A peer that is silent for so long is lost; zero: only a closed connection tells.
   std::chrono::nanoseconds peer_timeout = std::chrono::seconds(5);
+  /// Fault injection: each call that this agent makes is sent so much later.
+  std::chrono::nanoseconds call_delay{0};
   int worker_threads = 4;  ///< that may run; threads that wait for a reply do not count
   /// Rank 0: the job's options, given to all. Others: those that must agree with rank 0's.
   std::map<std::string, std::string> job_options;

@@ -1,0 +1,56 @@
+#pragma once
+
+#include <mutex>
+#include <shared_mutex>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "distrain/rpc/agent.h"
+
+namespace distrain::autograd {
+
+// Note [Parameter versions]
+//
+// Torch's graph keeps the parameters that its backward will need, and refuses to use one that was
+// changed since. So an update that comes between another trainer's forward and backward pass breaks
+// that pass. Here a forward pass over shared parameters works on versions of them: tensors that lie
+// in the same storage, with a version counter of their own, whose gradient is the parameter's.
+// Nothing is copied for that. An update looks at how many tensors lie in the parameter's storage:
+// if it is alone it writes in place; otherwise some pass in flight has saved a version, and the
+// parameter moves to a copy, while that pass keeps what it was built on until it ends.
+//
+// Row-wise updates of embedding tables are always made in place: the sparse backward of a lookup
+// does not save the table, and a table may be too big to copy.
+
+/// While it lives no parameter of the agent changes. Short: take versions, or look something up.
+class ParameterRead {
+ public:
+  explicit ParameterRead(rpc::Agent& agent);
+
+  /// `parameter` (a leaf) as it is now, for one forward pass; see the note. A leaf that requires no
+  /// gradient gives one that requires none either.
+  at::Tensor version(const at::Tensor& parameter) const;
+
+ private:
+  std::shared_lock<std::shared_mutex> lock_;
+};
+
+/// Versions of several parameters, all of the same moment: no update lies between them.
+std::vector<at::Tensor> current_versions(rpc::Agent& agent,
+                                         const std::vector<at::Tensor>& parameters);
+
+/// To be held by whoever changes parameters of the agent.
+class ParameterUpdate {
+ public:
+  explicit ParameterUpdate(rpc::Agent& agent);
+
+  /// Makes it safe to write to all of `parameter` in place: it moves to a copy if a pass in flight
+  /// has saved a version of it. Gives back whether it moved.
+  bool unshare(const at::Tensor& parameter) const;
+
+ private:
+  std::unique_lock<std::shared_mutex> lock_;
+};
+
+}  // namespace distrain::autograd

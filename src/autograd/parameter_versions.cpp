@@ -1,0 +1,43 @@
+#include "distrain/autograd/parameter_versions.h"
+
+#include <torch/csrc/autograd/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "runtime.h"
+
+namespace distrain::autograd {
+
+ParameterRead::ParameterRead(rpc::Agent& agent) : lock_(Runtime::of(agent)->parameters_mutex()) {}
+
+at::Tensor ParameterRead::version(const at::Tensor& parameter) const {
+  at::Tensor version = parameter.variable_data();
+  if (parameter.requires_grad() && at::GradMode::is_enabled()) {
+    torch::autograd::impl::set_gradient_edge(version,
+                                             torch::autograd::impl::gradient_edge(parameter));
+  }
+  return version;
+}
+
+std::vector<at::Tensor> current_versions(rpc::Agent& agent,
+                                         const std::vector<at::Tensor>& parameters) {
+  const ParameterRead read(agent);
+  std::vector<at::Tensor> versions;
+  versions.reserve(parameters.size());
+  for (const at::Tensor& parameter : parameters) versions.push_back(read.version(parameter));
+  return versions;
+}
+
+ParameterUpdate::ParameterUpdate(rpc::Agent& agent)
+    : lock_(Runtime::of(agent)->parameters_mutex()) {}
+
+bool ParameterUpdate::unshare(const at::Tensor& parameter) const {
+  if (parameter.storage().use_count() <= 1) return false;
+  const at::NoGradGuard no_grad;
+  at::Tensor moved = parameter;
+  moved.set_data(parameter.detach().clone());
+  // A graph that saved the parameter itself, not a version, must not be fed the copy unnoticed.
+  torch::autograd::impl::bump_version(moved);
+  return true;
+}
+
+}  // namespace distrain::autograd
