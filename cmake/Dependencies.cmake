@@ -2,6 +2,7 @@
 find_package(Threads REQUIRED)
 find_package(CLI11 REQUIRED)
 find_package(nlohmann_json REQUIRED)
+find_package(ZLIB REQUIRED)
 find_package(Catch2 REQUIRED)
 
 # fmt, header-only: LibTorch carries a newer fmt whose headers win where torch is included.

@@ -3,6 +3,8 @@
 #include <bit>
 #include <cstring>
 
+#include "content_hasher.h"
+
 namespace distrain::data {
 namespace {
 
@@ -24,25 +26,44 @@ uint64_t round(uint64_t lane, uint64_t word) {
   return std::rotl(lane + word * kPrime2, 31) * kPrime1;
 }
 
+void add_block(const char* block, std::array<uint64_t, 4>& lanes) {
+  for (size_t i = 0; i < lanes.size(); ++i) {
+    lanes[i] = round(lanes[i], load<uint64_t>(block + 8 * i));
+  }
+}
+
 uint64_t merge(uint64_t hash, uint64_t lane) { return (hash ^ round(0, lane)) * kPrime1 + kPrime4; }
 
 }  // namespace
 
-uint64_t content_hash(std::string_view bytes, uint64_t seed) {
-  const char* at = bytes.data();
-  size_t left = bytes.size();
-  uint64_t hash = seed + kPrime5;
-  if (left >= 32) {
-    // Four lanes, so that the multiplications of one word do not wait for those of the last.
-    uint64_t lanes[4] = {seed + kPrime1 + kPrime2, seed + kPrime2, seed, seed - kPrime1};
-    for (; left >= 32; at += 32, left -= 32) {
-      for (int i = 0; i < 4; ++i) lanes[i] = round(lanes[i], load<uint64_t>(at + 8 * i));
-    }
-    hash = std::rotl(lanes[0], 1) + std::rotl(lanes[1], 7) + std::rotl(lanes[2], 12) +
-           std::rotl(lanes[3], 18);
-    for (const uint64_t lane : lanes) hash = merge(hash, lane);
+ContentHasher::ContentHasher(uint64_t seed)
+    : seed_(seed), lanes_{seed + kPrime1 + kPrime2, seed + kPrime2, seed, seed - kPrime1} {}
+
+void ContentHasher::add(std::string_view bytes) {
+  const size_t used = length_ % kBlock;
+  length_ += bytes.size();
+  if (used > 0) {
+    const size_t part = bytes.copy(rest_.data() + used, kBlock - used);
+    if (used + part < kBlock) return;
+    bytes.remove_prefix(part);
+    add_block(rest_.data(), lanes_);
   }
-  hash += bytes.size();
+  Lanes lanes = lanes_;  // a copy that no char can alias stays in registers
+  for (; bytes.size() >= kBlock; bytes.remove_prefix(kBlock)) add_block(bytes.data(), lanes);
+  lanes_ = lanes;
+  bytes.copy(rest_.data(), kBlock);
+}
+
+uint64_t ContentHasher::value() const {
+  uint64_t hash = seed_ + kPrime5;
+  if (length_ >= kBlock) {
+    hash = std::rotl(lanes_[0], 1) + std::rotl(lanes_[1], 7) + std::rotl(lanes_[2], 12) +
+           std::rotl(lanes_[3], 18);
+    for (const uint64_t lane : lanes_) hash = merge(hash, lane);
+  }
+  hash += length_;
+  const char* at = rest_.data();
+  size_t left = length_ % kBlock;
   for (; left >= 8; at += 8, left -= 8) {
     hash = std::rotl(hash ^ round(0, load<uint64_t>(at)), 27) * kPrime1 + kPrime4;
   }
@@ -57,6 +78,12 @@ uint64_t content_hash(std::string_view bytes, uint64_t seed) {
   hash = (hash ^ (hash >> 33)) * kPrime2;
   hash = (hash ^ (hash >> 29)) * kPrime3;
   return hash ^ (hash >> 32);
+}
+
+uint64_t content_hash(std::string_view bytes, uint64_t seed) {
+  ContentHasher hasher(seed);
+  hasher.add(bytes);
+  return hasher.value();
 }
 
 }  // namespace distrain::data

@@ -1,20 +1,15 @@
 #include "distrain/data/text_dataset.h"
 
 #include <algorithm>
-#include <array>
-#include <cerrno>
-#include <cstring>
 #include <new>
 #include <numeric>
 #include <stdexcept>
 #include <utility>
 
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include "distrain/base/error.h"
 #include "distrain/data/hash.h"
+#include "file.h"
+#include "text.h"
 
 namespace distrain::data {
 namespace {
@@ -23,80 +18,6 @@ using base::ErrorKind;
 using base::Exception;
 
 constexpr std::string_view kLabelPrefix = "__label__";
-constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
-constexpr size_t kShown = 40;  // bytes of the user's text in a message
-
-constexpr std::array<bool, 256> kSeparators = [] {
-  std::array<bool, 256> table{};
-  for (const unsigned char c : {' ', '\t', '\r', '\v', '\f', '\0'}) table[c] = true;
-  return table;
-}();
-
-bool is_separator(char c) { return kSeparators[static_cast<unsigned char>(c)]; }
-
-// `text` for a message: quoted, one line, not too long.
-std::string quoted(std::string_view text) {
-  std::string shown = "'";
-  for (const char c : text.substr(0, kShown)) {
-    const bool plain = static_cast<unsigned char>(c) >= 0x20 && c != 0x7F;
-    shown += plain ? c : '?';
-  }
-  // A message is UTF-8: a character that the limit cut in two goes.
-  if (text.size() > kShown) {
-    while (shown.size() > 1 && (shown.back() & 0xC0) == 0x80) shown.pop_back();
-    if (shown.size() > 1 && (shown.back() & 0x80) != 0) shown.pop_back();
-    shown += "…";
-  }
-  return shown + "'";
-}
-
-std::string errno_text() {
-  std::array<char, 128> buffer{};
-  return strerror_r(errno, buffer.data(), buffer.size());
-}
-
-class File {
- public:
-  explicit File(const std::string& path)
-      : path_(path), fd_(open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
-    if (fd_ < 0) fail("cannot open " + path_ + ": " + errno_text());
-  }
-  ~File() {
-    if (fd_ >= 0) close(fd_);
-  }
-  File(const File&) = delete;
-  File& operator=(const File&) = delete;
-
-  // Reads to the end rather than by size: the path may be a pipe.
-  std::string read_all() {
-    struct stat status {};
-    std::string bytes;
-    if (fstat(fd_, &status) == 0 && S_ISREG(status.st_mode)) {
-      bytes.resize(static_cast<size_t>(status.st_size) + 1);  // one more, to see the end at once
-    }
-    size_t used = 0;
-    for (;;) {
-      if (used == bytes.size()) bytes.resize(std::max<size_t>(size_t{64} << 10, 2 * used));
-      const ssize_t got = read(fd_, bytes.data() + used, bytes.size() - used);
-      if (got == 0) break;
-      if (got > 0) {
-        used += static_cast<size_t>(got);
-      } else if (errno != EINTR) {
-        fail("cannot read " + path_ + ": " + errno_text());
-      }
-    }
-    bytes.resize(used);
-    return bytes;
-  }
-
- private:
-  [[noreturn]] static void fail(std::string message) {
-    throw Exception(ErrorKind::kBadData, std::move(message));
-  }
-
-  const std::string& path_;
-  int fd_;
-};
 
 class Parser {
  public:
@@ -107,14 +28,10 @@ class Parser {
   TextDataset parse() {
     data_.offsets.push_back(0);
     data_.content_hash = content_hash(text_);
-    std::string_view rest = text_;
-    if (rest.starts_with(kByteOrderMark)) rest.remove_prefix(kByteOrderMark.size());
-    while (!rest.empty()) {
+    for_each_line(text_, [this](std::string_view line) {
       ++line_;
-      const size_t end = std::min(rest.find('\n'), rest.size());
-      parse_line(rest.substr(0, end));
-      rest.remove_prefix(std::min(end + 1, rest.size()));
-    }
+      parse_line(line);
+    });
     if (data_.labels.empty()) fail(name_ + ": no example in this file");
     if (given_) {
       data_.vocabulary = std::move(given_);
@@ -131,14 +48,7 @@ class Parser {
     const size_t first = data_.tokens.size();
     int64_t label = Vocabulary::kUnknown;
     bool any = false;
-    const char* at = line.data();
-    const char* const end = at + line.size();
-    for (;;) {
-      while (at < end && is_separator(*at)) ++at;
-      if (at == end) break;
-      const char* begin = at;
-      while (at < end && !is_separator(*at)) ++at;
-      const std::string_view token(begin, static_cast<size_t>(at - begin));
+    for_each_token(line, [&](std::string_view token) {
       any = true;
       if (token.starts_with(kLabelPrefix)) {
         if (label != Vocabulary::kUnknown) fail_at("more than one label; the second is ", token);
@@ -146,7 +56,7 @@ class Parser {
       } else {
         add_word(token);
       }
-    }
+    });
     if (!any) return;
     if (label == Vocabulary::kUnknown) {
       data_.tokens.resize(first);
@@ -198,7 +108,7 @@ class Parser {
   [[noreturn]] void fail_at(std::string_view what, std::string_view text) const {
     while (!text.empty() && is_separator(text.front())) text.remove_prefix(1);
     while (!text.empty() && is_separator(text.back())) text.remove_suffix(1);
-    fail(name_ + ":" + std::to_string(line_) + ": " + std::string(what) + quoted(text));
+    fail(name_ + ":" + std::to_string(line_) + ": " + std::string(what) + in_quotes(text));
   }
 
   [[noreturn]] static void fail(std::string message) {
@@ -225,13 +135,9 @@ TextDataset read_fast_text(const std::string& path) { return read_fast_text(path
 
 TextDataset read_fast_text(const std::string& path,
                            std::shared_ptr<const TextVocabulary> vocabulary) {
-  try {
-    return parse_fast_text(File(path).read_all(), path, std::move(vocabulary));
-  } catch (const std::length_error&) {
-    throw Exception(ErrorKind::kResources, path + " is too large");
-  } catch (const std::bad_alloc&) {
-    throw Exception(ErrorKind::kResources, "no memory for " + path);
-  }
+  return with_memory_for(path, [&] {
+    return parse_fast_text(read_file<std::string>(path), path, std::move(vocabulary));
+  });
 }
 
 }  // namespace distrain::data

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+
+#include <nlohmann/json.hpp>
+
+#include "distrain/data/safetensors.h"
+
+namespace distrain::data {
+
+/// What is saved, or was loaded: tensors by file and name, and a manifest beside them.
+///
+/// On disk a checkpoint is a folder `step-<12 digits>` with one safetensors file for each entry of
+/// `files` (`model.safetensors`, `optimizer.safetensors`, …) and `manifest.json`:
+///
+///   {"format":"distrain-checkpoint","version":1,"step":20,
+///    "files":{"model.safetensors":{"bytes":4800312,"xxh64":"0123456789abcdef"},…},
+///    "state":{…},"xxh64":"…"}
+///
+/// each file with the content_hash() of its bytes, and at the end that of the manifest's own text
+/// before `,"xxh64"`. The text is one line, with the keys in this order.
+///
+/// `state` is the scenario's: counters, options that must agree, data position, RNG. Numbers in it
+/// that are not finite are read back as null.
+struct Checkpoint {
+  int64_t step = 0;
+  std::map<std::string, std::map<std::string, StoredTensor>> files;
+  nlohmann::ordered_json state = nlohmann::ordered_json::object();
+};
+
+/// A checkpoint that was read: its tensors lie in `contents`.
+struct LoadedCheckpoint {
+  std::string path;  ///< of its folder
+  Checkpoint checkpoint;
+  std::map<std::string, Safetensors> contents;
+};
+
+/// Where the checkpoints of one job are.
+class CheckpointStore {
+ public:
+  /// `before_system_call` is told before each system call of a save, with its name: for the tests
+  /// that end the process there.
+  using Probe = std::function<void(const char* name)>;
+
+  explicit CheckpointStore(std::string folder, Probe before_system_call = {});
+
+  /// Makes the folder if it is not there, and tries whether it can be written, so that a job does
+  /// not find out after hours. Throws `resources`.
+  void prepare();
+
+  /// Writes a checkpoint so that the folder holds it whole or not at all, whenever the process or
+  /// the machine stops: into a temporary folder, each file and the folder fsynced, renamed, its
+  /// parent fsynced. Removes what interrupted saves left, and at the end all but this one and the
+  /// newest of the others. Saving the same step again replaces it. Gives back the checkpoint's
+  /// path.
+  ///
+  /// Throws `resources` naming the file (disk full, no rights); what was saved before stays. Throws
+  /// `invalid`, before anything is written, for what could not be loaded: a step below 0 or of more
+  /// than twelve digits, file names with a '/' or a '.' in front, tensors that safetensors_header()
+  /// refuses, a state that is no object, nested 64 deep, with an object of more than 4096
+  /// keys, or over 64 MiB.
+  std::string save(const Checkpoint& checkpoint);
+
+  /// The newest checkpoint of `folder`, by its step; none if there is none or no folder. Throws
+  /// `bad_data` for a folder that cannot be read.
+  static std::optional<std::string> newest(const std::string& folder);
+
+  /// Reads a checkpoint's folder, or the newest in a folder of checkpoints. Trusts nothing: throws
+  /// `bad_data`, with the file and the reason, for a manifest that is not what it should be, files
+  /// that are missing, of another size or hash, or not safetensors.
+  static LoadedCheckpoint load(const std::string& path);
+
+ private:
+  const std::string folder_;
+  const Probe before_system_call_;
+};
+
+}  // namespace distrain::data

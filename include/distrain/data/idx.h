@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace distrain::data {
+
+/// Grey images with a class each, as MNIST's IDX files hold them.
+struct ImageSet {
+  int64_t count = 0;
+  int64_t rows = 0;
+  int64_t columns = 0;
+  std::vector<uint8_t> pixels;  ///< count × rows × columns, row by row
+  std::vector<uint8_t> labels;  ///< count
+  uint64_t content_hash = 0;    ///< of both files' decompressed bytes
+};
+
+/// Reads a pair of IDX files (yann.lecun.com/exdb/mnist: big-endian magic 0x803 and 0x801), each
+/// plain or gzip, whatever its name. Throws `bad_data`, with the file and the reason: unreadable,
+/// damaged, not IDX, a wrong element type, cut short, longer than its header says, no image, image
+/// and label counts that differ.
+ImageSet read_idx(const std::string& images, const std::string& labels);
+
+struct ImageFolder {
+  ImageSet train;
+  std::optional<ImageSet> test;
+};
+
+/// Reads `train-images-idx3-ubyte` and `train-labels-idx1-ubyte`, and `t10k-…` if they are there,
+/// from a folder; each may end in `.gz`, and may be spelled with a dot (`train-images.idx3-ubyte`).
+/// Throws `bad_data`; images of the two sets must have the same size.
+ImageFolder read_image_folder(const std::string& folder);
+
+}  // namespace distrain::data

@@ -1,0 +1,189 @@
+#include "checkpoint_manifest.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <initializer_list>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "distrain/base/error.h"
+#include "distrain/data/hash.h"
+#include "text.h"
+
+namespace distrain::data {
+namespace {
+
+using base::ErrorKind;
+using base::Exception;
+using Json = nlohmann::ordered_json;
+
+constexpr const char* kFormat = "distrain-checkpoint";
+constexpr size_t kMaxDepth = 64;
+// An ordered_json object is a list: that many keys cost their square.
+constexpr size_t kMaxKeys = 4096;
+constexpr size_t kMaxFileName = 255;
+
+// The text ends with the hash of all that comes before this, so a change of any byte is seen.
+constexpr std::string_view kHashBegin = ",\"xxh64\":\"";
+constexpr size_t kHexDigits = 16;
+constexpr std::string_view kHashEnd = "\"}\n";
+
+std::string hex(uint64_t hash) {
+  char digits[kHexDigits + 1];
+  std::snprintf(digits, sizeof digits, "%016llx", static_cast<unsigned long long>(hash));
+  return digits;
+}
+
+std::string raw_text(const Manifest& manifest) {
+  Json json;
+  json["format"] = kFormat;
+  json["version"] = 1;
+  json["step"] = manifest.step;
+  Json& files = json["files"] = Json::object();
+  for (const auto& [name, file] : manifest.files) {
+    files[name]["bytes"] = file.bytes;
+    files[name]["xxh64"] = hex(file.hash);
+  }
+  json["state"] = manifest.state;
+  std::string text = json.dump();
+  text.pop_back();  // '}'
+  const uint64_t hash = content_hash(text);
+  return text.append(kHashBegin).append(hex(hash)).append(kHashEnd);
+}
+
+class Parser {
+ public:
+  explicit Parser(const std::string& path) : path_(path) {}
+
+  Manifest parse(std::string_view text) const {
+    if (text.size() > kMaxManifestBytes) fail("more than 64 MiB");
+    check_hash(text);
+    const Json json = parse_json(text);
+    check_keys(json, "the manifest", {"format", "version", "step", "files", "state", "xxh64"});
+    if (json["format"] != kFormat) fail("not the manifest of a checkpoint");
+    const auto version = number(json["version"], "version");
+    if (version != 1) fail("of version " + std::to_string(version) + ", this program reads 1");
+    Manifest manifest;
+    manifest.step = number(json["step"], "step");
+    if (manifest.step > kMaxCheckpointStep) fail("'step' is too large");
+    if (!json["files"].is_object()) fail("'files' is not an object");
+    for (const auto& [name, file] : json["files"].items()) {
+      manifest.files.emplace(name, parse_file(name, file));
+    }
+    if (!json["state"].is_object()) fail("'state' is not an object");
+    manifest.state = json["state"];
+    return manifest;
+  }
+
+ private:
+  void check_hash(std::string_view text) const {
+    const size_t end = kHashBegin.size() + kHexDigits + kHashEnd.size();
+    if (text.size() < end) fail("cut short");
+    const std::string_view begin = text.substr(0, text.size() - end);
+    const std::string expected =
+        std::string(kHashBegin) + hex(content_hash(begin)) + std::string(kHashEnd);
+    if (text.substr(begin.size()) != expected) {
+      fail("damaged: it does not end with the xxh64 of its text");
+    }
+  }
+
+  Json parse_json(std::string_view text) const {
+    // The JSON parser would skip a byte order mark, and take a NUL for the end.
+    if (!text.starts_with('{') || text.find('\0') != std::string_view::npos) fail("not JSON");
+    std::vector<std::set<std::string>> open;  // the keys so far of each object or array
+    const auto look = [&](int, Json::parse_event_t event, Json& value) {
+      using Event = Json::parse_event_t;
+      if (event == Event::object_start || event == Event::array_start) {
+        open.emplace_back();
+        if (open.size() > kMaxDepth) fail("nested too deep");
+      } else if (event == Event::object_end || event == Event::array_end) {
+        open.pop_back();
+      } else if (event == Event::key) {
+        const auto& key = value.get_ref<const std::string&>();
+        if (!open.back().insert(key).second) fail(in_quotes(key) + " is there twice");
+        if (open.back().size() > kMaxKeys) fail("an object with too many keys");
+      }
+      return true;
+    };
+    try {
+      return Json::parse(text.begin(), text.end(), look);
+    } catch (const Json::exception&) {
+      fail("not JSON");
+    }
+  }
+
+  void check_keys(const Json& object, const std::string& what,
+                  std::initializer_list<const char*> keys) const {
+    if (!object.is_object()) fail(what + " is not an object");
+    for (const char* key : keys) {
+      if (!object.contains(key)) fail(what + " has no '" + key + "'");
+    }
+    if (object.size() != keys.size()) fail(what + " has a key that is not in the format");
+  }
+
+  int64_t number(const Json& value, const std::string& what) const {
+    if (!value.is_number_unsigned() || value.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX)) {
+      fail("'" + what + "' is not a number from 0 on");
+    }
+    return value.get<int64_t>();
+  }
+
+  // Only plain names, so that nothing outside the checkpoint's folder is ever opened.
+  Manifest::File parse_file(const std::string& name, const Json& file) const {
+    const std::string what = "file " + in_quotes(name);
+    const bool plain = std::none_of(name.begin(), name.end(), [](char c) {
+      return c == '/' || static_cast<unsigned char>(c) < 0x20 || c == 0x7F;
+    });
+    if (!plain || name.empty() || name.front() == '.' || name.size() > kMaxFileName ||
+        name == kManifestName) {
+      fail(what + " has a name that files of a checkpoint cannot have");
+    }
+    check_keys(file, what, {"bytes", "xxh64"});
+    const auto bytes = static_cast<uint64_t>(number(file["bytes"], "bytes"));
+    if (!file["xxh64"].is_string()) fail(what + " has no hash");
+    const auto hash = parse_hex(file["xxh64"].get_ref<const std::string&>());
+    if (!hash) fail(what + " has no hash");
+    return {bytes, *hash};
+  }
+
+  static std::optional<uint64_t> parse_hex(const std::string& text) {
+    constexpr std::string_view kDigits = "0123456789abcdef";
+    if (text.size() != kHexDigits) return std::nullopt;
+    uint64_t value = 0;
+    for (const char c : text) {
+      const size_t digit = kDigits.find(c);
+      if (digit == std::string_view::npos) return std::nullopt;
+      value = value << 4 | digit;
+    }
+    return value;
+  }
+
+  [[noreturn]] void fail(const std::string& reason) const {
+    throw Exception(ErrorKind::kBadData, path_ + ": " + reason);
+  }
+
+  const std::string& path_;
+};
+
+}  // namespace
+
+std::string manifest_text(const Manifest& manifest) {
+  try {
+    std::string text = raw_text(manifest);
+    parse_manifest(text, "a checkpoint that cannot be saved");
+    return text;
+  } catch (const Json::exception&) {
+    throw Exception(ErrorKind::kInvalid,
+                    "a checkpoint that cannot be saved: text that is not UTF-8");
+  } catch (const Exception& exception) {
+    throw Exception(ErrorKind::kInvalid, exception.error().message);
+  }
+}
+
+Manifest parse_manifest(std::string_view text, const std::string& path) {
+  return Parser(path).parse(text);
+}
+
+}  // namespace distrain::data

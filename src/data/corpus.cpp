@@ -1,0 +1,131 @@
+#include "distrain/data/corpus.h"
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+
+#include "distrain/base/error.h"
+#include "distrain/data/hash.h"
+#include "file.h"
+#include "text.h"
+
+namespace distrain::data {
+namespace {
+
+using base::ErrorKind;
+using base::Exception;
+
+constexpr std::string_view kReserved[] = {"<unk>", "<eos>"};  // kUnknownWord, kEndOfLine
+constexpr int64_t kReservedWords = std::size(kReserved);
+
+int64_t number_of(std::string_view word, const Vocabulary& vocabulary) {
+  const int64_t id = vocabulary.find(word);
+  return id == Vocabulary::kUnknown ? kUnknownWord : id;
+}
+
+[[noreturn]] void fail_no_word(const std::string& path) {
+  throw Exception(ErrorKind::kBadData, path + ": no word in this file");
+}
+
+void check(bool right, const char* what, int64_t value) {
+  if (!right) throw Exception(ErrorKind::kInvalid, what + std::to_string(value));
+}
+
+}  // namespace
+
+Vocabulary read_words(const std::string& path, int64_t max_words) {
+  check(max_words == 0 || max_words >= kReservedWords,
+        "a vocabulary has at least 2 words, <unk> and <eos>, or 0 for all, not ", max_words);
+  return with_memory_for(path, [&] {
+    const auto text = read_file<std::string>(path);
+    Vocabulary seen;  // by first appearance
+    for (const std::string_view word : kReserved) seen.add(word);
+    std::vector<int64_t> counts(kReservedWords, 0);
+    bool any = false;
+    for_each_line(text, [&](std::string_view line) {
+      for_each_token(line, [&](std::string_view word) {
+        any = true;
+        const auto id = static_cast<size_t>(seen.add(word));
+        if (id == counts.size()) counts.push_back(0);
+        ++counts[id];
+      });
+    });
+    if (!any) fail_no_word(path);
+
+    std::vector<int64_t> order(counts.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin() + kReservedWords, order.end(), [&](int64_t a, int64_t b) {
+      return counts[static_cast<size_t>(a)] > counts[static_cast<size_t>(b)];
+    });
+    if (max_words > 0 && max_words < seen.size()) order.resize(static_cast<size_t>(max_words));
+    Vocabulary words;
+    for (const int64_t id : order) words.add(seen.word(id));
+    return words;
+  });
+}
+
+Corpus read_corpus(const std::string& path, const Vocabulary& vocabulary) {
+  return with_memory_for(path, [&] {
+    const auto text = read_file<std::string>(path);
+    Corpus corpus;
+    corpus.content_hash = content_hash(text);
+    for_each_line(text, [&](std::string_view line) {
+      const size_t before = corpus.tokens.size();
+      for_each_token(line, [&](std::string_view word) {
+        corpus.tokens.push_back(number_of(word, vocabulary));
+      });
+      if (corpus.tokens.size() > before) corpus.tokens.push_back(kEndOfLine);
+    });
+    if (corpus.tokens.empty()) fail_no_word(path);
+    return corpus;
+  });
+}
+
+std::vector<int64_t> to_tokens(std::string_view text, const Vocabulary& vocabulary) {
+  std::vector<int64_t> tokens;
+  for_each_line(text, [&](std::string_view line) {
+    for_each_token(line,
+                   [&](std::string_view word) { tokens.push_back(number_of(word, vocabulary)); });
+  });
+  return tokens;
+}
+
+TokenColumns::TokenColumns(const std::vector<int64_t>& tokens, int64_t columns, int64_t first,
+                           int64_t count)
+    : tokens_(tokens), column_length_(0), first_(first), count_(count) {
+  check(columns >= 1, "the number of columns must be at least 1, not ", columns);
+  check(first >= 0 && first < columns, "there is no column ", first);
+  check(count >= 1 && count <= columns - first,
+        "the columns read must be at least one, and not more than there are, not ", count);
+  const auto size = static_cast<int64_t>(tokens.size());
+  column_length_ = size / columns;
+  if (column_length_ < 2) {
+    throw Exception(ErrorKind::kBadData, std::to_string(size) + " tokens are too few for " +
+                                             std::to_string(columns) +
+                                             " columns of at least two tokens");
+  }
+}
+
+int64_t TokenColumns::steps(int64_t length) const {
+  check(length >= 1, "the length of a batch must be at least 1, not ", length);
+  return (column_length_ - 2) / length + 1;  // the last token of a column is a target only
+}
+
+TokenColumns::Batch TokenColumns::batch(int64_t step, int64_t length) const {
+  check(step >= 0 && step < steps(length), "these columns have no step ", step);
+  const int64_t begin = step * length;
+  Batch batch;
+  batch.length = std::min(length, column_length_ - 1 - begin);
+  batch.inputs.reserve(static_cast<size_t>(batch.length * count_));
+  batch.targets.reserve(static_cast<size_t>(batch.length * count_));
+  for (int64_t row = begin; row < begin + batch.length; ++row) {
+    for (int64_t column = first_; column < first_ + count_; ++column) {
+      const auto at = static_cast<size_t>(column * column_length_ + row);
+      batch.inputs.push_back(tokens_[at]);
+      batch.targets.push_back(tokens_[at + 1]);
+    }
+  }
+  return batch;
+}
+
+}  // namespace distrain::data

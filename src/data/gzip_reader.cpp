@@ -1,0 +1,77 @@
+#include "gzip_reader.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+namespace distrain::data {
+namespace {
+
+constexpr int kGzipOnly = 16 + MAX_WBITS;
+
+}  // namespace
+
+GzipReader::GzipReader(const std::string& path) : path_(path), file_(path) {
+  stream_.next_in = input_.data();
+  // A pipe may give one byte at a time.
+  while (stream_.avail_in < 2) {
+    const size_t got = file_.read(input_.data() + stream_.avail_in, 2 - stream_.avail_in);
+    if (got == 0) break;
+    stream_.avail_in += static_cast<uInt>(got);
+  }
+  gzip_ = stream_.avail_in == 2 && input_[0] == 0x1F && input_[1] == 0x8B;
+  if (gzip_ && inflateInit2(&stream_, kGzipOnly) != Z_OK) throw std::bad_alloc();
+}
+
+GzipReader::~GzipReader() {
+  if (gzip_) inflateEnd(&stream_);
+}
+
+size_t GzipReader::read(uint8_t* out, size_t bytes) {
+  size_t done = 0;
+  while (done < bytes) {
+    if (stream_.avail_in == 0 && !fill()) {
+      if (gzip_ && !between_members_) fail("the gzip file is cut short");
+      break;
+    }
+    done += inflate_some(out + done, bytes - done);
+  }
+  return done;
+}
+
+bool GzipReader::fill() {
+  stream_.next_in = input_.data();
+  stream_.avail_in = static_cast<uInt>(file_.read(input_.data(), input_.size()));
+  return stream_.avail_in > 0;
+}
+
+size_t GzipReader::inflate_some(uint8_t* out, size_t bytes) {
+  const auto room = static_cast<uInt>(std::min<size_t>(bytes, 1 << 30));
+  if (!gzip_) {
+    const uInt count = std::min(room, stream_.avail_in);
+    std::memcpy(out, stream_.next_in, count);
+    stream_.next_in += count;
+    stream_.avail_in -= count;
+    return count;
+  }
+  if (between_members_) {
+    inflateReset(&stream_);
+    between_members_ = false;
+  }
+  stream_.next_out = out;
+  stream_.avail_out = room;
+  const int result = inflate(&stream_, Z_NO_FLUSH);
+  if (result == Z_MEM_ERROR) throw std::bad_alloc();
+  if (result == Z_STREAM_END) {
+    between_members_ = true;
+  } else if (result != Z_OK && result != Z_BUF_ERROR) {
+    fail("the gzip file is damaged");
+  }
+  return room - stream_.avail_out;
+}
+
+void GzipReader::fail(const char* reason) const {
+  throw base::Exception(base::ErrorKind::kBadData, path_ + ": " + reason);
+}
+
+}  // namespace distrain::data

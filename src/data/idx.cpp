@@ -1,0 +1,186 @@
+#include "distrain/data/idx.h"
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <string_view>
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include "content_hasher.h"
+#include "distrain/base/error.h"
+#include "file.h"
+#include "gzip_reader.h"
+
+namespace distrain::data {
+namespace {
+
+constexpr uint64_t kMaxBytes = uint64_t{8} << 30;
+constexpr size_t kFirstBytes = size_t{1} << 20;
+constexpr uint8_t kUnsignedBytes = 0x08;  // the element type
+
+[[noreturn]] void fail(const std::string& path, const std::string& reason) {
+  throw base::Exception(base::ErrorKind::kBadData, path + ": " + reason);
+}
+
+// One IDX file: u8 0 · u8 0 · u8 element type · u8 dimensions · dimensions × u32 size, elements.
+class IdxFile {
+ public:
+  IdxFile(const std::string& path, ContentHasher& hasher)
+      : path_(path), reader_(path), hasher_(hasher) {}
+
+  template <size_t N>
+  std::array<uint64_t, N> read_sizes() {
+    std::array<uint8_t, 4> magic;
+    read_header(magic);
+    if (magic[0] != 0 || magic[1] != 0) fail(path_, "not an IDX file");
+    if (magic[2] != kUnsignedBytes) {
+      fail(path_, "an IDX file of elements of type " + std::to_string(magic[2]) +
+                      ", not of unsigned bytes (8)");
+    }
+    if (magic[3] != N) {
+      fail(path_,
+           "an IDX file of " + std::to_string(magic[3]) + " dimensions, not " + std::to_string(N));
+    }
+    std::array<uint64_t, N> sizes;
+    for (uint64_t& size : sizes) {
+      std::array<uint8_t, 4> bytes;
+      read_header(bytes);
+      size = 0;
+      for (const uint8_t byte : bytes) size = size << 8 | byte;
+    }
+    return sizes;
+  }
+
+  // What follows the header, which must be just `total` bytes. The memory grows with what comes: a
+  // header may promise more than its file has.
+  std::vector<uint8_t> read_elements(uint64_t total) {
+    std::vector<uint8_t> elements;
+    while (elements.size() < total) {
+      const size_t before = elements.size();
+      elements.resize(std::min<uint64_t>(total, std::max(kFirstBytes, 2 * before)));
+      const size_t got = reader_.read(elements.data() + before, elements.size() - before);
+      if (got < elements.size() - before) {
+        fail(path_, "cut short: " + std::to_string(before + got) + " of " + std::to_string(total) +
+                        " bytes after the header");
+      }
+    }
+    uint8_t more;
+    if (reader_.read(&more, 1) > 0) {
+      fail(path_, "longer than the " + std::to_string(total) + " bytes that its header says");
+    }
+    add_to_hash(elements);
+    return elements;
+  }
+
+ private:
+  void read_header(std::array<uint8_t, 4>& bytes) {
+    if (reader_.read(bytes.data(), bytes.size()) < bytes.size()) {
+      fail(path_, "cut short: no whole IDX header");
+    }
+    add_to_hash(bytes);
+  }
+
+  template <class Bytes>
+  void add_to_hash(const Bytes& bytes) {
+    hasher_.add({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+  }
+
+  const std::string& path_;
+  GzipReader reader_;
+  ContentHasher& hasher_;
+};
+
+std::string size_of(const ImageSet& set) {
+  return std::to_string(set.rows) + " x " + std::to_string(set.columns);
+}
+
+void read_images(const std::string& path, ContentHasher& hasher, ImageSet& set) {
+  IdxFile file(path, hasher);
+  const auto [count, rows, columns] = file.read_sizes<3>();
+  set.count = static_cast<int64_t>(count);
+  set.rows = static_cast<int64_t>(rows);
+  set.columns = static_cast<int64_t>(columns);
+  if (count == 0) fail(path, "no image in this file");
+  if (rows == 0 || columns == 0) fail(path, "images of " + size_of(set) + " pixels");
+  // rows * columns fits: each is below 2^32.
+  if (rows * columns > kMaxBytes || count > kMaxBytes / (rows * columns)) {
+    fail(path, std::to_string(count) + " images of " + size_of(set) +
+                   " pixels are more than the 8 GiB that are read");
+  }
+  set.pixels = file.read_elements(count * rows * columns);
+}
+
+void read_labels(const std::string& path, const std::string& images, ContentHasher& hasher,
+                 ImageSet& set) {
+  IdxFile file(path, hasher);
+  const auto [count] = file.read_sizes<1>();
+  if (count != static_cast<uint64_t>(set.count)) {
+    fail(path, std::to_string(count) + " labels for the " + std::to_string(set.count) +
+                   " images of " + images);
+  }
+  set.labels = file.read_elements(count);
+}
+
+// The file of this set ("train") and kind ("images", "idx3") in whichever spelling it has.
+std::optional<std::string> find_file(const std::string& folder, const std::string& set,
+                                     const std::string& kind, const std::string& type) {
+  for (const char* separator : {"-", "."}) {
+    for (const char* ending : {"", ".gz"}) {
+      std::string path = folder + "/" + set + "-" + kind + separator + type + "-ubyte" + ending;
+      if (access(path.c_str(), F_OK) == 0) return path;
+    }
+  }
+  return std::nullopt;
+}
+
+struct Pair {
+  std::optional<std::string> images;
+  std::optional<std::string> labels;
+};
+
+Pair find_pair(const std::string& folder, const std::string& set) {
+  return {find_file(folder, set, "images", "idx3"), find_file(folder, set, "labels", "idx1")};
+}
+
+ImageSet read_pair(const std::string& folder, const std::string& set, const Pair& pair) {
+  if (!pair.images) fail(folder, "no " + set + "-images-idx3-ubyte in this folder");
+  if (!pair.labels) fail(folder, "no " + set + "-labels-idx1-ubyte in this folder");
+  return read_idx(*pair.images, *pair.labels);
+}
+
+void check_folder(const std::string& folder) {
+  const int fd = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd < 0) {
+    throw base::Exception(base::ErrorKind::kBadData, "cannot open " + folder + ": " + errno_text());
+  }
+  close(fd);
+}
+
+}  // namespace
+
+ImageSet read_idx(const std::string& images, const std::string& labels) {
+  ImageSet set;
+  ContentHasher hasher;
+  with_memory_for(images, [&] { read_images(images, hasher, set); });
+  with_memory_for(labels, [&] { read_labels(labels, images, hasher, set); });
+  set.content_hash = hasher.value();
+  return set;
+}
+
+ImageFolder read_image_folder(const std::string& folder) {
+  check_folder(folder);
+  ImageFolder result;
+  result.train = read_pair(folder, "train", find_pair(folder, "train"));
+  const Pair pair = find_pair(folder, "t10k");
+  if (!pair.images && !pair.labels) return result;
+  result.test = read_pair(folder, "t10k", pair);
+  if (result.test->rows != result.train.rows || result.test->columns != result.train.columns) {
+    fail(*pair.images, "images of " + size_of(*result.test) + " pixels, those to train with are " +
+                           size_of(result.train));
+  }
+  return result;
+}
+
+}  // namespace distrain::data

@@ -1,0 +1,299 @@
+#include "distrain/data/safetensors.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <optional>
+#include <set>
+#include <string_view>
+#include <utility>
+
+#include <nlohmann/json.hpp>
+
+#include "distrain/base/error.h"
+#include "file.h"
+#include "text.h"
+
+namespace distrain::data {
+namespace {
+
+using base::ErrorKind;
+using base::Exception;
+using wire::DType;
+using Json = nlohmann::ordered_json;
+
+constexpr size_t kLengthBytes = 8;
+constexpr uint64_t kMaxHeader = 100'000'000;
+constexpr std::string_view kMetadata = "__metadata__";
+
+struct DTypeName {
+  DType dtype;
+  std::string_view name;
+};
+constexpr std::array kDTypes = {
+    DTypeName{DType::kBool, "BOOL"},     DTypeName{DType::kUInt8, "U8"},
+    DTypeName{DType::kInt8, "I8"},       DTypeName{DType::kUInt16, "U16"},
+    DTypeName{DType::kInt16, "I16"},     DTypeName{DType::kUInt32, "U32"},
+    DTypeName{DType::kInt32, "I32"},     DTypeName{DType::kUInt64, "U64"},
+    DTypeName{DType::kInt64, "I64"},     DTypeName{DType::kFloat16, "F16"},
+    DTypeName{DType::kBFloat16, "BF16"}, DTypeName{DType::kFloat32, "F32"},
+    DTypeName{DType::kFloat64, "F64"},   DTypeName{DType::kComplex64, "C64"},
+};
+
+// Bytes of a tensor, or none if they can't be counted. Sizes other than 0 must have a product that
+// fits, as torch computes strides from them.
+std::optional<uint64_t> bytes_of(DType dtype, const std::vector<int64_t>& shape) {
+  uint64_t bytes = wire::element_bytes(dtype);
+  bool empty = false;
+  for (const int64_t size : shape) {
+    if (size < 0) return std::nullopt;
+    if (size == 0) {
+      empty = true;
+    } else if (__builtin_mul_overflow(bytes, static_cast<uint64_t>(size), &bytes) ||
+               bytes > static_cast<uint64_t>(INT64_MAX)) {
+      return std::nullopt;
+    }
+  }
+  return empty ? 0 : bytes;
+}
+
+struct Entry {
+  std::string name;
+  std::optional<DType> dtype;
+  std::optional<std::vector<int64_t>> shape;
+  std::optional<std::vector<int64_t>> offsets;  // begin and end among the tensors' bytes
+};
+
+// Takes the header's JSON as it is read, without a tree of it, and refuses whatever is not in the
+// format at the place where it stands: so nothing is ever nested deeper than the format.
+class HeaderReader : public nlohmann::json_sax<Json> {
+ public:
+  explicit HeaderReader(const std::string& file) : file_(file) {}
+
+  std::vector<Entry> entries;
+  std::map<std::string, std::string> metadata;
+
+  bool key(string_t& name) override {
+    switch (place_) {
+      case Place::kFile:
+        if (!names_.insert(name).second) fail(in_quotes(name) + " is there twice");
+        entry_ = Entry{name, {}, {}, {}};
+        break;
+      case Place::kMetadata:
+        if (metadata.contains(name))
+          fail(in_quotes(name) + " is twice in " + std::string(kMetadata));
+        break;
+      default:
+        if (name != "dtype" && name != "shape" && name != "data_offsets") {
+          fail_entry("has an unknown field " + in_quotes(name));
+        }
+        if (name == "dtype"   ? entry_.dtype.has_value()
+            : name == "shape" ? entry_.shape.has_value()
+                              : entry_.offsets.has_value()) {
+          fail_entry("has its " + name + " twice");
+        }
+    }
+    key_ = name;
+    return true;
+  }
+
+  bool start_object(std::size_t) override {
+    if (place_ == Place::kStart) {
+      place_ = Place::kFile;
+    } else if (place_ == Place::kFile) {
+      place_ = key_ == kMetadata ? Place::kMetadata : Place::kTensor;
+    } else {
+      fail_value();
+    }
+    return true;
+  }
+
+  bool end_object() override {
+    if (place_ == Place::kTensor) {
+      if (!entry_.dtype) fail_entry("has no dtype");
+      if (!entry_.shape) fail_entry("has no shape");
+      if (!entry_.offsets) fail_entry("has no data_offsets");
+      entries.push_back(std::move(entry_));
+    }
+    place_ = Place::kFile;
+    return true;
+  }
+
+  bool start_array(std::size_t) override {
+    if (place_ != Place::kTensor || key_ == "dtype") fail_value();
+    place_ = Place::kNumbers;
+    (key_ == "shape" ? entry_.shape : entry_.offsets).emplace();
+    return true;
+  }
+
+  bool end_array() override {
+    if (key_ != "shape" && entry_.offsets->size() != 2) fail_value();
+    place_ = Place::kTensor;
+    return true;
+  }
+
+  bool string(string_t& text) override {
+    if (place_ == Place::kMetadata) {
+      metadata.emplace(key_, text);
+      return true;
+    }
+    if (place_ != Place::kTensor || key_ != "dtype") fail_value();
+    const auto* found = std::find_if(kDTypes.begin(), kDTypes.end(),
+                                     [&](const DTypeName& known) { return known.name == text; });
+    if (found == kDTypes.end()) fail_entry("has the unknown dtype " + in_quotes(text));
+    entry_.dtype = found->dtype;
+    return true;
+  }
+
+  bool number_unsigned(number_unsigned_t number) override {
+    if (place_ != Place::kNumbers || number > static_cast<uint64_t>(INT64_MAX)) fail_value();
+    std::vector<int64_t>& numbers = key_ == "shape" ? *entry_.shape : *entry_.offsets;
+    if (numbers.size() == wire::kMaxDimensions) fail_entry("has too many dimensions");
+    numbers.push_back(static_cast<int64_t>(number));
+    return true;
+  }
+
+  bool null() override { fail_value(); }
+  bool boolean(bool) override { fail_value(); }
+  bool number_integer(number_integer_t) override { fail_value(); }
+  bool number_float(number_float_t, const string_t&) override { fail_value(); }
+  bool binary(binary_t&) override { fail_value(); }
+  bool parse_error(std::size_t position, const std::string&,
+                   const nlohmann::detail::exception&) override {
+    fail("its header is not JSON at byte " + std::to_string(kLengthBytes + position));
+  }
+
+ private:
+  enum class Place { kStart, kFile, kTensor, kNumbers, kMetadata };
+
+  [[noreturn]] void fail(const std::string& reason) const {
+    throw Exception(ErrorKind::kBadData, file_ + ": " + reason);
+  }
+  [[noreturn]] void fail_entry(const std::string& reason) const {
+    fail("tensor " + in_quotes(entry_.name) + " " + reason);
+  }
+  [[noreturn]] void fail_value() const {
+    if (place_ == Place::kTensor || place_ == Place::kNumbers) {
+      fail_entry("has a " + key_ + " that is none");
+    }
+    fail("its header has a value that it cannot have, at " + in_quotes(key_));
+  }
+
+  const std::string& file_;
+  Place place_ = Place::kStart;
+  std::string key_;  // the last
+  Entry entry_;      // being read
+  std::set<std::string> names_;
+};
+
+// The JSON header in `bytes`.
+std::string_view header_of(const std::vector<uint8_t>& bytes, const std::string& name) {
+  const auto fail = [&](const std::string& reason) {
+    throw Exception(ErrorKind::kBadData, name + ": not a safetensors file: " + reason);
+  };
+  if (bytes.size() < kLengthBytes) fail("shorter than 8 bytes");
+  uint64_t length = 0;
+  for (size_t i = kLengthBytes; i-- > 0;) length = length << 8 | bytes[i];
+  if (length > kMaxHeader) fail("a header of more than 100 MB");
+  if (length > bytes.size() - kLengthBytes) fail("its header is longer than the file");
+  const std::string_view header(reinterpret_cast<const char*>(bytes.data()) + kLengthBytes, length);
+  // The JSON parser would skip a byte order mark, and take a NUL for the end.
+  if (!header.starts_with('{')) fail("its header does not begin with '{'");
+  if (header.find('\0') != std::string_view::npos) fail("a NUL in its header");
+  return header;
+}
+
+}  // namespace
+
+Safetensors Safetensors::read(const std::string& path) {
+  return with_memory_for(path, [&] { return parse(read_file<std::vector<uint8_t>>(path), path); });
+}
+
+Safetensors Safetensors::parse(std::vector<uint8_t> bytes, const std::string& name) {
+  const auto fail = [&](const std::string& reason) {
+    throw Exception(ErrorKind::kBadData, name + ": " + reason);
+  };
+  const std::string_view header = header_of(bytes, name);
+  HeaderReader reader(name);
+  Json::sax_parse(header.begin(), header.end(), &reader);
+
+  Safetensors result;
+  result.metadata_ = std::move(reader.metadata);
+  const auto all = std::span<const uint8_t>(bytes).subspan(kLengthBytes + header.size());
+  auto& entries = reader.entries;
+  std::sort(entries.begin(), entries.end(),
+            [](const Entry& a, const Entry& b) { return *a.offsets < *b.offsets; });
+  int64_t end = 0;
+  for (Entry& entry : entries) {
+    const std::string tensor = "tensor " + in_quotes(entry.name);
+    const int64_t first = (*entry.offsets)[0];
+    const int64_t last = (*entry.offsets)[1];
+    if (first > end) fail("nothing says what the bytes before " + tensor + " are");
+    if (first < end) fail(tensor + " overlaps another one");
+    if (last < first) fail(tensor + " ends before it begins");
+    if (static_cast<uint64_t>(last) > all.size()) fail(tensor + " goes beyond the file's end");
+    const auto size = bytes_of(*entry.dtype, *entry.shape);
+    if (!size) fail(tensor + " has a shape that overflows");
+    if (*size != static_cast<uint64_t>(last - first)) {
+      fail(tensor + " has " + std::to_string(last - first) + " bytes, its dtype and shape need " +
+           std::to_string(*size));
+    }
+    end = last;
+    result.tensors_.emplace(
+        std::move(entry.name),
+        StoredTensor{*entry.dtype, std::move(*entry.shape),
+                     all.subspan(static_cast<size_t>(first), static_cast<size_t>(*size))});
+  }
+  if (static_cast<uint64_t>(end) < all.size()) {
+    fail(std::to_string(all.size() - static_cast<uint64_t>(end)) +
+         " bytes too many after the last tensor");
+  }
+  result.bytes_ = std::make_shared<const std::vector<uint8_t>>(std::move(bytes));
+  return result;
+}
+
+std::string safetensors_header(const std::map<std::string, StoredTensor>& tensors,
+                               const std::map<std::string, std::string>& metadata) {
+  const auto fail = [](const std::string& name, const char* reason) {
+    throw Exception(ErrorKind::kInvalid, "tensor " + in_quotes(name) + " " + reason);
+  };
+  std::string header(kLengthBytes, '\0');
+  const auto put = [&](const std::string& name, const Json& value) {
+    header += header.size() == kLengthBytes ? '{' : ',';
+    try {
+      header += Json(name).dump() + ":" + value.dump();
+    } catch (const Json::exception&) {
+      fail(name, "has a name or metadata that are not UTF-8");
+    }
+  };
+  if (!metadata.empty()) put(std::string(kMetadata), Json(metadata));
+  uint64_t offset = 0;
+  for (const auto& [name, tensor] : tensors) {
+    const auto* found = std::find_if(kDTypes.begin(), kDTypes.end(), [&](const DTypeName& known) {
+      return known.dtype == tensor.dtype;
+    });
+    if (found == kDTypes.end()) fail(name, "has a dtype that safetensors files cannot hold");
+    if (name == kMetadata) fail(name, "has a name that safetensors files use otherwise");
+    if (tensor.shape.size() > wire::kMaxDimensions) fail(name, "has too many dimensions");
+    if (bytes_of(tensor.dtype, tensor.shape) != tensor.bytes.size()) {
+      fail(name, "has bytes that do not fit its shape");
+    }
+    Json entry;
+    entry["dtype"] = found->name;
+    entry["shape"] = tensor.shape;
+    entry["data_offsets"] = {offset, offset + tensor.bytes.size()};
+    put(name, entry);
+    offset += tensor.bytes.size();
+  }
+  if (header.size() == kLengthBytes) header += '{';
+  header += '}';
+  header.resize((header.size() + 7) / 8 * 8, ' ');
+  uint64_t length = header.size() - kLengthBytes;
+  if (length > kMaxHeader) {
+    throw Exception(ErrorKind::kInvalid, "tensors with a header of more than 100 MB");
+  }
+  for (size_t i = 0; i < kLengthBytes; ++i, length >>= 8) header[i] = static_cast<char>(length);
+  return header;
+}
+
+}  // namespace distrain::data

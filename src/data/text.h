@@ -1,0 +1,49 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <string_view>
+
+namespace distrain::data {
+
+inline constexpr std::array<bool, 256> kSeparators = [] {
+  std::array<bool, 256> table{};
+  for (const unsigned char c : {' ', '\t', '\r', '\v', '\f', '\0'}) table[c] = true;
+  return table;
+}();
+
+/// What separates words within a line, as in fastText.
+inline bool is_separator(char c) { return kSeparators[static_cast<unsigned char>(c)]; }
+
+/// Calls `function` with each word of `line`.
+template <class F>
+void for_each_token(std::string_view line, F function) {
+  const char* at = line.data();
+  const char* const end = at + line.size();
+  for (;;) {
+    while (at < end && is_separator(*at)) ++at;
+    if (at == end) return;
+    const char* const begin = at;
+    while (at < end && !is_separator(*at)) ++at;
+    function(std::string_view(begin, static_cast<size_t>(at - begin)));
+  }
+}
+
+/// Calls `function` with each line of `text`, without its \n and without a UTF-8 byte order mark at
+/// the beginning. The last line needs no \n.
+template <class F>
+void for_each_line(std::string_view text, F function) {
+  constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
+  if (text.starts_with(kByteOrderMark)) text.remove_prefix(kByteOrderMark.size());
+  while (!text.empty()) {
+    const size_t end = std::min(text.find('\n'), text.size());
+    function(text.substr(0, end));
+    text.remove_prefix(std::min(end + 1, text.size()));
+  }
+}
+
+/// `text` for a message: quoted, one line, not too long.
+std::string in_quotes(std::string_view text);
+
+}  // namespace distrain::data

@@ -1,0 +1,74 @@
+// What the tests of checkpoints share.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "distrain/data/checkpoint_store.h"
+#include "files.h"
+#include "support/catch.h"
+
+namespace distrain::data {
+
+namespace fs = std::filesystem;
+using wire::DType;
+using Json = nlohmann::ordered_json;
+using Strings = std::vector<std::string>;
+
+// A checkpoint whose contents say its step and version.
+struct Sample {
+  explicit Sample(int64_t step, int version = 0, size_t size = 5)
+      : weights(size, static_cast<uint8_t>(16 * step + version)) {
+    checkpoint.step = step;
+    checkpoint.state["version"] = version;
+    checkpoint.state["rng"] = Json::array({UINT64_MAX, 0.1, "é\"\n", nullptr, -3});
+    checkpoint.files["model.safetensors"] = {{"bias", {DType::kUInt8, {2}, {weights.data(), 2}}},
+                                             {"w", {DType::kUInt8, {shape()}, weights}}};
+    checkpoint.files["optimizer.safetensors"] = {};
+  }
+  int64_t shape() const { return static_cast<int64_t>(weights.size()); }
+
+  std::vector<uint8_t> weights;
+  Checkpoint checkpoint;
+};
+
+inline void check_same(const LoadedCheckpoint& loaded, const Checkpoint& expected) {
+  REQUIRE(loaded.checkpoint.step == expected.step);
+  REQUIRE(loaded.checkpoint.state == expected.state);
+  REQUIRE(loaded.checkpoint.files.size() == expected.files.size());
+  for (const auto& [name, tensors] : expected.files) {
+    REQUIRE(loaded.checkpoint.files.contains(name));
+    const auto& read = loaded.checkpoint.files.at(name);
+    REQUIRE(read.size() == tensors.size());
+    for (const auto& [key, tensor] : tensors) {
+      REQUIRE(read.contains(key));
+      REQUIRE(read.at(key).shape == tensor.shape);
+      REQUIRE(std::ranges::equal(read.at(key).bytes, tensor.bytes));
+      // The bytes are those in `contents`.
+      REQUIRE(read.at(key).bytes.data() == loaded.contents.at(name).tensors().at(key).bytes.data());
+    }
+  }
+}
+
+inline void check_newest(const std::string& folder, const Sample& expected) {
+  const auto path = CheckpointStore::newest(folder);
+  REQUIRE(path);
+  check_same(CheckpointStore::load(*path), expected.checkpoint);
+}
+
+inline std::string step_name(int64_t step) {
+  const std::string digits = std::to_string(step);
+  return "step-" + std::string(12 - digits.size(), '0') + digits;
+}
+
+inline Strings names_in(const std::string& folder) {
+  Strings names;
+  for (const auto& entry : fs::directory_iterator(folder)) names.push_back(entry.path().filename());
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+}  // namespace distrain::data

@@ -1,0 +1,66 @@
+// What the tests of readers and checkpoints share.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "distrain/base/error.h"
+#include "support/catch.h"
+
+namespace distrain::data {
+
+// The message of the error of this kind that `call` throws.
+template <class F>
+std::string error_of(base::ErrorKind kind, F call) {
+  try {
+    call();
+  } catch (const base::Exception& exception) {
+    CHECK(base::kind_name(exception.kind()) == base::kind_name(kind));
+    return exception.error().message;
+  }
+  FAIL("no error");
+  return {};
+}
+
+template <class F>
+std::string bad_data(F call) {
+  return error_of(base::ErrorKind::kBadData, call);
+}
+
+inline std::string read_text(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+inline void write_text(const std::string& path, std::string_view text) {
+  std::ofstream(path, std::ios::binary) << text;
+}
+
+class Folder {
+ public:
+  Folder() {
+    char name[] = "/tmp/distrain_data_XXXXXX";
+    path_ = mkdtemp(name);
+  }
+  ~Folder() { std::filesystem::remove_all(path_); }
+  Folder(const Folder&) = delete;
+  Folder& operator=(const Folder&) = delete;
+
+  const std::string& path() const { return path_; }
+  std::string path(const std::string& file) const { return path_ + "/" + file; }
+  std::string write(const std::string& file, std::string_view text) const {
+    write_text(path(file), text);
+    return path(file);
+  }
+
+ private:
+  std::string path_;
+};
+
+}  // namespace distrain::data

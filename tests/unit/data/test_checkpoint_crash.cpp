@@ -1,0 +1,210 @@
+// ctest: timeout=120
+#include <csignal>
+#include <cstddef>
+#include <functional>
+#include <string>
+
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "checkpoint_sample.h"
+#include "distrain/data/checkpoint_store.h"
+#include "support/catch.h"
+
+namespace distrain::data {
+namespace {
+
+// The exit code of a child process that runs `function`; it leaves nothing behind but files.
+int in_child(const std::function<int()>& function) {
+  const pid_t child = fork();
+  if (child == 0) _exit(function());
+  int status = 0;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  REQUIRE(WIFEXITED(status));
+  return WEXITSTATUS(status);
+}
+
+constexpr int kSaved = 0;
+constexpr int kKilled = 9;
+
+// Saves in a process that ends just before its nth system call.
+int save_and_die(const std::string& folder, const Checkpoint& checkpoint, int nth) {
+  return in_child([&] {
+    int calls = 0;
+    CheckpointStore store(folder, [&](const char*) {
+      if (++calls == nth) _exit(kKilled);
+    });
+    store.save(checkpoint);
+    return kSaved;
+  });
+}
+
+// Lets every system call of this number fail, in this process, for good.
+void forbid(long number, int error) {
+  const sock_filter filter[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, static_cast<uint32_t>(number), 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | static_cast<uint32_t>(error)),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  sock_fprog program{std::size(filter), const_cast<sock_filter*>(filter)};
+  prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+  if (prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0) _exit(77);
+}
+
+}  // namespace
+
+TEST_CASE("Whenever a save ends, an old or the new checkpoint is there") {
+  const bool again = GENERATE(false, true);
+  const bool only_one = GENERATE(false, true);
+  const Sample before(1);
+  const Sample old(2);
+  const Sample wanted = again ? Sample(2, 1) : Sample(3);
+  const Sample later(4);
+  int ended_old = 0;
+  int ended_new = 0;
+  for (int nth = 1;; ++nth) {
+    const Folder folder;
+    CheckpointStore store(folder.path());
+    if (!only_one) store.save(before.checkpoint);
+    store.save(old.checkpoint);
+    const int exit_code = save_and_die(folder.path(), wanted.checkpoint, nth);
+    const auto newest = CheckpointStore::newest(folder.path());
+    REQUIRE(newest);
+    const auto loaded = CheckpointStore::load(folder.path());
+    const bool is_new = loaded.checkpoint.step == wanted.checkpoint.step &&
+                        loaded.checkpoint.state == wanted.checkpoint.state;
+    check_same(loaded, is_new ? wanted.checkpoint : old.checkpoint);
+    (is_new ? ended_new : ended_old)++;
+    if (exit_code == kSaved) {
+      REQUIRE(is_new);
+      break;
+    }
+    REQUIRE(exit_code == kKilled);
+    // Going on works, and clears everything away. A second end at the same place is no worse.
+    REQUIRE(save_and_die(folder.path(), wanted.checkpoint, nth) <= kKilled);
+    REQUIRE(CheckpointStore::load(folder.path()).checkpoint.step >= old.checkpoint.step);
+    store.save(later.checkpoint);
+    check_newest(folder.path(), later);
+    const auto names = names_in(folder.path());
+    REQUIRE(names.size() == 2);
+    for (const auto& name : names) {
+      REQUIRE(name.starts_with("step-"));
+      CheckpointStore::load(folder.path(name));
+    }
+  }
+  CHECK(ended_old > 10);
+  CHECK(ended_new > 3);
+}
+
+TEST_CASE("Clearing away after a save that ended may end as well") {
+  const Sample later(4);
+  for (int first = 1; first < 100; first += 3) {
+    for (int second = 1; second < 100; second += 5) {
+      const Folder folder;
+      CheckpointStore(folder.path()).save(Sample(2).checkpoint);
+      if (save_and_die(folder.path(), Sample(2, 1).checkpoint, first) == kSaved) return;
+      if (save_and_die(folder.path(), Sample(2, 2).checkpoint, second) == kSaved) break;
+      const auto loaded = CheckpointStore::load(folder.path());
+      check_same(loaded, Sample(2, loaded.checkpoint.state["version"]).checkpoint);
+    }
+  }
+}
+
+TEST_CASE("Files are on the disk before they get their name") {
+  const Folder folder;
+  Strings calls;
+  CheckpointStore store(folder.path(), [&](const char* name) { calls.emplace_back(name); });
+  store.save(Sample(1).checkpoint);
+  const Strings expected = {"open",   "getdents", "close",           // what is there
+                            "mkdir",                                 //
+                            "open",   "write",    "write", "write",  // header and two tensors
+                            "fsync",  "close",                       //
+                            "open",   "write",    "fsync", "close",  // no tensors
+                            "open",   "write",    "fsync", "close",  // the manifest
+                            "open",   "fsync",    "close",           // their folder
+                            "rename", "rename",                      // no old one; the new one
+                            "open",   "fsync",    "close",           // the parent
+                            "rename",                                // nothing was replaced
+                            "open",   "getdents", "close"};
+  CHECK(calls == expected);
+}
+
+TEST_CASE("A system call that fails is an error with the file, and leaves what was there") {
+  for (const long number : {SYS_mkdir, SYS_write, SYS_fsync, SYS_rename}) {
+    const Folder folder;
+    CheckpointStore(folder.path()).save(Sample(1).checkpoint);
+    const int code = in_child([&] {
+      forbid(number, ENOSPC);
+      try {
+        CheckpointStore(folder.path()).save(Sample(2).checkpoint);
+      } catch (const base::Exception& exception) {
+        const std::string& message = exception.error().message;
+        const bool right = exception.kind() == base::ErrorKind::kResources &&
+                           message.find(folder.path()) != std::string::npos &&
+                           message.ends_with(": No space left on device");
+        return right ? 1 : 2;
+      }
+      return 3;
+    });
+    if (code == 77) {
+      WARN("no seccomp here");
+      continue;
+    }
+    CHECK(code == 1);
+    // What was there stays, and the disk is not filled with a half of the new one.
+    CHECK(names_in(folder.path()) == Strings{step_name(1)});
+    check_newest(folder.path(), Sample(1));
+  }
+}
+
+TEST_CASE("A replacement that fails leaves the old one under its name") {
+  const Folder folder;
+  CheckpointStore(folder.path()).save(Sample(1).checkpoint);
+  // The second rename fails: what it would rename is gone.
+  const int code = in_child([&] {
+    int renames = 0;
+    CheckpointStore store(folder.path(), [&](const char* name) {
+      if (name == std::string("rename") && ++renames == 2) {
+        fs::remove_all(folder.path(".tmp-" + step_name(1)));
+      }
+    });
+    try {
+      store.save(Sample(1, 1).checkpoint);
+    } catch (const base::Exception& exception) {
+      return exception.kind() == base::ErrorKind::kResources ? 1 : 2;
+    }
+    return 3;
+  });
+  CHECK(code == 1);
+  CHECK(names_in(folder.path()) == Strings{step_name(1)});
+  check_newest(folder.path(), Sample(1));
+}
+
+TEST_CASE("A full disk is an error with the file's name, and leaves nothing") {
+  const Folder folder;
+  CheckpointStore(folder.path()).save(Sample(1).checkpoint);
+  const int code = in_child([&] {
+    signal(SIGXFSZ, SIG_IGN);
+    const rlimit limit{100'000, 100'000};
+    setrlimit(RLIMIT_FSIZE, &limit);
+    try {
+      CheckpointStore(folder.path()).save(Sample(2, 0, 200'000).checkpoint);
+    } catch (const base::Exception& exception) {
+      const auto expected = "cannot write " + folder.path(".tmp-" + step_name(2)) +
+                            "/model.safetensors: File too large";
+      return exception.kind() == base::ErrorKind::kResources && expected == exception.what() ? 1
+                                                                                             : 2;
+    }
+    return 3;
+  });
+  CHECK(code == 1);
+  CHECK(names_in(folder.path()) == Strings{step_name(1)});
+}
+
+}  // namespace distrain::data

@@ -1,0 +1,159 @@
+#include <string>
+#include <vector>
+
+#include "distrain/data/corpus.h"
+#include "distrain/data/hash.h"
+#include "files.h"
+#include "support/catch.h"
+
+namespace distrain::data {
+namespace {
+
+using Ints = std::vector<int64_t>;
+using Strings = std::vector<std::string>;
+using namespace std::string_literals;
+
+Strings all(const Vocabulary& words) {
+  Strings result;
+  for (int64_t i = 0; i < words.size(); ++i) result.emplace_back(words.word(i));
+  return result;
+}
+
+template <class F>
+std::string invalid(F call) {
+  return error_of(base::ErrorKind::kInvalid, call);
+}
+
+Ints count_to(int64_t count) {
+  Ints result;
+  for (int64_t i = 0; i < count; ++i) result.push_back(i);
+  return result;
+}
+
+}  // namespace
+
+TEST_CASE("Words are numbered by falling frequency, then by appearance") {
+  const Folder folder;
+  const auto path = folder.write("text", "b a c c\nd a c\n");
+  CHECK(all(read_words(path, 0)) == Strings{"<unk>", "<eos>", "c", "a", "b", "d"});
+  CHECK(all(read_words(path, 4)) == Strings{"<unk>", "<eos>", "c", "a"});
+  CHECK(all(read_words(path, 2)) == Strings{"<unk>", "<eos>"});
+  CHECK(read_words(path, 100).size() == 6);
+  CHECK(read_words(path, 6).size() == 6);
+}
+
+TEST_CASE("A text that has <unk> and <eos> itself means the reserved words") {
+  const Folder folder;
+  const auto path = folder.write("text", "x <unk> <unk> <unk>\n<eos> y y\n");
+  const Vocabulary words = read_words(path, 0);
+  CHECK(all(words) == Strings{"<unk>", "<eos>", "y", "x"});
+  CHECK(read_corpus(path, words).tokens == Ints{3, 0, 0, 0, 1, 1, 2, 2, 1});
+}
+
+TEST_CASE("Each line that has a word ends with <eos>") {
+  const Folder folder;
+  const auto words = read_words(folder.write("train", "one two two\n"), 0);
+  const Ints expected{3, 2, kEndOfLine, kUnknownWord, kEndOfLine};
+  for (const auto& text : {"one two\nnew\n"s, "one two\nnew"s, "\n\none\ttwo \r\n \t\n\nnew\r\n\n"s,
+                           "\xEF\xBB\xBFone two\nnew\n"s, "one\0two\n\vnew\f\n"s}) {
+    const Corpus corpus = read_corpus(folder.write("text", text), words);
+    CHECK(corpus.tokens == expected);
+    CHECK(corpus.content_hash == content_hash(text));
+  }
+}
+
+TEST_CASE("A prompt has its words and no <eos>") {
+  const Folder folder;
+  const auto words = read_words(folder.write("train", "one two two\n"), 0);
+  CHECK(to_tokens(" two one\nnew  two ", words) == Ints{2, 3, kUnknownWord, 2});
+  CHECK(to_tokens("", words).empty());
+  CHECK(to_tokens(" \n ", words).empty());
+}
+
+TEST_CASE("A text that cannot be read or has no word is an error with its name") {
+  const Folder folder;
+  const Vocabulary words;
+  const auto missing = folder.path("missing");
+  const std::string no_file = "cannot open " + missing + ": No such file or directory";
+  CHECK(bad_data([&] { read_words(missing, 0); }) == no_file);
+  CHECK(bad_data([&] { read_corpus(missing, words); }) == no_file);
+  for (const auto& text : {""s, "\n"s, " \r\n\t\n"s, "\xEF\xBB\xBF"s, "\0"s}) {
+    const auto path = folder.write("empty", text);
+    CHECK(bad_data([&] { read_words(path, 0); }) == path + ": no word in this file");
+    CHECK(bad_data([&] { read_corpus(path, words); }) == path + ": no word in this file");
+  }
+  const auto path = folder.write("text", "a\n");
+  for (const int64_t max_words : {-1, 1}) {
+    CHECK(invalid([&] { read_words(path, max_words); }) ==
+          "a vocabulary has at least 2 words, <unk> and <eos>, or 0 for all, not " +
+              std::to_string(max_words));
+  }
+}
+
+TEST_CASE("Columns are read side by side, each with its next word as target") {
+  const Ints tokens = count_to(11);  // two columns of 5, one token left over
+  const TokenColumns columns(tokens, 2, 0, 2);
+  CHECK(columns.steps(3) == 2);
+  const auto first = columns.batch(0, 3);
+  CHECK(first.length == 3);
+  CHECK(first.inputs == Ints{0, 5, 1, 6, 2, 7});
+  CHECK(first.targets == Ints{1, 6, 2, 7, 3, 8});
+  const auto last = columns.batch(1, 3);
+  CHECK(last.length == 1);
+  CHECK(last.inputs == Ints{3, 8});
+  CHECK(last.targets == Ints{4, 9});
+
+  const TokenColumns second(tokens, 2, 1, 1);
+  CHECK(second.batch(0, 10).inputs == Ints{5, 6, 7, 8});
+  CHECK(second.batch(0, 10).targets == Ints{6, 7, 8, 9});
+  CHECK(second.steps(10) == 1);
+  CHECK(second.steps(4) == 1);
+  CHECK(second.steps(1) == 4);
+  CHECK(second.steps(INT64_MAX) == 1);
+}
+
+TEST_CASE("The batches of a column are all its words, once") {
+  const Ints tokens = count_to(103);
+  for (int64_t columns = 1; columns <= 51; ++columns) {
+    for (const int64_t length : {1, 2, 3, 7, 50, 1000}) {
+      const int64_t size = 103 / columns;
+      Ints inputs;
+      const TokenColumns last(tokens, columns, columns - 1, 1);
+      for (int64_t step = 0; step < last.steps(length); ++step) {
+        const auto batch = last.batch(step, length);
+        REQUIRE(batch.length >= 1);
+        REQUIRE(batch.length <= length);
+        REQUIRE(batch.inputs.size() == static_cast<size_t>(batch.length));
+        for (size_t i = 0; i < batch.inputs.size(); ++i) {
+          inputs.push_back(batch.inputs[i]);
+          REQUIRE(batch.targets[i] == batch.inputs[i] + 1);
+        }
+      }
+      REQUIRE(inputs.size() == static_cast<size_t>(size - 1));
+      REQUIRE(inputs.front() == (columns - 1) * size);
+      REQUIRE(inputs.back() == columns * size - 2);
+    }
+  }
+}
+
+TEST_CASE("Columns that are not there are refused") {
+  const Ints tokens = count_to(10);
+  CHECK(bad_data([&] { TokenColumns(tokens, 6, 0, 1); }) ==
+        "10 tokens are too few for 6 columns of at least two tokens");
+  CHECK(bad_data([&] { TokenColumns({}, 1, 0, 1); }).starts_with("0 tokens are too few"));
+  CHECK(bad_data([&] {
+          TokenColumns(tokens, INT64_MAX, INT64_MAX - 1, 1);
+        }).starts_with("10 tokens are too few"));
+  CHECK(TokenColumns(tokens, 5, 0, 1).steps(1) == 1);
+  invalid([&] { TokenColumns(tokens, 0, 0, 1); });
+  invalid([&] { TokenColumns(tokens, 2, -1, 1); });
+  invalid([&] { TokenColumns(tokens, 2, 2, 1); });
+  invalid([&] { TokenColumns(tokens, 2, 1, 2); });
+  invalid([&] { TokenColumns(tokens, 2, 0, 0); });
+  const TokenColumns columns(tokens, 2, 0, 2);
+  invalid([&] { static_cast<void>(columns.steps(0)); });
+  invalid([&] { columns.batch(-1, 2); });
+  CHECK(invalid([&] { columns.batch(2, 2); }) == "these columns have no step 2");
+}
+
+}  // namespace distrain::data
