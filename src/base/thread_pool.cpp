@@ -50,6 +50,7 @@ void ThreadPool::post(Task task) {
 void ThreadPool::run() {
   pthread_setname_np(pthread_self(), options_.name.substr(0, 15).c_str());
   thread_state().observer = this;
+  if (options_.on_thread_start) options_.on_thread_start();
   bool has_worked = false;
   std::unique_lock lock(mutex_);
   for (;;) {

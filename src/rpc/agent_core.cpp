@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 
 #include "channel_impl.h"
@@ -24,7 +25,11 @@ base::Task WorkerExecutor::bind(base::Task task) {
 AgentCore::AgentCore(Agent& owner, AgentOptions given)
     : agent(owner),
       options(std::move(given)),
-      pool({.name = "dt-work", .size = options.worker_threads}),
+      // The number of threads of an operation is OpenMP's, which has one for each thread: without
+      // at::init_num_threads(), oneDNN would take all cores in a worker, whatever was set.
+      pool({.name = "dt-work",
+            .size = options.worker_threads,
+            .on_thread_start = [] { at::init_num_threads(); }}),
       executor(pool),
       pending(loop),
       rrefs(std::make_shared<RRefContext>(

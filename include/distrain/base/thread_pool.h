@@ -3,6 +3,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -25,6 +26,7 @@ class ThreadPool final : public Executor, private BlockObserver {
     std::string name = "distrain";  ///< of the threads, for debuggers; at most 15 characters
     int size = 4;                   ///< threads that may run, not counting those that wait
     int cap = 512;                  ///< threads that may exist
+    std::function<void()> on_thread_start = {};  ///< run first by each; must not throw
   };
 
   explicit ThreadPool(Options options);
