@@ -176,6 +176,12 @@ void Child::send(int signal) {
 
 int Child::signal() const { return status_ && WIFSIGNALED(*status_) ? WTERMSIG(*status_) : 0; }
 
+int Child::stopped_by() const {
+  if (!status_ || signal() || error_ || !rank_end_) return 0;
+  const bool told = rank_end_->value("signal", Json()).is_string();
+  return told && exit_code() > 128 ? exit_code() - 128 : 0;
+}
+
 int Child::exit_code() const {
   if (const int number = signal()) return 128 + number;
   const int code = status_ ? WEXITSTATUS(*status_) : 0;

@@ -63,6 +63,8 @@ class Child {
   int exit_code() const;
   /// Without its last line.
   bool left_early() const { return status_ && !rank_end_; }
+  /// The signal that it took and ended by in good order, as its last line tells; 0 if none.
+  int stopped_by() const;
   /// The signal that killed it, 0 if none.
   int signal() const;
   std::chrono::steady_clock::time_point ended_at() const { return ended_at_; }

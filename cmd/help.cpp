@@ -50,7 +50,7 @@ std::string option_line(const Option& option) {
   }
   const std::string& shown =
       option.initial_in_words.empty() ? option.initial : option.initial_in_words;
-  if (!shown.empty()) help += fmt::format(" [{}]", shown);
+  if (!shown.empty() && option.kind != ValueKind::kFlag) help += fmt::format(" [{}]", shown);
   return left + wrapped(help, left.size());
 }
 

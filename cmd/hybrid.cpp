@@ -1,80 +1,60 @@
 #include "hybrid.h"
 
-#include <errno.h>
-#include <fmt/format.h>
-#include <string.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include "distrain/base/error.h"
+#include "checks.h"
 #include "distrain/scenario/hybrid.h"
-#include "option_table.h"
+#include "option_blocks.h"
 
 namespace distrain::cmd {
 namespace {
 
 scenario::HybridOptions hybrid_options(const ParsedOptions& parsed) {
-  const auto whole = [&parsed](const char* name) { return static_cast<int>(parsed.integer(name)); };
   scenario::HybridOptions options;
-  options.trainers = whole("trainers");
-  options.epochs = whole("epochs");
-  options.batches = whole("batches");
-  options.num_embeddings = whole("num-embeddings");
-  options.embedding_dim = whole("embedding-dim");
-  options.classes = whole("classes");
+  options.trainers = parsed.whole("trainers");
+  options.epochs = parsed.whole("epochs");
+  options.steps = parsed.integer("steps");
+  options.batches = parsed.whole("batches");
+  options.num_embeddings = parsed.whole("num-embeddings");
+  options.embedding_dim = parsed.whole("embedding-dim");
+  options.classes = parsed.whole("classes");
   options.lr = parsed.real("lr");
   options.optimizer = parsed.text("optimizer");
   options.mode = parsed.text("mode");
   options.data = parsed.text("data");
   options.test_data = parsed.text("test-data");
-  options.batch_size = whole("batch-size");
+  options.batch_size = parsed.whole("batch-size");
   options.seed = static_cast<uint64_t>(parsed.integer("seed"));
-  options.threads = whole("threads");
-  options.log_interval = whole("log-interval");
+  options.log_interval = parsed.whole("log-interval");
+  options.checkpoint = checkpoint_options(parsed);
   return options;
 }
 
-void check_file(const ParsedOptions& options, const char* name) {
-  const std::string path = options.text(name);
-  if (path.empty()) return;
-  const auto fail = [&](const char* why) {
-    throw base::Exception(base::ErrorKind::kBadData, fmt::format("--{} {}: {}", name, path, why));
-  };
-  struct stat info {};
-  if (stat(path.c_str(), &info) != 0 || access(path.c_str(), R_OK) != 0) fail(strerror(errno));
-  if (S_ISDIR(info.st_mode)) fail("is a directory");
-  if (S_ISREG(info.st_mode) && info.st_size == 0) fail("the file is empty");
-}
-
-/// A rank that joins does without: the data may be rank 0's to name, and only trainers read it.
-void check(const ParsedOptions& options, Placement& placement) {
-  const bool has_rank_0 = placement.mode != Placement::Mode::kJoin &&
-                          (placement.ranks.empty() || placement.ranks.front() == 0);
-  if (!has_rank_0) return;
-  const bool data = options.given("data");
-  if (options.given("test-data") && !data) {
-    throw base::Exception(base::ErrorKind::kInvalid, "--test-data needs --data");
-  }
-  for (const Option& option : options.table()) {
-    if (!options.given(option.name) || !(data ? option.random_only : option.data_only)) continue;
-    placement.warn(
-        fmt::format("--{} has no effect {} --data", option.name, data ? "with" : "without"));
-  }
-  check_file(options, "data");
-  check_file(options, "test-data");
-}
-
-scenario::Outcome run(const ParsedOptions& parsed, const scenario::Job& job, bool local,
-                      int threads, scenario::EventSink& sink) {
-  scenario::HybridOptions own = hybrid_options(parsed);
-  own.threads = threads;
-  if (local) return scenario::run_hybrid_local(own, job, sink);
-  const auto adopt = [&parsed, threads](const scenario::OptionMap& of_rank_0) {
-    scenario::HybridOptions adopted = hybrid_options(adopt_options(parsed, of_rank_0));
-    adopted.threads = threads;
-    return adopted;
-  };
-  return scenario::run_hybrid(own, job, adopt, sink);
+OptionTable option_table() {
+  OptionTable table;
+  append(table, "Model and data", Scope::kJob,
+         {integer("trainers", "2", 1, 1022, "trainers; the job has two ranks more"),
+          random_only(integer("num-embeddings", "100", 1, kMaxInt,
+                              "rows of the embedding table (with --data: its words)")),
+          integer("embedding-dim", "16", 1, 1048576, "numbers in a row"),
+          random_only(integer("classes", "8", 1, 1048576, "classes (with --data: its labels)"))});
+  append(table, "Model and data", Scope::kInput,
+         {by_default(
+              text("data", "FILE", "train on text: '__label__X word word ...', one example a line"),
+              "random batches"),
+          text("test-data", "FILE", "evaluate on this file after training")});
+  append(table, "Training", Scope::kJob,
+         {epochs_option("100"), steps_option(),
+          random_only(integer("batches", "10", 1, kMaxInt,
+                              "batches an epoch and trainer, random data only")),
+          data_only(
+              integer("batch-size", "32", 1, kMaxInt, "examples a batch and trainer, with --data")),
+          real("lr", "0.05", 0, 1e6, "learning rate"),
+          choice("optimizer", {"sgd", "adagrad", "adam"}, "of all parameters, remote and local"),
+          choice("mode", {"async", "sync"},
+                 "async: each trainer's update as it comes; sync: one mean update a step"),
+          seed_option(), log_interval_option("0")});
+  append_checkpoints(table);
+  append_common(table);
+  return table;
 }
 
 }  // namespace
@@ -92,13 +72,16 @@ JobCommand hybrid_command() {
       "distrain hybrid --data r8.train --test-data r8.test --optimizer adagrad --epochs 15",
       "for r in 0 1 2 3; do distrain hybrid --rank $r & done; wait",
   };
-  command.table = hybrid_option_table();
+  command.table = option_table();
   command.size = {"trainers", 2};
-  command.check = check;
+  command.check = [](const ParsedOptions& options, Placement& placement) {
+    check_data_files(options, placement, "test-data");
+  };
   command.role = [](const ParsedOptions& parsed, int rank) {
     return scenario::hybrid_role(hybrid_options(parsed), rank);
   };
-  command.run = run;
+  command.run = run_of<scenario::HybridOptions>(
+      {hybrid_options, scenario::run_hybrid, scenario::run_hybrid_local});
   return command;
 }
 

@@ -9,8 +9,10 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "checks.h"
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
+#include "inject.h"
 #include "json_sink.h"
 #include "launcher.h"
 #include "listen_socket.h"
@@ -20,6 +22,9 @@
 
 namespace distrain::cmd {
 namespace {
+
+// A save may take long, and to kill a rank in the midst of it would lose what SIGTERM asks for.
+constexpr auto kSaveGrace = std::chrono::seconds(60);
 
 bool is_job_option(const Option& option) {
   return option.scope == Scope::kJob || option.scope == Scope::kInput;
@@ -71,6 +76,7 @@ RankRun make_run(const JobCommand& command, const ParsedOptions& options,
   RankRun run;
   run.cmd = command.line.name;
   run.job = job;
+  run.job.inject = injection_of(parse_injections(options.text("inject")), job.rank);
   run.config = config_of(options, inherits);
   run.threads = static_cast<int>(options.integer("threads"));
   run.local_ranks = placement.local_ranks;
@@ -135,6 +141,8 @@ int launch(const JobCommand& command, const ParsedOptions& options, const Placem
   };
   plan.started = job.started;
   plan.peer_timeout_s = job.peer_timeout_s;
+  // Without rank 0 here, it may be saving elsewhere.
+  if (!placement.has_rank_0() || options.given("checkpoint")) plan.save_grace = kSaveGrace;
   plan.listen_fd = listen_fd;
   plan.warning = placement.warning;
   plan.progress = wants_progress() && !options.flag("quiet");
@@ -181,7 +189,10 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
     if (options.flag("dump-placement")) {
       return print_text(dump_placement(options, placement, command));
     }
+    if (command.complete) command.complete(options);
     command.check(options, placement);
+    check_checkpoint(options, placement);
+    check_injections(parse_injections(options.text("inject")), placement);
     const scenario::Job job = make_job(options, placement, started);
     if (placement.mode == Placement::Mode::kSpawn) {
       return launch(command, options, placement, job);
@@ -203,6 +214,12 @@ ParsedOptions adopt_options(const ParsedOptions& own, const OptionMap& of_rank_0
     adopted.set(option.name, canonical_value(option, it->second, where));
   }
   return adopted;
+}
+
+scenario::CheckpointOptions checkpoint_options(const ParsedOptions& parsed) {
+  return {.dir = parsed.text("checkpoint"),
+          .every = parsed.integer("checkpoint-every"),
+          .resume = parsed.text("resume")};
 }
 
 int report_failure(const std::string& cmd, const base::Error& error, TimePoint started) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "distrain/base/error.h"
+#include "distrain/scenario/checkpoint_options.h"
 #include "distrain/scenario/job.h"
 #include "help.h"
 #include "options.h"
@@ -22,11 +23,26 @@ struct JobCommand {
   SizeRule size;
   /// Throws for options that do not go together and for files that are not there; may warn.
   std::function<void(const ParsedOptions&, Placement&)> check;
+  /// Derives defaults that follow from other options; may be empty. Comes before `check`.
+  std::function<void(ParsedOptions&)> complete;
   std::function<std::string(const ParsedOptions&, int rank)> role;
   /// One rank, or the whole job in this process when `local`.
   std::function<scenario::Outcome(const ParsedOptions&, const scenario::Job&, bool local,
                                   int threads, scenario::EventSink&)>
       run;
+};
+
+/// A scenario's own functions, as `run` of a JobCommand needs them.
+template <class Options>
+struct ScenarioCalls {
+  using Adopt = std::function<Options(const OptionMap& of_rank_0)>;
+
+  Options (*options)(const ParsedOptions&);
+  scenario::Outcome (*run)(const Options&, const scenario::Job&, const Adopt&,
+                           scenario::EventSink&);
+  scenario::Outcome (*run_local)(const Options&, const scenario::Job&, scenario::EventSink&);
+  /// Throws when this rank cannot do with what rank 0 told; may be null.
+  void (*check_adopted)(const ParsedOptions&, const OptionMap& of_rank_0) = nullptr;
 };
 
 /// Parses `args`, finds out which ranks run here, and runs them. Gives back the exit code.
@@ -36,6 +52,28 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
 /// Rank 0's options over this rank's own, as `adopt` of the scenarios needs them: kRank options
 /// stay this rank's, kInput ones too if they were given here. Throws `invalid`.
 ParsedOptions adopt_options(const ParsedOptions& own, const OptionMap& of_rank_0);
+
+template <class Options>
+auto run_of(const ScenarioCalls<Options>& calls) {
+  return [calls](const ParsedOptions& parsed, const scenario::Job& job, bool local, int threads,
+                 scenario::EventSink& sink) {
+    const auto options = [&calls, threads](const ParsedOptions& from) {
+      Options result = calls.options(from);
+      result.threads = threads;
+      return result;
+    };
+    if (local) return calls.run_local(options(parsed), job, sink);
+    const auto adopt = [&](const OptionMap& of_rank_0) {
+      const ParsedOptions adopted = adopt_options(parsed, of_rank_0);
+      if (calls.check_adopted) calls.check_adopted(adopted, of_rank_0);
+      return options(adopted);
+    };
+    return calls.run(options(parsed), job, adopt, sink);
+  };
+}
+
+/// What the `--checkpoint` options say.
+scenario::CheckpointOptions checkpoint_options(const ParsedOptions& parsed);
 
 /// A failure before any rank ran: `error` and `end` on stdout, one line on stderr.
 int report_failure(const std::string& cmd, const base::Error& error, TimePoint started);

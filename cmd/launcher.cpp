@@ -17,9 +17,9 @@
 namespace distrain::cmd {
 namespace {
 
-constexpr auto kTermGrace = std::chrono::seconds(2);    // after SIGTERM of ours
-constexpr auto kSignalGrace = std::chrono::seconds(5);  // after a signal that we passed on
-constexpr double kExtraGrace = 2;                       // beyond the peer timeout
+constexpr auto kTermGrace = std::chrono::seconds(2);  // after SIGTERM of ours
+constexpr std::chrono::seconds kSignalGrace(5);       // after a signal that we passed on
+constexpr double kExtraGrace = 2;                     // beyond the peer timeout
 
 /// Whether the program itself went wrong, rather than somebody ending it.
 bool is_crash(int signal) {
@@ -31,6 +31,11 @@ bool is_secondary(const Child& child) {
   if (child.exit_code() == base::exit_code(base::ErrorKind::kPeerLost)) return true;
   const auto& error = child.error();
   return error && error->value("kind", "") == base::kind_name(base::ErrorKind::kCancelled);
+}
+
+/// How long the others may take to notice that a rank failed.
+std::chrono::nanoseconds failure_grace(const LaunchPlan& plan) {
+  return std::chrono::nanoseconds(static_cast<int64_t>((plan.peer_timeout_s + kExtraGrace) * 1e9));
 }
 
 }  // namespace
@@ -129,8 +134,7 @@ void Launcher::enter(Phase phase) {
     case Phase::kRunning:
       break;
     case Phase::kGrace:
-      deadline_ = base::deadline_after(std::chrono::nanoseconds(
-          static_cast<int64_t>((plan_.peer_timeout_s + kExtraGrace) * 1e9)));
+      deadline_ = base::deadline_after(failure_grace(plan_));
       break;
     case Phase::kTerminating:
       deadline_ = base::deadline_after(kTermGrace);
@@ -165,13 +169,29 @@ void Launcher::on_signals() {
     ended_by_signal_ = number;
     send_to_all(number);
     enter(Phase::kTerminating);
-    if (phase_ == Phase::kTerminating) deadline_ = base::deadline_after(kSignalGrace);
+    const auto grace = number == SIGTERM ? std::max(kSignalGrace, plan_.save_grace) : kSignalGrace;
+    if (phase_ == Phase::kTerminating) deadline_ = base::deadline_after(grace);
   }
 }
 
 void Launcher::reap_children() {
   for (const auto& child : children_) {
-    if (child->reap(handlers_) && child->failed()) enter(Phase::kGrace);
+    if (child->reap(handlers_) && child->failed()) on_failure(*child);
+  }
+}
+
+void Launcher::on_failure(const Child& child) {
+  if (child.stopped_by()) {
+    // Somebody sent SIGTERM to a rank: the others stop, too, once rank 0 has saved.
+    if (phase_ != Phase::kRunning) return;
+    enter(Phase::kGrace);
+    deadline_ = std::max(deadline_, base::deadline_after(plan_.save_grace));
+    return;
+  }
+  enter(Phase::kGrace);
+  // While it waits for a save: there will be none now.
+  if (phase_ == Phase::kGrace || phase_ == Phase::kTerminating) {
+    deadline_ = std::min(deadline_, base::deadline_after(failure_grace(plan_)));
   }
 }
 
@@ -200,6 +220,39 @@ void Launcher::send_to_all(int signal) {
   for (const auto& child : children_) child->send(signal);
 }
 
+/// Whether its failure is what we asked for. A save that failed is not.
+bool Launcher::is_excused(const Child& child) const {
+  const bool failed_to_save = plan_.save_grace.count() > 0 && child.error() && !is_secondary(child);
+  return child.ended_by_us() && !failed_to_save;
+}
+
+/// By a signal, in good order, and for no other reason.
+bool Launcher::all_stopped() const {
+  return !children_.empty() && std::all_of(children_.begin(), children_.end(),
+                                           [](const auto& child) { return child->stopped_by(); });
+}
+
+/// The end of a job by a signal to us, or else to a rank that made the others stop, too.
+std::optional<Cause> Launcher::stop_cause() const {
+  const auto first = std::find_if(children_.begin(), children_.end(),
+                                  [](const auto& child) { return child->stopped_by(); });
+  const int number = ended_by_signal_           ? ended_by_signal_
+                     : first != children_.end() ? (*first)->stopped_by()
+                                                : 0;
+  if (!number) return std::nullopt;
+  Cause cause;
+  cause.signal = signal_name(number);
+  cause.kind = base::kind_name(base::ErrorKind::kCancelled);
+  cause.message = fmt::format("ended by {}", cause.signal);
+  // Rank 0 tells where it saved.
+  if (first != children_.end()) {
+    cause.message = (*first)->rank_end()->value("message", cause.message);
+  }
+  cause.host = host_name();
+  cause.exit_code = 128 + number;
+  return cause;
+}
+
 const Child* Launcher::root_cause() const {
   const Child* cause = nullptr;
   const auto before = [](const Child& a, const Child& b) {
@@ -207,7 +260,7 @@ const Child* Launcher::root_cause() const {
     return a.ended_at() < b.ended_at();
   };
   for (const auto& child : children_) {
-    if (!child->failed() || child->ended_by_us()) continue;
+    if (!child->failed() || is_excused(*child)) continue;
     if (!cause || before(*child, *cause)) cause = child.get();
   }
   return cause;
@@ -254,6 +307,7 @@ Cause Launcher::cause_from(const Child& child) const {
 
 std::optional<Cause> Launcher::find_cause() {
   if (start_error_) return cause_of(*start_error_);
+  if (all_stopped()) return stop_cause();
   if (const Child* child = root_cause()) {
     Cause cause = cause_from(*child);
     // A rank that threw has said so in its own line, best the one that is the cause itself; for one
@@ -273,14 +327,7 @@ std::optional<Cause> Launcher::find_cause() {
     }
     return cause;
   }
-  if (!ended_by_signal_) return std::nullopt;
-  Cause cause;
-  cause.signal = signal_name(ended_by_signal_);
-  cause.kind = base::kind_name(base::ErrorKind::kCancelled);
-  cause.message = fmt::format("ended by {}", cause.signal);
-  cause.host = host_name();
-  cause.exit_code = 128 + ended_by_signal_;
-  return cause;
+  return stop_cause();
 }
 
 int Launcher::finish() {

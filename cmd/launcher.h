@@ -22,6 +22,8 @@ struct LaunchPlan {
   std::function<int(int rank, int out_fd)> rank_main;
   TimePoint started;
   double peer_timeout_s = 5;
+  /// How long the ranks may take to save a checkpoint when SIGTERM ends them; 0: they save none.
+  std::chrono::seconds save_grace{0};
   int listen_fd = -1;  ///< rank 0's; the launcher closes it once the ranks are there
   std::string warning;
   bool progress = false;
@@ -57,9 +59,13 @@ class Launcher {
   void on_signals();
   void on_deadline();
   void reap_children();
+  void on_failure(const Child& child);
   void on_write_error(int error);
   void pump();
   void show_text(const std::string& line);
+  bool is_excused(const Child& child) const;
+  bool all_stopped() const;
+  std::optional<Cause> stop_cause() const;
   const Child* root_cause() const;
   Cause cause_from(const Child& child) const;
   std::optional<Cause> find_cause();

@@ -12,12 +12,14 @@
 #include "job_command.h"
 #include "options.h"
 #include "process_setup.h"
+#include "ps.h"
+#include "rnn.h"
 
 namespace distrain::cmd {
 namespace {
 
 int main_with(const std::vector<std::string>& args, TimePoint started) {
-  const std::vector<JobCommand> commands = {hybrid_command()};
+  const std::vector<JobCommand> commands = {hybrid_command(), ps_command(), rnn_command()};
   std::vector<CommandLine> lines;
   std::vector<std::string> names;
   for (const JobCommand& command : commands) {

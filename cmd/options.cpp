@@ -33,21 +33,23 @@ std::string shortest(double value) {
   return std::string(text, end);
 }
 
-/// " from 1 to 65535", " of 1 or more", " above 0 and up to 1e+06".
+/// " from 1 to 65535", " of 1 or more", " above 0 and up to 1e+06", " from 0 to below 1".
 std::string range_words(const Option& option) {
+  const std::string min = shortest(option.min);
+  const std::string max = (option.below_max ? "below " : "") + shortest(option.max);
   const bool open = option.max >= 9e18;
   if (option.above_min) {
-    return open ? fmt::format(" above {}", shortest(option.min))
-                : fmt::format(" above {} and up to {}", shortest(option.min), shortest(option.max));
+    return open ? fmt::format(" above {}", min) : fmt::format(" above {} and up to {}", min, max);
   }
-  if (open) return fmt::format(" of {} or more", shortest(option.min));
-  return fmt::format(" from {} to {}", shortest(option.min), shortest(option.max));
+  if (open) return fmt::format(" of {} or more", min);
+  return fmt::format(" from {} to {}", min, max);
 }
 
 void check_range(const Option& option, double value, std::string_view text, std::string_view where,
                  std::string_view what) {
   const bool low = option.above_min ? value <= option.min : value < option.min;
-  if (low || value > option.max) {
+  const bool high = option.below_max ? value >= option.max : value > option.max;
+  if (low || high) {
     invalid(fmt::format("{} must be {}{}, not {}", where, what, range_words(option), text));
   }
 }
@@ -115,7 +117,7 @@ const Option* find_option(const OptionTable& table, std::string_view name) {
 std::string canonical_value(const Option& option, std::string_view text, std::string_view where) {
   switch (option.kind) {
     case ValueKind::kFlag:
-      return "true";
+      return text == "false" ? "false" : "true";
     case ValueKind::kInteger: {
       const auto value = number<int64_t>(text);
       if (!value) invalid(fmt::format("{} must be a whole number, not '{}'", where, text));
@@ -155,7 +157,7 @@ Json json_value(const Option& option, const std::string& canonical) {
     case ValueKind::kReal:
       return number<double>(canonical).value_or(0);
     case ValueKind::kFlag:
-      return !canonical.empty();
+      return canonical == "true";
     default:
       return canonical.empty() ? Json() : Json(canonical);
   }

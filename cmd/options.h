@@ -32,13 +32,14 @@ struct Option {
   std::string name;  ///< without dashes; the spelling with `_` comes by itself
   ValueKind kind = ValueKind::kText;
   std::string value_name;  ///< N, FILE, …; empty for a flag
-  std::string initial;     ///< the default in canonical form, empty: none
+  std::string initial;     ///< the default in canonical form, empty: none or it depends
   Scope scope = Scope::kJob;
   std::string group;
   std::string help;
   double min = 0;
   double max = 0;
   bool above_min = false;  ///< `min` itself is not allowed
+  bool below_max = false;  ///< nor is `max`
   std::vector<std::string> choices;
   char short_name = 0;
   bool hidden = false;           ///< for tests; neither in the help nor in the man page
@@ -67,9 +68,11 @@ class ParsedOptions {
   explicit ParsedOptions(const OptionTable& table) : table_(&table) {}
 
   bool given(std::string_view name) const { return values_.contains(std::string(name)); }
-  bool flag(std::string_view name) const { return given(name); }
+  bool flag(std::string_view name) const { return text(name) == "true"; }
   std::string text(std::string_view name) const;
   int64_t integer(std::string_view name) const;
+  /// The same, for a range that fits.
+  int whole(std::string_view name) const { return static_cast<int>(integer(name)); }
   double real(std::string_view name) const;
 
   /// `value` must be canonical.

@@ -36,6 +36,11 @@ struct Placement {
   std::string warning;  ///< for one `warn` line, empty if there is nothing to say
 
   void warn(const std::string& message) { warning += (warning.empty() ? "" : "; ") + message; }
+  /// Whether rank 0 runs in or under this process.
+  bool has_rank_0() const {
+    if (mode == Mode::kSpawn) return ranks.front() == 0;
+    return mode == Mode::kLocal || rank == 0;
+  }
   bool spawns_all() const {
     return mode == Mode::kSpawn && static_cast<int>(ranks.size()) == world_size;
   }

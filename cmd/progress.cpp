@@ -19,6 +19,17 @@ std::optional<double> number(const Json& json, const char* name) {
   return it->get<double>();
 }
 
+/// How good the model is, by what its line says.
+std::string quality_words(const Json& json) {
+  if (const auto accuracy = number(json, "accuracy")) {
+    return fmt::format("accuracy {:.2f} %", *accuracy * 100);
+  }
+  if (const auto perplexity = number(json, "perplexity")) {
+    return fmt::format("perplexity {:.1f}", *perplexity);
+  }
+  return {};
+}
+
 size_t terminal_width() {
   winsize size{};
   return ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
@@ -52,7 +63,7 @@ void Progress::on_line(const std::string& line) {
     epoch_ = std::max(epoch_, static_cast<int>(number(json, "epoch").value_or(0)));
     if (const auto loss = number(json, "loss")) loss_ = loss;
   } else if (*event == "eval") {
-    if (const auto accuracy = number(json, "accuracy")) accuracy_ = accuracy;
+    if (const std::string words = quality_words(json); !words.empty()) quality_ = words;
   } else {
     return;
   }
@@ -69,7 +80,7 @@ void Progress::show(bool at_once) {
         fmt::format("{} epoch {}/{}", bar(static_cast<double>(epoch_) / epochs_), epoch_, epochs_);
   }
   if (loss_) text += fmt::format("  loss {:.4f}", *loss_);
-  if (accuracy_) text += fmt::format("  accuracy {:.2f} %", *accuracy_ * 100);
+  if (!quality_.empty()) text += "  " + quality_;
   text = text.substr(0, terminal_width() - 1);
   fmt::print(stderr, "\r\x1b[K{}{}{}", colour_ ? "\x1b[36m" : "", text, colour_ ? "\x1b[0m" : "");
   std::fflush(stderr);
@@ -90,9 +101,7 @@ void Progress::finish(const Json& end) {
   if (const auto steps = number(end, "steps")) text += fmt::format(": {:.0f} steps", *steps);
   if (const auto wall = number(end, "wall_s")) text += fmt::format(" in {:.2f} s", *wall);
   if (const auto loss = number(end, "loss")) text += fmt::format(", loss {:.4f}", *loss);
-  if (const auto accuracy = number(end, "accuracy")) {
-    text += fmt::format(", accuracy {:.2f} %", *accuracy * 100);
-  }
+  if (const std::string words = quality_words(end); !words.empty()) text += ", " + words;
   fmt::print(stderr, "{}{}{}\n", colour_ ? "\x1b[32m" : "", text, colour_ ? "\x1b[0m" : "");
 }
 

@@ -33,7 +33,7 @@ class Progress {
   const int epochs_;
   int epoch_ = 0;
   std::optional<double> loss_;
-  std::optional<double> accuracy_;
+  std::string quality_;
   bool ready_ = false;
   bool shown_ = false;
   std::chrono::steady_clock::time_point last_{};

@@ -51,12 +51,7 @@ Json start_fields(const RankRun& run, int threads) {
   return fields;
 }
 
-/// Waits for a signal that ends the process and says so in the last line. Without this a rank that
-/// joined, with no launcher above it, would leave its log without an end.
-void end_by_signal(const RankRun& run, JsonSink& sink) {
-  const sigset_t set = ending_signal_set();
-  int number = 0;
-  if (sigwait(&set, &number) != 0) return;
+Cause cause_by_signal(const RankRun& run, int number) {
   Cause cause;
   cause.rank = run.job.rank;
   cause.host = host_name();
@@ -64,6 +59,19 @@ void end_by_signal(const RankRun& run, JsonSink& sink) {
   cause.kind = base::kind_name(base::ErrorKind::kCancelled);
   cause.message = fmt::format("ended by {}", cause.signal);
   cause.exit_code = 128 + number;
+  return cause;
+}
+
+/// Waits for a signal that ends the process and says so in the last line. Without this a rank that
+/// joined, with no launcher above it, would leave its log without an end. A job that saves before
+/// it ends sees to its first SIGTERM itself.
+void end_by_signal(const RankRun& run, JsonSink& sink) {
+  const sigset_t set = ending_signal_set();
+  int number = 0;
+  do {
+    if (sigwait(&set, &number) != 0) return;
+  } while (number == SIGTERM && run.job.stop->request());
+  const Cause cause = cause_by_signal(run, number);
   Summary summary;
   summary.add_rss(peak_rss_mb());
   const Json fields =
@@ -96,7 +104,13 @@ int run_rank(const RankRun& run) {
     if (!run.warning.empty()) {
       sink.emit("warn", {{"kind", "invalid"}, {"message", run.warning}});
     }
-    summary.add(run.body(run.job, threads, sink).fields);
+    const scenario::Outcome outcome = run.body(run.job, threads, sink);
+    summary.add(outcome.fields);
+    if (outcome.stopped) {
+      cause = cause_by_signal(run, SIGTERM);
+      if (!outcome.message.empty()) cause->message = outcome.message;
+      tell(run, cause->message);
+    }
   } catch (...) {
     const base::Error error = base::current_error(base::ErrorKind::kInternal);
     sink.emit("error", error_fields(error, base::seconds_since(run.job.started)));

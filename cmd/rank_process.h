@@ -28,7 +28,8 @@ struct RankRun {
 /// takes them. To be called before any thread exists.
 void block_ending_signals();
 
-/// Emits `start`, runs the body, emits `error` if it throws and the last line. Gives back the exit
+/// Emits `start`, runs the body, emits `error` if it throws and the last line. A body that stopped
+/// on SIGTERM ends as by that signal. Gives back the exit
 /// code; the process has to leave by `_exit` then, because threads may still run.
 /// The `start` line comes before rank 0 is asked, so that it is the first line whatever happens: on
 /// a rank that joined, `world_size`, `role` and the inherited part of `config` are null there.

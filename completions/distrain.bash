@@ -1,6 +1,7 @@
 # bash completion of distrain
 _distrain() {
-  local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD - 1]} i command=
+  local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD - 1]} i command= options
+  local commands='hybrid ps rnn'
   COMPREPLY=()
   # `--option=value` comes as three words.
   if [[ $cur == '=' ]]; then
@@ -10,41 +11,60 @@ _distrain() {
   fi
   for ((i = 1; i < COMP_CWORD; ++i)); do
     case ${COMP_WORDS[i]} in
-      hybrid) command=hybrid ;;
+      hybrid | ps | rnn)
+        command=${COMP_WORDS[i]}
+        break
+        ;;
       help)
-        mapfile -t COMPREPLY < <(compgen -W 'hybrid' -- "$cur")
+        mapfile -t COMPREPLY < <(compgen -W "$commands" -- "$cur")
         return
         ;;
     esac
   done
-  if [[ -z $command ]]; then
-    mapfile -t COMPREPLY < <(compgen -W 'hybrid help --help --version' -- "$cur")
-    return
-  fi
-  case $prev in
-    --data | --test-data)
+  case $command in
+    hybrid) options='
+      --trainers --num-embeddings --embedding-dim --classes --data --test-data
+      --batches --batch-size --optimizer' ;;
+    ps) options='
+      --trainers --limit --dropout --mean --std --data --batch-size --staleness --verify-grads' ;;
+    rnn) options='
+      --trainers --vocab-size --emsize --nhid --nlayers --dropout --data --valid-data
+      --batches --batch-size --bptt --clip --generate --prompt' ;;
+    *)
+      mapfile -t COMPREPLY < <(compgen -W "$commands help --help --version" -- "$cur")
+      return
+      ;;
+  esac
+  # What all of them have.
+  options+='
+    --epochs --steps --lr --mode --seed --log-interval
+    --checkpoint --checkpoint-every --resume
+    --local --rank --ranks --spawn --world-size --master-addr --master-port
+    --listen --transport --rpc-timeout --join-timeout --peer-timeout
+    --threads --inject --quiet --help'
+  case $command/$prev in
+    */--data | */--test-data | */--valid-data | */--checkpoint)
       compopt -o filenames
       mapfile -t COMPREPLY < <(compgen -f -- "$cur")
       return
       ;;
-    --optimizer) mapfile -t COMPREPLY < <(compgen -W 'sgd adagrad adam' -- "$cur"); return ;;
-    --mode) mapfile -t COMPREPLY < <(compgen -W 'async sync' -- "$cur"); return ;;
-    --transport) mapfile -t COMPREPLY < <(compgen -W 'auto tcp unix' -- "$cur"); return ;;
-    --master-addr)
+    */--resume)
+      compopt -o filenames
+      mapfile -t COMPREPLY < <(compgen -W auto -- "$cur"; compgen -f -- "$cur")
+      return
+      ;;
+    */--optimizer) mapfile -t COMPREPLY < <(compgen -W 'sgd adagrad adam' -- "$cur"); return ;;
+    ps/--mode) mapfile -t COMPREPLY < <(compgen -W 'async sync ssp' -- "$cur"); return ;;
+    */--mode) mapfile -t COMPREPLY < <(compgen -W 'async sync' -- "$cur"); return ;;
+    ps/--dropout) mapfile -t COMPREPLY < <(compgen -W 'on off' -- "$cur"); return ;;
+    */--transport) mapfile -t COMPREPLY < <(compgen -W 'auto tcp unix' -- "$cur"); return ;;
+    */--master-addr)
       mapfile -t COMPREPLY < <(compgen -A hostname -- "$cur")
       return
       ;;
-    --trainers | --num-embeddings | --embedding-dim | --classes | --epochs | --batches | \
-      --batch-size | --lr | --seed | --log-interval | --rank | --ranks | --world-size | \
-      --master-port | --listen | --rpc-timeout | --join-timeout | --peer-timeout | --threads)
-      return
-      ;;
+    */--verify-grads | */--local | */--spawn | */--quiet | */--help) ;;
+    */--*) return ;; # numbers and text
   esac
-  mapfile -t COMPREPLY < <(compgen -W '
-    --trainers --num-embeddings --embedding-dim --classes --data --test-data
-    --epochs --batches --batch-size --lr --optimizer --mode --seed --log-interval
-    --local --rank --ranks --spawn --world-size --master-addr --master-port
-    --listen --transport --rpc-timeout --join-timeout --peer-timeout
-    --threads --quiet --help' -- "$cur")
+  mapfile -t COMPREPLY < <(compgen -W "$options" -- "$cur")
 }
 complete -F _distrain distrain

@@ -15,9 +15,11 @@
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "distrain/nn/remote_module.h"
 #include "distrain/optim/distributed_optimizer.h"
+#include "hybrid_checkpoint.h"
 #include "hybrid_data.h"
 #include "hybrid_model.h"
 #include "session.h"
+#include "train_log.h"
 
 namespace distrain::scenario {
 
@@ -28,20 +30,51 @@ using Dense = ddp::DistributedDataParallel<torch::nn::Linear>;
 
 constexpr uint16_t kCollectiveChannel = 2;
 constexpr int64_t kTestBatch = 256;
+constexpr int64_t kStopInterval = 10;  // steps between two looks for a SIGTERM
+
+/// What all trainers begin with.
+struct Beginning {
+  HybridProgress progress;
+  /// Of the dense layer's optimizer, by hybrid_parameter_names(); empty: afresh.
+  std::vector<optim::ParameterState> dense_state;
+  static constexpr auto kFields = std::tuple(&Beginning::progress, &Beginning::dense_state);
+};
+
+void request_stop(rpc::CallContext& call) { call.agent.local<StopSignal>().request(); }
+bool stop_requested(rpc::CallContext& call) { return call.agent.local<StopSignal>().requested(); }
 
 /// What a trainer's functions work on. Called by the master, one after the other.
 class Trainer {
  public:
-  Trainer(rpc::Agent& agent, const HybridOptions& options, double timeout_s, EventSink& sink)
-      : agent_(agent), options_(options), timeout_s_(timeout_s), log_(options_, sink) {}
+  Trainer(rpc::Agent& agent, const HybridOptions& options, const Job& job, EventSink& sink)
+      : agent_(agent),
+        options_(options),
+        timeout_s_(job.rpc_timeout_s),
+        stop_(*job.stop),
+        log_(options_.log_interval, sink) {
+    if (agent.rank() == 0) checkpoints_.emplace(options_.checkpoint, job, sink);
+  }
 
   HybridDataInfo load() {
     data_.emplace(options_);
     return data_->info();
   }
 
+  /// On trainer 0, before anybody trains: what the job goes on from goes where it belongs.
+  Beginning restore(const RemoteTable& table) {
+    const auto snapshot = checkpoints_->load();
+    if (!snapshot) return {};
+    HybridResume resume = read_hybrid(*snapshot, options_, data_->info(), data_->steps_per_epoch());
+    table.rref().rpc_sync<&EmbeddingTable::set_weight>(resume.model.at("embedding.weight"));
+    restored_ = std::make_unique<optim::DistributedOptimizer>(
+        agent_, table.remote_parameters(), optimizer_options(options_), sharing());
+    snapshot->checked([&] { restored_->load_state({resume.optimizer[0]}); });
+    dense_values_ = std::move(resume.model);
+    return {resume.progress, {resume.optimizer[1], resume.optimizer[2]}};
+  }
+
   /// Gives back the mean loss of the last epoch.
-  double train(const RemoteTable& table) {
+  double train(const RemoteTable& table, const Beginning& beginning) {
     table_ = table;
     std::vector<int> trainers;
     for (int rank = 0; rank < options_.trainers; ++rank) trainers.push_back(rank);
@@ -50,36 +83,37 @@ class Trainer {
     auto backend = c10::make_intrusive<collective::Backend>(
         agent_.open_channel(kCollectiveChannel), agent_.executor(),
         collective::Group{0, std::move(trainers)}, settings);
-    dense_.emplace(make_dense(options_, data_->info().classes), std::move(backend));
+    backend_ = backend;
+    torch::nn::Linear dense = make_dense(options_, data_->info().classes);
+    if (!dense_values_.empty()) {  // trainer 0's hold for all
+      const at::NoGradGuard no_grad;
+      dense->weight.copy_(dense_values_.at("fc.weight"));
+      dense->bias.copy_(dense_values_.at("fc.bias"));
+    }
+    dense_.emplace(std::move(dense), std::move(backend));
 
     std::vector<rpc::RRef<at::Tensor>> parameters = table.remote_parameters();
     for (const at::Tensor& parameter : dense_->parameters()) {
       parameters.push_back(agent_.make_rref(parameter));
     }
-    optim::Sharing sharing;
-    sharing.mode =
-        options_.mode == "sync" ? optim::Sharing::Mode::kSync : optim::Sharing::Mode::kAsync;
-    sharing.participants = options_.trainers;
-    sharing.participant = agent_.rank();
-    optim::DistributedOptimizer optimizer(agent_, parameters, optimizer_options(options_), sharing);
+    optimizer_ = std::make_unique<optim::DistributedOptimizer>(
+        agent_, parameters, optimizer_options(options_), sharing());
+    restored_.reset();
+    if (!beginning.dense_state.empty()) load_dense(beginning.dense_state);
 
-    const int64_t steps = data_->steps_per_epoch();
-    for (int64_t epoch = 1; epoch <= options_.epochs; ++epoch) {
-      log_.begin_epoch(epoch);
-      for (int64_t step = 0; step < steps; ++step) {
-        const HybridBatch batch = data_->batch(agent_.rank(), epoch, step);
-        autograd::Context context(agent_);
-        const at::Tensor embedded = table.forward(batch.indices, batch.offsets);
-        const at::Tensor loss = at::cross_entropy_loss(dense_->forward(embedded), batch.targets);
-        const double value = checked_loss(loss, epoch, step + 1);
-        ddp::ContextPass pass(context);
-        dense_->attach(pass);
-        autograd::backward(context, {loss});
-        optimizer.step(context);
-        log_.step(value, batch.targets.numel());
-      }
-      log_.end_epoch();
+    progress_ = beginning.progress;
+    log_.resume_after(progress_.total);
+    bool stopped = false;
+    while (!progress_.over(options_) && !stopped) {
+      if (log_.epoch() != progress_.epoch) log_.begin_epoch(progress_.epoch);
+      train_step();
+      progress_.count_step(data_->steps_per_epoch());
+      if (progress_.step == 0) log_.end_epoch();
+      stopped = stop_agreed();
+      if (stopped || progress_.save_due(options_)) save();
     }
+    log_.end_epoch();
+    optimizer_.reset();
     return log_.last_loss();
   }
 
@@ -88,12 +122,13 @@ class Trainer {
   Evaluation evaluate() {
     const at::NoGradGuard no_grad;
     Evaluation evaluation;
-    const int64_t examples = data_->info().test_examples;
+    const int64_t examples = stop_.requested() ? 0 : data_->info().test_examples;
     const int64_t first = examples * agent_.rank() / options_.trainers;
     const int64_t last = examples * (agent_.rank() + 1) / options_.trainers;
     for (int64_t i = first; i < last; i += kTestBatch) {
       const HybridBatch batch = data_->test_batch(i, std::min(i + kTestBatch, last));
-      evaluation.add(dense_->module()->forward(table_.forward(batch.indices, batch.offsets)),
+      evaluate_batch(evaluation,
+                     dense_->module()->forward(table_.forward(batch.indices, batch.offsets)),
                      batch.targets);
     }
     if (agent_.rank() == 0 && options_.on_finished) {
@@ -102,26 +137,99 @@ class Trainer {
                             {"fc.bias", dense_->module()->bias}});
     }
     dense_.reset();
+    backend_.reset();
     table_ = {};  // what others own is let go of before the shutdown
     return evaluation;
   }
 
   const TrainLog& log() const { return log_; }
+  std::string last_saved() const { return checkpoints_ ? checkpoints_->last_saved() : ""; }
 
  private:
+  optim::Sharing sharing() const {
+    optim::Sharing sharing;
+    sharing.mode =
+        options_.mode == "sync" ? optim::Sharing::Mode::kSync : optim::Sharing::Mode::kAsync;
+    sharing.participants = options_.trainers;
+    sharing.participant = agent_.rank();
+    return sharing;
+  }
+
+  void train_step() {
+    const HybridBatch batch = data_->batch(agent_.rank(), progress_.epoch, progress_.step);
+    autograd::Context context(agent_);
+    const at::Tensor embedded = table_.forward(batch.indices, batch.offsets);
+    const at::Tensor loss = at::cross_entropy_loss(dense_->forward(embedded), batch.targets);
+    const double value = checked_loss(loss, progress_.epoch, progress_.step + 1);
+    ddp::ContextPass pass(context);
+    dense_->attach(pass);
+    autograd::backward(context, {loss});
+    optimizer_->step(context);
+    log_.step(value, batch.targets.numel());
+  }
+
+  void load_dense(const std::vector<optim::ParameterState>& dense_state) {
+    std::vector<optim::ParameterState> state = optimizer_->state();  // the table's is there already
+    std::copy(dense_state.begin(), dense_state.end(), state.begin() + 1);
+    optimizer_->load_state(state);
+  }
+
+  /// Whether any rank was told to end: the same on all trainers, as they have to stop together.
+  bool stop_agreed() {
+    if (options_.checkpoint.dir.empty() || progress_.total % kStopInterval != 0) return false;
+    bool stop = stop_.requested();
+    const int ranks = hybrid_world_size(options_);
+    if (agent_.rank() == 0) {
+      for (int other = options_.trainers; other < ranks; ++other) {
+        stop = agent_.rpc_sync<&stop_requested>(other) || stop;
+      }
+    }
+    const at::Tensor votes = at::full({1}, stop ? 1 : 0, at::kInt);
+    backend_->allreduce(votes, collective::Backend::ReduceOp::MAX).wait();
+    if (votes.item<int>() == 0) return false;
+    if (agent_.rank() == 0) {
+      for (int other = 0; other < ranks; ++other) agent_.rpc_sync<&request_stop>(other);
+    }
+    return true;
+  }
+
+  /// All wait while trainer 0 saves, so that what it saves is of one step.
+  void save() {
+    constexpr std::chrono::milliseconds kUntilLost{0};
+    backend_->enter_barrier(kUntilLost).wait();
+    if (agent_.rank() == 0) {
+      const NamedTensors model = {{"embedding.weight", table_.remote_parameters()[0].to_here()},
+                                  {"fc.weight", dense_->module()->weight},
+                                  {"fc.bias", dense_->module()->bias}};
+      checkpoints_->save(
+          hybrid_snapshot(options_, data_->info(), progress_, model, optimizer_->state()));
+    }
+    backend_->enter_barrier(kUntilLost).wait();
+  }
+
   rpc::Agent& agent_;
   const HybridOptions options_;
   const double timeout_s_;
+  const StopSignal& stop_;
   TrainLog log_;
   std::optional<HybridData> data_;
+  c10::intrusive_ptr<collective::Backend> backend_;
   std::optional<Dense> dense_;
   RemoteTable table_;
+  std::unique_ptr<optim::DistributedOptimizer> optimizer_;
+  HybridProgress progress_;
+  std::optional<Checkpoints> checkpoints_;                 // trainer 0's
+  std::unique_ptr<optim::DistributedOptimizer> restored_;  // keeps the table's state until train()
+  NamedTensors dense_values_;
 };
 
 // The functions that the master calls on the trainers.
 HybridDataInfo load(rpc::CallContext& call) { return call.agent.local<Trainer>().load(); }
-double train(rpc::CallContext& call, const RemoteTable& table) {
-  return call.agent.local<Trainer>().train(table);
+Beginning restore(rpc::CallContext& call, const RemoteTable& table) {
+  return call.agent.local<Trainer>().restore(table);
+}
+double train(rpc::CallContext& call, const RemoteTable& table, const Beginning& beginning) {
+  return call.agent.local<Trainer>().train(table, beginning);
 }
 Evaluation evaluate(rpc::CallContext& call) { return call.agent.local<Trainer>().evaluate(); }
 
@@ -148,9 +256,10 @@ Outcome run_master(rpc::Agent& agent, const HybridOptions& options, EventSink& s
 
   const RemoteTable table(agent, "ps", data.rows, options.embedding_dim, embedding_range(options),
                           options.seed);
+  const auto beginning = agent.rpc_sync<&restore>(rpc::To(0).without_deadline(), table);
   std::vector<base::Future<double>> training;
   for (int t = 0; t < options.trainers; ++t) {
-    training.push_back(agent.rpc_async<&train>(rpc::To(t).without_deadline(), table));
+    training.push_back(agent.rpc_async<&train>(rpc::To(t).without_deadline(), table, beginning));
   }
   base::wait_all(training);
   double loss_sum = 0;
@@ -194,7 +303,11 @@ Outcome run_hybrid(const HybridOptions& own, const Job& job,
   Session session(job, roles(own), sink);
   rpc::Agent& agent = session.agent();
   nn::expose_module<EmbeddingTable>(agent, "EmbeddingTable");
+  agent.expose<&EmbeddingTable::set_weight>("EmbeddingTable.set_weight");
   agent.expose<&load>("hybrid.load");
+  agent.expose<&restore>("hybrid.restore");
+  agent.expose<&request_stop>("hybrid.request_stop");
+  agent.expose<&stop_requested>("hybrid.stop_requested");
   agent.expose<&train>("hybrid.train");
   agent.expose<&evaluate>("hybrid.evaluate");
 
@@ -204,8 +317,10 @@ Outcome run_hybrid(const HybridOptions& own, const Job& job,
   const auto prepare = [&] {
     if (job.rank != 0) options = adopt(agent.job_options());
     options.on_finished = own.on_finished;
+    agent.provide(job.stop);
+    if (!options.checkpoint.dir.empty()) job.stop->arm();
     if (job.rank >= options.trainers) return;
-    trainer = std::make_shared<Trainer>(agent, options, job.rpc_timeout_s, sink);
+    trainer = std::make_shared<Trainer>(agent, options, job, sink);
     agent.provide(trainer);
   };
   const auto work = [&] {
@@ -216,6 +331,9 @@ Outcome run_hybrid(const HybridOptions& own, const Job& job,
     outcome.fields["steps"] = trainer->log().steps();
     outcome.fields["train_s"] = trainer->log().train_s();
   }
+  // Told to end, each rank of the job ends so; an end that came first is one.
+  outcome.stopped = job.stop->requested();
+  if (trainer) outcome.message = trainer->last_saved();
   if (agent.name() == "ps") outcome.fields["updates"] = session.updates();
   return outcome;
 }

@@ -8,8 +8,11 @@
 
 #include "distrain/optim/update_rule.h"
 #include "distrain/scenario/hybrid.h"
+#include "hybrid_checkpoint.h"
 #include "hybrid_data.h"
 #include "hybrid_model.h"
+#include "local_trainers.h"
+#include "train_log.h"
 
 namespace distrain::scenario {
 
@@ -38,7 +41,7 @@ at::Tensor mean(const std::vector<Gradients>& all, Get get) {
 
 class LocalRun {
  public:
-  LocalRun(const HybridOptions& options, EventSink& sink)
+  LocalRun(const HybridOptions& options, const Job& job, EventSink& sink)
       : options_(options),
         sink_(sink),
         data_(options),
@@ -46,40 +49,31 @@ class LocalRun {
         dense_(make_dense(options, data_.info().classes)),
         table_rule_(optim::make_update_rule(optimizer_options(options))),
         dense_rule_(optim::make_update_rule(optimizer_options(options))),
-        log_(options_, sink) {}
+        stop_(*job.stop),
+        checkpoints_(options.checkpoint, job, sink),
+        log_(options_.log_interval, sink) {
+    if (const auto snapshot = checkpoints_.load()) resume(*snapshot);
+  }
 
   Outcome run() {
-    const int64_t steps = data_.steps_per_epoch();
     // Batches of all trainers: each has its own sampler, as the distributed trainers have.
-    std::vector<HybridData> per_trainer(static_cast<size_t>(options_.trainers), data_);
-    for (int64_t epoch = 1; epoch <= options_.epochs; ++epoch) {
-      log_.begin_epoch(epoch);
-      for (int64_t step = 0; step < steps; ++step) {
-        std::vector<Gradients> gradients;
-        double loss_sum = 0;
-        int64_t samples = 0;
-        for (int t = 0; t < options_.trainers; ++t) {
-          const HybridBatch batch = per_trainer[static_cast<size_t>(t)].batch(t, epoch, step);
-          const at::Tensor loss = at::cross_entropy_loss(
-              dense_->forward(table_.forward(batch.indices, batch.offsets)), batch.targets);
-          loss_sum += checked_loss(loss, epoch, step + 1);
-          samples += batch.targets.numel();
-          loss.backward();
-          gradients.push_back({take_gradient(table_.parameters()[0]), {}});
-          for (const at::Tensor& p : dense_->parameters()) {
-            gradients.back().dense.push_back(take_gradient(p));
-          }
-        }
-        update(gradients);
-        log_.step(loss_sum / options_.trainers, samples);
-      }
-      log_.end_epoch();
+    for (int t = 0; t < options_.trainers; ++t) per_trainer_.push_back(data_);
+    const auto stopped = [this] { return checkpoints_.saving() && stop_.requested(); };
+    while (!progress_.over(options_) && !stopped()) {
+      if (log_.epoch() != progress_.epoch) log_.begin_epoch(progress_.epoch);
+      train_step();
+      progress_.count_step(data_.steps_per_epoch());
+      if (progress_.step == 0) log_.end_epoch();
+      if (stopped() || progress_.save_due(options_)) save();
     }
+    log_.end_epoch();
     Outcome outcome;
     outcome.fields = {{"steps", log_.steps() * options_.trainers},
                       {"train_s", log_.train_s()},
                       {"loss", log_.last_loss()}};
-    evaluate(outcome);
+    outcome.stopped = stopped();
+    outcome.message = checkpoints_.last_saved();
+    if (!outcome.stopped) evaluate(outcome);
     if (options_.on_finished) {
       options_.on_finished({{"embedding.weight", table_.parameters()[0]},
                             {"fc.weight", dense_->weight},
@@ -89,6 +83,54 @@ class LocalRun {
   }
 
  private:
+  void resume(const Snapshot& snapshot) {
+    const HybridResume resume =
+        read_hybrid(snapshot, options_, data_.info(), data_.steps_per_epoch());
+    table_.set_weight(resume.model.at("embedding.weight"));
+    {
+      const at::NoGradGuard no_grad;
+      dense_->weight.copy_(resume.model.at("fc.weight"));
+      dense_->bias.copy_(resume.model.at("fc.bias"));
+    }
+    snapshot.checked([&] {
+      table_rule_->load_state(0, table_.parameters()[0], resume.optimizer[0]);
+      dense_rule_->load_state(0, dense_->weight, resume.optimizer[1]);
+      dense_rule_->load_state(1, dense_->bias, resume.optimizer[2]);
+    });
+    progress_ = resume.progress;
+    log_.resume_after(progress_.total);
+  }
+
+  void save() {
+    const NamedTensors model = {{"embedding.weight", table_.parameters()[0]},
+                                {"fc.weight", dense_->weight},
+                                {"fc.bias", dense_->bias}};
+    checkpoints_.save(
+        hybrid_snapshot(options_, data_.info(), progress_, model,
+                        {table_rule_->state(0), dense_rule_->state(0), dense_rule_->state(1)}));
+  }
+
+  void train_step() {
+    std::vector<Gradients> gradients;
+    double loss_sum = 0;
+    int64_t samples = 0;
+    for (int t = 0; t < options_.trainers; ++t) {
+      const HybridBatch batch =
+          per_trainer_[static_cast<size_t>(t)].batch(t, progress_.epoch, progress_.step);
+      const at::Tensor loss = at::cross_entropy_loss(
+          dense_->forward(table_.forward(batch.indices, batch.offsets)), batch.targets);
+      loss_sum += checked_loss(loss, progress_.epoch, progress_.step + 1);
+      samples += batch.targets.numel();
+      loss.backward();
+      gradients.push_back({take_gradient(table_.parameters()[0]), {}});
+      for (const at::Tensor& p : dense_->parameters()) {
+        gradients.back().dense.push_back(take_gradient(p));
+      }
+    }
+    update(gradients);
+    log_.step(loss_sum / options_.trainers, samples);
+  }
+
   void update(const std::vector<Gradients>& gradients) {
     const at::NoGradGuard no_grad;
     at::Tensor table = table_.parameters()[0];
@@ -110,7 +152,8 @@ class LocalRun {
     const int64_t examples = data_.info().test_examples;
     for (int64_t i = 0; i < examples; i += kTestBatch) {
       const HybridBatch batch = data_.test_batch(i, std::min(i + kTestBatch, examples));
-      evaluation.add(dense_->forward(table_.forward(batch.indices, batch.offsets)), batch.targets);
+      evaluate_batch(evaluation, dense_->forward(table_.forward(batch.indices, batch.offsets)),
+                     batch.targets);
     }
     if (evaluation.samples == 0) return;
     sink_.emit("eval", evaluation.fields());
@@ -124,18 +167,17 @@ class LocalRun {
   torch::nn::Linear dense_;
   std::unique_ptr<optim::UpdateRule> table_rule_;
   std::unique_ptr<optim::UpdateRule> dense_rule_;
+  std::vector<HybridData> per_trainer_;
+  HybridProgress progress_;
+  const StopSignal& stop_;
+  Checkpoints checkpoints_;
   TrainLog log_;
 };
 
 }  // namespace
 
-Outcome run_hybrid_local(const HybridOptions& options, const Job&, EventSink& sink) {
-  LocalRun run(options, sink);
-  Outcome outcome = run.run();
-  outcome.fields["rpc"] = {{"calls", 0}, {"bytes_out", 0}, {"bytes_in", 0}};
-  outcome.fields["live_rrefs"] = 0;
-  outcome.fields["live_contexts"] = 0;
-  return outcome;
+Outcome run_hybrid_local(const HybridOptions& options, const Job& job, EventSink& sink) {
+  return without_rpc(LocalRun(options, job, sink).run());
 }
 
 }  // namespace distrain::scenario

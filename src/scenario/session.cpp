@@ -27,6 +27,7 @@ Session::Session(const Job& job, std::vector<std::string> names, EventSink& sink
   options.rpc_timeout = seconds(job.rpc_timeout_s);
   options.join_timeout = seconds(job.join_timeout_s);
   options.peer_timeout = seconds(job.peer_timeout_s);
+  options.call_delay = seconds(job.inject.call_delay_s);
   options.job_options = job.rank == 0 ? job.effective : job.given;
   options.on_waiting = [this](const std::vector<int>& missing, const std::string& address) {
     tell_waiting(missing, address);

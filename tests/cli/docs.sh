@@ -3,49 +3,75 @@
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
-run hybrid --dump-options
-expect 0 "--dump-options"
-mapfile -t options < <(jq -r '.options[] | select(.hidden | not) | .name' "$tmp/out")
-((${#options[@]} > 25)) || fail "only ${#options[@]} options in the table"
-
-names() { # names <file> <pattern with one group>: what the file calls options, sorted
-  grep -oP -- "$2" "$1" | sort -u
+complete_words() ( # complete_words <words>...: what bash offers after them
+  # shellcheck source=/dev/null
+  source "$root/completions/distrain.bash"
+  # shellcheck disable=SC2317  # called by _distrain
+  compopt() { :; }
+  COMP_WORDS=("$@")
+  COMP_CWORD=$(($# - 1))
+  _distrain
+  printf '%s\n' "${COMPREPLY[@]}"
+)
+names() { # names <pattern with one group>: what the text calls options, sorted
+  grep -oP -- "$1" | sort -u
 }
-compare() { # compare <file> <names found>
+compare() { # compare <what> <names found>
   local missing extra
   missing=$(comm -23 <(printf '%s\n' "${options[@]}" | sort -u) <(echo "$2"))
-  extra=$(comm -13 <(printf '%s\n' "${options[@]}" version | sort -u) <(echo "$2"))
+  extra=$(comm -13 <(printf '%s\n' "${options[@]}" | sort -u) <(echo "$2"))
   [[ -z $missing ]] || fail "$1 lacks: ${missing//$'\n'/ }"
   [[ -z $extra ]] || fail "$1 names what is no option: ${extra//$'\n'/ }"
 }
+zsh_rows() { # zsh_rows <command>: its own and those that all have
+  sed -n "/^\($1\|common\)_options=(/,/^)/p" "$root/completions/_distrain"
+}
+fish_rows() {
+  grep -E "^__distrain_option ('([a-z]+ )*$1( [a-z]+)*'|$1) |-l help" "$root/completions/distrain.fish"
+}
+has_choices() { # has_choices <option> <choices with |> <what>: the text has them in the option's row
+  grep -E -- "(--|-l )$1[[ ]" | grep -qF -- "$2" || fail "$3 lacks the choices of --$1: $2"
+}
 
-sed 's/\\-/-/g' "$root/man/distrain-hybrid.1" >"$tmp/man"
-# In an option's own entry: ".BI --name", ".BR -q ", " --name", ".B --name".
-grep -A1 '^\.TP' "$tmp/man" >"$tmp/entries"
-compare man/distrain-hybrid.1 "$(names "$tmp/entries" '--\K[a-z][a-z-]*')"
-compare completions/distrain.bash "$(names "$root/completions/distrain.bash" '(?<=[ (])--\K[a-z][a-z-]+')"
-compare completions/_distrain "$(names "$root/completions/_distrain" "['{,]--\K[a-z][a-z-]+(?=[\[}])" |
-  sort -u)"
-compare completions/distrain.fish "$(names "$root/completions/distrain.fish" ' -l \K[a-z][a-z-]+')"
+check_command() {
+  local command=$1 man=$tmp/man name default choices row
+  run "$command" --dump-options
+  expect 0 "$command --dump-options"
+  mapfile -t options < <(jq -r '.options[] | select(.hidden | not) | .name' "$tmp/out")
+  ((${#options[@]} > 25)) || fail "only ${#options[@]} options in the table of $command"
 
-jq -r '.options[] | select(.choices) | .choices | join("|")' "$tmp/out" | while read -r choices; do
-  for file in man/distrain-hybrid.1 completions/distrain.bash completions/_distrain completions/distrain.fish; do
-    case $file in
-      man/*) wanted=$choices ;;
-      *) wanted=${choices//|/ } ;;
-    esac
-    grep -qF -- "$wanted" "$root/$file" || echo "$file lacks the choices $wanted"
-  done
-done >"$tmp/choices"
-[[ -s $tmp/choices ]] && fail "$(cat "$tmp/choices")"
+  sed 's/\\-/-/g' "$root/man/distrain-$command.1" >"$man"
+  # In an option's own entry: ".BI --name", ".BR -q ", " --name", ".B --name".
+  grep -A1 '^\.TP' "$man" >"$tmp/entries"
+  compare "man/distrain-$command.1" "$(names '^\.B.*--\K[a-z][a-z-]*' <"$tmp/entries")"
+  compare "distrain.bash ($command)" "$(complete_words distrain "$command" -- | names '^--\K[a-z-]+')"
+  compare "_distrain ($command)" "$(zsh_rows "$command" | names "['{,]--\K[a-z][a-z-]+(?=[\[}])")"
+  compare "distrain.fish ($command)" "$(fish_rows "$command" | names ' -l \K[a-z][a-z-]+')"
 
-# The defaults of the table stand in the man page.
-jq -r '.options[] | select(.hidden or .default == null or .default == false | not)
-       | "\(.name) \(.default)"' "$tmp/out" | while read -r name default; do
-  awk -v name="--$name" '/^\.TP/ { on = 0 } on { print } index($0, name " ") || index($0, name "\"") { on = 1 }' \
-    "$tmp/man" | grep -qF -- "Default $default" || echo "$name: Default $default"
-done >"$tmp/defaults"
-[[ -s $tmp/defaults ]] && fail "man/distrain-hybrid.1 lacks: $(cat "$tmp/defaults")"
+  while read -r name choices; do
+    has_choices "$name" "${choices// /|}" "the man page of $command" <"$man"
+    zsh_rows "$command" | has_choices "$name" "($choices)" "_distrain ($command)"
+    fish_rows "$command" | has_choices "$name" "'$choices'" "distrain.fish ($command)"
+    row=$(complete_words distrain "$command" "--$name" "" | tr '\n' ' ')
+    [[ $row == "$choices " ]] || fail "bash offers '$row' for $command --$name"
+  done < <(jq -r '.options[] | select(.choices) | "\(.name) \(.choices | join(" "))"' "$tmp/out")
+
+  # The defaults of the table stand in the man page.
+  while read -r name default; do
+    awk -v name="--$name" '/^\.TP/ { on = 0 } on { print } index($0, name " ") || index($0, name "\"") { on = 1 }' \
+      "$man" | grep -qF -- "Default $default" || fail "man/distrain-$command.1 lacks: $name: Default $default"
+  done < <(jq -r '.options[] | select(.hidden or .default == null or .default == false | not)
+    | "\(.name) \(.default)"' "$tmp/out")
+
+  grep -q "^distrain.-$command\|distrain.-$command (1)" "$root/man/distrain.1" || fail "man/distrain.1 lacks $command"
+  [[ $(complete_words distrain "${command:0:2}") == "$command" ]] || fail "bash: distrain ${command:0:2}"
+  grep -q "$command)" "$root/completions/_distrain" || fail "_distrain lacks $command"
+  grep -q -- "-n __fish_use_subcommand -a $command " "$root/completions/distrain.fish" || fail "distrain.fish lacks $command"
+}
+
+mapfile -t commands < <("$distrain" --help | sed -n '/^Commands:/,/^$/p' | awk 'NF && !/:$/ && $1 != "help" { print $1 }')
+((${#commands[@]} >= 3)) || fail "distrain --help names ${#commands[@]} commands"
+for command in "${commands[@]}"; do check_command "$command"; done
 
 for page in "$root"/man/*.1; do
   if command -v groff >/dev/null; then
@@ -57,10 +83,10 @@ for page in "$root"/man/*.1; do
     [[ -z $warnings ]] || fail "$page: $warnings"
   fi
 done
-grep -q 'hybrid' "$root/man/distrain.1" || fail "man/distrain.1 lacks hybrid"
-for name in DISTRAIN DISTRAIN-HYBRID; do
-  version=$("$distrain" --version | cut -d' ' -f2)
-  grep -hq "^\.TH $name 1 .*distrain $version" "$root"/man/*.1 || fail "man page $name is not of $version"
+version=$("$distrain" --version | cut -d' ' -f2)
+for name in "" "${commands[@]/#/-}"; do
+  grep -q "^\.TH DISTRAIN${name^^} 1 .*distrain $version" "$root/man/distrain$name.1" ||
+    fail "man page distrain$name is not of $version"
 done
 
 bash -n "$root/completions/distrain.bash" || fail "distrain.bash does not parse"
@@ -68,18 +94,9 @@ command -v zsh >/dev/null && { zsh -n "$root/completions/_distrain" || fail "_di
 command -v fish >/dev/null &&
   { fish -n "$root/completions/distrain.fish" || fail "distrain.fish does not parse"; }
 
-complete_words() ( # complete_words <words>...: what bash offers after them
-  # shellcheck source=/dev/null
-  source "$root/completions/distrain.bash"
-  # shellcheck disable=SC2317  # called by _distrain
-  compopt() { :; }
-  COMP_WORDS=("$@")
-  COMP_CWORD=$(($# - 1))
-  _distrain
-  echo "${COMPREPLY[*]}"
-)
-[[ $(complete_words distrain hy) == hybrid ]] || fail "bash: distrain hy"
 [[ $(complete_words distrain hybrid --mode s) == sync ]] || fail "bash: --mode s"
 [[ $(complete_words distrain hybrid --mode = a) == async ]] || fail "bash: --mode=a"
 [[ $(complete_words distrain hybrid --embe) == --embedding-dim ]] || fail "bash: --embe"
+[[ $(complete_words distrain ps --mode ss) == ssp ]] || fail "bash: ps --mode ss"
+[[ $(complete_words distrain help rn) == rnn ]] || fail "bash: help rn"
 finish

@@ -20,13 +20,22 @@ for args in --help -h help; do
   run "$args"
   text "$args" Usage: hybrid Examples:
 done
-for args in "hybrid --help" "hybrid -h" "help hybrid" "hybrid --bogus --help"; do
-  # shellcheck disable=SC2086
-  run $args
-  text "$args" Usage: --trainers --mode "async|sync" "[0.05]" Examples:
+for command in hybrid ps rnn; do
+  for args in "$command --help" "$command -h" "help $command" "$command --bogus --help"; do
+    # shellcheck disable=SC2086
+    run $args
+    text "$args" Usage: --trainers --mode "async|sync" --checkpoint --resume "auto|PATH" --inject Examples:
+  done
+  for option in --device --trace --token-file --config; do
+    grep -qF -- "$option" "$tmp/out" && fail "$command --help names $option, which does not exist"
+  done
+  awk 'length > 100 { exit 1 }' "$tmp/out" || fail "$command --help has lines over 100 columns"
 done
-for option in --device --checkpoint --trace --token-file --inject --config; do
-  grep -qF -- "$option" "$tmp/out" && fail "hybrid --help names $option, which does not exist"
-done
-awk 'length > 100 { exit 1 }' "$tmp/out" || fail "hybrid --help has lines over 100 columns"
+run hybrid --help
+text "hybrid --help" "[0.05]"
+run ps --help
+text "ps --help" "async|sync|ssp" "[0.03]" "0.286"
+grep -F -- "--verify-grads" "$tmp/out" | grep -qF "[" && fail "ps --help shows a default for a flag"
+run rnn --help
+text "rnn --help" "[20 with --data, else 5]"
 finish

@@ -107,6 +107,40 @@ wait_for() {
 has_lines() { [[ $(grep -cF "\"event\":\"$2\"" "$3" 2>/dev/null) -ge $1 ]]; }
 wait_for_lines() { wait_for 30 has_lines "$@" || fail "no $1 lines of $2 after 30 s"; }
 
+free_port() {
+  python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+}
+
+# make_images <folder> <training images> <test images> [pixels a side]: MNIST's files, with classes
+# that a net can tell apart.
+make_images() {
+  mkdir -p "$1"
+  python3 - "$1" "$2" "$3" "${4:-28}" <<'END'
+import random, struct, sys
+folder, side = sys.argv[1], int(sys.argv[4])
+random.seed(1)
+for name, count in (("train", int(sys.argv[2])), ("t10k", int(sys.argv[3]))):
+    labels = bytes(random.randrange(10) for _ in range(count))
+    with open(f"{folder}/{name}-labels-idx1-ubyte", "wb") as file:
+        file.write(struct.pack(">II", 0x801, count) + labels)
+    with open(f"{folder}/{name}-images-idx3-ubyte", "wb") as file:
+        file.write(struct.pack(">IIII", 0x803, count, side, side))
+        for label in labels:
+            file.write(bytes(20 * label + noise % 32 for noise in random.randbytes(side * side)))
+END
+}
+
+# make_text <lines>: words that follow each other by a rule.
+make_text() {
+  awk -v lines="$1" 'BEGIN {
+    for (i = 0; i < lines; ++i) {
+      line = "the"
+      for (j = 0; j < 7; ++j) line = line " w" (i * 5 + j * 3) % 23
+      print line " ."
+    }
+  }'
+}
+
 finish() {
   ((failures == 0)) || echo "$failures checks failed"
   exit $((failures > 0))

@@ -70,6 +70,14 @@ for signal in TERM:143 INT:130 HUP:129; do
     and .signal == \"SIG${signal%:*}\"" "$name"
 done
 
+# Of a job that saves nothing: it ends at once, and is the reason why the others do.
+name="SIGTERM of one rank"
+start
+kill -TERM "$(pid_of 1)"
+ends 143 "$name"
+expect_log "$name"
+expect_jq '.[-1] | .cause_rank == 1 and .kind == "cancelled" and .message == "ended by SIGTERM"' "$name"
+
 name="SIGTERM twice, with a rank that is stopped"
 start --peer-timeout 60
 kill -STOP "$(pid_of 2)"

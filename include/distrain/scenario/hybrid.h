@@ -2,21 +2,19 @@
 
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <string>
 
-#include <ATen/core/Tensor.h>
-
+#include "distrain/scenario/checkpoint_options.h"
 #include "distrain/scenario/job.h"
+#include "distrain/scenario/named_tensors.h"
 
 namespace distrain::scenario {
-
-using NamedTensors = std::map<std::string, at::Tensor>;
 
 /// Options of `distrain hybrid`; the defaults are the PyTorch tutorial's.
 struct HybridOptions {
   int trainers = 2;
   int epochs = 100;
+  int64_t steps = 0;         ///< of each trainer; 0: as many as the epochs have
   int batches = 10;          ///< an epoch and trainer, random data only
   int num_embeddings = 100;  ///< random data only; with a file: its words
   int embedding_dim = 16;
@@ -30,6 +28,7 @@ struct HybridOptions {
   uint64_t seed = 1;
   int threads = 0;       ///< intra-op; 0: cores / ranks on this host
   int log_interval = 0;  ///< steps; 0: once an epoch
+  CheckpointOptions checkpoint;
   /// Not an option of the command line: told the final parameters, on trainer 0.
   std::function<void(const NamedTensors&)> on_finished;
 };

@@ -4,10 +4,13 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <string_view>
 
 #include <nlohmann/json.hpp>
+
+#include "distrain/scenario/stop_signal.h"
 
 namespace distrain::scenario {
 
@@ -26,6 +29,12 @@ class EventSink {
 /// Options by their long name without dashes ("lr" → "0.05"), as they travel between ranks.
 using OptionMap = std::map<std::string, std::string>;
 
+/// Faults of one rank, to try out what they do (`--inject`).
+struct Injection {
+  double call_delay_s = 0;      ///< before each call that this rank makes is sent
+  int64_t fail_checkpoint = 0;  ///< the process dies at this system call of its first save; 0: none
+};
+
 /// What one process has to know to be one rank of a job.
 struct Job {
   int rank = 0;
@@ -41,6 +50,9 @@ struct Job {
   double rpc_timeout_s = 60;
   double join_timeout_s = 300;
   double peer_timeout_s = 5;
+  Injection inject;
+  /// SIGTERM, for jobs that save before they end. Never null.
+  std::shared_ptr<StopSignal> stop = std::make_shared<StopSignal>();
   OptionMap given;      ///< job options that the user gave to this rank
   OptionMap effective;  ///< all job options, defaults filled in; rank 0's hold for the job
 };
@@ -48,6 +60,9 @@ struct Job {
 /// What `end` and `rank_end` say beyond the common fields: counters and the job's metrics.
 struct Outcome {
   Json fields = Json::object();
+  /// The job saw to a SIGTERM: it saved what it had and ended in good order. `message` says where.
+  bool stopped = false;
+  std::string message;
 };
 
 }  // namespace distrain::scenario

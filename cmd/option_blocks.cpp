@@ -1,12 +1,13 @@
-#include "option_table.h"
+#include "option_blocks.h"
 
 #include <iterator>
 
 namespace distrain::cmd {
 namespace {
 
-constexpr double kMaxInt = 2147483647.0;
 constexpr double kMaxSeconds = 1e6;
+
+}  // namespace
 
 Option integer(std::string name, std::string initial, double min, double max, std::string help) {
   Option option;
@@ -53,6 +54,7 @@ Option choice(std::string name, std::vector<std::string> choices, std::string he
 Option flag(std::string name, std::string help) {
   Option option = text(std::move(name), "", std::move(help));
   option.kind = ValueKind::kFlag;
+  option.initial = "false";
   return option;
 }
 
@@ -70,76 +72,84 @@ Option but(Option option, void (*change)(Option&)) {
   return option;
 }
 
-/// What every scenario has.
+Option by_default(Option option, std::string words) {
+  option.initial_in_words = std::move(words);
+  return option;
+}
+
+Option random_only(Option option) {
+  option.random_only = true;
+  return option;
+}
+
+Option data_only(Option option) {
+  option.data_only = true;
+  return option;
+}
+
+Option epochs_option(std::string initial) {
+  return integer("epochs", std::move(initial), 1, kMaxInt, "passes over the data");
+}
+
+Option steps_option() {
+  return by_default(integer("steps", "0", 0, 1e12, "end after N steps of each trainer"),
+                    "as many as the epochs have");
+}
+
+Option seed_option() {
+  return integer("seed", "1", 0, 9007199254740991.0, "of parameters, data and shuffling");
+}
+
+Option log_interval_option(std::string initial) {
+  return integer("log-interval", std::move(initial), 0, kMaxInt,
+                 "steps between 'step' lines; 0: once an epoch");
+}
+
+void append_checkpoints(OptionTable& table) {
+  append(table, "Checkpoints", Scope::kJob,
+         {text("checkpoint", "DIR", "save here, so that the job can be taken up again"),
+          by_default(integer("checkpoint-every", "0", 0, 1e12, "steps between two saves"),
+                     "each epoch's end"),
+          text("resume", "auto|PATH",
+               "go on from this checkpoint; auto: from the newest of --checkpoint, if any")});
+}
+
 void append_common(OptionTable& table) {
-  const auto random_free_port = [](Option& o) {
-    o.initial = "";
-    o.initial_in_words = "29500 when joining, any free port when spawning";
-  };
   append(
       table, "Ranks", Scope::kPlacement,
       {flag("local", "the whole job in this process, without RPC: the reference"),
-       but(integer("rank", "", 0, 1023, "be this one rank of a job whose others start elsewhere"),
-           [](Option& o) { o.initial_in_words = "from the environment, if it names one"; }),
+       by_default(
+           integer("rank", "", 0, 1023, "be this one rank of a job whose others start elsewhere"),
+           "from the environment, if it names one"),
        text("ranks", "LIST", "start these ranks here (0-3 or 0,2-3), the others start elsewhere"),
        flag("spawn", "start every rank here, even when the environment names a rank"),
-       but(integer("world-size", "", 1, 1024, "number of ranks; the size of the job follows"),
-           [](Option& o) { o.initial_in_words = "follows from the options, or from rank 0"; }),
+       by_default(
+           integer("world-size", "", 1, 1024, "number of ranks; the size of the job follows"),
+           "follows from the options, or from rank 0"),
        but(text("master-addr", "HOST", "host of rank 0"),
            [](Option& o) { o.initial = "localhost"; }),
-       but(integer("master-port", "", 1, 65535, "port of rank 0"), random_free_port)});
+       by_default(integer("master-port", "", 1, 65535, "port of rank 0"),
+                  "29500 when joining, any free port when spawning")});
   append(table, "Network", Scope::kRank,
-         {but(text("listen", "ADDR", "address to listen on"),
-              [](Option& o) { o.initial_in_words = "the interface that reaches rank 0"; }),
+         {by_default(text("listen", "ADDR", "address to listen on"),
+                     "the interface that reaches rank 0"),
           choice("transport", {"auto", "tcp", "unix"},
                  "between ranks; auto: a unix socket on one host, TCP between hosts"),
           seconds("rpc-timeout", "60", "deadline of one remote call"),
           seconds("join-timeout", "300", "how long to wait for all ranks"),
           seconds("peer-timeout", "5", "silence after which a rank counts as lost")});
   append(table, "Run", Scope::kRank,
-         {but(integer("threads", "0", 0, 1024, "threads of one operation"),
-              [](Option& o) { o.initial_in_words = "cores / ranks on this host"; }),
+         {by_default(integer("threads", "0", 0, 1024, "threads of one operation"),
+                     "cores / ranks on this host"),
+          text("inject", "FAULT[,...]",
+               "try a fault: delay=50ms@rank=2 (before each call of that rank; us, ms or s), "
+               "fail=checkpoint.3 (die at the 3rd system call of the first save)"),
           but(flag("quiet", "no progress display"), [](Option& o) { o.short_name = 'q'; })});
   append(table, "Run", Scope::kInfo,
          {but(flag("help", "this text"), [](Option& o) { o.short_name = 'h'; }),
           but(flag("dump-options", "the option table as JSON"), [](Option& o) { o.hidden = true; }),
           but(flag("dump-placement", "which ranks would run where, as JSON"),
               [](Option& o) { o.hidden = true; })});
-}
-
-}  // namespace
-
-OptionTable hybrid_option_table() {
-  const auto random_only = [](Option& o) { o.random_only = true; };
-  OptionTable table;
-  append(
-      table, "Model and data", Scope::kJob,
-      {integer("trainers", "2", 1, 1022, "trainers; the job has two ranks more"),
-       but(integer("num-embeddings", "100", 1, kMaxInt,
-                   "rows of the embedding table (with --data: its words)"),
-           random_only),
-       integer("embedding-dim", "16", 1, 1048576, "numbers in a row"),
-       but(integer("classes", "8", 1, 1048576, "classes (with --data: its labels)"), random_only)});
-  append(table, "Model and data", Scope::kInput,
-         {but(text("data", "FILE", "train on text: '__label__X word word ...', one example a line"),
-              [](Option& o) { o.initial_in_words = "random batches"; }),
-          text("test-data", "FILE", "evaluate on this file after training")});
-  append(
-      table, "Training", Scope::kJob,
-      {integer("epochs", "100", 1, kMaxInt, "passes over the data"),
-       but(integer("batches", "10", 1, kMaxInt, "batches an epoch and trainer, random data only"),
-           random_only),
-       but(integer("batch-size", "32", 1, kMaxInt, "examples a batch and trainer, with --data"),
-           [](Option& o) { o.data_only = true; }),
-       real("lr", "0.05", 0, 1e6, "learning rate"),
-       choice("optimizer", {"sgd", "adagrad", "adam"}, "of all parameters, remote and local"),
-       choice("mode", {"async", "sync"},
-              "async: each trainer's update as it comes; sync: one mean update a step"),
-       integer("seed", "1", 0, 9007199254740991.0, "of parameters, data and shuffling"),
-       but(integer("log-interval", "0", 0, kMaxInt, "steps between 'step' lines"),
-           [](Option& o) { o.initial_in_words = "once an epoch"; })});
-  append_common(table);
-  return table;
 }
 
 }  // namespace distrain::cmd

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "options.h"
+
+namespace distrain::cmd {
+
+// What the option tables of the subcommands are made of.
+
+inline constexpr double kMaxInt = 2147483647.0;
+
+Option integer(std::string name, std::string initial, double min, double max, std::string help);
+Option real(std::string name, std::string initial, double min, double max, std::string help);
+/// Above 0.
+Option seconds(std::string name, std::string initial, std::string help);
+Option text(std::string name, std::string value_name, std::string help);
+/// The first one is the default.
+Option choice(std::string name, std::vector<std::string> choices, std::string help);
+Option flag(std::string name, std::string help);
+
+/// The option with a change that the functions above have no argument for.
+Option but(Option option, void (*change)(Option&));
+/// Shown as the default in place of the value, which may be none.
+Option by_default(Option option, std::string words);
+Option random_only(Option option);
+Option data_only(Option option);
+
+// Rows that all training jobs have.
+Option epochs_option(std::string initial);
+Option steps_option();
+Option seed_option();
+Option log_interval_option(std::string initial);
+
+/// Adds `more` to `table` under `group`.
+void append(OptionTable& table, std::string group, Scope scope, OptionTable more);
+/// `--checkpoint` and what goes with it.
+void append_checkpoints(OptionTable& table);
+/// What every scenario has.
+void append_common(OptionTable& table);
+
+}  // namespace distrain::cmd

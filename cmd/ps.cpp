@@ -1,0 +1,133 @@
+#include "ps.h"
+
+#include <algorithm>
+#include <filesystem>
+
+#include "checks.h"
+#include "distrain/base/error.h"
+#include "distrain/scenario/ps.h"
+#include "option_blocks.h"
+
+namespace distrain::cmd {
+namespace {
+
+/// Of Debian's package dataset-fashion-mnist, with the mean and deviation of its training images.
+constexpr const char* kDebianFolder = "/usr/share/datasets/fashion-mnist";
+constexpr const char* kDebianMean = "0.286";
+constexpr const char* kDebianStd = "0.353";
+
+OptionTable option_table() {
+  OptionTable table;
+  append(table, "Model and data", Scope::kJob,
+         {integer("trainers", "2", 1, 1023, "trainers; the job has one rank more"),
+          integer("limit", "0", 0, kMaxInt, "train on the first N examples; 0: on all"),
+          choice("dropout", {"on", "off"}, "of the model while it trains"),
+          by_default(real("mean", "0.1307", -1e6, 1e6, "of the pixels, which is subtracted"),
+                     "0.1307, with Debian's Fashion-MNIST 0.286"),
+          by_default(but(real("std", "0.3081", 0, 1e6, "deviation of the pixels, divided by"),
+                         [](Option& o) { o.above_min = true; }),
+                     "0.3081, with Debian's Fashion-MNIST 0.353")});
+  append(table, "Model and data", Scope::kInput,
+         {by_default(text("data", "DIR", "folder with MNIST's IDX files, plain or gzip"),
+                     "Debian's dataset-fashion-mnist, if installed")});
+  append(table, "Training", Scope::kJob,
+         {epochs_option("1"), steps_option(),
+          integer("batch-size", "32", 1, kMaxInt, "examples a batch and trainer"),
+          real("lr", "0.03", 0, 1e6, "learning rate"),
+          choice("mode", {"async", "sync", "ssp"},
+                 "async: each trainer's update as it comes; sync: one mean update a step; "
+                 "ssp: async, but no trainer gets far ahead"),
+          integer("staleness", "1", 0, kMaxInt,
+                  "with --mode ssp: steps a trainer may be ahead of the slowest"),
+          flag("verify-grads", "check at every step that the gradients arrived"), seed_option(),
+          log_interval_option("5")});
+  append_checkpoints(table);
+  append_common(table);
+  return table;
+}
+
+scenario::PsOptions ps_options(const ParsedOptions& parsed) {
+  scenario::PsOptions options;
+  options.trainers = parsed.whole("trainers");
+  options.epochs = parsed.whole("epochs");
+  options.steps = parsed.integer("steps");
+  options.batch_size = parsed.whole("batch-size");
+  options.lr = parsed.real("lr");
+  options.mode = parsed.text("mode");
+  options.staleness = parsed.integer("staleness");
+  options.dropout = parsed.text("dropout") == "on";
+  options.verify_grads = parsed.flag("verify-grads");
+  options.data = parsed.text("data");
+  options.limit = parsed.integer("limit");
+  options.mean = parsed.real("mean");
+  options.std = parsed.real("std");
+  options.seed = static_cast<uint64_t>(parsed.integer("seed"));
+  options.log_interval = parsed.whole("log-interval");
+  options.checkpoint = checkpoint_options(parsed);
+  return options;
+}
+
+/// Debian's Fashion-MNIST where it is installed, and its normalisation where it is used.
+void complete(ParsedOptions& options) {
+  std::error_code ignored;
+  if (!options.given("data") && std::filesystem::is_directory(kDebianFolder, ignored)) {
+    options.derive("data", kDebianFolder);
+  }
+  if (!std::filesystem::equivalent(options.text("data"), kDebianFolder, ignored)) return;
+  options.derive("mean", kDebianMean);
+  options.derive("std", kDebianStd);
+}
+
+void check_data(const ParsedOptions& options) {
+  if (options.text("data").empty()) {
+    throw base::Exception(
+        base::ErrorKind::kBadData,
+        "no --data and Debian's dataset-fashion-mnist is not installed: `apt-get install "
+        "dataset-fashion-mnist`, or give a folder with MNIST's IDX files "
+        "(train-images-idx3-ubyte[.gz], ...)");
+  }
+  check_folder(options, "data");
+}
+
+/// The trainers read the data, the server does not.
+bool has_trainers(const Placement& placement) {
+  if (placement.mode == Placement::Mode::kSpawn) return placement.ranks.back() > 0;
+  return placement.mode == Placement::Mode::kLocal || placement.rank > 0;
+}
+
+void check(const ParsedOptions& options, Placement& placement) {
+  // A trainer that joins without --data is yet to hear from rank 0 where it is.
+  const bool final = placement.has_rank_0() || options.given("data");
+  if (final && has_trainers(placement)) check_data(options);
+  if (placement.has_rank_0() && options.given("staleness") && options.text("mode") != "ssp") {
+    placement.warn("--staleness has no effect without --mode ssp");
+  }
+}
+
+}  // namespace
+
+JobCommand ps_command() {
+  JobCommand command;
+  command.line = {"ps", "a convolutional net on a parameter server, trained by several trainers"};
+  command.description =
+      "Trains an image classifier that a parameter server holds whole: the trainers send it\n"
+      "their batches over RPC, which it passes through the net, and the gradients come about in\n"
+      "distributed autograd. Rank 0 is the server, ranks 1 to T are the trainers.";
+  command.examples = {
+      "distrain ps --data mnist --trainers 3",
+      "distrain ps --mode ssp --staleness 2 --limit 6000",
+      "distrain ps --checkpoint saved --checkpoint-every 200 --resume auto",
+      "for r in 0 1 2; do distrain ps --rank $r & done; wait",
+  };
+  command.table = option_table();
+  command.size = {"trainers", 1};
+  command.complete = complete;
+  command.check = check;
+  command.role = [](const ParsedOptions&, int rank) { return scenario::ps_role(rank); };
+  command.run = run_of<scenario::PsOptions>(
+      {ps_options, scenario::run_ps, scenario::run_ps_local,
+       [](const ParsedOptions& adopted, const OptionMap&) { check_data(adopted); }});
+  return command;
+}
+
+}  // namespace distrain::cmd

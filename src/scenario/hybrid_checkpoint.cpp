@@ -1,0 +1,81 @@
+#include "hybrid_checkpoint.h"
+
+#include <ATen/Functions.h>
+
+namespace distrain::scenario {
+
+namespace {
+
+Json must_agree(const HybridOptions& options, const HybridDataInfo& data, bool from_file) {
+  Json json{{"cmd", "hybrid"},
+            {"trainers", options.trainers},
+            {"mode", options.mode},
+            {"optimizer", options.optimizer},
+            {"embedding_dim", options.embedding_dim},
+            {"seed", options.seed},
+            {"rows", data.rows},
+            {"classes", data.classes},
+            {"data", std::to_string(data.hash)}};
+  json[from_file ? "batch_size" : "batches"] = from_file ? options.batch_size : options.batches;
+  return json;
+}
+
+Json must_agree(const HybridOptions& options, const HybridDataInfo& data) {
+  return must_agree(options, data, !options.data.empty());
+}
+
+}  // namespace
+
+bool HybridProgress::save_due(const HybridOptions& options) const {
+  if (options.checkpoint.dir.empty()) return false;
+  const bool due = options.checkpoint.every > 0 ? total % options.checkpoint.every == 0 : step == 0;
+  return due || over(options);
+}
+
+const std::vector<std::string>& hybrid_parameter_names() {
+  static const std::vector<std::string> kNames = {"embedding.weight", "fc.weight", "fc.bias"};
+  return kNames;
+}
+
+Snapshot hybrid_snapshot(const HybridOptions& options, const HybridDataInfo& data,
+                         const HybridProgress& progress, const NamedTensors& model,
+                         const std::vector<optim::ParameterState>& optimizer) {
+  Snapshot snapshot;
+  snapshot.step = progress.total;
+  snapshot.state = must_agree(options, data);
+  snapshot.state["position"] = {
+      {"epoch", progress.epoch}, {"step", progress.step}, {"total", progress.total}};
+  snapshot.files["model"] = model;
+  snapshot.files["optimizer"] = flatten(hybrid_parameter_names(), optimizer);
+  return snapshot;
+}
+
+HybridResume read_hybrid(const Snapshot& snapshot, const HybridOptions& options,
+                         const HybridDataInfo& data, int64_t steps_per_epoch) {
+  const Json agreed = must_agree(options, data);
+  for (const auto& [key, value] : agreed.items()) snapshot.expect(key.c_str(), value);
+  HybridResume resume;
+  resume.model = {{"embedding.weight", at::empty({data.rows, options.embedding_dim})},
+                  {"fc.weight", at::empty({data.classes, options.embedding_dim})},
+                  {"fc.bias", at::empty({data.classes})}};
+  snapshot.copy_into("model", resume.model);
+  snapshot.checked([&] {
+    resume.optimizer = unflatten(hybrid_parameter_names(), snapshot.file("optimizer"));
+    const auto number = [&](const char* name) {
+      const auto position = snapshot.state.find("position");
+      if (position == snapshot.state.end() || !position->is_object() || !position->contains(name) ||
+          !(*position)[name].is_number_integer()) {
+        snapshot.refuse("the position is not what it should be");
+      }
+      return (*position)[name].get<int64_t>();
+    };
+    resume.progress = {number("epoch"), number("step"), number("total")};
+    const HybridProgress& at = resume.progress;
+    if (at.epoch < 1 || at.step < 0 || at.step >= steps_per_epoch || at.total < at.step) {
+      snapshot.refuse("the position is out of range");
+    }
+  });
+  return resume;
+}
+
+}  // namespace distrain::scenario

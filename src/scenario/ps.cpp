@@ -1,0 +1,218 @@
+// distrain ps: a ConvNet on a parameter server, trained by the other ranks.
+//
+// After PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework".
+
+#include "distrain/scenario/ps.h"
+
+#include <ATen/Functions.h>
+
+#include "distrain/autograd/context.h"
+#include "distrain/optim/distributed_optimizer.h"
+#include "ps_data.h"
+#include "ps_host.h"
+#include "ps_model.h"
+#include "session.h"
+#include "train_log.h"
+
+namespace distrain::scenario {
+
+namespace {
+
+constexpr int kServer = 0;
+
+optim::Sharing sharing(const PsOptions& options, int participant) {
+  optim::Sharing sharing;
+  sharing.mode = options.mode == "sync"  ? optim::Sharing::Mode::kSync
+                 : options.mode == "ssp" ? optim::Sharing::Mode::kSsp
+                                         : optim::Sharing::Mode::kAsync;
+  sharing.participants = options.trainers;
+  sharing.participant = participant;
+  sharing.staleness = options.staleness;
+  return sharing;
+}
+
+/// What the trainers' requests work on, on rank 0.
+class Server {
+ public:
+  Server(rpc::Agent& agent, const PsOptions& options, const Job& job, EventSink& sink)
+      : agent_(agent), options_(options), host_(options, job, sink) {}
+
+  /// The first request builds the model.
+  rpc::RRef<ConvNet> attach(int trainer, const PsDataInfo& data) {
+    std::lock_guard lock(mutex_);
+    if (!host_.started()) build(data);
+    if (!(host_.data() == data)) {
+      throw base::Exception(base::Error{base::ErrorKind::kBadData,
+                                        "trainer " + std::to_string(trainer + 1) +
+                                            " has read other data than the others: the files "
+                                            "must be the same",
+                                        trainer + 1, "attach"});
+    }
+    return agent_.make_rref(host_.model());
+  }
+
+  PsHost& host() { return host_; }
+
+ private:
+  void build(const PsDataInfo& data) {
+    auto model = std::make_shared<ConvNet>(options_.seed);
+    std::vector<rpc::RRef<at::Tensor>> parameters;
+    for (const at::Tensor& p : model->parameters()) parameters.push_back(agent_.make_rref(p));
+    const auto optimizer = std::make_shared<optim::DistributedOptimizer>(
+        agent_, parameters, optimizer_options(options_),
+        sharing(options_, optim::Sharing::kOnlooker));
+    host_.start(std::move(model),
+                {[optimizer] { return optimizer->state(); },
+                 [optimizer](const auto& state) { optimizer->load_state(state); }},
+                data);
+  }
+
+  rpc::Agent& agent_;
+  const PsOptions options_;
+  std::mutex mutex_;
+  PsHost host_;
+};
+
+// What the trainers call on the server.
+rpc::RRef<ConvNet> attach(rpc::CallContext& call, const PsDataInfo& data) {
+  return call.agent.local<Server>().attach(call.caller.rank - 1, data);
+}
+int64_t resumed_at(rpc::CallContext& call) {
+  return call.agent.local<Server>().host().resumed_at();
+}
+base::Future<Task> next(rpc::CallContext& call, bool stop) {
+  return call.agent.local<Server>().host().next(call.caller.rank - 1, stop);
+}
+void report(rpc::CallContext& call, const PsReport& report) {
+  call.agent.local<Server>().host().report(report);
+}
+
+class Trainer {
+ public:
+  Trainer(rpc::Agent& agent, const PsOptions& options, const Job& job, EventSink& sink)
+      : agent_(agent),
+        options_(options),
+        stop_(*job.stop),
+        log_(options.log_interval, sink),
+        data_(options),
+        model_(agent.rpc_sync<&attach>(kServer, data_.info())),
+        optimizer_(agent, model_.rpc_sync<&ConvNet::parameter_rrefs>(), optimizer_options(options),
+                   sharing(options, agent.rank() - 1)) {
+    log_.resume_after(agent.rpc_sync<&resumed_at>(kServer));
+    if (!options.checkpoint.dir.empty()) job.stop->arm();
+  }
+
+  /// Gives back whether the job was stopped before its time.
+  bool run() {
+    for (;;) {
+      const Task task =
+          agent_.rpc_sync<&next>(rpc::To(kServer).without_deadline(), stop_.requested());
+      if (task.kind == Task::Kind::kTrain) train(task);
+      if (task.kind == Task::Kind::kEvaluate) evaluate();
+      if (task.kind != Task::Kind::kEnd) continue;
+      log_.end_epoch();
+      return task.stopped;
+    }
+  }
+
+  const TrainLog& log() const { return log_; }
+
+ private:
+  void train(const Task& task) {
+    if (log_.epoch() != task.epoch) log_.begin_epoch(task.epoch);
+    const ImageBatch batch = data_.batch(task);
+    autograd::Context context(agent_);
+    const PsForward forward =
+        model_.rpc_sync<&ConvNet::forward_training>(batch.images, dropout_key(options_, task));
+    const at::Tensor loss = at::nll_loss(forward.scores, batch.targets);
+    const double value = checked_loss(loss, task.epoch, task.step + 1);
+    autograd::backward(context, {loss});
+    if (options_.verify_grads) verify(context.id());
+    optimizer_.step(context);
+    staleness_ = std::max(staleness_, forward.staleness);
+    log_.step(value, batch.targets.numel(),
+              {{"staleness", forward.staleness}, {"version", forward.version}});
+  }
+
+  /// The tutorial's check: the gradients of this step are on the server.
+  void verify(uint64_t context) {
+    const auto gradients = model_.rpc_sync<&ConvNet::gradients>(context);
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      if (gradients[i].defined() && gradients[i].isfinite().all().item<bool>()) continue;
+      throw base::Exception(
+          base::Error{base::ErrorKind::kInternal,
+                      "no gradient of " + ConvNet::names()[i] + " arrived on the parameter server",
+                      agent_.rank(), "verify-grads"});
+    }
+  }
+
+  void evaluate() {
+    PsReport mine;
+    mine.steps = log_.epoch_steps();
+    log_.end_epoch();
+    mine.loss = log_.last_loss();
+    mine.staleness = staleness_;
+    mine.evaluation = evaluate_share(data_, agent_.rank() - 1, options_.trainers,
+                                     [this](const at::Tensor& images) {
+                                       return model_.rpc_sync<&ConvNet::forward_evaluating>(images);
+                                     });
+    agent_.rpc_sync<&report>(kServer, mine);
+  }
+
+  rpc::Agent& agent_;
+  const PsOptions options_;
+  const StopSignal& stop_;
+  TrainLog log_;
+  PsData data_;
+  rpc::RRef<ConvNet> model_;
+  optim::DistributedOptimizer optimizer_;
+  int64_t staleness_ = 0;
+};
+
+}  // namespace
+
+int ps_world_size(const PsOptions& options) { return options.trainers + 1; }
+
+std::string ps_role(int rank) {
+  return rank == kServer ? "parameter_server" : "trainer" + std::to_string(rank);
+}
+
+Outcome run_ps(const PsOptions& own, const Job& job,
+               const std::function<PsOptions(const OptionMap&)>& adopt, EventSink& sink) {
+  std::vector<std::string> names;
+  for (int rank = 0; rank < ps_world_size(own); ++rank) names.push_back(ps_role(rank));
+  Session session(job, std::move(names), sink);
+  rpc::Agent& agent = session.agent();
+  ConvNet::expose(agent);
+  agent.expose<&attach>("ps.attach");
+  agent.expose<&resumed_at>("ps.resumed_at");
+  agent.expose<&next>("ps.next");
+  agent.expose<&report>("ps.report");
+
+  PsOptions options = own;
+  std::shared_ptr<Server> server;
+  Outcome outcome;
+  const auto prepare = [&] {
+    if (job.rank != kServer) {
+      options = adopt(agent.job_options());
+      return;
+    }
+    server = std::make_shared<Server>(agent, options, job, sink);
+    agent.provide(server);
+  };
+  const auto work = [&] {
+    if (job.rank == kServer) return;  // it waits for the trainers in the shutdown
+    Trainer trainer(agent, options, job, sink);
+    outcome.stopped = trainer.run();
+    outcome.fields["steps"] = trainer.log().steps();
+    outcome.fields["train_s"] = trainer.log().train_s();
+  };
+  session.run(prepare, work, outcome);
+  if (server) {
+    server->host().add_to(outcome);
+    outcome.fields["updates"] = session.updates();
+  }
+  return outcome;
+}
+
+}  // namespace distrain::scenario

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include <ATen/core/Tensor.h>
+
+#include "distrain/data/batches.h"
+#include "distrain/data/idx.h"
+#include "distrain/scenario/ps.h"
+#include "schedule.h"
+#include "train_log.h"
+
+namespace distrain::scenario {
+
+/// What the server and the other trainers have to know of the data.
+struct PsDataInfo {
+  uint64_t hash = 0;  ///< of the files' contents
+  int64_t examples = 0;
+  int64_t test_examples = 0;
+  static constexpr auto kFields =
+      std::tuple(&PsDataInfo::hash, &PsDataInfo::examples, &PsDataInfo::test_examples);
+  bool operator==(const PsDataInfo&) const = default;
+};
+
+struct ImageBatch {
+  at::Tensor images;   ///< float [n, 1, 28, 28], normalised
+  at::Tensor targets;  ///< int64 [n]
+};
+
+/// The batches of the job, from IDX files of 28 × 28 images in ten classes.
+class PsData {
+ public:
+  /// Reads the files; throws bad_data.
+  explicit PsData(const PsOptions& options);
+
+  PsDataInfo info() const;
+  ImageBatch batch(const Task& task);
+  /// Test examples [first, last).
+  ImageBatch test_batch(int64_t first, int64_t last) const;
+
+ private:
+  ImageBatch gather(const data::ImageSet& set, std::span<const int64_t> examples) const;
+
+  const PsOptions options_;
+  data::ImageFolder files_;
+  int64_t examples_ = 0;
+  // The sampler of the shard and epoch asked for last.
+  std::optional<data::EpochSampler> sampler_;
+  int sampler_shard_ = -1;
+  int64_t sampler_epoch_ = -1;
+};
+
+/// The random numbers of one training step.
+std::optional<uint64_t> dropout_key(const PsOptions& options, const Task& task);
+
+Schedule::Terms schedule_terms(const PsOptions& options, const PsDataInfo& data);
+
+/// What must be the same for a checkpoint to be gone on from.
+Json must_agree(const PsOptions& options, const PsDataInfo& data);
+
+/// Trainer `trainer`'s share of the test examples; `forward` gives a batch's log-probabilities.
+Evaluation evaluate_share(const PsData& data, int trainer, int trainers,
+                          const std::function<at::Tensor(const at::Tensor& images)>& forward);
+
+}  // namespace distrain::scenario

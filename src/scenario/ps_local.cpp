@@ -1,0 +1,106 @@
+// distrain ps --local: the same model, batches and updates in one process, without RPC.
+
+#include <algorithm>
+
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include "distrain/scenario/ps.h"
+#include "local_trainers.h"
+#include "ps_data.h"
+#include "ps_host.h"
+#include "ps_model.h"
+#include "train_log.h"
+
+namespace distrain::scenario {
+
+namespace {
+
+using Gradients = std::vector<at::Tensor>;
+
+class LocalRun {
+ public:
+  LocalRun(const PsOptions& options, const Job& job, EventSink& sink)
+      : options_(options),
+        data_(options),
+        rule_(optim::make_update_rule(optimizer_options(options))),
+        log_(options.log_interval, sink),
+        host_(options, job, sink) {
+    auto model = std::make_shared<ConvNet>(options.seed);
+    parameters_ = model->parameters();
+    host_.start(std::move(model), rule_access(*rule_, parameters_), data_.info());
+    log_.resume_after(host_.resumed_at());
+  }
+
+  Outcome run() {
+    run_tasks(
+        options_.trainers, [this](int trainer) { return host_.next(trainer, false); },
+        [this](const std::vector<Task>& tasks) { train(tasks); },
+        [this](const std::vector<Task>&) { evaluate(); });
+    log_.end_epoch();
+    Outcome outcome;
+    outcome.fields = {{"steps", log_.steps() * options_.trainers}, {"train_s", log_.train_s()}};
+    host_.add_to(outcome);
+    return outcome;
+  }
+
+ private:
+  /// One step of each trainer: sync, one update by the mean; otherwise one after the other.
+  void train(const std::vector<Task>& tasks) {
+    if (log_.epoch() != tasks[0].epoch) log_.begin_epoch(tasks[0].epoch);
+    std::vector<Gradients> gathered;
+    double loss_sum = 0;
+    int64_t samples = 0;
+    for (const Task& task : tasks) {
+      const ImageBatch batch = data_.batch(task);
+      const auto key = dropout_key(options_, task);
+      const at::Tensor loss = at::nll_loss(
+          ConvNet::forward(parameters_, batch.images, key ? Dropout({*key}) : Dropout()),
+          batch.targets);
+      loss_sum += checked_loss(loss, task.epoch, task.step + 1);
+      samples += batch.targets.numel();
+      loss.backward();
+      Gradients gradients = take_gradients(parameters_);
+      if (options_.mode == "sync") {
+        gathered.push_back(std::move(gradients));
+      } else {
+        apply(gradients);
+      }
+    }
+    if (!gathered.empty()) apply(mean(gathered));
+    log_.step(loss_sum / static_cast<double>(tasks.size()), samples,
+              {{"staleness", 0}, {"version", updates_}});
+  }
+
+  void apply(const Gradients& gradients) {
+    for (size_t i = 0; i < gradients.size(); ++i) rule_->apply(i, parameters_[i], gradients[i]);
+    ++updates_;
+  }
+
+  void evaluate() {
+    PsReport report;
+    report.steps = log_.epoch_steps();
+    log_.end_epoch();
+    report.loss = log_.last_loss();
+    report.evaluation = evaluate_share(data_, 0, 1, [this](const at::Tensor& images) {
+      return ConvNet::forward(parameters_, images, Dropout());
+    });
+    host_.report(report);
+  }
+
+  const PsOptions options_;
+  PsData data_;
+  std::vector<at::Tensor> parameters_;
+  std::unique_ptr<optim::UpdateRule> rule_;
+  TrainLog log_;
+  PsHost host_;
+  int64_t updates_ = 0;
+};
+
+}  // namespace
+
+Outcome run_ps_local(const PsOptions& options, const Job& job, EventSink& sink) {
+  return without_rpc(LocalRun(options, job, sink).run());
+}
+
+}  // namespace distrain::scenario

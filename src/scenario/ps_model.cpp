@@ -1,0 +1,95 @@
+#include "ps_model.h"
+
+#include <cmath>
+
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include "distrain/autograd/context.h"
+#include "distrain/autograd/parameter_versions.h"
+#include "distrain/optim/distributed_optimizer.h"
+
+namespace distrain::scenario {
+
+ConvNet::ConvNet(uint64_t seed) {
+  at::Generator generator = keyed_generator({seed});
+  const auto layer = [&](std::vector<int64_t> shape) {
+    at::Tensor weight = at::empty(shape, at::kFloat);
+    at::Tensor bias = at::empty({shape[0]}, at::kFloat);
+    const double bound = 1.0 / std::sqrt(static_cast<double>(weight[0].numel()));
+    for (at::Tensor* parameter : {&weight, &bias}) {
+      parameter->uniform_(-bound, bound, generator);
+      parameters_.push_back(parameter->requires_grad_());
+    }
+  };
+  layer({32, 1, 3, 3});
+  layer({64, 32, 3, 3});
+  layer({128, 9216});
+  layer({10, 128});
+}
+
+const std::vector<std::string>& ConvNet::names() {
+  static const std::vector<std::string> kNames = {"conv1.weight", "conv1.bias", "conv2.weight",
+                                                  "conv2.bias",   "fc1.weight", "fc1.bias",
+                                                  "fc2.weight",   "fc2.bias"};
+  return kNames;
+}
+
+NamedTensors ConvNet::named_parameters() const {
+  NamedTensors named;
+  for (size_t i = 0; i < parameters_.size(); ++i) named[names()[i]] = parameters_[i];
+  return named;
+}
+
+at::Tensor ConvNet::forward(const std::vector<at::Tensor>& parameters, const at::Tensor& images,
+                            Dropout dropout) {
+  at::Tensor x = at::relu(at::conv2d(images, parameters[0], parameters[1]));
+  x = at::relu(at::conv2d(x, parameters[2], parameters[3]));
+  x = dropout.channels(at::max_pool2d(x, {2, 2}), 0.25);
+  x = at::relu(at::linear(x.flatten(1), parameters[4], parameters[5]));
+  x = at::linear(dropout(x, 0.5), parameters[6], parameters[7]);
+  return at::log_softmax(x, 1);
+}
+
+PsForward ConvNet::forward_training(rpc::CallContext& call, at::Tensor images,
+                                    std::optional<uint64_t> dropout_key) {
+  // Trainers are the ranks from 1 on. Asked before the parameters are read: what is told of them is
+  // no better than they are.
+  const optim::Progress progress =
+      optim::progress_of(call.agent, parameters_[0], call.caller.rank - 1);
+  const auto versions = autograd::current_versions(call.agent, parameters_);
+  return {forward(versions, images, dropout_key ? Dropout({*dropout_key}) : Dropout()),
+          progress.updates, progress.lead};
+}
+
+at::Tensor ConvNet::forward_evaluating(rpc::CallContext& call, at::Tensor images) {
+  const at::NoGradGuard no_grad;
+  return forward(autograd::current_versions(call.agent, parameters_), images, Dropout());
+}
+
+std::vector<rpc::RRef<at::Tensor>> ConvNet::parameter_rrefs(rpc::CallContext& call) {
+  std::vector<rpc::RRef<at::Tensor>> rrefs;
+  for (const at::Tensor& parameter : parameters_) rrefs.push_back(call.agent.make_rref(parameter));
+  return rrefs;
+}
+
+std::vector<at::Tensor> ConvNet::gradients(rpc::CallContext& call, uint64_t context) {
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& parameter : parameters_) {
+    gradients.push_back(autograd::gradient(call.agent, context, parameter));
+  }
+  return gradients;
+}
+
+void ConvNet::expose(rpc::Agent& agent) {
+  agent.expose<&ConvNet::forward_training>("ConvNet.forward_training");
+  agent.expose<&ConvNet::forward_evaluating>("ConvNet.forward_evaluating");
+  agent.expose<&ConvNet::parameter_rrefs>("ConvNet.parameter_rrefs");
+  agent.expose<&ConvNet::gradients>("ConvNet.gradients");
+}
+
+optim::OptimizerOptions optimizer_options(const PsOptions& options) {
+  return optim::Sgd{.lr = options.lr};
+}
+
+}  // namespace distrain::scenario

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "distrain/optim/update_rule.h"
+#include "distrain/rpc/agent.h"
+#include "distrain/scenario/named_tensors.h"
+#include "distrain/scenario/ps.h"
+#include "dropout.h"
+
+namespace distrain::scenario {
+
+/// What a forward pass over shared parameters gives.
+struct PsForward {
+  at::Tensor scores;      ///< log-probabilities [n, 10]
+  uint64_t version = 0;   ///< updates that its parameters had had, at least
+  int64_t staleness = 0;  ///< steps that the caller was ahead of the slowest trainer, at most
+  static constexpr auto kFields =
+      std::tuple(&PsForward::scores, &PsForward::version, &PsForward::staleness);
+};
+
+/// The parameter server's model: PyTorch's MNIST example. It has no mode: whether a pass trains or
+/// evaluates is said with each pass, so trainers do not get into each other's way.
+class ConvNet {
+ public:
+  /// Initialised as torch.nn's Conv2d and Linear are.
+  explicit ConvNet(uint64_t seed);
+
+  /// Images [n, 1, 28, 28] → log-probabilities [n, 10]. `parameters` in the order of names().
+  static at::Tensor forward(const std::vector<at::Tensor>& parameters, const at::Tensor& images,
+                            Dropout dropout);
+
+  static const std::vector<std::string>& names();
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  NamedTensors named_parameters() const;
+
+  // What trainers call through their RRef.
+
+  /// Training: on the parameters as they are now; an update meanwhile leaves this pass alone.
+  /// Without a `dropout_key` there is no dropout.
+  PsForward forward_training(rpc::CallContext& call, at::Tensor images,
+                             std::optional<uint64_t> dropout_key);
+  at::Tensor forward_evaluating(rpc::CallContext& call, at::Tensor images);
+  std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
+  /// Of an autograd context, in the order of names(); undefined where there is none.
+  std::vector<at::Tensor> gradients(rpc::CallContext& call, uint64_t context);
+
+  static void expose(rpc::Agent& agent);
+
+ private:
+  std::vector<at::Tensor> parameters_;
+};
+
+optim::OptimizerOptions optimizer_options(const PsOptions& options);
+
+}  // namespace distrain::scenario

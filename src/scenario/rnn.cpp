@@ -1,0 +1,310 @@
+// distrain rnn: a word language model, embedding and decoder on a parameter server, LSTM on the
+// trainers.
+//
+// After PyTorch's tutorial "Getting Started with Distributed RPC Framework" (its second part) and
+// PyTorch's word language model.
+
+#include "distrain/scenario/rnn.h"
+
+#include "distrain/autograd/context.h"
+#include "distrain/collective/backend.h"
+#include "distrain/ddp/context_pass.h"
+#include "distrain/ddp/distributed_data_parallel.h"
+#include "distrain/optim/distributed_optimizer.h"
+#include "language_model.h"
+#include "rnn_data.h"
+#include "rnn_host.h"
+#include "rnn_model.h"
+#include "session.h"
+#include "train_log.h"
+
+namespace distrain::scenario {
+
+namespace {
+
+using DataParallelLstm = ddp::DistributedDataParallel<Lstm>;
+
+constexpr int kServer = 0;
+constexpr uint16_t kCollectiveChannel = 2;
+
+optim::Sharing sharing(const RnnOptions& options, int participant) {
+  optim::Sharing sharing;
+  sharing.mode =
+      options.mode == "sync" ? optim::Sharing::Mode::kSync : optim::Sharing::Mode::kAsync;
+  sharing.participants = options.trainers;
+  sharing.participant = participant;
+  return sharing;
+}
+
+/// What a trainer needs of the server.
+struct RemoteEnds {
+  rpc::RRef<WordEmbedding> embedding;
+  rpc::RRef<Decoder> decoder;
+  std::vector<rpc::RRef<at::Tensor>> parameters;  ///< in the order of RnnHost::parameter_names()
+  std::optional<RnnTrainerState> resumed;
+  static constexpr auto kFields = std::tuple(&RemoteEnds::embedding, &RemoteEnds::decoder,
+                                             &RemoteEnds::parameters, &RemoteEnds::resumed);
+};
+
+/// What the trainers' requests work on, on rank 0.
+class Server {
+ public:
+  Server(rpc::Agent& agent, const RnnOptions& options, const Job& job, EventSink& sink)
+      : agent_(agent), options_(options), host_(options, job, sink) {}
+
+  /// The first request builds the model.
+  RemoteEnds attach(int trainer, const RnnDataInfo& data) {
+    std::lock_guard lock(mutex_);
+    if (!host_.started()) build(data);
+    if (!(host_.data() == data)) {
+      throw base::Exception(base::Error{base::ErrorKind::kBadData,
+                                        "trainer " + std::to_string(trainer + 1) +
+                                            " has read other data than the others: the files "
+                                            "must be the same",
+                                        trainer + 1, "attach"});
+    }
+    return {agent_.make_rref(host_.embedding()), agent_.make_rref(host_.decoder()), parameters(),
+            host_.resumed(trainer)};
+  }
+
+  RnnHost& host() { return host_; }
+
+ private:
+  void build(const RnnDataInfo& data) {
+    auto embedding = std::make_shared<WordEmbedding>(data.words, options_.emsize, options_.seed);
+    auto decoder = std::make_shared<Decoder>(data.words, options_.nhid, options_.seed);
+    host_.build(std::move(embedding), std::move(decoder), data);
+    const auto optimizer = std::make_shared<optim::DistributedOptimizer>(
+        agent_, parameters(), optimizer_options(options_),
+        sharing(options_, optim::Sharing::kOnlooker));
+    host_.start({[optimizer] { return optimizer->state(); },
+                 [optimizer](const auto& state) { optimizer->load_state(state); }});
+  }
+
+  std::vector<rpc::RRef<at::Tensor>> parameters() {
+    const NamedTensors named = host_.named_parameters();
+    std::vector<rpc::RRef<at::Tensor>> parameters;
+    for (const std::string& name : RnnHost::parameter_names()) {
+      parameters.push_back(agent_.make_rref(named.at(name)));
+    }
+    return parameters;
+  }
+
+  rpc::Agent& agent_;
+  const RnnOptions options_;
+  std::mutex mutex_;
+  RnnHost host_;
+};
+
+// What the trainers call on the server.
+RemoteEnds attach(rpc::CallContext& call, const RnnDataInfo& data) {
+  return call.agent.local<Server>().attach(call.caller.rank - 1, data);
+}
+base::Future<RnnTask> next(rpc::CallContext& call, bool stop) {
+  return call.agent.local<Server>().host().next(call.caller.rank - 1, stop,
+                                                call.agent.inline_executor());
+}
+void report(rpc::CallContext& call, const RnnReport& report) {
+  call.agent.local<Server>().host().report(report);
+}
+void contribute(rpc::CallContext& call, const RnnTrainerState& state) {
+  call.agent.local<Server>().host().contribute(call.caller.rank - 1, state);
+}
+
+class Trainer {
+ public:
+  Trainer(rpc::Agent& agent, const RnnOptions& options, const Job& job, EventSink& sink)
+      : agent_(agent),
+        options_(options),
+        number_(agent.rank() - 1),
+        stop_(*job.stop),
+        sink_(sink),
+        log_(options.log_interval, sink, TrainLog::Unit::kWords),
+        data_(options),
+        server_(agent.rpc_sync<&attach>(kServer, data_.info())),
+        lstm_(make_lstm(options)),
+        model_(options, lstm_, ends()) {
+    if (server_.resumed) take(*server_.resumed);
+    if (options.trainers > 1) share_lstm(job);
+    for (const auto& [name, parameter] : lstm_->named()) {
+      lstm_names_.push_back(name);
+      server_.parameters.push_back(agent.make_rref(parameter));
+    }
+    optimizer_.emplace(agent, server_.parameters, optimizer_options(options),
+                       sharing(options, number_));
+    if (server_.resumed) load_optimizer(server_.resumed->optimizer);
+    server_.resumed.reset();
+    if (!options.checkpoint.dir.empty()) job.stop->arm();
+  }
+
+  /// Gives back whether the job was stopped before its time.
+  bool run() {
+    for (;;) {
+      const auto [task, lr] =
+          agent_.rpc_sync<&next>(rpc::To(kServer).without_deadline(), stop_.requested());
+      if (task.kind == Task::Kind::kTrain) train(task, lr);
+      if (task.kind == Task::Kind::kEvaluate) evaluate();
+      if (task.kind == Task::Kind::kSave) save();
+      if (task.kind != Task::Kind::kEnd) continue;
+      log_.end_epoch();
+      if (!task.stopped) generate();
+      return task.stopped;
+    }
+  }
+
+  void add_to(Outcome& outcome) const {
+    outcome.fields["steps"] = log_.steps();
+    outcome.fields["train_s"] = log_.train_s();
+    // All trainers go at one pace: the first speaks for them.
+    if (number_ == 0 && log_.train_s() > 0) {
+      outcome.fields["words_per_s"] =
+          static_cast<double>(words_ * options_.trainers) / log_.train_s();
+    }
+  }
+
+ private:
+  LanguageModel::Ends ends() const {
+    return {[this](const at::Tensor& words) {
+              return server_.embedding.rpc_sync<&WordEmbedding::forward>(words);
+            },
+            [this](const at::Tensor& hidden, const at::Tensor& targets) {
+              return server_.decoder.rpc_sync<&Decoder::loss>(hidden, targets);
+            },
+            [this](const at::Tensor& hidden) {
+              return server_.decoder.rpc_sync<&Decoder::scores>(hidden);
+            }};
+  }
+
+  void share_lstm(const Job& job) {
+    std::vector<int> trainers;
+    for (int rank = 1; rank <= options_.trainers; ++rank) trainers.push_back(rank);
+    collective::Backend::Settings settings;
+    settings.timeout = std::chrono::milliseconds(static_cast<int64_t>(job.rpc_timeout_s * 1000));
+    data_parallel_.emplace(lstm_, c10::make_intrusive<collective::Backend>(
+                                      agent_.open_channel(kCollectiveChannel), agent_.executor(),
+                                      collective::Group{0, std::move(trainers)}, settings));
+  }
+
+  void train(const Task& task, double lr) {
+    if (log_.epoch() != task.epoch) log_.begin_epoch(task.epoch);
+    if (lr != lr_) optimizer_->set_lr(lr_ = lr);
+    const WordBatch batch = data_.batch(number_, task.step);
+    autograd::Context context(agent_);
+    const at::Tensor loss = model_.training_loss(batch, task);
+    const double value = checked_loss(loss, task.epoch, task.step + 1);
+    std::optional<ddp::ContextPass> pass;
+    if (data_parallel_) data_parallel_->attach(pass.emplace(context));
+    autograd::backward(context, {loss});
+    optimizer_->step(context, options_.clip);
+    words_ += batch.targets.numel();
+    log_.step(value, batch.targets.numel());
+  }
+
+  void evaluate() {
+    RnnReport mine;
+    mine.training.words = log_.epoch_samples();
+    log_.end_epoch();
+    mine.training.loss_sum = log_.last_loss() * static_cast<double>(mine.training.words);
+    mine.validation = model_.evaluate(data_, number_);
+    agent_.rpc_sync<&report>(kServer, mine);
+  }
+
+  void save() {
+    RnnTrainerState mine;
+    mine.state = model_.state();
+    if (number_ == 0) {
+      mine.lstm = lstm_->named();
+      auto states = optimizer_->state();
+      states.erase(states.begin(), states.end() - static_cast<std::ptrdiff_t>(lstm_names_.size()));
+      mine.optimizer = flatten(lstm_names_, states);
+    }
+    agent_.rpc_sync<&contribute>(kServer, mine);
+  }
+
+  void take(const RnnTrainerState& resumed) {
+    log_.resume_after(resumed.steps);
+    model_.state() = resumed.state;
+    Snapshot snapshot;
+    snapshot.path = options_.checkpoint.resume;
+    snapshot.files["model"] = resumed.lstm;
+    snapshot.copy_into("model", lstm_->named());
+  }
+
+  void load_optimizer(const NamedTensors& saved) {
+    std::vector<std::string> names = RnnHost::parameter_names();
+    names.insert(names.end(), lstm_names_.begin(), lstm_names_.end());
+    auto states = optimizer_->state();  // the server's part is there already
+    const auto own = unflatten(lstm_names_, saved);
+    std::copy(own.begin(), own.end(),
+              states.end() - static_cast<std::ptrdiff_t>(lstm_names_.size()));
+    optimizer_->load_state(states);
+  }
+
+  void generate() {
+    if (number_ != 0 || options_.generate == 0 || options_.data.empty()) return;
+    sink_.emit("text", {{"text", model_.generate(data_.vocabulary())}});
+  }
+
+  rpc::Agent& agent_;
+  const RnnOptions options_;
+  const int number_;  // of this trainer, from 0
+  const StopSignal& stop_;
+  EventSink& sink_;
+  TrainLog log_;
+  RnnData data_;
+  RemoteEnds server_;
+  Lstm lstm_;
+  std::vector<std::string> lstm_names_;
+  LanguageModel model_;
+  std::optional<DataParallelLstm> data_parallel_;
+  std::optional<optim::DistributedOptimizer> optimizer_;
+  double lr_ = 0;
+  int64_t words_ = 0;
+};
+
+}  // namespace
+
+int rnn_world_size(const RnnOptions& options) { return options.trainers + 1; }
+
+std::string rnn_role(int rank) { return rank == kServer ? "ps" : "trainer" + std::to_string(rank); }
+
+Outcome run_rnn(const RnnOptions& own, const Job& job,
+                const std::function<RnnOptions(const OptionMap&)>& adopt, EventSink& sink) {
+  std::vector<std::string> names;
+  for (int rank = 0; rank < rnn_world_size(own); ++rank) names.push_back(rnn_role(rank));
+  Session session(job, std::move(names), sink);
+  rpc::Agent& agent = session.agent();
+  agent.expose<&WordEmbedding::forward>("WordEmbedding.forward");
+  agent.expose<&Decoder::loss>("Decoder.loss");
+  agent.expose<&Decoder::scores>("Decoder.scores");
+  agent.expose<&attach>("rnn.attach");
+  agent.expose<&next>("rnn.next");
+  agent.expose<&report>("rnn.report");
+  agent.expose<&contribute>("rnn.contribute");
+
+  RnnOptions options = own;
+  std::shared_ptr<Server> server;
+  Outcome outcome;
+  const auto prepare = [&] {
+    if (job.rank != kServer) {
+      options = adopt(agent.job_options());
+      return;
+    }
+    server = std::make_shared<Server>(agent, options, job, sink);
+    agent.provide(server);
+  };
+  const auto work = [&] {
+    if (job.rank == kServer) return;  // it waits for the trainers in the shutdown
+    Trainer trainer(agent, options, job, sink);
+    outcome.stopped = trainer.run();
+    trainer.add_to(outcome);
+  };
+  session.run(prepare, work, outcome);
+  if (server) {
+    server->host().add_to(outcome);
+    outcome.fields["updates"] = session.updates();
+  }
+  return outcome;
+}
+
+}  // namespace distrain::scenario

@@ -1,0 +1,186 @@
+#include "rnn_host.h"
+
+#include <ATen/Functions.h>
+
+#include "distrain/base/error.h"
+
+namespace distrain::scenario {
+
+namespace {
+
+constexpr double kStallFactor = 4;  // by which the learning rate is divided
+
+std::string state_name(const char* what, int trainer) {
+  return std::string(what) + "." + std::to_string(trainer);
+}
+
+}  // namespace
+
+RnnHost::RnnHost(const RnnOptions& options, const Job& job, EventSink& sink)
+    : options_(options),
+      sink_(sink),
+      stop_(job.stop),
+      checkpoints_(options.checkpoint, job, sink),
+      lr_(options.lr) {}
+
+const std::vector<std::string>& RnnHost::parameter_names() {
+  static const std::vector<std::string> kNames = {"encoder.weight", "decoder.weight",
+                                                  "decoder.bias"};
+  return kNames;
+}
+
+void RnnHost::build(std::shared_ptr<WordEmbedding> embedding, std::shared_ptr<Decoder> decoder,
+                    const RnnDataInfo& data) {
+  embedding_ = std::move(embedding);
+  decoder_ = std::move(decoder);
+  data_ = data;
+}
+
+void RnnHost::start(OptimizerAccess optimizer) {
+  optimizer_ = std::move(optimizer);
+  Schedule::Hooks hooks;
+  hooks.on_evaluated = [this](bool whole_epoch) { on_evaluated(whole_epoch); };
+  hooks.on_save = [this](const Position& position) { save(position); };
+  hooks.on_end = [this](bool stopped) {
+    std::lock_guard lock(mutex_);
+    stopped_ = stopped;
+  };
+  schedule_.emplace(schedule_terms(options_, data_), std::move(hooks));
+  if (const auto snapshot = checkpoints_.load()) resume(*snapshot);
+}
+
+NamedTensors RnnHost::named_parameters() const {
+  NamedTensors named = embedding_->named_parameters();
+  named.merge(decoder_->named_parameters());
+  return named;
+}
+
+void RnnHost::resume(const Snapshot& snapshot) {
+  const Json agreed = must_agree(options_, data_);
+  for (const auto& [key, value] : agreed.items()) snapshot.expect(key.c_str(), value);
+  // The LSTM's are the trainers' to take and to check.
+  Snapshot ends = snapshot;
+  NamedTensors& model = ends.files["model"];
+  RnnTrainerState first;
+  for (auto it = model.begin(); it != model.end();) {
+    const bool lstm = it->first.starts_with("rnn.");
+    if (lstm) first.lstm.insert(*it);
+    it = lstm ? model.erase(it) : std::next(it);
+  }
+  ends.copy_into("model", named_parameters());
+  NamedTensors optimizer;
+  for (const auto& [name, tensor] : snapshot.file("optimizer")) {
+    (name.starts_with("rnn.") ? first.optimizer : optimizer)[name] = tensor;
+  }
+  snapshot.checked([&] {
+    optimizer_.set(unflatten(parameter_names(), optimizer));
+    const Position position =
+        Position::from_json(snapshot.state.value("position", Json()), options_.trainers);
+    const NamedTensors& states = snapshot.file("state");
+    for (int t = 0; t < options_.trainers; ++t) {
+      RnnTrainerState& trainer = trainers_[t];
+      if (t == 0) trainer = first;
+      trainer.steps = position.total / options_.trainers;
+      for (const auto& [what, into] :
+           {std::pair{"hidden", &trainer.state.hidden}, std::pair{"cell", &trainer.state.cell}}) {
+        const auto it = states.find(state_name(what, t));
+        if (it == states.end()) snapshot.refuse("no " + state_name(what, t));
+        const std::vector<int64_t> shape = {options_.nlayers, options_.batch_size, options_.nhid};
+        if (it->second.numel() > 0 && it->second.sizes() != shape) {
+          snapshot.refuse(state_name(what, t) + " has another shape");
+        }
+        if (it->second.numel() > 0) *into = it->second;
+      }
+    }
+    const Json& state = snapshot.state;
+    const Json lr = state.value("lr", Json()), best = state.value("best", Json());
+    if (!lr.is_number()) snapshot.refuse("no lr");
+    lr_ = lr.get<double>();
+    if (best.is_number()) best_ = best.get<double>();
+    schedule_->resume(position);
+  });
+  has_resumed_ = true;
+}
+
+std::optional<RnnTrainerState> RnnHost::resumed(int trainer) const {
+  std::lock_guard lock(mutex_);
+  if (!has_resumed_) return std::nullopt;
+  RnnTrainerState state = trainers_.at(trainer);
+  state.lstm = trainers_.at(0).lstm;
+  state.optimizer = trainers_.at(0).optimizer;
+  return state;
+}
+
+base::Future<RnnTask> RnnHost::next(int trainer, bool stop, base::Executor& executor) {
+  return schedule_->next(trainer, stop || stop_->requested())
+      .then(executor, [this](const Task& task) {
+        std::lock_guard lock(mutex_);
+        return RnnTask{task, lr_};
+      });
+}
+
+void RnnHost::report(const RnnReport& report) {
+  std::lock_guard lock(mutex_);
+  total_.training.add(report.training);
+  total_.validation.add(report.validation);
+}
+
+void RnnHost::on_evaluated(bool whole_epoch) {
+  std::lock_guard lock(mutex_);
+  if (total_.training.words > 0) {
+    metrics_["loss"] = total_.training.mean();
+    metrics_["perplexity"] = total_.training.fields()["perplexity"];
+  }
+  if (total_.validation.words > 0) {
+    Json fields = total_.validation.fields();
+    fields["lr"] = lr_;
+    sink_.emit("eval", fields);
+    metrics_["perplexity"] = fields["perplexity"];
+    const double loss = total_.validation.mean();
+    if (whole_epoch && loss >= best_) lr_ /= kStallFactor;
+    if (whole_epoch && loss < best_) best_ = loss;
+  }
+  total_ = {};
+}
+
+void RnnHost::contribute(int trainer, RnnTrainerState state) {
+  std::lock_guard lock(mutex_);
+  trainers_[trainer] = std::move(state);
+}
+
+void RnnHost::save(const Position& position) {
+  std::lock_guard lock(mutex_);
+  Snapshot snapshot;
+  snapshot.step = position.total / options_.trainers;
+  snapshot.state = must_agree(options_, data_);
+  snapshot.state["position"] = position.to_json();
+  snapshot.state["lr"] = lr_;
+  if (best_ < std::numeric_limits<double>::max()) snapshot.state["best"] = best_;
+  snapshot.files["model"] = named_parameters();
+  snapshot.files["optimizer"] = flatten(parameter_names(), optimizer_.get());
+  for (const auto& [trainer, mine] : trainers_) {
+    // None before its first batch.
+    const auto kept = [](const at::Tensor& t) { return t.defined() ? t : at::zeros({0}); };
+    snapshot.files["state"][state_name("hidden", trainer)] = kept(mine.state.hidden);
+    snapshot.files["state"][state_name("cell", trainer)] = kept(mine.state.cell);
+  }
+  for (const auto& [name, tensor] : trainers_.at(0).lstm) snapshot.files["model"][name] = tensor;
+  for (const auto& [name, tensor] : trainers_.at(0).optimizer) {
+    snapshot.files["optimizer"][name] = tensor;
+  }
+  checkpoints_.save(snapshot);
+}
+
+bool RnnHost::stopped() const {
+  std::lock_guard lock(mutex_);
+  return stopped_;
+}
+
+void RnnHost::add_to(Outcome& outcome) const {
+  std::lock_guard lock(mutex_);
+  outcome.fields.update(metrics_);
+  outcome.stopped = stopped_;
+  outcome.message = checkpoints_.last_saved();
+}
+
+}  // namespace distrain::scenario

@@ -1,0 +1,198 @@
+// distrain rnn --local: the same model, batches and updates in one process, without RPC.
+
+#include <algorithm>
+#include <cmath>
+
+#include "distrain/scenario/rnn.h"
+#include "language_model.h"
+#include "local_trainers.h"
+#include "rnn_data.h"
+#include "rnn_host.h"
+#include "rnn_model.h"
+#include "train_log.h"
+
+namespace distrain::scenario {
+
+namespace {
+
+using Gradients = std::vector<at::Tensor>;
+
+/// Parameters that one rule updates, by name.
+struct Part {
+  Part(const RnnOptions& options, const std::vector<std::string>& which, const NamedTensors& named)
+      : names(which), rule(optim::make_update_rule(optimizer_options(options))) {
+    for (const std::string& name : names) parameters.push_back(named.at(name));
+  }
+
+  void apply(const Gradients& gradients, double scale) {
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      if (!gradients[i].defined()) continue;
+      rule->apply(i, parameters[i], scale == 1 ? gradients[i] : gradients[i] * scale);
+    }
+  }
+
+  std::vector<std::string> names;
+  std::vector<at::Tensor> parameters;
+  std::unique_ptr<optim::UpdateRule> rule;
+};
+
+std::vector<std::string> keys(const NamedTensors& named) {
+  std::vector<std::string> names;
+  for (const auto& [name, tensor] : named) names.push_back(name);
+  return names;
+}
+
+class LocalRun {
+ public:
+  LocalRun(const RnnOptions& options, const Job& job, EventSink& sink)
+      : options_(options),
+        sink_(sink),
+        data_(options),
+        embedding_(
+            std::make_shared<WordEmbedding>(data_.info().words, options.emsize, options.seed)),
+        decoder_(std::make_shared<Decoder>(data_.info().words, options.nhid, options.seed)),
+        lstm_(make_lstm(options)),
+        ends_(options, RnnHost::parameter_names(), named_ends()),
+        middle_(options, keys(lstm_->named()), lstm_->named()),
+        log_(options.log_interval, sink, TrainLog::Unit::kWords),
+        host_(options, job, sink) {
+    host_.build(embedding_, decoder_, data_.info());
+    host_.start(rule_access(*ends_.rule, ends_.parameters));
+    for (int t = 0; t < options.trainers; ++t) {
+      trainers_.emplace_back(options, lstm_, direct_ends());
+      if (const auto resumed = host_.resumed(t)) take(*resumed, trainers_.back());
+    }
+  }
+
+  Outcome run() {
+    run_tasks(
+        options_.trainers, [this](int trainer) { return next(trainer); },
+        [this](const std::vector<Task>& tasks) { train(tasks); },
+        [this](const std::vector<Task>&) { evaluate(); });
+    log_.end_epoch();
+    if (!host_.stopped() && options_.generate > 0 && !options_.data.empty()) {
+      sink_.emit("text", {{"text", trainers_[0].generate(data_.vocabulary())}});
+    }
+    Outcome outcome;
+    outcome.fields = {{"steps", log_.steps() * options_.trainers}, {"train_s", log_.train_s()}};
+    if (log_.train_s() > 0) {
+      outcome.fields["words_per_s"] = static_cast<double>(words_) / log_.train_s();
+    }
+    host_.add_to(outcome);
+    return outcome;
+  }
+
+ private:
+  NamedTensors named_ends() const {
+    NamedTensors named = embedding_->named_parameters();
+    named.merge(decoder_->named_parameters());
+    return named;
+  }
+
+  LanguageModel::Ends direct_ends() const {
+    const at::Tensor weight = decoder_->weight(), bias = decoder_->bias();
+    return {[this](const at::Tensor& words) { return embedding_->lookup(words); },
+            [weight, bias](const at::Tensor& hidden, const at::Tensor& targets) {
+              return Decoder::loss_of(weight, bias, hidden, targets);
+            },
+            [weight, bias](const at::Tensor& hidden) { return at::linear(hidden, weight, bias); }};
+  }
+
+  base::Future<Task> next(int trainer) {
+    base::Future<RnnTask> future = host_.next(trainer, false, executor_);
+    return future.then(executor_, [this, trainer](const RnnTask& next) {
+      lr_ = next.lr;
+      if (next.task.kind == Task::Kind::kSave) contribute(trainer);
+      return next.task;
+    });
+  }
+
+  void contribute(int trainer) {
+    RnnTrainerState mine;
+    mine.state = trainers_[static_cast<size_t>(trainer)].state();
+    if (trainer == 0) {
+      mine.lstm = lstm_->named();
+      mine.optimizer = flatten(middle_.names, rule_access(*middle_.rule, middle_.parameters).get());
+    }
+    host_.contribute(trainer, std::move(mine));
+  }
+
+  void take(const RnnTrainerState& resumed, LanguageModel& trainer) {
+    log_.resume_after(resumed.steps);
+    trainer.state() = resumed.state;
+    Snapshot snapshot;
+    snapshot.path = options_.checkpoint.resume;
+    snapshot.files["model"] = resumed.lstm;
+    snapshot.copy_into("model", lstm_->named());
+    rule_access(*middle_.rule, middle_.parameters).set(unflatten(middle_.names, resumed.optimizer));
+  }
+
+  void train(const std::vector<Task>& tasks) {
+    if (log_.epoch() != tasks[0].epoch) log_.begin_epoch(tasks[0].epoch);
+    for (Part* part : {&ends_, &middle_}) part->rule->set_lr(lr_);
+    std::vector<Gradients> ends, middle;
+    double loss_sum = 0;
+    int64_t words = 0;
+    for (const Task& task : tasks) {
+      const WordBatch batch = data_.batch(task.shard, task.step);
+      const at::Tensor loss = trainers_[static_cast<size_t>(task.shard)].training_loss(batch, task);
+      loss_sum += checked_loss(loss, task.epoch, task.step + 1);
+      words += batch.targets.numel();
+      loss.backward();
+      ends.push_back(take_gradients(ends_.parameters));
+      middle.push_back(take_gradients(middle_.parameters));
+    }
+    update(ends, mean(middle));
+    words_ += words;
+    log_.step(loss_sum / static_cast<double>(tasks.size()), words);
+  }
+
+  /// As DistributedOptimizer does with clipping: one scale for all.
+  void update(const std::vector<Gradients>& ends, const Gradients& middle) {
+    const bool sync = options_.mode == "sync";
+    const std::vector<Gradients> updates = sync ? std::vector<Gradients>{mean(ends)} : ends;
+    double scale = 1;
+    if (options_.clip > 0) {
+      double squared = 0;
+      for (const Gradients& gradients : updates) squared += optim::norm_squared(gradients);
+      squared = squared / static_cast<double>(updates.size()) + optim::norm_squared(middle);
+      scale = std::min(1.0, options_.clip / (std::sqrt(squared) + 1e-6));
+    }
+    for (const Gradients& gradients : updates) ends_.apply(gradients, scale);
+    middle_.apply(middle, scale);
+  }
+
+  void evaluate() {
+    RnnReport report;
+    report.training.words = log_.epoch_samples();
+    log_.end_epoch();
+    report.training.loss_sum = log_.last_loss() * static_cast<double>(report.training.words);
+    for (int t = 0; t < options_.trainers; ++t) {
+      report.validation.add(trainers_[static_cast<size_t>(t)].evaluate(data_, t));
+    }
+    host_.report(report);
+  }
+
+  const RnnOptions options_;
+  EventSink& sink_;
+  RnnData data_;
+  std::shared_ptr<WordEmbedding> embedding_;
+  std::shared_ptr<Decoder> decoder_;
+  Lstm lstm_;
+  Part ends_;    // embedding and decoder: a step of each trainer, or their mean
+  Part middle_;  // the LSTM: always the mean, as under DDP
+  std::vector<LanguageModel> trainers_;
+  TrainLog log_;
+  RnnHost host_;
+  base::InlineExecutor executor_;
+  double lr_ = 0;
+  int64_t words_ = 0;
+};
+
+}  // namespace
+
+Outcome run_rnn_local(const RnnOptions& options, const Job& job, EventSink& sink) {
+  return without_rpc(LocalRun(options, job, sink).run());
+}
+
+}  // namespace distrain::scenario

@@ -1,0 +1,114 @@
+#include "rnn_model.h"
+
+#include <cmath>
+
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include "distrain/autograd/parameter_versions.h"
+
+namespace distrain::scenario {
+
+namespace {
+
+constexpr double kInitialRange = 0.1;
+enum : uint64_t { kEncoderSeed = 1, kDecoderSeed = 2, kLstmSeed = 3 };
+
+at::Tensor uniform(at::IntArrayRef shape, double range, at::Generator& generator) {
+  return at::empty(shape, at::kFloat).uniform_(-range, range, generator);
+}
+
+}  // namespace
+
+WordEmbedding::WordEmbedding(int64_t words, int64_t size, uint64_t seed) {
+  at::Generator generator = keyed_generator({seed, kEncoderSeed});
+  weight_ = uniform({words, size}, kInitialRange, generator).requires_grad_();
+}
+
+at::Tensor WordEmbedding::lookup(const at::Tensor& words) const {
+  return at::embedding(weight_, words, /*padding_idx=*/-1, /*scale_grad_by_freq=*/false,
+                       /*sparse=*/true);
+}
+
+at::Tensor WordEmbedding::forward(rpc::CallContext& call, at::Tensor words) {
+  const autograd::ParameterRead no_row_changes_meanwhile(call.agent);
+  return lookup(words);
+}
+
+Decoder::Decoder(int64_t words, int64_t hidden, uint64_t seed)
+    : bias_(at::zeros({words}, at::kFloat)) {
+  at::Generator generator = keyed_generator({seed, kDecoderSeed});
+  weight_ = uniform({words, hidden}, kInitialRange, generator).requires_grad_();
+  bias_.requires_grad_();
+}
+
+at::Tensor Decoder::loss_of(const at::Tensor& weight, const at::Tensor& bias,
+                            const at::Tensor& hidden, const at::Tensor& targets) {
+  return at::cross_entropy_loss(at::linear(hidden, weight, bias), targets);
+}
+
+at::Tensor Decoder::loss(rpc::CallContext& call, at::Tensor hidden, at::Tensor targets) {
+  const auto versions = autograd::current_versions(call.agent, {weight_, bias_});
+  return loss_of(versions[0], versions[1], hidden, targets);
+}
+
+at::Tensor Decoder::scores(rpc::CallContext& call, at::Tensor hidden) {
+  const at::NoGradGuard no_grad;
+  const auto versions = autograd::current_versions(call.agent, {weight_, bias_});
+  return at::linear(hidden, versions[0], versions[1]);
+}
+
+LstmImpl::LstmImpl(int64_t input, int64_t hidden, int64_t layers, double dropout, uint64_t seed)
+    : hidden_(hidden), layers_(layers), dropout_(dropout) {
+  at::Generator generator = keyed_generator({seed, kLstmSeed});
+  const double range = 1.0 / std::sqrt(static_cast<double>(hidden));
+  const auto add = [&](const std::string& name, at::IntArrayRef shape) {
+    weights_.push_back(register_parameter(name, uniform(shape, range, generator)));
+  };
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    const std::string suffix = "_l" + std::to_string(layer);
+    add("weight_ih" + suffix, {4 * hidden, layer == 0 ? input : hidden});
+    add("weight_hh" + suffix, {4 * hidden, hidden});
+    add("bias_ih" + suffix, {4 * hidden});
+    add("bias_hh" + suffix, {4 * hidden});
+  }
+}
+
+at::Tensor LstmImpl::forward(at::Tensor x, LstmState& state, Dropout& dropout) {
+  std::vector<at::Tensor> hidden, cell;
+  for (int64_t layer = 0; layer < layers_; ++layer) {
+    if (layer > 0) x = dropout(x, dropout_);
+    const auto first = weights_.begin() + 4 * layer;
+    auto [output, h, c] =
+        at::lstm(x, {state.hidden.narrow(0, layer, 1), state.cell.narrow(0, layer, 1)},
+                 std::vector<at::Tensor>(first, first + 4), /*has_biases=*/true, /*num_layers=*/1,
+                 /*dropout=*/0.0, /*train=*/false, /*bidirectional=*/false, /*batch_first=*/false);
+    x = std::move(output);
+    hidden.push_back(std::move(h));
+    cell.push_back(std::move(c));
+  }
+  // Carried on, but gradients do not go back into the batch before.
+  state = {at::cat(hidden).detach(), at::cat(cell).detach()};
+  return x;
+}
+
+LstmState LstmImpl::zero_state(int64_t columns) const {
+  return {at::zeros({layers_, columns, hidden_}, at::kFloat),
+          at::zeros({layers_, columns, hidden_}, at::kFloat)};
+}
+
+NamedTensors LstmImpl::named() const {
+  NamedTensors named;
+  for (const auto& item : named_parameters()) named["rnn." + item.key()] = item.value();
+  return named;
+}
+
+Lstm make_lstm(const RnnOptions& options) {
+  return Lstm(options.emsize, options.nhid, options.nlayers, options.dropout, options.seed);
+}
+
+optim::OptimizerOptions optimizer_options(const RnnOptions& options) {
+  return optim::Sgd{.lr = options.lr};
+}
+
+}  // namespace distrain::scenario

@@ -1,0 +1,88 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include "distrain/optim/update_rule.h"
+#include "distrain/rpc/agent.h"
+#include "distrain/scenario/named_tensors.h"
+#include "distrain/scenario/rnn.h"
+#include "dropout.h"
+
+namespace distrain::scenario {
+
+/// On the parameter server: word number → vector. Its gradient is sparse: only rows that were
+/// looked up travel and change.
+class WordEmbedding {
+ public:
+  WordEmbedding(int64_t words, int64_t size, uint64_t seed);
+
+  /// int64 [length, columns] → float [length, columns, size]
+  at::Tensor forward(rpc::CallContext& call, at::Tensor words);
+  at::Tensor lookup(const at::Tensor& words) const;
+  NamedTensors named_parameters() const { return {{"encoder.weight", weight_}}; }
+
+ private:
+  at::Tensor weight_;
+};
+
+/// On the parameter server: LSTM output → a score for each word. The loss is computed here, too:
+/// scores of a whole vocabulary are much bigger than what they are made of.
+class Decoder {
+ public:
+  Decoder(int64_t words, int64_t hidden, uint64_t seed);
+
+  /// Mean cross entropy of float [n, hidden] against int64 [n].
+  at::Tensor loss(rpc::CallContext& call, at::Tensor hidden, at::Tensor targets);
+  /// float [n, hidden] → [n, words], without gradients.
+  at::Tensor scores(rpc::CallContext& call, at::Tensor hidden);
+
+  static at::Tensor loss_of(const at::Tensor& weight, const at::Tensor& bias,
+                            const at::Tensor& hidden, const at::Tensor& targets);
+  const at::Tensor& weight() const { return weight_; }
+  const at::Tensor& bias() const { return bias_; }
+  NamedTensors named_parameters() const {
+    return {{"decoder.weight", weight_}, {"decoder.bias", bias_}};
+  }
+
+ private:
+  at::Tensor weight_;
+  at::Tensor bias_;
+};
+
+/// The state that an LSTM carries from batch to batch: float [layers, columns, hidden] each.
+struct LstmState {
+  at::Tensor hidden;
+  at::Tensor cell;
+  static constexpr auto kFields = std::tuple(&LstmState::hidden, &LstmState::cell);
+};
+
+/// On the trainers: torch.nn.LSTM by names, shapes, initialisation and result, with dropout between
+/// its layers from a key (see Dropout).
+class LstmImpl : public torch::nn::Module {
+ public:
+  LstmImpl(int64_t input, int64_t hidden, int64_t layers, double dropout, uint64_t seed);
+
+  /// float [length, columns, input] → [length, columns, hidden]; `state` is moved on.
+  at::Tensor forward(at::Tensor x, LstmState& state, Dropout& dropout);
+  LstmState zero_state(int64_t columns) const;
+  /// As torch.nn.LSTM names them, under `rnn.`.
+  NamedTensors named() const;
+
+ private:
+  const int64_t hidden_;
+  const int64_t layers_;
+  const double dropout_;
+  std::vector<at::Tensor> weights_;  // ih, hh, bias_ih, bias_hh of each layer
+};
+TORCH_MODULE(Lstm);
+
+Lstm make_lstm(const RnnOptions& options);
+optim::OptimizerOptions optimizer_options(const RnnOptions& options);
+
+}  // namespace distrain::scenario

@@ -1,0 +1,166 @@
+#!/bin/bash
+# ctest: timeout=240
+# --checkpoint and --resume: the same parameters as without a break, damage, SIGTERM, a save cut short.
+# shellcheck source-path=SCRIPTDIR source=lib.bash
+source "$(dirname "$0")/lib.bash"
+
+make_images "$tmp/data" 64 8
+make_text 60 >"$tmp/text"
+declare -A arguments=(
+  [hybrid]="--mode sync --batches 100"
+  [ps]="--mode sync --data $tmp/data --batch-size 4"
+  [rnn]="--mode sync --trainers 2 --data $tmp/text --emsize 8 --nhid 8 --batch-size 4 --bptt 5")
+
+# job <command> <more>...: with a small job's arguments
+job() {
+  local command=$1
+  shift
+  # shellcheck disable=SC2086
+  run "$command" ${arguments[$command]} "$@"
+}
+newest() { find "$1" -maxdepth 1 -name 'step-*' | sort | tail -n 1; }
+saved() { # saved <name>: as the last command's line says
+  expect_jq '[.[] | select(.event == "checkpoint" and .action == "saved")] | length > 0
+    and all(.[]; .rank == 0 and .step > 0 and (.path | test("/step-[0-9]{12}$")))' "$1: saved"
+}
+loaded() {
+  expect_jq '[.[] | select(.event == "checkpoint" and .action == "loaded")] | length == 1
+    and .[0].rank == 0' "$1: loaded"
+}
+
+# Twelve steps, and six and six, end in the same bytes.
+for command in hybrid ps rnn; do
+  for where in "" --local; do
+    name="$command $where"
+    whole=$tmp/$command$where.whole
+    parts=$tmp/$command$where.parts
+    # shellcheck disable=SC2086
+    job $command $where --steps 12 --checkpoint "$whole" --checkpoint-every 6
+    expect 0 "$name, whole"
+    saved "$name, whole"
+    # shellcheck disable=SC2086
+    job $command $where --steps 6 --checkpoint "$parts"
+    expect 0 "$name, first half"
+    saved "$name, first half"
+    # shellcheck disable=SC2086
+    job $command $where --steps 12 --checkpoint "$parts" --checkpoint-every 3 --resume auto
+    expect 0 "$name, second half"
+    expect_log "$name, second half"
+    loaded "$name, second half"
+    saved "$name, second half"
+    expect_jq '.[-1].steps == 12' "$name, second half: steps of two trainers"
+    for file in model optimizer; do
+      cmp "$(newest "$whole")/$file.safetensors" "$(newest "$parts")/$file.safetensors" ||
+        fail "$name: $file differs"
+    done
+    [[ $(find "$parts" -mindepth 1 -maxdepth 1 | wc -l) == 2 ]] || fail "$name: not the last two: $(ls "$parts")"
+  done
+done
+
+# What is not a checkpoint of this job.
+refused() { # refused <words> <name>: the copy in $tmp/damaged
+  local where
+  for where in "" --local; do
+    # shellcheck disable=SC2086
+    job ps $where --steps 12 --resume "$tmp/damaged"
+    expect 7 "$2 $where"
+    expect_log "$2 $where"
+    expect_jq ".[-1] | .kind == \"bad_data\" and (.message | test(\"$1\"))" "$2 $where"
+    [[ $(grep -c '^distrain: ' "$tmp/err") == 1 ]] || fail "$2 $where: not one line on stderr"
+  done
+}
+fresh() {
+  rm -rf "$tmp/damaged"
+  cp -r "$(newest "$tmp/ps.whole")" "$tmp/damaged"
+}
+fresh
+printf 'X' | dd of="$tmp/damaged/model.safetensors" bs=1 seek=9000 conv=notrunc 2>/dev/null
+refused model.safetensors "a changed byte"
+fresh
+truncate -s -1 "$tmp/damaged/optimizer.safetensors"
+refused optimizer.safetensors "a file cut short"
+fresh
+rm "$tmp/damaged/model.safetensors"
+refused model.safetensors "a missing file"
+fresh
+echo '{"format":' >"$tmp/damaged/manifest.json"
+refused manifest.json "a damaged manifest"
+rm "$tmp/damaged/manifest.json"
+refused "no checkpoint" "no manifest"
+job ps --trainers 3 --steps 12 --resume "$tmp/ps.whole"
+expect 7 "another number of trainers"
+expect_log "another number of trainers"
+job hybrid --steps 12 --resume "$tmp/ps.whole"
+expect 7 "another command's"
+expect_log "another command's"
+job ps --resume "$tmp/nowhere"
+expect_error 7 bad_data "--resume $tmp/nowhere: No such file" "--resume, nothing there"
+
+: >"$tmp/file"
+job ps --local --checkpoint "$tmp/file/here"
+expect 9 "a folder that cannot be"
+expect_log "a folder that cannot be"
+job ps --local --steps 2 --checkpoint "$tmp/first" --resume auto
+expect 0 "--resume auto, nothing there"
+saved "--resume auto, nothing there"
+
+# SIGTERM saves. `pid`: whom it is sent to.
+stopped() { # stopped <name> <command> <more>...
+  local name=$1 command=$2 step pid
+  shift 2
+  rm -rf "$tmp/stopped"
+  : >"$tmp/out"
+  # shellcheck disable=SC2086
+  "$distrain" "$command" ${arguments[$command]} --steps 1000000 --log-interval 1 \
+    --checkpoint "$tmp/stopped" --checkpoint-every 1000000 "$@" >"$tmp/out" 2>"$tmp/err" &
+  local launcher=$!
+  wait_for_lines 4 step "$tmp/out"
+  pid=$launcher
+  [[ $name == *"one rank" ]] &&
+    pid=$(jq -r 'select(.event == "start" and .rank == 1).pid' "$tmp/out" 2>/dev/null)
+  kill -TERM "$pid"
+  wait $launcher
+  code=$?
+  expect 143 "$name"
+  expect_log "$name"
+  saved "$name"
+  expect_jq '.[-1] | .status == "failed" and .exit_code == 143 and .signal == "SIGTERM"
+    and .kind == "cancelled" and (.message | test("checkpoint saved in .*step-"))' "$name"
+  expect_jq 'all(.[]; .event != "error")' "$name: no error"
+  [[ $(wc -l <"$tmp/err") == 1 ]] || fail "$name: not one line on stderr"
+  expect_no_process "$name"
+  step=$(jq -r 'select(.event == "checkpoint").step' "$tmp/out" | tail -n 1)
+  job "$command" --steps $((step + 3)) --checkpoint "$tmp/stopped" --resume auto "$@"
+  expect 0 "$name, resumed"
+  loaded "$name, resumed"
+}
+for command in hybrid ps rnn; do
+  stopped "SIGTERM, $command" $command
+done
+stopped "SIGTERM, async" ps --mode async
+stopped "SIGTERM, ssp" ps --mode ssp --staleness 2
+stopped "SIGTERM, local" ps --local
+stopped "SIGTERM of one rank" ps
+
+# A save that is cut short leaves the checkpoint before it, or the new one.
+for ((call = 1; call < 80; call += 5)); do
+  name="fail=checkpoint.$call"
+  rm -rf "$tmp/cut"
+  job ps --local --steps 1 --checkpoint "$tmp/cut"
+  expect 0 "$name, before"
+  job ps --local --steps 2 --checkpoint "$tmp/cut" --resume auto --inject fail=checkpoint.$call
+  ((code == 0)) && break # the save has fewer calls
+  expect 137 "$name"
+  job ps --local --steps 3 --checkpoint "$tmp/cut" --resume auto
+  expect 0 "$name, after"
+  loaded "$name, after"
+  [[ $(find "$tmp/cut" -mindepth 1 -maxdepth 1 | grep -cv '/step-[0-9]*$') == 0 ]] ||
+    fail "$name: left behind: $(ls "$tmp/cut")"
+done
+((call > 1 && call < 80)) || fail "--inject fail=checkpoint.N: stopped looking at $call"
+job ps --steps 2 --checkpoint "$tmp/cut2" --inject fail=checkpoint.2
+expect 137 "rank 0 died in a save"
+expect_log "rank 0 died in a save"
+expect_jq '.[-1] | .cause_rank == 0 and .signal == "SIGKILL"' "rank 0 died in a save"
+expect_no_process "checkpoint"
+finish
