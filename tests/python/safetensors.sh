@@ -1,0 +1,50 @@
+#!/bin/bash
+# ctest: timeout=900
+# Checkpoints open in Python's safetensors, and PyTorch's own ConvNet with those weights has the
+# accuracy that distrain found.
+# shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
+source "$(dirname "$0")/../cli/lib.bash"
+# shellcheck disable=SC2034  # of lib.bash
+limit=300
+
+python=$root/.deps/python
+if ! cmp -s "$root/tests/python/requirements.txt" "$python/installed.txt"; then
+  rm -rf "$python"
+  if python3 -m venv "$python" &&
+    "$python/bin/python" -m pip install -q -r "$root/tests/python/requirements.txt"; then
+    cp "$root/tests/python/requirements.txt" "$python/installed.txt"
+  else
+    fail "Python's packages could not be installed"
+  fi
+fi
+newest() { printf '%s\n' "$1"/step-* | tail -n 1; }
+convnet() { "$python/bin/python" "$root/tests/python/convnet.py" "$@"; }
+
+mkdir "$tmp/images"
+convnet images "$tmp/images" || fail "convnet.py images"
+for mode in sync async; do
+  run ps --data "$tmp/images" --mode $mode --epochs 2 --checkpoint "$tmp/$mode"
+  expect 0 "ps --mode $mode"
+  convnet evaluate "$tmp/images" "$(newest "$tmp/$mode")" >"$tmp/python" || fail "evaluate $mode"
+  jq -es '.[-1] as $python | map(select(.event == "end"))[0] as $last
+    | map(select(.event == "eval"))[-1] as $eval
+    | (($last.accuracy - $python.accuracy) | fabs) < 1e-6
+      and (($eval.loss - $python.loss) | fabs) < 1e-4 and $last.accuracy > 0.2' \
+    "$tmp/out" "$tmp/python" >"$tmp/verdict" ||
+    fail "$mode: $(tail -n 1 "$tmp/out" | jq .accuracy) is not PyTorch's $(cat "$tmp/python")"
+done
+
+# What the other jobs save.
+run hybrid --epochs 1 --optimizer adam --checkpoint "$tmp/hybrid"
+expect 0 hybrid
+convnet inspect "$(newest "$tmp/hybrid")" | jq -e '
+  .["model.safetensors"] == {"embedding.weight": [100, 16], "fc.bias": [8], "fc.weight": [8, 16]}
+  and .["optimizer.safetensors"]["fc.weight.exp_avg"] == [8, 16]' >"$tmp/verdict" ||
+  fail "hybrid: $(convnet inspect "$(newest "$tmp/hybrid")")"
+run rnn --epochs 1 --checkpoint "$tmp/rnn"
+expect 0 rnn
+convnet inspect "$(newest "$tmp/rnn")" | jq -e '.["model.safetensors"] | (keys | length) == 19
+  and .["encoder.weight"] == [10, 2] and .["rnn.weight_hh_l3"] == [12, 3]
+  and .["decoder.weight"] == [10, 3]' >"$tmp/verdict" ||
+  fail "rnn: $(convnet inspect "$(newest "$tmp/rnn")")"
+finish
