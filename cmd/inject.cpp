@@ -82,7 +82,7 @@ std::vector<InjectedFault> parse_injections(std::string_view text) {
   return faults;
 }
 
-void check_injections(const std::vector<InjectedFault>& faults, Placement& placement) {
+void check_injections(const std::vector<InjectedFault>& faults, bool saves, Placement& placement) {
   for (const InjectedFault& fault : faults) {
     const int rank = fault.rank.value_or(0);
     if (placement.world_size != 0 && rank >= placement.world_size) {
@@ -92,6 +92,9 @@ void check_injections(const std::vector<InjectedFault>& faults, Placement& place
     const bool delays = fault.kind == InjectedFault::Kind::kDelay;
     if (!delays && rank != 0) {
       invalid(fmt::format("--inject {}: rank 0 alone saves checkpoints", fault.text));
+    }
+    if (!delays && !saves) {
+      placement.warn(fmt::format("--inject {} has no effect without --checkpoint", fault.text));
     }
     if (delays && placement.mode == Placement::Mode::kLocal) {
       placement.warn(

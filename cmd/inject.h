@@ -27,7 +27,7 @@ struct InjectedFault {
 std::vector<InjectedFault> parse_injections(std::string_view text);
 
 /// Throws `invalid` for a rank that the job has not; warns of what has no effect.
-void check_injections(const std::vector<InjectedFault>& faults, Placement& placement);
+void check_injections(const std::vector<InjectedFault>& faults, bool saves, Placement& placement);
 
 /// What meets this rank. Of two that say the same thing the last one holds.
 scenario::Injection injection_of(const std::vector<InjectedFault>& faults, int rank);

@@ -60,7 +60,8 @@ scenario::Job make_job(const ParsedOptions& options, const Placement& placement,
   job.peer_timeout_s = options.real("peer-timeout");
   for (const Option& option : options.table()) {
     if (!is_job_option(option)) continue;
-    job.effective[option.name] = options.text(option.name);
+    const bool untold = option.each_own && !options.given(option.name);
+    job.effective[option.name] = untold ? "" : options.text(option.name);
     // A path may well differ from host to host, so it is not among what has to agree.
     if (option.scope == Scope::kJob && options.given(option.name)) {
       job.given[option.name] = options.text(option.name);
@@ -192,7 +193,8 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
     if (command.complete) command.complete(options);
     command.check(options, placement);
     check_checkpoint(options, placement);
-    check_injections(parse_injections(options.text("inject")), placement);
+    check_injections(parse_injections(options.text("inject")), options.given("checkpoint"),
+                     placement);
     const scenario::Job job = make_job(options, placement, started);
     if (placement.mode == Placement::Mode::kSpawn) {
       return launch(command, options, placement, job);
@@ -210,7 +212,7 @@ ParsedOptions adopt_options(const ParsedOptions& own, const OptionMap& of_rank_0
     if (!is_job_option(option) || it == of_rank_0.end()) continue;
     if (option.scope == Scope::kInput && own.given(option.name)) continue;
     const std::string where = fmt::format("rank 0's --{}", option.name);
-    if (it->second.empty() && option.initial.empty()) continue;
+    if (it->second.empty() && (option.initial.empty() || option.each_own)) continue;
     adopted.set(option.name, canonical_value(option, it->second, where));
   }
   return adopted;

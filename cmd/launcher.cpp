@@ -160,6 +160,7 @@ void Launcher::on_signals() {
   while (read(signal_fd_, &info, sizeof(info)) == sizeof(info)) {
     const int number = static_cast<int>(info.ssi_signo);
     if (number == SIGCHLD) continue;
+    if (ended_by_signal_ == number && base::Clock::now() - signalled_at_ < kSameSignal) continue;
     if (ended_by_signal_) {
       stop_waiting_ = true;
       send_to_all(SIGKILL);
@@ -167,6 +168,7 @@ void Launcher::on_signals() {
       continue;
     }
     ended_by_signal_ = number;
+    signalled_at_ = base::Clock::now();
     send_to_all(number);
     enter(Phase::kTerminating);
     const auto grace = number == SIGTERM ? std::max(kSignalGrace, plan_.save_grace) : kSignalGrace;

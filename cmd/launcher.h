@@ -82,6 +82,7 @@ class Launcher {
   TimePoint deadline_ = TimePoint::max();
   int signal_fd_ = -1;
   int ended_by_signal_ = 0;
+  TimePoint signalled_at_{};
   bool stop_waiting_ = false;  ///< a second signal: stdout is not waited for either
   int write_error_ = 0;
   std::optional<base::Error> start_error_;

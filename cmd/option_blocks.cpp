@@ -72,6 +72,11 @@ Option but(Option option, void (*change)(Option&)) {
   return option;
 }
 
+Option each_own(Option option) {
+  option.each_own = true;
+  return option;
+}
+
 Option by_default(Option option, std::string words) {
   option.initial_in_words = std::move(words);
   return option;

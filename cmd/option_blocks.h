@@ -24,6 +24,7 @@ Option flag(std::string name, std::string help);
 Option but(Option option, void (*change)(Option&));
 /// Shown as the default in place of the value, which may be none.
 Option by_default(Option option, std::string words);
+Option each_own(Option option);
 Option random_only(Option option);
 Option data_only(Option option);
 

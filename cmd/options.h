@@ -44,6 +44,7 @@ struct Option {
   char short_name = 0;
   bool hidden = false;           ///< for tests; neither in the help nor in the man page
   bool random_only = false;      ///< without effect when there is a data file
+  bool each_own = false;         ///< unless rank 0's user gives it, each rank has its own default
   bool data_only = false;        ///< without effect when there is none
   std::string initial_in_words;  ///< shown instead of `initial`
 };

@@ -18,15 +18,16 @@ constexpr const char* kDebianStd = "0.353";
 
 OptionTable option_table() {
   OptionTable table;
-  append(table, "Model and data", Scope::kJob,
-         {integer("trainers", "2", 1, 1023, "trainers; the job has one rank more"),
-          integer("limit", "0", 0, kMaxInt, "train on the first N examples; 0: on all"),
-          choice("dropout", {"on", "off"}, "of the model while it trains"),
-          by_default(real("mean", "0.1307", -1e6, 1e6, "of the pixels, which is subtracted"),
-                     "0.1307, with Debian's Fashion-MNIST 0.286"),
-          by_default(but(real("std", "0.3081", 0, 1e6, "deviation of the pixels, divided by"),
-                         [](Option& o) { o.above_min = true; }),
-                     "0.3081, with Debian's Fashion-MNIST 0.353")});
+  append(
+      table, "Model and data", Scope::kJob,
+      {integer("trainers", "2", 1, 1023, "trainers; the job has one rank more"),
+       integer("limit", "0", 0, kMaxInt, "train on the first N examples; 0: on all"),
+       choice("dropout", {"on", "off"}, "of the model while it trains"),
+       by_default(each_own(real("mean", "0.1307", -1e6, 1e6, "of the pixels, which is subtracted")),
+                  "0.1307, with Debian's Fashion-MNIST 0.286"),
+       by_default(each_own(but(real("std", "0.3081", 0, 1e6, "deviation of the pixels, divided by"),
+                               [](Option& o) { o.above_min = true; })),
+                  "0.3081, with Debian's Fashion-MNIST 0.353")});
   append(table, "Model and data", Scope::kInput,
          {by_default(text("data", "DIR", "folder with MNIST's IDX files, plain or gzip"),
                      "Debian's dataset-fashion-mnist, if installed")});
@@ -46,6 +47,11 @@ OptionTable option_table() {
   return table;
 }
 
+bool is_debian_folder(const ParsedOptions& options) {
+  std::error_code ignored;
+  return std::filesystem::equivalent(options.text("data"), kDebianFolder, ignored);
+}
+
 scenario::PsOptions ps_options(const ParsedOptions& parsed) {
   scenario::PsOptions options;
   options.trainers = parsed.whole("trainers");
@@ -59,8 +65,14 @@ scenario::PsOptions ps_options(const ParsedOptions& parsed) {
   options.verify_grads = parsed.flag("verify-grads");
   options.data = parsed.text("data");
   options.limit = parsed.integer("limit");
-  options.mean = parsed.real("mean");
-  options.std = parsed.real("std");
+  // Unless given they follow from the data that this rank reads, whatever rank 0 has.
+  const bool fashion = is_debian_folder(parsed);
+  const auto given_or = [&](const char* name, const char* debian) {
+    if (parsed.given(name)) return parsed.real(name);
+    return std::stod(fashion ? debian : find_option(parsed.table(), name)->initial);
+  };
+  options.mean = given_or("mean", kDebianMean);
+  options.std = given_or("std", kDebianStd);
   options.seed = static_cast<uint64_t>(parsed.integer("seed"));
   options.log_interval = parsed.whole("log-interval");
   options.checkpoint = checkpoint_options(parsed);
@@ -73,7 +85,7 @@ void complete(ParsedOptions& options) {
   if (!options.given("data") && std::filesystem::is_directory(kDebianFolder, ignored)) {
     options.derive("data", kDebianFolder);
   }
-  if (!std::filesystem::equivalent(options.text("data"), kDebianFolder, ignored)) return;
+  if (!is_debian_folder(options)) return;
   options.derive("mean", kDebianMean);
   options.derive("std", kDebianStd);
 }
@@ -101,6 +113,9 @@ void check(const ParsedOptions& options, Placement& placement) {
   if (final && has_trainers(placement)) check_data(options);
   if (placement.has_rank_0() && options.given("staleness") && options.text("mode") != "ssp") {
     placement.warn("--staleness has no effect without --mode ssp");
+  }
+  if (placement.mode == Placement::Mode::kLocal && options.given("verify-grads")) {
+    placement.warn("--verify-grads has no effect with --local: no gradient travels");
   }
 }
 

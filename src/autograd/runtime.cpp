@@ -88,6 +88,11 @@ std::shared_ptr<ContextState> Runtime::take(uint64_t id) {
   return state;
 }
 
+at::Tensor Runtime::hold(const at::Tensor& parameter) {
+  const std::shared_lock lock(parameters_mutex_);
+  return parameter.variable_data();
+}
+
 void Runtime::empty_trash() {
   std::vector<std::shared_ptr<ContextState>> trash;
   std::lock_guard lock(mutex_);

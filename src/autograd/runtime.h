@@ -45,6 +45,7 @@ class Runtime final : public rpc::AutogradHook, public std::enable_shared_from_t
   void on_receive(uint64_t context, uint64_t autograd_id, int from,
                   std::vector<at::Tensor>& tensors,
                   const std::vector<bool>& requires_grad) override;
+  at::Tensor hold(const at::Tensor& parameter) override;
   size_t live_contexts() const override;
 
  private:

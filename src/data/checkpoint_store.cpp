@@ -88,6 +88,7 @@ class Save {
     const std::string unfinished = path_of(kUnfinished);
     try {
       write(unfinished);
+      remove_abandoned();
       publish(unfinished);
     } catch (const Exception&) {
       disk_.remove_folder(unfinished);  // a full disk needs it
@@ -110,17 +111,18 @@ class Save {
     return *std::move(names);
   }
 
-  void clean_up() const {
+  void clean_up() {
     const auto names = list();
     for (const std::string_view prefix : {kUnfinished, kOld}) {
       for (const int64_t step : steps_of(prefix, names)) disk_.remove_folder(path_of(prefix, step));
     }
-    const auto whole = steps_of(kWhole, names);
+    found_ = steps_of(kWhole, names);
     for (const int64_t step : steps_of(kReplaced, names)) {
-      if (whole.contains(step)) {
+      if (found_.contains(step)) {
         retire(path_of(kReplaced, step), step);
       } else {
         disk_.rename(path_of(kReplaced, step), path_of(kWhole, step));
+        found_.insert(step);
       }
     }
   }
@@ -169,8 +171,14 @@ class Save {
     disk_.sync_folder(folder_);
   }
 
-  // Keeps the one just saved even if others have a higher step: those are of a run that was resumed
-  // from before them.
+  // Steps of a run only grow: higher ones are of a run that was resumed from before them, and would
+  // be taken for the newest. The one that it was resumed from is there until this one is.
+  void remove_abandoned() const {
+    for (const int64_t step : found_) {
+      if (step > checkpoint_.step) retire(path_of(kWhole, step), step);
+    }
+  }
+
   void remove_old() const {
     auto others = steps_of(kWhole, list());
     others.erase(checkpoint_.step);
@@ -195,6 +203,7 @@ class Save {
   const Checkpoint& checkpoint_;
   std::map<std::string, std::string> headers_;
   Manifest manifest_;
+  std::set<int64_t> found_;  // whole checkpoints before this save
 };
 
 void make_folders(const Disk& disk, const std::string& folder) {

@@ -1,6 +1,5 @@
 #include "distrain/optim/distributed_optimizer.h"
 
-#include <cmath>
 #include <map>
 
 #include <ATen/Functions.h>
@@ -10,8 +9,6 @@
 namespace distrain::optim {
 
 namespace {
-
-constexpr double kNormEpsilon = 1e-6;  // as torch.nn.utils.clip_grad_norm_
 
 // What the ranks call on each other.
 
@@ -38,8 +35,10 @@ std::vector<at::Tensor> gradients_of(rpc::Agent& agent, const LocalOptimizer& op
   return gradients;
 }
 
-base::Future<void> step_here(rpc::CallContext& context, const rpc::RRef<LocalOptimizer>& optimizer,
-                             const std::vector<uint64_t>& contexts, int participant, double scale) {
+base::Future<uint64_t> step_here(rpc::CallContext& context,
+                                 const rpc::RRef<LocalOptimizer>& optimizer,
+                                 const std::vector<uint64_t>& contexts, int participant,
+                                 double scale) {
   const at::NoGradGuard no_grad;
   LocalOptimizer& here = optimizer.local_value();
   return here.step(participant, gradients_of(context.agent, here, contexts), scale);
@@ -131,30 +130,40 @@ int DistributedOptimizer::participant() const {
   return sharing_.participant;
 }
 
-void DistributedOptimizer::step(const std::vector<uint64_t>& contexts, double max_norm) {
+// A call that waits for other participants lasts as long as they take: the owner's and their death
+// end it.
+rpc::To DistributedOptimizer::owner_of(const Owned& owned) const {
+  rpc::To owner(owned.optimizer.owner());
+  if (sharing_.participants > 1) owner.without_deadline();
+  return owner;
+}
+
+uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts, double max_norm) {
   const at::NoGradGuard no_grad;
   const rpc::ContextScope outside(0);  // an update is no part of the pass
   const double scale = max_norm > 0 ? scale_for(contexts, max_norm) : 1.0;
-  std::vector<base::Future<void>> steps;
+  std::vector<base::Future<uint64_t>> steps;
   for (const Owned& owned : remote_) {
-    steps.push_back(agent_.rpc_async<&step_here>(owned.optimizer.owner(), owned.optimizer, contexts,
+    steps.push_back(agent_.rpc_async<&step_here>(owner_of(owned), owned.optimizer, contexts,
                                                  participant(), scale));
   }
-  if (local_) local_->step(0, gradients_of(agent_, *local_, contexts), scale).wait();
+  uint64_t updates = 0;
+  if (local_) updates = local_->step(0, gradients_of(agent_, *local_, contexts), scale).wait();
   base::wait_all(steps);
+  return steps.empty() ? updates : steps.front().wait();
 }
 
 double DistributedOptimizer::scale_for(const std::vector<uint64_t>& contexts,
                                        double max_norm) const {
   std::vector<base::Future<double>> norms;
   for (const Owned& owned : remote_) {
-    norms.push_back(agent_.rpc_async<&norm_here>(owned.optimizer.owner(), owned.optimizer, contexts,
-                                                 participant()));
+    norms.push_back(
+        agent_.rpc_async<&norm_here>(owner_of(owned), owned.optimizer, contexts, participant()));
   }
   double squared = local_ ? norm_squared(gradients_of(agent_, *local_, contexts)) : 0;
   base::wait_all(norms);
   for (const auto& norm : norms) squared += norm.wait();
-  return std::min(1.0, max_norm / (std::sqrt(squared) + kNormEpsilon));
+  return clip_scale(squared, max_norm);
 }
 
 void DistributedOptimizer::set_lr(double lr) {
@@ -174,6 +183,14 @@ std::vector<ParameterState> DistributedOptimizer::state() const {
   }
   if (local_) put(all, local_parameters_, local_->state());
   return all;
+}
+
+std::vector<ParameterState> DistributedOptimizer::local_state() const {
+  return local_ ? local_->state() : std::vector<ParameterState>();
+}
+
+void DistributedOptimizer::load_local_state(const std::vector<ParameterState>& state) {
+  if (local_) local_->load_state(state);
 }
 
 void DistributedOptimizer::load_state(const std::vector<ParameterState>& state) {

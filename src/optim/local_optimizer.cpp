@@ -1,6 +1,7 @@
 #include "local_optimizer.h"
 
 #include <algorithm>
+#include <set>
 
 #include <ATen/Functions.h>
 
@@ -37,7 +38,14 @@ LocalOptimizer::LocalOptimizer(rpc::Agent& agent, std::vector<at::Tensor> parame
       terms_(std::move(terms)),
       rule_(make_update_rule(from_fields(terms_.options))),
       updates_(std::move(updates)),
-      steps_(static_cast<size_t>(terms_.participants)) {}
+      steps_(static_cast<size_t>(terms_.participants)) {
+  std::set<const void*> storages;
+  for (const at::Tensor& parameter : parameters_) {
+    if (storages.insert(parameter.storage().unsafeGetStorageImpl()).second) continue;
+    throw base::Exception(base::ErrorKind::kInvalid,
+                          "two of the parameters share their memory: give a tied one once");
+  }
+}
 
 void LocalOptimizer::check_participant(int participant, const Gradients& gradients) const {
   if (participant < 0 || participant >= terms_.participants ||
@@ -56,18 +64,19 @@ base::Future<R> LocalOptimizer::bring(Gathering<R>& gathering, int participant,
   return gathering.waiting.emplace_back().future();
 }
 
-base::Future<void> LocalOptimizer::step(int participant, Gradients gradients, double scale) {
+base::Future<uint64_t> LocalOptimizer::step(int participant, Gradients gradients, double scale) {
   check_participant(participant, gradients);
   return terms_.mode == Sharing::Mode::kSync
              ? step_together(participant, std::move(gradients), scale)
              : step_alone(participant, gradients, scale);
 }
 
-base::Future<void> LocalOptimizer::step_together(int participant, Gradients gradients,
-                                                 double scale) {
-  base::Future<void> future;
-  std::vector<base::Promise<void>> applied;
+base::Future<uint64_t> LocalOptimizer::step_together(int participant, Gradients gradients,
+                                                     double scale) {
+  base::Future<uint64_t> future;
+  std::vector<base::Promise<uint64_t>> applied;
   std::optional<base::Error> error;
+  uint64_t updates = 0;
   {
     std::lock_guard lock(mutex_);
     future = bring(stepping_, participant, std::move(gradients));
@@ -77,6 +86,7 @@ base::Future<void> LocalOptimizer::step_together(int participant, Gradients grad
     try {
       apply_locked(means(all.gradients), scale);
       for (int64_t& steps : steps_) ++steps;
+      updates = applied_;
     } catch (...) {
       error = base::current_error(base::ErrorKind::kInternal);
     }
@@ -85,22 +95,22 @@ base::Future<void> LocalOptimizer::step_together(int participant, Gradients grad
     if (error) {
       promise.fail(*error);
     } else {
-      promise.set();
+      promise.set(updates);
     }
   }
   return future;
 }
 
-base::Future<void> LocalOptimizer::step_alone(int participant, const Gradients& gradients,
-                                              double scale) {
-  base::Promise<void> own;
-  const base::Future<void> future = own.future();
-  std::vector<base::Promise<void>> may_go_on;
+base::Future<uint64_t> LocalOptimizer::step_alone(int participant, const Gradients& gradients,
+                                                  double scale) {
+  base::Promise<uint64_t> own;
+  const base::Future<uint64_t> future = own.future();
+  std::vector<Ahead> may_go_on;
   {
     std::lock_guard lock(mutex_);
     apply_locked(gradients, scale);
     ++steps_[static_cast<size_t>(participant)];
-    ahead_.emplace(participant, std::move(own));
+    ahead_.emplace(participant, Ahead{std::move(own), applied_});
     for (auto it = ahead_.begin(); it != ahead_.end();) {
       if (terms_.mode == Sharing::Mode::kSsp && lead_locked(it->first) > terms_.staleness) {
         ++it;
@@ -110,7 +120,7 @@ base::Future<void> LocalOptimizer::step_alone(int participant, const Gradients& 
       it = ahead_.erase(it);
     }
   }
-  for (auto& promise : may_go_on) promise.set();
+  for (auto& [promise, updates] : may_go_on) promise.set(updates);
   return future;
 }
 

@@ -39,7 +39,8 @@ class LocalOptimizer {
   /// A participant's gradients, which are multiplied by `scale`. Done when the participant may go
   /// on to its next step: kAsync, when they have been applied; kSync, when the mean of all
   /// participants' has been; kSsp, when it is not too far ahead of the slowest.
-  base::Future<void> step(int participant, Gradients gradients, double scale);
+  /// Gives back how many updates there had been when it was applied, itself included.
+  base::Future<uint64_t> step(int participant, Gradients gradients, double scale);
 
   /// The squared norm of what step() would apply: kSync, of the mean of all participants'
   /// gradients; else the mean of the participants' squared norms. Done when all have asked.
@@ -66,8 +67,8 @@ class LocalOptimizer {
   void check_participant(int participant, const Gradients& gradients) const;
   template <class R>
   base::Future<R> bring(Gathering<R>& gathering, int participant, Gradients gradients);
-  base::Future<void> step_together(int participant, Gradients gradients, double scale);
-  base::Future<void> step_alone(int participant, const Gradients& gradients, double scale);
+  base::Future<uint64_t> step_together(int participant, Gradients gradients, double scale);
+  base::Future<uint64_t> step_alone(int participant, const Gradients& gradients, double scale);
   Gradients means(const std::map<int, Gradients>& gathered) const;
   void apply_locked(const Gradients& gradients, double scale);
   int64_t lead_locked(int participant) const;
@@ -80,9 +81,13 @@ class LocalOptimizer {
   const std::shared_ptr<std::atomic<uint64_t>> updates_;  // of all optimizers of this rank
   uint64_t applied_ = 0;                                  // of this one
   std::vector<int64_t> steps_;                            // by participant
-  Gathering<void> stepping_;
+  Gathering<uint64_t> stepping_;
   Gathering<double> measuring_;
-  std::multimap<int, base::Promise<void>> ahead_;  // kSsp: by participant
+  struct Ahead {
+    base::Promise<uint64_t> promise;
+    uint64_t updates;  // its result
+  };
+  std::multimap<int, Ahead> ahead_;  // kSsp: by participant
 };
 
 /// The local optimizers of one agent, found by any of their parameters.

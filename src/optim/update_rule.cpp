@@ -1,5 +1,6 @@
 #include "distrain/optim/update_rule.h"
 
+#include <algorithm>
 #include <cmath>
 #include <sstream>
 #include <string>
@@ -266,6 +267,11 @@ void UpdateRule::load_state(size_t i, const at::Tensor& parameter, const Paramet
   if (steps_.size() <= i) steps_.resize(i + 1);
   kept_[i] = std::move(kept);
   steps_[i] = steps;
+}
+
+double clip_scale(double norm_squared, double max_norm) {
+  constexpr double kEpsilon = 1e-6;
+  return std::min(1.0, max_norm / (std::sqrt(norm_squared) + kEpsilon));
 }
 
 double norm_squared(const std::vector<at::Tensor>& gradients) {

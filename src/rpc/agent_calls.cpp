@@ -111,6 +111,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     if (to == options.rank) {
       own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
     } else {
+      hold_parameters(message);
       frame = to_frame(std::move(message), header);
     }
   } catch (...) {
@@ -153,6 +154,14 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     send_call(id, to, function, tickets, std::move(frame));
   }
   return reply;
+}
+
+// An update may write to a parameter, or move it to other memory, while its frame waits to be sent.
+void AgentCore::hold_parameters(OutMessage& message) const {
+  if (!hook) return;
+  for (at::Tensor& tensor : message.tensors) {
+    if (tensor.is_leaf() && tensor.requires_grad()) tensor = hook->hold(tensor);
+  }
 }
 
 void AgentCore::send_call(uint64_t id, int to, const std::string& function,
@@ -241,6 +250,7 @@ void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
       call->promise.set(RawReply{std::move(own), {}, to, call->context});
       return;
     }
+    hold_parameters(message);
     const base::Status sent = send(to, to_frame(std::move(message), header));
     if (sent.ok()) return;
     rrefs->retract(tickets);

@@ -103,6 +103,7 @@ class AgentCore {
     base::TimePoint last_heard;
   };
 
+  void hold_parameters(OutMessage& message) const;
   void send_call(uint64_t id, int to, const std::string& function,
                  const std::vector<RRefTicket>& tickets, net::OutFrame frame);
   void on_directory_on_loop(const wire::Directory& directory);

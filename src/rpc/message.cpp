@@ -21,10 +21,7 @@ net::OutFrame to_frame(OutMessage message, wire::FrameHeader header) {
   frame.meta.reserve(message.tensors.size() * 24 + message.body.size());
   wire::Writer meta(frame.meta);
   uint64_t offset = 0;
-  for (at::Tensor& tensor : message.tensors) {
-    // An optimizer may move a parameter to other memory while the frame waits to be sent: what is
-    // kept alive is this memory.
-    if (tensor.is_leaf() && tensor.requires_grad()) tensor = tensor.variable_data();
+  for (const at::Tensor& tensor : message.tensors) {
     encode(wire::TensorDesc{to_dtype(tensor.scalar_type()), tensor.sizes().vec()}, meta);
     const uint64_t begin = wire::align_payload(offset);
     if (begin > offset) frame.payload.emplace_back(kZeros, begin - offset);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <csignal>
+#include <filesystem>
 
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -30,6 +31,14 @@ data::StoredTensor to_stored(const at::Tensor& tensor, std::vector<at::Tensor>& 
           {static_cast<const uint8_t*>(plain.const_data_ptr()), plain.nbytes()}};
 }
 
+// What has diverged is not worth keeping, and must not push out what is.
+void check_finite(const std::string& name, const at::Tensor& tensor, int64_t step) {
+  if (!tensor.is_floating_point() || tensor.isfinite().all().item<bool>()) return;
+  throw base::Exception(base::ErrorKind::kNotFinite,
+                        name + " is not finite at step " + std::to_string(step) +
+                            ", so it was not saved: try a smaller --lr");
+}
+
 at::Tensor to_tensor(const data::StoredTensor& stored) {
   at::Tensor tensor = at::empty(stored.shape, rpc::to_scalar_type(stored.dtype));
   if (!stored.bytes.empty()) {
@@ -40,10 +49,10 @@ at::Tensor to_tensor(const data::StoredTensor& stored) {
 }
 
 // Dies as by kill -9 at system call `at` of the first save, for the tests of what is left then.
-data::CheckpointStore::Probe death_at(int64_t at, const bool& in_save) {
+data::CheckpointStore::Probe death_at(int64_t at, const bool& in_first_save) {
   if (at <= 0) return {};
-  return [at, &in_save, calls = int64_t{0}](const char*) mutable {
-    if (in_save && ++calls == at) kill(getpid(), SIGKILL);
+  return [at, &in_first_save, calls = int64_t{0}](const char*) mutable {
+    if (in_first_save && ++calls == at) kill(getpid(), SIGKILL);
   };
 }
 
@@ -54,6 +63,9 @@ void Snapshot::refuse(const std::string& why) const { bad_data(path + ": " + why
 void Snapshot::expect(const char* key, const Json& value) const {
   const auto it = state.find(key);
   if (it == state.end()) refuse(std::string("it does not say its ") + key);
+  if (*it != value && std::string_view(key) == "data") {
+    refuse("saved while training on other data");
+  }
   if (*it != value) {
     refuse(std::string("saved with ") + key + " " + it->dump() + ", not " + value.dump());
   }
@@ -97,10 +109,24 @@ void Snapshot::copy_into(const char* file_name, const NamedTensors& tensors) con
 Checkpoints::Checkpoints(CheckpointOptions options, const Job& job, EventSink& sink)
     : options_(std::move(options)), sink_(sink) {
   if (options_.dir.empty()) return;
-  store_ = std::make_unique<data::CheckpointStore>(options_.dir,
-                                                   death_at(job.inject.fail_checkpoint, in_save_));
+  store_ = std::make_unique<data::CheckpointStore>(
+      options_.dir, death_at(job.inject.fail_checkpoint, in_first_save_));
   store_->prepare();
-  job.stop->arm();
+  refuse_strangers();
+}
+
+// A job that begins afresh in a folder with checkpoints would mix two lines of them.
+void Checkpoints::refuse_strangers() const {
+  if (options_.resume == "auto") return;
+  const auto newest = data::CheckpointStore::newest(options_.dir);
+  if (!newest) return;
+  namespace fs = std::filesystem;
+  const fs::path resumed = fs::weakly_canonical(options_.resume);
+  const fs::path own = fs::weakly_canonical(options_.dir);
+  if (!options_.resume.empty() && (resumed == own || resumed.parent_path() == own)) return;
+  throw base::Exception(base::ErrorKind::kInvalid,
+                        "--checkpoint " + options_.dir + " holds another run's checkpoints (" +
+                            *newest + "): --resume auto goes on from it, or name a new folder");
 }
 
 std::optional<Snapshot> Checkpoints::load() const {
@@ -136,10 +162,15 @@ void Checkpoints::save(const Snapshot& snapshot) {
   checkpoint.state = snapshot.state;
   for (const auto& [file, tensors] : snapshot.files) {
     auto& stored = checkpoint.files[file + kSuffix];
-    for (const auto& [name, tensor] : tensors) stored[name] = to_stored(tensor, kept);
+    for (const auto& [name, tensor] : tensors) {
+      check_finite(name, tensor, snapshot.step);
+      stored[name] = to_stored(tensor, kept);
+    }
   }
-  in_save_ = true;
+  in_first_save_ = !has_saved_;
   const std::string path = store_->save(checkpoint);
+  in_first_save_ = false;
+  has_saved_ = true;
   last_saved_ = "checkpoint saved in " + path + ", step " + std::to_string(snapshot.step);
   sink_.emit("checkpoint", {{"action", "saved"},
                             {"path", path},

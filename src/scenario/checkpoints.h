@@ -38,7 +38,8 @@ struct Snapshot {
 /// The checkpoints of one job, on the rank that reads and writes them.
 class Checkpoints {
  public:
-  /// Tries whether the folder can be written; lets SIGTERM wait for a save.
+  /// Tries whether the folder can be written. Throws `invalid` if it holds the checkpoints of a run
+  /// that this one does not go on from.
   Checkpoints(CheckpointOptions options, const Job& job, EventSink& sink);
   Checkpoints(const Checkpoints&) = delete;
   Checkpoints& operator=(const Checkpoints&) = delete;
@@ -53,10 +54,13 @@ class Checkpoints {
   const std::string& last_saved() const { return last_saved_; }
 
  private:
+  void refuse_strangers() const;
+
   const CheckpointOptions options_;
   EventSink& sink_;
   std::unique_ptr<data::CheckpointStore> store_;
-  bool in_save_ = false;
+  bool in_first_save_ = false;
+  bool has_saved_ = false;
   std::string last_saved_;
 };
 

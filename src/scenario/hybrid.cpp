@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/autograd/context.h"
+#include "distrain/base/clock.h"
 #include "distrain/collective/backend.h"
 #include "distrain/ddp/context_pass.h"
 #include "distrain/ddp/distributed_data_parallel.h"
@@ -30,7 +31,7 @@ using Dense = ddp::DistributedDataParallel<torch::nn::Linear>;
 
 constexpr uint16_t kCollectiveChannel = 2;
 constexpr int64_t kTestBatch = 256;
-constexpr int64_t kStopInterval = 10;  // steps between two looks for a SIGTERM
+constexpr double kStopInterval_s = 0.5;  // between two looks for a SIGTERM
 
 /// What all trainers begin with.
 struct Beginning {
@@ -74,7 +75,7 @@ class Trainer {
   }
 
   /// Gives back the mean loss of the last epoch.
-  double train(const RemoteTable& table, const Beginning& beginning) {
+  std::optional<double> train(const RemoteTable& table, const Beginning& beginning) {
     table_ = table;
     std::vector<int> trainers;
     for (int rank = 0; rank < options_.trainers; ++rank) trainers.push_back(rank);
@@ -99,10 +100,11 @@ class Trainer {
     optimizer_ = std::make_unique<optim::DistributedOptimizer>(
         agent_, parameters, optimizer_options(options_), sharing());
     restored_.reset();
-    if (!beginning.dense_state.empty()) load_dense(beginning.dense_state);
+    if (!beginning.dense_state.empty()) optimizer_->load_local_state(beginning.dense_state);
 
     progress_ = beginning.progress;
     log_.resume_after(progress_.total);
+    voted_at_ = progress_.total;
     bool stopped = false;
     while (!progress_.over(options_) && !stopped) {
       if (log_.epoch() != progress_.epoch) log_.begin_epoch(progress_.epoch);
@@ -114,15 +116,16 @@ class Trainer {
     }
     log_.end_epoch();
     optimizer_.reset();
+    if (log_.steps() == 0) return std::nullopt;  // the job was over
     return log_.last_loss();
   }
 
   /// The last call: this trainer's share of the test examples. Trainer 0 also hands out the
   /// parameters.
-  Evaluation evaluate() {
+  Evaluation evaluate(bool stopped) {
     const at::NoGradGuard no_grad;
     Evaluation evaluation;
-    const int64_t examples = stop_.requested() ? 0 : data_->info().test_examples;
+    const int64_t examples = stopped ? 0 : data_->info().test_examples;
     const int64_t first = examples * agent_.rank() / options_.trainers;
     const int64_t last = examples * (agent_.rank() + 1) / options_.trainers;
     for (int64_t i = first; i < last; i += kTestBatch) {
@@ -168,15 +171,10 @@ class Trainer {
     log_.step(value, batch.targets.numel());
   }
 
-  void load_dense(const std::vector<optim::ParameterState>& dense_state) {
-    std::vector<optim::ParameterState> state = optimizer_->state();  // the table's is there already
-    std::copy(dense_state.begin(), dense_state.end(), state.begin() + 1);
-    optimizer_->load_state(state);
-  }
-
   /// Whether any rank was told to end: the same on all trainers, as they have to stop together.
   bool stop_agreed() {
-    if (options_.checkpoint.dir.empty() || progress_.total % kStopInterval != 0) return false;
+    if (options_.checkpoint.dir.empty()) return false;
+    if (progress_.total < next_vote_ && !progress_.over(options_)) return false;
     bool stop = stop_.requested();
     const int ranks = hybrid_world_size(options_);
     if (agent_.rank() == 0) {
@@ -184,9 +182,16 @@ class Trainer {
         stop = agent_.rpc_sync<&stop_requested>(other) || stop;
       }
     }
-    const at::Tensor votes = at::full({1}, stop ? 1 : 0, at::kInt);
+    // Together with the number of steps until the next look, by the pace of the slowest.
+    const double elapsed = base::seconds_since(last_vote_);
+    const auto pace = static_cast<double>(progress_.total - voted_at_) / std::max(elapsed, 1e-6);
+    const auto steps = static_cast<int64_t>(std::clamp(pace * kStopInterval_s, 1.0, 1e6));
+    at::Tensor votes = at::tensor({stop ? int64_t{1} : 0, -steps}, at::kLong);
     backend_->allreduce(votes, collective::Backend::ReduceOp::MAX).wait();
-    if (votes.item<int>() == 0) return false;
+    last_vote_ = base::Clock::now();
+    voted_at_ = progress_.total;
+    next_vote_ = voted_at_ - votes[1].item<int64_t>();
+    if (votes[0].item<int64_t>() == 0) return false;
     if (agent_.rank() == 0) {
       for (int other = 0; other < ranks; ++other) agent_.rpc_sync<&request_stop>(other);
     }
@@ -218,6 +223,9 @@ class Trainer {
   RemoteTable table_;
   std::unique_ptr<optim::DistributedOptimizer> optimizer_;
   HybridProgress progress_;
+  base::TimePoint last_vote_ = base::Clock::now();
+  int64_t voted_at_ = 0;
+  int64_t next_vote_ = 0;
   std::optional<Checkpoints> checkpoints_;                 // trainer 0's
   std::unique_ptr<optim::DistributedOptimizer> restored_;  // keeps the table's state until train()
   NamedTensors dense_values_;
@@ -228,10 +236,13 @@ HybridDataInfo load(rpc::CallContext& call) { return call.agent.local<Trainer>()
 Beginning restore(rpc::CallContext& call, const RemoteTable& table) {
   return call.agent.local<Trainer>().restore(table);
 }
-double train(rpc::CallContext& call, const RemoteTable& table, const Beginning& beginning) {
+std::optional<double> train(rpc::CallContext& call, const RemoteTable& table,
+                            const Beginning& beginning) {
   return call.agent.local<Trainer>().train(table, beginning);
 }
-Evaluation evaluate(rpc::CallContext& call) { return call.agent.local<Trainer>().evaluate(); }
+Evaluation evaluate(rpc::CallContext& call, bool stopped) {
+  return call.agent.local<Trainer>().evaluate(stopped);
+}
 
 void check_same_data(const HybridDataInfo& own, const HybridDataInfo& first, int trainer) {
   if (own.hash == first.hash && own.rows == first.rows && own.classes == first.classes) return;
@@ -257,23 +268,27 @@ Outcome run_master(rpc::Agent& agent, const HybridOptions& options, EventSink& s
   const RemoteTable table(agent, "ps", data.rows, options.embedding_dim, embedding_range(options),
                           options.seed);
   const auto beginning = agent.rpc_sync<&restore>(rpc::To(0).without_deadline(), table);
-  std::vector<base::Future<double>> training;
+  std::vector<base::Future<std::optional<double>>> training;
   for (int t = 0; t < options.trainers; ++t) {
     training.push_back(agent.rpc_async<&train>(rpc::To(t).without_deadline(), table, beginning));
   }
   base::wait_all(training);
-  double loss_sum = 0;
-  for (const auto& trained : training) loss_sum += trained.wait();
+  std::optional<double> loss_sum = 0;
+  for (const auto& trained : training) {
+    const std::optional<double> loss = trained.wait();
+    loss_sum = loss && loss_sum ? std::optional(*loss + *loss_sum) : std::nullopt;
+  }
 
+  const bool stopped = agent.local<StopSignal>().requested();
   std::vector<base::Future<Evaluation>> evaluating;
   for (int t = 0; t < options.trainers; ++t) {
-    evaluating.push_back(agent.rpc_async<&evaluate>(rpc::To(t).without_deadline()));
+    evaluating.push_back(agent.rpc_async<&evaluate>(rpc::To(t).without_deadline(), stopped));
   }
   base::wait_all(evaluating);
   Evaluation total;
   for (const auto& evaluation : evaluating) total.add(evaluation.wait());
   Outcome outcome;
-  outcome.fields["loss"] = loss_sum / options.trainers;
+  outcome.fields["loss"] = loss_sum ? Json(*loss_sum / options.trainers) : Json();
   if (total.samples > 0) {
     sink.emit("eval", total.fields());
     outcome.fields["accuracy"] = total.fields()["accuracy"];
@@ -318,12 +333,12 @@ Outcome run_hybrid(const HybridOptions& own, const Job& job,
     if (job.rank != 0) options = adopt(agent.job_options());
     options.on_finished = own.on_finished;
     agent.provide(job.stop);
-    if (!options.checkpoint.dir.empty()) job.stop->arm();
     if (job.rank >= options.trainers) return;
     trainer = std::make_shared<Trainer>(agent, options, job, sink);
     agent.provide(trainer);
   };
   const auto work = [&] {
+    if (!options.checkpoint.dir.empty()) job.stop->arm();
     if (agent.name() == "master") outcome = run_master(agent, options, sink);
   };
   session.run(prepare, work, outcome);

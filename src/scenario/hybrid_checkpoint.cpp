@@ -2,6 +2,8 @@
 
 #include <ATen/Functions.h>
 
+#include "schedule.h"
+
 namespace distrain::scenario {
 
 namespace {
@@ -43,8 +45,7 @@ Snapshot hybrid_snapshot(const HybridOptions& options, const HybridDataInfo& dat
   Snapshot snapshot;
   snapshot.step = progress.total;
   snapshot.state = must_agree(options, data);
-  snapshot.state["position"] = {
-      {"epoch", progress.epoch}, {"step", progress.step}, {"total", progress.total}};
+  snapshot.state["position"] = Position{progress.epoch, {progress.step}, progress.total}.to_json();
   snapshot.files["model"] = model;
   snapshot.files["optimizer"] = flatten(hybrid_parameter_names(), optimizer);
   return snapshot;
@@ -61,19 +62,10 @@ HybridResume read_hybrid(const Snapshot& snapshot, const HybridOptions& options,
   snapshot.copy_into("model", resume.model);
   snapshot.checked([&] {
     resume.optimizer = unflatten(hybrid_parameter_names(), snapshot.file("optimizer"));
-    const auto number = [&](const char* name) {
-      const auto position = snapshot.state.find("position");
-      if (position == snapshot.state.end() || !position->is_object() || !position->contains(name) ||
-          !(*position)[name].is_number_integer()) {
-        snapshot.refuse("the position is not what it should be");
-      }
-      return (*position)[name].get<int64_t>();
-    };
-    resume.progress = {number("epoch"), number("step"), number("total")};
-    const HybridProgress& at = resume.progress;
-    if (at.epoch < 1 || at.step < 0 || at.step >= steps_per_epoch || at.total < at.step) {
-      snapshot.refuse("the position is out of range");
-    }
+    // As a schedule with one trainer has it: they go at one pace.
+    const Position position = Position::from_json(snapshot.state.value("position", Json()), 1);
+    resume.progress = {position.epoch, position.steps[0], position.total};
+    if (position.steps[0] >= steps_per_epoch) snapshot.refuse("the position is out of range");
   });
   return resume;
 }

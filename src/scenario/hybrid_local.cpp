@@ -20,24 +20,7 @@ namespace {
 
 constexpr int64_t kTestBatch = 256;
 
-/// The gradients of one trainer's batch.
-struct Gradients {
-  at::Tensor table;
-  std::vector<at::Tensor> dense;
-};
-
-at::Tensor take_gradient(const at::Tensor& parameter) {
-  at::Tensor gradient = parameter.grad();
-  parameter.mutable_grad() = at::Tensor();
-  return gradient;
-}
-
-template <class Get>
-at::Tensor mean(const std::vector<Gradients>& all, Get get) {
-  at::Tensor sum = get(all[0]);
-  for (size_t t = 1; t < all.size(); ++t) sum = sum + get(all[t]);
-  return all.size() == 1 ? sum : sum / static_cast<double>(all.size());
-}
+using Gradients = std::vector<at::Tensor>;  // of the table, then of the dense layer
 
 class LocalRun {
  public:
@@ -52,6 +35,7 @@ class LocalRun {
         stop_(*job.stop),
         checkpoints_(options.checkpoint, job, sink),
         log_(options_.log_interval, sink) {
+    if (checkpoints_.saving()) job.stop->arm();
     if (const auto snapshot = checkpoints_.load()) resume(*snapshot);
   }
 
@@ -70,7 +54,7 @@ class LocalRun {
     Outcome outcome;
     outcome.fields = {{"steps", log_.steps() * options_.trainers},
                       {"train_s", log_.train_s()},
-                      {"loss", log_.last_loss()}};
+                      {"loss", log_.steps() > 0 ? Json(log_.last_loss()) : Json()}};
     outcome.stopped = stopped();
     outcome.message = checkpoints_.last_saved();
     if (!outcome.stopped) evaluate(outcome);
@@ -118,14 +102,11 @@ class LocalRun {
       const HybridBatch batch =
           per_trainer_[static_cast<size_t>(t)].batch(t, progress_.epoch, progress_.step);
       const at::Tensor loss = at::cross_entropy_loss(
-          dense_->forward(table_.forward(batch.indices, batch.offsets)), batch.targets);
+          dense_->forward(table_.lookup(batch.indices, batch.offsets)), batch.targets);
       loss_sum += checked_loss(loss, progress_.epoch, progress_.step + 1);
       samples += batch.targets.numel();
       loss.backward();
-      gradients.push_back({take_gradient(table_.parameters()[0]), {}});
-      for (const at::Tensor& p : dense_->parameters()) {
-        gradients.back().dense.push_back(take_gradient(p));
-      }
+      gradients.push_back(take_gradients({table_.parameters()[0], dense_->weight, dense_->bias}));
     }
     update(gradients);
     log_.step(loss_sum / options_.trainers, samples);
@@ -133,17 +114,15 @@ class LocalRun {
 
   void update(const std::vector<Gradients>& gradients) {
     const at::NoGradGuard no_grad;
+    const Gradients means = mean(gradients);
     at::Tensor table = table_.parameters()[0];
     if (options_.mode == "sync") {
-      table_rule_->apply(0, table, mean(gradients, [](const Gradients& g) { return g.table; }));
+      table_rule_->apply(0, table, means[0]);
     } else {
-      for (const Gradients& g : gradients) table_rule_->apply(0, table, g.table);
+      for (const Gradients& each : gradients) table_rule_->apply(0, table, each[0]);
     }
-    std::vector<at::Tensor> dense = dense_->parameters();
-    for (size_t i = 0; i < dense.size(); ++i) {
-      dense_rule_->apply(i, dense[i],
-                         mean(gradients, [i](const Gradients& g) { return g.dense[i]; }));
-    }
+    dense_rule_->apply(0, dense_->weight, means[1]);
+    dense_rule_->apply(1, dense_->bias, means[2]);
   }
 
   void evaluate(Outcome& outcome) {
@@ -152,7 +131,7 @@ class LocalRun {
     const int64_t examples = data_.info().test_examples;
     for (int64_t i = 0; i < examples; i += kTestBatch) {
       const HybridBatch batch = data_.test_batch(i, std::min(i + kTestBatch, examples));
-      evaluate_batch(evaluation, dense_->forward(table_.forward(batch.indices, batch.offsets)),
+      evaluate_batch(evaluation, dense_->forward(table_.lookup(batch.indices, batch.offsets)),
                      batch.targets);
     }
     if (evaluation.samples == 0) return;

@@ -6,6 +6,8 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include "distrain/autograd/parameter_versions.h"
+
 namespace distrain::scenario {
 
 EmbeddingTable::EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t seed)
@@ -19,7 +21,12 @@ EmbeddingTable::EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t
   weight_.requires_grad_();
 }
 
-at::Tensor EmbeddingTable::forward(at::Tensor indices, at::Tensor offsets) {
+at::Tensor EmbeddingTable::forward(rpc::CallContext& call, at::Tensor indices, at::Tensor offsets) {
+  const autograd::ParameterRead no_row_changes_meanwhile(call.agent);
+  return lookup(indices, offsets);
+}
+
+at::Tensor EmbeddingTable::lookup(const at::Tensor& indices, const at::Tensor& offsets) const {
   return std::get<0>(at::embedding_bag(weight_, indices, offsets, /*scale_grad_by_freq=*/false,
                                        /*mode: sum*/ 0, /*sparse=*/true));
 }

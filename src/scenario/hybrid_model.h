@@ -7,6 +7,7 @@
 #include <torch/nn/modules/linear.h>
 
 #include "distrain/optim/update_rule.h"
+#include "distrain/rpc/agent.h"
 #include "distrain/scenario/hybrid.h"
 #include "hybrid_data.h"
 #include "train_log.h"
@@ -22,7 +23,8 @@ class EmbeddingTable {
   EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t seed);
 
   /// int64 indices [n], offsets [bags] → float [bags, dim].
-  at::Tensor forward(at::Tensor indices, at::Tensor offsets);
+  at::Tensor forward(rpc::CallContext& call, at::Tensor indices, at::Tensor offsets);
+  at::Tensor lookup(const at::Tensor& indices, const at::Tensor& offsets) const;
   std::vector<at::Tensor> parameters() { return {weight_}; }
   /// Of the same shape; nobody may be training.
   void set_weight(at::Tensor weight);

@@ -44,8 +44,9 @@ class Server {
     if (!(host_.data() == data)) {
       throw base::Exception(base::Error{base::ErrorKind::kBadData,
                                         "trainer " + std::to_string(trainer + 1) +
-                                            " has read other data than the others: the files "
-                                            "must be the same",
+                                            " has read other data than the others, or normalises "
+                                            "them otherwise: files, --mean and --std must be the "
+                                            "same",
                                         trainer + 1, "attach"});
     }
     return agent_.make_rref(host_.model());
@@ -99,7 +100,6 @@ class Trainer {
         optimizer_(agent, model_.rpc_sync<&ConvNet::parameter_rrefs>(), optimizer_options(options),
                    sharing(options, agent.rank() - 1)) {
     log_.resume_after(agent.rpc_sync<&resumed_at>(kServer));
-    if (!options.checkpoint.dir.empty()) job.stop->arm();
   }
 
   /// Gives back whether the job was stopped before its time.
@@ -128,17 +128,25 @@ class Trainer {
     const double value = checked_loss(loss, task.epoch, task.step + 1);
     autograd::backward(context, {loss});
     if (options_.verify_grads) verify(context.id());
-    optimizer_.step(context);
+    const uint64_t updates = optimizer_.step(context);
+    // In sync mode one update is that of all; otherwise those between the pass and its update are
+    // others'.
+    const uint64_t delay = updates - forward.version - 1;
     staleness_ = std::max(staleness_, forward.staleness);
     log_.step(value, batch.targets.numel(),
-              {{"staleness", forward.staleness}, {"version", forward.version}});
+              {{"staleness", forward.staleness}, {"version", forward.version}, {"delay", delay}});
   }
 
   /// The tutorial's check: the gradients of this step are on the server.
   void verify(uint64_t context) {
     const auto gradients = model_.rpc_sync<&ConvNet::gradients>(context);
     for (size_t i = 0; i < gradients.size(); ++i) {
-      if (gradients[i].defined() && gradients[i].isfinite().all().item<bool>()) continue;
+      if (gradients[i].defined()) {
+        if (gradients[i].isfinite().all().item<bool>()) continue;
+        throw base::Exception(
+            base::ErrorKind::kNotFinite,
+            "the gradient of " + ConvNet::names()[i] + " is not finite: try a smaller --lr");
+      }
       throw base::Exception(
           base::Error{base::ErrorKind::kInternal,
                       "no gradient of " + ConvNet::names()[i] + " arrived on the parameter server",
@@ -201,6 +209,7 @@ Outcome run_ps(const PsOptions& own, const Job& job,
     agent.provide(server);
   };
   const auto work = [&] {
+    if (!options.checkpoint.dir.empty()) job.stop->arm();
     if (job.rank == kServer) return;  // it waits for the trainers in the shutdown
     Trainer trainer(agent, options, job, sink);
     outcome.stopped = trainer.run();

@@ -15,7 +15,8 @@ namespace {
 
 constexpr int64_t kSide = 28;
 constexpr int kClasses = 10;
-constexpr int64_t kTestBatch = 128;  // its largest activation stays below glibc's limit for the heap
+constexpr int64_t kTestBatch =
+    128;  // its largest activation stays below glibc's limit for the heap
 
 void check(const std::string& folder, const data::ImageSet& set) {
   const auto fail = [&](const std::string& why) {
@@ -39,8 +40,16 @@ PsData::PsData(const PsOptions& options)
 }
 
 PsDataInfo PsData::info() const {
-  return {files_.train.content_hash ^ (files_.test ? files_.test->content_hash * 31 : 0), examples_,
-          files_.test ? files_.test->count : 0};
+  PsDataInfo info;
+  info.hash = files_.train.content_hash;
+  info.examples = examples_;
+  info.mean = options_.mean;
+  info.std = options_.std;
+  if (files_.test) {
+    info.test_hash = files_.test->content_hash;
+    info.test_examples = files_.test->count;
+  }
+  return info;
 }
 
 ImageBatch PsData::gather(const data::ImageSet& set, std::span<const int64_t> examples) const {
@@ -103,8 +112,8 @@ Json must_agree(const PsOptions& options, const PsDataInfo& data) {
           {"batch_size", options.batch_size},
           {"dropout", options.dropout},
           {"seed", options.seed},
-          {"mean", options.mean},
-          {"std", options.std},
+          {"mean", data.mean},
+          {"std", data.std},
           {"data", std::to_string(data.hash)},
           {"examples", data.examples}};
 }

@@ -17,11 +17,15 @@ namespace distrain::scenario {
 
 /// What the server and the other trainers have to know of the data.
 struct PsDataInfo {
-  uint64_t hash = 0;  ///< of the files' contents
+  uint64_t hash = 0;       ///< of the training files' contents
+  uint64_t test_hash = 0;  ///< of the test files'
   int64_t examples = 0;
   int64_t test_examples = 0;
+  double mean = 0;
+  double std = 1;
   static constexpr auto kFields =
-      std::tuple(&PsDataInfo::hash, &PsDataInfo::examples, &PsDataInfo::test_examples);
+      std::tuple(&PsDataInfo::hash, &PsDataInfo::test_hash, &PsDataInfo::examples,
+                 &PsDataInfo::test_examples, &PsDataInfo::mean, &PsDataInfo::std);
   bool operator==(const PsDataInfo&) const = default;
 };
 

@@ -61,6 +61,7 @@ void PsHost::on_evaluated() {
   metrics_["staleness"] = total_.staleness;
   const Json fields = total_.evaluation.fields();
   if (!fields.empty()) {
+    check_finite_loss(fields["loss"].get<double>());
     sink_.emit("eval", fields);
     metrics_["accuracy"] = fields["accuracy"];
   }

@@ -28,6 +28,7 @@ class LocalRun {
         host_(options, job, sink) {
     auto model = std::make_shared<ConvNet>(options.seed);
     parameters_ = model->parameters();
+    if (!options.checkpoint.dir.empty()) job.stop->arm();
     host_.start(std::move(model), rule_access(*rule_, parameters_), data_.info());
     log_.resume_after(host_.resumed_at());
   }
@@ -48,6 +49,7 @@ class LocalRun {
   /// One step of each trainer: sync, one update by the mean; otherwise one after the other.
   void train(const std::vector<Task>& tasks) {
     if (log_.epoch() != tasks[0].epoch) log_.begin_epoch(tasks[0].epoch);
+    const int64_t version = updates_;
     std::vector<Gradients> gathered;
     double loss_sum = 0;
     int64_t samples = 0;
@@ -69,7 +71,7 @@ class LocalRun {
     }
     if (!gathered.empty()) apply(mean(gathered));
     log_.step(loss_sum / static_cast<double>(tasks.size()), samples,
-              {{"staleness", 0}, {"version", updates_}});
+              {{"staleness", 0}, {"version", version}, {"delay", 0}});
   }
 
   void apply(const Gradients& gradients) {

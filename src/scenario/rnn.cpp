@@ -132,9 +132,10 @@ class Trainer {
     }
     optimizer_.emplace(agent, server_.parameters, optimizer_options(options),
                        sharing(options, number_));
-    if (server_.resumed) load_optimizer(server_.resumed->optimizer);
+    if (server_.resumed) {
+      optimizer_->load_local_state(unflatten(lstm_names_, server_.resumed->optimizer));
+    }
     server_.resumed.reset();
-    if (!options.checkpoint.dir.empty()) job.stop->arm();
   }
 
   /// Gives back whether the job was stopped before its time.
@@ -147,6 +148,7 @@ class Trainer {
       if (task.kind == Task::Kind::kSave) save();
       if (task.kind != Task::Kind::kEnd) continue;
       log_.end_epoch();
+      stop_.disarm();  // all is saved
       if (!task.stopped) generate();
       return task.stopped;
     }
@@ -214,9 +216,7 @@ class Trainer {
     mine.state = model_.state();
     if (number_ == 0) {
       mine.lstm = lstm_->named();
-      auto states = optimizer_->state();
-      states.erase(states.begin(), states.end() - static_cast<std::ptrdiff_t>(lstm_names_.size()));
-      mine.optimizer = flatten(lstm_names_, states);
+      mine.optimizer = flatten(lstm_names_, optimizer_->local_state());
     }
     agent_.rpc_sync<&contribute>(kServer, mine);
   }
@@ -230,16 +230,6 @@ class Trainer {
     snapshot.copy_into("model", lstm_->named());
   }
 
-  void load_optimizer(const NamedTensors& saved) {
-    std::vector<std::string> names = RnnHost::parameter_names();
-    names.insert(names.end(), lstm_names_.begin(), lstm_names_.end());
-    auto states = optimizer_->state();  // the server's part is there already
-    const auto own = unflatten(lstm_names_, saved);
-    std::copy(own.begin(), own.end(),
-              states.end() - static_cast<std::ptrdiff_t>(lstm_names_.size()));
-    optimizer_->load_state(states);
-  }
-
   void generate() {
     if (number_ != 0 || options_.generate == 0 || options_.data.empty()) return;
     sink_.emit("text", {{"text", model_.generate(data_.vocabulary())}});
@@ -248,7 +238,7 @@ class Trainer {
   rpc::Agent& agent_;
   const RnnOptions options_;
   const int number_;  // of this trainer, from 0
-  const StopSignal& stop_;
+  StopSignal& stop_;
   EventSink& sink_;
   TrainLog log_;
   RnnData data_;
@@ -294,6 +284,7 @@ Outcome run_rnn(const RnnOptions& own, const Job& job,
     agent.provide(server);
   };
   const auto work = [&] {
+    if (!options.checkpoint.dir.empty()) job.stop->arm();
     if (job.rank == kServer) return;  // it waits for the trainers in the shutdown
     Trainer trainer(agent, options, job, sink);
     outcome.stopped = trainer.run();

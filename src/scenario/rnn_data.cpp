@@ -49,7 +49,8 @@ RnnData::RnnData(const RnnOptions& options) : options_(options) {
 
 RnnDataInfo RnnData::info() const {
   RnnDataInfo info;
-  info.hash = train_.content_hash ^ (valid_.content_hash * 31);
+  info.hash = train_.content_hash;
+  info.valid_hash = valid_.content_hash;
   info.words = vocabulary_ ? vocabulary_->size() : options_.vocab_size;
   info.steps_per_epoch =
       data::TokenColumns(train_.tokens, int64_t{options_.trainers} * options_.batch_size, 0, 1)

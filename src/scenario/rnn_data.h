@@ -16,13 +16,14 @@ namespace distrain::scenario {
 
 /// What the server and the other trainers have to know of the data.
 struct RnnDataInfo {
-  uint64_t hash = 0;  ///< of the files' bytes
-  int64_t words = 0;  ///< in the vocabulary
+  uint64_t hash = 0;        ///< of the training file's bytes
+  uint64_t valid_hash = 0;  ///< of the validation file's
+  int64_t words = 0;        ///< in the vocabulary
   int64_t steps_per_epoch = 0;
   int64_t valid_words = 0;  ///< 0: no validation
   static constexpr auto kFields =
-      std::tuple(&RnnDataInfo::hash, &RnnDataInfo::words, &RnnDataInfo::steps_per_epoch,
-                 &RnnDataInfo::valid_words);
+      std::tuple(&RnnDataInfo::hash, &RnnDataInfo::valid_hash, &RnnDataInfo::words,
+                 &RnnDataInfo::steps_per_epoch, &RnnDataInfo::valid_words);
   bool operator==(const RnnDataInfo&) const = default;
 };
 

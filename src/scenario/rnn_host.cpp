@@ -95,7 +95,8 @@ void RnnHost::resume(const Snapshot& snapshot) {
     const Json& state = snapshot.state;
     const Json lr = state.value("lr", Json()), best = state.value("best", Json());
     if (!lr.is_number()) snapshot.refuse("no lr");
-    lr_ = lr.get<double>();
+    // With another --lr than the saved run began with, the user's holds.
+    if (state.value("base_lr", Json()) == Json(options_.lr)) lr_ = lr.get<double>();
     if (best.is_number()) best_ = best.get<double>();
     schedule_->resume(position);
   });
@@ -137,6 +138,7 @@ void RnnHost::on_evaluated(bool whole_epoch) {
     sink_.emit("eval", fields);
     metrics_["perplexity"] = fields["perplexity"];
     const double loss = total_.validation.mean();
+    check_finite_loss(loss);
     if (whole_epoch && loss >= best_) lr_ /= kStallFactor;
     if (whole_epoch && loss < best_) best_ = loss;
   }
@@ -155,6 +157,7 @@ void RnnHost::save(const Position& position) {
   snapshot.state = must_agree(options_, data_);
   snapshot.state["position"] = position.to_json();
   snapshot.state["lr"] = lr_;
+  snapshot.state["base_lr"] = options_.lr;
   if (best_ < std::numeric_limits<double>::max()) snapshot.state["best"] = best_;
   snapshot.files["model"] = named_parameters();
   snapshot.files["optimizer"] = flatten(parameter_names(), optimizer_.get());

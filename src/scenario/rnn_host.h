@@ -13,6 +13,7 @@
 #include "rnn_data.h"
 #include "rnn_model.h"
 #include "schedule.h"
+#include "train_log.h"
 
 namespace distrain::scenario {
 

@@ -1,7 +1,6 @@
 // distrain rnn --local: the same model, batches and updates in one process, without RPC.
 
 #include <algorithm>
-#include <cmath>
 
 #include "distrain/scenario/rnn.h"
 #include "language_model.h"
@@ -47,6 +46,7 @@ class LocalRun {
   LocalRun(const RnnOptions& options, const Job& job, EventSink& sink)
       : options_(options),
         sink_(sink),
+        stop_(*job.stop),
         data_(options),
         embedding_(
             std::make_shared<WordEmbedding>(data_.info().words, options.emsize, options.seed)),
@@ -57,6 +57,7 @@ class LocalRun {
         log_(options.log_interval, sink, TrainLog::Unit::kWords),
         host_(options, job, sink) {
     host_.build(embedding_, decoder_, data_.info());
+    if (!options.checkpoint.dir.empty()) job.stop->arm();
     host_.start(rule_access(*ends_.rule, ends_.parameters));
     for (int t = 0; t < options.trainers; ++t) {
       trainers_.emplace_back(options, lstm_, direct_ends());
@@ -70,6 +71,7 @@ class LocalRun {
         [this](const std::vector<Task>& tasks) { train(tasks); },
         [this](const std::vector<Task>&) { evaluate(); });
     log_.end_epoch();
+    stop_.disarm();  // all is saved
     if (!host_.stopped() && options_.generate > 0 && !options_.data.empty()) {
       sink_.emit("text", {{"text", trainers_[0].generate(data_.vocabulary())}});
     }
@@ -156,7 +158,7 @@ class LocalRun {
       double squared = 0;
       for (const Gradients& gradients : updates) squared += optim::norm_squared(gradients);
       squared = squared / static_cast<double>(updates.size()) + optim::norm_squared(middle);
-      scale = std::min(1.0, options_.clip / (std::sqrt(squared) + 1e-6));
+      scale = optim::clip_scale(squared, options_.clip);
     }
     for (const Gradients& gradients : updates) ends_.apply(gradients, scale);
     middle_.apply(middle, scale);
@@ -175,6 +177,7 @@ class LocalRun {
 
   const RnnOptions options_;
   EventSink& sink_;
+  StopSignal& stop_;
   RnnData data_;
   std::shared_ptr<WordEmbedding> embedding_;
   std::shared_ptr<Decoder> decoder_;

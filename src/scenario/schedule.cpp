@@ -10,6 +10,7 @@ namespace distrain::scenario {
 
 namespace {
 
+constexpr uint64_t kMaxCount = uint64_t{1} << 40;
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
 }  // namespace
@@ -17,19 +18,23 @@ constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 Json Position::to_json() const { return {{"epoch", epoch}, {"steps", steps}, {"total", total}}; }
 
 Position Position::from_json(const Json& json, int trainers) {
-  Position position;
-  try {
-    position.epoch = json.at("epoch").get<int64_t>();
-    position.steps = json.at("steps").get<std::vector<int64_t>>();
-    position.total = json.at("total").get<int64_t>();
-  } catch (const Json::exception&) {
+  const auto fail = [] {
     throw base::Exception(base::ErrorKind::kBadData, "the position is not what it should be");
-  }
-  const bool fits = position.epoch >= 1 && position.total >= 0 &&
-                    position.steps.size() == static_cast<size_t>(trainers) &&
-                    std::all_of(position.steps.begin(), position.steps.end(),
-                                [](int64_t steps) { return steps >= 0; });
-  if (!fits) throw base::Exception(base::ErrorKind::kBadData, "the position is out of range");
+  };
+  const auto count = [&](const Json& value) {
+    if (!value.is_number_unsigned() || value.get<uint64_t>() > kMaxCount) fail();
+    return value.get<int64_t>();
+  };
+  Position position;
+  if (!json.is_object() || json.size() != 3) fail();
+  const Json steps = json.value("steps", Json());
+  if (!steps.is_array() || steps.size() != static_cast<size_t>(trainers)) fail();
+  for (const Json& value : steps) position.steps.push_back(count(value));
+  position.epoch = count(json.value("epoch", Json()));
+  position.total = count(json.value("total", Json()));
+  const int64_t of_epoch =
+      std::accumulate(position.steps.begin(), position.steps.end(), int64_t{0});
+  if (position.epoch < 1 || position.total < of_epoch) fail();
   return position;
 }
 

@@ -38,6 +38,12 @@ double checked_loss(const at::Tensor& loss, int64_t epoch, int64_t step) {
                             std::to_string(step) + ": try a smaller --lr");
 }
 
+void check_finite_loss(double loss) {
+  if (std::isfinite(loss)) return;
+  throw base::Exception(base::ErrorKind::kNotFinite,
+                        "the loss of the evaluation is not finite: try a smaller --lr");
+}
+
 void TrainLog::begin_epoch(int64_t epoch) {
   epoch_ = epoch;
   epoch_start_ = last_line_ = base::Clock::now();

@@ -25,6 +25,9 @@ struct Evaluation {
 /// `not_finite`, naming where, unless it is a number.
 double checked_loss(const at::Tensor& loss, int64_t epoch, int64_t step);
 
+/// The same of an evaluation.
+void check_finite_loss(double loss);
+
 /// Emits a trainer's `step` and `epoch` lines, and counts for `end`.
 class TrainLog {
  public:

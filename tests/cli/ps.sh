@@ -76,7 +76,7 @@ port=$(free_port)
 for r in 1 2; do
   timeout "$limit" "$distrain" ps --rank $r --master-port "$port" --data "$tmp/data" >"$tmp/rank$r" 2>&1 &
 done
-run ps --rank 0 --master-port "$port" --data "$tmp/nowhere" --steps 3 --verify-grads
+run ps --rank 0 --master-port "$port" --data "$tmp/nowhere" --mode sync --steps 3 --verify-grads
 expect 0 "ranks that join"
 for r in 1 2; do
   wait -n

@@ -20,6 +20,9 @@ namespace distrain::autograd {
 // if it is alone it writes in place; otherwise some pass in flight has saved a version, and the
 // parameter moves to a copy, while that pass keeps what it was built on until it ends.
 //
+// So a parameter must lie in its storage alone: a view of it that somebody keeps, or a tied weight
+// in another tensor, would be left behind with the old values.
+//
 // Row-wise updates of embedding tables are always made in place: the sparse backward of a lookup
 // does not save the table, and a table may be too big to copy.
 

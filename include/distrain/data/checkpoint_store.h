@@ -54,9 +54,9 @@ class CheckpointStore {
 
   /// Writes a checkpoint so that the folder holds it whole or not at all, whenever the process or
   /// the machine stops: into a temporary folder, each file and the folder fsynced, renamed, its
-  /// parent fsynced. Removes what interrupted saves left, and at the end all but this one and the
-  /// newest of the others. Saving the same step again replaces it. Gives back the checkpoint's
-  /// path.
+  /// parent fsynced. Removes what interrupted saves left and, before the last rename, checkpoints
+  /// with a higher step: they are of a run that was resumed from before them. At the end the newest
+  /// two are left. Saving the same step again replaces it. Gives back the checkpoint's path.
   ///
   /// Throws `resources` naming the file (disk full, no rights); what was saved before stays. Throws
   /// `invalid`, before anything is written, for what could not be loaded: a step below 0 or of more

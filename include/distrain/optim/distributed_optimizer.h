@@ -69,11 +69,14 @@ class DistributedOptimizer {
   /// norm over all owners' parameters together is greater. It is that of the gradients which are
   /// applied: kSync, of the means. Several participants scale alike, so that parameters which they
   /// replicate (DDP) stay equal: kAsync, by the root of the mean of their squared norms.
-  void step(const autograd::Context& context, double max_norm = 0) {
-    step({context.id()}, max_norm);
+  ///
+  /// Gives back how many updates its parameters on the first other owner (or here, if there is
+  /// none) had had when this one was applied, itself included.
+  uint64_t step(const autograd::Context& context, double max_norm = 0) {
+    return step({context.id()}, max_norm);
   }
   /// The same with the sum over several contexts, such as one for each micro-batch.
-  void step(const std::vector<uint64_t>& contexts, double max_norm = 0);
+  uint64_t step(const std::vector<uint64_t>& contexts, double max_norm = 0);
 
   /// For all steps from now on, of all who share the local optimizers.
   void set_lr(double lr);
@@ -83,6 +86,9 @@ class DistributedOptimizer {
   std::vector<ParameterState> state() const;
   /// Throws `bad_data` for a state that does not fit.
   void load_state(const std::vector<ParameterState>& state);
+  /// The same of this rank's own parameters only.
+  std::vector<ParameterState> local_state() const;
+  void load_local_state(const std::vector<ParameterState>& state);
 
  private:
   struct Owned {
@@ -91,6 +97,7 @@ class DistributedOptimizer {
   };
   double scale_for(const std::vector<uint64_t>& contexts, double max_norm) const;
   int participant() const;
+  rpc::To owner_of(const Owned& owned) const;
 
   rpc::Agent& agent_;
   const Sharing sharing_;

@@ -61,6 +61,10 @@ using ParameterState = std::map<std::string, at::Tensor>;
 /// rows of a sparse one count summed.
 double norm_squared(const std::vector<at::Tensor>& gradients);
 
+/// What gradients of this squared norm are multiplied by, so that their norm is at most `max_norm`;
+/// at most 1. As torch.nn.utils.clip_grad_norm_.
+double clip_scale(double norm_squared, double max_norm);
+
 OptimizerFields to_fields(const OptimizerOptions& options);
 
 /// Fields that are not given keep their defaults. Throws `invalid` for an unknown name or field and

@@ -10,6 +10,9 @@ class StopSignal {
   /// From now on the job looks at requested() at every step and ends by itself. Before, and for
   /// jobs that never say so, the signal ends the process at once.
   void arm() { armed_ = true; }
+  /// From now on the signal ends the process at once again.
+  void disarm() { armed_ = false; }
+  bool armed() const { return armed_; }
 
   /// The signal has come. False if the job will not see to it.
   bool request() { return armed_ && !requested_.exchange(true); }

@@ -72,9 +72,10 @@ TEST_CASE("The newest two are kept") {
   for (int64_t step = 7; step < 12; ++step) store.save(Sample(step).checkpoint);
   CHECK(names_in(folder.path()) == Strings{step_name(10), step_name(11)});
   check_newest(folder.path(), Sample(11));
-  // A run that goes on from an older checkpoint keeps its own.
-  check_same(CheckpointStore::load(store.save(Sample(3).checkpoint)), Sample(3).checkpoint);
-  CHECK(names_in(folder.path()) == Strings{step_name(3), step_name(11)});
+  // A run that goes on from an older checkpoint takes the place of the one that it left.
+  check_same(CheckpointStore::load(store.save(Sample(10, 1).checkpoint)), Sample(10, 1).checkpoint);
+  CHECK(names_in(folder.path()) == Strings{step_name(10)});
+  check_newest(folder.path(), Sample(10, 1));
 }
 
 TEST_CASE("Saving a step again replaces it") {
