@@ -58,7 +58,9 @@ data::CheckpointStore::Probe death_at(int64_t at, const bool& in_first_save) {
 
 }  // namespace
 
-void Snapshot::refuse(const std::string& why) const { bad_data(path + ": " + why); }
+void Snapshot::refuse(const std::string& why) const {
+  bad_data(why.starts_with(path + ": ") ? why : path + ": " + why);
+}
 
 void Snapshot::expect(const char* key, const Json& value) const {
   const auto it = state.find(key);

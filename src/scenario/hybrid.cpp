@@ -38,7 +38,9 @@ struct Beginning {
   HybridProgress progress;
   /// Of the dense layer's optimizer, by hybrid_parameter_names(); empty: afresh.
   std::vector<optim::ParameterState> dense_state;
-  static constexpr auto kFields = std::tuple(&Beginning::progress, &Beginning::dense_state);
+  std::string path;  ///< of the checkpoint
+  static constexpr auto kFields =
+      std::tuple(&Beginning::progress, &Beginning::dense_state, &Beginning::path);
 };
 
 void request_stop(rpc::CallContext& call) { call.agent.local<StopSignal>().request(); }
@@ -71,7 +73,7 @@ class Trainer {
         agent_, table.remote_parameters(), optimizer_options(options_), sharing());
     snapshot->checked([&] { restored_->load_state({resume.optimizer[0]}); });
     dense_values_ = std::move(resume.model);
-    return {resume.progress, {resume.optimizer[1], resume.optimizer[2]}};
+    return {resume.progress, {resume.optimizer[1], resume.optimizer[2]}, snapshot->path};
   }
 
   /// Gives back the mean loss of the last epoch.
@@ -100,7 +102,11 @@ class Trainer {
     optimizer_ = std::make_unique<optim::DistributedOptimizer>(
         agent_, parameters, optimizer_options(options_), sharing());
     restored_.reset();
-    if (!beginning.dense_state.empty()) optimizer_->load_local_state(beginning.dense_state);
+    if (!beginning.dense_state.empty()) {
+      Snapshot snapshot;
+      snapshot.path = beginning.path;
+      snapshot.checked([&] { optimizer_->load_local_state(beginning.dense_state); });
+    }
 
     progress_ = beginning.progress;
     log_.resume_after(progress_.total);

@@ -51,6 +51,7 @@ class LocalRun {
       if (stopped() || progress_.save_due(options_)) save();
     }
     log_.end_epoch();
+    if (stopped() && checkpoints_.last_saved().empty()) save();  // before the first step
     Outcome outcome;
     outcome.fields = {{"steps", log_.steps() * options_.trainers},
                       {"train_s", log_.train_s()},

@@ -133,7 +133,11 @@ class Trainer {
     optimizer_.emplace(agent, server_.parameters, optimizer_options(options),
                        sharing(options, number_));
     if (server_.resumed) {
-      optimizer_->load_local_state(unflatten(lstm_names_, server_.resumed->optimizer));
+      Snapshot snapshot;
+      snapshot.path = server_.resumed->path;
+      snapshot.checked([&] {
+        optimizer_->load_local_state(unflatten(lstm_names_, server_.resumed->optimizer));
+      });
     }
     server_.resumed.reset();
   }
@@ -225,7 +229,7 @@ class Trainer {
     log_.resume_after(resumed.steps);
     model_.state() = resumed.state;
     Snapshot snapshot;
-    snapshot.path = options_.checkpoint.resume;
+    snapshot.path = resumed.path;
     snapshot.files["model"] = resumed.lstm;
     snapshot.copy_into("model", lstm_->named());
   }

@@ -81,17 +81,21 @@ void RnnHost::resume(const Snapshot& snapshot) {
       RnnTrainerState& trainer = trainers_[t];
       if (t == 0) trainer = first;
       trainer.steps = position.total / options_.trainers;
-      for (const auto& [what, into] :
-           {std::pair{"hidden", &trainer.state.hidden}, std::pair{"cell", &trainer.state.cell}}) {
+      trainer.path = snapshot.path;
+      const auto take = [&](const char* what) {
         const auto it = states.find(state_name(what, t));
         if (it == states.end()) snapshot.refuse("no " + state_name(what, t));
+        const at::Tensor& kept = it->second;
         const std::vector<int64_t> shape = {options_.nlayers, options_.batch_size, options_.nhid};
-        if (it->second.numel() > 0 && it->second.sizes() != shape) {
-          snapshot.refuse(state_name(what, t) + " has another shape");
+        const bool none = kept.numel() == 0 && position.steps[0] == 0;  // at an epoch's beginning
+        if (kept.scalar_type() != at::kFloat || (!none && kept.sizes() != shape)) {
+          snapshot.refuse(state_name(what, t) + " has another shape or dtype");
         }
-        if (it->second.numel() > 0) *into = it->second;
-      }
+        return none ? at::Tensor() : kept;
+      };
+      trainer.state = {take("hidden"), take("cell")};
     }
+    if (states.size() != trainers_.size() * 2) snapshot.refuse("states of further trainers");
     const Json& state = snapshot.state;
     const Json lr = state.value("lr", Json()), best = state.value("best", Json());
     if (!lr.is_number()) snapshot.refuse("no lr");

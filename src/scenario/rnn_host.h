@@ -33,13 +33,15 @@ struct RnnReport {
 
 /// What only a trainer has: for checkpoints.
 struct RnnTrainerState {
+  std::string path;   ///< of the checkpoint
   int64_t steps = 0;  ///< that it has made
   LstmState state;
   // Of the first trainer only, as the others' are the same.
   NamedTensors lstm;
   NamedTensors optimizer;  ///< of the LSTM
-  static constexpr auto kFields = std::tuple(&RnnTrainerState::steps, &RnnTrainerState::state,
-                                             &RnnTrainerState::lstm, &RnnTrainerState::optimizer);
+  static constexpr auto kFields =
+      std::tuple(&RnnTrainerState::path, &RnnTrainerState::steps, &RnnTrainerState::state,
+                 &RnnTrainerState::lstm, &RnnTrainerState::optimizer);
 };
 
 /// The two ends of the model and everything around it that is not a trainer's: schedule, learning

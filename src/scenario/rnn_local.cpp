@@ -123,10 +123,13 @@ class LocalRun {
     log_.resume_after(resumed.steps);
     trainer.state() = resumed.state;
     Snapshot snapshot;
-    snapshot.path = options_.checkpoint.resume;
+    snapshot.path = resumed.path;
     snapshot.files["model"] = resumed.lstm;
     snapshot.copy_into("model", lstm_->named());
-    rule_access(*middle_.rule, middle_.parameters).set(unflatten(middle_.names, resumed.optimizer));
+    snapshot.checked([&] {
+      const OptimizerAccess optimizer = rule_access(*middle_.rule, middle_.parameters);
+      optimizer.set(unflatten(middle_.names, resumed.optimizer));
+    });
   }
 
   void train(const std::vector<Task>& tasks) {

@@ -44,12 +44,20 @@ Schedule::Schedule(Terms terms, Hooks hooks)
 }
 
 void Schedule::resume(Position position) {
+  const auto fail = [](const char* why) {
+    throw base::Exception(base::ErrorKind::kBadData, std::string("the position: ") + why);
+  };
+  const int64_t whole_epoch = terms_.steps_per_epoch * terms_.trainers;
+  if (position.epoch - 1 > position.total / whole_epoch)
+    fail("its steps are not those of its epochs");
+  int64_t total = (position.epoch - 1) * whole_epoch;
   for (const int64_t steps : position.steps) {
-    if (steps > terms_.steps_per_epoch) {
-      throw base::Exception(base::ErrorKind::kBadData,
-                            "the position is beyond the end of the epoch: other data?");
-    }
+    if (steps > terms_.steps_per_epoch) fail("beyond the end of the epoch");
+    if (!terms_.take_over && steps != position.steps[0])
+      fail("trainers that go at one pace differ");
+    total += steps;
   }
+  if (position.total != total) fail("its steps are not those of its epochs");
   position_ = std::move(position);
   saved_ = position_.total / terms_.trainers;
   std::fill(taken_.begin(), taken_.end(), saved_);
@@ -83,11 +91,14 @@ base::Future<Task> Schedule::next(int trainer, bool stop) {
   return future;
 }
 
+// Steps of each trainer, a multiple of the interval whenever the last one was.
+int64_t Schedule::next_save() const { return (saved_ / terms_.save_every + 1) * terms_.save_every; }
+
 // How many steps each trainer may have made until all meet for something.
 int64_t Schedule::gate_locked() const {
   int64_t gate = terms_.steps > 0 ? terms_.steps : kNever;
   if (terms_.save && terms_.save_every > 0) {
-    gate = std::min(gate, (saved_ / terms_.save_every + 1) * terms_.save_every);
+    gate = std::min(gate, next_save());
   }
   return stop_at_ >= 0 ? std::min(gate, stop_at_) : gate;
 }
@@ -150,9 +161,8 @@ Schedule::Phase Schedule::after_evaluation() {
     ++position_.epoch;
     std::fill(position_.steps.begin(), position_.steps.end(), 0);
   }
-  const bool due = terms_.save_every == 0
-                       ? whole_epoch
-                       : position_.total / terms_.trainers >= saved_ + terms_.save_every;
+  const bool due =
+      terms_.save_every == 0 ? whole_epoch : position_.total / terms_.trainers >= next_save();
   if (terms_.save && (due || job_over() || stop_at_ >= 0)) return Phase::kSaving;
   return job_over() ? Phase::kEnding : Phase::kTraining;
 }

@@ -67,7 +67,7 @@ class Schedule {
 
   Schedule(Terms terms, Hooks hooks);
 
-  /// Before the first next().
+  /// Before the first next(). Throws `bad_data` for one that cannot be of this job.
   void resume(Position position);
 
   /// The trainer has finished what it had. Done when there is something for it; fails for all when
@@ -81,6 +81,7 @@ class Schedule {
   bool task_locked(int trainer, Task& task);
   bool take_locked(int trainer, Task& task);
   int64_t remaining_locked(int shard) const;
+  int64_t next_save() const;
   int64_t gate_locked() const;
   bool epoch_over() const;
   bool job_over() const;

@@ -1,114 +1,33 @@
 // ctest: timeout=120
-#include <cstdio>
-#include <fstream>
-#include <mutex>
-#include <thread>
-
-#include <ATen/Functions.h>
-
-#include "distrain/net/socket.h"
-#include "distrain/scenario/hybrid.h"
-#include "support/catch.h"
+#include "support/scenario_data.h"
+#include "support/scenario_job.h"
 
 using namespace distrain;
+using namespace distrain::testing;
 using scenario::HybridOptions;
-using scenario::Job;
-using scenario::Json;
-using scenario::NamedTensors;
-using scenario::Outcome;
 
 namespace {
 
-class NoSink final : public scenario::EventSink {
- public:
-  void emit(std::string_view event, const Json& fields) override {
-    std::lock_guard lock(mutex_);
-    events.emplace_back(std::string(event), fields);
-  }
-  void set_role(std::string_view) override {}
-  std::vector<std::pair<std::string, Json>> events;
-
- private:
-  std::mutex mutex_;
+struct Trained {
+  Finished job;
+  NamedTensors parameters;
 };
 
-struct Finished {
-  NamedTensors parameters;
-  std::map<int, Outcome> outcomes;  // by rank
-};
-
-// All ranks of the job as threads of this process.
-Finished run_job(HybridOptions options) {
-  Finished finished;
-  options.on_finished = [&](const NamedTensors& parameters) { finished.parameters = parameters; };
-  net::Fd socket = std::move(net::listen_tcp("localhost", 0).value());
-  const uint16_t port = net::local_name(socket.get()).port;
-  std::vector<std::thread> ranks;
-  std::vector<std::string> errors(static_cast<size_t>(scenario::hybrid_world_size(options)));
-  std::mutex mutex;
-  for (int rank = 0; rank < scenario::hybrid_world_size(options); ++rank) {
-    Job job;
-    job.rank = rank;
-    job.master_port = port;
-    job.started = std::chrono::steady_clock::now();
-    job.peer_timeout_s = 0;
-    if (rank == 0) job.listen_fd = socket.release();
-    ranks.emplace_back([&, job, rank] {
-      NoSink sink;
-      try {
-        Outcome outcome = scenario::run_hybrid(
-            options, job, [&](const scenario::OptionMap&) { return options; }, sink);
-        std::lock_guard lock(mutex);
-        finished.outcomes[rank] = std::move(outcome);
-      } catch (const std::exception& e) {
-        errors[static_cast<size_t>(rank)] = e.what();
-      }
-    });
-  }
-  for (std::thread& rank : ranks) rank.join();
-  for (const std::string& error : errors) {
-    CAPTURE(error);
-    REQUIRE(error.empty());
-  }
-  return finished;
-}
-
-NamedTensors run_local(HybridOptions options) {
-  NamedTensors parameters;
-  options.on_finished = [&](const NamedTensors& p) {
-    for (const auto& [name, tensor] : p) parameters[name] = tensor.detach().clone();
+Trained train(Place place, HybridOptions options) {
+  Trained trained;
+  options.on_finished = [&](const NamedTensors& parameters) {
+    for (const auto& [name, tensor] : parameters) {
+      trained.parameters[name] = tensor.detach().clone();
+    }
   };
-  NoSink sink;
-  scenario::run_hybrid_local(options, Job{}, sink);
-  return parameters;
+  trained.job = run_job(place, options);
+  REQUIRE(trained.parameters.size() == 3);
+  return trained;
 }
 
 // One reduction order differs at most: the sum over trainers. 1e-5 is the bound.
-void check_equal(const NamedTensors& distributed, const NamedTensors& local) {
-  REQUIRE(distributed.size() == 3);
-  REQUIRE(local.size() == 3);
-  for (const auto& [name, tensor] : local) {
-    CAPTURE(name);
-    const at::Tensor& other = distributed.at(name);
-    REQUIRE(other.sizes() == tensor.sizes());
-    CHECK((other - tensor).abs().max().item<double>() <= 1e-5);
-  }
-}
-
-// Sixty examples over eighty words, some empty; the last bag of a batch may be.
-std::string write_corpus() {
-  std::string path = "/tmp/distrain-hybrid-test-XXXXXX";
-  const int fd = mkstemp(path.data());
-  REQUIRE(fd >= 0);
-  close(fd);
-  std::ofstream file(path);
-  for (int i = 0; i < 60; ++i) {
-    file << "__label__"
-         << "abc"[i % 3];
-    for (int k = 0; k < i % 7; ++k) file << " w" << (i * 13 + k * 29 + (i % 3) * 7) % 80;
-    file << "\n";
-  }
-  return path;
+void check_as_local(const Trained& trained, const HybridOptions& options) {
+  check_close(trained.parameters, train(Place::kLocal, options).parameters, 1e-5);
 }
 
 }  // namespace
@@ -121,44 +40,122 @@ TEST_CASE("sync training equals the one-process run in every parameter") {
   options.optimizer = GENERATE("sgd", "adagrad", "adam");
   options.seed = 7;
   CAPTURE(options.trainers, options.optimizer);
-  const Finished finished = run_job(options);
-  check_equal(finished.parameters, run_local(options));
+  const Trained trained = train(Place::kRanks, options);
+  check_as_local(trained, options);
   const int ps = scenario::hybrid_world_size(options) - 1;
-  CHECK(finished.outcomes.at(ps).fields["updates"] == 50);
-  for (const auto& [rank, outcome] : finished.outcomes) {
-    CHECK(outcome.fields["live_rrefs"] == 0);
-    CHECK(outcome.fields["live_contexts"] == 0);
-  }
+  CHECK(trained.job.fields(ps)["updates"] == 50);
 }
 
 TEST_CASE("async training applies one update for each trainer and step") {
   HybridOptions options;
   options.epochs = 5;
   options.trainers = GENERATE(1, 2, 4);
-  const Finished finished = run_job(options);
+  const Trained trained = train(Place::kRanks, options);
   const int ps = scenario::hybrid_world_size(options) - 1;
-  CHECK(finished.outcomes.at(ps).fields["updates"] == 50 * options.trainers);
-  CHECK(finished.outcomes.at(0).fields["steps"] == 50);
+  CHECK(trained.job.fields(ps)["updates"] == 50 * options.trainers);
+  CHECK(trained.job.fields(0)["steps"] == 50);
   // Lookup, backward, update: at least three calls for each step.
-  CHECK(finished.outcomes.at(0).fields["rpc"]["calls"] >= 150);
-  if (options.trainers == 1) check_equal(finished.parameters, run_local(options));
+  CHECK(trained.job.fields(0)["rpc"]["calls"] >= 150);
+  if (options.trainers == 1) check_as_local(trained, options);
 }
 
 TEST_CASE(
     "training on a file equals the one-process run, and is evaluated on all of the test file") {
+  const Folder folder;
   HybridOptions options;
   options.mode = "sync";
   options.epochs = 4;
   options.batch_size = 4;
-  options.data = options.test_data = write_corpus();
+  options.data = options.test_data = folder.write("examples", make_examples(60));
   options.optimizer = "adagrad";
-  const Finished finished = run_job(options);
-  check_equal(finished.parameters, run_local(options));
-  NoSink sink;
-  const Outcome local = scenario::run_hybrid_local(options, Job{}, sink);
+  const Trained trained = train(Place::kRanks, options);
+  const Trained local = train(Place::kLocal, options);
+  check_close(trained.parameters, local.parameters, 1e-5);
   const int master = options.trainers;
-  CHECK(finished.outcomes.at(master).fields["accuracy"] == local.fields["accuracy"]);
-  CHECK(finished.outcomes.at(master).fields["loss"].get<double>() ==
-        Approx(local.fields["loss"].get<double>()).margin(1e-5));
-  std::remove(options.data.c_str());
+  CHECK(trained.job.fields(master)["accuracy"] == local.job.fields(0)["accuracy"]);
+  CHECK(trained.job.fields(master)["loss"].get<double>() ==
+        Approx(local.job.fields(0)["loss"].get<double>()).margin(1e-5));
+}
+
+TEST_CASE("a hybrid job goes on from the middle of an epoch exactly") {
+  HybridOptions options;
+  options.mode = "sync";
+  options.batches = 7;
+  options.trainers = GENERATE(1, 2);
+  options.optimizer = GENERATE("sgd", "adagrad", "adam");
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  CAPTURE(options.trainers, options.optimizer, place);
+  check_resume_is_exact(place, options, 12, 24);
+}
+
+TEST_CASE("a hybrid job on a file goes on from the middle of an epoch exactly") {
+  const Folder folder;
+  HybridOptions options;
+  options.mode = "sync";
+  options.batch_size = 4;  // 8 steps an epoch
+  options.data = folder.write("examples", make_examples(60));
+  options.optimizer = "adam";
+  check_resume_is_exact(GENERATE(Place::kRanks, Place::kLocal), options, 11, 20);
+}
+
+TEST_CASE("a hybrid job saves every so many steps, or at the end of each epoch") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  const int64_t every = GENERATE(0, 4);
+  CAPTURE(place, every);
+  const Folder folder;
+  HybridOptions options;
+  options.batches = 5;
+  options.epochs = 2;
+  options.checkpoint = {folder.path(), every, ""};
+  std::vector<int64_t> steps;
+  for (const Json& line : run_job(place, options).all("checkpoint")) {
+    CHECK(line["action"] == "saved");
+    steps.push_back(line["step"].get<int64_t>());
+  }
+  CHECK(steps == (every > 0 ? std::vector<int64_t>{4, 8, 10} : std::vector<int64_t>{5, 10}));
+}
+
+TEST_CASE("a hybrid job that is told to stop saves, and goes on to the same end") {
+  HybridOptions options;
+  options.mode = "sync";
+  options.batches = 7;
+  options.steps = 120;
+  options.optimizer = "adagrad";
+  // Trainers, the master and the server: whoever is told.
+  SECTION("ranks") {
+    check_stop_and_go_on(Place::kRanks, options, GENERATE(0, 1, 2, 3), 12, 0.003);
+  }
+  SECTION("one process") { check_stop_and_go_on(Place::kLocal, options, 0, 12); }
+}
+
+TEST_CASE("another hybrid job's checkpoint is refused by the name of what is another") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  CAPTURE(place);
+  const Folder folder;
+  HybridOptions options;
+  options.steps = 3;
+  options.checkpoint = {folder.path(), kSaveAtEndOnly, ""};
+  run_job(Place::kLocal, options);
+  const auto refused = [&](auto change, const std::string& why) {
+    HybridOptions other = options;
+    change(other);
+    check_resume_refused(place, other, folder.path(), why);
+  };
+  refused([](auto& o) { o.trainers = 1; }, "saved with trainers 2, not 1");
+  refused([](auto& o) { o.mode = "sync"; }, "saved with mode \"async\", not \"sync\"");
+  refused([](auto& o) { o.optimizer = "adam"; }, "saved with optimizer \"sgd\", not \"adam\"");
+  refused([](auto& o) { o.seed = 2; }, "saved with seed 1, not 2");
+  refused([](auto& o) { o.num_embeddings = 99; }, "saved with rows 100, not 99");
+
+  check_spoilt_refused(
+      place, options, folder.path(),
+      {{[](Snapshot& s) { s.files["model"].erase("fc.bias"); }, "model.safetensors has no fc.bias"},
+       {[](Snapshot& s) { s.files["model"]["fc.more"] = at::zeros({1}); }, "fc.more"},
+       {[](Snapshot& s) { s.files["model"]["fc.bias"] = at::zeros({9}); }, "fc.bias"},
+       {[](Snapshot& s) { s.files["optimizer"]["embedding.weight.x"] = at::zeros({1}); },
+        "of another optimizer"},
+       {[](Snapshot& s) { s.files.erase("optimizer"); }, "no optimizer.safetensors"},
+       {[](Snapshot& s) { s.state.erase("seed"); }, "it does not say its seed"},
+       {[](Snapshot& s) { s.state["position"]["epoch"] = 0; }, "the position is"},
+       {[](Snapshot& s) { s.state["position"] = 3; }, "the position is"}});
 }

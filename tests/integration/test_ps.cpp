@@ -1,0 +1,182 @@
+// ctest: timeout=180
+#include "support/scenario_data.h"
+#include "support/scenario_job.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using scenario::PsOptions;
+
+namespace {
+
+struct PsImages {
+  PsImages() { write_images(folder, 600, 40, 1); }
+
+  PsOptions options() const {
+    PsOptions options;
+    options.data = folder.path();
+    options.batch_size = 4;
+    options.log_interval = 1;
+    return options;
+  }
+
+  const Folder folder;
+};
+
+}  // namespace
+
+TEST_CASE_METHOD(PsImages, "sync training of images equals the one-process run") {
+  PsOptions options = this->options();
+  options.mode = "sync";
+  options.trainers = GENERATE(1, 2, 3);
+  options.dropout = GENERATE(false, true);  // masks come from keys
+  options.limit = 101;                      // shards that are not alike
+  options.steps = 30;
+  CAPTURE(options.trainers, options.dropout);
+  const Snapshot ranks = checkpoint_of(Place::kRanks, options);
+  const Snapshot local = checkpoint_of(Place::kLocal, options);
+  CHECK(ranks.step == 30);
+  CHECK(ranks.state == local.state);
+  check_close(ranks.file("model"), local.file("model"), 1e-5);
+}
+
+TEST_CASE_METHOD(PsImages, "training of images gets better, and says the same as one process") {
+  PsOptions options = this->options();
+  options.mode = "sync";
+  options.epochs = 2;
+  options.limit = 160;
+  options.lr = 0.1;
+  const Finished ranks = run_job(Place::kRanks, options);
+  const Finished local = run_job(Place::kLocal, options);
+  CHECK(ranks.fields(0)["accuracy"].get<double>() > 0.5);
+  CHECK(ranks.fields(0)["updates"] == 40);
+  for (const char* event : {"eval", "epoch"}) {
+    for (const Json& line : ranks.all(event)) CHECK(line["loss"].is_number());
+  }
+  REQUIRE(ranks.all("eval").size() == 2);
+  REQUIRE(local.all("eval").size() == 2);
+  for (size_t i = 0; i < 2; ++i) {
+    const Json mine = ranks.all("eval")[i], other = local.all("eval")[i];
+    CHECK(mine["samples"] == 40);
+    CHECK(other["samples"] == 40);
+    CHECK(mine["accuracy"] == other["accuracy"]);
+    CHECK(mine["loss"].get<double>() == Approx(other["loss"].get<double>()).margin(1e-4));
+  }
+  CHECK(ranks.fields(0)["loss"].get<double>() ==
+        Approx(local.fields(0)["loss"].get<double>()).margin(1e-4));
+}
+
+TEST_CASE_METHOD(PsImages, "one async trainer is the one-process run, bit by bit") {
+  PsOptions options = this->options();
+  options.trainers = 1;
+  options.steps = 10;
+  check_same(checkpoint_of(Place::kRanks, options), checkpoint_of(Place::kLocal, options));
+}
+
+TEST_CASE_METHOD(PsImages, "with ssp 0 nobody begins a step before all have made the one before") {
+  PsOptions options = this->options();
+  options.mode = "ssp";
+  options.staleness = 0;
+  options.trainers = 3;
+  options.batch_size = 2;
+  options.steps = 20;
+  const Finished job = run_job(Place::kRanks, options, slow_rank<PsOptions>(2, 0.003));
+  const std::vector<Json> steps = job.all("step");
+  REQUIRE(steps.size() == 60);
+  for (const Json& step : steps) {
+    CAPTURE(step.dump());
+    CHECK(step["version"] >= 3 * (step["step"].get<int64_t>() - 1));
+    CHECK(step["staleness"] == 0);
+  }
+  CHECK(job.fields(0)["staleness"] == 0);
+  CHECK(job.fields(0)["updates"] == 60);
+}
+
+TEST_CASE_METHOD(PsImages, "with ssp 2 the fast run ahead of a slow one, but by two steps only") {
+  PsOptions options = this->options();
+  options.mode = "ssp";
+  options.staleness = 2;
+  options.trainers = 3;
+  options.batch_size = 1;
+  options.steps = 20;
+  const Finished job = run_job(Place::kRanks, options, slow_rank<PsOptions>(2, 0.02));
+  int64_t greatest = 0;
+  for (const Json& step : job.all("step")) {
+    CAPTURE(step.dump());
+    const auto staleness = step["staleness"].get<int64_t>();
+    CHECK(staleness >= 0);
+    CHECK(staleness <= 2);
+    // What is ahead of the slowest by two has seen all its steps but two.
+    CHECK(step["version"] >= 3 * (step["step"].get<int64_t>() - 1 - 2));
+    greatest = std::max(greatest, staleness);
+  }
+  CHECK(greatest > 0);
+  CHECK(job.fields(0)["staleness"] == greatest);
+  for (const Json& step : job.all("step", 2)) CHECK(step["staleness"] == 0);  // the slowest
+}
+
+TEST_CASE_METHOD(PsImages, "four async trainers make 200 steps each without an error") {
+  PsOptions options = this->options();
+  options.trainers = 4;
+  options.batch_size = 2;
+  options.steps = 200;
+  options.log_interval = 20;
+  const Finished job = run_job(Place::kRanks, options);
+  CHECK(job.fields(0)["updates"] == 800);
+  int64_t steps = 0;
+  for (int rank = 1; rank <= 4; ++rank) steps += job.fields(rank)["steps"].get<int64_t>();
+  CHECK(steps == 800);
+}
+
+TEST_CASE_METHOD(PsImages, "async trainers take over what a slow one does not get to") {
+  PsOptions options = this->options();
+  options.trainers = 2;
+  options.limit = 120;  // 15 steps a trainer
+  const Finished job = run_job(Place::kRanks, options, slow_rank<PsOptions>(2, 0.1));
+  const auto fast = job.fields(1)["steps"].get<int64_t>();
+  CHECK(fast > 15);
+  CHECK(fast + job.fields(2)["steps"].get<int64_t>() == 30);
+  int64_t samples = 0;
+  for (const Json& epoch : job.all("epoch")) samples += epoch["samples"].get<int64_t>();
+  CHECK(samples == 120);
+}
+
+TEST_CASE_METHOD(PsImages, "gradients are on the server when verified, in every mode") {
+  PsOptions options = this->options();
+  options.mode = GENERATE("async", "sync", "ssp");
+  CAPTURE(options.mode);
+  options.verify_grads = true;
+  options.steps = 5;
+  const Finished job = run_job(Place::kRanks, options);
+  CHECK(job.fields(0)["updates"] == (options.mode == "sync" ? 5 : 10));
+}
+
+TEST_CASE_METHOD(PsImages, "trainers with other data than the first are refused by number") {
+  const Folder other;
+  write_images(other, 600, 40, 2);
+  Hooks<PsOptions> hooks = slow_rank<PsOptions>(2, 0.3);
+  hooks.options = [&](int rank, PsOptions& options) {
+    if (rank == 2) options.data = other.path();
+  };
+  const base::Error error =
+      error_of_job(base::ErrorKind::kBadData, Place::kRanks, options(), hooks);
+  CAPTURE(error.message);
+  CHECK(contains(error.message, "trainer 2 has read other data than the others"));
+}
+
+TEST_CASE_METHOD(PsImages, "a loss that is no number ends the job, and nothing is saved") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  PsOptions options = this->options();
+  options.mode = GENERATE("sync", "async");
+  CAPTURE(place, options.mode);
+  const Folder folder;
+  options.checkpoint = {folder.path(), kSaveAtEndOnly, "auto"};
+  options.steps = 2;
+  run_job(place, options);
+  const Snapshot before = newest_checkpoint(folder.path());
+  options.lr = 1e30;
+  options.steps = 20;
+  const base::Error error = error_of_job(base::ErrorKind::kNotFinite, place, options);
+  CAPTURE(error.message);
+  CHECK(contains(error.message, "try a smaller --lr"));
+  check_same(newest_checkpoint(folder.path()), before);
+}

@@ -1,0 +1,242 @@
+// ctest: timeout=180
+#include <algorithm>
+#include <cmath>
+#include <sstream>
+
+#include "support/scenario_data.h"
+#include "support/scenario_job.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using scenario::RnnOptions;
+
+namespace {
+
+constexpr double kNothing = 1e-20;  // a learning rate that changes no weight
+
+struct RnnText {
+  RnnText()
+      : train(folder.write("train.txt", make_text(120, 1))),
+        valid(folder.write("valid.txt", make_text(25, 2))) {}
+
+  // About 600 words: 25 steps an epoch with one trainer, 13 with two, 9 with three.
+  RnnOptions on_text() const {
+    RnnOptions options;
+    options.data = train;
+    options.valid_data = valid;
+    options.vocab_size = 25;  // some are unknown
+    options.batch_size = 4;
+    options.bptt = 6;
+    options.emsize = 6;
+    options.nhid = 8;
+    options.nlayers = 2;
+    options.dropout = 0.2;
+    options.lr = 2;
+    options.mode = "sync";
+    return options;
+  }
+
+  static RnnOptions on_random() {
+    RnnOptions options;
+    options.bptt = 10;
+    options.mode = "sync";
+    return options;
+  }
+
+  const Folder folder;
+  const std::string train, valid;
+};
+
+std::vector<double> values_of(const std::vector<Json>& lines, const char* field) {
+  std::vector<double> values;
+  for (const Json& line : lines) values.push_back(line[field].get<double>());
+  return values;
+}
+
+void check_perplexity(const Json& line) {
+  CAPTURE(line.dump());
+  CHECK(line["perplexity"].get<double>() == Approx(std::exp(line["loss"].get<double>())));
+}
+
+}  // namespace
+
+TEST_CASE_METHOD(RnnText, "sync training on text equals the one-process run over several epochs") {
+  RnnOptions options = on_text();
+  options.trainers = GENERATE(1, 2, 3);
+  options.clip = GENERATE(0.0, 0.05);
+  options.dropout = GENERATE(0.0, 0.2);  // masks come from keys
+  options.steps = 30;
+  CAPTURE(options.trainers, options.clip, options.dropout);
+  const Snapshot ranks = checkpoint_of(Place::kRanks, options);
+  const Snapshot local = checkpoint_of(Place::kLocal, options);
+  CHECK(ranks.step == 30);
+  CHECK(ranks.state["position"] == local.state["position"]);
+  CHECK(ranks.state["position"]["epoch"] > 1);
+  check_close(ranks.file("model"), local.file("model"), 1e-5);
+  check_close(ranks.file("state"), local.file("state"), 1e-5);
+}
+
+TEST_CASE_METHOD(RnnText, "sync training on random words equals the one-process run") {
+  RnnOptions options = on_random();
+  options.trainers = GENERATE(1, 2, 3);
+  options.clip = GENERATE(0.0, 0.05);
+  options.dropout = GENERATE(0.0, 0.5);
+  options.steps = 30;
+  CAPTURE(options.trainers, options.clip, options.dropout);
+  check_close(checkpoint_of(Place::kRanks, options).file("model"),
+              checkpoint_of(Place::kLocal, options).file("model"), 1e-5);
+}
+
+TEST_CASE_METHOD(RnnText, "one async trainer equals the one-process run, too") {
+  RnnOptions options = GENERATE(false, true) ? on_text() : on_random();
+  options.mode = "async";
+  options.steps = 30;
+  check_close(checkpoint_of(Place::kRanks, options).file("model"),
+              checkpoint_of(Place::kLocal, options).file("model"), 1e-5);
+}
+
+TEST_CASE_METHOD(RnnText, "clipping keeps a step within its norm") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  CAPTURE(place);
+  RnnOptions options = on_text();
+  options.trainers = 2;
+  options.dropout = 0;
+  options.lr = kNothing;
+  options.steps = 1;
+  const NamedTensors before = checkpoint_of(place, options).file("model");
+  options.lr = 1;
+  const auto moved = [&](double clip) {
+    options.clip = clip;
+    const Snapshot after = checkpoint_of(place, options);
+    double squared = 0;
+    for (const auto& [name, tensor] : after.file("model")) {
+      squared += (tensor - before.at(name)).to(at::kDouble).square().sum().item<double>();
+    }
+    return std::sqrt(squared);
+  };
+  const double free = moved(0);
+  REQUIRE(free > 0.05);
+  CHECK(moved(100) == Approx(free));
+  CHECK(moved(0.05) == Approx(0.05).epsilon(1e-3));
+}
+
+TEST_CASE_METHOD(RnnText, "async trainers of the language model make all their steps") {
+  RnnOptions options = GENERATE(false, true) ? on_text() : on_random();
+  options.mode = "async";
+  options.trainers = 3;
+  options.clip = 0.25;
+  options.steps = 40;
+  const Finished job = run_job(Place::kRanks, options);
+  CHECK(job.fields(0)["updates"] == 120);
+  for (int rank = 1; rank <= 3; ++rank) CHECK(job.fields(rank)["steps"] == 40);
+}
+
+TEST_CASE_METHOD(RnnText, "the language model learns, and its lines say so") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  CAPTURE(place);
+  RnnOptions options = on_text();
+  options.trainers = 2;
+  options.epochs = 6;
+  options.clip = 0.25;
+  options.log_interval = 5;
+  const Finished job = run_job(place, options);
+  const std::vector<Json> evals = job.all("eval"), epochs = job.all("epoch");
+  REQUIRE(evals.size() == 6);
+  REQUIRE(epochs.size() == (place == Place::kLocal ? 6 : 12));
+  for (const Json& line : evals) {
+    check_perplexity(line);
+    CHECK(line["samples"] == evals[0]["samples"]);
+  }
+  for (const Json& line : epochs) check_perplexity(line);
+  for (const Json& line : job.all("step")) CHECK(line["words_per_s"] > 0);
+  CHECK(evals.back()["perplexity"] < 21);  // 25 for who knows nothing
+  CHECK(job.fields(0)["perplexity"] == evals.back()["perplexity"]);
+  CHECK(job.fields(place == Place::kLocal ? 0 : 1)["words_per_s"] > 0);
+}
+
+TEST_CASE_METHOD(RnnText, "validation is of all columns, however many trainers share them") {
+  RnnOptions options = on_text();
+  // Of two words only one has a next: not every trainer has a share.
+  if (GENERATE(false, true)) options.valid_data = folder.write("few.txt", "w1 w2\n");
+  options.lr = kNothing;
+  options.epochs = 1;
+  std::vector<double> losses, samples;
+  for (const int trainers : {1, 2, 3}) {
+    options.trainers = trainers;
+    for (const Place place : {Place::kRanks, Place::kLocal}) {
+      const Json eval = run_job(place, options).all("eval").at(0);
+      losses.push_back(eval["loss"].get<double>());
+      samples.push_back(eval["samples"].get<double>());
+    }
+  }
+  for (size_t i = 1; i < losses.size(); ++i) {
+    CHECK(losses[i] == Approx(losses[0]).epsilon(1e-5));
+    CHECK(samples[i] == samples[0]);
+  }
+}
+
+TEST_CASE_METHOD(RnnText, "the learning rate is divided by four after each stall") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  CAPTURE(place);
+  RnnOptions options = on_text();
+  options.trainers = 2;
+  options.lr = kNothing;
+  options.epochs = 5;
+  const std::vector<double> expected = {kNothing, kNothing, kNothing / 4, kNothing / 16,
+                                        kNothing / 64};
+  CHECK(values_of(run_job(place, options).all("eval"), "lr") == expected);
+
+  // The same when it goes on from the end of the third epoch.
+  const Folder saves;
+  options.checkpoint = {saves.path(), 0, "auto"};
+  options.epochs = 3;
+  run_job(place, options);
+  options.epochs = 5;
+  CHECK(values_of(run_job(place, options).all("eval"), "lr") ==
+        std::vector<double>(expected.begin() + 3, expected.end()));
+}
+
+TEST_CASE_METHOD(RnnText, "the learning rate that has been divided is the one of the steps") {
+  RnnOptions options = on_text();
+  options.trainers = 2;
+  options.epochs = 8;
+  options.lr = 40;  // too much: the loss goes up and down
+  options.clip = 5;
+  const std::vector<Json> ranks = run_job(Place::kRanks, options).all("eval");
+  const std::vector<Json> local = run_job(Place::kLocal, options).all("eval");
+  CHECK(values_of(ranks, "lr") == values_of(local, "lr"));
+  CHECK(ranks.back()["lr"] < 40.0);
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    CHECK(ranks[i]["loss"].get<double>() == Approx(local[i]["loss"].get<double>()).margin(1e-2));
+  }
+}
+
+TEST_CASE_METHOD(RnnText, "a sample begins with the prompt and has as many words as asked for") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  CAPTURE(place);
+  RnnOptions options = on_text();
+  options.steps = 10;
+  options.trainers = GENERATE(1, 2);
+  options.generate = 50;
+  options.prompt = GENERATE("w1 w2", "");
+  const Finished job = run_job(place, options);
+  const std::vector<Json> texts = job.all("text");
+  REQUIRE(texts.size() == 1);
+  const auto text = texts[0]["text"].get<std::string>();
+  CAPTURE(text);
+  REQUIRE(text.starts_with(options.prompt));
+  std::istringstream rest(text.substr(options.prompt.size()));
+  int64_t words = std::count(text.begin(), text.end(), '\n');  // each an <eos>
+  for (std::string word; rest >> word; ++words) CHECK(word[0] == 'w');
+  CHECK(words == 50);
+  if (options.trainers == 1) {
+    CHECK(run_job(Place::kLocal, options).all("text").at(0)["text"] == text);
+  }
+}
+
+TEST_CASE_METHOD(RnnText, "without text or a number of words there is no sample") {
+  RnnOptions options = GENERATE(false, true) ? on_text() : on_random();
+  options.steps = 2;
+  options.generate = options.data.empty() ? 10 : 0;
+  CHECK(run_job(Place::kRanks, options).all("text").empty());
+}

@@ -1,0 +1,176 @@
+// ctest: timeout=180
+#include "support/scenario_data.h"
+#include "support/scenario_job.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using scenario::RnnOptions;
+
+namespace {
+
+struct RnnFewWords {
+  RnnFewWords()
+      : train(folder.write("train.txt", make_text(120, 1))),
+        valid(folder.write("valid.txt", make_text(25, 2))) {}
+
+  // About 600 words: 25 steps an epoch with one trainer, 13 with two.
+  RnnOptions options() const {
+    RnnOptions options;
+    options.data = train;
+    options.valid_data = valid;
+    options.vocab_size = 25;
+    options.batch_size = 4;
+    options.bptt = 6;
+    options.emsize = 6;
+    options.nhid = 8;
+    options.nlayers = 2;
+    options.dropout = 0.2;
+    options.clip = 0.25;
+    options.lr = 2;
+    options.mode = "sync";
+    options.trainers = 2;
+    return options;
+  }
+
+  const Folder folder;
+  const std::string train, valid;
+};
+
+}  // namespace
+
+TEST_CASE_METHOD(RnnFewWords, "a language model goes on from the middle of an epoch exactly") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  RnnOptions options = this->options();
+  options.trainers = GENERATE(1, 2);
+  const int64_t half = GENERATE(1, 17);
+  CAPTURE(place, options.trainers, half);
+  check_resume_is_exact(place, options, half, 34);
+}
+
+TEST_CASE_METHOD(RnnFewWords, "the tutorial's model goes on exactly, at an epoch's end, too") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  RnnOptions options;
+  options.bptt = 10;
+  options.trainers = 2;
+  options.mode = place == Place::kLocal ? "async" : "sync";
+  check_resume_is_exact(place, options, GENERATE(5, 8), 14);
+}
+
+TEST_CASE_METHOD(RnnFewWords, "a job without a checkpoint to go on from begins afresh") {
+  RnnOptions options = this->options();
+  options.steps = 3;
+  const Folder saves;
+  options.checkpoint = {saves.path(), kSaveAtEndOnly, "auto"};
+  const Finished job = run_job(Place::kRanks, options);
+  REQUIRE(job.all("checkpoint").size() == 1);
+  CHECK(job.all("checkpoint")[0]["action"] == "saved");
+  CHECK(job.all("checkpoint")[0]["step"] == 3);
+}
+
+TEST_CASE_METHOD(RnnFewWords, "a language model that is told to stop goes on to the same end") {
+  RnnOptions options = this->options();
+  options.steps = 60;
+  // The server and a trainer: whoever is told.
+  const int64_t at = GENERATE(0, 20);
+  SECTION("ranks") { check_stop_and_go_on(Place::kRanks, options, GENERATE(0, 2), at); }
+  SECTION("one process") { check_stop_and_go_on(Place::kLocal, options, 0, at); }
+}
+
+TEST_CASE_METHOD(RnnFewWords, "trainers with another text than the first are refused by number") {
+  const std::string other = folder.write("other.txt", make_text(120, 3));
+  Hooks<RnnOptions> hooks = slow_rank<RnnOptions>(2, 0.3);
+  hooks.options = [&](int rank, RnnOptions& options) {
+    if (rank == 2) options.data = other;
+  };
+  const base::Error error =
+      error_of_job(base::ErrorKind::kBadData, Place::kRanks, options(), hooks);
+  CAPTURE(error.message);
+  CHECK(contains(error.message, "trainer 2 has read other data than the others"));
+}
+
+TEST_CASE_METHOD(RnnFewWords, "a perplexity that is no number ends the job, and nothing is saved") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  CAPTURE(place);
+  RnnOptions options = this->options();
+  options.clip = 0;
+  const Folder saves;
+  options.checkpoint = {saves.path(), kSaveAtEndOnly, "auto"};
+  options.steps = 2;
+  run_job(place, options);
+  const Snapshot before = newest_checkpoint(saves.path());
+  // Over a checkpoint that says so: the rate goes on from there.
+  Snapshot steep = before;
+  steep.state["lr"] = 1e38;
+  replace_checkpoint(saves.path(), steep);
+  options.steps = 20;
+  const base::Error error = error_of_job(base::ErrorKind::kNotFinite, place, options);
+  CAPTURE(error.message);
+  CHECK(contains(error.message, "try a smaller --lr"));
+  check_same(newest_checkpoint(saves.path()), steep);
+}
+
+TEST_CASE_METHOD(RnnFewWords, "another language model's checkpoint is refused, with the reason") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  CAPTURE(place);
+  const Folder saves;
+  RnnOptions options = this->options();
+  options.steps = 2;
+  options.checkpoint = {saves.path(), kSaveAtEndOnly, ""};
+  run_job(Place::kLocal, options);
+  const auto refused = [&](auto change, const std::string& why) {
+    RnnOptions other = options;
+    change(other);
+    check_resume_refused(place, other, saves.path(), why);
+  };
+  refused([](auto& o) { o.trainers = 1; }, "saved with trainers 2, not 1");
+  refused([](auto& o) { o.mode = "async"; }, "saved with mode \"sync\", not \"async\"");
+  refused([](auto& o) { o.seed = 2; }, "saved with seed 1, not 2");
+  refused([](auto& o) { o.nhid = 9; }, "saved with nhid 8, not 9");
+  refused([](auto& o) { o.bptt = 7; }, "saved with bptt 6, not 7");
+  refused([](auto& o) { o.vocab_size = 24; }, "saved with words 25, not 24");
+  refused([&](auto& o) { o.data = o.valid_data; }, "saved while training on other data");
+}
+
+TEST_CASE_METHOD(RnnFewWords, "a checkpoint that does not hold this language model is refused") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  CAPTURE(place);
+  const Folder saves;
+  RnnOptions options = this->options();
+  options.steps = 2;
+  options.checkpoint = {saves.path(), kSaveAtEndOnly, ""};
+  run_job(Place::kLocal, options);
+  const Snapshot good = newest_checkpoint(saves.path());
+  check_spoilt_refused(place, options, saves.path(),
+                       {{[](Snapshot& s) { s.files["model"].erase("decoder.bias"); },
+                         "model.safetensors has no decoder.bias"},
+                        {[](Snapshot& s) { s.files["model"]["more"] = at::zeros({1}); },
+                         "model.safetensors has more, which the model has not"},
+                        {[](Snapshot& s) {
+                           s.files["model"]["encoder.weight"] = at::zeros({25, 7});
+                         },
+                         "encoder.weight has another shape or dtype"},
+                        {[](Snapshot& s) { s.files["state"].erase("hidden.1"); }, "no hidden.1"},
+                        {[](Snapshot& s) {
+                           s.files["state"]["cell.0"] = at::zeros({2, 4, 9});
+                         },
+                         "cell.0 has another shape"},
+                        {[](Snapshot& s) { s.files.erase("state"); }, "no state.safetensors"},
+                        {[](Snapshot& s) { s.state.erase("lr"); }, "no lr"},
+                        {[](Snapshot& s) {
+                           s.state["position"]["steps"] = {-1, 0};
+                         },
+                         "the position is"}});
+
+  // What the trainers take of it.
+  const auto refusal = [&](auto change) {
+    Snapshot bad = good;
+    change(bad);
+    replace_checkpoint(saves.path(), bad);
+    return refusal_of(place, options, saves.path());
+  };
+  CHECK(contains(refusal([](Snapshot& s) { s.files["model"].erase("rnn.bias_hh_l1"); }),
+                 "model.safetensors has no rnn.bias_hh_l1"));
+  CHECK(contains(refusal([](Snapshot& s) { s.files["model"]["rnn.x"] = at::zeros({1}); }),
+                 "model.safetensors has rnn.x, which the model has not"));
+  refusal([](Snapshot& s) { s.files["optimizer"]["rnn.bias_hh_l1.x"] = at::zeros({1}); });
+}

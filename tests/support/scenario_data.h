@@ -1,0 +1,70 @@
+// Small data sets for the scenarios' tests, the same for the same seed.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "distrain/data/random.h"
+#include "unit/data/files.h"
+
+namespace distrain::testing {
+
+/// A file in the IDX format.
+inline std::string idx(uint8_t dimensions, std::initializer_list<int64_t> sizes,
+                       const std::string& bytes) {
+  std::string text = {0, 0, 8, static_cast<char>(dimensions)};
+  for (const int64_t size : sizes) {
+    for (int shift = 24; shift >= 0; shift -= 8) text += static_cast<char>(size >> shift);
+  }
+  return text + bytes;
+}
+
+/// Images of 28 × 28 in ten classes, which differ in where a bright bar is, in IDX files.
+inline void write_images(const data::Folder& folder, int64_t train, int64_t test, uint64_t seed) {
+  data::Random random({seed});
+  const auto write_set = [&](const std::string& name, int64_t count) {
+    std::string pixels, labels;
+    for (int64_t i = 0; i < count; ++i) {
+      const auto label = static_cast<int64_t>(random.below(10));
+      labels += static_cast<char>(label);
+      for (int64_t pixel = 0; pixel < 28 * 28; ++pixel) {
+        const bool bright = pixel / 28 / 2 == label + 2;
+        pixels += static_cast<char>(random.below(100) + (bright ? 120 : 0));
+      }
+    }
+    folder.write(name + "-images-idx3-ubyte", idx(3, {count, 28, 28}, pixels));
+    folder.write(name + "-labels-idx1-ubyte", idx(1, {count}, labels));
+  };
+  write_set("train", train);
+  if (test > 0) write_set("t10k", test);
+}
+
+/// Lines of up to nine words of thirty, each likely to be followed by the next one.
+inline std::string make_text(int lines, uint64_t seed) {
+  data::Random random({seed});
+  std::string text;
+  uint64_t word = 0;
+  for (int line = 0; line < lines; ++line) {
+    for (uint64_t left = random.below(10); left > 0; --left) {
+      word = random.below(4) > 0 ? (word + 1) % 30 : random.below(30);
+      text += "w" + std::to_string(word) + (left > 1 ? " " : "");
+    }
+    text += "\n";
+  }
+  return text;
+}
+
+/// Examples in fastText's format over eighty words, some empty; the last bag of a batch may be.
+inline std::string make_examples(int count) {
+  std::string text;
+  for (int i = 0; i < count; ++i) {
+    text += std::string("__label__") + "abc"[i % 3];
+    for (int k = 0; k < i % 7; ++k) {
+      text += " w" + std::to_string((i * 13 + k * 29 + (i % 3) * 7) % 80);
+    }
+    text += "\n";
+  }
+  return text;
+}
+
+}  // namespace distrain::testing

@@ -1,0 +1,338 @@
+// Whole jobs of the scenarios in a test: their ranks as threads of this process, or one `--local`
+// run, and the checkpoints that they leave.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+
+#include "../src/scenario/checkpoints.h"
+#include "distrain/base/error.h"
+#include "distrain/net/socket.h"
+#include "distrain/scenario/hybrid.h"
+#include "distrain/scenario/ps.h"
+#include "distrain/scenario/rnn.h"
+#include "support/catch.h"
+#include "unit/data/files.h"
+
+namespace distrain::testing {
+
+using data::Folder;
+using scenario::Job;
+using scenario::Json;
+using scenario::NamedTensors;
+using scenario::Outcome;
+using scenario::Snapshot;
+
+enum class Place { kRanks, kLocal };
+
+/// A line that a rank has written.
+struct Line {
+  int rank = 0;
+  std::string event;
+  Json fields;
+};
+
+/// What a test does to the ranks of a job, and hears of them.
+template <class Options>
+struct Hooks {
+  std::function<void(Job&)> job;                       ///< before the rank starts
+  std::function<void(int rank, Options&)> options;     ///< as the rank has them
+  std::function<void(const Job&, const Line&)> heard;  ///< one at a time
+};
+
+/// Calls of one rank wait: enough of it, and it is the slowest for sure.
+template <class Options>
+Hooks<Options> slow_rank(int rank, double delay_s) {
+  Hooks<Options> hooks;
+  hooks.job = [rank, delay_s](Job& job) {
+    if (job.rank == rank) job.inject.call_delay_s = delay_s;
+  };
+  return hooks;
+}
+
+struct Finished {
+  std::map<int, Outcome> outcomes;    ///< by rank
+  std::map<int, base::Error> errors;  ///< by rank
+  std::vector<Line> lines;
+
+  /// The fields of all lines of an event, and of one rank unless it is below 0.
+  std::vector<Json> all(const std::string& event, int rank = -1) const {
+    std::vector<Json> found;
+    for (const Line& line : lines) {
+      if (line.event == event && (rank < 0 || line.rank == rank)) found.push_back(line.fields);
+    }
+    return found;
+  }
+  const Json& fields(int rank) const { return outcomes.at(rank).fields; }
+};
+
+/// Gives a rank's lines to whoever `hear` is.
+class Listener final : public scenario::EventSink {
+ public:
+  explicit Listener(std::function<void(Line)> hear = [](const Line&) {}) : hear_(std::move(hear)) {}
+  void emit(std::string_view event, const Json& fields) override {
+    hear_({0, std::string(event), fields});
+  }
+  void set_role(std::string_view) override {}
+
+ private:
+  const std::function<void(Line)> hear_;
+};
+
+// What the scenarios' functions are called.
+inline int world_size(const scenario::HybridOptions& o) { return scenario::hybrid_world_size(o); }
+inline int world_size(const scenario::PsOptions& o) { return scenario::ps_world_size(o); }
+inline int world_size(const scenario::RnnOptions& o) { return scenario::rnn_world_size(o); }
+template <class Options>
+Outcome run_rank(const Options& options, const Job& job, scenario::EventSink& sink) {
+  const auto adopt = [&options](const scenario::OptionMap&) { return options; };
+  if constexpr (std::is_same_v<Options, scenario::HybridOptions>) {
+    return scenario::run_hybrid(options, job, adopt, sink);
+  } else if constexpr (std::is_same_v<Options, scenario::PsOptions>) {
+    return scenario::run_ps(options, job, adopt, sink);
+  } else {
+    return scenario::run_rnn(options, job, adopt, sink);
+  }
+}
+template <class Options>
+Outcome run_alone(const Options& options, const Job& job, scenario::EventSink& sink) {
+  if constexpr (std::is_same_v<Options, scenario::HybridOptions>) {
+    return scenario::run_hybrid_local(options, job, sink);
+  } else if constexpr (std::is_same_v<Options, scenario::PsOptions>) {
+    return scenario::run_ps_local(options, job, sink);
+  } else {
+    return scenario::run_rnn_local(options, job, sink);
+  }
+}
+
+/// Runs a job to its end, or to its error. A `--local` run is rank 0.
+template <class Options>
+Finished try_job(Place place, const Options& options, const Hooks<Options>& hooks = {}) {
+  Finished finished;
+  std::mutex mutex;
+  at::set_num_threads(1);
+  net::Fd socket = std::move(net::listen_tcp("localhost", 0).value());
+  const uint16_t port = net::local_name(socket.get()).port;
+  const auto run = [&](Job job) {
+    if (hooks.job) hooks.job(job);
+    Options own = options;
+    if (hooks.options) hooks.options(job.rank, own);
+    Listener sink([&](Line line) {
+      line.rank = job.rank;
+      std::lock_guard lock(mutex);
+      if (hooks.heard) hooks.heard(job, line);
+      finished.lines.push_back(std::move(line));
+    });
+    try {
+      Outcome outcome =
+          place == Place::kLocal ? run_alone(own, job, sink) : run_rank(own, job, sink);
+      std::lock_guard lock(mutex);
+      finished.outcomes[job.rank] = std::move(outcome);
+    } catch (...) {
+      std::lock_guard lock(mutex);
+      finished.errors[job.rank] = base::current_error(base::ErrorKind::kInternal);
+    }
+  };
+  std::vector<std::thread> ranks;
+  const int size = place == Place::kLocal ? 1 : world_size(options);
+  for (int rank = 0; rank < size; ++rank) {
+    Job job;
+    job.rank = rank;
+    job.master_port = port;
+    job.started = std::chrono::steady_clock::now();
+    job.peer_timeout_s = 0;
+    if (rank == 0 && place == Place::kRanks) job.listen_fd = socket.release();
+    ranks.emplace_back([&run, job] {
+      at::set_num_threads(1);
+      run(job);
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+  return finished;
+}
+
+/// As try_job, of a job that must end well.
+template <class Options>
+Finished run_job(Place place, const Options& options, const Hooks<Options>& hooks = {}) {
+  Finished finished = try_job(place, options, hooks);
+  for (const auto& [rank, error] : finished.errors) {
+    FAIL("rank " << rank << ": " << base::kind_name(error.kind) << ": " << error.message);
+  }
+  for (const auto& [rank, outcome] : finished.outcomes) {
+    CAPTURE(rank);
+    CHECK(outcome.fields["live_rrefs"] == 0);
+    CHECK(outcome.fields["live_contexts"] == 0);
+  }
+  return finished;
+}
+
+/// Fails unless all ranks have ended with this kind of error; gives back the one that began it.
+template <class Options>
+base::Error error_of_job(base::ErrorKind kind, Place place, const Options& options,
+                         const Hooks<Options>& hooks = {}) {
+  const Finished finished = try_job(place, options, hooks);
+  REQUIRE(finished.outcomes.empty());
+  for (const auto& [rank, error] : finished.errors) {
+    CAPTURE(rank, error.message);
+    CHECK(base::kind_name(error.kind) == base::kind_name(kind));
+  }
+  return finished.errors.begin()->second;
+}
+
+inline bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+/// The newest checkpoint of a folder.
+inline Snapshot newest_checkpoint(const std::string& folder) {
+  Listener nobody;
+  auto snapshot = scenario::Checkpoints({folder, 0, "auto"}, Job{}, nobody).load();
+  REQUIRE(snapshot);
+  return std::move(*snapshot);
+}
+
+/// Saves a checkpoint of the same step in its place.
+inline void replace_checkpoint(const std::string& folder, const Snapshot& snapshot) {
+  Listener nobody;
+  scenario::Checkpoints({folder, 0, "auto"}, Job{}, nobody).save(snapshot);
+}
+
+inline void check_close(const NamedTensors& a, const NamedTensors& b, double tolerance) {
+  REQUIRE(a.size() == b.size());
+  for (const auto& [name, tensor] : a) {
+    CAPTURE(name);
+    REQUIRE(b.contains(name));
+    REQUIRE(tensor.sizes() == b.at(name).sizes());
+    if (tensor.numel() == 0) continue;
+    CHECK((tensor - b.at(name)).abs().max().template item<double>() <= tolerance);
+  }
+}
+
+/// Bit by bit, whatever place they have.
+inline void check_same(const Snapshot& a, const Snapshot& b) {
+  CHECK(a.step == b.step);
+  CHECK(a.state == b.state);
+  REQUIRE(a.files.size() == b.files.size());
+  for (const auto& [file, tensors] : a.files) {
+    CAPTURE(file);
+    REQUIRE(b.files.contains(file));
+    REQUIRE(b.files.at(file).size() == tensors.size());
+    for (const auto& [name, tensor] : tensors) {
+      CAPTURE(name);
+      REQUIRE(b.files.at(file).contains(name));
+      CHECK(at::equal(tensor, b.files.at(file).at(name)));
+    }
+  }
+}
+
+constexpr int64_t kSaveAtEndOnly = 1'000'000;
+
+/// What a job has saved at its end.
+template <class Options>
+Snapshot checkpoint_of(Place place, Options options, const Hooks<Options>& hooks = {}) {
+  const Folder folder;
+  options.checkpoint = {folder.path(), kSaveAtEndOnly, ""};
+  run_job(place, options, hooks);
+  return newest_checkpoint(folder.path());
+}
+
+/// A job of `whole` steps, and one of `half` that another goes on from, end in the same.
+template <class Options>
+void check_resume_is_exact(Place place, Options options, int64_t half, int64_t whole) {
+  options.steps = whole;
+  const Snapshot expected = checkpoint_of(place, options);
+  const Folder folder;
+  options.checkpoint = {folder.path(), kSaveAtEndOnly, "auto"};
+  options.steps = half;
+  run_job(place, options);
+  REQUIRE(newest_checkpoint(folder.path()).step == half);
+  options.steps = whole;
+  const Finished rest = run_job(place, options);
+  REQUIRE(rest.all("checkpoint").size() == 2);  // loaded and saved
+  check_same(newest_checkpoint(folder.path()), expected);
+}
+
+/// A job whose rank `rank` is told to stop at step `at` (0: before it begins) ends in good order on
+/// all ranks, and the next one goes on to where one without a stop ends. `call_delay_s` keeps it
+/// from ending too soon.
+template <class Options>
+void check_stop_and_go_on(Place place, Options options, int rank, int64_t at,
+                          double call_delay_s = 0) {
+  options.log_interval = 1;
+  const Snapshot expected = checkpoint_of(place, options);
+  const Folder folder;
+  options.checkpoint = {folder.path(), kSaveAtEndOnly, "auto"};
+  std::map<int, std::shared_ptr<scenario::StopSignal>> signals;
+  std::mutex mutex;
+  Hooks<Options> hooks;
+  hooks.job = [&](Job& job) {
+    std::lock_guard lock(mutex);
+    signals[job.rank] = job.stop;
+    job.inject.call_delay_s = call_delay_s;
+    if (at > 0 || job.rank != rank) return;
+    job.stop->arm();
+    job.stop->request();
+  };
+  hooks.heard = [&](const Job&, const Line& line) {
+    std::lock_guard lock(mutex);
+    if (line.event == "step" && line.fields["step"] == at) signals.at(rank)->request();
+  };
+  const Finished first = run_job(place, options, hooks);
+  for (const auto& [who, outcome] : first.outcomes) {
+    CAPTURE(who);
+    CHECK(outcome.stopped);
+  }
+  CHECK(contains(first.outcomes.at(0).message, "checkpoint saved in " + folder.path()));
+  const int64_t stopped_at = newest_checkpoint(folder.path()).step;
+  CHECK(stopped_at >= at);
+  REQUIRE(stopped_at < expected.step);
+
+  const Finished rest = run_job(place, options);
+  for (const auto& [who, outcome] : rest.outcomes) CHECK_FALSE(outcome.stopped);
+  check_same(newest_checkpoint(folder.path()), expected);
+}
+
+/// What a job says that must not go on from the newest checkpoint of `folder`.
+template <class Options>
+std::string refusal_of(Place place, Options options, const std::string& folder) {
+  options.checkpoint = {folder, kSaveAtEndOnly, "auto"};
+  return error_of_job(base::ErrorKind::kBadData, place, options).message;
+}
+
+/// It names the checkpoint and the reason.
+template <class Options>
+void check_resume_refused(Place place, const Options& options, const std::string& folder,
+                          const std::string& why) {
+  const std::string message = refusal_of(place, options, folder);
+  CAPTURE(why, message);
+  CHECK(contains(message, why));
+  CHECK(contains(message, folder + "/step-"));
+}
+
+/// A change that spoils a checkpoint, and why it is refused then.
+struct Spoilt {
+  std::function<void(Snapshot&)> change;
+  std::string why;
+};
+
+/// The newest checkpoint of `folder` is refused after each of these changes.
+template <class Options>
+void check_spoilt_refused(Place place, const Options& options, const std::string& folder,
+                          const std::vector<Spoilt>& cases) {
+  const Snapshot good = newest_checkpoint(folder);
+  for (const Spoilt& spoilt : cases) {
+    Snapshot bad = good;
+    spoilt.change(bad);
+    replace_checkpoint(folder, bad);
+    check_resume_refused(place, options, folder, spoilt.why);
+  }
+}
+
+}  // namespace distrain::testing
