@@ -13,9 +13,9 @@ ThreadPool::ThreadPool(Options options) : options_(std::move(options)) {}
 
 ThreadPool::~ThreadPool() { stop(); }
 
-// A queued task has nobody coming for it: no idle thread, and fewer than `size` that run.
+// A queued task has nobody coming for it, no thread is idle, and fewer than `size` run.
 bool ThreadPool::wants_thread_locked() const {
-  return !queue_.empty() && idle_ == 0 && alive_ - blocked_ < options_.size &&
+  return queue_.size() > coming_ && idle_.empty() && alive_ - blocked_ < options_.size &&
          alive_ < options_.cap;
 }
 
@@ -38,13 +38,21 @@ void ThreadPool::post(Task task) {
   if (polling_ && !called_.load(std::memory_order_relaxed)) {
     // It looks at the queue under the lock when it ends, even if it does not see this in time.
     called_.store(true, std::memory_order_release);
-  } else if (idle_ > 0) {
-    work_.notify_one();
+  } else if (!idle_.empty()) {
+    wake_locked();
   } else if (wants_thread_locked() && !start_thread_locked() && alive_ == 0) {
     // Nobody would ever run it: dropped, outside the lock, so that its promise is cancelled.
     task = std::move(queue_.back());
     queue_.pop_back();
   }
+}
+
+void ThreadPool::wake_locked() {
+  Idle* const idle = idle_.back();
+  idle_.pop_back();
+  ++coming_;
+  idle->woken = true;
+  idle->wake.notify_one();
 }
 
 void ThreadPool::run() {
@@ -67,9 +75,10 @@ void ThreadPool::run() {
         polling_ = false;
         continue;
       }
-      ++idle_;
-      work_.wait(lock);
-      --idle_;
+      Idle idle;
+      idle_.push_back(&idle);
+      idle.wake.wait(lock, [&idle] { return idle.woken; });
+      --coming_;
     }
     if (queue_.empty()) break;
     Task task = std::move(queue_.front());
@@ -122,7 +131,7 @@ void ThreadPool::stop() {
   {
     std::unique_lock lock(mutex_);
     stopping_ = true;
-    work_.notify_all();
+    while (!idle_.empty()) wake_locked();
     ended_.wait(lock, [this] { return alive_ == 0; });
     done.swap(finished_);
   }

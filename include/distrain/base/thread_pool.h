@@ -45,16 +45,23 @@ class ThreadPool final : public Executor, private BlockObserver {
   void on_block() override;
   void on_unblock() override;
   bool start_thread_locked();
+  void wake_locked();
   bool wants_thread_locked() const;
 
   const Options options_;
   mutable std::mutex mutex_;
-  std::condition_variable work_;
   std::condition_variable ended_;
   std::deque<Task> queue_;
   std::vector<std::thread> finished_;  // ended on their own, to be joined
   std::vector<std::thread> threads_;
-  int idle_ = 0;  // in work_.wait
+  // Threads that wait for work. The last to come is the first to go: what it worked on lately, and
+  // what libraries keep for each thread, is still in its caches.
+  struct Idle {
+    std::condition_variable wake;
+    bool woken = false;
+  };
+  std::vector<Idle*> idle_;
+  size_t coming_ = 0;  // woken, but not there yet
   int alive_ = 0;
   int blocked_ = 0;  // inside a BlockingScope
   bool stopping_ = false;
