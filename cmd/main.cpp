@@ -14,6 +14,7 @@
 #include "process_setup.h"
 #include "ps.h"
 #include "rnn.h"
+#include "tensor_memory.h"
 
 namespace distrain::cmd {
 namespace {
@@ -60,6 +61,7 @@ int main(int argc, char** argv) {
   const auto started = distrain::cmd::process_start();
   const bool stdout_open = distrain::cmd::secure_standard_fds();
   distrain::cmd::set_up_process();
+  distrain::cmd::reuse_tensor_memory();
   if (!stdout_open) {
     fmt::print(stderr, "distrain: stdout is closed\n");
     return 9;

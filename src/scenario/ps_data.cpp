@@ -118,14 +118,18 @@ Json must_agree(const PsOptions& options, const PsDataInfo& data) {
           {"examples", data.examples}};
 }
 
+int64_t PsData::test_batch_size() const {
+  return std::clamp<int64_t>(options_.batch_size, 16, 128);
+}
+
 Evaluation evaluate_share(const PsData& data, int trainer, int trainers,
                           const std::function<at::Tensor(const at::Tensor& images)>& forward) {
   const at::NoGradGuard no_grad;
   Evaluation evaluation;
   const int64_t examples = data.info().test_examples;
   const int64_t end = examples * (trainer + 1) / trainers;
-  for (int64_t i = examples * trainer / trainers; i < end; i += kTestBatch) {
-    const ImageBatch batch = data.test_batch(i, std::min(i + kTestBatch, end));
+  for (int64_t i = examples * trainer / trainers; i < end; i += data.test_batch_size()) {
+    const ImageBatch batch = data.test_batch(i, std::min(i + data.test_batch_size(), end));
     const at::Tensor scores = forward(batch.images);
     const at::Tensor losses = at::nll_loss(scores, batch.targets, {}, at::Reduction::Sum);
     evaluation.add(scores, batch.targets, losses.item<double>());

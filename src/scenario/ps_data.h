@@ -44,6 +44,8 @@ class PsData {
   ImageBatch batch(const Task& task);
   /// Test examples [first, last).
   ImageBatch test_batch(int64_t first, int64_t last) const;
+  /// As in training, so that an evaluation takes no more memory than that.
+  int64_t test_batch_size() const;
 
  private:
   ImageBatch gather(const data::ImageSet& set, std::span<const int64_t> examples) const;

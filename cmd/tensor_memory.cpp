@@ -1,0 +1,95 @@
+#include "tensor_memory.h"
+
+#include <bit>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+
+namespace distrain::cmd {
+namespace {
+
+constexpr size_t kSmallest = size_t{64} << 10;  // below, malloc is quick and does not spread
+constexpr size_t kMaxIdle = size_t{1} << 30;    // more goes back to malloc
+
+/// Eight sizes for each power of two: at most an eighth of a block is not asked for, and not
+/// touched either.
+size_t rounded(size_t bytes) {
+  const size_t step = std::bit_floor(bytes) / 8;
+  return (bytes + step - 1) / step * step;
+}
+
+class TensorMemory final : public c10::Allocator {
+ public:
+  explicit TensorMemory(c10::Allocator& malloc) : malloc_(malloc) {}
+
+  c10::DataPtr allocate(size_t bytes) override {
+    void* block = bytes < kSmallest ? malloc_.raw_allocate(bytes) : take(rounded(bytes));
+    return {block, block, &release, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+
+  /// Deleters are plain functions: they find their allocator here. Never destroyed, as tensors may
+  /// outlive everything else.
+  static TensorMemory* instance;
+
+ private:
+  void* take(size_t bytes) {
+    {
+      std::lock_guard lock(mutex_);
+      std::vector<void*>& idle = idle_[bytes];
+      if (!idle.empty()) {
+        void* block = idle.back();
+        idle.pop_back();
+        idle_bytes_ -= bytes;
+        return block;
+      }
+    }
+    void* block = malloc_.raw_allocate(bytes);
+    std::lock_guard lock(mutex_);
+    sizes_[block] = bytes;
+    return block;
+  }
+
+  static void release(void* block) {
+    if (block) instance->give_back(block);
+  }
+
+  void give_back(void* block) {
+    {
+      std::lock_guard lock(mutex_);
+      const auto it = sizes_.find(block);
+      if (it != sizes_.end()) {
+        if (idle_bytes_ + it->second <= kMaxIdle) {
+          idle_bytes_ += it->second;
+          idle_[it->second].push_back(block);
+          return;
+        }
+        sizes_.erase(it);
+      }
+    }
+    malloc_.raw_deallocate(block);
+  }
+
+  c10::Allocator& malloc_;
+  std::mutex mutex_;
+  std::unordered_map<void*, size_t> sizes_;  // of the big blocks
+  std::unordered_map<size_t, std::vector<void*>> idle_;
+  size_t idle_bytes_ = 0;
+};
+
+TensorMemory* TensorMemory::instance = nullptr;
+
+}  // namespace
+
+void reuse_tensor_memory() {
+  TensorMemory::instance = new TensorMemory(*c10::GetDefaultCPUAllocator());
+  c10::SetCPUAllocator(TensorMemory::instance);
+}
+
+}  // namespace distrain::cmd
