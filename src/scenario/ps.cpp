@@ -11,14 +11,12 @@
 #include "ps_data.h"
 #include "ps_host.h"
 #include "ps_model.h"
-#include "session.h"
+#include "served_job.h"
 #include "train_log.h"
 
 namespace distrain::scenario {
 
 namespace {
-
-constexpr int kServer = 0;
 
 optim::Sharing sharing(const PsOptions& options, int participant) {
   optim::Sharing sharing;
@@ -42,12 +40,7 @@ class Server {
     std::lock_guard lock(mutex_);
     if (!host_.started()) build(data);
     if (!(host_.data() == data)) {
-      throw base::Exception(base::Error{base::ErrorKind::kBadData,
-                                        "trainer " + std::to_string(trainer + 1) +
-                                            " has read other data than the others, or normalises "
-                                            "them otherwise: files, --mean and --std must be the "
-                                            "same",
-                                        trainer + 1, "attach"});
+      refuse_other_data(trainer + 1, "the files, --mean and --std");
     }
     return agent_.make_rref(host_.model());
   }
@@ -115,7 +108,10 @@ class Trainer {
     }
   }
 
-  const TrainLog& log() const { return log_; }
+  void add_to(Outcome& outcome) const {
+    outcome.fields["steps"] = log_.steps();
+    outcome.fields["train_s"] = log_.train_s();
+  }
 
  private:
   void train(const Task& task) {
@@ -189,39 +185,14 @@ Outcome run_ps(const PsOptions& own, const Job& job,
                const std::function<PsOptions(const OptionMap&)>& adopt, EventSink& sink) {
   std::vector<std::string> names;
   for (int rank = 0; rank < ps_world_size(own); ++rank) names.push_back(ps_role(rank));
-  Session session(job, std::move(names), sink);
-  rpc::Agent& agent = session.agent();
-  ConvNet::expose(agent);
-  agent.expose<&attach>("ps.attach");
-  agent.expose<&resumed_at>("ps.resumed_at");
-  agent.expose<&next>("ps.next");
-  agent.expose<&report>("ps.report");
-
-  PsOptions options = own;
-  std::shared_ptr<Server> server;
-  Outcome outcome;
-  const auto prepare = [&] {
-    if (job.rank != kServer) {
-      options = adopt(agent.job_options());
-      return;
-    }
-    server = std::make_shared<Server>(agent, options, job, sink);
-    agent.provide(server);
+  const auto expose = [](rpc::Agent& agent) {
+    ConvNet::expose(agent);
+    agent.expose<&attach>("ps.attach");
+    agent.expose<&resumed_at>("ps.resumed_at");
+    agent.expose<&next>("ps.next");
+    agent.expose<&report>("ps.report");
   };
-  const auto work = [&] {
-    if (!options.checkpoint.dir.empty()) job.stop->arm();
-    if (job.rank == kServer) return;  // it waits for the trainers in the shutdown
-    Trainer trainer(agent, options, job, sink);
-    outcome.stopped = trainer.run();
-    outcome.fields["steps"] = trainer.log().steps();
-    outcome.fields["train_s"] = trainer.log().train_s();
-  };
-  session.run(prepare, work, outcome);
-  if (server) {
-    server->host().add_to(outcome);
-    outcome.fields["updates"] = session.updates();
-  }
-  return outcome;
+  return run_served_job<Server, Trainer>(own, job, adopt, sink, std::move(names), expose);
 }
 
 }  // namespace distrain::scenario

@@ -15,7 +15,7 @@
 #include "rnn_data.h"
 #include "rnn_host.h"
 #include "rnn_model.h"
-#include "session.h"
+#include "served_job.h"
 #include "train_log.h"
 
 namespace distrain::scenario {
@@ -24,7 +24,6 @@ namespace {
 
 using DataParallelLstm = ddp::DistributedDataParallel<Lstm>;
 
-constexpr int kServer = 0;
 constexpr uint16_t kCollectiveChannel = 2;
 
 optim::Sharing sharing(const RnnOptions& options, int participant) {
@@ -57,11 +56,7 @@ class Server {
     std::lock_guard lock(mutex_);
     if (!host_.started()) build(data);
     if (!(host_.data() == data)) {
-      throw base::Exception(base::Error{base::ErrorKind::kBadData,
-                                        "trainer " + std::to_string(trainer + 1) +
-                                            " has read other data than the others: the files "
-                                            "must be the same",
-                                        trainer + 1, "attach"});
+      refuse_other_data(trainer + 1, "the files");
     }
     return {agent_.make_rref(host_.embedding()), agent_.make_rref(host_.decoder()), parameters(),
             host_.resumed(trainer)};
@@ -266,40 +261,16 @@ Outcome run_rnn(const RnnOptions& own, const Job& job,
                 const std::function<RnnOptions(const OptionMap&)>& adopt, EventSink& sink) {
   std::vector<std::string> names;
   for (int rank = 0; rank < rnn_world_size(own); ++rank) names.push_back(rnn_role(rank));
-  Session session(job, std::move(names), sink);
-  rpc::Agent& agent = session.agent();
-  agent.expose<&WordEmbedding::forward>("WordEmbedding.forward");
-  agent.expose<&Decoder::loss>("Decoder.loss");
-  agent.expose<&Decoder::scores>("Decoder.scores");
-  agent.expose<&attach>("rnn.attach");
-  agent.expose<&next>("rnn.next");
-  agent.expose<&report>("rnn.report");
-  agent.expose<&contribute>("rnn.contribute");
-
-  RnnOptions options = own;
-  std::shared_ptr<Server> server;
-  Outcome outcome;
-  const auto prepare = [&] {
-    if (job.rank != kServer) {
-      options = adopt(agent.job_options());
-      return;
-    }
-    server = std::make_shared<Server>(agent, options, job, sink);
-    agent.provide(server);
+  const auto expose = [](rpc::Agent& agent) {
+    agent.expose<&WordEmbedding::forward>("WordEmbedding.forward");
+    agent.expose<&Decoder::loss>("Decoder.loss");
+    agent.expose<&Decoder::scores>("Decoder.scores");
+    agent.expose<&attach>("rnn.attach");
+    agent.expose<&next>("rnn.next");
+    agent.expose<&report>("rnn.report");
+    agent.expose<&contribute>("rnn.contribute");
   };
-  const auto work = [&] {
-    if (!options.checkpoint.dir.empty()) job.stop->arm();
-    if (job.rank == kServer) return;  // it waits for the trainers in the shutdown
-    Trainer trainer(agent, options, job, sink);
-    outcome.stopped = trainer.run();
-    trainer.add_to(outcome);
-  };
-  session.run(prepare, work, outcome);
-  if (server) {
-    server->host().add_to(outcome);
-    outcome.fields["updates"] = session.updates();
-  }
-  return outcome;
+  return run_served_job<Server, Trainer>(own, job, adopt, sink, std::move(names), expose);
 }
 
 }  // namespace distrain::scenario
