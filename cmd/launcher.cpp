@@ -160,7 +160,11 @@ void Launcher::on_signals() {
   while (read(signal_fd_, &info, sizeof(info)) == sizeof(info)) {
     const int number = static_cast<int>(info.ssi_signo);
     if (number == SIGCHLD) continue;
-    if (ended_by_signal_ == number && base::Clock::now() - signalled_at_ < kSameSignal) continue;
+    const bool saving = number == SIGTERM && plan_.save_grace > kSignalGrace;
+    if (saving && ended_by_signal_ == number &&
+        base::Clock::now() - signalled_at_ < kSameSignal) {
+      continue;
+    }
     if (ended_by_signal_) {
       stop_waiting_ = true;
       send_to_all(SIGKILL);
