@@ -161,8 +161,7 @@ void Launcher::on_signals() {
     const int number = static_cast<int>(info.ssi_signo);
     if (number == SIGCHLD) continue;
     const bool saving = number == SIGTERM && plan_.save_grace > kSignalGrace;
-    if (saving && ended_by_signal_ == number &&
-        base::Clock::now() - signalled_at_ < kSameSignal) {
+    if (saving && ended_by_signal_ == number && base::Clock::now() - signalled_at_ < kSameSignal) {
       continue;
     }
     if (ended_by_signal_) {
