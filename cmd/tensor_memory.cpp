@@ -7,6 +7,7 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/util/Exception.h>
 
 namespace distrain::cmd {
 namespace {
@@ -50,10 +51,20 @@ class TensorMemory final : public c10::Allocator {
         return block;
       }
     }
-    void* block = malloc_.raw_allocate(bytes);
+    void* block = allocate_new(bytes);
     std::lock_guard lock(mutex_);
     sizes_[block] = bytes;
     return block;
+  }
+
+  void* allocate_new(size_t bytes) {
+    try {
+      return malloc_.raw_allocate(bytes);
+    } catch (const c10::Error&) {  // what lies idle here may be what is missing
+      std::lock_guard lock(mutex_);
+      if (!make_room_locked(kMaxIdle, 0)) throw;
+    }
+    return malloc_.raw_allocate(bytes);
   }
 
   static void release(void* block) {
@@ -65,15 +76,33 @@ class TensorMemory final : public c10::Allocator {
       std::lock_guard lock(mutex_);
       const auto it = sizes_.find(block);
       if (it != sizes_.end()) {
-        if (idle_bytes_ + it->second <= kMaxIdle) {
-          idle_bytes_ += it->second;
-          idle_[it->second].push_back(block);
+        const size_t bytes = it->second;
+        if (idle_bytes_ + bytes > kMaxIdle) make_room_locked(bytes, bytes);
+        if (idle_bytes_ + bytes <= kMaxIdle) {
+          idle_bytes_ += bytes;
+          idle_[bytes].push_back(block);
           return;
         }
         sizes_.erase(it);
       }
     }
     malloc_.raw_deallocate(block);
+  }
+
+  /// Gives idle blocks of other sizes than `but` back to malloc until there is room for `bytes`
+  /// more: they are of a phase that is over. False if there were none.
+  bool make_room_locked(size_t bytes, size_t but) {
+    bool any = false;
+    for (auto& [size, blocks] : idle_) {
+      while (size != but && !blocks.empty() && idle_bytes_ + bytes > kMaxIdle) {
+        sizes_.erase(blocks.back());
+        malloc_.raw_deallocate(blocks.back());
+        blocks.pop_back();
+        idle_bytes_ -= size;
+        any = true;
+      }
+    }
+    return any;
   }
 
   c10::Allocator& malloc_;

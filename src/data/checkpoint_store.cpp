@@ -88,8 +88,10 @@ class Save {
     const std::string unfinished = path_of(kUnfinished);
     try {
       write(unfinished);
-      remove_abandoned();
+      const bool have_another = !found_.empty() && *found_.begin() <= checkpoint_.step;
+      if (have_another) remove_abandoned();
       publish(unfinished);
+      if (!have_another) remove_abandoned();
     } catch (const Exception&) {
       disk_.remove_folder(unfinished);  // a full disk needs it
       throw;
@@ -172,7 +174,7 @@ class Save {
   }
 
   // Steps of a run only grow: higher ones are of a run that was resumed from before them, and would
-  // be taken for the newest. The one that it was resumed from is there until this one is.
+  // be taken for the newest. Before this one is there, if there is yet another to fall back on.
   void remove_abandoned() const {
     for (const int64_t step : found_) {
       if (step > checkpoint_.step) retire(path_of(kWhole, step), step);
@@ -221,7 +223,8 @@ std::optional<std::string> newest_of(const std::string& folder,
   const auto whole = steps;
   steps.merge(steps_of(kReplaced, names));
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
-    std::string path = folder + "/" + name_of(whole.contains(*step) ? kWhole : kReplaced, *step);
+    std::string path = folder + (folder.ends_with('/') ? "" : "/") +
+                       name_of(whole.contains(*step) ? kWhole : kReplaced, *step);
     if (is_folder(path)) return path;
   }
   return std::nullopt;
@@ -293,6 +296,10 @@ void CheckpointStore::prepare() {
 std::string CheckpointStore::save(const Checkpoint& checkpoint) {
   const Disk disk(before_system_call_);
   return Save(disk, folder_, checkpoint).run();
+}
+
+bool CheckpointStore::is_checkpoint(const std::string& name) {
+  return !steps_of(kWhole, {name}).empty();
 }
 
 std::optional<std::string> CheckpointStore::newest(const std::string& folder) {

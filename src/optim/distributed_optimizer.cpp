@@ -132,9 +132,9 @@ int DistributedOptimizer::participant() const {
 
 // A call that waits for other participants lasts as long as they take: the owner's and their death
 // end it.
-rpc::To DistributedOptimizer::owner_of(const Owned& owned) const {
+rpc::To DistributedOptimizer::owner_of(const Owned& owned, bool waits) const {
   rpc::To owner(owned.optimizer.owner());
-  if (sharing_.participants > 1) owner.without_deadline();
+  if (waits && sharing_.participants > 1) owner.without_deadline();
   return owner;
 }
 
@@ -142,9 +142,10 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts, doubl
   const at::NoGradGuard no_grad;
   const rpc::ContextScope outside(0);  // an update is no part of the pass
   const double scale = max_norm > 0 ? scale_for(contexts, max_norm) : 1.0;
+  const bool waits = sharing_.mode != Sharing::Mode::kAsync;
   std::vector<base::Future<uint64_t>> steps;
   for (const Owned& owned : remote_) {
-    steps.push_back(agent_.rpc_async<&step_here>(owner_of(owned), owned.optimizer, contexts,
+    steps.push_back(agent_.rpc_async<&step_here>(owner_of(owned, waits), owned.optimizer, contexts,
                                                  participant(), scale));
   }
   uint64_t updates = 0;
@@ -157,8 +158,8 @@ double DistributedOptimizer::scale_for(const std::vector<uint64_t>& contexts,
                                        double max_norm) const {
   std::vector<base::Future<double>> norms;
   for (const Owned& owned : remote_) {
-    norms.push_back(
-        agent_.rpc_async<&norm_here>(owner_of(owned), owned.optimizer, contexts, participant()));
+    norms.push_back(agent_.rpc_async<&norm_here>(owner_of(owned, true), owned.optimizer, contexts,
+                                                 participant()));
   }
   double squared = local_ ? norm_squared(gradients_of(agent_, *local_, contexts)) : 0;
   base::wait_all(norms);

@@ -125,7 +125,9 @@ void Checkpoints::refuse_strangers() const {
   namespace fs = std::filesystem;
   const fs::path resumed = fs::weakly_canonical(options_.resume);
   const fs::path own = fs::weakly_canonical(options_.dir);
-  if (!options_.resume.empty() && (resumed == own || resumed.parent_path() == own)) return;
+  const bool is_own = resumed == own || (resumed.parent_path() == own &&
+                                         data::CheckpointStore::is_checkpoint(resumed.filename()));
+  if (!options_.resume.empty() && is_own) return;
   throw base::Exception(base::ErrorKind::kInvalid,
                         "--checkpoint " + options_.dir + " holds another run's checkpoints (" +
                             *newest + "): --resume auto goes on from it, or name a new folder");

@@ -43,6 +43,16 @@ struct Beginning {
       std::tuple(&Beginning::progress, &Beginning::dense_state, &Beginning::path);
 };
 
+/// Whether the job ended before its time: the same on all ranks.
+struct AgreedEnd {
+  std::atomic<bool> stopped{false};
+};
+
+/// The training is over; from now on a SIGTERM ends a rank at once.
+void end_training(rpc::CallContext& call, bool stopped) {
+  call.agent.local<AgreedEnd>().stopped = stopped;
+  call.agent.local<StopSignal>().disarm();
+}
 void request_stop(rpc::CallContext& call) { call.agent.local<StopSignal>().request(); }
 bool stop_requested(rpc::CallContext& call) { return call.agent.local<StopSignal>().requested(); }
 
@@ -111,14 +121,13 @@ class Trainer {
     progress_ = beginning.progress;
     log_.resume_after(progress_.total);
     voted_at_ = progress_.total;
-    bool stopped = false;
-    while (!progress_.over(options_) && !stopped) {
+    while (!progress_.over(options_) && !stopped_) {
       if (log_.epoch() != progress_.epoch) log_.begin_epoch(progress_.epoch);
       train_step();
       progress_.count_step(data_->steps_per_epoch());
       if (progress_.step == 0) log_.end_epoch();
-      stopped = stop_agreed();
-      if (stopped || progress_.save_due(options_)) save();
+      stopped_ = stop_agreed();
+      if (stopped_ || progress_.save_due(options_)) save();
     }
     log_.end_epoch();
     optimizer_.reset();
@@ -151,6 +160,7 @@ class Trainer {
     return evaluation;
   }
 
+  bool stopped() const { return stopped_; }
   const TrainLog& log() const { return log_; }
   std::string last_saved() const { return checkpoints_ ? checkpoints_->last_saved() : ""; }
 
@@ -180,7 +190,7 @@ class Trainer {
   /// Whether any rank was told to end: the same on all trainers, as they have to stop together.
   bool stop_agreed() {
     if (options_.checkpoint.dir.empty()) return false;
-    if (progress_.total < next_vote_ && !progress_.over(options_)) return false;
+    if (progress_.total < next_vote_ && !progress_.save_due(options_)) return false;
     bool stop = stop_.requested();
     const int ranks = hybrid_world_size(options_);
     if (agent_.rank() == 0) {
@@ -191,7 +201,9 @@ class Trainer {
     // Together with the number of steps until the next look, by the pace of the slowest.
     const double elapsed = base::seconds_since(last_vote_);
     const auto pace = static_cast<double>(progress_.total - voted_at_) / std::max(elapsed, 1e-6);
-    const auto steps = static_cast<int64_t>(std::clamp(pace * kStopInterval_s, 1.0, 1e6));
+    const auto wanted = static_cast<int64_t>(std::clamp(pace * kStopInterval_s, 1.0, 1e6));
+    // No more than twice as far as the last time: steps may come to take longer.
+    const int64_t steps = std::min(wanted, 2 * std::max<int64_t>(next_vote_ - voted_at_, 1));
     at::Tensor votes = at::tensor({stop ? int64_t{1} : 0, -steps}, at::kLong);
     backend_->allreduce(votes, collective::Backend::ReduceOp::MAX).wait();
     last_vote_ = base::Clock::now();
@@ -229,6 +241,7 @@ class Trainer {
   RemoteTable table_;
   std::unique_ptr<optim::DistributedOptimizer> optimizer_;
   HybridProgress progress_;
+  bool stopped_ = false;
   base::TimePoint last_vote_ = base::Clock::now();
   int64_t voted_at_ = 0;
   int64_t next_vote_ = 0;
@@ -246,6 +259,7 @@ std::optional<double> train(rpc::CallContext& call, const RemoteTable& table,
                             const Beginning& beginning) {
   return call.agent.local<Trainer>().train(table, beginning);
 }
+bool trained_until_stopped(rpc::CallContext& call) { return call.agent.local<Trainer>().stopped(); }
 Evaluation evaluate(rpc::CallContext& call, bool stopped) {
   return call.agent.local<Trainer>().evaluate(stopped);
 }
@@ -285,7 +299,12 @@ Outcome run_master(rpc::Agent& agent, const HybridOptions& options, EventSink& s
     loss_sum = loss && loss_sum ? std::optional(*loss + *loss_sum) : std::nullopt;
   }
 
-  const bool stopped = agent.local<StopSignal>().requested();
+  const bool stopped = !options.checkpoint.dir.empty() && agent.rpc_sync<&trained_until_stopped>(0);
+  std::vector<base::Future<void>> ending;
+  for (int rank = 0; rank < hybrid_world_size(options); ++rank) {
+    ending.push_back(agent.rpc_async<&end_training>(rank, stopped));
+  }
+  base::wait_all(ending);
   std::vector<base::Future<Evaluation>> evaluating;
   for (int t = 0; t < options.trainers; ++t) {
     evaluating.push_back(agent.rpc_async<&evaluate>(rpc::To(t).without_deadline(), stopped));
@@ -328,17 +347,21 @@ Outcome run_hybrid(const HybridOptions& own, const Job& job,
   agent.expose<&load>("hybrid.load");
   agent.expose<&restore>("hybrid.restore");
   agent.expose<&request_stop>("hybrid.request_stop");
+  agent.expose<&trained_until_stopped>("hybrid.trained_until_stopped");
+  agent.expose<&end_training>("hybrid.end_training");
   agent.expose<&stop_requested>("hybrid.stop_requested");
   agent.expose<&train>("hybrid.train");
   agent.expose<&evaluate>("hybrid.evaluate");
 
   HybridOptions options = own;
   std::shared_ptr<Trainer> trainer;
+  const auto end = std::make_shared<AgreedEnd>();
   Outcome outcome;
   const auto prepare = [&] {
     if (job.rank != 0) options = adopt(agent.job_options());
     options.on_finished = own.on_finished;
     agent.provide(job.stop);
+    agent.provide(end);
     if (job.rank >= options.trainers) return;
     trainer = std::make_shared<Trainer>(agent, options, job, sink);
     agent.provide(trainer);
@@ -352,8 +375,7 @@ Outcome run_hybrid(const HybridOptions& own, const Job& job,
     outcome.fields["steps"] = trainer->log().steps();
     outcome.fields["train_s"] = trainer->log().train_s();
   }
-  // Told to end, each rank of the job ends so; an end that came first is one.
-  outcome.stopped = job.stop->requested();
+  outcome.stopped = end->stopped;
   if (trainer) outcome.message = trainer->last_saved();
   if (agent.name() == "ps") outcome.fields["updates"] = session.updates();
   return outcome;

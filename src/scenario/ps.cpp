@@ -104,7 +104,7 @@ class Trainer {
       if (task.kind == Task::Kind::kEvaluate) evaluate();
       if (task.kind != Task::Kind::kEnd) continue;
       log_.end_epoch();
-      return task.stopped;
+      return task.stopped || stop_.requested();
     }
   }
 

@@ -25,6 +25,7 @@ void PsHost::start(std::shared_ptr<ConvNet> model, OptimizerAccess optimizer,
   hooks.on_end = [this](bool stopped) {
     std::lock_guard lock(mutex_);
     stopped_ = stopped;
+    stop_->disarm();  // all is saved
   };
   schedule_.emplace(schedule_terms(options_, data), std::move(hooks));
   if (const auto snapshot = checkpoints_.load()) resume(*snapshot);

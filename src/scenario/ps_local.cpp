@@ -22,6 +22,7 @@ class LocalRun {
  public:
   LocalRun(const PsOptions& options, const Job& job, EventSink& sink)
       : options_(options),
+        stop_(*job.stop),
         data_(options),
         rule_(optim::make_update_rule(optimizer_options(options))),
         log_(options.log_interval, sink),
@@ -42,6 +43,7 @@ class LocalRun {
     Outcome outcome;
     outcome.fields = {{"steps", log_.steps() * options_.trainers}, {"train_s", log_.train_s()}};
     host_.add_to(outcome);
+    outcome.stopped = outcome.stopped || stop_.requested();
     return outcome;
   }
 
@@ -91,6 +93,7 @@ class LocalRun {
   }
 
   const PsOptions options_;
+  const StopSignal& stop_;
   PsData data_;
   std::vector<at::Tensor> parameters_;
   std::unique_ptr<optim::UpdateRule> rule_;

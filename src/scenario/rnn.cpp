@@ -148,8 +148,9 @@ class Trainer {
       if (task.kind != Task::Kind::kEnd) continue;
       log_.end_epoch();
       stop_.disarm();  // all is saved
-      if (!task.stopped) generate();
-      return task.stopped;
+      const bool stopped = task.stopped || stop_.requested();
+      if (!stopped) generate();
+      return stopped;
     }
   }
 

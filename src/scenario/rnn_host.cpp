@@ -44,6 +44,7 @@ void RnnHost::start(OptimizerAccess optimizer) {
   hooks.on_end = [this](bool stopped) {
     std::lock_guard lock(mutex_);
     stopped_ = stopped;
+    stop_->disarm();  // all is saved
   };
   schedule_.emplace(schedule_terms(options_, data_), std::move(hooks));
   if (const auto snapshot = checkpoints_.load()) resume(*snapshot);

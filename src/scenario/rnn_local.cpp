@@ -72,7 +72,7 @@ class LocalRun {
         [this](const std::vector<Task>&) { evaluate(); });
     log_.end_epoch();
     stop_.disarm();  // all is saved
-    if (!host_.stopped() && options_.generate > 0 && !options_.data.empty()) {
+    if (!host_.stopped() && !stop_.requested() && options_.generate > 0 && !options_.data.empty()) {
       sink_.emit("text", {{"text", trainers_[0].generate(data_.vocabulary())}});
     }
     Outcome outcome;
@@ -81,6 +81,7 @@ class LocalRun {
       outcome.fields["words_per_s"] = static_cast<double>(words_) / log_.train_s();
     }
     host_.add_to(outcome);
+    outcome.stopped = outcome.stopped || stop_.requested();
     return outcome;
   }
 

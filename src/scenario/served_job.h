@@ -47,6 +47,7 @@ Outcome run_served_job(const Options& own, const Job& job,
   session.run(prepare, work, outcome);
   if (server) {
     server->host().add_to(outcome);
+    outcome.stopped = outcome.stopped || job.stop->requested();
     outcome.fields["updates"] = session.updates();
   }
   return outcome;

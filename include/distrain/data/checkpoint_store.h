@@ -65,6 +65,9 @@ class CheckpointStore {
   /// keys, or over 64 MiB.
   std::string save(const Checkpoint& checkpoint);
 
+  /// Whether a folder of checkpoints has its checkpoints under such names.
+  static bool is_checkpoint(const std::string& name);
+
   /// The newest checkpoint of `folder`, by its step; none if there is none or no folder. Throws
   /// `bad_data` for a folder that cannot be read.
   static std::optional<std::string> newest(const std::string& folder);

@@ -97,7 +97,7 @@ class DistributedOptimizer {
   };
   double scale_for(const std::vector<uint64_t>& contexts, double max_norm) const;
   int participant() const;
-  rpc::To owner_of(const Owned& owned) const;
+  rpc::To owner_of(const Owned& owned, bool waits) const;
 
   rpc::Agent& agent_;
   const Sharing sharing_;

@@ -38,7 +38,8 @@ class AutogradHook {
                           std::vector<at::Tensor>& tensors,
                           const std::vector<bool>& requires_grad) = 0;
 
-  /// A parameter as it is now, in the same memory, which no update writes to while this is held.
+  /// A parameter as it is now, in the same memory, which no update writes to while this is held,
+  /// but for those of single rows (sparse gradients).
   virtual at::Tensor hold(const at::Tensor& parameter) = 0;
 
   /// Contexts that this rank still holds something of.
