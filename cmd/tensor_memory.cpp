@@ -1,6 +1,7 @@
 #include "tensor_memory.h"
 
 #include <bit>
+#include <map>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
@@ -43,11 +44,12 @@ class TensorMemory final : public c10::Allocator {
   void* take(size_t bytes) {
     {
       std::lock_guard lock(mutex_);
-      std::vector<void*>& idle = idle_[bytes];
-      if (!idle.empty()) {
-        void* block = idle.back();
-        idle.pop_back();
-        idle_bytes_ -= bytes;
+      // One of up to four times the size will do: an epoch's last batch is smaller.
+      for (auto it = idle_.lower_bound(bytes); it != idle_.end() && it->first / 4 <= bytes; ++it) {
+        if (it->second.empty()) continue;
+        void* block = it->second.back();
+        it->second.pop_back();
+        idle_bytes_ -= it->first;
         return block;
       }
     }
@@ -108,7 +110,7 @@ class TensorMemory final : public c10::Allocator {
   c10::Allocator& malloc_;
   std::mutex mutex_;
   std::unordered_map<void*, size_t> sizes_;  // of the big blocks
-  std::unordered_map<size_t, std::vector<void*>> idle_;
+  std::map<size_t, std::vector<void*>> idle_;
   size_t idle_bytes_ = 0;
 };
 
