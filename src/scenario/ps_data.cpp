@@ -70,13 +70,19 @@ ImageBatch PsData::gather(const data::ImageSet& set, std::span<const int64_t> ex
 }
 
 ImageBatch PsData::batch(const Task& task) {
-  if (sampler_shard_ != task.shard || sampler_epoch_ != task.epoch) {
-    sampler_.emplace(options_.seed, task.epoch, data::Shard{task.shard, options_.trainers},
-                     examples_, options_.batch_size);
-    sampler_shard_ = task.shard;
-    sampler_epoch_ = task.epoch;
+  if (samplers_epoch_ != task.epoch) {
+    samplers_.clear();
+    samplers_epoch_ = task.epoch;
   }
-  return gather(files_.train, sampler_->batch(task.step));
+  auto it = samplers_.find(task.shard);
+  if (it == samplers_.end()) {
+    it =
+        samplers_
+            .try_emplace(task.shard, options_.seed, task.epoch,
+                         data::Shard{task.shard, options_.trainers}, examples_, options_.batch_size)
+            .first;
+  }
+  return gather(files_.train, it->second.batch(task.step));
 }
 
 ImageBatch PsData::test_batch(int64_t first, int64_t last) const {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -53,10 +54,9 @@ class PsData {
   const PsOptions options_;
   data::ImageFolder files_;
   int64_t examples_ = 0;
-  // The sampler of the shard and epoch asked for last.
-  std::optional<data::EpochSampler> sampler_;
-  int sampler_shard_ = -1;
-  int64_t sampler_epoch_ = -1;
+  // Of the epoch asked for last, by shard.
+  std::map<int, data::EpochSampler> samplers_;
+  int64_t samplers_epoch_ = -1;
 };
 
 /// The random numbers of one training step.
