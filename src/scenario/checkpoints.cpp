@@ -58,9 +58,17 @@ data::CheckpointStore::Probe death_at(int64_t at, const bool& in_first_save) {
 
 }  // namespace
 
-void Snapshot::refuse(const std::string& why) const {
-  bad_data(why.starts_with(path + ": ") ? why : path + ": " + why);
+void naming_checkpoint(const std::string& path, const std::function<void()>& use) {
+  try {
+    use();
+  } catch (const base::Exception& e) {
+    const std::string& why = e.error().message;
+    if (e.error().kind != base::ErrorKind::kBadData || why.starts_with(path + ": ")) throw;
+    bad_data(path + ": " + why);
+  }
 }
+
+void Snapshot::refuse(const std::string& why) const { bad_data(path + ": " + why); }
 
 void Snapshot::expect(const char* key, const Json& value) const {
   const auto it = state.find(key);
@@ -70,15 +78,6 @@ void Snapshot::expect(const char* key, const Json& value) const {
   }
   if (*it != value) {
     refuse(std::string("saved with ") + key + " " + it->dump() + ", not " + value.dump());
-  }
-}
-
-void Snapshot::checked(const std::function<void()>& use) const {
-  try {
-    use();
-  } catch (const base::Exception& e) {
-    if (e.error().kind != base::ErrorKind::kBadData) throw;
-    refuse(e.error().message);
   }
 }
 

@@ -16,6 +16,9 @@
 
 namespace distrain::scenario {
 
+/// Runs `use`; what it throws as `bad_data` names the checkpoint `path`.
+void naming_checkpoint(const std::string& path, const std::function<void()>& use);
+
 /// What a checkpoint holds: tensors by file (`model`, `optimizer`, …) and name, and the rest.
 struct Snapshot {
   int64_t step = 0;
@@ -27,8 +30,7 @@ struct Snapshot {
   [[noreturn]] void refuse(const std::string& why) const;
   /// Refuses unless `state[key]` is `value`: "saved with trainers 2, not 3".
   void expect(const char* key, const Json& value) const;
-  /// Runs `use`; what it throws as `bad_data` names the checkpoint.
-  void checked(const std::function<void()>& use) const;
+  void checked(const std::function<void()>& use) const { naming_checkpoint(path, use); }
   /// The tensors of `file`; refuses if there are none.
   const NamedTensors& file(const char* name) const;
   /// Copies what `file` has into tensors of these names, shapes and dtypes. Refuses another set.

@@ -21,6 +21,7 @@
 #include "hybrid_model.h"
 #include "session.h"
 #include "train_log.h"
+#include "trainers.h"
 
 namespace distrain::scenario {
 
@@ -29,7 +30,6 @@ namespace {
 using RemoteTable = nn::RemoteModule<EmbeddingTable>;
 using Dense = ddp::DistributedDataParallel<torch::nn::Linear>;
 
-constexpr uint16_t kCollectiveChannel = 2;
 constexpr int64_t kTestBatch = 256;
 constexpr double kStopInterval_s = 0.5;  // between two looks for a SIGTERM
 
@@ -62,7 +62,7 @@ class Trainer {
   Trainer(rpc::Agent& agent, const HybridOptions& options, const Job& job, EventSink& sink)
       : agent_(agent),
         options_(options),
-        timeout_s_(job.rpc_timeout_s),
+        job_(job),
         stop_(*job.stop),
         log_(options_.log_interval, sink) {
     if (agent.rank() == 0) checkpoints_.emplace(options_.checkpoint, job, sink);
@@ -89,21 +89,14 @@ class Trainer {
   /// Gives back the mean loss of the last epoch.
   std::optional<double> train(const RemoteTable& table, const Beginning& beginning) {
     table_ = table;
-    std::vector<int> trainers;
-    for (int rank = 0; rank < options_.trainers; ++rank) trainers.push_back(rank);
-    collective::Backend::Settings settings;
-    settings.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout_s_ * 1000));
-    auto backend = c10::make_intrusive<collective::Backend>(
-        agent_.open_channel(kCollectiveChannel), agent_.executor(),
-        collective::Group{0, std::move(trainers)}, settings);
-    backend_ = backend;
+    backend_ = trainers_backend(agent_, 0, options_.trainers, job_);
     torch::nn::Linear dense = make_dense(options_, data_->info().classes);
     if (!dense_values_.empty()) {  // trainer 0's hold for all
       const at::NoGradGuard no_grad;
       dense->weight.copy_(dense_values_.at("fc.weight"));
       dense->bias.copy_(dense_values_.at("fc.bias"));
     }
-    dense_.emplace(std::move(dense), std::move(backend));
+    dense_.emplace(std::move(dense), backend_);
 
     std::vector<rpc::RRef<at::Tensor>> parameters = table.remote_parameters();
     for (const at::Tensor& parameter : dense_->parameters()) {
@@ -113,9 +106,8 @@ class Trainer {
         agent_, parameters, optimizer_options(options_), sharing());
     restored_.reset();
     if (!beginning.dense_state.empty()) {
-      Snapshot snapshot;
-      snapshot.path = beginning.path;
-      snapshot.checked([&] { optimizer_->load_local_state(beginning.dense_state); });
+      naming_checkpoint(beginning.path,
+                        [&] { optimizer_->load_local_state(beginning.dense_state); });
     }
 
     progress_ = beginning.progress;
@@ -166,12 +158,7 @@ class Trainer {
 
  private:
   optim::Sharing sharing() const {
-    optim::Sharing sharing;
-    sharing.mode =
-        options_.mode == "sync" ? optim::Sharing::Mode::kSync : optim::Sharing::Mode::kAsync;
-    sharing.participants = options_.trainers;
-    sharing.participant = agent_.rank();
-    return sharing;
+    return sharing_by_mode(options_.mode, options_.trainers, agent_.rank());
   }
 
   void train_step() {
@@ -232,7 +219,7 @@ class Trainer {
 
   rpc::Agent& agent_;
   const HybridOptions options_;
-  const double timeout_s_;
+  const Job& job_;
   const StopSignal& stop_;
   TrainLog log_;
   std::optional<HybridData> data_;
@@ -264,15 +251,6 @@ Evaluation evaluate(rpc::CallContext& call, bool stopped) {
   return call.agent.local<Trainer>().evaluate(stopped);
 }
 
-void check_same_data(const HybridDataInfo& own, const HybridDataInfo& first, int trainer) {
-  if (own.hash == first.hash && own.rows == first.rows && own.classes == first.classes) return;
-  throw base::Exception(
-      base::Error{base::ErrorKind::kBadData,
-                  "trainer " + std::to_string(trainer) +
-                      " has read other data than trainer 0: the files must be the same",
-                  trainer, "load"});
-}
-
 Outcome run_master(rpc::Agent& agent, const HybridOptions& options, EventSink& sink) {
   // Trainer 0 reads first, so that a bad file is reported once.
   const HybridDataInfo data = agent.rpc_sync<&load>(rpc::To(0).without_deadline());
@@ -282,7 +260,7 @@ Outcome run_master(rpc::Agent& agent, const HybridOptions& options, EventSink& s
   }
   base::wait_all(others);
   for (size_t i = 0; i < others.size(); ++i) {
-    check_same_data(others[i].wait(), data, static_cast<int>(i) + 1);
+    if (!(others[i].wait() == data)) refuse_other_data(static_cast<int>(i) + 1, "the files");
   }
 
   const RemoteTable table(agent, "ps", data.rows, options.embedding_dim, embedding_range(options),

@@ -25,9 +25,15 @@ HybridData::HybridData(const HybridOptions& options) : options_(options) {
 }
 
 HybridDataInfo HybridData::info() const {
-  if (!train_) return {options_.num_embeddings, options_.classes, 0, 0};
-  return {train_->num_words(), train_->num_classes(),
-          train_->content_hash ^ (test_ ? test_->content_hash * 31 : 0), test_ ? test_->size() : 0};
+  HybridDataInfo info;
+  info.rows = train_ ? train_->num_words() : options_.num_embeddings;
+  info.classes = train_ ? train_->num_classes() : options_.classes;
+  if (train_) info.hash = train_->content_hash;
+  if (test_) {
+    info.test_hash = test_->content_hash;
+    info.test_examples = test_->size();
+  }
+  return info;
 }
 
 int64_t HybridData::steps_per_epoch() const {

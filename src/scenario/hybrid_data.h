@@ -18,10 +18,13 @@ namespace distrain::scenario {
 struct HybridDataInfo {
   int64_t rows = 0;  ///< of the embedding table
   int64_t classes = 0;
-  uint64_t hash = 0;  ///< of the files' bytes
+  uint64_t hash = 0;       ///< of the training file's bytes
+  uint64_t test_hash = 0;  ///< of the test file's
   int64_t test_examples = 0;
-  static constexpr auto kFields = std::tuple(&HybridDataInfo::rows, &HybridDataInfo::classes,
-                                             &HybridDataInfo::hash, &HybridDataInfo::test_examples);
+  static constexpr auto kFields =
+      std::tuple(&HybridDataInfo::rows, &HybridDataInfo::classes, &HybridDataInfo::hash,
+                 &HybridDataInfo::test_hash, &HybridDataInfo::test_examples);
+  bool operator==(const HybridDataInfo&) const = default;
 };
 
 /// A batch as the model takes it; all int64.

@@ -13,20 +13,14 @@
 #include "ps_model.h"
 #include "served_job.h"
 #include "train_log.h"
+#include "trainers.h"
 
 namespace distrain::scenario {
 
 namespace {
 
 optim::Sharing sharing(const PsOptions& options, int participant) {
-  optim::Sharing sharing;
-  sharing.mode = options.mode == "sync"  ? optim::Sharing::Mode::kSync
-                 : options.mode == "ssp" ? optim::Sharing::Mode::kSsp
-                                         : optim::Sharing::Mode::kAsync;
-  sharing.participants = options.trainers;
-  sharing.participant = participant;
-  sharing.staleness = options.staleness;
-  return sharing;
+  return sharing_by_mode(options.mode, options.trainers, participant, options.staleness);
 }
 
 /// What the trainers' requests work on, on rank 0.

@@ -7,7 +7,6 @@
 #include "distrain/scenario/rnn.h"
 
 #include "distrain/autograd/context.h"
-#include "distrain/collective/backend.h"
 #include "distrain/ddp/context_pass.h"
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "distrain/optim/distributed_optimizer.h"
@@ -17,6 +16,7 @@
 #include "rnn_model.h"
 #include "served_job.h"
 #include "train_log.h"
+#include "trainers.h"
 
 namespace distrain::scenario {
 
@@ -24,15 +24,8 @@ namespace {
 
 using DataParallelLstm = ddp::DistributedDataParallel<Lstm>;
 
-constexpr uint16_t kCollectiveChannel = 2;
-
 optim::Sharing sharing(const RnnOptions& options, int participant) {
-  optim::Sharing sharing;
-  sharing.mode =
-      options.mode == "sync" ? optim::Sharing::Mode::kSync : optim::Sharing::Mode::kAsync;
-  sharing.participants = options.trainers;
-  sharing.participant = participant;
-  return sharing;
+  return sharing_by_mode(options.mode, options.trainers, participant);
 }
 
 /// What a trainer needs of the server.
@@ -55,9 +48,7 @@ class Server {
   RemoteEnds attach(int trainer, const RnnDataInfo& data) {
     std::lock_guard lock(mutex_);
     if (!host_.started()) build(data);
-    if (!(host_.data() == data)) {
-      refuse_other_data(trainer + 1, "the files");
-    }
+    if (!(host_.data() == data)) refuse_other_data(trainer + 1, "the files");
     return {agent_.make_rref(host_.embedding()), agent_.make_rref(host_.decoder()), parameters(),
             host_.resumed(trainer)};
   }
@@ -120,7 +111,9 @@ class Trainer {
         lstm_(make_lstm(options)),
         model_(options, lstm_, ends()) {
     if (server_.resumed) take(*server_.resumed);
-    if (options.trainers > 1) share_lstm(job);
+    if (options.trainers > 1) {
+      data_parallel_.emplace(lstm_, trainers_backend(agent, 1, options.trainers, job));
+    }
     for (const auto& [name, parameter] : lstm_->named()) {
       lstm_names_.push_back(name);
       server_.parameters.push_back(agent.make_rref(parameter));
@@ -128,9 +121,7 @@ class Trainer {
     optimizer_.emplace(agent, server_.parameters, optimizer_options(options),
                        sharing(options, number_));
     if (server_.resumed) {
-      Snapshot snapshot;
-      snapshot.path = server_.resumed->path;
-      snapshot.checked([&] {
+      naming_checkpoint(server_.resumed->path, [&] {
         optimizer_->load_local_state(unflatten(lstm_names_, server_.resumed->optimizer));
       });
     }
@@ -175,16 +166,6 @@ class Trainer {
             [this](const at::Tensor& hidden) {
               return server_.decoder.rpc_sync<&Decoder::scores>(hidden);
             }};
-  }
-
-  void share_lstm(const Job& job) {
-    std::vector<int> trainers;
-    for (int rank = 1; rank <= options_.trainers; ++rank) trainers.push_back(rank);
-    collective::Backend::Settings settings;
-    settings.timeout = std::chrono::milliseconds(static_cast<int64_t>(job.rpc_timeout_s * 1000));
-    data_parallel_.emplace(lstm_, c10::make_intrusive<collective::Backend>(
-                                      agent_.open_channel(kCollectiveChannel), agent_.executor(),
-                                      collective::Group{0, std::move(trainers)}, settings));
   }
 
   void train(const Task& task, double lr) {

@@ -53,13 +53,4 @@ Outcome run_served_job(const Options& own, const Job& job,
   return outcome;
 }
 
-/// For a trainer that does not read what the first one has read.
-[[noreturn]] inline void refuse_other_data(int rank, const std::string& what_must_agree) {
-  throw base::Exception(base::Error{base::ErrorKind::kBadData,
-                                    "trainer " + std::to_string(rank) +
-                                        " has read other data than the others: " + what_must_agree +
-                                        " must be the same",
-                                    rank, "attach"});
-}
-
 }  // namespace distrain::scenario

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <string>
+
+#include <c10/util/intrusive_ptr.h>
+
+#include "distrain/collective/backend.h"
+#include "distrain/optim/distributed_optimizer.h"
+#include "distrain/rpc/agent.h"
+#include "distrain/scenario/job.h"
+
+namespace distrain::scenario {
+
+// What all jobs with trainers set up alike.
+
+/// How trainer `participant` of `trainers` shares parameters with the others; `mode` as on the
+/// command line.
+optim::Sharing sharing_by_mode(const std::string& mode, int trainers, int participant,
+                               int64_t staleness = 0);
+
+/// The collectives of the trainers, which are the ranks [first, first + trainers). Made by each.
+c10::intrusive_ptr<collective::Backend> trainers_backend(rpc::Agent& agent, int first, int trainers,
+                                                         const Job& job);
+
+/// `bad_data` for a trainer that has not read what the first one has read.
+[[noreturn]] void refuse_other_data(int rank, const std::string& what_must_agree);
+
+}  // namespace distrain::scenario
