@@ -4,13 +4,12 @@
 #include <csignal>
 #include <filesystem>
 
-#include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <unistd.h>
 
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
-#include "distrain/rpc/dtype.h"
+#include "stored_tensors.h"
 
 namespace distrain::scenario {
 
@@ -22,30 +21,12 @@ constexpr const char* kSuffix = ".safetensors";
   throw base::Exception(base::ErrorKind::kBadData, message);
 }
 
-// `kept` holds what the spans point into.
-data::StoredTensor to_stored(const at::Tensor& tensor, std::vector<at::Tensor>& kept) {
-  const at::Tensor plain = tensor.detach().cpu().contiguous();
-  kept.push_back(plain);
-  return {rpc::to_dtype(plain.scalar_type()),
-          plain.sizes().vec(),
-          {static_cast<const uint8_t*>(plain.const_data_ptr()), plain.nbytes()}};
-}
-
 // What has diverged is not worth keeping, and must not push out what is.
 void check_finite(const std::string& name, const at::Tensor& tensor, int64_t step) {
   if (!tensor.is_floating_point() || tensor.isfinite().all().item<bool>()) return;
   throw base::Exception(base::ErrorKind::kNotFinite,
                         name + " is not finite at step " + std::to_string(step) +
                             ", so it was not saved: try a smaller --lr");
-}
-
-at::Tensor to_tensor(const data::StoredTensor& stored) {
-  at::Tensor tensor = at::empty(stored.shape, rpc::to_scalar_type(stored.dtype));
-  if (!stored.bytes.empty()) {
-    std::copy(stored.bytes.begin(), stored.bytes.end(),
-              static_cast<uint8_t*>(tensor.mutable_data_ptr()));
-  }
-  return tensor;
 }
 
 // Dies as by kill -9 at system call `at` of the first save, for the tests of what is left then.
