@@ -169,6 +169,11 @@ ImageSet read_idx(const std::string& images, const std::string& labels) {
   return set;
 }
 
+bool has_image_files(const std::string& folder) {
+  const Pair pair = find_pair(folder, "train");
+  return pair.images || pair.labels;
+}
+
 ImageFolder read_image_folder(const std::string& folder) {
   check_folder(folder);
   ImageFolder result;

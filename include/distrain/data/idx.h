@@ -7,14 +7,15 @@
 
 namespace distrain::data {
 
-/// Grey images with a class each, as MNIST's IDX files hold them.
+/// Images with a class each: grey ones, as MNIST's IDX files hold them, or of several channels.
 struct ImageSet {
   int64_t count = 0;
+  int64_t channels = 1;
   int64_t rows = 0;
   int64_t columns = 0;
-  std::vector<uint8_t> pixels;  ///< count × rows × columns, row by row
+  std::vector<uint8_t> pixels;  ///< count × channels × rows × columns, row by row
   std::vector<uint8_t> labels;  ///< count
-  uint64_t content_hash = 0;    ///< of both files' decompressed bytes
+  uint64_t content_hash = 0;    ///< of the files' decompressed bytes
 };
 
 /// Reads a pair of IDX files (yann.lecun.com/exdb/mnist: big-endian magic 0x803 and 0x801), each
@@ -27,6 +28,9 @@ struct ImageFolder {
   ImageSet train;
   std::optional<ImageSet> test;
 };
+
+/// Whether `folder` has `train-images-idx3-ubyte` or `train-labels-idx1-ubyte`, however spelled.
+bool has_image_files(const std::string& folder);
 
 /// Reads `train-images-idx3-ubyte` and `train-labels-idx1-ubyte`, and `t10k-…` if they are there,
 /// from a folder; each may end in `.gz`, and may be spelled with a dot (`train-images.idx3-ubyte`).

@@ -1,0 +1,111 @@
+#include "distrain/data/cifar.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <vector>
+
+#include <unistd.h>
+
+#include "content_hasher.h"
+#include "distrain/base/error.h"
+#include "file.h"
+#include "gzip_reader.h"
+
+namespace distrain::data {
+namespace {
+
+constexpr int64_t kSide = 32;
+constexpr int64_t kChannels = 3;
+constexpr uint8_t kClasses = 10;
+constexpr size_t kPixels = kChannels * kSide * kSide;
+constexpr size_t kRecord = 1 + kPixels;
+constexpr size_t kChunk = 1024 * kRecord;
+constexpr size_t kMaxBytes = size_t{8} << 30;
+constexpr int kTrainingFiles = 5;
+
+[[noreturn]] void fail(const std::string& path, const std::string& reason) {
+  throw base::Exception(base::ErrorKind::kBadData, path + ": " + reason);
+}
+
+std::string training_file(int number) { return "data_batch_" + std::to_string(number) + ".bin"; }
+
+// Where the file is; empty if it is neither in the folder nor in the one that the archive unpacks
+// to.
+std::string find_file(const std::string& folder, const std::string& name) {
+  for (const char* between : {"/", "/cifar-10-batches-bin/"}) {
+    std::string path = folder + between + name;
+    if (access(path.c_str(), F_OK) == 0) return path;
+  }
+  return "";
+}
+
+void append_records(const std::string& path, const std::vector<uint8_t>& bytes, ImageSet& set) {
+  for (auto at = bytes.begin(); at != bytes.end(); at += kRecord) {
+    if (*at >= kClasses) {
+      fail(path, "record " + std::to_string(set.count) + " has the label " + std::to_string(*at) +
+                     ", not one of 0 to 9");
+    }
+    set.labels.push_back(*at);
+    set.pixels.insert(set.pixels.end(), at + 1, at + kRecord);
+    ++set.count;
+  }
+}
+
+void read_file(const std::string& path, ContentHasher& hasher, ImageSet& set) {
+  GzipReader reader(path);
+  ImageSet records;  // of this file, so that an error has the record's number in it
+  std::vector<uint8_t> chunk;
+  do {
+    chunk.resize(kChunk);
+    chunk.resize(reader.read(chunk.data(), kChunk));
+    const size_t total = records.pixels.size() + records.labels.size() + chunk.size();
+    if (chunk.size() % kRecord != 0) {
+      fail(path, std::to_string(total) + " bytes are no whole number of records of " +
+                     std::to_string(kRecord));
+    }
+    if (total > kMaxBytes) fail(path, "more than the 8 GiB that are read");
+    append_records(path, chunk, records);
+    hasher.add({reinterpret_cast<const char*>(chunk.data()), chunk.size()});
+  } while (chunk.size() == kChunk);
+  if (records.count == 0) fail(path, "no image in this file");
+  set.count += records.count;
+  set.labels.insert(set.labels.end(), records.labels.begin(), records.labels.end());
+  set.pixels.insert(set.pixels.end(), records.pixels.begin(), records.pixels.end());
+}
+
+ImageSet read_files(const std::vector<std::string>& paths) {
+  ImageSet set;
+  set.channels = kChannels;
+  set.rows = kSide;
+  set.columns = kSide;
+  ContentHasher hasher;
+  for (const std::string& path : paths) {
+    with_memory_for(path, [&] { read_file(path, hasher, set); });
+  }
+  set.content_hash = hasher.value();
+  return set;
+}
+
+}  // namespace
+
+bool has_cifar10(const std::string& folder) {
+  for (int number = 1; number <= kTrainingFiles; ++number) {
+    if (!find_file(folder, training_file(number)).empty()) return true;
+  }
+  return false;
+}
+
+ImageFolder read_cifar10(const std::string& folder) {
+  std::vector<std::string> paths;
+  for (int number = 1; number <= kTrainingFiles; ++number) {
+    paths.push_back(find_file(folder, training_file(number)));
+    if (paths.back().empty()) fail(folder, "no " + training_file(number) + " in this folder");
+  }
+  ImageFolder result;
+  result.train = read_files(paths);
+  const std::string test = find_file(folder, "test_batch.bin");
+  if (!test.empty()) result.test = read_files({test});
+  return result;
+}
+
+}  // namespace distrain::data
