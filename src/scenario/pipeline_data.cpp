@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <filesystem>
 
 #include <ATen/Functions.h>
 
@@ -32,7 +33,10 @@ constexpr double kGreyStd = 0.5;
 
 data::ImageSet read_images(const std::string& folder) {
   if (data::has_cifar10(folder)) return data::read_cifar10(folder).train;
-  if (data::has_image_files(folder)) return data::read_image_folder(folder).train;
+  // What is no folder is left to the reader's error.
+  if (data::has_image_files(folder) || !std::filesystem::is_directory(folder)) {
+    return data::read_image_folder(folder).train;
+  }
   bad_data(folder +
            ": neither CIFAR-10's data_batch_1.bin nor train-images-idx3-ubyte in this folder");
 }

@@ -189,9 +189,8 @@ std::string joined(const std::vector<std::string>& names) {
 size_t find_block(const std::string& model, const std::vector<std::string>& blocks,
                   const std::string& name) {
   if (name == "conv1") return 0;
-  // A layer's last block: the last one whose name begins so.
-  for (size_t i = blocks.size(); i-- > 0;) {
-    if (blocks[i] == name || blocks[i].starts_with(name + ".")) return i;
+  for (size_t i = blocks.size(); i-- > 0;) {  // so that a layer is its last block
+    if (blocks[i] == name || blocks[i].substr(0, blocks[i].rfind('.')) == name) return i;
   }
   invalid("--split: " + model + " has no block " + name + ", but " + joined(blocks) +
           " (layer2 is the last block of that layer)");
@@ -211,8 +210,11 @@ std::vector<BlockRange> cut_after(const std::vector<size_t>& last_blocks, size_t
 std::vector<size_t> named_cuts(const std::string& model, const std::vector<std::string>& blocks,
                                size_t stages, const std::vector<std::string>& split) {
   if (split.size() != stages - 1) {
-    invalid("--split names " + std::to_string(split.size()) + " blocks to cut after, but " +
-            std::to_string(stages) + " stages need " + std::to_string(stages - 1));
+    const auto plural = [](size_t count) { return count == 1 ? "" : "s"; };
+    const size_t named = split.size();
+    invalid("--split names " + std::to_string(named) + " block" + plural(named) +
+            " to cut after, but " + std::to_string(stages) + " stage" + plural(stages) +
+            (stages == 1 ? " needs " : " need ") + std::to_string(stages - 1));
   }
   std::vector<size_t> cuts;
   for (const std::string& name : split) {
@@ -366,9 +368,10 @@ void ResNetStage::add(ConvNorm& layer, uint64_t seed) {
   // As torchvision: He et al.'s initialisation by the fan out, for layers before a ReLU.
   const std::string name = layer.conv_name + ".weight";
   const double fan_out = static_cast<double>(layer.out * layer.kernel * layer.kernel);
-  layer.weight = at::empty({layer.out, layer.in, layer.kernel, layer.kernel}, at::kFloat);
-  layer.weight.normal_(0, std::sqrt(2 / fan_out),
-                       keyed_generator({seed, data::content_hash(name)}));
+  const at::Tensor drawn =
+      at::empty({layer.out, layer.in, layer.kernel, layer.kernel}, at::kFloat)
+          .normal_(0, std::sqrt(2 / fan_out), keyed_generator({seed, data::content_hash(name)}));
+  layer.weight = drawn.contiguous(at::MemoryFormat::ChannelsLast);
   layer.scale = at::ones({layer.out});
   layer.shift = at::zeros({layer.out});
   layer.running_mean = at::zeros({layer.out});
@@ -405,10 +408,15 @@ void ResNetStage::add_buffer(const std::string& name, const at::Tensor& buffer) 
 }
 
 at::Tensor ResNetStage::forward(const at::Tensor& x) {
-  at::Tensor y = x;
-  if (stem_) y = at::max_pool2d(stem_->forward(y, training_).relu_(), {3, 3}, {2, 2}, {1, 1});
+  at::Tensor y;
+  if (stem_) {
+    y = stem_->forward(x.contiguous(at::MemoryFormat::ChannelsLast), training_).relu_();
+    y = at::max_pool2d(y, {3, 3}, {2, 2}, {1, 1});
+  } else {
+    y = x.permute({0, 3, 1, 2});
+  }
   for (const ResidualBlock& block : blocks_) y = block.forward(y, training_);
-  if (!fc_weight_.defined()) return y;
+  if (!fc_weight_.defined()) return y.permute({0, 2, 3, 1});
   return at::linear(at::adaptive_avg_pool2d(y, {1, 1}).flatten(1), fc_weight_, fc_bias_);
 }
 

@@ -1,0 +1,136 @@
+#include <string>
+
+#include <zlib.h>
+
+#include "distrain/data/cifar.h"
+#include "distrain/data/hash.h"
+#include "files.h"
+#include "support/catch.h"
+
+namespace distrain::data {
+namespace {
+
+// A record whose planes are filled with `label`, one more and two more, but for its first pixel.
+std::string record(char label, char first = 100) {
+  std::string bytes(1, label);
+  for (int plane = 0; plane < 3; ++plane) {
+    bytes += first;
+    bytes += std::string(1023, static_cast<char>(label + plane));
+  }
+  return bytes;
+}
+
+std::string batch_name(int number) { return "data_batch_" + std::to_string(number) + ".bin"; }
+
+// File k has the labels k and k + 1.
+void write_batches(const Folder& folder, const std::string& below = "") {
+  for (int k = 1; k <= 5; ++k) {
+    folder.write(below + batch_name(k),
+                 record(static_cast<char>(k)) + record(static_cast<char>(k + 1), 0));
+  }
+}
+
+std::string bad(const Folder& folder, const std::string& file) {
+  const std::string message = bad_data([&] { read_cifar10(folder.path()); });
+  REQUIRE(message.starts_with(folder.path(file) + ": "));
+  return message.substr(folder.path(file).size() + 2);
+}
+
+}  // namespace
+
+TEST_CASE("CIFAR-10's files are read in order, with or without the test images") {
+  const Folder folder;
+  write_batches(folder);
+  REQUIRE(has_cifar10(folder.path()));
+  ImageFolder read = read_cifar10(folder.path());
+  CHECK_FALSE(read.test);
+  CHECK(read.train.count == 10);
+  CHECK(read.train.channels == 3);
+  CHECK(read.train.rows == 32);
+  CHECK(read.train.columns == 32);
+  CHECK(read.train.labels == std::vector<uint8_t>{1, 2, 2, 3, 3, 4, 4, 5, 5, 6});
+  REQUIRE(read.train.pixels.size() == 10 * 3072);
+  const auto pixel = [&](int image, int plane, int at) {
+    return read.train.pixels[static_cast<size_t>(image * 3072 + plane * 1024 + at)];
+  };
+  CHECK(pixel(0, 0, 0) == 100);
+  CHECK(pixel(0, 0, 1) == 1);
+  CHECK(pixel(0, 2, 1023) == 3);
+  CHECK(pixel(9, 1, 0) == 0);
+  CHECK(pixel(9, 1, 5) == 7);
+  std::string whole;
+  for (int k = 1; k <= 5; ++k) whole += read_text(folder.path(batch_name(k)));
+  CHECK(read.train.content_hash == content_hash(whole));
+
+  folder.write("test_batch.bin", record(9));
+  read = read_cifar10(folder.path());
+  REQUIRE(read.test);
+  CHECK(read.test->labels == std::vector<uint8_t>{9});
+}
+
+TEST_CASE("CIFAR-10's files may lie in the folder of their archive") {
+  const Folder folder;
+  CHECK_FALSE(has_cifar10(folder.path()));
+  std::filesystem::create_directory(folder.path("cifar-10-batches-bin"));
+  write_batches(folder, "cifar-10-batches-bin/");
+  CHECK(has_cifar10(folder.path()));
+  CHECK(read_cifar10(folder.path()).train.count == 10);
+  CHECK(read_cifar10(folder.path("cifar-10-batches-bin")).train.count == 10);
+}
+
+TEST_CASE("a CIFAR-10 file may be longer than what is read at a time, and compressed") {
+  const Folder folder;
+  write_batches(folder);
+  std::string text;
+  for (int i = 0; i < 3000; ++i) text += record(static_cast<char>(i % 10), static_cast<char>(i));
+  for (const size_t records : {size_t{1024}, size_t{2048}, size_t{3000}}) {
+    const std::string part = text.substr(0, records * 3073);
+    folder.write(batch_name(2), part);
+    const ImageSet plain = read_cifar10(folder.path()).train;
+    CHECK(plain.count == static_cast<int64_t>(8 + records));
+    CHECK(plain.labels[2 + records - 1] == (records - 1) % 10);
+    gzFile file = gzopen(folder.path(batch_name(2)).c_str(), "wb");
+    REQUIRE(gzwrite(file, part.data(), static_cast<unsigned>(part.size())) > 0);
+    REQUIRE(gzclose(file) == Z_OK);
+    const ImageSet compressed = read_cifar10(folder.path()).train;
+    CHECK(compressed.content_hash == plain.content_hash);
+    CHECK(compressed.pixels == plain.pixels);
+  }
+}
+
+TEST_CASE("CIFAR-10 files that are missing or damaged are refused") {
+  const Folder folder;
+  CHECK(bad_data([&] { read_cifar10(folder.path()); }) ==
+        folder.path() + ": no data_batch_1.bin in this folder");
+  write_batches(folder);
+  for (int k = 1; k <= 5; ++k) {
+    const std::string path = folder.path(batch_name(k));
+    const std::string text = read_text(path);
+    std::filesystem::remove(path);
+    CHECK(has_cifar10(folder.path()));
+    CHECK(bad_data([&] { read_cifar10(folder.path()); }) ==
+          folder.path() + ": no " + batch_name(k) + " in this folder");
+    write_text(path, text);
+  }
+  const auto with = [&](const std::string& text) {
+    folder.write(batch_name(4), text);
+    return bad(folder, batch_name(4));
+  };
+  CHECK(with("") == "no image in this file");
+  CHECK(with(record(1).substr(1)) == "3072 bytes are no whole number of records of 3073");
+  CHECK(with(record(1) + "x") == "3074 bytes are no whole number of records of 3073");
+  std::string many;
+  for (int i = 0; i < 1500; ++i) many += record(1);
+  CHECK(with(many + "x") == "4609501 bytes are no whole number of records of 3073");
+  CHECK(with(record(9) + record(10)) == "record 1 has the label 10, not one of 0 to 9");
+  CHECK(with(many + record('\xff')) == "record 1500 has the label 255, not one of 0 to 9");
+  write_batches(folder);
+  folder.write("test_batch.bin", "x");
+  CHECK(bad(folder, "test_batch.bin") == "1 bytes are no whole number of records of 3073");
+  std::filesystem::remove(folder.path("test_batch.bin"));
+  std::filesystem::create_directory(folder.path("test_batch.bin"));
+  CHECK(bad_data([&] { read_cifar10(folder.path()); }) ==
+        "cannot read " + folder.path("test_batch.bin") + ": Is a directory");
+}
+
+}  // namespace distrain::data

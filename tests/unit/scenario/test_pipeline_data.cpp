@@ -1,0 +1,176 @@
+#include <ATen/Functions.h>
+
+#include "../src/scenario/pipeline_data.h"
+#include "support/catch.h"
+#include "support/scenario_data.h"
+
+using namespace distrain;
+using namespace distrain::scenario;
+
+namespace {
+
+PipelineOptions small_options(const std::string& data = "") {
+  PipelineOptions options;
+  options.data = data;
+  options.batch_size = 4;
+  options.image_size = 32;
+  options.classes = 10;
+  return options;
+}
+
+// 15 images; all pixels of a plane of image i are i + 20 * plane, its label is i % 10.
+void write_cifar(const data::Folder& folder) {
+  for (int file = 0; file < 5; ++file) {
+    std::string text;
+    for (int i = 3 * file; i < 3 * file + 3; ++i) {
+      text += static_cast<char>(i % 10);
+      for (int plane = 0; plane < 3; ++plane) {
+        text += std::string(1024, static_cast<char>(i + 20 * plane));
+      }
+    }
+    folder.write("data_batch_" + std::to_string(file + 1) + ".bin", text);
+  }
+}
+
+// The numbers of the images of write_cifar().
+std::vector<int64_t> images_of(const PipelineBatch& batch) {
+  const at::Tensor numbers =
+      batch.images.select(1, 0).mul(0.2470).add(0.4914).mul(255).round().to(at::kLong);
+  std::vector<int64_t> images;
+  for (int64_t i = 0; i < numbers.size(0); ++i) {
+    CHECK((numbers[i] == numbers[i][0][0]).all().item<bool>());
+    images.push_back(numbers[i][0][0].item<int64_t>());
+    CHECK(batch.labels[i].item<int64_t>() == images.back() % 10);
+  }
+  return images;
+}
+
+}  // namespace
+
+TEST_CASE("random batches are of their seed and number") {
+  PipelineOptions options = small_options();
+  options.batch_size = 50;
+  options.classes = 7;
+  const PipelineData data(options);
+  const PipelineBatch batch = data.batch(3);
+  CHECK(batch.images.sizes() == std::vector<int64_t>{50, 3, 32, 32});
+  CHECK(batch.images.scalar_type() == at::kFloat);
+  CHECK(std::abs(batch.images.mean().item<double>()) < 0.02);
+  CHECK(batch.images.std().item<double>() == Approx(1).epsilon(0.02));
+  CHECK(batch.labels.sizes() == std::vector<int64_t>{50});
+  CHECK(batch.labels.scalar_type() == at::kLong);
+  CHECK(batch.labels.min().item<int64_t>() == 0);
+  CHECK(batch.labels.max().item<int64_t>() == 6);
+  const PipelineBatch again = PipelineData(options).batch(3);
+  CHECK(at::equal(again.images, batch.images));
+  CHECK(at::equal(again.labels, batch.labels));
+  options.seed = 2;
+  for (const PipelineBatch& other : {data.batch(4), PipelineData(options).batch(3)}) {
+    CHECK_FALSE(at::equal(other.images, batch.images));
+    CHECK_FALSE(at::equal(other.labels, batch.labels));
+  }
+  CHECK(data.describe() == Json({{"data", "random"}}));
+}
+
+TEST_CASE("images come epoch after epoch, each shuffled") {
+  const data::Folder folder;
+  write_cifar(folder);
+  const PipelineData data(small_options(folder.path()));
+  std::vector<int64_t> seen;
+  for (int64_t index = 0; index < 15; ++index) {
+    const auto images = images_of(data.batch(index));
+    CHECK(images.size() == 4);
+    seen.insert(seen.end(), images.begin(), images.end());
+  }
+  std::vector<std::vector<int64_t>> epochs;
+  for (int epoch = 0; epoch < 4; ++epoch) {
+    epochs.emplace_back(seen.begin() + epoch * 15, seen.begin() + epoch * 15 + 15);
+    std::vector<int64_t> sorted = epochs.back();
+    std::sort(sorted.begin(), sorted.end());
+    for (int64_t i = 0; i < 15; ++i) CHECK(sorted[static_cast<size_t>(i)] == i);
+  }
+  CHECK(epochs[0] != epochs[1]);
+  CHECK(images_of(data.batch(2)) == std::vector<int64_t>(seen.begin() + 8, seen.begin() + 12));
+  PipelineOptions options = small_options(folder.path());
+  options.batch_size = 40;  // more than there are
+  CHECK(images_of(PipelineData(options).batch(0)) ==
+        std::vector<int64_t>(seen.begin(), seen.begin() + 40));
+  options.seed = 2;
+  CHECK(images_of(PipelineData(options).batch(0)) !=
+        std::vector<int64_t>(seen.begin(), seen.begin() + 40));
+}
+
+TEST_CASE("CIFAR-10's images are normalised by their channels") {
+  const data::Folder folder;
+  write_cifar(folder);
+  const PipelineData data(small_options(folder.path()));
+  const PipelineBatch batch = data.batch(0);
+  const int64_t first = images_of(batch)[0];
+  for (int64_t plane = 0; plane < 3; ++plane) {
+    const double mean[] = {0.4914, 0.4822, 0.4465}, std[] = {0.2470, 0.2435, 0.2616};
+    const double pixel = static_cast<double>(first + 20 * plane) / 255;
+    CHECK(batch.images[0][plane][5][5].item<double>() ==
+          Approx((pixel - mean[plane]) / std[plane]).epsilon(1e-5));
+  }
+  CHECK(
+      data.describe().dump() ==
+      R"({"data":"cifar10","images":15,"mean":[0.4914,0.4822,0.4465],"std":[0.247,0.2435,0.2616]})");
+}
+
+TEST_CASE("grey images get three channels, and every image its size") {
+  const data::Folder folder;
+  testing::write_images(folder, 30, 0, 5);
+  PipelineOptions options = small_options(folder.path());
+  options.image_size = 28;
+  const PipelineBatch batch = PipelineData(options).batch(1);
+  CHECK(batch.images.sizes() == std::vector<int64_t>{4, 3, 28, 28});
+  CHECK(batch.images.is_contiguous());
+  CHECK(at::equal(batch.images.select(1, 0), batch.images.select(1, 2)));
+  CHECK(batch.images.min().item<double>() >= -1);
+  CHECK(batch.images.max().item<double>() <= 1);
+  // The bright bar tells the label.
+  for (int64_t i = 0; i < 4; ++i) {
+    const at::Tensor rows = batch.images[i][0].mean(1);
+    CHECK(rows.argmax().item<int64_t>() / 2 == batch.labels[i].item<int64_t>() + 2);
+  }
+  options.image_size = 56;
+  const at::Tensor larger = PipelineData(options).batch(1).images;
+  CHECK(larger.sizes() == std::vector<int64_t>{4, 3, 56, 56});
+  CHECK(at::allclose(larger, at::upsample_bilinear2d(batch.images, {56, 56}, false), 1e-4, 1e-5));
+  // Antialias: half the size is a mean over more than the two nearest pixels.
+  options.image_size = 14;
+  const at::Tensor smaller = PipelineData(options).batch(1).images;
+  CHECK(smaller.sizes() == std::vector<int64_t>{4, 3, 14, 14});
+  const double weights[] = {1, 3, 3, 1};
+  double expected = 0;
+  for (int64_t row = 0; row < 4; ++row) {
+    for (int64_t column = 0; column < 4; ++column) {
+      expected += weights[row] * weights[column] / 64 *
+                  batch.images[0][0][9 + row][11 + column].item<double>();
+    }
+  }
+  CHECK(smaller[0][0][5][6].item<double>() == Approx(expected).margin(1e-5));
+  CHECK(PipelineData(options).describe().dump() ==
+        R"({"data":"idx","images":30,"mean":[0.5],"std":[0.5]})");
+}
+
+TEST_CASE("a folder without images, or with other labels, is refused") {
+  const data::Folder folder;
+  const auto refused = [&](const PipelineOptions& options) {
+    return data::bad_data([&] { PipelineData data(options); });
+  };
+  PipelineOptions options = small_options(folder.path());
+  CHECK(refused(options) == folder.path() +
+                                ": neither CIFAR-10's data_batch_1.bin nor "
+                                "train-images-idx3-ubyte in this folder");
+  CHECK(refused(small_options(folder.path("none"))) ==
+        "cannot open " + folder.path("none") + ": No such file or directory");
+  folder.write("train-images-idx3-ubyte", "x");
+  CHECK(refused(options) == folder.path() + ": no train-labels-idx1-ubyte in this folder");
+  write_cifar(folder);  // comes first
+  CHECK(PipelineData(options).describe().at("data") == "cifar10");
+  options.classes = 5;
+  CHECK(refused(options) == "--classes 5, but " + folder.path() + " has the label 9");
+  folder.write("data_batch_5.bin", "x");
+  CHECK(refused(options).starts_with(folder.path("data_batch_5.bin") + ": "));
+}
