@@ -2,23 +2,11 @@
 # ctest: timeout=900
 # Checkpoints open in Python's safetensors, and PyTorch's own ConvNet with those weights has the
 # accuracy that distrain found.
-# shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
-source "$(dirname "$0")/../cli/lib.bash"
-# shellcheck disable=SC2034  # of lib.bash
-limit=300
+# shellcheck source-path=SCRIPTDIR source=lib.bash
+source "$(dirname "$0")/lib.bash"
 
-python=$root/.deps/python
-if ! cmp -s "$root/tests/python/requirements.txt" "$python/installed.txt"; then
-  rm -rf "$python"
-  if python3 -m venv "$python" &&
-    "$python/bin/python" -m pip install -q -r "$root/tests/python/requirements.txt"; then
-    cp "$root/tests/python/requirements.txt" "$python/installed.txt"
-  else
-    fail "Python's packages could not be installed"
-  fi
-fi
 newest() { printf '%s\n' "$1"/step-* | tail -n 1; }
-convnet() { "$python/bin/python" "$root/tests/python/convnet.py" "$@"; }
+convnet() { "$python" "$root/tests/python/convnet.py" "$@"; }
 
 mkdir "$tmp/images"
 convnet images "$tmp/images" || fail "convnet.py images"
