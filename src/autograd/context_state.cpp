@@ -69,6 +69,9 @@ void ContextState::accumulate(const at::Tensor& variable, const at::Tensor& grad
     entry = {variable, gradient};
   } else if (entry.gradient.is_sparse() && !gradient.is_sparse()) {
     entry.gradient = gradient + entry.gradient;  // torch adds sparse to dense, not dense to sparse
+  } else if (!entry.gradient.is_sparse() && entry.gradient.use_count() == 1 &&
+             entry.gradient.storage().use_count() == 1) {
+    entry.gradient.add_(gradient);  // nobody else has seen it
   } else {
     entry.gradient = entry.gradient + gradient;
   }
@@ -92,6 +95,16 @@ std::vector<std::pair<at::Tensor, at::Tensor>> ContextState::gradients() const {
   return all;
 }
 
+std::vector<std::pair<at::Tensor, at::Tensor>> ContextState::take_gradients() {
+  std::vector<std::pair<at::Tensor, at::Tensor>> all;
+  std::lock_guard lock(mutex_);
+  for (auto& [impl, entry] : gradients_) {
+    all.emplace_back(std::move(entry.variable), std::move(entry.gradient));
+  }
+  gradients_.clear();
+  return all;
+}
+
 void ContextState::on_gradient_ready(const at::Tensor& variable, ReadyHook fn) {
   std::lock_guard lock(mutex_);
   ready_hooks_[variable.unsafeGetTensorImpl()].push_back(std::move(fn));
@@ -100,6 +113,16 @@ void ContextState::on_gradient_ready(const at::Tensor& variable, ReadyHook fn) {
 void ContextState::on_pass_end(std::function<void()> fn) {
   std::lock_guard lock(mutex_);
   end_hooks_.push_back(std::move(fn));
+}
+
+void ContextState::set_admission(std::function<base::Future<void>()> admit) {
+  std::lock_guard lock(mutex_);
+  admission_ = std::move(admit);
+}
+
+std::function<base::Future<void>()> ContextState::admission() const {
+  std::lock_guard lock(mutex_);
+  return admission_;
 }
 
 std::vector<ContextState::ReadyHook> ContextState::take_ready_hooks(const at::Tensor& variable) {
@@ -119,9 +142,11 @@ std::vector<std::function<void()>> ContextState::take_end_hooks() {
 void ContextState::drop_hooks() {
   decltype(ready_hooks_) ready;
   decltype(end_hooks_) end;
+  decltype(admission_) admission;
   std::lock_guard lock(mutex_);
   ready.swap(ready_hooks_);
   end.swap(end_hooks_);
+  admission.swap(admission_);
 }
 
 }  // namespace distrain::autograd

@@ -43,9 +43,14 @@ class ContextState {
   at::Tensor gradient(const at::Tensor& variable) const;
   void set_gradient(const at::Tensor& variable, at::Tensor gradient);
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients() const;
+  /// Leaves none.
+  std::vector<std::pair<at::Tensor, at::Tensor>> take_gradients();
 
   void on_gradient_ready(const at::Tensor& variable, ReadyHook fn);
   void on_pass_end(std::function<void()> fn);
+  /// Asked before gradients from another rank enter a pass; null: they need not wait.
+  void set_admission(std::function<base::Future<void>()> admit);
+  std::function<base::Future<void>()> admission() const;
   std::vector<ReadyHook> take_ready_hooks(const at::Tensor& variable);
   std::vector<std::function<void()>> take_end_hooks();
   /// Destroys all hooks.
@@ -64,6 +69,7 @@ class ContextState {
   std::unordered_map<const c10::TensorImpl*, Entry> gradients_;
   std::unordered_map<const c10::TensorImpl*, std::vector<ReadyHook>> ready_hooks_;
   std::vector<std::function<void()>> end_hooks_;
+  std::function<base::Future<void>()> admission_;
   std::shared_ptr<Pass> pass_;
   uint64_t ended_pass_ = 0;  // all up to this one: a context's passes are numbered upwards
 };

@@ -189,14 +189,14 @@ void Pass::execute(Ready ready) {
     capture(node, std::move(grads));
   } else {
     call_pre_hooks(node, grads);
-    if (!retain_graph_) node.will_release_variables();
+    if (!options_.retain_graph) node.will_release_variables();
     const bool has_post_hooks = !node.post_hooks().empty();
     if (has_post_hooks) {
       outputs = node(variable_list(grads));
     } else {
       outputs = node(std::move(grads));
     }
-    if (!retain_graph_) node.release_variables();
+    if (!options_.retain_graph) node.release_variables();
     torch::autograd::validate_outputs(node.next_edges(), outputs, [&](const std::string& text) {
       return "backward of " + node.name() + ": " + text;
     });
@@ -236,12 +236,13 @@ void Pass::execute_recv(RecvNode& node, variable_list grads) {
   }
   const rpc::ContextScope outside(0);  // gradients have no gradients
   agent_
-      .call_raw(node.from(), kGradientsFunction,
+      .call_raw(rpc::To(node.from()).timeout(options_.timeout), kGradientsFunction,
                 [&](rpc::Encoder& encoder) {
                   encoder.out.put(context->id());
                   encoder.out.put(id_);
                   encoder.out.put(node.autograd_id());
-                  encoder.out.put(retain_graph_);
+                  encoder.out.put(options_.retain_graph);
+                  encoder.out.put(static_cast<int64_t>(options_.timeout.count()));
                   rpc::encode<std::vector<at::Tensor>>(encoder, grads);
                 })
       .on_complete(agent_.inline_executor(),

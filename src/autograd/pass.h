@@ -11,6 +11,7 @@
 
 #include <torch/csrc/autograd/input_buffer.h>
 
+#include "distrain/autograd/context.h"
 #include "distrain/base/future.h"
 #include "distrain/rpc/agent.h"
 #include "nodes.h"
@@ -52,8 +53,8 @@ using PassReports = std::map<int32_t, PassReport>;
 /// running the ready nodes does it, so nodes of a pass run one at a time, as in torch on the CPU.
 class Pass : public std::enable_shared_from_this<Pass> {
  public:
-  Pass(rpc::Agent& agent, uint64_t id, bool retain_graph)
-      : agent_(agent), id_(id), retain_graph_(retain_graph) {}
+  Pass(rpc::Agent& agent, uint64_t id, PassOptions options)
+      : agent_(agent), id_(id), options_(options) {}
 
   uint64_t id() const { return id_; }
 
@@ -92,7 +93,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
 
   rpc::Agent& agent_;
   const uint64_t id_;
-  const bool retain_graph_;
+  const PassOptions options_;
   std::weak_ptr<ContextState> context_;
 
   std::mutex mutex_;

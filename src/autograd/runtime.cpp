@@ -190,13 +190,16 @@ size_t Runtime::live_contexts() const {
   return contexts_.size();
 }
 
-// u64 context · u64 pass · u64 autograd id · bool retain graph · vector of gradients
+// u64 context · u64 pass · u64 autograd id · bool retain graph · i64 timeout in ns · vector of
+// gradients
 void Runtime::on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply) {
   empty_trash();
   const auto context = in.in.get<uint64_t>();
   const auto pass_id = in.in.get<uint64_t>();
   const auto autograd_id = in.in.get<uint64_t>();
-  const auto retain_graph = in.in.get<bool>();
+  PassOptions options;
+  options.retain_graph = in.in.get<bool>();
+  options.timeout = std::chrono::nanoseconds(in.in.get<int64_t>());
   auto grads = rpc::decode<std::vector<at::Tensor>>(in);
   in.in.expect_end();
   const std::shared_ptr<ContextState> state = find(context);
@@ -206,22 +209,37 @@ void Runtime::on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply) {
         base::ErrorKind::kInvalid,
         "gradients for a context that has ended on rank " + std::to_string(agent_.rank()));
   }
-  const std::shared_ptr<Pass> pass = state->pass_or(pass_id, [&] {
-    auto made = std::make_shared<Pass>(agent_, pass_id, retain_graph);
-    made->prepare(state, {});
-    return made;
+  auto receive = [this, state, node, pass_id, options, reply, grads = std::move(grads)]() mutable {
+    const std::shared_ptr<Pass> pass = state->pass_or(pass_id, [&] {
+      auto made = std::make_shared<Pass>(agent_, pass_id, options);
+      made->prepare(state, {});
+      return made;
+    });
+    pass->receive(node, std::move(grads), reply);
+  };
+  const auto admit = state->admission();
+  if (!admit) return receive();
+  admit().on_complete(agent_.executor(), [receive, reply](base::Result<base::Unit>& turn) mutable {
+    if (!turn.ok()) return reply->fail(turn.error());
+    try {
+      receive();
+    } catch (...) {
+      reply->fail(rpc::error_in_flight(base::ErrorKind::kInternal));
+    }
   });
-  pass->receive(node, std::move(grads), reply);
 }
 
 // ---- the public face ----
 
-Context::Context(rpc::Agent& agent)
+Context::Context(rpc::Agent& agent) : Context(agent, Scope::kThread) {}
+
+Context::Context(rpc::Agent& agent, Scope scope)
     : agent_(agent),
       runtime_(Runtime::of(agent)),
       id_(runtime_->new_id()),
       state_(runtime_->create(id_)),
-      scope_(id_) {}
+      scope_(scope == Scope::kThread ? std::optional<rpc::ContextScope>(std::in_place, id_)
+                                     : std::nullopt) {}
 
 Context::~Context() { runtime_->release(id_); }
 
@@ -240,33 +258,110 @@ void Context::on_gradient_ready(const at::Tensor& variable,
 }
 void Context::on_pass_end(std::function<void()> fn) { state_->on_pass_end(std::move(fn)); }
 
-void backward(Context& context, const std::vector<at::Tensor>& roots, bool retain_graph) {
-  const std::shared_ptr<Runtime> runtime = Runtime::of(context.agent());
-  const std::shared_ptr<ContextState>& state = context.state();
+namespace {
+
+/// A pass as its initiator sees it.
+class OwnPass {
+ public:
+  OwnPass(const Context& context, PassOptions options)
+      : runtime_(Runtime::of(context.agent())),
+        state_(context.state()),
+        pass_(std::make_shared<Pass>(context.agent(), runtime_->new_id(), options)) {}
+
+  base::Future<void> run(const std::vector<at::Tensor>& roots) {
+    pass_->prepare(state_, roots);
+    state_->set_pass(pass_);
+    return pass_->run_roots(roots);
+  }
+  void end() { state_->end_pass(pass_->id()); }
+  /// Not on the loop: hooks of the user's are destroyed.
+  void fail(const base::Error& error) {
+    end();
+    pass_->fail(error);
+    runtime_->fail_pass(state_->id(), pass_->id(), error);
+  }
+
+ private:
+  std::shared_ptr<Runtime> runtime_;
+  std::shared_ptr<ContextState> state_;
+  std::shared_ptr<Pass> pass_;
+};
+
+void check_roots(const std::vector<at::Tensor>& roots) {
   for (const at::Tensor& root : roots) {
     if (!root.defined() || !root.requires_grad()) {
       throw base::Exception(base::ErrorKind::kInvalid,
                             "backward: a root does not require a gradient");
     }
   }
-  const auto pass = std::make_shared<Pass>(context.agent(), runtime->new_id(), retain_graph);
+}
+
+}  // namespace
+
+void backward(Context& context, const std::vector<at::Tensor>& roots, PassOptions options) {
+  check_roots(roots);
+  OwnPass pass(context, options);
   try {
-    pass->prepare(state, roots);
-    state->set_pass(pass);
-    pass->run_roots(roots).wait();
+    pass.run(roots).wait();
   } catch (...) {
     const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
-    state->end_pass(pass->id());
-    pass->fail(error);
-    runtime->fail_pass(context.id(), pass->id(), error);
+    pass.fail(error);
     throw base::Exception(error);
   }
-  state->end_pass(pass->id());
+  pass.end();
+}
+
+base::Future<void> backward_async(Context& context, const std::vector<at::Tensor>& roots,
+                                  PassOptions options) {
+  check_roots(roots);
+  OwnPass pass(context, options);
+  auto ended = std::make_shared<base::Promise<void>>();
+  base::Future<void> result = ended->future();
+  try {
+    pass.run(roots).on_complete(context.agent().executor(),
+                                [pass, ended](base::Result<base::Unit>& outcome) mutable {
+                                  if (outcome.ok()) {
+                                    pass.end();
+                                  } else {
+                                    pass.fail(outcome.error());
+                                  }
+                                  ended->complete(outcome);
+                                });
+  } catch (...) {
+    const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
+    pass.fail(error);
+    throw base::Exception(error);
+  }
+  return result;
 }
 
 at::Tensor gradient(rpc::Agent& agent, uint64_t id, const at::Tensor& variable) {
   const std::shared_ptr<ContextState> state = Runtime::of(agent)->find(id);
   return state ? state->gradient(variable) : at::Tensor();
+}
+
+void move_gradients(rpc::Agent& agent, uint64_t from, uint64_t to) {
+  const std::shared_ptr<Runtime> runtime = Runtime::of(agent);
+  const std::shared_ptr<ContextState> source = runtime->find(from);
+  if (!source) return;
+  const std::shared_ptr<ContextState> target = runtime->find(to);
+  if (!target) {
+    throw base::Exception(base::ErrorKind::kInvalid,
+                          "gradients are to be added to those of a context that this rank does not "
+                          "know, or that has ended");
+  }
+  const at::NoGradGuard no_grad;
+  for (auto& [variable, gradient] : source->take_gradients()) {
+    target->accumulate(variable, gradient);
+  }
+}
+
+void guard_pass(rpc::Agent& agent, std::function<base::Future<void>()> admit,
+                std::function<void()> on_end) {
+  const std::shared_ptr<ContextState> state =
+      Runtime::of(agent)->find_or_create(rpc::current_context());
+  state->set_admission(std::move(admit));
+  state->on_pass_end(std::move(on_end));
 }
 
 }  // namespace distrain::autograd

@@ -36,6 +36,8 @@ class Runtime final : public rpc::AutogradHook, public std::enable_shared_from_t
   uint64_t new_id();
   std::shared_ptr<ContextState> create(uint64_t id);
   std::shared_ptr<ContextState> find(uint64_t id) const;
+  /// Throws `invalid` for a context that has ended.
+  std::shared_ptr<ContextState> find_or_create(uint64_t id);
   /// Forgets the context here and on all ranks that have heard of it from this one.
   void release(uint64_t id);
   /// Ends the pass here and there.
@@ -49,7 +51,6 @@ class Runtime final : public rpc::AutogradHook, public std::enable_shared_from_t
   size_t live_contexts() const override;
 
  private:
-  std::shared_ptr<ContextState> find_or_create(uint64_t id);
   std::shared_ptr<ContextState> take(uint64_t id);
   void on_message_on_loop(const rpc::ChannelMessage& message);
   void on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply);

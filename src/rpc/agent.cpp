@@ -99,8 +99,7 @@ int Agent::rank_of(const To& to) const {
 base::Future<RawReply> Agent::call_raw(const To& to, const std::string& function,
                                        const std::function<void(Encoder&)>& fill,
                                        const std::shared_ptr<RRefHandle>& target) {
-  const auto timeout =
-      to.timeout_ < std::chrono::nanoseconds::zero() ? core_->options.rpc_timeout : to.timeout_;
+  const auto timeout = to.timeout_ == kAgentsTimeout ? core_->options.rpc_timeout : to.timeout_;
   return core_->call(rank_of(to), std::chrono::duration_cast<base::Duration>(timeout), function,
                      fill, target);
 }

@@ -1,8 +1,10 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -28,6 +30,10 @@ void install(rpc::Agent& agent);
 class Context {
  public:
   explicit Context(rpc::Agent& agent);
+  /// Not the thread's current context: calls belong to it where an rpc::ContextScope of its id says
+  /// so. For several passes at a time, such as one for each micro-batch.
+  enum class Scope { kThread, kExplicit };
+  Context(rpc::Agent& agent, Scope scope);
   ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
@@ -57,7 +63,14 @@ class Context {
   const std::shared_ptr<Runtime> runtime_;
   const uint64_t id_;
   const std::shared_ptr<ContextState> state_;
-  const rpc::ContextScope scope_;
+  const std::optional<rpc::ContextScope> scope_;
+};
+
+struct PassOptions {
+  bool retain_graph = false;
+  /// Of each message with gradients, from its sending until all that follows from it is done.
+  /// max(): as long as its peer lives.
+  std::chrono::nanoseconds timeout = rpc::kAgentsTimeout;
 };
 
 /// Computes the gradients of the sum of `roots` (scalars, or any shape with a gradient of ones)
@@ -67,10 +80,24 @@ class Context {
 /// FAST mode, as PyTorch calls it (pytorch.org, "Distributed Autograd Design"): every tensor that a
 /// call of this context sent or returned and that requires a gradient has to reach the roots. If
 /// one does not, `invalid` names a rank that waited for its gradient.
-void backward(Context& context, const std::vector<at::Tensor>& roots, bool retain_graph = false);
+void backward(Context& context, const std::vector<at::Tensor>& roots, PassOptions options = {});
+/// The same without waiting for other ranks; this one's first part is run by the caller. The
+/// context must outlive the pass.
+base::Future<void> backward_async(Context& context, const std::vector<at::Tensor>& roots,
+                                  PassOptions options = {});
 
 /// The gradient that context `id` has for `variable` on the rank of `agent`; undefined if none.
 /// For handlers that are told a context's id, such as an optimizer's.
 at::Tensor gradient(rpc::Agent& agent, uint64_t id, const at::Tensor& variable);
+
+/// Adds what context `from` has gathered on the rank of `agent` to context `to`; `from` has nothing
+/// there then. So the contexts of many micro-batches keep one set of gradients.
+void move_gradients(rpc::Agent& agent, uint64_t from, uint64_t to);
+
+/// For handlers, of the current context: how passes over it go on this rank. When gradients come
+/// from another rank `admit` is asked, and they wait until its future is done; `on_end` is as in
+/// Context::on_pass_end, of the next pass.
+void guard_pass(rpc::Agent& agent, std::function<base::Future<void>()> admit,
+                std::function<void()> on_end);
 
 }  // namespace distrain::autograd

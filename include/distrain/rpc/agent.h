@@ -67,7 +67,7 @@ class To {
   friend class Agent;
   int rank_ = -1;
   std::string name_;
-  std::chrono::nanoseconds timeout_{-1};  // negative: the agent's
+  std::chrono::nanoseconds timeout_ = kAgentsTimeout;
 };
 
 /// Given to an exposed function that asks for it as its first parameter.
@@ -216,6 +216,8 @@ class Agent {
   AgentCore& core() { return *core_; }
 
  private:
+  template <class T>
+  friend class RRef;
   template <class R>
   R finish(const RawReply& reply);
   template <auto F, class... Args>

@@ -221,20 +221,36 @@ RRef<T> Agent::make_rref(std::shared_ptr<T> value) {
 /// The function every agent exposes for RRef::to_here.
 inline constexpr const char* kFetchFunction = "distrain.rref.fetch";
 
+namespace detail {
+
+inline base::Future<RawReply> fetch(const std::shared_ptr<RRefHandle>& handle,
+                                    std::chrono::nanoseconds timeout) {
+  return handle->agent().call_raw(To(handle->owner()).timeout(timeout), kFetchFunction,
+                                  [&](Encoder& encoder) { encode_rref(encoder, handle); });
+}
+
+}  // namespace detail
+
 template <class T>
 T RRef<T>::to_here() const requires Serializable<T> {
   if (is_owner()) return local_value();
   static_cast<void>(handle_->creation_status().value());
+  return handle_->agent().template finish<T>(detail::fetch(handle_, kAgentsTimeout).take());
+}
+
+template <class T>
+base::Future<T> RRef<T>::to_here_async(std::chrono::nanoseconds timeout) const requires
+    Serializable<T> {
   Agent& agent = handle_->agent();
-  const RawReply reply = agent
-                             .call_raw(To(owner()), kFetchFunction,
-                                       [this](Encoder& encoder) { encode_rref(encoder, handle_); })
-                             .take();
-  const std::shared_ptr<InMessage> message = agent.open(reply);
-  Decoder in = agent.decoder(*message);
-  T value = rpc::decode<T>(in);
-  in.in.expect_end();
-  return value;
+  if (is_owner()) {
+    return handle_->owned()->value.future().then(
+        agent.inline_executor(),
+        [](std::shared_ptr<void>& value) { return *static_cast<T*>(value.get()); });
+  }
+  static_cast<void>(handle_->creation_status().value());
+  return detail::fetch(handle_, timeout).then(agent.executor(), [&agent](RawReply& reply) {
+    return agent.template finish<T>(reply);
+  });
 }
 
 template <class T>

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -12,6 +13,9 @@ namespace distrain::rpc {
 
 class Agent;
 class RRefContext;
+
+/// In place of a call's own timeout: the agent's rpc_timeout.
+inline constexpr std::chrono::nanoseconds kAgentsTimeout{-1};
 
 /// A value that this rank owns, or will own once the call that makes it has run. Type-erased.
 struct OwnedValue {
@@ -75,6 +79,10 @@ class RRef {
   /// A copy of the value, fetched from its owner. Tensors carry gradients inside a context.
   /// Throws what the call that should have made the value threw.
   T to_here() const requires Serializable<T>;
+  /// The same without waiting. `timeout` as To::timeout: max() for a value that may take as long as
+  /// its owner lives.
+  base::Future<T> to_here_async(std::chrono::nanoseconds timeout = kAgentsTimeout) const requires
+      Serializable<T>;
 
   /// The value itself; waits until it is there. `invalid` on a rank that does not own it.
   T& local_value() const { return *static_cast<T*>(handle_->local(typeid(T)).get()); }

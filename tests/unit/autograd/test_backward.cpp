@@ -219,7 +219,7 @@ TEST_CASE("several passes of one context add up") {
   const at::Tensor a = leaf(at::ones({2}));
   autograd::Context context(cluster[0]);
   const at::Tensor y = cluster[0].rpc_sync<&mul>(1, a, a.detach() * 3).sum();
-  autograd::backward(context, {y}, true);
+  autograd::backward(context, {y}, {.retain_graph = true});
   autograd::backward(context, {y});
   CHECK(at::equal(context.gradient(a), at::full({2}, 6.0, at::kDouble)));
 }
