@@ -115,7 +115,8 @@ std::string dump_options(const CommandLine& command, const OptionTable& table) {
     if (option.initial.empty()) row["default"] = nullptr;
     if (option.short_name) row["short"] = std::string(1, option.short_name);
     if (!option.choices.empty()) row["choices"] = option.choices;
-    if (option.kind == ValueKind::kInteger || option.kind == ValueKind::kReal) {
+    if (option.kind == ValueKind::kInteger || option.kind == ValueKind::kIntegers ||
+        option.kind == ValueKind::kReal) {
       row["min"] = option.min;
       row["max"] = option.max;
     }

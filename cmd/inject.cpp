@@ -19,7 +19,7 @@ constexpr std::string_view kCheckpoint = "checkpoint.";
 }
 
 /// "50ms" → 0.05. The range is that of an option in seconds.
-double parse_delay(std::string_view value, const std::string& where) {
+double parse_time(std::string_view value, const std::string& where) {
   struct Unit {
     std::string_view name;
     double seconds;
@@ -60,12 +60,15 @@ InjectedFault parse_fault(const std::string& text) {
   const std::string_view kind = rest.substr(0, equals);
   const std::string_view value = rest.substr(equals + 1);
   if (kind == "delay") {
-    fault.delay_s = parse_delay(value, where + ": the delay");
+    fault.seconds = parse_time(value, where + ": the delay");
+  } else if (kind == "stage") {
+    fault.kind = InjectedFault::Kind::kStage;
+    fault.seconds = parse_time(value, where + ": the time");
   } else if (kind == "fail") {
     fault.kind = InjectedFault::Kind::kFail;
     fault.system_call = parse_system_call(value, where + ": what fails");
   } else {
-    invalid(fmt::format("{}: unknown fault '{}'; there are delay and fail", where, kind));
+    invalid(fmt::format("{}: unknown fault '{}'; there are delay, stage and fail", where, kind));
   }
   return fault;
 }
@@ -82,23 +85,30 @@ std::vector<InjectedFault> parse_injections(std::string_view text) {
   return faults;
 }
 
-void check_injections(const std::vector<InjectedFault>& faults, bool saves, Placement& placement) {
+void check_injections(const std::vector<InjectedFault>& faults, Injectable job,
+                      Placement& placement) {
   for (const InjectedFault& fault : faults) {
-    const int rank = fault.rank.value_or(0);
+    const bool is_stage = fault.kind == InjectedFault::Kind::kStage;
+    const int rank = fault.rank.value_or(is_stage ? 1 : 0);
     if (placement.world_size != 0 && rank >= placement.world_size) {
       invalid(fmt::format("--inject {}: there is no rank {} in a world of {} ranks", fault.text,
                           rank, placement.world_size));
     }
-    const bool delays = fault.kind == InjectedFault::Kind::kDelay;
-    if (!delays && rank != 0) {
+    if (is_stage && (!job.stages || rank == 0)) {
+      invalid(
+          fmt::format("--inject {}: {}", fault.text,
+                      job.stages ? "rank 0 is the master, no stage" : "this job has no stages"));
+    }
+    const bool fails = fault.kind == InjectedFault::Kind::kFail;
+    if (fails && rank != 0) {
       invalid(fmt::format("--inject {}: rank 0 alone saves checkpoints", fault.text));
     }
-    if (!delays && !saves) {
+    if (fails && !job.saves) {
       placement.warn(fmt::format("--inject {} has no effect without --checkpoint", fault.text));
     }
-    if (delays && placement.mode == Placement::Mode::kLocal) {
-      placement.warn(
-          fmt::format("--inject {} has no effect with --local: there are no calls", fault.text));
+    if (!fails && placement.mode == Placement::Mode::kLocal) {
+      placement.warn(fmt::format("--inject {} has no effect with --local: there are no {}",
+                                 fault.text, is_stage ? "stages" : "calls"));
     }
   }
 }
@@ -109,7 +119,8 @@ scenario::Injection injection_of(const std::vector<InjectedFault>& faults, int r
     if (fault.kind == InjectedFault::Kind::kFail) {
       if (rank == 0) injection.fail_checkpoint = fault.system_call;
     } else if (fault.rank.value_or(rank) == rank) {
-      injection.call_delay_s = fault.delay_s;
+      const bool is_stage = fault.kind == InjectedFault::Kind::kStage;
+      (is_stage ? injection.stage_sleep_s : injection.call_delay_s) = fault.seconds;
     }
   }
   return injection;

@@ -193,8 +193,12 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
     if (command.complete) command.complete(options);
     command.check(options, placement);
     check_checkpoint(options, placement);
-    check_injections(parse_injections(options.text("inject")), options.given("checkpoint"),
+    check_injections(parse_injections(options.text("inject")),
+                     {.saves = options.given("checkpoint"), .stages = command.has_stages},
                      placement);
+    if (command.answer) {
+      if (const auto text = command.answer(options)) return print_text(*text);
+    }
     const scenario::Job job = make_job(options, placement, started);
     if (placement.mode == Placement::Mode::kSpawn) {
       return launch(command, options, placement, job);

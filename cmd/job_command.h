@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,9 @@ struct JobCommand {
   std::function<void(const ParsedOptions&, Placement&)> check;
   /// Derives defaults that follow from other options; may be empty. Comes before `check`.
   std::function<void(ParsedOptions&)> complete;
+  /// A text to print in place of running the job; may be empty.
+  std::function<std::optional<std::string>(const ParsedOptions&)> answer;
+  bool has_stages = false;  ///< for `--inject stage=...`
   std::function<std::string(const ParsedOptions&, int rank)> role;
   /// One rank, or the whole job in this process when `local`.
   std::function<scenario::Outcome(const ParsedOptions&, const scenario::Job&, bool local,

@@ -11,6 +11,7 @@
 #include "hybrid.h"
 #include "job_command.h"
 #include "options.h"
+#include "pipeline.h"
 #include "process_setup.h"
 #include "ps.h"
 #include "rnn.h"
@@ -20,7 +21,8 @@ namespace distrain::cmd {
 namespace {
 
 int main_with(const std::vector<std::string>& args, TimePoint started) {
-  const std::vector<JobCommand> commands = {hybrid_command(), ps_command(), rnn_command()};
+  const std::vector<JobCommand> commands = {hybrid_command(), ps_command(), rnn_command(),
+                                            pipeline_command()};
   std::vector<CommandLine> lines;
   std::vector<std::string> names;
   for (const JobCommand& command : commands) {

@@ -21,6 +21,13 @@ Option integer(std::string name, std::string initial, double min, double max, st
   return option;
 }
 
+Option integers(std::string name, std::string initial, double min, double max, std::string help) {
+  Option option = integer(std::move(name), std::move(initial), min, max, std::move(help));
+  option.kind = ValueKind::kIntegers;
+  option.value_name = "N[,...]";
+  return option;
+}
+
 Option real(std::string name, std::string initial, double min, double max, std::string help) {
   Option option = integer(std::move(name), std::move(initial), min, max, std::move(help));
   option.kind = ValueKind::kReal;
@@ -148,7 +155,9 @@ void append_common(OptionTable& table) {
                      "cores / ranks on this host"),
           text("inject", "FAULT[,...]",
                "try a fault: delay=50ms@rank=2 (before each call of that rank; us, ms or s), "
-               "fail=checkpoint.3 (die at the 3rd system call of the first save)"),
+               "fail=checkpoint.3 (die at the 3rd system call of the first save), stage=100ms "
+               "(pipeline: "
+               "sleep in place of computing)"),
           but(flag("quiet", "no progress display"), [](Option& o) { o.short_name = 'q'; })});
   append(table, "Run", Scope::kInfo,
          {but(flag("help", "this text"), [](Option& o) { o.short_name = 'h'; }),

@@ -12,6 +12,8 @@ namespace distrain::cmd {
 inline constexpr double kMaxInt = 2147483647.0;
 
 Option integer(std::string name, std::string initial, double min, double max, std::string help);
+/// One or more, with commas between.
+Option integers(std::string name, std::string initial, double min, double max, std::string help);
 Option real(std::string name, std::string initial, double min, double max, std::string help);
 /// Above 0.
 Option seconds(std::string name, std::string initial, std::string help);

@@ -106,7 +106,25 @@ std::string named_in(const std::string& arg) {
   invalid(std::move(message));
 }
 
+std::vector<int64_t> to_integers(std::string_view canonical) {
+  std::vector<int64_t> values;
+  for (const std::string& part : split_list(canonical)) {
+    values.push_back(number<int64_t>(part).value_or(0));
+  }
+  return values;
+}
+
 }  // namespace
+
+std::vector<std::string> split_list(std::string_view text) {
+  std::vector<std::string> parts;
+  for (size_t at = 0; at <= text.size();) {
+    const size_t comma = std::min(text.find(',', at), text.size());
+    parts.emplace_back(text.substr(at, comma - at));
+    at = comma + 1;
+  }
+  return parts;
+}
 
 const Option* find_option(const OptionTable& table, std::string_view name) {
   const auto it = std::find_if(table.begin(), table.end(),
@@ -123,6 +141,15 @@ std::string canonical_value(const Option& option, std::string_view text, std::st
       if (!value) invalid(fmt::format("{} must be a whole number, not '{}'", where, text));
       check_range(option, static_cast<double>(*value), text, where, "a whole number");
       return fmt::format("{}", *value);
+    }
+    case ValueKind::kIntegers: {
+      Option one = option;
+      one.kind = ValueKind::kInteger;
+      std::vector<std::string> values;
+      for (const std::string& part : split_list(text)) {
+        values.push_back(canonical_value(one, part, where));
+      }
+      return fmt::format("{}", fmt::join(values, ","));
     }
     case ValueKind::kReal: {
       const auto value = number<double>(text);
@@ -154,6 +181,8 @@ Json json_value(const Option& option, const std::string& canonical) {
   switch (option.kind) {
     case ValueKind::kInteger:
       return number<int64_t>(canonical).value_or(0);
+    case ValueKind::kIntegers:
+      return to_integers(canonical);
     case ValueKind::kReal:
       return number<double>(canonical).value_or(0);
     case ValueKind::kFlag:
@@ -187,6 +216,10 @@ std::string ParsedOptions::text(std::string_view name) const {
 
 int64_t ParsedOptions::integer(std::string_view name) const {
   return number<int64_t>(text(name)).value_or(0);
+}
+
+std::vector<int64_t> ParsedOptions::integers(std::string_view name) const {
+  return to_integers(text(name));
 }
 
 double ParsedOptions::real(std::string_view name) const {

@@ -15,7 +15,7 @@ namespace distrain::cmd {
 using scenario::Json;
 using scenario::OptionMap;
 
-enum class ValueKind { kFlag, kInteger, kReal, kText, kChoice };
+enum class ValueKind { kFlag, kInteger, kIntegers, kReal, kText, kChoice };
 
 /// Who an option belongs to.
 enum class Scope {
@@ -56,6 +56,9 @@ const Option* find_option(const OptionTable& table, std::string_view name);
 /// option or environment variable) when it is not one of the option's.
 std::string canonical_value(const Option& option, std::string_view text, std::string_view where);
 
+/// "layer1,layer2" → both.
+std::vector<std::string> split_list(std::string_view text);
+
 /// An option's canonical value as JSON: a number stays one, an empty text becomes null.
 Json json_value(const Option& option, const std::string& canonical);
 
@@ -72,6 +75,7 @@ class ParsedOptions {
   bool flag(std::string_view name) const { return text(name) == "true"; }
   std::string text(std::string_view name) const;
   int64_t integer(std::string_view name) const;
+  std::vector<int64_t> integers(std::string_view name) const;
   /// The same, for a range that fits.
   int whole(std::string_view name) const { return static_cast<int>(integer(name)); }
   double real(std::string_view name) const;

@@ -32,6 +32,7 @@ using OptionMap = std::map<std::string, std::string>;
 /// Faults of one rank, to try out what they do (`--inject`).
 struct Injection {
   double call_delay_s = 0;      ///< before each call that this rank makes is sent
+  double stage_sleep_s = 0;     ///< a pipeline's stage sleeps so long in place of a batch's pass
   int64_t fail_checkpoint = 0;  ///< the process dies at this system call of its first save; 0: none
 };
 

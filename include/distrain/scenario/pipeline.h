@@ -35,6 +35,16 @@ struct PipelineOptions {
   std::function<void(const NamedTensors&)> on_gradients;
 };
 
+/// Throws `invalid` for options that do not go together: more micro-batches than samples, a split
+/// that does not fit the model or the stages, a schedule that could not run.
+void check_pipeline(const PipelineOptions& options);
+
+/// The schedule with `num_split` micro-batches: stages with their blocks, each step with the time
+/// it begins at if all take one unit, the share of waiting.
+Json explain_pipeline(const PipelineOptions& options, int64_t num_split);
+/// The same for people: a timeline.
+std::string explain_pipeline_in_words(const PipelineOptions& options, int64_t num_split);
+
 /// Rank 0 master, ranks 1..S the stages.
 int pipeline_world_size(const PipelineOptions& options);
 std::string pipeline_role(int rank);

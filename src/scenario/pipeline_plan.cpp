@@ -1,0 +1,54 @@
+// What can be said of a pipeline before it runs.
+
+#include <algorithm>
+
+#include "distrain/base/error.h"
+#include "distrain/scenario/pipeline.h"
+#include "pipeline_schedule.h"
+#include "resnet.h"
+
+namespace distrain::scenario {
+
+namespace {
+
+std::vector<BlockRange> cut(const PipelineOptions& options) {
+  return cut_resnet(options.model, options.stages, options.split, options.classes,
+                    options.image_size);
+}
+
+std::vector<std::string> names_of(const PipelineOptions& options, const BlockRange& range) {
+  const std::vector<std::string> all = resnet_blocks(options.model);
+  return {all.begin() + static_cast<std::ptrdiff_t>(range.first),
+          all.begin() + static_cast<std::ptrdiff_t>(range.last)};
+}
+
+}  // namespace
+
+void check_pipeline(const PipelineOptions& options) {
+  cut(options);
+  for (const int64_t num_split : options.num_split) {
+    if (num_split > options.batch_size) {
+      throw base::Exception(base::ErrorKind::kInvalid, "--num-split " + std::to_string(num_split) +
+                                                           ": there are only " +
+                                                           std::to_string(options.batch_size) +
+                                                           " samples in a batch (--batch-size)");
+    }
+    check_resnet_input(options.image_size, options.batch_size / num_split);
+    simulate(make_schedule(options.schedule, options.stages, num_split));
+  }
+}
+
+Json explain_pipeline(const PipelineOptions& options, int64_t num_split) {
+  Json json = to_json(make_schedule(options.schedule, options.stages, num_split));
+  const std::vector<BlockRange> ranges = cut(options);
+  for (size_t stage = 0; stage < ranges.size(); ++stage) {
+    json["table"][stage]["blocks"] = names_of(options, ranges[stage]);
+  }
+  return json;
+}
+
+std::string explain_pipeline_in_words(const PipelineOptions& options, int64_t num_split) {
+  return to_text(make_schedule(options.schedule, options.stages, num_split));
+}
+
+}  // namespace distrain::scenario

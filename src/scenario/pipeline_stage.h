@@ -1,0 +1,77 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "distrain/rpc/agent.h"
+#include "distrain/scenario/named_tensors.h"
+#include "pipeline_schedule.h"
+#include "resnet.h"
+#include "turns.h"
+
+namespace distrain::scenario {
+
+/// What the stages of one process have in common.
+struct StageSettings {
+  double sleep_s = 0;  ///< `--inject stage=…`: in place of a whole batch's pass; 0: none
+};
+
+/// What one stage did in a batch.
+struct StageReport {
+  double compute_s = 0;     ///< in which a step had the turn
+  int64_t activations = 0;  ///< micro-batches that it held at most, between their two passes
+  static constexpr auto kFields = std::tuple(&StageReport::compute_s, &StageReport::activations);
+};
+
+/// A stage of the pipeline on its worker, used through an RRef.
+///
+/// A step of the schedule runs when it has its turn: a forward pass once its input is here, a
+/// backward pass once its gradients are. Until then it holds no thread.
+class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
+ public:
+  /// Model, classes, first and last block, seed: see ResNetStage.
+  using Constructor = PipelineStage(std::string, int64_t, int64_t, int64_t, uint64_t);
+  PipelineStage(const std::string& model, int64_t classes, int64_t first_block, int64_t last_block,
+                uint64_t seed);
+
+  /// A batch of `batch_size` samples follows: micro-batches in the order of `row`. The call's
+  /// context is the one that gathers the gradients of the micro-batches' contexts.
+  void begin_batch(std::vector<PipelineStep> row, int64_t batch_size);
+  StageReport end_batch();
+
+  /// In the micro-batch's own context: fetches its input, from the stage before or the master, and
+  /// passes it through.
+  base::Future<at::Tensor> forward(rpc::CallContext& call, const rpc::RRef<at::Tensor>& input,
+                                   int64_t micro_batch);
+
+  std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
+  /// Those of the current context, by parameter.
+  NamedTensors gradients(rpc::CallContext& call);
+  /// What belongs to this stage of a whole state_dict.
+  void load(const NamedTensors& weights) { module_.load(weights); }
+
+  static void expose(rpc::Agent& agent);
+
+ private:
+  at::Tensor compute(rpc::Agent& agent, const at::Tensor& input, int64_t micro_batch,
+                     const Turns::TurnPtr& turn);
+  at::Tensor stand_in(const at::Tensor& input) const;
+  void hold(int64_t micro_batches);
+  void add_compute(base::TimePoint begun);
+
+  ResNetStage module_;
+  const int64_t classes_;
+  const bool is_last_;
+  Turns turns_;
+  // Set between two batches.
+  uint64_t batch_context_ = 0;
+  int64_t batch_size_ = 1;
+  std::mutex mutex_;  // of what follows
+  int64_t held_ = 0;
+  StageReport report_;
+};
+
+}  // namespace distrain::scenario
