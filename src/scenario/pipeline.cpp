@@ -44,6 +44,27 @@ auto call_all(rpc::Agent& agent, const std::vector<rpc::RRef<PipelineStage>>& st
   }
 }
 
+/// What the passes of a batch work on, for as long as any of them goes on: one may have failed
+/// before the others are through.
+struct Passes {
+  Passes(const PipelineOptions& of_job, std::vector<PipelineBatch> micro_batches)
+      : options(of_job),
+        inputs(std::move(micro_batches)),
+        contexts(inputs.size()),
+        scores(inputs.size()) {}
+
+  base::Future<void> backward(size_t m, const at::Tensor& output) {
+    scores[m] = output.detach();
+    const at::Tensor loss = loss_share(options, output, inputs[m].labels);
+    return autograd::backward_async(*contexts[m], {loss}, {.timeout = kAsLongAsItTakes});
+  }
+
+  const PipelineOptions options;
+  const std::vector<PipelineBatch> inputs;
+  std::vector<std::unique_ptr<autograd::Context>> contexts;
+  std::vector<at::Tensor> scores;
+};
+
 /// The model on its workers, and its optimizer.
 class Pipeline {
  public:
@@ -86,41 +107,26 @@ class Pipeline {
   }
 
  private:
-  /// What the passes of a batch work on, for as long as any of them goes on.
-  struct Passes {
-    std::vector<PipelineBatch> inputs;
-    std::vector<std::unique_ptr<autograd::Context>> contexts;
-    std::vector<at::Tensor> scores;
-  };
-
   /// All of them at once: the stages see to it that each step has its turn. Gives back the scores.
   std::vector<at::Tensor> run_micro_batches(std::vector<PipelineBatch> inputs) {
-    const auto passes = std::make_shared<Passes>();
-    passes->inputs = std::move(inputs);
-    passes->scores.resize(passes->inputs.size());
+    const auto passes = std::make_shared<Passes>(options_, std::move(inputs));
     std::vector<base::Future<void>> done;
     for (size_t m = 0; m < passes->inputs.size(); ++m) {
-      auto& context = *passes->contexts.emplace_back(
-          std::make_unique<autograd::Context>(agent_, autograd::Context::Scope::kExplicit));
-      const rpc::ContextScope scope(context.id());
+      passes->contexts[m] =
+          std::make_unique<autograd::Context>(agent_, autograd::Context::Scope::kExplicit);
+      const rpc::ContextScope scope(passes->contexts[m]->id());
       rpc::RRef<at::Tensor> activations = agent_.make_rref(passes->inputs[m].images);
       for (size_t i = 0; i < stages_.size(); ++i) {
         activations = agent_.remote<&PipelineStage::forward>(stage_rank(i), stages_[i], activations,
                                                              static_cast<int64_t>(m));
       }
       done.push_back(activations.to_here_async(kAsLongAsItTakes)
-                         .then(agent_.executor(), [this, passes, m](at::Tensor& scores) {
-                           return backward(*passes, m, scores);
+                         .then(agent_.executor(), [passes, m](at::Tensor& scores) {
+                           return passes->backward(m, scores);
                          }));
     }
     base::wait_all(done);
     return passes->scores;
-  }
-
-  base::Future<void> backward(Passes& passes, size_t m, const at::Tensor& scores) const {
-    passes.scores[m] = scores.detach();
-    const at::Tensor loss = loss_share(options_, scores, passes.inputs[m].labels);
-    return autograd::backward_async(*passes.contexts[m], {loss}, {.timeout = kAsLongAsItTakes});
   }
 
   /// Of the batch's context, which is the current one.

@@ -16,6 +16,7 @@
 #include "distrain/base/error.h"
 #include "distrain/net/socket.h"
 #include "distrain/scenario/hybrid.h"
+#include "distrain/scenario/pipeline.h"
 #include "distrain/scenario/ps.h"
 #include "distrain/scenario/rnn.h"
 #include "support/catch.h"
@@ -88,6 +89,9 @@ class Listener final : public scenario::EventSink {
 
 // What the scenarios' functions are called.
 inline int world_size(const scenario::HybridOptions& o) { return scenario::hybrid_world_size(o); }
+inline int world_size(const scenario::PipelineOptions& o) {
+  return scenario::pipeline_world_size(o);
+}
 inline int world_size(const scenario::PsOptions& o) { return scenario::ps_world_size(o); }
 inline int world_size(const scenario::RnnOptions& o) { return scenario::rnn_world_size(o); }
 template <class Options>
@@ -97,6 +101,8 @@ Outcome run_rank(const Options& options, const Job& job, scenario::EventSink& si
     return scenario::run_hybrid(options, job, adopt, sink);
   } else if constexpr (std::is_same_v<Options, scenario::PsOptions>) {
     return scenario::run_ps(options, job, adopt, sink);
+  } else if constexpr (std::is_same_v<Options, scenario::PipelineOptions>) {
+    return scenario::run_pipeline(options, job, adopt, sink);
   } else {
     return scenario::run_rnn(options, job, adopt, sink);
   }
@@ -107,6 +113,8 @@ Outcome run_alone(const Options& options, const Job& job, scenario::EventSink& s
     return scenario::run_hybrid_local(options, job, sink);
   } else if constexpr (std::is_same_v<Options, scenario::PsOptions>) {
     return scenario::run_ps_local(options, job, sink);
+  } else if constexpr (std::is_same_v<Options, scenario::PipelineOptions>) {
+    return scenario::run_pipeline_local(options, job, sink);
   } else {
     return scenario::run_rnn_local(options, job, sink);
   }

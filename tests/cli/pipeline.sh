@@ -1,0 +1,128 @@
+#!/bin/bash
+# ctest: timeout=120
+# distrain pipeline: lines, sweeps, schedules, cuts, weights, ranks that join, what is refused.
+# shellcheck source-path=SCRIPTDIR source=lib.bash
+source "$(dirname "$0")/lib.bash"
+
+small=(pipeline --model resnet18 --image-size 33 --batch-size 8 --batches 2 --classes 10)
+
+run "${small[@]}" --num_split 1,3 --log-interval 1
+expect 0 "a sweep"
+expect_log "a sweep"
+[[ -s $tmp/err ]] && { fail "a sweep: wrote to stderr:"; head -n 5 "$tmp/err"; }
+expect_jq '[.[] | select(.event == "start")] | (map(.rank) | sort) == [0,1,2]
+  and all(.[].config; .num_split == [1,3] and .stages == 2 and .split == null and .loss == "mse")' "start lines"
+expect_jq '[.[] | select(.event == "rank_end")] | (map(.role) | sort) == ["master","worker1","worker2"]' "rank_end lines"
+expect_jq '[.[] | select(.event == "step")] | map([.num_split, .step]) == [[1,1],[1,2],[3,1],[3,2]]
+  and all(.[]; .rank == 0 and .samples_per_s > 0)' "step lines"
+expect_jq '[.[] | select(.event == "split")] | map(.num_split) == [1,3] and all(.[]; .rank == 0
+  and .schedule == "gpipe" and .batches == 2 and .batch_size == 8 and .batch_s > 0 and .wall_s > .batch_s
+  and (.stage_s | length == 2 and all(.[]; . > 0)) and .activations == [.num_split, .num_split]
+  and .samples_per_s > 0 and .loss > 0)' "split lines"
+expect_jq '(map(select(.event == "split")) | min_by(.batch_s)) as $best | .[-1] | .steps == 4
+  and .num_split == 3 and .best == {num_split: $best.num_split, batch_s: $best.batch_s}
+  and .rpc.calls > 0 and .live_rrefs == 0 and .live_contexts == 0' "end"
+expect_no_process "a sweep"
+jq -c 'select(.event == "split") | [.num_split, .loss]' "$tmp/out" >"$tmp/sweep"
+
+# One run for each number, and --local, have the same losses.
+for n in 1 3; do
+  run "${small[@]}" --num-split $n
+  jq -c 'select(.event == "split") | [.num_split, .loss]' "$tmp/out"
+done >"$tmp/loop"
+cmp -s "$tmp/sweep" "$tmp/loop" || fail "a sweep and a loop differ: $(cat "$tmp/sweep" "$tmp/loop")"
+run "${small[@]}" --num-split 1,3 --local --threads 1
+expect 0 "--local"
+expect_log "--local"
+jq -c 'select(.event == "split") | .loss' "$tmp/out" >"$tmp/local"
+paste -d ' ' <(jq '.[1]' "$tmp/sweep") "$tmp/local" |
+  awk '{ d = $1 - $2; if (d < 0) d = -d; if (d > 1e-5 * $2) exit 1 }' ||
+  fail "the losses are not those of --local: $(cat "$tmp/sweep" "$tmp/local")"
+
+run "${small[@]}" --stages 3 --split stem,layer3.0 --schedule 1f1b --num-split 4 --loss ce
+expect 0 "three stages"
+expect_jq '[.[] | select(.event == "split")][0] | .activations == [3,2,1] and (.stage_s | length) == 3' "three stages"
+
+# The table, without training.
+run pipeline --explain --stages 3 --num-split 2,4 --split layer1,layer3
+expect 0 "--explain"
+expect_jq 'length == 2 and map(.num_split) == [2,4] and (map(.bubble * 1000 | round) == [500, 333])
+  and all(.[]; (.table | length) == 3 and .table[0].blocks[-1] == "layer1.2"
+    and .table[2].blocks == ["layer4.0","layer4.1","layer4.2","head"]
+    and (.num_split as $m | all(.table[].steps; length == 2 * $m)))
+  and .[0].table[1].steps[0] == {op: "forward", micro_batch: 0, begin: 1}' "--explain"
+if command -v script >/dev/null; then
+  script -qec "$distrain pipeline --explain --num-split 2" /dev/null </dev/null | tr -d '\r' >"$tmp/timeline"
+  grep -qx '  stage 1  F0 F1 .  .  B0 B1  (holds 2)' "$tmp/timeline" || fail "timeline: $(cat "$tmp/timeline")"
+fi
+
+# Stages that sleep: 2 × 60 ms a batch and stage, in 2 (m + 1) / m of them.
+run "${small[@]}" --num-split 1,4 --inject stage=60ms
+expect 0 "--inject stage"
+expect_jq '[.[] | select(.event == "split")] | .[0].batch_s >= 0.24 and .[1].batch_s >= 0.15
+  and all(.[]; .stage_s[0] >= 0.12)' "--inject stage"
+
+# Real images.
+make_images "$tmp/images" 30 10
+run "${small[@]}" --data "$tmp/images" --num-split 2 --loss ce --log-interval 1
+expect 0 "--data"
+expect_jq '[.[] | select(.event == "step")] | length == 2 and all(.[]; .accuracy >= 0 and .accuracy <= 1)' "--data"
+
+# Ranks that join inherit all of it.
+port=$(free_port)
+for rank in 2 1; do
+  timeout "$limit" "$distrain" pipeline --rank $rank --master-port "$port" >"$tmp/rank$rank" 2>&1 &
+done
+run "${small[@]}" --rank 0 --master-port "$port" --num-split 3
+expect 0 "ranks that join"
+wait
+jq -c 'select(.event == "split") | [.num_split, .loss]' "$tmp/out" | cmp -s - <(tail -n 1 "$tmp/sweep") ||
+  fail "ranks that join: another loss"
+for rank in 1 2; do expect_log "rank $rank" "$tmp/rank$rank"; done
+
+# A stage that dies is named.
+"$distrain" "${small[@]}" --num-split 2 --inject stage=30s >"$tmp/out" 2>"$tmp/err" &
+job=$!
+wait_for_lines 3 ready "$tmp/out"
+kill -9 "$(jq -r 'select(.event == "start" and .rank == 2).pid' "$tmp/out")"
+wait $job
+code=$?
+expect 137 "a stage dies"
+expect_log "a stage dies"
+expect_jq '.[-1] | .cause_rank == 2 and .signal == "SIGKILL"' "a stage dies"
+expect_no_process "a stage dies"
+
+# What is refused before anything starts.
+refused() { # refused <words> <option>...
+  local words=$1
+  shift
+  run pipeline "$@"
+  expect_error 2 invalid "$words" "$*"
+}
+refused "--num-split 121: there are only 120" --num-split 121
+refused "--num-split must be" --num-split 0
+refused "--num-split must be" --num-split 2,,4
+refused "--num-split must be" --num-split two
+refused "--schedule must be one of" --schedule zigzag
+refused "layer9" --split layer9
+refused "stages" --split layer1,layer2
+refused "stages" --stages 50
+refused "rank 0 is the master" --inject stage=1s@rank=0
+refused "must be a time" --inject stage=fast
+refused "unknown option --epochs" --epochs 3
+refused "--world-size says 7" --stages 2 --world-size 7
+run hybrid --inject stage=1s
+expect_error 2 invalid "no stages" "stage of another job"
+run pipeline --data "$tmp/nowhere"
+expect_error 7 bad_data "--data $tmp/nowhere" "missing --data"
+run pipeline --weights "$tmp/nowhere"
+expect_error 7 bad_data "--weights $tmp/nowhere" "missing --weights"
+echo nothing >"$tmp/weights"
+run "${small[@]}" --weights "$tmp/weights"
+expect 7 "bad --weights"
+expect_jq '.[-1].message | test("weights")' "bad --weights"
+mkdir "$tmp/empty"
+run "${small[@]}" --data "$tmp/empty"
+expect 7 "no images"
+expect_no_process "pipeline"
+finish

@@ -1,0 +1,149 @@
+// ctest: timeout=300
+#include "support/scenario_data.h"
+#include "support/scenario_job.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using scenario::PipelineOptions;
+
+namespace {
+
+// Small: a picture of 33 pixels still has 2 × 2 of them at the end, which batch norm needs.
+PipelineOptions small() {
+  PipelineOptions options;
+  options.model = "resnet18";
+  options.batches = 2;
+  options.batch_size = 9;
+  options.image_size = 33;
+  options.classes = 10;
+  return options;
+}
+
+using Gradients = std::vector<NamedTensors>;
+
+/// Of each batch of each split, and the job's `split` lines.
+std::pair<Gradients, std::vector<Json>> train(Place place, PipelineOptions options) {
+  Gradients gradients;
+  options.on_gradients = [&gradients](const NamedTensors& batch) {
+    NamedTensors copy;
+    for (const auto& [name, gradient] : batch) copy[name] = gradient.clone();
+    gradients.push_back(std::move(copy));
+  };
+  const Finished finished = run_job(place, options);
+  CHECK(finished.fields(0)["steps"] == options.batches * options.num_split.size());
+  return {std::move(gradients), finished.all("split")};
+}
+
+void check_same_gradients(const Gradients& a, const Gradients& b) {
+  REQUIRE(a.size() == b.size());
+  for (size_t batch = 0; batch < a.size(); ++batch) {
+    REQUIRE(a[batch].size() == b[batch].size());
+    for (const auto& [name, gradient] : a[batch]) {
+      CAPTURE(batch, name);
+      REQUIRE(b[batch].contains(name));
+      const at::Tensor& other = b[batch].at(name);
+      const double error = (gradient - other).norm().item<double>();
+      CHECK(error <= 1e-5 * other.norm().item<double>());
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("a pipeline has the gradients of one process, whatever its schedule") {
+  PipelineOptions options = small();
+  options.num_split = {1, 2, 4, 8};
+  options.batches = 1;
+  options.schedule = GENERATE("gpipe", "1f1b", "naive");
+  const auto [expected, local_lines] = train(Place::kLocal, options);
+  REQUIRE(expected.size() == 4);
+  REQUIRE(expected[0].size() == 62);  // parameters of resnet18
+  for (const int stages : {2, 3, 4}) {
+    options.stages = stages;
+    CAPTURE(options.schedule, stages);
+    const auto [gradients, lines] = train(Place::kRanks, options);
+    check_same_gradients(gradients, expected);
+    REQUIRE(lines.size() == 4);
+    for (size_t i = 0; i < lines.size(); ++i) {
+      const int64_t num_split = options.num_split[i];
+      CHECK(lines[i]["num_split"] == num_split);
+      CHECK(lines[i]["loss"].get<double>() ==
+            Approx(local_lines[i]["loss"].get<double>()).epsilon(1e-5));
+      REQUIRE(lines[i]["stage_s"].size() == static_cast<size_t>(stages));
+      for (int stage = 1; stage <= stages; ++stage) {
+        CAPTURE(num_split, stage);
+        const int64_t held = lines[i]["activations"][static_cast<size_t>(stage) - 1];
+        if (options.schedule == "gpipe") CHECK(held == num_split);
+        if (options.schedule == "1f1b")
+          CHECK(held == std::min<int64_t>(num_split, stages - stage + 1));
+        if (options.schedule == "naive") CHECK(held == 1);
+      }
+    }
+  }
+}
+
+TEST_CASE("where a pipeline is cut does not matter") {
+  PipelineOptions options = small();
+  options.num_split = {3};
+  options.loss = "ce";
+  const auto [expected, lines] = train(Place::kLocal, options);
+  options.split =
+      GENERATE(as<std::vector<std::string>>{}, std::vector<std::string>{"stem"},
+               std::vector<std::string>{"layer3.0"}, std::vector<std::string>{"layer4"});
+  check_same_gradients(train(Place::kRanks, options).first, expected);
+}
+
+TEST_CASE("each number of micro-batches has a fresh model of the same seed") {
+  PipelineOptions options = small();
+  options.num_split = {2, 3, 2};
+  const auto [gradients, lines] = train(Place::kRanks, options);
+  REQUIRE(lines.size() == 3);
+  CHECK(lines[0]["loss"] == lines[2]["loss"]);
+  CHECK(lines[0]["loss"] != lines[1]["loss"]);  // batch norm works on other batches
+}
+
+TEST_CASE("a pipeline learns what it sees again and again") {
+  const Folder folder;
+  write_images(folder, 9, 0, 1);
+  PipelineOptions options = small();
+  options.data = folder.path();
+  options.loss = "ce";
+  options.num_split = {2};
+  options.batches = 8;
+  options.log_interval = 1;
+  options.lr = 0.01;
+  const Finished finished = run_job(Place::kRanks, options);
+  const std::vector<Json> steps = finished.all("step");
+  REQUIRE(steps.size() == 8);
+  CHECK(steps[7]["loss"].get<double>() < 0.5 * steps[0]["loss"].get<double>());
+  CHECK(finished.fields(0)["accuracy"].get<double>() > steps[0]["accuracy"].get<double>());
+  CHECK(finished.fields(0)["best"]["num_split"] == 2);
+}
+
+TEST_CASE("stages that sleep in place of computing take turns all the same") {
+  PipelineOptions options = small();
+  options.stages = 3;
+  options.num_split = {1, 3, 9};
+  Hooks<PipelineOptions> hooks;
+  hooks.job = [](Job& job) { job.inject.stage_sleep_s = 0.02; };
+  const Finished finished = run_job(Place::kRanks, options, hooks);
+  for (const Json& line : finished.all("split")) {
+    for (const double stage_s : line["stage_s"]) CHECK(stage_s >= 0.04);
+  }
+}
+
+TEST_CASE("a loss that is no number ends the job") {
+  PipelineOptions options = small();
+  options.num_split = {2};
+  options.lr = 1e30;
+  options.batches = 5;
+  const base::Error error = error_of_job(base::ErrorKind::kNotFinite, Place::kRanks, options);
+  CHECK(contains(error.message, "step"));
+}
+
+TEST_CASE("a stage that fails ends the job and is named") {
+  PipelineOptions options = small();
+  options.weights = "no-such-file.safetensors";
+  const base::Error error = error_of_job(base::ErrorKind::kBadData, Place::kRanks, options);
+  CHECK(contains(error.message, "no-such-file"));
+}

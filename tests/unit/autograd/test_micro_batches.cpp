@@ -1,0 +1,173 @@
+// Several contexts at a time, as a pipeline has them.
+#include <ATen/Functions.h>
+
+#include "distrain/autograd/context.h"
+#include "support/catch.h"
+#include "support/cluster.h"
+
+using namespace distrain;
+using base::ErrorKind;
+using rpc::Agent;
+using rpc::RRef;
+using testing::Cluster;
+using testing::error_of;
+using Scope = autograd::Context::Scope;
+
+namespace {
+
+/// A stage whose backward passes wait for the test.
+struct GatedStage {
+  using Constructor = GatedStage(double weight);
+  explicit GatedStage(double w) : weight(at::full({1}, w, at::kDouble).requires_grad_()) {}
+
+  at::Tensor forward(rpc::CallContext& call, const RRef<at::Tensor>& input) {
+    autograd::guard_pass(
+        call.agent, [this] { return gate.future(); },
+        [this, &agent = call.agent, from = rpc::current_context()] {
+          if (gather_in != 0) autograd::move_gradients(agent, from, gather_in);
+          ++ended;
+        });
+    return input.to_here() * weight;
+  }
+  void gather() { gather_in = rpc::current_context(); }
+  void open() { gate.set(); }
+  void break_gate() { gate.fail({ErrorKind::kResources, "the gate broke", -1, {}}); }
+  at::Tensor gradient(rpc::CallContext& call, uint64_t context) {
+    return autograd::gradient(call.agent, context, weight);
+  }
+  int passes() { return ended; }
+
+  at::Tensor weight;
+  base::Promise<void> gate;
+  uint64_t gather_in = 0;
+  std::atomic<int> ended{0};
+};
+
+base::Future<at::Tensor> fetch_later(const RRef<at::Tensor>& value) {
+  return value.to_here_async();
+}
+
+void setup_gated(Agent& agent) {
+  autograd::install(agent);
+  agent.expose_class<GatedStage>("GatedStage");
+  agent.expose<&GatedStage::forward>("GatedStage.forward");
+  agent.expose<&GatedStage::gather>("GatedStage.gather");
+  agent.expose<&GatedStage::open>("GatedStage.open");
+  agent.expose<&GatedStage::break_gate>("GatedStage.break_gate");
+  agent.expose<&GatedStage::gradient>("GatedStage.gradient");
+  agent.expose<&GatedStage::passes>("GatedStage.passes");
+  agent.expose<&fetch_later>("fetch_later");
+}
+
+/// One context for each micro-batch, all under way.
+struct Batch {
+  Batch(Agent& agent, const RRef<GatedStage>& stage, int micro_batches) {
+    for (int m = 0; m < micro_batches; ++m) {
+      auto& context =
+          *contexts.emplace_back(std::make_unique<autograd::Context>(agent, Scope::kExplicit));
+      const rpc::ContextScope scope(context.id());
+      const auto output = stage.remote<&GatedStage::forward>(
+          agent.make_rref(at::full({1}, static_cast<double>(m + 1), at::kDouble)));
+      done.push_back(autograd::backward_async(context, {output.to_here_async().wait().sum()}));
+    }
+  }
+  std::vector<std::unique_ptr<autograd::Context>> contexts;
+  std::vector<base::Future<void>> done;
+};
+
+void check_all_released(Cluster& cluster) {
+  cluster.shutdown();
+  for (int rank = 0; rank < cluster.size(); ++rank) {
+    CAPTURE(rank);
+    CHECK(cluster[rank].live_contexts() == 0);
+    CHECK(cluster[rank].live_rrefs() == 0);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("gradients wait until they are admitted, and gather in one context") {
+  Cluster cluster(2, setup_gated);
+  {
+    const auto stage = cluster[0].remote_new<GatedStage>(1, 2.0);
+    const autograd::Context whole(cluster[0]);
+    stage.rpc_sync<&GatedStage::gather>();
+    {
+      Batch batch(cluster[0], stage, 3);
+      CHECK(stage.rpc_sync<&GatedStage::passes>() == 0);
+      for (const auto& done : batch.done) CHECK_FALSE(done.done());
+      stage.rpc_sync<&GatedStage::open>();
+      base::wait_all(batch.done);
+      CHECK(stage.rpc_sync<&GatedStage::passes>() == 3);
+      for (const auto& context : batch.contexts) {
+        CHECK_FALSE(stage.rpc_sync<&GatedStage::gradient>(context->id()).defined());
+      }
+    }
+    CHECK(stage.rpc_sync<&GatedStage::gradient>(whole.id()).item<double>() == 1 + 2 + 3);
+  }
+  check_all_released(cluster);
+}
+
+TEST_CASE("gradients that are not admitted fail their pass") {
+  Cluster cluster(2, setup_gated);
+  {
+    const auto stage = cluster[0].remote_new<GatedStage>(1, 2.0);
+    Batch batch(cluster[0], stage, 2);
+    stage.rpc_sync<&GatedStage::break_gate>();
+    for (const auto& done : batch.done) {
+      const base::Error error = error_of([&] { done.wait(); });
+      CHECK(error.kind == ErrorKind::kResources);
+      CHECK(error.message.find("the gate broke") != std::string::npos);
+      CHECK(error.rank == 1);
+    }
+  }
+  check_all_released(cluster);
+}
+
+TEST_CASE("a rank that dies with gradients at its gate fails their passes") {
+  Cluster cluster(2, setup_gated);
+  const auto stage = cluster[0].remote_new<GatedStage>(1, 2.0);
+  Batch batch(cluster[0], stage, 2);
+  cluster.kill(1);
+  for (const auto& done : batch.done) {
+    CHECK(error_of([&] { done.wait(); }).kind == ErrorKind::kPeerLost);
+  }
+}
+
+TEST_CASE("gradients have a timeout of their own") {
+  Cluster cluster(2, setup_gated);
+  {
+    const auto stage = cluster[0].remote_new<GatedStage>(1, 2.0);
+    autograd::Context context(cluster[0]);
+    const auto output =
+        stage.remote<&GatedStage::forward>(cluster[0].make_rref(at::ones({1}, at::kDouble)));
+    const at::Tensor root = output.to_here().sum();
+    const base::Error error = error_of(
+        [&] { autograd::backward(context, {root}, {.timeout = std::chrono::milliseconds(50)}); });
+    CHECK(error.kind == ErrorKind::kDeadline);
+    stage.rpc_sync<&GatedStage::open>();
+  }
+  check_all_released(cluster);
+}
+
+TEST_CASE("an explicit context is current where a scope says so") {
+  Cluster cluster(1, setup_gated);
+  {
+    const autograd::Context outer(cluster[0]);
+    const autograd::Context inner(cluster[0], Scope::kExplicit);
+    CHECK(rpc::current_context() == outer.id());
+    const rpc::ContextScope scope(inner.id());
+    CHECK(rpc::current_context() == inner.id());
+  }
+  CHECK(rpc::current_context() == 0);
+}
+
+TEST_CASE("an RRef is fetched without waiting, from here and from there") {
+  Cluster cluster(2, setup_gated);
+  {
+    const auto value = cluster[0].make_rref(at::ones({2}));
+    CHECK(at::equal(value.to_here_async().wait(), at::ones({2})));
+    CHECK(at::equal(cluster[0].rpc_sync<&fetch_later>(1, value), at::ones({2})));
+  }
+  check_all_released(cluster);
+}

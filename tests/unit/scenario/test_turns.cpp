@@ -1,0 +1,88 @@
+#include <algorithm>
+#include <random>
+#include <thread>
+
+#include "../src/scenario/turns.h"
+#include "distrain/base/thread_pool.h"
+#include "support/catch.h"
+
+using namespace distrain;
+using namespace distrain::scenario;
+using Kind = PipelineStep::Kind;
+
+namespace {
+
+constexpr PipelineStep F0{Kind::kForward, 0}, F1{Kind::kForward, 1};
+constexpr PipelineStep B0{Kind::kBackward, 0}, B1{Kind::kBackward, 1};
+
+base::ErrorKind failure(const base::Future<Turns::TurnPtr>& turn) {
+  REQUIRE(turn.done());
+  REQUIRE_FALSE(turn.wait_result().ok());
+  return turn.wait_result().error().kind;
+}
+
+}  // namespace
+
+TEST_CASE("steps have their turn in the order of the row") {
+  Turns turns;
+  turns.begin({F0, B0, F1, B1});
+  const auto b0 = turns.enter(B0);
+  const auto f1 = turns.enter(F1);
+  CHECK_FALSE(b0.done());
+  const auto f0 = turns.enter(F0);
+  REQUIRE(f0.done());
+  CHECK_FALSE(b0.done());
+  f0.wait()->done();
+  REQUIRE(b0.done());
+  CHECK_FALSE(f1.done());
+  b0.wait()->done();
+  REQUIRE(f1.done());
+  CHECK(failure(turns.enter(F0)) == base::ErrorKind::kInvalid);  // it is over
+  CHECK(failure(turns.enter({Kind::kForward, 7})) == base::ErrorKind::kInvalid);
+}
+
+TEST_CASE("when a step dies in its turn nobody has one any more") {
+  Turns turns;
+  turns.begin({F0, B0});
+  auto b0 = turns.enter(B0);
+  turns.enter(F0).take().reset();
+  CHECK(failure(b0) == base::ErrorKind::kCancelled);
+  CHECK(failure(turns.enter(B0)) == base::ErrorKind::kCancelled);
+  turns.begin({F0, B0});
+  CHECK(turns.enter(F0).done());
+}
+
+TEST_CASE("steps of a batch that was given up do not get into the next one") {
+  Turns turns;
+  turns.begin({F0, B0});
+  const auto old = turns.enter(B0);
+  turns.begin({F0, B0});
+  CHECK(failure(old) == base::ErrorKind::kCancelled);
+}
+
+TEST_CASE("one step at a time, however they come") {
+  constexpr int64_t kMicroBatches = 40;
+  std::mt19937 random(1);
+  for (int round = 0; round < 20; ++round) {
+    std::vector<PipelineStep> row = make_schedule("1f1b", 3, kMicroBatches).stages[0];
+    std::vector<PipelineStep> ran;
+    std::atomic<int> inside{0};
+    {
+      Turns turns;
+      turns.begin(row);
+      std::vector<PipelineStep> arrivals = row;
+      std::shuffle(arrivals.begin(), arrivals.end(), random);
+      base::ThreadPool pool({.name = "turns", .size = 4});
+      std::vector<base::Future<void>> done;
+      for (const PipelineStep& step : arrivals) {
+        done.push_back(turns.enter(step).then(pool, [&, step](Turns::TurnPtr& turn) {
+          if (inside.fetch_add(1) == 0) ran.push_back(step);
+          inside.fetch_sub(1);
+          turn->done();
+        }));
+      }
+      base::wait_all(done);
+    }
+    CHECK((ran == row));
+  }
+}
