@@ -28,6 +28,9 @@ class Random {
     return static_cast<uint64_t>(product >> 64);
   }
 
+  /// Uniform in [0, 1), a multiple of 2^-53.
+  double unit() { return static_cast<double>(next() >> 11) * 0x1p-53; }
+
   /// Uniform in [first, last], both included.
   int64_t between(int64_t first, int64_t last) {
     return first + static_cast<int64_t>(below(static_cast<uint64_t>(last - first) + 1));

@@ -1,0 +1,57 @@
+#include <set>
+
+#include "../src/scenario/cart_pole.h"
+#include "cart_pole_trajectories.h"
+#include "support/catch.h"
+
+using namespace distrain;
+using scenario::CartPole;
+using scenario::EnvironmentStep;
+using scenario::Observation;
+
+TEST_CASE("CartPole is Gymnasium's, action by action") {
+  REQUIRE(testing::kCartPoleTrajectories.size() == 6);
+  for (const auto& recorded : testing::kCartPoleTrajectories) {
+    CAPTURE(recorded.policy);
+    CartPole environment;
+    environment.begin(recorded.initial);
+    REQUIRE(recorded.actions.size() == recorded.observations.size());
+    double reward = 0;
+    for (size_t i = 0; i < recorded.actions.size(); ++i) {
+      CAPTURE(i);
+      const EnvironmentStep step = environment.step(recorded.actions[i] - '0');
+      for (size_t j = 0; j < step.observation.size(); ++j) {
+        CAPTURE(j);
+        // 1e-6; what was recorded has seven digits.
+        CHECK(std::abs(step.observation[j] - recorded.observations[i][j]) < 1e-6);
+      }
+      const bool last = i + 1 == recorded.actions.size();
+      CHECK(step.terminated == (last && recorded.terminated));
+      CHECK(step.truncated == (last && recorded.truncated));
+      reward += step.reward;
+    }
+    CHECK(reward == recorded.reward);
+  }
+}
+
+TEST_CASE("the beginning of an episode follows from its key alone") {
+  CartPole a, b;
+  std::set<Observation> seen;
+  double sum = 0;
+  for (uint64_t seed = 1; seed <= 10; ++seed) {
+    for (uint64_t environment = 0; environment < 10; ++environment) {
+      for (uint64_t episode = 1; episode <= 10; ++episode) {
+        const Observation first = a.reset({seed, environment, episode});
+        CHECK(b.reset({seed, environment, episode}) == first);
+        b.step(1);
+        seen.insert(first);
+        for (const float x : first) {
+          CHECK(std::abs(x) <= 0.05);
+          sum += x;
+        }
+      }
+    }
+  }
+  CHECK(seen.size() == 1000);
+  CHECK(std::abs(sum / 4000) < 0.002);  // four deviations of the mean
+}
