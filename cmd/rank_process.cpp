@@ -18,6 +18,8 @@
 namespace distrain::cmd {
 namespace {
 
+constexpr int kGoalNotReached = 11;
+
 sigset_t ending_signal_set() {
   sigset_t set;
   sigemptyset(&set);
@@ -59,6 +61,16 @@ Cause cause_by_signal(const RankRun& run, int number) {
   cause.kind = base::kind_name(base::ErrorKind::kCancelled);
   cause.message = fmt::format("ended by {}", cause.signal);
   cause.exit_code = 128 + number;
+  return cause;
+}
+
+Cause cause_by_goal(const RankRun& run, const std::string& message) {
+  Cause cause;
+  cause.rank = run.job.rank;
+  cause.host = host_name();
+  cause.kind = "goal_not_reached";
+  cause.message = message;
+  cause.exit_code = kGoalNotReached;
   return cause;
 }
 
@@ -119,6 +131,9 @@ int run_rank(const RankRun& run) {
     if (outcome.stopped) {
       cause = cause_by_signal(run, SIGTERM);
       if (!outcome.message.empty()) cause->message = outcome.message;
+      tell(run, cause->message);
+    } else if (outcome.goal_missed) {
+      cause = cause_by_goal(run, outcome.message);
       tell(run, cause->message);
     }
   } catch (...) {

@@ -63,6 +63,8 @@ struct Outcome {
   Json fields = Json::object();
   /// The job saw to a SIGTERM: it saved what it had and ended in good order. `message` says where.
   bool stopped = false;
+  /// The job ended in good order, but without what it was for. `message` says what is missing.
+  bool goal_missed = false;
   std::string message;
 };
 
