@@ -14,6 +14,7 @@
 #include "pipeline.h"
 #include "process_setup.h"
 #include "ps.h"
+#include "rl.h"
 #include "rnn.h"
 #include "tensor_memory.h"
 
@@ -22,7 +23,7 @@ namespace {
 
 int main_with(const std::vector<std::string>& args, TimePoint started) {
   const std::vector<JobCommand> commands = {hybrid_command(), ps_command(), rnn_command(),
-                                            pipeline_command()};
+                                            rl_command(), pipeline_command()};
   std::vector<CommandLine> lines;
   std::vector<std::string> names;
   for (const JobCommand& command : commands) {
