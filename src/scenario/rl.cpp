@@ -138,9 +138,7 @@ Outcome run_rl(const RlOptions& own, const Job& job,
   std::shared_ptr<RlHost> host;
   std::shared_ptr<ObserverJob> observed;
   const auto prepare = [&] {
-    if (job.rank == kAgent) {
-      host = std::make_shared<RlHost>(options, job, sink);
-    } else {
+    if (job.rank != kAgent) {
       options = adopt(agent.job_options());
       observed = std::make_shared<ObserverJob>(job.stop);
       agent.provide(observed);
@@ -148,8 +146,9 @@ Outcome run_rl(const RlOptions& own, const Job& job,
     if (!options.checkpoint.dir.empty()) job.stop->arm();
   };
   const auto work = [&] {
-    if (host) run_agent(agent, options, host);
-    // An observer works for the agent while it waits for it in the shutdown.
+    if (job.rank != kAgent) return;  // it plays while it waits for the agent in the shutdown
+    host = std::make_shared<RlHost>(options, job, sink);
+    run_agent(agent, options, host);
   };
   Outcome outcome;
   session.run(prepare, work, outcome);

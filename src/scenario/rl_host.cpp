@@ -230,7 +230,7 @@ void RlHost::add_to(Outcome& outcome) const {
     std::ostringstream message;
     message << "not solved after " << episode_ << " episodes: the running reward is " << std::fixed
             << std::setprecision(1) << running_reward_ << ", not above " << std::defaultfloat
-            << options_.threshold;
+            << std::setprecision(6) << options_.threshold;
     outcome.message = message.str();
   }
 }
