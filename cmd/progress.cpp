@@ -27,6 +27,9 @@ std::string quality_words(const Json& json) {
   if (const auto perplexity = number(json, "perplexity")) {
     return fmt::format("perplexity {:.1f}", *perplexity);
   }
+  if (const auto reward = number(json, "running_reward")) {
+    return fmt::format("running reward {:.1f}", *reward);
+  }
   return {};
 }
 
@@ -62,6 +65,10 @@ void Progress::on_line(const std::string& line) {
     ready_ = true;
     epoch_ = std::max(epoch_, static_cast<int>(number(json, "epoch").value_or(0)));
     if (const auto loss = number(json, "loss")) loss_ = loss;
+  } else if (*event == "episode") {
+    ready_ = true;
+    episode_ = static_cast<int64_t>(number(json, "episode").value_or(0));
+    quality_ = quality_words(json);
   } else if (*event == "eval") {
     if (const std::string words = quality_words(json); !words.empty()) quality_ = words;
   } else {
@@ -79,6 +86,7 @@ void Progress::show(bool at_once) {
     text =
         fmt::format("{} epoch {}/{}", bar(static_cast<double>(epoch_) / epochs_), epoch_, epochs_);
   }
+  if (episode_ > 0) text = fmt::format("episode {}", episode_);
   if (loss_) text += fmt::format("  loss {:.4f}", *loss_);
   if (!quality_.empty()) text += "  " + quality_;
   text = text.substr(0, terminal_width() - 1);

@@ -13,7 +13,8 @@ using scenario::Json;
 /// True when stderr is a terminal and stdout is not.
 bool wants_progress();
 
-/// One status line on stderr, rewritten as `step`, `epoch` and `eval` lines come by.
+/// One status line on stderr, rewritten as `step`, `epoch`, `episode` and `eval` lines come
+/// by.
 class Progress {
  public:
   /// `epochs`: of the whole job, for "epoch 3/15".
@@ -32,6 +33,7 @@ class Progress {
   const bool colour_;
   const int epochs_;
   int epoch_ = 0;
+  int64_t episode_ = 0;
   std::optional<double> loss_;
   std::string quality_;
   bool ready_ = false;

@@ -1,7 +1,7 @@
 # bash completion of distrain
 _distrain() {
   local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD - 1]} i command= options
-  local commands='hybrid ps rnn'
+  local commands='hybrid ps rnn rl'
   COMPREPLY=()
   # `--option=value` comes as three words.
   if [[ $cur == '=' ]]; then
@@ -11,7 +11,7 @@ _distrain() {
   fi
   for ((i = 1; i < COMP_CWORD; ++i)); do
     case ${COMP_WORDS[i]} in
-      hybrid | ps | rnn)
+      hybrid | ps | rnn | rl)
         command=${COMP_WORDS[i]}
         break
         ;;
@@ -24,12 +24,15 @@ _distrain() {
   case $command in
     hybrid) options='
       --trainers --num-embeddings --embedding-dim --classes --data --test-data
-      --batches --batch-size --optimizer' ;;
+      --epochs --steps --batches --batch-size --optimizer --mode' ;;
     ps) options='
-      --trainers --limit --dropout --mean --std --data --batch-size --staleness --verify-grads' ;;
+      --trainers --limit --dropout --mean --std --data
+      --epochs --steps --batch-size --mode --staleness --verify-grads' ;;
     rnn) options='
       --trainers --vocab-size --emsize --nhid --nlayers --dropout --data --valid-data
-      --batches --batch-size --bptt --clip --generate --prompt' ;;
+      --epochs --steps --batches --batch-size --bptt --clip --mode --generate --prompt' ;;
+    rl) options='
+      --observers --envs-per-observer --max-steps --gamma --threshold --max-episodes' ;;
     *)
       mapfile -t COMPREPLY < <(compgen -W "$commands help --help --version" -- "$cur")
       return
@@ -37,7 +40,7 @@ _distrain() {
   esac
   # What all of them have.
   options+='
-    --epochs --steps --lr --mode --seed --log-interval
+    --lr --seed --log-interval
     --checkpoint --checkpoint-every --resume
     --local --rank --ranks --spawn --world-size --master-addr --master-port
     --listen --transport --rpc-timeout --join-timeout --peer-timeout

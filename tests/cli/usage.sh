@@ -14,7 +14,6 @@ wrong() { # wrong <words> <args>...
 wrong "no command"
 wrong "unknown command 'foo'" foo
 wrong "did you mean hybrid?" hybird
-wrong "unknown command 'rl'" rl
 wrong "did you mean rnn?" rrnn
 wrong "unknown command 'foo'" help foo
 wrong "unknown option '--bogus'" --bogus
