@@ -18,6 +18,7 @@
 #include "distrain/scenario/hybrid.h"
 #include "distrain/scenario/pipeline.h"
 #include "distrain/scenario/ps.h"
+#include "distrain/scenario/rl.h"
 #include "distrain/scenario/rnn.h"
 #include "support/catch.h"
 #include "unit/data/files.h"
@@ -94,6 +95,7 @@ inline int world_size(const scenario::PipelineOptions& o) {
 }
 inline int world_size(const scenario::PsOptions& o) { return scenario::ps_world_size(o); }
 inline int world_size(const scenario::RnnOptions& o) { return scenario::rnn_world_size(o); }
+inline int world_size(const scenario::RlOptions& o) { return scenario::rl_world_size(o); }
 template <class Options>
 Outcome run_rank(const Options& options, const Job& job, scenario::EventSink& sink) {
   const auto adopt = [&options](const scenario::OptionMap&) { return options; };
@@ -103,6 +105,8 @@ Outcome run_rank(const Options& options, const Job& job, scenario::EventSink& si
     return scenario::run_ps(options, job, adopt, sink);
   } else if constexpr (std::is_same_v<Options, scenario::PipelineOptions>) {
     return scenario::run_pipeline(options, job, adopt, sink);
+  } else if constexpr (std::is_same_v<Options, scenario::RlOptions>) {
+    return scenario::run_rl(options, job, adopt, sink);
   } else {
     return scenario::run_rnn(options, job, adopt, sink);
   }
@@ -115,6 +119,8 @@ Outcome run_alone(const Options& options, const Job& job, scenario::EventSink& s
     return scenario::run_ps_local(options, job, sink);
   } else if constexpr (std::is_same_v<Options, scenario::PipelineOptions>) {
     return scenario::run_pipeline_local(options, job, sink);
+  } else if constexpr (std::is_same_v<Options, scenario::RlOptions>) {
+    return scenario::run_rl_local(options, job, sink);
   } else {
     return scenario::run_rnn_local(options, job, sink);
   }

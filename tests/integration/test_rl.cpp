@@ -1,0 +1,130 @@
+// ctest: timeout=120
+#include "support/scenario_job.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using scenario::RlOptions;
+
+namespace {
+
+RlOptions short_rl(int64_t episodes) {
+  RlOptions options;
+  options.max_episodes = episodes;
+  options.log_interval = 1;
+  return options;
+}
+
+/// What the lines say of the episodes, but for the speed.
+std::vector<Json> episodes_of(const Finished& job) {
+  std::vector<Json> episodes = job.all("episode", 0);
+  for (Json& line : episodes) {
+    CHECK(line["env_steps_per_s"].get<double>() > 0);
+    CHECK(line["requests_per_s"].get<double>() > 0);
+    line.erase("env_steps_per_s");
+    line.erase("requests_per_s");
+  }
+  return episodes;
+}
+
+void set_size(RlOptions& options, std::pair<int, int> size) {
+  std::tie(options.observers, options.envs_per_observer) = size;
+}
+
+}  // namespace
+
+TEST_CASE("the episodes of observers are those of one process, to the last bit") {
+  RlOptions options = short_rl(30);
+  set_size(options, GENERATE(std::pair(1, 1), std::pair(3, 1), std::pair(1, 4), std::pair(2, 3)));
+  options.seed = GENERATE(1, 2);
+  CAPTURE(options.observers, options.envs_per_observer, options.seed);
+  const Folder folders[2];
+  std::vector<Json> lines[2];
+  for (const Place place : {Place::kRanks, Place::kLocal}) {
+    const bool local = place == Place::kLocal;
+    options.checkpoint = {folders[local].path(), 0, ""};
+    const Finished job = run_job(place, options);
+    lines[local] = episodes_of(job);
+    CHECK(job.outcomes.at(0).goal_missed);
+    CHECK(contains(job.outcomes.at(0).message, "not solved after 30 episodes"));
+    CHECK(job.fields(0)["solved"] == false);
+    for (const auto& [rank, outcome] : job.outcomes) {
+      if (rank > 0) CHECK_FALSE(outcome.goal_missed);
+    }
+  }
+  REQUIRE(lines[0].size() == 30);
+  for (size_t i = 0; i < lines[0].size(); ++i) {
+    CHECK(lines[0][i] == lines[1][i]);
+    const auto reward = lines[0][i]["reward"].get<int64_t>();
+    CHECK(reward >= 8);
+    CHECK(lines[0][i]["steps"] >= reward * options.observers * options.envs_per_observer);
+  }
+  check_same(newest_checkpoint(folders[0].path()), newest_checkpoint(folders[1].path()));
+}
+
+TEST_CASE("a job ends as soon as its running reward is above the threshold") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  RlOptions options = short_rl(0);
+  options.threshold = 12;
+  const Finished job = run_job(place, options);
+  const std::vector<Json> lines = job.all("episode");
+  REQUIRE(lines.size() > 5);
+  for (size_t i = 0; i + 1 < lines.size(); ++i) CHECK(lines[i]["running_reward"] <= 12);
+  CHECK(lines.back()["running_reward"] > 12);
+  const Json& end = job.fields(0);
+  CHECK(end["solved"] == true);
+  CHECK(end["episodes"] == lines.size());
+  CHECK(end["running_reward"] == lines.back()["running_reward"]);
+  int64_t steps = 0;
+  for (const Json& line : lines) steps += line["steps"].get<int64_t>();
+  CHECK(end["steps"] == steps);
+  CHECK_FALSE(job.outcomes.at(0).goal_missed);
+}
+
+TEST_CASE("an episode has as many steps as it may have, and lines come as often as they should") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  RlOptions options = short_rl(10);
+  options.max_steps = GENERATE(1, 5);
+  options.envs_per_observer = 2;
+  options.log_interval = 3;
+  const Finished job = run_job(place, options);
+  const std::vector<Json> lines = job.all("episode");
+  REQUIRE(lines.size() == 3);
+  for (size_t i = 0; i < 3; ++i) {
+    CHECK(lines[i]["episode"] == 3 * (i + 1));
+    CHECK(lines[i]["reward"] == options.max_steps);
+    CHECK(lines[i]["steps"] == 2 * options.max_steps);
+  }
+  options.log_interval = 0;
+  CHECK(run_job(place, options).all("episode").empty());
+}
+
+TEST_CASE("a policy that is no number ends the job, and nothing is saved") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  RlOptions options = short_rl(5);
+  options.lr = 1e30;
+  const Folder folder;
+  options.checkpoint = {folder.path(), 0, ""};
+  const Finished job = try_job(place, options);
+  REQUIRE(job.errors.contains(0));
+  CHECK(base::kind_name(job.errors.at(0).kind) == "not_finite");
+  CHECK(contains(job.errors.at(0).message, "try a smaller --lr"));
+  CHECK_FALSE(data::CheckpointStore::newest(folder.path()));
+}
+
+TEST_CASE("an agent whose observer is lost fails with its rank, and does not hang") {
+  Hooks<RlOptions> hooks;
+  hooks.options = [](int rank, RlOptions& options) {
+    // It would play for ever.
+    options.threshold = 1e9;
+    options.max_episodes = rank == 0 ? 0 : options.max_episodes;
+  };
+  hooks.heard = [](const Job& job, const Line& line) {
+    if (job.rank == 2 && line.event == "ready") throw std::runtime_error("no more");
+  };
+  RlOptions options = short_rl(5);
+  options.observers = 3;
+  const Finished job = try_job(Place::kRanks, options, hooks);
+  CHECK(job.outcomes.empty());
+  REQUIRE(job.errors.contains(0));
+  CHECK(job.errors.at(0).rank == 2);
+}

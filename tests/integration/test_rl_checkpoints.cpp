@@ -1,0 +1,148 @@
+// ctest: timeout=120
+#include "support/scenario_job.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using scenario::RlOptions;
+
+namespace {
+
+RlOptions saving_rl(const Folder& folder, int64_t episodes, const std::string& resume = "auto") {
+  RlOptions options;
+  options.max_episodes = episodes;
+  options.log_interval = 1;
+  options.checkpoint = {folder.path(), 0, resume};
+  return options;
+}
+
+}  // namespace
+
+TEST_CASE("a job of episodes goes on exactly") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  const int observers = GENERATE(1, 2);
+  const Folder whole, halves;
+  RlOptions options = saving_rl(whole, 40);
+  options.observers = observers;
+  run_job(place, options);
+  options.checkpoint.dir = halves.path();
+  options.max_episodes = 17;
+  run_job(place, options);
+  CHECK(newest_checkpoint(halves.path()).step == 17);
+  options.max_episodes = 40;
+  const Finished rest = run_job(place, options);
+  CHECK(rest.all("episode").size() == 23);
+  CHECK(rest.all("episode")[0]["episode"] == 18);
+  CHECK(rest.fields(0)["episodes"] == 40);
+  check_same(newest_checkpoint(halves.path()), newest_checkpoint(whole.path()));
+}
+
+TEST_CASE("a job of episodes saves every so many of them, and at its end") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  const int64_t every = GENERATE(0, 4, 5);
+  const Folder folder;
+  RlOptions options = saving_rl(folder, 10);
+  options.checkpoint.every = every;
+  std::vector<int64_t> episodes;
+  for (const Json& line : run_job(place, options).all("checkpoint")) {
+    episodes.push_back(line["step"].get<int64_t>());
+  }
+  const std::vector<int64_t> expected = every == 4   ? std::vector<int64_t>{4, 8, 10}
+                                        : every == 5 ? std::vector<int64_t>{5, 10}
+                                                     : std::vector<int64_t>{10};
+  CHECK(episodes == expected);
+}
+
+TEST_CASE("a job of episodes that is over stays so") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  const bool solved = GENERATE(true, false);
+  const Folder folder;
+  RlOptions options = saving_rl(folder, solved ? 0 : 3);
+  if (solved) options.threshold = 8;
+  const Finished first = run_job(place, options);
+  const Finished again = run_job(place, options);
+  CHECK(again.all("episode").empty());
+  for (const char* name : {"solved", "episodes", "running_reward"}) {
+    CHECK(again.fields(0)[name] == first.fields(0)[name]);
+  }
+  CHECK(again.fields(0)["steps"] == 0);
+  CHECK(again.outcomes.at(0).goal_missed == !solved);
+}
+
+TEST_CASE("a job of episodes that is told to stop goes on to the same end") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  const int told = place == Place::kLocal ? 0 : GENERATE(0, 2);
+  CAPTURE(told);
+  const Folder whole, stopped;
+  RlOptions options = saving_rl(whole, 40);
+  options.observers = 2;
+  run_job(place, options);
+  options.checkpoint.dir = stopped.path();
+  std::map<int, std::shared_ptr<scenario::StopSignal>> signals;
+  std::mutex mutex;
+  Hooks<RlOptions> hooks;
+  hooks.job = [&](Job& job) {
+    std::lock_guard lock(mutex);
+    signals[job.rank] = job.stop;
+  };
+  hooks.heard = [&](const Job&, const Line& line) {
+    if (line.event == "episode" && line.fields["episode"] == 7) CHECK(signals.at(told)->request());
+  };
+  const Finished first = run_job(place, options, hooks);
+  for (const auto& [rank, outcome] : first.outcomes) {
+    CAPTURE(rank);
+    CHECK(outcome.stopped);
+    CHECK_FALSE(outcome.goal_missed);
+  }
+  CHECK(contains(first.outcomes.at(0).message, "checkpoint saved in " + stopped.path()));
+  CHECK(newest_checkpoint(stopped.path()).step == 8);
+  const Finished rest = run_job(place, options);
+  for (const auto& [rank, outcome] : rest.outcomes) CHECK_FALSE(outcome.stopped);
+  check_same(newest_checkpoint(stopped.path()), newest_checkpoint(whole.path()));
+}
+
+TEST_CASE("another job's checkpoint of episodes is refused, with the reason") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  const Folder folder;
+  const RlOptions options = saving_rl(folder, 2);
+  run_job(Place::kLocal, options);
+  const auto refused = [&](auto change, const std::string& why) {
+    RlOptions changed = options;
+    change(changed);
+    const Finished job = try_job(place, changed);
+    REQUIRE(job.errors.contains(0));
+    const base::Error& error = job.errors.at(0);
+    CAPTURE(why, error.message);
+    CHECK(base::kind_name(error.kind) == "bad_data");
+    CHECK(contains(error.message, why));
+    CHECK(contains(error.message, folder.path() + "/step-"));
+  };
+  refused([](auto& o) { o.observers = 3; }, "saved with observers 1, not 3");
+  refused([](auto& o) { o.envs_per_observer = 2; }, "saved with envs_per_observer 1, not 2");
+  refused([](auto& o) { o.seed = 2; }, "saved with seed 1, not 2");
+  refused([](auto& o) { o.gamma = 0.5; }, "saved with gamma 0.99, not 0.5");
+  refused([](auto& o) { o.max_steps = 9; }, "saved with max_steps 10000, not 9");
+  RlOptions changed = options;
+  changed.lr = 0.1;
+  changed.threshold = 400;
+  changed.max_episodes = 3;
+  CHECK(run_job(place, changed).fields(0)["episodes"] == 3);
+}
+
+TEST_CASE("a checkpoint that does not hold this policy is refused") {
+  const Folder folder;
+  const RlOptions options = saving_rl(folder, 2);
+  run_job(Place::kLocal, options);
+  check_spoilt_refused(
+      Place::kLocal, options, folder.path(),
+      {{[](Snapshot& s) { s.files["model"].erase("affine1.bias"); },
+        "model.safetensors has no affine1.bias"},
+       {[](Snapshot& s) { s.files["model"]["affine2.bias"] = at::zeros({3}); },
+        "model.safetensors: affine2.bias has another shape or dtype"},
+       {[](Snapshot& s) { s.files["optimizer"]["affine3.bias.x"] = at::zeros({1}); },
+        "affine3.bias.x, which is of no parameter"},
+       {[](Snapshot& s) { s.files.erase("optimizer"); }, "no optimizer.safetensors"},
+       {[](Snapshot& s) { s.state["cmd"] = "ps"; }, "saved with cmd \"ps\", not \"rl\""},
+       {[](Snapshot& s) { s.state["episode"] = 0; }, "the episode is"},
+       {[](Snapshot& s) { s.state["episode"] = 3; }, "the episode is"},
+       {[](Snapshot& s) { s.state["running_reward"] = nullptr; }, "its running_reward"}});
+}

@@ -1,0 +1,96 @@
+#include <atomic>
+#include <thread>
+
+#include "../src/scenario/batcher.h"
+#include "distrain/base/thread_pool.h"
+#include "support/catch.h"
+
+using namespace distrain;
+using base::Future;
+using scenario::Batcher;
+
+namespace {
+
+using Squares = Batcher<int, int>;
+
+std::vector<int> squares(const std::vector<int>& numbers) {
+  std::vector<int> answers;
+  for (const int number : numbers) answers.push_back(number * number);
+  return answers;
+}
+
+}  // namespace
+
+TEST_CASE("a single asker has its answer at once") {
+  base::ThreadPool pool({});
+  const auto asker = std::this_thread::get_id();
+  Squares batcher(pool, [&](const std::vector<int>& numbers) {
+    CHECK(std::this_thread::get_id() == asker);
+    CHECK(numbers.size() == 1);
+    return squares(numbers);
+  });
+  for (int i = 0; i < 10; ++i) {
+    const Future<int> answer = batcher.ask(i);
+    CHECK(answer.done());
+    CHECK(answer.wait() == i * i);
+  }
+  CHECK(pool.threads() == 0);
+}
+
+TEST_CASE("what is asked during a pass goes into the next, all of it") {
+  base::ThreadPool pool({});
+  base::Promise<void> go, running;
+  std::vector<size_t> sizes;
+  Squares batcher(pool, [&](const std::vector<int>& numbers) {
+    if (sizes.empty()) {
+      running.set();
+      go.future().wait();
+    }
+    sizes.push_back(numbers.size());
+    return squares(numbers);
+  });
+  std::thread first([&] { CHECK(batcher.ask(1).wait() == 1); });
+  running.future().wait();
+  std::vector<Future<int>> answers;
+  for (int i = 2; i < 10; ++i) answers.push_back(batcher.ask(i));
+  for (const auto& answer : answers) CHECK_FALSE(answer.done());
+  go.set();
+  first.join();
+  for (int i = 2; i < 10; ++i) CHECK(answers[static_cast<size_t>(i - 2)].wait() == i * i);
+  CHECK(sizes == std::vector<size_t>{1, 8});
+}
+
+TEST_CASE("many askers get their own answers, one pass at a time") {
+  constexpr int kThreads = 8, kAsks = 3000;
+  base::ThreadPool pool({});
+  std::atomic<int> inside{0}, wrong{0}, asked{0};
+  Squares batcher(pool, [&](const std::vector<int>& numbers) {
+    if (++inside != 1 || numbers.empty() || numbers.size() > kThreads) ++wrong;
+    asked += static_cast<int>(numbers.size());
+    auto answers = squares(numbers);
+    --inside;
+    return answers;
+  });
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < kAsks; ++i) {
+        const int number = (t * kAsks + i) % 40000;
+        if (batcher.ask(number).wait() != number * number) ++wrong;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(wrong == 0);
+  CHECK(asked == kThreads * kAsks);
+}
+
+TEST_CASE("a pass that throws fails what it was for, and the next goes on") {
+  base::ThreadPool pool({});
+  Squares batcher(pool, [&](const std::vector<int>& numbers) {
+    if (numbers[0] < 0) throw base::Exception(base::ErrorKind::kInvalid, "below 0");
+    return squares(numbers);
+  });
+  CHECK(batcher.ask(-1).wait_result().error().kind == base::ErrorKind::kInvalid);
+  CHECK(batcher.ask(3).wait() == 9);
+}

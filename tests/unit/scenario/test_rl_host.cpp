@@ -1,0 +1,132 @@
+#include <ATen/Functions.h>
+
+#include "../src/scenario/rl_host.h"
+#include "distrain/base/error.h"
+#include "support/catch.h"
+#include "support/scenario_job.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using scenario::ActionRequest;
+using scenario::Actions;
+using scenario::RlHost;
+using scenario::RlOptions;
+
+TEST_CASE("rewards count less the later they come, and not beyond an episode's end") {
+  CHECK(scenario::discounted_returns({1, 1, 1}, 0.5) == std::vector<double>{1.75, 1.5, 1});
+  CHECK(scenario::discounted_returns({0, 0, 8}, 0.5) == std::vector<double>{2, 4, 8});
+  CHECK(scenario::discounted_returns({3, 5}, 0) == std::vector<double>{3, 5});
+  CHECK(scenario::discounted_returns({}, 0.9).empty());
+}
+
+TEST_CASE("returns are normalised as the tutorial's") {
+  std::vector<double> values = {1, 2, 5, -3, 0.5};
+  const at::Tensor before = at::tensor(values, at::kDouble);
+  scenario::normalise(values);
+  const at::Tensor expected = (before - before.mean()) / (before.std() + 1.1920929e-07);
+  for (size_t i = 0; i < values.size(); ++i) {
+    CHECK(values[i] == Approx(expected[static_cast<int64_t>(i)].item<double>()));
+  }
+  values = {7};
+  scenario::normalise(values);
+  CHECK(values == std::vector<double>{0});
+  values = {4, 4, 4};
+  scenario::normalise(values);
+  CHECK(values == std::vector<double>{0, 0, 0});
+}
+
+namespace {
+
+struct RlHosts {
+  RlHosts() {
+    options.observers = 2;
+    options.envs_per_observer = 2;
+    options.log_interval = 1;
+  }
+
+  // An episode of three steps of each environment, the last of which brings the given rewards.
+  static void play(RlHost& host, const std::vector<double>& last, bool together) {
+    host.begin_episode();
+    for (int step = 0; step < 3; ++step) {
+      std::vector<ActionRequest> requests;
+      for (int observer = 0; observer < 2; ++observer) {
+        ActionRequest request{observer, {}};
+        for (uint32_t e = 0; e < 2; ++e) {
+          const auto x = static_cast<float>(observer + 2 * step) - static_cast<float>(e);
+          request.states.push_back({e, {x, 0.5F, -x, 1}, 1});
+        }
+        requests.push_back(request);
+      }
+      if (together) {
+        CHECK(host.choose(requests).size() == 2);
+      } else {
+        for (const auto& request : {requests[1], requests[0]}) host.choose({request});
+      }
+    }
+    for (int observer = 0; observer < 2; ++observer) {
+      const auto at = static_cast<size_t>(2 * observer);
+      host.report(observer, {{0, last[at]}, {1, last[at + 1]}});
+    }
+    host.end_episode(false);
+  }
+
+  RlOptions options;
+  scenario::Job job;
+};
+
+}  // namespace
+
+TEST_CASE_METHOD(RlHosts, "an episode counts by its least lucky environment") {
+  std::vector<scenario::Json> lines;
+  Listener sink([&](const Line& line) { lines.push_back(line.fields); });
+  options.threshold = 10;
+  RlHost host(options, job, sink);
+  play(host, {5, 4, 3, 9}, true);
+  REQUIRE(lines.size() == 1);
+  CHECK(lines[0]["episode"] == 1);
+  CHECK(lines[0]["reward"] == 5);
+  CHECK(lines[0]["running_reward"].get<double>() == Approx(0.25));
+  CHECK(lines[0]["steps"] == 12);
+  CHECK(host.state() == RlHost::State::kTraining);
+  play(host, {998, 998, 998, 998}, true);
+  CHECK(lines[1]["running_reward"].get<double>() == Approx(50.2375));
+  CHECK(host.state() == RlHost::State::kSolved);
+  scenario::Outcome outcome;
+  host.add_to(outcome);
+  CHECK(outcome.fields["solved"] == true);
+  CHECK(outcome.fields["episodes"] == 2);
+  CHECK(outcome.fields["steps"] == 24);
+  CHECK_FALSE(outcome.goal_missed);
+}
+
+TEST_CASE_METHOD(RlHosts, "what is learned does not depend on what was asked together") {
+  options.max_episodes = 5;
+  const Folder folders[2];
+  for (const bool together : {true, false}) {
+    Listener nobody;
+    RlOptions own = options;
+    own.checkpoint = {folders[together].path(), 0, ""};
+    RlHost host(own, job, nobody);
+    while (host.state() == RlHost::State::kTraining) play(host, {1, 2, 3, 4}, together);
+    CHECK(host.state() == RlHost::State::kMissed);
+    scenario::Outcome outcome;
+    host.add_to(outcome);
+    CHECK(outcome.goal_missed);
+    CHECK(contains(outcome.message, "not solved after 5 episodes"));
+    CHECK(contains(outcome.message, "not above 475"));
+  }
+  check_same(newest_checkpoint(folders[0].path()), newest_checkpoint(folders[1].path()));
+}
+
+TEST_CASE_METHOD(RlHosts, "an environment that nobody has is refused") {
+  Listener nobody;
+  RlHost host(options, job, nobody);
+  host.begin_episode();
+  for (const int observer : {-1, 2}) {
+    CHECK_THROWS_AS(host.choose({{observer, {{0, {}, 0}}}}), base::Exception);
+  }
+  CHECK_THROWS_AS(host.choose({{0, {{2, {}, 0}}}}), base::Exception);
+  CHECK_THROWS_AS(host.report(0, {{2, 1}}), base::Exception);
+  // Nor is an episode learned from that was not played to its end.
+  CHECK_THROWS_AS(host.end_episode(false), base::Exception);
+}
