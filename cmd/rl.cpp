@@ -12,7 +12,7 @@ OptionTable option_table() {
   OptionTable table;
   append(table, "Environments", Scope::kJob,
          {integer("observers", "1", 1, 1023, "observers; the job has one rank more"),
-          integer("envs-per-observer", "1", 1, 65536,
+          integer("envs-per-observer", "1", 1, 1024,
                   "environments that an observer plays in side by side"),
           integer("max-steps", "10000", 1, kMaxInt, "steps of an environment in an episode")});
   append(table, "Training", Scope::kJob,

@@ -18,6 +18,8 @@
 #include "distrain/scenario/rl.h"
 
 #include <algorithm>
+#include <atomic>
+#include <memory>
 
 #include "batcher.h"
 #include "rl_host.h"

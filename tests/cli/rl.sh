@@ -58,6 +58,23 @@ for r in 1 2; do
 done
 expect_jq '.[-1] | .event == "end" and .role == "observer1" and .status == "ok"' "ranks that join" "$tmp/rank1"
 
+# The agent names the observer that it lost.
+port=$(free_port)
+for r in 1 2; do
+  "$distrain" rl --rank $r --master-port "$port" >"$tmp/rank$r" 2>&1 &
+done
+observer=$!
+: >"$tmp/out"
+timeout "$limit" "$distrain" rl --rank 0 --observers 2 --master-port "$port" --threshold 1e6 >"$tmp/out" 2>"$tmp/err" &
+job=$!
+wait_for_lines 1 episode "$tmp/out"
+kill -9 $observer
+wait $job
+code=$?
+expect 5 "an observer that joined is lost"
+expect_jq '.[-1] | .event == "end" and .kind == "peer_lost" and .cause_rank == 2' "an observer that joined is lost"
+expect_no_process "an observer that joined is lost"
+
 # SIGTERM saves; the job goes on where it was and ends as one that was not interrupted.
 start() { # start <args>...: a job that plays for ever; waits for its first episode
   : >"$tmp/out"
