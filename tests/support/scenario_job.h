@@ -89,41 +89,65 @@ class Listener final : public scenario::EventSink {
 };
 
 // What the scenarios' functions are called.
-inline int world_size(const scenario::HybridOptions& o) { return scenario::hybrid_world_size(o); }
-inline int world_size(const scenario::PipelineOptions& o) {
-  return scenario::pipeline_world_size(o);
+inline int world_size(const scenario::HybridOptions& options) {
+  return scenario::hybrid_world_size(options);
 }
-inline int world_size(const scenario::PsOptions& o) { return scenario::ps_world_size(o); }
-inline int world_size(const scenario::RnnOptions& o) { return scenario::rnn_world_size(o); }
-inline int world_size(const scenario::RlOptions& o) { return scenario::rl_world_size(o); }
-template <class Options>
-Outcome run_rank(const Options& options, const Job& job, scenario::EventSink& sink) {
-  const auto adopt = [&options](const scenario::OptionMap&) { return options; };
-  if constexpr (std::is_same_v<Options, scenario::HybridOptions>) {
-    return scenario::run_hybrid(options, job, adopt, sink);
-  } else if constexpr (std::is_same_v<Options, scenario::PsOptions>) {
-    return scenario::run_ps(options, job, adopt, sink);
-  } else if constexpr (std::is_same_v<Options, scenario::PipelineOptions>) {
-    return scenario::run_pipeline(options, job, adopt, sink);
-  } else if constexpr (std::is_same_v<Options, scenario::RlOptions>) {
-    return scenario::run_rl(options, job, adopt, sink);
-  } else {
-    return scenario::run_rnn(options, job, adopt, sink);
-  }
+inline Outcome run_rank(const scenario::HybridOptions& options, const Job& job,
+                        scenario::EventSink& sink) {
+  return scenario::run_hybrid(
+      options, job, [&](const scenario::OptionMap&) { return options; }, sink);
 }
-template <class Options>
-Outcome run_alone(const Options& options, const Job& job, scenario::EventSink& sink) {
-  if constexpr (std::is_same_v<Options, scenario::HybridOptions>) {
-    return scenario::run_hybrid_local(options, job, sink);
-  } else if constexpr (std::is_same_v<Options, scenario::PsOptions>) {
-    return scenario::run_ps_local(options, job, sink);
-  } else if constexpr (std::is_same_v<Options, scenario::PipelineOptions>) {
-    return scenario::run_pipeline_local(options, job, sink);
-  } else if constexpr (std::is_same_v<Options, scenario::RlOptions>) {
-    return scenario::run_rl_local(options, job, sink);
-  } else {
-    return scenario::run_rnn_local(options, job, sink);
-  }
+inline Outcome run_alone(const scenario::HybridOptions& options, const Job& job,
+                         scenario::EventSink& sink) {
+  return scenario::run_hybrid_local(options, job, sink);
+}
+inline int world_size(const scenario::PipelineOptions& options) {
+  return scenario::pipeline_world_size(options);
+}
+inline Outcome run_rank(const scenario::PipelineOptions& options, const Job& job,
+                        scenario::EventSink& sink) {
+  return scenario::run_pipeline(
+      options, job, [&](const scenario::OptionMap&) { return options; }, sink);
+}
+inline Outcome run_alone(const scenario::PipelineOptions& options, const Job& job,
+                         scenario::EventSink& sink) {
+  return scenario::run_pipeline_local(options, job, sink);
+}
+inline int world_size(const scenario::PsOptions& options) {
+  return scenario::ps_world_size(options);
+}
+inline Outcome run_rank(const scenario::PsOptions& options, const Job& job,
+                        scenario::EventSink& sink) {
+  return scenario::run_ps(
+      options, job, [&](const scenario::OptionMap&) { return options; }, sink);
+}
+inline Outcome run_alone(const scenario::PsOptions& options, const Job& job,
+                         scenario::EventSink& sink) {
+  return scenario::run_ps_local(options, job, sink);
+}
+inline int world_size(const scenario::RlOptions& options) {
+  return scenario::rl_world_size(options);
+}
+inline Outcome run_rank(const scenario::RlOptions& options, const Job& job,
+                        scenario::EventSink& sink) {
+  return scenario::run_rl(
+      options, job, [&](const scenario::OptionMap&) { return options; }, sink);
+}
+inline Outcome run_alone(const scenario::RlOptions& options, const Job& job,
+                         scenario::EventSink& sink) {
+  return scenario::run_rl_local(options, job, sink);
+}
+inline int world_size(const scenario::RnnOptions& options) {
+  return scenario::rnn_world_size(options);
+}
+inline Outcome run_rank(const scenario::RnnOptions& options, const Job& job,
+                        scenario::EventSink& sink) {
+  return scenario::run_rnn(
+      options, job, [&](const scenario::OptionMap&) { return options; }, sink);
+}
+inline Outcome run_alone(const scenario::RnnOptions& options, const Job& job,
+                         scenario::EventSink& sink) {
+  return scenario::run_rnn_local(options, job, sink);
 }
 
 /// Runs a job to its end, or to its error. A `--local` run is rank 0.
