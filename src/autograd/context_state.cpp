@@ -55,11 +55,13 @@ std::shared_ptr<Pass> ContextState::pass_or(uint64_t id,
   return pass_;
 }
 
-void ContextState::end_pass(uint64_t id) {
+bool ContextState::end_pass(uint64_t id) {
   std::shared_ptr<Pass> ended;  // dies outside the lock
   std::lock_guard lock(mutex_);
-  ended_pass_ = std::max(ended_pass_, id);
+  if (id <= ended_pass_) return false;
+  ended_pass_ = id;
   if (pass_ && pass_->id() <= id) ended.swap(pass_);
+  return true;
 }
 
 void ContextState::accumulate(const at::Tensor& variable, const at::Tensor& gradient) {
@@ -70,7 +72,8 @@ void ContextState::accumulate(const at::Tensor& variable, const at::Tensor& grad
   } else if (entry.gradient.is_sparse() && !gradient.is_sparse()) {
     entry.gradient = gradient + entry.gradient;  // torch adds sparse to dense, not dense to sparse
   } else if (!entry.gradient.is_sparse() && entry.gradient.use_count() == 1 &&
-             entry.gradient.storage().use_count() == 1) {
+             entry.gradient.storage().use_count() == 1 &&
+             entry.gradient.is_non_overlapping_and_dense()) {
     entry.gradient.add_(gradient);  // nobody else has seen it
   } else {
     entry.gradient = entry.gradient + gradient;
@@ -115,14 +118,14 @@ void ContextState::on_pass_end(std::function<void()> fn) {
   end_hooks_.push_back(std::move(fn));
 }
 
-void ContextState::set_admission(std::function<base::Future<void>()> admit) {
+void ContextState::set_guard(PassGuard guard) {
   std::lock_guard lock(mutex_);
-  admission_ = std::move(admit);
+  guard_ = std::move(guard);
 }
 
 std::function<base::Future<void>()> ContextState::admission() const {
   std::lock_guard lock(mutex_);
-  return admission_;
+  return guard_.admit;
 }
 
 std::vector<ContextState::ReadyHook> ContextState::take_ready_hooks(const at::Tensor& variable) {
@@ -136,17 +139,23 @@ std::vector<ContextState::ReadyHook> ContextState::take_ready_hooks(const at::Te
 
 std::vector<std::function<void()>> ContextState::take_end_hooks() {
   std::lock_guard lock(mutex_);
-  return std::exchange(end_hooks_, {});
+  std::vector<std::function<void()>> hooks = std::exchange(end_hooks_, {});
+  if (guard_.on_end) hooks.push_back(std::move(guard_.on_end));
+  guard_ = {};
+  return hooks;
 }
 
-void ContextState::drop_hooks() {
+void ContextState::fail_hooks(const base::Error& error) {
   decltype(ready_hooks_) ready;
   decltype(end_hooks_) end;
-  decltype(admission_) admission;
-  std::lock_guard lock(mutex_);
-  ready.swap(ready_hooks_);
-  end.swap(end_hooks_);
-  admission.swap(admission_);
+  PassGuard guard;
+  {
+    std::lock_guard lock(mutex_);
+    ready.swap(ready_hooks_);
+    end.swap(end_hooks_);
+    std::swap(guard, guard_);
+  }
+  if (guard.on_failure) guard.on_failure(error);
 }
 
 }  // namespace distrain::autograd

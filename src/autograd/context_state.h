@@ -34,7 +34,8 @@ class ContextState {
   std::shared_ptr<Pass> pass(uint64_t id) const;
   void set_pass(std::shared_ptr<Pass> pass);
   /// Forgets the pass `id`, unless a newer one has taken its place.
-  void end_pass(uint64_t id);
+  /// False if it was over before.
+  bool end_pass(uint64_t id);
   /// Gives back the pass `id`, made by `make` if it is not there. Throws `cancelled` if there has
   /// been a newer one or it has ended: what is late for a failed pass must not disturb the next.
   std::shared_ptr<Pass> pass_or(uint64_t id, const std::function<std::shared_ptr<Pass>()>& make);
@@ -48,13 +49,13 @@ class ContextState {
 
   void on_gradient_ready(const at::Tensor& variable, ReadyHook fn);
   void on_pass_end(std::function<void()> fn);
+  void set_guard(PassGuard guard);
   /// Asked before gradients from another rank enter a pass; null: they need not wait.
-  void set_admission(std::function<base::Future<void>()> admit);
   std::function<base::Future<void>()> admission() const;
   std::vector<ReadyHook> take_ready_hooks(const at::Tensor& variable);
   std::vector<std::function<void()>> take_end_hooks();
-  /// Destroys all hooks.
-  void drop_hooks();
+  /// Destroys all hooks; tells a guard why.
+  void fail_hooks(const base::Error& error);
 
  private:
   struct Entry {
@@ -69,7 +70,7 @@ class ContextState {
   std::unordered_map<const c10::TensorImpl*, Entry> gradients_;
   std::unordered_map<const c10::TensorImpl*, std::vector<ReadyHook>> ready_hooks_;
   std::vector<std::function<void()>> end_hooks_;
-  std::function<base::Future<void>()> admission_;
+  PassGuard guard_;
   std::shared_ptr<Pass> pass_;
   uint64_t ended_pass_ = 0;  // all up to this one: a context's passes are numbered upwards
 };

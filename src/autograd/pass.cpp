@@ -344,9 +344,10 @@ void Pass::fail(base::Error error) {
     done.swap(done_);
     dropped.swap(ready_);
   }
-  if (const auto context = context_.lock()) context->drop_hooks();
+  // Whoever waits hears of it before those who are held up by the hooks.
   if (waker && *waker) (*waker)->fail(error);
-  if (done) done->fail(std::move(error));
+  if (done) done->fail(error);
+  if (const auto context = context_.lock()) context->fail_hooks(error);
 }
 
 }  // namespace distrain::autograd

@@ -134,17 +134,19 @@ void Runtime::on_message_on_loop(const rpc::ChannelMessage& message) {
     trash_.push_back(std::move(state));
   } else if (message.tag.b == kPassFailed) {
     const std::shared_ptr<ContextState> state = find(id);
-    const std::shared_ptr<Pass> pass = state ? state->pass(message.tag.c) : nullptr;
-    if (!pass) return;
-    // It destroys hooks of the user's: not here. Forwarded once, as the pass is gone then.
-    agent_.executor().post([self = shared_from_this(), state, pass, message] {
-      state->end_pass(pass->id());
+    if (!state) return;
+    // It destroys hooks of the user's: not here. Forwarded once, as the pass is over then. There
+    // may be none yet, if its gradients are still to be admitted.
+    agent_.executor().post([self = shared_from_this(), state, message] {
+      const std::shared_ptr<Pass> pass = state->pass(message.tag.c);
+      if (!state->end_pass(message.tag.c)) return;
       base::Error error{base::ErrorKind::kInternal, "the pass failed", message.from, {}};
       try {
         error = wire::decode_error(message.payload);
       } catch (const base::Exception&) {
       }
-      pass->fail(error);
+      if (pass) pass->fail(error);
+      state->fail_hooks(error);
       self->tell(
           *state, message.tag,
           std::make_shared<const wire::Bytes>(message.payload.begin(), message.payload.end()),
@@ -219,14 +221,17 @@ void Runtime::on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply) {
   };
   const auto admit = state->admission();
   if (!admit) return receive();
-  admit().on_complete(agent_.executor(), [receive, reply](base::Result<base::Unit>& turn) mutable {
-    if (!turn.ok()) return reply->fail(turn.error());
-    try {
-      receive();
-    } catch (...) {
-      reply->fail(rpc::error_in_flight(base::ErrorKind::kInternal));
-    }
-  });
+  admit().on_complete(
+      agent_.executor(), [receive, reply, state](base::Result<base::Unit>& turn) mutable {
+        if (!turn.ok()) return reply->fail(turn.error());
+        try {
+          receive();
+        } catch (...) {
+          const base::Error error = rpc::error_in_flight(base::ErrorKind::kRemoteFailed);
+          state->fail_hooks(error);
+          reply->fail(error);
+        }
+      });
 }
 
 // ---- the public face ----
@@ -356,12 +361,12 @@ void move_gradients(rpc::Agent& agent, uint64_t from, uint64_t to) {
   }
 }
 
-void guard_pass(rpc::Agent& agent, std::function<base::Future<void>()> admit,
-                std::function<void()> on_end) {
-  const std::shared_ptr<ContextState> state =
-      Runtime::of(agent)->find_or_create(rpc::current_context());
-  state->set_admission(std::move(admit));
-  state->on_pass_end(std::move(on_end));
+void guard_pass(rpc::Agent& agent, PassGuard guard) {
+  const uint64_t context = rpc::current_context();
+  if (context == 0) {
+    throw base::Exception(base::ErrorKind::kInvalid, "guard_pass: there is no current context");
+  }
+  Runtime::of(agent)->find_or_create(context)->set_guard(std::move(guard));
 }
 
 }  // namespace distrain::autograd

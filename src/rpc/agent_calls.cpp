@@ -35,12 +35,16 @@ class ReplyImpl final : public Reply {
 
   void fail(Error error) override {
     if (answered_.exchange(true)) return;
+    if (error.rank < 0) error.rank = core_.options.rank;
+    if (error.op.empty()) error.op = function_;
     if (target_) target_->value.fail(error);
     core_.send_error(to_, call_id_, std::move(error));
   }
 
   const std::shared_ptr<OwnedValue>& target() const override { return target_; }
   void set_target(std::shared_ptr<OwnedValue> target) { target_ = std::move(target); }
+  /// What failed, in errors that do not say.
+  void set_function(std::string function) { function_ = std::move(function); }
 
  private:
   AgentCore& core_;
@@ -48,6 +52,7 @@ class ReplyImpl final : public Reply {
   const uint64_t call_id_;
   const uint64_t context_;
   std::shared_ptr<OwnedValue> target_;
+  std::string function_;
   std::atomic<bool> answered_{false};
 };
 
@@ -201,6 +206,7 @@ void AgentCore::execute(int from, std::shared_ptr<InMessage> message, net::InFra
     const ContextScope scope(header.context_id);
     Decoder decoder(*message);
     function = decoder.in.get_string();
+    reply->set_function(function);
     if (decoder.in.get<CallMode>() == CallMode::kRemote) {
       const auto id = decoder.in.get<uint64_t>();
       const auto fork = decoder.in.get<uint64_t>();
@@ -221,10 +227,7 @@ void AgentCore::execute(int from, std::shared_ptr<InMessage> message, net::InFra
     CallContext context{agent, {from, peer_name(from)}};
     handler(context, decoder, reply);
   } catch (...) {
-    Error error = error_in_flight(ErrorKind::kRemoteFailed);
-    if (error.rank < 0) error.rank = options.rank;
-    if (error.op.empty()) error.op = function;
-    reply->fail(std::move(error));
+    reply->fail(error_in_flight(ErrorKind::kRemoteFailed));
   }
 }
 

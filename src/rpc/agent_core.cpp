@@ -22,6 +22,10 @@ base::Task WorkerExecutor::bind(base::Task task) {
   };
 }
 
+base::Error WorkerExecutor::error_in_flight(base::ErrorKind otherwise) const {
+  return rpc::error_in_flight(otherwise);
+}
+
 AgentCore::AgentCore(Agent& owner, AgentOptions given)
     : agent(owner),
       options(std::move(given)),

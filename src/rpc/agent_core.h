@@ -26,6 +26,7 @@ class WorkerExecutor final : public base::Executor {
   explicit WorkerExecutor(base::ThreadPool& pool) : pool_(pool) {}
   void post(base::Task task) override { pool_.post(std::move(task)); }
   base::Task bind(base::Task task) override;
+  base::Error error_in_flight(base::ErrorKind otherwise) const override;
 
  private:
   base::ThreadPool& pool_;

@@ -94,10 +94,18 @@ at::Tensor gradient(rpc::Agent& agent, uint64_t id, const at::Tensor& variable);
 /// there then. So the contexts of many micro-batches keep one set of gradients.
 void move_gradients(rpc::Agent& agent, uint64_t from, uint64_t to);
 
-/// For handlers, of the current context: how passes over it go on this rank. When gradients come
-/// from another rank `admit` is asked, and they wait until its future is done; `on_end` is as in
-/// Context::on_pass_end, of the next pass.
-void guard_pass(rpc::Agent& agent, std::function<base::Future<void>()> admit,
-                std::function<void()> on_end);
+/// How the next pass over a context goes on one rank.
+struct PassGuard {
+  /// Asked when gradients come from another rank: they wait until the future is done.
+  std::function<base::Future<void>()> admit;
+  /// As Context::on_pass_end.
+  std::function<void()> on_end;
+  /// In place of on_end, with the reason.
+  std::function<void(const base::Error&)> on_failure;
+};
+
+/// For handlers: of the current context, which must be one. All three functions are kept until the
+/// pass has ended or the context has.
+void guard_pass(rpc::Agent& agent, PassGuard guard);
 
 }  // namespace distrain::autograd

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "distrain/base/error.h"
 #include "distrain/base/unique_function.h"
 
 namespace distrain::base {
@@ -17,6 +18,10 @@ class Executor {
   /// Called on the thread that registers a continuation: gives back `task` wrapped with the
   /// thread-local state that has to travel with it (the autograd context, torch's own).
   virtual Task bind(Task task) { return task; }
+
+  /// Inside a catch block: the exception that a continuation of this executor threw, of kind
+  /// `otherwise` unless it is a base::Exception.
+  virtual Error error_in_flight(ErrorKind otherwise) const { return current_error(otherwise); }
 };
 
 /// Runs a task at once on the thread that completes the future. For continuations that are a few

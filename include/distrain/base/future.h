@@ -237,7 +237,7 @@ auto Future<T>::then(Executor& executor, F fn) const {
   auto promise = std::make_shared<Promise<U>>();
   Future<U> future = promise->future();
   auto state = state_;
-  Task task = executor.bind([state, promise, fn = std::move(fn), call]() mutable {
+  Task task = executor.bind([state, promise, &executor, fn = std::move(fn), call]() mutable {
     Result<Stored>& result = state->result();
     if (!result.ok()) return;  // told already; `fn` only dies here
     try {
@@ -251,7 +251,7 @@ auto Future<T>::then(Executor& executor, F fn) const {
         promise->set(call(fn, result.unchecked()));
       }
     } catch (...) {
-      promise->fail(current_error(ErrorKind::kInternal));
+      promise->fail(executor.error_in_flight(ErrorKind::kInternal));
     }
   });
   state_->on_ready([&executor, promise, task = std::move(task)](Result<Stored>& result) mutable {

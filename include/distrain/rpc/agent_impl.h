@@ -67,7 +67,14 @@ void run_exposed(CallContext& context, Decoder& decoder, const ReplyPtr& reply) 
       const auto object = std::make_tuple(bound...);  // lives as long as the call
       invoke(bound...).on_complete(context.agent.executor(),
                                    [reply, object](base::Result<typename Traits::Result>& result) {
-                                     if (!result.ok()) return reply->fail(result.error());
+                                     if (!result.ok()) {
+                                       base::Error error = result.error();
+                                       // What a continuation threw.
+                                       if (error.kind == base::ErrorKind::kInternal) {
+                                         error.kind = base::ErrorKind::kRemoteFailed;
+                                       }
+                                       return reply->fail(std::move(error));
+                                     }
                                      try {
                                        answer<typename Traits::Result>(reply, result.unchecked());
                                      } catch (...) {

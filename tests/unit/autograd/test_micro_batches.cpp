@@ -1,4 +1,7 @@
 // Several contexts at a time, as a pipeline has them.
+#include <chrono>
+#include <thread>
+
 #include <ATen/Functions.h>
 
 #include "distrain/autograd/context.h"
@@ -21,12 +24,14 @@ struct GatedStage {
   explicit GatedStage(double w) : weight(at::full({1}, w, at::kDouble).requires_grad_()) {}
 
   at::Tensor forward(rpc::CallContext& call, const RRef<at::Tensor>& input) {
-    autograd::guard_pass(
-        call.agent, [this] { return gate.future(); },
-        [this, &agent = call.agent, from = rpc::current_context()] {
-          if (gather_in != 0) autograd::move_gradients(agent, from, gather_in);
-          ++ended;
-        });
+    autograd::PassGuard guard;
+    guard.admit = [this] { return gate.future(); };
+    guard.on_end = [this, &agent = call.agent, from = rpc::current_context()] {
+      if (gather_in != 0) autograd::move_gradients(agent, from, gather_in);
+      ++ended;
+    };
+    guard.on_failure = [this](const base::Error&) { ++failed; };
+    autograd::guard_pass(call.agent, guard);
     return input.to_here() * weight;
   }
   void gather() { gather_in = rpc::current_context(); }
@@ -36,11 +41,13 @@ struct GatedStage {
     return autograd::gradient(call.agent, context, weight);
   }
   int passes() { return ended; }
+  int failures() { return failed; }
 
   at::Tensor weight;
   base::Promise<void> gate;
   uint64_t gather_in = 0;
   std::atomic<int> ended{0};
+  std::atomic<int> failed{0};
 };
 
 base::Future<at::Tensor> fetch_later(const RRef<at::Tensor>& value) {
@@ -56,6 +63,7 @@ void setup_gated(Agent& agent) {
   agent.expose<&GatedStage::break_gate>("GatedStage.break_gate");
   agent.expose<&GatedStage::gradient>("GatedStage.gradient");
   agent.expose<&GatedStage::passes>("GatedStage.passes");
+  agent.expose<&GatedStage::failures>("GatedStage.failures");
   agent.expose<&fetch_later>("fetch_later");
 }
 
@@ -145,7 +153,26 @@ TEST_CASE("gradients have a timeout of their own") {
     const base::Error error = error_of(
         [&] { autograd::backward(context, {root}, {.timeout = std::chrono::milliseconds(50)}); });
     CHECK(error.kind == ErrorKind::kDeadline);
+    // The gradients that come in late belong to no pass any more.
+    for (int i = 0; i < 500 && stage.rpc_sync<&GatedStage::failures>() == 0; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    CHECK(stage.rpc_sync<&GatedStage::failures>() == 1);
     stage.rpc_sync<&GatedStage::open>();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    CHECK(stage.rpc_sync<&GatedStage::passes>() == 0);
+    CHECK_FALSE(stage.rpc_sync<&GatedStage::gradient>(context.id()).defined());
+  }
+  check_all_released(cluster);
+}
+
+TEST_CASE("a guard outside a context is refused") {
+  Cluster cluster(2, setup_gated);
+  {
+    const auto stage = cluster[0].remote_new<GatedStage>(1, 2.0);
+    const auto input = cluster[0].make_rref(at::ones({1}, at::kDouble));
+    CHECK(error_of([&] { stage.rpc_sync<&GatedStage::forward>(input); }).kind ==
+          ErrorKind::kInvalid);
   }
   check_all_released(cluster);
 }
