@@ -49,6 +49,10 @@ void check_resnet_input(int64_t image_size, int64_t smallest_micro_batch);
 /// The tensors of a safetensors file, by name. Throws `bad_data`.
 NamedTensors read_weights(const std::string& path);
 
+/// Those of a whole state_dict that belong to these blocks.
+NamedTensors weights_of(const std::string& model, const BlockRange& blocks,
+                        const NamedTensors& weights);
+
 /// Throws `bad_data` unless `weights` are the state_dict() of torchvision's model: its names and no
 /// others, shapes and dtypes. `num_batches_tracked` may be missing.
 void check_weights(const std::string& model, int64_t classes, const NamedTensors& weights);
@@ -68,6 +72,7 @@ struct ConvNorm {
   at::Tensor running_var;
   at::Tensor batches_tracked;  ///< int64 []
 
+  at::Tensor convolve(const at::Tensor& x) const;
   at::Tensor forward(const at::Tensor& x, bool training) const;
 };
 
