@@ -106,6 +106,11 @@ void check_injections(const std::vector<InjectedFault>& faults, Injectable job,
     if (fails && !job.saves) {
       placement.warn(fmt::format("--inject {} has no effect without --checkpoint", fault.text));
     }
+    const bool stage_here =
+        placement.mode == Placement::Mode::kSpawn ? placement.ranks.back() > 0 : placement.rank > 0;
+    if (is_stage && placement.mode != Placement::Mode::kLocal && !stage_here) {
+      placement.warn(fmt::format("--inject {} has no effect: no stage runs here", fault.text));
+    }
     if (!fails && placement.mode == Placement::Mode::kLocal) {
       placement.warn(fmt::format("--inject {} has no effect with --local: there are no {}",
                                  fault.text, is_stage ? "stages" : "calls"));

@@ -117,11 +117,11 @@ Option log_interval_option(std::string initial) {
                  "steps between 'step' lines; 0: once an epoch");
 }
 
-void append_checkpoints(OptionTable& table) {
+void append_checkpoints(OptionTable& table, const std::string& each, const std::string& by_itself) {
   append(table, "Checkpoints", Scope::kJob,
          {text("checkpoint", "DIR", "save here, so that the job can be taken up again"),
-          by_default(integer("checkpoint-every", "0", 0, 1e12, "steps between two saves"),
-                     "each epoch's end"),
+          by_default(integer("checkpoint-every", "0", 0, 1e12, each + " between two saves"),
+                     by_itself),
           text("resume", "auto|PATH",
                "go on from this checkpoint; auto: from the newest of --checkpoint, if any")});
 }

@@ -39,7 +39,10 @@ Option log_interval_option(std::string initial);
 /// Adds `more` to `table` under `group`.
 void append(OptionTable& table, std::string group, Scope scope, OptionTable more);
 /// `--checkpoint` and what goes with it.
-void append_checkpoints(OptionTable& table);
+/// `each` is what is counted, in the plural, and `by_itself` when there is a save without
+/// `--checkpoint-every`.
+void append_checkpoints(OptionTable& table, const std::string& each = "steps",
+                        const std::string& by_itself = "each epoch's end");
 /// What every scenario has.
 void append_common(OptionTable& table);
 

@@ -9,11 +9,13 @@
 namespace distrain::cmd {
 namespace {
 
+constexpr double kMaxStages = 18;  // blocks of resnet50
+
 OptionTable option_table() {
   OptionTable table;
   append(table, "Model and data", Scope::kJob,
          {choice("model", {"resnet50", "resnet18"}, "torchvision's, with its names"),
-          integer("stages", "2", 1, 1023, "stages of the model; the job has one rank more"),
+          integer("stages", "2", 1, kMaxStages, "stages of the model; the job has one rank more"),
           by_default(text("split", "BLOCK[,...]",
                           "the last block of each stage but the last (layer2, layer3.2)"),
                      "layer2 with 2 stages, else by estimated cost"),
@@ -36,6 +38,7 @@ OptionTable option_table() {
           choice("loss", {"mse", "ce"}, "mse: against one-hot; ce: cross entropy"),
           real("lr", "0.05", 0, 1e6, "learning rate of SGD"), seed_option(),
           integer("log-interval", "0", 0, kMaxInt, "batches between 'step' lines; 0: none")});
+  append_checkpoints(table, "batches", "at the end");
   append(
       table, "Run", Scope::kRank,
       {flag("explain", "the schedule's table as JSON, on a terminal as a timeline; no training")});
@@ -60,6 +63,7 @@ scenario::PipelineOptions pipeline_options(const ParsedOptions& parsed) {
   options.weights = parsed.text("weights");
   options.seed = static_cast<uint64_t>(parsed.integer("seed"));
   options.log_interval = parsed.whole("log-interval");
+  options.checkpoint = checkpoint_options(parsed);
   return options;
 }
 

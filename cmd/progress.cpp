@@ -69,12 +69,17 @@ void Progress::on_line(const std::string& line) {
     ready_ = true;
     episode_ = static_cast<int64_t>(number(json, "episode").value_or(0));
     quality_ = quality_words(json);
+  } else if (*event == "split") {
+    ready_ = true;
+    quality_ = fmt::format("{:.0f} micro-batches {:.2f} s", number(json, "num_split").value_or(0),
+                           number(json, "batch_s").value_or(0));
+    if (const auto loss = number(json, "loss")) loss_ = loss;
   } else if (*event == "eval") {
     if (const std::string words = quality_words(json); !words.empty()) quality_ = words;
   } else {
     return;
   }
-  show(*event == "eval");
+  show(*event == "eval" || *event == "split");
 }
 
 void Progress::show(bool at_once) {

@@ -1,7 +1,7 @@
 # bash completion of distrain
 _distrain() {
   local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD - 1]} i command= options
-  local commands='hybrid ps rnn rl'
+  local commands='hybrid ps rnn rl pipeline'
   COMPREPLY=()
   # `--option=value` comes as three words.
   if [[ $cur == '=' ]]; then
@@ -11,7 +11,7 @@ _distrain() {
   fi
   for ((i = 1; i < COMP_CWORD; ++i)); do
     case ${COMP_WORDS[i]} in
-      hybrid | ps | rnn | rl)
+      hybrid | ps | rnn | rl | pipeline)
         command=${COMP_WORDS[i]}
         break
         ;;
@@ -33,6 +33,9 @@ _distrain() {
       --epochs --steps --batches --batch-size --bptt --clip --mode --generate --prompt' ;;
     rl) options='
       --observers --envs-per-observer --max-steps --gamma --threshold --max-episodes' ;;
+    pipeline) options='
+      --model --stages --split --image-size --classes --data --weights
+      --num-split --schedule --batches --batch-size --loss --explain' ;;
     *)
       mapfile -t COMPREPLY < <(compgen -W "$commands help --help --version" -- "$cur")
       return
@@ -46,7 +49,7 @@ _distrain() {
     --listen --transport --rpc-timeout --join-timeout --peer-timeout
     --threads --inject --quiet --help'
   case $command/$prev in
-    */--data | */--test-data | */--valid-data | */--checkpoint)
+    */--data | */--test-data | */--valid-data | */--weights | */--checkpoint)
       compopt -o filenames
       mapfile -t COMPREPLY < <(compgen -f -- "$cur")
       return
@@ -56,6 +59,9 @@ _distrain() {
       mapfile -t COMPREPLY < <(compgen -W auto -- "$cur"; compgen -f -- "$cur")
       return
       ;;
+    */--model) mapfile -t COMPREPLY < <(compgen -W 'resnet50 resnet18' -- "$cur"); return ;;
+    */--schedule) mapfile -t COMPREPLY < <(compgen -W 'gpipe 1f1b naive' -- "$cur"); return ;;
+    */--loss) mapfile -t COMPREPLY < <(compgen -W 'mse ce' -- "$cur"); return ;;
     */--optimizer) mapfile -t COMPREPLY < <(compgen -W 'sgd adagrad adam' -- "$cur"); return ;;
     ps/--mode) mapfile -t COMPREPLY < <(compgen -W 'async sync ssp' -- "$cur"); return ;;
     */--mode) mapfile -t COMPREPLY < <(compgen -W 'async sync' -- "$cur"); return ;;
@@ -65,7 +71,7 @@ _distrain() {
       mapfile -t COMPREPLY < <(compgen -A hostname -- "$cur")
       return
       ;;
-    */--verify-grads | */--local | */--spawn | */--quiet | */--help) ;;
+    */--verify-grads | */--explain | */--local | */--spawn | */--quiet | */--help) ;;
     */--*) return ;; # numbers and text
   esac
   mapfile -t COMPREPLY < <(compgen -W "$options" -- "$cur")

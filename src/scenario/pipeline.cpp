@@ -8,13 +8,12 @@
 
 #include "distrain/autograd/context.h"
 #include "distrain/optim/distributed_optimizer.h"
-#include "pipeline_data.h"
 #include "pipeline_loss.h"
+#include "pipeline_run.h"
 #include "pipeline_schedule.h"
 #include "pipeline_stage.h"
 #include "resnet.h"
 #include "session.h"
-#include "split_log.h"
 
 namespace distrain::scenario {
 
@@ -53,12 +52,20 @@ struct Passes {
         contexts(inputs.size()),
         scores(inputs.size()) {}
 
-  base::Future<void> backward(size_t m, const at::Tensor& output) {
+  /// `self` keeps what the pass works on.
+  static base::Future<void> backward(const std::shared_ptr<Passes>& self, size_t m,
+                                     const at::Tensor& output, base::Executor& executor) {
+    return self->begin_backward(m, output).then(executor, [self] {});
+  }
+
+ private:
+  base::Future<void> begin_backward(size_t m, const at::Tensor& output) {
     scores[m] = output.detach();
     const at::Tensor loss = loss_share(options, output, inputs[m].labels);
     return autograd::backward_async(*contexts[m], {loss}, {.timeout = kAsLongAsItTakes});
   }
 
+ public:
   const PipelineOptions options;
   const std::vector<PipelineBatch> inputs;
   std::vector<std::unique_ptr<autograd::Context>> contexts;
@@ -66,17 +73,20 @@ struct Passes {
 };
 
 /// The model on its workers, and its optimizer.
-class Pipeline {
+class Pipeline final : public PipelineModel {
  public:
-  Pipeline(rpc::Agent& agent, const PipelineOptions& options, const NamedTensors& weights)
-      : agent_(agent), options_(options) {
-    const auto cut = cut_resnet(options.model, options.stages, options.split, options.classes,
-                                options.image_size);
-    for (size_t i = 0; i < cut.size(); ++i) {
-      stages_.push_back(agent.remote_new<PipelineStage>(
-          stage_rank(i), options.model, options.classes, cut[i].first, cut[i].last, options.seed));
+  Pipeline(rpc::Agent& agent, const PipelineOptions& options, PipelineSchedule schedule)
+      : agent_(agent),
+        options_(options),
+        schedule_(std::move(schedule)),
+        cut_(cut_resnet(options.model, options.stages, options.split, options.classes,
+                        options.image_size)) {
+    simulate(schedule_);  // refuses what would not run
+    for (size_t i = 0; i < cut_.size(); ++i) {
+      stages_.push_back(agent.remote_new<PipelineStage>(stage_rank(i), options.model,
+                                                        options.classes, options.image_size,
+                                                        cut_[i].first, cut_[i].last, options.seed));
     }
-    if (!weights.empty()) call_all<&PipelineStage::load>(agent_, stages_, weights);
     std::vector<rpc::RRef<at::Tensor>> parameters;
     for (const auto& of_stage : call_all<&PipelineStage::parameter_rrefs>(agent_, stages_)) {
       parameters.insert(parameters.end(), of_stage.begin(), of_stage.end());
@@ -85,25 +95,40 @@ class Pipeline {
   }
 
   /// One update by the gradients of all micro-batches.
-  BatchResult train(const PipelineBatch& batch, int64_t index, const PipelineSchedule& schedule) {
+  BatchResult train(const PipelineBatch& batch, int64_t index) override {
     const base::TimePoint begun = base::Clock::now();
     const autograd::Context whole(agent_);  // gathers the gradients
     std::vector<base::Future<void>> begin;
     for (size_t i = 0; i < stages_.size(); ++i) {
       begin.push_back(agent_.rpc_async<&PipelineStage::begin_batch>(
-          stage_rank(i), stages_[i], schedule.stages[i], batch.images.size(0)));
+          stage_rank(i), stages_[i], schedule_.stages[i], batch.images.size(0)));
     }
     base::wait_all(begin);
     BatchResult result = judge(
-        options_, run_micro_batches(micro_batches(batch, schedule.micro_batches)), batch, index);
+        options_, run_micro_batches(micro_batches(batch, schedule_.micro_batches)), batch, index);
     if (options_.on_gradients) options_.on_gradients(gradients());
     optimizer_->step(whole);
     result.batch_s = base::seconds_since(begun);
     for (const StageReport& report : call_all<&PipelineStage::end_batch>(agent_, stages_)) {
       result.stage_s.push_back(report.compute_s);
       result.activations.push_back(report.activations);
+      result.stop_requested = result.stop_requested || report.stop_requested;
     }
     return result;
+  }
+
+  NamedTensors state() override {
+    NamedTensors all;
+    for (auto& of_stage : call_all<&PipelineStage::state>(agent_, stages_)) all.merge(of_stage);
+    return all;
+  }
+  void load(const NamedTensors& state) override {
+    std::vector<base::Future<void>> loads;
+    for (size_t i = 0; i < stages_.size(); ++i) {
+      loads.push_back(agent_.rpc_async<&PipelineStage::load>(
+          stage_rank(i), stages_[i], weights_of(options_.model, cut_[i], state)));
+    }
+    base::wait_all(loads);
   }
 
  private:
@@ -121,8 +146,8 @@ class Pipeline {
                                                              static_cast<int64_t>(m));
       }
       done.push_back(activations.to_here_async(kAsLongAsItTakes)
-                         .then(agent_.executor(), [passes, m](at::Tensor& scores) {
-                           return passes->backward(m, scores);
+                         .then(agent_.executor(), [passes, m, &agent = agent_](at::Tensor& scores) {
+                           return Passes::backward(passes, m, scores, agent.inline_executor());
                          }));
     }
     base::wait_all(done);
@@ -138,28 +163,29 @@ class Pipeline {
 
   rpc::Agent& agent_;
   const PipelineOptions& options_;
+  const PipelineSchedule schedule_;
+  const std::vector<BlockRange> cut_;
   std::vector<rpc::RRef<PipelineStage>> stages_;
   std::optional<optim::DistributedOptimizer> optimizer_;
 };
 
-/// Each number of micro-batches in turn, with a fresh model of the same seed.
-Outcome run_master(rpc::Agent& agent, const PipelineOptions& options, EventSink& sink) {
-  const PipelineData data(options);
-  const NamedTensors weights = initial_weights(options);
-  SplitLog log(options, sink);
-  for (const int64_t num_split : options.num_split) {
-    const PipelineSchedule schedule = make_schedule(options.schedule, options.stages, num_split);
-    simulate(schedule);  // refuses what would not run
-    log.begin_split(num_split);
-    Pipeline pipeline(agent, options, weights);
-    for (int64_t i = 0; i < options.batches; ++i) {
-      log.batch(pipeline.train(data.batch(i), i, schedule));
-    }
-    log.end_split();
+/// On each stage: there is no further batch. `stopped`: because a rank was told to stop.
+void end_job(rpc::CallContext& call, bool stopped) {
+  auto& job = call.agent.local<StageJob>();
+  job.stop->disarm();
+  job.stopped = stopped || job.stop->requested();
+}
+
+void run_master(rpc::Agent& agent, const PipelineOptions& options, PipelineRun& run) {
+  run.run([&](int64_t num_split) {
+    return std::make_unique<Pipeline>(agent, options,
+                                      make_schedule(options.schedule, options.stages, num_split));
+  });
+  std::vector<base::Future<void>> told;
+  for (int rank = 1; rank <= options.stages; ++rank) {
+    told.push_back(agent.rpc_async<&end_job>(rank, run.stopped()));
   }
-  Outcome outcome;
-  log.add_to(outcome);
-  return outcome;
+  base::wait_all(told);
 }
 
 }  // namespace
@@ -178,16 +204,30 @@ Outcome run_pipeline(const PipelineOptions& own, const Job& job,
   Session session(job, std::move(names), sink);
   rpc::Agent& agent = session.agent();
   PipelineStage::expose(agent);
-  agent.provide(std::make_shared<StageSettings>(StageSettings{job.inject.stage_sleep_s}));
+  agent.expose<&end_job>("pipeline.end_job");
+  const auto stage_job = std::make_shared<StageJob>();
+  stage_job->sleep_s = job.inject.stage_sleep_s;
+  stage_job->stop = job.stop;
+  agent.provide(stage_job);
 
   Outcome outcome;
+  std::optional<PipelineRun> run;
+  bool saves = false;
   const auto prepare = [&] {
-    if (job.rank != kMaster) adopt(agent.job_options());  // refuses what does not fit
+    const PipelineOptions options = job.rank == kMaster ? own : adopt(agent.job_options());
+    saves = !options.checkpoint.dir.empty();
   };
   const auto work = [&] {
-    if (job.rank == kMaster) outcome = run_master(agent, own, sink);
+    if (saves) job.stop->arm();       // before, nobody would look
+    if (job.rank != kMaster) return;  // it serves the master while it waits in the shutdown
+    run_master(agent, own, run.emplace(own, job, sink));
   };
   session.run(prepare, work, outcome);
+  if (run) {
+    run->add_to(outcome);
+  } else {
+    outcome.stopped = stage_job->stopped;
+  }
   return outcome;
 }
 

@@ -3,28 +3,26 @@
 #include "distrain/optim/update_rule.h"
 #include "distrain/scenario/pipeline.h"
 #include "local_trainers.h"
-#include "pipeline_data.h"
 #include "pipeline_loss.h"
+#include "pipeline_run.h"
 #include "resnet.h"
-#include "split_log.h"
 
 namespace distrain::scenario {
 
 namespace {
 
-class LocalModel {
+class LocalModel final : public PipelineModel {
  public:
-  LocalModel(const PipelineOptions& options, const NamedTensors& weights)
+  LocalModel(const PipelineOptions& options, int64_t num_split)
       : options_(options),
+        num_split_(num_split),
         module_(options.model, options.classes, whole_resnet(options.model), options.seed),
-        rule_(optim::make_update_rule(optim::Sgd{.lr = options.lr})) {
-    if (!weights.empty()) module_.load(weights);
-  }
+        rule_(optim::make_update_rule(optim::Sgd{.lr = options.lr})) {}
 
-  BatchResult train(const PipelineBatch& batch, int64_t index, int64_t num_split) {
+  BatchResult train(const PipelineBatch& batch, int64_t index) override {
     const base::TimePoint begun = base::Clock::now();
     std::vector<at::Tensor> scores;
-    for (const PipelineBatch& part : micro_batches(batch, num_split)) {
+    for (const PipelineBatch& part : micro_batches(batch, num_split_)) {
       const at::Tensor out = module_.forward(part.images);
       scores.push_back(out.detach());
       loss_share(options_, out, part.labels).backward();
@@ -37,6 +35,13 @@ class LocalModel {
     result.activations = {1};
     return result;
   }
+
+  NamedTensors state() override {
+    NamedTensors all = module_.named_parameters();
+    all.merge(module_.named_buffers());
+    return all;
+  }
+  void load(const NamedTensors& state) override { module_.load(state); }
 
  private:
   void update() {
@@ -53,26 +58,19 @@ class LocalModel {
   }
 
   const PipelineOptions& options_;
+  const int64_t num_split_;
   ResNetStage module_;
   std::unique_ptr<optim::UpdateRule> rule_;
 };
 
 }  // namespace
 
-Outcome run_pipeline_local(const PipelineOptions& options, const Job&, EventSink& sink) {
-  const PipelineData data(options);
-  const NamedTensors weights = initial_weights(options);
-  SplitLog log(options, sink);
-  for (const int64_t num_split : options.num_split) {
-    log.begin_split(num_split);
-    LocalModel model(options, weights);
-    for (int64_t i = 0; i < options.batches; ++i) {
-      log.batch(model.train(data.batch(i), i, num_split));
-    }
-    log.end_split();
-  }
+Outcome run_pipeline_local(const PipelineOptions& options, const Job& job, EventSink& sink) {
+  if (!options.checkpoint.dir.empty()) job.stop->arm();
+  PipelineRun run(options, job, sink);
+  run.run([&](int64_t num_split) { return std::make_unique<LocalModel>(options, num_split); });
   Outcome outcome;
-  log.add_to(outcome);
+  run.add_to(outcome);
   return without_rpc(std::move(outcome));
 }
 

@@ -3,6 +3,7 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include "checkpoints.h"
 #include "resnet.h"
 #include "train_log.h"
 
@@ -11,7 +12,8 @@ namespace distrain::scenario {
 NamedTensors initial_weights(const PipelineOptions& options) {
   if (options.weights.empty()) return {};
   NamedTensors weights = read_weights(options.weights);
-  check_weights(options.model, options.classes, weights);
+  naming_checkpoint(options.weights,
+                    [&] { check_weights(options.model, options.classes, weights); });
   return weights;
 }
 

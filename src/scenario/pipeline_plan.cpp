@@ -26,6 +26,12 @@ std::vector<std::string> names_of(const PipelineOptions& options, const BlockRan
 
 void check_pipeline(const PipelineOptions& options) {
   cut(options);
+  const bool saves = !options.checkpoint.dir.empty() || !options.checkpoint.resume.empty();
+  if (saves && options.num_split.size() > 1) {
+    throw base::Exception(base::ErrorKind::kInvalid,
+                          "--checkpoint and --resume need one --num-split, not several: each "
+                          "number trains a model of its own");
+  }
   for (const int64_t num_split : options.num_split) {
     if (num_split > options.batch_size) {
       throw base::Exception(base::ErrorKind::kInvalid, "--num-split " + std::to_string(num_split) +

@@ -163,6 +163,7 @@ std::string to_text(const PipelineSchedule& schedule) {
   std::string text = schedule.name + ", " + std::to_string(schedule.stages.size()) + " stages, " +
                      std::to_string(schedule.micro_batches) + " micro-batches: " + percent +
                      " % bubble\n";
+  const std::string last = std::to_string(schedule.stages.size());
   for (size_t stage = 0; stage < schedule.stages.size(); ++stage) {
     std::string line(static_cast<size_t>(timeline.length) * width, ' ');
     for (int64_t at = 0; at < timeline.length; ++at) line[static_cast<size_t>(at) * width] = '.';
@@ -171,8 +172,9 @@ std::string to_text(const PipelineSchedule& schedule) {
       line.replace(static_cast<size_t>(timeline.begin[stage][i]) * width, name.size(), name);
     }
     line.erase(line.find_last_not_of(' ') + 1);
-    text += "  stage " + std::to_string(stage + 1) + "  " + line + "  (holds " +
-            std::to_string(timeline.activations[stage]) + ")\n";
+    const std::string number = std::to_string(stage + 1);
+    text += "  stage " + std::string(last.size() - number.size(), ' ') + number + "  " + line +
+            "  (holds " + std::to_string(timeline.activations[stage]) + ")\n";
   }
   return text;
 }

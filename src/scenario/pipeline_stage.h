@@ -1,46 +1,62 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "distrain/autograd/context.h"
 #include "distrain/rpc/agent.h"
 #include "distrain/scenario/named_tensors.h"
+#include "distrain/scenario/stop_signal.h"
 #include "pipeline_schedule.h"
 #include "resnet.h"
 #include "turns.h"
 
 namespace distrain::scenario {
 
-/// What the stages of one process have in common.
-struct StageSettings {
+/// What the stages of one rank have of their job.
+struct StageJob {
   double sleep_s = 0;  ///< `--inject stage=…`: in place of a whole batch's pass; 0: none
+  std::shared_ptr<StopSignal> stop;
+  std::atomic<bool> stopped{false};  ///< the job ended because a rank was told to stop
+
+  /// Steps that wait when the agent is gone would wait, and keep their stage, for ever.
+  ~StageJob();
+  void add(std::weak_ptr<class PipelineStage> stage);
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<class PipelineStage>> stages_;
 };
 
 /// What one stage did in a batch.
 struct StageReport {
   double compute_s = 0;     ///< in which a step had the turn
   int64_t activations = 0;  ///< micro-batches that it held at most, between their two passes
-  static constexpr auto kFields = std::tuple(&StageReport::compute_s, &StageReport::activations);
+  bool stop_requested = false;
+  static constexpr auto kFields =
+      std::tuple(&StageReport::compute_s, &StageReport::activations, &StageReport::stop_requested);
 };
 
 /// A stage of the pipeline on its worker, used through an RRef.
 ///
 /// A step of the schedule runs when it has its turn: a forward pass once its input is here, a
-/// backward pass once its gradients are. Until then it holds no thread.
+/// backward pass once its gradients are. Until then it holds no thread. Inputs are fetched ahead of
+/// their turn, so that a transfer and another micro-batch's computing overlap.
 class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
  public:
-  /// Model, classes, first and last block, seed: see ResNetStage.
-  using Constructor = PipelineStage(std::string, int64_t, int64_t, int64_t, uint64_t);
-  PipelineStage(const std::string& model, int64_t classes, int64_t first_block, int64_t last_block,
-                uint64_t seed);
+  /// Model, classes, pixels of an image's side, first and last block, seed: see ResNetStage.
+  using Constructor = PipelineStage(std::string, int64_t, int64_t, int64_t, int64_t, uint64_t);
+  PipelineStage(const std::string& model, int64_t classes, int64_t image_size, int64_t first_block,
+                int64_t last_block, uint64_t seed);
 
   /// A batch of `batch_size` samples follows: micro-batches in the order of `row`. The call's
   /// context is the one that gathers the gradients of the micro-batches' contexts.
-  void begin_batch(std::vector<PipelineStep> row, int64_t batch_size);
-  StageReport end_batch();
+  void begin_batch(rpc::CallContext& call, std::vector<PipelineStep> row, int64_t batch_size);
+  StageReport end_batch(rpc::CallContext& call);
 
   /// In the micro-batch's own context: fetches its input, from the stage before or the master, and
   /// passes it through.
@@ -50,20 +66,29 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
   /// Those of the current context, by parameter.
   NamedTensors gradients(rpc::CallContext& call);
+  /// Parameters and buffers.
+  NamedTensors state() const;
   /// What belongs to this stage of a whole state_dict.
   void load(const NamedTensors& weights) { module_.load(weights); }
+
+  /// Whoever waits for a turn is told, until the next batch.
+  void fail(const base::Error& error) { turns_.fail(error); }
 
   static void expose(rpc::Agent& agent);
 
  private:
   at::Tensor compute(rpc::Agent& agent, const at::Tensor& input, int64_t micro_batch,
                      const Turns::TurnPtr& turn);
+  autograd::PassGuard guard(rpc::Agent& agent, int64_t micro_batch, double sleep_s);
   at::Tensor stand_in(const at::Tensor& input) const;
+  at::Tensor full_size(const at::Tensor& input) const;
   void hold(int64_t micro_batches);
   void add_compute(base::TimePoint begun);
 
   ResNetStage module_;
   const int64_t classes_;
+  const int64_t input_side_;  // of what it takes
+  const bool is_first_;
   const bool is_last_;
   Turns turns_;
   // Set between two batches.

@@ -23,10 +23,9 @@ void SplitLog::begin_split(int64_t num_split) {
   results_.clear();
 }
 
-void SplitLog::batch(const BatchResult& result) {
+void SplitLog::batch(const BatchResult& result, int64_t step) {
   results_.push_back(result);
   ++steps_;
-  const auto step = static_cast<int64_t>(results_.size());
   if (options_.log_interval == 0 || step % options_.log_interval != 0) return;
   Json fields{{"epoch", 1}, {"step", step}, {"num_split", num_split_}, {"loss", result.loss}};
   if (result.accuracy) fields["accuracy"] = *result.accuracy;
@@ -36,6 +35,7 @@ void SplitLog::batch(const BatchResult& result) {
 }
 
 void SplitLog::end_split() {
+  if (results_.empty()) return;
   train_s_ = base::seconds_since(*first_);
   // The first batch pays for what is done once; one alone has to do.
   const size_t skipped = results_.size() > 1 ? 1 : 0;

@@ -17,6 +17,7 @@ struct BatchResult {
   double batch_s = 0;                ///< passes and update
   std::vector<double> stage_s;       ///< each stage's own computing time
   std::vector<int64_t> activations;  ///< micro-batches that each stage held at most
+  bool stop_requested = false;       ///< a stage's rank was told to stop
 };
 
 /// Emits the `step` and `split` lines of `distrain pipeline`, and counts for `end`.
@@ -25,7 +26,9 @@ class SplitLog {
   SplitLog(const PipelineOptions& options, EventSink& sink) : options_(options), sink_(sink) {}
 
   void begin_split(int64_t num_split);
-  void batch(const BatchResult& result);
+  /// `step`: the batch's number, from 1.
+  void batch(const BatchResult& result, int64_t step);
+  /// Emits nothing if there was no batch.
   void end_split();
 
   void add_to(Outcome& outcome) const;

@@ -2,81 +2,78 @@
 
 #include <algorithm>
 
-#include "distrain/base/error.h"
-
 namespace distrain::scenario {
 
 namespace {
 
-base::Error cancelled() {
-  return {base::ErrorKind::kCancelled, "another step of this stage has failed", -1, {}};
-}
+base::Error cancelled(const char* why) { return {base::ErrorKind::kCancelled, why, -1, {}}; }
 
 }  // namespace
 
 Turns::Turn::~Turn() {
-  if (turns_) turns_->finish(false);
+  if (state_) state_->fail(cancelled("a step of this stage was abandoned"));
 }
 
-void Turns::Turn::done() { std::exchange(turns_, nullptr)->finish(true); }
+void Turns::Turn::done() { std::exchange(state_, nullptr)->finish(); }
+
+void Turns::Turn::fail(const base::Error& error) {
+  if (const auto state = std::exchange(state_, nullptr)) state->fail(error);
+}
 
 void Turns::begin(std::vector<PipelineStep> row) {
-  fail_waiting(cancelled());
-  std::lock_guard lock(mutex_);
-  row_ = std::move(row);
-  next_ = 0;
-  taken_ = false;
-  failed_ = false;
+  state_->fail(cancelled("another batch has begun"));
+  std::lock_guard lock(state_->mutex);
+  state_->row = std::move(row);
+  state_->next = 0;
+  state_->taken = false;
+  state_->error.reset();
 }
 
 base::Future<Turns::TurnPtr> Turns::enter(const PipelineStep& step) {
+  State& state = *state_;
   {
-    std::lock_guard lock(mutex_);
-    if (failed_) return base::Future<TurnPtr>::failed(cancelled());
-    const size_t first = next_ + (taken_ ? 1 : 0);
-    if (std::find(row_.begin() + static_cast<std::ptrdiff_t>(std::min(first, row_.size())),
-                  row_.end(), step) == row_.end()) {
+    std::lock_guard lock(state.mutex);
+    if (state.error) return base::Future<TurnPtr>::failed(*state.error);
+    const size_t first = std::min(state.next + (state.taken ? 1 : 0), state.row.size());
+    const auto left = state.row.begin() + static_cast<std::ptrdiff_t>(first);
+    if (std::find(left, state.row.end(), step) == state.row.end()) {
       return base::Future<TurnPtr>::failed(
           {base::ErrorKind::kInvalid, "the schedule of this stage has no such step left", -1, {}});
     }
-    if (taken_ || !(row_[next_] == step)) {
-      return waiting_[{step.kind, step.micro_batch}].future();
+    if (state.taken || !(state.row[state.next] == step)) {
+      return state.waiting[{step.kind, step.micro_batch}].future();
     }
-    taken_ = true;
+    state.taken = true;
   }
-  return base::Future<TurnPtr>::ready(std::make_shared<Turn>(*this));
+  return base::Future<TurnPtr>::ready(std::make_shared<Turn>(state_));
 }
 
-void Turns::finish(bool well) {
-  if (!well) {
-    {
-      std::lock_guard lock(mutex_);
-      failed_ = true;
-    }
-    return fail_waiting(cancelled());
-  }
-  std::optional<base::Promise<TurnPtr>> next;
+void Turns::State::finish() {
+  std::optional<base::Promise<TurnPtr>> promise;
   {
-    std::lock_guard lock(mutex_);
-    taken_ = false;
-    ++next_;
-    if (failed_ || next_ == row_.size()) return;
-    const auto it = waiting_.find({row_[next_].kind, row_[next_].micro_batch});
-    if (it == waiting_.end()) return;
-    next = std::move(it->second);
-    waiting_.erase(it);
-    taken_ = true;
+    std::lock_guard lock(mutex);
+    taken = false;
+    ++next;
+    if (error || next >= row.size()) return;
+    const auto it = waiting.find({row[next].kind, row[next].micro_batch});
+    if (it == waiting.end()) return;
+    promise = std::move(it->second);
+    waiting.erase(it);
+    taken = true;
   }
-  next->set(std::make_shared<Turn>(*this));
+  promise->set(std::make_shared<Turn>(shared_from_this()));
 }
 
-void Turns::fail_waiting(const base::Error& error) {
-  decltype(waiting_) waiting;
+void Turns::State::fail(const base::Error& why) {
+  decltype(waiting) failing;
+  base::Error first;
   {
-    std::lock_guard lock(mutex_);
-    waiting.swap(waiting_);
+    std::lock_guard lock(mutex);
+    if (!error) error = why;
+    first = *error;
+    failing.swap(waiting);
   }
-  for (auto& [key, promise] : waiting) promise.fail(error);
+  for (auto& [key, promise] : failing) promise.fail(first);
 }
 
 }  // namespace distrain::scenario

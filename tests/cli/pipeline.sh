@@ -56,11 +56,17 @@ if command -v script >/dev/null; then
   grep -qx '  stage 1  F0 F1 .  .  B0 B1  (holds 2)' "$tmp/timeline" || fail "timeline: $(cat "$tmp/timeline")"
 fi
 
-# Stages that sleep: 2 × 60 ms a batch and stage, in 2 (m + 1) / m of them.
+# Stages that sleep: one micro-batch goes through them one by one, several side by side, so that a
+# batch takes less than its stages together.
 run "${small[@]}" --num-split 1,4 --inject stage=60ms
 expect 0 "--inject stage"
 expect_jq '[.[] | select(.event == "split")] | .[0].batch_s >= 0.24 and .[1].batch_s >= 0.15
-  and all(.[]; .stage_s[0] >= 0.12)' "--inject stage"
+  and all(.[]; .stage_s[0] >= 0.12) and .[1].batch_s < (.[1].stage_s | add)' "--inject stage"
+for rank in 1 2 3; do
+  run "${small[@]}" --stages 3 --num-split 2 --inject "stage=40ms@rank=$rank"
+  expect 0 "--inject stage@rank=$rank"
+  expect_jq "[.[] | select(.event == \"split\")][0].stage_s[$rank - 1] >= 0.08" "--inject stage@rank=$rank"
+done
 
 # Real images.
 make_images "$tmp/images" 30 10
@@ -92,6 +98,22 @@ expect_log "a stage dies"
 expect_jq '.[-1] | .cause_rank == 2 and .signal == "SIGKILL"' "a stage dies"
 expect_no_process "a stage dies"
 
+# SIGTERM saves, and the job goes on.
+saved=("${small[@]}" --num-split 2 --checkpoint "$tmp/saved" --resume auto --log-interval 1)
+"$distrain" "${saved[@]}" --batches 1000 >"$tmp/out" 2>"$tmp/err" &
+job=$!
+wait_for_lines 1 step "$tmp/out"
+kill $job
+wait $job
+code=$?
+expect 143 "SIGTERM"
+expect_log "SIGTERM"
+expect_jq '[.[] | select(.event == "checkpoint")] | length == 1 and .[0].action == "saved"' "SIGTERM"
+step=$(jq -r 'select(.event == "checkpoint").step' "$tmp/out")
+run "${saved[@]}" --batches $((step + 1))
+expect 0 "--resume"
+expect_jq "[.[] | select(.event == \"step\")] | length == 1 and .[0].step == $step + 1" "--resume"
+
 # What is refused before anything starts.
 refused() { # refused <words> <option>...
   local words=$1
@@ -104,6 +126,7 @@ refused "--num-split must be" --num-split 0
 refused "--num-split must be" --num-split 2,,4
 refused "--num-split must be" --num-split two
 refused "--schedule must be one of" --schedule zigzag
+refused "need one --num-split" --num-split 1,2 --checkpoint "$tmp/saved"
 refused "layer9" --split layer9
 refused "stages" --split layer1,layer2
 refused "stages" --stages 50

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "distrain/scenario/checkpoint_options.h"
 #include "distrain/scenario/job.h"
 #include "distrain/scenario/named_tensors.h"
 
@@ -28,8 +29,9 @@ struct PipelineOptions {
   std::string data;     ///< folder with CIFAR-10's binary files or MNIST's IDX files; empty: random
   std::string weights;  ///< safetensors file to begin with; empty: torchvision's initialisation
   uint64_t seed = 1;
-  int threads = 0;       ///< intra-op; 0: cores / ranks on this host
-  int log_interval = 0;  ///< batches; 0: no `step` lines
+  int threads = 0;               ///< intra-op; 0: cores / ranks on this host
+  int log_interval = 0;          ///< batches; 0: no `step` lines
+  CheckpointOptions checkpoint;  ///< `every` in batches; 0: at the end
   /// Not an option of the command line: told the gradients of each batch, by parameter, on the
   /// master, before they are applied.
   std::function<void(const NamedTensors&)> on_gradients;

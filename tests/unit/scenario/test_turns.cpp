@@ -52,6 +52,30 @@ TEST_CASE("when a step dies in its turn nobody has one any more") {
   CHECK(turns.enter(F0).done());
 }
 
+TEST_CASE("all are told the first failure, whoever comes later and whatever fails then") {
+  Turns turns;
+  turns.begin({F0, B0, F1, B1});
+  const auto b0 = turns.enter(B0);
+  const auto f0 = turns.enter(F0);
+  f0.wait()->fail({base::ErrorKind::kBadData, "the first", 3, "op"});
+  turns.fail({base::ErrorKind::kInternal, "the second", 4, {}});
+  for (const auto& turn : {b0, turns.enter(F1), turns.enter(B1)}) {
+    CHECK(failure(turn) == base::ErrorKind::kBadData);
+    CHECK(turn.wait_result().error().message == "the first");
+    CHECK(turn.wait_result().error().rank == 3);
+  }
+}
+
+TEST_CASE("a turn outlives the turns") {
+  base::Future<Turns::TurnPtr> f0;
+  {
+    Turns turns;
+    turns.begin({F0, B0});
+    f0 = turns.enter(F0);
+  }
+  f0.take().reset();
+}
+
 TEST_CASE("steps of a batch that was given up do not get into the next one") {
   Turns turns;
   turns.begin({F0, B0});

@@ -1,0 +1,86 @@
+// ctest: timeout=180
+#include "support/scenario_job.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using scenario::PipelineOptions;
+
+namespace {
+
+PipelineOptions small() {
+  PipelineOptions options;
+  options.model = "resnet18";
+  options.batches = 4;
+  options.batch_size = 4;
+  options.image_size = 33;
+  options.classes = 10;
+  options.num_split = {2};
+  return options;
+}
+
+}  // namespace
+
+TEST_CASE("a pipeline that was taken up again ends in the same bits, however it is cut then") {
+  PipelineOptions options = small();
+  const Snapshot expected = checkpoint_of(Place::kRanks, options);
+  CHECK(expected.step == 4);
+  CHECK(expected.file("model").size() == 122);  // torchvision's state_dict
+  CHECK(expected.file("model").at("bn1.num_batches_tracked").item<int64_t>() == 8);
+
+  const Folder folder;
+  options.checkpoint = {folder.path(), 0, "auto"};
+  options.batches = 2;
+  run_job(Place::kRanks, options);
+  REQUIRE(newest_checkpoint(folder.path()).step == 2);
+  options.batches = 4;
+  options.stages = 3;
+  options.schedule = "1f1b";
+  const Finished rest = run_job(Place::kRanks, options);
+  CHECK(rest.fields(0)["steps"] == 2);
+  check_same(newest_checkpoint(folder.path()), expected);
+
+  // There is nothing left to do, and nothing to say.
+  const Finished nothing = run_job(Place::kRanks, options);
+  CHECK(nothing.all("split").empty());
+  CHECK(nothing.fields(0)["steps"] == 0);
+}
+
+TEST_CASE("a pipeline in one process saves what its ranks save") {
+  const PipelineOptions options = small();
+  const Snapshot ranks = checkpoint_of(Place::kRanks, options);
+  const Snapshot local = checkpoint_of(Place::kLocal, options);
+  CHECK(ranks.state == local.state);
+  for (const auto& [name, tensor] : ranks.file("model")) {
+    CAPTURE(name);
+    CHECK(at::allclose(tensor, local.file("model").at(name), 1e-4, 1e-6));
+  }
+}
+
+TEST_CASE("a pipeline that is told to stop saves and goes on later") {
+  PipelineOptions options = small();
+  const int rank = GENERATE(0, 2);
+  CAPTURE(rank);
+  check_stop_and_go_on(Place::kRanks, options, rank, 0);
+}
+
+TEST_CASE("a pipeline goes on from its own checkpoints only") {
+  PipelineOptions options = small();
+  options.batches = 1;
+  const Folder folder;
+  options.checkpoint = {folder.path(), 0, ""};
+  run_job(Place::kLocal, options);
+  const auto refused = [&](const auto& change, const std::string& why) {
+    PipelineOptions other = options;
+    change(other);
+    check_resume_refused(Place::kLocal, other, folder.path(), why);
+  };
+  refused([](PipelineOptions& o) { o.num_split = {4}; }, "num_split 2, not 4");
+  refused([](PipelineOptions& o) { o.loss = "ce"; }, "loss");
+  refused([](PipelineOptions& o) { o.seed = 2; }, "seed");
+  refused([](PipelineOptions& o) { o.model = "resnet50"; }, "model");
+  check_spoilt_refused(
+      Place::kLocal, options, folder.path(),
+      {{[](Snapshot& s) { s.state["batches"] = 7; }, "the number of batches"},
+       {[](Snapshot& s) { s.files["model"].erase("fc.bias"); }, "fc.bias"},
+       {[](Snapshot& s) { s.files["model"]["fc.bias"] = at::ones({3}); }, "fc.bias"}});
+}
