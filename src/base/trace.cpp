@@ -1,0 +1,208 @@
+#include "distrain/base/trace.h"
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <new>
+#include <utility>
+
+#include <limits.h>
+#include <unistd.h>
+
+namespace distrain::base {
+
+namespace {
+
+/// Holds the tracer of a thread that is bound to it, and gives the lane back when the thread ends.
+struct Bound {
+  std::shared_ptr<Tracer> tracer;
+  void (*give_back)(Tracer&, TraceLane&) = nullptr;
+  ~Bound() {
+    if (tracer) give_back(*tracer, *detail::trace_lane);
+    detail::trace_lane = nullptr;
+  }
+};
+
+thread_local Bound t_bound;
+
+}  // namespace
+
+// ---- a lane ----
+
+TraceLane::TraceLane(Tracer& tracer, std::string name, size_t number)
+    : tracer_(tracer), name_(std::move(name)), number_(number) {}
+
+TraceLane::~TraceLane() {
+  for (Block* block = first_; block;) delete std::exchange(block, block->next.load());
+}
+
+void TraceLane::record(const TraceEvent& event) {
+  size_t used = last_ ? last_->used.load(std::memory_order_relaxed) : kBlock;
+  if (used == kBlock) {
+    if (!grow()) {
+      dropped_.fetch_add(1, std::memory_order_relaxed);
+      return;
+    }
+    used = 0;
+  }
+  last_->events[used] = event;
+  last_->used.store(used + 1, std::memory_order_release);
+}
+
+bool TraceLane::grow() {
+  if (!tracer_.reserve(kBlock)) return false;
+  auto* const block = new (std::nothrow) Block;
+  if (!block) return false;
+  (last_ ? last_->next : first_).store(block, std::memory_order_release);
+  last_ = block;
+  return true;
+}
+
+const char* TraceLane::intern(std::string_view text) {
+  const auto it = texts_.find(text);
+  if (it != texts_.end()) return it->second;
+  std::lock_guard lock(tracer_.mutex_);
+  const std::string& stays = *tracer_.texts_.emplace(text).first;
+  texts_.emplace(stays, stays.c_str());
+  return stays.c_str();
+}
+
+// ---- the tracer ----
+
+Tracer::Tracer() = default;
+Tracer::Tracer(FalseClock clock) : clock_(std::move(clock)) {}
+Tracer::~Tracer() = default;
+
+void Tracer::start(size_t limit) {
+  left_ = limit;
+  on_ = true;
+}
+
+int64_t Tracer::shown(int64_t ns) const {
+  if (clock_.domain.empty()) return ns;
+  return ns + clock_.ahead + std::llround(static_cast<double>(ns - born_) * clock_.drift);
+}
+
+// The monotonic clock begins with the boot; a time namespace may shift it.
+std::string Tracer::clock_domain() const {
+  if (!clock_.domain.empty()) return clock_.domain;
+  std::string boot;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
+  char name[PATH_MAX] = "";
+  const ssize_t length = readlink("/proc/self/ns/time", name, sizeof name);
+  return boot + ' ' + std::string(name, static_cast<size_t>(std::max<ssize_t>(length, 0)));
+}
+
+bool Tracer::reserve(size_t events) {
+  size_t left = left_.load(std::memory_order_relaxed);
+  do {
+    if (left < events) return false;
+  } while (!left_.compare_exchange_weak(left, left - events, std::memory_order_relaxed));
+  return true;
+}
+
+TraceLane& Tracer::lane() {
+  TraceLane* const own = detail::trace_lane;
+  if (own && &own->tracer() == this) return *own;
+  std::lock_guard lock(mutex_);
+  TraceLane*& stranger = strangers_[std::this_thread::get_id()];
+  if (!stranger) {
+    lanes_.push_back(std::make_unique<TraceLane>(*this, "thread", lanes_.size()));
+    stranger = lanes_.back().get();
+  }
+  return *stranger;
+}
+
+TraceLane& Tracer::take_lane(const char* name) {
+  std::lock_guard lock(mutex_);
+  const auto it = std::find_if(free_.begin(), free_.end(),
+                               [name](const TraceLane* lane) { return lane->name_ == name; });
+  if (it != free_.end()) {
+    TraceLane& lane = **it;
+    free_.erase(it);
+    return lane;
+  }
+  lanes_.push_back(std::make_unique<TraceLane>(*this, name, lanes_.size()));
+  return *lanes_.back();
+}
+
+void Tracer::give_back(TraceLane& lane) {
+  std::lock_guard lock(mutex_);
+  free_.push_back(&lane);
+  // The next one takes the lane that was first: few threads at a time, few tracks.
+  std::sort(free_.begin(), free_.end(),
+            [](const TraceLane* a, const TraceLane* b) { return a->number_ < b->number_; });
+}
+
+void Tracer::record(const TraceEvent& event) { lane().record(event); }
+
+const char* Tracer::intern(std::string_view prefix, std::string_view text) {
+  char buffer[256];
+  if (prefix.size() + text.size() > sizeof buffer) {
+    return lane().intern(std::string(prefix) + std::string(text));
+  }
+  const auto end = std::copy(text.begin(), text.end(),
+                             std::copy(prefix.begin(), prefix.end(), std::begin(buffer)));
+  return lane().intern({buffer, static_cast<size_t>(end - buffer)});
+}
+
+std::vector<TraceTrack> Tracer::tracks() const {
+  std::vector<TraceTrack> tracks;
+  std::lock_guard lock(mutex_);
+  for (const auto& lane : lanes_) {
+    TraceTrack track{lane->name_, {}};
+    for (const auto* block = lane->first_.load(std::memory_order_acquire); block;
+         block = block->next.load(std::memory_order_acquire)) {
+      const size_t used = block->used.load(std::memory_order_acquire);
+      for (size_t i = 0; i < used; ++i) {
+        TraceEvent& event = track.events.emplace_back(block->events[i]);
+        event.start = shown(event.start);
+        event.end = shown(event.end);
+        if (event.kind == TraceEvent::Kind::kFlowOut) event.value = shown(event.value);
+      }
+    }
+    if (!track.events.empty()) tracks.push_back(std::move(track));
+  }
+  return tracks;
+}
+
+uint64_t Tracer::dropped() const {
+  std::lock_guard lock(mutex_);
+  uint64_t sum = 0;
+  for (const auto& lane : lanes_) sum += lane->dropped_.load(std::memory_order_relaxed);
+  return sum;
+}
+
+// ---- the thread ----
+
+void Tracer::bind_thread(std::shared_ptr<Tracer> tracer, const char* name) {
+  if (t_bound.tracer) t_bound.tracer->give_back(*detail::trace_lane);
+  detail::trace_lane = tracer ? &tracer->take_lane(name) : nullptr;
+  t_bound.give_back = [](Tracer& its, TraceLane& lane) { its.give_back(lane); };
+  t_bound.tracer = std::move(tracer);
+}
+
+TraceBinding::TraceBinding(std::shared_ptr<Tracer> tracer, const char* name)
+    : previous_(std::move(t_bound.tracer)), previous_lane_(detail::trace_lane) {
+  t_bound.tracer = nullptr;
+  Tracer::bind_thread(std::move(tracer), name);
+}
+
+TraceBinding::~TraceBinding() {
+  Tracer::bind_thread(nullptr, "");
+  t_bound.tracer = std::move(previous_);
+  detail::trace_lane = previous_lane_;
+}
+
+void TraceScope::end() {
+  TraceEvent event;
+  event.name = name_;
+  event.category = "compute";
+  event.key = key_;
+  event.value = value_;
+  event.start = start_;
+  event.end = Tracer::now();
+  lane_->record(event);
+}
+
+}  // namespace distrain::base
