@@ -196,10 +196,10 @@ TraceBinding::~TraceBinding() {
 
 void TraceScope::end() {
   TraceEvent event;
-  event.name = name_;
+  event.name = label_.name;
   event.category = "compute";
-  event.key = key_;
-  event.value = value_;
+  event.key = label_.key;
+  event.value = label_.value;
   event.start = start_;
   event.end = Tracer::now();
   lane_->record(event);

@@ -42,6 +42,14 @@ struct TraceTrack {
   std::vector<TraceEvent> events;  ///< by the time of their end
 };
 
+/// One rank's part of a trace.
+struct RankTrace {
+  int rank = 0;
+  std::string role;
+  std::vector<TraceTrack> tracks;
+  uint64_t dropped = 0;  ///< events beyond the limit
+};
+
 class TraceLane;
 
 /// Records what one rank does, for `--trace`.
@@ -167,10 +175,10 @@ class TraceBinding {
 class TraceScope {
  public:
   template <size_t N>
-  explicit TraceScope(const char (&name)[N]) : TraceScope(name, nullptr, int64_t{0}) {}
+  explicit TraceScope(const char (&name)[N]) : TraceScope(Label{name, nullptr, 0}) {}
   template <size_t N, size_t K>
   TraceScope(const char (&name)[N], const char (&key)[K], int64_t value)
-      : TraceScope(name, static_cast<const char*>(key), value) {}
+      : TraceScope(Label{name, key, value}) {}
   ~TraceScope() {
     if (lane_) end();
   }
@@ -178,12 +186,14 @@ class TraceScope {
   TraceScope& operator=(const TraceScope&) = delete;
 
  private:
-  TraceScope(const char* name, const char* key, int64_t value) : lane_(detail::trace_lane) {
+  struct Label {
+    const char* name;
+    const char* key;
+    int64_t value;
+  };
+  explicit TraceScope(const Label& label) : lane_(detail::trace_lane), label_(label) {
     if (!lane_) return;
     if (lane_->tracer().on()) {
-      name_ = name;
-      key_ = key;
-      value_ = value;
       start_ = Tracer::now();
     } else {
       lane_ = nullptr;
@@ -192,10 +202,15 @@ class TraceScope {
   void end();
 
   TraceLane* lane_;
-  const char* name_;  // and the rest: only with a lane
-  const char* key_;
-  int64_t value_;
-  int64_t start_;
+  const Label label_;
+  int64_t start_ = 0;
 };
+
+/// `fn()` in a TraceScope: `const at::Tensor loss = base::traced("loss", [&] { … });`
+template <size_t N, class F>
+auto traced(const char (&name)[N], F&& fn) {
+  const TraceScope scope(name);
+  return fn();
+}
 
 }  // namespace distrain::base
