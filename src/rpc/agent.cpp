@@ -1,14 +1,16 @@
 #include "distrain/rpc/agent.h"
 
 #include "agent_core.h"
+#include "trace_export.h"
 
 namespace distrain::rpc {
 
 using base::ErrorKind;
 using base::Exception;
 
-Agent::Agent(AgentOptions options)
-    : core_(std::make_shared<AgentCore>(*this, std::move(options))) {}
+Agent::Agent(AgentOptions options) : core_(std::make_shared<AgentCore>(*this, std::move(options))) {
+  if (tracer()) expose_trace(*this);
+}
 
 Agent::~Agent() { core_->close(); }
 
@@ -38,14 +40,16 @@ const std::map<std::string, std::string>& Agent::job_options() const { return co
 uint16_t Agent::port() const { return core_->rendezvous->port(); }
 std::string Agent::transport() const { return core_->transport(); }
 
-void Agent::shutdown(std::function<void(const std::vector<int>& missing)> on_waiting) {
-  core_->shutdown(on_waiting);
+void Agent::shutdown(std::function<void(const std::vector<int>& missing)> on_waiting,
+                     const std::function<void()>& at_rest) {
+  core_->shutdown(on_waiting, at_rest);
 }
 void Agent::abort(const base::Error& error) { core_->abort(error); }
 
 size_t Agent::live_rrefs() const { return core_->live_rrefs(); }
 size_t Agent::live_contexts() const { return core_->live_contexts(); }
 Traffic Agent::traffic() const { return core_->traffic(); }
+const std::shared_ptr<base::Tracer>& Agent::tracer() const { return core_->options.tracer; }
 base::Executor& Agent::executor() { return core_->executor; }
 base::Executor& Agent::inline_executor() { return core_->inline_executor; }
 Channel& Agent::open_channel(uint16_t number) { return core_->open_channel(number); }

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include "agent_core.h"
+#include "call_trace.h"
 #include "distrain/rpc/error.h"
 
 namespace distrain::rpc {
@@ -89,6 +90,9 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
                                        const std::function<void(Encoder&)>& fill,
                                        const std::shared_ptr<RRefHandle>& target) {
   const uint64_t id = next_call_.fetch_add(1, std::memory_order_relaxed);
+  base::Tracer* const tracer = tracer_of(options.tracer, function);
+  CallSlice slice(tracer);
+  if (slice) slice.set_name("call ", function);
   OutMessage message;
   message.body.reserve(128);
   Encoder encoder(message);
@@ -131,6 +135,10 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   call.deadline = timeout == base::Duration::max() ? base::kNever : call.started + timeout;
   call.context = t_context;
   call.holds = std::move(encoder.holds);
+  if (slice) {
+    slice.set_flow_out(flow_id(options.rank, id), call.started);
+    call.traced_as = tracer->intern({}, function);
+  }
   base::Future<RawReply> reply = call.promise.future();
   if (target) {
     reply.on_complete(inline_executor, [target](base::Result<RawReply>& result) {
@@ -200,6 +208,7 @@ void AgentCore::execute(int from, std::shared_ptr<InMessage> message, net::InFra
   const wire::FrameHeader header = message ? message->header : frame.header;
   const auto reply = std::make_shared<ReplyImpl>(*this, from, header.call_id, header.context_id);
   std::string function;
+  CallSlice slice(options.tracer && options.tracer->on() ? options.tracer.get() : nullptr);
   try {
     if (!message) message = std::make_shared<InMessage>(from_frame(std::move(frame), from));
     rrefs->receive(*message);
@@ -207,6 +216,11 @@ void AgentCore::execute(int from, std::shared_ptr<InMessage> message, net::InFra
     Decoder decoder(*message);
     function = decoder.in.get_string();
     reply->set_function(function);
+    if (!tracer_of(options.tracer, function)) slice.drop();
+    if (slice) {
+      slice.set_name({}, function);
+      slice.set_flow_in(flow_id(from, header.call_id));
+    }
     if (decoder.in.get<CallMode>() == CallMode::kRemote) {
       const auto id = decoder.in.get<uint64_t>();
       const auto fork = decoder.in.get<uint64_t>();

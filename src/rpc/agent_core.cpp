@@ -33,9 +33,13 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
       // at::init_num_threads(), oneDNN would take all cores in a worker, whatever was set.
       pool({.name = "dt-work",
             .size = options.worker_threads,
-            .on_thread_start = [] { at::init_num_threads(); }}),
+            .on_thread_start =
+                [tracer = options.tracer] {
+                  at::init_num_threads();
+                  base::Tracer::bind_thread(tracer, "worker");
+                }}),
       executor(pool),
-      pending(loop),
+      pending(loop, options.rank, options.tracer),
       rrefs(std::make_shared<RRefContext>(
           owner, options.rank,
           [this](int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent) {
@@ -53,6 +57,9 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
           [this](int rank, const net::StreamPtr& stream) {
             return install_peer_on_loop(rank, stream);
           })) {
+  if (options.tracer) {
+    loop.post([tracer = options.tracer] { base::Tracer::bind_thread(tracer, "loop"); });
+  }
   handlers.emplace(kFetchFunction, [this](CallContext&, Decoder& in, const ReplyPtr& reply) {
     const std::shared_ptr<RRefHandle> handle = decode_rref(in);
     in.in.expect_end();
@@ -342,7 +349,8 @@ Channel& AgentCore::open_channel(uint16_t number) {
 
 // Round 0: everybody is done. Then rounds until nobody counts a reference or a context any more:
 // what one rank lets go of may be forwarded twice (Accept, then Delete), each hop within a round.
-void AgentCore::shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting) {
+void AgentCore::shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting,
+                         const std::function<void()>& at_rest) {
   constexpr uint64_t kLastRound = 24;
   constexpr auto kLongestPause = std::chrono::milliseconds(200);
   pending.drained().wait();
@@ -354,7 +362,10 @@ void AgentCore::shutdown(const std::function<void(const std::vector<int>& missin
       if (on_waiting) on_waiting(flush_.missing(round, options.rank, world_size()));
     }
     if (over.wait() == 0) break;
-    if (round == 0) continue;
+    if (round == 0) {
+      if (at_rest) at_rest();  // the others are in round 1 until this rank comes
+      continue;
+    }
     std::this_thread::sleep_for(
         std::min<std::chrono::milliseconds>(std::chrono::milliseconds(pause_ms), kLongestPause));
     pause_ms = pause_ms * 2 + 1;

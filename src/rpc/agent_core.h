@@ -45,7 +45,8 @@ class AgentCore {
   ~AgentCore();
 
   void join(const std::function<void()>& prepare);
-  void shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting);
+  void shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting,
+                const std::function<void()>& at_rest);
   void abort(const base::Error& error);
   void close();
 

@@ -2,6 +2,8 @@
 
 #include <cstdio>
 
+#include "call_trace.h"
+
 namespace distrain::rpc {
 
 bool PendingCalls::add(uint64_t id, Call call) {
@@ -39,7 +41,23 @@ std::optional<PendingCalls::Call> PendingCalls::take(uint64_t id, int from) {
     if (calls_.empty()) drained_.swap(drained);
   }
   if (drained) drained->set();
+  trace_end(id, *call);
   return call;
+}
+
+// Of a call that got its answer. One that failed ended the job, as a rule: it stays without an end.
+void PendingCalls::trace_end(uint64_t id, const Call& call) const {
+  if (!call.traced_as) return;
+  base::TraceEvent event;
+  event.kind = base::TraceEvent::Kind::kAsync;
+  event.name = call.traced_as;
+  event.category = "rpc";
+  event.key = "to";
+  event.value = call.to;
+  event.start = call.started.time_since_epoch().count();
+  event.end = base::Tracer::now();
+  event.id = flow_id(rank_, id);
+  tracer_->record(event);
 }
 
 void PendingCalls::expire_on_loop() {

@@ -27,10 +27,12 @@ class PendingCalls {
     base::TimePoint started;
     base::TimePoint deadline = base::kNever;
     uint64_t context = 0;
+    const char* traced_as = nullptr;                 // not null: the call is to be in the trace
     std::vector<std::shared_ptr<const void>> holds;  // what the arguments refer to
   };
 
-  explicit PendingCalls(net::Loop& loop) : loop_(loop) {}
+  PendingCalls(net::Loop& loop, int rank, std::shared_ptr<base::Tracer> tracer)
+      : loop_(loop), rank_(rank), tracer_(std::move(tracer)) {}
 
   /// False, with the call failed, after fail_all().
   bool add(uint64_t id, Call call);
@@ -47,8 +49,11 @@ class PendingCalls {
  private:
   void expire_on_loop();
   void arm_locked();
+  void trace_end(uint64_t id, const Call& call) const;
 
   net::Loop& loop_;
+  const int rank_;
+  const std::shared_ptr<base::Tracer> tracer_;
   std::mutex mutex_;
   std::unordered_map<uint64_t, Call> calls_;
   std::set<std::pair<base::TimePoint, uint64_t>> deadlines_;

@@ -16,12 +16,15 @@ class Cluster {
  public:
   using Setup = std::function<void(rpc::Agent&)>;
 
-  explicit Cluster(int size, const Setup& setup = {}, rpc::AgentOptions options = {}) {
+  /// `each` changes the options of one rank, which they name.
+  explicit Cluster(int size, const Setup& setup = {}, rpc::AgentOptions options = {},
+                   const std::function<void(rpc::AgentOptions&)>& each = {}) {
     for (int rank = 0; rank < size; ++rank) {
       options.names.push_back("w" + std::to_string(rank));
     }
     for (int rank = 0; rank < size; ++rank) {
       options.rank = rank;
+      if (each) each(options);
       agents_.push_back(std::make_unique<rpc::Agent>(options));
       if (rank == 0) options.master_port = agents_[0]->port();
       if (setup) setup(*agents_.back());

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "distrain/base/future.h"
+#include "distrain/base/trace.h"
 #include "distrain/rpc/autograd_hook.h"
 #include "distrain/rpc/channel.h"
 #include "distrain/rpc/function_traits.h"
@@ -35,6 +36,8 @@ struct AgentOptions {
   std::chrono::nanoseconds peer_timeout = std::chrono::seconds(5);
   /// Fault injection: each call that this agent makes is sent so much later.
   std::chrono::nanoseconds call_delay{0};
+  /// Records what this rank does, once started; null: nothing. On all ranks or on none.
+  std::shared_ptr<base::Tracer> tracer;
   int worker_threads = 4;  ///< that may run; threads that wait for a reply do not count
   /// Rank 0: the job's options, given to all. Others: those that must agree with rank 0's.
   std::map<std::string, std::string> job_options;
@@ -182,8 +185,10 @@ class Agent {
   /// Waits until every rank has come here, for as long as that takes, serving calls meanwhile; then
   /// until references and contexts are released everywhere; then disconnects. Throws peer_lost if a
   /// rank dies instead. Nothing may be called afterwards.
-  /// `on_waiting` as in AgentOptions, with the ranks that have not come yet.
-  void shutdown(std::function<void(const std::vector<int>& missing)> on_waiting = {});
+  /// `on_waiting` as in AgentOptions, with the ranks that have not come yet. `at_rest` is run when
+  /// all have come: the last moment to call others, which wait for it.
+  void shutdown(std::function<void(const std::vector<int>& missing)> on_waiting = {},
+                const std::function<void()>& at_rest = {});
   /// Tells all peers why this rank leaves, and disconnects.
   void abort(const base::Error& error);
 
@@ -191,6 +196,7 @@ class Agent {
   size_t live_rrefs() const;
   size_t live_contexts() const;
   Traffic traffic() const;
+  const std::shared_ptr<base::Tracer>& tracer() const;
 
   /// The worker pool; continuations registered through it keep the autograd context and torch's
   /// thread-local state of where they were registered.

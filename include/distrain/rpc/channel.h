@@ -7,6 +7,7 @@
 
 #include "distrain/base/buffer.h"
 #include "distrain/base/error.h"
+#include "distrain/base/trace.h"
 
 namespace distrain::rpc {
 
@@ -44,6 +45,8 @@ class Channel {
   virtual ~Channel() = default;
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
+  /// What records this rank's part of the job; may be null.
+  virtual std::shared_ptr<base::Tracer> tracer() const { return nullptr; }
 
   /// Replaces the handler. Messages that came before the first one are kept for it. With an empty
   /// handler the channel drops what comes; returns only when no old handler runs any more.

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <memory>
+#include <string_view>
+
+#include "distrain/base/trace.h"
+
+namespace distrain::rpc {
+
+/// What the trace calls itself by: not in the trace.
+inline constexpr std::string_view kTraceFunctions = "distrain.trace.";
+
+/// `tracer` if it is to record calls of this function.
+inline base::Tracer* tracer_of(const std::shared_ptr<base::Tracer>& tracer,
+                               std::string_view function) {
+  if (!tracer || !tracer->on() || function.starts_with(kTraceFunctions)) return nullptr;
+  return tracer.get();
+}
+
+/// Both sides of a call know its number and its caller: the flow's id, and the call's.
+inline uint64_t flow_id(int caller, uint64_t call_id) {
+  return (static_cast<uint64_t>(caller) << 40) | call_id;
+}
+
+/// A slice of this thread for one side of a call, with the flow's end in it.
+class CallSlice {
+ public:
+  explicit CallSlice(base::Tracer* tracer) : tracer_(tracer) {
+    if (!tracer_) return;
+    event_.name = "call";
+    event_.category = "rpc";
+    event_.start = base::Tracer::now();
+  }
+  ~CallSlice() {
+    if (!tracer_) return;
+    event_.end = base::Tracer::now();
+    tracer_->record(event_);
+  }
+  CallSlice(const CallSlice&) = delete;
+  CallSlice& operator=(const CallSlice&) = delete;
+
+  /// Not to be recorded after all.
+  void drop() { tracer_ = nullptr; }
+  void set_name(std::string_view prefix, std::string_view function) {
+    event_.name = tracer_->intern(prefix, function);
+  }
+  void set_flow_out(uint64_t id, base::TimePoint left) {
+    event_.kind = base::TraceEvent::Kind::kFlowOut;
+    event_.id = id;
+    event_.value = left.time_since_epoch().count();
+  }
+  void set_flow_in(uint64_t id) {
+    event_.kind = base::TraceEvent::Kind::kFlowIn;
+    event_.id = id;
+  }
+  explicit operator bool() const { return tracer_ != nullptr; }
+
+ private:
+  base::Tracer* tracer_;
+  base::TraceEvent event_;
+};
+
+}  // namespace distrain::rpc

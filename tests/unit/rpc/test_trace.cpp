@@ -1,0 +1,351 @@
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <ATen/Functions.h>
+
+#include "../src/rpc/trace_export.h"
+#include "distrain/base/trace.h"
+#include "distrain/rpc/trace.h"
+#include "support/catch.h"
+#include "support/cluster.h"
+
+using namespace distrain;
+using namespace std::chrono_literals;
+using base::RankTrace;
+using base::TraceEvent;
+using base::Tracer;
+using rpc::Agent;
+using testing::Cluster;
+using Kind = TraceEvent::Kind;
+
+namespace {
+
+int64_t traced_add(int64_t a, int64_t b) {
+  const base::TraceScope scope("adding");
+  return a + b;
+}
+base::Future<int64_t> traced_later(rpc::CallContext& call, int64_t value) {
+  return call.agent.rpc_async<&traced_add>(call.caller, value, 1);
+}
+int64_t traced_boom() { throw std::runtime_error("user code broke"); }
+
+void expose_traced(Agent& agent) {
+  agent.expose<&traced_add>("add");
+  agent.expose<&traced_later>("later");
+  agent.expose<&traced_boom>("boom");
+}
+
+using Clocks = std::vector<Tracer::FalseClock>;
+
+/// Agents with a tracer each, that record from the beginning.
+Cluster traced_cluster(const Clocks& clocks) {
+  return Cluster(
+      static_cast<int>(clocks.size()), expose_traced, {}, [&](rpc::AgentOptions& options) {
+        options.tracer = std::make_shared<Tracer>(clocks[static_cast<size_t>(options.rank)]);
+        options.tracer->start();
+      });
+}
+
+/// All ranks shut down; rank 0 collects.
+std::vector<RankTrace> collect(Cluster& cluster, rpc::TraceCollector& collector) {
+  std::vector<RankTrace> ranks;
+  cluster.on_all([&](Agent& agent) {
+    if (agent.rank() != 0) return agent.shutdown();
+    agent.shutdown({}, [&] { ranks = collector.collect(); });
+  });
+  return ranks;
+}
+
+template <class F>
+void for_events(const std::vector<RankTrace>& ranks, F fn) {
+  for (const RankTrace& rank : ranks) {
+    for (const base::TraceTrack& track : rank.tracks) {
+      for (const TraceEvent& event : track.events) fn(rank.rank, event);
+    }
+  }
+}
+
+int count(const std::vector<RankTrace>& ranks, int rank, Kind kind, const std::string& name) {
+  int found = 0;
+  for_events(ranks, [&](int where, const TraceEvent& event) {
+    found += where == rank && event.kind == kind && event.name == name;
+  });
+  return found;
+}
+
+/// The flows that have both ends; checks that they point forwards.
+int check_flows(const std::vector<RankTrace>& ranks) {
+  std::map<uint64_t, int64_t> left;
+  int flows = 0;
+  int backwards = 0;
+  for_events(ranks, [&](int, const TraceEvent& event) {
+    if (event.kind == Kind::kFlowOut) left[event.id] = event.value;
+  });
+  for_events(ranks, [&](int, const TraceEvent& event) {
+    if (event.kind != Kind::kFlowIn || !left.contains(event.id)) return;
+    ++flows;
+    backwards += event.start < left[event.id];
+  });
+  CHECK(backwards == 0);
+  return flows;
+}
+
+/// What a test makes up: a call each at these times, on a track for each rank.
+struct MadeUp {
+  std::vector<RankTrace> ranks;
+  std::vector<rpc::RankClock> clocks;
+  uint64_t calls = 0;
+
+  explicit MadeUp(const std::vector<std::string>& domains) {
+    for (size_t r = 0; r < domains.size(); ++r) {
+      ranks.push_back({static_cast<int>(r), "w" + std::to_string(r), {{"main", {}}}, 0});
+      clocks.push_back({domains[r], {}});
+    }
+  }
+  void slice(size_t rank, int64_t start, int64_t end, Kind kind = Kind::kSlice, uint64_t id = 0) {
+    TraceEvent event;
+    event.kind = kind;
+    event.name = "slice";
+    event.start = event.value = start;
+    event.end = end;
+    event.id = id;
+    ranks[rank].tracks[0].events.push_back(event);
+  }
+  /// Times as the two ranks' clocks show them.
+  void call(size_t from, int64_t left, size_t to, int64_t arrived) {
+    ++calls;
+    slice(from, left, left + 10, Kind::kFlowOut, calls);
+    slice(to, arrived, arrived + 10, Kind::kFlowIn, calls);
+  }
+  int64_t start(size_t rank, size_t i) const { return ranks[rank].tracks[0].events[i].start; }
+};
+
+}  // namespace
+
+TEST_CASE("Both sides of a call are in the trace, with a flow between them", "[trace]") {
+  Cluster cluster = traced_cluster({{}, {}});
+  rpc::TraceCollector collector(cluster[0]);
+  CHECK(cluster[0].rpc_sync<&traced_add>(1, 1, 2) == 3);
+  CHECK(cluster[1].rpc_sync<&traced_add>(0, 1, 2) == 3);
+  CHECK(cluster[0].rpc_sync<&traced_add>(0, 1, 2) == 3);  // to itself
+  CHECK(cluster[0].rpc_sync<&traced_later>(1, 5) == 6);   // and back
+  CHECK(cluster[0].remote<&traced_add>(1, 2, 2).to_here() == 4);
+  CHECK_THROWS(cluster[0].rpc_sync<&traced_boom>(1));
+  const std::vector<RankTrace> ranks = collect(cluster, collector);
+  REQUIRE(ranks.size() == 2);
+  CHECK(ranks[1].role == "w1");
+  CHECK(count(ranks, 0, Kind::kFlowOut, "call add") == 3);
+  CHECK(count(ranks, 1, Kind::kFlowOut, "call add") == 2);
+  CHECK(count(ranks, 0, Kind::kFlowIn, "add") == 3);
+  CHECK(count(ranks, 1, Kind::kFlowIn, "add") == 2);
+  CHECK(count(ranks, 0, Kind::kAsync, "add") == 3);
+  CHECK(count(ranks, 1, Kind::kFlowIn, "later") == 1);
+  CHECK(count(ranks, 0, Kind::kAsync, "boom") == 1);
+  CHECK(count(ranks, 0, Kind::kFlowOut, "call distrain.rref.fetch") == 1);
+  CHECK(count(ranks, 0, Kind::kSlice, "adding") == 3);
+  CHECK(count(ranks, 1, Kind::kSlice, "adding") == 2);
+  CHECK(check_flows(ranks) == 8);
+  for_events(ranks, [&](int rank, const TraceEvent& event) {
+    CHECK(event.start <= event.end);
+    CHECK(std::string(event.name).find("distrain.trace.") == std::string::npos);
+    if (event.kind == Kind::kFlowOut) {
+      CHECK(event.start <= event.value);
+      CHECK(event.value <= event.end);
+    }
+    if (event.kind != Kind::kSlice) CHECK(event.id != 0);
+    if (event.kind == Kind::kAsync) CHECK(static_cast<int>(event.id >> 40) == rank);
+  });
+}
+
+TEST_CASE("Nothing is recorded before start() and without a tracer", "[trace]") {
+  Cluster cluster(2, expose_traced, {},
+                  [](rpc::AgentOptions& options) { options.tracer = std::make_shared<Tracer>(); });
+  cluster[0].rpc_sync<&traced_add>(1, 1, 2);
+  CHECK(cluster[0].tracer()->tracks().empty());
+  CHECK(cluster[1].tracer()->tracks().empty());
+  cluster.shutdown();
+  Cluster without(2, expose_traced);
+  without[0].rpc_sync<&traced_add>(1, 1, 2);
+  CHECK(without[0].tracer() == nullptr);
+  without.shutdown();
+}
+
+TEST_CASE("A trace of many events comes in parts", "[trace]") {
+  Cluster cluster = traced_cluster({{}, {}});
+  rpc::TraceCollector collector(cluster[0]);
+  constexpr int kEvents = 150'000;  // more than two parts
+  TraceEvent event;
+  event.name = cluster[1].tracer()->intern("a name of ", "rank 1");
+  event.key = "i";
+  for (event.value = 0; event.value < kEvents; ++event.value) cluster[1].tracer()->record(event);
+  const std::vector<RankTrace> ranks = collect(cluster, collector);
+  CHECK(count(ranks, 1, Kind::kSlice, "a name of rank 1") == kEvents);
+  int64_t next = 0;
+  for_events(ranks, [&](int, const TraceEvent& got) {
+    if (got.key && std::string(got.key) == "i") next = got.value == next ? next + 1 : -1;
+  });
+  CHECK(next == kEvents);
+}
+
+TEST_CASE("Ranks whose clocks are wrong are brought to rank 0's", "[trace]") {
+  // Days apart, and a thousand times the drift of a bad quartz.
+  Cluster cluster = traced_cluster({{},
+                                    {"elsewhere", 200'000'000'000'000, 0.001},
+                                    {"in the past", -3'000'000'000, -0.002},
+                                    {"ahead", 40'000, 0}});
+  rpc::TraceCollector collector(cluster[0]);
+  const int64_t begin = Tracer::now();
+  cluster.on_all([](Agent& agent) {
+    for (int i = 0; i < 300; ++i) {
+      const int to = (agent.rank() + 1 + i % 3) % 4;
+      CHECK(agent.rpc_sync<&traced_later>(to, i) == i + 1);
+    }
+  });
+  const int64_t end = Tracer::now();
+  const std::vector<RankTrace> ranks = collect(cluster, collector);
+  CHECK(check_flows(ranks) == 2 * 4 * 300);
+  // All of it was between these moments, give or take what the readings are off by.
+  constexpr int64_t kOff = 50'000'000;
+  int outside = 0;
+  for_events(ranks, [&](int, const TraceEvent& event) {
+    outside += event.start < begin - kOff || event.end > end + kOff || event.end < event.start;
+  });
+  CHECK(outside == 0);
+}
+
+TEST_CASE("A rank that dies before the collection is named", "[trace]") {
+  Cluster cluster = traced_cluster({{}, {}});
+  rpc::TraceCollector collector(cluster[0]);
+  cluster.kill(1);
+  const base::Error error = testing::error_of([&] { collector.collect(); });
+  CHECK(error.kind == base::ErrorKind::kPeerLost);
+  CHECK(error.rank == 1);
+  CHECK(rpc::own_trace(cluster[0]).role == "w0");
+}
+
+TEST_CASE("Parts of a trace that do not fit together are refused", "[trace]") {
+  Tracer tracer;
+  rpc::TraceChunk first;
+  first.texts = {"name", "category"};
+  first.tracks = {{"main", 1}, {"loop", 1}};
+  // kind, name, category, key, value, start, end, id
+  const at::Tensor good = at::tensor({0, 0, 1, -1, 0, 10, 20, 0}, at::kLong).view({1, 8});
+  const auto refuses = [&](const at::Tensor& events) {
+    rpc::TraceImport import(tracer, first);
+    return testing::error_of([&] { import.add(events); }).kind == base::ErrorKind::kProtocol;
+  };
+  const auto with = [&](int64_t column, int64_t value) {
+    at::Tensor events = good.clone();
+    events[0][column] = value;
+    return events;
+  };
+  rpc::TraceImport import(tracer, first);
+  import.add(good);
+  CHECK_FALSE(import.complete());
+  import.add(good);
+  CHECK(import.complete());
+  CHECK(testing::error_of([&] { import.add(good); }).kind == base::ErrorKind::kProtocol);
+  const auto tracks = import.take();
+  REQUIRE(tracks.size() == 2);
+  CHECK(tracks[1].name == "loop");
+  CHECK(std::string(tracks[1].events.at(0).name) == "name");
+  CHECK(refuses(with(0, 4)));
+  CHECK(refuses(with(0, -1)));
+  CHECK(refuses(with(1, 2)));
+  CHECK(refuses(with(2, -1)));
+  CHECK(refuses(with(3, 2)));
+  CHECK(refuses(with(6, 9)));
+  CHECK(refuses(at::Tensor()));
+  CHECK(refuses(good.view({8})));
+  CHECK(refuses(good.to(at::kInt)));
+  CHECK(refuses(at::empty({0, 8}, at::kLong)));
+}
+
+TEST_CASE("Readings are interpolated, and kept outside", "[trace][align]") {
+  MadeUp made({"a", "b"});
+  made.clocks[1].readings = {{1000, 500, 10}, {2000, 600, 10}};
+  for (const int64_t t : {900, 1000, 1500, 2000, 2100}) made.slice(1, t, t + 1);
+  rpc::align_traces(made.ranks, made.clocks);
+  CHECK(made.start(1, 0) == 1400);
+  CHECK(made.start(1, 1) == 1500);
+  CHECK(made.start(1, 2) == 2050);
+  CHECK(made.start(1, 3) == 2600);
+  CHECK(made.start(1, 4) == 2700);
+
+  // Readings too near each other to tell a drift: the better one.
+  MadeUp brief({"a", "b"});
+  brief.clocks[1].readings = {{1000, 500, 90}, {1050, 460, 30}};
+  brief.slice(1, 1000, 1001);
+  rpc::align_traces(brief.ranks, brief.clocks);
+  CHECK(brief.start(1, 0) == 1460);
+}
+
+TEST_CASE("Estimates that are off are corrected by the flows", "[trace][align]") {
+  // Rank 1's clock is 100 behind what the readings say, and rank 2's as much ahead.
+  MadeUp made({"a", "b", "c"});
+  made.call(0, 1000, 1, 920);
+  made.call(1, 930, 0, 1060);
+  made.call(0, 1100, 2, 1220);
+  made.call(2, 1230, 0, 1140);
+  made.call(1, 1100, 2, 1310);
+  made.call(2, 1400, 1, 1210);
+  rpc::align_traces(made.ranks, made.clocks);
+  CHECK(check_flows(made.ranks) == 6);
+  // One correction for each clock.
+  CHECK(made.start(1, 1) - made.start(1, 0) == 10);
+  CHECK(made.start(2, 1) - made.start(2, 0) == 10);
+}
+
+TEST_CASE("Ranks of one machine stay together", "[trace][align]") {
+  MadeUp made({"a", "b", "b"});
+  made.clocks[1].readings = {{0, 100, 10}};
+  made.clocks[2].readings = {{0, 130, 12}};
+  made.call(1, 1000, 2, 1001);
+  made.call(0, 1300, 1, 1150);
+  rpc::align_traces(made.ranks, made.clocks);
+  CHECK(check_flows(made.ranks) == 2);
+  CHECK(made.start(2, 0) - made.start(1, 0) == 1);
+}
+
+TEST_CASE("Clocks that no constant corrects still give arrows that point forwards",
+          "[trace][align]") {
+  // Rank 1's clock jumps by 1000 at its time 5000: what is too early before is too late after.
+  MadeUp made({"a", "b", "c"});
+  int64_t true_time = 100;
+  const auto shown = [](size_t rank, int64_t time) {
+    if (rank == 1) return time < 5000 ? time - 300 : time + 700;
+    return rank == 2 && time > 7000 ? time - 2000 + (time - 7000) / 3 : time;
+  };
+  for (int i = 0; i < 300; ++i) {
+    const size_t from = static_cast<size_t>(i) % 3;
+    const size_t to = static_cast<size_t>(i + 1 + i % 2) % 3;
+    made.call(from, shown(from, true_time), to, shown(to, true_time + 20));
+    true_time += 37;
+  }
+  // Rank 2's clock went back once: no monotonic clock does, so its times are put in order.
+  for (RankTrace& rank : made.ranks) {
+    int64_t last = 0;
+    for (TraceEvent& event : rank.tracks[0].events) {
+      event.start = event.value = last = std::max(last + 1, event.start);
+      event.end = event.start + 1;
+    }
+  }
+  std::vector<RankTrace> before = made.ranks;
+  rpc::align_traces(made.ranks, made.clocks);
+  CHECK(check_flows(made.ranks) == 300);
+  for (size_t r = 0; r < 3; ++r) {
+    const auto& old = before[r].tracks[0].events;
+    const auto& now = made.ranks[r].tracks[0].events;
+    for (size_t i = 1; i < now.size(); ++i) {
+      // In order, and no two events have come closer to each other.
+      CHECK(now[i].start - now[i - 1].start >= old[i].start - old[i - 1].start);
+    }
+  }
+}
