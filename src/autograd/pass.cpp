@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "context_state.h"
+#include "distrain/base/trace.h"
 #include "distrain/rpc/error.h"
 #include "runtime.h"
 
@@ -141,6 +142,7 @@ void Pass::receive(const std::shared_ptr<SendNode>& node, variable_list grads,
 }
 
 void Pass::run_ready() {
+  const base::TraceScope scope("backward");
   const at::NoGradGuard no_grad;
   const auto context = context_.lock();
   for (;;) {

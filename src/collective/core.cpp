@@ -10,7 +10,11 @@ using base::ErrorKind;
 
 Core::Core(rpc::Channel& channel, base::Executor& executor, uint32_t group_id,
            std::vector<int> ranks)
-    : channel_(channel), executor_(executor), group_id_(group_id), ranks_(std::move(ranks)) {
+    : channel_(channel),
+      executor_(executor),
+      tracer_(channel.tracer()),
+      group_id_(group_id),
+      ranks_(std::move(ranks)) {
   for (size_t i = 0; i < ranks_.size(); ++i) {
     if (ranks_[i] < 0 || ranks_[i] >= channel_.world_size() ||
         std::count(ranks_.begin(), ranks_.end(), ranks_[i]) != 1) {

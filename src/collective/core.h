@@ -11,6 +11,7 @@
 
 #include "distrain/base/buffer.h"
 #include "distrain/base/executor.h"
+#include "distrain/base/trace.h"
 #include "distrain/rpc/channel.h"
 #include "operation.h"
 
@@ -40,6 +41,7 @@ class Core : public std::enable_shared_from_this<Core> {
   int world_rank(int rank) const { return ranks_[static_cast<size_t>(rank)]; }
   base::Executor& executor() { return executor_; }
   uint64_t next_sequence() const;
+  const std::shared_ptr<base::Tracer>& tracer() const { return tracer_; }
 
   /// A buffer of `size` bytes; throws `resources`.
   base::BufferPtr allocate(size_t size);
@@ -63,6 +65,7 @@ class Core : public std::enable_shared_from_this<Core> {
 
   rpc::Channel& channel_;
   base::Executor& executor_;
+  const std::shared_ptr<base::Tracer> tracer_;
   const uint32_t group_id_;
   const std::vector<int> ranks_;
   int rank_ = -1;

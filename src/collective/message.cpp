@@ -38,6 +38,23 @@ std::string dtype_name(c10::ScalarType dtype) {
 
 }  // namespace
 
+const char* kind_name(OpKind kind) {
+  switch (kind) {
+    case OpKind::kBarrier:
+      return "barrier";
+    case OpKind::kBroadcast:
+      return "broadcast";
+    case OpKind::kAllgather:
+      return "allgather";
+    case OpKind::kAllreduceDirect:
+    case OpKind::kAllreduceChunked:
+      return "allreduce";
+    case OpKind::kRefusal:
+      break;
+  }
+  return "collective";
+}
+
 std::string describe(const OpSpec& spec) {
   const std::string tensor = dtype_name(spec.dtype) + ", " + std::to_string(spec.bytes) + " bytes";
   switch (spec.kind) {

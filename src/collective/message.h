@@ -37,6 +37,8 @@ struct OpSpec {
 
 /// "allreduce(sum, Float, 544 bytes)"
 std::string describe(const OpSpec& spec);
+/// The operation alone: "allreduce", however it is done.
+const char* kind_name(OpKind kind);
 
 /// Each message starts with these 64 bytes, so that the data behind stays aligned (little-endian):
 ///

@@ -58,6 +58,7 @@ void Operation::transition_locked(OperationState to) {
 void Operation::open_locked(std::shared_ptr<Core> core, uint64_t sequence) {
   core_ = std::move(core);
   sequence_ = sequence;
+  if (core_->tracer() && core_->tracer()->on()) traced_from_ = base::Tracer::now();
   inbox_.resize(static_cast<size_t>(steps_) * static_cast<size_t>(core_->size()));
   ++core_->active_;  // Starting
 }
@@ -125,6 +126,21 @@ void Operation::fail_locked(Error error) {
 void Operation::end_locked(std::optional<Error> error) {
   error_ = std::move(error);
   transition_locked(OperationState::kDone);
+  if (traced_from_ != 0) trace_locked();
+}
+
+void Operation::trace_locked() const {
+  base::Tracer& tracer = *core_->tracer();
+  base::TraceEvent event;
+  event.kind = base::TraceEvent::Kind::kAsync;
+  event.name = kind_name(spec_.kind);
+  event.category = "collective";
+  event.key = "bytes";
+  event.value = static_cast<int64_t>(spec_.bytes);
+  event.start = traced_from_;
+  event.end = base::Tracer::now();
+  event.id = static_cast<uint64_t>(core_->world_rank(core_->rank())) << 40 | tracer.next_id();
+  tracer.record(event);
 }
 
 // Leaves Starting or Running when step `step_` is the next to collect, or the end is reached.

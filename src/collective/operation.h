@@ -100,6 +100,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::optional<base::Error> check_locked(int from, const rpc::ChannelMessage& message) const;
   void fail_locked(base::Error error);
   void end_locked(std::optional<base::Error> error);
+  void trace_locked() const;
   void settle_locked();
   void run_locked(std::unique_lock<std::mutex>& lock);
   void await_change(std::unique_lock<std::mutex>& lock, base::TimePoint limit);
@@ -114,6 +115,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
 
   std::shared_ptr<Core> core_;  // set when opened, constant then
   uint64_t sequence_ = 0;
+  int64_t traced_from_ = 0;  // when it began, if it is to be in the trace
 
   // Guarded by Core's mutex; the state is read without it while polling.
   std::atomic<OperationState> state_{OperationState::kStarting};
