@@ -1,0 +1,234 @@
+#include "distrain/data/trace_file.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <limits>
+#include <unordered_map>
+
+#include <nlohmann/json.hpp>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "disk.h"
+#include "distrain/base/error.h"
+
+namespace distrain::data {
+
+namespace {
+
+using base::RankTrace;
+using base::TraceEvent;
+using base::TraceTrack;
+using Kind = TraceEvent::Kind;
+
+constexpr size_t kBufferBytes = size_t{1} << 20;
+
+std::string quoted(const std::string& text) {
+  return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+// The rules of the format that are not obvious: slices ("X") of one thread lie within each other or
+// apart. A flow's "s" and "f" (with bp "e") belong to the slice of their thread that is open at
+// their time, and of events of one time the file's order counts: so they come right after theirs.
+class Writer {
+ public:
+  Writer(OutputFile& file, const std::vector<RankTrace>& ranks) : file_(file) {
+    text_.reserve(kBufferBytes + (size_t{64} << 10));
+    find_first(ranks);
+    find_flows(ranks);
+  }
+
+  void write(const std::vector<RankTrace>& ranks) {
+    text_ += "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n";
+    for (const RankTrace& rank : ranks) {
+      rank_ = std::to_string(rank.rank);
+      metadata("process_name", "0", "name", quoted(rank.role));
+      metadata("process_sort_index", "0", "sort_index", rank_);
+      // Numbers that no process has: a thread of a process's number counts as its main thread.
+      for (const TraceTrack& track : rank.tracks) {
+        thread_ = std::to_string(static_cast<int64_t>(ranks.size()) + ++threads_);
+        metadata("thread_name", thread_, "name", quoted(track.name));
+        metadata("thread_sort_index", thread_, "sort_index", thread_);
+        write(track);
+      }
+    }
+    text_ += "\n]}\n";
+    flush();
+  }
+
+ private:
+  void find_first(const std::vector<RankTrace>& ranks) {
+    first_ = std::numeric_limits<int64_t>::max();
+    for (const RankTrace& rank : ranks) {
+      for (const TraceTrack& track : rank.tracks) {
+        for (const TraceEvent& event : track.events) first_ = std::min(first_, event.start);
+      }
+    }
+  }
+
+  void find_flows(const std::vector<RankTrace>& ranks) {
+    for (const Kind kind : {Kind::kFlowOut, Kind::kFlowIn}) {
+      for (const RankTrace& rank : ranks) {
+        for (const TraceTrack& track : rank.tracks) {
+          for (const TraceEvent& event : track.events) {
+            if (event.kind != kind) continue;
+            if (kind == Kind::kFlowOut) {
+              flows_[event.id] = {event.value, false};
+            } else if (const auto it = flows_.find(event.id); it != flows_.end()) {
+              it->second.whole = it->second.left <= event.start;
+            }
+          }
+        }
+      }
+    }
+  }
+
+  void metadata(const char* what, const std::string& thread, const char* key,
+                const std::string& value) {
+    begin_line();
+    text_ += R"({"ph":"M","pid":)" + rank_ + R"(,"tid":)" + thread + R"(,"name":")" + what +
+             R"(","args":{")" + key + "\":" + value + "}}";
+  }
+
+  void write(const TraceTrack& track) {
+    std::vector<const TraceEvent*> events;
+    for (const TraceEvent& event : track.events) events.push_back(&event);
+    std::stable_sort(events.begin(), events.end(), [](const TraceEvent* a, const TraceEvent* b) {
+      return a->start != b->start ? a->start < b->start : a->end > b->end;
+    });
+    for (const TraceEvent* event : events) {
+      if (event->kind == Kind::kAsync) {
+        async(*event);
+        continue;
+      }
+      common("X", *event, event->start);
+      text_ += ",\"dur\":";
+      microseconds(event->end - event->start);
+      arguments(*event);
+      text_ += '}';
+      const auto flow = flows_.find(event->id);
+      if (event->kind == Kind::kSlice || flow == flows_.end() || !flow->second.whole) continue;
+      if (event->kind == Kind::kFlowOut) {
+        arrow("s", event->value, event->id);
+      } else {
+        arrow("f", event->start, event->id);
+      }
+    }
+  }
+
+  void async(const TraceEvent& event) {
+    const std::string id = ",\"id\":\"" + std::to_string(event.id) + '"';
+    common("b", event, event.start);
+    text_ += id;
+    arguments(event);
+    text_ += '}';
+    common("e", event, event.end);
+    text_ += id + '}';
+  }
+
+  void arrow(const char* phase, int64_t time, uint64_t id) {
+    begin_line();
+    text_ += R"({"ph":")";
+    text_ += phase;
+    if (*phase == 'f') text_ += R"(","bp":"e)";
+    place(time);
+    text_ += R"(,"name":"call","cat":"rpc","id":)" + std::to_string(id) + '}';
+  }
+
+  void common(const char* phase, const TraceEvent& event, int64_t time) {
+    begin_line();
+    text_ += R"({"ph":")";
+    text_ += phase;
+    place(time);
+    text_ += ",\"name\":" + text_of(event.name) + ",\"cat\":" + text_of(event.category);
+  }
+
+  void place(int64_t time) {
+    text_ += R"(","pid":)" + rank_ + R"(,"tid":)" + thread_ + R"(,"ts":)";
+    microseconds(time - first_);
+  }
+
+  void arguments(const TraceEvent& event) {
+    if (!event.key) return;
+    text_ += ",\"args\":{" + text_of(event.key) + ':' + std::to_string(event.value) + '}';
+  }
+
+  void microseconds(int64_t ns) {
+    text_ += std::to_string(ns / 1000);
+    const std::string rest = std::to_string(1000 + ns % 1000);
+    text_ += '.';
+    text_.append(rest, 1, 3);
+  }
+
+  // Texts are few, and each is at one place.
+  const std::string& text_of(const char* text) {
+    std::string& known = texts_[text];
+    if (known.empty()) known = quoted(text);
+    return known;
+  }
+
+  void begin_line() {
+    if (text_.size() > kBufferBytes) flush();
+    if (lines_++ > 0) text_ += ",\n";
+  }
+
+  void flush() {
+    file_.write({reinterpret_cast<const uint8_t*>(text_.data()), text_.size()});
+    text_.clear();
+  }
+
+  struct Flow {
+    int64_t left = 0;
+    bool whole = false;
+  };
+
+  OutputFile& file_;
+  std::string text_;
+  std::string rank_;
+  std::string thread_;
+  int64_t first_ = 0;
+  int64_t threads_ = 0;
+  uint64_t lines_ = 0;
+  std::unordered_map<uint64_t, Flow> flows_;
+  std::unordered_map<const char*, std::string> texts_;
+};
+
+std::string temporary(const std::string& path) { return path + ".tmp-" + std::to_string(getpid()); }
+
+std::string folder_of(const std::string& path) {
+  const std::string folder = std::filesystem::path(path).parent_path().string();
+  return folder.empty() ? "." : folder;
+}
+
+}  // namespace
+
+void check_trace_path(const std::string& path) {
+  struct stat info {};
+  if (stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) {
+    throw base::Exception(base::ErrorKind::kInvalid, path + ": is not a plain file");
+  }
+  const std::string folder = folder_of(path);
+  if (stat(folder.c_str(), &info) == 0 && !S_ISDIR(info.st_mode)) errno = ENOTDIR;
+  if (!S_ISDIR(info.st_mode) || access(folder.c_str(), W_OK | X_OK) != 0) {
+    Disk::fail("cannot write", path);
+  }
+}
+
+void write_trace(const std::string& path, const std::vector<RankTrace>& ranks) {
+  check_trace_path(path);
+  const Disk::Probe no_probe;
+  const Disk disk(no_probe);
+  const std::string unfinished = temporary(path);
+  ::unlink(unfinished.c_str());
+  try {
+    OutputFile file(disk, unfinished);
+    Writer(file, ranks).write(ranks);
+    file.finish();
+    disk.rename(unfinished, path);
+  } catch (...) {
+    ::unlink(unfinished.c_str());
+    throw;
+  }
+}
+
+}  // namespace distrain::data
