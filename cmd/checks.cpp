@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "distrain/base/error.h"
+#include "distrain/data/trace_file.h"
 
 namespace distrain::cmd {
 namespace {
@@ -69,6 +70,15 @@ void check_checkpoint(const ParsedOptions& options, const Placement& placement) 
     if (!options.given("checkpoint")) needs("resume auto", "checkpoint");
   } else if (!resume.empty()) {
     check_folder(options, "resume");
+  }
+}
+
+void check_trace(const ParsedOptions& options, const Placement& placement) {
+  if (!options.given("trace") || !placement.has_rank_0()) return;
+  try {
+    data::check_trace_path(options.text("trace"));
+  } catch (const base::Exception& e) {
+    throw base::Exception(e.kind(), "--trace: " + e.error().message);
   }
 }
 

@@ -26,4 +26,7 @@ void check_data_files(const ParsedOptions& options, Placement& placement, const 
 /// `--checkpoint` and what goes with it; rank 0 alone reads and writes there.
 void check_checkpoint(const ParsedOptions& options, const Placement& placement);
 
+/// `--trace`: rank 0 alone writes there.
+void check_trace(const ParsedOptions& options, const Placement& placement);
+
 }  // namespace distrain::cmd

@@ -193,6 +193,7 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
     if (command.complete) command.complete(options);
     command.check(options, placement);
     check_checkpoint(options, placement);
+    check_trace(options, placement);
     check_injections(parse_injections(options.text("inject")),
                      {.saves = options.given("checkpoint"), .stages = command.has_stages},
                      placement);

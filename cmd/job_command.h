@@ -8,6 +8,7 @@
 #include "distrain/base/error.h"
 #include "distrain/scenario/checkpoint_options.h"
 #include "distrain/scenario/job.h"
+#include "distrain/scenario/local_job.h"
 #include "help.h"
 #include "options.h"
 #include "placement.h"
@@ -66,7 +67,10 @@ auto run_of(const ScenarioCalls<Options>& calls) {
       result.threads = threads;
       return result;
     };
-    if (local) return calls.run_local(options(parsed), job, sink);
+    if (local) {
+      return scenario::run_local_job(job, sink,
+                                     [&] { return calls.run_local(options(parsed), job, sink); });
+    }
     const auto adopt = [&](const OptionMap& of_rank_0) {
       const ParsedOptions adopted = adopt_options(parsed, of_rank_0);
       if (calls.check_adopted) calls.check_adopted(adopted, of_rank_0);

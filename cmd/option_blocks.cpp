@@ -150,6 +150,8 @@ void append_common(OptionTable& table) {
           seconds("rpc-timeout", "60", "deadline of one remote call"),
           seconds("join-timeout", "300", "how long to wait for all ranks"),
           seconds("peer-timeout", "5", "silence after which a rank counts as lost")});
+  append(table, "Run", Scope::kJob,
+         {text("trace", "FILE", "write what all ranks did here, for ui.perfetto.dev")});
   append(table, "Run", Scope::kRank,
          {by_default(integer("threads", "0", 0, 1024, "threads of one operation"),
                      "cores / ranks on this host"),

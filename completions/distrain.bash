@@ -47,9 +47,9 @@ _distrain() {
     --checkpoint --checkpoint-every --resume
     --local --rank --ranks --spawn --world-size --master-addr --master-port
     --listen --transport --rpc-timeout --join-timeout --peer-timeout
-    --threads --inject --quiet --help'
+    --trace --threads --inject --quiet --help'
   case $command/$prev in
-    */--data | */--test-data | */--valid-data | */--weights | */--checkpoint)
+    */--data | */--test-data | */--valid-data | */--weights | */--checkpoint | */--trace)
       compopt -o filenames
       mapfile -t COMPREPLY < <(compgen -f -- "$cur")
       return

@@ -9,6 +9,7 @@
 
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
+#include "distrain/base/trace.h"
 #include "stored_tensors.h"
 
 namespace distrain::scenario {
@@ -139,6 +140,7 @@ std::optional<Snapshot> Checkpoints::load() const {
 }
 
 void Checkpoints::save(const Snapshot& snapshot) {
+  const base::TraceScope scope("save");
   const auto started = base::Clock::now();
   std::vector<at::Tensor> kept;
   data::Checkpoint checkpoint;

@@ -11,6 +11,7 @@
 
 #include "distrain/autograd/context.h"
 #include "distrain/base/clock.h"
+#include "distrain/base/trace.h"
 #include "distrain/collective/backend.h"
 #include "distrain/ddp/context_pass.h"
 #include "distrain/ddp/distributed_data_parallel.h"
@@ -130,6 +131,7 @@ class Trainer {
   /// The last call: this trainer's share of the test examples. Trainer 0 also hands out the
   /// parameters.
   Evaluation evaluate(bool stopped) {
+    const base::TraceScope scope("evaluate");
     const at::NoGradGuard no_grad;
     Evaluation evaluation;
     const int64_t examples = stopped ? 0 : data_->info().test_examples;
@@ -162,10 +164,13 @@ class Trainer {
   }
 
   void train_step() {
+    const base::TraceScope scope("step", "step", progress_.total);
     const HybridBatch batch = data_->batch(agent_.rank(), progress_.epoch, progress_.step);
     autograd::Context context(agent_);
     const at::Tensor embedded = table_.forward(batch.indices, batch.offsets);
-    const at::Tensor loss = at::cross_entropy_loss(dense_->forward(embedded), batch.targets);
+    const at::Tensor scores = base::traced("forward", [&] { return dense_->forward(embedded); });
+    const at::Tensor loss =
+        base::traced("loss", [&] { return at::cross_entropy_loss(scores, batch.targets); });
     const double value = checked_loss(loss, progress_.epoch, progress_.step + 1);
     ddp::ContextPass pass(context);
     dense_->attach(pass);

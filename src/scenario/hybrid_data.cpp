@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 
+#include "distrain/base/trace.h"
 #include "distrain/data/hash.h"
 
 namespace distrain::scenario {
@@ -42,6 +43,7 @@ int64_t HybridData::steps_per_epoch() const {
 }
 
 HybridBatch HybridData::batch(int trainer, int64_t epoch, int64_t step) {
+  const base::TraceScope scope("data");
   if (!train_) {
     const data::RandomBags bags{options_.seed, options_.num_embeddings, options_.classes};
     return to_batch(bags.batch(trainer, epoch, step));

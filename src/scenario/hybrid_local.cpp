@@ -6,6 +6,7 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include "distrain/base/trace.h"
 #include "distrain/optim/update_rule.h"
 #include "distrain/scenario/hybrid.h"
 #include "hybrid_checkpoint.h"
@@ -96,17 +97,20 @@ class LocalRun {
   }
 
   void train_step() {
+    const base::TraceScope scope("step", "step", progress_.total);
     std::vector<Gradients> gradients;
     double loss_sum = 0;
     int64_t samples = 0;
     for (int t = 0; t < options_.trainers; ++t) {
       const HybridBatch batch =
           per_trainer_[static_cast<size_t>(t)].batch(t, progress_.epoch, progress_.step);
-      const at::Tensor loss = at::cross_entropy_loss(
-          dense_->forward(table_.lookup(batch.indices, batch.offsets)), batch.targets);
+      const at::Tensor scores = base::traced(
+          "forward", [&] { return dense_->forward(table_.lookup(batch.indices, batch.offsets)); });
+      const at::Tensor loss =
+          base::traced("loss", [&] { return at::cross_entropy_loss(scores, batch.targets); });
       loss_sum += checked_loss(loss, progress_.epoch, progress_.step + 1);
       samples += batch.targets.numel();
-      loss.backward();
+      base::traced("backward", [&] { loss.backward(); });
       gradients.push_back(take_gradients({table_.parameters()[0], dense_->weight, dense_->bias}));
     }
     update(gradients);
@@ -114,6 +118,7 @@ class LocalRun {
   }
 
   void update(const std::vector<Gradients>& gradients) {
+    const base::TraceScope scope("update");
     const at::NoGradGuard no_grad;
     const Gradients means = mean(gradients);
     at::Tensor table = table_.parameters()[0];
@@ -127,6 +132,7 @@ class LocalRun {
   }
 
   void evaluate(Outcome& outcome) {
+    const base::TraceScope scope("evaluate");
     const at::NoGradGuard no_grad;
     Evaluation evaluation;
     const int64_t examples = data_.info().test_examples;

@@ -5,6 +5,8 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include "distrain/base/trace.h"
+
 namespace distrain::scenario {
 
 namespace {
@@ -24,6 +26,7 @@ Json WordLoss::fields() const {
 }
 
 at::Tensor LanguageModel::training_loss(const WordBatch& batch, const Task& task) {
+  const base::TraceScope scope("forward");
   // The text begins anew with each epoch; a resumed job brings the state along.
   if (task.step == 0 || !state_.hidden.defined()) state_ = lstm_->zero_state(batch.columns());
   Dropout dropout({options_.seed, static_cast<uint64_t>(task.epoch),
@@ -34,6 +37,7 @@ at::Tensor LanguageModel::training_loss(const WordBatch& batch, const Task& task
 }
 
 WordLoss LanguageModel::evaluate(const RnnData& data, int trainer) const {
+  const base::TraceScope scope("evaluate");
   const at::NoGradGuard no_grad;
   WordLoss total;
   if (data.valid_columns(trainer) == 0) return total;

@@ -7,6 +7,7 @@
 #include <ATen/Functions.h>
 
 #include "distrain/autograd/context.h"
+#include "distrain/base/trace.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "ps_data.h"
 #include "ps_host.h"
@@ -109,12 +110,14 @@ class Trainer {
 
  private:
   void train(const Task& task) {
+    const base::TraceScope scope("step", "step", log_.steps());
     if (log_.epoch() != task.epoch) log_.begin_epoch(task.epoch);
     const ImageBatch batch = data_.batch(task);
     autograd::Context context(agent_);
     const PsForward forward =
         model_.rpc_sync<&ConvNet::forward_training>(batch.images, dropout_key(options_, task));
-    const at::Tensor loss = at::nll_loss(forward.scores, batch.targets);
+    const at::Tensor loss =
+        base::traced("loss", [&] { return at::nll_loss(forward.scores, batch.targets); });
     const double value = checked_loss(loss, task.epoch, task.step + 1);
     autograd::backward(context, {loss});
     if (options_.verify_grads) verify(context.id());

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/error.h"
+#include "distrain/base/trace.h"
 #include "distrain/data/random.h"
 
 namespace distrain::scenario {
@@ -70,6 +71,7 @@ ImageBatch PsData::gather(const data::ImageSet& set, std::span<const int64_t> ex
 }
 
 ImageBatch PsData::batch(const Task& task) {
+  const base::TraceScope scope("data");
   if (samplers_epoch_ != task.epoch) {
     samplers_.clear();
     samplers_epoch_ = task.epoch;
@@ -130,6 +132,7 @@ int64_t PsData::test_batch_size() const {
 
 Evaluation evaluate_share(const PsData& data, int trainer, int trainers,
                           const std::function<at::Tensor(const at::Tensor& images)>& forward) {
+  const base::TraceScope scope("evaluate");
   const at::NoGradGuard no_grad;
   Evaluation evaluation;
   const int64_t examples = data.info().test_examples;

@@ -5,6 +5,7 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include "distrain/base/trace.h"
 #include "distrain/scenario/ps.h"
 #include "local_trainers.h"
 #include "ps_data.h"
@@ -50,6 +51,7 @@ class LocalRun {
  private:
   /// One step of each trainer: sync, one update by the mean; otherwise one after the other.
   void train(const std::vector<Task>& tasks) {
+    const base::TraceScope scope("step", "step", log_.steps());
     if (log_.epoch() != tasks[0].epoch) log_.begin_epoch(tasks[0].epoch);
     const int64_t version = updates_;
     std::vector<Gradients> gathered;
@@ -63,7 +65,7 @@ class LocalRun {
           batch.targets);
       loss_sum += checked_loss(loss, task.epoch, task.step + 1);
       samples += batch.targets.numel();
-      loss.backward();
+      base::traced("backward", [&] { loss.backward(); });
       Gradients gradients = take_gradients(parameters_);
       if (options_.mode == "sync") {
         gathered.push_back(std::move(gradients));
@@ -77,6 +79,7 @@ class LocalRun {
   }
 
   void apply(const Gradients& gradients) {
+    const base::TraceScope scope("update");
     for (size_t i = 0; i < gradients.size(); ++i) rule_->apply(i, parameters_[i], gradients[i]);
     ++updates_;
   }

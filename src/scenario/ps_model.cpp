@@ -7,6 +7,7 @@
 
 #include "distrain/autograd/context.h"
 #include "distrain/autograd/parameter_versions.h"
+#include "distrain/base/trace.h"
 #include "distrain/optim/distributed_optimizer.h"
 
 namespace distrain::scenario {
@@ -43,6 +44,7 @@ NamedTensors ConvNet::named_parameters() const {
 
 at::Tensor ConvNet::forward(const std::vector<at::Tensor>& parameters, const at::Tensor& images,
                             Dropout dropout) {
+  const base::TraceScope scope("forward");
   at::Tensor x = at::relu(at::conv2d(images, parameters[0], parameters[1]));
   x = at::relu(at::conv2d(x, parameters[2], parameters[3]));
   x = dropout.channels(at::max_pool2d(x, {2, 2}), 0.25);

@@ -7,6 +7,7 @@
 #include "distrain/scenario/rnn.h"
 
 #include "distrain/autograd/context.h"
+#include "distrain/base/trace.h"
 #include "distrain/ddp/context_pass.h"
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "distrain/optim/distributed_optimizer.h"
@@ -169,6 +170,7 @@ class Trainer {
   }
 
   void train(const Task& task, double lr) {
+    const base::TraceScope scope("step", "step", log_.steps());
     if (log_.epoch() != task.epoch) log_.begin_epoch(task.epoch);
     if (lr != lr_) optimizer_->set_lr(lr_ = lr);
     const WordBatch batch = data_.batch(number_, task.step);

@@ -5,6 +5,7 @@
 #include <ATen/Functions.h>
 
 #include "distrain/base/error.h"
+#include "distrain/base/trace.h"
 #include "distrain/data/random.h"
 
 namespace distrain::scenario {
@@ -60,6 +61,7 @@ RnnDataInfo RnnData::info() const {
 }
 
 WordBatch RnnData::batch(int trainer, int64_t step) const {
+  const base::TraceScope scope("data");
   const int64_t columns = options_.batch_size;
   return to_batch(
       data::TokenColumns(train_.tokens, columns * options_.trainers, columns * trainer, columns)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "distrain/base/trace.h"
 #include "distrain/scenario/rnn.h"
 #include "language_model.h"
 #include "local_trainers.h"
@@ -134,6 +135,7 @@ class LocalRun {
   }
 
   void train(const std::vector<Task>& tasks) {
+    const base::TraceScope scope("step", "step", log_.steps());
     if (log_.epoch() != tasks[0].epoch) log_.begin_epoch(tasks[0].epoch);
     for (Part* part : {&ends_, &middle_}) part->rule->set_lr(lr_);
     std::vector<Gradients> ends, middle;
@@ -144,7 +146,7 @@ class LocalRun {
       const at::Tensor loss = trainers_[static_cast<size_t>(task.shard)].training_loss(batch, task);
       loss_sum += checked_loss(loss, task.epoch, task.step + 1);
       words += batch.targets.numel();
-      loss.backward();
+      base::traced("backward", [&] { loss.backward(); });
       ends.push_back(take_gradients(ends_.parameters));
       middle.push_back(take_gradients(middle_.parameters));
     }
@@ -155,6 +157,7 @@ class LocalRun {
 
   /// As DistributedOptimizer does with clipping: one scale for all.
   void update(const std::vector<Gradients>& ends, const Gradients& middle) {
+    const base::TraceScope scope("update");
     const bool sync = options_.mode == "sync";
     const std::vector<Gradients> updates = sync ? std::vector<Gradients>{mean(ends)} : ends;
     double scale = 1;

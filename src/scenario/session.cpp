@@ -1,5 +1,7 @@
 #include "session.h"
 
+#include <algorithm>
+
 #include "distrain/autograd/context.h"
 #include "distrain/base/clock.h"
 
@@ -14,7 +16,7 @@ std::chrono::nanoseconds seconds(double s) {
 }  // namespace
 
 Session::Session(const Job& job, std::vector<std::string> names, EventSink& sink)
-    : job_(job), sink_(sink) {
+    : job_(job), sink_(sink), trace_(sink) {
   rpc::AgentOptions options;
   options.rank = job.rank;
   options.names = std::move(names);
@@ -28,6 +30,7 @@ Session::Session(const Job& job, std::vector<std::string> names, EventSink& sink
   options.join_timeout = seconds(job.join_timeout_s);
   options.peer_timeout = seconds(job.peer_timeout_s);
   options.call_delay = seconds(job.inject.call_delay_s);
+  options.tracer = trace_.tracer();
   options.job_options = job.rank == 0 ? job.effective : job.given;
   options.on_waiting = [this](const std::vector<int>& missing, const std::string& address) {
     tell_waiting(missing, address);
@@ -44,21 +47,34 @@ void Session::tell_waiting(const std::vector<int>& missing, const std::string& a
 }
 
 void Session::join(const std::function<void()>& prepare) {
-  agent_->join(prepare);
+  agent_->join([&] {
+    trace_.start(agent_->job_options(), std::max(job_.world_size, agent_->world_size()));
+    prepare();
+  });
   sink_.set_role(agent_->name());
   sink_.emit("ready", {{"world_size", agent_->world_size()},
                        {"transport", agent_->transport()},
                        {"startup_s", base::seconds_since(job_.started)}});
+  trace_.begin(*agent_);
 }
 
 void Session::finish(Outcome& outcome) {
   // Waiting for the end of others is no trouble: it takes as long as their work does.
-  agent_->shutdown();
+  agent_->shutdown({}, [this] { trace_.collect(); });
   const rpc::Traffic traffic = agent_->traffic();
   outcome.fields["rpc"] = {
       {"calls", traffic.calls}, {"bytes_out", traffic.bytes_out}, {"bytes_in", traffic.bytes_in}};
   outcome.fields["live_rrefs"] = agent_->live_rrefs();
   outcome.fields["live_contexts"] = agent_->live_contexts();
+  trace_.write();
+}
+
+// Of a job that failed: rank 0's part is better than none.
+void Session::write_what_there_is() {
+  try {
+    trace_.write_own(agent_->rank(), agent_->name());
+  } catch (...) {  // the job's own error counts
+  }
 }
 
 }  // namespace distrain::scenario

@@ -8,6 +8,7 @@
 #include "distrain/rpc/agent.h"
 #include "distrain/rpc/error.h"
 #include "distrain/scenario/job.h"
+#include "job_trace.h"
 
 namespace distrain::scenario {
 
@@ -31,6 +32,7 @@ class Session {
   /// join(), the work of this rank, finish(). If it throws, all other ranks are told why.
   void run(const std::function<void()>& prepare, const std::function<void()>& work,
            Outcome& outcome) {
+    const base::TraceBinding binding(trace_.tracer(), "main");
     try {
       join(prepare);
       work();
@@ -38,15 +40,18 @@ class Session {
     } catch (...) {
       const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
       agent_->abort(error);
+      write_what_there_is();
       throw base::Exception(error);
     }
   }
 
  private:
+  void write_what_there_is();
   void tell_waiting(const std::vector<int>& missing, const std::string& address);
 
   const Job& job_;
   EventSink& sink_;
+  JobTrace trace_;
   std::unique_ptr<rpc::Agent> agent_;
   optim::UpdateCount updates_;
 };

@@ -1,0 +1,41 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "distrain/base/trace.h"
+#include "distrain/rpc/agent.h"
+#include "distrain/rpc/trace.h"
+#include "distrain/scenario/job.h"
+
+namespace distrain::scenario {
+
+/// `--trace` of one rank: each records, rank 0 gathers and writes. Does nothing in a job without.
+class JobTrace {
+ public:
+  explicit JobTrace(EventSink& sink) : sink_(sink) {}
+
+  const std::shared_ptr<base::Tracer>& tracer() const { return tracer_; }
+
+  /// Records from here on if `job_options` say so; `world_size` ranks share what a file can hold.
+  void start(const OptionMap& job_options, int world_size);
+  /// Rank 0, once all are there.
+  void begin(rpc::Agent& agent);
+  /// Rank 0, while the others wait for it in the shutdown.
+  void collect();
+  /// Rank 0: what was collected. Warns if it is not all. Throws `resources`.
+  void write();
+  /// Of a job that failed, or that has no other ranks: this rank's part, if there is any.
+  void write_own(int rank, const std::string& role);
+
+ private:
+  EventSink& sink_;
+  const std::shared_ptr<base::Tracer> tracer_ = std::make_shared<base::Tracer>();
+  std::string path_;  // empty: no trace
+  std::optional<rpc::TraceCollector> collector_;
+  std::vector<base::RankTrace> ranks_;
+};
+
+}  // namespace distrain::scenario

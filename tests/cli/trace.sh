@@ -1,0 +1,84 @@
+#!/bin/bash
+# ctest: timeout=180
+# --trace: the file follows the format's rules, and has what each job does.
+# shellcheck source-path=SCRIPTDIR source=lib.bash
+source "$(dirname "$0")/lib.bash"
+
+trace=$tmp/trace.json
+# expect_trace <name> <ranks> <names>...: the last command ended well and wrote a good trace.
+expect_trace() {
+  local name=$1 problems
+  shift
+  expect 0 "$name"
+  expect_log "$name"
+  problems=$(python3 "$here/check_trace.py" "$trace" "$@" 2>"$tmp/summary") || {
+    fail "$name:"
+    head -n 10 <<<"$problems"
+    tail -n 3 "$tmp/summary"
+  }
+  rm -f "$trace"
+}
+
+make_images "$tmp/images" 96 32
+make_text 200 >"$tmp/text"
+ps=(ps --data "$tmp/images" --batch-size 4 --steps 6)
+
+run hybrid --epochs 4 --trace "$trace"
+[[ -s $tmp/err ]] && { fail "hybrid: wrote to stderr:"; head -n 5 "$tmp/err"; }
+expect_jq 'all(.[]; .event != "warn")' "no warnings"
+expect_trace hybrid 4 step@0 step@1 forward@0 loss@1 data@0 backward@0 backward@3 allreduce@0 allreduce@1 \
+  hybrid.train@0 "call hybrid.train@2" EmbeddingTable.forward@3 "call EmbeddingTable.forward@0" \
+  distrain.autograd.gradients@3 distrain.optim.step@3 distrain.optim.step@1
+run hybrid --epochs 2 --transport tcp --mode sync --trace "$trace"
+expect_trace "hybrid over TCP" 4 allreduce@0 EmbeddingTable.forward@3
+run "${ps[@]}" --trace "$trace" --checkpoint "$tmp/saved"
+expect_trace ps 3 step@1 forward@0 ConvNet.forward_training@0 backward@0 evaluate@1 save@0 data@2 ps.next@0
+run rnn --steps 5 --trainers 2 --trace "$trace"
+expect_trace rnn 3 step@1 forward@2 WordEmbedding.forward@0 Decoder.loss@0 allreduce@1 backward@0 backward@1
+run rnn --data "$tmp/text" --valid-data "$tmp/text" --steps 5 --trace "$trace"
+expect_trace "rnn with data" 2 data@1 evaluate@1
+
+run hybrid --local --epochs 2 --trace "$trace"
+expect_trace "hybrid --local" 1 step forward loss backward update data
+run "${ps[@]}" --local --trace "$trace"
+expect_trace "ps --local" 1 step forward loss backward update evaluate data
+run rnn --local --steps 5 --trace "$trace"
+expect_trace "rnn --local" 1 step forward backward update data
+
+# Ranks that join learn of it from rank 0.
+port=$(free_port)
+for rank in 1 2 3; do
+  "$distrain" hybrid --epochs 2 --rank $rank --master-port "$port" >"$tmp/out$rank" 2>"$tmp/err$rank" &
+done
+run hybrid --epochs 2 --rank 0 --master-port "$port" --trace "$trace"
+wait
+expect_trace "ranks that join" 4 allreduce@1 EmbeddingTable.forward@3 "call hybrid.train@2"
+jq -se 'map(select(.event == "end"))[0].status == "ok"' "$tmp"/out1 >/dev/null || fail "rank 1 did not end well"
+
+# A name without a folder, and a file that is there already.
+cd "$tmp" || exit 1
+echo old >here.json
+run hybrid --epochs 1 --trace here.json
+trace=here.json expect_trace "a file that is there" 4 allreduce
+compgen -G '*.tmp-*' >/dev/null && fail "a temporary file is left"
+cd - >/dev/null || exit 1
+
+# Wrong paths are known before any rank is there.
+run hybrid --trace "$tmp/none/t.json"
+expect_error 9 resources "--trace: cannot write $tmp/none/t.json: No such file or directory" "a missing folder"
+run hybrid --local --trace "$tmp"
+expect_error 2 invalid "--trace: $tmp: is not a plain file" "a folder"
+run hybrid --trace /dev/null
+expect_error 2 invalid "is not a plain file" "a device"
+[[ -c /dev/null ]] || fail "/dev/null is not what it was"
+
+# A job that fails leaves rank 0's part, and its own error counts.
+run "${ps[@]}" --lr 1e6 --trace "$trace"
+expect 8 "a job that fails"
+expect_jq '.[-1].kind == "not_finite"' "a job that fails"
+if [[ -s $trace ]]; then
+  problems=$(python3 "$here/check_trace.py" "$trace" 1 2>/dev/null) || fail "the trace of a job that fails: $problems"
+else
+  fail "a job that fails leaves no trace"
+fi
+finish
