@@ -60,9 +60,10 @@ class LocalRun {
     for (const Task& task : tasks) {
       const ImageBatch batch = data_.batch(task);
       const auto key = dropout_key(options_, task);
-      const at::Tensor loss = at::nll_loss(
-          ConvNet::forward(parameters_, batch.images, key ? Dropout({*key}) : Dropout()),
-          batch.targets);
+      const at::Tensor scores =
+          ConvNet::forward(parameters_, batch.images, key ? Dropout({*key}) : Dropout());
+      const at::Tensor loss =
+          base::traced("loss", [&] { return at::nll_loss(scores, batch.targets); });
       loss_sum += checked_loss(loss, task.epoch, task.step + 1);
       samples += batch.targets.numel();
       base::traced("backward", [&] { loss.backward(); });
