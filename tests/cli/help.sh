@@ -26,7 +26,7 @@ for command in hybrid ps rnn; do
     run $args
     text "$args" Usage: --trainers --mode "async|sync" --checkpoint --resume "auto|PATH" --inject Examples:
   done
-  for option in --device --trace --token-file --config; do
+  for option in --device --token-file --config; do
     grep -qF -- "$option" "$tmp/out" && fail "$command --help names $option, which does not exist"
   done
   awk 'length > 100 { exit 1 }' "$tmp/out" || fail "$command --help has lines over 100 columns"
