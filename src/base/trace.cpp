@@ -69,7 +69,7 @@ const char* TraceLane::intern(std::string_view text) {
 
 // ---- the tracer ----
 
-Tracer::Tracer() = default;
+Tracer::Tracer() : Tracer(FalseClock{}) {}
 Tracer::Tracer(FalseClock clock) : clock_(std::move(clock)) {}
 Tracer::~Tracer() = default;
 

@@ -72,6 +72,20 @@ run hybrid --trace /dev/null
 expect_error 2 invalid "is not a plain file" "a device"
 [[ -c /dev/null ]] || fail "/dev/null is not what it was"
 
+# No room for the file: what is there is not touched.
+echo old >"$trace"
+(
+  trap '' XFSZ
+  ulimit -f 64
+  timeout -k 2 "$limit" "$distrain" hybrid --epochs 20 --trace "$trace" >"$tmp/out" 2>"$tmp/err"
+)
+code=$?
+expect 9 "no room"
+expect_jq '.[-1] | .kind == "resources" and (.message | contains("cannot write"))' "no room"
+[[ $(cat "$trace") == old ]] || fail "no room: the old file is gone"
+compgen -G "$tmp/*.tmp-*" >/dev/null && fail "no room: a temporary file is left"
+rm "$trace"
+
 # A job that fails leaves rank 0's part, and its own error counts.
 run "${ps[@]}" --lr 1e6 --trace "$trace"
 expect 8 "a job that fails"
