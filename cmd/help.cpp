@@ -102,7 +102,7 @@ std::string command_help(const CommandLine& command, const std::string& descript
 }
 
 std::string dump_options(const CommandLine& command, const OptionTable& table) {
-  constexpr const char* kKinds[] = {"flag", "integer", "real", "text", "choice"};
+  constexpr const char* kKinds[] = {"flag", "integer", "integers", "real", "text", "choice"};
   constexpr const char* kScopes[] = {"job", "input", "rank", "placement", "info"};
   Json options = Json::array();
   for (const Option& option : table) {

@@ -1,5 +1,6 @@
 // distrain pipeline --local: the same model, micro-batches and updates in one process.
 
+#include "distrain/base/trace.h"
 #include "distrain/optim/update_rule.h"
 #include "distrain/scenario/pipeline.h"
 #include "local_trainers.h"
@@ -23,9 +24,10 @@ class LocalModel final : public PipelineModel {
     const base::TimePoint begun = base::Clock::now();
     std::vector<at::Tensor> scores;
     for (const PipelineBatch& part : micro_batches(batch, num_split_)) {
-      const at::Tensor out = module_.forward(part.images);
+      const at::Tensor out = base::traced("forward", [&] { return module_.forward(part.images); });
       scores.push_back(out.detach());
-      loss_share(options_, out, part.labels).backward();
+      const at::Tensor loss = loss_share(options_, out, part.labels);
+      base::traced("backward", [&] { loss.backward(); });
     }
     const double compute_s = base::seconds_since(begun);
     BatchResult result = judge(options_, scores, batch, index);
@@ -45,6 +47,7 @@ class LocalModel final : public PipelineModel {
 
  private:
   void update() {
+    const base::TraceScope scope("update");
     std::vector<at::Tensor> parameters = module_.parameters();
     const std::vector<at::Tensor> gradients = take_gradients(parameters);
     if (options_.on_gradients) {

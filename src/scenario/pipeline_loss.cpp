@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "checkpoints.h"
+#include "distrain/base/trace.h"
 #include "resnet.h"
 #include "train_log.h"
 
@@ -27,6 +28,7 @@ std::vector<PipelineBatch> micro_batches(const PipelineBatch& batch, int64_t num
 
 at::Tensor loss_share(const PipelineOptions& options, const at::Tensor& scores,
                       const at::Tensor& labels) {
+  const base::TraceScope scope("loss");
   const auto samples = static_cast<double>(options.batch_size);
   if (options.loss == "ce") {
     return at::cross_entropy_loss(scores, labels, {}, at::Reduction::Sum) / samples;

@@ -1,5 +1,6 @@
 #include "pipeline_run.h"
 
+#include "distrain/base/trace.h"
 #include "pipeline_loss.h"
 #include "resnet.h"
 
@@ -32,7 +33,8 @@ void PipelineRun::run_split(int64_t num_split, PipelineModel& model) {
   log_.begin_split(num_split);
   const int64_t every = options_.checkpoint.every;
   while (done < options_.batches && !stopped_) {
-    const BatchResult result = model.train(data_.batch(done), done);
+    const PipelineBatch batch = base::traced("data", [&] { return data_.batch(done); });
+    const BatchResult result = model.train(batch, done);
     log_.batch(result, ++done);
     const bool last = done == options_.batches;
     stopped_ = result.stop_requested || stop_->requested();

@@ -7,6 +7,7 @@
 
 #include "distrain/autograd/context.h"
 #include "distrain/base/clock.h"
+#include "distrain/base/trace.h"
 #include "distrain/rpc/error.h"
 
 namespace distrain::scenario {
@@ -16,6 +17,7 @@ namespace {
 constexpr auto kAsLongAsItTakes = std::chrono::nanoseconds::max();  // or until its peer dies
 
 void sleep_for(double seconds) {
+  const base::TraceScope scope("sleep");
   std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
 }
 
@@ -100,6 +102,7 @@ base::Future<at::Tensor> PipelineStage::forward(rpc::CallContext& call,
 
 at::Tensor PipelineStage::compute(rpc::Agent& agent, const at::Tensor& input, int64_t micro_batch,
                                   const Turns::TurnPtr& turn) {
+  const base::TraceScope scope("forward", "micro_batch", micro_batch);
   const base::TimePoint begun = base::Clock::now();
   hold(+1);
   const double share = static_cast<double>(input.size(0)) / static_cast<double>(batch_size_);

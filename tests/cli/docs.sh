@@ -61,7 +61,7 @@ check_command() {
     awk -v name="--$name" '/^\.TP/ { on = 0 } on { print } index($0, name " ") || index($0, name "\"") { on = 1 }' \
       "$man" | grep -qF -- "Default $default" || fail "man/distrain-$command.1 lacks: $name: Default $default"
   done < <(jq -r '.options[] | select(.hidden or .default == null or .default == false | not)
-    | "\(.name) \(.default)"' "$tmp/out")
+    | "\(.name) \(.default | if type == "array" then map(tostring) | join(",") else . end)"' "$tmp/out")
 
   grep -q "^distrain.-$command\|distrain.-$command (1)" "$root/man/distrain.1" || fail "man/distrain.1 lacks $command"
   [[ $(complete_words distrain "${command:0:2}") == "$command" ]] || fail "bash: distrain ${command:0:2}"

@@ -38,6 +38,15 @@ expect_trace rnn 3 step@1 forward@2 WordEmbedding.forward@0 Decoder.loss@0 allre
 run rnn --data "$tmp/text" --valid-data "$tmp/text" --steps 5 --trace "$trace"
 expect_trace "rnn with data" 2 data@1 evaluate@1
 
+pipeline=(pipeline --model resnet18 --image-size 33 --batch-size 8 --batches 1 --classes 10 --num-split 4)
+run "${pipeline[@]}" --trace "$trace"
+expect_trace pipeline 3 data@0 loss@0 forward@1 forward@2 backward@0 backward@1 backward@2 \
+  PipelineStage.forward@1 "call PipelineStage.forward@0" "call distrain.rref.fetch@2" distrain.optim.step@2
+run "${pipeline[@]}" --local --trace "$trace"
+expect_trace "pipeline --local" 1 data forward loss backward update
+run rl --observers 2 --threshold 10 --trace "$trace"
+expect_trace rl 3 Observer.run_episode@1 PolicyAgent.select_actions@0 "call PolicyAgent.select_actions@2"
+
 run hybrid --local --epochs 2 --trace "$trace"
 expect_trace "hybrid --local" 1 step forward loss backward update data
 run "${ps[@]}" --local --trace "$trace"
