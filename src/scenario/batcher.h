@@ -1,7 +1,9 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -22,8 +24,9 @@ namespace distrain::scenario {
 ///             When a pass is over and nothing waits: → kIdle. Else the next pass is the
 ///             executor's, because the asker has its answer and wants to go.
 ///
-/// A pass that throws fails the requests it was for, and no others. `executor` must outlive the
-/// batcher, and the batcher its futures.
+/// A pass that throws fails the requests it was for, and no others; a pass that the executor drops
+/// cancels them, and → kIdle. `executor` must outlive the batcher, and the batcher its futures:
+/// with the last of them it may go, so that their completion is the last thing a pass does.
 template <class Request, class Answer>
 class Batcher {
  public:
@@ -49,6 +52,12 @@ class Batcher {
  private:
   enum class State { kIdle, kRunning };
 
+  /// The right to make the next pass, which a task carries. Destroyed unused, it gives up.
+  struct GiveUp {
+    void operator()(Batcher* batcher) const { batcher->cancel_waiting(); }
+  };
+  using Turn = std::unique_ptr<Batcher, GiveUp>;
+
   void make_pass() {
     std::vector<Request> requests;
     std::vector<base::Promise<Answer>> promises;
@@ -58,21 +67,33 @@ class Batcher {
       promises.swap(promises_);
     }
     std::vector<Answer> answers;
+    std::optional<base::Error> error;
     try {
       answers = pass_(requests);
     } catch (...) {
-      const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
-      for (auto& promise : promises) promise.fail(error);
+      error = rpc::error_in_flight(base::ErrorKind::kInternal);
     }
+    bool more = false;
     {
       std::lock_guard lock(mutex_);
-      if (requests_.empty()) {
-        state_ = State::kIdle;
-      } else {
-        executor_.post([this] { make_pass(); });
-      }
+      more = !requests_.empty();
+      if (!more) state_ = State::kIdle;
     }
-    for (size_t i = 0; i < answers.size(); ++i) promises[i].set(std::move(answers[i]));
+    // Outside the lock: an executor that has stopped destroys the task at once.
+    if (more) executor_.post([turn = Turn(this)]() mutable { turn.release()->make_pass(); });
+    if (error) {
+      for (auto& promise : promises) promise.fail(*error);
+    } else {
+      for (size_t i = 0; i < answers.size(); ++i) promises[i].set(std::move(answers[i]));
+    }
+  }
+
+  void cancel_waiting() {
+    std::vector<base::Promise<Answer>> promises;  // destroyed unfulfilled, outside the lock
+    std::lock_guard lock(mutex_);
+    requests_.clear();
+    promises.swap(promises_);
+    state_ = State::kIdle;
   }
 
   base::Executor& executor_;

@@ -85,6 +85,68 @@ TEST_CASE("many askers get their own answers, one pass at a time") {
   CHECK(asked == kThreads * kAsks);
 }
 
+namespace {
+
+class DroppingExecutor final : public base::Executor {
+ public:
+  void post(base::Task) override { ++dropped; }
+  int dropped = 0;
+};
+
+/// A batcher whose first pass lasts until it may go.
+struct HeldBatcher {
+  explicit HeldBatcher(base::Executor& executor)
+      : batcher(executor, [this](const std::vector<int>& numbers) {
+          if (first_pass.exchange(false)) {
+            running.set();
+            go.future().wait();
+          }
+          if (numbers[0] < 0) throw base::Exception(base::ErrorKind::kInvalid, "below 0");
+          return squares(numbers);
+        }) {}
+
+  std::atomic<bool> first_pass{true};
+  base::Promise<void> go, running;
+  Squares batcher;
+};
+
+}  // namespace
+
+TEST_CASE("a pass that an executor drops cancels what waits, and the next goes on") {
+  DroppingExecutor executor;
+  HeldBatcher held(executor);
+  std::thread first([&] { CHECK(held.batcher.ask(2).wait() == 4); });
+  held.running.future().wait();
+  const Future<int> waiting[] = {held.batcher.ask(3), held.batcher.ask(4)};
+  held.go.set();
+  first.join();
+  CHECK(executor.dropped == 1);
+  for (const auto& answer : waiting) {
+    REQUIRE(answer.done());
+    CHECK(answer.wait_result().error().kind == base::ErrorKind::kCancelled);
+  }
+  CHECK(held.batcher.ask(5).wait() == 25);
+}
+
+TEST_CASE("a pass that throws is over before anybody hears of it") {
+  base::ThreadPool pool({});
+  base::InlineExecutor at_once;
+  HeldBatcher held(pool);
+  std::thread first([&] { CHECK(held.batcher.ask(2).wait() == 4); });
+  held.running.future().wait();
+  const Future<int> bad = held.batcher.ask(-1);
+  base::Promise<int> next;
+  const Future<int> answered_at_once = next.future();
+  bad.on_complete(at_once, [&](base::Result<int>&) {
+    const Future<int> answer = held.batcher.ask(3);
+    next.set(answer.done() ? answer.wait() : -1);
+  });
+  held.go.set();
+  first.join();
+  CHECK(answered_at_once.wait() == 9);
+  CHECK(bad.wait_result().error().kind == base::ErrorKind::kInvalid);
+}
+
 TEST_CASE("a pass that throws fails what it was for, and the next goes on") {
   base::ThreadPool pool({});
   Squares batcher(pool, [&](const std::vector<int>& numbers) {
