@@ -12,8 +12,9 @@
 //     learns <----------------------------------------- the call returns
 //
 // A call of run_episode takes as long as an episode, so it has no deadline: it ends when the
-// episode does or the observer is lost, and an observer's questions end when the agent answers or
-// is lost. Between two episodes nobody asks, so the parameters never change during a pass.
+// episode does or the observer is lost. An observer's question ends when the agent answers or is
+// lost, or by its deadline, --rpc-timeout, which then ends the job. Between two episodes nobody
+// asks, so the parameters never change during a pass.
 
 #include "distrain/scenario/rl.h"
 
@@ -42,7 +43,9 @@ class PolicyAgent {
 
   base::Future<Actions> select_actions(rpc::CallContext& call,
                                        std::vector<EnvironmentState> states) {
-    return batcher_.ask({call.caller.rank - 1, std::move(states)});
+    ActionRequest request{call.caller.rank - 1, std::move(states)};
+    host_->check(request);  // here, so that it does not spoil the pass for others
+    return batcher_.ask(std::move(request));
   }
   void report_rewards(rpc::CallContext& call, const std::vector<FinalReward>& rewards) {
     host_->report(call.caller.rank - 1, rewards);
@@ -56,6 +59,7 @@ class PolicyAgent {
 /// What the observers have of their job beside their Observer.
 struct ObserverJob {
   std::shared_ptr<StopSignal> stop;
+  bool saves = false;  ///< the job does
   std::atomic<bool> stopped{false};
 };
 
@@ -69,6 +73,8 @@ class Observer {
 
   /// Gives back whether this rank was told to stop.
   bool run_episode(rpc::CallContext& call, int64_t episode) {
+    const auto& job = call.agent.local<ObserverJob>();
+    if (job.saves) job.stop->arm();  // not before there is something to save
     environments_.play(
         static_cast<uint64_t>(episode),
         [this](const std::vector<EnvironmentState>& states) {
@@ -77,14 +83,14 @@ class Observer {
         [this](const std::vector<FinalReward>& rewards) {
           agent_.rpc_sync<&PolicyAgent::report_rewards>(rewards);
         });
-    return call.agent.local<ObserverJob>().stop->requested();
+    return job.stop->requested();
   }
 
-  /// There is no further episode. `stopped`: because some rank was told to stop.
+  /// There is no further episode. `stopped`: some rank was told to stop.
   void end(rpc::CallContext& call, bool stopped) {
     auto& job = call.agent.local<ObserverJob>();
-    job.stopped = stopped;
     job.stop->disarm();
+    job.stopped = stopped || job.stop->requested();
   }
 
  private:
@@ -92,7 +98,8 @@ class Observer {
   ObservedEnvironments environments_;
 };
 
-void run_agent(rpc::Agent& agent, const RlOptions& options, const std::shared_ptr<RlHost>& host) {
+void run_agent(rpc::Agent& agent, const RlOptions& options, const std::shared_ptr<RlHost>& host,
+               StopSignal& stop) {
   const auto self = agent.make_rref(std::make_shared<PolicyAgent>(host, agent.executor()));
   std::vector<rpc::RRef<Observer>> observers;
   for (int rank = 1; rank <= options.observers; ++rank) {
@@ -111,9 +118,8 @@ void run_agent(rpc::Agent& agent, const RlOptions& options, const std::shared_pt
     host->end_episode(std::any_of(episodes.begin(), episodes.end(),
                                   [](const auto& told_to_stop) { return told_to_stop.wait(); }));
   }
-  for (const auto& observer : observers) {
-    observer.rpc_sync<&Observer::end>(host->state() == RlHost::State::kStopped);
-  }
+  stop.disarm();  // all is saved, or there was nothing left to do
+  for (const auto& observer : observers) observer.rpc_sync<&Observer::end>(host->stopped());
 }
 
 }  // namespace
@@ -142,15 +148,18 @@ Outcome run_rl(const RlOptions& own, const Job& job,
   const auto prepare = [&] {
     if (job.rank != kAgent) {
       options = adopt(agent.job_options());
-      observed = std::make_shared<ObserverJob>(job.stop);
+      observed = std::make_shared<ObserverJob>(job.stop, !options.checkpoint.dir.empty());
       agent.provide(observed);
+    } else {
+      // Before the others are there: what is wrong with the folder is known at once.
+      host = std::make_shared<RlHost>(options, job, sink);
     }
-    if (!options.checkpoint.dir.empty()) job.stop->arm();
   };
   const auto work = [&] {
     if (job.rank != kAgent) return;  // it plays while it waits for the agent in the shutdown
-    host = std::make_shared<RlHost>(options, job, sink);
-    run_agent(agent, options, host);
+    if (!options.checkpoint.dir.empty()) job.stop->arm();
+    host->start();
+    run_agent(agent, options, host, *job.stop);
   };
   Outcome outcome;
   session.run(prepare, work, outcome);

@@ -57,9 +57,11 @@ RlHost::RlHost(const RlOptions& options, const Job& job, EventSink& sink)
       rule_(optim::make_update_rule(optim::Adam{.lr = options.lr})),
       optimizer_(rule_access(*rule_, policy_.parameters())),
       trajectories_(static_cast<size_t>(options.observers) *
-                    static_cast<size_t>(options.envs_per_observer)) {
+                    static_cast<size_t>(options.envs_per_observer)) {}
+
+void RlHost::start() {
   if (const auto snapshot = checkpoints_.load()) resume(*snapshot);
-  set_state(false);
+  set_state();
 }
 
 int64_t RlHost::begin_episode() {
@@ -72,13 +74,31 @@ int64_t RlHost::begin_episode() {
   return ++episode_;
 }
 
-RlHost::Trajectory& RlHost::trajectory(int observer, uint32_t environment) {
+void RlHost::check(int observer, uint32_t environment) const {
   const auto count = static_cast<uint32_t>(options_.envs_per_observer);
   if (observer < 0 || observer >= options_.observers || environment >= count) {
     fail(base::ErrorKind::kInvalid, "rank ", observer + 1, " speaks of environment ", environment,
          ", but there are ", options_.observers, " observers with ", count, " each");
   }
-  return trajectories_[static_cast<size_t>(observer) * count + environment];
+}
+
+void RlHost::check(const ActionRequest& request) const {
+  const EnvironmentState* before = nullptr;
+  for (const EnvironmentState& state : request.states) {
+    check(request.observer, state.environment);
+    if (before && state.environment <= before->environment) {
+      fail(base::ErrorKind::kInvalid, "rank ", request.observer + 1, " asks for environment ",
+           state.environment, " after ", before->environment);
+    }
+    before = &state;
+  }
+}
+
+RlHost::Trajectory& RlHost::trajectory(int observer, uint32_t environment) {
+  check(observer, environment);
+  return trajectories_[static_cast<size_t>(observer) *
+                           static_cast<size_t>(options_.envs_per_observer) +
+                       environment];
 }
 
 std::vector<Actions> RlHost::choose(const std::vector<ActionRequest>& requests) {
@@ -119,12 +139,12 @@ void RlHost::end_episode(bool stop) {
   std::lock_guard lock(mutex_);
   learn();
   now_ = {now_.steps + episode_steps_, requests_, base::Clock::now()};
-  set_state(stop);
+  stopped_ = stop;
+  set_state();
   if (options_.log_interval > 0 && episode_ % options_.log_interval == 0) log();
   if (!checkpoints_.saving()) return;
   const int64_t every = options_.checkpoint.every;
   if (state_ != State::kTraining || (every > 0 && episode_ % every == 0)) save();
-  if (state_ != State::kTraining) stop_->disarm();  // all is saved
 }
 
 void RlHost::learn() {
@@ -168,12 +188,12 @@ void RlHost::log() {
   logged_ = now_;
 }
 
-void RlHost::set_state(bool stop) {
+void RlHost::set_state() {
   if (running_reward_ > options_.threshold) {
     state_ = State::kSolved;
   } else if (options_.max_episodes > 0 && episode_ >= options_.max_episodes) {
     state_ = State::kMissed;
-  } else if (stop || stop_->requested()) {
+  } else if (stopped()) {
     state_ = State::kStopped;
   }
 }
@@ -223,8 +243,8 @@ void RlHost::add_to(Outcome& outcome) const {
                          {"train_s", train_s},
                          {"env_steps_per_s", per_second(now_.steps, train_s)},
                          {"requests_per_s", per_second(now_.requests, train_s)}});
-  outcome.stopped = state_ == State::kStopped;
-  outcome.goal_missed = state_ == State::kMissed;
+  outcome.stopped = stopped();
+  outcome.goal_missed = state_ == State::kMissed && !outcome.stopped;
   outcome.message = checkpoints_.last_saved();
   if (outcome.goal_missed) {
     std::ostringstream message;

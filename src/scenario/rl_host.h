@@ -16,8 +16,8 @@ namespace distrain::scenario {
 
 /// The states of one observer's environments, whose actions are wanted.
 struct ActionRequest {
-  int observer = 0;  ///< from 0
-  std::vector<EnvironmentState> states;
+  int observer = 0;                      ///< from 0
+  std::vector<EnvironmentState> states;  ///< by environment, ascending
 };
 
 /// Rewards, each with what the later ones are worth discounted by `gamma` a step.
@@ -32,8 +32,12 @@ void normalise(std::vector<double>& values);
 /// any thread.
 class RlHost {
  public:
-  /// Goes on from a checkpoint if there is one to go on from. Throws `bad_data` if it does not fit.
+  /// Tries whether the folder of checkpoints can be written, and is this job's.
   RlHost(const RlOptions& options, const Job& job, EventSink& sink);
+
+  /// Before the first episode: goes on from a checkpoint if there is one to go on from. Throws
+  /// `bad_data` if it does not fit.
+  void start();
 
   enum class State {
     kTraining,
@@ -45,15 +49,19 @@ class RlHost {
 
   /// The number of the episode that begins, from 1. Only while training.
   int64_t begin_episode();
+  /// Throws `invalid` for a request that choose() must not be given: of no observer, or of an
+  /// environment that it does not have or has twice. From any thread, at any time.
+  void check(const ActionRequest& request) const;
   /// Actions by the policy, in one pass over all requests, and keeps what is needed to learn from
-  /// them. An observer asks no more before it has its answer. Throws `invalid` for an environment
-  /// that is none of its.
+  /// them. An observer asks no more before it has its answer.
   std::vector<Actions> choose(const std::vector<ActionRequest>& requests);
   /// At the end of an observer's episode.
   void report(int observer, const std::vector<FinalReward>& rewards);
   /// Once all observers have reported: learns, says so, saves. `stop`: an observer was told to.
   void end_episode(bool stop);
 
+  /// Some rank was told to stop, in time or too late for it to matter.
+  bool stopped() const { return stopped_ || stop_->requested(); }
   void add_to(Outcome& outcome) const;
 
  private:
@@ -63,10 +71,11 @@ class RlHost {
     std::vector<double> rewards;
   };
 
+  void check(int observer, uint32_t environment) const;
   Trajectory& trajectory(int observer, uint32_t environment);
   void learn();
   void log();
-  void set_state(bool stop);
+  void set_state();
   Json must_agree() const;
   void resume(const Snapshot& snapshot);
   void save();
@@ -79,8 +88,9 @@ class RlHost {
   const std::unique_ptr<optim::UpdateRule> rule_;
   const OptimizerAccess optimizer_;
   State state_ = State::kTraining;
-  int64_t episode_ = 0;  // that was begun last
-  double reward_ = 0;    // of that episode, the smallest of all environments
+  bool stopped_ = false;  // an observer was
+  int64_t episode_ = 0;   // that was begun last
+  double reward_ = 0;     // of that episode, the smallest of all environments
   double running_reward_ = 0;
 
   std::mutex mutex_;  // of what choose() and report() write

@@ -8,8 +8,9 @@
 namespace distrain::scenario {
 
 Outcome run_rl_local(const RlOptions& options, const Job& job, EventSink& sink) {
-  RlHost host(options, job, sink);
   if (!options.checkpoint.dir.empty()) job.stop->arm();
+  RlHost host(options, job, sink);
+  host.start();
   std::vector<ObservedEnvironments> observers;
   for (int rank = 1; rank <= options.observers; ++rank) {
     observers.emplace_back(options.seed + static_cast<uint64_t>(rank), options.envs_per_observer,
@@ -28,6 +29,7 @@ Outcome run_rl_local(const RlOptions& options, const Job& job, EventSink& sink) 
     }
     host.end_episode(false);
   }
+  job.stop->disarm();  // all is saved, or there was nothing left to do
   Outcome outcome;
   host.add_to(outcome);
   return without_rpc(std::move(outcome));
