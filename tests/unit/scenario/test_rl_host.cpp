@@ -1,14 +1,20 @@
+#include <cmath>
+
 #include <ATen/Functions.h>
+#include <torch/optim/adam.h>
 
 #include "../src/scenario/rl_host.h"
 #include "distrain/base/error.h"
 #include "support/catch.h"
 #include "support/scenario_job.h"
+#include "torch_policy.h"
 
 using namespace distrain;
 using namespace distrain::testing;
 using scenario::ActionRequest;
 using scenario::Actions;
+using scenario::Policy;
+using scenario::PolicyStep;
 using scenario::RlHost;
 using scenario::RlOptions;
 
@@ -118,14 +124,82 @@ TEST_CASE_METHOD(RlHosts, "what is learned does not depend on what was asked tog
   check_same(newest_checkpoint(folders[0].path()), newest_checkpoint(folders[1].path()));
 }
 
+TEST_CASE_METHOD(RlHosts, "what is learned is what LibTorch's autograd and Adam learn") {
+  // By observer, environment and step: episodes of unequal lengths and rewards.
+  const std::vector<double> all_rewards[2][2] = {{{1, 2, 0.5, 3, 1}, {4, -1, 2}},
+                                                 {{0.25}, {1, 1, 1, 1}}};
+  const Folder folder;
+  options.gamma = 0.9;
+  options.lr = 0.02;
+  options.max_episodes = 3;  // in the first one Adam looks at signs only
+  options.checkpoint = {folder.path(), 0, ""};
+  Listener nobody;
+  RlHost host(options, job, nobody);
+  host.start();
+  const std::vector<at::Tensor> parameters = torch_parameters(Policy(options.seed));
+  torch::optim::Adam adam(parameters, torch::optim::AdamOptions(options.lr));
+  data::Random random({5});
+  for (uint64_t episode = 1; episode <= 3; ++episode) {
+    host.begin_episode();
+    std::vector<PolicyStep> steps;
+    std::vector<double> returns;
+    for (size_t t = 0; t < 5; ++t) {
+      for (int observer = 0; observer < 2; ++observer) {
+        ActionRequest request{observer, {}};
+        for (uint32_t e = 0; e < 2; ++e) {
+          const std::vector<double>& rewards = all_rewards[observer][e];
+          if (t >= rewards.size()) continue;
+          scenario::Observation x;
+          for (float& number : x) number = static_cast<float>(2 * random.unit() - 1);
+          request.states.push_back({e, x, t == 0 ? 0 : rewards[t - 1]});
+          const auto rank = static_cast<uint64_t>(observer) + 1;
+          steps.push_back({{x, {options.seed, rank, e, episode, t}}, 0, 0});
+          returns.push_back(0);
+          for (size_t later = t; later < rewards.size(); ++later) {
+            returns.back() += std::pow(0.9, later - t) * rewards[later];
+          }
+        }
+        if (request.states.empty()) continue;
+        const Actions actions = host.choose({request}).at(0);
+        for (size_t i = 0; i < actions.size(); ++i) {
+          steps[steps.size() - actions.size() + i].action = actions[i];
+        }
+      }
+    }
+    for (int observer = 0; observer < 2; ++observer) {
+      const auto& rewards = all_rewards[observer];
+      host.report(observer, {{0, rewards[0].back()}, {1, rewards[1].back()}});
+    }
+    host.end_episode(false);
+
+    const at::Tensor raw = at::tensor(returns, at::kDouble);
+    const at::Tensor normal = (raw - raw.mean()) / (raw.std() + 1.1920929e-07);
+    for (size_t i = 0; i < steps.size(); ++i) {
+      steps[i].advantage = normal[static_cast<int64_t>(i)].item<double>();
+    }
+    adam.zero_grad();
+    torch_loss(parameters, steps).backward();
+    adam.step();
+  }
+  const NamedTensors learned = newest_checkpoint(folder.path()).files.at("model");
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    CAPTURE(Policy::names()[i]);
+    const at::Tensor difference = learned.at(Policy::names()[i]) - parameters[i];
+    CHECK(difference.abs().max().item<double>() < 1e-5);
+  }
+}
+
 TEST_CASE_METHOD(RlHosts, "an environment that nobody has is refused") {
   Listener nobody;
   RlHost host(options, job, nobody);
   host.begin_episode();
   for (const int observer : {-1, 2}) {
+    CHECK_THROWS_AS(host.check({observer, {{0, {}, 0}}}), base::Exception);
     CHECK_THROWS_AS(host.choose({{observer, {{0, {}, 0}}}}), base::Exception);
   }
-  CHECK_THROWS_AS(host.choose({{0, {{2, {}, 0}}}}), base::Exception);
+  CHECK_THROWS_AS(host.check({0, {{0, {}, 0}, {2, {}, 0}}}), base::Exception);
+  CHECK_THROWS_AS(host.check({1, {{1, {}, 0}, {1, {}, 0}}}), base::Exception);
+  host.check({1, {{0, {}, 0}, {1, {}, 0}}});
   CHECK_THROWS_AS(host.report(0, {{2, 1}}), base::Exception);
   // Nor is an episode learned from that was not played to its end.
   CHECK_THROWS_AS(host.end_episode(false), base::Exception);

@@ -4,6 +4,7 @@
 
 #include "../src/scenario/rl_policy.h"
 #include "support/catch.h"
+#include "torch_policy.h"
 
 using namespace distrain;
 using scenario::Policy;
@@ -32,32 +33,13 @@ std::vector<PolicyStep> some_steps(size_t count) {
   return steps;
 }
 
-/// Sum of -log p(action) × advantage, as LibTorch computes it with these parameters in double.
-at::Tensor torch_loss(const std::vector<at::Tensor>& parameters,
-                      const std::vector<PolicyStep>& steps) {
-  at::Tensor loss = at::zeros({}, at::kDouble);
-  for (const PolicyStep& step : steps) {
-    auto x = step.input.observation;
-    auto mask = Policy::dropout_mask(step.input.key);
-    at::Tensor hidden = at::linear(at::from_blob(x.data(), {4}, at::kFloat).to(at::kDouble),
-                                   parameters[0], parameters[1]);
-    hidden = at::relu(hidden * at::from_blob(mask.data(), {Policy::kHidden}, at::kFloat).clone());
-    const at::Tensor scores = at::linear(hidden, parameters[2], parameters[3]);
-    loss = loss - at::log_softmax(scores, 0)[step.action] * step.advantage;
-  }
-  return loss;
-}
-
 }  // namespace
 
 TEST_CASE("the policy's gradient is autograd's") {
   Policy policy(GENERATE(1, 2));
   const std::vector<PolicyStep> steps = some_steps(50);
-  std::vector<at::Tensor> parameters;
-  for (const at::Tensor& p : policy.parameters()) {
-    parameters.push_back(p.to(at::kDouble).requires_grad_());
-  }
-  const at::Tensor expected = torch_loss(parameters, steps);
+  const std::vector<at::Tensor> parameters = testing::torch_parameters(policy);
+  const at::Tensor expected = testing::torch_loss(parameters, steps);
   expected.backward();
   const Policy::Loss loss = policy.loss(steps);
   CHECK(loss.value == Approx(expected.item<double>()).epsilon(1e-5));
