@@ -74,6 +74,15 @@ Cause cause_by_goal(const RankRun& run, const std::string& message) {
   return cause;
 }
 
+/// An `error` line for what is no base::Error: the program did as it should.
+Json goal_fields(const RankRun& run, const Cause& cause) {
+  Json fields = error_fields({base::ErrorKind::kInternal, cause.message, run.job.rank, {}},
+                             base::seconds_since(run.job.started));
+  fields["kind"] = cause.kind;
+  fields["exit_code"] = cause.exit_code;
+  return fields;
+}
+
 /// Waits for a signal that ends the process and says so in the last line. Without this a rank that
 /// joined, with no launcher above it, would leave its log without an end. A job that saves before
 /// it ends sees to its first SIGTERM itself.
@@ -134,6 +143,7 @@ int run_rank(const RankRun& run) {
       tell(run, cause->message);
     } else if (outcome.goal_missed) {
       cause = cause_by_goal(run, outcome.message);
+      sink.emit("error", goal_fields(run, *cause));
       tell(run, cause->message);
     }
   } catch (...) {
