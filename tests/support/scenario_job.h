@@ -47,6 +47,8 @@ struct Hooks {
   std::function<void(Job&)> job;                       ///< before the rank starts
   std::function<void(int rank, Options&)> options;     ///< as the rank has them
   std::function<void(const Job&, const Line&)> heard;  ///< one at a time
+  /// As `heard`, but of several ranks at a time: it may wait for another one.
+  std::function<void(const Job&, const Line&)> heard_at_once;
 };
 
 /// Calls of one rank wait: enough of it, and it is the slowest for sure.
@@ -88,67 +90,39 @@ class Listener final : public scenario::EventSink {
   const std::function<void(Line)> hear_;
 };
 
-// What the scenarios' functions are called.
-inline int world_size(const scenario::HybridOptions& options) {
-  return scenario::hybrid_world_size(options);
-}
-inline Outcome run_rank(const scenario::HybridOptions& options, const Job& job,
-                        scenario::EventSink& sink) {
-  return scenario::run_hybrid(
-      options, job, [&](const scenario::OptionMap&) { return options; }, sink);
-}
-inline Outcome run_alone(const scenario::HybridOptions& options, const Job& job,
-                         scenario::EventSink& sink) {
-  return scenario::run_hybrid_local(options, job, sink);
-}
-inline int world_size(const scenario::PipelineOptions& options) {
-  return scenario::pipeline_world_size(options);
-}
-inline Outcome run_rank(const scenario::PipelineOptions& options, const Job& job,
-                        scenario::EventSink& sink) {
-  return scenario::run_pipeline(
-      options, job, [&](const scenario::OptionMap&) { return options; }, sink);
-}
-inline Outcome run_alone(const scenario::PipelineOptions& options, const Job& job,
-                         scenario::EventSink& sink) {
-  return scenario::run_pipeline_local(options, job, sink);
-}
-inline int world_size(const scenario::PsOptions& options) {
-  return scenario::ps_world_size(options);
-}
-inline Outcome run_rank(const scenario::PsOptions& options, const Job& job,
-                        scenario::EventSink& sink) {
-  return scenario::run_ps(
-      options, job, [&](const scenario::OptionMap&) { return options; }, sink);
-}
-inline Outcome run_alone(const scenario::PsOptions& options, const Job& job,
-                         scenario::EventSink& sink) {
-  return scenario::run_ps_local(options, job, sink);
-}
-inline int world_size(const scenario::RlOptions& options) {
-  return scenario::rl_world_size(options);
-}
-inline Outcome run_rank(const scenario::RlOptions& options, const Job& job,
-                        scenario::EventSink& sink) {
-  return scenario::run_rl(
-      options, job, [&](const scenario::OptionMap&) { return options; }, sink);
-}
-inline Outcome run_alone(const scenario::RlOptions& options, const Job& job,
-                         scenario::EventSink& sink) {
-  return scenario::run_rl_local(options, job, sink);
-}
-inline int world_size(const scenario::RnnOptions& options) {
-  return scenario::rnn_world_size(options);
-}
-inline Outcome run_rank(const scenario::RnnOptions& options, const Job& job,
-                        scenario::EventSink& sink) {
-  return scenario::run_rnn(
-      options, job, [&](const scenario::OptionMap&) { return options; }, sink);
-}
-inline Outcome run_alone(const scenario::RnnOptions& options, const Job& job,
-                         scenario::EventSink& sink) {
-  return scenario::run_rnn_local(options, job, sink);
-}
+/// What a scenario's functions are called.
+template <class Options>
+struct Calls;
+template <>
+struct Calls<scenario::HybridOptions> {
+  static constexpr auto kWorldSize = scenario::hybrid_world_size;
+  static constexpr auto kRun = scenario::run_hybrid;
+  static constexpr auto kRunLocal = scenario::run_hybrid_local;
+};
+template <>
+struct Calls<scenario::PipelineOptions> {
+  static constexpr auto kWorldSize = scenario::pipeline_world_size;
+  static constexpr auto kRun = scenario::run_pipeline;
+  static constexpr auto kRunLocal = scenario::run_pipeline_local;
+};
+template <>
+struct Calls<scenario::PsOptions> {
+  static constexpr auto kWorldSize = scenario::ps_world_size;
+  static constexpr auto kRun = scenario::run_ps;
+  static constexpr auto kRunLocal = scenario::run_ps_local;
+};
+template <>
+struct Calls<scenario::RlOptions> {
+  static constexpr auto kWorldSize = scenario::rl_world_size;
+  static constexpr auto kRun = scenario::run_rl;
+  static constexpr auto kRunLocal = scenario::run_rl_local;
+};
+template <>
+struct Calls<scenario::RnnOptions> {
+  static constexpr auto kWorldSize = scenario::rnn_world_size;
+  static constexpr auto kRun = scenario::run_rnn;
+  static constexpr auto kRunLocal = scenario::run_rnn_local;
+};
 
 /// Runs a job to its end, or to its error. A `--local` run is rank 0.
 template <class Options>
@@ -164,13 +138,16 @@ Finished try_job(Place place, const Options& options, const Hooks<Options>& hook
     if (hooks.options) hooks.options(job.rank, own);
     Listener sink([&](Line line) {
       line.rank = job.rank;
+      if (hooks.heard_at_once) hooks.heard_at_once(job, line);
       std::lock_guard lock(mutex);
       if (hooks.heard) hooks.heard(job, line);
       finished.lines.push_back(std::move(line));
     });
     try {
-      Outcome outcome =
-          place == Place::kLocal ? run_alone(own, job, sink) : run_rank(own, job, sink);
+      Outcome outcome = place == Place::kLocal
+                            ? Calls<Options>::kRunLocal(own, job, sink)
+                            : Calls<Options>::kRun(
+                                  own, job, [&](const scenario::OptionMap&) { return own; }, sink);
       std::lock_guard lock(mutex);
       finished.outcomes[job.rank] = std::move(outcome);
     } catch (...) {
@@ -179,7 +156,7 @@ Finished try_job(Place place, const Options& options, const Hooks<Options>& hook
     }
   };
   std::vector<std::thread> ranks;
-  const int size = place == Place::kLocal ? 1 : world_size(options);
+  const int size = place == Place::kLocal ? 1 : Calls<Options>::kWorldSize(options);
   for (int rank = 0; rank < size; ++rank) {
     Job job;
     job.rank = rank;
