@@ -1,4 +1,5 @@
 // ctest: timeout=120
+#include "distrain/base/future.h"
 #include "support/scenario_job.h"
 
 using namespace distrain;
@@ -111,20 +112,39 @@ TEST_CASE("a policy that is no number ends the job, and nothing is saved") {
   CHECK_FALSE(data::CheckpointStore::newest(folder.path()));
 }
 
-TEST_CASE("an agent whose observer is lost fails with its rank, and does not hang") {
+TEST_CASE("CartPole is solved") {
+  RlOptions options = short_rl(1000);
+  options.observers = 3;
+  options.seed = 3;  // a quick one
+  const Finished job = run_job(Place::kRanks, options);
+  const Json& end = job.fields(0);
+  CHECK(end["solved"] == true);
+  CHECK(end["running_reward"] > 475);
+  CHECK(end["episodes"] < 300);
+  CHECK_FALSE(job.outcomes.at(0).goal_missed);
+}
+
+TEST_CASE("an observer that fails amid an episode ends the job for all, with its reason") {
+  base::Promise<void> played;
+  const base::Future<void> has_played = played.future();
   Hooks<RlOptions> hooks;
-  hooks.options = [](int rank, RlOptions& options) {
-    // It would play for ever.
-    options.threshold = 1e9;
-    options.max_episodes = rank == 0 ? 0 : options.max_episodes;
+  hooks.heard_at_once = [&](const Job& job, const Line& line) {
+    if (job.rank == 0 && line.event == "episode") played.set();
+    if (job.rank == 2 && line.event == "ready") {  // it plays meanwhile, on other threads
+      has_played.wait();
+      throw base::Exception(base::ErrorKind::kResources, "no more");
+    }
   };
-  hooks.heard = [](const Job& job, const Line& line) {
-    if (job.rank == 2 && line.event == "ready") throw std::runtime_error("no more");
-  };
-  RlOptions options = short_rl(5);
+  RlOptions options = short_rl(0);
+  options.threshold = 1e9;  // it would play for ever
   options.observers = 3;
   const Finished job = try_job(Place::kRanks, options, hooks);
+  CHECK_FALSE(job.all("episode", 0).empty());
   CHECK(job.outcomes.empty());
-  REQUIRE(job.errors.contains(0));
-  CHECK(job.errors.at(0).rank == 2);
+  REQUIRE(job.errors.size() == 4);
+  for (const auto& [rank, error] : job.errors) {
+    CAPTURE(rank, error.message);
+    CHECK(base::kind_name(error.kind) == "resources");
+    if (rank != 2) CHECK(error.rank == 2);
+  }
 }

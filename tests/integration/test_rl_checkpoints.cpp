@@ -1,4 +1,6 @@
 // ctest: timeout=120
+#include <cmath>
+
 #include "support/scenario_job.h"
 
 using namespace distrain;
@@ -98,6 +100,78 @@ TEST_CASE("a job of episodes that is told to stop goes on to the same end") {
   const Finished rest = run_job(place, options);
   for (const auto& [rank, outcome] : rest.outcomes) CHECK_FALSE(outcome.stopped);
   check_same(newest_checkpoint(stopped.path()), newest_checkpoint(whole.path()));
+}
+
+TEST_CASE("a job of episodes that is told to stop in its last one says that it was") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  const int told = place == Place::kLocal ? 0 : GENERATE(0, 2);
+  const bool solved = GENERATE(true, false);
+  CAPTURE(told, solved);
+  const Folder folder;
+  RlOptions options = saving_rl(folder, solved ? 0 : 8, "");
+  options.observers = 2;
+  if (solved) {  // by rewards of 5, with the 8th
+    options.max_steps = 5;
+    options.threshold = 5 * (1 - std::pow(0.95, 7.5));
+  }
+  std::map<int, std::shared_ptr<scenario::StopSignal>> signals;
+  std::mutex mutex;
+  Hooks<RlOptions> hooks;
+  hooks.job = [&](Job& job) {
+    std::lock_guard lock(mutex);
+    signals[job.rank] = job.stop;
+  };
+  hooks.heard = [&](const Job&, const Line& line) {
+    // The 8th line comes when its state is decided, but not yet saved.
+    if (line.event != "episode" || line.fields["episode"] != (told == 0 ? 8 : 7)) return;
+    CHECK(signals.at(told)->request());
+  };
+  const Finished job = run_job(place, options, hooks);
+  for (const auto& [rank, outcome] : job.outcomes) {
+    CAPTURE(rank);
+    CHECK(outcome.stopped);
+    CHECK_FALSE(outcome.goal_missed);
+  }
+  CHECK(job.fields(0)["episodes"] == 8);
+  CHECK(job.fields(0)["solved"] == solved);
+  CHECK(contains(job.outcomes.at(0).message, "checkpoint saved in " + folder.path()));
+}
+
+TEST_CASE("a job of episodes that has nothing left to do is ended by a signal at once") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  const bool solved = GENERATE(true, false);
+  const Folder folder;
+  RlOptions options = saving_rl(folder, solved ? 0 : 3);
+  if (solved) options.threshold = 8;
+  run_job(place, options);
+  std::map<int, std::shared_ptr<scenario::StopSignal>> signals;
+  std::mutex mutex;
+  Hooks<RlOptions> hooks;
+  hooks.job = [&](Job& job) {
+    std::lock_guard lock(mutex);
+    signals[job.rank] = job.stop;
+  };
+  run_job(place, options, hooks);
+  for (const auto& [rank, stop] : signals) {
+    CAPTURE(rank);
+    CHECK_FALSE(stop->armed());
+  }
+}
+
+TEST_CASE("a signal is not kept waiting while ranks are missing, nor is a bad folder") {
+  const Folder folder;
+  RlOptions options = saving_rl(folder, 3);
+  Hooks<RlOptions> hooks;
+  hooks.heard = [](const Job& job, const Line& line) {
+    if (line.event == "ready") CHECK_FALSE(job.stop->armed());
+  };
+  run_job(Place::kRanks, options, hooks);
+
+  options.checkpoint.resume = "";  // now it holds another run's
+  const Finished job = try_job(Place::kRanks, options);
+  CHECK(base::kind_name(job.errors.at(0).kind) == "invalid");
+  CHECK(contains(job.errors.at(0).message, "holds another run's checkpoints"));
+  CHECK(job.all("ready").empty());
 }
 
 TEST_CASE("another job's checkpoint of episodes is refused, with the reason") {
