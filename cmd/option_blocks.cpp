@@ -2,6 +2,8 @@
 
 #include <iterator>
 
+#include "distrain/base/error.h"
+
 namespace distrain::cmd {
 namespace {
 
@@ -108,22 +110,35 @@ Option steps_option() {
                     "as many as the epochs have");
 }
 
-Option seed_option() {
-  return integer("seed", "1", 0, 9007199254740991.0, "of parameters, data and shuffling");
+Option seed_option(const std::string& of) {
+  return integer("seed", "1", 0, 9007199254740991.0, of);
 }
 
-Option log_interval_option(std::string initial) {
+Option log_interval_option(std::string initial, const std::string& each, const std::string& none) {
   return integer("log-interval", std::move(initial), 0, kMaxInt,
-                 "steps between 'step' lines; 0: once an epoch");
+                 each + "s between '" + each + "' lines; 0: " + none);
 }
 
-void append_checkpoints(OptionTable& table, const std::string& each, const std::string& by_itself) {
+void append_checkpoints(OptionTable& table, const std::string& each, const std::string& by_itself,
+                        const std::string& every) {
+  Option interval = integer("checkpoint-every", every, 0, 1e12, each + " between two saves");
+  if (every == "0") {
+    interval.initial_in_words = by_itself;
+  } else {
+    interval.help += "; 0: " + by_itself;
+  }
   append(table, "Checkpoints", Scope::kJob,
          {text("checkpoint", "DIR", "save here, so that the job can be taken up again"),
-          by_default(integer("checkpoint-every", "0", 0, 1e12, each + " between two saves"),
-                     by_itself),
+          std::move(interval),
           text("resume", "auto|PATH",
                "go on from this checkpoint; auto: from the newest of --checkpoint, if any")});
+}
+
+void change(OptionTable& table, std::string_view name, void (*how)(Option&)) {
+  for (Option& option : table) {
+    if (option.name == name) return how(option);
+  }
+  throw base::Exception(base::ErrorKind::kInternal, "no option is named " + std::string(name));
 }
 
 void append_common(OptionTable& table) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "options.h"
@@ -33,16 +34,21 @@ Option data_only(Option option);
 // Rows that all training jobs have.
 Option epochs_option(std::string initial);
 Option steps_option();
-Option seed_option();
-Option log_interval_option(std::string initial);
+Option seed_option(const std::string& of = "of parameters, data and shuffling");
+/// `each` is what has a line, and `none` what 0 means.
+Option log_interval_option(std::string initial, const std::string& each = "step",
+                           const std::string& none = "once an epoch");
 
 /// Adds `more` to `table` under `group`.
 void append(OptionTable& table, std::string group, Scope scope, OptionTable more);
 /// `--checkpoint` and what goes with it.
-/// `each` is what is counted, in the plural, and `by_itself` when there is a save without
-/// `--checkpoint-every`.
+/// `each` is what is counted, in the plural, and `by_itself` when there is a save with
+/// `--checkpoint-every` at 0.
 void append_checkpoints(OptionTable& table, const std::string& each = "steps",
-                        const std::string& by_itself = "each epoch's end");
+                        const std::string& by_itself = "each epoch's end",
+                        const std::string& every = "0");
+/// Changes an option that is in the table.
+void change(OptionTable& table, std::string_view name, void (*how)(Option&));
 /// What every scenario has.
 void append_common(OptionTable& table);
 

@@ -1,7 +1,5 @@
 #include "rl.h"
 
-#include <algorithm>
-
 #include "distrain/scenario/rl.h"
 #include "option_blocks.h"
 
@@ -22,20 +20,15 @@ OptionTable option_table() {
           by_default(integer("max-episodes", "0", 0, 1e12,
                              "give up after N episodes, with exit status 11; 0: never"),
                      "until it is solved"),
-          integer("seed", "1", 0, 9007199254740991.0, "of parameters, environments and actions"),
-          integer("log-interval", "10", 0, kMaxInt, "episodes between 'episode' lines; 0: none")});
-  append(table, "Checkpoints", Scope::kJob,
-         {text("checkpoint", "DIR", "save here, so that the job can be taken up again"),
-          integer("checkpoint-every", "100", 0, 1e12,
-                  "episodes between two saves; 0: at the end only"),
-          text("resume", "auto|PATH",
-               "go on from this checkpoint; auto: from the newest of --checkpoint, if any")});
+          seed_option("of parameters, environments and actions"),
+          log_interval_option("10", "episode", "none")});
+  append_checkpoints(table, "episodes", "at the end only", "100");
   append_common(table);
-  // The net is so small that more than one get in each other's way.
-  const auto threads =
-      std::find_if(table.begin(), table.end(), [](const Option& o) { return o.name == "threads"; });
-  threads->initial = "1";
-  threads->initial_in_words.clear();
+  change(table, "threads", [](Option& o) {
+    o.initial = "1";
+    o.initial_in_words.clear();
+    o.help += "; makes no difference here, where none is large enough";
+  });
   return table;
 }
 

@@ -20,11 +20,15 @@ for args in --help -h help; do
   run "$args"
   text "$args" Usage: hybrid Examples:
 done
-for command in hybrid ps rnn; do
+declare -A words=([hybrid]="--trainers --mode async|sync" [ps]="--trainers --mode async|sync|ssp"
+  [rnn]="--trainers --mode async|sync" [rl]="--observers --threshold --max-episodes"
+  [pipeline]="--stages --num-split --schedule gpipe|1f1b|naive")
+for command in "${!words[@]}"; do
   for args in "$command --help" "$command -h" "help $command" "$command --bogus --help"; do
     # shellcheck disable=SC2086
     run $args
-    text "$args" Usage: --trainers --mode "async|sync" --checkpoint --resume "auto|PATH" --inject Examples:
+    # shellcheck disable=SC2086
+    text "$args" Usage: ${words[$command]} --checkpoint --resume "auto|PATH" --inject Examples:
   done
   for option in --device --token-file --config; do
     grep -qF -- "$option" "$tmp/out" && fail "$command --help names $option, which does not exist"
@@ -36,6 +40,10 @@ text "hybrid --help" "[0.05]"
 run ps --help
 text "ps --help" "async|sync|ssp" "[0.03]" "0.286"
 grep -F -- "--verify-grads" "$tmp/out" | grep -qF "[" && fail "ps --help shows a default for a flag"
+run rl --help
+text "rl --help" "episodes between two saves; 0: at the end only" "[100]" "makes no difference here"
+run pipeline --help
+text "pipeline --help" "batches between two saves" "[at the end]"
 run rnn --help
 text "rnn --help" "[20 with --data, else 5]"
 finish
