@@ -9,6 +9,11 @@ expect 11 "not solved"
 expect_log "not solved"
 [[ $(cat "$tmp/err") == "distrain: not solved after 12 episodes"* && $(wc -l <"$tmp/err") == 1 ]] ||
   fail "not solved: on stderr: $(head -n 3 "$tmp/err")"
+one_error() { # one_error <name>: that the goal was missed is said once, as an error of the agent
+  expect_jq '[.[] | select(.event == "error") | [.kind, .exit_code, .cause_rank, .rank]]
+    == [["goal_not_reached", 11, 0, 0]] and (.[] | select(.event == "error").message) == .[-1].message' "$1"
+}
+one_error "not solved"
 expect_jq '[.[] | select(.event == "start")] | (map(.rank) | sort) == [0,1]
   and all(.[]; .threads == 1 and .config.observers == 1 and .config.threshold == 475)' "start lines"
 expect_jq '[.[] | select(.event == "rank_end") | [.role, .status, .exit_code]] | sort
@@ -35,6 +40,7 @@ for size in "--observers 1" "--observers 3 --envs-per-observer 2"; do
     run rl $size --max-episodes 25 --log-interval 1 $where
     expect 11 "rl $size $where"
     expect_log "rl $size $where"
+    one_error "rl $size $where"
     jq -c 'select(.event == "episode") | [.episode, .reward, .steps, .running_reward]' "$tmp/out" >"$tmp/lines$where"
   done
   [[ $(wc -l <"$tmp/lines") == 25 ]] || fail "rl $size: not 25 lines"
@@ -50,6 +56,7 @@ run rl --rank 0 --observers 2 --master-port "$port" --max-episodes 3
 expect 11 "ranks that join: the agent"
 expect_log "ranks that join: the agent"
 expect_jq '.[-1] | .event == "end" and .rank == 0 and .kind == "goal_not_reached"' "ranks that join: the agent"
+one_error "ranks that join: the agent"
 [[ $(cat "$tmp/err") == "distrain: not solved after 3 episodes"* ]] || fail "ranks that join: $(cat "$tmp/err")"
 for r in 1 2; do
   wait -n
@@ -105,6 +112,57 @@ done >"$tmp/sums"
 run rl --seed 2 --observers 2 --checkpoint "$tmp/saved" --resume auto
 expect 7 "another seed"
 expect_jq '.[-1] | .kind == "bad_data" and (.message | test("saved with seed 1, not 2"))' "another seed"
+
+ended_by_term() { # ended_by_term <name>: by SIGTERM, after a save
+  expect 143 "$1"
+  expect_log "$1"
+  expect_jq '.[-1] | .signal == "SIGTERM" and (.message | test("checkpoint saved in"))' "$1"
+  expect_no_process "$1"
+}
+start --observers 2 --checkpoint "$tmp/launched"
+kill -TERM "$(pgrep -P $job -x distrain)"
+wait $job
+code=$?
+ended_by_term "SIGTERM to the launcher"
+start --observers 2 --checkpoint "$tmp/alone" --local
+kill -TERM "$(pid_of 0)"
+wait $job
+code=$?
+ended_by_term "SIGTERM with --local"
+start --observers 2
+kill -TERM "$(pgrep -P $job -x distrain)"
+wait $job
+code=$?
+name="SIGTERM without --checkpoint"
+expect 143 "$name"
+expect_log "$name"
+expect_jq '.[-1].signal == "SIGTERM" and all(.[]; .event != "checkpoint")' "$name"
+expect_no_process "$name"
+
+port=$(free_port)
+timeout "$limit" "$distrain" rl --rank 1 --master-port "$port" >"$tmp/rank1" 2>&1 &
+observer=$!
+start --rank 0 --observers 1 --master-port "$port" --checkpoint "$tmp/joined"
+kill -TERM "$(pid_of 0)"
+wait $job
+code=$?
+ended_by_term "SIGTERM to an agent that joined"
+wait $observer
+code=$?
+expect 143 "SIGTERM to an agent that joined: its observer"
+
+# Nothing is to be saved while ranks are missing.
+: >"$tmp/out"
+timeout "$limit" "$distrain" rl --rank 0 --master-port "$(free_port)" --checkpoint "$tmp/none" >"$tmp/out" 2>"$tmp/err" &
+job=$!
+wait_for_lines 1 start "$tmp/out"
+sleep 0.5 # until it waits
+kill -TERM "$(pid_of 0)"
+wait_for 3 has_lines 1 end "$tmp/out" || fail "SIGTERM while ranks are missing: goes on waiting"
+wait $job
+code=$?
+expect 143 "SIGTERM while ranks are missing"
+expect_jq '.[-1] | .signal == "SIGTERM" and .message == "ended by SIGTERM"' "SIGTERM while ranks are missing"
 
 for rank in 0 2; do
   name="kill -9 of rank $rank"
