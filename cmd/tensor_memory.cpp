@@ -1,5 +1,6 @@
 #include "tensor_memory.h"
 
+#include <algorithm>
 #include <bit>
 #include <map>
 #include <mutex>
@@ -9,12 +10,18 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
+#include <unistd.h>
 
 namespace distrain::cmd {
 namespace {
 
 constexpr size_t kSmallest = size_t{64} << 10;  // below, malloc is quick and does not spread
-constexpr size_t kMaxIdle = size_t{1} << 30;    // more goes back to malloc
+
+/// More goes back to malloc. A stage of a ResNet lets go of some GB of activations in each batch.
+size_t max_idle() {
+  const auto pages = static_cast<size_t>(std::max(sysconf(_SC_PHYS_PAGES), 0L));
+  return std::max(size_t{1} << 30, pages / 8 * static_cast<size_t>(sysconf(_SC_PAGESIZE)));
+}
 
 /// Eight sizes for each power of two: at most an eighth of a block is not asked for, and not
 /// touched either.
@@ -64,7 +71,7 @@ class TensorMemory final : public c10::Allocator {
       return malloc_.raw_allocate(bytes);
     } catch (const c10::Error&) {  // what lies idle here may be what is missing
       std::lock_guard lock(mutex_);
-      if (!make_room_locked(kMaxIdle, 0)) throw;
+      if (!make_room_locked(max_idle_, 0)) throw;
     }
     return malloc_.raw_allocate(bytes);
   }
@@ -79,8 +86,8 @@ class TensorMemory final : public c10::Allocator {
       const auto it = sizes_.find(block);
       if (it != sizes_.end()) {
         const size_t bytes = it->second;
-        if (idle_bytes_ + bytes > kMaxIdle) make_room_locked(bytes, bytes);
-        if (idle_bytes_ + bytes <= kMaxIdle) {
+        if (idle_bytes_ + bytes > max_idle_) make_room_locked(bytes, bytes);
+        if (idle_bytes_ + bytes <= max_idle_) {
           idle_bytes_ += bytes;
           idle_[bytes].push_back(block);
           return;
@@ -96,7 +103,7 @@ class TensorMemory final : public c10::Allocator {
   bool make_room_locked(size_t bytes, size_t but) {
     bool any = false;
     for (auto& [size, blocks] : idle_) {
-      while (size != but && !blocks.empty() && idle_bytes_ + bytes > kMaxIdle) {
+      while (size != but && !blocks.empty() && idle_bytes_ + bytes > max_idle_) {
         sizes_.erase(blocks.back());
         malloc_.raw_deallocate(blocks.back());
         blocks.pop_back();
@@ -108,6 +115,7 @@ class TensorMemory final : public c10::Allocator {
   }
 
   c10::Allocator& malloc_;
+  const size_t max_idle_ = max_idle();
   std::mutex mutex_;
   std::unordered_map<void*, size_t> sizes_;  // of the big blocks
   std::map<size_t, std::vector<void*>> idle_;
