@@ -19,6 +19,7 @@ expect_jq '[.[] | select(.event == "split")] | map(.num_split) == [1,3] and all(
   and .schedule == "gpipe" and .batches == 2 and .batch_size == 8 and .batch_s > 0 and .wall_s > .batch_s
   and (.stage_s | length == 2 and all(.[]; . > 0)) and .activations == [.num_split, .num_split]
   and .samples_per_s > 0 and .loss > 0)' "split lines"
+# shellcheck disable=SC2016  # jq's variables
 expect_jq '(map(select(.event == "split")) | min_by(.batch_s)) as $best | .[-1] | .steps == 4
   and .num_split == 3 and .best == {num_split: $best.num_split, batch_s: $best.batch_s}
   and .rpc.calls > 0 and .live_rrefs == 0 and .live_contexts == 0' "end"
@@ -46,6 +47,7 @@ expect_jq '[.[] | select(.event == "split")][0] | .activations == [3,2,1] and (.
 # The table, without training.
 run pipeline --explain --stages 3 --num-split 2,4 --split layer1,layer3
 expect 0 "--explain"
+# shellcheck disable=SC2016  # jq's variables
 expect_jq 'length == 2 and map(.num_split) == [2,4] and (map(.bubble * 1000 | round) == [500, 333])
   and all(.[]; (.table | length) == 3 and .table[0].blocks[-1] == "layer1.2"
     and .table[2].blocks == ["layer4.0","layer4.1","layer4.2","head"]
