@@ -38,6 +38,11 @@ struct SquareLayer {
   optim::Progress progress(rpc::CallContext& call, int participant) {
     return optim::progress_of(call.agent, weight, participant);
   }
+  // What the owner, as an onlooker, sees of its own parameter's optimizer.
+  optim::ParameterState seen(rpc::CallContext& call) {
+    const Sharing onlooking{Sharing::Mode::kSync, 1, Sharing::kOnlooker};
+    return DistributedOptimizer(call.agent, {parameter(call)}, optim::Adam{}, onlooking).state()[0];
+  }
   at::Tensor weight;
 };
 
@@ -51,6 +56,7 @@ void setup(Agent& agent) {
   agent.expose<&SquareLayer::value>("SquareLayer.value");
   agent.expose<&SquareLayer::address>("SquareLayer.address");
   agent.expose<&SquareLayer::progress>("SquareLayer.progress");
+  agent.expose<&SquareLayer::seen>("SquareLayer.seen");
 }
 
 at::Tensor gradient_at(const at::Tensor& weight, const at::Tensor& x) {
@@ -296,6 +302,19 @@ TEST_CASE("an onlooker shares the optimizer of its own parameters and makes no s
   const auto parameter = layer.rpc_sync<&SquareLayer::parameter>();
   const Sharing sharing{Sharing::Mode::kSync, 1, 0};
   DistributedOptimizer trainer(cluster[0], {parameter}, optim::Adam{}, sharing);
+  {
+    autograd::Context context(cluster[0]);
+    autograd::backward(
+        context, {layer.rpc_sync<&SquareLayer::forward>(at::rand({4, 3}, at::kDouble)).sum()});
+    trainer.step(context);
+  }
+  const optim::ParameterState kept = trainer.state()[0];
+  const optim::ParameterState seen = layer.rpc_sync<&SquareLayer::seen>();
+  REQUIRE(seen.size() == kept.size());
+  CHECK(seen.contains("exp_avg"));
+  for (const auto& [name, value] : kept) CHECK(at::equal(seen.at(name), value));
+  CHECK(seen.at("exp_avg").abs().sum().item<double>() > 0);
+
   Sharing onlooking = sharing;
   onlooking.participant = Sharing::kOnlooker;
   CHECK(error_of([&] {
