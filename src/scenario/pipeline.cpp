@@ -46,31 +46,20 @@ auto call_all(rpc::Agent& agent, const std::vector<rpc::RRef<PipelineStage>>& st
 /// What the passes of a batch work on, for as long as any of them goes on: one may have failed
 /// before the others are through.
 struct Passes {
-  Passes(const PipelineOptions& of_job, std::vector<PipelineBatch> micro_batches)
-      : options(of_job),
-        inputs(std::move(micro_batches)),
-        contexts(inputs.size()),
-        scores(inputs.size()) {}
-
-  /// `self` keeps what the pass works on.
-  static base::Future<void> backward(const std::shared_ptr<Passes>& self, size_t m,
-                                     const at::Tensor& output, base::Executor& executor) {
-    return self->begin_backward(m, output).then(executor, [self] {});
-  }
-
- private:
-  base::Future<void> begin_backward(size_t m, const at::Tensor& output) {
-    scores[m] = output.detach();
-    const at::Tensor loss = loss_share(options, output, inputs[m].labels);
-    return autograd::backward_async(*contexts[m], {loss}, {.timeout = kAsLongAsItTakes});
-  }
-
- public:
-  const PipelineOptions options;
-  const std::vector<PipelineBatch> inputs;
+  PipelineOptions options;
+  std::vector<PipelineBatch> inputs;
   std::vector<std::unique_ptr<autograd::Context>> contexts;
   std::vector<at::Tensor> scores;
 };
+
+/// The loss of micro-batch `m`, and its backward pass.
+base::Future<void> backward(rpc::Agent& agent, const std::shared_ptr<Passes>& passes, size_t m,
+                            const at::Tensor& scores) {
+  passes->scores[m] = scores.detach();
+  const at::Tensor loss = loss_share(passes->options, scores, passes->inputs[m].labels);
+  return autograd::backward_async(*passes->contexts[m], {loss}, {.timeout = kAsLongAsItTakes})
+      .then(agent.inline_executor(), [passes] {});
+}
 
 /// The model on its workers, and its optimizer.
 class Pipeline final : public PipelineModel {
@@ -134,7 +123,11 @@ class Pipeline final : public PipelineModel {
  private:
   /// All of them at once: the stages see to it that each step has its turn. Gives back the scores.
   std::vector<at::Tensor> run_micro_batches(std::vector<PipelineBatch> inputs) {
-    const auto passes = std::make_shared<Passes>(options_, std::move(inputs));
+    const auto passes = std::make_shared<Passes>();
+    passes->options = options_;
+    passes->inputs = std::move(inputs);
+    passes->contexts.resize(passes->inputs.size());
+    passes->scores.resize(passes->inputs.size());
     std::vector<base::Future<void>> done;
     for (size_t m = 0; m < passes->inputs.size(); ++m) {
       passes->contexts[m] =
@@ -147,7 +140,7 @@ class Pipeline final : public PipelineModel {
       }
       done.push_back(activations.to_here_async(kAsLongAsItTakes)
                          .then(agent_.executor(), [passes, m, &agent = agent_](at::Tensor& scores) {
-                           return Passes::backward(passes, m, scores, agent.inline_executor());
+                           return backward(agent, passes, m, scores);
                          }));
     }
     base::wait_all(done);
