@@ -113,6 +113,17 @@ void end_by_signal(const RankRun& run, JsonSink& sink) {
   _exit(cause.exit_code);
 }
 
+Cause report(const RankRun& run, JsonSink& sink, const base::Error& error) {
+  sink.emit("error", error_fields(error, base::seconds_since(run.job.started)));
+  tell(run, error.message);
+  Cause cause = cause_of(error);
+  if (cause.rank.value_or(run.job.rank) == run.job.rank) {
+    cause.rank = run.job.rank;
+    cause.host = host_name();
+  }
+  return cause;
+}
+
 }  // namespace
 
 void block_ending_signals() {
@@ -146,15 +157,12 @@ int run_rank(const RankRun& run) {
       sink.emit("error", goal_fields(run, *cause));
       tell(run, cause->message);
     }
-  } catch (...) {
-    const base::Error error = base::current_error(base::ErrorKind::kInternal);
-    sink.emit("error", error_fields(error, base::seconds_since(run.job.started)));
-    cause = cause_of(error);
-    if (cause->rank.value_or(run.job.rank) == run.job.rank) {
-      cause->rank = run.job.rank;
-      cause->host = host_name();
+    if (outcome.afterwards) {
+      const Cause trouble = report(run, sink, *outcome.afterwards);
+      if (!cause) cause = trouble;
     }
-    tell(run, error.message);
+  } catch (...) {
+    cause = report(run, sink, base::current_error(base::ErrorKind::kInternal));
   }
   summary.add_rss(peak_rss_mb());
   const int code = cause ? cause->exit_code : 0;

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <bit>
+#include <fstream>
 #include <map>
 #include <mutex>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -12,15 +14,21 @@
 #include <c10/util/Exception.h>
 #include <unistd.h>
 
+#include "distrain/base/error.h"
+
 namespace distrain::cmd {
 namespace {
 
 constexpr size_t kSmallest = size_t{64} << 10;  // below, malloc is quick and does not spread
 
-/// More goes back to malloc. A stage of a ResNet lets go of some GB of activations in each batch.
+/// More goes back to malloc. A stage of a ResNet lets go of some GB of activations in each batch;
+/// an eighth of the memory, which a container may have less of than the machine, is for each rank.
 size_t max_idle() {
-  const auto pages = static_cast<size_t>(std::max(sysconf(_SC_PHYS_PAGES), 0L));
-  return std::max(size_t{1} << 30, pages / 8 * static_cast<size_t>(sysconf(_SC_PAGESIZE)));
+  auto memory = static_cast<size_t>(std::max(sysconf(_SC_PHYS_PAGES), 0L)) *
+                static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  size_t limit = 0;
+  if (std::ifstream("/sys/fs/cgroup/memory.max") >> limit) memory = std::min(memory, limit);
+  return std::max(size_t{1} << 28, memory / 8);
 }
 
 /// Eight sizes for each power of two: at most an eighth of a block is not asked for, and not
@@ -71,9 +79,15 @@ class TensorMemory final : public c10::Allocator {
       return malloc_.raw_allocate(bytes);
     } catch (const c10::Error&) {  // what lies idle here may be what is missing
       std::lock_guard lock(mutex_);
-      if (!make_room_locked(max_idle_, 0)) throw;
+      make_room_locked(max_idle_, 0);
     }
-    return malloc_.raw_allocate(bytes);
+    try {
+      return malloc_.raw_allocate(bytes);
+    } catch (const c10::Error&) {
+      throw base::Exception(
+          base::ErrorKind::kResources,
+          "out of memory: no " + std::to_string(bytes >> 20) + " MiB for a tensor");
+    }
   }
 
   static void release(void* block) {
@@ -99,19 +113,16 @@ class TensorMemory final : public c10::Allocator {
   }
 
   /// Gives idle blocks of other sizes than `but` back to malloc until there is room for `bytes`
-  /// more: they are of a phase that is over. False if there were none.
-  bool make_room_locked(size_t bytes, size_t but) {
-    bool any = false;
+  /// more: they are of a phase that is over.
+  void make_room_locked(size_t bytes, size_t but) {
     for (auto& [size, blocks] : idle_) {
       while (size != but && !blocks.empty() && idle_bytes_ + bytes > max_idle_) {
         sizes_.erase(blocks.back());
         malloc_.raw_deallocate(blocks.back());
         blocks.pop_back();
         idle_bytes_ -= size;
-        any = true;
       }
     }
-    return any;
   }
 
   c10::Allocator& malloc_;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "distrain/rpc/error.h"
+
 namespace distrain::autograd {
 
 void ContextState::add_participant(int rank) {
@@ -55,13 +57,13 @@ std::shared_ptr<Pass> ContextState::pass_or(uint64_t id,
   return pass_;
 }
 
-bool ContextState::end_pass(uint64_t id) {
-  std::shared_ptr<Pass> ended;  // dies outside the lock
+std::optional<std::shared_ptr<Pass>> ContextState::end_pass(uint64_t id) {
   std::lock_guard lock(mutex_);
-  if (id <= ended_pass_) return false;
+  if (id <= ended_pass_) return std::nullopt;
   ended_pass_ = id;
+  std::shared_ptr<Pass> ended;
   if (pass_ && pass_->id() <= id) ended.swap(pass_);
-  return true;
+  return ended;
 }
 
 void ContextState::accumulate(const at::Tensor& variable, const at::Tensor& gradient) {
@@ -140,7 +142,17 @@ std::vector<ContextState::ReadyHook> ContextState::take_ready_hooks(const at::Te
 std::vector<std::function<void()>> ContextState::take_end_hooks() {
   std::lock_guard lock(mutex_);
   std::vector<std::function<void()>> hooks = std::exchange(end_hooks_, {});
-  if (guard_.on_end) hooks.push_back(std::move(guard_.on_end));
+  if (guard_.on_end) {
+    hooks.push_back([guard = std::move(guard_)] {
+      try {
+        guard.on_end();
+      } catch (...) {
+        if (guard.on_failure)
+          guard.on_failure(rpc::error_in_flight(base::ErrorKind::kRemoteFailed));
+        throw;
+      }
+    });
+  }
   guard_ = {};
   return hooks;
 }

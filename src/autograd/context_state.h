@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <unordered_map>
 #include <utility>
@@ -34,8 +35,8 @@ class ContextState {
   std::shared_ptr<Pass> pass(uint64_t id) const;
   void set_pass(std::shared_ptr<Pass> pass);
   /// Forgets the pass `id`, unless a newer one has taken its place.
-  /// False if it was over before.
-  bool end_pass(uint64_t id);
+  /// Gives it back, null if it never was here; nothing if it was over before.
+  std::optional<std::shared_ptr<Pass>> end_pass(uint64_t id);
   /// Gives back the pass `id`, made by `make` if it is not there. Throws `cancelled` if there has
   /// been a newer one or it has ended: what is late for a failed pass must not disturb the next.
   std::shared_ptr<Pass> pass_or(uint64_t id, const std::function<std::shared_ptr<Pass>()>& make);

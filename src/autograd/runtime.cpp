@@ -138,15 +138,18 @@ void Runtime::on_message_on_loop(const rpc::ChannelMessage& message) {
     // It destroys hooks of the user's: not here. Forwarded once, as the pass is over then. There
     // may be none yet, if its gradients are still to be admitted.
     agent_.executor().post([self = shared_from_this(), state, message] {
-      const std::shared_ptr<Pass> pass = state->pass(message.tag.c);
-      if (!state->end_pass(message.tag.c)) return;
+      const auto ended = state->end_pass(message.tag.c);
+      if (!ended) return;
       base::Error error{base::ErrorKind::kInternal, "the pass failed", message.from, {}};
       try {
         error = wire::decode_error(message.payload);
       } catch (const base::Exception&) {
       }
-      if (pass) pass->fail(error);
-      state->fail_hooks(error);
+      if (*ended) {
+        (*ended)->fail(error);
+      } else {
+        state->fail_hooks(error);
+      }
       self->tell(
           *state, message.tag,
           std::make_shared<const wire::Bytes>(message.payload.begin(), message.payload.end()),

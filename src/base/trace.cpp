@@ -4,6 +4,7 @@
 #include <cmath>
 #include <fstream>
 #include <new>
+#include <random>
 #include <utility>
 
 #include <limits.h>
@@ -89,6 +90,10 @@ std::string Tracer::clock_domain() const {
   std::string boot;
   std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
   char name[PATH_MAX] = "";
+  if (boot.empty()) {  // no way to tell: nobody else's
+    std::random_device random;
+    return "alone:" + std::to_string(random()) + std::to_string(random());
+  }
   const ssize_t length = readlink("/proc/self/ns/time", name, sizeof name);
   return boot + ' ' + std::string(name, static_cast<size_t>(std::max<ssize_t>(length, 0)));
 }

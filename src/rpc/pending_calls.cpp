@@ -40,12 +40,11 @@ std::optional<PendingCalls::Call> PendingCalls::take(uint64_t id, int from) {
     calls_.erase(it);
     if (calls_.empty()) drained_.swap(drained);
   }
-  if (drained) drained->set();
   trace_end(id, *call);
+  if (drained) drained->set();
   return call;
 }
 
-// Of a call that got its answer. One that failed ended the job, as a rule: it stays without an end.
 void PendingCalls::trace_end(uint64_t id, const Call& call) const {
   if (!call.traced_as) return;
   base::TraceEvent event;
@@ -68,6 +67,7 @@ void PendingCalls::expire_on_loop() {
     const base::TimePoint now = base::Clock::now();
     while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
       const auto it = calls_.find(deadlines_.begin()->second);
+      trace_end(it->first, it->second);
       expired.push_back(std::move(it->second));
       deadlines_.erase(deadlines_.begin());
       calls_.erase(it);
@@ -101,6 +101,7 @@ void PendingCalls::fail_all_to(int rank, const base::Error& error) {
     for (auto it = calls_.begin(); it != calls_.end();) {
       const auto next = std::next(it);
       if (it->second.to == rank) {
+        trace_end(it->first, it->second);
         Call call = std::move(it->second);
         if (call.deadline != base::kNever) deadlines_.erase({call.deadline, it->first});
         calls_.erase(it);
@@ -128,7 +129,10 @@ void PendingCalls::fail_all(const base::Error& error) {
     deadlines_.clear();
     drained_.swap(drained);
   }
-  for (auto& [id, call] : failed) call.promise.fail(error);
+  for (auto& [id, call] : failed) {
+    trace_end(id, call);
+    call.promise.fail(error);
+  }
   if (drained) drained->set();
 }
 

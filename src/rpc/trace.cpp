@@ -31,7 +31,7 @@ void TraceCollector::read_clocks() {
     ClockReading best;
     for (int i = 0; i < kExchanges; ++i) {
       const int64_t asked = tracer.shown(base::Tracer::now());
-      const ClockAnswer answer = agent_.rpc_sync<&read_trace_clock>(rank);
+      const ClockAnswer answer = agent_.rpc_sync<&read_trace_clock>(To(rank).without_deadline());
       const int64_t heard = tracer.shown(base::Tracer::now());
       clock.domain = answer.domain;
       if (clock.domain == own) break;
@@ -49,11 +49,11 @@ std::vector<base::RankTrace> TraceCollector::collect() {
   read_clocks();
   std::vector<base::RankTrace> ranks = {own_trace(agent_)};
   for (int rank = 1; rank < agent_.world_size(); ++rank) {
-    TraceChunk chunk = agent_.rpc_sync<&read_trace>(rank, uint64_t{0});
+    TraceChunk chunk = agent_.rpc_sync<&read_trace>(To(rank).without_deadline(), uint64_t{0});
     TraceImport import(tracer, chunk);
     import.add(chunk.events);
     while (!import.complete()) {
-      import.add(agent_.rpc_sync<&read_trace>(rank, import.events()).events);
+      import.add(agent_.rpc_sync<&read_trace>(To(rank).without_deadline(), import.events()).events);
     }
     ranks.push_back({rank, agent_.worker(rank).name, import.take(), chunk.dropped});
   }

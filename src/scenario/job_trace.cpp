@@ -1,9 +1,11 @@
 #include "job_trace.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "distrain/base/error.h"
 #include "distrain/data/trace_file.h"
+#include "distrain/rpc/error.h"
 #include "distrain/scenario/local_job.h"
 
 namespace distrain::scenario {
@@ -23,48 +25,58 @@ void JobTrace::start(const OptionMap& job_options, int world_size) {
 }
 
 void JobTrace::begin(rpc::Agent& agent) {
+  begun_ = true;
   if (!path_.empty() && agent.rank() == 0) collector_.emplace(agent);
 }
 
 void JobTrace::collect() {
-  if (collector_) ranks_ = collector_->collect();
+  if (!collector_) return;
+  try {
+    ranks_ = collector_->collect();
+  } catch (...) {
+    error_ = rpc::error_in_flight(base::ErrorKind::kInternal);
+  }
 }
 
-void JobTrace::write() {
-  if (ranks_.empty()) return;
-  const std::vector<base::RankTrace> ranks = std::move(ranks_);
-  data::write_trace(path_, ranks);
+std::optional<base::Error> JobTrace::write() {
+  if (error_ || ranks_.empty()) return error_;
+  const std::string path = std::exchange(path_, {});  // once: less would not be better
+  try {
+    data::write_trace(path, ranks_);
+  } catch (...) {
+    return base::current_error(base::ErrorKind::kInternal);
+  }
   uint64_t dropped = 0;
-  for (const base::RankTrace& rank : ranks) dropped += rank.dropped;
-  if (dropped == 0) return;
+  for (const base::RankTrace& rank : ranks_) dropped += rank.dropped;
+  ranks_.clear();
+  if (dropped == 0) return std::nullopt;
   sink_.emit("warn", {{"kind", base::kind_name(base::ErrorKind::kOverloaded)},
-                      {"message", "--trace " + path_ + ": the last " + std::to_string(dropped) +
+                      {"message", "--trace " + path + ": the last " + std::to_string(dropped) +
                                       " events were too many and are missing"}});
+  return std::nullopt;
 }
 
-void JobTrace::write_own(int rank, const std::string& role) {
-  if (path_.empty() || rank != 0) return;
+std::optional<base::Error> JobTrace::write_own(int rank, const std::string& role) {
+  if (path_.empty() || rank != 0 || !begun_) return std::nullopt;
   tracer_->stop();
   ranks_ = {{rank, role, tracer_->tracks(), tracer_->dropped()}};
-  write();
+  return write();
 }
 
 Outcome run_local_job(const Job& job, EventSink& sink, const std::function<Outcome()>& run) {
   JobTrace trace(sink);
   trace.start(job.effective, 1);
+  trace.begin_alone();
   const base::TraceBinding binding(trace.tracer(), "main");
   Outcome outcome;
   try {
     outcome = run();
   } catch (...) {
     const auto error = std::current_exception();
-    try {
-      trace.write_own(job.rank, "local");
-    } catch (...) {  // what came first counts
-    }
+    trace.write_own(job.rank, "local");  // what came first counts
     std::rethrow_exception(error);
   }
-  trace.write_own(job.rank, "local");
+  outcome.afterwards = trace.write_own(job.rank, "local");
   return outcome;
 }
 

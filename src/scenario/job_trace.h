@@ -23,17 +23,22 @@ class JobTrace {
   void start(const OptionMap& job_options, int world_size);
   /// Rank 0, once all are there.
   void begin(rpc::Agent& agent);
-  /// Rank 0, while the others wait for it in the shutdown.
+  /// Of a job without other ranks.
+  void begin_alone() { begun_ = true; }
+  /// Rank 0, while the others wait for it in the shutdown. Keeps what goes wrong for write().
   void collect();
-  /// Rank 0: what was collected. Warns if it is not all. Throws `resources`.
-  void write();
-  /// Of a job that failed, or that has no other ranks: this rank's part, if there is any.
-  void write_own(int rank, const std::string& role);
+  /// Rank 0: what was collected. Warns if it is not all. Gives back what went wrong, if anything.
+  std::optional<base::Error> write();
+  /// Of a job that failed, or that has no other ranks: this rank's part, if there is any. As
+  /// write().
+  std::optional<base::Error> write_own(int rank, const std::string& role);
 
  private:
   EventSink& sink_;
   const std::shared_ptr<base::Tracer> tracer_ = std::make_shared<base::Tracer>();
-  std::string path_;  // empty: no trace
+  std::string path_;  // empty: no trace, or none any more
+  bool begun_ = false;
+  std::optional<base::Error> error_;
   std::optional<rpc::TraceCollector> collector_;
   std::vector<base::RankTrace> ranks_;
 };

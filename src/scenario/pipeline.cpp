@@ -162,11 +162,26 @@ class Pipeline final : public PipelineModel {
   std::optional<optim::DistributedOptimizer> optimizer_;
 };
 
-/// On each stage: there is no further batch. `stopped`: because a rank was told to stop.
-void end_job(rpc::CallContext& call, bool stopped) {
+/// On each stage, after the last batch: from here on a signal ends the process at once. Gives back
+/// whether one came before.
+bool end_batches(rpc::CallContext& call) {
   auto& job = call.agent.local<StageJob>();
   job.stop->disarm();
-  job.stopped = stopped || job.stop->requested();
+  return job.stop->requested();
+}
+
+/// On each stage: what became of the job.
+void end_job(rpc::CallContext& call, bool stopped) {
+  call.agent.local<StageJob>().stopped = stopped;
+}
+
+/// F on all stages, of the rank and not of its stage.
+template <auto F, class... Args>
+auto on_stage_ranks(rpc::Agent& agent, int stages, const Args&... args) {
+  std::vector<decltype(agent.rpc_async<F>(1, args...))> calls;
+  for (int rank = 1; rank <= stages; ++rank) calls.push_back(agent.rpc_async<F>(rank, args...));
+  base::wait_all(calls);
+  return calls;
 }
 
 void run_master(rpc::Agent& agent, const PipelineOptions& options, PipelineRun& run) {
@@ -174,11 +189,10 @@ void run_master(rpc::Agent& agent, const PipelineOptions& options, PipelineRun& 
     return std::make_unique<Pipeline>(agent, options,
                                       make_schedule(options.schedule, options.stages, num_split));
   });
-  std::vector<base::Future<void>> told;
-  for (int rank = 1; rank <= options.stages; ++rank) {
-    told.push_back(agent.rpc_async<&end_job>(rank, run.stopped()));
+  for (const auto& told_to_stop : on_stage_ranks<&end_batches>(agent, options.stages)) {
+    if (told_to_stop.wait()) run.stop();
   }
-  base::wait_all(told);
+  on_stage_ranks<&end_job>(agent, options.stages, run.stopped());
 }
 
 }  // namespace
@@ -197,6 +211,7 @@ Outcome run_pipeline(const PipelineOptions& own, const Job& job,
   Session session(job, std::move(names), sink);
   rpc::Agent& agent = session.agent();
   PipelineStage::expose(agent);
+  agent.expose<&end_batches>("pipeline.end_batches");
   agent.expose<&end_job>("pipeline.end_job");
   const auto stage_job = std::make_shared<StageJob>();
   stage_job->sleep_s = job.inject.stage_sleep_s;
@@ -205,15 +220,17 @@ Outcome run_pipeline(const PipelineOptions& own, const Job& job,
 
   Outcome outcome;
   std::optional<PipelineRun> run;
-  bool saves = false;
   const auto prepare = [&] {
-    const PipelineOptions options = job.rank == kMaster ? own : adopt(agent.job_options());
-    saves = !options.checkpoint.dir.empty();
+    if (job.rank == kMaster) {
+      run.emplace(own, job, sink);  // so that bad files are known at once
+    } else {
+      stage_job->saves = !adopt(agent.job_options()).checkpoint.dir.empty();
+    }
   };
   const auto work = [&] {
-    if (saves) job.stop->arm();       // before, nobody would look
     if (job.rank != kMaster) return;  // it serves the master while it waits in the shutdown
-    run_master(agent, own, run.emplace(own, job, sink));
+    if (!own.checkpoint.dir.empty()) job.stop->arm();  // before, nobody would look
+    run_master(agent, own, *run);
   };
   session.run(prepare, work, outcome);
   if (run) {

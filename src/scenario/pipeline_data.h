@@ -31,9 +31,11 @@ class PipelineData {
   /// The batch with this number, from 0 on; always of `batch_size` images.
   PipelineBatch batch(int64_t index) const;
 
-  /// For the config of the `start` line: data (random, cifar10, idx); for images also how many
-  /// there are and how they are normalised.
+  /// For checkpoints: data (random, cifar10, idx); for images also how many there are and how they
+  /// are normalised.
   Json describe() const;
+  /// Of the files' bytes; 0 of random data.
+  uint64_t content_hash() const { return images_.content_hash; }
 
  private:
   PipelineBatch random_batch(int64_t index) const;

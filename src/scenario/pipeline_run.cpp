@@ -21,6 +21,7 @@ void PipelineRun::run(const MakeModel& make) {
     run_split(num_split, *model);
   }
   stop_->disarm();  // all is saved
+  stopped_ = stopped_ || stop_->requested();
 }
 
 void PipelineRun::run_split(int64_t num_split, PipelineModel& model) {
@@ -54,7 +55,8 @@ Json PipelineRun::must_agree() const {
           {"image_size", options_.image_size},
           {"loss", options_.loss},
           {"seed", options_.seed},
-          {"data", data_.describe()}};
+          {"data", data_.describe()},
+          {"content_hash", std::to_string(data_.content_hash())}};
 }
 
 void PipelineRun::save(int64_t batches, PipelineModel& model) {

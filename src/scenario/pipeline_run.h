@@ -34,8 +34,9 @@ class PipelineRun {
   PipelineRun(const PipelineOptions& options, const Job& job, EventSink& sink);
 
   void run(const MakeModel& make);
-  /// The job ends before its time, as a rank was told to.
+  /// The job was told to stop, on this rank or, by stop(), on another one.
   bool stopped() const { return stopped_; }
+  void stop() { stopped_ = true; }
   void add_to(Outcome& outcome) const;
 
  private:

@@ -45,7 +45,11 @@ StageJob::~StageJob() {
 
 void StageJob::add(std::weak_ptr<PipelineStage> stage) {
   std::lock_guard lock(mutex_);
-  std::erase_if(stages_, [](const auto& known) { return known.expired(); });
+  const auto own = stage.lock();
+  std::erase_if(stages_, [&](const auto& known) {
+    const auto other = known.lock();
+    return !other || other == own;
+  });
   stages_.push_back(std::move(stage));
 }
 
@@ -60,7 +64,9 @@ PipelineStage::PipelineStage(const std::string& model, int64_t classes, int64_t 
 
 void PipelineStage::begin_batch(rpc::CallContext& call, std::vector<PipelineStep> row,
                                 int64_t batch_size) {
-  call.agent.local<StageJob>().add(weak_from_this());
+  auto& job = call.agent.local<StageJob>();
+  job.add(weak_from_this());
+  if (job.saves) job.stop->arm();
   turns_.begin(std::move(row));
   batch_context_ = rpc::current_context();
   batch_size_ = batch_size;

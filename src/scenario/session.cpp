@@ -60,21 +60,19 @@ void Session::join(const std::function<void()>& prepare) {
 
 void Session::finish(Outcome& outcome) {
   // Waiting for the end of others is no trouble: it takes as long as their work does.
-  agent_->shutdown({}, [this] { trace_.collect(); });
-  const rpc::Traffic traffic = agent_->traffic();
+  rpc::Traffic traffic;
+  agent_->shutdown({}, [&] {
+    traffic = agent_->traffic();  // a trace is not of the job
+    trace_.collect();
+  });
   outcome.fields["rpc"] = {
       {"calls", traffic.calls}, {"bytes_out", traffic.bytes_out}, {"bytes_in", traffic.bytes_in}};
   outcome.fields["live_rrefs"] = agent_->live_rrefs();
   outcome.fields["live_contexts"] = agent_->live_contexts();
-  trace_.write();
+  outcome.afterwards = trace_.write();
 }
 
 // Of a job that failed: rank 0's part is better than none.
-void Session::write_what_there_is() {
-  try {
-    trace_.write_own(agent_->rank(), agent_->name());
-  } catch (...) {  // the job's own error counts
-  }
-}
+void Session::write_what_there_is() { trace_.write_own(agent_->rank(), agent_->name()); }
 
 }  // namespace distrain::scenario

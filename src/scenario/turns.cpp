@@ -20,17 +20,24 @@ void Turns::Turn::fail(const base::Error& error) {
   if (const auto state = std::exchange(state_, nullptr)) state->fail(error);
 }
 
+std::shared_ptr<Turns::State> Turns::state() const {
+  std::lock_guard lock(mutex_);
+  return state_;
+}
+
 void Turns::begin(std::vector<PipelineStep> row) {
-  state_->fail(cancelled("another batch has begun"));
-  std::lock_guard lock(state_->mutex);
-  state_->row = std::move(row);
-  state_->next = 0;
-  state_->taken = false;
-  state_->error.reset();
+  auto next = std::make_shared<State>();
+  next->row = std::move(row);
+  {
+    std::lock_guard lock(mutex_);
+    next.swap(state_);
+  }
+  next->fail(cancelled("another batch has begun"));
 }
 
 base::Future<Turns::TurnPtr> Turns::enter(const PipelineStep& step) {
-  State& state = *state_;
+  const std::shared_ptr<State> own = this->state();
+  State& state = *own;
   {
     std::lock_guard lock(state.mutex);
     if (state.error) return base::Future<TurnPtr>::failed(*state.error);
@@ -45,7 +52,7 @@ base::Future<Turns::TurnPtr> Turns::enter(const PipelineStep& step) {
     }
     state.taken = true;
   }
-  return base::Future<TurnPtr>::ready(std::make_shared<Turn>(state_));
+  return base::Future<TurnPtr>::ready(std::make_shared<Turn>(own));
 }
 
 void Turns::State::finish() {

@@ -36,19 +36,17 @@ class Turns {
   };
   using TurnPtr = std::shared_ptr<Turn>;
 
-  Turns() : state_(std::make_shared<State>()) {}
-
   /// The next batch. Steps of the last one that still wait fail.
   void begin(std::vector<PipelineStep> row);
   /// Done when it is the step's turn. Fails with `invalid` if it has none any more in this row.
   base::Future<TurnPtr> enter(const PipelineStep& step);
   /// Until the next begin().
-  void fail(const base::Error& error) { state_->fail(error); }
+  void fail(const base::Error& error) { state()->fail(error); }
 
  private:
   using Key = std::pair<PipelineStep::Kind, int64_t>;
 
-  /// Outlives Turns as long as somebody has the turn.
+  /// Of one batch. Outlives it, and Turns, as long as somebody has the turn.
   struct State : std::enable_shared_from_this<State> {
     void finish();
     void fail(const base::Error& error);
@@ -61,7 +59,10 @@ class Turns {
     std::map<Key, base::Promise<TurnPtr>> waiting;
   };
 
-  const std::shared_ptr<State> state_;
+  std::shared_ptr<State> state() const;
+
+  mutable std::mutex mutex_;
+  std::shared_ptr<State> state_ = std::make_shared<State>();  // by mutex_
 };
 
 }  // namespace distrain::scenario

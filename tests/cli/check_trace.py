@@ -28,6 +28,27 @@ def check_slices(slices):
         open_until.append(end)
 
 
+def check_arrows(flows, threads):
+    """From a `call X` to the beginning of an X; and nearly all calls have one: those of the last
+    moment may lack it."""
+    calls = sum(event["name"].startswith("call ") for slices in threads.values() for _, _, event in slices)
+    if len(flows) < 0.9 * calls - 8:
+        wrong(f"{calls} calls, but only {len(flows)} arrows")
+    by_start = {key: defaultdict(set) for key in threads}
+    around = {key: [s for s in slices if s[2]["name"].startswith("call ")] for key, slices in threads.items()}
+    for key, slices in threads.items():
+        for start, _, event in slices:
+            by_start[key][start].add(event["name"])
+    for flow, ends in flows.items():
+        if set(ends) != {"s", "f"}:
+            continue
+        (left, out), (arrived, into) = ends["s"], ends["f"]
+        called = {e["name"][5:] for start, end, e in around[out["pid"], out["tid"]] if start <= left <= end}
+        begun = by_start[into["pid"], into["tid"]][arrived]
+        if not called & begun:
+            wrong(f"flow {flow} leads from a call of {called} to {begun}")
+
+
 def main(path, ranks, names):
     with open(path, encoding="utf-8") as file:
         text = file.read()
@@ -103,6 +124,7 @@ def main(path, ranks, names):
             around = threads[event["pid"], event["tid"]]
             if not any(start <= time <= end for start, end, _ in around):
                 wrong("a flow's end outside of any slice", event)
+    check_arrows(flows, threads)
     for key, pair in asyncs.items():
         if [phase for _, phase in sorted(pair)] != ["b", "e"]:
             wrong(f"{key}: not one begin and one end")

@@ -116,6 +116,34 @@ run "${saved[@]}" --batches $((step + 1))
 expect 0 "--resume"
 expect_jq "[.[] | select(.event == \"step\")] | length == 1 and .[0].step == $step + 1" "--resume"
 
+# The same by a signal to one stage, and in one process.
+"$distrain" "${saved[@]}" --batches 1000 >"$tmp/out" 2>"$tmp/err" &
+job=$!
+wait_for_lines 1 step "$tmp/out"
+kill "$(jq -r 'select(.event == "start" and .rank == 2).pid' "$tmp/out")"
+wait $job
+code=$?
+expect 143 "SIGTERM of a stage"
+expect_jq '[.[] | select(.event == "checkpoint" and .action == "saved")] | length == 1' "SIGTERM of a stage"
+"$distrain" "${saved[@]}" --batches 1000 --local >"$tmp/out" 2>"$tmp/err" &
+job=$!
+wait_for_lines 1 step "$tmp/out"
+kill $job
+wait $job
+code=$?
+expect 143 "SIGTERM of --local"
+expect_log "SIGTERM of --local"
+expect_jq '[.[] | select(.event == "checkpoint")] | map(.action) == ["loaded", "saved"]' "SIGTERM of --local"
+
+# What does not fit into memory.
+(
+  ulimit -v 3000000
+  timeout "$limit" "$distrain" pipeline --local --threads 1 --num-split 1 --batches 1 >"$tmp/out" 2>"$tmp/err"
+)
+code=$?
+expect 9 "out of memory"
+expect_jq '.[-1] | .kind == "resources" and (.message | test("out of memory") and (test("frame") | not))' "out of memory"
+
 # What is refused before anything starts.
 refused() { # refused <words> <option>...
   local words=$1

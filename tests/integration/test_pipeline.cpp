@@ -141,9 +141,11 @@ TEST_CASE("a loss that is no number ends the job") {
   CHECK(contains(error.message, "step"));
 }
 
-TEST_CASE("a stage that fails ends the job and is named") {
+TEST_CASE("weights that cannot be read end the job") {
   PipelineOptions options = small();
   options.weights = "no-such-file.safetensors";
-  const base::Error error = error_of_job(base::ErrorKind::kBadData, Place::kRanks, options);
-  CHECK(contains(error.message, "no-such-file"));
+  const Finished job = try_job(Place::kRanks, options);
+  CHECK(base::kind_name(job.errors.at(0).kind) == "bad_data");
+  CHECK(contains(job.errors.at(0).message, "no-such-file"));
+  CHECK(job.all("ready").empty());  // nobody had to wait for it
 }

@@ -1,4 +1,5 @@
 // ctest: timeout=180
+#include "support/scenario_data.h"
 #include "support/scenario_job.h"
 
 using namespace distrain;
@@ -61,6 +62,19 @@ TEST_CASE("a pipeline that is told to stop saves and goes on later") {
   const int rank = GENERATE(0, 2);
   CAPTURE(rank);
   check_stop_and_go_on(Place::kRanks, options, rank, 0);
+}
+
+TEST_CASE("a pipeline goes on with the images that it began with") {
+  const Folder images, others, folder;
+  write_images(images, 9, 0, 1);
+  write_images(others, 9, 0, 2);
+  PipelineOptions options = small();
+  options.batches = 1;
+  options.data = images.path();
+  options.checkpoint = {folder.path(), 0, ""};
+  run_job(Place::kLocal, options);
+  options.data = others.path();
+  check_resume_refused(Place::kLocal, options, folder.path(), "content_hash");
 }
 
 TEST_CASE("a pipeline goes on from its own checkpoints only") {

@@ -163,7 +163,8 @@ TEST_CASE("a signal is not kept waiting while ranks are missing, nor is a bad fo
   RlOptions options = saving_rl(folder, 3);
   Hooks<RlOptions> hooks;
   hooks.heard = [](const Job& job, const Line& line) {
-    if (line.event == "ready") CHECK_FALSE(job.stop->armed());
+    // An observer may have begun to play by the time of its line.
+    if (line.event == "ready" && job.rank == 0) CHECK_FALSE(job.stop->armed());
   };
   run_job(Place::kRanks, options, hooks);
 

@@ -251,8 +251,9 @@ base::Future<T> RRef<T>::to_here_async(std::chrono::nanoseconds timeout) const r
   Agent& agent = handle_->agent();
   if (is_owner()) {
     return handle_->owned()->value.future().then(
-        agent.inline_executor(),
-        [](std::shared_ptr<void>& value) { return *static_cast<T*>(value.get()); });
+        agent.inline_executor(), [handle = handle_](std::shared_ptr<void>&) {
+          return *static_cast<T*>(handle->local(typeid(T)).get());
+        });
   }
   static_cast<void>(handle_->creation_status().value());
   return detail::fetch(handle_, timeout).then(agent.executor(), [&agent](RawReply& reply) {

@@ -80,7 +80,7 @@ class RRef {
   /// Throws what the call that should have made the value threw.
   T to_here() const requires Serializable<T>;
   /// The same without waiting. `timeout` as To::timeout: max() for a value that may take as long as
-  /// its owner lives.
+  /// its owner lives. On the owner there is none.
   base::Future<T> to_here_async(std::chrono::nanoseconds timeout = kAgentsTimeout) const requires
       Serializable<T>;
 

@@ -5,11 +5,13 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 
 #include <nlohmann/json.hpp>
 
+#include "distrain/base/error.h"
 #include "distrain/scenario/stop_signal.h"
 
 namespace distrain::scenario {
@@ -66,6 +68,8 @@ struct Outcome {
   /// The job ended in good order, but without what it was for. `message` says what is missing.
   bool goal_missed = false;
   std::string message;
+  /// What failed once the work was done: the trace could not be written, say. The results hold.
+  std::optional<base::Error> afterwards;
 };
 
 }  // namespace distrain::scenario

@@ -65,6 +65,7 @@ TEST_CASE("Events that were too many are told of once", "[trace]") {
   TraceSink sink;
   JobTrace trace(sink);
   trace.start({{"trace", path.text()}}, 2000);  // so many ranks: 2000 events each
+  trace.begin_alone();
   record(*trace.tracer(), 10'000);
   trace.write_own(1, "another rank's");
   CHECK_FALSE(path.exists());
@@ -96,6 +97,8 @@ TEST_CASE("A local job that fails leaves its trace and its error", "[trace]") {
   job.effective["trace"] = "/nowhere/t.json";
   CHECK_THROWS_WITH(run_local_job(job, sink, fails), "the loss is NaN");
   const auto works = [] { return Outcome(); };
-  CHECK_THROWS_WITH(run_local_job(job, sink, works),
-                    "cannot write /nowhere/t.json: No such file or directory");
+  const Outcome outcome = run_local_job(job, sink, works);
+  REQUIRE(outcome.afterwards);
+  CHECK(outcome.afterwards->kind == base::ErrorKind::kResources);
+  CHECK(outcome.afterwards->message == "cannot write /nowhere/t.json: No such file or directory");
 }

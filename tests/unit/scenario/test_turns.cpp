@@ -66,6 +66,22 @@ TEST_CASE("all are told the first failure, whoever comes later and whatever fail
   }
 }
 
+TEST_CASE("a turn of an old batch is nothing to the next one") {
+  const bool well = GENERATE(true, false);
+  Turns turns;
+  turns.begin({F0, B0});
+  Turns::TurnPtr old = turns.enter(F0).take();
+  turns.begin({F0, B0});
+  const auto b0 = turns.enter(B0);
+  const auto f0 = turns.enter(F0);
+  if (well) old->done();
+  old.reset();
+  REQUIRE(f0.done());
+  CHECK_FALSE(b0.done());
+  f0.wait()->done();
+  CHECK(b0.wait_result().ok());
+}
+
 TEST_CASE("a turn outlives the turns") {
   base::Future<Turns::TurnPtr> f0;
   {
