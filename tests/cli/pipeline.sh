@@ -4,6 +4,13 @@
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
+# Runs distrain in the background, as $job. What the last command wrote must not be taken for its.
+begin() {
+  : >"$tmp/out"
+  "$distrain" "$@" >"$tmp/out" 2>"$tmp/err" &
+  job=$!
+}
+
 small=(pipeline --model resnet18 --image-size 33 --batch-size 8 --batches 2 --classes 10)
 
 run "${small[@]}" --num_split 1,3 --log-interval 1
@@ -89,8 +96,7 @@ jq -c 'select(.event == "split") | [.num_split, .loss]' "$tmp/out" | cmp -s - <(
 for rank in 1 2; do expect_log "rank $rank" "$tmp/rank$rank"; done
 
 # A stage that dies is named.
-"$distrain" "${small[@]}" --num-split 2 --inject stage=30s >"$tmp/out" 2>"$tmp/err" &
-job=$!
+begin "${small[@]}" --num-split 2 --inject stage=30s
 wait_for_lines 3 ready "$tmp/out"
 kill -9 "$(jq -r 'select(.event == "start" and .rank == 2).pid' "$tmp/out")"
 wait $job
@@ -102,8 +108,7 @@ expect_no_process "a stage dies"
 
 # SIGTERM saves, and the job goes on.
 saved=("${small[@]}" --num-split 2 --checkpoint "$tmp/saved" --resume auto --log-interval 1)
-"$distrain" "${saved[@]}" --batches 1000 >"$tmp/out" 2>"$tmp/err" &
-job=$!
+begin "${saved[@]}" --batches 1000
 wait_for_lines 1 step "$tmp/out"
 kill $job
 wait $job
@@ -117,16 +122,14 @@ expect 0 "--resume"
 expect_jq "[.[] | select(.event == \"step\")] | length == 1 and .[0].step == $step + 1" "--resume"
 
 # The same by a signal to one stage, and in one process.
-"$distrain" "${saved[@]}" --batches 1000 >"$tmp/out" 2>"$tmp/err" &
-job=$!
+begin "${saved[@]}" --batches 1000
 wait_for_lines 1 step "$tmp/out"
 kill "$(jq -r 'select(.event == "start" and .rank == 2).pid' "$tmp/out")"
 wait $job
 code=$?
 expect 143 "SIGTERM of a stage"
 expect_jq '[.[] | select(.event == "checkpoint" and .action == "saved")] | length == 1' "SIGTERM of a stage"
-"$distrain" "${saved[@]}" --batches 1000 --local >"$tmp/out" 2>"$tmp/err" &
-job=$!
+begin "${saved[@]}" --batches 1000 --local
 wait_for_lines 1 step "$tmp/out"
 kill $job
 wait $job
