@@ -346,10 +346,11 @@ void Pass::fail(base::Error error) {
     done.swap(done_);
     dropped.swap(ready_);
   }
-  // Whoever waits hears of it before those who are held up by the hooks.
+  // Another rank hears of it before those here who are held up by a guard, the initiator when its
+  // hooks are gone.
   if (waker && *waker) (*waker)->fail(error);
-  if (done) done->fail(error);
   if (const auto context = context_.lock()) context->fail_hooks(error);
+  if (done) done->fail(error);
 }
 
 }  // namespace distrain::autograd
