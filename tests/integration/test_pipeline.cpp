@@ -9,16 +9,7 @@ using scenario::PipelineOptions;
 
 namespace {
 
-// Small: a picture of 33 pixels still has 2 × 2 of them at the end, which batch norm needs.
-PipelineOptions small() {
-  PipelineOptions options;
-  options.model = "resnet18";
-  options.batches = 2;
-  options.batch_size = 9;
-  options.image_size = 33;
-  options.classes = 10;
-  return options;
-}
+PipelineOptions small() { return small_pipeline(2, 9); }
 
 using Gradients = std::vector<NamedTensors>;
 

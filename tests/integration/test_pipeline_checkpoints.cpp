@@ -9,12 +9,7 @@ using scenario::PipelineOptions;
 namespace {
 
 PipelineOptions small() {
-  PipelineOptions options;
-  options.model = "resnet18";
-  options.batches = 4;
-  options.batch_size = 4;
-  options.image_size = 33;
-  options.classes = 10;
+  PipelineOptions options = small_pipeline(4, 4);
   options.num_split = {2};
   return options;
 }

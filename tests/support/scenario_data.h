@@ -5,6 +5,7 @@
 #include <string>
 
 #include "distrain/data/random.h"
+#include "distrain/scenario/pipeline.h"
 #include "unit/data/files.h"
 
 namespace distrain::testing {
@@ -65,6 +66,18 @@ inline std::string make_examples(int count) {
     text += "\n";
   }
   return text;
+}
+
+/// A pipeline's job that is quick: a picture of 33 pixels still has 2 x 2 of them at the end, which
+/// batch norm needs.
+inline scenario::PipelineOptions small_pipeline(int64_t batches, int64_t batch_size) {
+  scenario::PipelineOptions options;
+  options.model = "resnet18";
+  options.batches = batches;
+  options.batch_size = batch_size;
+  options.image_size = 33;
+  options.classes = 10;
+  return options;
 }
 
 }  // namespace distrain::testing
