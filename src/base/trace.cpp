@@ -84,6 +84,22 @@ int64_t Tracer::shown(int64_t ns) const {
   return ns + clock_.ahead + std::llround(static_cast<double>(ns - born_) * clock_.drift);
 }
 
+// A slice that is under way ends within microseconds where all ranks are at rest, unless its thread
+// has lost its core: looking again is enough.
+bool Tracer::settle(Duration limit) const {
+  const TimePoint deadline = deadline_after(limit);
+  for (;;) {
+    bool open = false;
+    {
+      std::lock_guard lock(mutex_);
+      for (const auto& lane : lanes_) open = open || lane->open_.load(std::memory_order_acquire) > 0;
+    }
+    if (!open) return true;
+    if (Clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+}
+
 // The monotonic clock begins with the boot; a time namespace may shift it.
 std::string Tracer::clock_domain() const {
   if (!clock_.domain.empty()) return clock_.domain;
@@ -208,6 +224,7 @@ void TraceScope::end() {
   event.start = start_;
   event.end = Tracer::now();
   lane_->record(event);
+  lane_->close();
 }
 
 }  // namespace distrain::base

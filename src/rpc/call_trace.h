@@ -25,24 +25,29 @@ inline uint64_t flow_id(int caller, uint64_t call_id) {
 /// A slice of this thread for one side of a call, with the flow's end in it.
 class CallSlice {
  public:
-  explicit CallSlice(base::Tracer* tracer) : tracer_(tracer) {
-    if (!tracer_) return;
+  explicit CallSlice(base::Tracer* tracer) : lane_(tracer ? &tracer->lane() : nullptr) {
+    if (!lane_) return;
+    lane_->open();
     event_.name = "call";
     event_.category = "rpc";
     event_.start = base::Tracer::now();
   }
   ~CallSlice() {
-    if (!tracer_) return;
+    if (!lane_) return;
     event_.end = base::Tracer::now();
-    tracer_->record(event_);
+    lane_->record(event_);
+    lane_->close();
   }
   CallSlice(const CallSlice&) = delete;
   CallSlice& operator=(const CallSlice&) = delete;
 
   /// Not to be recorded after all.
-  void drop() { tracer_ = nullptr; }
+  void drop() {
+    if (lane_) lane_->close();
+    lane_ = nullptr;
+  }
   void set_name(std::string_view prefix, std::string_view function) {
-    event_.name = tracer_->intern(prefix, function);
+    event_.name = lane_->tracer().intern(prefix, function);
   }
   void set_flow_out(uint64_t id, base::TimePoint left) {
     event_.kind = base::TraceEvent::Kind::kFlowOut;
@@ -53,10 +58,10 @@ class CallSlice {
     event_.kind = base::TraceEvent::Kind::kFlowIn;
     event_.id = id;
   }
-  explicit operator bool() const { return tracer_ != nullptr; }
+  explicit operator bool() const { return lane_ != nullptr; }
 
  private:
-  base::Tracer* tracer_;
+  base::TraceLane* lane_;
   base::TraceEvent event_;
 };
 

@@ -46,6 +46,7 @@ void TraceCollector::read_clocks() {
 std::vector<base::RankTrace> TraceCollector::collect() {
   base::Tracer& tracer = *agent_.tracer();
   tracer.stop();
+  tracer.settle(kTraceSettles);
   read_clocks();
   std::vector<base::RankTrace> ranks = {own_trace(agent_)};
   for (int rank = 1; rank < agent_.world_size(); ++rank) {

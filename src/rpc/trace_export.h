@@ -33,6 +33,10 @@ struct TraceChunk {
 };
 inline constexpr int64_t kTraceColumns = 8;
 
+/// How long a rank waits for slices that are still under way when its trace is asked for: those
+/// whose reply has been heard already, but which their threads have not ended yet.
+inline constexpr base::Duration kTraceSettles = std::chrono::seconds(2);
+
 // What rank 0 asks for.
 ClockAnswer read_trace_clock(CallContext& call);
 /// The events from `first` on. Number 0 stops the tracer.

@@ -78,6 +78,9 @@ class Tracer {
   /// From here on at most `limit` events are recorded; more are counted only.
   void start(size_t limit = kLimit);
   void stop() { on_.store(false, std::memory_order_relaxed); }
+  /// After stop(): waits until the slices that are under way have ended and are recorded. False if
+  /// some are not after `limit`. Not from within a slice.
+  bool settle(Duration limit) const;
   bool on() const { return on_.load(std::memory_order_relaxed); }
 
   /// Of base::Clock, in ns: what events carry.
@@ -89,6 +92,8 @@ class Tracer {
 
   /// Records in the lane of this thread.
   void record(const TraceEvent& event);
+  /// Where this thread writes.
+  TraceLane& lane();
   /// `prefix` and `text` as one text that stays.
   const char* intern(std::string_view prefix, std::string_view text);
   /// For kAsync: another one each time, below 2^40.
@@ -105,7 +110,6 @@ class Tracer {
  private:
   friend class TraceLane;
   friend class TraceBinding;
-  TraceLane& lane();
   TraceLane& take_lane(const char* name);
   void give_back(TraceLane& lane);
   bool reserve(size_t events);
@@ -132,6 +136,10 @@ class TraceLane {
   void record(const TraceEvent& event);
   const char* intern(std::string_view text);
 
+  /// A slice of this thread is under way, from open() to close(): settle() waits for it.
+  void open() { add_open(1); }
+  void close() { add_open(-1); }
+
  private:
   friend class Tracer;
   static constexpr size_t kBlock = 512;
@@ -142,6 +150,10 @@ class TraceLane {
   };
 
   bool grow();
+  // Only the lane's thread writes.
+  void add_open(int change) {
+    open_.store(open_.load(std::memory_order_relaxed) + change, std::memory_order_release);
+  }
 
   Tracer& tracer_;
   const std::string name_;
@@ -149,6 +161,7 @@ class TraceLane {
   std::atomic<Block*> first_{nullptr};
   Block* last_ = nullptr;
   std::atomic<uint64_t> dropped_{0};
+  std::atomic<int> open_{0};
   std::unordered_map<std::string_view, const char*> texts_;  // those this thread has asked for
 };
 
@@ -194,6 +207,7 @@ class TraceScope {
   explicit TraceScope(const Label& label) : lane_(detail::trace_lane), label_(label) {
     if (!lane_) return;
     if (lane_->tracer().on()) {
+      lane_->open();
       start_ = Tracer::now();
     } else {
       lane_ = nullptr;

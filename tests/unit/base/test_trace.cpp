@@ -41,6 +41,34 @@ TEST_CASE("A scope without a tracer records nothing", "[trace]") {
   CHECK(tracer->dropped() == 0);
 }
 
+TEST_CASE("Slices under way are waited for", "[trace]") {
+  const auto tracer = started();
+  CHECK(tracer->settle(0s));
+  std::atomic<bool> end{false};
+  std::atomic<bool> begun{false};
+  std::thread thread([&] {
+    const TraceBinding binding(tracer, "worker");
+    const TraceScope outer("outer");
+    {
+      const TraceScope inner("inner");
+      begun = true;
+      while (!end) std::this_thread::yield();
+    }
+  });
+  while (!begun) std::this_thread::yield();
+  tracer->stop();
+  CHECK_FALSE(tracer->settle(10ms));
+  CHECK(events_of(*tracer) == 0);
+  std::thread ends([&] {
+    std::this_thread::sleep_for(20ms);
+    end = true;
+  });
+  CHECK(tracer->settle(30s));
+  CHECK(events_of(*tracer) == 2);
+  thread.join();
+  ends.join();
+}
+
 TEST_CASE("Scopes of a thread lie within each other", "[trace]") {
   const auto tracer = started();
   {
