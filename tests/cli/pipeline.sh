@@ -138,15 +138,6 @@ expect 143 "SIGTERM of --local"
 expect_log "SIGTERM of --local"
 expect_jq '[.[] | select(.event == "checkpoint")] | map(.action) == ["loaded", "saved"]' "SIGTERM of --local"
 
-# What does not fit into memory.
-(
-  ulimit -v 3000000
-  timeout "$limit" "$distrain" pipeline --local --threads 1 --num-split 1 --batches 1 >"$tmp/out" 2>"$tmp/err"
-)
-code=$?
-expect 9 "out of memory"
-expect_jq '.[-1] | .kind == "resources" and (.message | test("out of memory") and (test("frame") | not))' "out of memory"
-
 # What is refused before anything starts.
 refused() { # refused <words> <option>...
   local words=$1
