@@ -92,7 +92,8 @@ bool Tracer::settle(Duration limit) const {
     bool open = false;
     {
       std::lock_guard lock(mutex_);
-      for (const auto& lane : lanes_) open = open || lane->open_.load(std::memory_order_acquire) > 0;
+      for (const auto& lane : lanes_)
+        open = open || lane->open_.load(std::memory_order_acquire) > 0;
     }
     if (!open) return true;
     if (Clock::now() >= deadline) return false;

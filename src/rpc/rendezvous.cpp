@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <filesystem>
 #include <thread>
 
 #include <unistd.h>
@@ -54,12 +53,7 @@ Rendezvous::Rendezvous(net::Loop& loop, const AgentOptions& options, OnDirectory
   port_ = net::local_name(master_socket_.get()).port;
 }
 
-Rendezvous::~Rendezvous() {
-  if (!unix_dir_.empty()) {
-    std::error_code ignored;
-    std::filesystem::remove_all(unix_dir_, ignored);
-  }
-}
+Rendezvous::~Rendezvous() = default;
 
 void Rendezvous::run(const std::function<void()>& prepare) {
   const base::TimePoint deadline = base::deadline_after(options_.join_timeout);
@@ -80,11 +74,7 @@ void Rendezvous::run(const std::function<void()>& prepare) {
   // Nobody connects any more: what others could find of us on the disk goes.
   std::lock_guard lock(mutex_);
   listeners_.clear();
-  if (!unix_dir_.empty()) {
-    std::error_code ignored;
-    std::filesystem::remove_all(unix_dir_, ignored);
-    unix_dir_.clear();
-  }
+  unix_dir_.reset();
 }
 
 // ---- the joining thread ----
@@ -101,15 +91,12 @@ net::Listener* Rendezvous::add_listener(net::Fd socket) {
 }
 
 void Rendezvous::listen_unix() {
-  std::error_code no_directory;
-  const std::filesystem::path temporary = std::filesystem::temp_directory_path(no_directory);
-  if (no_directory) return;
-  std::string pattern = (temporary / "distrain-XXXXXX").string();
-  if (!mkdtemp(pattern.data())) return;  // 0700; without it, TCP does
-  unix_dir_ = pattern;
-  base::Result<net::Fd> socket = net::listen_unix(unix_dir_ + "/rank");
+  unix_dir_.emplace();
+  if (unix_dir_->path().empty()) return;  // TCP does
+  const std::string path = unix_dir_->path() + "/rank";
+  base::Result<net::Fd> socket = net::listen_unix(path);
   if (!socket.ok()) return;
-  unix_path_ = unix_dir_ + "/rank";
+  unix_path_ = path;
   add_listener(std::move(socket.unchecked()));
 }
 
