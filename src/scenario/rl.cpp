@@ -22,7 +22,7 @@
 #include <atomic>
 #include <memory>
 
-#include "batcher.h"
+#include "distrain/rpc/batcher.h"
 #include "rl_host.h"
 #include "rl_observer.h"
 #include "session.h"
@@ -53,7 +53,7 @@ class PolicyAgent {
 
  private:
   const std::shared_ptr<RlHost> host_;
-  Batcher<ActionRequest, Actions> batcher_;
+  rpc::Batcher<ActionRequest, Actions> batcher_;
 };
 
 /// What the observers have of their job beside their Observer.

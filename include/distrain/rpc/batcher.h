@@ -11,7 +11,7 @@
 #include "distrain/base/future.h"
 #include "distrain/rpc/error.h"
 
-namespace distrain::scenario {
+namespace distrain::rpc {
 
 /// Answers requests from many threads in passes over all that wait.
 ///
@@ -71,7 +71,7 @@ class Batcher {
     try {
       answers = pass_(requests);
     } catch (...) {
-      error = rpc::error_in_flight(base::ErrorKind::kInternal);
+      error = error_in_flight(base::ErrorKind::kInternal);
     }
     bool more = false;
     {
@@ -104,4 +104,4 @@ class Batcher {
   std::vector<base::Promise<Answer>> promises_;  // of the requests, in their order
 };
 
-}  // namespace distrain::scenario
+}  // namespace distrain::rpc

@@ -1,13 +1,13 @@
 #include <atomic>
 #include <thread>
 
-#include "../src/scenario/batcher.h"
 #include "distrain/base/thread_pool.h"
+#include "distrain/rpc/batcher.h"
 #include "support/catch.h"
 
 using namespace distrain;
 using base::Future;
-using scenario::Batcher;
+using rpc::Batcher;
 
 namespace {
 
