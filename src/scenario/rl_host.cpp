@@ -9,6 +9,7 @@
 
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
+#include "distrain/base/trace.h"
 #include "local_trainers.h"
 
 namespace distrain::scenario {
@@ -114,7 +115,10 @@ std::vector<Actions> RlHost::choose(const std::vector<ActionRequest>& requests) 
       mine.steps.push_back({inputs.back()});
     }
   }
-  const std::vector<int> chosen = policy_.act(inputs);
+  const std::vector<int> chosen = [&] {
+    const base::TraceScope scope("forward", "states", static_cast<int64_t>(inputs.size()));
+    return policy_.act(inputs);
+  }();
   std::vector<Actions> answers;
   auto next = chosen.begin();
   for (const ActionRequest& request : requests) {
@@ -163,11 +167,12 @@ void RlHost::learn() {
   }
   normalise(returns);
   for (size_t i = 0; i < steps.size(); ++i) steps[i].advantage = returns[i];
-  const Policy::Loss loss = policy_.loss(steps);
+  const Policy::Loss loss = base::traced("backward", [&] { return policy_.loss(steps); });
   if (!std::isfinite(loss.value)) {
     fail(base::ErrorKind::kNotFinite, "the loss is ", std::isnan(loss.value) ? "NaN" : "infinite",
          " at episode ", episode_, ": try a smaller --lr");
   }
+  const base::TraceScope scope("update");
   for (size_t i = 0; i < loss.gradients.size(); ++i) {
     rule_->apply(i, policy_.parameters()[i], loss.gradients[i]);
   }

@@ -2,6 +2,7 @@
 
 #include "cart_pole.h"
 #include "distrain/base/error.h"
+#include "distrain/base/trace.h"
 
 namespace distrain::scenario {
 
@@ -12,6 +13,7 @@ ObservedEnvironments::ObservedEnvironments(uint64_t seed, int64_t count, int64_t
 
 void ObservedEnvironments::play(uint64_t episode, const SelectActions& select,
                                 const ReportRewards& report) {
+  const base::TraceScope whole("episode", "episode", static_cast<int64_t>(episode));
   std::vector<EnvironmentState> running;
   for (uint32_t e = 0; e < environments_.size(); ++e) {
     running.push_back({e, environments_[e]->reset({seed_, e, episode}), 0});
@@ -24,6 +26,7 @@ void ObservedEnvironments::play(uint64_t episode, const SelectActions& select,
                             "the agent gave " + std::to_string(actions.size()) + " actions for " +
                                 std::to_string(running.size()));
     }
+    const base::TraceScope scope("environment", "step", step);
     size_t left = 0;
     for (size_t i = 0; i < actions.size(); ++i) {
       const uint32_t e = running[i].environment;

@@ -5,8 +5,6 @@
 
 #include <ATen/Functions.h>
 
-#include "dropout.h"
-
 namespace distrain::scenario {
 
 namespace {
@@ -55,11 +53,17 @@ float dot(const std::array<float, Policy::kHidden>& a,
 }  // namespace
 
 Policy::Policy(uint64_t seed) {
-  at::Generator generator = keyed_generator({seed});
+  // As torch's Linear begins, but not by uniform_(): that rounds otherwise on other processors, and
+  // the episodes are then others.
+  data::Random random({seed});
   const auto layer = [&](int64_t inputs, int64_t outputs) {
     const double bound = 1 / std::sqrt(static_cast<double>(inputs));
-    parameters_.push_back(at::empty({outputs, inputs}).uniform_(-bound, bound, generator));
-    parameters_.push_back(at::empty({outputs}).uniform_(-bound, bound, generator));
+    for (const at::Tensor& parameter : {at::empty({outputs, inputs}), at::empty({outputs})}) {
+      float* const numbers = parameter.mutable_data_ptr<float>();
+      std::generate_n(numbers, parameter.numel(),
+                      [&] { return static_cast<float>((2 * random.unit() - 1) * bound); });
+      parameters_.push_back(parameter);
+    }
   };
   layer(kInputs, kHidden);
   layer(kHidden, kActions);

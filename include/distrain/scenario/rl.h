@@ -19,7 +19,7 @@ struct RlOptions {
   double threshold = 475;     ///< CartPole is solved when the running reward is above it
   int64_t max_episodes = 0;   ///< 0: until it is solved
   uint64_t seed = 1;
-  int threads = 0;                    ///< intra-op; 0: cores / ranks on this host
+  int threads = 0;                    ///< as told in `start`: rl computes on one
   int log_interval = 10;              ///< episodes; 0: no lines
   CheckpointOptions checkpoint = {};  ///< `every` is in episodes; 0: at the end only
 };
