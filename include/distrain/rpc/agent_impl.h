@@ -65,22 +65,23 @@ void run_exposed(CallContext& context, Decoder& decoder, const ReplyPtr& reply) 
   const auto run = [&](const auto&... bound) {
     if constexpr (Traits::kReturnsFuture) {
       const auto object = std::make_tuple(bound...);  // lives as long as the call
-      invoke(bound...).on_complete(context.agent.executor(),
-                                   [reply, object](base::Result<typename Traits::Result>& result) {
-                                     if (!result.ok()) {
-                                       base::Error error = result.error();
-                                       // What a continuation threw.
-                                       if (error.kind == base::ErrorKind::kInternal) {
-                                         error.kind = base::ErrorKind::kRemoteFailed;
-                                       }
-                                       return reply->fail(std::move(error));
-                                     }
-                                     try {
-                                       answer<typename Traits::Result>(reply, result.unchecked());
-                                     } catch (...) {
-                                       reply->fail(error_in_flight(base::ErrorKind::kInternal));
-                                     }
-                                   });
+      invoke(bound...).on_complete(
+          context.agent.executor(), [reply, object](base::Result<typename Traits::Result>& result) {
+            if (!result.ok()) {
+              base::Error error = result.error();
+              // What a continuation threw here; other ranks' errors
+              // have their kinds already.
+              if (error.rank < 0 && error.kind == base::ErrorKind::kInternal) {
+                error.kind = base::ErrorKind::kRemoteFailed;
+              }
+              return reply->fail(std::move(error));
+            }
+            try {
+              answer<typename Traits::Result>(reply, result.unchecked());
+            } catch (...) {
+              reply->fail(error_in_flight(base::ErrorKind::kInternal));
+            }
+          });
     } else if constexpr (std::is_void_v<typename Traits::Returned>) {
       invoke(bound...);
       answer(reply, base::Unit{});
@@ -255,7 +256,8 @@ base::Future<T> RRef<T>::to_here_async(std::chrono::nanoseconds timeout) const r
           return *static_cast<T*>(handle->local(typeid(T)).get());
         });
   }
-  static_cast<void>(handle_->creation_status().value());
+  const base::Status created = handle_->creation_status();
+  if (!created.ok()) return base::Future<T>::failed(created.error());
   return detail::fetch(handle_, timeout).then(agent.executor(), [&agent](RawReply& reply) {
     return agent.template finish<T>(reply);
   });
