@@ -44,9 +44,10 @@ Json config_of(const ParsedOptions& options, bool inherits) {
   return config;
 }
 
-scenario::Job make_job(const ParsedOptions& options, const Placement& placement,
-                       TimePoint started) {
+scenario::Job make_job(const JobCommand& command, const ParsedOptions& options,
+                       const Placement& placement, TimePoint started) {
   scenario::Job job;
+  job.name = command.line.name;
   job.rank = std::max(placement.rank, 0);
   job.world_size = placement.world_size;
   job.master_addr = placement.master_addr;
@@ -200,7 +201,7 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
     if (command.answer) {
       if (const auto text = command.answer(options)) return print_text(*text);
     }
-    const scenario::Job job = make_job(options, placement, started);
+    const scenario::Job job = make_job(command, options, placement, started);
     if (placement.mode == Placement::Mode::kSpawn) {
       return launch(command, options, placement, job);
     }
@@ -239,17 +240,17 @@ int report_failure(const std::string& cmd, const base::Error& error, TimePoint s
       json_line("error", cmd, std::nullopt, "launcher", error_fields(error, elapsed_s)),
       json_line("end", cmd, std::nullopt, "launcher",
                 summary.end_fields(cause.exit_code, elapsed_s, cause))};
+  say(error.message);
   for (const std::string& line : lines) {
     if (const int failed = write_all(STDOUT_FILENO, line)) return exit_code_of_write_error(failed);
   }
-  fmt::print(stderr, "distrain: {}\n", error.message);
   return cause.exit_code;
 }
 
 int print_text(const std::string& text) {
   const int error = write_all(STDOUT_FILENO, text);
   if (error == 0) return 0;
-  if (error != EPIPE) fmt::print(stderr, "distrain: stdout: {}\n", strerror(error));
+  if (error != EPIPE) say(fmt::format("stdout: {}", strerror(error)));
   return exit_code_of_write_error(error);
 }
 

@@ -93,8 +93,9 @@ std::optional<Error> Rendezvous::check_hello_locked(const wire::Hello& hello) co
   for (const auto& [name, value] : hello.options) {
     const auto it = options_.job_options.find(name);
     if (it != options_.job_options.end() && it->second != value) {
+      const std::string own = it->second.empty() ? "none" : it->second;
       return refuse("--" + name + ": " + value + " on rank " + std::to_string(hello.rank) + ", " +
-                    it->second + " on rank 0");
+                    own + " on rank 0");
     }
   }
   return std::nullopt;

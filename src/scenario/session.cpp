@@ -18,6 +18,7 @@ std::chrono::nanoseconds seconds(double s) {
 Session::Session(const Job& job, std::vector<std::string> names, EventSink& sink)
     : job_(job), sink_(sink), trace_(sink) {
   rpc::AgentOptions options;
+  if (!job.name.empty()) options.job_id = "distrain " + job.name;
   options.rank = job.rank;
   options.names = std::move(names);
   options.world_size = job.world_size;
@@ -62,7 +63,7 @@ void Session::finish(Outcome& outcome) {
   // Waiting for the end of others is no trouble: it takes as long as their work does.
   rpc::Traffic traffic;
   agent_->shutdown({}, [&] {
-    traffic = agent_->traffic();  // a trace is not of the job
+    traffic = agent_->traffic();  // what gathers the trace is not of the job
     trace_.collect();
   });
   outcome.fields["rpc"] = {

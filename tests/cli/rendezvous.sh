@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: timeout=120
+# ctest: timeout=300
 # Ports: a taken one is an error at once; ranks join by flags and by the environment.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
@@ -87,5 +87,22 @@ expect 3 "--lr differs, other side"
 cat "$tmp/b" >>"$tmp/out"
 jq -r 'select(.event == "error").message' "$tmp/out" | grep 0.5 | grep 0.25 | grep -q lr ||
   fail "--lr differs: no message names both values"
+
+# A rank of another job is refused, and rank 0 goes on waiting for its own.
+port=$(free_port)
+timeout "$limit" "$distrain" pipeline --rank 1 --master-port "$port" >"$tmp/b" 2>/dev/null &
+other=$!
+: >"$tmp/out"
+timeout "$limit" "$distrain" rl --rank 0 --master-port "$port" --max-episodes 2 >"$tmp/out" 2>/dev/null &
+agent=$!
+wait "$other"
+code=$?
+expect 3 "another job"
+expect_jq '.[-1].message | contains("distrain pipeline") and contains("distrain rl")' "another job" "$tmp/b"
+run rl --rank 1 --master-port "$port"
+expect 0 "another job: the right one"
+wait "$agent"
+code=$?
+expect 11 "another job: rank 0"
 expect_no_process "rendezvous"
 finish

@@ -40,6 +40,7 @@ struct Injection {
 
 /// What one process has to know to be one rank of a job.
 struct Job {
+  std::string name;  ///< ranks of another one are refused
   int rank = 0;
   int world_size = 0;  ///< 0: follow rank 0
   std::string master_addr = "localhost";
