@@ -20,7 +20,7 @@ class InputFile {
  public:
   enum class Kind {
     kAny,      ///< a pipe, too
-    kRegular,  ///< for files that we wrote: whatever else is there is refused, and never waited for
+    kRegular,  ///< whatever else is there is refused, and never waited for
   };
   explicit InputFile(const std::string& path, Kind kind = Kind::kAny);
   ~InputFile();
@@ -62,8 +62,8 @@ Bytes read_to_end(InputFile& file, const std::string& path,
 }
 
 template <class Bytes>
-Bytes read_file(const std::string& path) {
-  InputFile file(path);
+Bytes read_file(const std::string& path, InputFile::Kind kind = InputFile::Kind::kAny) {
+  InputFile file(path, kind);
   return read_to_end<Bytes>(file, path);
 }
 

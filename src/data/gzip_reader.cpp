@@ -11,9 +11,9 @@ constexpr int kGzipOnly = 16 + MAX_WBITS;
 
 }  // namespace
 
-GzipReader::GzipReader(const std::string& path) : path_(path), file_(path) {
+GzipReader::GzipReader(const std::string& path)
+    : path_(path), file_(path, InputFile::Kind::kRegular) {
   stream_.next_in = input_.data();
-  // A pipe may give one byte at a time.
   while (stream_.avail_in < 2) {
     const size_t got = file_.read(input_.data() + stream_.avail_in, 2 - stream_.avail_in);
     if (got == 0) break;

@@ -206,7 +206,9 @@ std::string_view header_of(const std::vector<uint8_t>& bytes, const std::string&
 }  // namespace
 
 Safetensors Safetensors::read(const std::string& path) {
-  return with_memory_for(path, [&] { return parse(read_file<std::vector<uint8_t>>(path), path); });
+  return with_memory_for(path, [&] {
+    return parse(read_file<std::vector<uint8_t>>(path, InputFile::Kind::kRegular), path);
+  });
 }
 
 Safetensors Safetensors::parse(std::vector<uint8_t> bytes, const std::string& name) {

@@ -307,8 +307,8 @@ void check_resnet_input(int64_t image_size, int64_t smallest_micro_batch) {
   for (int halving = 0; halving < 5; ++halving) side = side_after(2, side);
   if (side * side * smallest_micro_batch > 1) return;
   invalid("a micro-batch of one image of " + std::to_string(image_size) +
-          " pixels leaves batch norm one value a channel: fewer micro-batches (--num-split), or "
-          "--image-size 33 and above");
+          " pixels leaves batch norm one value a channel: larger micro-batches (--num-split, "
+          "--batch-size), or --image-size 33 and above");
 }
 
 NamedTensors read_weights(const std::string& path) {
@@ -338,7 +338,10 @@ NamedTensors weights_of(const std::string& model, const BlockRange& blocks,
 void check_weights(const std::string& model, int64_t classes, const NamedTensors& weights) {
   NamedTensors left = weights;
   for (const TensorSpec& spec : state_specs(model, classes)) {
-    find_weight(weights, spec);
+    const at::Tensor* const weight = find_weight(weights, spec);
+    if (weight && !weight->isfinite().all().item<bool>()) {
+      bad_data(spec.name + " has numbers that are not finite");
+    }
     left.erase(spec.name);
   }
   if (!left.empty()) bad_data("there is " + left.begin()->first + ", which " + model + " has not");

@@ -1,5 +1,4 @@
 #include <string>
-#include <thread>
 #include <vector>
 
 #include <sys/resource.h>
@@ -91,7 +90,7 @@ TEST_CASE("A gzip file of several members is one") {
   }
 }
 
-TEST_CASE("Larger files than a buffer, and pipes") {
+TEST_CASE("Larger files than a buffer; pipes are not waited for") {
   const Files files;
   std::string pixels(5'000'000, '\0');
   for (size_t i = 0; i < pixels.size(); ++i) pixels[i] = static_cast<char>(i * i >> 7);
@@ -102,11 +101,7 @@ TEST_CASE("Larger files than a buffer, and pipes") {
 
   const auto pipe = files.path("pipe");
   REQUIRE(mkfifo(pipe.c_str(), 0600) == 0);
-  for (const auto& bytes : {text, gzip(text)}) {
-    std::thread writer([&] { write_text(pipe, bytes); });
-    CHECK(read_idx(pipe, files.path("labels")).content_hash == content_hash(text + classes));
-    writer.join();
-  }
+  CHECK(bad_data([&] { read_idx(pipe, files.path("labels")); }) == pipe + ": not a regular file");
 }
 
 TEST_CASE("An IDX file that is cut short at any byte is refused") {
@@ -203,8 +198,7 @@ TEST_CASE("An IDX file that cannot be read is an error with its name") {
   const std::string no_file = "cannot open " + missing + ": No such file or directory";
   CHECK(bad_data([&] { read_idx(missing, path); }) == no_file);
   CHECK(bad_data([&] { read_idx(path, missing); }) == no_file);
-  CHECK(bad_data([&] { read_idx(files.path(), path); }) ==
-        "cannot read " + files.path() + ": Is a directory");
+  CHECK(bad_data([&] { read_idx(files.path(), path); }) == files.path() + ": not a regular file");
 }
 
 TEST_CASE("A folder of images has its files in several spellings") {
