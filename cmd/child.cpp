@@ -126,6 +126,7 @@ void Child::read_pipes(const Handlers& handlers) {
 }
 
 void Child::take_line(std::string line, const Handlers& handlers) {
+  ready_ = ready_ || names_event(line, "ready");
   if (names_event(line, "rank_end") || names_event(line, "error")) {
     Json json = Json::parse(line, nullptr, false);
     if (json.is_object()) {
@@ -170,7 +171,7 @@ bool Child::reap(const Handlers& handlers) {
 
 void Child::send(int signal) {
   if (!alive()) return;
-  ended_by_us_ = true;
+  ended_by_us_ = ended_by_us_ || !error_;
   kill(-pid_, signal);
 }
 

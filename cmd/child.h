@@ -49,7 +49,8 @@ class Child {
   /// Notes the end of the process, if it has ended, and takes the rest of its words.
   bool reap(const Handlers& handlers);
 
-  /// To the whole process group. A rank that ends afterwards is no cause of anything.
+  /// To the whole process group. A rank that ends afterwards is no cause of anything, unless it has
+  /// said before what went wrong.
   void send(int signal);
 
   int rank() const { return rank_; }
@@ -61,6 +62,8 @@ class Child {
   bool ended_by_us() const { return ended_by_us_; }
   /// 128 + n by signal; 1 for a rank that left with 0 but without its last line.
   int exit_code() const;
+  /// Has found all others.
+  bool ready() const { return ready_; }
   /// Without its last line.
   bool left_early() const { return status_ && !rank_end_; }
   /// The signal that it took and ended by in good order, as its last line tells; 0 if none.
@@ -95,6 +98,7 @@ class Child {
   std::chrono::steady_clock::time_point ended_at_;
   double rss_mb_ = 0;
   bool ended_by_us_ = false;
+  bool ready_ = false;
 };
 
 }  // namespace distrain::cmd

@@ -20,6 +20,7 @@ namespace {
 constexpr auto kTermGrace = std::chrono::seconds(2);  // after SIGTERM of ours
 constexpr std::chrono::seconds kSignalGrace(5);       // after a signal that we passed on
 constexpr double kExtraGrace = 2;                     // beyond the peer timeout
+constexpr std::chrono::seconds kMeetingGrace(1);      // before all ranks are there
 
 /// Whether the program itself went wrong, rather than somebody ending it.
 bool is_crash(int signal) {
@@ -29,13 +30,18 @@ bool is_crash(int signal) {
 
 bool is_secondary(const Child& child) {
   if (child.exit_code() == base::exit_code(base::ErrorKind::kPeerLost)) return true;
-  const auto& error = child.error();
-  return error && error->value("kind", "") == base::kind_name(base::ErrorKind::kCancelled);
+  const std::string kind = child.error() ? child.error()->value("kind", "") : "";
+  return kind == base::kind_name(base::ErrorKind::kPeerLost) ||
+         kind == base::kind_name(base::ErrorKind::kCancelled);
 }
 
-/// How long the others may take to notice that a rank failed.
-std::chrono::nanoseconds failure_grace(const LaunchPlan& plan) {
-  return std::chrono::nanoseconds(static_cast<int64_t>((plan.peer_timeout_s + kExtraGrace) * 1e9));
+/// The other rank that it names as the cause.
+std::optional<int> blamed_rank(const Child& child) {
+  const auto& told = child.error() ? child.error() : child.rank_end();
+  if (!told) return std::nullopt;
+  const auto rank = told->find("cause_rank");
+  if (rank == told->end() || !rank->is_number() || *rank == child.rank()) return std::nullopt;
+  return rank->get<int>();
 }
 
 }  // namespace
@@ -45,6 +51,7 @@ Launcher::Launcher(LaunchPlan plan)
       output_(STDOUT_FILENO),
       progress_(plan_.progress, plan_.epochs),
       handlers_{[this](std::string line) {
+                  if (write_error_) return;
                   progress_.on_line(line);
                   output_.push(std::move(line));
                 },
@@ -98,17 +105,18 @@ void Launcher::wait_for_children() {
     items.push_back({signal_fd_, POLLIN, 0});
     // Without events it still tells of errors: of a reader that is gone.
     const bool waiting = !output_.empty();
+    const bool full = output_.full() && !write_error_;
     items.push_back(
         {write_error_ ? -1 : output_.fd(), static_cast<short>(waiting ? POLLOUT : 0), 0});
     for (const auto& child : children_) {
-      if (child->out_fd() >= 0 && !output_.full()) items.push_back({child->out_fd(), POLLIN, 0});
+      if (child->out_fd() >= 0 && !full) items.push_back({child->out_fd(), POLLIN, 0});
       if (child->err_fd() >= 0) items.push_back({child->err_fd(), POLLIN, 0});
     }
     poll(items.data(), items.size(), poll_timeout_ms());
     if (items[1].revents & (POLLERR | POLLHUP | POLLNVAL)) on_write_error(EPIPE);
     for (const auto& child : children_) {
       if (!child->alive()) continue;
-      if (output_.full()) {
+      if (output_.full() && !write_error_) {
         child->read_stderr(handlers_);
       } else {
         child->read_pipes(handlers_);
@@ -134,7 +142,7 @@ void Launcher::enter(Phase phase) {
     case Phase::kRunning:
       break;
     case Phase::kGrace:
-      deadline_ = base::deadline_after(failure_grace(plan_));
+      deadline_ = base::deadline_after(failure_grace());
       break;
     case Phase::kTerminating:
       deadline_ = base::deadline_after(kTermGrace);
@@ -185,6 +193,19 @@ void Launcher::reap_children() {
   }
 }
 
+/// How long the others may take to notice that a rank failed.
+std::chrono::nanoseconds Launcher::failure_grace() const {
+  const bool met = std::any_of(children_.begin(), children_.end(),
+                               [](const auto& child) { return child->ready(); });
+  // One that others blame is about to say what happened.
+  const bool told = std::none_of(children_.begin(), children_.end(), [this](const auto& child) {
+    return child->failed() && is_alive(blamed_rank(*child));
+  });
+  // Those that look for each other would do so until the join timeout.
+  if (!met && told) return kMeetingGrace;
+  return std::chrono::nanoseconds(static_cast<int64_t>((plan_.peer_timeout_s + kExtraGrace) * 1e9));
+}
+
 void Launcher::on_failure(const Child& child) {
   if (child.stopped_by()) {
     // Somebody sent SIGTERM to a rank: the others stop, too, once rank 0 has saved.
@@ -196,7 +217,7 @@ void Launcher::on_failure(const Child& child) {
   enter(Phase::kGrace);
   // While it waits for a save: there will be none now.
   if (phase_ == Phase::kGrace || phase_ == Phase::kTerminating) {
-    deadline_ = std::min(deadline_, base::deadline_after(failure_grace(plan_)));
+    deadline_ = std::min(deadline_, base::deadline_after(failure_grace()));
   }
 }
 
@@ -208,13 +229,20 @@ void Launcher::pump() {
 void Launcher::on_write_error(int error) {
   if (write_error_) return;
   write_error_ = error;
-  send_to_all(SIGKILL);
-  enter(Phase::kKilled);
+  if (phase_ >= Phase::kTerminating) return;
+  send_to_all(SIGTERM);
+  enter(Phase::kTerminating);
+  deadline_ = std::max(deadline_, base::deadline_after(plan_.save_grace));
 }
 
 void Launcher::show_text(const std::string& line) {
   progress_.clear();
   write_all(STDERR_FILENO, line);
+}
+
+bool Launcher::is_alive(std::optional<int> rank) const {
+  return std::any_of(children_.begin(), children_.end(),
+                     [rank](const auto& child) { return child->rank() == rank && child->alive(); });
 }
 
 bool Launcher::any_alive() const {
@@ -258,10 +286,20 @@ std::optional<Cause> Launcher::stop_cause() const {
   return cause;
 }
 
+/// Whether it blames another of our ranks, which has a reason of its own: even if that ends later.
+bool Launcher::blames_another(const Child& child) const {
+  const auto blamed = blamed_rank(child);
+  return std::any_of(children_.begin(), children_.end(), [&](const auto& other) {
+    return other->rank() == blamed && other->failed() && !is_excused(*other) &&
+           !is_secondary(*other);
+  });
+}
+
 const Child* Launcher::root_cause() const {
   const Child* cause = nullptr;
-  const auto before = [](const Child& a, const Child& b) {
+  const auto before = [this](const Child& a, const Child& b) {
     if (is_secondary(a) != is_secondary(b)) return is_secondary(b);
+    if (blames_another(a) != blames_another(b)) return blames_another(b);
     return a.ended_at() < b.ended_at();
   };
   for (const auto& child : children_) {
@@ -282,7 +320,11 @@ Cause Launcher::cause_from(const Child& child) const {
                                : fmt::format("rank {} ({})", child.rank(), child.role());
   // The `error` line names a cause elsewhere; the last line alone tells of a signal it took.
   const auto& told = child.error() ? child.error() : child.rank_end();
-  if (const int number = child.signal()) {
+  if (child.error() && (child.signal() || child.stopped_by())) {
+    // It had said what went wrong before the signal came.
+    cause.exit_code = child.error()->value("exit_code", cause.exit_code);
+  }
+  if (const int number = child.signal(); number && !child.error()) {
     cause.signal = signal_name(number);
     cause.kind =
         base::kind_name(is_crash(number) ? base::ErrorKind::kInternal : base::ErrorKind::kPeerLost);
@@ -291,9 +333,8 @@ Cause Launcher::cause_from(const Child& child) const {
   } else if (told && told->contains("kind") && told->contains("message")) {
     cause.kind = told->value("kind", "");
     cause.message = told->value("message", "");
-    const auto other = told->find("cause_rank");
-    if (other != told->end() && other->is_number() && other->get<int>() != child.rank()) {
-      cause.rank = other->get<int>();
+    if (const auto other = blamed_rank(child)) {
+      cause.rank = other;
       cause.role = plan_.role(*cause.rank);
       const bool here =
           std::find(plan_.ranks.begin(), plan_.ranks.end(), *cause.rank) != plan_.ranks.end();
@@ -365,10 +406,10 @@ int Launcher::finish() {
   }
   progress_.finish(end);
   if (write_error_) {
-    if (write_error_ != EPIPE) fmt::print(stderr, "distrain: stdout: {}\n", strerror(write_error_));
+    if (write_error_ != EPIPE) say(fmt::format("stdout: {}", strerror(write_error_)));
     return exit_code_of_write_error(write_error_);
   }
-  if (cause) fmt::print(stderr, "distrain: {}\n", cause->message);
+  if (cause) say(cause->message);
   return code;
 }
 

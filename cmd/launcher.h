@@ -34,8 +34,9 @@ struct LaunchPlan {
 ///
 /// Everything happens on the one thread of this process. After the first rank that fails the others
 /// have a grace to end by themselves (they notice within the peer timeout), then they get SIGTERM,
-/// then SIGKILL. The first failure is the root cause, but "a peer was lost" never is while another
-/// reason shows up within the grace.
+/// then SIGKILL; before all have met, the grace is a second. The first failure is the root cause,
+/// but "a peer was lost" never is while another reason shows up within the grace, nor a failure
+/// that is put down to another rank with a reason of its own.
 class Launcher {
  public:
   explicit Launcher(LaunchPlan plan);
@@ -59,6 +60,7 @@ class Launcher {
   void on_signals();
   void on_deadline();
   void reap_children();
+  std::chrono::nanoseconds failure_grace() const;
   void on_failure(const Child& child);
   void on_write_error(int error);
   void pump();
@@ -66,10 +68,12 @@ class Launcher {
   bool is_excused(const Child& child) const;
   bool all_stopped() const;
   std::optional<Cause> stop_cause() const;
+  bool blames_another(const Child& child) const;
   const Child* root_cause() const;
   Cause cause_from(const Child& child) const;
   std::optional<Cause> find_cause();
   int finish();
+  bool is_alive(std::optional<int> rank) const;
   bool any_alive() const;
   void send_to_all(int signal);
 

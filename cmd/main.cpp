@@ -11,6 +11,7 @@
 #include "hybrid.h"
 #include "job_command.h"
 #include "options.h"
+#include "output.h"
 #include "pipeline.h"
 #include "process_setup.h"
 #include "ps.h"
@@ -41,6 +42,7 @@ int main_with(const std::vector<std::string>& args, TimePoint started) {
   if (name == "--help" || name == "-h") return print_text(main_help(lines));
   if (name == "help") {
     if (rest.empty()) return print_text(main_help(lines));
+    if (rest.size() > 1) return refuse(fmt::format("unexpected argument '{}'", rest[1]));
     name = rest[0];
     rest = {"--help"};
   }
@@ -66,7 +68,7 @@ int main(int argc, char** argv) {
   distrain::cmd::set_up_process();
   distrain::cmd::reuse_tensor_memory();
   if (!stdout_open) {
-    fmt::print(stderr, "distrain: stdout is closed\n");
+    distrain::cmd::say("stdout is closed");
     return 9;
   }
   const int code = distrain::cmd::main_with({argv + 1, argv + argc}, started);

@@ -172,9 +172,7 @@ void append_common(OptionTable& table) {
                      "cores / ranks on this host"),
           text("inject", "FAULT[,...]",
                "try a fault: delay=50ms@rank=2 (before each call of that rank; us, ms or s), "
-               "fail=checkpoint.3 (die at the 3rd system call of the first save), stage=100ms "
-               "(pipeline: "
-               "sleep in place of computing)"),
+               "fail=checkpoint.3 (die at the 3rd system call of the first save)"),
           but(flag("quiet", "no progress display"), [](Option& o) { o.short_name = 'q'; })});
   append(table, "Run", Scope::kInfo,
          {but(flag("help", "this text"), [](Option& o) { o.short_name = 'h'; }),

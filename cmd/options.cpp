@@ -247,11 +247,18 @@ ParsedOptions parse_options(const OptionTable& table, const std::vector<std::str
         ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   }
   for (size_t i = 0; i < args.size(); ++i) {
+    const size_t equals = args[i].find('=');
+    if (equals == 2 && args[i][0] == '-') {
+      invalid(fmt::format("write {} without '='", args[i].substr(0, equals)));
+    }
     if (!args[i].starts_with("--") || args[i].size() == 2) continue;
     const Option* option = find_option(table, named_in(args[i]));
-    if (!option || option->kind == ValueKind::kFlag) continue;
+    if (!option) continue;
+    if (option->kind == ValueKind::kFlag) {
+      if (equals != std::string::npos) invalid(fmt::format("--{} takes no value", option->name));
+      continue;
+    }
     // CLI11 would take the argument that follows `--opt=`, or another option, as the value.
-    const size_t equals = args[i].find('=');
     const bool missing = equals == std::string::npos
                              ? i + 1 == args.size() || args[i + 1].starts_with("--")
                              : equals + 1 == args[i].size();

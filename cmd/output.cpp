@@ -23,6 +23,12 @@ int write_all(int fd, std::string_view text) {
   return 0;
 }
 
+void say(std::string_view message) {
+  std::string line = "distrain: ";
+  line.append(message).push_back('\n');
+  write_all(STDERR_FILENO, line);
+}
+
 int exit_code_of_write_error(int error) { return error == EPIPE ? 141 : 9; }
 
 OutputQueue::OutputQueue(int fd) : fd_(fd), chunk_(std::string::npos) {

@@ -43,6 +43,11 @@ OptionTable option_table() {
       table, "Run", Scope::kRank,
       {flag("explain", "the schedule's table as JSON, on a terminal as a timeline; no training")});
   append_common(table);
+  change(table, "inject", [](Option& o) {
+    o.help +=
+        ", stage=100ms (sleep in place of computing: so long for a batch's forward pass, and as "
+        "long for its backward)";
+  });
   return table;
 }
 

@@ -38,6 +38,7 @@ bool secure_standard_fds() {
 
 void set_up_process() {
   signal(SIGPIPE, SIG_IGN);
+  signal(SIGXFSZ, SIG_IGN);  // beyond `ulimit -f` a write fails, and says so
   // Blocks up to the largest threshold that glibc takes come from the heap, and the heap is not
   // given back at each free: the page faults of fresh blocks halve ResNet50's speed.
   mallopt(M_MMAP_THRESHOLD, 32 << 20);

@@ -1,17 +1,20 @@
 #include "progress.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <cstdlib>
 
 #include <fmt/format.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
 
+#include "output.h"
+
 namespace distrain::cmd {
 namespace {
 
 constexpr auto kInterval = std::chrono::milliseconds(100);
+
+void write(const std::string& text) { write_all(STDERR_FILENO, text); }
 
 std::optional<double> number(const Json& json, const char* name) {
   const auto it = json.find(name);
@@ -95,15 +98,13 @@ void Progress::show(bool at_once) {
   if (loss_) text += fmt::format("  loss {:.4f}", *loss_);
   if (!quality_.empty()) text += "  " + quality_;
   text = text.substr(0, terminal_width() - 1);
-  fmt::print(stderr, "\r\x1b[K{}{}{}", colour_ ? "\x1b[36m" : "", text, colour_ ? "\x1b[0m" : "");
-  std::fflush(stderr);
+  write(fmt::format("\r\x1b[K{}{}{}", colour_ ? "\x1b[36m" : "", text, colour_ ? "\x1b[0m" : ""));
   shown_ = true;
 }
 
 void Progress::clear() {
   if (!shown_) return;
-  fmt::print(stderr, "\r\x1b[K");
-  std::fflush(stderr);
+  write("\r\x1b[K");
   shown_ = false;
 }
 
@@ -115,7 +116,7 @@ void Progress::finish(const Json& end) {
   if (const auto wall = number(end, "wall_s")) text += fmt::format(" in {:.2f} s", *wall);
   if (const auto loss = number(end, "loss")) text += fmt::format(", loss {:.4f}", *loss);
   if (const std::string words = quality_words(end); !words.empty()) text += ", " + words;
-  fmt::print(stderr, "{}{}{}\n", colour_ ? "\x1b[32m" : "", text, colour_ ? "\x1b[0m" : "");
+  write(fmt::format("{}{}{}\n", colour_ ? "\x1b[32m" : "", text, colour_ ? "\x1b[0m" : ""));
 }
 
 }  // namespace distrain::cmd

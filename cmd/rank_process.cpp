@@ -11,6 +11,7 @@
 
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
+#include "distrain/base/temporary_folder.h"
 #include "json_sink.h"
 #include "output.h"
 #include "summary.h"
@@ -29,13 +30,19 @@ sigset_t ending_signal_set() {
 
 /// A spawned rank leaves the words to the launcher, which knows the root cause.
 void tell(const RankRun& run, const std::string& message) {
-  if (!run.job.spawned) fmt::print(stderr, "distrain: {}\n", message);
+  if (!run.job.spawned) say(message);
+}
+
+/// From any thread, whatever the others are at.
+[[noreturn]] void leave(int code) {
+  base::TemporaryFolder::remove_all();
+  std::fflush(nullptr);
+  _exit(code);
 }
 
 [[noreturn]] void leave_unheard(const RankRun& run, int error) {
   if (error != EPIPE) tell(run, fmt::format("stdout: {}", strerror(error)));
-  std::fflush(nullptr);
-  _exit(exit_code_of_write_error(error));
+  leave(exit_code_of_write_error(error));
 }
 
 Json start_fields(const RankRun& run, int threads) {
@@ -109,8 +116,7 @@ void end_by_signal(const RankRun& run, JsonSink& sink) {
       summary.end_fields(cause.exit_code, base::seconds_since(run.job.started), cause);
   if (!sink.finish(run.last_event, fields)) return;  // the body ended just now: its word holds
   tell(run, cause.message);
-  std::fflush(nullptr);
-  _exit(cause.exit_code);
+  leave(cause.exit_code);
 }
 
 Cause report(const RankRun& run, JsonSink& sink, const base::Error& error) {
@@ -157,9 +163,11 @@ int run_rank(const RankRun& run) {
       sink.emit("error", goal_fields(run, *cause));
       tell(run, cause->message);
     }
-    if (outcome.afterwards) {
-      const Cause trouble = report(run, sink, *outcome.afterwards);
-      if (!cause) cause = trouble;
+    if (outcome.afterwards && !cause) {
+      cause = report(run, sink, *outcome.afterwards);
+    } else if (outcome.afterwards) {  // the code and the error are those of what came first
+      sink.emit("warn", {{"kind", base::kind_name(outcome.afterwards->kind)},
+                         {"message", outcome.afterwards->message}});
     }
   } catch (...) {
     cause = report(run, sink, base::current_error(base::ErrorKind::kInternal));

@@ -59,6 +59,36 @@ code=$?
 expect 0 "closed stdin and stderr"
 expect_log "closed stdin and stderr"
 
+# Where nobody hears what is said on stderr, the exit code and stdout still tell.
+"$distrain" hybrid --bogus >"$tmp/out" 2>/dev/full
+code=$?
+expect 2 "a usage error, 2>/dev/full"
+expect_jq 'map(.event) == ["error", "end"]' "a usage error, 2>/dev/full"
+for local in "" --local; do
+  timeout "$limit" "$distrain" rl --max-episodes 2 $local >"$tmp/out" 2>/dev/full
+  code=$?
+  expect 11 "rl $local 2>/dev/full"
+  expect_log "rl $local 2>/dev/full"
+done
+"$distrain" hybrid --bogus >/dev/full 2>"$tmp/err"
+[[ $(cat "$tmp/err") == "distrain: unknown option --bogus"* ]] || fail "a usage error, >/dev/full: $(cat "$tmp/err")"
+
+# What ranks have in $TMPDIR goes with them, however they end.
+mkdir "$tmp/tmpdir"
+for _ in 1 2 3; do
+  TMPDIR=$tmp/tmpdir timeout "$limit" "$distrain" rl --max-episodes 50 --log-interval 1 2>/dev/null | head -n 1 >/dev/null
+  TMPDIR=$tmp/tmpdir timeout "$limit" "$distrain" rl --max-episodes 50 --log-interval 1 >/dev/full 2>/dev/null
+done
+: >"$tmp/out"
+TMPDIR=$tmp/tmpdir "$distrain" rl --rank 0 --master-port "$(free_port)" >"$tmp/out" 2>/dev/null &
+wait_for_lines 1 waiting "$tmp/out"
+[[ -n $(ls "$tmp/tmpdir") ]] || fail "this test looks in the wrong folder"
+kill $!
+wait $!
+code=$?
+expect 143 "SIGTERM while it waits"
+[[ -z $(ls "$tmp/tmpdir") ]] || fail "left in TMPDIR: $(ls "$tmp/tmpdir")"
+
 # The progress: only when stderr is a terminal and stdout is not. script(1) makes a terminal.
 if command -v script >/dev/null; then
   export short_run="timeout $limit '$distrain' hybrid ${short[*]}"

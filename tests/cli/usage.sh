@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: timeout=120
+# ctest: timeout=300
 # Wrong usage: exit code 2, one clear error; both spellings of options.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
@@ -39,6 +39,12 @@ wrong "--master-port must be" hybrid --master-port 65536
 wrong "--lr needs a value" hybrid --lr
 wrong "--lr needs a value" hybrid --lr=
 wrong "--data needs a value" hybrid --data --local
+wrong "--local takes no value" rl --local=maybe
+wrong "--quiet takes no value" rl --quiet=
+wrong "--help takes no value" rl --help=3
+wrong "--explain takes no value" pipeline --explain=false
+wrong "write -q without '='" rl -q=1
+wrong "unexpected argument 'pipeline'" help rl pipeline
 wrong "did you mean adagrad?" hybrid --optimizer adgrad
 wrong "must be one of async, sync" hybrid --mode both
 wrong "must be one of auto, tcp, unix" hybrid --transport ib
