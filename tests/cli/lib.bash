@@ -5,7 +5,7 @@ distrain=$(realpath "$1")
 here=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
 # shellcheck disable=SC2034  # for the scripts
 root=$(realpath "$here/../..")
-limit=${DISTRAIN_TEST_LIMIT:-40} # seconds for one command
+limit=${DISTRAIN_TEST_LIMIT:-40} # seconds for one command, and to wait for anything
 failures=0
 code=0
 tmp=$(mktemp -d)
@@ -85,7 +85,7 @@ expect_error() {
 # expect_no_process <name> [seconds]
 expect_no_process() {
   local i
-  for ((i = 0; i < ${2:-2} * 20; ++i)); do
+  for ((i = 0; i < ${2:-$((limit / 8))} * 20; ++i)); do
     [[ -z $(processes) ]] && return
     sleep 0.05
   done
@@ -105,10 +105,25 @@ wait_for() {
 
 # wait_for_lines <n> <event> <file>: until n such lines are there.
 has_lines() { [[ $(grep -cF "\"event\":\"$2\"" "$3" 2>/dev/null) -ge $1 ]]; }
-wait_for_lines() { wait_for 30 has_lines "$@" || fail "no $1 lines of $2 after 30 s"; }
+wait_for_lines() { wait_for "$limit" has_lines "$@" || fail "no $1 lines of $2 after $limit s"; }
 
+# A port that nobody has: below those which the kernel gives out by itself, to another test perhaps,
+# before the job binds it.
 free_port() {
-  python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+  python3 - <<'END'
+import random, socket
+with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+    end = min(int(file.read().split()[0]), 32768)
+while True:
+    with socket.socket() as s:
+        port = random.randrange(max(1024, end - 16384), end)
+        try:
+            s.bind(("", port))
+        except OSError:
+            continue
+        print(port)
+        break
+END
 }
 
 # make_images <folder> <training images> <test images> [pixels a side]: MNIST's files, with classes

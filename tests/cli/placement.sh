@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: timeout=120
+# ctest: timeout=300
 # Where rank, size and address come from: flags, torchrun's variables, Open MPI, PMI, Slurm in a step.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"

@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: timeout=120
+# ctest: timeout=300
 # distrain ps: lines, lengths, modes, images that are not what they should be.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"

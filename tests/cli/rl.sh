@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: timeout=120
+# ctest: timeout=300
 # distrain rl: lines, the goal that is met or missed, --local, ranks that join, ends by signal.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
@@ -67,9 +67,9 @@ expect_jq '.[-1] | .event == "end" and .role == "observer1" and .status == "ok"'
 
 # The agent names the observer that it lost.
 port=$(free_port)
-for r in 1 2; do
-  "$distrain" rl --rank $r --master-port "$port" >"$tmp/rank$r" 2>&1 &
-done
+timeout "$limit" "$distrain" rl --rank 1 --master-port "$port" >"$tmp/rank1" 2>&1 &
+other=$!
+"$distrain" rl --rank 2 --master-port "$port" >"$tmp/rank2" 2>&1 &
 observer=$!
 : >"$tmp/out"
 timeout "$limit" "$distrain" rl --rank 0 --observers 2 --master-port "$port" --threshold 1e6 >"$tmp/out" 2>"$tmp/err" &
@@ -79,6 +79,9 @@ kill -9 $observer
 wait $job
 code=$?
 expect 5 "an observer that joined is lost"
+wait $other
+code=$?
+expect 5 "an observer that joined is lost: the other one"
 expect_jq '.[-1] | .event == "end" and .kind == "peer_lost" and .cause_rank == 2' "an observer that joined is lost"
 expect_no_process "an observer that joined is lost"
 
@@ -145,20 +148,20 @@ observer=$!
 start --rank 0 --observers 1 --master-port "$port" --checkpoint "$tmp/joined"
 kill -TERM "$(pid_of 0)"
 wait $job
-code=$?
-ended_by_term "SIGTERM to an agent that joined"
+agent_code=$?
 wait $observer
 code=$?
 expect 143 "SIGTERM to an agent that joined: its observer"
+code=$agent_code
+ended_by_term "SIGTERM to an agent that joined"
 
 # Nothing is to be saved while ranks are missing.
 : >"$tmp/out"
 timeout "$limit" "$distrain" rl --rank 0 --master-port "$(free_port)" --checkpoint "$tmp/none" >"$tmp/out" 2>"$tmp/err" &
 job=$!
-wait_for_lines 1 start "$tmp/out"
-sleep 0.5 # until it waits
+wait_for_lines 1 waiting "$tmp/out"
 kill -TERM "$(pid_of 0)"
-wait_for 3 has_lines 1 end "$tmp/out" || fail "SIGTERM while ranks are missing: goes on waiting"
+wait_for 20 has_lines 1 end "$tmp/out" || fail "SIGTERM while ranks are missing: goes on waiting"
 wait $job
 code=$?
 expect 143 "SIGTERM while ranks are missing"

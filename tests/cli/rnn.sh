@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: timeout=120
+# ctest: timeout=300
 # distrain rnn: random batches, a text, the sample, data that is not what it should be.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"

@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: timeout=180
+# ctest: timeout=300
 # --trace: the file follows the format's rules, and has what each job does.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
@@ -45,8 +45,10 @@ expect_trace pipeline 3 data@0 loss@0 forward@1 forward@2 backward@0 backward@1 
 run "${pipeline[@]}" --local --trace "$trace"
 expect_trace "pipeline --local" 1 data forward loss backward update
 run rl --observers 2 --threshold 10 --trace "$trace"
-expect_trace rl 3 Observer.run_episode@1 PolicyAgent.select_actions@0 "call PolicyAgent.select_actions@2"
+expect_trace rl 3 episode@1 environment@2 forward@0 backward@0 update@0 Observer.run_episode@1 PolicyAgent.select_actions@0 "call PolicyAgent.select_actions@2"
 
+run rl --local --threshold 10 --trace "$trace"
+expect_trace "rl --local" 1 episode environment forward backward update
 run hybrid --local --epochs 2 --trace "$trace"
 expect_trace "hybrid --local" 1 step forward loss backward update data
 run "${ps[@]}" --local --trace "$trace"
@@ -57,7 +59,7 @@ expect_trace "rnn --local" 1 step forward backward update data
 # Ranks that join learn of it from rank 0.
 port=$(free_port)
 for rank in 1 2 3; do
-  "$distrain" hybrid --epochs 2 --rank $rank --master-port "$port" >"$tmp/out$rank" 2>"$tmp/err$rank" &
+  timeout -k 2 "$limit" "$distrain" hybrid --epochs 2 --rank $rank --master-port "$port" >"$tmp/out$rank" 2>"$tmp/err$rank" &
 done
 run hybrid --epochs 2 --rank 0 --master-port "$port" --trace "$trace"
 wait
@@ -84,7 +86,6 @@ expect_error 2 invalid "is not a plain file" "a device"
 # No room for the file: what is there is not touched.
 echo old >"$trace"
 (
-  trap '' XFSZ
   ulimit -f 64
   timeout -k 2 "$limit" "$distrain" hybrid --epochs 20 --trace "$trace" >"$tmp/out" 2>"$tmp/err"
 )

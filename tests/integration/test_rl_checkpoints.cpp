@@ -87,7 +87,9 @@ TEST_CASE("a job of episodes that is told to stop goes on to the same end") {
     signals[job.rank] = job.stop;
   };
   hooks.heard = [&](const Job&, const Line& line) {
-    if (line.event == "episode" && line.fields["episode"] == 7) CHECK(signals.at(told)->request());
+    if (line.event != "episode" || line.fields["episode"] != 7) return;
+    std::lock_guard lock(mutex);
+    CHECK(signals.at(told)->request());
   };
   const Finished first = run_job(place, options, hooks);
   for (const auto& [rank, outcome] : first.outcomes) {
@@ -124,6 +126,7 @@ TEST_CASE("a job of episodes that is told to stop in its last one says that it w
   hooks.heard = [&](const Job&, const Line& line) {
     // The 8th line comes when its state is decided, but not yet saved.
     if (line.event != "episode" || line.fields["episode"] != (told == 0 ? 8 : 7)) return;
+    std::lock_guard lock(mutex);
     CHECK(signals.at(told)->request());
   };
   const Finished job = run_job(place, options, hooks);

@@ -6,7 +6,7 @@
 source "$(dirname "$0")/../cli/lib.bash"
 
 make_images "$tmp/images" 2000 100
-"$distrain" ps --data "$tmp/images" --steps 2100 --epochs 1000 --log-interval 100 --threads 1 \
+"$distrain" ps --data "$tmp/images" --steps 3000 --epochs 1000 --log-interval 100 --threads 1 \
   >"$tmp/out" 2>"$tmp/err" &
 job=$!
 # shellcheck disable=SC2317  # called by wait_for
