@@ -1,0 +1,64 @@
+// Streams to test: two of one connection, or one against a raw socket.
+#pragma once
+
+#include <functional>
+#include <thread>
+
+#include "net_support.h"
+
+namespace distrain::net {
+
+// Two streams of one connection on one loop.
+template <class Transport>
+struct Pair {
+  Pair() {
+    auto [first, second] = Transport::connected();
+    a = started(loop, std::move(first), record_a);
+    b = started(loop, std::move(second), record_b);
+  }
+  Record record_a, record_b;
+  Loop loop;  // after the records: it ends first
+  StreamPtr a, b;
+};
+
+// A stream against a socket in the test's hands.
+template <class Transport>
+struct Half {
+  explicit Half(const wire::Limits& limits = {}) {
+    auto [first, second] = Transport::connected();
+    raw = std::move(second);
+    stream = started(loop, std::move(first), record, limits);
+  }
+  Record record;
+  Fd raw;
+  Loop loop;
+  StreamPtr stream;
+};
+
+// Sends until the socket takes no more; what was sent is large enough to be queued.
+inline std::vector<std::weak_ptr<const void>> fill(Stream& stream, size_t frames, size_t bytes) {
+  std::vector<std::weak_ptr<const void>> alive;
+  for (size_t i = 0; i < frames; ++i) {
+    OutFrame frame = make_frame(i, 40, bytes);
+    alive.push_back(frame.keep_alive);
+    CHECK(stream.send(std::move(frame)).ok());
+  }
+  return alive;
+}
+
+inline size_t count_alive(const std::vector<std::weak_ptr<const void>>& watched) {
+  size_t alive = 0;
+  for (const auto& one : watched) alive += !one.expired();
+  return alive;
+}
+
+inline bool eventually(const std::function<bool()>& condition) {
+  const base::TimePoint end = base::deadline_after(kLongest);
+  while (!condition()) {
+    if (base::Clock::now() > end) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
+}  // namespace distrain::net

@@ -1,0 +1,301 @@
+// How a stream ends: by our close, by the peer's end, by its loop's. For each transport.
+#include <atomic>
+#include <thread>
+
+#include "stream_support.h"
+
+using namespace distrain;
+using namespace distrain::net;
+
+TEMPLATE_TEST_CASE("close delivers what was sent before", "", Tcp, Unix) {
+  Pair<TestType> pair;
+  constexpr size_t kFrames = 100;
+  for (size_t i = 0; i < kFrames; ++i) REQUIRE(pair.a->send(make_frame(i, 10, 200'000)).ok());
+  pair.a->close();
+  CHECK_FALSE(pair.a->send(make_frame(1, 0, 0)).ok());
+  REQUIRE(pair.record_b.wait_closed());
+  REQUIRE(pair.record_a.wait_closed());
+  CHECK(pair.record_b.count() == kFrames);
+  bool right = true;
+  for (const InFrame& frame : pair.record_b.frames()) right &= intact(frame);
+  CHECK(right);
+  CHECK(pair.record_a.error().kind == base::ErrorKind::kCancelled);
+  CHECK(pair.record_b.error().kind == base::ErrorKind::kPeerLost);
+  CHECK(pair.record_a.closes() == 1);
+  CHECK(pair.record_b.closes() == 1);
+}
+
+// A socket that is closed while it holds unread bytes resets a TCP connection, and what the kernel
+// had not sent yet would be lost.
+TEMPLATE_TEST_CASE("close delivers everything though the other side sends too", "", Tcp, Unix) {
+  for (int round = 0; round < 10; ++round) {
+    Half<TestType> half;
+    std::atomic<bool> stop{false};
+    std::thread talker([&] {
+      const auto frame = wire_bytes(make_frame(1, 100, 3000));
+      while (!stop && raw_write(half.raw.get(), frame)) {
+      }
+    });
+    constexpr size_t kFrames = 40;
+    for (size_t i = 0; i < kFrames; ++i) REQUIRE(half.stream->send(make_frame(i, 10, 50'000)).ok());
+    half.stream->close();
+    bool right = true;
+    for (size_t i = 0; i < kFrames; ++i) {
+      const auto expected = wire_bytes(make_frame(i, 10, 50'000));
+      right &= raw_read(half.raw.get(), expected.size()) == expected;
+    }
+    CHECK(right);
+    stop = true;
+    talker.join();
+    half.raw.reset();
+    REQUIRE(half.record.wait_closed());
+    CHECK(half.record.closes() == 1);
+    CHECK(half.record.error().kind == base::ErrorKind::kCancelled);
+    CHECK_FALSE(half.record.frames_after_close());
+  }
+}
+
+TEMPLATE_TEST_CASE("close ends even if the other side never does", "", Tcp, Unix) {
+  Half<TestType> half;
+  REQUIRE(half.stream->send(make_frame(1, 10, 10)).ok());
+  half.stream->close();
+  REQUIRE(half.record.wait_closed());
+  CHECK(half.record.error().kind == base::ErrorKind::kCancelled);
+  const auto expected = wire_bytes(make_frame(1, 10, 10));
+  CHECK(raw_read(half.raw.get(), expected.size() + 1) == expected);  // and then the end
+}
+
+TEMPLATE_TEST_CASE("close without flush drops the queue", "", Tcp, Unix) {
+  Half<TestType> half;
+  const auto alive = fill(*half.stream, 300, 65'000);
+  half.stream->close(false);
+  REQUIRE(half.record.wait_closed());
+  CHECK(half.record.error().kind == base::ErrorKind::kCancelled);
+  // Let go at once, not with the last handle of the stream.
+  CHECK(eventually([&] { return count_alive(alive) == 0; }));
+  CHECK_FALSE(half.stream->send(make_frame(1, 0, 0)).ok());
+  CHECK(raw_read(half.raw.get(), 300 * 66'000).size() < 300 * 65'000);
+}
+
+TEMPLATE_TEST_CASE("a flush that cannot end is cut by close without flush", "", Tcp, Unix) {
+  Half<TestType> half;
+  const auto alive = fill(*half.stream, 300, 65'000);
+  half.stream->close();
+  half.stream->close();
+  CHECK(half.record.closes() == 0);
+  half.stream->close(false);
+  half.stream->close(false);
+  REQUIRE(half.record.wait_closed());
+  CHECK(eventually([&] { return count_alive(alive) == 0; }));
+  on_loop(half.loop, [] {});
+  CHECK(half.record.closes() == 1);
+}
+
+TEMPLATE_TEST_CASE("the peer's end is told once", "", Tcp, Unix) {
+  Half<TestType> half;
+  half.raw.reset();
+  REQUIRE(half.record.wait_closed());
+  CHECK(half.record.error().kind == base::ErrorKind::kPeerLost);
+  CHECK_FALSE(half.stream->send(make_frame(1, 0, 0)).ok());
+  half.stream->close();
+  half.stream->close(false);
+  on_loop(half.loop, [] {});
+  CHECK(half.record.closes() == 1);
+}
+
+TEMPLATE_TEST_CASE("a peer that ends in the middle of a frame is lost", "", Tcp, Unix) {
+  for (const size_t cut : {size_t{1}, size_t{47}, size_t{48}, size_t{100}, size_t{90'000}}) {
+    Half<TestType> half;
+    const auto bytes = wire_bytes(make_frame(1, 100, 100'000));
+    REQUIRE(raw_write(half.raw.get(), std::span(bytes).first(cut)));
+    half.raw.reset();
+    REQUIRE(half.record.wait_closed());
+    CHECK(half.record.error().kind == base::ErrorKind::kPeerLost);
+    CHECK(half.record.count() == 0);
+  }
+}
+
+// Writing to a connection that is gone raises SIGPIPE unless that is seen to.
+TEMPLATE_TEST_CASE("the peer ends while much is queued for it", "", Tcp, Unix) {
+  for (int round = 0; round < 5; ++round) {
+    Half<TestType> half;
+    const auto alive = fill(*half.stream, 100, 65'000);
+    half.raw.reset();
+    REQUIRE(half.record.wait_closed());
+    CHECK(half.record.error().kind == base::ErrorKind::kPeerLost);
+    CHECK(eventually([&] { return count_alive(alive) == 0; }));
+    CHECK_FALSE(half.stream->send(make_frame(1, 0, 0)).ok());
+    CHECK(half.record.closes() == 1);
+  }
+}
+
+// An abort says who is to blame: it must not be lost because our own writes fail first.
+TEMPLATE_TEST_CASE("a peer's last words are heard though it left our queue unread", "", Unix) {
+  for (int round = 0; round < 10; ++round) {
+    Half<TestType> half;
+    const auto alive = fill(*half.stream, 100, 65'000);
+    base::Promise<void> go;
+    half.loop.post([opened = go.future()] {
+      while (!opened.done()) std::this_thread::yield();  // the loop is late
+    });
+    REQUIRE(raw_write(half.raw.get(), wire_bytes(make_frame(7, 20, 0))));
+    half.raw.reset();
+    go.set();
+    REQUIRE(half.record.wait_closed());
+    REQUIRE(half.record.count() == 1);
+    CHECK(intact(half.record.frames()[0]));
+    CHECK(half.record.error().kind == base::ErrorKind::kPeerLost);
+    CHECK(half.record.closes() == 1);
+  }
+}
+
+TEMPLATE_TEST_CASE("closing and letting go of the stream inside its own handlers", "", Tcp, Unix) {
+  for (const bool flush : {false, true}) {
+    auto [first, second] = TestType::connected();
+    Record record;
+    Loop loop;
+    auto stream = std::make_shared<StreamPtr>(adopt_socket(loop, first.release()));
+    const std::weak_ptr<Stream> watch = *stream;
+    (*stream)->start({[&record, stream, flush](InFrame frame) {
+                        if (*stream) (*stream)->close(flush);
+                        stream->reset();
+                        record.add(std::move(frame));
+                      },
+                      [&record](const base::Error& error) { record.closed(error); }},
+                     {});
+    const auto bytes = wire_bytes(make_frame(1, 10, 10));
+    REQUIRE(raw_write(second.get(), bytes));
+    CHECK(raw_read(second.get(), 1).empty());
+    second.reset();
+    REQUIRE(record.wait_closed());
+    CHECK(record.closes() == 1);
+    CHECK(eventually([&] { return watch.expired(); }));
+  }
+}
+
+TEMPLATE_TEST_CASE("a loop that ends closes its streams, queued data or not", "", Tcp, Unix) {
+  auto [first, second] = TestType::connected();
+  auto [third, fourth] = TestType::connected();
+  Record record, idle_record;
+  StreamPtr stream, idle;
+  std::vector<std::weak_ptr<const void>> alive;
+  {
+    Loop loop;
+    stream = started(loop, std::move(first), record);
+    idle = started(loop, std::move(third), idle_record);
+    alive = fill(*stream, 300, 65'000);
+    CHECK(count_alive(alive) > 0);
+  }
+  CHECK(record.closes() == 1);
+  CHECK(idle_record.closes() == 1);
+  CHECK(record.error().kind == base::ErrorKind::kCancelled);
+  CHECK(count_alive(alive) == 0);
+  // What is left of them is harmless.
+  CHECK_FALSE(stream->send(make_frame(1, 0, 0)).ok());
+  stream->close();
+  idle->close(false);
+  CHECK(raw_read(fourth.get(), 1).empty());
+}
+
+TEMPLATE_TEST_CASE("a stream that was never started may outlive its loop", "", Tcp, Unix) {
+  auto [first, second] = TestType::connected();
+  StreamPtr stream;
+  {
+    Loop loop;
+    stream = adopt_socket(loop, first.release());
+    REQUIRE(stream->send(make_frame(1, 2, 3)).ok());
+  }
+  static_cast<void>(fill(*stream, 300, 65'000));
+  stream->close();
+  stream.reset();
+  CHECK(raw_read(second.get(), 48).size() == 48);
+}
+
+TEMPLATE_TEST_CASE("a stream closed before its start tells so when it is started", "", Tcp, Unix) {
+  for (const bool flush : {false, true}) {
+    auto [first, second] = TestType::connected();
+    Record record;
+    Loop loop;
+    const StreamPtr stream = adopt_socket(loop, first.release());
+    stream->close(flush);
+    stream->start(record.handler(), {});
+    if (flush) second.reset();
+    REQUIRE(record.wait_closed());
+    CHECK(record.closes() == 1);
+  }
+}
+
+TEMPLATE_TEST_CASE("a connection that was reset before it was adopted", "", Tcp, Unix) {
+  auto [first, second] = TestType::connected();
+  const linger at_once{1, 0};
+  setsockopt(second.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
+  second.reset();
+  Record record;
+  Loop loop;
+  const StreamPtr stream = started(loop, std::move(first), record);
+  REQUIRE(record.wait_closed());
+  CHECK(record.error().kind == base::ErrorKind::kPeerLost);
+  CHECK((stream->peer_name() == "unix") == !TestType::kIsTcp);
+}
+
+TEMPLATE_TEST_CASE("closes from all sides at once: on_close once each", "", Tcp, Unix) {
+  for (int round = 0; round < 30; ++round) {
+    Record record_a, record_b;
+    {
+      auto [first, second] = TestType::connected();
+      Loop loop;
+      const StreamPtr a = started(loop, std::move(first), record_a);
+      const StreamPtr b = started(loop, std::move(second), record_b);
+      std::vector<std::thread> threads;
+      for (int t = 0; t < 4; ++t) {
+        threads.emplace_back([&, t] {
+          const StreamPtr& mine = t % 2 ? a : b;
+          for (int i = 0; i < 20; ++i) static_cast<void>(mine->send(make_frame(1, 10, 5000)));
+          mine->close((round + t) % 3 != 0);
+          static_cast<void>(mine->send(make_frame(1, 1, 1)));
+        });
+      }
+      for (std::thread& thread : threads) thread.join();
+      if (round % 2) {
+        REQUIRE(record_a.wait_closed());
+        REQUIRE(record_b.wait_closed());
+      }
+    }
+    REQUIRE(record_a.closes() == 1);
+    REQUIRE(record_b.closes() == 1);
+    REQUIRE_FALSE(record_a.frames_after_close());
+    REQUIRE_FALSE(record_b.frames_after_close());
+  }
+}
+
+TEMPLATE_TEST_CASE("streams come and go without a descriptor left behind", "", Tcp, Unix) {
+  const auto descriptors = [] {
+    size_t count = 0;
+    for ([[maybe_unused]] const auto& entry :
+         std::filesystem::directory_iterator("/proc/self/fd")) {
+      ++count;
+    }
+    return count;
+  };
+  { const Loop first; }  // libuv keeps a pipe from its first loop on
+  const size_t before = descriptors();
+  {
+    Loop loop;
+    for (int i = 0; i < 40; ++i) {
+      auto [first, second] = TestType::connected();
+      Record record_a, record_b;
+      const StreamPtr a = started(loop, std::move(first), record_a);
+      const StreamPtr b = started(loop, std::move(second), record_b);
+      REQUIRE(a->send(make_frame(1, 2, 3)).ok());
+      if (i % 4 == 0) {
+        REQUIRE(record_b.wait_frames(1));
+        b->close();
+      }
+      a->close(i % 2);
+      REQUIRE(record_a.wait_closed());
+      b->close(false);
+      REQUIRE(record_b.wait_closed());
+    }
+  }
+  CHECK(descriptors() == before);
+}
