@@ -1,0 +1,148 @@
+// Ranks that meet: an agent that joins on a thread of its own, and a rank made by hand.
+#pragma once
+
+#include <chrono>
+#include <future>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include "distrain/net/socket.h"
+#include "distrain/wire/frame.h"
+#include "distrain/wire/handshake.h"
+#include "support/catch.h"
+#include "support/cluster.h"
+
+namespace distrain::testing {
+
+using namespace std::chrono_literals;
+
+inline int64_t add(int64_t a, int64_t b) { return a + b; }
+inline void nap(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
+inline void setup(rpc::Agent& agent) {
+  agent.expose<&add>("add");
+  agent.expose<&nap>("nap");
+}
+
+inline rpc::AgentOptions options_for(int rank, int world_size, uint16_t port = 0) {
+  rpc::AgentOptions options;
+  options.rank = rank;
+  options.world_size = world_size;
+  options.master_port = port;
+  options.join_timeout = 20s;
+  if (rank == 0) {
+    for (int r = 0; r < world_size; ++r) options.names.push_back("w" + std::to_string(r));
+  }
+  return options;
+}
+
+// What a rank's join() comes to, on a thread of its own.
+class Joining {
+ public:
+  explicit Joining(rpc::AgentOptions options) {
+    agent_ = std::make_unique<rpc::Agent>(std::move(options));
+    setup(*agent_);
+    done_ = std::async(std::launch::async, [this] { return error_of([&] { agent_->join(); }); });
+  }
+  /// Kind internal and "(no error)" when it has joined.
+  base::Error result() {
+    if (!result_) result_ = done_.get();
+    return *result_;
+  }
+  bool joined() { return result().message == "(no error)"; }
+  rpc::Agent& agent() { return *agent_; }
+  void kill() { agent_.reset(); }
+
+ private:
+  std::unique_ptr<rpc::Agent> agent_;
+  std::future<base::Error> done_;
+  std::optional<base::Error> result_;
+};
+
+// A rank by hand: frames over a blocking socket.
+class RawRank {
+ public:
+  explicit RawRank(uint16_t port) {
+    fd_ = std::move(net::connect_tcp("localhost", port, base::deadline_after(5s)).value());
+    const int flags = fcntl(fd_.get(), F_GETFL);
+    fcntl(fd_.get(), F_SETFL, flags & ~O_NONBLOCK);
+  }
+  void send_bytes(const void* data, size_t size) {
+    const auto* at = static_cast<const char*>(data);
+    while (size > 0) {
+      const ssize_t sent = ::send(fd_.get(), at, size, MSG_NOSIGNAL);
+      if (sent <= 0) return;
+      at += sent;
+      size -= static_cast<size_t>(sent);
+    }
+  }
+  void send(wire::FrameKind kind, const wire::Bytes& meta = {}) {
+    wire::FrameHeader header;
+    header.kind = kind;
+    header.meta_bytes = static_cast<uint32_t>(meta.size());
+    uint8_t head[wire::kHeaderBytes];
+    wire::encode_header(header, head);
+    send_bytes(head, sizeof head);
+    send_bytes(meta.data(), meta.size());
+  }
+  /// Its header and meta; nothing when the other side has closed, or says nothing for 10 s.
+  std::optional<std::pair<wire::FrameHeader, wire::Bytes>> receive() {
+    uint8_t head[wire::kHeaderBytes];
+    if (!receive_bytes(head, sizeof head)) return std::nullopt;
+    const wire::FrameHeader header = wire::decode_header(head, wire::Limits{}).value();
+    wire::Bytes body(header.body_bytes());
+    if (!receive_bytes(body.data(), body.size())) return std::nullopt;
+    return std::pair(header, body);
+  }
+  bool closed_by_peer() {
+    while (receive()) {
+    }
+    pollfd entry{fd_.get(), POLLIN, 0};
+    return ::poll(&entry, 1, 0) == 1;
+  }
+  void hello(int rank, wire::HelloPurpose purpose, const std::string& job = "distrain") {
+    wire::Hello hello;
+    hello.purpose = purpose;
+    hello.job_id = job;
+    hello.rank = rank;
+    send(wire::FrameKind::kHello, wire::encode(hello));
+  }
+
+ private:
+  bool receive_bytes(uint8_t* at, size_t size) {
+    while (size > 0) {
+      pollfd entry{fd_.get(), POLLIN, 0};
+      if (::poll(&entry, 1, 10000) != 1) return false;
+      const ssize_t got = ::recv(fd_.get(), at, size, 0);
+      if (got <= 0) return false;
+      at += got;
+      size -= static_cast<size_t>(got);
+    }
+    return true;
+  }
+  net::Fd fd_;
+};
+
+inline bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// The job comes up with rank 1 as it should be, after all that rank 0 has been through.
+inline void check_comes_up(Joining& zero) {
+  Joining one(options_for(1, 2, zero.agent().port()));
+  CHECK(one.joined());
+  CHECK(zero.joined());
+  if (!one.joined() || !zero.joined()) return;
+  CHECK(zero.agent().rpc_sync<&add>(1, 2, 3) == 5);
+  std::thread other([&] { one.agent().shutdown(); });
+  zero.agent().shutdown();
+  other.join();
+}
+
+}  // namespace distrain::testing

@@ -1,0 +1,193 @@
+// ctest: timeout=180
+// What goes wrong while the ranks of a job meet: strangers, and ranks that are missing or leave.
+#include <thread>
+
+#include <unistd.h>
+
+#include "join_support.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using base::ErrorKind;
+using rpc::Agent;
+using rpc::AgentOptions;
+
+TEST_CASE("rank 0 survives strangers of all kinds") {
+  Joining zero(options_for(0, 2));
+  const uint16_t port = zero.agent().port();
+  {
+    RawRank http(port);
+    const std::string request = "GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8.0\r\n\r\n";
+    http.send_bytes(request.data(), request.size());
+    CHECK(http.closed_by_peer());
+  }
+  {
+    RawRank short_one(port);
+    short_one.send_bytes("DT", 2);
+  }
+  {
+    // A frame that says it is 4 GiB long.
+    RawRank huge(port);
+    wire::FrameHeader header;
+    header.kind = wire::FrameKind::kHello;
+    header.meta_bytes = 0xFFFFFFFF;
+    uint8_t head[wire::kHeaderBytes];
+    wire::encode_header(header, head);
+    huge.send_bytes(head, sizeof head);
+    CHECK(huge.closed_by_peer());
+  }
+  {
+    RawRank newer(port);
+    wire::Hello hello;
+    hello.job_id = "distrain";
+    hello.rank = 1;
+    wire::Bytes bytes = wire::encode(hello);
+    bytes[0] = static_cast<uint8_t>(bytes[0] + 41);  // the version comes first
+    newer.send(wire::FrameKind::kHello, bytes);
+    const auto answer = newer.receive();
+    REQUIRE(answer);
+    CHECK(answer->first.kind == wire::FrameKind::kReject);
+    const base::Error e = wire::decode_error(answer->second);
+    CHECK(e.kind == ErrorKind::kProtocol);
+    CHECK(contains(e.message, std::to_string(wire::kProtocolVersion)));
+    CHECK(contains(e.message, std::to_string(wire::kProtocolVersion + 41)));
+    CHECK(newer.closed_by_peer());
+  }
+  {
+    RawRank impatient(port);
+    impatient.send(wire::FrameKind::kGo);
+    CHECK(impatient.closed_by_peer());
+  }
+  {
+    RawRank truncated(port);
+    wire::Hello hello;
+    hello.rank = 1;
+    wire::Bytes bytes = wire::encode(hello);
+    bytes.resize(bytes.size() - 3);
+    truncated.send(wire::FrameKind::kHello, bytes);
+    const auto answer = truncated.receive();
+    REQUIRE(answer);
+    CHECK(wire::decode_error(answer->second).kind == ErrorKind::kProtocol);
+  }
+  {
+    // Says hello as a peer of ranks that do not exist.
+    RawRank peer(port);
+    peer.hello(7, wire::HelloPurpose::kPeer);
+    CHECK(peer.closed_by_peer());
+    RawRank self(port);
+    self.hello(0, wire::HelloPurpose::kPeer);
+    CHECK(self.closed_by_peer());
+    RawRank negative(port);
+    negative.hello(-5, wire::HelloPurpose::kPeer);
+    CHECK(negative.closed_by_peer());
+  }
+  RawRank silent(port);
+  check_comes_up(zero);
+}
+
+TEST_CASE("a rank that leaves during the meeting frees its place") {
+  Joining zero(options_for(0, 3));
+  const uint16_t port = zero.agent().port();
+  {
+    Joining one(options_for(1, 3, port));
+    std::this_thread::sleep_for(100ms);
+    one.agent().abort(base::Error{ErrorKind::kCancelled, "changed its mind", 1, {}});
+    CHECK_FALSE(one.joined());
+  }
+  std::this_thread::sleep_for(100ms);
+  const bool still_waits = [&] {
+    try {
+      Joining one(options_for(1, 3, port));
+      Joining two(options_for(2, 3, port));
+      return one.joined() && two.joined() && zero.joined();
+    } catch (const base::Exception&) {
+      return false;
+    }
+  }();
+  CHECK(still_waits);
+}
+
+TEST_CASE("a joiner that is cut off during the meeting frees its place") {
+  Joining zero(options_for(0, 3));
+  const uint16_t port = zero.agent().port();
+  for (int i = 0; i < 5; ++i) {
+    RawRank(port).hello(1, wire::HelloPurpose::kJoin);
+    std::this_thread::sleep_for(20ms);
+  }
+  std::this_thread::sleep_for(100ms);
+  Joining one(options_for(1, 3, port));
+  Joining two(options_for(2, 3, port));
+  CHECK(one.joined());
+  CHECK(two.joined());
+  CHECK(zero.joined());
+}
+
+TEST_CASE("the join timeout names those who are missing") {
+  AgentOptions options = options_for(0, 4);
+  options.join_timeout = 400ms;
+  Joining zero(options);
+  Joining two(options_for(2, 4, zero.agent().port()));
+  const base::Error e = zero.result();
+  CHECK(e.kind == ErrorKind::kRendezvous);
+  CHECK(contains(e.message, "1, 3"));
+  CHECK_FALSE(contains(e.message, "2"));
+  // Who had come is told the same.
+  CHECK(two.result().kind == ErrorKind::kRendezvous);
+  CHECK(contains(two.result().message, "1, 3"));
+
+  AgentOptions lonely = options_for(1, 2, zero.agent().port());
+  zero.kill();
+  lonely.join_timeout = 300ms;
+  const base::Error alone = Joining(lonely).result();
+  CHECK(alone.kind == ErrorKind::kRendezvous);
+  CHECK(alone.rank == 0);
+}
+
+TEST_CASE("rank 0 dies while others join") {
+  Joining zero(options_for(0, 4));
+  Joining one(options_for(1, 4, zero.agent().port()));
+  Joining two(options_for(2, 4, zero.agent().port()));
+  std::this_thread::sleep_for(100ms);
+  zero.agent().abort(base::Error{ErrorKind::kCancelled, "ended by a signal", 0, {}});
+  CHECK(zero.result().kind == ErrorKind::kCancelled);
+  for (Joining* joining : {&one, &two}) {
+    CHECK_FALSE(joining->joined());
+    CHECK(joining->result().rank == 0);
+  }
+  // Without a word: a socket that accepts and closes.
+  net::Fd listener = std::move(net::listen_tcp("localhost", 0).value());
+  const uint16_t port = net::local_name(listener.get()).port;
+  Joining lost(options_for(1, 2, port));
+  const int flags = fcntl(listener.get(), F_GETFL);
+  fcntl(listener.get(), F_SETFL, flags & ~O_NONBLOCK);
+  const int connection = ::accept(listener.get(), nullptr, nullptr);
+  REQUIRE(connection >= 0);
+  std::this_thread::sleep_for(50ms);
+  ::close(connection);
+  CHECK(lost.result().kind == ErrorKind::kRendezvous);
+  CHECK(lost.result().rank == 0);
+}
+
+TEST_CASE("a rank 0 that is no rank 0 is a protocol error") {
+  net::Fd listener = std::move(net::listen_tcp("localhost", 0).value());
+  const uint16_t port = net::local_name(listener.get()).port;
+  const int flags = fcntl(listener.get(), F_GETFL);
+  fcntl(listener.get(), F_SETFL, flags & ~O_NONBLOCK);
+  Joining one(options_for(1, 2, port));
+  const int connection = ::accept(listener.get(), nullptr, nullptr);
+  REQUIRE(connection >= 0);
+  const std::string greeting =
+      "220 mail.example.org ESMTP Postfix (Debian/GNU) ready to serve you\r\n";
+  CHECK(::send(connection, greeting.data(), greeting.size(), MSG_NOSIGNAL) > 0);
+  CHECK(one.result().kind == ErrorKind::kProtocol);
+  ::close(connection);
+}
+
+TEST_CASE("a port that is taken") {
+  Joining zero(options_for(0, 2));
+  AgentOptions second = options_for(0, 2, zero.agent().port());
+  const base::Error e = error_of([&] { Agent agent(second); });
+  CHECK(e.kind == ErrorKind::kRendezvous);
+  CHECK(contains(e.message, std::to_string(zero.agent().port())));
+  zero.agent().abort(base::Error{ErrorKind::kCancelled, "end of the test", 0, {}});
+}

@@ -1,0 +1,116 @@
+// ctest: timeout=180
+// Peers that are connected: those that fall silent or send garbage are lost, idle ones are not.
+#include <chrono>
+#include <thread>
+
+#include "join_support.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using base::ErrorKind;
+using rpc::AgentOptions;
+
+namespace {
+
+// Rank 1 by hand, which has joined rank 0 as it should.
+struct RawPeer {
+  RawRank joining;  // open as long as it is a member
+  RawRank peer;     // for calls
+};
+
+RawPeer join_by_hand(Joining& zero) {
+  const uint16_t port = zero.agent().port();
+  RawRank joining(port);
+  joining.hello(1, wire::HelloPurpose::kJoin);
+  const auto directory = joining.receive();
+  REQUIRE(directory);
+  CHECK(directory->first.kind == wire::FrameKind::kDirectory);
+  CHECK(wire::decode_directory(directory->second).ranks.size() == 2);
+  RawRank peer(port);
+  peer.hello(1, wire::HelloPurpose::kPeer);
+  joining.send(wire::FrameKind::kMeshReady);
+  const auto go = joining.receive();
+  REQUIRE(go);
+  CHECK(go->first.kind == wire::FrameKind::kGo);
+  REQUIRE(zero.joined());
+  return {std::move(joining), std::move(peer)};
+}
+
+}  // namespace
+
+TEST_CASE("a peer that is connected but silent is lost after peer_timeout") {
+  AgentOptions options = options_for(0, 2);
+  options.peer_timeout = 500ms;
+  Joining zero(options);
+  // It says nothing once it has joined.
+  auto [joining, peer] = join_by_hand(zero);
+  const auto began = std::chrono::steady_clock::now();
+  const base::Error e =
+      error_of([&] { zero.agent().rpc_sync<&add>(rpc::To(1).without_deadline(), 1, 2); });
+  const auto took = std::chrono::steady_clock::now() - began;
+  CHECK(e.kind == ErrorKind::kPeerLost);
+  CHECK(e.rank == 1);
+  CHECK(contains(e.message, "silent"));
+  CHECK(took > 300ms);
+  CHECK(took < 5s);
+  // It was being spoken to meanwhile.
+  bool heartbeat = false;
+  while (const auto frame = peer.receive()) {
+    heartbeat = heartbeat || frame->first.kind == wire::FrameKind::kHeartbeat;
+  }
+  CHECK(heartbeat);
+  CHECK(error_of([&] { zero.agent().shutdown(); }).kind == ErrorKind::kPeerLost);
+}
+
+TEST_CASE("a peer that sends garbage once it is connected is lost") {
+  Joining zero(options_for(0, 2));
+  auto [joining, peer] = join_by_hand(zero);
+  auto call = zero.agent().rpc_async<&add>(rpc::To(1).without_deadline(), 1, 2);
+  SECTION("no frame at all") {
+    const std::string garbage(200, 'x');
+    peer.send_bytes(garbage.data(), garbage.size());
+  }
+  SECTION("a frame out of place") { peer.send(wire::FrameKind::kDirectory); }
+  SECTION("an error that cannot be read") { peer.send(wire::FrameKind::kAbort, {1, 2}); }
+  SECTION("an RRef of a rank that does not exist") {
+    wire::FrameHeader header;
+    header.kind = wire::FrameKind::kRRefFork;
+    header.autograd_id = 99;
+    uint8_t head[wire::kHeaderBytes];
+    wire::encode_header(header, head);
+    peer.send_bytes(head, sizeof head);
+  }
+  const base::Error e = error_of([&] { call.wait(); });
+  CHECK(e.kind == ErrorKind::kProtocol);
+  CHECK(e.rank == 1);
+}
+
+TEST_CASE("calls that cannot be read are answered with an error") {
+  Joining zero(options_for(0, 2));
+  auto [joining, peer] = join_by_hand(zero);
+  for (const wire::Bytes& meta : {wire::Bytes{}, wire::Bytes{255, 255, 255, 255},
+                                  wire::Bytes{0, 0, 0, 0}, wire::Bytes(64, 7)}) {
+    peer.send(wire::FrameKind::kCall, meta);
+    for (;;) {
+      const auto answer = peer.receive();
+      REQUIRE(answer);
+      if (answer->first.kind == wire::FrameKind::kHeartbeat) continue;
+      CHECK(answer->first.kind == wire::FrameKind::kError);
+      const base::Error e = wire::decode_error(answer->second);
+      CHECK((e.kind == ErrorKind::kProtocol || e.kind == ErrorKind::kNotFound));
+      break;
+    }
+  }
+}
+
+TEST_CASE("heartbeats keep idle connections alive") {
+  AgentOptions options;
+  options.peer_timeout = 150ms;
+  Cluster cluster(3, setup, options);
+  std::this_thread::sleep_for(600ms);
+  // A handler that takes longer than the timeout does not make its rank silent.
+  cluster[0].rpc_sync<&nap>(1, 500);
+  for (int rank = 0; rank < 3; ++rank)
+    CHECK(cluster[rank].rpc_sync<&add>((rank + 1) % 3, 1, 1) == 2);
+  cluster.shutdown();
+}
