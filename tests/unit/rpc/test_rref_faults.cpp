@@ -1,0 +1,195 @@
+// ctest: timeout=120
+// RRefs of calls that fail or come too late, and of ranks that die.
+#include <atomic>
+#include <chrono>
+#include <stdexcept>
+#include <thread>
+
+#include "rref_support.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using base::ErrorKind;
+using rpc::Agent;
+using rpc::RRef;
+
+namespace {
+
+int64_t fail_with(const Ref&) { throw std::runtime_error("broke after reading"); }
+// Held up until the test opens the gate, so that no deadline depends on the machine's speed.
+std::atomic<bool> g_gate{false};
+void wait_at_gate() {
+  while (!g_gate) std::this_thread::sleep_for(1ms);
+}
+Ref echo_late(const Ref& ref) {
+  wait_at_gate();
+  return ref;
+}
+void nap(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
+int64_t with_tensor(const Ref& ref, const at::Tensor&) { return value_of(ref); }
+std::tuple<Ref, at::Tensor> result_that_cannot_travel(const Ref& ref) {
+  return {ref, at::ones({2}, at::kComplexHalf)};
+}
+Tracked fail_to_make(int64_t) { throw base::Exception(ErrorKind::kBadData, "cannot be made"); }
+void not_exposed_there(const Ref&) {}
+Tracked also_not_there(int64_t value) { return Tracked(value); }
+int64_t add(int64_t a, int64_t b) { return a + b; }
+
+void setup(Agent& agent) {
+  expose_tracked(agent);
+  agent.expose<&fail_with>("fail_with");
+  agent.expose<&wait_at_gate>("wait_at_gate");
+  agent.expose<&echo_late>("echo_late");
+  agent.expose<&nap>("nap");
+  agent.expose<&with_tensor>("with_tensor");
+  agent.expose<&result_that_cannot_travel>("result_that_cannot_travel");
+  agent.expose<&fail_to_make>("fail_to_make");
+  agent.expose<&add>("add");
+  if (agent.rank() == 0) {
+    agent.expose<&not_exposed_there>("not_exposed_there");
+    agent.expose<&also_not_there>("also_not_there");
+  }
+}
+
+}  // namespace
+
+TEST_CASE("RRefs of calls that fail are let go") {
+  Cluster cluster(3, setup);
+  for (int owner = 0; owner < 3; ++owner) {
+    for (int to = 0; to < 3; ++to) {
+      CAPTURE(owner, to);
+      Agent& agent = cluster[0];
+      const Ref ref = agent.remote_new<Tracked>(owner, 1);
+      CHECK(error_of([&] { agent.rpc_sync<&fail_with>(to, ref); }).kind ==
+            ErrorKind::kRemoteFailed);
+      if (to != 0) {
+        CHECK(error_of([&] { agent.rpc_sync<&not_exposed_there>(to, ref); }).kind ==
+              ErrorKind::kNotFound);
+      }
+      // The tensor cannot be sent, which shows after the RRef was written.
+      const at::Tensor csr = at::eye(2).to_sparse_csr();
+      CHECK(error_of([&] { agent.rpc_sync<&with_tensor>(to, ref, csr); }).kind ==
+            ErrorKind::kInvalid);
+      if (to != 0) {
+        const at::Tensor half = at::ones({2}, at::kComplexHalf);
+        CHECK(error_of([&] { agent.rpc_sync<&with_tensor>(to, ref, half); }).kind ==
+              ErrorKind::kInvalid);
+        CHECK(error_of([&] { agent.rpc_sync<&result_that_cannot_travel>(to, ref); }).kind ==
+              ErrorKind::kInvalid);
+      }
+      CHECK(value_of(ref) == 1);
+    }
+  }
+  check_all_gone_and_shutdown(cluster);
+}
+
+TEST_CASE("a call that cannot be sent does not wait for an answer") {
+  Cluster cluster(2, setup);
+  Ref ref = cluster[0].make_rref(Tracked(1));
+  const auto began = std::chrono::steady_clock::now();
+  CHECK(error_of([&] {
+          cluster[0].rpc_sync<&with_tensor>(rpc::To(1).without_deadline(), ref,
+                                            at::ones({2}, at::kComplexHalf));
+        }).kind == ErrorKind::kInvalid);
+  ref = Ref();
+  cluster.shutdown();  // waits for calls that wait
+  CHECK(std::chrono::steady_clock::now() - began < 5s);
+}
+
+TEST_CASE("RRefs of calls whose caller has given up are let go") {
+  rpc::AgentOptions options;
+  options.worker_threads = 1;
+  Cluster cluster(3, setup, options);
+  for (int owner = 0; owner < 3; ++owner) {
+    for (int to = 0; to < 3; ++to) {
+      CAPTURE(owner, to);
+      Agent& agent = cluster[0];
+      {
+        // The reply with the RRef comes when nobody waits for it any more.
+        const Ref ref = agent.remote_new<Tracked>(owner, 1);
+        CHECK(value_of(ref) == 1);
+        g_gate = false;
+        CHECK(error_of([&] { agent.rpc_sync<&echo_late>(rpc::To(to).timeout(5ms), ref); }).kind ==
+              ErrorKind::kDeadline);
+        g_gate = true;
+      }
+      {
+        // The call is looked at when its caller has given up and dropped all: the one worker waits.
+        Ref ref = agent.remote_new<Tracked>(owner, 1);
+        CHECK(value_of(ref) == 1);
+        g_gate = false;
+        auto held_up = agent.rpc_async<&wait_at_gate>(to);
+        auto made = agent.remote<&make_by_value>(rpc::To(to).timeout(5ms), 1);
+        CHECK(error_of([&] { agent.rpc_sync<&value_of>(rpc::To(to).timeout(5ms), ref); }).kind ==
+              ErrorKind::kDeadline);
+        ref = Ref();
+        made = Ref();
+        g_gate = true;
+        held_up.wait();
+      }
+    }
+  }
+  check_all_gone_and_shutdown(cluster);
+}
+
+TEST_CASE("remote() that fails throws where its value is wanted") {
+  Cluster cluster(3, setup);
+  Agent& agent = cluster[0];
+  for (int to = 0; to < 3; ++to) {
+    const Ref broken = agent.remote<&fail_to_make>(to, 1);
+    const base::Error e = error_of([&] { broken.rpc_sync<&Tracked::get>(); });
+    CHECK(e.kind == ErrorKind::kBadData);
+    CHECK(e.message == "cannot be made");
+    CHECK(e.rank == to);
+    // And for those it is shared with.
+    CHECK(error_of([&] { agent.rpc_sync<&value_of>((to + 1) % 3, broken); }).kind ==
+          ErrorKind::kBadData);
+    if (to == 0) continue;
+    const RRef<Tracked> unknown = agent.remote<&also_not_there>(to, 1);
+    CHECK(error_of([&] { unknown.rpc_sync<&Tracked::get>(); }).kind == ErrorKind::kNotFound);
+  }
+  const RRef<int64_t> sum = agent.remote<&add>(1, 2, 3);
+  CHECK(error_of([&] { agent.remote<&fail_with>(1, Ref()); }).kind == ErrorKind::kInvalid);
+  // A reference of the wrong type is an error, not a crash.
+  CHECK(error_of([&] { agent.rpc_sync<&value_of>(1, Ref(sum.handle())); }).kind ==
+        ErrorKind::kInvalid);
+  CHECK(sum.to_here() == 5);
+}
+
+TEST_CASE("an owner that dies fails what is asked of its values") {
+  Cluster cluster(3, setup);
+  const Ref old = cluster[0].remote_new<Tracked>(2, 1);
+  CHECK(value_of(old) == 1);
+  const Ref shared = cluster[1].rpc_sync<&echo>(2, cluster[1].remote_new<Tracked>(2, 2));
+  auto pending = cluster[0].rpc_async<&nap>(rpc::To(2).without_deadline(), 50);
+  std::this_thread::sleep_for(5ms);
+  cluster.kill(2);
+  CHECK(Tracked::alive == 0);
+  CHECK_THROWS_AS(pending.wait(), base::Exception);
+  eventually([&] {
+    return error_of([&] { cluster[0].rpc_sync<&nap>(2, 0); }).kind == ErrorKind::kPeerLost &&
+           error_of([&] { cluster[1].rpc_sync<&nap>(2, 0); }).kind == ErrorKind::kPeerLost;
+  });
+  CHECK(error_of([&] { value_of(old); }).kind == ErrorKind::kPeerLost);
+  CHECK(error_of([&] { value_of(shared); }).rank == 2);
+  const RRef<int64_t> never = cluster[0].remote<&add>(2, 1, 1);
+  CHECK(error_of([&] { never.to_here(); }).kind == ErrorKind::kPeerLost);
+  CHECK(error_of([&] { cluster[0].rpc_sync<&value_of>(1, old); }).kind == ErrorKind::kPeerLost);
+}
+
+TEST_CASE("a user that dies takes its forks with it") {
+  Cluster cluster(4, setup);
+  for (int owner : {0, 1}) {
+    const Ref direct = cluster[3].remote_new<Tracked>(owner, 1);
+    cluster[2].rpc_sync<&shelve>(3, cluster[2].remote_new<Tracked>(owner, 2));
+    cluster[owner].rpc_sync<&shelve>(3, cluster[owner].make_rref(Tracked(3)));
+    CHECK(value_of(direct) == 1);
+    cluster[3].local<Shelf>().refs.push_back(direct);
+  }
+  // One that rank 0 shares with rank 2 keeps its value.
+  const Ref kept = cluster[2].rpc_sync<&make>(3, 0, 4);
+  CHECK(eventually([] { return Tracked::alive == 7; }));
+  cluster.kill(3);
+  CHECK(eventually([] { return Tracked::alive == 1; }));
+  CHECK(value_of(kept) == 4);
+}
