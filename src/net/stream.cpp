@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <cstring>
 #include <deque>
 #include <mutex>
@@ -10,20 +9,17 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
-#include <sys/uio.h>
 #include <uv.h>
 
 #include "distrain/net/socket.h"
 #include "loop_impl.h"
+#include "pending_frame.h"
 
 namespace distrain::net {
 
 namespace {
 
 constexpr size_t kScratchBytes = 64 * 1024;
-constexpr size_t kMaxPieces = 512;  // of one gather-write; IOV_MAX is 1024
-constexpr uint8_t kZeros[wire::kPayloadAlignment] = {};
-constexpr wire::Limits kSendLimits;  // no peer takes more
 
 // How long the end of a connection waits for the peer's: see linger_on_loop().
 constexpr auto kLongestLinger = std::chrono::seconds(1);
@@ -36,66 +32,6 @@ base::Error peer_closed(int uv_code) {
   const std::string how = uv_code == UV_EOF ? "closed the connection" : uv_strerror(uv_code);
   return base::Error{base::ErrorKind::kPeerLost, "the peer: " + how, -1, {}};
 }
-
-// A frame beyond the limits would make the peer drop the connection and all that goes over it.
-base::Status check_limits(const OutFrame& frame) {
-  uint64_t payload = 0;
-  bool fits = frame.meta.size() <= kSendLimits.max_meta_bytes &&
-              frame.header.tensor_count <= kSendLimits.max_tensors;
-  for (const auto& piece : frame.payload) {
-    fits = fits && piece.size() <= kSendLimits.max_payload_bytes - payload;
-    if (!fits) break;
-    payload += piece.size();
-  }
-  if (fits) return base::Unit{};
-  return base::Error{base::ErrorKind::kInvalid,
-                     "a message beyond the limits: " + std::to_string(frame.meta.size()) +
-                         " bytes besides the tensors' (at most " +
-                         std::to_string(kSendLimits.max_meta_bytes) + "), " +
-                         std::to_string(frame.header.tensor_count) + " tensors (at most " +
-                         std::to_string(kSendLimits.max_tensors) + ") of at most " +
-                         std::to_string(kSendLimits.max_payload_bytes) + " bytes together",
-                     -1,
-                     {}};
-}
-
-// An outbound frame with its header encoded, and how much of it is written.
-struct Pending {
-  explicit Pending(OutFrame&& out) : frame(std::move(out)) {
-    wire::FrameHeader& header = frame.header;
-    header.meta_bytes = static_cast<uint32_t>(frame.meta.size());
-    header.payload_bytes = 0;
-    for (const auto& piece : frame.payload) header.payload_bytes += piece.size();
-    wire::encode_header(header, head);
-    total = wire::kHeaderBytes + header.body_bytes();
-  }
-
-  // The pieces from `written` on, `kMaxPieces` at the most.
-  template <class Add>
-  void for_each_left(Add add) const {
-    size_t skip = written;
-    size_t count = 0;
-    const auto visit = [&](const uint8_t* data, size_t size) {
-      if (skip >= size) {
-        skip -= size;
-      } else if (count < kMaxPieces) {
-        add(data + skip, size - skip);
-        skip = 0;
-        ++count;
-      }
-    };
-    visit(head, sizeof head);
-    visit(frame.meta.data(), frame.meta.size());
-    const size_t pad = frame.header.payload_offset() - frame.header.meta_bytes;
-    if (pad > 0) visit(kZeros, pad);
-    for (const auto& piece : frame.payload) visit(piece.data(), piece.size());
-  }
-
-  OutFrame frame;
-  uint8_t head[wire::kHeaderBytes];
-  size_t total = 0;
-  size_t written = 0;
-};
 
 class UvStream final : public Stream,
                        public LoopResource,
@@ -147,7 +83,6 @@ class UvStream final : public Stream,
   enum class SendState { kIdle, kDraining, kClosing, kClosed };
 
   void open_on_loop(Handler handler, const wire::Limits& limits);
-  bool write_directly(Pending& pending);
   void drain_on_loop();
   void wrote_on_loop(int status);
   void write_failed_on_loop(int code);
@@ -167,9 +102,9 @@ class UvStream final : public Stream,
   std::atomic<uint64_t> bytes_received_{0};
 
   std::mutex send_mutex_;
-  SendState send_state_ = SendState::kIdle;     // by send_mutex_
-  std::deque<std::unique_ptr<Pending>> queue_;  // by send_mutex_; front: being written
-  int fd_ = -1;                                 // by send_mutex_; libuv closes it
+  SendState send_state_ = SendState::kIdle;          // by send_mutex_
+  std::deque<std::unique_ptr<PendingFrame>> queue_;  // by send_mutex_; front: being written
+  int fd_ = -1;                                      // by send_mutex_; libuv closes it
 
   // Loop thread only.
   union {
@@ -199,7 +134,7 @@ class UvStream final : public Stream,
 
 base::Status UvStream::send(OutFrame frame) {
   if (const base::Status fits = check_limits(frame); !fits.ok()) return fits;
-  auto pending = std::make_unique<Pending>(std::move(frame));
+  auto pending = std::make_unique<PendingFrame>(std::move(frame));
   bool wake = false;
   {
     std::lock_guard lock(send_mutex_);
@@ -207,7 +142,7 @@ base::Status UvStream::send(OutFrame frame) {
       return base::Error{base::ErrorKind::kPeerLost, "the connection is closed", -1, {}};
     }
     if (send_state_ == SendState::kIdle) {
-      if (write_directly(*pending)) return base::Unit{};
+      if (pending->write_to(fd_)) return base::Unit{};
       send_state_ = SendState::kDraining;
       wake = true;
     }
@@ -215,27 +150,6 @@ base::Status UvStream::send(OutFrame frame) {
   }
   if (wake) loop_->post([self = shared_from_this()] { self->drain_on_loop(); });
   return base::Unit{};
-}
-
-// True when all of it went out. An error is left to the loop's write, which meets it again.
-bool UvStream::write_directly(Pending& pending) {
-  while (pending.written < pending.total) {
-    iovec pieces[kMaxPieces];
-    size_t count = 0;
-    pending.for_each_left([&](const uint8_t* data, size_t size) {
-      pieces[count++] = iovec{const_cast<uint8_t*>(data), size};
-    });
-    msghdr message{};
-    message.msg_iov = pieces;
-    message.msg_iovlen = count;
-    const ssize_t sent = ::sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (sent < 0) {
-      if (errno == EINTR) continue;
-      return false;
-    }
-    pending.written += static_cast<size_t>(sent);
-  }
-  return true;
 }
 
 void UvStream::drain_on_loop() {
@@ -247,15 +161,7 @@ void UvStream::drain_on_loop() {
       if (send_state_ == SendState::kDraining) send_state_ = SendState::kIdle;
     } else {
       // The front frame stays where it is until its write is done.
-      queue_.front()->for_each_left([&](const uint8_t* data, size_t size) {
-        pieces.push_back(
-            uv_buf_init(reinterpret_cast<char*>(const_cast<uint8_t*>(data)),
-                        static_cast<unsigned>(std::min<size_t>(size, size_t{1} << 30))));
-      });
-      // A piece beyond 1 GiB is cut: what comes after it belongs to a later write.
-      for (size_t i = 0; i < pieces.size(); ++i) {
-        if (pieces[i].len == size_t{1} << 30) pieces.resize(i + 1);
-      }
+      pieces = queue_.front()->next_pieces();
     }
     if (pieces.empty() && send_state_ != SendState::kClosing) return;
   }
@@ -287,12 +193,12 @@ void UvStream::wrote_on_loop(int status) {
     write_failed_on_loop(status);
     return;
   }
-  std::unique_ptr<Pending> done;  // its tensors are let go outside the lock
+  std::unique_ptr<PendingFrame> done;  // its tensors are let go outside the lock
   {
     std::lock_guard lock(send_mutex_);
-    Pending& front = *queue_.front();
-    front.written += write_size_;
-    if (front.written == front.total) {
+    PendingFrame& front = *queue_.front();
+    front.wrote(write_size_);
+    if (front.done()) {
       done = std::move(queue_.front());
       queue_.pop_front();
     }
@@ -329,7 +235,7 @@ void UvStream::linger_on_loop() {
 }
 
 void UvStream::drop_queue() {
-  std::deque<std::unique_ptr<Pending>> dropped;  // let go outside the lock
+  std::deque<std::unique_ptr<PendingFrame>> dropped;  // let go outside the lock
   std::lock_guard lock(send_mutex_);
   dropped.swap(queue_);
 }
@@ -478,7 +384,7 @@ void UvStream::finish_on_loop(base::Error error) {
   if (finished_) return;
   finished_ = true;
   if (linger_timer_ != 0) loop_->cancel(linger_timer_);
-  std::deque<std::unique_ptr<Pending>> dropped;
+  std::deque<std::unique_ptr<PendingFrame>> dropped;
   {
     std::lock_guard lock(send_mutex_);
     send_state_ = SendState::kClosed;

@@ -1,0 +1,103 @@
+#include "pending_frame.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <string>
+
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+namespace distrain::net {
+
+namespace {
+
+constexpr size_t kMaxPieces = 512;                  // of one gather-write; IOV_MAX is 1024
+constexpr size_t kMaxPieceBytes = size_t{1} << 30;  // uv_buf_init takes 32 bits of it
+constexpr uint8_t kZeros[wire::kPayloadAlignment] = {};
+constexpr wire::Limits kSendLimits;  // no peer takes more
+
+}  // namespace
+
+base::Status check_limits(const OutFrame& frame) {
+  uint64_t payload = 0;
+  bool fits = frame.meta.size() <= kSendLimits.max_meta_bytes &&
+              frame.header.tensor_count <= kSendLimits.max_tensors;
+  for (const auto& piece : frame.payload) {
+    fits = fits && piece.size() <= kSendLimits.max_payload_bytes - payload;
+    if (!fits) break;
+    payload += piece.size();
+  }
+  if (fits) return base::Unit{};
+  return base::Error{base::ErrorKind::kInvalid,
+                     "a message beyond the limits: " + std::to_string(frame.meta.size()) +
+                         " bytes besides the tensors' (at most " +
+                         std::to_string(kSendLimits.max_meta_bytes) + "), " +
+                         std::to_string(frame.header.tensor_count) + " tensors (at most " +
+                         std::to_string(kSendLimits.max_tensors) + ") of at most " +
+                         std::to_string(kSendLimits.max_payload_bytes) + " bytes together",
+                     -1,
+                     {}};
+}
+
+PendingFrame::PendingFrame(OutFrame frame) : frame_(std::move(frame)) {
+  wire::FrameHeader& header = frame_.header;
+  header.meta_bytes = static_cast<uint32_t>(frame_.meta.size());
+  header.payload_bytes = 0;
+  for (const auto& piece : frame_.payload) header.payload_bytes += piece.size();
+  wire::encode_header(header, head_);
+  total_ = wire::kHeaderBytes + header.body_bytes();
+}
+
+// The pieces from `written_` on, `kMaxPieces` at the most.
+template <class Add>
+void PendingFrame::for_each_left(Add add) const {
+  size_t skip = written_;
+  size_t count = 0;
+  const auto visit = [&](const uint8_t* data, size_t size) {
+    if (skip >= size) {
+      skip -= size;
+    } else if (count < kMaxPieces) {
+      add(const_cast<uint8_t*>(data) + skip, size - skip);
+      skip = 0;
+      ++count;
+    }
+  };
+  visit(head_, sizeof head_);
+  visit(frame_.meta.data(), frame_.meta.size());
+  const size_t pad = frame_.header.payload_offset() - frame_.header.meta_bytes;
+  if (pad > 0) visit(kZeros, pad);
+  for (const auto& piece : frame_.payload) visit(piece.data(), piece.size());
+}
+
+bool PendingFrame::write_to(int fd) {
+  while (!done()) {
+    iovec pieces[kMaxPieces];
+    size_t count = 0;
+    for_each_left([&](uint8_t* data, size_t size) { pieces[count++] = iovec{data, size}; });
+    msghdr message{};
+    message.msg_iov = pieces;
+    message.msg_iovlen = count;
+    const ssize_t sent = ::sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent < 0) {
+      if (errno == EINTR) continue;
+      return false;
+    }
+    wrote(static_cast<size_t>(sent));
+  }
+  return true;
+}
+
+std::vector<uv_buf_t> PendingFrame::next_pieces() const {
+  std::vector<uv_buf_t> pieces;
+  for_each_left([&](uint8_t* data, size_t size) {
+    pieces.push_back(uv_buf_init(reinterpret_cast<char*>(data),
+                                 static_cast<unsigned>(std::min(size, kMaxPieceBytes))));
+  });
+  // What comes after a piece that was cut belongs to a later write.
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    if (pieces[i].len == kMaxPieceBytes) pieces.resize(i + 1);
+  }
+  return pieces;
+}
+
+}  // namespace distrain::net
