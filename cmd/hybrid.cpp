@@ -8,23 +8,13 @@ namespace distrain::cmd {
 namespace {
 
 scenario::HybridOptions hybrid_options(const ParsedOptions& parsed) {
-  scenario::HybridOptions options;
-  options.trainers = parsed.whole("trainers");
-  options.epochs = parsed.whole("epochs");
-  options.steps = parsed.integer("steps");
+  auto options = trainer_options<scenario::HybridOptions>(parsed);
   options.batches = parsed.whole("batches");
   options.num_embeddings = parsed.whole("num-embeddings");
   options.embedding_dim = parsed.whole("embedding-dim");
   options.classes = parsed.whole("classes");
-  options.lr = parsed.real("lr");
   options.optimizer = parsed.text("optimizer");
-  options.mode = parsed.text("mode");
-  options.data = parsed.text("data");
   options.test_data = parsed.text("test-data");
-  options.batch_size = parsed.whole("batch-size");
-  options.seed = static_cast<uint64_t>(parsed.integer("seed"));
-  options.log_interval = parsed.whole("log-interval");
-  options.checkpoint = checkpoint_options(parsed);
   return options;
 }
 
@@ -42,16 +32,12 @@ OptionTable option_table() {
               "random batches"),
           text("test-data", "FILE", "evaluate on this file after training")});
   append(table, "Training", Scope::kJob,
-         {epochs_option("100"), steps_option(),
-          random_only(integer("batches", "10", 1, kMaxInt,
-                              "batches an epoch and trainer, random data only")),
+         {epochs_option("100"), steps_option(), random_batches_option("10"),
           data_only(
               integer("batch-size", "32", 1, kMaxInt, "examples a batch and trainer, with --data")),
           real("lr", "0.05", 0, 1e6, "learning rate"),
           choice("optimizer", {"sgd", "adagrad", "adam"}, "of all parameters, remote and local"),
-          choice("mode", {"async", "sync"},
-                 "async: each trainer's update as it comes; sync: one mean update a step"),
-          seed_option(), log_interval_option("0")});
+          mode_option(), seed_option(), log_interval_option("0")});
   append_checkpoints(table);
   append_common(table);
   return table;
@@ -65,8 +51,7 @@ JobCommand hybrid_command() {
   command.description =
       "Trains a text classifier: an EmbeddingBag held by a parameter server, which the trainers\n"
       "look up over RPC, and a Linear layer that they share by DistributedDataParallel. Ranks\n"
-      "0 to T-1 are the trainers, T is the master, T+1 the parameter server.\n";
-  command.description.pop_back();
+      "0 to T-1 are the trainers, T is the master, T+1 the parameter server.";
   command.examples = {
       "distrain hybrid --epochs 20 --mode sync",
       "distrain hybrid --data r8.train --test-data r8.test --optimizer adagrad --epochs 15",

@@ -83,6 +83,30 @@ auto run_of(const ScenarioCalls<Options>& calls) {
 /// What the `--checkpoint` options say.
 scenario::CheckpointOptions checkpoint_options(const ParsedOptions& parsed);
 
+/// A scenario's Options with those that every scenario has; `threads` comes from run_of().
+template <class Options>
+Options common_options(const ParsedOptions& parsed) {
+  Options options;
+  options.seed = static_cast<uint64_t>(parsed.integer("seed"));
+  options.log_interval = parsed.whole("log-interval");
+  options.checkpoint = checkpoint_options(parsed);
+  return options;
+}
+
+/// And with those that a scenario has whose trainers go through data in epochs.
+template <class Options>
+Options trainer_options(const ParsedOptions& parsed) {
+  auto options = common_options<Options>(parsed);
+  options.trainers = parsed.whole("trainers");
+  options.epochs = parsed.whole("epochs");
+  options.steps = parsed.integer("steps");
+  options.batch_size = parsed.whole("batch-size");
+  options.lr = parsed.real("lr");
+  options.mode = parsed.text("mode");
+  options.data = parsed.text("data");
+  return options;
+}
+
 /// A failure before any rank ran: `error` and `end` on stdout, one line on stderr.
 int report_failure(const std::string& cmd, const base::Error& error, TimePoint started);
 

@@ -114,6 +114,16 @@ Option seed_option(const std::string& of) {
   return integer("seed", "1", 0, 9007199254740991.0, of);
 }
 
+Option random_batches_option(std::string initial) {
+  return random_only(integer("batches", std::move(initial), 1, kMaxInt,
+                             "batches an epoch and trainer, random data only"));
+}
+
+Option mode_option() {
+  return choice("mode", {"async", "sync"},
+                "async: each trainer's update as it comes; sync: one mean update a step");
+}
+
 Option log_interval_option(std::string initial, const std::string& each, const std::string& none) {
   return integer("log-interval", std::move(initial), 0, kMaxInt,
                  each + "s between '" + each + "' lines; 0: " + none);

@@ -31,10 +31,14 @@ Option each_own(Option option);
 Option random_only(Option option);
 Option data_only(Option option);
 
-// Rows that all training jobs have.
+// Rows that several training jobs have.
 Option epochs_option(std::string initial);
 Option steps_option();
 Option seed_option(const std::string& of = "of parameters, data and shuffling");
+/// An epoch's length on random data.
+Option random_batches_option(std::string initial);
+/// Of the updates of several trainers.
+Option mode_option();
 /// `each` is what has a line, and `none` what 0 means.
 Option log_interval_option(std::string initial, const std::string& each = "step",
                            const std::string& none = "once an epoch");

@@ -52,7 +52,7 @@ OptionTable option_table() {
 }
 
 scenario::PipelineOptions pipeline_options(const ParsedOptions& parsed) {
-  scenario::PipelineOptions options;
+  auto options = common_options<scenario::PipelineOptions>(parsed);
   options.stages = parsed.whole("stages");
   options.model = parsed.text("model");
   if (!parsed.text("split").empty()) options.split = split_list(parsed.text("split"));
@@ -66,9 +66,6 @@ scenario::PipelineOptions pipeline_options(const ParsedOptions& parsed) {
   options.lr = parsed.real("lr");
   options.data = parsed.text("data");
   options.weights = parsed.text("weights");
-  options.seed = static_cast<uint64_t>(parsed.integer("seed"));
-  options.log_interval = parsed.whole("log-interval");
-  options.checkpoint = checkpoint_options(parsed);
   return options;
 }
 

@@ -53,17 +53,10 @@ bool is_debian_folder(const ParsedOptions& options) {
 }
 
 scenario::PsOptions ps_options(const ParsedOptions& parsed) {
-  scenario::PsOptions options;
-  options.trainers = parsed.whole("trainers");
-  options.epochs = parsed.whole("epochs");
-  options.steps = parsed.integer("steps");
-  options.batch_size = parsed.whole("batch-size");
-  options.lr = parsed.real("lr");
-  options.mode = parsed.text("mode");
+  auto options = trainer_options<scenario::PsOptions>(parsed);
   options.staleness = parsed.integer("staleness");
   options.dropout = parsed.text("dropout") == "on";
   options.verify_grads = parsed.flag("verify-grads");
-  options.data = parsed.text("data");
   options.limit = parsed.integer("limit");
   // Unless given they follow from the data that this rank reads, whatever rank 0 has.
   const bool fashion = is_debian_folder(parsed);
@@ -73,9 +66,6 @@ scenario::PsOptions ps_options(const ParsedOptions& parsed) {
   };
   options.mean = given_or("mean", kDebianMean);
   options.std = given_or("std", kDebianStd);
-  options.seed = static_cast<uint64_t>(parsed.integer("seed"));
-  options.log_interval = parsed.whole("log-interval");
-  options.checkpoint = checkpoint_options(parsed);
   return options;
 }
 

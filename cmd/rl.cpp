@@ -33,7 +33,7 @@ OptionTable option_table() {
 }
 
 scenario::RlOptions rl_options(const ParsedOptions& parsed) {
-  scenario::RlOptions options;
+  auto options = common_options<scenario::RlOptions>(parsed);
   options.observers = parsed.whole("observers");
   options.envs_per_observer = parsed.whole("envs-per-observer");
   options.max_steps = parsed.integer("max-steps");
@@ -41,9 +41,6 @@ scenario::RlOptions rl_options(const ParsedOptions& parsed) {
   options.lr = parsed.real("lr");
   options.threshold = parsed.real("threshold");
   options.max_episodes = parsed.integer("max-episodes");
-  options.seed = static_cast<uint64_t>(parsed.integer("seed"));
-  options.log_interval = parsed.whole("log-interval");
-  options.checkpoint = checkpoint_options(parsed);
   return options;
 }
 

@@ -45,17 +45,13 @@ OptionTable option_table() {
                      "random batches"),
           text("valid-data", "FILE", "evaluate on this text after each epoch")});
   append(table, "Training", Scope::kJob,
-         {epochs_option("10"), steps_option(),
-          random_only(integer("batches", "5", 1, kMaxInt,
-                              "batches an epoch and trainer, random data only")),
+         {epochs_option("10"), steps_option(), random_batches_option("5"),
           two_defaults(integer("batch-size", "", 1, kMaxInt, "columns of text a trainer")),
           two_defaults(integer("bptt", "", 1, kMaxInt, "words a batch and column")),
           two_defaults(real("lr", "", 0, 1e6,
                             "learning rate; divided by 4 when --valid-data gets no better")),
           two_defaults(real("clip", "", 0, 1e6, "limit of the gradient's norm; 0: none")),
-          choice("mode", {"async", "sync"},
-                 "async: each trainer's update as it comes; sync: one mean update a step"),
-          seed_option(), two_defaults(log_interval_option(""))});
+          mode_option(), seed_option(), two_defaults(log_interval_option(""))});
   append(table, "Sample", Scope::kJob,
          {data_only(integer("generate", "0", 0, 1048576, "words to write at the end")),
           data_only(text("prompt", "TEXT", "words that the sample begins with"))});
@@ -65,28 +61,18 @@ OptionTable option_table() {
 }
 
 scenario::RnnOptions rnn_options(const ParsedOptions& parsed) {
-  scenario::RnnOptions options;
-  options.trainers = parsed.whole("trainers");
-  options.epochs = parsed.whole("epochs");
-  options.steps = parsed.integer("steps");
+  auto options = trainer_options<scenario::RnnOptions>(parsed);
   options.batches = parsed.whole("batches");
-  options.batch_size = parsed.whole("batch-size");
   options.bptt = parsed.whole("bptt");
   options.vocab_size = parsed.whole("vocab-size");
   options.emsize = parsed.whole("emsize");
   options.nhid = parsed.whole("nhid");
   options.nlayers = parsed.whole("nlayers");
   options.dropout = parsed.real("dropout");
-  options.lr = parsed.real("lr");
   options.clip = parsed.real("clip");
-  options.mode = parsed.text("mode");
-  options.data = parsed.text("data");
   options.valid_data = parsed.text("valid-data");
   options.generate = parsed.whole("generate");
   options.prompt = parsed.text("prompt");
-  options.seed = static_cast<uint64_t>(parsed.integer("seed"));
-  options.log_interval = parsed.whole("log-interval");
-  options.checkpoint = checkpoint_options(parsed);
   return options;
 }
 
