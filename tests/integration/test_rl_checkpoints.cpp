@@ -79,25 +79,13 @@ TEST_CASE("a job of episodes that is told to stop goes on to the same end") {
   options.observers = 2;
   run_job(place, options);
   options.checkpoint.dir = stopped.path();
-  std::map<int, std::shared_ptr<scenario::StopSignal>> signals;
-  std::mutex mutex;
+  StopSignals signals;
   Hooks<RlOptions> hooks;
-  hooks.job = [&](Job& job) {
-    std::lock_guard lock(mutex);
-    signals[job.rank] = job.stop;
-  };
+  hooks.job = [&](Job& job) { signals.keep(job); };
   hooks.heard = [&](const Job&, const Line& line) {
-    if (line.event != "episode" || line.fields["episode"] != 7) return;
-    std::lock_guard lock(mutex);
-    CHECK(signals.at(told)->request());
+    if (line.event == "episode" && line.fields["episode"] == 7) CHECK(signals.of(told).request());
   };
-  const Finished first = run_job(place, options, hooks);
-  for (const auto& [rank, outcome] : first.outcomes) {
-    CAPTURE(rank);
-    CHECK(outcome.stopped);
-    CHECK_FALSE(outcome.goal_missed);
-  }
-  CHECK(contains(first.outcomes.at(0).message, "checkpoint saved in " + stopped.path()));
+  check_stopped(run_job(place, options, hooks), stopped.path());
   CHECK(newest_checkpoint(stopped.path()).step == 8);
   const Finished rest = run_job(place, options);
   for (const auto& [rank, outcome] : rest.outcomes) CHECK_FALSE(outcome.stopped);
@@ -116,28 +104,18 @@ TEST_CASE("a job of episodes that is told to stop in its last one says that it w
     options.max_steps = 5;
     options.threshold = 5 * (1 - std::pow(0.95, 7.5));
   }
-  std::map<int, std::shared_ptr<scenario::StopSignal>> signals;
-  std::mutex mutex;
+  StopSignals signals;
   Hooks<RlOptions> hooks;
-  hooks.job = [&](Job& job) {
-    std::lock_guard lock(mutex);
-    signals[job.rank] = job.stop;
-  };
+  hooks.job = [&](Job& job) { signals.keep(job); };
   hooks.heard = [&](const Job&, const Line& line) {
     // The 8th line comes when its state is decided, but not yet saved.
     if (line.event != "episode" || line.fields["episode"] != (told == 0 ? 8 : 7)) return;
-    std::lock_guard lock(mutex);
-    CHECK(signals.at(told)->request());
+    CHECK(signals.of(told).request());
   };
   const Finished job = run_job(place, options, hooks);
-  for (const auto& [rank, outcome] : job.outcomes) {
-    CAPTURE(rank);
-    CHECK(outcome.stopped);
-    CHECK_FALSE(outcome.goal_missed);
-  }
+  check_stopped(job, folder.path());
   CHECK(job.fields(0)["episodes"] == 8);
   CHECK(job.fields(0)["solved"] == solved);
-  CHECK(contains(job.outcomes.at(0).message, "checkpoint saved in " + folder.path()));
 }
 
 TEST_CASE("a job of episodes that has nothing left to do is ended by a signal at once") {
@@ -147,17 +125,13 @@ TEST_CASE("a job of episodes that has nothing left to do is ended by a signal at
   RlOptions options = saving_rl(folder, solved ? 0 : 3);
   if (solved) options.threshold = 8;
   run_job(place, options);
-  std::map<int, std::shared_ptr<scenario::StopSignal>> signals;
-  std::mutex mutex;
+  StopSignals signals;
   Hooks<RlOptions> hooks;
-  hooks.job = [&](Job& job) {
-    std::lock_guard lock(mutex);
-    signals[job.rank] = job.stop;
-  };
+  hooks.job = [&](Job& job) { signals.keep(job); };
   run_job(place, options, hooks);
-  for (const auto& [rank, stop] : signals) {
+  for (const int rank : signals.ranks()) {
     CAPTURE(rank);
-    CHECK_FALSE(stop->armed());
+    CHECK_FALSE(signals.of(rank).armed());
   }
 }
 
@@ -186,13 +160,7 @@ TEST_CASE("another job's checkpoint of episodes is refused, with the reason") {
   const auto refused = [&](auto change, const std::string& why) {
     RlOptions changed = options;
     change(changed);
-    const Finished job = try_job(place, changed);
-    REQUIRE(job.errors.contains(0));
-    const base::Error& error = job.errors.at(0);
-    CAPTURE(why, error.message);
-    CHECK(base::kind_name(error.kind) == "bad_data");
-    CHECK(contains(error.message, why));
-    CHECK(contains(error.message, folder.path() + "/step-"));
+    check_resume_refused(place, changed, folder.path(), why);
   };
   refused([](auto& o) { o.observers = 3; }, "saved with observers 1, not 3");
   refused([](auto& o) { o.envs_per_observer = 2; }, "saved with envs_per_observer 1, not 2");

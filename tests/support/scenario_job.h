@@ -274,6 +274,41 @@ void check_resume_is_exact(Place place, Options options, int64_t half, int64_t w
   check_same(newest_checkpoint(folder.path()), expected);
 }
 
+/// The stop signals of a job's ranks, for a test that requests them as the ranks run.
+class StopSignals {
+ public:
+  /// To be called before the rank starts.
+  void keep(const Job& job) {
+    std::lock_guard lock(mutex_);
+    signals_[job.rank] = job.stop;
+  }
+  /// Of a rank that has started.
+  scenario::StopSignal& of(int rank) const {
+    std::lock_guard lock(mutex_);
+    return *signals_.at(rank);
+  }
+  std::vector<int> ranks() const {
+    std::lock_guard lock(mutex_);
+    std::vector<int> found;
+    for (const auto& [rank, signal] : signals_) found.push_back(rank);
+    return found;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<int, std::shared_ptr<scenario::StopSignal>> signals_;  // by mutex_
+};
+
+/// All ranks were stopped by a signal, and rank 0 says where the job was saved.
+inline void check_stopped(const Finished& job, const std::string& folder) {
+  for (const auto& [rank, outcome] : job.outcomes) {
+    CAPTURE(rank);
+    CHECK(outcome.stopped);
+    CHECK_FALSE(outcome.goal_missed);
+  }
+  CHECK(contains(job.outcomes.at(0).message, "checkpoint saved in " + folder));
+}
+
 /// A job whose rank `rank` is told to stop at step `at` (0: before it begins) ends in good order on
 /// all ranks, and the next one goes on to where one without a stop ends. `call_delay_s` keeps it
 /// from ending too soon.
@@ -284,27 +319,19 @@ void check_stop_and_go_on(Place place, Options options, int rank, int64_t at,
   const Snapshot expected = checkpoint_of(place, options);
   const Folder folder;
   options.checkpoint = {folder.path(), kSaveAtEndOnly, "auto"};
-  std::map<int, std::shared_ptr<scenario::StopSignal>> signals;
-  std::mutex mutex;
+  StopSignals signals;
   Hooks<Options> hooks;
   hooks.job = [&](Job& job) {
-    std::lock_guard lock(mutex);
-    signals[job.rank] = job.stop;
+    signals.keep(job);
     job.inject.call_delay_s = call_delay_s;
     if (at > 0 || job.rank != rank) return;
     job.stop->arm();
     job.stop->request();
   };
   hooks.heard = [&](const Job&, const Line& line) {
-    std::lock_guard lock(mutex);
-    if (line.event == "step" && line.fields["step"] == at) signals.at(rank)->request();
+    if (line.event == "step" && line.fields["step"] == at) signals.of(rank).request();
   };
-  const Finished first = run_job(place, options, hooks);
-  for (const auto& [who, outcome] : first.outcomes) {
-    CAPTURE(who);
-    CHECK(outcome.stopped);
-  }
-  CHECK(contains(first.outcomes.at(0).message, "checkpoint saved in " + folder.path()));
+  check_stopped(run_job(place, options, hooks), folder.path());
   const int64_t stopped_at = newest_checkpoint(folder.path()).step;
   CHECK(stopped_at >= at);
   REQUIRE(stopped_at < expected.step);
