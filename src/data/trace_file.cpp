@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <filesystem>
 #include <limits>
+#include <system_error>
 #include <unordered_map>
 
+#include <fcntl.h>
+#include <limits.h>
 #include <nlohmann/json.hpp>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -193,38 +196,78 @@ class Writer {
   std::unordered_map<const char*, std::string> texts_;
 };
 
-std::string temporary(const std::string& path) { return path + ".tmp-" + std::to_string(getpid()); }
+constexpr int kMostLinks = 40;  // as the kernel has it
 
-std::string folder_of(const std::string& path) {
-  const std::string folder = std::filesystem::path(path).parent_path().string();
-  return folder.empty() ? "." : folder;
+// What `path` leads to: a link is followed, as a shell's `>` does, also to a file that is not there
+// yet. Looking at it first asks the kernel whether its links may be followed at all.
+std::string target_of(std::string path) {
+  struct stat info {};
+  if (stat(path.c_str(), &info) != 0 && errno != ENOENT) Disk::fail("cannot write", path);
+  for (int links = 0; links < kMostLinks; ++links) {
+    std::error_code not_a_link;
+    const std::filesystem::path next = std::filesystem::read_symlink(path, not_a_link);
+    if (not_a_link) return path;
+    path = std::filesystem::path(path).parent_path() / next;
+  }
+  errno = ELOOP;
+  Disk::fail("cannot write", path);
+}
+
+// Beside `target`, from where it can be renamed. The name is as long in every process, and not too
+// long if the target's is not.
+std::string temporary(const std::string& target) {
+  std::string number = std::to_string(getpid());
+  number.insert(0, 7 - std::min<size_t>(7, number.size()), '0');
+  const std::string ending = ".tmp-" + number;
+  const std::filesystem::path path(target);
+  return path.parent_path() /
+         (path.filename().string().substr(0, NAME_MAX - ending.size()) + ending);
+}
+
+// A file in a folder where everybody may write (sticky) can be replaced by its owner only, one that
+// is immutable by nobody. rmdir() goes through the same checks of the kernel before it finds that a
+// plain file is no folder: it removes nothing.
+void check_replaceable(const std::string& target) {
+  struct statx info {};
+  if (statx(AT_FDCWD, target.c_str(), AT_SYMLINK_NOFOLLOW, STATX_BASIC_STATS, &info) == 0 &&
+      (info.stx_attributes & STATX_ATTR_MOUNT_ROOT) != 0) {
+    errno = EBUSY;  // a file mounted by itself, into a container say
+    Disk::fail("cannot replace", target);
+  }
+  if (rmdir(target.c_str()) != 0 && errno != ENOTDIR) Disk::fail("cannot replace", target);
+}
+
+void check_target(const std::string& target) {
+  struct stat info {};
+  if (stat(target.c_str(), &info) == 0) {
+    if (!S_ISREG(info.st_mode)) {
+      throw base::Exception(base::ErrorKind::kInvalid, target + ": is not a plain file");
+    }
+    check_replaceable(target);
+  }
+  const std::string unfinished = temporary(target);
+  ::unlink(unfinished.c_str());
+  const int fd = ::open(unfinished.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  if (fd < 0) Disk::fail("cannot write", target);
+  ::close(fd);
+  ::unlink(unfinished.c_str());
 }
 
 }  // namespace
 
-void check_trace_path(const std::string& path) {
-  struct stat info {};
-  if (stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) {
-    throw base::Exception(base::ErrorKind::kInvalid, path + ": is not a plain file");
-  }
-  const std::string folder = folder_of(path);
-  if (stat(folder.c_str(), &info) == 0 && !S_ISDIR(info.st_mode)) errno = ENOTDIR;
-  if (!S_ISDIR(info.st_mode) || access(folder.c_str(), W_OK | X_OK) != 0) {
-    Disk::fail("cannot write", path);
-  }
-}
+void check_trace_path(const std::string& path) { check_target(target_of(path)); }
 
-void write_trace(const std::string& path, const std::vector<RankTrace>& ranks) {
-  check_trace_path(path);
-  const Disk::Probe no_probe;
-  const Disk disk(no_probe);
-  const std::string unfinished = temporary(path);
-  ::unlink(unfinished.c_str());
+void write_trace(const std::string& path, const std::vector<RankTrace>& ranks,
+                 const std::function<void(const char* name)>& before_system_call) {
+  const std::string target = target_of(path);
+  check_target(target);
+  const Disk disk(before_system_call);
+  const std::string unfinished = temporary(target);
   try {
     OutputFile file(disk, unfinished);
     Writer(file, ranks).write(ranks);
     file.finish();
-    disk.rename(unfinished, path);
+    if (!disk.rename(unfinished, target)) Disk::fail("cannot rename to", target);
   } catch (...) {
     ::unlink(unfinished.c_str());
     throw;

@@ -82,6 +82,43 @@ expect_error 2 invalid "--trace: $tmp: is not a plain file" "a folder"
 run hybrid --trace /dev/null
 expect_error 2 invalid "is not a plain file" "a device"
 [[ -c /dev/null ]] || fail "/dev/null is not what it was"
+long=$tmp/$(printf 't%.0s' {1..256})
+run hybrid --trace "$long"
+expect_error 9 resources "--trace: cannot write $long: File name too long" "a name too long"
+ln -s none/t.json "$tmp/dangling"
+run hybrid --trace "$tmp/dangling"
+expect_error 9 resources "--trace: cannot write $tmp/none/t.json: No such file or directory" "a link to nowhere"
+
+# A user without rights, where we can be one: the binary may lie where only root can look.
+as_nobody=()
+if ((EUID == 0)) && command -v setpriv >/dev/null; then
+  as_nobody=(setpriv --reuid=65534 --regid=65534 --clear-groups)
+  "${as_nobody[@]}" "$distrain" --version >/dev/null 2>&1 || as_nobody=()
+fi
+if ((${#as_nobody[@]})); then
+  run_as_nobody() {
+    timeout -k 2 "$limit" "${as_nobody[@]}" "$distrain" "$@" >"$tmp/out" 2>"$tmp/err"
+    code=$?
+  }
+  chmod 755 "$tmp"
+  mkdir -m 1777 "$tmp/sticky"
+  mkdir -m 755 "$tmp/locked"
+  echo mine >"$tmp/sticky/t.json"
+  run_as_nobody hybrid --trace "$tmp/sticky/t.json"
+  expect_error 9 resources "--trace: cannot replace $tmp/sticky/t.json: Operation not permitted" "a sticky folder"
+  [[ $(cat "$tmp/sticky/t.json") == mine ]] || fail "a sticky folder: the file is not what it was"
+  run_as_nobody hybrid --trace "$tmp/locked/t.json"
+  expect_error 9 resources "--trace: cannot write $tmp/locked/t.json: Permission denied" "another user's folder"
+  run_as_nobody hybrid --local --epochs 1 --trace "$tmp/sticky/new.json"
+  expect 0 "a new file in a sticky folder"
+fi
+
+# A link is followed.
+echo old >"$tmp/target.json"
+ln -s target.json "$tmp/link.json"
+run hybrid --local --epochs 1 --trace "$tmp/link.json"
+[[ -L $tmp/link.json ]] || fail "a link has been replaced"
+trace=$tmp/target.json expect_trace "a link" 1 step
 
 # No room for the file: what is there is not touched.
 echo old >"$trace"

@@ -2,6 +2,7 @@
 #include <set>
 #include <string>
 
+#include <limits.h>
 #include <nlohmann/json.hpp>
 #include <unistd.h>
 
@@ -48,6 +49,14 @@ std::vector<base::RankTrace> sample() {
 
 nlohmann::json parse_trace(const std::string& path) {
   return nlohmann::json::parse(read_text(path));
+}
+
+std::set<std::string> names_in(const Folder& folder) {
+  std::set<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(folder.path())) {
+    names.insert(entry.path().filename());
+  }
+  return names;
 }
 
 }  // namespace
@@ -140,8 +149,62 @@ TEST_CASE("Paths that cannot be written are refused before", "[trace]") {
           path + ": is not a plain file");
   }
   error_of(ErrorKind::kResources, [&] { write_trace(missing, sample()); });
+  const std::string too_long = folder.path(std::string(NAME_MAX + 1, 't'));
+  CHECK(error_of(ErrorKind::kResources, [&] { check_trace_path(too_long); }) ==
+        "cannot write " + too_long + ": File name too long");
+  CHECK(names_in(folder) == std::set<std::string>{"old.json"});
   if (geteuid() == 0) return;  // who may write everywhere
   std::filesystem::create_directory(folder.path("locked"));
   std::filesystem::permissions(folder.path("locked"), std::filesystem::perms(0555));
   error_of(ErrorKind::kResources, [&] { check_trace_path(folder.path("locked/t.json")); });
+}
+
+TEST_CASE("The longest name is not too long", "[trace]") {
+  const Folder folder;
+  const std::string name(NAME_MAX, 't');
+  check_trace_path(folder.path(name));
+  write_trace(folder.path(name), sample());
+  CHECK(names_in(folder) == std::set<std::string>{name});
+}
+
+TEST_CASE("Links are followed", "[trace]") {
+  namespace fs = std::filesystem;
+  const Folder folder;
+  fs::create_directory(folder.path("far"));
+  folder.write("far/there.json", "x");
+  fs::create_symlink("far/second", folder.path("first"));
+  fs::create_symlink("there.json", folder.path("far/second"));
+  fs::create_symlink(folder.path("far/new.json"), folder.path("to a new one"));
+  for (const auto& [link, target] :
+       {std::pair("first", "far/there.json"), std::pair("to a new one", "far/new.json")}) {
+    INFO(link);
+    check_trace_path(folder.path(link));
+    write_trace(folder.path(link), sample());
+    CHECK(fs::is_symlink(folder.path(link)));
+    REQUIRE(fs::exists(folder.path(target)));
+    CHECK(parse_trace(folder.path(target))["traceEvents"].size() == 20);
+  }
+  CHECK(fs::is_symlink(folder.path("far/second")));
+
+  using base::ErrorKind;
+  fs::create_symlink("none/t.json", folder.path("dangling"));
+  CHECK(error_of(ErrorKind::kResources, [&] { check_trace_path(folder.path("dangling")); }) ==
+        "cannot write " + folder.path("none/t.json") + ": No such file or directory");
+  fs::create_symlink("circle", folder.path("circle"));
+  CHECK(error_of(ErrorKind::kResources, [&] { check_trace_path(folder.path("circle")); }) ==
+        "cannot write " + folder.path("circle") + ": Too many levels of symbolic links");
+  fs::create_symlink("far", folder.path("to a folder"));
+  CHECK(error_of(ErrorKind::kInvalid, [&] { check_trace_path(folder.path("to a folder")); }) ==
+        folder.path("far") + ": is not a plain file");
+}
+
+TEST_CASE("A file that is gone before it has its name is told of", "[trace]") {
+  const Folder folder;
+  const std::string path = folder.path("t.json");
+  const auto lose_it = [&](const std::string& call) {
+    if (call != "rename") return;
+    for (const std::string& name : names_in(folder)) std::filesystem::remove(folder.path(name));
+  };
+  CHECK(error_of(base::ErrorKind::kResources, [&] { write_trace(path, sample(), lose_it); }) ==
+        "cannot rename to " + path + ": No such file or directory");
 }
