@@ -357,6 +357,8 @@ void AgentCore::shutdown(const std::function<void(const std::vector<int>& missin
   for (uint64_t round = 0, pause_ms = 0; round <= kLastRound; ++round) {
     const uint64_t live = round == 0 ? 1 : rrefs->live() + live_contexts();
     const base::Future<uint64_t> over = flush_.enter(round, live, world_size());
+    // If it has failed already, the others must not take this rank's word for its end.
+    if (over.done()) static_cast<void>(over.wait());
     tell_all(wire::FrameKind::kFlush, round, live);
     while (!over.wait_until(base::deadline_after(std::chrono::seconds(5)))) {
       if (on_waiting) on_waiting(flush_.missing(round, options.rank, world_size()));

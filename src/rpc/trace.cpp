@@ -1,5 +1,6 @@
 #include "distrain/rpc/trace.h"
 
+#include "distrain/rpc/error.h"
 #include "trace_export.h"
 
 namespace distrain::rpc {
@@ -49,17 +50,24 @@ std::vector<base::RankTrace> TraceCollector::collect() {
   tracer.settle(kTraceSettles);
   read_clocks();
   std::vector<base::RankTrace> ranks = {own_trace(agent_)};
-  for (int rank = 1; rank < agent_.world_size(); ++rank) {
-    TraceChunk chunk = agent_.rpc_sync<&read_trace>(To(rank).without_deadline(), uint64_t{0});
-    TraceImport import(tracer, chunk);
-    import.add(chunk.events);
-    while (!import.complete()) {
-      import.add(agent_.rpc_sync<&read_trace>(To(rank).without_deadline(), import.events()).events);
-    }
-    ranks.push_back({rank, agent_.worker(rank).name, import.take(), chunk.dropped});
-  }
+  for (int rank = 1; rank < agent_.world_size(); ++rank) ranks.push_back(collect_from(rank));
   align_traces(ranks, clocks_);
   return ranks;
+}
+
+base::RankTrace TraceCollector::collect_from(int rank) try {
+  TraceChunk chunk = agent_.rpc_sync<&read_trace>(To(rank).without_deadline(), uint64_t{0});
+  TraceImport import(*agent_.tracer(), chunk);
+  import.add(chunk.events);
+  while (!import.complete()) {
+    import.add(agent_.rpc_sync<&read_trace>(To(rank).without_deadline(), import.events()).events);
+  }
+  return {rank, agent_.worker(rank).name, import.take(), chunk.dropped};
+} catch (...) {
+  base::Error error = error_in_flight(base::ErrorKind::kInternal);
+  error.message = "the trace of rank " + std::to_string(rank) + ": " + error.message;
+  if (error.kind == base::ErrorKind::kProtocol) error.rank = rank;  // it sent what does not fit
+  throw base::Exception(error);
 }
 
 }  // namespace distrain::rpc

@@ -92,7 +92,9 @@ void expose_trace(Agent& agent) {
 TraceImport::TraceImport(base::Tracer& tracer, const TraceChunk& first) {
   for (const std::string& text : first.texts) texts_.push_back(tracer.intern({}, text));
   for (const auto& [name, count] : first.tracks) {
+    if (count > base::Tracer::kLimit - total_) wire::Reader::fail("a trace of too many events");
     tracks_.push_back({name, {}});
+    tracks_.back().events.reserve(count);
     wanted_.push_back(count);
     total_ += count;
   }

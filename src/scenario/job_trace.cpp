@@ -26,6 +26,7 @@ void JobTrace::start(const OptionMap& job_options, int world_size) {
 
 void JobTrace::begin(rpc::Agent& agent) {
   begun_ = true;
+  agent_ = &agent;
   if (!path_.empty() && agent.rank() == 0) collector_.emplace(agent);
 }
 
@@ -35,25 +36,26 @@ void JobTrace::collect() {
     ranks_ = collector_->collect();
   } catch (...) {
     error_ = rpc::error_in_flight(base::ErrorKind::kInternal);
+    ranks_ = {rpc::own_trace(*agent_)};  // better than none
   }
 }
 
 std::optional<base::Error> JobTrace::write() {
-  if (error_ || ranks_.empty()) return error_;
+  if (ranks_.empty()) return std::nullopt;
+  const std::vector<base::RankTrace> ranks = std::exchange(ranks_, {});
   const std::string path = std::exchange(path_, {});  // once: less would not be better
   try {
-    data::write_trace(path, ranks_);
+    data::write_trace(path, ranks);
   } catch (...) {
-    return base::current_error(base::ErrorKind::kInternal);
+    return error_ ? error_ : base::current_error(base::ErrorKind::kInternal);
   }
   uint64_t dropped = 0;
-  for (const base::RankTrace& rank : ranks_) dropped += rank.dropped;
-  ranks_.clear();
-  if (dropped == 0) return std::nullopt;
+  for (const base::RankTrace& rank : ranks) dropped += rank.dropped;
+  if (dropped == 0) return error_;
   sink_.emit("warn", {{"kind", base::kind_name(base::ErrorKind::kOverloaded)},
                       {"message", "--trace " + path + ": the last " + std::to_string(dropped) +
                                       " events were too many and are missing"}});
-  return std::nullopt;
+  return error_;
 }
 
 std::optional<base::Error> JobTrace::write_own(int rank, const std::string& role) {

@@ -25,7 +25,8 @@ class JobTrace {
   void begin(rpc::Agent& agent);
   /// Of a job without other ranks.
   void begin_alone() { begun_ = true; }
-  /// Rank 0, while the others wait for it in the shutdown. Keeps what goes wrong for write().
+  /// Rank 0, while the others wait for it in the shutdown. Keeps what goes wrong for write(), and
+  /// this rank's part then.
   void collect();
   /// Rank 0: what was collected. Warns if it is not all. Gives back what went wrong, if anything.
   std::optional<base::Error> write();
@@ -38,6 +39,7 @@ class JobTrace {
   const std::shared_ptr<base::Tracer> tracer_ = std::make_shared<base::Tracer>();
   std::string path_;  // empty: no trace, or none any more
   bool begun_ = false;
+  rpc::Agent* agent_ = nullptr;
   std::optional<base::Error> error_;
   std::optional<rpc::TraceCollector> collector_;
   std::vector<base::RankTrace> ranks_;

@@ -142,4 +142,19 @@ if [[ -s $trace ]]; then
 else
   fail "a job that fails leaves no trace"
 fi
+
+# A rank that dies while rank 0, whose calls take 1 s each, gathers what the ranks have. The trainers'
+# calls are slow so that rank 0 has asked for their clocks before their last step.
+"$distrain" "${ps[@]}" --inject delay=1s@rank=0,delay=100ms@rank=1,delay=100ms@rank=2 --trace "$trace" >"$tmp/out" 2>"$tmp/err" &
+launcher=$!
+wait_for_lines 2 epoch "$tmp/out"
+sleep 0.8
+kill -9 "$(jq -r 'select(.event == "start" and .rank == 2).pid' "$tmp/out")"
+wait $launcher
+code=$?
+expect 137 "a rank that dies in the gathering"
+expect_jq '.[-1] | .cause_rank == 2 and .signal == "SIGKILL"' "a rank that dies in the gathering"
+expect_jq 'map(select(.event == "rank_end") | [.rank, .exit_code]) | sort == [[0, 5], [1, 5]]' "the other ranks"
+problems=$(python3 "$here/check_trace.py" "$trace" 1 ConvNet.forward_training 2>/dev/null) ||
+  fail "the trace when a rank dies in the gathering: $problems"
 finish

@@ -29,8 +29,9 @@ void align_traces(std::vector<base::RankTrace>& ranks, const std::vector<RankClo
 
 /// On rank 0 of a job whose agents all have a tracer: gathers what they recorded.
 ///
-/// Make it once all have joined, and call collect() in the `at_rest` of Agent::shutdown: both ask
-/// ranks with other clocks than this one for theirs. Throws what the calls throw.
+/// Make it once all have joined, and call collect() in the `at_rest` of Agent::shutdown: both read
+/// the other clocks that there are. Throws what the calls throw, and `protocol` for an answer that
+/// does not fit; the message names the rank.
 class TraceCollector {
  public:
   explicit TraceCollector(Agent& agent);
@@ -40,6 +41,7 @@ class TraceCollector {
 
  private:
   void read_clocks();
+  base::RankTrace collect_from(int rank);
 
   Agent& agent_;
   std::vector<RankClock> clocks_;

@@ -1,6 +1,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <future>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -16,6 +18,7 @@
 #include "distrain/rpc/trace.h"
 #include "support/catch.h"
 #include "support/cluster.h"
+#include "support/fake_trace.h"
 
 using namespace distrain;
 using namespace std::chrono_literals;
@@ -51,6 +54,19 @@ Cluster traced_cluster(const Clocks& clocks) {
       static_cast<int>(clocks.size()), expose_traced, {}, [&](rpc::AgentOptions& options) {
         options.tracer = std::make_shared<Tracer>(clocks[static_cast<size_t>(options.rank)]);
         options.tracer->start();
+      });
+}
+
+/// Two agents, of which rank 1 answers so when it is asked for its trace.
+Cluster cluster_with_fake(const testing::TraceAnswer& answer) {
+  return Cluster(
+      2,
+      [&](Agent& agent) {
+        if (agent.rank() == 1) testing::expose_fake_trace(agent, answer);
+      },
+      {},
+      [](rpc::AgentOptions& options) {
+        options.tracer = options.rank == 0 ? std::make_shared<Tracer>() : nullptr;
       });
 }
 
@@ -221,6 +237,66 @@ TEST_CASE("Ranks whose clocks are wrong are brought to rank 0's", "[trace]") {
     outside += event.start < begin - kOff || event.end > end + kOff || event.end < event.start;
   });
   CHECK(outside == 0);
+}
+
+TEST_CASE("A rank that dies while its trace is asked for is named", "[trace]") {
+  std::promise<void> asked;
+  std::promise<void> noticed;
+  Cluster cluster = cluster_with_fake([&](uint64_t first) {
+    if (first > 0) {
+      asked.set_value();
+      noticed.get_future().wait();
+    }
+    return testing::first_part(2);
+  });
+  rpc::TraceCollector collector(cluster[0]);
+  std::thread killer([&] {
+    asked.get_future().wait();
+    cluster.kill(1);  // returns once the handler has
+  });
+  const base::Error error = testing::error_of([&] { collector.collect(); });
+  noticed.set_value();
+  killer.join();
+  CHECK(error.kind == base::ErrorKind::kPeerLost);
+  CHECK(error.rank == 1);
+  CHECK(error.message.find("the trace of rank 1: ") == 0);
+}
+
+TEST_CASE("A rank whose answer is no trace is named, and the shutdown goes on", "[trace]") {
+  const auto collecting_fails = [](const testing::TraceAnswer& answer) {
+    Cluster cluster = cluster_with_fake(answer);
+    rpc::TraceCollector collector(cluster[0]);
+    base::Error error;
+    cluster.on_all([&](Agent& agent) {
+      if (agent.rank() != 0) return agent.shutdown();
+      agent.shutdown({}, [&] { error = testing::error_of([&] { collector.collect(); }); });
+    });
+    CHECK(error.rank == 1);
+    CHECK(error.message.find("the trace of rank 1: ") == 0);
+    return error.kind;
+  };
+  using base::ErrorKind;
+  // An event whose name is not there.
+  CHECK(collecting_fails([](uint64_t) {
+          rpc::TraceChunk part = testing::first_part(1);
+          part.texts.clear();
+          return part;
+        }) == ErrorKind::kProtocol);
+  // Nothing where more was promised, at once and later.
+  CHECK(collecting_fails([](uint64_t) {
+          rpc::TraceChunk part = testing::first_part(1);
+          part.events = at::Tensor();
+          return part;
+        }) == ErrorKind::kProtocol);
+  CHECK(collecting_fails([](uint64_t first) {
+          return first == 0 ? testing::first_part(2) : rpc::TraceChunk();
+        }) == ErrorKind::kProtocol);
+  // More than any rank records.
+  CHECK(collecting_fails([](uint64_t) { return testing::first_part(uint64_t{1} << 60); }) ==
+        ErrorKind::kProtocol);
+  CHECK(collecting_fails([](uint64_t) -> rpc::TraceChunk {
+          throw std::runtime_error("no trace here");
+        }) == ErrorKind::kRemoteFailed);
 }
 
 TEST_CASE("A rank that dies before the collection is named", "[trace]") {

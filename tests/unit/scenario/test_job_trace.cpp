@@ -10,6 +10,8 @@
 #include "../src/scenario/job_trace.h"
 #include "distrain/scenario/local_job.h"
 #include "support/catch.h"
+#include "support/cluster.h"
+#include "support/fake_trace.h"
 
 using namespace distrain;
 using namespace distrain::scenario;
@@ -101,4 +103,45 @@ TEST_CASE("A local job that fails leaves its trace and its error", "[trace]") {
   REQUIRE(outcome.afterwards);
   CHECK(outcome.afterwards->kind == base::ErrorKind::kResources);
   CHECK(outcome.afterwards->message == "cannot write /nowhere/t.json: No such file or directory");
+}
+
+TEST_CASE("A rank whose trace cannot be had leaves rank 0's part and an error", "[trace]") {
+  const TracePath path;
+  TraceSink sink;
+  JobTrace trace(sink);
+  testing::Cluster cluster(
+      2,
+      [](rpc::Agent& agent) {
+        if (agent.rank() == 0) return;
+        testing::expose_fake_trace(agent, [](uint64_t) {
+          rpc::TraceChunk part = testing::first_part(1);
+          part.texts.clear();
+          return part;
+        });
+      },
+      {},
+      [&](rpc::AgentOptions& options) {
+        options.tracer = options.rank == 0 ? trace.tracer() : nullptr;
+      });
+  trace.start({{"trace", path.text()}}, 2);
+  trace.begin(cluster[0]);
+  record(*trace.tracer(), 3);
+  cluster.on_all([&](rpc::Agent& agent) {
+    if (agent.rank() != 0) return agent.shutdown();
+    agent.shutdown({}, [&] { trace.collect(); });
+  });
+  CHECK_FALSE(path.exists());
+  const auto error = trace.write();
+  REQUIRE(error);
+  CHECK(error->kind == base::ErrorKind::kProtocol);
+  CHECK(error->rank == 1);
+  CHECK(error->message ==
+        "the trace of rank 1: malformed message: a trace with a text that is not there");
+  int slices = 0;
+  const Json written = path.read();
+  for (const Json& event : written["traceEvents"]) {
+    CHECK(event["pid"] == 0);
+    slices += event["name"] == "slice";
+  }
+  CHECK(slices == 3);
 }

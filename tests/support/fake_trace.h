@@ -1,0 +1,47 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <utility>
+
+#include <ATen/Functions.h>
+
+#include "../src/rpc/trace_export.h"
+#include "distrain/base/trace.h"
+#include "distrain/rpc/agent.h"
+
+namespace distrain::testing {
+
+/// What a rank answers that is asked for its trace from event `first` on.
+using TraceAnswer = std::function<rpc::TraceChunk(uint64_t first)>;
+
+namespace detail {
+
+struct FakeTrace {
+  TraceAnswer answer;
+};
+inline rpc::ClockAnswer fake_clock() { return {base::Tracer().clock_domain(), 0}; }
+inline rpc::TraceChunk fake_trace(rpc::CallContext& call, uint64_t first) {
+  return call.agent.local<FakeTrace>().answer(first);
+}
+
+}  // namespace detail
+
+/// In place of a tracer: for an agent without one.
+inline void expose_fake_trace(rpc::Agent& agent, TraceAnswer answer) {
+  agent.provide(std::make_shared<detail::FakeTrace>(detail::FakeTrace{std::move(answer)}));
+  agent.expose<&detail::fake_clock>("distrain.trace.clock");
+  agent.expose<&detail::fake_trace>("distrain.trace.events");
+}
+
+/// The first part, with one event, of a trace that has `events` of them.
+inline rpc::TraceChunk first_part(uint64_t events) {
+  rpc::TraceChunk part;
+  part.texts = {"name", "category"};
+  part.tracks = {{"main", events}};
+  // kind, name, category, key, value, start, end, id
+  part.events = at::tensor({0, 0, 1, -1, 0, 10, 20, 0}, at::kLong).view({1, 8});
+  return part;
+}
+
+}  // namespace distrain::testing
