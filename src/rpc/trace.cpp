@@ -1,5 +1,7 @@
 #include "distrain/rpc/trace.h"
 
+#include <algorithm>
+
 #include "distrain/rpc/error.h"
 #include "trace_export.h"
 
@@ -18,30 +20,45 @@ base::RankTrace own_trace(Agent& agent) {
 
 TraceCollector::TraceCollector(Agent& agent)
     : agent_(agent), clocks_(static_cast<size_t>(agent.world_size())) {
+  ask_domains();
   read_clocks();
 }
 
-// As NTP does: of several exchanges, the one with the shortest way there and back says most.
-void TraceCollector::read_clocks() {
-  const base::Tracer& tracer = *agent_.tracer();
-  const std::string own = tracer.clock_domain();
-  clocks_[0].domain = own;
+void TraceCollector::ask_domains() {
+  std::vector<base::Future<ClockAnswer>> answers;
   for (int rank = 1; rank < agent_.world_size(); ++rank) {
-    RankClock& clock = clocks_[static_cast<size_t>(rank)];
-    if (clock.domain == own) continue;
-    ClockReading best;
-    for (int i = 0; i < kExchanges; ++i) {
-      const int64_t asked = tracer.shown(base::Tracer::now());
-      const ClockAnswer answer = agent_.rpc_sync<&read_trace_clock>(To(rank).without_deadline());
-      const int64_t heard = tracer.shown(base::Tracer::now());
-      clock.domain = answer.domain;
-      if (clock.domain == own) break;
-      const int64_t round_trip = heard - asked;
-      if (i > 0 && round_trip >= best.round_trip) continue;
-      best = {answer.now, asked + round_trip / 2 - answer.now, round_trip};
-    }
-    if (clock.domain != own) clock.readings.push_back(best);
+    answers.push_back(agent_.rpc_async<&read_trace_clock>(To(rank).without_deadline()));
   }
+  clocks_[0].domain = agent_.tracer()->clock_domain();
+  for (size_t i = 0; i < answers.size(); ++i) clocks_[i + 1].domain = answers[i].take().domain;
+}
+
+// Of each clock but our own, on the first rank that has it.
+void TraceCollector::read_clocks() {
+  for (size_t rank = 1; rank < clocks_.size(); ++rank) {
+    RankClock& clock = clocks_[rank];
+    if (clock.domain == clocks_[0].domain) continue;
+    const auto first = std::find_if(clocks_.begin(), clocks_.end(), [&](const RankClock& other) {
+      return other.domain == clock.domain;
+    });
+    clock.readings.push_back(&*first == &clock ? read_clock(static_cast<int>(rank))
+                                               : first->readings.back());
+  }
+}
+
+// As NTP does: of several exchanges, the one with the shortest way there and back says most.
+ClockReading TraceCollector::read_clock(int rank) {
+  const base::Tracer& tracer = *agent_.tracer();
+  ClockReading best;
+  for (int i = 0; i < kExchanges; ++i) {
+    const int64_t asked = tracer.shown(base::Tracer::now());
+    const ClockAnswer answer = agent_.rpc_sync<&read_trace_clock>(To(rank).without_deadline());
+    const int64_t heard = tracer.shown(base::Tracer::now());
+    const int64_t round_trip = heard - asked;
+    if (i > 0 && round_trip >= best.round_trip) continue;
+    best = {answer.now, asked + round_trip / 2 - answer.now, round_trip};
+  }
+  return best;
 }
 
 std::vector<base::RankTrace> TraceCollector::collect() {

@@ -3,10 +3,11 @@
 // The monotonic clocks of machines begin at different moments and run at slightly different speeds.
 // Ranks on one machine have one clock (a "domain" below): their times are right as they are.
 //
-// 1. Estimate. For each rank with another clock than rank 0's there are two readings of the offset,
-//    from the beginning and the end of the job. In between it is interpolated, which takes care of
-//    a constant drift; outside, the nearer one holds. Each reading is off by half its round trip at
-//    most, say 50 us, which is more than a call takes one way: arrows could point backwards.
+// 1. Estimate. For each clock but rank 0's there are two readings of the offset, from the beginning
+//    and the end of the job, which all ranks with that clock share. In between it is interpolated,
+//    which takes care of a constant drift; outside, the nearer one holds. Each reading is off by
+//    half its round trip at most, say 50 us, which is more than a call takes one way: arrows could
+//    point backwards.
 //
 // 2. Repair. A flow that leaves domain a at t_a and arrives in b at t_b says that b's clock must be
 //    ahead by c_b - c_a >= t_a - t_b, with c the correction of each domain. The largest of these

@@ -239,6 +239,41 @@ TEST_CASE("Ranks whose clocks are wrong are brought to rank 0's", "[trace]") {
   CHECK(outside == 0);
 }
 
+TEST_CASE("A clock that several ranks have is read once for all", "[trace]") {
+  Cluster cluster = traced_cluster({{},
+                                    {"far", 7'000'000'000},
+                                    {"far", 7'000'000'000},
+                                    {},
+                                    {"farther", -5'000'000'000},
+                                    {"far", 7'000'000'000}});
+  const auto calls = [&] { return cluster[0].traffic().calls; };
+  constexpr uint64_t kDomains = 5;        // each rank is asked which clock it has
+  constexpr uint64_t kReadings = 2 * 16;  // of two clocks
+  const uint64_t before = calls();
+  rpc::TraceCollector collector(cluster[0]);
+  CHECK(calls() - before == kDomains + kReadings);
+  std::atomic<int> wrong{0};
+  cluster.on_all([&wrong](Agent& agent) {
+    for (int i = 0; i < 100; ++i) {
+      const int to = (agent.rank() + 1 + i % 5) % 6;
+      if (agent.rpc_sync<&traced_add>(to, i, 1) != i + 1) ++wrong;
+    }
+  });
+  CHECK(wrong == 0);
+  const uint64_t between = calls();
+  const std::vector<RankTrace> ranks = collect(cluster, collector);
+  CHECK(calls() - between == 5 + kReadings);  // a part of each, and the readings
+  CHECK(check_flows(ranks) == 6 * 100);
+  // More than the job takes, and less than any of the clocks is off.
+  int64_t first = std::numeric_limits<int64_t>::max();
+  int64_t last = std::numeric_limits<int64_t>::min();
+  for_events(ranks, [&](int, const TraceEvent& event) {
+    first = std::min(first, event.start);
+    last = std::max(last, event.end);
+  });
+  CHECK(last - first < 4'000'000'000);
+}
+
 TEST_CASE("A rank that dies while its trace is asked for is named", "[trace]") {
   std::promise<void> asked;
   std::promise<void> noticed;
