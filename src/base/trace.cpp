@@ -75,7 +75,7 @@ Tracer::Tracer(FalseClock clock) : clock_(std::move(clock)) {}
 Tracer::~Tracer() = default;
 
 void Tracer::start(size_t limit) {
-  left_ = limit;
+  left_ = std::min(limit, kLimit);
   on_ = true;
 }
 
@@ -173,6 +173,12 @@ std::vector<TraceTrack> Tracer::tracks() const {
   std::lock_guard lock(mutex_);
   for (const auto& lane : lanes_) {
     TraceTrack track{lane->name_, {}};
+    size_t count = 0;
+    for (const auto* block = lane->first_.load(std::memory_order_acquire); block;
+         block = block->next.load(std::memory_order_acquire)) {
+      count += block->used.load(std::memory_order_acquire);
+    }
+    track.events.reserve(count);
     for (const auto* block = lane->first_.load(std::memory_order_acquire); block;
          block = block->next.load(std::memory_order_acquire)) {
       const size_t used = block->used.load(std::memory_order_acquire);

@@ -60,6 +60,18 @@ class Writer {
   }
 
  private:
+  struct Flow {
+    uint64_t id = 0;
+    int64_t left = 0;
+    bool whole = false;
+  };
+
+  Flow* find_flow(uint64_t id) {
+    const auto it = std::lower_bound(flows_.begin(), flows_.end(), id,
+                                     [](const Flow& flow, uint64_t i) { return flow.id < i; });
+    return it != flows_.end() && it->id == id ? &*it : nullptr;
+  }
+
   void find_first(const std::vector<RankTrace>& ranks) {
     first_ = std::numeric_limits<int64_t>::max();
     for (const RankTrace& rank : ranks) {
@@ -70,20 +82,26 @@ class Writer {
   }
 
   void find_flows(const std::vector<RankTrace>& ranks) {
-    for (const Kind kind : {Kind::kFlowOut, Kind::kFlowIn}) {
+    const auto for_all = [&](Kind kind, auto fn) {
       for (const RankTrace& rank : ranks) {
         for (const TraceTrack& track : rank.tracks) {
           for (const TraceEvent& event : track.events) {
-            if (event.kind != kind) continue;
-            if (kind == Kind::kFlowOut) {
-              flows_[event.id] = {event.value, false};
-            } else if (const auto it = flows_.find(event.id); it != flows_.end()) {
-              it->second.whole = it->second.left <= event.start;
-            }
+            if (event.kind == kind) fn(event);
           }
         }
       }
-    }
+    };
+    size_t count = 0;
+    for_all(Kind::kFlowOut, [&](const TraceEvent&) { ++count; });
+    flows_.reserve(count);
+    for_all(Kind::kFlowOut, [&](const TraceEvent& event) {
+      flows_.push_back({event.id, event.value, false});
+    });
+    std::sort(flows_.begin(), flows_.end(),
+              [](const Flow& a, const Flow& b) { return a.id < b.id; });
+    for_all(Kind::kFlowIn, [&](const TraceEvent& event) {
+      if (Flow* const flow = find_flow(event.id)) flow->whole = flow->left <= event.start;
+    });
   }
 
   void metadata(const char* what, const std::string& thread, const char* key,
@@ -95,6 +113,7 @@ class Writer {
 
   void write(const TraceTrack& track) {
     std::vector<const TraceEvent*> events;
+    events.reserve(track.events.size());
     for (const TraceEvent& event : track.events) events.push_back(&event);
     std::stable_sort(events.begin(), events.end(), [](const TraceEvent* a, const TraceEvent* b) {
       return a->start != b->start ? a->start < b->start : a->end > b->end;
@@ -109,8 +128,9 @@ class Writer {
       microseconds(event->end - event->start);
       arguments(*event);
       text_ += '}';
-      const auto flow = flows_.find(event->id);
-      if (event->kind == Kind::kSlice || flow == flows_.end() || !flow->second.whole) continue;
+      if (event->kind == Kind::kSlice) continue;
+      const Flow* const flow = find_flow(event->id);
+      if (!flow || !flow->whole) continue;
       if (event->kind == Kind::kFlowOut) {
         arrow("s", event->value, event->id);
       } else {
@@ -180,11 +200,6 @@ class Writer {
     text_.clear();
   }
 
-  struct Flow {
-    int64_t left = 0;
-    bool whole = false;
-  };
-
   OutputFile& file_;
   std::string text_;
   std::string rank_;
@@ -192,7 +207,7 @@ class Writer {
   int64_t first_ = 0;
   int64_t threads_ = 0;
   uint64_t lines_ = 0;
-  std::unordered_map<uint64_t, Flow> flows_;
+  std::vector<Flow> flows_;  // by id: there may be millions, and a map takes three times the memory
   std::unordered_map<const char*, std::string> texts_;
 };
 

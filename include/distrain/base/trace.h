@@ -60,7 +60,7 @@ class TraceLane;
 /// have ended are used again by the next of that name. Thread-safe. Texts live as long as it does.
 class Tracer {
  public:
-  static constexpr size_t kLimit = 1'000'000;
+  static constexpr size_t kLimit = 1'000'000;  ///< that no rank goes beyond
 
   /// For tests: the clock of another machine.
   struct FalseClock {
