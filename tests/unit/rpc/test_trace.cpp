@@ -277,16 +277,18 @@ TEST_CASE("A clock that several ranks have is read once for all", "[trace]") {
 TEST_CASE("A rank that dies while its trace is asked for is named", "[trace]") {
   std::promise<void> asked;
   std::promise<void> noticed;
+  const std::future<void> until_asked = asked.get_future();
+  const std::future<void> until_noticed = noticed.get_future();
   Cluster cluster = cluster_with_fake([&](uint64_t first) {
     if (first > 0) {
       asked.set_value();
-      noticed.get_future().wait();
+      until_noticed.wait();
     }
     return testing::first_part(2);
   });
   rpc::TraceCollector collector(cluster[0]);
   std::thread killer([&] {
-    asked.get_future().wait();
+    until_asked.wait();
     cluster.kill(1);  // returns once the handler has
   });
   const base::Error error = testing::error_of([&] { collector.collect(); });
