@@ -75,7 +75,8 @@ Outcome run_local_job(const Job& job, EventSink& sink, const std::function<Outco
     outcome = run();
   } catch (...) {
     const auto error = std::current_exception();
-    trace.write_own(job.rank, "local");  // what came first counts
+    // What came first counts. And what failed before it began leaves the file that may be there.
+    if (!trace.tracer()->tracks().empty()) trace.write_own(job.rank, "local");
     std::rethrow_exception(error);
   }
   outcome.afterwards = trace.write_own(job.rank, "local");

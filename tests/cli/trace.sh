@@ -133,6 +133,30 @@ expect_jq '.[-1] | .kind == "resources" and (.message | contains("cannot write")
 compgen -G "$tmp/*.tmp-*" >/dev/null && fail "no room: a temporary file is left"
 rm "$trace"
 
+# The error of a job that missed its goal is that; a trace that cannot be written then is a warning.
+for local in "" --local; do
+  (
+    ulimit -f 64
+    timeout -k 2 "$limit" "$distrain" rl --max-episodes 20 $local --trace "$trace" >"$tmp/out" 2>"$tmp/err"
+  )
+  code=$?
+  expect 11 "rl $local, no room"
+  expect_log "rl $local, no room"
+  expect_jq '[.[] | select(.event == "error").kind] == ["goal_not_reached"] and .[-1].kind == "goal_not_reached"
+    and ([.[] | select(.event == "warn")] | length == 1 and .[0].kind == "resources"
+      and (.[0].message | contains("cannot write")))' "rl $local, no room"
+  [[ $(wc -l <"$tmp/err") == 1 ]] || fail "rl $local, no room: on stderr: $(cat "$tmp/err")"
+done
+
+# A job that fails before it begins leaves the file that is there.
+echo old >"$trace"
+for local in "" --local; do
+  run rl $local --max-episodes 3 --resume "$tmp/nowhere" --trace "$trace"
+  expect 7 "rl $local, no checkpoint"
+  [[ $(cat "$trace") == old ]] || fail "rl $local, no checkpoint: the old trace is gone"
+done
+rm "$trace"
+
 # A job that fails leaves rank 0's part, and its own error counts.
 run "${ps[@]}" --lr 1e6 --trace "$trace"
 expect 8 "a job that fails"
