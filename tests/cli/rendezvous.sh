@@ -92,8 +92,7 @@ jq -r 'select(.event == "error").message' "$tmp/out" | grep 0.5 | grep 0.25 | gr
 port=$(free_port)
 timeout "$limit" "$distrain" pipeline --rank 1 --master-port "$port" >"$tmp/b" 2>/dev/null &
 other=$!
-: >"$tmp/out"
-timeout "$limit" "$distrain" rl --rank 0 --master-port "$port" --max-episodes 2 >"$tmp/out" 2>/dev/null &
+timeout "$limit" "$distrain" rl --rank 0 --master-port "$port" --max-episodes 2 >"$tmp/agent" 2>/dev/null &
 agent=$!
 wait "$other"
 code=$?

@@ -52,7 +52,7 @@ TEST_CASE("a peer that is connected but silent is lost after peer_timeout") {
   CHECK(e.rank == 1);
   CHECK(contains(e.message, "silent"));
   CHECK(took > 300ms);
-  CHECK(took < 5s);
+  CHECK(took < 60s);
   // It was being spoken to meanwhile.
   bool heartbeat = false;
   while (const auto frame = peer.receive()) {
@@ -105,11 +105,11 @@ TEST_CASE("calls that cannot be read are answered with an error") {
 
 TEST_CASE("heartbeats keep idle connections alive") {
   AgentOptions options;
-  options.peer_timeout = 150ms;
+  options.peer_timeout = 1s;
   Cluster cluster(3, setup, options);
-  std::this_thread::sleep_for(600ms);
+  std::this_thread::sleep_for(2500ms);
   // A handler that takes longer than the timeout does not make its rank silent.
-  cluster[0].rpc_sync<&nap>(1, 500);
+  cluster[0].rpc_sync<&nap>(1, 1500);
   for (int rank = 0; rank < 3; ++rank)
     CHECK(cluster[rank].rpc_sync<&add>((rank + 1) % 3, 1, 1) == 2);
   cluster.shutdown();

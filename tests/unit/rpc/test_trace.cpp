@@ -241,11 +241,11 @@ TEST_CASE("Ranks whose clocks are wrong are brought to rank 0's", "[trace]") {
 
 TEST_CASE("A clock that several ranks have is read once for all", "[trace]") {
   Cluster cluster = traced_cluster({{},
-                                    {"far", 7'000'000'000},
-                                    {"far", 7'000'000'000},
+                                    {"far", 700'000'000'000},
+                                    {"far", 700'000'000'000},
                                     {},
-                                    {"farther", -5'000'000'000},
-                                    {"far", 7'000'000'000}});
+                                    {"farther", -500'000'000'000},
+                                    {"far", 700'000'000'000}});
   const auto calls = [&] { return cluster[0].traffic().calls; };
   constexpr uint64_t kDomains = 5;        // each rank is asked which clock it has
   constexpr uint64_t kReadings = 2 * 16;  // of two clocks
@@ -271,7 +271,7 @@ TEST_CASE("A clock that several ranks have is read once for all", "[trace]") {
     first = std::min(first, event.start);
     last = std::max(last, event.end);
   });
-  CHECK(last - first < 4'000'000'000);
+  CHECK(last - first < 60'000'000'000);
 }
 
 TEST_CASE("A rank that dies while its trace is asked for is named", "[trace]") {
