@@ -11,7 +11,7 @@
 
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
-#include "distrain/base/temporary_folder.h"
+#include "distrain/base/temporary_path.h"
 #include "json_sink.h"
 #include "output.h"
 #include "summary.h"
@@ -35,7 +35,7 @@ void tell(const RankRun& run, const std::string& message) {
 
 /// From any thread, whatever the others are at.
 [[noreturn]] void leave(int code) {
-  base::TemporaryFolder::remove_all();
+  const auto none_anew = base::TemporaryPath::remove_all();
   std::fflush(nullptr);
   _exit(code);
 }

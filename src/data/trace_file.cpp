@@ -14,6 +14,7 @@
 
 #include "disk.h"
 #include "distrain/base/error.h"
+#include "distrain/base/temporary_path.h"
 
 namespace distrain::data {
 
@@ -277,16 +278,12 @@ void write_trace(const std::string& path, const std::vector<RankTrace>& ranks,
   const std::string target = target_of(path);
   check_target(target);
   const Disk disk(before_system_call);
-  const std::string unfinished = temporary(target);
-  try {
-    OutputFile file(disk, unfinished);
-    Writer(file, ranks).write(ranks);
-    file.finish();
-    if (!disk.rename(unfinished, target)) Disk::fail("cannot rename to", target);
-  } catch (...) {
-    ::unlink(unfinished.c_str());
-    throw;
-  }
+  base::TemporaryPath unfinished(temporary(target));
+  OutputFile file(disk, unfinished.path());
+  Writer(file, ranks).write(ranks);
+  file.finish();
+  if (!disk.rename(unfinished.path(), target)) Disk::fail("cannot rename to", target);
+  unfinished.keep();
 }
 
 }  // namespace distrain::data

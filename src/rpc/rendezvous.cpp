@@ -74,7 +74,7 @@ void Rendezvous::run(const std::function<void()>& prepare) {
   // Nobody connects any more: what others could find of us on the disk goes.
   std::lock_guard lock(mutex_);
   listeners_.clear();
-  unix_dir_.reset();
+  unix_dir_.remove();
 }
 
 // ---- the joining thread ----
@@ -91,9 +91,9 @@ net::Listener* Rendezvous::add_listener(net::Fd socket) {
 }
 
 void Rendezvous::listen_unix() {
-  unix_dir_.emplace();
-  if (unix_dir_->path().empty()) return;  // TCP does
-  const std::string path = unix_dir_->path() + "/rank";
+  unix_dir_ = base::TemporaryPath::folder();
+  if (unix_dir_.path().empty()) return;  // TCP does
+  const std::string path = unix_dir_.path() + "/rank";
   base::Result<net::Fd> socket = net::listen_unix(path);
   if (!socket.ok()) return;
   unix_path_ = path;

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "distrain/base/future.h"
-#include "distrain/base/temporary_folder.h"
+#include "distrain/base/temporary_path.h"
 #include "distrain/net/socket.h"
 #include "distrain/net/stream.h"
 #include "distrain/rpc/agent.h"
@@ -84,7 +84,7 @@ class Rendezvous : public std::enable_shared_from_this<Rendezvous> {
   const InstallPeer install_peer_;
   const std::string host_key_;
   uint16_t port_ = 0;
-  std::optional<base::TemporaryFolder> unix_dir_;
+  base::TemporaryPath unix_dir_;
   std::string unix_path_;
   net::Fd master_socket_;  // rank 0, until run()
 

@@ -93,14 +93,14 @@ expect_error 9 resources "--trace: cannot write $tmp/none/t.json: No such file o
 as_nobody=()
 if ((EUID == 0)) && command -v setpriv >/dev/null; then
   as_nobody=(setpriv --reuid=65534 --regid=65534 --clear-groups)
-  "${as_nobody[@]}" "$distrain" --version >/dev/null 2>&1 || as_nobody=()
+  chmod 755 "$tmp"
+  "${as_nobody[@]}" test -x "$tmp" && "${as_nobody[@]}" "$distrain" --version >/dev/null 2>&1 || as_nobody=()
 fi
 if ((${#as_nobody[@]})); then
   run_as_nobody() {
     timeout -k 2 "$limit" "${as_nobody[@]}" "$distrain" "$@" >"$tmp/out" 2>"$tmp/err"
     code=$?
   }
-  chmod 755 "$tmp"
   mkdir -m 1777 "$tmp/sticky"
   mkdir -m 755 "$tmp/locked"
   echo mine >"$tmp/sticky/t.json"
@@ -167,9 +167,9 @@ else
   fail "a job that fails leaves no trace"
 fi
 
-# A rank that dies while rank 0, whose calls take 1 s each, gathers what the ranks have. The trainers'
+# A rank that dies while rank 0, whose calls take 4 s each, gathers what the ranks have. The trainers'
 # calls are slow so that rank 0 has asked for their clocks before their last step.
-"$distrain" "${ps[@]}" --inject delay=1s@rank=0,delay=100ms@rank=1,delay=100ms@rank=2 --trace "$trace" >"$tmp/out" 2>"$tmp/err" &
+"$distrain" "${ps[@]}" --inject delay=4s@rank=0,delay=100ms@rank=1,delay=100ms@rank=2 --trace "$trace" >"$tmp/out" 2>"$tmp/err" &
 launcher=$!
 wait_for_lines 2 epoch "$tmp/out"
 sleep 0.8

@@ -1,0 +1,68 @@
+#include "distrain/base/temporary_path.h"
+
+#include <cstdlib>
+#include <filesystem>
+#include <set>
+#include <utility>
+
+namespace distrain::base {
+
+namespace {
+
+/// All that are there. Never destroyed: threads may still be at work when the process ends.
+struct Paths {
+  std::mutex mutex;
+  std::set<std::string> all;
+};
+
+Paths& paths() {
+  static auto* const instance = new Paths;
+  return *instance;
+}
+
+void remove_from_disk(const std::string& path) {
+  std::error_code ignored;
+  std::filesystem::remove_all(path, ignored);
+}
+
+}  // namespace
+
+TemporaryPath::TemporaryPath(std::string path) : path_(std::move(path)) {
+  std::lock_guard lock(paths().mutex);
+  paths().all.insert(path_);
+}
+
+TemporaryPath TemporaryPath::folder() {
+  TemporaryPath made;
+  std::error_code none;
+  const std::filesystem::path temporary = std::filesystem::temp_directory_path(none);
+  if (none) return made;
+  std::string pattern = (temporary / "distrain-XXXXXX").string();
+  std::lock_guard lock(paths().mutex);
+  if (!mkdtemp(pattern.data())) return made;  // 0700
+  made.path_ = pattern;
+  paths().all.insert(pattern);
+  return made;
+}
+
+void TemporaryPath::remove() {
+  if (path_.empty()) return;
+  std::lock_guard lock(paths().mutex);
+  remove_from_disk(path_);
+  paths().all.erase(std::exchange(path_, {}));
+}
+
+void TemporaryPath::keep() {
+  if (path_.empty()) return;
+  std::lock_guard lock(paths().mutex);
+  paths().all.erase(std::exchange(path_, {}));
+}
+
+std::unique_lock<std::mutex> TemporaryPath::remove_all() {
+  std::unique_lock lock(paths().mutex);
+  for (const std::string& path : paths().all) remove_from_disk(path);
+  paths().all.clear();
+  return lock;
+}
+
+}  // namespace distrain::base
