@@ -37,5 +37,5 @@ compare() {
 }
 
 make_images "$tmp/images" 1600 32
-compare hybrid --epochs 100
+compare hybrid --epochs 500
 compare ps --data "$tmp/images" --steps 100
