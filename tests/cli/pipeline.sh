@@ -167,8 +167,10 @@ expect_error 7 bad_data "--data $tmp/nowhere" "missing --data"
 run pipeline --weights "$tmp/nowhere"
 expect_error 7 bad_data "--weights $tmp/nowhere" "missing --weights"
 echo nothing >"$tmp/weights"
-for _ in 1 2 3 4 5; do # the others leave because of rank 0, at times before it does
-  run "${small[@]}" --weights "$tmp/weights"
+# The others leave because of rank 0, at times before it does; and those that have not met it yet are
+# not left to wait for the peer timeout.
+for _ in 1 2 3 4 5; do
+  run "${small[@]}" --weights "$tmp/weights" --peer-timeout 600
   expect 7 "bad --weights"
   expect_jq '.[-1].message | test("weights")' "bad --weights"
 done

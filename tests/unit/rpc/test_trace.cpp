@@ -211,6 +211,35 @@ TEST_CASE("A trace of many events comes in parts", "[trace]") {
   CHECK(next == kEvents);
 }
 
+TEST_CASE("A slice that is under way when the trace is asked for is in it", "[trace]") {
+  Cluster cluster = traced_cluster({{}, {}});
+  rpc::TraceCollector collector(cluster[0]);
+  for (const int slow : {0, 1}) {
+    std::promise<void> begun;
+    std::promise<void> end;
+    std::thread thread([&] {
+      const base::TraceBinding binding(cluster[slow].tracer(), "slow");
+      const base::TraceScope scope("late");
+      begun.set_value();
+      end.get_future().wait();
+    });
+    begun.get_future().wait();
+    std::thread ends([&] {
+      std::this_thread::sleep_for(100ms);
+      end.set_value();
+    });
+    int late = 0;
+    for_events(collector.collect(), [&](int rank, const TraceEvent& event) {
+      late += rank == slow && std::string(event.name) == "late";
+    });
+    CHECK(late == 1);
+    thread.join();
+    ends.join();
+    for (int rank : {0, 1}) cluster[rank].tracer()->start();
+  }
+  cluster.shutdown();
+}
+
 TEST_CASE("Ranks whose clocks are wrong are brought to rank 0's", "[trace]") {
   // Days apart, and a thousand times the drift of a bad quartz.
   Cluster cluster = traced_cluster({{},
