@@ -38,6 +38,7 @@ struct Shelf {
 inline int64_t value_of(const Ref& ref) {
   return ref.is_owner() ? ref.local_value().get() : ref.rpc_sync<&Tracked::get>();
 }
+inline int64_t add(int64_t a, int64_t b) { return a + b; }
 inline Ref echo(const Ref& ref) { return ref; }
 inline Ref make(rpc::CallContext& context, int owner, int64_t value) {
   return context.agent.remote_new<Tracked>(owner, value);
@@ -53,6 +54,7 @@ inline void expose_tracked(rpc::Agent& agent) {
   agent.expose_class<Tracked>("Tracked");
   agent.expose<&Tracked::get>("Tracked.get");
   agent.expose<&value_of>("value_of");
+  agent.expose<&add>("add");
   agent.expose<&echo>("echo");
   agent.expose<&make>("make");
   agent.expose<&make_by_value>("make_by_value");

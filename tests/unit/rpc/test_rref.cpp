@@ -39,7 +39,6 @@ Ref bring_back(rpc::CallContext& context, const Ref& ref, std::vector<int> path)
   return context.agent.rpc_sync<&bring_back>(next, ref, path);
 }
 void drop(const Ref&) {}
-int64_t add(int64_t a, int64_t b) { return a + b; }
 
 void setup(Agent& agent) {
   expose_tracked(agent);
@@ -47,7 +46,6 @@ void setup(Agent& agent) {
   agent.expose<&pass_on>("pass_on");
   agent.expose<&bring_back>("bring_back");
   agent.expose<&drop>("drop");
-  agent.expose<&add>("add");
 }
 
 }  // namespace

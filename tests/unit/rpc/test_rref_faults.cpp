@@ -33,7 +33,6 @@ std::tuple<Ref, at::Tensor> result_that_cannot_travel(const Ref& ref) {
 Tracked fail_to_make(int64_t) { throw base::Exception(ErrorKind::kBadData, "cannot be made"); }
 void not_exposed_there(const Ref&) {}
 Tracked also_not_there(int64_t value) { return Tracked(value); }
-int64_t add(int64_t a, int64_t b) { return a + b; }
 
 void setup(Agent& agent) {
   expose_tracked(agent);
@@ -44,7 +43,6 @@ void setup(Agent& agent) {
   agent.expose<&with_tensor>("with_tensor");
   agent.expose<&result_that_cannot_travel>("result_that_cannot_travel");
   agent.expose<&fail_to_make>("fail_to_make");
-  agent.expose<&add>("add");
   if (agent.rank() == 0) {
     agent.expose<&not_exposed_there>("not_exposed_there");
     agent.expose<&also_not_there>("also_not_there");
