@@ -75,8 +75,9 @@ def record():
         for start in range(0, len(actions), 90):
             print(f'"{actions[start:start + 90]}"')
         print(f", {flags}, {{")
-        for observation, *_ in steps:
-            print(f"{{{', '.join(f'{x:.7f}f' for x in observation)}}},")
+        rows = [f"{{{', '.join(f'{x:.7f}f' for x in observation)}}}," for observation, *_ in steps]
+        for start in range(0, len(rows), 2):
+            print(" ".join(rows[start:start + 2]))
         print("}},")
     print("};\n// clang-format on\n\n}  // namespace distrain::testing")
 
