@@ -76,7 +76,6 @@ RankRun make_run(const JobCommand& command, const ParsedOptions& options,
   const bool local = placement.mode == Placement::Mode::kLocal;
   const bool inherits = !local && job.rank != 0 && !placement.spawns_all();
   RankRun run;
-  run.cmd = command.line.name;
   run.job = job;
   run.job.inject = injection_of(parse_injections(options.text("inject")), job.rank);
   run.config = config_of(options, inherits);

@@ -138,7 +138,7 @@ void block_ending_signals() {
 }
 
 int run_rank(const RankRun& run) {
-  JsonSink sink(run.out_fd, run.cmd, run.job.rank, run.role,
+  JsonSink sink(run.out_fd, run.job.name, run.job.rank, run.role,
                 [&run](int error) { leave_unheard(run, error); });
   block_ending_signals();
   // Never joined: the process leaves by _exit.

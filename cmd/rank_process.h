@@ -11,7 +11,6 @@ namespace distrain::cmd {
 
 /// One rank in this process: of the launcher's (spawned), one that joined, or the local job.
 struct RankRun {
-  std::string cmd;
   std::string role;  ///< empty: not known before rank 0 has told the size of the job
   scenario::Job job;
   scenario::Json config;  ///< of the `start` line; null where rank 0 will tell
