@@ -11,6 +11,9 @@
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
 
 #include "../src/scenario/checkpoints.h"
 #include "distrain/base/error.h"
@@ -124,7 +127,25 @@ struct Calls<scenario::RnnOptions> {
   static constexpr auto kRunLocal = scenario::run_rnn_local;
 };
 
-/// Runs a job to its end, or to its error. A `--local` run is rank 0.
+/// Waits until so many connections lie in a listening socket's queue; not for ever.
+inline void await_connections(int listening, unsigned count) {
+  const base::TimePoint deadline = base::deadline_after(std::chrono::seconds(30));
+  for (;;) {
+    tcp_info info{};
+    socklen_t size = sizeof info;
+    // Of a listening socket `unacked` is the length of its queue (Linux, tcp_get_info).
+    if (getsockopt(listening, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return;
+    if (info.tcpi_unacked >= count) return;
+    if (base::Clock::now() >= deadline) {
+      WARN("only " << info.tcpi_unacked << " of " << count << " ranks have connected");
+      return;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+/// Runs a job to its end, or to its error. A `--local` run is rank 0. Rank 0 starts when the others
+/// have reached it: one that came after rank 0 has failed would look for it until the join timeout.
 template <class Options>
 Finished try_job(Place place, const Options& options, const Hooks<Options>& hooks = {}) {
   Finished finished;
@@ -157,13 +178,17 @@ Finished try_job(Place place, const Options& options, const Hooks<Options>& hook
   };
   std::vector<std::thread> ranks;
   const int size = place == Place::kLocal ? 1 : Calls<Options>::kWorldSize(options);
-  for (int rank = 0; rank < size; ++rank) {
+  for (int rank = size - 1; rank >= 0; --rank) {
     Job job;
     job.rank = rank;
     job.master_port = port;
     job.started = std::chrono::steady_clock::now();
     job.peer_timeout_s = 0;
-    if (rank == 0 && place == Place::kRanks) job.listen_fd = socket.release();
+    job.join_timeout_s = 60;  // below any time limit of a test
+    if (rank == 0 && place == Place::kRanks) {
+      await_connections(socket.get(), static_cast<unsigned>(size) - 1);
+      job.listen_fd = socket.release();
+    }
     ranks.emplace_back([&run, job] {
       at::set_num_threads(1);
       run(job);
