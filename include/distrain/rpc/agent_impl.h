@@ -69,8 +69,7 @@ void run_exposed(CallContext& context, Decoder& decoder, const ReplyPtr& reply) 
           context.agent.executor(), [reply, object](base::Result<typename Traits::Result>& result) {
             if (!result.ok()) {
               base::Error error = result.error();
-              // What a continuation threw here; other ranks' errors
-              // have their kinds already.
+              // What a continuation threw here; other ranks' errors have their kinds already.
               if (error.rank < 0 && error.kind == base::ErrorKind::kInternal) {
                 error.kind = base::ErrorKind::kRemoteFailed;
               }
