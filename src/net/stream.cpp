@@ -215,9 +215,13 @@ void UvStream::write_failed_on_loop(int code) {
     if (send_state_ == SendState::kDraining) send_state_ = SendState::kClosing;
   }
   drop_queue();
-  linger_timer_ = loop_->call_at(
-      base::Clock::now() + kLongestLinger,
-      [self = shared_from_this(), code] { self->finish_on_loop(peer_closed(code)); });
+  linger_timer_ =
+      loop_->call_at(base::Clock::now() + kLongestLinger, [self = shared_from_this(), code] {
+        // A late loop runs its timers before it looks at its sockets; between two tasks it looks.
+        self->loop_->post([self, code] {
+          self->loop_->post([self, code] { self->finish_on_loop(peer_closed(code)); });
+        });
+      });
 }
 
 // Everything is written, to the kernel. Closing a TCP socket that holds unread bytes would reset

@@ -149,6 +149,26 @@ TEMPLATE_TEST_CASE("a peer's last words are heard though it left our queue unrea
   }
 }
 
+TEMPLATE_TEST_CASE("a loop that is late hears a peer's last words all the same", "", Unix) {
+  Half<TestType> half;
+  ::shutdown(half.raw.get(), SHUT_RD);  // so that our write fails: the last words have a second
+  REQUIRE(half.stream->send(make_frame(1, 0, 0)).ok());
+  base::Promise<void> late, go;
+  half.loop.call_at(base::deadline_after(300ms), [&late, opened = go.future()] {
+    late.set();
+    while (!opened.done()) std::this_thread::yield();
+  });
+  late.future().wait();
+  std::this_thread::sleep_for(1s);
+  REQUIRE(raw_write(half.raw.get(), wire_bytes(make_frame(7, 20, 0))));
+  half.raw.reset();
+  go.set();
+  REQUIRE(half.record.wait_closed());
+  REQUIRE(half.record.count() == 1);
+  CHECK(intact(half.record.frames()[0]));
+  CHECK(half.record.closes() == 1);
+}
+
 TEMPLATE_TEST_CASE("closing and letting go of the stream inside its own handlers", "", Tcp, Unix) {
   for (const bool flush : {false, true}) {
     auto [first, second] = TestType::connected();
