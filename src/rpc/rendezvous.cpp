@@ -18,6 +18,7 @@ using base::ErrorKind;
 constexpr auto kWaitingInterval = std::chrono::seconds(5);
 constexpr auto kFirstRetry = std::chrono::milliseconds(20);
 constexpr auto kLongestRetry = std::chrono::milliseconds(500);
+constexpr auto kLastWords = std::chrono::seconds(5);  // of a rank that cannot be reached
 
 std::string list_ranks(const std::vector<int>& ranks) {
   std::string text;
@@ -205,29 +206,8 @@ void Rendezvous::connect_to_lower_ranks(base::TimePoint deadline) {
     directory = *directory_;
   }
   for (int rank = 0; rank < options_.rank; ++rank) {
-    const wire::Endpoint& peer = directory.ranks[static_cast<size_t>(rank)].endpoint;
-    const bool same_host = !host_key_.empty() && peer.host_key == host_key_;
-    net::Fd socket;
-    if (same_host && !peer.unix_path.empty() && options_.transport != "tcp") {
-      base::Result<net::Fd> local = net::connect_unix(peer.unix_path);
-      if (local.ok()) socket = std::move(local.unchecked());
-    }
-    if (!socket.valid()) {
-      if (options_.transport == "unix") {
-        throw base::Exception(rendezvous_error(
-            "--transport unix: rank " + std::to_string(rank) + " is not on this host", rank));
-      }
-      base::Result<net::Fd> remote =
-          net::connect_tcp(peer.host.empty() ? options_.master_addr : peer.host,
-                           rank == 0 ? options_.master_port : peer.port, deadline);
-      if (!remote.ok()) {
-        Error error = remote.error();
-        error.message = "rank " + std::to_string(rank) + ": " + error.message;
-        error.rank = rank;
-        throw base::Exception(std::move(error));
-      }
-      socket = std::move(remote.unchecked());
-    }
+    net::Fd socket =
+        connect_to_rank(rank, directory.ranks[static_cast<size_t>(rank)].endpoint, deadline);
     wire::Hello hello;
     hello.purpose = wire::HelloPurpose::kPeer;
     hello.job_id = options_.job_id;
@@ -244,6 +224,37 @@ void Rendezvous::connect_to_lower_ranks(base::TimePoint deadline) {
       self->check_mesh_on_loop();
     });
   }
+}
+
+net::Fd Rendezvous::connect_to_rank(int rank, const wire::Endpoint& peer,
+                                    base::TimePoint deadline) {
+  const bool same_host = !host_key_.empty() && peer.host_key == host_key_;
+  const bool by_unix = options_.transport != "tcp" && same_host && !peer.unix_path.empty();
+  const bool by_tcp = options_.transport != "unix";
+  const std::string name = "rank " + std::to_string(rank);
+  if (!by_unix && !by_tcp) {
+    throw base::Exception(rendezvous_error(
+        "--transport unix: " + name + " is not on this host, or has no folder for its socket",
+        rank));
+  }
+  const auto connect_by_tcp = [&] {
+    return net::connect_tcp(peer.host.empty() ? options_.master_addr : peer.host,
+                            rank == 0 ? options_.master_port : peer.port, deadline);
+  };
+  base::Result<net::Fd> socket = by_unix ? net::connect_unix(peer.unix_path) : connect_by_tcp();
+  if (!socket.ok() && by_unix && by_tcp) socket = connect_by_tcp();
+  if (socket.ok()) return std::move(socket.unchecked());
+  // It may have failed itself: then what it said of that is under way here, over rank 0.
+  const base::TimePoint until = std::min(deadline, base::deadline_after(kLastWords));
+  const base::Future<void> ready = ready_.future();
+  if (socket.error().kind != ErrorKind::kResources && base::Clock::now() < until &&
+      ready.wait_until(until)) {
+    ready.wait();  // throws what it said
+  }
+  Error error = socket.error();
+  error.message = name + ": " + error.message;
+  error.rank = rank;
+  throw base::Exception(std::move(error));
 }
 
 std::vector<int> Rendezvous::missing() const {

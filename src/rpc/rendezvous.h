@@ -72,6 +72,7 @@ class Rendezvous : public std::enable_shared_from_this<Rendezvous> {
   void on_master_frame_on_loop(const net::InFrame& frame);
   void on_directory_on_loop(wire::Directory directory);
   void connect_to_lower_ranks(base::TimePoint deadline);
+  net::Fd connect_to_rank(int rank, const wire::Endpoint& peer, base::TimePoint deadline);
   void accept_peer_on_loop(const net::StreamPtr& stream, int rank);
   void send_directory_on_loop();
   void check_mesh_on_loop();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <future>
 #include <memory>
 #include <optional>
@@ -45,10 +46,12 @@ inline rpc::AgentOptions options_for(int rank, int world_size, uint16_t port = 0
 // What a rank's join() comes to, on a thread of its own.
 class Joining {
  public:
-  explicit Joining(rpc::AgentOptions options) {
+  explicit Joining(rpc::AgentOptions options, std::function<void()> prepare = {}) {
     agent_ = std::make_unique<rpc::Agent>(std::move(options));
     setup(*agent_);
-    done_ = std::async(std::launch::async, [this] { return error_of([&] { agent_->join(); }); });
+    done_ = std::async(std::launch::async, [this, prepare = std::move(prepare)] {
+      return error_of([&] { agent_->join(prepare); });
+    });
   }
   /// Kind internal and "(no error)" when it has joined.
   base::Error result() {

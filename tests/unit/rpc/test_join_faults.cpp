@@ -183,6 +183,25 @@ TEST_CASE("a rank 0 that is no rank 0 is a protocol error") {
   ::close(connection);
 }
 
+TEST_CASE("a rank that fails in its preparation is the reason of those that come to it later") {
+  std::promise<void> gone;
+  Joining zero(options_for(0, 3));
+  const uint16_t port = zero.agent().port();
+  Joining one(options_for(1, 3, port), [] {
+    throw base::Exception(base::Error{ErrorKind::kBadData, "no such file", -1, {}});
+  });
+  Joining two(options_for(2, 3, port), [&] { gone.get_future().wait(); });
+  CHECK(one.result().kind == ErrorKind::kBadData);
+  one.agent().abort(one.result());
+  one.kill();
+  gone.set_value();
+  for (Joining* joining : {&zero, &two}) {
+    CHECK(joining->result().kind == ErrorKind::kBadData);
+    CHECK(joining->result().rank == 1);
+    CHECK(joining->result().message == "no such file");
+  }
+}
+
 TEST_CASE("a port that is taken") {
   Joining zero(options_for(0, 2));
   AgentOptions second = options_for(0, 2, zero.agent().port());
