@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "distrain/base/clock.h"
+#include "distrain/scenario/stop_signal.h"
 #include "json_sink.h"
 
 namespace distrain::cmd {
@@ -169,7 +170,8 @@ void Launcher::on_signals() {
     const int number = static_cast<int>(info.ssi_signo);
     if (number == SIGCHLD) continue;
     const bool saving = number == SIGTERM && plan_.save_grace > kSignalGrace;
-    if (saving && ended_by_signal_ == number && base::Clock::now() - signalled_at_ < kSameSignal) {
+    if (saving && ended_by_signal_ == number &&
+        base::Clock::now() - signalled_at_ < scenario::kSameSignal) {
       continue;
     }
     if (ended_by_signal_) {

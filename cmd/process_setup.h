@@ -23,10 +23,6 @@ void set_up_process();
 /// ignored.
 std::vector<int> ending_signals();
 
-/// A SIGTERM so soon after another is the same one: timeout(1), Slurm and systemd signal a process
-/// and its group, and the launcher passes on what its ranks may have had already.
-inline constexpr auto kSameSignal = std::chrono::seconds(2);
-
 /// Intra-op threads of LibTorch in this process; gives back how many it has then. 0: all that
 /// OMP_NUM_THREADS allows or else a fair share of the cores among `local_ranks`.
 int set_up_threads(int wanted, int local_ranks);

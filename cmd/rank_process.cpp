@@ -96,19 +96,9 @@ Json goal_fields(const RankRun& run, const Cause& cause) {
 void end_by_signal(const RankRun& run, JsonSink& sink) {
   const sigset_t set = ending_signal_set();
   int number = 0;
-  base::TimePoint heeded{};
-  const auto sees_to = [&] {
-    if (number != SIGTERM) return false;
-    const auto now = base::Clock::now();
-    if (run.job.stop->request()) {
-      heeded = now;
-      return true;
-    }
-    return run.job.stop->armed() && now - heeded < kSameSignal;
-  };
   do {
     if (sigwait(&set, &number) != 0) return;
-  } while (sees_to());
+  } while (number == SIGTERM && run.job.stop->heeds(base::Clock::now()));
   const Cause cause = cause_by_signal(run, number);
   Summary summary;
   summary.add_rss(peak_rss_mb());

@@ -49,11 +49,16 @@ struct AgreedEnd {
   std::atomic<bool> stopped{false};
 };
 
-/// The training is over; from now on a SIGTERM ends a rank at once.
-void end_training(rpc::CallContext& call, bool stopped) {
+/// The training is over; from now on a SIGTERM ends a rank at once, unless the job is `stopped` by
+/// one. Gives back whether it is, then also by one that came here.
+bool end_training(rpc::CallContext& call, bool stopped) {
+  auto& stop = call.agent.local<StopSignal>();
   call.agent.local<AgreedEnd>().stopped = stopped;
-  call.agent.local<StopSignal>().disarm();
+  stop.disarm(stopped);
+  return stop.requested();
 }
+/// Before the first step, so that no rank is without it once there is something to save.
+void heed_stop(rpc::CallContext& call) { call.agent.local<StopSignal>().arm(); }
 void request_stop(rpc::CallContext& call) { call.agent.local<StopSignal>().request(); }
 bool stop_requested(rpc::CallContext& call) { return call.agent.local<StopSignal>().requested(); }
 
@@ -256,6 +261,15 @@ Evaluation evaluate(rpc::CallContext& call, bool stopped) {
   return call.agent.local<Trainer>().evaluate(stopped);
 }
 
+bool end_on_all(rpc::Agent& agent, const HybridOptions& options, bool stopped) {
+  std::vector<base::Future<bool>> ending;
+  for (int rank = 0; rank < hybrid_world_size(options); ++rank) {
+    ending.push_back(agent.rpc_async<&end_training>(rank, stopped));
+  }
+  base::wait_all(ending);
+  return std::any_of(ending.begin(), ending.end(), [](const auto& told) { return told.wait(); });
+}
+
 Outcome run_master(rpc::Agent& agent, const HybridOptions& options, EventSink& sink) {
   // Trainer 0 reads first, so that a bad file is reported once.
   const HybridDataInfo data = agent.rpc_sync<&load>(rpc::To(0).without_deadline());
@@ -271,6 +285,13 @@ Outcome run_master(rpc::Agent& agent, const HybridOptions& options, EventSink& s
   const RemoteTable table(agent, "ps", data.rows, options.embedding_dim, embedding_range(options),
                           options.seed);
   const auto beginning = agent.rpc_sync<&restore>(rpc::To(0).without_deadline(), table);
+  if (!options.checkpoint.dir.empty()) {
+    std::vector<base::Future<void>> heeding;
+    for (int rank = 0; rank < hybrid_world_size(options); ++rank) {
+      heeding.push_back(agent.rpc_async<&heed_stop>(rank));
+    }
+    base::wait_all(heeding);
+  }
   std::vector<base::Future<std::optional<double>>> training;
   for (int t = 0; t < options.trainers; ++t) {
     training.push_back(agent.rpc_async<&train>(rpc::To(t).without_deadline(), table, beginning));
@@ -282,12 +303,10 @@ Outcome run_master(rpc::Agent& agent, const HybridOptions& options, EventSink& s
     loss_sum = loss && loss_sum ? std::optional(*loss + *loss_sum) : std::nullopt;
   }
 
-  const bool stopped = !options.checkpoint.dir.empty() && agent.rpc_sync<&trained_until_stopped>(0);
-  std::vector<base::Future<void>> ending;
-  for (int rank = 0; rank < hybrid_world_size(options); ++rank) {
-    ending.push_back(agent.rpc_async<&end_training>(rank, stopped));
+  bool stopped = !options.checkpoint.dir.empty() && agent.rpc_sync<&trained_until_stopped>(0);
+  if (end_on_all(agent, options, stopped) && !stopped) {
+    stopped = end_on_all(agent, options, true);  // one came after the last look
   }
-  base::wait_all(ending);
   std::vector<base::Future<Evaluation>> evaluating;
   for (int t = 0; t < options.trainers; ++t) {
     evaluating.push_back(agent.rpc_async<&evaluate>(rpc::To(t).without_deadline(), stopped));
@@ -329,6 +348,7 @@ Outcome run_hybrid(const HybridOptions& own, const Job& job,
   agent.expose<&EmbeddingTable::set_weight>("EmbeddingTable.set_weight");
   agent.expose<&load>("hybrid.load");
   agent.expose<&restore>("hybrid.restore");
+  agent.expose<&heed_stop>("hybrid.heed_stop");
   agent.expose<&request_stop>("hybrid.request_stop");
   agent.expose<&trained_until_stopped>("hybrid.trained_until_stopped");
   agent.expose<&end_training>("hybrid.end_training");
@@ -350,7 +370,6 @@ Outcome run_hybrid(const HybridOptions& own, const Job& job,
     agent.provide(trainer);
   };
   const auto work = [&] {
-    if (!options.checkpoint.dir.empty()) job.stop->arm();
     if (agent.name() == "master") outcome = run_master(agent, options, sink);
   };
   session.run(prepare, work, outcome);

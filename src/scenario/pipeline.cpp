@@ -162,17 +162,19 @@ class Pipeline final : public PipelineModel {
   std::optional<optim::DistributedOptimizer> optimizer_;
 };
 
-/// On each stage, after the last batch: from here on a signal ends the process at once. Gives back
-/// whether one came before.
-bool end_batches(rpc::CallContext& call) {
+/// On each stage, after the last batch: from here on a signal ends the process at once, unless the
+/// job is `stopped` by one. Gives back whether it is, then also by one that came here.
+bool end_batches(rpc::CallContext& call, bool stopped) {
   auto& job = call.agent.local<StageJob>();
-  job.stop->disarm();
+  job.stop->disarm(stopped);
   return job.stop->requested();
 }
 
 /// On each stage: what became of the job.
 void end_job(rpc::CallContext& call, bool stopped) {
-  call.agent.local<StageJob>().stopped = stopped;
+  auto& job = call.agent.local<StageJob>();
+  job.stop->disarm(stopped);
+  job.stopped = stopped;
 }
 
 /// F on all stages, of the rank and not of its stage.
@@ -189,7 +191,8 @@ void run_master(rpc::Agent& agent, const PipelineOptions& options, PipelineRun& 
     return std::make_unique<Pipeline>(agent, options,
                                       make_schedule(options.schedule, options.stages, num_split));
   });
-  for (const auto& told_to_stop : on_stage_ranks<&end_batches>(agent, options.stages)) {
+  for (const auto& told_to_stop :
+       on_stage_ranks<&end_batches>(agent, options.stages, run.stopped())) {
     if (told_to_stop.wait()) run.stop();
   }
   on_stage_ranks<&end_job>(agent, options.stages, run.stopped());

@@ -20,7 +20,7 @@ void PipelineRun::run(const MakeModel& make) {
     const std::unique_ptr<PipelineModel> model = make(num_split);
     run_split(num_split, *model);
   }
-  stop_->disarm();  // all is saved
+  stop_->disarm(stopped_);
   stopped_ = stopped_ || stop_->requested();
 }
 

@@ -36,7 +36,10 @@ class PipelineRun {
   void run(const MakeModel& make);
   /// The job was told to stop, on this rank or, by stop(), on another one.
   bool stopped() const { return stopped_; }
-  void stop() { stopped_ = true; }
+  void stop() {
+    stopped_ = true;
+    stop_->disarm(true);
+  }
   void add_to(Outcome& outcome) const;
 
  private:

@@ -99,6 +99,7 @@ class Trainer {
       if (task.kind == Task::Kind::kEvaluate) evaluate();
       if (task.kind != Task::Kind::kEnd) continue;
       log_.end_epoch();
+      stop_.disarm(task.stopped);
       return task.stopped || stop_.requested();
     }
   }
@@ -162,7 +163,7 @@ class Trainer {
 
   rpc::Agent& agent_;
   const PsOptions options_;
-  const StopSignal& stop_;
+  StopSignal& stop_;
   TrainLog log_;
   PsData data_;
   rpc::RRef<ConvNet> model_;

@@ -25,10 +25,11 @@ void PsHost::start(std::shared_ptr<ConvNet> model, OptimizerAccess optimizer,
   hooks.on_end = [this](bool stopped) {
     std::lock_guard lock(mutex_);
     stopped_ = stopped;
-    stop_->disarm();  // all is saved
+    stop_->disarm(stopped);
   };
   schedule_.emplace(schedule_terms(options_, data), std::move(hooks));
   if (const auto snapshot = checkpoints_.load()) resume(*snapshot);
+  if (checkpoints_.saving()) stop_->arm();  // where rank 0 itself has not come so far
 }
 
 void PsHost::resume(const Snapshot& snapshot) {

@@ -30,7 +30,6 @@ class LocalRun {
         host_(options, job, sink) {
     auto model = std::make_shared<ConvNet>(options.seed);
     parameters_ = model->parameters();
-    if (!options.checkpoint.dir.empty()) job.stop->arm();
     host_.start(std::move(model), rule_access(*rule_, parameters_), data_.info());
     log_.resume_after(host_.resumed_at());
   }

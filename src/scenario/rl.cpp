@@ -89,7 +89,7 @@ class Observer {
   /// There is no further episode. `stopped`: some rank was told to stop.
   void end(rpc::CallContext& call, bool stopped) {
     auto& job = call.agent.local<ObserverJob>();
-    job.stop->disarm();
+    job.stop->disarm(stopped);
     job.stopped = stopped || job.stop->requested();
   }
 
@@ -118,7 +118,7 @@ void run_agent(rpc::Agent& agent, const RlOptions& options, const std::shared_pt
     host->end_episode(std::any_of(episodes.begin(), episodes.end(),
                                   [](const auto& told_to_stop) { return told_to_stop.wait(); }));
   }
-  stop.disarm();  // all is saved, or there was nothing left to do
+  stop.disarm(host->stopped());  // all is saved, or there was nothing left to do
   for (const auto& observer : observers) observer.rpc_sync<&Observer::end>(host->stopped());
 }
 

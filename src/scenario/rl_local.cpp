@@ -29,7 +29,7 @@ Outcome run_rl_local(const RlOptions& options, const Job& job, EventSink& sink) 
     }
     host.end_episode(false);
   }
-  job.stop->disarm();  // all is saved, or there was nothing left to do
+  job.stop->disarm(host.stopped());  // all is saved, or there was nothing left to do
   Outcome outcome;
   host.add_to(outcome);
   return without_rpc(std::move(outcome));

@@ -139,7 +139,7 @@ class Trainer {
       if (task.kind == Task::Kind::kSave) save();
       if (task.kind != Task::Kind::kEnd) continue;
       log_.end_epoch();
-      stop_.disarm();  // all is saved
+      stop_.disarm(task.stopped);
       const bool stopped = task.stopped || stop_.requested();
       if (!stopped) generate();
       return stopped;

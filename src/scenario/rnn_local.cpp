@@ -58,7 +58,6 @@ class LocalRun {
         log_(options.log_interval, sink, TrainLog::Unit::kWords),
         host_(options, job, sink) {
     host_.build(embedding_, decoder_, data_.info());
-    if (!options.checkpoint.dir.empty()) job.stop->arm();
     host_.start(rule_access(*ends_.rule, ends_.parameters));
     for (int t = 0; t < options.trainers; ++t) {
       trainers_.emplace_back(options, lstm_, direct_ends());
@@ -72,7 +71,6 @@ class LocalRun {
         [this](const std::vector<Task>& tasks) { train(tasks); },
         [this](const std::vector<Task>&) { evaluate(); });
     log_.end_epoch();
-    stop_.disarm();  // all is saved
     if (!host_.stopped() && !stop_.requested() && options_.generate > 0 && !options_.data.empty()) {
       sink_.emit("text", {{"text", trainers_[0].generate(data_.vocabulary())}});
     }

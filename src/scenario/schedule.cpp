@@ -121,7 +121,6 @@ bool Schedule::take_locked(int trainer, Task& task) {
   } else if (taken_[static_cast<size_t>(trainer)] >= gate) {
     return false;
   }
-  if (job_over()) return false;  // a resumed one may be so before its first step
   int shard = trainer;
   if (remaining_locked(shard) == 0) {
     if (!terms_.take_over) return false;
@@ -169,6 +168,7 @@ Schedule::Phase Schedule::after_evaluation() {
 
 void Schedule::enter_next_phase() {
   switch (phase_) {
+    case Phase::kBeginning:  // a resumed job may have nothing left to train
     case Phase::kTraining:
       phase_ = after_training();
       break;

@@ -42,7 +42,11 @@ struct Position {
 /// Hands out the work of a job to its trainers, wherever they run: training steps, and between
 /// them, when all have finished what they had, evaluation, checkpoints and the end.
 ///
-///   training → (epoch over, or the job) evaluating → (checkpoint due) saving → training or ending
+///   beginning → training → (epoch over, or the job) evaluating → (checkpoint due) saving →
+///   training or ending
+///
+/// Nobody begins before all trainers are there: where the fast need not wait for the slow, one that
+/// starts late would get no steps, and a stop would find it unready.
 ///
 /// Thread-safe. The hooks run on the thread of whoever comes last, while all trainers wait.
 class Schedule {
@@ -75,7 +79,7 @@ class Schedule {
   base::Future<Task> next(int trainer, bool stop);
 
  private:
-  enum class Phase { kTraining, kEvaluating, kSaving, kEnding };
+  enum class Phase { kBeginning, kTraining, kEvaluating, kSaving, kEnding };
   using Waiting = std::map<int, base::Promise<Task>>;
 
   bool task_locked(int trainer, Task& task);
@@ -94,7 +98,7 @@ class Schedule {
   const Terms terms_;
   const Hooks hooks_;
   std::mutex mutex_;
-  Phase phase_ = Phase::kTraining;
+  Phase phase_ = Phase::kBeginning;
   Position position_;
   std::vector<int64_t> taken_;  // steps since the job's beginning, by trainer
   int64_t saved_ = 0;           // steps of each trainer at the last checkpoint

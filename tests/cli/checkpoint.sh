@@ -104,9 +104,9 @@ job ps --local --steps 2 --checkpoint "$tmp/first" --resume auto
 expect 0 "--resume auto, nothing there"
 saved "--resume auto, nothing there"
 
-# SIGTERM saves. `pid`: whom it is sent to.
+# SIGTERM saves. It goes to the launcher, or by the name to "one rank" or to the ranks "one by one".
 stopped() { # stopped <name> <command> <more>...
-  local name=$1 command=$2 step pid
+  local name=$1 command=$2 step pid ranks
   shift 2
   rm -rf "$tmp/stopped"
   : >"$tmp/out"
@@ -115,10 +115,17 @@ stopped() { # stopped <name> <command> <more>...
     --checkpoint "$tmp/stopped" --checkpoint-every 1000000 "$@" >"$tmp/out" 2>"$tmp/err" &
   local launcher=$!
   wait_for_lines 4 step "$tmp/out"
-  pid=$launcher
-  [[ $name == *"one rank" ]] &&
-    pid=$(jq -r 'select(.event == "start" and .rank == 1).pid' "$tmp/out" 2>/dev/null)
-  kill -TERM "$pid"
+  ranks=$(jq -r 'select(.event == "start") | "\(.rank) \(.pid)"' "$tmp/out" 2>/dev/null | sort -n)
+  case $name in
+    *"one rank") kill -TERM "$(sed -n 's/^1 //p' <<<"$ranks")" ;;
+    *"one by one")
+      while read -r _ pid; do
+        kill -TERM "$pid" 2>/dev/null
+        sleep 0.1
+      done <<<"$ranks"
+      ;;
+    *) kill -TERM $launcher ;;
+  esac
   wait $launcher
   code=$?
   expect 143 "$name"
@@ -141,6 +148,13 @@ stopped "SIGTERM, async" ps --mode async
 stopped "SIGTERM, ssp" ps --mode ssp --staleness 2
 stopped "SIGTERM, local" ps --local
 stopped "SIGTERM of one rank" ps
+# Each rank must know the one signal that it gets, though the others may have told it before, and it
+# is in the midst of the save or through with it.
+for command in hybrid ps rnn; do
+  stopped "SIGTERM, $command, one by one" $command
+done
+# Rank 0 serves the trainers before its own part of the job begins.
+stopped "SIGTERM, a late rank 0" ps --mode async --inject delay=1s@rank=0 --trace "$tmp/trace.json"
 
 # A save that is cut short leaves the checkpoint before it, or the new one.
 for ((call = 1; call < 80; call += 5)); do

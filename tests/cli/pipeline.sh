@@ -123,7 +123,18 @@ run "${saved[@]}" --batches $((step + 1))
 expect 0 "--resume"
 expect_jq "[.[] | select(.event == \"step\")] | length == 1 and .[0].step == $step + 1" "--resume"
 
-# The same by a signal to one stage, and in one process.
+# The same by a signal to each rank, one by one, to one stage, and in one process.
+begin "${saved[@]}" --batches 1000
+wait_for_lines 1 step "$tmp/out"
+for rank in 0 1 2; do
+  kill "$(jq -r "select(.event == \"start\" and .rank == $rank).pid" "$tmp/out")" 2>/dev/null
+  sleep 0.1
+done
+wait $job
+code=$?
+expect 143 "SIGTERM one by one"
+expect_log "SIGTERM one by one"
+expect_jq '[.[] | select(.event == "checkpoint" and .action == "saved")] | length == 1' "SIGTERM one by one"
 begin "${saved[@]}" --batches 1000
 wait_for_lines 1 step "$tmp/out"
 kill "$(jq -r 'select(.event == "start" and .rank == 2).pid' "$tmp/out")"

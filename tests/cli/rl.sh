@@ -127,6 +127,14 @@ kill -TERM "$(pgrep -P $job -x distrain)"
 wait $job
 code=$?
 ended_by_term "SIGTERM to the launcher"
+start --observers 2 --checkpoint "$tmp/one-by-one"
+for rank in 0 1 2; do
+  kill -TERM "$(pid_of $rank)" 2>/dev/null
+  sleep 0.1
+done
+wait $job
+code=$?
+ended_by_term "SIGTERM to the ranks one by one"
 start --observers 2 --checkpoint "$tmp/alone" --local
 kill -TERM "$(pid_of 0)"
 wait $job

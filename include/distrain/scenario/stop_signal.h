@@ -1,26 +1,61 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <cstdint>
+
+#include "distrain/base/clock.h"
 
 namespace distrain::scenario {
 
-/// How SIGTERM reaches a job that wants to save before it ends. Thread-safe.
+/// A SIGTERM so soon after another is the same one: timeout(1), Slurm and systemd signal a process
+/// and its group, and the launcher passes on what its ranks may have had already.
+inline constexpr auto kSameSignal = std::chrono::seconds(2);
+
+/// How SIGTERM reaches a job that wants to save before it ends. Thread-safe, but for heeds().
 class StopSignal {
  public:
   /// From now on the job looks at requested() at every step and ends by itself. Before, and for
-  /// jobs that never say so, the signal ends the process at once.
-  void arm() { armed_ = true; }
-  /// From now on the signal ends the process at once again.
-  void disarm() { armed_ = false; }
-  bool armed() const { return armed_; }
+  /// jobs that never say so, the signal ends the process at once. Nothing after disarm().
+  void arm() {
+    State expected = State::kUnarmed;
+    state_.compare_exchange_strong(expected, State::kArmed);
+  }
+  /// All is saved. From now on the signal ends the process at once again, unless the job is
+  /// `stopped` by one anyway: all ranks get it, this one perhaps later than it is told of it.
+  void disarm(bool stopped) {
+    State state = state_;
+    while (!state_.compare_exchange_weak(
+        state, stopped || state == State::kStopping ? State::kStopping : State::kOver)) {
+    }
+  }
 
-  /// The signal has come. False if the job will not see to it.
-  bool request() { return armed_ && !requested_.exchange(true); }
-  bool requested() const { return requested_; }
+  /// The job is to stop: the signal has come, here or on another rank. False if the job will not
+  /// see to it, or does already.
+  bool request() {
+    State expected = State::kArmed;
+    return state_.compare_exchange_strong(expected, State::kStopping);
+  }
+  bool requested() const { return state_ == State::kStopping; }
+  /// Whether a request() would be seen to.
+  bool armed() const { return state_ == State::kArmed; }
+
+  /// This process has got a SIGTERM. True if the job sees to it; otherwise it ends the process.
+  /// Called by one thread.
+  bool heeds(base::TimePoint now) {
+    const bool is_first = heeded_ == base::TimePoint{};
+    if (request() || (is_first && requested())) {
+      heeded_ = now;
+      return true;
+    }
+    return requested() && now - heeded_ < kSameSignal;
+  }
 
  private:
-  std::atomic<bool> armed_{false};
-  std::atomic<bool> requested_{false};
+  enum class State : uint8_t { kUnarmed, kArmed, kStopping, kOver };
+
+  std::atomic<State> state_{State::kUnarmed};
+  base::TimePoint heeded_{};  // the first SIGTERM that the job saw to; by the thread of heeds()
 };
 
 }  // namespace distrain::scenario

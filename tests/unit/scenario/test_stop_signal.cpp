@@ -1,0 +1,59 @@
+#include "distrain/scenario/stop_signal.h"
+#include "support/catch.h"
+
+using namespace distrain;
+using scenario::kSameSignal;
+using scenario::StopSignal;
+
+namespace {
+
+const base::TimePoint kNow = base::Clock::now();
+const base::TimePoint kSoon = kNow + kSameSignal / 2;
+const base::TimePoint kLater = kNow + kSameSignal * 2;
+
+}  // namespace
+
+TEST_CASE("a signal ends a process whose job does not see to it") {
+  StopSignal stop;
+  CHECK_FALSE(stop.heeds(kNow));
+  CHECK_FALSE(stop.request());
+  stop.arm();
+  CHECK(stop.armed());
+  stop.disarm(false);
+  CHECK_FALSE(stop.heeds(kNow));
+  CHECK_FALSE(stop.requested());
+  stop.arm();  // by a thread that is late
+  CHECK_FALSE(stop.armed());
+  CHECK_FALSE(stop.heeds(kNow));
+}
+
+TEST_CASE("a job that saves sees to the first signal; the second one ends the process") {
+  StopSignal stop;
+  stop.arm();
+  CHECK(stop.heeds(kNow));
+  CHECK(stop.requested());
+  CHECK(stop.heeds(kSoon));  // the same one, to a process and its group
+  CHECK_FALSE(stop.heeds(kLater));
+}
+
+TEST_CASE("a rank that another one has told to stop may get its signal yet") {
+  StopSignal stop;
+  stop.arm();
+  CHECK(stop.request());
+  CHECK_FALSE(stop.request());
+  SECTION("in the midst of the save") {}
+  SECTION("when all is saved") { stop.disarm(GENERATE(true, false)); }
+  CHECK(stop.heeds(kLater));  // whenever it comes
+  CHECK_FALSE(stop.heeds(kLater + kSameSignal));
+}
+
+TEST_CASE("a rank that hears only at the end that the job was stopped may get its signal yet") {
+  StopSignal stop;
+  stop.arm();
+  if (GENERATE(true, false)) stop.disarm(false);  // before it was known
+  stop.disarm(true);
+  CHECK(stop.requested());
+  CHECK(stop.heeds(kNow));
+  CHECK(stop.heeds(kSoon));
+  CHECK_FALSE(stop.heeds(kLater));
+}
