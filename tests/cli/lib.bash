@@ -1,6 +1,7 @@
 # What the scripts of tests/cli and tests/fault share. Source it: it takes the binary from $1, makes
 # $tmp, and removes it and every process of the test at the end.
 set -u
+ulimit -c 0 # writing a core would keep a dead rank's connections open
 distrain=$(realpath "$1")
 here=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
 # shellcheck disable=SC2034  # for the scripts

@@ -49,7 +49,7 @@ done
 
 # Options of rank 0 hold for all; one that is given on both sides and differs is refused.
 timeout -k 2 "$limit" ip netns exec "$a" "$distrain" hybrid --rank 0 --master-addr 10.77.0.1 \
-  --epochs 3 --join-timeout 5 >"$tmp/rank0" 2>/dev/null &
+  --epochs 3 --join-timeout 20 >"$tmp/rank0" 2>/dev/null &
 rank0=$!
 timeout -k 2 "$limit" ip netns exec "$b" "$distrain" hybrid --rank 3 --master-addr 10.77.0.1 \
   --epochs 4 >"$tmp/rank3" 2>/dev/null

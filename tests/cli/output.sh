@@ -1,4 +1,5 @@
 #!/bin/bash
+# ctest: timeout=240
 # stdout is JSON lines and nothing else, whatever it is connected to; a clean run is quiet on stderr.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
@@ -90,15 +91,16 @@ expect 143 "SIGTERM while it waits"
 [[ -z $(ls "$tmp/tmpdir") ]] || fail "left in TMPDIR: $(ls "$tmp/tmpdir")"
 
 # The progress: only when stderr is a terminal and stdout is not. script(1) makes a terminal.
+# It may leave before the last words of one that has ended have come: hence the pauses.
 if command -v script >/dev/null; then
   export short_run="timeout $limit '$distrain' hybrid ${short[*]}"
-  script -qec "$short_run >'$tmp/out'" /dev/null >"$tmp/tty" </dev/null
+  script -qec "$short_run >'$tmp/out'; sleep 0.5" /dev/null >"$tmp/tty" </dev/null
   grep -q 'done: ' "$tmp/tty" || fail "no progress on a terminal"
-  script -qec "NO_COLOR=1 $short_run >'$tmp/out'" /dev/null >"$tmp/tty" </dev/null
+  script -qec "NO_COLOR=1 $short_run >'$tmp/out'; sleep 0.5" /dev/null >"$tmp/tty" </dev/null
   grep -qF $'\x1b[3' "$tmp/tty" && fail "colours in spite of NO_COLOR"
-  script -qec "$short_run -q >'$tmp/out'" /dev/null >"$tmp/tty" </dev/null
+  script -qec "$short_run -q >'$tmp/out'; sleep 0.5" /dev/null >"$tmp/tty" </dev/null
   [[ -s $tmp/tty ]] && fail "-q: wrote to the terminal"
-  script -qec "$short_run" /dev/null >"$tmp/tty" </dev/null
+  script -qec "$short_run; sleep 0.5" /dev/null >"$tmp/tty" </dev/null
   tr -d '\r' <"$tmp/tty" >"$tmp/out"
   expect_log "both on a terminal"
 fi

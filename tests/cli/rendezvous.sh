@@ -14,7 +14,7 @@ print(s.getsockname()[1], flush=True)
 sys.stdin.read()' <"$tmp/hold" >"$tmp/port" &
 holder=$!
 exec 7>"$tmp/hold"
-wait_for 10 test -s "$tmp/port" || fail "no port to take"
+wait_for "$limit" test -s "$tmp/port" || fail "no port to take"
 port=$(cat "$tmp/port")
 run hybrid --epochs 1 --master-port "$port"
 expect_error 3 rendezvous "127.0.0.1:$port" "port taken, launcher"

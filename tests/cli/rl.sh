@@ -88,7 +88,7 @@ expect_no_process "an observer that joined is lost"
 # SIGTERM saves; the job goes on where it was and ends as one that was not interrupted.
 start() { # start <args>...: a job that plays for ever; waits for its first episode
   : >"$tmp/out"
-  timeout -k 2 "$limit" "$distrain" rl --threshold 1e6 --log-interval 1 "$@" >"$tmp/out" 2>"$tmp/err" &
+  timeout -k 2 "$limit" "$distrain" rl --threshold 1e6 --log-interval 1 --peer-timeout 60 "$@" >"$tmp/out" 2>"$tmp/err" &
   job=$!
   wait_for_lines 3 episode "$tmp/out"
 }

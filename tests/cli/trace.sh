@@ -170,10 +170,11 @@ fi
 # A rank that dies while rank 0, whose calls take 4 s each, gathers what the ranks have. The trainers'
 # calls are slow so that rank 0 has asked for their clocks before their last step. If it has not, it
 # takes two of its calls to notice: the launcher must have that patience, the peer timeout and 2 s.
+: >"$tmp/out"
 "$distrain" "${ps[@]}" --peer-timeout 30 --inject delay=4s@rank=0,delay=100ms@rank=1,delay=100ms@rank=2 --trace "$trace" >"$tmp/out" 2>"$tmp/err" &
 launcher=$!
 wait_for_lines 2 epoch "$tmp/out"
-sleep 0.8
+sleep 3
 kill -9 "$(jq -r 'select(.event == "start" and .rank == 2).pid' "$tmp/out")"
 wait $launcher
 code=$?

@@ -4,9 +4,11 @@
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
 
+# A rank that has died is noticed at once. The peer timeout only bounds how long the others may take
+# to leave, so it is long: the machine may be slow.
 start() { # start <args>...: a job that would run for long; waits until all ranks are at work
   : >"$tmp/out"
-  "$distrain" hybrid --epochs 1000000 "$@" >"$tmp/out" 2>"$tmp/err" &
+  "$distrain" hybrid --epochs 1000000 --peer-timeout 60 "$@" >"$tmp/out" 2>"$tmp/err" &
   launcher=$!
   wait_for_lines 4 ready "$tmp/out"
   wait_for_lines 1 epoch "$tmp/out"
@@ -42,7 +44,7 @@ for rank in 0 2 3; do
 done
 
 name="SIGSTOP of a rank"
-start --peer-timeout 1 --rpc-timeout 2
+start --peer-timeout $((limit / 10)) --rpc-timeout $((limit / 5))
 kill -STOP "$(pid_of 3)"
 await_end "$name"
 [[ $code == 5 || $code == 10 ]] || expect 5 "$name"
@@ -79,14 +81,18 @@ expect_log "$name"
 expect_jq '.[-1] | .cause_rank == 1 and .kind == "cancelled" and .message == "ended by SIGTERM"' "$name"
 
 name="SIGTERM twice, with a rank that is stopped"
-start --peer-timeout 60
+start
 kill -STOP "$(pid_of 2)"
+now_ms() { echo $((${EPOCHREALTIME/[.,]/} / 1000)); }
+begun=$(now_ms)
 kill -TERM "$launcher"
-sleep 0.3
-before=$SECONDS
+wait_for_lines 3 rank_end "$tmp/out" # the first has been seen; two at once would be one
+again=$(now_ms)
 kill -TERM "$launcher" 2>/dev/null
 ends 143 "$name"
-((SECONDS - before < 3)) || fail "$name: took $((SECONDS - before)) s"
+took=$(($(now_ms) - begun))
+# By itself the launcher would go on after 5 s. On a machine that is too slow nothing can be said.
+((took < 4800 || again - begun > 2500)) || fail "$name: took $took ms"
 
 name="SIGHUP under nohup"
 : >"$tmp/out"
