@@ -99,7 +99,8 @@ TEST_CASE_METHOD(FewPsImages, "a job whose trainers run apart stops and goes on,
   options.checkpoint = {folder.path(), kSaveAtEndOnly, "auto"};
   Hooks<PsOptions> hooks = slow_rank<PsOptions>(3, 0.01);
   hooks.heard = [](const Job& job, const Line& line) {
-    if (job.rank == 1 && line.event == "step" && line.fields["step"] == 4) job.stop->request();
+    // Whoever is there first: one alone might be so late that the others make all steps.
+    if (line.event == "step" && line.fields["step"] == 4) job.stop->request();
   };
   const Finished first = run_job(Place::kRanks, options, hooks);
   for (const auto& [rank, outcome] : first.outcomes) {

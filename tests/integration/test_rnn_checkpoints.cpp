@@ -78,14 +78,10 @@ TEST_CASE_METHOD(RnnFewWords, "a language model that is told to stop goes on to 
 
 TEST_CASE_METHOD(RnnFewWords, "trainers with another text than the first are refused by number") {
   const std::string other = folder.write("other.txt", make_text(120, 3));
-  Hooks<RnnOptions> hooks = slow_rank<RnnOptions>(2, 0.3);
-  hooks.options = [&](int rank, RnnOptions& options) {
-    if (rank == 2) options.data = other;
-  };
-  const base::Error error =
-      error_of_job(base::ErrorKind::kBadData, Place::kRanks, options(), hooks);
-  CAPTURE(error.message);
-  CHECK(contains(error.message, "trainer 2 has read other data than the others"));
+  const std::string message = refusal_of_other_data<RnnOptions>(
+      options(), [&](RnnOptions& options) { options.data = other; });
+  CAPTURE(message);
+  CHECK(contains(message, "trainer 2 has read other data than the others"));
 }
 
 TEST_CASE_METHOD(RnnFewWords, "a perplexity that is no number ends the job, and nothing is saved") {

@@ -230,6 +230,23 @@ inline bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
+/// What a job says whose trainer 2 has read other data, which it says after trainer 1: later and
+/// later, until that is so.
+template <class Options>
+std::string refusal_of_other_data(const Options& options,
+                                  std::function<void(Options&)> read_other) {
+  std::string message;
+  for (const double delay_s : {0.3, 3.0, 15.0}) {
+    Hooks<Options> hooks = slow_rank<Options>(2, delay_s);
+    hooks.options = [&](int rank, Options& own) {
+      if (rank == 2) read_other(own);
+    };
+    message = error_of_job(base::ErrorKind::kBadData, Place::kRanks, options, hooks).message;
+    if (!contains(message, "trainer 1 ")) break;
+  }
+  return message;
+}
+
 /// The newest checkpoint of a folder.
 inline Snapshot newest_checkpoint(const std::string& folder) {
   Listener nobody;
