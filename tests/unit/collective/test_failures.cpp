@@ -79,12 +79,19 @@ TEST_CASE("one of three ranks calls something else") {
 
 TEST_CASE("a rank that does not come is named when the deadline passes") {
   const int64_t count = GENERATE(5, 100000);
-  TestGroup group(4, {.timeout = milliseconds(80)});
   std::vector<base::Error> errors(4);
-  run_ranks(4, [&](int rank) {
-    if (rank == 1 || rank == 3) return;
-    errors[size_t(rank)] = error_of([&] { group[rank].allreduce(at::ones({count})).wait(); });
-  });
+  // Of the ranks that do come, one may be later than a short deadline, and is then named as well.
+  for (const int timeout : {80, 1000, 20000}) {
+    TestGroup group(4, {.timeout = milliseconds(timeout)});
+    run_ranks(4, [&](int rank) {
+      if (rank == 1 || rank == 3) return;
+      errors[size_t(rank)] = error_of([&] { group[rank].allreduce(at::ones({count})).wait(); });
+    });
+    if (!contains(errors[0].message, "from rank 1, 2, 3") &&
+        !contains(errors[2].message, "from rank 0, 1, 3")) {
+      break;
+    }
+  }
   for (int rank : {0, 2}) {
     const base::Error& error = errors[size_t(rank)];
     INFO(error.message);
@@ -225,7 +232,7 @@ TEST_CASE("bytes that are no message of ours") {
     base::ThreadPool pool({.name = "test"});
     auto backend =
         c10::make_intrusive<Backend>(network.channel(0), pool, collective::Group{1, {0, 1}});
-    const auto pending = backend->allreduce(at::ones({5}), ReduceOp::SUM, milliseconds(5000));
+    const auto pending = backend->allreduce(at::ones({5}), ReduceOp::SUM, milliseconds(30000));
     std::vector<uint8_t> bytes(random() % 200);
     for (uint8_t& byte : bytes) byte = uint8_t(random());
     // Half of them begin like a header.
