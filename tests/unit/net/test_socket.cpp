@@ -99,8 +99,8 @@ TEST_CASE("connecting to nobody fails at once and names whom") {
   uint16_t port = 0;
   { port = local_name(std::move(listen_tcp("127.0.0.1", 0).value()).get()).port; }
   const base::TimePoint start = base::Clock::now();
-  const base::Error error = error_of(connect_tcp("127.0.0.1", port, start + 10s));
-  CHECK(base::Clock::now() - start < 5s);
+  const base::Error error = error_of(connect_tcp("127.0.0.1", port, start + kLongest));
+  CHECK(base::Clock::now() - start < kLongest / 2);
   CHECK(error.kind == base::ErrorKind::kRendezvous);
   CHECK(contains(error.message, "127.0.0.1:" + std::to_string(port)));
 }
@@ -348,16 +348,9 @@ TEST_CASE("a listener without descriptors pauses and goes on") {
         ++accepted;
       });
       on_loop(loop, [] {});
-      rusage before{}, after{};
-      getrusage(RUSAGE_SELF, &before);
-      std::this_thread::sleep_for(150ms);
-      getrusage(RUSAGE_SELF, &after);
-      const auto cpu_us = [](const rusage& u) {
-        return (u.ru_utime.tv_sec + u.ru_stime.tv_sec) * 1'000'000 + u.ru_utime.tv_usec +
-               u.ru_stime.tv_usec;
-      };
+      const bool pauses = uses_no_cpu();
       if (accepted != 0) _exit(1);
-      if (cpu_us(after) - cpu_us(before) > 50'000) _exit(2);
+      if (!pauses) _exit(2);
       fill.clear();
       const base::TimePoint end = base::Clock::now() + 20s;
       while (accepted < 3 && base::Clock::now() < end) std::this_thread::yield();
