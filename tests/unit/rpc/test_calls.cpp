@@ -3,6 +3,7 @@
 #include <map>
 #include <thread>
 
+#include "gate.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 
@@ -12,6 +13,8 @@ using base::ErrorKind;
 using rpc::Agent;
 using testing::Cluster;
 using testing::error_of;
+using testing::g_gate;
+using testing::wait_at_gate;
 
 namespace {
 
@@ -67,6 +70,7 @@ void setup(Agent& agent) {
   agent.expose<&identity>("identity");
   agent.expose<&boom>("boom");
   agent.expose<&nap>("nap");
+  agent.expose<&wait_at_gate>("wait_at_gate");
   agent.expose<&later>("later");
   agent.expose<&bounce>("bounce");
   agent.expose_class<Counter>("Counter");
@@ -143,7 +147,7 @@ TEST_CASE("errors keep their kind, text and rank") {
       setup(agent);
     } else {
       agent.expose<&boom>("boom");
-      agent.expose<&nap>("nap");
+      agent.expose<&wait_at_gate>("wait_at_gate");
     }
   });
   Agent& a = cluster[0];
@@ -162,10 +166,12 @@ TEST_CASE("errors keep their kind, text and rank") {
   CHECK(error_of([&] { a.rpc_sync<&add>(1, 1, 2); }).kind == ErrorKind::kNotFound);
   CHECK(error_of([&] { cluster[1].rpc_sync<&add>(0, 1, 2); }).kind == ErrorKind::kNotFound);
   CHECK(error_of([&] { a.rpc_sync<&boom>("nobody", 0); }).kind == ErrorKind::kNotFound);
-  e = error_of([&] { a.rpc_sync<&nap>(rpc::To(1).timeout(30ms), 2000); });
+  g_gate = false;
+  e = error_of([&] { a.rpc_sync<&wait_at_gate>(rpc::To(1).timeout(30ms)); });
+  g_gate = true;
   CHECK(e.kind == ErrorKind::kDeadline);
   CHECK(e.rank == 1);
-  CHECK(e.message.find("nap") != std::string::npos);
+  CHECK(e.message.find("wait_at_gate") != std::string::npos);
 }
 
 TEST_CASE("nested calls go deeper than there are threads") {
@@ -198,10 +204,12 @@ TEST_CASE("many calls at once from many threads") {
 
 TEST_CASE("a rank that dies fails the calls that wait for it") {
   Cluster cluster(3, setup);
-  auto waiting = cluster[0].rpc_async<&nap>(rpc::To(2).without_deadline(), 300);
-  std::this_thread::sleep_for(20ms);
-  std::thread killer([&] { cluster.kill(2); });
+  g_gate = false;
+  auto waiting = cluster[0].rpc_async<&wait_at_gate>(rpc::To(2).without_deadline());
+  testing::wait_for_call_at_gate();
+  std::thread killer([&] { cluster.kill(2); });  // returns once the call has
   const base::Error e = error_of([&] { waiting.wait(); });
+  g_gate = true;
   killer.join();
   // Whether it goes in the middle of the call or answers that it is shutting down, it is named.
   CHECK((e.kind == ErrorKind::kPeerLost || e.kind == ErrorKind::kCancelled));

@@ -1,10 +1,10 @@
 // ctest: timeout=120
 // RRefs of calls that fail or come too late, and of ranks that die.
-#include <atomic>
 #include <chrono>
 #include <stdexcept>
 #include <thread>
 
+#include "gate.h"
 #include "rref_support.h"
 
 using namespace distrain;
@@ -16,11 +16,6 @@ using rpc::RRef;
 namespace {
 
 int64_t fail_with(const Ref&) { throw std::runtime_error("broke after reading"); }
-// Held up until the test opens the gate, so that no deadline depends on the machine's speed.
-std::atomic<bool> g_gate{false};
-void wait_at_gate() {
-  while (!g_gate) std::this_thread::sleep_for(1ms);
-}
 Ref echo_late(const Ref& ref) {
   wait_at_gate();
   return ref;
@@ -91,7 +86,7 @@ TEST_CASE("a call that cannot be sent does not wait for an answer") {
         }).kind == ErrorKind::kInvalid);
   ref = Ref();
   cluster.shutdown();  // waits for calls that wait
-  CHECK(std::chrono::steady_clock::now() - began < 5s);
+  CHECK(std::chrono::steady_clock::now() - began < 30s);
 }
 
 TEST_CASE("RRefs of calls whose caller has given up are let go") {
@@ -159,11 +154,14 @@ TEST_CASE("an owner that dies fails what is asked of its values") {
   const Ref old = cluster[0].remote_new<Tracked>(2, 1);
   CHECK(value_of(old) == 1);
   const Ref shared = cluster[1].rpc_sync<&echo>(2, cluster[1].remote_new<Tracked>(2, 2));
-  auto pending = cluster[0].rpc_async<&nap>(rpc::To(2).without_deadline(), 50);
-  std::this_thread::sleep_for(5ms);
-  cluster.kill(2);
-  CHECK(Tracked::alive == 0);
+  g_gate = false;
+  auto pending = cluster[0].rpc_async<&wait_at_gate>(rpc::To(2).without_deadline());
+  wait_for_call_at_gate();
+  std::thread killer([&] { cluster.kill(2); });  // returns once the call has
   CHECK_THROWS_AS(pending.wait(), base::Exception);
+  g_gate = true;
+  killer.join();
+  CHECK(Tracked::alive == 0);
   eventually([&] {
     return error_of([&] { cluster[0].rpc_sync<&nap>(2, 0); }).kind == ErrorKind::kPeerLost &&
            error_of([&] { cluster[1].rpc_sync<&nap>(2, 0); }).kind == ErrorKind::kPeerLost;

@@ -1,0 +1,28 @@
+// A call that is held up until the test lets it go, so that no test depends on the machine's speed.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <stdexcept>
+#include <thread>
+
+namespace distrain::testing {
+
+inline std::atomic<bool> g_gate{false};  // whether it is open
+inline std::atomic<int> g_at_gate{0};    // how many calls stand before it
+
+inline void wait_at_gate() {
+  ++g_at_gate;
+  while (!g_gate) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  --g_at_gate;
+}
+
+inline void wait_for_call_at_gate() {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (g_at_gate == 0) {
+    if (std::chrono::steady_clock::now() > deadline) throw std::runtime_error("no call came");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+}  // namespace distrain::testing
