@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -16,9 +17,13 @@ class Cluster {
  public:
   using Setup = std::function<void(rpc::Agent&)>;
 
-  /// `each` changes the options of one rank, which they name.
+  /// `each` changes the options of one rank, which they name. A rank that gets no processor for
+  /// some seconds is not lost, unless the test sets a peer_timeout.
   explicit Cluster(int size, const Setup& setup = {}, rpc::AgentOptions options = {},
                    const std::function<void(rpc::AgentOptions&)>& each = {}) {
+    if (options.peer_timeout == rpc::AgentOptions{}.peer_timeout) {
+      options.peer_timeout = std::chrono::nanoseconds(0);
+    }
     for (int rank = 0; rank < size; ++rank) {
       options.names.push_back("w" + std::to_string(rank));
     }
