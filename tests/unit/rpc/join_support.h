@@ -11,6 +11,7 @@
 #include <utility>
 
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -61,6 +62,7 @@ class Joining {
     return *result_;
   }
   bool joined() { return result().message == "(no error)"; }
+  bool ended() const { return result_ || done_.wait_for(0s) == std::future_status::ready; }
   rpc::Agent& agent() { return *agent_; }
   void kill() { agent_.reset(); }
 
@@ -132,6 +134,32 @@ class RawRank {
     return true;
   }
   net::Fd fd_;
+};
+
+// Whoever connects after this meets a rank 0 that has handled what was sent to it before and knows
+// who has gone: what came before the probe is read with it at the latest, its end a round later.
+inline void let_rank_0_catch_up(uint16_t port) {
+  RawRank probe(port);
+  probe.send(wire::FrameKind::kMeshReady);  // no way to begin, so it is cut off
+  CHECK(probe.closed_by_peer());
+}
+
+// A port that refuses connections, and that nobody else gets, for as long as its socket is open.
+// Rank 0 can take it: by SO_REUSEADDR two sockets may be bound to a port on which one listens.
+class ReservedPort {
+ public:
+  ReservedPort() : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    const int one = 1;
+    setsockopt(socket_.get(), SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    sockaddr_in any_port{};
+    any_port.sin_family = AF_INET;
+    any_port.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    REQUIRE(::bind(socket_.get(), reinterpret_cast<sockaddr*>(&any_port), sizeof any_port) == 0);
+  }
+  uint16_t port() const { return net::local_name(socket_.get()).port; }
+
+ private:
+  net::Fd socket_;
 };
 
 inline bool contains(const std::string& text, const std::string& part) {
