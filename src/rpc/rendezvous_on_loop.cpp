@@ -87,6 +87,7 @@ std::optional<Error> Rendezvous::check_hello_locked(const wire::Hello& hello) co
     return refuse("rank: " + std::to_string(hello.rank) + " is outside this job's 0 to " +
                   std::to_string(size - 1));
   }
+  if (state_ == State::kFailed) return refuse("the job has failed before this rank came");
   if (joined_.contains(hello.rank) || state_ != State::kMeeting) {
     return refuse("rank: " + std::to_string(hello.rank) + " has been taken already");
   }
@@ -115,6 +116,7 @@ void Rendezvous::on_join_on_loop(const net::StreamPtr& stream, wire::Hello hello
   bool complete = false;
   {
     std::lock_guard lock(mutex_);
+    if (state_ == State::kFailed) return stream->close(false);  // since the look at its hello
     joined_[rank] = Joined{stream, std::move(hello), false};
     complete = joined_.size() + 1 == options_.names.size();
   }
