@@ -44,16 +44,10 @@ struct Beginning {
       std::tuple(&Beginning::progress, &Beginning::dense_state, &Beginning::path);
 };
 
-/// Whether the job ended before its time: the same on all ranks.
-struct AgreedEnd {
-  std::atomic<bool> stopped{false};
-};
-
 /// The training is over; from now on a SIGTERM ends a rank at once, unless the job is `stopped` by
 /// one. Gives back whether it is, then also by one that came here.
 bool end_training(rpc::CallContext& call, bool stopped) {
   auto& stop = call.agent.local<StopSignal>();
-  call.agent.local<AgreedEnd>().stopped = stopped;
   stop.disarm(stopped);
   return stop.requested();
 }
@@ -358,13 +352,11 @@ Outcome run_hybrid(const HybridOptions& own, const Job& job,
 
   HybridOptions options = own;
   std::shared_ptr<Trainer> trainer;
-  const auto end = std::make_shared<AgreedEnd>();
   Outcome outcome;
   const auto prepare = [&] {
     if (job.rank != 0) options = adopt(agent.job_options());
     options.on_finished = own.on_finished;
     agent.provide(job.stop);
-    agent.provide(end);
     if (job.rank >= options.trainers) return;
     trainer = std::make_shared<Trainer>(agent, options, job, sink);
     agent.provide(trainer);
@@ -377,7 +369,7 @@ Outcome run_hybrid(const HybridOptions& own, const Job& job,
     outcome.fields["steps"] = trainer->log().steps();
     outcome.fields["train_s"] = trainer->log().train_s();
   }
-  outcome.stopped = end->stopped;
+  outcome.stopped = job.stop->requested();
   if (trainer) outcome.message = trainer->last_saved();
   if (agent.name() == "ps") outcome.fields["updates"] = session.updates();
   return outcome;

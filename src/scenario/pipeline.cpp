@@ -170,13 +170,6 @@ bool end_batches(rpc::CallContext& call, bool stopped) {
   return job.stop->requested();
 }
 
-/// On each stage: what became of the job.
-void end_job(rpc::CallContext& call, bool stopped) {
-  auto& job = call.agent.local<StageJob>();
-  job.stop->disarm(stopped);
-  job.stopped = stopped;
-}
-
 /// F on all stages, of the rank and not of its stage.
 template <auto F, class... Args>
 auto on_stage_ranks(rpc::Agent& agent, int stages, const Args&... args) {
@@ -195,7 +188,7 @@ void run_master(rpc::Agent& agent, const PipelineOptions& options, PipelineRun& 
        on_stage_ranks<&end_batches>(agent, options.stages, run.stopped())) {
     if (told_to_stop.wait()) run.stop();
   }
-  on_stage_ranks<&end_job>(agent, options.stages, run.stopped());
+  if (run.stopped()) on_stage_ranks<&end_batches>(agent, options.stages, true);
 }
 
 }  // namespace
@@ -215,7 +208,6 @@ Outcome run_pipeline(const PipelineOptions& own, const Job& job,
   rpc::Agent& agent = session.agent();
   PipelineStage::expose(agent);
   agent.expose<&end_batches>("pipeline.end_batches");
-  agent.expose<&end_job>("pipeline.end_job");
   const auto stage_job = std::make_shared<StageJob>();
   stage_job->sleep_s = job.inject.stage_sleep_s;
   stage_job->stop = job.stop;
@@ -239,7 +231,7 @@ Outcome run_pipeline(const PipelineOptions& own, const Job& job,
   if (run) {
     run->add_to(outcome);
   } else {
-    outcome.stopped = stage_job->stopped;
+    outcome.stopped = job.stop->requested();
   }
   return outcome;
 }

@@ -21,7 +21,7 @@ void PipelineRun::run(const MakeModel& make) {
     run_split(num_split, *model);
   }
   stop_->disarm(stopped_);
-  stopped_ = stopped_ || stop_->requested();
+  stopped_ = stop_->requested();
 }
 
 void PipelineRun::run_split(int64_t num_split, PipelineModel& model) {

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -21,8 +20,7 @@ namespace distrain::scenario {
 struct StageJob {
   double sleep_s = 0;  ///< `--inject stage=…`: in place of a whole batch's pass; 0: none
   std::shared_ptr<StopSignal> stop;
-  bool saves = false;                ///< the job has checkpoints, so the master sees to a SIGTERM
-  std::atomic<bool> stopped{false};  ///< the job ended because a rank was told to stop
+  bool saves = false;  ///< the job has checkpoints, so the master sees to a SIGTERM
 
   /// Steps that wait when the agent is gone would wait, and keep their stage, for ever.
   ~StageJob();

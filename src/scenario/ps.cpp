@@ -100,7 +100,7 @@ class Trainer {
       if (task.kind != Task::Kind::kEnd) continue;
       log_.end_epoch();
       stop_.disarm(task.stopped);
-      return task.stopped || stop_.requested();
+      return stop_.requested();
     }
   }
 

@@ -140,7 +140,7 @@ class Trainer {
       if (task.kind != Task::Kind::kEnd) continue;
       log_.end_epoch();
       stop_.disarm(task.stopped);
-      const bool stopped = task.stopped || stop_.requested();
+      const bool stopped = stop_.requested();
       if (!stopped) generate();
       return stopped;
     }
