@@ -1,4 +1,6 @@
 // ctest: timeout=180
+#include <algorithm>
+
 #include "support/scenario_data.h"
 #include "support/scenario_job.h"
 
