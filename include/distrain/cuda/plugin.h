@@ -1,0 +1,55 @@
+#pragma once
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+namespace distrain::cuda {
+
+/// What the ranks of a group must have in common before they can make a communicator: made by one
+/// of them, told to the others.
+using NcclId = std::array<char, 128>;
+
+/// One rank's part of a group of GPUs, over NCCL. Every function but abort() is called by one
+/// thread at a time; work is only put into `stream`.
+class NcclCommunicator {
+ public:
+  virtual ~NcclCommunicator() = default;
+
+  /// The mean over the group, in place; `tensor` is dense and contiguous.
+  virtual void allreduce_mean(const at::Tensor& tensor, const c10::Stream& stream) = 0;
+  /// `root` is a rank within the group.
+  virtual void broadcast(const at::Tensor& tensor, int root, const c10::Stream& stream) = 0;
+  /// What has gone wrong beside the calls, if anything.
+  virtual std::optional<std::string> failure() = 0;
+  /// Ends all work of this communicator that is under way, also where other ranks never come; it
+  /// is of no use afterwards. Any thread.
+  virtual void abort() noexcept = 0;
+};
+
+/// What libdistrain_cuda.so offers: the little of CUDA that c10's interfaces do not reach. Each
+/// function throws base::Exception (`resources`) with a sentence for the user.
+class Plugin {
+ public:
+  virtual ~Plugin() = default;
+
+  /// GPUs of this process (after CUDA_VISIBLE_DEVICES), at least one. Throws where there is no
+  /// driver, one too old, or no GPU.
+  virtual int device_count() const = 0;
+  virtual std::string device_name(int index) const = 0;
+  /// Tells GPUs of one host apart, also in processes that number them otherwise.
+  virtual std::string device_id(int index) const = 0;
+  /// Versions of CUDA and NCCL, for people.
+  virtual std::string versions() const = 0;
+
+  virtual NcclId new_nccl_id() const = 0;
+  /// Collective: returns when all `size` ranks have called it with the same `id`.
+  virtual std::unique_ptr<NcclCommunicator> make_communicator(const NcclId& id, int size, int rank,
+                                                              int device_index) const = 0;
+};
+
+}  // namespace distrain::cuda
