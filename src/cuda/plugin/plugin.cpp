@@ -72,11 +72,20 @@ class CudaPlugin final : public Plugin {
 
   std::unique_ptr<NcclCommunicator> make_communicator(const NcclId& id, int size, int rank,
                                                       int device_index) const override {
+    check_index(device_index);
     return cuda::make_communicator(id, size, rank, device_index);
   }
 
  private:
-  static cudaDeviceProp properties(int index) {
+  void check_index(int index) const {
+    const int count = device_count();
+    if (index >= 0 && index < count) return;
+    fail("there is no GPU " + std::to_string(index) + ": this process sees " +
+         std::to_string(count));
+  }
+
+  cudaDeviceProp properties(int index) const {
+    check_index(index);
     cudaDeviceProp properties{};
     check_cuda(cudaGetDeviceProperties(&properties, index),
                "describing GPU " + std::to_string(index));
