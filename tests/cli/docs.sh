@@ -83,7 +83,7 @@ for page in "$root"/man/*.1; do
     [[ -z $warnings ]] || fail "$page: $warnings"
   fi
 done
-version=$("$distrain" --version | cut -d' ' -f2)
+version=$("$distrain" --version | sed -n 1p | cut -d' ' -f2)
 for name in "" "${commands[@]/#/-}"; do
   grep -q "^\.TH DISTRAIN${name^^} 1 .*distrain $version" "$root/man/distrain$name.1" ||
     fail "man page distrain$name is not of $version"
