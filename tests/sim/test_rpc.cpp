@@ -28,11 +28,17 @@ at::Tensor on_cpu(at::Tensor x) { return x.cpu(); }
 at::Tensor make(int64_t n) { return at::arange(n, at::TensorOptions(at::kFloat)).to(sim(1)) + 1; }
 /// On a stream of its own, as user code may.
 at::Tensor elsewhere(at::Tensor x) {
-  const c10::StreamGuard guard(rpc::side_stream(x.device()));
-  rpc::StreamPoint::mark(
-      c10::impl::VirtualGuardImpl(x.device().type()).getDefaultStream(x.device()))
-      .make_current_wait(x.device());
-  return x * 3;
+  const rpc::StreamPoint arrived = rpc::StreamPoint::mark(x.device());
+  at::Tensor y;
+  rpc::StreamPoint computed;
+  {
+    const c10::StreamGuard guard(rpc::side_stream(x.device()));
+    arrived.make_current_wait(x.device());
+    y = x * 3;
+    computed = rpc::StreamPoint::mark(x.device());
+  }
+  computed.make_current_wait(x.device());
+  return y;
 }
 base::Future<at::Tensor> later(rpc::CallContext& call, at::Tensor x) {
   return call.agent.rpc_async<&twice>(call.caller.rank, x);
@@ -63,7 +69,9 @@ at::Tensor numbers(int64_t n, c10::Device device) {
   return at::arange(n, at::TensorOptions(at::kFloat)).to(device);
 }
 
-bool equal(const at::Tensor& device, const at::Tensor& cpu) { return at::equal(device.cpu(), cpu); }
+bool same_values(const at::Tensor& device, const at::Tensor& cpu) {
+  return at::equal(device.cpu(), cpu);
+}
 
 TEST_CASE("a tensor arrives on the device of the rank that it is sent to, and comes back") {
   OnDevices ranks(2);
@@ -73,7 +81,7 @@ TEST_CASE("a tensor arrives on the device of the rank that it is sent to, and co
     const at::Tensor x = numbers(n, sim(0)) + 1;  // not computed yet
     const at::Tensor y = ranks[0].rpc_sync<&twice>(1, x);
     CHECK(y.device() == sim(0));
-    CHECK(equal(y, (numbers(n, c10::kCPU) + 1) * 2));
+    CHECK(same_values(y, (numbers(n, c10::kCPU) + 1) * 2));
   }
   CHECK(ranks[0].rpc_sync<&place>(1, numbers(3, sim(0))) == "sim:1");
   CHECK(ranks[0].rpc_sync<&place>(0, numbers(3, sim(2))) == "sim:2");
@@ -92,7 +100,7 @@ TEST_CASE("a call copies each of its tensors once from the device and once to it
   CHECK(counters.host_to_device == SimCopies{10, 10 * kChunk});
   CHECK(counters.device_to_device == SimCopies{});
   CHECK(counters.within_device == SimCopies{});
-  CHECK(equal(y, numbers(5 * kChunk / 4, c10::kCPU) * 2));
+  CHECK(same_values(y, numbers(5 * kChunk / 4, c10::kCPU) * 2));
   ranks.shutdown();
 }
 
@@ -104,7 +112,7 @@ TEST_CASE("tensors of several kinds go in one message") {
       numbers(700000, sim(0)),
       image.to(sim(0)).contiguous(at::MemoryFormat::ChannelsLast),
       image.contiguous(at::MemoryFormat::ChannelsLast),
-      at::tensor({1, 0, 1}, at::kBool).to(sim(0)),
+      at::tensor({1, 0, 1}).to(at::kBool).to(sim(0)),
       numbers(0, sim(0)),
       numbers(12, sim(0)).view({3, 4}).t(),
       numbers(100, sim(0)).slice(0, 3, 50, 2),
@@ -130,8 +138,8 @@ TEST_CASE("tensors of several kinds go in one message") {
 TEST_CASE("the reply waits for the function, also on a stream of its own") {
   OnDevices ranks(2);
   const at::Tensor x = numbers(1000, sim(0)) * 5;
-  CHECK(equal(ranks[0].rpc_sync<&elsewhere>(1, x), numbers(1000, c10::kCPU) * 15));
-  CHECK(equal(ranks[0].rpc_sync<&later>(1, x), numbers(1000, c10::kCPU) * 10));
+  CHECK(same_values(ranks[0].rpc_sync<&elsewhere>(1, x), numbers(1000, c10::kCPU) * 15));
+  CHECK(same_values(ranks[0].rpc_sync<&later>(1, x), numbers(1000, c10::kCPU) * 10));
   ranks.shutdown();
 }
 
@@ -140,12 +148,14 @@ TEST_CASE("calls go out behind the caller's own stream, and replies come in befo
   const c10::StreamGuard guard(rpc::side_stream(sim(0)));
   for (int i = 0; i < 5; ++i) {
     const at::Tensor x = numbers(kChunk, sim(0)) + i;
-    CHECK(equal(ranks[0].rpc_sync<&twice>(1, x) + 1, (numbers(kChunk, c10::kCPU) + i) * 2 + 1));
+    CHECK(
+        same_values(ranks[0].rpc_sync<&twice>(1, x) + 1, (numbers(kChunk, c10::kCPU) + i) * 2 + 1));
     const auto future = ranks[0].rpc_async<&twice>(1, x).then(ranks[0].executor(),
                                                               [](at::Tensor& y) { return y + 1; });
-    CHECK(equal(future.wait() * 2, ((numbers(kChunk, c10::kCPU) + i) * 2 + 1) * 2));
+    CHECK(same_values(future.wait() * 2, ((numbers(kChunk, c10::kCPU) + i) * 2 + 1) * 2));
     // A call to oneself.
-    CHECK(equal(ranks[0].rpc_sync<&twice>(0, x) + 1, (numbers(kChunk, c10::kCPU) + i) * 2 + 1));
+    CHECK(
+        same_values(ranks[0].rpc_sync<&twice>(0, x) + 1, (numbers(kChunk, c10::kCPU) + i) * 2 + 1));
   }
   ranks.shutdown();
 }
@@ -158,8 +168,8 @@ TEST_CASE("what a call sends may be overwritten once its reply is there, and fre
     replies.push_back(ranks[0].rpc_async<&twice>(1, numbers(3 * kChunk / 8, sim(0)) + i));
   }
   for (int i = 0; i < 20; ++i) {
-    CHECK(equal(replies[static_cast<size_t>(i)].wait(),
-                (numbers(3 * kChunk / 8, c10::kCPU) + i) * 2));
+    CHECK(same_values(replies[static_cast<size_t>(i)].wait(),
+                      (numbers(3 * kChunk / 8, c10::kCPU) + i) * 2));
   }
   ranks.shutdown();
 }
@@ -169,9 +179,9 @@ TEST_CASE("values stay on their owner's device until somebody fetches them") {
   const rpc::RRef<at::Tensor> made = ranks[0].remote<&make>(1, 1000);
   const at::Tensor here = made.to_here();
   CHECK(here.device() == sim(0));
-  CHECK(equal(here, numbers(1000, c10::kCPU) + 1));
+  CHECK(same_values(here, numbers(1000, c10::kCPU) + 1));
   const rpc::RRef<at::Tensor> more = ranks[0].remote<&twice>(2, here);
-  CHECK(equal(more.to_here(), (numbers(1000, c10::kCPU) + 1) * 2));
+  CHECK(same_values(more.to_here(), (numbers(1000, c10::kCPU) + 1) * 2));
   ranks.shutdown();
 }
 
@@ -179,8 +189,9 @@ TEST_CASE("sparse tensors of devices travel") {
   OnDevices ranks(2);
   const at::Tensor cpu = at::sparse_coo_tensor(at::tensor({1, 4, 4}, at::kLong).view({1, 3}),
                                                at::arange(6, at::kFloat).view({3, 2}), {6, 2});
-  const at::Tensor device = at::_sparse_coo_tensor_unsafe(cpu._indices().to(sim(0)),
-                                                          cpu._values().to(sim(0)), cpu.sizes());
+  const at::Tensor device = at::_sparse_coo_tensor_unsafe(
+      cpu._indices().to(sim(0)), cpu._values().to(sim(0)), cpu.sizes(),
+      at::TensorOptions(at::kFloat).device(sim(0)).layout(at::kSparse));
   const at::Tensor back = ranks[0].rpc_sync<&same>(1, std::vector{device}).at(0);
   CHECK(back.device() == sim(0));
   CHECK(at::equal(back._indices().cpu(), cpu._indices()));
@@ -199,8 +210,8 @@ TEST_CASE("many threads and ranks send each other tensors of devices") {
           const int64_t n = (i % 3 + 1) * kChunk / 5 + t;
           const int to = (agent.rank() + 1 + t) % 3;
           const at::Tensor x = numbers(n, sim(agent.rank())) + i;
-          if (!equal(agent.rpc_sync<&sum>(to, std::vector{x, x * 2}),
-                     (numbers(n, c10::kCPU) + i) * 3)) {
+          if (!same_values(agent.rpc_sync<&sum>(to, std::vector{x, x * 2}),
+                           (numbers(n, c10::kCPU) + i) * 3)) {
             ++wrong;
           }
         }
@@ -214,7 +225,7 @@ TEST_CASE("many threads and ranks send each other tensors of devices") {
 
 TEST_CASE("a device without a map is an error that says how to give one") {
   Cluster ranks(2, setup, {}, [](rpc::AgentOptions& o) {
-    if (o.rank == 0) o.device = sim(0);
+    o.device = o.rank == 0 ? sim(0) : c10::Device(c10::kCPU);
   });
   const base::Error error = error_of([&] { ranks[0].rpc_sync<&twice>(1, numbers(3, sim(0))); });
   CHECK(error.kind == base::ErrorKind::kInvalid);
@@ -225,12 +236,14 @@ TEST_CASE("a device without a map is an error that says how to give one") {
         base::ErrorKind::kInvalid);
   // A reply has no way either.
   CHECK(error_of([&] { ranks[0].rpc_sync<&make>(1, 3); }).kind == base::ErrorKind::kInvalid);
-  CHECK(equal(ranks[0].rpc_sync<&twice>(1, numbers(3, sim(0)).cpu()), at::tensor({0.F, 2.F, 4.F})));
+  CHECK(same_values(ranks[0].rpc_sync<&twice>(1, numbers(3, sim(0)).cpu()),
+                    at::tensor({0.F, 2.F, 4.F})));
   ranks.shutdown();
 }
 
 TEST_CASE("maps say where tensors go, and the way back") {
   OnDevices ranks(2, {}, [](rpc::AgentOptions& o) {
+    o.device_maps.clear();
     if (o.rank == 0) o.device_maps = {{"w1", {{sim(0), sim(3)}, {sim(2), sim(1)}}}};
   });
   CHECK(ranks[0].rpc_sync<&place>(1, numbers(3, sim(0))) == "sim:3");
@@ -266,14 +279,14 @@ TEST_CASE("maps that make no sense are refused when the ranks meet") {
 
 TEST_CASE("a device without memory for what arrives fails the call, naming the rank") {
   OnDevices ranks(2);
-  const at::Tensor x = numbers(kChunk, sim(0));
+  const at::Tensor x = numbers(kChunk, sim(0)), y = x + 1;  // eight chunks together
   run_all_sim_streams();
   set_sim_memory_limit(6 * kChunk);
-  const base::Error error = error_of([&] { ranks[0].rpc_sync<&same>(1, std::vector{x, x + 1}); });
-  set_sim_memory_limit(0);
+  const base::Error error = error_of([&] { ranks[0].rpc_sync<&same>(1, std::vector{x, y}); });
+  set_sim_memory_limit(INT64_MAX);
   CHECK(error.kind == base::ErrorKind::kResources);
   CHECK(error.rank == 1);
-  CHECK(equal(ranks[0].rpc_sync<&twice>(1, x), numbers(kChunk, c10::kCPU) * 2));
+  CHECK(same_values(ranks[0].rpc_sync<&twice>(1, x), numbers(kChunk, c10::kCPU) * 2));
   ranks.shutdown();
 }
 
