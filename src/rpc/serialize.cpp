@@ -2,7 +2,9 @@
 
 #include <span>
 
+#include <ATen/DeviceGuard.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "device_table.h"
@@ -124,6 +126,7 @@ at::Tensor Decoder::get_tensor() {
       if (!are_in_range(readable, sizes)) {
         wire::Reader::fail("a sparse tensor with an index beyond its size");
       }
+      const c10::OptionalDeviceGuard guard(at::device_of(values));  // torch makes it there
       return at::_sparse_coo_tensor_unsafe(indices, values, sizes,
                                            values.options().layout(at::kSparse),
                                            said_coalesced && are_increasing(readable));
