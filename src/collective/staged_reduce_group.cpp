@@ -1,10 +1,7 @@
 #include "distrain/collective/staged_reduce_group.h"
 
-#include <condition_variable>
-#include <deque>
 #include <functional>
 #include <mutex>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -32,8 +29,6 @@ namespace distrain::collective {
 
 namespace {
 
-using Call = std::function<Pending()>;
-
 class Direct final : public ReduceWork {
  public:
   explicit Direct(Pending pending) : pending_(std::move(pending)) {}
@@ -53,76 +48,6 @@ class Queued final : public ReduceWork {
 };
 
 }  // namespace
-
-/// Calls of the Backend, in order.
-class StagedReduceGroup::Line {
- public:
-  explicit Line(c10::intrusive_ptr<Backend> backend) : backend_(std::move(backend)) {}
-  ~Line() {
-    {
-      std::lock_guard lock(mutex_);
-      stopping_ = true;
-    }
-    changed_.notify_all();
-    if (thread_.joinable()) thread_.join();
-  }
-
-  bool empty() const {
-    std::lock_guard lock(mutex_);
-    return queue_.empty();
-  }
-
-  /// `step` must not throw.
-  void put(std::function<void()> step) {
-    {
-      std::lock_guard lock(mutex_);
-      queue_.push_back(std::move(step));
-      if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
-    }
-    changed_.notify_all();
-  }
-
-  /// Has `call` made once `copied` is reached.
-  base::Future<Pending> call_behind(rpc::StreamPoint copied, Call call) {
-    auto promise = std::make_shared<base::Promise<Pending>>();
-    base::Future<Pending> future = promise->future();
-    put([this, copied = std::move(copied), call = std::move(call), promise] {
-      try {
-        copied.wait_on_host();
-        promise->set(call());
-      } catch (...) {
-        // Nothing was called: the other ranks must not wait for it, nor come out of step.
-        const base::Error error = base::current_error(base::ErrorKind::kInternal);
-        backend_->refuse(1, error);
-        promise->fail(error);
-      }
-    });
-    return future;
-  }
-
- private:
-  void run() {
-    std::unique_lock lock(mutex_);
-    for (;;) {
-      changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
-      if (queue_.empty()) return;
-      // It stays in the queue while it runs: what comes meanwhile must not overtake it.
-      std::function<void()>& step = queue_.front();
-      lock.unlock();
-      step();
-      step = nullptr;
-      lock.lock();
-      queue_.pop_front();
-    }
-  }
-
-  const c10::intrusive_ptr<Backend> backend_;
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::function<void()>> queue_;
-  bool stopping_ = false;
-  std::thread thread_;
-};
 
 /// Pinned memory, kept until the copies out of it have been made.
 class StagedReduceGroup::HostBuffers {
@@ -212,45 +137,65 @@ class StagedReduceGroup::Staged final : public ReduceWork {
 StagedReduceGroup::StagedReduceGroup(c10::intrusive_ptr<Backend> backend)
     : backend_(std::move(backend)),
       buffers_(std::make_shared<HostBuffers>()),
-      line_(std::make_unique<Line>(backend_)) {}
+      line_("distrain-stage") {}
 
 StagedReduceGroup::~StagedReduceGroup() = default;
+
+// The Backend's operation once `copied` is reached.
+base::Future<Pending> StagedReduceGroup::call_behind(rpc::StreamPoint copied,
+                                                     std::function<Pending()> call) {
+  base::Promise<Pending> promise;
+  base::Future<Pending> future = promise.future();
+  line_.post([backend = backend_.get(), copied = std::move(copied), call = std::move(call),
+              promise = std::move(promise)]() mutable {
+    try {
+      copied.wait_on_host();
+      promise.set(call());
+    } catch (...) {
+      // Nothing was called: the other ranks must not wait for it, nor come out of step.
+      const base::Error error = base::current_error(base::ErrorKind::kInternal);
+      backend->refuse(1, error);
+      promise.fail(error);
+    }
+  });
+  return future;
+}
 
 ReduceGroup::WorkPtr StagedReduceGroup::start(const at::Tensor& bucket) {
   constexpr auto kMean = c10d::ReduceOp::AVG;
   if (bucket.device().is_cpu()) {
-    if (line_->empty()) return std::make_shared<Direct>(backend_->allreduce(bucket, kMean));
-    return std::make_shared<Queued>(line_->call_behind(
+    if (line_.idle()) return std::make_shared<Direct>(backend_->allreduce(bucket, kMean));
+    return std::make_shared<Queued>(call_behind(
         {}, [backend = backend_.get(), bucket] { return backend->allreduce(bucket, kMean); }));
   }
   auto staged = std::make_shared<Staged>(bucket, buffers_);
   // The step holds `staged`: tensor and host memory must outlive the copy.
-  Call call = [backend = backend_.get(), staged] {
+  auto call = [backend = backend_.get(), staged] {
     return backend->allreduce(staged->host(), kMean);
   };
-  staged->set(line_->call_behind(staged->copy_out(), std::move(call)), true);
+  staged->set(call_behind(staged->copy_out(), std::move(call)), true);
   return staged;
 }
 
 ReduceGroup::WorkPtr StagedReduceGroup::broadcast(const at::Tensor& tensor, int root) {
   if (tensor.device().is_cpu()) {
-    if (line_->empty()) return std::make_shared<Direct>(backend_->broadcast(tensor, root));
-    return std::make_shared<Queued>(line_->call_behind(
+    if (line_.idle()) return std::make_shared<Direct>(backend_->broadcast(tensor, root));
+    return std::make_shared<Queued>(call_behind(
         {}, [backend = backend_.get(), tensor, root] { return backend->broadcast(tensor, root); }));
   }
   auto staged = std::make_shared<Staged>(tensor, buffers_);
-  Call call = [backend = backend_.get(), staged, root] {
+  auto call = [backend = backend_.get(), staged, root] {
     return backend->broadcast(staged->host(), root);
   };
   const bool sends = root == rank();
-  staged->set(line_->call_behind(sends ? staged->copy_out() : rpc::StreamPoint(), std::move(call)),
+  staged->set(call_behind(sends ? staged->copy_out() : rpc::StreamPoint(), std::move(call)),
               !sends);
   return staged;
 }
 
 void StagedReduceGroup::refuse(int count, const base::Error& error) {
-  if (line_->empty()) return backend_->refuse(count, error);
-  line_->put([backend = backend_.get(), count, error] { backend->refuse(count, error); });
+  if (line_.idle()) return backend_->refuse(count, error);
+  line_.post([backend = backend_.get(), count, error] { backend->refuse(count, error); });
 }
 
 }  // namespace distrain::collective

@@ -1,9 +1,13 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 
+#include "distrain/base/future.h"
+#include "distrain/base/serial_thread.h"
 #include "distrain/collective/backend.h"
 #include "distrain/collective/reduce_group.h"
+#include "distrain/rpc/device.h"
 
 namespace distrain::collective {
 
@@ -25,13 +29,14 @@ class StagedReduceGroup final : public ReduceGroup {
   void refuse(int count, const base::Error& error) override;
 
  private:
-  class Line;
   class HostBuffers;
   class Staged;
 
+  base::Future<Pending> call_behind(rpc::StreamPoint copied, std::function<Pending()> call);
+
   const c10::intrusive_ptr<Backend> backend_;
   const std::shared_ptr<HostBuffers> buffers_;
-  const std::unique_ptr<Line> line_;
+  base::SerialThread line_;
 };
 
 }  // namespace distrain::collective
