@@ -9,7 +9,7 @@ add_compile_definitions(NDEBUG)
 
 # One code model for libraries and programs alike, because they share a precompiled header.
 add_compile_options(-fPIC -fno-semantic-interposition)
-add_link_options(-pie)
+add_link_options($<$<STREQUAL:$<TARGET_PROPERTY:TYPE>,EXECUTABLE>:-pie>)
 
 if(DISTRAIN_SANITIZER)
   # GCC's flow warnings see ghosts in LibTorch's inline functions once those are instrumented.
