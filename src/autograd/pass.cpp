@@ -253,9 +253,7 @@ void Pass::deliver_locked(const Edge& edge, at::Tensor gradient,
   Node* node = edge.function.get();
   Waiting& waiting = waiting_.at(node);
   if (!waiting.inputs) waiting.inputs.emplace(node->num_inputs());
-  if (gradient.defined()) {
-    add_gradient(*waiting.inputs, *node, edge.input_nr, std::move(gradient), producer);
-  }
+  add_gradient(*waiting.inputs, *node, edge.input_nr, std::move(gradient), producer);
   if (--waiting.dependencies > 0) return;
   ready_.push_back({edge.function, std::move(*waiting.inputs)});
   waiting.inputs.reset();

@@ -19,7 +19,13 @@ std::optional<c10::Stream> stream_of(const Node& node) {
 
 void add_gradient(InputBuffer& inputs, Node& node, uint32_t input, at::Tensor gradient,
                   const std::optional<c10::Stream>& producer) {
-  const auto made = producer ? producer : made_under(gradient);
+  if (!gradient.defined()) return;
+  const c10::Device device = gradient.device();
+  if (!rpc::is_accelerator(device)) {
+    inputs.add(input, std::move(gradient), std::nullopt, std::nullopt, &node);
+    return;
+  }
+  const c10::Stream made = producer ? *producer : rpc::current_stream(device);
   inputs.add(input, std::move(gradient), made, stream_of(node), &node);
 }
 
