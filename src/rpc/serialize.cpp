@@ -3,6 +3,8 @@
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include "device_table.h"
+
 namespace distrain::rpc {
 
 namespace {
@@ -11,19 +13,31 @@ namespace {
 // message.
 enum class TensorTag : uint8_t { kUndefined = 0, kDense = 1, kSparse = 2 };
 
-// What the wire takes: on the CPU, contiguous, with no lazy conjugation or negation.
+// What the wire takes: without gaps, row-major or channels-last, with no lazy conjugation or
+// negation.
 at::Tensor make_plain(const at::Tensor& tensor) {
-  if (tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
-    return tensor;
-  }
+  const bool has_layout =
+      tensor.is_contiguous() ||
+      (tensor.dim() == 4 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast)) ||
+      (tensor.dim() == 5 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast3d));
+  if (has_layout && !tensor.is_conj() && !tensor.is_neg()) return tensor;
   // Under the caller's grad mode: the send node is put behind what these record.
-  return tensor.resolve_conj().resolve_neg().cpu().contiguous();
+  return tensor.resolve_conj().resolve_neg().contiguous();
+}
+
+// Where on rank `to` it arrives.
+wire::DeviceRef arrival_of(const at::Tensor& tensor, const DeviceTable* devices, int to) {
+  if (!is_accelerator(tensor.device())) return {};
+  if (devices) return devices->target(to, tensor.device());
+  throw base::Exception(base::ErrorKind::kInvalid,
+                        "a tensor on " + tensor.device().str() + " where only the CPU's travel");
 }
 
 }  // namespace
 
 void Encoder::put_tensor(const at::Tensor& tensor) {
   const auto add = [this](const at::Tensor& dense, bool requires_grad) {
+    message.devices.push_back(arrival_of(dense, devices, to));
     message.tensors.push_back(dense);
     message.requires_grad.push_back(requires_grad);
   };
