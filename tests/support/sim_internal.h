@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -76,6 +77,8 @@ class Queue {
 Queue& queue_of(const c10::Stream& stream);
 Queue& queue_of(int device, int64_t stream);
 int current_device();
+/// Random numbers are the CPU's.
+const at::Generator& default_generator(int device);
 c10::Stream current_stream(int device);
 Queue& current_queue(c10::Device device);
 

@@ -1,6 +1,7 @@
 #include <atomic>
 #include <mutex>
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -179,6 +180,12 @@ class Hooks final : public at::PrivateUse1HooksInterface {
     TORCH_CHECK(block, "this is no memory of the simulated accelerator");
     return sim(block->device);
   }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
+    return default_generator(device < 0 ? device_now : checked(device));
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override {
+    return at::make_generator<at::CPUGeneratorImpl>();
+  }
   bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
@@ -269,6 +276,17 @@ Queue& queue_of(const c10::Stream& stream) {
 }
 
 int current_device() { return device_now; }
+
+const at::Generator& default_generator(int device) {
+  static const auto& made = *new auto([] {
+    std::array<at::Generator, kSimDevices> generators;
+    for (at::Generator& generator : generators) {
+      generator = at::make_generator<at::CPUGeneratorImpl>();
+    }
+    return generators;
+  }());
+  return made.at(static_cast<size_t>(device));
+}
 
 c10::Stream current_stream(int device) {
   return stream_of(device, stream_now.at(static_cast<size_t>(device)));
