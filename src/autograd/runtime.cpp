@@ -282,6 +282,7 @@ class OwnPass {
     return pass_->run_roots(roots);
   }
   void end() { state_->end_pass(pass_->id()); }
+  void join_streams() { pass_->join_streams(); }
   /// Not on the loop: hooks of the user's are destroyed.
   void fail(const base::Error& error) {
     end();
@@ -317,6 +318,7 @@ void backward(Context& context, const std::vector<at::Tensor>& roots, PassOption
     throw base::Exception(error);
   }
   pass.end();
+  pass.join_streams();
 }
 
 base::Future<void> backward_async(Context& context, const std::vector<at::Tensor>& roots,
@@ -330,6 +332,7 @@ base::Future<void> backward_async(Context& context, const std::vector<at::Tensor
                                 [pass, ended](base::Result<base::Unit>& outcome) mutable {
                                   if (outcome.ok()) {
                                     pass.end();
+                                    pass.join_streams();
                                   } else {
                                     pass.fail(outcome.error());
                                   }

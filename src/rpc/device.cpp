@@ -45,6 +45,11 @@ void StreamPoint::wait_on_host() const {
 bool StreamPoint::reached() const { return !event_ || event_->query(); }
 
 void use_on_stream(const at::Tensor& tensor, const c10::Stream& stream) {
+  if (tensor.is_sparse()) {
+    use_on_stream(tensor._indices(), stream);
+    use_on_stream(tensor._values(), stream);
+    return;
+  }
   VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
 }
 

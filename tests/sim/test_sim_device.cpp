@@ -1,0 +1,203 @@
+// The simulated accelerator itself: what others rely on in their tests on it.
+// ctest: timeout=120
+#include <csignal>
+
+#include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "distrain/rpc/device.h"
+#include "support/catch.h"
+#include "support/sim_device.h"
+
+namespace distrain::testing {
+namespace {
+
+constexpr int kTimes = 20;
+
+// Each test begins with nothing left to do.
+struct Drained {
+  Drained() {
+    run_all_sim_streams();
+    reset_sim_counters();
+  }
+};
+
+at::Tensor pinned(const at::Tensor& tensor) {
+  c10::Allocator* const allocator =
+      at::globalContext().getAcceleratorHooksInterface(sim().type()).getPinnedMemoryAllocator();
+  auto memory = std::make_shared<c10::DataPtr>(allocator->allocate(tensor.nbytes()));
+  const at::Tensor copy = at::from_blob(
+      memory->get(), tensor.sizes(), [memory](void*) {}, tensor.options());
+  copy.copy_(tensor);
+  return copy;
+}
+
+TEST_CASE("a tensor goes to the device and back") {
+  const Drained drained;
+  const at::Tensor a = at::arange(6, at::kFloat);
+  for (int i = 0; i < kSimDevices; ++i) {
+    const at::Tensor there = a.to(sim(i));
+    CHECK(there.device() == sim(i));
+    CHECK(at::equal((there * 2 + 1).cpu(), a * 2 + 1));
+  }
+}
+
+TEST_CASE("the CPU that reads the device's memory dies") {
+  const at::Tensor a = at::ones({4}).to(sim());
+  const pid_t child = fork();
+  if (child == 0) {
+    std::signal(SIGSEGV, SIG_DFL);
+    const volatile float read = *a.const_data_ptr<float>();
+    (void)read;
+    _exit(0);
+  }
+  int status = 0;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  REQUIRE(WIFSIGNALED(status));
+  CHECK(WTERMSIG(status) == SIGSEGV);
+}
+
+// What one stream computes, and another adds up.
+double sum_over_two_streams(const at::Tensor& a, bool wait) {
+  const c10::Stream first = rpc::side_stream(a.device());
+  const c10::Stream second = rpc::side_stream(a.device());
+  rpc::StreamPoint::mark(a.device()).make_wait(first);
+  at::Tensor b;
+  rpc::StreamPoint ready;
+  {
+    const c10::StreamGuard guard(first);
+    b = a * 3;
+    ready = rpc::StreamPoint::mark(first);
+  }
+  const c10::StreamGuard guard(second);
+  if (wait) ready.make_wait(second);
+  return (b + 1).sum().item<double>();
+}
+
+TEST_CASE("a stream that does not wait for another is wrong every time") {
+  const Drained drained;
+  const at::Tensor a = at::ones({1000}).to(sim(1));
+  for (int i = 0; i < kTimes; ++i) {
+    CHECK(sum_over_two_streams(a, true) == 4000);
+    CHECK(sum_over_two_streams(a, false) != 4000);
+  }
+}
+
+TEST_CASE("a host that does not wait for a copy out is wrong every time") {
+  const Drained drained;
+  const at::Tensor a = at::full({100}, 7.F).to(sim());
+  for (int i = 0; i < kTimes; ++i) {
+    const at::Tensor host = pinned(at::zeros({100}));
+    host.copy_(a, /*non_blocking=*/true);
+    const rpc::StreamPoint copied = rpc::StreamPoint::mark(a.device());
+    CHECK(host.sum().item<double>() == 0);
+    copied.wait_on_host();
+    CHECK(host.sum().item<double>() == 700);
+  }
+}
+
+TEST_CASE("a pinned buffer that is written again before it was copied in is seen") {
+  const Drained drained;
+  for (int i = 0; i < kTimes; ++i) {
+    const at::Tensor host = pinned(at::ones({100}));
+    const at::Tensor a = host.to(sim(), /*non_blocking=*/true);
+    host.fill_(2);
+    CHECK(a.sum().item<double>() == 200);
+    const at::Tensor b = host.to(sim(), /*non_blocking=*/true);
+    rpc::StreamPoint::mark(b.device()).wait_on_host();
+    host.fill_(3);
+    CHECK(b.sum().item<double>() == 200);
+  }
+}
+
+TEST_CASE("memory that is freed while another stream uses it is overwritten, unless recorded") {
+  const Drained drained;
+  for (int i = 0; i < kTimes; ++i) {
+    for (const bool recorded : {false, true}) {
+      const c10::Stream side = rpc::side_stream(sim());
+      at::Tensor a = at::ones({100}).to(sim());
+      const at::Tensor host = pinned(at::zeros({100}));
+      rpc::StreamPoint::mark(sim()).make_wait(side);
+      {
+        const c10::StreamGuard guard(side);
+        host.copy_(a, /*non_blocking=*/true);
+      }
+      if (recorded) rpc::use_on_stream(a, side);
+      const void* const memory = a.const_data_ptr();
+      a.reset();
+      const at::Tensor next = at::full({100}, 5.F, at::TensorOptions().device(sim()));
+      CHECK((next.const_data_ptr() == memory) == !recorded);
+      rpc::StreamPoint::mark(side).wait_on_host();
+      CHECK((host.sum().item<double>() == 100) == recorded);
+    }
+  }
+}
+
+TEST_CASE("freeing memory behind a wait for its other stream is right") {
+  const Drained drained;
+  const c10::Stream side = rpc::side_stream(sim());
+  at::Tensor a = at::ones({100}).to(sim());
+  const at::Tensor host = pinned(at::zeros({100}));
+  rpc::StreamPoint::mark(sim()).make_wait(side);
+  {
+    const c10::StreamGuard guard(side);
+    host.copy_(a, /*non_blocking=*/true);
+  }
+  rpc::StreamPoint::mark(side).make_current_wait(sim());
+  a.reset();
+  rpc::StreamPoint::mark(side).wait_on_host();
+  CHECK(host.sum().item<double>() == 100);
+}
+
+TEST_CASE("whoever polls an event comes to an end") {
+  const Drained drained;
+  at::Tensor a = at::ones({4}).to(sim());
+  for (int i = 0; i < 5; ++i) a.add_(1);
+  const rpc::StreamPoint point = rpc::StreamPoint::mark(sim());
+  CHECK_FALSE(point.reached());
+  int polls = 1;
+  while (!point.reached()) ++polls;
+  CHECK(polls >= 5);
+  CHECK(a.sum().item<double>() == 24);
+}
+
+TEST_CASE("copies are counted by their ways") {
+  const Drained drained;
+  const at::Tensor host = at::ones({8}, at::kFloat);
+  const at::Tensor a = host.to(sim(0));
+  const at::Tensor b = a.to(sim(1));
+  const at::Tensor c = b.clone();
+  const at::Tensor d = (c * 2).relu().add_(a.to(sim(1))).cpu();
+  CHECK(d.sum().item<float>() == 24);
+  const SimCounters counted = sim_counters();
+  CHECK(counted.host_to_device == SimCopies{1, 32});
+  CHECK(counted.device_to_device == SimCopies{2, 64});
+  CHECK(counted.within_device == SimCopies{1, 32});
+  CHECK(counted.device_to_host == SimCopies{1, 32});
+  CHECK(counted.scalars == 0);
+}
+
+TEST_CASE("the allocator tells its peak, and when there is no more") {
+  const Drained drained;
+  { const at::Tensor a = at::empty({1 << 20}, at::TensorOptions().device(sim(3))); }
+  CHECK(rpc::peak_device_bytes(sim(3)) >= 4 << 20);
+  set_sim_memory_limit(1 << 20);
+  CHECK_THROWS_AS(at::empty({1 << 22}, at::TensorOptions().device(sim(3))), c10::OutOfMemoryError);
+  set_sim_memory_limit(INT64_MAX);
+  CHECK_NOTHROW(at::empty({1 << 22}, at::TensorOptions().device(sim(3))));
+}
+
+TEST_CASE("tensors of two devices do not mix") {
+  const Drained drained;
+  const at::Tensor a = at::ones({4}).to(sim(0));
+  CHECK_THROWS(a + at::ones({4}).to(sim(1)));
+  CHECK_THROWS(a + at::ones({4}));
+  CHECK((a + at::scalar_tensor(2.F)).sum().item<float>() == 12);
+}
+
+}  // namespace
+}  // namespace distrain::testing

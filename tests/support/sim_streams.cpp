@@ -1,0 +1,325 @@
+#include <atomic>
+#include <mutex>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/Generator.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include "support/sim_internal.h"
+
+namespace distrain::testing::simulated {
+namespace {
+
+std::recursive_mutex& mutex() {
+  static auto& made = *new std::recursive_mutex;
+  return made;
+}
+
+thread_local int depth = 0;  // of Locks
+thread_local std::vector<std::function<void()>> finished;
+
+struct Streams {
+  std::array<std::array<Queue, kStreams>, kSimDevices> queues;
+  SimCounters counters;
+};
+
+Streams& streams() {
+  static auto& made = *new Streams;
+  return made;
+}
+
+thread_local int device_now = 0;
+thread_local std::array<int64_t, kSimDevices> stream_now{};
+std::array<std::atomic<uint64_t>, kSimDevices> handed_out{};
+
+c10::Stream stream_of(int device, int64_t id) {
+  return c10::Stream(c10::Stream::UNSAFE, sim(device), static_cast<c10::StreamId>(id));
+}
+
+int checked(c10::DeviceIndex device) {
+  TORCH_CHECK(device >= 0 && device < kSimDevices, "there is no device sim:", int{device});
+  return device;
+}
+
+struct Event {
+  Queue* queue;
+  uint64_t point;
+};
+
+void wait_for(Queue& queue, uint64_t point) {
+  const Lock lock;
+  ++counters().host_waits;
+  TORCH_CHECK(queue.run_to(point), "a stream waits for itself");
+}
+
+class Guard final : public c10::impl::DeviceGuardImplInterface {
+ public:
+  c10::DeviceType type() const override { return kSim; }
+
+  c10::Device getDevice() const override { return sim(device_now); }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const c10::Device before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  void setDevice(c10::Device device) const override {
+    if (device.has_index()) device_now = checked(device.index());
+  }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (device.has_index() && device.index() < kSimDevices) device_now = device.index();
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return kSimDevices; }
+
+  c10::Stream getStream(c10::Device device) const override {
+    return current_stream(index_of(device));
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return stream_of(index_of(device), 0);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    return getNewStream(device, 0);
+  }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    const int at = index_of(device);
+    const uint64_t turn = handed_out[static_cast<size_t>(at)]++;
+    return stream_of(at, 1 + static_cast<int64_t>(turn % (kStreams - 1)));
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const int device = checked(stream.device_index());
+    const c10::Stream before = current_stream(device);
+    stream_now[static_cast<size_t>(device)] = stream.id();
+    return before;
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    const Lock lock;
+    Queue& queue = queue_of(stream);
+    return step(queue, queue.end());
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    const Lock lock;
+    Queue& queue = queue_of(stream);
+    wait_for(queue, queue.end());
+  }
+  void synchronizeDevice(c10::DeviceIndex device) const override {
+    for (int64_t id = 0; id < kStreams; ++id) synchronizeStream(stream_of(checked(device), id));
+  }
+
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
+              const c10::EventFlag) const override {
+    const Lock lock;
+    if (!*event) *event = new Event;
+    Queue& queue = queue_of(stream);
+    *static_cast<Event*>(*event) = {&queue, queue.end()};
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (!event) return;
+    const Lock lock;
+    ++counters().waits;
+    const Event& point = *static_cast<Event*>(event);
+    queue_of(stream).add_wait(*point.queue, point.point);
+  }
+  bool queryEvent(void* event) const override {
+    if (!event) return true;
+    const Lock lock;
+    const Event& point = *static_cast<Event*>(event);
+    return step(*point.queue, point.point);
+  }
+  void synchronizeEvent(void* event) const override {
+    if (!event) return;
+    const Lock lock;
+    const Event point = *static_cast<Event*>(event);
+    wait_for(*point.queue, point.point);
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<Event*>(event);
+  }
+
+  void recordDataPtrOnStream(const c10::DataPtr& pointer,
+                             const c10::Stream& stream) const override {
+    if (pointer) record_use(pointer.get(), stream);
+  }
+
+ private:
+  static int index_of(c10::Device device) {
+    return device.has_index() ? checked(device.index()) : device_now;
+  }
+
+  // Whether it was there already; if not, one more piece of work is done, so that whoever polls
+  // comes to an end.
+  static bool step(Queue& queue, uint64_t point) {
+    if (queue.reached(point)) return true;
+    queue.run_one();
+    return false;
+  }
+};
+
+class Hooks final : public at::PrivateUse1HooksInterface {
+ public:
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  void init() const override {}
+  c10::DeviceIndex deviceCount() const override { return kSimDevices; }
+  void setCurrentDevice(c10::DeviceIndex device) const override { device_now = checked(device); }
+  c10::DeviceIndex getCurrentDevice() const override {
+    return static_cast<c10::DeviceIndex>(device_now);
+  }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    const c10::DeviceIndex before = getCurrentDevice();
+    setCurrentDevice(device);
+    return before;
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
+    return device < 0 ? getCurrentDevice() : exchangeDevice(device);
+  }
+  at::Device getDeviceFromPtr(void* pointer) const override {
+    const Block* const block = block_of(pointer);
+    TORCH_CHECK(block, "this is no memory of the simulated accelerator");
+    return sim(block->device);
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
+    return default_generator(device < 0 ? device_now : checked(device));
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override {
+    return at::make_generator<at::CPUGeneratorImpl>();
+  }
+  bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    c10::DataPtr larger = device_allocator().allocate(bytes);
+    if (storage.data() && larger) {
+      device_allocator().copy_data(larger.get(), storage.data(), std::min(bytes, storage.nbytes()));
+    }
+    storage.set_data_ptr_noswap(std::move(larger));
+    storage.set_nbytes(bytes);
+  }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+
+[[maybe_unused]] const bool registered = [] {
+  at::RegisterPrivateUse1HooksInterface(new Hooks);
+  c10::register_privateuse1_backend("sim");
+  c10::SetAllocator(kSim, &device_allocator());
+  return true;
+}();
+
+}  // namespace
+
+Lock::Lock() {
+  mutex().lock();
+  ++depth;
+}
+
+Lock::~Lock() {
+  std::vector<std::function<void()>> let_go;
+  if (--depth == 0) let_go.swap(finished);
+  mutex().unlock();
+}
+
+void Queue::add(std::vector<Block*> touched, std::function<void()> work) {
+  items_.push_back({std::move(work), std::move(touched)});
+  ++added_;
+}
+
+void Queue::add_wait(Queue& other, uint64_t point) {
+  if (&other == this || other.reached(point)) return;
+  items_.push_back({nullptr, {}, &other, point});
+  ++added_;
+}
+
+bool Queue::run_to(uint64_t point) {
+  while (!reached(point)) {
+    if (!run_one()) return false;
+  }
+  return true;
+}
+
+bool Queue::run_one() {
+  if (at_work_) return false;
+  struct AtWork {
+    explicit AtWork(bool& flag) : flag(flag) { flag = true; }
+    ~AtWork() { flag = false; }
+    bool& flag;
+  } at_work(at_work_);
+  const Item& next = items_.front();
+  if (next.awaited && !next.awaited->run_to(next.awaited_point)) return false;
+  Item item = std::move(items_.front());
+  items_.pop_front();
+  struct Done {
+    explicit Done(uint64_t& count) : count(count) {}
+    ~Done() { ++count; }
+    uint64_t& count;
+  } done(done_);
+  if (!item.work) return true;
+  // Memory that was freed may have been overwritten already, as far as its owner's stream is not
+  // told to wait for this one.
+  for (const Block* const block : item.touched) {
+    if (block->owner != this) block->owner->run_to(block->poisoned_at);
+  }
+  const c10::AutoGradMode no_gradients(false);
+  const at::AutoDispatchBelowADInplaceOrView kernels_only;
+  item.work();
+  finished.push_back(std::move(item.work));
+  return true;
+}
+
+Queue& queue_of(int device, int64_t stream) {
+  return streams().queues.at(static_cast<size_t>(device)).at(static_cast<size_t>(stream));
+}
+
+Queue& queue_of(const c10::Stream& stream) {
+  return queue_of(checked(stream.device_index()), stream.id());
+}
+
+int current_device() { return device_now; }
+
+const at::Generator& default_generator(int device) {
+  static const auto& made = *new auto([] {
+    std::array<at::Generator, kSimDevices> generators;
+    for (at::Generator& generator : generators) {
+      generator = at::make_generator<at::CPUGeneratorImpl>();
+    }
+    return generators;
+  }());
+  return made.at(static_cast<size_t>(device));
+}
+
+c10::Stream current_stream(int device) {
+  return stream_of(device, stream_now.at(static_cast<size_t>(device)));
+}
+
+Queue& current_queue(c10::Device device) {
+  return queue_of(current_stream(checked(device.index())));
+}
+
+SimCounters& counters() { return streams().counters; }
+
+}  // namespace distrain::testing::simulated
+
+namespace distrain::testing {
+
+SimCounters sim_counters() {
+  const simulated::Lock lock;
+  return simulated::counters();
+}
+
+void reset_sim_counters() {
+  const simulated::Lock lock;
+  simulated::counters() = {};
+}
+
+void run_all_sim_streams() {
+  const simulated::Lock lock;
+  for (int device = 0; device < kSimDevices; ++device) {
+    for (int64_t id = 0; id < simulated::kStreams; ++id) {
+      simulated::Queue& queue = simulated::queue_of(device, id);
+      queue.run_to(queue.end());
+    }
+  }
+}
+
+}  // namespace distrain::testing
