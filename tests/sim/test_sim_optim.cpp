@@ -205,18 +205,46 @@ TEST_CASE("twenty steps of the jobs' models on the device are the CPU's") {
                std::pair(bags(), OptimizerOptions(Sgd{.lr = 0.05})),
                std::pair(bags(), OptimizerOptions(Adagrad{.lr = 0.05})),
                std::pair(bags(), OptimizerOptions(Adam{.lr = 0.01})),
-               std::pair(language_model(), OptimizerOptions(Sgd{.lr = 0.1})));
+               std::pair(language_model(), OptimizerOptions(Sgd{.lr = 0.1})),
+               std::pair(residual_net(), OptimizerOptions(Sgd{.lr = 0.01})));
   CAPTURE(net.name, options.index());
   run_all_sim_streams();
   reset_sim_counters();
   const Tensors there = train(cluster[0], net, options, sim(1));
   const SimCounters counted = sim_counters();
   CHECK(counted.host_to_device.number ==
-        static_cast<int64_t>(net.parameters.size() + kSteps * net.batch.size()));
+        static_cast<int64_t>(net.parameters.size() + net.state.size() + kSteps * net.batch.size()));
   CHECK(counted.device_to_host.number == 0);
   CHECK(counted.device_to_device.number == 0);
   CHECK(counted.scalars == 0);
   CHECK(difference(there, train(cluster[0], net, options, c10::kCPU)) <= kNear);
+  cluster.shutdown();
+}
+
+TEST_CASE("a distributed optimizer updates and clips parameters of two devices") {
+  Cluster cluster(1, setup);
+  at::manual_seed(7);
+  const Net net = perceptron();
+  const auto run = [&](c10::Device first, c10::Device second) {
+    Tensors parameters = net.parameters;
+    std::vector<rpc::RRef<at::Tensor>> rrefs;
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      parameters[i] = parameters[i].to(i < 2 ? first : second, false, true).requires_grad_();
+      rrefs.push_back(cluster[0].make_rref(parameters[i]));
+    }
+    optim::DistributedOptimizer optimizer(cluster[0], rrefs, Sgd{.lr = 0.1, .momentum = 0.9});
+    for (int step = 0; step < kSteps; ++step) {
+      autograd::Context context(cluster[0]);
+      const at::Tensor x =
+          at::relu(at::linear(net.batch[0].to(first), parameters[0], parameters[1]));
+      const at::Tensor loss = at::cross_entropy_loss(
+          at::linear(x.to(second), parameters[2], parameters[3]), net.batch[1].to(second));
+      autograd::backward(context, {loss});
+      optimizer.step(context, 0.5);
+    }
+    return parameters;
+  };
+  CHECK(difference(run(sim(1), sim(2)), run(c10::kCPU, c10::kCPU)) <= kNear);
   cluster.shutdown();
 }
 
