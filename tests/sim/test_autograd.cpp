@@ -17,6 +17,7 @@ namespace {
 
 using autograd::Context;
 using c10::StreamGuard;
+using rpc::AgentOptions;
 using rpc::StreamPoint;
 
 at::Tensor twice(at::Tensor x) { return x * 2; }
@@ -241,6 +242,66 @@ TEST_CASE("a gradient that was set is waited for") {
   }
   const StreamGuard guard(new_stream());
   CHECK(at::equal(context.gradient(w).cpu(), numbers() * 3));
+}
+
+TEST_CASE("reads and updates of parameters wait for each other's streams") {
+  const bool at_home = GENERATE(true, false);
+  AgentOptions options;
+  if (at_home) options.device = sim();
+  Cluster cluster(1, setup, options);
+  const at::NoGradGuard no_grad;
+  const at::Tensor w = leaf(numbers());
+  const auto read = [&] {
+    const autograd::ParameterRead reading(cluster[0]);
+    // At home whoever reads the parameter itself is safe, too.
+    return (at_home ? w : reading.version(w)) * 1;
+  };
+  const auto update = [&] {
+    const autograd::ParameterUpdate updating(cluster[0]);
+    if (!at_home) updating.unshare(w);
+    w.add_(10);
+  };
+  const c10::Stream first = new_stream(), second = new_stream(), third = new_stream(),
+                    fourth = new_stream();
+  at::Tensor before, after;
+  {
+    const StreamGuard guard(first);
+    before = read();
+  }
+  {
+    const StreamGuard guard(second);
+    update();
+  }
+  {
+    const StreamGuard guard(third);
+    update();
+  }
+  {
+    const StreamGuard guard(fourth);
+    after = read();
+  }
+  CHECK(at::equal(seen_from(fourth, after), numbers() + 20));
+  CHECK(at::equal(seen_from(first, before), numbers()));
+}
+
+TEST_CASE("the memory of a parameter that moves is kept for the stream that reads the old one") {
+  Cluster cluster(1, setup);
+  const at::NoGradGuard no_grad;
+  const at::Tensor w = leaf(numbers());
+  const c10::Stream reading = new_stream(), updating = new_stream();
+  at::Tensor before;
+  {
+    const StreamGuard guard(reading);
+    const at::Tensor version = autograd::current_versions(cluster[0], {w})[0];
+    before = version * 1;
+    const StreamGuard updating_guard(updating);
+    const autograd::ParameterUpdate update(cluster[0]);
+    REQUIRE(update.unshare(w));
+    w.add_(10);
+  }
+  StreamPoint::mark(sim()).wait_on_host();
+  CHECK(at::equal(seen_from(updating, w), numbers() + 10));
+  CHECK(at::equal(seen_from(reading, before), numbers()));
 }
 
 TEST_CASE("sparse gradients add up under several streams") {
