@@ -26,7 +26,8 @@ void add_gradient(InputBuffer& inputs, Node& node, uint32_t input, at::Tensor gr
     return;
   }
   const c10::Stream made = producer ? *producer : rpc::current_stream(device);
-  inputs.add(input, std::move(gradient), made, stream_of(node), &node);
+  // Without the node, which it has only to warn of leaves that are used under several streams.
+  inputs.add(input, std::move(gradient), made, stream_of(node), nullptr);
 }
 
 void await_inputs(const InputBuffer& inputs, const std::optional<c10::Stream>& own) {
