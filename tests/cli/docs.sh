@@ -95,7 +95,7 @@ for text in "$(devices_of '^## CPU and GPU' '^## The' "$root/README.md")" \
   fi
 done
 
-version=$("$distrain" --version | cut -d' ' -f2)
+version=$("$distrain" --version | sed -n 1p | cut -d' ' -f2)
 for name in "" "${commands[@]/#/-}"; do
   grep -q "^\.TH DISTRAIN${name^^} 1 .*distrain $version" "$root/man/distrain$name.1" ||
     fail "man page distrain$name is not of $version"
