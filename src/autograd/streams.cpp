@@ -26,7 +26,8 @@ void add_gradient(InputBuffer& inputs, Node& node, uint32_t input, at::Tensor gr
     return;
   }
   const c10::Stream made = producer ? *producer : rpc::current_stream(device);
-  inputs.add(input, std::move(gradient), made, stream_of(node), &node);
+  // Without the node, which it has only to warn of leaves that are used under several streams.
+  inputs.add(input, std::move(gradient), made, stream_of(node), nullptr);
 }
 
 void await_inputs(const InputBuffer& inputs, const std::optional<c10::Stream>& own) {
@@ -63,6 +64,50 @@ void follow(const std::vector<c10::Stream>& streams) {
     if (rpc::current_stream(stream.device()) == stream) continue;
     rpc::StreamPoint::mark(stream).make_current_wait(stream.device());
   }
+}
+
+namespace {
+
+void follow(const std::vector<c10::Stream>& streams, c10::Device device) {
+  const c10::Stream current = rpc::current_stream(device);
+  for (const c10::Stream& stream : streams) {
+    if (stream.device() == device && stream != current) {
+      rpc::StreamPoint::mark(stream).make_wait(current);
+    }
+  }
+}
+
+void use_under_current(const at::Tensor& tensor) {
+  if (const auto stream = made_under(tensor)) rpc::use_on_stream(tensor, *stream);
+}
+
+}  // namespace
+
+// A stream is asked for all that it has been given when another waits for it: later work of readers
+// is with versions that an update leaves alone.
+void ParameterStreams::read(c10::Device device) {
+  if (!rpc::is_accelerator(device)) return;
+  std::lock_guard lock(mutex_);
+  follow(writers_, device);
+  insert(readers_, rpc::current_stream(device));
+}
+
+void ParameterStreams::update(c10::Device device) {
+  if (!rpc::is_accelerator(device)) return;
+  std::lock_guard lock(mutex_);
+  follow(readers_, device);
+  follow(writers_, device);
+  insert(writers_, rpc::current_stream(device));
+}
+
+void ParameterStreams::read(const at::Tensor& parameter) {
+  read(parameter.device());
+  use_under_current(parameter);
+}
+
+void ParameterStreams::update(const at::Tensor& parameter) {
+  update(parameter.device());
+  use_under_current(parameter);
 }
 
 void insert(std::vector<c10::Stream>& streams, const c10::Stream& stream) {

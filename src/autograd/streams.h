@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -49,5 +50,22 @@ bool follow(const at::Tensor& tensor, const std::optional<c10::Stream>& made);
 void follow(const std::vector<c10::Stream>& streams);
 
 void insert(std::vector<c10::Stream>& streams, const c10::Stream& stream);
+
+/// Keeps what many streams do with the parameters of a rank in order. Thread-safe.
+class ParameterStreams {
+ public:
+  /// This thread's current stream is going to read parameters on `device`.
+  void read(c10::Device device);
+  /// The same of one of them, whose memory it may still need when the parameter has moved.
+  void read(const at::Tensor& parameter);
+  /// It is going to change some.
+  void update(c10::Device device);
+  void update(const at::Tensor& parameter);
+
+ private:
+  std::mutex mutex_;
+  std::vector<c10::Stream> readers_;
+  std::vector<c10::Stream> writers_;
+};
 
 }  // namespace distrain::autograd

@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: timeout=240
+# ctest: timeout=300
 # --checkpoint and --resume: the same parameters as without a break, damage, signals, a save cut short.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
@@ -155,7 +155,6 @@ stopped "SIGINT, local" rnn --local
 stopped "SIGINT of one rank" ps
 stopped "SIGINT, one by one" ps
 stopped "SIGHUP" ps
-stopped "SIGHUP, local" ps --local
 # Each rank must know the one signal that it gets, though the others may have told it before, and it
 # is in the midst of the save or through with it.
 for command in hybrid ps rnn; do

@@ -17,12 +17,19 @@ namespace {
 
 using autograd::Context;
 using c10::StreamGuard;
+using rpc::AgentOptions;
 using rpc::StreamPoint;
 
 at::Tensor twice(at::Tensor x) { return x * 2; }
 
+// Of tensors on two devices.
+std::tuple<at::Tensor, at::Tensor> across(at::Tensor x, at::Tensor y) {
+  return {x * y.to(x.device()), y * 3};
+}
+
 void setup(rpc::Agent& agent) {
   autograd::install(agent);
+  agent.expose<&across>("across");
   agent.expose<&twice>("twice");
 }
 
@@ -159,6 +166,61 @@ TEST_CASE("the caller's stream is behind the whole pass") {
   CHECK(at::equal(seen_from(square.calling, total), square.expected));
 }
 
+TEST_CASE("the stream that began a pass is behind it when its future is") {
+  AgentOptions options;
+  options.device = sim();
+  Cluster cluster(1, setup, options);
+  Square square(cluster);
+  at::Tensor kept;
+  square.context.on_gradient_ready(square.w, [&](const at::Tensor& gradient) { kept = gradient; });
+  const StreamGuard guard(square.calling);
+  autograd::backward_async(square.context, {square.loss}).wait();
+  CHECK(at::equal(kept.cpu(), square.expected));
+}
+
+TEST_CASE("a parameter that is sent has been updated") {
+  Cluster cluster(2, setup, {}, [](AgentOptions& each) { each.device = sim(each.rank); });
+  const at::NoGradGuard no_grad;
+  const at::Tensor w = leaf(numbers());
+  {
+    const StreamGuard guard(new_stream());
+    const autograd::ParameterUpdate updating(cluster[0]);
+    w.add_(10);
+  }
+  const StreamGuard guard(new_stream());
+  CHECK(at::equal(cluster[0].rpc_sync<&twice>(1, w).cpu(), (numbers() + 10) * 2));
+}
+
+TEST_CASE("a call with tensors on several devices") {
+  Cluster cluster(2, setup, {}, [](AgentOptions& each) {
+    each.device = sim(2 * each.rank);
+    each.device_maps.clear();
+    if (each.rank == 0) each.device_maps = {{"w1", {{sim(0), sim(2)}, {sim(1), sim(3)}}}};
+  });
+  for (int repeat = 0; repeat < 10; ++repeat) {
+    const at::Tensor w0 = leaf(numbers(), sim(0)), w1 = leaf(numbers() + 1, sim(1));
+    const c10::Stream zero = new_stream(0), one = new_stream(1);
+    Context context(cluster[0]);
+    at::Tensor loss;
+    {
+      const StreamGuard guard_zero(zero);
+      const StreamGuard guard_one(one);
+      const auto [product, triple] = cluster[0].rpc_sync<&across>(1, w0.sin(), w1.sin());
+      loss = (product + (triple * triple).to(sim(0))).sum();
+    }
+    autograd::backward(context, {loss});
+    const StreamGuard guard_zero(new_stream(0));
+    const StreamGuard guard_one(new_stream(1));
+
+    const at::Tensor c0 = numbers().requires_grad_(), c1 = (numbers() + 1).requires_grad_();
+    const at::Tensor triple = c1.sin() * 3;
+    const auto expected =
+        torch::autograd::grad({(c0.sin() * c1.sin() + triple * triple).sum()}, {c0, c1});
+    CHECK(at::allclose(context.gradient(w0).cpu(), expected[0]));
+    CHECK(at::allclose(context.gradient(w1).cpu(), expected[1]));
+  }
+}
+
 TEST_CASE("the caller's stream is behind a pass that other ranks had a part in") {
   Cluster cluster(2, setup);
   for (int repeat = 0; repeat < 10; ++repeat) {
@@ -241,6 +303,66 @@ TEST_CASE("a gradient that was set is waited for") {
   }
   const StreamGuard guard(new_stream());
   CHECK(at::equal(context.gradient(w).cpu(), numbers() * 3));
+}
+
+TEST_CASE("reads and updates of parameters wait for each other's streams") {
+  const bool at_home = GENERATE(true, false);
+  AgentOptions options;
+  if (at_home) options.device = sim();
+  Cluster cluster(1, setup, options);
+  const at::NoGradGuard no_grad;
+  const at::Tensor w = leaf(numbers());
+  const auto read = [&] {
+    const autograd::ParameterRead reading(cluster[0]);
+    // At home whoever reads the parameter itself is safe, too.
+    return (at_home ? w : reading.version(w)) * 1;
+  };
+  const auto update = [&] {
+    const autograd::ParameterUpdate updating(cluster[0]);
+    if (!at_home) updating.unshare(w);
+    w.add_(10);
+  };
+  const c10::Stream first = new_stream(), second = new_stream(), third = new_stream(),
+                    fourth = new_stream();
+  at::Tensor before, after;
+  {
+    const StreamGuard guard(first);
+    before = read();
+  }
+  {
+    const StreamGuard guard(second);
+    update();
+  }
+  {
+    const StreamGuard guard(third);
+    update();
+  }
+  {
+    const StreamGuard guard(fourth);
+    after = read();
+  }
+  CHECK(at::equal(seen_from(fourth, after), numbers() + 20));
+  CHECK(at::equal(seen_from(first, before), numbers()));
+}
+
+TEST_CASE("the memory of a parameter that moves is kept for the stream that reads the old one") {
+  Cluster cluster(1, setup);
+  const at::NoGradGuard no_grad;
+  const at::Tensor w = leaf(numbers());
+  const c10::Stream reading = new_stream(), updating = new_stream();
+  at::Tensor before;
+  {
+    const StreamGuard guard(reading);
+    const at::Tensor version = autograd::current_versions(cluster[0], {w})[0];
+    before = version * 1;
+    const StreamGuard updating_guard(updating);
+    const autograd::ParameterUpdate update(cluster[0]);
+    REQUIRE(update.unshare(w));
+    w.add_(10);
+  }
+  StreamPoint::mark(sim()).wait_on_host();
+  CHECK(at::equal(seen_from(updating, w), numbers() + 10));
+  CHECK(at::equal(seen_from(reading, before), numbers()));
 }
 
 TEST_CASE("sparse gradients add up under several streams") {
