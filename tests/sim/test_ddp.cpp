@@ -243,6 +243,9 @@ TEST_CASE("gradients stored under several streams are in order") {
         last = pass.gradient(parameters[size_t(i)].tensor);
         RANK_CHECK((last * 2).eq(double(step) * (2 * i + 1)).all().item<bool>());
       }
+      // What became of the memory before is over.
+      rpc::StreamPoint::mark(begun_in).wait_on_host();
+      RANK_CHECK((last * 2).eq(double(step) * 7).all().item<bool>());
       if (!again) kept = last;
     }
   });
@@ -278,6 +281,54 @@ TEST_CASE("means are taken out of a bucket before the next pass fills it") {
       for (const at::Tensor& mean : steps[step].means) {
         RANK_CHECK((mean * 2).eq(2 * double(step) + 1).all().item<bool>());
       }
+    }
+  });
+}
+
+TEST_CASE(
+    "a bucket's memory is not used again before what was put into it, or taken out, has been") {
+  TestGroup group(2, {.timeout = kLimit});
+  run_ranks(2, [&](int rank) {
+    const c10::Device device = sim(rank);
+    const c10::Stream begun_in = rpc::side_stream(device);
+    const c10::Stream other = rpc::side_stream(device);
+    // What is allocated in `begun_in` next, of the size of a bucket.
+    const auto check_next = [&] {
+      const c10::StreamGuard guard(begun_in);
+      const at::Tensor next = at::full({4 * 64}, 7.0, at::TensorOptions(device));
+      rpc::StreamPoint::mark(begun_in).wait_on_host();
+      rpc::StreamPoint::mark(other).wait_on_host();
+      RANK_CHECK(next.eq(7).all().item<bool>());
+    };
+    for (int round = 0; round < 5; ++round) {
+      const auto parameters = some_parameters(device);
+      auto reducer = std::make_unique<Reducer>(parameters, group.backends[size_t(rank)]);
+      {
+        ManualPass pass;
+        {
+          const c10::StreamGuard guard(begun_in);
+          reducer->attach(pass);
+        }
+        const c10::StreamGuard guard(other);
+        for (size_t i = 0; i < 3; ++i) {
+          pass.give(parameters[i].tensor, at::full({64}, 3.0, at::TensorOptions(device)));
+        }
+        RANK_CHECK(error_of([&] { pass.end(); }).kind == ErrorKind::kInvalid);
+      }
+      check_next();
+      at::Tensor loss;
+      {
+        const c10::StreamGuard guard(begun_in);
+        for (const auto& p : parameters) {
+          const at::Tensor part = (p.tensor * double(rank)).sum();
+          loss = loss.defined() ? loss + part : part;
+        }
+      }
+      const c10::StreamGuard guard(other);
+      loss.backward();
+      reducer.reset();
+      check_next();
+      for (const auto& p : parameters) RANK_CHECK(p.tensor.grad().eq(0.5).all().item<bool>());
     }
   });
 }
