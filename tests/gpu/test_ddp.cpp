@@ -1,10 +1,11 @@
 // ctest: timeout=120
-// DistributedDataParallel with two ranks on one GPU.
+// DistributedDataParallel on a GPU: over NCCL alone, over staging with two ranks on one GPU.
 #include <ATen/ATen.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 
+#include "distrain/cuda/nccl_reduce_group.h"
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "gpu/gpu.h"
 #include "support/catch.h"
@@ -59,6 +60,10 @@ std::shared_ptr<collective::ReduceGroup> staged(c10::intrusive_ptr<collective::B
   return std::make_shared<collective::StagedReduceGroup>(std::move(backend));
 }
 
+std::shared_ptr<collective::ReduceGroup> nccl(c10::intrusive_ptr<collective::Backend> backend) {
+  return std::make_shared<cuda::NcclReduceGroup>(std::move(backend), cuda::load());
+}
+
 void check_close(const std::vector<at::Tensor>& actual, const std::vector<at::Tensor>& expected) {
   REQUIRE(actual.size() == expected.size());
   for (size_t i = 0; i < actual.size(); ++i) {
@@ -67,6 +72,10 @@ void check_close(const std::vector<at::Tensor>& actual, const std::vector<at::Te
 }
 
 }  // namespace
+
+TEST_CASE("one rank over NCCL trains as on the CPU") {
+  check_close(train(1, gpu(), nccl), train(1, c10::kCPU, staged));
+}
 
 TEST_CASE("two ranks on one GPU train as on the CPU, over staging") {
   check_close(train(2, gpu(), staged), train(2, c10::kCPU, staged));
