@@ -55,7 +55,7 @@ TEST_CASE("tensors of a GPU arrive on the GPU, whatever their size, type and lay
     CHECK(agent.rpc_sync<&device_of>("w1", tensor) == "cuda:0");
     const at::Tensor back = agent.rpc_sync<&echo>("w1", tensor);
     CHECK(back.device() == gpu());
-    CHECK(back.data_ptr() != tensor.data_ptr());
+    if (tensor.numel() > 0) CHECK(back.data_ptr() != tensor.data_ptr());
     CHECK(at::equal(back, tensor));
     if (tensor.is_contiguous(at::MemoryFormat::ChannelsLast) && tensor.dim() == 4) {
       CHECK(back.strides() == tensor.strides());
