@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include "distrain/autograd/context.h"
 #include "distrain/autograd/parameter_versions.h"
@@ -26,6 +27,21 @@ at::Tensor twice(at::Tensor x) { return x * 2; }
 std::tuple<at::Tensor, at::Tensor> across(at::Tensor x, at::Tensor y) {
   return {x * y.to(x.device()), y * 3};
 }
+
+// Gradients times 2. The second is computed under the stream that this thread has on its device;
+// torch's rule is that what a node gives out is ready on the node's own stream, the first's.
+struct OnTwoDevices : torch::autograd::Function<OnTwoDevices> {
+  using Tensors = torch::autograd::variable_list;
+  static Tensors forward(torch::autograd::AutogradContext*, const at::Tensor& x,
+                         const at::Tensor& y) {
+    return {x * 1, y * 1};
+  }
+  static Tensors backward(torch::autograd::AutogradContext*, const Tensors& gradients) {
+    const at::Tensor second = gradients[1] * 2;
+    StreamPoint::mark(sim(1)).make_wait(rpc::current_stream(sim(0)));
+    return {gradients[0] * 2, second};
+  }
+};
 
 void setup(rpc::Agent& agent) {
   autograd::install(agent);
@@ -218,6 +234,25 @@ TEST_CASE("a call with tensors on several devices") {
         torch::autograd::grad({(c0.sin() * c1.sin() + triple * triple).sum()}, {c0, c1});
     CHECK(at::allclose(context.gradient(w0).cpu(), expected[0]));
     CHECK(at::allclose(context.gradient(w1).cpu(), expected[1]));
+  }
+}
+
+TEST_CASE("a node with gradients on several devices finds both ready") {
+  Cluster cluster(1, setup);
+  for (int repeat = 0; repeat < 10; ++repeat) {
+    const at::Tensor w0 = leaf(numbers(), sim(0)), w1 = leaf(numbers() + 1, sim(1));
+    const c10::Stream zero = new_stream(0), one = new_stream(1);
+    Context context(cluster[0]);
+    at::Tensor loss;
+    {
+      const StreamGuard guard_zero(zero);
+      const StreamGuard guard_one(one);
+      const auto both = OnTwoDevices::apply(w0, w1);
+      loss = (both[0] * both[0]).sum() + (both[1] * both[1]).sum().to(sim(0));
+    }
+    autograd::backward(context, {loss});
+    CHECK(at::equal(context.gradient(w0).cpu(), numbers() * 4));
+    CHECK(at::equal(context.gradient(w1).cpu(), (numbers() + 1) * 4));
   }
 }
 
