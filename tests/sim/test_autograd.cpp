@@ -28,8 +28,9 @@ std::tuple<at::Tensor, at::Tensor> across(at::Tensor x, at::Tensor y) {
   return {x * y.to(x.device()), y * 3};
 }
 
-// Gradients times 2. The second is computed under the stream that this thread has on its device;
-// torch's rule is that what a node gives out is ready on the node's own stream, the first's.
+// Gradients times 2. The second is used under the stream that this thread has on its device, then
+// under one aside; torch's rule is that what a node gives out is ready on the node's own stream,
+// the first's.
 struct OnTwoDevices : torch::autograd::Function<OnTwoDevices> {
   using Tensors = torch::autograd::variable_list;
   static Tensors forward(torch::autograd::AutogradContext*, const at::Tensor& x,
@@ -37,8 +38,16 @@ struct OnTwoDevices : torch::autograd::Function<OnTwoDevices> {
     return {x * 1, y * 1};
   }
   static Tensors backward(torch::autograd::AutogradContext*, const Tensors& gradients) {
-    const at::Tensor second = gradients[1] * 2;
-    StreamPoint::mark(sim(1)).make_wait(rpc::current_stream(sim(0)));
+    const at::Tensor first = gradients[1] * 1;
+    const c10::Stream aside = rpc::side_stream(sim(1));
+    StreamPoint::mark(sim(1)).make_wait(aside);
+    rpc::use_on_stream(first, aside);
+    at::Tensor second;
+    {
+      const StreamGuard guard(aside);
+      second = first * 2;
+    }
+    StreamPoint::mark(aside).make_wait(rpc::current_stream(sim(0)));
     return {gradients[0] * 2, second};
   }
 };
@@ -352,10 +361,10 @@ TEST_CASE("reads and updates of parameters wait for each other's streams") {
     // At home whoever reads the parameter itself is safe, too.
     return (at_home ? w : reading.version(w)) * 1;
   };
-  const auto update = [&] {
+  const auto update = [&](auto change) {
     const autograd::ParameterUpdate updating(cluster[0]);
     if (!at_home) updating.unshare(w);
-    w.add_(10);
+    change();
   };
   const c10::Stream first = new_stream(), second = new_stream(), third = new_stream(),
                     fourth = new_stream();
@@ -366,38 +375,45 @@ TEST_CASE("reads and updates of parameters wait for each other's streams") {
   }
   {
     const StreamGuard guard(second);
-    update();
+    update([&] { w.add_(10); });
   }
   {
     const StreamGuard guard(third);
-    update();
+    update([&] { w.mul_(2); });
   }
   {
     const StreamGuard guard(fourth);
     after = read();
   }
-  CHECK(at::equal(seen_from(fourth, after), numbers() + 20));
+  CHECK(at::equal(seen_from(third, w), (numbers() + 10) * 2));
+  CHECK(at::equal(seen_from(fourth, after), (numbers() + 10) * 2));
   CHECK(at::equal(seen_from(first, before), numbers()));
 }
 
-TEST_CASE("the memory of a parameter that moves is kept for the stream that reads the old one") {
+TEST_CASE("the memory of a parameter that moves is kept for the streams that read the old one") {
   Cluster cluster(1, setup);
   const at::NoGradGuard no_grad;
   const at::Tensor w = leaf(numbers());
   const c10::Stream reading = new_stream(), updating = new_stream();
-  at::Tensor before;
+  at::Tensor read;
   {
-    const StreamGuard guard(reading);
+    const StreamGuard reading_guard(reading);
     const at::Tensor version = autograd::current_versions(cluster[0], {w})[0];
-    before = version * 1;
-    const StreamGuard updating_guard(updating);
-    const autograd::ParameterUpdate update(cluster[0]);
-    REQUIRE(update.unshare(w));
-    w.add_(10);
+    {
+      const StreamGuard updating_guard(updating);
+      const autograd::ParameterUpdate update(cluster[0]);
+      REQUIRE(update.unshare(w));
+      w.add_(10);
+    }
+    read = version * 1;
   }
+  // One of the two is done with it, and the memory's own stream goes on.
+  const bool reader_first = GENERATE(true, false);
+  StreamPoint::mark(reader_first ? reading : updating).wait_on_host();
+  const at::Tensor other = at::zeros({4}, w.options());
   StreamPoint::mark(sim()).wait_on_host();
   CHECK(at::equal(seen_from(updating, w), numbers() + 10));
-  CHECK(at::equal(seen_from(reading, before), numbers()));
+  CHECK(at::equal(seen_from(reading, read), numbers()));
 }
 
 TEST_CASE("sparse gradients add up under several streams") {
