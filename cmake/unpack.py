@@ -1,6 +1,6 @@
 """Takes what distrain needs out of downloaded wheels.
 
-usage: unpack.py libtorch|reuters-r8 WHEEL_FOLDER OUTPUT_FOLDER
+usage: unpack.py libtorch|libtorch-cuda|reuters-r8 WHEEL_FOLDER OUTPUT_FOLDER
 """
 
 import pathlib
@@ -16,9 +16,21 @@ LIBTORCH = re.compile(
     r"|(torch|nvidia_cuda_\w+)-[^/]+\.dist-info/(licenses/|METADATA|License)"
 )
 
+# Beside that, in a folder of its own: what libtorch_cuda.so needs, and what it opens when asked to.
+LIBTORCH_CUDA = re.compile(
+    r"torch/version\.py$"
+    r"|torch/lib/(libtorch_cuda|libtorch_cuda_linalg|libtorch_nvshmem|libc10_cuda|libcaffe2_nvrtc)\.so$"
+    r"|nvidia/[^/]+/lib/lib[^/]+\.so(\.\d+)*$"
+    r"|(torch|nvidia_\w+)-[^/]+\.dist-info/(licenses/|METADATA|License)"
+)
+
 
 def libtorch(wheel: zipfile.ZipFile, out: pathlib.Path) -> None:
     wheel.extractall(out, [name for name in wheel.namelist() if LIBTORCH.match(name)])
+
+
+def libtorch_cuda(wheel: zipfile.ZipFile, out: pathlib.Path) -> None:
+    wheel.extractall(out, [name for name in wheel.namelist() if LIBTORCH_CUDA.match(name)])
 
 
 def reuters_r8(wheel: zipfile.ZipFile, out: pathlib.Path) -> None:
@@ -36,12 +48,15 @@ def reuters_r8(wheel: zipfile.ZipFile, out: pathlib.Path) -> None:
         (out / f"r8.{part}").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+WAYS = {"libtorch": libtorch, "libtorch-cuda": libtorch_cuda, "reuters-r8": reuters_r8}
+
+
 def main() -> None:
     what, wheels, out = sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
     out.mkdir(parents=True, exist_ok=True)
     for path in sorted(wheels.glob("*.whl")):
         with zipfile.ZipFile(path) as wheel:
-            {"libtorch": libtorch, "reuters-r8": reuters_r8}[what](wheel, out)
+            WAYS[what](wheel, out)
 
 
 main()

@@ -3,12 +3,22 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <tuple>
 #include <utility>
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/StreamGuard.h>
 
 namespace distrain::ddp {
+
+namespace {
+
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+}  // namespace
 
 std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& parameters,
                                                 const std::vector<int64_t>& order,
@@ -19,12 +29,14 @@ std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& p
     size_t last = 0;  // the place of its last member in `order`
     size_t limit = 0;
   };
-  std::map<at::ScalarType, Open> open;
+  using Kind = std::tuple<at::ScalarType, c10::DeviceType, c10::DeviceIndex>;
+  std::map<Kind, Open> open;
   std::vector<Open> closed;
   for (size_t place = 0; place < order.size(); ++place) {
     const auto index = static_cast<size_t>(order[place]);
     const at::Tensor& parameter = parameters[index];
-    const auto [it, is_first] = open.try_emplace(parameter.scalar_type());
+    const auto [it, is_first] = open.try_emplace(
+        Kind(parameter.scalar_type(), parameter.device().type(), parameter.device().index()));
     Open& bucket = it->second;
     if (is_first) bucket.limit = first_bytes;
     if (!bucket.members.empty() && bucket.bytes + parameter.nbytes() > bucket.limit) {
@@ -34,7 +46,7 @@ std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& p
     bucket.bytes += parameter.nbytes();
     bucket.last = place;
   }
-  for (auto& [dtype, bucket] : open) closed.push_back(std::move(bucket));
+  for (auto& [kind, bucket] : open) closed.push_back(std::move(bucket));
   std::sort(closed.begin(), closed.end(),
             [](const Open& a, const Open& b) { return a.last < b.last; });
   std::vector<std::vector<size_t>> result;
@@ -43,7 +55,7 @@ std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& p
 }
 
 Bucket::Bucket(std::vector<size_t> members, const std::vector<at::Tensor>& parameters)
-    : members_(std::move(members)) {
+    : members_(std::move(members)), device_(parameters[members_.front()].device()) {
   for (size_t index : members_) like_.push_back(parameters[index]);
 }
 
@@ -69,30 +81,68 @@ bool Bucket::is_shared() const {
 }
 
 void Bucket::begin() {
-  pending = {};
-  if (!flat_.defined() || is_shared()) allocate();
+  work_ = nullptr;
+  writers_.clear();
   missing_ = members_.size();
+  free_.make_current_wait(device_);
+  if (!flat_.defined() || is_shared()) allocate();
+  free_ = rpc::StreamPoint::mark(device_);
+}
+
+void Bucket::make_writer(const c10::Stream& stream) {
+  if (std::find(writers_.begin(), writers_.end(), stream) != writers_.end()) return;
+  free_.make_wait(stream);
+  rpc::use_on_stream(flat_, stream);
+  writers_.push_back(stream);
 }
 
 void Bucket::store(size_t slot, const at::Tensor& gradient) {
   const at::Tensor& view = views_[slot];
-  if (gradient.is_contiguous() && !gradient.is_conj() && !gradient.is_neg()) {
+  if (device_.is_cpu() && is_plain(gradient)) {
     if (view.nbytes() > 0) std::memcpy(view.data_ptr(), gradient.data_ptr(), view.nbytes());
   } else {
+    if (!device_.is_cpu()) make_writer(rpc::current_stream(device_));
     const at::NoGradGuard no_grad;
     view.copy_(gradient);
   }
   --missing_;
 }
 
+void Bucket::start(collective::ReduceGroup& group) {
+  if (device_.is_cpu() || (writers_.size() == 1 && writers_[0] == rpc::current_stream(device_))) {
+    work_ = group.start(flat_);
+    return;
+  }
+  // Not under the current stream: what it computes next need not wait for the other writers.
+  const c10::Stream side = rpc::side_stream(device_);
+  for (const c10::Stream& writer : writers_) rpc::StreamPoint::mark(writer).make_wait(side);
+  rpc::use_on_stream(flat_, side);
+  const c10::StreamGuard guard(side);
+  work_ = group.start(flat_);
+}
+
+void Bucket::wait() { std::exchange(work_, nullptr)->wait(); }
+
 void Bucket::load(size_t slot, const at::Tensor& to) const {
   const at::Tensor& view = views_[slot];
-  if (to.is_contiguous() && !to.is_conj() && !to.is_neg()) {
+  if (device_.is_cpu() && is_plain(to)) {
     if (view.nbytes() > 0) std::memcpy(to.data_ptr(), view.data_ptr(), view.nbytes());
   } else {
     const at::NoGradGuard no_grad;
     to.copy_(view);
   }
+}
+
+void Bucket::end() {
+  if (device_.is_cpu()) return;
+  rpc::use_on_stream(flat_, rpc::current_stream(device_));
+  free_ = rpc::StreamPoint::mark(device_);
+}
+
+void Bucket::drop() {
+  work_ = nullptr;
+  views_.clear();
+  flat_ = at::Tensor();
 }
 
 }  // namespace distrain::ddp

@@ -5,20 +5,25 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 
-#include "distrain/collective/pending.h"
+#include "distrain/collective/reduce_group.h"
+#include "distrain/rpc/device.h"
 
 namespace distrain::ddp {
 
-/// Indices into `parameters`, bucket by bucket: those of one dtype in the order of `order`, cut
-/// before a bucket would exceed the cap (the first of each dtype: `first_bytes`); the buckets in
-/// the order in which their last member comes. Never empty buckets; a parameter larger than the cap
-/// has one for itself.
+/// Indices into `parameters`, bucket by bucket: those of one dtype and device in the order of
+/// `order`, cut before a bucket would exceed the cap (the first of each kind: `first_bytes`); the
+/// buckets in the order in which their last member comes. Never empty buckets; a parameter larger
+/// than the cap has one for itself.
 std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& parameters,
                                                 const std::vector<int64_t>& order,
                                                 size_t first_bytes, size_t cap_bytes);
 
-/// The gradients of some parameters side by side in one flat tensor.
+/// The gradients of some parameters side by side in one flat tensor on their device. One thread at
+/// a time; each function works in that thread's current stream, and they are in order across
+/// streams.
 class Bucket {
  public:
   Bucket(std::vector<size_t> members, const std::vector<at::Tensor>& parameters);
@@ -32,14 +37,21 @@ class Bucket {
   void begin();
   /// `gradient` is of the parameter's shape and dtype.
   void store(size_t slot, const at::Tensor& gradient);
-  /// Copies the gradient of member `slot` to `to`, of the same shape and dtype.
-  void load(size_t slot, const at::Tensor& to) const;
   bool complete() const { return missing_ == 0; }
-
-  collective::Pending pending;  ///< the allreduce of `flat`, once it has started
+  /// To be called when complete: starts the mean over the group behind what all threads stored.
+  void start(collective::ReduceGroup& group);
+  /// Waits for the mean. Throws as ReduceWork::wait does.
+  void wait();
+  /// Copies the mean of member `slot` to `to`, of the same shape and dtype.
+  void load(size_t slot, const at::Tensor& to) const;
+  /// Ends a pass: memory is used again behind what this thread's current stream was given.
+  void end();
+  /// Ends a pass that failed: the memory may still be in use and is taken no more.
+  void drop();
 
  private:
   void allocate();
+  void make_writer(const c10::Stream& stream);
   bool is_shared() const;
 
   std::vector<size_t> members_;
@@ -47,6 +59,11 @@ class Bucket {
   at::Tensor flat_;
   std::vector<at::Tensor> views_;
   size_t missing_ = 0;
+  collective::ReduceGroup::WorkPtr work_;
+  // Of a device only.
+  c10::Device device_;
+  rpc::StreamPoint free_;             // what the last pass did with the memory
+  std::vector<c10::Stream> writers_;  // that gradients of this pass were stored in
 };
 
 }  // namespace distrain::ddp

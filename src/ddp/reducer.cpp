@@ -14,6 +14,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "buckets.h"
+#include "distrain/collective/staged_reduce_group.h"
 
 namespace distrain::ddp {
 
@@ -36,16 +37,16 @@ using base::ErrorKind;
 // a pass runs on the thread of its backward, and waits without the lock.
 //
 // Every rank takes part in exactly one collective for each bucket and pass. One that cannot
-// refuses: Backend::refuse takes the place of all its buckets that are not started, so the other
-// ranks get its error there and the group stays in step. This covers a parameter without gradient,
-// a sparse gradient, and a pass that dies by an exception: its callback is destroyed without being
-// called, and with it the PassEnd that it owns.
+// refuses: ReduceGroup::refuse takes the place of all its buckets that are not started, so the
+// other ranks get its error there and the group stays in step. This covers a parameter without
+// gradient, a sparse gradient, and a pass that dies by an exception: its callback is destroyed
+// without being called, and with it the PassEnd that it owns.
 enum class PassState { kIdle, kAccumulating, kReducing, kFinalising };
 
 class Reducer::Impl : public std::enable_shared_from_this<Impl> {
  public:
   Impl(const std::vector<NamedParameter>& parameters,
-       c10::intrusive_ptr<collective::Backend> backend, Options options);
+       std::shared_ptr<collective::ReduceGroup> group, Options options);
 
   void install_hooks();
   void remove_hooks();
@@ -76,9 +77,9 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   Error missing_error_locked() const;
   Error invalid(std::string message) const;
   std::string place_text() const;
-  int world_rank() const { return backend_->world_rank(backend_->getRank()); }
+  int world_rank() const { return group_->world_rank(group_->rank()); }
 
-  const c10::intrusive_ptr<collective::Backend> backend_;
+  const std::shared_ptr<collective::ReduceGroup> group_;
   const Options options_;
   std::vector<std::string> names_;
   std::vector<at::Tensor> parameters_;
@@ -146,13 +147,13 @@ struct Reducer::Hook final : torch::autograd::PostAccumulateGradHook {
 };
 
 Reducer::Impl::Impl(const std::vector<NamedParameter>& parameters,
-                    c10::intrusive_ptr<collective::Backend> backend, Options options)
-    : backend_(std::move(backend)), options_(options) {
+                    std::shared_ptr<collective::ReduceGroup> group, Options options)
+    : group_(std::move(group)), options_(options) {
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const auto& [name, tensor] : parameters) {
     if (!tensor.requires_grad() || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
-    if (!tensor.is_leaf() || tensor.layout() != at::kStrided || !tensor.device().is_cpu()) {
-      throw base::Exception(invalid("parameter '" + name + "' is not a dense CPU leaf tensor"));
+    if (!tensor.is_leaf() || tensor.layout() != at::kStrided) {
+      throw base::Exception(invalid("parameter '" + name + "' is not a dense leaf tensor"));
     }
     if (torch::autograd::impl::post_acc_grad_hooks(tensor)) {
       throw base::Exception(invalid("parameter '" + name +
@@ -259,7 +260,7 @@ void Reducer::Impl::store_locked(size_t index, const at::Tensor& gradient) {
   if (std::exchange(place.last_pass, pass_) == pass_) return fail("got a second gradient");
   if (gradient.layout() != at::kStrided) return fail("got a sparse gradient, not supported here,");
   if (gradient.scalar_type() != parameter.scalar_type() || gradient.sizes() != parameter.sizes() ||
-      !gradient.device().is_cpu()) {
+      gradient.device() != parameter.device()) {
     return fail("got a gradient of another shape, dtype or device");
   }
   arrival_.push_back(static_cast<int64_t>(index));
@@ -270,8 +271,7 @@ void Reducer::Impl::store_locked(size_t index, const at::Tensor& gradient) {
 void Reducer::Impl::start_complete_buckets_locked() {
   while (started_ < buckets_.size() && buckets_[started_].complete()) {
     if (state_ == PassState::kAccumulating) transition_locked(PassState::kReducing);
-    Bucket& bucket = buckets_[started_];
-    bucket.pending = backend_->allreduce(bucket.flat(), c10d::ReduceOp::AVG);
+    buckets_[started_].start(*group_);
     ++started_;
   }
 }
@@ -285,14 +285,13 @@ void Reducer::Impl::finish(uint64_t pass, GradientPass* source) {
     error = std::move(failure_);
     if (!error && started_ < buckets_.size()) error = missing_error_locked();
   }
-  if (error) backend_->refuse(static_cast<int>(buckets_.size() - started_), *error);
+  if (error) group_->refuse(static_cast<int>(buckets_.size() - started_), *error);
   for (size_t i = 0; i < started_; ++i) {
     try {
-      buckets_[i].pending.wait();
+      buckets_[i].wait();
     } catch (...) {
       if (!error) error = base::current_error(ErrorKind::kInternal);
     }
-    buckets_[i].pending = {};
   }
   if (!error) {
     try {
@@ -304,13 +303,16 @@ void Reducer::Impl::finish(uint64_t pass, GradientPass* source) {
   }
   {
     std::lock_guard lock(mutex_);
+    if (error) {
+      for (Bucket& bucket : buckets_) bucket.drop();
+    }
     transition_locked(PassState::kIdle);
   }
   if (error) throw base::Exception(std::move(*error));
 }
 
 void Reducer::Impl::hand_out(GradientPass* source) {
-  for (const Bucket& bucket : buckets_) {
+  for (Bucket& bucket : buckets_) {
     for (size_t slot = 0; slot < bucket.members().size(); ++slot) {
       const at::Tensor& parameter = parameters_[bucket.members()[slot]];
       if (source) {
@@ -319,6 +321,7 @@ void Reducer::Impl::hand_out(GradientPass* source) {
         bucket.load(slot, parameter.grad());
       }
     }
+    bucket.end();
   }
 }
 
@@ -326,15 +329,14 @@ void Reducer::Impl::hand_out(GradientPass* source) {
 void Reducer::Impl::rebuild() {
   const at::Tensor order = at::empty({static_cast<int64_t>(parameters_.size())}, at::kLong);
   std::copy(arrival_.begin(), arrival_.end(), order.data_ptr<int64_t>());
-  backend_->broadcast(order, 0).wait();
+  group_->broadcast(order, 0)->wait();
   const auto* begin = order.data_ptr<int64_t>();
   std::vector<int64_t> agreed(begin, begin + order.numel());
   std::vector<int64_t> sorted = agreed;
   std::sort(sorted.begin(), sorted.end());
   for (size_t i = 0; i < sorted.size(); ++i) {
     if (sorted[i] != static_cast<int64_t>(i)) {
-      throw base::Exception(ErrorKind::kProtocol, "rank " +
-                                                      std::to_string(backend_->world_rank(0)) +
+      throw base::Exception(ErrorKind::kProtocol, "rank " + std::to_string(group_->world_rank(0)) +
                                                       " sent an order of gradients that is none");
     }
   }
@@ -352,12 +354,12 @@ void Reducer::Impl::give_up(uint64_t pass, const char* why) {
     left = static_cast<int>(buckets_.size() - started_);
   }
   // What has started goes on without us: other ranks may need our part of it.
-  backend_->refuse(left,
-                   Error{ErrorKind::kRemoteFailed,
-                         "the backward pass of rank " + std::to_string(world_rank()) + " " + why,
-                         world_rank(), "Reducer"});
+  group_->refuse(left,
+                 Error{ErrorKind::kRemoteFailed,
+                       "the backward pass of rank " + std::to_string(world_rank()) + " " + why,
+                       world_rank(), "Reducer"});
   std::lock_guard lock(mutex_);
-  for (Bucket& bucket : buckets_) bucket.pending = {};
+  for (Bucket& bucket : buckets_) bucket.drop();
   transition_locked(PassState::kIdle);
 }
 
@@ -398,10 +400,15 @@ std::vector<std::vector<std::string>> Reducer::Impl::bucket_names() const {
 }
 
 Reducer::Reducer(const std::vector<NamedParameter>& parameters,
-                 c10::intrusive_ptr<collective::Backend> backend, Options options)
-    : impl_(std::make_shared<Impl>(parameters, std::move(backend), options)) {
+                 std::shared_ptr<collective::ReduceGroup> group, Options options)
+    : impl_(std::make_shared<Impl>(parameters, std::move(group), options)) {
   impl_->install_hooks();
 }
+
+Reducer::Reducer(const std::vector<NamedParameter>& parameters,
+                 c10::intrusive_ptr<collective::Backend> backend, Options options)
+    : Reducer(parameters, std::make_shared<collective::StagedReduceGroup>(std::move(backend)),
+              options) {}
 
 Reducer::~Reducer() {
   impl_->remove_hooks();

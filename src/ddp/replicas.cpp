@@ -11,11 +11,23 @@ namespace distrain::ddp {
 
 namespace {
 
-std::string describe(const NamedParameter& parameter) {
+// Which devices there are may differ between ranks; which tensors share one may not.
+using Devices = std::vector<c10::Device>;
+
+size_t number_of(const c10::Device& device, Devices& devices) {
+  const auto it = std::find(devices.begin(), devices.end(), device);
+  if (it != devices.end()) return static_cast<size_t>(it - devices.begin());
+  devices.push_back(device);
+  return devices.size() - 1;
+}
+
+std::string describe(const NamedParameter& parameter, Devices& devices) {
   std::ostringstream line;
   line << parameter.name << ": " << c10::toString(parameter.tensor.scalar_type()) << " "
        << parameter.tensor.sizes();
   if (!parameter.tensor.requires_grad()) line << ", without gradient";
+  const size_t device = number_of(parameter.tensor.device(), devices);
+  if (device > 0) line << ", on the model's device number " << device + 1;
   return line.str();
 }
 
@@ -35,10 +47,14 @@ std::string line_of(const std::string& text, size_t number) {
   return line;
 }
 
-std::vector<at::Tensor> gather(const at::Tensor& input, collective::Backend& backend) {
+std::vector<at::Tensor> gather(const at::Tensor& input, collective::ReduceGroup& group) {
   std::vector<at::Tensor> outputs;
-  for (int i = 0; i < backend.getSize(); ++i) outputs.push_back(at::empty_like(input));
-  backend.allgather(input, outputs).wait();
+  std::vector<collective::ReduceGroup::WorkPtr> works;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    outputs.push_back(rank == group.rank() ? input : at::empty_like(input));
+    works.push_back(group.broadcast(outputs.back(), rank));
+  }
+  for (const auto& work : works) work->wait();
   return outputs;
 }
 
@@ -48,23 +64,47 @@ int64_t padded_bytes(const at::Tensor& tensor) {
   return (static_cast<int64_t>(tensor.nbytes()) + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-// `bytes` of a flat tensor as a tensor of the shape of `like`.
-at::Tensor shaped(uint8_t* bytes, const at::Tensor& like) {
-  return at::from_blob(bytes, like.sizes(), like.options().requires_grad(false));
+// The bytes of `flat` from `begin` as a tensor of the shape and dtype of `like`.
+at::Tensor shaped(const at::Tensor& flat, int64_t begin, const at::Tensor& like) {
+  return flat.narrow(0, begin, static_cast<int64_t>(like.nbytes()))
+      .view(like.scalar_type())
+      .view(like.sizes());
+}
+
+void broadcast_on_device(const std::vector<at::Tensor>& tensors, collective::ReduceGroup& group) {
+  int64_t total = 0;
+  for (const at::Tensor& tensor : tensors) total += padded_bytes(tensor);
+  const at::Tensor flat = at::empty({total}, tensors[0].options().dtype(at::kByte));
+  const auto for_each = [&](auto fn) {
+    int64_t begin = 0;
+    for (const at::Tensor& tensor : tensors) {
+      if (tensor.nbytes() > 0) fn(tensor, shaped(flat, begin, tensor));
+      begin += padded_bytes(tensor);
+    }
+  };
+  const bool sends = group.rank() == 0;
+  if (sends) for_each([](const at::Tensor& tensor, at::Tensor place) { place.copy_(tensor); });
+  group.broadcast(flat, 0)->wait();
+  if (sends) return;
+  // Written through an alias: a new version would fail a graph in flight.
+  for_each([](const at::Tensor& tensor, const at::Tensor& place) {
+    tensor.variable_data().copy_(place);
+  });
 }
 
 }  // namespace
 
 void check_same_everywhere(const std::vector<NamedParameter>& tensors,
-                           collective::Backend& backend) {
+                           collective::ReduceGroup& group) {
   std::string text;
-  for (const NamedParameter& tensor : tensors) text += describe(tensor) + "\n";
+  Devices devices;
+  for (const NamedParameter& tensor : tensors) text += describe(tensor, devices) + "\n";
   const at::Tensor mine = at::empty({2}, at::kLong);
   mine.data_ptr<int64_t>()[0] = static_cast<int64_t>(hash_of(text));
   mine.data_ptr<int64_t>()[1] = static_cast<int64_t>(text.size());
   int64_t longest = 0;
   bool equal = true;
-  for (const at::Tensor& theirs : gather(mine, backend)) {
+  for (const at::Tensor& theirs : gather(mine, group)) {
     const auto* values = theirs.data_ptr<int64_t>();
     equal = equal && values[0] == mine.data_ptr<int64_t>()[0] &&
             values[1] == static_cast<int64_t>(text.size());
@@ -76,7 +116,7 @@ void check_same_everywhere(const std::vector<NamedParameter>& tensors,
   const at::Tensor padded = at::zeros({longest}, at::kByte);
   std::copy(text.begin(), text.end(), padded.data_ptr<uint8_t>());
   std::vector<std::string> texts;
-  for (const at::Tensor& theirs : gather(padded, backend)) {
+  for (const at::Tensor& theirs : gather(padded, group)) {
     const auto* bytes = reinterpret_cast<const char*>(theirs.data_ptr<uint8_t>());
     texts.emplace_back(bytes, strnlen(bytes, static_cast<size_t>(longest)));
   }
@@ -91,36 +131,23 @@ void check_same_everywhere(const std::vector<NamedParameter>& tensors,
   };
   throw base::Exception(base::Error{
       base::ErrorKind::kInvalid,
-      "the ranks have different models: rank " + std::to_string(backend.world_rank(rank)) +
-          " has " + shown(*other) + " where rank " + std::to_string(backend.world_rank(0)) +
-          " has " + shown(texts[0]) + " (number " + std::to_string(line + 1) +
+      "the ranks have different models: rank " + std::to_string(group.world_rank(rank)) + " has " +
+          shown(*other) + " where rank " + std::to_string(group.world_rank(0)) + " has " +
+          shown(texts[0]) + " (number " + std::to_string(line + 1) +
           " of the parameters and buffers)",
-      backend.world_rank(rank), "DistributedDataParallel"});
+      group.world_rank(rank), "DistributedDataParallel"});
 }
 
-void broadcast_values(const std::vector<at::Tensor>& tensors, collective::Backend& backend) {
+void broadcast_values(const std::vector<at::Tensor>& tensors, collective::ReduceGroup& group) {
   const at::NoGradGuard no_grad;
-  int64_t total = 0;
-  for (const at::Tensor& tensor : tensors) total += padded_bytes(tensor);
-  const at::Tensor flat = at::empty({total}, at::kByte);
-  uint8_t* bytes = flat.data_ptr<uint8_t>();
-  if (backend.getRank() == 0) {
-    for (const at::Tensor& tensor : tensors) {
-      shaped(bytes, tensor).copy_(tensor);
-      bytes += padded_bytes(tensor);
-    }
-  }
-  backend.broadcast(flat, 0).wait();
-  if (backend.getRank() == 0) return;
+  Devices devices;
+  std::vector<std::vector<at::Tensor>> by_device;
   for (const at::Tensor& tensor : tensors) {
-    // Of contiguous ones only the bytes change: the version counter would fail a graph in flight.
-    if (tensor.is_contiguous() && tensor.nbytes() > 0) {
-      std::memcpy(tensor.data_ptr(), bytes, tensor.nbytes());
-    } else {
-      tensor.copy_(shaped(bytes, tensor));
-    }
-    bytes += padded_bytes(tensor);
+    const size_t number = number_of(tensor.device(), devices);
+    if (number == by_device.size()) by_device.emplace_back();
+    by_device[number].push_back(tensor);
   }
+  for (const auto& some : by_device) broadcast_on_device(some, group);
 }
 
 }  // namespace distrain::ddp

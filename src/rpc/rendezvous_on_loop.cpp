@@ -77,6 +77,11 @@ std::optional<Error> Rendezvous::check_hello_locked(const wire::Hello& hello) co
       return refuse("rank " + std::to_string(hello.rank) + " does not connect to rank " +
                     std::to_string(options_.rank));
     }
+    // Once the mesh is being made, all ranks have joined.
+    if (options_.rank == 0 && state_ == State::kMeeting) {
+      return refuse("rank " + std::to_string(hello.rank) +
+                    " connects as a peer before all ranks have joined");
+    }
     return std::nullopt;
   }
   if (options_.rank != 0) return refuse("only rank 0 can be joined");

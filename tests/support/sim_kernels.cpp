@@ -247,7 +247,9 @@ class Call {
       writes_.push_back(argument.alias_info() && argument.alias_info()->isWrite());
     }
     for (const auto& result : schema.returns()) {
-      in_place_ = in_place_ && result.alias_info() && result.alias_info()->isWrite();
+      TORCH_CHECK(!result.alias_info() || result.alias_info()->isWrite(), schema.name(),
+                  " gives a view: on sim by hand only");
+      in_place_ = in_place_ && result.alias_info();
     }
   }
 

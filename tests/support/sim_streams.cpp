@@ -109,26 +109,27 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
+    if (wait_is_dropped()) return;
     const Lock lock;
     if (!*event) *event = new Event;
     Queue& queue = queue_of(stream);
     *static_cast<Event*>(*event) = {&queue, queue.end()};
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (!event) return;
+    if (!event || wait_is_dropped()) return;
     const Lock lock;
     ++counters().waits;
     const Event& point = *static_cast<Event*>(event);
     queue_of(stream).add_wait(*point.queue, point.point);
   }
   bool queryEvent(void* event) const override {
-    if (!event) return true;
+    if (!event || wait_is_dropped()) return true;
     const Lock lock;
     const Event& point = *static_cast<Event*>(event);
     return step(*point.queue, point.point);
   }
   void synchronizeEvent(void* event) const override {
-    if (!event) return;
+    if (!event || wait_is_dropped()) return;
     const Lock lock;
     const Event point = *static_cast<Event*>(event);
     wait_for(*point.queue, point.point);
@@ -139,7 +140,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 
   void recordDataPtrOnStream(const c10::DataPtr& pointer,
                              const c10::Stream& stream) const override {
-    if (pointer) record_use(pointer.get(), stream);
+    if (pointer && !wait_is_dropped()) record_use(pointer.get(), stream);
   }
 
  private:

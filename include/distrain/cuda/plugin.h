@@ -52,4 +52,12 @@ class Plugin {
                                                               int device_index) const = 0;
 };
 
+/// The one function that libdistrain_cuda.so exports, by the name kPluginEntry: the plugin, or null
+/// where it was built for another `interface` than the caller's kPluginInterface. Throws as the
+/// plugin does.
+using PluginEntry = const Plugin* (*)(int interface);
+inline constexpr char kPluginEntry[] = "distrain_cuda_plugin";
+/// To be raised with every change of the classes above.
+inline constexpr int kPluginInterface = 1;
+
 }  // namespace distrain::cuda

@@ -1,9 +1,12 @@
 #pragma once
 
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "distrain/collective/backend.h"
+#include "distrain/collective/reduce_group.h"
+#include "distrain/collective/staged_reduce_group.h"
 #include "distrain/ddp/reducer.h"
 #include "distrain/ddp/replicas.h"
 
@@ -24,17 +27,23 @@ namespace distrain::ddp {
 template <class Module>
 class DistributedDataParallel {
  public:
-  DistributedDataParallel(Module module, c10::intrusive_ptr<collective::Backend> backend,
+  DistributedDataParallel(Module module, std::shared_ptr<collective::ReduceGroup> group,
                           Reducer::Options options = {})
       : module_(std::move(module)),
-        backend_(std::move(backend)),
+        group_(std::move(group)),
         has_buffers_(!module_->buffers().empty()),
-        reducer_(make_equal(), backend_, options) {}
+        reducer_(make_equal(), group_, options) {}
+  /// Over a StagedReduceGroup.
+  DistributedDataParallel(Module module, c10::intrusive_ptr<collective::Backend> backend,
+                          Reducer::Options options = {})
+      : DistributedDataParallel(std::move(module),
+                                std::make_shared<collective::StagedReduceGroup>(std::move(backend)),
+                                options) {}
 
   /// As the module's.
   template <class... Args>
   auto forward(Args&&... args) {
-    if (has_buffers_ && module_->is_training()) broadcast_values(module_->buffers(), *backend_);
+    if (has_buffers_ && module_->is_training()) broadcast_values(module_->buffers(), *group_);
     return module_->forward(std::forward<Args>(args)...);
   }
 
@@ -53,15 +62,15 @@ class DistributedDataParallel {
     }
     std::vector<NamedParameter> all = parameters;
     for (const auto& item : module_->named_buffers()) all.push_back({item.key(), item.value()});
-    check_same_everywhere(all, *backend_);
+    check_same_everywhere(all, *group_);
     std::vector<at::Tensor> values;
     for (const NamedParameter& tensor : all) values.push_back(tensor.tensor);
-    broadcast_values(values, *backend_);
+    broadcast_values(values, *group_);
     return parameters;
   }
 
   Module module_;
-  c10::intrusive_ptr<collective::Backend> backend_;
+  std::shared_ptr<collective::ReduceGroup> group_;
   const bool has_buffers_;
   Reducer reducer_;
 };

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "distrain/collective/backend.h"
+#include "distrain/collective/reduce_group.h"
 #include "distrain/ddp/gradient_source.h"
 
 namespace distrain::ddp {
@@ -20,10 +21,10 @@ struct NamedParameter {
 /// Replaces the gradients of a model's parameters by their mean over the ranks of a group, while
 /// the backward pass that computes them still runs.
 ///
-/// Parameters are put into buckets of one dtype each, in the reverse order of their registration,
-/// the first bucket small; after the first pass anew, in the order in which rank 0 saw their
-/// gradients come. A bucket's allreduce starts when all its gradients are there, always in the
-/// order of the buckets. (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
+/// Parameters are put into buckets of one dtype and device each, in the reverse order of their
+/// registration, the first bucket small; after the first pass anew, in the order in which rank 0
+/// saw their gradients come. A bucket's allreduce starts when all its gradients are there, always
+/// in the order of the buckets. (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
 /// Parallel Training", VLDB 2020.)
 ///
 /// A plain `loss.backward()` needs nothing else: hooks on the parameters feed the reducer, and
@@ -42,7 +43,13 @@ class Reducer {
   };
 
   /// Those that require no gradient are left out. Same parameters in the same order on all ranks.
-  /// Throws `invalid` if one is not a dense CPU leaf, or has a post-accumulate hook already.
+  /// Throws `invalid` if one is not a dense leaf, or has a post-accumulate hook already.
+  Reducer(const std::vector<NamedParameter>& parameters,
+          std::shared_ptr<collective::ReduceGroup> group, Options options);
+  Reducer(const std::vector<NamedParameter>& parameters,
+          std::shared_ptr<collective::ReduceGroup> group)
+      : Reducer(parameters, std::move(group), Options{}) {}
+  /// Over a StagedReduceGroup.
   Reducer(const std::vector<NamedParameter>& parameters,
           c10::intrusive_ptr<collective::Backend> backend, Options options);
   Reducer(const std::vector<NamedParameter>& parameters,

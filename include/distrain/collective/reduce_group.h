@@ -1,0 +1,46 @@
+#pragma once
+
+#include <memory>
+
+#include <ATen/core/Tensor.h>
+
+#include "distrain/base/error.h"
+
+namespace distrain::collective {
+
+/// What a ReduceGroup has started. Keep it and wait for it; one thread at a time.
+class ReduceWork {
+ public:
+  virtual ~ReduceWork() = default;
+
+  /// Returns when this thread's current stream of the tensor's device is in order behind the
+  /// result; on the CPU, when the result is there. Throws as Pending::wait does.
+  virtual void wait() = 0;
+};
+
+/// What a reducer needs of a group of ranks, whatever moves the bytes.
+///
+/// All ranks call the same operations in the same order; calls return at once as a rule, and any
+/// number may be under way. Results are written in place. Tensors are dense and contiguous; what
+/// they hold is taken behind all that the caller's current stream has been given, and they must not
+/// be touched until the operation is complete. Thread-safe, but the order of calls is the user's.
+class ReduceGroup {
+ public:
+  using WorkPtr = std::shared_ptr<ReduceWork>;
+
+  virtual ~ReduceGroup() = default;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  /// The number in the job of a rank within the group.
+  virtual int world_rank(int rank) const = 0;
+
+  /// Replaces `bucket` by its mean over the ranks.
+  virtual WorkPtr start(const at::Tensor& bucket) = 0;
+  /// `root` is a rank within the group.
+  virtual WorkPtr broadcast(const at::Tensor& tensor, int root) = 0;
+  /// Takes the place of the next `count` operations: on the other ranks they fail with `error`.
+  virtual void refuse(int count, const base::Error& error) = 0;
+};
+
+}  // namespace distrain::collective

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "distrain/base/future.h"
+#include "distrain/base/serial_thread.h"
+#include "distrain/collective/backend.h"
+#include "distrain/collective/reduce_group.h"
+#include "distrain/rpc/device.h"
+
+namespace distrain::collective {
+
+/// A ReduceGroup over our own Backend. Tensors of the CPU are the Backend's at once. Those of a
+/// device are copied to pinned memory beside the computing, reduced on the CPU, and copied back.
+///
+/// The order of operations is that of the calls for all of them: one that waits for its copy makes
+/// those behind it wait, too. The destructor sees to all that was called.
+class StagedReduceGroup final : public ReduceGroup {
+ public:
+  explicit StagedReduceGroup(c10::intrusive_ptr<Backend> backend);
+  ~StagedReduceGroup() override;
+
+  int rank() const override { return backend_->getRank(); }
+  int size() const override { return backend_->getSize(); }
+  int world_rank(int rank) const override { return backend_->world_rank(rank); }
+  WorkPtr start(const at::Tensor& bucket) override;
+  WorkPtr broadcast(const at::Tensor& tensor, int root) override;
+  void refuse(int count, const base::Error& error) override;
+
+ private:
+  class HostBuffers;
+  class Staged;
+
+  base::Future<Pending> call_behind(rpc::StreamPoint copied, std::function<Pending()> call);
+
+  const c10::intrusive_ptr<Backend> backend_;
+  const std::shared_ptr<HostBuffers> buffers_;
+  base::SerialThread line_;
+};
+
+}  // namespace distrain::collective

@@ -1,0 +1,201 @@
+#include "distrain/collective/staged_reduce_group.h"
+
+#include <functional>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <c10/core/StreamGuard.h>
+
+#include "distrain/base/future.h"
+#include "distrain/rpc/device.h"
+
+namespace distrain::collective {
+
+// Note [Staged operations]
+//
+//   the caller    puts the copy to the host into a side stream, behind its own current stream, and
+//                 the operation into the line.
+//   the line      a thread of this group: waits for the copy, then calls the Backend. Its order is
+//                 that of the calls, so all ranks call their Backends in the same order, whose
+//                 copies are done first.
+//   the waiter    waits for the Backend, puts the copy back into the same side stream, and makes
+//                 its current stream wait for it.
+//
+// What has nothing to wait for (a tensor of the CPU, a refusal) is called at once while the line is
+// empty, so that CPU users neither start nor meet a thread.
+
+namespace {
+
+class Direct final : public ReduceWork {
+ public:
+  explicit Direct(Pending pending) : pending_(std::move(pending)) {}
+  void wait() override { pending_.wait(); }
+
+ private:
+  const Pending pending_;
+};
+
+class Queued final : public ReduceWork {
+ public:
+  explicit Queued(base::Future<Pending> issued) : issued_(std::move(issued)) {}
+  void wait() override { issued_.wait().wait(); }
+
+ private:
+  const base::Future<Pending> issued_;
+};
+
+}  // namespace
+
+/// Pinned memory, kept until the copies out of it have been made.
+class StagedReduceGroup::HostBuffers {
+ public:
+  ~HostBuffers() {
+    for (const Used& used : used_) used.copied.wait_on_host();
+  }
+
+  /// Of the size and dtype of `tensor`, which is on a device.
+  at::Tensor like(const at::Tensor& tensor) {
+    {
+      std::lock_guard lock(mutex_);
+      std::erase_if(used_, [](const Used& used) { return used.copied.reached(); });
+    }
+    c10::Allocator* const allocator = at::globalContext()
+                                          .getAcceleratorHooksInterface(tensor.device().type())
+                                          .getPinnedMemoryAllocator();
+    return at::detail::empty_generic(tensor.sizes(), allocator,
+                                     c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                     tensor.scalar_type(), std::nullopt);
+  }
+
+  void keep(at::Tensor buffer, rpc::StreamPoint copied) {
+    std::lock_guard lock(mutex_);
+    used_.push_back({std::move(buffer), std::move(copied)});
+  }
+
+ private:
+  struct Used {
+    at::Tensor buffer;
+    rpc::StreamPoint copied;
+  };
+  std::mutex mutex_;
+  std::vector<Used> used_;
+};
+
+/// An operation on a tensor of a device.
+class StagedReduceGroup::Staged final : public ReduceWork {
+ public:
+  Staged(const at::Tensor& tensor, std::shared_ptr<HostBuffers> buffers)
+      : tensor_(tensor),
+        buffers_(std::move(buffers)),
+        host_(buffers_->like(tensor)),
+        side_(rpc::side_stream(tensor.device())) {
+    rpc::StreamPoint::mark(tensor.device()).make_wait(side_);
+    rpc::use_on_stream(tensor_, side_);
+  }
+
+  const at::Tensor& host() const { return host_; }
+
+  rpc::StreamPoint copy_out() {
+    const at::NoGradGuard no_grad;
+    const c10::StreamGuard guard(side_);
+    host_.copy_(tensor_, /*non_blocking=*/true);
+    return rpc::StreamPoint::mark(side_);
+  }
+
+  void set(base::Future<Pending> issued, bool copies_back) {
+    issued_ = std::move(issued);
+    copies_back_ = copies_back;
+  }
+
+  void wait() override {
+    issued_.wait().wait();
+    if (std::exchange(copies_back_, false)) copy_back();
+    arrived_.make_current_wait(tensor_.device());
+  }
+
+ private:
+  void copy_back() {
+    const at::NoGradGuard no_grad;
+    const c10::StreamGuard guard(side_);
+    tensor_.copy_(host_, /*non_blocking=*/true);
+    arrived_ = rpc::StreamPoint::mark(side_);
+    buffers_->keep(host_, arrived_);
+  }
+
+  const at::Tensor tensor_;
+  const std::shared_ptr<HostBuffers> buffers_;
+  const at::Tensor host_;
+  const c10::Stream side_;
+  base::Future<Pending> issued_;
+  bool copies_back_ = false;
+  rpc::StreamPoint arrived_;
+};
+
+StagedReduceGroup::StagedReduceGroup(c10::intrusive_ptr<Backend> backend)
+    : backend_(std::move(backend)),
+      buffers_(std::make_shared<HostBuffers>()),
+      line_("distrain-stage") {}
+
+StagedReduceGroup::~StagedReduceGroup() = default;
+
+// The Backend's operation once `copied` is reached.
+base::Future<Pending> StagedReduceGroup::call_behind(rpc::StreamPoint copied,
+                                                     std::function<Pending()> call) {
+  base::Promise<Pending> promise;
+  base::Future<Pending> future = promise.future();
+  line_.post([backend = backend_.get(), copied = std::move(copied), call = std::move(call),
+              promise = std::move(promise)]() mutable {
+    try {
+      copied.wait_on_host();
+      promise.set(call());
+    } catch (...) {
+      // Nothing was called: the other ranks must not wait for it, nor come out of step.
+      const base::Error error = base::current_error(base::ErrorKind::kInternal);
+      backend->refuse(1, error);
+      promise.fail(error);
+    }
+  });
+  return future;
+}
+
+ReduceGroup::WorkPtr StagedReduceGroup::start(const at::Tensor& bucket) {
+  constexpr auto kMean = c10d::ReduceOp::AVG;
+  if (bucket.device().is_cpu()) {
+    if (line_.idle()) return std::make_shared<Direct>(backend_->allreduce(bucket, kMean));
+    return std::make_shared<Queued>(call_behind(
+        {}, [backend = backend_.get(), bucket] { return backend->allreduce(bucket, kMean); }));
+  }
+  auto staged = std::make_shared<Staged>(bucket, buffers_);
+  // The step holds `staged`: tensor and host memory must outlive the copy.
+  auto call = [backend = backend_.get(), staged] {
+    return backend->allreduce(staged->host(), kMean);
+  };
+  staged->set(call_behind(staged->copy_out(), std::move(call)), true);
+  return staged;
+}
+
+ReduceGroup::WorkPtr StagedReduceGroup::broadcast(const at::Tensor& tensor, int root) {
+  if (tensor.device().is_cpu()) {
+    if (line_.idle()) return std::make_shared<Direct>(backend_->broadcast(tensor, root));
+    return std::make_shared<Queued>(call_behind(
+        {}, [backend = backend_.get(), tensor, root] { return backend->broadcast(tensor, root); }));
+  }
+  auto staged = std::make_shared<Staged>(tensor, buffers_);
+  auto call = [backend = backend_.get(), staged, root] {
+    return backend->broadcast(staged->host(), root);
+  };
+  const bool sends = root == rank();
+  staged->set(call_behind(sends ? staged->copy_out() : rpc::StreamPoint(), std::move(call)),
+              !sends);
+  return staged;
+}
+
+void StagedReduceGroup::refuse(int count, const base::Error& error) {
+  if (line_.idle()) return backend_->refuse(count, error);
+  line_.post([backend = backend_.get(), count, error] { backend->refuse(count, error); });
+}
+
+}  // namespace distrain::collective

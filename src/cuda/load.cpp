@@ -1,0 +1,125 @@
+#include "distrain/cuda/load.h"
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <optional>
+#include <system_error>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <dlfcn.h>
+#include <torch/headeronly/version.h>
+
+#include "distrain/base/error.h"
+
+namespace distrain::cuda {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr char kPluginName[] = "libdistrain_cuda.so";
+constexpr char kTorchName[] = "libtorch_cuda.so";
+
+[[noreturn]] void fail(const std::string& message) {
+  throw base::Exception(base::ErrorKind::kResources, message);
+}
+
+bool is_file(const fs::path& path) {
+  std::error_code error;
+  return fs::is_regular_file(path, error);
+}
+
+/// Where a file lies, links followed.
+fs::path real_path(const fs::path& path) {
+  std::error_code error;
+  fs::path real = fs::canonical(path, error);
+  return error ? path : real;
+}
+
+fs::path find_plugin() {
+  if (const char* const given = std::getenv("DISTRAIN_CUDA_LIBRARY"); given && *given) {
+    if (!is_file(given)) fail(std::string("DISTRAIN_CUDA_LIBRARY=") + given + " is no file");
+    return given;
+  }
+  const fs::path folder = real_path("/proc/self/exe").parent_path();
+  for (const fs::path& place : {folder, folder.parent_path() / "lib"}) {
+    if (is_file(place / kPluginName)) return place / kPluginName;
+  }
+  fail(
+      "this distrain was built without CUDA: there is no libdistrain_cuda.so beside it. Build it "
+      "where the CUDA Toolkit and NCCL are, or name that file in DISTRAIN_CUDA_LIBRARY");
+}
+
+/// The version of the LibTorch that `folder` (its lib/) is of: the wheel's or the archive's file.
+std::optional<std::string> torch_version_of(const fs::path& folder) {
+  std::string line;
+  for (std::ifstream file(folder.parent_path() / "version.py"); std::getline(file, line);) {
+    // __version__ = '2.11.0+cu130'
+    if (line.rfind("__version__", 0) != 0) continue;
+    const size_t from = line.find_first_of("'\"");
+    if (from == std::string::npos) continue;
+    return line.substr(from + 1, line.find_first_of("'\"+", from + 1) - from - 1);
+  }
+  if (std::ifstream file(folder.parent_path() / "build-version"); std::getline(file, line)) {
+    return line.substr(0, line.find('+'));
+  }
+  return std::nullopt;
+}
+
+/// libtorch_cuda.so of the LibTorch that this process runs on.
+fs::path find_torch_cuda() {
+  Dl_info info{};
+  if (!dladdr(reinterpret_cast<void*>(&at::globalContext), &info) || !info.dli_fname) {
+    fail("can't tell where LibTorch lies");
+  }
+  const fs::path folder = real_path(info.dli_fname).parent_path();
+  // .deps/site/torch/lib and .deps/cuda/torch/lib: beside each other, as `./run` lays them.
+  const fs::path fetched = folder.parent_path().parent_path().parent_path() / "cuda/torch/lib";
+  for (const fs::path& place : {folder, fetched}) {
+    if (!is_file(place / kTorchName)) continue;
+    // What lies in one folder came as one, whether or not it says its version.
+    const std::string version =
+        torch_version_of(place).value_or(place == folder ? TORCH_VERSION : "of an unknown version");
+    if (version == TORCH_VERSION) return place / kTorchName;
+    fail((place / kTorchName).string() + " is of LibTorch " + version +
+         ", this distrain of LibTorch " TORCH_VERSION ": run `./run cuda` again");
+  }
+  std::string message =
+      "LibTorch's CUDA library is not here: run `./run cuda`, which fetches it and NVIDIA's "
+      "libraries (2.4 GB), or build with LIBTORCH=<a LibTorch with CUDA>";
+  if (!is_file("/proc/driver/nvidia/version")) {
+    message += "; but this machine shows no NVIDIA driver";
+  }
+  fail(message);
+}
+
+void* open_library(const fs::path& path, int flags) {
+  void* const library = dlopen(path.c_str(), RTLD_NOW | flags);
+  if (!library) {
+    const char* const reason = dlerror();
+    fail("can't load " + path.string() + ": " + (reason ? reason : "no reason given"));
+  }
+  return library;
+}
+
+const Plugin& load_once() {
+  const fs::path plugin_path = find_plugin();
+  // Its own search path leads to NVIDIA's libraries of its install. In the global scope, because
+  // the plugin takes them from there, and LibTorch's own parts each other. Never closed again.
+  open_library(find_torch_cuda(), RTLD_GLOBAL);
+  void* const library = open_library(plugin_path, RTLD_LOCAL);
+  const auto entry = reinterpret_cast<PluginEntry>(dlsym(library, kPluginEntry));
+  const Plugin* const plugin = entry ? entry(kPluginInterface) : nullptr;
+  if (!plugin) fail(plugin_path.string() + " belongs to another version of distrain");
+  return *plugin;
+}
+
+}  // namespace
+
+const Plugin& load() {
+  static const Plugin& plugin = load_once();  // tried again after a throw
+  return plugin;
+}
+
+}  // namespace distrain::cuda

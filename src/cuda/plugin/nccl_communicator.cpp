@@ -1,0 +1,223 @@
+#include "nccl_communicator.h"
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <thread>
+
+#include <c10/core/DeviceGuard.h>
+#include <nccl.h>
+
+#include "check.h"
+#include "distrain/base/clock.h"
+
+namespace distrain::cuda {
+namespace {
+
+using std::chrono::microseconds;
+using std::chrono::seconds;
+
+static_assert(sizeof(ncclUniqueId) == sizeof(NcclId));
+
+/// How long the ranks of a new communicator wait for each other. They have just agreed to make it.
+constexpr seconds kJoinTimeout{60};
+/// How long a communicator that goes away lets its last work run.
+constexpr seconds kDrainTimeout{10};
+
+/// NCCL's names of element types that a mean makes sense of.
+ncclDataType_t to_nccl(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return ncclFloat32;
+    case at::kDouble:
+      return ncclFloat64;
+    case at::kHalf:
+      return ncclFloat16;
+    case at::kBFloat16:
+      return ncclBfloat16;
+    default:
+      throw base::Exception(base::ErrorKind::kInvalid,
+                            std::string("NCCL can't take the mean of tensors of type ") +
+                                c10::toString(type) + ": float, double, half or bfloat16");
+  }
+}
+
+// NCCL's communicators are made non-blocking: no call of NCCL then waits for another rank. A thread
+// that has to wait asks ncclCommGetAsyncError() again and again, with the lock free in between, so
+// that abort() gets in at any time; NCCL itself is called by one thread at a time. In a blocking
+// communicator the first collective, which connects the ranks, would sit inside NCCL for as long as
+// a lost rank stays away.
+class Communicator final : public NcclCommunicator {
+ public:
+  Communicator(const NcclId& id, int size, int rank, int device_index)
+      : size_(size), device_(c10::kCUDA, static_cast<c10::DeviceIndex>(device_index)) {
+    const c10::DeviceGuard guard(device_);
+    ncclUniqueId nccl_id;
+    std::memcpy(&nccl_id, id.data(), id.size());
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    try {
+      check_cuda(cudaEventCreateWithFlags(&last_work_, cudaEventDisableTiming),
+                 "making an event for NCCL");
+      std::unique_lock lock(mutex_);
+      const ncclResult_t result = ncclCommInitRankConfig(&comm_, size, nccl_id, rank, &config);
+      settle(result, "making a communicator of " + std::to_string(size) + " ranks", kJoinTimeout,
+             lock);
+    } catch (...) {
+      release();
+      throw;
+    }
+  }
+
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  ~Communicator() override {
+    try {
+      drain();
+    } catch (...) {  // aborted then, as it would be otherwise
+    }
+    release();
+  }
+
+  void allreduce_mean(const at::Tensor& tensor, const c10::Stream& stream) override {
+    check_tensor(tensor);
+    const ncclDataType_t type = to_nccl(tensor.scalar_type());
+    call("allreduce", stream, [&](cudaStream_t cuda_stream) {
+      return ncclAllReduce(tensor.const_data_ptr(), tensor.mutable_data_ptr(),
+                           static_cast<size_t>(tensor.numel()), type, ncclAvg, comm_, cuda_stream);
+    });
+  }
+
+  void broadcast(const at::Tensor& tensor, int root, const c10::Stream& stream) override {
+    check_tensor(tensor);
+    if (root < 0 || root >= size_) {
+      throw base::Exception(base::ErrorKind::kInvalid,
+                            "broadcast: the group has no rank " + std::to_string(root));
+    }
+    call("broadcast", stream, [&](cudaStream_t cuda_stream) {
+      return ncclBroadcast(tensor.const_data_ptr(), tensor.mutable_data_ptr(), tensor.nbytes(),
+                           ncclUint8, root, comm_, cuda_stream);
+    });
+  }
+
+  std::optional<std::string> failure() override {
+    const std::lock_guard lock(mutex_);
+    if (!comm_) return "the communicator was aborted";
+    ncclResult_t state = ncclSuccess;
+    const ncclResult_t result = ncclCommGetAsyncError(comm_, &state);
+    if (result != ncclSuccess) state = result;
+    if (state == ncclSuccess || state == ncclInProgress) return std::nullopt;
+    return text_of(state);
+  }
+
+  void abort() noexcept override {
+    const std::lock_guard lock(mutex_);
+    if (!comm_) return;
+    ncclCommAbort(comm_);
+    comm_ = nullptr;
+  }
+
+ private:
+  void check_tensor(const at::Tensor& tensor) const {
+    if (tensor.device() == device_ && tensor.is_contiguous()) return;
+    throw base::Exception(base::ErrorKind::kInvalid,
+                          "this communicator takes contiguous tensors on " + device_.str() +
+                              ", not one on " + tensor.device().str());
+  }
+
+  std::string text_of(ncclResult_t result) const {
+    std::string text = ncclGetErrorString(result);
+    const char* const last = comm_ ? ncclGetLastError(comm_) : nullptr;
+    if (last && *last) text += std::string(" (") + last + ")";
+    return text;
+  }
+
+  /// `start` puts work into the stream that it is given.
+  template <typename Start>
+  void call(const char* what, const c10::Stream& stream, Start start) {
+    const c10::DeviceGuard guard(device_);
+    auto* const cuda_stream = static_cast<cudaStream_t>(stream.native_handle());
+    std::unique_lock lock(mutex_);
+    if (!comm_) fail(std::string("NCCL: ") + what + " on a communicator that was aborted");
+    settle(start(cuda_stream), what, seconds::max(), lock);
+    check_cuda(cudaEventRecord(last_work_, cuda_stream), "marking NCCL's work");
+    has_work_ = true;
+  }
+
+  /// Waits until NCCL has done what a call that gave `result` asked for: for a collective that is
+  /// to put its work into the stream. Throws when that failed, or abort() was called meanwhile.
+  void settle(ncclResult_t result, const std::string& what, seconds timeout,
+              std::unique_lock<std::mutex>& lock) {
+    const base::TimePoint deadline =
+        timeout == seconds::max() ? base::kNever : base::deadline_after(timeout);
+    for (microseconds pause{5}; result == ncclInProgress;) {
+      if (const ncclResult_t asked = ncclCommGetAsyncError(comm_, &result); asked != ncclSuccess) {
+        result = asked;
+      }
+      if (result != ncclInProgress) break;
+      if (base::Clock::now() > deadline) {
+        fail("NCCL: " + what + ": the others did not come within " +
+             std::to_string(timeout.count()) + " s");
+      }
+      lock.unlock();
+      std::this_thread::sleep_for(pause);
+      pause = std::min(pause * 2, microseconds(1000));
+      lock.lock();
+      if (!comm_) fail("NCCL: " + what + ": the communicator was aborted");
+    }
+    if (result != ncclSuccess) fail("NCCL: " + what + ": " + text_of(result));
+  }
+
+  /// Lets work that the device still has to do come to its end, unless it is stuck.
+  void drain() {
+    if (!has_work_) return;
+    const c10::DeviceGuard guard(device_);
+    const base::TimePoint deadline = base::deadline_after(kDrainTimeout);
+    while (cudaEventQuery(last_work_) == cudaErrorNotReady && !failure() &&
+           base::Clock::now() < deadline) {
+      std::this_thread::sleep_for(microseconds(100));
+    }
+  }
+
+  void release() noexcept {
+    abort();  // ncclCommDestroy() would wait for the other ranks
+    if (last_work_) cudaEventDestroy(last_work_);
+    last_work_ = nullptr;
+    cudaGetLastError();
+  }
+
+  const int size_;
+  const c10::Device device_;
+  cudaEvent_t last_work_ = nullptr;
+  bool has_work_ = false;
+
+  std::mutex mutex_;
+  ncclComm_t comm_ = nullptr;  ///< null once aborted
+};
+
+}  // namespace
+
+std::string nccl_version() {
+  int version = 0;
+  if (ncclGetVersion(&version) != ncclSuccess) return "of an unknown version";
+  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+         std::to_string(version % 100);
+}
+
+NcclId new_nccl_id() {
+  ncclUniqueId nccl_id;
+  if (const ncclResult_t result = ncclGetUniqueId(&nccl_id); result != ncclSuccess) {
+    fail(std::string("NCCL can't make an id for a group of ranks: ") + ncclGetErrorString(result));
+  }
+  NcclId id;
+  std::memcpy(id.data(), &nccl_id, id.size());
+  return id;
+}
+
+std::unique_ptr<NcclCommunicator> make_communicator(const NcclId& id, int size, int rank,
+                                                    int device_index) {
+  return std::make_unique<Communicator>(id, size, rank, device_index);
+}
+
+}  // namespace distrain::cuda

@@ -1,0 +1,178 @@
+// Collectives on device tensors over our own Backend.
+// ctest: timeout=120
+#include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
+
+#include "distrain/collective/staged_reduce_group.h"
+#include "distrain/rpc/device.h"
+#include "support/catch.h"
+#include "support/sim_device.h"
+#include "unit/collective/test_group.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using base::ErrorKind;
+using collective::ReduceGroup;
+using collective::StagedReduceGroup;
+
+namespace {
+
+constexpr auto kLimit = std::chrono::seconds(20);
+
+at::Tensor values(int rank, int64_t count, c10::Device device) {
+  return at::arange(count, at::kFloat).mul_(double(rank + 1)).to(device);
+}
+
+}  // namespace
+
+TEST_CASE("the mean of device tensors, many at once") {
+  const int64_t count = GENERATE(int64_t{5}, int64_t{100000});
+  run_all_sim_streams();
+  TestGroup group(3, {.timeout = kLimit});
+  reset_sim_counters();
+  run_ranks(3, [&](int rank) {
+    StagedReduceGroup reduce(group.backends[size_t(rank)]);
+    const c10::Device device = sim(rank);
+    for (int round = 0; round < 3; ++round) {
+      std::vector<at::Tensor> tensors;
+      std::vector<ReduceGroup::WorkPtr> works;
+      for (int i = 0; i < 4; ++i) {
+        tensors.push_back(values(rank, count, device) + double(i + round));
+        works.push_back(reduce.start(tensors.back()));
+      }
+      for (int i = 0; i < 4; ++i) {
+        works[size_t(i)]->wait();
+        const at::Tensor wanted = at::arange(count, at::kFloat) * 2 + double(i + round);
+        RANK_CHECK(at::allclose(tensors[size_t(i)].cpu(), wanted));
+      }
+    }
+  });
+  const SimCounters counters = sim_counters();
+  // Of each: its values here, down, up, and the look at the result.
+  CHECK(counters.host_to_device.number == 3 * 12 * 2);
+  CHECK(counters.device_to_host.number == 3 * 12 * 2);
+}
+
+TEST_CASE("broadcasts of device tensors go down on the root and up on the others") {
+  run_all_sim_streams();
+  TestGroup group(3, {.timeout = kLimit});
+  reset_sim_counters();
+  run_ranks(3, [&](int rank) {
+    StagedReduceGroup reduce(group.backends[size_t(rank)]);
+    for (int root = 0; root < 3; ++root) {
+      const at::Tensor x = at::full({100}, double(rank), at::TensorOptions(sim(rank)));
+      const at::Tensor y = x + 5;  // in the stream, not done yet
+      reduce.broadcast(y, root)->wait();
+      RANK_CHECK((y * 2).eq(10 + 2 * root).all().item<bool>());
+    }
+  });
+  CHECK(sim_counters().device_to_host.number == 3);
+  CHECK(sim_counters().host_to_device.number == 6);
+}
+
+TEST_CASE("tensors of CPU and devices and refusals keep their order") {
+  TestGroup group(2, {.timeout = kLimit});
+  run_ranks(2, [&](int rank) {
+    StagedReduceGroup reduce(group.backends[size_t(rank)]);
+    for (int round = 0; round < 20; ++round) {
+      const at::Tensor a = values(rank, 100, sim());
+      const at::Tensor b = values(rank, 30, at::kCPU);
+      const at::Tensor c = values(rank, 40, at::kCPU);
+      const auto first = reduce.start(a);
+      const auto second = reduce.start(b);
+      const auto third = reduce.broadcast(c, 1);
+      std::vector<ReduceGroup::WorkPtr> refused;
+      if (rank == 1) {
+        reduce.refuse(2, {ErrorKind::kBadData, "no more", 1, {}});
+      } else {
+        refused = {reduce.start(values(rank, 10, sim())), reduce.start(values(rank, 10, at::kCPU))};
+      }
+      const at::Tensor d = values(rank, 20, sim());
+      const auto last = reduce.start(d);
+      for (const auto& work : {first, second, third, last}) work->wait();
+      for (const auto& work : refused) {
+        const base::Error error = error_of([&] { work->wait(); });
+        RANK_CHECK(error.kind == ErrorKind::kBadData);
+        RANK_CHECK(error.rank == 1);
+      }
+      RANK_CHECK(at::equal(a.cpu(), at::arange(100, at::kFloat) * 1.5));
+      RANK_CHECK(at::equal(b, at::arange(30, at::kFloat) * 1.5));
+      RANK_CHECK(at::equal(c, at::arange(40, at::kFloat) * 2));
+      RANK_CHECK(at::equal(d.cpu(), at::arange(20, at::kFloat) * 1.5));
+    }
+  });
+}
+
+TEST_CASE("what the caller's stream computes before counts, and its result is for the waiter's") {
+  TestGroup group(2, {.timeout = kLimit});
+  run_ranks(2, [&](int rank) {
+    StagedReduceGroup reduce(group.backends[size_t(rank)]);
+    const c10::Device device = sim(rank);
+    for (int round = 0; round < 40; ++round) {
+      const c10::Stream made_in = rpc::side_stream(device);
+      const c10::Stream read_in = rpc::side_stream(device);
+      at::Tensor x;
+      ReduceGroup::WorkPtr work;
+      {
+        const c10::StreamGuard guard(made_in);
+        x = at::ones({1000}, at::TensorOptions(device)) * double(rank + round);
+        work = reduce.start(x);
+      }
+      const c10::StreamGuard guard(read_in);
+      work->wait();
+      rpc::use_on_stream(x, read_in);
+      RANK_CHECK((x * 2).eq(2 * round + 1).all().item<bool>());
+    }
+  });
+}
+
+TEST_CASE("the values that a broadcast replaces are still used by earlier work") {
+  TestGroup group(2, {.timeout = kLimit});
+  run_ranks(2, [&](int rank) {
+    StagedReduceGroup reduce(group.backends[size_t(rank)]);
+    const c10::Device device = sim(rank);
+    for (int round = 0; round < 10; ++round) {
+      const at::Tensor x = at::full({100}, double(rank), at::TensorOptions(device));
+      const at::Tensor before = x + 1;
+      reduce.broadcast(x, 0)->wait();
+      // In another stream, which finds the new values without doing what was before.
+      RANK_CHECK(x.sum().item<double>() == 0);
+      RANK_CHECK(before.sum().item<double>() == 100 * (rank + 1));
+    }
+  });
+}
+
+TEST_CASE("a lost rank and a deadline come out of wait") {
+  const bool killed = GENERATE(true, false);
+  TestGroup group(2, {.timeout = killed ? kLimit : std::chrono::milliseconds(50)});
+  StagedReduceGroup reduce(group.backends[0]);
+  const at::Tensor x = values(0, 100, sim());
+  const auto first = reduce.start(x);
+  const auto second = reduce.start(x);
+  if (killed) group.network.kill(1);
+  for (const auto& work : {first, second}) {
+    const base::Error error = error_of([&] { work->wait(); });
+    CHECK(error.kind == (killed ? ErrorKind::kPeerLost : ErrorKind::kDeadline));
+    CHECK(error.rank == 1);
+  }
+}
+
+TEST_CASE("what nobody waits for is done all the same") {
+  TestGroup group(2, {.timeout = kLimit});
+  run_ranks(2, [&](int rank) {
+    const at::Tensor kept = values(rank, 100, sim(rank));
+    {
+      StagedReduceGroup reduce(group.backends[size_t(rank)]);
+      for (int i = 0; i < 5; ++i) {
+        if (rank == 0) {
+          reduce.start(values(rank, 100, sim()));
+        } else {
+          reduce.start(values(rank, 100, sim()))->wait();
+        }
+      }
+    }
+    StagedReduceGroup next(group.backends[size_t(rank)]);
+    next.start(kept)->wait();
+    RANK_CHECK(at::equal(kept.cpu(), at::arange(100, at::kFloat) * 1.5));
+  });
+}

@@ -1,0 +1,39 @@
+#include <algorithm>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "distrain/base/future.h"
+#include "distrain/base/serial_thread.h"
+#include "support/catch.h"
+
+using namespace distrain;
+
+TEST_CASE("a serial thread runs tasks in order, also those that block") {
+  base::Promise<void> gate;
+  std::vector<int> order;
+  {
+    base::SerialThread thread("test");
+    CHECK(thread.idle());
+    thread.post([&, opened = gate.future()] {
+      opened.wait();
+      order.push_back(0);
+    });
+    for (int i = 1; i < 100; ++i) thread.post([&, i] { order.push_back(i); });
+    CHECK_FALSE(thread.idle());
+    gate.set();
+  }
+  CHECK(order.size() == 100);
+  CHECK(std::is_sorted(order.begin(), order.end()));
+}
+
+TEST_CASE("a serial thread is idle once its last task is gone") {
+  base::SerialThread thread("test");
+  for (int i = 0; i < 100; ++i) {
+    auto held = std::make_shared<int>(i);
+    const std::weak_ptr<int> watch = held;
+    thread.post([held = std::move(held)] {});
+    while (!thread.idle()) std::this_thread::yield();
+    CHECK(watch.expired());
+  }
+}

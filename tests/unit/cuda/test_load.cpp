@@ -1,0 +1,24 @@
+#include <cstdlib>
+#include <fstream>
+
+#include "distrain/base/error.h"
+#include "distrain/base/temporary_path.h"
+#include "distrain/cuda/load.h"
+#include "support/catch.h"
+#include "support/cluster.h"
+
+namespace distrain {
+namespace {
+
+TEST_CASE("a plugin that is not there is named, and looked for again") {
+  setenv("DISTRAIN_CUDA_LIBRARY", "/nowhere/libdistrain_cuda.so", 1);
+  for (int i = 0; i < 2; ++i) {
+    const base::Error error = testing::error_of([] { cuda::load(); });
+    CHECK(error.kind == base::ErrorKind::kResources);
+    CHECK(error.message == "DISTRAIN_CUDA_LIBRARY=/nowhere/libdistrain_cuda.so is no file");
+  }
+  unsetenv("DISTRAIN_CUDA_LIBRARY");
+}
+
+}  // namespace
+}  // namespace distrain
