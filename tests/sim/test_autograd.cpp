@@ -28,9 +28,9 @@ std::tuple<at::Tensor, at::Tensor> across(at::Tensor x, at::Tensor y) {
   return {x * y.to(x.device()), y * 3};
 }
 
-// Gradients times 2. The second is used under the stream that this thread has on its device, then
-// under one aside; torch's rule is that what a node gives out is ready on the node's own stream,
-// the first's.
+// Gradients times 2, the second by its sum, too. That one is used under the stream that this thread
+// has on its device, then under one aside; torch's rule is that what a node gives out is ready on
+// the node's own stream, the first's.
 struct OnTwoDevices : torch::autograd::Function<OnTwoDevices> {
   using Tensors = torch::autograd::variable_list;
   static Tensors forward(torch::autograd::AutogradContext*, const at::Tensor& x,
@@ -38,7 +38,8 @@ struct OnTwoDevices : torch::autograd::Function<OnTwoDevices> {
     return {x * 1, y * 1};
   }
   static Tensors backward(torch::autograd::AutogradContext*, const Tensors& gradients) {
-    const at::Tensor first = gradients[1] * 1;
+    const double sum = gradients[1].sum().item<double>();
+    const at::Tensor first = gradients[1] * sum;
     const c10::Stream aside = rpc::side_stream(sim(1));
     StreamPoint::mark(sim(1)).make_wait(aside);
     rpc::use_on_stream(first, aside);
@@ -260,8 +261,8 @@ TEST_CASE("a node with gradients on several devices finds both ready") {
       loss = (both[0] * both[0]).sum() + (both[1] * both[1]).sum().to(sim(0));
     }
     autograd::backward(context, {loss});
+    CHECK(at::equal(context.gradient(w1).cpu(), (numbers() + 1) * 4 * 28));
     CHECK(at::equal(context.gradient(w0).cpu(), numbers() * 4));
-    CHECK(at::equal(context.gradient(w1).cpu(), (numbers() + 1) * 4));
   }
 }
 
