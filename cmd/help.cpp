@@ -57,7 +57,8 @@ std::string option_line(const Option& option) {
 }  // namespace
 
 std::string version_text() {
-  return fmt::format("distrain {} (LibTorch {})\n", DISTRAIN_VERSION, torch_version());
+  return fmt::format("distrain {} (LibTorch {})\nCUDA: {}\n", DISTRAIN_VERSION, torch_version(),
+                     DISTRAIN_HAS_CUDA ? "compiled, never run on a GPU by us" : "not compiled");
 }
 
 std::string main_help(const std::vector<CommandLine>& commands) {

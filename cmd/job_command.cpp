@@ -23,7 +23,7 @@
 namespace distrain::cmd {
 namespace {
 
-// A save may take long, and to kill a rank in the midst of it would lose what SIGTERM asks for.
+// A save may take long, and to kill a rank in the midst of it would lose what a signal asks for.
 constexpr auto kSaveGrace = std::chrono::seconds(60);
 
 bool is_job_option(const Option& option) {
@@ -103,8 +103,7 @@ int run_here(RankRun run, const Placement& placement) {
   run.out_fd = fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   dup2(STDERR_FILENO, STDOUT_FILENO);
   block_ending_signals();
-  const int code = run_rank(run);
-  _exit(code);
+  leave_process(run_rank(run));
 }
 
 /// Binds before any rank is there, so that a taken port is known at once and nobody else can take

@@ -19,7 +19,7 @@ std::string json_line(std::string_view event, const std::string& cmd, std::optio
 /// A rank's JSON lines. Thread-safe; each line is one write.
 class JsonSink final : public scenario::EventSink {
  public:
-  /// `on_failure` gets the errno of a failed write and does not return.
+  /// `on_failure` gets the errno of a failed write; where it returns, the line is lost.
   JsonSink(int fd, std::string cmd, int rank, std::string role, std::function<void(int)> on_failure)
       : fd_(fd),
         cmd_(std::move(cmd)),

@@ -169,9 +169,8 @@ void Launcher::on_signals() {
   while (read(signal_fd_, &info, sizeof(info)) == sizeof(info)) {
     const int number = static_cast<int>(info.ssi_signo);
     if (number == SIGCHLD) continue;
-    const bool saving = number == SIGTERM && plan_.save_grace > kSignalGrace;
-    if (saving && ended_by_signal_ == number &&
-        base::Clock::now() - signalled_at_ < scenario::kSameSignal) {
+    const bool saving = plan_.save_grace > kSignalGrace;
+    if (saving && ended_by_signal_ && base::Clock::now() - signalled_at_ < scenario::kSameSignal) {
       continue;
     }
     if (ended_by_signal_) {
@@ -184,7 +183,7 @@ void Launcher::on_signals() {
     signalled_at_ = base::Clock::now();
     send_to_all(number);
     enter(Phase::kTerminating);
-    const auto grace = number == SIGTERM ? std::max(kSignalGrace, plan_.save_grace) : kSignalGrace;
+    const auto grace = std::max(kSignalGrace, plan_.save_grace);
     if (phase_ == Phase::kTerminating) deadline_ = base::deadline_after(grace);
   }
 }
@@ -210,7 +209,7 @@ std::chrono::nanoseconds Launcher::failure_grace() const {
 
 void Launcher::on_failure(const Child& child) {
   if (child.stopped_by()) {
-    // Somebody sent SIGTERM to a rank: the others stop, too, once rank 0 has saved.
+    // Somebody sent a signal to a rank: the others stop, too, once rank 0 has saved.
     if (phase_ != Phase::kRunning) return;
     enter(Phase::kGrace);
     deadline_ = std::max(deadline_, base::deadline_after(plan_.save_grace));
@@ -271,9 +270,11 @@ bool Launcher::all_stopped() const {
 std::optional<Cause> Launcher::stop_cause() const {
   const auto first = std::find_if(children_.begin(), children_.end(),
                                   [](const auto& child) { return child->stopped_by(); });
-  const int number = ended_by_signal_           ? ended_by_signal_
-                     : first != children_.end() ? (*first)->stopped_by()
-                                                : 0;
+  int number = ended_by_signal_;
+  for (auto child = first; !ended_by_signal_ && child != children_.end(); ++child) {
+    // Ranks that another one told to stop call that SIGTERM.
+    if (number == 0 || number == SIGTERM) number = (*child)->stopped_by();
+  }
   if (!number) return std::nullopt;
   Cause cause;
   cause.signal = signal_name(number);
@@ -407,7 +408,9 @@ int Launcher::finish() {
     pump();
   }
   progress_.finish(end);
-  if (write_error_) {
+  // The signal that ended us may have ended stdout's reader, too.
+  const bool took_reader = cause && ended_by_signal_ && write_error_ == EPIPE;
+  if (write_error_ && !took_reader) {
     if (write_error_ != EPIPE) say(fmt::format("stdout: {}", strerror(write_error_)));
     return exit_code_of_write_error(write_error_);
   }

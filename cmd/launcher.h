@@ -22,7 +22,7 @@ struct LaunchPlan {
   std::function<int(int rank, int out_fd)> rank_main;
   TimePoint started;
   double peer_timeout_s = 5;
-  /// How long the ranks may take to save a checkpoint when SIGTERM ends them; 0: they save none.
+  /// How long the ranks may take to save a checkpoint when a signal ends them; 0: they save none.
   std::chrono::seconds save_grace{0};
   int listen_fd = -1;  ///< rank 0's; the launcher closes it once the ranks are there
   std::string warning;

@@ -72,7 +72,6 @@ int main(int argc, char** argv) {
     return 9;
   }
   const int code = distrain::cmd::main_with({argv + 1, argv + argc}, started);
-  std::fflush(nullptr);
   // Destroying what LibTorch set up takes time and serves nobody.
-  _exit(code);
+  distrain::cmd::leave_process(code);
 }

@@ -1,6 +1,7 @@
 #include "process_setup.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <fstream>
 
@@ -56,6 +57,19 @@ std::vector<int> ending_signals() {
   sigaction(SIGHUP, nullptr, &hangup);
   if (hangup.sa_handler == SIG_IGN) return {SIGINT, SIGTERM};
   return {SIGINT, SIGTERM, SIGHUP};
+}
+
+void leave_process(int exit_code) {
+  std::fflush(nullptr);
+  if (exit_code == 128 + SIGINT) {
+    signal(SIGINT, SIG_DFL);
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGINT);
+    pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
+    raise(SIGINT);  // comes back in a container's first process, which no signal ends
+  }
+  _exit(exit_code);
 }
 
 int set_up_threads(int wanted, int local_ranks) {

@@ -23,6 +23,10 @@ void set_up_process();
 /// ignored.
 std::vector<int> ending_signals();
 
+/// Ends the process from any thread, whatever the others are at. What SIGINT has ended (130) dies
+/// of SIGINT, as shells expect: a loop of theirs goes on after a mere exit status.
+[[noreturn]] void leave_process(int exit_code);
+
 /// Intra-op threads of LibTorch in this process; gives back how many it has then. 0: all that
 /// OMP_NUM_THREADS allows or else a fair share of the cores among `local_ranks`.
 int set_up_threads(int wanted, int local_ranks);

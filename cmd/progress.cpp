@@ -5,6 +5,8 @@
 
 #include <fmt/format.h>
 #include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include "output.h"
@@ -49,7 +51,12 @@ std::string bar(double share) {
 
 }  // namespace
 
-bool wants_progress() { return isatty(STDERR_FILENO) && !isatty(STDOUT_FILENO); }
+bool wants_progress() {
+  struct stat out {};
+  if (!isatty(STDERR_FILENO) || fstat(STDOUT_FILENO, &out) != 0) return false;
+  // A pipe's reader may write to the same terminal, between our status lines.
+  return S_ISREG(out.st_mode) || (S_ISCHR(out.st_mode) && out.st_rdev == makedev(1, 3));
+}
 
 Progress::Progress(bool enabled, int epochs)
     : enabled_(enabled),

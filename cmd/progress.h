@@ -10,7 +10,7 @@ namespace distrain::cmd {
 
 using scenario::Json;
 
-/// True when stderr is a terminal and stdout is not.
+/// True when stderr is a terminal and nobody reads stdout as we go: it is a file or /dev/null.
 bool wants_progress();
 
 /// One status line on stderr, rewritten as `step`, `epoch`, `episode` and `eval` lines come

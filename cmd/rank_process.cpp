@@ -1,5 +1,6 @@
 #include "rank_process.h"
 
+#include <atomic>
 #include <cstdio>
 #include <thread>
 
@@ -34,15 +35,16 @@ void tell(const RankRun& run, const std::string& message) {
 }
 
 /// From any thread, whatever the others are at.
-[[noreturn]] void leave(int code) {
+[[noreturn]] void leave(const RankRun& run, int code) {
   const auto none_anew = base::TemporaryPath::remove_all();
+  if (!run.job.spawned) leave_process(code);
   std::fflush(nullptr);
-  _exit(code);
+  _exit(code);  // a signal of its own would look to the launcher like a rank that was killed
 }
 
 [[noreturn]] void leave_unheard(const RankRun& run, int error) {
   if (error != EPIPE) tell(run, fmt::format("stdout: {}", strerror(error)));
-  leave(exit_code_of_write_error(error));
+  leave(run, exit_code_of_write_error(error));
 }
 
 Json start_fields(const RankRun& run, int threads) {
@@ -92,13 +94,14 @@ Json goal_fields(const RankRun& run, const Cause& cause) {
 
 /// Waits for a signal that ends the process and says so in the last line. Without this a rank that
 /// joined, with no launcher above it, would leave its log without an end. A job that saves before
-/// it ends sees to its first SIGTERM itself.
-void end_by_signal(const RankRun& run, JsonSink& sink) {
+/// it ends sees to its first signal itself. `ending` turns true when the process is about to end.
+void end_by_signal(const RankRun& run, JsonSink& sink, std::atomic<bool>& ending) {
   const sigset_t set = ending_signal_set();
   int number = 0;
   do {
     if (sigwait(&set, &number) != 0) return;
-  } while (number == SIGTERM && run.job.stop->heeds(base::Clock::now()));
+  } while (run.job.stop->heeds(number, base::Clock::now()));
+  ending = true;
   const Cause cause = cause_by_signal(run, number);
   Summary summary;
   summary.add_rss(peak_rss_mb());
@@ -106,7 +109,7 @@ void end_by_signal(const RankRun& run, JsonSink& sink) {
       summary.end_fields(cause.exit_code, base::seconds_since(run.job.started), cause);
   if (!sink.finish(run.last_event, fields)) return;  // the body ended just now: its word holds
   tell(run, cause.message);
-  leave(cause.exit_code);
+  leave(run, cause.exit_code);
 }
 
 Cause report(const RankRun& run, JsonSink& sink, const base::Error& error) {
@@ -128,11 +131,15 @@ void block_ending_signals() {
 }
 
 int run_rank(const RankRun& run) {
-  JsonSink sink(run.out_fd, run.job.name, run.job.rank, run.role,
-                [&run](int error) { leave_unheard(run, error); });
+  std::atomic<bool> ending{false};
+  JsonSink sink(run.out_fd, run.job.name, run.job.rank, run.role, [&](int error) {
+    // Ctrl-C ends stdout's reader, too, and a terminal that closes takes stdout with it: that must
+    // not keep the job from its save.
+    if (!ending && !run.job.stop->requested()) leave_unheard(run, error);
+  });
   block_ending_signals();
   // Never joined: the process leaves by _exit.
-  std::thread(end_by_signal, std::cref(run), std::ref(sink)).detach();
+  std::thread(end_by_signal, std::cref(run), std::ref(sink), std::ref(ending)).detach();
 
   Summary summary;
   std::optional<Cause> cause;
@@ -145,7 +152,8 @@ int run_rank(const RankRun& run) {
     const scenario::Outcome outcome = run.body(run.job, threads, sink);
     summary.add(outcome.fields);
     if (outcome.stopped) {
-      cause = cause_by_signal(run, SIGTERM);
+      const int number = run.job.stop->number();
+      cause = cause_by_signal(run, number != 0 ? number : SIGTERM);
       if (!outcome.message.empty()) cause->message = outcome.message;
       tell(run, cause->message);
     } else if (outcome.goal_missed) {

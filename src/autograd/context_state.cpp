@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "distrain/rpc/error.h"
+#include "streams.h"
 
 namespace distrain::autograd {
 
@@ -66,46 +67,57 @@ std::optional<std::shared_ptr<Pass>> ContextState::end_pass(uint64_t id) {
   return ended;
 }
 
+const at::Tensor& ContextState::read(const Entry& entry) {
+  if (follow(entry.gradient, entry.made)) entry.followed = true;
+  return entry.gradient;
+}
+
 void ContextState::accumulate(const at::Tensor& variable, const at::Tensor& gradient) {
   std::lock_guard lock(mutex_);
   Entry& entry = gradients_[variable.unsafeGetTensorImpl()];
   if (!entry.gradient.defined()) {
-    entry = {variable, gradient};
-  } else if (entry.gradient.is_sparse() && !gradient.is_sparse()) {
+    entry = {variable, gradient, made_under(gradient)};
+    return;
+  }
+  // Nobody else has seen it, nor does the device still read it for somebody who has.
+  const bool in_place =
+      !entry.followed && !entry.gradient.is_sparse() && entry.gradient.use_count() == 1 &&
+      entry.gradient.storage().use_count() == 1 && entry.gradient.is_non_overlapping_and_dense();
+  follow(entry.gradient, entry.made);
+  if (entry.gradient.is_sparse() && !gradient.is_sparse()) {
     entry.gradient = gradient + entry.gradient;  // torch adds sparse to dense, not dense to sparse
-  } else if (!entry.gradient.is_sparse() && entry.gradient.use_count() == 1 &&
-             entry.gradient.storage().use_count() == 1 &&
-             entry.gradient.is_non_overlapping_and_dense()) {
-    entry.gradient.add_(gradient);  // nobody else has seen it
+  } else if (in_place) {
+    entry.gradient.add_(gradient);
   } else {
     entry.gradient = entry.gradient + gradient;
   }
+  entry.followed = false;
+  entry.made = made_under(entry.gradient);
 }
 
 at::Tensor ContextState::gradient(const at::Tensor& variable) const {
   std::lock_guard lock(mutex_);
   const auto it = gradients_.find(variable.unsafeGetTensorImpl());
-  return it == gradients_.end() ? at::Tensor() : it->second.gradient;
+  return it == gradients_.end() ? at::Tensor() : read(it->second);
 }
 
 void ContextState::set_gradient(const at::Tensor& variable, at::Tensor gradient) {
+  const auto made = made_under(gradient);
   std::lock_guard lock(mutex_);
-  gradients_[variable.unsafeGetTensorImpl()] = {variable, std::move(gradient)};
+  gradients_[variable.unsafeGetTensorImpl()] = {variable, std::move(gradient), made};
 }
 
 std::vector<std::pair<at::Tensor, at::Tensor>> ContextState::gradients() const {
   std::lock_guard lock(mutex_);
   std::vector<std::pair<at::Tensor, at::Tensor>> all;
-  for (const auto& [impl, entry] : gradients_) all.emplace_back(entry.variable, entry.gradient);
+  for (const auto& [impl, entry] : gradients_) all.emplace_back(entry.variable, read(entry));
   return all;
 }
 
 std::vector<std::pair<at::Tensor, at::Tensor>> ContextState::take_gradients() {
   std::vector<std::pair<at::Tensor, at::Tensor>> all;
   std::lock_guard lock(mutex_);
-  for (auto& [impl, entry] : gradients_) {
-    all.emplace_back(std::move(entry.variable), std::move(entry.gradient));
-  }
+  for (const auto& [impl, entry] : gradients_) all.emplace_back(entry.variable, read(entry));
   gradients_.clear();
   return all;
 }

@@ -41,6 +41,7 @@ class ContextState {
   /// been a newer one or it has ended: what is late for a failed pass must not disturb the next.
   std::shared_ptr<Pass> pass_or(uint64_t id, const std::function<std::shared_ptr<Pass>()>& make);
 
+  /// Gradients come under the current stream of their device, and those given out are ready there.
   void accumulate(const at::Tensor& variable, const at::Tensor& gradient);
   at::Tensor gradient(const at::Tensor& variable) const;
   void set_gradient(const at::Tensor& variable, at::Tensor gradient);
@@ -62,7 +63,10 @@ class ContextState {
   struct Entry {
     at::Tensor variable;
     at::Tensor gradient;
+    std::optional<c10::Stream> made;  // the stream that has been given the making of the gradient
+    mutable bool followed = false;    // another one may still be reading it
   };
+  static const at::Tensor& read(const Entry& entry);
 
   const uint64_t id_;
   mutable std::mutex mutex_;

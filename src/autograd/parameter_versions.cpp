@@ -7,9 +7,14 @@
 
 namespace distrain::autograd {
 
-ParameterRead::ParameterRead(rpc::Agent& agent) : lock_(Runtime::of(agent)->parameters_mutex()) {}
+// The agent keeps its runtime.
+ParameterRead::ParameterRead(rpc::Agent& agent)
+    : runtime_(*Runtime::of(agent)), lock_(runtime_.parameters_mutex()) {
+  runtime_.parameter_streams().read(agent.device());
+}
 
 at::Tensor ParameterRead::version(const at::Tensor& parameter) const {
+  runtime_.parameter_streams().read(parameter);
   at::Tensor version = parameter.variable_data();
   if (parameter.requires_grad() && at::GradMode::is_enabled()) {
     torch::autograd::impl::set_gradient_edge(version,
@@ -28,9 +33,12 @@ std::vector<at::Tensor> current_versions(rpc::Agent& agent,
 }
 
 ParameterUpdate::ParameterUpdate(rpc::Agent& agent)
-    : lock_(Runtime::of(agent)->parameters_mutex()) {}
+    : runtime_(*Runtime::of(agent)), lock_(runtime_.parameters_mutex()) {
+  runtime_.parameter_streams().update(agent.device());
+}
 
 bool ParameterUpdate::unshare(const at::Tensor& parameter) const {
+  runtime_.parameter_streams().update(parameter);
   if (parameter.storage().use_count() <= 1) return false;
   const at::NoGradGuard no_grad;
   at::Tensor moved = parameter;

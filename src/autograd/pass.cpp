@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -9,6 +10,7 @@
 
 #include "context_state.h"
 #include "distrain/base/trace.h"
+#include "distrain/rpc/device.h"
 #include "distrain/rpc/error.h"
 #include "runtime.h"
 
@@ -94,7 +96,9 @@ base::Future<void> Pass::run_roots(const std::vector<at::Tensor>& roots) {
     std::lock_guard lock(mutex_);
     done = done_.emplace().future();
     waker_.emplace(nullptr);
-    for (size_t i = 0; i < roots.size(); ++i) deliver_locked(roots_[i], at::ones_like(roots[i]));
+    for (size_t i = 0; i < roots.size(); ++i) {
+      deliver_locked(roots_[i], at::ones_like(roots[i]), std::nullopt);
+    }
     runner_ = Owner::kRunner;
   }
   run_ready();
@@ -109,6 +113,15 @@ void Pass::receive(const std::shared_ptr<SendNode>& node, variable_list grads,
   torch::autograd::validate_outputs(metadata, grads, [](const std::string& text) {
     return "a gradient that came from another rank: " + text;
   });
+  std::optional<InputBuffer> inputs;
+  if (stream_of(*node)) {
+    inputs.emplace(grads.size());
+    for (uint32_t i = 0; i < node->num_inputs(); ++i) {
+      add_gradient(*inputs, *node, i, std::move(grads[i]), std::nullopt);
+    }
+  } else {
+    inputs.emplace(std::move(grads));
+  }
   bool acknowledge = false;
   bool run = false;
   std::optional<base::Error> failed;
@@ -125,7 +138,7 @@ void Pass::receive(const std::shared_ptr<SendNode>& node, variable_list grads,
     } else {
       it->second.dependencies = 0;
       --sends_waiting_;
-      ready_.push_back({node, InputBuffer(std::move(grads))});
+      ready_.push_back({node, *std::move(inputs)});
       std::push_heap(ready_.begin(), ready_.end(), runs_later<Ready>);
       if (waker_) {
         acknowledge = true;
@@ -164,7 +177,7 @@ void Pass::run_ready() {
     }
     try {
       if (end_hooks) {
-        for (const auto& hook : context->take_end_hooks()) hook();
+        call_end_hooks(*context);
       } else {
         execute(std::move(*next));
       }
@@ -180,8 +193,30 @@ void Pass::run_ready() {
   settle();
 }
 
+// Hooks find all gradients ready, whatever the streams of the leaves and of this thread.
+void Pass::call_end_hooks(ContextState& context) {
+  join_streams();
+  for (const auto& hook : context.take_end_hooks()) hook();
+  std::lock_guard lock(mutex_);
+  for (size_t i = 0, known = streams_.size(); i < known; ++i) {
+    insert(streams_, rpc::current_stream(streams_[i].device()));
+  }
+}
+
+void Pass::join_streams() {
+  std::vector<c10::Stream> streams;
+  {
+    std::lock_guard lock(mutex_);
+    streams = streams_;
+  }
+  follow(streams);
+}
+
 void Pass::execute(Ready ready) {
   Node& node = *ready.node;
+  const std::optional<c10::Stream> stream = stream_of(node);
+  const c10::OptionalStreamGuard stream_guard(stream);
+  await_inputs(ready.inputs, stream);
   variable_list grads = std::move(ready.inputs.buffer);
   variable_list outputs;
   if (auto* recv = dynamic_cast<RecvNode*>(&node)) {
@@ -207,18 +242,18 @@ void Pass::execute(Ready ready) {
   std::lock_guard lock(mutex_);
   for (size_t i = 0; i < outputs.size(); ++i) {
     const Edge& edge = node.next_edge(i);
-    if (edge.is_valid()) deliver_locked(edge, std::move(outputs[i]));
+    if (edge.is_valid()) deliver_locked(edge, std::move(outputs[i]), stream);
   }
+  if (stream) insert(streams_, *stream);
   --nodes_left_;
 }
 
-void Pass::deliver_locked(const Edge& edge, at::Tensor gradient) {
+void Pass::deliver_locked(const Edge& edge, at::Tensor gradient,
+                          const std::optional<c10::Stream>& producer) {
   Node* node = edge.function.get();
   Waiting& waiting = waiting_.at(node);
   if (!waiting.inputs) waiting.inputs.emplace(node->num_inputs());
-  if (gradient.defined()) {
-    waiting.inputs->add(edge.input_nr, std::move(gradient), std::nullopt, std::nullopt, node);
-  }
+  add_gradient(*waiting.inputs, *node, edge.input_nr, std::move(gradient), producer);
   if (--waiting.dependencies > 0) return;
   ready_.push_back({edge.function, std::move(*waiting.inputs)});
   waiting.inputs.reset();

@@ -15,6 +15,7 @@
 #include "distrain/base/future.h"
 #include "distrain/rpc/agent.h"
 #include "nodes.h"
+#include "streams.h"
 
 namespace distrain::autograd {
 
@@ -51,6 +52,7 @@ using PassReports = std::map<int32_t, PassReport>;
 
 /// One backward pass on one rank. Thread-safe: any thread may bring gradients; whoever finds no one
 /// running the ready nodes does it, so nodes of a pass run one at a time, as in torch on the CPU.
+/// What they put into streams runs as Note [Streams of a backward pass] has it.
 class Pass : public std::enable_shared_from_this<Pass> {
  public:
   Pass(rpc::Agent& agent, uint64_t id, PassOptions options)
@@ -71,6 +73,9 @@ class Pass : public std::enable_shared_from_this<Pass> {
   /// Ends the pass here; hooks are destroyed.
   void fail(base::Error error);
 
+  /// Makes this thread's current streams wait for all that the pass has done on this rank.
+  void join_streams();
+
  private:
   struct Ready {
     std::shared_ptr<torch::autograd::Node> node;
@@ -86,7 +91,9 @@ class Pass : public std::enable_shared_from_this<Pass> {
   void execute(Ready ready);
   void execute_recv(RecvNode& node, torch::autograd::variable_list grads);
   void capture(torch::autograd::Node& accumulate, torch::autograd::variable_list grads);
-  void deliver_locked(const torch::autograd::Edge& edge, at::Tensor gradient);
+  void call_end_hooks(ContextState& context);
+  void deliver_locked(const torch::autograd::Edge& edge, at::Tensor gradient,
+                      const std::optional<c10::Stream>& producer);
   void on_acknowledged(base::Result<rpc::RawReply>& reply);
   void settle();
   PassReports reports_locked();
@@ -103,7 +110,8 @@ class Pass : public std::enable_shared_from_this<Pass> {
   std::unordered_map<torch::autograd::Node*, Waiting> waiting_;
   std::vector<Ready> ready_;  // a heap: later in the forward pass first, as torch does
   uint32_t sends_waiting_ = 0;
-  size_t nodes_left_ = 0;  // that have not run
+  size_t nodes_left_ = 0;             // that have not run
+  std::vector<c10::Stream> streams_;  // of nodes and hooks that have run
   Owner runner_ = Owner::kNobody;
   int unacknowledged_ = 0;
   std::optional<rpc::ReplyPtr> waker_;       // awake: whom to acknowledge; null: the initiator

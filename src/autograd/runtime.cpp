@@ -90,6 +90,7 @@ std::shared_ptr<ContextState> Runtime::take(uint64_t id) {
 
 at::Tensor Runtime::hold(const at::Tensor& parameter) {
   const std::shared_lock lock(parameters_mutex_);
+  parameter_streams_.read(parameter);
   return parameter.variable_data();
 }
 
@@ -282,6 +283,7 @@ class OwnPass {
     return pass_->run_roots(roots);
   }
   void end() { state_->end_pass(pass_->id()); }
+  void join_streams() { pass_->join_streams(); }
   /// Not on the loop: hooks of the user's are destroyed.
   void fail(const base::Error& error) {
     end();
@@ -317,6 +319,7 @@ void backward(Context& context, const std::vector<at::Tensor>& roots, PassOption
     throw base::Exception(error);
   }
   pass.end();
+  pass.join_streams();
 }
 
 base::Future<void> backward_async(Context& context, const std::vector<at::Tensor>& roots,
@@ -330,6 +333,7 @@ base::Future<void> backward_async(Context& context, const std::vector<at::Tensor
                                 [pass, ended](base::Result<base::Unit>& outcome) mutable {
                                   if (outcome.ok()) {
                                     pass.end();
+                                    pass.join_streams();
                                   } else {
                                     pass.fail(outcome.error());
                                   }

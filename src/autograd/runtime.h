@@ -13,6 +13,7 @@
 #include "distrain/autograd/context.h"
 #include "distrain/rpc/agent.h"
 #include "distrain/rpc/autograd_hook.h"
+#include "streams.h"
 
 namespace distrain::autograd {
 
@@ -32,6 +33,7 @@ class Runtime final : public rpc::AutogradHook, public std::enable_shared_from_t
   /// Shared by those who read parameters, held by those who change them; see
   /// parameter_versions.h.
   std::shared_mutex& parameters_mutex() { return parameters_mutex_; }
+  ParameterStreams& parameter_streams() { return parameter_streams_; }
 
   uint64_t new_id();
   std::shared_ptr<ContextState> create(uint64_t id);
@@ -62,6 +64,7 @@ class Runtime final : public rpc::AutogradHook, public std::enable_shared_from_t
   rpc::Channel* channel_ = nullptr;
   std::atomic<uint64_t> counter_{0};
   std::shared_mutex parameters_mutex_;
+  ParameterStreams parameter_streams_;
   mutable std::mutex mutex_;
   std::unordered_map<uint64_t, std::shared_ptr<ContextState>> contexts_;
   // The last kRemembered released contexts: what is late for them must not make them again.

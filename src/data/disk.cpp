@@ -51,34 +51,64 @@ void Disk::close(int fd, const std::string& path) const {
   if (result != 0) fail("cannot write", path);
 }
 
-std::optional<std::vector<std::string>> Disk::list(const std::string& path) const {
-  const int fd =
-      call("open", [&] { return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); });
-  if (fd < 0) return std::nullopt;
-  DIR* const folder = fdopendir(fd);
-  if (folder == nullptr) {
-    ::close(fd);
-    return std::nullopt;
+/// A folder that is open; null, and errno, if it cannot be.
+class Disk::Folder {
+ public:
+  Folder(const Disk& disk, const std::string& path, int flags) : disk_(disk) {
+    const int fd = disk.call(
+        "open", [&] { return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | flags); });
+    if (fd < 0) return;
+    stream_ = fdopendir(fd);
+    if (stream_ == nullptr) ::close(fd);
   }
-  std::vector<std::string> names;
-  if (probe_) probe_("getdents");
-  errno = 0;
-  while (const dirent* entry = readdir(folder)) names.emplace_back(entry->d_name);
-  const int error = errno;
-  if (probe_) probe_("close");
-  closedir(folder);
-  errno = error;
-  if (error != 0) return std::nullopt;
-  std::erase_if(names, [](const std::string& name) { return name == "." || name == ".."; });
-  return names;
+  ~Folder() {
+    if (stream_ == nullptr) return;
+    const int error = errno;
+    if (disk_.probe_) disk_.probe_("close");
+    closedir(stream_);
+    errno = error;
+  }
+  Folder(const Folder&) = delete;
+  Folder& operator=(const Folder&) = delete;
+
+  explicit operator bool() const { return stream_ != nullptr; }
+  int fd() const { return dirfd(stream_); }
+  std::optional<std::vector<std::string>> names() const {
+    std::vector<std::string> names;
+    if (disk_.probe_) disk_.probe_("getdents");
+    errno = 0;
+    while (const dirent* entry = readdir(stream_)) names.emplace_back(entry->d_name);
+    if (errno != 0) return std::nullopt;
+    std::erase_if(names, [](const std::string& name) { return name == "." || name == ".."; });
+    return names;
+  }
+
+ private:
+  const Disk& disk_;
+  DIR* stream_ = nullptr;
+};
+
+std::optional<std::vector<std::string>> Disk::list(const std::string& path) const {
+  const Folder folder(*this, path, 0);
+  return folder ? folder.names() : std::nullopt;
 }
 
+// Whoever may write to the folder above could put a link in this one's place, even as we go. So its
+// files are named relative to the folder that is open, which is none that a link leads to.
 void Disk::remove_folder(const std::string& path) const {
-  const auto names = list(path);
-  if (!names) return;
-  for (const std::string& name : *names) {
-    const std::string file = path + "/" + name;
-    call("unlink", [&] { return ::unlink(file.c_str()); });
+  {
+    const Folder folder(*this, path, O_NOFOLLOW);
+    const auto names = folder ? folder.names() : std::nullopt;
+    if (!names) {
+      struct stat info {};
+      if (::lstat(path.c_str(), &info) == 0 && S_ISLNK(info.st_mode)) {
+        call("unlink", [&] { return ::unlink(path.c_str()); });
+      }
+      return;
+    }
+    for (const std::string& name : *names) {
+      call("unlink", [&] { return ::unlinkat(folder.fd(), name.c_str(), 0); });
+    }
   }
   call("rmdir", [&] { return ::rmdir(path.c_str()); });
 }

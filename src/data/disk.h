@@ -25,13 +25,15 @@ class Disk {
   void sync_folder(const std::string& path) const;
   /// The names in a folder; none, and errno, if it cannot be read.
   std::optional<std::vector<std::string>> list(const std::string& path) const;
-  /// Removes a folder of files, or as much of it as can be: no error.
+  /// Removes a folder of files, or as much of it as can be: no error. Follows no link: of one, be
+  /// it in the folder or in its place, the link itself goes.
   void remove_folder(const std::string& path) const;
 
   [[noreturn]] static void fail(const char* what, const std::string& path);
 
  private:
   friend class OutputFile;
+  class Folder;
 
   // errno is that of the call: the probe comes before.
   template <class F>

@@ -359,7 +359,8 @@ bool UvStream::begin_frame_on_loop(const uint8_t* head) {
     return false;
   }
   header_ = header.unchecked();
-  body_ = loop_->buffers.allocate(header_.body_bytes());
+  if (handler_->allocate) body_ = handler_->allocate(header_);
+  if (!body_) body_ = loop_->buffers.allocate(header_.body_bytes());
   if (!body_) {
     finish_on_loop(
         base::Error{base::ErrorKind::kResources,

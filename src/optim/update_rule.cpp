@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -259,7 +260,8 @@ void UpdateRule::load_state(size_t i, const at::Tensor& parameter, const Paramet
         value.scalar_type() != parameter.scalar_type()) {
       bad_state(i, name + " is not of the parameter's shape and dtype");
     }
-    kept[name] = value.clone();
+    // Where the parameter is and laid out as it is, wherever the state was read.
+    kept[name] = at::empty_like(parameter).copy_(value);
   }
   if (kept.size() + 1 != state.size()) bad_state(i, "of another optimizer");
   if (steps > 0 && kept.size() != kept_names().size()) bad_state(i, "incomplete");
@@ -277,13 +279,21 @@ double clip_scale(double norm_squared, double max_norm) {
 double norm_squared(const std::vector<at::Tensor>& gradients) {
   const at::NoGradGuard no_grad;
   double sum = 0;
+  std::map<c10::DeviceIndex, at::Tensor> sums;  // on devices: the host waits once for each
   for (const at::Tensor& gradient : gradients) {
     if (!gradient.defined()) continue;
     const at::Tensor values = gradient.is_sparse() ? gradient.coalesce()._values() : gradient;
     if (values.numel() == 0) continue;
-    const double norm = values.norm().item<double>();
-    sum += norm * norm;
+    if (values.is_cpu()) {
+      const double norm = values.norm().item<double>();
+      sum += norm * norm;
+    } else {
+      const at::Tensor squared = values.norm().to(at::kDouble).square();
+      at::Tensor& there = sums[values.device().index()];
+      there = there.defined() ? there + squared : squared;
+    }
   }
+  for (const auto& [device, there] : sums) sum += there.item<double>();
   return sum;
 }
 

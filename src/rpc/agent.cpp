@@ -15,6 +15,10 @@ Agent::Agent(AgentOptions options) : core_(std::make_shared<AgentCore>(*this, st
 Agent::~Agent() { core_->close(); }
 
 void Agent::join(const std::function<void()>& prepare) { core_->join(prepare); }
+void Agent::set_device(c10::Device device) { core_->set_device(device); }
+c10::Device Agent::device() const { return core_->devices.home(); }
+std::string Agent::device_of(int rank) const { return device_text(core_->devices.home_of(rank)); }
+
 int Agent::rank() const { return core_->options.rank; }
 int Agent::world_size() const { return core_->world_size(); }
 const std::string& Agent::name() const { return core_->name; }

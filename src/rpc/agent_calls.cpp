@@ -62,6 +62,10 @@ class ReplyImpl final : public Reply {
 Error error_in_flight(ErrorKind otherwise) {
   try {
     throw;
+  } catch (const c10::OutOfMemoryError& e) {
+    // Its first sentence says of what and how much, the others give hints for other programs.
+    const std::string text = e.what_without_backtrace();
+    return Error{ErrorKind::kResources, text.substr(0, text.find(". ")), -1, {}};
   } catch (const c10::Error& e) {
     return Error{otherwise, e.what_without_backtrace(), -1, {}};
   } catch (...) {
@@ -97,6 +101,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   message.body.reserve(128);
   Encoder encoder(message);
   encoder.rrefs = rrefs.get();
+  encoder.devices = &devices;
   encoder.to = to;
   encoder.is_argument = true;
   encoder.out.put(function);
@@ -110,6 +115,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   header.call_id = id;
   header.context_id = t_context;
   net::OutFrame frame;
+  std::shared_ptr<Departure> departure;  // with tensors of devices
   std::shared_ptr<InMessage> own;
   std::vector<RRefTicket> tickets;
   // What cannot be sent is found out before anybody waits for its answer.
@@ -121,7 +127,12 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
       own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
     } else {
       hold_parameters(message);
-      frame = to_frame(std::move(message), header);
+      if (has_device_tensors(message)) {
+        departure =
+            std::make_shared<Departure>(stager, std::move(message), header, transfer_numbers());
+      } else {
+        frame = to_frame(std::move(message), header);
+      }
     }
   } catch (...) {
     rrefs->retract(tickets.empty() ? message.rrefs : tickets);
@@ -157,14 +168,26 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
         [this, own = std::move(own)]() mutable { execute(options.rank, std::move(own), {}); });
     return reply;
   }
-  if (options.call_delay > base::Duration::zero()) {
-    loop.call_at(
-        base::deadline_after(options.call_delay),
-        [this, id, to, function, tickets = std::move(tickets), frame = std::move(frame)]() mutable {
-          send_call(id, to, function, tickets, std::move(frame));
-        });
+  base::Task send_it;
+  if (departure) {
+    send_it = [this, id, to, function, tickets = std::move(tickets), departure] {
+      send_call(id, to, function, tickets, [&] { return send_departure(to, *departure); });
+    };
   } else {
-    send_call(id, to, function, tickets, std::move(frame));
+    send_it = [this, id, to, function, tickets = std::move(tickets),
+               frame = std::move(frame)]() mutable {
+      send_call(id, to, function, tickets, [&] { return send(to, std::move(frame)); });
+    };
+  }
+  if (options.call_delay > base::Duration::zero()) {
+    loop.call_at(base::deadline_after(options.call_delay),
+                 [this, departs = departure != nullptr, send_it = std::move(send_it)]() mutable {
+                   departs ? pool.post(std::move(send_it)) : send_it();
+                 });
+  } else if (departure) {
+    pool.post(std::move(send_it));  // it waits for the device, the caller does not
+  } else {
+    send_it();
   }
   return reply;
 }
@@ -178,8 +201,9 @@ void AgentCore::hold_parameters(OutMessage& message) const {
 }
 
 void AgentCore::send_call(uint64_t id, int to, const std::string& function,
-                          const std::vector<RRefTicket>& tickets, net::OutFrame frame) {
-  const base::Status sent = send(to, std::move(frame));
+                          const std::vector<RRefTicket>& tickets,
+                          const std::function<base::Status()>& send_it) {
+  const base::Status sent = send_it();
   if (sent.ok()) return;
   rrefs->retract(tickets);
   if (auto failed = pending.take(id, to)) {
@@ -189,7 +213,25 @@ void AgentCore::send_call(uint64_t id, int to, const std::string& function,
   }
 }
 
+// What a device could not do is this rank's trouble, whatever the rank asked for.
+base::Status AgentCore::send_departure(int to, Departure& departure) {
+  try {
+    return departure.send([&](net::OutFrame frame) { return send(to, std::move(frame)); });
+  } catch (...) {
+    Error error = error_in_flight(ErrorKind::kInternal);
+    if (error.rank < 0) error.rank = options.rank;
+    return error;
+  }
+}
+
+base::Status AgentCore::send_message(int to, OutMessage message, const wire::FrameHeader& header) {
+  if (!has_device_tensors(message)) return send(to, to_frame(std::move(message), header));
+  Departure departure(stager, std::move(message), header, transfer_numbers());
+  return send_departure(to, departure);
+}
+
 void AgentCore::receive_tensors(InMessage& message, uint64_t context) {
+  message.await_arrivals();
   if (message.header.autograd_id == 0) return;
   if (!hook || context == 0) wire::Reader::fail("gradients outside a context");
   hook->on_receive(context, message.header.autograd_id, message.from, message.tensors,
@@ -198,7 +240,7 @@ void AgentCore::receive_tensors(InMessage& message, uint64_t context) {
 
 std::shared_ptr<InMessage> AgentCore::open(const RawReply& reply) {
   std::shared_ptr<InMessage> message = reply.message;
-  if (!message) message = std::make_shared<InMessage>(from_frame(reply.frame, reply.from));
+  if (!message) message = std::make_shared<InMessage>(from_frame(reply.frame, reply.from, stager));
   rrefs->receive(*message);
   receive_tensors(*message, reply.context);
   return message;
@@ -210,7 +252,7 @@ void AgentCore::execute(int from, std::shared_ptr<InMessage> message, net::InFra
   std::string function;
   CallSlice slice(options.tracer && options.tracer->on() ? options.tracer.get() : nullptr);
   try {
-    if (!message) message = std::make_shared<InMessage>(from_frame(std::move(frame), from));
+    if (!message) message = std::make_shared<InMessage>(from_frame(std::move(frame), from, stager));
     rrefs->receive(*message);
     const ContextScope scope(header.context_id);
     Decoder decoder(*message);
@@ -250,6 +292,7 @@ void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
   OutMessage message;
   Encoder encoder(message);
   encoder.rrefs = rrefs.get();
+  encoder.devices = &devices;
   encoder.to = to;
   wire::FrameHeader header;
   header.kind = wire::FrameKind::kReply;
@@ -268,11 +311,11 @@ void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
       return;
     }
     hold_parameters(message);
-    const base::Status sent = send(to, to_frame(std::move(message), header));
+    const base::Status sent = send_message(to, std::move(message), header);
     if (sent.ok()) return;
     rrefs->retract(tickets);
-    if (sent.error().kind == ErrorKind::kInvalid) send_error(to, call_id, sent.error());
-    // Else the caller is lost: no matter.
+    // If the caller is lost, no matter.
+    if (sent.error().kind != ErrorKind::kPeerLost) send_error(to, call_id, sent.error());
   } catch (...) {
     rrefs->retract(tickets.empty() ? message.rrefs : tickets);
     throw;

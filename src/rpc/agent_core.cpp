@@ -13,7 +13,7 @@ using base::Error;
 using base::ErrorKind;
 
 base::Task WorkerExecutor::bind(base::Task task) {
-  return [task = std::move(task), context = current_context(),
+  return [task = streams_.under_this_thread(std::move(task)), context = current_context(),
           state = at::ThreadLocalState()]() mutable {
     const at::ThreadLocalStateGuard guard(state);
     const ContextScope scope(context);
@@ -29,6 +29,7 @@ base::Error WorkerExecutor::error_in_flight(base::ErrorKind otherwise) const {
 AgentCore::AgentCore(Agent& owner, AgentOptions given)
     : agent(owner),
       options(std::move(given)),
+      devices(options.rank, options.device, options.device_maps),
       // The number of threads of an operation is OpenMP's, which has one for each thread: without
       // at::init_num_threads(), oneDNN would take all cores in a worker, whatever was set.
       pool({.name = "dt-work",
@@ -38,7 +39,7 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
                   at::init_num_threads();
                   base::Tracer::bind_thread(tracer, "worker");
                 }}),
-      executor(pool),
+      executor(pool, streams),
       pending(loop, options.rank, options.tracer),
       rrefs(std::make_shared<RRefContext>(
           owner, options.rank,
@@ -56,7 +57,9 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
           [this](const wire::Directory& directory) { on_directory_on_loop(directory); },
           [this](int rank, const net::StreamPtr& stream) {
             return install_peer_on_loop(rank, stream);
-          })) {
+          },
+          devices)) {
+  use_devices();
   if (options.tracer) {
     loop.post([tracer = options.tracer] { base::Tracer::bind_thread(tracer, "loop"); });
   }
@@ -92,6 +95,7 @@ void AgentCore::close() {
   await_loop();
   pending.fail_all(error);
   flush_.fail(error);
+  devices.fail(error);
   rrefs->fail_unset(error);
   for (int rank = 0; rank < world_size(); ++rank) {
     if (rank != options.rank) tell_channels(rank, error);
@@ -105,6 +109,19 @@ void AgentCore::close() {
   std::unique_lock lock(registry_mutex);
   objects.swap(provided);
   handlers.clear();
+}
+
+void AgentCore::set_device(c10::Device device) {
+  devices.set_home(device);
+  options.device = device;
+  use_devices();
+}
+
+void AgentCore::use_devices() {
+  if (is_accelerator(options.device)) streams.use(options.device.type());
+  for (const DeviceMap& map : options.device_maps) {
+    for (const auto& [from, to] : map.devices) streams.use(from.type());
+  }
 }
 
 // ---- joining ----
@@ -141,6 +158,11 @@ net::Stream::Handler AgentCore::install_peer_on_loop(int rank, const net::Stream
             std::lock_guard lock(peers_mutex_);
             --open_streams_;
             stream_closed_.notify_all();
+          },
+          [this](const wire::FrameHeader& header) {
+            return header.kind == wire::FrameKind::kChunk
+                       ? stager.idle_host_block(header.body_bytes())
+                       : nullptr;
           }};
 }
 
@@ -180,7 +202,7 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
         // Its caller has given up on it: the RRefs in it are let go.
         pool.post([this, rank, frame = std::move(frame)]() mutable {
           try {
-            InMessage late = from_frame(std::move(frame), rank);
+            InMessage late = from_frame(std::move(frame), rank, stager);
             rrefs->receive(late);
           } catch (...) {  // nobody is there to be told
           }
@@ -200,6 +222,11 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
       static_cast<ChannelImpl&>(open_channel(header.channel)).deliver(std::move(message));
       return;
     }
+    case wire::FrameKind::kChunk:
+      if (base::Task copy = stager.add_chunk_on_loop(rank, std::move(frame))) {
+        pool.post(std::move(copy));
+      }
+      return;
     case wire::FrameKind::kHeartbeat:
       return;
     case wire::FrameKind::kFlush:
@@ -252,6 +279,7 @@ void AgentCore::lose_peer_on_loop(int rank, Error error) {
   pending.fail_all_to(rank, error);
   tell_channels(rank, error);
   rrefs->on_peer_lost(rank, error);
+  stager.forget(rank);
   flush_.fail(error);
 }
 

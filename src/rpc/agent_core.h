@@ -9,6 +9,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "device_stager.h"
+#include "device_table.h"
 #include "distrain/base/thread_pool.h"
 #include "distrain/net/loop.h"
 #include "distrain/net/stream.h"
@@ -17,19 +19,22 @@
 #include "pending_calls.h"
 #include "rendezvous.h"
 #include "rref_context.h"
+#include "stream_state.h"
 
 namespace distrain::rpc {
 
 /// The worker pool, with what has to travel with a continuation.
 class WorkerExecutor final : public base::Executor {
  public:
-  explicit WorkerExecutor(base::ThreadPool& pool) : pool_(pool) {}
-  void post(base::Task task) override { pool_.post(std::move(task)); }
+  WorkerExecutor(base::ThreadPool& pool, const StreamState& streams)
+      : pool_(pool), streams_(streams) {}
+  void post(base::Task task) override { pool_.post(streams_.behind_this_thread(std::move(task))); }
   base::Task bind(base::Task task) override;
   base::Error error_in_flight(base::ErrorKind otherwise) const override;
 
  private:
   base::ThreadPool& pool_;
+  const StreamState& streams_;
 };
 
 class ChannelImpl;
@@ -59,12 +64,18 @@ class AgentCore {
                   const std::function<void(Encoder&)>& fill);
   void send_error(int to, uint64_t call_id, base::Error error);
 
+  void set_device(c10::Device device);
+  void use_devices();
+
   /// `peer_lost`, or what the peer said when it left.
   base::Status send(int to, net::OutFrame frame);
   Channel& open_channel(uint16_t number);
 
   Agent& agent;
   AgentOptions options;
+  DeviceTable devices;
+  DeviceStager stager;
+  StreamState streams;
   base::ThreadPool pool;
   WorkerExecutor executor;
   base::InlineExecutor inline_executor;
@@ -106,8 +117,14 @@ class AgentCore {
   };
 
   void hold_parameters(OutMessage& message) const;
+  base::Status send_message(int to, OutMessage message, const wire::FrameHeader& header);
+  base::Status send_departure(int to, Departure& departure);
+  std::function<uint64_t()> transfer_numbers() {
+    return [this] { return next_transfer_.fetch_add(1, std::memory_order_relaxed); };
+  }
   void send_call(uint64_t id, int to, const std::string& function,
-                 const std::vector<RRefTicket>& tickets, net::OutFrame frame);
+                 const std::vector<RRefTicket>& tickets,
+                 const std::function<base::Status()>& send_it);
   void on_directory_on_loop(const wire::Directory& directory);
   net::Stream::Handler install_peer_on_loop(int rank, const net::StreamPtr& stream);
   void on_frame_on_loop(int rank, net::InFrame frame);
@@ -135,6 +152,7 @@ class AgentCore {
   std::mutex channels_mutex_;
   std::unordered_map<uint16_t, std::shared_ptr<ChannelImpl>> channels_;
   std::atomic<uint64_t> next_call_{1};
+  std::atomic<uint64_t> next_transfer_{1};
   std::atomic<uint64_t> calls_{0};
   std::atomic<uint64_t> bytes_out_{0};
   std::atomic<uint64_t> bytes_in_{0};

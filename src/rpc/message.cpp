@@ -1,8 +1,16 @@
 #include "distrain/rpc/message.h"
 
+#include <algorithm>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/MemoryFormat.h>
+#include <c10/util/strides.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include "device_stager.h"
+#include "device_table.h"
 #include "distrain/rpc/dtype.h"
 #include "distrain/wire/tensor_desc.h"
 
@@ -12,24 +20,116 @@ namespace {
 
 constexpr uint8_t kZeros[wire::kPayloadAlignment] = {};
 
+wire::Layout layout_of(const at::Tensor& tensor) {
+  if (tensor.is_contiguous()) return wire::Layout::kRowMajor;
+  return tensor.dim() == 4 ? wire::Layout::kChannelsLast : wire::Layout::kChannelsLast3d;
+}
+
+std::vector<int64_t> strides_of(const wire::TensorDesc& desc) {
+  switch (desc.layout) {
+    case wire::Layout::kChannelsLast:
+      return c10::get_channels_last_strides_2d(desc.sizes);
+    case wire::Layout::kChannelsLast3d:
+      return c10::get_channels_last_strides_3d(desc.sizes);
+    case wire::Layout::kRowMajor:
+      break;
+  }
+  const auto strides = c10::contiguous_strides(desc.sizes);
+  return {strides.begin(), strides.end()};
+}
+
+// The tensors of a message that are on devices, out of its transfers.
+void receive_groups(InMessage& message, const std::vector<wire::TensorDesc>& descs,
+                    const std::vector<DeviceGroup>& groups, wire::Reader& meta,
+                    std::span<const uint8_t> payload, uint64_t begin, DeviceStager& stager) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;  // plain aliases
+  for (const DeviceGroup& group : groups) {
+    const uint64_t bytes = group.layout.bytes;
+    const auto arrival =
+        stager.take_arrival(message.from, meta.get<uint64_t>(), group.device, bytes);
+    const c10::Device device = to_c10(group.device);
+    at::Tensor memory;
+    if (bytes > 0) {
+      const uint64_t rest = bytes - chunked_bytes(bytes);
+      begin = wire::align_payload(begin);
+      auto [all, point] = arrival->finish(payload.subspan(begin, rest));
+      begin += rest;
+      memory = std::move(all);
+      message.arrivals.emplace_back(device, std::move(point));
+    }
+    for (size_t k = 0; k < group.tensors.size(); ++k) {
+      const wire::TensorDesc& desc = descs[group.tensors[k]];
+      const at::ScalarType dtype = to_scalar_type(desc.dtype);
+      at::Tensor& tensor = message.tensors[group.tensors[k]];
+      if (desc.bytes() == 0) {
+        tensor = at::empty(desc.sizes, at::TensorOptions(dtype).device(device));
+        continue;
+      }
+      tensor = memory
+                   .narrow(0, static_cast<int64_t>(group.layout.offsets[k]),
+                           static_cast<int64_t>(desc.bytes()))
+                   .view(dtype)
+                   .as_strided(desc.sizes, strides_of(desc));
+    }
+  }
+}
+
 }  // namespace
 
-net::OutFrame to_frame(OutMessage message, wire::FrameHeader header) {
+bool has_device_tensors(const OutMessage& message) {
+  return std::any_of(message.tensors.begin(), message.tensors.end(),
+                     [](const at::Tensor& tensor) { return is_accelerator(tensor.device()); });
+}
+
+std::vector<wire::TensorDesc> describe(const OutMessage& message) {
+  std::vector<wire::TensorDesc> descs;
+  descs.reserve(message.tensors.size());
+  for (size_t i = 0; i < message.tensors.size(); ++i) {
+    const at::Tensor& tensor = message.tensors[i];
+    descs.push_back({to_dtype(tensor.scalar_type()), tensor.sizes().vec(), layout_of(tensor),
+                     message.devices[i]});
+  }
+  return descs;
+}
+
+void InMessage::await_arrivals() {
+  if (arrivals.empty()) return;
+  for (const auto& [device, point] : arrivals) point.make_current_wait(device);
+  for (const at::Tensor& tensor : tensors) {
+    if (is_accelerator(tensor.device())) use_on_stream(tensor, current_stream(tensor.device()));
+  }
+  arrivals.clear();
+}
+
+net::OutFrame to_frame(OutMessage message, wire::FrameHeader header,
+                       const std::vector<uint64_t>& transfers,
+                       const std::vector<base::BufferPtr>& rests) {
   net::OutFrame frame;
   header.tensor_count = static_cast<uint32_t>(message.tensors.size());
   frame.header = header;
-  frame.meta.reserve(message.tensors.size() * 24 + message.body.size());
+  frame.meta.reserve(message.tensors.size() * 32 + message.body.size());
   wire::Writer meta(frame.meta);
   uint64_t offset = 0;
-  for (const at::Tensor& tensor : message.tensors) {
-    encode(wire::TensorDesc{to_dtype(tensor.scalar_type()), tensor.sizes().vec()}, meta);
+  const auto append = [&](const uint8_t* data, size_t bytes) {
     const uint64_t begin = wire::align_payload(offset);
     if (begin > offset) frame.payload.emplace_back(kZeros, begin - offset);
-    if (tensor.nbytes() > 0) {
-      frame.payload.emplace_back(static_cast<const uint8_t*>(tensor.const_data_ptr()),
-                                 tensor.nbytes());
+    if (bytes > 0) frame.payload.emplace_back(data, bytes);
+    offset = begin + bytes;
+  };
+  for (size_t i = 0; i < message.tensors.size(); ++i) {
+    const at::Tensor tensor = message.tensors[i];
+    const wire::DeviceRef device = message.devices[i];
+    encode(wire::TensorDesc{to_dtype(tensor.scalar_type()), tensor.sizes().vec(), layout_of(tensor),
+                            device},
+           meta);
+    if (device.is_cpu()) {
+      append(static_cast<const uint8_t*>(tensor.const_data_ptr()), tensor.nbytes());
+    } else {
+      message.tensors[i] = at::Tensor();  // it is copied: the loop must not be the one to free it
     }
-    offset = begin + tensor.nbytes();
+  }
+  for (const base::BufferPtr& rest : rests) {
+    if (rest) append(rest->data, rest->size);
   }
   if (header.autograd_id != 0) {
     for (size_t i = 0; i < message.tensors.size(); i += 8) {
@@ -40,6 +140,7 @@ net::OutFrame to_frame(OutMessage message, wire::FrameHeader header) {
       meta.put(bits);
     }
   }
+  for (const uint64_t transfer : transfers) meta.put(transfer);
   meta.put(static_cast<uint32_t>(message.rrefs.size()));
   for (const RRefTicket& ticket : message.rrefs) {
     meta.put(ticket.id);
@@ -50,34 +151,50 @@ net::OutFrame to_frame(OutMessage message, wire::FrameHeader header) {
   }
   frame.meta.insert(frame.meta.end(), message.body.begin(), message.body.end());
   if (!message.tensors.empty()) {
-    frame.keep_alive = std::make_shared<std::vector<at::Tensor>>(std::move(message.tensors));
+    frame.keep_alive =
+        std::make_shared<std::pair<std::vector<at::Tensor>, std::vector<base::BufferPtr>>>(
+            std::move(message.tensors), rests);
   }
   return frame;
 }
 
-InMessage from_frame(net::InFrame frame, int from) {
+InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager) {
   InMessage message;
   message.header = frame.header;
   message.from = from;
   const uint32_t count = frame.header.tensor_count;
   wire::Reader meta(frame.meta);
-  // A descriptor takes two bytes at least: a larger count is a lie, found before allocating.
-  if (count > frame.meta.size() / 2)
+  // A larger count is a lie, found before allocating.
+  if (count > frame.meta.size() / wire::kMinTensorDescBytes) {
     wire::Reader::fail("more tensors than the message has room for");
+  }
   std::vector<wire::TensorDesc> descs;
   descs.reserve(count);
-  for (uint32_t i = 0; i < count; ++i) descs.push_back(wire::decode_tensor_desc(meta));
-  const wire::PayloadLayout layout = wire::layout_payload(descs);
+  wire::PayloadLayout layout;
+  for (uint32_t i = 0; i < count; ++i) {
+    descs.push_back(wire::decode_tensor_desc(meta));
+    if (descs.back().device.is_cpu()) layout.append(descs.back().bytes());
+  }
+  const uint64_t host_bytes = layout.bytes;
+  const std::vector<DeviceGroup> groups = group_by_device(descs);
+  for (const DeviceGroup& group : groups) {
+    const uint64_t bytes = group.layout.bytes;
+    if (bytes > 0) layout.append(bytes - chunked_bytes(bytes));
+  }
   if (layout.bytes != frame.payload.size()) {
     wire::Reader::fail("a payload of " + std::to_string(frame.payload.size()) +
                        " bytes for tensors of " + std::to_string(layout.bytes));
   }
-  message.tensors.reserve(count);
-  for (uint32_t i = 0; i < count; ++i) {
-    auto* data = const_cast<uint8_t*>(frame.payload.data()) + layout.offsets[i];
-    message.tensors.push_back(at::from_blob(
-        data, descs[i].sizes, [body = frame.body](void*) {},
-        at::TensorOptions(to_scalar_type(descs[i].dtype))));
+  message.tensors.resize(count);
+  for (uint32_t i = 0, next = 0; i < count; ++i) {
+    if (!descs[i].device.is_cpu()) continue;
+    auto* data = const_cast<uint8_t*>(frame.payload.data()) + layout.offsets[next++];
+    const auto options = at::TensorOptions(to_scalar_type(descs[i].dtype));
+    const auto keep = [body = frame.body](void*) {};
+    message.tensors[i] =
+        descs[i].layout == wire::Layout::kRowMajor
+            ? at::from_blob(data, descs[i].sizes, keep, options)
+            : at::from_blob(data, descs[i].sizes, strides_of(descs[i]), keep, options);
   }
   if (frame.header.autograd_id != 0) {
     for (uint32_t i = 0; i < count; i += 8) {
@@ -87,6 +204,7 @@ InMessage from_frame(net::InFrame frame, int from) {
       }
     }
   }
+  receive_groups(message, descs, groups, meta, frame.payload, host_bytes, stager);
   constexpr size_t kTicketBytes = 25;
   const uint32_t rrefs = meta.get_count(kTicketBytes);
   message.tickets.reserve(rrefs);
@@ -110,7 +228,11 @@ InMessage to_self(OutMessage out, wire::FrameHeader header, int rank) {
   message.from = rank;
   at::NoGradGuard no_grad;
   message.tensors.reserve(out.tensors.size());
-  for (const at::Tensor& tensor : out.tensors) message.tensors.push_back(tensor.detach().clone());
+  for (const at::Tensor& tensor : out.tensors) {
+    message.tensors.push_back(tensor.detach().clone());
+    const c10::Device device = tensor.device();
+    if (is_accelerator(device)) message.arrivals.emplace_back(device, StreamPoint::mark(device));
+  }
   if (header.autograd_id != 0) message.requires_grad = std::move(out.requires_grad);
   message.tickets = std::move(out.rrefs);
   auto storage = std::make_shared<wire::Bytes>(std::move(out.body));

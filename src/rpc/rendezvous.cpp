@@ -6,6 +6,7 @@
 
 #include <unistd.h>
 
+#include "device_table.h"
 #include "rendezvous_frames.h"
 
 namespace distrain::rpc {
@@ -39,11 +40,12 @@ std::string master_bind_host(const AgentOptions& options) {
 }  // namespace
 
 Rendezvous::Rendezvous(net::Loop& loop, const AgentOptions& options, OnDirectory on_directory,
-                       InstallPeer install_peer)
+                       InstallPeer install_peer, DeviceTable& devices)
     : loop_(loop),
       options_(options),
       on_directory_(std::move(on_directory)),
       install_peer_(std::move(install_peer)),
+      devices_(devices),
       host_key_(options.transport == "tcp" ? std::string() : net::host_key()),
       port_(options.master_port) {
   if (options.rank != 0) return;
@@ -270,18 +272,6 @@ std::vector<int> Rendezvous::missing() const {
   return ranks;
 }
 
-void Rendezvous::set_ready() {
-  net::StreamPtr master;
-  {
-    std::lock_guard lock(mutex_);
-    if (state_ != State::kMeshing) return;
-    state_ = State::kReady;
-    master = std::move(master_);
-  }
-  master->close();
-  ready_.set();
-}
-
 void Rendezvous::fail(Error error) {
   std::vector<net::StreamPtr> tell;
   {
@@ -299,6 +289,7 @@ void Rendezvous::fail(Error error) {
     stream->close();
   }
   met_.fail(error);
+  devices_.fail(error);
   ready_.fail(std::move(error));
 }
 

@@ -18,6 +18,8 @@
 
 namespace distrain::rpc {
 
+class DeviceTable;
+
 /// Brings the ranks of a job together: the exchange is written down in wire/handshake.h.
 ///
 /// Threads: run() blocks the joining thread; all messages are handled on the loop. What both touch
@@ -33,7 +35,7 @@ class Rendezvous : public std::enable_shared_from_this<Rendezvous> {
 
   /// Rank 0 binds its socket here.
   Rendezvous(net::Loop& loop, const AgentOptions& options, OnDirectory on_directory,
-             InstallPeer install_peer);
+             InstallPeer install_peer, DeviceTable& devices);
   ~Rendezvous();
 
   /// Returns when every rank is connected to every other one. Throws otherwise. `prepare` is called
@@ -52,7 +54,7 @@ class Rendezvous : public std::enable_shared_from_this<Rendezvous> {
   struct Joined {
     net::StreamPtr stream;
     wire::Hello hello;
-    bool mesh_ready = false;
+    std::optional<wire::RankDevices> mesh_ready;  ///< with its devices
   };
 
   void listen_unix();
@@ -77,12 +79,14 @@ class Rendezvous : public std::enable_shared_from_this<Rendezvous> {
   void send_directory_on_loop();
   void check_mesh_on_loop();
   std::vector<int> missing() const;
-  void set_ready();
+  void on_go_on_loop(std::span<const uint8_t> body);
+  void learn_devices_on_loop(std::vector<wire::RankDevices> devices);
 
   net::Loop& loop_;
   const AgentOptions& options_;
   const OnDirectory on_directory_;
   const InstallPeer install_peer_;
+  DeviceTable& devices_;
   const std::string host_key_;
   uint16_t port_ = 0;
   base::TemporaryPath unix_dir_;

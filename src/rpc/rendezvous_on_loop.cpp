@@ -1,7 +1,9 @@
 // The half of Rendezvous that runs on the loop thread: what comes in from other ranks.
 
 #include <algorithm>
+#include <utility>
 
+#include "device_table.h"
 #include "rendezvous.h"
 #include "rendezvous_frames.h"
 
@@ -75,6 +77,11 @@ std::optional<Error> Rendezvous::check_hello_locked(const wire::Hello& hello) co
       return refuse("rank " + std::to_string(hello.rank) + " does not connect to rank " +
                     std::to_string(options_.rank));
     }
+    // Once the mesh is being made, all ranks have joined.
+    if (options_.rank == 0 && state_ == State::kMeeting) {
+      return refuse("rank " + std::to_string(hello.rank) +
+                    " connects as a peer before all ranks have joined");
+    }
     return std::nullopt;
   }
   if (options_.rank != 0) return refuse("only rank 0 can be joined");
@@ -117,7 +124,7 @@ void Rendezvous::on_join_on_loop(const net::StreamPtr& stream, wire::Hello hello
   {
     std::lock_guard lock(mutex_);
     if (state_ == State::kFailed) return stream->close(false);  // since the look at its hello
-    joined_[rank] = Joined{stream, std::move(hello), false};
+    joined_[rank] = Joined{stream, std::move(hello), std::nullopt};
     complete = joined_.size() + 1 == options_.names.size();
   }
   const auto weak = weak_from_this();
@@ -153,9 +160,16 @@ void Rendezvous::send_directory_on_loop() {
 
 void Rendezvous::on_joiner_frame_on_loop(int rank, const net::InFrame& frame) {
   if (frame.header.kind == wire::FrameKind::kMeshReady) {
-    {
+    try {
+      wire::Reader in(frame.meta);
+      wire::RankDevices devices = wire::decode_rank_devices(in);
+      in.expect_end();
       std::lock_guard lock(mutex_);
-      joined_[rank].mesh_ready = true;
+      joined_[rank].mesh_ready = std::move(devices);
+    } catch (base::Exception& e) {
+      Error error = e.error();
+      error.rank = rank;
+      return fail(std::move(error));
     }
     check_mesh_on_loop();
   } else if (frame.header.kind == wire::FrameKind::kAbort) {
@@ -198,7 +212,7 @@ void Rendezvous::on_master_frame_on_loop(const net::InFrame& frame) {
       case wire::FrameKind::kDirectory:
         return on_directory_on_loop(wire::decode_directory(frame.meta));
       case wire::FrameKind::kGo:
-        return set_ready();
+        return on_go_on_loop(frame.meta);
       default:
         wire::Reader::fail("an unexpected answer to hello");
     }
@@ -250,25 +264,64 @@ void Rendezvous::accept_peer_on_loop(const net::StreamPtr& stream, int rank) {
 
 void Rendezvous::check_mesh_on_loop() {
   std::vector<net::StreamPtr> go;
-  net::StreamPtr report_to;
+  std::vector<wire::RankDevices> devices;
   {
     std::lock_guard lock(mutex_);
     if (state_ != State::kMeshing || peers_.size() + 1 != directory_->ranks.size()) return;
     if (options_.rank != 0) {
-      if (mesh_reported_) return;
-      mesh_reported_ = true;
-      report_to = master_;
+      if (std::exchange(mesh_reported_, true)) return;
+      go.push_back(master_);
     } else {
+      devices.push_back(devices_.tell());
       for (const auto& [rank, joined] : joined_) {
         if (!joined.mesh_ready) return;
+        devices.push_back(*joined.mesh_ready);
         go.push_back(joined.stream);
       }
-      state_ = State::kReady;
     }
   }
-  if (report_to) return send_frame(report_to, wire::FrameKind::kMeshReady);
-  for (const net::StreamPtr& stream : go) send_frame(stream, wire::FrameKind::kGo);
+  if (options_.rank != 0) {
+    wire::Bytes body;
+    wire::Writer out(body);
+    encode(devices_.tell(), out);
+    return send_frame(go[0], wire::FrameKind::kMeshReady, std::move(body));
+  }
+  const wire::Bytes body = encode(devices);
+  try {
+    learn_devices_on_loop(std::move(devices));
+  } catch (const base::Exception& e) {
+    return fail(e.error());
+  }
+  {
+    std::lock_guard lock(mutex_);
+    if (state_ != State::kMeshing) return;
+    state_ = State::kReady;
+  }
+  for (const net::StreamPtr& stream : go) send_frame(stream, wire::FrameKind::kGo, body);
   ready_.set();
+}
+
+void Rendezvous::on_go_on_loop(std::span<const uint8_t> body) {
+  learn_devices_on_loop(wire::decode_all_devices(body));
+  net::StreamPtr master;
+  {
+    std::lock_guard lock(mutex_);
+    if (state_ != State::kMeshing) return;
+    state_ = State::kReady;
+    master = std::move(master_);
+  }
+  master->close();
+  ready_.set();
+}
+
+void Rendezvous::learn_devices_on_loop(std::vector<wire::RankDevices> devices) {
+  std::vector<std::string> names;
+  {
+    std::lock_guard lock(mutex_);
+    if (!directory_) wire::Reader::fail("everybody's devices before the directory");
+    for (const wire::Directory::Entry& entry : directory_->ranks) names.push_back(entry.name);
+  }
+  devices_.learn(std::move(names), std::move(devices));
 }
 
 }  // namespace distrain::rpc

@@ -1,7 +1,13 @@
 #include "distrain/rpc/serialize.h"
 
+#include <span>
+
+#include <ATen/DeviceGuard.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/grad_mode.h>
+
+#include "device_table.h"
 
 namespace distrain::rpc {
 
@@ -11,19 +17,58 @@ namespace {
 // message.
 enum class TensorTag : uint8_t { kUndefined = 0, kDense = 1, kSparse = 2 };
 
-// What the wire takes: on the CPU, contiguous, with no lazy conjugation or negation.
+// What the wire takes: without gaps, row-major or channels-last, with no lazy conjugation or
+// negation.
 at::Tensor make_plain(const at::Tensor& tensor) {
-  if (tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
-    return tensor;
-  }
+  const bool has_layout =
+      tensor.is_contiguous() ||
+      (tensor.dim() == 4 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast)) ||
+      (tensor.dim() == 5 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast3d));
+  if (has_layout && !tensor.is_conj() && !tensor.is_neg()) return tensor;
   // Under the caller's grad mode: the send node is put behind what these record.
-  return tensor.resolve_conj().resolve_neg().cpu().contiguous();
+  return tensor.resolve_conj().resolve_neg().contiguous();
+}
+
+// Where on rank `to` it arrives.
+wire::DeviceRef arrival_of(const at::Tensor& tensor, const DeviceTable* devices, int to) {
+  if (!is_accelerator(tensor.device())) return {};
+  if (devices) return devices->target(to, tensor.device());
+  throw base::Exception(base::ErrorKind::kInvalid,
+                        "a tensor on " + tensor.device().str() + " where only the CPU's travel");
+}
+
+// Whether each index is one of its dimension's. Torch's own kernels read and write by them as they
+// are.
+bool are_in_range(const at::Tensor& indices, std::span<const int64_t> sizes) {
+  const int64_t count = indices.size(1);
+  const int64_t* at = indices.const_data_ptr<int64_t>();
+  for (int64_t dim = 0; dim < indices.size(0); ++dim, at += count) {
+    const auto size = static_cast<uint64_t>(sizes[static_cast<size_t>(dim)]);
+    bool fits = true;  // no early exit, so that the compiler can take many at once
+    for (int64_t i = 0; i < count; ++i) fits &= static_cast<uint64_t>(at[i]) < size;
+    if (!fits) return false;
+  }
+  return true;
+}
+
+// Whether each place comes once, and in order: what "coalesced" means to torch's kernels, some of
+// which then write to places in parallel.
+bool are_increasing(const at::Tensor& indices) {
+  const int64_t count = indices.size(1);
+  const int64_t* at = indices.const_data_ptr<int64_t>();
+  for (int64_t i = 1; i < count; ++i) {
+    int64_t dim = 0;
+    while (dim < indices.size(0) && at[dim * count + i - 1] == at[dim * count + i]) ++dim;
+    if (dim == indices.size(0) || at[dim * count + i - 1] > at[dim * count + i]) return false;
+  }
+  return true;
 }
 
 }  // namespace
 
 void Encoder::put_tensor(const at::Tensor& tensor) {
   const auto add = [this](const at::Tensor& dense, bool requires_grad) {
+    message.devices.push_back(arrival_of(dense, devices, to));
     message.tensors.push_back(dense);
     message.requires_grad.push_back(requires_grad);
   };
@@ -60,7 +105,7 @@ at::Tensor Decoder::get_tensor() {
       return take();
     case TensorTag::kSparse: {
       at::NoGradGuard no_grad;
-      const bool coalesced = in.get<bool>();
+      const bool said_coalesced = in.get<bool>();
       std::vector<int64_t> sizes(in.get<uint8_t>());
       for (int64_t& size : sizes) {
         size = in.get<int64_t>();
@@ -68,17 +113,23 @@ at::Tensor Decoder::get_tensor() {
       }
       const at::Tensor& indices = take();
       const at::Tensor& values = take();
-      // What torch's own constructor would check, short of the indices' range: an update or a sum
-      // checks that again.
+      // What torch's own constructor would check, and cheaper.
       const auto dims = static_cast<int64_t>(sizes.size());
-      bool fits = indices.dim() == 2 && indices.scalar_type() == at::kLong && values.dim() >= 1 &&
+      bool fits = indices.device() == values.device() && indices.dim() == 2 &&
+                  indices.scalar_type() == at::kLong && values.dim() >= 1 &&
                   indices.size(1) == values.size(0) && indices.size(0) + values.dim() - 1 == dims;
       for (int64_t i = 1; fits && i < values.dim(); ++i) {
         fits = values.size(i) == sizes[static_cast<size_t>(indices.size(0) + i - 1)];
       }
       if (!fits) wire::Reader::fail("a sparse tensor whose parts do not fit together");
+      const at::Tensor readable = indices.cpu().contiguous();  // mostly the same tensor
+      if (!are_in_range(readable, sizes)) {
+        wire::Reader::fail("a sparse tensor with an index beyond its size");
+      }
+      const c10::OptionalDeviceGuard guard(at::device_of(values));  // torch makes it there
       return at::_sparse_coo_tensor_unsafe(indices, values, sizes,
-                                           values.options().layout(at::kSparse), coalesced);
+                                           values.options().layout(at::kSparse),
+                                           said_coalesced && are_increasing(readable));
     }
   }
   wire::Reader::fail("an unknown kind of tensor");

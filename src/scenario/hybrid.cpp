@@ -32,7 +32,7 @@ using RemoteTable = nn::RemoteModule<EmbeddingTable>;
 using Dense = ddp::DistributedDataParallel<torch::nn::Linear>;
 
 constexpr int64_t kTestBatch = 256;
-constexpr double kStopInterval_s = 0.5;  // between two looks for a SIGTERM
+constexpr double kStopInterval_s = 0.5;  // between two looks for a signal
 
 /// What all trainers begin with.
 struct Beginning {
@@ -44,7 +44,7 @@ struct Beginning {
       std::tuple(&Beginning::progress, &Beginning::dense_state, &Beginning::path);
 };
 
-/// The training is over; from now on a SIGTERM ends a rank at once, unless the job is `stopped` by
+/// The training is over; from now on a signal ends a rank at once, unless the job is `stopped` by
 /// one. Gives back whether it is, then also by one that came here.
 bool end_training(rpc::CallContext& call, bool stopped) {
   auto& stop = call.agent.local<StopSignal>();

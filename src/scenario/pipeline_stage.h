@@ -20,7 +20,7 @@ namespace distrain::scenario {
 struct StageJob {
   double sleep_s = 0;  ///< `--inject stage=…`: in place of a whole batch's pass; 0: none
   std::shared_ptr<StopSignal> stop;
-  bool saves = false;  ///< the job has checkpoints, so the master sees to a SIGTERM
+  bool saves = false;  ///< the job has checkpoints, so the master sees to a signal
 
   /// Steps that wait when the agent is gone would wait, and keep their stage, for ever.
   ~StageJob();

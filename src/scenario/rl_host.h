@@ -43,7 +43,7 @@ class RlHost {
     kTraining,
     kSolved,
     kMissed,   ///< as many episodes as there may be, and not solved
-    kStopped,  ///< by SIGTERM
+    kStopped,  ///< by a signal
   };
   State state() const { return state_; }
 

@@ -23,7 +23,7 @@ struct Task {
   int64_t epoch = 0;     ///< from 1
   int32_t shard = 0;     ///< whose part of the data
   int64_t step = 0;      ///< kTrain: of that shard in the epoch, from 0
-  bool stopped = false;  ///< kEnd: before its time, by SIGTERM
+  bool stopped = false;  ///< kEnd: before its time, by a signal
   static constexpr auto kFields =
       std::tuple(&Task::kind, &Task::epoch, &Task::shard, &Task::step, &Task::stopped);
 };

@@ -30,6 +30,7 @@ bool is_known(FrameKind kind) {
     case FrameKind::kReply:
     case FrameKind::kError:
     case FrameKind::kOneway:
+    case FrameKind::kChunk:
     case FrameKind::kHeartbeat:
     case FrameKind::kFlush:
     case FrameKind::kAbort:

@@ -117,6 +117,53 @@ Directory decode_directory(std::span<const uint8_t> bytes) {
   return directory;
 }
 
+void encode(const RankDevices& devices, Writer& out) {
+  encode(devices.home, out);
+  out.put(devices.type);
+  out.put(devices.count);
+  out.put(static_cast<uint32_t>(devices.maps.size()));
+  for (const RankDevices::Map& map : devices.maps) {
+    out.put(map.peer);
+    encode(map.from, out);
+    encode(map.to, out);
+  }
+}
+
+RankDevices decode_rank_devices(Reader& in) {
+  RankDevices devices;
+  devices.home = decode_device(in);
+  devices.type = in.get<DeviceType>();
+  if (devices.type > DeviceType::kPrivate) Reader::fail("an unknown type of device");
+  devices.count = in.get<uint8_t>();
+  const uint32_t count = in.get_count(2 * sizeof(uint32_t));
+  for (uint32_t i = 0; i < count; ++i) {
+    RankDevices::Map map;
+    map.peer = in.get_string();
+    map.from = decode_device(in);
+    map.to = decode_device(in);
+    devices.maps.push_back(std::move(map));
+  }
+  return devices;
+}
+
+Bytes encode(const std::vector<RankDevices>& devices) {
+  Bytes bytes;
+  Writer out(bytes);
+  out.put(static_cast<uint32_t>(devices.size()));
+  for (const RankDevices& of_rank : devices) encode(of_rank, out);
+  return bytes;
+}
+
+std::vector<RankDevices> decode_all_devices(std::span<const uint8_t> bytes) {
+  Reader in(bytes);
+  std::vector<RankDevices> devices;
+  const uint32_t count = in.get_count(4 * sizeof(uint16_t));
+  devices.reserve(count);
+  for (uint32_t i = 0; i < count; ++i) devices.push_back(decode_rank_devices(in));
+  in.expect_end();
+  return devices;
+}
+
 Bytes encode(const base::Error& error) {
   Bytes bytes;
   Writer out(bytes);

@@ -34,9 +34,25 @@ uint64_t TensorDesc::bytes() const {
   return bytes;
 }
 
+void encode(DeviceRef device, Writer& out) {
+  out.put(device.type);
+  out.put(device.index);
+}
+
+DeviceRef decode_device(Reader& in) {
+  DeviceRef device;
+  device.type = in.get<DeviceType>();
+  device.index = in.get<uint8_t>();
+  if (device.type > DeviceType::kPrivate) Reader::fail("an unknown type of device");
+  if (device.is_cpu() && device.index != 0) Reader::fail("a CPU with a number");
+  return device;
+}
+
 void encode(const TensorDesc& desc, Writer& out) {
   out.put(desc.dtype);
   out.put(static_cast<uint8_t>(desc.sizes.size()));
+  out.put(desc.layout);
+  encode(desc.device, out);
   for (const int64_t size : desc.sizes) out.put(size);
 }
 
@@ -47,6 +63,12 @@ TensorDesc decode_tensor_desc(Reader& in) {
   if (bytes == 0) Reader::fail("an unknown tensor dtype");
   const size_t dimensions = in.get<uint8_t>();
   if (dimensions > kMaxDimensions) Reader::fail("a tensor of too many dimensions");
+  desc.layout = in.get<Layout>();
+  const bool fits = desc.layout == Layout::kRowMajor ||
+                    (desc.layout == Layout::kChannelsLast && dimensions == 4) ||
+                    (desc.layout == Layout::kChannelsLast3d && dimensions == 5);
+  if (!fits) Reader::fail("an unknown layout, or one of other dimensions");
+  desc.device = decode_device(in);
   desc.sizes.reserve(dimensions);
   // The sizes other than 0 must have a product that fits, as torch computes strides from them.
   for (size_t i = 0; i < dimensions; ++i) {
@@ -61,16 +83,18 @@ TensorDesc decode_tensor_desc(Reader& in) {
   return desc;
 }
 
+void PayloadLayout::append(uint64_t more) {
+  const uint64_t offset = align_payload(bytes);
+  offsets.push_back(offset);
+  if (offset < bytes || __builtin_add_overflow(offset, more, &bytes)) {
+    Reader::fail("a payload size that overflows");
+  }
+}
+
 PayloadLayout layout_payload(const std::vector<TensorDesc>& tensors) {
   PayloadLayout layout;
   layout.offsets.reserve(tensors.size());
-  for (const TensorDesc& tensor : tensors) {
-    const uint64_t offset = align_payload(layout.bytes);
-    layout.offsets.push_back(offset);
-    if (offset < layout.bytes || __builtin_add_overflow(offset, tensor.bytes(), &layout.bytes)) {
-      Reader::fail("a payload size that overflows");
-    }
-  }
+  for (const TensorDesc& tensor : tensors) layout.append(tensor.bytes());
   return layout;
 }
 

@@ -1,6 +1,6 @@
 #!/bin/bash
-# ctest: timeout=240
-# --checkpoint and --resume: the same parameters as without a break, damage, SIGTERM, a save cut short.
+# ctest: timeout=300
+# --checkpoint and --resume: the same parameters as without a break, damage, signals, a save cut short.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
@@ -104,9 +104,11 @@ job ps --local --steps 2 --checkpoint "$tmp/first" --resume auto
 expect 0 "--resume auto, nothing there"
 saved "--resume auto, nothing there"
 
-# SIGTERM saves. It goes to the launcher, or by the name to "one rank" or to the ranks "one by one".
-stopped() { # stopped <name> <command> <more>...
-  local name=$1 command=$2 step pid ranks
+# A signal saves. It goes to the launcher, or by the name to "one rank" or to the ranks "one by one".
+stopped() { # stopped <SIGNAL...> <command> <more>...
+  local name=$1 command=$2 step pid ranks signal status
+  signal=${name%%[ ,]*}
+  status=$((128 + $(kill -l "$signal")))
   shift 2
   rm -rf "$tmp/stopped"
   : >"$tmp/out"
@@ -117,22 +119,22 @@ stopped() { # stopped <name> <command> <more>...
   wait_for_lines 4 step "$tmp/out"
   ranks=$(jq -r 'select(.event == "start") | "\(.rank) \(.pid)"' "$tmp/out" 2>/dev/null | sort -n)
   case $name in
-    *"one rank") kill -TERM "$(sed -n 's/^1 //p' <<<"$ranks")" ;;
+    *"one rank") kill -s "$signal" "$(sed -n 's/^1 //p' <<<"$ranks")" ;;
     *"one by one")
       while read -r _ pid; do
-        kill -TERM "$pid" 2>/dev/null
+        kill -s "$signal" "$pid" 2>/dev/null
         sleep 0.1
       done <<<"$ranks"
       ;;
-    *) kill -TERM $launcher ;;
+    *) kill -s "$signal" $launcher ;;
   esac
   wait $launcher
   code=$?
-  expect 143 "$name"
+  expect $status "$name"
   expect_log "$name"
   saved "$name"
-  expect_jq '.[-1] | .status == "failed" and .exit_code == 143 and .signal == "SIGTERM"
-    and .kind == "cancelled" and (.message | test("checkpoint saved in .*step-"))' "$name"
+  expect_jq ".[-1] | .status == \"failed\" and .exit_code == $status and .signal == \"$signal\"
+    and .kind == \"cancelled\" and (.message | test(\"checkpoint saved in .*step-\"))" "$name"
   expect_jq 'all(.[]; .event != "error")' "$name: no error"
   [[ $(wc -l <"$tmp/err") == 1 ]] || fail "$name: not one line on stderr"
   expect_no_process "$name"
@@ -148,6 +150,11 @@ stopped "SIGTERM, async" ps --mode async
 stopped "SIGTERM, ssp" ps --mode ssp --staleness 2
 stopped "SIGTERM, local" ps --local
 stopped "SIGTERM of one rank" ps
+stopped "SIGINT" ps
+stopped "SIGINT, local" rnn --local
+stopped "SIGINT of one rank" ps
+stopped "SIGINT, one by one" ps
+stopped "SIGHUP" ps
 # Each rank must know the one signal that it gets, though the others may have told it before, and it
 # is in the midst of the save or through with it.
 for command in hybrid ps rnn; do

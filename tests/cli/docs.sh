@@ -83,7 +83,19 @@ for page in "$root"/man/*.1; do
     [[ -z $warnings ]] || fail "$page: $warnings"
   fi
 done
-version=$("$distrain" --version | cut -d' ' -f2)
+# README and man page say which devices there are: with --device CUDA, too, without it the CPU only.
+devices_of() { sed -n "/$1/,/$2/p" "$3"; }
+for text in "$(devices_of '^## CPU and GPU' '^## The' "$root/README.md")" \
+  "$(devices_of '^\.SH DEVICES' '^\.SH CHECKPOINTS' "$root/man/distrain.1")"; do
+  grep -q 'CPU' <<<"$text" || fail "README or man/distrain.1 does not say what computes on the CPU"
+  if "$distrain" hybrid --dump-options | jq -e 'any(.options[]; .name == "device")' >/dev/null; then
+    grep -q 'CUDA' <<<"$text" || fail "README or man/distrain.1 says nothing of CUDA"
+  else
+    grep -q 'CPU only' <<<"$text" || fail "README or man/distrain.1 does not say 'CPU only'"
+  fi
+done
+
+version=$("$distrain" --version | sed -n 1p | cut -d' ' -f2)
 for name in "" "${commands[@]/#/-}"; do
   grep -q "^\.TH DISTRAIN${name^^} 1 .*distrain $version" "$root/man/distrain$name.1" ||
     fail "man page distrain$name is not of $version"

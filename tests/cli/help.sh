@@ -16,6 +16,9 @@ text() { # text <name> <words in it>... : the last command printed it and nothin
 run --version
 text version distrain LibTorch
 grep -qE '^distrain [0-9]+\.[0-9]+\.[0-9]+ \(LibTorch [0-9.]+\)$' "$tmp/out" || fail "version: format"
+built="not compiled"
+[[ ! -e $(dirname "$distrain")/libdistrain_cuda.so ]] || built="compiled, never run on a GPU by us"
+grep -qxF "CUDA: $built" "$tmp/out" || fail "version: CUDA"
 for args in --help -h help; do
   run "$args"
   text "$args" Usage: hybrid Examples:

@@ -90,12 +90,15 @@ code=$?
 expect 143 "SIGTERM while it waits"
 [[ -z $(ls "$tmp/tmpdir") ]] || fail "left in TMPDIR: $(ls "$tmp/tmpdir")"
 
-# The progress: only when stderr is a terminal and stdout is not. script(1) makes a terminal.
+# The progress: only when stderr is a terminal and stdout is a file or /dev/null. script(1) makes a
+# terminal.
 # It may leave before the last words of one that has ended have come: hence the pauses.
 if command -v script >/dev/null; then
   export short_run="timeout $limit '$distrain' hybrid ${short[*]}"
   script -qec "$short_run >'$tmp/out'; sleep 0.5" /dev/null >"$tmp/tty" </dev/null
   grep -q 'done: ' "$tmp/tty" || fail "no progress on a terminal"
+  script -qec "$short_run >/dev/null; sleep 0.5" /dev/null >"$tmp/tty" </dev/null
+  grep -q 'done: ' "$tmp/tty" || fail "no progress on a terminal with >/dev/null"
   script -qec "NO_COLOR=1 $short_run >'$tmp/out'; sleep 0.5" /dev/null >"$tmp/tty" </dev/null
   grep -qF $'\x1b[3' "$tmp/tty" && fail "colours in spite of NO_COLOR"
   script -qec "$short_run -q >'$tmp/out'; sleep 0.5" /dev/null >"$tmp/tty" </dev/null
@@ -103,5 +106,9 @@ if command -v script >/dev/null; then
   script -qec "$short_run; sleep 0.5" /dev/null >"$tmp/tty" </dev/null
   tr -d '\r' <"$tmp/tty" >"$tmp/out"
   expect_log "both on a terminal"
+  # What reads a pipe writes to the terminal itself: nothing of ours may come between.
+  script -qec "$short_run | cat; sleep 0.5" /dev/null >"$tmp/tty" </dev/null
+  tr -d '\r' <"$tmp/tty" >"$tmp/out"
+  expect_log "stdout to a pipe whose reader writes to the terminal"
 fi
 finish

@@ -94,6 +94,63 @@ took=$(($(now_ms) - begun))
 # By itself the launcher would go on after 5 s. On a machine that is too slow nothing can be said.
 ((took < 4800 || again - begun > 2500)) || fail "$name: took $took ms"
 
+# Of a job that saves the second signal is the end, though a save might take a minute.
+name="SIGINT twice, with a rank that cannot stop"
+start --checkpoint "$tmp/never" --resume auto
+kill -STOP "$(pid_of 2)"
+begun=$(now_ms)
+kill -INT "$launcher"
+sleep 2.5 # so soon after the first it would be the same one
+gone && fail "$name: ended by the first"
+kill -INT "$launcher"
+ends 130 "$name"
+took=$(($(now_ms) - begun))
+((took < 30000)) || fail "$name: took $took ms"
+
+# A terminal's Ctrl-C goes to the shell and all that it runs. A loop goes on after what exits, with
+# whatever status; it ends after what SIGINT has killed.
+interrupt_loop() { # interrupt_loop <lines> <event> <words of a shell>: sets $code
+  python3 - "$tmp/out" "$tmp/err" "$limit" "$@" <<'END'
+import os, signal, subprocess, sys, time
+out, err, limit, lines, event, words = sys.argv[1:]
+deadline = time.monotonic() + float(limit)
+with open(out, "w") as file, open(err, "w") as errors:
+    shell = subprocess.Popen(
+        ["bash", "-c", f"for i in 1 2; do {words}; echo went on >&2; done"], stdout=file,
+        stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+while open(out).read().count(f'"event":"{event}"') < int(lines) and time.monotonic() < deadline:
+    time.sleep(0.05)
+os.killpg(shell.pid, signal.SIGINT)
+try:
+    sys.exit(128 - shell.wait(2 * float(limit)))
+except subprocess.TimeoutExpired:
+    os.killpg(shell.pid, signal.SIGKILL)
+    sys.exit(1)
+END
+  code=$?
+}
+job="'$distrain' hybrid --epochs 1000000 --log-interval 1"
+saves="$job --checkpoint-every 1000000 --checkpoint"
+for case in launcher joined local saving "saving, through a pipe"; do
+  name="Ctrl-C of a loop: $case"
+  case $case in
+    launcher) interrupt_loop 4 step "$job" ;;
+    joined) interrupt_loop 1 start "'$distrain' hybrid --rank 1 --master-port 1" ;;
+    local) interrupt_loop 2 step "$job --local" ;;
+    saving) interrupt_loop 2 step "$saves '$tmp/interrupted' --local" ;;
+    *) interrupt_loop 4 step "$saves '$tmp/piped' | cat" ;;
+  esac
+  expect 130 "$name"
+  grep -q 'went on' "$tmp/err" && fail "$name: the loop went on"
+  [[ $case == *pipe ]] || expect_log "$name"
+  [[ $case == *pipe ]] || expect_jq '.[-1] | .exit_code == 130 and .signal == "SIGINT"' "$name"
+  expect_no_process "$name"
+done
+for folder in interrupted piped; do
+  [[ -n $(ls "$tmp/$folder") ]] || fail "Ctrl-C: nothing saved in $folder"
+done
+
 name="SIGHUP under nohup"
 : >"$tmp/out"
 (

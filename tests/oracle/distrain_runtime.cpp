@@ -89,7 +89,9 @@ class Ops final : public RemoteOps {
 
 }  // namespace
 
-DistrainRuntime::DistrainRuntime(int world_size) : cluster_(world_size, setup) {}
+DistrainRuntime::DistrainRuntime(int world_size,
+                                 const std::function<void(rpc::AgentOptions&)>& each)
+    : cluster_(world_size, setup, {}, each) {}
 DistrainRuntime::~DistrainRuntime() = default;
 
 std::vector<at::Tensor> DistrainRuntime::gradients(const Graph& graph) {

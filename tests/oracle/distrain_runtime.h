@@ -1,6 +1,6 @@
 #pragma once
 
-#include <memory>
+#include <functional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,9 @@ namespace distrain::oracle {
 /// one process; with a third rank, results of chain() stay on that one.
 class DistrainRuntime {
  public:
-  explicit DistrainRuntime(int world_size);
+  /// `each` as of Cluster.
+  explicit DistrainRuntime(int world_size,
+                           const std::function<void(rpc::AgentOptions&)>& each = {});
   ~DistrainRuntime();
 
   /// As OfficialRuntime::gradients(): those of the leaves and, last, of the table, from a context

@@ -12,8 +12,12 @@ at::Tensor leaf(at::IntArrayRef shape) { return at::randn(shape).requires_grad_(
 at::Tensor numbers(std::vector<int64_t> values) { return at::tensor(values, at::kLong); }
 
 // 16 indices into 10 rows; the last bag begins at 16: it is empty.
-at::Tensor bag_indices() { return numbers({1, 3, 3, 0, 9, 2, 1, 1, 5, 6, 7, 8, 4, 4, 4, 0}); }
-at::Tensor bag_offsets() { return numbers({0, 4, 8, 12, 16}); }
+at::Tensor bag_indices(const at::Tensor& beside) {
+  return numbers({1, 3, 3, 0, 9, 2, 1, 1, 5, 6, 7, 8, 4, 4, 4, 0}).to(beside.device());
+}
+at::Tensor bag_offsets(const at::Tensor& beside) {
+  return numbers({0, 4, 8, 12, 16}).to(beside.device());
+}
 
 // Gives every element of `y` another weight, so that a mixed-up gradient shows.
 at::Tensor weighted_sum(const at::Tensor& y) {
@@ -81,7 +85,7 @@ std::vector<Graph> graphs() {
       });
 
   add("an argument without gradient", {leaf({3})}, [](RemoteOps& ops, const Leaves& leaves) {
-    return weighted_sum(ops.mul(leaves[0], at::arange(3, at::kFloat)));
+    return weighted_sum(ops.mul(leaves[0], at::arange(3, leaves[0].options())));
   });
 
   add("a leaf that the loss does not use", {leaf({3}), leaf({3})},
@@ -98,23 +102,33 @@ std::vector<Graph> graphs() {
             (sparse ? "sparse" : "dense"),
         {leaf({10, 3}), leaf({3, 2})}, [sparse](RemoteOps& ops, const Leaves& leaves) {
           const at::Tensor sums =
-              ops.embedding_bag(leaves[0], bag_indices(), bag_offsets(), sparse);
+              ops.embedding_bag(leaves[0], bag_indices(leaves[0]), bag_offsets(leaves[0]), sparse);
           return weighted_sum(sums.matmul(leaves[1]).tanh());
         });
   }
 
   add("a lookup in a remote table whose last bag is empty", {leaf({3, 2})},
       [](RemoteOps& ops, const Leaves& leaves) {
-        return weighted_sum(ops.lookup(bag_indices(), bag_offsets()).matmul(leaves[0]).tanh());
+        return weighted_sum(
+            ops.lookup(bag_indices(leaves[0]), bag_offsets(leaves[0])).matmul(leaves[0]).tanh());
       });
 
   add("two lookups in one remote table", {leaf({3, 2})}, [](RemoteOps& ops, const Leaves& leaves) {
-    const at::Tensor first = ops.lookup(bag_indices(), bag_offsets());
-    const at::Tensor second = ops.lookup(bag_offsets().clamp_max(9), numbers({0, 1, 2, 3, 4}));
+    const at::Tensor first = ops.lookup(bag_indices(leaves[0]), bag_offsets(leaves[0]));
+    const at::Tensor second = ops.lookup(bag_offsets(leaves[0]).clamp_max(9),
+                                         numbers({0, 1, 2, 3, 4}).to(leaves[0].device()));
     return weighted_sum((first + second.exp()).matmul(leaves[0]));
   });
 
   return all;
+}
+
+Graph on_device(const Graph& graph, c10::Device device) {
+  const auto there = [&](const at::Tensor& t) { return t.detach().to(device).requires_grad_(); };
+  Graph moved = graph;
+  for (at::Tensor& leaf : moved.leaves) leaf = there(leaf);
+  moved.table = there(graph.table);
+  return moved;
 }
 
 std::vector<at::Tensor> local_gradients(const Graph& graph) {

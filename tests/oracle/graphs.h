@@ -22,6 +22,9 @@ struct Graph {
 /// The graphs of issue 3 and their relatives.
 std::vector<Graph> graphs();
 
+/// The same numbers on a device.
+Graph on_device(const Graph& graph, c10::Device device);
+
 /// The gradients of the leaves and, last, of the table, by plain autograd; undefined where a tensor
 /// has no part in the loss.
 std::vector<at::Tensor> local_gradients(const Graph& graph);

@@ -28,18 +28,29 @@ using OfficialReply = c10::intrusive_ptr<c10::ivalue::Future>;
 inline std::string official_name(int rank) { return "worker" + std::to_string(rank); }
 
 /// Starts the agent of this process: there can be only one, it is torch's global. `transport` is
-/// "shm", "uv" (TCP), or empty for what torch chooses.
+/// "shm", "uv" (TCP), or empty for what torch chooses. With a GPU's number, tensors on that GPU
+/// arrive on the same one everywhere.
 inline OfficialAgent start_official_agent(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                          int world_size, const std::string& transport) {
+                                          int world_size, const std::string& transport,
+                                          std::optional<c10::Device> gpu = std::nullopt) {
   namespace rpc = official::rpc;
   std::optional<std::vector<std::string>> transports;
   if (!transport.empty()) transports.emplace({transport});
   rpc::TensorPipeRpcBackendOptions options(/*numWorkerThreads=*/4, transports, std::nullopt,
                                            /*rpcTimeout=*/60, "env://");
+  std::vector<c10::Device> devices;
+  std::unordered_map<std::string, rpc::DeviceMap> maps;
+  if (gpu) {
+    devices.push_back(*gpu);
+    for (int peer = 0; peer < world_size; ++peer) {
+      if (peer != rank) maps[official_name(peer)] = {{*gpu, *gpu}};
+    }
+    options.deviceMaps = maps;
+    options.devices = devices;
+  }
   auto agent = std::make_shared<rpc::TensorPipeAgent>(
-      store, official_name(rank), static_cast<rpc::worker_id_t>(rank), world_size, options,
-      std::unordered_map<std::string, rpc::DeviceMap>{}, std::vector<c10::Device>{},
-      std::make_unique<rpc::RequestCallbackNoPython>());
+      store, official_name(rank), static_cast<rpc::worker_id_t>(rank), world_size, options, maps,
+      devices, std::make_unique<rpc::RequestCallbackNoPython>());
   rpc::RpcAgent::setCurrentRpcAgent(agent);
   official::autograd::DistAutogradContainer::init(rank);
   agent->setTypeResolver(

@@ -1,8 +1,11 @@
 // The simulated accelerator itself: what others rely on in their tests on it.
 // ctest: timeout=120
 #include <csignal>
+#include <thread>
+#include <vector>
 
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -189,6 +192,63 @@ TEST_CASE("the allocator tells its peak, and when there is no more") {
   CHECK_THROWS_AS(at::empty({1 << 22}, at::TensorOptions().device(sim(3))), c10::OutOfMemoryError);
   set_sim_memory_limit(INT64_MAX);
   CHECK_NOTHROW(at::empty({1 << 22}, at::TensorOptions().device(sim(3))));
+}
+
+TEST_CASE("torch's own pinned memory is pinned") {
+  const Drained drained;
+  const at::Tensor host = at::ones({4}).pin_memory();
+  REQUIRE(host.is_pinned());
+  const at::Tensor a = host.to(sim(), /*non_blocking=*/true);
+  host.fill_(2);
+  CHECK(a.sum().item<float>() == 8);
+  CHECK_FALSE(at::ones({4}).is_pinned());
+}
+
+TEST_CASE("memory that is not pinned is staged when it is copied in") {
+  const Drained drained;
+  const at::Tensor host = at::ones({4});
+  const at::Tensor a = host.to(sim(), /*non_blocking=*/true);
+  host.fill_(2);
+  CHECK(a.sum().item<float>() == 4);
+}
+
+TEST_CASE("a random tensor needs no wait, is the generator's, and comes late") {
+  const Drained drained;
+  at::Generator first = at::make_generator<at::CPUGeneratorImpl>(7);
+  at::Generator second = at::make_generator<at::CPUGeneratorImpl>(7);
+  const at::Tensor a = at::empty({100}, at::TensorOptions().device(sim())).uniform_(-1, 1, first);
+  CHECK(at::equal(a.cpu(), at::empty({100}).uniform_(-1, 1, second)));
+}
+
+TEST_CASE("shapes that depend on values, and outputs without a shape, come right") {
+  const Drained drained;
+  const at::Tensor a = at::tensor({1.F, 0.F, 3.F}).to(sim(1));
+  CHECK(at::equal(a.nonzero().cpu(), at::tensor({0, 2}, at::kLong).unsqueeze(1)));
+  CHECK(at::equal(a.masked_select(a > 0).cpu(), at::tensor({1.F, 3.F})));
+  CHECK(at::equal(at::arange(5, a.options()).cpu(), at::arange(5, at::kFloat)));
+  CHECK(at::equal(a, a.clone()));
+  CHECK_FALSE(at::equal(a, a + 1));
+}
+
+TEST_CASE("several threads use the devices at once") {
+  const Drained drained;
+  constexpr int kThreads = 4;
+  std::vector<double> sums(kThreads);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([t, &sums] {
+      const c10::StreamGuard guard(rpc::side_stream(sim(t % 2)));
+      at::Tensor sum = at::zeros({64}, at::TensorOptions().device(sim(t % 2)));
+      for (int i = 0; i < 200; ++i) {
+        const at::Tensor part = at::full({64}, t + 1).to(sim(t % 2), /*non_blocking=*/true);
+        sum.add_(part.to(sim(2 + t % 2)).to(sim(t % 2)));
+      }
+      sums[static_cast<size_t>(t)] = sum.sum().item<double>();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (int t = 0; t < kThreads; ++t) CHECK(sums[static_cast<size_t>(t)] == 200 * 64 * (t + 1));
+  CHECK(sim_counters().device_to_device.number == kThreads * 200 * 2);
 }
 
 TEST_CASE("tensors of two devices do not mix") {

@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -76,6 +77,8 @@ class Queue {
 Queue& queue_of(const c10::Stream& stream);
 Queue& queue_of(int device, int64_t stream);
 int current_device();
+/// Random numbers are the CPU's.
+const at::Generator& default_generator(int device);
 c10::Stream current_stream(int device);
 Queue& current_queue(c10::Device device);
 
@@ -87,6 +90,9 @@ bool is_pinned(const void* pointer);
 char* host_of(const void* pointer);
 Block* block_of(const void* pointer);
 void record_use(const void* pointer, const c10::Stream& stream);
+
+/// Whether the wait that is being asked for is one that a test leaves out on purpose.
+bool wait_is_dropped();
 
 // Counters, under the Lock.
 SimCounters& counters();

@@ -247,7 +247,9 @@ class Call {
       writes_.push_back(argument.alias_info() && argument.alias_info()->isWrite());
     }
     for (const auto& result : schema.returns()) {
-      in_place_ = in_place_ && result.alias_info() && result.alias_info()->isWrite();
+      TORCH_CHECK(!result.alias_info() || result.alias_info()->isWrite(), schema.name(),
+                  " gives a view: on sim by hand only");
+      in_place_ = in_place_ && result.alias_info();
     }
   }
 
@@ -343,6 +345,7 @@ class Call {
     std::vector<at::Tensor> outputs;
     const auto output = [&](const at::Tensor& shape) {
       if (!shape.defined()) return shape;
+      TORCH_CHECK(shape.layout() == at::kStrided, op_.schema().name(), " on sim by hand only");
       at::Tensor made = empty_on(launch.device(), shape);
       outputs.push_back(launch.operand(made));
       return made;
@@ -378,6 +381,10 @@ class Call {
                                    : map_tensors(aliases[i], [&](const at::Tensor& alias) {
                                        return changed.emplace_back(alias, alias.clone()).second;
                                      }));
+    }
+    for (size_t i = 0; i < values.size(); ++i) {
+      const bool generator = op_.schema().arguments()[i].name() == "generator";
+      if (generator && values[i].isNone()) values[i] = default_generator(launch.device().index());
     }
     values = computed(std::move(values));
     if (in_place_) {

@@ -3,6 +3,7 @@
 #include <tuple>
 
 #include <ATen/ATen.h>
+#include <ATen/NativeFunctions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/native/ConvUtils.h>
 #include <torch/library.h>
@@ -167,6 +168,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_backward_overrideable", convolution_backward);
   m.impl("native_batch_norm", batch_norm);
   m.impl("native_batch_norm_backward", batch_norm_backward);
+  m.impl("_embedding_bag_backward", at::native::_embedding_bag_backward_symint);
   m.impl("_thnn_fused_lstm_cell", lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
 }

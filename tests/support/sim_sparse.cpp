@@ -3,6 +3,7 @@
 #include <ATen/NativeFunctions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/native/SparseTensorUtils.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include "support/sim_internal.h"
@@ -94,16 +95,42 @@ Tensor clone(const Tensor& self, std::optional<at::MemoryFormat>) {
 
 Tensor& zero_(Tensor& self) { return at::native::zero_sparse_(self); }
 
+// A new sparse tensor is of the current device.
+
+Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype,
+             std::optional<at::Layout> layout, std::optional<at::Device> device,
+             std::optional<bool> pinned, std::optional<at::MemoryFormat> format) {
+  const c10::OptionalDeviceGuard guard(device);
+  return at::native::empty_sparse_symint(size, dtype, layout, device, pinned, format);
+}
+
+Tensor with_dims(int64_t sparse_dim, int64_t dense_dim, c10::IntArrayRef size,
+                 std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+                 std::optional<at::Device> device, std::optional<bool> pinned) {
+  const c10::OptionalDeviceGuard guard(device);
+  return at::native::new_with_dims_sparse(sparse_dim, dense_dim, size, dtype, layout, device,
+                                          pinned);
+}
+
+Tensor with_tensors(int64_t sparse_dim, int64_t dense_dim, c10::SymIntArrayRef size,
+                    const Tensor& indices, const Tensor& values,
+                    std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+                    std::optional<at::Device> device, std::optional<bool> pinned,
+                    std::optional<bool> coalesced) {
+  const c10::DeviceGuard guard(values.device());
+  return at::native::new_with_dims_and_tensor_sparse_symint(
+      sparse_dim, dense_dim, size, indices, values, dtype, layout, device, pinned, coalesced);
+}
+
 void unknown(const c10::OperatorHandle& op, torch::jit::Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, op.schema().name(), " of sparse tensors on sim");
 }
 
 TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
-  m.impl("empty.memory_format", at::native::empty_sparse_symint);
+  m.impl("empty.memory_format", empty);
   m.impl("empty_like", at::native::empty_like_sparse_coo);
-  m.impl("_sparse_coo_tensor_with_dims_and_tensors",
-         at::native::new_with_dims_and_tensor_sparse_symint);
-  m.impl("_sparse_coo_tensor_with_dims", at::native::new_with_dims_sparse);
+  m.impl("_sparse_coo_tensor_with_dims_and_tensors", with_tensors);
+  m.impl("_sparse_coo_tensor_with_dims", with_dims);
   m.impl("sparse_resize_", at::native::sparse_resize_);
   m.impl("sparse_resize_and_clear_", at::native::sparse_resize_and_clear_);
   m.impl("resize_as_sparse_", at::native::resize_as_sparse_);

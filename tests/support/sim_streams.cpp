@@ -1,6 +1,8 @@
 #include <atomic>
 #include <mutex>
 
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -108,26 +110,27 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
+    if (wait_is_dropped()) return;
     const Lock lock;
     if (!*event) *event = new Event;
     Queue& queue = queue_of(stream);
     *static_cast<Event*>(*event) = {&queue, queue.end()};
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (!event) return;
+    if (!event || wait_is_dropped()) return;
     const Lock lock;
     ++counters().waits;
     const Event& point = *static_cast<Event*>(event);
     queue_of(stream).add_wait(*point.queue, point.point);
   }
   bool queryEvent(void* event) const override {
-    if (!event) return true;
+    if (!event || wait_is_dropped()) return true;
     const Lock lock;
     const Event& point = *static_cast<Event*>(event);
     return step(*point.queue, point.point);
   }
   void synchronizeEvent(void* event) const override {
-    if (!event) return;
+    if (!event || wait_is_dropped()) return;
     const Lock lock;
     const Event point = *static_cast<Event*>(event);
     wait_for(*point.queue, point.point);
@@ -138,7 +141,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 
   void recordDataPtrOnStream(const c10::DataPtr& pointer,
                              const c10::Stream& stream) const override {
-    if (pointer) record_use(pointer.get(), stream);
+    if (pointer && !wait_is_dropped()) record_use(pointer.get(), stream);
   }
 
  private:
@@ -179,6 +182,12 @@ class Hooks final : public at::PrivateUse1HooksInterface {
     TORCH_CHECK(block, "this is no memory of the simulated accelerator");
     return sim(block->device);
   }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
+    return default_generator(device < 0 ? device_now : checked(device));
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override {
+    return at::make_generator<at::CPUGeneratorImpl>();
+  }
   bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
@@ -197,6 +206,9 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   c10::register_privateuse1_backend("sim");
   c10::SetAllocator(kSim, &device_allocator());
+  // The work is small, and ranks are threads of this process: a kernel's own threads would do
+  // little but wait for each other.
+  at::set_num_threads(1);
   return true;
 }();
 
@@ -269,6 +281,17 @@ Queue& queue_of(const c10::Stream& stream) {
 }
 
 int current_device() { return device_now; }
+
+const at::Generator& default_generator(int device) {
+  static const auto& made = *new auto([] {
+    std::array<at::Generator, kSimDevices> generators;
+    for (at::Generator& generator : generators) {
+      generator = at::make_generator<at::CPUGeneratorImpl>();
+    }
+    return generators;
+  }());
+  return made.at(static_cast<size_t>(device));
+}
 
 c10::Stream current_stream(int device) {
   return stream_of(device, stream_now.at(static_cast<size_t>(device)));

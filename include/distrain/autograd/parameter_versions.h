@@ -10,6 +10,8 @@
 
 namespace distrain::autograd {
 
+class Runtime;
+
 // Note [Parameter versions]
 //
 // Torch's graph keeps the parameters that its backward will need, and refuses to use one that was
@@ -23,6 +25,9 @@ namespace distrain::autograd {
 // So a parameter must lie in its storage alone: a view of it that somebody keeps, or a tied weight
 // in another tensor, would be left behind with the old values.
 //
+// On an accelerator reads and updates wait for each other's streams: for those of the parameters on
+// the agent's device from the start, for those of others from version() and unshare() on.
+//
 // Row-wise updates of embedding tables are always made in place: the sparse backward of a lookup
 // does not save the table, and a table may be too big to copy.
 
@@ -30,12 +35,15 @@ namespace distrain::autograd {
 class ParameterRead {
  public:
   explicit ParameterRead(rpc::Agent& agent);
+  ParameterRead(const ParameterRead&) = delete;
+  ParameterRead& operator=(const ParameterRead&) = delete;
 
   /// `parameter` (a leaf) as it is now, for one forward pass; see the note. A leaf that requires no
   /// gradient gives one that requires none either.
   at::Tensor version(const at::Tensor& parameter) const;
 
  private:
+  Runtime& runtime_;
   std::shared_lock<std::shared_mutex> lock_;
 };
 
@@ -47,12 +55,15 @@ std::vector<at::Tensor> current_versions(rpc::Agent& agent,
 class ParameterUpdate {
  public:
   explicit ParameterUpdate(rpc::Agent& agent);
+  ParameterUpdate(const ParameterUpdate&) = delete;
+  ParameterUpdate& operator=(const ParameterUpdate&) = delete;
 
   /// Makes it safe to write to all of `parameter` in place: it moves to a copy if a pass in flight
   /// has saved a version of it. Gives back whether it moved.
   bool unshare(const at::Tensor& parameter) const;
 
  private:
+  Runtime& runtime_;
   std::unique_lock<std::shared_mutex> lock_;
 };
 

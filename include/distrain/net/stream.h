@@ -45,6 +45,8 @@ class Stream {
     /// Exactly once, last: peer_lost when the other side closed, protocol for bytes that are not a
     /// frame, cancelled after our own close().
     std::function<void(const base::Error&)> on_close;
+    /// Memory for the body of a frame, of body_bytes(); null: the loop's. May be empty.
+    std::function<base::BufferPtr(const wire::FrameHeader&)> allocate = {};
   };
 
   virtual ~Stream() = default;

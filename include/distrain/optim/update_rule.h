@@ -54,7 +54,7 @@ struct OptimizerFields {
 };
 
 /// What an optimizer keeps for one parameter, by the names of PyTorch's optimizers: `step` (int64
-/// scalar), `momentum_buffer`, `sum`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq`.
+/// scalar, on the CPU), `momentum_buffer`, `sum`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq`.
 using ParameterState = std::map<std::string, at::Tensor>;
 
 /// The squared L2 norm of all of them together, in double; undefined ones are left out, repeated
@@ -94,7 +94,7 @@ class UpdateRule {
 
   /// What is kept for parameter `i`: the tensors themselves, which the next update changes.
   ParameterState state(size_t i) const;
-  /// Puts copies in its place. Throws `bad_data` for a state of another rule or shape.
+  /// Puts copies there, on the parameter's device. Throws `bad_data`: of another rule or shape.
   void load_state(size_t i, const at::Tensor& parameter, const ParameterState& state);
 
  protected:

@@ -11,6 +11,7 @@
 #include "distrain/base/trace.h"
 #include "distrain/rpc/autograd_hook.h"
 #include "distrain/rpc/channel.h"
+#include "distrain/rpc/device.h"
 #include "distrain/rpc/function_traits.h"
 #include "distrain/rpc/rref.h"
 #include "distrain/rpc/serialize.h"
@@ -18,6 +19,14 @@
 namespace distrain::rpc {
 
 class AgentCore;
+
+/// Where tensors on devices of this rank arrive on another one: own device, the peer's. One to one;
+/// what the peer sends back, in replies and gradients, goes the same way. CPU tensors always arrive
+/// on the CPU.
+struct DeviceMap {
+  std::string peer;  ///< a rank's name
+  std::vector<std::pair<c10::Device, c10::Device>> devices;
+};
 
 struct AgentOptions {
   int rank = 0;
@@ -34,6 +43,11 @@ struct AgentOptions {
   std::chrono::nanoseconds join_timeout = std::chrono::seconds(300);
   /// A peer that is silent for so long is lost; zero: only a closed connection tells.
   std::chrono::nanoseconds peer_timeout = std::chrono::seconds(5);
+  /// This rank's device, if it has one: tensors on it arrive on the device of the rank that they
+  /// are sent to, which is then an accelerator, too. Others need a map; a tensor on a device that
+  /// has no way to its receiver is `invalid`. Nothing is ever copied to the CPU unasked.
+  c10::Device device = c10::kCPU;
+  std::vector<DeviceMap> device_maps;
   /// Fault injection: each call that this agent makes is sent so much later.
   std::chrono::nanoseconds call_delay{0};
   /// Records what this rank does, once started; null: nothing. On all ranks or on none.
@@ -143,6 +157,12 @@ class Agent {
   T& local() const {
     return *static_cast<T*>(local_erased(typeid(T)));
   }
+
+  /// In place of AgentOptions::device; at the latest in the `prepare` of join().
+  void set_device(c10::Device device);
+  c10::Device device() const;
+  /// That of any rank, as that one numbers it; after join().
+  std::string device_of(int rank) const;
 
   /// Meets the other ranks; returns when all are connected to all. Throws rendezvous, protocol, ….
   /// `prepare` runs once job_options() are known, before any other rank can call this one.

@@ -3,18 +3,33 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
 #include "distrain/base/buffer.h"
 #include "distrain/net/stream.h"
+#include "distrain/rpc/device.h"
 #include "distrain/wire/codec.h"
 #include "distrain/wire/frame.h"
+#include "distrain/wire/tensor_desc.h"
 
 namespace distrain::rpc {
 
+class DeviceStager;
 class RRefHandle;
+
+// Note [Tensors of devices]
+//
+// A tensor's descriptor says on which device of the receiver it is to arrive. Those for the CPU lie
+// in the frame's payload. Those for one other device lie packed as one transfer: all of it but the
+// last megabyte at the most goes ahead of the message, in kChunk frames of a megabyte each, which
+// other frames may come between; the rest goes in the message's payload, behind the tensors for the
+// CPU. So the copy of one chunk from the sender's device, the way of the one before over the
+// network, and the copy of the one before that to the receiver's device go on at the same time.
+// Behind the descriptors and gradient bits of the message stands each transfer's number (u64; 0: it
+// had no chunks), in the order in which their devices first come up.
 
 /// An RRef on its way: see Note [RRef protocol] in src/rpc/rref_context.h.
 struct RRefTicket {
@@ -26,16 +41,17 @@ struct RRefTicket {
 };
 
 /// What is sent: bytes, and beside them the tensors and RRefs that the bytes refer to by position.
-/// Tensors are dense and contiguous CPU tensors by then; only their own elements travel, never the
-/// whole storage of a view.
+/// Tensors are dense and without gaps by then; only their own elements travel, never the whole
+/// storage of a view.
 struct OutMessage {
   wire::Bytes body;
   std::vector<at::Tensor> tensors;
-  std::vector<bool> requires_grad;  ///< by tensor, as the sender had it
+  std::vector<wire::DeviceRef> devices;  ///< by tensor: where it arrives
+  std::vector<bool> requires_grad;       ///< by tensor, as the sender had it
   std::vector<RRefTicket> rrefs;
 };
 
-/// What was received. Tensors lie in the receive buffer itself and keep it alive.
+/// What was received. Tensors for the CPU lie in the receive buffer itself and keep it alive.
 struct InMessage {
   wire::FrameHeader header;
   int from = -1;
@@ -46,16 +62,28 @@ struct InMessage {
   /// Those of the tickets, once received. What nobody decodes is let go with the message.
   std::vector<std::shared_ptr<RRefHandle>> rrefs;
   std::shared_ptr<const void> storage;  ///< what `body` points into
+  /// By device, from when on its tensors are there.
+  std::vector<std::pair<c10::Device, StreamPoint>> arrivals;
+
+  /// This thread's current streams go on when the tensors are there. For whoever is to use them.
+  void await_arrivals();
 };
 
+/// Whether any of its tensors is not on the CPU.
+bool has_device_tensors(const OutMessage& message);
+std::vector<wire::TensorDesc> describe(const OutMessage& message);
+
 /// Makes the frame: meta is the tensors' descriptors, with an autograd id one bit a tensor (does it
-/// require a gradient), then the RRefs (u32 count, for each u64 id · i32 owner · u8 mode · u64 fork
-/// · i32 parent), then the body. Tensors stay alive until they are written.
-net::OutFrame to_frame(OutMessage message, wire::FrameHeader header);
+/// require a gradient), the transfers' numbers, then the RRefs (u32 count, for each u64 id · i32
+/// owner · u8 mode · u64 fork · i32 parent), then the body. Tensors stay alive until they are
+/// written. `transfers` and `rests` are those of Note [Tensors of devices], by device.
+net::OutFrame to_frame(OutMessage message, wire::FrameHeader header,
+                       const std::vector<uint64_t>& transfers = {},
+                       const std::vector<base::BufferPtr>& rests = {});
 
 /// Throws `protocol` if descriptors and payload do not fit together. Makes tensors: not on the
 /// loop.
-InMessage from_frame(net::InFrame frame, int from);
+InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager);
 
 /// The same without a wire, for a message to oneself; tensors are copied as a wire would.
 InMessage to_self(OutMessage message, wire::FrameHeader header, int rank);

@@ -18,6 +18,7 @@
 
 namespace distrain::rpc {
 
+class DeviceTable;
 class RRefContext;
 
 /// Where values are written to on their way out.
@@ -28,9 +29,10 @@ struct Encoder {
 
   OutMessage& message;
   wire::Writer out;
-  RRefContext* rrefs = nullptr;  ///< of the sending agent
-  int to = -1;                   ///< the rank that will read it
-  bool is_argument = false;      ///< of a call, which keeps what it sends alive until the reply
+  RRefContext* rrefs = nullptr;          ///< of the sending agent
+  const DeviceTable* devices = nullptr;  ///< likewise; null: only tensors on the CPU travel
+  int to = -1;                           ///< the rank that will read it
+  bool is_argument = false;  ///< of a call, which keeps what it sends alive until the reply
   /// What must live until the call is answered.
   std::vector<std::shared_ptr<const void>> holds;
 };

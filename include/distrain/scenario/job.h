@@ -55,7 +55,7 @@ struct Job {
   double join_timeout_s = 300;
   double peer_timeout_s = 5;
   Injection inject;
-  /// SIGTERM, for jobs that save before they end. Never null.
+  /// SIGINT, SIGTERM and SIGHUP, for jobs that save before they end. Never null.
   std::shared_ptr<StopSignal> stop = std::make_shared<StopSignal>();
   OptionMap given;      ///< job options that the user gave to this rank
   OptionMap effective;  ///< all job options, defaults filled in; rank 0's hold for the job
@@ -64,7 +64,8 @@ struct Job {
 /// What `end` and `rank_end` say beyond the common fields: counters and the job's metrics.
 struct Outcome {
   Json fields = Json::object();
-  /// The job saw to a SIGTERM: it saved what it had and ended in good order. `message` says where.
+  /// The job saw to a signal to stop: it saved what it had and ended in good order. `message` says
+  /// where.
   bool stopped = false;
   /// The job ended in good order, but without what it was for. `message` says what is missing.
   bool goal_missed = false;

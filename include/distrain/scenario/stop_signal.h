@@ -8,11 +8,13 @@
 
 namespace distrain::scenario {
 
-/// A SIGTERM so soon after another is the same one: timeout(1), Slurm and systemd signal a process
-/// and its group, and the launcher passes on what its ranks may have had already.
+/// A signal that ends jobs, so soon after another, is the same one: timeout(1), Slurm and systemd
+/// signal a process and its group, a terminal that closes and its shell both do, and the launcher
+/// passes on what its ranks may have had already.
 inline constexpr auto kSameSignal = std::chrono::seconds(2);
 
-/// How SIGTERM reaches a job that wants to save before it ends. Thread-safe, but for heeds().
+/// How SIGINT, SIGTERM and SIGHUP reach a job that wants to save before it ends. Thread-safe, but
+/// for heeds().
 class StopSignal {
  public:
   /// From now on the job looks at requested() at every step and ends by itself. Before, and for
@@ -40,10 +42,14 @@ class StopSignal {
   /// Whether a request() would be seen to.
   bool armed() const { return state_ == State::kArmed; }
 
-  /// This process has got a SIGTERM. True if the job sees to it; otherwise it ends the process.
-  /// Called by one thread.
-  bool heeds(base::TimePoint now) {
+  /// The signal that this process has got itself, if the job saw to it; 0 where another rank told.
+  int number() const { return number_; }
+
+  /// This process has got the signal `number`. True if the job sees to it; otherwise it ends the
+  /// process. Called by one thread.
+  bool heeds(int number, base::TimePoint now) {
     const bool is_first = heeded_ == base::TimePoint{};
+    if (is_first) number_ = number;  // before request(), or the job might end without it
     if (request() || (is_first && requested())) {
       heeded_ = now;
       return true;
@@ -55,7 +61,8 @@ class StopSignal {
   enum class State : uint8_t { kUnarmed, kArmed, kStopping, kOver };
 
   std::atomic<State> state_{State::kUnarmed};
-  base::TimePoint heeded_{};  // the first SIGTERM that the job saw to; by the thread of heeds()
+  std::atomic<int> number_{0};
+  base::TimePoint heeded_{};  // the first signal that the job saw to; by the thread of heeds()
 };
 
 }  // namespace distrain::scenario

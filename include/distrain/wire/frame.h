@@ -14,13 +14,17 @@ namespace distrain::wire {
 ///   offset  size  field
 ///        0     4  magic            "DTRN"
 ///        4     2  kind             FrameKind
-///        6     2  channel          kOneway: the channel's number; otherwise 0
+///        6     2  channel          kOneway: the channel's number; kChunk: the device's type and,
+///                                  times 256, its index; otherwise 0
 ///        8     4  meta_bytes       length of meta
 ///       12     4  tensor_count     tensors in the payload; their descriptors begin meta
 ///       16     8  payload_bytes    length of the payload, paddings between tensors included
-///       24     8  call_id          kCall, kReply, kError: pairs them; kOneway: tag a
-///       32     8  context_id       distributed autograd context, 0: none; kOneway: tag b
-///       40     8  autograd_id      pair of send and recv nodes, 0: none; kOneway: tag c
+///       24     8  call_id          kCall, kReply, kError: pairs them; kOneway: tag a; kChunk: the
+///                                  transfer that it is of
+///       32     8  context_id       distributed autograd context, 0: none; kOneway: tag b; kChunk:
+///                                  where it begins in the transfer
+///       40     8  autograd_id      pair of send and recv nodes, 0: none; kOneway: tag c; kChunk:
+///                                  bytes of the whole transfer
 ///       48        meta             `tensor_count` TensorDescs (tensor_desc.h), then the body
 ///        +        zeros            up to a multiple of 64 counted from byte 48; only if
 ///                                  payload_bytes > 0
@@ -30,7 +34,7 @@ namespace distrain::wire {
 /// used where they were received.
 inline constexpr uint32_t kMagic = 0x4E525444;  // "DTRN"
 inline constexpr size_t kHeaderBytes = 48;
-inline constexpr uint32_t kProtocolVersion = 1;
+inline constexpr uint32_t kProtocolVersion = 2;
 
 enum class FrameKind : uint16_t {
   // Handshake and rendezvous (handshake.h)
@@ -44,6 +48,7 @@ enum class FrameKind : uint16_t {
   kReply = 17,
   kError = 18,
   kOneway = 19,
+  kChunk = 20,  // of a message that is yet to come: Note [Tensors of devices] in rpc/message.h
   // Life of a connection
   kHeartbeat = 32,
   kFlush = 33,

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <compare>
 #include <cstdint>
 #include <vector>
 
@@ -30,29 +31,61 @@ enum class DType : uint8_t {
 /// Bytes an element; 0 for a number that is no DType.
 size_t element_bytes(DType dtype);
 
-/// A dense, contiguous tensor in a frame's payload.
+/// The order in which a tensor's elements travel and lie in the receiver's memory.
+enum class Layout : uint8_t {
+  kRowMajor = 0,
+  kChannelsLast = 1,    ///< torch's, of four dimensions: N, H, W, C
+  kChannelsLast3d = 2,  ///< of five: N, D, H, W, C
+};
+
+enum class DeviceType : uint8_t { kCpu = 0, kCuda = 1, kPrivate = 2 };
+
+/// A device of the receiver: u8 type · u8 index.
+struct DeviceRef {
+  DeviceType type = DeviceType::kCpu;
+  uint8_t index = 0;
+
+  bool is_cpu() const { return type == DeviceType::kCpu; }
+  friend auto operator<=>(const DeviceRef&, const DeviceRef&) = default;
+};
+
+void encode(DeviceRef device, Writer& out);
+/// Throws `protocol` for an unknown type, and for a CPU with an index.
+DeviceRef decode_device(Reader& in);
+
+/// A dense tensor without gaps, as it travels.
 ///
-///   u8 dtype · u8 dimensions · dimensions × i64 size
+///   u8 dtype · u8 dimensions · u8 layout · DeviceRef · dimensions × i64 size
 ///
-/// Its elements lie in the payload in row-major order. The first tensor begins at the payload's
-/// start, each further one at the next multiple of 64.
+/// The elements of those that go to the CPU lie in the frame's payload in the order of their
+/// layout, the first at the payload's start, each further one at the next multiple of 64. For those
+/// that go to another device see Note [Tensors of devices] in rpc/message.h.
 struct TensorDesc {
   DType dtype = DType::kFloat32;
   std::vector<int64_t> sizes;
+  Layout layout = Layout::kRowMajor;
+  DeviceRef device;
 
   uint64_t bytes() const;  ///< of its elements
 };
 
+/// The fewest bytes that a descriptor takes.
+inline constexpr size_t kMinTensorDescBytes = 5;
+
 void encode(const TensorDesc& desc, Writer& out);
 
-/// Throws `protocol` for an unknown dtype, too many dimensions, a negative size or a product of
-/// sizes that does not fit.
+/// Throws `protocol` for an unknown dtype, layout or device, too many dimensions, a layout of other
+/// dimensions, a negative size or a product of sizes that does not fit.
 TensorDesc decode_tensor_desc(Reader& in);
 
-/// Byte offsets of the tensors in a payload, and its length. Throws `protocol` on overflow.
+/// Byte offsets of tensors that lie one after the other, each at a multiple of 64, and the length
+/// of it all.
 struct PayloadLayout {
   std::vector<uint64_t> offsets;
   uint64_t bytes = 0;
+
+  /// Puts `more` bytes behind. Throws `protocol` on overflow.
+  void append(uint64_t more);
 };
 PayloadLayout layout_payload(const std::vector<TensorDesc>& tensors);
 

@@ -32,6 +32,14 @@ inline void setup(rpc::Agent& agent) {
   agent.expose<&nap>("nap");
 }
 
+/// The body of kMeshReady of a rank without devices.
+inline wire::Bytes no_devices() {
+  wire::Bytes bytes;
+  wire::Writer out(bytes);
+  encode(wire::RankDevices{}, out);
+  return bytes;
+}
+
 inline rpc::AgentOptions options_for(int rank, int world_size, uint16_t port = 0) {
   rpc::AgentOptions options;
   options.rank = rank;
@@ -140,7 +148,7 @@ class RawRank {
 // who has gone: what came before the probe is read with it at the latest, its end a round later.
 inline void let_rank_0_catch_up(uint16_t port) {
   RawRank probe(port);
-  probe.send(wire::FrameKind::kMeshReady);  // no way to begin, so it is cut off
+  probe.send(wire::FrameKind::kMeshReady, no_devices());  // no way to begin, so it is cut off
   CHECK(probe.closed_by_peer());
 }
 

@@ -81,6 +81,15 @@ TEST_CASE("rank 0 survives strangers of all kinds") {
     negative.hello(-5, wire::HelloPurpose::kPeer);
     CHECK(negative.closed_by_peer());
   }
+  {
+    // Says hello as the peer that is still to join.
+    RawRank early(port);
+    early.hello(1, wire::HelloPurpose::kPeer);
+    const auto answer = early.receive();
+    REQUIRE(answer);
+    CHECK(answer->first.kind == wire::FrameKind::kReject);
+    CHECK(early.closed_by_peer());
+  }
   RawRank silent(port);
   check_comes_up(zero);
 }
@@ -114,6 +123,25 @@ TEST_CASE("a joiner that is cut off during the meeting frees its place") {
     RawRank(port).hello(1, wire::HelloPurpose::kJoin);
     let_rank_0_catch_up(port);
   }
+  Joining one(options_for(1, 3, port));
+  Joining two(options_for(2, 3, port));
+  CHECK(one.joined());
+  CHECK(two.joined());
+  CHECK(zero.joined());
+}
+
+TEST_CASE("a rank that has joined is no peer before all others have") {
+  Joining zero(options_for(0, 3));
+  const uint16_t port = zero.agent().port();
+  {
+    RawRank joining(port);
+    joining.hello(1, wire::HelloPurpose::kJoin);
+    let_rank_0_catch_up(port);
+    RawRank peer(port);
+    peer.hello(1, wire::HelloPurpose::kPeer);
+    CHECK(peer.closed_by_peer());
+  }
+  let_rank_0_catch_up(port);
   Joining one(options_for(1, 3, port));
   Joining two(options_for(2, 3, port));
   CHECK(one.joined());

@@ -28,7 +28,7 @@ RawPeer join_by_hand(Joining& zero) {
   CHECK(wire::decode_directory(directory->second).ranks.size() == 2);
   RawRank peer(port);
   peer.hello(1, wire::HelloPurpose::kPeer);
-  joining.send(wire::FrameKind::kMeshReady);
+  joining.send(wire::FrameKind::kMeshReady, no_devices());
   const auto go = joining.receive();
   REQUIRE(go);
   CHECK(go->first.kind == wire::FrameKind::kGo);

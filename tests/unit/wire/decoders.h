@@ -63,6 +63,12 @@ inline bool try_directory(std::span<const uint8_t> in) {
   return true;
 }
 
+inline bool try_all_devices(std::span<const uint8_t> in) {
+  const Bytes again = encode(decode_all_devices(in));
+  if (!std::equal(again.begin(), again.end(), in.begin(), in.end())) __builtin_trap();
+  return true;
+}
+
 inline bool try_error(std::span<const uint8_t> in) {
   const Bytes again = encode(decode_error(in));
   if (!std::equal(again.begin(), again.end(), in.begin(), in.end())) __builtin_trap();

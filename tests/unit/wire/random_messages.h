@@ -58,6 +58,18 @@ class RandomMessages {
             text()};
   }
 
+  DeviceRef device() {
+    const auto type = static_cast<DeviceType>(below(3));
+    return {type, static_cast<uint8_t>(type == DeviceType::kCpu ? 0 : bits())};
+  }
+
+  RankDevices rank_devices() {
+    RankDevices devices{
+        device(), static_cast<DeviceType>(below(3)), static_cast<uint8_t>(bits()), {}};
+    for (size_t i = below(4); i > 0; --i) devices.maps.push_back({text(), device(), device()});
+    return devices;
+  }
+
   TensorDesc tensor_desc() {
     TensorDesc desc;
     desc.dtype = static_cast<DType>(1 + below(15));
@@ -69,15 +81,18 @@ class RandomMessages {
       if (size != 0) bytes *= size;
       desc.sizes.push_back(static_cast<int64_t>(size));
     }
+    if (desc.sizes.size() == 4 && one_in(2)) desc.layout = Layout::kChannelsLast;
+    if (desc.sizes.size() == 5 && one_in(2)) desc.layout = Layout::kChannelsLast3d;
+    if (one_in(2)) desc.device = device();
     return desc;
   }
 
   FrameHeader header(const Limits& limits = {}) {
     constexpr FrameKind kKinds[] = {
-        FrameKind::kHello,    FrameKind::kReject,     FrameKind::kDirectory, FrameKind::kMeshReady,
-        FrameKind::kGo,       FrameKind::kCall,       FrameKind::kReply,     FrameKind::kError,
-        FrameKind::kOneway,   FrameKind::kHeartbeat,  FrameKind::kFlush,     FrameKind::kAbort,
-        FrameKind::kRRefFork, FrameKind::kRRefAccept, FrameKind::kRRefDelete};
+        FrameKind::kHello,  FrameKind::kReject,   FrameKind::kDirectory,  FrameKind::kMeshReady,
+        FrameKind::kGo,     FrameKind::kCall,     FrameKind::kReply,      FrameKind::kError,
+        FrameKind::kOneway, FrameKind::kChunk,    FrameKind::kHeartbeat,  FrameKind::kFlush,
+        FrameKind::kAbort,  FrameKind::kRRefFork, FrameKind::kRRefAccept, FrameKind::kRRefDelete};
     FrameHeader header;
     header.kind = kKinds[below(std::size(kKinds))];
     header.channel = static_cast<uint16_t>(bits());

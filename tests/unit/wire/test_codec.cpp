@@ -130,7 +130,7 @@ TEST_CASE("the bytes of a frame header are as documented") {
   };
   CHECK(encoded(header) == expected);
   CHECK(kHeaderBytes == 48);
-  CHECK(kProtocolVersion == 1);
+  CHECK(kProtocolVersion == 2);
 }
 
 TEST_CASE("the numbers of the frame kinds do not change") {
@@ -143,6 +143,7 @@ TEST_CASE("the numbers of the frame kinds do not change") {
   CHECK(static_cast<int>(FrameKind::kReply) == 17);
   CHECK(static_cast<int>(FrameKind::kError) == 18);
   CHECK(static_cast<int>(FrameKind::kOneway) == 19);
+  CHECK(static_cast<int>(FrameKind::kChunk) == 20);
   CHECK(static_cast<int>(FrameKind::kHeartbeat) == 32);
   CHECK(static_cast<int>(FrameKind::kFlush) == 33);
   CHECK(static_cast<int>(FrameKind::kAbort) == 34);
@@ -204,7 +205,7 @@ TEST_CASE("wrong magic and unknown kinds are named") {
     bytes[5] = static_cast<uint8_t>(kind >> 8);
     known += decode_header(bytes, Limits{}).ok();
   }
-  CHECK(known == 15);
+  CHECK(known == 16);
 }
 
 TEST_CASE("where the payload begins") {
@@ -227,8 +228,8 @@ TEST_CASE("where the payload begins") {
 
 TEST_CASE("the bytes of a tensor descriptor are as documented") {
   CHECK(bytes_of({DType::kFloat32, {2, 0x0102030405060708}}) ==
-        Bytes{8, 2, 2, 0, 0, 0, 0, 0, 0, 0, 8, 7, 6, 5, 4, 3, 2, 1});
-  CHECK(bytes_of({DType::kInt64, {}}) == Bytes{5, 0});
+        Bytes{8, 2, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 8, 7, 6, 5, 4, 3, 2, 1});
+  CHECK(bytes_of({DType::kInt64, {}}) == Bytes{5, 0, 0, 0, 0});
 }
 
 TEST_CASE("the numbers and sizes of the element types do not change") {
@@ -251,12 +252,32 @@ TEST_CASE("tensor descriptors go there and back") {
   for (int i = 0; i < 2000; ++i) {
     const TensorDesc desc = random.tensor_desc();
     const Bytes bytes = bytes_of(desc);
-    REQUIRE(bytes.size() == 2 + 8 * desc.sizes.size());
+    REQUIRE(bytes.size() == kMinTensorDescBytes + 8 * desc.sizes.size());
     Reader in(bytes);
     const TensorDesc back = decode_tensor_desc(in);
     in.expect_end();
     REQUIRE(back.dtype == desc.dtype);
     REQUIRE(back.sizes == desc.sizes);
+    REQUIRE(back.layout == desc.layout);
+    REQUIRE(back.device == desc.device);
+  }
+}
+
+TEST_CASE("the bytes of a tensor descriptor and of a rank's devices are as documented") {
+  CHECK(bytes_of({DType::kFloat32, {2}, Layout::kRowMajor, {DeviceType::kCuda, 3}}) ==
+        Bytes{8, 1, 0, 1, 3, 2, 0, 0, 0, 0, 0, 0, 0});
+  CHECK(encode(std::vector<RankDevices>{
+            {{DeviceType::kCuda, 1}, DeviceType::kCuda, 2, {{"p", {DeviceType::kCuda, 0}, {}}}}}) ==
+        Bytes{1, 0, 0, 0, 1, 1, 1, 2, 1, 0, 0, 0, 1, 0, 0, 0, 'p', 1, 0, 0, 0});
+}
+
+TEST_CASE("what ranks say of their devices goes there and back") {
+  RandomMessages random(8);
+  for (int i = 0; i < 500; ++i) {
+    std::vector<RankDevices> all;
+    for (size_t n = random.below(4); n > 0; --n) all.push_back(random.rank_devices());
+    const Bytes bytes = encode(all);
+    REQUIRE(encode(decode_all_devices(bytes)) == bytes);
   }
 }
 
@@ -275,6 +296,11 @@ TEST_CASE("malformed tensor descriptors are refused") {
   refused({DType::kUInt8, {int64_t{1} << 32, int64_t{1} << 32}});
   refused({DType::kUInt8, {0, int64_t{1} << 32, int64_t{1} << 32}});  // the strides overflow
   refused({DType::kUInt8, std::vector<int64_t>(kMaxDimensions + 1, 1)});
+  refused({DType::kUInt8, {1, 1, 1}, Layout::kChannelsLast});
+  refused({DType::kUInt8, {1, 1, 1, 1}, Layout::kChannelsLast3d});
+  refused({DType::kUInt8, {1, 1, 1, 1}, static_cast<Layout>(3)});
+  refused({DType::kUInt8, {1}, Layout::kRowMajor, {static_cast<DeviceType>(3), 0}});
+  refused({DType::kUInt8, {1}, Layout::kRowMajor, {DeviceType::kCpu, 1}});
 
   const Bytes most = bytes_of({DType::kUInt8, std::vector<int64_t>(kMaxDimensions, 1)});
   Reader in(most);
@@ -342,7 +368,7 @@ TEST_CASE("the bytes of a hello and of an error are as documented") {
   hello.world_size = 4;
   hello.endpoint = {"h", 29500, "", "k"};
   hello.options = {{"a", "b"}};
-  CHECK(encode(hello) == Bytes{1,    0,    0, 0,                                      // version
+  CHECK(encode(hello) == Bytes{2,    0,    0, 0,                                      // version
                                2,                                                     // purpose
                                1,    0,    0, 0, 'j',                                 // job_id
                                2,    0,    0, 0,                                      // rank

@@ -39,6 +39,12 @@ const Decoder kDecoders[] = {
      }},
     {"hello", try_hello, [](RandomMessages& random) { return encode(random.hello()); }},
     {"directory", try_directory, [](RandomMessages& random) { return encode(random.directory()); }},
+    {"devices", try_all_devices,
+     [](RandomMessages& random) {
+       std::vector<RankDevices> all;
+       for (size_t i = random.below(4); i > 0; --i) all.push_back(random.rank_devices());
+       return encode(all);
+     }},
     {"error", try_error, [](RandomMessages& random) { return encode(random.error()); }},
 };
 

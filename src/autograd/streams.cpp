@@ -1,0 +1,117 @@
+#include "streams.h"
+
+#include <algorithm>
+
+#include "distrain/rpc/device.h"
+
+namespace distrain::autograd {
+
+using torch::autograd::InputBuffer;
+using torch::autograd::Node;
+
+std::optional<c10::Stream> stream_of(const Node& node) {
+  for (uint32_t i = 0; i < node.num_inputs(); ++i) {
+    const auto& metadata = node.input_metadata(i);
+    if (rpc::is_accelerator(metadata.device())) return metadata.stream();
+  }
+  return std::nullopt;
+}
+
+void add_gradient(InputBuffer& inputs, Node& node, uint32_t input, at::Tensor gradient,
+                  const std::optional<c10::Stream>& producer) {
+  if (!gradient.defined()) return;
+  const c10::Device device = gradient.device();
+  if (!rpc::is_accelerator(device)) {
+    inputs.add(input, std::move(gradient), std::nullopt, std::nullopt, &node);
+    return;
+  }
+  const c10::Stream made = producer ? *producer : rpc::current_stream(device);
+  // Without the node, which it has only to warn of leaves that are used under several streams.
+  inputs.add(input, std::move(gradient), made, stream_of(node), nullptr);
+}
+
+void await_inputs(const InputBuffer& inputs, const std::optional<c10::Stream>& own) {
+  if (!own) return;
+  for (size_t i = 0; i < inputs.ready_streams.size(); ++i) {
+    const auto& made = inputs.ready_streams[i];
+    if (!made) continue;
+    const auto& event = inputs.ready_events[i];
+    if (*made != *own) event->block(*own);
+    const at::Tensor& gradient = inputs.buffer[i];
+    if (gradient.device() == own->device()) continue;
+    const c10::Stream found = rpc::current_stream(gradient.device());
+    event->block(found);
+    rpc::use_on_stream(gradient, found);
+  }
+}
+
+std::optional<c10::Stream> made_under(const at::Tensor& tensor) {
+  if (!tensor.defined() || !rpc::is_accelerator(tensor.device())) return std::nullopt;
+  return rpc::current_stream(tensor.device());
+}
+
+bool follow(const at::Tensor& tensor, const std::optional<c10::Stream>& made) {
+  if (!made) return false;
+  const c10::Stream current = rpc::current_stream(made->device());
+  if (current == *made) return false;
+  rpc::StreamPoint::mark(*made).make_wait(current);
+  rpc::use_on_stream(tensor, current);
+  return true;
+}
+
+void follow(const std::vector<c10::Stream>& streams) {
+  for (const c10::Stream& stream : streams) {
+    if (rpc::current_stream(stream.device()) == stream) continue;
+    rpc::StreamPoint::mark(stream).make_current_wait(stream.device());
+  }
+}
+
+namespace {
+
+void follow(const std::vector<c10::Stream>& streams, c10::Device device) {
+  const c10::Stream current = rpc::current_stream(device);
+  for (const c10::Stream& stream : streams) {
+    if (stream.device() == device && stream != current) {
+      rpc::StreamPoint::mark(stream).make_wait(current);
+    }
+  }
+}
+
+void use_under_current(const at::Tensor& tensor) {
+  if (const auto stream = made_under(tensor)) rpc::use_on_stream(tensor, *stream);
+}
+
+}  // namespace
+
+// A stream is asked for all that it has been given when another waits for it: later work of readers
+// is with versions that an update leaves alone.
+void ParameterStreams::read(c10::Device device) {
+  if (!rpc::is_accelerator(device)) return;
+  std::lock_guard lock(mutex_);
+  follow(writers_, device);
+  insert(readers_, rpc::current_stream(device));
+}
+
+void ParameterStreams::update(c10::Device device) {
+  if (!rpc::is_accelerator(device)) return;
+  std::lock_guard lock(mutex_);
+  follow(readers_, device);
+  follow(writers_, device);
+  insert(writers_, rpc::current_stream(device));
+}
+
+void ParameterStreams::read(const at::Tensor& parameter) {
+  read(parameter.device());
+  use_under_current(parameter);
+}
+
+void ParameterStreams::update(const at::Tensor& parameter) {
+  update(parameter.device());
+  use_under_current(parameter);
+}
+
+void insert(std::vector<c10::Stream>& streams, const c10::Stream& stream) {
+  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
+}
+
+}  // namespace distrain::autograd

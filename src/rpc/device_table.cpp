@@ -1,0 +1,221 @@
+#include "device_table.h"
+
+#include <algorithm>
+
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include "distrain/rpc/device.h"
+
+namespace distrain::rpc {
+
+namespace {
+
+using base::Error;
+using base::ErrorKind;
+using wire::DeviceRef;
+using wire::DeviceType;
+using wire::RankDevices;
+
+DeviceType to_wire(c10::DeviceType type) {
+  switch (type) {
+    case c10::DeviceType::CPU:
+      return DeviceType::kCpu;
+    case c10::DeviceType::CUDA:
+      return DeviceType::kCuda;
+    case c10::DeviceType::PrivateUse1:
+      return DeviceType::kPrivate;
+    default:
+      throw base::Exception(
+          ErrorKind::kInvalid,
+          "tensors on a device of type " + c10::DeviceTypeName(type, true) + " cannot be sent");
+  }
+}
+
+c10::DeviceType to_c10(DeviceType type) {
+  switch (type) {
+    case DeviceType::kCuda:
+      return c10::DeviceType::CUDA;
+    case DeviceType::kPrivate:
+      return c10::DeviceType::PrivateUse1;
+    case DeviceType::kCpu:
+      break;
+  }
+  return c10::DeviceType::CPU;
+}
+
+int count_of(c10::DeviceType type) {
+  if (type == c10::DeviceType::CPU || !c10::impl::hasDeviceGuardImpl(type)) return 0;
+  return c10::impl::getDeviceGuardImpl(type)->deviceCount();
+}
+
+Error invalid(std::string message, int rank) {
+  return Error{ErrorKind::kInvalid, std::move(message), rank, "join"};
+}
+
+bool has(const RankDevices& devices, DeviceRef device) {
+  return device.type == devices.type && device.index < devices.count && !device.is_cpu();
+}
+
+// "rank 2 (ps)"
+std::string who(const std::vector<std::string>& names, size_t rank) {
+  return "rank " + std::to_string(rank) + " (" + names[rank] + ")";
+}
+
+std::optional<DeviceRef> mapped(const RankDevices& from, const std::string& peer,
+                                DeviceRef device) {
+  for (const RankDevices::Map& map : from.maps) {
+    if (map.peer == peer && map.from == device) return map.to;
+  }
+  return std::nullopt;
+}
+
+std::optional<DeviceRef> mapped_back(const RankDevices& by, const std::string& own,
+                                     DeviceRef device) {
+  for (const RankDevices::Map& map : by.maps) {
+    if (map.peer == own && map.to == device) return map.from;
+  }
+  return std::nullopt;
+}
+
+bool maps_to(const RankDevices& from, const std::string& peer) {
+  return std::any_of(from.maps.begin(), from.maps.end(),
+                     [&](const RankDevices::Map& map) { return map.peer == peer; });
+}
+
+std::optional<Error> check_map(const std::vector<std::string>& names,
+                               const std::vector<RankDevices>& devices, size_t rank,
+                               const RankDevices::Map& map) {
+  const auto refuse = [&](const std::string& what) {
+    return invalid("the device map of " + who(names, rank) + " for '" + map.peer + "' has " +
+                       device_text(map.from) + " to " + device_text(map.to) + ": " + what,
+                   static_cast<int>(rank));
+  };
+  const auto it = std::find(names.begin(), names.end(), map.peer);
+  if (it == names.end()) return refuse("there is no rank of that name");
+  const auto peer = static_cast<size_t>(it - names.begin());
+  if (peer == rank) return refuse("a rank needs no map for itself");
+  if (!has(devices[rank], map.from))
+    return refuse(who(names, rank) + " has no " + device_text(map.from));
+  if (!has(devices[peer], map.to))
+    return refuse(who(names, peer) + " has no " + device_text(map.to));
+  for (const RankDevices::Map& other : devices[rank].maps) {
+    if (other.peer != map.peer || &other == &map) continue;
+    if (other.from == map.from || other.to == map.to) {
+      return refuse("another entry has one of the two: maps are one to one");
+    }
+  }
+  // Replies go by the peer's own map, if it has one for this rank, else by this one backwards.
+  if (maps_to(devices[peer], names[rank]) && !mapped(devices[peer], names[rank], map.to)) {
+    return refuse("no way back for a reply, as the map of " + who(names, peer) + " for '" +
+                  names[rank] + "' has no " + device_text(map.to));
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+c10::Device to_c10(DeviceRef device) {
+  if (device.is_cpu()) return c10::kCPU;
+  const c10::DeviceType type = to_c10(device.type);
+  if (device.index >= count_of(type)) {
+    wire::Reader::fail("a tensor for " + device_text(device) + ", which is not here");
+  }
+  return {type, static_cast<c10::DeviceIndex>(device.index)};
+}
+
+DeviceRef to_wire(c10::Device device) {
+  if (device.is_cpu()) return {};
+  const auto index = device.has_index() ? device.index() : c10::DeviceIndex{0};
+  return {to_wire(device.type()), static_cast<uint8_t>(index)};
+}
+
+std::string device_text(DeviceRef device) {
+  if (device.is_cpu()) return "cpu";
+  return c10::Device(to_c10(device.type), static_cast<c10::DeviceIndex>(device.index)).str();
+}
+
+std::optional<Error> check_device_maps(const std::vector<std::string>& names,
+                                       const std::vector<RankDevices>& devices) {
+  for (size_t rank = 0; rank < devices.size(); ++rank) {
+    const RankDevices& own = devices[rank];
+    if (!own.home.is_cpu() && !has(own, own.home)) {
+      return invalid(who(names, rank) + " has no " + device_text(own.home), static_cast<int>(rank));
+    }
+    for (const RankDevices::Map& map : own.maps) {
+      if (auto error = check_map(names, devices, rank, map)) return error;
+    }
+  }
+  return std::nullopt;
+}
+
+DeviceTable::DeviceTable(int rank, c10::Device home, std::vector<DeviceMap> maps)
+    : rank_(rank), home_(home), maps_(std::move(maps)) {}
+
+void DeviceTable::set_home(c10::Device home) {
+  static_cast<void>(rpc::to_wire(home));
+  std::lock_guard lock(mutex_);
+  if (told_) {
+    throw base::Exception(ErrorKind::kInvalid,
+                          "a rank's device has to be set before its job has begun");
+  }
+  home_ = home;
+}
+
+RankDevices DeviceTable::tell() {
+  std::lock_guard lock(mutex_);
+  told_ = true;
+  RankDevices own;
+  own.home = rpc::to_wire(home_);
+  c10::DeviceType type = home_.type();
+  for (const DeviceMap& map : maps_) {
+    for (const auto& [from, to] : map.devices) {
+      if (type == c10::DeviceType::CPU) type = from.type();
+      own.maps.push_back({map.peer, rpc::to_wire(from), rpc::to_wire(to)});
+    }
+  }
+  own.type = to_wire(type);
+  own.count = static_cast<uint8_t>(std::min(count_of(type), 255));
+  return own;
+}
+
+void DeviceTable::learn(std::vector<std::string> names, std::vector<RankDevices> devices) {
+  if (devices.size() != names.size()) wire::Reader::fail("devices of other ranks than there are");
+  if (const auto error = check_device_maps(names, devices)) throw base::Exception(*error);
+  names_ = std::move(names);
+  all_ = std::move(devices);
+  learnt_.set();
+}
+
+c10::Device DeviceTable::home() const {
+  std::lock_guard lock(mutex_);
+  return home_;
+}
+
+DeviceRef DeviceTable::home_of(int rank) const {
+  known_.wait();
+  return of(rank).home;
+}
+
+DeviceRef DeviceTable::target(int to, c10::Device device) const {
+  if (!is_accelerator(device)) return {};
+  const DeviceRef own = rpc::to_wire(device);
+  if (to == rank_) return own;
+  known_.wait();
+  const std::string& peer = names_[static_cast<size_t>(to)];
+  if (maps_to(of(rank_), peer)) {
+    if (const auto there = mapped(of(rank_), peer, own)) return *there;
+  } else if (const auto there = mapped_back(of(to), names_[static_cast<size_t>(rank_)], own)) {
+    return *there;
+  }
+  if (own == of(rank_).home && !of(to).home.is_cpu()) return of(to).home;
+  throw base::Exception(
+      Error{ErrorKind::kInvalid,
+            "no device map says where a tensor on " + device.str() + " is to go on " +
+                who(names_, static_cast<size_t>(to)) + ": give rank " + std::to_string(rank_) +
+                " one, as in AgentOptions::device_maps = {{\"" + peer + "\", {{\"" + device.str() +
+                "\", \"" + device_text({own.type, 0}) + "\"}}}}, or send tensor.cpu()",
+            rank_,
+            {}});
+}
+
+}  // namespace distrain::rpc

@@ -1,0 +1,106 @@
+"""Trains each job on the CPU and on the GPU: same seeds, same batches, so the same losses.
+
+usage: compare_jobs.py DISTRAIN
+
+A JSON line for each job and way to place it; exit code 1 if losses differ by more than 1e-3.
+"""
+
+import json
+import os
+import pathlib
+import random
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+
+TOLERANCE = 1e-3
+
+# What both runs get, where losses are, and the ways to place it on GPUs. Update in step, one trainer
+# or `sync`, or the order in which trainers come would show.
+JOBS = {
+    "hybrid": (["--mode", "sync", "--steps", "20", "--log-interval", "1"], "step", [
+        ["--device", "cuda"],
+        ["--device", "ps=cpu,trainer=cuda"],
+        ["--device", "ps=cuda,trainer=cpu"],
+    ]),
+    "ps": (["--mode", "sync", "--steps", "20", "--log-interval", "1", "--dropout", "off"], "step", [
+        ["--device", "cuda"],
+        ["--num-gpus", "1"],
+    ]),
+    "rnn": (["--trainers", "2", "--mode", "sync", "--steps", "20", "--log-interval", "1",
+             "--dropout", "0"], "step", [
+        ["--device", "cuda"],
+    ]),
+    "pipeline": (["--model", "resnet18", "--image-size", "64", "--batch-size", "16", "--classes",
+                  "10", "--num-split", "2", "--batches", "20", "--log-interval", "1"], "step", [
+        ["--device", "cuda"],
+    ]),
+    # Its loss is no part of the log; rewards of 20 episodes are.
+    "rl": (["--max-episodes", "20", "--log-interval", "1"], "episode", [
+        ["--device", "cuda"],
+    ]),
+}
+VALUE = {"step": "loss", "episode": "running_reward"}
+
+
+def write_images(folder: pathlib.Path) -> None:
+    """MNIST's files with random images: 1,280 for training, 32 for testing."""
+    folder.mkdir()
+    source = random.Random(1)
+    for part, count in (("train", 1280), ("t10k", 32)):
+        images = source.randbytes(count * 28 * 28)
+        labels = bytes(source.randrange(10) for _ in range(count))
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(
+            struct.pack(">IIII", 2051, count, 28, 28) + images)
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, count) + labels)
+
+
+def run(binary: str, job: str, options: list[str], event: str) -> tuple[dict, dict]:
+    """Values by role and step, and what else there is to tell."""
+    start = time.monotonic()
+    done = subprocess.run([binary, job, *options], capture_output=True, text=True, check=False,
+                          timeout=120)
+    values, told = {}, {"exit_code": done.returncode}
+    for row in done.stdout.splitlines():
+        line = json.loads(row)
+        if line["event"] == event:
+            key = (line["role"], line.get("step", line.get("episode")))
+            values[key] = line[VALUE[event]]
+        elif line["event"] == "start" and line.get("device", "cpu") != "cpu":
+            told.setdefault("devices", []).append(f"{line['role']}={line['device']}")
+        elif line["event"] == "error":
+            told["error"] = line["message"]
+        elif line["event"] == "end":
+            for name in ("device_mem_mb", "samples_per_s", "steps_per_s", "train_s"):
+                if line.get(name) is not None:
+                    told[name] = line[name]
+    told["wall_s"] = round(time.monotonic() - start, 2)
+    return values, told
+
+
+def main() -> int:
+    binary = sys.argv[1]
+    failures = 0
+    with tempfile.TemporaryDirectory() as folder:
+        images = pathlib.Path(folder) / "mnist"
+        write_images(images)
+        for job, (options, event, placements) in JOBS.items():
+            if job == "ps":
+                options = [*options, "--data", os.fspath(images)]
+            expected, reference = run(binary, job, [*options, "--device", "cpu"], event)
+            for placement in placements:
+                actual, told = run(binary, job, [*options, *placement], event)
+                same_steps = bool(expected) and expected.keys() == actual.keys()
+                worst = max((abs(expected[key] - actual[key]) for key in expected),
+                            default=None) if same_steps else None
+                good = same_steps and worst <= TOLERANCE and "devices" in told
+                failures += not good
+                print(json.dumps({"event": "job", "job": job, "placement": " ".join(placement),
+                                  "ok": good, "values": len(actual), "worst": worst,
+                                  "cpu_wall_s": reference["wall_s"], **told}), flush=True)
+    return int(failures > 0)
+
+
+sys.exit(main())

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Leaves out every wait of the runtime for a device's stream in turn, and sees that a test notices.
+#
+# A site is a line of src/ or include/ that marks a point in a stream, makes a stream or a thread
+# wait for one, or tells an allocator of a stream. The simulated accelerator writes down the callers
+# of all such requests in one run of all its tests, and drops those of one site in each further run.
+#
+# usage: mutants.sh TEST_PROGRAM SOURCE_FOLDER [PATTERN of file:line]
+set -uo pipefail
+program=$1 source=$2 pattern=${3:-.}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export TORCH_SHOW_CPP_STACKTRACES=0
+
+DISTRAIN_SIM_SITES=$work/callers timeout 900 "$program" >"$work/log" 2>&1 || {
+  tail -n 40 "$work/log"
+  echo "the tests fail without any mutant" >&2
+  exit 1
+}
+
+# Each caller's place in the source, once; then of each request the nearest caller that is a place of
+# the runtime, but for the file in which all of these functions are.
+tr ' ' '\n' <"$work/callers" | grep . | sort -u >"$work/addresses"
+addr2line -e "$program" <"$work/addresses" | sed "s#^.*/\(src\|include\)/#\1/#; s# (.*##" |
+  paste "$work/addresses" - >"$work/places"
+awk 'NR == FNR { place[$1] = $2; next }
+  { for (i = 1; i <= NF; ++i)
+      if (place[$i] ~ /^(src|include)\// && place[$i] !~ /^src\/rpc\/device.cpp/) {
+        print place[$i], $i; break } }' "$work/places" "$work/callers" | sort -u >"$work/sites"
+
+sites=0 survivors=()
+while read -r place address; do
+  [[ $place =~ $pattern ]] || continue
+  sites=$((sites + 1))
+  if DISTRAIN_SIM_DROP=$address timeout 900 "$program" --abort >"$work/log" 2>&1; then
+    survivors+=("$place")
+    echo "NOT NOTICED  $place"
+    sed -n "$(cut -d: -f2 <<<"$place")p" "$source/$(cut -d: -f1 <<<"$place")"
+  else
+    echo "noticed      $place: $(grep -m 1 -A 1 -E '^(-{20,})$' "$work/log" | tail -n 1)"
+  fi
+done <"$work/sites"
+((sites > 0)) || {
+  echo "no site matches" >&2
+  exit 1
+}
+echo "$sites sites, ${#survivors[@]} not noticed"
+((${#survivors[@]} == 0))

@@ -1,0 +1,405 @@
+// The streams of a backward pass on one rank: what is put into one stream and used under another
+// has to be waited for, every time; the simulated accelerator shows it if it is not.
+// ctest: timeout=120
+#include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "distrain/autograd/context.h"
+#include "distrain/autograd/parameter_versions.h"
+#include "distrain/rpc/device.h"
+#include "support/catch.h"
+#include "support/cluster.h"
+#include "support/sim_device.h"
+
+namespace distrain::testing {
+namespace {
+
+using autograd::Context;
+using c10::StreamGuard;
+using rpc::AgentOptions;
+using rpc::StreamPoint;
+
+at::Tensor twice(at::Tensor x) { return x * 2; }
+
+// Of tensors on two devices.
+std::tuple<at::Tensor, at::Tensor> across(at::Tensor x, at::Tensor y) {
+  return {x * y.to(x.device()), y * 3};
+}
+
+void setup(rpc::Agent& agent) {
+  autograd::install(agent);
+  agent.expose<&across>("across");
+  agent.expose<&twice>("twice");
+}
+
+/// A leaf on a device, ready for any stream.
+at::Tensor leaf(const at::Tensor& values, c10::Device device = sim()) {
+  const at::Tensor there = values.to(device).requires_grad_();
+  StreamPoint::mark(device).wait_on_host();
+  return there;
+}
+
+/// A stream that has nothing to do with any other.
+c10::Stream new_stream(int device = 0) { return rpc::side_stream(sim(device)); }
+
+/// What `tensor` holds where `stream` has come so far.
+at::Tensor seen_from(const c10::Stream& stream, const at::Tensor& tensor) {
+  const StreamGuard guard(stream);
+  return tensor.cpu();
+}
+
+at::Tensor numbers() { return at::arange(1, 5, at::kFloat); }
+
+/// A pass over w * w, all of it under a stream of its own; the caller's stream is another one.
+struct Square {
+  explicit Square(Cluster& cluster) : context(cluster[0], Context::Scope::kExplicit) {
+    const StreamGuard guard(computing);
+    loss = (w * w).sum();
+  }
+  void backward() {
+    const StreamGuard guard(calling);
+    autograd::backward(context, {loss}, {.retain_graph = true});
+  }
+
+  const c10::Stream computing = new_stream();
+  const c10::Stream calling = new_stream();
+  const at::Tensor w = leaf(numbers());
+  const at::Tensor expected = numbers() * 2;
+  Context context;
+  at::Tensor loss;
+};
+
+}  // namespace
+
+TEST_CASE("a graph over several streams of a device") {
+  Cluster cluster(1, setup);
+  for (int repeat = 0; repeat < 10; ++repeat) {
+    const at::Tensor w = leaf(numbers()), v = leaf(numbers() + 1);
+    const c10::Stream first = new_stream(), second = new_stream(), third = new_stream();
+    at::Tensor a, b, loss;
+    {
+      const StreamGuard guard(first);
+      a = w.sin();
+    }
+    StreamPoint::mark(first).make_wait(second);
+    {
+      const StreamGuard guard(second);
+      b = a * v;
+    }
+    StreamPoint::mark(first).make_wait(third);
+    StreamPoint::mark(second).make_wait(third);
+    {
+      const StreamGuard guard(third);
+      loss = (a.exp() + b * v + w).sum();
+    }
+    Context context(cluster[0]);
+    autograd::backward(context, {loss});
+
+    const at::Tensor cpu_w = numbers().requires_grad_(), cpu_v = (numbers() + 1).requires_grad_();
+    const at::Tensor cpu_a = cpu_w.sin();
+    const auto expected = torch::autograd::grad(
+        {(cpu_a.exp() + cpu_a * cpu_v * cpu_v + cpu_w).sum()}, {cpu_w, cpu_v});
+    CHECK(at::allclose(context.gradient(w).cpu(), expected[0]));
+    CHECK(at::allclose(context.gradient(v).cpu(), expected[1]));
+  }
+}
+
+TEST_CASE("a graph over several devices and the CPU, each under a stream of its own") {
+  Cluster cluster(1, setup);
+  for (int repeat = 0; repeat < 10; ++repeat) {
+    const at::Tensor on_cpu = numbers().requires_grad_();
+    const at::Tensor w0 = leaf(numbers(), sim(0)), w1 = leaf(numbers() + 1, sim(1));
+    const c10::Stream zero = new_stream(0), one = new_stream(1);
+    Context context(cluster[0]);
+    at::Tensor loss;
+    {
+      const StreamGuard guard_zero(zero);
+      const StreamGuard guard_one(one);
+      const at::Tensor a = (w0 * on_cpu.to(sim(0))).sin();
+      const at::Tensor b = a.to(sim(1)) * w1;
+      loss = (b.cpu() * on_cpu).sum();
+    }
+    autograd::backward(context, {loss});
+
+    const at::Tensor c = numbers().requires_grad_(), c0 = numbers().requires_grad_(),
+                     c1 = (numbers() + 1).requires_grad_();
+    const auto expected = torch::autograd::grad({((c0 * c).sin() * c1 * c).sum()}, {c, c0, c1});
+    CHECK(at::allclose(context.gradient(on_cpu), expected[0]));
+    CHECK(at::allclose(context.gradient(w0).cpu(), expected[1]));
+    CHECK(at::allclose(context.gradient(w1).cpu(), expected[2]));
+  }
+}
+
+TEST_CASE("whoever reads a gradient waits for it, under whatever stream") {
+  Cluster cluster(1, setup);
+  Square square(cluster);
+  square.backward();
+  const c10::Stream reading = new_stream();
+  const StreamGuard guard(reading);
+  SECTION("one") { CHECK(at::equal(square.context.gradient(square.w).cpu(), square.expected)); }
+  SECTION("of a context by its number") {
+    const at::Tensor gradient = autograd::gradient(cluster[0], square.context.id(), square.w);
+    CHECK(at::equal(gradient.cpu(), square.expected));
+  }
+  SECTION("all") {
+    const auto all = square.context.gradients();
+    REQUIRE(all.size() == 1);
+    CHECK(at::equal(all[0].second.cpu(), square.expected));
+  }
+  SECTION("moved to another context") {
+    Context other(cluster[0], Context::Scope::kExplicit);
+    autograd::move_gradients(cluster[0], square.context.id(), other.id());
+    CHECK(at::equal(other.gradient(square.w).cpu(), square.expected));
+  }
+}
+
+TEST_CASE("the caller's stream is behind the whole pass") {
+  Cluster cluster(1, setup);
+  Square square(cluster);
+  at::Tensor kept, total = at::zeros({4}, at::TensorOptions().device(sim()));
+  StreamPoint::mark(sim()).wait_on_host();
+  square.context.on_gradient_ready(square.w, [&](const at::Tensor& gradient) { kept = gradient; });
+  square.context.on_pass_end([&] { total.add_(kept); });
+  square.backward();
+  CHECK(at::equal(seen_from(square.calling, kept), square.expected));
+  CHECK(at::equal(seen_from(square.calling, total), square.expected));
+}
+
+TEST_CASE("the stream that began a pass is behind it when its future is") {
+  AgentOptions options;
+  options.device = sim();
+  Cluster cluster(1, setup, options);
+  Square square(cluster);
+  at::Tensor kept;
+  square.context.on_gradient_ready(square.w, [&](const at::Tensor& gradient) { kept = gradient; });
+  const StreamGuard guard(square.calling);
+  autograd::backward_async(square.context, {square.loss}).wait();
+  CHECK(at::equal(kept.cpu(), square.expected));
+}
+
+TEST_CASE("a parameter that is sent has been updated") {
+  Cluster cluster(2, setup, {}, [](AgentOptions& each) { each.device = sim(each.rank); });
+  const at::NoGradGuard no_grad;
+  const at::Tensor w = leaf(numbers());
+  {
+    const StreamGuard guard(new_stream());
+    const autograd::ParameterUpdate updating(cluster[0]);
+    w.add_(10);
+  }
+  const StreamGuard guard(new_stream());
+  CHECK(at::equal(cluster[0].rpc_sync<&twice>(1, w).cpu(), (numbers() + 10) * 2));
+}
+
+TEST_CASE("a call with tensors on several devices") {
+  Cluster cluster(2, setup, {}, [](AgentOptions& each) {
+    each.device = sim(2 * each.rank);
+    each.device_maps.clear();
+    if (each.rank == 0) each.device_maps = {{"w1", {{sim(0), sim(2)}, {sim(1), sim(3)}}}};
+  });
+  for (int repeat = 0; repeat < 10; ++repeat) {
+    const at::Tensor w0 = leaf(numbers(), sim(0)), w1 = leaf(numbers() + 1, sim(1));
+    const c10::Stream zero = new_stream(0), one = new_stream(1);
+    Context context(cluster[0]);
+    at::Tensor loss;
+    {
+      const StreamGuard guard_zero(zero);
+      const StreamGuard guard_one(one);
+      const auto [product, triple] = cluster[0].rpc_sync<&across>(1, w0.sin(), w1.sin());
+      loss = (product + (triple * triple).to(sim(0))).sum();
+    }
+    autograd::backward(context, {loss});
+    const StreamGuard guard_zero(new_stream(0));
+    const StreamGuard guard_one(new_stream(1));
+
+    const at::Tensor c0 = numbers().requires_grad_(), c1 = (numbers() + 1).requires_grad_();
+    const at::Tensor triple = c1.sin() * 3;
+    const auto expected =
+        torch::autograd::grad({(c0.sin() * c1.sin() + triple * triple).sum()}, {c0, c1});
+    CHECK(at::allclose(context.gradient(w0).cpu(), expected[0]));
+    CHECK(at::allclose(context.gradient(w1).cpu(), expected[1]));
+  }
+}
+
+TEST_CASE("the caller's stream is behind a pass that other ranks had a part in") {
+  Cluster cluster(2, setup);
+  for (int repeat = 0; repeat < 10; ++repeat) {
+    const at::Tensor w = leaf(numbers()), total = leaf(at::zeros({4})).detach();
+    const c10::Stream computing = new_stream(), calling = new_stream();
+    Context context(cluster[0]);
+    at::Tensor kept, loss;
+    {
+      const StreamGuard guard(computing);
+      loss = cluster[0].rpc_sync<&twice>(1, (w * w).cpu()).sum();
+    }
+    context.on_gradient_ready(w, [&](const at::Tensor& gradient) { kept = gradient; });
+    context.on_pass_end([&] { total.add_(kept); });  // by a worker thread
+    {
+      const StreamGuard guard(calling);
+      autograd::backward(context, {loss});
+    }
+    CHECK(at::equal(seen_from(calling, kept), numbers() * 4));
+    CHECK(at::equal(seen_from(calling, total), numbers() * 4));
+  }
+}
+
+TEST_CASE("gradients made under several streams add up") {
+  Cluster cluster(1, setup);
+  const at::Tensor w = leaf(numbers());
+  Context context(cluster[0]);
+  for (int pass = 0; pass < 4; ++pass) {
+    at::Tensor loss;
+    {
+      const StreamGuard guard(new_stream());
+      loss = (w * w).sum();
+    }
+    const StreamGuard guard(new_stream());
+    autograd::backward(context, {loss});
+  }
+  CHECK(at::equal(context.gradient(w).cpu(), numbers() * 8));
+}
+
+TEST_CASE("a gradient that another stream still reads is not added to in place") {
+  Cluster cluster(1, setup);
+  Square square(cluster);
+  square.backward();
+  const c10::Stream reading = new_stream();
+  at::Tensor read;
+  {
+    const StreamGuard guard(reading);
+    read = square.context.gradient(square.w) * 1;
+  }
+  square.backward();
+  CHECK(
+      at::equal(seen_from(square.calling, square.context.gradient(square.w)), square.expected * 2));
+  StreamPoint::mark(square.computing).wait_on_host();
+  CHECK(at::equal(seen_from(reading, read), square.expected));
+}
+
+TEST_CASE("a gradient's memory is kept for the stream that reads it") {
+  Cluster cluster(1, setup);
+  const c10::Stream reading = new_stream();
+  std::optional<Square> square(std::in_place, cluster);
+  square->backward();
+  const c10::Stream computing = square->computing;
+  const at::Tensor w = square->w, expected = square->expected;
+  at::Tensor read;
+  {
+    const StreamGuard guard(reading);
+    read = square->context.gradient(square->w) * 1;
+  }
+  square.reset();
+  StreamPoint::mark(computing).wait_on_host();
+  CHECK(at::equal(seen_from(reading, read), expected));
+}
+
+TEST_CASE("a gradient that was set is waited for") {
+  Cluster cluster(1, setup);
+  const at::Tensor w = leaf(numbers());
+  Context context(cluster[0]);
+  {
+    const StreamGuard guard(new_stream());
+    context.set_gradient(w, w.detach() * 3);
+  }
+  const StreamGuard guard(new_stream());
+  CHECK(at::equal(context.gradient(w).cpu(), numbers() * 3));
+}
+
+TEST_CASE("reads and updates of parameters wait for each other's streams") {
+  const bool at_home = GENERATE(true, false);
+  AgentOptions options;
+  if (at_home) options.device = sim();
+  Cluster cluster(1, setup, options);
+  const at::NoGradGuard no_grad;
+  const at::Tensor w = leaf(numbers());
+  const auto read = [&] {
+    const autograd::ParameterRead reading(cluster[0]);
+    // At home whoever reads the parameter itself is safe, too.
+    return (at_home ? w : reading.version(w)) * 1;
+  };
+  const auto update = [&] {
+    const autograd::ParameterUpdate updating(cluster[0]);
+    if (!at_home) updating.unshare(w);
+    w.add_(10);
+  };
+  const c10::Stream first = new_stream(), second = new_stream(), third = new_stream(),
+                    fourth = new_stream();
+  at::Tensor before, after;
+  {
+    const StreamGuard guard(first);
+    before = read();
+  }
+  {
+    const StreamGuard guard(second);
+    update();
+  }
+  {
+    const StreamGuard guard(third);
+    update();
+  }
+  {
+    const StreamGuard guard(fourth);
+    after = read();
+  }
+  CHECK(at::equal(seen_from(fourth, after), numbers() + 20));
+  CHECK(at::equal(seen_from(first, before), numbers()));
+}
+
+TEST_CASE("the memory of a parameter that moves is kept for the stream that reads the old one") {
+  Cluster cluster(1, setup);
+  const at::NoGradGuard no_grad;
+  const at::Tensor w = leaf(numbers());
+  const c10::Stream reading = new_stream(), updating = new_stream();
+  at::Tensor before;
+  {
+    const StreamGuard guard(reading);
+    const at::Tensor version = autograd::current_versions(cluster[0], {w})[0];
+    before = version * 1;
+    const StreamGuard updating_guard(updating);
+    const autograd::ParameterUpdate update(cluster[0]);
+    REQUIRE(update.unshare(w));
+    w.add_(10);
+  }
+  StreamPoint::mark(sim()).wait_on_host();
+  CHECK(at::equal(seen_from(updating, w), numbers() + 10));
+  CHECK(at::equal(seen_from(reading, before), numbers()));
+}
+
+TEST_CASE("sparse gradients add up under several streams") {
+  Cluster cluster(1, setup);
+  const at::Tensor table = leaf(at::arange(30, at::kFloat).view({10, 3}));
+  const at::Tensor cpu_table = table.detach().cpu().requires_grad_();
+  const at::Tensor cpu_indices = at::tensor({1, 3, 3, 0, 9, 2}, at::kLong);
+  const at::Tensor cpu_offsets = at::tensor({0, 4}, at::kLong);
+  const at::Tensor indices = cpu_indices.to(sim()), offsets = cpu_offsets.to(sim());
+  StreamPoint::mark(sim()).wait_on_host();
+  const auto bags = [](const at::Tensor& weight, const at::Tensor& i, const at::Tensor& o,
+                       bool sparse) {
+    const auto sums = std::get<0>(at::embedding_bag(weight, i, o, false, 0, sparse));
+    return (sums * sums).sum();
+  };
+  // What comes first and what is added to it.
+  for (const auto& kinds : {std::vector{true, true}, {true, false}, {false, true}, {true}}) {
+    Context context(cluster[0]);
+    for (const bool sparse : kinds) {
+      at::Tensor loss;
+      {
+        const StreamGuard guard(new_stream());
+        loss = bags(table, indices, offsets, sparse);
+      }
+      const StreamGuard guard(new_stream());
+      autograd::backward(context, {loss});
+    }
+    const StreamGuard guard(new_stream());
+    const at::Tensor once =
+        torch::autograd::grad({bags(cpu_table, cpu_indices, cpu_offsets, false)}, {cpu_table})[0];
+    const at::Tensor all = context.gradient(table);
+    const at::Tensor there =
+        all.is_sparse()
+            ? at::sparse_coo_tensor(all._indices().cpu(), all._values().cpu(), {10, 3}).to_dense()
+            : all.cpu();
+    CHECK(at::allclose(there, once * static_cast<double>(kinds.size())));
+  }
+}
+
+}  // namespace distrain::testing

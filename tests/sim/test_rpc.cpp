@@ -1,0 +1,327 @@
+// Calls with tensors of devices, on the simulated accelerator: a forgotten wait, a copy too many or
+// memory let go too early shows every time.
+#include <set>
+
+#include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
+
+#include "distrain/rpc/agent.h"
+#include "distrain/rpc/device.h"
+#include "support/catch.h"
+#include "support/cluster.h"
+#include "support/sim_device.h"
+
+namespace distrain::testing {
+namespace {
+
+constexpr int64_t kChunk = int64_t{1} << 20;  // bytes, see Note [Tensors of devices]
+
+at::Tensor twice(at::Tensor x) { return x * 2; }
+at::Tensor sum(std::vector<at::Tensor> all) {
+  at::Tensor total = all.at(0).clone();
+  for (size_t i = 1; i < all.size(); ++i) total = total + all[i];
+  return total;
+}
+std::string place(at::Tensor x) { return x.device().str(); }
+std::vector<at::Tensor> same(std::vector<at::Tensor> all) { return all; }
+at::Tensor on_cpu(at::Tensor x) { return x.cpu(); }
+at::Tensor make(int64_t n) { return at::arange(n, at::TensorOptions(at::kFloat)).to(sim(1)) + 1; }
+/// On a stream of its own, as user code may.
+at::Tensor elsewhere(at::Tensor x) {
+  const rpc::StreamPoint arrived = rpc::StreamPoint::mark(x.device());
+  at::Tensor y;
+  rpc::StreamPoint computed;
+  {
+    const c10::StreamGuard guard(rpc::side_stream(x.device()));
+    arrived.make_current_wait(x.device());
+    y = x * 3;
+    computed = rpc::StreamPoint::mark(x.device());
+  }
+  computed.make_current_wait(x.device());
+  return y;
+}
+base::Future<at::Tensor> later(rpc::CallContext& call, at::Tensor x) {
+  return call.agent.rpc_async<&twice>(call.caller.rank, x);
+}
+
+void setup(rpc::Agent& agent) {
+  agent.expose<&twice>("twice");
+  agent.expose<&sum>("sum");
+  agent.expose<&place>("place");
+  agent.expose<&same>("same");
+  agent.expose<&on_cpu>("on_cpu");
+  agent.expose<&make>("make");
+  agent.expose<&elsewhere>("elsewhere");
+  agent.expose<&later>("later");
+}
+
+/// Rank r's device is sim:r.
+struct OnDevices : Cluster {
+  explicit OnDevices(int size, rpc::AgentOptions options = {},
+                     const std::function<void(rpc::AgentOptions&)>& each = {})
+      : Cluster(size, setup, std::move(options), [&each](rpc::AgentOptions& o) {
+          o.device = sim(o.rank);
+          if (each) each(o);
+        }) {}
+};
+
+at::Tensor numbers(int64_t n, c10::Device device) {
+  return at::arange(n, at::TensorOptions(at::kFloat)).to(device);
+}
+
+bool same_values(const at::Tensor& device, const at::Tensor& cpu) {
+  return at::equal(device.cpu(), cpu);
+}
+
+TEST_CASE("a tensor arrives on the device of the rank that it is sent to, and comes back") {
+  OnDevices ranks(2);
+  for (const int64_t n : {int64_t{0}, int64_t{1}, int64_t{1000}, kChunk / 4, kChunk / 4 + 1,
+                          3 * kChunk / 4 + 7, 5 * kChunk}) {
+    INFO(n);
+    const at::Tensor x = numbers(n, sim(0)) + 1;  // not computed yet
+    const at::Tensor y = ranks[0].rpc_sync<&twice>(1, x);
+    CHECK(y.device() == sim(0));
+    CHECK(same_values(y, (numbers(n, c10::kCPU) + 1) * 2));
+  }
+  CHECK(ranks[0].rpc_sync<&place>(1, numbers(3, sim(0))) == "sim:1");
+  CHECK(ranks[0].rpc_sync<&place>(0, numbers(3, sim(2))) == "sim:2");
+  CHECK(ranks[0].rpc_sync<&place>(1, numbers(3, c10::kCPU)) == "cpu");
+  ranks.shutdown();
+}
+
+TEST_CASE("a call copies each of its tensors once from the device and once to it") {
+  OnDevices ranks(2);
+  const at::Tensor x = numbers(5 * kChunk / 4, sim(0));
+  run_all_sim_streams();
+  reset_sim_counters();
+  const at::Tensor y = ranks[0].rpc_sync<&twice>(1, x);
+  const SimCounters counters = sim_counters();
+  CHECK(counters.device_to_host == SimCopies{10, 10 * kChunk});  // five chunks there, five back
+  CHECK(counters.host_to_device == SimCopies{10, 10 * kChunk});
+  CHECK(counters.device_to_device == SimCopies{});
+  CHECK(counters.within_device == SimCopies{});
+  CHECK(same_values(y, numbers(5 * kChunk / 4, c10::kCPU) * 2));
+  ranks.shutdown();
+}
+
+TEST_CASE("tensors of several kinds go in one message") {
+  OnDevices ranks(2);
+  const at::Tensor image = at::arange(2 * 3 * 4 * 5, at::kFloat).view({2, 3, 4, 5});
+  const std::vector<at::Tensor> sent = {
+      numbers(5, c10::kCPU),
+      numbers(700000, sim(0)),
+      image.to(sim(0)).contiguous(at::MemoryFormat::ChannelsLast),
+      image.contiguous(at::MemoryFormat::ChannelsLast),
+      at::tensor({1, 0, 1}).to(at::kBool).to(sim(0)),
+      numbers(0, sim(0)),
+      numbers(12, sim(0)).view({3, 4}).t(),
+      numbers(100, sim(0)).slice(0, 3, 50, 2),
+      at::Tensor(),
+      at::full({3}, 2.5, at::kHalf).to(sim(0)),
+      numbers(300000, sim(0)) + 5,
+  };
+  const std::vector<at::Tensor> back = ranks[0].rpc_sync<&same>(1, sent);
+  REQUIRE(back.size() == sent.size());
+  for (size_t i = 0; i < sent.size(); ++i) {
+    INFO(i);
+    REQUIRE(back[i].defined() == sent[i].defined());
+    if (!sent[i].defined()) continue;
+    CHECK(back[i].device() == sent[i].device());
+    CHECK(back[i].scalar_type() == sent[i].scalar_type());
+    CHECK(at::equal(back[i].cpu(), sent[i].cpu()));
+  }
+  CHECK(back[2].strides() == sent[2].strides());
+  CHECK(back[3].strides() == sent[3].strides());
+  ranks.shutdown();
+}
+
+TEST_CASE("the reply waits for the function, also on a stream of its own") {
+  OnDevices ranks(2);
+  const at::Tensor x = numbers(1000, sim(0)) * 5;
+  CHECK(same_values(ranks[0].rpc_sync<&elsewhere>(1, x), numbers(1000, c10::kCPU) * 15));
+  CHECK(same_values(ranks[0].rpc_sync<&later>(1, x), numbers(1000, c10::kCPU) * 10));
+  ranks.shutdown();
+}
+
+TEST_CASE("calls go out behind the caller's own stream, and replies come in before it goes on") {
+  OnDevices ranks(2);
+  const c10::StreamGuard guard(rpc::side_stream(sim(0)));
+  for (int i = 0; i < 5; ++i) {
+    const at::Tensor x = numbers(kChunk, sim(0)) + i;
+    CHECK(
+        same_values(ranks[0].rpc_sync<&twice>(1, x) + 1, (numbers(kChunk, c10::kCPU) + i) * 2 + 1));
+    const auto future = ranks[0].rpc_async<&twice>(1, x).then(ranks[0].executor(),
+                                                              [](at::Tensor& y) { return y + 1; });
+    CHECK(same_values(future.wait() * 2, ((numbers(kChunk, c10::kCPU) + i) * 2 + 1) * 2));
+    // A call to oneself.
+    CHECK(
+        same_values(ranks[0].rpc_sync<&twice>(0, x) + 1, (numbers(kChunk, c10::kCPU) + i) * 2 + 1));
+  }
+  ranks.shutdown();
+}
+
+TEST_CASE("what a call sends may be overwritten once its reply is there, and freed at once") {
+  OnDevices ranks(2);
+  std::vector<base::Future<at::Tensor>> replies;
+  for (int i = 0; i < 20; ++i) {
+    // Freed by this thread while it may still be on its way.
+    replies.push_back(ranks[0].rpc_async<&twice>(1, numbers(3 * kChunk / 8, sim(0)) + i));
+  }
+  for (int i = 0; i < 20; ++i) {
+    CHECK(same_values(replies[static_cast<size_t>(i)].wait(),
+                      (numbers(3 * kChunk / 8, c10::kCPU) + i) * 2));
+  }
+  ranks.shutdown();
+}
+
+TEST_CASE("values stay on their owner's device until somebody fetches them") {
+  OnDevices ranks(3);
+  const rpc::RRef<at::Tensor> made = ranks[0].remote<&make>(1, 1000);
+  const at::Tensor here = made.to_here();
+  CHECK(here.device() == sim(0));
+  CHECK(same_values(here, numbers(1000, c10::kCPU) + 1));
+  const rpc::RRef<at::Tensor> more = ranks[0].remote<&twice>(2, here);
+  CHECK(same_values(more.to_here(), (numbers(1000, c10::kCPU) + 1) * 2));
+  ranks.shutdown();
+}
+
+TEST_CASE("sparse tensors of devices travel") {
+  OnDevices ranks(2);
+  const at::Tensor cpu = at::sparse_coo_tensor(at::tensor({1, 4, 4}, at::kLong).view({1, 3}),
+                                               at::arange(6, at::kFloat).view({3, 2}), {6, 2});
+  const at::Tensor device = at::_sparse_coo_tensor_unsafe(
+      cpu._indices().to(sim(0)), cpu._values().to(sim(0)), cpu.sizes(),
+      at::TensorOptions(at::kFloat).device(sim(0)).layout(at::kSparse));
+  const at::Tensor back = ranks[0].rpc_sync<&same>(1, std::vector{device}).at(0);
+  CHECK(back.device() == sim(0));
+  CHECK(at::equal(back._indices().cpu(), cpu._indices()));
+  CHECK(at::equal(back._values().cpu(), cpu._values()));
+  ranks.shutdown();
+}
+
+TEST_CASE("many threads and ranks send each other tensors of devices") {
+  OnDevices ranks(3);
+  ranks.on_all([&](rpc::Agent& agent) {
+    std::vector<std::thread> threads;
+    std::atomic<int> wrong{0};
+    for (int t = 0; t < 3; ++t) {
+      threads.emplace_back([&, t] {
+        for (int i = 0; i < 10; ++i) {
+          const int64_t n = (i % 3 + 1) * kChunk / 5 + t;
+          const int to = (agent.rank() + 1 + t) % 3;
+          const at::Tensor x = numbers(n, sim(agent.rank())) + i;
+          if (!same_values(agent.rpc_sync<&sum>(to, std::vector{x, x * 2}),
+                           (numbers(n, c10::kCPU) + i) * 3)) {
+            ++wrong;
+          }
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    if (wrong > 0) throw std::runtime_error("wrong sums");
+  });
+  ranks.shutdown();
+}
+
+TEST_CASE("a device without a map is an error that says how to give one") {
+  Cluster ranks(2, setup, {}, [](rpc::AgentOptions& o) {
+    o.device = o.rank == 0 ? sim(0) : c10::Device(c10::kCPU);
+  });
+  const base::Error error = error_of([&] { ranks[0].rpc_sync<&twice>(1, numbers(3, sim(0))); });
+  CHECK(error.kind == base::ErrorKind::kInvalid);
+  CHECK_THAT(error.message, Catch::Contains("rank 1 (w1)") && Catch::Contains("device_maps") &&
+                                Catch::Contains("sim:0") && Catch::Contains(".cpu()"));
+  // Not the rank's own device either.
+  CHECK(error_of([&] { ranks[0].rpc_sync<&twice>(1, numbers(3, sim(2))); }).kind ==
+        base::ErrorKind::kInvalid);
+  // A reply has no way either.
+  CHECK(error_of([&] { ranks[0].rpc_sync<&make>(1, 3); }).kind == base::ErrorKind::kInvalid);
+  CHECK(same_values(ranks[0].rpc_sync<&twice>(1, numbers(3, sim(0)).cpu()),
+                    at::tensor({0.F, 2.F, 4.F})));
+  ranks.shutdown();
+}
+
+TEST_CASE("maps say where tensors go, and the way back") {
+  OnDevices ranks(2, {}, [](rpc::AgentOptions& o) {
+    o.device_maps.clear();
+    if (o.rank == 0) o.device_maps = {{"w1", {{sim(0), sim(3)}, {sim(2), sim(1)}}}};
+  });
+  CHECK(ranks[0].rpc_sync<&place>(1, numbers(3, sim(0))) == "sim:3");
+  CHECK(ranks[0].rpc_sync<&place>(1, numbers(3, sim(2))) == "sim:1");
+  CHECK(ranks[0].rpc_sync<&twice>(1, numbers(3, sim(2))).device() == sim(2));
+  CHECK(ranks[1].rpc_sync<&place>(0, numbers(3, sim(3))) == "sim:0");
+  CHECK(ranks[0].device_of(1) == "sim:1");
+  ranks.shutdown();
+}
+
+TEST_CASE("maps that make no sense are refused when the ranks meet") {
+  const auto refused = [](std::vector<rpc::DeviceMap> first, std::vector<rpc::DeviceMap> second) {
+    base::Error error = error_of([&] {
+      OnDevices ranks(2, {},
+                      [&](rpc::AgentOptions& o) { o.device_maps = o.rank == 0 ? first : second; });
+    });
+    CHECK(error.kind == base::ErrorKind::kInvalid);
+    return error.message;
+  };
+  CHECK_THAT(refused({{"w1", {{sim(0), sim(9)}}}}, {}),
+             Catch::Contains("rank 1 (w1) has no sim:9"));
+  CHECK_THAT(refused({{"w1", {{sim(7), sim(0)}}}}, {}),
+             Catch::Contains("rank 0 (w0) has no sim:7"));
+  CHECK_THAT(refused({{"w2", {{sim(0), sim(0)}}}}, {}), Catch::Contains("no rank of that name"));
+  CHECK_THAT(refused({{"w0", {{sim(0), sim(0)}}}}, {}), Catch::Contains("no map for itself"));
+  CHECK_THAT(refused({{"w1", {{sim(0), sim(1)}, {sim(2), sim(1)}}}}, {}),
+             Catch::Contains("one to one"));
+  CHECK_THAT(refused({{"w1", {{sim(0), sim(1)}}}}, {{"w0", {{sim(2), sim(0)}}}}),
+             Catch::Contains("no way back"));
+  CHECK_THAT(refused({}, {{"w0", {{sim(0), c10::Device(c10::kCPU)}}}}),
+             Catch::Contains("has no cpu"));
+}
+
+TEST_CASE("a device without memory for what arrives fails the call, naming the rank") {
+  OnDevices ranks(2);
+  const at::Tensor x = numbers(kChunk, sim(0)), y = x + 1;  // eight chunks together
+  run_all_sim_streams();
+  set_sim_memory_limit(6 * kChunk);
+  const base::Error error = error_of([&] { ranks[0].rpc_sync<&same>(1, std::vector{x, y}); });
+  set_sim_memory_limit(INT64_MAX);
+  CHECK(error.kind == base::ErrorKind::kResources);
+  CHECK(error.rank == 1);
+  CHECK(same_values(ranks[0].rpc_sync<&twice>(1, x), numbers(kChunk, c10::kCPU) * 2));
+  ranks.shutdown();
+}
+
+TEST_CASE("tensors of devices come to the CPU for a file") {
+  const at::Tensor large = numbers(9 * kChunk / 4, sim(1)) * 2;  // not computed yet; nine pieces
+  const at::Tensor some[] = {
+      numbers(3, c10::kCPU), numbers(12, sim(0)).view({3, 4}).t(),          large, at::Tensor(),
+      numbers(0, sim(2)),    at::tensor({1, 0, 1}).to(at::kBool).to(sim(0))};
+  const auto host = rpc::to_host({std::begin(some), std::end(some)});
+  REQUIRE(host.size() == std::size(some));
+  for (size_t i = 0; i < host.size(); ++i) {
+    INFO(i);
+    REQUIRE(host[i].defined() == some[i].defined());
+    if (!host[i].defined()) continue;
+    CHECK(host[i].device().is_cpu());
+    CHECK(host[i].is_contiguous());
+    CHECK(same_values(some[i], host[i]));
+  }
+  CHECK(host[0].is_same(some[0]));
+}
+
+TEST_CASE("a rank that dies while tensors are on their way fails the calls") {
+  OnDevices ranks(2);
+  std::vector<base::Future<at::Tensor>> replies;
+  for (int i = 0; i < 8; ++i) {
+    replies.push_back(ranks[0].rpc_async<&twice>(1, numbers(3 * kChunk, sim(0))));
+  }
+  ranks.kill(1);
+  for (const auto& reply : replies) {
+    const base::Error error = error_of([&] { static_cast<void>(reply.wait()); });
+    // Those that were answered before are fine.
+    CHECK((error.kind == base::ErrorKind::kPeerLost || error.message == "(no error)" ||
+           error.kind == base::ErrorKind::kCancelled));
+  }
+}
+
+}  // namespace
+}  // namespace distrain::testing

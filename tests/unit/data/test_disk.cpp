@@ -1,0 +1,56 @@
+// Folders that are removed, and links that others put there.
+#include <filesystem>
+
+#include "../src/data/disk.h"
+#include "files.h"
+
+using namespace distrain;
+using data::Disk;
+using data::Folder;
+namespace fs = std::filesystem;
+
+namespace {
+
+const Disk::Probe kNoProbe;
+
+}  // namespace
+
+TEST_CASE("a folder goes with its files, and nothing beyond it") {
+  const Folder outside;
+  outside.write("precious", "data");
+  const Folder folder;
+  const std::string doomed = folder.path("doomed");
+  fs::create_directory(doomed);
+  data::write_text(doomed + "/file", "text");
+  SECTION("without a link") {}
+  SECTION("with a link to a folder") { fs::create_symlink(outside.path(), doomed + "/link"); }
+  SECTION("with a link to a file") {
+    fs::create_symlink(outside.path("precious"), doomed + "/link");
+  }
+  SECTION("with a link in its place") {
+    fs::remove_all(doomed);
+    fs::create_symlink(outside.path(), doomed);
+  }
+  SECTION("with a link in its place once it is open") {
+    // The probe comes before each call: after the folder has been read, another stands there.
+    const Disk::Probe swap = [&](const char* name) {
+      if (std::string(name) != "unlink" || fs::is_symlink(doomed)) return;
+      fs::rename(doomed, folder.path("moved"));
+      fs::create_symlink(outside.path(), doomed);
+    };
+    fs::create_hard_link(doomed + "/file", doomed + "/precious");
+    Disk(swap).remove_folder(doomed);
+    CHECK(fs::is_empty(folder.path("moved")));
+  }
+  Disk(kNoProbe).remove_folder(doomed);
+  CHECK_FALSE(fs::exists(fs::symlink_status(doomed)));
+  CHECK(data::read_text(outside.path("precious")) == "data");
+}
+
+TEST_CASE("what is no folder is not removed as one") {
+  const Folder folder;
+  folder.write("file", "text");
+  Disk(kNoProbe).remove_folder(folder.path("file"));
+  Disk(kNoProbe).remove_folder(folder.path("none"));
+  CHECK(data::read_text(folder.path("file")) == "text");
+}
