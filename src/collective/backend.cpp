@@ -128,6 +128,8 @@ void Backend::refuse(int count, const Error& error) { core_->refuse(count, error
 
 int Backend::world_rank(int rank) const { return core_->world_rank(rank); }
 
+std::optional<Error> Backend::failure() const { return core_->failure(); }
+
 uint64_t Backend::getSequenceNumberForGroup() { return core_->next_sequence(); }
 
 void Backend::abort() {

@@ -75,6 +75,11 @@ uint64_t Core::next_sequence() const {
   return next_sequence_;
 }
 
+std::optional<Error> Core::failure() const {
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
 base::BufferPtr Core::allocate(size_t size) {
   base::BufferPtr buffer = pool_.allocate(size);
   if (!buffer) {

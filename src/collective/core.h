@@ -41,6 +41,7 @@ class Core : public std::enable_shared_from_this<Core> {
   int world_rank(int rank) const { return ranks_[static_cast<size_t>(rank)]; }
   base::Executor& executor() { return executor_; }
   uint64_t next_sequence() const;
+  std::optional<base::Error> failure() const;
   const std::shared_ptr<base::Tracer>& tracer() const { return tracer_; }
 
   /// A buffer of `size` bytes; throws `resources`.

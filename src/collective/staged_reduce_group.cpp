@@ -150,12 +150,17 @@ base::Future<Pending> StagedReduceGroup::call_behind(rpc::StreamPoint copied,
               promise = std::move(promise)]() mutable {
     try {
       copied.wait_on_host();
-      promise.set(call());
     } catch (...) {
       // Nothing was called: the other ranks must not wait for it, nor come out of step.
       const base::Error error = base::current_error(base::ErrorKind::kInternal);
       backend->refuse(1, error);
       promise.fail(error);
+      return;
+    }
+    try {
+      promise.set(call());
+    } catch (...) {
+      promise.fail(base::current_error(base::ErrorKind::kInternal));
     }
   });
   return future;

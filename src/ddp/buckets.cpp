@@ -116,7 +116,6 @@ void Bucket::start(collective::ReduceGroup& group) {
   // Not under the current stream: what it computes next need not wait for the other writers.
   const c10::Stream side = rpc::side_stream(device_);
   for (const c10::Stream& writer : writers_) rpc::StreamPoint::mark(writer).make_wait(side);
-  rpc::use_on_stream(flat_, side);
   const c10::StreamGuard guard(side);
   work_ = group.start(flat_);
 }

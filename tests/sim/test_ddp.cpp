@@ -224,6 +224,8 @@ TEST_CASE("gradients stored under several streams are in order") {
     const auto parameters = some_parameters(device);
     Reducer reducer(parameters, group.backends[size_t(rank)]);
     const c10::Stream begun_in = rpc::side_stream(device);
+    std::vector<c10::Stream> used_in;
+    for (int i = 0; i < 5; ++i) used_in.push_back(rpc::side_stream(device));
     at::Tensor kept;
     for (int step = 0; step < 20; ++step) {
       ManualPass pass;
@@ -232,18 +234,23 @@ TEST_CASE("gradients stored under several streams are in order") {
         reducer.attach(pass);
       }
       for (int i = 0; i < 4; ++i) {
-        const c10::StreamGuard guard(rpc::side_stream(device));
+        const c10::StreamGuard guard(used_in[size_t(i)]);
         pass.give(parameters[size_t(i)].tensor,
                   at::full({64}, double(step), at::TensorOptions(device)) * double(rank + i));
       }
-      const c10::StreamGuard guard(rpc::side_stream(device));
+      const c10::StreamGuard guard(used_in[4]);
       pass.end();
       at::Tensor last;
       for (int i = 0; i < 4; ++i) {
         last = pass.gradient(parameters[size_t(i)].tensor);
         RANK_CHECK((last * 2).eq(double(step) * (2 * i + 1)).all().item<bool>());
       }
-      if (!again) kept = last;
+      // What became of the memory before is over.
+      rpc::StreamPoint::mark(begun_in).wait_on_host();
+      RANK_CHECK((last * 2).eq(double(step) * 7).all().item<bool>());
+      if (again) continue;
+      kept = last;  // frees those of the pass before, for `begun_in` to use again
+      for (const c10::Stream& stream : used_in) rpc::StreamPoint::mark(stream).wait_on_host();
     }
   });
 }
@@ -259,11 +266,20 @@ TEST_CASE("means are taken out of a bucket before the next pass fills it") {
       std::vector<at::Tensor> means;
     };
     std::vector<Step> steps;
+    std::vector<c10::Stream> streams;
+    for (size_t i = 0; i < parameters.size(); ++i) streams.push_back(rpc::side_stream(device));
     for (int step = 0; step < 8; ++step) {
       const c10::StreamGuard guard(rpc::side_stream(device));
       at::Tensor loss;
-      for (const auto& p : parameters) {
-        const at::Tensor part = (p.tensor * double(step + rank)).sum();
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        at::Tensor part;
+        {
+          // Its gradient comes in this stream.
+          const c10::StreamGuard own(streams[i]);
+          part = (parameters[i].tensor * double(step + rank)).sum();
+        }
+        rpc::StreamPoint::mark(streams[i]).make_current_wait(device);
+        rpc::use_on_stream(part, rpc::current_stream(device));
         loss = loss.defined() ? loss + part : part;
       }
       loss.backward();
@@ -278,6 +294,54 @@ TEST_CASE("means are taken out of a bucket before the next pass fills it") {
       for (const at::Tensor& mean : steps[step].means) {
         RANK_CHECK((mean * 2).eq(2 * double(step) + 1).all().item<bool>());
       }
+    }
+  });
+}
+
+TEST_CASE(
+    "a bucket's memory is not used again before what was put into it, or taken out, has been") {
+  TestGroup group(2, {.timeout = kLimit});
+  run_ranks(2, [&](int rank) {
+    const c10::Device device = sim(rank);
+    const c10::Stream begun_in = rpc::side_stream(device);
+    const c10::Stream other = rpc::side_stream(device);
+    // What is allocated in `begun_in` next, of the size of a bucket.
+    const auto check_next = [&] {
+      const c10::StreamGuard guard(begun_in);
+      const at::Tensor next = at::full({4 * 64}, 7.0, at::TensorOptions(device));
+      rpc::StreamPoint::mark(begun_in).wait_on_host();
+      rpc::StreamPoint::mark(other).wait_on_host();
+      RANK_CHECK(next.eq(7).all().item<bool>());
+    };
+    for (int round = 0; round < 5; ++round) {
+      const auto parameters = some_parameters(device);
+      auto reducer = std::make_unique<Reducer>(parameters, group.backends[size_t(rank)]);
+      {
+        ManualPass pass;
+        {
+          const c10::StreamGuard guard(begun_in);
+          reducer->attach(pass);
+        }
+        const c10::StreamGuard guard(other);
+        for (size_t i = 0; i < 3; ++i) {
+          pass.give(parameters[i].tensor, at::full({64}, 3.0, at::TensorOptions(device)));
+        }
+        RANK_CHECK(error_of([&] { pass.end(); }).kind == ErrorKind::kInvalid);
+      }
+      check_next();
+      at::Tensor loss;
+      {
+        const c10::StreamGuard guard(begun_in);
+        for (const auto& p : parameters) {
+          const at::Tensor part = (p.tensor * double(rank)).sum();
+          loss = loss.defined() ? loss + part : part;
+        }
+      }
+      const c10::StreamGuard guard(other);
+      loss.backward();
+      reducer.reset();
+      check_next();
+      for (const auto& p : parameters) RANK_CHECK(p.tensor.grad().eq(0.5).all().item<bool>());
     }
   });
 }

@@ -142,6 +142,57 @@ TEST_CASE("the values that a broadcast replaces are still used by earlier work")
   });
 }
 
+TEST_CASE("pinned memory is kept until the copy back has been made") {
+  const bool one_group = GENERATE(true, false);
+  TestGroup group(2, {.timeout = kLimit});
+  run_ranks(2, [&](int rank) {
+    auto reduce = std::make_unique<StagedReduceGroup>(group.backends[size_t(rank)]);
+    std::vector<at::Tensor> tensors;
+    for (int i = 0; i < 10; ++i) {
+      tensors.push_back(values(rank, 100, sim(rank)) + double(i));
+      reduce->start(tensors.back())->wait();
+      if (!one_group) {
+        reduce.reset();
+        reduce = std::make_unique<StagedReduceGroup>(group.backends[size_t(rank)]);
+      }
+    }
+    for (int i = 0; i < 10; ++i) {
+      const at::Tensor wanted = at::arange(100, at::kFloat) * 1.5 + double(i);
+      RANK_CHECK(at::equal(tensors[size_t(i)].cpu(), wanted));
+    }
+  });
+}
+
+TEST_CASE("a tensor's memory is not used again before its copy back has been made") {
+  TestGroup group(2, {.timeout = kLimit});
+  run_ranks(2, [&](int rank) {
+    StagedReduceGroup reduce(group.backends[size_t(rank)]);
+    const c10::Stream made_in = rpc::side_stream(sim(rank));
+    const c10::Stream waits = rpc::side_stream(sim(rank));
+    for (int round = 0; round < 10; ++round) {
+      {
+        at::Tensor x;
+        {
+          const c10::StreamGuard guard(made_in);
+          x = values(rank, 100, sim(rank));
+        }
+        ReduceGroup::WorkPtr work;
+        {
+          const c10::StreamGuard guard(made_in);
+          work = reduce.start(x);
+        }
+        const c10::StreamGuard guard(waits);
+        work->wait();
+      }
+      const c10::StreamGuard guard(made_in);
+      const at::Tensor next = at::full({100}, 7.0, at::TensorOptions(sim(rank)));
+      rpc::StreamPoint::mark(made_in).wait_on_host();
+      rpc::StreamPoint::mark(waits).wait_on_host();
+      RANK_CHECK(next.eq(7).all().item<bool>());
+    }
+  });
+}
+
 TEST_CASE("a lost rank and a deadline come out of wait") {
   const bool killed = GENERATE(true, false);
   TestGroup group(2, {.timeout = killed ? kLimit : std::chrono::milliseconds(50)});

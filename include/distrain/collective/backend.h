@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -72,6 +73,9 @@ class Backend final : public c10d::Backend {
   void refuse(int count, const base::Error& error);
 
   int world_rank(int rank) const;
+
+  /// Why every operation fails from now on, if so: a rank is lost, or the group is closed.
+  std::optional<base::Error> failure() const;
 
   // c10d's interface. wait() of the Works throws base::Exception.
 

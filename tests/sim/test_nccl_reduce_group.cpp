@@ -1,0 +1,279 @@
+// Collectives on device tensors over communicators that are NCCL's elsewhere.
+// ctest: timeout=120
+#include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
+
+#include "distrain/cuda/nccl_reduce_group.h"
+#include "distrain/ddp/distributed_data_parallel.h"
+#include "distrain/rpc/device.h"
+#include "sim/fake_nccl.h"
+#include "support/catch.h"
+#include "support/sim_device.h"
+#include "unit/collective/test_group.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using base::ErrorKind;
+using collective::ReduceGroup;
+using cuda::NcclReduceGroup;
+using std::chrono::milliseconds;
+
+namespace {
+
+constexpr auto kLimit = std::chrono::seconds(20);
+
+at::Tensor filled(double value, c10::Device device, int64_t count = 100) {
+  return at::full({count}, value, at::TensorOptions(device));
+}
+
+bool holds(const at::Tensor& tensor, double value) { return tensor.eq(value).all().item<bool>(); }
+
+// One operation that has to go well.
+void check_mean(NcclReduceGroup& reduce) {
+  const at::Tensor x = filled(reduce.rank(), sim(reduce.rank()));
+  reduce.start(x)->wait();
+  RANK_CHECK(holds(x * 2, reduce.size() - 1));
+}
+
+}  // namespace
+
+TEST_CASE("NCCL moves what is on devices, the Backend what is on the CPU, in one order") {
+  const int size = GENERATE(1, 3);
+  FakeNccl nccl;
+  TestGroup group(size, {.timeout = kLimit});
+  run_ranks(size, [&](int rank) {
+    NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
+    RANK_CHECK(reduce.rank() == rank);
+    RANK_CHECK(reduce.size() == size);
+    RANK_CHECK(reduce.world_rank(rank) == rank);
+    for (int round = 0; round < 10; ++round) {
+      const at::Tensor a = filled(rank + round, sim(rank));
+      const at::Tensor b = filled(rank, at::kCPU);
+      const at::Tensor c = filled(rank + 1, sim(3));  // a second device
+      const at::Tensor d = filled(rank, at::kCPU);
+      const std::vector<ReduceGroup::WorkPtr> works = {
+          reduce.start(a), reduce.start(b), reduce.broadcast(c, size - 1), reduce.broadcast(d, 0)};
+      for (const auto& work : works) work->wait();
+      RANK_CHECK(holds(a * 2, size - 1 + 2 * round));
+      RANK_CHECK(holds(b * 2, size - 1));
+      RANK_CHECK(holds(c, size));
+      RANK_CHECK(holds(d, 0));
+    }
+  });
+  CHECK(nccl.made() == 2 * size);
+  CHECK(nccl.aborted() == 0);
+}
+
+TEST_CASE("NCCL's stream is in order with the caller's and the waiter's") {
+  FakeNccl nccl;
+  TestGroup group(2, {.timeout = kLimit});
+  run_ranks(2, [&](int rank) {
+    NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
+    const c10::Device device = sim(rank);
+    for (int round = 0; round < 40; ++round) {
+      at::Tensor x;
+      ReduceGroup::WorkPtr work;
+      {
+        const c10::StreamGuard guard(rpc::side_stream(device));
+        x = filled(1, device) * double(rank + round);
+        work = reduce.start(x);
+      }
+      const c10::Stream read_in = rpc::side_stream(device);
+      const c10::StreamGuard guard(read_in);
+      work->wait();
+      rpc::use_on_stream(x, read_in);
+      RANK_CHECK(holds(x * 2, 2 * round + 1));
+    }
+  });
+}
+
+TEST_CASE("memory that NCCL still works on is not given away") {
+  FakeNccl nccl;
+  TestGroup group(2, {.timeout = kLimit});
+  run_ranks(2, [&](int rank) {
+    NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
+    const c10::Device device = sim(rank);
+    const c10::Stream made_in = rpc::side_stream(device);
+    const c10::StreamGuard guard(made_in);
+    for (int round = 0; round < 10; ++round) {
+      const at::Tensor kept = filled(rank, device);
+      {
+        // Nobody waits for this one.
+        const at::Tensor dropped = filled(rank, device);
+        reduce.start(dropped);
+        reduce.broadcast(filled(0, at::kCPU), 0)->wait();
+      }
+      const at::Tensor next = filled(7, device);
+      rpc::StreamPoint::mark(device).wait_on_host();
+      reduce.start(kept)->wait();  // drives NCCL's stream on
+      RANK_CHECK(holds(kept * 2, 1));
+      RANK_CHECK(holds(next, 7));
+    }
+  });
+}
+
+TEST_CASE("DDP over NCCL equals DDP over the Backend") {
+  FakeNccl nccl;
+  const auto train = [&](bool on_devices) {
+    TestGroup group(2, {.timeout = kLimit});
+    std::vector<at::Tensor> result;
+    run_ranks(2, [&](int rank) {
+      const c10::Device device = on_devices ? sim(rank) : c10::Device(at::kCPU);
+      std::shared_ptr<ReduceGroup> reduce;
+      if (on_devices) {
+        reduce = std::make_shared<NcclReduceGroup>(group.backends[size_t(rank)], nccl.functions());
+      } else {
+        reduce = std::make_shared<collective::StagedReduceGroup>(group.backends[size_t(rank)]);
+      }
+      auto generator = at::detail::createCPUGenerator(uint64_t(rank + 1));
+      std::vector<ddp::NamedParameter> parameters;
+      std::vector<at::Tensor> values;
+      for (int i = 0; i < 5; ++i) {
+        values.push_back(at::randn({10, 10}, generator).to(device).set_requires_grad(true));
+        parameters.push_back({std::to_string(i), values.back()});
+      }
+      ddp::check_same_everywhere(parameters, *reduce);
+      ddp::broadcast_values(values, *reduce);
+      ddp::Reducer reducer(parameters, reduce,
+                           {.bucket_cap_bytes = 900, .first_bucket_bytes = 400});
+      for (int step = 0; step < 5; ++step) {
+        at::Tensor x = at::randn({4, 10}, generator).to(device);
+        for (const at::Tensor& value : values) x = at::tanh(at::matmul(x, value));
+        x.pow(2).mean().backward();
+        const at::NoGradGuard no_grad;
+        for (at::Tensor& value : values) {
+          value.sub_(std::exchange(value.mutable_grad(), at::Tensor()));
+        }
+      }
+      if (rank != 1) return;
+      for (const at::Tensor& value : values) result.push_back(value.detach().cpu());
+    });
+    return result;
+  };
+  const auto wanted = train(false);
+  const auto got = train(true);
+  REQUIRE(got.size() == wanted.size());
+  for (size_t i = 0; i < got.size(); ++i) CHECK(at::allclose(got[i], wanted[i], 1e-6, 1e-6));
+  CHECK(nccl.made() == 2);
+}
+
+TEST_CASE("a rank that refuses is named, what was before is whole, and new communicators follow") {
+  FakeNccl nccl;
+  TestGroup group(3, {.timeout = kLimit});
+  run_ranks(3, [&](int rank) {
+    NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
+    for (int round = 0; round < 5; ++round) {
+      const at::Tensor before = filled(rank, sim(rank));
+      const auto work = reduce.start(before);
+      if (rank == 1) {
+        reduce.refuse(2, {ErrorKind::kBadData, "the file ends here", 1, {}});
+      } else {
+        const auto first = reduce.start(filled(rank, sim(rank)));
+        const auto second = reduce.broadcast(filled(rank, sim(rank)), 0);
+        for (const auto& refused : {first, second}) {
+          const base::Error error = error_of([&] { refused->wait(); });
+          RANK_CHECK(error.kind == ErrorKind::kBadData);
+          RANK_CHECK(error.rank == 1);
+        }
+      }
+      work->wait();
+      RANK_CHECK(holds(before, 1));
+      check_mean(reduce);
+    }
+  });
+  CHECK(nccl.made() == 3 * 6);
+  CHECK(nccl.aborted() == 0);
+}
+
+TEST_CASE("ranks that call different operations are told so before NCCL hears of it") {
+  FakeNccl nccl;
+  TestGroup group(2, {.timeout = kLimit});
+  run_ranks(2, [&](int rank) {
+    NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
+    const c10::Device device = sim(rank);
+    check_mean(reduce);
+    const auto fails = [&](const ReduceGroup::WorkPtr& work, const std::string& mine,
+                           const std::string& theirs) {
+      const base::Error error = error_of([&] { work->wait(); });
+      RANK_CHECK(error.kind == ErrorKind::kInvalid);
+      RANK_CHECK(error.rank == 1 - rank);
+      RANK_CHECK(contains(error.message, rank ? theirs : mine));
+      RANK_CHECK(contains(error.message, rank ? mine : theirs));
+      check_mean(reduce);
+    };
+    fails(reduce.start(filled(0, device, 10 + rank)), "mean of 40 bytes", "mean of 44 bytes");
+    fails(reduce.broadcast(filled(0, device), rank), "broadcast(root 0)", "broadcast(root 1)");
+    fails(reduce.start(filled(0, rank ? sim(3) : device)), "number 1", "number 2");
+  });
+}
+
+TEST_CASE("a rank that is lost within NCCL's work") {
+  FakeNccl nccl;
+  TestGroup group(2, {.timeout = kLimit});
+  std::vector<std::unique_ptr<NcclReduceGroup>> groups(2);
+  run_ranks(2, [&](int rank) {
+    groups[size_t(rank)] =
+        std::make_unique<NcclReduceGroup>(group.backends[size_t(rank)], nccl.functions());
+    check_mean(*groups[size_t(rank)]);
+  });
+  nccl.stall(1, true);
+  const auto held = groups[1]->start(filled(1, sim(1)));
+  const auto work = groups[0]->start(filled(0, sim(0)));
+  held->wait();  // it has agreed
+  group.network.kill(1);
+  const base::Error error = error_of([&] { work->wait(); });
+  CHECK(error.kind == ErrorKind::kPeerLost);
+  CHECK(error.rank == 1);
+  CHECK(nccl.aborted() == 1);
+  CHECK(error_of([&] { groups[0]->start(filled(0, sim(0)))->wait(); }).kind ==
+        ErrorKind::kPeerLost);
+}
+
+TEST_CASE("a rank that never comes, and one that comes and does nothing") {
+  FakeNccl nccl;
+  TestGroup group(2, {.timeout = kLimit});
+  run_ranks(2, [&](int rank) {
+    group[rank].setTimeout(milliseconds(500));
+    NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
+    group[rank].setTimeout(kLimit);
+    check_mean(reduce);
+    if (rank == 1) nccl.stall(1, true);
+    const auto work = reduce.start(filled(rank, sim(rank)));
+    if (rank == 1) {
+      work->wait();  // it knows no better
+      nccl.stall(1, false);
+    } else {
+      RANK_CHECK(error_of([&] { work->wait(); }).kind == ErrorKind::kDeadline);
+    }
+    // One has communicators, the other has not: both begin anew.
+    const base::Error error = error_of([&] { check_mean(reduce); });
+    RANK_CHECK(error.kind == ErrorKind::kCancelled);
+    RANK_CHECK(contains(error.message, "rank 0 gave up"));
+    check_mean(reduce);
+  });
+  CHECK(nccl.made() == 4);
+  CHECK(nccl.aborted() == 2);
+
+  NcclReduceGroup reduce(group.backends[0], nccl.functions());
+  group[0].setTimeout(milliseconds(30));
+  const base::Error error = error_of([&] { check_mean(reduce); });
+  CHECK(error.kind == ErrorKind::kDeadline);
+  CHECK(error.rank == 1);
+}
+
+TEST_CASE("a communicator that one rank cannot make") {
+  FakeNccl nccl;
+  TestGroup group(3, {.timeout = kLimit});
+  run_ranks(3, [&](int rank) {
+    NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
+    if (rank == 0) nccl.fail_id();
+    const base::Error id_error = error_of([&] { check_mean(reduce); });
+    RANK_CHECK(id_error.kind == ErrorKind::kResources);
+    RANK_CHECK(contains(id_error.message, "no id today"));
+    if (rank == 2) nccl.fail_making(2);
+    const base::Error error = error_of([&] { check_mean(reduce); });
+    RANK_CHECK(error.kind == ErrorKind::kResources);
+    check_mean(reduce);
+  });
+  CHECK(nccl.made() == 3);
+}
