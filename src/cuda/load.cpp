@@ -67,13 +67,17 @@ std::optional<std::string> torch_version_of(const fs::path& folder) {
   return std::nullopt;
 }
 
-/// libtorch_cuda.so of the LibTorch that this process runs on.
-fs::path find_torch_cuda() {
+/// The folder of the LibTorch that this process runs on.
+fs::path torch_folder() {
   Dl_info info{};
   if (!dladdr(reinterpret_cast<void*>(&at::globalContext), &info) || !info.dli_fname) {
     fail("can't tell where LibTorch lies");
   }
-  const fs::path folder = real_path(info.dli_fname).parent_path();
+  return real_path(info.dli_fname).parent_path();
+}
+
+/// libtorch_cuda.so that belongs to the LibTorch in `folder`.
+fs::path find_torch_cuda(const fs::path& folder) {
   // .deps/site/torch/lib and .deps/cuda/torch/lib: beside each other, as `./run` lays them.
   const fs::path fetched = folder.parent_path().parent_path().parent_path() / "cuda/torch/lib";
   for (const fs::path& place : {folder, fetched}) {
@@ -105,9 +109,18 @@ void* open_library(const fs::path& path, int flags) {
 
 const Plugin& load_once() {
   const fs::path plugin_path = find_plugin();
+  const fs::path folder = torch_folder();
+  const fs::path torch_cuda = find_torch_cuda(folder);
   // Its own search path leads to NVIDIA's libraries of its install. In the global scope, because
   // the plugin takes them from there, and LibTorch's own parts each other. Never closed again.
-  open_library(find_torch_cuda(), RTLD_GLOBAL);
+  open_library(torch_cuda, RTLD_GLOBAL);
+  if (torch_cuda.parent_path() != folder) {
+    // LibTorch opens these by their names when it needs them, and would look in its own folder
+    // only. It says itself what it lacks if one can't be opened; the second needs a driver.
+    for (const char* name : {"libtorch_cuda_linalg.so", "libcaffe2_nvrtc.so"}) {
+      dlopen((torch_cuda.parent_path() / name).c_str(), RTLD_LAZY | RTLD_LOCAL);
+    }
+  }
   void* const library = open_library(plugin_path, RTLD_LOCAL);
   const auto entry = reinterpret_cast<PluginEntry>(dlsym(library, kPluginEntry));
   const Plugin* const plugin = entry ? entry(kPluginInterface) : nullptr;

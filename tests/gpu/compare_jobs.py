@@ -22,12 +22,12 @@ TOLERANCE = 1e-3
 JOBS = {
     "hybrid": (["--mode", "sync", "--steps", "20", "--log-interval", "1"], "step", [
         ["--device", "cuda"],
-        ["--device", "ps=cpu,trainer=cuda"],
-        ["--device", "ps=cuda,trainer=cpu"],
+        ["--device", "server=cpu,trainer=cuda"],
+        ["--device", "server=cuda,trainer=cpu"],
     ]),
     "ps": (["--mode", "sync", "--steps", "20", "--log-interval", "1", "--dropout", "off"], "step", [
         ["--device", "cuda"],
-        ["--num-gpus", "1"],
+        ["--device", "cuda", "--num-gpus", "1"],
     ]),
     "rnn": (["--trainers", "2", "--mode", "sync", "--steps", "20", "--log-interval", "1",
              "--dropout", "0"], "step", [
@@ -68,7 +68,7 @@ def run(binary: str, job: str, options: list[str], event: str) -> tuple[dict, di
         if line["event"] == event:
             key = (line["role"], line.get("step", line.get("episode")))
             values[key] = line[VALUE[event]]
-        elif line["event"] == "start" and line.get("device", "cpu") != "cpu":
+        elif line["event"] == "start" and line.get("device") not in (None, "cpu"):
             told.setdefault("devices", []).append(f"{line['role']}={line['device']}")
         elif line["event"] == "error":
             told["error"] = line["message"]

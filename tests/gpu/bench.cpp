@@ -124,10 +124,10 @@ pid_t start(Role role, const EchoSetup& setup, int result) {
     const std::vector<double> times = role(setup);
     write_all(result, times.data(), times.size() * sizeof(double));
   } catch (const base::Exception& error) {
-    std::fprintf(stderr, "bench_gpu: %s\n", error.what());
+    std::fprintf(stderr, "gpu_bench: %s\n", error.what());
     _exit(base::exit_code(error.kind()));
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_gpu: %s\n", error.what());
+    std::fprintf(stderr, "gpu_bench: %s\n", error.what());
     _exit(1);
   }
   _exit(0);
@@ -179,7 +179,7 @@ int run() {
       {"distrain-cpu", run_distrain_cpu},
       {"distrain-cuda", run_distrain_gpu},
       {"torch-cuda", run_torch}};
-  char folder[] = "/tmp/bench_gpu_XXXXXX";
+  char folder[] = "/tmp/gpu_bench_XXXXXX";
   if (mkdtemp(folder) == nullptr) throw std::runtime_error("no folder in /tmp");
   std::map<std::string, double> medians;
   int code = 0;
@@ -199,7 +199,7 @@ int run() {
       std::printf("%s\n", line.dump().c_str());
       std::fflush(stdout);
     } catch (int failed) {
-      std::fprintf(stderr, "bench_gpu: %s failed with exit code %d\n", name.c_str(), failed);
+      std::fprintf(stderr, "gpu_bench: %s failed with exit code %d\n", name.c_str(), failed);
       code = failed;
       if (failed == base::exit_code(base::ErrorKind::kResources)) break;
     }
@@ -224,7 +224,7 @@ int main() {
   try {
     return distrain::bench::run();
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_gpu: %s\n", error.what());
+    std::fprintf(stderr, "gpu_bench: %s\n", error.what());
     return 1;
   }
 }
