@@ -254,6 +254,16 @@ TEST_CASE("maps say where tensors go, and the way back") {
   ranks.shutdown();
 }
 
+TEST_CASE("a map may name a device of a rank that says nothing of its devices") {
+  Cluster ranks(2, setup, {}, [](rpc::AgentOptions& o) {
+    o.device_maps.clear();
+    if (o.rank == 0) o.device_maps = {{"w1", {{sim(1), sim(2)}}}};
+  });
+  CHECK(ranks[0].rpc_sync<&place>(1, numbers(3, sim(1))) == "sim:2");
+  CHECK(ranks[0].rpc_sync<&twice>(1, numbers(3, sim(1))).device() == sim(1));
+  ranks.shutdown();
+}
+
 TEST_CASE("maps that make no sense are refused when the ranks meet") {
   const auto refused = [](std::vector<rpc::DeviceMap> first, std::vector<rpc::DeviceMap> second) {
     base::Error error = error_of([&] {
