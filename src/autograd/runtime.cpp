@@ -333,7 +333,6 @@ base::Future<void> backward_async(Context& context, const std::vector<at::Tensor
                                 [pass, ended](base::Result<base::Unit>& outcome) mutable {
                                   if (outcome.ok()) {
                                     pass.end();
-                                    pass.join_streams();
                                   } else {
                                     pass.fail(outcome.error());
                                   }

@@ -1,7 +1,14 @@
 #include "distrain/rpc/device.h"
 
+#include <algorithm>
+#include <cstring>
+
+#include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/Functions.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/thread_state.h"
 
@@ -51,6 +58,59 @@ void use_on_stream(const at::Tensor& tensor, const c10::Stream& stream) {
     return;
   }
   VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+}
+
+at::Tensor pinned_bytes(c10::DeviceType type, int64_t bytes) {
+  c10::Allocator* const allocator =
+      at::globalContext().getAcceleratorHooksInterface(type).getPinnedMemoryAllocator();
+  return at::detail::empty_generic({bytes}, allocator, c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                   at::kByte, std::nullopt);
+}
+
+namespace {
+
+constexpr int64_t kPieceBytes = int64_t{4} << 20;
+
+struct Piece {
+  at::Tensor from;  // bytes on the device
+  uint8_t* to;
+  StreamPoint copied;
+};
+
+void take_out(Piece& piece, const at::Tensor& block) {
+  piece.copied.wait_on_host();
+  std::memcpy(piece.to, block.const_data_ptr(), static_cast<size_t>(piece.from.numel()));
+}
+
+}  // namespace
+
+std::vector<at::Tensor> to_host(const std::vector<at::Tensor>& tensors) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> results;
+  std::vector<Piece> pieces;
+  for (const at::Tensor& tensor : tensors) {
+    results.push_back(tensor);
+    if (!tensor.defined() || !is_accelerator(tensor.device())) continue;
+    const at::Tensor plain = tensor.detach().resolve_conj().resolve_neg().contiguous();
+    results.back() = at::empty(plain.sizes(), at::TensorOptions(plain.scalar_type()));
+    if (plain.numel() == 0) continue;
+    const at::Tensor bytes = plain.view(-1).view(at::kByte);
+    auto* const to = static_cast<uint8_t*>(results.back().mutable_data_ptr());
+    for (int64_t i = 0; i < bytes.numel(); i += kPieceBytes) {
+      pieces.push_back({bytes.narrow(0, i, std::min(kPieceBytes, bytes.numel() - i)), to + i, {}});
+    }
+  }
+  if (pieces.empty()) return results;
+  const c10::DeviceType type = pieces[0].from.device().type();
+  const at::Tensor blocks[2] = {pinned_bytes(type, kPieceBytes), pinned_bytes(type, kPieceBytes)};
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    at::Tensor& from = pieces[i].from;
+    blocks[i % 2].narrow(0, 0, from.numel()).copy_(from, /*non_blocking=*/true);
+    pieces[i].copied = StreamPoint::mark(from.device());
+    if (i > 0) take_out(pieces[i - 1], blocks[(i - 1) % 2]);
+  }
+  take_out(pieces.back(), blocks[(pieces.size() - 1) % 2]);
+  return results;
 }
 
 int64_t peak_device_bytes(c10::Device device) {

@@ -60,11 +60,10 @@ base::BufferPtr DeviceStager::idle_host_block(size_t size) {
   return Shelf::lend(shelf_, std::move(block), size);
 }
 
-base::BufferPtr DeviceStager::host_block(size_t size) {
+base::BufferPtr DeviceStager::host_block(c10::DeviceType type, size_t size) {
   sweep();
   if (auto block = idle_host_block(size)) return block;
-  const auto options = at::TensorOptions(at::kByte).pinned_memory(true);
-  return Shelf::lend(shelf_, at::empty({static_cast<int64_t>(kChunkBytes)}, options), size);
+  return Shelf::lend(shelf_, pinned_bytes(type, static_cast<int64_t>(kChunkBytes)), size);
 }
 
 void DeviceStager::release_at(StreamPoint point, base::BufferPtr memory) {
@@ -209,7 +208,7 @@ std::pair<at::Tensor, StreamPoint> Arrival::finish(std::span<const uint8_t> rest
   std::lock_guard copying(copy_mutex_);
   if (error_) throw base::Exception(*error_);
   // Out of the message's buffer, which is not the device's to read and goes with the message.
-  base::BufferPtr block = stager_.host_block(rest.size());
+  base::BufferPtr block = stager_.host_block(to_c10(device_).type(), rest.size());
   std::memcpy(block->data, rest.data(), rest.size());
   copy_locked({block->data, block->size}, block);
   return {memory_, StreamPoint::mark(stager_.in_stream(memory_.device()))};
@@ -267,8 +266,8 @@ void Departure::begin_copy(Piece& piece) {
   const at::NoGradGuard no_grad;
   const Transfer& transfer = transfers_[piece.transfer];
   const auto size = piece.end - piece.begin;
-  piece.block = stager_.host_block(size);
   const c10::Device device = message_.tensors[transfer.group.tensors[0]].device();
+  piece.block = stager_.host_block(device.type(), size);
   const c10::Stream stream = stager_.out_stream(device);
   const c10::StreamGuard guard(stream);
   uint64_t filled = piece.begin;

@@ -49,7 +49,7 @@ class DeviceStager {
 
   /// `size` bytes, a chunk at the most, that a device copies to and from without the CPU's help.
   /// Throws `resources`.
-  base::BufferPtr host_block(size_t size);
+  base::BufferPtr host_block(c10::DeviceType type, size_t size);
   /// The same, only if there is one at hand; otherwise null. For the loop.
   base::BufferPtr idle_host_block(size_t size);
   /// Keeps `memory` until a device has come to `point`.

@@ -173,6 +173,10 @@ RankDevices DeviceTable::tell() {
       own.maps.push_back({map.peer, rpc::to_wire(from), rpc::to_wire(to)});
     }
   }
+  // Without a word of its own, another rank's map may still name one of its devices.
+  for (const auto known : {c10::DeviceType::CUDA, c10::DeviceType::PrivateUse1}) {
+    if (type == c10::DeviceType::CPU && count_of(known) > 0) type = known;
+  }
   own.type = to_wire(type);
   own.count = static_cast<uint8_t>(std::min(count_of(type), 255));
   return own;

@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include "distrain/autograd/context.h"
 #include "distrain/autograd/parameter_versions.h"
@@ -26,6 +27,31 @@ at::Tensor twice(at::Tensor x) { return x * 2; }
 std::tuple<at::Tensor, at::Tensor> across(at::Tensor x, at::Tensor y) {
   return {x * y.to(x.device()), y * 3};
 }
+
+// Gradients times 2, the second by its sum, too. That one is used under the stream that this thread
+// has on its device, then under one aside; torch's rule is that what a node gives out is ready on
+// the node's own stream, the first's.
+struct OnTwoDevices : torch::autograd::Function<OnTwoDevices> {
+  using Tensors = torch::autograd::variable_list;
+  static Tensors forward(torch::autograd::AutogradContext*, const at::Tensor& x,
+                         const at::Tensor& y) {
+    return {x * 1, y * 1};
+  }
+  static Tensors backward(torch::autograd::AutogradContext*, const Tensors& gradients) {
+    const double sum = gradients[1].sum().item<double>();
+    const at::Tensor first = gradients[1] * sum;
+    const c10::Stream aside = rpc::side_stream(sim(1));
+    StreamPoint::mark(sim(1)).make_wait(aside);
+    rpc::use_on_stream(first, aside);
+    at::Tensor second;
+    {
+      const StreamGuard guard(aside);
+      second = first * 2;
+    }
+    StreamPoint::mark(aside).make_wait(rpc::current_stream(sim(0)));
+    return {gradients[0] * 2, second};
+  }
+};
 
 void setup(rpc::Agent& agent) {
   autograd::install(agent);
@@ -221,6 +247,25 @@ TEST_CASE("a call with tensors on several devices") {
   }
 }
 
+TEST_CASE("a node with gradients on several devices finds both ready") {
+  Cluster cluster(1, setup);
+  for (int repeat = 0; repeat < 10; ++repeat) {
+    const at::Tensor w0 = leaf(numbers(), sim(0)), w1 = leaf(numbers() + 1, sim(1));
+    const c10::Stream zero = new_stream(0), one = new_stream(1);
+    Context context(cluster[0]);
+    at::Tensor loss;
+    {
+      const StreamGuard guard_zero(zero);
+      const StreamGuard guard_one(one);
+      const auto both = OnTwoDevices::apply(w0, w1);
+      loss = (both[0] * both[0]).sum() + (both[1] * both[1]).sum().to(sim(0));
+    }
+    autograd::backward(context, {loss});
+    CHECK(at::equal(context.gradient(w1).cpu(), (numbers() + 1) * 4 * 28));
+    CHECK(at::equal(context.gradient(w0).cpu(), numbers() * 4));
+  }
+}
+
 TEST_CASE("the caller's stream is behind a pass that other ranks had a part in") {
   Cluster cluster(2, setup);
   for (int repeat = 0; repeat < 10; ++repeat) {
@@ -317,10 +362,10 @@ TEST_CASE("reads and updates of parameters wait for each other's streams") {
     // At home whoever reads the parameter itself is safe, too.
     return (at_home ? w : reading.version(w)) * 1;
   };
-  const auto update = [&] {
+  const auto update = [&](auto change) {
     const autograd::ParameterUpdate updating(cluster[0]);
     if (!at_home) updating.unshare(w);
-    w.add_(10);
+    change();
   };
   const c10::Stream first = new_stream(), second = new_stream(), third = new_stream(),
                     fourth = new_stream();
@@ -331,38 +376,45 @@ TEST_CASE("reads and updates of parameters wait for each other's streams") {
   }
   {
     const StreamGuard guard(second);
-    update();
+    update([&] { w.add_(10); });
   }
   {
     const StreamGuard guard(third);
-    update();
+    update([&] { w.mul_(2); });
   }
   {
     const StreamGuard guard(fourth);
     after = read();
   }
-  CHECK(at::equal(seen_from(fourth, after), numbers() + 20));
+  CHECK(at::equal(seen_from(third, w), (numbers() + 10) * 2));
+  CHECK(at::equal(seen_from(fourth, after), (numbers() + 10) * 2));
   CHECK(at::equal(seen_from(first, before), numbers()));
 }
 
-TEST_CASE("the memory of a parameter that moves is kept for the stream that reads the old one") {
+TEST_CASE("the memory of a parameter that moves is kept for the streams that read the old one") {
   Cluster cluster(1, setup);
   const at::NoGradGuard no_grad;
   const at::Tensor w = leaf(numbers());
   const c10::Stream reading = new_stream(), updating = new_stream();
-  at::Tensor before;
+  at::Tensor read;
   {
-    const StreamGuard guard(reading);
+    const StreamGuard reading_guard(reading);
     const at::Tensor version = autograd::current_versions(cluster[0], {w})[0];
-    before = version * 1;
-    const StreamGuard updating_guard(updating);
-    const autograd::ParameterUpdate update(cluster[0]);
-    REQUIRE(update.unshare(w));
-    w.add_(10);
+    {
+      const StreamGuard updating_guard(updating);
+      const autograd::ParameterUpdate update(cluster[0]);
+      REQUIRE(update.unshare(w));
+      w.add_(10);
+    }
+    read = version * 1;
   }
+  // One of the two is done with it, and the memory's own stream goes on.
+  const bool reader_first = GENERATE(true, false);
+  StreamPoint::mark(reader_first ? reading : updating).wait_on_host();
+  const at::Tensor other = at::zeros({4}, w.options());
   StreamPoint::mark(sim()).wait_on_host();
   CHECK(at::equal(seen_from(updating, w), numbers() + 10));
-  CHECK(at::equal(seen_from(reading, before), numbers()));
+  CHECK(at::equal(seen_from(reading, read), numbers()));
 }
 
 TEST_CASE("sparse gradients add up under several streams") {

@@ -224,6 +224,8 @@ TEST_CASE("gradients stored under several streams are in order") {
     const auto parameters = some_parameters(device);
     Reducer reducer(parameters, group.backends[size_t(rank)]);
     const c10::Stream begun_in = rpc::side_stream(device);
+    std::vector<c10::Stream> used_in;
+    for (int i = 0; i < 5; ++i) used_in.push_back(rpc::side_stream(device));
     at::Tensor kept;
     for (int step = 0; step < 20; ++step) {
       ManualPass pass;
@@ -232,11 +234,11 @@ TEST_CASE("gradients stored under several streams are in order") {
         reducer.attach(pass);
       }
       for (int i = 0; i < 4; ++i) {
-        const c10::StreamGuard guard(rpc::side_stream(device));
+        const c10::StreamGuard guard(used_in[size_t(i)]);
         pass.give(parameters[size_t(i)].tensor,
                   at::full({64}, double(step), at::TensorOptions(device)) * double(rank + i));
       }
-      const c10::StreamGuard guard(rpc::side_stream(device));
+      const c10::StreamGuard guard(used_in[4]);
       pass.end();
       at::Tensor last;
       for (int i = 0; i < 4; ++i) {
@@ -246,7 +248,9 @@ TEST_CASE("gradients stored under several streams are in order") {
       // What became of the memory before is over.
       rpc::StreamPoint::mark(begun_in).wait_on_host();
       RANK_CHECK((last * 2).eq(double(step) * 7).all().item<bool>());
-      if (!again) kept = last;
+      if (again) continue;
+      kept = last;  // frees those of the pass before, for `begun_in` to use again
+      for (const c10::Stream& stream : used_in) rpc::StreamPoint::mark(stream).wait_on_host();
     }
   });
 }
@@ -262,11 +266,20 @@ TEST_CASE("means are taken out of a bucket before the next pass fills it") {
       std::vector<at::Tensor> means;
     };
     std::vector<Step> steps;
+    std::vector<c10::Stream> streams;
+    for (size_t i = 0; i < parameters.size(); ++i) streams.push_back(rpc::side_stream(device));
     for (int step = 0; step < 8; ++step) {
       const c10::StreamGuard guard(rpc::side_stream(device));
       at::Tensor loss;
-      for (const auto& p : parameters) {
-        const at::Tensor part = (p.tensor * double(step + rank)).sum();
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        at::Tensor part;
+        {
+          // Its gradient comes in this stream.
+          const c10::StreamGuard own(streams[i]);
+          part = (parameters[i].tensor * double(step + rank)).sum();
+        }
+        rpc::StreamPoint::mark(streams[i]).make_current_wait(device);
+        rpc::use_on_stream(part, rpc::current_stream(device));
         loss = loss.defined() ? loss + part : part;
       }
       loss.backward();

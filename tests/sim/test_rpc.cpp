@@ -254,6 +254,16 @@ TEST_CASE("maps say where tensors go, and the way back") {
   ranks.shutdown();
 }
 
+TEST_CASE("a map may name a device of a rank that says nothing of its devices") {
+  Cluster ranks(2, setup, {}, [](rpc::AgentOptions& o) {
+    o.device_maps.clear();
+    if (o.rank == 0) o.device_maps = {{"w1", {{sim(1), sim(2)}}}};
+  });
+  CHECK(ranks[0].rpc_sync<&place>(1, numbers(3, sim(1))) == "sim:2");
+  CHECK(ranks[0].rpc_sync<&twice>(1, numbers(3, sim(1))).device() == sim(1));
+  ranks.shutdown();
+}
+
 TEST_CASE("maps that make no sense are refused when the ranks meet") {
   const auto refused = [](std::vector<rpc::DeviceMap> first, std::vector<rpc::DeviceMap> second) {
     base::Error error = error_of([&] {
@@ -288,6 +298,24 @@ TEST_CASE("a device without memory for what arrives fails the call, naming the r
   CHECK(error.rank == 1);
   CHECK(same_values(ranks[0].rpc_sync<&twice>(1, x), numbers(kChunk, c10::kCPU) * 2));
   ranks.shutdown();
+}
+
+TEST_CASE("tensors of devices come to the CPU for a file") {
+  const at::Tensor large = numbers(9 * kChunk / 4, sim(1)) * 2;  // not computed yet; nine pieces
+  const at::Tensor some[] = {
+      numbers(3, c10::kCPU), numbers(12, sim(0)).view({3, 4}).t(),          large, at::Tensor(),
+      numbers(0, sim(2)),    at::tensor({1, 0, 1}).to(at::kBool).to(sim(0))};
+  const auto host = rpc::to_host({std::begin(some), std::end(some)});
+  REQUIRE(host.size() == std::size(some));
+  for (size_t i = 0; i < host.size(); ++i) {
+    INFO(i);
+    REQUIRE(host[i].defined() == some[i].defined());
+    if (!host[i].defined()) continue;
+    CHECK(host[i].device().is_cpu());
+    CHECK(host[i].is_contiguous());
+    CHECK(same_values(some[i], host[i]));
+  }
+  CHECK(host[0].is_same(some[0]));
 }
 
 TEST_CASE("a rank that dies while tensors are on their way fails the calls") {

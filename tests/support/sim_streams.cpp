@@ -2,6 +2,7 @@
 #include <mutex>
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -205,6 +206,9 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   c10::register_privateuse1_backend("sim");
   c10::SetAllocator(kSim, &device_allocator());
+  // The work is small, and ranks are threads of this process: a kernel's own threads would do
+  // little but wait for each other.
+  at::set_num_threads(1);
   return true;
 }();
 

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -63,6 +64,14 @@ class StreamPoint {
 /// Tells the allocator of the memory of `tensor`, which was made under another stream, that
 /// `stream` uses it too: once freed it is not reused before that has come so far.
 void use_on_stream(const at::Tensor& tensor, const c10::Stream& stream);
+
+/// Memory of the CPU, of `bytes`, that accelerators of this type copy to and from without its help.
+at::Tensor pinned_bytes(c10::DeviceType type, int64_t bytes);
+
+/// The same values on the CPU, row-major, for files and the like: those of devices come by way of a
+/// little pinned memory, one piece while the one before is put in its place. Blocks until they are
+/// there. Tensors of the CPU are given back as they are.
+std::vector<at::Tensor> to_host(const std::vector<at::Tensor>& tensors);
 
 /// The most bytes that tensors of this process have taken on `device` at any time; 0 on the CPU.
 int64_t peak_device_bytes(c10::Device device);
