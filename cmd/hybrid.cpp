@@ -58,6 +58,9 @@ JobCommand hybrid_command() {
       "for r in 0 1 2 3; do distrain hybrid --rank $r & done; wait",
   };
   command.table = option_table();
+  using Use = scenario::DeviceRole::Use;
+  command.devices.roles = {
+      {"trainer", "", Use::kCompute}, {"ps", "server", Use::kCompute}, {"master", "", Use::kNone}};
   command.size = {"trainers", 2};
   command.check = [](const ParsedOptions& options, Placement& placement) {
     check_data_files(options, placement, "test-data");

@@ -88,6 +88,18 @@ RankRun make_run(const JobCommand& command, const ParsedOptions& options,
     run.role = command.role(options, job.rank);
     run.shown_world_size = placement.world_size;
   }
+  run.devices =
+      std::make_shared<RankDevices>([&command, &options, &placement, rank = job.rank](
+                                        const std::string& name, const OptionMap& of_rank_0) {
+        return choose_devices(adopt_options(options, of_rank_0), command.devices, placement,
+                              {rank, name, command.role}, process_environment);
+      });
+  run.job.choose_devices = [devices = run.devices](const std::string& name,
+                                                   const OptionMap& of_rank_0) {
+    return devices->get(name, of_rank_0);
+  };
+  run.all_here = local || placement.spawns_all();
+  run.knows_devices = !run.role.empty() && (!inherits || options.given("device"));
   run.body = [&command, &options, local](const scenario::Job& j, int threads,
                                          scenario::EventSink& sink) {
     return command.run(options, j, local, threads, sink);
@@ -191,6 +203,7 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
     }
     if (command.complete) command.complete(options);
     command.check(options, placement);
+    check_devices(options, command.devices, placement, command.role);
     check_checkpoint(options, placement);
     check_trace(options, placement);
     check_injections(parse_injections(options.text("inject")),

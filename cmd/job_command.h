@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "devices.h"
 #include "distrain/base/error.h"
 #include "distrain/scenario/checkpoint_options.h"
 #include "distrain/scenario/job.h"
@@ -30,6 +31,7 @@ struct JobCommand {
   /// A text to print in place of running the job; may be empty.
   std::function<std::optional<std::string>(const ParsedOptions&)> answer;
   bool has_stages = false;  ///< for `--inject stage=...`
+  DeviceRules devices;
   std::function<std::string(const ParsedOptions&, int rank)> role;
   /// One rank, or the whole job in this process when `local`.
   std::function<scenario::Outcome(const ParsedOptions&, const scenario::Job&, bool local,
@@ -68,8 +70,11 @@ auto run_of(const ScenarioCalls<Options>& calls) {
       return result;
     };
     if (local) {
-      return scenario::run_local_job(job, sink,
-                                     [&] { return calls.run_local(options(parsed), job, sink); });
+      return scenario::run_local_job(job, sink, [&] {
+        scenario::Job placed = job;
+        placed.devices = job.choose_devices("local", {});
+        return calls.run_local(options(parsed), placed, sink);
+      });
     }
     const auto adopt = [&](const OptionMap& of_rank_0) {
       const ParsedOptions adopted = adopt_options(parsed, of_rank_0);

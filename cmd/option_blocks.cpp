@@ -175,6 +175,11 @@ void append_common(OptionTable& table) {
           seconds("rpc-timeout", "60", "deadline of one remote call"),
           seconds("join-timeout", "300", "how long to wait for all ranks"),
           seconds("peer-timeout", "5", "silence after which a rank counts as lost")});
+  append(table, "Run", Scope::kInput,
+         {but(text("device", "DEVICE",
+                   "where ranks compute: cpu, cuda (each host's GPUs in turn), cuda:N, or "
+                   "ROLE=DEVICE[,...], the other roles on the CPU"),
+              [](Option& o) { o.initial = "cpu"; })});
   append(table, "Run", Scope::kJob,
          {text("trace", "FILE", "write what all ranks did here, for ui.perfetto.dev")});
   append(table, "Run", Scope::kRank,

@@ -105,6 +105,8 @@ JobCommand pipeline_command() {
       "for r in 0 1 2; do distrain pipeline --rank $r & done; wait",
   };
   command.table = option_table();
+  using Use = scenario::DeviceRole::Use;
+  command.devices.roles = {{"worker", "stage", Use::kCompute}, {"master", "", Use::kIfNamed}};
   command.size = {"stages", 1};
   command.check = check;
   command.answer = explanation;

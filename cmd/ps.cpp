@@ -23,6 +23,10 @@ OptionTable option_table() {
       {integer("trainers", "2", 1, 1023, "trainers; the job has one rank more"),
        integer("limit", "0", 0, kMaxInt, "train on the first N examples; 0: on all"),
        choice("dropout", {"on", "off"}, "of the model while it trains"),
+       by_default(integer("num-gpus", "", 0, 2,
+                          "GPUs of the server: with 2 the convolutions are on cuda:0, the rest on "
+                          "cuda:1"),
+                  "as --device says"),
        by_default(each_own(real("mean", "0.1307", -1e6, 1e6, "of the pixels, which is subtracted")),
                   "0.1307, with Debian's Fashion-MNIST 0.286"),
        by_default(each_own(but(real("std", "0.3081", 0, 1e6, "deviation of the pixels, divided by"),
@@ -91,6 +95,31 @@ void check_data(const ParsedOptions& options) {
   check_folder(options, "data");
 }
 
+/// `--num-gpus`, which is the server's, or the whole job's with --local.
+std::optional<int> gpus_of(const ParsedOptions& options, const std::string& rank_name) {
+  if (options.text("num-gpus").empty() || rank_name.starts_with("trainer")) return std::nullopt;
+  return options.whole("num-gpus");
+}
+
+DeviceRules device_rules() {
+  using Use = scenario::DeviceRole::Use;
+  return {{{"parameter_server", "server", Use::kCompute}, {"trainer", "", Use::kCompute}}, gpus_of};
+}
+
+/// Of what the two options say of the server, if both say something.
+void check_gpus(const ParsedOptions& options) {
+  if (!options.given("num-gpus") || !options.given("device")) return;
+  const scenario::DeviceSpec spec = device_spec(options, device_rules());
+  const auto server = spec.for_all() ? spec.for_all() : spec.named(scenario::ps_role(0));
+  const int gpus = options.whole("num-gpus");
+  if (!server) return;
+  const bool same_kind = server->accelerator == (gpus > 0);
+  if (same_kind && (!server->index || (gpus == 1 && *server->index == 0))) return;
+  throw base::Exception(base::ErrorKind::kInvalid, "--num-gpus " + options.text("num-gpus") +
+                                                       " and --device " + options.text("device") +
+                                                       " put the server on different devices");
+}
+
 /// The trainers read the data, the server does not.
 bool has_trainers(const Placement& placement) {
   if (placement.mode == Placement::Mode::kSpawn) return placement.ranks.back() > 0;
@@ -98,6 +127,7 @@ bool has_trainers(const Placement& placement) {
 }
 
 void check(const ParsedOptions& options, Placement& placement) {
+  check_gpus(options);
   // A trainer that joins without --data is yet to hear from rank 0 where it is.
   const bool final = placement.has_rank_0() || options.given("data");
   if (final && has_trainers(placement)) check_data(options);
@@ -125,6 +155,7 @@ JobCommand ps_command() {
       "for r in 0 1 2; do distrain ps --rank $r & done; wait",
   };
   command.table = option_table();
+  command.devices = device_rules();
   command.size = {"trainers", 1};
   command.complete = complete;
   command.check = check;

@@ -13,6 +13,7 @@
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/base/temporary_path.h"
+#include "distrain/rpc/error.h"
 #include "json_sink.h"
 #include "output.h"
 #include "summary.h"
@@ -56,10 +57,18 @@ Json start_fields(const RankRun& run, int threads) {
   fields["torch"] = torch_version();
   fields["seed"] = run.config.value("seed", Json());
   fields["threads"] = threads;
-  fields["device"] = "cpu";
+  fields["device"] = run.devices->names();
   fields["transport"] = run.job.transport;
   fields["config"] = run.config;
   return fields;
+}
+
+/// For the first line. That there is none is told after it.
+void look_for_devices(const RankRun& run) {
+  try {
+    run.devices->get(run.role, {});
+  } catch (...) {  // kept, and thrown again
+  }
 }
 
 Cause cause_by_signal(const RankRun& run, int number) {
@@ -145,7 +154,9 @@ int run_rank(const RankRun& run) {
   std::optional<Cause> cause;
   try {
     const int threads = set_up_threads(run.threads, run.local_ranks);
+    if (run.knows_devices) look_for_devices(run);
     sink.emit("start", start_fields(run, threads));
+    if (run.all_here) run.devices->get(run.role, {});  // else the others are to hear of it
     if (!run.warning.empty()) {
       sink.emit("warn", {{"kind", "invalid"}, {"message", run.warning}});
     }
@@ -168,9 +179,10 @@ int run_rank(const RankRun& run) {
                          {"message", outcome.afterwards->message}});
     }
   } catch (...) {
-    cause = report(run, sink, base::current_error(base::ErrorKind::kInternal));
+    cause = report(run, sink, rpc::error_in_flight(base::ErrorKind::kInternal));
   }
   summary.add_rss(peak_rss_mb());
+  summary.add(run.devices->usage());
   const int code = cause ? cause->exit_code : 0;
   const double wall_s = base::seconds_since(run.job.started);
   if (!sink.finish(run.last_event, summary.end_fields(code, wall_s, cause))) {

@@ -1,9 +1,11 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 
+#include "devices.h"
 #include "distrain/scenario/job.h"
 #include "process_setup.h"
 
@@ -18,7 +20,10 @@ struct RankRun {
   int threads = 0;
   int local_ranks = 1;
   std::optional<int> shown_world_size;
-  std::string last_event;  ///< "rank_end" or "end"
+  std::shared_ptr<RankDevices> devices;
+  bool knows_devices = false;  ///< without rank 0
+  bool all_here = false;       ///< all ranks are under this launcher, which ends them together
+  std::string last_event;      ///< "rank_end" or "end"
   int out_fd = -1;
   std::function<scenario::Outcome(const scenario::Job&, int threads, scenario::EventSink&)> body;
 };
@@ -31,7 +36,7 @@ void block_ending_signals();
 /// by a signal ends as by that signal. Gives back the exit code; the process has to leave by
 /// `_exit` or leave_process() then, because threads may still run. The `start` line comes before
 /// rank 0 is asked, so that it is the first line whatever happens: on a rank that joined,
-/// `world_size`, `role` and the inherited part of `config` are null there.
+/// `world_size`, `role`, the inherited part of `config` and, with that, `device` are null there.
 int run_rank(const RankRun& run);
 
 }  // namespace distrain::cmd

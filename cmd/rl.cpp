@@ -60,6 +60,8 @@ JobCommand rl_command() {
       "for r in 0 1 2; do distrain rl --rank $r --world-size 3 & done; wait",
   };
   command.table = option_table();
+  using Use = scenario::DeviceRole::Use;
+  command.devices.roles = {{"agent", "", Use::kCompute}, {"observer", "", Use::kNone}};
   command.size = {"observers", 1};
   command.check = [](const ParsedOptions&, Placement&) {};
   command.role = [](const ParsedOptions&, int rank) { return scenario::rl_role(rank); };

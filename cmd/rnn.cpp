@@ -112,6 +112,8 @@ JobCommand rnn_command() {
       "for r in 0 1; do distrain rnn --rank $r & done; wait",
   };
   command.table = option_table();
+  using Use = scenario::DeviceRole::Use;
+  command.devices.roles = {{"ps", "server", Use::kCompute}, {"trainer", "", Use::kCompute}};
   command.size = {"trainers", 1};
   command.complete = complete;
   command.check = check;

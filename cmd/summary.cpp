@@ -18,10 +18,10 @@ int64_t count(const Json& fields, const char* name) {
 /// Fields of a rank's last line that are not metrics of the job.
 bool is_common(const std::string& name) {
   static const std::set<std::string> kCommon = {
-      "v",       "ts",     "event",      "cmd",     "rank",       "role",
-      "status",  "wall_s", "exit_code",  "train_s", "steps",      "steps_per_s",
-      "rpc",     "rss_mb", "kind",       "signal",  "live_rrefs", "live_contexts",
-      "message", "host",   "cause_rank", "op",      "cause_role", "stderr_tail"};
+      "v",      "ts",         "event",       "cmd",           "rank",         "role", "status",
+      "wall_s", "exit_code",  "train_s",     "steps",         "steps_per_s",  "rpc",  "rss_mb",
+      "kind",   "signal",     "live_rrefs",  "live_contexts", "message",      "host", "cause_rank",
+      "op",     "cause_role", "stderr_tail", "device",        "device_mem_mb"};
   return kCommon.contains(name);
 }
 
@@ -41,6 +41,18 @@ void Summary::add(const Json& fields) {
   }
   if (const auto it = fields.find("rss_mb"); it != fields.end() && it->is_number()) {
     add_rss(it->get<double>());
+  }
+  if (const auto it = fields.find("device"); it != fields.end()) {
+    for (const Json& device : it->is_array() ? *it : Json::array({*it})) {
+      if (!device.is_string()) continue;
+      const auto& name = device.get_ref<const std::string&>();
+      if (std::find(devices_.begin(), devices_.end(), name) == devices_.end()) {
+        devices_.push_back(name);
+      }
+    }
+  }
+  if (const auto it = fields.find("device_mem_mb"); it != fields.end() && it->is_number()) {
+    device_mem_mb_ = std::max(device_mem_mb_, it->get<double>());
   }
   live_rrefs_ += count(fields, "live_rrefs");
   live_contexts_ += count(fields, "live_contexts");
@@ -62,6 +74,10 @@ Json Summary::end_fields(int exit_code, double wall_s, const std::optional<Cause
   fields["rpc"] = {
       {"calls", rpc_calls_}, {"bytes_out", rpc_bytes_out_}, {"bytes_in", rpc_bytes_in_}};
   fields["rss_mb"] = rounded(rss_mb_, 1e3);
+  if (!devices_.empty()) {
+    fields["device"] = devices_.size() == 1 ? Json(devices_.front()) : Json(devices_);
+    fields["device_mem_mb"] = rounded(device_mem_mb_, 1e3);
+  }
   fields["live_rrefs"] = live_rrefs_;
   fields["live_contexts"] = live_contexts_;
   fields.update(metrics_);

@@ -39,6 +39,8 @@ class Summary {
   int64_t rpc_bytes_out_ = 0;
   int64_t rpc_bytes_in_ = 0;
   double rss_mb_ = 0;
+  std::vector<std::string> devices_;  // of all ranks, each once
+  double device_mem_mb_ = 0;
   int64_t live_rrefs_ = 0;
   int64_t live_contexts_ = 0;
   Json metrics_ = Json::object();

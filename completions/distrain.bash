@@ -26,7 +26,7 @@ _distrain() {
       --trainers --num-embeddings --embedding-dim --classes --data --test-data
       --epochs --steps --batches --batch-size --optimizer --mode' ;;
     ps) options='
-      --trainers --limit --dropout --mean --std --data
+      --trainers --limit --dropout --num-gpus --mean --std --data
       --epochs --steps --batch-size --mode --staleness --verify-grads' ;;
     rnn) options='
       --trainers --vocab-size --emsize --nhid --nlayers --dropout --data --valid-data
@@ -47,7 +47,7 @@ _distrain() {
     --checkpoint --checkpoint-every --resume
     --local --rank --ranks --spawn --world-size --master-addr --master-port
     --listen --transport --rpc-timeout --join-timeout --peer-timeout
-    --trace --threads --inject --quiet --help'
+    --device --trace --threads --inject --quiet --help'
   case $command/$prev in
     */--data | */--test-data | */--valid-data | */--weights | */--checkpoint | */--trace)
       compopt -o filenames
@@ -61,6 +61,7 @@ _distrain() {
       ;;
     */--model) mapfile -t COMPREPLY < <(compgen -W 'resnet50 resnet18' -- "$cur"); return ;;
     */--schedule) mapfile -t COMPREPLY < <(compgen -W 'gpipe 1f1b naive' -- "$cur"); return ;;
+    */--device) mapfile -t COMPREPLY < <(compgen -W 'cpu cuda' -- "$cur"); return ;;
     */--loss) mapfile -t COMPREPLY < <(compgen -W 'mse ce' -- "$cur"); return ;;
     */--optimizer) mapfile -t COMPREPLY < <(compgen -W 'sgd adagrad adam' -- "$cur"); return ;;
     ps/--mode) mapfile -t COMPREPLY < <(compgen -W 'async sync ssp' -- "$cur"); return ;;

@@ -190,8 +190,9 @@ std::vector<ParameterState> LocalOptimizer::state() const {
   std::vector<ParameterState> all;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     all.push_back(rule_->state(i));
-    // Copies: the next step writes to what the rule keeps.
-    for (auto& [name, value] : all.back()) value = value.clone();
+    // Copies: the next step writes to what the rule keeps. On the CPU, as checkpoints have them and
+    // every rank can be sent them.
+    for (auto& [name, value] : all.back()) value = value.is_cpu() ? value.clone() : value.cpu();
   }
   return all;
 }

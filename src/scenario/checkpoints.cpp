@@ -10,6 +10,7 @@
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/base/trace.h"
+#include "placed_tensors.h"
 #include "stored_tensors.h"
 
 namespace distrain::scenario {
@@ -148,7 +149,7 @@ void Checkpoints::save(const Snapshot& snapshot) {
   checkpoint.state = snapshot.state;
   for (const auto& [file, tensors] : snapshot.files) {
     auto& stored = checkpoint.files[file + kSuffix];
-    for (const auto& [name, tensor] : tensors) {
+    for (const auto& [name, tensor] : on_host(tensors)) {
       check_finite(name, tensor, snapshot.step);
       stored[name] = to_stored(tensor, kept);
     }

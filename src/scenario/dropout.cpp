@@ -4,6 +4,7 @@
 #include <ATen/Functions.h>
 
 #include "distrain/data/random.h"
+#include "placed_tensors.h"
 
 namespace distrain::scenario {
 
@@ -16,8 +17,9 @@ Dropout::Dropout(std::initializer_list<uint64_t> key)
 
 at::Tensor Dropout::masked(const at::Tensor& x, at::IntArrayRef mask_shape, double p) {
   if (!on_ || p == 0) return x;
-  const at::Tensor mask = at::empty(mask_shape, x.options().requires_grad(false));
-  return x * mask.bernoulli_(1 - p, generator_).div_(1 - p);
+  // Drawn on the CPU wherever `x` is: the same numbers everywhere.
+  const at::Tensor mask = at::empty(mask_shape, x.options().requires_grad(false).device(at::kCPU));
+  return x * placed(mask.bernoulli_(1 - p, generator_).div_(1 - p), x.device());
 }
 
 at::Tensor Dropout::operator()(const at::Tensor& x, double p) { return masked(x, x.sizes(), p); }

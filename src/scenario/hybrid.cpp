@@ -20,6 +20,7 @@
 #include "hybrid_checkpoint.h"
 #include "hybrid_data.h"
 #include "hybrid_model.h"
+#include "placed_tensors.h"
 #include "session.h"
 #include "train_log.h"
 #include "trainers.h"
@@ -29,7 +30,7 @@ namespace distrain::scenario {
 namespace {
 
 using RemoteTable = nn::RemoteModule<EmbeddingTable>;
-using Dense = ddp::DistributedDataParallel<torch::nn::Linear>;
+using DataParallelDense = ddp::DistributedDataParallel<Dense>;
 
 constexpr int64_t kTestBatch = 256;
 constexpr double kStopInterval_s = 0.5;  // between two looks for a signal
@@ -63,6 +64,7 @@ class Trainer {
       : agent_(agent),
         options_(options),
         job_(job),
+        sink_(sink),
         stop_(*job.stop),
         log_(options_.log_interval, sink) {
     if (agent.rank() == 0) checkpoints_.emplace(options_.checkpoint, job, sink);
@@ -90,13 +92,16 @@ class Trainer {
   std::optional<double> train(const RemoteTable& table, const Beginning& beginning) {
     table_ = table;
     backend_ = trainers_backend(agent_, 0, options_.trainers, job_);
-    torch::nn::Linear dense = make_dense(options_, data_->info().classes);
+    Dense dense = make_dense(options_, data_->info().classes, agent_.device());
     if (!dense_values_.empty()) {  // trainer 0's hold for all
       const at::NoGradGuard no_grad;
       dense->weight.copy_(dense_values_.at("fc.weight"));
       dense->bias.copy_(dense_values_.at("fc.bias"));
     }
-    dense_.emplace(std::move(dense), backend_);
+    TrainersGroup group = trainers_group(agent_, backend_);
+    tell(group, sink_);
+    ddp_ = group.how;
+    dense_.emplace(std::move(dense), std::move(group.group));
 
     std::vector<rpc::RRef<at::Tensor>> parameters = table.remote_parameters();
     for (const at::Tensor& parameter : dense_->parameters()) {
@@ -138,14 +143,11 @@ class Trainer {
     const int64_t last = examples * (agent_.rank() + 1) / options_.trainers;
     for (int64_t i = first; i < last; i += kTestBatch) {
       const HybridBatch batch = data_->test_batch(i, std::min(i + kTestBatch, last));
-      evaluate_batch(evaluation,
-                     dense_->module()->forward(table_.forward(batch.indices, batch.offsets)),
-                     batch.targets);
+      evaluate_batch(evaluation, dense_->module()->forward(looked_up(batch)),
+                     placed(batch.targets, agent_.device()));
     }
     if (agent_.rank() == 0 && options_.on_finished) {
-      options_.on_finished({{"embedding.weight", table_.remote_parameters()[0].to_here()},
-                            {"fc.weight", dense_->module()->weight},
-                            {"fc.bias", dense_->module()->bias}});
+      options_.on_finished(model());
     }
     dense_.reset();
     backend_.reset();
@@ -154,6 +156,7 @@ class Trainer {
   }
 
   bool stopped() const { return stopped_; }
+  const std::string& ddp() const { return ddp_; }
   const TrainLog& log() const { return log_; }
   std::string last_saved() const { return checkpoints_ ? checkpoints_->last_saved() : ""; }
 
@@ -162,14 +165,30 @@ class Trainer {
     return sharing_by_mode(options_.mode, options_.trainers, agent_.rank());
   }
 
+  at::Tensor looked_up(const HybridBatch& batch) const {
+    const int server = table_.owner();
+    return placed(table_.forward(for_rank(agent_, server, batch.indices),
+                                 for_rank(agent_, server, batch.offsets)),
+                  agent_.device());
+  }
+
+  /// On the CPU.
+  NamedTensors model() {
+    NamedTensors all =
+        on_host({{"fc.weight", dense_->module()->weight}, {"fc.bias", dense_->module()->bias}});
+    all["embedding.weight"] = table_.rref().rpc_sync<&EmbeddingTable::weight>();
+    return all;
+  }
+
   void train_step() {
     const base::TraceScope scope("step", "step", progress_.total);
     const HybridBatch batch = data_->batch(agent_.rank(), progress_.epoch, progress_.step);
+    const at::Tensor targets = placed(batch.targets, agent_.device());
     autograd::Context context(agent_);
-    const at::Tensor embedded = table_.forward(batch.indices, batch.offsets);
+    const at::Tensor embedded = looked_up(batch);
     const at::Tensor scores = base::traced("forward", [&] { return dense_->forward(embedded); });
     const at::Tensor loss =
-        base::traced("loss", [&] { return at::cross_entropy_loss(scores, batch.targets); });
+        base::traced("loss", [&] { return at::cross_entropy_loss(scores, targets); });
     const double value = checked_loss(loss, progress_.epoch, progress_.step + 1);
     ddp::ContextPass pass(context);
     dense_->attach(pass);
@@ -212,11 +231,8 @@ class Trainer {
     constexpr std::chrono::milliseconds kUntilLost{0};
     backend_->enter_barrier(kUntilLost).wait();
     if (agent_.rank() == 0) {
-      const NamedTensors model = {{"embedding.weight", table_.remote_parameters()[0].to_here()},
-                                  {"fc.weight", dense_->module()->weight},
-                                  {"fc.bias", dense_->module()->bias}};
       checkpoints_->save(
-          hybrid_snapshot(options_, data_->info(), progress_, model, optimizer_->state()));
+          hybrid_snapshot(options_, data_->info(), progress_, model(), optimizer_->state()));
     }
     backend_->enter_barrier(kUntilLost).wait();
   }
@@ -224,11 +240,13 @@ class Trainer {
   rpc::Agent& agent_;
   const HybridOptions options_;
   const Job& job_;
+  EventSink& sink_;
   const StopSignal& stop_;
   TrainLog log_;
   std::optional<HybridData> data_;
   c10::intrusive_ptr<collective::Backend> backend_;
-  std::optional<Dense> dense_;
+  std::optional<DataParallelDense> dense_;
+  std::string ddp_;  // how its gradients are averaged, on devices
   RemoteTable table_;
   std::unique_ptr<optim::DistributedOptimizer> optimizer_;
   HybridProgress progress_;
@@ -276,8 +294,9 @@ Outcome run_master(rpc::Agent& agent, const HybridOptions& options, EventSink& s
     if (!(others[i].wait() == data)) refuse_other_data(static_cast<int>(i) + 1, "the files");
   }
 
-  const RemoteTable table(agent, "ps", data.rows, options.embedding_dim, embedding_range(options),
-                          options.seed);
+  const int server = agent.worker("ps").rank;
+  const RemoteTable table(agent, server, data.rows, options.embedding_dim, embedding_range(options),
+                          options.seed, agent.device_of(server));
   const auto beginning = agent.rpc_sync<&restore>(rpc::To(0).without_deadline(), table);
   if (!options.checkpoint.dir.empty()) {
     std::vector<base::Future<void>> heeding;
@@ -339,6 +358,7 @@ Outcome run_hybrid(const HybridOptions& own, const Job& job,
   Session session(job, roles(own), sink);
   rpc::Agent& agent = session.agent();
   nn::expose_module<EmbeddingTable>(agent, "EmbeddingTable");
+  agent.expose<&EmbeddingTable::weight>("EmbeddingTable.weight");
   agent.expose<&EmbeddingTable::set_weight>("EmbeddingTable.set_weight");
   agent.expose<&load>("hybrid.load");
   agent.expose<&restore>("hybrid.restore");
@@ -358,7 +378,7 @@ Outcome run_hybrid(const HybridOptions& own, const Job& job,
     options.on_finished = own.on_finished;
     agent.provide(job.stop);
     if (job.rank >= options.trainers) return;
-    trainer = std::make_shared<Trainer>(agent, options, job, sink);
+    trainer = std::make_shared<Trainer>(agent, options, session.job(), sink);
     agent.provide(trainer);
   };
   const auto work = [&] {
@@ -368,6 +388,7 @@ Outcome run_hybrid(const HybridOptions& own, const Job& job,
   if (trainer) {
     outcome.fields["steps"] = trainer->log().steps();
     outcome.fields["train_s"] = trainer->log().train_s();
+    if (!trainer->ddp().empty()) outcome.fields["ddp"] = trainer->ddp();
   }
   outcome.stopped = job.stop->requested();
   if (trainer) outcome.message = trainer->last_saved();

@@ -4,6 +4,7 @@
 
 #include "distrain/base/trace.h"
 #include "distrain/data/hash.h"
+#include "placed_tensors.h"
 
 namespace distrain::scenario {
 
@@ -59,6 +60,10 @@ HybridBatch HybridData::batch(int trainer, int64_t epoch, int64_t step) {
 
 HybridBatch HybridData::test_batch(int64_t first, int64_t last) const {
   return to_batch(data::make_batch(*test_, first, last));
+}
+
+HybridBatch HybridBatch::on(c10::Device device) const {
+  return {placed(indices, device), placed(offsets, device), placed(targets, device)};
 }
 
 }  // namespace distrain::scenario

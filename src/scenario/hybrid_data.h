@@ -32,6 +32,8 @@ struct HybridBatch {
   at::Tensor indices;  ///< rows of the table, all bags one after the other
   at::Tensor offsets;  ///< where each bag begins
   at::Tensor targets;  ///< the class of each bag
+
+  HybridBatch on(c10::Device device) const;
 };
 
 /// The batches of the job: random, or of a file in fastText's format.

@@ -13,6 +13,7 @@
 #include "hybrid_data.h"
 #include "hybrid_model.h"
 #include "local_trainers.h"
+#include "placed_tensors.h"
 #include "train_log.h"
 
 namespace distrain::scenario {
@@ -29,8 +30,10 @@ class LocalRun {
       : options_(options),
         sink_(sink),
         data_(options),
-        table_(data_.info().rows, options.embedding_dim, embedding_range(options), options.seed),
-        dense_(make_dense(options, data_.info().classes)),
+        device_(job.device()),
+        table_(data_.info().rows, options.embedding_dim, embedding_range(options), options.seed,
+               device_.str()),
+        dense_(make_dense(options, data_.info().classes, device_)),
         table_rule_(optim::make_update_rule(optimizer_options(options))),
         dense_rule_(optim::make_update_rule(optimizer_options(options))),
         stop_(*job.stop),
@@ -61,9 +64,9 @@ class LocalRun {
     outcome.message = checkpoints_.last_saved();
     if (!outcome.stopped) evaluate(outcome);
     if (options_.on_finished) {
-      options_.on_finished({{"embedding.weight", table_.parameters()[0]},
-                            {"fc.weight", dense_->weight},
-                            {"fc.bias", dense_->bias}});
+      options_.on_finished(on_host({{"embedding.weight", table_.parameters()[0]},
+                                    {"fc.weight", dense_->weight},
+                                    {"fc.bias", dense_->bias}}));
     }
     return outcome;
   }
@@ -102,8 +105,9 @@ class LocalRun {
     double loss_sum = 0;
     int64_t samples = 0;
     for (int t = 0; t < options_.trainers; ++t) {
-      const HybridBatch batch =
-          per_trainer_[static_cast<size_t>(t)].batch(t, progress_.epoch, progress_.step);
+      const HybridBatch batch = per_trainer_[static_cast<size_t>(t)]
+                                    .batch(t, progress_.epoch, progress_.step)
+                                    .on(device_);
       const at::Tensor scores = base::traced(
           "forward", [&] { return dense_->forward(table_.lookup(batch.indices, batch.offsets)); });
       const at::Tensor loss =
@@ -137,7 +141,7 @@ class LocalRun {
     Evaluation evaluation;
     const int64_t examples = data_.info().test_examples;
     for (int64_t i = 0; i < examples; i += kTestBatch) {
-      const HybridBatch batch = data_.test_batch(i, std::min(i + kTestBatch, examples));
+      const HybridBatch batch = data_.test_batch(i, std::min(i + kTestBatch, examples)).on(device_);
       evaluate_batch(evaluation, dense_->forward(table_.lookup(batch.indices, batch.offsets)),
                      batch.targets);
     }
@@ -149,8 +153,9 @@ class LocalRun {
   const HybridOptions options_;
   EventSink& sink_;
   HybridData data_;
+  const c10::Device device_;
   EmbeddingTable table_;
-  torch::nn::Linear dense_;
+  Dense dense_;
   std::unique_ptr<optim::UpdateRule> table_rule_;
   std::unique_ptr<optim::UpdateRule> dense_rule_;
   std::vector<HybridData> per_trainer_;

@@ -7,10 +7,12 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/autograd/parameter_versions.h"
+#include "placed_tensors.h"
 
 namespace distrain::scenario {
 
-EmbeddingTable::EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t seed)
+EmbeddingTable::EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t seed,
+                               const std::string& device)
     : weight_(at::empty({rows, dim}, at::kFloat)) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
   if (range > 0) {
@@ -18,17 +20,24 @@ EmbeddingTable::EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t
   } else {
     weight_.normal_(0, 1, generator);
   }
-  weight_.requires_grad_();
+  weight_ = placed(weight_, c10::Device(device)).requires_grad_();
 }
 
 at::Tensor EmbeddingTable::forward(rpc::CallContext& call, at::Tensor indices, at::Tensor offsets) {
   const autograd::ParameterRead no_row_changes_meanwhile(call.agent);
-  return lookup(indices, offsets);
+  return for_rank(call.agent, call.caller.rank, lookup(indices, offsets));
 }
 
 at::Tensor EmbeddingTable::lookup(const at::Tensor& indices, const at::Tensor& offsets) const {
-  return std::get<0>(at::embedding_bag(weight_, indices, offsets, /*scale_grad_by_freq=*/false,
+  const c10::Device device = weight_.device();
+  return std::get<0>(at::embedding_bag(weight_, placed(indices, device), placed(offsets, device),
+                                       /*scale_grad_by_freq=*/false,
                                        /*mode: sum*/ 0, /*sparse=*/true));
+}
+
+at::Tensor EmbeddingTable::weight(rpc::CallContext& call) {
+  const autograd::ParameterRead no_row_changes_meanwhile(call.agent);
+  return placed(weight_.detach(), c10::kCPU);
 }
 
 void EmbeddingTable::set_weight(at::Tensor weight) {
@@ -40,15 +49,20 @@ double embedding_range(const HybridOptions& options) {
   return options.data.empty() ? 0.0 : 1.0 / options.embedding_dim;
 }
 
-torch::nn::Linear make_dense(const HybridOptions& options, int64_t classes) {
-  torch::nn::Linear dense(options.embedding_dim, classes);
-  // torch.nn.Linear's initialisation, from a generator of our own.
-  auto generator = at::make_generator<at::CPUGeneratorImpl>(options.seed + 1);
-  const double bound = 1.0 / std::sqrt(static_cast<double>(options.embedding_dim));
-  const at::NoGradGuard no_grad;
-  dense->weight.uniform_(-bound, bound, generator);
-  dense->bias.uniform_(-bound, bound, generator);
-  return dense;
+DenseImpl::DenseImpl(int64_t inputs, int64_t classes, uint64_t seed, c10::Device device) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  const double bound = 1.0 / std::sqrt(static_cast<double>(inputs));
+  const auto drawn = [&](at::IntArrayRef shape) {
+    return placed(at::empty(shape, at::kFloat).uniform_(-bound, bound, generator), device);
+  };
+  weight = register_parameter("weight", drawn({classes, inputs}));
+  bias = register_parameter("bias", drawn({classes}));
+}
+
+at::Tensor DenseImpl::forward(const at::Tensor& x) const { return at::linear(x, weight, bias); }
+
+Dense make_dense(const HybridOptions& options, int64_t classes, c10::Device device) {
+  return Dense(options.embedding_dim, classes, options.seed + 1, device);
 }
 
 optim::OptimizerOptions optimizer_options(const HybridOptions& options) {

@@ -4,7 +4,8 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <torch/nn/modules/linear.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
 
 #include "distrain/optim/update_rule.h"
 #include "distrain/rpc/agent.h"
@@ -18,14 +19,18 @@ namespace distrain::scenario {
 /// Its gradient is sparse: only the rows that were looked up travel and change.
 class EmbeddingTable {
  public:
-  /// `range` 0: rows from N(0, 1), as torch.nn.EmbeddingBag's; else uniform in ±range.
-  using Constructor = EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t seed);
-  EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t seed);
+  /// `range` 0: rows from N(0, 1), as torch.nn.EmbeddingBag's; else uniform in ±range. `device` is
+  /// one of the rank that makes it.
+  using Constructor = EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t seed,
+                                     std::string device);
+  EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t seed, const std::string& device);
 
   /// int64 indices [n], offsets [bags] → float [bags, dim].
   at::Tensor forward(rpc::CallContext& call, at::Tensor indices, at::Tensor offsets);
   at::Tensor lookup(const at::Tensor& indices, const at::Tensor& offsets) const;
   std::vector<at::Tensor> parameters() { return {weight_}; }
+  /// On the CPU.
+  at::Tensor weight(rpc::CallContext& call);
   /// Of the same shape; nobody may be training.
   void set_weight(at::Tensor weight);
 
@@ -37,8 +42,18 @@ class EmbeddingTable {
 /// tutorial's for random batches.
 double embedding_range(const HybridOptions& options);
 
-/// The trainers' module, the same for the same seed.
-torch::nn::Linear make_dense(const HybridOptions& options, int64_t classes);
+/// The trainers' module, torch.nn.Linear, on any device; the same for the same seed.
+class DenseImpl : public torch::nn::Module {
+ public:
+  DenseImpl(int64_t inputs, int64_t classes, uint64_t seed, c10::Device device);
+  at::Tensor forward(const at::Tensor& x) const;
+
+  at::Tensor weight;
+  at::Tensor bias;
+};
+TORCH_MODULE(Dense);
+
+Dense make_dense(const HybridOptions& options, int64_t classes, c10::Device device);
 
 optim::OptimizerOptions optimizer_options(const HybridOptions& options);
 

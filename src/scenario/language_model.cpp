@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/trace.h"
+#include "placed_tensors.h"
 
 namespace distrain::scenario {
 
@@ -64,7 +65,7 @@ std::string LanguageModel::generate(const data::Vocabulary& vocabulary) const {
   at::Tensor next = at::tensor(given, at::kLong).view({-1, 1});
   for (int i = 0; i < options_.generate; ++i) {
     const at::Tensor output = lstm_->forward(ends_.embed(next), state, none);
-    at::Tensor weights = at::softmax(ends_.scores(output[-1])[0], 0);
+    at::Tensor weights = placed(at::softmax(ends_.scores(output[-1])[0], 0), c10::kCPU);
     weights[data::kUnknownWord] = 0;
     const auto word = weights.multinomial(1, false, generator).item<int64_t>();
     if (word == data::kEndOfLine) {

@@ -12,6 +12,7 @@
 #include "pipeline_run.h"
 #include "pipeline_schedule.h"
 #include "pipeline_stage.h"
+#include "placed_tensors.h"
 #include "resnet.h"
 #include "session.h"
 
@@ -55,8 +56,9 @@ struct Passes {
 /// The loss of micro-batch `m`, and its backward pass.
 base::Future<void> backward(rpc::Agent& agent, const std::shared_ptr<Passes>& passes, size_t m,
                             const at::Tensor& scores) {
-  passes->scores[m] = scores.detach();
-  const at::Tensor loss = loss_share(passes->options, scores, passes->inputs[m].labels);
+  const at::Tensor here = placed(scores, agent.device());
+  passes->scores[m] = here.detach();
+  const at::Tensor loss = loss_share(passes->options, here, passes->inputs[m].labels);
   return autograd::backward_async(*passes->contexts[m], {loss}, {.timeout = kAsLongAsItTakes})
       .then(agent.inline_executor(), [passes] {});
 }
@@ -72,9 +74,9 @@ class Pipeline final : public PipelineModel {
                         options.image_size)) {
     simulate(schedule_);  // refuses what would not run
     for (size_t i = 0; i < cut_.size(); ++i) {
-      stages_.push_back(agent.remote_new<PipelineStage>(stage_rank(i), options.model,
-                                                        options.classes, options.image_size,
-                                                        cut_[i].first, cut_[i].last, options.seed));
+      stages_.push_back(agent.remote_new<PipelineStage>(
+          stage_rank(i), options.model, options.classes, options.image_size, cut_[i].first,
+          cut_[i].last, options.seed, agent.device_of(static_cast<int>(i) + 1)));
     }
     std::vector<rpc::RRef<at::Tensor>> parameters;
     for (const auto& of_stage : call_all<&PipelineStage::parameter_rrefs>(agent_, stages_)) {
@@ -133,7 +135,8 @@ class Pipeline final : public PipelineModel {
       passes->contexts[m] =
           std::make_unique<autograd::Context>(agent_, autograd::Context::Scope::kExplicit);
       const rpc::ContextScope scope(passes->contexts[m]->id());
-      rpc::RRef<at::Tensor> activations = agent_.make_rref(passes->inputs[m].images);
+      rpc::RRef<at::Tensor> activations =
+          agent_.make_rref(for_rank(agent_, 1, passes->inputs[m].images));
       for (size_t i = 0; i < stages_.size(); ++i) {
         activations = agent_.remote<&PipelineStage::forward>(stage_rank(i), stages_[i], activations,
                                                              static_cast<int64_t>(m));
@@ -217,7 +220,7 @@ Outcome run_pipeline(const PipelineOptions& own, const Job& job,
   std::optional<PipelineRun> run;
   const auto prepare = [&] {
     if (job.rank == kMaster) {
-      run.emplace(own, job, sink);  // so that bad files are known at once
+      run.emplace(own, session.job(), sink);  // so that bad files are known at once
     } else {
       stage_job->saves = !adopt(agent.job_options()).checkpoint.dir.empty();
     }

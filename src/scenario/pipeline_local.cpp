@@ -6,6 +6,7 @@
 #include "local_trainers.h"
 #include "pipeline_loss.h"
 #include "pipeline_run.h"
+#include "placed_tensors.h"
 #include "resnet.h"
 
 namespace distrain::scenario {
@@ -14,10 +15,10 @@ namespace {
 
 class LocalModel final : public PipelineModel {
  public:
-  LocalModel(const PipelineOptions& options, int64_t num_split)
+  LocalModel(const PipelineOptions& options, int64_t num_split, c10::Device device)
       : options_(options),
         num_split_(num_split),
-        module_(options.model, options.classes, whole_resnet(options.model), options.seed),
+        module_(options.model, options.classes, whole_resnet(options.model), options.seed, device),
         rule_(optim::make_update_rule(optim::Sgd{.lr = options.lr})) {}
 
   BatchResult train(const PipelineBatch& batch, int64_t index) override {
@@ -41,7 +42,7 @@ class LocalModel final : public PipelineModel {
   NamedTensors state() override {
     NamedTensors all = module_.named_parameters();
     all.merge(module_.named_buffers());
-    return all;
+    return on_host(all);
   }
   void load(const NamedTensors& state) override { module_.load(state); }
 
@@ -55,7 +56,7 @@ class LocalModel final : public PipelineModel {
       for (size_t i = 0; i < gradients.size(); ++i) {
         named[module_.parameter_names()[i]] = gradients[i];
       }
-      options_.on_gradients(named);
+      options_.on_gradients(on_host(named));
     }
     for (size_t i = 0; i < gradients.size(); ++i) rule_->apply(i, parameters[i], gradients[i]);
   }
@@ -71,7 +72,9 @@ class LocalModel final : public PipelineModel {
 Outcome run_pipeline_local(const PipelineOptions& options, const Job& job, EventSink& sink) {
   if (!options.checkpoint.dir.empty()) job.stop->arm();
   PipelineRun run(options, job, sink);
-  run.run([&](int64_t num_split) { return std::make_unique<LocalModel>(options, num_split); });
+  run.run([&](int64_t num_split) {
+    return std::make_unique<LocalModel>(options, num_split, job.device());
+  });
   Outcome outcome;
   run.add_to(outcome);
   return without_rpc(std::move(outcome));

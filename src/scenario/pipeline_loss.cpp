@@ -5,6 +5,7 @@
 
 #include "checkpoints.h"
 #include "distrain/base/trace.h"
+#include "placed_tensors.h"
 #include "resnet.h"
 #include "train_log.h"
 
@@ -27,8 +28,9 @@ std::vector<PipelineBatch> micro_batches(const PipelineBatch& batch, int64_t num
 }
 
 at::Tensor loss_share(const PipelineOptions& options, const at::Tensor& scores,
-                      const at::Tensor& labels) {
+                      const at::Tensor& wherever) {
   const base::TraceScope scope("loss");
+  const at::Tensor labels = placed(wherever, scores.device());
   const auto samples = static_cast<double>(options.batch_size);
   if (options.loss == "ce") {
     return at::cross_entropy_loss(scores, labels, {}, at::Reduction::Sum) / samples;
@@ -45,7 +47,8 @@ BatchResult judge(const PipelineOptions& options, const std::vector<at::Tensor>&
   BatchResult result;
   result.loss = checked_loss(loss_share(options, all, batch.labels), 1, index + 1);
   if (!options.data.empty()) {
-    result.accuracy = all.argmax(1).eq(batch.labels).to(at::kDouble).mean().item<double>();
+    const at::Tensor labels = placed(batch.labels, all.device());
+    result.accuracy = all.argmax(1).eq(labels).to(at::kDouble).mean().item<double>();
   }
   return result;
 }

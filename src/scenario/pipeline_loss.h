@@ -19,7 +19,7 @@ NamedTensors initial_weights(const PipelineOptions& options);
 std::vector<PipelineBatch> micro_batches(const PipelineBatch& batch, int64_t num_split);
 
 /// What a micro-batch adds to the loss of its batch of `batch_size`: the sum over all micro-batches
-/// is the mean over the batch, and so are the gradients. `scores` [n, classes].
+/// is the mean over the batch, and so are the gradients. `scores` [n, classes], on any device.
 at::Tensor loss_share(const PipelineOptions& options, const at::Tensor& scores,
                       const at::Tensor& labels);
 

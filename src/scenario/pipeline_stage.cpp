@@ -9,11 +9,13 @@
 #include "distrain/base/clock.h"
 #include "distrain/base/trace.h"
 #include "distrain/rpc/error.h"
+#include "placed_tensors.h"
 
 namespace distrain::scenario {
 
 namespace {
 
+constexpr int kMaster = 0;
 constexpr auto kAsLongAsItTakes = std::chrono::nanoseconds::max();  // or until its peer dies
 
 void sleep_for(double seconds) {
@@ -54,9 +56,10 @@ void StageJob::add(std::weak_ptr<PipelineStage> stage) {
 }
 
 PipelineStage::PipelineStage(const std::string& model, int64_t classes, int64_t image_size,
-                             int64_t first_block, int64_t last_block, uint64_t seed)
+                             int64_t first_block, int64_t last_block, uint64_t seed,
+                             const std::string& device)
     : module_(model, classes, {static_cast<size_t>(first_block), static_cast<size_t>(last_block)},
-              seed),
+              seed, c10::Device(device)),
       classes_(classes),
       input_side_(side_before(model, static_cast<size_t>(first_block), image_size)),
       is_first_(first_block == 0),
@@ -118,7 +121,7 @@ at::Tensor PipelineStage::compute(rpc::Agent& agent, const at::Tensor& input, in
   autograd::guard_pass(agent, guard(agent, micro_batch, sleep_s));
   add_compute(begun);
   turn->done();
-  return output;
+  return for_rank(agent, is_last_ ? kMaster : agent.rank() + 1, output);
 }
 
 // Of the backward pass of the current context through this stage.
@@ -155,7 +158,7 @@ at::Tensor PipelineStage::stand_in(const at::Tensor& input) const {
   const at::Tensor& smallest = *std::min_element(
       all.begin(), all.end(),
       [](const at::Tensor& a, const at::Tensor& b) { return a.numel() < b.numel(); });
-  const at::Tensor first = input.flatten(1).narrow(1, 0, 1);
+  const at::Tensor first = placed(input, smallest.device()).flatten(1).narrow(1, 0, 1);
   return (first + smallest[0]).expand({input.size(0), is_last_ ? classes_ : 1});
 }
 
@@ -191,13 +194,13 @@ NamedTensors PipelineStage::gradients(rpc::CallContext& call) {
     named[module_.parameter_names()[i]] =
         autograd::gradient(call.agent, rpc::current_context(), module_.parameters()[i]);
   }
-  return named;
+  return on_host(named);
 }
 
 NamedTensors PipelineStage::state() const {
   NamedTensors all = module_.named_parameters();
   all.merge(module_.named_buffers());
-  return all;
+  return on_host(all);
 }
 
 void PipelineStage::expose(rpc::Agent& agent) {

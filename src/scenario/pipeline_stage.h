@@ -47,10 +47,12 @@ struct StageReport {
 /// their turn, so that a transfer and another micro-batch's computing overlap.
 class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
  public:
-  /// Model, classes, pixels of an image's side, first and last block, seed: see ResNetStage.
-  using Constructor = PipelineStage(std::string, int64_t, int64_t, int64_t, int64_t, uint64_t);
+  /// Model, classes, pixels of an image's side, first and last block, seed: see ResNetStage. The
+  /// device is one of the rank that makes it.
+  using Constructor = PipelineStage(std::string, int64_t, int64_t, int64_t, int64_t, uint64_t,
+                                    std::string);
   PipelineStage(const std::string& model, int64_t classes, int64_t image_size, int64_t first_block,
-                int64_t last_block, uint64_t seed);
+                int64_t last_block, uint64_t seed, const std::string& device);
 
   /// A batch of `batch_size` samples follows: micro-batches in the order of `row`. The call's
   /// context is the one that gathers the gradients of the micro-batches' contexts.
@@ -63,9 +65,9 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
                                    int64_t micro_batch);
 
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
-  /// Those of the current context, by parameter.
+  /// Those of the current context, by parameter, on the CPU.
   NamedTensors gradients(rpc::CallContext& call);
-  /// Parameters and buffers.
+  /// Parameters and buffers, on the CPU.
   NamedTensors state() const;
   /// What belongs to this stage of a whole state_dict.
   void load(const NamedTensors& weights) { module_.load(weights); }
@@ -76,6 +78,7 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
   static void expose(rpc::Agent& agent);
 
  private:
+  /// Gives the output as the next one takes it.
   at::Tensor compute(rpc::Agent& agent, const at::Tensor& input, int64_t micro_batch,
                      const Turns::TurnPtr& turn);
   autograd::PassGuard guard(rpc::Agent& agent, int64_t micro_batch, double sleep_s);

@@ -9,6 +9,7 @@
 #include "distrain/autograd/context.h"
 #include "distrain/base/trace.h"
 #include "distrain/optim/distributed_optimizer.h"
+#include "placed_tensors.h"
 #include "ps_data.h"
 #include "ps_host.h"
 #include "ps_model.h"
@@ -28,7 +29,7 @@ optim::Sharing sharing(const PsOptions& options, int participant) {
 class Server {
  public:
   Server(rpc::Agent& agent, const PsOptions& options, const Job& job, EventSink& sink)
-      : agent_(agent), options_(options), host_(options, job, sink) {}
+      : agent_(agent), options_(options), devices_(job.devices), host_(options, job, sink) {}
 
   /// The first request builds the model.
   rpc::RRef<ConvNet> attach(int trainer, const PsDataInfo& data) {
@@ -44,7 +45,7 @@ class Server {
 
  private:
   void build(const PsDataInfo& data) {
-    auto model = std::make_shared<ConvNet>(options_.seed);
+    auto model = std::make_shared<ConvNet>(options_.seed, devices_);
     std::vector<rpc::RRef<at::Tensor>> parameters;
     for (const at::Tensor& p : model->parameters()) parameters.push_back(agent_.make_rref(p));
     const auto optimizer = std::make_shared<optim::DistributedOptimizer>(
@@ -58,6 +59,7 @@ class Server {
 
   rpc::Agent& agent_;
   const PsOptions options_;
+  const std::vector<c10::Device> devices_;
   std::mutex mutex_;
   PsHost host_;
 };
@@ -114,11 +116,13 @@ class Trainer {
     const base::TraceScope scope("step", "step", log_.steps());
     if (log_.epoch() != task.epoch) log_.begin_epoch(task.epoch);
     const ImageBatch batch = data_.batch(task);
+    const at::Tensor images = for_rank(agent_, kServer, batch.images);
+    const at::Tensor targets = placed(batch.targets, agent_.device());
     autograd::Context context(agent_);
     const PsForward forward =
-        model_.rpc_sync<&ConvNet::forward_training>(batch.images, dropout_key(options_, task));
-    const at::Tensor loss =
-        base::traced("loss", [&] { return at::nll_loss(forward.scores, batch.targets); });
+        model_.rpc_sync<&ConvNet::forward_training>(images, dropout_key(options_, task));
+    const at::Tensor scores = placed(forward.scores, agent_.device());
+    const at::Tensor loss = base::traced("loss", [&] { return at::nll_loss(scores, targets); });
     const double value = checked_loss(loss, task.epoch, task.step + 1);
     autograd::backward(context, {loss});
     if (options_.verify_grads) verify(context.id());
@@ -154,10 +158,11 @@ class Trainer {
     log_.end_epoch();
     mine.loss = log_.last_loss();
     mine.staleness = staleness_;
-    mine.evaluation = evaluate_share(data_, agent_.rank() - 1, options_.trainers,
-                                     [this](const at::Tensor& images) {
-                                       return model_.rpc_sync<&ConvNet::forward_evaluating>(images);
-                                     });
+    mine.evaluation = evaluate_share(
+        data_, agent_.rank() - 1, options_.trainers, [this](const at::Tensor& images) {
+          const at::Tensor sent = for_rank(agent_, kServer, images);
+          return placed(model_.rpc_sync<&ConvNet::forward_evaluating>(sent), agent_.device());
+        });
     agent_.rpc_sync<&report>(kServer, mine);
   }
 

@@ -9,6 +9,7 @@
 #include "distrain/base/error.h"
 #include "distrain/base/trace.h"
 #include "distrain/data/random.h"
+#include "placed_tensors.h"
 
 namespace distrain::scenario {
 
@@ -140,8 +141,9 @@ Evaluation evaluate_share(const PsData& data, int trainer, int trainers,
   for (int64_t i = examples * trainer / trainers; i < end; i += data.test_batch_size()) {
     const ImageBatch batch = data.test_batch(i, std::min(i + data.test_batch_size(), end));
     const at::Tensor scores = forward(batch.images);
-    const at::Tensor losses = at::nll_loss(scores, batch.targets, {}, at::Reduction::Sum);
-    evaluation.add(scores, batch.targets, losses.item<double>());
+    const at::Tensor targets = placed(batch.targets, scores.device());
+    const at::Tensor losses = at::nll_loss(scores, targets, {}, at::Reduction::Sum);
+    evaluation.add(scores, targets, losses.item<double>());
   }
   return evaluation;
 }

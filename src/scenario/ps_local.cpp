@@ -8,6 +8,7 @@
 #include "distrain/base/trace.h"
 #include "distrain/scenario/ps.h"
 #include "local_trainers.h"
+#include "placed_tensors.h"
 #include "ps_data.h"
 #include "ps_host.h"
 #include "ps_model.h"
@@ -28,7 +29,7 @@ class LocalRun {
         rule_(optim::make_update_rule(optimizer_options(options))),
         log_(options.log_interval, sink),
         host_(options, job, sink) {
-    auto model = std::make_shared<ConvNet>(options.seed);
+    auto model = std::make_shared<ConvNet>(options.seed, job.devices);
     parameters_ = model->parameters();
     host_.start(std::move(model), rule_access(*rule_, parameters_), data_.info());
     log_.resume_after(host_.resumed_at());
@@ -61,8 +62,8 @@ class LocalRun {
       const auto key = dropout_key(options_, task);
       const at::Tensor scores =
           ConvNet::forward(parameters_, batch.images, key ? Dropout({*key}) : Dropout());
-      const at::Tensor loss =
-          base::traced("loss", [&] { return at::nll_loss(scores, batch.targets); });
+      const at::Tensor targets = placed(batch.targets, scores.device());
+      const at::Tensor loss = base::traced("loss", [&] { return at::nll_loss(scores, targets); });
       loss_sum += checked_loss(loss, task.epoch, task.step + 1);
       samples += batch.targets.numel();
       base::traced("backward", [&] { loss.backward(); });

@@ -9,24 +9,25 @@
 #include "distrain/autograd/parameter_versions.h"
 #include "distrain/base/trace.h"
 #include "distrain/optim/distributed_optimizer.h"
+#include "placed_tensors.h"
 
 namespace distrain::scenario {
 
-ConvNet::ConvNet(uint64_t seed) {
+ConvNet::ConvNet(uint64_t seed, const std::vector<c10::Device>& devices) {
   at::Generator generator = keyed_generator({seed});
-  const auto layer = [&](std::vector<int64_t> shape) {
+  const auto layer = [&](std::vector<int64_t> shape, c10::Device device) {
     at::Tensor weight = at::empty(shape, at::kFloat);
     at::Tensor bias = at::empty({shape[0]}, at::kFloat);
     const double bound = 1.0 / std::sqrt(static_cast<double>(weight[0].numel()));
     for (at::Tensor* parameter : {&weight, &bias}) {
       parameter->uniform_(-bound, bound, generator);
-      parameters_.push_back(parameter->requires_grad_());
+      parameters_.push_back(placed(*parameter, device).requires_grad_());
     }
   };
-  layer({32, 1, 3, 3});
-  layer({64, 32, 3, 3});
-  layer({128, 9216});
-  layer({10, 128});
+  layer({32, 1, 3, 3}, devices.front());
+  layer({64, 32, 3, 3}, devices.front());
+  layer({128, 9216}, devices.back());
+  layer({10, 128}, devices.back());
 }
 
 const std::vector<std::string>& ConvNet::names() {
@@ -45,10 +46,12 @@ NamedTensors ConvNet::named_parameters() const {
 at::Tensor ConvNet::forward(const std::vector<at::Tensor>& parameters, const at::Tensor& images,
                             Dropout dropout) {
   const base::TraceScope scope("forward");
-  at::Tensor x = at::relu(at::conv2d(images, parameters[0], parameters[1]));
+  at::Tensor x = placed(images, parameters[0].device());
+  x = at::relu(at::conv2d(x, parameters[0], parameters[1]));
   x = at::relu(at::conv2d(x, parameters[2], parameters[3]));
   x = dropout.channels(at::max_pool2d(x, {2, 2}), 0.25);
-  x = at::relu(at::linear(x.flatten(1), parameters[4], parameters[5]));
+  x = placed(x.flatten(1), parameters[4].device());
+  x = at::relu(at::linear(x, parameters[4], parameters[5]));
   x = at::linear(dropout(x, 0.5), parameters[6], parameters[7]);
   return at::log_softmax(x, 1);
 }
@@ -60,13 +63,15 @@ PsForward ConvNet::forward_training(rpc::CallContext& call, at::Tensor images,
   const optim::Progress progress =
       optim::progress_of(call.agent, parameters_[0], call.caller.rank - 1);
   const auto versions = autograd::current_versions(call.agent, parameters_);
-  return {forward(versions, images, dropout_key ? Dropout({*dropout_key}) : Dropout()),
-          progress.updates, progress.lead};
+  const at::Tensor scores =
+      forward(versions, images, dropout_key ? Dropout({*dropout_key}) : Dropout());
+  return {for_rank(call.agent, call.caller.rank, scores), progress.updates, progress.lead};
 }
 
 at::Tensor ConvNet::forward_evaluating(rpc::CallContext& call, at::Tensor images) {
   const at::NoGradGuard no_grad;
-  return forward(autograd::current_versions(call.agent, parameters_), images, Dropout());
+  const auto versions = autograd::current_versions(call.agent, parameters_);
+  return for_rank(call.agent, call.caller.rank, forward(versions, images, Dropout()));
 }
 
 std::vector<rpc::RRef<at::Tensor>> ConvNet::parameter_rrefs(rpc::CallContext& call) {
@@ -78,7 +83,9 @@ std::vector<rpc::RRef<at::Tensor>> ConvNet::parameter_rrefs(rpc::CallContext& ca
 std::vector<at::Tensor> ConvNet::gradients(rpc::CallContext& call, uint64_t context) {
   std::vector<at::Tensor> gradients;
   for (const at::Tensor& parameter : parameters_) {
-    gradients.push_back(autograd::gradient(call.agent, context, parameter));
+    const at::Tensor gradient = autograd::gradient(call.agent, context, parameter);
+    gradients.push_back(gradient.defined() ? for_rank(call.agent, call.caller.rank, gradient)
+                                           : gradient);
   }
   return gradients;
 }

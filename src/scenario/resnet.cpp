@@ -12,6 +12,7 @@
 #include "distrain/data/hash.h"
 #include "distrain/data/safetensors.h"
 #include "dropout.h"
+#include "placed_tensors.h"
 #include "stored_tensors.h"
 
 namespace distrain::scenario {
@@ -354,7 +355,7 @@ at::Tensor ConvNorm::convolve(const at::Tensor& x) const {
   // takes half as long again as oneDNN's. So halves, quarters, … of images are given as images: it
   // is the same memory, and pixels have nothing to do with each other.
   int64_t parts = 1;
-  while (kernel == 1 && stride == 1 && samples * parts < kImagesForOneDnn &&
+  while (x.is_cpu() && kernel == 1 && stride == 1 && samples * parts < kImagesForOneDnn &&
          height % (2 * parts) == 0) {
     parts *= 2;
   }
@@ -386,7 +387,8 @@ at::Tensor ResidualBlock::forward(const at::Tensor& x, bool training) const {
 }
 
 ResNetStage::ResNetStage(const std::string& model, int64_t classes, BlockRange blocks,
-                         uint64_t seed) {
+                         uint64_t seed, c10::Device device)
+    : device_(device) {
   const Architecture& shape = architecture(model);
   std::vector<ResidualBlock> all = residual_blocks(shape);
   const size_t head = all.size() + 1;  // its number; the stem's is 0
@@ -410,12 +412,12 @@ void ResNetStage::add(ConvNorm& layer, uint64_t seed) {
   const at::Tensor drawn =
       at::empty({layer.out, layer.in, layer.kernel, layer.kernel}, at::kFloat)
           .normal_(0, std::sqrt(2 / fan_out), keyed_generator({seed, data::content_hash(name)}));
-  layer.weight = drawn.contiguous(at::MemoryFormat::ChannelsLast);
-  layer.scale = at::ones({layer.out});
-  layer.shift = at::zeros({layer.out});
-  layer.running_mean = at::zeros({layer.out});
-  layer.running_var = at::ones({layer.out});
-  layer.batches_tracked = at::zeros({}, at::kLong);
+  layer.weight = placed(drawn.contiguous(at::MemoryFormat::ChannelsLast), device_);
+  layer.scale = at::ones({layer.out}, device_);
+  layer.shift = at::zeros({layer.out}, device_);
+  layer.running_mean = at::zeros({layer.out}, device_);
+  layer.running_var = at::ones({layer.out}, device_);
+  layer.batches_tracked = at::zeros({}, at::kLong);  // nothing but a count: it stays on the CPU
   add_parameter(name, layer.weight);
   add_parameter(layer.norm_name + ".weight", layer.scale);
   add_parameter(layer.norm_name + ".bias", layer.shift);
@@ -429,6 +431,7 @@ void ResNetStage::add_head(int64_t in, int64_t classes, uint64_t seed) {
   const auto draw = [&](const std::string& name, std::vector<int64_t> shape) {
     at::Tensor parameter = at::empty(shape, at::kFloat);
     parameter.uniform_(-bound, bound, keyed_generator({seed, data::content_hash(name)}));
+    parameter = placed(parameter, device_);
     add_parameter(name, parameter);
     return parameter;
   };
@@ -447,12 +450,12 @@ void ResNetStage::add_buffer(const std::string& name, const at::Tensor& buffer) 
 }
 
 at::Tensor ResNetStage::forward(const at::Tensor& x) {
-  at::Tensor y;
+  at::Tensor y = placed(x, device_);
   if (stem_) {
-    y = stem_->forward(x.contiguous(at::MemoryFormat::ChannelsLast), training_).relu_();
+    y = stem_->forward(y.contiguous(at::MemoryFormat::ChannelsLast), training_).relu_();
     y = at::max_pool2d(y, {3, 3}, {2, 2}, {1, 1});
   } else {
-    y = x.permute({0, 3, 1, 2});
+    y = y.permute({0, 3, 1, 2});
   }
   for (const ResidualBlock& block : blocks_) y = block.forward(y, training_);
   if (!fc_weight_.defined()) return y.permute({0, 2, 3, 1});

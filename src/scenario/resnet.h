@@ -96,11 +96,12 @@ struct ResidualBlock {
 class ResNetStage {
  public:
   /// Initialised as torchvision does it, each tensor from `seed` and its name.
-  ResNetStage(const std::string& model, int64_t classes, BlockRange blocks, uint64_t seed);
+  ResNetStage(const std::string& model, int64_t classes, BlockRange blocks, uint64_t seed,
+              c10::Device device = c10::kCPU);
 
   /// Images [n, 3, h, w] (the first stage) or what the stage before gave → what the next one takes,
-  /// [n, h, w, channels], or scores [n, classes] (the last one). Several passes may be in flight
-  /// before their backward passes, as long as no parameter changes.
+  /// [n, h, w, channels], or scores [n, classes] (the last one), on its device. Several passes may
+  /// be in flight before their backward passes, as long as no parameter changes.
   at::Tensor forward(const at::Tensor& x);
 
   /// Batch norm by the statistics of the batch (at first) or the running ones.
@@ -128,6 +129,7 @@ class ResNetStage {
   void add_parameter(const std::string& name, const at::Tensor& parameter);
   void add_buffer(const std::string& name, const at::Tensor& buffer);
 
+  const c10::Device device_;
   std::optional<ConvNorm> stem_;
   std::vector<ResidualBlock> blocks_;
   at::Tensor fc_weight_;  // with the head only

@@ -152,7 +152,7 @@ Outcome run_rl(const RlOptions& own, const Job& job,
       agent.provide(observed);
     } else {
       // Before the others are there: what is wrong with the folder is known at once.
-      host = std::make_shared<RlHost>(options, job, sink);
+      host = std::make_shared<RlHost>(options, session.job(), sink);
     }
   };
   const auto work = [&] {

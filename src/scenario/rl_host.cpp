@@ -54,7 +54,7 @@ RlHost::RlHost(const RlOptions& options, const Job& job, EventSink& sink)
       sink_(sink),
       stop_(job.stop),
       checkpoints_(options.checkpoint, job, sink),
-      policy_(options.seed),
+      policy_(options.seed, job.device()),
       rule_(optim::make_update_rule(optim::Adam{.lr = options.lr})),
       optimizer_(rule_access(*rule_, policy_.parameters())),
       trajectories_(static_cast<size_t>(options.observers) *

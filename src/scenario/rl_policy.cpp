@@ -4,6 +4,10 @@
 #include <cmath>
 
 #include <ATen/Functions.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include "distrain/rpc/device.h"
+#include "placed_tensors.h"
 
 namespace distrain::scenario {
 
@@ -52,7 +56,7 @@ float dot(const std::array<float, Policy::kHidden>& a,
 
 }  // namespace
 
-Policy::Policy(uint64_t seed) {
+Policy::Policy(uint64_t seed, c10::Device device) : device_(device) {
   // As torch's Linear begins, but not by uniform_(): that rounds otherwise on other processors, and
   // the episodes are then others.
   data::Random random({seed});
@@ -62,7 +66,7 @@ Policy::Policy(uint64_t seed) {
       float* const numbers = parameter.mutable_data_ptr<float>();
       std::generate_n(numbers, parameter.numel(),
                       [&] { return static_cast<float>((2 * random.unit() - 1) * bound); });
-      parameters_.push_back(parameter);
+      parameters_.push_back(placed(parameter, device));
     }
   };
   layer(kInputs, kHidden);
@@ -83,6 +87,7 @@ NamedTensors Policy::named_parameters() const {
 }
 
 void Policy::refresh() {
+  if (rpc::is_accelerator(device_)) return;
   const float* const weight1 = parameters_[0].const_data_ptr<float>();
   for (size_t j = 0; j < kHidden; ++j) {
     for (size_t i = 0; i < kInputs; ++i) weight1_[i][j] = weight1[j * kInputs + i];
@@ -114,6 +119,7 @@ Policy::Activations Policy::forward(const PolicyInput& input, data::Random& rand
 }
 
 std::vector<int> Policy::act(std::span<const PolicyInput> inputs) const {
+  if (rpc::is_accelerator(device_)) return act_on_device(inputs);
   std::vector<int> actions;
   actions.reserve(inputs.size());
   for (const PolicyInput& input : inputs) {
@@ -125,6 +131,7 @@ std::vector<int> Policy::act(std::span<const PolicyInput> inputs) const {
 }
 
 Policy::Loss Policy::loss(std::span<const PolicyStep> steps) const {
+  if (rpc::is_accelerator(device_)) return loss_on_device(steps);
   alignas(64) std::array<Row, kInputs> weight1{};
   alignas(64) Row bias1{};
   alignas(64) Row weight2{};  // of action 1; that of action 0 is its negative
@@ -162,6 +169,71 @@ Policy::Loss Policy::loss(std::span<const PolicyStep> steps) const {
   std::copy_n(bias1.begin(), kHidden, loss.gradients[1].data_ptr<float>());
   loss.gradients[3].data_ptr<float>()[0] = static_cast<float>(-bias2);
   loss.gradients[3].data_ptr<float>()[1] = static_cast<float>(bias2);
+  return loss;
+}
+
+Policy::Rows Policy::forward_rows(size_t count,
+                                  const std::function<const PolicyInput&(size_t)>& input,
+                                  const std::function<void(data::Random&)>& drawn) const {
+  const auto rows = static_cast<int64_t>(count);
+  const at::Tensor inputs = at::empty({rows, kInputs});
+  const at::Tensor masks = at::empty({rows, kHidden});
+  auto* to = inputs.mutable_data_ptr<float>();
+  auto* mask_to = masks.mutable_data_ptr<float>();
+  for (size_t i = 0; i < count; ++i) {
+    data::Random random = random_of(input(i).key);
+    mask_to = std::ranges::copy(draw_mask(random), mask_to).out;
+    to = std::ranges::copy(input(i).observation, to).out;
+    drawn(random);
+  }
+  Rows at{placed(inputs, device_), placed(masks, device_), {}, {}};
+  at.hidden = (at::linear(at.inputs, parameters_[0], parameters_[1]) * at.mask).relu_();
+  const at::Tensor scores = at::linear(at.hidden, parameters_[2], parameters_[3]).to(at::kDouble);
+  at.preference = scores.select(1, 1) - scores.select(1, 0);
+  return at;
+}
+
+std::vector<int> Policy::act_on_device(std::span<const PolicyInput> inputs) const {
+  const at::NoGradGuard no_grad;
+  std::vector<double> draws;
+  const Rows at = forward_rows(
+      inputs.size(), [&](size_t i) -> const PolicyInput& { return inputs[i]; },
+      [&](data::Random& random) { draws.push_back(random.unit()); });
+  const at::Tensor preferences = placed(at.preference, c10::kCPU).contiguous();
+  const double* const preference = preferences.const_data_ptr<double>();
+  std::vector<int> actions;
+  for (size_t i = 0; i < draws.size(); ++i) {
+    actions.push_back(draws[i] < probability(preference[i]) ? 1 : 0);
+  }
+  return actions;
+}
+
+Policy::Loss Policy::loss_on_device(std::span<const PolicyStep> steps) const {
+  const at::NoGradGuard no_grad;
+  const Rows at = forward_rows(
+      steps.size(), [&](size_t i) -> const PolicyInput& { return steps[i].input; },
+      [](data::Random&) {});
+  const auto count = static_cast<int64_t>(steps.size());
+  const at::Tensor told = at::empty({2, count}, at::kDouble);
+  auto* const actions = told.mutable_data_ptr<double>();
+  for (size_t i = 0; i < steps.size(); ++i) {
+    actions[i] = steps[i].action;
+    actions[steps.size() + i] = steps[i].advantage;
+  }
+  const at::Tensor here = placed(told, device_);
+  const at::Tensor action = here[0], advantage = here[1];
+  const at::Tensor taken = at.preference * (action * 2 - 1);
+  Loss loss;
+  loss.value = -(at::log_sigmoid(taken) * advantage).sum().item<double>();
+  // As in loss(): by the softmax, then back through both layers.
+  const at::Tensor slope = (at::sigmoid(at.preference) - action) * advantage;
+  const at::Tensor by_score = slope.to(at::kFloat).unsqueeze(1);  // [n, 1]
+  const at::Tensor weight2 = at::mm(by_score.t(), at.hidden);     // of action 1
+  const at::Tensor bias2 = slope.sum().to(at::kFloat).view({1});
+  const at::Tensor towards_1 = (parameters_[2][1] - parameters_[2][0]).unsqueeze(0);
+  const at::Tensor by_sum = by_score * towards_1 * at.mask * at.hidden.gt(0);
+  loss.gradients = {at::mm(by_sum.t(), at.inputs), by_sum.sum(0), at::cat({-weight2, weight2}),
+                    at::cat({-bias2, bias2})};
   return loss;
 }
 

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
@@ -40,9 +41,11 @@ struct PolicyStep {
 
 /// The tutorial's policy: Linear(4, 128), dropout 0.6, ReLU, Linear(128, 2), softmax.
 ///
-/// It computes in plain loops, row by row. A row's result must not depend on how many others come
-/// with it, or on the number of threads, and LibTorch's matrix products promise neither; and for a
-/// net of this size they take longer than the loops. Concurrent calls of const functions are fine.
+/// On the CPU it computes in plain loops, row by row. A row's result must not depend on how many
+/// others come with it, or on the number of threads, and LibTorch's matrix products promise
+/// neither; and for a net of this size they take longer than the loops. On another device the same
+/// is done in matrix products, with the same random numbers. Concurrent calls of const functions
+/// are fine.
 class Policy {
  public:
   static constexpr int kHidden = 128;
@@ -50,7 +53,7 @@ class Policy {
   static constexpr double kDropout = 0.6;
 
   /// Initialised as torch.nn.Linear is.
-  explicit Policy(uint64_t seed);
+  explicit Policy(uint64_t seed, c10::Device device = c10::kCPU);
 
   static const std::vector<std::string>& names();
   /// In the order of names(). After they were written to: refresh().
@@ -84,6 +87,19 @@ class Policy {
   /// Draws the dropout from `random`.
   Activations forward(const PolicyInput& input, data::Random& random) const;
 
+  /// The same of many states at a time, for devices; each row as forward() gives it.
+  struct Rows {
+    at::Tensor inputs;      ///< float [n, 4]
+    at::Tensor mask;        ///< float [n, kHidden]
+    at::Tensor hidden;      ///< float [n, kHidden]
+    at::Tensor preference;  ///< double [n]
+  };
+  Rows forward_rows(size_t count, const std::function<const PolicyInput&(size_t)>& input,
+                    const std::function<void(data::Random&)>& drawn) const;
+  std::vector<int> act_on_device(std::span<const PolicyInput> inputs) const;
+  Loss loss_on_device(std::span<const PolicyStep> steps) const;
+
+  const c10::Device device_;
   std::vector<at::Tensor> parameters_;
 
   // What the loops read: a copy of the parameters, hidden unit by hidden unit.

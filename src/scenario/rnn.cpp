@@ -12,6 +12,7 @@
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "language_model.h"
+#include "placed_tensors.h"
 #include "rnn_data.h"
 #include "rnn_host.h"
 #include "rnn_model.h"
@@ -58,8 +59,10 @@ class Server {
 
  private:
   void build(const RnnDataInfo& data) {
-    auto embedding = std::make_shared<WordEmbedding>(data.words, options_.emsize, options_.seed);
-    auto decoder = std::make_shared<Decoder>(data.words, options_.nhid, options_.seed);
+    auto embedding = std::make_shared<WordEmbedding>(data.words, options_.emsize, options_.seed,
+                                                     agent_.device());
+    auto decoder =
+        std::make_shared<Decoder>(data.words, options_.nhid, options_.seed, agent_.device());
     host_.build(std::move(embedding), std::move(decoder), data);
     const auto optimizer = std::make_shared<optim::DistributedOptimizer>(
         agent_, parameters(), optimizer_options(options_),
@@ -109,11 +112,15 @@ class Trainer {
         log_(options.log_interval, sink, TrainLog::Unit::kWords),
         data_(options),
         server_(agent.rpc_sync<&attach>(kServer, data_.info())),
-        lstm_(make_lstm(options)),
+        lstm_(make_lstm(options, agent.device())),
         model_(options, lstm_, ends()) {
     if (server_.resumed) take(*server_.resumed);
     if (options.trainers > 1) {
-      data_parallel_.emplace(lstm_, trainers_backend(agent, 1, options.trainers, job));
+      TrainersGroup group =
+          trainers_group(agent, trainers_backend(agent, 1, options.trainers, job));
+      tell(group, sink_);
+      ddp_ = group.how;
+      data_parallel_.emplace(lstm_, std::move(group.group));
     }
     for (const auto& [name, parameter] : lstm_->named()) {
       lstm_names_.push_back(name);
@@ -149,6 +156,7 @@ class Trainer {
   void add_to(Outcome& outcome) const {
     outcome.fields["steps"] = log_.steps();
     outcome.fields["train_s"] = log_.train_s();
+    if (!ddp_.empty()) outcome.fields["ddp"] = ddp_;
     // All trainers go at one pace: the first speaks for them.
     if (number_ == 0 && log_.train_s() > 0) {
       outcome.fields["words_per_s"] =
@@ -158,14 +166,16 @@ class Trainer {
 
  private:
   LanguageModel::Ends ends() const {
-    return {[this](const at::Tensor& words) {
-              return server_.embedding.rpc_sync<&WordEmbedding::forward>(words);
+    const auto sent = [this](const at::Tensor& t) { return for_rank(agent_, kServer, t); };
+    return {[this, sent](const at::Tensor& words) {
+              return placed(server_.embedding.rpc_sync<&WordEmbedding::forward>(sent(words)),
+                            agent_.device());
             },
-            [this](const at::Tensor& hidden, const at::Tensor& targets) {
-              return server_.decoder.rpc_sync<&Decoder::loss>(hidden, targets);
+            [this, sent](const at::Tensor& hidden, const at::Tensor& targets) {
+              return server_.decoder.rpc_sync<&Decoder::loss>(sent(hidden), sent(targets));
             },
-            [this](const at::Tensor& hidden) {
-              return server_.decoder.rpc_sync<&Decoder::scores>(hidden);
+            [this, sent](const at::Tensor& hidden) {
+              return server_.decoder.rpc_sync<&Decoder::scores>(sent(hidden));
             }};
   }
 
@@ -196,9 +206,9 @@ class Trainer {
 
   void save() {
     RnnTrainerState mine;
-    mine.state = model_.state();
+    mine.state = model_.state().on(c10::kCPU);
     if (number_ == 0) {
-      mine.lstm = lstm_->named();
+      mine.lstm = on_host(lstm_->named());
       mine.optimizer = flatten(lstm_names_, optimizer_->local_state());
     }
     agent_.rpc_sync<&contribute>(kServer, mine);
@@ -206,7 +216,7 @@ class Trainer {
 
   void take(const RnnTrainerState& resumed) {
     log_.resume_after(resumed.steps);
-    model_.state() = resumed.state;
+    model_.state() = resumed.state.on(agent_.device());
     Snapshot snapshot;
     snapshot.path = resumed.path;
     snapshot.files["model"] = resumed.lstm;
@@ -230,6 +240,7 @@ class Trainer {
   std::vector<std::string> lstm_names_;
   LanguageModel model_;
   std::optional<DataParallelLstm> data_parallel_;
+  std::string ddp_;  // how its gradients are averaged, on devices
   std::optional<optim::DistributedOptimizer> optimizer_;
   double lr_ = 0;
   int64_t words_ = 0;

@@ -49,10 +49,11 @@ class LocalRun {
         sink_(sink),
         stop_(*job.stop),
         data_(options),
-        embedding_(
-            std::make_shared<WordEmbedding>(data_.info().words, options.emsize, options.seed)),
-        decoder_(std::make_shared<Decoder>(data_.info().words, options.nhid, options.seed)),
-        lstm_(make_lstm(options)),
+        embedding_(std::make_shared<WordEmbedding>(data_.info().words, options.emsize, options.seed,
+                                                   job.device())),
+        decoder_(std::make_shared<Decoder>(data_.info().words, options.nhid, options.seed,
+                                           job.device())),
+        lstm_(make_lstm(options, job.device())),
         ends_(options, RnnHost::parameter_names(), named_ends()),
         middle_(options, keys(lstm_->named()), lstm_->named()),
         log_(options.log_interval, sink, TrainLog::Unit::kWords),
@@ -97,7 +98,9 @@ class LocalRun {
             [weight, bias](const at::Tensor& hidden, const at::Tensor& targets) {
               return Decoder::loss_of(weight, bias, hidden, targets);
             },
-            [weight, bias](const at::Tensor& hidden) { return at::linear(hidden, weight, bias); }};
+            [weight, bias](const at::Tensor& hidden) {
+              return Decoder::scores_of(weight, bias, hidden);
+            }};
   }
 
   base::Future<Task> next(int trainer) {
@@ -121,7 +124,7 @@ class LocalRun {
 
   void take(const RnnTrainerState& resumed, LanguageModel& trainer) {
     log_.resume_after(resumed.steps);
-    trainer.state() = resumed.state;
+    trainer.state() = resumed.state.on(lstm_->device());
     Snapshot snapshot;
     snapshot.path = resumed.path;
     snapshot.files["model"] = resumed.lstm;

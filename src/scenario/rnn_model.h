@@ -20,7 +20,7 @@ namespace distrain::scenario {
 /// looked up travel and change.
 class WordEmbedding {
  public:
-  WordEmbedding(int64_t words, int64_t size, uint64_t seed);
+  WordEmbedding(int64_t words, int64_t size, uint64_t seed, c10::Device device);
 
   /// int64 [length, columns] → float [length, columns, size]
   at::Tensor forward(rpc::CallContext& call, at::Tensor words);
@@ -35,7 +35,7 @@ class WordEmbedding {
 /// scores of a whole vocabulary are much bigger than what they are made of.
 class Decoder {
  public:
-  Decoder(int64_t words, int64_t hidden, uint64_t seed);
+  Decoder(int64_t words, int64_t hidden, uint64_t seed, c10::Device device);
 
   /// Mean cross entropy of float [n, hidden] against int64 [n].
   at::Tensor loss(rpc::CallContext& call, at::Tensor hidden, at::Tensor targets);
@@ -44,6 +44,8 @@ class Decoder {
 
   static at::Tensor loss_of(const at::Tensor& weight, const at::Tensor& bias,
                             const at::Tensor& hidden, const at::Tensor& targets);
+  static at::Tensor scores_of(const at::Tensor& weight, const at::Tensor& bias,
+                              const at::Tensor& hidden);
   const at::Tensor& weight() const { return weight_; }
   const at::Tensor& bias() const { return bias_; }
   NamedTensors named_parameters() const {
@@ -60,17 +62,21 @@ struct LstmState {
   at::Tensor hidden;
   at::Tensor cell;
   static constexpr auto kFields = std::tuple(&LstmState::hidden, &LstmState::cell);
+  /// Undefined ones stay so.
+  LstmState on(c10::Device device) const;
 };
 
 /// On the trainers: torch.nn.LSTM by names, shapes, initialisation and result, with dropout between
 /// its layers from a key (see Dropout).
 class LstmImpl : public torch::nn::Module {
  public:
-  LstmImpl(int64_t input, int64_t hidden, int64_t layers, double dropout, uint64_t seed);
+  LstmImpl(int64_t input, int64_t hidden, int64_t layers, double dropout, uint64_t seed,
+           c10::Device device = c10::kCPU);
 
   /// float [length, columns, input] → [length, columns, hidden]; `state` is moved on.
   at::Tensor forward(at::Tensor x, LstmState& state, Dropout& dropout);
   LstmState zero_state(int64_t columns) const;
+  c10::Device device() const { return weights_.front().device(); }
   /// As torch.nn.LSTM names them, under `rnn.`.
   NamedTensors named() const;
 
@@ -82,7 +88,7 @@ class LstmImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Lstm);
 
-Lstm make_lstm(const RnnOptions& options);
+Lstm make_lstm(const RnnOptions& options, c10::Device device);
 optim::OptimizerOptions optimizer_options(const RnnOptions& options);
 
 }  // namespace distrain::scenario

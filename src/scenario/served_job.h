@@ -34,13 +34,13 @@ Outcome run_served_job(const Options& own, const Job& job,
       options = adopt(agent.job_options());
       return;
     }
-    server = std::make_shared<Server>(agent, options, job, sink);
+    server = std::make_shared<Server>(agent, options, session.job(), sink);
     agent.provide(server);
   };
   const auto work = [&] {
     if (!options.checkpoint.dir.empty()) job.stop->arm();
     if (job.rank == kServer) return;  // it waits for the trainers in the shutdown
-    Trainer trainer(agent, options, job, sink);
+    Trainer trainer(agent, options, session.job(), sink);
     outcome.stopped = trainer.run();
     trainer.add_to(outcome);
   };

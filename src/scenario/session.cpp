@@ -4,6 +4,8 @@
 
 #include "distrain/autograd/context.h"
 #include "distrain/base/clock.h"
+#include "distrain/rpc/device.h"
+#include "distrain/scenario/device_choice.h"
 
 namespace distrain::scenario {
 
@@ -47,15 +49,25 @@ void Session::tell_waiting(const std::vector<int>& missing, const std::string& a
   sink_.emit("waiting", fields);
 }
 
+void Session::choose_devices() {
+  if (job_.choose_devices) {
+    job_.devices = job_.choose_devices(agent_->name(), agent_->job_options());
+  }
+  agent_->set_device(job_.device());
+}
+
 void Session::join(const std::function<void()>& prepare) {
   agent_->join([&] {
     trace_.start(agent_->job_options(), std::max(job_.world_size, agent_->world_size()));
+    choose_devices();
     prepare();
   });
   sink_.set_role(agent_->name());
-  sink_.emit("ready", {{"world_size", agent_->world_size()},
-                       {"transport", agent_->transport()},
-                       {"startup_s", base::seconds_since(job_.started)}});
+  Json fields{{"world_size", agent_->world_size()},
+              {"transport", agent_->transport()},
+              {"startup_s", base::seconds_since(job_.started)}};
+  if (rpc::is_accelerator(job_.device())) fields["device"] = device_names(job_.devices);
+  sink_.emit("ready", fields);
   trace_.begin(*agent_);
 }
 

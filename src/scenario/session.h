@@ -20,6 +20,8 @@ class Session {
   Session(const Job& job, std::vector<std::string> names, EventSink& sink);
 
   rpc::Agent& agent() { return *agent_; }
+  /// From `prepare` on with this rank's devices.
+  const Job& job() const { return job_; }
   /// Applied to this rank's parameters so far.
   uint64_t updates() const { return *updates_; }
 
@@ -46,10 +48,11 @@ class Session {
   }
 
  private:
+  void choose_devices();
   void write_what_there_is();
   void tell_waiting(const std::vector<int>& missing, const std::string& address);
 
-  const Job& job_;
+  Job job_;
   EventSink& sink_;
   JobTrace trace_;
   std::unique_ptr<rpc::Agent> agent_;

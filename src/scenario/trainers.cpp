@@ -1,14 +1,45 @@
 #include "trainers.h"
 
+#include <algorithm>
 #include <numeric>
+#include <set>
+#include <vector>
+
+#include <ATen/Functions.h>
 
 #include "distrain/base/error.h"
+#include "distrain/collective/staged_reduce_group.h"
+#include "distrain/cuda/load.h"
+#include "distrain/cuda/nccl_reduce_group.h"
+#include "distrain/rpc/device.h"
 
 namespace distrain::scenario {
 
 namespace {
 
 constexpr uint16_t kCollectiveChannel = 2;
+constexpr int64_t kIdBytes = 64;  // of a GPU's id, cut off or filled up
+
+/// Whether NCCL can reduce: it refuses two ranks on one GPU. Collective, with the same answer on
+/// all ranks of the group.
+bool each_has_a_gpu(rpc::Agent& agent, collective::Backend& backend) {
+  std::vector<at::Tensor> ids;
+  for (int rank = 0; rank < backend.getSize(); ++rank) {
+    const std::string device = agent.device_of(backend.world_rank(rank));
+    if (!c10::Device(device).is_cuda()) return false;
+    ids.push_back(at::zeros({kIdBytes}, at::kByte));
+  }
+  const std::string id = cuda::load().device_id(agent.device().index());
+  const at::Tensor own = at::zeros({kIdBytes}, at::kByte);
+  std::copy_n(id.begin(), std::min<size_t>(id.size(), kIdBytes), own.data_ptr<uint8_t>());
+  backend.allgather(own, ids).wait();
+  std::set<std::vector<uint8_t>> apart;
+  for (const at::Tensor& each : ids) {
+    const auto* const bytes = each.const_data_ptr<uint8_t>();
+    apart.emplace(bytes, bytes + kIdBytes);
+  }
+  return apart.size() == ids.size();
+}
 
 }  // namespace
 
@@ -32,6 +63,19 @@ c10::intrusive_ptr<collective::Backend> trainers_backend(rpc::Agent& agent, int 
   return c10::make_intrusive<collective::Backend>(agent.open_channel(kCollectiveChannel),
                                                   agent.executor(),
                                                   collective::Group{0, std::move(ranks)}, settings);
+}
+
+TrainersGroup trainers_group(rpc::Agent& agent,
+                             const c10::intrusive_ptr<collective::Backend>& backend) {
+  if (each_has_a_gpu(agent, *backend)) {
+    return {std::make_shared<cuda::NcclReduceGroup>(backend, cuda::load()), "nccl"};
+  }
+  return {std::make_shared<collective::StagedReduceGroup>(backend),
+          rpc::is_accelerator(agent.device()) ? "staged" : ""};
+}
+
+void tell(const TrainersGroup& group, EventSink& sink) {
+  if (!group.how.empty()) sink.emit("ddp", {{"ddp", group.how}});
 }
 
 void refuse_other_data(int rank, const std::string& what_must_agree) {

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <memory>
 #include <string>
 
 #include <c10/util/intrusive_ptr.h>
 
 #include "distrain/collective/backend.h"
+#include "distrain/collective/reduce_group.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/rpc/agent.h"
 #include "distrain/scenario/job.h"
@@ -21,6 +23,17 @@ optim::Sharing sharing_by_mode(const std::string& mode, int trainers, int partic
 /// The collectives of the trainers, which are the ranks [first, first + trainers). Made by each.
 c10::intrusive_ptr<collective::Backend> trainers_backend(rpc::Agent& agent, int first, int trainers,
                                                          const Job& job);
+
+/// What averages the gradients of a model that the trainers have on their devices.
+struct TrainersGroup {
+  std::shared_ptr<collective::ReduceGroup> group;
+  std::string how;  ///< for `ddp` in the log; empty on CPUs
+};
+TrainersGroup trainers_group(rpc::Agent& agent,
+                             const c10::intrusive_ptr<collective::Backend>& backend);
+
+/// Says how, where it is not on CPUs.
+void tell(const TrainersGroup& group, EventSink& sink);
 
 /// `bad_data` for a trainer that has not read what the first one has read.
 [[noreturn]] void refuse_other_data(int rank, const std::string& what_must_agree);

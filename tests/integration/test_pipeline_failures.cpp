@@ -28,7 +28,7 @@ struct TwoStages {
     for (size_t i = 0; i < kStages; ++i) {
       const int rank = static_cast<int>(i) + 1;
       stages.push_back(agent.remote_new<PipelineStage>(rank, "resnet18", 10, kSide, cut[i].first,
-                                                       cut[i].last, 1));
+                                                       cut[i].last, 1, agent.device_of(rank)));
       stages[i].rpc_sync<&PipelineStage::begin_batch>(schedule.stages[i], 2 * kMicroBatches);
     }
   }

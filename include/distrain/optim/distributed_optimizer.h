@@ -81,8 +81,8 @@ class DistributedOptimizer {
   /// For all steps from now on, of all who share the local optimizers.
   void set_lr(double lr);
 
-  /// What the update rules keep, by parameter, in the constructor's order. A consistent whole only
-  /// while nobody steps.
+  /// What the update rules keep, by parameter, in the constructor's order, on the CPU. A consistent
+  /// whole only while nobody steps.
   std::vector<ParameterState> state() const;
   /// Throws `bad_data` for a state that does not fit.
   void load_state(const std::vector<ParameterState>& state);

@@ -8,7 +8,9 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
+#include <c10/core/Device.h>
 #include <nlohmann/json.hpp>
 
 #include "distrain/base/error.h"
@@ -55,10 +57,17 @@ struct Job {
   double join_timeout_s = 300;
   double peer_timeout_s = 5;
   Injection inject;
+  /// Where this rank computes; all but the first are for ps's server alone.
+  std::vector<c10::Device> devices = {c10::kCPU};
+  /// Decides it once this rank's name and rank 0's options are known; null: `devices` hold.
+  std::function<std::vector<c10::Device>(const std::string& name, const OptionMap& of_rank_0)>
+      choose_devices;
   /// SIGINT, SIGTERM and SIGHUP, for jobs that save before they end. Never null.
   std::shared_ptr<StopSignal> stop = std::make_shared<StopSignal>();
   OptionMap given;      ///< job options that the user gave to this rank
   OptionMap effective;  ///< all job options, defaults filled in; rank 0's hold for the job
+
+  c10::Device device() const { return devices.front(); }
 };
 
 /// What `end` and `rank_end` say beyond the common fields: counters and the job's metrics.

@@ -1,0 +1,110 @@
+#!/bin/bash
+# ctest: timeout=120
+# Where --device puts a job: what makes no sense ends with exit code 2, a GPU that is not there with 9.
+# shellcheck source-path=SCRIPTDIR source=lib.bash
+source "$(dirname "$0")/lib.bash"
+
+data=$tmp/images
+make_images "$data" 64 0
+
+options_of() { # options_of <job>: that make it short
+  case $1 in
+    hybrid) echo --epochs 1 --batches 2 ;;
+    ps) echo --data "$data" --steps 2 ;;
+    rnn) echo --epochs 1 --trainers 2 ;;
+    rl) echo --max-episodes 1 ;;
+    pipeline) echo --model resnet18 --image-size 33 --classes 10 --batches 1 --batch-size 4 --num-split 2 ;;
+  esac
+}
+try() { # try <job> <options>...
+  local job=$1
+  shift
+  # shellcheck disable=SC2046  # words
+  run "$job" $(options_of "$job") "$@"
+}
+
+# Without a driver CUDA shows no GPU; where there is one, no process here may see it.
+export CUDA_VISIBLE_DEVICES=
+
+expect_no_gpu() { # expect_no_gpu <name> <of the rank that says so>
+  expect 9 "$1"
+  expect_log "$1"
+  expect_jq 'map(select(.event == "error")) | length == 1 and (.[0] | .kind == "resources"
+      and .exit_code == 9 and (.message | test("^rank '"$2"': .")))' "$1"
+  expect_jq '.[-1] | .exit_code == 9 and .kind == "resources" and .cause_rank != null' "$1"
+  [[ $(wc -l <"$tmp/err") == 1 && $(cat "$tmp/err") == distrain:\ rank* ]] || fail "$1: not one line on stderr"
+  expect_no_process "$1"
+}
+
+for job in hybrid ps rnn rl pipeline; do
+  try "$job" --device cuda
+  expect_no_gpu "$job --device cuda" '[0-9]+ \([a-z_]+[0-9]*\)'
+  try "$job" --device cuda --local
+  expect_no_gpu "$job --device cuda --local" '0 \(local\)'
+  for word in nonsense cuda:x cuda:-1 trainer agent=gpu nobody=cuda master=cuda,master=cpu ""; do
+    if [[ -n $word ]]; then
+      try "$job" --device "$word"
+      expect_error 2 invalid --device "$job --device $word"
+    else
+      try "$job" --device=
+      expect_error 2 invalid "--device needs a value" "$job --device="
+    fi
+  done
+done
+
+# A role's own: the others do without.
+try hybrid --device trainer1=cuda
+expect_no_gpu "hybrid --device trainer1=cuda" '1 \(trainer1\)'
+try hybrid --device server=cuda:1
+expect_no_gpu "hybrid --device server=cuda:1" '3 \(ps\)'
+try pipeline --device stage2=cuda
+expect_no_gpu "pipeline --device stage2=cuda" '2 \(worker2\)'
+try pipeline --device stage3=cuda
+expect_error 2 invalid "worker3" "a stage that there is not"
+try rl --device observer=cuda
+expect_error 2 invalid "computes nothing" "an observer on a GPU"
+try hybrid --device trainer=cuda --local
+expect_error 2 invalid "--local is one process" "a role with --local"
+
+# A rank that joins says it, too, and the one that it has met ends at once.
+port=$(free_port)
+"$distrain" rl --rank 0 --world-size 2 --master-port "$port" --max-episodes 1 >"$tmp/agent" 2>"$tmp/agent.err" &
+agent=$!
+try rl --rank 1 --master-port "$port" --device cuda:0
+expect 0 "an observer computes nothing on the GPU of its own that is not there"
+wait $agent || [[ $? == 11 ]] || fail "the agent of that job: $(cat "$tmp/agent.err")"
+port=$(free_port)
+"$distrain" rnn --rank 0 --trainers 1 --epochs 1 --master-port "$port" >"$tmp/ps" 2>"$tmp/ps.err" &
+server=$!
+run rnn --rank 1 --master-port "$port" --device trainer=cuda
+expect_no_gpu "a trainer that joins" '1 \(trainer1\)'
+wait $server
+[[ $? == 9 ]] || fail "the server of a trainer without its GPU did not end with 9"
+expect_jq '.[-1].cause_rank == 1' "the server names the trainer" "$tmp/ps"
+
+# On the CPU nothing changes, whoever says so.
+for words in "--device cpu" "--device server=cpu,trainer=cpu" "--num-gpus 0" "--num-gpus 0 --device cpu"; do
+  # shellcheck disable=SC2086  # words
+  try ps $words
+  expect 0 "ps $words"
+  expect_jq 'map(select(.event == "start").device) == ["cpu", "cpu", "cpu"]
+    and (map(has("device_mem_mb")) | any | not)' "ps $words"
+done
+expect_jq '.[-1] | has("device") | not' "the end of a job on CPUs"
+
+for words in "--num-gpus 1 --device cpu" "--num-gpus 0 --device cuda" "--num-gpus 1 --device cuda:1" \
+  "--num-gpus 2 --device server=cuda:0" "--num-gpus 2 --device server=cpu"; do
+  # shellcheck disable=SC2086  # words
+  try ps $words
+  expect_error 2 invalid "different devices" "ps $words"
+done
+try ps --num-gpus 3
+expect_error 2 invalid "from 0 to 2" "ps --num-gpus 3"
+for words in "--num-gpus 1" "--num-gpus 2 --device trainer=cpu"; do
+  # shellcheck disable=SC2086  # words
+  try ps $words
+  expect_no_gpu "ps $words" '0 \(parameter_server\)'
+done
+try ps --num-gpus 2 --local
+expect_no_gpu "ps --num-gpus 2 --local" '0 \(local\)'
+finish
