@@ -5,7 +5,7 @@
 source "$(dirname "$0")/lib.bash"
 
 data=$tmp/images
-make_images "$data" 64 0
+make_images "$data" 64 16
 
 options_of() { # options_of <job>: that make it short
   case $1 in
@@ -38,9 +38,9 @@ expect_no_gpu() { # expect_no_gpu <name> <of the rank that says so>
 
 for job in hybrid ps rnn rl pipeline; do
   try "$job" --device cuda
-  expect_no_gpu "$job --device cuda" '[0-9]+ \([a-z_]+[0-9]*\)'
+  expect_no_gpu "$job --device cuda" '[0-9]+ [(][a-z_]+[0-9]*[)]'
   try "$job" --device cuda --local
-  expect_no_gpu "$job --device cuda --local" '0 \(local\)'
+  expect_no_gpu "$job --device cuda --local" '0 [(]local[)]'
   for word in nonsense cuda:x cuda:-1 trainer agent=gpu nobody=cuda master=cuda,master=cpu ""; do
     if [[ -n $word ]]; then
       try "$job" --device "$word"
@@ -54,11 +54,11 @@ done
 
 # A role's own: the others do without.
 try hybrid --device trainer1=cuda
-expect_no_gpu "hybrid --device trainer1=cuda" '1 \(trainer1\)'
+expect_no_gpu "hybrid --device trainer1=cuda" '1 [(]trainer1[)]'
 try hybrid --device server=cuda:1
-expect_no_gpu "hybrid --device server=cuda:1" '3 \(ps\)'
+expect_no_gpu "hybrid --device server=cuda:1" '3 [(]ps[)]'
 try pipeline --device stage2=cuda
-expect_no_gpu "pipeline --device stage2=cuda" '2 \(worker2\)'
+expect_no_gpu "pipeline --device stage2=cuda" '2 [(]worker2[)]'
 try pipeline --device stage3=cuda
 expect_error 2 invalid "worker3" "a stage that there is not"
 try rl --device observer=cuda
@@ -77,7 +77,7 @@ port=$(free_port)
 "$distrain" rnn --rank 0 --trainers 1 --epochs 1 --master-port "$port" >"$tmp/ps" 2>"$tmp/ps.err" &
 server=$!
 run rnn --rank 1 --master-port "$port" --device trainer=cuda
-expect_no_gpu "a trainer that joins" '1 \(trainer1\)'
+expect_no_gpu "a trainer that joins" '1 [(]trainer1[)]'
 wait $server
 [[ $? == 9 ]] || fail "the server of a trainer without its GPU did not end with 9"
 expect_jq '.[-1].cause_rank == 1' "the server names the trainer" "$tmp/ps"
@@ -103,8 +103,8 @@ expect_error 2 invalid "from 0 to 2" "ps --num-gpus 3"
 for words in "--num-gpus 1" "--num-gpus 2 --device trainer=cpu"; do
   # shellcheck disable=SC2086  # words
   try ps $words
-  expect_no_gpu "ps $words" '0 \(parameter_server\)'
+  expect_no_gpu "ps $words" '0 [(]parameter_server[)]'
 done
 try ps --num-gpus 2 --local
-expect_no_gpu "ps --num-gpus 2 --local" '0 \(local\)'
+expect_no_gpu "ps --num-gpus 2 --local" '0 [(]local[)]'
 finish

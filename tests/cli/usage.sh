@@ -21,7 +21,7 @@ wrong "unexpected argument 'x'" hybrid x
 wrong "did you mean --trainers?" hybrid --trainer 3
 wrong "did you mean --batch-size?" hybrid --batch_sise=3
 wrong "unknown option -x" hybrid -x
-for option in --device --token-file --config; do
+for option in --token-file --config; do
   wrong "unknown option $option" hybrid $option x
 done
 wrong "--trainers must be a whole number from 1 to 1022, not 0" hybrid --trainers 0
