@@ -21,8 +21,9 @@ DISTRAIN_SIM_SITES=$work/callers timeout 900 "$program" >"$work/log" 2>&1 || {
 # Each caller's place in the source, once; then of each request the nearest caller that is a place of
 # the runtime, but for the file in which all of these functions are.
 tr ' ' '\n' <"$work/callers" | grep . | sort -u >"$work/addresses"
-addr2line -e "$program" <"$work/addresses" | sed "s#^.*/\(src\|include\)/#\1/#; s# (.*##" |
-  paste "$work/addresses" - >"$work/places"
+addr2line -e "$program" <"$work/addresses" >"$work/lines"
+sed "s#^.*/\(src\|include\)/#\1/#; s# (.*##" "$work/lines" >"$work/short"
+paste "$work/addresses" "$work/short" >"$work/places"
 awk 'NR == FNR { place[$1] = $2; next }
   { for (i = 1; i <= NF; ++i)
       if (place[$i] ~ /^(src|include)\// && place[$i] !~ /^src\/rpc\/device.cpp/) {

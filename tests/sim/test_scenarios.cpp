@@ -158,8 +158,8 @@ TEST_CASE("ps on devices learns what it learns on the CPU") {
     return rank == 0 ? Devices{sim(0), sim(3)} : on_cpu(rank);
   };
   PsOptions options = ps(folder);
-  check_as_on_the_cpu(
-      options, {each_its_own, but(0), only(0), two_for_the_server, two_and_no_more}, 20);
+  check_as_on_the_cpu(options, {each_its_own, but(0), only(0), two_for_the_server, two_and_no_more},
+                      20);
   options.verify_grads = true;
   options.steps = 2;
   run_on(two_and_no_more, options);
