@@ -15,6 +15,7 @@ at::Tensor placed(const at::Tensor& tensor, c10::Device device) {
 }
 
 at::Tensor for_rank(const rpc::Agent& agent, int rank, const at::Tensor& tensor) {
+  if (tensor.is_cpu()) return tensor;
   const bool arrives_on_cpu = agent.device_of(rank) == c10::Device(c10::kCPU).str();
   return placed(tensor, arrives_on_cpu ? c10::Device(c10::kCPU) : agent.device());
 }

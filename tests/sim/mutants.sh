@@ -26,7 +26,7 @@ sed "s#^.*/\(src\|include\)/#\1/#; s# (.*##" "$work/lines" >"$work/short"
 paste "$work/addresses" "$work/short" >"$work/places"
 awk 'NR == FNR { place[$1] = $2; next }
   { for (i = 1; i <= NF; ++i)
-      if (place[$i] ~ /^(src|include)\// && place[$i] !~ /^src\/rpc\/device.cpp/) {
+      if (place[$i] ~ /^(src|include\/distrain)\// && place[$i] !~ /^src\/rpc\/device.cpp/) {
         print place[$i], $i; break } }' "$work/places" "$work/callers" | sort -u >"$work/sites"
 
 sites=0 survivors=()

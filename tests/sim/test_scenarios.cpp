@@ -135,7 +135,50 @@ RnnOptions rnn(const Folder& folder) {
   return options;
 }
 
+/// Copies that one step of all ranks makes: off devices, onto them, between two.
+struct Copies {
+  int64_t out = 0;
+  int64_t in = 0;
+  int64_t across = 0;
+  bool operator==(const Copies&) const = default;
+};
+std::ostream& operator<<(std::ostream& out, const Copies& copies) {
+  return out << copies.out << " out, " << copies.in << " in, " << copies.across << " across";
+}
+
+/// What a job begins and ends with goes out by the difference of a long and a short one.
+template <class Options>
+Copies copies_a_step(const DevicesOf& devices, Options options) {
+  constexpr int64_t kShort = 2, kLong = 7;
+  const auto copies_of = [&](int64_t steps) {
+    options.steps = steps;
+    run_all_sim_streams();
+    reset_sim_counters();
+    run_on(devices, options);
+    const SimCounters counters = sim_counters();
+    return Copies{counters.device_to_host.number, counters.host_to_device.number,
+                  counters.device_to_device.number};
+  };
+  const Copies few = copies_of(kShort), many = copies_of(kLong);
+  constexpr int64_t kSteps = kLong - kShort;
+  const Copies more{many.out - few.out, many.in - few.in, many.across - few.across};
+  REQUIRE(more.out % kSteps == 0);
+  REQUIRE(more.in % kSteps == 0);
+  return {more.out / kSteps, more.in / kSteps, more.across / kSteps};
+}
+
 }  // namespace
+
+TEST_CASE("a step of hybrid or ps makes no copy too many") {
+  const Folder folder;
+  // Of two trainers each: out, the embedding, its gradient, a bucket; in, those three and what the
+  // batch is made of.
+  CHECK(copies_a_step(each_its_own, hybrid()) == Copies{2 * 3, 2 * (3 + 3), 0});
+  // Out, scores and their gradient; in, those, the images, the targets and two dropout masks.
+  CHECK(copies_a_step(each_its_own, ps(folder)) == Copies{2 * 2, 2 * (2 + 4), 0});
+  // The server moves the scores, and their gradient, itself; the rest is the trainers' and stays.
+  CHECK(copies_a_step(only(0), ps(folder)) == Copies{2 * 1, 2 * (1 + 3), 0});
+}
 
 TEST_CASE("hybrid on devices learns what it learns on the CPU") {
   HybridOptions options = hybrid();
