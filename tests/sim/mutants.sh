@@ -5,6 +5,8 @@
 # wait for one, or tells an allocator of a stream. The simulated accelerator writes down the callers
 # of all such requests in one run of all its tests, and drops those of one site in each further run.
 #
+# Questions whether a point is reached are left alone.
+#
 # usage: mutants.sh TEST_PROGRAM SOURCE_FOLDER [PATTERN of file:line]
 set -uo pipefail
 program=$1 source=$2 pattern=${3:-.}
@@ -32,11 +34,12 @@ awk 'NR == FNR { place[$1] = $2; next }
 sites=0 survivors=()
 while read -r place address; do
   [[ $place =~ $pattern ]] || continue
+  line=$(sed -n "${place##*:}p" "$source/${place%:*}")
+  [[ $line != *reached\(\)* ]] || continue # asks, and does not wait
   sites=$((sites + 1))
   if DISTRAIN_SIM_DROP=$address timeout 900 "$program" --abort >"$work/log" 2>&1; then
     survivors+=("$place")
-    echo "NOT NOTICED  $place"
-    sed -n "$(cut -d: -f2 <<<"$place")p" "$source/$(cut -d: -f1 <<<"$place")"
+    printf 'NOT NOTICED  %s %s\n%s\n' "$place" "$address" "$line"
   else
     echo "noticed      $place: $(grep -m 1 -A 1 -E '^(-{20,})$' "$work/log" | tail -n 1)"
   fi

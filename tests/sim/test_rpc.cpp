@@ -44,7 +44,10 @@ base::Future<at::Tensor> later(rpc::CallContext& call, at::Tensor x) {
   return call.agent.rpc_async<&twice>(call.caller.rank, x);
 }
 
+at::Tensor ones(rpc::CallContext& call, int64_t n) { return at::ones({n}).to(call.agent.device()); }
+
 void setup(rpc::Agent& agent) {
+  agent.expose<&ones>("ones");
   agent.expose<&twice>("twice");
   agent.expose<&sum>("sum");
   agent.expose<&place>("place");
@@ -172,6 +175,35 @@ TEST_CASE("what a call sends may be overwritten once its reply is there, and fre
                       (numbers(3 * kChunk / 8, c10::kCPU) + i) * 2));
   }
   ranks.shutdown();
+}
+
+TEST_CASE("a continuation is behind what its future's value was computed in") {
+  OnDevices ranks(2);
+  base::Promise<at::Tensor> promise;
+  const auto doubled =
+      promise.future().then(ranks[0].executor(), [](at::Tensor& x) { return (x * 2).cpu(); });
+  const at::Tensor x = numbers(1000, sim(0));
+  run_all_sim_streams();
+  {
+    const c10::StreamGuard guard(rpc::side_stream(sim(0)));
+    promise.set(x + 1);
+  }
+  CHECK(at::equal(doubled.wait(), (numbers(1000, c10::kCPU) + 1) * 2));
+  ranks.shutdown();
+}
+
+TEST_CASE("copies for a call that cannot be sent write to nobody else's memory") {
+  OnDevices ranks(3);
+  ranks.kill(1);
+  // Until it is known, and then with all copies put into their stream and not made.
+  for (int i = 0; i < 3; ++i) {
+    CHECK(error_of([&] { ranks[0].rpc_sync<&twice>(1, numbers(2 * kChunk, sim(0))); }).kind ==
+          base::ErrorKind::kPeerLost);
+  }
+  const auto reply = ranks[0].rpc_async<&ones>(2, 2 * kChunk);
+  const at::Tensor arrived = reply.wait();  // to be copied from host memory that was lent before
+  CHECK(same_values(ranks[0].rpc_sync<&twice>(2, numbers(3, sim(0))), at::tensor({0.F, 2.F, 4.F})));
+  CHECK(same_values(arrived, at::ones({2 * kChunk})));
 }
 
 TEST_CASE("values stay on their owner's device until somebody fetches them") {
