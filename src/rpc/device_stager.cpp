@@ -152,6 +152,11 @@ void DeviceStager::forget(int from) {
   std::lock_guard lock(arrivals_mutex_);
   for (auto it = arrivals_.lower_bound({from, 0});
        it != arrivals_.end() && it->first.first == from;) {
+    const Arrival& arrival = *it->second;
+    if (arrival.received() == chunked_bytes(arrival.bytes())) {
+      ++it;
+      continue;
+    }
     gone.push_back(std::move(it->second));
     it = arrivals_.erase(it);
   }
@@ -248,13 +253,15 @@ Departure::Departure(DeviceStager& stager, OutMessage message, wire::FrameHeader
   try {
     begin_copies(kCopiesAhead);
   } catch (...) {
-    for (const Piece& piece : pieces_) piece.copied.wait_on_host();
+    await_copies();
     throw;
   }
 }
 
 // The tensors, and the blocks that are written to, are needed until then.
-Departure::~Departure() {
+Departure::~Departure() { await_copies(); }
+
+void Departure::await_copies() const {
   for (const Piece& piece : pieces_) piece.copied.wait_on_host();
 }
 

@@ -62,7 +62,8 @@ class DeviceStager {
   /// not, or if it is another one than the message says.
   std::shared_ptr<class Arrival> take_arrival(int from, uint64_t id, wire::DeviceRef device,
                                               uint64_t bytes);
-  /// Lets go of what has come from a rank that is lost.
+  /// Lets go of what has come in part from a rank that is lost. What is complete may belong to a
+  /// message that is there and has not been looked at.
   void forget(int from);
 
  private:
@@ -152,6 +153,7 @@ class Departure {
   base::Status send_chunks(const std::function<base::Status(net::OutFrame)>& send);
   net::OutFrame chunk_of(const Transfer& transfer) const;
   void begin_copy(Piece& piece);
+  void await_copies() const;
   void begin_copies(size_t until);
 
   DeviceStager& stager_;

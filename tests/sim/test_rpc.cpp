@@ -206,6 +206,18 @@ TEST_CASE("copies for a call that cannot be sent write to nobody else's memory")
   CHECK(same_values(arrived, at::ones({2 * kChunk})));
 }
 
+TEST_CASE("what has arrived outlives the agents that brought it") {
+  at::Tensor arrived;
+  {
+    OnDevices ranks(2);
+    arrived = ranks[0].rpc_async<&ones>(1, 2 * kChunk).wait();
+    ranks.shutdown();
+  }
+  std::vector<at::Tensor> others;  // what the agents gave back is somebody else's now
+  for (int i = 0; i < 16; ++i) others.push_back(at::full({kChunk / 4}, 7.F).pin_memory());
+  CHECK(same_values(arrived, at::ones({2 * kChunk})));
+}
+
 TEST_CASE("values stay on their owner's device until somebody fetches them") {
   OnDevices ranks(3);
   const rpc::RRef<at::Tensor> made = ranks[0].remote<&make>(1, 1000);
@@ -359,6 +371,7 @@ TEST_CASE("a rank that dies while tensors are on their way fails the calls") {
   ranks.kill(1);
   for (const auto& reply : replies) {
     const base::Error error = error_of([&] { static_cast<void>(reply.wait()); });
+    CAPTURE(error.message);
     // Those that were answered before are fine.
     CHECK((error.kind == base::ErrorKind::kPeerLost || error.message == "(no error)" ||
            error.kind == base::ErrorKind::kCancelled));

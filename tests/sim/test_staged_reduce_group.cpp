@@ -163,6 +163,18 @@ TEST_CASE("pinned memory is kept until the copy back has been made") {
   });
 }
 
+TEST_CASE("a group ends when its copies back are made") {
+  run_all_sim_streams();
+  TestGroup group(1, {.timeout = kLimit});
+  auto reduce = std::make_unique<StagedReduceGroup>(group.backends[0]);
+  const at::Tensor x = values(0, 100, sim(0));
+  reduce->start(x)->wait();
+  const int64_t waits = sim_counters().host_waits;
+  reduce.reset();
+  CHECK(sim_counters().host_waits == waits + 1);
+  CHECK(at::equal(x.cpu(), values(0, 100, c10::kCPU)));
+}
+
 TEST_CASE("a tensor's memory is not used again before its copy back has been made") {
   TestGroup group(2, {.timeout = kLimit});
   run_ranks(2, [&](int rank) {

@@ -1,0 +1,73 @@
+// Memory that is given back while a device still has work to do with it: after a failure, or when
+// what lent it ends.
+#include <cstring>
+
+#include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
+
+#include "../../src/ddp/buckets.h"
+#include "../../src/rpc/device_stager.h"
+#include "support/catch.h"
+#include "support/sim_device.h"
+
+namespace distrain::testing {
+namespace {
+
+constexpr wire::DeviceRef kDevice{wire::DeviceType::kPrivate, 0};
+
+at::Tensor numbers(int64_t n) { return at::arange(n, at::TensorOptions(at::kFloat)).to(sim(0)); }
+
+TEST_CASE("a message that is not sent after all leaves no copy behind") {
+  run_all_sim_streams();
+  rpc::DeviceStager stager;
+  rpc::OutMessage message;
+  message.tensors = {numbers(int64_t{1} << 20)};  // four chunks
+  message.requires_grad = {false};
+  message.devices = {kDevice};
+  {
+    const rpc::Departure departure(stager, std::move(message), {}, [] { return uint64_t{1}; });
+  }
+  std::vector<base::BufferPtr> blocks;  // those that it had among them
+  for (int i = 0; i < 4; ++i) {
+    blocks.push_back(stager.host_block(sim(0).type(), rpc::kChunkBytes));
+    std::memset(blocks.back()->data, 5, rpc::kChunkBytes);
+  }
+  run_all_sim_streams();
+  for (const base::BufferPtr& block : blocks) {
+    CHECK(std::all_of(block->data, block->data + rpc::kChunkBytes,
+                      [](uint8_t byte) { return byte == 5; }));
+  }
+}
+
+TEST_CASE("a stager ends when its copies are made") {
+  rpc::StreamPoint arrived;
+  at::Tensor memory;
+  {
+    rpc::DeviceStager stager;
+    const std::vector<uint8_t> bytes(1000, 3);
+    std::tie(memory, arrived) = rpc::Arrival(stager, kDevice, bytes.size()).finish(bytes);
+  }
+  CHECK(arrived.reached());
+  CHECK(memory.eq(3).all().item<bool>());
+}
+
+TEST_CASE("a bucket that is dropped is written to by nobody who comes late") {
+  run_all_sim_streams();
+  constexpr int64_t kNumbers = 1000;
+  const at::Tensor parameter = at::zeros({kNumbers}, at::TensorOptions(sim(0)));
+  ddp::Bucket bucket({0}, {parameter});
+  bucket.begin();
+  const c10::Stream stream = rpc::side_stream(sim(0));
+  {
+    const c10::StreamGuard guard(stream);
+    bucket.store(0, at::full({kNumbers}, 2.0, at::TensorOptions(sim(0))));
+  }
+  bucket.drop();
+  const at::Tensor next = at::full({kNumbers}, 7.0, at::TensorOptions(sim(0)));
+  rpc::StreamPoint::mark(sim(0)).wait_on_host();
+  rpc::StreamPoint::mark(stream).wait_on_host();
+  CHECK(next.eq(7).all().item<bool>());
+}
+
+}  // namespace
+}  // namespace distrain::testing
