@@ -1,11 +1,10 @@
 // Memory that is given back while a device still has work to do with it: after a failure, or when
 // what lent it ends.
+#include <algorithm>
 #include <cstring>
 
 #include <ATen/ATen.h>
-#include <c10/core/StreamGuard.h>
 
-#include "../../src/ddp/buckets.h"
 #include "../../src/rpc/device_stager.h"
 #include "support/catch.h"
 #include "support/sim_device.h"
@@ -49,24 +48,6 @@ TEST_CASE("a stager ends when its copies are made") {
   }
   CHECK(arrived.reached());
   CHECK(memory.eq(3).all().item<bool>());
-}
-
-TEST_CASE("a bucket that is dropped is written to by nobody who comes late") {
-  run_all_sim_streams();
-  constexpr int64_t kNumbers = 1000;
-  const at::Tensor parameter = at::zeros({kNumbers}, at::TensorOptions(sim(0)));
-  ddp::Bucket bucket({0}, {parameter});
-  bucket.begin();
-  const c10::Stream stream = rpc::side_stream(sim(0));
-  {
-    const c10::StreamGuard guard(stream);
-    bucket.store(0, at::full({kNumbers}, 2.0, at::TensorOptions(sim(0))));
-  }
-  bucket.drop();
-  const at::Tensor next = at::full({kNumbers}, 7.0, at::TensorOptions(sim(0)));
-  rpc::StreamPoint::mark(sim(0)).wait_on_host();
-  rpc::StreamPoint::mark(stream).wait_on_host();
-  CHECK(next.eq(7).all().item<bool>());
 }
 
 }  // namespace
