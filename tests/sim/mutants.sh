@@ -44,7 +44,7 @@ while read -r place address; do
   [[ $line != *reached\(\)* ]] || continue # asks, and does not wait
   sites=$((sites + 1))
   if DISTRAIN_SIM_DROP=$address timeout 900 "$program" --abort >"$work/log" 2>&1; then
-    trimmed=${place%:*}:$(sed 's/^ */ /' <<<"$line")
+    trimmed="${place%:*}: ${line#"${line%%[! ]*}"}"
     [[ " ${known[*]} " == *"$trimmed"* ]] || survivors+=("$place")
     printf 'NOT NOTICED  %s %s\n%s\n' "$place" "$address" "$line"
   else
