@@ -4,7 +4,9 @@
 #include <cstring>
 
 #include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
 
+#include "../../src/ddp/buckets.h"
 #include "../../src/rpc/device_stager.h"
 #include "support/catch.h"
 #include "support/sim_device.h"
@@ -48,6 +50,25 @@ TEST_CASE("a stager ends when its copies are made") {
   }
   CHECK(arrived.reached());
   CHECK(memory.eq(3).all().item<bool>());
+}
+
+TEST_CASE("a bucket is written to in any stream only when what it held has been taken out") {
+  const at::TensorOptions options = at::TensorOptions().device(sim(0));
+  const at::Tensor parameter = at::zeros({100}, options), taken = at::zeros({100}, options);
+  ddp::Bucket bucket({0}, {parameter});
+  bucket.begin();
+  bucket.store(0, at::full({100}, 1.0, options));
+  run_all_sim_streams();
+  bucket.load(0, taken);
+  bucket.end();
+  bucket.begin();
+  const c10::Stream stream = rpc::side_stream(sim(0));
+  {
+    const c10::StreamGuard guard(stream);
+    bucket.store(0, at::full({100}, 2.0, options));
+  }
+  rpc::StreamPoint::mark(stream).wait_on_host();
+  CHECK(taken.eq(1).all().item<bool>());
 }
 
 }  // namespace
