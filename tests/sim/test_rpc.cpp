@@ -192,6 +192,22 @@ TEST_CASE("a continuation is behind what its future's value was computed in") {
   ranks.shutdown();
 }
 
+TEST_CASE("a continuation under a stream of its own is behind its future's value, too") {
+  OnDevices ranks(2);
+  base::Promise<at::Tensor> promise;
+  base::Future<at::Tensor> doubled;
+  {
+    const c10::StreamGuard guard(rpc::side_stream(sim(0)));
+    doubled =
+        promise.future().then(ranks[0].executor(), [](at::Tensor& x) { return (x * 2).cpu(); });
+  }
+  const at::Tensor x = numbers(1000, sim(0));
+  run_all_sim_streams();
+  promise.set(x + 1);
+  CHECK(at::equal(doubled.wait(), (numbers(1000, c10::kCPU) + 1) * 2));
+  ranks.shutdown();
+}
+
 TEST_CASE("copies for a call that cannot be sent write to nobody else's memory") {
   OnDevices ranks(3);
   ranks.kill(1);
