@@ -168,26 +168,23 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
         [this, own = std::move(own)]() mutable { execute(options.rank, std::move(own), {}); });
     return reply;
   }
-  base::Task send_it;
-  if (departure) {
-    send_it = [this, id, to, function, tickets = std::move(tickets), departure] {
-      send_call(id, to, function, tickets, [&] { return send_departure(to, *departure); });
+  if (departure) {  // it waits for the device, the caller does not
+    const auto depart = [this, id, to, function, tickets = std::move(tickets), departure] {
+      see_to_call(id, to, function, tickets, send_departure(to, *departure));
     };
+    if (options.call_delay > base::Duration::zero()) {
+      loop.call_at(base::deadline_after(options.call_delay), [this, depart] { pool.post(depart); });
+    } else {
+      pool.post(depart);
+    }
+  } else if (options.call_delay > base::Duration::zero()) {
+    loop.call_at(
+        base::deadline_after(options.call_delay),
+        [this, id, to, function, tickets = std::move(tickets), frame = std::move(frame)]() mutable {
+          see_to_call(id, to, function, tickets, send(to, std::move(frame)));
+        });
   } else {
-    send_it = [this, id, to, function, tickets = std::move(tickets),
-               frame = std::move(frame)]() mutable {
-      send_call(id, to, function, tickets, [&] { return send(to, std::move(frame)); });
-    };
-  }
-  if (options.call_delay > base::Duration::zero()) {
-    loop.call_at(base::deadline_after(options.call_delay),
-                 [this, departs = departure != nullptr, send_it = std::move(send_it)]() mutable {
-                   departs ? pool.post(std::move(send_it)) : send_it();
-                 });
-  } else if (departure) {
-    pool.post(std::move(send_it));  // it waits for the device, the caller does not
-  } else {
-    send_it();
+    see_to_call(id, to, function, tickets, send(to, std::move(frame)));
   }
   return reply;
 }
@@ -200,10 +197,9 @@ void AgentCore::hold_parameters(OutMessage& message) const {
   }
 }
 
-void AgentCore::send_call(uint64_t id, int to, const std::string& function,
-                          const std::vector<RRefTicket>& tickets,
-                          const std::function<base::Status()>& send_it) {
-  const base::Status sent = send_it();
+// A call that could not be sent fails at once.
+void AgentCore::see_to_call(uint64_t id, int to, const std::string& function,
+                            const std::vector<RRefTicket>& tickets, const base::Status& sent) {
   if (sent.ok()) return;
   rrefs->retract(tickets);
   if (auto failed = pending.take(id, to)) {

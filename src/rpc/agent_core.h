@@ -122,9 +122,8 @@ class AgentCore {
   std::function<uint64_t()> transfer_numbers() {
     return [this] { return next_transfer_.fetch_add(1, std::memory_order_relaxed); };
   }
-  void send_call(uint64_t id, int to, const std::string& function,
-                 const std::vector<RRefTicket>& tickets,
-                 const std::function<base::Status()>& send_it);
+  void see_to_call(uint64_t id, int to, const std::string& function,
+                   const std::vector<RRefTicket>& tickets, const base::Status& sent);
   void on_directory_on_loop(const wire::Directory& directory);
   net::Stream::Handler install_peer_on_loop(int rank, const net::StreamPtr& stream);
   void on_frame_on_loop(int rank, net::InFrame frame);
