@@ -29,7 +29,7 @@ enum class ErrorKind : uint16_t {
 /// `peer_lost`, `bad_data`, … as it stands in the JSON `error` line.
 std::string_view kind_name(ErrorKind kind);
 
-/// The process exit code of the command line for this kind of error (design.md, section 2).
+/// The process exit code of the command line for this kind of error.
 int exit_code(ErrorKind kind);
 
 /// True for the numbers above; a peer may send anything.
