@@ -105,7 +105,8 @@ struct PassGuard {
 };
 
 /// For handlers: of the current context, which must be one. All three functions are kept until the
-/// pass has ended or the context has.
+/// pass has ended here or the context has. That may be after its initiator heard of a failure, and
+/// so after the last RRef to the handler's object is gone: they hold what they use.
 void guard_pass(rpc::Agent& agent, PassGuard guard);
 
 }  // namespace distrain::autograd

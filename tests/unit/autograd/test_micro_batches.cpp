@@ -1,5 +1,6 @@
 // Several contexts at a time, as a pipeline has them.
 #include <chrono>
+#include <memory>
 #include <thread>
 
 #include <ATen/Functions.h>
@@ -18,19 +19,20 @@ using Scope = autograd::Context::Scope;
 
 namespace {
 
-/// A stage whose backward passes wait for the test.
-struct GatedStage {
+/// A stage whose backward passes wait for the test. Its guard keeps it alive: the guard hears of a
+/// failure after the initiator does, who may have dropped the stage by then.
+struct GatedStage : std::enable_shared_from_this<GatedStage> {
   using Constructor = GatedStage(double weight);
   explicit GatedStage(double w) : weight(at::full({1}, w, at::kDouble).requires_grad_()) {}
 
   at::Tensor forward(rpc::CallContext& call, const RRef<at::Tensor>& input) {
     autograd::PassGuard guard;
-    guard.admit = [this] { return gate.future(); };
-    guard.on_end = [this, &agent = call.agent, from = rpc::current_context()] {
-      if (gather_in != 0) autograd::move_gradients(agent, from, gather_in);
-      ++ended;
+    guard.admit = [self = shared_from_this()] { return self->gate.future(); };
+    guard.on_end = [self = shared_from_this(), &agent = call.agent, from = rpc::current_context()] {
+      if (self->gather_in != 0) autograd::move_gradients(agent, from, self->gather_in);
+      ++self->ended;
     };
-    guard.on_failure = [this](const base::Error&) { ++failed; };
+    guard.on_failure = [self = shared_from_this()](const base::Error&) { ++self->failed; };
     autograd::guard_pass(call.agent, guard);
     return input.to_here() * weight;
   }
