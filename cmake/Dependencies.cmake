@@ -25,7 +25,7 @@ target_link_libraries(
   distrain_uv INTERFACE $<LINK_LIBRARY:WHOLE_ARCHIVE,distrain_uv_archive> Threads::Threads dl rt)
 target_link_options(distrain_uv INTERFACE -Wl,--exclude-libs,${uv_file})
 
-# What cmd uses beside the layers.
+# What the command line is made with.
 add_library(distrain_cli INTERFACE)
 target_link_libraries(distrain_cli INTERFACE CLI11::CLI11 nlohmann_json::nlohmann_json distrain_fmt)
 

@@ -10,16 +10,21 @@ function(distrain_use_torch_pch target)
   target_precompile_headers(${target} REUSE_FROM distrain_torch_pch)
 endfunction()
 
-# distrain_layer(<name> [TORCH] [DEPS <layer or target>...] [PRIVATE <target>...])
-# Sources are src/<name>/*.cpp; a layer without any yet is an interface target.
+# distrain_layer(<name> [TORCH] [SUBFOLDERS] [DEPS <layer or target>...] [PRIVATE <target>...])
+# Sources are src/<name>/*.cpp, and with SUBFOLDERS those of its folders, too; a layer without any
+# yet is an interface target.
 function(distrain_layer name)
-  cmake_parse_arguments(arg "TORCH" "" "DEPS;PRIVATE" ${ARGN})
+  cmake_parse_arguments(arg "TORCH;SUBFOLDERS" "" "DEPS;PRIVATE" ${ARGN})
   set(target distrain_${name})
   list(TRANSFORM arg_DEPS PREPEND "distrain::" REGEX "^[a-z]+$")
   if(arg_TORCH)
     list(APPEND arg_DEPS distrain_torch)
   endif()
-  file(GLOB sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${name}/*.cpp)
+  set(patterns ${PROJECT_SOURCE_DIR}/src/${name}/*.cpp)
+  if(arg_SUBFOLDERS)
+    list(APPEND patterns ${PROJECT_SOURCE_DIR}/src/${name}/*/*.cpp)
+  endif()
+  file(GLOB sources CONFIGURE_DEPENDS ${patterns})
   if(sources)
     add_library(${target} STATIC ${sources})
     target_include_directories(${target} PUBLIC ${PROJECT_SOURCE_DIR}/include

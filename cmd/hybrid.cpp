@@ -1,10 +1,13 @@
 #include "hybrid.h"
 
-#include "checks.h"
+#include "distrain/app/checks.h"
+#include "distrain/app/option_blocks.h"
 #include "distrain/scenario/hybrid.h"
-#include "option_blocks.h"
 
 namespace distrain::cmd {
+
+using namespace app;
+
 namespace {
 
 scenario::HybridOptions hybrid_options(const ParsedOptions& parsed) {
@@ -58,7 +61,7 @@ JobCommand hybrid_command() {
       "for r in 0 1 2 3; do distrain hybrid --rank $r & done; wait",
   };
   command.table = option_table();
-  using Use = scenario::DeviceRole::Use;
+  using Use = job::DeviceRole::Use;
   command.devices.roles = {
       {"trainer", "", Use::kCompute}, {"ps", "server", Use::kCompute}, {"master", "", Use::kNone}};
   command.size = {"trainers", 2};

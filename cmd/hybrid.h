@@ -1,10 +1,10 @@
 #pragma once
 
-#include "job_command.h"
+#include "distrain/app/job_command.h"
 
 namespace distrain::cmd {
 
 /// `distrain hybrid`.
-JobCommand hybrid_command();
+app::JobCommand hybrid_command();
 
 }  // namespace distrain::cmd

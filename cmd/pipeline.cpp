@@ -2,11 +2,14 @@
 
 #include <unistd.h>
 
-#include "checks.h"
+#include "distrain/app/checks.h"
+#include "distrain/app/option_blocks.h"
 #include "distrain/scenario/pipeline.h"
-#include "option_blocks.h"
 
 namespace distrain::cmd {
+
+using namespace app;
+
 namespace {
 
 constexpr double kMaxStages = 18;  // blocks of resnet50
@@ -105,7 +108,7 @@ JobCommand pipeline_command() {
       "for r in 0 1 2; do distrain pipeline --rank $r & done; wait",
   };
   command.table = option_table();
-  using Use = scenario::DeviceRole::Use;
+  using Use = job::DeviceRole::Use;
   command.devices.roles = {{"worker", "stage", Use::kCompute}, {"master", "", Use::kIfNamed}};
   command.size = {"stages", 1};
   command.check = check;

@@ -1,10 +1,10 @@
 #pragma once
 
-#include "job_command.h"
+#include "distrain/app/job_command.h"
 
 namespace distrain::cmd {
 
 /// `distrain pipeline`.
-JobCommand pipeline_command();
+app::JobCommand pipeline_command();
 
 }  // namespace distrain::cmd

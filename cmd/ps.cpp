@@ -3,12 +3,15 @@
 #include <algorithm>
 #include <filesystem>
 
-#include "checks.h"
+#include "distrain/app/checks.h"
+#include "distrain/app/option_blocks.h"
 #include "distrain/base/error.h"
 #include "distrain/scenario/ps.h"
-#include "option_blocks.h"
 
 namespace distrain::cmd {
+
+using namespace app;
+
 namespace {
 
 /// Of Debian's package dataset-fashion-mnist, with the mean and deviation of its training images.
@@ -102,14 +105,14 @@ std::optional<int> gpus_of(const ParsedOptions& options, const std::string& rank
 }
 
 DeviceRules device_rules() {
-  using Use = scenario::DeviceRole::Use;
+  using Use = job::DeviceRole::Use;
   return {{{"parameter_server", "server", Use::kCompute}, {"trainer", "", Use::kCompute}}, gpus_of};
 }
 
 /// Of what the two options say of the server, if both say something.
 void check_gpus(const ParsedOptions& options) {
   if (!options.given("num-gpus") || !options.given("device")) return;
-  const scenario::DeviceSpec spec = device_spec(options, device_rules());
+  const job::DeviceSpec spec = device_spec(options, device_rules());
   const auto server = spec.for_all() ? spec.for_all() : spec.named(scenario::ps_role(0));
   const int gpus = options.whole("num-gpus");
   if (!server) return;

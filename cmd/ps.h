@@ -1,10 +1,10 @@
 #pragma once
 
-#include "job_command.h"
+#include "distrain/app/job_command.h"
 
 namespace distrain::cmd {
 
 /// `distrain ps`.
-JobCommand ps_command();
+app::JobCommand ps_command();
 
 }  // namespace distrain::cmd

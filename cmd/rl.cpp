@@ -1,9 +1,12 @@
 #include "rl.h"
 
+#include "distrain/app/option_blocks.h"
 #include "distrain/scenario/rl.h"
-#include "option_blocks.h"
 
 namespace distrain::cmd {
+
+using namespace app;
+
 namespace {
 
 OptionTable option_table() {
@@ -60,7 +63,7 @@ JobCommand rl_command() {
       "for r in 0 1 2; do distrain rl --rank $r --world-size 3 & done; wait",
   };
   command.table = option_table();
-  using Use = scenario::DeviceRole::Use;
+  using Use = job::DeviceRole::Use;
   command.devices.roles = {{"agent", "", Use::kCompute}, {"observer", "", Use::kNone}};
   command.size = {"observers", 1};
   command.check = [](const ParsedOptions&, Placement&) {};

@@ -1,10 +1,10 @@
 #pragma once
 
-#include "job_command.h"
+#include "distrain/app/job_command.h"
 
 namespace distrain::cmd {
 
 /// `distrain rl`.
-JobCommand rl_command();
+app::JobCommand rl_command();
 
 }  // namespace distrain::cmd

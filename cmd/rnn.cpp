@@ -1,11 +1,14 @@
 #include "rnn.h"
 
-#include "checks.h"
+#include "distrain/app/checks.h"
+#include "distrain/app/option_blocks.h"
 #include "distrain/base/error.h"
 #include "distrain/scenario/rnn.h"
-#include "option_blocks.h"
 
 namespace distrain::cmd {
+
+using namespace app;
+
 namespace {
 
 /// A default that is another one on random batches. It is in complete() that they become values.
@@ -112,7 +115,7 @@ JobCommand rnn_command() {
       "for r in 0 1; do distrain rnn --rank $r & done; wait",
   };
   command.table = option_table();
-  using Use = scenario::DeviceRole::Use;
+  using Use = job::DeviceRole::Use;
   command.devices.roles = {{"ps", "server", Use::kCompute}, {"trainer", "", Use::kCompute}};
   command.size = {"trainers", 1};
   command.complete = complete;

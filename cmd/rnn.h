@@ -1,10 +1,10 @@
 #pragma once
 
-#include "job_command.h"
+#include "distrain/app/job_command.h"
 
 namespace distrain::cmd {
 
 /// `distrain rnn`.
-JobCommand rnn_command();
+app::JobCommand rnn_command();
 
 }  // namespace distrain::cmd

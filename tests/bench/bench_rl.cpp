@@ -13,26 +13,26 @@
 #include "distrain/scenario/rl.h"
 
 using namespace distrain;
-using scenario::Json;
+using job::Json;
 
 namespace {
 
-class SilentSink final : public scenario::EventSink {
+class SilentSink final : public job::EventSink {
  public:
   void emit(std::string_view, const Json&) override {}
   void set_role(std::string_view) override {}
 };
 
-scenario::Outcome run_rank(const scenario::RlOptions& options, int rank, net::Fd& socket) {
+job::Outcome run_rank(const scenario::RlOptions& options, int rank, net::Fd& socket) {
   at::set_num_threads(1);
-  scenario::Job job;
+  job::Job job;
   job.rank = rank;
   job.master_port = net::local_name(socket.get()).port;
   job.started = std::chrono::steady_clock::now();
   if (rank == 0) job.listen_fd = socket.release();
   SilentSink sink;
   return scenario::run_rl(
-      options, job, [&](const scenario::OptionMap&) { return options; }, sink);
+      options, job, [&](const job::OptionMap&) { return options; }, sink);
 }
 
 // Each rank is a process, as in a job that the launcher starts; this one is the agent.

@@ -2,8 +2,8 @@
 // A stage that throws: everybody hears of it by its own words.
 #include <ATen/Functions.h>
 
-#include "../src/scenario/pipeline_schedule.h"
-#include "../src/scenario/pipeline_stage.h"
+#include "../src/scenario/pipeline/schedule.h"
+#include "../src/scenario/pipeline/stage.h"
 #include "distrain/autograd/context.h"
 #include "support/catch.h"
 #include "support/cluster.h"

@@ -5,13 +5,13 @@
 
 #include <ATen/ATen.h>
 
-#include "../src/scenario/resnet.h"
+#include "distrain/models/resnet.h"
 #include "support/catch.h"
 
 namespace distrain::oracle {
 
-using scenario::NamedTensors;
-using scenario::ResNetStage;
+using data::NamedTensors;
+using models::ResNetStage;
 
 inline void check_near(const at::Tensor& actual, const at::Tensor& expected, double tolerance) {
   REQUIRE(actual.sizes() == expected.sizes());

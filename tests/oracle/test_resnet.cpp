@@ -70,7 +70,7 @@ TEST_CASE("our ResNets are torchvision's, by what was recorded of them") {
   for (const RecordedResNet& recorded : kRecordedResNets) {
     const std::string model = recorded.model;
     CAPTURE(model);
-    ResNetStage net(model, 10, scenario::whole_resnet(model), 1);
+    ResNetStage net(model, 10, models::whole_resnet(model), 1);
     CHECK(net.parameters().size() == recorded.parameters);
     CHECK(hash_of(net.parameter_names(), net.parameters()) == recorded.parameters_hash);
     CHECK(net.buffers().size() == recorded.buffers);

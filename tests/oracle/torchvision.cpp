@@ -10,11 +10,11 @@ namespace distrain::oracle {
 TEST_CASE("our ResNet50 is torchvision's, with its own random weights", "[.torchvision]") {
   const char* folder = std::getenv("DISTRAIN_TORCHVISION");
   REQUIRE(folder);
-  const NamedTensors weights = scenario::read_weights(std::string(folder) + "/weights.safetensors");
-  const NamedTensors expected = scenario::read_weights(std::string(folder) + "/pass.safetensors");
-  scenario::check_weights("resnet50", 1000, weights);
+  const NamedTensors weights = models::read_weights(std::string(folder) + "/weights.safetensors");
+  const NamedTensors expected = models::read_weights(std::string(folder) + "/pass.safetensors");
+  models::check_weights("resnet50", 1000, weights);
   std::vector<ResNetStage> stages;
-  for (const auto& blocks : scenario::cut_resnet("resnet50", 3, {}, 1000, 96)) {
+  for (const auto& blocks : models::cut_resnet("resnet50", 3, {}, 1000, 96)) {
     stages.emplace_back("resnet50", 1000, blocks, 1).load(weights);
   }
   const auto forward = [&](at::Tensor x) {

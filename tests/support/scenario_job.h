@@ -15,8 +15,8 @@
 #include <netinet/tcp.h>
 #include <sys/socket.h>
 
-#include "../src/scenario/checkpoints.h"
 #include "distrain/base/error.h"
+#include "distrain/job/checkpoints.h"
 #include "distrain/net/socket.h"
 #include "distrain/scenario/hybrid.h"
 #include "distrain/scenario/pipeline.h"
@@ -29,11 +29,11 @@
 namespace distrain::testing {
 
 using data::Folder;
-using scenario::Job;
-using scenario::Json;
-using scenario::NamedTensors;
-using scenario::Outcome;
-using scenario::Snapshot;
+using data::NamedTensors;
+using job::Job;
+using job::Json;
+using job::Outcome;
+using job::Snapshot;
 
 enum class Place { kRanks, kLocal };
 
@@ -81,7 +81,7 @@ struct Finished {
 };
 
 /// Gives a rank's lines to whoever `hear` is.
-class Listener final : public scenario::EventSink {
+class Listener final : public job::EventSink {
  public:
   explicit Listener(std::function<void(Line)> hear = [](const Line&) {}) : hear_(std::move(hear)) {}
   void emit(std::string_view event, const Json& fields) override {
@@ -168,7 +168,7 @@ Finished try_job(Place place, const Options& options, const Hooks<Options>& hook
       Outcome outcome = place == Place::kLocal
                             ? Calls<Options>::kRunLocal(own, job, sink)
                             : Calls<Options>::kRun(
-                                  own, job, [&](const scenario::OptionMap&) { return own; }, sink);
+                                  own, job, [&](const job::OptionMap&) { return own; }, sink);
       std::lock_guard lock(mutex);
       finished.outcomes[job.rank] = std::move(outcome);
     } catch (...) {
@@ -250,7 +250,7 @@ std::string refusal_of_other_data(const Options& options,
 /// The newest checkpoint of a folder.
 inline Snapshot newest_checkpoint(const std::string& folder) {
   Listener nobody;
-  auto snapshot = scenario::Checkpoints({folder, 0, "auto"}, Job{}, nobody).load();
+  auto snapshot = job::Checkpoints({folder, 0, "auto"}, Job{}, nobody).load();
   REQUIRE(snapshot);
   return std::move(*snapshot);
 }
@@ -258,7 +258,7 @@ inline Snapshot newest_checkpoint(const std::string& folder) {
 /// Saves a checkpoint of the same step in its place.
 inline void replace_checkpoint(const std::string& folder, const Snapshot& snapshot) {
   Listener nobody;
-  scenario::Checkpoints({folder, 0, "auto"}, Job{}, nobody).save(snapshot);
+  job::Checkpoints({folder, 0, "auto"}, Job{}, nobody).save(snapshot);
 }
 
 inline void check_close(const NamedTensors& a, const NamedTensors& b, double tolerance) {
@@ -325,7 +325,7 @@ class StopSignals {
     signals_[job.rank] = job.stop;
   }
   /// Of a rank that has started.
-  scenario::StopSignal& of(int rank) const {
+  job::StopSignal& of(int rank) const {
     std::lock_guard lock(mutex_);
     return *signals_.at(rank);
   }
@@ -338,7 +338,7 @@ class StopSignals {
 
  private:
   mutable std::mutex mutex_;
-  std::map<int, std::shared_ptr<scenario::StopSignal>> signals_;  // by mutex_
+  std::map<int, std::shared_ptr<job::StopSignal>> signals_;  // by mutex_
 };
 
 /// All ranks were stopped by a signal, and rank 0 says where the job was saved.

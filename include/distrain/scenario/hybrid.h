@@ -4,9 +4,9 @@
 #include <functional>
 #include <string>
 
-#include "distrain/scenario/checkpoint_options.h"
-#include "distrain/scenario/job.h"
-#include "distrain/scenario/named_tensors.h"
+#include "distrain/data/named_tensors.h"
+#include "distrain/job/checkpoint_options.h"
+#include "distrain/job/job.h"
 
 namespace distrain::scenario {
 
@@ -28,9 +28,9 @@ struct HybridOptions {
   uint64_t seed = 1;
   int threads = 0;       ///< intra-op; 0: cores / ranks on this host
   int log_interval = 0;  ///< steps; 0: once an epoch
-  CheckpointOptions checkpoint;
+  job::CheckpointOptions checkpoint;
   /// Not an option of the command line: told the final parameters, on trainer 0.
-  std::function<void(const NamedTensors&)> on_finished;
+  std::function<void(const data::NamedTensors&)> on_finished;
 };
 
 /// Ranks 0..T-1 trainers, T master, T+1 parameter server.
@@ -39,10 +39,12 @@ std::string hybrid_role(const HybridOptions& options, int rank);
 
 /// Runs one rank of the job to its end; throws base::Exception. `adopt` turns rank 0's options into
 /// a HybridOptions (`--data` and `--test-data` stay this rank's own if it was given them).
-Outcome run_hybrid(const HybridOptions& own, const Job& job,
-                   const std::function<HybridOptions(const OptionMap&)>& adopt, EventSink& sink);
+job::Outcome run_hybrid(const HybridOptions& own, const job::Job& job,
+                        const std::function<HybridOptions(const job::OptionMap&)>& adopt,
+                        job::EventSink& sink);
 
 /// The same training in one process without RPC: the reference for correctness and speed.
-Outcome run_hybrid_local(const HybridOptions& options, const Job& job, EventSink& sink);
+job::Outcome run_hybrid_local(const HybridOptions& options, const job::Job& job,
+                              job::EventSink& sink);
 
 }  // namespace distrain::scenario

@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
-#include "distrain/scenario/checkpoint_options.h"
-#include "distrain/scenario/job.h"
-#include "distrain/scenario/named_tensors.h"
+#include "distrain/data/named_tensors.h"
+#include "distrain/job/checkpoint_options.h"
+#include "distrain/job/job.h"
 
 namespace distrain::scenario {
 
@@ -29,12 +29,12 @@ struct PipelineOptions {
   std::string data;     ///< folder with CIFAR-10's binary files or MNIST's IDX files; empty: random
   std::string weights;  ///< safetensors file to begin with; empty: torchvision's initialisation
   uint64_t seed = 1;
-  int threads = 0;               ///< intra-op; 0: cores / ranks on this host
-  int log_interval = 0;          ///< batches; 0: no `step` lines
-  CheckpointOptions checkpoint;  ///< `every` in batches; 0: at the end
+  int threads = 0;                    ///< intra-op; 0: cores / ranks on this host
+  int log_interval = 0;               ///< batches; 0: no `step` lines
+  job::CheckpointOptions checkpoint;  ///< `every` in batches; 0: at the end
   /// Not an option of the command line: told the gradients of each batch, by parameter, on the
   /// master, before they are applied.
-  std::function<void(const NamedTensors&)> on_gradients;
+  std::function<void(const data::NamedTensors&)> on_gradients;
 };
 
 /// Throws `invalid` for options that do not go together: more micro-batches than samples, a split
@@ -43,7 +43,7 @@ void check_pipeline(const PipelineOptions& options);
 
 /// The schedule with `num_split` micro-batches: stages with their blocks, each step with the time
 /// it begins at if all take one unit, the share of waiting.
-Json explain_pipeline(const PipelineOptions& options, int64_t num_split);
+job::Json explain_pipeline(const PipelineOptions& options, int64_t num_split);
 /// The same for people: a timeline.
 std::string explain_pipeline_in_words(const PipelineOptions& options, int64_t num_split);
 
@@ -53,11 +53,12 @@ std::string pipeline_role(int rank);
 
 /// Runs one rank of the job to its end; throws base::Exception. `adopt` turns rank 0's options into
 /// a PipelineOptions.
-Outcome run_pipeline(const PipelineOptions& own, const Job& job,
-                     const std::function<PipelineOptions(const OptionMap&)>& adopt,
-                     EventSink& sink);
+job::Outcome run_pipeline(const PipelineOptions& own, const job::Job& job,
+                          const std::function<PipelineOptions(const job::OptionMap&)>& adopt,
+                          job::EventSink& sink);
 
 /// The same training in one process without RPC: the reference for correctness and speed.
-Outcome run_pipeline_local(const PipelineOptions& options, const Job& job, EventSink& sink);
+job::Outcome run_pipeline_local(const PipelineOptions& options, const job::Job& job,
+                                job::EventSink& sink);
 
 }  // namespace distrain::scenario

@@ -4,8 +4,8 @@
 #include <functional>
 #include <string>
 
-#include "distrain/scenario/checkpoint_options.h"
-#include "distrain/scenario/job.h"
+#include "distrain/job/checkpoint_options.h"
+#include "distrain/job/job.h"
 
 namespace distrain::scenario {
 
@@ -27,7 +27,7 @@ struct PsOptions {
   uint64_t seed = 1;
   int threads = 0;       ///< intra-op; 0: cores / ranks on this host
   int log_interval = 5;  ///< steps; 0: once an epoch
-  CheckpointOptions checkpoint;
+  job::CheckpointOptions checkpoint;
 };
 
 /// Rank 0 is the parameter server, ranks 1..T the trainers.
@@ -36,10 +36,11 @@ std::string ps_role(int rank);
 
 /// Runs one rank of the job to its end; throws base::Exception. `adopt` turns rank 0's options into
 /// a PsOptions (`--data` stays this rank's own if it was given it).
-Outcome run_ps(const PsOptions& own, const Job& job,
-               const std::function<PsOptions(const OptionMap&)>& adopt, EventSink& sink);
+job::Outcome run_ps(const PsOptions& own, const job::Job& job,
+                    const std::function<PsOptions(const job::OptionMap&)>& adopt,
+                    job::EventSink& sink);
 
 /// The same training in one process without RPC: the reference for correctness and speed.
-Outcome run_ps_local(const PsOptions& options, const Job& job, EventSink& sink);
+job::Outcome run_ps_local(const PsOptions& options, const job::Job& job, job::EventSink& sink);
 
 }  // namespace distrain::scenario

@@ -4,8 +4,8 @@
 #include <functional>
 #include <string>
 
-#include "distrain/scenario/checkpoint_options.h"
-#include "distrain/scenario/job.h"
+#include "distrain/job/checkpoint_options.h"
+#include "distrain/job/job.h"
 
 namespace distrain::scenario {
 
@@ -33,7 +33,7 @@ struct RnnOptions {
   uint64_t seed = 1;
   int threads = 0;       ///< intra-op; 0: cores / ranks on this host
   int log_interval = 0;  ///< steps; 0: once an epoch
-  CheckpointOptions checkpoint;
+  job::CheckpointOptions checkpoint;
 };
 
 /// Rank 0 is the parameter server, ranks 1..T the trainers.
@@ -42,10 +42,11 @@ std::string rnn_role(int rank);
 
 /// Runs one rank of the job to its end; throws base::Exception. `adopt` turns rank 0's options into
 /// an RnnOptions (`--data` and `--valid-data` stay this rank's own if it was given them).
-Outcome run_rnn(const RnnOptions& own, const Job& job,
-                const std::function<RnnOptions(const OptionMap&)>& adopt, EventSink& sink);
+job::Outcome run_rnn(const RnnOptions& own, const job::Job& job,
+                     const std::function<RnnOptions(const job::OptionMap&)>& adopt,
+                     job::EventSink& sink);
 
 /// The same training in one process without RPC: the reference for correctness and speed.
-Outcome run_rnn_local(const RnnOptions& options, const Job& job, EventSink& sink);
+job::Outcome run_rnn_local(const RnnOptions& options, const job::Job& job, job::EventSink& sink);
 
 }  // namespace distrain::scenario

@@ -3,14 +3,14 @@
 #include <cmath>
 #include <set>
 
-#include "../src/scenario/cart_pole.h"
+#include "../src/scenario/rl/cart_pole.h"
 #include "cart_pole_trajectories.h"
 #include "support/catch.h"
 
 using namespace distrain;
+using models::Observation;
 using scenario::CartPole;
 using scenario::EnvironmentStep;
-using scenario::Observation;
 
 TEST_CASE("CartPole is Gymnasium's, action by action") {
   REQUIRE(testing::kCartPoleTrajectories.size() == 6);

@@ -1,11 +1,12 @@
 #include <ATen/Functions.h>
 
-#include "../src/scenario/pipeline_data.h"
+#include "../src/scenario/pipeline/data.h"
 #include "support/catch.h"
 #include "support/scenario_data.h"
 
 using namespace distrain;
 using namespace distrain::scenario;
+using job::Json;
 
 namespace {
 

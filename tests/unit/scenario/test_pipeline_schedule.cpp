@@ -1,11 +1,12 @@
 #include <algorithm>
 
-#include "../src/scenario/pipeline_schedule.h"
+#include "../src/scenario/pipeline/schedule.h"
 #include "distrain/base/error.h"
 #include "support/catch.h"
 
 using namespace distrain;
 using namespace distrain::scenario;
+using job::Json;
 using Kind = PipelineStep::Kind;
 
 namespace {

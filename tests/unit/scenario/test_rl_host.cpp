@@ -3,7 +3,7 @@
 #include <ATen/Functions.h>
 #include <torch/optim/adam.h>
 
-#include "../src/scenario/rl_host.h"
+#include "../src/scenario/rl/host.h"
 #include "distrain/base/error.h"
 #include "support/catch.h"
 #include "support/scenario_job.h"
@@ -11,10 +11,10 @@
 
 using namespace distrain;
 using namespace distrain::testing;
+using models::Policy;
+using models::PolicyStep;
 using scenario::ActionRequest;
 using scenario::Actions;
-using scenario::Policy;
-using scenario::PolicyStep;
 using scenario::RlHost;
 using scenario::RlOptions;
 
@@ -77,13 +77,13 @@ struct RlHosts {
   }
 
   RlOptions options;
-  scenario::Job job;
+  job::Job job;
 };
 
 }  // namespace
 
 TEST_CASE_METHOD(RlHosts, "an episode counts by its least lucky environment") {
-  std::vector<scenario::Json> lines;
+  std::vector<job::Json> lines;
   Listener sink([&](const Line& line) { lines.push_back(line.fields); });
   options.threshold = 10;
   RlHost host(options, job, sink);
@@ -97,7 +97,7 @@ TEST_CASE_METHOD(RlHosts, "an episode counts by its least lucky environment") {
   play(host, {998, 998, 998, 998}, true);
   CHECK(lines[1]["running_reward"].get<double>() == Approx(50.2375));
   CHECK(host.state() == RlHost::State::kSolved);
-  scenario::Outcome outcome;
+  job::Outcome outcome;
   host.add_to(outcome);
   CHECK(outcome.fields["solved"] == true);
   CHECK(outcome.fields["episodes"] == 2);
@@ -115,7 +115,7 @@ TEST_CASE_METHOD(RlHosts, "what is learned does not depend on what was asked tog
     RlHost host(own, job, nobody);
     while (host.state() == RlHost::State::kTraining) play(host, {1, 2, 3, 4}, together);
     CHECK(host.state() == RlHost::State::kMissed);
-    scenario::Outcome outcome;
+    job::Outcome outcome;
     host.add_to(outcome);
     CHECK(outcome.goal_missed);
     CHECK(contains(outcome.message, "not solved after 5 episodes"));
@@ -149,7 +149,7 @@ TEST_CASE_METHOD(RlHosts, "what is learned is what LibTorch's autograd and Adam 
         for (uint32_t e = 0; e < 2; ++e) {
           const std::vector<double>& rewards = all_rewards[observer][e];
           if (t >= rewards.size()) continue;
-          scenario::Observation x;
+          models::Observation x;
           for (float& number : x) number = static_cast<float>(2 * random.unit() - 1);
           request.states.push_back({e, x, t == 0 ? 0 : rewards[t - 1]});
           const auto rank = static_cast<uint64_t>(observer) + 1;

@@ -2,7 +2,7 @@
 #include <random>
 #include <thread>
 
-#include "../src/scenario/turns.h"
+#include "../src/scenario/pipeline/turns.h"
 #include "distrain/base/thread_pool.h"
 #include "support/catch.h"
 

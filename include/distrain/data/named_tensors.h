@@ -1,0 +1,13 @@
+#pragma once
+
+#include <map>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+
+namespace distrain::data {
+
+/// Parameters by the names that PyTorch's modules give them.
+using NamedTensors = std::map<std::string, at::Tensor>;
+
+}  // namespace distrain::data

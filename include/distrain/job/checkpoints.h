@@ -1,0 +1,82 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "distrain/data/checkpoint_store.h"
+#include "distrain/data/named_tensors.h"
+#include "distrain/job/checkpoint_options.h"
+#include "distrain/job/job.h"
+#include "distrain/optim/update_rule.h"
+
+namespace distrain::job {
+
+/// Runs `use`; what it throws as `bad_data` names the checkpoint `path`.
+void naming_checkpoint(const std::string& path, const std::function<void()>& use);
+
+/// What a checkpoint holds: tensors by file (`model`, `optimizer`, …) and name, and the rest.
+struct Snapshot {
+  int64_t step = 0;
+  std::map<std::string, data::NamedTensors> files;
+  Json state = Json::object();
+  std::string path;  ///< where it was read from
+
+  /// `bad_data` naming the checkpoint, for whatever does not fit the job.
+  [[noreturn]] void refuse(const std::string& why) const;
+  /// Refuses unless `state[key]` is `value`: "saved with trainers 2, not 3".
+  void expect(const char* key, const Json& value) const;
+  void checked(const std::function<void()>& use) const { naming_checkpoint(path, use); }
+  /// The tensors of `file`; refuses if there are none.
+  const data::NamedTensors& file(const char* name) const;
+  /// Copies what `file` has into tensors of these names, shapes and dtypes. Refuses another set.
+  void copy_into(const char* file, const data::NamedTensors& tensors) const;
+};
+
+/// The checkpoints of one job, on the rank that reads and writes them.
+class Checkpoints {
+ public:
+  /// Tries whether the folder can be written. Throws `invalid` if it holds the checkpoints of a run
+  /// that this one does not go on from.
+  Checkpoints(CheckpointOptions options, const Job& job, EventSink& sink);
+  Checkpoints(const Checkpoints&) = delete;
+  Checkpoints& operator=(const Checkpoints&) = delete;
+
+  bool saving() const { return store_ != nullptr; }
+
+  /// What the job is to go on from, if it is; emits a `checkpoint` line.
+  std::optional<Snapshot> load() const;
+  /// Emits a `checkpoint` line.
+  void save(const Snapshot& snapshot);
+  /// What was saved last, in words, for a job that ends before its time.
+  const std::string& last_saved() const { return last_saved_; }
+
+ private:
+  void refuse_strangers() const;
+
+  const CheckpointOptions options_;
+  EventSink& sink_;
+  std::unique_ptr<data::CheckpointStore> store_;
+  bool in_first_save_ = false;
+  bool has_saved_ = false;
+  std::string last_saved_;
+};
+
+/// Gives and takes the state of an optimizer, parameter by parameter.
+struct OptimizerAccess {
+  std::function<std::vector<optim::ParameterState>()> get;
+  std::function<void(const std::vector<optim::ParameterState>&)> set;
+};
+
+/// An optimizer's state as tensors named "<parameter>.<name>", and back. The second throws
+/// `bad_data` for names of no parameter.
+data::NamedTensors flatten(const std::vector<std::string>& parameters,
+                           const std::vector<optim::ParameterState>& states);
+std::vector<optim::ParameterState> unflatten(const std::vector<std::string>& parameters,
+                                             const data::NamedTensors& flat);
+
+}  // namespace distrain::job

@@ -1,0 +1,86 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <c10/core/Device.h>
+#include <nlohmann/json.hpp>
+
+#include "distrain/base/error.h"
+#include "distrain/job/stop_signal.h"
+
+namespace distrain::job {
+
+using Json = nlohmann::ordered_json;
+
+/// Where a scenario's JSON lines go. `emit` adds the common fields (v, ts, event, cmd, rank, role).
+/// Thread-safe. Each line is one write.
+class EventSink {
+ public:
+  virtual ~EventSink() = default;
+  virtual void emit(std::string_view event, const Json& fields) = 0;
+  /// The role is known only once rank 0 has told the job's options.
+  virtual void set_role(std::string_view role) = 0;
+};
+
+/// Options by their long name without dashes ("lr" → "0.05"), as they travel between ranks.
+using OptionMap = std::map<std::string, std::string>;
+
+/// Faults of one rank, to try out what they do (`--inject`).
+struct Injection {
+  double call_delay_s = 0;      ///< before each call that this rank makes is sent
+  double stage_sleep_s = 0;     ///< a pipeline's stage sleeps so long in place of a batch's pass
+  int64_t fail_checkpoint = 0;  ///< the process dies at this system call of its first save; 0: none
+};
+
+/// What one process has to know to be one rank of a job.
+struct Job {
+  std::string name;  ///< ranks of another one are refused
+  int rank = 0;
+  int world_size = 0;  ///< 0: follow rank 0
+  std::string master_addr = "localhost";
+  bool master_addr_given = false;  ///< by flag or environment
+  uint16_t master_port = 29500;
+  std::string listen_addr;         ///< empty: the interface that reaches the master
+  int listen_fd = -1;              ///< rank 0 of a spawned job: the launcher's listening socket
+  bool spawned = false;            ///< by our launcher; otherwise this rank joined
+  std::string transport = "auto";  ///< auto, tcp or unix
+  std::chrono::steady_clock::time_point started;  ///< of the launcher, for startup_s
+  double rpc_timeout_s = 60;
+  double join_timeout_s = 300;
+  double peer_timeout_s = 5;
+  Injection inject;
+  /// Where this rank computes; all but the first are for ps's server alone.
+  std::vector<c10::Device> devices = {c10::kCPU};
+  /// Decides it once this rank's name and rank 0's options are known; null: `devices` hold.
+  std::function<std::vector<c10::Device>(const std::string& name, const OptionMap& of_rank_0)>
+      choose_devices;
+  /// SIGINT, SIGTERM and SIGHUP, for jobs that save before they end. Never null.
+  std::shared_ptr<StopSignal> stop = std::make_shared<StopSignal>();
+  OptionMap given;      ///< job options that the user gave to this rank
+  OptionMap effective;  ///< all job options, defaults filled in; rank 0's hold for the job
+
+  c10::Device device() const { return devices.front(); }
+};
+
+/// What `end` and `rank_end` say beyond the common fields: counters and the job's metrics.
+struct Outcome {
+  Json fields = Json::object();
+  /// The job saw to a signal to stop: it saved what it had and ended in good order. `message` says
+  /// where.
+  bool stopped = false;
+  /// The job ended in good order, but without what it was for. `message` says what is missing.
+  bool goal_missed = false;
+  std::string message;
+  /// What failed once the work was done: the trace could not be written, say. The results hold.
+  std::optional<base::Error> afterwards;
+};
+
+}  // namespace distrain::job

@@ -1,0 +1,13 @@
+#pragma once
+
+#include <functional>
+
+#include "distrain/job/job.h"
+
+namespace distrain::job {
+
+/// A job in one process, `--local`: `run()`, and what `--trace` asks for. Throws what `run` throws,
+/// and `resources` if the trace cannot be written.
+Outcome run_local_job(const Job& job, EventSink& sink, const std::function<Outcome()>& run);
+
+}  // namespace distrain::job

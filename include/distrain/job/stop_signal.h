@@ -1,0 +1,68 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+#include "distrain/base/clock.h"
+
+namespace distrain::job {
+
+/// A signal that ends jobs, so soon after another, is the same one: timeout(1), Slurm and systemd
+/// signal a process and its group, a terminal that closes and its shell both do, and the launcher
+/// passes on what its ranks may have had already.
+inline constexpr auto kSameSignal = std::chrono::seconds(2);
+
+/// How SIGINT, SIGTERM and SIGHUP reach a job that wants to save before it ends. Thread-safe, but
+/// for heeds().
+class StopSignal {
+ public:
+  /// From now on the job looks at requested() at every step and ends by itself. Before, and for
+  /// jobs that never say so, the signal ends the process at once. Nothing after disarm().
+  void arm() {
+    State expected = State::kUnarmed;
+    state_.compare_exchange_strong(expected, State::kArmed);
+  }
+  /// All is saved. From now on the signal ends the process at once again, unless the job is
+  /// `stopped` by one anyway: all ranks get it, this one perhaps later than it is told of it.
+  void disarm(bool stopped) {
+    State state = state_;
+    while (!state_.compare_exchange_weak(
+        state, stopped || state == State::kStopping ? State::kStopping : State::kOver)) {
+    }
+  }
+
+  /// The job is to stop: the signal has come, here or on another rank. False if the job will not
+  /// see to it, or does already.
+  bool request() {
+    State expected = State::kArmed;
+    return state_.compare_exchange_strong(expected, State::kStopping);
+  }
+  bool requested() const { return state_ == State::kStopping; }
+  /// Whether a request() would be seen to.
+  bool armed() const { return state_ == State::kArmed; }
+
+  /// The signal that this process has got itself, if the job saw to it; 0 where another rank told.
+  int number() const { return number_; }
+
+  /// This process has got the signal `number`. True if the job sees to it; otherwise it ends the
+  /// process. Called by one thread.
+  bool heeds(int number, base::TimePoint now) {
+    const bool is_first = heeded_ == base::TimePoint{};
+    if (is_first) number_ = number;  // before request(), or the job might end without it
+    if (request() || (is_first && requested())) {
+      heeded_ = now;
+      return true;
+    }
+    return requested() && now - heeded_ < kSameSignal;
+  }
+
+ private:
+  enum class State : uint8_t { kUnarmed, kArmed, kStopping, kOver };
+
+  std::atomic<State> state_{State::kUnarmed};
+  std::atomic<int> number_{0};
+  base::TimePoint heeded_{};  // the first signal that the job saw to; by the thread of heeds()
+};
+
+}  // namespace distrain::job

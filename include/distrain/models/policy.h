@@ -1,0 +1,114 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "distrain/data/named_tensors.h"
+#include "distrain/data/random.h"
+
+namespace distrain::models {
+
+/// What the policy sees of a world.
+using Observation = std::array<float, 4>;
+
+/// What the random numbers of one step are drawn from: its dropout and its action. Nothing else
+/// decides them, so neither the order in which steps are asked for nor what is asked for together
+/// with them matters.
+struct StepKey {
+  uint64_t seed = 0;
+  uint64_t observer = 0;
+  uint64_t environment = 0;
+  uint64_t episode = 0;
+  uint64_t step = 0;
+};
+
+/// A state that an action is wanted for.
+struct PolicyInput {
+  Observation observation{};
+  StepKey key;
+};
+
+/// A step that was made, and what it was good for.
+struct PolicyStep {
+  PolicyInput input;
+  int action = 0;
+  double advantage = 0;  ///< its normalised return
+};
+
+/// The tutorial's policy: Linear(4, 128), dropout 0.6, ReLU, Linear(128, 2), softmax.
+///
+/// On the CPU it computes in plain loops, row by row. A row's result must not depend on how many
+/// others come with it, or on the number of threads, and LibTorch's matrix products promise
+/// neither; and for a net of this size they take longer than the loops. On another device the same
+/// is done in matrix products, with the same random numbers. Concurrent calls of const functions
+/// are fine.
+class Policy {
+ public:
+  static constexpr int kHidden = 128;
+  static constexpr int kActions = 2;
+  static constexpr double kDropout = 0.6;
+
+  /// Initialised as torch.nn.Linear is.
+  explicit Policy(uint64_t seed, c10::Device device = c10::kCPU);
+
+  static const std::vector<std::string>& names();
+  /// In the order of names(). After they were written to: refresh().
+  std::vector<at::Tensor>& parameters() { return parameters_; }
+  data::NamedTensors named_parameters() const;
+  void refresh();
+
+  /// One forward pass over all of `inputs`, without a graph; an action is drawn for each.
+  std::vector<int> act(std::span<const PolicyInput> inputs) const;
+
+  struct Loss {
+    double value = 0;
+    std::vector<at::Tensor> gradients;  ///< in the order of names()
+  };
+  /// REINFORCE (Williams 1992): the sum over all steps of -log p(action) × advantage, each with the
+  /// dropout that its action was drawn with, and its gradient. One pass over all of `steps`.
+  Loss loss(std::span<const PolicyStep> steps) const;
+
+  /// 0, or what keeps the mean: 1 / (1 - kDropout).
+  static std::array<float, kHidden> dropout_mask(const StepKey& key);
+
+ private:
+  using Row = std::array<float, kHidden>;
+
+  /// What a forward pass leaves of one state.
+  struct Activations {
+    alignas(64) Row mask;
+    alignas(64) Row hidden;  ///< after dropout and ReLU
+    double preference = 0;   ///< score of action 1 over action 0's
+  };
+  /// Draws the dropout from `random`.
+  Activations forward(const PolicyInput& input, data::Random& random) const;
+
+  /// The same of many states at a time, for devices; each row as forward() gives it.
+  struct Rows {
+    at::Tensor inputs;      ///< float [n, 4]
+    at::Tensor mask;        ///< float [n, kHidden]
+    at::Tensor hidden;      ///< float [n, kHidden]
+    at::Tensor preference;  ///< double [n]
+  };
+  Rows forward_rows(size_t count, const std::function<const PolicyInput&(size_t)>& input,
+                    const std::function<void(data::Random&)>& drawn) const;
+  std::vector<int> act_on_device(std::span<const PolicyInput> inputs) const;
+  Loss loss_on_device(std::span<const PolicyStep> steps) const;
+
+  const c10::Device device_;
+  std::vector<at::Tensor> parameters_;
+
+  // What the loops read: a copy of the parameters, hidden unit by hidden unit.
+  alignas(64) std::array<Row, 4> weight1_;
+  alignas(64) Row bias1_;
+  alignas(64) std::array<Row, kActions> weight2_;
+  std::array<float, kActions> bias2_;
+};
+
+}  // namespace distrain::models

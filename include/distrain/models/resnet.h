@@ -1,0 +1,144 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "distrain/data/named_tensors.h"
+
+namespace distrain::models {
+
+/// The blocks that a ResNet can be cut between, in order: stem (conv1, bn1, ReLU, max pool),
+/// layer1.0, …, layer4.2, head (average pool, fc). `model` is resnet18 or resnet50 here and below;
+/// another throws `invalid`.
+std::vector<std::string> resnet_blocks(const std::string& model);
+
+/// Estimated time of each block for one image, forward, on one thread of a CPU, in the order of
+/// resnet_blocks(): multiply-adds, and as many as would take the time that its elements take to be
+/// normalised, added and clipped. Only their proportions mean something.
+std::vector<double> resnet_costs(const std::string& model, int64_t classes, int64_t image_size);
+
+/// The blocks [first, last) of resnet_blocks().
+struct BlockRange {
+  size_t first = 0;
+  size_t last = 0;
+  bool operator==(const BlockRange&) const = default;
+};
+
+/// All of them: the uncut model.
+BlockRange whole_resnet(const std::string& model);
+
+/// Cuts the model into stages. `split` names the last block of each stage but the last: a block, a
+/// layer ("layer2" is its last block), or "conv1" for the stem. Without names, two stages are cut
+/// as PyTorch's tutorial cuts them (stem, layer1, layer2 | layer3, layer4, head), more so that the
+/// most expensive one is as cheap as can be. Throws `invalid`: no such block, names out of order,
+/// too few or too many of them, more stages than blocks.
+std::vector<BlockRange> cut_resnet(const std::string& model, int stages,
+                                   const std::vector<std::string>& split, int64_t classes,
+                                   int64_t image_size);
+
+/// Throws `invalid` if batch norm could not train on micro-batches as small as this: it needs more
+/// than one value a channel, and an image of up to 32 pixels ends as one.
+void check_resnet_input(int64_t image_size, int64_t smallest_micro_batch);
+
+/// The tensors of a safetensors file, by name. Throws `bad_data`.
+data::NamedTensors read_weights(const std::string& path);
+
+/// Those of a whole state_dict that belong to these blocks.
+data::NamedTensors weights_of(const std::string& model, const BlockRange& blocks,
+                              const data::NamedTensors& weights);
+
+/// Throws `bad_data` unless `weights` are the state_dict() of torchvision's model: its names and no
+/// others, shapes and dtypes. `num_batches_tracked` may be missing.
+void check_weights(const std::string& model, int64_t classes, const data::NamedTensors& weights);
+
+/// A convolution without bias and the batch norm behind it.
+struct ConvNorm {
+  std::string conv_name;  ///< "layer1.0.conv1"
+  std::string norm_name;  ///< "layer1.0.bn1"
+  int64_t in = 0;
+  int64_t out = 0;
+  int64_t kernel = 1;
+  int64_t stride = 1;
+  at::Tensor weight;  ///< [out, in, kernel, kernel]
+  at::Tensor scale;   ///< batch norm's weight and bias, [out]
+  at::Tensor shift;
+  at::Tensor running_mean;
+  at::Tensor running_var;
+  at::Tensor batches_tracked;  ///< int64 []
+
+  at::Tensor convolve(const at::Tensor& x) const;
+  at::Tensor forward(const at::Tensor& x, bool training) const;
+};
+
+/// Two (resnet18) or three (resnet50) convolutions with a way around them.
+struct ResidualBlock {
+  std::vector<ConvNorm> layers;
+  std::optional<ConvNorm> downsample;  ///< on the way around, where the shape changes
+
+  at::Tensor forward(const at::Tensor& x, bool training) const;
+};
+
+/// Some blocks in a row of a ResNet (He et al., CVPR 2016), as torchvision's v1.5, which has the
+/// stride in the 3x3 convolution. Stages in a row are the whole model, whatever the cut: the same
+/// names, initial values and results. Not thread-safe: in training a forward pass changes the
+/// running statistics.
+///
+/// Weights and activations lie in memory channels last (NHWC), which takes a third less time on a
+/// CPU than NCHW; the sizes of weights are torchvision's. Between stages activations travel as
+/// [n, h, w, channels]: contiguous, so neither sender nor receiver has to copy them, forward or
+/// backward.
+class ResNetStage {
+ public:
+  /// Initialised as torchvision does it, each tensor from `seed` and its name.
+  ResNetStage(const std::string& model, int64_t classes, BlockRange blocks, uint64_t seed,
+              c10::Device device = c10::kCPU);
+
+  /// Images [n, 3, h, w] (the first stage) or what the stage before gave → what the next one takes,
+  /// [n, h, w, channels], or scores [n, classes] (the last one), on its device. Several passes may
+  /// be in flight before their backward passes, as long as no parameter changes.
+  at::Tensor forward(const at::Tensor& x);
+
+  /// Batch norm by the statistics of the batch (at first) or the running ones.
+  void train(bool on = true) { training_ = on; }
+  void eval() { train(false); }
+
+  /// In torchvision's order, as the parameters() are.
+  const std::vector<std::string>& parameter_names() const { return parameter_names_; }
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  int64_t parameter_count() const;
+  /// running_mean, running_var and num_batches_tracked of each batch norm, in torchvision's order.
+  const std::vector<std::string>& buffer_names() const { return buffer_names_; }
+  const std::vector<at::Tensor>& buffers() const { return buffers_; }
+  data::NamedTensors named_parameters() const;
+  data::NamedTensors named_buffers() const;
+
+  /// Copies what belongs to these blocks out of a whole state_dict. Throws `bad_data`, before it
+  /// changes anything, for a missing name (but for num_batches_tracked, which is left), a wrong
+  /// shape or dtype.
+  void load(const data::NamedTensors& weights);
+
+ private:
+  void add(ConvNorm& layer, uint64_t seed);
+  void add_head(int64_t in, int64_t classes, uint64_t seed);
+  void add_parameter(const std::string& name, const at::Tensor& parameter);
+  void add_buffer(const std::string& name, const at::Tensor& buffer);
+
+  const c10::Device device_;
+  std::optional<ConvNorm> stem_;
+  std::vector<ResidualBlock> blocks_;
+  at::Tensor fc_weight_;  // with the head only
+  at::Tensor fc_bias_;
+  std::vector<std::string> parameter_names_;
+  std::vector<at::Tensor> parameters_;
+  std::vector<std::string> buffer_names_;
+  std::vector<at::Tensor> buffers_;
+  bool training_ = true;
+};
+
+}  // namespace distrain::models

@@ -1,0 +1,266 @@
+#include "distrain/app/job_command.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "distrain/app/checks.h"
+#include "distrain/base/clock.h"
+#include "distrain/base/error.h"
+#include "process/inject.h"
+#include "process/json_sink.h"
+#include "process/launcher.h"
+#include "process/listen_socket.h"
+#include "process/output.h"
+#include "process/rank_process.h"
+#include "process/summary.h"
+
+namespace distrain::app {
+namespace {
+
+// A save may take long, and to kill a rank in the midst of it would lose what a signal asks for.
+constexpr auto kSaveGrace = std::chrono::seconds(60);
+
+bool is_job_option(const Option& option) {
+  return option.scope == Scope::kJob || option.scope == Scope::kInput;
+}
+
+/// What the `start` line shows, named with `_` as JSON lines are. `inherits`: what was not given
+/// here is rank 0's to tell.
+Json config_of(const ParsedOptions& options, bool inherits) {
+  Json config = Json::object();
+  for (const Option& option : options.table()) {
+    if (!is_job_option(option)) continue;
+    std::string name = option.name;
+    std::replace(name.begin(), name.end(), '-', '_');
+    const bool untold = inherits && !options.given(option.name);
+    config[name] = untold ? Json() : json_value(option, options.text(option.name));
+  }
+  return config;
+}
+
+job::Job make_job(const JobCommand& command, const ParsedOptions& options,
+                  const Placement& placement, base::TimePoint started) {
+  job::Job job;
+  job.name = command.line.name;
+  job.rank = std::max(placement.rank, 0);
+  job.world_size = placement.world_size;
+  job.master_addr = placement.master_addr;
+  job.master_addr_given = placement.master_addr_given;
+  job.master_port = static_cast<uint16_t>(placement.master_port);
+  job.listen_addr = options.text("listen");
+  job.transport = options.text("transport");
+  job.started = started;
+  job.rpc_timeout_s = options.real("rpc-timeout");
+  job.join_timeout_s = options.real("join-timeout");
+  job.peer_timeout_s = options.real("peer-timeout");
+  for (const Option& option : options.table()) {
+    if (!is_job_option(option)) continue;
+    const bool untold = option.each_own && !options.given(option.name);
+    job.effective[option.name] = untold ? "" : options.text(option.name);
+    // A path may well differ from host to host, so it is not among what has to agree.
+    if (option.scope == Scope::kJob && options.given(option.name)) {
+      job.given[option.name] = options.text(option.name);
+    }
+  }
+  return job;
+}
+
+RankRun make_run(const JobCommand& command, const ParsedOptions& options,
+                 const Placement& placement, const job::Job& job) {
+  const bool local = placement.mode == Placement::Mode::kLocal;
+  const bool inherits = !local && job.rank != 0 && !placement.spawns_all();
+  RankRun run;
+  run.job = job;
+  run.job.inject = injection_of(parse_injections(options.text("inject")), job.rank);
+  run.config = config_of(options, inherits);
+  run.threads = static_cast<int>(options.integer("threads"));
+  run.local_ranks = placement.local_ranks;
+  if (local) {
+    run.role = "local";
+    run.shown_world_size = 1;
+  } else if (placement.world_size != 0) {
+    run.role = command.role(options, job.rank);
+    run.shown_world_size = placement.world_size;
+  }
+  run.devices =
+      std::make_shared<RankDevices>([&command, &options, &placement, rank = job.rank](
+                                        const std::string& name, const OptionMap& of_rank_0) {
+        return choose_devices(adopt_options(options, of_rank_0), command.devices, placement,
+                              {rank, name, command.role}, process_environment);
+      });
+  run.job.choose_devices = [devices = run.devices](const std::string& name,
+                                                   const OptionMap& of_rank_0) {
+    return devices->get(name, of_rank_0);
+  };
+  run.all_here = local || placement.spawns_all();
+  run.knows_devices = !run.role.empty() && (!inherits || options.given("device"));
+  run.body = [&command, &options, local](const job::Job& j, int threads, job::EventSink& sink) {
+    return command.run(options, j, local, threads, sink);
+  };
+  return run;
+}
+
+/// The whole process is one rank. Its lines go to a copy of stdout, and stdout itself becomes
+/// stderr: what a library prints must not get between them.
+int run_here(RankRun run, const Placement& placement) {
+  run.last_event = "end";
+  run.warning = placement.warning;
+  run.out_fd = fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  dup2(STDERR_FILENO, STDOUT_FILENO);
+  block_ending_signals();
+  leave_process(run_rank(run));
+}
+
+/// Binds before any rank is there, so that a taken port is known at once and nobody else can take
+/// it meanwhile.
+int listen_for_rank_0(const ParsedOptions& options, const Placement& placement, job::Job& job) {
+  if (placement.ranks.front() != 0) return -1;
+  const std::string wanted = options.text("listen");
+  std::string host = !wanted.empty() ? wanted : placement.master_addr;
+  if (host == "localhost") host = "127.0.0.1";
+  const ListenSocket socket = listen_on(host, placement.master_port, wanted.empty());
+  job.master_port = socket.port;
+  if (placement.spawns_all() && !placement.master_addr_given) job.master_addr = host;
+  return socket.fd;
+}
+
+int launch(const JobCommand& command, const ParsedOptions& options, const Placement& placement,
+           job::Job job) {
+  job.spawned = true;
+  const int listen_fd = listen_for_rank_0(options, placement, job);
+  LaunchPlan plan;
+  plan.cmd = command.line.name;
+  plan.ranks = placement.ranks;
+  plan.role = [&](int rank) {
+    return placement.world_size != 0 ? command.role(options, rank) : std::string();
+  };
+  plan.rank_main = [&](int rank, int out_fd) {
+    job::Job own = job;
+    own.rank = rank;
+    if (rank == 0) own.listen_fd = listen_fd;
+    RankRun run = make_run(command, options, placement, own);
+    run.last_event = "rank_end";
+    run.out_fd = out_fd;
+    return run_rank(run);
+  };
+  plan.started = job.started;
+  plan.peer_timeout_s = job.peer_timeout_s;
+  // Without rank 0 here, it may be saving elsewhere.
+  if (!placement.has_rank_0() || options.given("checkpoint")) plan.save_grace = kSaveGrace;
+  plan.listen_fd = listen_fd;
+  plan.warning = placement.warning;
+  plan.progress = wants_progress() && !options.flag("quiet");
+  plan.epochs = static_cast<int>(options.integer("epochs"));
+  return Launcher(std::move(plan)).run();
+}
+
+std::string dump_placement(const ParsedOptions& options, const Placement& placement,
+                           const JobCommand& command) {
+  constexpr const char* kModes[] = {"local", "join", "spawn"};
+  Json json{{"mode", kModes[static_cast<int>(placement.mode)]},
+            {"rank", placement.rank >= 0 ? Json(placement.rank) : Json()},
+            {"ranks", placement.ranks},
+            {"world_size", placement.world_size ? Json(placement.world_size) : Json()},
+            {"source", placement.source},
+            {"master_addr", placement.master_addr},
+            {"master_port", placement.master_port ? Json(placement.master_port) : Json()},
+            {"local_ranks", placement.local_ranks},
+            {"warning", placement.warning}};
+  json[command.size.option] = options.integer(command.size.option);
+  return json.dump() + '\n';
+}
+
+bool has(const std::vector<std::string>& args, std::initializer_list<const char*> names) {
+  return std::any_of(args.begin(), args.end(), [&](const std::string& arg) {
+    return std::find(names.begin(), names.end(), arg) != names.end();
+  });
+}
+
+}  // namespace
+
+int run_job_command(const JobCommand& command, const std::vector<std::string>& args,
+                    base::TimePoint started) {
+  if (has(args, {"--help", "-h"})) {
+    return print_text(
+        command_help(command.line, command.description, command.table, command.examples));
+  }
+  if (has(args, {"--dump-options", "--dump_options"})) {
+    return print_text(dump_options(command.line, command.table));
+  }
+  try {
+    ParsedOptions options = parse_options(command.table, args);
+    Placement placement = place(options, command.size, process_environment);
+    if (options.flag("dump-placement")) {
+      return print_text(dump_placement(options, placement, command));
+    }
+    if (command.complete) command.complete(options);
+    command.check(options, placement);
+    check_devices(options, command.devices, placement, command.role);
+    check_checkpoint(options, placement);
+    check_trace(options, placement);
+    check_injections(parse_injections(options.text("inject")),
+                     {.saves = options.given("checkpoint"), .stages = command.has_stages},
+                     placement);
+    if (command.answer) {
+      if (const auto text = command.answer(options)) return print_text(*text);
+    }
+    const job::Job job = make_job(command, options, placement, started);
+    if (placement.mode == Placement::Mode::kSpawn) {
+      return launch(command, options, placement, job);
+    }
+    return run_here(make_run(command, options, placement, job), placement);
+  } catch (const base::Exception& e) {
+    return report_failure(command.line.name, e.error(), started);
+  }
+}
+
+ParsedOptions adopt_options(const ParsedOptions& own, const OptionMap& of_rank_0) {
+  ParsedOptions adopted = own;
+  for (const Option& option : own.table()) {
+    const auto it = of_rank_0.find(option.name);
+    if (!is_job_option(option) || it == of_rank_0.end()) continue;
+    if (option.scope == Scope::kInput && own.given(option.name)) continue;
+    const std::string where = fmt::format("rank 0's --{}", option.name);
+    if (it->second.empty() && (option.initial.empty() || option.each_own)) continue;
+    adopted.set(option.name, canonical_value(option, it->second, where));
+  }
+  return adopted;
+}
+
+job::CheckpointOptions checkpoint_options(const ParsedOptions& parsed) {
+  return {.dir = parsed.text("checkpoint"),
+          .every = parsed.integer("checkpoint-every"),
+          .resume = parsed.text("resume")};
+}
+
+int report_failure(const std::string& cmd, const base::Error& error, base::TimePoint started) {
+  const double elapsed_s = base::seconds_since(started);
+  Summary summary;
+  summary.add_rss(peak_rss_mb());
+  Cause cause = cause_of(error);
+  cause.host = host_name();
+  const std::string lines[] = {
+      json_line("error", cmd, std::nullopt, "launcher", error_fields(error, elapsed_s)),
+      json_line("end", cmd, std::nullopt, "launcher",
+                summary.end_fields(cause.exit_code, elapsed_s, cause))};
+  say(error.message);
+  for (const std::string& line : lines) {
+    if (const int failed = write_all(STDOUT_FILENO, line)) return exit_code_of_write_error(failed);
+  }
+  return cause.exit_code;
+}
+
+int print_text(const std::string& text) {
+  const int error = write_all(STDOUT_FILENO, text);
+  if (error == 0) return 0;
+  if (error != EPIPE) say(fmt::format("stdout: {}", strerror(error)));
+  return exit_code_of_write_error(error);
+}
+
+}  // namespace distrain::app

@@ -1,0 +1,199 @@
+#include "distrain/app/option_blocks.h"
+
+#include <iterator>
+
+#include "distrain/base/error.h"
+
+namespace distrain::app {
+namespace {
+
+constexpr double kMaxSeconds = 1e6;
+
+}  // namespace
+
+Option integer(std::string name, std::string initial, double min, double max, std::string help) {
+  Option option;
+  option.name = std::move(name);
+  option.kind = ValueKind::kInteger;
+  option.value_name = "N";
+  option.initial = std::move(initial);
+  option.min = min;
+  option.max = max;
+  option.help = std::move(help);
+  return option;
+}
+
+Option integers(std::string name, std::string initial, double min, double max, std::string help) {
+  Option option = integer(std::move(name), std::move(initial), min, max, std::move(help));
+  option.kind = ValueKind::kIntegers;
+  option.value_name = "N[,...]";
+  return option;
+}
+
+Option real(std::string name, std::string initial, double min, double max, std::string help) {
+  Option option = integer(std::move(name), std::move(initial), min, max, std::move(help));
+  option.kind = ValueKind::kReal;
+  option.value_name = "X";
+  return option;
+}
+
+Option seconds(std::string name, std::string initial, std::string help) {
+  Option option = real(std::move(name), std::move(initial), 0, kMaxSeconds, std::move(help));
+  option.value_name = "S";
+  option.above_min = true;
+  return option;
+}
+
+Option text(std::string name, std::string value_name, std::string help) {
+  Option option;
+  option.name = std::move(name);
+  option.value_name = std::move(value_name);
+  option.help = std::move(help);
+  return option;
+}
+
+Option choice(std::string name, std::vector<std::string> choices, std::string help) {
+  Option option = text(std::move(name), "NAME", std::move(help));
+  option.kind = ValueKind::kChoice;
+  option.initial = choices.front();
+  option.choices = std::move(choices);
+  return option;
+}
+
+Option flag(std::string name, std::string help) {
+  Option option = text(std::move(name), "", std::move(help));
+  option.kind = ValueKind::kFlag;
+  option.initial = "false";
+  return option;
+}
+
+void append(OptionTable& table, std::string group, Scope scope, OptionTable more) {
+  for (Option& option : more) {
+    option.group = group;
+    option.scope = scope;
+  }
+  table.insert(table.end(), std::make_move_iterator(more.begin()),
+               std::make_move_iterator(more.end()));
+}
+
+Option but(Option option, void (*change)(Option&)) {
+  change(option);
+  return option;
+}
+
+Option each_own(Option option) {
+  option.each_own = true;
+  return option;
+}
+
+Option by_default(Option option, std::string words) {
+  option.initial_in_words = std::move(words);
+  return option;
+}
+
+Option random_only(Option option) {
+  option.random_only = true;
+  return option;
+}
+
+Option data_only(Option option) {
+  option.data_only = true;
+  return option;
+}
+
+Option epochs_option(std::string initial) {
+  return integer("epochs", std::move(initial), 1, kMaxInt, "passes over the data");
+}
+
+Option steps_option() {
+  return by_default(integer("steps", "0", 0, 1e12, "end after N steps of each trainer"),
+                    "as many as the epochs have");
+}
+
+Option seed_option(const std::string& of) {
+  return integer("seed", "1", 0, 9007199254740991.0, of);
+}
+
+Option random_batches_option(std::string initial) {
+  return random_only(integer("batches", std::move(initial), 1, kMaxInt,
+                             "batches an epoch and trainer, random data only"));
+}
+
+Option mode_option() {
+  return choice("mode", {"async", "sync"},
+                "async: each trainer's update as it comes; sync: one mean update a step");
+}
+
+Option log_interval_option(std::string initial, const std::string& each, const std::string& none) {
+  return integer("log-interval", std::move(initial), 0, kMaxInt,
+                 each + "s between '" + each + "' lines; 0: " + none);
+}
+
+void append_checkpoints(OptionTable& table, const std::string& each, const std::string& by_itself,
+                        const std::string& every) {
+  Option interval = integer("checkpoint-every", every, 0, 1e12, each + " between two saves");
+  if (every == "0") {
+    interval.initial_in_words = by_itself;
+  } else {
+    interval.help += "; 0: " + by_itself;
+  }
+  append(table, "Checkpoints", Scope::kJob,
+         {text("checkpoint", "DIR", "save here, so that the job can be taken up again"),
+          std::move(interval),
+          text("resume", "auto|PATH",
+               "go on from this checkpoint; auto: from the newest of --checkpoint, if any")});
+}
+
+void change(OptionTable& table, std::string_view name, void (*how)(Option&)) {
+  for (Option& option : table) {
+    if (option.name == name) return how(option);
+  }
+  throw base::Exception(base::ErrorKind::kInternal, "no option is named " + std::string(name));
+}
+
+void append_common(OptionTable& table) {
+  append(
+      table, "Ranks", Scope::kPlacement,
+      {flag("local", "the whole job in this process, without RPC: the reference"),
+       by_default(
+           integer("rank", "", 0, 1023, "be this one rank of a job whose others start elsewhere"),
+           "from the environment, if it names one"),
+       text("ranks", "LIST", "start these ranks here (0-3 or 0,2-3), the others start elsewhere"),
+       flag("spawn", "start every rank here, even when the environment names a rank"),
+       by_default(
+           integer("world-size", "", 1, 1024, "number of ranks; the size of the job follows"),
+           "follows from the options, or from rank 0"),
+       but(text("master-addr", "HOST", "host of rank 0"),
+           [](Option& o) { o.initial = "localhost"; }),
+       by_default(integer("master-port", "", 1, 65535, "port of rank 0"),
+                  "29500 when joining, any free port when spawning")});
+  append(table, "Network", Scope::kRank,
+         {by_default(text("listen", "ADDR", "address to listen on"),
+                     "the interface that reaches rank 0"),
+          choice("transport", {"auto", "tcp", "unix"},
+                 "between ranks; auto: a unix socket on one host, TCP between hosts"),
+          seconds("rpc-timeout", "60", "deadline of one remote call"),
+          seconds("join-timeout", "300", "how long to wait for all ranks"),
+          seconds("peer-timeout", "5", "silence after which a rank counts as lost")});
+  append(table, "Run", Scope::kInput,
+         {but(text("device", "DEVICE",
+                   "where ranks compute: cpu, cuda (each host's GPUs in turn), cuda:N, or "
+                   "ROLE=DEVICE[,...], the other roles on the CPU"),
+              [](Option& o) { o.initial = "cpu"; })});
+  append(table, "Run", Scope::kJob,
+         {text("trace", "FILE", "write what all ranks did here, for ui.perfetto.dev")});
+  append(table, "Run", Scope::kRank,
+         {by_default(integer("threads", "0", 0, 1024, "threads of one operation"),
+                     "cores / ranks on this host"),
+          text("inject", "FAULT[,...]",
+               "try a fault: delay=50ms@rank=2 (before each call of that rank; us, ms or s), "
+               "fail=checkpoint.3 (die at the 3rd system call of the first save)"),
+          but(flag("quiet", "no progress display"), [](Option& o) { o.short_name = 'q'; })});
+  append(table, "Run", Scope::kInfo,
+         {but(flag("help", "this text"), [](Option& o) { o.short_name = 'h'; }),
+          but(flag("dump-options", "the option table as JSON"), [](Option& o) { o.hidden = true; }),
+          but(flag("dump-placement", "which ranks would run where, as JSON"),
+              [](Option& o) { o.hidden = true; })});
+}
+
+}  // namespace distrain::app

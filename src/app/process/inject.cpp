@@ -1,0 +1,134 @@
+#include "process/inject.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "distrain/app/option_blocks.h"
+#include "distrain/app/options.h"
+#include "distrain/base/error.h"
+
+namespace distrain::app {
+namespace {
+
+constexpr std::string_view kRankMark = "@rank=";
+constexpr std::string_view kCheckpoint = "checkpoint.";
+
+[[noreturn]] void invalid(std::string message) {
+  throw base::Exception(base::ErrorKind::kInvalid, std::move(message));
+}
+
+/// "50ms" → 0.05. The range is that of an option in seconds.
+double parse_time(std::string_view value, const std::string& where) {
+  struct Unit {
+    std::string_view name;
+    double seconds;
+  };
+  constexpr Unit kUnits[] = {{"us", 1e-6}, {"ms", 1e-3}, {"s", 1}};
+  const Option option = seconds("delay", "", "");
+  for (const Unit& unit : kUnits) {
+    if (!value.ends_with(unit.name)) continue;
+    const std::string_view amount = value.substr(0, value.size() - unit.name.size());
+    return std::stod(canonical_value(option, amount, where)) * unit.seconds;
+  }
+  invalid(fmt::format("{} must be a time in us, ms or s (50ms), not '{}'", where, value));
+}
+
+int64_t parse_system_call(std::string_view value, const std::string& where) {
+  if (!value.starts_with(kCheckpoint)) {
+    invalid(fmt::format("{} must be checkpoint.N, not '{}'", where, value));
+  }
+  const Option option = integer("fail", "", 1, kMaxInt, "");
+  return std::stoll(canonical_value(option, value.substr(kCheckpoint.size()), where));
+}
+
+InjectedFault parse_fault(const std::string& text) {
+  InjectedFault fault;
+  fault.text = text;
+  std::string_view rest = text;
+  const std::string where = fmt::format("--inject {}", text);
+  if (const size_t at = rest.find('@'); at != std::string_view::npos) {
+    const std::string_view mark = rest.substr(at);
+    if (!mark.starts_with(kRankMark)) invalid(where + ": what follows the @ must be rank=N");
+    const Option option = integer("rank", "", 0, 1023, "");
+    fault.rank =
+        std::stoi(canonical_value(option, mark.substr(kRankMark.size()), where + ": the rank"));
+    rest = rest.substr(0, at);
+  }
+  const size_t equals = rest.find('=');
+  if (equals == std::string_view::npos) invalid(where + ": a fault is KIND=VALUE");
+  const std::string_view kind = rest.substr(0, equals);
+  const std::string_view value = rest.substr(equals + 1);
+  if (kind == "delay") {
+    fault.seconds = parse_time(value, where + ": the delay");
+  } else if (kind == "stage") {
+    fault.kind = InjectedFault::Kind::kStage;
+    fault.seconds = parse_time(value, where + ": the time");
+  } else if (kind == "fail") {
+    fault.kind = InjectedFault::Kind::kFail;
+    fault.system_call = parse_system_call(value, where + ": what fails");
+  } else {
+    invalid(fmt::format("{}: unknown fault '{}'; there are delay, stage and fail", where, kind));
+  }
+  return fault;
+}
+
+}  // namespace
+
+std::vector<InjectedFault> parse_injections(std::string_view text) {
+  std::vector<InjectedFault> faults;
+  for (size_t at = 0; at < text.size() + (text.empty() ? 0 : 1);) {
+    const size_t comma = std::min(text.find(',', at), text.size());
+    faults.push_back(parse_fault(std::string(text.substr(at, comma - at))));
+    at = comma + 1;
+  }
+  return faults;
+}
+
+void check_injections(const std::vector<InjectedFault>& faults, Injectable job,
+                      Placement& placement) {
+  for (const InjectedFault& fault : faults) {
+    const bool is_stage = fault.kind == InjectedFault::Kind::kStage;
+    const int rank = fault.rank.value_or(is_stage ? 1 : 0);
+    if (placement.world_size != 0 && rank >= placement.world_size) {
+      invalid(fmt::format("--inject {}: there is no rank {} in a world of {} ranks", fault.text,
+                          rank, placement.world_size));
+    }
+    if (is_stage && (!job.stages || rank == 0)) {
+      invalid(
+          fmt::format("--inject {}: {}", fault.text,
+                      job.stages ? "rank 0 is the master, no stage" : "this job has no stages"));
+    }
+    const bool fails = fault.kind == InjectedFault::Kind::kFail;
+    if (fails && rank != 0) {
+      invalid(fmt::format("--inject {}: rank 0 alone saves checkpoints", fault.text));
+    }
+    if (fails && !job.saves) {
+      placement.warn(fmt::format("--inject {} has no effect without --checkpoint", fault.text));
+    }
+    const bool stage_here =
+        placement.mode == Placement::Mode::kSpawn ? placement.ranks.back() > 0 : placement.rank > 0;
+    if (is_stage && placement.mode != Placement::Mode::kLocal && !stage_here) {
+      placement.warn(fmt::format("--inject {} has no effect: no stage runs here", fault.text));
+    }
+    if (!fails && placement.mode == Placement::Mode::kLocal) {
+      placement.warn(fmt::format("--inject {} has no effect with --local: there are no {}",
+                                 fault.text, is_stage ? "stages" : "calls"));
+    }
+  }
+}
+
+job::Injection injection_of(const std::vector<InjectedFault>& faults, int rank) {
+  job::Injection injection;
+  for (const InjectedFault& fault : faults) {
+    if (fault.kind == InjectedFault::Kind::kFail) {
+      if (rank == 0) injection.fail_checkpoint = fault.system_call;
+    } else if (fault.rank.value_or(rank) == rank) {
+      const bool is_stage = fault.kind == InjectedFault::Kind::kStage;
+      (is_stage ? injection.stage_sleep_s : injection.call_delay_s) = fault.seconds;
+    }
+  }
+  return injection;
+}
+
+}  // namespace distrain::app

@@ -1,0 +1,55 @@
+#include "process/output.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <poll.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace distrain::app {
+
+int write_all(int fd, std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t written = write(fd, text.data(), text.size());
+    if (written >= 0) {
+      text.remove_prefix(static_cast<size_t>(written));
+    } else if (errno == EAGAIN) {  // someone else made the shared descriptor non-blocking
+      pollfd item{fd, POLLOUT, 0};
+      poll(&item, 1, -1);
+    } else if (errno != EINTR) {
+      return errno;
+    }
+  }
+  return 0;
+}
+
+void say(std::string_view message) {
+  std::string line = "distrain: ";
+  line.append(message).push_back('\n');
+  write_all(STDERR_FILENO, line);
+}
+
+int exit_code_of_write_error(int error) { return error == EPIPE ? 141 : 9; }
+
+OutputQueue::OutputQueue(int fd) : fd_(fd), chunk_(std::string::npos) {
+  struct stat info {};
+  // A pipe that poll() calls writable takes PIPE_BUF bytes without blocking.
+  if (fstat(fd, &info) == 0 && S_ISFIFO(info.st_mode)) chunk_ = PIPE_BUF;
+}
+
+int OutputQueue::pump() {
+  while (!lines_.empty()) {
+    pollfd item{fd_, POLLOUT, 0};
+    if (poll(&item, 1, 0) <= 0) return 0;
+    const std::string_view next = std::string_view(lines_.front()).substr(written_, chunk_);
+    if (const int error = write_all(fd_, next)) return error;
+    written_ += next.size();
+    if (written_ < lines_.front().size()) continue;
+    bytes_ -= written_;
+    written_ = 0;
+    lines_.pop_front();
+  }
+  return 0;
+}
+
+}  // namespace distrain::app

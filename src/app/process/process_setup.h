@@ -1,0 +1,39 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "distrain/base/clock.h"
+
+namespace distrain::app {
+
+/// When this process began, for wall_s and startup_s: loading LibTorch takes longer than the rest
+/// of a small job's start, so it counts. To be called first in main.
+base::TimePoint process_start();
+
+/// Opens /dev/null where stdin or stderr is closed, so that no socket becomes fd 0 or 2.
+/// False when stdout is closed.
+bool secure_standard_fds();
+
+/// Signals, allocator: what must hold before the first thread and the first big block.
+void set_up_process();
+
+/// The signals that end a job or a rank: SIGINT, SIGTERM, and SIGHUP unless nohup(1) had it
+/// ignored.
+std::vector<int> ending_signals();
+
+/// Ends the process from any thread, whatever the others are at. What SIGINT has ended (130) dies
+/// of SIGINT, as shells expect: a loop of theirs goes on after a mere exit status.
+[[noreturn]] void leave_process(int exit_code);
+
+/// Intra-op threads of LibTorch in this process; gives back how many it has then. 0: all that
+/// OMP_NUM_THREADS allows or else a fair share of the cores among `local_ranks`.
+int set_up_threads(int wanted, int local_ranks);
+
+std::string torch_version();
+std::string host_name();
+
+/// The largest resident set of this process so far, in MB.
+double peak_rss_mb();
+
+}  // namespace distrain::app

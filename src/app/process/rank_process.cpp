@@ -1,0 +1,195 @@
+#include "process/rank_process.h"
+
+#include <atomic>
+#include <cstdio>
+#include <thread>
+
+#include <fmt/format.h>
+#include <pthread.h>
+#include <signal.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "distrain/base/clock.h"
+#include "distrain/base/error.h"
+#include "distrain/base/temporary_path.h"
+#include "distrain/rpc/error.h"
+#include "process/json_sink.h"
+#include "process/output.h"
+#include "process/summary.h"
+
+namespace distrain::app {
+namespace {
+
+constexpr int kGoalNotReached = 11;
+
+sigset_t ending_signal_set() {
+  sigset_t set;
+  sigemptyset(&set);
+  for (const int number : ending_signals()) sigaddset(&set, number);
+  return set;
+}
+
+/// A spawned rank leaves the words to the launcher, which knows the root cause.
+void tell(const RankRun& run, const std::string& message) {
+  if (!run.job.spawned) say(message);
+}
+
+/// From any thread, whatever the others are at.
+[[noreturn]] void leave(const RankRun& run, int code) {
+  const auto none_anew = base::TemporaryPath::remove_all();
+  if (!run.job.spawned) leave_process(code);
+  std::fflush(nullptr);
+  _exit(code);  // a signal of its own would look to the launcher like a rank that was killed
+}
+
+[[noreturn]] void leave_unheard(const RankRun& run, int error) {
+  if (error != EPIPE) tell(run, fmt::format("stdout: {}", strerror(error)));
+  leave(run, exit_code_of_write_error(error));
+}
+
+Json start_fields(const RankRun& run, int threads) {
+  Json fields;
+  fields["world_size"] = run.shown_world_size ? Json(*run.shown_world_size) : Json();
+  fields["pid"] = getpid();
+  fields["host"] = host_name();
+  fields["version"] = DISTRAIN_VERSION;
+  fields["torch"] = torch_version();
+  fields["seed"] = run.config.value("seed", Json());
+  fields["threads"] = threads;
+  fields["device"] = run.devices->names();
+  fields["transport"] = run.job.transport;
+  fields["config"] = run.config;
+  return fields;
+}
+
+/// For the first line. That there is none is told after it.
+void look_for_devices(const RankRun& run) {
+  try {
+    run.devices->get(run.role, {});
+  } catch (...) {  // kept, and thrown again
+  }
+}
+
+Cause cause_by_signal(const RankRun& run, int number) {
+  Cause cause;
+  cause.rank = run.job.rank;
+  cause.host = host_name();
+  cause.signal = signal_name(number);
+  cause.kind = base::kind_name(base::ErrorKind::kCancelled);
+  cause.message = fmt::format("ended by {}", cause.signal);
+  cause.exit_code = 128 + number;
+  return cause;
+}
+
+Cause cause_by_goal(const RankRun& run, const std::string& message) {
+  Cause cause;
+  cause.rank = run.job.rank;
+  cause.host = host_name();
+  cause.kind = "goal_not_reached";
+  cause.message = message;
+  cause.exit_code = kGoalNotReached;
+  return cause;
+}
+
+/// An `error` line for what is no base::Error: the program did as it should.
+Json goal_fields(const RankRun& run, const Cause& cause) {
+  Json fields = error_fields({base::ErrorKind::kInternal, cause.message, run.job.rank, {}},
+                             base::seconds_since(run.job.started));
+  fields["kind"] = cause.kind;
+  fields["exit_code"] = cause.exit_code;
+  return fields;
+}
+
+/// Waits for a signal that ends the process and says so in the last line. Without this a rank that
+/// joined, with no launcher above it, would leave its log without an end. A job that saves before
+/// it ends sees to its first signal itself. `ending` turns true when the process is about to end.
+void end_by_signal(const RankRun& run, JsonSink& sink, std::atomic<bool>& ending) {
+  const sigset_t set = ending_signal_set();
+  int number = 0;
+  do {
+    if (sigwait(&set, &number) != 0) return;
+  } while (run.job.stop->heeds(number, base::Clock::now()));
+  ending = true;
+  const Cause cause = cause_by_signal(run, number);
+  Summary summary;
+  summary.add_rss(peak_rss_mb());
+  const Json fields =
+      summary.end_fields(cause.exit_code, base::seconds_since(run.job.started), cause);
+  if (!sink.finish(run.last_event, fields)) return;  // the body ended just now: its word holds
+  tell(run, cause.message);
+  leave(run, cause.exit_code);
+}
+
+Cause report(const RankRun& run, JsonSink& sink, const base::Error& error) {
+  sink.emit("error", error_fields(error, base::seconds_since(run.job.started)));
+  tell(run, error.message);
+  Cause cause = cause_of(error);
+  if (cause.rank.value_or(run.job.rank) == run.job.rank) {
+    cause.rank = run.job.rank;
+    cause.host = host_name();
+  }
+  return cause;
+}
+
+}  // namespace
+
+void block_ending_signals() {
+  const sigset_t set = ending_signal_set();
+  pthread_sigmask(SIG_BLOCK, &set, nullptr);
+}
+
+int run_rank(const RankRun& run) {
+  std::atomic<bool> ending{false};
+  JsonSink sink(run.out_fd, run.job.name, run.job.rank, run.role, [&](int error) {
+    // Ctrl-C ends stdout's reader, too, and a terminal that closes takes stdout with it: that must
+    // not keep the job from its save.
+    if (!ending && !run.job.stop->requested()) leave_unheard(run, error);
+  });
+  block_ending_signals();
+  // Never joined: the process leaves by _exit.
+  std::thread(end_by_signal, std::cref(run), std::ref(sink), std::ref(ending)).detach();
+
+  Summary summary;
+  std::optional<Cause> cause;
+  try {
+    const int threads = set_up_threads(run.threads, run.local_ranks);
+    if (run.knows_devices) look_for_devices(run);
+    sink.emit("start", start_fields(run, threads));
+    if (run.all_here) run.devices->get(run.role, {});  // else the others are to hear of it
+    if (!run.warning.empty()) {
+      sink.emit("warn", {{"kind", "invalid"}, {"message", run.warning}});
+    }
+    const job::Outcome outcome = run.body(run.job, threads, sink);
+    summary.add(outcome.fields);
+    if (outcome.stopped) {
+      const int number = run.job.stop->number();
+      cause = cause_by_signal(run, number != 0 ? number : SIGTERM);
+      if (!outcome.message.empty()) cause->message = outcome.message;
+      tell(run, cause->message);
+    } else if (outcome.goal_missed) {
+      cause = cause_by_goal(run, outcome.message);
+      sink.emit("error", goal_fields(run, *cause));
+      tell(run, cause->message);
+    }
+    if (outcome.afterwards && !cause) {
+      cause = report(run, sink, *outcome.afterwards);
+    } else if (outcome.afterwards) {  // the code and the error are those of what came first
+      sink.emit("warn", {{"kind", base::kind_name(outcome.afterwards->kind)},
+                         {"message", outcome.afterwards->message}});
+    }
+  } catch (...) {
+    cause = report(run, sink, rpc::error_in_flight(base::ErrorKind::kInternal));
+  }
+  summary.add_rss(peak_rss_mb());
+  summary.add(run.devices->usage());
+  const int code = cause ? cause->exit_code : 0;
+  const double wall_s = base::seconds_since(run.job.started);
+  if (!sink.finish(run.last_event, summary.end_fields(code, wall_s, cause))) {
+    pause();  // a signal came first; its thread is about to end the process
+  }
+  std::fflush(nullptr);
+  return code;
+}
+
+}  // namespace distrain::app

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "distrain/app/devices.h"
+#include "distrain/job/job.h"
+#include "process/process_setup.h"
+
+namespace distrain::app {
+
+/// One rank in this process: of the launcher's (spawned), one that joined, or the local job.
+struct RankRun {
+  std::string role;  ///< empty: not known before rank 0 has told the size of the job
+  job::Job job;
+  job::Json config;  ///< of the `start` line; null where rank 0 will tell
+  std::string warning;
+  int threads = 0;
+  int local_ranks = 1;
+  std::optional<int> shown_world_size;
+  std::shared_ptr<RankDevices> devices;
+  bool knows_devices = false;  ///< without rank 0
+  bool all_here = false;       ///< all ranks are under this launcher, which ends them together
+  std::string last_event;      ///< "rank_end" or "end"
+  int out_fd = -1;
+  std::function<job::Outcome(const job::Job&, int threads, job::EventSink&)> body;
+};
+
+/// Blocks the signals that end a rank, in this thread and those it starts: a thread of run_rank
+/// takes them. To be called before any thread exists.
+void block_ending_signals();
+
+/// Emits `start`, runs the body, emits `error` if it throws and the last line. A body that stopped
+/// by a signal ends as by that signal. Gives back the exit code; the process has to leave by
+/// `_exit` or leave_process() then, because threads may still run. The `start` line comes before
+/// rank 0 is asked, so that it is the first line whatever happens: on a rank that joined,
+/// `world_size`, `role`, the inherited part of `config` and, with that, `device` are null there.
+int run_rank(const RankRun& run);
+
+}  // namespace distrain::app

@@ -1,0 +1,191 @@
+#include "distrain/job/checkpoints.h"
+
+#include <algorithm>
+#include <csignal>
+#include <filesystem>
+
+#include <torch/csrc/autograd/grad_mode.h>
+#include <unistd.h>
+
+#include "distrain/base/clock.h"
+#include "distrain/base/error.h"
+#include "distrain/base/trace.h"
+#include "distrain/data/placed_tensors.h"
+#include "distrain/data/stored_tensors.h"
+
+namespace distrain::job {
+
+namespace {
+
+constexpr const char* kSuffix = ".safetensors";
+
+[[noreturn]] void bad_data(const std::string& message) {
+  throw base::Exception(base::ErrorKind::kBadData, message);
+}
+
+// What has diverged is not worth keeping, and must not push out what is.
+void check_finite(const std::string& name, const at::Tensor& tensor, int64_t step) {
+  if (!tensor.is_floating_point() || tensor.isfinite().all().item<bool>()) return;
+  throw base::Exception(base::ErrorKind::kNotFinite,
+                        name + " is not finite at step " + std::to_string(step) +
+                            ", so it was not saved: try a smaller --lr");
+}
+
+// Dies as by kill -9 at system call `at` of the first save, for the tests of what is left then.
+data::CheckpointStore::Probe death_at(int64_t at, const bool& in_first_save) {
+  if (at <= 0) return {};
+  return [at, &in_first_save, calls = int64_t{0}](const char*) mutable {
+    if (in_first_save && ++calls == at) kill(getpid(), SIGKILL);
+  };
+}
+
+}  // namespace
+
+void naming_checkpoint(const std::string& path, const std::function<void()>& use) {
+  try {
+    use();
+  } catch (const base::Exception& e) {
+    const std::string& why = e.error().message;
+    if (e.error().kind != base::ErrorKind::kBadData || why.starts_with(path + ": ")) throw;
+    bad_data(path + ": " + why);
+  }
+}
+
+void Snapshot::refuse(const std::string& why) const { bad_data(path + ": " + why); }
+
+void Snapshot::expect(const char* key, const Json& value) const {
+  const auto it = state.find(key);
+  if (it == state.end()) refuse(std::string("it does not say its ") + key);
+  if (*it != value && std::string_view(key) == "data") {
+    refuse("saved while training on other data");
+  }
+  if (*it != value) {
+    refuse(std::string("saved with ") + key + " " + it->dump() + ", not " + value.dump());
+  }
+}
+
+const data::NamedTensors& Snapshot::file(const char* name) const {
+  const auto it = files.find(name);
+  if (it == files.end()) refuse(std::string("no ") + name + kSuffix);
+  return it->second;
+}
+
+void Snapshot::copy_into(const char* file_name, const data::NamedTensors& tensors) const {
+  const data::NamedTensors& saved = file(file_name);
+  const std::string where = std::string(file_name) + kSuffix;
+  const at::NoGradGuard no_grad;
+  for (const auto& [name, into] : tensors) {
+    const auto it = saved.find(name);
+    if (it == saved.end()) refuse(where + " has no " + name);
+    at::Tensor target = into;
+    if (it->second.sizes() != target.sizes() || it->second.scalar_type() != target.scalar_type()) {
+      refuse(where + ": " + name + " has another shape or dtype");
+    }
+    target.copy_(it->second);
+  }
+  for (const auto& [name, tensor] : saved) {
+    if (!tensors.contains(name)) {
+      refuse(where + " has " + name + ", which the model has not");
+    }
+  }
+}
+
+Checkpoints::Checkpoints(CheckpointOptions options, const Job& job, EventSink& sink)
+    : options_(std::move(options)), sink_(sink) {
+  if (options_.dir.empty()) return;
+  store_ = std::make_unique<data::CheckpointStore>(
+      options_.dir, death_at(job.inject.fail_checkpoint, in_first_save_));
+  store_->prepare();
+  refuse_strangers();
+}
+
+// A job that begins afresh in a folder with checkpoints would mix two lines of them.
+void Checkpoints::refuse_strangers() const {
+  if (options_.resume == "auto") return;
+  const auto newest = data::CheckpointStore::newest(options_.dir);
+  if (!newest) return;
+  namespace fs = std::filesystem;
+  const fs::path resumed = fs::weakly_canonical(options_.resume);
+  const fs::path own = fs::weakly_canonical(options_.dir);
+  const bool is_own = resumed == own || (resumed.parent_path() == own &&
+                                         data::CheckpointStore::is_checkpoint(resumed.filename()));
+  if (!options_.resume.empty() && is_own) return;
+  throw base::Exception(base::ErrorKind::kInvalid,
+                        "--checkpoint " + options_.dir + " holds another run's checkpoints (" +
+                            *newest + "): --resume auto goes on from it, or name a new folder");
+}
+
+std::optional<Snapshot> Checkpoints::load() const {
+  if (options_.resume.empty()) return std::nullopt;
+  std::string path = options_.resume;
+  if (path == "auto") {
+    const auto newest = data::CheckpointStore::newest(options_.dir);
+    if (!newest) return std::nullopt;
+    path = *newest;
+  }
+  const auto started = base::Clock::now();
+  const data::LoadedCheckpoint loaded = data::CheckpointStore::load(path);
+  Snapshot snapshot;
+  snapshot.step = loaded.checkpoint.step;
+  snapshot.state = loaded.checkpoint.state;
+  snapshot.path = loaded.path;
+  for (const auto& [file, tensors] : loaded.checkpoint.files) {
+    const std::string name = file.substr(0, file.rfind(kSuffix));
+    for (const auto& [key, stored] : tensors) snapshot.files[name][key] = data::to_tensor(stored);
+  }
+  sink_.emit("checkpoint", {{"action", "loaded"},
+                            {"path", snapshot.path},
+                            {"step", snapshot.step},
+                            {"wall_s", base::seconds_since(started)}});
+  return snapshot;
+}
+
+void Checkpoints::save(const Snapshot& snapshot) {
+  const base::TraceScope scope("save");
+  const auto started = base::Clock::now();
+  std::vector<at::Tensor> kept;
+  data::Checkpoint checkpoint;
+  checkpoint.step = snapshot.step;
+  checkpoint.state = snapshot.state;
+  for (const auto& [file, tensors] : snapshot.files) {
+    auto& stored = checkpoint.files[file + kSuffix];
+    for (const auto& [name, tensor] : data::on_host(tensors)) {
+      check_finite(name, tensor, snapshot.step);
+      stored[name] = data::to_stored(tensor, kept);
+    }
+  }
+  in_first_save_ = !has_saved_;
+  const std::string path = store_->save(checkpoint);
+  in_first_save_ = false;
+  has_saved_ = true;
+  last_saved_ = "checkpoint saved in " + path + ", step " + std::to_string(snapshot.step);
+  sink_.emit("checkpoint", {{"action", "saved"},
+                            {"path", path},
+                            {"step", snapshot.step},
+                            {"wall_s", base::seconds_since(started)}});
+}
+
+data::NamedTensors flatten(const std::vector<std::string>& parameters,
+                           const std::vector<optim::ParameterState>& states) {
+  data::NamedTensors flat;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    for (const auto& [name, value] : states.at(i)) flat[parameters[i] + "." + name] = value;
+  }
+  return flat;
+}
+
+std::vector<optim::ParameterState> unflatten(const std::vector<std::string>& parameters,
+                                             const data::NamedTensors& flat) {
+  std::vector<optim::ParameterState> states(parameters.size());
+  for (const auto& [key, value] : flat) {
+    const size_t dot = key.rfind('.');
+    const auto it = std::find(parameters.begin(), parameters.end(), key.substr(0, dot));
+    if (dot == std::string::npos || it == parameters.end()) {
+      bad_data("the optimizer's state has " + key + ", which is of no parameter");
+    }
+    states[static_cast<size_t>(it - parameters.begin())][key.substr(dot + 1)] = value;
+  }
+  return states;
+}
+
+}  // namespace distrain::job

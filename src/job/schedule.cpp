@@ -1,0 +1,219 @@
+#include "distrain/job/schedule.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+#include "distrain/base/error.h"
+
+namespace distrain::job {
+
+namespace {
+
+constexpr uint64_t kMaxCount = uint64_t{1} << 40;
+constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+
+}  // namespace
+
+Json Position::to_json() const { return {{"epoch", epoch}, {"steps", steps}, {"total", total}}; }
+
+Position Position::from_json(const Json& json, int trainers) {
+  const auto fail = [] {
+    throw base::Exception(base::ErrorKind::kBadData, "the position is not what it should be");
+  };
+  const auto count = [&](const Json& value) {
+    if (!value.is_number_unsigned() || value.get<uint64_t>() > kMaxCount) fail();
+    return value.get<int64_t>();
+  };
+  Position position;
+  if (!json.is_object() || json.size() != 3) fail();
+  const Json steps = json.value("steps", Json());
+  if (!steps.is_array() || steps.size() != static_cast<size_t>(trainers)) fail();
+  for (const Json& value : steps) position.steps.push_back(count(value));
+  position.epoch = count(json.value("epoch", Json()));
+  position.total = count(json.value("total", Json()));
+  const int64_t of_epoch =
+      std::accumulate(position.steps.begin(), position.steps.end(), int64_t{0});
+  if (position.epoch < 1 || position.total < of_epoch) fail();
+  return position;
+}
+
+Schedule::Schedule(Terms terms, Hooks hooks)
+    : terms_(terms), hooks_(std::move(hooks)), taken_(static_cast<size_t>(terms.trainers)) {
+  position_.steps.resize(static_cast<size_t>(terms.trainers));
+}
+
+void Schedule::resume(Position position) {
+  const auto fail = [](const char* why) {
+    throw base::Exception(base::ErrorKind::kBadData, std::string("the position: ") + why);
+  };
+  const int64_t whole_epoch = terms_.steps_per_epoch * terms_.trainers;
+  if (position.epoch - 1 > position.total / whole_epoch)
+    fail("its steps are not those of its epochs");
+  int64_t total = (position.epoch - 1) * whole_epoch;
+  for (const int64_t steps : position.steps) {
+    if (steps > terms_.steps_per_epoch) fail("beyond the end of the epoch");
+    if (!terms_.take_over && steps != position.steps[0])
+      fail("trainers that go at one pace differ");
+    total += steps;
+  }
+  if (position.total != total) fail("its steps are not those of its epochs");
+  position_ = std::move(position);
+  saved_ = position_.total / terms_.trainers;
+  std::fill(taken_.begin(), taken_.end(), saved_);
+}
+
+base::Future<Task> Schedule::next(int trainer, bool stop) {
+  base::Future<Task> future;
+  {
+    std::lock_guard lock(mutex_);
+    if (stop) request_stop_locked();
+    Task task;
+    if (phase_ == Phase::kTraining && take_locked(trainer, task)) {
+      return base::Future<Task>::ready(task);
+    }
+    const auto [it, is_new] = waiting_.try_emplace(trainer);
+    if (!is_new) throw base::Exception(base::ErrorKind::kInvalid, "a trainer waits for two tasks");
+    future = it->second.future();
+    if (static_cast<int>(waiting_.size()) < terms_.trainers) return future;
+  }
+  // All others wait, so nothing changes but here.
+  Waiting waiting;
+  waiting.swap(waiting_);
+  try {
+    enter_next_phase();
+  } catch (...) {
+    const base::Error error = base::current_error(base::ErrorKind::kInternal);
+    for (auto& [who, promise] : waiting) promise.fail(error);
+    return future;
+  }
+  hand_out(waiting);
+  return future;
+}
+
+// Steps of each trainer, a multiple of the interval whenever the last one was.
+int64_t Schedule::next_save() const { return (saved_ / terms_.save_every + 1) * terms_.save_every; }
+
+// How many steps each trainer may have made until all meet for something.
+int64_t Schedule::gate_locked() const {
+  int64_t gate = terms_.steps > 0 ? terms_.steps : kNever;
+  if (terms_.save && terms_.save_every > 0) {
+    gate = std::min(gate, next_save());
+  }
+  return stop_at_ >= 0 ? std::min(gate, stop_at_) : gate;
+}
+
+// Where trainers wait for each other's steps, in sync and ssp, all of them must be allowed as many:
+// otherwise one would wait here for one that waits for it.
+void Schedule::request_stop_locked() {
+  if (stop_at_ >= 0 || !terms_.save) return;
+  stop_at_ = terms_.take_over ? 0 : *std::max_element(taken_.begin(), taken_.end());
+}
+
+int64_t Schedule::remaining_locked(int shard) const {
+  return terms_.steps_per_epoch - position_.steps[static_cast<size_t>(shard)];
+}
+
+bool Schedule::take_locked(int trainer, Task& task) {
+  const int64_t gate = gate_locked();
+  if (terms_.take_over) {
+    if (gate != kNever && position_.total >= gate * terms_.trainers) return false;
+  } else if (taken_[static_cast<size_t>(trainer)] >= gate) {
+    return false;
+  }
+  int shard = trainer;
+  if (remaining_locked(shard) == 0) {
+    if (!terms_.take_over) return false;
+    for (int other = 0; other < terms_.trainers; ++other) {
+      if (remaining_locked(other) > remaining_locked(shard)) shard = other;
+    }
+    if (remaining_locked(shard) == 0) return false;
+  }
+  task.kind = Task::Kind::kTrain;
+  task.epoch = position_.epoch;
+  task.shard = shard;
+  task.step = position_.steps[static_cast<size_t>(shard)]++;
+  ++taken_[static_cast<size_t>(trainer)];
+  ++position_.total;
+  return true;
+}
+
+bool Schedule::epoch_over() const {
+  return std::all_of(position_.steps.begin(), position_.steps.end(),
+                     [this](int64_t steps) { return steps >= terms_.steps_per_epoch; });
+}
+
+bool Schedule::job_over() const {
+  if (terms_.steps > 0) return position_.total >= terms_.steps * terms_.trainers;
+  return position_.epoch > terms_.epochs;
+}
+
+Schedule::Phase Schedule::after_training() const {
+  if (epoch_over() || job_over()) return Phase::kEvaluating;
+  return stop_at_ >= 0 || gate_locked() <= position_.total / terms_.trainers ? Phase::kSaving
+                                                                             : Phase::kTraining;
+}
+
+Schedule::Phase Schedule::after_evaluation() {
+  const bool whole_epoch = epoch_over();
+  if (whole_epoch) {
+    ++position_.epoch;
+    std::fill(position_.steps.begin(), position_.steps.end(), 0);
+  }
+  const bool due =
+      terms_.save_every == 0 ? whole_epoch : position_.total / terms_.trainers >= next_save();
+  if (terms_.save && (due || job_over() || stop_at_ >= 0)) return Phase::kSaving;
+  return job_over() ? Phase::kEnding : Phase::kTraining;
+}
+
+void Schedule::enter_next_phase() {
+  switch (phase_) {
+    case Phase::kBeginning:  // a resumed job may have nothing left to train
+    case Phase::kTraining:
+      phase_ = after_training();
+      break;
+    case Phase::kEvaluating:
+      hooks_.on_evaluated(epoch_over());
+      phase_ = after_evaluation();
+      break;
+    case Phase::kSaving:
+      hooks_.on_save(position_);
+      saved_ = position_.total / terms_.trainers;
+      phase_ = job_over() || stop_at_ >= 0 ? Phase::kEnding : Phase::kTraining;
+      break;
+    case Phase::kEnding:
+      break;
+  }
+  if (phase_ == Phase::kEnding) hooks_.on_end(stop_at_ >= 0);
+}
+
+// First it is settled for all who waits on and who does not: somebody with a task may come back
+// with it done before the next one has his.
+void Schedule::hand_out(Waiting& waiting) {
+  std::vector<std::pair<base::Promise<Task>, Task>> tasks;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& [trainer, promise] : waiting) {
+      Task task;
+      if (task_locked(trainer, task)) {
+        tasks.emplace_back(std::move(promise), task);
+      } else {
+        waiting_.emplace(trainer, std::move(promise));
+      }
+    }
+  }
+  for (auto& [promise, task] : tasks) promise.set(task);
+}
+
+bool Schedule::task_locked(int trainer, Task& task) {
+  if (phase_ == Phase::kTraining) return take_locked(trainer, task);
+  task.kind = phase_ == Phase::kEvaluating ? Task::Kind::kEvaluate
+              : phase_ == Phase::kSaving   ? Task::Kind::kSave
+                                           : Task::Kind::kEnd;
+  task.epoch = position_.epoch;
+  task.shard = trainer;
+  task.stopped = stop_at_ >= 0;
+  return true;
+}
+
+}  // namespace distrain::job

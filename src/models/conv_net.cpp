@@ -1,0 +1,100 @@
+#include "distrain/models/conv_net.h"
+
+#include <cmath>
+
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include "distrain/autograd/context.h"
+#include "distrain/autograd/parameter_versions.h"
+#include "distrain/base/trace.h"
+#include "distrain/data/placed_tensors.h"
+#include "distrain/optim/distributed_optimizer.h"
+
+namespace distrain::models {
+
+ConvNet::ConvNet(uint64_t seed, const std::vector<c10::Device>& devices) {
+  at::Generator generator = keyed_generator({seed});
+  const auto layer = [&](std::vector<int64_t> shape, c10::Device device) {
+    at::Tensor weight = at::empty(shape, at::kFloat);
+    at::Tensor bias = at::empty({shape[0]}, at::kFloat);
+    const double bound = 1.0 / std::sqrt(static_cast<double>(weight[0].numel()));
+    for (at::Tensor* parameter : {&weight, &bias}) {
+      parameter->uniform_(-bound, bound, generator);
+      parameters_.push_back(data::placed(*parameter, device).requires_grad_());
+    }
+  };
+  layer({32, 1, 3, 3}, devices.front());
+  layer({64, 32, 3, 3}, devices.front());
+  layer({128, 9216}, devices.back());
+  layer({10, 128}, devices.back());
+}
+
+const std::vector<std::string>& ConvNet::names() {
+  static const std::vector<std::string> kNames = {"conv1.weight", "conv1.bias", "conv2.weight",
+                                                  "conv2.bias",   "fc1.weight", "fc1.bias",
+                                                  "fc2.weight",   "fc2.bias"};
+  return kNames;
+}
+
+data::NamedTensors ConvNet::named_parameters() const {
+  data::NamedTensors named;
+  for (size_t i = 0; i < parameters_.size(); ++i) named[names()[i]] = parameters_[i];
+  return named;
+}
+
+at::Tensor ConvNet::forward(const std::vector<at::Tensor>& parameters, const at::Tensor& images,
+                            Dropout dropout) {
+  const base::TraceScope scope("forward");
+  at::Tensor x = data::placed(images, parameters[0].device());
+  x = at::relu(at::conv2d(x, parameters[0], parameters[1]));
+  x = at::relu(at::conv2d(x, parameters[2], parameters[3]));
+  x = dropout.channels(at::max_pool2d(x, {2, 2}), 0.25);
+  x = data::placed(x.flatten(1), parameters[4].device());
+  x = at::relu(at::linear(x, parameters[4], parameters[5]));
+  x = at::linear(dropout(x, 0.5), parameters[6], parameters[7]);
+  return at::log_softmax(x, 1);
+}
+
+PsForward ConvNet::forward_training(rpc::CallContext& call, at::Tensor images,
+                                    std::optional<uint64_t> dropout_key) {
+  // Trainers are the ranks from 1 on. Asked before the parameters are read: what is told of them is
+  // no better than they are.
+  const optim::Progress progress =
+      optim::progress_of(call.agent, parameters_[0], call.caller.rank - 1);
+  const auto versions = autograd::current_versions(call.agent, parameters_);
+  const at::Tensor scores =
+      forward(versions, images, dropout_key ? Dropout({*dropout_key}) : Dropout());
+  return {data::for_rank(call.agent, call.caller.rank, scores), progress.updates, progress.lead};
+}
+
+at::Tensor ConvNet::forward_evaluating(rpc::CallContext& call, at::Tensor images) {
+  const at::NoGradGuard no_grad;
+  const auto versions = autograd::current_versions(call.agent, parameters_);
+  return data::for_rank(call.agent, call.caller.rank, forward(versions, images, Dropout()));
+}
+
+std::vector<rpc::RRef<at::Tensor>> ConvNet::parameter_rrefs(rpc::CallContext& call) {
+  std::vector<rpc::RRef<at::Tensor>> rrefs;
+  for (const at::Tensor& parameter : parameters_) rrefs.push_back(call.agent.make_rref(parameter));
+  return rrefs;
+}
+
+std::vector<at::Tensor> ConvNet::gradients(rpc::CallContext& call, uint64_t context) {
+  std::vector<at::Tensor> gradients;
+  for (const at::Tensor& parameter : parameters_) {
+    const at::Tensor gradient = autograd::gradient(call.agent, context, parameter);
+    gradients.push_back(gradient.defined() ? data::for_rank(call.agent, call.caller.rank, gradient)
+                                           : gradient);
+  }
+  return gradients;
+}
+
+void ConvNet::expose(rpc::Agent& agent) {
+  agent.expose<&ConvNet::forward_training>("ConvNet.forward_training");
+  agent.expose<&ConvNet::forward_evaluating>("ConvNet.forward_evaluating");
+  agent.expose<&ConvNet::parameter_rrefs>("ConvNet.parameter_rrefs");
+  agent.expose<&ConvNet::gradients>("ConvNet.gradients");
+}
+
+}  // namespace distrain::models

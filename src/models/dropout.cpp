@@ -1,0 +1,31 @@
+#include "distrain/models/dropout.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Functions.h>
+
+#include "distrain/data/placed_tensors.h"
+#include "distrain/data/random.h"
+
+namespace distrain::models {
+
+at::Generator keyed_generator(std::initializer_list<uint64_t> key) {
+  return at::make_generator<at::CPUGeneratorImpl>(data::Random(key).next());
+}
+
+Dropout::Dropout(std::initializer_list<uint64_t> key)
+    : on_(true), generator_(keyed_generator(key)) {}
+
+at::Tensor Dropout::masked(const at::Tensor& x, at::IntArrayRef mask_shape, double p) {
+  if (!on_ || p == 0) return x;
+  // Drawn on the CPU wherever `x` is: the same numbers everywhere.
+  const at::Tensor mask = at::empty(mask_shape, x.options().requires_grad(false).device(at::kCPU));
+  return x * data::placed(mask.bernoulli_(1 - p, generator_).div_(1 - p), x.device());
+}
+
+at::Tensor Dropout::operator()(const at::Tensor& x, double p) { return masked(x, x.sizes(), p); }
+
+at::Tensor Dropout::channels(const at::Tensor& x, double p) {
+  return masked(x, {x.size(0), x.size(1), 1, 1}, p);
+}
+
+}  // namespace distrain::models

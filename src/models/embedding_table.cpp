@@ -1,0 +1,61 @@
+#include "distrain/models/embedding_table.h"
+
+#include <cmath>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include "distrain/autograd/parameter_versions.h"
+#include "distrain/data/placed_tensors.h"
+
+namespace distrain::models {
+
+EmbeddingTable::EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t seed,
+                               const std::string& device)
+    : weight_(at::empty({rows, dim}, at::kFloat)) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  if (range > 0) {
+    weight_.uniform_(-range, range, generator);
+  } else {
+    weight_.normal_(0, 1, generator);
+  }
+  weight_ = data::placed(weight_, c10::Device(device)).requires_grad_();
+}
+
+at::Tensor EmbeddingTable::forward(rpc::CallContext& call, at::Tensor indices, at::Tensor offsets) {
+  const autograd::ParameterRead no_row_changes_meanwhile(call.agent);
+  return data::for_rank(call.agent, call.caller.rank, lookup(indices, offsets));
+}
+
+at::Tensor EmbeddingTable::lookup(const at::Tensor& indices, const at::Tensor& offsets) const {
+  const c10::Device device = weight_.device();
+  return std::get<0>(at::embedding_bag(weight_, data::placed(indices, device),
+                                       data::placed(offsets, device),
+                                       /*scale_grad_by_freq=*/false,
+                                       /*mode: sum*/ 0, /*sparse=*/true));
+}
+
+at::Tensor EmbeddingTable::weight(rpc::CallContext& call) {
+  const autograd::ParameterRead no_row_changes_meanwhile(call.agent);
+  return data::placed(weight_.detach(), c10::kCPU);
+}
+
+void EmbeddingTable::set_weight(at::Tensor weight) {
+  const at::NoGradGuard no_grad;
+  weight_.copy_(weight);
+}
+
+DenseImpl::DenseImpl(int64_t inputs, int64_t classes, uint64_t seed, c10::Device device) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  const double bound = 1.0 / std::sqrt(static_cast<double>(inputs));
+  const auto drawn = [&](at::IntArrayRef shape) {
+    return data::placed(at::empty(shape, at::kFloat).uniform_(-bound, bound, generator), device);
+  };
+  weight = register_parameter("weight", drawn({classes, inputs}));
+  bias = register_parameter("bias", drawn({classes}));
+}
+
+at::Tensor DenseImpl::forward(const at::Tensor& x) const { return at::linear(x, weight, bias); }
+
+}  // namespace distrain::models

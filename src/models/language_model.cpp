@@ -1,0 +1,138 @@
+#include "distrain/models/language_model.h"
+
+#include <cmath>
+#include <optional>
+
+#include <ATen/Functions.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include "distrain/autograd/parameter_versions.h"
+#include "distrain/data/placed_tensors.h"
+#include "distrain/rpc/device.h"
+
+namespace distrain::models {
+
+namespace {
+
+constexpr double kInitialRange = 0.1;
+enum : uint64_t { kEncoderSeed = 1, kDecoderSeed = 2, kLstmSeed = 3 };
+
+at::Tensor uniform(at::IntArrayRef shape, double range, at::Generator& generator,
+                   c10::Device device) {
+  return data::placed(at::empty(shape, at::kFloat).uniform_(-range, range, generator), device);
+}
+
+/// cuDNN would have all weights of an LSTM in one piece of memory and warns that it copies them
+/// there. Each is a parameter of its own here, for optimizers and versions.
+class NoWarnings final : public c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+}  // namespace
+
+WordEmbedding::WordEmbedding(int64_t words, int64_t size, uint64_t seed, c10::Device device) {
+  at::Generator generator = keyed_generator({seed, kEncoderSeed});
+  weight_ = uniform({words, size}, kInitialRange, generator, device).requires_grad_();
+}
+
+at::Tensor WordEmbedding::lookup(const at::Tensor& words) const {
+  return at::embedding(weight_, data::placed(words, weight_.device()), /*padding_idx=*/-1,
+                       /*scale_grad_by_freq=*/false,
+                       /*sparse=*/true);
+}
+
+at::Tensor WordEmbedding::forward(rpc::CallContext& call, at::Tensor words) {
+  const autograd::ParameterRead no_row_changes_meanwhile(call.agent);
+  return data::for_rank(call.agent, call.caller.rank, lookup(words));
+}
+
+Decoder::Decoder(int64_t words, int64_t hidden, uint64_t seed, c10::Device device)
+    : bias_(data::placed(at::zeros({words}, at::kFloat), device)) {
+  at::Generator generator = keyed_generator({seed, kDecoderSeed});
+  weight_ = uniform({words, hidden}, kInitialRange, generator, device).requires_grad_();
+  bias_.requires_grad_();
+}
+
+at::Tensor Decoder::loss_of(const at::Tensor& weight, const at::Tensor& bias,
+                            const at::Tensor& hidden, const at::Tensor& targets) {
+  return at::cross_entropy_loss(scores_of(weight, bias, hidden),
+                                data::placed(targets, weight.device()));
+}
+
+at::Tensor Decoder::scores_of(const at::Tensor& weight, const at::Tensor& bias,
+                              const at::Tensor& hidden) {
+  return at::linear(data::placed(hidden, weight.device()), weight, bias);
+}
+
+at::Tensor Decoder::loss(rpc::CallContext& call, at::Tensor hidden, at::Tensor targets) {
+  const auto versions = autograd::current_versions(call.agent, {weight_, bias_});
+  return data::for_rank(call.agent, call.caller.rank,
+                        loss_of(versions[0], versions[1], hidden, targets));
+}
+
+at::Tensor Decoder::scores(rpc::CallContext& call, at::Tensor hidden) {
+  const at::NoGradGuard no_grad;
+  const auto versions = autograd::current_versions(call.agent, {weight_, bias_});
+  return data::for_rank(call.agent, call.caller.rank, scores_of(versions[0], versions[1], hidden));
+}
+
+LstmState LstmState::on(c10::Device device) const {
+  const auto moved = [&](const at::Tensor& t) { return t.defined() ? data::placed(t, device) : t; };
+  return {moved(hidden), moved(cell)};
+}
+
+LstmImpl::LstmImpl(int64_t input, int64_t hidden, int64_t layers, double dropout, uint64_t seed,
+                   c10::Device device)
+    : hidden_(hidden), layers_(layers), dropout_(dropout) {
+  at::Generator generator = keyed_generator({seed, kLstmSeed});
+  const double range = 1.0 / std::sqrt(static_cast<double>(hidden));
+  const auto add = [&](const std::string& name, at::IntArrayRef shape) {
+    weights_.push_back(register_parameter(name, uniform(shape, range, generator, device)));
+  };
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    const std::string suffix = "_l" + std::to_string(layer);
+    add("weight_ih" + suffix, {4 * hidden, layer == 0 ? input : hidden});
+    add("weight_hh" + suffix, {4 * hidden, hidden});
+    add("bias_ih" + suffix, {4 * hidden});
+    add("bias_hh" + suffix, {4 * hidden});
+  }
+}
+
+at::Tensor LstmImpl::forward(at::Tensor x, LstmState& state, Dropout& dropout) {
+  // A GPU keeps what the backward pass needs when it trains only. There is no dropout inside, so it
+  // makes no other difference.
+  const bool train = rpc::is_accelerator(x.device()) && at::GradMode::is_enabled();
+  NoWarnings quiet;
+  std::optional<c10::WarningUtils::WarningHandlerGuard> guard;
+  if (rpc::is_accelerator(x.device())) guard.emplace(&quiet);
+  std::vector<at::Tensor> hidden, cell;
+  for (int64_t layer = 0; layer < layers_; ++layer) {
+    if (layer > 0) x = dropout(x, dropout_);
+    const auto first = weights_.begin() + 4 * layer;
+    auto [output, h, c] =
+        at::lstm(x, {state.hidden.narrow(0, layer, 1), state.cell.narrow(0, layer, 1)},
+                 std::vector<at::Tensor>(first, first + 4), /*has_biases=*/true, /*num_layers=*/1,
+                 /*dropout=*/0.0, train, /*bidirectional=*/false, /*batch_first=*/false);
+    x = std::move(output);
+    hidden.push_back(std::move(h));
+    cell.push_back(std::move(c));
+  }
+  // Carried on, but gradients do not go back into the batch before.
+  state = {at::cat(hidden).detach(), at::cat(cell).detach()};
+  return x;
+}
+
+LstmState LstmImpl::zero_state(int64_t columns) const {
+  const auto options = at::TensorOptions(at::kFloat).device(device());
+  return {at::zeros({layers_, columns, hidden_}, options),
+          at::zeros({layers_, columns, hidden_}, options)};
+}
+
+data::NamedTensors LstmImpl::named() const {
+  data::NamedTensors named;
+  for (const auto& item : named_parameters()) named["rnn." + item.key()] = item.value();
+  return named;
+}
+
+}  // namespace distrain::models

@@ -1,0 +1,70 @@
+#include "data.h"
+
+#include <ATen/Functions.h>
+
+#include "distrain/base/trace.h"
+#include "distrain/data/hash.h"
+#include "distrain/data/placed_tensors.h"
+
+namespace distrain::scenario {
+
+namespace {
+
+at::Tensor to_tensor(const std::vector<int64_t>& values) { return at::tensor(values, at::kLong); }
+
+HybridBatch to_batch(const data::Batch& batch) {
+  return {to_tensor(batch.indices), to_tensor(batch.offsets), to_tensor(batch.targets)};
+}
+
+}  // namespace
+
+HybridData::HybridData(const HybridOptions& options) : options_(options) {
+  if (options.data.empty()) return;
+  train_ = data::read_fast_text(options.data);
+  if (!options.test_data.empty()) {
+    test_ = data::read_fast_text(options.test_data, train_->vocabulary);
+  }
+}
+
+HybridDataInfo HybridData::info() const {
+  HybridDataInfo info;
+  info.rows = train_ ? train_->num_words() : options_.num_embeddings;
+  info.classes = train_ ? train_->num_classes() : options_.classes;
+  if (train_) info.hash = train_->content_hash;
+  if (test_) {
+    info.test_hash = test_->content_hash;
+    info.test_examples = test_->size();
+  }
+  return info;
+}
+
+int64_t HybridData::steps_per_epoch() const {
+  if (!train_) return options_.batches;
+  return data::steps_per_epoch(train_->size(), options_.trainers, options_.batch_size);
+}
+
+HybridBatch HybridData::batch(int trainer, int64_t epoch, int64_t step) {
+  const base::TraceScope scope("data");
+  if (!train_) {
+    const data::RandomBags bags{options_.seed, options_.num_embeddings, options_.classes};
+    return to_batch(bags.batch(trainer, epoch, step));
+  }
+  if (sampler_trainer_ != trainer || sampler_epoch_ != epoch) {
+    sampler_.emplace(options_.seed, epoch, data::Shard{trainer, options_.trainers}, train_->size(),
+                     options_.batch_size);
+    sampler_trainer_ = trainer;
+    sampler_epoch_ = epoch;
+  }
+  return to_batch(data::make_batch(*train_, sampler_->batch(step)));
+}
+
+HybridBatch HybridData::test_batch(int64_t first, int64_t last) const {
+  return to_batch(data::make_batch(*test_, first, last));
+}
+
+HybridBatch HybridBatch::on(c10::Device device) const {
+  return {data::placed(indices, device), data::placed(offsets, device),
+          data::placed(targets, device)};
+}
+
+}  // namespace distrain::scenario

@@ -1,0 +1,130 @@
+#include "data.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <filesystem>
+
+#include <ATen/Functions.h>
+
+#include "distrain/base/error.h"
+#include "distrain/data/batches.h"
+#include "distrain/data/cifar.h"
+#include "distrain/models/dropout.h"
+
+namespace distrain::scenario {
+
+namespace {
+
+// Keys of the independent random sequences that come from one seed.
+constexpr uint64_t kPixelSequence = 1;
+constexpr uint64_t kLabelSequence = 2;
+constexpr int64_t kColours = 3;
+
+// Of CIFAR-10's training images, channel by channel.
+constexpr std::array<double, kColours> kCifarMean = {0.4914, 0.4822, 0.4465};
+constexpr std::array<double, kColours> kCifarStd = {0.2470, 0.2435, 0.2616};
+constexpr double kGreyMean = 0.5;
+constexpr double kGreyStd = 0.5;
+
+[[noreturn]] void bad_data(const std::string& message) {
+  throw base::Exception(base::ErrorKind::kBadData, message);
+}
+
+data::ImageSet read_images(const std::string& folder) {
+  if (data::has_cifar10(folder)) return data::read_cifar10(folder).train;
+  // What is no folder is left to the reader's error.
+  if (data::has_image_files(folder) || !std::filesystem::is_directory(folder)) {
+    return data::read_image_folder(folder).train;
+  }
+  bad_data(folder +
+           ": neither CIFAR-10's data_batch_1.bin nor train-images-idx3-ubyte in this folder");
+}
+
+bool coloured(const data::ImageSet& images) { return images.channels == kColours; }
+
+std::vector<double> mean_of(const data::ImageSet& images) {
+  if (!coloured(images)) return {kGreyMean};
+  return {kCifarMean.begin(), kCifarMean.end()};
+}
+
+std::vector<double> std_of(const data::ImageSet& images) {
+  if (!coloured(images)) return {kGreyStd};
+  return {kCifarStd.begin(), kCifarStd.end()};
+}
+
+// As a tensor that is broadcast over [n, channels, rows, columns].
+at::Tensor by_channel(const std::vector<double>& values) {
+  return at::tensor(values, at::kFloat).view({1, -1, 1, 1});
+}
+
+}  // namespace
+
+PipelineData::PipelineData(const PipelineOptions& options) : options_(options) {
+  if (options_.data.empty()) return;
+  images_ = read_images(options_.data);
+  const auto largest = *std::max_element(images_.labels.begin(), images_.labels.end());
+  if (largest >= options_.classes) {
+    bad_data("--classes " + std::to_string(options_.classes) + ", but " + options_.data +
+             " has the label " + std::to_string(largest));
+  }
+}
+
+job::Json PipelineData::describe() const {
+  if (images_.count == 0) return {{"data", "random"}};
+  return {{"data", coloured(images_) ? "cifar10" : "idx"},
+          {"images", images_.count},
+          {"mean", mean_of(images_)},
+          {"std", std_of(images_)}};
+}
+
+PipelineBatch PipelineData::random_batch(int64_t index) const {
+  const auto generator = [&](uint64_t sequence) {
+    return models::keyed_generator({options_.seed, sequence, static_cast<uint64_t>(index)});
+  };
+  const int64_t side = options_.image_size;
+  return {
+      at::randn({options_.batch_size, kColours, side, side}, generator(kPixelSequence)),
+      at::randint(options_.classes, {options_.batch_size}, generator(kLabelSequence), at::kLong)};
+}
+
+std::vector<int64_t> PipelineData::examples_of(int64_t index) const {
+  std::vector<int64_t> examples;
+  int64_t place = index * options_.batch_size;  // in the epochs one after the other
+  while (static_cast<int64_t>(examples.size()) < options_.batch_size) {
+    const data::EpochSampler epoch(options_.seed, place / images_.count, {}, images_.count,
+                                   images_.count);
+    const auto rest = epoch.batch(0).subspan(static_cast<size_t>(place % images_.count));
+    const size_t wanted = static_cast<size_t>(options_.batch_size) - examples.size();
+    const auto taken = rest.first(std::min(wanted, rest.size()));
+    examples.insert(examples.end(), taken.begin(), taken.end());
+    place += static_cast<int64_t>(taken.size());
+  }
+  return examples;
+}
+
+PipelineBatch PipelineData::batch(int64_t index) const {
+  if (images_.count == 0) return random_batch(index);
+  const int64_t count = options_.batch_size;
+  at::Tensor pixels =
+      at::empty({count, images_.channels, images_.rows, images_.columns}, at::kByte);
+  at::Tensor labels = at::empty({count}, at::kLong);
+  const auto bytes = static_cast<size_t>(pixels[0].numel());
+  auto* pixel = pixels.mutable_data_ptr<uint8_t>();
+  auto* label = labels.mutable_data_ptr<int64_t>();
+  for (const int64_t example : examples_of(index)) {
+    const auto i = static_cast<size_t>(example);
+    std::memcpy(pixel, images_.pixels.data() + i * bytes, bytes);
+    pixel += bytes;
+    *label++ = images_.labels[i];
+  }
+  at::Tensor images = pixels.to(at::kFloat).div_(255);
+  images.sub_(by_channel(mean_of(images_))).div_(by_channel(std_of(images_)));
+  const int64_t side = options_.image_size;
+  if (images_.rows != side || images_.columns != side) {
+    images = at::_upsample_bilinear2d_aa(images, {side, side}, false);
+  }
+  return {images.expand({count, kColours, side, side}).contiguous(), labels};
+}
+
+}  // namespace distrain::scenario

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "distrain/data/idx.h"
+#include "distrain/job/job.h"
+#include "distrain/scenario/pipeline.h"
+
+namespace distrain::scenario {
+
+struct PipelineBatch {
+  at::Tensor images;  ///< float [n, 3, image_size, image_size]
+  at::Tensor labels;  ///< int64 [n]
+};
+
+/// The batches of the job: random ones (without `data`), or images of CIFAR-10 or in IDX files.
+///
+/// Random: as in the tutorial, pixels of a standard normal distribution and labels below `classes`,
+/// by (seed, batch) and nothing else. Images: epoch after epoch, each shuffled by (seed, epoch), an
+/// epoch's last batch filled up from the next one; divided by 255, then normalised (CIFAR-10 by its
+/// channels' mean and standard deviation; grey images by 0.5 and 0.5, the one channel repeated),
+/// then resized as torchvision's Resize does it (bilinear, with antialias).
+class PipelineData {
+ public:
+  /// Reads the files; throws bad_data.
+  explicit PipelineData(const PipelineOptions& options);
+
+  /// The batch with this number, from 0 on; always of `batch_size` images.
+  PipelineBatch batch(int64_t index) const;
+
+  /// For checkpoints: data (random, cifar10, idx); for images also how many there are and how they
+  /// are normalised.
+  job::Json describe() const;
+  /// Of the files' bytes; 0 of random data.
+  uint64_t content_hash() const { return images_.content_hash; }
+
+ private:
+  PipelineBatch random_batch(int64_t index) const;
+  std::vector<int64_t> examples_of(int64_t index) const;
+
+  const PipelineOptions options_;
+  data::ImageSet images_;  // empty: random
+};
+
+}  // namespace distrain::scenario

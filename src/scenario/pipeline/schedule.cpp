@@ -1,0 +1,182 @@
+#include "schedule.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "distrain/base/error.h"
+
+namespace distrain::scenario {
+
+namespace {
+
+using Kind = PipelineStep::Kind;
+
+[[noreturn]] void invalid(const std::string& message) {
+  throw base::Exception(base::ErrorKind::kInvalid, message);
+}
+
+std::string name_of(const PipelineStep& step) {
+  return (step.kind == Kind::kForward ? "F" : "B") + std::to_string(step.micro_batch);
+}
+
+/// A stage that has `ahead` forward passes more behind it than backward passes whenever it can.
+std::vector<PipelineStep> alternating(int64_t ahead, int64_t micro_batches) {
+  std::vector<PipelineStep> steps;
+  int64_t forward = 0;
+  for (int64_t backward = 0; backward < micro_batches; ++backward) {
+    while (forward < std::min(backward + ahead, micro_batches)) {
+      steps.push_back({Kind::kForward, forward++});
+    }
+    steps.push_back({Kind::kBackward, backward});
+  }
+  return steps;
+}
+
+/// Each micro-batch has one forward pass, and after it one backward pass.
+void check_row(const PipelineSchedule& schedule, size_t stage) {
+  const auto refuse = [&](const PipelineStep& step, const char* what) {
+    invalid("schedule " + schedule.name + ": stage " + std::to_string(stage + 1) + ": " +
+            name_of(step) + what);
+  };
+  std::vector<int> passes(static_cast<size_t>(schedule.micro_batches), 0);
+  for (const PipelineStep& step : schedule.stages[stage]) {
+    if (step.micro_batch < 0 || step.micro_batch >= schedule.micro_batches) {
+      refuse(step, " is of no micro-batch");
+    }
+    int& made = passes[static_cast<size_t>(step.micro_batch)];
+    const int wanted = step.kind == Kind::kForward ? 0 : 1;
+    if (made > wanted) refuse(step, " is there twice");
+    if (made < wanted) refuse(step, " comes before its forward pass");
+    ++made;
+  }
+  for (size_t i = 0; i < passes.size(); ++i) {
+    if (passes[i] == 2) continue;
+    refuse({passes[i] == 0 ? Kind::kForward : Kind::kBackward, static_cast<int64_t>(i)},
+           " is missing");
+  }
+}
+
+int64_t peak_activations(const std::vector<PipelineStep>& row) {
+  int64_t held = 0;
+  int64_t peak = 0;
+  for (const PipelineStep& step : row) {
+    held += step.kind == Kind::kForward ? 1 : -1;
+    peak = std::max(peak, held);
+  }
+  return peak;
+}
+
+}  // namespace
+
+PipelineSchedule make_schedule(const std::string& name, int stages, int64_t micro_batches) {
+  PipelineSchedule schedule{name, micro_batches, {}};
+  for (int stage = 0; stage < stages; ++stage) {
+    int64_t ahead = 0;
+    if (name == "gpipe") {
+      ahead = micro_batches;
+    } else if (name == "1f1b") {
+      ahead = stages - stage;
+    } else if (name == "naive") {
+      ahead = 1;
+    } else {
+      invalid("no schedule is called '" + name + "'");
+    }
+    schedule.stages.push_back(alternating(ahead, micro_batches));
+  }
+  return schedule;
+}
+
+PipelineTimeline simulate(const PipelineSchedule& schedule) {
+  const size_t stages = schedule.stages.size();
+  const auto micro_batches = static_cast<size_t>(schedule.micro_batches);
+  if (stages == 0 || schedule.micro_batches < 1) {
+    invalid("schedule " + schedule.name + ": no stage or no micro-batch");
+  }
+  PipelineTimeline timeline;
+  for (size_t stage = 0; stage < stages; ++stage) {
+    check_row(schedule, stage);
+    timeline.activations.push_back(peak_activations(schedule.stages[stage]));
+  }
+
+  // When each stage's passes are over; -1: not yet.
+  const std::vector<std::vector<int64_t>> never(stages, std::vector<int64_t>(micro_batches, -1));
+  std::vector<std::vector<int64_t>> done[] = {never, never};
+  const auto ready_at = [&](size_t stage, const PipelineStep& step) -> int64_t {
+    const bool forward = step.kind == Kind::kForward;
+    if (stage == (forward ? 0 : stages - 1)) return 0;  // its own forward pass comes before it
+    return done[static_cast<size_t>(step.kind)][forward ? stage - 1 : stage + 1]
+               [static_cast<size_t>(step.micro_batch)];
+  };
+  timeline.begin.resize(stages);
+  std::vector<int64_t> free_at(stages, 0);
+  size_t left = stages * micro_batches * 2;
+  for (bool moved = true; moved && left > 0;) {
+    moved = false;
+    for (size_t stage = 0; stage < stages; ++stage) {
+      const auto& row = schedule.stages[stage];
+      while (timeline.begin[stage].size() < row.size()) {
+        const PipelineStep& step = row[timeline.begin[stage].size()];
+        const int64_t ready = ready_at(stage, step);
+        if (ready < 0) break;
+        const int64_t begin = std::max(free_at[stage], ready);
+        timeline.begin[stage].push_back(begin);
+        free_at[stage] = begin + 1;
+        done[static_cast<size_t>(step.kind)][stage][static_cast<size_t>(step.micro_batch)] =
+            begin + 1;
+        --left;
+        moved = true;
+      }
+    }
+  }
+  if (left > 0) invalid("schedule " + schedule.name + ": its stages wait for each other");
+  timeline.length = *std::max_element(free_at.begin(), free_at.end());
+  timeline.bubble = 1.0 - 2.0 * static_cast<double>(schedule.micro_batches) /
+                              static_cast<double>(timeline.length);
+  return timeline;
+}
+
+job::Json to_json(const PipelineSchedule& schedule) {
+  const PipelineTimeline timeline = simulate(schedule);
+  job::Json rows = job::Json::array();
+  for (size_t stage = 0; stage < schedule.stages.size(); ++stage) {
+    job::Json steps = job::Json::array();
+    for (size_t i = 0; i < schedule.stages[stage].size(); ++i) {
+      const PipelineStep& step = schedule.stages[stage][i];
+      steps.push_back({{"op", step.kind == Kind::kForward ? "forward" : "backward"},
+                       {"micro_batch", step.micro_batch},
+                       {"begin", timeline.begin[stage][i]}});
+    }
+    rows.push_back({{"stage", stage + 1},
+                    {"activations", timeline.activations[stage]},
+                    {"steps", std::move(steps)}});
+  }
+  return {{"schedule", schedule.name},           {"stages", schedule.stages.size()},
+          {"num_split", schedule.micro_batches}, {"length", timeline.length},
+          {"bubble", timeline.bubble},           {"table", std::move(rows)}};
+}
+
+std::string to_text(const PipelineSchedule& schedule) {
+  const PipelineTimeline timeline = simulate(schedule);
+  const size_t width = std::to_string(schedule.micro_batches - 1).size() + 2;
+  char percent[16];
+  snprintf(percent, sizeof percent, "%.1f", timeline.bubble * 100);
+  std::string text = schedule.name + ", " + std::to_string(schedule.stages.size()) + " stages, " +
+                     std::to_string(schedule.micro_batches) + " micro-batches: " + percent +
+                     " % bubble\n";
+  const std::string last = std::to_string(schedule.stages.size());
+  for (size_t stage = 0; stage < schedule.stages.size(); ++stage) {
+    std::string line(static_cast<size_t>(timeline.length) * width, ' ');
+    for (int64_t at = 0; at < timeline.length; ++at) line[static_cast<size_t>(at) * width] = '.';
+    for (size_t i = 0; i < schedule.stages[stage].size(); ++i) {
+      const std::string name = name_of(schedule.stages[stage][i]);
+      line.replace(static_cast<size_t>(timeline.begin[stage][i]) * width, name.size(), name);
+    }
+    line.erase(line.find_last_not_of(' ') + 1);
+    const std::string number = std::to_string(stage + 1);
+    text += "  stage " + std::string(last.size() - number.size(), ' ') + number + "  " + line +
+            "  (holds " + std::to_string(timeline.activations[stage]) + ")\n";
+  }
+  return text;
+}
+
+}  // namespace distrain::scenario

@@ -1,0 +1,68 @@
+#include "cart_pole.h"
+
+#include <cmath>
+#include <numbers>
+
+#include "distrain/data/random.h"
+
+namespace distrain::scenario {
+
+namespace {
+
+constexpr double kGravity = 9.8;
+constexpr double kCartMass = 1.0;
+constexpr double kPoleMass = 0.1;
+constexpr double kTotalMass = kPoleMass + kCartMass;
+constexpr double kLength = 0.5;  // half the pole's
+constexpr double kPoleMassLength = kPoleMass * kLength;
+constexpr double kForce = 10.0;
+constexpr double kStep = 0.02;  // s
+constexpr double kAngleLimit = 12 * 2 * std::numbers::pi / 360;
+constexpr double kTrackLimit = 2.4;
+constexpr double kResetRange = 0.05;
+
+}  // namespace
+
+void CartPole::begin(const State& state) {
+  state_ = state;
+  steps_ = 0;
+}
+
+models::Observation CartPole::reset(const EpisodeKey& key) {
+  data::Random random({key.seed, key.environment, key.episode});
+  State state;
+  for (double& x : state) x = -kResetRange + 2 * kResetRange * random.unit();
+  begin(state);
+  return observation();
+}
+
+EnvironmentStep CartPole::step(int action) {
+  auto& [x, x_speed, angle, angle_speed] = state_;
+  const double force = action == 1 ? kForce : -kForce;
+  const double cos = std::cos(angle);
+  const double sin = std::sin(angle);
+  const double push = (force + kPoleMassLength * (angle_speed * angle_speed) * sin) / kTotalMass;
+  const double angle_change = (kGravity * sin - cos * push) /
+                              (kLength * (4.0 / 3.0 - kPoleMass * (cos * cos) / kTotalMass));
+  const double x_change = push - kPoleMassLength * angle_change * cos / kTotalMass;
+  x = x + kStep * x_speed;
+  x_speed = x_speed + kStep * x_change;
+  angle = angle + kStep * angle_speed;
+  angle_speed = angle_speed + kStep * angle_change;
+  ++steps_;
+
+  EnvironmentStep result;
+  result.observation = observation();
+  result.reward = 1;
+  result.terminated = std::abs(x) > kTrackLimit || std::abs(angle) > kAngleLimit;
+  result.truncated = steps_ >= kMaxSteps;
+  return result;
+}
+
+models::Observation CartPole::observation() const {
+  models::Observation rounded;
+  for (size_t i = 0; i < rounded.size(); ++i) rounded[i] = static_cast<float>(state_[i]);
+  return rounded;
+}
+
+}  // namespace distrain::scenario

@@ -1,0 +1,119 @@
+#include "data.h"
+
+#include <algorithm>
+
+#include <ATen/Functions.h>
+
+#include "distrain/base/error.h"
+#include "distrain/base/trace.h"
+#include "distrain/data/random.h"
+
+namespace distrain::scenario {
+
+namespace {
+
+constexpr int64_t kValidColumns = 10;  // as PyTorch's word language model
+
+data::Corpus random_text(const RnnOptions& options) {
+  const int64_t column = int64_t{options.batches} * options.bptt + 1;
+  data::Random random({options.seed});
+  data::Corpus corpus;
+  corpus.tokens.resize(static_cast<size_t>(column * options.batch_size * options.trainers));
+  for (int64_t& token : corpus.tokens) {
+    token = static_cast<int64_t>(random.below(static_cast<uint64_t>(options.vocab_size)));
+  }
+  return corpus;
+}
+
+WordBatch to_batch(const data::TokenColumns::Batch& batch) {
+  return {at::tensor(batch.inputs, at::kLong).view({batch.length, -1}),
+          at::tensor(batch.targets, at::kLong)};
+}
+
+}  // namespace
+
+RnnData::RnnData(const RnnOptions& options) : options_(options) {
+  if (options.data.empty()) {
+    train_ = random_text(options);
+    return;
+  }
+  vocabulary_ = data::read_words(options.data, options.vocab_size);
+  train_ = data::read_corpus(options.data, *vocabulary_);
+  if (options.valid_data.empty()) return;
+  valid_ = data::read_corpus(options.valid_data, *vocabulary_);
+  const auto words = static_cast<int64_t>(valid_.tokens.size());
+  if (words < 2) {
+    throw base::Exception(base::ErrorKind::kBadData, options.valid_data + ": fewer than two words");
+  }
+  valid_total_columns_ = std::min(kValidColumns, words / 2);
+}
+
+RnnDataInfo RnnData::info() const {
+  RnnDataInfo info;
+  info.hash = train_.content_hash;
+  info.valid_hash = valid_.content_hash;
+  info.words = vocabulary_ ? vocabulary_->size() : options_.vocab_size;
+  info.steps_per_epoch =
+      data::TokenColumns(train_.tokens, int64_t{options_.trainers} * options_.batch_size, 0, 1)
+          .steps(options_.bptt);
+  info.valid_words = static_cast<int64_t>(valid_.tokens.size());
+  return info;
+}
+
+WordBatch RnnData::batch(int trainer, int64_t step) const {
+  const base::TraceScope scope("data");
+  const int64_t columns = options_.batch_size;
+  return to_batch(
+      data::TokenColumns(train_.tokens, columns * options_.trainers, columns * trainer, columns)
+          .batch(step, options_.bptt));
+}
+
+int64_t RnnData::valid_columns(int trainer) const {
+  return valid_total_columns_ * (trainer + 1) / options_.trainers -
+         valid_total_columns_ * trainer / options_.trainers;
+}
+
+data::TokenColumns RnnData::valid_share(int trainer) const {
+  return data::TokenColumns(valid_.tokens, valid_total_columns_,
+                            valid_total_columns_ * trainer / options_.trainers,
+                            valid_columns(trainer));
+}
+
+int64_t RnnData::valid_steps() const {
+  if (valid_total_columns_ == 0) return 0;
+  return data::TokenColumns(valid_.tokens, valid_total_columns_, 0, 1).steps(options_.bptt);
+}
+
+WordBatch RnnData::valid_batch(int trainer, int64_t step) const {
+  return to_batch(valid_share(trainer).batch(step, options_.bptt));
+}
+
+job::Schedule::Terms schedule_terms(const RnnOptions& options, const RnnDataInfo& data) {
+  job::Schedule::Terms terms;
+  terms.trainers = options.trainers;
+  terms.epochs = options.epochs;
+  terms.steps = options.steps;
+  terms.steps_per_epoch = data.steps_per_epoch;
+  terms.save = !options.checkpoint.dir.empty();
+  terms.save_every = options.checkpoint.every;
+  return terms;
+}
+
+job::Json must_agree(const RnnOptions& options, const RnnDataInfo& data) {
+  return {{"cmd", "rnn"},
+          {"trainers", options.trainers},
+          {"mode", options.mode},
+          {"batch_size", options.batch_size},
+          {"bptt", options.bptt},
+          {"emsize", options.emsize},
+          {"nhid", options.nhid},
+          {"nlayers", options.nlayers},
+          {"dropout", options.dropout},
+          {"clip", options.clip},
+          {"seed", options.seed},
+          {"words", data.words},
+          {"data", std::to_string(data.hash)},
+          {"steps_per_epoch", data.steps_per_epoch}};
+}
+
+}  // namespace distrain::scenario

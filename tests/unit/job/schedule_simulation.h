@@ -1,0 +1,233 @@
+// The trainers of a job that a Schedule drives, one event after the other in an order that comes
+// from a seed.
+#pragma once
+
+#include <limits>
+#include <map>
+#include <set>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "distrain/data/random.h"
+#include "distrain/job/schedule.h"
+#include "support/catch.h"
+
+namespace distrain::job {
+
+using StepKey = std::tuple<int64_t, int32_t, int64_t>;  // epoch, shard, step
+using Steps = std::set<StepKey>;
+
+inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
+
+inline std::string describe(const Schedule::Terms& terms) {
+  return "trainers " + std::to_string(terms.trainers) + " epochs " + std::to_string(terms.epochs) +
+         " steps " + std::to_string(terms.steps) + " of " + std::to_string(terms.steps_per_epoch) +
+         (terms.take_over ? " take_over" : "") + (terms.save ? " save_every " : " no save, ") +
+         std::to_string(terms.save_every);
+}
+
+inline int64_t steps_of_each(const Schedule::Terms& terms) {
+  return terms.steps > 0 ? terms.steps : terms.epochs * terms.steps_per_epoch;
+}
+
+// After how many steps of each trainer a job that is not stopped saves.
+inline std::vector<int64_t> expected_saves(const Schedule::Terms& terms, int64_t from = 0) {
+  std::vector<int64_t> saves;
+  if (!terms.save) return saves;
+  const int64_t every = terms.save_every > 0 ? terms.save_every : terms.steps_per_epoch;
+  const int64_t last = steps_of_each(terms);
+  for (int64_t at = every; at < last; at += every) {
+    if (at > from) saves.push_back(at);
+  }
+  saves.push_back(last);
+  return saves;
+}
+
+// As from a checkpoint's file.
+inline Position read_back(const Position& position, int trainers) {
+  return Position::from_json(Json::parse(position.to_json().dump()), trainers);
+}
+
+struct Saved {
+  Position position;
+  Steps done;
+};
+
+class Simulation {
+ public:
+  // Trainers wait after a step until nobody is more than `lead` steps behind (0: sync).
+  Simulation(const Schedule::Terms& terms, int64_t lead, uint64_t seed)
+      : terms_(terms),
+        lead_(terms.take_over ? kUnbounded : lead),
+        random_({seed}),
+        schedule_(terms, hooks()),
+        trainers_(static_cast<size_t>(terms.trainers)) {}
+
+  void resume(const Saved& saved) {
+    done_ = saved.done;
+    schedule_.resume(read_back(saved.position, terms_.trainers));
+  }
+
+  // `stop_at`: the call to next() from which on its trainer says that it is to stop.
+  void run(int64_t stop_at = kUnbounded) {
+    INFO(describe(terms_) << ", lead " << lead_ << ", stop at call " << stop_at);
+    stop_at_ = stop_at;
+    for (int t = 0; t < terms_.trainers; ++t) ask(t);
+    while (ended_ < terms_.trainers) {
+      std::vector<int> able;
+      for (int t = 0; t < terms_.trainers; ++t) {
+        if (can_go_on(t)) able.push_back(t);
+      }
+      if (able.empty()) FAIL("everybody waits");
+      go_on(able[random_.below(able.size())]);
+    }
+    for (const std::string& error : errors) FAIL(error);
+    REQUIRE(outstanding_ == 0);
+    REQUIRE(ends_ == 1);
+    REQUIRE(stopped_says_ == (stopped ? terms_.trainers : 0));
+    REQUIRE((saves.empty() || saves.back().done == done_));  // nothing is lost
+    REQUIRE(saves.empty() == !terms_.save);
+  }
+
+  void check_complete() const {
+    INFO(describe(terms_));
+    REQUIRE(static_cast<int64_t>(done_.size()) == steps_of_each(terms_) * terms_.trainers);
+    REQUIRE_FALSE((stopped && !terms_.save));
+    const int64_t whole = steps_of_each(terms_) / terms_.steps_per_epoch;
+    for (int64_t epoch = 1; epoch <= whole; ++epoch) {
+      REQUIRE(steps_in(done_, epoch) ==
+              std::vector<int64_t>(static_cast<size_t>(terms_.trainers), terms_.steps_per_epoch));
+    }
+  }
+
+  int64_t calls() const { return calls_; }
+
+  std::vector<Saved> saves;
+  std::vector<bool> evaluations;  // of a whole epoch or not
+  bool stopped = false;
+  std::vector<std::string> errors;
+
+ private:
+  struct Trainer {
+    base::Future<Task> task;
+    int64_t made = 0;
+    bool asks = false;  // finished what it had, and waits for slower ones
+    bool stops = false;
+    bool ended = false;
+  };
+
+  Schedule::Hooks hooks() {
+    return {[this](bool whole) { on_evaluated(whole); },
+            [this](const Position& position) { on_save(position); },
+            [this](bool by_signal) {
+              ++ends_;
+              stopped = by_signal;
+            }};
+  }
+
+  void expect(bool right, const char* what) {
+    if (!right) errors.emplace_back(what);
+  }
+
+  static std::vector<int64_t> counts(const Steps& done, int64_t epoch, size_t shards) {
+    std::vector<int64_t> counts(shards);
+    for (const auto& [e, shard, step] : done) {
+      if (e == epoch) ++counts[static_cast<size_t>(shard)];
+    }
+    return counts;
+  }
+  std::vector<int64_t> steps_in(const Steps& done, int64_t epoch) const {
+    return counts(done, epoch, static_cast<size_t>(terms_.trainers));
+  }
+
+  void on_evaluated(bool whole) {
+    expect(outstanding_ == 0, "evaluated while a step was made");
+    expect(evaluating_ == terms_.trainers, "evaluated without a trainer");
+    evaluating_ = 0;
+    evaluations.push_back(whole);
+  }
+
+  void on_save(const Position& position) {
+    expect(outstanding_ == 0, "saved while a step was made");
+    expect(saving_ == terms_.trainers, "saved without a trainer");
+    expect(position.total == static_cast<int64_t>(done_.size()), "saved another total");
+    expect(position.steps == steps_in(done_, position.epoch), "saved other steps");
+    saving_ = 0;
+    saves.push_back({position, done_});
+  }
+
+  bool can_go_on(int t) const {
+    const Trainer& trainer = trainers_[static_cast<size_t>(t)];
+    if (trainer.ended) return false;
+    if (!trainer.asks) return trainer.task.done();
+    int64_t slowest = kUnbounded;
+    for (const Trainer& other : trainers_) slowest = std::min(slowest, other.made);
+    return trainer.made - slowest <= lead_;
+  }
+
+  void ask(int t) {
+    Trainer& trainer = trainers_[static_cast<size_t>(t)];
+    trainer.asks = false;
+    if (++calls_ == stop_at_) trainer.stops = true;
+    trainer.task = schedule_.next(t, trainer.stops);
+  }
+
+  void go_on(int t) {
+    Trainer& trainer = trainers_[static_cast<size_t>(t)];
+    if (trainer.asks) return ask(t);
+    const Task task = trainer.task.wait();
+    switch (task.kind) {
+      case Task::Kind::kTrain:
+        return make_step(trainer, task);
+      case Task::Kind::kEvaluate:
+        ++evaluating_;
+        break;
+      case Task::Kind::kSave:
+        ++saving_;
+        break;
+      case Task::Kind::kEnd:
+        trainer.ended = true;
+        ++ended_;
+        stopped_says_ += task.stopped ? 1 : 0;
+        return;
+    }
+    trainer.asks = true;
+  }
+
+  // In two events, so that others come in between.
+  void make_step(Trainer& trainer, const Task& task) {
+    const StepKey key(task.epoch, task.shard, task.step);
+    if (in_hand_.insert(key).second) {
+      ++outstanding_;
+      expect(!done_.contains(key), "a step twice");
+      expect(task.step < terms_.steps_per_epoch && task.shard < terms_.trainers, "no such step");
+      expect(terms_.take_over || &trainers_[static_cast<size_t>(task.shard)] == &trainer,
+             "a step of another's shard");
+      return;
+    }
+    in_hand_.erase(key);
+    --outstanding_;
+    expect(done_.insert(key).second, "a step twice");
+    ++trainer.made;
+    trainer.asks = true;
+  }
+
+  const Schedule::Terms terms_;
+  const int64_t lead_;
+  data::Random random_;
+  Schedule schedule_;
+  std::vector<Trainer> trainers_;
+  int64_t stop_at_ = kUnbounded;
+  int64_t calls_ = 0;
+  Steps in_hand_;
+  Steps done_;
+  int outstanding_ = 0;
+  int evaluating_ = 0;
+  int saving_ = 0;
+  int ended_ = 0;
+  int ends_ = 0;
+  int stopped_says_ = 0;
+};
+
+}  // namespace distrain::job

@@ -1,0 +1,147 @@
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <unistd.h>
+
+#include "distrain/job/job_trace.h"
+#include "distrain/job/local_job.h"
+#include "support/catch.h"
+#include "support/cluster.h"
+#include "support/fake_trace.h"
+
+using namespace distrain;
+using namespace distrain::job;
+
+namespace {
+
+class TraceSink final : public EventSink {
+ public:
+  void emit(std::string_view event, const Json& fields) override {
+    lines.push_back({{"event", event}, {"fields", fields}});
+  }
+  void set_role(std::string_view) override {}
+  std::vector<Json> lines;
+};
+
+class TracePath {
+ public:
+  TracePath()
+      : path_(std::filesystem::temp_directory_path() /
+              ("distrain_trace_" + std::to_string(getpid()) + ".json")) {}
+  ~TracePath() { std::filesystem::remove(path_); }
+  std::string text() const { return path_.string(); }
+  bool exists() const { return std::filesystem::exists(path_); }
+  Json read() const { return Json::parse(std::ifstream(path_)); }
+
+ private:
+  std::filesystem::path path_;
+};
+
+void record(base::Tracer& tracer, int events) {
+  base::TraceEvent event;
+  event.name = "slice";
+  for (int i = 0; i < events; ++i) tracer.record(event);
+}
+
+}  // namespace
+
+TEST_CASE("A job without --trace records nothing", "[trace]") {
+  TraceSink sink;
+  JobTrace trace(sink);
+  trace.start({{"trace", ""}, {"lr", "1"}}, 2);
+  CHECK_FALSE(trace.tracer()->on());
+  trace.start({}, 2);
+  CHECK_FALSE(trace.tracer()->on());
+  trace.collect();
+  trace.write();
+  trace.write_own(0, "role");
+  CHECK(sink.lines.empty());
+}
+
+TEST_CASE("Events that were too many are told of once", "[trace]") {
+  const TracePath path;
+  TraceSink sink;
+  JobTrace trace(sink);
+  trace.start({{"trace", path.text()}}, 2000);  // so many ranks: 2000 events each
+  trace.begin_alone();
+  record(*trace.tracer(), 10'000);
+  trace.write_own(1, "another rank's");
+  CHECK_FALSE(path.exists());
+  trace.write_own(0, "role");
+  const size_t written = path.read()["traceEvents"].size() - 4;
+  CHECK(written <= 2000);
+  REQUIRE(sink.lines.size() == 1);
+  CHECK(sink.lines[0]["event"] == "warn");
+  CHECK(sink.lines[0]["fields"]["message"] == "--trace " + path.text() + ": the last " +
+                                                  std::to_string(10'000 - written) +
+                                                  " events were too many and are missing");
+  trace.write();
+  CHECK(sink.lines.size() == 1);
+}
+
+TEST_CASE("A local job that fails leaves its trace and its error", "[trace]") {
+  const TracePath path;
+  TraceSink sink;
+  Job job;
+  job.effective["trace"] = path.text();
+  const auto fails = [] {
+    const base::TraceScope scope("failing");
+    throw base::Exception(base::ErrorKind::kNotFinite, "the loss is NaN");
+    return Outcome();
+  };
+  CHECK_THROWS_WITH(run_local_job(job, sink, fails), "the loss is NaN");
+  CHECK(path.read()["traceEvents"].back()["name"] == "failing");
+  // If that cannot be written either, the job's error counts.
+  job.effective["trace"] = "/nowhere/t.json";
+  CHECK_THROWS_WITH(run_local_job(job, sink, fails), "the loss is NaN");
+  const auto works = [] { return Outcome(); };
+  const Outcome outcome = run_local_job(job, sink, works);
+  REQUIRE(outcome.afterwards);
+  CHECK(outcome.afterwards->kind == base::ErrorKind::kResources);
+  CHECK(outcome.afterwards->message == "cannot write /nowhere/t.json: No such file or directory");
+}
+
+TEST_CASE("A rank whose trace cannot be had leaves rank 0's part and an error", "[trace]") {
+  const TracePath path;
+  TraceSink sink;
+  JobTrace trace(sink);
+  testing::Cluster cluster(
+      2,
+      [](rpc::Agent& agent) {
+        if (agent.rank() == 0) return;
+        testing::expose_fake_trace(agent, [](uint64_t) {
+          rpc::TraceChunk part = testing::first_part(1);
+          part.texts.clear();
+          return part;
+        });
+      },
+      {},
+      [&](rpc::AgentOptions& options) {
+        options.tracer = options.rank == 0 ? trace.tracer() : nullptr;
+      });
+  trace.start({{"trace", path.text()}}, 2);
+  trace.begin(cluster[0]);
+  record(*trace.tracer(), 3);
+  cluster.on_all([&](rpc::Agent& agent) {
+    if (agent.rank() != 0) return agent.shutdown();
+    agent.shutdown({}, [&] { trace.collect(); });
+  });
+  CHECK_FALSE(path.exists());
+  const auto error = trace.write();
+  REQUIRE(error);
+  CHECK(error->kind == base::ErrorKind::kProtocol);
+  CHECK(error->rank == 1);
+  CHECK(error->message ==
+        "the trace of rank 1: malformed message: a trace with a text that is not there");
+  int slices = 0;
+  const Json written = path.read();
+  for (const Json& event : written["traceEvents"]) {
+    CHECK(event["pid"] == 0);
+    slices += event["name"] == "slice";
+  }
+  CHECK(slices == 3);
+}

@@ -1,0 +1,255 @@
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+#include "schedule_simulation.h"
+#include "support/cluster.h"
+
+using namespace distrain;
+using namespace distrain::job;
+
+namespace {
+
+// Every job of few trainers, steps and epochs, and how far its trainers may run apart.
+void for_each_job(const std::function<void(const Schedule::Terms&, int64_t lead)>& fn) {
+  for (const int trainers : {1, 2, 3}) {
+    for (const int64_t steps_per_epoch : {1, 3, 4}) {
+      for (const auto& [epochs, steps] :
+           std::vector<std::pair<int64_t, int64_t>>{{1, 0}, {3, 0}, {1, 2}, {1, 7}}) {
+        for (const int64_t save_every : {-1, 0, 2, 3, 5}) {
+          Schedule::Terms terms{
+              trainers,           epochs,          steps,
+              steps_per_epoch,
+              /*take_over=*/true, save_every >= 0, std::max<int64_t>(save_every, 0)};
+          fn(terms, kUnbounded);
+          terms.take_over = false;
+          for (const int64_t lead : {int64_t{0}, int64_t{1}, kUnbounded}) fn(terms, lead);
+        }
+      }
+    }
+  }
+}
+
+std::vector<int64_t> totals_of(const std::vector<Saved>& saves, int trainers) {
+  std::vector<int64_t> totals;
+  for (const Saved& saved : saves) {
+    CHECK(saved.position.total % trainers == 0);
+    totals.push_back(saved.position.total / trainers);
+  }
+  return totals;
+}
+
+}  // namespace
+
+TEST_CASE("every step is handed out once, with an evaluation after each epoch and saves in time") {
+  for_each_job([](const Schedule::Terms& terms, int64_t lead) {
+    for (uint64_t seed = 0; seed < 3; ++seed) {
+      Simulation job(terms, lead, seed);
+      job.run();
+      job.check_complete();
+      INFO(describe(terms));
+      REQUIRE_FALSE(job.stopped);
+      REQUIRE(totals_of(job.saves, terms.trainers) == expected_saves(terms));
+      // A job that ends within an epoch evaluates that part, too.
+      const int64_t whole = steps_of_each(terms) / terms.steps_per_epoch;
+      std::vector<bool> evaluations(static_cast<size_t>(whole), true);
+      if (steps_of_each(terms) % terms.steps_per_epoch > 0) evaluations.push_back(false);
+      REQUIRE(job.evaluations == evaluations);
+    }
+  });
+}
+
+TEST_CASE("a job goes on from each of its checkpoints to the same end") {
+  for_each_job([](const Schedule::Terms& terms, int64_t lead) {
+    Simulation job(terms, lead, 1);
+    job.run();
+    for (const Saved& saved : job.saves) {
+      Simulation rest(terms, lead, 2);
+      rest.resume(saved);
+      rest.run();
+      rest.check_complete();
+      INFO(describe(terms) << " from " << saved.position.to_json().dump());
+      REQUIRE(totals_of(rest.saves, terms.trainers) ==
+              expected_saves(terms, saved.position.total / terms.trainers));
+    }
+  });
+}
+
+TEST_CASE("a stop at any moment saves all that was done, and the rest can be made later") {
+  for_each_job([](const Schedule::Terms& terms, int64_t lead) {
+    for (int64_t at = 1;; ++at) {
+      const auto seed = static_cast<uint64_t>(at);
+      Simulation job(terms, lead, seed);
+      job.run(at);
+      if (job.calls() < at) break;  // it had ended
+      INFO(describe(terms) << ", lead " << lead << ", stop at call " << at);
+      REQUIRE(job.stopped == terms.save);
+      if (!terms.save) {  // there is nothing to stop for
+        job.check_complete();
+        continue;
+      }
+      const Saved& last = job.saves.back();
+      Simulation rest(terms, lead, seed + 1);
+      rest.resume(last);
+      rest.run();
+      rest.check_complete();
+    }
+  });
+}
+
+TEST_CASE("a stopped job can be stopped again, before it has made a step") {
+  Schedule::Terms terms{3, 2, 0, 4, GENERATE(false, true), true, 0};
+  Saved saved{{1, {0, 0, 0}, 0}, {}};
+  for (int64_t times = 0; times < 40; ++times) {
+    Simulation job(terms, 0, static_cast<uint64_t>(times));
+    job.resume(saved);
+    job.run(times % 5 + 1);
+    REQUIRE(job.stopped);
+    saved = job.saves.back();
+  }
+  Simulation last(terms, 0, 1);
+  last.resume(saved);
+  last.run();
+  last.check_complete();
+}
+
+TEST_CASE("a trainer that is done takes over the steps of a slow one") {
+  Schedule::Terms terms{2, 1, 0, 5, true, false, 0};
+  Schedule schedule(terms, {[](bool) {}, [](const Position&) {}, [](bool) {}});
+  const base::Future<Task> slow = schedule.next(1, false);
+  CHECK_FALSE(slow.done());  // until the other one is there
+  std::map<int32_t, int> made;
+  for (int i = 0; i < 9; ++i) ++made[schedule.next(0, false).wait().shard];
+  CHECK(slow.wait().shard == 1);
+  CHECK(made == std::map<int32_t, int>{{0, 5}, {1, 4}});
+  const base::Future<Task> fast = schedule.next(0, false);
+  CHECK_FALSE(fast.done());  // until the slow one is there
+  CHECK(schedule.next(1, false).wait().kind == Task::Kind::kEvaluate);
+  CHECK(fast.wait().kind == Task::Kind::kEvaluate);
+}
+
+TEST_CASE("trainers on threads of their own get every step once, stopped or not") {
+  constexpr int kTrainers = 4;
+  data::Random random({17});
+  for (int round = 0; round < 200; ++round) {
+    const Schedule::Terms terms{
+        kTrainers, random.between(1, 4), 0, random.between(1, 6), round % 2 == 0,
+        true,      random.between(0, 3)};
+    const int64_t stop_at = round % 4 < 2 ? kUnbounded : random.between(1, 20);
+    std::mutex mutex;
+    Steps done;
+    Position last;
+    std::atomic<int> twice = 0, ends = 0, stopped = 0, in_work = 0, disturbed = 0;
+    Schedule schedule(terms, {[&](bool) { disturbed += in_work; },
+                              [&](const Position& position) {
+                                disturbed += in_work;
+                                last = position;
+                              },
+                              [&](bool) { ++ends; }});
+    std::vector<std::thread> threads;
+    for (int t = 0; t < kTrainers; ++t) {
+      threads.emplace_back([&, t] {
+        for (int64_t calls = 1;; ++calls) {
+          const Task task = schedule.next(t, t == 2 && calls >= stop_at).wait();
+          if (task.kind == Task::Kind::kEnd) {
+            stopped += task.stopped ? 1 : 0;
+            return;
+          }
+          if (task.kind != Task::Kind::kTrain) continue;
+          ++in_work;
+          {
+            std::lock_guard lock(mutex);
+            if (!done.emplace(task.epoch, task.shard, task.step).second) ++twice;
+          }
+          --in_work;
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    INFO(describe(terms) << ", stop at " << stop_at);
+    REQUIRE(twice == 0);
+    REQUIRE(disturbed == 0);
+    REQUIRE(ends == 1);
+    REQUIRE((stopped == 0 || stopped == kTrainers));
+    REQUIRE(last.total == static_cast<int64_t>(done.size()));
+    if (stopped == 0) REQUIRE(last.total == steps_of_each(terms) * kTrainers);
+  }
+}
+
+TEST_CASE("an error in a hook reaches all trainers") {
+  const std::string where = GENERATE("evaluated", "save", "end");
+  CAPTURE(where);
+  const auto fail_at = [&where](const std::string& hook) {
+    if (hook == where) throw base::Exception(base::ErrorKind::kResources, "no " + hook);
+  };
+  Schedule schedule({3, 1, 0, 1, false, true, 0},
+                    {[&](bool) { fail_at("evaluated"); }, [&](const Position&) { fail_at("save"); },
+                     [&](bool) { fail_at("end"); }});
+  for (int step = 0;; ++step) {
+    REQUIRE(step < 6);
+    std::vector<base::Future<Task>> tasks;
+    for (int t = 0; t < 3; ++t) tasks.push_back(schedule.next(t, false));
+    int failed = 0;
+    for (const base::Future<Task>& task : tasks) {
+      REQUIRE(task.done());
+      if (task.wait_result().ok()) continue;
+      ++failed;
+      CHECK(task.wait_result().error().kind == base::ErrorKind::kResources);
+      CHECK(task.wait_result().error().message == "no " + where);
+    }
+    CHECK((failed == 0 || failed == 3));
+    if (failed > 0) break;
+  }
+}
+
+TEST_CASE("a trainer that asks twice is told so") {
+  Schedule schedule({2, 1, 0, 1, false, false, 0}, {});
+  const base::Future<Task> waits = schedule.next(0, false);
+  CHECK(testing::error_of([&] { (void)schedule.next(0, false); }).kind ==
+        base::ErrorKind::kInvalid);
+  CHECK_FALSE(waits.done());
+}
+
+TEST_CASE("a position becomes JSON and back; what is none is refused") {
+  const Position position{3, {4, 0, 2}, 30};
+  const Position back = read_back(position, 3);
+  CHECK(back.epoch == 3);
+  CHECK(back.steps == position.steps);
+  CHECK(back.total == 30);
+  for (const char* text : {
+           "null",
+           "7",
+           "\"x\"",
+           "[]",
+           "{}",
+           R"({"steps":[0,0,0],"total":0})",
+           R"({"epoch":1,"total":0})",
+           R"({"epoch":1,"steps":[0,0,0]})",
+           R"({"epoch":"1","steps":[0,0,0],"total":0})",
+           R"({"epoch":1,"steps":{},"total":0})",
+           R"({"epoch":1,"steps":3,"total":0})",
+           R"({"epoch":1,"steps":[0,"0",0],"total":0})",
+           R"({"epoch":1,"steps":[0,null,0],"total":0})",
+           R"({"epoch":1,"steps":[0,0,0],"total":null})",
+           R"({"epoch":0,"steps":[0,0,0],"total":0})",
+           R"({"epoch":-1,"steps":[0,0,0],"total":0})",
+           R"({"epoch":1,"steps":[0,0],"total":0})",
+           R"({"epoch":1,"steps":[0,0,0,0],"total":0})",
+           R"({"epoch":1,"steps":[0,-1,0],"total":0})",
+           R"({"epoch":1,"steps":[0,0,0],"total":-1})",
+       }) {
+    CAPTURE(text);
+    CHECK(testing::error_of([&] { Position::from_json(Json::parse(text), 3); }).kind ==
+          base::ErrorKind::kBadData);
+  }
+}
+
+TEST_CASE("a position beyond the end of the epoch is refused") {
+  Schedule schedule({2, 1, 0, 5, false, true, 0}, {});
+  CHECK(testing::error_of([&] {
+          schedule.resume({1, {5, 6}, 11});
+        }).kind == base::ErrorKind::kBadData);
+  schedule.resume({1, {5, 5}, 10});
+}

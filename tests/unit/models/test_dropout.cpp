@@ -1,0 +1,62 @@
+#include <ATen/Functions.h>
+
+#include "distrain/models/dropout.h"
+#include "support/catch.h"
+
+using namespace distrain;
+using models::Dropout;
+
+TEST_CASE("one key gives one series of masks, another key another") {
+  const at::Tensor x = at::ones({40, 50});
+  Dropout first({7, 1, 2}), again({7, 1, 2}), other({7, 2, 1});
+  const at::Tensor a = first(x, 0.5), b = first(x, 0.5);
+  CHECK(at::equal(a, again(x, 0.5)));
+  CHECK(at::equal(b, again(x, 0.5)));
+  CHECK_FALSE(at::equal(a, b));
+  CHECK_FALSE(at::equal(a, other(x, 0.5)));
+}
+
+TEST_CASE("dropout does not draw from the process's generator") {
+  at::manual_seed(3);
+  const at::Tensor expected = at::rand({4});
+  at::manual_seed(3);
+  Dropout({1})(at::ones({100}), 0.5);
+  CHECK(at::equal(at::rand({4}), expected));
+}
+
+TEST_CASE("elements are kept with probability 1 - p and scaled to keep the mean") {
+  const double p = GENERATE(0.1, 0.25, 0.5, 0.9);
+  CAPTURE(p);
+  const at::Tensor x = at::rand({400, 500}) + 1;
+  const at::Tensor y = Dropout({5})(x, p);
+  const at::Tensor kept = y.ne(0);
+  CHECK(kept.to(at::kDouble).mean().item<double>() == Approx(1 - p).margin(0.01));
+  CHECK(at::allclose(y, x * kept / (1 - p)));
+}
+
+TEST_CASE("channels are kept or dropped whole") {
+  const at::Tensor x = at::rand({60, 50, 3, 4}) + 1;
+  const at::Tensor y = Dropout({5}).channels(x, 0.25);
+  const at::Tensor kept = y.ne(0).sum({2, 3});
+  CHECK(at::logical_or(kept.eq(0), kept.eq(12)).all().item<bool>());
+  CHECK(kept.ne(0).to(at::kDouble).mean().item<double>() == Approx(0.75).margin(0.03));
+  CHECK(at::allclose(y, x * y.ne(0) / 0.75));
+}
+
+TEST_CASE("what is off, or drops nothing, gives its argument back") {
+  const at::Tensor x = at::rand({2, 3, 4, 5});
+  Dropout off;
+  CHECK_FALSE(off.on());
+  CHECK(off(x, 0.5).is_same(x));
+  CHECK(off.channels(x, 0.5).is_same(x));
+  Dropout on({1});
+  CHECK(on.on());
+  CHECK(on(x, 0).is_same(x));
+}
+
+TEST_CASE("the gradient goes through the mask that the values went through") {
+  const at::Tensor x = at::rand({30, 40}).add_(1).requires_grad_();
+  const at::Tensor y = Dropout({9})(x, 0.5);
+  y.sum().backward();
+  CHECK(at::equal(x.grad(), y.detach().ne(0) * 2.0));
+}

@@ -1,0 +1,38 @@
+// The policy of distrain rl as LibTorch computes it, for comparison.
+#pragma once
+
+#include <vector>
+
+#include <ATen/Functions.h>
+
+#include "distrain/models/policy.h"
+
+namespace distrain::testing {
+
+/// In double, ready for autograd.
+inline std::vector<at::Tensor> torch_parameters(models::Policy policy) {
+  std::vector<at::Tensor> parameters;
+  for (const at::Tensor& p : policy.parameters()) {
+    parameters.push_back(p.to(at::kDouble).requires_grad_());
+  }
+  return parameters;
+}
+
+/// Sum of -log p(action) × advantage.
+inline at::Tensor torch_loss(const std::vector<at::Tensor>& parameters,
+                             const std::vector<models::PolicyStep>& steps) {
+  at::Tensor loss = at::zeros({}, at::kDouble);
+  for (const models::PolicyStep& step : steps) {
+    auto x = step.input.observation;
+    auto mask = models::Policy::dropout_mask(step.input.key);
+    at::Tensor hidden = at::linear(at::from_blob(x.data(), {4}, at::kFloat).to(at::kDouble),
+                                   parameters[0], parameters[1]);
+    hidden = at::relu(hidden *
+                      at::from_blob(mask.data(), {models::Policy::kHidden}, at::kFloat).clone());
+    const at::Tensor scores = at::linear(hidden, parameters[2], parameters[3]);
+    loss = loss - at::log_softmax(scores, 0)[step.action] * step.advantage;
+  }
+  return loss;
+}
+
+}  // namespace distrain::testing
