@@ -13,7 +13,6 @@
 #include "distrain/base/clock.h"
 #include "distrain/base/trace.h"
 #include "distrain/collective/backend.h"
-#include "distrain/ddp/context_pass.h"
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "distrain/nn/remote_module.h"
 #include "distrain/optim/distributed_optimizer.h"
@@ -190,8 +189,6 @@ class Trainer {
     const at::Tensor loss =
         base::traced("loss", [&] { return at::cross_entropy_loss(scores, targets); });
     const double value = checked_loss(loss, progress_.epoch, progress_.step + 1);
-    ddp::ContextPass pass(context);
-    dense_->attach(pass);
     autograd::backward(context, {loss});
     optimizer_->step(context);
     log_.step(value, batch.targets.numel());

@@ -8,7 +8,6 @@
 
 #include "distrain/autograd/context.h"
 #include "distrain/base/trace.h"
-#include "distrain/ddp/context_pass.h"
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "language_model.h"
@@ -165,7 +164,7 @@ class Trainer {
   }
 
  private:
-  LanguageModel::Ends ends() const {
+  LanguageModel::Ends ends() {
     const auto sent = [this](const at::Tensor& t) { return for_rank(agent_, kServer, t); };
     return {[this, sent](const at::Tensor& words) {
               return placed(server_.embedding.rpc_sync<&WordEmbedding::forward>(sent(words)),
@@ -176,6 +175,10 @@ class Trainer {
             },
             [this, sent](const at::Tensor& hidden) {
               return server_.decoder.rpc_sync<&Decoder::scores>(sent(hidden));
+            },
+            [this](const at::Tensor& embedded, LstmState& state, Dropout& dropout) {
+              return data_parallel_ ? data_parallel_->forward(embedded, state, dropout)
+                                    : lstm_->forward(embedded, state, dropout);
             }};
   }
 
@@ -187,8 +190,6 @@ class Trainer {
     autograd::Context context(agent_);
     const at::Tensor loss = model_.training_loss(batch, task);
     const double value = checked_loss(loss, task.epoch, task.step + 1);
-    std::optional<ddp::ContextPass> pass;
-    if (data_parallel_) data_parallel_->attach(pass.emplace(context));
     autograd::backward(context, {loss});
     optimizer_->step(context, options_.clip);
     words_ += batch.targets.numel();
