@@ -1,6 +1,7 @@
 #include "pass.h"
 
 #include <algorithm>
+#include <sstream>
 
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/engine.h>
@@ -9,6 +10,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "context_state.h"
+#include "distrain/autograd/leaf_hook.h"
 #include "distrain/base/trace.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/error.h"
@@ -323,9 +325,19 @@ void Pass::capture(Node& accumulate, variable_list grads) {
   if (!context || !grads[0].defined()) return;
   context->accumulate(variable, grads[0]);
   const auto hooks = context->take_ready_hooks(variable);
-  if (hooks.empty()) return;
+  auto* const post_hook = torch::autograd::impl::post_acc_grad_hooks(variable).get();
+  if (hooks.empty() && !post_hook) return;
+  auto* const leaf_hook = dynamic_cast<LeafHook*>(post_hook);
+  if (hooks.empty() && !leaf_hook) {
+    std::ostringstream text;
+    text << "a leaf of shape " << variable.sizes()
+         << " has a post-accumulate hook, which no pass of a context calls: use "
+            "Context::on_gradient_ready in its place";
+    throw base::Exception(base::ErrorKind::kInvalid, text.str());
+  }
   const at::Tensor total = context->gradient(variable);
   for (const auto& hook : hooks) hook(total);
+  if (leaf_hook) leaf_hook->on_context_gradient(ContextRef(context), total);
 }
 
 // What this rank and all it has heard of have last to say.

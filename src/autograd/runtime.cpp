@@ -247,8 +247,9 @@ Context::Context(rpc::Agent& agent, Scope scope)
       runtime_(Runtime::of(agent)),
       id_(runtime_->new_id()),
       state_(runtime_->create(id_)),
-      scope_(scope == Scope::kThread ? std::optional<rpc::ContextScope>(std::in_place, id_)
-                                     : std::nullopt) {}
+      scope_(scope == Scope::kThread
+                 ? std::optional<rpc::ContextScope>(std::in_place, runtime_.get(), id_)
+                 : std::nullopt) {}
 
 Context::~Context() { runtime_->release(id_); }
 
@@ -266,6 +267,28 @@ void Context::on_gradient_ready(const at::Tensor& variable,
   state_->on_gradient_ready(variable, std::move(fn));
 }
 void Context::on_pass_end(std::function<void()> fn) { state_->on_pass_end(std::move(fn)); }
+
+ContextRef::ContextRef(const std::shared_ptr<ContextState>& state)
+    : id_(state->id()), state_(state) {}
+
+std::optional<ContextRef> ContextRef::current() {
+  const uint64_t id = rpc::current_context();
+  if (id == 0) return std::nullopt;
+  auto* runtime = dynamic_cast<Runtime*>(rpc::current_autograd());
+  if (!runtime) {
+    throw base::Exception(base::ErrorKind::kInvalid,
+                          "this thread is in an autograd context of an unknown agent: make it the "
+                          "current one by rpc::ContextScope(agent, context.id())");
+  }
+  return ContextRef(runtime->find_or_create(id));
+}
+
+void ContextRef::set_gradient(const at::Tensor& variable, at::Tensor gradient) const {
+  if (const auto state = state_.lock()) state->set_gradient(variable, std::move(gradient));
+}
+void ContextRef::on_pass_end(std::function<void()> fn) const {
+  if (const auto state = state_.lock()) state->on_pass_end(std::move(fn));
+}
 
 namespace {
 

@@ -1,124 +1,21 @@
 #include "distrain/ddp/reducer.h"
 
 #include <algorithm>
-#include <mutex>
+#include <cmath>
 #include <numeric>
-#include <optional>
 #include <unordered_set>
 #include <utility>
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "buckets.h"
+#include "distrain/autograd/leaf_hook.h"
 #include "distrain/collective/staged_reduce_group.h"
+#include "reducer_impl.h"
 
 namespace distrain::ddp {
 
-using base::Error;
-using base::ErrorKind;
-
-// Note [Life of a pass]
-//
-//   Idle ───> Accumulating ───> Reducing ───> Finalising ───> Idle
-//                   └──────────────────────────────^
-//
-//   Idle          no pass. The first gradient of a plain pass, or attach(), begins one.
-//   Accumulating  gradients are copied into their buckets; no bucket is complete.
-//   Reducing      the allreduce of at least one bucket has started.
-//   Finalising    the pass has ended: one thread waits for the allreduces and hands out the means,
-//                 or gives up. It alone touches the pass.
-//
-// Threads: gradients come on whatever thread computed them; `mutex_` guards all, also while an
-// allreduce is started, because the order of the buckets must be the same on all ranks. The end of
-// a pass runs on the thread of its backward, and waits without the lock.
-//
-// Every rank takes part in exactly one collective for each bucket and pass. One that cannot
-// refuses: ReduceGroup::refuse takes the place of all its buckets that are not started, so the
-// other ranks get its error there and the group stays in step. This covers a parameter without
-// gradient, a sparse gradient, and a pass that dies by an exception: its callback is destroyed
-// without being called, and with it the PassEnd that it owns.
-enum class PassState { kIdle, kAccumulating, kReducing, kFinalising };
-
-class Reducer::Impl : public std::enable_shared_from_this<Impl> {
- public:
-  Impl(const std::vector<NamedParameter>& parameters,
-       std::shared_ptr<collective::ReduceGroup> group, Options options);
-
-  void install_hooks();
-  void remove_hooks();
-  void attach(GradientPass& source);
-  void on_accumulated(size_t index, const at::Tensor& variable);
-  void on_gradient(uint64_t pass, size_t index, const at::Tensor& gradient);
-  void finish(uint64_t pass, GradientPass* source);
-  void give_up(uint64_t pass, const char* why);
-  void give_up_current(const char* why);
-  std::vector<std::vector<std::string>> bucket_names() const;
-
- private:
-  struct Place {
-    size_t bucket = 0;
-    size_t slot = 0;
-    uint64_t last_pass = 0;  // the one that it last got a gradient in
-  };
-
-  static constexpr int kNoGraphTask = -1;
-
-  void transition_locked(PassState to);
-  void begin_locked(int graph_task);
-  void store_locked(size_t index, const at::Tensor& gradient);
-  void start_complete_buckets_locked();
-  void make_buckets(const std::vector<int64_t>& order);
-  void hand_out(GradientPass* source);
-  void rebuild();
-  Error missing_error_locked() const;
-  Error invalid(std::string message) const;
-  std::string place_text() const;
-  int world_rank() const { return group_->world_rank(group_->rank()); }
-
-  const std::shared_ptr<collective::ReduceGroup> group_;
-  const Options options_;
-  std::vector<std::string> names_;
-  std::vector<at::Tensor> parameters_;
-
-  mutable std::mutex mutex_;
-  PassState state_ = PassState::kIdle;
-  uint64_t pass_ = 0;
-  int graph_task_ = kNoGraphTask;  // of the plain pass under way
-  std::vector<Place> places_;      // by parameter
-  std::vector<Bucket> buckets_;
-  size_t started_ = 0;            // buckets whose allreduce has started
-  std::optional<Error> failure_;  // of this rank, in this pass
-  std::vector<int64_t> arrival_;  // parameters in the order of their gradients
-  uint64_t measured_pass_ = 0;    // the pass that the buckets were built from; 0: none yet
-};
-
 namespace {
-
-/// Owned by what will end a pass; if that dies first, so does the pass.
-template <class Impl>
-class PassEnd {
- public:
-  PassEnd(std::weak_ptr<Impl> impl, uint64_t pass, GradientPass* source)
-      : impl_(std::move(impl)), pass_(pass), source_(source) {}
-  ~PassEnd() {
-    if (auto impl = impl_.lock()) impl->give_up(pass_, "failed before its end");
-  }
-  PassEnd(const PassEnd&) = delete;
-  PassEnd& operator=(const PassEnd&) = delete;
-
-  void operator()() {
-    if (auto impl = impl_.lock()) impl->finish(pass_, source_);
-  }
-
- private:
-  std::weak_ptr<Impl> impl_;
-  const uint64_t pass_;
-  GradientPass* const source_;
-};
 
 constexpr bool is_allowed(PassState from, PassState to) {
   using enum PassState;
@@ -137,10 +34,14 @@ constexpr bool is_allowed(PassState from, PassState to) {
 
 }  // namespace
 
-struct Reducer::Hook final : torch::autograd::PostAccumulateGradHook {
+struct Reducer::Hook final : autograd::LeafHook {
   Hook(std::weak_ptr<Impl> impl_in, size_t index_in) : impl(std::move(impl_in)), index(index_in) {}
   void operator()(const at::Tensor& variable) override {
     if (auto strong = impl.lock()) strong->on_accumulated(index, variable);
+  }
+  void on_context_gradient(const autograd::ContextRef& context,
+                           const at::Tensor& gradient) override {
+    if (auto strong = impl.lock()) strong->on_context_gradient(index, context, gradient);
   }
   const std::weak_ptr<Impl> impl;
   const size_t index;
@@ -202,53 +103,6 @@ void Reducer::Impl::transition_locked(PassState to) {
   state_ = to;
 }
 
-void Reducer::Impl::begin_locked(int graph_task) {
-  if (state_ != PassState::kIdle) {
-    throw base::Exception(
-        invalid("another backward pass over these parameters is under way; one at a time"));
-  }
-  transition_locked(PassState::kAccumulating);
-  ++pass_;
-  graph_task_ = graph_task;
-  started_ = 0;
-  failure_.reset();
-  arrival_.clear();
-  for (Bucket& bucket : buckets_) bucket.begin();
-}
-
-void Reducer::Impl::attach(GradientPass& source) {
-  uint64_t pass = 0;
-  {
-    std::lock_guard lock(mutex_);
-    begin_locked(kNoGraphTask);
-    pass = pass_;
-  }
-  auto end = std::make_shared<PassEnd<Impl>>(weak_from_this(), pass, &source);
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    source.on_gradient_ready(parameters_[i],
-                             [weak = weak_from_this(), pass, i](const at::Tensor& gradient) {
-                               if (auto impl = weak.lock()) impl->on_gradient(pass, i, gradient);
-                             });
-  }
-  source.on_pass_end([end] { (*end)(); });
-}
-
-void Reducer::Impl::on_accumulated(size_t index, const at::Tensor& variable) {
-  std::lock_guard lock(mutex_);
-  const int graph_task = torch::autograd::get_current_graph_task_id();
-  if (state_ == PassState::kIdle || graph_task != graph_task_) {
-    begin_locked(graph_task);
-    auto end = std::make_shared<PassEnd<Impl>>(weak_from_this(), pass_, nullptr);
-    torch::autograd::Engine::get_default_engine().queue_callback([end] { (*end)(); });
-  }
-  store_locked(index, variable.grad());
-}
-
-void Reducer::Impl::on_gradient(uint64_t pass, size_t index, const at::Tensor& gradient) {
-  std::lock_guard lock(mutex_);
-  if (pass == pass_) store_locked(index, gradient);
-}
-
 void Reducer::Impl::store_locked(size_t index, const at::Tensor& gradient) {
   if (state_ != PassState::kAccumulating && state_ != PassState::kReducing) return;
   const at::Tensor& parameter = parameters_[index];
@@ -276,16 +130,24 @@ void Reducer::Impl::start_complete_buckets_locked() {
   }
 }
 
-void Reducer::Impl::finish(uint64_t pass, GradientPass* source) {
+void Reducer::Impl::finish(uint64_t pass, const Deliver& deliver) {
   std::optional<Error> error;
+  int left = 0;
   {
     std::lock_guard lock(mutex_);
+    if (Known* const known = expecting_locked(pass)) {  // none of the parameters was reached
+      begin_locked(pass);
+      known->expected = 0;
+    }
     if (pass != pass_ || state_ == PassState::kIdle || state_ == PassState::kFinalising) return;
+    if (!deliver) answer_expectation_locked();  // where it began on a device's thread
     transition_locked(PassState::kFinalising);
     error = std::move(failure_);
     if (!error && started_ < buckets_.size()) error = missing_error_locked();
+    left = collectives_left_locked();
   }
-  if (error) group_->refuse(static_cast<int>(buckets_.size() - started_), *error);
+  const auto refuse_the_rest = [&] { group_->refuse(std::exchange(left, 0), *error); };
+  if (error) refuse_the_rest();
   for (size_t i = 0; i < started_; ++i) {
     try {
       buckets_[i].wait();
@@ -293,10 +155,17 @@ void Reducer::Impl::finish(uint64_t pass, GradientPass* source) {
       if (!error) error = base::current_error(ErrorKind::kInternal);
     }
   }
+  if (error) refuse_the_rest();
   if (!error) {
     try {
-      hand_out(source);
-      if (measured_pass_ == 0 && buckets_.size() > 1) rebuild();
+      std::vector<int64_t> order;
+      if (std::exchange(left, 0) > 0) order = agreed_order();
+      hand_out(deliver);
+      std::lock_guard lock(mutex_);
+      if (!order.empty()) {
+        make_buckets(order);
+        measured_pass_ = pass_;
+      }
     } catch (...) {
       error = base::current_error(ErrorKind::kInternal);
     }
@@ -311,12 +180,12 @@ void Reducer::Impl::finish(uint64_t pass, GradientPass* source) {
   if (error) throw base::Exception(std::move(*error));
 }
 
-void Reducer::Impl::hand_out(GradientPass* source) {
+void Reducer::Impl::hand_out(const Deliver& deliver) {
   for (Bucket& bucket : buckets_) {
     for (size_t slot = 0; slot < bucket.members().size(); ++slot) {
       const at::Tensor& parameter = parameters_[bucket.members()[slot]];
-      if (source) {
-        source->set_gradient(parameter, bucket.view(slot));
+      if (deliver) {
+        deliver(parameter, bucket.view(slot));
       } else if (parameter.grad().defined()) {
         bucket.load(slot, parameter.grad());
       }
@@ -325,13 +194,21 @@ void Reducer::Impl::hand_out(GradientPass* source) {
   }
 }
 
-// The order in which gradients came may differ between ranks; rank 0's is as good as any.
-void Reducer::Impl::rebuild() {
-  const at::Tensor order = at::empty({static_cast<int64_t>(parameters_.size())}, at::kLong);
-  std::copy(arrival_.begin(), arrival_.end(), order.data_ptr<int64_t>());
-  group_->broadcast(order, 0)->wait();
-  const auto* begin = order.data_ptr<int64_t>();
-  std::vector<int64_t> agreed(begin, begin + order.numel());
+// The order in which gradients came may differ between ranks; rank 0's is as good as any. By a
+// mean, of which doubles give rank 0's numbers exactly: unlike a broadcast it succeeds on all
+// ranks, or on none.
+std::vector<int64_t> Reducer::Impl::agreed_order() {
+  const at::Tensor shared = at::zeros({static_cast<int64_t>(parameters_.size())}, at::kDouble);
+  auto* const values = shared.data_ptr<double>();
+  if (group_->rank() == 0) {
+    for (size_t i = 0; i < arrival_.size(); ++i) {
+      values[i] = static_cast<double>(arrival_[i] * group_->size());
+    }
+  }
+  group_->start(shared)->wait();
+  std::vector<int64_t> agreed(parameters_.size());
+  std::transform(values, values + agreed.size(), agreed.begin(),
+                 [](double place) { return std::llround(place); });
   std::vector<int64_t> sorted = agreed;
   std::sort(sorted.begin(), sorted.end());
   for (size_t i = 0; i < sorted.size(); ++i) {
@@ -340,36 +217,7 @@ void Reducer::Impl::rebuild() {
                                                       " sent an order of gradients that is none");
     }
   }
-  std::lock_guard lock(mutex_);
-  make_buckets(agreed);
-  measured_pass_ = pass_;
-}
-
-void Reducer::Impl::give_up(uint64_t pass, const char* why) {
-  int left = 0;
-  {
-    std::lock_guard lock(mutex_);
-    if (pass != pass_ || state_ == PassState::kIdle || state_ == PassState::kFinalising) return;
-    transition_locked(PassState::kFinalising);
-    left = static_cast<int>(buckets_.size() - started_);
-  }
-  // What has started goes on without us: other ranks may need our part of it.
-  group_->refuse(left,
-                 Error{ErrorKind::kRemoteFailed,
-                       "the backward pass of rank " + std::to_string(world_rank()) + " " + why,
-                       world_rank(), "Reducer"});
-  std::lock_guard lock(mutex_);
-  for (Bucket& bucket : buckets_) bucket.drop();
-  transition_locked(PassState::kIdle);
-}
-
-void Reducer::Impl::give_up_current(const char* why) {
-  uint64_t pass = 0;
-  {
-    std::lock_guard lock(mutex_);
-    pass = pass_;
-  }
-  give_up(pass, why);
+  return agreed;
 }
 
 Error Reducer::Impl::missing_error_locked() const {
@@ -412,10 +260,12 @@ Reducer::Reducer(const std::vector<NamedParameter>& parameters,
 
 Reducer::~Reducer() {
   impl_->remove_hooks();
-  impl_->give_up_current("ended with its Reducer");
+  impl_->give_up_all("ended with its Reducer");
 }
 
 void Reducer::attach(GradientPass& pass) { impl_->attach(pass); }
+
+void Reducer::expect(const autograd::ContextRef& context) { impl_->expect(context); }
 
 std::vector<std::vector<std::string>> Reducer::buckets() const { return impl_->bucket_names(); }
 

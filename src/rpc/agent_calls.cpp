@@ -16,6 +16,7 @@ using base::ErrorKind;
 enum class CallMode : uint8_t { kCall = 0, kRemote = 1 };
 
 thread_local uint64_t t_context = 0;
+thread_local AutogradHook* t_autograd = nullptr;
 
 class ReplyImpl final : public Reply {
  public:
@@ -74,8 +75,19 @@ Error error_in_flight(ErrorKind otherwise) {
 }
 
 uint64_t current_context() { return t_context; }
-ContextScope::ContextScope(uint64_t context) : previous_(t_context) { t_context = context; }
-ContextScope::~ContextScope() { t_context = previous_; }
+AutogradHook* current_autograd() { return t_autograd; }
+ContextScope::ContextScope(AutogradHook* autograd, uint64_t context)
+    : previous_(t_context), previous_autograd_(t_autograd) {
+  t_context = context;
+  t_autograd = autograd;
+}
+ContextScope::ContextScope(const Agent& agent, uint64_t context)
+    : ContextScope(agent.autograd_hook().get(), context) {}
+ContextScope::ContextScope(uint64_t context) : ContextScope(t_autograd, context) {}
+ContextScope::~ContextScope() {
+  t_context = previous_;
+  t_autograd = previous_autograd_;
+}
 
 void Reply::store(std::shared_ptr<void> value, std::type_index type,
                   OwnedValue::EncodeFunction encode) {
@@ -250,7 +262,7 @@ void AgentCore::execute(int from, std::shared_ptr<InMessage> message, net::InFra
   try {
     if (!message) message = std::make_shared<InMessage>(from_frame(std::move(frame), from, stager));
     rrefs->receive(*message);
-    const ContextScope scope(header.context_id);
+    const ContextScope scope(hook.get(), header.context_id);
     Decoder decoder(*message);
     function = decoder.in.get_string();
     reply->set_function(function);

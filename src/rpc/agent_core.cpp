@@ -14,9 +14,9 @@ using base::ErrorKind;
 
 base::Task WorkerExecutor::bind(base::Task task) {
   return [task = streams_.under_this_thread(std::move(task)), context = current_context(),
-          state = at::ThreadLocalState()]() mutable {
+          autograd = current_autograd(), state = at::ThreadLocalState()]() mutable {
     const at::ThreadLocalStateGuard guard(state);
-    const ContextScope scope(context);
+    const ContextScope scope(autograd, context);
     task();
     task = base::Task();
   };

@@ -3,7 +3,6 @@
 #include <torch/nn/modules/linear.h>
 
 #include "distrain/autograd/context.h"
-#include "distrain/ddp/context_pass.h"
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "support/catch.h"
 #include "support/cluster.h"
@@ -59,8 +58,6 @@ TEST_CASE("the context's gradients of a DDP module are means over the trainers")
       const at::Tensor embedded =
           agent.rpc_sync<&lookup>(kTrainers, indices_of(agent.rank(), step));
       const at::Tensor loss = dense.forward(embedded).pow(2).sum();
-      ddp::ContextPass pass(context);
-      dense.attach(pass);
       autograd::backward(context, {loss});
 
       at::Tensor total;
@@ -91,10 +88,9 @@ TEST_CASE("a parameter without gradient in a distributed pass ends it on all tra
       const at::Tensor embedded =
           agent.rpc_sync<&lookup>(kTrainers, indices_of(agent.rank(), step));
       const bool lacks = step % 2 == 1 && agent.rank() == 1;
-      const at::Tensor loss = lacks ? at::linear(embedded, dense.module()->weight).sum()
-                                    : dense.forward(embedded).sum();
-      ddp::ContextPass pass(context);
-      dense.attach(pass);
+      const at::Tensor scores = dense.forward(embedded);
+      const at::Tensor loss =
+          lacks ? at::linear(embedded, dense.module()->weight).sum() : scores.sum();
       const base::Error error = testing::error_of([&] { autograd::backward(context, {loss}); });
       if (step % 2 == 0) {
         expect(error.message == "(no error)", error.message);

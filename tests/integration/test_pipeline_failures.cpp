@@ -40,7 +40,7 @@ struct TwoStages {
     for (size_t m = 0; m < images.size(); ++m) {
       auto& context = *contexts.emplace_back(
           std::make_unique<autograd::Context>(agent, autograd::Context::Scope::kExplicit));
-      const rpc::ContextScope scope(context.id());
+      const rpc::ContextScope scope(agent, context.id());
       auto activations = agent.make_rref(images[m]);
       for (const auto& stage : stages) {
         activations = stage.remote<&PipelineStage::forward>(activations, static_cast<int64_t>(m));

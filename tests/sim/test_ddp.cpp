@@ -77,7 +77,7 @@ std::vector<at::Tensor> trained(int size, std::vector<std::pair<c10::Device, c10
       if (kind == Kind::kPlain) {
         loss.backward();
       } else {
-        model.attach(pass);
+        model.reducer().attach(pass);
         pass.backward(loss);
       }
       const at::NoGradGuard no_grad;
@@ -98,7 +98,6 @@ std::vector<at::Tensor> trained(int size, std::vector<std::pair<c10::Device, c10
 // A distributed pass whose gradients come when the test says so.
 class ManualPass final : public ddp::GradientPass {
  public:
-  uint64_t id() const override { return 1; }
   at::Tensor gradient(const at::Tensor& variable) override { return slot(variable).gradient; }
   void set_gradient(const at::Tensor& variable, at::Tensor gradient) override {
     slot(variable).gradient = std::move(gradient);

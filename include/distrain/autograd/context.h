@@ -66,6 +66,27 @@ class Context {
   const std::optional<rpc::ContextScope> scope_;
 };
 
+/// A context on this rank, for code that is not given the Context, or may outlive it. A weak
+/// reference: what it does to a context that has ended is lost. Thread-safe.
+class ContextRef {
+ public:
+  explicit ContextRef(const std::shared_ptr<ContextState>& state);
+
+  /// The current one of this thread; nothing where there is none. Throws `invalid` for one that has
+  /// ended, and where the thread knows its number but not its agent (see rpc::ContextScope).
+  static std::optional<ContextRef> current();
+
+  uint64_t id() const { return id_; }
+  bool ended() const { return state_.expired(); }
+  /// As Context's.
+  void set_gradient(const at::Tensor& variable, at::Tensor gradient) const;
+  void on_pass_end(std::function<void()> fn) const;
+
+ private:
+  uint64_t id_;
+  std::weak_ptr<ContextState> state_;
+};
+
 struct PassOptions {
   bool retain_graph = false;
   /// Of each message with gradients, from its sending until all that follows from it is done.

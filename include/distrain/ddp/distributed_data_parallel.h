@@ -4,6 +4,9 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/core/grad_mode.h>
+
+#include "distrain/autograd/context.h"
 #include "distrain/collective/backend.h"
 #include "distrain/collective/reduce_group.h"
 #include "distrain/collective/staged_reduce_group.h"
@@ -16,14 +19,19 @@ namespace distrain::ddp {
 ///
 /// `Module` is a torch module holder (`torch::nn::Linear`) or a shared_ptr to a module. The
 /// constructor checks that all ranks have the same parameters and buffers (`invalid` if not) and
-/// takes the values of rank 0; it, forward() and each backward pass are collective. While training,
-/// forward() first takes the buffers of rank 0, if there are any.
+/// takes the values of rank 0; it, forward() while training and each backward pass are collective.
+/// Such a forward() first takes the buffers of rank 0, if there are any.
 ///
 ///   DistributedDataParallel model(torch::nn::Linear(16, 8), backend);
 ///   loss(model.forward(x)).backward();            // gradients in .grad are means over the ranks
 ///
-///   model.attach(pass);                           // the same in a distributed pass:
-///   autograd::backward(context, {loss});          // the context's gradients are means
+///   autograd::Context context(agent);             // the same in a distributed pass:
+///   autograd::backward(context, {loss(model.forward(x))});  // the context's gradients are means
+///
+/// A forward() while training, and with gradients enabled, tells the reducer of this thread's
+/// current autograd context; see Reducer::expect for what follows. Any number of them may come
+/// before a backward pass, and contexts may be under way together, such as those of micro-batches.
+/// A pass over parameters that were used otherwise, through module() or in eval mode, is an error.
 template <class Module>
 class DistributedDataParallel {
  public:
@@ -43,12 +51,14 @@ class DistributedDataParallel {
   /// As the module's.
   template <class... Args>
   auto forward(Args&&... args) {
-    if (has_buffers_ && module_->is_training()) broadcast_values(module_->buffers(), *group_);
+    if (module_->is_training()) {
+      if (at::GradMode::is_enabled()) {
+        if (const auto context = autograd::ContextRef::current()) reducer_.expect(*context);
+      }
+      if (has_buffers_) broadcast_values(module_->buffers(), *group_);
+    }
     return module_->forward(std::forward<Args>(args)...);
   }
-
-  /// See Reducer::attach.
-  void attach(GradientPass& pass) { reducer_.attach(pass); }
 
   Module& module() { return module_; }
   Reducer& reducer() { return reducer_; }

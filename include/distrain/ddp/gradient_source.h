@@ -1,21 +1,16 @@
 #pragma once
 
-#include <cstdint>
 #include <functional>
 
 #include <ATen/core/Tensor.h>
 
 namespace distrain::ddp {
 
-/// One distributed backward pass, as seen by what reduces its gradients. ContextPass is one
-/// of an autograd context: that engine captures leaf gradients itself, so AccumulateGrad's hooks
-/// never fire in such a pass.
+/// One backward pass of an engine that is neither torch's nor distrain's, as seen by what reduces
+/// its gradients: AccumulateGrad's hooks do not fire in such a pass.
 class GradientPass {
  public:
   virtual ~GradientPass() = default;
-
-  /// Names the pass in messages: the id of the autograd context.
-  virtual uint64_t id() const = 0;
 
   /// The gradient that this pass has for `variable`; undefined when it has none. Thread-safe.
   virtual at::Tensor gradient(const at::Tensor& variable) = 0;

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "distrain/autograd/context.h"
 #include "distrain/collective/backend.h"
 #include "distrain/collective/reduce_group.h"
 #include "distrain/ddp/gradient_source.h"
@@ -28,9 +29,11 @@ struct NamedParameter {
 /// Parallel Training", VLDB 2020.)
 ///
 /// A plain `loss.backward()` needs nothing else: hooks on the parameters feed the reducer, and
-/// backward() returns with the mean in `.grad`. A distributed pass is announced by attach().
-/// Every rank must run the same number of passes. One pass at a time: a second one beside it fails
-/// with `invalid`.
+/// backward() returns with the mean in `.grad`. For passes of an autograd context the reducer has
+/// to be told of the context by expect(), which DistributedDataParallel::forward does: a pass of
+/// another one that reaches a parameter fails with `invalid`, on all ranks.
+/// Every rank must run the same passes in the same order. One pass at a time: a second one beside
+/// it fails with `invalid`.
 ///
 /// backward() throws `invalid` on every rank when a parameter got no gradient or a sparse one on
 /// some rank, naming that rank and all such parameters; what else a collective can throw; and
@@ -59,7 +62,16 @@ class Reducer {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  /// Reduces the gradients of this pass, too. To be called before its backward, on each rank.
+  /// From now on reduces the gradients of the passes of this context, on this rank, that reach the
+  /// parameters. The next one has to: it fails with `invalid` if it reaches none. If none comes
+  /// until the context ends, that counts for a failed pass of this rank: nothing happens if it is
+  /// so on all ranks; otherwise the backward() of those that ran theirs throws `remote_failed`
+  /// naming this one, when this one comes to its next expect() or pass. A plain backward() of the
+  /// thread whose current context it is will do, too. Thread-safe.
+  void expect(const autograd::ContextRef& context);
+
+  /// Reduces the gradients of this pass of another engine, too. To be called before its backward,
+  /// on each rank.
   void attach(GradientPass& pass);
 
   /// The names in each bucket, for tests and diagnosis.

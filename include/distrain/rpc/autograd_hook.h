@@ -7,12 +7,21 @@
 
 namespace distrain::rpc {
 
+class Agent;
+class AutogradHook;
+
 /// The distributed autograd context that calls of this thread belong to; 0: none.
 uint64_t current_context();
+/// The autograd of the agent whose context that is; null: none, or not known. Valid while the agent
+/// lives.
+AutogradHook* current_autograd();
 
-/// Sets it while the object lives.
+/// Sets the current context while the object lives, not longer than its agent.
 class ContextScope {
  public:
+  ContextScope(const Agent& agent, uint64_t context);
+  ContextScope(AutogradHook* autograd, uint64_t context);
+  /// 0 leaves all contexts. Another one is taken to be of the agent of the current one.
   explicit ContextScope(uint64_t context);
   ~ContextScope();
   ContextScope(const ContextScope&) = delete;
@@ -20,6 +29,7 @@ class ContextScope {
 
  private:
   uint64_t previous_;
+  AutogradHook* previous_autograd_;
 };
 
 /// What distributed autograd does to the messages of a context. The rpc layer calls it and knows

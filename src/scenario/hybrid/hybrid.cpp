@@ -16,7 +16,6 @@
 #include "distrain/base/trace.h"
 #include "distrain/collective/backend.h"
 #include "distrain/data/placed_tensors.h"
-#include "distrain/ddp/context_pass.h"
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "distrain/job/session.h"
 #include "distrain/job/train_log.h"
@@ -193,8 +192,6 @@ class Trainer {
     const at::Tensor loss =
         base::traced("loss", [&] { return at::cross_entropy_loss(scores, targets); });
     const double value = job::checked_loss(loss, progress_.epoch, progress_.step + 1);
-    ddp::ContextPass pass(context);
-    dense_->attach(pass);
     autograd::backward(context, {loss});
     optimizer_->step(context);
     log_.step(value, batch.targets.numel());

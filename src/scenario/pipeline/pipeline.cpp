@@ -134,7 +134,7 @@ class Pipeline final : public PipelineModel {
     for (size_t m = 0; m < passes->inputs.size(); ++m) {
       passes->contexts[m] =
           std::make_unique<autograd::Context>(agent_, autograd::Context::Scope::kExplicit);
-      const rpc::ContextScope scope(passes->contexts[m]->id());
+      const rpc::ContextScope scope(agent_, passes->contexts[m]->id());
       rpc::RRef<at::Tensor> activations =
           agent_.make_rref(data::for_rank(agent_, 1, passes->inputs[m].images));
       for (size_t i = 0; i < stages_.size(); ++i) {

@@ -33,7 +33,9 @@ at::Tensor LanguageModel::training_loss(const WordBatch& batch, const job::Task&
   models::Dropout dropout({options_.seed, static_cast<uint64_t>(task.epoch),
                            static_cast<uint64_t>(task.shard), static_cast<uint64_t>(task.step)});
   const at::Tensor embedded = dropout(ends_.embed(batch.inputs), options_.dropout);
-  const at::Tensor output = dropout(lstm_->forward(embedded, state_, dropout), options_.dropout);
+  const at::Tensor hidden = ends_.lstm ? ends_.lstm(embedded, state_, dropout)
+                                       : lstm_->forward(embedded, state_, dropout);
+  const at::Tensor output = dropout(hidden, options_.dropout);
   return ends_.loss(output.reshape({-1, output.size(2)}), batch.targets);
 }
 

@@ -26,11 +26,15 @@ struct WordLoss {
 /// What a trainer makes of its LSTM and of the two ends of the model, wherever they are.
 class LanguageModel {
  public:
-  /// The embedding and the decoder: over RPC, or directly with `--local`.
+  /// The embedding and the decoder: over RPC, or directly with `--local`. And how the LSTM is run
+  /// while training: empty, as it is elsewhere.
   struct Ends {
     std::function<at::Tensor(const at::Tensor& words)> embed;
     std::function<at::Tensor(const at::Tensor& hidden, const at::Tensor& targets)> loss;
     std::function<at::Tensor(const at::Tensor& hidden)> scores;
+    std::function<at::Tensor(const at::Tensor& embedded, models::LstmState& state,
+                             models::Dropout& dropout)>
+        lstm;
   };
 
   LanguageModel(const RnnOptions& options, models::Lstm lstm, Ends ends)

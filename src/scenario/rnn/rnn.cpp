@@ -10,7 +10,6 @@
 #include "distrain/autograd/context.h"
 #include "distrain/base/trace.h"
 #include "distrain/data/placed_tensors.h"
-#include "distrain/ddp/context_pass.h"
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "distrain/job/served_job.h"
 #include "distrain/job/train_log.h"
@@ -165,7 +164,7 @@ class Trainer {
   }
 
  private:
-  LanguageModel::Ends ends() const {
+  LanguageModel::Ends ends() {
     const auto sent = [this](const at::Tensor& t) {
       return data::for_rank(agent_, job::kServer, t);
     };
@@ -179,6 +178,10 @@ class Trainer {
             },
             [this, sent](const at::Tensor& hidden) {
               return server_.decoder.rpc_sync<&models::Decoder::scores>(sent(hidden));
+            },
+            [this](const at::Tensor& embedded, models::LstmState& state, models::Dropout& dropout) {
+              return data_parallel_ ? data_parallel_->forward(embedded, state, dropout)
+                                    : lstm_->forward(embedded, state, dropout);
             }};
   }
 
@@ -190,8 +193,6 @@ class Trainer {
     autograd::Context context(agent_);
     const at::Tensor loss = model_.training_loss(batch, task);
     const double value = job::checked_loss(loss, task.epoch, task.step + 1);
-    std::optional<ddp::ContextPass> pass;
-    if (data_parallel_) data_parallel_->attach(pass.emplace(context));
     autograd::backward(context, {loss});
     optimizer_->step(context, options_.clip);
     words_ += batch.targets.numel();

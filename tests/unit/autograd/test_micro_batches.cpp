@@ -75,7 +75,7 @@ struct Batch {
     for (int m = 0; m < micro_batches; ++m) {
       auto& context =
           *contexts.emplace_back(std::make_unique<autograd::Context>(agent, Scope::kExplicit));
-      const rpc::ContextScope scope(context.id());
+      const rpc::ContextScope scope(agent, context.id());
       const auto output = stage.remote<&GatedStage::forward>(
           agent.make_rref(at::full({1}, static_cast<double>(m + 1), at::kDouble)));
       done.push_back(autograd::backward_async(context, {output.to_here_async().wait().sum()}));
@@ -185,7 +185,7 @@ TEST_CASE("an explicit context is current where a scope says so") {
     const autograd::Context outer(cluster[0]);
     const autograd::Context inner(cluster[0], Scope::kExplicit);
     CHECK(rpc::current_context() == outer.id());
-    const rpc::ContextScope scope(inner.id());
+    const rpc::ContextScope scope(cluster[0], inner.id());
     CHECK(rpc::current_context() == inner.id());
   }
   CHECK(rpc::current_context() == 0);

@@ -16,9 +16,6 @@ namespace distrain::testing {
 /// and tells of them in a given order.
 class FakePass final : public ddp::GradientPass {
  public:
-  explicit FakePass(uint64_t id = 1) : id_(id) {}
-
-  uint64_t id() const override { return id_; }
   at::Tensor gradient(const at::Tensor& variable) override { return slot(variable); }
   void set_gradient(const at::Tensor& variable, at::Tensor gradient) override {
     slot(variable) = std::move(gradient);
@@ -60,7 +57,6 @@ class FakePass final : public ddp::GradientPass {
     return gradients_.emplace_back(variable, at::Tensor()).second;
   }
 
-  const uint64_t id_;
   std::vector<std::pair<at::Tensor, std::function<void(const at::Tensor&)>>> ready_;
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;
   std::function<void()> end_;

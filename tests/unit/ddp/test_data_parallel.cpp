@@ -25,7 +25,7 @@ TEST_CASE("replicas start and stay equal") {
         loss.backward();
       } else {
         FakePass pass;
-        model.attach(pass);
+        model.reducer().attach(pass);
         pass.backward(loss);
         for (at::Tensor& p : model.parameters()) p.mutable_grad() = pass.gradient(p);
       }

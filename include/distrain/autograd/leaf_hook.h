@@ -1,0 +1,20 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function_hook.h>
+
+#include "distrain/autograd/context.h"
+
+namespace distrain::autograd {
+
+/// A leaf's post-accumulate hook that sees the leaf's gradients in passes of a context, too, where
+/// AccumulateGrad does not run. A hook of another kind is an error there, unless the leaf has one
+/// by Context::on_gradient_ready.
+class LeafHook : public torch::autograd::PostAccumulateGradHook {
+ public:
+  /// Called once a pass with this rank's final gradient, on the thread that computed it, after
+  /// those of on_gradient_ready. The pass fails with what it throws.
+  virtual void on_context_gradient(const ContextRef& context, const at::Tensor& gradient) = 0;
+};
+
+}  // namespace distrain::autograd

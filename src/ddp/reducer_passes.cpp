@@ -1,0 +1,215 @@
+// How passes begin and how they are given up.
+#include <utility>
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "reducer_impl.h"
+
+namespace distrain::ddp {
+
+namespace {
+
+/// Owned by what will end a pass; if that dies first, so does the pass.
+template <class Impl>
+class PassEnd {
+ public:
+  PassEnd(std::weak_ptr<Impl> impl, uint64_t pass, Deliver deliver)
+      : impl_(std::move(impl)), pass_(pass), deliver_(std::move(deliver)) {}
+  ~PassEnd() {
+    if (auto impl = impl_.lock()) impl->give_up(pass_, "failed before its end");
+  }
+  PassEnd(const PassEnd&) = delete;
+  PassEnd& operator=(const PassEnd&) = delete;
+
+  void operator()() {
+    if (auto impl = impl_.lock()) impl->finish(pass_, deliver_);
+  }
+
+ private:
+  std::weak_ptr<Impl> impl_;
+  const uint64_t pass_;
+  const Deliver deliver_;
+};
+
+}  // namespace
+
+void Reducer::Impl::begin_locked(uint64_t pass, int graph_task) {
+  if (state_ != PassState::kIdle) {
+    throw base::Exception(
+        invalid("another backward pass over these parameters is under way; one at a time"));
+  }
+  settle_debts_locked();
+  transition_locked(PassState::kAccumulating);
+  pass_ = pass;
+  graph_task_ = graph_task;
+  context_ = 0;
+  started_ = 0;
+  failure_.reset();
+  arrival_.clear();
+  for (Bucket& bucket : buckets_) bucket.begin();
+}
+
+void Reducer::Impl::attach(GradientPass& source) {
+  uint64_t pass = 0;
+  {
+    std::lock_guard lock(mutex_);
+    begin_locked(++last_number_);
+    pass = pass_;
+  }
+  auto end = std::make_shared<PassEnd<Impl>>(
+      weak_from_this(), pass, [&source](const at::Tensor& parameter, const at::Tensor& mean) {
+        source.set_gradient(parameter, mean);
+      });
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    source.on_gradient_ready(parameters_[i],
+                             [weak = weak_from_this(), pass, i](const at::Tensor& gradient) {
+                               if (auto impl = weak.lock()) impl->on_gradient(pass, i, gradient);
+                             });
+  }
+  source.on_pass_end([end] { (*end)(); });
+}
+
+void Reducer::Impl::expect(const autograd::ContextRef& context) {
+  uint64_t pass = 0;
+  {
+    std::lock_guard lock(mutex_);
+    if (state_ == PassState::kIdle) settle_debts_locked();
+    std::erase_if(contexts_, [](const auto& item) {
+      return item.second.context.ended() && item.second.expected == 0;
+    });
+    Known& known = contexts_.try_emplace(context.id(), Known{context}).first->second;
+    if (known.expected != 0) return;
+    pass = known.expected = ++last_number_;
+  }
+  end_with(context, pass);
+}
+
+void Reducer::Impl::end_with(const autograd::ContextRef& context, uint64_t pass) {
+  auto end = std::make_shared<PassEnd<Impl>>(
+      weak_from_this(), pass, [context](const at::Tensor& parameter, const at::Tensor& mean) {
+        context.set_gradient(parameter, mean);
+      });
+  context.on_pass_end([end] { (*end)(); });
+}
+
+Reducer::Impl::Known* Reducer::Impl::expecting_locked(uint64_t pass) {
+  for (auto& [id, known] : contexts_) {
+    if (known.expected == pass) return &known;
+  }
+  return nullptr;
+}
+
+// Of the pass under way, those that are not started.
+int Reducer::Impl::collectives_left_locked() const {
+  const bool measures = measured_pass_ == 0 && buckets_.size() > 1;
+  return static_cast<int>(buckets_.size() - started_) + (measures ? 1 : 0);
+}
+
+void Reducer::Impl::settle_debts_locked() {
+  started_ = 0;  // of a pass that does not take place
+  for (const Error& error : std::exchange(debts_, {})) {
+    group_->refuse(collectives_left_locked(), error);
+  }
+}
+
+// A plain pass inside a context is the one that was expected.
+void Reducer::Impl::answer_expectation_locked() {
+  const auto it = contexts_.find(rpc::current_context());
+  if (it != contexts_.end()) it->second.expected = 0;
+}
+
+void Reducer::Impl::on_accumulated(size_t index, const at::Tensor& variable) {
+  std::lock_guard lock(mutex_);
+  const int graph_task = torch::autograd::get_current_graph_task_id();
+  if (state_ == PassState::kIdle || graph_task != graph_task_) {
+    begin_locked(++last_number_, graph_task);
+    answer_expectation_locked();
+    auto end = std::make_shared<PassEnd<Impl>>(weak_from_this(), pass_, nullptr);
+    torch::autograd::Engine::get_default_engine().queue_callback([end] { (*end)(); });
+  }
+  store_locked(index, variable.grad());
+}
+
+void Reducer::Impl::on_context_gradient(size_t index, const autograd::ContextRef& context,
+                                        const at::Tensor& gradient) {
+  std::lock_guard lock(mutex_);
+  if (state_ == PassState::kIdle || context_ != context.id()) {
+    begin_of_context_locked(index, context);
+  }
+  store_locked(index, gradient);
+}
+
+void Reducer::Impl::begin_of_context_locked(size_t index, const autograd::ContextRef& context) {
+  const auto it = contexts_.find(context.id());
+  try {
+    if (it == contexts_.end()) {
+      throw base::Exception(invalid(
+          "a pass of an autograd context reached parameter '" + names_[index] + "' on rank " +
+          std::to_string(world_rank()) +
+          ", but its gradients are not averaged: call the DistributedDataParallel's forward() in "
+          "that context (not its module's), while training and with gradients enabled"));
+    }
+    const uint64_t expected = it->second.expected;
+    begin_locked(expected != 0 ? expected : ++last_number_);
+  } catch (const base::Exception& e) {
+    // The other ranks wait for a pass of this one. If it is still expected, its PassEnd sees to it.
+    if (it == contexts_.end() || it->second.expected == 0) {
+      debts_.push_back(e.error());
+      if (state_ == PassState::kIdle) settle_debts_locked();
+    }
+    throw;
+  }
+  context_ = context.id();
+  if (std::exchange(it->second.expected, 0) == 0) end_with(context, pass_);
+}
+
+void Reducer::Impl::on_gradient(uint64_t pass, size_t index, const at::Tensor& gradient) {
+  std::lock_guard lock(mutex_);
+  if (pass == pass_) store_locked(index, gradient);
+}
+
+void Reducer::Impl::give_up(uint64_t pass, const char* why) {
+  int left = 0;
+  {
+    std::lock_guard lock(mutex_);
+    if (Known* const known = expecting_locked(pass)) {
+      known->expected = 0;
+      const bool ended = known->context.ended();
+      debts_.push_back(given_up_error(
+          ended ? "never came: the autograd context of its forward pass ended without it" : why));
+      if (!ended && state_ == PassState::kIdle) settle_debts_locked();
+      return;
+    }
+    if (pass != pass_ || state_ == PassState::kIdle || state_ == PassState::kFinalising) return;
+    transition_locked(PassState::kFinalising);
+    left = collectives_left_locked();
+  }
+  // What has started goes on without us: other ranks may need our part of it.
+  group_->refuse(left, given_up_error(why));
+  std::lock_guard lock(mutex_);
+  for (Bucket& bucket : buckets_) bucket.drop();
+  transition_locked(PassState::kIdle);
+}
+
+void Reducer::Impl::give_up_all(const char* why) {
+  uint64_t pass = 0;
+  {
+    std::lock_guard lock(mutex_);
+    pass = pass_;
+  }
+  give_up(pass, why);
+  std::lock_guard lock(mutex_);
+  for (auto& [id, known] : contexts_) {
+    if (std::exchange(known.expected, 0) != 0) debts_.push_back(given_up_error(why));
+  }
+  settle_debts_locked();
+}
+
+Error Reducer::Impl::given_up_error(const char* why) const {
+  return Error{ErrorKind::kRemoteFailed,
+               "the backward pass of rank " + std::to_string(world_rank()) + " " + why,
+               world_rank(), "Reducer"};
+}
+
+}  // namespace distrain::ddp
