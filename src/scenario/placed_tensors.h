@@ -2,24 +2,13 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "distrain/rpc/agent.h"
+#include "distrain/rpc/placed.h"
 #include "distrain/scenario/named_tensors.h"
 
 namespace distrain::scenario {
 
-// Note [Tensors on their way]
-//
-// A rank computes on its device. Tensors of a GPU arrive on the other rank's GPU, those of the CPU
-// on the CPU. So what was made on the CPU is sent as it is, and whoever computes with it moves it
-// to its device; and a rank with a GPU moves what it sends to one without to the CPU. Both say so
-// by the functions below, which do nothing where there is nothing to do. They leave a node in the
-// graph, so gradients come back on the device of what was moved.
-
-/// `tensor`, which this rank got or made, where it computes.
-at::Tensor placed(const at::Tensor& tensor, c10::Device device);
-
-/// `tensor` as it can travel to `rank`: one of a GPU from this rank's device, or from the CPU.
-at::Tensor for_rank(const rpc::Agent& agent, int rank, const at::Tensor& tensor);
+using rpc::for_rank;
+using rpc::placed;
 
 /// Their values on the CPU, without a graph: for checkpoints.
 NamedTensors on_host(const NamedTensors& tensors);
