@@ -93,18 +93,18 @@ void refuse_parameters(const std::vector<NamedTensor>& parameters,
   }
 }
 
-// To the device, and into memory of its own, which is what tells versions in flight.
-void settle(const at::Tensor& parameter, c10::Device device) {
-  at::Tensor moved = parameter;
-  if (parameter.device() != device) {
-    moved.set_data(rpc::placed(parameter.detach(), device));
-  } else if (parameter.storage().use_count() > 1) {
-    moved.set_data(parameter.detach().clone());
-  }
-}
-
 void point_to(const at::Tensor& tensor, const at::Tensor& values) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
+}
+
+// To the device, and into memory of its own, which is what tells versions in flight. Nobody has
+// used the parameter yet.
+void settle(const at::Tensor& parameter, c10::Device device) {
+  if (parameter.device() != device) {
+    point_to(parameter, rpc::placed(parameter.detach(), device));
+  } else if (parameter.storage().use_count() > 1) {
+    point_to(parameter, parameter.detach().clone());
+  }
 }
 
 void check_alike(const std::vector<NamedTensor>& first, const std::vector<NamedTensor>& again,
