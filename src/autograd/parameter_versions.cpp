@@ -23,6 +23,11 @@ at::Tensor ParameterRead::version(const at::Tensor& parameter) const {
   return version;
 }
 
+void ParameterRead::renew(const at::Tensor& version, const at::Tensor& parameter) const {
+  runtime_.parameter_streams().read(parameter);
+  version.unsafeGetTensorImpl()->shallow_copy_from(parameter.variable_data().getIntrusivePtr());
+}
+
 std::vector<at::Tensor> current_versions(rpc::Agent& agent,
                                          const std::vector<at::Tensor>& parameters) {
   const ParameterRead read(agent);
@@ -32,9 +37,20 @@ std::vector<at::Tensor> current_versions(rpc::Agent& agent,
   return versions;
 }
 
+void add_version_keeper(rpc::Agent& agent, std::weak_ptr<VersionKeeper> keeper) {
+  Runtime& runtime = *Runtime::of(agent);
+  const std::unique_lock lock(runtime.parameters_mutex());
+  runtime.version_keepers().push_back(std::move(keeper));
+}
+
 ParameterUpdate::ParameterUpdate(rpc::Agent& agent)
     : runtime_(*Runtime::of(agent)), lock_(runtime_.parameters_mutex()) {
   runtime_.parameter_streams().update(agent.device());
+  std::erase_if(runtime_.version_keepers(), [](const std::weak_ptr<VersionKeeper>& known) {
+    const auto keeper = known.lock();
+    if (keeper) keeper->let_go();
+    return !keeper;
+  });
 }
 
 bool ParameterUpdate::unshare(const at::Tensor& parameter) const {

@@ -11,6 +11,7 @@
 
 #include "context_state.h"
 #include "distrain/autograd/context.h"
+#include "distrain/autograd/parameter_versions.h"
 #include "distrain/rpc/agent.h"
 #include "distrain/rpc/autograd_hook.h"
 #include "streams.h"
@@ -34,6 +35,8 @@ class Runtime final : public rpc::AutogradHook, public std::enable_shared_from_t
   /// parameter_versions.h.
   std::shared_mutex& parameters_mutex() { return parameters_mutex_; }
   ParameterStreams& parameter_streams() { return parameter_streams_; }
+  /// Guarded by parameters_mutex().
+  std::vector<std::weak_ptr<VersionKeeper>>& version_keepers() { return version_keepers_; }
 
   uint64_t new_id();
   std::shared_ptr<ContextState> create(uint64_t id);
@@ -65,6 +68,7 @@ class Runtime final : public rpc::AutogradHook, public std::enable_shared_from_t
   std::atomic<uint64_t> counter_{0};
   std::shared_mutex parameters_mutex_;
   ParameterStreams parameter_streams_;
+  std::vector<std::weak_ptr<VersionKeeper>> version_keepers_;
   mutable std::mutex mutex_;
   std::unordered_map<uint64_t, std::shared_ptr<ContextState>> contexts_;
   // The last kRemembered released contexts: what is late for them must not make them again.

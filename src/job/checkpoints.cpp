@@ -10,7 +10,7 @@
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/base/trace.h"
-#include "distrain/data/placed_tensors.h"
+#include "distrain/data/named_tensors.h"
 #include "distrain/data/stored_tensors.h"
 
 namespace distrain::job {

@@ -8,8 +8,8 @@
 #include "distrain/autograd/context.h"
 #include "distrain/autograd/parameter_versions.h"
 #include "distrain/base/trace.h"
-#include "distrain/data/placed_tensors.h"
 #include "distrain/optim/distributed_optimizer.h"
+#include "distrain/rpc/placed.h"
 
 namespace distrain::models {
 
@@ -21,7 +21,7 @@ ConvNet::ConvNet(uint64_t seed, const std::vector<c10::Device>& devices) {
     const double bound = 1.0 / std::sqrt(static_cast<double>(weight[0].numel()));
     for (at::Tensor* parameter : {&weight, &bias}) {
       parameter->uniform_(-bound, bound, generator);
-      parameters_.push_back(data::placed(*parameter, device).requires_grad_());
+      parameters_.push_back(rpc::placed(*parameter, device).requires_grad_());
     }
   };
   layer({32, 1, 3, 3}, devices.front());
@@ -46,11 +46,11 @@ data::NamedTensors ConvNet::named_parameters() const {
 at::Tensor ConvNet::forward(const std::vector<at::Tensor>& parameters, const at::Tensor& images,
                             Dropout dropout) {
   const base::TraceScope scope("forward");
-  at::Tensor x = data::placed(images, parameters[0].device());
+  at::Tensor x = rpc::placed(images, parameters[0].device());
   x = at::relu(at::conv2d(x, parameters[0], parameters[1]));
   x = at::relu(at::conv2d(x, parameters[2], parameters[3]));
   x = dropout.channels(at::max_pool2d(x, {2, 2}), 0.25);
-  x = data::placed(x.flatten(1), parameters[4].device());
+  x = rpc::placed(x.flatten(1), parameters[4].device());
   x = at::relu(at::linear(x, parameters[4], parameters[5]));
   x = at::linear(dropout(x, 0.5), parameters[6], parameters[7]);
   return at::log_softmax(x, 1);
@@ -65,13 +65,13 @@ PsForward ConvNet::forward_training(rpc::CallContext& call, at::Tensor images,
   const auto versions = autograd::current_versions(call.agent, parameters_);
   const at::Tensor scores =
       forward(versions, images, dropout_key ? Dropout({*dropout_key}) : Dropout());
-  return {data::for_rank(call.agent, call.caller.rank, scores), progress.updates, progress.lead};
+  return {rpc::for_rank(call.agent, call.caller.rank, scores), progress.updates, progress.lead};
 }
 
 at::Tensor ConvNet::forward_evaluating(rpc::CallContext& call, at::Tensor images) {
   const at::NoGradGuard no_grad;
   const auto versions = autograd::current_versions(call.agent, parameters_);
-  return data::for_rank(call.agent, call.caller.rank, forward(versions, images, Dropout()));
+  return rpc::for_rank(call.agent, call.caller.rank, forward(versions, images, Dropout()));
 }
 
 std::vector<rpc::RRef<at::Tensor>> ConvNet::parameter_rrefs(rpc::CallContext& call) {
@@ -84,7 +84,7 @@ std::vector<at::Tensor> ConvNet::gradients(rpc::CallContext& call, uint64_t cont
   std::vector<at::Tensor> gradients;
   for (const at::Tensor& parameter : parameters_) {
     const at::Tensor gradient = autograd::gradient(call.agent, context, parameter);
-    gradients.push_back(gradient.defined() ? data::for_rank(call.agent, call.caller.rank, gradient)
+    gradients.push_back(gradient.defined() ? rpc::for_rank(call.agent, call.caller.rank, gradient)
                                            : gradient);
   }
   return gradients;

@@ -3,8 +3,8 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Functions.h>
 
-#include "distrain/data/placed_tensors.h"
 #include "distrain/data/random.h"
+#include "distrain/rpc/placed.h"
 
 namespace distrain::models {
 
@@ -19,7 +19,7 @@ at::Tensor Dropout::masked(const at::Tensor& x, at::IntArrayRef mask_shape, doub
   if (!on_ || p == 0) return x;
   // Drawn on the CPU wherever `x` is: the same numbers everywhere.
   const at::Tensor mask = at::empty(mask_shape, x.options().requires_grad(false).device(at::kCPU));
-  return x * data::placed(mask.bernoulli_(1 - p, generator_).div_(1 - p), x.device());
+  return x * rpc::placed(mask.bernoulli_(1 - p, generator_).div_(1 - p), x.device());
 }
 
 at::Tensor Dropout::operator()(const at::Tensor& x, double p) { return masked(x, x.sizes(), p); }

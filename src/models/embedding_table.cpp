@@ -7,7 +7,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/autograd/parameter_versions.h"
-#include "distrain/data/placed_tensors.h"
+#include "distrain/rpc/placed.h"
 
 namespace distrain::models {
 
@@ -20,25 +20,25 @@ EmbeddingTable::EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t
   } else {
     weight_.normal_(0, 1, generator);
   }
-  weight_ = data::placed(weight_, c10::Device(device)).requires_grad_();
+  weight_ = rpc::placed(weight_, c10::Device(device)).requires_grad_();
 }
 
 at::Tensor EmbeddingTable::forward(rpc::CallContext& call, at::Tensor indices, at::Tensor offsets) {
   const autograd::ParameterRead no_row_changes_meanwhile(call.agent);
-  return data::for_rank(call.agent, call.caller.rank, lookup(indices, offsets));
+  return rpc::for_rank(call.agent, call.caller.rank, lookup(indices, offsets));
 }
 
 at::Tensor EmbeddingTable::lookup(const at::Tensor& indices, const at::Tensor& offsets) const {
   const c10::Device device = weight_.device();
-  return std::get<0>(at::embedding_bag(weight_, data::placed(indices, device),
-                                       data::placed(offsets, device),
+  return std::get<0>(at::embedding_bag(weight_, rpc::placed(indices, device),
+                                       rpc::placed(offsets, device),
                                        /*scale_grad_by_freq=*/false,
                                        /*mode: sum*/ 0, /*sparse=*/true));
 }
 
 at::Tensor EmbeddingTable::weight(rpc::CallContext& call) {
   const autograd::ParameterRead no_row_changes_meanwhile(call.agent);
-  return data::placed(weight_.detach(), c10::kCPU);
+  return rpc::placed(weight_.detach(), c10::kCPU);
 }
 
 void EmbeddingTable::set_weight(at::Tensor weight) {
@@ -50,7 +50,7 @@ DenseImpl::DenseImpl(int64_t inputs, int64_t classes, uint64_t seed, c10::Device
   auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
   const double bound = 1.0 / std::sqrt(static_cast<double>(inputs));
   const auto drawn = [&](at::IntArrayRef shape) {
-    return data::placed(at::empty(shape, at::kFloat).uniform_(-bound, bound, generator), device);
+    return rpc::placed(at::empty(shape, at::kFloat).uniform_(-bound, bound, generator), device);
   };
   weight = register_parameter("weight", drawn({classes, inputs}));
   bias = register_parameter("bias", drawn({classes}));

@@ -8,8 +8,8 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/autograd/parameter_versions.h"
-#include "distrain/data/placed_tensors.h"
 #include "distrain/rpc/device.h"
+#include "distrain/rpc/placed.h"
 
 namespace distrain::models {
 
@@ -20,7 +20,7 @@ enum : uint64_t { kEncoderSeed = 1, kDecoderSeed = 2, kLstmSeed = 3 };
 
 at::Tensor uniform(at::IntArrayRef shape, double range, at::Generator& generator,
                    c10::Device device) {
-  return data::placed(at::empty(shape, at::kFloat).uniform_(-range, range, generator), device);
+  return rpc::placed(at::empty(shape, at::kFloat).uniform_(-range, range, generator), device);
 }
 
 /// cuDNN would have all weights of an LSTM in one piece of memory and warns that it copies them
@@ -37,18 +37,18 @@ WordEmbedding::WordEmbedding(int64_t words, int64_t size, uint64_t seed, c10::De
 }
 
 at::Tensor WordEmbedding::lookup(const at::Tensor& words) const {
-  return at::embedding(weight_, data::placed(words, weight_.device()), /*padding_idx=*/-1,
+  return at::embedding(weight_, rpc::placed(words, weight_.device()), /*padding_idx=*/-1,
                        /*scale_grad_by_freq=*/false,
                        /*sparse=*/true);
 }
 
 at::Tensor WordEmbedding::forward(rpc::CallContext& call, at::Tensor words) {
   const autograd::ParameterRead no_row_changes_meanwhile(call.agent);
-  return data::for_rank(call.agent, call.caller.rank, lookup(words));
+  return rpc::for_rank(call.agent, call.caller.rank, lookup(words));
 }
 
 Decoder::Decoder(int64_t words, int64_t hidden, uint64_t seed, c10::Device device)
-    : bias_(data::placed(at::zeros({words}, at::kFloat), device)) {
+    : bias_(rpc::placed(at::zeros({words}, at::kFloat), device)) {
   at::Generator generator = keyed_generator({seed, kDecoderSeed});
   weight_ = uniform({words, hidden}, kInitialRange, generator, device).requires_grad_();
   bias_.requires_grad_();
@@ -57,28 +57,28 @@ Decoder::Decoder(int64_t words, int64_t hidden, uint64_t seed, c10::Device devic
 at::Tensor Decoder::loss_of(const at::Tensor& weight, const at::Tensor& bias,
                             const at::Tensor& hidden, const at::Tensor& targets) {
   return at::cross_entropy_loss(scores_of(weight, bias, hidden),
-                                data::placed(targets, weight.device()));
+                                rpc::placed(targets, weight.device()));
 }
 
 at::Tensor Decoder::scores_of(const at::Tensor& weight, const at::Tensor& bias,
                               const at::Tensor& hidden) {
-  return at::linear(data::placed(hidden, weight.device()), weight, bias);
+  return at::linear(rpc::placed(hidden, weight.device()), weight, bias);
 }
 
 at::Tensor Decoder::loss(rpc::CallContext& call, at::Tensor hidden, at::Tensor targets) {
   const auto versions = autograd::current_versions(call.agent, {weight_, bias_});
-  return data::for_rank(call.agent, call.caller.rank,
-                        loss_of(versions[0], versions[1], hidden, targets));
+  return rpc::for_rank(call.agent, call.caller.rank,
+                       loss_of(versions[0], versions[1], hidden, targets));
 }
 
 at::Tensor Decoder::scores(rpc::CallContext& call, at::Tensor hidden) {
   const at::NoGradGuard no_grad;
   const auto versions = autograd::current_versions(call.agent, {weight_, bias_});
-  return data::for_rank(call.agent, call.caller.rank, scores_of(versions[0], versions[1], hidden));
+  return rpc::for_rank(call.agent, call.caller.rank, scores_of(versions[0], versions[1], hidden));
 }
 
 LstmState LstmState::on(c10::Device device) const {
-  const auto moved = [&](const at::Tensor& t) { return t.defined() ? data::placed(t, device) : t; };
+  const auto moved = [&](const at::Tensor& t) { return t.defined() ? rpc::placed(t, device) : t; };
   return {moved(hidden), moved(cell)};
 }
 

@@ -6,8 +6,8 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "distrain/data/placed_tensors.h"
 #include "distrain/rpc/device.h"
+#include "distrain/rpc/placed.h"
 
 namespace distrain::models {
 
@@ -66,7 +66,7 @@ Policy::Policy(uint64_t seed, c10::Device device) : device_(device) {
       float* const numbers = parameter.mutable_data_ptr<float>();
       std::generate_n(numbers, parameter.numel(),
                       [&] { return static_cast<float>((2 * random.unit() - 1) * bound); });
-      parameters_.push_back(data::placed(parameter, device));
+      parameters_.push_back(rpc::placed(parameter, device));
     }
   };
   layer(kInputs, kHidden);
@@ -186,7 +186,7 @@ Policy::Rows Policy::forward_rows(size_t count,
     to = std::ranges::copy(input(i).observation, to).out;
     drawn(random);
   }
-  Rows at{data::placed(inputs, device_), data::placed(masks, device_), {}, {}};
+  Rows at{rpc::placed(inputs, device_), rpc::placed(masks, device_), {}, {}};
   at.hidden = (at::linear(at.inputs, parameters_[0], parameters_[1]) * at.mask).relu_();
   const at::Tensor scores = at::linear(at.hidden, parameters_[2], parameters_[3]).to(at::kDouble);
   at.preference = scores.select(1, 1) - scores.select(1, 0);
@@ -199,7 +199,7 @@ std::vector<int> Policy::act_on_device(std::span<const PolicyInput> inputs) cons
   const Rows at = forward_rows(
       inputs.size(), [&](size_t i) -> const PolicyInput& { return inputs[i]; },
       [&](data::Random& random) { draws.push_back(random.unit()); });
-  const at::Tensor preferences = data::placed(at.preference, c10::kCPU).contiguous();
+  const at::Tensor preferences = rpc::placed(at.preference, c10::kCPU).contiguous();
   const double* const preference = preferences.const_data_ptr<double>();
   std::vector<int> actions;
   for (size_t i = 0; i < draws.size(); ++i) {
@@ -220,7 +220,7 @@ Policy::Loss Policy::loss_on_device(std::span<const PolicyStep> steps) const {
     actions[i] = steps[i].action;
     actions[steps.size() + i] = steps[i].advantage;
   }
-  const at::Tensor here = data::placed(told, device_);
+  const at::Tensor here = rpc::placed(told, device_);
   const at::Tensor action = here[0], advantage = here[1];
   const at::Tensor taken = at.preference * (action * 2 - 1);
   Loss loss;

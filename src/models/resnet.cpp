@@ -10,10 +10,10 @@
 
 #include "distrain/base/error.h"
 #include "distrain/data/hash.h"
-#include "distrain/data/placed_tensors.h"
 #include "distrain/data/safetensors.h"
 #include "distrain/data/stored_tensors.h"
 #include "distrain/models/dropout.h"
+#include "distrain/rpc/placed.h"
 
 namespace distrain::models {
 
@@ -412,7 +412,7 @@ void ResNetStage::add(ConvNorm& layer, uint64_t seed) {
   const at::Tensor drawn =
       at::empty({layer.out, layer.in, layer.kernel, layer.kernel}, at::kFloat)
           .normal_(0, std::sqrt(2 / fan_out), keyed_generator({seed, data::content_hash(name)}));
-  layer.weight = data::placed(drawn.contiguous(at::MemoryFormat::ChannelsLast), device_);
+  layer.weight = rpc::placed(drawn.contiguous(at::MemoryFormat::ChannelsLast), device_);
   layer.scale = at::ones({layer.out}, device_);
   layer.shift = at::zeros({layer.out}, device_);
   layer.running_mean = at::zeros({layer.out}, device_);
@@ -431,7 +431,7 @@ void ResNetStage::add_head(int64_t in, int64_t classes, uint64_t seed) {
   const auto draw = [&](const std::string& name, std::vector<int64_t> shape) {
     at::Tensor parameter = at::empty(shape, at::kFloat);
     parameter.uniform_(-bound, bound, keyed_generator({seed, data::content_hash(name)}));
-    parameter = data::placed(parameter, device_);
+    parameter = rpc::placed(parameter, device_);
     add_parameter(name, parameter);
     return parameter;
   };
@@ -450,7 +450,7 @@ void ResNetStage::add_buffer(const std::string& name, const at::Tensor& buffer) 
 }
 
 at::Tensor ResNetStage::forward(const at::Tensor& x) {
-  at::Tensor y = data::placed(x, device_);
+  at::Tensor y = rpc::placed(x, device_);
   if (stem_) {
     y = stem_->forward(y.contiguous(at::MemoryFormat::ChannelsLast), training_).relu_();
     y = at::max_pool2d(y, {3, 3}, {2, 2}, {1, 1});

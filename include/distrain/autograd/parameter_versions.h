@@ -1,5 +1,6 @@
 #pragma once
 
+#include <memory>
 #include <mutex>
 #include <shared_mutex>
 #include <vector>
@@ -28,6 +29,11 @@ class Runtime;
 // On an accelerator reads and updates wait for each other's streams: for those of the parameters on
 // the agent's device from the start, for those of others from version() and unshare() on.
 //
+// What is to be a version again and again, such as a parameter of a module that is kept for many
+// passes, is renewed: it may be as soon as no graph has saved it. One that is idle lies in the
+// parameter's storage, too, and would have every update copy; so whoever keeps such versions is
+// asked to let go of them before an update looks.
+//
 // Row-wise updates of embedding tables are always made in place: the sparse backward of a lookup
 // does not save the table, and a table may be too big to copy.
 
@@ -42,6 +48,10 @@ class ParameterRead {
   /// gradient gives one that requires none either.
   at::Tensor version(const at::Tensor& parameter) const;
 
+  /// Makes `version`, a tensor that no graph has saved any more, one of `parameter` as it is now.
+  /// Where its gradient goes is not changed.
+  void renew(const at::Tensor& version, const at::Tensor& parameter) const;
+
  private:
   Runtime& runtime_;
   std::shared_lock<std::shared_mutex> lock_;
@@ -50,6 +60,18 @@ class ParameterRead {
 /// Versions of several parameters, all of the same moment: no update lies between them.
 std::vector<at::Tensor> current_versions(rpc::Agent& agent,
                                          const std::vector<at::Tensor>& parameters);
+
+/// Keeps versions from pass to pass.
+class VersionKeeper {
+ public:
+  virtual ~VersionKeeper() = default;
+  /// Takes the storage from the versions that no pass uses. No version is taken or renewed
+  /// meanwhile.
+  virtual void let_go() = 0;
+};
+
+/// Has it asked before every update from now on, as long as it lives.
+void add_version_keeper(rpc::Agent& agent, std::weak_ptr<VersionKeeper> keeper);
 
 /// To be held by whoever changes parameters of the agent.
 class ParameterUpdate {

@@ -1,5 +1,10 @@
 #pragma once
 
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -7,9 +12,19 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "distrain/nn/arguments.h"
 #include "distrain/rpc/agent.h"
 
 namespace distrain::nn {
+
+class SharedModule;
+
+/// Tensors by the names that torch's modules give them, such as `0.weight`.
+using NamedTensors = std::map<std::string, at::Tensor>;
+
+/// Lets this rank use RemoteModule<>, on whichever rank the module is. Before join(), once or more,
+/// and before other threads call torch; expose_module(agent, name, make) does so.
+void install(rpc::Agent& agent);
 
 namespace detail {
 
@@ -36,9 +51,12 @@ void expose_module(rpc::Agent& agent, const std::string& name) {
   agent.expose<&detail::share_parameters<Module>>(name + ".parameters");
 }
 
+/// RemoteModule<>: a torch::nn module, by the name that it has on its rank.
+struct ByName {};
+
 /// A module on another rank, used like one here. A handle: it can be an argument of a call, and the
 /// module lives as long as any rank holds one.
-template <class Module>
+template <class Module = ByName>
 class RemoteModule {
  public:
   RemoteModule() = default;
@@ -72,6 +90,86 @@ class RemoteModule {
 
  public:
   static constexpr auto kFields = std::tuple(&RemoteModule::module_);
+};
+
+/// How a forward pass is to be made.
+struct ForwardTerms {
+  bool training = true;
+  bool recording = true;  ///< for a backward pass
+  uint64_t seed = 0;
+  uint64_t number = 0;
+  static constexpr auto kFields = std::tuple(&ForwardTerms::training, &ForwardTerms::recording,
+                                             &ForwardTerms::seed, &ForwardTerms::number);
+};
+
+/// A torch::nn module that its rank has exposed (see module.h), shared by all who name it. Each
+/// forward pass is made on one version of its parameters, so any number of ranks may train it at a
+/// time, in every mode of a DistributedOptimizer over remote_parameters().
+///
+/// A cheap handle, which can be an argument of a call. Whether its passes train and which random
+/// numbers they draw is the handle's own: others are not concerned. Thread-safe but for train(),
+/// eval() and seed().
+template <>
+class RemoteModule<ByName> {
+ public:
+  RemoteModule() = default;
+  /// The module `name` of `to`; the first makes it there, with these arguments for its make().
+  /// Waits for it. Throws `not_found` with the names there are, `invalid` for arguments of other
+  /// types, or other than the first one's, and for a module that cannot be trained so.
+  template <class... Args>
+  RemoteModule(rpc::Agent& agent, const rpc::To& to, const std::string& name, const Args&... args)
+      : RemoteModule(agent, to, name,
+                     Encode([&](rpc::Encoder& encoder) { encode_arguments(encoder, args...); })) {}
+
+  /// Its forward() of these tensors. Gradients go through it in a context; outside of one, or under
+  /// a NoGradGuard, it records nothing. Throws `remote_failed` with what the module said.
+  template <class... Tensors>
+  at::Tensor forward(const Tensors&... inputs) const {
+    return forward_all({at::Tensor(inputs)...});
+  }
+  template <class... Tensors>
+  base::Future<at::Tensor> forward_async(const Tensors&... inputs) const {
+    return forward_all_async({at::Tensor(inputs)...});
+  }
+  at::Tensor forward_all(const std::vector<at::Tensor>& inputs) const;
+  base::Future<at::Tensor> forward_all_async(const std::vector<at::Tensor>& inputs) const;
+
+  /// As torch::nn::Module::train(), for the passes of this handle: at first they train.
+  void train(bool on = true) { training_ = on; }
+  void eval() { train(false); }
+  bool is_training() const { return training_; }
+
+  /// What the next passes draw, in dropout for instance, depends on `key` and on how many passes
+  /// were made since, with this handle or copies of it: so a step does the same in every run. At
+  /// first the key comes from the seed of torch's default generator and this rank's number.
+  void seed(uint64_t key);
+
+  /// References to the parameters that require a gradient, in torch's order, each once.
+  std::vector<rpc::RRef<at::Tensor>> remote_parameters() const;
+
+  /// Copies of parameters and buffers, on the CPU, all of one moment.
+  NamedTensors state() const;
+  /// Puts copies there, all at one moment. Throws `bad_data`, before anything is changed, if names,
+  /// shapes or dtypes are others.
+  void load_state(const NamedTensors& state) const;
+
+  int owner() const { return module_.owner(); }
+
+ private:
+  using Encode = std::function<void(rpc::Encoder&)>;
+  RemoteModule(rpc::Agent& agent, const rpc::To& to, const std::string& name,
+               const Encode& arguments);
+  ForwardTerms next_terms() const;
+
+  rpc::RRef<SharedModule> module_;
+  bool training_ = true;
+  uint64_t seed_ = 0;
+  uint64_t name_hash_ = 0;  // modules with one key draw different numbers
+  std::shared_ptr<std::atomic<uint64_t>> passes_ = std::make_shared<std::atomic<uint64_t>>(0);
+
+ public:
+  static constexpr auto kFields = std::tuple(&RemoteModule::module_, &RemoteModule::training_,
+                                             &RemoteModule::seed_, &RemoteModule::name_hash_);
 };
 
 }  // namespace distrain::nn

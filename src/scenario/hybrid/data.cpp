@@ -4,7 +4,7 @@
 
 #include "distrain/base/trace.h"
 #include "distrain/data/hash.h"
-#include "distrain/data/placed_tensors.h"
+#include "distrain/rpc/placed.h"
 
 namespace distrain::scenario {
 
@@ -63,8 +63,7 @@ HybridBatch HybridData::test_batch(int64_t first, int64_t last) const {
 }
 
 HybridBatch HybridBatch::on(c10::Device device) const {
-  return {data::placed(indices, device), data::placed(offsets, device),
-          data::placed(targets, device)};
+  return {rpc::placed(indices, device), rpc::placed(offsets, device), rpc::placed(targets, device)};
 }
 
 }  // namespace distrain::scenario

@@ -15,13 +15,14 @@
 #include "distrain/base/clock.h"
 #include "distrain/base/trace.h"
 #include "distrain/collective/backend.h"
-#include "distrain/data/placed_tensors.h"
+#include "distrain/data/named_tensors.h"
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "distrain/job/session.h"
 #include "distrain/job/train_log.h"
 #include "distrain/job/trainers.h"
 #include "distrain/nn/remote_module.h"
 #include "distrain/optim/distributed_optimizer.h"
+#include "distrain/rpc/placed.h"
 #include "model.h"
 
 namespace distrain::scenario {
@@ -146,7 +147,7 @@ class Trainer {
     for (int64_t i = first; i < last; i += kTestBatch) {
       const HybridBatch batch = data_->test_batch(i, std::min(i + kTestBatch, last));
       evaluate_batch(evaluation, dense_->module()->forward(looked_up(batch)),
-                     data::placed(batch.targets, agent_.device()));
+                     rpc::placed(batch.targets, agent_.device()));
     }
     if (agent_.rank() == 0 && options_.on_finished) {
       options_.on_finished(model());
@@ -169,9 +170,9 @@ class Trainer {
 
   at::Tensor looked_up(const HybridBatch& batch) const {
     const int server = table_.owner();
-    return data::placed(table_.forward(data::for_rank(agent_, server, batch.indices),
-                                       data::for_rank(agent_, server, batch.offsets)),
-                        agent_.device());
+    return rpc::placed(table_.forward(rpc::for_rank(agent_, server, batch.indices),
+                                      rpc::for_rank(agent_, server, batch.offsets)),
+                       agent_.device());
   }
 
   /// On the CPU.
@@ -185,7 +186,7 @@ class Trainer {
   void train_step() {
     const base::TraceScope scope("step", "step", progress_.total);
     const HybridBatch batch = data_->batch(agent_.rank(), progress_.epoch, progress_.step);
-    const at::Tensor targets = data::placed(batch.targets, agent_.device());
+    const at::Tensor targets = rpc::placed(batch.targets, agent_.device());
     autograd::Context context(agent_);
     const at::Tensor embedded = looked_up(batch);
     const at::Tensor scores = base::traced("forward", [&] { return dense_->forward(embedded); });

@@ -9,7 +9,7 @@
 #include "checkpoint.h"
 #include "data.h"
 #include "distrain/base/trace.h"
-#include "distrain/data/placed_tensors.h"
+#include "distrain/data/named_tensors.h"
 #include "distrain/job/local_trainers.h"
 #include "distrain/job/train_log.h"
 #include "distrain/optim/update_rule.h"

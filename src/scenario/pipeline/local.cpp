@@ -1,7 +1,7 @@
 // distrain pipeline --local: the same model, micro-batches and updates in one process.
 
 #include "distrain/base/trace.h"
-#include "distrain/data/placed_tensors.h"
+#include "distrain/data/named_tensors.h"
 #include "distrain/job/local_trainers.h"
 #include "distrain/models/resnet.h"
 #include "distrain/optim/update_rule.h"

@@ -4,10 +4,10 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/trace.h"
-#include "distrain/data/placed_tensors.h"
 #include "distrain/job/checkpoints.h"
 #include "distrain/job/train_log.h"
 #include "distrain/models/resnet.h"
+#include "distrain/rpc/placed.h"
 
 namespace distrain::scenario {
 
@@ -30,7 +30,7 @@ std::vector<PipelineBatch> micro_batches(const PipelineBatch& batch, int64_t num
 at::Tensor loss_share(const PipelineOptions& options, const at::Tensor& scores,
                       const at::Tensor& wherever) {
   const base::TraceScope scope("loss");
-  const at::Tensor labels = data::placed(wherever, scores.device());
+  const at::Tensor labels = rpc::placed(wherever, scores.device());
   const auto samples = static_cast<double>(options.batch_size);
   if (options.loss == "ce") {
     return at::cross_entropy_loss(scores, labels, {}, at::Reduction::Sum) / samples;
@@ -47,7 +47,7 @@ BatchResult judge(const PipelineOptions& options, const std::vector<at::Tensor>&
   BatchResult result;
   result.loss = job::checked_loss(loss_share(options, all, batch.labels), 1, index + 1);
   if (!options.data.empty()) {
-    const at::Tensor labels = data::placed(batch.labels, all.device());
+    const at::Tensor labels = rpc::placed(batch.labels, all.device());
     result.accuracy = all.argmax(1).eq(labels).to(at::kDouble).mean().item<double>();
   }
   return result;

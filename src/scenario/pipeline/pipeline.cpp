@@ -7,10 +7,10 @@
 #include <optional>
 
 #include "distrain/autograd/context.h"
-#include "distrain/data/placed_tensors.h"
 #include "distrain/job/session.h"
 #include "distrain/models/resnet.h"
 #include "distrain/optim/distributed_optimizer.h"
+#include "distrain/rpc/placed.h"
 #include "loss.h"
 #include "run.h"
 #include "schedule.h"
@@ -56,7 +56,7 @@ struct Passes {
 /// The loss of micro-batch `m`, and its backward pass.
 base::Future<void> backward(rpc::Agent& agent, const std::shared_ptr<Passes>& passes, size_t m,
                             const at::Tensor& scores) {
-  const at::Tensor here = data::placed(scores, agent.device());
+  const at::Tensor here = rpc::placed(scores, agent.device());
   passes->scores[m] = here.detach();
   const at::Tensor loss = loss_share(passes->options, here, passes->inputs[m].labels);
   return autograd::backward_async(*passes->contexts[m], {loss}, {.timeout = kAsLongAsItTakes})
@@ -136,7 +136,7 @@ class Pipeline final : public PipelineModel {
           std::make_unique<autograd::Context>(agent_, autograd::Context::Scope::kExplicit);
       const rpc::ContextScope scope(agent_, passes->contexts[m]->id());
       rpc::RRef<at::Tensor> activations =
-          agent_.make_rref(data::for_rank(agent_, 1, passes->inputs[m].images));
+          agent_.make_rref(rpc::for_rank(agent_, 1, passes->inputs[m].images));
       for (size_t i = 0; i < stages_.size(); ++i) {
         activations = agent_.remote<&PipelineStage::forward>(stage_rank(i), stages_[i], activations,
                                                              static_cast<int64_t>(m));

@@ -8,8 +8,9 @@
 #include "distrain/autograd/context.h"
 #include "distrain/base/clock.h"
 #include "distrain/base/trace.h"
-#include "distrain/data/placed_tensors.h"
+#include "distrain/data/named_tensors.h"
 #include "distrain/rpc/error.h"
+#include "distrain/rpc/placed.h"
 
 namespace distrain::scenario {
 
@@ -121,7 +122,7 @@ at::Tensor PipelineStage::compute(rpc::Agent& agent, const at::Tensor& input, in
   autograd::guard_pass(agent, guard(agent, micro_batch, sleep_s));
   add_compute(begun);
   turn->done();
-  return data::for_rank(agent, is_last_ ? kMaster : agent.rank() + 1, output);
+  return rpc::for_rank(agent, is_last_ ? kMaster : agent.rank() + 1, output);
 }
 
 // Of the backward pass of the current context through this stage.
@@ -158,7 +159,7 @@ at::Tensor PipelineStage::stand_in(const at::Tensor& input) const {
   const at::Tensor& smallest = *std::min_element(
       all.begin(), all.end(),
       [](const at::Tensor& a, const at::Tensor& b) { return a.numel() < b.numel(); });
-  const at::Tensor first = data::placed(input, smallest.device()).flatten(1).narrow(1, 0, 1);
+  const at::Tensor first = rpc::placed(input, smallest.device()).flatten(1).narrow(1, 0, 1);
   return (first + smallest[0]).expand({input.size(0), is_last_ ? classes_ : 1});
 }
 

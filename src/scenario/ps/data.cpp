@@ -8,8 +8,8 @@
 
 #include "distrain/base/error.h"
 #include "distrain/base/trace.h"
-#include "distrain/data/placed_tensors.h"
 #include "distrain/data/random.h"
+#include "distrain/rpc/placed.h"
 
 namespace distrain::scenario {
 
@@ -141,7 +141,7 @@ job::Evaluation evaluate_share(const PsData& data, int trainer, int trainers,
   for (int64_t i = examples * trainer / trainers; i < end; i += data.test_batch_size()) {
     const ImageBatch batch = data.test_batch(i, std::min(i + data.test_batch_size(), end));
     const at::Tensor scores = forward(batch.images);
-    const at::Tensor targets = data::placed(batch.targets, scores.device());
+    const at::Tensor targets = rpc::placed(batch.targets, scores.device());
     const at::Tensor losses = at::nll_loss(scores, targets, {}, at::Reduction::Sum);
     evaluation.add(scores, targets, losses.item<double>());
   }

@@ -7,10 +7,10 @@
 
 #include "data.h"
 #include "distrain/base/trace.h"
-#include "distrain/data/placed_tensors.h"
 #include "distrain/job/local_trainers.h"
 #include "distrain/job/train_log.h"
 #include "distrain/models/conv_net.h"
+#include "distrain/rpc/placed.h"
 #include "distrain/scenario/ps.h"
 #include "host.h"
 
@@ -62,7 +62,7 @@ class LocalRun {
       const auto key = dropout_key(options_, task);
       const at::Tensor scores = models::ConvNet::forward(
           parameters_, batch.images, key ? models::Dropout({*key}) : models::Dropout());
-      const at::Tensor targets = data::placed(batch.targets, scores.device());
+      const at::Tensor targets = rpc::placed(batch.targets, scores.device());
       const at::Tensor loss = base::traced("loss", [&] { return at::nll_loss(scores, targets); });
       loss_sum += job::checked_loss(loss, task.epoch, task.step + 1);
       samples += batch.targets.numel();

@@ -6,7 +6,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/trace.h"
-#include "distrain/data/placed_tensors.h"
+#include "distrain/rpc/placed.h"
 
 namespace distrain::scenario {
 
@@ -67,7 +67,7 @@ std::string LanguageModel::generate(const data::Vocabulary& vocabulary) const {
   at::Tensor next = at::tensor(given, at::kLong).view({-1, 1});
   for (int i = 0; i < options_.generate; ++i) {
     const at::Tensor output = lstm_->forward(ends_.embed(next), state, none);
-    at::Tensor weights = data::placed(at::softmax(ends_.scores(output[-1])[0], 0), c10::kCPU);
+    at::Tensor weights = rpc::placed(at::softmax(ends_.scores(output[-1])[0], 0), c10::kCPU);
     weights[data::kUnknownWord] = 0;
     const auto word = weights.multinomial(1, false, generator).item<int64_t>();
     if (word == data::kEndOfLine) {

@@ -9,13 +9,14 @@
 #include "data.h"
 #include "distrain/autograd/context.h"
 #include "distrain/base/trace.h"
-#include "distrain/data/placed_tensors.h"
+#include "distrain/data/named_tensors.h"
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "distrain/job/served_job.h"
 #include "distrain/job/train_log.h"
 #include "distrain/job/trainers.h"
 #include "distrain/models/language_model.h"
 #include "distrain/optim/distributed_optimizer.h"
+#include "distrain/rpc/placed.h"
 #include "host.h"
 #include "language_model.h"
 
@@ -166,10 +167,10 @@ class Trainer {
  private:
   LanguageModel::Ends ends() {
     const auto sent = [this](const at::Tensor& t) {
-      return data::for_rank(agent_, job::kServer, t);
+      return rpc::for_rank(agent_, job::kServer, t);
     };
     return {[this, sent](const at::Tensor& words) {
-              return data::placed(
+              return rpc::placed(
                   server_.embedding.rpc_sync<&models::WordEmbedding::forward>(sent(words)),
                   agent_.device());
             },

@@ -2,10 +2,9 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "distrain/data/named_tensors.h"
 #include "distrain/rpc/agent.h"
 
-namespace distrain::data {
+namespace distrain::rpc {
 
 // Note [Tensors on their way]
 //
@@ -19,9 +18,6 @@ namespace distrain::data {
 at::Tensor placed(const at::Tensor& tensor, c10::Device device);
 
 /// `tensor` as it can travel to `rank`: one of a GPU from this rank's device, or from the CPU.
-at::Tensor for_rank(const rpc::Agent& agent, int rank, const at::Tensor& tensor);
+at::Tensor for_rank(const Agent& agent, int rank, const at::Tensor& tensor);
 
-/// Their values on the CPU, without a graph: for checkpoints.
-NamedTensors on_host(const NamedTensors& tensors);
-
-}  // namespace distrain::data
+}  // namespace distrain::rpc

@@ -1,0 +1,129 @@
+#pragma once
+
+#include <any>
+#include <concepts>
+#include <functional>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/modules/container/any.h>
+#include <torch/nn/modules/container/sequential.h>
+
+#include "distrain/nn/arguments.h"
+#include "distrain/nn/remote_module.h"
+#include "distrain/rpc/agent.h"
+#include "distrain/rpc/function_traits.h"
+
+namespace distrain::nn {
+
+namespace detail {
+
+/// A module of whichever type.
+struct AnyNet {
+  std::shared_ptr<torch::nn::Module> module;
+  std::function<at::Tensor(const std::vector<at::Tensor>&)> forward;
+};
+
+AnyNet any_net(torch::nn::AnyModule module);
+AnyNet any_net(torch::nn::Sequential module);
+
+template <class M>
+AnyNet any_net(std::shared_ptr<M> module) {
+  if constexpr (std::is_base_of_v<torch::nn::SequentialImpl, M>) {
+    return any_net(torch::nn::Sequential(std::move(module)));
+  } else {
+    using Result = typename rpc::FunctionTraits<&M::forward>::Returned;
+    static_assert(std::is_convertible_v<Result, at::Tensor>,
+                  "forward() of this module does not give a tensor: put it into one that does");
+    return any_net(torch::nn::AnyModule(std::move(module)));
+  }
+}
+
+template <class Holder>
+requires torch::detail::is_module_holder<Holder>::value AnyNet any_net(const Holder& holder) {
+  return any_net(holder.ptr());
+}
+
+/// How one module is made, again and again.
+struct Recipe {
+  std::function<AnyNet()> make;
+  std::any arguments;
+};
+
+struct Factory {
+  std::function<Recipe(rpc::Decoder&)> read;
+  std::function<bool(const std::any&, const std::any&)> same_arguments;
+};
+
+template <class T>
+bool same_argument(const T& a, const T& b) {
+  if constexpr (std::equality_comparable<T>) {
+    return a == b;
+  } else {
+    return true;  // nobody can tell
+  }
+}
+
+template <class Make, class R, class... Params>
+Factory factory(Make make, const std::function<R(Params...)>&) {
+  using Arguments = std::tuple<std::decay_t<Params>...>;
+  Factory result;
+  result.read = [make](rpc::Decoder& decoder) {
+    auto arguments = decode_arguments<std::decay_t<Params>...>(decoder);
+    return Recipe{[make, arguments] { return any_net(std::apply(make, arguments)); }, arguments};
+  };
+  result.same_arguments = [](const std::any& a, const std::any& b) {
+    const auto same = [&]<size_t... I>(std::index_sequence<I...>) {
+      [[maybe_unused]] const auto& x = *std::any_cast<Arguments>(&a);
+      [[maybe_unused]] const auto& y = *std::any_cast<Arguments>(&b);
+      return (same_argument(std::get<I>(x), std::get<I>(y)) && ...);
+    };
+    return same(std::index_sequence_for<Params...>());
+  };
+  return result;
+}
+
+void add_factory(rpc::Agent& agent, const std::string& name, Factory factory);
+
+}  // namespace detail
+
+// Note [Plain modules]
+//
+// A torch::nn module keeps its parameters in members, so two passes at a time through one module
+// use the same tensors: an update between one's forward and its backward breaks it, or, where the
+// members are pointed to other values, gives it gradients of values that it has not seen. Here
+// make() is called once for each pass in flight. The first module's parameters are the ones that
+// are optimised and saved. Those of the others, the replicas, are versions of them (see
+// autograd/parameter_versions.h), renewed at the beginning of a pass; they have no memory of their
+// own. The graph of a pass holds what it has saved of its replica, so a replica is free once
+// nobody else has a handle of any of its parameters.
+//
+// Buffers are copied into each replica. A forward pass that changes one (BatchNorm's running
+// statistics) would change it for that replica alone, and is refused.
+//
+// Dropout and whatever else draws random numbers gets those of a key that comes with the call.
+
+/// Offers the module that make() makes to all ranks, as RemoteModule: before join().
+///
+/// `make` gives a torch::nn module: a holder, a shared_ptr, a Sequential or an AnyModule, whose
+/// forward() takes tensors and gives one. It may have parameters, which the first RemoteModule
+/// gives: numbers, strings and whatever is Serializable. It is called on several threads, at times
+/// at once, also later, for further passes in flight, and each time makes the same but for the
+/// values of parameters and buffers; the random numbers that it draws then move no generator. The
+/// module keeps nothing of a pass in its members.
+///
+/// There is one module for each name and rank, made when the first asks for it, on the agent's
+/// device; it lives as long as the agent. What cannot be trained so is refused then, by `invalid`
+/// that names it: a module that keeps running statistics, parameters that share their memory or
+/// have none. A parameter may be used in several places, if it is one tensor.
+template <class Make>
+void expose_module(rpc::Agent& agent, const std::string& name, Make make) {
+  detail::add_factory(agent, name, detail::factory(make, std::function(make)));
+}
+
+}  // namespace distrain::nn

@@ -1,0 +1,93 @@
+#include "modules.h"
+
+#include "distrain/base/error.h"
+#include "distrain/base/thread_state.h"
+#include "keyed_random.h"
+
+namespace distrain::nn {
+
+using base::ErrorKind;
+
+void Modules::add(const std::string& name, detail::Factory factory) {
+  auto entry = std::make_shared<Entry>();
+  entry->factory = std::move(factory);
+  std::lock_guard lock(mutex_);
+  if (!entries_.emplace(name, std::move(entry)).second) {
+    throw base::Exception(ErrorKind::kInvalid, "a module '" + name + "' is exposed already");
+  }
+}
+
+std::shared_ptr<SharedModule> Modules::find_or_make(rpc::Agent& agent, rpc::Decoder& request) {
+  const auto name = rpc::decode<std::string>(request);
+  std::shared_ptr<Entry> entry;
+  {
+    std::lock_guard lock(mutex_);
+    const auto it = entries_.find(name);
+    if (it != entries_.end()) {
+      entry = it->second;
+    } else {
+      std::string known;
+      for (const auto& item : entries_) known += (known.empty() ? "" : ", ") + item.first;
+      throw base::Exception(ErrorKind::kNotFound, agent.name() + " exposes no module '" + name +
+                                                      "', but " +
+                                                      (known.empty() ? "none at all" : known));
+    }
+  }
+  detail::Recipe recipe;
+  try {
+    recipe = entry->factory.read(request);
+  } catch (const base::Exception& e) {
+    base::Error error = e.error();
+    if (error.kind == ErrorKind::kInvalid) error.message = "module " + name + ": " + error.message;
+    throw base::Exception(std::move(error));
+  }
+  const base::BlockingScope waits;  // for another who makes it
+  std::lock_guard lock(entry->mutex);
+  if (!entry->module) {
+    auto module = std::make_shared<SharedModule>(agent, name, std::move(recipe.make));
+    autograd::add_version_keeper(agent, module);
+    entry->module = std::move(module);
+    entry->arguments = std::move(recipe.arguments);
+  } else if (!entry->factory.same_arguments(recipe.arguments, entry->arguments)) {
+    throw base::Exception(ErrorKind::kInvalid,
+                          "module " + name + " is there already, made with other arguments");
+  }
+  return entry->module;
+}
+
+Modules* modules_of(rpc::Agent& agent) {
+  try {
+    return &agent.local<Modules>();
+  } catch (const base::Exception& e) {
+    if (e.kind() != ErrorKind::kNotFound) throw;
+    return nullptr;
+  }
+}
+
+void install(rpc::Agent& agent) {
+  if (modules_of(agent)) return;
+  KeyedRandom::install();
+  agent.provide(std::make_shared<Modules>());
+  agent.expose_raw(kAttachFunction, [](rpc::CallContext& call, rpc::Decoder& request,
+                                       const rpc::ReplyPtr& reply) {
+    const auto module = call.agent.local<Modules>().find_or_make(call.agent, request);
+    reply->send([&](rpc::Encoder& encoder) {
+      rpc::encode<rpc::RRef<SharedModule>>(encoder, call.agent.make_rref(module));
+    });
+  });
+  agent.expose<&SharedModule::forward>("distrain.nn.forward");
+  agent.expose<&SharedModule::parameter_rrefs>("distrain.nn.parameters");
+  agent.expose<&SharedModule::state>("distrain.nn.state");
+  agent.expose<&SharedModule::load_state>("distrain.nn.load_state");
+}
+
+namespace detail {
+
+void add_factory(rpc::Agent& agent, const std::string& name, Factory factory) {
+  install(agent);
+  modules_of(agent)->add(name, std::move(factory));
+}
+
+}  // namespace detail
+
+}  // namespace distrain::nn

@@ -1,0 +1,90 @@
+#include "distrain/nn/remote_module.h"
+
+#include <mutex>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/grad_mode.h>
+
+#include "distrain/base/error.h"
+#include "distrain/rpc/placed.h"
+#include "modules.h"
+
+namespace distrain::nn {
+
+namespace {
+
+// FNV-1a.
+uint64_t hash_of(const std::string& text) {
+  uint64_t hash = 0xcbf29ce484222325ULL;
+  for (const char c : text) hash = (hash ^ static_cast<uint8_t>(c)) * 0x100000001b3ULL;
+  return hash;
+}
+
+uint64_t default_seed(int rank) {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  std::lock_guard lock(generator.mutex());
+  return generator.current_seed() + (static_cast<uint64_t>(rank) << 32);
+}
+
+std::vector<at::Tensor> on_their_way(const rpc::RRef<SharedModule>& module,
+                                     std::vector<at::Tensor> inputs) {
+  for (at::Tensor& input : inputs) {
+    if (input.defined()) input = rpc::for_rank(module.handle()->agent(), module.owner(), input);
+  }
+  return inputs;
+}
+
+}  // namespace
+
+RemoteModule<ByName>::RemoteModule(rpc::Agent& agent, const rpc::To& to, const std::string& name,
+                                   const Encode& arguments)
+    : seed_(default_seed(agent.rank())), name_hash_(hash_of(name)) {
+  if (!modules_of(agent)) {
+    throw base::Exception(base::ErrorKind::kInvalid,
+                          "this agent has no modules: call nn::install(agent) before join()");
+  }
+  const rpc::ContextScope outside(0);  // tensors among the arguments are values
+  const rpc::RawReply reply = agent
+                                  .call_raw(to, kAttachFunction,
+                                            [&](rpc::Encoder& encoder) {
+                                              rpc::encode<std::string>(encoder, name);
+                                              arguments(encoder);
+                                            })
+                                  .take();
+  const auto message = agent.open(reply);
+  rpc::Decoder decoder = agent.decoder(*message);
+  module_ = rpc::decode<rpc::RRef<SharedModule>>(decoder);
+  decoder.in.expect_end();
+}
+
+void RemoteModule<ByName>::seed(uint64_t key) {
+  seed_ = key;
+  passes_ = std::make_shared<std::atomic<uint64_t>>(0);
+}
+
+ForwardTerms RemoteModule<ByName>::next_terms() const {
+  return {training_, at::GradMode::is_enabled(), seed_ ^ name_hash_, passes_->fetch_add(1)};
+}
+
+at::Tensor RemoteModule<ByName>::forward_all(const std::vector<at::Tensor>& inputs) const {
+  return module_.rpc_sync<&SharedModule::forward>(next_terms(), on_their_way(module_, inputs));
+}
+
+base::Future<at::Tensor> RemoteModule<ByName>::forward_all_async(
+    const std::vector<at::Tensor>& inputs) const {
+  return module_.rpc_async<&SharedModule::forward>(next_terms(), on_their_way(module_, inputs));
+}
+
+std::vector<rpc::RRef<at::Tensor>> RemoteModule<ByName>::remote_parameters() const {
+  return module_.rpc_sync<&SharedModule::parameter_rrefs>();
+}
+
+NamedTensors RemoteModule<ByName>::state() const {
+  return module_.rpc_sync<&SharedModule::state>();
+}
+
+void RemoteModule<ByName>::load_state(const NamedTensors& state) const {
+  module_.rpc_sync<&SharedModule::load_state>(state);
+}
+
+}  // namespace distrain::nn

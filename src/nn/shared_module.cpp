@@ -1,0 +1,423 @@
+#include "shared_module.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <set>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/instancenorm.h>
+
+#include "distrain/base/error.h"
+#include "distrain/base/thread_state.h"
+#include "distrain/rpc/error.h"
+#include "distrain/rpc/placed.h"
+#include "keyed_random.h"
+
+namespace distrain::nn {
+
+namespace {
+
+using base::ErrorKind;
+
+[[noreturn]] void refuse(const std::string& what) {
+  throw base::Exception(ErrorKind::kInvalid, what);
+}
+
+template <class Items>
+std::vector<NamedTensor> each_once(const Items& items) {
+  std::vector<NamedTensor> result;
+  std::set<const c10::TensorImpl*> seen;
+  for (const auto& item : items) {
+    if (!item.value().defined() || !seen.insert(item.value().unsafeGetTensorImpl()).second)
+      continue;
+    result.push_back({item.key(), item.value()});
+  }
+  return result;
+}
+
+template <class... Norms>
+bool keeps_statistics(const torch::nn::Module& module) {
+  const auto does = [&]<class Norm>(const Norm*) {
+    const auto* norm = dynamic_cast<const Norm*>(&module);
+    return norm && norm->options.track_running_stats();
+  };
+  return (does(static_cast<const Norms*>(nullptr)) || ...);
+}
+
+// Torch changes the statistics of these without counting it as a change of the tensor.
+void refuse_running_statistics(const torch::nn::Module& root, const std::string& name) {
+  for (const auto& item : root.named_modules(name)) {
+    using namespace torch::nn;
+    if (!keeps_statistics<BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl, InstanceNorm1dImpl,
+                          InstanceNorm2dImpl, InstanceNorm3dImpl>(*item.value())) {
+      continue;
+    }
+    refuse(
+        "module " + item.key() + " (" + item.value()->name() +
+        ") writes its running statistics in training: trainers that share it would write them at "
+        "the same time; use GroupNorm or LayerNorm, or track_running_stats(false)");
+  }
+}
+
+std::string text_of(const at::Tensor& tensor) {
+  return std::string(c10::toString(tensor.scalar_type())) + " " + c10::str(tensor.sizes());
+}
+
+void refuse_parameters(const std::vector<NamedTensor>& parameters,
+                       const std::vector<NamedTensor>& buffers, const std::string& module) {
+  std::map<const void*, std::string> by_memory;
+  for (const auto& [name, tensor] : parameters) {
+    const std::string who = "parameter " + module + "." + name;
+    if (tensor.layout() != at::kStrided) refuse(who + " is sparse: it must be dense");
+    if (!tensor.is_leaf()) refuse(who + " is computed from others: it must be a leaf");
+    if (!tensor.is_non_overlapping_and_dense()) {
+      refuse(who + " (" + text_of(tensor) + ") has elements that share their memory");
+    }
+    if (tensor.device().is_meta()) refuse(who + " has no memory: it is on the meta device");
+  }
+  const auto look = [&](const NamedTensor& item) {
+    const auto [it, is_new] =
+        by_memory.emplace(item.tensor.storage().unsafeGetStorageImpl(), item.name);
+    if (is_new) return;
+    refuse("module " + module + ": " + it->second + " and " + item.name +
+           " share their memory: register the same tensor twice, or two tensors");
+  };
+  for (const NamedTensor& parameter : parameters) look(parameter);
+  for (const NamedTensor& buffer : buffers) {
+    if (by_memory.contains(buffer.tensor.storage().unsafeGetStorageImpl())) look(buffer);
+  }
+}
+
+void point_to(const at::Tensor& tensor, const at::Tensor& values) {
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
+}
+
+// To the device, and into memory of its own, which is what tells versions in flight. Nobody has
+// used the parameter yet.
+void settle(const at::Tensor& parameter, c10::Device device) {
+  if (parameter.device() != device) {
+    point_to(parameter, rpc::placed(parameter.detach(), device));
+  } else if (parameter.storage().use_count() > 1) {
+    point_to(parameter, parameter.detach().clone());
+  }
+}
+
+void check_alike(const std::vector<NamedTensor>& first, const std::vector<NamedTensor>& again,
+                 const std::string& module) {
+  const auto differ = [&](const std::string& how) {
+    refuse("module " + module + ": make() gave another one than at first: " + how);
+  };
+  if (first.size() != again.size()) {
+    differ(std::to_string(again.size()) + " parameters or buffers, not " +
+           std::to_string(first.size()));
+  }
+  for (size_t i = 0; i < first.size(); ++i) {
+    if (first[i].name != again[i].name) differ(again[i].name + ", not " + first[i].name);
+    const auto expected = text_of(first[i].tensor), found = text_of(again[i].tensor);
+    if (expected != found) differ(first[i].name + " is " + found + ", not " + expected);
+  }
+}
+
+bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
+  const base::BlockingScope waits;  // for the device
+  const auto both = rpc::to_host({a, b});
+  const at::Tensor x = both[0].contiguous(), y = both[1].contiguous();
+  return x.nbytes() == y.nbytes() &&
+         (x.nbytes() == 0 || std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0);
+}
+
+std::string one_line(std::string text) {
+  text = text.substr(0, text.find_last_not_of(" \n") + 1);
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  return text;
+}
+
+}  // namespace
+
+struct SharedModule::Replica {
+  detail::AnyNet net;
+  std::vector<at::Tensor> parameters;
+  // Handles of each parameter when no pass is in flight.
+  std::vector<size_t> handles;
+  std::vector<NamedTensor> buffers;
+  std::vector<uint32_t> buffer_versions;
+  uint64_t buffers_generation = 0;
+  rpc::StreamPoint buffers_ready;
+  bool buffers_compared = false;
+  // Guarded by the mutex of the module.
+  bool in_forward = true;
+  bool holds_storage = true;
+};
+
+// A handle of a parameter that a graph has saved is not among those counted. Who lets go of one
+// does so by a release of its count; the copy reads that count by an acquire.
+bool SharedModule::is_idle(const Replica& replica) {
+  if (replica.in_forward) return false;
+  for (size_t i = 0; i < replica.parameters.size(); ++i) {
+    if (replica.parameters[i].use_count() != replica.handles[i]) return false;
+  }
+  for (at::Tensor parameter : replica.parameters) parameter.reset();
+  return true;
+}
+
+/// A replica for one forward pass.
+class SharedModule::Lease {
+ public:
+  explicit Lease(SharedModule& module) : module_(module) {
+    {
+      std::lock_guard lock(module_.mutex_);
+      for (const auto& replica : module_.replicas_) {
+        if (!is_idle(*replica)) continue;
+        replica_ = replica.get();
+        replica_->in_forward = replica_->holds_storage = true;
+        break;
+      }
+    }
+    if (replica_) return;
+    auto made = module_.make_replica();
+    replica_ = made.get();
+    std::lock_guard lock(module_.mutex_);
+    module_.replicas_.push_back(std::move(made));
+  }
+  /// Of a pass that failed: nobody knows what it left behind.
+  ~Lease() {
+    if (!replica_) return;
+    std::unique_ptr<Replica> dropped;
+    std::lock_guard lock(module_.mutex_);
+    const auto it = std::find_if(module_.replicas_.begin(), module_.replicas_.end(),
+                                 [&](const auto& known) { return known.get() == replica_; });
+    dropped = std::move(*it);
+    module_.replicas_.erase(it);
+  }
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+
+  Replica& operator*() const { return *replica_; }
+  /// The forward pass is over, the graph may still use the replica.
+  void end() {
+    std::lock_guard lock(module_.mutex_);
+    std::exchange(replica_, nullptr)->in_forward = false;
+  }
+
+ private:
+  SharedModule& module_;
+  Replica* replica_ = nullptr;
+};
+
+SharedModule::SharedModule(rpc::Agent& agent, std::string name,
+                           std::function<detail::AnyNet()> make)
+    : agent_(agent), name_(std::move(name)), make_(std::move(make)) {
+  const detail::AnyNet net = make_();
+  if (!net.module) refuse("module " + name_ + ": make() gave none");
+  refuse_running_statistics(*net.module, name_);
+  parameters_ = each_once(net.module->named_parameters());
+  buffers_ = each_once(net.module->named_buffers());
+  refuse_parameters(parameters_, buffers_, name_);
+  const at::NoGradGuard no_grad;
+  const autograd::ParameterUpdate update(agent_);  // readers wait for the copies
+  for (const auto& [its_name, parameter] : parameters_) {
+    settle(parameter, agent_.device());
+    nothing_.push_back(at::empty({0}, parameter.options().requires_grad(false)));
+  }
+  for (auto& [its_name, buffer] : buffers_) {
+    buffer = rpc::placed(buffer.detach(), agent_.device());
+  }
+  buffers_ready_ = rpc::StreamPoint::mark(agent_.device());
+}
+
+SharedModule::~SharedModule() = default;
+
+std::unique_ptr<SharedModule::Replica> SharedModule::make_replica() {
+  auto replica = std::make_unique<Replica>();
+  {
+    const at::AutoGradMode as_at_first(true);
+    const KeyedRandom discarded(0, 0);
+    replica->net = make_();
+  }
+  const auto parameters = each_once(replica->net.module->named_parameters());
+  replica->buffers = each_once(replica->net.module->named_buffers());
+  check_alike(parameters_, parameters, name_);
+  {
+    const autograd::ParameterRead read(agent_);
+    check_alike(buffers_, replica->buffers, name_);
+  }
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    at::Tensor parameter = parameters[i].tensor;
+    const at::Tensor& leaf = parameters_[i].tensor;
+    parameter.set_requires_grad(leaf.requires_grad());
+    if (leaf.requires_grad()) {
+      using namespace torch::autograd;
+      impl::set_gradient_edge(parameter, impl::gradient_edge(leaf));
+    }
+    replica->parameters.push_back(std::move(parameter));
+  }
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    // Without the one in the list that ends here.
+    replica->handles.push_back(replica->parameters[i].use_count() - 1);
+  }
+  return replica;
+}
+
+void SharedModule::renew(Replica& replica) {
+  const autograd::ParameterRead read(agent_);
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    read.renew(replica.parameters[i], parameters_[i].tensor);
+  }
+  if (replica.buffers.empty()) return;
+  const at::NoGradGuard no_grad;
+  const c10::Device device = agent_.device();
+  const auto uses = [device](const at::Tensor& tensor) {
+    if (rpc::is_accelerator(device)) rpc::use_on_stream(tensor, rpc::current_stream(device));
+  };
+  if (replica.buffers_generation != buffers_generation_) {
+    buffers_ready_.make_current_wait(device);
+    for (size_t i = 0; i < buffers_.size(); ++i) {
+      uses(buffers_[i].tensor);
+      point_to(replica.buffers[i].tensor, buffers_[i].tensor.clone());
+    }
+    replica.buffers_ready = rpc::StreamPoint::mark(device);
+  }
+  replica.buffers_ready.make_current_wait(device);
+  for (const auto& [its_name, buffer] : replica.buffers) uses(buffer);
+  replica.buffers_generation = buffers_generation_;
+  replica.buffer_versions.clear();
+  for (const auto& [its_name, buffer] : replica.buffers) {
+    replica.buffer_versions.push_back(static_cast<uint32_t>(buffer._version()));
+  }
+}
+
+// Torch counts the changes of a tensor, but for those that some of its kernels make to running
+// statistics: so the values are looked at as well, once for each replica.
+void SharedModule::check_buffers(Replica& replica, bool training) const {
+  const bool compare = training && !replica.buffers_compared;
+  for (size_t i = 0; i < replica.buffers.size(); ++i) {
+    const auto& [its_name, buffer] = replica.buffers[i];
+    bool changed = buffer._version() != replica.buffer_versions[i];
+    if (!changed && compare) {
+      const autograd::ParameterRead read(agent_);
+      // A load_state() meanwhile gave it other values.
+      if (replica.buffers_generation != buffers_generation_) return;
+      changed = !same_bytes(buffer, buffers_[i].tensor);
+    }
+    if (!changed) continue;
+    const auto dot = its_name.rfind('.');
+    const std::string path = dot == std::string::npos ? "" : its_name.substr(0, dot);
+    const auto owner =
+        path.empty() ? replica.net.module : replica.net.module->named_modules()[path];
+    refuse("module " + name_ + (path.empty() ? "" : "." + path) + " (" + owner->name() +
+           ") writes its buffer " + its_name.substr(dot + 1) +
+           " in forward(): trainers that share it would write it at the same time");
+  }
+  if (training) replica.buffers_compared = true;
+}
+
+at::Tensor SharedModule::forward(rpc::CallContext& call, ForwardTerms terms,
+                                 std::vector<at::Tensor> inputs) {
+  const at::AutoGradMode recording(terms.recording && rpc::current_context() != 0);
+  for (at::Tensor& input : inputs) {
+    if (input.defined()) input = rpc::placed(input, agent_.device());
+  }
+  Lease lease(*this);
+  renew(*lease);
+  torch::nn::Module& module = *(*lease).net.module;
+  module.train(terms.training);
+  at::Tensor result;
+  try {
+    const KeyedRandom random(terms.seed, terms.number);
+    result = (*lease).net.forward(inputs);
+  } catch (...) {
+    base::Error error = rpc::error_in_flight(ErrorKind::kRemoteFailed);
+    error.message = "module " + name_ + " (" + module.name() + "): " + one_line(error.message);
+    throw base::Exception(std::move(error));
+  }
+  check_buffers(*lease, terms.training);
+  lease.end();
+  if (!result.defined()) refuse("module " + name_ + " (" + module.name() + ") gave no tensor");
+  return rpc::for_rank(agent_, call.caller.rank, result);
+}
+
+std::vector<rpc::RRef<at::Tensor>> SharedModule::parameter_rrefs(rpc::CallContext& call) {
+  std::vector<rpc::RRef<at::Tensor>> rrefs;
+  for (const auto& [its_name, parameter] : parameters_) {
+    if (parameter.requires_grad()) rrefs.push_back(call.agent.make_rref(parameter));
+  }
+  return rrefs;
+}
+
+NamedTensors SharedModule::state() {
+  const at::NoGradGuard no_grad;
+  std::vector<std::string> names;
+  std::vector<at::Tensor> copies;
+  {
+    const autograd::ParameterRead read(agent_);
+    for (const auto& [its_name, parameter] : parameters_) {
+      names.push_back(its_name);
+      copies.push_back(read.version(parameter).clone());
+    }
+    buffers_ready_.make_current_wait(agent_.device());
+    for (const auto& [its_name, buffer] : buffers_) {
+      names.push_back(its_name);
+      copies.push_back(buffer.clone());
+    }
+  }
+  copies = rpc::to_host(copies);
+  NamedTensors state;
+  for (size_t i = 0; i < names.size(); ++i) state.emplace(names[i], copies[i]);
+  return state;
+}
+
+void SharedModule::load_state(NamedTensors state) {
+  const base::BlockingScope waits;  // for a device, and for those who read
+  const at::NoGradGuard no_grad;
+  const autograd::ParameterUpdate update(agent_);
+  const auto differ = [this](const std::string& how) {
+    throw base::Exception(ErrorKind::kBadData, "the state is not of module " + name_ + ": " + how);
+  };
+  for (const auto* items : {&parameters_, &buffers_}) {
+    for (const auto& [its_name, tensor] : *items) {
+      const auto it = state.find(its_name);
+      if (it == state.end()) differ("it has no " + its_name);
+      const std::string given = it->second.defined() ? text_of(it->second) : "undefined";
+      if (given != text_of(tensor)) differ(its_name + " is " + given + ", not " + text_of(tensor));
+    }
+  }
+  if (state.size() != parameters_.size() + buffers_.size()) {
+    for (const auto& [its_name, tensor] : state) {
+      const auto is_it = [&](const NamedTensor& known) { return known.name == its_name; };
+      if (std::none_of(parameters_.begin(), parameters_.end(), is_it) &&
+          std::none_of(buffers_.begin(), buffers_.end(), is_it)) {
+        differ("there is no " + its_name);
+      }
+    }
+  }
+  for (const auto& [its_name, parameter] : parameters_) {
+    update.unshare(parameter);
+    at::Tensor(parameter).copy_(state.at(its_name));
+  }
+  for (auto& [its_name, buffer] : buffers_) {
+    buffer = at::empty_like(buffer).copy_(state.at(its_name));
+  }
+  ++buffers_generation_;
+  buffers_ready_ = rpc::StreamPoint::mark(agent_.device());
+}
+
+size_t SharedModule::replicas() {
+  std::lock_guard lock(mutex_);
+  return replicas_.size();
+}
+
+void SharedModule::let_go() {
+  std::lock_guard lock(mutex_);
+  for (const auto& replica : replicas_) {
+    if (!replica->holds_storage || !is_idle(*replica)) continue;
+    for (size_t i = 0; i < nothing_.size(); ++i) point_to(replica->parameters[i], nothing_[i]);
+    replica->holds_storage = false;
+  }
+}
+
+}  // namespace distrain::nn

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "distrain/autograd/parameter_versions.h"
+#include "distrain/nn/module.h"
+#include "distrain/nn/remote_module.h"
+#include "distrain/rpc/agent.h"
+#include "distrain/rpc/device.h"
+
+namespace distrain::nn {
+
+/// What a module consists of. A tensor that it uses in several places is there once, by the first
+/// of its names.
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+};
+
+/// One exposed module and its replicas; see Note [Plain modules]. Thread-safe.
+class SharedModule final : public autograd::VersionKeeper {
+ public:
+  /// Throws `invalid`, naming what it is, for a module that cannot be trained so.
+  SharedModule(rpc::Agent& agent, std::string name, std::function<detail::AnyNet()> make);
+  ~SharedModule() override;
+
+  // What RemoteModule calls.
+  at::Tensor forward(rpc::CallContext& call, ForwardTerms terms, std::vector<at::Tensor> inputs);
+  std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
+  NamedTensors state();
+  void load_state(NamedTensors state);
+  /// There are so many: at most as many as passes were in flight at a time.
+  size_t replicas();
+
+  void let_go() override;
+
+ private:
+  struct Replica;
+  class Lease;
+
+  std::unique_ptr<Replica> make_replica();
+  void renew(Replica& replica);
+  void check_buffers(Replica& replica, bool training) const;
+  static bool is_idle(const Replica& replica);
+
+  rpc::Agent& agent_;
+  const std::string name_;
+  const std::function<detail::AnyNet()> make_;
+  std::vector<NamedTensor> parameters_;
+  std::vector<at::Tensor> nothing_;  // for each parameter, what an idle version of it is
+  // Changed under a ParameterUpdate, read under a ParameterRead.
+  std::vector<NamedTensor> buffers_;
+  uint64_t buffers_generation_ = 1;
+  rpc::StreamPoint buffers_ready_;
+
+  std::mutex mutex_;  // of the list and of what says whether a replica is idle
+  std::vector<std::unique_ptr<Replica>> replicas_;
+};
+
+}  // namespace distrain::nn

@@ -1,0 +1,143 @@
+// Plain modules on the simulated accelerator: as on the CPU, whatever the streams of those who read
+// and change their parameters.
+// ctest: timeout=120
+#include <thread>
+
+#include <c10/core/StreamGuard.h>
+#include <torch/autograd.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+
+#include "distrain/autograd/context.h"
+#include "distrain/nn/module.h"
+#include "distrain/optim/distributed_optimizer.h"
+#include "distrain/rpc/device.h"
+#include "support/catch.h"
+#include "support/cluster.h"
+#include "support/sim_device.h"
+
+namespace distrain::testing {
+namespace {
+
+using autograd::Context;
+using nn::RemoteModule;
+
+// With a buffer that is no parameter.
+struct ShiftedImpl : torch::nn::Module {
+  ShiftedImpl() {
+    linear = register_module("linear", torch::nn::Linear(4, 3));
+    shift = register_buffer("shift", at::arange(3, at::kFloat));
+  }
+  at::Tensor forward(const at::Tensor& x) { return linear->forward(x).tanh() + shift; }
+  torch::nn::Linear linear{nullptr};
+  at::Tensor shift;
+};
+TORCH_MODULE(Shifted);
+
+at::Tensor gradient_of(rpc::CallContext& call, const rpc::RRef<at::Tensor>& parameter,
+                       uint64_t context) {
+  const at::Tensor gradient = autograd::gradient(call.agent, context, parameter.local_value());
+  return rpc::to_host({gradient})[0];
+}
+
+void setup(rpc::Agent& agent) {
+  autograd::install(agent);
+  optim::install(agent);
+  agent.expose<&gradient_of>("gradient_of");
+  nn::expose_module(agent, "net", [] { return Shifted(); });
+}
+
+at::Tensor loss_of(const at::Tensor& y) { return y.pow(2).sum(); }
+
+}  // namespace
+
+TEST_CASE("passes over a module on a device have the gradients of the parameters they saw") {
+  at::manual_seed(1);
+  // A trainer with a device of its own, or without one.
+  const bool trainer_has_device = GENERATE(false, true);
+  Cluster cluster(2, setup, {}, [&](rpc::AgentOptions& options) {
+    if (options.rank == 1 || trainer_has_device) options.device = sim(options.rank);
+  });
+  rpc::Agent& agent = cluster[0];
+  const RemoteModule net(agent, 1, "net");
+  const auto parameters = net.remote_parameters();
+  optim::DistributedOptimizer optimizer(agent, parameters, optim::Sgd{.lr = 0.1});
+  const at::Tensor x = at::rand({5, 4});
+  const at::Tensor input = x.to(agent.device());
+
+  const auto check = [&](const Context& context, const nn::NamedTensors& values) {
+    Shifted oracle;
+    {
+      const at::NoGradGuard no_grad;
+      for (auto& item : oracle->named_parameters()) item.value().copy_(values.at(item.key()));
+      oracle->shift.copy_(values.at("shift"));
+    }
+    const auto expected =
+        torch::autograd::grad({loss_of(oracle->forward(x))}, oracle->parameters());
+    const rpc::ContextScope outside(0);
+    for (size_t i = 0; i < expected.size(); ++i) {
+      const at::Tensor found = agent.rpc_sync<&gradient_of>(1, parameters[i], context.id());
+      CHECK(at::allclose(found, expected[i], 1e-5, 1e-6));
+    }
+  };
+  for (int round = 0; round < 5; ++round) {
+    CAPTURE(round);
+    nn::NamedTensors before = net.state();
+    if (round == 3) {
+      before.at("shift") = before.at("shift") * -2;
+      net.load_state(before);
+    }
+    Context slow(agent, Context::Scope::kExplicit);
+    at::Tensor early;
+    {
+      const rpc::ContextScope inside(slow.id());
+      early = net.forward(input);
+    }
+    {
+      Context quick(agent);
+      autograd::backward(quick, {loss_of(net.forward(input))});
+      check(quick, before);
+      optimizer.step(quick);
+    }
+    autograd::backward(slow, {loss_of(early)});
+    check(slow, before);
+    CHECK_FALSE(at::equal(net.state().at("linear.weight"), before.at("linear.weight")));
+  }
+}
+
+TEST_CASE("trainers under streams of their own share the module of their rank") {
+  at::manual_seed(2);
+  constexpr int kTrainers = 3, kSteps = 20;
+  rpc::AgentOptions options;
+  options.device = sim(0);
+  Cluster cluster(1, setup, options);
+  const RemoteModule net(cluster[0], 0, "net");
+  const at::Tensor x = at::rand({5, 4});
+  const double before = loss_of(net.forward(x.to(sim(0)))).item<double>();
+  std::vector<std::thread> threads;
+  std::vector<std::string> errors(kTrainers);
+  for (int t = 0; t < kTrainers; ++t) {
+    threads.emplace_back([&, t] {
+      errors[static_cast<size_t>(t)] =
+          error_of([&] {
+            const c10::StreamGuard guard(rpc::side_stream(sim(0)));
+            const at::Tensor input = x.to(sim(0));
+            optim::DistributedOptimizer optimizer(cluster[0], net.remote_parameters(),
+                                                  optim::Sgd{.lr = 1e-3});
+            for (int step = 0; step < kSteps; ++step) {
+              Context context(cluster[0]);
+              autograd::backward(context, {loss_of(net.forward(input))});
+              optimizer.step(context);
+            }
+          }).message;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const std::string& error : errors) CHECK(error == "(no error)");
+  const double after = loss_of(net.forward(x.to(sim(0)))).item<double>();
+  CHECK(std::isfinite(after));
+  CHECK(after < before);
+}
+
+}  // namespace distrain::testing

@@ -1,0 +1,195 @@
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/instancenorm.h>
+
+#include "module_support.h"
+#include "support/plain_net.h"
+
+using namespace distrain;
+using base::ErrorKind;
+using nn::RemoteModule;
+using testing::Cluster;
+using testing::cluster_with;
+using testing::error_of;
+using testing::PlainNet;
+
+namespace {
+
+struct BlockImpl : torch::nn::Module {
+  BlockImpl() {
+    linear = register_module("linear", torch::nn::Linear(8, 4));
+    bn = register_module("bn", torch::nn::BatchNorm1d(4));
+  }
+  at::Tensor forward(const at::Tensor& x) { return bn->forward(linear->forward(x)); }
+  torch::nn::Linear linear{nullptr};
+  torch::nn::BatchNorm1d bn{nullptr};
+};
+TORCH_MODULE(Block);
+
+// Writes a buffer by a way of its own, if only in training.
+struct CounterImpl : torch::nn::Module {
+  explicit CounterImpl(bool by_kernel) : by_kernel_(by_kernel) {
+    linear = register_module("linear", torch::nn::Linear(8, 4));
+    mean = register_buffer("mean", at::zeros({4}));
+    var = register_buffer("var", at::ones({4}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor y = linear->forward(x);
+    if (by_kernel_) return at::batch_norm(y, {}, {}, mean, var, is_training(), 0.1, 1e-5, false);
+    if (is_training()) mean.add_(y.detach().mean(0));
+    return y - mean;
+  }
+  torch::nn::Linear linear{nullptr};
+  at::Tensor mean, var;
+  const bool by_kernel_;
+};
+TORCH_MODULE(Counter);
+
+struct OuterImpl : torch::nn::Module {
+  explicit OuterImpl(bool by_kernel) { inner = register_module("inner", Counter(by_kernel)); }
+  at::Tensor forward(const at::Tensor& x) { return inner->forward(x); }
+  Counter inner{nullptr};
+};
+TORCH_MODULE(Outer);
+
+// Parameters that no version can be made of.
+struct OddImpl : torch::nn::Module {
+  explicit OddImpl(const std::string& how) {
+    const at::Tensor whole = at::rand({4, 4});
+    if (how == "overlap") {
+      register_parameter("first", whole[0]);
+      register_parameter("second", whole[1]);
+    } else if (how == "expanded") {
+      register_parameter("first", at::rand({1}).expand({4}));
+    } else if (how == "meta") {
+      register_parameter("first", at::empty({4}, at::kMeta));
+    } else if (how == "other") {
+      static std::atomic<int64_t> size{1};
+      register_parameter("first", at::rand({size++}));
+    }
+  }
+  at::Tensor forward(const at::Tensor& x) { return x; }
+};
+TORCH_MODULE(Odd);
+
+struct TwoImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& y) { return x + y; }
+};
+TORCH_MODULE(Two);
+
+base::Error refusal_of(const auto& make) {
+  Cluster cluster = cluster_with(make);
+  return error_of([&] { RemoteModule(cluster[0], 1, "net"); });
+}
+
+}  // namespace
+
+TEST_CASE("a module that keeps running statistics is refused by name and type") {
+  const base::Error plain = refusal_of([] { return Block(); });
+  CHECK(plain.kind == ErrorKind::kInvalid);
+  CHECK(plain.message.starts_with(
+      "module net.bn (torch::nn::BatchNorm1dImpl) writes its running statistics in training"));
+  CHECK(refusal_of([] {
+          return torch::nn::Sequential(
+              torch::nn::Conv1d(1, 2, 3),
+              torch::nn::InstanceNorm1d(
+                  torch::nn::InstanceNorm1dOptions(2).track_running_stats(true)));
+        }).message.starts_with("module net.1 (torch::nn::InstanceNorm1dImpl) writes its running"));
+  // Without them it may be used.
+  Cluster cluster = cluster_with([] {
+    return torch::nn::Sequential(
+        torch::nn::Linear(8, 4),
+        torch::nn::BatchNorm1d(torch::nn::BatchNorm1dOptions(4).track_running_stats(false)),
+        torch::nn::Linear(4, 2));
+  });
+  CHECK(RemoteModule(cluster[0], 1, "net").forward(at::rand({3, 8})).sizes() ==
+        at::IntArrayRef({3, 2}));
+}
+
+TEST_CASE("a forward pass that writes a buffer is refused, and nobody sees what it wrote") {
+  const bool by_kernel = GENERATE(false, true);
+  CAPTURE(by_kernel);
+  Cluster cluster = cluster_with([=] { return Outer(by_kernel); });
+  RemoteModule net(cluster[0], 1, "net");
+  const at::Tensor x = at::rand({3, 8});
+  const nn::NamedTensors before = net.state();
+  for (int i = 0; i < 3; ++i) {
+    const base::Error error = error_of([&] { net.forward(x); });
+    CHECK(error.kind == ErrorKind::kInvalid);
+    CHECK(error.message.starts_with("module net.inner ("));
+    CHECK(error.message.find("CounterImpl) writes its buffer mean in forward()") !=
+          std::string::npos);
+  }
+  const nn::NamedTensors after = net.state();
+  for (const auto& [name, tensor] : before) CHECK(at::equal(after.at(name), tensor));
+  net.eval();
+  CHECK(net.forward(x).sizes() == at::IntArrayRef({3, 4}));
+}
+
+TEST_CASE("parameters of which no version can be made are refused by name") {
+  const auto refusal = [](const std::string& how) {
+    const base::Error error = refusal_of([how] { return Odd(how); });
+    CHECK(error.kind == ErrorKind::kInvalid);
+    return error.message;
+  };
+  CHECK(refusal("overlap") ==
+        "module net: first and second share their memory: register the same tensor twice, or two "
+        "tensors");
+  CHECK(refusal("expanded") ==
+        "parameter net.first (Float [4]) has elements that share their memory");
+  CHECK(refusal("meta") == "parameter net.first has no memory: it is on the meta device");
+
+  Cluster cluster = cluster_with([] { return Odd("other"); });
+  const RemoteModule net(cluster[0], 1, "net");
+  const base::Error error = error_of([&] { net.forward(at::ones({1})); });
+  CHECK(error.kind == ErrorKind::kInvalid);
+  CHECK(error.message.starts_with("module net: make() gave another one than at first: first is"));
+}
+
+TEST_CASE("a name that is not exposed is refused with those that are") {
+  Cluster cluster(3, [](rpc::Agent& agent) {
+    if (agent.rank() == 2) return autograd::install(agent);  // it knows nothing of modules
+    testing::setup_modules(agent);
+    if (agent.rank() == 0) return;
+    nn::expose_module(agent, "net", [] { return PlainNet(); });
+    nn::expose_module(agent, "two", [] { return Two(); });
+    CHECK(error_of([&] { nn::expose_module(agent, "net", [] { return Two(); }); }).message ==
+          "a module 'net' is exposed already");
+  });
+  const base::Error unknown = error_of([&] { RemoteModule(cluster[0], 1, "nte"); });
+  CHECK(unknown.kind == ErrorKind::kNotFound);
+  CHECK(unknown.message == "w1 exposes no module 'nte', but net, two");
+  CHECK(error_of([&] { RemoteModule(cluster[1], 0, "net"); }).message ==
+        "w0 exposes no module 'net', but none at all");
+  CHECK(error_of([&] { RemoteModule(cluster[0], 2, "net"); }).kind == ErrorKind::kNotFound);
+  CHECK(error_of([&] { RemoteModule(cluster[2], 1, "net"); }).message ==
+        "this agent has no modules: call nn::install(agent) before join()");
+}
+
+TEST_CASE("what a module cannot make of its inputs is said with its name, and it goes on") {
+  Cluster cluster(2, [](rpc::Agent& agent) {
+    testing::setup_modules(agent);
+    nn::expose_module(agent, "two", [] { return Two(); });
+    nn::expose_module(agent, "net", [] { return PlainNet(); });
+    nn::expose_module(agent, "lstm", [] { return torch::nn::AnyModule(torch::nn::LSTM(2, 2)); });
+  });
+  const RemoteModule two(cluster[0], 1, "two"), net(cluster[0], 1, "net"),
+      lstm(cluster[0], 1, "lstm");
+  const at::Tensor x = at::ones({2, 2});
+  const base::Error count = error_of([&] { two.forward(x); });
+  CHECK(count.kind == ErrorKind::kRemoteFailed);
+  CHECK(count.rank == 1);
+  CHECK(count.message.starts_with("module two ("));
+  CHECK(count.message.find("forward() method expects 2 argument(s), but received 1.") !=
+        std::string::npos);
+  CHECK(count.message.find('\n') == std::string::npos);
+  CHECK(at::equal(two.forward(x, x), x + x));
+
+  const base::Error shape = error_of([&] { net.forward(x); });
+  CHECK(shape.kind == ErrorKind::kRemoteFailed);
+  CHECK(shape.message.starts_with("module net ("));
+  CHECK(net.forward(at::rand({5, 8})).sizes() == at::IntArrayRef({5, 3}));
+
+  const base::Error result = error_of([&] { lstm.forward(at::rand({1, 1, 2})); });
+  CHECK(result.kind == ErrorKind::kInvalid);
+  CHECK(result.message.starts_with("module lstm (torch::nn::LSTMImpl): its forward() gives "));
+}
