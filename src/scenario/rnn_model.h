@@ -91,4 +91,7 @@ TORCH_MODULE(Lstm);
 Lstm make_lstm(const RnnOptions& options, c10::Device device);
 optim::OptimizerOptions optimizer_options(const RnnOptions& options);
 
+/// What makes `lr` of --lr.
+double lr_factor(const RnnOptions& options, double lr);
+
 }  // namespace distrain::scenario
