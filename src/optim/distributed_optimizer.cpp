@@ -1,14 +1,20 @@
 #include "distrain/optim/distributed_optimizer.h"
 
 #include <map>
+#include <string>
+#include <utility>
 
 #include <ATen/Functions.h>
 
+#include "distrain/rpc/channel.h"
 #include "local_optimizer.h"
+#include "validate.h"
 
 namespace distrain::optim {
 
 namespace {
+
+constexpr uint16_t kLane = 3;
 
 // What the ranks call on each other.
 
@@ -37,11 +43,10 @@ std::vector<at::Tensor> gradients_of(rpc::Agent& agent, const LocalOptimizer& op
 
 base::Future<uint64_t> step_here(rpc::CallContext& context,
                                  const rpc::RRef<LocalOptimizer>& optimizer,
-                                 const std::vector<uint64_t>& contexts, int participant,
-                                 double scale) {
+                                 const std::vector<uint64_t>& contexts, const StepTerms& terms) {
   const at::NoGradGuard no_grad;
   LocalOptimizer& here = optimizer.local_value();
-  return here.step(participant, gradients_of(context.agent, here, contexts), scale);
+  return here.step(terms, gradients_of(context.agent, here, contexts));
 }
 
 base::Future<double> norm_here(rpc::CallContext& context,
@@ -50,10 +55,6 @@ base::Future<double> norm_here(rpc::CallContext& context,
   const at::NoGradGuard no_grad;
   LocalOptimizer& here = optimizer.local_value();
   return here.norm_squared(participant, gradients_of(context.agent, here, contexts));
-}
-
-void set_lr_here(const rpc::RRef<LocalOptimizer>& optimizer, double lr) {
-  optimizer.local_value().set_lr(lr);
 }
 
 std::vector<ParameterState> state_here(const rpc::RRef<LocalOptimizer>& optimizer) {
@@ -77,6 +78,18 @@ void put(std::vector<ParameterState>& into, const std::vector<size_t>& places,
   for (size_t i = 0; i < places.size(); ++i) into[places[i]] = std::move(states.at(i));
 }
 
+// The parameters that live on one rank, with the groups that they are of.
+struct Share {
+  std::vector<size_t> places;  // in the order of state()
+  std::vector<GroupTerms> groups;
+
+  void add(size_t place, const GroupTerms& group) {
+    places.push_back(place);
+    if (groups.empty() || groups.back().number != group.number) groups.push_back(group);
+    ++groups.back().parameters;
+  }
+};
+
 }  // namespace
 
 UpdateCount install(rpc::Agent& agent) {
@@ -85,9 +98,17 @@ UpdateCount install(rpc::Agent& agent) {
   agent.expose<&attach>("distrain.optim.attach");
   agent.expose<&step_here>("distrain.optim.step");
   agent.expose<&norm_here>("distrain.optim.norm");
-  agent.expose<&set_lr_here>("distrain.optim.set_lr");
   agent.expose<&state_here>("distrain.optim.state");
   agent.expose<&load_state_here>("distrain.optim.load_state");
+  // Nobody sends anything on this lane: it tells who is lost. Not on the loop, as an update may be
+  // under way.
+  const std::weak_ptr<LocalOptimizers> known = optimizers;
+  const auto on_peer_lost = [&agent, known](int, const base::Error& error) {
+    agent.executor().post([known, error] {
+      if (const auto all = known.lock()) all->on_rank_lost(error);
+    });
+  };
+  agent.open_channel(kLane).set_handler({[](const rpc::ChannelMessage&) {}, on_peer_lost});
   return optimizers->updates();
 }
 
@@ -100,27 +121,70 @@ Progress progress_of(rpc::Agent& agent, const at::Tensor& parameter, int partici
 }
 
 DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
-                                           const std::vector<rpc::RRef<at::Tensor>>& parameters,
+                                           const std::vector<ParameterGroup>& groups,
+                                           Sharing sharing)
+    : DistributedOptimizer(agent, groups, 0, sharing) {}
+
+DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
+                                           const std::vector<rpc::RRef<at::Tensor>>& shared,
                                            const OptimizerOptions& options, Sharing sharing)
-    : agent_(agent), sharing_(sharing), parameters_(parameters.size()) {
-  std::map<int, std::vector<size_t>> by_owner;
-  for (size_t i = 0; i < parameters.size(); ++i) by_owner[parameters[i].owner()].push_back(i);
-  const SharedTerms shared{to_fields(options), sharing.mode, sharing.participants,
-                           sharing.staleness};
-  SharedTerms own;
-  own.options = shared.options;
-  for (const auto& [owner, places] : by_owner) {
-    const auto owned = picked(parameters, places);
+    : DistributedOptimizer(agent, {ParameterGroup{shared, {}, options}}, 0, sharing) {}
+
+DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
+                                           const std::vector<rpc::RRef<at::Tensor>>& shared,
+                                           const std::vector<at::Tensor>& own, const Rule& rule,
+                                           Sharing sharing)
+    : DistributedOptimizer(agent, {ParameterGroup{shared, own, rule.options}}, rule.max_norm,
+                           sharing) {}
+
+DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
+                                           const std::vector<ParameterGroup>& groups,
+                                           double max_norm, Sharing sharing)
+    : agent_(agent), sharing_(sharing), max_norm_(max_norm) {
+  std::map<int, Share> by_owner;
+  Share own;
+  std::vector<rpc::RRef<at::Tensor>> rrefs;  // by place, of shared ones
+  std::vector<at::Tensor> tensors;           // by place, of this rank's
+  std::vector<at::Tensor> here;              // the same without gaps, and their groups
+  std::vector<uint64_t> groups_here;
+  for (const ParameterGroup& group : groups) {
+    const GroupTerms terms{to_fields(group.options), 0, static_cast<uint64_t>(&group - &groups[0])};
+    from_fields(terms.options);  // checks them, those of an empty group, too
+    const auto add = [&](Share& share, const rpc::RRef<at::Tensor>& rref, const at::Tensor& value) {
+      share.add(rrefs.size(), terms);
+      rrefs.push_back(rref);
+      tensors.push_back(value);
+      if (&share != &own && rref.owner() != agent.rank()) return;
+      if (!value.defined()) {
+        throw base::Exception(
+            base::ErrorKind::kInvalid,
+            "a parameter of group " + std::to_string(terms.number) + " is an undefined tensor");
+      }
+      here.push_back(value);
+      groups_here.push_back(terms.number);
+    };
+    for (const auto& rref : group.shared) {
+      add(by_owner[rref.owner()], rref, rref.is_owner() ? rref.local_value() : at::Tensor());
+    }
+    for (const at::Tensor& parameter : group.own) add(own, {}, parameter);
+  }
+  parameters_ = rrefs.size();
+  check_each_once(here, [&](size_t i) { return groups_here[i]; });
+
+  auto& local = agent.local<LocalOptimizers>();
+  SharedTerms terms{{}, sharing.mode, sharing.participants, sharing.staleness};
+  for (auto& [owner, share] : by_owner) {
+    terms.groups = std::move(share.groups);
     if (owner == agent.rank()) {
-      std::vector<at::Tensor> values;
-      for (const auto& parameter : owned) values.push_back(parameter.local_value());
-      local_ = agent.local<LocalOptimizers>().find_or_make(
-          values, sharing.participant == Sharing::kOnlooker ? shared : own);
-      local_parameters_ = places;
+      shared_ = {local.find_or_make(picked(tensors, share.places), terms), std::move(share.places)};
     } else {
-      remote_.push_back({agent.rpc_sync<&attach>(owner, owned, shared), places});
+      remote_.push_back({agent.rpc_sync<&attach>(owner, picked(rrefs, share.places), terms),
+                         std::move(share.places)});
     }
   }
+  if (own.places.empty()) return;
+  own_ = {local.find_or_make(picked(tensors, own.places), SharedTerms{std::move(own.groups)}),
+          std::move(own.places)};
 }
 
 int DistributedOptimizer::participant() const {
@@ -132,8 +196,8 @@ int DistributedOptimizer::participant() const {
 
 // A call that waits for other participants lasts as long as they take: the owner's and their death
 // end it.
-rpc::To DistributedOptimizer::owner_of(const Owned& owned, bool waits) const {
-  rpc::To owner(owned.optimizer.owner());
+rpc::To DistributedOptimizer::owner_of(const Remote& remote, bool waits) const {
+  rpc::To owner(remote.optimizer.owner());
   if (waits && sharing_.participants > 1) owner.without_deadline();
   return owner;
 }
@@ -141,57 +205,73 @@ rpc::To DistributedOptimizer::owner_of(const Owned& owned, bool waits) const {
 uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts, double max_norm) {
   const at::NoGradGuard no_grad;
   const rpc::ContextScope outside(0);  // an update is no part of the pass
-  const double scale = max_norm > 0 ? scale_for(contexts, max_norm) : 1.0;
+  StepTerms terms{participant(), 1, *lr_factor_};
+  if (max_norm > 0) terms.scale = scale_for(contexts, max_norm);
   const bool waits = sharing_.mode != Sharing::Mode::kAsync;
   std::vector<base::Future<uint64_t>> steps;
-  for (const Owned& owned : remote_) {
-    steps.push_back(agent_.rpc_async<&step_here>(owner_of(owned, waits), owned.optimizer, contexts,
-                                                 participant(), scale));
+  for (const Remote& remote : remote_) {
+    steps.push_back(
+        agent_.rpc_async<&step_here>(owner_of(remote, waits), remote.optimizer, contexts, terms));
   }
-  uint64_t updates = 0;
-  if (local_) updates = local_->step(0, gradients_of(agent_, *local_, contexts), scale).wait();
+  // What fails here must not leave the others' answers without anybody who waits for them.
+  const auto step_locally = [&](const Local& local, const StepTerms& how) {
+    if (!local.optimizer) return;
+    try {
+      steps.push_back(local.optimizer->step(how, gradients_of(agent_, *local.optimizer, contexts)));
+    } catch (...) {
+      base::Promise<uint64_t> failed;
+      failed.fail(base::current_error(base::ErrorKind::kInternal));
+      steps.push_back(failed.future());
+    }
+  };
+  step_locally(shared_, terms);
+  terms.participant = 0;  // the only one
+  step_locally(own_, terms);
   base::wait_all(steps);
-  return steps.empty() ? updates : steps.front().wait();
+  return steps.empty() ? 0 : steps.front().wait();
 }
 
 double DistributedOptimizer::scale_for(const std::vector<uint64_t>& contexts,
                                        double max_norm) const {
   std::vector<base::Future<double>> norms;
-  for (const Owned& owned : remote_) {
-    norms.push_back(agent_.rpc_async<&norm_here>(owner_of(owned, true), owned.optimizer, contexts,
+  for (const Remote& remote : remote_) {
+    norms.push_back(agent_.rpc_async<&norm_here>(owner_of(remote, true), remote.optimizer, contexts,
                                                  participant()));
   }
-  double squared = local_ ? norm_squared(gradients_of(agent_, *local_, contexts)) : 0;
+  if (shared_.optimizer) {
+    norms.push_back(shared_.optimizer->norm_squared(
+        participant(), gradients_of(agent_, *shared_.optimizer, contexts)));
+  }
+  double squared =
+      own_.optimizer ? norm_squared(gradients_of(agent_, *own_.optimizer, contexts)) : 0;
   base::wait_all(norms);
   for (const auto& norm : norms) squared += norm.wait();
   return clip_scale(squared, max_norm);
 }
 
-void DistributedOptimizer::set_lr(double lr) {
-  std::vector<base::Future<void>> set;
-  for (const Owned& owned : remote_) {
-    set.push_back(agent_.rpc_async<&set_lr_here>(owned.optimizer.owner(), owned.optimizer, lr));
-  }
-  if (local_) local_->set_lr(lr);
-  base::wait_all(set);
+void DistributedOptimizer::set_lr_factor(double factor) {
+  check_lr_factor(factor);
+  *lr_factor_ = factor;
 }
 
 std::vector<ParameterState> DistributedOptimizer::state() const {
   std::vector<ParameterState> all(parameters_);
-  for (const Owned& owned : remote_) {
-    put(all, owned.parameters,
-        agent_.rpc_sync<&state_here>(owned.optimizer.owner(), owned.optimizer));
+  for (const Remote& remote : remote_) {
+    put(all, remote.places,
+        agent_.rpc_sync<&state_here>(remote.optimizer.owner(), remote.optimizer));
   }
-  if (local_) put(all, local_parameters_, local_->state());
+  for (const Local& local : {shared_, own_}) {
+    if (local.optimizer) put(all, local.places, local.optimizer->state());
+  }
   return all;
 }
 
 std::vector<ParameterState> DistributedOptimizer::local_state() const {
-  return local_ ? local_->state() : std::vector<ParameterState>();
+  return own_.optimizer ? own_.optimizer->state() : std::vector<ParameterState>();
 }
 
 void DistributedOptimizer::load_local_state(const std::vector<ParameterState>& state) {
-  if (local_) local_->load_state(state);
+  if (own_.optimizer) own_.optimizer->load_state(state);
 }
 
 void DistributedOptimizer::load_state(const std::vector<ParameterState>& state) {
@@ -200,11 +280,13 @@ void DistributedOptimizer::load_state(const std::vector<ParameterState>& state) 
                           "the state of " + std::to_string(state.size()) + " parameters, not of " +
                               std::to_string(parameters_));
   }
-  for (const Owned& owned : remote_) {
-    agent_.rpc_sync<&load_state_here>(owned.optimizer.owner(), owned.optimizer,
-                                      picked(state, owned.parameters));
+  for (const Remote& remote : remote_) {
+    agent_.rpc_sync<&load_state_here>(remote.optimizer.owner(), remote.optimizer,
+                                      picked(state, remote.places));
   }
-  if (local_) local_->load_state(picked(state, local_parameters_));
+  for (const Local& local : {shared_, own_}) {
+    if (local.optimizer) local.optimizer->load_state(picked(state, local.places));
+  }
 }
 
 }  // namespace distrain::optim

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <set>
+#include <sstream>
+#include <string>
+#include <utility>
 
 #include <ATen/Functions.h>
 
@@ -29,22 +32,56 @@ at::Tensor mean(const std::map<int, LocalOptimizer::Gradients>& gathered, size_t
   return sum.defined() ? sum / static_cast<double>(gathered.size()) : sum;
 }
 
+// One update has one learning rate.
+void check_same_rate(const std::map<int, StepTerms>& gathered) {
+  const StepTerms& first = gathered.begin()->second;
+  for (const auto& [participant, terms] : gathered) {
+    if (terms.lr_factor == first.lr_factor) continue;
+    std::ostringstream message;
+    message << "participants " << first.participant << " and " << participant
+            << " step with different learning rates: " << first.lr_factor << " and "
+            << terms.lr_factor << " of the groups' own";
+    throw base::Exception(base::ErrorKind::kInvalid, message.str());
+  }
+}
+
 }  // namespace
+
+void check_each_once(const std::vector<at::Tensor>& parameters,
+                     const std::function<uint64_t(size_t)>& group_of) {
+  std::map<const void*, uint64_t> groups;  // by storage
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const uint64_t group = group_of(i);
+    const auto [known, first] =
+        groups.emplace(parameters[i].storage().unsafeGetStorageImpl(), group);
+    if (first) continue;
+    throw base::Exception(base::ErrorKind::kInvalid,
+                          known->second == group
+                              ? "two of the parameters of group " + std::to_string(group) +
+                                    " share their memory: give a tied one once"
+                              : "a parameter of group " + std::to_string(group) + " is in group " +
+                                    std::to_string(known->second) + ", too");
+  }
+}
 
 LocalOptimizer::LocalOptimizer(rpc::Agent& agent, std::vector<at::Tensor> parameters,
                                SharedTerms terms, std::shared_ptr<std::atomic<uint64_t>> updates)
     : agent_(agent),
       parameters_(std::move(parameters)),
       terms_(std::move(terms)),
-      rule_(make_update_rule(from_fields(terms_.options))),
       updates_(std::move(updates)),
-      steps_(static_cast<size_t>(terms_.participants)) {
-  std::set<const void*> storages;
-  for (const at::Tensor& parameter : parameters_) {
-    if (storages.insert(parameter.storage().unsafeGetStorageImpl()).second) continue;
-    throw base::Exception(base::ErrorKind::kInvalid,
-                          "two of the parameters share their memory: give a tied one once");
+      steps_(static_cast<size_t>(std::max(terms_.participants, 0))) {
+  const auto check = [](bool good) {
+    if (good) return;
+    throw base::Exception(base::ErrorKind::kInvalid, "the groups are not those of the parameters");
+  };
+  for (const GroupTerms& group : terms_.groups) {
+    check(group.parameters <= parameters_.size() - groups_.size());
+    groups_.insert(groups_.end(), group.parameters, rules_.size());
+    rules_.push_back(make_update_rule(from_fields(group.options)));
   }
+  check(groups_.size() == parameters_.size());
+  check_each_once(parameters_, [this](size_t i) { return terms_.groups[groups_[i]].number; });
 }
 
 void LocalOptimizer::check_participant(int participant, const Gradients& gradients) const {
@@ -55,36 +92,38 @@ void LocalOptimizer::check_participant(int participant, const Gradients& gradien
 }
 
 template <class R>
-base::Future<R> LocalOptimizer::bring(Gathering<R>& gathering, int participant,
+base::Future<R> LocalOptimizer::bring(Gathering<R>& gathering, const StepTerms& terms,
                                       Gradients gradients) {
-  if (!gathering.gradients.emplace(participant, std::move(gradients)).second) {
-    throw base::Exception(base::ErrorKind::kInvalid, "participant " + std::to_string(participant) +
+  if (lost_ && terms_.participants > 1) throw base::Exception(*lost_);
+  if (!gathering.gradients.emplace(terms.participant, std::move(gradients)).second) {
+    throw base::Exception(base::ErrorKind::kInvalid, "participant " +
+                                                         std::to_string(terms.participant) +
                                                          " made two steps before all had made one");
   }
+  gathering.terms.emplace(terms.participant, terms);
   return gathering.waiting.emplace_back().future();
 }
 
-base::Future<uint64_t> LocalOptimizer::step(int participant, Gradients gradients, double scale) {
-  check_participant(participant, gradients);
-  return terms_.mode == Sharing::Mode::kSync
-             ? step_together(participant, std::move(gradients), scale)
-             : step_alone(participant, gradients, scale);
+base::Future<uint64_t> LocalOptimizer::step(const StepTerms& terms, Gradients gradients) {
+  check_participant(terms.participant, gradients);
+  return terms_.mode == Sharing::Mode::kSync ? step_together(terms, std::move(gradients))
+                                             : step_alone(terms, gradients);
 }
 
-base::Future<uint64_t> LocalOptimizer::step_together(int participant, Gradients gradients,
-                                                     double scale) {
+base::Future<uint64_t> LocalOptimizer::step_together(const StepTerms& terms, Gradients gradients) {
   base::Future<uint64_t> future;
   std::vector<base::Promise<uint64_t>> applied;
   std::optional<base::Error> error;
   uint64_t updates = 0;
   {
     std::lock_guard lock(mutex_);
-    future = bring(stepping_, participant, std::move(gradients));
+    future = bring(stepping_, terms, std::move(gradients));
     if (static_cast<int>(stepping_.gradients.size()) < terms_.participants) return future;
     auto all = std::exchange(stepping_, {});
     applied.swap(all.waiting);
     try {
-      apply_locked(means(all.gradients), scale);
+      check_same_rate(all.terms);
+      apply_locked(means(all.gradients), all.terms.begin()->second);
       for (int64_t& steps : steps_) ++steps;
       updates = applied_;
     } catch (...) {
@@ -101,16 +140,17 @@ base::Future<uint64_t> LocalOptimizer::step_together(int participant, Gradients 
   return future;
 }
 
-base::Future<uint64_t> LocalOptimizer::step_alone(int participant, const Gradients& gradients,
-                                                  double scale) {
+base::Future<uint64_t> LocalOptimizer::step_alone(const StepTerms& terms,
+                                                  const Gradients& gradients) {
   base::Promise<uint64_t> own;
   const base::Future<uint64_t> future = own.future();
   std::vector<Ahead> may_go_on;
+  std::multimap<int, Ahead> stranded;
   {
     std::lock_guard lock(mutex_);
-    apply_locked(gradients, scale);
-    ++steps_[static_cast<size_t>(participant)];
-    ahead_.emplace(participant, Ahead{std::move(own), applied_});
+    apply_locked(gradients, terms);
+    ++steps_[static_cast<size_t>(terms.participant)];
+    ahead_.emplace(terms.participant, Ahead{std::move(own), applied_});
     for (auto it = ahead_.begin(); it != ahead_.end();) {
       if (terms_.mode == Sharing::Mode::kSsp && lead_locked(it->first) > terms_.staleness) {
         ++it;
@@ -119,7 +159,9 @@ base::Future<uint64_t> LocalOptimizer::step_alone(int participant, const Gradien
       may_go_on.push_back(std::move(it->second));
       it = ahead_.erase(it);
     }
+    if (lost_) stranded.swap(ahead_);
   }
+  for (auto& [who, waiting] : stranded) waiting.promise.fail(*lost_);
   for (auto& [promise, updates] : may_go_on) promise.set(updates);
   return future;
 }
@@ -130,7 +172,7 @@ base::Future<double> LocalOptimizer::norm_squared(int participant, Gradients gra
   Gathering<double> all;
   {
     std::lock_guard lock(mutex_);
-    future = bring(measuring_, participant, std::move(gradients));
+    future = bring(measuring_, StepTerms{participant}, std::move(gradients));
     if (static_cast<int>(measuring_.gradients.size()) < terms_.participants) return future;
     all = std::exchange(measuring_, {});
   }
@@ -151,12 +193,14 @@ LocalOptimizer::Gradients LocalOptimizer::means(const std::map<int, Gradients>& 
   return all;
 }
 
-void LocalOptimizer::apply_locked(const Gradients& gradients, double scale) {
+void LocalOptimizer::apply_locked(const Gradients& gradients, const StepTerms& terms) {
+  for (const auto& rule : rules_) rule->set_lr_factor(terms.lr_factor);
   const autograd::ParameterUpdate update(agent_);
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!gradients[i].defined()) continue;
     if (!gradients[i].is_sparse()) update.unshare(parameters_[i]);
-    rule_->apply(i, parameters_[i], scale == 1 ? gradients[i] : gradients[i] * scale);
+    rule_of(i).apply(i, parameters_[i],
+                     terms.scale == 1 ? gradients[i] : gradients[i] * terms.scale);
   }
   ++applied_;
   updates_->fetch_add(1);
@@ -176,20 +220,35 @@ void LocalOptimizer::check_same(const std::vector<at::Tensor>& parameters,
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (!parameters[i].is_same(parameters_[i])) differ("parameters beside them");
   }
-  if (!(terms.options == terms_.options)) differ("options");
+  if (terms.groups.size() != terms_.groups.size()) differ("groups");
+  for (size_t g = 0; g < terms.groups.size(); ++g) {
+    if (terms.groups[g].parameters != terms_.groups[g].parameters) differ("groups");
+  }
+  if (terms.groups != terms_.groups) differ("options");
   if (!(terms == terms_)) differ("participants, mode or staleness");
 }
 
-void LocalOptimizer::set_lr(double lr) {
-  std::lock_guard lock(mutex_);
-  rule_->set_lr(lr);
+void LocalOptimizer::on_rank_lost(const base::Error& error) {
+  Gathering<uint64_t> stepping;
+  Gathering<double> measuring;
+  std::multimap<int, Ahead> ahead;
+  {
+    std::lock_guard lock(mutex_);
+    if (!lost_) lost_ = error;
+    stepping = std::exchange(stepping_, {});
+    measuring = std::exchange(measuring_, {});
+    ahead.swap(ahead_);
+  }
+  for (auto& promise : stepping.waiting) promise.fail(error);
+  for (auto& promise : measuring.waiting) promise.fail(error);
+  for (auto& [participant, waiting] : ahead) waiting.promise.fail(error);
 }
 
 std::vector<ParameterState> LocalOptimizer::state() const {
   std::lock_guard lock(mutex_);
   std::vector<ParameterState> all;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    all.push_back(rule_->state(i));
+    all.push_back(rule_of(i).state(i));
     // Copies: the next step writes to what the rule keeps. On the CPU, as checkpoints have them and
     // every rank can be sent them.
     for (auto& [name, value] : all.back()) value = value.is_cpu() ? value.clone() : value.cpu();
@@ -204,7 +263,7 @@ void LocalOptimizer::load_state(const std::vector<ParameterState>& state) {
                               std::to_string(parameters_.size()));
   }
   std::lock_guard lock(mutex_);
-  for (size_t i = 0; i < state.size(); ++i) rule_->load_state(i, parameters_[i], state[i]);
+  for (size_t i = 0; i < state.size(); ++i) rule_of(i).load_state(i, parameters_[i], state[i]);
 }
 
 Progress LocalOptimizer::progress(int participant) const {
@@ -226,9 +285,22 @@ std::shared_ptr<LocalOptimizer> LocalOptimizers::find_or_make(
     return optimizer;
   }
   auto made = std::make_shared<LocalOptimizer>(agent_, parameters, terms, updates_);
+  if (lost_) made->on_rank_lost(*lost_);
   for (const at::Tensor& parameter : parameters)
     optimizers_[parameter.unsafeGetTensorImpl()] = made;
   return made;
+}
+
+void LocalOptimizers::on_rank_lost(const base::Error& error) {
+  std::set<std::shared_ptr<LocalOptimizer>> all;
+  {
+    std::lock_guard lock(mutex_);
+    if (!lost_) lost_ = error;
+    for (const auto& [parameter, known] : optimizers_) {
+      if (auto optimizer = known.lock()) all.insert(std::move(optimizer));
+    }
+  }
+  for (const auto& optimizer : all) optimizer->on_rank_lost(error);
 }
 
 std::shared_ptr<LocalOptimizer> LocalOptimizers::find(const at::Tensor& parameter) {

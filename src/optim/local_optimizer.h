@@ -2,9 +2,11 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "distrain/base/future.h"
@@ -14,17 +16,44 @@
 
 namespace distrain::optim {
 
+/// One group's part of the parameters of a LocalOptimizer, in their order.
+struct GroupTerms {
+  OptimizerFields options;
+  uint64_t parameters = 0;
+  uint64_t number = 0;  ///< of the group, where it was given: for errors
+
+  bool operator==(const GroupTerms& other) const {
+    return options == other.options && parameters == other.parameters;
+  }
+  static constexpr auto kFields =
+      std::tuple(&GroupTerms::options, &GroupTerms::parameters, &GroupTerms::number);
+};
+
 /// What all who share a LocalOptimizer have to agree on.
 struct SharedTerms {
-  OptimizerFields options;
+  std::vector<GroupTerms> groups;  ///< those with parameters here
   Sharing::Mode mode = Sharing::Mode::kAsync;
   int participants = 1;
   int64_t staleness = 0;
 
   bool operator==(const SharedTerms&) const = default;
-  static constexpr auto kFields = std::tuple(&SharedTerms::options, &SharedTerms::mode,
+  static constexpr auto kFields = std::tuple(&SharedTerms::groups, &SharedTerms::mode,
                                              &SharedTerms::participants, &SharedTerms::staleness);
 };
+
+/// How one participant's gradients are to be applied.
+struct StepTerms {
+  int participant = 0;
+  double scale = 1;      ///< of the gradients
+  double lr_factor = 1;  ///< of each group's learning rate
+  static constexpr auto kFields =
+      std::tuple(&StepTerms::participant, &StepTerms::scale, &StepTerms::lr_factor);
+};
+
+/// Throws `invalid` where two of the parameters share their memory. `group_of` gives the number of
+/// the group of one.
+void check_each_once(const std::vector<at::Tensor>& parameters,
+                     const std::function<uint64_t(size_t)>& group_of);
 
 /// The parameters of one rank that are optimised together, and the state of their update rule.
 /// Thread-safe: steps are applied one at a time.
@@ -36,11 +65,11 @@ class LocalOptimizer {
   LocalOptimizer(rpc::Agent& agent, std::vector<at::Tensor> parameters, SharedTerms terms,
                  std::shared_ptr<std::atomic<uint64_t>> updates);
 
-  /// A participant's gradients, which are multiplied by `scale`. Done when the participant may go
-  /// on to its next step: kAsync, when they have been applied; kSync, when the mean of all
-  /// participants' has been; kSsp, when it is not too far ahead of the slowest.
+  /// A participant's gradients. Done when the participant may go on to its next step: kAsync, when
+  /// they have been applied; kSync, when the mean of all participants' has been; kSsp, when it is
+  /// not too far ahead of the slowest.
   /// Gives back how many updates there had been when it was applied, itself included.
-  base::Future<uint64_t> step(int participant, Gradients gradients, double scale);
+  base::Future<uint64_t> step(const StepTerms& terms, Gradients gradients);
 
   /// The squared norm of what step() would apply: kSync, of the mean of all participants'
   /// gradients; else the mean of the participants' squared norms. Done when all have asked.
@@ -49,7 +78,10 @@ class LocalOptimizer {
   /// `invalid` if it optimises other parameters, or otherwise.
   void check_same(const std::vector<at::Tensor>& parameters, const SharedTerms& terms) const;
 
-  void set_lr(double lr);
+  /// Who waits for other participants gets this error, now and from now on: one may be gone, and
+  /// who has not come yet is not known.
+  void on_rank_lost(const base::Error& error);
+
   std::vector<ParameterState> state() const;
   void load_state(const std::vector<ParameterState>& state);
   Progress progress(int participant) const;
@@ -61,23 +93,26 @@ class LocalOptimizer {
   template <class R>
   struct Gathering {
     std::map<int, Gradients> gradients;
+    std::map<int, StepTerms> terms;
     std::vector<base::Promise<R>> waiting;
   };
 
   void check_participant(int participant, const Gradients& gradients) const;
   template <class R>
-  base::Future<R> bring(Gathering<R>& gathering, int participant, Gradients gradients);
-  base::Future<uint64_t> step_together(int participant, Gradients gradients, double scale);
-  base::Future<uint64_t> step_alone(int participant, const Gradients& gradients, double scale);
+  base::Future<R> bring(Gathering<R>& gathering, const StepTerms& terms, Gradients gradients);
+  base::Future<uint64_t> step_together(const StepTerms& terms, Gradients gradients);
+  base::Future<uint64_t> step_alone(const StepTerms& terms, const Gradients& gradients);
   Gradients means(const std::map<int, Gradients>& gathered) const;
-  void apply_locked(const Gradients& gradients, double scale);
+  void apply_locked(const Gradients& gradients, const StepTerms& terms);
+  UpdateRule& rule_of(size_t parameter) const { return *rules_[groups_[parameter]]; }
   int64_t lead_locked(int participant) const;
 
   rpc::Agent& agent_;
   std::vector<at::Tensor> parameters_;
   const SharedTerms terms_;
   mutable std::mutex mutex_;
-  std::unique_ptr<UpdateRule> rule_;
+  std::vector<std::unique_ptr<UpdateRule>> rules_;  // by group; each knows all by their numbers
+  std::vector<size_t> groups_;                      // by parameter
   const std::shared_ptr<std::atomic<uint64_t>> updates_;  // of all optimizers of this rank
   uint64_t applied_ = 0;                                  // of this one
   std::vector<int64_t> steps_;                            // by participant
@@ -88,6 +123,7 @@ class LocalOptimizer {
     uint64_t updates;  // its result
   };
   std::multimap<int, Ahead> ahead_;  // kSsp: by participant
+  std::optional<base::Error> lost_;  // the first; stays
 };
 
 /// The local optimizers of one agent, found by any of their parameters.
@@ -97,6 +133,7 @@ class LocalOptimizers {
 
   std::shared_ptr<LocalOptimizer> find_or_make(const std::vector<at::Tensor>& parameters,
                                                const SharedTerms& terms);
+  void on_rank_lost(const base::Error& error);
   /// Null if none has it.
   std::shared_ptr<LocalOptimizer> find(const at::Tensor& parameter);
   /// Of all of them, those that are gone included.
@@ -108,6 +145,7 @@ class LocalOptimizers {
       std::make_shared<std::atomic<uint64_t>>(0);
   std::mutex mutex_;
   std::map<const c10::TensorImpl*, std::weak_ptr<LocalOptimizer>> optimizers_;
+  std::optional<base::Error> lost_;
 };
 
 }  // namespace distrain::optim

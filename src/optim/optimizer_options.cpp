@@ -15,6 +15,8 @@ using base::Exception;
 const char* name_of(const Sgd&) { return "sgd"; }
 const char* name_of(const Adagrad&) { return "adagrad"; }
 const char* name_of(const Adam&) { return "adam"; }
+const char* name_of(const AdamW&) { return "adamw"; }
+const char* name_of(const RmsProp&) { return "rmsprop"; }
 
 // Each struct lists its fields once; O may be const.
 template <class O, class F>
@@ -30,6 +32,11 @@ void visit_fields(O& options, F visit) {
     visit("lr_decay", options.lr_decay);
     visit("initial_accumulator_value", options.initial_accumulator_value);
     visit("eps", options.eps);
+  } else if constexpr (std::is_same_v<Options, RmsProp>) {
+    visit("alpha", options.alpha);
+    visit("eps", options.eps);
+    visit("momentum", options.momentum);
+    visit("centered", options.centered);
   } else {
     visit("beta1", options.beta1);
     visit("beta2", options.beta2);
@@ -81,13 +88,15 @@ OptimizerOptions from_fields(const OptimizerFields& fields) {
   if (fields.name == "sgd") return read_fields<Sgd>(fields);
   if (fields.name == "adagrad") return read_fields<Adagrad>(fields);
   if (fields.name == "adam") return read_fields<Adam>(fields);
-  invalid("no optimizer '" + fields.name + "': sgd, adagrad or adam");
+  if (fields.name == "adamw") return read_fields<AdamW>(fields);
+  if (fields.name == "rmsprop") return read_fields<RmsProp>(fields);
+  invalid("no optimizer '" + fields.name + "': sgd, adagrad, adam, adamw or rmsprop");
 }
 
 void validate(const OptimizerOptions& options) {
   const OptimizerFields fields = to_fields(options);
   for (const auto& [field, value] : fields.values) {
-    const bool decay_rate = field == "beta1" || field == "beta2";
+    const bool decay_rate = field == "beta1" || field == "beta2" || field == "alpha";
     const bool may_be_negative = field == "dampening";  // in torch, too
     if (std::isfinite(value) && (value >= 0 || may_be_negative) && (value < 1 || !decay_rate)) {
       continue;
@@ -99,6 +108,11 @@ void validate(const OptimizerOptions& options) {
       invalid("sgd: nesterov wants a momentum above 0 and no dampening");
     }
   }
+}
+
+void check_lr_factor(double factor) {
+  if (std::isfinite(factor) && factor >= 0) return;
+  invalid("a learning rate cannot be multiplied by " + std::to_string(factor));
 }
 
 }  // namespace distrain::optim

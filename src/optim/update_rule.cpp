@@ -144,9 +144,13 @@ class AdagradRule final : public UpdateRule {
   const Adagrad options_;
 };
 
+// Adam, and AdamW: they differ in what the weight decay changes.
 class AdamRule final : public UpdateRule {
  public:
-  explicit AdamRule(const Adam& options) : UpdateRule(options.lr), options_(options) {}
+  enum class Decay { kOfGradient, kOfParameter };
+
+  AdamRule(const Adam& options, Decay decay)
+      : UpdateRule(options.lr), options_(options), decay_(decay) {}
 
  private:
   struct Moments {
@@ -157,7 +161,13 @@ class AdamRule final : public UpdateRule {
   void apply_dense(size_t i, int64_t step, at::Tensor& parameter,
                    const at::Tensor& gradient) override {
     at::Tensor direction = gradient;
-    if (options_.weight_decay != 0) direction = direction.add(parameter, options_.weight_decay);
+    if (options_.weight_decay != 0) {
+      if (decay_ == Decay::kOfParameter) {
+        parameter.mul_(1 - lr() * options_.weight_decay);
+      } else {
+        direction = direction.add(parameter, options_.weight_decay);
+      }
+    }
     const Moments moments = moments_of(i, parameter);
     moments.first.mul_(options_.beta1).add_(direction, 1 - options_.beta1);
     moments.second.mul_(options_.beta2).addcmul_(direction, direction, 1 - options_.beta2);
@@ -189,6 +199,9 @@ class AdamRule final : public UpdateRule {
   }
 
   void check_sparse() const override {
+    if (decay_ == Decay::kOfParameter) {
+      invalid("adamw cannot take sparse gradients: sgd, adagrad and adam can");
+    }
     if (options_.weight_decay != 0) invalid("adam with weight_decay cannot take sparse gradients");
     if (options_.amsgrad) invalid("adam with amsgrad cannot take sparse gradients");
   }
@@ -212,6 +225,55 @@ class AdamRule final : public UpdateRule {
   }
 
   const Adam options_;
+  const Decay decay_;
+};
+
+class RmsPropRule final : public UpdateRule {
+ public:
+  explicit RmsPropRule(const RmsProp& options) : UpdateRule(options.lr), options_(options) {}
+
+ private:
+  void apply_dense(size_t i, int64_t, at::Tensor& parameter, const at::Tensor& gradient) override {
+    at::Tensor direction = gradient;
+    if (options_.weight_decay != 0) direction = direction.add(parameter, options_.weight_decay);
+    at::Tensor& squares = zeros_at_first(i, "square_avg", parameter);
+    squares.mul_(options_.alpha).addcmul_(direction, direction, 1 - options_.alpha);
+    at::Tensor scale = squares;
+    if (options_.centered) {
+      at::Tensor& mean = zeros_at_first(i, "grad_avg", parameter);
+      mean.mul_(options_.alpha).add_(direction, 1 - options_.alpha);
+      scale = squares.addcmul(mean, mean, -1);
+    }
+    scale = scale.sqrt().add_(options_.eps);
+    if (options_.momentum != 0) {
+      at::Tensor& velocity = zeros_at_first(i, "momentum_buffer", parameter);
+      velocity.mul_(options_.momentum).addcdiv_(direction, scale);
+      parameter.add_(velocity, -lr());
+    } else {
+      parameter.addcdiv_(direction, scale, -lr());
+    }
+  }
+
+  void apply_sparse(size_t, int64_t, at::Tensor&, const at::Tensor&) override { check_sparse(); }
+
+  void check_sparse() const override {
+    invalid("rmsprop cannot take sparse gradients: sgd, adagrad and adam can");
+  }
+
+  at::Tensor& zeros_at_first(size_t i, const char* name, const at::Tensor& parameter) {
+    at::Tensor& value = kept(i, name);
+    if (!value.defined()) value = at::zeros_like(parameter);
+    return value;
+  }
+
+  std::vector<std::string> kept_names() const override {
+    std::vector<std::string> names = {"square_avg"};
+    if (options_.centered) names.push_back("grad_avg");
+    if (options_.momentum != 0) names.push_back("momentum_buffer");
+    return names;
+  }
+
+  const RmsProp options_;
 };
 
 [[noreturn]] void bad_state(size_t i, const std::string& what) {
@@ -238,9 +300,9 @@ at::Tensor& UpdateRule::kept(size_t i, const char* name) {
   return kept_[i][name];
 }
 
-void UpdateRule::set_lr(double lr) {
-  if (!std::isfinite(lr) || lr < 0) invalid("a learning rate cannot be ", lr);
-  lr_ = lr;
+void UpdateRule::set_lr_factor(double factor) {
+  check_lr_factor(factor);
+  lr_factor_ = factor;
 }
 
 ParameterState UpdateRule::state(size_t i) const {
@@ -320,7 +382,16 @@ std::unique_ptr<UpdateRule> make_update_rule(const OptimizerOptions& options) {
   if (const Adagrad* adagrad = std::get_if<Adagrad>(&options)) {
     return std::make_unique<AdagradRule>(*adagrad);
   }
-  return std::make_unique<AdamRule>(std::get<Adam>(options));
+  if (const RmsProp* rmsprop = std::get_if<RmsProp>(&options)) {
+    return std::make_unique<RmsPropRule>(*rmsprop);
+  }
+  using Decay = AdamRule::Decay;
+  if (const AdamW* adamw = std::get_if<AdamW>(&options)) {
+    const Adam moments{adamw->lr,  adamw->beta1,        adamw->beta2,
+                       adamw->eps, adamw->weight_decay, adamw->amsgrad};
+    return std::make_unique<AdamRule>(moments, Decay::kOfParameter);
+  }
+  return std::make_unique<AdamRule>(std::get<Adam>(options), Decay::kOfGradient);
 }
 
 }  // namespace distrain::optim

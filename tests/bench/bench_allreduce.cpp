@@ -50,7 +50,7 @@ void run(rpc::Agent& agent) {
     const auto backward = [&] { at::linear(x, weight, bias).sum().backward(); };
     measure(print, "forward and backward, 136 floats", 2000, backward);
     {
-      auto alone = c10::make_intrusive<collective::Backend>(agent.open_channel(3), agent.executor(),
+      auto alone = c10::make_intrusive<collective::Backend>(agent.open_channel(4), agent.executor(),
                                                             collective::Group{2, {agent.rank()}});
       ddp::Reducer reducer({{"weight", weight}, {"bias", bias}}, alone);
       measure(print, "the same with a Reducer, one rank", 2000, backward);

@@ -16,7 +16,9 @@ namespace {
 
 using optim::Adagrad;
 using optim::Adam;
+using optim::AdamW;
 using optim::OptimizerOptions;
+using optim::RmsProp;
 using optim::Sgd;
 
 constexpr int kSteps = 20;
@@ -52,7 +54,10 @@ TEST_CASE("update rules with dense gradients are the CPU's") {
   const OptimizerOptions options = GENERATE(
       OptimizerOptions(Sgd{.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01, .nesterov = true}),
       OptimizerOptions(Adagrad{.lr = 0.1, .lr_decay = 0.1}),
-      OptimizerOptions(Adam{.lr = 0.1, .weight_decay = 0.01, .amsgrad = true}));
+      OptimizerOptions(Adam{.lr = 0.1, .weight_decay = 0.01, .amsgrad = true}),
+      OptimizerOptions(AdamW{.lr = 0.1, .weight_decay = 0.1, .amsgrad = true}),
+      OptimizerOptions(RmsProp{
+          .lr = 0.01, .eps = 1e-3, .weight_decay = 0.01, .momentum = 0.9, .centered = true}));
   const at::Tensor initial = at::randn({5, 3});
   Side there(sim(1), options, initial), here(c10::kCPU, options, initial);
   for (int step = 0; step < kSteps; ++step) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "distrain/autograd/context.h"
+#include "distrain/optim/rule.h"
 #include "distrain/optim/update_rule.h"
 #include "distrain/rpc/agent.h"
 
@@ -45,25 +46,43 @@ UpdateCount install(rpc::Agent& agent);
 /// On the rank that owns `parameter`: of the optimizer that updates it. `not_found` if none does.
 Progress progress_of(rpc::Agent& agent, const at::Tensor& parameter, int participant);
 
+/// Parameters that are updated alike.
+struct ParameterGroup {
+  /// Trained by all participants, wherever they live, on this rank too: Sharing applies to them.
+  std::vector<rpc::RRef<at::Tensor>> shared;
+  /// Tensors of this rank that only this rank's steps update, such as a module's under DDP.
+  std::vector<at::Tensor> own;
+  OptimizerOptions options;
+};
+
 /// Updates parameters where they live.
 ///
-/// For each rank that owns some of `parameters` there is one local optimizer on that rank, with the
-/// state of the update rule; DistributedOptimizers of several ranks over the same parameters share
-/// it. (As torch.distributed.optim.DistributedOptimizer, which has one for each rank that trains.)
+/// For each rank that owns some of the shared parameters there is one local optimizer on that rank,
+/// with the state of the update rules; DistributedOptimizers of several ranks over the same
+/// parameters share it. (As torch.distributed.optim.DistributedOptimizer, which has one for each
+/// rank that trains.) A rank may own parameters that it trains with others. Copies are one.
 /// Thread-safe: concurrent steps of one owner are applied one after the other. A pass in flight of
 /// another context is not disturbed if it works on versions of the parameters (see
 /// autograd/parameter_versions.h), or if the gradients are sparse; torch refuses to finish another
 /// one that has saved a parameter ("modified by an inplace operation").
 class DistributedOptimizer {
  public:
-  /// Throws `invalid` if the parameters of a rank are optimised otherwise already, or by other
-  /// options. Parameters of this rank are its own: `sharing` does not apply to them, unless this
-  /// rank is an onlooker.
-  DistributedOptimizer(rpc::Agent& agent, const std::vector<rpc::RRef<at::Tensor>>& parameters,
+  /// Throws `invalid` if a parameter is given twice (naming the groups, by their places from 0), or
+  /// if the parameters of a rank are optimised otherwise already: with others beside them, in other
+  /// groups, by other options. A group may be empty.
+  DistributedOptimizer(rpc::Agent& agent, const std::vector<ParameterGroup>& groups,
+                       Sharing sharing = {});
+  /// One group of shared parameters.
+  DistributedOptimizer(rpc::Agent& agent, const std::vector<rpc::RRef<at::Tensor>>& shared,
                        const OptimizerOptions& options, Sharing sharing = {});
+  /// One group, by the rule; step() clips as it says. Its schedule is for the caller to follow:
+  /// see set_lr_factor().
+  DistributedOptimizer(rpc::Agent& agent, const std::vector<rpc::RRef<at::Tensor>>& shared,
+                       const std::vector<at::Tensor>& own, const Rule& rule, Sharing sharing = {});
 
   /// Applies the gradients that the context has on each owner. Parameters without one are left out.
-  /// Returns when this rank may begin its next step: see Sharing::Mode.
+  /// Returns when this rank may begin its next step: see Sharing::Mode. If a rank is lost while
+  /// others wait for each other's steps, they fail with its error.
   ///
   /// With `max_norm` above 0 all gradients are first multiplied by max_norm / norm if their L2
   /// norm over all owners' parameters together is greater. It is that of the gradients which are
@@ -72,39 +91,51 @@ class DistributedOptimizer {
   ///
   /// Gives back how many updates its parameters on the first other owner (or here, if there is
   /// none) had had when this one was applied, itself included.
-  uint64_t step(const autograd::Context& context, double max_norm = 0) {
+  uint64_t step(const autograd::Context& context) { return step(context, max_norm_); }
+  uint64_t step(const autograd::Context& context, double max_norm) {
     return step({context.id()}, max_norm);
   }
   /// The same with the sum over several contexts, such as one for each micro-batch.
-  uint64_t step(const std::vector<uint64_t>& contexts, double max_norm = 0);
+  uint64_t step(const std::vector<uint64_t>& contexts) { return step(contexts, max_norm_); }
+  uint64_t step(const std::vector<uint64_t>& contexts, double max_norm);
 
-  /// For all steps from now on, of all who share the local optimizers.
-  void set_lr(double lr);
+  /// From this one's next step on each group's learning rate is that of its options times `factor`
+  /// (Schedule::factor). It goes with each step to the owners: it costs no message, and no other
+  /// rank's steps are changed. kSync: all participants step with the same, else `invalid`.
+  void set_lr_factor(double factor);
 
-  /// What the update rules keep, by parameter, in the constructor's order, on the CPU. A consistent
-  /// whole only while nobody steps.
+  /// What the update rules keep, by parameter, on the CPU: group by group, `shared` before `own`. A
+  /// consistent whole only while nobody steps.
   std::vector<ParameterState> state() const;
   /// Throws `bad_data` for a state that does not fit.
   void load_state(const std::vector<ParameterState>& state);
-  /// The same of this rank's own parameters only.
+  /// The same of the groups' `own` parameters only.
   std::vector<ParameterState> local_state() const;
   void load_local_state(const std::vector<ParameterState>& state);
 
  private:
-  struct Owned {
+  DistributedOptimizer(rpc::Agent& agent, const std::vector<ParameterGroup>& groups,
+                       double max_norm, Sharing sharing);
+  struct Remote {
     rpc::RRef<LocalOptimizer> optimizer;
-    std::vector<size_t> parameters;  // their places in the constructor's list
+    std::vector<size_t> places;  // of its parameters, in the order of state()
+  };
+  struct Local {
+    std::shared_ptr<LocalOptimizer> optimizer;  // null: no parameters
+    std::vector<size_t> places;
   };
   double scale_for(const std::vector<uint64_t>& contexts, double max_norm) const;
   int participant() const;
-  rpc::To owner_of(const Owned& owned, bool waits) const;
+  rpc::To owner_of(const Remote& remote, bool waits) const;
 
   rpc::Agent& agent_;
   const Sharing sharing_;
+  const double max_norm_;
+  std::shared_ptr<std::atomic<double>> lr_factor_ = std::make_shared<std::atomic<double>>(1.0);
   size_t parameters_ = 0;
-  std::vector<Owned> remote_;
-  std::shared_ptr<LocalOptimizer> local_;
-  std::vector<size_t> local_parameters_;
+  std::vector<Remote> remote_;
+  Local shared_;  // those of the shared parameters that live here
+  Local own_;
 };
 
 }  // namespace distrain::optim

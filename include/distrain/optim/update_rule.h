@@ -42,11 +42,33 @@ struct Adam {
   bool amsgrad = false;
 };
 
-using OptimizerOptions = std::variant<Sgd, Adagrad, Adam>;
+/// Options of torch.optim.AdamW: as Adam, but each update first shrinks the parameter itself by
+/// lr * weight_decay (Loshchilov and Hutter, "Decoupled Weight Decay Regularization"). No sparse
+/// gradients.
+struct AdamW {
+  double lr = 1e-3;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 1e-2;
+  bool amsgrad = false;
+};
+
+/// Options of torch.optim.RMSprop. No sparse gradients.
+struct RmsProp {
+  double lr = 1e-2;
+  double alpha = 0.99;  ///< by which the mean of the squares decays
+  double eps = 1e-8;
+  double weight_decay = 0;
+  double momentum = 0;
+  bool centered = false;  ///< divides by the gradients' deviation from their mean
+};
+
+using OptimizerOptions = std::variant<Sgd, Adagrad, Adam, AdamW, RmsProp>;
 
 /// OptimizerOptions as plain data, for the command line and the wire.
 struct OptimizerFields {
-  std::string name;                      ///< sgd, adagrad or adam
+  std::string name;                      ///< sgd, adagrad, adam, adamw or rmsprop
   std::map<std::string, double> values;  ///< by the names above; flags are 0 or 1
 
   bool operator==(const OptimizerFields&) const = default;
@@ -54,7 +76,8 @@ struct OptimizerFields {
 };
 
 /// What an optimizer keeps for one parameter, by the names of PyTorch's optimizers: `step` (int64
-/// scalar, on the CPU), `momentum_buffer`, `sum`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq`.
+/// scalar, on the CPU), `momentum_buffer`, `sum`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq`,
+/// `square_avg`, `grad_avg`.
 using ParameterState = std::map<std::string, at::Tensor>;
 
 /// The squared L2 norm of all of them together, in double; undefined ones are left out, repeated
@@ -89,8 +112,9 @@ class UpdateRule {
   /// Updates that parameter `i` has had.
   int64_t step_count(size_t i) const { return i < steps_.size() ? steps_[i] : 0; }
 
-  /// From the next update on. Throws `invalid` for one out of range.
-  void set_lr(double lr);
+  /// From the next update on the learning rate is that of the options times `factor`. Throws
+  /// `invalid` for one below 0 or not finite.
+  void set_lr_factor(double factor);
 
   /// What is kept for parameter `i`: the tensors themselves, which the next update changes.
   ParameterState state(size_t i) const;
@@ -100,7 +124,7 @@ class UpdateRule {
  protected:
   explicit UpdateRule(double lr) : lr_(lr) {}
 
-  double lr() const { return lr_; }
+  double lr() const { return lr_ * lr_factor_; }
 
   /// What is kept for parameter `i` under one of kept_names(); undefined at first.
   at::Tensor& kept(size_t i, const char* name);
@@ -116,7 +140,8 @@ class UpdateRule {
   virtual void check_sparse() const = 0;
 
  private:
-  double lr_;
+  const double lr_;
+  double lr_factor_ = 1;
   std::vector<int64_t> steps_;
   std::vector<ParameterState> kept_;
 };

@@ -227,7 +227,8 @@ class Agent {
   /// Runs continuations on the thread that completes the future, often the loop's.
   base::Executor& inline_executor();
 
-  /// The lane `number` for one-way messages; see Channel. Lane 1 is autograd's, 2 the collectives'.
+  /// The lane `number` for one-way messages; see Channel. Lane 1 is autograd's, 2 the collectives',
+  /// 3 the optimizers'.
   Channel& open_channel(uint16_t number);
   void set_autograd_hook(std::shared_ptr<AutogradHook> hook);
   const std::shared_ptr<AutogradHook>& autograd_hook() const;

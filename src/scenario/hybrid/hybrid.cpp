@@ -106,12 +106,9 @@ class Trainer {
     ddp_ = group.how;
     dense_.emplace(std::move(dense), std::move(group.group));
 
-    std::vector<rpc::RRef<at::Tensor>> parameters = table.remote_parameters();
-    for (const at::Tensor& parameter : dense_->parameters()) {
-      parameters.push_back(agent_.make_rref(parameter));
-    }
     optimizer_ = std::make_unique<optim::DistributedOptimizer>(
-        agent_, parameters, optimizer_options(options_), sharing());
+        agent_, table.remote_parameters(), dense_->parameters(),
+        optim::Rule{optimizer_options(options_), {}, 0}, sharing());
     restored_.reset();
     if (!beginning.dense_state.empty()) {
       job::naming_checkpoint(beginning.path,

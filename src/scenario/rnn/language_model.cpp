@@ -90,4 +90,8 @@ optim::OptimizerOptions optimizer_options(const RnnOptions& options) {
   return optim::Sgd{.lr = options.lr};
 }
 
+double lr_factor(const RnnOptions& options, double lr) {
+  return options.lr > 0 ? lr / options.lr : 1;  // a rate of 0 stays so
+}
+
 }  // namespace distrain::scenario

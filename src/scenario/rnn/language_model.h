@@ -59,4 +59,7 @@ class LanguageModel {
 models::Lstm make_lstm(const RnnOptions& options, c10::Device device);
 optim::OptimizerOptions optimizer_options(const RnnOptions& options);
 
+/// What makes `lr` of --lr.
+double lr_factor(const RnnOptions& options, double lr);
+
 }  // namespace distrain::scenario

@@ -140,7 +140,7 @@ class LocalRun {
   void train(const std::vector<job::Task>& tasks) {
     const base::TraceScope scope("step", "step", log_.steps());
     if (log_.epoch() != tasks[0].epoch) log_.begin_epoch(tasks[0].epoch);
-    for (Part* part : {&ends_, &middle_}) part->rule->set_lr(lr_);
+    for (Part* part : {&ends_, &middle_}) part->rule->set_lr_factor(lr_factor(options_, lr_));
     std::vector<Gradients> ends, middle;
     double loss_sum = 0;
     int64_t words = 0;

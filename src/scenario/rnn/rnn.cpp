@@ -122,11 +122,13 @@ class Trainer {
       ddp_ = group.how;
       data_parallel_.emplace(lstm_, std::move(group.group));
     }
+    std::vector<at::Tensor> own;
     for (const auto& [name, parameter] : lstm_->named()) {
       lstm_names_.push_back(name);
-      server_.parameters.push_back(agent.make_rref(parameter));
+      own.push_back(parameter);
     }
-    optimizer_.emplace(agent, server_.parameters, optimizer_options(options),
+    optimizer_.emplace(agent, server_.parameters, own,
+                       optim::Rule{optimizer_options(options), {}, options.clip},
                        sharing(options, number_));
     if (server_.resumed) {
       job::naming_checkpoint(server_.resumed->path, [&] {
@@ -189,13 +191,13 @@ class Trainer {
   void train(const job::Task& task, double lr) {
     const base::TraceScope scope("step", "step", log_.steps());
     if (log_.epoch() != task.epoch) log_.begin_epoch(task.epoch);
-    if (lr != lr_) optimizer_->set_lr(lr_ = lr);
+    optimizer_->set_lr_factor(lr_factor(options_, lr));
     const WordBatch batch = data_.batch(number_, task.step);
     autograd::Context context(agent_);
     const at::Tensor loss = model_.training_loss(batch, task);
     const double value = job::checked_loss(loss, task.epoch, task.step + 1);
     autograd::backward(context, {loss});
-    optimizer_->step(context, options_.clip);
+    optimizer_->step(context);
     words_ += batch.targets.numel();
     log_.step(value, batch.targets.numel());
   }
@@ -247,7 +249,6 @@ class Trainer {
   std::optional<DataParallelLstm> data_parallel_;
   std::string ddp_;  // how its gradients are averaged, on devices
   std::optional<optim::DistributedOptimizer> optimizer_;
-  double lr_ = 0;
   int64_t words_ = 0;
 };
 

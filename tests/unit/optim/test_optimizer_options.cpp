@@ -26,10 +26,12 @@ std::string invalid_message(const std::function<void()>& call) {
 static_assert(rpc::Serializable<OptimizerFields>);
 
 TEST_CASE("Options survive the way through plain fields") {
-  const OptimizerOptions options =
-      GENERATE(OptimizerOptions(Sgd{0.1, 0.9, 0.01, 0, true}), OptimizerOptions(Sgd{}),
-               OptimizerOptions(Adagrad{0.1, 0.2, 0.3, 0.4, 0.5}), OptimizerOptions(Adagrad{}),
-               OptimizerOptions(Adam{0.1, 0.2, 0.3, 0.4, 0.5, true}), OptimizerOptions(Adam{}));
+  const OptimizerOptions options = GENERATE(
+      OptimizerOptions(Sgd{0.1, 0.9, 0.01, 0, true}), OptimizerOptions(Sgd{}),
+      OptimizerOptions(Adagrad{0.1, 0.2, 0.3, 0.4, 0.5}), OptimizerOptions(Adagrad{}),
+      OptimizerOptions(Adam{0.1, 0.2, 0.3, 0.4, 0.5, true}), OptimizerOptions(Adam{}),
+      OptimizerOptions(AdamW{0.1, 0.2, 0.3, 0.4, 0.5, true}), OptimizerOptions(AdamW{}),
+      OptimizerOptions(RmsProp{0.1, 0.2, 0.3, 0.4, 0.5, true}), OptimizerOptions(RmsProp{}));
   const OptimizerFields fields = to_fields(options);
   const OptimizerOptions back = from_fields(fields);
   CHECK(back.index() == options.index());
@@ -51,6 +53,21 @@ TEST_CASE("Every field has its own place") {
   CHECK(adam.eps == 0.4);
   CHECK(adam.weight_decay == 0.5);
   CHECK(adam.amsgrad);
+  const auto adamw = std::get<AdamW>(from_fields({"adamw", {{"weight_decay", 0.5}}}));
+  CHECK(adamw.weight_decay == 0.5);
+  const auto rmsprop = std::get<RmsProp>(from_fields({"rmsprop",
+                                                      {{"lr", 0.1},
+                                                       {"alpha", 0.2},
+                                                       {"eps", 0.3},
+                                                       {"weight_decay", 0.4},
+                                                       {"momentum", 0.5},
+                                                       {"centered", 1}}}));
+  CHECK(rmsprop.lr == 0.1);
+  CHECK(rmsprop.alpha == 0.2);
+  CHECK(rmsprop.eps == 0.3);
+  CHECK(rmsprop.weight_decay == 0.4);
+  CHECK(rmsprop.momentum == 0.5);
+  CHECK(rmsprop.centered);
 }
 
 TEST_CASE("Fields that are not given keep their defaults") {
@@ -58,6 +75,8 @@ TEST_CASE("Fields that are not given keep their defaults") {
   CHECK(adagrad.lr == 0.05);
   CHECK(adagrad.eps == 1e-10);
   CHECK(adagrad.initial_accumulator_value == 0);
+  CHECK(std::get<AdamW>(from_fields({"adamw", {}})).weight_decay == 0.01);
+  CHECK(std::get<RmsProp>(from_fields({"rmsprop", {}})).lr == 0.01);
 }
 
 TEST_CASE("Wrong options are named") {
@@ -66,7 +85,10 @@ TEST_CASE("Wrong options are named") {
   };
   const double nan = std::numeric_limits<double>::quiet_NaN();
   const double infinity = std::numeric_limits<double>::infinity();
-  CHECK(message({"rmsprop", {}}) == "no optimizer 'rmsprop': sgd, adagrad or adam");
+  CHECK(message({"lamb", {}}) == "no optimizer 'lamb': sgd, adagrad, adam, adamw or rmsprop");
+  CHECK(message({"rmsprop", {{"beta1", 0.9}}}) == "rmsprop has no option 'beta1'");
+  CHECK(message({"rmsprop", {{"alpha", 1}}}) == "rmsprop: alpha cannot be 1.000000");
+  CHECK(message({"adamw", {{"beta2", 1}}}) == "adamw: beta2 cannot be 1.000000");
   CHECK(message({"sgd", {{"eps", 1}}}) == "sgd has no option 'eps'");
   CHECK(message({"sgd", {{"lr", -1}}}) == "sgd: lr cannot be -1.000000");
   CHECK(message({"adagrad", {{"lr", nan}}}) == "adagrad: lr cannot be nan");

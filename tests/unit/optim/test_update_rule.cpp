@@ -8,6 +8,8 @@
 #include <ATen/ATen.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
 #include "distrain/base/error.h"
@@ -55,6 +57,7 @@ void compare_dense(
   }
   const auto rule = make_update_rule(options);
   const auto optimizer = make_reference(reference);
+  const double near = type == at::kDouble ? 1e-12 : 1e-6;
   for (int step = 0; step < kSteps; ++step) {
     for (size_t i = 0; i < own.size(); ++i) {
       at::Tensor gradient = at::randn(own[i].sizes(), type);
@@ -65,7 +68,7 @@ void compare_dense(
     optimizer->step();
     for (size_t i = 0; i < own.size(); ++i) {
       CAPTURE(step, i);
-      REQUIRE(difference(own[i], reference[i]) <= 1e-6);
+      REQUIRE(difference(own[i], reference[i]) <= near);
     }
   }
   CHECK(rule->step_count(0) == kSteps);
@@ -142,6 +145,103 @@ TEST_CASE("Dense Adam is torch's") {
                                                     .weight_decay(options.weight_decay)
                                                     .amsgrad(options.amsgrad));
   });
+}
+
+TEST_CASE("Dense AdamW is torch's") {
+  const AdamW options =
+      GENERATE(AdamW{}, AdamW{0.01, 0.8, 0.99, 1e-6, 0.3}, AdamW{0.01, 0.9, 0.999, 1e-8, 0},
+               AdamW{0.1, 0.9, 0.9, 1e-8, 0.2, true});
+  const auto make = [&](std::vector<at::Tensor> parameters) {
+    return std::make_unique<torch::optim::AdamW>(std::move(parameters),
+                                                 torch::optim::AdamWOptions(options.lr)
+                                                     .betas({options.beta1, options.beta2})
+                                                     .eps(options.eps)
+                                                     .weight_decay(options.weight_decay)
+                                                     .amsgrad(options.amsgrad));
+  };
+  compare_dense(options, make);
+  compare_dense(options, make, at::kDouble);
+}
+
+TEST_CASE("Dense RMSprop is torch's") {
+  const RmsProp options =
+      GENERATE(RmsProp{}, RmsProp{0.05, 0.9, 1e-6, 0.02}, RmsProp{0.02, 0.8, 1e-5, 0, 0.9},
+               RmsProp{0.02, 0.9, 1e-4, 0, 0, true}, RmsProp{0.01, 0.95, 1e-4, 0.01, 0.7, true});
+  const auto make = [&](std::vector<at::Tensor> parameters) {
+    return std::make_unique<torch::optim::RMSprop>(std::move(parameters),
+                                                   torch::optim::RMSpropOptions(options.lr)
+                                                       .alpha(options.alpha)
+                                                       .eps(options.eps)
+                                                       .weight_decay(options.weight_decay)
+                                                       .momentum(options.momentum)
+                                                       .centered(options.centered));
+  };
+  compare_dense(options, make);
+  compare_dense(options, make, at::kDouble);
+}
+
+TEST_CASE("A factor of the learning rate is another learning rate") {
+  at::manual_seed(8);
+  const auto options = [](double lr) {
+    return std::vector<OptimizerOptions>{
+        Sgd{.lr = lr, .momentum = 0.9}, Adagrad{.lr = lr, .lr_decay = 0.1}, Adam{.lr = lr},
+        AdamW{.lr = lr, .weight_decay = 0.1}, RmsProp{.lr = lr, .momentum = 0.9}};
+  };
+  for (size_t which = 0; which < options(1).size(); ++which) {
+    CAPTURE(which);
+    const auto scaled = make_update_rule(options(0.4)[which]);
+    const auto plain = make_update_rule(options(0.1)[which]);
+    scaled->set_lr_factor(0.25);
+    at::Tensor a = at::randn({3, 2}, at::kDouble), b = a.clone();
+    for (int step = 0; step < 3; ++step) {
+      const at::Tensor gradient = at::randn({3, 2}, at::kDouble);
+      scaled->apply(0, a, gradient);
+      plain->apply(0, b, gradient);
+    }
+    CHECK(difference(a, b) <= 1e-14);
+    scaled->set_lr_factor(1);
+    scaled->apply(0, a, at::ones({3, 2}, at::kDouble));
+    plain->apply(0, b, at::ones({3, 2}, at::kDouble));
+    CHECK(difference(a, b) > 1e-3);
+  }
+  const auto rule = make_update_rule(Sgd{});
+  CHECK(invalid_message([&] { rule->set_lr_factor(-1); }) ==
+        "a learning rate cannot be multiplied by -1.000000");
+  CHECK(invalid_message([&] { rule->set_lr_factor(std::nan("")); }) ==
+        "a learning rate cannot be multiplied by nan");
+}
+
+TEST_CASE("What is kept has PyTorch's names, and training goes on from it in the same bits") {
+  struct Case {
+    OptimizerOptions options;
+    std::vector<std::string> names;
+  };
+  const Case each = GENERATE(
+      Case{Sgd{.lr = 0.1}, {"step"}},
+      Case{Sgd{.lr = 0.1, .momentum = 0.9}, {"momentum_buffer", "step"}},
+      Case{Adagrad{.lr = 0.1}, {"step", "sum"}},
+      Case{Adam{.lr = 0.1}, {"exp_avg", "exp_avg_sq", "step"}},
+      Case{AdamW{.lr = 0.1, .amsgrad = true}, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"}},
+      Case{RmsProp{.lr = 0.1}, {"square_avg", "step"}},
+      Case{RmsProp{.lr = 0.1, .momentum = 0.9, .centered = true},
+           {"grad_avg", "momentum_buffer", "square_avg", "step"}});
+  at::manual_seed(9);
+  const auto first = make_update_rule(each.options);
+  at::Tensor parameter = at::randn({4, 3});
+  for (int step = 0; step < 3; ++step) first->apply(0, parameter, at::randn({4, 3}));
+  std::vector<std::string> names;
+  for (const auto& [name, value] : first->state(0)) names.push_back(name);
+  CHECK(names == each.names);
+
+  const auto second = make_update_rule(each.options);
+  at::Tensor copy = parameter.clone();
+  second->load_state(0, copy, first->state(0));
+  for (int step = 0; step < 3; ++step) {
+    const at::Tensor gradient = at::randn({4, 3});
+    first->apply(0, parameter, gradient);
+    second->apply(0, copy, gradient);
+  }
+  CHECK(at::equal(copy, parameter));
 }
 
 TEST_CASE("Sparse SGD and Adagrad are the dense ones of the same gradient") {
@@ -251,7 +351,8 @@ TEST_CASE("State belongs to the index, not to the tensor") {
 TEST_CASE("The gradient itself is left alone") {
   const OptimizerOptions options =
       GENERATE(OptimizerOptions(Sgd{0.1, 0.9, 0.1}), OptimizerOptions(Adagrad{0.1, 0, 0.1}),
-               OptimizerOptions(Adam{0.1, 0.9, 0.999, 1e-8, 0.1}));
+               OptimizerOptions(Adam{0.1, 0.9, 0.999, 1e-8, 0.1}), OptimizerOptions(AdamW{}),
+               OptimizerOptions(RmsProp{0.1, 0.9, 1e-8, 0.1, 0.9, true}));
   const auto rule = make_update_rule(options);
   at::Tensor parameter = at::ones({3});
   const at::Tensor gradient = at::ones({3});
@@ -302,6 +403,10 @@ TEST_CASE("Options without a meaning for sparse gradients are refused") {
         "adam with weight_decay cannot take sparse gradients");
   CHECK(message(Adam{0.1, 0.9, 0.999, 1e-8, 0, true}) ==
         "adam with amsgrad cannot take sparse gradients");
+  CHECK(message(AdamW{}) == "adamw cannot take sparse gradients: sgd, adagrad and adam can");
+  CHECK(message(AdamW{.weight_decay = 0}) ==
+        "adamw cannot take sparse gradients: sgd, adagrad and adam can");
+  CHECK(message(RmsProp{}) == "rmsprop cannot take sparse gradients: sgd, adagrad and adam can");
 }
 
 }  // namespace distrain::optim

@@ -1,0 +1,22 @@
+#include "distrain/optim/rule.h"
+
+#include <cmath>
+
+#include "distrain/base/error.h"
+
+namespace distrain::optim {
+
+Rule make_rule(const RuleText& text) {
+  OptimizerFields fields{text.optimizer, {}};
+  if (text.lr) fields.values["lr"] = *text.lr;
+  if (text.weight_decay) fields.values["weight_decay"] = *text.weight_decay;
+  // An optimizer without momentum has a momentum of 0.
+  if (text.momentum.value_or(0) != 0) fields.values["momentum"] = *text.momentum;
+  if (!std::isfinite(text.clip) || text.clip < 0) {
+    throw base::Exception(base::ErrorKind::kInvalid,
+                          "gradients cannot be clipped to a norm of " + std::to_string(text.clip));
+  }
+  return {from_fields(fields), Schedule::parse(text.lr_schedule), text.clip};
+}
+
+}  // namespace distrain::optim

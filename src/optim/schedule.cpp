@@ -1,0 +1,279 @@
+#include "distrain/optim/schedule.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <limits>
+#include <numbers>
+#include <vector>
+
+#include "distrain/base/error.h"
+
+namespace distrain::optim {
+namespace {
+
+using base::ErrorKind;
+using base::Exception;
+
+constexpr const char* kForms =
+    "constant, step:SIZE[,GAMMA], cosine:LENGTH[,FLOOR] or "
+    "plateau:PATIENCE[,FACTOR[,FLOOR[,THRESHOLD]]], after warmup:LENGTH+ or not";
+
+[[noreturn]] void invalid(const std::string& message) {
+  throw Exception(ErrorKind::kInvalid, message);
+}
+
+// The shortest text that is read back as the same number.
+std::string to_text(double value) {
+  char text[32];
+  return {text, std::to_chars(std::begin(text), std::end(text), value).ptr};
+}
+
+std::string to_text(int64_t count, ScheduleUnit unit) {
+  return std::to_string(count) + (unit == ScheduleUnit::kEpochs ? "e" : "");
+}
+
+void check(bool good, const char* what, double value, const char* range) {
+  if (!good) invalid(std::string(what) + " cannot be " + to_text(value) + ": " + range);
+}
+
+void check_length(const char* what, int64_t length) {
+  check(length >= 1, what, static_cast<double>(length), "at least 1");
+}
+
+void check_floor(const char* what, double floor) {
+  check(floor >= 0 && floor <= 1, what, floor, "from 0 to 1, as a part of the learning rate");
+}
+
+void check(const Constant&) {}
+void check(const StepDecay& step) {
+  check_length("a step schedule's size", step.size);
+  check(std::isfinite(step.gamma) && step.gamma > 0, "a step schedule's gamma", step.gamma,
+        "above 0");
+}
+void check(const Cosine& cosine) {
+  check_length("a cosine schedule's length", cosine.length);
+  check_floor("a cosine schedule's floor", cosine.floor);
+}
+void check(const Plateau& plateau) {
+  check(plateau.patience >= 0, "a plateau schedule's patience",
+        static_cast<double>(plateau.patience), "at least 0");
+  check(plateau.factor > 0 && plateau.factor < 1, "a plateau schedule's factor", plateau.factor,
+        "between 0 and 1");
+  check_floor("a plateau schedule's floor", plateau.floor);
+  check(plateau.threshold >= 0 && plateau.threshold < 1, "a plateau schedule's threshold",
+        plateau.threshold, "from 0 to below 1");
+}
+
+std::optional<ScheduleUnit> unit_of(const Schedule::Shape& shape) {
+  if (const auto* step = std::get_if<StepDecay>(&shape)) return step->unit;
+  if (const auto* cosine = std::get_if<Cosine>(&shape)) return cosine->unit;
+  return std::nullopt;
+}
+
+// By what is behind in the shape's own unit, warm-up excluded.
+double shape_factor(const Schedule::Shape& shape, const ScheduleState& state, int64_t behind) {
+  if (const auto* step = std::get_if<StepDecay>(&shape)) {
+    return std::pow(step->gamma, static_cast<double>(behind / step->size));
+  }
+  if (const auto* cosine = std::get_if<Cosine>(&shape)) {
+    if (behind >= cosine->length) return cosine->floor;
+    const double part = static_cast<double>(behind) / static_cast<double>(cosine->length);
+    return cosine->floor + (1 - cosine->floor) * (1 + std::cos(std::numbers::pi * part)) / 2;
+  }
+  return state.factor;
+}
+
+// ---- the text ----
+
+template <class T>
+std::optional<T> number(std::string_view text) {
+  T value{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+std::vector<std::string_view> split(std::string_view text, char by) {
+  std::vector<std::string_view> parts;
+  for (;;) {
+    const size_t end = text.find(by);
+    parts.push_back(text.substr(0, end));
+    if (end == std::string_view::npos) return parts;
+    text.remove_prefix(end + 1);
+  }
+}
+
+// `name:value,value,…`, read in order.
+class Part {
+ public:
+  explicit Part(std::string_view text) : text_(text), name_(text.substr(0, text.find(':'))) {
+    if (name_.size() < text.size()) values_ = split(text.substr(name_.size() + 1), ',');
+  }
+
+  std::string_view name() const { return name_; }
+
+  void length(const char* what, int64_t& into, ScheduleUnit& unit) {
+    std::string_view text = take(what);
+    if (text.ends_with('e')) {
+      unit = ScheduleUnit::kEpochs;
+      text.remove_suffix(1);
+    }
+    const auto value = number<int64_t>(text);
+    if (!value) refuse(what, "a whole number of steps (500) or of epochs (5e)");
+    into = *value;
+  }
+  void count(const char* what, int64_t& into) {
+    const auto value = number<int64_t>(take(what));
+    if (!value) refuse(what, "a whole number");
+    into = *value;
+  }
+  void optional_real(const char* what, double& into) {
+    if (next_ == values_.size()) return;
+    const auto value = number<double>(take(what));
+    if (!value) refuse(what, "a number");
+    into = *value;
+  }
+  void end() const {
+    if (next_ == values_.size()) return;
+    invalid(said() + std::string(values_[next_]) + " is one value too many");
+  }
+
+ private:
+  std::string said() const { return "schedule '" + std::string(text_) + "': "; }
+  std::string_view take(const char* what) {
+    if (next_ == values_.size()) invalid(said() + "it wants a " + what);
+    return values_[next_++];
+  }
+  [[noreturn]] void refuse(const char* what, const char* wanted) const {
+    invalid(said() + "its " + what + " is '" + std::string(values_[next_ - 1]) + "', not " +
+            wanted);
+  }
+
+  std::string_view text_;
+  std::string_view name_;
+  std::vector<std::string_view> values_;
+  size_t next_ = 0;
+};
+
+Schedule::Shape parse_shape(Part part) {
+  Schedule::Shape shape;
+  if (part.name() == "step") {
+    auto& step = shape.emplace<StepDecay>();
+    part.length("size", step.size, step.unit);
+    part.optional_real("gamma", step.gamma);
+  } else if (part.name() == "cosine") {
+    auto& cosine = shape.emplace<Cosine>();
+    part.length("length", cosine.length, cosine.unit);
+    part.optional_real("floor", cosine.floor);
+  } else if (part.name() == "plateau") {
+    auto& plateau = shape.emplace<Plateau>();
+    part.count("patience", plateau.patience);
+    part.optional_real("factor", plateau.factor);
+    part.optional_real("floor", plateau.floor);
+    part.optional_real("threshold", plateau.threshold);
+  } else if (part.name() != "constant") {
+    invalid("no schedule '" + std::string(part.name()) + "': " + kForms);
+  }
+  part.end();
+  return shape;
+}
+
+// The values that are not the default's, with those before them.
+std::string optional_values(std::vector<double> values, const std::vector<double>& defaults) {
+  while (!values.empty() && values.back() == defaults[values.size() - 1]) values.pop_back();
+  std::string text;
+  for (const double value : values) text += "," + to_text(value);
+  return text;
+}
+
+std::string shape_text(const Schedule::Shape& shape) {
+  if (const auto* step = std::get_if<StepDecay>(&shape)) {
+    return "step:" + to_text(step->size, step->unit) + "," + to_text(step->gamma);
+  }
+  if (const auto* cosine = std::get_if<Cosine>(&shape)) {
+    return "cosine:" + to_text(cosine->length, cosine->unit) +
+           optional_values({cosine->floor}, {Cosine().floor});
+  }
+  if (const auto* plateau = std::get_if<Plateau>(&shape)) {
+    const Plateau other;
+    return "plateau:" + std::to_string(plateau->patience) +
+           optional_values({plateau->factor, plateau->floor, plateau->threshold},
+                           {other.factor, other.floor, other.threshold});
+  }
+  return "constant";
+}
+
+}  // namespace
+
+Schedule::Schedule(const Shape& shape, WarmUp warm_up) : shape_(shape), warm_up_(warm_up) {
+  std::visit([](const auto& chosen) { check(chosen); }, shape_);
+  check(warm_up_.length >= 0, "a warm-up's length", static_cast<double>(warm_up_.length),
+        "at least 0");
+  if (warm_up_.length == 0) warm_up_ = {};
+  const auto unit = unit_of(shape_);
+  if (warm_up_.length > 0 && unit && *unit != warm_up_.unit) {
+    invalid("schedule '" + text() +
+            "': give both in steps or both in epochs (5e), as one begins where the other ends");
+  }
+}
+
+Schedule Schedule::parse(std::string_view text) {
+  WarmUp warm_up;
+  std::string_view rest = text;
+  Part first(text.substr(0, text.find('+')));
+  if (first.name() == "warmup") {
+    first.length("length", warm_up.length, warm_up.unit);
+    first.end();
+    check_length("a warm-up's length", warm_up.length);
+    const size_t plus = text.find('+');
+    rest = plus == std::string_view::npos ? "constant" : text.substr(plus + 1);
+  }
+  return Schedule(parse_shape(Part(rest)), warm_up);
+}
+
+std::string Schedule::text() const {
+  if (warm_up_.length == 0) return shape_text(shape_);
+  std::string text = "warmup:" + to_text(warm_up_.length, warm_up_.unit);
+  if (!std::holds_alternative<Constant>(shape_)) text += "+" + shape_text(shape_);
+  return text;
+}
+
+double Schedule::factor(int64_t step, int64_t epoch) const {
+  const auto behind = [&](ScheduleUnit unit) {
+    return unit == ScheduleUnit::kEpochs ? epoch : step;
+  };
+  const int64_t warming = behind(warm_up_.unit);
+  // Only schedules that count the same as their warm-up look at this.
+  const int64_t since = behind(unit_of(shape_).value_or(warm_up_.unit)) - warm_up_.length;
+  const double shaped = shape_factor(shape_, state_, std::max<int64_t>(since, 0));
+  if (warming >= warm_up_.length) return shaped;
+  return shaped * static_cast<double>(warming + 1) / static_cast<double>(warm_up_.length);
+}
+
+void Schedule::observe(double metric) {
+  const auto* plateau = std::get_if<Plateau>(&shape_);
+  if (!plateau) return;
+  const double best = state_.best.value_or(std::numeric_limits<double>::infinity());
+  if (metric < best * (1 - plateau->threshold)) {
+    state_.best = metric;
+    state_.bad = 0;
+  } else {
+    ++state_.bad;
+  }
+  if (state_.bad > plateau->patience) {
+    state_.factor = std::max(state_.factor * plateau->factor, plateau->floor);
+    state_.bad = 0;
+  }
+}
+
+void Schedule::load_state(const ScheduleState& state) {
+  const bool sound = state.factor >= 0 && state.factor <= 1 && state.bad >= 0 &&
+                     (!state.best || !std::isnan(*state.best));
+  if (!sound || (!observes() && !(state == ScheduleState()))) {
+    throw Exception(ErrorKind::kBadData, "the state of another schedule than " + text());
+  }
+  state_ = state;
+}
+
+}  // namespace distrain::optim
