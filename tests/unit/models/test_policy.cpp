@@ -4,7 +4,7 @@
 
 #include "distrain/models/policy.h"
 #include "support/catch.h"
-#include "torch_policy.h"
+#include "support/torch_policy.h"
 
 using namespace distrain;
 using models::Policy;

@@ -7,7 +7,7 @@
 #include "distrain/base/error.h"
 #include "support/catch.h"
 #include "support/scenario_job.h"
-#include "torch_policy.h"
+#include "support/torch_policy.h"
 
 using namespace distrain;
 using namespace distrain::testing;
