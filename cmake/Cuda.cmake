@@ -33,7 +33,10 @@ function(distrain_find_cuda result)
 endfunction()
 
 function(distrain_cuda_plugin)
-  if(DISTRAIN_SANITIZER OR NOT DISTRAIN_CUDA)
+  if(DISTRAIN_SANITIZER AND DISTRAIN_CUDA AND NOT DISTRAIN_CUDA STREQUAL "AUTO")
+    message(FATAL_ERROR "DISTRAIN_CUDA=${DISTRAIN_CUDA}, but a build with a sanitizer has none: "
+                        "set AUTO or OFF.")
+  elseif(DISTRAIN_SANITIZER OR NOT DISTRAIN_CUDA)
     return()
   endif()
   distrain_find_cuda(lacking)

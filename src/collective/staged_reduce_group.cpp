@@ -1,6 +1,5 @@
 #include "distrain/collective/staged_reduce_group.h"
 
-#include <functional>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -18,36 +17,11 @@ namespace distrain::collective {
 //
 //   the caller    puts the copy to the host into a side stream, behind its own current stream, and
 //                 the operation into the line.
-//   the line      a thread of this group: waits for the copy, then calls the Backend. Its order is
-//                 that of the calls, so all ranks call their Backends in the same order, whose
-//                 copies are done first.
+//   the line      waits for the copy, then calls the Backend. Its order is that of the calls, so
+//   all
+//                 ranks call their Backends in the same order, whose copies are done first.
 //   the waiter    waits for the Backend, puts the copy back into the same side stream, and makes
 //                 its current stream wait for it.
-//
-// What has nothing to wait for (a tensor of the CPU, a refusal) is called at once while the line is
-// empty, so that CPU users neither start nor meet a thread.
-
-namespace {
-
-class Direct final : public ReduceWork {
- public:
-  explicit Direct(Pending pending) : pending_(std::move(pending)) {}
-  void wait() override { pending_.wait(); }
-
- private:
-  const Pending pending_;
-};
-
-class Queued final : public ReduceWork {
- public:
-  explicit Queued(base::Future<Pending> issued) : issued_(std::move(issued)) {}
-  void wait() override { issued_.wait().wait(); }
-
- private:
-  const base::Future<Pending> issued_;
-};
-
-}  // namespace
 
 /// Pinned memory, kept until the copies out of it have been made.
 class StagedReduceGroup::HostBuffers {
@@ -137,70 +111,33 @@ class StagedReduceGroup::Staged final : public ReduceWork {
 StagedReduceGroup::StagedReduceGroup(c10::intrusive_ptr<Backend> backend)
     : backend_(std::move(backend)),
       buffers_(std::make_shared<HostBuffers>()),
-      line_("distrain-stage") {}
+      line_(backend_, "distrain-stage") {}
 
 StagedReduceGroup::~StagedReduceGroup() = default;
 
-// The Backend's operation once `copied` is reached.
-base::Future<Pending> StagedReduceGroup::call_behind(rpc::StreamPoint copied,
-                                                     std::function<Pending()> call) {
-  base::Promise<Pending> promise;
-  base::Future<Pending> future = promise.future();
-  line_.post([backend = backend_.get(), copied = std::move(copied), call = std::move(call),
-              promise = std::move(promise)]() mutable {
-    try {
-      copied.wait_on_host();
-    } catch (...) {
-      // Nothing was called: the other ranks must not wait for it, nor come out of step.
-      const base::Error error = base::current_error(base::ErrorKind::kInternal);
-      backend->refuse(1, error);
-      promise.fail(error);
-      return;
-    }
-    try {
-      promise.set(call());
-    } catch (...) {
-      promise.fail(base::current_error(base::ErrorKind::kInternal));
-    }
-  });
-  return future;
-}
-
 ReduceGroup::WorkPtr StagedReduceGroup::start(const at::Tensor& bucket) {
-  constexpr auto kMean = c10d::ReduceOp::AVG;
-  if (bucket.device().is_cpu()) {
-    if (line_.idle()) return std::make_shared<Direct>(backend_->allreduce(bucket, kMean));
-    return std::make_shared<Queued>(call_behind(
-        {}, [backend = backend_.get(), bucket] { return backend->allreduce(bucket, kMean); }));
-  }
+  if (bucket.device().is_cpu()) return line_.mean(bucket);
   auto staged = std::make_shared<Staged>(bucket, buffers_);
   // The step holds `staged`: tensor and host memory must outlive the copy.
   auto call = [backend = backend_.get(), staged] {
-    return backend->allreduce(staged->host(), kMean);
+    return backend->allreduce(staged->host(), Backend::ReduceOp::AVG);
   };
-  staged->set(call_behind(staged->copy_out(), std::move(call)), true);
+  staged->set(line_.call_behind(staged->copy_out(), std::move(call)), true);
   return staged;
 }
 
 ReduceGroup::WorkPtr StagedReduceGroup::broadcast(const at::Tensor& tensor, int root) {
-  if (tensor.device().is_cpu()) {
-    if (line_.idle()) return std::make_shared<Direct>(backend_->broadcast(tensor, root));
-    return std::make_shared<Queued>(call_behind(
-        {}, [backend = backend_.get(), tensor, root] { return backend->broadcast(tensor, root); }));
-  }
+  if (tensor.device().is_cpu()) return line_.broadcast(tensor, root);
   auto staged = std::make_shared<Staged>(tensor, buffers_);
   auto call = [backend = backend_.get(), staged, root] {
     return backend->broadcast(staged->host(), root);
   };
   const bool sends = root == rank();
-  staged->set(call_behind(sends ? staged->copy_out() : rpc::StreamPoint(), std::move(call)),
+  staged->set(line_.call_behind(sends ? staged->copy_out() : rpc::StreamPoint(), std::move(call)),
               !sends);
   return staged;
 }
 
-void StagedReduceGroup::refuse(int count, const base::Error& error) {
-  if (line_.idle()) return backend_->refuse(count, error);
-  line_.post([backend = backend_.get(), count, error] { backend->refuse(count, error); });
-}
+void StagedReduceGroup::refuse(int count, const base::Error& error) { line_.refuse(count, error); }
 
 }  // namespace distrain::collective

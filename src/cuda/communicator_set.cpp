@@ -16,6 +16,54 @@ constexpr std::chrono::milliseconds kLookEvery{20};
 
 }  // namespace
 
+void Aside::run(base::Task task) noexcept {
+  {
+    std::lock_guard lock(mutex_);
+    ++running_;
+  }
+  const auto shared = std::make_shared<base::Task>(std::move(task));
+  const auto work = [self = shared_from_this(), shared] {
+    (*shared)();
+    *shared = base::Task();  // what it held goes before it is counted as done
+    std::lock_guard lock(self->mutex_);
+    --self->running_;
+    self->changed_.notify_all();
+  };
+  try {
+    std::thread(work).detach();
+  } catch (...) {  // no thread to be had
+    work();
+  }
+}
+
+void Aside::wait_until(base::TimePoint limit) {
+  std::unique_lock lock(mutex_);
+  changed_.wait_until(lock, limit, [this] { return running_ == 0; });
+}
+
+bool Outcome::fail(const Error& error) {
+  std::lock_guard lock(mutex_);
+  if (error_) return false;
+  error_ = error;
+  return true;
+}
+
+std::optional<Error> Outcome::error() const {
+  std::lock_guard lock(mutex_);
+  return error_;
+}
+
+std::optional<Error> Outcome::tell() {
+  std::lock_guard lock(mutex_);
+  told_ = told_ || error_;
+  return error_;
+}
+
+std::optional<Error> Outcome::untold() const {
+  std::lock_guard lock(mutex_);
+  return told_ ? std::nullopt : error_;
+}
+
 std::shared_ptr<Lane> CommunicatorSet::find(size_t number) const {
   std::lock_guard lock(mutex_);
   const auto it = lanes_.find(number);
@@ -23,36 +71,48 @@ std::shared_ptr<Lane> CommunicatorSet::find(size_t number) const {
 }
 
 void CommunicatorSet::add(size_t number, std::shared_ptr<Lane> lane) {
-  std::lock_guard lock(mutex_);
-  if (error_) lane->nccl->abort();
-  lanes_[number] = std::move(lane);
+  {
+    std::lock_guard lock(mutex_);
+    if (!ended_) {
+      lanes_[number] = std::move(lane);
+      return;
+    }
+  }
+  Aside& aside = *lane->aside;
+  aside.run([lane = std::move(lane)] { lane->nccl->abort(); });
 }
 
 void CommunicatorSet::end(const Error& error) {
-  std::lock_guard lock(mutex_);
-  if (error_) return;
-  error_ = error;
-  for (auto& [number, lane] : lanes_) lane->nccl->abort();
-}
-
-std::optional<Error> CommunicatorSet::error() const {
-  std::lock_guard lock(mutex_);
-  return error_;
+  // Known before any stream goes on, and while an abort hangs.
+  if (!outcome_->fail(error)) return;
+  std::map<size_t, std::shared_ptr<Lane>> lanes;
+  {
+    std::lock_guard lock(mutex_);
+    ended_ = true;
+    lanes.swap(lanes_);
+  }
+  for (auto& [number, lane] : lanes) {
+    lane->aside->run([lane = lane] { lane->nccl->abort(); });
+  }
 }
 
 class Watch::Item {
  public:
-  Item(std::shared_ptr<CommunicatorSet> set_in, std::shared_ptr<Lane> lane_in)
-      : set(std::move(set_in)), lane(std::move(lane_in)), since(base::Clock::now()) {}
+  Item(std::shared_ptr<CommunicatorSet> set_in, std::shared_ptr<Lane> lane_in, std::string op_in)
+      : set(std::move(set_in)),
+        lane(std::move(lane_in)),
+        op(std::move(op_in)),
+        since(base::Clock::now()) {}
 
   const std::shared_ptr<CommunicatorSet> set;
   const std::shared_ptr<Lane> lane;
+  const std::string op;
   const base::TimePoint since;
-  std::optional<rpc::StreamPoint> done;  // guarded by the Watch's mutex
+  std::optional<rpc::StreamPoint> done;        // guarded by the Watch's mutex
+  std::optional<base::TimePoint> nccl_failed;  // its thread's
 };
 
-Watch::Watch(std::function<std::optional<Error>()> failure, std::chrono::milliseconds timeout)
-    : failure_(std::move(failure)), timeout_(timeout) {}
+Watch::Watch(Terms terms) : terms_(std::move(terms)) {}
 
 Watch::~Watch() {
   {
@@ -64,8 +124,8 @@ Watch::~Watch() {
 }
 
 std::shared_ptr<Watch::Item> Watch::begin(std::shared_ptr<CommunicatorSet> set,
-                                          std::shared_ptr<Lane> lane) {
-  auto item = std::make_shared<Item>(std::move(set), std::move(lane));
+                                          std::shared_ptr<Lane> lane, std::string op) {
+  auto item = std::make_shared<Item>(std::move(set), std::move(lane), std::move(op));
   std::lock_guard lock(mutex_);
   if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
   items_.push_back(item);
@@ -83,15 +143,18 @@ void Watch::forget(const std::shared_ptr<Item>& item) {
   items_.remove(item);
 }
 
-void Watch::run() {
+void Watch::run() noexcept {
   pthread_setname_np(pthread_self(), "distrain-nccl");
   std::unique_lock lock(mutex_);
-  for (;;) {
+  for (bool last = false; !last;) {
     changed_.wait(lock, [this] { return stopping_ || !items_.empty(); });
-    if (stopping_) return;  // communicators let their last work run when they go
     changed_.wait_for(lock, kLookEvery, [this] { return stopping_; });
+    last = stopping_;
     lock.unlock();
-    look();
+    try {
+      look();
+    } catch (...) {  // no memory: looked again
+    }
     lock.lock();
   }
 }
@@ -103,29 +166,40 @@ void Watch::look() {
     std::lock_guard lock(mutex_);
     for (const auto& item : items_) items.emplace_back(item, item->done);
   }
-  std::optional<Error> lost = failure_();
   for (const auto& [item, done] : items) {
-    if (done && done->reached()) {
-      forget(item);
-      continue;
-    }
-    std::optional<Error> error = lost;
-    if (std::unique_lock use(item->lane->in_use, std::try_to_lock); !error && use) {
-      if (const auto text = item->lane->nccl->failure()) {
-        error = Error{ErrorKind::kResources, "NCCL: " + *text, -1, {}};
+    std::optional<Error> error;
+    try {
+      if ((done && done->reached()) || item->set->outcome()->error()) {
+        forget(item);
+        continue;
       }
-    }
-    if (!error && timeout_.count() > 0 && base::Clock::now() - item->since > timeout_) {
-      error = Error{ErrorKind::kDeadline,
-                    "the deadline of an operation over NCCL passed: a rank that had agreed to it "
-                    "did not do its part",
-                    -1,
-                    {}};
+      error = reason_to_end(*item);
+    } catch (...) {  // the device has failed
+      error = base::current_error(ErrorKind::kResources);
+      error->rank = terms_.world_rank;
+      error->op = item->op;
     }
     if (!error) continue;
     item->set->end(*error);
     forget(item);
   }
+}
+
+std::optional<Error> Watch::reason_to_end(Item& item) const {
+  if (auto lost = terms_.lost()) return lost;
+  const base::TimePoint now = base::Clock::now();
+  if (std::unique_lock use(item.lane->in_use, std::try_to_lock); use) {
+    if (const auto text = item.lane->nccl->failure()) {
+      if (!item.nccl_failed) item.nccl_failed = now;
+      if (now - *item.nccl_failed < terms_.loss_grace) return std::nullopt;
+      return Error{ErrorKind::kResources, "NCCL: " + *text, terms_.world_rank, item.op};
+    }
+  }
+  if (terms_.timeout.count() == 0 || now - item.since <= terms_.timeout) return std::nullopt;
+  return Error{ErrorKind::kDeadline,
+               "the deadline of an operation over NCCL passed: a rank that had agreed to it did "
+               "not do its part",
+               -1, item.op};
 }
 
 }  // namespace distrain::cuda

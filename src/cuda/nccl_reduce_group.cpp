@@ -1,9 +1,11 @@
 #include "distrain/cuda/nccl_reduce_group.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -11,14 +13,14 @@
 
 #include "communicator_set.h"
 #include "distrain/base/future.h"
-#include "distrain/base/serial_thread.h"
+#include "distrain/collective/backend_line.h"
+#include "distrain/collective/device_numbers.h"
 
 namespace distrain::cuda {
 
 using base::Error;
 using base::ErrorKind;
 using collective::Backend;
-using collective::Pending;
 using collective::ReduceGroup;
 using collective::ReduceWork;
 
@@ -35,11 +37,14 @@ using collective::ReduceWork;
 // fails, leaves its communicators to end when their work has, without giving them more. Where the
 // ranks come out of step all the same (one ran into its deadline just before the last one came),
 // some have communicators and some have none: the next agreement shows that, and all end theirs.
-// What NCCL was given and another rank never does, because it died or gave up, the Watch finds.
+// What NCCL was given and another rank never does, because it died or gave up, the Watch finds. If
+// wait() has returned by then, nobody has been told: this rank says so in the next agreement, which
+// fails with that error on all ranks.
 //
 // A communicator is made by the first operation on a device: after its agreement, which says that
-// all ranks make one, rank 0's id is broadcast, and a barrier follows the making. A rank that
-// cannot do its part in these refuses.
+// all ranks make one, rank 0's id is broadcast. Then, again and again until all ranks have joined
+// or one cannot, they tell each other how far they are. So each hears why another one fails, or
+// that it is lost, while NCCL still waits for it.
 
 namespace {
 
@@ -64,21 +69,31 @@ struct Plan {
   }
 };
 
-class OnCpu final : public ReduceWork {
- public:
-  explicit OnCpu(base::Future<Pending> called) : called_(std::move(called)) {}
-  void wait() override { called_.wait().wait(); }
+/// How a rank is; crosses the wire.
+struct Report {
+  enum class State : int32_t { kBusy, kReady, kFailed };
+  State state = State::kBusy;
+  int32_t rank = -1;  // of the job: who is the cause of a failure
+  uint16_t kind = 0;
+  std::array<char, 246> text{};
 
- private:
-  const base::Future<Pending> called_;
+  static Report failed(const Error& error) {
+    Report report{State::kFailed, error.rank, static_cast<uint16_t>(error.kind)};
+    error.message.copy(report.text.data(), report.text.size());
+    return report;
+  }
 };
+
+constexpr std::chrono::milliseconds kTellEvery{20};
+/// Longer than the plugin's communicators let their work go on.
+constexpr std::chrono::seconds kEndTimeout{12};
 
 class OverNccl final : public ReduceWork {
  public:
-  /// Where NCCL's work ends, and the communicators that do it.
+  /// Where NCCL's work ends, and whether it did.
   struct Given {
     rpc::StreamPoint done;
-    std::shared_ptr<CommunicatorSet> set;
+    std::shared_ptr<Outcome> outcome;
   };
 
   OverNccl(c10::Device device, base::Future<Given> given)
@@ -86,7 +101,7 @@ class OverNccl final : public ReduceWork {
 
   void wait() override {
     const Given given = given_.wait();
-    if (const auto error = given.set->error()) throw base::Exception(*error);
+    if (const auto error = given.outcome->tell()) throw base::Exception(*error);
     given.done.make_current_wait(device_);
   }
 
@@ -100,54 +115,56 @@ class OverNccl final : public ReduceWork {
 class NcclReduceGroup::Impl {
  public:
   Impl(c10::intrusive_ptr<Backend> control, Nccl nccl)
-      : control_(std::move(control)),
-        nccl_(std::move(nccl)),
-        set_(std::make_shared<CommunicatorSet>()),
-        watch_([backend = control_.get()] { return backend->failure(); },
-               control_->getBackendOptions()->timeout),
-        line_("distrain-nccl") {}
+      : control_(std::move(control)), nccl_(std::move(nccl)) {
+    renew_set();
+    watch_.emplace(Watch::Terms{.lost = [backend = control_.get()] { return backend->failure(); },
+                                .timeout = control_->getBackendOptions()->timeout,
+                                .loss_grace = nccl_.loss_grace,
+                                .world_rank = own_rank()});
+    line_.emplace(control_, "distrain-nccl");
+  }
+
+  ~Impl() {
+    line_.reset();
+    if (const auto lost = control_->failure()) set_->end(*lost);
+    watch_.reset();
+    set_.reset();
+    aside_->wait_until(base::deadline_after(kEndTimeout));
+  }
 
   const Backend& control() const { return *control_; }
 
   WorkPtr start(const at::Tensor& tensor) {
-    if (!tensor.device().is_cpu()) return put(tensor, Kind::kMean, 0);
-    return call_control(
-        [this, tensor] { return control_->allreduce(tensor, Backend::ReduceOp::AVG); });
+    return tensor.device().is_cpu() ? line_->mean(tensor) : put(tensor, Kind::kMean, 0);
   }
 
   WorkPtr broadcast(const at::Tensor& tensor, int root) {
-    if (!tensor.device().is_cpu()) return put(tensor, Kind::kBroadcast, root);
-    return call_control([this, tensor, root] { return control_->broadcast(tensor, root); });
+    return tensor.device().is_cpu() ? line_->broadcast(tensor, root)
+                                    : put(tensor, Kind::kBroadcast, root);
   }
 
   void refuse(int count, const Error& error) {
     if (count == 0) return;
-    line_.post([this, count, error] {
+    line_->post([this, count, error] {
       control_->refuse(count, error);
       renew_set();
     });
   }
 
- private:
-  WorkPtr call_control(std::function<Pending()> call) {
-    if (line_.idle()) return std::make_shared<OnCpu>(base::Future<Pending>::ready(call()));
-    base::Promise<Pending> promise;
-    auto work = std::make_shared<OnCpu>(promise.future());
-    line_.post([this, call = std::move(call), promise = std::move(promise)]() mutable {
-      try {
-        promise.set(call());
-      } catch (...) {
-        promise.fail(base::current_error(ErrorKind::kInternal));
-      }
-    });
-    return work;
+  std::optional<Error> failure() const {
+    std::lock_guard lock(outcomes_mutex_);
+    for (const auto& outcome : outcomes_) {
+      if (auto error = outcome->untold()) return error;
+    }
+    return std::nullopt;
   }
 
+ private:
   WorkPtr put(const at::Tensor& tensor, Kind kind, int root) {
     base::Promise<OverNccl::Given> promise;
     auto work = std::make_shared<OverNccl>(tensor.device(), promise.future());
-    line_.post([this, tensor, kind, root, before = rpc::StreamPoint::mark(tensor.device()),
-                promise = std::move(promise)]() mutable {
+    line_->post([this, tensor, kind, root, before = rpc::StreamPoint::mark(tensor.device()),
+                 promise = std::move(promise)]() mutable {
       try {
         promise.set(run(tensor, kind, root, before));
       } catch (...) {
@@ -160,31 +177,73 @@ class NcclReduceGroup::Impl {
   // All below: on the line.
 
   // What NCCL has been given is still done.
-  void renew_set() { set_ = std::make_shared<CommunicatorSet>(); }
+  void renew_set() {
+    set_ = std::make_shared<CommunicatorSet>();
+    std::lock_guard lock(outcomes_mutex_);
+    std::erase_if(outcomes_, [](const std::shared_ptr<Outcome>& outcome) {
+      return outcome.use_count() == 1 && !outcome->untold();
+    });
+    outcomes_.push_back(set_->outcome());
+  }
+
+  // What went wrong after wait() had returned, to be told now.
+  Report take_late_failure() {
+    std::optional<Error> late;
+    {
+      std::lock_guard lock(outcomes_mutex_);
+      for (const auto& outcome : outcomes_) {
+        if (!outcome->untold()) continue;
+        const std::optional<Error> error = outcome->tell();
+        if (!late) late = error;
+      }
+    }
+    return late ? Report::failed(*late) : Report{.state = Report::State::kReady};
+  }
 
   OverNccl::Given run(const at::Tensor& tensor, Kind kind, int root,
                       const rpc::StreamPoint& before) {
-    if (set_->error()) renew_set();
-    const size_t number = number_of(tensor.device());
+    const Report report = take_late_failure();
+    if (set_->outcome()->error()) renew_set();
+    const size_t number = devices_.number_of(tensor.device());
     std::shared_ptr<Lane> lane = set_->find(number);
+    const Plan plan{kind,
+                    root,
+                    static_cast<int64_t>(tensor.scalar_type()),
+                    static_cast<int64_t>(tensor.nbytes()),
+                    static_cast<int64_t>(number),
+                    lane != nullptr};
     try {
-      agree({kind, root, static_cast<int64_t>(tensor.scalar_type()),
-             static_cast<int64_t>(tensor.nbytes()), static_cast<int64_t>(number), lane != nullptr});
+      agree(plan, report);
       if (!lane) lane = make_lane(number, tensor.device());
     } catch (...) {
       renew_set();
       throw;
     }
-    const auto item = watch_.begin(set_, lane);
+    std::shared_ptr<Watch::Item> item;
     try {
+      item = watch_->begin(set_, lane, plan.text());
       rpc::StreamPoint done = give(*lane, tensor, kind, root, before);
-      watch_.enqueued(item, done);
-      return {std::move(done), set_};
+      watch_->enqueued(item, done);
+      return {std::move(done), set_->outcome()};
     } catch (...) {
-      watch_.forget(item);
-      set_->end(base::current_error(ErrorKind::kInternal));
-      throw base::Exception(*set_->error());  // the Watch's if it came first
+      const Error error = cause_of(base::current_error(ErrorKind::kInternal), plan);
+      watch_->forget(item);
+      give_up(error);
     }
+  }
+
+  // Of a failure in giving NCCL work: the lost rank where there is one.
+  Error cause_of(Error error, const Plan& plan) const {
+    if (error.kind == ErrorKind::kResources) {
+      const base::TimePoint limit = base::deadline_after(nccl_.loss_grace);
+      while (!control_->failure() && !set_->outcome()->error() && base::Clock::now() < limit) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      if (auto lost = control_->failure()) return *lost;
+    }
+    if (error.rank < 0) error.rank = own_rank();
+    if (error.op.empty()) error.op = plan.text();
+    return error;
   }
 
   static rpc::StreamPoint give(Lane& lane, const at::Tensor& tensor, Kind kind, int root,
@@ -200,29 +259,44 @@ class NcclReduceGroup::Impl {
     return rpc::StreamPoint::mark(lane.stream);
   }
 
-  size_t number_of(c10::Device device) {
-    const auto it = std::find(devices_.begin(), devices_.end(), device);
-    if (it != devices_.end()) return static_cast<size_t>(it - devices_.begin());
-    devices_.push_back(device);
-    return devices_.size() - 1;
-  }
-
-  // Returns when all ranks have come with the same plan; takes one operation of the Backend.
-  void agree(const Plan& mine) {
-    const auto to_tensor = [](const Plan& plan) {
-      const at::Tensor tensor = at::empty({sizeof(Plan)}, at::kByte);
-      std::memcpy(tensor.data_ptr(), &plan, sizeof(Plan));
+  // What each rank tells the others; one operation of the Backend.
+  template <class T>
+  std::vector<T> gather(const T& mine) {
+    const auto to_tensor = [](const T& value) {
+      const at::Tensor tensor = at::empty({sizeof(T)}, at::kByte);
+      std::memcpy(tensor.data_ptr(), &value, sizeof(T));
       return tensor;
     };
-    std::vector<at::Tensor> plans;
-    for (int i = 0; i < control_->getSize(); ++i) plans.push_back(to_tensor({}));
-    control_->allgather(to_tensor(mine), plans).wait();
+    std::vector<at::Tensor> tensors;
+    for (int i = 0; i < control_->getSize(); ++i) tensors.push_back(to_tensor({}));
+    control_->allgather(to_tensor(mine), tensors).wait();
+    std::vector<T> all(tensors.size());
+    for (size_t i = 0; i < all.size(); ++i) {
+      std::memcpy(&all[i], tensors[i].data_ptr(), sizeof(T));
+    }
+    return all;
+  }
+
+  int own_rank() const { return control_->world_rank(control_->getRank()); }
+
+  // Returns when all ranks have come with the same plan and none has anything to tell.
+  void agree(const Plan& mine, const Report& report) {
+    struct Arrival {
+      Plan plan;
+      Report report;
+    };
+    const std::vector<Arrival> arrivals = gather(Arrival{mine, report});
+    std::vector<Report> reports;
+    for (const Arrival& arrival : arrivals) reports.push_back(arrival.report);
+    if (auto error = failure_in(reports)) {
+      error->op = mine.text();
+      give_up(*error);
+    }
     for (int i = 0; i < control_->getSize(); ++i) {
-      Plan theirs;
-      std::memcpy(&theirs, plans[static_cast<size_t>(i)].data_ptr(), sizeof(Plan));
+      Plan theirs = arrivals[static_cast<size_t>(i)].plan;
       if (theirs == mine) continue;
       const std::string who = "rank " + std::to_string(control_->world_rank(i));
-      const std::string self = "rank " + std::to_string(control_->world_rank(control_->getRank()));
+      const std::string self = "rank " + std::to_string(own_rank());
       const int64_t has_communicator =
           std::exchange(theirs.has_communicator, mine.has_communicator);
       if (theirs != mine) {
@@ -231,47 +305,113 @@ class NcclReduceGroup::Impl {
                   who + " called " + theirs.text() + " where " + self + " called " + mine.text(),
                   control_->world_rank(i), mine.text()});
       }
-      const Error error{ErrorKind::kCancelled,
-                        (has_communicator ? self : who) +
-                            " gave up an earlier operation over NCCL that other ranks had begun",
-                        control_->world_rank(i), mine.text()};
-      set_->end(error);
-      throw base::Exception(error);
+      give_up({ErrorKind::kCancelled,
+               (has_communicator ? self : who) +
+                   " gave up an earlier operation over NCCL that other ranks had begun",
+               control_->world_rank(i), mine.text()});
     }
   }
 
-  std::shared_ptr<Lane> make_lane(size_t number, c10::Device device) {
-    // Of the next operation of the Backend, when this rank can't do its part.
-    const auto or_refuse = [this](auto make) {
-      try {
-        return make();
-      } catch (...) {
-        control_->refuse(1, base::current_error(ErrorKind::kResources));
-        throw;
+  [[noreturn]] void give_up(const Error& error) {
+    set_->end(error);
+    throw base::Exception(*set_->outcome()->tell());  // the Watch's if it came first
+  }
+
+  // What each says, where several have failed.
+  std::optional<Error> failure_in(const std::vector<Report>& reports) const {
+    std::optional<Error> failed;
+    for (size_t i = 0; i < reports.size(); ++i) {
+      const Report& report = reports[i];
+      if (report.state != Report::State::kFailed) continue;
+      const int rank = control_->world_rank(static_cast<int>(i));
+      const std::string text =
+          "rank " + std::to_string(rank) + ": " +
+          std::string(report.text.data(), strnlen(report.text.data(), report.text.size()));
+      if (failed) {
+        failed->message += "; " + text;
+        continue;
       }
-    };
-    NcclId id{};
-    const bool is_first = control_->getRank() == 0;
-    if (is_first) id = or_refuse([&] { return nccl_.new_id(); });
-    const at::Tensor sent = at::empty({static_cast<int64_t>(id.size())}, at::kByte);
-    std::memcpy(sent.data_ptr(), id.data(), id.size());
-    control_->broadcast(sent, 0).wait();
-    std::memcpy(id.data(), sent.data_ptr(), id.size());
-    auto nccl = or_refuse([&] {
-      return nccl_.make_communicator(id, control_->getSize(), control_->getRank(), device.index());
-    });
-    control_->enter_barrier().wait();
-    auto lane = std::make_shared<Lane>(std::move(nccl), rpc::side_stream(device));
+      failed = Error{base::is_known_kind(report.kind) ? static_cast<ErrorKind>(report.kind)
+                                                      : ErrorKind::kProtocol,
+                     text,
+                     report.rank >= 0 ? report.rank : rank,
+                     {}};
+    }
+    return failed;
+  }
+
+  std::shared_ptr<Lane> make_lane(size_t number, c10::Device device) {
+    const NcclId id = get_id();
+    const base::TimePoint limit = base::deadline_after(nccl_.join_timeout);
+    std::shared_ptr<Lane> lane;
+    for (;;) {
+      Report mine;
+      try {
+        if (!lane) {
+          auto nccl =
+              nccl_.make_communicator(id, control_->getSize(), control_->getRank(), device.index());
+          lane = std::make_shared<Lane>(std::move(nccl), rpc::side_stream(device), aside_);
+        }
+        if (joined_soon(*lane->nccl)) {
+          mine.state = Report::State::kReady;
+        } else if (base::Clock::now() > limit) {
+          throw base::Exception(ErrorKind::kResources,
+                                "NCCL has not connected the group's GPUs within " +
+                                    std::to_string(nccl_.join_timeout.count()) + " ms");
+        }
+      } catch (...) {
+        mine = Report::failed(base::current_error(ErrorKind::kResources));
+      }
+      const std::vector<Report> all = gather(mine);
+      if (auto error = failure_in(all)) {
+        error->op = "making a communicator";
+        throw base::Exception(*error);
+      }
+      if (std::all_of(all.begin(), all.end(),
+                      [](const Report& report) { return report.state == Report::State::kReady; })) {
+        break;
+      }
+    }
     set_->add(number, lane);
     return lane;
   }
 
+  // Rank 0's, on all ranks.
+  NcclId get_id() {
+    NcclId id{};
+    if (control_->getRank() == 0) {
+      try {
+        id = nccl_.new_id();
+      } catch (...) {
+        control_->refuse(1, base::current_error(ErrorKind::kResources));
+        throw;
+      }
+    }
+    const at::Tensor sent = at::empty({static_cast<int64_t>(id.size())}, at::kByte);
+    std::memcpy(sent.data_ptr(), id.data(), id.size());
+    control_->broadcast(sent, 0).wait();
+    std::memcpy(id.data(), sent.data_ptr(), id.size());
+    return id;
+  }
+
+  static bool joined_soon(NcclCommunicator& nccl) {
+    const base::TimePoint limit = base::deadline_after(kTellEvery);
+    for (;;) {
+      if (nccl.joined()) return true;
+      if (base::Clock::now() >= limit) return false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+
   const c10::intrusive_ptr<Backend> control_;
   const Nccl nccl_;
+  const std::shared_ptr<Aside> aside_ = std::make_shared<Aside>();
   std::shared_ptr<CommunicatorSet> set_;
-  std::vector<c10::Device> devices_;
-  Watch watch_;
-  base::SerialThread line_;
+  collective::DeviceNumbers devices_;
+  mutable std::mutex outcomes_mutex_;
+  std::vector<std::shared_ptr<Outcome>> outcomes_;  // of all sets that may still fail
+  std::optional<Watch> watch_;
+  std::optional<collective::BackendLine> line_;
 };
 
 NcclReduceGroup::NcclReduceGroup(c10::intrusive_ptr<Backend> control, Nccl nccl)
@@ -299,5 +439,7 @@ ReduceGroup::WorkPtr NcclReduceGroup::broadcast(const at::Tensor& tensor, int ro
 }
 
 void NcclReduceGroup::refuse(int count, const Error& error) { impl_->refuse(count, error); }
+
+std::optional<Error> NcclReduceGroup::failure() const { return impl_->failure(); }
 
 }  // namespace distrain::cuda

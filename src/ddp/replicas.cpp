@@ -7,29 +7,33 @@
 
 #include <ATen/ATen.h>
 
+#include "distrain/base/error.h"
+#include "distrain/collective/device_numbers.h"
+
 namespace distrain::ddp {
 
 namespace {
 
-// Which devices there are may differ between ranks; which tensors share one may not.
-using Devices = std::vector<c10::Device>;
+using collective::DeviceNumbers;
 
-size_t number_of(const c10::Device& device, Devices& devices) {
-  const auto it = std::find(devices.begin(), devices.end(), device);
-  if (it != devices.end()) return static_cast<size_t>(it - devices.begin());
-  devices.push_back(device);
-  return devices.size() - 1;
-}
-
-std::string describe(const NamedParameter& parameter, Devices& devices) {
+std::string describe(const NamedParameter& parameter, DeviceNumbers& devices) {
   std::ostringstream line;
   line << parameter.name << ": " << c10::toString(parameter.tensor.scalar_type()) << " "
        << parameter.tensor.sizes();
   if (!parameter.tensor.requires_grad()) line << ", without gradient";
-  const size_t device = number_of(parameter.tensor.device(), devices);
+  const size_t device = devices.number_of(parameter.tensor.device());
   if (device > 0) line << ", on the model's device number " << device + 1;
   return line.str();
 }
+
+[[noreturn]] void throw_protocol(int world_rank, const std::string& what) {
+  throw base::Exception(base::Error{base::ErrorKind::kProtocol,
+                                    "rank " + std::to_string(world_rank) + " " + what, world_rank,
+                                    "DistributedDataParallel"});
+}
+
+/// No list of parameters and buffers takes more.
+constexpr int64_t kLongestText = int64_t{64} << 20;
 
 // FNV-1a
 uint64_t hash_of(const std::string& text) {
@@ -97,15 +101,20 @@ void broadcast_on_device(const std::vector<at::Tensor>& tensors, collective::Red
 void check_same_everywhere(const std::vector<NamedParameter>& tensors,
                            collective::ReduceGroup& group) {
   std::string text;
-  Devices devices;
+  DeviceNumbers devices;
   for (const NamedParameter& tensor : tensors) text += describe(tensor, devices) + "\n";
   const at::Tensor mine = at::empty({2}, at::kLong);
   mine.data_ptr<int64_t>()[0] = static_cast<int64_t>(hash_of(text));
   mine.data_ptr<int64_t>()[1] = static_cast<int64_t>(text.size());
   int64_t longest = 0;
   bool equal = true;
-  for (const at::Tensor& theirs : gather(mine, group)) {
-    const auto* values = theirs.data_ptr<int64_t>();
+  const std::vector<at::Tensor> all = gather(mine, group);
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const auto* values = all[static_cast<size_t>(rank)].data_ptr<int64_t>();
+    if (values[1] < 0 || values[1] > kLongestText) {
+      throw_protocol(group.world_rank(rank),
+                     "describes its model in " + std::to_string(values[1]) + " bytes");
+    }
     equal = equal && values[0] == mine.data_ptr<int64_t>()[0] &&
             values[1] == static_cast<int64_t>(text.size());
     longest = std::max(longest, values[1]);
@@ -123,8 +132,16 @@ void check_same_everywhere(const std::vector<NamedParameter>& tensors,
   const auto other =
       std::find_if(texts.begin(), texts.end(), [&](const std::string& t) { return t != texts[0]; });
   const auto rank = static_cast<int>(other - texts.begin());
+  if (other == texts.end()) {
+    throw_protocol(group.world_rank(0), "has told another sum than that of its model");
+  }
   size_t line = 0;
-  while (line_of(texts[0], line) == line_of(*other, line)) ++line;
+  const auto lines = std::count(other->begin(), other->end(), '\n');
+  while (line_of(texts[0], line) == line_of(*other, line)) {
+    if (static_cast<int64_t>(++line) > lines) {
+      throw_protocol(group.world_rank(rank), "describes its model in lines that do not end");
+    }
+  }
   const auto shown = [line](const std::string& t) {
     const std::string found = line_of(t, line);
     return found.empty() ? "nothing" : "'" + found + "'";
@@ -140,10 +157,10 @@ void check_same_everywhere(const std::vector<NamedParameter>& tensors,
 
 void broadcast_values(const std::vector<at::Tensor>& tensors, collective::ReduceGroup& group) {
   const at::NoGradGuard no_grad;
-  Devices devices;
+  DeviceNumbers devices;
   std::vector<std::vector<at::Tensor>> by_device;
   for (const at::Tensor& tensor : tensors) {
-    const size_t number = number_of(tensor.device(), devices);
+    const size_t number = devices.number_of(tensor.device());
     if (number == by_device.size()) by_device.emplace_back();
     by_device[number].push_back(tensor);
   }

@@ -246,8 +246,11 @@ void LocalOptimizer::on_rank_lost(const base::Error& error) {
 
 std::vector<ParameterState> LocalOptimizer::state() const {
   std::lock_guard lock(mutex_);
+  // What an update keeps is in order with its parameter.
+  const autograd::ParameterRead read(agent_);
   std::vector<ParameterState> all;
   for (size_t i = 0; i < parameters_.size(); ++i) {
+    read.version(parameters_[i]);
     all.push_back(rule_of(i).state(i));
     // Copies: the next step writes to what the rule keeps. On the CPU, as checkpoints have them and
     // every rank can be sent them.
@@ -263,7 +266,11 @@ void LocalOptimizer::load_state(const std::vector<ParameterState>& state) {
                               std::to_string(parameters_.size()));
   }
   std::lock_guard lock(mutex_);
-  for (size_t i = 0; i < state.size(); ++i) rule_of(i).load_state(i, parameters_[i], state[i]);
+  const autograd::ParameterUpdate update(agent_);
+  for (size_t i = 0; i < state.size(); ++i) {
+    update.unshare(parameters_[i]);
+    rule_of(i).load_state(i, parameters_[i], state[i]);
+  }
 }
 
 Progress LocalOptimizer::progress(int participant) const {

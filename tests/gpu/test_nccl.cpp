@@ -1,4 +1,5 @@
 // ctest: timeout=120
+#include <memory>
 #include <thread>
 
 #include <ATen/ATen.h>
@@ -17,6 +18,13 @@ namespace {
 
 const c10::Device kGpu(c10::kCUDA, 0);
 
+/// Returns when all ranks have joined.
+std::unique_ptr<cuda::NcclCommunicator> join(const cuda::NcclId& id, int size, int rank) {
+  auto communicator = cuda::load().make_communicator(id, size, rank, 0);
+  while (!communicator->joined()) std::this_thread::yield();
+  return communicator;
+}
+
 }  // namespace
 
 TEST_CASE("the GPU has a name, an id and a place in the count") {
@@ -32,7 +40,7 @@ TEST_CASE("the GPU has a name, an id and a place in the count") {
 
 TEST_CASE("a communicator of one rank reduces and broadcasts on the stream that it is given") {
   const cuda::Plugin& plugin = cuda::load();
-  const auto communicator = plugin.make_communicator(plugin.new_nccl_id(), 1, 0, 0);
+  const auto communicator = join(plugin.new_nccl_id(), 1, 0);
   const c10::Stream stream = rpc::side_stream(kGpu);
   for (const at::ScalarType type : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
     const at::Tensor tensor = at::arange(1000, at::device(kGpu).dtype(type));
@@ -57,7 +65,7 @@ TEST_CASE("a communicator of one rank reduces and broadcasts on the stream that 
 
 TEST_CASE("an aborted communicator says so and is of no use") {
   const cuda::Plugin& plugin = cuda::load();
-  const auto communicator = plugin.make_communicator(plugin.new_nccl_id(), 1, 0, 0);
+  const auto communicator = join(plugin.new_nccl_id(), 1, 0);
   const at::Tensor tensor = at::ones({4}, at::device(kGpu));
   communicator->allreduce_mean(tensor, rpc::current_stream(kGpu));
   communicator->abort();
@@ -71,8 +79,8 @@ TEST_CASE("two ranks of one GPU are refused by NCCL, and say so") {
   const cuda::Plugin& plugin = cuda::load();
   const cuda::NcclId id = plugin.new_nccl_id();
   base::Error errors[2];
-  std::thread other([&] { errors[1] = error_of([&] { plugin.make_communicator(id, 2, 1, 0); }); });
-  errors[0] = error_of([&] { plugin.make_communicator(id, 2, 0, 0); });
+  std::thread other([&] { errors[1] = error_of([&] { join(id, 2, 1); }); });
+  errors[0] = error_of([&] { join(id, 2, 0); });
   other.join();
   for (const base::Error& error : errors) {
     CHECK(error.kind == ErrorKind::kResources);

@@ -5,7 +5,11 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -14,140 +18,239 @@
 
 #include "distrain/base/error.h"
 #include "distrain/cuda/nccl_reduce_group.h"
+#include "support/sim_internal.h"
 
 namespace distrain::testing {
 
-/// Calls wait for all ranks, as NCCL's do while it connects them; results are written in the stream
-/// that was given.
+/// Nothing waits for another rank but the streams: a collective is put into the one that was given,
+/// and holds it up until all ranks have come or the communicator is aborted, which leaves the
+/// tensor as it is. Ranks learn nothing of each other.
 class FakeNccl {
  public:
   cuda::NcclReduceGroup::Nccl functions() {
-    return {[this] { return new_id(); },
-            [this](const cuda::NcclId& id, int size, int rank, int) -> CommunicatorPtr {
-              return join(id, size, rank);
-            }};
+    cuda::NcclReduceGroup::Nccl nccl;
+    nccl.new_id = [this] { return new_id(); };
+    nccl.make_communicator = [this](const cuda::NcclId& id, int size, int rank,
+                                    int) -> std::unique_ptr<cuda::NcclCommunicator> {
+      return make(id, size, rank);
+    };
+    return nccl;
   }
 
-  /// The next communicator that this rank makes fails; the others are told.
+  /// The next communicator that this rank makes fails: at once, or when it joins the others.
   void fail_making(int rank) {
-    with_lock([&] { fails_.insert(rank); });
+    with_lock([&] { world_->fails_making.insert(rank); });
+  }
+  void fail_joining(int rank) {
+    with_lock([&] { world_->fails_joining.insert(rank); });
+  }
+  /// No rank sees the others come.
+  void never_join(bool never) {
+    with_lock([&] { world_->never_join = never; });
   }
   /// The next id that is asked for is not made.
   void fail_id() {
-    with_lock([&] { fails_.insert(-1); });
+    with_lock([&] { world_->fails_id = true; });
   }
   /// This rank takes no part in what it is given, and does not say so.
   void stall(int rank, bool stalls) {
-    with_lock([&] { stalls ? void(stalled_.insert(rank)) : void(stalled_.erase(rank)); });
+    with_lock(
+        [&] { stalls ? void(world_->stalled.insert(rank)) : void(world_->stalled.erase(rank)); });
   }
+  /// From now on the communicators that this rank has made tell so.
+  void set_failure(int rank, const std::string& text) {
+    with_lock([&] { world_->failures[rank] = {text, world_->last_id}; });
+  }
+  /// This rank's next collective is not taken.
+  void fail_call(int rank) {
+    with_lock([&] { world_->fails_call.insert(rank); });
+  }
+  /// This rank's device reports an error when it is asked for what it has done over NCCL.
+  void break_device(int rank) {
+    with_lock([&] { world_->broken.insert(rank); });
+  }
+  /// Aborts do nothing and do not return until this is called again.
+  void hold_aborts(bool hold) {
+    with_lock([&] { world_->holds_aborts = hold; });
+    world_->changed.notify_all();
+  }
+
   int made() const {
-    std::lock_guard lock(mutex_);
-    return made_;
+    return with_lock([&] { return world_->made; });
   }
   int aborted() const {
-    std::lock_guard lock(mutex_);
-    return aborted_;
+    return with_lock([&] { return world_->aborted; });
+  }
+  /// The collectives that this rank was given.
+  int given(int rank) const {
+    return with_lock([&] { return world_->given[rank]; });
+  }
+  /// The ranks that wait for others to join the newest communicator, or have seen them come.
+  int joining() const {
+    return with_lock([&] {
+      const auto it = world_->rooms.find(world_->last_id);
+      return it == world_->rooms.end() ? 0 : int(it->second->joined.size());
+    });
+  }
+  /// How often this rank was told of a failure.
+  int told(int rank) const {
+    return with_lock([&] { return world_->told[rank]; });
   }
 
  private:
-  using CommunicatorPtr = std::unique_ptr<cuda::NcclCommunicator>;
+  /// One collective: the values of the ranks that have come, and where in their streams they do.
+  struct Meeting {
+    std::map<int, at::Tensor> values;
+    std::vector<std::pair<simulated::Queue*, uint64_t>> points;
+  };
 
   struct Room {
+    int id = 0;
     int size = 0;
-    int joined = 0;
-    bool broken = false;
-    std::map<uint64_t, std::map<int, at::Tensor>> given;  // by operation, then rank
+    std::set<int> joined;
+    std::map<uint64_t, std::shared_ptr<Meeting>> meetings;
+  };
+
+  struct World {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::map<int, std::shared_ptr<Room>> rooms;  // by their ids
+    std::set<int> fails_making, fails_joining, fails_call, stalled, broken;
+    std::map<int, std::pair<std::string, int>> failures;  // and the last id they are for
+    std::map<int, int> given, told;
+    bool fails_id = false;
+    bool never_join = false;
+    bool holds_aborts = false;
+    int last_id = 0;
+    int made = 0;
+    int aborted = 0;
   };
 
   class Communicator final : public cuda::NcclCommunicator {
    public:
-    Communicator(FakeNccl& nccl, std::shared_ptr<Room> room, int rank)
-        : nccl_(nccl), room_(std::move(room)), rank_(rank) {}
+    Communicator(std::shared_ptr<World> world, std::shared_ptr<Room> room, int rank)
+        : world_(std::move(world)), room_(std::move(room)), rank_(rank) {}
+    ~Communicator() override {
+      std::lock_guard lock(world_->mutex);
+      *ended_ = true;
+    }
+
+    bool joined() override {
+      std::lock_guard lock(world_->mutex);
+      if (world_->fails_joining.erase(rank_)) fail("no way to the others");
+      if (room_->joined.insert(rank_).second) ++world_->made;
+      return !world_->never_join && int(room_->joined.size()) == room_->size;
+    }
     void allreduce_mean(const at::Tensor& tensor, const c10::Stream& stream) override {
-      const c10::StreamGuard guard(stream);
-      const auto given = exchange(tensor);
-      if (given.empty()) return;
-      at::Tensor sum = given.at(0).clone();
-      for (int rank = 1; rank < room_->size; ++rank) sum.add_(given.at(rank));
-      write(tensor, sum.div_(room_->size));
+      give(tensor, stream, [](const std::map<int, at::Tensor>& values) {
+        at::Tensor sum = values.at(0).clone();
+        for (int rank = 1; rank < int(values.size()); ++rank) sum.add_(values.at(rank));
+        return sum.div_(double(values.size()));
+      });
     }
     void broadcast(const at::Tensor& tensor, int root, const c10::Stream& stream) override {
-      const c10::StreamGuard guard(stream);
-      const auto given = exchange(tensor);
-      if (!given.empty()) write(tensor, given.at(root));
+      give(tensor, stream,
+           [root](const std::map<int, at::Tensor>& values) { return values.at(root); });
     }
-    std::optional<std::string> failure() override { return std::nullopt; }
+    std::optional<std::string> failure() override {
+      std::lock_guard lock(world_->mutex);
+      if (*ended_) return "the fake communicator was aborted";
+      const auto it = world_->failures.find(rank_);
+      if (it == world_->failures.end() || it->second.second < room_->id) return std::nullopt;
+      ++world_->told[rank_];
+      return it->second.first;
+    }
     void abort() noexcept override {
-      {
-        std::lock_guard lock(nccl_.mutex_);
-        if (!std::exchange(ended_, true)) ++nccl_.aborted_;
-      }
-      nccl_.changed_.notify_all();
+      std::unique_lock lock(world_->mutex);
+      world_->changed.wait(lock, [&] { return !world_->holds_aborts; });
+      if (!std::exchange(*ended_, true)) ++world_->aborted;
     }
 
    private:
-    std::map<int, at::Tensor> exchange(const at::Tensor& tensor) {
-      const at::Tensor mine = tensor.cpu();
-      std::unique_lock lock(nccl_.mutex_);
-      const uint64_t number = next_++;
-      if (nccl_.stalled_.count(rank_)) return {};
-      room_->given[number][rank_] = mine;
-      nccl_.changed_.notify_all();
-      nccl_.changed_.wait(
-          lock, [&] { return ended_ || int(room_->given[number].size()) == room_->size; });
-      if (!ended_) return room_->given[number];
-      throw base::Exception(base::ErrorKind::kResources, "the fake communicator was aborted");
-    }
-    static void write(const at::Tensor& tensor, const at::Tensor& value) {
-      tensor.copy_(value.to(tensor.device()));
+    [[noreturn]] static void fail(const std::string& text) {
+      throw base::Exception(base::ErrorKind::kResources, text);
     }
 
-    FakeNccl& nccl_;
+    template <class Combine>
+    void give(const at::Tensor& tensor, const c10::Stream& stream, Combine combine) {
+      std::shared_ptr<Meeting> meeting;
+      {
+        std::lock_guard lock(world_->mutex);
+        if (*ended_) fail("the fake communicator was aborted");
+        if (world_->fails_call.erase(rank_)) fail("the fake call failed");
+        ++world_->given[rank_];
+        auto& place = room_->meetings[next_++];
+        if (!place) place = std::make_shared<Meeting>();
+        if (world_->stalled.count(rank_)) return;
+        meeting = place;
+      }
+      const simulated::Lock one_after_the_other;
+      const c10::StreamGuard guard(stream);
+      simulated::Launch out;
+      const at::Tensor mine = out.operand(tensor);
+      out.submit([world = world_, rank = rank_, meeting, mine] {
+        std::lock_guard lock(world->mutex);
+        meeting->values[rank] = mine.clone();
+      });
+      simulated::Queue& queue = simulated::queue_of(stream);
+      {
+        std::lock_guard lock(world_->mutex);
+        meeting->points.emplace_back(&queue, queue.end());
+      }
+      queue.add_gate([world = world_, rank = rank_, size = room_->size, ended = ended_, meeting] {
+        std::unique_lock lock(world->mutex);
+        if (!*ended && world->broken.count(rank)) throw std::runtime_error("the device is broken");
+        const auto points = meeting->points;
+        lock.unlock();
+        // Maybe nobody else waits for the other ranks' streams.
+        for (const auto& [other, point] : points) other->run_to(point);
+        lock.lock();
+        return *ended || int(meeting->values.size()) == size;
+      });
+      simulated::Launch in;
+      at::Tensor result = in.operand(tensor);
+      in.submit([world = world_, size = room_->size, meeting, result, combine]() mutable {
+        std::lock_guard lock(world->mutex);
+        if (int(meeting->values.size()) == size) result.copy_(combine(meeting->values));
+      });
+    }
+
+    const std::shared_ptr<World> world_;
     const std::shared_ptr<Room> room_;
     const int rank_;
+    const std::shared_ptr<bool> ended_ = std::make_shared<bool>(false);  // under the world's mutex
     uint64_t next_ = 0;
-    bool ended_ = false;
   };
 
   template <class F>
-  void with_lock(F f) {
-    std::lock_guard lock(mutex_);
-    f();
+  std::invoke_result_t<F> with_lock(F f) const {
+    std::lock_guard lock(world_->mutex);
+    return f();
   }
 
   cuda::NcclId new_id() {
-    std::lock_guard lock(mutex_);
-    if (fails_.erase(-1)) throw base::Exception(base::ErrorKind::kResources, "no id today");
+    std::lock_guard lock(world_->mutex);
+    if (std::exchange(world_->fails_id, false)) {
+      throw base::Exception(base::ErrorKind::kResources, "no id today");
+    }
     cuda::NcclId id{};
-    id[100] = char(++last_id_);
+    id[100] = char(++world_->last_id);
     return id;
   }
 
-  CommunicatorPtr join(const cuda::NcclId& id, int size, int rank) {
-    std::unique_lock lock(mutex_);
-    auto& room = rooms_[id];
+  std::unique_ptr<cuda::NcclCommunicator> make(const cuda::NcclId& id, int size, int rank) {
+    std::lock_guard lock(world_->mutex);
+    if (world_->fails_making.erase(rank)) {
+      throw base::Exception(base::ErrorKind::kResources, "no device for this rank");
+    }
+    auto& room = world_->rooms[id[100]];
     if (!room) room = std::make_shared<Room>();
-    const std::shared_ptr<Room> mine = room;
-    mine->size = size;
-    ++mine->joined;
-    const bool fails = fails_.erase(rank) > 0;
-    if (fails) mine->broken = true;
-    changed_.notify_all();
-    changed_.wait(lock, [&] { return mine->broken || mine->joined == size; });
-    if (fails) throw base::Exception(base::ErrorKind::kResources, "no device for this rank");
-    if (mine->broken) throw base::Exception(base::ErrorKind::kResources, "another rank failed");
-    ++made_;
-    return std::make_unique<Communicator>(*this, mine, rank);
+    room->id = id[100];
+    room->size = size;
+    return std::make_unique<Communicator>(world_, room, rank);
   }
 
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::map<cuda::NcclId, std::shared_ptr<Room>> rooms_;
-  std::set<int> fails_;
-  std::set<int> stalled_;
-  int last_id_ = 0;
-  int made_ = 0;
-  int aborted_ = 0;
+  const std::shared_ptr<World> world_ = std::make_shared<World>();
 };
 
 }  // namespace distrain::testing

@@ -35,14 +35,55 @@ void check_mean(NcclReduceGroup& reduce) {
   RANK_CHECK(holds(x * 2, reduce.size() - 1));
 }
 
-/// Communicators are aborted by another thread than the one that waits.
-bool comes_to(int wanted, const std::function<int()>& count) {
+/// Failures are found, and communicators aborted, by other threads than the one that waits.
+bool comes(const std::function<bool()>& condition) {
   const auto limit = std::chrono::steady_clock::now() + kLimit;
-  while (count() != wanted && std::chrono::steady_clock::now() < limit) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  while (!condition() && std::chrono::steady_clock::now() < limit) {
+    std::this_thread::sleep_for(milliseconds(1));
   }
-  return count() == wanted;
+  return condition();
 }
+bool comes_to(int wanted, const std::function<int()>& count) {
+  return comes([&] { return count() == wanted; });
+}
+
+/// Two ranks that have made a communicator. The `timeout` is that of NCCL's work; where it is
+/// short no such work has to go well.
+struct Pair {
+  explicit Pair(milliseconds loss_grace = milliseconds(0), milliseconds timeout = kLimit)
+      : group(2, {.timeout = kLimit}) {
+    run_ranks(2, [&](int rank) {
+      auto functions = nccl.functions();
+      functions.loss_grace = loss_grace;
+      group[rank].setTimeout(timeout);
+      groups[rank] = std::make_unique<NcclReduceGroup>(group.backends[size_t(rank)], functions);
+      group[rank].setTimeout(kLimit);
+      if (timeout == kLimit) check_mean(*groups[rank]);
+    });
+  }
+
+  /// An operation whose wait() has returned and that rank 1 does not take part in. The tensor of
+  /// rank 0.
+  at::Tensor begin_and_stall() {
+    nccl.stall(1, true);
+    const at::Tensor x = filled(5, sim(0));
+    const auto other = groups[1]->start(filled(1, sim(1)));
+    work = groups[0]->start(x);
+    other->wait();
+    work->wait();
+    nccl.stall(1, false);
+    return x;
+  }
+
+  base::Error next_error(int rank) {
+    return error_of([&] { groups[rank]->start(filled(0, sim(rank)))->wait(); });
+  }
+
+  FakeNccl nccl;
+  TestGroup group;
+  std::unique_ptr<NcclReduceGroup> groups[2];
+  ReduceGroup::WorkPtr work;  // rank 0's
+};
 
 }  // namespace
 
@@ -216,55 +257,160 @@ TEST_CASE("ranks that call different operations are told so before NCCL hears of
   });
 }
 
-TEST_CASE("a rank that is lost within NCCL's work") {
-  FakeNccl nccl;
-  TestGroup group(2, {.timeout = kLimit});
-  std::vector<std::unique_ptr<NcclReduceGroup>> groups(2);
-  run_ranks(2, [&](int rank) {
-    groups[size_t(rank)] =
-        std::make_unique<NcclReduceGroup>(group.backends[size_t(rank)], nccl.functions());
-    check_mean(*groups[size_t(rank)]);
-  });
-  nccl.stall(1, true);
-  const auto held = groups[1]->start(filled(1, sim(1)));
-  const auto work = groups[0]->start(filled(0, sim(0)));
-  held->wait();  // it has agreed
-  group.network.kill(1);
-  const base::Error error = error_of([&] { work->wait(); });
-  CHECK(error.kind == ErrorKind::kPeerLost);
-  CHECK(error.rank == 1);
-  CHECK(comes_to(1, [&] { return nccl.aborted(); }));
-  CHECK(error_of([&] { groups[0]->start(filled(0, sim(0)))->wait(); }).kind ==
-        ErrorKind::kPeerLost);
+TEST_CASE("a rank that is lost within NCCL's work, after wait() has returned") {
+  const bool aborts_hang = GENERATE(false, true);
+  Pair pair;
+  const at::Tensor x = pair.begin_and_stall();
+  CHECK(pair.nccl.given(0) == 2);
+  CHECK(pair.nccl.given(1) == 2);
+  CHECK_FALSE(pair.groups[0]->failure());
+  pair.nccl.hold_aborts(aborts_hang);
+  pair.group.network.kill(1);
+  REQUIRE(comes([&] { return pair.groups[0]->failure().has_value(); }));
+  CHECK(pair.groups[0]->failure()->kind == ErrorKind::kPeerLost);
+  CHECK(pair.groups[0]->failure()->rank == 1);
+  for (const base::Error& error :
+       {pair.next_error(0), pair.next_error(0), error_of([&] { pair.work->wait(); })}) {
+    CHECK(error.kind == ErrorKind::kPeerLost);
+    CHECK(error.rank == 1);
+  }
+  CHECK_FALSE(pair.groups[0]->failure());  // it has been told
+  if (aborts_hang) CHECK(pair.nccl.aborted() == 0);
+  pair.nccl.hold_aborts(false);
+  CHECK(comes_to(1, [&] { return pair.nccl.aborted(); }));
+  CHECK(holds(x, 5));  // the stream goes on
 }
 
-TEST_CASE("a rank that never comes, and one that comes and does nothing") {
-  FakeNccl nccl;
-  TestGroup group(2, {.timeout = kLimit});
+TEST_CASE("what NCCL fails in after wait() has returned fails the next operation of all ranks") {
+  Pair pair;
+  const at::Tensor x = pair.begin_and_stall();
+  pair.nccl.set_failure(0, "remote process exited");
+  REQUIRE(comes([&] { return pair.groups[0]->failure().has_value(); }));
+  const base::Error first = *pair.groups[0]->failure();
+  CHECK(first.kind == ErrorKind::kResources);
+  CHECK(first.message == "NCCL: remote process exited");
+  CHECK(first.rank == 0);
+  CHECK(contains(first.op, "mean of 400 bytes"));
+  CHECK(holds(x, 5));
+  CHECK(pair.groups[0]->failure());  // a question tells nobody
   run_ranks(2, [&](int rank) {
-    group[rank].setTimeout(milliseconds(500));
-    NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
-    group[rank].setTimeout(kLimit);
-    check_mean(reduce);
-    if (rank == 1) nccl.stall(1, true);
-    const auto work = reduce.start(filled(rank, sim(rank)));
-    if (rank == 1) {
-      work->wait();  // it knows no better
-      nccl.stall(1, false);
-    } else {
-      RANK_CHECK(error_of([&] { work->wait(); }).kind == ErrorKind::kDeadline);
-    }
-    // One has communicators, the other has not: both begin anew.
-    const base::Error error = error_of([&] { check_mean(reduce); });
-    RANK_CHECK(error.kind == ErrorKind::kCancelled);
-    RANK_CHECK(contains(error.message, "rank 0 gave up"));
-    check_mean(reduce);
+    const base::Error error = pair.next_error(rank);
+    RANK_CHECK(error.kind == ErrorKind::kResources);
+    RANK_CHECK(error.message == "rank 0: NCCL: remote process exited");
+    RANK_CHECK(error.rank == 0);
+    RANK_CHECK(!pair.groups[rank]->failure());
+    check_mean(*pair.groups[rank]);
   });
-  CHECK(nccl.made() == 4);
-  CHECK(comes_to(2, [&] { return nccl.aborted(); }));
+  CHECK(pair.nccl.made() == 4);
+}
 
+TEST_CASE("a failure is told even if its communicators have been replaced before") {
+  Pair pair;
+  pair.begin_and_stall();
+  run_ranks(2, [&](int rank) {
+    if (rank == 1) {
+      pair.groups[1]->refuse(1, {ErrorKind::kBadData, "the file ends here", 1, {}});
+    } else {
+      RANK_CHECK(pair.next_error(0).kind == ErrorKind::kBadData);
+    }
+    pair.groups[rank]->start(filled(rank, sim(rank)))->wait();
+  });
+  CHECK(pair.nccl.made() == 4);
+  pair.nccl.set_failure(0, "remote process exited");
+  REQUIRE(comes([&] { return pair.groups[0]->failure().has_value(); }));
+  run_ranks(2, [&](int rank) {
+    RANK_CHECK(contains(pair.next_error(rank).message, "remote process exited"));
+    check_mean(*pair.groups[rank]);
+  });
+}
+
+TEST_CASE("the lost rank is named, not what NCCL says of it") {
+  Pair pair(kLimit);
+  const bool in_the_call = GENERATE(false, true);
+  if (in_the_call) {
+    pair.nccl.fail_call(0);
+    const auto other = pair.groups[1]->start(filled(1, sim(1)));
+    pair.work = pair.groups[0]->start(filled(1, sim(0)));
+    other->wait();
+    pair.group.network.kill(1);
+    const base::Error error = error_of([&] { pair.work->wait(); });
+    CHECK(error.kind == ErrorKind::kPeerLost);
+    CHECK(error.rank == 1);
+  } else {
+    pair.begin_and_stall();
+    pair.nccl.set_failure(0, "remote process exited");
+    REQUIRE(comes([&] { return pair.nccl.told(0) > 1; }));
+    CHECK_FALSE(pair.groups[0]->failure());
+    pair.group.network.kill(1);
+    REQUIRE(comes([&] { return pair.groups[0]->failure().has_value(); }));
+    CHECK(pair.groups[0]->failure()->kind == ErrorKind::kPeerLost);
+    CHECK(pair.groups[0]->failure()->rank == 1);
+  }
+}
+
+TEST_CASE("a call that NCCL does not take names its rank and operation") {
+  Pair pair;
+  pair.nccl.fail_call(0);
+  const auto other = pair.groups[1]->start(filled(1, sim(1)));
+  const base::Error error = pair.next_error(0);
+  CHECK(error.kind == ErrorKind::kResources);
+  CHECK(error.message == "the fake call failed");
+  CHECK(error.rank == 0);
+  CHECK(contains(error.op, "mean of 400 bytes"));
+  other->wait();
+  run_ranks(2, [&](int rank) {
+    RANK_CHECK(contains(pair.next_error(rank).message, "rank 0 gave up"));
+    check_mean(*pair.groups[rank]);
+  });
+}
+
+TEST_CASE("a device that fails while NCCL works on it") {
+  Pair pair;
+  pair.nccl.break_device(0);
+  pair.begin_and_stall();
+  REQUIRE(comes([&] { return pair.groups[0]->failure().has_value(); }));
+  CHECK(pair.groups[0]->failure()->kind == ErrorKind::kResources);
+  CHECK(pair.groups[0]->failure()->rank == 0);
+  CHECK(comes_to(1, [&] { return pair.nccl.aborted(); }));
+  run_ranks(2, [&](int rank) {
+    const base::Error error = pair.next_error(rank);
+    RANK_CHECK(error.rank == 0);
+    RANK_CHECK(contains(error.message, "the device is broken"));
+  });
+}
+
+TEST_CASE("a group that goes after a rank is lost does not wait for NCCL's work") {
+  Pair pair;
+  const at::Tensor x = pair.begin_and_stall();
+  pair.group.network.kill(1);
+  while (!pair.group[0].failure()) std::this_thread::yield();
+  pair.groups[0].reset();
+  CHECK(pair.nccl.aborted() == 1);
+  CHECK(holds(x, 5));
+}
+
+TEST_CASE("a rank that comes and does nothing") {
+  Pair pair(milliseconds(0), milliseconds(1000));
+  pair.begin_and_stall();  // rank 1 knows no better
+  const bool told_by_wait = GENERATE(false, true);
+  REQUIRE(comes([&] { return pair.groups[0]->failure().has_value(); }));
+  if (told_by_wait) {
+    CHECK(error_of([&] { pair.work->wait(); }).kind == ErrorKind::kDeadline);
+  }
+  run_ranks(2, [&](int rank) {
+    // One has communicators, the other has not: both begin anew.
+    const base::Error error = pair.next_error(rank);
+    RANK_CHECK(error.kind == (told_by_wait ? ErrorKind::kCancelled : ErrorKind::kDeadline));
+    RANK_CHECK(contains(error.message,
+                        told_by_wait ? "rank 0 gave up" : "rank 0: the deadline of an operation"));
+  });
+  CHECK(comes_to(2, [&] { return pair.nccl.aborted(); }));
+}
+
+TEST_CASE("a rank that never comes") {
+  FakeNccl nccl;
+  TestGroup group(2, {.timeout = milliseconds(30)});
   NcclReduceGroup reduce(group.backends[0], nccl.functions());
-  group[0].setTimeout(milliseconds(30));
   const base::Error error = error_of([&] { check_mean(reduce); });
   CHECK(error.kind == ErrorKind::kDeadline);
   CHECK(error.rank == 1);
@@ -282,7 +428,39 @@ TEST_CASE("a communicator that one rank cannot make") {
     if (rank == 2) nccl.fail_making(2);
     const base::Error error = error_of([&] { check_mean(reduce); });
     RANK_CHECK(error.kind == ErrorKind::kResources);
+    RANK_CHECK(error.message == "rank 2: no device for this rank");
+    RANK_CHECK(error.rank == 2);
+    if (rank == 1) nccl.fail_joining(1);
+    const base::Error other = error_of([&] { check_mean(reduce); });
+    RANK_CHECK(other.message == "rank 1: no way to the others");
+    RANK_CHECK(other.rank == 1);
     check_mean(reduce);
   });
-  CHECK(nccl.made() == 3);
+}
+
+TEST_CASE("a communicator that does not come about") {
+  FakeNccl nccl;
+  TestGroup group(2, {.timeout = kLimit});
+  const bool killed = GENERATE(false, true);
+  nccl.never_join(true);
+  run_ranks(2, [&](int rank) {
+    auto functions = nccl.functions();
+    functions.join_timeout = killed ? 2 * kLimit : milliseconds(50);
+    NcclReduceGroup reduce(group.backends[size_t(rank)], functions);
+    const auto work = reduce.start(filled(0, sim(rank)));
+    if (killed) {
+      RANK_CHECK(comes([&] { return nccl.joining() == 2; }));
+      if (rank == 1) {
+        group.network.kill(1);
+        return group[1].shutdown();
+      }
+    }
+    const base::Error error = error_of([&] { work->wait(); });
+    RANK_CHECK(error.kind == (killed ? ErrorKind::kPeerLost : ErrorKind::kResources));
+    if (killed) {
+      RANK_CHECK(error.rank == 1);
+    } else {
+      RANK_CHECK(contains(error.message, "NCCL has not connected the group's GPUs"));
+    }
+  });
 }

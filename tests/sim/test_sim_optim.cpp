@@ -1,11 +1,13 @@
 // Optimizers on the simulated accelerator do what they do on the CPU, and wait for nothing.
 // ctest: timeout=120
+#include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include "distrain/autograd/context.h"
 #include "distrain/autograd/parameter_versions.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/optim/update_rule.h"
+#include "distrain/rpc/device.h"
 #include "nets.h"
 #include "support/catch.h"
 #include "support/cluster.h"
@@ -250,6 +252,43 @@ TEST_CASE("a distributed optimizer updates and clips parameters of two devices")
     return parameters;
   };
   CHECK(difference(run(sim(1), sim(2)), run(c10::kCPU, c10::kCPU)) <= kNear);
+  cluster.shutdown();
+}
+
+TEST_CASE("the state is that of the last step, whatever streams it is asked and set under") {
+  Cluster cluster(1, setup);
+  const c10::Device device = sim(2);
+  const at::Tensor parameter = at::zeros({100}, at::TensorOptions(device)).requires_grad_();
+  optim::DistributedOptimizer optimizer(cluster[0], {cluster[0].make_rref(parameter)},
+                                        Sgd{.lr = 0.1, .momentum = 1});
+  const auto momentum = [&] {
+    const c10::StreamGuard guard(rpc::side_stream(device));
+    return optimizer.local_state().at(0).begin()->second;
+  };
+  for (int step = 1; step <= 10; ++step) {
+    autograd::Context context(cluster[0]);
+    {
+      const c10::StreamGuard guard(rpc::side_stream(device));
+      autograd::backward(context, {parameter.sum()});
+      optimizer.step(context);
+    }
+    CHECK(at::equal(momentum(), at::full({100}, double(step))));
+  }
+  for (int round = 0; round < 10; ++round) {
+    autograd::Context context(cluster[0]);
+    {
+      const c10::StreamGuard guard(rpc::side_stream(device));
+      autograd::backward(context, {parameter.sum()});
+      optimizer.step(context);
+    }
+    auto state = optimizer.local_state();
+    state.at(0).begin()->second.fill_(7);
+    {
+      const c10::StreamGuard guard(rpc::side_stream(device));
+      optimizer.load_local_state(state);
+    }
+    CHECK(at::equal(momentum(), at::full({100}, 7.0)));
+  }
   cluster.shutdown();
 }
 

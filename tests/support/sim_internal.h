@@ -50,12 +50,15 @@ class Queue {
  public:
   void add(std::vector<Block*> touched, std::function<void()> work);
   void add_wait(Queue& other, uint64_t point);
+  /// What comes behind it waits until `open` says so. Asked under the Lock whenever somebody waits.
+  void add_gate(std::function<bool()> open);
 
   /// All that it has been given lies before this point.
   uint64_t end() const { return added_; }
   bool reached(uint64_t point) const { return done_ >= point; }
 
-  /// Works up to there. False: it would have to go on with a stream that is at work further up.
+  /// Works up to there. False: it would have to go on with a stream that is at work further up, or
+  /// a gate is closed.
   bool run_to(uint64_t point);
   /// The next piece of work; there is one.
   bool run_one();
@@ -66,6 +69,7 @@ class Queue {
     std::vector<Block*> touched;
     Queue* awaited = nullptr;
     uint64_t awaited_point = 0;
+    std::function<bool()> open;
   };
 
   std::deque<Item> items_;
@@ -73,6 +77,9 @@ class Queue {
   uint64_t done_ = 0;
   bool at_work_ = false;
 };
+
+/// Works up to there, and waits, without the Lock, for gates that are closed.
+void run_on_host(Queue& queue, uint64_t point);
 
 Queue& queue_of(const c10::Stream& stream);
 Queue& queue_of(int device, int64_t stream);

@@ -1,5 +1,7 @@
 #include <atomic>
+#include <chrono>
 #include <mutex>
+#include <thread>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
@@ -20,6 +22,7 @@ std::recursive_mutex& mutex() {
 }
 
 thread_local int depth = 0;  // of Locks
+thread_local bool met_closed_gate = false;
 thread_local std::vector<std::function<void()>> finished;
 
 struct Streams {
@@ -50,10 +53,17 @@ struct Event {
   uint64_t point;
 };
 
-void wait_for(Queue& queue, uint64_t point) {
+uint64_t end_of(const Queue& queue) {
   const Lock lock;
-  ++counters().host_waits;
-  TORCH_CHECK(queue.run_to(point), "a stream waits for itself");
+  return queue.end();
+}
+
+void wait_for(Queue& queue, uint64_t point) {
+  {
+    const Lock lock;
+    ++counters().host_waits;
+  }
+  run_on_host(queue, point);
 }
 
 class Guard final : public c10::impl::DeviceGuardImplInterface {
@@ -100,9 +110,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return step(queue, queue.end());
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    const Lock lock;
     Queue& queue = queue_of(stream);
-    wait_for(queue, queue.end());
+    wait_for(queue, end_of(queue));
   }
   void synchronizeDevice(c10::DeviceIndex device) const override {
     for (int64_t id = 0; id < kStreams; ++id) synchronizeStream(stream_of(checked(device), id));
@@ -131,8 +140,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     if (!event || wait_is_dropped()) return;
-    const Lock lock;
-    const Event point = *static_cast<Event*>(event);
+    const Event point = [event] {
+      const Lock lock;
+      return *static_cast<Event*>(event);
+    }();
     wait_for(*point.queue, point.point);
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
@@ -226,14 +237,28 @@ Lock::~Lock() {
 }
 
 void Queue::add(std::vector<Block*> touched, std::function<void()> work) {
-  items_.push_back({std::move(work), std::move(touched)});
+  items_.push_back({std::move(work), std::move(touched), nullptr, 0, nullptr});
   ++added_;
 }
 
 void Queue::add_wait(Queue& other, uint64_t point) {
   if (&other == this || other.reached(point)) return;
-  items_.push_back({nullptr, {}, &other, point});
+  items_.push_back({nullptr, {}, &other, point, nullptr});
   ++added_;
+}
+
+void Queue::add_gate(std::function<bool()> open) {
+  items_.push_back({nullptr, {}, nullptr, 0, std::move(open)});
+  ++added_;
+}
+
+void run_on_host(Queue& queue, uint64_t point) {
+  for (;; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
+    const Lock lock;
+    met_closed_gate = false;
+    if (queue.run_to(point)) return;
+    TORCH_CHECK(met_closed_gate && depth == 1, "a stream waits for itself");
+  }
 }
 
 bool Queue::run_to(uint64_t point) {
@@ -252,6 +277,10 @@ bool Queue::run_one() {
   } at_work(at_work_);
   const Item& next = items_.front();
   if (next.awaited && !next.awaited->run_to(next.awaited_point)) return false;
+  if (next.open && !next.open()) {
+    met_closed_gate = true;
+    return false;
+  }
   Item item = std::move(items_.front());
   items_.pop_front();
   struct Done {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include <ATen/core/Tensor.h>
 
@@ -41,6 +42,10 @@ class ReduceGroup {
   virtual WorkPtr broadcast(const at::Tensor& tensor, int root) = 0;
   /// Takes the place of the next `count` operations: on the other ranks they fail with `error`.
   virtual void refuse(int count, const base::Error& error) = 0;
+  /// Why an operation that wait() has only put into the order of a stream did not come to its end
+  /// after all, until somebody has been told: the next operation on a device throws it, too. To be
+  /// asked before results are kept, when they have been waited for on the host. Any thread.
+  virtual std::optional<base::Error> failure() const = 0;
 };
 
 }  // namespace distrain::collective

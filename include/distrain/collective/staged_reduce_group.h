@@ -1,13 +1,11 @@
 #pragma once
 
-#include <functional>
 #include <memory>
+#include <optional>
 
-#include "distrain/base/future.h"
-#include "distrain/base/serial_thread.h"
 #include "distrain/collective/backend.h"
+#include "distrain/collective/backend_line.h"
 #include "distrain/collective/reduce_group.h"
-#include "distrain/rpc/device.h"
 
 namespace distrain::collective {
 
@@ -27,16 +25,16 @@ class StagedReduceGroup final : public ReduceGroup {
   WorkPtr start(const at::Tensor& bucket) override;
   WorkPtr broadcast(const at::Tensor& tensor, int root) override;
   void refuse(int count, const base::Error& error) override;
+  /// None: wait() knows all that can go wrong with what the Backend moves.
+  std::optional<base::Error> failure() const override { return std::nullopt; }
 
  private:
   class HostBuffers;
   class Staged;
 
-  base::Future<Pending> call_behind(rpc::StreamPoint copied, std::function<Pending()> call);
-
   const c10::intrusive_ptr<Backend> backend_;
   const std::shared_ptr<HostBuffers> buffers_;
-  base::SerialThread line_;
+  BackendLine line_;
 };
 
 }  // namespace distrain::collective

@@ -1,7 +1,9 @@
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "distrain/collective/backend.h"
 #include "distrain/collective/reduce_group.h"
@@ -14,22 +16,28 @@ namespace distrain::cuda {
 ///
 /// The Backend also keeps the ranks together: they agree on each operation there before NCCL is
 /// given it, so that one that refuses, dies, is late or calls something else is noticed as ever,
-/// and an error comes out of wait(). Whatever goes wrong ends the communicators of all ranks; the
-/// next operation makes new ones.
+/// and an error comes out of wait(). What goes wrong later, once wait() has put NCCL's work into
+/// the order of a stream, failure() tells, and the next operation fails with it on all ranks.
+/// Whatever goes wrong ends the communicators of all ranks; the operation after that makes new
+/// ones.
 class NcclReduceGroup final : public collective::ReduceGroup {
  public:
-  /// Plugin's functions of these names.
   struct Nccl {
+    // Plugin's functions of these names.
     std::function<NcclId()> new_id;
     std::function<std::unique_ptr<NcclCommunicator>(const NcclId& id, int size, int rank,
                                                     int device_index)>
         make_communicator;
+    /// How long the ranks of a new communicator, which have agreed to make it, wait for each other.
+    std::chrono::milliseconds join_timeout{60000};
+    /// How long what NCCL says is held back, for the group to name a lost rank as its cause.
+    std::chrono::milliseconds loss_grace{1000};
   };
 
   NcclReduceGroup(c10::intrusive_ptr<collective::Backend> control, Nccl nccl);
   /// `plugin` must outlive this object.
   NcclReduceGroup(c10::intrusive_ptr<collective::Backend> control, const Plugin& plugin);
-  /// Sees to all that was called.
+  /// Sees to all that was called. Waits some seconds for NCCL to end its communicators.
   ~NcclReduceGroup() override;
 
   int rank() const override;
@@ -38,6 +46,7 @@ class NcclReduceGroup final : public collective::ReduceGroup {
   WorkPtr start(const at::Tensor& bucket) override;
   WorkPtr broadcast(const at::Tensor& tensor, int root) override;
   void refuse(int count, const base::Error& error) override;
+  std::optional<base::Error> failure() const override;
 
  private:
   class Impl;

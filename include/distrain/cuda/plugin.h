@@ -18,7 +18,13 @@ using NcclId = std::array<char, 128>;
 /// thread at a time; work is only put into `stream`.
 class NcclCommunicator {
  public:
+  /// Lets work under way end, for some seconds, unless that has failed. May block for as long as
+  /// NCCL does.
   virtual ~NcclCommunicator() = default;
+
+  /// Whether all ranks have come; to be asked until they have, and before anything else. Does not
+  /// wait. Throws `resources` when making the communicator has failed.
+  virtual bool joined() = 0;
 
   /// The mean over the group, in place; `tensor` is dense and contiguous.
   virtual void allreduce_mean(const at::Tensor& tensor, const c10::Stream& stream) = 0;
@@ -27,7 +33,8 @@ class NcclCommunicator {
   /// What has gone wrong beside the calls, if anything.
   virtual std::optional<std::string> failure() = 0;
   /// Ends all work of this communicator that is under way, also where other ranks never come; it
-  /// is of no use afterwards. Any thread.
+  /// is of no use afterwards. Any thread. May block for as long as NCCL does, but other functions
+  /// do not wait for it.
   virtual void abort() noexcept = 0;
 };
 
@@ -47,7 +54,8 @@ class Plugin {
   virtual std::string versions() const = 0;
 
   virtual NcclId new_nccl_id() const = 0;
-  /// Collective: returns when all `size` ranks have called it with the same `id`.
+  /// Collective: all `size` ranks call it with the same `id`. Waits for none of them; see
+  /// NcclCommunicator::joined().
   virtual std::unique_ptr<NcclCommunicator> make_communicator(const NcclId& id, int size, int rank,
                                                               int device_index) const = 0;
 };
@@ -58,6 +66,6 @@ class Plugin {
 using PluginEntry = const Plugin* (*)(int interface);
 inline constexpr char kPluginEntry[] = "distrain_cuda_plugin";
 /// To be raised with every change of the classes above.
-inline constexpr int kPluginInterface = 1;
+inline constexpr int kPluginInterface = 2;
 
 }  // namespace distrain::cuda

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include <c10/core/DeviceGuard.h>
 #include <nccl.h>
@@ -19,9 +20,7 @@ using std::chrono::seconds;
 
 static_assert(sizeof(ncclUniqueId) == sizeof(NcclId));
 
-/// How long the ranks of a new communicator wait for each other. They have just agreed to make it.
-constexpr seconds kJoinTimeout{60};
-/// How long a communicator that goes away lets its last work run.
+/// How long a communicator that goes away lets its last work run, here and for the other ranks.
 constexpr seconds kDrainTimeout{10};
 
 /// NCCL's names of element types that a mean makes sense of.
@@ -44,9 +43,9 @@ ncclDataType_t to_nccl(at::ScalarType type) {
 
 // NCCL's communicators are made non-blocking: no call of NCCL then waits for another rank. A thread
 // that has to wait asks ncclCommGetAsyncError() again and again, with the lock free in between, so
-// that abort() gets in at any time; NCCL itself is called by one thread at a time. In a blocking
-// communicator the first collective, which connects the ranks, would sit inside NCCL for as long as
-// a lost rank stays away.
+// that abort() gets in at any time; a communicator is used by one thread of ours at a time. In a
+// blocking communicator the first collective, which connects the ranks, would sit inside NCCL for
+// as long as a lost rank stays away.
 class Communicator final : public NcclCommunicator {
  public:
   Communicator(const NcclId& id, int size, int rank, int device_index)
@@ -56,17 +55,11 @@ class Communicator final : public NcclCommunicator {
     std::memcpy(&nccl_id, id.data(), id.size());
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
-    try {
-      check_cuda(cudaEventCreateWithFlags(&last_work_, cudaEventDisableTiming),
-                 "making an event for NCCL");
-      std::unique_lock lock(mutex_);
-      const ncclResult_t result = ncclCommInitRankConfig(&comm_, size, nccl_id, rank, &config);
-      settle(result, "making a communicator of " + std::to_string(size) + " ranks", kJoinTimeout,
-             lock);
-    } catch (...) {
-      release();
-      throw;
-    }
+    check_cuda(cudaEventCreateWithFlags(&last_work_, cudaEventDisableTiming),
+               "making an event for NCCL");
+    // Told by joined(): what there is of a communicator that failed is to be aborted, which is for
+    // the destructor to do.
+    made_ = ncclCommInitRankConfig(&comm_, size, nccl_id, rank, &config);
   }
 
   Communicator(const Communicator&) = delete;
@@ -74,10 +67,26 @@ class Communicator final : public NcclCommunicator {
 
   ~Communicator() override {
     try {
-      drain();
-    } catch (...) {  // aborted then, as it would be otherwise
+      finish();
+    } catch (...) {  // aborted then
     }
-    release();
+    abort();
+    cudaEventDestroy(last_work_);
+    cudaGetLastError();
+  }
+
+  bool joined() override {
+    const std::lock_guard lock(mutex_);
+    if (!comm_ && made_ == ncclInProgress) fail("NCCL: " + making() + ": it was aborted");
+    if (made_ == ncclInProgress) {
+      if (const ncclResult_t asked = ncclCommGetAsyncError(comm_, &made_); asked != ncclSuccess) {
+        made_ = asked;
+      }
+    }
+    if (made_ != ncclSuccess && made_ != ncclInProgress) {
+      fail("NCCL: " + making() + ": " + text_of(made_));
+    }
+    return made_ == ncclSuccess;
   }
 
   void allreduce_mean(const at::Tensor& tensor, const c10::Stream& stream) override {
@@ -112,13 +121,20 @@ class Communicator final : public NcclCommunicator {
   }
 
   void abort() noexcept override {
-    const std::lock_guard lock(mutex_);
-    if (!comm_) return;
-    ncclCommAbort(comm_);
-    comm_ = nullptr;
+    ncclComm_t comm = nullptr;
+    {
+      const std::lock_guard lock(mutex_);
+      std::swap(comm, comm_);
+    }
+    // Known to hang at times: without the lock, which everybody else takes.
+    if (comm) ncclCommAbort(comm);
   }
 
  private:
+  std::string making() const {
+    return "making a communicator of " + std::to_string(size_) + " ranks";
+  }
+
   void check_tensor(const at::Tensor& tensor) const {
     if (tensor.device() == device_ && tensor.is_contiguous()) return;
     throw base::Exception(base::ErrorKind::kInvalid,
@@ -140,26 +156,22 @@ class Communicator final : public NcclCommunicator {
     auto* const cuda_stream = static_cast<cudaStream_t>(stream.native_handle());
     std::unique_lock lock(mutex_);
     if (!comm_) fail(std::string("NCCL: ") + what + " on a communicator that was aborted");
-    settle(start(cuda_stream), what, seconds::max(), lock);
+    settle(start(cuda_stream), what, base::kNever, lock);
     check_cuda(cudaEventRecord(last_work_, cuda_stream), "marking NCCL's work");
     has_work_ = true;
   }
 
   /// Waits until NCCL has done what a call that gave `result` asked for: for a collective that is
-  /// to put its work into the stream. Throws when that failed, or abort() was called meanwhile.
-  void settle(ncclResult_t result, const std::string& what, seconds timeout,
+  /// to put its work into the stream. Throws when that failed or took too long, or abort() was
+  /// called meanwhile.
+  void settle(ncclResult_t result, const std::string& what, base::TimePoint deadline,
               std::unique_lock<std::mutex>& lock) {
-    const base::TimePoint deadline =
-        timeout == seconds::max() ? base::kNever : base::deadline_after(timeout);
     for (microseconds pause{5}; result == ncclInProgress;) {
       if (const ncclResult_t asked = ncclCommGetAsyncError(comm_, &result); asked != ncclSuccess) {
         result = asked;
       }
       if (result != ncclInProgress) break;
-      if (base::Clock::now() > deadline) {
-        fail("NCCL: " + what + ": the others did not come within " +
-             std::to_string(timeout.count()) + " s");
-      }
+      if (base::Clock::now() > deadline) fail("NCCL: " + what + ": it takes too long");
       lock.unlock();
       std::this_thread::sleep_for(pause);
       pause = std::min(pause * 2, microseconds(1000));
@@ -169,22 +181,28 @@ class Communicator final : public NcclCommunicator {
     if (result != ncclSuccess) fail("NCCL: " + what + ": " + text_of(result));
   }
 
-  /// Lets work that the device still has to do come to its end, unless it is stuck.
-  void drain() {
-    if (!has_work_) return;
+  /// Ends the communicator in order: what this rank's device has done may still be on its way to
+  /// the others. Throws, or leaves it as it is, where that can't be had.
+  void finish() {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!comm_ || made_ != ncclSuccess) return;
+    }
     const c10::DeviceGuard guard(device_);
     const base::TimePoint deadline = base::deadline_after(kDrainTimeout);
-    while (cudaEventQuery(last_work_) == cudaErrorNotReady && !failure() &&
-           base::Clock::now() < deadline) {
+    while (has_work_) {
+      const cudaError_t state = cudaEventQuery(last_work_);
+      if (state == cudaSuccess) break;
+      if (state != cudaErrorNotReady || failure() || base::Clock::now() > deadline) return;
       std::this_thread::sleep_for(microseconds(100));
     }
-  }
-
-  void release() noexcept {
-    abort();  // ncclCommDestroy() would wait for the other ranks
-    if (last_work_) cudaEventDestroy(last_work_);
-    last_work_ = nullptr;
-    cudaGetLastError();
+    if (failure()) return;
+    std::unique_lock lock(mutex_);
+    if (!comm_) return;
+    settle(ncclCommFinalize(comm_), "ending a communicator", deadline, lock);
+    ncclComm_t const comm = std::exchange(comm_, nullptr);
+    lock.unlock();
+    ncclCommDestroy(comm);
   }
 
   const int size_;
@@ -194,6 +212,7 @@ class Communicator final : public NcclCommunicator {
 
   std::mutex mutex_;
   ncclComm_t comm_ = nullptr;  ///< null once aborted
+  ncclResult_t made_ = ncclInProgress;
 };
 
 }  // namespace
