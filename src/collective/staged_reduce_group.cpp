@@ -5,7 +5,6 @@
 #include <vector>
 
 #include <ATen/ATen.h>
-#include <ATen/EmptyTensor.h>
 #include <c10/core/StreamGuard.h>
 
 #include "distrain/base/future.h"
@@ -27,7 +26,7 @@ namespace distrain::collective {
 class StagedReduceGroup::HostBuffers {
  public:
   ~HostBuffers() {
-    for (const Used& used : used_) used.copied.wait_on_host();
+    for (const Used& used : used_) used.copied.settle();
   }
 
   /// Of the size and dtype of `tensor`, which is on a device.
@@ -36,12 +35,10 @@ class StagedReduceGroup::HostBuffers {
       std::lock_guard lock(mutex_);
       std::erase_if(used_, [](const Used& used) { return used.copied.reached(); });
     }
-    c10::Allocator* const allocator = at::globalContext()
-                                          .getAcceleratorHooksInterface(tensor.device().type())
-                                          .getPinnedMemoryAllocator();
-    return at::detail::empty_generic(tensor.sizes(), allocator,
-                                     c10::DispatchKeySet(c10::DispatchKey::CPU),
-                                     tensor.scalar_type(), std::nullopt);
+    const at::NoGradGuard no_grad;
+    return rpc::pinned_bytes(tensor.device().type(), static_cast<int64_t>(tensor.nbytes()))
+        .view(tensor.scalar_type())
+        .view(tensor.sizes());
   }
 
   void keep(at::Tensor buffer, rpc::StreamPoint copied) {

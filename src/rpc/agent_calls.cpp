@@ -176,8 +176,9 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     return reply;
   }
   if (own) {
-    pool.post(
-        [this, own = std::move(own)]() mutable { execute(options.rank, std::move(own), {}); });
+    pool.post([this, own = std::move(own)]() mutable {
+      execute(options.rank, std::move(own), {}, nullptr);
+    });
     return reply;
   }
   if (departure) {  // it waits for the device, the caller does not
@@ -247,20 +248,33 @@ void AgentCore::receive_tensors(InMessage& message, uint64_t context) {
 }
 
 std::shared_ptr<InMessage> AgentCore::open(const RawReply& reply) {
-  std::shared_ptr<InMessage> message = reply.message;
-  if (!message) message = std::make_shared<InMessage>(from_frame(reply.frame, reply.from, stager));
-  rrefs->receive(*message);
-  receive_tensors(*message, reply.context);
-  return message;
+  try {
+    std::shared_ptr<InMessage> message = reply.message;
+    if (!message) {
+      message = std::make_shared<InMessage>(
+          from_frame(reply.frame, reply.from, stager, reply.arrivals.get()));
+    }
+    rrefs->receive(*message);
+    receive_tensors(*message, reply.context);
+    return message;
+  } catch (...) {
+    Error error = error_in_flight(ErrorKind::kInternal);
+    if (error.rank < 0) error.rank = options.rank;
+    if (error.op.empty()) error.op = reply.function;
+    throw base::Exception(std::move(error));
+  }
 }
 
-void AgentCore::execute(int from, std::shared_ptr<InMessage> message, net::InFrame frame) {
+void AgentCore::execute(int from, std::shared_ptr<InMessage> message, net::InFrame frame,
+                        Arrivals* arrivals) {
   const wire::FrameHeader header = message ? message->header : frame.header;
   const auto reply = std::make_shared<ReplyImpl>(*this, from, header.call_id, header.context_id);
   std::string function;
   CallSlice slice(options.tracer && options.tracer->on() ? options.tracer.get() : nullptr);
   try {
-    if (!message) message = std::make_shared<InMessage>(from_frame(std::move(frame), from, stager));
+    if (!message) {
+      message = std::make_shared<InMessage>(from_frame(std::move(frame), from, stager, arrivals));
+    }
     rrefs->receive(*message);
     const ContextScope scope(hook.get(), header.context_id);
     Decoder decoder(*message);
@@ -315,7 +329,8 @@ void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
       auto own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
       auto call = pending.take(call_id, to);
       if (!call) return rrefs->retract(tickets);
-      call->promise.set(RawReply{std::move(own), {}, to, call->context});
+      call->promise.set(
+          RawReply{std::move(own), {}, nullptr, to, call->context, std::move(call->function)});
       return;
     }
     hold_parameters(message);

@@ -6,6 +6,7 @@
 #include <ATen/ThreadLocalState.h>
 
 #include "channel_impl.h"
+#include "stream_state.h"
 
 namespace distrain::rpc {
 
@@ -13,7 +14,7 @@ using base::Error;
 using base::ErrorKind;
 
 base::Task WorkerExecutor::bind(base::Task task) {
-  return [task = streams_.under_this_thread(std::move(task)), context = current_context(),
+  return [task = under_this_thread(std::move(task)), context = current_context(),
           autograd = current_autograd(), state = at::ThreadLocalState()]() mutable {
     const at::ThreadLocalStateGuard guard(state);
     const ContextScope scope(autograd, context);
@@ -39,7 +40,7 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
                   at::init_num_threads();
                   base::Tracer::bind_thread(tracer, "worker");
                 }}),
-      executor(pool, streams),
+      executor(pool),
       pending(loop, options.rank, options.tracer),
       rrefs(std::make_shared<RRefContext>(
           owner, options.rank,
@@ -59,7 +60,6 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
             return install_peer_on_loop(rank, stream);
           },
           devices)) {
-  use_devices();
   if (options.tracer) {
     loop.post([tracer = options.tracer] { base::Tracer::bind_thread(tracer, "loop"); });
   }
@@ -101,6 +101,7 @@ void AgentCore::close() {
     if (rank != options.rank) tell_channels(rank, error);
     if (peer(rank).state != PeerState::kConnecting) peer(rank).stream->close();
   }
+  stager.stop_waiting();
   pool.stop();  // handlers that wait for others have been failed above
   wait_until_flushed();
   rrefs->close();
@@ -114,21 +115,16 @@ void AgentCore::close() {
 void AgentCore::set_device(c10::Device device) {
   devices.set_home(device);
   options.device = device;
-  use_devices();
-}
-
-void AgentCore::use_devices() {
-  if (is_accelerator(options.device)) streams.use(options.device.type());
-  for (const DeviceMap& map : options.device_maps) {
-    for (const auto& [from, to] : map.devices) streams.use(from.type());
-  }
 }
 
 // ---- joining ----
 
 void AgentCore::join(const std::function<void()>& prepare) {
   if (options.rank == 0) job_options = options.job_options;
-  rendezvous->run(prepare ? prepare : [] {});
+  rendezvous->run([&] {
+    if (prepare) prepare();
+    devices.settle();
+  });
   loop.post([this] {
     last_beat_ = base::Clock::now();
     for (const auto& peer : peers_) peer->last_heard = last_beat_;
@@ -189,20 +185,22 @@ void AgentCore::on_frame_on_loop(int rank, net::InFrame frame) {
 
 void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
   const wire::FrameHeader header = frame.header;
+  std::shared_ptr<Arrivals>& arrivals = peer(rank).arrivals;
   switch (header.kind) {
     case wire::FrameKind::kCall:
-      pool.post([this, rank, frame = std::move(frame)]() mutable {
-        execute(rank, nullptr, std::move(frame));
+      pool.post([this, rank, arrivals, frame = std::move(frame)]() mutable {
+        execute(rank, nullptr, std::move(frame), arrivals.get());
       });
       return;
     case wire::FrameKind::kReply:
       if (auto call = pending.take(header.call_id, rank)) {
-        call->promise.set(RawReply{nullptr, std::move(frame), rank, call->context});
+        call->promise.set(RawReply{nullptr, std::move(frame), arrivals, rank, call->context,
+                                   std::move(call->function)});
       } else {
         // Its caller has given up on it: the RRefs in it are let go.
-        pool.post([this, rank, frame = std::move(frame)]() mutable {
+        pool.post([this, rank, arrivals, frame = std::move(frame)]() mutable {
           try {
-            InMessage late = from_frame(std::move(frame), rank, stager);
+            InMessage late = from_frame(std::move(frame), rank, stager, arrivals.get());
             rrefs->receive(late);
           } catch (...) {  // nobody is there to be told
           }
@@ -223,8 +221,10 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
       return;
     }
     case wire::FrameKind::kChunk:
-      if (base::Task copy = stager.add_chunk_on_loop(rank, std::move(frame))) {
-        pool.post(std::move(copy));
+      if (peer(rank).state == PeerState::kLost) return;
+      if (!arrivals) arrivals = std::make_shared<Arrivals>(stager, rank);
+      if (base::Task task = arrivals->add_chunk_on_loop(std::move(frame))) {
+        pool.post(std::move(task));
       }
       return;
     case wire::FrameKind::kHeartbeat:
@@ -279,7 +279,9 @@ void AgentCore::lose_peer_on_loop(int rank, Error error) {
   pending.fail_all_to(rank, error);
   tell_channels(rank, error);
   rrefs->on_peer_lost(rank, error);
-  stager.forget(rank);
+  if (lost.arrivals) {  // the loop is not the one to free a device's memory
+    pool.post([arrivals = std::move(lost.arrivals)] { arrivals->drop_parts(); });
+  }
   flush_.fail(error);
 }
 

@@ -9,6 +9,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "arrivals.h"
+#include "departure.h"
 #include "device_stager.h"
 #include "device_table.h"
 #include "distrain/base/thread_pool.h"
@@ -19,22 +21,22 @@
 #include "pending_calls.h"
 #include "rendezvous.h"
 #include "rref_context.h"
-#include "stream_state.h"
 
 namespace distrain::rpc {
 
 /// The worker pool, with what has to travel with a continuation.
 class WorkerExecutor final : public base::Executor {
  public:
-  WorkerExecutor(base::ThreadPool& pool, const StreamState& streams)
-      : pool_(pool), streams_(streams) {}
-  void post(base::Task task) override { pool_.post(streams_.behind_this_thread(std::move(task))); }
+  explicit WorkerExecutor(base::ThreadPool& pool) : pool_(pool) {}
+  void post(base::Task task) override { post_behind(base::queued_work(), std::move(task)); }
+  void post_behind(base::QueuedWorkPtr work, base::Task task) override {
+    pool_.post(base::behind(std::move(work), std::move(task)));
+  }
   base::Task bind(base::Task task) override;
   base::Error error_in_flight(base::ErrorKind otherwise) const override;
 
  private:
   base::ThreadPool& pool_;
-  const StreamState& streams_;
 };
 
 class ChannelImpl;
@@ -65,7 +67,6 @@ class AgentCore {
   void send_error(int to, uint64_t call_id, base::Error error);
 
   void set_device(c10::Device device);
-  void use_devices();
 
   /// `peer_lost`, or what the peer said when it left.
   base::Status send(int to, net::OutFrame frame);
@@ -75,7 +76,6 @@ class AgentCore {
   AgentOptions options;
   DeviceTable devices;
   DeviceStager stager;
-  StreamState streams;
   base::ThreadPool pool;
   WorkerExecutor executor;
   base::InlineExecutor inline_executor;
@@ -114,6 +114,7 @@ class AgentCore {
     // Loop thread only.
     uint64_t bytes_seen = 0;
     base::TimePoint last_heard;
+    std::shared_ptr<Arrivals> arrivals;  // from the first chunk on
   };
 
   void hold_parameters(OutMessage& message) const;
@@ -131,7 +132,8 @@ class AgentCore {
   void on_stream_closed_on_loop(int rank, const base::Error& error);
   void lose_peer_on_loop(int rank, base::Error error);
   void beat_on_loop();
-  void execute(int from, std::shared_ptr<InMessage> message, net::InFrame frame);
+  void execute(int from, std::shared_ptr<InMessage> message, net::InFrame frame,
+               Arrivals* arrivals);
   base::Error loss_of(int rank) const;
   void await_loop();
   void tell_channels(int rank, const base::Error& error);

@@ -7,6 +7,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
@@ -28,15 +29,28 @@ StreamPoint StreamPoint::mark(c10::Device device) {
   return is_accelerator(device) ? mark(current_stream(device)) : StreamPoint();
 }
 
+// Events of CUDA go to their stream's device and come back to the thread's by cudaSetDevice, which
+// makes a context on that one, of hundreds of megabytes: on cuda:0 for any thread that has named no
+// device. A guard's way back does not.
 StreamPoint StreamPoint::mark(const c10::Stream& stream) {
+  const c10::DeviceGuard guard(stream.device());
   StreamPoint point;
-  point.event_ = std::make_shared<c10::Event>(stream.device_type());
+  point.event_ = std::shared_ptr<c10::Event>(
+      new c10::Event(stream.device_type()), [device = stream.device()](c10::Event* event) {
+        try {
+          const c10::DeviceGuard there(device);
+          delete event;
+        } catch (const c10::Error&) {  // the device has failed for good: its event is no matter
+        }
+      });
   point.event_->record(stream);
   return point;
 }
 
 void StreamPoint::make_wait(const c10::Stream& stream) const {
-  if (event_) event_->block(stream);
+  if (!event_) return;
+  const c10::DeviceGuard guard(stream.device());
+  event_->block(stream);
 }
 
 void StreamPoint::make_current_wait(c10::Device device) const {
@@ -47,6 +61,13 @@ void StreamPoint::wait_on_host() const {
   if (!event_ || event_->query()) return;
   const base::BlockingScope blocking;
   event_->synchronize();
+}
+
+void StreamPoint::settle() const noexcept {
+  try {
+    if (event_) event_->synchronize();
+  } catch (...) {  // the device does no more work
+  }
 }
 
 bool StreamPoint::reached() const { return !event_ || event_->query(); }
@@ -102,7 +123,9 @@ std::vector<at::Tensor> to_host(const std::vector<at::Tensor>& tensors) {
   }
   if (pieces.empty()) return results;
   const c10::DeviceType type = pieces[0].from.device().type();
-  const at::Tensor blocks[2] = {pinned_bytes(type, kPieceBytes), pinned_bytes(type, kPieceBytes)};
+  int64_t longest = 0;
+  for (const Piece& piece : pieces) longest = std::max(longest, piece.from.numel());
+  const at::Tensor blocks[2] = {pinned_bytes(type, longest), pinned_bytes(type, longest)};
   for (size_t i = 0; i < pieces.size(); ++i) {
     at::Tensor& from = pieces[i].from;
     blocks[i % 2].narrow(0, 0, from.numel()).copy_(from, /*non_blocking=*/true);

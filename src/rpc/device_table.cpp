@@ -5,6 +5,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "distrain/rpc/device.h"
+#include "stream_state.h"
 
 namespace distrain::rpc {
 
@@ -82,6 +83,20 @@ bool maps_to(const RankDevices& from, const std::string& peer) {
                      [&](const RankDevices::Map& map) { return map.peer == peer; });
 }
 
+// Whether tensors of each rank's own device go to the other's without being asked: not where a map
+// between the two says anything else of one of these devices.
+bool homes_meet(const RankDevices& a, const std::string& a_name, const RankDevices& b,
+                const std::string& b_name) {
+  if (a.home.is_cpu() || b.home.is_cpu()) return false;
+  const auto names = [](const RankDevices& from, const std::string& peer, DeviceRef home,
+                        DeviceRef other) {
+    return std::any_of(from.maps.begin(), from.maps.end(), [&](const RankDevices::Map& map) {
+      return map.peer == peer && (map.from == home || map.to == other);
+    });
+  };
+  return !names(a, b_name, a.home, b.home) && !names(b, a_name, b.home, a.home);
+}
+
 std::optional<Error> check_map(const std::vector<std::string>& names,
                                const std::vector<RankDevices>& devices, size_t rank,
                                const RankDevices::Map& map) {
@@ -154,16 +169,15 @@ DeviceTable::DeviceTable(int rank, c10::Device home, std::vector<DeviceMap> maps
 void DeviceTable::set_home(c10::Device home) {
   static_cast<void>(rpc::to_wire(home));
   std::lock_guard lock(mutex_);
-  if (told_) {
+  if (own_) {
     throw base::Exception(ErrorKind::kInvalid,
                           "a rank's device has to be set before its job has begun");
   }
   home_ = home;
 }
 
-RankDevices DeviceTable::tell() {
+void DeviceTable::settle() {
   std::lock_guard lock(mutex_);
-  told_ = true;
   RankDevices own;
   own.home = rpc::to_wire(home_);
   c10::DeviceType type = home_.type();
@@ -179,12 +193,23 @@ RankDevices DeviceTable::tell() {
   }
   own.type = to_wire(type);
   own.count = static_cast<uint8_t>(std::min(count_of(type), 255));
-  return own;
+  own_ = std::move(own);
+  if (is_accelerator(home_) || !maps_.empty()) use_streams_of(type);
+}
+
+RankDevices DeviceTable::tell() const {
+  std::lock_guard lock(mutex_);
+  return own_.value();
 }
 
 void DeviceTable::learn(std::vector<std::string> names, std::vector<RankDevices> devices) {
   if (devices.size() != names.size()) wire::Reader::fail("devices of other ranks than there are");
+  if (known_.done()) wire::Reader::fail("everybody's devices a second time");
   if (const auto error = check_device_maps(names, devices)) throw base::Exception(*error);
+  const auto self = static_cast<size_t>(rank_);
+  for (const RankDevices& other : devices) {
+    if (maps_to(other, names[self])) use_streams_of(to_c10(devices[self].type));
+  }
   names_ = std::move(names);
   all_ = std::move(devices);
   learnt_.set();
@@ -206,12 +231,13 @@ DeviceRef DeviceTable::target(int to, c10::Device device) const {
   if (to == rank_) return own;
   known_.wait();
   const std::string& peer = names_[static_cast<size_t>(to)];
+  const std::string& name = names_[static_cast<size_t>(rank_)];
   if (maps_to(of(rank_), peer)) {
     if (const auto there = mapped(of(rank_), peer, own)) return *there;
-  } else if (const auto there = mapped_back(of(to), names_[static_cast<size_t>(rank_)], own)) {
+  } else if (const auto there = mapped_back(of(to), name, own)) {
     return *there;
   }
-  if (own == of(rank_).home && !of(to).home.is_cpu()) return of(to).home;
+  if (own == of(rank_).home && homes_meet(of(rank_), name, of(to), peer)) return of(to).home;
   throw base::Exception(
       Error{ErrorKind::kInvalid,
             "no device map says where a tensor on " + device.str() + " is to go on " +

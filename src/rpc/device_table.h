@@ -29,12 +29,15 @@ class DeviceTable {
  public:
   DeviceTable(int rank, c10::Device home, std::vector<DeviceMap> maps);
 
-  /// Throws `invalid` once the other ranks have been told.
+  /// Throws `invalid` once it holds.
   void set_home(c10::Device home);
 
-  /// What the other ranks are told; from here on it holds.
-  wire::RankDevices tell();
-  /// What they told, by rank. Before that, nobody can say where a tensor is to go.
+  /// From here on this rank's own device and maps hold. Looks at the devices of this process, so
+  /// not on the loop. Throws `invalid` for a type of device whose tensors do not travel.
+  void settle();
+  /// What the other ranks are told, once it holds.
+  wire::RankDevices tell() const;
+  /// What they told, by rank; once. Before that, nobody can say where a tensor is to go.
   void learn(std::vector<std::string> names, std::vector<wire::RankDevices> devices);
   void fail(const base::Error& error) { learnt_.fail(error); }
 
@@ -50,9 +53,9 @@ class DeviceTable {
 
   const int rank_;
   mutable std::mutex mutex_;
-  c10::Device home_;             // by mutex_
-  std::vector<DeviceMap> maps_;  // by mutex_
-  bool told_ = false;            // by mutex_
+  c10::Device home_;                      // by mutex_
+  std::vector<DeviceMap> maps_;           // by mutex_
+  std::optional<wire::RankDevices> own_;  // by mutex_; what holds
   base::Promise<void> learnt_;
   const base::Future<void> known_ = learnt_.future();
   // Written before `learnt_`, read after.

@@ -9,6 +9,7 @@
 #include <c10/util/strides.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include "arrivals.h"
 #include "device_stager.h"
 #include "device_table.h"
 #include "distrain/rpc/dtype.h"
@@ -38,15 +39,41 @@ std::vector<int64_t> strides_of(const wire::TensorDesc& desc) {
   return {strides.begin(), strides.end()};
 }
 
+wire::TensorDesc desc_of(const OutMessage& message, size_t i) {
+  const at::Tensor& tensor = message.tensors[i];
+  return {to_dtype(tensor.scalar_type()), tensor.sizes().vec(), layout_of(tensor),
+          message.devices[i]};
+}
+
+using ArrivalPtr = std::shared_ptr<Arrival>;
+
+// All of them, before anything can go wrong with one: nobody else would.
+std::vector<ArrivalPtr> take_arrivals(const std::vector<DeviceGroup>& groups, wire::Reader& meta,
+                                      DeviceStager& stager, Arrivals* arrivals) {
+  std::vector<ArrivalPtr> taken;
+  for (const DeviceGroup& group : groups) {
+    const auto id = meta.get<uint64_t>();
+    const uint64_t bytes = group.layout.bytes;
+    if (chunked_bytes(bytes) == 0) {
+      taken.push_back(std::make_shared<Arrival>(stager, group.device, bytes));
+    } else if (arrivals) {
+      taken.push_back(arrivals->take(id, group.device, bytes));
+    } else {
+      wire::Reader::fail("a transfer that has not come");
+    }
+  }
+  return taken;
+}
+
 // The tensors of a message that are on devices, out of its transfers.
 void receive_groups(InMessage& message, const std::vector<wire::TensorDesc>& descs,
-                    const std::vector<DeviceGroup>& groups, wire::Reader& meta,
-                    std::span<const uint8_t> payload, uint64_t begin, DeviceStager& stager) {
+                    const std::vector<DeviceGroup>& groups, const std::vector<ArrivalPtr>& arrivals,
+                    std::span<const uint8_t> payload, uint64_t begin) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;  // plain aliases
-  for (const DeviceGroup& group : groups) {
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const DeviceGroup& group = groups[g];
+    const ArrivalPtr& arrival = arrivals[g];
     const uint64_t bytes = group.layout.bytes;
-    const auto arrival =
-        stager.take_arrival(message.from, meta.get<uint64_t>(), group.device, bytes);
     const c10::Device device = to_c10(group.device);
     at::Tensor memory;
     if (bytes > 0) {
@@ -84,11 +111,7 @@ bool has_device_tensors(const OutMessage& message) {
 std::vector<wire::TensorDesc> describe(const OutMessage& message) {
   std::vector<wire::TensorDesc> descs;
   descs.reserve(message.tensors.size());
-  for (size_t i = 0; i < message.tensors.size(); ++i) {
-    const at::Tensor& tensor = message.tensors[i];
-    descs.push_back({to_dtype(tensor.scalar_type()), tensor.sizes().vec(), layout_of(tensor),
-                     message.devices[i]});
-  }
+  for (size_t i = 0; i < message.tensors.size(); ++i) descs.push_back(desc_of(message, i));
   return descs;
 }
 
@@ -118,11 +141,8 @@ net::OutFrame to_frame(OutMessage message, wire::FrameHeader header,
   };
   for (size_t i = 0; i < message.tensors.size(); ++i) {
     const at::Tensor tensor = message.tensors[i];
-    const wire::DeviceRef device = message.devices[i];
-    encode(wire::TensorDesc{to_dtype(tensor.scalar_type()), tensor.sizes().vec(), layout_of(tensor),
-                            device},
-           meta);
-    if (device.is_cpu()) {
+    encode(desc_of(message, i), meta);
+    if (message.devices[i].is_cpu()) {
       append(static_cast<const uint8_t*>(tensor.const_data_ptr()), tensor.nbytes());
     } else {
       message.tensors[i] = at::Tensor();  // it is copied: the loop must not be the one to free it
@@ -158,7 +178,7 @@ net::OutFrame to_frame(OutMessage message, wire::FrameHeader header,
   return frame;
 }
 
-InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager) {
+InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager, Arrivals* arrivals) {
   InMessage message;
   message.header = frame.header;
   message.from = from;
@@ -181,6 +201,15 @@ InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager) {
     const uint64_t bytes = group.layout.bytes;
     if (bytes > 0) layout.append(bytes - chunked_bytes(bytes));
   }
+  if (frame.header.autograd_id != 0) {
+    for (uint32_t i = 0; i < count; i += 8) {
+      const auto bits = meta.get<uint8_t>();
+      for (uint32_t k = i; k < std::min(i + 8, count); ++k) {
+        message.requires_grad.push_back(((bits >> (k - i)) & 1) != 0);
+      }
+    }
+  }
+  const std::vector<ArrivalPtr> taken = take_arrivals(groups, meta, stager, arrivals);
   if (layout.bytes != frame.payload.size()) {
     wire::Reader::fail("a payload of " + std::to_string(frame.payload.size()) +
                        " bytes for tensors of " + std::to_string(layout.bytes));
@@ -196,15 +225,7 @@ InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager) {
             ? at::from_blob(data, descs[i].sizes, keep, options)
             : at::from_blob(data, descs[i].sizes, strides_of(descs[i]), keep, options);
   }
-  if (frame.header.autograd_id != 0) {
-    for (uint32_t i = 0; i < count; i += 8) {
-      const auto bits = meta.get<uint8_t>();
-      for (uint32_t k = i; k < std::min(i + 8, count); ++k) {
-        message.requires_grad.push_back(((bits >> (k - i)) & 1) != 0);
-      }
-    }
-  }
-  receive_groups(message, descs, groups, meta, frame.payload, host_bytes, stager);
+  receive_groups(message, descs, groups, taken, frame.payload, host_bytes);
   constexpr size_t kTicketBytes = 25;
   const uint32_t rrefs = meta.get_count(kTicketBytes);
   message.tickets.reserve(rrefs);

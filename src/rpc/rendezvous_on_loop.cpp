@@ -302,6 +302,10 @@ void Rendezvous::check_mesh_on_loop() {
 }
 
 void Rendezvous::on_go_on_loop(std::span<const uint8_t> body) {
+  {
+    std::lock_guard lock(mutex_);
+    if (state_ != State::kMeshing) return;  // what was said first holds: others read it by now
+  }
   learn_devices_on_loop(wire::decode_all_devices(body));
   net::StreamPtr master;
   {

@@ -1,6 +1,7 @@
 #include "rref_context.h"
 
 #include "distrain/rpc/agent.h"
+#include "stream_state.h"
 
 namespace distrain::rpc {
 
@@ -21,6 +22,7 @@ std::shared_ptr<void> RRefHandle::local(std::type_index type) const {
                                                          ": use to_here() or call it there");
   }
   const std::shared_ptr<void> value = owned_->value.future().wait();
+  follow_workers();
   if (owned_->type != type) {
     throw base::Exception(
         base::ErrorKind::kInvalid,

@@ -122,7 +122,8 @@ at::Tensor Decoder::get_tensor() {
         fits = values.size(i) == sizes[static_cast<size_t>(indices.size(0) + i - 1)];
       }
       if (!fits) wire::Reader::fail("a sparse tensor whose parts do not fit together");
-      const at::Tensor readable = indices.cpu().contiguous();  // mostly the same tensor
+      const at::Tensor readable =
+          is_accelerator(indices.device()) ? to_host({indices})[0] : indices.contiguous();
       if (!are_in_range(readable, sizes)) {
         wire::Reader::fail("a sparse tensor with an index beyond its size");
       }

@@ -1,32 +1,24 @@
 #pragma once
 
-#include <atomic>
-#include <utility>
-#include <vector>
+#include <c10/core/Device.h>
 
 #include "distrain/base/executor.h"
-#include "distrain/rpc/device.h"
 
 namespace distrain::rpc {
 
-/// Takes care that work which goes from one thread to another stays in order on the devices: see
-/// Note [Streams] in distrain/rpc/device.h. Where no device is in use, and where threads have left
-/// their current streams at the defaults, there is nothing to do.
-class StreamState {
- public:
-  /// From now on devices of this type are looked at. Thread-safe.
-  void use(c10::DeviceType type) { type_ = type; }
+// These take care that work which goes from one thread to another stays in order on the devices:
+// see Note [Streams] in distrain/rpc/device.h. Where no device is in use, and where threads have
+// left their current streams at the defaults, there is nothing to do. Thread-safe.
 
-  /// A task for a worker, given to it by this thread: it runs behind what this thread has put into
-  /// streams of its own.
-  base::Task behind_this_thread(base::Task task) const;
-  /// A continuation that is registered by this thread: it runs under its streams.
-  base::Task under_this_thread(base::Task task) const;
+/// From now on the streams of devices of this type are looked at, here and by whoever completes a
+/// future. A process has accelerators of one type.
+void use_streams_of(c10::DeviceType type);
 
- private:
-  std::vector<c10::Stream> own_streams() const;
+/// A continuation that is registered by this thread: it runs under its streams.
+base::Task under_this_thread(base::Task task);
 
-  std::atomic<c10::DeviceType> type_{c10::DeviceType::CPU};  // none
-};
+/// This thread's own streams, if it has any, go on behind what workers have computed, which is in
+/// the devices' default streams.
+void follow_workers() noexcept;
 
 }  // namespace distrain::rpc

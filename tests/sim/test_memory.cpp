@@ -7,7 +7,8 @@
 #include <c10/core/StreamGuard.h>
 
 #include "../../src/ddp/buckets.h"
-#include "../../src/rpc/device_stager.h"
+#include "../../src/rpc/arrivals.h"
+#include "../../src/rpc/departure.h"
 #include "support/catch.h"
 #include "support/sim_device.h"
 

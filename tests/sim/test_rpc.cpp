@@ -44,10 +44,25 @@ base::Future<at::Tensor> later(rpc::CallContext& call, at::Tensor x) {
   return call.agent.rpc_async<&twice>(call.caller.rank, x);
 }
 
+/// What it sends to the caller's device is never on the caller's.
+at::Tensor host_to_sim1(int64_t n) { return at::ones({n}).to(sim(1)); }
+
+struct Gate {
+  base::Promise<void> entered, open;
+};
+/// Answers when its rank ends.
+base::Future<at::Tensor> behind_gate(rpc::CallContext& call, at::Tensor x) {
+  Gate& gate = call.agent.local<Gate>();
+  gate.entered.set();
+  return gate.open.future().then(call.agent.executor(), [x] { return x; });
+}
+
 at::Tensor ones(rpc::CallContext& call, int64_t n) { return at::ones({n}).to(call.agent.device()); }
 
 void setup(rpc::Agent& agent) {
   agent.expose<&ones>("ones");
+  agent.expose<&host_to_sim1>("host_to_sim1");
+  agent.expose<&behind_gate>("behind_gate");
   agent.expose<&twice>("twice");
   agent.expose<&sum>("sum");
   agent.expose<&place>("place");
@@ -174,37 +189,14 @@ TEST_CASE("what a call sends may be overwritten once its reply is there, and fre
     CHECK(same_values(replies[static_cast<size_t>(i)].wait(),
                       (numbers(3 * kChunk / 8, c10::kCPU) + i) * 2));
   }
-  ranks.shutdown();
-}
-
-TEST_CASE("a continuation is behind what its future's value was computed in") {
-  OnDevices ranks(2);
-  base::Promise<at::Tensor> promise;
-  const auto doubled =
-      promise.future().then(ranks[0].executor(), [](at::Tensor& x) { return (x * 2).cpu(); });
-  const at::Tensor x = numbers(1000, sim(0));
-  run_all_sim_streams();
+  const at::Tensor x = numbers(3 * kChunk / 8, sim(0));
+  const at::Tensor y = ranks[0].rpc_sync<&twice>(1, x);
   {
     const c10::StreamGuard guard(rpc::side_stream(sim(0)));
-    promise.set(x + 1);
+    x.fill_(-1);
+    rpc::StreamPoint::mark(sim(0)).wait_on_host();
   }
-  CHECK(at::equal(doubled.wait(), (numbers(1000, c10::kCPU) + 1) * 2));
-  ranks.shutdown();
-}
-
-TEST_CASE("a continuation under a stream of its own is behind its future's value, too") {
-  OnDevices ranks(2);
-  base::Promise<at::Tensor> promise;
-  base::Future<at::Tensor> doubled;
-  {
-    const c10::StreamGuard guard(rpc::side_stream(sim(0)));
-    doubled =
-        promise.future().then(ranks[0].executor(), [](at::Tensor& x) { return (x * 2).cpu(); });
-  }
-  const at::Tensor x = numbers(1000, sim(0));
-  run_all_sim_streams();
-  promise.set(x + 1);
-  CHECK(at::equal(doubled.wait(), (numbers(1000, c10::kCPU) + 1) * 2));
+  CHECK(same_values(y, numbers(3 * kChunk / 8, c10::kCPU) * 2));
   ranks.shutdown();
 }
 
@@ -314,6 +306,34 @@ TEST_CASE("maps say where tensors go, and the way back") {
   ranks.shutdown();
 }
 
+TEST_CASE("a rank's own device goes to the other's only where no map says otherwise") {
+  OnDevices ranks(2, {}, [](rpc::AgentOptions& o) {
+    o.device_maps.clear();
+    if (o.rank == 0) o.device_maps = {{"w1", {{sim(2), sim(1)}}}};
+  });
+  const at::Tensor x = numbers(1000, sim(0)) + 1, y = numbers(1000, sim(2)) + 2;
+  CHECK(error_of([&] { ranks[0].rpc_sync<&twice>(1, x); }).kind == base::ErrorKind::kInvalid);
+  CHECK(error_of([&] {
+          ranks[0].rpc_sync<&same>(1, std::vector{x, y});
+        }).kind == base::ErrorKind::kInvalid);
+  const at::Tensor back = ranks[0].rpc_sync<&twice>(1, y);
+  CHECK(back.device() == sim(2));
+  CHECK(same_values(back, (numbers(1000, c10::kCPU) + 2) * 2));
+  ranks.shutdown();
+}
+
+TEST_CASE("a map of other devices leaves the ranks' own as they are") {
+  OnDevices ranks(2, {}, [](rpc::AgentOptions& o) {
+    o.device_maps.clear();
+    if (o.rank == 0) o.device_maps = {{"w1", {{sim(2), sim(3)}}}};
+  });
+  CHECK(ranks[0].rpc_sync<&place>(1, numbers(3, sim(0))) == "sim:1");
+  CHECK(ranks[0].rpc_sync<&twice>(1, numbers(3, sim(0))).device() == sim(0));
+  CHECK(ranks[0].rpc_sync<&place>(1, numbers(3, sim(2))) == "sim:3");
+  CHECK(ranks[1].rpc_sync<&place>(0, numbers(3, sim(1))) == "sim:0");
+  ranks.shutdown();
+}
+
 TEST_CASE("a map may name a device of a rank that says nothing of its devices") {
   Cluster ranks(2, setup, {}, [](rpc::AgentOptions& o) {
     o.device_maps.clear();
@@ -351,12 +371,30 @@ TEST_CASE("a device without memory for what arrives fails the call, naming the r
   OnDevices ranks(2);
   const at::Tensor x = numbers(kChunk, sim(0)), y = x + 1;  // eight chunks together
   run_all_sim_streams();
-  set_sim_memory_limit(6 * kChunk);
-  const base::Error error = error_of([&] { ranks[0].rpc_sync<&same>(1, std::vector{x, y}); });
-  set_sim_memory_limit(INT64_MAX);
-  CHECK(error.kind == base::ErrorKind::kResources);
-  CHECK(error.rank == 1);
+  {
+    const SimMemoryLimit limit(6 * kChunk);
+    const base::Error error = error_of([&] { ranks[0].rpc_sync<&same>(1, std::vector{x, y}); });
+    CHECK(error.kind == base::ErrorKind::kResources);
+    CHECK(error.rank == 1);
+  }
   CHECK(same_values(ranks[0].rpc_sync<&twice>(1, x), numbers(kChunk, c10::kCPU) * 2));
+  ranks.shutdown();
+}
+
+TEST_CASE(
+    "a device without memory for a reply fails the call, naming the caller and the function") {
+  OnDevices ranks(2);
+  const at::Tensor full = at::zeros({4 * kChunk}, at::TensorOptions().device(sim(0)));
+  run_all_sim_streams();
+  for (const int64_t n : {int64_t{1000}, kChunk}) {  // with the message, and ahead of it
+    const SimMemoryLimit limit(sim_bytes_in_use(0));
+    const base::Error error = error_of([&] { ranks[0].rpc_sync<&host_to_sim1>(1, n); });
+    CAPTURE(n, error.message);
+    CHECK(error.kind == base::ErrorKind::kResources);
+    CHECK(error.rank == 0);
+    CHECK(error.op == "host_to_sim1");
+  }
+  CHECK(same_values(ranks[0].rpc_sync<&ones>(1, 5), at::ones({5})));
   ranks.shutdown();
 }
 
@@ -380,17 +418,19 @@ TEST_CASE("tensors of devices come to the CPU for a file") {
 
 TEST_CASE("a rank that dies while tensors are on their way fails the calls") {
   OnDevices ranks(2);
+  ranks[1].provide(std::make_shared<Gate>());
+  Gate& gate = ranks[1].local<Gate>();
   std::vector<base::Future<at::Tensor>> replies;
   for (int i = 0; i < 8; ++i) {
-    replies.push_back(ranks[0].rpc_async<&twice>(1, numbers(3 * kChunk, sim(0))));
+    replies.push_back(ranks[0].rpc_async<&behind_gate>(1, numbers(3 * kChunk, sim(0))));
   }
+  gate.entered.future().wait();
   ranks.kill(1);
   for (const auto& reply : replies) {
     const base::Error error = error_of([&] { static_cast<void>(reply.wait()); });
     CAPTURE(error.message);
-    // Those that were answered before are fine.
-    CHECK((error.kind == base::ErrorKind::kPeerLost || error.message == "(no error)" ||
-           error.kind == base::ErrorKind::kCancelled));
+    CHECK((error.kind == base::ErrorKind::kPeerLost || error.kind == base::ErrorKind::kCancelled));
+    CHECK(error.rank == 1);
   }
 }
 

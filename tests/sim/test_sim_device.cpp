@@ -188,9 +188,11 @@ TEST_CASE("the allocator tells its peak, and when there is no more") {
   const Drained drained;
   { const at::Tensor a = at::empty({1 << 20}, at::TensorOptions().device(sim(3))); }
   CHECK(rpc::peak_device_bytes(sim(3)) >= 4 << 20);
-  set_sim_memory_limit(1 << 20);
-  CHECK_THROWS_AS(at::empty({1 << 22}, at::TensorOptions().device(sim(3))), c10::OutOfMemoryError);
-  set_sim_memory_limit(INT64_MAX);
+  {
+    const SimMemoryLimit limit(1 << 20);
+    CHECK_THROWS_AS(at::empty({1 << 22}, at::TensorOptions().device(sim(3))),
+                    c10::OutOfMemoryError);
+  }
   CHECK_NOTHROW(at::empty({1 << 22}, at::TensorOptions().device(sim(3))));
 }
 

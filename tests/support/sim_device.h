@@ -53,7 +53,31 @@ void reset_sim_counters();
 /// Does everything that any stream of any device has been given.
 void run_all_sim_streams();
 
-/// Bytes of tensors on each device from which on an allocation fails, as on a small GPU.
-void set_sim_memory_limit(int64_t bytes);
+/// While it lives, an allocation fails that would make more than `bytes` of tensors on a device, as
+/// on a small GPU.
+class SimMemoryLimit {
+ public:
+  explicit SimMemoryLimit(int64_t bytes);
+  ~SimMemoryLimit();
+  SimMemoryLimit(const SimMemoryLimit&) = delete;
+  SimMemoryLimit& operator=(const SimMemoryLimit&) = delete;
+};
+/// Of tensors on `device` now.
+int64_t sim_bytes_in_use(int device);
+
+/// While it lives, the devices have failed, as after a kernel's assert: whoever asks whether work
+/// is done, or waits for it, is thrown at, and no more memory is pinned.
+class SimFailure {
+ public:
+  SimFailure();
+  ~SimFailure();
+  SimFailure(const SimFailure&) = delete;
+  SimFailure& operator=(const SimFailure&) = delete;
+};
+
+/// Bit i: since the last reset a thread has gone to device i as by cudaSetDevice, which makes a
+/// context there. The way back of a guard is none of those.
+uint32_t sim_contexts();
+void reset_sim_contexts();
 
 }  // namespace distrain::testing

@@ -98,6 +98,9 @@ char* host_of(const void* pointer);
 Block* block_of(const void* pointer);
 void record_use(const void* pointer, const c10::Stream& stream);
 
+/// Throws while a SimFailure lives.
+void check_health();
+
 /// Whether the wait that is being asked for is one that a test leaves out on purpose.
 bool wait_is_dropped();
 

@@ -211,6 +211,7 @@ class PinnedAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, c10::kCPU};
+    check_health();
     void* memory = nullptr;
     TORCH_CHECK(posix_memalign(&memory, 4096, bytes) == 0, "no pinned memory");
     std::memset(memory, kPoison, bytes);
@@ -285,9 +286,21 @@ void record_use(const void* pointer, const c10::Stream& stream) {
 
 namespace distrain::testing {
 
-void set_sim_memory_limit(int64_t bytes) {
+SimMemoryLimit::SimMemoryLimit(int64_t bytes) {
   const simulated::Lock lock;
   simulated::allocator().set_limit(bytes);
+}
+SimMemoryLimit::~SimMemoryLimit() {
+  const simulated::Lock lock;
+  simulated::allocator().set_limit(INT64_MAX);
+}
+
+int64_t sim_bytes_in_use(int device) {
+  using c10::CachingAllocator::StatType;
+  return simulated::allocator()
+      .getDeviceStats(static_cast<c10::DeviceIndex>(device))
+      .allocated_bytes[static_cast<size_t>(StatType::AGGREGATE)]
+      .current;
 }
 
 }  // namespace distrain::testing

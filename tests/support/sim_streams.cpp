@@ -38,6 +38,8 @@ Streams& streams() {
 thread_local int device_now = 0;
 thread_local std::array<int64_t, kSimDevices> stream_now{};
 std::array<std::atomic<uint64_t>, kSimDevices> handed_out{};
+std::atomic<uint32_t> contexts{0};
+std::atomic<bool> has_failed{false};
 
 c10::Stream stream_of(int device, int64_t id) {
   return c10::Stream(c10::Stream::UNSAFE, sim(device), static_cast<c10::StreamId>(id));
@@ -77,7 +79,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return before;
   }
   void setDevice(c10::Device device) const override {
-    if (device.has_index()) device_now = checked(device.index());
+    if (!device.has_index()) return;
+    device_now = checked(device.index());
+    contexts |= 1U << device_now;
   }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     if (device.has_index() && device.index() < kSimDevices) device_now = device.index();
@@ -121,6 +125,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
               const c10::EventFlag) const override {
     if (wait_is_dropped()) return;
     const Lock lock;
+    const Visit visit(*this, stream.device());
     if (!*event) *event = new Event;
     Queue& queue = queue_of(stream);
     *static_cast<Event*>(*event) = {&queue, queue.end()};
@@ -128,25 +133,29 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (!event || wait_is_dropped()) return;
     const Lock lock;
+    const Visit visit(*this, stream.device());
     ++counters().waits;
     const Event& point = *static_cast<Event*>(event);
     queue_of(stream).add_wait(*point.queue, point.point);
   }
   bool queryEvent(void* event) const override {
     if (!event || wait_is_dropped()) return true;
+    check_health();
     const Lock lock;
     const Event& point = *static_cast<Event*>(event);
     return step(*point.queue, point.point);
   }
   void synchronizeEvent(void* event) const override {
     if (!event || wait_is_dropped()) return;
+    check_health();
     const Event point = [event] {
       const Lock lock;
       return *static_cast<Event*>(event);
     }();
     wait_for(*point.queue, point.point);
   }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+  void destroyEvent(void* event, const c10::DeviceIndex device) const noexcept override {
+    const Visit visit(*this, sim(device));
     delete static_cast<Event*>(event);
   }
 
@@ -156,6 +165,19 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
 
  private:
+  /// As CUDA's functions for events do: to their device and back, both by setDevice.
+  class Visit {
+   public:
+    Visit(const Guard& guard, c10::Device device) : guard_(guard), before_(guard.getDevice()) {
+      guard_.setDevice(device);
+    }
+    ~Visit() { guard_.setDevice(before_); }
+
+   private:
+    const Guard& guard_;
+    const c10::Device before_;
+  };
+
   static int index_of(c10::Device device) {
     return device.has_index() ? checked(device.index()) : device_now;
   }
@@ -224,6 +246,8 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 }();
 
 }  // namespace
+
+void check_health() { TORCH_CHECK(!has_failed, "the device has failed"); }
 
 Lock::Lock() {
   mutex().lock();
@@ -345,6 +369,12 @@ void reset_sim_counters() {
   const simulated::Lock lock;
   simulated::counters() = {};
 }
+
+uint32_t sim_contexts() { return simulated::contexts; }
+void reset_sim_contexts() { simulated::contexts = 0; }
+
+SimFailure::SimFailure() { simulated::has_failed = true; }
+SimFailure::~SimFailure() { simulated::has_failed = false; }
 
 void run_all_sim_streams() {
   const simulated::Lock lock;

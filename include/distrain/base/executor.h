@@ -1,11 +1,24 @@
 #pragma once
 
+#include <utility>
+
 #include "distrain/base/error.h"
+#include "distrain/base/queued_work.h"
 #include "distrain/base/unique_function.h"
 
 namespace distrain::base {
 
 using Task = UniqueFunction<void()>;
+
+/// `task`, which runs behind `work`; mostly there is none.
+inline Task behind(QueuedWorkPtr work, Task task) {
+  if (!work) return task;
+  return [work = std::move(work), task = std::move(task)]() mutable {
+    work->precede_this_thread();
+    task();
+    task = Task();
+  };
+}
 
 /// Where continuations and handlers run.
 class Executor {
@@ -14,6 +27,11 @@ class Executor {
 
   /// Runs `task` some time soon, on a thread of this executor. Thread-safe; never throws.
   virtual void post(Task task) = 0;
+
+  /// The same, for a task that uses a value which is there when `work` is done.
+  virtual void post_behind(QueuedWorkPtr work, Task task) {
+    post(behind(std::move(work), std::move(task)));
+  }
 
   /// Called on the thread that registers a continuation: gives back `task` wrapped with the
   /// thread-local state that has to travel with it (the autograd context, torch's own).

@@ -12,6 +12,7 @@
 
 #include "distrain/base/clock.h"
 #include "distrain/base/executor.h"
+#include "distrain/base/queued_work.h"
 #include "distrain/base/result.h"
 #include "distrain/base/thread_state.h"
 
@@ -41,14 +42,21 @@ class FutureState {
 
   bool ready() const { return ready_.load(std::memory_order_acquire); }
 
-  /// False when it was completed before: the first one wins.
+  /// False when it was completed before: the first one wins. The value is there when what this
+  /// thread has given to devices is done.
   bool complete(Result<V> result) {
+    QueuedWorkPtr before = result.ok() ? base::queued_work() : nullptr;
+    return complete(std::move(result), std::move(before));
+  }
+  /// The same, for a value that is there when `before` is done.
+  bool complete(Result<V> result, QueuedWorkPtr before) {
     std::vector<Callback> callbacks;
     bool wake = false;
     {
       std::lock_guard lock(mutex_);
       if (result_) return false;
       result_.emplace(std::move(result));
+      queued_work_ = std::move(before);
       callbacks.swap(callbacks_);
       wake = waiters_ > 0;
       ready_.store(true, std::memory_order_release);
@@ -91,6 +99,13 @@ class FutureState {
 
   /// To be called when ready only.
   Result<V>& result() { return *result_; }
+  /// The same, for use on this thread.
+  Result<V>& use_result() {
+    if (queued_work_) queued_work_->precede_this_thread();
+    return *result_;
+  }
+  /// When ready: what has to be done before the value is there, mostly null.
+  const QueuedWorkPtr& queued_work() const { return queued_work_; }
 
  private:
   std::atomic<bool> ready_{false};
@@ -98,6 +113,7 @@ class FutureState {
   std::condition_variable condition_;
   int waiters_ = 0;
   std::optional<Result<V>> result_;
+  QueuedWorkPtr queued_work_;  // written before ready_
   std::vector<Callback> callbacks_;
 };
 
@@ -129,22 +145,22 @@ class [[nodiscard]] Future {
   T wait() const {
     state_->wait_until(kNever);
     if constexpr (std::is_void_v<T>) {
-      static_cast<void>(state_->result().value());
+      static_cast<void>(state_->use_result().value());
     } else {
-      return state_->result().value();
+      return state_->use_result().value();
     }
   }
 
   /// As wait(), but moves the value out: for one owner, once.
   Stored take() const {
     state_->wait_until(kNever);
-    return std::move(state_->result().value());
+    return std::move(state_->use_result().value());
   }
 
   /// Blocks until there is a result and gives it back, error or not.
   const Result<Stored>& wait_result() const {
     state_->wait_until(kNever);
-    return state_->result();
+    return state_->use_result();
   }
 
   /// False when `deadline` passed first; the future stays usable.
@@ -156,8 +172,8 @@ class [[nodiscard]] Future {
   void on_complete(Executor& executor, F fn) const {
     auto state = state_;
     Task task = executor.bind([state, fn = std::move(fn)]() mutable { fn(state->result()); });
-    state_->on_ready([&executor, task = std::move(task)](Result<Stored>&) mutable {
-      executor.post(std::move(task));
+    state_->on_ready([&executor, state = state.get(), task = std::move(task)](auto&) mutable {
+      executor.post_behind(state->queued_work(), std::move(task));
     });
   }
 
@@ -199,6 +215,11 @@ class Promise {
   bool complete(Result<Stored> result) {
     const auto state = state_;  // ours may be gone before the callbacks have run
     return state->complete(std::move(result));
+  }
+  /// For the value of another future, which is there when `before` is done.
+  bool complete(Result<Stored> result, QueuedWorkPtr before) {
+    const auto state = state_;
+    return state->complete(std::move(result), std::move(before));
   }
 
  private:
@@ -243,7 +264,9 @@ auto Future<T>::then(Executor& executor, F fn) const {
     try {
       if constexpr (kNested) {
         auto inner = call(fn, result.unchecked());
-        inner.state()->on_ready([promise](auto& r) { promise->complete(r); });
+        inner.state()->on_ready([promise, state = inner.state().get()](auto& r) {
+          promise->complete(r, state->queued_work());
+        });
       } else if constexpr (std::is_void_v<U>) {
         call(fn, result.unchecked());
         promise->set();
@@ -254,10 +277,11 @@ auto Future<T>::then(Executor& executor, F fn) const {
       promise->fail(executor.error_in_flight(ErrorKind::kInternal));
     }
   });
-  state_->on_ready([&executor, promise, task = std::move(task)](Result<Stored>& result) mutable {
+  state_->on_ready([&executor, promise, state = state_.get(),
+                    task = std::move(task)](Result<Stored>& result) mutable {
     // An error does not wait for a thread of the executor: all of them may be waiting for it.
     if (!result.ok()) promise->fail(result.error());
-    executor.post(std::move(task));
+    executor.post_behind(state->queued_work(), std::move(task));
   });
   return future;
 }

@@ -56,7 +56,7 @@ class Stream {
 
   /// From the next frame on. On the loop thread.
   virtual void set_limits_on_loop(const wire::Limits& limits) = 0;
-  /// Replaces both functions. On the loop thread, from inside on_frame at the earliest.
+  /// Replaces all of them. On the loop thread, from inside on_frame at the earliest.
   virtual void set_handler_on_loop(Handler handler) = 0;
 
   /// Returns when the frame is written or queued; an error when the stream is closed, `invalid` for

@@ -103,8 +103,10 @@ struct Traffic {
 struct RawReply {
   std::shared_ptr<InMessage> message;  ///< a call to oneself
   net::InFrame frame;                  ///< otherwise
+  std::shared_ptr<Arrivals> arrivals;  ///< of its tensors; null: it has none on devices
   int from = -1;
   uint64_t context = 0;
+  std::string function;
 };
 
 /// The answer to one call, on the rank that runs the function. Whoever completes it first wins; one

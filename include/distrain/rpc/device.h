@@ -20,13 +20,15 @@ namespace distrain::rpc {
 //  - What a user function, a continuation or a backward node computes goes into the current stream
 //    of the thread that runs it. Worker threads leave that at the device's default stream, so work
 //    of several handlers is in order by itself, and so is their memory, which torch's allocators
-//    reuse within a stream. A continuation runs under the streams of where it was registered.
+//    reuse within a stream. A continuation runs under the streams of where it was registered,
+//    behind those under which its future was completed; Future::wait() is behind them, too.
 //  - Copies between the device and the network's memory go into streams of their own, beside the
 //    computing. A tensor is copied out behind all that the sender's current stream had been given;
 //    the network waits for that copy, the receiver's current stream for the copy in.
 //  - Nobody ever waits for a whole device.
 //
-// Every such wait is a StreamPoint. The runtime knows devices through c10's Stream, Event and
+// Such a wait is a StreamPoint, except where autograd hands gradients from node to node with the
+// events of torch's own InputBuffer. The runtime knows devices through c10's Stream, Event and
 // DeviceGuardImplInterface alone, so all of it also runs on a simulated accelerator.
 
 inline bool is_accelerator(const c10::Device& device) { return !device.is_cpu(); }
@@ -53,8 +55,11 @@ class StreamPoint {
   /// The same of this thread's current stream of `device`; nothing on the CPU.
   void make_current_wait(c10::Device device) const;
 
-  /// Blocks this thread until the point is reached.
+  /// Blocks this thread until the point is reached. Throws what the device's work has failed of,
+  /// and `overloaded` when no other thread of its pool is left.
   void wait_on_host() const;
+  /// The same for destructors: what has failed is done, too, and the pool does not grow.
+  void settle() const noexcept;
   bool reached() const;
 
  private:

@@ -17,6 +17,7 @@
 
 namespace distrain::rpc {
 
+class Arrivals;
 class DeviceStager;
 class RRefHandle;
 
@@ -82,8 +83,9 @@ net::OutFrame to_frame(OutMessage message, wire::FrameHeader header,
                        const std::vector<base::BufferPtr>& rests = {});
 
 /// Throws `protocol` if descriptors and payload do not fit together. Makes tensors: not on the
-/// loop.
-InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager);
+/// loop. `arrivals`: what rank `from` sent ahead; null where it sent nothing. Those of the message
+/// are taken out, whatever is wrong with the rest of it.
+InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager, Arrivals* arrivals);
 
 /// The same without a wire, for a message to oneself; tensors are copied as a wire would.
 InMessage to_self(OutMessage message, wire::FrameHeader header, int rank);

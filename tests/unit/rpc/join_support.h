@@ -83,8 +83,10 @@ class Joining {
 // A rank by hand: frames over a blocking socket.
 class RawRank {
  public:
-  explicit RawRank(uint16_t port) {
-    fd_ = std::move(net::connect_tcp("localhost", port, base::deadline_after(60s)).value());
+  explicit RawRank(uint16_t port)
+      : RawRank(std::move(net::connect_tcp("localhost", port, base::deadline_after(60s)).value())) {
+  }
+  explicit RawRank(net::Fd connection) : fd_(std::move(connection)) {
     const int flags = fcntl(fd_.get(), F_GETFL);
     fcntl(fd_.get(), F_SETFL, flags & ~O_NONBLOCK);
   }

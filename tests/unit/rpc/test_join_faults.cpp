@@ -217,6 +217,54 @@ TEST_CASE("a rank 0 that is no rank 0 is a protocol error") {
   ::close(connection);
 }
 
+TEST_CASE("what rank 0 says of all devices is said once") {
+  net::Fd listener = std::move(net::listen_tcp("localhost", 0).value());
+  const int flags = fcntl(listener.get(), F_GETFL);
+  fcntl(listener.get(), F_SETFL, flags & ~O_NONBLOCK);
+  AgentOptions options = options_for(1, 2, net::local_name(listener.get()).port);
+  options.transport = "tcp";
+  Joining one(options);
+  RawRank zero(net::Fd(::accept(listener.get(), nullptr, nullptr)));
+  REQUIRE(zero.receive());
+  zero.send(wire::FrameKind::kDirectory,
+            wire::encode(wire::Directory{{{"w0", {}}, {"w1", {}}}, {}}));
+  RawRank peer(net::Fd(::accept(listener.get(), nullptr, nullptr)));
+  REQUIRE(peer.receive());
+  REQUIRE(zero.receive());
+  wire::Bytes twice;
+  std::vector<wire::RankDevices> devices(2);
+  for (int i = 0; i < 2; ++i) {  // in one write, so that both are there at once
+    const wire::Bytes meta = wire::encode(devices);
+    wire::FrameHeader header;
+    header.kind = wire::FrameKind::kGo;
+    header.meta_bytes = static_cast<uint32_t>(meta.size());
+    uint8_t head[wire::kHeaderBytes];
+    wire::encode_header(header, head);
+    twice.insert(twice.end(), head, head + sizeof head);
+    twice.insert(twice.end(), meta.begin(), meta.end());
+    devices[0].home = {wire::DeviceType::kPrivate, 0};
+    devices[0].type = wire::DeviceType::kPrivate;
+    devices[0].count = 1;
+  }
+  zero.send_bytes(twice.data(), twice.size());
+  REQUIRE(one.joined());
+  peer.send(wire::FrameKind::kCall);  // is answered when the rank's loop has seen both
+  REQUIRE(peer.receive());
+  CHECK(one.agent().device_of(0) == "cpu");
+}
+
+TEST_CASE("a type of device whose tensors do not travel is an error of the rank that has it") {
+  for (const bool is_home : {true, false}) {
+    AgentOptions options = options_for(0, 1);
+    if (is_home) options.device = c10::Device(c10::kMeta);
+    if (!is_home)
+      options.device_maps = {{"w1", {{c10::Device(c10::kMeta), c10::Device(c10::kCPU)}}}};
+    Joining zero(options);
+    CHECK(zero.result().kind == ErrorKind::kInvalid);
+    CHECK(contains(zero.result().message, "meta"));
+  }
+}
+
 TEST_CASE("a rank that fails in its preparation is the reason of those that come to it later") {
   std::promise<void> gone;
   Joining zero(options_for(0, 3));

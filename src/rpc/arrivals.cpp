@@ -1,0 +1,139 @@
+#include "arrivals.h"
+
+#include <cstring>
+#include <iterator>
+
+#include <ATen/Functions.h>
+#include <c10/core/StreamGuard.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include "device_table.h"
+#include "distrain/rpc/error.h"
+
+namespace distrain::rpc {
+
+base::Task Arrivals::add_chunk_on_loop(net::InFrame frame) {
+  const wire::FrameHeader& header = frame.header;
+  const wire::DeviceRef device{static_cast<wire::DeviceType>(header.channel & 0xff),
+                               static_cast<uint8_t>(header.channel >> 8)};
+  const uint64_t bytes = header.autograd_id;
+  if (device.is_cpu() || device.type > wire::DeviceType::kPrivate) {
+    wire::Reader::fail("a chunk for no device");
+  }
+  if (bytes > wire::Limits{}.max_payload_bytes) wire::Reader::fail("a transfer beyond the limits");
+  std::shared_ptr<Arrival> arrival;
+  {
+    std::lock_guard lock(mutex_);
+    if (header.payload_bytes == 0) {  // its sender has given up on it
+      auto given_up = open_.extract(header.call_id);
+      if (given_up.empty()) return {};
+      return [arrival = std::move(given_up.mapped())]() mutable { arrival.reset(); };
+    }
+    const auto it = open_.find(header.call_id);
+    if (it != open_.end()) {
+      arrival = it->second;
+    } else {
+      std::optional<base::Error> refusal;
+      if (open_.size() >= kMaxOpenTransfers) {
+        std::string text = "rank " + std::to_string(from_) + " has too many transfers open: ";
+        text += std::to_string(open_.size());
+        refusal = base::Error{base::ErrorKind::kOverloaded, std::move(text), -1, {}};
+      }
+      arrival = std::make_shared<Arrival>(stager_, device, bytes, std::move(refusal));
+      open_.emplace(header.call_id, arrival);
+    }
+  }
+  if (!(arrival->device() == device) || arrival->bytes() != bytes ||
+      arrival->received() != header.context_id || header.payload_bytes != kChunkBytes ||
+      arrival->received() + kChunkBytes > chunked_bytes(bytes)) {
+    wire::Reader::fail("a chunk that does not fit its transfer");
+  }
+  if (!arrival->add_on_loop(std::move(frame))) return {};
+  return [arrival] { arrival->copy_queued(); };
+}
+
+std::shared_ptr<Arrival> Arrivals::take(uint64_t id, wire::DeviceRef device, uint64_t bytes) {
+  std::shared_ptr<Arrival> arrival;
+  {
+    std::lock_guard lock(mutex_);
+    const auto it = open_.find(id);
+    if (it == open_.end()) wire::Reader::fail("a transfer that has not come");
+    arrival = std::move(it->second);
+    open_.erase(it);
+  }
+  if (!(arrival->device() == device) || arrival->bytes() != bytes || !arrival->has_come()) {
+    wire::Reader::fail("a transfer that is not the message's");
+  }
+  return arrival;
+}
+
+void Arrivals::drop_parts() {
+  std::vector<std::shared_ptr<Arrival>> gone;  // let go outside the lock
+  std::lock_guard lock(mutex_);
+  for (auto it = open_.begin(); it != open_.end();) {
+    const bool is_part = !it->second->has_come();
+    if (is_part) gone.push_back(std::move(it->second));
+    it = is_part ? open_.erase(it) : std::next(it);
+  }
+}
+
+bool Arrival::add_on_loop(net::InFrame frame) {
+  received_ += frame.payload.size();
+  std::lock_guard lock(queue_mutex_);
+  queue_.push_back(std::move(frame));
+  return !std::exchange(copying_, true);
+}
+
+void Arrival::copy_queued() {
+  std::lock_guard copying(copy_mutex_);
+  for (;;) {
+    std::vector<net::InFrame> frames;
+    {
+      std::lock_guard lock(queue_mutex_);
+      frames.swap(queue_);
+      copying_ = !frames.empty();
+    }
+    if (frames.empty()) return;
+    if (error_) continue;
+    try {
+      for (net::InFrame& frame : frames) {
+        const std::span<const uint8_t> bytes = frame.payload;
+        copy_locked(bytes, std::move(frame.body));
+      }
+      stager_.restock(to_c10(device_).type(), frames.size());
+    } catch (...) {
+      error_ = error_in_flight(base::ErrorKind::kInternal);
+      memory_ = at::Tensor();
+    }
+  }
+}
+
+void Arrival::copy_locked(std::span<const uint8_t> from, base::BufferPtr keep) {
+  const at::NoGradGuard no_grad;
+  const c10::Device device = to_c10(device_);
+  const c10::Stream stream = stager_.in_stream(device);
+  const c10::StreamGuard guard(stream);
+  if (!memory_.defined()) {
+    memory_ =
+        at::empty({static_cast<int64_t>(bytes_)}, at::TensorOptions(at::kByte).device(device));
+  }
+  const auto size = static_cast<int64_t>(from.size());
+  const at::Tensor host =
+      at::from_blob(const_cast<uint8_t*>(from.data()), {size}, at::TensorOptions(at::kByte));
+  memory_.narrow(0, static_cast<int64_t>(copied_), size).copy_(host, /*non_blocking=*/true);
+  copied_ += from.size();
+  stager_.release_at(StreamPoint::mark(stream), std::move(keep));
+}
+
+std::pair<at::Tensor, StreamPoint> Arrival::finish(std::span<const uint8_t> rest) {
+  copy_queued();
+  std::lock_guard copying(copy_mutex_);
+  if (error_) throw base::Exception(*error_);
+  // Out of the message's buffer, which is not the device's to read and goes with the message.
+  base::BufferPtr block = stager_.host_block(to_c10(device_).type(), rest.size());
+  std::memcpy(block->data, rest.data(), rest.size());
+  copy_locked({block->data, block->size}, block);
+  return {memory_, StreamPoint::mark(stager_.in_stream(memory_.device()))};
+}
+
+}  // namespace distrain::rpc

@@ -1,0 +1,86 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "device_stager.h"
+#include "distrain/net/stream.h"
+#include "distrain/rpc/device.h"
+
+namespace distrain::rpc {
+
+/// Transfers of one rank that may be open at a time. A call that brings one more is answered
+/// `overloaded`.
+inline constexpr size_t kMaxOpenTransfers = 1024;
+
+/// A transfer on its way in: its chunks go to the device as they come.
+class Arrival {
+ public:
+  /// With an `error`, which finish() throws, its chunks are thrown away as they come.
+  Arrival(DeviceStager& stager, wire::DeviceRef device, uint64_t bytes,
+          std::optional<base::Error> error = {})
+      : stager_(stager), device_(device), bytes_(bytes), error_(std::move(error)) {}
+
+  /// On the loop. True if copy_queued() has to be called.
+  bool add_on_loop(net::InFrame frame);
+  /// Puts the copies of what has come into the device's stream; any worker.
+  void copy_queued();
+  /// The last bytes, which came with the message. Gives back all of it, as bytes, and the point
+  /// from which on they are there. Throws what a copy threw.
+  std::pair<at::Tensor, StreamPoint> finish(std::span<const uint8_t> rest);
+
+  wire::DeviceRef device() const { return device_; }
+  uint64_t bytes() const { return bytes_; }
+  uint64_t received() const { return received_; }
+  /// But for what comes with the message.
+  bool has_come() const { return received_ == chunked_bytes(bytes_); }
+
+ private:
+  void copy_locked(std::span<const uint8_t> from, base::BufferPtr keep);
+
+  DeviceStager& stager_;
+  const wire::DeviceRef device_;
+  const uint64_t bytes_;
+  std::atomic<uint64_t> received_{0};
+
+  std::mutex queue_mutex_;
+  std::vector<net::InFrame> queue_;  // by queue_mutex_
+  bool copying_ = false;             // by queue_mutex_: somebody will look at the queue
+
+  std::mutex copy_mutex_;             // taken before queue_mutex_
+  at::Tensor memory_;                 // by copy_mutex_
+  uint64_t copied_ = 0;               // by copy_mutex_
+  std::optional<base::Error> error_;  // by copy_mutex_
+};
+
+/// The transfers of one rank that come ahead of their messages. Held by the connection and by each
+/// message of that rank that nobody has looked at yet, so it ends, and with it what is nobody's,
+/// when the rank is lost and the last of these messages has been seen to.
+class Arrivals {
+ public:
+  Arrivals(DeviceStager& stager, int from) : stager_(stager), from_(from) {}
+
+  /// A chunk has come; throws `protocol` for one that does not fit. Gives back what is to be done
+  /// about it on a worker, if it is not being done already. The loop lets go of no device's memory.
+  base::Task add_chunk_on_loop(net::InFrame frame);
+  /// The transfer `id`, whose chunks have all come. Throws `protocol` if they have not, or if it is
+  /// another one than the message says.
+  std::shared_ptr<Arrival> take(uint64_t id, wire::DeviceRef device, uint64_t bytes);
+  /// Lets go of what has come in part, when no more will come.
+  void drop_parts();
+
+ private:
+  DeviceStager& stager_;
+  const int from_;
+  std::mutex mutex_;  // the loop's, too: never held while a device is asked
+  std::map<uint64_t, std::shared_ptr<Arrival>> open_;
+};
+
+}  // namespace distrain::rpc

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "device_stager.h"
+#include "distrain/net/stream.h"
+#include "distrain/rpc/device.h"
+#include "distrain/rpc/message.h"
+
+namespace distrain::rpc {
+
+/// Blocks of one message that may be in use at a time: being copied to, and waiting in the network.
+inline constexpr size_t kCopiesAhead = 8;
+inline constexpr size_t kMaxSending = 8;
+
+/// A message with tensors on devices, on its way out.
+class Departure {
+ public:
+  /// Puts the first copies into the devices' streams, behind what this thread's current streams
+  /// have been given. `new_transfer` numbers transfers. Throws `invalid` for more bytes than the
+  /// receiver takes.
+  Departure(DeviceStager& stager, OutMessage message, wire::FrameHeader header,
+            const std::function<uint64_t()>& new_transfer);
+  ~Departure();
+  Departure(const Departure&) = delete;
+  Departure& operator=(const Departure&) = delete;
+
+  /// Sends the chunks as their copies are done, and the message. Blocks as long as the devices and
+  /// the network need: not on the loop. Throws what a copy throws.
+  base::Status send(const std::function<base::Status(net::OutFrame)>& send);
+
+ private:
+  struct Piece {  // of a transfer
+    size_t transfer = 0;
+    uint64_t begin = 0;
+    uint64_t end = 0;
+    base::BufferPtr block;
+    StreamPoint copied;
+  };
+  struct Transfer {
+    DeviceGroup group;
+    uint64_t id = 0;
+    c10::Device device;             // of the sender
+    std::vector<at::Tensor> bytes;  // each tensor's, flat
+  };
+
+  Transfer make_transfer(DeviceGroup group) const;
+  base::Status send_chunks(const std::function<base::Status(net::OutFrame)>& send);
+  net::OutFrame chunk_of(const Transfer& transfer) const;
+  void begin_copy(Piece& piece);
+  void await_copies() const noexcept;
+  void begin_copies(size_t until);
+
+  DeviceStager& stager_;
+  OutMessage message_;
+  const wire::FrameHeader header_;
+  std::vector<Transfer> transfers_;
+  std::vector<Piece> pieces_;  // the chunks of all groups; then what goes with the message
+  size_t chunks_ = 0;          // of the pieces: go in frames of their own
+  size_t begun_ = 0;           // pieces whose copy is in its stream
+  const std::shared_ptr<BlocksSent> sending_;
+};
+
+}  // namespace distrain::rpc
