@@ -1,0 +1,59 @@
+#include <ATen/ATen.h>
+
+#include "distrain/collective/staged_reduce_group.h"
+#include "distrain/ddp/replicas.h"
+#include "support/catch.h"
+#include "unit/collective/test_group.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using base::ErrorKind;
+
+namespace {
+
+/// What rank 0 makes of a rank 1 that says `bytes` and `text` of its model.
+base::Error check_against(int64_t bytes, const std::string& text) {
+  TestGroup group(2, {.timeout = std::chrono::seconds(20)});
+  base::Error error;
+  run_ranks(2, [&](int rank) {
+    collective::StagedReduceGroup reduce(group.backends[size_t(rank)]);
+    if (rank == 0) {
+      error = error_of([&] { ddp::check_same_everywhere({{"a", at::zeros({2})}}, reduce); });
+      group[0].shutdown();
+      group.network.kill(0);
+      return;
+    }
+    try {
+      const auto exchange = [&](const at::Tensor& mine) {
+        const at::Tensor theirs = at::zeros_like(mine);
+        reduce.broadcast(theirs, 0)->wait();
+        reduce.broadcast(mine, 1)->wait();
+        return theirs;
+      };
+      const at::Tensor theirs = exchange(at::tensor({int64_t{1}, bytes}, at::kLong));
+      const at::Tensor mine = at::zeros({std::max(bytes, theirs[1].item<int64_t>())}, at::kByte);
+      std::copy(text.begin(), text.end(), mine.data_ptr<uint8_t>());
+      exchange(mine);
+    } catch (const std::exception&) {  // rank 0 has gone
+    }
+  });
+  return error;
+}
+
+const std::string kText = "a: Float [2], without gradient\n";  // rank 0's
+
+}  // namespace
+
+TEST_CASE("a peer's description of its model is not believed") {
+  const auto size = static_cast<int64_t>(kText.size());
+  for (const int64_t bytes : {int64_t{-1}, int64_t{1} << 40}) {
+    const base::Error error = check_against(bytes, "");
+    CHECK(error.kind == ErrorKind::kProtocol);
+    CHECK(error.rank == 1);
+  }
+  CHECK(check_against(size, kText).kind == ErrorKind::kProtocol);  // with another sum
+  CHECK(check_against(size, kText.substr(0, kText.size() - 1)).kind == ErrorKind::kProtocol);
+  const base::Error other = check_against(size, "a: Float [3]\n");
+  CHECK(other.kind == ErrorKind::kInvalid);
+  CHECK(contains(other.message, "'a: Float [3]' where rank 0 has 'a: Float [2]"));
+}
