@@ -74,6 +74,12 @@ TrainersGroup trainers_group(rpc::Agent& agent,
           rpc::is_accelerator(agent.device()) ? "staged" : ""};
 }
 
+void check_averages(const TrainersGroup& group, c10::Device device) {
+  if (!rpc::is_accelerator(device)) return;
+  rpc::StreamPoint::mark(device).wait_on_host();
+  if (const auto error = group.group->failure()) throw base::Exception(*error);
+}
+
 void tell(const TrainersGroup& group, EventSink& sink) {
   if (!group.how.empty()) sink.emit("ddp", {{"ddp", group.how}});
 }

@@ -153,11 +153,12 @@ TEST_CASE("memory that NCCL still works on is not given away") {
         reduce.start(dropped);
         reduce.broadcast(filled(0, at::kCPU), 0)->wait();
       }
-      const at::Tensor next = filled(7, device);
+      // Another value on each rank, as NCCL's work may read it, too, in place of what was there.
+      const at::Tensor next = filled(7 + rank, device);
       rpc::StreamPoint::mark(device).wait_on_host();
       reduce.start(kept)->wait();  // drives NCCL's stream on
       RANK_CHECK(holds(kept * 2, 1));
-      RANK_CHECK(holds(next, 7));
+      RANK_CHECK(holds(next, 7 + rank));
     }
   });
 }

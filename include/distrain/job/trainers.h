@@ -32,6 +32,11 @@ struct TrainersGroup {
 TrainersGroup trainers_group(rpc::Agent& agent,
                              const c10::intrusive_ptr<collective::Backend>& backend);
 
+/// Before what was averaged is saved or judged: waits until `device` has done what it was given,
+/// and throws what went wrong after the group's waits were over, if anything did. Does nothing on
+/// CPUs.
+void check_averages(const TrainersGroup& group, c10::Device device);
+
 /// Says how, where it is not on CPUs.
 void tell(const TrainersGroup& group, EventSink& sink);
 

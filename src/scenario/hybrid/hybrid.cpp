@@ -101,10 +101,9 @@ class Trainer {
       dense->weight.copy_(dense_values_.at("fc.weight"));
       dense->bias.copy_(dense_values_.at("fc.bias"));
     }
-    job::TrainersGroup group = job::trainers_group(agent_, backend_);
-    job::tell(group, sink_);
-    ddp_ = group.how;
-    dense_.emplace(std::move(dense), std::move(group.group));
+    group_ = job::trainers_group(agent_, backend_);
+    job::tell(group_, sink_);
+    dense_.emplace(std::move(dense), group_.group);
 
     optimizer_ = std::make_unique<optim::DistributedOptimizer>(
         agent_, table.remote_parameters(), dense_->parameters(),
@@ -126,6 +125,7 @@ class Trainer {
       stopped_ = stop_agreed();
       if (stopped_ || progress_.save_due(options_)) save();
     }
+    job::check_averages(group_, agent_.device());
     log_.end_epoch();
     optimizer_.reset();
     if (log_.steps() == 0) return std::nullopt;  // the job was over
@@ -150,13 +150,15 @@ class Trainer {
       options_.on_finished(model());
     }
     dense_.reset();
+    group_.group.reset();
     backend_.reset();
     table_ = {};  // what others own is let go of before the shutdown
     return evaluation;
   }
 
   bool stopped() const { return stopped_; }
-  const std::string& ddp() const { return ddp_; }
+  /// How the gradients are averaged, on devices.
+  const std::string& ddp() const { return group_.how; }
   const job::TrainLog& log() const { return log_; }
   std::string last_saved() const { return checkpoints_ ? checkpoints_->last_saved() : ""; }
 
@@ -227,6 +229,7 @@ class Trainer {
   /// All wait while trainer 0 saves, so that what it saves is of one step.
   void save() {
     constexpr std::chrono::milliseconds kUntilLost{0};
+    job::check_averages(group_, agent_.device());
     backend_->enter_barrier(kUntilLost).wait();
     if (agent_.rank() == 0) {
       checkpoints_->save(
@@ -244,7 +247,7 @@ class Trainer {
   std::optional<HybridData> data_;
   c10::intrusive_ptr<collective::Backend> backend_;
   std::optional<DataParallelDense> dense_;
-  std::string ddp_;  // how its gradients are averaged, on devices
+  job::TrainersGroup group_;
   RemoteTable table_;
   std::unique_ptr<optim::DistributedOptimizer> optimizer_;
   HybridProgress progress_;

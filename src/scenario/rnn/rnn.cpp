@@ -116,11 +116,9 @@ class Trainer {
         model_(options, lstm_, ends()) {
     if (server_.resumed) take(*server_.resumed);
     if (options.trainers > 1) {
-      job::TrainersGroup group =
-          job::trainers_group(agent, job::trainers_backend(agent, 1, options.trainers, job));
-      job::tell(group, sink_);
-      ddp_ = group.how;
-      data_parallel_.emplace(lstm_, std::move(group.group));
+      group_ = job::trainers_group(agent, job::trainers_backend(agent, 1, options.trainers, job));
+      job::tell(group_, sink_);
+      data_parallel_.emplace(lstm_, group_.group);
     }
     std::vector<at::Tensor> own;
     for (const auto& [name, parameter] : lstm_->named()) {
@@ -143,7 +141,11 @@ class Trainer {
     for (;;) {
       const auto [task, lr] =
           agent_.rpc_sync<&next>(rpc::To(job::kServer).without_deadline(), stop_.requested());
-      if (task.kind == job::Task::Kind::kTrain) train(task, lr);
+      if (task.kind == job::Task::Kind::kTrain) {
+        train(task, lr);
+        continue;
+      }
+      if (data_parallel_) job::check_averages(group_, agent_.device());
       if (task.kind == job::Task::Kind::kEvaluate) evaluate();
       if (task.kind == job::Task::Kind::kSave) save();
       if (task.kind != job::Task::Kind::kEnd) continue;
@@ -158,7 +160,7 @@ class Trainer {
   void add_to(job::Outcome& outcome) const {
     outcome.fields["steps"] = log_.steps();
     outcome.fields["train_s"] = log_.train_s();
-    if (!ddp_.empty()) outcome.fields["ddp"] = ddp_;
+    if (!group_.how.empty()) outcome.fields["ddp"] = group_.how;
     // All trainers go at one pace: the first speaks for them.
     if (number_ == 0 && log_.train_s() > 0) {
       outcome.fields["words_per_s"] =
@@ -247,7 +249,7 @@ class Trainer {
   std::vector<std::string> lstm_names_;
   LanguageModel model_;
   std::optional<DataParallelLstm> data_parallel_;
-  std::string ddp_;  // how its gradients are averaged, on devices
+  job::TrainersGroup group_;
   std::optional<optim::DistributedOptimizer> optimizer_;
   int64_t words_ = 0;
 };

@@ -57,6 +57,7 @@ class CountingGroup final : public ReduceGroup {
   int rank() const override { return group_.rank(); }
   int size() const override { return group_.size(); }
   int world_rank(int rank) const override { return group_.world_rank(rank); }
+  std::optional<base::Error> failure() const override { return group_.failure(); }
   WorkPtr start(const at::Tensor& bucket) override { return group_.start(bucket); }
   WorkPtr broadcast(const at::Tensor& tensor, int root) override {
     return group_.broadcast(tensor, root);
