@@ -10,6 +10,8 @@
 
 using namespace distrain;
 using namespace distrain::scenario;
+using job::StopSignal;
+using models::cut_resnet;
 using testing::Cluster;
 using testing::error_of;
 
