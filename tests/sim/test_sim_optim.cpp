@@ -259,8 +259,8 @@ TEST_CASE("the state is that of the last step, whatever streams it is asked and 
   Cluster cluster(1, setup);
   const c10::Device device = sim(2);
   const at::Tensor parameter = at::zeros({100}, at::TensorOptions(device)).requires_grad_();
-  optim::DistributedOptimizer optimizer(cluster[0], {cluster[0].make_rref(parameter)},
-                                        Sgd{.lr = 0.1, .momentum = 1});
+  optim::DistributedOptimizer optimizer(cluster[0], {}, {parameter},
+                                        optim::Rule{Sgd{.lr = 0.1, .momentum = 1}, {}, 0});
   const auto momentum = [&] {
     const c10::StreamGuard guard(rpc::side_stream(device));
     return optimizer.local_state().at(0).begin()->second;
