@@ -45,7 +45,9 @@ std::optional<int> local_rank(const Environment& environment) {
   return std::nullopt;
 }
 
-/// Of the rank among those of its host that take the GPUs in turn.
+/// Of the rank among those of its host that take the GPUs in turn. Where nobody says which ranks
+/// are on this host, all are counted: however they are spread, neighbours by number get GPUs side
+/// by side, as the place is taken modulo the number of GPUs.
 int place_among_neighbours(const ParsedOptions& options, const DeviceSpec& spec,
                            const Placement& placement, const DevicePlace& place,
                            const Environment& environment) {
@@ -53,13 +55,18 @@ int place_among_neighbours(const ParsedOptions& options, const DeviceSpec& spec,
   std::vector<int> neighbours = placement.ranks;
   if (placement.mode == Placement::Mode::kJoin) {
     if (const auto told = local_rank(environment)) return *told;
-    if (placement.local_ranks == 1) return 0;  // the others are on other hosts
     neighbours.clear();
     for (int rank = 0; rank < place.rank; ++rank) neighbours.push_back(rank);
   }
   return static_cast<int>(std::count_if(neighbours.begin(), neighbours.end(), [&](const int rank) {
     return rank < place.rank && spec.of(place.role(options, rank)) == kAnyGpu;
   }));
+}
+
+/// GPUs that the rank takes by the number of them.
+std::optional<int> counted_gpus(const ParsedOptions& options, const DeviceRules& rules,
+                                const DevicePlace& place) {
+  return rules.gpus_of ? rules.gpus_of(options, place.name) : std::nullopt;
 }
 
 }  // namespace
@@ -82,6 +89,14 @@ void check_devices(const ParsedOptions& options, const DeviceRules& rules,
   spec.check_ranks(names);
 }
 
+std::optional<int> place_in_turn(const ParsedOptions& options, const DeviceRules& rules,
+                                 const Placement& placement, const DevicePlace& place,
+                                 const Environment& environment) {
+  const DeviceSpec spec = device_spec(options, rules);
+  if (counted_gpus(options, rules, place) || spec.of(place.name) != kAnyGpu) return std::nullopt;
+  return place_among_neighbours(options, spec, placement, place, environment);
+}
+
 std::vector<c10::Device> choose_devices(const ParsedOptions& options, const DeviceRules& rules,
                                         const Placement& placement, const DevicePlace& place,
                                         const Environment& environment) {
@@ -89,16 +104,14 @@ std::vector<c10::Device> choose_devices(const ParsedOptions& options, const Devi
   const DeviceSpec spec = device_spec(options, rules);
   return job::naming_rank(place.rank, place.name, [&] {
     std::vector<c10::Device> devices;
-    const auto count = rules.gpus_of ? rules.gpus_of(options, place.name) : std::nullopt;
+    const auto count = counted_gpus(options, rules, place);
     for (int gpu = 0; gpu < count.value_or(0); ++gpu) {
       devices.push_back(resolve({true, gpu}, gpus, 0));
     }
     if (!devices.empty()) return devices;
     const DeviceChoice choice = count ? DeviceChoice() : spec.of(place.name);
-    const int number = choice == kAnyGpu
-                           ? place_among_neighbours(options, spec, placement, place, environment)
-                           : 0;
-    return std::vector<c10::Device>{resolve(choice, gpus, number)};
+    const auto turn = place_in_turn(options, rules, placement, place, environment);
+    return std::vector<c10::Device>{resolve(choice, gpus, turn.value_or(0))};
   });
 }
 
@@ -106,7 +119,9 @@ const std::vector<c10::Device>& RankDevices::get(const std::string& rank_name,
                                                  const job::OptionMap& of_rank_0) {
   if (devices_.empty() && !error_) {
     try {
-      devices_ = choose_(rank_name, of_rank_0);
+      std::vector<c10::Device> chosen = choose_(rank_name, of_rank_0);
+      const std::lock_guard lock(mutex_);
+      devices_ = std::move(chosen);
     } catch (...) {
       error_ = std::current_exception();
     }
@@ -115,14 +130,25 @@ const std::vector<c10::Device>& RankDevices::get(const std::string& rank_name,
   return devices_;
 }
 
-Json RankDevices::names() const { return devices_.empty() ? Json() : job::device_names(devices_); }
+std::vector<c10::Device> RankDevices::known() const {
+  const std::lock_guard lock(mutex_);
+  return devices_;
+}
+
+Json RankDevices::names() const {
+  const std::vector<c10::Device> devices = known();
+  return devices.empty() ? Json() : job::device_names(devices);
+}
+
+bool RankDevices::has_accelerator() const {
+  const std::vector<c10::Device> devices = known();
+  return !devices.empty() && rpc::is_accelerator(devices.front());
+}
 
 Json RankDevices::usage() const {
-  if (devices_.empty() || !rpc::is_accelerator(devices_.front())) return Json::object();
+  if (!has_accelerator()) return Json::object();
   int64_t most = 0;
-  for (const c10::Device& device : devices_) {
-    most = std::max(most, rpc::peak_device_bytes(device));
-  }
+  for (const c10::Device& device : known()) most = std::max(most, rpc::peak_device_bytes(device));
   return {{"device", names()}, {"device_mem_mb", static_cast<double>(most) / kMegabyte}};
 }
 

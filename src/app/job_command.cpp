@@ -160,6 +160,22 @@ int launch(const JobCommand& command, const ParsedOptions& options, const Placem
   return Launcher(std::move(plan)).run();
 }
 
+/// Of the ranks here, by rank: which of the GPUs they take in turn, null for those that do not.
+Json gpu_places(const ParsedOptions& options, const Placement& placement,
+                const JobCommand& command) {
+  std::vector<int> ranks = placement.ranks;
+  if (placement.mode != Placement::Mode::kSpawn) ranks = {std::max(placement.rank, 0)};
+  Json places = Json::object();
+  for (const int rank : ranks) {
+    const std::string name =
+        placement.mode == Placement::Mode::kLocal ? "local" : command.role(options, rank);
+    const auto place = place_in_turn(options, command.devices, placement,
+                                     {rank, name, command.role}, process_environment);
+    places[std::to_string(rank)] = place ? Json(*place) : Json();
+  }
+  return places;
+}
+
 std::string dump_placement(const ParsedOptions& options, const Placement& placement,
                            const JobCommand& command) {
   constexpr const char* kModes[] = {"local", "join", "spawn"};
@@ -171,6 +187,7 @@ std::string dump_placement(const ParsedOptions& options, const Placement& placem
             {"master_addr", placement.master_addr},
             {"master_port", placement.master_port ? Json(placement.master_port) : Json()},
             {"local_ranks", placement.local_ranks},
+            {"gpu_places", gpu_places(options, placement, command)},
             {"warning", placement.warning}};
   json[command.size.option] = options.integer(command.size.option);
   return json.dump() + '\n';

@@ -6,6 +6,7 @@
 #include <c10/core/DeviceType.h>
 
 #include "distrain/base/error.h"
+#include "distrain/rpc/error.h"
 
 namespace distrain::job {
 
@@ -149,17 +150,24 @@ Json device_names(const std::vector<c10::Device>& devices) {
   return names;
 }
 
+base::Error error_of_rank(base::Error error, int rank, const std::string& name) {
+  const std::string number = "rank " + std::to_string(rank);
+  const std::string& told = error.message;
+  if (!told.starts_with(number + ":") && !told.starts_with(number + " (")) {
+    error.message = number + (name.empty() ? "" : " (" + name + ")") + ": " + told;
+  }
+  error.rank = rank;
+  return error;
+}
+
 std::vector<c10::Device> naming_rank(int rank, const std::string& name,
                                      const std::function<std::vector<c10::Device>()>& choose) {
   try {
     return choose();
-  } catch (const base::Exception& e) {
-    base::Error error = e.error();
-    error.rank = rank;
+  } catch (...) {
+    base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
     if (error.op.empty()) error.op = "device";
-    error.message = "rank " + std::to_string(rank) + (name.empty() ? "" : " (" + name + ")") +
-                    ": " + error.message;
-    throw base::Exception(error);
+    throw base::Exception(error_of_rank(std::move(error), rank, name));
   }
 }
 

@@ -56,12 +56,28 @@ void Session::choose_devices() {
   agent_->set_device(job_.device());
 }
 
+base::Error Session::with_rank(base::Error error) const {
+  const int own = agent_->rank();
+  if (error.rank < 0) error.rank = own;
+  const int rank = error.rank;
+  if (error.kind != base::ErrorKind::kResources) return error;
+  if (rank == own) {
+    if (!rpc::is_accelerator(job_.device())) return error;
+    return error_of_rank(std::move(error), rank, agent_->name());
+  }
+  // Where others compute is known once all are there.
+  if (!joined_ || rank >= agent_->world_size()) return error;
+  if (agent_->device_of(rank) == c10::Device(c10::kCPU).str()) return error;
+  return error_of_rank(std::move(error), rank, agent_->worker(rank).name);
+}
+
 void Session::join(const std::function<void()>& prepare) {
   agent_->join([&] {
     trace_.start(agent_->job_options(), std::max(job_.world_size, agent_->world_size()));
     choose_devices();
     prepare();
   });
+  joined_ = true;
   sink_.set_role(agent_->name());
   Json fields{{"world_size", agent_->world_size()},
               {"transport", agent_->transport()},

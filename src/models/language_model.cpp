@@ -24,9 +24,18 @@ at::Tensor uniform(at::IntArrayRef shape, double range, at::Generator& generator
 }
 
 /// cuDNN would have all weights of an LSTM in one piece of memory and warns that it copies them
-/// there. Each is a parameter of its own here, for optimizers and versions.
-class NoWarnings final : public c10::WarningHandler {
-  void process(const c10::Warning&) override {}
+/// there. Each is a parameter of its own here, for optimizers and versions. Other warnings go on to
+/// whoever has them without this.
+class NoWordOfCopies final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override {
+    if (warning.msg().find("RNN module weights are not part of") == std::string::npos) {
+      next_.process(warning);
+    }
+  }
+
+ private:
+  c10::WarningHandler& next_ = *c10::WarningUtils::get_warning_handler();
 };
 
 }  // namespace
@@ -103,7 +112,7 @@ at::Tensor LstmImpl::forward(at::Tensor x, LstmState& state, Dropout& dropout) {
   // A GPU keeps what the backward pass needs when it trains only. There is no dropout inside, so it
   // makes no other difference.
   const bool train = rpc::is_accelerator(x.device()) && at::GradMode::is_enabled();
-  NoWarnings quiet;
+  NoWordOfCopies quiet;
   std::optional<c10::WarningUtils::WarningHandlerGuard> guard;
   if (rpc::is_accelerator(x.device())) guard.emplace(&quiet);
   std::vector<at::Tensor> hidden, cell;

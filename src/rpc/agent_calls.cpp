@@ -67,6 +67,9 @@ Error error_in_flight(ErrorKind otherwise) {
     // Its first sentence says of what and how much, the others give hints for other programs.
     const std::string text = e.what_without_backtrace();
     return Error{ErrorKind::kResources, text.substr(0, text.find(". ")), -1, {}};
+  } catch (const c10::AcceleratorError& e) {  // its driver's or runtime's; hints come in more lines
+    const std::string text = e.what_without_backtrace();
+    return Error{ErrorKind::kResources, text.substr(0, text.find('\n')), -1, {}};
   } catch (const c10::Error& e) {
     return Error{otherwise, e.what_without_backtrace(), -1, {}};
   } catch (...) {

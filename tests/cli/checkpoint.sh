@@ -163,6 +163,42 @@ done
 # Rank 0 serves the trainers before its own part of the job begins.
 stopped "SIGTERM, a late rank 0" ps --mode async --inject delay=1s@rank=0 --trace "$tmp/trace.json"
 
+# So does the end of stdout's reader, of a job in one process and of any of its ranks.
+unheard() { # unheard <name>: $code and $tmp/err are of the process that nobody heard
+  expect 141 "$1"
+  [[ -s $tmp/err ]] && fail "$1: wrote to stderr: $(cat "$tmp/err")"
+  [[ -n $(newest "$tmp/unheard") ]] || fail "$1: nothing saved"
+  job ps --steps 1 --checkpoint "$tmp/unheard" --resume auto
+  expect 0 "$1, resumed"
+  rm -rf "$tmp/unheard"
+}
+endless="${arguments[ps]} --steps 1000000 --log-interval 1 --checkpoint $tmp/unheard --checkpoint-every 1000000"
+# shellcheck disable=SC2086  # words
+timeout "$limit" "$distrain" ps $endless --local 2>"$tmp/err" | sed '/"event":"step"/q' >"$tmp/out"
+code=${PIPESTATUS[0]}
+unheard "--local without a reader"
+for rank in 0 1; do
+  port=$(free_port)
+  for other in 0 1 2; do
+    ((other == rank)) && continue
+    # shellcheck disable=SC2086  # words
+    timeout "$limit" "$distrain" ps $endless --rank $other --master-port "$port" >"$tmp/out$other" 2>/dev/null &
+  done
+  last="eval" # of the server's lines while it trains
+  ((rank == 0)) || last=step
+  # shellcheck disable=SC2086  # words
+  timeout "$limit" "$distrain" ps $endless --rank $rank --master-port "$port" 2>"$tmp/err" |
+    sed "/\"event\":\"$last\"/q" >"$tmp/out"
+  code=${PIPESTATUS[0]}
+  wait
+  for other in 0 1 2; do
+    ((other == rank)) && continue
+    expect_jq '.[-1] | .exit_code == 143 and .signal == "SIGTERM"' "rank $other, as rank $rank has no reader" \
+      "$tmp/out$other"
+  done
+  unheard "rank $rank without a reader"
+done
+
 # A save that is cut short leaves the checkpoint before it, or the new one.
 for ((call = 1; call < 80; call += 5)); do
   name="fail=checkpoint.$call"

@@ -13,7 +13,8 @@ tmp=$(mktemp -d)
 export DISTRAIN_TEST_ID=$$.$RANDOM # marks all processes of this test
 unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT LOCAL_WORLD_SIZE PMI_RANK PMI_SIZE \
   OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE SLURM_PROCID SLURM_NTASKS SLURM_STEP_ID \
-  TORCHELASTIC_USE_AGENT_STORE OMP_NUM_THREADS
+  TORCHELASTIC_USE_AGENT_STORE OMP_NUM_THREADS LOCAL_RANK OMPI_COMM_WORLD_LOCAL_RANK \
+  MPI_LOCALRANKID SLURM_LOCALID DISTRAIN_CUDA_LIBRARY
 
 # Pids of living processes of this test named distrain; a zombie has no environment any more.
 processes() {
@@ -107,6 +108,19 @@ wait_for() {
 # wait_for_lines <n> <event> <file>: until n such lines are there.
 has_lines() { [[ $(grep -cF "\"event\":\"$2\"" "$3" 2>/dev/null) -ge $1 ]]; }
 wait_for_lines() { wait_for "$limit" has_lines "$@" || fail "no $1 lines of $2 after $limit s"; }
+
+# on_terminal <command of a shell>: into $tmp/tty what a terminal shows of it. script(1), which makes
+# the terminal, may leave before the last words have come: so the shell stays until a word behind them
+# has.
+on_terminal() {
+  local last=END-OF-$RANDOM
+  : >"$tmp/script"
+  script -qec "$1
+    echo $last
+    timeout $limit sh -c 'until grep -q $last \"$tmp/script\"; do sleep 0.05; done'" /dev/null >"$tmp/script" </dev/null
+  grep -q $last "$tmp/script" || fail "on a terminal: not all was seen after $limit s: $1"
+  tr -d '\r' <"$tmp/script" | sed "s/$last\$//; \${/^\$/d}" >"$tmp/tty"
+}
 
 # A port that nobody has: below those which the kernel gives out by itself, to another test perhaps,
 # before the job binds it.

@@ -90,25 +90,21 @@ code=$?
 expect 143 "SIGTERM while it waits"
 [[ -z $(ls "$tmp/tmpdir") ]] || fail "left in TMPDIR: $(ls "$tmp/tmpdir")"
 
-# The progress: only when stderr is a terminal and stdout is a file or /dev/null. script(1) makes a
-# terminal.
-# It may leave before the last words of one that has ended have come: hence the pauses.
+# The progress: only when stderr is a terminal and stdout is a file or /dev/null.
 if command -v script >/dev/null; then
-  export short_run="timeout $limit '$distrain' hybrid ${short[*]}"
-  script -qec "$short_run >'$tmp/out'; sleep 0.5" /dev/null >"$tmp/tty" </dev/null
+  short_run="timeout $limit '$distrain' hybrid ${short[*]}"
+  on_terminal "$short_run >'$tmp/out'"
   grep -q 'done: ' "$tmp/tty" || fail "no progress on a terminal"
-  script -qec "$short_run >/dev/null; sleep 0.5" /dev/null >"$tmp/tty" </dev/null
+  on_terminal "$short_run >/dev/null"
   grep -q 'done: ' "$tmp/tty" || fail "no progress on a terminal with >/dev/null"
-  script -qec "NO_COLOR=1 $short_run >'$tmp/out'; sleep 0.5" /dev/null >"$tmp/tty" </dev/null
+  on_terminal "NO_COLOR=1 $short_run >'$tmp/out'"
   grep -qF $'\x1b[3' "$tmp/tty" && fail "colours in spite of NO_COLOR"
-  script -qec "$short_run -q >'$tmp/out'; sleep 0.5" /dev/null >"$tmp/tty" </dev/null
-  [[ -s $tmp/tty ]] && fail "-q: wrote to the terminal"
-  script -qec "$short_run; sleep 0.5" /dev/null >"$tmp/tty" </dev/null
-  tr -d '\r' <"$tmp/tty" >"$tmp/out"
-  expect_log "both on a terminal"
+  on_terminal "$short_run -q >'$tmp/out'"
+  [[ -s $tmp/tty ]] && fail "-q: wrote to the terminal: $(head -c 200 "$tmp/tty")"
+  on_terminal "$short_run"
+  expect_log "both on a terminal" "$tmp/tty"
   # What reads a pipe writes to the terminal itself: nothing of ours may come between.
-  script -qec "$short_run | cat; sleep 0.5" /dev/null >"$tmp/tty" </dev/null
-  tr -d '\r' <"$tmp/tty" >"$tmp/out"
-  expect_log "stdout to a pipe whose reader writes to the terminal"
+  on_terminal "$short_run | cat"
+  expect_log "stdout to a pipe whose reader writes to the terminal" "$tmp/tty"
 fi
 finish

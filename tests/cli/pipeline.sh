@@ -61,9 +61,8 @@ expect_jq 'length == 2 and map(.num_split) == [2,4] and (map(.bubble * 1000 | ro
     and (.num_split as $m | all(.table[].steps; length == 2 * $m)))
   and .[0].table[1].steps[0] == {op: "forward", micro_batch: 0, begin: 1}' "--explain"
 if command -v script >/dev/null; then
-  # The pause: script(1) may leave before the last words of one that has ended have come.
-  script -qec "$distrain pipeline --explain --num-split 2; sleep 0.5" /dev/null </dev/null | tr -d '\r' >"$tmp/timeline"
-  grep -qx '  stage 1  F0 F1 .  .  B0 B1  (holds 2)' "$tmp/timeline" || fail "timeline: $(cat "$tmp/timeline")"
+  on_terminal "'$distrain' pipeline --explain --num-split 2"
+  grep -qx '  stage 1  F0 F1 .  .  B0 B1  (holds 2)' "$tmp/tty" || fail "timeline: $(cat "$tmp/tty")"
 fi
 
 # Stages that sleep: one micro-batch goes through them one by one, several side by side, so that a

@@ -66,6 +66,26 @@ at '.master_addr == "m" and .master_port == 1234 and .ranks == [2,3]' MASTER_ADD
   -- --ranks 2-3
 at '.mode == "spawn" and (.warning | test("RANK=1"))' RANK=1 -- --ranks 0-1
 
+# Which of the GPUs of its host a rank takes, in turn: by its launcher, else by its number among the
+# ranks that want one.
+at '.gpu_places == {"0":0,"1":1,"2":null,"3":2}' -- --device cuda
+at '.gpu_places == {"0":null,"1":null,"2":null,"3":null}'
+at '.gpu_places == {"2":null,"3":0}' -- --ranks 2-3 --device cuda
+at '.gpu_places == {"0":0}' -- --local --device cuda
+at '.gpu_places == {"3":2}' -- --rank 3 --device cuda
+at '.gpu_places == {"3":2}' -- --rank 3 --device cuda --master-addr 10.0.0.1
+at '.gpu_places == {"5":5}' -- --rank 5 --device cuda --trainers 8 --master-addr 10.0.0.1
+at '.gpu_places == {"1":null}' -- --rank 1 --device cuda:1
+at '.gpu_places == {"3":null}' -- --rank 3 --device trainer=cuda
+at '.gpu_places == {"1":0}' "${torchrun[@]}" LOCAL_RANK=0 -- --device cuda
+at '.gpu_places == {"3":1}' OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 -- --device cuda
+at '.gpu_places == {"1":3}' PMI_RANK=1 PMI_SIZE=5 MPI_LOCALRANKID=3 -- --device cuda
+at '.gpu_places == {"3":1}' "${slurm[@]}" SLURM_STEP_ID=0 SLURM_LOCALID=1 -- --device cuda
+at '.gpu_places == {"3":3}' SLURM_LOCALID=1 -- --rank 3 --trainers 4 --device cuda # a batch script's
+at '.gpu_places == {"0":0,"1":1,"2":null,"3":2}' LOCAL_RANK=3 -- --spawn --device cuda
+
+refused "LOCAL_RANK must be" LOCAL_RANK=x -- --rank 1 --device cuda
+refused "SLURM_LOCALID must be" SLURM_STEP_ID=0 SLURM_LOCALID=-1 -- --rank 1 --device cuda
 refused "RANK must be" RANK=x
 refused "RANK must be" RANK=
 refused "RANK must be" RANK=-1

@@ -1,7 +1,7 @@
 // Echo of a 64 MiB tensor in a GPU's memory between two processes that share the GPU: distrain,
 // LibTorch's TensorPipe with its CUDA channels, and beside them what their way is made of: the
 // copies to pinned memory and back, and the same echo of a tensor on the CPU. One JSON line each,
-// then the ratios of the medians.
+// then the ratios of the medians; exit code 1 if one is not what it should be.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <optional>
 
 #include <ATen/ATen.h>
 #include <arpa/inet.h>
@@ -205,14 +206,16 @@ int run() {
     }
   }
   std::filesystem::remove_all(folder);
-  for (const char* other : {"pinned-copies", "distrain-cpu", "torch-cuda"}) {
+  const std::vector<std::pair<std::string, std::optional<double>>> ratios = {
+      {"pinned-copies", 0.6}, {"distrain-cpu", std::nullopt}, {"torch-cuda", 1.5}};
+  for (const auto& [other, wanted] : ratios) {
     if (!medians.contains("distrain-cuda") || !medians.contains(other)) continue;
-    const Json line{{"event", "ratio"},
-                    {"name", "echo-gpu"},
-                    {"impl", "distrain-cuda"},
-                    {"of", other},
-                    {"speed", rounded(medians[other] / medians["distrain-cuda"])}};
+    const double speed = medians[other] / medians["distrain-cuda"];
+    const Json line{{"event", "ratio"},        {"name", "echo-gpu"},
+                    {"impl", "distrain-cuda"}, {"of", other},
+                    {"speed", rounded(speed)}, {"wanted", wanted ? Json(*wanted) : Json()}};
     std::printf("%s\n", line.dump().c_str());
+    if (wanted && speed < *wanted && code == 0) code = 1;
   }
   return code;
 }

@@ -1,6 +1,8 @@
 // What tests on a GPU begin with.
 #pragma once
 
+#include <cstdlib>
+
 #include "distrain/cuda/load.h"
 #include "distrain/rpc/agent.h"
 #include "support/cluster.h"
@@ -20,9 +22,13 @@ inline Cluster gpu_cluster(int size, const Cluster::Setup& setup, rpc::AgentOpti
 }
 
 /// Some work that takes a while in the current stream: what is computed behind it is not there yet
-/// when the call that asked for it returns.
+/// when the call that asked for it returns. None on the CPU, which is through with it by then.
+/// DISTRAIN_GPU_BUSY: rows of the matrices, fewer for tools that make a GPU slow.
 inline void keep_busy(c10::Device device) {
-  at::Tensor square = at::rand({4096, 4096}, at::device(device));
+  if (device.is_cpu()) return;
+  const char* const told = std::getenv("DISTRAIN_GPU_BUSY");
+  const int64_t size = told ? std::atoll(told) : 4096;
+  at::Tensor square = at::rand({size, size}, at::device(device));
   for (int i = 0; i < 20; ++i) square = at::mm(square, square).tanh();
 }
 

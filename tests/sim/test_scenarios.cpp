@@ -164,6 +164,7 @@ Copies copies_a_step(const DevicesOf& devices, Options options) {
   const Copies more{many.out - few.out, many.in - few.in, many.across - few.across};
   REQUIRE(more.out % kSteps == 0);
   REQUIRE(more.in % kSteps == 0);
+  REQUIRE(more.across % kSteps == 0);
   return {more.out / kSteps, more.in / kSteps, more.across / kSteps};
 }
 

@@ -2,6 +2,8 @@
 
 #include <exception>
 #include <functional>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -37,6 +39,12 @@ struct DevicePlace {
   std::function<std::string(const ParsedOptions&, int rank)> role;  ///< of any rank
 };
 
+/// Which of the GPUs of its host the rank takes, in turn: modulo their number. None where it takes
+/// no GPU, or one by its number. Throws `invalid` for an environment that makes no sense.
+std::optional<int> place_in_turn(const ParsedOptions& options, const DeviceRules& rules,
+                                 const Placement& placement, const DevicePlace& place,
+                                 const Environment& environment);
+
 /// Loads what GPUs need, if they are asked for: not before a process that forks has forked. Throws
 /// `resources`, naming the rank, where there are none.
 std::vector<c10::Device> choose_devices(const ParsedOptions& options, const DeviceRules& rules,
@@ -44,7 +52,8 @@ std::vector<c10::Device> choose_devices(const ParsedOptions& options, const Devi
                                         const Environment& environment);
 
 /// The devices of this process's rank, which are found out once: before its first line if that is
-/// possible, else once rank 0 has told the job's options.
+/// possible, else once rank 0 has told the job's options. get() is for one thread; the others are
+/// thread-safe, and never wait for it: it may take long.
 class RankDevices {
  public:
   using Choose = std::function<std::vector<c10::Device>(const std::string& rank_name,
@@ -56,12 +65,16 @@ class RankDevices {
                                       const job::OptionMap& of_rank_0);
   /// As JSON lines have them; null if they are not known, or not there.
   Json names() const;
+  bool has_accelerator() const;
   /// `device` and `device_mem_mb`, the most that tensors took on one of them; empty on the CPU.
   Json usage() const;
 
  private:
+  std::vector<c10::Device> known() const;
+
   const Choose choose_;
-  std::vector<c10::Device> devices_;
+  mutable std::mutex mutex_;
+  std::vector<c10::Device> devices_;  // once there are some they stay; written under the mutex
   std::exception_ptr error_;
 };
 

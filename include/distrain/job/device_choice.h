@@ -74,7 +74,11 @@ class DeviceSpec {
 /// `resources` if there is none, or none with that index.
 c10::Device resolve(const DeviceChoice& choice, const Accelerators& accelerators, int place);
 
-/// Runs `choose`; what it throws names the rank, as a message and as the cause.
+/// `error` as one of this rank: its message begins with "rank 2 (trainer1): ", unless it does so
+/// already, and the rank is the cause.
+base::Error error_of_rank(base::Error error, int rank, const std::string& name);
+
+/// Runs `choose`; what it throws, LibTorch's errors too, is an error_of_rank().
 std::vector<c10::Device> naming_rank(int rank, const std::string& name,
                                      const std::function<std::vector<c10::Device>()>& choose);
 

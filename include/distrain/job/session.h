@@ -40,7 +40,7 @@ class Session {
       work();
       finish(outcome);
     } catch (...) {
-      const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
+      const base::Error error = with_rank(rpc::error_in_flight(base::ErrorKind::kInternal));
       agent_->abort(error);
       write_what_there_is();
       throw base::Exception(error);
@@ -49,6 +49,8 @@ class Session {
 
  private:
   void choose_devices();
+  /// An error names its rank as the cause, and what a device could not do in its message, too.
+  base::Error with_rank(base::Error error) const;
   void write_what_there_is();
   void tell_waiting(const std::vector<int>& missing, const std::string& address);
 
@@ -57,6 +59,7 @@ class Session {
   JobTrace trace_;
   std::unique_ptr<rpc::Agent> agent_;
   optim::UpdateCount updates_;
+  bool joined_ = false;
 };
 
 }  // namespace distrain::job

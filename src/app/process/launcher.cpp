@@ -408,8 +408,9 @@ int Launcher::finish() {
     pump();
   }
   progress_.finish(end);
-  // The signal that ended us may have ended stdout's reader, too.
-  const bool took_reader = cause && ended_by_signal_ && write_error_ == EPIPE;
+  // The signal that ended us may have ended stdout's reader, too, or a terminal's end was both.
+  const bool took_reader =
+      cause && ended_by_signal_ && (write_error_ == EPIPE || write_error_ == EIO);
   if (write_error_ && !took_reader) {
     if (write_error_ != EPIPE) say(fmt::format("stdout: {}", strerror(write_error_)));
     return exit_code_of_write_error(write_error_);

@@ -1,5 +1,6 @@
 #include "process/rank_process.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <thread>
@@ -13,6 +14,7 @@
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/base/temporary_path.h"
+#include "distrain/job/device_choice.h"
 #include "distrain/rpc/error.h"
 #include "process/json_sink.h"
 #include "process/output.h"
@@ -43,9 +45,38 @@ void tell(const RankRun& run, const std::string& message) {
   _exit(code);  // a signal of its own would look to the launcher like a rank that was killed
 }
 
-[[noreturn]] void leave_unheard(const RankRun& run, int error) {
+/// Gives back the exit code.
+int tell_unheard(const RankRun& run, int error) {
   if (error != EPIPE) tell(run, fmt::format("stdout: {}", strerror(error)));
-  leave(run, exit_code_of_write_error(error));
+  return exit_code_of_write_error(error);
+}
+
+Cause cause_by_signal(const RankRun& run, int number) {
+  Cause cause;
+  cause.rank = run.job.rank;
+  cause.host = host_name();
+  cause.signal = signal_name(number);
+  cause.kind = base::kind_name(base::ErrorKind::kCancelled);
+  cause.message = fmt::format("ended by {}", cause.signal);
+  cause.exit_code = 128 + number;
+  return cause;
+}
+
+/// A signal that has come and that nobody has looked at, which this does; 0 if there is none.
+int pending_signal() {
+  const sigset_t set = ending_signal_set();
+  const timespec now{};
+  return std::max(0, sigtimedwait(&set, nullptr, &now));
+}
+
+/// Ctrl-C ends stdout's reader, too, and a terminal that closes takes stdout with it: whichever is
+/// noticed first, the signal is why the process ends.
+[[noreturn]] void leave_unheard(const RankRun& run, int error) {
+  const int number = pending_signal();
+  if (number == 0) leave(run, tell_unheard(run, error));
+  const Cause cause = cause_by_signal(run, number);
+  tell(run, cause.message);
+  leave(run, cause.exit_code);
 }
 
 Json start_fields(const RankRun& run, int threads) {
@@ -69,17 +100,6 @@ void look_for_devices(const RankRun& run) {
     run.devices->get(run.role, {});
   } catch (...) {  // kept, and thrown again
   }
-}
-
-Cause cause_by_signal(const RankRun& run, int number) {
-  Cause cause;
-  cause.rank = run.job.rank;
-  cause.host = host_name();
-  cause.signal = signal_name(number);
-  cause.kind = base::kind_name(base::ErrorKind::kCancelled);
-  cause.message = fmt::format("ended by {}", cause.signal);
-  cause.exit_code = 128 + number;
-  return cause;
 }
 
 Cause cause_by_goal(const RankRun& run, const std::string& message) {
@@ -114,11 +134,22 @@ void end_by_signal(const RankRun& run, JsonSink& sink, std::atomic<bool>& ending
   const Cause cause = cause_by_signal(run, number);
   Summary summary;
   summary.add_rss(peak_rss_mb());
+  summary.add(run.devices->usage());
   const Json fields =
       summary.end_fields(cause.exit_code, base::seconds_since(run.job.started), cause);
   if (!sink.finish(run.last_event, fields)) return;  // the body ended just now: its word holds
   tell(run, cause.message);
   leave(run, cause.exit_code);
+}
+
+/// The error in flight: whatever names no other rank went wrong on this one.
+base::Error error_of_this_rank(const RankRun& run) {
+  base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
+  if (error.rank >= 0) return error;
+  error.rank = run.job.rank;
+  const bool of_device =
+      error.kind == base::ErrorKind::kResources && run.devices->has_accelerator();
+  return of_device ? job::error_of_rank(std::move(error), error.rank, run.role) : error;
 }
 
 Cause report(const RankRun& run, JsonSink& sink, const base::Error& error) {
@@ -141,11 +172,16 @@ void block_ending_signals() {
 
 int run_rank(const RankRun& run) {
   std::atomic<bool> ending{false};
+  std::atomic<int> write_error{0};  // the first
+  job::StopSignal& stop = *run.job.stop;
   JsonSink sink(run.out_fd, run.job.name, run.job.rank, run.role, [&](int error) {
-    // Ctrl-C ends stdout's reader, too, and a terminal that closes takes stdout with it: that must
-    // not keep the job from its save.
-    if (!ending && !run.job.stop->requested()) leave_unheard(run, error);
+    // A job that saves does so when nobody hears it any more, as it does by a signal.
+    if (!stop.request() && !stop.requested() && !ending) leave_unheard(run, error);
+    int none = 0;
+    write_error.compare_exchange_strong(none, error);
   });
+  // What stdout failed with, unless a signal came as well: then that is why the job ends.
+  const auto unheard = [&] { return stop.number() == 0 ? write_error.load() : 0; };
   block_ending_signals();
   // Never joined: the process leaves by _exit.
   std::thread(end_by_signal, std::cref(run), std::ref(sink), std::ref(ending)).detach();
@@ -163,10 +199,10 @@ int run_rank(const RankRun& run) {
     const job::Outcome outcome = run.body(run.job, threads, sink);
     summary.add(outcome.fields);
     if (outcome.stopped) {
-      const int number = run.job.stop->number();
+      const int number = stop.number();
       cause = cause_by_signal(run, number != 0 ? number : SIGTERM);
       if (!outcome.message.empty()) cause->message = outcome.message;
-      tell(run, cause->message);
+      if (unheard() == 0) tell(run, cause->message);
     } else if (outcome.goal_missed) {
       cause = cause_by_goal(run, outcome.message);
       sink.emit("error", goal_fields(run, *cause));
@@ -179,7 +215,7 @@ int run_rank(const RankRun& run) {
                          {"message", outcome.afterwards->message}});
     }
   } catch (...) {
-    cause = report(run, sink, rpc::error_in_flight(base::ErrorKind::kInternal));
+    cause = report(run, sink, error_of_this_rank(run));
   }
   summary.add_rss(peak_rss_mb());
   summary.add(run.devices->usage());
@@ -189,7 +225,8 @@ int run_rank(const RankRun& run) {
     pause();  // a signal came first; its thread is about to end the process
   }
   std::fflush(nullptr);
-  return code;
+  const int error = unheard();
+  return error != 0 ? tell_unheard(run, error) : code;
 }
 
 }  // namespace distrain::app

@@ -33,9 +33,10 @@ struct RankRun {
 void block_ending_signals();
 
 /// Emits `start`, runs the body, emits `error` if it throws and the last line. A body that stopped
-/// by a signal ends as by that signal. Gives back the exit code; the process has to leave by
-/// `_exit` or leave_process() then, because threads may still run. The `start` line comes before
-/// rank 0 is asked, so that it is the first line whatever happens: on a rank that joined,
+/// by a signal ends as by that signal. When its lines cannot be written any more, a job that saves
+/// is told to stop, too; another one ends the process. Gives back the exit code; the process has to
+/// leave by `_exit` or leave_process() then, because threads may still run. The `start` line comes
+/// before rank 0 is asked, so that it is the first line whatever happens: on a rank that joined,
 /// `world_size`, `role`, the inherited part of `config` and, with that, `device` are null there.
 int run_rank(const RankRun& run);
 

@@ -168,10 +168,7 @@ class Trainer {
   }
 
   at::Tensor looked_up(const HybridBatch& batch) const {
-    const int server = table_.owner();
-    return rpc::placed(table_.forward(rpc::for_rank(agent_, server, batch.indices),
-                                      rpc::for_rank(agent_, server, batch.offsets)),
-                       agent_.device());
+    return rpc::placed(table_.forward(batch.indices, batch.offsets), agent_.device());
   }
 
   /// On the CPU.

@@ -1,10 +1,13 @@
 // distrain pipeline --local: the same model, micro-batches and updates in one process.
 
+#include <optional>
+
 #include "distrain/base/trace.h"
 #include "distrain/data/named_tensors.h"
 #include "distrain/job/local_trainers.h"
 #include "distrain/models/resnet.h"
 #include "distrain/optim/update_rule.h"
+#include "distrain/rpc/device.h"
 #include "distrain/scenario/pipeline.h"
 #include "loss.h"
 #include "run.h"
@@ -34,8 +37,11 @@ class LocalModel final : public PipelineModel {
     const double compute_s = base::seconds_since(begun);
     BatchResult result = judge(options_, scores, batch, index);
     update();
+    const c10::Device device = module_.parameters().front().device();
+    rpc::StreamPoint::mark(device).wait_on_host();
     result.batch_s = base::seconds_since(begun);
-    result.stage_s = {compute_s};
+    // A device has only been told by then what to compute.
+    result.stage_s = {rpc::is_accelerator(device) ? std::nullopt : std::optional(compute_s)};
     result.activations = {1};
     return result;
   }

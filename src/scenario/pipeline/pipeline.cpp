@@ -23,17 +23,16 @@ namespace {
 constexpr int kMaster = 0;
 constexpr auto kAsLongAsItTakes = std::chrono::nanoseconds::max();  // or until its peer dies
 
-rpc::To stage_rank(size_t stage) {
-  return rpc::To(static_cast<int>(stage) + 1).timeout(kAsLongAsItTakes);
-}
+int rank_of(size_t stage) { return static_cast<int>(stage) + 1; }
+rpc::To to_stage(size_t stage) { return rpc::To(rank_of(stage)).timeout(kAsLongAsItTakes); }
 
 /// F of all stages at once; gives back their results, in order.
 template <auto F, class... Args>
 auto call_all(rpc::Agent& agent, const std::vector<rpc::RRef<PipelineStage>>& stages,
               const Args&... args) {
-  std::vector<decltype(agent.rpc_async<F>(stage_rank(0), stages[0], args...))> calls;
+  std::vector<decltype(agent.rpc_async<F>(to_stage(0), stages[0], args...))> calls;
   for (size_t i = 0; i < stages.size(); ++i) {
-    calls.push_back(agent.rpc_async<F>(stage_rank(i), stages[i], args...));
+    calls.push_back(agent.rpc_async<F>(to_stage(i), stages[i], args...));
   }
   base::wait_all(calls);
   using Value = decltype(calls[0].wait());
@@ -75,8 +74,8 @@ class Pipeline final : public PipelineModel {
     simulate(schedule_);  // refuses what would not run
     for (size_t i = 0; i < cut_.size(); ++i) {
       stages_.push_back(agent.remote_new<PipelineStage>(
-          stage_rank(i), options.model, options.classes, options.image_size, cut_[i].first,
-          cut_[i].last, options.seed, agent.device_of(static_cast<int>(i) + 1)));
+          to_stage(i), options.model, options.classes, options.image_size, cut_[i].first,
+          cut_[i].last, options.seed, agent.device_of(rank_of(i))));
     }
     std::vector<rpc::RRef<at::Tensor>> parameters;
     for (const auto& of_stage : call_all<&PipelineStage::parameter_rrefs>(agent_, stages_)) {
@@ -92,15 +91,16 @@ class Pipeline final : public PipelineModel {
     std::vector<base::Future<void>> begin;
     for (size_t i = 0; i < stages_.size(); ++i) {
       begin.push_back(agent_.rpc_async<&PipelineStage::begin_batch>(
-          stage_rank(i), stages_[i], schedule_.stages[i], batch.images.size(0)));
+          to_stage(i), stages_[i], schedule_.stages[i], batch.images.size(0)));
     }
     base::wait_all(begin);
     BatchResult result = judge(
         options_, run_micro_batches(micro_batches(batch, schedule_.micro_batches)), batch, index);
     if (options_.on_gradients) options_.on_gradients(gradients());
     optimizer_->step(whole);
+    const std::vector<StageReport> reports = call_all<&PipelineStage::end_batch>(agent_, stages_);
     result.batch_s = base::seconds_since(begun);
-    for (const StageReport& report : call_all<&PipelineStage::end_batch>(agent_, stages_)) {
+    for (const StageReport& report : reports) {
       result.stage_s.push_back(report.compute_s);
       result.activations.push_back(report.activations);
       result.stop_requested = result.stop_requested || report.stop_requested;
@@ -117,7 +117,7 @@ class Pipeline final : public PipelineModel {
     std::vector<base::Future<void>> loads;
     for (size_t i = 0; i < stages_.size(); ++i) {
       loads.push_back(agent_.rpc_async<&PipelineStage::load>(
-          stage_rank(i), stages_[i], models::weights_of(options_.model, cut_[i], state)));
+          to_stage(i), stages_[i], models::weights_of(options_.model, cut_[i], state)));
     }
     base::wait_all(loads);
   }
@@ -135,10 +135,9 @@ class Pipeline final : public PipelineModel {
       passes->contexts[m] =
           std::make_unique<autograd::Context>(agent_, autograd::Context::Scope::kExplicit);
       const rpc::ContextScope scope(agent_, passes->contexts[m]->id());
-      rpc::RRef<at::Tensor> activations =
-          agent_.make_rref(rpc::for_rank(agent_, 1, passes->inputs[m].images));
+      rpc::RRef<at::Tensor> activations = agent_.make_rref(passes->inputs[m].images);
       for (size_t i = 0; i < stages_.size(); ++i) {
-        activations = agent_.remote<&PipelineStage::forward>(stage_rank(i), stages_[i], activations,
+        activations = agent_.remote<&PipelineStage::forward>(to_stage(i), stages_[i], activations,
                                                              static_cast<int64_t>(m));
       }
       done.push_back(activations.to_here_async(kAsLongAsItTakes)

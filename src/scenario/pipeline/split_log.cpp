@@ -48,7 +48,10 @@ void SplitLog::end_split() {
   const double batch_s = median_of([](const BatchResult& r) { return r.batch_s; });
   job::Json stage_s = job::Json::array();
   for (size_t stage = 0; stage < result.stage_s.size(); ++stage) {
-    stage_s.push_back(median_of([&](const BatchResult& r) { return r.stage_s[stage]; }));
+    stage_s.push_back(result.stage_s[stage] ? job::Json(median_of([&](const BatchResult& r) {
+      return *r.stage_s[stage];
+    }))
+                                            : job::Json());
   }
   last_ = {{"num_split", num_split_},
            {"schedule", options_.schedule},

@@ -13,9 +13,10 @@ namespace distrain::scenario {
 /// What came of one batch.
 struct BatchResult {
   double loss = 0;
-  std::optional<double> accuracy;    ///< where there are labels to hit: not with random data
-  double batch_s = 0;                ///< passes and update
-  std::vector<double> stage_s;       ///< each stage's own computing time
+  std::optional<double> accuracy;  ///< where there are labels to hit: not with random data
+  double batch_s = 0;              ///< passes and update, to the end of what devices do
+  /// Each stage's own computing time; none where a device computes.
+  std::vector<std::optional<double>> stage_s;
   std::vector<int64_t> activations;  ///< micro-batches that each stage held at most
   bool stop_requested = false;       ///< a stage's rank was told to stop
 };

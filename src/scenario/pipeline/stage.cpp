@@ -9,6 +9,7 @@
 #include "distrain/base/clock.h"
 #include "distrain/base/trace.h"
 #include "distrain/data/named_tensors.h"
+#include "distrain/rpc/device.h"
 #include "distrain/rpc/error.h"
 #include "distrain/rpc/placed.h"
 
@@ -77,9 +78,11 @@ void PipelineStage::begin_batch(rpc::CallContext& call, std::vector<PipelineStep
   std::lock_guard lock(mutex_);
   held_ = 0;
   report_ = {};
+  if (!rpc::is_accelerator(device())) report_.compute_s = 0;
 }
 
 StageReport PipelineStage::end_batch(rpc::CallContext& call) {
+  rpc::StreamPoint::mark(device()).wait_on_host();
   std::lock_guard lock(mutex_);
   report_.stop_requested = call.agent.local<StageJob>().stop->requested();
   return report_;
@@ -178,7 +181,7 @@ void PipelineStage::hold(int64_t micro_batches) {
 
 void PipelineStage::add_compute(base::TimePoint begun) {
   std::lock_guard lock(mutex_);
-  report_.compute_s += base::seconds_since(begun);
+  if (report_.compute_s) *report_.compute_s += base::seconds_since(begun);
 }
 
 std::vector<rpc::RRef<at::Tensor>> PipelineStage::parameter_rrefs(rpc::CallContext& call) {

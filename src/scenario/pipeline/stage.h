@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,7 +34,8 @@ struct StageJob {
 
 /// What one stage did in a batch.
 struct StageReport {
-  double compute_s = 0;     ///< in which a step had the turn
+  /// In which a step had the turn; none on an accelerator, which is only told then what to do.
+  std::optional<double> compute_s;
   int64_t activations = 0;  ///< micro-batches that it held at most, between their two passes
   bool stop_requested = false;
   static constexpr auto kFields =
@@ -57,6 +59,7 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
   /// A batch of `batch_size` samples follows: micro-batches in the order of `row`. The call's
   /// context is the one that gathers the gradients of the micro-batches' contexts.
   void begin_batch(rpc::CallContext& call, std::vector<PipelineStep> row, int64_t batch_size);
+  /// When all that the stage has to do for the batch, its update too, is done.
   StageReport end_batch(rpc::CallContext& call);
 
   /// In the micro-batch's own context: fetches its input, from the stage before or the master, and
@@ -82,6 +85,7 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
   at::Tensor compute(rpc::Agent& agent, const at::Tensor& input, int64_t micro_batch,
                      const Turns::TurnPtr& turn);
   autograd::PassGuard guard(rpc::Agent& agent, int64_t micro_batch, double sleep_s);
+  c10::Device device() const { return module_.parameters().front().device(); }
   at::Tensor stand_in(const at::Tensor& input) const;
   at::Tensor full_size(const at::Tensor& input) const;
   void hold(int64_t micro_batches);

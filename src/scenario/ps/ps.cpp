@@ -116,11 +116,10 @@ class Trainer {
     const base::TraceScope scope("step", "step", log_.steps());
     if (log_.epoch() != task.epoch) log_.begin_epoch(task.epoch);
     const ImageBatch batch = data_.batch(task);
-    const at::Tensor images = rpc::for_rank(agent_, job::kServer, batch.images);
     const at::Tensor targets = rpc::placed(batch.targets, agent_.device());
     autograd::Context context(agent_);
-    const models::PsForward forward =
-        model_.rpc_sync<&models::ConvNet::forward_training>(images, dropout_key(options_, task));
+    const models::PsForward forward = model_.rpc_sync<&models::ConvNet::forward_training>(
+        batch.images, dropout_key(options_, task));
     const at::Tensor scores = rpc::placed(forward.scores, agent_.device());
     const at::Tensor loss = base::traced("loss", [&] { return at::nll_loss(scores, targets); });
     const double value = job::checked_loss(loss, task.epoch, task.step + 1);
@@ -160,8 +159,7 @@ class Trainer {
     mine.staleness = staleness_;
     mine.evaluation = evaluate_share(
         data_, agent_.rank() - 1, options_.trainers, [this](const at::Tensor& images) {
-          const at::Tensor sent = rpc::for_rank(agent_, job::kServer, images);
-          return rpc::placed(model_.rpc_sync<&models::ConvNet::forward_evaluating>(sent),
+          return rpc::placed(model_.rpc_sync<&models::ConvNet::forward_evaluating>(images),
                              agent_.device());
         });
     agent_.rpc_sync<&report>(job::kServer, mine);

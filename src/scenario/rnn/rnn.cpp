@@ -173,13 +173,12 @@ class Trainer {
     const auto sent = [this](const at::Tensor& t) {
       return rpc::for_rank(agent_, job::kServer, t);
     };
-    return {[this, sent](const at::Tensor& words) {
-              return rpc::placed(
-                  server_.embedding.rpc_sync<&models::WordEmbedding::forward>(sent(words)),
-                  agent_.device());
+    return {[this](const at::Tensor& words) {
+              return rpc::placed(server_.embedding.rpc_sync<&models::WordEmbedding::forward>(words),
+                                 agent_.device());
             },
             [this, sent](const at::Tensor& hidden, const at::Tensor& targets) {
-              return server_.decoder.rpc_sync<&models::Decoder::loss>(sent(hidden), sent(targets));
+              return server_.decoder.rpc_sync<&models::Decoder::loss>(sent(hidden), targets);
             },
             [this, sent](const at::Tensor& hidden) {
               return server_.decoder.rpc_sync<&models::Decoder::scores>(sent(hidden));

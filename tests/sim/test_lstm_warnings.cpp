@@ -1,0 +1,48 @@
+// An LSTM on a device keeps to itself that its weights are not one piece of memory, and no other
+// warning.
+#include <ATen/record_function.h>
+#include <c10/util/Exception.h>
+
+#include "distrain/models/language_model.h"
+#include "support/catch.h"
+#include "support/sim_device.h"
+
+using namespace distrain;
+using testing::sim;
+
+namespace {
+
+class Collector final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override { heard.push_back(warning.msg()); }
+  std::vector<std::string> heard;
+};
+
+/// As cuDNN's, and another one, from within.
+std::unique_ptr<at::ObserverContext> warn(const at::RecordFunction& function) {
+  if (std::string_view(function.name()) == "aten::lstm") {
+    TORCH_WARN(
+        "RNN module weights are not part of single contiguous chunk of memory. This means …");
+    TORCH_WARN("something is odd");
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+TEST_CASE("an LSTM on a device lets all warnings through but one") {
+  const c10::Device device = GENERATE(sim(), c10::Device(c10::kCPU));
+  models::Lstm lstm(3, 4, 1, 0.0, 1, device);
+  models::LstmState state = lstm->zero_state(2);
+  models::Dropout none;
+  Collector collector;
+  {
+    const c10::WarningUtils::WarningHandlerGuard guard(&collector);
+    const auto callback = at::addThreadLocalCallback(at::RecordFunctionCallback(warn));
+    lstm->forward(at::zeros({5, 2, 3}, at::device(device)), state, none);
+    at::removeCallback(callback);
+  }
+  REQUIRE(!collector.heard.empty());
+  CHECK(collector.heard.back() == "something is odd");
+  CHECK(collector.heard.size() == (device.is_cpu() ? 2 : 1));
+}

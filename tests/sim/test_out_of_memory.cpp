@@ -1,0 +1,83 @@
+// ctest: timeout=120
+// What a device could not do is a want of resources, and names the rank.
+#include <c10/util/Exception.h>
+
+#include "distrain/job/device_choice.h"
+#include "distrain/rpc/error.h"
+#include "support/cluster.h"
+#include "support/scenario_job.h"
+#include "support/sim_device.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using scenario::HybridOptions;
+using scenario::RnnOptions;
+
+namespace {
+
+/// No device takes any tensor for as long as this lives.
+struct NoMemory {
+  NoMemory() { set_sim_memory_limit(0); }
+  ~NoMemory() { set_sim_memory_limit(INT64_MAX); }
+};
+
+/// All ranks end with it, whoever had asked for the memory.
+template <class Options>
+void check_names_rank(const Options& options, int rank, const std::string& name) {
+  const NoMemory limit;
+  Hooks<Options> hooks;
+  hooks.job = [rank](Job& job) {
+    if (job.rank == rank) job.devices = {sim(2)};
+  };
+  const Finished job = try_job(Place::kRanks, options, hooks);
+  REQUIRE(job.outcomes.empty());
+  const std::string words =
+      "rank " + std::to_string(rank) + " (" + name + "): sim:2 is out of memory";
+  for (const auto& [who, error] : job.errors) {
+    CAPTURE(who, error.message);
+    CHECK(base::kind_name(error.kind) == base::kind_name(base::ErrorKind::kResources));
+    CHECK(error.rank == rank);
+    CHECK(error.message.starts_with(words));
+  }
+}
+
+[[noreturn]] void report_failure() {
+  throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 46,
+                              "CUDA error: all devices are busy\nFor debugging consider this.");
+}
+
+base::Error caught() {
+  try {
+    report_failure();
+  } catch (...) {
+    return rpc::error_in_flight(base::ErrorKind::kInternal);
+  }
+  return {};
+}
+
+}  // namespace
+
+TEST_CASE("a device without memory ends the job in the name of its rank") {
+  check_names_rank(RnnOptions(), 1, "trainer1");  // what the rank itself does
+  check_names_rank(RnnOptions(), 0, "ps");        // what it does as a trainer asks for it
+  check_names_rank(HybridOptions(), 0, "trainer0");
+  check_names_rank(HybridOptions(), 3, "ps");
+}
+
+TEST_CASE("what an accelerator's runtime reports is a want of resources") {
+  const base::Error error = caught();
+  CHECK(base::kind_name(error.kind) == base::kind_name(base::ErrorKind::kResources));
+  CHECK(error.message == "CUDA error: all devices are busy");
+}
+
+TEST_CASE("a rank is named, once, whatever failed as its devices were looked for") {
+  const auto choose = []() -> std::vector<c10::Device> { report_failure(); };
+  const base::Error error = error_of([&] { job::naming_rank(12, "trainer11", choose); });
+  CHECK(error.rank == 12);
+  CHECK(error.message == "rank 12 (trainer11): CUDA error: all devices are busy");
+  CHECK(job::error_of_rank(error, 12, "trainer11").message == error.message);
+  CHECK(job::error_of_rank(error, 12, "").message == error.message);
+  CHECK(job::error_of_rank(error, 1, "ps").message == "rank 1 (ps): " + error.message);
+  CHECK(job::error_of_rank({base::ErrorKind::kResources, "no disk", -1, {}}, 1, "").message ==
+        "rank 1: no disk");
+}

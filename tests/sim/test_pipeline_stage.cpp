@@ -1,0 +1,89 @@
+// ctest: timeout=120
+// Of a pipeline's batch on devices: when it is over, and what is told of its time.
+#include <ATen/Functions.h>
+
+#include "../src/scenario/pipeline/stage.h"
+#include "distrain/rpc/device.h"
+#include "support/cluster.h"
+#include "support/scenario_data.h"
+#include "support/scenario_job.h"
+#include "support/sim_device.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using rpc::StreamPoint;
+using scenario::PipelineOptions;
+using scenario::PipelineStage;
+using scenario::StageReport;
+
+namespace {
+
+constexpr int kParameters = 62;  // of a resnet18
+
+PipelineOptions one_batch() {
+  PipelineOptions options = small_pipeline(1, 4);
+  options.num_split = {2};
+  options.loss = "ce";
+  options.log_interval = 1;
+  return options;
+}
+
+Hooks<PipelineOptions> on_a_device(int rank) {
+  Hooks<PipelineOptions> hooks;
+  hooks.job = [rank](Job& job) {
+    if (job.rank == rank) job.devices = {sim(1)};
+  };
+  return hooks;
+}
+
+}  // namespace
+
+TEST_CASE("a stage's batch is over when its device has done all") {
+  const auto setup = [](rpc::Agent& agent) {
+    autograd::install(agent);
+    PipelineStage::expose(agent);
+    const auto job = std::make_shared<scenario::StageJob>();
+    job->stop = std::make_shared<job::StopSignal>();
+    agent.provide(job);
+  };
+  Cluster cluster(2, setup, {}, [](rpc::AgentOptions& options) {
+    if (options.rank == 1) options.device = sim(1);
+  });
+  {
+    const autograd::Context whole(cluster[0]);
+    const auto blocks = models::whole_resnet("resnet18");
+    const rpc::RRef<PipelineStage> stage = cluster[0].remote_new<PipelineStage>(
+        1, "resnet18", 10, 33, blocks.first, blocks.last, 1, cluster[0].device_of(1));
+    stage.rpc_sync<&PipelineStage::begin_batch>(std::vector<scenario::PipelineStep>{}, 2);
+    const at::Tensor work = at::zeros({4}, sim(1));
+    for (int i = 0; i < 100; ++i) work.add_(1);
+    const StreamPoint all = StreamPoint::mark(sim(1));
+    REQUIRE_FALSE(all.reached());
+    const StageReport report = stage.rpc_sync<&PipelineStage::end_batch>();
+    CHECK(all.reached());
+    CHECK_FALSE(report.compute_s);
+  }
+  cluster.shutdown();
+}
+
+TEST_CASE("in one process a batch is over when its device has done all") {
+  Hooks<PipelineOptions> hooks = on_a_device(0);
+  int left = -1;  // pieces of work when the batch's time has been taken
+  hooks.heard = [&left](const Job&, const Line& line) {
+    if (line.event != "step") return;
+    const StreamPoint all = StreamPoint::mark(sim(1));
+    for (left = 0; !all.reached(); ++left) continue;
+  };
+  run_job(Place::kLocal, one_batch(), hooks);
+  REQUIRE(left >= 0);
+  CHECK(left < kParameters);  // what tensors that have gone leave to do, but no update
+}
+
+TEST_CASE("stages on devices tell no computing time, those on the CPU do") {
+  const Json ranks = run_job(Place::kRanks, one_batch(), on_a_device(1)).all("split").at(0);
+  REQUIRE(ranks["stage_s"].size() == 2);
+  CHECK(ranks["stage_s"][0].is_null());
+  CHECK(ranks["stage_s"][1].get<double>() > 0);
+  const Json local = run_job(Place::kLocal, one_batch(), on_a_device(0)).all("split").at(0);
+  CHECK(local["stage_s"] == Json::array({nullptr}));
+}
