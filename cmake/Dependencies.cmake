@@ -10,6 +10,13 @@ find_path(DISTRAIN_FMT_INCLUDE fmt/format.h REQUIRED)
 add_library(distrain_fmt INTERFACE)
 target_compile_definitions(distrain_fmt INTERFACE FMT_HEADER_ONLY)
 
+# xxHash, static: one function of it is used.
+find_path(DISTRAIN_XXHASH_INCLUDE xxhash.h REQUIRED)
+find_library(DISTRAIN_XXHASH_LIBRARY NAMES libxxhash.a REQUIRED)
+add_library(distrain_xxhash STATIC IMPORTED)
+set_target_properties(distrain_xxhash PROPERTIES IMPORTED_LOCATION ${DISTRAIN_XXHASH_LIBRARY})
+target_include_directories(distrain_xxhash SYSTEM INTERFACE ${DISTRAIN_XXHASH_INCLUDE})
+
 # libuv, static and hidden: libtorch_cpu.so exports a libuv of its own. The whole archive goes in, so
 # that ours is taken whatever the order of the link line, and --exclude-libs keeps torch from
 # binding to it. Only our uv is named there: hiding the inline functions and variables that we share

@@ -1,9 +1,10 @@
 #pragma once
 
-#include <array>
-#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string_view>
+
+#include <xxhash.h>
 
 namespace distrain::data {
 
@@ -17,14 +18,10 @@ class ContentHasher {
   uint64_t value() const;
 
  private:
-  using Lanes = std::array<uint64_t, 4>;
-  static constexpr size_t kBlock = 32;
-
-  uint64_t seed_;
-  // Four lanes, so that the multiplications of one word do not wait for those of the last.
-  Lanes lanes_;
-  uint64_t length_ = 0;
-  std::array<char, kBlock> rest_{};  // the last length_ % kBlock bytes, not in the lanes yet
+  struct Free {
+    void operator()(XXH64_state_t* state) const { XXH64_freeState(state); }
+  };
+  std::unique_ptr<XXH64_state_t, Free> state_;
 };
 
 }  // namespace distrain::data
