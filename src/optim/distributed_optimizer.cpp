@@ -5,7 +5,9 @@
 #include <utility>
 
 #include <ATen/Functions.h>
+#include <torch/csrc/autograd/variable.h>
 
+#include "distrain/autograd/leaf_hook.h"
 #include "distrain/rpc/channel.h"
 #include "local_optimizer.h"
 #include "validate.h"
@@ -137,6 +139,21 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
     : DistributedOptimizer(agent, {ParameterGroup{shared, own, rule.options}}, rule.max_norm,
                            sharing) {}
 
+namespace {
+
+// As a shared parameter it would wait for other trainers, each of which steps a replica of its own.
+void refuse_replica(const at::Tensor& value, uint64_t group) {
+  if (!value.defined()) return;
+  const auto& hook = torch::autograd::impl::post_acc_grad_hooks(value);
+  if (!dynamic_cast<const autograd::LeafHook*>(hook.get())) return;
+  throw base::Exception(base::ErrorKind::kInvalid,
+                        "a shared parameter of group " + std::to_string(group) +
+                            " is this rank's replica of a DistributedDataParallel: it goes among "
+                            "the rank's own parameters");
+}
+
+}  // namespace
+
 DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
                                            const std::vector<ParameterGroup>& groups,
                                            double max_norm, Sharing sharing)
@@ -164,7 +181,9 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
       groups_here.push_back(terms.number);
     };
     for (const auto& rref : group.shared) {
-      add(by_owner[rref.owner()], rref, rref.is_owner() ? rref.local_value() : at::Tensor());
+      const at::Tensor value = rref.is_owner() ? rref.local_value() : at::Tensor();
+      refuse_replica(value, terms.number);
+      add(by_owner[rref.owner()], rref, value);
     }
     for (const at::Tensor& parameter : group.own) add(own, {}, parameter);
   }

@@ -69,7 +69,8 @@ class DistributedOptimizer {
  public:
   /// Throws `invalid` if a parameter is given twice (naming the groups, by their places from 0), or
   /// if the parameters of a rank are optimised otherwise already: with others beside them, in other
-  /// groups, by other options. A group may be empty.
+  /// groups, by other options; or for a shared parameter that is a DistributedDataParallel's
+  /// replica on this rank. A group may be empty.
   DistributedOptimizer(rpc::Agent& agent, const std::vector<ParameterGroup>& groups,
                        Sharing sharing = {});
   /// One group of shared parameters.

@@ -4,10 +4,12 @@
 #include <mutex>
 #include <thread>
 
+#include <torch/csrc/autograd/variable.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
 #include "distrain/autograd/context.h"
+#include "distrain/autograd/leaf_hook.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/optim/schedule.h"
 #include "support/catch.h"
@@ -219,6 +221,25 @@ TEST_CASE("a parameter that is given twice is refused, naming the groups") {
     autograd::Context context(agent);
     CHECK(nothing.step(context) == 0);
   }
+  cluster.shutdown();
+}
+
+TEST_CASE("a replica of DistributedDataParallel is no shared parameter") {
+  struct Replica final : autograd::LeafHook {
+    void operator()(const at::Tensor&) override {}
+    void on_context_gradient(const autograd::ContextRef&, const at::Tensor&) override {}
+  };
+  Cluster cluster(1, setup);
+  const at::Tensor parameter = at::zeros({2}).requires_grad_();
+  torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::make_unique<Replica>());
+  const base::Error error = error_of([&] {
+    DistributedOptimizer refused(cluster[0], {cluster[0].make_rref(parameter)},
+                                 optim::Sgd{.lr = 0.1});
+  });
+  CHECK(error.kind == ErrorKind::kInvalid);
+  CHECK(error.message.find("goes among the rank's own parameters") != std::string::npos);
+  const DistributedOptimizer taken(cluster[0], {}, {parameter},
+                                   optim::Rule{optim::Sgd{.lr = 0.1}, {}, 0});
   cluster.shutdown();
 }
 
