@@ -1,7 +1,10 @@
-// The example of README.md, "The library", run by two agents in one process.
+// The examples of README.md, "The library", run by two agents in one process.
 #include <ATen/Functions.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/linear.h>
 
 #include "distrain/autograd/context.h"
+#include "distrain/nn/module.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/rpc/agent.h"
 #include "support/catch.h"
@@ -42,6 +45,37 @@ TEST_CASE("the README's example learns") {
     }
     const at::Tensor weight = scale.rpc_sync<&Scale::parameter>().to_here();
     CHECK(at::allclose(weight.detach(), at::full({3}, 2.0), 1e-4, 1e-4));
+  }
+  cluster.shutdown();
+}
+
+TEST_CASE("the README's module learns") {
+  testing::Cluster cluster(2, [](rpc::Agent& agent) {
+    autograd::install(agent);
+    optim::install(agent);
+    if (agent.rank() == 1) {
+      nn::expose_module(agent, "net", [](int64_t inputs) {
+        return torch::nn::Sequential(torch::nn::Linear(inputs, 8), torch::nn::Tanh(),
+                                     torch::nn::Linear(8, 1));
+      });
+    } else {
+      nn::install(agent);
+    }
+  });
+  rpc::Agent& agent = cluster[0];
+  {
+    nn::RemoteModule net(agent, "w1", "net", int64_t{3});
+    optim::DistributedOptimizer optimizer(agent, net.remote_parameters(), optim::AdamW{.lr = 0.02});
+    const at::Tensor x = at::ones({4, 3});
+    double loss = 1e9;
+    for (int step = 0; step < 300; ++step) {
+      autograd::Context context(agent);
+      const at::Tensor error = (net.forward(x) - 2).pow(2).mean();
+      autograd::backward(context, {error});
+      optimizer.step(context);
+      loss = error.item<double>();
+    }
+    CHECK(loss < 0.01);
   }
   cluster.shutdown();
 }
