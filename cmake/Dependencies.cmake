@@ -3,7 +3,9 @@ find_package(Threads REQUIRED)
 find_package(CLI11 REQUIRED)
 find_package(nlohmann_json REQUIRED)
 find_package(ZLIB REQUIRED)
-find_package(Catch2 REQUIRED)
+if(DISTRAIN_TESTS)
+  find_package(Catch2 REQUIRED)
+endif()
 
 # fmt, header-only: LibTorch carries a newer fmt whose headers win where torch is included.
 find_path(DISTRAIN_FMT_INCLUDE fmt/format.h REQUIRED)

@@ -15,16 +15,10 @@ using scenario::RnnOptions;
 
 namespace {
 
-/// No device takes any tensor for as long as this lives.
-struct NoMemory {
-  NoMemory() { set_sim_memory_limit(0); }
-  ~NoMemory() { set_sim_memory_limit(INT64_MAX); }
-};
-
 /// All ranks end with it, whoever had asked for the memory.
 template <class Options>
 void check_names_rank(const Options& options, int rank, const std::string& name) {
-  const NoMemory limit;
+  const SimMemoryLimit none(0);
   Hooks<Options> hooks;
   hooks.job = [rank](Job& job) {
     if (job.rank == rank) job.devices = {sim(2)};
