@@ -19,37 +19,46 @@ using Scope = autograd::Context::Scope;
 
 namespace {
 
-/// A stage whose backward passes wait for the test. Its guard keeps it alive: the guard hears of a
-/// failure after the initiator does, who may have dropped the stage by then.
+/// What guards of passes have told. They hold it: they hear of a failure after the initiator does,
+/// who may have dropped the stage by then.
+struct Told {
+  uint64_t gather_in = 0;
+  std::atomic<int> ended{0};
+  std::atomic<int> failed{0};
+};
+
+/// A stage whose backward passes wait for the test. What waits at the gate holds the guard, so the
+/// guard must not hold the gate.
 struct GatedStage : std::enable_shared_from_this<GatedStage> {
   using Constructor = GatedStage(double weight);
   explicit GatedStage(double w) : weight(at::full({1}, w, at::kDouble).requires_grad_()) {}
 
   at::Tensor forward(rpc::CallContext& call, const RRef<at::Tensor>& input) {
     autograd::PassGuard guard;
-    guard.admit = [self = shared_from_this()] { return self->gate.future(); };
-    guard.on_end = [self = shared_from_this(), &agent = call.agent, from = rpc::current_context()] {
-      if (self->gather_in != 0) autograd::move_gradients(agent, from, self->gather_in);
-      ++self->ended;
+    guard.admit = [stage = weak_from_this()] {
+      const auto self = stage.lock();
+      return self ? self->gate.future() : base::Promise<void>().future();
     };
-    guard.on_failure = [self = shared_from_this()](const base::Error&) { ++self->failed; };
+    guard.on_end = [told = told, &agent = call.agent, from = rpc::current_context()] {
+      if (told->gather_in != 0) autograd::move_gradients(agent, from, told->gather_in);
+      ++told->ended;
+    };
+    guard.on_failure = [told = told](const base::Error&) { ++told->failed; };
     autograd::guard_pass(call.agent, guard);
     return input.to_here() * weight;
   }
-  void gather() { gather_in = rpc::current_context(); }
+  void gather() { told->gather_in = rpc::current_context(); }
   void open() { gate.set(); }
   void break_gate() { gate.fail({ErrorKind::kResources, "the gate broke", -1, {}}); }
   at::Tensor gradient(rpc::CallContext& call, uint64_t context) {
     return autograd::gradient(call.agent, context, weight);
   }
-  int passes() { return ended; }
-  int failures() { return failed; }
+  int passes() { return told->ended; }
+  int failures() { return told->failed; }
 
   at::Tensor weight;
   base::Promise<void> gate;
-  uint64_t gather_in = 0;
-  std::atomic<int> ended{0};
-  std::atomic<int> failed{0};
+  const std::shared_ptr<Told> told = std::make_shared<Told>();
 };
 
 base::Future<at::Tensor> fetch_later(const RRef<at::Tensor>& value) {
