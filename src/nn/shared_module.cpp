@@ -14,6 +14,7 @@
 
 #include "distrain/base/error.h"
 #include "distrain/base/thread_state.h"
+#include "distrain/rpc/device.h"
 #include "distrain/rpc/error.h"
 #include "distrain/rpc/placed.h"
 #include "keyed_random.h"
@@ -147,7 +148,6 @@ struct SharedModule::Replica {
   std::vector<NamedTensor> buffers;
   std::vector<uint32_t> buffer_versions;
   uint64_t buffers_generation = 0;
-  rpc::StreamPoint buffers_ready;
   bool buffers_compared = false;
   // Guarded by the mutex of the module.
   bool in_forward = true;
@@ -227,7 +227,6 @@ SharedModule::SharedModule(rpc::Agent& agent, std::string name,
   for (auto& [its_name, buffer] : buffers_) {
     buffer = rpc::placed(buffer.detach(), agent_.device());
   }
-  buffers_ready_ = rpc::StreamPoint::mark(agent_.device());
 }
 
 SharedModule::~SharedModule() = default;
@@ -268,23 +267,13 @@ void SharedModule::renew(Replica& replica) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     read.renew(replica.parameters[i], parameters_[i].tensor);
   }
-  if (replica.buffers.empty()) return;
-  const at::NoGradGuard no_grad;
-  const c10::Device device = agent_.device();
-  const auto uses = [device](const at::Tensor& tensor) {
-    if (rpc::is_accelerator(device)) rpc::use_on_stream(tensor, rpc::current_stream(device));
-  };
   if (replica.buffers_generation != buffers_generation_) {
-    buffers_ready_.make_current_wait(device);
+    const at::NoGradGuard no_grad;
     for (size_t i = 0; i < buffers_.size(); ++i) {
-      uses(buffers_[i].tensor);
       point_to(replica.buffers[i].tensor, buffers_[i].tensor.clone());
     }
-    replica.buffers_ready = rpc::StreamPoint::mark(device);
+    replica.buffers_generation = buffers_generation_;
   }
-  replica.buffers_ready.make_current_wait(device);
-  for (const auto& [its_name, buffer] : replica.buffers) uses(buffer);
-  replica.buffers_generation = buffers_generation_;
   replica.buffer_versions.clear();
   for (const auto& [its_name, buffer] : replica.buffers) {
     replica.buffer_versions.push_back(static_cast<uint32_t>(buffer._version()));
@@ -359,7 +348,6 @@ NamedTensors SharedModule::state() {
       names.push_back(its_name);
       copies.push_back(read.version(parameter).clone());
     }
-    buffers_ready_.make_current_wait(agent_.device());
     for (const auto& [its_name, buffer] : buffers_) {
       names.push_back(its_name);
       copies.push_back(buffer.clone());
@@ -403,7 +391,6 @@ void SharedModule::load_state(NamedTensors state) {
     buffer = at::empty_like(buffer).copy_(state.at(its_name));
   }
   ++buffers_generation_;
-  buffers_ready_ = rpc::StreamPoint::mark(agent_.device());
 }
 
 size_t SharedModule::replicas() {

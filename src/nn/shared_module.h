@@ -14,7 +14,6 @@
 #include "distrain/nn/module.h"
 #include "distrain/nn/remote_module.h"
 #include "distrain/rpc/agent.h"
-#include "distrain/rpc/device.h"
 
 namespace distrain::nn {
 
@@ -56,10 +55,11 @@ class SharedModule final : public autograd::VersionKeeper {
   const std::function<detail::AnyNet()> make_;
   std::vector<NamedTensor> parameters_;
   std::vector<at::Tensor> nothing_;  // for each parameter, what an idle version of it is
-  // Changed under a ParameterUpdate, read under a ParameterRead.
+  // Changed under a ParameterUpdate, read under a ParameterRead. Nobody but exposed functions does
+  // either, and those run under the default streams of workers: so what they do with buffers, and
+  // the buffers' memory, is in order on a device by itself. Parameters others change, too.
   std::vector<NamedTensor> buffers_;
   uint64_t buffers_generation_ = 1;
-  rpc::StreamPoint buffers_ready_;
 
   std::mutex mutex_;  // of the list and of what says whether a replica is idle
   std::vector<std::unique_ptr<Replica>> replicas_;

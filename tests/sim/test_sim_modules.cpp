@@ -35,6 +35,17 @@ struct ShiftedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Shifted);
 
+// Writes its buffer as some of torch's kernels do: the tensor does not count it as a change.
+struct UncountedImpl : torch::nn::Module {
+  UncountedImpl() { passes = register_buffer("passes", at::zeros({3})); }
+  at::Tensor forward(const at::Tensor& x) {
+    if (is_training()) passes.variable_data().add_(1);
+    return x + passes;
+  }
+  at::Tensor passes;
+};
+TORCH_MODULE(Uncounted);
+
 at::Tensor gradient_of(rpc::CallContext& call, const rpc::RRef<at::Tensor>& parameter,
                        uint64_t context) {
   const at::Tensor gradient = autograd::gradient(call.agent, context, parameter.local_value());
@@ -46,6 +57,7 @@ void setup(rpc::Agent& agent) {
   optim::install(agent);
   agent.expose<&gradient_of>("gradient_of");
   nn::expose_module(agent, "net", [] { return Shifted(); });
+  nn::expose_module(agent, "uncounted", [] { return Uncounted(); });
 }
 
 at::Tensor loss_of(const at::Tensor& y) { return y.pow(2).sum(); }
@@ -104,6 +116,19 @@ TEST_CASE("passes over a module on a device have the gradients of the parameters
     check(slow, before);
     CHECK_FALSE(at::equal(net.state().at("linear.weight"), before.at("linear.weight")));
   }
+}
+
+TEST_CASE("what a pass on a device writes to a buffer, uncounted, is seen") {
+  rpc::AgentOptions options;
+  options.device = sim(1);
+  Cluster cluster(1, setup, options);
+  RemoteModule net(cluster[0], 0, "uncounted");
+  const at::Tensor x = at::rand({2, 3});
+  const base::Error error = error_of([&] { net.forward(x.to(sim(1))); });
+  CHECK(error.kind == base::ErrorKind::kInvalid);
+  CHECK(error.message.find("writes its buffer passes in forward()") != std::string::npos);
+  net.eval();
+  CHECK(at::equal(rpc::to_host({net.forward(x.to(sim(1)))})[0], x));
 }
 
 TEST_CASE("trainers under streams of their own share the module of their rank") {
