@@ -1,0 +1,52 @@
+// What all jobs with trainers do alike, on the simulated accelerator.
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include <ATen/ATen.h>
+
+#include "distrain/job/trainers.h"
+#include "distrain/rpc/device.h"
+#include "support/catch.h"
+#include "support/cluster.h"
+#include "support/sim_device.h"
+
+namespace distrain::testing {
+namespace {
+
+/// A group of one rank whose last operation fails when its device comes to it, and is known to have
+/// failed from then on.
+class FailsOnTheDevice final : public collective::ReduceGroup {
+ public:
+  void fail_behind(rpc::StreamPoint operation) { operation_ = std::move(operation); }
+
+  int rank() const override { return 0; }
+  int size() const override { return 1; }
+  int world_rank(int rank) const override { return rank; }
+  WorkPtr start(const at::Tensor&) override { return nullptr; }
+  WorkPtr broadcast(const at::Tensor&, int) override { return nullptr; }
+  void refuse(int, const base::Error&) override {}
+  std::optional<base::Error> failure() const override {
+    if (!operation_ || !operation_->reached()) return std::nullopt;
+    return base::Error{base::ErrorKind::kPeerLost, "lost on the way", 1, {}};
+  }
+
+ private:
+  std::optional<rpc::StreamPoint> operation_;
+};
+
+}  // namespace
+
+TEST_CASE("a job asks whether averages are whole when its device has done them") {
+  const auto group = std::make_shared<FailsOnTheDevice>();
+  const job::TrainersGroup trainers{group, "nccl"};
+  at::Tensor x = at::ones({3}, at::TensorOptions(sim(1)));
+  job::check_averages(trainers, sim(1));
+  x = x * 2 + 1;
+  group->fail_behind(rpc::StreamPoint::mark(sim(1)));
+  const base::Error error = error_of([&] { job::check_averages(trainers, sim(1)); });
+  CHECK(error.kind == base::ErrorKind::kPeerLost);
+  CHECK(error.rank == 1);
+}
+
+}  // namespace distrain::testing
