@@ -5,7 +5,8 @@
 # wait for one, or tells an allocator of a stream. The simulated accelerator writes down the callers
 # of all such requests in one run of all its tests, and drops those of one site in each further run.
 #
-# Questions whether a point is reached are left alone.
+# Questions whether a point is reached are left alone, and so is what a test asks for itself, maybe
+# deep within a call of the runtime's.
 #
 # usage: mutants.sh TEST_PROGRAM SOURCE_FOLDER [PATTERN of file:line]
 set -uo pipefail
@@ -21,17 +22,18 @@ DISTRAIN_SIM_SITES=$work/callers timeout 900 "$program" >"$work/log" 2>&1 || {
 }
 
 # Each caller's place in the source, once; then of each request the nearest caller that is a place of
-# the runtime, but for the file in which all of these functions are.
+# the runtime, but for the file in which all of these functions are, unless a test is nearer.
 tr ' ' '\n' <"$work/callers" | grep . | sort -u >"$work/addresses"
 # Callers are told by where they go on, which may be the next line already.
 while read -r address; do printf '%x\n' $((16#$address - 1)); done <"$work/addresses" |
   addr2line -e "$program" >"$work/lines"
-sed "s#^.*/\(src\|include\)/#\1/#; s# (.*##" "$work/lines" >"$work/short"
+sed "s#^.*/\(src\|include\|tests\)/#\1/#; s# (.*##" "$work/lines" >"$work/short"
 paste "$work/addresses" "$work/short" >"$work/places"
 awk 'NR == FNR { place[$1] = $2; next }
-  { for (i = 1; i <= NF; ++i)
+  { for (i = 1; i <= NF; ++i) {
+      if (place[$i] ~ /^tests\// && place[$i] !~ /^tests\/support\/sim_/) break
       if (place[$i] ~ /^(src|include\/distrain)\// && place[$i] !~ /^src\/rpc\/device.cpp/) {
-        print place[$i], $i; break } }' "$work/places" "$work/callers" | sort -u >"$work/sites"
+        print place[$i], $i; break } } }' "$work/places" "$work/callers" | sort -u >"$work/sites"
 
 sites=0 survivors=()
 while read -r place address; do
