@@ -19,20 +19,7 @@ add_library(distrain_xxhash STATIC IMPORTED)
 set_target_properties(distrain_xxhash PROPERTIES IMPORTED_LOCATION ${DISTRAIN_XXHASH_LIBRARY})
 target_include_directories(distrain_xxhash SYSTEM INTERFACE ${DISTRAIN_XXHASH_INCLUDE})
 
-# libuv, static and hidden: libtorch_cpu.so exports a libuv of its own. The whole archive goes in, so
-# that ours is taken whatever the order of the link line, and --exclude-libs keeps torch from
-# binding to it. Only our uv is named there: hiding the inline functions and variables that we share
-# with torch would give us second copies of them.
-find_path(DISTRAIN_UV_INCLUDE uv.h REQUIRED)
-find_library(DISTRAIN_UV_LIBRARY NAMES libuv_a.a libuv.a REQUIRED)
-cmake_path(GET DISTRAIN_UV_LIBRARY FILENAME uv_file)
-add_library(distrain_uv_archive STATIC IMPORTED)
-set_target_properties(distrain_uv_archive PROPERTIES IMPORTED_LOCATION ${DISTRAIN_UV_LIBRARY})
-add_library(distrain_uv INTERFACE)
-target_include_directories(distrain_uv SYSTEM INTERFACE ${DISTRAIN_UV_INCLUDE})
-target_link_libraries(
-  distrain_uv INTERFACE $<LINK_LIBRARY:WHOLE_ARCHIVE,distrain_uv_archive> Threads::Threads dl rt)
-target_link_options(distrain_uv INTERFACE -Wl,--exclude-libs,${uv_file})
+include(Uv)
 
 # What the command line is made with.
 add_library(distrain_cli INTERFACE)
