@@ -19,49 +19,23 @@ add_library(distrain_xxhash STATIC IMPORTED)
 set_target_properties(distrain_xxhash PROPERTIES IMPORTED_LOCATION ${DISTRAIN_XXHASH_LIBRARY})
 target_include_directories(distrain_xxhash SYSTEM INTERFACE ${DISTRAIN_XXHASH_INCLUDE})
 
-# libuv, static and hidden: libtorch_cpu.so exports a libuv of its own. The whole archive goes in, so
-# that ours is taken whatever the order of the link line, and --exclude-libs keeps torch from
-# binding to it. Only our uv is named there: hiding the inline functions and variables that we share
-# with torch would give us second copies of them.
-find_path(DISTRAIN_UV_INCLUDE uv.h REQUIRED)
-find_library(DISTRAIN_UV_LIBRARY NAMES libuv_a.a libuv.a REQUIRED)
-cmake_path(GET DISTRAIN_UV_LIBRARY FILENAME uv_file)
-add_library(distrain_uv_archive STATIC IMPORTED)
-set_target_properties(distrain_uv_archive PROPERTIES IMPORTED_LOCATION ${DISTRAIN_UV_LIBRARY})
-add_library(distrain_uv INTERFACE)
-target_include_directories(distrain_uv SYSTEM INTERFACE ${DISTRAIN_UV_INCLUDE})
-target_link_libraries(
-  distrain_uv INTERFACE $<LINK_LIBRARY:WHOLE_ARCHIVE,distrain_uv_archive> Threads::Threads dl rt)
-target_link_options(distrain_uv INTERFACE -Wl,--exclude-libs,${uv_file})
+include(Uv)
 
 # What the command line is made with.
 add_library(distrain_cli INTERFACE)
 target_link_libraries(distrain_cli INTERFACE CLI11::CLI11 nlohmann_json::nlohmann_json distrain_fmt)
 
-# LibTorch: our own imported targets for torch_cpu and c10, because find_package(Torch) drags in CUDA.
+include(LibTorch)
 set(LIBTORCH "$ENV{LIBTORCH}" CACHE PATH "A LibTorch folder (include/, lib/) to use instead of .deps")
 set(torch_root ${PROJECT_SOURCE_DIR}/.deps/site/torch)
 if(LIBTORCH)
   set(torch_root ${LIBTORCH})
 endif()
-if(NOT EXISTS ${torch_root}/include/ATen/ATen.h OR NOT EXISTS ${torch_root}/lib/libtorch_cpu.so)
-  message(FATAL_ERROR "No LibTorch in ${torch_root}: './run build' fetches it, or set LIBTORCH=<dir>.")
+distrain_check_torch(lacking)
+if(lacking)
+  message(FATAL_ERROR "${lacking}. './run build' fetches a LibTorch, or set LIBTORCH=<dir>.")
 endif()
-add_library(distrain_c10 SHARED IMPORTED)
-set_target_properties(distrain_c10 PROPERTIES IMPORTED_LOCATION ${torch_root}/lib/libc10.so)
-add_library(distrain_torch SHARED IMPORTED)
-set_target_properties(
-  distrain_torch
-  PROPERTIES IMPORTED_LOCATION ${torch_root}/lib/libtorch_cpu.so
-             IMPORTED_LINK_INTERFACE_LIBRARIES "distrain_c10;Threads::Threads"
-             INTERFACE_COMPILE_DEFINITIONS "_GLIBCXX_USE_CXX11_ABI=1;FMT_HEADER_ONLY")
-target_include_directories(
-  distrain_torch SYSTEM INTERFACE ${torch_root}/include ${torch_root}/include/torch/csrc/api/include)
-# libtorch_cpu finds libcudart and libcupti beside itself; the linker is told where.
-file(GLOB torch_needed_dirs ${torch_root}/../nvidia/cu*/lib)
-foreach(dir IN LISTS torch_needed_dirs)
-  target_link_options(distrain_torch INTERFACE -Wl,-rpath-link,${dir})
-endforeach()
+distrain_import_torch()
 
 # The definitions under which LibTorch's own RPC classes appear in its headers: oracle tests, benches.
 add_library(distrain_torch_rpc INTERFACE)

@@ -18,6 +18,7 @@
 #include "process/listen_socket.h"
 #include "process/output.h"
 #include "process/rank_process.h"
+#include "process/spawned_rank.h"
 #include "process/summary.h"
 
 namespace distrain::app {
@@ -130,9 +131,23 @@ int listen_for_rank_0(const ParsedOptions& options, const Placement& placement, 
   return socket.fd;
 }
 
+/// A rank under the launcher, in a process of its own.
+int run_spawned(const JobCommand& command, const ParsedOptions& options, const Placement& placement,
+                job::Job job, const SpawnedRank& spawned) {
+  job.spawned = true;
+  job.rank = spawned.rank;
+  job.listen_fd = spawned.listen_fd;
+  job.master_addr = spawned.master_addr;
+  job.master_port = spawned.master_port;
+  job.started = spawned.started;
+  RankRun run = make_run(command, options, placement, job);
+  run.last_event = "rank_end";
+  run.out_fd = spawned.out_fd;
+  return run_rank(run);
+}
+
 int launch(const JobCommand& command, const ParsedOptions& options, const Placement& placement,
            job::Job job) {
-  job.spawned = true;
   const int listen_fd = listen_for_rank_0(options, placement, job);
   LaunchPlan plan;
   plan.cmd = command.line.name;
@@ -140,16 +155,12 @@ int launch(const JobCommand& command, const ParsedOptions& options, const Placem
   plan.role = [&](int rank) {
     return placement.world_size != 0 ? command.role(options, rank) : std::string();
   };
-  plan.rank_main = [&](int rank, int out_fd) {
-    job::Job own = job;
-    own.rank = rank;
-    if (rank == 0) own.listen_fd = listen_fd;
-    RankRun run = make_run(command, options, placement, own);
-    run.last_event = "rank_end";
-    run.out_fd = out_fd;
-    return run_rank(run);
+  plan.rank_main = [&](const SpawnedRank& spawned) {
+    return run_spawned(command, options, placement, job, spawned);
   };
   plan.started = job.started;
+  plan.master_addr = job.master_addr;
+  plan.master_port = job.master_port;
   plan.peer_timeout_s = job.peer_timeout_s;
   // Without rank 0 here, it may be saving elsewhere.
   if (!placement.has_rank_0() || options.given("checkpoint")) plan.save_grace = kSaveGrace;
@@ -203,6 +214,7 @@ bool has(const std::vector<std::string>& args, std::initializer_list<const char*
 
 int run_job_command(const JobCommand& command, const std::vector<std::string>& args,
                     base::TimePoint started) {
+  const std::optional<SpawnedRank> spawned = take_spawned_rank();
   if (has(args, {"--help", "-h"})) {
     return print_text(
         command_help(command.line, command.description, command.table, command.examples));
@@ -217,6 +229,10 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
       return print_text(dump_placement(options, placement, command));
     }
     if (command.complete) command.complete(options);
+    if (spawned) {  // the launcher has checked what follows
+      const job::Job job = make_job(command, options, placement, spawned->started);
+      _exit(run_spawned(command, options, placement, job, *spawned));
+    }
     command.check(options, placement);
     check_devices(options, command.devices, placement, command.role);
     check_checkpoint(options, placement);

@@ -37,13 +37,22 @@ fs::path real_path(const fs::path& path) {
   return error ? path : real;
 }
 
+/// The folder of the library that this is part of, or of the program.
+fs::path own_folder() {
+  static const char kHere = 0;
+  Dl_info info{};
+  if (!dladdr(&kHere, &info) || !info.dli_fname) return {};
+  return real_path(info.dli_fname).parent_path();
+}
+
 fs::path find_plugin() {
   if (const char* const given = std::getenv("DISTRAIN_CUDA_LIBRARY"); given && *given) {
     if (!is_file(given)) fail(std::string("DISTRAIN_CUDA_LIBRARY=") + given + " is no file");
     return given;
   }
   const fs::path folder = real_path("/proc/self/exe").parent_path();
-  for (const fs::path& place : {folder, folder.parent_path() / "lib"}) {
+  // Built, beside the program or the library; installed, in the folder of libraries.
+  for (const fs::path& place : {folder, own_folder(), folder.parent_path() / DISTRAIN_LIBDIR}) {
     if (is_file(place / kPluginName)) return place / kPluginName;
   }
   fail(

@@ -6,8 +6,10 @@
 
 namespace distrain::app {
 
-/// The whole of a program whose subcommands are jobs: the command line, the launcher, the ranks. To
-/// be called first in main(); does not come back once a job has run. Gives back the exit code.
+/// The whole of a program whose subcommands are jobs: the command line, the launcher, the ranks.
+/// Does not come back once a job has run. Gives back the exit code. Best called first in main():
+/// where there are threads by then, as torch's are after a parallel operation, each rank is a new
+/// process that goes through main() from the start, which takes longer than a fork.
 int main(int argc, char** argv, const std::vector<JobCommand>& commands);
 
 }  // namespace distrain::app

@@ -88,11 +88,13 @@ void LineSplitter::feed(std::string_view bytes, const std::function<void(std::st
   }
 }
 
-void Child::start(const std::function<int(int out_fd)>& body, const std::vector<int>& inherited) {
+void Child::start(const std::function<Body(int out_fd)>& make_body,
+                  const std::vector<int>& inherited) {
   const Pipe out = open_pipe();
   out_fd_ = out.read;
   const Pipe err = open_pipe();
   err_fd_ = err.read;
+  const Body body = make_body(out.write);
   const pid_t launcher = getpid();
   pid_ = fork();
   if (pid_ < 0) no_resources("cannot start a rank");
@@ -101,7 +103,7 @@ void Child::start(const std::function<int(int out_fd)>& body, const std::vector<
     for (const int fd : inherited) close(fd);
     close(out.read);
     close(err.read);
-    _exit(body(out.write));
+    _exit(body());
   }
   setpgid(pid_, pid_);  // here too: whoever comes first
   close(out.write);

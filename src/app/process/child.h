@@ -37,9 +37,13 @@ class Child {
 
   Child(int rank, std::string role) : rank_(rank), role_(std::move(role)) {}
 
-  /// Forks; `body` runs in the child and gives its exit code. `inherited` are descriptors of the
-  /// launcher that this child must not keep. Throws `resources`.
-  void start(const std::function<int(int out_fd)>& body, const std::vector<int>& inherited);
+  /// Runs in the child; gives its exit code.
+  using Body = std::function<int()>;
+
+  /// Forks. What the child is to run is made before, as a child of a process with threads should
+  /// not allocate. `inherited` are descriptors of the launcher that this child must not keep.
+  /// Throws `resources`.
+  void start(const std::function<Body(int out_fd)>& make_body, const std::vector<int>& inherited);
 
   /// Takes what is in the pipes. Never blocks.
   void read_pipes(const Handlers& handlers);

@@ -74,29 +74,43 @@ void Launcher::block_signals() {
   sigemptyset(&set);
   sigaddset(&set, SIGCHLD);
   for (const int number : ending_signals()) sigaddset(&set, number);
-  sigprocmask(SIG_BLOCK, &set, nullptr);
+  block_in_all_threads(set);
   signal_fd_ = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
 }
 
 void Launcher::start_children() {
   try {
-    for (const int rank : plan_.ranks) {
-      auto child = std::make_unique<Child>(rank, plan_.role(rank));
-      std::vector<int> inherited{signal_fd_};
-      for (const auto& other : children_) {
-        inherited.push_back(other->out_fd());
-        inherited.push_back(other->err_fd());
-      }
-      if (rank != 0 && plan_.listen_fd >= 0) inherited.push_back(plan_.listen_fd);
-      child->start([&](int out_fd) { return plan_.rank_main(rank, out_fd); }, inherited);
-      children_.push_back(std::move(child));
-    }
+    const bool by_exec = !other_threads().empty();
+    for (const int rank : plan_.ranks) start_child(rank, by_exec);
   } catch (const base::Exception& e) {
     start_error_ = e.error();
     send_to_all(SIGKILL);
     enter(Phase::kKilled);
   }
   if (plan_.listen_fd >= 0) close(plan_.listen_fd);
+}
+
+void Launcher::start_child(int rank, bool by_exec) {
+  auto child = std::make_unique<Child>(rank, plan_.role(rank));
+  std::vector<int> inherited{signal_fd_};
+  for (const auto& other : children_) {
+    inherited.push_back(other->out_fd());
+    inherited.push_back(other->err_fd());
+  }
+  if (rank != 0 && plan_.listen_fd >= 0) inherited.push_back(plan_.listen_fd);
+  const auto make_body = [&](int out_fd) -> Child::Body {
+    const SpawnedRank spawned{.rank = rank,
+                              .out_fd = out_fd,
+                              .listen_fd = rank == 0 ? plan_.listen_fd : -1,
+                              .master_addr = plan_.master_addr,
+                              .master_port = plan_.master_port,
+                              .started = plan_.started};
+    if (!by_exec) return [this, spawned] { return plan_.rank_main(spawned); };
+    const auto image = std::make_shared<RankImage>(spawned);
+    return [image]() -> int { image->exec(); };
+  };
+  child->start(make_body, inherited);
+  children_.push_back(std::move(child));
 }
 
 void Launcher::wait_for_children() {

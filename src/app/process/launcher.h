@@ -10,6 +10,7 @@
 #include "process/output.h"
 #include "process/process_setup.h"
 #include "process/progress.h"
+#include "process/spawned_rank.h"
 #include "process/summary.h"
 
 namespace distrain::app {
@@ -19,8 +20,10 @@ struct LaunchPlan {
   std::vector<int> ranks;
   std::function<std::string(int rank)> role;
   /// Runs in the child; gives its exit code.
-  std::function<int(int rank, int out_fd)> rank_main;
+  std::function<int(const SpawnedRank&)> rank_main;
   base::TimePoint started;
+  std::string master_addr;
+  uint16_t master_port = 0;
   double peer_timeout_s = 5;
   /// How long the ranks may take to save a checkpoint when a signal ends them; 0: they save none.
   std::chrono::seconds save_grace{0};
@@ -30,9 +33,10 @@ struct LaunchPlan {
   int epochs = 0;
 };
 
-/// Forks the ranks, carries their lines to stdout, and ends when all of them have ended.
+/// Forks the ranks, carries their lines to stdout, and ends when all of them have ended. A process
+/// that has threads starts them by exec as well (RankImage), which takes longer.
 ///
-/// Everything happens on the one thread of this process. After the first rank that fails the others
+/// Everything happens on the thread of run(). After the first rank that fails the others
 /// have a grace to end by themselves (they notice within the peer timeout), then they get SIGTERM,
 /// then SIGKILL; before all have met, the grace is a second. The first failure is the root cause,
 /// but "a peer was lost" never is while another reason shows up within the grace, nor a failure
@@ -41,7 +45,7 @@ class Launcher {
  public:
   explicit Launcher(LaunchPlan plan);
 
-  /// Gives back the exit code. To be called before the process has a second thread.
+  /// Gives back the exit code.
   int run();
 
  private:
@@ -54,6 +58,7 @@ class Launcher {
 
   void block_signals();
   void start_children();
+  void start_child(int rank, bool by_exec);
   void wait_for_children();
   void enter(Phase phase);
   int poll_timeout_ms() const;

@@ -1,20 +1,62 @@
 #include "process/process_setup.h"
 
 #include <algorithm>
+#include <atomic>
+#include <charconv>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
+#include <system_error>
 
 #include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <malloc.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <torch/version.h>
+#include <ucontext.h>
 #include <unistd.h>
 
 namespace distrain::app {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr auto kAnswerTime = std::chrono::seconds(1);  // of a thread that may sleep in the kernel
+constexpr int kQuestion = SIGURG;                      // nobody minds one more
+
+sigset_t asked_to_block;
+std::atomic<int> answers{0};
+
+/// In another thread: what it blocks once it has left the handler.
+void block_what_is_asked(int, siginfo_t*, void* context) {
+  sigset_t& mask = static_cast<ucontext_t*>(context)->uc_sigmask;
+  for (int number = 1; number < SIGRTMIN; ++number) {
+    if (sigismember(&asked_to_block, number) == 1) sigaddset(&mask, number);
+  }
+  ++answers;
+}
+
+/// Whether the thread blocks all of `set`, as the kernel tells. One that is gone does.
+bool blocks(pid_t thread, const sigset_t& set) {
+  std::ifstream status("/proc/self/task/" + std::to_string(thread) + "/status");
+  for (std::string word; status >> word;) {
+    if (word != "SigBlk:") continue;
+    uint64_t mask = 0;
+    status >> std::hex >> mask;
+    for (int number = 1; number < SIGRTMIN; ++number) {
+      if (sigismember(&set, number) == 1 && !(mask >> (number - 1) & 1)) return false;
+    }
+    return true;
+  }
+  return true;
+}
+
+}  // namespace
 
 base::TimePoint process_start() {
   // Loading is bound by the processor, so the time used until now is the time since exec. The
@@ -59,6 +101,39 @@ std::vector<int> ending_signals() {
   return {SIGINT, SIGTERM, SIGHUP};
 }
 
+std::vector<pid_t> other_threads() {
+  std::vector<pid_t> threads;
+  std::error_code error;  // without /proc there is one thread, as far as one can tell
+  for (const auto& entry : fs::directory_iterator("/proc/self/task", error)) {
+    const std::string name = entry.path().filename().string();
+    pid_t thread = 0;
+    std::from_chars(name.data(), name.data() + name.size(), thread);
+    if (thread != gettid()) threads.push_back(thread);
+  }
+  return threads;
+}
+
+void block_in_all_threads(const sigset_t& set) {
+  pthread_sigmask(SIG_BLOCK, &set, nullptr);
+  std::vector<pid_t> open = other_threads();
+  std::erase_if(open, [&set](pid_t thread) { return blocks(thread, set); });
+  if (open.empty()) return;
+
+  // A thread's mask is its own: each is asked, by a signal.
+  asked_to_block = set;
+  answers = 0;
+  struct sigaction ask {};
+  struct sigaction before {};
+  ask.sa_sigaction = block_what_is_asked;
+  ask.sa_flags = SA_SIGINFO | SA_RESTART;
+  sigaction(kQuestion, &ask, &before);
+  int asked = 0;
+  for (const pid_t thread : open) asked += syscall(SYS_tgkill, getpid(), thread, kQuestion) == 0;
+  const auto deadline = base::deadline_after(kAnswerTime);
+  while (answers < asked && base::Clock::now() < deadline) sched_yield();
+  sigaction(kQuestion, &before, nullptr);
+}
+
 void leave_process(int exit_code) {
   std::fflush(nullptr);
   if (exit_code == 128 + SIGINT) {
@@ -80,7 +155,10 @@ int set_up_threads(int wanted, int local_ranks) {
     wanted = std::max(1, cores / std::max(1, local_ranks));
   }
   if (wanted > 0) at::set_num_threads(wanted);
-  at::set_num_interop_threads(1);  // no scenario uses torch's own inter-op pool
+  try {
+    at::set_num_interop_threads(1);  // no scenario uses torch's own inter-op pool
+  } catch (const c10::Error&) {      // but main() has, before us
+  }
   return at::get_num_threads();
 }
 

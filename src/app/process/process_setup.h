@@ -3,6 +3,9 @@
 #include <string>
 #include <vector>
 
+#include <signal.h>
+#include <sys/types.h>
+
 #include "distrain/base/clock.h"
 
 namespace distrain::app {
@@ -15,12 +18,19 @@ base::TimePoint process_start();
 /// False when stdout is closed.
 bool secure_standard_fds();
 
-/// Signals, allocator: what must hold before the first thread and the first big block.
+/// Signals, allocator: what should hold before the first thread and the first big block.
 void set_up_process();
 
 /// The signals that end a job or a rank: SIGINT, SIGTERM, and SIGHUP unless nohup(1) had it
 /// ignored.
 std::vector<int> ending_signals();
+
+/// Those of this process beside the caller's: a program may have had some before it called us.
+std::vector<pid_t> other_threads();
+
+/// Blocks the signals in this thread and in those that there are: else they would come to one of
+/// these, and end the process, where sigwait or a signalfd is to have them.
+void block_in_all_threads(const sigset_t& set);
 
 /// Ends the process from any thread, whatever the others are at. What SIGINT has ended (130) dies
 /// of SIGINT, as shells expect: a loop of theirs goes on after a mere exit status.

@@ -165,10 +165,7 @@ Cause report(const RankRun& run, JsonSink& sink, const base::Error& error) {
 
 }  // namespace
 
-void block_ending_signals() {
-  const sigset_t set = ending_signal_set();
-  pthread_sigmask(SIG_BLOCK, &set, nullptr);
-}
+void block_ending_signals() { block_in_all_threads(ending_signal_set()); }
 
 int run_rank(const RankRun& run) {
   std::atomic<bool> ending{false};

@@ -28,8 +28,8 @@ struct RankRun {
   std::function<job::Outcome(const job::Job&, int threads, job::EventSink&)> body;
 };
 
-/// Blocks the signals that end a rank, in this thread and those it starts: a thread of run_rank
-/// takes them. To be called before any thread exists.
+/// Blocks the signals that end a rank, in all threads that there are and those they start: a thread
+/// of run_rank takes them.
 void block_ending_signals();
 
 /// Emits `start`, runs the body, emits `error` if it throws and the last line. A body that stopped

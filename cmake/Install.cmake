@@ -1,0 +1,75 @@
+# The library as others use it, `distrain::distrain`, and what `cmake --install` puts where.
+include(CMakePackageConfigHelpers)
+include(GNUInstallDirs)
+option(DISTRAIN_INSTALL "Rules for cmake --install" ${PROJECT_IS_TOP_LEVEL})
+
+# libdistrain.so: all of the given layers. Their objects are those of the programs as well: these are
+# compiled as for a shared library anyway.
+function(distrain_shared_library)
+  list(TRANSFORM ARGN PREPEND distrain_ OUTPUT_VARIABLE layers)
+  set(exports ${PROJECT_SOURCE_DIR}/cmake/library.map)
+  file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/library.cpp CONTENT "// All is in the layers.\n")
+  add_library(distrain_shared SHARED ${PROJECT_BINARY_DIR}/library.cpp)
+  add_library(distrain::distrain ALIAS distrain_shared)
+  list(JOIN layers "," whole)
+  list(REVERSE layers)  # each before those it needs, or CMake would name these a second time
+  set_target_properties(
+    distrain_shared
+    PROPERTIES OUTPUT_NAME distrain EXPORT_NAME distrain VERSION ${PROJECT_VERSION}
+               SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR}
+               # Where libdistrain_cuda.so is: it is looked for beside this library.
+               LIBRARY_OUTPUT_DIRECTORY ${CMAKE_RUNTIME_OUTPUT_DIRECTORY}
+               LINK_LIBRARY_OVERRIDE "WHOLE_ARCHIVE,${whole}" LINK_DEPENDS ${exports})
+  target_link_libraries(distrain_shared PRIVATE ${layers}
+                                        PUBLIC distrain_torch nlohmann_json::nlohmann_json
+                                               Threads::Threads)
+  target_link_options(distrain_shared PRIVATE -Wl,--version-script=${exports})
+  target_include_directories(
+    distrain_shared INTERFACE $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
+                              $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
+  target_compile_features(distrain_shared INTERFACE cxx_std_20)
+  # As LibTorch and ourselves: the layout of at::RecordFunction depends on it.
+  target_compile_definitions(distrain_shared INTERFACE NDEBUG)
+  if(TARGET distrain_cuda_plugin)
+    add_dependencies(distrain_shared distrain_cuda_plugin)
+  endif()
+endfunction()
+
+# distrain_install(<layer>...): the layers whose headers are for others.
+function(distrain_install)
+  set(package ${CMAKE_INSTALL_LIBDIR}/cmake/distrain)
+  set(targets distrain distrain_shared)
+  if(TARGET distrain_cuda_plugin)
+    list(APPEND targets distrain_cuda_plugin)
+    install(TARGETS distrain_cuda_plugin LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+  endif()
+  # LibTorch is where it was: as its own package does, the path to it stays in what links it.
+  set_target_properties(${targets} PROPERTIES INSTALL_RPATH ${torch_root}/lib)
+  install(TARGETS distrain RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+  install(TARGETS distrain_shared EXPORT distrainTargets
+          LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+  foreach(layer IN LISTS ARGN)
+    install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/distrain/${layer}
+            DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/distrain)
+  endforeach()
+
+  install(EXPORT distrainTargets NAMESPACE distrain:: DESTINATION ${package})
+  distrain_check_torch(lacking)  # sets torch_version, which the package asks for
+  configure_package_config_file(
+    ${PROJECT_SOURCE_DIR}/cmake/distrainConfig.cmake.in ${PROJECT_BINARY_DIR}/distrainConfig.cmake
+    INSTALL_DESTINATION ${package})
+  write_basic_package_version_file(${PROJECT_BINARY_DIR}/distrainConfigVersion.cmake
+                                   COMPATIBILITY SameMinorVersion)
+  install(FILES ${PROJECT_BINARY_DIR}/distrainConfig.cmake
+                ${PROJECT_BINARY_DIR}/distrainConfigVersion.cmake
+                ${PROJECT_SOURCE_DIR}/cmake/LibTorch.cmake
+          DESTINATION ${package})
+
+  install(DIRECTORY ${PROJECT_SOURCE_DIR}/man/ DESTINATION ${CMAKE_INSTALL_MANDIR}/man1)
+  set(completions ${PROJECT_SOURCE_DIR}/completions)
+  set(share ${CMAKE_INSTALL_DATADIR})
+  install(FILES ${completions}/distrain.bash RENAME distrain
+          DESTINATION ${share}/bash-completion/completions)
+  install(FILES ${completions}/_distrain DESTINATION ${share}/zsh/site-functions)
+  install(FILES ${completions}/distrain.fish DESTINATION ${share}/fish/vendor_completions.d)
+endfunction()

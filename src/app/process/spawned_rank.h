@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "distrain/base/clock.h"
+
+namespace distrain::app {
+
+/// What a rank of the launcher's is told beside the command line, which it shares with it.
+struct SpawnedRank {
+  int rank = 0;
+  int out_fd = -1;     ///< for its JSON lines
+  int listen_fd = -1;  ///< rank 0's listening socket; -1 for the others
+  std::string master_addr;
+  uint16_t master_port = 0;
+  base::TimePoint started;  ///< when the launcher was
+};
+
+/// This program once more, from its main(), as a rank: instead of a mere fork, which leaves behind
+/// the threads that a process has by then. OpenMP's next parallel region would wait for them.
+///
+/// The arguments are the launcher's, so that main() does what it did. What the rank is told travels
+/// in the environment, where no parser of the program's meets it.
+class RankImage {
+ public:
+  explicit RankImage(const SpawnedRank& rank);
+  RankImage(const RankImage&) = delete;
+  RankImage& operator=(const RankImage&) = delete;
+
+  /// In a child of this process. Allocates nothing, as a lock may be held by a thread left behind.
+  [[noreturn]] void exec() const;
+
+ private:
+  const std::vector<int> passed_on_;  // descriptors
+  std::vector<std::string> arguments_;
+  std::vector<std::string> environment_;
+  std::vector<char*> argv_;
+  std::vector<char*> envp_;
+};
+
+/// What this process is told if it is such a rank. Once: what the rank starts itself is none.
+std::optional<SpawnedRank> take_spawned_rank();
+
+}  // namespace distrain::app

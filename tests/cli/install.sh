@@ -1,0 +1,64 @@
+#!/bin/bash
+# ctest: labels=noasan timeout=300
+# What `cmake --install` puts where is used as a stranger would: the binary, and a project of
+# somebody else's (tests/package), outside of ours.
+# shellcheck source-path=SCRIPTDIR source=lib.bash
+source "$(dirname "$0")/lib.bash"
+build=$(dirname "$distrain")/..
+prefix=$tmp/prefix
+
+cmake --install "$build" --prefix "$prefix" >"$tmp/log" 2>&1 || {
+  fail "cmake --install: $(tail -n 3 "$tmp/log")"
+  finish
+}
+libraries=$prefix/$(sed -n 's/^CMAKE_INSTALL_LIBDIR:[A-Z]*=//p' "$build/CMakeCache.txt")
+for file in bin/distrain include/distrain/{base/error,rpc/agent,app/main}.h \
+  share/man/man1/distrain{,-hybrid}.1 share/bash-completion/completions/distrain \
+  share/zsh/site-functions/_distrain share/fish/vendor_completions.d/distrain.fish; do
+  [[ -f $prefix/$file ]] || fail "$file is not installed"
+done
+[[ ! -e $prefix/include/distrain/scenario ]] || fail "the five jobs' headers are installed"
+
+# The binary. It finds LibTorch, and libdistrain_cuda.so where that was built.
+plugin=$(dirname "$distrain")/libdistrain_cuda.so
+distrain=$prefix/bin/distrain
+run hybrid --epochs 1 --trainers 1
+expect 0 "the installed binary"
+run hybrid --local --epochs 1 --device cuda
+without="built without CUDA"
+if [[ -f $plugin ]]; then
+  ! grep -q "$without" "$tmp/err" || fail "the binary does not find $(ls "$libraries")"
+else
+  grep -q "$without" "$tmp/err" || fail "no CUDA, and not a word of it"
+fi
+
+# The library shows nothing of what is linked into it.
+nm -D --defined-only "$libraries/libdistrain.so" >"$tmp/symbols" || fail "nm"
+seen=$(awk '$3 ~ /^(uv_|XXH|distrain_uv)|3CLI|3fmt/ { print $3 }' "$tmp/symbols" | head -n 3)
+[[ -z $seen ]] || fail "libdistrain.so exports $seen"
+grep -q 'T _ZN8distrain3app4mainEiPPc' "$tmp/symbols" || fail "libdistrain.so has no app::main"
+
+# configure <option>...: somebody else's project
+configure() {
+  cmake -S "$root/tests/package" -B "$tmp/build" -DCMAKE_PREFIX_PATH="$prefix" \
+    -DCMAKE_BUILD_TYPE=Release "$@" >"$tmp/log" 2>&1
+}
+configure -DLIBTORCH=/nowhere && fail "configured without a LibTorch"
+tr -s ' \n' ' ' <"$tmp/log" | grep -q 'No LibTorch in /nowhere: there is no .*Set LIBTORCH=' ||
+  fail "not said: that there is no LibTorch"
+rm -rf "$tmp/build"
+if ! { configure && cmake --build "$tmp/build" >"$tmp/log" 2>&1; }; then
+  fail "the package does not build: $(grep -i -A 3 error "$tmp/log" | head -n 5)"
+  finish
+fi
+package=$tmp/build/package
+uv=$("$package" symbols)
+[[ $uv == */libtorch_cpu.so ]] || fail "uv_run is in $uv"
+if [[ -f $plugin ]] && "$package" cuda 2>&1 | grep -q "$without"; then
+  fail "the library does not find libdistrain_cuda.so"
+fi
+port=$(free_port)
+timeout "$limit" "$package" 0 "$port" &
+timeout "$limit" "$package" 1 "$port" || fail "rank 1 of the package: exit code $?"
+wait $! || fail "rank 0 of the package: exit code $?"
+finish

@@ -1,0 +1,63 @@
+// Two ranks, `package 0 PORT` and `package 1 PORT`: the second asks the first for a sum and for its
+// gradient. `package symbols`: libtorch_cpu has a libuv that all can see, and there must be no
+// other. `package cuda` says why there is no CUDA; it looks for libdistrain_cuda.so first.
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <string_view>
+
+#include <ATen/Functions.h>
+#include <dlfcn.h>
+
+#include <distrain/app/main.h>
+#include <distrain/autograd/context.h>
+#include <distrain/cuda/load.h>
+#include <distrain/rpc/agent.h>
+
+using namespace distrain;
+
+at::Tensor add(at::Tensor a, at::Tensor b) { return at::add(a, b); }
+
+const char* object_of(void* address) {
+  Dl_info info{};
+  return address && dladdr(address, &info) ? info.dli_fname : "nowhere";
+}
+
+bool is_right(rpc::Agent& agent) {
+  const at::Tensor x = at::ones({3}).requires_grad_();
+  autograd::Context context(agent);
+  const at::Tensor sum = agent.rpc_sync<&add>("first", x, at::full({3}, 2.0));
+  autograd::backward(context, {sum.sum()});
+  return at::equal(sum, at::full({3}, 3.0)) && at::equal(context.gradient(x), at::ones({3}));
+}
+
+int run_rank(int rank, uint16_t port) {
+  rpc::AgentOptions options;
+  options.rank = rank;
+  options.names = {"first", "second"};
+  options.master_port = port;
+  rpc::Agent agent(options);
+  autograd::install(agent);
+  agent.expose<&add>("add");
+  agent.join();
+  const bool right = rank == 0 || is_right(agent);
+  agent.shutdown();
+  return right ? 0 : 1;
+}
+
+int main(int argc, char** argv) try {
+  const std::string_view first = argc > 1 ? argv[1] : "";
+  if (first == "symbols") {
+    std::puts(object_of(dlsym(RTLD_DEFAULT, "uv_run")));
+    return 0;
+  }
+  if (first == "cuda") {
+    cuda::load();
+    return 0;
+  }
+  if (argc == 3) return run_rank(std::atoi(argv[1]), static_cast<uint16_t>(std::atoi(argv[2])));
+  return app::main(argc, argv, {});
+} catch (const std::exception& e) {
+  std::fprintf(stderr, "package: %s\n", e.what());
+  return 1;
+}
