@@ -7,6 +7,8 @@
 namespace distrain::cmd {
 
 using namespace app;
+using job::sometimes;
+using enum job::FieldType;
 
 namespace {
 
@@ -55,12 +57,36 @@ JobCommand hybrid_command() {
       "Trains a text classifier: an EmbeddingBag held by a parameter server, which the trainers\n"
       "look up over RPC, and a Linear layer that they share by DistributedDataParallel. Ranks\n"
       "0 to T-1 are the trainers, T is the master, T+1 the parameter server.";
+  command.details =
+      "The table is on the parameter server; a trainer sends the gradient of what it looked up "
+      "back.\n"
+      "`trainer0`, `trainer1`, ..., `master` and `ps` are the ranks' roles. Only the trainers read "
+      "the\n"
+      "data, and each may be given a path of its own.";
   command.examples = {
-      "distrain hybrid --epochs 20 --mode sync",
-      "distrain hybrid --data r8.train --test-data r8.test --optimizer adagrad --epochs 15",
-      "for r in 0 1 2 3; do distrain hybrid --rank $r & done; wait",
+      {"distrain hybrid", "The tutorial's job"},
+      {"distrain hybrid --epochs 20 --mode sync", "The trainers in step with each other"},
+      {"distrain hybrid --data r8.train --test-data r8.test --optimizer adagrad --epochs 15",
+       "Text"},
+      {"for r in 0 1 2 3; do distrain hybrid --rank $r & done; wait",
+       "Four ranks that are started one by one"},
+      {"distrain hybrid --ranks 0-1 --master-addr node0",
+       "The first two ranks, on the machine node0; --ranks 2-3 on another one starts the others"},
   };
   command.table = option_table();
+  describe(command.table,
+           {{"data", "An example has its labels and words between blanks, as fastText has them."}});
+  command.events = {
+      job::step_event({{"samples_per_s", kNumber, "examples of this trainer a second"}}),
+      job::epoch_event(),
+      job::eval_event("at the end, with --test-data",
+                      {{"accuracy", kNumber, "share of the examples whose label is right"}}),
+      {"end",
+       "",
+       {sometimes({"loss", kNumber, "mean over the last epoch, and over the trainers"}),
+        sometimes({"accuracy", kNumber, "of the evaluation"}),
+        sometimes({"updates", kInteger, "of the table"}),
+        sometimes({"ddp", kText, "how trainers on GPUs average: staged or nccl"})}}};
   using Use = job::DeviceRole::Use;
   command.devices.roles = {
       {"trainer", "", Use::kCompute}, {"ps", "server", Use::kCompute}, {"master", "", Use::kNone}};

@@ -11,6 +11,8 @@
 namespace distrain::cmd {
 
 using namespace app;
+using job::sometimes;
+using enum job::FieldType;
 
 namespace {
 
@@ -151,13 +153,51 @@ JobCommand ps_command() {
       "Trains an image classifier that a parameter server holds whole: the trainers send it\n"
       "their batches over RPC, which it passes through the net, and the gradients come about in\n"
       "distributed autograd. Rank 0 is the server, ranks 1 to T are the trainers.";
+  command.details =
+      "The net has two convolutions, max pooling and two linear layers. Several trainers' passes "
+      "run\n"
+      "at the same time, each with the parameters as they were when it began. `parameter_server`,\n"
+      "`trainer1`, `trainer2`, ... are the ranks' roles. The server does not read the data.";
   command.examples = {
-      "distrain ps --data mnist --trainers 3",
-      "distrain ps --mode ssp --staleness 2 --limit 6000",
-      "distrain ps --checkpoint saved --checkpoint-every 200 --resume auto",
-      "for r in 0 1 2; do distrain ps --rank $r & done; wait",
+      {"distrain ps | jq -c 'select(.event == \"eval\" or .event == \"end\")'",
+       "Fashion-MNIST as Debian's dataset-fashion-mnist has it: one epoch, two trainers"},
+      {"distrain ps --data mnist --trainers 3", "MNIST in the folder mnist"},
+      {"distrain ps --checkpoint saved --checkpoint-every 200 --resume auto",
+       "A job that may be ended by a signal and goes on where it was"},
+      {"for r in 0 1 2; do distrain ps --rank $r & done; wait",
+       "Three ranks that are started one by one"},
+      {"distrain ps --mode ssp --staleness 4 --trainers 3 --inject delay=50ms@rank=2",
+       "What a slow trainer does to the others"},
   };
   command.table = option_table();
+  describe(
+      command.table,
+      {{"num-gpus", "With --local the whole job is there. The trainers are where --device says."},
+       {"mean", "Pixels go from 0 to 1. Mean and deviation are always rank 0's."},
+       {"data",
+        "Its files are train-images-idx3-ubyte and train-labels-idx1-ubyte, and, to evaluate on,\n"
+        "t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte; each may end in .gz. Debian's are in\n"
+        "/usr/share/datasets/fashion-mnist. A trainer that joins without --data looks in the "
+        "folder\n"
+        "that rank 0 names, and only if rank 0 has none in its own Debian folder."},
+       {"staleness", "0 keeps them abreast."},
+       {"verify-grads", "When they have not, the job ends with exit status 1."}});
+  command.events = {
+      job::step_event({{"samples_per_s", kNumber, "examples of this trainer a second"},
+                       {"staleness", kInteger,
+                        "steps that this trainer was ahead of the slowest when the step began"},
+                       {"version", kInteger,
+                        "updates that the parameters of its forward pass had had in this run"},
+                       {"delay", kInteger, "updates of others between that and the step's own"}}),
+      job::epoch_event(),
+      job::eval_event("at the end of an epoch, if there are test images",
+                      {{"accuracy", kNumber, "share of the images whose class is right"}}),
+      {"end",
+       "",
+       {sometimes({"loss", kNumber, "mean over the last epoch's steps"}),
+        sometimes({"accuracy", kNumber, "of the last evaluation"}),
+        sometimes({"staleness", kInteger, "most steps that a trainer was ahead of the slowest"}),
+        sometimes({"updates", kInteger, "of the parameters, in this run"})}}};
   command.devices = device_rules();
   command.size = {"trainers", 1};
   command.complete = complete;

@@ -8,6 +8,8 @@
 namespace distrain::cmd {
 
 using namespace app;
+using job::sometimes;
+using enum job::FieldType;
 
 namespace {
 
@@ -108,13 +110,51 @@ JobCommand rnn_command() {
       "Trains a word language model whose embedding table and decoder a parameter server holds,\n"
       "while the LSTM between them is the trainers', who share it by DistributedDataParallel\n"
       "when there are several. Rank 0 is the server, ranks 1 to T are the trainers.";
+  command.details =
+      "Each step goes to the server twice over RPC, and a distributed optimizer updates the "
+      "parameters\n"
+      "where they are. `ps`, `trainer1`, `trainer2`, ... are the ranks' roles.\n"
+      "\n"
+      "Without --data it is a tiny model on random batches, that of the PyTorch RPC tutorial; with "
+      "it, a\n"
+      "language model of use. Most defaults differ between the two.";
   command.examples = {
-      "distrain rnn",
-      "distrain rnn --data train.txt --valid-data valid.txt --epochs 2 --mode sync --trainers 2",
-      "distrain rnn --data train.txt --generate 40 --prompt 'in the beginning'",
-      "for r in 0 1; do distrain rnn --rank $r & done; wait",
+      {"distrain rnn", "The tutorial's job"},
+      {"distrain rnn --data train.txt --valid-data valid.txt --epochs 2 --mode sync --trainers 2",
+       "Two trainers, in step with each other"},
+      {"distrain rnn --data train.txt --generate 40 --prompt 'in the beginning' | jq -r "
+       ".text//empty",
+       "A few words in the way of the text"},
+      {"for r in 0 1; do distrain rnn --rank $r & done; wait",
+       "Two ranks that are started one by one"},
   };
   command.table = option_table();
+  describe(
+      command.table,
+      {{"vocab-size", "The most frequent ones; `<unk>` is all others, `<eos>` the end of a line."},
+       {"data",
+        "Each rank may be given a path of its own; one that is given none reads what "
+        "rank 0 names."},
+       {"valid-data", "Needs --data."},
+       {"batch-size", "A trainer reads them side by side."},
+       {"bptt", "So far the gradients go back."},
+       {"clip", "The norm is over the parameters of all ranks together."},
+       {"generate", "They come as a `text` line."},
+       {"prompt", "Needs --generate."}});
+  command.events = {
+      job::step_event({{"words_per_s", kNumber, "words of this trainer a second"}}),
+      job::epoch_event({{"perplexity", kNumber, "e to the power of the loss"}}),
+      job::eval_event("at the end of an epoch, with --valid-data",
+                      {{"perplexity", kNumber, "e to the power of the loss"},
+                       {"lr", kNumber, "learning rate of the epoch"}}),
+      {"text", "at the end, with --generate", {{"text", kText, "the prompt and what follows it"}}},
+      {"end",
+       "",
+       {sometimes({"loss", kNumber, "mean over the words of the last epoch"}),
+        sometimes({"perplexity", kNumber, "of the last evaluation, else of the last epoch"}),
+        sometimes({"words_per_s", kNumber, "words a second of the first trainer"}),
+        sometimes({"updates", kInteger, "of the server's parameters, in this run"}),
+        sometimes({"ddp", kText, "how trainers on GPUs average: staged or nccl"})}}};
   using Use = job::DeviceRole::Use;
   command.devices.roles = {{"ps", "server", Use::kCompute}, {"trainer", "", Use::kCompute}};
   command.size = {"trainers", 1};

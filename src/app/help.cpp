@@ -1,8 +1,7 @@
-#include "distrain/app/help.h"
-
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "distrain/app/program.h"
 #include "process/process_setup.h"
 
 namespace distrain::app {
@@ -54,6 +53,22 @@ std::string option_line(const Option& option) {
   return left + wrapped(help, left.size());
 }
 
+/// "a, b or c".
+std::string listed(const std::vector<std::string>& words) {
+  std::string out;
+  for (size_t i = 0; i < words.size(); ++i) {
+    out += (i == 0 ? "" : i + 1 == words.size() ? " or " : ", ") + words[i];
+  }
+  return out;
+}
+
+std::string examples_text(const std::vector<Example>& examples) {
+  if (examples.empty()) return {};
+  std::string out = "\nExamples:\n";
+  for (const Example& example : examples) out += fmt::format("  {}\n", example.command);
+  return out;
+}
+
 }  // namespace
 
 std::string version_text() {
@@ -61,35 +76,33 @@ std::string version_text() {
                      DISTRAIN_HAS_CUDA ? "compiled, never run on a GPU by us" : "not compiled");
 }
 
-std::string main_help(const std::vector<CommandLine>& commands) {
-  std::string out =
-      "distrain - distributed training over RPC, in C++ on LibTorch\n\n"
-      "Usage: distrain COMMAND [OPTION]...\n\nCommands:\n";
-  for (const CommandLine& command : commands) {
-    out += fmt::format("  {:<10} {}\n", command.name, command.summary);
+std::string help_text(const Program& program) {
+  std::string out = program.name;
+  if (!program.about.summary.empty()) out += " - " + program.about.summary;
+  out += fmt::format("\n\nUsage: {} COMMAND [OPTION]...\n\nCommands:\n", program.name);
+  for (const JobCommand& command : program.commands) {
+    out += fmt::format("  {:<11} {}\n", command.line.name, command.line.summary);
   }
-  out += fmt::format("  {:<10} {}\n", "help", "how to use a command: distrain help COMMAND");
-  out +=
-      "\nOptions:\n"
-      "  -h, --help     this text\n"
-      "      --version  the version of distrain and of LibTorch\n\n"
-      "Without --rank a command starts every rank of the job here and supervises them; with it, "
-      "or\n"
-      "under torchrun, mpirun or srun, the process is one rank. stdout is one JSON object a "
-      "line.\n\n"
-      "Examples:\n"
-      "  distrain hybrid\n"
-      "  distrain hybrid --trainers 4 --mode sync | jq -c 'select(.event==\"end\")'\n"
-      "  distrain hybrid --rank 0 --master-addr node0    # and --rank 1, 2, 3 on other machines\n";
-  return out;
+  for (const TextCommand& command : text_commands(program)) {
+    out += fmt::format("  {:<11} {}\n", command.line.name, command.line.summary);
+  }
+  return out +
+         "\nOptions:\n"
+         "  -h, --help     this text\n"
+         "      --version  the version of distrain and of LibTorch\n\n"
+         "Without --rank a command starts every rank of the job here and supervises them; with it, "
+         "or\n"
+         "under torchrun, mpirun or srun, the process is one rank. stdout is one JSON object a "
+         "line.\n" +
+         examples_text(program.about.examples);
 }
 
-std::string command_help(const CommandLine& command, const std::string& description,
-                         const OptionTable& table, const std::vector<std::string>& examples) {
-  std::string out = fmt::format("distrain {} - {}\n\nUsage: distrain {} [OPTION]...\n\n{}\n",
-                                command.name, command.summary, command.name, description);
+std::string help_text(const Program& program, const JobCommand& command) {
+  std::string out =
+      fmt::format("{0} {1} - {2}\n\nUsage: {0} {1} [OPTION]...\n\n{3}\n", program.name,
+                  command.line.name, command.line.summary, command.description);
   std::string group;
-  for (const Option& option : table) {
+  for (const Option& option : command.table) {
     if (option.hidden) continue;
     if (option.group != group) {
       group = option.group;
@@ -97,33 +110,54 @@ std::string command_help(const CommandLine& command, const std::string& descript
     }
     out += option_line(option);
   }
-  out += "\nExamples:\n";
-  for (const std::string& example : examples) out += fmt::format("  {}\n", example);
-  return out;
+  return out + examples_text(command.examples);
 }
 
-std::string dump_options(const CommandLine& command, const OptionTable& table) {
-  constexpr const char* kKinds[] = {"flag", "integer", "integers", "real", "text", "choice"};
-  constexpr const char* kScopes[] = {"job", "input", "rank", "placement", "info"};
-  Json options = Json::array();
-  for (const Option& option : table) {
-    Json row{{"name", option.name},
-             {"kind", kKinds[static_cast<int>(option.kind)]},
-             {"scope", kScopes[static_cast<int>(option.scope)]},
-             {"default", json_value(option, option.initial)},
-             {"help", option.help},
-             {"hidden", option.hidden}};
-    if (option.initial.empty()) row["default"] = nullptr;
-    if (option.short_name) row["short"] = std::string(1, option.short_name);
-    if (!option.choices.empty()) row["choices"] = option.choices;
-    if (option.kind == ValueKind::kInteger || option.kind == ValueKind::kIntegers ||
-        option.kind == ValueKind::kReal) {
-      row["min"] = option.min;
-      row["max"] = option.max;
+std::string help_text(const Program& program, const TextCommand& command) {
+  const std::string argument =
+      command.needs_argument ? command.argument : '[' + command.argument + ']';
+  std::string out = fmt::format("{0} {1} - {2}\n\nUsage: {0} {1} {3}\n\n", program.name,
+                                command.line.name, command.line.summary, argument);
+  const std::string left = "  " + command.argument;
+  return out + left + wrapped(listed(command.choices), left.size());
+}
+
+std::vector<TextCommand> text_commands(const Program& program) {
+  std::vector<std::string> jobs;
+  for (const JobCommand& command : program.commands) jobs.push_back(command.line.name);
+  // Each has a copy of what it needs: the program is a value, its jobs outlive all texts.
+  const auto of_job = [program](const std::string& name, const auto& text) {
+    for (const JobCommand& command : program.commands) {
+      if (command.line.name == name) return text(program, command);
     }
-    options.push_back(std::move(row));
-  }
-  return Json{{"command", command.name}, {"options", std::move(options)}}.dump(2) + '\n';
+    return text(program);
+  };
+  return {
+      {{"help", "how to use a command"},
+       "COMMAND",
+       jobs,
+       false,
+       [of_job](const std::string& name) {
+         return of_job(name, [](const auto&... of) { return help_text(of...); });
+       }},
+      {{"man", "the man page of a command, or of all"},
+       "COMMAND",
+       jobs,
+       false,
+       [of_job](const std::string& name) {
+         return of_job(name, [](const auto&... of) { return man_page(of...); });
+       }},
+      {{"completion", "a script that completes command lines"},
+       "SHELL",
+       {"bash", "zsh", "fish"},
+       true,
+       [program](const std::string& shell) { return completion(program, shell); }},
+      {{"schema", "the JSON Schema of the lines that jobs print"},
+       "EVENT",
+       event_names(program),
+       false,
+       [program](const std::string& event) { return schema(program, event); }},
+  };
 }
 
 }  // namespace distrain::app

@@ -27,20 +27,14 @@ namespace {
 // A save may take long, and to kill a rank in the midst of it would lose what a signal asks for.
 constexpr auto kSaveGrace = std::chrono::seconds(60);
 
-bool is_job_option(const Option& option) {
-  return option.scope == Scope::kJob || option.scope == Scope::kInput;
-}
-
 /// What the `start` line shows, named with `_` as JSON lines are. `inherits`: what was not given
 /// here is rank 0's to tell.
 Json config_of(const ParsedOptions& options, bool inherits) {
   Json config = Json::object();
   for (const Option& option : options.table()) {
     if (!is_job_option(option)) continue;
-    std::string name = option.name;
-    std::replace(name.begin(), name.end(), '-', '_');
     const bool untold = inherits && !options.given(option.name);
-    config[name] = untold ? Json() : json_value(option, options.text(option.name));
+    config[json_name(option)] = untold ? Json() : json_value(option, options.text(option.name));
   }
   return config;
 }
@@ -204,24 +198,11 @@ std::string dump_placement(const ParsedOptions& options, const Placement& placem
   return json.dump() + '\n';
 }
 
-bool has(const std::vector<std::string>& args, std::initializer_list<const char*> names) {
-  return std::any_of(args.begin(), args.end(), [&](const std::string& arg) {
-    return std::find(names.begin(), names.end(), arg) != names.end();
-  });
-}
-
 }  // namespace
 
 int run_job_command(const JobCommand& command, const std::vector<std::string>& args,
                     base::TimePoint started) {
   const std::optional<SpawnedRank> spawned = take_spawned_rank();
-  if (has(args, {"--help", "-h"})) {
-    return print_text(
-        command_help(command.line, command.description, command.table, command.examples));
-  }
-  if (has(args, {"--dump-options", "--dump_options"})) {
-    return print_text(dump_options(command.line, command.table));
-  }
   try {
     ParsedOptions options = parse_options(command.table, args);
     Placement placement = place(options, command.size, process_environment);

@@ -1,10 +1,12 @@
 #include "distrain/app/main.h"
 
 #include <algorithm>
+#include <cctype>
+#include <filesystem>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
-#include "distrain/app/help.h"
 #include "distrain/app/options.h"
 #include "distrain/base/error.h"
 #include "process/output.h"
@@ -14,45 +16,71 @@
 namespace distrain::app {
 namespace {
 
-int run_command(const std::vector<JobCommand>& commands, const std::vector<std::string>& args,
-                base::TimePoint started) {
-  std::vector<CommandLine> lines;
-  std::vector<std::string> names;
-  for (const JobCommand& command : commands) {
-    lines.push_back(command.line);
-    names.push_back(command.line.name);
+bool asks_for_help(const std::vector<std::string>& args) {
+  return std::any_of(args.begin(), args.end(),
+                     [](const std::string& arg) { return arg == "--help" || arg == "-h"; });
+}
+
+std::string meant(const std::string& word, const std::vector<std::string>& candidates,
+                  const std::string& otherwise) {
+  const auto nearest = did_you_mean(word, candidates);
+  return nearest ? fmt::format("; did you mean {}?", *nearest) : otherwise;
+}
+
+/// Throws `invalid` unless `args` are such as the command takes.
+std::string text_of(const TextCommand& command, const std::vector<std::string>& args) {
+  const auto refuse = [](const std::string& message) {
+    throw base::Exception(base::ErrorKind::kInvalid, message);
+  };
+  std::string argument = command.argument;
+  std::transform(argument.begin(), argument.end(), argument.begin(), ::tolower);
+  if (args.size() > 1) refuse(fmt::format("unexpected argument '{}'", args[1]));
+  if (args.empty() && command.needs_argument) {
+    refuse(fmt::format("{} needs a {}: {}", command.line.name, argument,
+                       fmt::join(command.choices, ", ")));
   }
+  const auto& choices = command.choices;
+  if (!args.empty() && std::find(choices.begin(), choices.end(), args[0]) == choices.end()) {
+    refuse(fmt::format("unknown {} '{}'{}", argument, args[0], meant(args[0], choices, "")));
+  }
+  return command.text(args.empty() ? std::string() : args[0]);
+}
+
+int run_command(const Program& program, const std::vector<std::string>& args,
+                base::TimePoint started) {
   const auto refuse = [started](const std::string& message) {
     return report_failure("", base::Error{base::ErrorKind::kInvalid, message, -1, {}}, started);
   };
-  if (args.empty()) return refuse("no command given; see distrain --help");
+  if (args.empty()) return refuse(fmt::format("no command given; see {} --help", program.name));
 
-  std::string name = args[0];
-  std::vector<std::string> rest(args.begin() + 1, args.end());
+  const std::string& name = args[0];
+  const std::vector<std::string> rest(args.begin() + 1, args.end());
   if (name == "--version") return print_text(version_text());
-  if (name == "--help" || name == "-h") return print_text(main_help(lines));
-  if (name == "help") {
-    if (rest.empty()) return print_text(main_help(lines));
-    if (rest.size() > 1) return refuse(fmt::format("unexpected argument '{}'", rest[1]));
-    name = rest[0];
-    rest = {"--help"};
+  if (name == "--help" || name == "-h") return print_text(help_text(program));
+  std::vector<std::string> names;
+  for (const JobCommand& command : program.commands) {
+    names.push_back(command.line.name);
+    if (command.line.name != name) continue;
+    if (asks_for_help(rest)) return print_text(help_text(program, command));
+    return run_job_command(command, rest, started);
   }
-  for (const JobCommand& command : commands) {
-    if (command.line.name == name) return run_job_command(command, rest, started);
+  for (const TextCommand& command : text_commands(program)) {
+    names.push_back(command.line.name);
+    if (command.line.name != name) continue;
+    if (asks_for_help(rest)) return print_text(help_text(program, command));
+    try {
+      return print_text(text_of(command, rest));
+    } catch (const base::Exception& e) {
+      return refuse(e.error().message);
+    }
   }
-  std::string message = fmt::format("unknown {} '{}'", name[0] == '-' ? "option" : "command", name);
-  names.push_back("help");
-  if (const auto meant = did_you_mean(name, names)) {
-    message += fmt::format("; did you mean {}?", *meant);
-  } else {
-    message += "; see distrain --help";
-  }
-  return refuse(message);
+  return refuse(fmt::format("unknown {} '{}'{}", name[0] == '-' ? "option" : "command", name,
+                            meant(name, names, fmt::format("; see {} --help", program.name))));
 }
 
 }  // namespace
 
-int main(int argc, char** argv, const std::vector<JobCommand>& commands) {
+int main(int argc, char** argv, const std::vector<JobCommand>& commands, const About& about) {
   const auto started = process_start();
   const bool stdout_open = secure_standard_fds();
   set_up_process();
@@ -61,7 +89,8 @@ int main(int argc, char** argv, const std::vector<JobCommand>& commands) {
     say("stdout is closed");
     return 9;
   }
-  const int code = run_command(commands, {argv + 1, argv + argc}, started);
+  const Program program{std::filesystem::path(argv[0]).filename(), commands, about};
+  const int code = run_command(program, {argv + 1, argv + argc}, started);
   // Destroying what LibTorch set up takes time and serves nobody.
   leave_process(code);
 }

@@ -1,5 +1,6 @@
 #include "distrain/app/option_blocks.h"
 
+#include <algorithm>
 #include <iterator>
 
 #include "distrain/base/error.h"
@@ -140,8 +141,15 @@ void append_checkpoints(OptionTable& table, const std::string& each, const std::
   append(table, "Checkpoints", Scope::kJob,
          {text("checkpoint", "DIR", "save here, so that the job can be taken up again"),
           std::move(interval),
-          text("resume", "auto|PATH",
-               "go on from this checkpoint; auto: from the newest of --checkpoint, if any")});
+          but(text("resume", "auto|PATH",
+                   "go on from this checkpoint; auto: from the newest of --checkpoint, if any"),
+              [](Option& o) { o.choices = {"auto"}; })});
+  describe(table,
+           {{"checkpoint", "It saves at the end, too, and on SIGINT, SIGTERM or SIGHUP."},
+            {"checkpoint-every", "Needs --checkpoint."},
+            {"resume",
+             "A folder of checkpoints stands for the newest in it. `auto` needs --checkpoint; "
+             "if there\nis none yet, the job starts afresh."}});
 }
 
 void change(OptionTable& table, std::string_view name, void (*how)(Option&)) {
@@ -149,6 +157,19 @@ void change(OptionTable& table, std::string_view name, void (*how)(Option&)) {
     if (option.name == name) return how(option);
   }
   throw base::Exception(base::ErrorKind::kInternal, "no option is named " + std::string(name));
+}
+
+void describe(OptionTable& table,
+              const std::vector<std::pair<std::string_view, std::string_view>>& details) {
+  for (const auto& [name, text] : details) {
+    const auto option = std::find_if(table.begin(), table.end(),
+                                     [name](const Option& each) { return each.name == name; });
+    if (option == table.end()) {
+      throw base::Exception(base::ErrorKind::kInternal, "no option is named " + std::string(name));
+    }
+    if (!option->details.empty()) option->details += '\n';
+    option->details += text;
+  }
 }
 
 void append_common(OptionTable& table) {
@@ -172,14 +193,17 @@ void append_common(OptionTable& table) {
                      "the interface that reaches rank 0"),
           choice("transport", {"auto", "tcp", "unix"},
                  "between ranks; auto: a unix socket on one host, TCP between hosts"),
-          seconds("rpc-timeout", "60", "deadline of one remote call"),
-          seconds("join-timeout", "300", "how long to wait for all ranks"),
-          seconds("peer-timeout", "5", "silence after which a rank counts as lost")});
+          seconds("rpc-timeout", "60", "deadline of one remote call, in seconds"),
+          seconds("join-timeout", "300", "how long to wait for all ranks, in seconds"),
+          seconds("peer-timeout", "5", "seconds of silence after which a rank counts as lost")});
   append(table, "Run", Scope::kInput,
          {but(text("device", "DEVICE",
                    "where ranks compute: cpu, cuda (each host's GPUs in turn), cuda:N, or "
                    "ROLE=DEVICE[,...], the other roles on the CPU"),
-              [](Option& o) { o.initial = "cpu"; })});
+              [](Option& o) {
+                o.initial = "cpu";
+                o.choices = {"cpu", "cuda"};
+              })});
   append(table, "Run", Scope::kJob,
          {text("trace", "FILE", "write what all ranks did here, for ui.perfetto.dev")});
   append(table, "Run", Scope::kRank,
@@ -190,10 +214,24 @@ void append_common(OptionTable& table) {
                "fail=checkpoint.3 (die at the 3rd system call of the first save)"),
           but(flag("quiet", "no progress display"), [](Option& o) { o.short_name = 'q'; })});
   append(table, "Run", Scope::kInfo,
-         {but(flag("help", "this text"), [](Option& o) { o.short_name = 'h'; }),
-          but(flag("dump-options", "the option table as JSON"), [](Option& o) { o.hidden = true; }),
+         {but(flag("help", "a summary of the options"), [](Option& o) { o.short_name = 'h'; }),
           but(flag("dump-placement", "which ranks would run where, as JSON"),
               [](Option& o) { o.hidden = true; })});
+  describe(
+      table,
+      {{"local", "The same model, the same batches, the same lines."},
+       {"world-size",
+        "The option that sets the number of ranks follows from it, and the other way "
+        "round."},
+       {"device",
+        "`cuda` is the GPU of the local rank where torchrun, mpirun or srun says which that is, "
+        "else\nthe GPUs in turn; ranks may share one. A rank that joins may name its own, "
+        "otherwise "
+        "what rank 0\nwas given holds."},
+       {"trace", "On rank 0's machine; see TRACES in the program's own page."},
+       {"inject",
+        "Without `@rank` every rank is delayed. Of `fail=checkpoint.N` rank 0 dies, at the Nth "
+        "system\ncall of its first save."}});
 }
 
 }  // namespace distrain::app

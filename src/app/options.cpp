@@ -71,11 +71,8 @@ size_t edit_distance(std::string_view a, std::string_view b) {
 
 std::string spellings(const Option& option) {
   std::string names = "--" + option.name;
-  if (option.name.find('-') != std::string::npos) {
-    std::string tutorial = option.name;
-    std::replace(tutorial.begin(), tutorial.end(), '-', '_');
-    names += ",--" + tutorial;
-  }
+  // As the tutorials have it.
+  if (option.name.find('-') != std::string::npos) names += ",--" + json_name(option);
   if (option.short_name) names += std::string(",-") + option.short_name;
   return names;
 }
@@ -115,6 +112,12 @@ std::vector<int64_t> to_integers(std::string_view canonical) {
 }
 
 }  // namespace
+
+std::string json_name(const Option& option) {
+  std::string name = option.name;
+  std::replace(name.begin(), name.end(), '-', '_');
+  return name;
+}
 
 std::vector<std::string> split_list(std::string_view text) {
   std::vector<std::string> parts;

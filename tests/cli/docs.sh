@@ -1,5 +1,5 @@
 #!/bin/bash
-# Man pages and completions name every option of the table, and none that it has not.
+# What is in man/ and completions/ is what the program prints, and a man page and a shell can read it.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
@@ -13,65 +13,26 @@ complete_words() ( # complete_words <words>...: what bash offers after them
   _distrain
   printf '%s\n' "${COMPREPLY[@]}"
 )
-names() { # names <pattern with one group>: what the text calls options, sorted
-  grep -oP -- "$1" | sort -u
+offers() { # offers <words of the answer> <words>...
+  local answer
+  answer=$(complete_words "${@:2}" | tr '\n' ' ')
+  [[ $answer == "$1 " ]] || fail "bash offers '$answer', not '$1', after ${*:2}"
 }
-compare() { # compare <what> <names found>
-  local missing extra
-  missing=$(comm -23 <(printf '%s\n' "${options[@]}" | sort -u) <(echo "$2"))
-  extra=$(comm -13 <(printf '%s\n' "${options[@]}" | sort -u) <(echo "$2"))
-  [[ -z $missing ]] || fail "$1 lacks: ${missing//$'\n'/ }"
-  [[ -z $extra ]] || fail "$1 names what is no option: ${extra//$'\n'/ }"
-}
-zsh_rows() { # zsh_rows <command>: its own and those that all have
-  sed -n "/^\($1\|common\)_options=(/,/^)/p" "$root/completions/_distrain"
-}
-fish_rows() {
-  grep -E "^__distrain_option ('([a-z]+ )*$1( [a-z]+)*'|$1) |-l help" "$root/completions/distrain.fish"
-}
-has_choices() { # has_choices <option> <choices with |> <what>: the text has them in the option's row
-  grep -E -- "(--|-l )$1[[ ]" | grep -qF -- "$2" || fail "$3 lacks the choices of --$1: $2"
+same() { # same <file> <args>...: the program prints it
+  run "${@:2}"
+  expect 0 "${*:2}"
+  cmp -s "$tmp/out" "$root/$1" || fail "$1 is not what 'distrain ${*:2}' prints: ./run docs writes it"
 }
 
-check_command() {
-  local command=$1 man=$tmp/man name default choices row
-  run "$command" --dump-options
-  expect 0 "$command --dump-options"
-  mapfile -t options < <(jq -r '.options[] | select(.hidden | not) | .name' "$tmp/out")
-  ((${#options[@]} > 25)) || fail "only ${#options[@]} options in the table of $command"
-
-  sed 's/\\-/-/g' "$root/man/distrain-$command.1" >"$man"
-  # In an option's own entry: ".BI --name", ".BR -q ", " --name", ".B --name".
-  grep -A1 '^\.TP' "$man" >"$tmp/entries"
-  compare "man/distrain-$command.1" "$(names '^\.B.*--\K[a-z][a-z-]*' <"$tmp/entries")"
-  compare "distrain.bash ($command)" "$(complete_words distrain "$command" -- | names '^--\K[a-z-]+')"
-  compare "_distrain ($command)" "$(zsh_rows "$command" | names "['{,]--\K[a-z][a-z-]+(?=[\[}])")"
-  compare "distrain.fish ($command)" "$(fish_rows "$command" | names ' -l \K[a-z][a-z-]+')"
-
-  while read -r name choices; do
-    has_choices "$name" "${choices// /|}" "the man page of $command" <"$man"
-    zsh_rows "$command" | has_choices "$name" "($choices)" "_distrain ($command)"
-    fish_rows "$command" | has_choices "$name" "'$choices'" "distrain.fish ($command)"
-    row=$(complete_words distrain "$command" "--$name" "" | tr '\n' ' ')
-    [[ $row == "$choices " ]] || fail "bash offers '$row' for $command --$name"
-  done < <(jq -r '.options[] | select(.choices) | "\(.name) \(.choices | join(" "))"' "$tmp/out")
-
-  # The defaults of the table stand in the man page.
-  while read -r name default; do
-    awk -v name="--$name" '/^\.TP/ { on = 0 } on { print } index($0, name " ") || index($0, name "\"") { on = 1 }' \
-      "$man" | grep -qF -- "Default $default" || fail "man/distrain-$command.1 lacks: $name: Default $default"
-  done < <(jq -r '.options[] | select(.hidden or .default == null or .default == false | not)
-    | "\(.name) \(.default | if type == "array" then map(tostring) | join(",") else . end)"' "$tmp/out")
-
-  grep -q "^distrain.-$command\|distrain.-$command (1)" "$root/man/distrain.1" || fail "man/distrain.1 lacks $command"
-  [[ $(complete_words distrain "${command:0:2}") == "$command" ]] || fail "bash: distrain ${command:0:2}"
-  grep -q "$command)" "$root/completions/_distrain" || fail "_distrain lacks $command"
-  grep -q -- "-n __fish_use_subcommand -a $command " "$root/completions/distrain.fish" || fail "distrain.fish lacks $command"
-}
-
-mapfile -t commands < <("$distrain" --help | sed -n '/^Commands:/,/^$/p' | awk 'NF && !/:$/ && $1 != "help" { print $1 }')
-((${#commands[@]} >= 3)) || fail "distrain --help names ${#commands[@]} commands"
-for command in "${commands[@]}"; do check_command "$command"; done
+mapfile -t jobs < <("$distrain" schema end | jq -r '.oneOf[].properties.cmd.enum[] | values')
+((${#jobs[@]} == 5)) || fail "distrain schema end names ${#jobs[@]} jobs"
+same man/distrain.1 man
+for job in "${jobs[@]}"; do same "man/distrain-$job.1" man "$job"; done
+same completions/distrain.bash completion bash
+same completions/_distrain completion zsh
+same completions/distrain.fish completion fish
+others=$(cd "$root" && echo man/* completions/* | wc -w)
+((others == ${#jobs[@]} + 4)) || fail "man/ and completions/ hold $others files"
 
 for page in "$root"/man/*.1; do
   if command -v groff >/dev/null; then
@@ -79,26 +40,15 @@ for page in "$root"/man/*.1; do
     [[ -z $warnings ]] || fail "$page: $warnings"
   fi
   if command -v mandoc >/dev/null; then
-    warnings=$(mandoc -Tlint -Wwarning "$page" 2>&1)
+    # The pages have no date: they are those of a version.
+    warnings=$(mandoc -Tlint -Wwarning "$page" 2>&1 | grep -v "missing date")
     [[ -z $warnings ]] || fail "$page: $warnings"
   fi
 done
-# README and man page say which devices there are: with --device CUDA, too, without it the CPU only.
-devices_of() { sed -n "/$1/,/$2/p" "$3"; }
-for text in "$(devices_of '^## CPU and GPU' '^## The' "$root/README.md")" \
-  "$(devices_of '^\.SH DEVICES' '^\.SH CHECKPOINTS' "$root/man/distrain.1")"; do
-  grep -q 'CPU' <<<"$text" || fail "README or man/distrain.1 does not say what computes on the CPU"
-  if "$distrain" hybrid --dump-options | jq -e 'any(.options[]; .name == "device")' >/dev/null; then
-    grep -q 'CUDA' <<<"$text" || fail "README or man/distrain.1 says nothing of CUDA"
-  else
-    grep -q 'CPU only' <<<"$text" || fail "README or man/distrain.1 does not say 'CPU only'"
-  fi
-done
-
-version=$("$distrain" --version | sed -n 1p | cut -d' ' -f2)
-for name in "" "${commands[@]/#/-}"; do
-  grep -q "^\.TH DISTRAIN${name^^} 1 .*distrain $version" "$root/man/distrain$name.1" ||
-    fail "man page distrain$name is not of $version"
+# README and man page say which devices there are.
+for text in "$(sed -n '/^## CPU and GPU/,/^## The/p' "$root/README.md")" \
+  "$(sed -n '/^\.SH "DEVICES"/,/^\.SH "CHECKPOINTS"/p' "$root/man/distrain.1")"; do
+  [[ $text == *CPU* && $text == *CUDA* ]] || fail "README or man/distrain.1 does not say what computes where"
 done
 
 bash -n "$root/completions/distrain.bash" || fail "distrain.bash does not parse"
@@ -106,9 +56,34 @@ command -v zsh >/dev/null && { zsh -n "$root/completions/_distrain" || fail "_di
 command -v fish >/dev/null &&
   { fish -n "$root/completions/distrain.fish" || fail "distrain.fish does not parse"; }
 
-[[ $(complete_words distrain hybrid --mode s) == sync ]] || fail "bash: --mode s"
-[[ $(complete_words distrain hybrid --mode = a) == async ]] || fail "bash: --mode=a"
-[[ $(complete_words distrain hybrid --embe) == --embedding-dim ]] || fail "bash: --embe"
-[[ $(complete_words distrain ps --mode ss) == ssp ]] || fail "bash: ps --mode ss"
-[[ $(complete_words distrain help rn) == rnn ]] || fail "bash: help rn"
+for job in "${jobs[@]}"; do offers "$job" distrain "${job:0:2}"; done
+offers sync distrain hybrid --mode s
+offers async distrain hybrid --mode = a
+offers ssp distrain ps --mode ss
+offers --embedding-dim distrain hybrid --embe
+offers "cpu cuda" distrain rl --device ""
+offers auto distrain rl --resume aut
+offers "$root/README.md" distrain hybrid --test_data "$root/READ"
+offers "$root/tests" distrain ps --data "$root/tes"
+offers --verify-grads distrain ps --local --ver
+offers rnn distrain help rn
+offers pipeline distrain man pip
+offers zsh distrain completion z
+offers episode distrain schema epi
+
+# A text takes one argument, of those that there are.
+refuse() { # refuse <words> <args>...
+  run "${@:2}"
+  expect_error 2 invalid "$1" "${*:2}"
+}
+refuse "completion needs a shell: bash, zsh, fish" completion
+refuse "unknown shell 'tcsh'" completion tcsh
+refuse "unknown event 'eval2'; did you mean eval?" schema eval2
+refuse "unknown command 'rrnn'; did you mean rnn?" man rrnn
+refuse "unexpected argument 'rl'" man rnn rl
+for command in man completion schema; do
+  run "$command" --help
+  expect 0 "$command --help"
+  grep -q "^Usage: distrain $command" "$tmp/out" || fail "$command --help: no usage"
+done
 finish

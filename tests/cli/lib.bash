@@ -42,6 +42,27 @@ fail() {
 run() {
   timeout -k 2 "$limit" "$distrain" "$@" >"$tmp/out" 2>"$tmp/err"
   code=$?
+  keep_lines "$tmp/out"
+}
+
+# keep_lines <file>: for the check of all lines at the end, as the file may be written anew by then.
+keep_lines() {
+  local stamp
+  stamp=$(stat -c '%n %s %y' "$1")
+  [[ $stamp == "${kept:-}" ]] || grep -a '^{"v":.*}$' "$1" >>"$tmp/.seen"
+  kept=$stamp
+}
+
+# All lines of jobs that the test has seen, and those in files that it leaves, are as `distrain schema`
+# says: no unknown event or field, none left out.
+check_lines() {
+  local files
+  mapfile -d '' -t files < <(grep -rlaZ '^{"v":' "$tmp")
+  ((${#files[@]})) || return
+  "$distrain" schema >"$tmp/.schema" || fail "distrain schema: exit code $?"
+  python3 "$root/tests/support/check_lines.py" "$tmp/.schema" "${files[@]}" >"$tmp/.checked" ||
+    fail "lines that are not as 'distrain schema' says:
+$(cat "$tmp/.checked")"
 }
 
 # expect <code> <name>: what the last command exited with.
@@ -54,6 +75,7 @@ expect() {
 # expect_log <name> [file]: JSON lines, each with the common fields, and one `end`, the last.
 expect_log() {
   local log=${2:-$tmp/out} problem
+  keep_lines "$log"
   problem=$(jq -rs 'if length == 0 then "nothing on stdout"
     elif all(.[]; .v == 1 and (.ts | type) == "number" and (.event | type) == "string"
       and has("cmd") and has("rank") and has("role")) | not then "lines without the common fields"
@@ -67,6 +89,7 @@ expect_log() {
 
 # expect_jq <filter> <name> [file]: holds for the whole log as an array.
 expect_jq() {
+  keep_lines "${3:-$tmp/out}"
   jq -es "$1" "${3:-$tmp/out}" >/dev/null 2>&1 && return
   fail "$2: not so: $1"
   tail -n 2 "${3:-$tmp/out}" | cut -c1-500
@@ -178,6 +201,7 @@ make_text() {
 }
 
 finish() {
+  check_lines
   ((failures == 0)) || echo "$failures checks failed"
   exit $((failures > 0))
 }

@@ -15,6 +15,7 @@
 #include <netinet/tcp.h>
 #include <sys/socket.h>
 
+#include "distrain/app/program.h"
 #include "distrain/base/error.h"
 #include "distrain/job/checkpoints.h"
 #include "distrain/net/socket.h"
@@ -23,7 +24,13 @@
 #include "distrain/scenario/ps.h"
 #include "distrain/scenario/rl.h"
 #include "distrain/scenario/rnn.h"
+#include "hybrid.h"
+#include "pipeline.h"
+#include "ps.h"
+#include "rl.h"
+#include "rnn.h"
 #include "support/catch.h"
+#include "support/event_check.h"
 #include "unit/data/files.h"
 
 namespace distrain::testing {
@@ -80,16 +87,21 @@ struct Finished {
   const Json& fields(int rank) const { return outcomes.at(rank).fields; }
 };
 
-/// Gives a rank's lines to whoever `hear` is.
+/// Gives a rank's lines to whoever `hear` is. They have to be of these events.
 class Listener final : public job::EventSink {
  public:
-  explicit Listener(std::function<void(Line)> hear = [](const Line&) {}) : hear_(std::move(hear)) {}
+  explicit Listener(
+      std::vector<job::Event> events = job::common_events(),
+      std::function<void(Line)> hear = [](const Line&) {})
+      : events_(std::move(events)), hear_(std::move(hear)) {}
   void emit(std::string_view event, const Json& fields) override {
+    check_declared(events_, event, fields);
     hear_({0, std::string(event), fields});
   }
   void set_role(std::string_view) override {}
 
  private:
+  const std::vector<job::Event> events_;
   const std::function<void(Line)> hear_;
 };
 
@@ -101,31 +113,42 @@ struct Calls<scenario::HybridOptions> {
   static constexpr auto kWorldSize = scenario::hybrid_world_size;
   static constexpr auto kRun = scenario::run_hybrid;
   static constexpr auto kRunLocal = scenario::run_hybrid_local;
+  static constexpr auto kCommand = cmd::hybrid_command;
 };
 template <>
 struct Calls<scenario::PipelineOptions> {
   static constexpr auto kWorldSize = scenario::pipeline_world_size;
   static constexpr auto kRun = scenario::run_pipeline;
   static constexpr auto kRunLocal = scenario::run_pipeline_local;
+  static constexpr auto kCommand = cmd::pipeline_command;
 };
 template <>
 struct Calls<scenario::PsOptions> {
   static constexpr auto kWorldSize = scenario::ps_world_size;
   static constexpr auto kRun = scenario::run_ps;
   static constexpr auto kRunLocal = scenario::run_ps_local;
+  static constexpr auto kCommand = cmd::ps_command;
 };
 template <>
 struct Calls<scenario::RlOptions> {
   static constexpr auto kWorldSize = scenario::rl_world_size;
   static constexpr auto kRun = scenario::run_rl;
   static constexpr auto kRunLocal = scenario::run_rl_local;
+  static constexpr auto kCommand = cmd::rl_command;
 };
 template <>
 struct Calls<scenario::RnnOptions> {
   static constexpr auto kWorldSize = scenario::rnn_world_size;
   static constexpr auto kRun = scenario::run_rnn;
   static constexpr auto kRunLocal = scenario::run_rnn_local;
+  static constexpr auto kCommand = cmd::rnn_command;
 };
+
+/// What the job prints.
+template <class Options>
+std::vector<job::Event> events_of() {
+  return app::events_of(Calls<Options>::kCommand());
+}
 
 /// Waits until so many connections lie in a listening socket's queue; not for ever.
 inline void await_connections(int listening, unsigned count) {
@@ -150,6 +173,7 @@ template <class Options>
 Finished try_job(Place place, const Options& options, const Hooks<Options>& hooks = {}) {
   Finished finished;
   std::mutex mutex;
+  const std::vector<job::Event> events = events_of<Options>();
   at::set_num_threads(1);
   net::Fd socket = std::move(net::listen_tcp("localhost", 0).value());
   const uint16_t port = net::local_name(socket.get()).port;
@@ -157,7 +181,7 @@ Finished try_job(Place place, const Options& options, const Hooks<Options>& hook
     if (hooks.job) hooks.job(job);
     Options own = options;
     if (hooks.options) hooks.options(job.rank, own);
-    Listener sink([&](Line line) {
+    Listener sink(events, [&](Line line) {
       line.rank = job.rank;
       if (hooks.heard_at_once) hooks.heard_at_once(job, line);
       std::lock_guard lock(mutex);
@@ -169,6 +193,7 @@ Finished try_job(Place place, const Options& options, const Hooks<Options>& hook
                             ? Calls<Options>::kRunLocal(own, job, sink)
                             : Calls<Options>::kRun(
                                   own, job, [&](const job::OptionMap&) { return own; }, sink);
+      check_outcome(events, outcome.fields);
       std::lock_guard lock(mutex);
       finished.outcomes[job.rank] = std::move(outcome);
     } catch (...) {

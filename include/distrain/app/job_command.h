@@ -6,22 +6,37 @@
 #include <vector>
 
 #include "distrain/app/devices.h"
-#include "distrain/app/help.h"
 #include "distrain/app/options.h"
 #include "distrain/app/placement.h"
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/job/checkpoint_options.h"
+#include "distrain/job/events.h"
 #include "distrain/job/job.h"
 #include "distrain/job/local_job.h"
 
 namespace distrain::app {
 
+/// The name of a subcommand and what it does in a line.
+struct CommandLine {
+  std::string name;
+  std::string summary;
+};
+
+/// A command line, and what it shows.
+struct Example {
+  std::string command;
+  std::string what;
+};
+
 /// A subcommand that is a job of ranks: what differs from one scenario to the next.
 struct JobCommand {
   CommandLine line;
-  std::string description;  ///< for the help text
-  std::vector<std::string> examples;
+  std::string description;  ///< a paragraph for the help text and the man page
+  std::string details;      ///< what the man page alone says besides; for its form see app/man.cpp
+  std::vector<Example> examples;
+  /// The job's own lines, and what it adds to those that any job prints.
+  std::vector<job::Event> events;
   OptionTable table;
   SizeRule size;
   /// Throws for options that do not go together and for files that are not there; may warn.

@@ -1,8 +1,9 @@
 #pragma once
 
+#include <string>
 #include <vector>
 
-#include "distrain/app/job_command.h"
+#include "distrain/app/program.h"
 
 namespace distrain::app {
 
@@ -10,6 +11,9 @@ namespace distrain::app {
 /// Does not come back once a job has run. Gives back the exit code. Best called first in main():
 /// where there are threads by then, as torch's are after a parallel operation, each rank is a new
 /// process that goes through main() from the start, which takes longer than a fork.
-int main(int argc, char** argv, const std::vector<JobCommand>& commands);
+///
+/// The program has the name that it was called by, and besides the jobs the subcommands help, man,
+/// completion and schema.
+int main(int argc, char** argv, const std::vector<JobCommand>& commands, const About& about = {});
 
 }  // namespace distrain::app

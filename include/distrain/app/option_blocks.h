@@ -2,6 +2,7 @@
 
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "distrain/app/options.h"
@@ -53,6 +54,9 @@ void append_checkpoints(OptionTable& table, const std::string& each = "steps",
                         const std::string& every = "0");
 /// Changes an option that is in the table.
 void change(OptionTable& table, std::string_view name, void (*how)(Option&));
+/// Adds what the man page says of options of the table: name, sentences.
+void describe(OptionTable& table,
+              const std::vector<std::pair<std::string_view, std::string_view>>& details);
 /// What every scenario has.
 void append_common(OptionTable& table);
 

@@ -26,8 +26,8 @@ enum class Scope {
   kInfo,       ///< prints something and ends
 };
 
-/// One row of the table that feeds the parser, the help text and the checks of man pages and
-/// completions.
+/// One row of the table that feeds the parser, the help text, the man page, the completions and the
+/// schema of `start` lines.
 struct Option {
   std::string name;  ///< without dashes; the spelling with `_` comes by itself
   ValueKind kind = ValueKind::kText;
@@ -36,13 +36,14 @@ struct Option {
   Scope scope = Scope::kJob;
   std::string group;
   std::string help;
+  std::string details;  ///< what the man page alone says besides
   double min = 0;
   double max = 0;
-  bool above_min = false;  ///< `min` itself is not allowed
-  bool below_max = false;  ///< nor is `max`
-  std::vector<std::string> choices;
+  bool above_min = false;            ///< `min` itself is not allowed
+  bool below_max = false;            ///< nor is `max`
+  std::vector<std::string> choices;  ///< all of a kChoice; of a text some that a shell offers
   char short_name = 0;
-  bool hidden = false;           ///< for tests; neither in the help nor in the man page
+  bool hidden = false;           ///< for tests; in no text
   bool random_only = false;      ///< without effect when there is a data file
   bool each_own = false;         ///< unless rank 0's user gives it, each rank has its own default
   bool data_only = false;        ///< without effect when there is none
@@ -55,6 +56,14 @@ const Option* find_option(const OptionTable& table, std::string_view name);
 /// The value as it is compared and sent ("5e-2" → "0.05"). Throws `invalid` naming `where` (the
 /// option or environment variable) when it is not one of the option's.
 std::string canonical_value(const Option& option, std::string_view text, std::string_view where);
+
+/// Whether it is one of the job's, which `start` lines show.
+inline bool is_job_option(const Option& option) {
+  return option.scope == Scope::kJob || option.scope == Scope::kInput;
+}
+
+/// The option's name as JSON lines have it: "batch_size".
+std::string json_name(const Option& option);
 
 /// "layer1,layer2" → both.
 std::vector<std::string> split_list(std::string_view text);

@@ -11,6 +11,7 @@
 #include "distrain/job/local_job.h"
 #include "support/catch.h"
 #include "support/cluster.h"
+#include "support/event_check.h"
 #include "support/fake_trace.h"
 
 using namespace distrain;
@@ -21,6 +22,7 @@ namespace {
 class TraceSink final : public EventSink {
  public:
   void emit(std::string_view event, const Json& fields) override {
+    testing::check_declared(common_events(), event, fields);
     lines.push_back({{"event", event}, {"fields", fields}});
   }
   void set_role(std::string_view) override {}

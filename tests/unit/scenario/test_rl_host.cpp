@@ -84,7 +84,7 @@ struct RlHosts {
 
 TEST_CASE_METHOD(RlHosts, "an episode counts by its least lucky environment") {
   std::vector<job::Json> lines;
-  Listener sink([&](const Line& line) { lines.push_back(line.fields); });
+  Listener sink(events_of<RlOptions>(), [&](const Line& line) { lines.push_back(line.fields); });
   options.threshold = 10;
   RlHost host(options, job, sink);
   play(host, {5, 4, 3, 9}, true);
@@ -109,7 +109,7 @@ TEST_CASE_METHOD(RlHosts, "what is learned does not depend on what was asked tog
   options.max_episodes = 5;
   const Folder folders[2];
   for (const bool together : {true, false}) {
-    Listener nobody;
+    Listener nobody(events_of<RlOptions>());
     RlOptions own = options;
     own.checkpoint = {folders[together].path(), 0, ""};
     RlHost host(own, job, nobody);
@@ -133,7 +133,7 @@ TEST_CASE_METHOD(RlHosts, "what is learned is what LibTorch's autograd and Adam 
   options.lr = 0.02;
   options.max_episodes = 3;  // in the first one Adam looks at signs only
   options.checkpoint = {folder.path(), 0, ""};
-  Listener nobody;
+  Listener nobody(events_of<RlOptions>());
   RlHost host(options, job, nobody);
   host.start();
   const std::vector<at::Tensor> parameters = torch_parameters(Policy(options.seed));
@@ -190,7 +190,7 @@ TEST_CASE_METHOD(RlHosts, "what is learned is what LibTorch's autograd and Adam 
 }
 
 TEST_CASE_METHOD(RlHosts, "an environment that nobody has is refused") {
-  Listener nobody;
+  Listener nobody(events_of<RlOptions>());
   RlHost host(options, job, nobody);
   host.begin_episode();
   for (const int observer : {-1, 2}) {

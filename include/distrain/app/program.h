@@ -1,0 +1,59 @@
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "distrain/app/job_command.h"
+
+namespace distrain::app {
+
+/// What help and man page say of a program as a whole.
+struct About {
+  std::string summary;      ///< in a line
+  std::string description;  ///< a paragraph
+  std::vector<Example> examples;
+};
+
+/// What a program's own texts are made of.
+struct Program {
+  std::string name;
+  const std::vector<JobCommand>& commands;
+  About about;
+};
+
+/// A subcommand that prints a text about the program.
+struct TextCommand {
+  CommandLine line;
+  std::string argument;  ///< SHELL, …
+  std::vector<std::string> choices;
+  bool needs_argument = false;
+  std::function<std::string(const std::string& argument)> text;  ///< empty: there was none
+};
+/// help, man, completion and schema.
+std::vector<TextCommand> text_commands(const Program& program);
+
+/// distrain's, whatever the program.
+std::string version_text();
+
+/// What --help prints: of the program, of a job (usage, description, options by group with their
+/// defaults, examples), of what prints a text.
+std::string help_text(const Program& program);
+std::string help_text(const Program& program, const JobCommand& command);
+std::string help_text(const Program& program, const TextCommand& command);
+
+/// The man page of the program, or of a job, as roff.
+std::string man_page(const Program& program);
+std::string man_page(const Program& program, const JobCommand& command);
+
+/// A completion script for bash, zsh or fish.
+std::string completion(const Program& program, const std::string& shell);
+
+/// All that a job prints, `config` of its `start` lines filled in.
+std::vector<job::Event> events_of(const JobCommand& command);
+/// The names of all jobs' events.
+std::vector<std::string> event_names(const Program& program);
+/// The JSON Schema of the program's JSON lines, or of those of one event.
+std::string schema(const Program& program, const std::string& event = {});
+
+}  // namespace distrain::app

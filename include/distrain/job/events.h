@@ -1,0 +1,56 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace distrain::job {
+
+// What the JSON lines of a job hold, declared once: the schema, the man pages and the tests of
+// every line come from it.
+
+/// As JSON has neither NaN nor infinity, a kNumber may be null, and so may one of kNumbers.
+enum class FieldType {
+  kFlag,
+  kInteger,
+  kNumber,
+  kText,
+  kIntegers,  ///< a list, as the next two
+  kNumbers,
+  kTexts,
+  kNames,   ///< a text, or a list of them
+  kObject,  ///< with fields of its own
+};
+
+/// A field of a line, which every such line has unless it is `sometimes` there.
+struct Field {
+  std::string name;
+  FieldType type = FieldType::kText;
+  std::string what;           ///< what it is, with its unit where the name has none
+  std::vector<Field> fields;  ///< of a kObject
+  bool is_sometimes = false;
+  bool is_nullable = false;
+};
+Field sometimes(Field field);
+Field or_null(Field field);
+
+/// A kind of line: its fields beside those that all lines have (v, ts, event, cmd, rank, role).
+struct Event {
+  std::string name;
+  std::string when;  ///< it comes; empty: more fields of an event that there is
+  std::vector<Field> fields;
+};
+
+/// Those that any job prints: start, waiting, ready, ddp, checkpoint, warn, error, rank_end, end.
+std::vector<Event> common_events();
+
+/// A trainer's lines as TrainLog prints them, with more fields.
+Event step_event(std::vector<Field> more);
+Event epoch_event(std::vector<Field> more = {});
+/// `loss`, `samples` and what else the job measures.
+Event eval_event(std::string when, std::vector<Field> more);
+
+/// `events` with `more`, whose fields are added where there is such an event. What `end` has,
+/// `rank_end` has, too.
+std::vector<Event> with_events(std::vector<Event> events, const std::vector<Event>& more);
+
+}  // namespace distrain::job

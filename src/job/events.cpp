@@ -1,0 +1,176 @@
+#include "distrain/job/events.h"
+
+#include <algorithm>
+
+namespace distrain::job {
+
+namespace {
+
+using enum FieldType;
+
+void append(std::vector<Field>& fields, std::vector<Field> more) {
+  for (Field& field : more) fields.push_back(std::move(field));
+}
+
+Field device_field() {
+  return {"device", kNames,
+          "where the rank computes, as in cpu or cuda:0; a list where it is several"};
+}
+
+/// Of a job that failed: where it failed first.
+std::vector<Field> cause_fields() {
+  std::vector<Field> fields = {
+      {"kind", kText, "kind of the error, as in peer_lost"},
+      {"message", kText, "what went wrong, in a line"},
+      or_null({"cause_rank", kInteger, "rank where it went wrong first"}),
+      or_null({"cause_role", kText, "role of that rank"}),
+      or_null({"host", kText, "host of that rank"}),
+      or_null({"signal", kText, "signal that ended it, as in SIGKILL"}),
+      {"stderr_tail", kTexts, "the last lines that it wrote on standard error"},
+  };
+  for (Field& field : fields) {
+    field.is_sometimes = true;
+    field.what += "; of a job that failed or was stopped";
+  }
+  return fields;
+}
+
+Event end_event() {
+  Event event{
+      "end",
+      "the last line of all, once: the launcher's, or that of a rank that was started by itself",
+      {{"status", kText, "ok or failed"},
+       {"exit_code", kInteger, "exit status of the process"},
+       {"wall_s", kNumber, "seconds from the start of the process to its end"},
+       {"train_s", kNumber,
+        "seconds from the first step to the last, of the rank that took longest"},
+       {"steps", kInteger, "steps of all trainers together"},
+       {"steps_per_s", kNumber, "steps / train_s"},
+       {"rpc",
+        kObject,
+        "remote calls of the job, all ranks together",
+        {{"calls", kInteger, "calls that were made"},
+         {"bytes_out", kInteger, "bytes that were sent"},
+         {"bytes_in", kInteger, "bytes that were received"}}},
+       {"rss_mb", kNumber, "most memory of a rank, in MB"},
+       {"live_rrefs", kInteger, "remote references that were never given back; 0 of a clean job"},
+       {"live_contexts", kInteger, "autograd contexts that never ended; 0 of a clean job"},
+       sometimes(device_field()),
+       sometimes({"device_mem_mb", kNumber, "most memory of tensors on a GPU, in MB"})}};
+  append(event.fields, cause_fields());
+  return event;
+}
+
+}  // namespace
+
+Field sometimes(Field field) {
+  field.is_sometimes = true;
+  return field;
+}
+
+Field or_null(Field field) {
+  field.is_nullable = true;
+  return field;
+}
+
+std::vector<Event> common_events() {
+  Event rank_end = end_event();
+  rank_end.name = "rank_end";
+  rank_end.when = "the last line of a rank that the launcher started: its own figures";
+  return {
+      {"start",
+       "the first line of each rank",
+       {or_null({"world_size", kInteger, "ranks of the job; null where rank 0 is yet to tell it"}),
+        {"pid", kInteger, "process of the rank"},
+        {"host", kText, "where it runs"},
+        {"version", kText, "of distrain"},
+        {"torch", kText, "version of LibTorch"},
+        or_null({"seed", kInteger, "of all random numbers; null where rank 0 is yet to tell it"}),
+        {"threads", kInteger, "threads of one operation"},
+        or_null(device_field()),
+        {"transport", kText, "between the ranks, as the options ask for it"},
+        {"config", kObject, "the job's options; null where rank 0 is yet to tell them"}}},
+      {"waiting",
+       "every 5 s while ranks are missing",
+       {{"missing", kIntegers, "ranks that have not joined"},
+        sometimes({"address", kText, "where the others are to find this rank"})}},
+      {"ready",
+       "when all ranks are there",
+       {{"world_size", kInteger, "ranks of the job"},
+        {"transport", kText, "between this rank and the others"},
+        {"startup_s", kNumber, "seconds since the job was started"},
+        sometimes(device_field())}},
+      {"ddp",
+       "how trainers on GPUs average their gradients",
+       {{"ddp", kText, "staged (over the CPU) or nccl"}}},
+      {"checkpoint",
+       "when one was saved or loaded",
+       {{"action", kText, "saved or loaded"},
+        {"path", kText, "its folder"},
+        {"step", kInteger, "steps, batches or episodes that had been made"},
+        {"wall_s", kNumber, "seconds that it took"}}},
+      {"warn",
+       "something to know of; the job goes on",
+       {{"kind", kText, "kind of the trouble"}, {"message", kText, "in a line"}}},
+      {"error",
+       "what failed, by each rank that notices",
+       {{"kind", kText, "kind of the error, as in peer_lost"},
+        {"message", kText, "what went wrong, in a line"},
+        or_null({"cause_rank", kInteger, "rank where it went wrong"}),
+        or_null({"op", kText, "the operation that failed"}),
+        {"elapsed_s", kNumber, "seconds since the job was started"},
+        {"exit_code", kInteger, "exit status that belongs to the kind"}}},
+      std::move(rank_end),
+      end_event(),
+  };
+}
+
+Event step_event(std::vector<Field> more) {
+  Event event{"step",
+              "every --log-interval steps, of each trainer",
+              {{"epoch", kInteger, "from 1 on"},
+               {"step", kInteger, "of this trainer, from 1 on; those before a resume count"},
+               {"loss", kNumber, "of the step's batch"}}};
+  append(event.fields, std::move(more));
+  return event;
+}
+
+Event epoch_event(std::vector<Field> more) {
+  Event event{"epoch",
+              "at the end of an epoch, of each trainer",
+              {{"epoch", kInteger, "from 1 on"},
+               {"loss", kNumber, "mean over the epoch's steps; null if it had none"},
+               {"steps", kInteger, "of this trainer in this epoch"},
+               {"samples", kInteger, "what this trainer was trained on in this epoch"},
+               {"wall_s", kNumber, "seconds that the epoch took"}}};
+  append(event.fields, std::move(more));
+  return event;
+}
+
+Event eval_event(std::string when, std::vector<Field> more) {
+  Event event{"eval",
+              std::move(when),
+              {{"loss", kNumber, "mean over all that was evaluated"},
+               {"samples", kInteger, "how many were evaluated"}}};
+  append(event.fields, std::move(more));
+  return event;
+}
+
+std::vector<Event> with_events(std::vector<Event> events, const std::vector<Event>& more) {
+  const auto add = [&events](const Event& event) {
+    const auto there = std::find_if(events.begin(), events.end(),
+                                    [&](const Event& e) { return e.name == event.name; });
+    if (there != events.end()) {
+      append(there->fields, event.fields);
+    } else {
+      events.push_back(event);
+    }
+  };
+  for (const Event& event : more) {
+    add(event);
+    if (event.name == "end") add({"rank_end", "", event.fields});
+  }
+  return events;
+}
+
+}  // namespace distrain::job

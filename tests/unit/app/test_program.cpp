@@ -1,0 +1,119 @@
+// What a program says of itself: help, man pages, completions, schema.
+#include <string>
+
+#include "distrain/app/option_blocks.h"
+#include "distrain/app/program.h"
+#include "support/catch.h"
+#include "support/event_check.h"
+
+using namespace distrain;
+using namespace distrain::app;
+
+namespace {
+
+JobCommand clicks() {
+  JobCommand command;
+  command.line = {"clicks", "learns what is clicked"};
+  command.description = "Two towers.";
+  command.details = "Rows are 'sparse'.\n\n    a.b\n\n* term: what it is";
+  command.examples = {{"shop clicks --rows 3", "A small table"}};
+  append(
+      command.table, "Model", Scope::kJob,
+      {integer("rows-per-rank", "100", 1, 1000, "rows [of a table]"),
+       choice("tower", {"deep", "wide"}, "which one"), text("clicks", "FILE", "the user's data")});
+  append_common(command.table);
+  describe(command.table, {{"rows-per-rank", "See --clicks and `more`."}});
+  command.devices.roles = {{"trainer", "", job::DeviceRole::Use::kCompute}};
+  command.events = {
+      job::step_event({{"clicks_per_s", job::FieldType::kNumber, "clicks a second"}}),
+      {"end", "", {job::sometimes({"auc", job::FieldType::kNumber, "of the test set"})}}};
+  return command;
+}
+
+const std::vector<JobCommand> kCommands = {clicks()};
+const Program kShop{"shop", kCommands, {"sells things", "Trains the shop's models.", {}}};
+
+bool has(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+/// A line's schema.
+Json schema_of(const std::string& event) { return Json::parse(schema(kShop, event))["oneOf"]; }
+
+}  // namespace
+
+TEST_CASE("a program's texts are its own") {
+  for (const TextCommand& command : text_commands(kShop)) {
+    for (const std::string& choice : command.choices) {
+      const std::string text = command.text(choice);
+      CAPTURE(command.line.name, choice);
+      CHECK(has(text, "shop"));
+      CHECK_FALSE(has(text, "hybrid"));
+    }
+    CHECK(has(help_text(kShop, command), "Usage: shop " + command.line.name));
+  }
+  CHECK(has(man_page(kShop), "\\fBshop\\-clicks\\fR(1)"));
+}
+
+TEST_CASE("a man page has options, their details, lines and examples as roff") {
+  const std::string page = man_page(kShop, kCommands[0]);
+  CHECK(has(page, ".TH SHOP-CLICKS 1 "));
+  CHECK(has(page,
+            ".TP\n\\fB\\-\\-rows\\-per\\-rank\\fR \\fIN\\fR\nrows [of a table] (default: 100).\n"
+            "See \\fB\\-\\-clicks\\fR and \\fBmore\\fR.\n"));
+  CHECK(has(page, ".PP\n.RS 4\n.nf\na.b\n.fi\n.RE\n.TP\n\\fBterm\\fR\nwhat it is\n"));
+  CHECK(has(page, "\\fBclicks_per_s\\fR\nclicks a second\n"));
+  CHECK(has(page, "A small table:\n.PP\n.RS 4\n.nf\nshop clicks \\-\\-rows 3\n"));
+  CHECK_FALSE(has(page, "dump\\-placement"));  // it is hidden
+}
+
+TEST_CASE("completions quote what a shell would take for its own") {
+  CHECK(has(completion(kShop, "zsh"), "'--rows-per-rank[rows [of a table\\]]:value: '"));
+  CHECK(has(completion(kShop, "zsh"), "'--clicks[the user'\\''s data]:value:_files'"));
+  CHECK(has(completion(kShop, "fish"), "-r -F -l clicks -d 'the user\\'s data'"));
+  CHECK(has(completion(kShop, "bash"),
+            "*/--tower)\n      mapfile -t COMPREPLY < <(compgen -W 'deep wide'"));
+}
+
+TEST_CASE("the schema is closed and says what is always there") {
+  const Json step = schema_of("step");
+  REQUIRE(step.size() == 1);
+  CHECK(step[0]["additionalProperties"] == false);
+  CHECK(step[0]["properties"]["cmd"]["enum"] == Json::array({"clicks"}));
+  CHECK(step[0]["properties"]["clicks_per_s"]["type"] == Json::array({"number", "null"}));
+  CHECK(has(step[0]["required"].dump(), "clicks_per_s"));
+  const Json end = schema_of("end");
+  REQUIRE(end.size() == 2);  // of no job, and of the job
+  CHECK(end[0]["properties"]["cmd"]["enum"] == Json::array({nullptr}));
+  CHECK_FALSE(end[0]["properties"].contains("auc"));
+  CHECK(schema_of("rank_end")[0]["properties"].contains("auc"));
+  CHECK_FALSE(has(end[1]["required"].dump(), "auc"));
+  const Json start = schema_of("start")[0]["properties"]["config"];
+  CHECK(start["additionalProperties"] == false);
+  CHECK(start["properties"]["rows_per_rank"]["type"] == Json::array({"integer", "null"}));
+  CHECK_FALSE(start["properties"].contains("rank"));  // of a process alone
+}
+
+TEST_CASE("a line that nobody declares is refused") {
+  const std::vector<job::Event> events = events_of(kCommands[0]);
+  const Json good{{"epoch", 1}, {"step", 1}, {"loss", nullptr}, {"clicks_per_s", 2.5}};
+  const auto refused = [&](const char* event, const Json& fields) {
+    try {
+      testing::check_declared(events, event, fields);
+    } catch (const base::Exception& e) {
+      return e.error().message;
+    }
+    return std::string();
+  };
+  CHECK(refused("step", good).empty());
+  CHECK(has(refused("stride", good), "nobody declares it"));
+  Json bad = good;
+  bad["clicks"] = 3;
+  CHECK(has(refused("step", bad), "nobody declares clicks"));
+  bad = good;
+  bad.erase("loss");
+  CHECK(has(refused("step", bad), "it lacks loss"));
+  bad = good;
+  bad["step"] = 1.5;
+  CHECK(has(refused("step", bad), "step has another type"));
+}
