@@ -86,10 +86,11 @@ std::string paragraphs(std::string_view text, bool first = true) {
   return out;
 }
 
+/// PROGRAM in the text stands for the program's name.
 std::string paragraphs_of(const Program& program, std::string text, bool first = true) {
-  const std::string_view placeholder = "PROGRAM";
-  for (size_t at = 0; (at = text.find(placeholder, at)) != std::string::npos;) {
-    text.replace(at, placeholder.size(), program.name);
+  constexpr std::string_view kName = "PROGRAM";
+  for (size_t at = 0; (at = text.find(kName, at)) != std::string::npos;) {
+    text.replace(at, kName.size(), program.name);
     at += program.name.size();
   }
   return paragraphs(text, first);
