@@ -79,4 +79,10 @@ wait_for_lines 1 epoch "$tmp/out"
 kill -9 $!
 wait $! 2>/dev/null
 expect_no_process "kill -9 of the launcher"
+
+# What launchers tell their ranks is believed from them only, and if it is whole.
+for told in '{"launcher":"x"}' '{"launcher":1}' x; do
+  DISTRAIN_SPAWNED_RANK=$told run hybrid --epochs 1
+  expect 0 "DISTRAIN_SPAWNED_RANK=$told"
+done
 finish

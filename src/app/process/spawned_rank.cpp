@@ -95,10 +95,16 @@ void RankImage::exec() const {
 std::optional<SpawnedRank> take_spawned_rank() {
   const char* const text = std::getenv(kVariable);
   if (!text) return std::nullopt;
-  const Json told = Json::parse(text, nullptr, false);
-  unsetenv(kVariable);
-  if (!told.is_object() || told.value("launcher", 0) != getppid()) return std::nullopt;
-  const SpawnedRank rank = spawned_rank_of(told);
+  SpawnedRank rank;
+  try {
+    const Json told = Json::parse(text);
+    unsetenv(kVariable);
+    if (told.at("launcher") != getppid()) return std::nullopt;
+    rank = spawned_rank_of(told);
+  } catch (const Json::exception&) {  // what a launcher sets is whole
+    unsetenv(kVariable);
+    return std::nullopt;
+  }
   for (const int fd : {rank.out_fd, rank.listen_fd}) {
     if (fd >= 0) fcntl(fd, F_SETFD, FD_CLOEXEC);
   }
