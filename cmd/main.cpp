@@ -1,15 +1,10 @@
 #include "distrain/app/main.h"
 
-#include "hybrid.h"
-#include "pipeline.h"
-#include "ps.h"
-#include "rl.h"
-#include "rnn.h"
+#include "jobs.h"
 
 int main(int argc, char** argv) {
-  using namespace distrain::cmd;
   return distrain::app::main(
-      argc, argv, {hybrid_command(), ps_command(), rnn_command(), rl_command(), pipeline_command()},
+      argc, argv, distrain::cmd::jobs(),
       {"distributed training over RPC, in C++ on LibTorch",
        "Trains a model across processes and machines.",
        {{"distrain hybrid", "A job of four ranks on this machine"},

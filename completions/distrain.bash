@@ -12,11 +12,11 @@ _distrain() {
   prev=${prev//_/-}
   ((COMP_CWORD > 1)) && command=${COMP_WORDS[1]}
   case $command in
-    hybrid) options='--trainers --num-embeddings --embedding-dim --classes --data --test-data --epochs --steps --batches --batch-size --lr --optimizer --mode --seed --log-interval --checkpoint --checkpoint-every --resume --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --transport --rpc-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help' ;;
-    ps) options='--trainers --limit --dropout --num-gpus --mean --std --data --epochs --steps --batch-size --lr --mode --staleness --verify-grads --seed --log-interval --checkpoint --checkpoint-every --resume --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --transport --rpc-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help' ;;
-    rnn) options='--trainers --vocab-size --emsize --nhid --nlayers --dropout --data --valid-data --epochs --steps --batches --batch-size --bptt --lr --clip --mode --seed --log-interval --generate --prompt --checkpoint --checkpoint-every --resume --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --transport --rpc-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help' ;;
-    rl) options='--observers --envs-per-observer --max-steps --gamma --lr --threshold --max-episodes --seed --log-interval --checkpoint --checkpoint-every --resume --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --transport --rpc-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help' ;;
-    pipeline) options='--model --stages --split --image-size --classes --data --weights --num-split --schedule --batches --batch-size --loss --lr --seed --log-interval --checkpoint --checkpoint-every --resume --explain --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --transport --rpc-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help' ;;
+    hybrid) options='--num-embeddings --embedding-dim --classes --data --test-data --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --batches --checkpoint --checkpoint-every --resume --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --transport --rpc-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help' ;;
+    ps) options='--limit --dropout --num-gpus --mean --std --data --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --staleness --verify-grads --checkpoint --checkpoint-every --resume --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --transport --rpc-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help' ;;
+    rnn) options='--vocab-size --emsize --nhid --nlayers --dropout --data --valid-data --generate --prompt --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --batches --bptt --checkpoint --checkpoint-every --resume --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --transport --rpc-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help' ;;
+    rl) options='--observers --envs-per-observer --max-steps --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --gamma --threshold --max-episodes --checkpoint --checkpoint-every --resume --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --transport --rpc-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help' ;;
+    pipeline) options='--model --stages --split --image-size --classes --data --weights --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --num-split --schedule --batches --batch-size --loss --checkpoint --checkpoint-every --resume --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --transport --rpc-timeout --join-timeout --peer-timeout --explain --device --trace --threads --inject --quiet --help' ;;
     help) ((COMP_CWORD == 2)) && options='hybrid ps rnn rl pipeline' ;;
     man) ((COMP_CWORD == 2)) && options='hybrid ps rnn rl pipeline' ;;
     completion) ((COMP_CWORD == 2)) && options='bash zsh fish' ;;
@@ -27,11 +27,11 @@ _distrain() {
     hybrid/--data | rnn/--data | hybrid/--test-data | */--trace | rnn/--valid-data | pipeline/--weights)
       compopt -o filenames; mapfile -t COMPREPLY < <(compgen -f -- "$cur"); return
       ;;
-    hybrid/--optimizer)
-      mapfile -t COMPREPLY < <(compgen -W 'sgd adagrad adam' -- "$cur"); return
-      ;;
     hybrid/--mode | rnn/--mode)
       mapfile -t COMPREPLY < <(compgen -W 'async sync' -- "$cur"); return
+      ;;
+    */--optimizer)
+      mapfile -t COMPREPLY < <(compgen -W 'sgd adagrad adam adamw rmsprop' -- "$cur"); return
       ;;
     */--checkpoint | ps/--data | pipeline/--data)
       compopt -o filenames; mapfile -t COMPREPLY < <(compgen -d -- "$cur"); return

@@ -49,22 +49,8 @@ void check_needs(const ParsedOptions& options, const char* name, const char* nee
   if (options.given(name) && !options.given(needed)) needs(name, needed);
 }
 
-void check_data_files(const ParsedOptions& options, Placement& placement, const char* other_file) {
-  if (placement.mode == Placement::Mode::kJoin || !placement.has_rank_0()) return;
-  check_needs(options, other_file, "data");
-  const bool data = options.given("data");
-  for (const Option& option : options.table()) {
-    if (!options.given(option.name) || !(data ? option.random_only : option.data_only)) continue;
-    placement.warn(
-        fmt::format("--{} has no effect {} --data", option.name, data ? "with" : "without"));
-  }
-  check_file(options, "data");
-  check_file(options, other_file);
-}
-
 void check_checkpoint(const ParsedOptions& options, const Placement& placement) {
   if (!placement.has_rank_0()) return;
-  check_needs(options, "checkpoint-every", "checkpoint");
   const std::string resume = options.text("resume");
   if (resume == "auto") {
     if (!options.given("checkpoint")) needs("resume auto", "checkpoint");

@@ -128,8 +128,12 @@ std::string bash(const Program& program) {
   fi
   prev=${prev//_/-}
   ((COMP_CWORD > 1)) && command=${COMP_WORDS[1]}
-  case $command in
 )";
+  if (program.commands.size() == 1) {  // its name can be left out
+    out += fmt::format("  [[ ${{COMP_WORDS[1]}} != -* ]] || command={}\n",
+                       program.commands.front().line.name);
+  }
+  out += "  case $command in\n";
   for (const JobCommand& command : program.commands) {
     std::vector<std::string> names;
     for (const Option& option : command.table) {

@@ -99,8 +99,8 @@ std::string help_text(const Program& program) {
 
 std::string help_text(const Program& program, const JobCommand& command) {
   std::string out =
-      fmt::format("{0} {1} - {2}\n\nUsage: {0} {1} [OPTION]...\n\n{3}\n", program.name,
-                  command.line.name, command.line.summary, command.description);
+      fmt::format("{0} - {1}\n\nUsage: {0} [OPTION]...\n\n{2}\n", program.call_of(command),
+                  command.line.summary, command.description);
   std::string group;
   for (const Option& option : command.table) {
     if (option.hidden) continue;

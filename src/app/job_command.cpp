@@ -9,6 +9,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "common_options.h"
 #include "distrain/app/checks.h"
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
@@ -95,8 +96,8 @@ RankRun make_run(const JobCommand& command, const ParsedOptions& options,
   };
   run.all_here = local || placement.spawns_all();
   run.knows_devices = !run.role.empty() && (!inherits || options.given("device"));
-  run.body = [&command, &options, local](const job::Job& j, int threads, job::EventSink& sink) {
-    return command.run(options, j, local, threads, sink);
+  run.body = [&command, &options, local](const job::Job& j, job::EventSink& sink) {
+    return command.run(options, j, local, sink);
   };
   return run;
 }
@@ -247,10 +248,58 @@ ParsedOptions adopt_options(const ParsedOptions& own, const OptionMap& of_rank_0
   return adopted;
 }
 
-job::CheckpointOptions checkpoint_options(const ParsedOptions& parsed) {
-  return {.dir = parsed.text("checkpoint"),
-          .every = parsed.integer("checkpoint-every"),
-          .resume = parsed.text("resume")};
+OptionTable detail::whole_table(OptionTable own, bool has_local) {
+  OptionTable table = std::move(own);
+  // By group, in the order in which they are first spoken of, but what is the job's own first.
+  std::stable_partition(table.begin(), table.end(), [](const Option& option) {
+    return option.group != "Training" && option.group != "Checkpoints";
+  });
+  std::stable_partition(table.begin(), table.end(),
+                        [](const Option& option) { return option.group != "Checkpoints"; });
+  append_common(table);
+  std::stable_partition(table.begin(), table.end(),
+                        [](const Option& option) { return option.group != "Run"; });
+  if (!has_local) std::erase_if(table, [](const Option& option) { return option.name == "local"; });
+  return table;
+}
+
+void detail::check_table(const ParsedOptions& options, Placement& placement) {
+  if (placement.has_rank_0()) {
+    for (const Option& option : options.table()) {
+      if (!option.needs.empty()) check_needs(options, option.name.c_str(), option.needs.c_str());
+    }
+  }
+  // A rank that joins does without: the data may be rank 0's to name.
+  if (placement.mode == Placement::Mode::kJoin || !placement.has_rank_0()) return;
+  const bool data = options.given("data");
+  for (const Option& option : options.table()) {
+    if (options.given(option.name) && (data ? option.random_only : option.data_only)) {
+      placement.warn(
+          fmt::format("--{} has no effect {} --data", option.name, data ? "with" : "without"));
+    }
+    if (option.path == Option::Path::kFile) check_file(options, option.name.c_str());
+    if (option.path == Option::Path::kFolder) check_folder(options, option.name.c_str());
+  }
+}
+
+job::Preflight detail::preflight_of(const ParsedOptions& options, Placement& placement,
+                                    const job::Roles& roles) {
+  job::Preflight preflight;
+  preflight.local = placement.mode == Placement::Mode::kLocal;
+  preflight.has_rank_0 = placement.has_rank_0();
+  preflight.starts = [&placement, roles](std::string_view role) {
+    if (placement.mode == Placement::Mode::kLocal) return true;
+    const job::Roles::Role& ranks = roles.named(std::string(role));
+    const auto is_one = [&](int rank) {
+      return rank >= ranks.first && rank < ranks.first + ranks.count;
+    };
+    if (placement.mode == Placement::Mode::kJoin) return is_one(placement.rank);
+    return std::any_of(placement.ranks.begin(), placement.ranks.end(), is_one);
+  };
+  preflight.given = [&options](std::string_view name) { return options.given(name); };
+  preflight.text = [&options](std::string_view name) { return options.text(name); };
+  preflight.warn = [&placement](const std::string& message) { placement.warn(message); };
+  return preflight;
 }
 
 int report_failure(const std::string& cmd, const base::Error& error, base::TimePoint started) {

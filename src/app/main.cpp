@@ -51,6 +51,12 @@ int run_command(const Program& program, const std::vector<std::string>& args,
   const auto refuse = [started](const std::string& message) {
     return report_failure("", base::Error{base::ErrorKind::kInvalid, message, -1, {}}, started);
   };
+  const bool has_one_job = program.commands.size() == 1;
+  if (has_one_job && (args.empty() || (args[0].starts_with('-') && args[0] != "--version"))) {
+    const JobCommand& job = program.commands.front();
+    if (asks_for_help(args)) return print_text(help_text(program, job));
+    return run_job_command(job, args, started);
+  }
   if (args.empty()) return refuse(fmt::format("no command given; see {} --help", program.name));
 
   const std::string& name = args[0];

@@ -224,7 +224,7 @@ std::string man_page(const Program& program) {
 
 std::string man_page(const Program& program, const JobCommand& command) {
   std::string out = title(program.name + '-' + command.line.name, command.line.summary);
-  out += fmt::format("{} [{}]...\n.SH DESCRIPTION\n", bold(program.name + ' ' + command.line.name),
+  out += fmt::format("{} [{}]...\n.SH DESCRIPTION\n", bold(program.call_of(command)),
                      italic("option"));
   out += paragraphs(command.description + "\n\n" + command.details + '\n' + kJobDescription);
   out += options(command);

@@ -60,7 +60,10 @@ void Snapshot::expect(const char* key, const Json& value) const {
     refuse("saved while training on other data");
   }
   if (*it != value) {
-    refuse(std::string("saved with ") + key + " " + it->dump() + ", not " + value.dump());
+    const auto words = [](const Json& json) {
+      return json.is_string() ? json.get<std::string>() : json.dump();
+    };
+    refuse(std::string("saved with ") + key + " " + words(*it) + ", not " + words(value));
   }
 }
 
@@ -68,26 +71,6 @@ const data::NamedTensors& Snapshot::file(const char* name) const {
   const auto it = files.find(name);
   if (it == files.end()) refuse(std::string("no ") + name + kSuffix);
   return it->second;
-}
-
-void Snapshot::copy_into(const char* file_name, const data::NamedTensors& tensors) const {
-  const data::NamedTensors& saved = file(file_name);
-  const std::string where = std::string(file_name) + kSuffix;
-  const at::NoGradGuard no_grad;
-  for (const auto& [name, into] : tensors) {
-    const auto it = saved.find(name);
-    if (it == saved.end()) refuse(where + " has no " + name);
-    at::Tensor target = into;
-    if (it->second.sizes() != target.sizes() || it->second.scalar_type() != target.scalar_type()) {
-      refuse(where + ": " + name + " has another shape or dtype");
-    }
-    target.copy_(it->second);
-  }
-  for (const auto& [name, tensor] : saved) {
-    if (!tensors.contains(name)) {
-      refuse(where + " has " + name + ", which the model has not");
-    }
-  }
 }
 
 Checkpoints::Checkpoints(CheckpointOptions options, const Job& job, EventSink& sink)

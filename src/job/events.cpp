@@ -55,6 +55,7 @@ Event end_event() {
        {"rss_mb", kNumber, "most memory of a rank, in MB"},
        {"live_rrefs", kInteger, "remote references that were never given back; 0 of a clean job"},
        {"live_contexts", kInteger, "autograd contexts that never ended; 0 of a clean job"},
+       sometimes({"updates", kInteger, "of parameters that a rank holds for others, in this run"}),
        sometimes(device_field()),
        sometimes({"device_mem_mb", kNumber, "most memory of tensors on a GPU, in MB"})}};
   append(event.fields, cause_fields());
@@ -148,27 +149,42 @@ Event epoch_event(std::vector<Field> more) {
 }
 
 Event eval_event(std::string when, std::vector<Field> more) {
-  Event event{"eval",
-              std::move(when),
-              {{"loss", kNumber, "mean over all that was evaluated"},
-               {"samples", kInteger, "how many were evaluated"}}};
+  Event event{
+      "eval",
+      std::move(when),
+      {{"loss", kNumber, "mean over all that was evaluated"},
+       {"samples", kInteger, "how many were evaluated"},
+       sometimes({"lr", kNumber, "learning rate until now, where it follows from losses"})}};
   append(event.fields, std::move(more));
   return event;
 }
 
+std::vector<Event> trainer_events() {
+  return {step_event({{"samples_per_s", kNumber, "examples of this trainer a second"}}),
+          epoch_event(),
+          eval_event("at the end of an epoch, or of the job",
+                     {{"accuracy", kNumber, "share of the examples that are right"}}),
+          {"end",
+           "",
+           {sometimes({"loss", kNumber, "mean over the last epoch, and over the trainers"}),
+            sometimes({"accuracy", kNumber, "of the last evaluation"}),
+            sometimes({"ddp", kText, "how trainers on GPUs average: staged or nccl"})}}};
+}
+
 std::vector<Event> with_events(std::vector<Event> events, const std::vector<Event>& more) {
-  const auto add = [&events](const Event& event) {
-    const auto there = std::find_if(events.begin(), events.end(),
-                                    [&](const Event& e) { return e.name == event.name; });
-    if (there != events.end()) {
-      append(there->fields, event.fields);
-    } else {
-      events.push_back(event);
-    }
+  const auto find = [&events](const std::string& name) {
+    return std::find_if(events.begin(), events.end(),
+                        [&](const Event& event) { return event.name == name; });
   };
   for (const Event& event : more) {
-    add(event);
-    if (event.name == "end") add({"rank_end", "", event.fields});
+    const auto there = find(event.name);
+    if (there == events.end()) {
+      events.push_back(event);
+      continue;
+    }
+    append(there->fields, event.fields);
+    const auto rank_end = find("rank_end");
+    if (event.name == "end" && rank_end != events.end()) append(rank_end->fields, event.fields);
   }
   return events;
 }

@@ -63,31 +63,34 @@ void Schedule::resume(Position position) {
   std::fill(taken_.begin(), taken_.end(), saved_);
 }
 
-base::Future<Task> Schedule::next(int trainer, bool stop) {
+base::Future<Task> Schedule::next(int trainer, bool stop, int64_t wanted) {
   base::Future<Task> future;
+  Waiting waiting;
   {
     std::lock_guard lock(mutex_);
+    if (failed_) throw base::Exception(*failed_);
     if (stop) request_stop_locked();
     Task task;
-    if (phase_ == Phase::kTraining && take_locked(trainer, task)) {
+    if (phase_ == Phase::kTraining && take_locked(trainer, wanted, task)) {
       return base::Future<Task>::ready(task);
     }
     const auto [it, is_new] = waiting_.try_emplace(trainer);
     if (!is_new) throw base::Exception(base::ErrorKind::kInvalid, "a trainer waits for two tasks");
-    future = it->second.future();
+    it->second.wanted = wanted;
+    future = it->second.promise.future();
     if (static_cast<int>(waiting_.size()) < terms_.trainers) return future;
+    waiting.swap(waiting_);
   }
-  // All others wait, so nothing changes but here.
-  Waiting waiting;
-  waiting.swap(waiting_);
-  try {
-    enter_next_phase();
-  } catch (...) {
-    const base::Error error = base::current_error(base::ErrorKind::kInternal);
-    for (auto& [who, promise] : waiting) promise.fail(error);
-    return future;
-  }
-  hand_out(waiting);
+  // All others wait, so nothing changes but here, and what is requested from outside.
+  do {
+    try {
+      enter_next_phase();
+    } catch (...) {
+      const base::Error error = base::current_error(base::ErrorKind::kInternal);
+      for (auto& [who, request] : waiting) request.promise.fail(error);
+      return future;
+    }
+  } while (!hand_out(waiting));
   return future;
 }
 
@@ -100,6 +103,9 @@ int64_t Schedule::gate_locked() const {
   if (terms_.save && terms_.save_every > 0) {
     gate = std::min(gate, next_save());
   }
+  for (const int64_t at : {save_at_, finish_at_}) {
+    if (at >= 0) gate = std::min(gate, at);
+  }
   return stop_at_ >= 0 ? std::min(gate, stop_at_) : gate;
 }
 
@@ -107,34 +113,61 @@ int64_t Schedule::gate_locked() const {
 // otherwise one would wait here for one that waits for it.
 void Schedule::request_stop_locked() {
   if (stop_at_ >= 0 || !terms_.save) return;
-  stop_at_ = terms_.take_over ? 0 : *std::max_element(taken_.begin(), taken_.end());
+  stop_at_ = furthest_locked();
+}
+
+int64_t Schedule::furthest_locked() const {
+  return terms_.take_over ? 0 : *std::max_element(taken_.begin(), taken_.end());
+}
+
+void Schedule::request_save() {
+  std::lock_guard lock(mutex_);
+  if (terms_.save && save_at_ < 0) save_at_ = furthest_locked();
+}
+
+void Schedule::fail(const base::Error& error) {
+  Waiting waiting;
+  {
+    std::lock_guard lock(mutex_);
+    failed_ = error;
+    waiting.swap(waiting_);
+  }
+  for (auto& [who, request] : waiting) request.promise.fail(error);
+}
+
+void Schedule::finish() {
+  std::lock_guard lock(mutex_);
+  if (finish_at_ < 0) finish_at_ = furthest_locked();
 }
 
 int64_t Schedule::remaining_locked(int shard) const {
   return terms_.steps_per_epoch - position_.steps[static_cast<size_t>(shard)];
 }
 
-bool Schedule::take_locked(int trainer, Task& task) {
+bool Schedule::take_locked(int trainer, int64_t wanted, Task& task) {
+  int64_t& taken = taken_[static_cast<size_t>(trainer)];
   const int64_t gate = gate_locked();
-  if (terms_.take_over) {
-    if (gate != kNever && position_.total >= gate * terms_.trainers) return false;
-  } else if (taken_[static_cast<size_t>(trainer)] >= gate) {
-    return false;
+  int64_t allowed = kNever;
+  if (gate != kNever) {
+    allowed = terms_.take_over ? gate * terms_.trainers - position_.total : gate - taken;
   }
   int shard = trainer;
-  if (remaining_locked(shard) == 0) {
-    if (!terms_.take_over) return false;
+  if (remaining_locked(shard) == 0 && terms_.take_over) {
     for (int other = 0; other < terms_.trainers; ++other) {
       if (remaining_locked(other) > remaining_locked(shard)) shard = other;
     }
-    if (remaining_locked(shard) == 0) return false;
   }
+  const int64_t count = std::min({wanted, allowed, remaining_locked(shard)});
+  if (count <= 0) return false;
+  int64_t& steps = position_.steps[static_cast<size_t>(shard)];
   task.kind = Task::Kind::kTrain;
   task.epoch = position_.epoch;
   task.shard = shard;
-  task.step = position_.steps[static_cast<size_t>(shard)]++;
-  ++taken_[static_cast<size_t>(trainer)];
-  ++position_.total;
+  task.step = steps;
+  task.count = count;
+  steps += count;
+  taken += count;
+  position_.total += count;
   return true;
 }
 
@@ -144,8 +177,13 @@ bool Schedule::epoch_over() const {
 }
 
 bool Schedule::job_over() const {
+  if (finish_at_ >= 0 && position_.total >= finish_at_ * terms_.trainers) return true;
   if (terms_.steps > 0) return position_.total >= terms_.steps * terms_.trainers;
   return position_.epoch > terms_.epochs;
+}
+
+bool Schedule::over_after_evaluation() const {
+  return job_over() || (terms_.steps == 0 && epoch_over() && position_.epoch >= terms_.epochs);
 }
 
 Schedule::Phase Schedule::after_training() const {
@@ -161,57 +199,70 @@ Schedule::Phase Schedule::after_evaluation() {
     std::fill(position_.steps.begin(), position_.steps.end(), 0);
   }
   const bool due =
-      terms_.save_every == 0 ? whole_epoch : position_.total / terms_.trainers >= next_save();
+      save_at_ >= 0 ||
+      (terms_.save_every == 0 ? whole_epoch : position_.total / terms_.trainers >= next_save());
   if (terms_.save && (due || job_over() || stop_at_ >= 0)) return Phase::kSaving;
   return job_over() ? Phase::kEnding : Phase::kTraining;
 }
 
 void Schedule::enter_next_phase() {
-  switch (phase_) {
-    case Phase::kBeginning:  // a resumed job may have nothing left to train
-    case Phase::kTraining:
-      phase_ = after_training();
-      break;
-    case Phase::kEvaluating:
-      hooks_.on_evaluated(epoch_over());
-      phase_ = after_evaluation();
-      break;
-    case Phase::kSaving:
-      hooks_.on_save(position_);
-      saved_ = position_.total / terms_.trainers;
-      phase_ = job_over() || stop_at_ >= 0 ? Phase::kEnding : Phase::kTraining;
-      break;
-    case Phase::kEnding:
-      break;
+  const Phase before = phase_;
+  if (before == Phase::kBeginning && hooks_.on_begin) hooks_.on_begin();
+  if (before == Phase::kEvaluating && hooks_.on_evaluated) hooks_.on_evaluated(epoch_over());
+  if (before == Phase::kSaving && hooks_.on_save) hooks_.on_save(position_);
+  {
+    std::lock_guard lock(mutex_);
+    switch (before) {
+      case Phase::kBeginning:  // a resumed job may have nothing left to train
+      case Phase::kTraining:
+        phase_ = after_training();
+        break;
+      case Phase::kEvaluating:
+        phase_ = after_evaluation();
+        break;
+      case Phase::kSaving:
+        saved_ = position_.total / terms_.trainers;
+        save_at_ = -1;
+        phase_ = job_over() || stop_at_ >= 0 ? Phase::kEnding : Phase::kTraining;
+        break;
+      case Phase::kEnding:
+        break;
+    }
   }
-  if (phase_ == Phase::kEnding) hooks_.on_end(stop_at_ >= 0);
+  if (phase_ == Phase::kEnding && hooks_.on_end) hooks_.on_end(stop_at_ >= 0);
 }
 
 // First it is settled for all who waits on and who does not: somebody with a task may come back
 // with it done before the next one has his.
-void Schedule::hand_out(Waiting& waiting) {
+bool Schedule::hand_out(Waiting& waiting) {
   std::vector<std::pair<base::Promise<Task>, Task>> tasks;
+  std::optional<base::Error> failed;
   {
     std::lock_guard lock(mutex_);
-    for (auto& [trainer, promise] : waiting) {
+    failed = failed_;
+    for (auto it = waiting.begin(); it != waiting.end();) {
       Task task;
-      if (task_locked(trainer, task)) {
-        tasks.emplace_back(std::move(promise), task);
-      } else {
-        waiting_.emplace(trainer, std::move(promise));
-      }
+      const bool has_task = task_locked(it->first, it->second.wanted, task);
+      if (has_task) tasks.emplace_back(std::move(it->second.promise), task);
+      it = has_task ? waiting.erase(it) : std::next(it);
     }
+    // Somebody has asked for a save just now: all are to come to the next phase at once.
+    if (tasks.empty() && !failed) return false;
+    waiting_.merge(waiting);
   }
   for (auto& [promise, task] : tasks) promise.set(task);
+  if (failed) fail(*failed);  // meanwhile, when nobody was there to be told
+  return true;
 }
 
-bool Schedule::task_locked(int trainer, Task& task) {
-  if (phase_ == Phase::kTraining) return take_locked(trainer, task);
+bool Schedule::task_locked(int trainer, int64_t wanted, Task& task) {
+  if (phase_ == Phase::kTraining) return take_locked(trainer, wanted, task);
   task.kind = phase_ == Phase::kEvaluating ? Task::Kind::kEvaluate
               : phase_ == Phase::kSaving   ? Task::Kind::kSave
                                            : Task::Kind::kEnd;
   task.epoch = position_.epoch;
   task.shard = trainer;
+  task.last = phase_ == Phase::kEvaluating && over_after_evaluation();
   task.stopped = stop_at_ >= 0;
   return true;
 }

@@ -21,12 +21,16 @@ void Evaluation::add(const at::Tensor& scores, const at::Tensor& targets, double
   loss_sum += more_loss;
 }
 
-Json Evaluation::fields() const {
+Json Evaluation::fields(Unit unit) const {
   if (samples == 0) return Json::object();
-  const auto count = static_cast<double>(samples);
-  return {{"loss", loss_sum / count},
-          {"accuracy", static_cast<double>(right) / count},
-          {"samples", samples}};
+  Json fields{{"loss", loss()}};
+  if (unit == Unit::kWords) {
+    fields["perplexity"] = std::exp(loss());
+  } else {
+    fields["accuracy"] = static_cast<double>(right) / static_cast<double>(samples);
+  }
+  fields["samples"] = samples;
+  return fields;
 }
 
 double checked_loss(const at::Tensor& loss, int64_t epoch, int64_t step) {
@@ -58,7 +62,7 @@ void TrainLog::step(double loss, int64_t samples, const Json& more) {
   samples_ += samples;
   line_samples_ += samples;
   loss_sum_ += loss;
-  if (interval_ <= 0 || total_steps_ % interval_ != 0) return;
+  if (!tells_ || interval_ <= 0 || total_steps_ % interval_ != 0) return;
   const auto now = base::Clock::now();
   const double elapsed = std::chrono::duration<double>(now - last_line_).count();
   Json fields{{"epoch", epoch_}, {"step", total_steps_}, {"loss", loss}};
@@ -82,7 +86,7 @@ void TrainLog::end_epoch() {
   fields["steps"] = steps_;
   fields["samples"] = samples_;
   fields["wall_s"] = base::seconds_since(epoch_start_);
-  sink_.emit("epoch", fields);
+  if (tells_) sink_.emit("epoch", fields);
   epoch_ = steps_ = samples_ = 0;
 }
 

@@ -86,11 +86,6 @@ at::Tensor Decoder::scores(rpc::CallContext& call, at::Tensor hidden) {
   return rpc::for_rank(call.agent, call.caller.rank, scores_of(versions[0], versions[1], hidden));
 }
 
-LstmState LstmState::on(c10::Device device) const {
-  const auto moved = [&](const at::Tensor& t) { return t.defined() ? rpc::placed(t, device) : t; };
-  return {moved(hidden), moved(cell)};
-}
-
 LstmImpl::LstmImpl(int64_t input, int64_t hidden, int64_t layers, double dropout, uint64_t seed,
                    c10::Device device)
     : hidden_(hidden), layers_(layers), dropout_(dropout) {

@@ -202,7 +202,8 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
     }
   }
   if (own.places.empty()) return;
-  own_ = {local.find_or_make(picked(tensors, own.places), SharedTerms{std::move(own.groups)}),
+  own_ = {local.find_or_make(picked(tensors, own.places), SharedTerms{std::move(own.groups)},
+                             LocalOptimizers::Counts::kNo),
           std::move(own.places)};
 }
 

@@ -203,7 +203,7 @@ void LocalOptimizer::apply_locked(const Gradients& gradients, const StepTerms& t
                      terms.scale == 1 ? gradients[i] : gradients[i] * terms.scale);
   }
   ++applied_;
-  updates_->fetch_add(1);
+  if (updates_) updates_->fetch_add(1);
 }
 
 int64_t LocalOptimizer::lead_locked(int participant) const {
@@ -279,7 +279,7 @@ Progress LocalOptimizer::progress(int participant) const {
 }
 
 std::shared_ptr<LocalOptimizer> LocalOptimizers::find_or_make(
-    const std::vector<at::Tensor>& parameters, const SharedTerms& terms) {
+    const std::vector<at::Tensor>& parameters, const SharedTerms& terms, Counts counts) {
   std::lock_guard lock(mutex_);
   std::erase_if(optimizers_, [](const auto& known) { return known.second.expired(); });
   // Of any of them: a parameter must not be in two optimizers.
@@ -291,7 +291,8 @@ std::shared_ptr<LocalOptimizer> LocalOptimizers::find_or_make(
     optimizer->check_same(parameters, terms);
     return optimizer;
   }
-  auto made = std::make_shared<LocalOptimizer>(agent_, parameters, terms, updates_);
+  auto made = std::make_shared<LocalOptimizer>(agent_, parameters, terms,
+                                               counts == Counts::kYes ? updates_ : nullptr);
   if (lost_) made->on_rank_lost(*lost_);
   for (const at::Tensor& parameter : parameters)
     optimizers_[parameter.unsafeGetTensorImpl()] = made;

@@ -131,8 +131,11 @@ class LocalOptimizers {
  public:
   explicit LocalOptimizers(rpc::Agent& agent) : agent_(agent) {}
 
+  /// Whether its updates are among updates(): those of parameters that others may train, too.
+  enum class Counts { kYes, kNo };
   std::shared_ptr<LocalOptimizer> find_or_make(const std::vector<at::Tensor>& parameters,
-                                               const SharedTerms& terms);
+                                               const SharedTerms& terms,
+                                               Counts counts = Counts::kYes);
   void on_rank_lost(const base::Error& error);
   /// Null if none has it.
   std::shared_ptr<LocalOptimizer> find(const at::Tensor& parameter);

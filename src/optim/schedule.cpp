@@ -251,6 +251,10 @@ double Schedule::factor(int64_t step, int64_t epoch) const {
   return shaped * static_cast<double>(warming + 1) / static_cast<double>(warm_up_.length);
 }
 
+bool Schedule::counts_epochs() const {
+  return unit_of(shape_).value_or(warm_up_.unit) == ScheduleUnit::kEpochs;
+}
+
 void Schedule::observe(double metric) {
   const auto* plateau = std::get_if<Plateau>(&shape_);
   if (!plateau) return;

@@ -169,6 +169,7 @@ refused "stages" --split layer1,layer2
 refused "stages" --stages 50
 refused "rank 0 is the master" --inject stage=1s@rank=0
 refused "must be a time" --inject stage=fast
+refused "--lr-schedule plateau:3: the job has neither epochs nor evaluations" --lr-schedule plateau:3
 refused "unknown option --epochs" --epochs 3
 refused "--world-size says 7" --stages 2 --world-size 7
 run hybrid --inject stage=1s

@@ -114,7 +114,7 @@ done >"$tmp/sums"
 [[ $(sort -u "$tmp/sums" | wc -l) == 2 ]] || fail "--resume: other bytes than without a break"
 run rl --seed 2 --observers 2 --checkpoint "$tmp/saved" --resume auto
 expect 7 "another seed"
-expect_jq '.[-1] | .kind == "bad_data" and (.message | test("saved with seed 1, not 2"))' "another seed"
+expect_jq '.[-1] | .kind == "bad_data" and (.message | test("saved with --seed 1, not 2"))' "another seed"
 
 ended_by_term() { # ended_by_term <name>: by SIGTERM, after a save
   expect 143 "$1"
@@ -190,4 +190,6 @@ done
 
 run rl --epochs 3
 expect_error 2 invalid "--epochs" "an option of other jobs"
+run rl --lr-schedule cosine:5e
+expect_error 2 invalid "--lr-schedule cosine:5e: the job has neither epochs nor evaluations" "a schedule of epochs"
 finish

@@ -27,12 +27,12 @@ run hybrid --epochs 4 --trace "$trace"
 [[ -s $tmp/err ]] && { fail "hybrid: wrote to stderr:"; head -n 5 "$tmp/err"; }
 expect_jq 'all(.[]; .event != "warn")' "no warnings"
 expect_trace hybrid 4 step@0 step@1 forward@0 loss@1 data@0 backward@0 backward@3 allreduce@0 allreduce@1 \
-  hybrid.train@0 "call hybrid.train@2" EmbeddingTable.forward@3 "call EmbeddingTable.forward@0" \
+  hybrid.table@2 "call hybrid.table@1" job.next@0 EmbeddingTable.forward@3 "call EmbeddingTable.forward@0" \
   distrain.autograd.gradients@3 distrain.optim.step@3 distrain.optim.step@1
 run hybrid --epochs 2 --transport tcp --mode sync --trace "$trace"
 expect_trace "hybrid over TCP" 4 allreduce@0 EmbeddingTable.forward@3
 run "${ps[@]}" --trace "$trace" --checkpoint "$tmp/saved"
-expect_trace ps 3 step@1 forward@0 ConvNet.forward_training@0 backward@0 evaluate@1 save@0 data@2 ps.next@0
+expect_trace ps 3 step@1 forward@0 ConvNet.forward_training@0 backward@0 evaluate@1 save@0 data@2 job.next@0
 run rnn --steps 5 --trainers 2 --trace "$trace"
 expect_trace rnn 3 step@1 forward@2 WordEmbedding.forward@0 Decoder.loss@0 allreduce@1 backward@0 backward@1
 run rnn --data "$tmp/text" --valid-data "$tmp/text" --steps 5 --trace "$trace"
@@ -63,7 +63,7 @@ for rank in 1 2 3; do
 done
 run hybrid --epochs 2 --rank 0 --master-port "$port" --trace "$trace"
 wait
-expect_trace "ranks that join" 4 allreduce@1 EmbeddingTable.forward@3 "call hybrid.train@2"
+expect_trace "ranks that join" 4 allreduce@1 EmbeddingTable.forward@3 hybrid.table@2
 jq -se 'map(select(.event == "end"))[0].status == "ok"' "$tmp"/out1 >/dev/null || fail "rank 1 did not end well"
 
 # A name without a folder, and a file that is there already.

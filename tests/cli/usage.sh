@@ -60,7 +60,7 @@ wrong "--rank excludes --spawn" hybrid --rank 0 --spawn
 wrong "--local excludes --rank" hybrid --local --rank 0
 
 # ps and rnn.
-wrong "unknown option --optimizer" ps --optimizer sgd
+wrong "unknown option --embedding-dim" ps --embedding-dim 3
 wrong "unknown option --valid-data" ps --valid-data x
 wrong "must be one of async, sync, ssp" ps --mode both
 wrong "must be one of async, sync, not 'ssp'" rnn --mode ssp

@@ -42,7 +42,7 @@ TEST_CASE("sync training equals the one-process run in every parameter") {
   CAPTURE(options.trainers, options.optimizer);
   const Trained trained = train(Place::kRanks, options);
   check_as_local(trained, options);
-  const int ps = scenario::hybrid_world_size(options) - 1;
+  const int ps = scenario::hybrid_job().roles(options).world_size() - 1;
   CHECK(trained.job.fields(ps)["updates"] == 50);
 }
 
@@ -51,7 +51,7 @@ TEST_CASE("async training applies one update for each trainer and step") {
   options.epochs = 5;
   options.trainers = GENERATE(1, 2, 4);
   const Trained trained = train(Place::kRanks, options);
-  const int ps = scenario::hybrid_world_size(options) - 1;
+  const int ps = scenario::hybrid_job().roles(options).world_size() - 1;
   CHECK(trained.job.fields(ps)["updates"] == 50 * options.trainers);
   CHECK(trained.job.fields(0)["steps"] == 50);
   // Lookup, backward, update: at least three calls for each step.
@@ -71,9 +71,8 @@ TEST_CASE(
   const Trained trained = train(Place::kRanks, options);
   const Trained local = train(Place::kLocal, options);
   check_close(trained.parameters, local.parameters, 1e-5);
-  const int master = options.trainers;
-  CHECK(trained.job.fields(master)["accuracy"] == local.job.fields(0)["accuracy"]);
-  CHECK(trained.job.fields(master)["loss"].get<double>() ==
+  CHECK(trained.job.fields(0)["accuracy"] == local.job.fields(0)["accuracy"]);
+  CHECK(trained.job.fields(0)["loss"].get<double>() ==
         Approx(local.job.fields(0)["loss"].get<double>()).margin(1e-5));
 }
 
@@ -141,21 +140,21 @@ TEST_CASE("another hybrid job's checkpoint is refused by the name of what is ano
     change(other);
     check_resume_refused(place, other, folder.path(), why);
   };
-  refused([](auto& o) { o.trainers = 1; }, "saved with trainers 2, not 1");
-  refused([](auto& o) { o.mode = "sync"; }, "saved with mode \"async\", not \"sync\"");
-  refused([](auto& o) { o.optimizer = "adam"; }, "saved with optimizer \"sgd\", not \"adam\"");
-  refused([](auto& o) { o.seed = 2; }, "saved with seed 1, not 2");
-  refused([](auto& o) { o.num_embeddings = 99; }, "saved with rows 100, not 99");
+  refused([](auto& o) { o.trainers = 1; }, "saved with --trainers 2, not 1");
+  refused([](auto& o) { o.mode = "sync"; }, "saved with --mode async, not sync");
+  refused([](auto& o) { o.optimizer = "adam"; }, "saved with --optimizer sgd, not adam");
+  refused([](auto& o) { o.seed = 2; }, "saved with --seed 1, not 2");
+  refused([](auto& o) { o.num_embeddings = 99; }, "saved with --num-embeddings 100, not 99");
 
   check_spoilt_refused(
       place, options, folder.path(),
-      {{[](Snapshot& s) { s.files["model"].erase("fc.bias"); }, "model.safetensors has no fc.bias"},
+      {{[](Snapshot& s) { s.files["model"].erase("fc.bias"); }, "model.safetensors: no fc.bias"},
        {[](Snapshot& s) { s.files["model"]["fc.more"] = at::zeros({1}); }, "fc.more"},
        {[](Snapshot& s) { s.files["model"]["fc.bias"] = at::zeros({9}); }, "fc.bias"},
        {[](Snapshot& s) { s.files["optimizer"]["embedding.weight.x"] = at::zeros({1}); },
         "of another optimizer"},
        {[](Snapshot& s) { s.files.erase("optimizer"); }, "no optimizer.safetensors"},
-       {[](Snapshot& s) { s.state.erase("seed"); }, "it does not say its seed"},
+       {[](Snapshot& s) { s.state["options"].erase("seed"); }, "it does not say its --seed"},
        {[](Snapshot& s) { s.state["position"]["epoch"] = 0; }, "the position is"},
        {[](Snapshot& s) { s.state["position"] = 3; }, "the position is"}});
 }

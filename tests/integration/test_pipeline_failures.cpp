@@ -10,7 +10,6 @@
 
 using namespace distrain;
 using namespace distrain::scenario;
-using job::StopSignal;
 using models::cut_resnet;
 using testing::Cluster;
 using testing::error_of;
@@ -65,9 +64,7 @@ struct TwoStages {
 void setup_stages(rpc::Agent& agent) {
   autograd::install(agent);
   PipelineStage::expose(agent);
-  const auto job = std::make_shared<StageJob>();
-  job->stop = std::make_shared<StopSignal>();
-  agent.provide(job);
+  agent.provide(std::make_shared<StageJob>());
 }
 
 std::vector<at::Tensor> good_images() {

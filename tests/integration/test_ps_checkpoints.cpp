@@ -29,7 +29,8 @@ TEST_CASE_METHOD(FewPsImages, "a job on images goes on from the middle of an epo
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   PsOptions options = this->options();
   options.trainers = GENERATE(1, 3);
-  CAPTURE(place, options.trainers);
+  options.optimizer = GENERATE("sgd", "adam");
+  CAPTURE(place, options.trainers, options.optimizer);
   check_resume_is_exact(place, options, 5, 10);
 }
 
@@ -164,11 +165,12 @@ TEST_CASE_METHOD(FewPsImages, "another job's checkpoint on images is refused, wi
     change(changed);
     check_resume_refused(place, changed, folder.path(), why);
   };
-  refused([](auto& o) { o.trainers = 3; }, "saved with trainers 2, not 3");
-  refused([](auto& o) { o.mode = "async"; }, "saved with mode \"sync\", not \"async\"");
-  refused([](auto& o) { o.seed = 2; }, "saved with seed 1, not 2");
+  refused([](auto& o) { o.trainers = 3; }, "saved with --trainers 2, not 3");
+  refused([](auto& o) { o.mode = "async"; }, "saved with --mode sync, not async");
+  refused([](auto& o) { o.seed = 2; }, "saved with --seed 1, not 2");
   refused([](auto& o) { o.limit = 50; }, "saved with examples 96, not 50");
-  refused([](auto& o) { o.dropout = false; }, "saved with dropout true, not false");
+  refused([](auto& o) { o.mean = 0.5; }, "saved with mean 0.1307, not 0.5");
+  refused([](auto& o) { o.dropout = false; }, "saved with --dropout on, not off");
   refused([&](auto& o) { o.data = other.path(); }, "saved while training on other data");
 }
 
@@ -182,10 +184,9 @@ TEST_CASE_METHOD(FewPsImages, "a checkpoint that does not hold this model is ref
   run_job(Place::kLocal, options);
   check_spoilt_refused(
       place, options, folder.path(),
-      {{[](Snapshot& s) { s.files["model"].erase("fc2.bias"); },
-        "model.safetensors has no fc2.bias"},
+      {{[](Snapshot& s) { s.files["model"].erase("fc2.bias"); }, "model.safetensors: no fc2.bias"},
        {[](Snapshot& s) { s.files["model"]["fc3.bias"] = at::zeros({1}); },
-        "model.safetensors has fc3.bias, which the model has not"},
+        "model.safetensors: it has fc3.bias, which the model has not"},
        {[](Snapshot& s) { s.files["model"]["fc2.bias"] = at::zeros({11}); },
         "model.safetensors: fc2.bias has another shape or dtype"},
        {[](Snapshot& s) { s.files["model"]["fc2.bias"] = at::zeros({10}, at::kDouble); },
@@ -194,7 +195,7 @@ TEST_CASE_METHOD(FewPsImages, "a checkpoint that does not hold this model is ref
         "fc3.bias.x, which is of no parameter"},
        {[](Snapshot& s) { s.files["optimizer"]["fc2.bias.no"] = at::zeros({1}); }, ""},
        {[](Snapshot& s) { s.files.erase("model"); }, "no model.safetensors"},
-       {[](Snapshot& s) { s.state["cmd"] = "rnn"; }, "saved with cmd \"rnn\", not \"ps\""},
+       {[](Snapshot& s) { s.state["cmd"] = "rnn"; }, "saved with cmd rnn, not ps"},
        {[](Snapshot& s) { s.state.erase("position"); }, "the position is"},
        {[](Snapshot& s) { s.state["position"]["epoch"] = 0; }, "the position is"},
        {[](Snapshot& s) {

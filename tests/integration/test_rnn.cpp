@@ -32,13 +32,13 @@ struct RnnText {
     options.nlayers = 2;
     options.dropout = 0.2;
     options.lr = 2;
+    options.lr_schedule = "plateau:0,0.25,0,0";
     options.mode = "sync";
     return options;
   }
 
   static RnnOptions on_random() {
     RnnOptions options;
-    options.bptt = 10;
     options.mode = "sync";
     return options;
   }

@@ -42,9 +42,7 @@ TEST_CASE("a stage's batch is over when its device has done all") {
   const auto setup = [](rpc::Agent& agent) {
     autograd::install(agent);
     PipelineStage::expose(agent);
-    const auto job = std::make_shared<scenario::StageJob>();
-    job->stop = std::make_shared<job::StopSignal>();
-    agent.provide(job);
+    agent.provide(std::make_shared<scenario::StageJob>());
   };
   Cluster cluster(2, setup, {}, [](rpc::AgentOptions& options) {
     if (options.rank == 1) options.device = sim(1);

@@ -24,11 +24,6 @@
 #include "distrain/scenario/ps.h"
 #include "distrain/scenario/rl.h"
 #include "distrain/scenario/rnn.h"
-#include "hybrid.h"
-#include "pipeline.h"
-#include "ps.h"
-#include "rl.h"
-#include "rnn.h"
 #include "support/catch.h"
 #include "support/event_check.h"
 #include "unit/data/files.h"
@@ -105,49 +100,16 @@ class Listener final : public job::EventSink {
   const std::function<void(Line)> hear_;
 };
 
-/// What a scenario's functions are called.
-template <class Options>
-struct Calls;
-template <>
-struct Calls<scenario::HybridOptions> {
-  static constexpr auto kWorldSize = scenario::hybrid_world_size;
-  static constexpr auto kRun = scenario::run_hybrid;
-  static constexpr auto kRunLocal = scenario::run_hybrid_local;
-  static constexpr auto kCommand = cmd::hybrid_command;
-};
-template <>
-struct Calls<scenario::PipelineOptions> {
-  static constexpr auto kWorldSize = scenario::pipeline_world_size;
-  static constexpr auto kRun = scenario::run_pipeline;
-  static constexpr auto kRunLocal = scenario::run_pipeline_local;
-  static constexpr auto kCommand = cmd::pipeline_command;
-};
-template <>
-struct Calls<scenario::PsOptions> {
-  static constexpr auto kWorldSize = scenario::ps_world_size;
-  static constexpr auto kRun = scenario::run_ps;
-  static constexpr auto kRunLocal = scenario::run_ps_local;
-  static constexpr auto kCommand = cmd::ps_command;
-};
-template <>
-struct Calls<scenario::RlOptions> {
-  static constexpr auto kWorldSize = scenario::rl_world_size;
-  static constexpr auto kRun = scenario::run_rl;
-  static constexpr auto kRunLocal = scenario::run_rl_local;
-  static constexpr auto kCommand = cmd::rl_command;
-};
-template <>
-struct Calls<scenario::RnnOptions> {
-  static constexpr auto kWorldSize = scenario::rnn_world_size;
-  static constexpr auto kRun = scenario::run_rnn;
-  static constexpr auto kRunLocal = scenario::run_rnn_local;
-  static constexpr auto kCommand = cmd::rnn_command;
-};
+inline const auto& job_of(const scenario::HybridOptions&) { return scenario::hybrid_job(); }
+inline const auto& job_of(const scenario::PsOptions&) { return scenario::ps_job(); }
+inline const auto& job_of(const scenario::RnnOptions&) { return scenario::rnn_job(); }
+inline const auto& job_of(const scenario::PipelineOptions&) { return scenario::pipeline_job(); }
+inline const auto& job_of(const scenario::RlOptions&) { return scenario::rl_job(); }
 
 /// What the job prints.
 template <class Options>
 std::vector<job::Event> events_of() {
-  return app::events_of(Calls<Options>::kCommand());
+  return app::events_of(app::JobCommand(job_of(Options())));
 }
 
 /// Waits until so many connections lie in a listening socket's queue; not for ever.
@@ -190,8 +152,8 @@ Finished try_job(Place place, const Options& options, const Hooks<Options>& hook
     });
     try {
       Outcome outcome = place == Place::kLocal
-                            ? Calls<Options>::kRunLocal(own, job, sink)
-                            : Calls<Options>::kRun(
+                            ? job_of(own).run_local(own, job, sink)
+                            : job_of(own).run(
                                   own, job, [&](const job::OptionMap&) { return own; }, sink);
       check_outcome(events, outcome.fields);
       std::lock_guard lock(mutex);
@@ -202,7 +164,7 @@ Finished try_job(Place place, const Options& options, const Hooks<Options>& hook
     }
   };
   std::vector<std::thread> ranks;
-  const int size = place == Place::kLocal ? 1 : Calls<Options>::kWorldSize(options);
+  const int size = place == Place::kLocal ? 1 : job_of(options).roles(options).world_size();
   for (int rank = size - 1; rank >= 0; --rank) {
     Job job;
     job.rank = rank;

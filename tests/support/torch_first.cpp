@@ -3,18 +3,11 @@
 #include <ATen/Parallel.h>
 
 #include "distrain/app/main.h"
-#include "hybrid.h"
-#include "pipeline.h"
-#include "ps.h"
-#include "rl.h"
-#include "rnn.h"
+#include "jobs.h"
 
 int main(int argc, char** argv) {
-  using namespace distrain::cmd;
   at::set_num_threads(2);  // on one core, too
   at::set_num_interop_threads(2);
   if (at::ones({1 << 20}).exp().sum().item<double>() < 1 << 20) return 1;
-  return distrain::app::main(
-      argc, argv,
-      {hybrid_command(), ps_command(), rnn_command(), rl_command(), pipeline_command()});
+  return distrain::app::main(argc, argv, distrain::cmd::jobs());
 }

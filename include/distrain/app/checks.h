@@ -18,11 +18,6 @@ void check_folder(const ParsedOptions& options, const char* name);
 /// Throws `invalid` if `name` is given without `needed`.
 void check_needs(const ParsedOptions& options, const char* name, const char* needed);
 
-/// Of a job that trains on random batches unless there is `--data`: warns of options that do not
-/// matter to the one or the other, and looks for the files. A rank that joins does without: the
-/// data may be rank 0's to name.
-void check_data_files(const ParsedOptions& options, Placement& placement, const char* other_file);
-
 /// `--checkpoint` and what goes with it; rank 0 alone reads and writes there.
 void check_checkpoint(const ParsedOptions& options, const Placement& placement);
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -10,8 +11,7 @@
 #include "distrain/app/placement.h"
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
-#include "distrain/job/checkpoint_options.h"
-#include "distrain/job/events.h"
+#include "distrain/job/definition.h"
 #include "distrain/job/job.h"
 #include "distrain/job/local_job.h"
 
@@ -23,14 +23,14 @@ struct CommandLine {
   std::string summary;
 };
 
-/// A command line, and what it shows.
-struct Example {
-  std::string command;
-  std::string what;
-};
+using job::Example;
 
-/// A subcommand that is a job of ranks: what differs from one scenario to the next.
+/// A subcommand that is a job of ranks: what a job::Definition says, for the command line.
 struct JobCommand {
+  JobCommand() = default;
+  template <class Options>
+  JobCommand(const job::Definition<Options>& definition);  // NOLINT: implicit by design
+
   CommandLine line;
   std::string description;  ///< a paragraph for the help text and the man page
   std::string details;      ///< what the man page alone says besides; for its form see app/man.cpp
@@ -49,21 +49,8 @@ struct JobCommand {
   DeviceRules devices;
   std::function<std::string(const ParsedOptions&, int rank)> role;
   /// One rank, or the whole job in this process when `local`.
-  std::function<job::Outcome(const ParsedOptions&, const job::Job&, bool local, int threads,
-                             job::EventSink&)>
+  std::function<job::Outcome(const ParsedOptions&, const job::Job&, bool local, job::EventSink&)>
       run;
-};
-
-/// A scenario's own functions, as `run` of a JobCommand needs them.
-template <class Options>
-struct ScenarioCalls {
-  using Adopt = std::function<Options(const OptionMap& of_rank_0)>;
-
-  Options (*options)(const ParsedOptions&);
-  job::Outcome (*run)(const Options&, const job::Job&, const Adopt&, job::EventSink&);
-  job::Outcome (*run_local)(const Options&, const job::Job&, job::EventSink&);
-  /// Throws when this rank cannot do with what rank 0 told; may be null.
-  void (*check_adopted)(const ParsedOptions&, const OptionMap& of_rank_0) = nullptr;
 };
 
 /// Parses `args`, finds out which ranks run here, and runs them. Gives back the exit code.
@@ -74,56 +61,76 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
 /// stay this rank's, kInput ones too if they were given here. Throws `invalid`.
 ParsedOptions adopt_options(const ParsedOptions& own, const OptionMap& of_rank_0);
 
+namespace detail {
+
+/// Rows of every job after the job's own.
+OptionTable whole_table(OptionTable own, bool has_local);
+/// Paths that must be there, options without effect.
+void check_table(const ParsedOptions& options, Placement& placement);
+job::Preflight preflight_of(const ParsedOptions& options, Placement& placement,
+                            const job::Roles& roles);
+
+}  // namespace detail
+
 template <class Options>
-auto run_of(const ScenarioCalls<Options>& calls) {
-  return [calls](const ParsedOptions& parsed, const job::Job& job, bool local, int threads,
-                 job::EventSink& sink) {
-    const auto options = [&calls, threads](const ParsedOptions& from) {
-      Options result = calls.options(from);
-      result.threads = threads;
-      return result;
-    };
+JobCommand::JobCommand(const job::Definition<Options>& definition) {
+  const auto job = std::make_shared<const job::Definition<Options>>(definition);
+  line = {job->name(), job->summary()};
+  description = job->description();
+  details = job->details();
+  events = job->events();
+  examples = job->examples();
+  table = detail::whole_table(job->options().table(), job->has_local());
+  job->change(table);
+  size = {job->count_option(), job->fixed_ranks()};
+  has_stages = job->with_stages();
+  const auto read = [job](const ParsedOptions& parsed) {
+    Options options = job->options().read(parsed);
+    job->settle(options, [&](std::string_view name) { return parsed.given(name); });
+    return options;
+  };
+  complete = [job, read](ParsedOptions& parsed) {
+    for (const auto& [name, value] : job->options().write(read(parsed))) {
+      if (!parsed.given(name)) parsed.derive(name, value);
+    }
+  };
+  check = [job, read](const ParsedOptions& parsed, Placement& placement) {
+    detail::check_table(parsed, placement);
+    const Options options = read(parsed);
+    job->check(options, detail::preflight_of(parsed, placement, job->roles(options)));
+  };
+  answer = [job, read](const ParsedOptions& parsed) { return job->answer(read(parsed)); };
+  devices.roles = job->device_roles();
+  devices.gpus_of = [job, read](const ParsedOptions& parsed, const std::string& rank_name) {
+    return job->gpus_of(read(parsed), rank_name);
+  };
+  role = [job, read](const ParsedOptions& parsed, int rank) {
+    return job->roles(read(parsed)).name_of(rank);
+  };
+  run = [job, read](const ParsedOptions& parsed, const job::Job& own, bool local,
+                    job::EventSink& sink) {
     if (local) {
-      return job::run_local_job(job, sink, [&] {
-        job::Job placed = job;
-        placed.devices = job.choose_devices("local", {});
-        return calls.run_local(options(parsed), placed, sink);
+      return job::run_local_job(own, sink, [&] {
+        job::Job placed = own;
+        placed.devices = own.choose_devices("local", {});
+        return job->run_local(read(parsed), placed, sink);
       });
     }
     const auto adopt = [&](const OptionMap& of_rank_0) {
       const ParsedOptions adopted = adopt_options(parsed, of_rank_0);
-      if (calls.check_adopted) calls.check_adopted(adopted, of_rank_0);
-      return options(adopted);
+      const Options options = read(adopted);
+      job::Preflight preflight;
+      preflight.of_rank_0 = &of_rank_0;
+      preflight.starts = [role = job->roles(options).of(own.rank).name](std::string_view name) {
+        return name == role;
+      };
+      preflight.given = [&](std::string_view name) { return parsed.given(name); };
+      preflight.text = [&](std::string_view name) { return parsed.text(name); };
+      job->check(options, preflight);
+      return options;
     };
-    return calls.run(options(parsed), job, adopt, sink);
+    return job->run(read(parsed), own, adopt, sink);
   };
-}
-
-/// What the `--checkpoint` options say.
-job::CheckpointOptions checkpoint_options(const ParsedOptions& parsed);
-
-/// A scenario's Options with those that every scenario has; `threads` comes from run_of().
-template <class Options>
-Options common_options(const ParsedOptions& parsed) {
-  Options options;
-  options.seed = static_cast<uint64_t>(parsed.integer("seed"));
-  options.log_interval = parsed.whole("log-interval");
-  options.checkpoint = checkpoint_options(parsed);
-  return options;
-}
-
-/// And with those that a scenario has whose trainers go through data in epochs.
-template <class Options>
-Options trainer_options(const ParsedOptions& parsed) {
-  auto options = common_options<Options>(parsed);
-  options.trainers = parsed.whole("trainers");
-  options.epochs = parsed.whole("epochs");
-  options.steps = parsed.integer("steps");
-  options.batch_size = parsed.whole("batch-size");
-  options.lr = parsed.real("lr");
-  options.mode = parsed.text("mode");
-  options.data = parsed.text("data");
-  return options;
 }
 
 /// A failure before any rank ran: `error` and `end` on stdout, one line on stderr.

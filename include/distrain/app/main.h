@@ -13,7 +13,7 @@ namespace distrain::app {
 /// process that goes through main() from the start, which takes longer than a fork.
 ///
 /// The program has the name that it was called by, and besides the jobs the subcommands help, man,
-/// completion and schema.
+/// completion and schema. With one job, whose name can be left out, it is that job.
 int main(int argc, char** argv, const std::vector<JobCommand>& commands, const About& about = {});
 
 }  // namespace distrain::app

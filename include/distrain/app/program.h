@@ -20,6 +20,11 @@ struct Program {
   std::string name;
   const std::vector<JobCommand>& commands;
   About about;
+
+  /// How the job is called: that of a program with one job is the program.
+  std::string call_of(const JobCommand& command) const {
+    return commands.size() == 1 ? name : name + ' ' + command.line.name;
+  }
 };
 
 /// A subcommand that prints a text about the program.

@@ -33,8 +33,6 @@ struct Snapshot {
   void checked(const std::function<void()>& use) const { naming_checkpoint(path, use); }
   /// The tensors of `file`; refuses if there are none.
   const data::NamedTensors& file(const char* name) const;
-  /// Copies what `file` has into tensors of these names, shapes and dtypes. Refuses another set.
-  void copy_into(const char* file, const data::NamedTensors& tensors) const;
 };
 
 /// The checkpoints of one job, on the rank that reads and writes them.
@@ -64,12 +62,6 @@ class Checkpoints {
   bool in_first_save_ = false;
   bool has_saved_ = false;
   std::string last_saved_;
-};
-
-/// Gives and takes the state of an optimizer, parameter by parameter.
-struct OptimizerAccess {
-  std::function<std::vector<optim::ParameterState>()> get;
-  std::function<void(const std::vector<optim::ParameterState>&)> set;
 };
 
 /// An optimizer's state as tensors named "<parameter>.<name>", and back. The second throws

@@ -49,6 +49,9 @@ Event epoch_event(std::vector<Field> more = {});
 /// `loss`, `samples` and what else the job measures.
 Event eval_event(std::string when, std::vector<Field> more);
 
+/// What a job prints whose trainers go through data in epochs, unless it says otherwise.
+std::vector<Event> trainer_events();
+
 /// `events` with `more`, whose fields are added where there is such an event. What `end` has,
 /// `rank_end` has, too.
 std::vector<Event> with_events(std::vector<Event> events, const std::vector<Event>& more);

@@ -4,8 +4,10 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <vector>
 
+#include "distrain/base/error.h"
 #include "distrain/base/future.h"
 #include "distrain/job/job.h"
 
@@ -22,10 +24,12 @@ struct Task {
   Kind kind = Kind::kTrain;
   int64_t epoch = 0;     ///< from 1
   int32_t shard = 0;     ///< whose part of the data
-  int64_t step = 0;      ///< kTrain: of that shard in the epoch, from 0
+  int64_t step = 0;      ///< kTrain: the first, of that shard in the epoch, from 0
+  int64_t count = 1;     ///< kTrain: how many, one after the other
+  bool last = false;     ///< kEvaluate: the job is over then
   bool stopped = false;  ///< kEnd: before its time, by a signal
-  static constexpr auto kFields =
-      std::tuple(&Task::kind, &Task::epoch, &Task::shard, &Task::step, &Task::stopped);
+  static constexpr auto kFields = std::tuple(&Task::kind, &Task::epoch, &Task::shard, &Task::step,
+                                             &Task::count, &Task::last, &Task::stopped);
 };
 
 /// How far a job has come; what a checkpoint keeps of it.
@@ -48,7 +52,8 @@ struct Position {
 /// Nobody begins before all trainers are there: where the fast need not wait for the slow, one that
 /// starts late would get no steps, and a stop would find it unready.
 ///
-/// Thread-safe. The hooks run on the thread of whoever comes last, while all trainers wait.
+/// Thread-safe. The hooks, any of which may be empty, run on the thread of whoever comes last,
+/// while all trainers wait.
 class Schedule {
  public:
   struct Terms {
@@ -63,6 +68,7 @@ class Schedule {
     int64_t save_every = 0;  ///< steps of each trainer; 0: at the end of each epoch
   };
   struct Hooks {
+    std::function<void()> on_begin;  ///< all trainers are there
     /// `whole_epoch`: not only the end of the job, in the middle of one.
     std::function<void(bool whole_epoch)> on_evaluated;
     std::function<void(const Position&)> on_save;
@@ -75,25 +81,38 @@ class Schedule {
   void resume(Position position);
 
   /// The trainer has finished what it had. Done when there is something for it; fails for all when
-  /// a hook throws. `stop`: it was told to end, so all are to save and end.
-  base::Future<Task> next(int trainer, bool stop);
+  /// a hook throws. `stop`: it was told to end, so all are to save and end. `wanted`: so many steps
+  /// at a time, or fewer.
+  base::Future<Task> next(int trainer, bool stop, int64_t wanted = 1);
+  /// All are to save as soon as they can, and to go on. Nothing in a job that does not save.
+  void request_save();
+  /// Nothing more is to be trained than what others have begun: then it is as after the last step.
+  void finish();
+  /// Nothing more is to come: who waits hears why, and so does who comes.
+  void fail(const base::Error& error);
 
  private:
   enum class Phase { kBeginning, kTraining, kEvaluating, kSaving, kEnding };
-  using Waiting = std::map<int, base::Promise<Task>>;
+  struct Request {
+    base::Promise<Task> promise;
+    int64_t wanted = 1;
+  };
+  using Waiting = std::map<int, Request>;
 
-  bool task_locked(int trainer, Task& task);
-  bool take_locked(int trainer, Task& task);
+  bool task_locked(int trainer, int64_t wanted, Task& task);
+  bool take_locked(int trainer, int64_t wanted, Task& task);
+  int64_t furthest_locked() const;
   int64_t remaining_locked(int shard) const;
   int64_t next_save() const;
   int64_t gate_locked() const;
   bool epoch_over() const;
   bool job_over() const;
+  bool over_after_evaluation() const;
   void request_stop_locked();
   void enter_next_phase();
   Phase after_training() const;
   Phase after_evaluation();
-  void hand_out(Waiting& waiting);
+  bool hand_out(Waiting& waiting);
 
   const Terms terms_;
   const Hooks hooks_;
@@ -102,7 +121,11 @@ class Schedule {
   Position position_;
   std::vector<int64_t> taken_;  // steps since the job's beginning, by trainer
   int64_t saved_ = 0;           // steps of each trainer at the last checkpoint
-  int64_t stop_at_ = -1;        // steps of each trainer; below 0: nobody has asked
+  // In steps of each trainer; below 0: nobody has asked.
+  int64_t stop_at_ = -1;
+  int64_t save_at_ = -1;
+  int64_t finish_at_ = -1;
+  std::optional<base::Error> failed_;
   Waiting waiting_;
 };
 

@@ -3,6 +3,9 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
+#include <mutex>
+#include <utility>
 
 #include "distrain/base/clock.h"
 
@@ -13,7 +16,8 @@ namespace distrain::job {
 /// passes on what its ranks may have had already.
 inline constexpr auto kSameSignal = std::chrono::seconds(2);
 
-/// How SIGINT, SIGTERM and SIGHUP reach a job that wants to save before it ends. Thread-safe, but
+/// How SIGINT, SIGTERM and SIGHUP reach a job that wants to save before it ends, and SIGUSR1 one
+/// that saves and goes on. Thread-safe, but
 /// for heeds().
 class StopSignal {
  public:
@@ -36,7 +40,27 @@ class StopSignal {
   /// see to it, or does already.
   bool request() {
     State expected = State::kArmed;
-    return state_.compare_exchange_strong(expected, State::kStopping);
+    if (!state_.compare_exchange_strong(expected, State::kStopping)) return false;
+    std::lock_guard lock(mutex_);
+    if (on_request_) on_request_();
+    return true;
+  }
+  /// Runs `tell` when request() is first heeded, on its thread; at once if it was. It must not
+  /// wait. Empty: nobody is told any more, once this returns.
+  void on_request(std::function<void()> tell) {
+    std::lock_guard lock(mutex_);
+    on_request_ = std::move(tell);
+    if (on_request_ && state_ == State::kStopping) on_request_();
+  }
+  /// SIGUSR1: the job is to save now, and to go on. Nothing where a stop would not be seen to.
+  void request_save() {
+    std::lock_guard lock(mutex_);
+    if (armed() && on_save_) on_save_();
+  }
+  /// As on_request(), of request_save().
+  void on_save(std::function<void()> tell) {
+    std::lock_guard lock(mutex_);
+    on_save_ = std::move(tell);
   }
   bool requested() const { return state_ == State::kStopping; }
   /// Whether a request() would be seen to.
@@ -62,6 +86,8 @@ class StopSignal {
 
   std::atomic<State> state_{State::kUnarmed};
   std::atomic<int> number_{0};
+  std::mutex mutex_;
+  std::function<void()> on_request_, on_save_;  // by mutex_
   base::TimePoint heeded_{};  // the first signal that the job saw to; by the thread of heeds()
 };
 

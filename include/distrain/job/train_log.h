@@ -9,17 +9,22 @@
 
 namespace distrain::job {
 
+/// What losses are of: words have a perplexity, too.
+enum class Unit : uint8_t { kSamples, kWords };
+
 /// How many of some examples the model gets right, and the sum of their losses.
 struct Evaluation {
   int64_t samples = 0;
-  int64_t right = 0;
+  int64_t right = 0;  ///< not of words
   double loss_sum = 0;
   static constexpr auto kFields =
       std::tuple(&Evaluation::samples, &Evaluation::right, &Evaluation::loss_sum);
   void add(const Evaluation& other);
   /// `scores` [n, classes], the sum of whose losses is `loss_sum`; int64 `targets` [n].
   void add(const at::Tensor& scores, const at::Tensor& targets, double loss_sum);
-  Json fields() const;  ///< loss, accuracy, samples
+  double loss() const { return loss_sum / static_cast<double>(samples); }
+  /// loss, accuracy or perplexity, samples; empty where there are none.
+  Json fields(Unit unit = Unit::kSamples) const;
 };
 
 /// `not_finite`, naming where, unless it is a number.
@@ -31,12 +36,10 @@ void check_finite_loss(double loss);
 /// Emits a trainer's `step` and `epoch` lines, and counts for `end`.
 class TrainLog {
  public:
-  enum class Unit { kSamples, kWords };
-
   /// A `step` line every `interval` steps, 0: none. With words, losses are shown as perplexities
-  /// beside.
-  TrainLog(int interval, EventSink& sink, Unit unit = Unit::kSamples)
-      : interval_(interval), sink_(sink), unit_(unit) {}
+  /// beside. Without `tells` it only counts.
+  TrainLog(int interval, EventSink& sink, Unit unit = Unit::kSamples, bool tells = true)
+      : interval_(interval), sink_(sink), unit_(unit), tells_(tells) {}
 
   /// For a job that goes on where a checkpoint left off.
   void resume_after(int64_t steps) { total_steps_ = first_step_ = steps; }
@@ -47,9 +50,8 @@ class TrainLog {
   /// Does nothing when no epoch has begun.
   void end_epoch();
 
-  int64_t epoch() const { return epoch_; }        ///< that has begun; 0: none
-  int64_t epoch_steps() const { return steps_; }  ///< of that epoch so far
-  int64_t epoch_samples() const { return samples_; }
+  int64_t epoch() const { return epoch_; }         ///< that has begun; 0: none
+  int64_t epoch_steps() const { return steps_; }   ///< of that epoch so far
   double last_loss() const { return last_loss_; }  ///< mean of the last epoch
   int64_t steps() const { return total_steps_ - first_step_; }
   double train_s() const { return train_s_; }  ///< first step to last
@@ -58,6 +60,7 @@ class TrainLog {
   const int interval_;
   EventSink& sink_;
   const Unit unit_;
+  const bool tells_;
   std::chrono::steady_clock::time_point first_{};
   std::chrono::steady_clock::time_point epoch_start_;
   std::chrono::steady_clock::time_point last_line_;

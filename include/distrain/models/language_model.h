@@ -60,8 +60,6 @@ struct LstmState {
   at::Tensor hidden;
   at::Tensor cell;
   static constexpr auto kFields = std::tuple(&LstmState::hidden, &LstmState::cell);
-  /// Undefined ones stay so.
-  LstmState on(c10::Device device) const;
 };
 
 /// On the trainers: torch.nn.LSTM by names, shapes, initialisation and result, with dropout between

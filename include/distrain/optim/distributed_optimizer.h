@@ -36,7 +36,7 @@ struct Progress {
   static constexpr auto kFields = std::tuple(&Progress::updates, &Progress::lead);
 };
 
-/// Updates that were applied to one rank's parameters.
+/// Updates that were applied to one rank's shared parameters.
 using UpdateCount = std::shared_ptr<const std::atomic<uint64_t>>;
 
 /// Lets this agent's parameters be optimised by others. On every rank, before join(). The count is
@@ -105,6 +105,8 @@ class DistributedOptimizer {
   /// rank's steps are changed. kSync: all participants step with the same, else `invalid`.
   void set_lr_factor(double factor);
 
+  /// Of how many parameters it is.
+  size_t size() const { return parameters_; }
   /// What the update rules keep, by parameter, on the CPU: group by group, `shared` before `own`. A
   /// consistent whole only while nobody steps.
   std::vector<ParameterState> state() const;

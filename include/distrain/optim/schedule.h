@@ -88,6 +88,8 @@ class Schedule {
   /// For the step that has `step` steps of the job and `epoch` epochs behind it.
   double factor(int64_t step, int64_t epoch) const;
 
+  /// Whether its lengths are epochs.
+  bool counts_epochs() const;
   /// Whether it is to be told of metrics.
   bool observes() const { return std::holds_alternative<Plateau>(shape_); }
   /// One evaluation's metric. Nothing to schedules that do not observe. One that is not a number is

@@ -230,7 +230,7 @@ class Agent {
   base::Executor& inline_executor();
 
   /// The lane `number` for one-way messages; see Channel. Lane 1 is autograd's, 2 the collectives',
-  /// 3 the optimizers'.
+  /// 3 the optimizers', 4 and those from 16 on the jobs'.
   Channel& open_channel(uint16_t number);
   void set_autograd_hook(std::shared_ptr<AutogradHook> hook);
   const std::shared_ptr<AutogradHook>& autograd_hook() const;

@@ -177,6 +177,10 @@ void Child::send(int signal) {
   kill(-pid_, signal);
 }
 
+void Child::tell(int signal) {
+  if (alive()) kill(-pid_, signal);
+}
+
 int Child::signal() const { return status_ && WIFSIGNALED(*status_) ? WTERMSIG(*status_) : 0; }
 
 int Child::stopped_by() const {

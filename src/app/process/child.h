@@ -56,6 +56,8 @@ class Child {
   /// To the whole process group. A rank that ends afterwards is no cause of anything, unless it has
   /// said before what went wrong.
   void send(int signal);
+  /// One that does not end it.
+  void tell(int signal);
 
   int rank() const { return rank_; }
   const std::string& role() const { return role_; }

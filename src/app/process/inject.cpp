@@ -4,9 +4,9 @@
 
 #include <fmt/format.h>
 
-#include "distrain/app/option_blocks.h"
-#include "distrain/app/options.h"
+#include "common_options.h"
 #include "distrain/base/error.h"
+#include "distrain/job/option_list.h"
 
 namespace distrain::app {
 namespace {
@@ -38,7 +38,7 @@ int64_t parse_system_call(std::string_view value, const std::string& where) {
   if (!value.starts_with(kCheckpoint)) {
     invalid(fmt::format("{} must be checkpoint.N, not '{}'", where, value));
   }
-  const Option option = integer("fail", "", 1, kMaxInt, "");
+  const Option option = integer("fail", "", 1, job::kMaxInt, "");
   return std::stoll(canonical_value(option, value.substr(kCheckpoint.size()), where));
 }
 

@@ -73,6 +73,7 @@ void Launcher::block_signals() {
   sigset_t set;
   sigemptyset(&set);
   sigaddset(&set, SIGCHLD);
+  sigaddset(&set, kSaveSignal);
   for (const int number : ending_signals()) sigaddset(&set, number);
   block_in_all_threads(set);
   signal_fd_ = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
@@ -183,6 +184,10 @@ void Launcher::on_signals() {
   while (read(signal_fd_, &info, sizeof(info)) == sizeof(info)) {
     const int number = static_cast<int>(info.ssi_signo);
     if (number == SIGCHLD) continue;
+    if (number == kSaveSignal) {
+      children_.front()->tell(number);  // any rank will do
+      continue;
+    }
     const bool saving = plan_.save_grace > kSignalGrace;
     if (saving && ended_by_signal_ && base::Clock::now() - signalled_at_ < job::kSameSignal) {
       continue;
@@ -416,7 +421,7 @@ int Launcher::finish() {
     if (items[0].revents) {
       signalfd_siginfo info;
       while (read(signal_fd_, &info, sizeof(info)) == sizeof(info)) {
-        stop_waiting_ |= info.ssi_signo != SIGCHLD;
+        stop_waiting_ |= info.ssi_signo != SIGCHLD && info.ssi_signo != kSaveSignal;
       }
     }
     pump();

@@ -25,6 +25,9 @@ void set_up_process();
 /// ignored.
 std::vector<int> ending_signals();
 
+/// The signal by which a job saves and goes on.
+inline constexpr int kSaveSignal = SIGUSR1;
+
 /// Those of this process beside the caller's: a program may have had some before it called us.
 std::vector<pid_t> other_threads();
 

@@ -32,6 +32,12 @@ sigset_t ending_signal_set() {
   return set;
 }
 
+sigset_t awaited_signal_set() {
+  sigset_t set = ending_signal_set();
+  sigaddset(&set, kSaveSignal);
+  return set;
+}
+
 /// A spawned rank leaves the words to the launcher, which knows the root cause.
 void tell(const RankRun& run, const std::string& message) {
   if (!run.job.spawned) say(message);
@@ -125,11 +131,12 @@ Json goal_fields(const RankRun& run, const Cause& cause) {
 /// joined, with no launcher above it, would leave its log without an end. A job that saves before
 /// it ends sees to its first signal itself. `ending` turns true when the process is about to end.
 void end_by_signal(const RankRun& run, JsonSink& sink, std::atomic<bool>& ending) {
-  const sigset_t set = ending_signal_set();
+  const sigset_t set = awaited_signal_set();
   int number = 0;
   do {
     if (sigwait(&set, &number) != 0) return;
-  } while (run.job.stop->heeds(number, base::Clock::now()));
+    if (number == kSaveSignal) run.job.stop->request_save();
+  } while (number == kSaveSignal || run.job.stop->heeds(number, base::Clock::now()));
   ending = true;
   const Cause cause = cause_by_signal(run, number);
   Summary summary;
@@ -165,7 +172,7 @@ Cause report(const RankRun& run, JsonSink& sink, const base::Error& error) {
 
 }  // namespace
 
-void block_ending_signals() { block_in_all_threads(ending_signal_set()); }
+void block_ending_signals() { block_in_all_threads(awaited_signal_set()); }
 
 int run_rank(const RankRun& run) {
   std::atomic<bool> ending{false};
@@ -193,7 +200,7 @@ int run_rank(const RankRun& run) {
     if (!run.warning.empty()) {
       sink.emit("warn", {{"kind", "invalid"}, {"message", run.warning}});
     }
-    const job::Outcome outcome = run.body(run.job, threads, sink);
+    const job::Outcome outcome = run.body(run.job, sink);
     summary.add(outcome.fields);
     if (outcome.stopped) {
       const int number = stop.number();

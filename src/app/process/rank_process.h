@@ -25,7 +25,7 @@ struct RankRun {
   bool all_here = false;       ///< all ranks are under this launcher, which ends them together
   std::string last_event;      ///< "rank_end" or "end"
   int out_fd = -1;
-  std::function<job::Outcome(const job::Job&, int threads, job::EventSink&)> body;
+  std::function<job::Outcome(const job::Job&, job::EventSink&)> body;
 };
 
 /// Blocks the signals that end a rank, in all threads that there are and those they start: a thread

@@ -1,5 +1,7 @@
 #include "data.h"
 
+#include <algorithm>
+
 #include <ATen/Functions.h>
 
 #include "distrain/base/trace.h"
@@ -9,6 +11,8 @@
 namespace distrain::scenario {
 
 namespace {
+
+constexpr int64_t kTestBatch = 256;
 
 at::Tensor to_tensor(const std::vector<int64_t>& values) { return at::tensor(values, at::kLong); }
 
@@ -30,12 +34,15 @@ HybridDataInfo HybridData::info() const {
   HybridDataInfo info;
   info.rows = train_ ? train_->num_words() : options_.num_embeddings;
   info.classes = train_ ? train_->num_classes() : options_.classes;
-  if (train_) info.hash = train_->content_hash;
-  if (test_) {
-    info.test_hash = test_->content_hash;
-    info.test_examples = test_->size();
-  }
+  if (test_) info.test_examples = test_->size();
   return info;
+}
+
+void HybridData::agree(job::TrainingPlan& training) const {
+  training.agree("rows", info().rows);
+  training.agree("classes", info().classes);
+  if (train_) training.agree("data", std::to_string(train_->content_hash));
+  if (test_) training.alike("test-data", std::to_string(test_->content_hash));
 }
 
 int64_t HybridData::steps_per_epoch() const {
@@ -64,6 +71,21 @@ HybridBatch HybridData::test_batch(int64_t first, int64_t last) const {
 
 HybridBatch HybridBatch::on(c10::Device device) const {
   return {rpc::placed(indices, device), rpc::placed(offsets, device), rpc::placed(targets, device)};
+}
+
+job::Evaluation evaluate(const HybridData& data, const job::Share& share,
+                         const std::function<at::Tensor(const HybridBatch&)>& forward) {
+  job::Evaluation evaluation;
+  const int64_t examples = data.info().test_examples;
+  const int64_t end = share.end(examples);
+  for (int64_t first = share.first(examples); first < end; first += kTestBatch) {
+    const HybridBatch batch = data.test_batch(first, std::min(first + kTestBatch, end));
+    const at::Tensor scores = forward(batch);
+    const at::Tensor targets = rpc::placed(batch.targets, scores.device());
+    const at::Tensor losses = at::cross_entropy_loss(scores, targets, {}, at::Reduction::Sum);
+    evaluation.add(scores, targets, losses.item<double>());
+  }
+  return evaluation;
 }
 
 }  // namespace distrain::scenario

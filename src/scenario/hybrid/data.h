@@ -1,30 +1,23 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
+#include <functional>
 #include <optional>
-#include <string>
-#include <tuple>
 
 #include <ATen/core/Tensor.h>
 
 #include "distrain/data/batches.h"
 #include "distrain/data/text_dataset.h"
+#include "distrain/job/training.h"
 #include "distrain/scenario/hybrid.h"
 
 namespace distrain::scenario {
 
-/// What the model and the other trainers have to know of the data.
+/// What the model has to know of the data.
 struct HybridDataInfo {
   int64_t rows = 0;  ///< of the embedding table
   int64_t classes = 0;
-  uint64_t hash = 0;       ///< of the training file's bytes
-  uint64_t test_hash = 0;  ///< of the test file's
   int64_t test_examples = 0;
-  static constexpr auto kFields =
-      std::tuple(&HybridDataInfo::rows, &HybridDataInfo::classes, &HybridDataInfo::hash,
-                 &HybridDataInfo::test_hash, &HybridDataInfo::test_examples);
-  bool operator==(const HybridDataInfo&) const = default;
 };
 
 /// A batch as the model takes it; all int64.
@@ -43,6 +36,8 @@ class HybridData {
   explicit HybridData(const HybridOptions& options);
 
   HybridDataInfo info() const;
+  /// What all trainers must have read alike.
+  void agree(job::TrainingPlan& training) const;
   int64_t steps_per_epoch() const;
   HybridBatch batch(int trainer, int64_t epoch, int64_t step);
 
@@ -58,5 +53,9 @@ class HybridData {
   int sampler_trainer_ = -1;
   int64_t sampler_epoch_ = -1;
 };
+
+/// The share's test examples; `forward` gives a batch's scores.
+job::Evaluation evaluate(const HybridData& data, const job::Share& share,
+                         const std::function<at::Tensor(const HybridBatch&)>& forward);
 
 }  // namespace distrain::scenario

@@ -1,7 +1,5 @@
 #include "model.h"
 
-#include <ATen/Functions.h>
-
 namespace distrain::scenario {
 
 double embedding_range(const HybridOptions& options) {
@@ -12,18 +10,9 @@ models::Dense make_dense(const HybridOptions& options, int64_t classes, c10::Dev
   return models::Dense(options.embedding_dim, classes, options.seed + 1, device);
 }
 
-optim::OptimizerOptions optimizer_options(const HybridOptions& options) {
-  optim::OptimizerFields fields;
-  fields.name = options.optimizer;
-  fields.values["lr"] = options.lr;
-  return optim::from_fields(fields);
-}
-
-void evaluate_batch(job::Evaluation& evaluation, const at::Tensor& logits,
-                    const at::Tensor& targets) {
-  if (targets.numel() == 0) return;
-  const double mean = at::cross_entropy_loss(logits, targets).item<double>();
-  evaluation.add(logits, targets, mean * static_cast<double>(targets.numel()));
+const std::vector<std::string>& hybrid_parameters() {
+  static const std::vector<std::string> kNames = {"embedding.weight", "fc.weight", "fc.bias"};
+  return kNames;
 }
 
 }  // namespace distrain::scenario

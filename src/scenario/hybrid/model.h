@@ -1,10 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
-#include "distrain/job/train_log.h"
 #include "distrain/models/embedding_table.h"
-#include "distrain/optim/update_rule.h"
 #include "distrain/scenario/hybrid.h"
 
 namespace distrain::scenario {
@@ -15,10 +15,7 @@ double embedding_range(const HybridOptions& options);
 
 models::Dense make_dense(const HybridOptions& options, int64_t classes, c10::Device device);
 
-optim::OptimizerOptions optimizer_options(const HybridOptions& options);
-
-/// Adds a batch's logits and targets.
-void evaluate_batch(job::Evaluation& evaluation, const at::Tensor& logits,
-                    const at::Tensor& targets);
+/// In the order of the optimizer: the server's, then the trainers'.
+const std::vector<std::string>& hybrid_parameters();
 
 }  // namespace distrain::scenario

@@ -4,20 +4,10 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/trace.h"
-#include "distrain/job/checkpoints.h"
 #include "distrain/job/train_log.h"
-#include "distrain/models/resnet.h"
 #include "distrain/rpc/placed.h"
 
 namespace distrain::scenario {
-
-data::NamedTensors initial_weights(const PipelineOptions& options) {
-  if (options.weights.empty()) return {};
-  data::NamedTensors weights = models::read_weights(options.weights);
-  job::naming_checkpoint(options.weights,
-                         [&] { models::check_weights(options.model, options.classes, weights); });
-  return weights;
-}
 
 std::vector<PipelineBatch> micro_batches(const PipelineBatch& batch, int64_t num_split) {
   const std::vector<at::Tensor> images = batch.images.tensor_split(num_split);

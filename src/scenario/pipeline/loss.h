@@ -11,9 +11,6 @@
 
 namespace distrain::scenario {
 
-/// The weights to begin with, checked against the model; none without `--weights`.
-data::NamedTensors initial_weights(const PipelineOptions& options);
-
 /// A batch cut into micro-batches, as tensor_split cuts: sizes differ by one at most, larger ones
 /// first.
 std::vector<PipelineBatch> micro_batches(const PipelineBatch& batch, int64_t num_split);

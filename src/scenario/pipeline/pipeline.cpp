@@ -2,12 +2,14 @@
 //
 // After PyTorch's tutorial "Distributed Pipeline Parallelism Using RPC".
 
-#include "distrain/scenario/pipeline.h"
+#include "pipeline.h"
 
+#include <memory>
 #include <optional>
 
 #include "distrain/autograd/context.h"
-#include "distrain/job/session.h"
+#include "distrain/base/clock.h"
+#include "distrain/job/training.h"
 #include "distrain/models/resnet.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/rpc/placed.h"
@@ -20,7 +22,6 @@ namespace distrain::scenario {
 
 namespace {
 
-constexpr int kMaster = 0;
 constexpr auto kAsLongAsItTakes = std::chrono::nanoseconds::max();  // or until its peer dies
 
 int rank_of(size_t stage) { return static_cast<int>(stage) + 1; }
@@ -41,6 +42,16 @@ auto call_all(rpc::Agent& agent, const std::vector<rpc::RRef<PipelineStage>>& st
     for (const auto& call : calls) results.push_back(call.wait());
     return results;
   }
+}
+
+/// What F gives of each stage, in one row.
+template <auto F>
+auto row_of_all(rpc::Agent& agent, const std::vector<rpc::RRef<PipelineStage>>& stages) {
+  auto parts = call_all<F>(agent, stages);
+  for (size_t i = 1; i < parts.size(); ++i) {
+    parts[0].insert(parts[0].end(), parts[i].begin(), parts[i].end());
+  }
+  return std::move(parts[0]);
 }
 
 /// What the passes of a batch work on, for as long as any of them goes on: one may have failed
@@ -65,24 +76,32 @@ base::Future<void> backward(rpc::Agent& agent, const std::shared_ptr<Passes>& pa
 /// The model on its workers, and its optimizer.
 class Pipeline final : public PipelineModel {
  public:
-  Pipeline(rpc::Agent& agent, const PipelineOptions& options, PipelineSchedule schedule)
+  Pipeline(rpc::Agent& agent, const PipelineOptions& options)
       : agent_(agent),
         options_(options),
-        schedule_(std::move(schedule)),
         cut_(models::cut_resnet(options.model, options.stages, options.split, options.classes,
-                                options.image_size)) {
+                                options.image_size)) {}
+
+  void begin(int64_t num_split) override {
+    schedule_ = make_schedule(options_.schedule, options_.stages, num_split);
     simulate(schedule_);  // refuses what would not run
+    optimizer_.reset();   // not two models at a time
+    stages_.clear();
     for (size_t i = 0; i < cut_.size(); ++i) {
-      stages_.push_back(agent.remote_new<PipelineStage>(
-          to_stage(i), options.model, options.classes, options.image_size, cut_[i].first,
-          cut_[i].last, options.seed, agent.device_of(rank_of(i))));
+      stages_.push_back(agent_.remote_new<PipelineStage>(
+          to_stage(i), options_.model, options_.classes, options_.image_size, cut_[i].first,
+          cut_[i].last, options_.seed, agent_.device_of(rank_of(i))));
     }
-    std::vector<rpc::RRef<at::Tensor>> parameters;
-    for (const auto& of_stage : call_all<&PipelineStage::parameter_rrefs>(agent_, stages_)) {
-      parameters.insert(parameters.end(), of_stage.begin(), of_stage.end());
-    }
-    optimizer_.emplace(agent, parameters, optim::Sgd{.lr = options.lr});
+    optimizer_.emplace(agent_, row_of_all<&PipelineStage::parameter_rrefs>(agent_, stages_),
+                       std::vector<at::Tensor>(), options_.rule());
   }
+
+  std::vector<std::string> parameter_names() {
+    return row_of_all<&PipelineStage::parameter_names>(agent_, stages_);
+  }
+  /// Of the model that was begun last, whichever that is by then.
+  optim::DistributedOptimizer& optimizer() { return *optimizer_; }
+  void set_lr_factor(double factor) override { optimizer_->set_lr_factor(factor); }
 
   /// One update by the gradients of all micro-batches.
   BatchResult train(const PipelineBatch& batch, int64_t index) override {
@@ -103,7 +122,6 @@ class Pipeline final : public PipelineModel {
     for (const StageReport& report : reports) {
       result.stage_s.push_back(report.compute_s);
       result.activations.push_back(report.activations);
-      result.stop_requested = result.stop_requested || report.stop_requested;
     }
     return result;
   }
@@ -158,84 +176,22 @@ class Pipeline final : public PipelineModel {
 
   rpc::Agent& agent_;
   const PipelineOptions& options_;
-  const PipelineSchedule schedule_;
   const std::vector<models::BlockRange> cut_;
+  PipelineSchedule schedule_;
   std::vector<rpc::RRef<PipelineStage>> stages_;
   std::optional<optim::DistributedOptimizer> optimizer_;
 };
 
-/// On each stage, after the last batch: from here on a signal ends the process at once, unless the
-/// job is `stopped` by one. Gives back whether it is, then also by one that came here.
-bool end_batches(rpc::CallContext& call, bool stopped) {
-  auto& job = call.agent.local<StageJob>();
-  job.stop->disarm(stopped);
-  return job.stop->requested();
-}
-
-/// F on all stages, of the rank and not of its stage.
-template <auto F, class... Args>
-auto on_stage_ranks(rpc::Agent& agent, int stages, const Args&... args) {
-  std::vector<decltype(agent.rpc_async<F>(1, args...))> calls;
-  for (int rank = 1; rank <= stages; ++rank) calls.push_back(agent.rpc_async<F>(rank, args...));
-  base::wait_all(calls);
-  return calls;
-}
-
-void run_master(rpc::Agent& agent, const PipelineOptions& options, PipelineRun& run) {
-  run.run([&](int64_t num_split) {
-    return std::make_unique<Pipeline>(agent, options,
-                                      make_schedule(options.schedule, options.stages, num_split));
-  });
-  for (const auto& told_to_stop :
-       on_stage_ranks<&end_batches>(agent, options.stages, run.stopped())) {
-    if (told_to_stop.wait()) run.stop();
-  }
-  if (run.stopped()) on_stage_ranks<&end_batches>(agent, options.stages, true);
-}
-
 }  // namespace
 
-int pipeline_world_size(const PipelineOptions& options) { return options.stages + 1; }
-
-std::string pipeline_role(int rank) {
-  return rank == kMaster ? "master" : "worker" + std::to_string(rank);
-}
-
-job::Outcome run_pipeline(const PipelineOptions& own, const job::Job& job,
-                          const std::function<PipelineOptions(const job::OptionMap&)>& adopt,
-                          job::EventSink& sink) {
-  std::vector<std::string> names;
-  for (int rank = 0; rank < pipeline_world_size(own); ++rank) names.push_back(pipeline_role(rank));
-  job::Session session(job, std::move(names), sink);
-  rpc::Agent& agent = session.agent();
-  PipelineStage::expose(agent);
-  agent.expose<&end_batches>("pipeline.end_batches");
-  const auto stage_job = std::make_shared<StageJob>();
-  stage_job->sleep_s = job.inject.stage_sleep_s;
-  stage_job->stop = job.stop;
-  agent.provide(stage_job);
-
-  job::Outcome outcome;
-  std::optional<PipelineRun> run;
-  const auto prepare = [&] {
-    if (job.rank == kMaster) {
-      run.emplace(own, session.job(), sink);  // so that bad files are known at once
-    } else {
-      stage_job->saves = !adopt(agent.job_options()).checkpoint.dir.empty();
-    }
-  };
-  const auto work = [&] {
-    if (job.rank != kMaster) return;  // it serves the master while it waits in the shutdown
-    if (!own.checkpoint.dir.empty()) job.stop->arm();  // before, nobody would look
-    run_master(agent, own, *run);
-  };
-  session.run(prepare, work, outcome);
-  if (run) {
-    run->add_to(outcome);
-  } else {
-    outcome.stopped = job.stop->requested();
-  }
-  return outcome;
+void train_pipeline(job::Rank& rank, const PipelineOptions& options) {
+  Pipeline pipeline(rank.agent(), options);
+  PipelineRun run(options, rank.agent().local<PipelineInputs>(), pipeline, rank.sink());
+  job::Training training(rank, run.plan());
+  run.keep_in(training);
+  training.keep(pipeline.optimizer(), pipeline.parameter_names());
+  training.run([&](const job::Step& step) { return run.step(step); });
+  run.add_to(rank.fields());
 }
 
 }  // namespace distrain::scenario

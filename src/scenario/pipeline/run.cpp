@@ -1,90 +1,82 @@
 #include "run.h"
 
+#include <ATen/Functions.h>
+
 #include "distrain/base/trace.h"
+#include "distrain/job/checkpoints.h"
 #include "distrain/models/resnet.h"
-#include "loss.h"
 
 namespace distrain::scenario {
 
-PipelineRun::PipelineRun(const PipelineOptions& options, const job::Job& job, job::EventSink& sink)
+namespace {
+
+data::NamedTensors initial_weights(const PipelineOptions& options) {
+  if (options.weights.empty()) return {};
+  data::NamedTensors weights = models::read_weights(options.weights);
+  job::naming_checkpoint(options.weights,
+                         [&] { models::check_weights(options.model, options.classes, weights); });
+  return weights;
+}
+
+}  // namespace
+
+PipelineInputs::PipelineInputs(const PipelineOptions& options)
+    : images(options), weights(initial_weights(options)) {}
+
+PipelineRun::PipelineRun(const PipelineOptions& options, const PipelineInputs& inputs,
+                         PipelineModel& model, job::EventSink& sink)
     : options_(options),
-      stop_(job.stop),
-      data_(options),
-      weights_(initial_weights(options)),
-      checkpoints_(options.checkpoint, job, sink),
-      log_(options, sink) {}
-
-void PipelineRun::run(const MakeModel& make) {
-  for (const int64_t num_split : options_.num_split) {
-    if (stopped_) break;
-    const std::unique_ptr<PipelineModel> model = make(num_split);
-    run_split(num_split, *model);
-  }
-  stop_->disarm(stopped_);
-  stopped_ = stop_->requested();
+      inputs_(inputs),
+      model_(model),
+      lr_schedule_(options.rule().schedule),
+      log_(options, sink) {
+  begin(options.num_split.front());
 }
 
-void PipelineRun::run_split(int64_t num_split, PipelineModel& model) {
-  int64_t done = 0;
-  if (const auto snapshot = checkpoints_.load()) {
-    done = resume(*snapshot, model);
-  } else if (!weights_.empty()) {
-    model.load(weights_);
+job::Plan PipelineRun::plan() const {
+  return job::Plan::of_steps(options_,
+                             options_.batches * static_cast<int64_t>(options_.num_split.size()));
+}
+
+void PipelineRun::keep_in(job::TrainingPlan& training) {
+  training.agree("data", std::to_string(inputs_.images.content_hash()));
+  training.agree("images", inputs_.images.describe().dump());
+  job::Part part;
+  part.take = [this](int) { return model_.state(); };
+  part.give = [this](int, const data::NamedTensors& saved) {
+    models::check_weights(options_.model, options_.classes, saved);
+    model_.load(saved);
+  };
+  training.keep("", std::move(part));
+}
+
+void PipelineRun::begin(int64_t num_split) {
+  model_.begin(num_split);
+  if (!inputs_.weights.empty()) model_.load(inputs_.weights);
+}
+
+job::Result PipelineRun::step(const job::Step& step) {
+  const auto split = static_cast<size_t>(step.total / options_.batches);
+  const int64_t index = step.total % options_.batches;
+  if (split_ != split) {
+    const int64_t num_split = options_.num_split[split];
+    if (split_) {  // the first one has begun
+      log_.end_split();
+      begin(num_split);
+    }
+    split_ = split;
+    log_.begin_split(num_split);
   }
-  log_.begin_split(num_split);
-  const int64_t every = options_.checkpoint.every;
-  while (done < options_.batches && !stopped_) {
-    const PipelineBatch batch = base::traced("data", [&] { return data_.batch(done); });
-    const BatchResult result = model.train(batch, done);
-    log_.batch(result, ++done);
-    const bool last = done == options_.batches;
-    stopped_ = result.stop_requested || stop_->requested();
-    const bool due = last || stopped_ || (every > 0 && done % every == 0);
-    if (due && checkpoints_.saving()) save(done, model);
-  }
+  const PipelineBatch batch = base::traced("data", [&] { return inputs_.images.batch(index); });
+  model_.set_lr_factor(lr_schedule_.factor(index, 0));  // each model's from its beginning
+  const BatchResult result = model_.train(batch, index);
+  log_.batch(result, index + 1);
+  return {at::scalar_tensor(result.loss, at::kDouble), options_.batch_size};
+}
+
+void PipelineRun::add_to(job::Json& fields) {
   log_.end_split();
-}
-
-// Not the stages and the schedule: the result does not depend on them.
-job::Json PipelineRun::must_agree() const {
-  return {{"cmd", "pipeline"},
-          {"model", options_.model},
-          {"classes", options_.classes},
-          {"num_split", options_.num_split.front()},
-          {"batch_size", options_.batch_size},
-          {"image_size", options_.image_size},
-          {"loss", options_.loss},
-          {"seed", options_.seed},
-          {"data", data_.describe()},
-          {"content_hash", std::to_string(data_.content_hash())}};
-}
-
-void PipelineRun::save(int64_t batches, PipelineModel& model) {
-  job::Snapshot snapshot;
-  snapshot.step = batches;
-  snapshot.state = must_agree();
-  snapshot.state["batches"] = batches;
-  snapshot.files["model"] = model.state();
-  checkpoints_.save(snapshot);
-}
-
-int64_t PipelineRun::resume(const job::Snapshot& snapshot, PipelineModel& model) const {
-  const job::Json agreed = must_agree();
-  for (const auto& [key, value] : agreed.items()) snapshot.expect(key.c_str(), value);
-  const job::Json batches = snapshot.state.value("batches", job::Json());
-  if (!batches.is_number_integer() || batches.get<int64_t>() < 1 || batches != snapshot.step) {
-    snapshot.refuse("the number of batches is not one from 1 on, or not that of its name");
-  }
-  const data::NamedTensors& state = snapshot.file("model");
-  snapshot.checked([&] { models::check_weights(options_.model, options_.classes, state); });
-  model.load(state);
-  return batches.get<int64_t>();
-}
-
-void PipelineRun::add_to(job::Outcome& outcome) const {
-  log_.add_to(outcome);
-  outcome.stopped = stopped_;
-  outcome.message = checkpoints_.last_saved();
+  log_.add_to(fields);
 }
 
 }  // namespace distrain::scenario

@@ -1,61 +1,64 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <functional>
-#include <memory>
+#include <optional>
 
 #include "data.h"
 #include "distrain/data/named_tensors.h"
-#include "distrain/job/checkpoints.h"
-#include "distrain/job/job.h"
+#include "distrain/job/training.h"
 #include "distrain/scenario/pipeline.h"
 #include "split_log.h"
 
 namespace distrain::scenario {
 
-/// The model under training, wherever its stages are.
+/// The model under training and its optimizer, wherever the stages are.
 class PipelineModel {
  public:
   virtual ~PipelineModel() = default;
+  /// A fresh one, for batches that are cut into so many micro-batches.
+  virtual void begin(int64_t num_split) = 0;
   /// One update; `index` is the batch's number, from 0.
   virtual BatchResult train(const PipelineBatch& batch, int64_t index) = 0;
+  virtual void set_lr_factor(double factor) = 0;
   /// Parameters and buffers by torchvision's names.
   virtual data::NamedTensors state() = 0;
   /// A whole state, checked before.
   virtual void load(const data::NamedTensors& state) = 0;
 };
 
-/// The job as its first rank sees it, the same over ranks and in one process: each number of
-/// micro-batches in turn with a fresh model, its lines, and its checkpoints.
+/// What is read before anything begins. Throws `bad_data`.
+struct PipelineInputs {
+  explicit PipelineInputs(const PipelineOptions& options);
+
+  PipelineData images;
+  data::NamedTensors weights;  ///< to begin with; empty: as the model begins by itself
+};
+
+/// The training as the job's first rank sees it, the same over ranks and in one process: each
+/// number of micro-batches in turn with a fresh model, and the lines that tell of it.
 class PipelineRun {
  public:
-  using MakeModel = std::function<std::unique_ptr<PipelineModel>(int64_t num_split)>;
+  /// Begins the first model.
+  PipelineRun(const PipelineOptions& options, const PipelineInputs& inputs, PipelineModel& model,
+              job::EventSink& sink);
 
-  PipelineRun(const PipelineOptions& options, const job::Job& job, job::EventSink& sink);
-
-  void run(const MakeModel& make);
-  /// The job was told to stop, on this rank or, by stop(), on another one.
-  bool stopped() const { return stopped_; }
-  void stop() {
-    stopped_ = true;
-    stop_->disarm(true);
-  }
-  void add_to(job::Outcome& outcome) const;
+  job::Plan plan() const;
+  /// What a checkpoint keeps of the model.
+  void keep_in(job::TrainingPlan& training);
+  job::Result step(const job::Step& step);
+  /// Ends the last split. For `end`.
+  void add_to(job::Json& fields);
 
  private:
-  void run_split(int64_t num_split, PipelineModel& model);
-  job::Json must_agree() const;
-  /// The batch to go on with.
-  int64_t resume(const job::Snapshot& snapshot, PipelineModel& model) const;
-  void save(int64_t batches, PipelineModel& model);
+  void begin(int64_t num_split);
 
-  const PipelineOptions options_;
-  const std::shared_ptr<job::StopSignal> stop_;
-  const PipelineData data_;
-  const data::NamedTensors weights_;  // to begin with; empty: as the model begins by itself
-  job::Checkpoints checkpoints_;
+  const PipelineOptions& options_;
+  const PipelineInputs& inputs_;
+  PipelineModel& model_;
+  const optim::Schedule lr_schedule_;
   SplitLog log_;
-  bool stopped_ = false;
+  std::optional<size_t> split_;  // whose batches are under way
 };
 
 }  // namespace distrain::scenario

@@ -70,14 +70,14 @@ void SplitLog::end_split() {
   }
 }
 
-void SplitLog::add_to(job::Outcome& outcome) const {
-  outcome.fields["steps"] = steps_;
-  outcome.fields["train_s"] = train_s_;
+void SplitLog::add_to(job::Json& fields) const {
+  fields["steps"] = steps_;
+  fields["train_s"] = train_s_;
   if (last_.is_null()) return;
   for (const char* name : {"loss", "accuracy", "num_split", "batch_s", "samples_per_s"}) {
-    if (last_.contains(name)) outcome.fields[name] = last_[name];
+    if (last_.contains(name)) fields[name] = last_[name];
   }
-  outcome.fields["best"] = best_;
+  fields["best"] = best_;
 }
 
 }  // namespace distrain::scenario

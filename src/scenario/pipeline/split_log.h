@@ -18,7 +18,6 @@ struct BatchResult {
   /// Each stage's own computing time; none where a device computes.
   std::vector<std::optional<double>> stage_s;
   std::vector<int64_t> activations;  ///< micro-batches that each stage held at most
-  bool stop_requested = false;       ///< a stage's rank was told to stop
 };
 
 /// Emits the `step` and `split` lines of `distrain pipeline`, and counts for `end`.
@@ -32,7 +31,7 @@ class SplitLog {
   /// Emits nothing if there was no batch.
   void end_split();
 
-  void add_to(job::Outcome& outcome) const;
+  void add_to(job::Json& fields) const;
 
  private:
   const PipelineOptions options_;

@@ -69,9 +69,7 @@ PipelineStage::PipelineStage(const std::string& model, int64_t classes, int64_t 
 
 void PipelineStage::begin_batch(rpc::CallContext& call, std::vector<PipelineStep> row,
                                 int64_t batch_size) {
-  auto& job = call.agent.local<StageJob>();
-  job.add(weak_from_this());
-  if (job.saves) job.stop->arm();
+  call.agent.local<StageJob>().add(weak_from_this());
   turns_.begin(std::move(row));
   batch_context_ = rpc::current_context();
   batch_size_ = batch_size;
@@ -81,10 +79,9 @@ void PipelineStage::begin_batch(rpc::CallContext& call, std::vector<PipelineStep
   if (!rpc::is_accelerator(device())) report_.compute_s = 0;
 }
 
-StageReport PipelineStage::end_batch(rpc::CallContext& call) {
+StageReport PipelineStage::end_batch() {
   rpc::StreamPoint::mark(device()).wait_on_host();
   std::lock_guard lock(mutex_);
-  report_.stop_requested = call.agent.local<StageJob>().stop->requested();
   return report_;
 }
 
@@ -213,6 +210,7 @@ void PipelineStage::expose(rpc::Agent& agent) {
   agent.expose<&PipelineStage::end_batch>("PipelineStage.end_batch");
   agent.expose<&PipelineStage::forward>("PipelineStage.forward");
   agent.expose<&PipelineStage::parameter_rrefs>("PipelineStage.parameter_rrefs");
+  agent.expose<&PipelineStage::parameter_names>("PipelineStage.parameter_names");
   agent.expose<&PipelineStage::gradients>("PipelineStage.gradients");
   agent.expose<&PipelineStage::state>("PipelineStage.state");
   agent.expose<&PipelineStage::load>("PipelineStage.load");

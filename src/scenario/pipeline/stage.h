@@ -9,7 +9,6 @@
 
 #include "distrain/autograd/context.h"
 #include "distrain/data/named_tensors.h"
-#include "distrain/job/stop_signal.h"
 #include "distrain/models/resnet.h"
 #include "distrain/rpc/agent.h"
 #include "schedule.h"
@@ -20,8 +19,6 @@ namespace distrain::scenario {
 /// What the stages of one rank have of their job.
 struct StageJob {
   double sleep_s = 0;  ///< `--inject stage=…`: in place of a whole batch's pass; 0: none
-  std::shared_ptr<job::StopSignal> stop;
-  bool saves = false;  ///< the job has checkpoints, so the master sees to a signal
 
   /// Steps that wait when the agent is gone would wait, and keep their stage, for ever.
   ~StageJob();
@@ -37,9 +34,7 @@ struct StageReport {
   /// In which a step had the turn; none on an accelerator, which is only told then what to do.
   std::optional<double> compute_s;
   int64_t activations = 0;  ///< micro-batches that it held at most, between their two passes
-  bool stop_requested = false;
-  static constexpr auto kFields =
-      std::tuple(&StageReport::compute_s, &StageReport::activations, &StageReport::stop_requested);
+  static constexpr auto kFields = std::tuple(&StageReport::compute_s, &StageReport::activations);
 };
 
 /// A stage of the pipeline on its worker, used through an RRef.
@@ -60,7 +55,7 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
   /// context is the one that gathers the gradients of the micro-batches' contexts.
   void begin_batch(rpc::CallContext& call, std::vector<PipelineStep> row, int64_t batch_size);
   /// When all that the stage has to do for the batch, its update too, is done.
-  StageReport end_batch(rpc::CallContext& call);
+  StageReport end_batch();
 
   /// In the micro-batch's own context: fetches its input, from the stage before or the master, and
   /// passes it through.
@@ -68,6 +63,7 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
                                    int64_t micro_batch);
 
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
+  std::vector<std::string> parameter_names() const { return module_.parameter_names(); }
   /// Those of the current context, by parameter, on the CPU.
   data::NamedTensors gradients(rpc::CallContext& call);
   /// Parameters and buffers, on the CPU.

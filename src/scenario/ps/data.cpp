@@ -4,7 +4,6 @@
 #include <numeric>
 
 #include <ATen/Functions.h>
-#include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/error.h"
 #include "distrain/base/trace.h"
@@ -17,8 +16,8 @@ namespace {
 
 constexpr int64_t kSide = 28;
 constexpr int kClasses = 10;
-constexpr int64_t kTestBatch =
-    128;  // its largest activation stays below glibc's limit for the heap
+// Of an evaluation's examples: its largest activation stays below glibc's limit for the heap.
+constexpr int64_t kMostAtOnce = 128;
 
 void check(const std::string& folder, const data::ImageSet& set) {
   const auto fail = [&](const std::string& why) {
@@ -41,17 +40,19 @@ PsData::PsData(const PsOptions& options)
   examples_ = options.limit > 0 ? std::min(options.limit, files_.train.count) : files_.train.count;
 }
 
-PsDataInfo PsData::info() const {
-  PsDataInfo info;
-  info.hash = files_.train.content_hash;
-  info.examples = examples_;
-  info.mean = options_.mean;
-  info.std = options_.std;
-  if (files_.test) {
-    info.test_hash = files_.test->content_hash;
-    info.test_examples = files_.test->count;
-  }
-  return info;
+job::Plan PsData::plan() const {
+  job::Plan plan = job::Plan::of(
+      options_, data::steps_per_epoch(examples_, options_.trainers, options_.batch_size));
+  plan.what_must_agree = "the files, --mean and --std";
+  return plan;
+}
+
+void PsData::agree(job::TrainingPlan& training) const {
+  training.agree("data", std::to_string(files_.train.content_hash));
+  training.agree("examples", examples_);
+  training.agree("mean", job::Json(options_.mean).dump());
+  training.agree("std", job::Json(options_.std).dump());
+  if (files_.test) training.alike("test-data", std::to_string(files_.test->content_hash));
 }
 
 ImageBatch PsData::gather(const data::ImageSet& set, std::span<const int64_t> examples) const {
@@ -71,81 +72,48 @@ ImageBatch PsData::gather(const data::ImageSet& set, std::span<const int64_t> ex
   return {images, targets};
 }
 
-ImageBatch PsData::batch(const job::Task& task) {
+ImageBatch PsData::batch(const job::Step& step) {
   const base::TraceScope scope("data");
-  if (samplers_epoch_ != task.epoch) {
+  if (samplers_epoch_ != step.epoch) {
     samplers_.clear();
-    samplers_epoch_ = task.epoch;
+    samplers_epoch_ = step.epoch;
   }
-  auto it = samplers_.find(task.shard);
+  auto it = samplers_.find(step.shard);
   if (it == samplers_.end()) {
     it =
         samplers_
-            .try_emplace(task.shard, options_.seed, task.epoch,
-                         data::Shard{task.shard, options_.trainers}, examples_, options_.batch_size)
+            .try_emplace(step.shard, options_.seed, step.epoch,
+                         data::Shard{step.shard, options_.trainers}, examples_, options_.batch_size)
             .first;
   }
-  return gather(files_.train, it->second.batch(task.step));
+  return gather(files_.train, it->second.batch(step.number));
 }
 
-ImageBatch PsData::test_batch(int64_t first, int64_t last) const {
-  std::vector<int64_t> examples(static_cast<size_t>(last - first));
-  std::iota(examples.begin(), examples.end(), first);
-  return gather(*files_.test, examples);
-}
-
-std::optional<uint64_t> dropout_key(const PsOptions& options, const job::Task& task) {
-  if (!options.dropout) return std::nullopt;
-  return data::Random({options.seed, static_cast<uint64_t>(task.epoch),
-                       static_cast<uint64_t>(task.shard), static_cast<uint64_t>(task.step)})
-      .next();
-}
-
-job::Schedule::Terms schedule_terms(const PsOptions& options, const PsDataInfo& data) {
-  job::Schedule::Terms terms;
-  terms.trainers = options.trainers;
-  terms.epochs = options.epochs;
-  terms.steps = options.steps;
-  terms.steps_per_epoch =
-      data::steps_per_epoch(data.examples, options.trainers, options.batch_size);
-  terms.take_over = options.mode == "async";
-  terms.save = !options.checkpoint.dir.empty();
-  terms.save_every = options.checkpoint.every;
-  return terms;
-}
-
-job::Json must_agree(const PsOptions& options, const PsDataInfo& data) {
-  return {{"cmd", "ps"},
-          {"trainers", options.trainers},
-          {"mode", options.mode},
-          {"batch_size", options.batch_size},
-          {"dropout", options.dropout},
-          {"seed", options.seed},
-          {"mean", data.mean},
-          {"std", data.std},
-          {"data", std::to_string(data.hash)},
-          {"examples", data.examples}};
-}
-
-int64_t PsData::test_batch_size() const {
-  return std::clamp<int64_t>(options_.batch_size, 16, 128);
-}
-
-job::Evaluation evaluate_share(const PsData& data, int trainer, int trainers,
-                               const std::function<at::Tensor(const at::Tensor& images)>& forward) {
-  const base::TraceScope scope("evaluate");
-  const at::NoGradGuard no_grad;
+job::Evaluation PsData::evaluate(
+    const job::Share& share,
+    const std::function<at::Tensor(const at::Tensor& images)>& forward) const {
   job::Evaluation evaluation;
-  const int64_t examples = data.info().test_examples;
-  const int64_t end = examples * (trainer + 1) / trainers;
-  for (int64_t i = examples * trainer / trainers; i < end; i += data.test_batch_size()) {
-    const ImageBatch batch = data.test_batch(i, std::min(i + data.test_batch_size(), end));
+  if (!files_.test) return evaluation;
+  // As in training, so that it takes no more memory than that.
+  const auto batch_size = std::clamp<int64_t>(options_.batch_size, 16, kMostAtOnce);
+  const int64_t end = share.end(files_.test->count);
+  for (int64_t first = share.first(files_.test->count); first < end; first += batch_size) {
+    std::vector<int64_t> examples(static_cast<size_t>(std::min(batch_size, end - first)));
+    std::iota(examples.begin(), examples.end(), first);
+    const ImageBatch batch = gather(*files_.test, examples);
     const at::Tensor scores = forward(batch.images);
     const at::Tensor targets = rpc::placed(batch.targets, scores.device());
     const at::Tensor losses = at::nll_loss(scores, targets, {}, at::Reduction::Sum);
     evaluation.add(scores, targets, losses.item<double>());
   }
   return evaluation;
+}
+
+std::optional<uint64_t> dropout_key(const PsOptions& options, const job::Step& step) {
+  if (!options.dropout) return std::nullopt;
+  return data::Random({options.seed, static_cast<uint64_t>(step.epoch),
+                       static_cast<uint64_t>(step.shard), static_cast<uint64_t>(step.number)})
+      .next();
 }
 
 }  // namespace distrain::scenario

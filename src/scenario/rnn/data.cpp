@@ -48,16 +48,19 @@ RnnData::RnnData(const RnnOptions& options) : options_(options) {
   valid_total_columns_ = std::min(kValidColumns, words / 2);
 }
 
-RnnDataInfo RnnData::info() const {
-  RnnDataInfo info;
-  info.hash = train_.content_hash;
-  info.valid_hash = valid_.content_hash;
-  info.words = vocabulary_ ? vocabulary_->size() : options_.vocab_size;
-  info.steps_per_epoch =
-      data::TokenColumns(train_.tokens, int64_t{options_.trainers} * options_.batch_size, 0, 1)
-          .steps(options_.bptt);
-  info.valid_words = static_cast<int64_t>(valid_.tokens.size());
-  return info;
+job::Plan RnnData::plan() const {
+  const data::TokenColumns column(train_.tokens, int64_t{options_.trainers} * options_.batch_size,
+                                  0, 1);
+  job::Plan plan = job::Plan::of(options_, column.steps(options_.bptt));
+  plan.unit = job::Unit::kWords;
+  plan.one_pace = true;
+  return plan;
+}
+
+void RnnData::agree(job::TrainingPlan& training) const {
+  training.agree("words", words());
+  if (vocabulary_) training.agree("data", std::to_string(train_.content_hash));
+  training.alike("valid-data", std::to_string(valid_.content_hash));
 }
 
 WordBatch RnnData::batch(int trainer, int64_t step) const {
@@ -68,15 +71,8 @@ WordBatch RnnData::batch(int trainer, int64_t step) const {
           .batch(step, options_.bptt));
 }
 
-int64_t RnnData::valid_columns(int trainer) const {
-  return valid_total_columns_ * (trainer + 1) / options_.trainers -
-         valid_total_columns_ * trainer / options_.trainers;
-}
-
-data::TokenColumns RnnData::valid_share(int trainer) const {
-  return data::TokenColumns(valid_.tokens, valid_total_columns_,
-                            valid_total_columns_ * trainer / options_.trainers,
-                            valid_columns(trainer));
+int64_t RnnData::valid_columns(const job::Share& share) const {
+  return share.end(valid_total_columns_) - share.first(valid_total_columns_);
 }
 
 int64_t RnnData::valid_steps() const {
@@ -84,36 +80,10 @@ int64_t RnnData::valid_steps() const {
   return data::TokenColumns(valid_.tokens, valid_total_columns_, 0, 1).steps(options_.bptt);
 }
 
-WordBatch RnnData::valid_batch(int trainer, int64_t step) const {
-  return to_batch(valid_share(trainer).batch(step, options_.bptt));
-}
-
-job::Schedule::Terms schedule_terms(const RnnOptions& options, const RnnDataInfo& data) {
-  job::Schedule::Terms terms;
-  terms.trainers = options.trainers;
-  terms.epochs = options.epochs;
-  terms.steps = options.steps;
-  terms.steps_per_epoch = data.steps_per_epoch;
-  terms.save = !options.checkpoint.dir.empty();
-  terms.save_every = options.checkpoint.every;
-  return terms;
-}
-
-job::Json must_agree(const RnnOptions& options, const RnnDataInfo& data) {
-  return {{"cmd", "rnn"},
-          {"trainers", options.trainers},
-          {"mode", options.mode},
-          {"batch_size", options.batch_size},
-          {"bptt", options.bptt},
-          {"emsize", options.emsize},
-          {"nhid", options.nhid},
-          {"nlayers", options.nlayers},
-          {"dropout", options.dropout},
-          {"clip", options.clip},
-          {"seed", options.seed},
-          {"words", data.words},
-          {"data", std::to_string(data.hash)},
-          {"steps_per_epoch", data.steps_per_epoch}};
+WordBatch RnnData::valid_batch(const job::Share& share, int64_t step) const {
+  return to_batch(data::TokenColumns(valid_.tokens, valid_total_columns_,
+                                     share.first(valid_total_columns_), valid_columns(share))
+                      .batch(step, options_.bptt));
 }
 
 }  // namespace distrain::scenario

@@ -1,7 +1,5 @@
 #include "language_model.h"
 
-#include <cmath>
-
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
@@ -16,22 +14,12 @@ constexpr uint64_t kSampleSeed = 4;
 
 }  // namespace
 
-void WordLoss::add(const WordLoss& other) {
-  words += other.words;
-  loss_sum += other.loss_sum;
-}
-
-job::Json WordLoss::fields() const {
-  if (words == 0) return job::Json::object();
-  return {{"loss", mean()}, {"perplexity", std::exp(mean())}, {"samples", words}};
-}
-
-at::Tensor LanguageModel::training_loss(const WordBatch& batch, const job::Task& task) {
+at::Tensor LanguageModel::training_loss(const WordBatch& batch, const job::Step& step) {
   const base::TraceScope scope("forward");
   // The text begins anew with each epoch; a resumed job brings the state along.
-  if (task.step == 0 || !state_.hidden.defined()) state_ = lstm_->zero_state(batch.columns());
-  models::Dropout dropout({options_.seed, static_cast<uint64_t>(task.epoch),
-                           static_cast<uint64_t>(task.shard), static_cast<uint64_t>(task.step)});
+  if (step.number == 0) state_ = lstm_->zero_state(batch.columns());
+  models::Dropout dropout({options_.seed, static_cast<uint64_t>(step.epoch),
+                           static_cast<uint64_t>(step.shard), static_cast<uint64_t>(step.number)});
   const at::Tensor embedded = dropout(ends_.embed(batch.inputs), options_.dropout);
   const at::Tensor hidden = ends_.lstm ? ends_.lstm(embedded, state_, dropout)
                                        : lstm_->forward(embedded, state_, dropout);
@@ -39,23 +27,28 @@ at::Tensor LanguageModel::training_loss(const WordBatch& batch, const job::Task&
   return ends_.loss(output.reshape({-1, output.size(2)}), batch.targets);
 }
 
-WordLoss LanguageModel::evaluate(const RnnData& data, int trainer) const {
-  const base::TraceScope scope("evaluate");
-  const at::NoGradGuard no_grad;
-  WordLoss total;
-  if (data.valid_columns(trainer) == 0) return total;
-  models::LstmState state = lstm_->zero_state(data.valid_columns(trainer));
+job::Evaluation LanguageModel::evaluate(const RnnData& data, const job::Share& share) const {
+  job::Evaluation evaluation;
+  if (data.valid_columns(share) == 0) return evaluation;
+  models::LstmState state = lstm_->zero_state(data.valid_columns(share));
   models::Dropout none;
   for (int64_t step = 0; step < data.valid_steps(); ++step) {
-    const WordBatch batch = data.valid_batch(trainer, step);
+    const WordBatch batch = data.valid_batch(share, step);
     const at::Tensor output = lstm_->forward(ends_.embed(batch.inputs), state, none);
-    const at::Tensor loss = ends_.loss(output.reshape({-1, output.size(2)}), batch.targets);
+    const at::Tensor mean = ends_.loss(output.reshape({-1, output.size(2)}), batch.targets);
     const int64_t words = batch.targets.numel();
-    total.add({words, loss.item<double>() * static_cast<double>(words)});
+    evaluation.samples += words;
+    evaluation.loss_sum += mean.item<double>() * static_cast<double>(words);
   }
-  return total;
+  return evaluation;
 }
 
+void LanguageModel::tell_sample(const RnnData& data, job::EventSink& sink) const {
+  if (options_.generate == 0 || options_.data.empty()) return;
+  sink.emit("text", {{"text", generate(data.vocabulary())}});
+}
+
+/// `--prompt` and `--generate` words more, drawn by their probabilities.
 std::string LanguageModel::generate(const data::Vocabulary& vocabulary) const {
   const at::NoGradGuard no_grad;
   std::string text = options_.prompt;
@@ -86,12 +79,29 @@ models::Lstm make_lstm(const RnnOptions& options, c10::Device device) {
                       device);
 }
 
-optim::OptimizerOptions optimizer_options(const RnnOptions& options) {
-  return optim::Sgd{.lr = options.lr};
+job::LocalUpdates::Named in_order(const models::WordEmbedding& embedding,
+                                  const models::Decoder& decoder) {
+  const at::Tensor encoder = embedding.named_parameters().at("encoder.weight");
+  return {{"encoder.weight", encoder},
+          {"decoder.weight", decoder.weight()},
+          {"decoder.bias", decoder.bias()}};
 }
 
-double lr_factor(const RnnOptions& options, double lr) {
-  return options.lr > 0 ? lr / options.lr : 1;  // a rate of 0 stays so
+std::vector<std::string> parameter_names(const models::Lstm& lstm) {
+  std::vector<std::string> names = {"encoder.weight", "decoder.weight", "decoder.bias"};
+  for (const auto& [name, parameter] : lstm->named()) names.push_back(name);
+  return names;
+}
+
+job::Part part_of_states(std::function<LanguageModel&(int trainer)> of) {
+  job::Part part;
+  part.file = "state";
+  part.each_own = true;
+  part.take = [of](int trainer) { return of(trainer).state(); };
+  part.give = [of](int trainer, const data::NamedTensors& saved) {
+    job::copy_into(of(trainer).state(), saved);
+  };
+  return part;
 }
 
 }  // namespace distrain::scenario

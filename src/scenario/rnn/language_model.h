@@ -1,27 +1,18 @@
 #pragma once
 
-#include <cstdint>
 #include <functional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
 #include "data.h"
+#include "distrain/job/local_training.h"
 #include "distrain/models/language_model.h"
-#include "distrain/optim/update_rule.h"
 #include "distrain/scenario/rnn.h"
 
 namespace distrain::scenario {
-
-/// The sum of losses of some words.
-struct WordLoss {
-  int64_t words = 0;
-  double loss_sum = 0;
-  static constexpr auto kFields = std::tuple(&WordLoss::words, &WordLoss::loss_sum);
-  void add(const WordLoss& other);
-  double mean() const { return loss_sum / static_cast<double>(words); }
-  job::Json fields() const;  ///< loss, perplexity, samples; empty when there are no words
-};
 
 /// What a trainer makes of its LSTM and of the two ends of the model, wherever they are.
 class LanguageModel {
@@ -38,18 +29,24 @@ class LanguageModel {
   };
 
   LanguageModel(const RnnOptions& options, models::Lstm lstm, Ends ends)
-      : options_(options), lstm_(std::move(lstm)), ends_(std::move(ends)) {}
+      : options_(options),
+        lstm_(std::move(lstm)),
+        ends_(std::move(ends)),
+        state_(lstm_->zero_state(options.batch_size)) {}
 
   /// The loss of a training batch; carries the state on to the next.
-  at::Tensor training_loss(const WordBatch& batch, const job::Task& task);
+  at::Tensor training_loss(const WordBatch& batch, const job::Step& step);
   /// From a fresh state, without gradients.
-  WordLoss evaluate(const RnnData& data, int trainer) const;
-  /// `options.prompt` and `options.generate` words more, drawn by their probabilities.
-  std::string generate(const data::Vocabulary& vocabulary) const;
+  job::Evaluation evaluate(const RnnData& data, const job::Share& share) const;
+  /// The `text` line, if one is asked for and there are words to write with.
+  void tell_sample(const RnnData& data, job::EventSink& sink) const;
 
-  models::LstmState& state() { return state_; }
+  /// What it carries from batch to batch.
+  data::NamedTensors state() const { return {{"hidden", state_.hidden}, {"cell", state_.cell}}; }
 
  private:
+  std::string generate(const data::Vocabulary& vocabulary) const;
+
   const RnnOptions options_;
   mutable models::Lstm lstm_;
   const Ends ends_;
@@ -57,9 +54,13 @@ class LanguageModel {
 };
 
 models::Lstm make_lstm(const RnnOptions& options, c10::Device device);
-optim::OptimizerOptions optimizer_options(const RnnOptions& options);
 
-/// What makes `lr` of --lr.
-double lr_factor(const RnnOptions& options, double lr);
+/// The server's parameters in the order of the optimizer, and the names of all.
+job::LocalUpdates::Named in_order(const models::WordEmbedding& embedding,
+                                  const models::Decoder& decoder);
+std::vector<std::string> parameter_names(const models::Lstm& lstm);
+
+/// The state of each trainer's model, for a checkpoint.
+job::Part part_of_states(std::function<LanguageModel&(int trainer)> of);
 
 }  // namespace distrain::scenario

@@ -1,8 +1,8 @@
 // What a program says of itself: help, man pages, completions, schema.
 #include <string>
 
-#include "distrain/app/option_blocks.h"
 #include "distrain/app/program.h"
+#include "distrain/job/definition.h"
 #include "support/catch.h"
 #include "support/event_check.h"
 
@@ -11,23 +11,27 @@ using namespace distrain::app;
 
 namespace {
 
-JobCommand clicks() {
-  JobCommand command;
-  command.line = {"clicks", "learns what is clicked"};
-  command.description = "Two towers.";
-  command.details = "Rows are 'sparse'.\n\n    a.b\n\n* term: what it is";
-  command.examples = {{"shop clicks --rows 3", "A small table"}};
-  append(
-      command.table, "Model", Scope::kJob,
-      {integer("rows-per-rank", "100", 1, 1000, "rows [of a table]"),
-       choice("tower", {"deep", "wide"}, "which one"), text("clicks", "FILE", "the user's data")});
-  append_common(command.table);
-  describe(command.table, {{"rows-per-rank", "See --clicks and `more`."}});
-  command.devices.roles = {{"trainer", "", job::DeviceRole::Use::kCompute}};
-  command.events = {
-      job::step_event({{"clicks_per_s", job::FieldType::kNumber, "clicks a second"}}),
-      {"end", "", {job::sometimes({"auc", job::FieldType::kNumber, "of the test set"})}}};
-  return command;
+struct Options {
+  int rows_per_rank = 100;
+  std::string tower = "deep", clicks;
+
+  static void describe(job::OptionList<Options>& list) {
+    list.integer("rows-per-rank", &Options::rows_per_rank, "rows [of a table]")
+        .range(1, 1000)
+        .details("See --clicks and `more`.");
+    list.choice("tower", &Options::tower, {"deep", "wide"}, "which one");
+    list.text("clicks", &Options::clicks, "FILE", "the user's data");
+  }
+};
+
+job::Definition<Options> clicks() {
+  return job::define<Options>("clicks", "learns what is clicked")
+      .describe("Two towers.")
+      .details("Rows are 'sparse'.\n\n    a.b\n\n* term: what it is")
+      .example("shop clicks --rows 3", "A small table")
+      .events({job::step_event({{"clicks_per_s", job::FieldType::kNumber, "clicks a second"}}),
+               {"end", "", {job::sometimes({"auc", job::FieldType::kNumber, "of the test set"})}}})
+      .role("trainer", 2);
 }
 
 const std::vector<JobCommand> kCommands = {clicks()};

@@ -218,6 +218,15 @@ TEST_CASE("A schedule is what its text says, and says so") {
   CHECK(Schedule::parse(parsed.text()) == parsed);
 }
 
+TEST_CASE("A schedule counts epochs if its lengths do") {
+  for (const char* text : {"step:3e", "cosine:3e,0.1", "warmup:2e", "warmup:2e+step:3e"}) {
+    CHECK(Schedule::parse(text).counts_epochs());
+  }
+  for (const char* text : {"constant", "step:3", "warmup:2+cosine:3", "plateau:3"}) {
+    CHECK_FALSE(Schedule::parse(text).counts_epochs());
+  }
+}
+
 TEST_CASE("A text that is no schedule is refused in a line that says why") {
   const std::string forms =
       ": constant, step:SIZE[,GAMMA], cosine:LENGTH[,FLOOR] or "

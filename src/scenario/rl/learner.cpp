@@ -1,4 +1,4 @@
-#include "host.h"
+#include "learner.h"
 
 #include <algorithm>
 #include <cmath>
@@ -7,10 +7,11 @@
 #include <numeric>
 #include <sstream>
 
+#include <ATen/Functions.h>
+
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/base/trace.h"
-#include "distrain/job/local_trainers.h"
 
 namespace distrain::scenario {
 
@@ -23,6 +24,14 @@ template <class... Parts>
   std::ostringstream message;
   (message << ... << parts);
   throw base::Exception(kind, message.str());
+}
+
+job::LocalUpdates::Named named_parameters(models::Policy& policy) {
+  job::LocalUpdates::Named named;
+  for (size_t i = 0; i < policy.parameters().size(); ++i) {
+    named.emplace_back(models::Policy::names()[i], policy.parameters()[i]);
+  }
+  return named;
 }
 
 double per_second(int64_t count, double seconds) {
@@ -49,33 +58,39 @@ void normalise(std::vector<double>& values) {
   }
 }
 
-RlHost::RlHost(const RlOptions& options, const job::Job& job, job::EventSink& sink)
+Learner::Learner(const RlOptions& options, c10::Device device, job::EventSink& sink)
     : options_(options),
       sink_(sink),
-      stop_(job.stop),
-      checkpoints_(options.checkpoint, job, sink),
-      policy_(options.seed, job.device()),
-      rule_(optim::make_update_rule(optim::Adam{.lr = options.lr})),
-      optimizer_(job::rule_access(*rule_, policy_.parameters())),
+      policy_(options.seed, device),
+      updates_(options.rule(), "async", named_parameters(policy_)),
+      running_reward_(at::zeros({}, at::kDouble)),
       trajectories_(static_cast<size_t>(options.observers) *
                     static_cast<size_t>(options.envs_per_observer)) {}
 
-void RlHost::start() {
-  if (const auto snapshot = checkpoints_.load()) resume(*snapshot);
-  set_state();
+void Learner::keep_in(job::TrainingPlan& training) {
+  job::Part policy = job::part_of(policy_.named_parameters());
+  policy.give = [this, copy = policy.give](int trainer, const data::NamedTensors& saved) {
+    copy(trainer, saved);
+    policy_.refresh();
+  };
+  training.keep("", std::move(policy));
+  training.keep(updates_);
+  job::Part progress = job::part_of({{"running_reward", running_reward_}});
+  progress.file = "state";
+  training.keep("", std::move(progress));
 }
 
-int64_t RlHost::begin_episode() {
+void Learner::begin_episode(int64_t episode) {
   std::lock_guard lock(mutex_);
   for (Trajectory& each : trajectories_) {
     each.steps.clear();
     each.rewards.clear();
   }
   if (now_.at == base::TimePoint{}) begun_.at = logged_.at = base::Clock::now();
-  return ++episode_;
+  episode_ = episode;
 }
 
-void RlHost::check(int observer, uint32_t environment) const {
+void Learner::check(int observer, uint32_t environment) const {
   const auto count = static_cast<uint32_t>(options_.envs_per_observer);
   if (observer < 0 || observer >= options_.observers || environment >= count) {
     fail(base::ErrorKind::kInvalid, "rank ", observer + 1, " speaks of environment ", environment,
@@ -83,7 +98,7 @@ void RlHost::check(int observer, uint32_t environment) const {
   }
 }
 
-void RlHost::check(const ActionRequest& request) const {
+void Learner::check(const ActionRequest& request) const {
   const EnvironmentState* before = nullptr;
   for (const EnvironmentState& state : request.states) {
     check(request.observer, state.environment);
@@ -95,14 +110,14 @@ void RlHost::check(const ActionRequest& request) const {
   }
 }
 
-RlHost::Trajectory& RlHost::trajectory(int observer, uint32_t environment) {
+Learner::Trajectory& Learner::trajectory(int observer, uint32_t environment) {
   check(observer, environment);
   return trajectories_[static_cast<size_t>(observer) *
                            static_cast<size_t>(options_.envs_per_observer) +
                        environment];
 }
 
-std::vector<Actions> RlHost::choose(const std::vector<ActionRequest>& requests) {
+std::vector<Actions> Learner::choose(const std::vector<ActionRequest>& requests) {
   std::lock_guard lock(mutex_);
   std::vector<models::PolicyInput> inputs;
   for (const ActionRequest& request : requests) {
@@ -133,26 +148,24 @@ std::vector<Actions> RlHost::choose(const std::vector<ActionRequest>& requests) 
   return answers;
 }
 
-void RlHost::report(int observer, const std::vector<FinalReward>& rewards) {
+void Learner::report(int observer, const std::vector<FinalReward>& rewards) {
   std::lock_guard lock(mutex_);
   for (const FinalReward& last : rewards) {
     trajectory(observer, last.environment).rewards.push_back(last.reward);
   }
 }
 
-void RlHost::end_episode(bool stop) {
+job::Result Learner::end_episode() {
   std::lock_guard lock(mutex_);
-  learn();
+  job::Result result;
+  result.loss = learn();
+  result.samples = episode_steps_;
   now_ = {now_.steps + episode_steps_, requests_, base::Clock::now()};
-  stopped_ = stop;
-  set_state();
   if (options_.log_interval > 0 && episode_ % options_.log_interval == 0) log();
-  if (!checkpoints_.saving()) return;
-  const int64_t every = options_.checkpoint.every;
-  if (state_ != State::kTraining || (every > 0 && episode_ % every == 0)) save();
+  return result;
 }
 
-void RlHost::learn() {
+at::Tensor Learner::learn() {
   std::vector<models::PolicyStep> steps;
   std::vector<double> returns;
   reward_ = std::numeric_limits<double>::infinity();
@@ -175,91 +188,45 @@ void RlHost::learn() {
   }
   const base::TraceScope scope("update");
   for (size_t i = 0; i < loss.gradients.size(); ++i) {
-    rule_->apply(i, policy_.parameters()[i], loss.gradients[i]);
+    policy_.parameters()[i].mutable_grad() = loss.gradients[i];
   }
+  updates_.gather();
+  updates_.step();
   policy_.refresh();
-  running_reward_ = kNewShare * reward_ + (1 - kNewShare) * running_reward_;
+  running_reward_.fill_(kNewShare * reward_ + (1 - kNewShare) * running_reward());
   episode_steps_ = static_cast<int64_t>(steps.size());
+  return at::scalar_tensor(loss.value, at::kDouble);
 }
 
-void RlHost::log() {
+void Learner::log() {
   const double elapsed = std::chrono::duration<double>(now_.at - logged_.at).count();
   sink_.emit("episode",
              {{"episode", episode_},
               {"reward", reward_},
-              {"running_reward", running_reward_},
+              {"running_reward", running_reward()},
               {"steps", episode_steps_},
               {"env_steps_per_s", per_second(now_.steps - logged_.steps, elapsed)},
               {"requests_per_s", per_second(now_.requests - logged_.requests, elapsed)}});
   logged_ = now_;
 }
 
-void RlHost::set_state() {
-  if (running_reward_ > options_.threshold) {
-    state_ = State::kSolved;
-  } else if (options_.max_episodes > 0 && episode_ >= options_.max_episodes) {
-    state_ = State::kMissed;
-  } else if (stopped()) {
-    state_ = State::kStopped;
-  }
-}
-
-job::Json RlHost::must_agree() const {
-  return {{"cmd", "rl"},
-          {"observers", options_.observers},
-          {"envs_per_observer", options_.envs_per_observer},
-          {"seed", options_.seed},
-          {"gamma", options_.gamma},
-          {"max_steps", options_.max_steps}};
-}
-
-void RlHost::save() {
-  job::Snapshot snapshot;
-  snapshot.step = episode_;
-  snapshot.state = must_agree();
-  snapshot.state["episode"] = episode_;
-  snapshot.state["running_reward"] = running_reward_;
-  snapshot.files["model"] = policy_.named_parameters();
-  snapshot.files["optimizer"] = job::flatten(models::Policy::names(), optimizer_.get());
-  checkpoints_.save(snapshot);
-}
-
-void RlHost::resume(const job::Snapshot& snapshot) {
-  const job::Json agreed = must_agree();
-  for (const auto& [key, value] : agreed.items()) snapshot.expect(key.c_str(), value);
-  const job::Json episode = snapshot.state.value("episode", job::Json());
-  const job::Json running_reward = snapshot.state.value("running_reward", job::Json());
-  if (!episode.is_number_integer() || episode.get<int64_t>() < 1 || episode != snapshot.step) {
-    snapshot.refuse("the episode is not a number from 1 on, or not that of its name");
-  }
-  if (!running_reward.is_number()) snapshot.refuse("it does not say its running_reward");
-  snapshot.copy_into("model", policy_.named_parameters());
-  snapshot.checked(
-      [&] { optimizer_.set(job::unflatten(models::Policy::names(), snapshot.file("optimizer"))); });
-  policy_.refresh();
-  episode_ = episode.get<int64_t>();
-  running_reward_ = running_reward.get<double>();
-}
-
-void RlHost::add_to(job::Outcome& outcome) const {
+void Learner::add_to(job::Json& fields, int64_t episodes) const {
   const double train_s = std::chrono::duration<double>(now_.at - begun_.at).count();
-  outcome.fields.update({{"episodes", episode_},
-                         {"solved", state_ == State::kSolved},
-                         {"running_reward", running_reward_},
-                         {"steps", now_.steps},
-                         {"train_s", train_s},
-                         {"env_steps_per_s", per_second(now_.steps, train_s)},
-                         {"requests_per_s", per_second(now_.requests, train_s)}});
-  outcome.stopped = stopped();
-  outcome.goal_missed = state_ == State::kMissed && !outcome.stopped;
-  outcome.message = checkpoints_.last_saved();
-  if (outcome.goal_missed) {
-    std::ostringstream message;
-    message << "not solved after " << episode_ << " episodes: the running reward is " << std::fixed
-            << std::setprecision(1) << running_reward_ << ", not above " << std::defaultfloat
-            << std::setprecision(6) << options_.threshold;
-    outcome.message = message.str();
-  }
+  fields.update({{"episodes", episodes},
+                 {"solved", solved()},
+                 {"running_reward", running_reward()},
+                 {"steps", now_.steps},
+                 {"train_s", train_s},
+                 {"env_steps_per_s", per_second(now_.steps, train_s)},
+                 {"requests_per_s", per_second(now_.requests, train_s)}});
+}
+
+std::string Learner::what_is_missing(int64_t episodes) const {
+  std::ostringstream message;
+  message << "not solved after " << episodes << " episodes: the running reward is " << std::fixed
+          << std::setprecision(1) << running_reward() << ", not above " << std::defaultfloat
+          << std::setprecision(6) << options_.threshold;
+  return message.str();
 }
 
 }  // namespace distrain::scenario

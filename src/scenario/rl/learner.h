@@ -2,13 +2,12 @@
 
 #include <chrono>
 #include <cstdint>
-#include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
-#include "distrain/job/checkpoints.h"
+#include "distrain/job/local_training.h"
 #include "distrain/models/policy.h"
-#include "distrain/optim/update_rule.h"
 #include "distrain/scenario/rl.h"
 #include "observer.h"
 
@@ -30,25 +29,15 @@ void normalise(std::vector<double>& values);
 ///
 /// One thread begins and ends the episodes. In between, choose() and report() may be called from
 /// any thread.
-class RlHost {
+class Learner {
  public:
-  /// Tries whether the folder of checkpoints can be written, and is this job's.
-  RlHost(const RlOptions& options, const job::Job& job, job::EventSink& sink);
+  Learner(const RlOptions& options, c10::Device device, job::EventSink& sink);
 
-  /// Before the first episode: goes on from a checkpoint if there is one to go on from. Throws
-  /// `bad_data` if it does not fit.
-  void start();
+  /// What a checkpoint keeps of it.
+  void keep_in(job::TrainingPlan& training);
 
-  enum class State {
-    kTraining,
-    kSolved,
-    kMissed,   ///< as many episodes as there may be, and not solved
-    kStopped,  ///< by a signal
-  };
-  State state() const { return state_; }
-
-  /// The number of the episode that begins, from 1. Only while training.
-  int64_t begin_episode();
+  /// `episode`: its number, from 1.
+  void begin_episode(int64_t episode);
   /// Throws `invalid` for a request that choose() must not be given: of no observer, or of an
   /// environment that it does not have or has twice. From any thread, at any time.
   void check(const ActionRequest& request) const;
@@ -57,12 +46,17 @@ class RlHost {
   std::vector<Actions> choose(const std::vector<ActionRequest>& requests);
   /// At the end of an observer's episode.
   void report(int observer, const std::vector<FinalReward>& rewards);
-  /// Once all observers have reported: learns, says so, saves. `stop`: an observer was told to.
-  void end_episode(bool stop);
+  /// Once all observers have reported: learns, and says so.
+  job::Result end_episode();
 
-  /// Some rank was told to stop, in time or too late for it to matter.
-  bool stopped() const { return stopped_ || stop_->requested(); }
-  void add_to(job::Outcome& outcome) const;
+  bool solved() const { return running_reward() > options_.threshold; }
+  /// For `end`, after so many episodes of this run and those before it.
+  void add_to(job::Json& fields, int64_t episodes) const;
+  /// Why the goal is missed.
+  std::string what_is_missing(int64_t episodes) const;
+
+  const models::Policy& policy() const { return policy_; }
+  const job::LocalUpdates& updates() const { return updates_; }
 
  private:
   /// An environment's episode.
@@ -73,25 +67,17 @@ class RlHost {
 
   void check(int observer, uint32_t environment) const;
   Trajectory& trajectory(int observer, uint32_t environment);
-  void learn();
+  at::Tensor learn();
   void log();
-  void set_state();
-  job::Json must_agree() const;
-  void resume(const job::Snapshot& snapshot);
-  void save();
+  double running_reward() const { return running_reward_.item<double>(); }
 
   const RlOptions options_;
   job::EventSink& sink_;
-  const std::shared_ptr<job::StopSignal> stop_;
-  job::Checkpoints checkpoints_;
   models::Policy policy_;
-  const std::unique_ptr<optim::UpdateRule> rule_;
-  const job::OptimizerAccess optimizer_;
-  State state_ = State::kTraining;
-  bool stopped_ = false;  // an observer was
-  int64_t episode_ = 0;   // that was begun last
-  double reward_ = 0;     // of that episode, the smallest of all environments
-  double running_reward_ = 0;
+  job::LocalUpdates updates_;
+  int64_t episode_ = 0;              // that was begun last
+  double reward_ = 0;                // of that episode, the smallest of all environments
+  const at::Tensor running_reward_;  // a number, which a checkpoint keeps
 
   std::mutex mutex_;  // of what choose() and report() write
   std::vector<Trajectory> trajectories_;

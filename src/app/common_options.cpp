@@ -1,4 +1,4 @@
-#include "distrain/app/option_blocks.h"
+#include "common_options.h"
 
 #include <algorithm>
 #include <iterator>
@@ -10,38 +10,10 @@ namespace {
 
 constexpr double kMaxSeconds = 1e6;
 
-}  // namespace
-
-Option integer(std::string name, std::string initial, double min, double max, std::string help) {
-  Option option;
-  option.name = std::move(name);
-  option.kind = ValueKind::kInteger;
-  option.value_name = "N";
-  option.initial = std::move(initial);
-  option.min = min;
-  option.max = max;
-  option.help = std::move(help);
-  return option;
-}
-
-Option integers(std::string name, std::string initial, double min, double max, std::string help) {
-  Option option = integer(std::move(name), std::move(initial), min, max, std::move(help));
-  option.kind = ValueKind::kIntegers;
-  option.value_name = "N[,...]";
-  return option;
-}
-
 Option real(std::string name, std::string initial, double min, double max, std::string help) {
   Option option = integer(std::move(name), std::move(initial), min, max, std::move(help));
   option.kind = ValueKind::kReal;
   option.value_name = "X";
-  return option;
-}
-
-Option seconds(std::string name, std::string initial, std::string help) {
-  Option option = real(std::move(name), std::move(initial), 0, kMaxSeconds, std::move(help));
-  option.value_name = "S";
-  option.above_min = true;
   return option;
 }
 
@@ -82,81 +54,9 @@ Option but(Option option, void (*change)(Option&)) {
   return option;
 }
 
-Option each_own(Option option) {
-  option.each_own = true;
-  return option;
-}
-
 Option by_default(Option option, std::string words) {
   option.initial_in_words = std::move(words);
   return option;
-}
-
-Option random_only(Option option) {
-  option.random_only = true;
-  return option;
-}
-
-Option data_only(Option option) {
-  option.data_only = true;
-  return option;
-}
-
-Option epochs_option(std::string initial) {
-  return integer("epochs", std::move(initial), 1, kMaxInt, "passes over the data");
-}
-
-Option steps_option() {
-  return by_default(integer("steps", "0", 0, 1e12, "end after N steps of each trainer"),
-                    "as many as the epochs have");
-}
-
-Option seed_option(const std::string& of) {
-  return integer("seed", "1", 0, 9007199254740991.0, of);
-}
-
-Option random_batches_option(std::string initial) {
-  return random_only(integer("batches", std::move(initial), 1, kMaxInt,
-                             "batches an epoch and trainer, random data only"));
-}
-
-Option mode_option() {
-  return choice("mode", {"async", "sync"},
-                "async: each trainer's update as it comes; sync: one mean update a step");
-}
-
-Option log_interval_option(std::string initial, const std::string& each, const std::string& none) {
-  return integer("log-interval", std::move(initial), 0, kMaxInt,
-                 each + "s between '" + each + "' lines; 0: " + none);
-}
-
-void append_checkpoints(OptionTable& table, const std::string& each, const std::string& by_itself,
-                        const std::string& every) {
-  Option interval = integer("checkpoint-every", every, 0, 1e12, each + " between two saves");
-  if (every == "0") {
-    interval.initial_in_words = by_itself;
-  } else {
-    interval.help += "; 0: " + by_itself;
-  }
-  append(table, "Checkpoints", Scope::kJob,
-         {text("checkpoint", "DIR", "save here, so that the job can be taken up again"),
-          std::move(interval),
-          but(text("resume", "auto|PATH",
-                   "go on from this checkpoint; auto: from the newest of --checkpoint, if any"),
-              [](Option& o) { o.choices = {"auto"}; })});
-  describe(table,
-           {{"checkpoint", "It saves at the end, too, and on SIGINT, SIGTERM or SIGHUP."},
-            {"checkpoint-every", "Needs --checkpoint."},
-            {"resume",
-             "A folder of checkpoints stands for the newest in it. `auto` needs --checkpoint; "
-             "if there\nis none yet, the job starts afresh."}});
-}
-
-void change(OptionTable& table, std::string_view name, void (*how)(Option&)) {
-  for (Option& option : table) {
-    if (option.name == name) return how(option);
-  }
-  throw base::Exception(base::ErrorKind::kInternal, "no option is named " + std::string(name));
 }
 
 void describe(OptionTable& table,
@@ -170,6 +70,27 @@ void describe(OptionTable& table,
     if (!option->details.empty()) option->details += '\n';
     option->details += text;
   }
+}
+
+}  // namespace
+
+Option integer(std::string name, std::string initial, double min, double max, std::string help) {
+  Option option;
+  option.name = std::move(name);
+  option.kind = ValueKind::kInteger;
+  option.value_name = "N";
+  option.initial = std::move(initial);
+  option.min = min;
+  option.max = max;
+  option.help = std::move(help);
+  return option;
+}
+
+Option seconds(std::string name, std::string initial, std::string help) {
+  Option option = real(std::move(name), std::move(initial), 0, kMaxSeconds, std::move(help));
+  option.value_name = "S";
+  option.above_min = true;
+  return option;
 }
 
 void append_common(OptionTable& table) {

@@ -3,7 +3,7 @@
 #include <ATen/Functions.h>
 #include <torch/optim/adam.h>
 
-#include "../src/scenario/rl/host.h"
+#include "../src/scenario/rl/learner.h"
 #include "distrain/base/error.h"
 #include "support/catch.h"
 #include "support/scenario_job.h"
@@ -15,7 +15,7 @@ using models::Policy;
 using models::PolicyStep;
 using scenario::ActionRequest;
 using scenario::Actions;
-using scenario::RlHost;
+using scenario::Learner;
 using scenario::RlOptions;
 
 TEST_CASE("rewards count less the later they come, and not beyond an episode's end") {
@@ -43,16 +43,17 @@ TEST_CASE("returns are normalised as the tutorial's") {
 
 namespace {
 
-struct RlHosts {
-  RlHosts() {
+struct Learners {
+  Learners() {
     options.observers = 2;
     options.envs_per_observer = 2;
     options.log_interval = 1;
   }
 
   // An episode of three steps of each environment, the last of which brings the given rewards.
-  static void play(RlHost& host, const std::vector<double>& last, bool together) {
-    host.begin_episode();
+  static void play(Learner& learner, int64_t episode, const std::vector<double>& last,
+                   bool together) {
+    learner.begin_episode(episode);
     for (int step = 0; step < 3; ++step) {
       std::vector<ActionRequest> requests;
       for (int observer = 0; observer < 2; ++observer) {
@@ -64,83 +65,76 @@ struct RlHosts {
         requests.push_back(request);
       }
       if (together) {
-        CHECK(host.choose(requests).size() == 2);
+        CHECK(learner.choose(requests).size() == 2);
       } else {
-        for (const auto& request : {requests[1], requests[0]}) host.choose({request});
+        for (const auto& request : {requests[1], requests[0]}) learner.choose({request});
       }
     }
     for (int observer = 0; observer < 2; ++observer) {
       const auto at = static_cast<size_t>(2 * observer);
-      host.report(observer, {{0, last[at]}, {1, last[at + 1]}});
+      learner.report(observer, {{0, last[at]}, {1, last[at + 1]}});
     }
-    host.end_episode(false);
+    learner.end_episode();
   }
 
   RlOptions options;
-  job::Job job;
 };
 
 }  // namespace
 
-TEST_CASE_METHOD(RlHosts, "an episode counts by its least lucky environment") {
+TEST_CASE_METHOD(Learners, "an episode counts by its least lucky environment") {
   std::vector<job::Json> lines;
   Listener sink(events_of<RlOptions>(), [&](const Line& line) { lines.push_back(line.fields); });
   options.threshold = 10;
-  RlHost host(options, job, sink);
-  play(host, {5, 4, 3, 9}, true);
+  Learner learner(options, c10::kCPU, sink);
+  play(learner, 1, {5, 4, 3, 9}, true);
   REQUIRE(lines.size() == 1);
   CHECK(lines[0]["episode"] == 1);
   CHECK(lines[0]["reward"] == 5);
   CHECK(lines[0]["running_reward"].get<double>() == Approx(0.25));
   CHECK(lines[0]["steps"] == 12);
-  CHECK(host.state() == RlHost::State::kTraining);
-  play(host, {998, 998, 998, 998}, true);
+  CHECK_FALSE(learner.solved());
+  CHECK(contains(learner.what_is_missing(1), "not solved after 1 episodes"));
+  CHECK(contains(learner.what_is_missing(1), "is 0.2, not above 10"));
+  play(learner, 2, {998, 998, 998, 998}, true);
   CHECK(lines[1]["running_reward"].get<double>() == Approx(50.2375));
-  CHECK(host.state() == RlHost::State::kSolved);
-  job::Outcome outcome;
-  host.add_to(outcome);
-  CHECK(outcome.fields["solved"] == true);
-  CHECK(outcome.fields["episodes"] == 2);
-  CHECK(outcome.fields["steps"] == 24);
-  CHECK_FALSE(outcome.goal_missed);
+  CHECK(learner.solved());
+  job::Json fields;
+  learner.add_to(fields, 2);
+  CHECK(fields["solved"] == true);
+  CHECK(fields["episodes"] == 2);
+  CHECK(fields["steps"] == 24);
 }
 
-TEST_CASE_METHOD(RlHosts, "what is learned does not depend on what was asked together") {
-  options.max_episodes = 5;
-  const Folder folders[2];
+TEST_CASE_METHOD(Learners, "what is learned does not depend on what was asked together") {
+  NamedTensors learned[2];
   for (const bool together : {true, false}) {
     Listener nobody(events_of<RlOptions>());
-    RlOptions own = options;
-    own.checkpoint = {folders[together].path(), 0, ""};
-    RlHost host(own, job, nobody);
-    while (host.state() == RlHost::State::kTraining) play(host, {1, 2, 3, 4}, together);
-    CHECK(host.state() == RlHost::State::kMissed);
-    job::Outcome outcome;
-    host.add_to(outcome);
-    CHECK(outcome.goal_missed);
-    CHECK(contains(outcome.message, "not solved after 5 episodes"));
-    CHECK(contains(outcome.message, "not above 475"));
+    Learner learner(options, c10::kCPU, nobody);
+    for (int64_t episode = 1; episode <= 5; ++episode) {
+      play(learner, episode, {1, 2, 3, 4}, together);
+    }
+    learned[together] = learner.policy().named_parameters();
+    learned[together].merge(job::flatten(Policy::names(), learner.updates().state()));
   }
-  check_same(newest_checkpoint(folders[0].path()), newest_checkpoint(folders[1].path()));
+  REQUIRE(learned[0].size() == 4 * 4);  // parameters, their moments and steps
+  check_close(learned[0], learned[1], 0);
 }
 
-TEST_CASE_METHOD(RlHosts, "what is learned is what LibTorch's autograd and Adam learn") {
+TEST_CASE_METHOD(Learners, "what is learned is what LibTorch's autograd and Adam learn") {
   // By observer, environment and step: episodes of unequal lengths and rewards.
   const std::vector<double> all_rewards[2][2] = {{{1, 2, 0.5, 3, 1}, {4, -1, 2}},
                                                  {{0.25}, {1, 1, 1, 1}}};
-  const Folder folder;
   options.gamma = 0.9;
   options.lr = 0.02;
-  options.max_episodes = 3;  // in the first one Adam looks at signs only
-  options.checkpoint = {folder.path(), 0, ""};
   Listener nobody(events_of<RlOptions>());
-  RlHost host(options, job, nobody);
-  host.start();
+  Learner learner(options, c10::kCPU, nobody);
   const std::vector<at::Tensor> parameters = torch_parameters(Policy(options.seed));
   torch::optim::Adam adam(parameters, torch::optim::AdamOptions(options.lr));
   data::Random random({5});
+  // In the first episode Adam looks at signs only.
   for (uint64_t episode = 1; episode <= 3; ++episode) {
-    host.begin_episode();
+    learner.begin_episode(static_cast<int64_t>(episode));
     std::vector<PolicyStep> steps;
     std::vector<double> returns;
     for (size_t t = 0; t < 5; ++t) {
@@ -160,7 +154,7 @@ TEST_CASE_METHOD(RlHosts, "what is learned is what LibTorch's autograd and Adam 
           }
         }
         if (request.states.empty()) continue;
-        const Actions actions = host.choose({request}).at(0);
+        const Actions actions = learner.choose({request}).at(0);
         for (size_t i = 0; i < actions.size(); ++i) {
           steps[steps.size() - actions.size() + i].action = actions[i];
         }
@@ -168,9 +162,9 @@ TEST_CASE_METHOD(RlHosts, "what is learned is what LibTorch's autograd and Adam 
     }
     for (int observer = 0; observer < 2; ++observer) {
       const auto& rewards = all_rewards[observer];
-      host.report(observer, {{0, rewards[0].back()}, {1, rewards[1].back()}});
+      learner.report(observer, {{0, rewards[0].back()}, {1, rewards[1].back()}});
     }
-    host.end_episode(false);
+    learner.end_episode();
 
     const at::Tensor raw = at::tensor(returns, at::kDouble);
     const at::Tensor normal = (raw - raw.mean()) / (raw.std() + 1.1920929e-07);
@@ -181,7 +175,7 @@ TEST_CASE_METHOD(RlHosts, "what is learned is what LibTorch's autograd and Adam 
     torch_loss(parameters, steps).backward();
     adam.step();
   }
-  const NamedTensors learned = newest_checkpoint(folder.path()).files.at("model");
+  const NamedTensors learned = learner.policy().named_parameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
     CAPTURE(Policy::names()[i]);
     const at::Tensor difference = learned.at(Policy::names()[i]) - parameters[i];
@@ -189,18 +183,18 @@ TEST_CASE_METHOD(RlHosts, "what is learned is what LibTorch's autograd and Adam 
   }
 }
 
-TEST_CASE_METHOD(RlHosts, "an environment that nobody has is refused") {
+TEST_CASE_METHOD(Learners, "an environment that nobody has is refused") {
   Listener nobody(events_of<RlOptions>());
-  RlHost host(options, job, nobody);
-  host.begin_episode();
+  Learner learner(options, c10::kCPU, nobody);
+  learner.begin_episode(1);
   for (const int observer : {-1, 2}) {
-    CHECK_THROWS_AS(host.check({observer, {{0, {}, 0}}}), base::Exception);
-    CHECK_THROWS_AS(host.choose({{observer, {{0, {}, 0}}}}), base::Exception);
+    CHECK_THROWS_AS(learner.check({observer, {{0, {}, 0}}}), base::Exception);
+    CHECK_THROWS_AS(learner.choose({{observer, {{0, {}, 0}}}}), base::Exception);
   }
-  CHECK_THROWS_AS(host.check({0, {{0, {}, 0}, {2, {}, 0}}}), base::Exception);
-  CHECK_THROWS_AS(host.check({1, {{1, {}, 0}, {1, {}, 0}}}), base::Exception);
-  host.check({1, {{0, {}, 0}, {1, {}, 0}}});
-  CHECK_THROWS_AS(host.report(0, {{2, 1}}), base::Exception);
+  CHECK_THROWS_AS(learner.check({0, {{0, {}, 0}, {2, {}, 0}}}), base::Exception);
+  CHECK_THROWS_AS(learner.check({1, {{1, {}, 0}, {1, {}, 0}}}), base::Exception);
+  learner.check({1, {{0, {}, 0}, {1, {}, 0}}});
+  CHECK_THROWS_AS(learner.report(0, {{2, 1}}), base::Exception);
   // Nor is an episode learned from that was not played to its end.
-  CHECK_THROWS_AS(host.end_episode(false), base::Exception);
+  CHECK_THROWS_AS(learner.end_episode(), base::Exception);
 }

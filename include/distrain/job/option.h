@@ -1,0 +1,142 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "distrain/job/job.h"
+
+namespace distrain::job {
+
+enum class ValueKind { kFlag, kInteger, kIntegers, kReal, kText, kChoice };
+
+/// Who an option belongs to.
+enum class Scope {
+  kJob,        ///< rank 0's holds for all ranks; given elsewhere it must be the same
+  kInput,      ///< as kJob, but a rank may be given its own (a path)
+  kRank,       ///< of this process alone
+  kPlacement,  ///< which ranks run where
+  kInfo,       ///< prints something and ends
+};
+
+/// One option: what the parser, the help text, man pages, completions, the schema of `start` lines
+/// and the agreement between ranks have to know of it. See OptionList for how to declare one.
+struct Option {
+  std::string name;  ///< without dashes; the spelling with `_` comes by itself
+  ValueKind kind = ValueKind::kText;
+  std::string value_name;  ///< N, FILE, …; empty for a flag
+  std::string initial;     ///< the default in canonical form, empty: none or it depends
+  Scope scope = Scope::kJob;
+  std::string group;
+  std::string help;
+  std::string details;  ///< what the man page alone says besides
+  double min = 0;
+  double max = 0;
+  bool above_min = false;            ///< `min` itself is not allowed
+  bool below_max = false;            ///< nor is `max`
+  std::vector<std::string> choices;  ///< all of a kChoice; of a text some that a shell offers
+  char short_name = 0;
+  /// What a path must lead to, which is seen before any rank starts.
+  enum class Path { kAny, kFile, kFolder };
+  Path path = Path::kAny;
+  std::string needs;             ///< another option, without which it makes no sense
+  bool may_change = false;       ///< a job may go on from a checkpoint with another value
+  bool hidden = false;           ///< for tests; in no text
+  bool random_only = false;      ///< without effect when there is a data file
+  bool data_only = false;        ///< without effect when there is none
+  bool each_own = false;         ///< unless rank 0's user gives it, each rank has its own default
+  std::string initial_in_words;  ///< shown instead of `initial`
+};
+using OptionTable = std::vector<Option>;
+
+const Option* find_option(const OptionTable& table, std::string_view name);
+
+/// The value as it is compared and sent ("5e-2" → "0.05"). Throws `invalid` naming `where` (the
+/// option or environment variable) when it is not one of the option's.
+std::string canonical_value(const Option& option, std::string_view text, std::string_view where);
+
+/// Whether it is one of the job's, which `start` lines show.
+inline bool is_job_option(const Option& option) {
+  return option.scope == Scope::kJob || option.scope == Scope::kInput;
+}
+
+/// The option's name as JSON lines have it: "batch_size".
+std::string json_name(const Option& option);
+
+/// "layer1,layer2" → both.
+std::vector<std::string> split_list(std::string_view text);
+
+/// An option's canonical value as JSON: a number stays one, an empty text becomes null.
+Json json_value(const Option& option, const std::string& canonical);
+
+/// The nearest of `candidates`, if it is near enough to be what was meant.
+std::optional<std::string> did_you_mean(std::string_view word,
+                                        const std::vector<std::string>& candidates);
+
+/// What the user gave, validated, over the defaults of the table.
+class ParsedOptions {
+ public:
+  explicit ParsedOptions(const OptionTable& table) : table_(&table) {}
+
+  bool given(std::string_view name) const { return values_.contains(std::string(name)); }
+  bool flag(std::string_view name) const { return text(name) == "true"; }
+  std::string text(std::string_view name) const;
+  int64_t integer(std::string_view name) const;
+  std::vector<int64_t> integers(std::string_view name) const;
+  /// The same, for a range that fits.
+  int whole(std::string_view name) const { return static_cast<int>(integer(name)); }
+  double real(std::string_view name) const;
+
+  /// `value` must be canonical.
+  void set(const std::string& name, std::string value) { values_[name] = std::move(value); }
+  /// As set(), for a value that follows from others: the option still counts as not given.
+  void derive(const std::string& name, std::string value) { derived_[name] = std::move(value); }
+  const OptionTable& table() const { return *table_; }
+
+ private:
+  const OptionTable* table_;
+  OptionMap values_;
+  OptionMap derived_;
+};
+
+namespace detail {
+
+// A member of an options structure from a canonical value, and back. Empty: an optional that is not
+// there. Of a bool `yes` and `no` are the words.
+void read_value(const std::string& text, int& value);
+void read_value(const std::string& text, int64_t& value);
+void read_value(const std::string& text, uint64_t& value);
+void read_value(const std::string& text, double& value);
+void read_value(const std::string& text, std::string& value);
+void read_value(const std::string& text, std::vector<int64_t>& value);
+void read_value(const std::string& text, std::vector<std::string>& value);
+void read_value(const std::string& text, bool& value, const char* yes, const char* no);
+std::string write_value(int64_t value);
+inline std::string write_value(int value) { return write_value(int64_t{value}); }
+std::string write_value(uint64_t value);
+std::string write_value(double value);
+std::string write_value(const std::string& value);
+std::string write_value(const std::vector<int64_t>& value);
+std::string write_value(const std::vector<std::string>& value);
+std::string write_value(bool value, const char* yes, const char* no);
+
+template <class T>
+void read_value(const std::string& text, std::optional<T>& value) {
+  value.reset();
+  if (!text.empty()) read_value(text, value.emplace());
+}
+template <class T>
+std::string write_value(const std::optional<T>& value) {
+  return value ? write_value(*value) : std::string();
+}
+
+}  // namespace detail
+
+/// Throws `internal`: a job speaks of an option that it has not declared.
+[[noreturn]] void refuse_unknown_option(std::string_view name);
+
+}  // namespace distrain::job

@@ -1,0 +1,199 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "distrain/job/option.h"
+
+namespace distrain::job {
+
+inline constexpr double kMaxInt = 2147483647.0;
+
+/// What is said of an option beside its name, member and help; each gives back itself.
+class OptionRow {
+ public:
+  explicit OptionRow(Option& option) : option_(option) {}
+
+  OptionRow& range(double min, double max);
+  /// Above `min`, and not `min` itself.
+  OptionRow& above(double min, double max = kMaxInt);
+  /// From `min` to below `max`.
+  OptionRow& below(double min, double max);
+  /// What the help shows as the default, where that is not one value.
+  OptionRow& by_default(std::string words);
+  /// It makes no sense unless this other option is given.
+  OptionRow& needs(std::string other);
+  /// Without effect where `--data` is given.
+  OptionRow& random_only();
+  /// Without effect where it is not.
+  OptionRow& data_only();
+  /// Each rank has its own default, unless rank 0's user gives a value.
+  OptionRow& each_own();
+  /// A job may go on from a checkpoint with another value.
+  OptionRow& may_change();
+  /// Of this process alone: nobody else has to know.
+  OptionRow& of_this_rank();
+  OptionRow& value_name(std::string name);
+  /// What the man page says besides.
+  OptionRow& details(const std::string& text);
+  /// Values that a shell offers.
+  OptionRow& offers(std::vector<std::string> values);
+
+ private:
+  Option& option_;
+};
+
+/// The options of a job, each declared once: from that the parser, help, man page and completion,
+/// `config` in the `start` line and the agreement between ranks.
+///
+///   list.integer("dim", &Options::dim, "numbers in a row").range(1, 4096);
+///
+/// The default is what the member has in a fresh Options. Options are those of rank 0, which the
+/// other ranks inherit; paths may be given to a rank by itself.
+template <class Options>
+class OptionList {
+ public:
+  /// The heading in the help of what follows.
+  void group(std::string name) { group_ = std::move(name); }
+
+  // `member` is a pointer to a member of Options or a base of it, or a function that gives a
+  // reference into one. An optional that is empty stands for no value.
+
+  /// A whole number of 0 and more, unless a range is given.
+  template <class Member>
+  OptionRow integer(std::string name, Member member, std::string help) {
+    OptionRow row = add(std::move(name), ValueKind::kInteger, member, std::move(help));
+    return row.value_name("N").range(0, kMaxInt);
+  }
+  /// One or more, with commas between.
+  template <class Member>
+  OptionRow integers(std::string name, Member member, std::string help) {
+    OptionRow row = add(std::move(name), ValueKind::kIntegers, member, std::move(help));
+    return row.value_name("N[,...]").range(0, kMaxInt);
+  }
+  /// Finite, of 0 and more unless a range is given.
+  template <class Member>
+  OptionRow real(std::string name, Member member, std::string help) {
+    OptionRow row = add(std::move(name), ValueKind::kReal, member, std::move(help));
+    return row.value_name("X").range(0, 1e6);
+  }
+  /// A std::string, or a vector of them: words with commas between.
+  template <class Member>
+  OptionRow text(std::string name, Member member, std::string value_name, std::string help) {
+    return add(std::move(name), ValueKind::kText, member, std::move(help))
+        .value_name(std::move(value_name));
+  }
+  /// The path of a file to read, which each rank may be given for itself. That it is there is seen
+  /// before any rank starts.
+  template <class Member>
+  OptionRow file(std::string name, Member member, std::string help) {
+    return path(std::move(name), member, "FILE", std::move(help), Option::Path::kFile);
+  }
+  /// The same of a folder.
+  template <class Member>
+  OptionRow folder(std::string name, Member member, std::string help) {
+    return path(std::move(name), member, "DIR", std::move(help), Option::Path::kFolder);
+  }
+  template <class Member>
+  OptionRow choice(std::string name, Member member, std::vector<std::string> choices,
+                   std::string help) {
+    OptionRow row = add(std::move(name), ValueKind::kChoice, member, std::move(help));
+    rows_.back().option.choices = std::move(choices);
+    return row.value_name("NAME");
+  }
+  /// A bool.
+  template <class Member>
+  OptionRow on_off(std::string name, Member member, std::string help) {
+    OptionRow row = add(std::move(name), ValueKind::kChoice, member, std::move(help), "on", "off");
+    rows_.back().option.choices = {"on", "off"};
+    return row.value_name("NAME");
+  }
+  template <class Member>
+  OptionRow flag(std::string name, Member member, std::string help) {
+    return add(std::move(name), ValueKind::kFlag, member, std::move(help), "true", "false");
+  }
+
+  /// An option that is in the list, to say more of it.
+  OptionRow row(std::string_view name) { return OptionRow(find(name)); }
+  /// The same, to change it: the choices, say, of one that a job has from TrainerOptions.
+  Option& find(std::string_view name) {
+    for (Row& row : rows_) {
+      if (row.option.name == name) return row.option;
+    }
+    refuse_unknown_option(name);
+  }
+
+  /// Of the option that is kept in this member; empty if there is none.
+  std::string name_of(int Options::*member) const {
+    for (const Row& row : rows_) {
+      if (row.whole == member) return row.option.name;
+    }
+    return {};
+  }
+
+  OptionTable table() const {
+    OptionTable table;
+    for (const Row& row : rows_) table.push_back(row.option);
+    return table;
+  }
+  /// Of options that have been parsed.
+  Options read(const ParsedOptions& parsed) const {
+    Options options;
+    for (const Row& row : rows_) row.read(options, parsed.text(row.option.name));
+    return options;
+  }
+  /// In canonical form; empty for an optional that is not there.
+  OptionMap write(const Options& options) const {
+    OptionMap values;
+    for (const Row& row : rows_) values[row.option.name] = row.write(options);
+    return values;
+  }
+
+ private:
+  struct Row {
+    Option option;
+    std::function<void(Options&, const std::string&)> read;
+    std::function<std::string(const Options&)> write;
+    int Options::*whole = nullptr;  // the member, if it is an int
+  };
+
+  template <class Member, class... Words>
+  OptionRow add(std::string name, ValueKind kind, Member member, std::string help, Words... words) {
+    Row row;
+    row.read = [member, words...](Options& options, const std::string& text) {
+      detail::read_value(text, std::invoke(member, options), words...);
+    };
+    row.write = [member, words...](const Options& options) {
+      return detail::write_value(std::invoke(member, options), words...);
+    };
+    if constexpr (std::is_convertible_v<Member, int Options::*>) row.whole = member;
+    row.option.name = std::move(name);
+    row.option.kind = kind;
+    row.option.group = group_;
+    row.option.help = std::move(help);
+    row.option.initial = row.write(Options());
+    rows_.push_back(std::move(row));
+    return OptionRow(rows_.back().option);
+  }
+  template <class Member>
+  OptionRow path(std::string name, Member member, const char* what, std::string help,
+                 Option::Path kind) {
+    OptionRow row = add(std::move(name), ValueKind::kText, member, std::move(help));
+    Option& option = rows_.back().option;
+    option.scope = Scope::kInput;
+    option.path = kind;
+    option.may_change = true;  // what is read has to agree, not where it lies
+    return row.value_name(what);
+  }
+
+  std::string group_ = "Job";
+  std::vector<Row> rows_;
+};
+
+}  // namespace distrain::job

@@ -1,0 +1,132 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "distrain/job/checkpoint_options.h"
+#include "distrain/job/option_list.h"
+#include "distrain/optim/distributed_optimizer.h"
+#include "distrain/optim/rule.h"
+
+namespace distrain::job {
+
+// What the options of a job are made of: structures to derive one's own from. Each declares its
+// own rows.
+
+/// Of every job.
+struct CommonOptions {
+  uint64_t seed = 1;
+  int log_interval = 0;  ///< steps between `step` lines; 0: none
+  CheckpointOptions checkpoint;
+
+  template <class Options>
+  static void describe_common(OptionList<Options>& list);
+};
+
+/// How parameters are updated.
+struct RuleOptions {
+  std::string optimizer = "sgd";  ///< sgd, adagrad, adam, adamw, rmsprop
+  double lr = 0.01;
+  double momentum = 0;  ///< of sgd and rmsprop
+  std::optional<double> weight_decay;
+  std::string lr_schedule = "constant";  ///< optim::Schedule::parse
+  double clip = 0;                       ///< of the gradient's norm over all ranks; 0: none
+
+  /// Throws `invalid` for what no rule can be made of.
+  optim::Rule rule() const;
+
+  template <class Options>
+  static void describe_rule(OptionList<Options>& list);
+};
+
+/// Of a job whose trainers go through data in epochs.
+struct TrainerOptions : CommonOptions, RuleOptions {
+  int trainers = 2;
+  int epochs = 1;
+  int64_t steps = 0;  ///< of each trainer; 0: as many as the epochs have
+  int batch_size = 32;
+  std::string mode = "async";  ///< async, sync, and ssp where a job offers it
+  int64_t staleness = 1;       ///< ssp: steps that a trainer may be ahead of the slowest
+
+  /// How trainer `participant`, from 0, shares parameters with the others.
+  optim::Sharing sharing(int participant) const;
+
+  template <class Options>
+  static void describe_trainer(OptionList<Options>& list);
+};
+
+/// All rows that `Options` has from the structures above, in the order of the help.
+template <class Options>
+void describe_inherited(OptionList<Options>& list) {
+  list.group("Training");
+  if constexpr (std::is_base_of_v<TrainerOptions, Options>) {
+    TrainerOptions::describe_trainer(list);
+  }
+  if constexpr (std::is_base_of_v<RuleOptions, Options>) RuleOptions::describe_rule(list);
+  if constexpr (std::is_base_of_v<CommonOptions, Options>) CommonOptions::describe_common(list);
+}
+
+template <class Options>
+void TrainerOptions::describe_trainer(OptionList<Options>& list) {
+  list.integer("trainers", &TrainerOptions::trainers, "ranks that train").range(1, 1022);
+  list.integer("epochs", &TrainerOptions::epochs, "passes over the data")
+      .range(1, kMaxInt)
+      .may_change();
+  list.integer("steps", &TrainerOptions::steps, "end after N steps of each trainer")
+      .range(0, 1e12)
+      .by_default("as many as the epochs have")
+      .may_change();
+  list.integer("batch-size", &TrainerOptions::batch_size, "examples a batch and trainer")
+      .range(1, kMaxInt);
+  list.choice("mode", &TrainerOptions::mode, {"async", "sync"},
+              "async: each trainer's update as it comes; sync: one mean update a step");
+}
+
+template <class Options>
+void RuleOptions::describe_rule(OptionList<Options>& list) {
+  list.choice("optimizer", &RuleOptions::optimizer, {"sgd", "adagrad", "adam", "adamw", "rmsprop"},
+              "of all parameters, remote and local");
+  list.real("lr", &RuleOptions::lr, "learning rate").may_change();
+  list.real("momentum", &RuleOptions::momentum, "of sgd and rmsprop");
+  list.real("weight-decay", &RuleOptions::weight_decay, "of the optimizer")
+      .by_default("0.01 of adamw, else 0");
+  list.text("lr-schedule", &RuleOptions::lr_schedule, "SCHEDULE",
+            "of the learning rate: constant, step:SIZE[,GAMMA], cosine:LENGTH[,FLOOR] or "
+            "plateau:PATIENCE[,FACTOR], after warmup:LENGTH+ if there is one; lengths are steps, "
+            "with an e behind them epochs")
+      .may_change();
+  list.real("clip", &RuleOptions::clip, "limit of the gradient's norm; 0: none");
+}
+
+template <class Options>
+void CommonOptions::describe_common(OptionList<Options>& list) {
+  list.integer("seed", &CommonOptions::seed, "of parameters, data and shuffling")
+      .range(0, 9007199254740991.0);
+  list.integer("log-interval", &CommonOptions::log_interval, "steps between 'step' lines; 0: none")
+      .may_change();
+  list.group("Checkpoints");
+  list.text(
+          "checkpoint", [](auto& o) -> auto& { return o.checkpoint.dir; }, "DIR",
+          "save here, so that the job can be taken up again")
+      .details("It saves at the end, too, and on SIGINT, SIGTERM or SIGHUP.")
+      .may_change();
+  list.integer(
+          "checkpoint-every", [](auto& o) -> auto& { return o.checkpoint.every; },
+          "steps between two saves")
+      .range(0, 1e12)
+      .by_default("each epoch's end")
+      .needs("checkpoint")
+      .details("Needs --checkpoint.")
+      .may_change();
+  list.text(
+          "resume", [](auto& o) -> auto& { return o.checkpoint.resume; }, "auto|PATH",
+          "go on from this checkpoint; auto: from the newest of --checkpoint, if any")
+      .details(
+          "A folder of checkpoints stands for the newest in it. `auto` needs --checkpoint; if "
+          "there\nis none yet, the job starts afresh.")
+      .offers({"auto"})
+      .may_change();
+}
+
+}  // namespace distrain::job

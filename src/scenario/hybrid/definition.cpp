@@ -1,0 +1,73 @@
+// distrain hybrid: its options and ranks.
+
+#include "distrain/models/embedding_table.h"
+#include "distrain/scenario/hybrid.h"
+#include "hybrid.h"
+
+namespace distrain::scenario {
+
+HybridOptions::HybridOptions() {
+  epochs = 100;
+  lr = 0.05;
+}
+
+void HybridOptions::describe(job::OptionList<HybridOptions>& list) {
+  list.integer("num-embeddings", &HybridOptions::num_embeddings,
+               "rows of the embedding table (with --data: its words)")
+      .range(1, job::kMaxInt)
+      .random_only();
+  list.integer("embedding-dim", &HybridOptions::embedding_dim, "numbers in a row")
+      .range(1, 1048576);
+  list.integer("classes", &HybridOptions::classes, "classes (with --data: its labels)")
+      .range(1, 1048576)
+      .random_only();
+  list.file("data", &HybridOptions::data,
+            "train on text: '__label__X word word ...', one example a line")
+      .by_default("random batches")
+      .details("An example has its labels and words between blanks, as fastText has them.");
+  list.file("test-data", &HybridOptions::test_data, "evaluate on this file after training")
+      .needs("data");
+  list.group("Training");
+  list.integer("batches", &HybridOptions::batches, "batches an epoch and trainer, random data only")
+      .range(1, job::kMaxInt)
+      .random_only();
+  list.row("batch-size").data_only();
+  list.find("batch-size").help += ", with --data";
+}
+
+const job::Definition<HybridOptions>& hybrid_job() {
+  using Use = job::DeviceRole::Use;
+  static const auto kJob =
+      job::define<HybridOptions>(
+          "hybrid", "embeddings on a parameter server, dense layers under DDP on trainers")
+          .describe(
+              "Trains a text classifier: an EmbeddingBag held by a parameter server, which the "
+              "trainers\nlook up over RPC, and a Linear layer that they share by "
+              "DistributedDataParallel. Ranks\n0 to T-1 are the trainers, T is the master, T+1 the "
+              "parameter server.")
+          .details(
+              "The table is on the parameter server; a trainer sends the gradient of what it "
+              "looked up back.\n`trainer0`, `trainer1`, ..., `master` and `ps` are the ranks' "
+              "roles. Only the trainers read the\ndata, and each may be given a path of its own.")
+          .example("distrain hybrid", "The tutorial's job")
+          .example("distrain hybrid --epochs 20 --mode sync",
+                   "The trainers in step with each other")
+          .example(
+              "distrain hybrid --data r8.train --test-data r8.test --optimizer adagrad "
+              "--epochs 15",
+              "Text")
+          .example("for r in 0 1 2 3; do distrain hybrid --rank $r & done; wait",
+                   "Four ranks that are started one by one")
+          .example("distrain hybrid --ranks 0-1 --master-addr node0",
+                   "The first two ranks, on the machine node0; --ranks 2-3 on another one starts "
+                   "the others")
+          .role("trainer", &HybridOptions::trainers, train_hybrid)
+          .role("master", 1, {}, Use::kNone)
+          .role("ps", 1, {}, Use::kCompute, "server")
+          .expose<models::EmbeddingTable>("EmbeddingTable")
+          .expose(expose_hybrid)
+          .local(train_hybrid_local);
+  return kJob;
+}
+
+}  // namespace distrain::scenario

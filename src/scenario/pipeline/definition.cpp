@@ -1,0 +1,270 @@
+// distrain pipeline: its options and ranks, and what can be said of it before it runs.
+
+#include <unistd.h>
+
+#include "distrain/base/error.h"
+#include "distrain/job/training.h"
+#include "distrain/models/resnet.h"
+#include "distrain/scenario/pipeline.h"
+#include "pipeline.h"
+#include "run.h"
+#include "schedule.h"
+#include "stage.h"
+
+namespace distrain::scenario {
+
+namespace {
+
+constexpr double kMaxStages = 18;  // blocks of resnet50
+
+std::vector<models::BlockRange> cut(const PipelineOptions& options) {
+  return models::cut_resnet(options.model, options.stages, options.split, options.classes,
+                            options.image_size);
+}
+
+job::Json explain(const PipelineOptions& options, const PipelineSchedule& schedule) {
+  job::Json json = to_json(schedule);
+  const std::vector<std::string> blocks = models::resnet_blocks(options.model);
+  const std::vector<models::BlockRange> ranges = cut(options);
+  for (size_t stage = 0; stage < ranges.size(); ++stage) {
+    const auto at = [&](size_t block) {
+      return blocks.begin() + static_cast<std::ptrdiff_t>(block);
+    };
+    json["table"][stage]["blocks"] =
+        std::vector<std::string>(at(ranges[stage].first), at(ranges[stage].last));
+  }
+  return json;
+}
+
+[[noreturn]] void invalid(const std::string& message) {
+  throw base::Exception(base::ErrorKind::kInvalid, message);
+}
+
+/// Throws `invalid` for options that do not go together: more micro-batches than samples, a split
+/// that does not fit the model or the stages, a schedule that could not run.
+void check_pipeline(const PipelineOptions& options) {
+  cut(options);
+  const bool saves = !options.checkpoint.dir.empty() || !options.checkpoint.resume.empty();
+  if (saves && options.num_split.size() > 1) {
+    invalid(
+        "--checkpoint and --resume need one --num-split, not several: each number trains a model "
+        "of its own");
+  }
+  for (const int64_t num_split : options.num_split) {
+    if (num_split > options.batch_size) {
+      invalid("--num-split " + std::to_string(num_split) + ": there are only " +
+              std::to_string(options.batch_size) + " samples in a batch (--batch-size)");
+    }
+    models::check_resnet_input(options.image_size, options.batch_size / num_split);
+    simulate(make_schedule(options.schedule, options.stages, num_split));
+  }
+  job::Plan::of_steps(options, options.batches);
+}
+
+/// The schedule for each number of micro-batches. As JSON, a line each: stages with their blocks,
+/// each step with the time it begins at if all take one unit, the share of waiting. For people: a
+/// timeline.
+std::string explain_pipeline(const PipelineOptions& options, bool for_people) {
+  check_pipeline(options);
+  std::string text;
+  for (const int64_t num_split : options.num_split) {
+    const auto schedule = make_schedule(options.schedule, options.stages, num_split);
+    text += for_people ? to_text(schedule) : explain(options, schedule).dump() + '\n';
+  }
+  return text;
+}
+
+/// On every rank, before the others are there.
+void prepare_pipeline(job::Rank& rank, const PipelineOptions& options) {
+  const auto stages = std::make_shared<StageJob>();
+  stages->sleep_s = rank.job().inject.stage_sleep_s;
+  rank.agent().provide(stages);
+  if (rank.role() == "master") rank.agent().provide(std::make_shared<PipelineInputs>(options));
+}
+
+}  // namespace
+
+PipelineOptions::PipelineOptions() { lr = 0.05; }
+
+void PipelineOptions::describe(job::OptionList<PipelineOptions>& list) {
+  list.choice("model", &PipelineOptions::model, {"resnet50", "resnet18"},
+              "torchvision's, with its names");
+  list.integer("stages", &PipelineOptions::stages, "stages of the model; the job has one rank more")
+      .range(1, kMaxStages)
+      .may_change();
+  list.text("split", &PipelineOptions::split, "BLOCK[,...]",
+            "the last block of each stage but the last (layer2, layer3.2)")
+      .by_default("layer2 with 2 stages, else by estimated cost")
+      .may_change();
+  list.integer("image-size", &PipelineOptions::image_size, "pixels of an image's side")
+      .range(1, 8192);
+  list.integer("classes", &PipelineOptions::classes, "scores of an image").range(1, 1048576);
+  list.folder("data", &PipelineOptions::data,
+              "folder with CIFAR-10's binary files or MNIST's IDX files")
+      .by_default("random images");
+  list.file("weights", &PipelineOptions::weights, "safetensors file with the weights to begin with")
+      .by_default("torchvision's initialisation");
+  list.group("Training");
+  list.integers("num-split", &PipelineOptions::num_split,
+                "micro-batches of a batch; each number is a run of its own with a fresh model")
+      .range(1, job::kMaxInt);
+  list.choice("schedule", &PipelineOptions::schedule, {"gpipe", "1f1b", "naive"},
+              "gpipe: all forward passes first; 1f1b: as few activations as can be; "
+              "naive: one micro-batch at a time")
+      .may_change();
+  list.integer("batches", &PipelineOptions::batches, "of each run")
+      .range(1, job::kMaxInt)
+      .may_change();
+  list.integer("batch-size", &PipelineOptions::batch_size, "images a batch").range(1, job::kMaxInt);
+  list.choice("loss", &PipelineOptions::loss, {"mse", "ce"},
+              "mse: against one-hot; ce: cross entropy");
+  list.group("Run");
+  list.flag("explain", &PipelineOptions::explain,
+            "the schedule's table as JSON, on a terminal as a timeline; no training")
+      .of_this_rank();
+  list.find("lr-schedule").help =
+      "of the learning rate: constant, step:SIZE[,GAMMA] or cosine:LENGTH[,FLOOR], after "
+      "warmup:LENGTH+ if there is one; lengths are batches of a run";
+  list.find("log-interval").help = "batches between 'step' lines; 0: none";
+  list.find("checkpoint-every").help = "batches between two saves";
+  list.row("checkpoint-every").by_default("at the end");
+  list.row("split").details(
+      "A block (layer3.2), a layer (layer2: its last block) or the stem (the first convolution "
+      "with\n"
+      "its pooling, also conv1). One name less than there are stages.");
+  list.row("data").details(
+      "Pixels go from 0 to 1 and are normalised by CIFAR-10's mean and deviation of each "
+      "channel, or\n"
+      "grey ones by 0.5 and 0.5 and repeated to three channels; then images are resized.");
+  list.row("weights").details(
+      "All parameters and buffers, by torchvision's names. A checkpoint that --resume loads "
+      "counts\n"
+      "instead.");
+  list.row("num-split")
+      .details(
+          "Each ends in a `split` line. A batch that does not divide evenly has micro-batches that "
+          "differ\n"
+          "by one image.");
+  list.row("schedule")
+      .details(
+          "With gpipe a stage holds the activations of all micro-batches, with 1f1b stage s of p "
+          "those of\n"
+          "p - s + 1 at most; it takes as long.");
+  list.row("checkpoint")
+      .details(
+          "Needs one number in --num-split. The file serves as --weights, too. Stages, split and "
+          "schedule\n"
+          "may be others when the job goes on.");
+  list.row("explain").details(
+      "A line for each number of --num-split. Each step counts as one unit of time; `length` "
+      "and\n"
+      "`begin` are in such units, `bubble` is the share of the stages' time that is waiting.");
+}
+
+const job::Definition<PipelineOptions>& pipeline_job() {
+  using Use = job::DeviceRole::Use;
+  using enum job::FieldType;
+  using job::sometimes;
+  const auto with_data = [](const char* of) {
+    return sometimes(
+        {"accuracy", kNumber, std::string("share of right classes ") + of + "; with --data"});
+  };
+  const job::Field samples_per_s = {"samples_per_s", kNumber, "images a second"};
+  static const auto kJob =
+      job::define<PipelineOptions>("pipeline",
+                                   "a ResNet cut into stages, micro-batches flowing through them")
+          .describe(
+              "Trains a ResNet whose layers are spread over several ranks. Each batch is cut into\n"
+              "micro-batches, so that the stages work at the same time; activations go from stage "
+              "to\nstage, gradients back. Rank 0 is the master, ranks 1 to S are the stages.")
+          .details(
+              "Activations never go through the master, which reads the data, cuts the batches and "
+              "takes "
+              "the\n"
+              "loss; all micro-batches of a batch make one update. `master`, `worker1`, `worker2`, "
+              "... are "
+              "the\n"
+              "ranks' roles.\n"
+              "\n"
+              "Batch norm takes the mean and deviation of each micro-batch by itself, as all "
+              "pipelines do: "
+              "so\n"
+              "another --num-split gives somewhat other losses, and --local with the same gives "
+              "the same "
+              "ones. A\n"
+              "job that is resumed ends in the same bits with the same --threads.")
+          .example(
+              "distrain pipeline --num-split 1,2,4,8 | jq -r 'select(.event == \"split\") | "
+              ".batch_s'",
+              "Which number of micro-batches is best here")
+          .example("distrain pipeline --explain --stages 4 --schedule 1f1b --num-split 8",
+                   "What a schedule looks like")
+          .example("distrain pipeline --stages 3 --inject stage=100ms",
+                   "Whether the stages wait no longer than the schedule says")
+          .example(
+              "distrain pipeline --data cifar-10-batches-bin --loss ce --num-split 8 --batches 400",
+              "Real images")
+          .example("for r in 0 1 2; do distrain pipeline --rank $r & done; wait",
+                   "Three ranks that are started one by one")
+          .events(
+              {job::step_event(
+                   {{"num_split", kInteger, "micro-batches of a batch"},
+                    {"batch_s", kNumber, "seconds from the cutting of the batch to its update"},
+                    samples_per_s,
+                    with_data("in the batch")}),
+               {"split",
+                "at the end of the run of a number of --num-split",
+                {{"num_split", kInteger, "micro-batches of a batch"},
+                 {"schedule", kText, "--schedule"},
+                 {"batches", kInteger, "of this run"},
+                 {"batch_size", kInteger, "images a batch"},
+                 {"wall_s", kNumber, "seconds that the run took"},
+                 {"batch_s", kNumber, "seconds of a batch: the median without the first"},
+                 {"stage_s", kNumbers,
+                  "seconds that each stage itself computed a batch; null on a GPU"},
+                 {"activations", kIntegers,
+                  "micro-batches that each stage held at most between forward and backward pass, "
+                  "without "
+                  "those "
+                  "that it fetched ahead"},
+                 samples_per_s,
+                 {"loss", kNumber, "of the last batch"},
+                 with_data("in the last batch")}},
+               {"end",
+                "",
+                {sometimes({"loss", kNumber, "of the last batch"}), with_data("in the last batch"),
+                 sometimes({"num_split", kInteger, "of the last run"}),
+                 sometimes({"batch_s", kNumber, "of the last run"}), sometimes(samples_per_s),
+                 sometimes({"best",
+                            kObject,
+                            "the quickest run",
+                            {{"num_split", kInteger, "its micro-batches"},
+                             {"batch_s", kNumber, "its seconds a batch"}}})}}})
+          .role("master", 1, train_pipeline, Use::kIfNamed)
+          .role("worker", &PipelineOptions::stages, {}, Use::kCompute, "stage")
+          .expose(PipelineStage::expose)
+          .prepare(prepare_pipeline)
+          .local(train_pipeline_local)
+          .check([](const PipelineOptions& options, const job::Preflight& preflight) {
+            if (preflight.has_rank_0) check_pipeline(options);  // it sees to it
+          })
+          .answer([](const PipelineOptions& options) -> std::optional<std::string> {
+            if (!options.explain) return std::nullopt;
+            return explain_pipeline(options, isatty(STDOUT_FILENO) != 0);
+          })
+          .has_stages()
+          .change([](job::OptionTable& table) {
+            for (job::Option& option : table) {
+              if (option.name == "rpc-timeout") {
+                option.details = "What waits for a stage to compute has none.";
+              }
+              if (option.name != "inject") continue;
+              option.help +=
+                  ", stage=100ms (sleep in place of computing: so long for a batch's forward pass, "
+                  "and as long for its backward)";
+            }
+          });
+  return kJob;
+}
+
+}  // namespace distrain::scenario

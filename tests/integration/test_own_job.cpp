@@ -1,0 +1,200 @@
+// ctest: timeout=120
+// A job of somebody else's, on the job kit: rows of a table on a server, a net under DDP.
+#include <ATen/Functions.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+
+#include "distrain/autograd/context.h"
+#include "distrain/data/random.h"
+#include "distrain/nn/module.h"
+#include "support/scenario_job.h"
+
+namespace distrain::testing {
+
+struct OwnOptions : job::TrainerOptions {
+  int64_t dim = 4;
+  std::string fault;  ///< what the job's author has forgotten
+  OwnOptions() {
+    optimizer = "adam";
+    lr = 0.05;
+    mode = "sync";
+  }
+  static void describe(job::OptionList<OwnOptions>& list) {
+    list.integer("dim", &OwnOptions::dim, "numbers in a row").range(1, 64);
+    list.text("fault", &OwnOptions::fault, "NAME", "what is forgotten");
+  }
+};
+
+namespace {
+
+constexpr int64_t kRows = 20, kStepsPerEpoch = 10, kBatch = 16;
+
+struct Rows {
+  at::Tensor ids, labels;
+};
+
+// Rows with an even number are liked.
+Rows rows_of(const job::Step& step) {
+  data::Random random({static_cast<uint64_t>(step.epoch), static_cast<uint64_t>(step.shard),
+                       static_cast<uint64_t>(step.number)});
+  const at::Tensor ids = at::empty({kBatch}, at::kLong);
+  for (int64_t i = 0; i < kBatch; ++i) ids[i] = static_cast<int64_t>(random.below(kRows));
+  return {ids, ids.remainder(2).eq(0).to(at::kFloat)};
+}
+
+torch::nn::Sequential make_net(const OwnOptions& options) {
+  torch::manual_seed(options.seed);
+  return torch::nn::Sequential(torch::nn::Linear(options.dim, 8), torch::nn::ReLU(),
+                               torch::nn::Linear(8, 1));
+}
+
+void train(job::Rank& rank, const OwnOptions& options) {
+  const char* const module = options.fault == "buffers" ? "normalised" : "table";
+  nn::RemoteModule table(rank.agent(), "server", module, kRows, options.dim);
+  ddp::DistributedDataParallel net(make_net(options), rank.group("trainer"));
+  optim::DistributedOptimizer optimizer(
+      rank.agent(),
+      {{table.remote_parameters(), net.parameters(), options.rule().options},
+       {{},
+        options.fault == "twice" ? std::vector<at::Tensor>(net.parameters())
+                                 : std::vector<at::Tensor>(),
+        options.rule().options}},
+      options.sharing(rank.index()));
+
+  job::Training training(rank, options, kStepsPerEpoch);
+  training.agree("rows", kRows);
+  training.keep("table", table);
+  training.keep("net", net);
+  if (options.fault != "optimizer") training.keep(optimizer);
+  training.evaluate_epochs([&](const job::Share& share) {
+    const at::Tensor ids = at::arange(share.first(kRows), share.end(kRows), at::kLong);
+    const at::Tensor scores = net.module()->forward(table.forward(ids)).squeeze(1);
+    const at::Tensor labels = ids.remainder(2).eq(0).to(at::kFloat);
+    const at::Tensor loss =
+        at::binary_cross_entropy_with_logits(scores, labels, {}, {}, at::Reduction::Sum);
+    return job::Evaluation{ids.numel(), (scores > 0).eq(labels > 0).sum().item<int64_t>(),
+                           loss.item<double>()};
+  });
+  training.run([&](const job::Step& step) {
+    const Rows rows = rows_of(step);
+    autograd::Context context(rank.agent());
+    const at::Tensor embedded = table.forward(rows.ids);
+    const at::Tensor scores =
+        options.fault == "forward" ? net.module()->forward(embedded) : net.forward(embedded);
+    const at::Tensor loss = at::binary_cross_entropy_with_logits(scores.squeeze(1), rows.labels);
+    if (options.fault == "backward") {
+      loss.backward();
+    } else {
+      autograd::backward(context, {loss});
+    }
+    optimizer.step(context);
+    return job::Result{loss, kBatch};
+  });
+}
+
+}  // namespace
+
+const job::Definition<OwnOptions>& job_of(const OwnOptions&) {
+  static const auto kJob =
+      job::define<OwnOptions>("own", "a job of somebody else's")
+          .role("server", 1)
+          .role("trainer", &OwnOptions::trainers, train)
+          .expose([](rpc::Agent& agent) {
+            nn::expose_module(agent, "table", [](int64_t rows, int64_t dim) {
+              torch::manual_seed(3);
+              return torch::nn::Embedding(rows, dim);
+            });
+            nn::expose_module(agent, "normalised", [](int64_t rows, int64_t dim) {
+              return torch::nn::Sequential(torch::nn::Embedding(rows, dim),
+                                           torch::nn::BatchNorm1d(dim));
+            });
+          });
+  return kJob;
+}
+
+TEST_CASE("a job on the kit learns, evaluates, and says so on its lines") {
+  OwnOptions options;
+  options.trainers = GENERATE(1, 3);
+  options.epochs = 6;
+  options.log_interval = 5;
+  const Finished job = run_job(Place::kRanks, options);
+  const std::vector<Json> evaluations = job.all("eval", 0);
+  REQUIRE(evaluations.size() == 6);
+  CHECK(evaluations.back()["samples"] == kRows);
+  CHECK(evaluations.back()["accuracy"] == 1.0);
+  CHECK(job.fields(0)["accuracy"] == 1.0);
+  CHECK(job.all("step").size() == static_cast<size_t>(options.trainers) * 12);
+  for (int trainer = 1; trainer <= options.trainers; ++trainer) {
+    CHECK(job.fields(trainer)["steps"] == 60);
+  }
+}
+
+TEST_CASE("a job on the kit goes on from the middle of an epoch exactly") {
+  OwnOptions options;
+  options.optimizer = GENERATE("adam", "sgd", "adamw", "rmsprop");
+  options.lr_schedule = GENERATE("constant", "warmup:1e+cosine:2e", "plateau:0,0.5");
+  if (options.optimizer == "sgd") options.momentum = 0.9;
+  CAPTURE(options.optimizer, options.lr_schedule);
+  check_resume_is_exact(Place::kRanks, options, 17, 30);
+}
+
+TEST_CASE("a job on the kit that is told to stop goes on to the same end") {
+  OwnOptions options;
+  options.steps = 120;
+  check_stop_and_go_on(Place::kRanks, options, GENERATE(0, 1, 2), 12, 0.003);
+}
+
+TEST_CASE("a job on the kit that is told to save does so, and goes on") {
+  const Folder folder;
+  OwnOptions options;
+  options.steps = 240;
+  options.log_interval = 1;
+  options.checkpoint = {folder.path(), kSaveAtEndOnly, ""};
+  const int rank = GENERATE(0, 1, 2);
+  StopSignals signals;
+  Hooks<OwnOptions> hooks;
+  hooks.job = [&](Job& job) { signals.keep(job); };
+  hooks.heard = [&](const Job&, const Line& line) {
+    if (line.event == "step" && line.rank == 1 && line.fields["step"] == 12) {
+      signals.of(rank).request_save();
+    }
+  };
+  const std::vector<Json> saves = run_job(Place::kRanks, options, hooks).all("checkpoint");
+  REQUIRE(saves.size() == 2);
+  CHECK(saves[0]["step"] >= 12);
+  CHECK(saves[0]["step"] < 240);
+  CHECK(saves[1]["step"] == 240);
+}
+
+TEST_CASE("what the author of a job forgets is told in a line") {
+  OwnOptions options;
+  options.epochs = 1;
+  const auto told = [&](const std::string& fault, base::ErrorKind kind) {
+    options.fault = fault;
+    return error_of_job(kind, Place::kRanks, options).message;
+  };
+  // DDP's parameters in a context's pass without its reducer.
+  CHECK(contains(told("forward", base::ErrorKind::kInvalid), "forward"));
+  // A plain backward() over what came by RPC.
+  CHECK(contains(told("backward", base::ErrorKind::kInvalid), "autograd::backward"));
+  // A module that keeps running statistics.
+  CHECK(contains(told("buffers", base::ErrorKind::kInvalid), "BatchNorm"));
+  // A parameter in two groups.
+  CHECK(contains(told("twice", base::ErrorKind::kInvalid), "group"));
+}
+
+TEST_CASE("an optimizer that no checkpoint keeps is told of once") {
+  const Folder folder;
+  OwnOptions options;
+  options.epochs = 1;
+  options.fault = "optimizer";
+  options.checkpoint = {folder.path(), 0, ""};
+  const std::vector<Json> warnings = run_job(Place::kRanks, options).all("warn");
+  REQUIRE(warnings.size() == 1);
+  CHECK(contains(warnings[0]["message"].get<std::string>(), "no optimizer"));
+}
+
+}  // namespace distrain::testing
