@@ -449,15 +449,15 @@ void ResNetStage::add_buffer(const std::string& name, const at::Tensor& buffer) 
   buffers_.push_back(buffer);
 }
 
-at::Tensor ResNetStage::forward(const at::Tensor& x) {
+at::Tensor ResNetStage::forward(const at::Tensor& x, bool training) const {
   at::Tensor y = rpc::placed(x, device_);
   if (stem_) {
-    y = stem_->forward(y.contiguous(at::MemoryFormat::ChannelsLast), training_).relu_();
+    y = stem_->forward(y.contiguous(at::MemoryFormat::ChannelsLast), training).relu_();
     y = at::max_pool2d(y, {3, 3}, {2, 2}, {1, 1});
   } else {
     y = y.permute({0, 3, 1, 2});
   }
-  for (const ResidualBlock& block : blocks_) y = block.forward(y, training_);
+  for (const ResidualBlock& block : blocks_) y = block.forward(y, training);
   if (!fc_weight_.defined()) return y.permute({0, 2, 3, 1});
   return at::linear(at::adaptive_avg_pool2d(y, {1, 1}).flatten(1), fc_weight_, fc_bias_);
 }

@@ -112,6 +112,32 @@ TEST_CASE("a pipeline learns what it sees again and again") {
   CHECK(finished.fields(0)["best"]["num_split"] == 2);
 }
 
+TEST_CASE("a pipeline is as good on the test images of CIFAR-10's format as one process") {
+  const Folder folder;
+  write_cifar10(folder, 80, 41, 1);
+  PipelineOptions options = small();
+  options.data = options.valid_data = folder.path();
+  options.batch_size = 16;
+  options.loss = "ce";
+  options.num_split = {2};
+  options.epochs = 3;
+  options.lr = 0.01;
+  options.stages = 3;
+  const std::vector<Json> expected = run_job(Place::kLocal, options).all("eval", 0);
+  const Finished finished = run_job(Place::kRanks, options);
+  const std::vector<Json> evaluations = finished.all("eval", 0);
+  REQUIRE(expected.size() == 3);
+  REQUIRE(evaluations.size() == 3);
+  for (const Json& evaluation : evaluations) CHECK(evaluation["samples"] == 41);
+  const double accuracy = evaluations.back()["accuracy"];
+  CHECK(accuracy > 0.9);
+  CHECK(accuracy >= expected.back()["accuracy"].get<double>() - 0.01);
+  CHECK(evaluations[0]["loss"].get<double>() ==
+        Approx(expected[0]["loss"].get<double>()).epsilon(1e-3));
+  CHECK(finished.fields(0)["accuracy"] == accuracy);
+  CHECK(finished.fields(0)["steps"] == 15);
+}
+
 TEST_CASE("stages that sleep in place of computing take turns all the same") {
   PipelineOptions options = small();
   options.stages = 3;

@@ -40,6 +40,27 @@ inline void write_images(const data::Folder& folder, int64_t train, int64_t test
   if (test > 0) write_set("t10k", test);
 }
 
+/// Images in CIFAR-10's binary format in two classes, which are brighter in red or in blue.
+inline void write_cifar10(const data::Folder& folder, int64_t train, int64_t test, uint64_t seed) {
+  data::Random random({seed});
+  const auto write_file = [&](const std::string& name, int64_t count) {
+    std::string text;
+    for (int64_t i = 0; i < count; ++i) {
+      const auto label = static_cast<int64_t>(random.below(2));
+      text += static_cast<char>(label);
+      for (int64_t byte = 0; byte < 3 * 1024; ++byte) {
+        const bool bright = byte / 1024 == 2 * label;
+        text += static_cast<char>(random.below(150) + (bright ? 60 : 0));
+      }
+    }
+    folder.write(name, text);
+  };
+  for (int file = 1; file <= 5; ++file) {
+    write_file("data_batch_" + std::to_string(file) + ".bin", train / 5);
+  }
+  write_file("test_batch.bin", test);
+}
+
 /// Lines of up to nine words of thirty, each likely to be followed by the next one.
 inline std::string make_text(int lines, uint64_t seed) {
   data::Random random({seed});

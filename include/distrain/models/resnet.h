@@ -101,12 +101,9 @@ class ResNetStage {
 
   /// Images [n, 3, h, w] (the first stage) or what the stage before gave → what the next one takes,
   /// [n, h, w, channels], or scores [n, classes] (the last one), on its device. Several passes may
-  /// be in flight before their backward passes, as long as no parameter changes.
-  at::Tensor forward(const at::Tensor& x);
-
-  /// Batch norm by the statistics of the batch (at first) or the running ones.
-  void train(bool on = true) { training_ = on; }
-  void eval() { train(false); }
+  /// be in flight before their backward passes, as long as no parameter changes. In training batch
+  /// norm goes by the statistics of the batch, otherwise by the running ones.
+  at::Tensor forward(const at::Tensor& x, bool training = true) const;
 
   /// In torchvision's order, as the parameters() are.
   const std::vector<std::string>& parameter_names() const { return parameter_names_; }
@@ -138,7 +135,6 @@ class ResNetStage {
   std::vector<at::Tensor> parameters_;
   std::vector<std::string> buffer_names_;
   std::vector<at::Tensor> buffers_;
-  bool training_ = true;
 };
 
 }  // namespace distrain::models

@@ -25,12 +25,14 @@ struct PipelineOptions : job::CommonOptions, job::RuleOptions {
   std::string schedule = "gpipe";                 ///< gpipe, 1f1b, naive
   std::string loss = "mse";                       ///< mse (against one-hot), ce
   int64_t batches = 3;                            ///< of each run
+  int64_t epochs = 0;                             ///< passes over the images; 0: see batches
   int64_t batch_size = 120;
   int64_t image_size = 128;  ///< pixels, both sides
   int64_t classes = 1000;
-  std::string data;     ///< folder with CIFAR-10's binary files or MNIST's IDX files; empty: random
-  std::string weights;  ///< safetensors file to begin with; empty: torchvision's initialisation
-  bool explain = false;  ///< the schedule in place of the job
+  std::string data;  ///< folder with CIFAR-10's binary files or MNIST's IDX files; empty: random
+  std::string valid_data;  ///< folder with test images to evaluate on; empty: no evaluation
+  std::string weights;     ///< safetensors file to begin with; empty: torchvision's initialisation
+  bool explain = false;    ///< the schedule in place of the job
   /// Not an option of the command line: told the gradients of each batch, by parameter, on the
   /// master, before they are applied.
   std::function<void(const data::NamedTensors&)> on_gradients;

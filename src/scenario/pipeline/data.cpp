@@ -4,6 +4,8 @@
 #include <array>
 #include <cstring>
 #include <filesystem>
+#include <numeric>
+#include <utility>
 
 #include <ATen/Functions.h>
 
@@ -31,11 +33,11 @@ constexpr double kGreyStd = 0.5;
   throw base::Exception(base::ErrorKind::kBadData, message);
 }
 
-data::ImageSet read_images(const std::string& folder) {
-  if (data::has_cifar10(folder)) return data::read_cifar10(folder).train;
+data::ImageFolder read_images(const std::string& folder) {
+  if (data::has_cifar10(folder)) return data::read_cifar10(folder);
   // What is no folder is left to the reader's error.
   if (data::has_image_files(folder) || !std::filesystem::is_directory(folder)) {
-    return data::read_image_folder(folder).train;
+    return data::read_image_folder(folder);
   }
   bad_data(folder +
            ": neither CIFAR-10's data_batch_1.bin nor train-images-idx3-ubyte in this folder");
@@ -62,12 +64,28 @@ at::Tensor by_channel(const std::vector<double>& values) {
 
 PipelineData::PipelineData(const PipelineOptions& options) : options_(options) {
   if (options_.data.empty()) return;
-  images_ = read_images(options_.data);
-  const auto largest = *std::max_element(images_.labels.begin(), images_.labels.end());
-  if (largest >= options_.classes) {
-    bad_data("--classes " + std::to_string(options_.classes) + ", but " + options_.data +
-             " has the label " + std::to_string(largest));
+  data::ImageFolder folder = read_images(options_.data);
+  images_ = std::move(folder.train);
+  check_labels(images_, options_.data);
+  const std::string& valid = options_.valid_data;
+  if (valid.empty()) return;
+  if (valid != options_.data) folder = read_images(valid);
+  if (!folder.test) {
+    bad_data(valid +
+             ": neither CIFAR-10's test_batch.bin nor t10k-images-idx3-ubyte in this folder");
   }
+  valid_images_ = std::move(*folder.test);
+  check_labels(valid_images_, valid);
+  if (coloured(valid_images_) != coloured(images_)) {
+    bad_data("grey images and coloured ones: --data " + options_.data + ", --valid-data " + valid);
+  }
+}
+
+void PipelineData::check_labels(const data::ImageSet& images, const std::string& folder) const {
+  const auto largest = *std::max_element(images.labels.begin(), images.labels.end());
+  if (largest < options_.classes) return;
+  bad_data("--classes " + std::to_string(options_.classes) + ", but " + folder + " has the label " +
+           std::to_string(largest));
 }
 
 job::Json PipelineData::describe() const {
@@ -104,24 +122,37 @@ std::vector<int64_t> PipelineData::examples_of(int64_t index) const {
 }
 
 PipelineBatch PipelineData::batch(int64_t index) const {
-  if (images_.count == 0) return random_batch(index);
-  const int64_t count = options_.batch_size;
-  at::Tensor pixels =
-      at::empty({count, images_.channels, images_.rows, images_.columns}, at::kByte);
+  return images_.count == 0 ? random_batch(index) : batch_of(images_, examples_of(index));
+}
+
+int64_t PipelineData::batches_per_epoch() const {
+  return std::max<int64_t>(images_.count / options_.batch_size, 1);
+}
+
+PipelineBatch PipelineData::valid_batch(int64_t first, int64_t end) const {
+  std::vector<int64_t> examples(static_cast<size_t>(end - first));
+  std::iota(examples.begin(), examples.end(), first);
+  return batch_of(valid_images_, examples);
+}
+
+PipelineBatch PipelineData::batch_of(const data::ImageSet& set,
+                                     const std::vector<int64_t>& examples) const {
+  const auto count = static_cast<int64_t>(examples.size());
+  at::Tensor pixels = at::empty({count, set.channels, set.rows, set.columns}, at::kByte);
   at::Tensor labels = at::empty({count}, at::kLong);
   const auto bytes = static_cast<size_t>(pixels[0].numel());
   auto* pixel = pixels.mutable_data_ptr<uint8_t>();
   auto* label = labels.mutable_data_ptr<int64_t>();
-  for (const int64_t example : examples_of(index)) {
+  for (const int64_t example : examples) {
     const auto i = static_cast<size_t>(example);
-    std::memcpy(pixel, images_.pixels.data() + i * bytes, bytes);
+    std::memcpy(pixel, set.pixels.data() + i * bytes, bytes);
     pixel += bytes;
-    *label++ = images_.labels[i];
+    *label++ = set.labels[i];
   }
   at::Tensor images = pixels.to(at::kFloat).div_(255);
-  images.sub_(by_channel(mean_of(images_))).div_(by_channel(std_of(images_)));
+  images.sub_(by_channel(mean_of(set))).div_(by_channel(std_of(set)));
   const int64_t side = options_.image_size;
-  if (images_.rows != side || images_.columns != side) {
+  if (set.rows != side || set.columns != side) {
     images = at::_upsample_bilinear2d_aa(images, {side, side}, false);
   }
   return {images.expand({count, kColours, side, side}).contiguous(), labels};

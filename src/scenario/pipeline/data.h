@@ -20,7 +20,8 @@ struct PipelineBatch {
 ///
 /// Random: as in the tutorial, pixels of a standard normal distribution and labels below `classes`,
 /// by (seed, batch) and nothing else. Images: epoch after epoch, each shuffled by (seed, epoch), an
-/// epoch's last batch filled up from the next one; divided by 255, then normalised (CIFAR-10 by its
+/// epoch's last batch filled up from the next one, so that an epoch counts as many batches as its
+/// images fill; divided by 255, then normalised (CIFAR-10 by its
 /// channels' mean and standard deviation; grey images by 0.5 and 0.5, the one channel repeated),
 /// then resized as torchvision's Resize does it (bilinear, with antialias).
 class PipelineData {
@@ -30,6 +31,12 @@ class PipelineData {
 
   /// The batch with this number, from 0 on; always of `batch_size` images.
   PipelineBatch batch(int64_t index) const;
+  /// That its images fill, at least 1. Not of random data.
+  int64_t batches_per_epoch() const;
+
+  /// Test images of `valid_data`, 0 without it, and some of them.
+  int64_t valid_count() const { return valid_images_.count; }
+  PipelineBatch valid_batch(int64_t first, int64_t end) const;
 
   /// For checkpoints: data (random, cifar10, idx); for images also how many there are and how they
   /// are normalised.
@@ -38,11 +45,14 @@ class PipelineData {
   uint64_t content_hash() const { return images_.content_hash; }
 
  private:
+  void check_labels(const data::ImageSet& images, const std::string& folder) const;
   PipelineBatch random_batch(int64_t index) const;
   std::vector<int64_t> examples_of(int64_t index) const;
+  PipelineBatch batch_of(const data::ImageSet& set, const std::vector<int64_t>& examples) const;
 
   const PipelineOptions options_;
   data::ImageSet images_;  // empty: random
+  data::ImageSet valid_images_;
 };
 
 }  // namespace distrain::scenario

@@ -45,10 +45,9 @@ job::Json explain(const PipelineOptions& options, const PipelineSchedule& schedu
 void check_pipeline(const PipelineOptions& options) {
   cut(options);
   const bool saves = !options.checkpoint.dir.empty() || !options.checkpoint.resume.empty();
-  if (saves && options.num_split.size() > 1) {
-    invalid(
-        "--checkpoint and --resume need one --num-split, not several: each number trains a model "
-        "of its own");
+  if ((saves || !options.valid_data.empty()) && options.num_split.size() > 1) {
+    invalid(std::string(saves ? "--checkpoint and --resume need" : "--valid-data needs") +
+            " one --num-split, not several: each number trains a model of its own");
   }
   for (const int64_t num_split : options.num_split) {
     if (num_split > options.batch_size) {
@@ -102,6 +101,9 @@ void PipelineOptions::describe(job::OptionList<PipelineOptions>& list) {
   list.folder("data", &PipelineOptions::data,
               "folder with CIFAR-10's binary files or MNIST's IDX files")
       .by_default("random images");
+  list.folder("valid-data", &PipelineOptions::valid_data,
+              "evaluate on this folder's test images at the end of each epoch")
+      .needs("data");
   list.file("weights", &PipelineOptions::weights, "safetensors file with the weights to begin with")
       .by_default("torchvision's initialisation");
   list.group("Training");
@@ -115,6 +117,11 @@ void PipelineOptions::describe(job::OptionList<PipelineOptions>& list) {
   list.integer("batches", &PipelineOptions::batches, "of each run")
       .range(1, job::kMaxInt)
       .may_change();
+  list.integer("epochs", &PipelineOptions::epochs, "passes over the images, in place of --batches")
+      .range(0, job::kMaxInt)
+      .by_default("--batches")
+      .needs("data")
+      .may_change();
   list.integer("batch-size", &PipelineOptions::batch_size, "images a batch").range(1, job::kMaxInt);
   list.choice("loss", &PipelineOptions::loss, {"mse", "ce"},
               "mse: against one-hot; ce: cross entropy");
@@ -127,7 +134,7 @@ void PipelineOptions::describe(job::OptionList<PipelineOptions>& list) {
       "warmup:LENGTH+ if there is one; lengths are batches of a run";
   list.find("log-interval").help = "batches between 'step' lines; 0: none";
   list.find("checkpoint-every").help = "batches between two saves";
-  list.row("checkpoint-every").by_default("at the end");
+  list.row("checkpoint-every").by_default("at the end, with --data of each epoch");
   list.row("split").details(
       "A block (layer3.2), a layer (layer2: its last block) or the stem (the first convolution "
       "with\n"
@@ -136,6 +143,8 @@ void PipelineOptions::describe(job::OptionList<PipelineOptions>& list) {
       "Pixels go from 0 to 1 and are normalised by CIFAR-10's mean and deviation of each "
       "channel, or\n"
       "grey ones by 0.5 and 0.5 and repeated to three channels; then images are resized.");
+  list.row("epochs").details("An epoch counts as many batches as its images fill.");
+  list.row("valid-data").details("Needs --data and one --num-split. It may be the same folder.");
   list.row("weights").details(
       "All parameters and buffers, by torchvision's names. A checkpoint that --resume loads "
       "counts\n"
@@ -202,8 +211,9 @@ const job::Definition<PipelineOptions>& pipeline_job() {
           .example("distrain pipeline --stages 3 --inject stage=100ms",
                    "Whether the stages wait no longer than the schedule says")
           .example(
-              "distrain pipeline --data cifar-10-batches-bin --loss ce --num-split 8 --batches 400",
-              "Real images")
+              "distrain pipeline --data cifar-10-batches-bin --valid-data cifar-10-batches-bin "
+              "--loss ce --num-split 8 --epochs 5",
+              "Real images, and how well it does on others")
           .example("for r in 0 1 2; do distrain pipeline --rank $r & done; wait",
                    "Three ranks that are started one by one")
           .events(
@@ -212,6 +222,8 @@ const job::Definition<PipelineOptions>& pipeline_job() {
                     {"batch_s", kNumber, "seconds from the cutting of the batch to its update"},
                     samples_per_s,
                     with_data("in the batch")}),
+               job::eval_event("at the end of an epoch, or of the job, with --valid-data",
+                               {{"accuracy", kNumber, "share of right classes"}}),
                {"split",
                 "at the end of the run of a number of --num-split",
                 {{"num_split", kInteger, "micro-batches of a batch"},
@@ -232,9 +244,10 @@ const job::Definition<PipelineOptions>& pipeline_job() {
                  with_data("in the last batch")}},
                {"end",
                 "",
-                {sometimes({"loss", kNumber, "of the last batch"}), with_data("in the last batch"),
+                {sometimes({"loss", kNumber, "of the last batch"}),
                  sometimes({"num_split", kInteger, "of the last run"}),
                  sometimes({"batch_s", kNumber, "of the last run"}), sometimes(samples_per_s),
+                 with_data("of the last evaluation, or in the last batch"),
                  sometimes({"best",
                             kObject,
                             "the quickest run",
@@ -246,6 +259,9 @@ const job::Definition<PipelineOptions>& pipeline_job() {
           .prepare(prepare_pipeline)
           .local(train_pipeline_local)
           .check([](const PipelineOptions& options, const job::Preflight& preflight) {
+            if (preflight.given("epochs") && preflight.given("batches")) {
+              invalid("--epochs and --batches both say how long to train: give one of them");
+            }
             if (preflight.has_rank_0) check_pipeline(options);  // it sees to it
           })
           .answer([](const PipelineOptions& options) -> std::optional<std::string> {

@@ -2,6 +2,8 @@
 
 #include <optional>
 
+#include <torch/csrc/autograd/grad_mode.h>
+
 #include "distrain/base/trace.h"
 #include "distrain/data/named_tensors.h"
 #include "distrain/job/local_training.h"
@@ -54,6 +56,11 @@ class LocalModel final : public PipelineModel {
     result.stage_s = {rpc::is_accelerator(device_) ? std::nullopt : std::optional(compute_s)};
     result.activations = {1};
     return result;
+  }
+
+  at::Tensor scores(const at::Tensor& images) override {
+    const at::NoGradGuard no_grad;
+    return module_->forward(images, false);
   }
 
   data::NamedTensors state() override {

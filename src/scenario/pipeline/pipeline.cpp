@@ -4,8 +4,11 @@
 
 #include "pipeline.h"
 
+#include <algorithm>
 #include <memory>
 #include <optional>
+
+#include <ATen/Functions.h>
 
 #include "distrain/autograd/context.h"
 #include "distrain/base/clock.h"
@@ -16,43 +19,11 @@
 #include "loss.h"
 #include "run.h"
 #include "schedule.h"
-#include "stage.h"
+#include "stages.h"
 
 namespace distrain::scenario {
 
 namespace {
-
-constexpr auto kAsLongAsItTakes = std::chrono::nanoseconds::max();  // or until its peer dies
-
-int rank_of(size_t stage) { return static_cast<int>(stage) + 1; }
-rpc::To to_stage(size_t stage) { return rpc::To(rank_of(stage)).timeout(kAsLongAsItTakes); }
-
-/// F of all stages at once; gives back their results, in order.
-template <auto F, class... Args>
-auto call_all(rpc::Agent& agent, const std::vector<rpc::RRef<PipelineStage>>& stages,
-              const Args&... args) {
-  std::vector<decltype(agent.rpc_async<F>(to_stage(0), stages[0], args...))> calls;
-  for (size_t i = 0; i < stages.size(); ++i) {
-    calls.push_back(agent.rpc_async<F>(to_stage(i), stages[i], args...));
-  }
-  base::wait_all(calls);
-  using Value = decltype(calls[0].wait());
-  if constexpr (!std::is_void_v<Value>) {
-    std::vector<Value> results;
-    for (const auto& call : calls) results.push_back(call.wait());
-    return results;
-  }
-}
-
-/// What F gives of each stage, in one row.
-template <auto F>
-auto row_of_all(rpc::Agent& agent, const std::vector<rpc::RRef<PipelineStage>>& stages) {
-  auto parts = call_all<F>(agent, stages);
-  for (size_t i = 1; i < parts.size(); ++i) {
-    parts[0].insert(parts[0].end(), parts[i].begin(), parts[i].end());
-  }
-  return std::move(parts[0]);
-}
 
 /// What the passes of a batch work on, for as long as any of them goes on: one may have failed
 /// before the others are through.
@@ -80,7 +51,8 @@ class Pipeline final : public PipelineModel {
       : agent_(agent),
         options_(options),
         cut_(models::cut_resnet(options.model, options.stages, options.split, options.classes,
-                                options.image_size)) {}
+                                options.image_size)),
+        stages_(agent) {}
 
   void begin(int64_t num_split) override {
     schedule_ = make_schedule(options_.schedule, options_.stages, num_split);
@@ -88,16 +60,15 @@ class Pipeline final : public PipelineModel {
     optimizer_.reset();   // not two models at a time
     stages_.clear();
     for (size_t i = 0; i < cut_.size(); ++i) {
-      stages_.push_back(agent_.remote_new<PipelineStage>(
-          to_stage(i), options_.model, options_.classes, options_.image_size, cut_[i].first,
-          cut_[i].last, options_.seed, agent_.device_of(rank_of(i))));
+      stages_.add(options_.model, options_.classes, options_.image_size, cut_[i].first,
+                  cut_[i].last, options_.seed, agent_.device_of(Stages::rank_of(i)));
     }
-    optimizer_.emplace(agent_, row_of_all<&PipelineStage::parameter_rrefs>(agent_, stages_),
+    optimizer_.emplace(agent_, stages_.row_of_all<&PipelineStage::parameter_rrefs>(),
                        std::vector<at::Tensor>(), options_.rule());
   }
 
   std::vector<std::string> parameter_names() {
-    return row_of_all<&PipelineStage::parameter_names>(agent_, stages_);
+    return stages_.row_of_all<&PipelineStage::parameter_names>();
   }
   /// Of the model that was begun last, whichever that is by then.
   optim::DistributedOptimizer& optimizer() { return *optimizer_; }
@@ -109,15 +80,15 @@ class Pipeline final : public PipelineModel {
     const autograd::Context whole(agent_);  // gathers the gradients
     std::vector<base::Future<void>> begin;
     for (size_t i = 0; i < stages_.size(); ++i) {
-      begin.push_back(agent_.rpc_async<&PipelineStage::begin_batch>(
-          to_stage(i), stages_[i], schedule_.stages[i], batch.images.size(0)));
+      begin.push_back(
+          stages_.call<&PipelineStage::begin_batch>(i, schedule_.stages[i], batch.images.size(0)));
     }
     base::wait_all(begin);
     BatchResult result = judge(
         options_, run_micro_batches(micro_batches(batch, schedule_.micro_batches)), batch, index);
-    if (options_.on_gradients) options_.on_gradients(gradients());
+    if (options_.on_gradients) options_.on_gradients(merged<&PipelineStage::gradients>());
     optimizer_->step(whole);
-    const std::vector<StageReport> reports = call_all<&PipelineStage::end_batch>(agent_, stages_);
+    const std::vector<StageReport> reports = stages_.call_all<&PipelineStage::end_batch>();
     result.batch_s = base::seconds_since(begun);
     for (const StageReport& report : reports) {
       result.stage_s.push_back(report.compute_s);
@@ -126,16 +97,24 @@ class Pipeline final : public PipelineModel {
     return result;
   }
 
-  data::NamedTensors state() override {
-    data::NamedTensors all;
-    for (auto& of_stage : call_all<&PipelineStage::state>(agent_, stages_)) all.merge(of_stage);
-    return all;
+  at::Tensor scores(const at::Tensor& images) override {
+    const int64_t parts = std::min(images.size(0), int64_t{schedule_.micro_batches});
+    std::vector<base::Future<at::Tensor>> scores;
+    for (const at::Tensor& part : images.tensor_split(parts)) {
+      scores.push_back(stages_.chain<&PipelineStage::infer>(part));
+    }
+    base::wait_all(scores);
+    std::vector<at::Tensor> values;
+    for (const auto& part : scores) values.push_back(rpc::placed(part.wait(), agent_.device()));
+    return at::cat(values);
   }
+
+  data::NamedTensors state() override { return merged<&PipelineStage::state>(); }
   void load(const data::NamedTensors& state) override {
     std::vector<base::Future<void>> loads;
     for (size_t i = 0; i < stages_.size(); ++i) {
-      loads.push_back(agent_.rpc_async<&PipelineStage::load>(
-          to_stage(i), stages_[i], models::weights_of(options_.model, cut_[i], state)));
+      loads.push_back(stages_.call<&PipelineStage::load>(
+          i, models::weights_of(options_.model, cut_[i], state)));
     }
     base::wait_all(loads);
   }
@@ -153,24 +132,21 @@ class Pipeline final : public PipelineModel {
       passes->contexts[m] =
           std::make_unique<autograd::Context>(agent_, autograd::Context::Scope::kExplicit);
       const rpc::ContextScope scope(agent_, passes->contexts[m]->id());
-      rpc::RRef<at::Tensor> activations = agent_.make_rref(passes->inputs[m].images);
-      for (size_t i = 0; i < stages_.size(); ++i) {
-        activations = agent_.remote<&PipelineStage::forward>(to_stage(i), stages_[i], activations,
-                                                             static_cast<int64_t>(m));
-      }
-      done.push_back(activations.to_here_async(kAsLongAsItTakes)
-                         .then(agent_.executor(), [passes, m, &agent = agent_](at::Tensor& scores) {
-                           return backward(agent, passes, m, scores);
-                         }));
+      done.push_back(
+          stages_.chain<&PipelineStage::forward>(passes->inputs[m].images, static_cast<int64_t>(m))
+              .then(agent_.executor(), [passes, m, &agent = agent_](at::Tensor& scores) {
+                return backward(agent, passes, m, scores);
+              }));
     }
     base::wait_all(done);
     return passes->scores;
   }
 
-  /// Of the batch's context, which is the current one.
-  data::NamedTensors gradients() {
+  /// What F gives of all stages together.
+  template <auto F>
+  data::NamedTensors merged() {
     data::NamedTensors all;
-    for (auto& of_stage : call_all<&PipelineStage::gradients>(agent_, stages_)) all.merge(of_stage);
+    for (auto& of_stage : stages_.call_all<F>()) all.merge(of_stage);
     return all;
   }
 
@@ -178,7 +154,7 @@ class Pipeline final : public PipelineModel {
   const PipelineOptions& options_;
   const std::vector<models::BlockRange> cut_;
   PipelineSchedule schedule_;
-  std::vector<rpc::RRef<PipelineStage>> stages_;
+  Stages stages_;
   std::optional<optim::DistributedOptimizer> optimizer_;
 };
 

@@ -1,10 +1,14 @@
 #include "run.h"
 
+#include <algorithm>
+
 #include <ATen/Functions.h>
 
 #include "distrain/base/trace.h"
 #include "distrain/job/checkpoints.h"
 #include "distrain/models/resnet.h"
+#include "distrain/rpc/placed.h"
+#include "loss.h"
 
 namespace distrain::scenario {
 
@@ -33,9 +37,19 @@ PipelineRun::PipelineRun(const PipelineOptions& options, const PipelineInputs& i
   begin(options.num_split.front());
 }
 
+int64_t PipelineRun::batches() const {
+  if (options_.epochs == 0) return options_.batches;
+  return options_.epochs * inputs_.images.batches_per_epoch();
+}
+
 job::Plan PipelineRun::plan() const {
-  return job::Plan::of_steps(options_,
-                             options_.batches * static_cast<int64_t>(options_.num_split.size()));
+  job::Plan plan =
+      job::Plan::of_steps(options_, batches() * static_cast<int64_t>(options_.num_split.size()));
+  if (!options_.data.empty() && options_.num_split.size() == 1) {
+    plan.steps_per_epoch = inputs_.images.batches_per_epoch();
+    plan.epochs = (plan.steps + plan.steps_per_epoch - 1) / plan.steps_per_epoch;
+  }
+  return plan;
 }
 
 void PipelineRun::keep_in(job::TrainingPlan& training) {
@@ -48,6 +62,23 @@ void PipelineRun::keep_in(job::TrainingPlan& training) {
     model_.load(saved);
   };
   training.keep("", std::move(part));
+  if (inputs_.images.valid_count() == 0) return;
+  training.evaluate_epochs([this](const job::Share& share) { return evaluate(share); });
+}
+
+job::Evaluation PipelineRun::evaluate(const job::Share& share) {
+  const int64_t end = share.end(inputs_.images.valid_count());
+  job::Evaluation evaluation;
+  for (int64_t first = share.first(inputs_.images.valid_count()); first < end;) {
+    const int64_t next = std::min(first + options_.batch_size, end);
+    const PipelineBatch batch = inputs_.images.valid_batch(first, next);
+    const at::Tensor scores = model_.scores(batch.images);
+    const at::Tensor share_of_loss = loss_share(options_, scores, batch.labels);
+    evaluation.add(scores, rpc::placed(batch.labels, scores.device()),
+                   share_of_loss.item<double>() * static_cast<double>(options_.batch_size));
+    first = next;
+  }
+  return evaluation;
 }
 
 void PipelineRun::begin(int64_t num_split) {
@@ -56,8 +87,8 @@ void PipelineRun::begin(int64_t num_split) {
 }
 
 job::Result PipelineRun::step(const job::Step& step) {
-  const auto split = static_cast<size_t>(step.total / options_.batches);
-  const int64_t index = step.total % options_.batches;
+  const auto split = static_cast<size_t>(step.total / batches());
+  const int64_t index = step.total % batches();
   if (split_ != split) {
     const int64_t num_split = options_.num_split[split];
     if (split_) {  // the first one has begun
@@ -70,7 +101,7 @@ job::Result PipelineRun::step(const job::Step& step) {
   const PipelineBatch batch = base::traced("data", [&] { return inputs_.images.batch(index); });
   model_.set_lr_factor(lr_schedule_.factor(index, 0));  // each model's from its beginning
   const BatchResult result = model_.train(batch, index);
-  log_.batch(result, index + 1);
+  log_.batch(result, step.epoch, index + 1);
   return {at::scalar_tensor(result.loss, at::kDouble), options_.batch_size};
 }
 

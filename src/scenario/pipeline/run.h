@@ -20,6 +20,8 @@ class PipelineModel {
   virtual void begin(int64_t num_split) = 0;
   /// One update; `index` is the batch's number, from 0.
   virtual BatchResult train(const PipelineBatch& batch, int64_t index) = 0;
+  /// [n, classes] of images, by the statistics that batch norm has gathered.
+  virtual at::Tensor scores(const at::Tensor& images) = 0;
   virtual void set_lr_factor(double factor) = 0;
   /// Parameters and buffers by torchvision's names.
   virtual data::NamedTensors state() = 0;
@@ -44,14 +46,16 @@ class PipelineRun {
               job::EventSink& sink);
 
   job::Plan plan() const;
-  /// What a checkpoint keeps of the model.
+  /// What a checkpoint keeps of the model, and how it is evaluated.
   void keep_in(job::TrainingPlan& training);
   job::Result step(const job::Step& step);
   /// Ends the last split. For `end`.
   void add_to(job::Json& fields);
 
  private:
+  int64_t batches() const;  // of each run
   void begin(int64_t num_split);
+  job::Evaluation evaluate(const job::Share& share);
 
   const PipelineOptions& options_;
   const PipelineInputs& inputs_;

@@ -23,11 +23,12 @@ void SplitLog::begin_split(int64_t num_split) {
   results_.clear();
 }
 
-void SplitLog::batch(const BatchResult& result, int64_t step) {
+void SplitLog::batch(const BatchResult& result, int64_t epoch, int64_t step) {
   results_.push_back(result);
   ++steps_;
   if (options_.log_interval == 0 || step % options_.log_interval != 0) return;
-  job::Json fields{{"epoch", 1}, {"step", step}, {"num_split", num_split_}, {"loss", result.loss}};
+  job::Json fields{
+      {"epoch", epoch}, {"step", step}, {"num_split", num_split_}, {"loss", result.loss}};
   if (result.accuracy) fields["accuracy"] = *result.accuracy;
   fields["batch_s"] = result.batch_s;
   fields["samples_per_s"] = static_cast<double>(options_.batch_size) / result.batch_s;

@@ -26,8 +26,8 @@ class SplitLog {
   SplitLog(const PipelineOptions& options, job::EventSink& sink) : options_(options), sink_(sink) {}
 
   void begin_split(int64_t num_split);
-  /// `step`: the batch's number, from 1.
-  void batch(const BatchResult& result, int64_t step);
+  /// `step`: the batch's number in the run, from 1.
+  void batch(const BatchResult& result, int64_t epoch, int64_t step);
   /// Emits nothing if there was no batch.
   void end_split();
 

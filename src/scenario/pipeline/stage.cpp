@@ -4,6 +4,7 @@
 #include <thread>
 
 #include <ATen/Functions.h>
+#include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/autograd/context.h"
 #include "distrain/base/clock.h"
@@ -18,7 +19,6 @@ namespace distrain::scenario {
 namespace {
 
 constexpr int kMaster = 0;
-constexpr auto kAsLongAsItTakes = std::chrono::nanoseconds::max();  // or until its peer dies
 
 void sleep_for(double seconds) {
   const base::TraceScope scope("sleep");
@@ -122,7 +122,20 @@ at::Tensor PipelineStage::compute(rpc::Agent& agent, const at::Tensor& input, in
   autograd::guard_pass(agent, guard(agent, micro_batch, sleep_s));
   add_compute(begun);
   turn->done();
-  return rpc::for_rank(agent, is_last_ ? kMaster : agent.rank() + 1, output);
+  return rpc::for_rank(agent, next_rank(agent), output);
+}
+
+int PipelineStage::next_rank(const rpc::Agent& agent) const {
+  return is_last_ ? kMaster : agent.rank() + 1;
+}
+
+base::Future<at::Tensor> PipelineStage::infer(rpc::CallContext& call,
+                                              const rpc::RRef<at::Tensor>& input) {
+  return input.to_here_async(kAsLongAsItTakes)
+      .then(call.agent.executor(), [self = shared_from_this(), &agent = call.agent](at::Tensor& x) {
+        const at::NoGradGuard no_grad;
+        return rpc::for_rank(agent, self->next_rank(agent), self->module_.forward(x, false));
+      });
 }
 
 // Of the backward pass of the current context through this stage.
@@ -209,6 +222,7 @@ void PipelineStage::expose(rpc::Agent& agent) {
   agent.expose<&PipelineStage::begin_batch>("PipelineStage.begin_batch");
   agent.expose<&PipelineStage::end_batch>("PipelineStage.end_batch");
   agent.expose<&PipelineStage::forward>("PipelineStage.forward");
+  agent.expose<&PipelineStage::infer>("PipelineStage.infer");
   agent.expose<&PipelineStage::parameter_rrefs>("PipelineStage.parameter_rrefs");
   agent.expose<&PipelineStage::parameter_names>("PipelineStage.parameter_names");
   agent.expose<&PipelineStage::gradients>("PipelineStage.gradients");

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -15,6 +16,9 @@
 #include "turns.h"
 
 namespace distrain::scenario {
+
+/// Until its peer dies: nobody knows how long a stage computes.
+constexpr auto kAsLongAsItTakes = std::chrono::nanoseconds::max();
 
 /// What the stages of one rank have of their job.
 struct StageJob {
@@ -62,6 +66,9 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
   base::Future<at::Tensor> forward(rpc::CallContext& call, const rpc::RRef<at::Tensor>& input,
                                    int64_t micro_batch);
 
+  /// Not in a context: passes `input` through by the statistics that batch norm has gathered.
+  base::Future<at::Tensor> infer(rpc::CallContext& call, const rpc::RRef<at::Tensor>& input);
+
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
   std::vector<std::string> parameter_names() const { return module_.parameter_names(); }
   /// Those of the current context, by parameter, on the CPU.
@@ -82,6 +89,8 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
                      const Turns::TurnPtr& turn);
   autograd::PassGuard guard(rpc::Agent& agent, int64_t micro_batch, double sleep_s);
   c10::Device device() const { return module_.parameters().front().device(); }
+  /// The rank that takes what this stage gives.
+  int next_rank(const rpc::Agent& agent) const;
   at::Tensor stand_in(const at::Tensor& input) const;
   at::Tensor full_size(const at::Tensor& input) const;
   void hold(int64_t micro_batches);
