@@ -16,8 +16,12 @@ namespace {
 
 std::string spellings(const Option& option) {
   std::string names = "--" + option.name;
-  // As the tutorials have it.
-  if (option.name.find('-') != std::string::npos) names += ",--" + json_name(option);
+  for (std::string name : {option.name, option.old_name}) {
+    if (name == option.old_name && !name.empty()) names += ",--" + name;
+    if (name.find('-') == std::string::npos) continue;
+    std::replace(name.begin(), name.end(), '-', '_');  // as the tutorials have it
+    names += ",--" + name;
+  }
   if (option.short_name) names += std::string(",-") + option.short_name;
   return names;
 }

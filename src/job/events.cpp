@@ -64,6 +64,8 @@ Event end_event() {
 
 }  // namespace
 
+const char* counted(Unit unit) { return unit == Unit::kWords ? "words" : "samples"; }
+
 Field sometimes(Field field) {
   field.is_sometimes = true;
   return field;
@@ -136,39 +138,51 @@ Event step_event(std::vector<Field> more) {
   return event;
 }
 
-Event epoch_event(std::vector<Field> more) {
+namespace {
+
+Field quality(Unit unit) {
+  if (unit == Unit::kWords) return {"perplexity", kNumber, "e to the power of the loss"};
+  return {"accuracy", kNumber, "share of the examples that are right"};
+}
+
+Event epoch_event(Unit unit) {
+  const std::string what = counted(unit);
   Event event{"epoch",
               "at the end of an epoch, of each trainer",
               {{"epoch", kInteger, "from 1 on"},
                {"loss", kNumber, "mean over the epoch's steps; null if it had none"},
                {"steps", kInteger, "of this trainer in this epoch"},
-               {"samples", kInteger, "what this trainer was trained on in this epoch"},
+               {what, kInteger, "that this trainer was trained on in this epoch"},
                {"wall_s", kNumber, "seconds that the epoch took"}}};
-  append(event.fields, std::move(more));
+  if (unit == Unit::kWords) event.fields.push_back(quality(unit));
   return event;
 }
 
-Event eval_event(std::string when, std::vector<Field> more) {
-  Event event{
-      "eval",
-      std::move(when),
-      {{"loss", kNumber, "mean over all that was evaluated"},
-       {"samples", kInteger, "how many were evaluated"},
-       sometimes({"lr", kNumber, "learning rate until now, where it follows from losses"})}};
-  append(event.fields, std::move(more));
-  return event;
+}  // namespace
+
+Event eval_event(std::string when, Unit unit) {
+  return {"eval",
+          std::move(when),
+          {{"epoch", kInteger, "that has ended, or in which the job did"},
+           {"step", kInteger, "of each trainer, from 1 on"},
+           {"loss", kNumber, "mean over all that was evaluated"},
+           quality(unit),
+           {counted(unit), kInteger, "how many were evaluated"},
+           sometimes({"lr", kNumber, "learning rate until now, where it follows from losses"})}};
 }
 
-std::vector<Event> trainer_events() {
-  return {step_event({{"samples_per_s", kNumber, "examples of this trainer a second"}}),
-          epoch_event(),
-          eval_event("at the end of an epoch, or of the job",
-                     {{"accuracy", kNumber, "share of the examples that are right"}}),
-          {"end",
-           "",
-           {sometimes({"loss", kNumber, "mean over the last epoch, and over the trainers"}),
-            sometimes({"accuracy", kNumber, "of the last evaluation"}),
-            sometimes({"ddp", kText, "how trainers on GPUs average: staged or nccl"})}}};
+std::vector<Event> trainer_events(Unit unit) {
+  const std::string what = counted(unit);
+  Event eval = eval_event("at the end of an epoch, or of the job", unit);
+  Event end{"end",
+            "",
+            {sometimes({"loss", kNumber, "mean over the last epoch, and over the trainers"}),
+             sometimes(quality(unit)),
+             sometimes({"eval", kObject, "the last evaluation", eval.fields}),
+             sometimes({"ddp", kText, "how trainers on GPUs average: staged or nccl"})}};
+  end.fields[1].what = unit == Unit::kWords ? "of that loss" : "of the last evaluation";
+  return {step_event({{what + "_per_s", kNumber, what + " of this trainer a second"}}),
+          epoch_event(unit), std::move(eval), std::move(end)};
 }
 
 std::vector<Event> with_events(std::vector<Event> events, const std::vector<Event>& more) {

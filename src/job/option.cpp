@@ -96,8 +96,10 @@ std::vector<std::string> split_list(std::string_view text) {
 }
 
 const Option* find_option(const OptionTable& table, std::string_view name) {
-  const auto it = std::find_if(table.begin(), table.end(),
-                               [name](const Option& option) { return option.name == name; });
+  if (name.empty()) return nullptr;
+  const auto it = std::find_if(table.begin(), table.end(), [name](const Option& option) {
+    return option.name == name || option.old_name == name;
+  });
   return it == table.end() ? nullptr : &*it;
 }
 
@@ -246,6 +248,10 @@ OptionRow& OptionRow::below(double min, double max) {
 }
 OptionRow& OptionRow::by_default(std::string words) {
   option_.initial_in_words = std::move(words);
+  return *this;
+}
+OptionRow& OptionRow::formerly(std::string old_name) {
+  option_.old_name = std::move(old_name);
   return *this;
 }
 OptionRow& OptionRow::needs(std::string other) {

@@ -208,7 +208,9 @@ Schedule::Phase Schedule::after_evaluation() {
 void Schedule::enter_next_phase() {
   const Phase before = phase_;
   if (before == Phase::kBeginning && hooks_.on_begin) hooks_.on_begin();
-  if (before == Phase::kEvaluating && hooks_.on_evaluated) hooks_.on_evaluated(epoch_over());
+  if (before == Phase::kEvaluating && hooks_.on_evaluated) {
+    hooks_.on_evaluated(position_, epoch_over());
+  }
   if (before == Phase::kSaving && hooks_.on_save) hooks_.on_save(position_);
   {
     std::lock_guard lock(mutex_);

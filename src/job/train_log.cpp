@@ -29,7 +29,7 @@ Json Evaluation::fields(Unit unit) const {
   } else {
     fields["accuracy"] = static_cast<double>(right) / static_cast<double>(samples);
   }
-  fields["samples"] = samples;
+  fields[counted(unit)] = samples;
   return fields;
 }
 
@@ -84,7 +84,7 @@ void TrainLog::end_epoch() {
   if (unit_ == Unit::kWords)
     fields["perplexity"] = steps_ > 0 ? Json(std::exp(last_loss_)) : Json();
   fields["steps"] = steps_;
-  fields["samples"] = samples_;
+  fields[counted(unit_)] = samples_;
   fields["wall_s"] = base::seconds_since(epoch_start_);
   if (tells_) sink_.emit("epoch", fields);
   epoch_ = steps_ = samples_ = 0;

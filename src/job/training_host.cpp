@@ -119,7 +119,9 @@ Attached TrainingHost::attach(const Attachment& attachment, int rank) {
     }
     if (checkpoints_.saving()) setting_.heed();
   };
-  hooks.on_evaluated = [this](bool whole_epoch) { on_evaluated(whole_epoch); };
+  hooks.on_evaluated = [this](const Position& position, bool whole_epoch) {
+    on_evaluated(position, whole_epoch);
+  };
   hooks.on_save = [this](const Position& position) { save(position); };
   hooks.on_end = [this](bool stopped) {
     if (checkpoints_.saving()) setting_.end(stopped);
@@ -277,7 +279,7 @@ void TrainingHost::report(const Report& report) {
   }
 }
 
-void TrainingHost::on_evaluated(bool whole_epoch) {
+void TrainingHost::on_evaluated(const Position& position, bool whole_epoch) {
   std::lock_guard lock(mutex_);
   const Unit unit = terms_->words ? Unit::kWords : Unit::kSamples;
   if (total_.steps > 0) {
@@ -288,9 +290,10 @@ void TrainingHost::on_evaluated(bool whole_epoch) {
   if (total_.evaluation.samples > 0) {
     check_finite_loss(total_.evaluation.loss());
     Json fields = total_.evaluation.fields(unit);
-    for (const char* name : {"accuracy", "perplexity"}) {
-      if (fields.contains(name)) metrics_[name] = fields[name];
-    }
+    fields["epoch"] = position.epoch;
+    fields["step"] = position.total / terms_->trainers;
+    metrics_["eval"] = fields;
+    if (fields.contains("accuracy")) metrics_["accuracy"] = fields["accuracy"];
     if (lr_schedule_.observes()) fields["lr"] = terms_->lr * lr_schedule_.state().factor;
     sink_.emit("eval", fields);
     // Where a job was cut off, one that goes on must not see it.

@@ -135,7 +135,7 @@ class TrainingHost {
   void load();
   void read_position(const Snapshot& snapshot);
   void check_all_taken() const;
-  void on_evaluated(bool whole_epoch);
+  void on_evaluated(const Position& position, bool whole_epoch);
   void save(const Position& position);
 
   const Setting setting_;

@@ -308,7 +308,7 @@ void check_resnet_input(int64_t image_size, int64_t smallest_micro_batch) {
   for (int halving = 0; halving < 5; ++halving) side = side_after(2, side);
   if (side * side * smallest_micro_batch > 1) return;
   invalid("a micro-batch of one image of " + std::to_string(image_size) +
-          " pixels leaves batch norm one value a channel: larger micro-batches (--num-split, "
+          " pixels leaves batch norm one value a channel: larger micro-batches (--micro-batches, "
           "--batch-size), or --image-size 33 and above");
 }
 

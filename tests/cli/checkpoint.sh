@@ -7,9 +7,9 @@ source "$(dirname "$0")/lib.bash"
 make_images "$tmp/data" 64 8
 make_text 60 >"$tmp/text"
 declare -A arguments=(
-  [hybrid]="--mode sync --batches 100"
+  [hybrid]="--mode sync --batches-per-epoch 100"
   [ps]="--mode sync --data $tmp/data --batch-size 4"
-  [rnn]="--mode sync --trainers 2 --data $tmp/text --emsize 8 --nhid 8 --batch-size 4 --bptt 5")
+  [rnn]="--mode sync --trainers 2 --data $tmp/text --embedding-dim 8 --nhid 8 --batch-size 4 --bptt 5")
 
 # job <command> <more>...: with a small job's arguments
 job() {

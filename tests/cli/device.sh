@@ -13,7 +13,7 @@ options_of() { # options_of <job>: that make it short
     ps) echo --data "$data" --steps 2 ;;
     rnn) echo --epochs 1 --trainers 2 ;;
     rl) echo --max-episodes 1 ;;
-    pipeline) echo --model resnet18 --image-size 33 --classes 10 --batches 1 --batch-size 4 --num-split 2 ;;
+    pipeline) echo --model resnet18 --image-size 33 --classes 10 --batches 1 --batch-size 4 --micro-batches 2 ;;
   esac
 }
 try() { # try <job> <options>...

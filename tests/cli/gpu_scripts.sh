@@ -51,7 +51,7 @@ done
 
 # And the job's own lines are what compare_pipeline.py reads. Its GPU is the first word that counts.
 timeout "$limit" python3 "$root/tests/gpu/compare_pipeline.py" "$distrain" --device cpu --model resnet18 \
-  --image-size 33 --batch-size 2 --batches 1 --classes 10 --num-split 1,2 >"$tmp/out" 2>"$tmp/err"
+  --image-size 33 --batch-size 2 --batches 1 --classes 10 --micro-batches 1,2 >"$tmp/out" 2>"$tmp/err"
 expect_jq 'map(select(.event == "pipeline") | .num_split) == [1,2,1,2] and .[-1].speed > 0' \
   "compare_pipeline.py: real lines"
 finish

@@ -25,7 +25,7 @@ for args in --help -h help; do
 done
 declare -A words=([hybrid]="--trainers --mode async|sync" [ps]="--trainers --mode async|sync|ssp"
   [rnn]="--trainers --mode async|sync" [rl]="--observers --threshold --max-episodes"
-  [pipeline]="--stages --num-split --schedule gpipe|1f1b|naive")
+  [pipeline]="--stages --micro-batches --schedule gpipe|1f1b|naive")
 for command in "${!words[@]}"; do
   for args in "$command --help" "$command -h" "help $command" "$command --bogus --help"; do
     # shellcheck disable=SC2086

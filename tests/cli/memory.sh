@@ -6,7 +6,7 @@ source "$(dirname "$0")/lib.bash"
 
 (
   ulimit -v 3000000
-  timeout "$limit" "$distrain" pipeline --local --threads 1 --num-split 1 --batches 1 --image-size 700 \
+  timeout "$limit" "$distrain" pipeline --local --threads 1 --micro-batches 1 --batches 1 --image-size 700 \
     >"$tmp/out" 2>"$tmp/err"
 )
 code=$?

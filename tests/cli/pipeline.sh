@@ -18,7 +18,7 @@ expect 0 "a sweep"
 expect_log "a sweep"
 [[ -s $tmp/err ]] && { fail "a sweep: wrote to stderr:"; head -n 5 "$tmp/err"; }
 expect_jq '[.[] | select(.event == "start")] | (map(.rank) | sort) == [0,1,2]
-  and all(.[].config; .num_split == [1,3] and .stages == 2 and .split == null and .loss == "mse")' "start lines"
+  and all(.[].config; .micro_batches == [1,3] and .stages == 2 and .split == null and .loss == "mse")' "start lines"
 expect_jq '[.[] | select(.event == "rank_end")] | (map(.role) | sort) == ["master","worker1","worker2"]' "rank_end lines"
 expect_jq '[.[] | select(.event == "step")] | map([.num_split, .step]) == [[1,1],[1,2],[3,1],[3,2]]
   and all(.[]; .rank == 0 and .samples_per_s > 0)' "step lines"
@@ -35,11 +35,11 @@ jq -c 'select(.event == "split") | [.num_split, .loss]' "$tmp/out" >"$tmp/sweep"
 
 # One run for each number, and --local, have the same losses.
 for n in 1 3; do
-  run "${small[@]}" --num-split $n
+  run "${small[@]}" --micro-batches $n
   jq -c 'select(.event == "split") | [.num_split, .loss]' "$tmp/out"
 done >"$tmp/loop"
 cmp -s "$tmp/sweep" "$tmp/loop" || fail "a sweep and a loop differ: $(cat "$tmp/sweep" "$tmp/loop")"
-run "${small[@]}" --num-split 1,3 --local --threads 1
+run "${small[@]}" --micro-batches 1,3 --local --threads 1
 expect 0 "--local"
 expect_log "--local"
 jq -c 'select(.event == "split") | .loss' "$tmp/out" >"$tmp/local"
@@ -47,12 +47,12 @@ paste -d ' ' <(jq '.[1]' "$tmp/sweep") "$tmp/local" |
   awk '{ d = $1 - $2; if (d < 0) d = -d; if (d > 1e-5 * $2) exit 1 }' ||
   fail "the losses are not those of --local: $(cat "$tmp/sweep" "$tmp/local")"
 
-run "${small[@]}" --stages 3 --split stem,layer3.0 --schedule 1f1b --num-split 4 --loss ce
+run "${small[@]}" --stages 3 --split stem,layer3.0 --schedule 1f1b --micro-batches 4 --loss ce
 expect 0 "three stages"
 expect_jq '[.[] | select(.event == "split")][0] | .activations == [3,2,1] and (.stage_s | length) == 3' "three stages"
 
 # The table, without training.
-run pipeline --explain --stages 3 --num-split 2,4 --split layer1,layer3
+run pipeline --explain --stages 3 --micro-batches 2,4 --split layer1,layer3
 expect 0 "--explain"
 # shellcheck disable=SC2016  # jq's variables
 expect_jq 'length == 2 and map(.num_split) == [2,4] and (map(.bubble * 1000 | round) == [500, 333])
@@ -61,18 +61,18 @@ expect_jq 'length == 2 and map(.num_split) == [2,4] and (map(.bubble * 1000 | ro
     and (.num_split as $m | all(.table[].steps; length == 2 * $m)))
   and .[0].table[1].steps[0] == {op: "forward", micro_batch: 0, begin: 1}' "--explain"
 if command -v script >/dev/null; then
-  on_terminal "'$distrain' pipeline --explain --num-split 2"
+  on_terminal "'$distrain' pipeline --explain --micro-batches 2"
   grep -qx '  stage 1  F0 F1 .  .  B0 B1  (holds 2)' "$tmp/tty" || fail "timeline: $(cat "$tmp/tty")"
 fi
 
 # Stages that sleep: one micro-batch goes through them one by one, several side by side, so that a
 # batch takes less than its stages together.
-run "${small[@]}" --batches 4 --num-split 1,4 --inject stage=300ms
+run "${small[@]}" --batches 4 --micro-batches 1,4 --inject stage=300ms
 expect 0 "--inject stage"
 expect_jq '[.[] | select(.event == "split")] | .[0].batch_s >= 1.2 and .[1].batch_s >= 0.75
   and all(.[]; .stage_s[0] >= 0.6) and .[1].batch_s < (.[1].stage_s | add)' "--inject stage"
 for rank in 1 2 3; do
-  run "${small[@]}" --stages 3 --num-split 2 --inject "stage=40ms@rank=$rank" --trace "$tmp/trace.json"
+  run "${small[@]}" --stages 3 --micro-batches 2 --inject "stage=40ms@rank=$rank" --trace "$tmp/trace.json"
   expect 0 "--inject stage@rank=$rank"
   expect_jq "[.[] | select(.event == \"split\")][0].stage_s[$rank - 1] >= 0.08" "--inject stage@rank=$rank"
   expect_jq "[.[0].traceEvents[] | select(.name == \"sleep\").pid] | unique == [$rank]" \
@@ -81,7 +81,7 @@ done
 
 # Real images.
 make_images "$tmp/images" 30 10
-run "${small[@]}" --data "$tmp/images" --num-split 2 --loss ce --log-interval 1
+run "${small[@]}" --data "$tmp/images" --micro-batches 2 --loss ce --log-interval 1
 expect 0 "--data"
 expect_jq '[.[] | select(.event == "step")] | length == 2 and all(.[]; .accuracy >= 0 and .accuracy <= 1)' "--data"
 
@@ -90,7 +90,7 @@ port=$(free_port)
 for rank in 2 1; do
   timeout "$limit" "$distrain" pipeline --rank $rank --master-port "$port" >"$tmp/rank$rank" 2>&1 &
 done
-run "${small[@]}" --rank 0 --master-port "$port" --num-split 3
+run "${small[@]}" --rank 0 --master-port "$port" --micro-batches 3
 expect 0 "ranks that join"
 wait
 jq -c 'select(.event == "split") | [.num_split, .loss]' "$tmp/out" | cmp -s - <(tail -n 1 "$tmp/sweep") ||
@@ -98,7 +98,7 @@ jq -c 'select(.event == "split") | [.num_split, .loss]' "$tmp/out" | cmp -s - <(
 for rank in 1 2; do expect_log "rank $rank" "$tmp/rank$rank"; done
 
 # A stage that dies is named.
-begin "${small[@]}" --num-split 2 --inject stage=300ms --batches 1000 --log-interval 1
+begin "${small[@]}" --micro-batches 2 --inject stage=300ms --batches 1000 --log-interval 1
 wait_for_lines 1 step "$tmp/out"
 kill -9 "$(jq -r 'select(.event == "start" and .rank == 2).pid' "$tmp/out")"
 wait $job
@@ -109,7 +109,7 @@ expect_jq '.[-1] | .cause_rank == 2 and .signal == "SIGKILL"' "a stage dies"
 expect_no_process "a stage dies"
 
 # SIGTERM saves, and the job goes on.
-saved=("${small[@]}" --num-split 2 --checkpoint "$tmp/saved" --resume auto --log-interval 1)
+saved=("${small[@]}" --micro-batches 2 --checkpoint "$tmp/saved" --resume auto --log-interval 1)
 begin "${saved[@]}" --batches 1000
 wait_for_lines 1 step "$tmp/out"
 kill $job
@@ -158,12 +158,12 @@ refused() { # refused <words> <option>...
   run pipeline "$@"
   expect_error 2 invalid "$words" "$*"
 }
-refused "--num-split 121: there are only 120" --num-split 121
-refused "--num-split must be" --num-split 0
-refused "--num-split must be" --num-split 2,,4
-refused "--num-split must be" --num-split two
+refused "--micro-batches 121: there are only 120" --micro-batches 121
+refused "--micro-batches must be" --micro-batches 0
+refused "--micro-batches must be" --micro-batches 2,,4
+refused "--micro-batches must be" --micro-batches two
 refused "--schedule must be one of" --schedule zigzag
-refused "need one --num-split" --num-split 1,2 --checkpoint "$tmp/saved"
+refused "need one --micro-batches" --micro-batches 1,2 --checkpoint "$tmp/saved"
 refused "layer9" --split layer9
 refused "stages" --split layer1,layer2
 refused "stages" --stages 50

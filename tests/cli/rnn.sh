@@ -25,7 +25,7 @@ expect_jq '[.[] | select(.event == "warn")] | length == 1 and (.[0].message | te
 
 make_text 60 >"$tmp/train"
 make_text 12 >"$tmp/valid"
-text=(rnn --data "$tmp/train" --valid-data "$tmp/valid" --emsize 8 --nhid 8 --batch-size 4 --bptt 5
+text=(rnn --data "$tmp/train" --valid-data "$tmp/valid" --embedding-dim 8 --nhid 8 --batch-size 4 --bptt 5
   --log-interval 1)
 run "${text[@]}" --epochs 2 --generate 6 --prompt "the w5"
 expect 0 "a text"
@@ -34,7 +34,7 @@ expect_log "a text"
 expect_jq '[.[] | select(.event == "start")] | all(.[].config; .vocab_size == 10000 and .nlayers == 2
   and .clip == 0.25 and .lr == 20)' "a text: config"
 expect_jq '[.[] | select(.event == "step")] | length > 10 and all(.[]; .words_per_s > 0)' "a text: step lines"
-expect_jq '[.[] | select(.event == "eval")] | length == 2 and all(.[]; .perplexity > 1 and .samples > 50)' \
+expect_jq '[.[] | select(.event == "eval")] | length == 2 and all(.[]; .perplexity > 1 and .words > 50)' \
   "a text: eval lines"
 expect_jq '[.[] | select(.event == "text")] | length == 1 and (.[0].text | test("^the w5 .*[a-z.<]"))' \
   "a text: sample"

@@ -13,7 +13,7 @@ run schema step
 expect 0 "schema step"
 jq -e '[.oneOf[].properties.event.const] | unique == ["step"]' "$tmp/out" >/dev/null || fail "schema step has others"
 
-run hybrid --epochs 1 --batches 2 --log-interval 1
+run hybrid --epochs 1 --batches-per-epoch 2 --log-interval 1
 expect 0 hybrid
 expect_log hybrid
 jq -c 'select(.event == "step")' "$tmp/out" | head -n 1 >"$tmp/step"

@@ -38,7 +38,7 @@ expect_trace rnn 3 step@1 forward@2 WordEmbedding.forward@0 Decoder.loss@0 allre
 run rnn --data "$tmp/text" --valid-data "$tmp/text" --steps 5 --trace "$trace"
 expect_trace "rnn with data" 2 data@1 evaluate@1
 
-pipeline=(pipeline --model resnet18 --image-size 33 --batch-size 8 --batches 1 --classes 10 --num-split 4)
+pipeline=(pipeline --model resnet18 --image-size 33 --batch-size 8 --batches 1 --classes 10 --micro-batches 4)
 run "${pipeline[@]}" --trace "$trace"
 expect_trace pipeline 3 data@0 loss@0 forward@1 forward@2 backward@0 backward@1 backward@2 \
   PipelineStage.forward@1 "call PipelineStage.forward@0" "call distrain.rref.fetch@2" distrain.optim.step@2

@@ -37,7 +37,7 @@ JOBS = {
         ["--device", "cuda"],
     ]),
     "pipeline": (["--model", "resnet18", "--image-size", "64", "--batch-size", "16", "--classes",
-                  "10", "--num-split", "2", "--batches", "20", "--log-interval", "1"], "step", [
+                  "10", "--micro-batches", "2", "--batches", "20", "--log-interval", "1"], "step", [
         ["--device", "cuda"],
     ]),
     # Its loss is no part of the log; rewards of 20 episodes are.

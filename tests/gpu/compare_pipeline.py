@@ -12,7 +12,7 @@ import sys
 
 WANTED = 0.9
 LIMIT_S = 150
-OPTIONS = ["--device", "cuda:0", "--num-split", "1,2,4,8", "--batches", "8"]
+OPTIONS = ["--device", "cuda:0", "--micro-batches", "1,2,4,8", "--batches", "8"]
 
 
 def speeds(binary: str, impl: str, options: list[str]) -> dict[int, float]:

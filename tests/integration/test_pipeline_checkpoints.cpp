@@ -86,7 +86,7 @@ TEST_CASE("a pipeline goes on from its own checkpoints only") {
     change(other);
     check_resume_refused(Place::kLocal, other, folder.path(), why);
   };
-  refused([](PipelineOptions& o) { o.num_split = {4}; }, "saved with --num-split 2, not 4");
+  refused([](PipelineOptions& o) { o.num_split = {4}; }, "saved with --micro-batches 2, not 4");
   refused([](PipelineOptions& o) { o.loss = "ce"; }, "saved with --loss mse, not ce");
   refused([](PipelineOptions& o) { o.seed = 2; }, "saved with --seed 1, not 2");
   refused([](PipelineOptions& o) { o.model = "resnet50"; },

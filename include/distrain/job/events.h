@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -7,6 +8,11 @@ namespace distrain::job {
 
 // What the JSON lines of a job hold, declared once: the schema, the man pages and the tests of
 // every line come from it.
+
+/// What losses are of: words have a perplexity, others an accuracy.
+enum class Unit : uint8_t { kSamples, kWords };
+/// The field that says how many there were.
+const char* counted(Unit unit);
 
 /// As JSON has neither NaN nor infinity, a kNumber may be null, and so may one of kNumbers.
 enum class FieldType {
@@ -43,14 +49,13 @@ struct Event {
 /// Those that any job prints: start, waiting, ready, ddp, checkpoint, warn, error, rank_end, end.
 std::vector<Event> common_events();
 
-/// A trainer's lines as TrainLog prints them, with more fields.
+/// A trainer's `step` lines, with more fields.
 Event step_event(std::vector<Field> more);
-Event epoch_event(std::vector<Field> more = {});
-/// `loss`, `samples` and what else the job measures.
-Event eval_event(std::string when, std::vector<Field> more);
+/// How an evaluation went, and when there is one.
+Event eval_event(std::string when, Unit unit = Unit::kSamples);
 
 /// What a job prints whose trainers go through data in epochs, unless it says otherwise.
-std::vector<Event> trainer_events();
+std::vector<Event> trainer_events(Unit unit = Unit::kSamples);
 
 /// `events` with `more`, whose fields are added where there is such an event. What `end` has,
 /// `rank_end` has, too.

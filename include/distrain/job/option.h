@@ -27,6 +27,7 @@ enum class Scope {
 /// and the agreement between ranks have to know of it. See OptionList for how to declare one.
 struct Option {
   std::string name;  ///< without dashes; the spelling with `_` comes by itself
+  std::string old_name;  ///< accepted, and in no text; may be empty
   ValueKind kind = ValueKind::kText;
   std::string value_name;  ///< N, FILE, …; empty for a flag
   std::string initial;     ///< the default in canonical form, empty: none or it depends
@@ -53,6 +54,7 @@ struct Option {
 };
 using OptionTable = std::vector<Option>;
 
+/// By its name or its old one.
 const Option* find_option(const OptionTable& table, std::string_view name);
 
 /// The value as it is compared and sent ("5e-2" → "0.05"). Throws `invalid` naming `where` (the

@@ -27,6 +27,8 @@ class OptionRow {
   OptionRow& below(double min, double max);
   /// What the help shows as the default, where that is not one value.
   OptionRow& by_default(std::string words);
+  /// Another spelling that goes on to be accepted.
+  OptionRow& formerly(std::string old_name);
   /// It makes no sense unless this other option is given.
   OptionRow& needs(std::string other);
   /// Without effect where `--data` is given.

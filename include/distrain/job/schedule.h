@@ -70,7 +70,7 @@ class Schedule {
   struct Hooks {
     std::function<void()> on_begin;  ///< all trainers are there
     /// `whole_epoch`: not only the end of the job, in the middle of one.
-    std::function<void(bool whole_epoch)> on_evaluated;
+    std::function<void(const Position&, bool whole_epoch)> on_evaluated;
     std::function<void(const Position&)> on_save;
     std::function<void(bool stopped)> on_end;
   };

@@ -5,12 +5,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "distrain/job/events.h"
 #include "distrain/job/job.h"
 
 namespace distrain::job {
 
-/// What losses are of: words have a perplexity, too.
-enum class Unit : uint8_t { kSamples, kWords };
 
 /// How many of some examples the model gets right, and the sum of their losses.
 struct Evaluation {
@@ -23,7 +22,7 @@ struct Evaluation {
   /// `scores` [n, classes], the sum of whose losses is `loss_sum`; int64 `targets` [n].
   void add(const at::Tensor& scores, const at::Tensor& targets, double loss_sum);
   double loss() const { return loss_sum / static_cast<double>(samples); }
-  /// loss, accuracy or perplexity, samples; empty where there are none.
+  /// loss, accuracy or perplexity, samples or words; empty where there are none.
   Json fields(Unit unit = Unit::kSamples) const;
 };
 

@@ -28,8 +28,9 @@ void HybridOptions::describe(job::OptionList<HybridOptions>& list) {
   list.file("test-data", &HybridOptions::test_data, "evaluate on this file after training")
       .needs("data");
   list.group("Training");
-  list.integer("batches", &HybridOptions::batches, "batches an epoch and trainer, random data only")
+  list.integer("batches-per-epoch", &HybridOptions::batches, "of each trainer, random data only")
       .range(1, job::kMaxInt)
+      .formerly("batches")
       .random_only();
   list.row("batch-size").data_only();
   list.find("batch-size").help += ", with --data";

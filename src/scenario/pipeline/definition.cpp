@@ -47,11 +47,11 @@ void check_pipeline(const PipelineOptions& options) {
   const bool saves = !options.checkpoint.dir.empty() || !options.checkpoint.resume.empty();
   if ((saves || !options.valid_data.empty()) && options.num_split.size() > 1) {
     invalid(std::string(saves ? "--checkpoint and --resume need" : "--valid-data needs") +
-            " one --num-split, not several: each number trains a model of its own");
+            " one --micro-batches, not several: each number trains a model of its own");
   }
   for (const int64_t num_split : options.num_split) {
     if (num_split > options.batch_size) {
-      invalid("--num-split " + std::to_string(num_split) + ": there are only " +
+      invalid("--micro-batches " + std::to_string(num_split) + ": there are only " +
               std::to_string(options.batch_size) + " samples in a batch (--batch-size)");
     }
     models::check_resnet_input(options.image_size, options.batch_size / num_split);
@@ -107,9 +107,10 @@ void PipelineOptions::describe(job::OptionList<PipelineOptions>& list) {
   list.file("weights", &PipelineOptions::weights, "safetensors file with the weights to begin with")
       .by_default("torchvision's initialisation");
   list.group("Training");
-  list.integers("num-split", &PipelineOptions::num_split,
+  list.integers("micro-batches", &PipelineOptions::num_split,
                 "micro-batches of a batch; each number is a run of its own with a fresh model")
-      .range(1, job::kMaxInt);
+      .range(1, job::kMaxInt)
+      .formerly("num-split");
   list.choice("schedule", &PipelineOptions::schedule, {"gpipe", "1f1b", "naive"},
               "gpipe: all forward passes first; 1f1b: as few activations as can be; "
               "naive: one micro-batch at a time")
@@ -144,12 +145,12 @@ void PipelineOptions::describe(job::OptionList<PipelineOptions>& list) {
       "channel, or\n"
       "grey ones by 0.5 and 0.5 and repeated to three channels; then images are resized.");
   list.row("epochs").details("An epoch counts as many batches as its images fill.");
-  list.row("valid-data").details("Needs --data and one --num-split. It may be the same folder.");
+  list.row("valid-data").details("Needs --data and one --micro-batches. It may be the same folder.");
   list.row("weights").details(
       "All parameters and buffers, by torchvision's names. A checkpoint that --resume loads "
       "counts\n"
       "instead.");
-  list.row("num-split")
+  list.row("micro-batches")
       .details(
           "Each ends in a `split` line. A batch that does not divide evenly has micro-batches that "
           "differ\n"
@@ -161,11 +162,11 @@ void PipelineOptions::describe(job::OptionList<PipelineOptions>& list) {
           "p - s + 1 at most; it takes as long.");
   list.row("checkpoint")
       .details(
-          "Needs one number in --num-split. The file serves as --weights, too. Stages, split and "
+          "Needs one number in --micro-batches. The file serves as --weights, too. Stages, split and "
           "schedule\n"
           "may be others when the job goes on.");
   list.row("explain").details(
-      "A line for each number of --num-split. Each step counts as one unit of time; `length` "
+      "A line for each number of --micro-batches. Each step counts as one unit of time; `length` "
       "and\n"
       "`begin` are in such units, `bubble` is the share of the stages' time that is waiting.");
 }
@@ -198,21 +199,21 @@ const job::Definition<PipelineOptions>& pipeline_job() {
               "Batch norm takes the mean and deviation of each micro-batch by itself, as all "
               "pipelines do: "
               "so\n"
-              "another --num-split gives somewhat other losses, and --local with the same gives "
+              "another --micro-batches gives somewhat other losses, and --local with the same gives "
               "the same "
               "ones. A\n"
               "job that is resumed ends in the same bits with the same --threads.")
           .example(
-              "distrain pipeline --num-split 1,2,4,8 | jq -r 'select(.event == \"split\") | "
+              "distrain pipeline --micro-batches 1,2,4,8 | jq -r 'select(.event == \"split\") | "
               ".batch_s'",
               "Which number of micro-batches is best here")
-          .example("distrain pipeline --explain --stages 4 --schedule 1f1b --num-split 8",
+          .example("distrain pipeline --explain --stages 4 --schedule 1f1b --micro-batches 8",
                    "What a schedule looks like")
           .example("distrain pipeline --stages 3 --inject stage=100ms",
                    "Whether the stages wait no longer than the schedule says")
           .example(
               "distrain pipeline --data cifar-10-batches-bin --valid-data cifar-10-batches-bin "
-              "--loss ce --num-split 8 --epochs 5",
+              "--loss ce --micro-batches 8 --epochs 5",
               "Real images, and how well it does on others")
           .example("for r in 0 1 2; do distrain pipeline --rank $r & done; wait",
                    "Three ranks that are started one by one")
@@ -222,10 +223,9 @@ const job::Definition<PipelineOptions>& pipeline_job() {
                     {"batch_s", kNumber, "seconds from the cutting of the batch to its update"},
                     samples_per_s,
                     with_data("in the batch")}),
-               job::eval_event("at the end of an epoch, or of the job, with --valid-data",
-                               {{"accuracy", kNumber, "share of right classes"}}),
+               job::eval_event("at the end of an epoch, or of the job, with --valid-data"),
                {"split",
-                "at the end of the run of a number of --num-split",
+                "at the end of the run of a number of --micro-batches",
                 {{"num_split", kInteger, "micro-batches of a batch"},
                  {"schedule", kText, "--schedule"},
                  {"batches", kInteger, "of this run"},

@@ -13,7 +13,7 @@ namespace {
 template <class Tell>
 void defaults_on_text(const Tell& tell) {
   tell("vocab-size", &RnnOptions::vocab_size, 10000);
-  tell("emsize", &RnnOptions::emsize, 200);
+  tell("embedding-dim", &RnnOptions::emsize, 200);
   tell("nhid", &RnnOptions::nhid, 200);
   tell("nlayers", &RnnOptions::nlayers, 2);
   tell("bptt", &RnnOptions::bptt, 35);
@@ -55,7 +55,9 @@ void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
   list.integer("vocab-size", &RnnOptions::vocab_size, "words that are told apart, at most")
       .range(2, job::kMaxInt)
       .may_change();  // it is the words themselves that have to be as many
-  list.integer("emsize", &RnnOptions::emsize, "numbers in a word's embedding").range(1, 1048576);
+  list.integer("embedding-dim", &RnnOptions::emsize, "numbers in a word's embedding")
+      .range(1, 1048576)
+      .formerly("emsize");
   list.integer("nhid", &RnnOptions::nhid, "numbers in the LSTM's hidden state").range(1, 1048576);
   list.integer("nlayers", &RnnOptions::nlayers, "layers of the LSTM").range(1, 1024);
   list.real("dropout", &RnnOptions::dropout, "share of numbers set to 0 in training").below(0, 1);
@@ -66,8 +68,9 @@ void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
   list.group("Training");
   list.row("trainers").range(1, 1023);
   list.find("trainers").help = "trainers; the job has one rank more";
-  list.integer("batches", &RnnOptions::batches, "batches an epoch and trainer, random data only")
+  list.integer("batches-per-epoch", &RnnOptions::batches, "of each trainer, random data only")
       .range(1, job::kMaxInt)
+      .formerly("batches")
       .random_only();
   list.find("batch-size").help = "columns of text a trainer";
   list.integer("bptt", &RnnOptions::bptt, "words a batch and column").range(1, job::kMaxInt);
@@ -132,20 +135,14 @@ const job::Definition<RnnOptions>& rnn_job() {
               "A few words in the way of the text")
           .example("for r in 0 1; do distrain rnn --rank $r & done; wait",
                    "Two ranks that are started one by one")
-          .events({job::step_event({{"words_per_s", kNumber, "words of this trainer a second"}}),
-                   job::epoch_event({{"perplexity", kNumber, "e to the power of the loss"}}),
-                   job::eval_event("at the end of an epoch, with --valid-data",
-                                   {{"perplexity", kNumber, "e to the power of the loss"}}),
-                   {"text",
-                    "at the end, with --generate",
-                    {{"text", kText, "the prompt and what follows it"}}},
-                   {"end",
-                    "",
-                    {sometimes({"loss", kNumber, "mean over the words of the last epoch"}),
-                     sometimes(
-                         {"perplexity", kNumber, "of the last evaluation, else of the last epoch"}),
-                     sometimes({"words_per_s", kNumber, "words a second of the first trainer"}),
-                     sometimes({"ddp", kText, "how trainers on GPUs average: staged or nccl"})}}})
+          .events(job::with_events(
+              job::trainer_events(job::Unit::kWords),
+              {{"text",
+                "at the end, with --generate",
+                {{"text", kText, "the prompt and what follows it"}}},
+               {"end",
+                "",
+                {sometimes({"words_per_s", kNumber, "words a second of the first trainer"})}}}))
           .role("ps", 1, {}, Use::kCompute, "server")
           .role("trainer", &RnnOptions::trainers, train_rnn)
           .expose(expose_rnn)

@@ -118,7 +118,7 @@ class Simulation {
   };
 
   Schedule::Hooks hooks() {
-    return {[] {}, [this](bool whole) { on_evaluated(whole); },
+    return {[] {}, [this](const Position&, bool whole) { on_evaluated(whole); },
             [this](const Position& position) { on_save(position); },
             [this](bool by_signal) {
               ++ends_;

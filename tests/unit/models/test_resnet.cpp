@@ -208,7 +208,7 @@ TEST_CASE("one value a channel is too few to train batch norm") {
         }) == "batch norm layer4.0.bn1 cannot train on one value a channel");
   CHECK(refused([] { check_resnet_input(32, 1); }) ==
         "a micro-batch of one image of 32 pixels leaves batch norm one value a channel: larger "
-        "micro-batches (--num-split, --batch-size), or --image-size 33 and above");
+        "micro-batches (--micro-batches, --batch-size), or --image-size 33 and above");
   CHECK_THROWS(check_resnet_input(1, 1));
   for (const auto& [size, samples] : {std::pair{32, 2}, {33, 1}, {1, 2}}) {
     CAPTURE(size, samples);
