@@ -13,5 +13,6 @@ int main(int argc, char** argv) {
         {"distrain hybrid --rank 0 --master-addr node0",
          "One rank of a job; --rank 1, 2 and 3 are started on other machines"},
         {"distrain ps --checkpoint saved --resume auto", "A job that goes on where it was"},
-        {"distrain pipeline --micro-batches 4 --trace trace.json", "What each rank does, and when"}}});
+        {"distrain pipeline --micro-batches 4 --trace trace.json",
+         "What each rank does, and when"}}});
 }

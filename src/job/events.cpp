@@ -163,7 +163,8 @@ Event epoch_event(Unit unit) {
 Event eval_event(std::string when, Unit unit) {
   return {"eval",
           std::move(when),
-          {{"epoch", kInteger, "that has ended, or in which the job did"},
+          {{"set", kText, "valid (of each epoch) or test (at the end)"},
+           {"epoch", kInteger, "that has ended, or in which the job did"},
            {"step", kInteger, "of each trainer, from 1 on"},
            {"loss", kNumber, "mean over all that was evaluated"},
            quality(unit),
@@ -174,12 +175,12 @@ Event eval_event(std::string when, Unit unit) {
 std::vector<Event> trainer_events(Unit unit) {
   const std::string what = counted(unit);
   Event eval = eval_event("at the end of an epoch, or of the job", unit);
-  Event end{"end",
-            "",
-            {sometimes({"loss", kNumber, "mean over the last epoch, and over the trainers"}),
-             sometimes(quality(unit)),
-             sometimes({"eval", kObject, "the last evaluation", eval.fields}),
-             sometimes({"ddp", kText, "how trainers on GPUs average: staged or nccl"})}};
+  Event end{
+      "end",
+      "",
+      {sometimes({"loss", kNumber, "mean over the last epoch, and over the trainers"}),
+       sometimes(quality(unit)), sometimes({"eval", kObject, "the last evaluation", eval.fields}),
+       sometimes({"ddp", kText, "how trainers on GPUs average: staged or nccl"})}};
   end.fields[1].what = unit == Unit::kWords ? "of that loss" : "of the last evaluation";
   return {step_event({{what + "_per_s", kNumber, what + " of this trainer a second"}}),
           epoch_event(unit), std::move(eval), std::move(end)};

@@ -136,8 +136,8 @@ Report TrainingPlan::close_epoch(const Task& task, const std::vector<Share>& sha
   const base::TraceScope scope("evaluate");
   const at::NoGradGuard no_grad;
   for (const Share& share : shares) {
-    if (evaluate_epoch_) report.evaluation.add(evaluate_epoch_(share));
-    if (evaluate_end_ && task.last) report.evaluation.add(evaluate_end_(share));
+    if (evaluate_epoch_) report.valid.add(evaluate_epoch_(share));
+    if (evaluate_end_ && task.last) report.test.add(evaluate_end_(share));
   }
   return report;
 }

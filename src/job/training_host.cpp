@@ -271,7 +271,8 @@ void TrainingHost::report(const Report& report) {
   std::lock_guard lock(mutex_);
   total_.loss += report.loss * static_cast<double>(report.steps);
   total_.steps += report.steps;
-  total_.evaluation.add(report.evaluation);
+  total_.valid.add(report.valid);
+  total_.test.add(report.test);
   for (const auto& [name, value] : report.maxima) {
     int64_t& greatest = maxima_.try_emplace(name, value).first->second;
     greatest = std::max(greatest, value);
@@ -281,23 +282,16 @@ void TrainingHost::report(const Report& report) {
 
 void TrainingHost::on_evaluated(const Position& position, bool whole_epoch) {
   std::lock_guard lock(mutex_);
-  const Unit unit = terms_->words ? Unit::kWords : Unit::kSamples;
   if (total_.steps > 0) {
     const double loss = total_.loss / static_cast<double>(total_.steps);
     metrics_["loss"] = loss;
     if (terms_->words) metrics_["perplexity"] = std::exp(loss);
   }
-  if (total_.evaluation.samples > 0) {
-    check_finite_loss(total_.evaluation.loss());
-    Json fields = total_.evaluation.fields(unit);
-    fields["epoch"] = position.epoch;
-    fields["step"] = position.total / terms_->trainers;
-    metrics_["eval"] = fields;
-    if (fields.contains("accuracy")) metrics_["accuracy"] = fields["accuracy"];
-    if (lr_schedule_.observes()) fields["lr"] = terms_->lr * lr_schedule_.state().factor;
-    sink_.emit("eval", fields);
+  tell_evaluation("valid", total_.valid, position);
+  tell_evaluation("test", total_.test, position);
+  if (total_.valid.samples > 0) {
     // Where a job was cut off, one that goes on must not see it.
-    if (whole_epoch) lr_schedule_.observe(total_.evaluation.loss());
+    if (whole_epoch) lr_schedule_.observe(total_.valid.loss());
   } else if (lr_schedule_.observes() && whole_epoch && !told_of_schedule_) {
     told_of_schedule_ = true;
     sink_.emit("warn", {{"kind", base::kind_name(base::ErrorKind::kInvalid)},
@@ -305,6 +299,20 @@ void TrainingHost::on_evaluated(const Position& position, bool whole_epoch) {
                                         " has nothing to go by: no epoch is evaluated"}});
   }
   total_ = {};
+}
+
+void TrainingHost::tell_evaluation(const char* set, const Evaluation& evaluation,
+                                   const Position& position) {
+  if (evaluation.samples == 0) return;
+  check_finite_loss(evaluation.loss());
+  Json fields = evaluation.fields(terms_->words ? Unit::kWords : Unit::kSamples);
+  fields["set"] = set;
+  fields["epoch"] = position.epoch;
+  fields["step"] = position.total / terms_->trainers;
+  if (lr_schedule_.observes()) fields["lr"] = terms_->lr * lr_schedule_.state().factor;
+  metrics_["eval"] = fields;
+  if (fields.contains("accuracy")) metrics_["accuracy"] = fields["accuracy"];
+  sink_.emit("eval", fields);
 }
 
 void TrainingHost::contribute(const std::map<std::string, data::NamedTensors>& files) {

@@ -77,10 +77,10 @@ struct Lease {
 struct Report {
   double loss = 0;  ///< mean of its steps
   int64_t steps = 0;
-  Evaluation evaluation;
+  Evaluation valid, test;  ///< of an epoch; of the job's end
   std::map<std::string, int64_t> maxima;
   static constexpr auto kFields =
-      std::tuple(&Report::loss, &Report::steps, &Report::evaluation, &Report::maxima);
+      std::tuple(&Report::loss, &Report::steps, &Report::valid, &Report::test, &Report::maxima);
 };
 
 // What the trainers call on rank 0.
@@ -136,6 +136,7 @@ class TrainingHost {
   void read_position(const Snapshot& snapshot);
   void check_all_taken() const;
   void on_evaluated(const Position& position, bool whole_epoch);
+  void tell_evaluation(const char* set, const Evaluation& evaluation, const Position& position);
   void save(const Position& position);
 
   const Setting setting_;

@@ -26,7 +26,7 @@ enum class Scope {
 /// One option: what the parser, the help text, man pages, completions, the schema of `start` lines
 /// and the agreement between ranks have to know of it. See OptionList for how to declare one.
 struct Option {
-  std::string name;  ///< without dashes; the spelling with `_` comes by itself
+  std::string name;      ///< without dashes; the spelling with `_` comes by itself
   std::string old_name;  ///< accepted, and in no text; may be empty
   ValueKind kind = ValueKind::kText;
   std::string value_name;  ///< N, FILE, …; empty for a flag

@@ -10,7 +10,6 @@
 
 namespace distrain::job {
 
-
 /// How many of some examples the model gets right, and the sum of their losses.
 struct Evaluation {
   int64_t samples = 0;

@@ -132,9 +132,9 @@ class TrainingPlan {
   void end_when(std::function<bool()> reached) { reached_ = std::move(reached); }
 
   using Evaluate = std::function<Evaluation(const Share&)>;
-  /// At the end of each epoch, and of the job: a trainer's share of the validation data.
+  /// At the end of each epoch, and of the job: this trainer's share of the validation data.
   void evaluate_epochs(Evaluate evaluate) { evaluate_epoch_ = std::move(evaluate); }
-  /// At the end of the job only.
+  /// At the end of the job only: of the test data.
   void evaluate_at_end(Evaluate evaluate) { evaluate_end_ = std::move(evaluate); }
   /// A number for the last line; of all trainers' the greatest.
   void note_max(const std::string& name, int64_t value);

@@ -145,7 +145,8 @@ void PipelineOptions::describe(job::OptionList<PipelineOptions>& list) {
       "channel, or\n"
       "grey ones by 0.5 and 0.5 and repeated to three channels; then images are resized.");
   list.row("epochs").details("An epoch counts as many batches as its images fill.");
-  list.row("valid-data").details("Needs --data and one --micro-batches. It may be the same folder.");
+  list.row("valid-data")
+      .details("Needs --data and one --micro-batches. It may be the same folder.");
   list.row("weights").details(
       "All parameters and buffers, by torchvision's names. A checkpoint that --resume loads "
       "counts\n"
@@ -162,7 +163,8 @@ void PipelineOptions::describe(job::OptionList<PipelineOptions>& list) {
           "p - s + 1 at most; it takes as long.");
   list.row("checkpoint")
       .details(
-          "Needs one number in --micro-batches. The file serves as --weights, too. Stages, split and "
+          "Needs one number in --micro-batches. The file serves as --weights, too. Stages, split "
+          "and "
           "schedule\n"
           "may be others when the job goes on.");
   list.row("explain").details(
@@ -199,7 +201,8 @@ const job::Definition<PipelineOptions>& pipeline_job() {
               "Batch norm takes the mean and deviation of each micro-batch by itself, as all "
               "pipelines do: "
               "so\n"
-              "another --micro-batches gives somewhat other losses, and --local with the same gives "
+              "another --micro-batches gives somewhat other losses, and --local with the same "
+              "gives "
               "the same "
               "ones. A\n"
               "job that is resumed ends in the same bits with the same --threads.")
