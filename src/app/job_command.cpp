@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <random>
 
 #include <errno.h>
 #include <fcntl.h>
@@ -40,6 +41,12 @@ Json config_of(const ParsedOptions& options, bool inherits) {
   return config;
 }
 
+/// Of a run: 16 hexadecimal digits.
+std::string random_id() {
+  std::random_device random;
+  return fmt::format("{:08x}{:08x}", random(), random());
+}
+
 job::Job make_job(const JobCommand& command, const ParsedOptions& options,
                   const Placement& placement, base::TimePoint started) {
   job::Job job;
@@ -64,6 +71,7 @@ job::Job make_job(const JobCommand& command, const ParsedOptions& options,
       job.given[option.name] = options.text(option.name);
     }
   }
+  if (placement.has_rank_0()) job.effective[job::kRunId] = random_id();
   return job;
 }
 
@@ -74,7 +82,10 @@ RankRun make_run(const JobCommand& command, const ParsedOptions& options,
   RankRun run;
   run.job = job;
   run.job.inject = injection_of(parse_injections(options.text("inject")), job.rank);
-  run.config = config_of(options, inherits);
+  run.config = [&options, inherits](const OptionMap& of_rank_0) {
+    if (of_rank_0.empty()) return config_of(options, inherits);
+    return config_of(adopt_options(options, of_rank_0), false);
+  };
   run.threads = static_cast<int>(options.integer("threads"));
   run.local_ranks = placement.local_ranks;
   if (local) {
@@ -135,6 +146,7 @@ int run_spawned(const JobCommand& command, const ParsedOptions& options, const P
   job.master_addr = spawned.master_addr;
   job.master_port = spawned.master_port;
   job.started = spawned.started;
+  if (!spawned.run_id.empty()) job.effective[job::kRunId] = spawned.run_id;
   RankRun run = make_run(command, options, placement, job);
   run.last_event = "rank_end";
   run.out_fd = spawned.out_fd;
@@ -146,6 +158,8 @@ int launch(const JobCommand& command, const ParsedOptions& options, const Placem
   const int listen_fd = listen_for_rank_0(options, placement, job);
   LaunchPlan plan;
   plan.cmd = command.line.name;
+  if (placement.has_rank_0()) plan.run_id = job.effective.at(job::kRunId);
+  plan.config = config_of(options, !placement.has_rank_0());
   plan.ranks = placement.ranks;
   plan.role = [&](int rank) {
     return placement.world_size != 0 ? command.role(options, rank) : std::string();
@@ -309,8 +323,8 @@ int report_failure(const std::string& cmd, const base::Error& error, base::TimeP
   Cause cause = cause_of(error);
   cause.host = host_name();
   const std::string lines[] = {
-      json_line("error", cmd, std::nullopt, "launcher", error_fields(error, elapsed_s)),
-      json_line("end", cmd, std::nullopt, "launcher",
+      json_line("error", {}, cmd, std::nullopt, "launcher", error_fields(error, elapsed_s)),
+      json_line("end", {}, cmd, std::nullopt, "launcher",
                 summary.end_fields(cause.exit_code, elapsed_s, cause))};
   say(error.message);
   for (const std::string& line : lines) {

@@ -20,12 +20,13 @@ The last one holds.
 const char* const kOutput = R"(
 Standard output is JSON lines and nothing else, one object a line, from all ranks:
 
-    {"v":1,"ts":1795239262.9,"event":"step","cmd":"train","rank":0,
-     "role":"trainer0","epoch":1,"step":20,...}
+    {"v":1,"ts":1795239262.9,"run":"5d0f3a1c9be27e44","event":"step","cmd":"train",
+     "rank":0,"role":"trainer0","epoch":1,"step":20,...}
 
 Numbers are finite or null. Each line has `v`, the version of the format; `ts`, when it was written,
-in seconds since 1970; `event`; `cmd`, the subcommand; `rank` and `role`, whose line it is (null and
-launcher: the process that started the ranks). `PROGRAM schema` prints the JSON Schema of all lines.
+in seconds since 1970; `run`, which all ranks of a job have in common (null before they have met);
+`event`; `cmd`, the subcommand; `rank` and `role`, whose line it is (null and launcher: the process
+that started the ranks). `PROGRAM schema` prints the JSON Schema of all lines.
 Any job has these events; the page of a job has its own.
 )";
 

@@ -92,6 +92,9 @@ Json variant(const Event& event, const Json& cmds) {
   Json line{{"title", event.name}, {"description", event.when}, {"type", "object"}};
   add_fields(line, {{"v", FieldType::kInteger, "version of the format"},
                     {"ts", FieldType::kNumber, "when it was written, in seconds since 1970"},
+                    job::or_null({"run", FieldType::kText,
+                                  "id of the run, the same on all ranks; null where rank 0 is yet "
+                                  "to tell it"}),
                     {"event", FieldType::kText, "what kind of line it is"},
                     {"cmd", FieldType::kText, "the subcommand; null where none was named"},
                     job::or_null({"rank", FieldType::kInteger, "whose line; null: the launcher's"}),
@@ -111,7 +114,7 @@ std::vector<Event> events_of(const JobCommand& command) {
   std::vector<Event> events = job::with_events(job::common_events(), command.events);
   for (Event& event : events) {
     for (Field& field : event.fields) {
-      if (event.name == "start" && field.name == "config") {
+      if (field.name == "config") {
         field.fields = config_fields(command.table);
       }
     }

@@ -78,7 +78,7 @@ void Session::join(const std::function<void()>& prepare) {
     prepare();
   });
   joined_ = true;
-  sink_.set_role(agent_->name());
+  sink_.joined(agent_->name(), agent_->job_options());
   Json fields{{"world_size", agent_->world_size()},
               {"transport", agent_->transport()},
               {"startup_s", base::seconds_since(job_.started)}};

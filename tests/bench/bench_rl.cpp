@@ -20,7 +20,7 @@ namespace {
 class SilentSink final : public job::EventSink {
  public:
   void emit(std::string_view, const Json&) override {}
-  void set_role(std::string_view) override {}
+  void joined(std::string_view, const job::OptionMap&) override {}
 };
 
 job::Outcome run_rank(const scenario::RlOptions& options, int rank, net::Fd& socket) {

@@ -93,7 +93,7 @@ class Listener final : public job::EventSink {
     check_declared(events_, event, fields);
     hear_({0, std::string(event), fields});
   }
-  void set_role(std::string_view) override {}
+  void joined(std::string_view, const job::OptionMap&) override {}
 
  private:
   const std::vector<job::Event> events_;

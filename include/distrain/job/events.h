@@ -39,7 +39,8 @@ struct Field {
 Field sometimes(Field field);
 Field or_null(Field field);
 
-/// A kind of line: its fields beside those that all lines have (v, ts, event, cmd, rank, role).
+/// A kind of line: its fields beside those that all lines have (v, ts, run, event, cmd, rank,
+/// role).
 struct Event {
   std::string name;
   std::string when;  ///< it comes; empty: more fields of an event that there is

@@ -20,18 +20,21 @@ namespace distrain::job {
 
 using Json = nlohmann::ordered_json;
 
-/// Where a scenario's JSON lines go. `emit` adds the common fields (v, ts, event, cmd, rank, role).
-/// Thread-safe. Each line is one write.
+/// Options by their long name without dashes ("lr" → "0.05"), as they travel between ranks.
+using OptionMap = std::map<std::string, std::string>;
+
+/// The name under which the run's id travels with rank 0's options.
+inline constexpr const char* kRunId = "run id";
+
+/// Where a scenario's JSON lines go. `emit` adds the common fields (v, ts, run, event, cmd, rank,
+/// role). Thread-safe. Each line is one write.
 class EventSink {
  public:
   virtual ~EventSink() = default;
   virtual void emit(std::string_view event, const Json& fields) = 0;
-  /// The role is known only once rank 0 has told the job's options.
-  virtual void set_role(std::string_view role) = 0;
+  /// All ranks are there: what rank 0 has told of the job, and the role that follows from it.
+  virtual void joined(std::string_view role, const OptionMap& of_rank_0) = 0;
 };
-
-/// Options by their long name without dashes ("lr" → "0.05"), as they travel between ranks.
-using OptionMap = std::map<std::string, std::string>;
 
 /// Faults of one rank, to try out what they do (`--inject`).
 struct Injection {
@@ -65,7 +68,7 @@ struct Job {
   /// SIGINT, SIGTERM and SIGHUP, for jobs that save before they end. Never null.
   std::shared_ptr<StopSignal> stop = std::make_shared<StopSignal>();
   OptionMap given;      ///< job options that the user gave to this rank
-  OptionMap effective;  ///< all job options, defaults filled in; rank 0's hold for the job
+  OptionMap effective;  ///< all job options, defaults filled in, and kRunId; rank 0's hold
 
   c10::Device device() const { return devices.front(); }
 };

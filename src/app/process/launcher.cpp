@@ -61,7 +61,7 @@ Launcher::Launcher(LaunchPlan plan)
 int Launcher::run() {
   block_signals();
   if (!plan_.warning.empty()) {
-    output_.push(json_line("warn", plan_.cmd, std::nullopt, "launcher",
+    output_.push(json_line("warn", plan_.run_id, plan_.cmd, std::nullopt, "launcher",
                            {{"kind", "invalid"}, {"message", plan_.warning}}));
   }
   start_children();
@@ -105,7 +105,8 @@ void Launcher::start_child(int rank, bool by_exec) {
                               .listen_fd = rank == 0 ? plan_.listen_fd : -1,
                               .master_addr = plan_.master_addr,
                               .master_port = plan_.master_port,
-                              .started = plan_.started};
+                              .started = plan_.started,
+                              .run_id = plan_.run_id};
     if (!by_exec) return [this, spawned] { return plan_.rank_main(spawned); };
     const auto image = std::make_shared<RankImage>(spawned);
     return [image]() -> int { image->exec(); };
@@ -391,7 +392,7 @@ std::optional<Cause> Launcher::find_cause() {
       Json fields = error_fields(error, base::seconds_since(plan_.started));
       fields["kind"] = cause.kind;
       fields["exit_code"] = cause.exit_code;
-      output_.push(json_line("error", plan_.cmd, std::nullopt, "launcher", fields));
+      output_.push(json_line("error", plan_.run_id, plan_.cmd, std::nullopt, "launcher", fields));
     }
     return cause;
   }
@@ -401,7 +402,7 @@ std::optional<Cause> Launcher::find_cause() {
 int Launcher::finish() {
   const std::optional<Cause> cause = find_cause();
   if (start_error_) {
-    output_.push(json_line("error", plan_.cmd, std::nullopt, "launcher",
+    output_.push(json_line("error", plan_.run_id, plan_.cmd, std::nullopt, "launcher",
                            error_fields(*start_error_, base::seconds_since(plan_.started))));
   }
   Summary summary;
@@ -410,8 +411,9 @@ int Launcher::finish() {
     summary.add_rss(child->rss_mb());
   }
   const int code = cause ? cause->exit_code : 0;
-  const Json end = summary.end_fields(code, base::seconds_since(plan_.started), cause);
-  output_.push(json_line("end", plan_.cmd, std::nullopt, "launcher", end));
+  Json end = summary.end_fields(code, base::seconds_since(plan_.started), cause);
+  tell_config(plan_.config, end);
+  output_.push(json_line("end", plan_.run_id, plan_.cmd, std::nullopt, "launcher", end));
 
   pump();
   while (!output_.empty() && !write_error_ && !stop_waiting_) {

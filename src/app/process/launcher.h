@@ -17,6 +17,8 @@ namespace distrain::app {
 
 struct LaunchPlan {
   std::string cmd;
+  std::string run_id;  ///< empty: rank 0 is not here
+  job::Json config;
   std::vector<int> ranks;
   std::function<std::string(int rank)> role;
   /// Runs in the child; gives its exit code.

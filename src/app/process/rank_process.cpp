@@ -87,16 +87,25 @@ int pending_signal() {
 
 Json start_fields(const RankRun& run, int threads) {
   Json fields;
+  const Json config = run.config({});
   fields["world_size"] = run.shown_world_size ? Json(*run.shown_world_size) : Json();
   fields["pid"] = getpid();
   fields["host"] = host_name();
   fields["version"] = DISTRAIN_VERSION;
   fields["torch"] = torch_version();
-  fields["seed"] = run.config.value("seed", Json());
+  fields["seed"] = config.value("seed", Json());
   fields["threads"] = threads;
   fields["device"] = run.devices->names();
   fields["transport"] = run.job.transport;
-  fields["config"] = run.config;
+  fields["config"] = config;
+  return fields;
+}
+
+/// Of the last line.
+Json end_fields(const RankRun& run, const JsonSink& sink, const Summary& summary, int code,
+                const std::optional<Cause>& cause) {
+  Json fields = summary.end_fields(code, base::seconds_since(run.job.started), cause);
+  if (run.last_event == "end") tell_config(run.config(sink.of_rank_0()), fields);
   return fields;
 }
 
@@ -142,8 +151,7 @@ void end_by_signal(const RankRun& run, JsonSink& sink, std::atomic<bool>& ending
   Summary summary;
   summary.add_rss(peak_rss_mb());
   summary.add(run.devices->usage());
-  const Json fields =
-      summary.end_fields(cause.exit_code, base::seconds_since(run.job.started), cause);
+  const Json fields = end_fields(run, sink, summary, cause.exit_code, cause);
   if (!sink.finish(run.last_event, fields)) return;  // the body ended just now: its word holds
   tell(run, cause.message);
   leave(run, cause.exit_code);
@@ -178,7 +186,9 @@ int run_rank(const RankRun& run) {
   std::atomic<bool> ending{false};
   std::atomic<int> write_error{0};  // the first
   job::StopSignal& stop = *run.job.stop;
-  JsonSink sink(run.out_fd, run.job.name, run.job.rank, run.role, [&](int error) {
+  const auto id = run.job.effective.find(job::kRunId);
+  const std::string run_id = id == run.job.effective.end() ? std::string() : id->second;
+  JsonSink sink(run.out_fd, run_id, run.job.name, run.job.rank, run.role, [&](int error) {
     // A job that saves does so when nobody hears it any more, as it does by a signal.
     if (!stop.request() && !stop.requested() && !ending) leave_unheard(run, error);
     int none = 0;
@@ -224,8 +234,7 @@ int run_rank(const RankRun& run) {
   summary.add_rss(peak_rss_mb());
   summary.add(run.devices->usage());
   const int code = cause ? cause->exit_code : 0;
-  const double wall_s = base::seconds_since(run.job.started);
-  if (!sink.finish(run.last_event, summary.end_fields(code, wall_s, cause))) {
+  if (!sink.finish(run.last_event, end_fields(run, sink, summary, code, cause))) {
     pause();  // a signal came first; its thread is about to end the process
   }
   std::fflush(nullptr);

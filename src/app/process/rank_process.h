@@ -15,7 +15,8 @@ namespace distrain::app {
 struct RankRun {
   std::string role;  ///< empty: not known before rank 0 has told the size of the job
   job::Job job;
-  job::Json config;  ///< of the `start` line; null where rank 0 will tell
+  /// Of `start` and `end`: null where rank 0 will tell, what it has told where that is known.
+  std::function<job::Json(const job::OptionMap& of_rank_0)> config;
   std::string warning;
   int threads = 0;
   int local_ranks = 1;

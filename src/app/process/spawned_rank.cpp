@@ -58,7 +58,8 @@ std::string told_to(const SpawnedRank& rank) {
               {"listen_fd", rank.listen_fd},
               {"master_addr", rank.master_addr},
               {"master_port", rank.master_port},
-              {"started", rank.started.time_since_epoch().count()}}
+              {"started", rank.started.time_since_epoch().count()},
+              {"run_id", rank.run_id}}
       .dump();
 }
 
@@ -69,7 +70,8 @@ SpawnedRank spawned_rank_of(const Json& told) {
           .master_addr = told.at("master_addr"),
           .master_port = told.at("master_port"),
           // One clock for all processes of the machine.
-          .started = base::TimePoint(base::Duration(told.at("started").get<int64_t>()))};
+          .started = base::TimePoint(base::Duration(told.at("started").get<int64_t>())),
+          .run_id = told.at("run_id")};
 }
 
 }  // namespace

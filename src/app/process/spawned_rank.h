@@ -17,6 +17,7 @@ struct SpawnedRank {
   std::string master_addr;
   uint16_t master_port = 0;
   base::TimePoint started;  ///< when the launcher was
+  std::string run_id;       ///< empty: rank 0 is elsewhere
 };
 
 /// This program once more, from its main(), as a rank: instead of a mere fork, which leaves behind

@@ -18,10 +18,11 @@ int64_t count(const Json& fields, const char* name) {
 /// Fields of a rank's last line that are not metrics of the job.
 bool is_common(const std::string& name) {
   static const std::set<std::string> kCommon = {
-      "v",      "ts",         "event",       "cmd",           "rank",         "role", "status",
-      "wall_s", "exit_code",  "train_s",     "steps",         "steps_per_s",  "rpc",  "rss_mb",
-      "kind",   "signal",     "live_rrefs",  "live_contexts", "message",      "host", "cause_rank",
-      "op",     "cause_role", "stderr_tail", "device",        "device_mem_mb"};
+      "v",       "ts",         "run",           "seed",    "config",       "event",
+      "cmd",     "rank",       "role",          "status",  "wall_s",       "exit_code",
+      "train_s", "steps",      "steps_per_s",   "rpc",     "rss_mb",       "kind",
+      "signal",  "live_rrefs", "live_contexts", "message", "host",         "cause_rank",
+      "op",      "cause_role", "stderr_tail",   "device",  "device_mem_mb"};
   return kCommon.contains(name);
 }
 
@@ -91,6 +92,11 @@ Json Summary::end_fields(int exit_code, double wall_s, const std::optional<Cause
     fields["stderr_tail"] = cause->stderr_tail;
   }
   return fields;
+}
+
+void tell_config(const Json& config, Json& fields) {
+  fields["seed"] = config.value("seed", Json());
+  fields["config"] = config;
 }
 
 Json error_fields(const base::Error& error, double elapsed_s) {

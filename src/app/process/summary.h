@@ -46,6 +46,9 @@ class Summary {
   Json metrics_ = Json::object();
 };
 
+/// Adds what the job was started with to the fields of `end`.
+void tell_config(const Json& config, Json& fields);
+
 /// The fields of an `error` line.
 Json error_fields(const base::Error& error, double elapsed_s);
 

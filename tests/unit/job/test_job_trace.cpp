@@ -25,7 +25,7 @@ class TraceSink final : public EventSink {
     testing::check_declared(common_events(), event, fields);
     lines.push_back({{"event", event}, {"fields", fields}});
   }
-  void set_role(std::string_view) override {}
+  void joined(std::string_view, const job::OptionMap&) override {}
   std::vector<Json> lines;
 };
 
