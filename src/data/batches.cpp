@@ -95,6 +95,14 @@ int64_t steps_per_epoch(int64_t examples, int trainers, int64_t batch_size) {
   return (shard_size + batch_size - 1) / batch_size;
 }
 
+std::span<const int64_t> Sampler::batch(int64_t epoch, int shard, int64_t step) {
+  if (epoch_ != epoch) of_epoch_.clear();
+  epoch_ = epoch;
+  const auto [it, is_new] =
+      of_epoch_.try_emplace(shard, seed_, epoch, Shard{shard, trainers_}, examples_, batch_size_);
+  return it->second.batch(step);
+}
+
 Batch RandomBags::batch(int trainer, int64_t epoch, int64_t step) const {
   check_positive(num_embeddings, "the number of embeddings");
   check_positive(classes, "the number of classes");

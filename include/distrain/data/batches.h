@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <span>
 #include <vector>
 
@@ -58,6 +59,26 @@ class EpochSampler {
 
 /// EpochSampler::steps() without making one.
 int64_t steps_per_epoch(int64_t examples, int trainers, int64_t batch_size);
+
+/// Batches of every epoch and shard, by an EpochSampler for each.
+class Sampler {
+ public:
+  Sampler(uint64_t seed, int trainers, int64_t examples, int64_t batch_size)
+      : seed_(seed), trainers_(trainers), examples_(examples), batch_size_(batch_size) {}
+
+  int64_t steps_per_epoch() const {
+    return data::steps_per_epoch(examples_, trainers_, batch_size_);
+  }
+  /// Valid until one of another epoch is asked for.
+  std::span<const int64_t> batch(int64_t epoch, int shard, int64_t step);
+
+ private:
+  uint64_t seed_;
+  int trainers_;
+  int64_t examples_, batch_size_;
+  int64_t epoch_ = 0;
+  std::map<int, EpochSampler> of_epoch_;  // by shard, made when they are asked for
+};
 
 /// The random batches of PyTorch's hybrid tutorial.
 struct RandomBags {

@@ -25,6 +25,7 @@ HybridBatch to_batch(const data::Batch& batch) {
 HybridData::HybridData(const HybridOptions& options) : options_(options) {
   if (options.data.empty()) return;
   train_ = data::read_fast_text(options.data);
+  sampler_.emplace(options.seed, options.trainers, train_->size(), options.batch_size);
   if (!options.test_data.empty()) {
     test_ = data::read_fast_text(options.test_data, train_->vocabulary);
   }
@@ -46,8 +47,7 @@ void HybridData::agree(job::TrainingPlan& training) const {
 }
 
 int64_t HybridData::steps_per_epoch() const {
-  if (!train_) return options_.batches;
-  return data::steps_per_epoch(train_->size(), options_.trainers, options_.batch_size);
+  return sampler_ ? sampler_->steps_per_epoch() : options_.batches;
 }
 
 HybridBatch HybridData::batch(int trainer, int64_t epoch, int64_t step) {
@@ -56,13 +56,7 @@ HybridBatch HybridData::batch(int trainer, int64_t epoch, int64_t step) {
     const data::RandomBags bags{options_.seed, options_.num_embeddings, options_.classes};
     return to_batch(bags.batch(trainer, epoch, step));
   }
-  if (sampler_trainer_ != trainer || sampler_epoch_ != epoch) {
-    sampler_.emplace(options_.seed, epoch, data::Shard{trainer, options_.trainers}, train_->size(),
-                     options_.batch_size);
-    sampler_trainer_ = trainer;
-    sampler_epoch_ = epoch;
-  }
-  return to_batch(data::make_batch(*train_, sampler_->batch(step)));
+  return to_batch(data::make_batch(*train_, sampler_->batch(epoch, trainer, step)));
 }
 
 HybridBatch HybridData::test_batch(int64_t first, int64_t last) const {

@@ -48,10 +48,7 @@ class HybridData {
   const HybridOptions options_;
   std::optional<data::TextDataset> train_;
   std::optional<data::TextDataset> test_;
-  // The sampler of the trainer and epoch asked for last.
-  std::optional<data::EpochSampler> sampler_;
-  int sampler_trainer_ = -1;
-  int64_t sampler_epoch_ = -1;
+  std::optional<data::Sampler> sampler_;  // of what is read
 };
 
 /// The share's test examples; `forward` gives a batch's scores.

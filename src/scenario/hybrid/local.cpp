@@ -13,9 +13,8 @@ namespace distrain::scenario {
 
 void train_hybrid_local(job::Local& local, const HybridOptions& options) {
   const c10::Device device = local.device();
-  // Of each trainer, as each has its own sampler.
-  std::vector<HybridData> data(static_cast<size_t>(options.trainers), HybridData(options));
-  const HybridDataInfo info = data[0].info();
+  HybridData data(options);
+  const HybridDataInfo info = data.info();
   models::EmbeddingTable table(info.rows, options.embedding_dim, embedding_range(options),
                                options.seed, device.str());
   models::Dense dense = make_dense(options, info.classes, device);
@@ -27,22 +26,20 @@ void train_hybrid_local(job::Local& local, const HybridOptions& options) {
     return dense->forward(table.lookup(batch.indices, batch.offsets));
   };
 
-  job::LocalTraining training(local, options, data[0].steps_per_epoch());
-  data[0].agree(training);
+  job::LocalTraining training(local, options, data.steps_per_epoch());
+  data.agree(training);
   training.keep("embedding", job::part_of(rows));
   training.keep("fc", *dense);
   training.keep(updates);
   training.evaluate_at_end([&](const job::Share& share) {
-    return evaluate(data[0], share,
+    return evaluate(data, share,
                     [&](const HybridBatch& batch) { return forward(batch.on(device)); });
   });
   training.run([&](const std::vector<job::Step>& steps) {
     double loss_sum = 0;
     int64_t samples = 0;
     for (const job::Step& step : steps) {
-      const HybridBatch batch = data[static_cast<size_t>(step.shard)]
-                                    .batch(step.shard, step.epoch, step.number)
-                                    .on(device);
+      const HybridBatch batch = data.batch(step.shard, step.epoch, step.number).on(device);
       const at::Tensor scores = base::traced("forward", [&] { return forward(batch); });
       const at::Tensor loss =
           base::traced("loss", [&] { return at::cross_entropy_loss(scores, batch.targets); });

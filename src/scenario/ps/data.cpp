@@ -34,15 +34,17 @@ void check(const std::string& folder, const data::ImageSet& set) {
 }  // namespace
 
 PsData::PsData(const PsOptions& options)
-    : options_(options), files_(data::read_image_folder(options.data)) {
+    : options_(options),
+      files_(data::read_image_folder(options.data)),
+      examples_(options.limit > 0 ? std::min(options.limit, files_.train.count)
+                                  : files_.train.count),
+      sampler_(options.seed, options.trainers, examples_, options.batch_size) {
   check(options.data, files_.train);
   if (files_.test) check(options.data, *files_.test);
-  examples_ = options.limit > 0 ? std::min(options.limit, files_.train.count) : files_.train.count;
 }
 
 job::Plan PsData::plan() const {
-  job::Plan plan = job::Plan::of(
-      options_, data::steps_per_epoch(examples_, options_.trainers, options_.batch_size));
+  job::Plan plan = job::Plan::of(options_, sampler_.steps_per_epoch());
   plan.what_must_agree = "the files, --mean and --std";
   return plan;
 }
@@ -74,19 +76,7 @@ ImageBatch PsData::gather(const data::ImageSet& set, std::span<const int64_t> ex
 
 ImageBatch PsData::batch(const job::Step& step) {
   const base::TraceScope scope("data");
-  if (samplers_epoch_ != step.epoch) {
-    samplers_.clear();
-    samplers_epoch_ = step.epoch;
-  }
-  auto it = samplers_.find(step.shard);
-  if (it == samplers_.end()) {
-    it =
-        samplers_
-            .try_emplace(step.shard, options_.seed, step.epoch,
-                         data::Shard{step.shard, options_.trainers}, examples_, options_.batch_size)
-            .first;
-  }
-  return gather(files_.train, it->second.batch(step.number));
+  return gather(files_.train, sampler_.batch(step.epoch, step.shard, step.number));
 }
 
 job::Evaluation PsData::evaluate(

@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <optional>
 #include <span>
 
@@ -40,10 +39,8 @@ class PsData {
 
   const PsOptions options_;
   data::ImageFolder files_;
-  int64_t examples_ = 0;
-  // Of the epoch asked for last, by shard.
-  std::map<int, data::EpochSampler> samplers_;
-  int64_t samplers_epoch_ = -1;
+  int64_t examples_;
+  data::Sampler sampler_;
 };
 
 /// The random numbers of one training step.

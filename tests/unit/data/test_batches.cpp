@@ -101,6 +101,20 @@ TEST_CASE("The shuffle is fair") {
   for (const int count : places) CHECK(std::abs(count - 1000) < 150);
 }
 
+TEST_CASE("A sampler has the batches of every epoch and shard") {
+  Sampler sampler(1, 3, 31, 4);
+  for (const int epoch : {1, 1, 2, 1}) {
+    for (int shard = 0; shard < 3; ++shard) {
+      const EpochSampler alone(1, epoch, Shard{shard, 3}, 31, 4);
+      REQUIRE(sampler.steps_per_epoch() == alone.steps());
+      for (int64_t step = alone.steps(); step-- > 0;) {
+        const auto batch = sampler.batch(epoch, shard, step), expected = alone.batch(step);
+        CHECK(Ints(batch.begin(), batch.end()) == Ints(expected.begin(), expected.end()));
+      }
+    }
+  }
+}
+
 TEST_CASE("Impossible shards are refused") {
   CHECK(kind_of(1, Shard{0, 1}, 10, 0) == base::ErrorKind::kInvalid);
   CHECK(kind_of(1, Shard{2, 2}, 10, 4) == base::ErrorKind::kInvalid);
