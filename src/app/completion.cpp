@@ -234,11 +234,12 @@ std::string zsh(const Program& program) {
       "\nlocal context state line\n"
       "_arguments -C \\\n"
       "  '(- *)'{-h,--help}'[a summary of the commands]' \\\n"
-      "  '(- *)--version[the versions of distrain and of LibTorch]' \\\n"
-      "  " +
-      zsh_commands(program) +
-      " \\\n  '*::argument:->argument'\n\n[[ $state == argument ]] || return\n"
-      "case $line[1] in\n";
+      "  '(- *)--version[the versions of distrain and of LibTorch]' \\\n";
+  // The name of a program's one job can be left out; all options are common to it.
+  if (program.commands.size() == 1) out += "  $common_options \\\n";
+  out += "  " + zsh_commands(program) +
+         " \\\n  '*::argument:->argument'\n\n[[ $state == argument ]] || return\n"
+         "case $line[1] in\n";
   for (const JobCommand& command : program.commands) {
     out += fmt::format("  {0}) _arguments ${0}_options $common_options ;;\n", command.line.name);
   }
@@ -282,8 +283,12 @@ std::string fish(const Program& program) {
                        command.line.name, joined(command.choices));
   }
   for (const auto& [row, commands] : rows_of(program, fish_row)) {
-    out +=
-        fmt::format("{} -n '__fish_seen_subcommand_from {}' {}\n", complete, joined(commands), row);
+    out += complete;
+    // The name of a program's one job can be left out.
+    if (program.commands.size() > 1) {
+      out += fmt::format(" -n '__fish_seen_subcommand_from {}'", joined(commands));
+    }
+    out += ' ' + row + '\n';
   }
   return out;
 }

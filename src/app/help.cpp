@@ -98,9 +98,14 @@ std::string help_text(const Program& program) {
 }
 
 std::string help_text(const Program& program, const JobCommand& command) {
-  std::string out =
-      fmt::format("{0} - {1}\n\nUsage: {0} [OPTION]...\n\n{2}\n", program.call_of(command),
-                  command.line.summary, command.description);
+  std::string out = fmt::format("{0} - {1}\n\nUsage: {0} [OPTION]...\n", program.call_of(command),
+                                command.line.summary);
+  if (program.commands.size() == 1) {  // this is all the help there is
+    std::vector<std::string> others;
+    for (const TextCommand& other : text_commands(program)) others.push_back(other.line.name);
+    out += fmt::format("       {} {}\n", program.name, fmt::join(others, "|"));
+  }
+  if (!command.description.empty()) out += '\n' + command.description + '\n';
   std::string group;
   for (const Option& option : command.table) {
     if (option.hidden) continue;

@@ -79,6 +79,13 @@ TEST_CASE("completions quote what a shell would take for its own") {
             "*/--tower)\n      mapfile -t COMPREPLY < <(compgen -W 'deep wide'"));
 }
 
+TEST_CASE("a program with one job is that job") {
+  CHECK(has(help_text(kShop, kCommands[0]),
+            "Usage: shop [OPTION]...\n       shop help|man|completion|schema\n\nTwo towers.\n\n"));
+  CHECK(has(completion(kShop, "zsh"), "  $common_options \\\n"));
+  CHECK_FALSE(has(completion(kShop, "fish"), "__fish_seen_subcommand_from clicks"));
+}
+
 TEST_CASE("the schema is closed and says what is always there") {
   const Json step = schema_of("step");
   REQUIRE(step.size() == 1);
