@@ -9,6 +9,13 @@
 
 namespace distrain::job {
 
+Evaluation Evaluation::of(const at::Tensor& scores, const at::Tensor& targets) {
+  const at::Tensor loss = at::cross_entropy_loss(scores, targets, {}, at::Reduction::Sum);
+  Evaluation evaluation;
+  evaluation.add(scores, targets, loss.item<double>());
+  return evaluation;
+}
+
 void Evaluation::add(const Evaluation& other) {
   samples += other.samples;
   right += other.right;

@@ -5,12 +5,8 @@
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 build=$(dirname "$distrain")/..
-prefix=$tmp/prefix
 
-cmake --install "$build" --prefix "$prefix" >"$tmp/log" 2>&1 || {
-  fail "cmake --install: $(tail -n 3 "$tmp/log")"
-  finish
-}
+install_build || finish
 libraries=$prefix/$(sed -n 's/^CMAKE_INSTALL_LIBDIR:[A-Z]*=//p' "$build/CMakeCache.txt")
 for file in bin/distrain include/distrain/{base/error,rpc/agent,app/main}.h \
   share/man/man1/distrain{,-hybrid}.1 share/bash-completion/completions/distrain \
@@ -38,19 +34,11 @@ seen=$(awk '$3 ~ /^(uv_|XXH|distrain_uv)|3CLI|3fmt/ { print $3 }' "$tmp/symbols"
 [[ -z $seen ]] || fail "libdistrain.so exports $seen"
 grep -q 'T _ZN8distrain3app4mainEiPPc' "$tmp/symbols" || fail "libdistrain.so has no app::main"
 
-# configure <option>...: somebody else's project
-configure() {
-  cmake -S "$root/tests/package" -B "$tmp/build" -DCMAKE_PREFIX_PATH="$prefix" \
-    -DCMAKE_BUILD_TYPE=Release "$@" >"$tmp/log" 2>&1
-}
-configure -DLIBTORCH=/nowhere && fail "configured without a LibTorch"
+configure "$root/tests/package" -DLIBTORCH=/nowhere && fail "configured without a LibTorch"
 tr -s ' \n' ' ' <"$tmp/log" | grep -q 'No LibTorch in /nowhere: there is no .*Set LIBTORCH=' ||
   fail "not said: that there is no LibTorch"
 rm -rf "$tmp/build"
-if ! { configure && cmake --build "$tmp/build" >"$tmp/log" 2>&1; }; then
-  fail "the package does not build: $(grep -i -A 3 error "$tmp/log" | head -n 5)"
-  finish
-fi
+build_outside "$root/tests/package" -DCMAKE_BUILD_TYPE=Release || finish
 package=$tmp/build/package
 uv=$("$package" symbols)
 [[ $uv == */libtorch_cpu.so ]] || fail "uv_run is in $uv"

@@ -16,11 +16,12 @@ unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT LOCAL_WORLD_SIZE PMI_RANK PMI_SIZE
   TORCHELASTIC_USE_AGENT_STORE OMP_NUM_THREADS LOCAL_RANK OMPI_COMM_WORLD_LOCAL_RANK \
   MPI_LOCALRANKID SLURM_LOCALID DISTRAIN_CUDA_LIBRARY
 
-# Pids of living processes of this test named distrain; a zombie has no environment any more.
+# Pids of living processes of this test with a name of `programs`; a zombie has no environment any more.
+programs=distrain
 processes() {
   local dir
   for dir in /proc/[0-9]*; do
-    [[ $(cat "$dir/comm" 2>/dev/null) == distrain ]] || continue
+    [[ " $programs " == *" $(cat "$dir/comm" 2>/dev/null) "* ]] || continue
     tr '\0' '\n' 2>/dev/null <"$dir/environ" | grep -qx "DISTRAIN_TEST_ID=$DISTRAIN_TEST_ID" &&
       echo "${dir#/proc/}"
   done
@@ -198,6 +199,22 @@ make_text() {
       print line " ."
     }
   }'
+}
+
+# install_build: the build that $distrain is of, into $prefix.
+install_build() {
+  prefix=$tmp/prefix
+  cmake --install "$(dirname "$distrain")/.." --prefix "$prefix" >"$tmp/log" 2>&1 && return
+  fail "cmake --install: $(tail -n 3 "$tmp/log")"
+  return 1
+}
+
+# configure <folder> <option>...: the project in it, somebody else's, against what is installed.
+configure() { cmake -S "$1" -B "$tmp/build" -DCMAKE_PREFIX_PATH="$prefix" "${@:2}" >"$tmp/log" 2>&1; }
+build_outside() { # build_outside <folder> <option>...
+  configure "$@" && cmake --build "$tmp/build" >"$tmp/log" 2>&1 && return
+  fail "$(basename "$1") does not build: $(grep -i -A 3 error "$tmp/log" | head -n 5)"
+  return 1
 }
 
 finish() {

@@ -1,0 +1,98 @@
+#!/bin/bash
+# ctest: labels=noasan timeout=600
+# examples/ as somebody has them who has installed distrain: they build, train, join from terminals of
+# their own, go on in the same bits when they were killed, and have what distrain has.
+# shellcheck source-path=SCRIPTDIR source=lib.bash
+source "$(dirname "$0")/lib.bash"
+reference=$(dirname "$distrain")/recommender_reference
+
+for program in recommender split_model; do
+  (($(wc -l <"$root/examples/$program.cpp") <= 120)) || fail "$program.cpp has more than 120 lines"
+done
+install_build || finish
+cp -r "$root/examples" "$tmp/examples"
+# As the compiler's cache sees it, the folder is the same each time.
+export CCACHE_BASEDIR=$tmp CCACHE_NOHASHDIR=1
+build_outside "$tmp/examples" -DCMAKE_BUILD_TYPE=Release \
+  "-DCMAKE_CXX_COMPILER_LAUNCHER=$(command -v ccache)" || finish
+cd "$tmp" || exit 1
+
+newest() { find "$1" -maxdepth 1 -name 'step-*' | sort | tail -n 1; }
+
+complete_words() ( # complete_words <words>...: what bash offers after them
+  # shellcheck source=/dev/null
+  source "$tmp/completion"
+  COMP_WORDS=("$@")
+  COMP_CWORD=$(($# - 1))
+  "_$1"
+  printf '%s ' "${COMPREPLY[@]}"
+)
+
+for job in "recommender 3" "split_model 2"; do # four ranks each
+  read -r name trainers <<<"$job"
+  distrain=$tmp/build/$name programs=$name
+
+  run --trainers "$trainers" --trace "$tmp/trace.json"
+  expect 0 "$name"
+  expect_log "$name"
+  [[ ! -s $tmp/err ]] || fail "$name: on stderr: $(head -n 1 "$tmp/err")"
+  accuracy=$(jq -s '.[-1].accuracy' "$tmp/out")
+  least=0.95
+  # The same model of torch alone, on as many clicks at a time.
+  [[ $name != recommender ]] || least=$("$reference" clicks.txt $((32 * trainers)) 10 0.01)
+  awk -v a="$accuracy" -v b="$least" 'BEGIN { exit !(b > 0.8 && a >= b - 0.01) }' || fail "$name: accuracy $accuracy, not $least"
+  problems=$(python3 "$here/check_trace.py" "$tmp/trace.json" 4 step@3 backward@3 2>&1) ||
+    fail "$name, the trace: $problems"
+
+  # Killed at some step, it goes on to the same end.
+  small=(--trainers "$trainers" --mode sync --optimizer adam --steps 120 --checkpoint-every 20)
+  run "${small[@]}" --checkpoint "$tmp/whole"
+  expect 0 "$name, whole"
+  "$distrain" "${small[@]}" --checkpoint "$tmp/parts" --log-interval 1 --inject delay=5ms@rank=3 \
+    >"$tmp/killed" 2>/dev/null &
+  wait_for_lines 1 checkpoint "$tmp/killed"
+  wait_for_lines $((RANDOM % 60 * trainers)) step "$tmp/killed"
+  # shellcheck disable=SC2046  # a word each
+  kill -9 $(processes)
+  wait $! 2>/dev/null
+  code=$?
+  expect 137 "$name, killed"
+  step=$(basename "$(newest "$tmp/parts")")
+  run "${small[@]}" --checkpoint "$tmp/parts" --resume auto
+  expect 0 "$name, resumed"
+  expect_jq 'map(select(.event == "checkpoint"))[0] | .action == "loaded" and .step < 120' \
+    "$name, resumed at $step"
+  for file in model optimizer; do
+    cmp "$(newest "$tmp/whole")/$file.safetensors" "$(newest "$tmp/parts")/$file.safetensors" ||
+      fail "$name: $file differs after $step"
+  done
+
+  # From four terminals.
+  port=$(free_port)
+  terminals=()
+  for rank in 2 0 3 1; do
+    timeout "$limit" "$distrain" --trainers "$trainers" --steps 50 --rank $rank --master-port "$port" \
+      >"$tmp/out$rank" 2>"$tmp/err$rank" &
+    terminals+=($!)
+  done
+  for terminal in "${terminals[@]}"; do
+    wait "$terminal" || fail "$name: a rank that joined: exit code $?"
+  done
+  for rank in 0 1 2 3; do
+    expect_log "$name --rank $rank" "$tmp/out$rank"
+    expect_jq '.[0].world_size == 4 and .[-1].status == "ok"' "$name --rank $rank" "$tmp/out$rank"
+  done
+
+  run --help
+  expect 0 "$name --help"
+  for words in "Usage: $name [OPTION]..." --trainers --rank --resume --trace "$name help|man|completion|schema"; do
+    grep -qF -- "$words" "$tmp/out" || fail "$name --help does not say '$words'"
+  done
+  "$distrain" completion bash >"$tmp/completion"
+  offered=$(complete_words "$name" --epo)
+  [[ $offered == "--epochs " ]] || fail "$name: bash offers '$offered' for --epo"
+  expect_no_process "$name"
+  check_lines
+  rm -rf "$tmp"/{.seen,out*,killed,whole,parts,trace.json}
+done
+finish
