@@ -9,6 +9,16 @@ reference=$(dirname "$distrain")/recommender_reference
 for program in recommender split_model; do
   (($(wc -l <"$root/examples/$program.cpp") <= 120)) || fail "$program.cpp has more than 120 lines"
 done
+# What README shows of the recommender is in it, in this order.
+python3 - "$root" <<'PYTHON' || fail "README.md shows another recommender"
+import re, sys
+root = sys.argv[1]
+shown = re.search(r"## The library\n.*?```cpp\n(.*?)```", open(f"{root}/README.md").read(), re.S).group(1)
+lines = iter(open(f"{root}/examples/recommender.cpp").read().splitlines())
+for line in filter(None, (re.sub(r" *//.*", "", line) for line in shown.splitlines())):
+    if line not in lines:
+        sys.exit(f"not there: {line}")
+PYTHON
 install_build || finish
 cp -r "$root/examples" "$tmp/examples"
 # As the compiler's cache sees it, the folder is the same each time.
