@@ -48,7 +48,7 @@ void make_clicks(const Options& options, const std::string& own) {
     file << clicks << ' ' << user << ' ' << users + item << '\n';
   }
   file.close();
-  std::filesystem::rename(options.data + own, options.data);  // whole, whoever reads it
+  if (file) std::filesystem::rename(options.data + own, options.data);  // whole at once
 }
 
 struct Clicks {

@@ -93,6 +93,9 @@ for job in "recommender 3" "split_model 2"; do # four ranks each
     expect_jq '.[0].world_size == 4 and .[-1].status == "ok"' "$name --rank $rank" "$tmp/out$rank"
   done
 
+  run --rank 4
+  [[ $(cat "$tmp/err") == "$name: "* ]] || fail "$name --rank 4: on stderr: $(cat "$tmp/err")"
+
   run --help
   expect 0 "$name --help"
   for words in "Usage: $name [OPTION]..." --trainers --rank --resume --trace "$name help|man|completion|schema"; do

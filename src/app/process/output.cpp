@@ -24,8 +24,8 @@ int write_all(int fd, std::string_view text) {
 }
 
 void say(std::string_view message) {
-  std::string line = "distrain: ";
-  line.append(message).push_back('\n');
+  std::string line = program_invocation_short_name;
+  line.append(": ").append(message).push_back('\n');
   write_all(STDERR_FILENO, line);
 }
 

@@ -10,7 +10,7 @@ namespace distrain::app {
 /// Writes all of `text`, in one write(2) unless the kernel takes less. Gives back 0 or errno.
 int write_all(int fd, std::string_view text);
 
-/// "distrain: `message`", a line on stderr; where nobody can hear it, nothing.
+/// "PROGRAM: `message`", a line on stderr; where nobody can hear it, nothing.
 void say(std::string_view message);
 
 /// What a failed write to stdout ends the process with: 141 when the reader went away, else 9.

@@ -88,7 +88,8 @@ void RankImage::exec() const {
     if (fd >= 0) fcntl(fd, F_SETFD, 0);
   }
   execve(kProgram, argv_.data(), envp_.data());
-  write_all(STDERR_FILENO, "distrain: cannot start a rank: ");
+  write_all(STDERR_FILENO, program_invocation_short_name);
+  write_all(STDERR_FILENO, ": cannot start a rank: ");
   write_all(STDERR_FILENO, strerrordesc_np(errno));
   write_all(STDERR_FILENO, "\n");
   _exit(base::exit_code(base::ErrorKind::kResources));
