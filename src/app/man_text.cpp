@@ -55,7 +55,7 @@ With `--checkpoint DIR` rank 0 saves the job in a folder of its own for each sav
 The parameters have the names that PyTorch's modules give them, and any reader of safetensors opens
 them. The manifest has sizes and checksums of the files, counters, the place in the data and the state
 of the random numbers. A folder appears whole or not at all, whenever the process ends, and the last
-two are kept.
+two are kept, or as many as --keep says.
 
 --resume goes on from there: with the same options a job ends, with `--mode sync` or --local, on the
 CPU in the very parameters that it would have ended in without the break. A checkpoint that is

@@ -39,7 +39,6 @@ constexpr std::string_view kReplaced = ".replaced-step-";
 constexpr std::string_view kOld = ".old-step-";
 
 constexpr size_t kStepDigits = 12;
-constexpr size_t kKept = 2;
 constexpr size_t kPiece = size_t{4} << 20;  // hashed and written while it is in the cache
 
 std::string name_of(std::string_view prefix, int64_t step) {
@@ -70,8 +69,8 @@ bool is_folder(const std::string& path) {
 
 class Save {
  public:
-  Save(const Disk& disk, const std::string& folder, const Checkpoint& checkpoint)
-      : disk_(disk), folder_(folder), checkpoint_(checkpoint) {
+  Save(const Disk& disk, const std::string& folder, const Checkpoint& checkpoint, int64_t keep)
+      : disk_(disk), folder_(folder), checkpoint_(checkpoint), keep_(keep) {
     manifest_.step = checkpoint.step;
     manifest_.state = checkpoint.state;
     for (const auto& [name, tensors] : checkpoint.files) {
@@ -184,7 +183,7 @@ class Save {
   void remove_old() const {
     auto others = steps_of(kWhole, list());
     others.erase(checkpoint_.step);
-    while (others.size() >= kKept) {
+    while (static_cast<int64_t>(others.size()) >= keep_) {
       const int64_t step = *others.begin();
       others.erase(others.begin());
       retire(path_of(kWhole, step), step);
@@ -203,6 +202,7 @@ class Save {
   const Disk& disk_;
   const std::string& folder_;
   const Checkpoint& checkpoint_;
+  const int64_t keep_;
   std::map<std::string, std::string> headers_;
   Manifest manifest_;
   std::set<int64_t> found_;  // whole checkpoints before this save
@@ -271,8 +271,10 @@ LoadedCheckpoint load_one(const std::string& path) {
 
 }  // namespace
 
-CheckpointStore::CheckpointStore(std::string folder, Probe before_system_call)
-    : folder_(std::move(folder)), before_system_call_(std::move(before_system_call)) {}
+CheckpointStore::CheckpointStore(std::string folder, Probe before_system_call, int64_t keep)
+    : folder_(std::move(folder)),
+      before_system_call_(std::move(before_system_call)),
+      keep_(keep) {}
 
 void CheckpointStore::prepare() {
   const Disk disk(before_system_call_);
@@ -295,7 +297,7 @@ void CheckpointStore::prepare() {
 
 std::string CheckpointStore::save(const Checkpoint& checkpoint) {
   const Disk disk(before_system_call_);
-  return Save(disk, folder_, checkpoint).run();
+  return Save(disk, folder_, checkpoint, keep_).run();
 }
 
 bool CheckpointStore::is_checkpoint(const std::string& name) {

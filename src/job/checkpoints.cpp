@@ -77,7 +77,7 @@ Checkpoints::Checkpoints(CheckpointOptions options, const Job& job, EventSink& s
     : options_(std::move(options)), sink_(sink) {
   if (options_.dir.empty()) return;
   store_ = std::make_unique<data::CheckpointStore>(
-      options_.dir, death_at(job.inject.fail_checkpoint, in_first_save_));
+      options_.dir, death_at(job.inject.fail_checkpoint, in_first_save_), options_.keep);
   store_->prepare();
   refuse_strangers();
 }

@@ -46,7 +46,8 @@ class CheckpointStore {
   /// that end the process there.
   using Probe = std::function<void(const char* name)>;
 
-  explicit CheckpointStore(std::string folder, Probe before_system_call = {});
+  /// `keep`: so many checkpoints are left after a save, at least one.
+  explicit CheckpointStore(std::string folder, Probe before_system_call = {}, int64_t keep = 2);
 
   /// Makes the folder if it is not there, and tries whether it can be written, so that a job does
   /// not find out after hours. Throws `resources`.
@@ -56,7 +57,7 @@ class CheckpointStore {
   /// the machine stops: into a temporary folder, each file and the folder fsynced, renamed, its
   /// parent fsynced. Removes what interrupted saves left and, before the last rename, checkpoints
   /// with a higher step: they are of a run that was resumed from before them. At the end the newest
-  /// two are left. Saving the same step again replaces it. Gives back the checkpoint's path.
+  /// `keep` are left. Saving the same step again replaces it. Gives back the checkpoint's path.
   ///
   /// Throws `resources` naming the file (disk full, no rights); what was saved before stays. Throws
   /// `invalid`, before anything is written, for what could not be loaded: a step below 0 or of more
@@ -80,6 +81,7 @@ class CheckpointStore {
  private:
   const std::string folder_;
   const Probe before_system_call_;
+  const int64_t keep_;
 };
 
 }  // namespace distrain::data

@@ -127,6 +127,11 @@ void CommonOptions::describe_common(OptionList<Options>& list) {
           "there\nis none yet, the job starts afresh.")
       .offers({"auto"})
       .may_change();
+  list.integer("keep", [](auto& o) -> auto& { return o.checkpoint.keep; },
+               "checkpoints that are left; older ones are removed")
+      .range(1, kMaxInt)
+      .needs("checkpoint")
+      .may_change();
 }
 
 }  // namespace distrain::job

@@ -66,6 +66,16 @@ TEST_CASE("A checkpoint of many megabytes, and one of nothing") {
   check_same(CheckpointStore::load(store.save(last)), last);
 }
 
+TEST_CASE("As many are kept as one asks for") {
+  const Folder folder;
+  const int64_t keep = GENERATE(1, 3);
+  CheckpointStore store(folder.path(), {}, keep);
+  for (int64_t step = 7; step < 12; ++step) store.save(Sample(step).checkpoint);
+  Strings expected;
+  for (int64_t step = 12 - keep; step < 12; ++step) expected.push_back(step_name(step));
+  CHECK(names_in(folder.path()) == expected);
+}
+
 TEST_CASE("The newest two are kept") {
   const Folder folder;
   CheckpointStore store(folder.path());
