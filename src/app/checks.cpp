@@ -46,7 +46,8 @@ void check_folder(const ParsedOptions& options, const char* name) {
 }
 
 void check_needs(const ParsedOptions& options, const char* name, const char* needed) {
-  if (options.given(name) && !options.given(needed)) needs(name, needed);
+  const bool is_there = options.decided(needed) && !options.text(needed).empty();
+  if (options.given(name) && !is_there) needs(name, needed);
 }
 
 void check_checkpoint(const ParsedOptions& options, const Placement& placement) {

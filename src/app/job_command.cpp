@@ -22,6 +22,7 @@
 #include "process/rank_process.h"
 #include "process/spawned_rank.h"
 #include "process/summary.h"
+#include "saved_options.h"
 
 namespace distrain::app {
 namespace {
@@ -64,7 +65,7 @@ job::Job make_job(const JobCommand& command, const ParsedOptions& options,
   job.peer_timeout_s = options.real("peer-timeout");
   for (const Option& option : options.table()) {
     if (!is_job_option(option)) continue;
-    const bool untold = option.each_own && !options.given(option.name);
+    const bool untold = option.each_own && !options.decided(option.name);
     job.effective[option.name] = untold ? "" : options.text(option.name);
     // A path may well differ from host to host, so it is not among what has to agree.
     if (option.scope == Scope::kJob && options.given(option.name)) {
@@ -220,7 +221,11 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
   const std::optional<SpawnedRank> spawned = take_spawned_rank();
   try {
     ParsedOptions options = parse_options(command.table, args);
-    Placement placement = place(options, command.size, process_environment);
+    std::string changed;
+    Placement placement = place(options, command.size, process_environment, [&] {
+      changed = take_resumed_options(options, command.line.name);
+    });
+    if (!changed.empty()) placement.warn(changed);
     if (options.flag("dump-placement")) {
       return print_text(dump_placement(options, placement, command));
     }
@@ -246,6 +251,51 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
     return run_here(make_run(command, options, placement, job), placement);
   } catch (const base::Exception& e) {
     return report_failure(command.line.name, e.error(), started);
+  }
+}
+
+int run_predict_command(const std::vector<JobCommand>& commands,
+                        const std::vector<std::string>& args, base::TimePoint started) {
+  const auto invalid = [](const std::string& message) {
+    throw base::Exception(base::ErrorKind::kInvalid, message);
+  };
+  std::string cmd;
+  try {
+    if (args.empty() || args[0].starts_with('-')) invalid("predict needs a checkpoint");
+    const bool has_file = args.size() > 1 && (args[1] == "-" || !args[1].starts_with('-'));
+    const std::string input = has_file && args[1] != "-" ? args[1] : job::kStandardInput;
+    const job::Snapshot saved = job::read_manifest(args[0]);
+    const Json name = saved.state.value("cmd", Json());
+    const auto command =
+        std::find_if(commands.begin(), commands.end(),
+                     [&](const JobCommand& each) { return Json(each.line.name) == name; });
+    if (command == commands.end()) saved.refuse("not a checkpoint of this program's jobs");
+    cmd = command->line.name;
+    if (!command->predict) invalid("predict has no use for a checkpoint of " + cmd);
+
+    ParsedOptions options =
+        parse_options(command->table, {args.begin() + 1 + (has_file ? 1 : 0), args.end()});
+    for (const Option& option : command->table) {
+      const bool of_model = is_job_option(option) && option.group != "Checkpoints";
+      if (options.given(option.name) && !of_model && option.name != "threads") {
+        invalid(fmt::format("--{} has no effect on predict", option.name));
+      }
+    }
+    take_options(options, saved, Take::kWhatMustAgree);
+    // Sums depend on how many threads take them.
+    const Json threads = saved.state.value("threads", Json());
+    if (threads.is_number_integer()) options.derive("threads", threads.dump());
+    if (command->complete) command->complete(options);
+    Placement placement;
+    placement.mode = Placement::Mode::kLocal;
+    const job::Job job = make_job(*command, options, placement, started);
+    RankRun run = make_run(*command, options, placement, job);
+    run.body = [&](const job::Job& own, job::EventSink& sink) {
+      return command->predict(options, own, saved.path, input, sink);
+    };
+    return run_here(std::move(run), placement);
+  } catch (const base::Exception& e) {
+    return report_failure(cmd, e.error(), started);
   }
 }
 
@@ -285,7 +335,7 @@ void detail::check_table(const ParsedOptions& options, Placement& placement) {
   }
   // A rank that joins does without: the data may be rank 0's to name.
   if (placement.mode == Placement::Mode::kJoin || !placement.has_rank_0()) return;
-  const bool data = options.given("data");
+  const bool data = options.decided("data") && !options.text("data").empty();
   for (const Option& option : options.table()) {
     if (options.given(option.name) && (data ? option.random_only : option.data_only)) {
       placement.warn(

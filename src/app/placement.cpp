@@ -54,13 +54,15 @@ const std::vector<ProcessLauncher>& process_launchers() {
 
 class Placer {
  public:
-  Placer(ParsedOptions& options, const SizeRule& rule, const Environment& environment)
-      : options_(options), rule_(rule), environment_(environment) {}
+  Placer(ParsedOptions& options, const SizeRule& rule, const Environment& environment,
+         const std::function<void()>& on_rank_0)
+      : options_(options), rule_(rule), environment_(environment), on_rank_0_(on_rank_0) {}
 
   Placement run() {
     check_combinations();
     if (options_.flag("local")) {
       placement_.mode = Placement::Mode::kLocal;
+      on_rank_0_();
       settle_size(flag_setting("world-size"), true);
       return placement_;
     }
@@ -214,6 +216,7 @@ class Placer {
     placement_.mode = Placement::Mode::kJoin;
     placement_.rank = rank.value;
     placement_.source = rank.source;
+    if (rank.value == 0) on_rank_0_();
     settle_size(find_size(), rank.value == 0);
     check_rank(rank.value, rank.source);
     find_master();
@@ -242,9 +245,11 @@ class Placer {
     const std::optional<Setting> size = flag_setting("world-size");
     if (options_.given("ranks")) {
       placement_.ranks = parse_ranks(options_.text("ranks"));
+      if (placement_.ranks.front() == 0) on_rank_0_();
       settle_size(size, placement_.ranks.front() == 0);
       check_rank(placement_.ranks.back(), "--ranks");
     } else {
+      on_rank_0_();
       settle_size(size, true);
       for (int rank = 0; rank < placement_.world_size; ++rank) placement_.ranks.push_back(rank);
     }
@@ -283,6 +288,7 @@ class Placer {
   ParsedOptions& options_;
   const SizeRule& rule_;
   const Environment& environment_;
+  const std::function<void()>& on_rank_0_;
   const ProcessLauncher* launcher_ = nullptr;
   Placement placement_;
 };
@@ -294,8 +300,9 @@ std::optional<std::string> process_environment(const char* name) {
   return value ? std::optional<std::string>(value) : std::nullopt;
 }
 
-Placement place(ParsedOptions& options, const SizeRule& rule, const Environment& environment) {
-  return Placer(options, rule, environment).run();
+Placement place(ParsedOptions& options, const SizeRule& rule, const Environment& environment,
+                const std::function<void()>& on_rank_0) {
+  return Placer(options, rule, environment, on_rank_0).run();
 }
 
 }  // namespace distrain::app

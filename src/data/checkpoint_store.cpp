@@ -216,18 +216,19 @@ void make_folders(const Disk& disk, const std::string& folder) {
   if (disk.make_folder(folder)) disk.sync_folder(parent.empty() ? "/" : parent);
 }
 
-// The name of the newest checkpoint's folder.
-std::optional<std::string> newest_of(const std::string& folder,
-                                     const std::vector<std::string>& names) {
+// The paths of a folder's checkpoints, the newest first.
+std::vector<std::string> checkpoints_of(const std::string& folder,
+                                        const std::vector<std::string>& names) {
+  std::vector<std::string> paths;
   auto steps = steps_of(kWhole, names);
   const auto whole = steps;
   steps.merge(steps_of(kReplaced, names));
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
     std::string path = folder + (folder.ends_with('/') ? "" : "/") +
                        name_of(whole.contains(*step) ? kWhole : kReplaced, *step);
-    if (is_folder(path)) return path;
+    if (is_folder(path)) paths.push_back(std::move(path));
   }
-  return std::nullopt;
+  return paths;
 }
 
 std::vector<uint8_t> read_listed(const std::string& path, const Manifest::File& listed) {
@@ -250,7 +251,9 @@ std::vector<uint8_t> read_listed(const std::string& path, const Manifest::File& 
   return bytes;
 }
 
-LoadedCheckpoint load_one(const std::string& path) {
+enum class Depth { kManifest, kTensors };
+
+LoadedCheckpoint load_one(const std::string& path, Depth depth) {
   LoadedCheckpoint loaded;
   loaded.path = path;
   const std::string manifest_path = path + "/" + kManifestName;
@@ -259,6 +262,7 @@ LoadedCheckpoint load_one(const std::string& path) {
   Manifest manifest = parse_manifest(text, manifest_path);
   loaded.checkpoint.step = manifest.step;
   loaded.checkpoint.state = std::move(manifest.state);
+  if (depth == Depth::kManifest) return loaded;
   for (const auto& [name, listed] : manifest.files) {
     const std::string file_path = path + "/" + name;
     auto content = with_memory_for(
@@ -267,6 +271,16 @@ LoadedCheckpoint load_one(const std::string& path) {
     loaded.contents.emplace(name, std::move(content));
   }
   return loaded;
+}
+
+LoadedCheckpoint load_from(const std::string& path, Depth depth) {
+  return with_memory_for(path, [&] {
+    struct stat status {};
+    if (stat((path + "/" + kManifestName).c_str(), &status) == 0) return load_one(path, depth);
+    const auto found = CheckpointStore::newest(path);
+    if (!found) throw Exception(ErrorKind::kBadData, path + ": no checkpoint in this folder");
+    return load_one(*found, depth);
+  });
 }
 
 }  // namespace
@@ -307,19 +321,43 @@ bool CheckpointStore::is_checkpoint(const std::string& name) {
 std::optional<std::string> CheckpointStore::newest(const std::string& folder) {
   const Disk::Probe no_probe;
   const auto names = Disk(no_probe).list(folder);
-  if (names) return newest_of(folder, *names);
+  if (names) {
+    const auto paths = checkpoints_of(folder, *names);
+    return paths.empty() ? std::nullopt : std::optional(paths.front());
+  }
   if (errno == ENOENT) return std::nullopt;
   throw Exception(ErrorKind::kBadData, "cannot open " + folder + ": " + errno_text());
 }
 
 LoadedCheckpoint CheckpointStore::load(const std::string& path) {
-  return with_memory_for(path, [&] {
-    struct stat status {};
-    if (stat((path + "/" + kManifestName).c_str(), &status) == 0) return load_one(path);
-    const auto found = newest(path);
-    if (!found) throw Exception(ErrorKind::kBadData, path + ": no checkpoint in this folder");
-    return load_one(*found);
-  });
+  return load_from(path, Depth::kTensors);
+}
+
+LoadedCheckpoint CheckpointStore::look(const std::string& path) {
+  return load_from(path, Depth::kManifest);
+}
+
+std::optional<std::string> CheckpointStore::intact_before(const std::string& path) {
+  std::string own = path;
+  while (own.size() > 1 && own.ends_with('/')) own.pop_back();
+  const size_t slash = own.find_last_of('/');
+  const std::string name = own.substr(slash + 1);  // of the whole if there is none
+  const std::string parent = slash == std::string::npos ? "." : own.substr(0, slash + 1);
+  const bool is_one = is_checkpoint(name);
+  const std::string& folder = is_one ? parent : own;
+  const Disk::Probe no_probe;
+  const auto names = Disk(no_probe).list(folder);
+  const auto paths = names ? checkpoints_of(folder, *names) : std::vector<std::string>();
+  auto it = paths.begin();
+  if (is_one) it = std::find_if(it, paths.end(), [&](auto& p) { return p.ends_with('/' + name); });
+  while (it != paths.end() && ++it != paths.end()) {
+    try {
+      load_one(*it, Depth::kTensors);
+      return *it;
+    } catch (const Exception&) {
+    }
+  }
+  return std::nullopt;
 }
 
 }  // namespace distrain::data

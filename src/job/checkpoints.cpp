@@ -39,6 +39,28 @@ data::CheckpointStore::Probe death_at(int64_t at, const bool& in_first_save) {
   };
 }
 
+Snapshot read(const std::string& path,
+              data::LoadedCheckpoint (*load)(const std::string& path)) {
+  data::LoadedCheckpoint loaded;
+  try {
+    loaded = load(path);
+  } catch (const base::Exception& e) {
+    if (e.kind() != base::ErrorKind::kBadData) throw;
+    const auto before = data::CheckpointStore::intact_before(path);
+    if (!before) throw;
+    bad_data(e.error().message + "; the one before it is intact: --resume " + *before);
+  }
+  Snapshot snapshot;
+  snapshot.step = loaded.checkpoint.step;
+  snapshot.state = loaded.checkpoint.state;
+  snapshot.path = loaded.path;
+  for (const auto& [file, tensors] : loaded.checkpoint.files) {
+    const std::string name = file.substr(0, file.rfind(kSuffix));
+    for (const auto& [key, stored] : tensors) snapshot.files[name][key] = data::to_tensor(stored);
+  }
+  return snapshot;
+}
+
 }  // namespace
 
 void naming_checkpoint(const std::string& path, const std::function<void()>& use) {
@@ -53,18 +75,44 @@ void naming_checkpoint(const std::string& path, const std::function<void()>& use
 
 void Snapshot::refuse(const std::string& why) const { bad_data(path + ": " + why); }
 
-void Snapshot::expect(const char* key, const Json& value) const {
-  const auto it = state.find(key);
-  if (it == state.end()) refuse(std::string("it does not say its ") + key);
-  if (*it != value && std::string_view(key) == "data") {
-    refuse("saved while training on other data");
+void Snapshot::expect_cmd(const std::string& cmd) const {
+  const Json was = state.value("cmd", Json());
+  if (!was.is_string()) refuse("it does not say its job");
+  if (was != cmd) refuse("a checkpoint of " + was.get<std::string>() + ", not of " + cmd);
+}
+
+std::optional<std::string> Snapshot::option(const std::string& name) const {
+  for (const auto& [part, key] : {std::pair("options", name), std::pair("agreed", "--" + name)}) {
+    const auto values = state.find(part);
+    if (values == state.end() || !values->is_object()) {
+      refuse("it does not say its options: it is of an older version of distrain");
+    }
+    const auto value = values->find(key);
+    if (value != values->end() && value->is_string()) return value->get<std::string>();
   }
-  if (*it != value) {
-    const auto words = [](const Json& json) {
-      return json.is_string() ? json.get<std::string>() : json.dump();
-    };
-    refuse(std::string("saved with ") + key + " " + words(*it) + ", not " + words(value));
-  }
+  return std::nullopt;
+}
+
+void Snapshot::expect_option(const std::string& name, const std::string& value) const {
+  const auto saved = option(name);
+  if (!saved) refuse("it does not say its --" + name);
+  if (*saved == value) return;
+  refuse(saved->empty() ? "saved without --" + name + ", not with " + value
+         : value.empty() ? "saved with --" + name + " " + *saved + ", not without"
+                         : "saved with --" + name + " " + *saved + ", not " + value);
+}
+
+Snapshot read_checkpoint(const std::string& path) {
+  return read(path, &data::CheckpointStore::load);
+}
+
+Snapshot read_manifest(const std::string& path) {
+  return read(path, &data::CheckpointStore::look);
+}
+
+std::optional<std::string> checkpoint_to_resume(const CheckpointOptions& options) {
+  if (options.resume == "auto") return data::CheckpointStore::newest(options.dir);
+  return options.resume.empty() ? std::nullopt : std::optional(options.resume);
 }
 
 const data::NamedTensors& Snapshot::file(const char* name) const {
@@ -99,23 +147,10 @@ void Checkpoints::refuse_strangers() const {
 }
 
 std::optional<Snapshot> Checkpoints::load() const {
-  if (options_.resume.empty()) return std::nullopt;
-  std::string path = options_.resume;
-  if (path == "auto") {
-    const auto newest = data::CheckpointStore::newest(options_.dir);
-    if (!newest) return std::nullopt;
-    path = *newest;
-  }
+  const auto path = checkpoint_to_resume(options_);
+  if (!path) return std::nullopt;
   const auto started = base::Clock::now();
-  const data::LoadedCheckpoint loaded = data::CheckpointStore::load(path);
-  Snapshot snapshot;
-  snapshot.step = loaded.checkpoint.step;
-  snapshot.state = loaded.checkpoint.state;
-  snapshot.path = loaded.path;
-  for (const auto& [file, tensors] : loaded.checkpoint.files) {
-    const std::string name = file.substr(0, file.rfind(kSuffix));
-    for (const auto& [key, stored] : tensors) snapshot.files[name][key] = data::to_tensor(stored);
-  }
+  Snapshot snapshot = read_checkpoint(*path);
   sink_.emit("checkpoint", {{"action", "loaded"},
                             {"path", snapshot.path},
                             {"step", snapshot.step},

@@ -111,7 +111,7 @@ RankBody::Known known_options(const OptionTable& table, const OptionMap& values)
   const auto data = values.find("data");
   const bool has_data = data != values.end() && !data->second.empty();
   for (const Option& option : table) {
-    const bool of_job = option.scope == Scope::kJob && option.group != "Checkpoints";
+    const bool of_job = is_job_option(option) && option.group != "Checkpoints";
     const bool has_effect = !(has_data ? option.random_only : option.data_only);
     if (!of_job || !has_effect || option.each_own) continue;
     known.options[option.name] = values.at(option.name);

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include <ATen/Parallel.h>
+
 #include "distrain/base/error.h"
 
 namespace distrain::job {
@@ -28,7 +30,7 @@ std::string difference(const Attachment& first, const Attachment& other, int ran
            " must be the same";
   }
   const auto rest = [](const Attachment& a) {
-    return std::tie(a.trainers, a.epochs, a.steps, a.lr, a.lr_schedule, a.words);
+    return std::tie(a.trainers, a.epochs, a.steps, a.eval_only, a.lr, a.lr_schedule, a.words);
   };
   if (rest(first) != rest(other)) return who + " has other terms of training than the others";
   if (first.parts != other.parts) return who + " keeps other parts in a checkpoint than the others";
@@ -109,25 +111,26 @@ Attached TrainingHost::attach(const Attachment& attachment, int rank) {
   terms.steps = attachment.steps;
   terms.steps_per_epoch = attachment.steps_per_epoch;
   terms.take_over = attachment.take_over;
-  terms.save = checkpoints_.saving();
+  terms.save = checkpoints_.saving() && !attachment.eval_only;
   terms.save_every = setting_.checkpoint.every;
   Schedule::Hooks hooks;
-  hooks.on_begin = [this] {
+  hooks.on_begin = [this, saves = terms.save] {
     {
       std::lock_guard begin_lock(mutex_);
       resumed_.reset();
     }
-    if (checkpoints_.saving()) setting_.heed();
+    if (saves) setting_.heed();
   };
   hooks.on_evaluated = [this](const Position& position, bool whole_epoch) {
     on_evaluated(position, whole_epoch);
   };
   hooks.on_save = [this](const Position& position) { save(position); };
-  hooks.on_end = [this](bool stopped) {
-    if (checkpoints_.saving()) setting_.end(stopped);
+  hooks.on_end = [this, saves = terms.save](bool stopped) {
+    if (saves) setting_.end(stopped);
   };
   current_ = nullptr;
   schedule_.emplace(terms, std::move(hooks));
+  if (attachment.eval_only) schedule_->finish();
   try {
     load();
   } catch (...) {
@@ -141,14 +144,15 @@ Attached TrainingHost::attach(const Attachment& attachment, int rank) {
 
 void TrainingHost::load() {
   resumed_ = checkpoints_.load();
+  if (!resumed_ && terms_->eval_only) {
+    throw base::Exception(base::ErrorKind::kBadData,
+                          "--eval-only: no checkpoint in " + setting_.checkpoint.dir);
+  }
   if (!resumed_) return;
   const Snapshot& snapshot = *resumed_;
-  snapshot.expect("cmd", setting_.cmd);
-  const Json options = snapshot.state.value("options", Json());
+  snapshot.expect_cmd(setting_.cmd);
   const Json agreed = snapshot.state.value("agreed", Json());
-  if (!options.is_object() || !agreed.is_object()) {
-    snapshot.refuse("it does not say its options: it is of an older version of distrain");
-  }
+  if (!agreed.is_object()) snapshot.refuse("it is of an older version of distrain");
   for (const auto& [name, value] : agreed.items()) {
     if (!value.is_string()) snapshot.refuse("what it says of " + name + " is no text");
   }
@@ -157,14 +161,7 @@ void TrainingHost::load() {
     snapshot.refuse("saved while training on other data");
   }
   for (const std::string& name : setting_.must_agree) {
-    const auto saved = options.find(name);
-    const std::string& own = setting_.options.at(name);
-    if (saved == options.end()) snapshot.refuse("it does not say its --" + name);
-    if (*saved == Json(own)) continue;
-    const std::string was = saved->is_string() ? saved->get<std::string>() : saved->dump();
-    snapshot.refuse(was.empty()   ? "saved without --" + name + ", not with " + own
-                    : own.empty() ? "saved with --" + name + " " + was + ", not without"
-                                  : "saved with --" + name + " " + was + ", not " + own);
+    snapshot.expect_option(name, setting_.options.at(name));
   }
   for (const auto& [name, value] : terms_->agreed) {
     const std::string was = agreed.value(name, "");
@@ -289,6 +286,10 @@ void TrainingHost::on_evaluated(const Position& position, bool whole_epoch) {
   }
   tell_evaluation("valid", total_.valid, position);
   tell_evaluation("test", total_.test, position);
+  if (total_.valid.samples + total_.test.samples == 0 && terms_->eval_only) {
+    throw base::Exception(base::ErrorKind::kInvalid,
+                          "--eval-only: the job has no data to evaluate on");
+  }
   if (total_.valid.samples > 0) {
     // Where a job was cut off, one that goes on must not see it.
     if (whole_epoch) lr_schedule_.observe(total_.valid.loss());
@@ -331,6 +332,7 @@ void TrainingHost::save(const Position& position) {
   snapshot.state["options"] = setting_.options;
   snapshot.state["agreed"] = terms_->agreed;
   snapshot.state["position"] = position.to_json();
+  snapshot.state["threads"] = at::get_num_threads();
   const optim::ScheduleState& schedule = lr_schedule_.state();
   snapshot.state["lr"] = terms_->lr;
   snapshot.state["lr_schedule"] = terms_->lr_schedule;

@@ -169,7 +169,7 @@ TEST_CASE_METHOD(FewPsImages, "another job's checkpoint on images is refused, wi
   refused([](auto& o) { o.mode = "async"; }, "saved with --mode sync, not async");
   refused([](auto& o) { o.seed = 2; }, "saved with --seed 1, not 2");
   refused([](auto& o) { o.limit = 50; }, "saved with examples 96, not 50");
-  refused([](auto& o) { o.mean = 0.5; }, "saved with mean 0.1307, not 0.5");
+  refused([](auto& o) { o.mean = 0.5; }, "saved with --mean 0.1307, not 0.5");
   refused([](auto& o) { o.dropout = false; }, "saved with --dropout on, not off");
   refused([&](auto& o) { o.data = other.path(); }, "saved while training on other data");
 }
@@ -195,7 +195,7 @@ TEST_CASE_METHOD(FewPsImages, "a checkpoint that does not hold this model is ref
         "fc3.bias.x, which is of no parameter"},
        {[](Snapshot& s) { s.files["optimizer"]["fc2.bias.no"] = at::zeros({1}); }, ""},
        {[](Snapshot& s) { s.files.erase("model"); }, "no model.safetensors"},
-       {[](Snapshot& s) { s.state["cmd"] = "rnn"; }, "saved with cmd rnn, not ps"},
+       {[](Snapshot& s) { s.state["cmd"] = "rnn"; }, "a checkpoint of rnn, not of ps"},
        {[](Snapshot& s) { s.state.erase("position"); }, "the position is"},
        {[](Snapshot& s) { s.state["position"]["epoch"] = 0; }, "the position is"},
        {[](Snapshot& s) {

@@ -190,7 +190,7 @@ TEST_CASE("a checkpoint that does not hold this policy is refused") {
        {[](Snapshot& s) { s.files["optimizer"]["affine3.bias.x"] = at::zeros({1}); },
         "affine3.bias.x, which is of no parameter"},
        {[](Snapshot& s) { s.files.erase("optimizer"); }, "no optimizer.safetensors"},
-       {[](Snapshot& s) { s.state["cmd"] = "ps"; }, "saved with cmd ps, not rl"},
+       {[](Snapshot& s) { s.state["cmd"] = "ps"; }, "a checkpoint of ps, not of rl"},
        {[](Snapshot& s) { s.state["position"]["steps"] = {3}; }, "the position"},
        {[](Snapshot& s) { s.state["position"]["epoch"] = 2; }, "the position"},
        {[](Snapshot& s) { s.files["state"]["running_reward"] = at::zeros({2}); },

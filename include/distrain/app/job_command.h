@@ -86,7 +86,7 @@ JobCommand::JobCommand(const job::Definition<Options>& definition) {
   has_stages = job->with_stages();
   const auto read = [job](const ParsedOptions& parsed) {
     Options options = job->options().read(parsed);
-    job->settle(options, [&](std::string_view name) { return parsed.given(name); });
+    job->settle(options, [&](std::string_view name) { return parsed.decided(std::string(name)); });
     return options;
   };
   complete = [job, read](ParsedOptions& parsed) {

@@ -77,6 +77,10 @@ class CheckpointStore {
   /// `bad_data`, with the file and the reason, for a manifest that is not what it should be, files
   /// that are missing, of another size or hash, or not safetensors.
   static LoadedCheckpoint load(const std::string& path);
+  /// The same without the tensors: what the manifest says, which takes no time.
+  static LoadedCheckpoint look(const std::string& path);
+  /// The newest one that can be loaded of those before `path`, which is as load() takes it.
+  static std::optional<std::string> intact_before(const std::string& path);
 
  private:
   const std::string folder_;

@@ -28,12 +28,25 @@ struct Snapshot {
 
   /// `bad_data` naming the checkpoint, for whatever does not fit the job.
   [[noreturn]] void refuse(const std::string& why) const;
-  /// Refuses unless `state[key]` is `value`: "saved with trainers 2, not 3".
-  void expect(const char* key, const Json& value) const;
+  /// Refuses one of another job.
+  void expect_cmd(const std::string& cmd) const;
+  /// An option that it was saved with, in canonical form; none: it does not say.
+  std::optional<std::string> option(const std::string& name) const;
+  /// Refuses unless that is `value`: "saved with --trainers 2, not 3".
+  void expect_option(const std::string& name, const std::string& value) const;
   void checked(const std::function<void()>& use) const { naming_checkpoint(path, use); }
   /// The tensors of `file`; refuses if there are none.
   const data::NamedTensors& file(const char* name) const;
 };
+
+/// A checkpoint, or the newest in a folder of them. Throws `bad_data`; of one that is damaged the
+/// message names the intact one before it.
+Snapshot read_checkpoint(const std::string& path);
+/// The same without tensors, which takes no time.
+Snapshot read_manifest(const std::string& path);
+
+/// What a job is to go on from; none: it begins afresh.
+std::optional<std::string> checkpoint_to_resume(const CheckpointOptions& options);
 
 /// The checkpoints of one job, on the rank that reads and writes them.
 class Checkpoints {

@@ -4,6 +4,7 @@
 #include <functional>
 #include <limits>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -97,12 +98,20 @@ class ParsedOptions {
   void set(const std::string& name, std::string value) { values_[name] = std::move(value); }
   /// As set(), for a value that follows from others: the option still counts as not given.
   void derive(const std::string& name, std::string value) { derived_[name] = std::move(value); }
+  /// The same, for one that a checkpoint says: no default is to follow from others.
+  void take(const std::string& name, std::string value) {
+    derive(name, std::move(value));
+    taken_.insert(name);
+  }
+  /// Given, or taken.
+  bool decided(const std::string& name) const { return given(name) || taken_.contains(name); }
   const OptionTable& table() const { return *table_; }
 
  private:
   const OptionTable* table_;
   OptionMap values_;
   OptionMap derived_;
+  std::set<std::string> taken_;
 };
 
 namespace detail {

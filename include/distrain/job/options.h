@@ -124,7 +124,9 @@ void CommonOptions::describe_common(OptionList<Options>& list) {
           "go on from this checkpoint; auto: from the newest of --checkpoint, if any")
       .details(
           "A folder of checkpoints stands for the newest in it. `auto` needs --checkpoint; if "
-          "there\nis none yet, the job starts afresh.")
+          "there\nis none yet, the job starts afresh. Options that are not given are those that it "
+          "was saved\nwith. Of those that are given, some may be others (--lr, --epochs), which a "
+          "`warn` line tells.")
       .offers({"auto"})
       .may_change();
   list.integer("keep", [](auto& o) -> auto& { return o.checkpoint.keep; },

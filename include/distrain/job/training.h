@@ -115,7 +115,7 @@ class TrainingPlan {
   TrainingPlan& operator=(const TrainingPlan&) = delete;
 
   /// What must be the same on all trainers, and in the checkpoint that a job goes on from: what was
-  /// read of the data, say.
+  /// read of the data, say. A name that begins with `--` is that of an option which each_own.
   void agree(const std::string& name, const std::string& value) { agreed_[name] = value; }
   void agree(const std::string& name, int64_t value) { agree(name, std::to_string(value)); }
   /// What must be the same on all trainers only.

@@ -52,8 +52,8 @@ job::Plan PsData::plan() const {
 void PsData::agree(job::TrainingPlan& training) const {
   training.agree("data", std::to_string(files_.train.content_hash));
   training.agree("examples", examples_);
-  training.agree("mean", job::Json(options_.mean).dump());
-  training.agree("std", job::Json(options_.std).dump());
+  training.agree("--mean", job::Json(options_.mean).dump());
+  training.agree("--std", job::Json(options_.std).dump());
   if (files_.test) training.alike("test-data", std::to_string(files_.test->content_hash));
 }
 

@@ -66,6 +66,23 @@ TEST_CASE("A checkpoint of many megabytes, and one of nothing") {
   check_same(CheckpointStore::load(store.save(last)), last);
 }
 
+TEST_CASE("Before a damaged checkpoint there may be an intact one") {
+  const Folder folder;
+  CheckpointStore store(folder.path(), {}, 3);
+  for (int64_t step = 7; step < 10; ++step) store.save(Sample(step).checkpoint);
+  CHECK(CheckpointStore::look(folder.path()).checkpoint.state == Sample(9).checkpoint.state);
+  const auto before = [&](const std::string& name) {
+    return CheckpointStore::intact_before(folder.path(name));
+  };
+  CHECK(before("") == folder.path(step_name(8)));
+  CHECK(before(step_name(9) + "/") == folder.path(step_name(8)));
+  folder.write(step_name(8) + "/model.safetensors", "");
+  CHECK(before(step_name(9)) == folder.path(step_name(7)));
+  CHECK_FALSE(before(step_name(7)));
+  CHECK_FALSE(before(step_name(10)));
+  CHECK_FALSE(CheckpointStore::intact_before("/nowhere"));
+}
+
 TEST_CASE("As many are kept as one asks for") {
   const Folder folder;
   const int64_t keep = GENERATE(1, 3);
