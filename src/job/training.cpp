@@ -35,6 +35,7 @@ Plan Plan::of(const TrainerOptions& options, int64_t steps_per_epoch) {
   plan.steps_per_epoch = steps_per_epoch;
   // To clip, each step waits for the norms of all, in async mode too.
   plan.one_pace = options.mode != "async" || options.clip > 0;
+  plan.eval_only = options.eval_only;
   plan.lr = options.lr;
   plan.lr_schedule = options.rule().schedule;
   plan.log_interval = options.log_interval;
@@ -117,6 +118,7 @@ Attachment TrainingPlan::attachment() const {
   attachment.steps = plan_.steps;
   attachment.steps_per_epoch = plan_.steps_per_epoch;
   attachment.take_over = !plan_.one_pace;
+  attachment.eval_only = plan_.eval_only;
   attachment.lr = plan_.lr;
   attachment.lr_schedule = plan_.lr_schedule.text();
   attachment.words = plan_.unit == Unit::kWords;

@@ -43,6 +43,7 @@ struct Attachment {
   int64_t steps = 0;
   int64_t steps_per_epoch = 1;
   bool take_over = false;
+  bool eval_only = false;
   double lr = 0;
   std::string lr_schedule;
   bool words = false;                         ///< that are evaluated, in place of samples
@@ -53,7 +54,7 @@ struct Attachment {
   static constexpr auto kFields =
       std::tuple(&Attachment::trainer, &Attachment::trainers, &Attachment::epochs,
                  &Attachment::steps, &Attachment::steps_per_epoch, &Attachment::take_over,
-                 &Attachment::lr, &Attachment::lr_schedule, &Attachment::words, &Attachment::agreed,
+                 &Attachment::eval_only, &Attachment::lr, &Attachment::lr_schedule, &Attachment::words, &Attachment::agreed,
                  &Attachment::alike, &Attachment::parts, &Attachment::what_must_agree);
 };
 

@@ -48,6 +48,7 @@ struct TrainerOptions : CommonOptions, RuleOptions {
   int batch_size = 32;
   std::string mode = "async";  ///< async, sync, and ssp where a job offers it
   int64_t staleness = 1;       ///< ssp: steps that a trainer may be ahead of the slowest
+  bool eval_only = false;      ///< of the checkpoint that the job would go on from
 
   /// How trainer `participant`, from 0, shares parameters with the others.
   optim::Sharing sharing(int participant) const;
@@ -65,6 +66,11 @@ void describe_inherited(OptionList<Options>& list) {
   }
   if constexpr (std::is_base_of_v<RuleOptions, Options>) RuleOptions::describe_rule(list);
   if constexpr (std::is_base_of_v<CommonOptions, Options>) CommonOptions::describe_common(list);
+  if constexpr (std::is_base_of_v<TrainerOptions, Options>) {
+    list.flag("eval-only", &TrainerOptions::eval_only,
+              "evaluate the model of --resume, train nothing and save nothing")
+        .needs("resume");
+  }
 }
 
 template <class Options>
