@@ -142,8 +142,11 @@ std::string bash(const Program& program) {
     out += fmt::format("    {}) options='{}' ;;\n", command.line.name, joined(names));
   }
   for (const TextCommand& command : text_commands(program)) {
-    out += fmt::format("    {}) ((COMP_CWORD == 2)) && options='{}' ;;\n", command.line.name,
-                       joined(command.choices));
+    const std::string files =
+        "compopt -o filenames; mapfile -t COMPREPLY < <(compgen -f -- \"$cur\"); return";
+    const std::string words =
+        fmt::format("((COMP_CWORD == 2)) && options='{}'", joined(command.choices));
+    out += fmt::format("    {}) {} ;;\n", command.line.name, command.text ? words : files);
   }
   out += fmt::format("    '') options='{} --help --version' ;;\n  esac\n  case $command/$prev in\n",
                      joined(all_commands(program)));
@@ -244,8 +247,9 @@ std::string zsh(const Program& program) {
     out += fmt::format("  {0}) _arguments ${0}_options $common_options ;;\n", command.line.name);
   }
   for (const TextCommand& command : text_commands(program)) {
-    out += fmt::format("  {}) _arguments '1:value:({})' ;;\n", command.line.name,
-                       joined(command.choices));
+    out += fmt::format("  {}) _arguments '{}' ;;\n", command.line.name,
+                       command.text ? fmt::format("1:value:({})", joined(command.choices))
+                                    : std::string("*:file:_files"));
   }
   return out + "esac\n";
 }
@@ -279,8 +283,8 @@ std::string fish(const Program& program) {
          " -n __fish_use_subcommand -l version -d 'the versions of distrain and of LibTorch'\n";
   out += complete + " -n __fish_use_subcommand -s h -l help -d 'a summary of the commands'\n";
   for (const TextCommand& command : text_commands(program)) {
-    out += fmt::format("{} -n '__fish_seen_subcommand_from {}' -a '{}'\n", complete,
-                       command.line.name, joined(command.choices));
+    out += fmt::format("{} -n '__fish_seen_subcommand_from {}' {}\n", complete, command.line.name,
+                       command.text ? "-a '" + joined(command.choices) + "'" : "-F");
   }
   for (const auto& [row, commands] : rows_of(program, fish_row)) {
     out += complete;

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -123,6 +125,7 @@ std::string help_text(const Program& program, const TextCommand& command) {
       command.needs_argument ? command.argument : '[' + command.argument + ']';
   std::string out = fmt::format("{0} {1} - {2}\n\nUsage: {0} {1} {3}\n\n", program.name,
                                 command.line.name, command.line.summary, argument);
+  if (!command.description.empty()) return out + command.description;
   const std::string left = "  " + command.argument;
   return out + left + wrapped(listed(command.choices), left.size());
 }
@@ -137,7 +140,7 @@ std::vector<TextCommand> text_commands(const Program& program) {
     }
     return text(program);
   };
-  return {
+  std::vector<TextCommand> commands = {
       {{"help", "how to use a command"},
        "COMMAND",
        jobs,
@@ -163,6 +166,21 @@ std::vector<TextCommand> text_commands(const Program& program) {
        false,
        [program](const std::string& event) { return schema(program, event); }},
   };
+  const auto predicts = [](const JobCommand& command) { return command.predict != nullptr; };
+  if (std::any_of(program.commands.begin(), program.commands.end(), predicts)) {
+    commands.insert(
+        commands.begin(),
+        TextCommand{{"predict", "what a trained model makes of examples, a line each"},
+                    "CHECKPOINT [FILE] [OPTION]...",
+                    {},
+                    true,
+                    {},
+                    "CHECKPOINT is one that a job has saved, or a folder of them, whose newest "
+                    "counts. Examples\ncome from FILE or standard input; the job's own page says "
+                    "what they are. Options are the\njob's: of those of the model each has to be "
+                    "what it was.\n"});
+  }
+  return commands;
 }
 
 }  // namespace distrain::app

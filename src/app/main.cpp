@@ -74,6 +74,7 @@ int run_command(const Program& program, const std::vector<std::string>& args,
     names.push_back(command.line.name);
     if (command.line.name != name) continue;
     if (asks_for_help(rest)) return print_text(help_text(program, command));
+    if (!command.text) return run_predict_command(program.commands, rest, started);
     try {
       return print_text(text_of(command, rest));
     } catch (const base::Exception& e) {

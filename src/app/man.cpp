@@ -206,7 +206,9 @@ std::string man_page(const Program& program) {
     std::string argument = italic(command.argument);
     if (!command.needs_argument) argument = '[' + argument + ']';
     out += fmt::format(".br\n{} {}\n", bold(program.name + ' ' + command.line.name), argument);
-    commands += item(bold(command.line.name), line_of(command.line.summary));
+    commands += item(bold(command.line.name),
+                     line_of(command.line.summary + (command.description.empty() ? "" : ".")) +
+                         paragraphs(command.description));
   }
   out += fmt::format(".br\n{}\n.SH DESCRIPTION\n", bold(program.name + " --version"));
   out += paragraphs(program.about.description + kProgramDescription);

@@ -20,10 +20,10 @@ std::string canonical(const Option& option, const std::string& text, const job::
 
 }  // namespace
 
-std::string take_options(ParsedOptions& options, const job::Snapshot& saved) {
+std::string take_options(ParsedOptions& options, const job::Snapshot& saved, Take take) {
   std::string changed;
   for (const Option& option : options.table()) {
-    if (!is_job_option(option)) continue;
+    if (!is_job_option(option) || (take != Take::kAll && option.may_change)) continue;
     const auto text = saved.option(option.name);
     if (!text) continue;
     const std::string was = canonical(option, *text, saved);
@@ -34,8 +34,8 @@ std::string take_options(ParsedOptions& options, const job::Snapshot& saved) {
     const std::string now = options.text(option.name);
     if (now == was) continue;
     if (!option.may_change) saved.expect_option(option.name, now);
-    changed += fmt::format("{}--{} {} in place of {}", changed.empty() ? "" : ", ", option.name, now,
-                           was.empty() ? "none" : was);
+    changed += fmt::format("{}--{} {} in place of {}", changed.empty() ? "" : ", ", option.name,
+                           now, was.empty() ? "none" : was);
   }
   return changed;
 }
@@ -49,7 +49,7 @@ std::string take_resumed_options(ParsedOptions& options, const std::string& cmd)
   if (!path) return {};
   const job::Snapshot saved = job::read_manifest(*path);
   saved.expect_cmd(cmd);
-  const std::string changed = take_options(options, saved);
+  const std::string changed = take_options(options, saved, Take::kAll);
   if (changed.empty()) return {};
   return fmt::format("the job goes on from {} with {}", saved.path, changed);
 }

@@ -286,9 +286,7 @@ LoadedCheckpoint load_from(const std::string& path, Depth depth) {
 }  // namespace
 
 CheckpointStore::CheckpointStore(std::string folder, Probe before_system_call, int64_t keep)
-    : folder_(std::move(folder)),
-      before_system_call_(std::move(before_system_call)),
-      keep_(keep) {}
+    : folder_(std::move(folder)), before_system_call_(std::move(before_system_call)), keep_(keep) {}
 
 void CheckpointStore::prepare() {
   const Disk disk(before_system_call_);

@@ -11,8 +11,8 @@ constexpr int kGzipOnly = 16 + MAX_WBITS;
 
 }  // namespace
 
-GzipReader::GzipReader(const std::string& path)
-    : path_(path), file_(path, InputFile::Kind::kRegular) {
+GzipReader::GzipReader(const std::string& path, InputFile::Kind kind)
+    : path_(path), file_(path, kind) {
   stream_.next_in = input_.data();
   while (stream_.avail_in < 2) {
     const size_t got = file_.read(input_.data() + stream_.avail_in, 2 - stream_.avail_in);

@@ -15,7 +15,7 @@ namespace distrain::data {
 class GzipReader {
  public:
   /// Throws `bad_data`, as read() does.
-  explicit GzipReader(const std::string& path);
+  explicit GzipReader(const std::string& path, InputFile::Kind kind = InputFile::Kind::kRegular);
   ~GzipReader();
   GzipReader(const GzipReader&) = delete;
   GzipReader& operator=(const GzipReader&) = delete;

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "content_hasher.h"
@@ -27,8 +28,9 @@ constexpr uint8_t kUnsignedBytes = 0x08;  // the element type
 // One IDX file: u8 0 · u8 0 · u8 element type · u8 dimensions · dimensions × u32 size, elements.
 class IdxFile {
  public:
-  IdxFile(const std::string& path, ContentHasher& hasher)
-      : path_(path), reader_(path), hasher_(hasher) {}
+  IdxFile(const std::string& path, ContentHasher& hasher,
+          InputFile::Kind kind = InputFile::Kind::kRegular)
+      : path_(path), reader_(path, kind), hasher_(hasher) {}
 
   template <size_t N>
   std::array<uint64_t, N> read_sizes() {
@@ -96,8 +98,9 @@ std::string size_of(const ImageSet& set) {
   return std::to_string(set.rows) + " x " + std::to_string(set.columns);
 }
 
-void read_images(const std::string& path, ContentHasher& hasher, ImageSet& set) {
-  IdxFile file(path, hasher);
+void read_pixels(const std::string& path, ContentHasher& hasher, ImageSet& set,
+                 InputFile::Kind kind = InputFile::Kind::kRegular) {
+  IdxFile file(path, hasher, kind);
   const auto [count, rows, columns] = file.read_sizes<3>();
   set.count = static_cast<int64_t>(count);
   set.rows = static_cast<int64_t>(rows);
@@ -163,8 +166,27 @@ void check_folder(const std::string& folder) {
 ImageSet read_idx(const std::string& images, const std::string& labels) {
   ImageSet set;
   ContentHasher hasher;
-  with_memory_for(images, [&] { read_images(images, hasher, set); });
+  with_memory_for(images, [&] { read_pixels(images, hasher, set); });
   with_memory_for(labels, [&] { read_labels(labels, images, hasher, set); });
+  set.content_hash = hasher.value();
+  return set;
+}
+
+ImageSet read_images(const std::string& path) {
+  struct stat status {};
+  if (stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode)) {
+    return read_pair(path, "t10k", find_pair(path, "t10k"));
+  }
+  const size_t kind = path.rfind("images");
+  const size_t type = path.rfind("idx3");
+  std::string labels = path;
+  if (kind != std::string::npos && type != std::string::npos && kind < type) {
+    labels.replace(type, 4, "idx1").replace(kind, 6, "labels");
+    if (access(labels.c_str(), F_OK) == 0) return read_idx(path, labels);
+  }
+  ImageSet set;
+  ContentHasher hasher;
+  with_memory_for(path, [&] { read_pixels(path, hasher, set, InputFile::Kind::kAny); });
   set.content_hash = hasher.value();
   return set;
 }

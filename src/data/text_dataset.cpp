@@ -22,8 +22,8 @@ constexpr std::string_view kLabelPrefix = "__label__";
 class Parser {
  public:
   Parser(std::string_view text, const std::string& name,
-         std::shared_ptr<const TextVocabulary> vocabulary)
-      : text_(text), name_(name), given_(std::move(vocabulary)) {}
+         std::shared_ptr<const TextVocabulary> vocabulary, Labels labels)
+      : text_(text), name_(name), given_(std::move(vocabulary)), needed_(labels) {}
 
   TextDataset parse() {
     data_.offsets.push_back(0);
@@ -58,7 +58,7 @@ class Parser {
       }
     });
     if (!any) return;
-    if (label == Vocabulary::kUnknown) {
+    if (label == Vocabulary::kUnknown && needed_ == Labels::kAll) {
       data_.tokens.resize(first);
       fail_at("no __label__NAME in the line that begins with ", line);
     }
@@ -118,6 +118,7 @@ class Parser {
   const std::string_view text_;
   const std::string& name_;
   std::shared_ptr<const TextVocabulary> given_;
+  const Labels needed_;
   TextVocabulary own_;
   Vocabulary label_ids_;  // by first appearance
   TextDataset data_;
@@ -127,16 +128,16 @@ class Parser {
 }  // namespace
 
 TextDataset parse_fast_text(std::string_view text, const std::string& name,
-                            std::shared_ptr<const TextVocabulary> vocabulary) {
-  return Parser(text, name, std::move(vocabulary)).parse();
+                            std::shared_ptr<const TextVocabulary> vocabulary, Labels labels) {
+  return Parser(text, name, std::move(vocabulary), labels).parse();
 }
 
 TextDataset read_fast_text(const std::string& path) { return read_fast_text(path, nullptr); }
 
 TextDataset read_fast_text(const std::string& path,
-                           std::shared_ptr<const TextVocabulary> vocabulary) {
+                           std::shared_ptr<const TextVocabulary> vocabulary, Labels labels) {
   return with_memory_for(path, [&] {
-    return parse_fast_text(read_file<std::string>(path), path, std::move(vocabulary));
+    return parse_fast_text(read_file<std::string>(path), path, std::move(vocabulary), labels);
   });
 }
 

@@ -38,6 +38,12 @@ std::string_view Vocabulary::word(int64_t id) const {
   return std::string_view(text_).substr(begin, ends_[i] - begin);
 }
 
+std::vector<std::string> all_words(const Vocabulary& vocabulary) {
+  std::vector<std::string> words;
+  for (int64_t id = 0; id < vocabulary.size(); ++id) words.emplace_back(vocabulary.word(id));
+  return words;
+}
+
 void Vocabulary::grow() {
   std::vector<Slot> old(2 * slots_.size(), Slot{0, kUnknown});
   old.swap(slots_);

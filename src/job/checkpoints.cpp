@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <csignal>
 #include <filesystem>
+#include <sstream>
 
 #include <torch/csrc/autograd/grad_mode.h>
 #include <unistd.h>
@@ -39,8 +40,7 @@ data::CheckpointStore::Probe death_at(int64_t at, const bool& in_first_save) {
   };
 }
 
-Snapshot read(const std::string& path,
-              data::LoadedCheckpoint (*load)(const std::string& path)) {
+Snapshot read(const std::string& path, data::LoadedCheckpoint (*load)(const std::string& path)) {
   data::LoadedCheckpoint loaded;
   try {
     loaded = load(path);
@@ -102,13 +102,23 @@ void Snapshot::expect_option(const std::string& name, const std::string& value) 
                          : "saved with --" + name + " " + *saved + ", not " + value);
 }
 
+std::vector<std::string> Snapshot::words(const std::string& list) const {
+  const auto file = files.find(kVocabulary);
+  if (file == files.end() || !file->second.contains(list)) refuse("it has no words to read with");
+  const at::Tensor text = file->second.at(list).contiguous();
+  if (text.scalar_type() != at::kByte) refuse("its words are no text");
+  std::vector<std::string> words;
+  std::istringstream lines(
+      std::string(text.const_data_ptr<uint8_t>(), text.const_data_ptr<uint8_t>() + text.numel()));
+  for (std::string word; std::getline(lines, word);) words.push_back(word);
+  return words;
+}
+
 Snapshot read_checkpoint(const std::string& path) {
   return read(path, &data::CheckpointStore::load);
 }
 
-Snapshot read_manifest(const std::string& path) {
-  return read(path, &data::CheckpointStore::look);
-}
+Snapshot read_manifest(const std::string& path) { return read(path, &data::CheckpointStore::look); }
 
 std::optional<std::string> checkpoint_to_resume(const CheckpointOptions& options) {
   if (options.resume == "auto") return data::CheckpointStore::newest(options.dir);

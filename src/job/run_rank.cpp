@@ -170,6 +170,15 @@ Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
   return outcome;
 }
 
+Outcome outcome_without_ranks(Json fields) {
+  Outcome outcome;
+  outcome.fields = std::move(fields);
+  outcome.fields["rpc"] = {{"calls", 0}, {"bytes_out", 0}, {"bytes_in", 0}};
+  outcome.fields["live_rrefs"] = 0;
+  outcome.fields["live_contexts"] = 0;
+  return outcome;
+}
+
 Outcome run_local(const Job& job, EventSink& sink, const std::string& cmd,
                   const RankBody::Known& known, const std::function<void(Local&)>& run) {
   const std::shared_ptr<StopSignal> stop = job.stop;
@@ -187,12 +196,8 @@ Outcome run_local(const Job& job, EventSink& sink, const std::string& cmd,
     stop->on_save([&host] { host->request_save(); });
     run(local);
   }
-  Outcome outcome;
-  outcome.fields = local.fields();
+  Outcome outcome = outcome_without_ranks(local.fields());
   host->add_to(outcome);
-  outcome.fields["rpc"] = {{"calls", 0}, {"bytes_out", 0}, {"bytes_in", 0}};
-  outcome.fields["live_rrefs"] = 0;
-  outcome.fields["live_contexts"] = 0;
   conclude(outcome, *stop, local.missed_goal());
   return outcome;
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 
+#include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/clock.h"
@@ -88,6 +89,20 @@ Part part_of(data::NamedTensors live) {
   Part part;
   part.take = [live](int) { return data::on_host(live); };
   part.give = [live](int, const data::NamedTensors& saved) { copy_into(live, saved); };
+  return part;
+}
+
+Part part_of_words(const std::map<std::string, std::vector<std::string>>& lists) {
+  data::NamedTensors texts;
+  for (const auto& [name, words] : lists) {
+    std::string text;
+    for (const std::string& word : words) text += word + '\n';
+    texts[name] = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
+    std::copy(text.begin(), text.end(), texts[name].mutable_data_ptr<uint8_t>());
+  }
+  Part part = part_of(std::move(texts));
+  part.file = kVocabulary;
+  part.once = true;
   return part;
 }
 

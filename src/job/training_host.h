@@ -51,11 +51,11 @@ struct Attachment {
   std::map<std::string, std::string> alike;
   std::vector<PartName> parts;
   std::string what_must_agree;
-  static constexpr auto kFields =
-      std::tuple(&Attachment::trainer, &Attachment::trainers, &Attachment::epochs,
-                 &Attachment::steps, &Attachment::steps_per_epoch, &Attachment::take_over,
-                 &Attachment::eval_only, &Attachment::lr, &Attachment::lr_schedule, &Attachment::words, &Attachment::agreed,
-                 &Attachment::alike, &Attachment::parts, &Attachment::what_must_agree);
+  static constexpr auto kFields = std::tuple(
+      &Attachment::trainer, &Attachment::trainers, &Attachment::epochs, &Attachment::steps,
+      &Attachment::steps_per_epoch, &Attachment::take_over, &Attachment::eval_only, &Attachment::lr,
+      &Attachment::lr_schedule, &Attachment::words, &Attachment::agreed, &Attachment::alike,
+      &Attachment::parts, &Attachment::what_must_agree);
 };
 
 /// What it hears.

@@ -1,5 +1,5 @@
 #!/bin/bash
-# A trained model is used: --eval-only gives what training printed.
+# A trained model is used: --eval-only and predict give what training printed.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
@@ -25,6 +25,11 @@ declare -A arguments=(
   [ps]="--data $tmp/images --batch-size 4"
   [rnn]="--data $tmp/text --valid-data $tmp/valid --trainers 2 --epochs 2 --emsize 8 --nhid 8 --batch-size 4 --bptt 5")
 
+predictions() { # predictions <file>: what the model says, without what it had been told
+  jq -c 'select(.event == "prediction") | [.index, .label, .words, .scores]' "$1"
+}
+declare -A inputs=([hybrid]=$tmp/test [ps]=$tmp/images/t10k-images-idx3-ubyte [rnn]=$tmp/valid)
+
 evaluated() { # evaluated <file> <fields>: of the last evaluation
   jq -c "select(.event == \"eval\") | [$2]" "$1" | tail -n 1
 }
@@ -47,7 +52,49 @@ for command in hybrid ps rnn; do
     [[ $(evaluated "$tmp/out" $fields) == "$(evaluated "$tmp/$command.log" $fields)" ]] ||
       fail "$name: $(evaluated "$tmp/out" $fields), not $(evaluated "$tmp/$command.log" $fields)"
   done
+
+  name="predict, of $command"
+  run predict "$tmp/$command" "${inputs[$command]}"
+  expect 0 "$name"
+  expect_log "$name"
+  fields=.accuracy,.perplexity
+  [[ $(jq -c "select(.event == \"end\") | [$fields]" "$tmp/out") == "$(evaluated "$tmp/$command.log" $fields)" ]] ||
+    fail "$name: $(tail -n 1 "$tmp/out"), not $(evaluated "$tmp/$command.log" $fields)"
+  expect_jq '[.[] | select(.event == "prediction").index] | length > 0 and . == [range(length)]' "$name: all examples"
+  expect_jq ".[-1].predicted == ([.[] | select(.event == \"prediction\")] | length) and .[-1].cmd == \"$command\"" "$name: end"
+  expect_jq '[.[] | select(.event == "prediction").scores | add] | all(. > 0 and . < 1.00001)' "$name: probabilities"
+  predictions "$tmp/out" >"$tmp/$command.file"
+  # shellcheck disable=SC2002  # a pipe
+  cat "${inputs[$command]}" | "$distrain" predict "$tmp/$command" >"$tmp/out" || fail "$name from stdin"
+  [[ $(predictions "$tmp/out") == "$(cat "$tmp/$command.file")" ]] || fail "$name from stdin: others"
 done
+
+# Without labels: the same, but nobody knows how good they are.
+sed 's/__label__[abc] //' "$tmp/test" >"$tmp/unlabelled"
+run predict "$tmp/hybrid" "$tmp/unlabelled"
+expect 0 "no labels"
+[[ $(predictions "$tmp/out") == "$(cat "$tmp/hybrid.file")" ]] || fail "no labels: others"
+expect_jq 'all(.[]; has("expected") or has("accuracy") | not) and .[-1].predicted == 83' "no labels"
+run predict "$tmp/ps" "$tmp/images"
+expect 0 "a folder"
+[[ $(predictions "$tmp/out") == "$(cat "$tmp/ps.file")" ]] || fail "a folder: others"
+for try in 1 2; do
+  printf 'the w1\n\nw3 unheard w5\n' | "$distrain" predict "$tmp/rnn" - --generate 6 >"$tmp/generated$try"
+done
+expect_jq 'map(select(.event == "prediction").text | split(" ") | length) == [6, 6] or any(.[]; .text // "" | test("\n"))' \
+  "text" "$tmp/generated1"
+[[ $(jq .text "$tmp/generated1") == "$(jq .text "$tmp/generated2")" ]] || fail "text: another one at the second time"
+
+run predict
+expect_error 2 invalid "predict needs a checkpoint" predict
+run predict "$tmp/nowhere"
+expect_error 7 bad_data "$tmp/nowhere: no checkpoint in this folder" "no checkpoint"
+run predict "$tmp/hybrid" "$tmp/nowhere"
+expect 7 "no input"
+run predict "$tmp/hybrid" "$tmp/test" --embedding-dim 3
+expect_error 7 bad_data "saved with --embedding-dim 16, not 3" "another model"
+run predict "$tmp/hybrid" "$tmp/test" --rank 0
+expect_error 2 invalid "--rank has no effect on predict" "a rank"
 
 run hybrid --eval-only
 expect_error 2 invalid "--eval-only needs --resume" "--eval-only alone"
@@ -56,6 +103,9 @@ expect 7 "--eval-only of nothing"
 expect_jq '.[-1].message | startswith("--eval-only: no checkpoint in ")' "--eval-only of nothing"
 run hybrid --local --epochs 1 --checkpoint "$tmp/random"
 expect 0 "random batches"
+run predict "$tmp/random" "$tmp/test"
+expect 7 "a model without words"
+expect_jq '.[-1].message | endswith(": it has no words to read with")' "a model without words"
 for where in "" --local; do
   # shellcheck disable=SC2086
   run hybrid $where --resume "$tmp/random" --eval-only

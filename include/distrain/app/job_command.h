@@ -51,11 +51,20 @@ struct JobCommand {
   /// One rank, or the whole job in this process when `local`.
   std::function<job::Outcome(const ParsedOptions&, const job::Job&, bool local, job::EventSink&)>
       run;
+  /// What the checkpoint's model makes of the examples in `input`; empty: the job has no such
+  /// thing.
+  std::function<job::Outcome(const ParsedOptions&, const job::Job&, const std::string& checkpoint,
+                             const std::string& input, job::EventSink&)>
+      predict;
 };
 
 /// Parses `args`, finds out which ranks run here, and runs them. Gives back the exit code.
 int run_job_command(const JobCommand& command, const std::vector<std::string>& args,
                     base::TimePoint started);
+
+/// The command `predict`: CHECKPOINT [FILE] [OPTION]..., of whichever of the jobs saved it.
+int run_predict_command(const std::vector<JobCommand>& commands,
+                        const std::vector<std::string>& args, base::TimePoint started);
 
 /// Rank 0's options over this rank's own, as `adopt` of the scenarios needs them: kRank options
 /// stay this rank's, kInput ones too if they were given here. Throws `invalid`.
@@ -107,12 +116,26 @@ JobCommand::JobCommand(const job::Definition<Options>& definition) {
   role = [job, read](const ParsedOptions& parsed, int rank) {
     return job->roles(read(parsed)).name_of(rank);
   };
-  run = [job, read](const ParsedOptions& parsed, const job::Job& own, bool local,
-                    job::EventSink& sink) {
+  const auto alone = [](const job::Job& own, job::EventSink& sink, const auto& run_placed) {
+    return job::run_local_job(own, sink, [&] {
+      job::Job placed = own;
+      placed.devices = own.choose_devices("local", {});
+      return run_placed(placed);
+    });
+  };
+  if (job->has_predict()) {
+    predict = [job, read, alone](const ParsedOptions& parsed, const job::Job& own,
+                                 const std::string& checkpoint, const std::string& input,
+                                 job::EventSink& sink) {
+      return alone(own, sink, [&](const job::Job& placed) {
+        return job->run_predict(read(parsed), placed, checkpoint, input, sink);
+      });
+    };
+  }
+  run = [job, read, alone](const ParsedOptions& parsed, const job::Job& own, bool local,
+                           job::EventSink& sink) {
     if (local) {
-      return job::run_local_job(own, sink, [&] {
-        job::Job placed = own;
-        placed.devices = own.choose_devices("local", {});
+      return alone(own, sink, [&](const job::Job& placed) {
         return job->run_local(read(parsed), placed, sink);
       });
     }

@@ -49,7 +49,8 @@ struct Placement {
 /// Found first wins: flag, torchrun's variables, Open MPI's, PMI's, Slurm's inside a step. Throws
 /// `invalid`. Sets the size option in `options` when the world's size determines it. `on_rank_0` is
 /// called when rank 0 turns out to run here, before the size is looked at.
-Placement place(ParsedOptions& options, const SizeRule& rule, const Environment& environment,
-                const std::function<void()>& on_rank_0 = [] {});
+Placement place(
+    ParsedOptions& options, const SizeRule& rule, const Environment& environment,
+    const std::function<void()>& on_rank_0 = [] {});
 
 }  // namespace distrain::app

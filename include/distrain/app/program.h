@@ -27,15 +27,17 @@ struct Program {
   }
 };
 
-/// A subcommand that prints a text about the program.
+/// A subcommand that is no job: it prints a text about the program, or it is `predict`.
 struct TextCommand {
   CommandLine line;
   std::string argument;  ///< SHELL, …
   std::vector<std::string> choices;
   bool needs_argument = false;
-  std::function<std::string(const std::string& argument)> text;  ///< empty: there was none
+  /// With an empty argument where there was none. Of `predict` it is empty.
+  std::function<std::string(const std::string& argument)> text;
+  std::string description;  ///< in place of the choices
 };
-/// help, man, completion and schema.
+/// help, man, completion and schema, and predict if a job has it.
 std::vector<TextCommand> text_commands(const Program& program);
 
 /// distrain's, whatever the program.

@@ -14,7 +14,7 @@ struct ImageSet {
   int64_t rows = 0;
   int64_t columns = 0;
   std::vector<uint8_t> pixels;  ///< count × channels × rows × columns, row by row
-  std::vector<uint8_t> labels;  ///< count
+  std::vector<uint8_t> labels;  ///< count, or none
   uint64_t content_hash = 0;    ///< of the files' decompressed bytes
 };
 
@@ -28,6 +28,11 @@ struct ImageFolder {
   ImageSet train;
   std::optional<ImageSet> test;
 };
+
+/// Images to look at: a file of them, with their labels if there is a file beside it that is named
+/// alike (`labels-idx1` for `images-idx3`), else without, then it may be a pipe; or the `t10k-…` pair of a folder. Throws
+/// as read_idx().
+ImageSet read_images(const std::string& path);
 
 /// Whether `folder` has `train-images-idx3-ubyte` or `train-labels-idx1-ubyte`, however spelled.
 bool has_image_files(const std::string& folder);

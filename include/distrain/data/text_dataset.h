@@ -21,7 +21,7 @@ struct TextVocabulary {
 struct TextDataset {
   std::vector<int64_t> tokens;                       ///< in [0, num_words())
   std::vector<int64_t> offsets;                      ///< size() + 1, rising
-  std::vector<int64_t> labels;                       ///< size(), in [0, num_classes())
+  std::vector<int64_t> labels;                       ///< size(), in [0, num_classes()); -1: none
   std::shared_ptr<const TextVocabulary> vocabulary;  ///< the training file's
   uint64_t content_hash = 0;                         ///< of the file's bytes
   int64_t dropped_tokens = 0;                        ///< words that the vocabulary does not have
@@ -43,14 +43,19 @@ struct TextDataset {
 /// with several, a label without a name, no example at all, no word at all.
 TextDataset read_fast_text(const std::string& path);
 
+/// Whether each example must have a label; one that need not and has none is of the class -1.
+enum class Labels : uint8_t { kAll, kSome };
+
 /// Reads a test file with the vocabulary of the training file. Unknown words are dropped and
 /// counted; an unknown label is `bad_data`.
 TextDataset read_fast_text(const std::string& path,
-                           std::shared_ptr<const TextVocabulary> vocabulary);
+                           std::shared_ptr<const TextVocabulary> vocabulary,
+                           Labels labels = Labels::kAll);
 
 /// As read_fast_text, of bytes in memory; `name` stands for the file in errors. `vocabulary` may be
 /// null: then the text defines it.
 TextDataset parse_fast_text(std::string_view text, const std::string& name,
-                            std::shared_ptr<const TextVocabulary> vocabulary = nullptr);
+                            std::shared_ptr<const TextVocabulary> vocabulary = nullptr,
+                            Labels labels = Labels::kAll);
 
 }  // namespace distrain::data

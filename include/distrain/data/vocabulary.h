@@ -42,4 +42,7 @@ class Vocabulary {
   std::vector<size_t> ends_;  // of each word in text_
 };
 
+/// In the order of their numbers.
+std::vector<std::string> all_words(const Vocabulary& vocabulary);
+
 }  // namespace distrain::data

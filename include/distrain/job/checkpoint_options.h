@@ -5,8 +5,8 @@
 
 namespace distrain::job {
 
-/// `--checkpoint`, `--checkpoint-every`, `--resume` and `--keep`, as every job takes them. Rank 0 reads
-/// and writes the files; the other ranks only have to know whether and when there are any.
+/// `--checkpoint`, `--checkpoint-every`, `--resume` and `--keep`, as every job takes them. Rank 0
+/// reads and writes the files; the other ranks only have to know whether and when there are any.
 struct CheckpointOptions {
   std::string dir;     ///< empty: nothing is saved
   int64_t every = 0;   ///< steps of each trainer; 0: at the end of each epoch

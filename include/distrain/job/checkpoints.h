@@ -19,6 +19,9 @@ namespace distrain::job {
 /// Runs `use`; what it throws as `bad_data` names the checkpoint `path`.
 void naming_checkpoint(const std::string& path, const std::function<void()>& use);
 
+/// The file of words, beside `model`, `optimizer` and `state`.
+inline constexpr const char* kVocabulary = "vocabulary";
+
 /// What a checkpoint holds: tensors by file (`model`, `optimizer`, …) and name, and the rest.
 struct Snapshot {
   int64_t step = 0;
@@ -37,6 +40,8 @@ struct Snapshot {
   void checked(const std::function<void()>& use) const { naming_checkpoint(path, use); }
   /// The tensors of `file`; refuses if there are none.
   const data::NamedTensors& file(const char* name) const;
+  /// A list that part_of_words() has kept; refuses if there is none.
+  std::vector<std::string> words(const std::string& list) const;
 };
 
 /// A checkpoint, or the newest in a folder of them. Throws `bad_data`; of one that is damaged the

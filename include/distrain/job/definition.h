@@ -15,6 +15,7 @@
 #include "distrain/job/local_training.h"
 #include "distrain/job/option_list.h"
 #include "distrain/job/options.h"
+#include "distrain/job/predictions.h"
 #include "distrain/job/rank.h"
 #include "distrain/nn/remote_module.h"
 
@@ -146,6 +147,15 @@ class Definition {
     local_ = std::move(run);
     return *this;
   }
+  /// What the command `predict` does with a checkpoint of the job: tells of each example in a file.
+  /// The options are those that the checkpoint was saved with, without those that may change.
+  /// `fields` are those of the job's `prediction` lines. To be called after events().
+  Definition& predict(std::function<void(Predictions&, const Options&)> predict,
+                      std::vector<Field> fields = label_fields()) {
+    predict_ = std::move(predict);
+    events_ = with_events(std::move(events_), prediction_events(std::move(fields)));
+    return *this;
+  }
   /// Settles defaults that follow from other options. `given` tells what the user gave.
   Definition& settle(
       std::function<void(Options&, const std::function<bool(std::string_view)>& given)> settle) {
@@ -187,6 +197,7 @@ class Definition {
   const std::vector<Event>& events() const { return events_; }
   const OptionList<Options>& options() const { return list_; }
   bool has_local() const { return local_ != nullptr; }
+  bool has_predict() const { return predict_ != nullptr; }
 
   Roles roles(const Options& options) const {
     Roles roles;
@@ -266,6 +277,11 @@ class Definition {
     return job::run_local(job, sink, name_, known_of(options),
                           [&](Local& local) { local_(local, options); });
   }
+  Outcome run_predict(const Options& options, const Job& job, const std::string& checkpoint,
+                      const std::string& input, EventSink& sink) const {
+    return job::run_predict(job, sink, checkpoint, input,
+                            [&](Predictions& predictions) { predict_(predictions, options); });
+  }
 
  private:
   struct RoleRow {
@@ -291,6 +307,7 @@ class Definition {
   std::vector<std::function<void(rpc::Agent&)>> exposures_;
   Main prepare_;
   std::function<void(Local&, const Options&)> local_;
+  std::function<void(Predictions&, const Options&)> predict_;
   std::function<void(Options&, const std::function<bool(std::string_view)>&)> settle_;
   std::function<void(const Options&, const Preflight&)> check_;
   std::function<std::optional<int>(const Options&, const std::string&)> gpus_;

@@ -86,4 +86,7 @@ struct Outcome {
   std::optional<base::Error> afterwards;
 };
 
+/// Of what runs in one process, without RPC.
+Outcome outcome_without_ranks(Json fields);
+
 }  // namespace distrain::job

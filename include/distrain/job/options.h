@@ -135,8 +135,9 @@ void CommonOptions::describe_common(OptionList<Options>& list) {
           "`warn` line tells.")
       .offers({"auto"})
       .may_change();
-  list.integer("keep", [](auto& o) -> auto& { return o.checkpoint.keep; },
-               "checkpoints that are left; older ones are removed")
+  list.integer(
+          "keep", [](auto& o) -> auto& { return o.checkpoint.keep; },
+          "checkpoints that are left; older ones are removed")
       .range(1, kMaxInt)
       .needs("checkpoint")
       .may_change();

@@ -62,6 +62,9 @@ struct Report;
 
 /// Tensors that are written and read in place.
 Part part_of(data::NamedTensors live);
+/// Lists of words that the model's numbers stand for, by name: what it takes to use the model. None
+/// has a line break in it. The part has a file of its own, so no name.
+Part part_of_words(const std::map<std::string, std::vector<std::string>>& lists);
 /// Of a torch::nn module, under `name`: parameters and buffers.
 data::NamedTensors named_tensors(const std::string& name, const torch::nn::Module& module);
 /// Copies values into tensors of these names, shapes and dtypes. `bad_data` for another set.

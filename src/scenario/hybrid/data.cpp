@@ -31,10 +31,19 @@ HybridData::HybridData(const HybridOptions& options) : options_(options) {
   }
 }
 
+HybridData::HybridData(const HybridOptions& options, const job::Snapshot& snapshot,
+                       const std::string& examples)
+    : options_(options) {
+  const auto vocabulary = std::make_shared<data::TextVocabulary>();
+  for (const std::string& word : snapshot.words("words")) vocabulary->words.add(word);
+  vocabulary->labels = snapshot.words("labels");
+  test_ = data::read_fast_text(examples, vocabulary, data::Labels::kSome);
+}
+
 HybridDataInfo HybridData::info() const {
   HybridDataInfo info;
-  info.rows = train_ ? train_->num_words() : options_.num_embeddings;
-  info.classes = train_ ? train_->num_classes() : options_.classes;
+  info.rows = text() ? text()->num_words() : options_.num_embeddings;
+  info.classes = text() ? text()->num_classes() : options_.classes;
   if (test_) info.test_examples = test_->size();
   return info;
 }
@@ -42,7 +51,11 @@ HybridDataInfo HybridData::info() const {
 void HybridData::agree(job::TrainingPlan& training) const {
   training.agree("rows", info().rows);
   training.agree("classes", info().classes);
-  if (train_) training.agree("data", std::to_string(train_->content_hash));
+  if (train_) {
+    training.agree("data", std::to_string(train_->content_hash));
+    training.keep("", job::part_of_words({{"words", data::all_words(train_->vocabulary->words)},
+                                          {"labels", train_->vocabulary->labels}}));
+  }
   if (test_) training.alike("test-data", std::to_string(test_->content_hash));
 }
 
@@ -59,8 +72,13 @@ HybridBatch HybridData::batch(int trainer, int64_t epoch, int64_t step) {
   return to_batch(data::make_batch(*train_, sampler_->batch(epoch, trainer, step)));
 }
 
-HybridBatch HybridData::test_batch(int64_t first, int64_t last) const {
-  return to_batch(data::make_batch(*test_, first, last));
+void HybridData::each_test_batch(const job::Share& share,
+                                 const std::function<void(const HybridBatch&)>& use) const {
+  const int64_t examples = info().test_examples;
+  const int64_t end = share.end(examples);
+  for (int64_t first = share.first(examples); first < end; first += kTestBatch) {
+    use(to_batch(data::make_batch(*test_, first, std::min(first + kTestBatch, end))));
+  }
 }
 
 HybridBatch HybridBatch::on(c10::Device device) const {
@@ -70,15 +88,12 @@ HybridBatch HybridBatch::on(c10::Device device) const {
 job::Evaluation evaluate(const HybridData& data, const job::Share& share,
                          const std::function<at::Tensor(const HybridBatch&)>& forward) {
   job::Evaluation evaluation;
-  const int64_t examples = data.info().test_examples;
-  const int64_t end = share.end(examples);
-  for (int64_t first = share.first(examples); first < end; first += kTestBatch) {
-    const HybridBatch batch = data.test_batch(first, std::min(first + kTestBatch, end));
+  data.each_test_batch(share, [&](const HybridBatch& batch) {
     const at::Tensor scores = forward(batch);
     const at::Tensor targets = rpc::placed(batch.targets, scores.device());
     const at::Tensor losses = at::cross_entropy_loss(scores, targets, {}, at::Reduction::Sum);
     evaluation.add(scores, targets, losses.item<double>());
-  }
+  });
   return evaluation;
 }
 

@@ -8,6 +8,7 @@
 
 #include "distrain/data/batches.h"
 #include "distrain/data/text_dataset.h"
+#include "distrain/job/checkpoints.h"
 #include "distrain/job/training.h"
 #include "distrain/scenario/hybrid.h"
 
@@ -34,17 +35,26 @@ class HybridData {
  public:
   /// Reads the files; throws bad_data.
   explicit HybridData(const HybridOptions& options);
+  /// Test examples in the words of a checkpoint; they need no label.
+  HybridData(const HybridOptions& options, const job::Snapshot& snapshot,
+             const std::string& examples);
 
   HybridDataInfo info() const;
-  /// What all trainers must have read alike.
+  /// What all trainers must have read alike, and what it takes to use the model.
   void agree(job::TrainingPlan& training) const;
   int64_t steps_per_epoch() const;
   HybridBatch batch(int trainer, int64_t epoch, int64_t step);
 
-  /// Test examples [first, last).
-  HybridBatch test_batch(int64_t first, int64_t last) const;
+  /// The share's test examples.
+  void each_test_batch(const job::Share& share,
+                       const std::function<void(const HybridBatch&)>& use) const;
+  /// With a file only.
+  const std::vector<std::string>& labels() const { return text()->vocabulary->labels; }
 
  private:
+  /// Null: there is no file.
+  const data::TextDataset* text() const { return train_ ? &*train_ : test_ ? &*test_ : nullptr; }
+
   const HybridOptions options_;
   std::optional<data::TextDataset> train_;
   std::optional<data::TextDataset> test_;

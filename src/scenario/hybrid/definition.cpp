@@ -49,7 +49,11 @@ const job::Definition<HybridOptions>& hybrid_job() {
           .details(
               "The table is on the parameter server; a trainer sends the gradient of what it "
               "looked up back.\n`trainer0`, `trainer1`, ..., `master` and `ps` are the ranks' "
-              "roles. Only the trainers read the\ndata, and each may be given a path of its own.")
+              "roles. Only the trainers read the\ndata, and each may be given a path of its own.\n"
+              "\n"
+              "`distrain predict CHECKPOINT [FILE]` gives the labels of examples, which are written "
+              "as those of\n--data, with a label or without. Words that were not there in training "
+              "do not count.")
           .example("distrain hybrid", "The tutorial's job")
           .example("distrain hybrid --epochs 20 --mode sync",
                    "The trainers in step with each other")
@@ -57,6 +61,8 @@ const job::Definition<HybridOptions>& hybrid_job() {
               "distrain hybrid --data r8.train --test-data r8.test --optimizer adagrad "
               "--epochs 15",
               "Text")
+          .example("distrain predict saved r8.test | jq -r .label//empty",
+                   "What the newest checkpoint in the folder saved makes of a text")
           .example("for r in 0 1 2 3; do distrain hybrid --rank $r & done; wait",
                    "Four ranks that are started one by one")
           .example("distrain hybrid --ranks 0-1 --master-addr node0",
@@ -67,7 +73,8 @@ const job::Definition<HybridOptions>& hybrid_job() {
           .role("ps", 1, {}, Use::kCompute, "server")
           .expose<models::EmbeddingTable>("EmbeddingTable")
           .expose(expose_hybrid)
-          .local(train_hybrid_local);
+          .local(train_hybrid_local)
+          .predict(predict_hybrid);
   return kJob;
 }
 

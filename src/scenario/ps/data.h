@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
-#include <span>
+#include <string>
 
 #include <ATen/core/Tensor.h>
 
@@ -18,6 +18,14 @@ struct ImageBatch {
   at::Tensor images;   ///< float [n, 1, 28, 28], normalised
   at::Tensor targets;  ///< int64 [n]
 };
+
+/// The share's images in batches that take no more memory than those of training; the target is -1
+/// where there are no labels.
+void each_batch(const PsOptions& options, const data::ImageSet& images, const job::Share& share,
+                const std::function<void(const ImageBatch&)>& use);
+
+/// `bad_data` unless they are 28 × 28 in ten classes; `path` is that of the images.
+void check_images(const std::string& path, const data::ImageSet& images);
 
 /// The batches of the job, from IDX files of 28 × 28 images in ten classes.
 class PsData {
@@ -35,8 +43,6 @@ class PsData {
       const std::function<at::Tensor(const at::Tensor& images)>& forward) const;
 
  private:
-  ImageBatch gather(const data::ImageSet& set, std::span<const int64_t> examples) const;
-
   const PsOptions options_;
   data::ImageFolder files_;
   int64_t examples_;

@@ -138,13 +138,19 @@ const job::Definition<PsOptions>& ps_job() {
               "at the same time, each with the parameters as they were when it began. "
               "`parameter_server`,\n"
               "`trainer1`, `trainer2`, ... are the ranks' roles. The server does not read the "
-              "data.")
+              "data.\n"
+              "\n"
+              "`distrain predict CHECKPOINT [FILE]` gives the classes, 0 to 9, of the images in an "
+              "IDX file,\nplain or gzip, or of those to evaluate on in a folder. Where there is a "
+              "file of labels beside it\nit says how many are right.")
           .example(
               "distrain ps | jq -c 'select(.event == \"eval\" or .event == \"end\")'",
               "Fashion-MNIST as Debian's dataset-fashion-mnist has it: one epoch, two trainers")
           .example("distrain ps --data mnist --trainers 3", "MNIST in the folder mnist")
           .example("distrain ps --checkpoint saved --checkpoint-every 200 --resume auto",
                    "A job that may be ended by a signal and goes on where it was")
+          .example("distrain predict saved t10k-images-idx3-ubyte",
+                   "What the newest checkpoint in the folder saved makes of images")
           .example("for r in 0 1 2; do distrain ps --rank $r & done; wait",
                    "Three ranks that are started one by one")
           .example("distrain ps --mode ssp --staleness 4 --trainers 3 --inject delay=50ms@rank=2",
@@ -166,6 +172,7 @@ const job::Definition<PsOptions>& ps_job() {
           .role("trainer", &PsOptions::trainers, train_ps)
           .expose(expose_ps)
           .local(train_ps_local)
+          .predict(predict_ps)
           .settle(settle)
           .check(check)
           .gpus(gpus_of);

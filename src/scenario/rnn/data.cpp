@@ -4,7 +4,6 @@
 
 #include <ATen/Functions.h>
 
-#include "distrain/base/error.h"
 #include "distrain/base/trace.h"
 #include "distrain/data/random.h"
 
@@ -40,11 +39,19 @@ RnnData::RnnData(const RnnOptions& options) : options_(options) {
   vocabulary_ = data::read_words(options.data, options.vocab_size);
   train_ = data::read_corpus(options.data, *vocabulary_);
   if (options.valid_data.empty()) return;
-  valid_ = data::read_corpus(options.valid_data, *vocabulary_);
+  read_valid(options.valid_data);
+}
+
+RnnData::RnnData(const RnnOptions& options, const job::Snapshot& snapshot, const std::string& text)
+    : options_(options), vocabulary_(std::in_place) {
+  for (const std::string& word : snapshot.words("words")) vocabulary_->add(word);
+  read_valid(text);
+}
+
+void RnnData::read_valid(const std::string& path) {
+  valid_ = data::read_corpus(path, *vocabulary_);
+  // A line has an end, so they are two at least.
   const auto words = static_cast<int64_t>(valid_.tokens.size());
-  if (words < 2) {
-    throw base::Exception(base::ErrorKind::kBadData, options.valid_data + ": fewer than two words");
-  }
   valid_total_columns_ = std::min(kValidColumns, words / 2);
 }
 
@@ -59,7 +66,10 @@ job::Plan RnnData::plan() const {
 
 void RnnData::agree(job::TrainingPlan& training) const {
   training.agree("words", words());
-  if (vocabulary_) training.agree("data", std::to_string(train_.content_hash));
+  if (vocabulary_) {
+    training.agree("data", std::to_string(train_.content_hash));
+    training.keep("", job::part_of_words({{"words", data::all_words(*vocabulary_)}}));
+  }
   training.alike("valid-data", std::to_string(valid_.content_hash));
 }
 
@@ -84,6 +94,19 @@ WordBatch RnnData::valid_batch(const job::Share& share, int64_t step) const {
   return to_batch(data::TokenColumns(valid_.tokens, valid_total_columns_,
                                      share.first(valid_total_columns_), valid_columns(share))
                       .batch(step, options_.bptt));
+}
+
+std::vector<std::vector<int64_t>> RnnData::valid_lines() const {
+  std::vector<std::vector<int64_t>> lines(1);
+  for (const int64_t word : valid_.tokens) {
+    if (word == data::kEndOfLine) {
+      lines.emplace_back();
+    } else {
+      lines.back().push_back(word);
+    }
+  }
+  lines.pop_back();  // what follows the last end
+  return lines;
 }
 
 }  // namespace distrain::scenario

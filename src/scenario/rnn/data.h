@@ -2,10 +2,13 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
 #include "distrain/data/corpus.h"
+#include "distrain/job/checkpoints.h"
 #include "distrain/job/training.h"
 #include "distrain/scenario/rnn.h"
 
@@ -23,9 +26,11 @@ class RnnData {
  public:
   /// Reads the files; throws bad_data.
   explicit RnnData(const RnnOptions& options);
+  /// A text to evaluate, in the words of a checkpoint.
+  RnnData(const RnnOptions& options, const job::Snapshot& snapshot, const std::string& text);
 
   job::Plan plan() const;
-  /// What all trainers must have read alike.
+  /// What all trainers must have read alike, and what it takes to use the model.
   void agree(job::TrainingPlan& training) const;
   /// In the vocabulary.
   int64_t words() const { return vocabulary_ ? vocabulary_->size() : options_.vocab_size; }
@@ -35,11 +40,15 @@ class RnnData {
   int64_t valid_columns(const job::Share& share) const;
   int64_t valid_steps() const;
   WordBatch valid_batch(const job::Share& share, int64_t step) const;
+  /// The words of its lines, without their ends.
+  std::vector<std::vector<int64_t>> valid_lines() const;
 
   /// With a file only.
   const data::Vocabulary& vocabulary() const { return *vocabulary_; }
 
  private:
+  void read_valid(const std::string& path);
+
   const RnnOptions options_;
   std::optional<data::Vocabulary> vocabulary_;
   data::Corpus train_;

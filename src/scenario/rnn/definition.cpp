@@ -123,7 +123,11 @@ const job::Definition<RnnOptions>& rnn_job() {
               "Without --data it is a tiny model on random batches, that of the PyTorch RPC "
               "tutorial; with "
               "it, a\n"
-              "language model of use. Most defaults differ between the two.")
+              "language model of use. Most defaults differ between the two.\n"
+              "\n"
+              "`distrain predict CHECKPOINT [FILE]` gives the words that are likeliest to follow "
+              "each line of a\ntext, or with --generate so many words, and in `end` the perplexity "
+              "of the whole text.")
           .example("distrain rnn", "The tutorial's job")
           .example(
               "distrain rnn --data train.txt --valid-data valid.txt --epochs 2 --mode sync "
@@ -133,6 +137,9 @@ const job::Definition<RnnOptions>& rnn_job() {
               "distrain rnn --data train.txt --generate 40 --prompt 'in the beginning' | jq -r "
               ".text//empty",
               "A few words in the way of the text")
+          .example(
+              "echo in the beginning | distrain predict saved - --generate 20 | jq -r .text//empty",
+              "What the newest checkpoint in the folder saved writes after a line")
           .example("for r in 0 1; do distrain rnn --rank $r & done; wait",
                    "Two ranks that are started one by one")
           .events(job::with_events(
@@ -147,6 +154,10 @@ const job::Definition<RnnOptions>& rnn_job() {
           .role("trainer", &RnnOptions::trainers, train_rnn)
           .expose(expose_rnn)
           .local(train_rnn_local)
+          .predict(predict_rnn,
+                   {sometimes({"words", kTexts, "the likeliest next words, the first one most"}),
+                    sometimes({"scores", kNumbers, "their probabilities"}),
+                    sometimes({"text", kText, "what follows, with --generate"})})
           .settle(settle)
           .check(check);
   return kJob;

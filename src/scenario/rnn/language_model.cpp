@@ -45,22 +45,32 @@ job::Evaluation LanguageModel::evaluate(const RnnData& data, const job::Share& s
 
 void LanguageModel::tell_sample(const RnnData& data, job::EventSink& sink) const {
   if (options_.generate == 0 || options_.data.empty()) return;
-  sink.emit("text", {{"text", generate(data.vocabulary())}});
+  sink.emit("text", {{"text", continued(options_.prompt,
+                                        data::to_tokens(options_.prompt, data.vocabulary()),
+                                        data.vocabulary())}});
 }
 
-/// `--prompt` and `--generate` words more, drawn by their probabilities.
-std::string LanguageModel::generate(const data::Vocabulary& vocabulary) const {
+/// Of the word after `words` [length, 1].
+at::Tensor LanguageModel::chances(const at::Tensor& words, models::LstmState& state) const {
   const at::NoGradGuard no_grad;
-  std::string text = options_.prompt;
-  std::vector<int64_t> given = data::to_tokens(options_.prompt, vocabulary);
-  if (given.empty()) given.push_back(data::kEndOfLine);
-  models::LstmState state = lstm_->zero_state(1);
   models::Dropout none;
+  const at::Tensor output = lstm_->forward(ends_.embed(words), state, none);
+  return rpc::placed(at::softmax(ends_.scores(output[-1])[0], 0), c10::kCPU);
+}
+
+at::Tensor LanguageModel::next(const std::vector<int64_t>& words) const {
+  models::LstmState state = lstm_->zero_state(1);
+  return chances(at::tensor(words, at::kLong).view({-1, 1}), state);
+}
+
+std::string LanguageModel::continued(std::string text, std::vector<int64_t> words,
+                                     const data::Vocabulary& vocabulary) const {
+  if (words.empty()) words.push_back(data::kEndOfLine);
+  models::LstmState state = lstm_->zero_state(1);
   at::Generator generator = models::keyed_generator({options_.seed, kSampleSeed});
-  at::Tensor next = at::tensor(given, at::kLong).view({-1, 1});
+  at::Tensor next = at::tensor(words, at::kLong).view({-1, 1});
   for (int i = 0; i < options_.generate; ++i) {
-    const at::Tensor output = lstm_->forward(ends_.embed(next), state, none);
-    at::Tensor weights = rpc::placed(at::softmax(ends_.scores(output[-1])[0], 0), c10::kCPU);
+    at::Tensor weights = chances(next, state);
     weights[data::kUnknownWord] = 0;
     const auto word = weights.multinomial(1, false, generator).item<int64_t>();
     if (word == data::kEndOfLine) {
@@ -77,6 +87,30 @@ std::string LanguageModel::generate(const data::Vocabulary& vocabulary) const {
 models::Lstm make_lstm(const RnnOptions& options, c10::Device device) {
   return models::Lstm(options.emsize, options.nhid, options.nlayers, options.dropout, options.seed,
                       device);
+}
+
+WholeModel::WholeModel(const RnnOptions& options, int64_t words, c10::Device device)
+    : embedding(words, options.emsize, options.seed, device),
+      decoder(words, options.nhid, options.seed, device),
+      lstm(make_lstm(options, device)) {}
+
+LanguageModel::Ends WholeModel::ends() const {
+  using models::Decoder;
+  return {[this](const at::Tensor& words) { return embedding.lookup(words); },
+          [this](const at::Tensor& hidden, const at::Tensor& targets) {
+            return Decoder::loss_of(decoder.weight(), decoder.bias(), hidden, targets);
+          },
+          [this](const at::Tensor& hidden) {
+            return Decoder::scores_of(decoder.weight(), decoder.bias(), hidden);
+          },
+          {}};
+}
+
+data::NamedTensors WholeModel::named() const {
+  data::NamedTensors all = lstm->named();
+  all.merge(embedding.named_parameters());
+  all.merge(decoder.named_parameters());
+  return all;
 }
 
 job::LocalUpdates::Named in_order(const models::WordEmbedding& embedding,

@@ -41,11 +41,18 @@ class LanguageModel {
   /// The `text` line, if one is asked for and there are words to write with.
   void tell_sample(const RnnData& data, job::EventSink& sink) const;
 
+  /// What may follow these words: the probability of each of the vocabulary.
+  at::Tensor next(const std::vector<int64_t>& words) const;
+  /// `text` and what `--generate` words more make of it, drawn by their probabilities. `words` are
+  /// the text's.
+  std::string continued(std::string text, std::vector<int64_t> words,
+                        const data::Vocabulary& vocabulary) const;
+
   /// What it carries from batch to batch.
   data::NamedTensors state() const { return {{"hidden", state_.hidden}, {"cell", state_.cell}}; }
 
  private:
-  std::string generate(const data::Vocabulary& vocabulary) const;
+  at::Tensor chances(const at::Tensor& words, models::LstmState& state) const;
 
   const RnnOptions options_;
   mutable models::Lstm lstm_;
@@ -54,6 +61,18 @@ class LanguageModel {
 };
 
 models::Lstm make_lstm(const RnnOptions& options, c10::Device device);
+
+/// All of the model in one process.
+struct WholeModel {
+  WholeModel(const RnnOptions& options, int64_t words, c10::Device device);
+  /// They refer to this object.
+  LanguageModel::Ends ends() const;
+  data::NamedTensors named() const;
+
+  models::WordEmbedding embedding;
+  models::Decoder decoder;
+  models::Lstm lstm;
+};
 
 /// The server's parameters in the order of the optimizer, and the names of all.
 job::LocalUpdates::Named in_order(const models::WordEmbedding& embedding,

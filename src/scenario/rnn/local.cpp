@@ -13,34 +13,23 @@
 namespace distrain::scenario {
 
 void train_rnn_local(job::Local& local, const RnnOptions& options) {
-  using models::Decoder;
   const RnnData data(options);
-  const models::WordEmbedding embedding(data.words(), options.emsize, options.seed, local.device());
-  const Decoder decoder(data.words(), options.nhid, options.seed, local.device());
-  const models::Lstm lstm = make_lstm(options, local.device());
-  const data::NamedTensors middle = lstm->named();
-  job::LocalUpdates updates(options.rule(), options.mode, in_order(embedding, decoder),
+  const WholeModel model(options, data.words(), local.device());
+  const data::NamedTensors middle = model.lstm->named();
+  job::LocalUpdates updates(options.rule(), options.mode, in_order(model.embedding, model.decoder),
                             {middle.begin(), middle.end()});
-
-  const LanguageModel::Ends ends = {
-      [&](const at::Tensor& words) { return embedding.lookup(words); },
-      [&](const at::Tensor& hidden, const at::Tensor& targets) {
-        return Decoder::loss_of(decoder.weight(), decoder.bias(), hidden, targets);
-      },
-      [&](const at::Tensor& hidden) {
-        return Decoder::scores_of(decoder.weight(), decoder.bias(), hidden);
-      },
-      {}};
   std::vector<LanguageModel> trainers;
-  for (int t = 0; t < options.trainers; ++t) trainers.emplace_back(options, lstm, ends);
+  for (int t = 0; t < options.trainers; ++t) {
+    trainers.emplace_back(options, model.lstm, model.ends());
+  }
   const auto of = [&](int trainer) -> LanguageModel& {
     return trainers[static_cast<size_t>(trainer)];
   };
 
   job::LocalTraining training(local, data.plan(), options.trainers);
   data.agree(training);
-  training.keep("encoder", job::part_of(embedding.named_parameters()));
-  training.keep("decoder", job::part_of(decoder.named_parameters()));
+  training.keep("encoder", job::part_of(model.embedding.named_parameters()));
+  training.keep("decoder", job::part_of(model.decoder.named_parameters()));
   training.keep("rnn", job::part_of(middle));
   training.keep(updates);
   training.keep("", part_of_states(of));

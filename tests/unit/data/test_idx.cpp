@@ -1,4 +1,5 @@
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <sys/resource.h>
@@ -220,6 +221,21 @@ TEST_CASE("A folder of images has its files in several spellings") {
       CHECK(read.test->pixels == std::vector<uint8_t>{'w', 'x', 'y', 'z'});
     }
   }
+}
+
+TEST_CASE("Images to look at may have labels") {
+  const Files files;
+  const std::string path = files.write("t10k-images-idx3-ubyte", kImages);
+  CHECK(read_images(path).pixels.size() == kPixels.size());
+  CHECK(read_images(path).labels.empty());
+  const std::string pipe = files.path("pipe");
+  REQUIRE(mkfifo(pipe.c_str(), 0600) == 0);
+  std::thread writer([&] { write_text(pipe, gzip(kImages)); });
+  CHECK(read_images(pipe).count == 3);
+  writer.join();
+  files.write("t10k-labels-idx1-ubyte", kLabels);
+  CHECK(read_images(path).labels.size() == 3);
+  CHECK(read_images(files.path()).labels.size() == 3);
 }
 
 TEST_CASE("A folder of images that is not whole is refused") {

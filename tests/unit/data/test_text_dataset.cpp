@@ -157,6 +157,15 @@ TEST_CASE("A test text is encoded with the training vocabulary") {
         "test: no example in this file");
 }
 
+TEST_CASE("Examples to look at need no label") {
+  const TextDataset train = parse_fast_text("__label__b one two\n__label__a three\n", "train");
+  const TextDataset data =
+      parse_fast_text("two\n\n__label__a one\nnew\n", "f", train.vocabulary, Labels::kSome);
+  CHECK(data.labels == Ints{-1, 0, -1});
+  CHECK(data.offsets == Ints{0, 1, 2, 2});
+  CHECK(all_words(train.vocabulary->words) == std::vector<std::string>{"one", "two", "three"});
+}
+
 TEST_CASE("A file is read as the same text in memory") {
   const Folder folder;
   std::string text;

@@ -1,0 +1,80 @@
+#include "distrain/job/predictions.h"
+
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include "distrain/job/training.h"
+
+namespace distrain::job {
+
+namespace {
+using enum FieldType;
+}
+
+void Predictions::load(const data::NamedTensors& model) const {
+  const data::NamedTensors& saved = snapshot_.file("model");
+  snapshot_.checked([&] { copy_into(model, saved); });
+}
+
+void Predictions::tell(const Json& fields) {
+  Json line{{"index", told_++}};
+  line.update(fields);
+  sink_.emit("prediction", line);
+}
+
+void Predictions::tell_labels(const at::Tensor& scores, const at::Tensor& targets,
+                              const std::vector<std::string>& labels) {
+  const at::Tensor best = scores.argmax(1).cpu();
+  const at::Tensor shares = at::softmax(scores, 1).cpu().contiguous();
+  const at::Tensor right = targets.cpu();
+  for (int64_t row = 0; row < shares.size(0); ++row) {
+    const auto label = best[row].item<int64_t>();
+    const auto target = right[row].item<int64_t>();
+    const float* first = shares.const_data_ptr<float>() + row * shares.size(1);
+    Json fields{{"label", labels.at(static_cast<size_t>(label))},
+                {"scores", std::vector<float>(first, first + shares.size(1))}};
+    if (target >= 0) {
+      fields["expected"] = labels.at(static_cast<size_t>(target));
+      ++evaluation_.samples;
+      evaluation_.right += label == target ? 1 : 0;
+    }
+    tell(fields);
+  }
+}
+
+void Predictions::evaluated(const Evaluation& evaluation, Unit unit) {
+  evaluation_ = evaluation;
+  unit_ = unit;
+}
+
+Json Predictions::fields() const {
+  Json fields{{"predicted", told_}};
+  const Json found = evaluation_.fields(unit_);
+  for (const char* name : {"accuracy", "perplexity"}) {
+    if (found.contains(name)) fields[name] = found[name];
+  }
+  return fields;
+}
+
+std::vector<Field> label_fields() {
+  return {{"label", kText, "the one that is most likely"},
+          {"scores", kNumbers, "probability of each label, in the order of their names"},
+          sometimes({"expected", kText, "the label in the input, if it has one"})};
+}
+
+std::vector<Event> prediction_events(std::vector<Field> fields) {
+  fields.insert(fields.begin(), Field{"index", kInteger, "of the example in the input, from 0 on"});
+  return {{"prediction", "of each example, by the command predict", std::move(fields)},
+          {"end", "", {sometimes({"predicted", kInteger, "examples, by the command predict"})}}};
+}
+
+Outcome run_predict(const Job& job, EventSink& sink, const std::string& checkpoint,
+                    const std::string& input, const std::function<void(Predictions&)>& predict) {
+  const at::NoGradGuard no_grad;
+  const auto snapshot = Checkpoints({"", 0, checkpoint}, job, sink).load();
+  Predictions predictions(snapshot.value(), input, job.device(), sink);
+  predict(predictions);
+  return outcome_without_ranks(predictions.fields());
+}
+
+}  // namespace distrain::job
