@@ -1,5 +1,7 @@
 #include "saved_options.h"
 
+#include <string>
+
 #include <fmt/format.h>
 
 #include "distrain/app/checks.h"
@@ -28,7 +30,8 @@ std::string take_options(ParsedOptions& options, const job::Snapshot& saved, Tak
     if (!text) continue;
     const std::string was = canonical(option, *text, saved);
     if (!options.given(option.name)) {
-      options.take(option.name, was);
+      const bool reached = option.step_limit && !was.empty() && saved.step >= std::stoll(was);
+      if (!reached) options.take(option.name, was);
       continue;
     }
     const std::string now = options.text(option.name);

@@ -274,6 +274,10 @@ OptionRow& OptionRow::may_change() {
   option_.may_change = true;
   return *this;
 }
+OptionRow& OptionRow::step_limit() {
+  option_.step_limit = true;
+  return may_change();
+}
 OptionRow& OptionRow::of_this_rank() {
   option_.scope = Scope::kRank;
   return *this;

@@ -29,8 +29,11 @@ expect_log "ranks with options of the checkpoint"
 expect_jq "[.[] | select(.event == \"start\") | $as_saved and .lr == 0.01] == [true, true, true, true]" "all ranks"
 warned "with --steps 6 in place of 5, --lr 0.01 in place of 0.05" "--lr and --steps"
 run ps --resume "$saves"
+expect 0 "the limit of steps was reached"
+expect_jq 'all(.[]; .event != "warn") and .[0].config.steps == 0 and .[-1].steps == 3' "on to the end of the epoch"
+run ps --resume "$saves" --steps 4
 expect 0 "nothing is left to train"
-expect_jq 'all(.[]; .event != "warn") and .[-1].steps == 0' "nothing is left to train"
+expect_jq '.[-1].steps == 0' "nothing is left to train"
 
 run ps --resume "$saves" --mode async
 expect_error 7 bad_data "saved with --mode sync, not async" "another mode"

@@ -39,6 +39,8 @@ class OptionRow {
   OptionRow& each_own();
   /// A job may go on from a checkpoint with another value.
   OptionRow& may_change();
+  /// The step that ends the run, 0: none. A job that has got there goes on without it.
+  OptionRow& step_limit();
   /// Of this process alone: nobody else has to know.
   OptionRow& of_this_rank();
   OptionRow& value_name(std::string name);

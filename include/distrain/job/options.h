@@ -82,7 +82,7 @@ void TrainerOptions::describe_trainer(OptionList<Options>& list) {
   list.integer("steps", &TrainerOptions::steps, "end after N steps of each trainer")
       .range(0, 1e12)
       .by_default("as many as the epochs have")
-      .may_change();
+      .step_limit();
   list.integer("batch-size", &TrainerOptions::batch_size, "examples a batch and trainer")
       .range(1, kMaxInt);
   list.choice("mode", &TrainerOptions::mode, {"async", "sync"},
@@ -131,8 +131,8 @@ void CommonOptions::describe_common(OptionList<Options>& list) {
       .details(
           "A folder of checkpoints stands for the newest in it. `auto` needs --checkpoint; if "
           "there\nis none yet, the job starts afresh. Options that are not given are those that it "
-          "was saved\nwith. Of those that are given, some may be others (--lr, --epochs), which a "
-          "`warn` line tells.")
+          "was saved\nwith, but for a limit of steps that it has reached. Of those that are given, some "
+          "may be others\n(--lr, --epochs), which a `warn` line tells.")
       .offers({"auto"})
       .may_change();
   list.integer(

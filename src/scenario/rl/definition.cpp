@@ -30,7 +30,7 @@ void RlOptions::describe(job::OptionList<RlOptions>& list) {
                "give up after N episodes, with exit status 11; 0: never")
       .range(0, 1e12)
       .by_default("until it is solved")
-      .may_change();
+      .step_limit();
   list.find("seed").help = "of parameters, environments and actions";
   list.find("lr-schedule").help =
       "of the learning rate: constant, step:SIZE[,GAMMA] or cosine:LENGTH[,FLOOR], after "
