@@ -15,11 +15,14 @@ void predict_hybrid(job::Predictions& predictions, const HybridOptions& options)
   data::NamedTensors model = job::named_tensors("fc", *dense);
   model["embedding.weight"] = table.parameters()[0];
   predictions.load(model);
-  data.each_test_batch({0, 1}, [&](const HybridBatch& examples) {
-    const HybridBatch batch = examples.on(device);
-    predictions.tell_labels(dense->forward(table.lookup(batch.indices, batch.offsets)),
-                            batch.targets, data.labels());
-  });
+  // In the trainers' shares, one after the other: the same batches that they evaluated.
+  for (int trainer = 0; trainer < options.trainers; ++trainer) {
+    data.each_test_batch({trainer, options.trainers}, [&](const HybridBatch& examples) {
+      const HybridBatch batch = examples.on(device);
+      predictions.tell_labels(dense->forward(table.lookup(batch.indices, batch.offsets)),
+                              batch.targets, data.labels());
+    });
+  }
 }
 
 }  // namespace distrain::scenario

@@ -12,11 +12,14 @@ void predict_ps(job::Predictions& predictions, const PsOptions& options) {
   check_images(predictions.input(), images);
   const models::ConvNet net(options.seed, {predictions.device()});
   predictions.load(net.named_parameters());
-  each_batch(options, images, {0, 1}, [&](const ImageBatch& batch) {
-    predictions.tell_labels(
-        models::ConvNet::forward(net.parameters(), batch.images, models::Dropout()), batch.targets,
-        digits);
-  });
+  // In the trainers' shares, one after the other: the same batches that they evaluated.
+  for (int trainer = 0; trainer < options.trainers; ++trainer) {
+    each_batch(options, images, {trainer, options.trainers}, [&](const ImageBatch& batch) {
+      predictions.tell_labels(
+          models::ConvNet::forward(net.parameters(), batch.images, models::Dropout()),
+          batch.targets, digits);
+    });
+  }
 }
 
 }  // namespace distrain::scenario
