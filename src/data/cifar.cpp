@@ -51,8 +51,9 @@ void append_records(const std::string& path, const std::vector<uint8_t>& bytes, 
   }
 }
 
-void read_file(const std::string& path, ContentHasher& hasher, ImageSet& set) {
-  GzipReader reader(path);
+void read_file(const std::string& path, InputFile::Kind kind, ContentHasher& hasher,
+               ImageSet& set) {
+  GzipReader reader(path, kind);
   ImageSet records;  // of this file, so that an error has the record's number in it
   std::vector<uint8_t> chunk;
   do {
@@ -73,14 +74,15 @@ void read_file(const std::string& path, ContentHasher& hasher, ImageSet& set) {
   set.pixels.insert(set.pixels.end(), records.pixels.begin(), records.pixels.end());
 }
 
-ImageSet read_files(const std::vector<std::string>& paths) {
+ImageSet read_files(const std::vector<std::string>& paths,
+                    InputFile::Kind kind = InputFile::Kind::kRegular) {
   ImageSet set;
   set.channels = kChannels;
   set.rows = kSide;
   set.columns = kSide;
   ContentHasher hasher;
   for (const std::string& path : paths) {
-    with_memory_for(path, [&] { read_file(path, hasher, set); });
+    with_memory_for(path, [&] { read_file(path, kind, hasher, set); });
   }
   set.content_hash = hasher.value();
   return set;
@@ -106,6 +108,11 @@ ImageFolder read_cifar10(const std::string& folder) {
   const std::string test = find_file(folder, "test_batch.bin");
   if (!test.empty()) result.test = read_files({test});
   return result;
+}
+
+ImageSet read_cifar10_images(const std::string& path) {
+  const std::string test = find_file(path, "test_batch.bin");
+  return read_files({test.empty() ? path : test}, InputFile::Kind::kAny);
 }
 
 }  // namespace distrain::data

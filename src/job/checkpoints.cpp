@@ -102,6 +102,13 @@ void Snapshot::expect_option(const std::string& name, const std::string& value) 
                          : "saved with --" + name + " " + *saved + ", not " + value);
 }
 
+std::string Snapshot::agreed(const std::string& name) const {
+  const Json values = state.value("agreed", Json::object());
+  const auto value = values.find(name);
+  if (value == values.end() || !value->is_string()) refuse("it does not say its " + name);
+  return value->get<std::string>();
+}
+
 std::vector<std::string> Snapshot::words(const std::string& list) const {
   const auto file = files.find(kVocabulary);
   if (file == files.end() || !file->second.contains(list)) refuse("it has no words to read with");

@@ -48,7 +48,8 @@ void Predictions::evaluated(const Evaluation& evaluation, Unit unit) {
 }
 
 Json Predictions::fields() const {
-  Json fields{{"predicted", told_}};
+  Json fields = added_;
+  fields["predicted"] = told_;
   const Json found = evaluation_.fields(unit_);
   for (const char* name : {"accuracy", "perplexity"}) {
     if (found.contains(name)) fields[name] = found[name];

@@ -130,6 +130,13 @@ std::vector<int> Policy::act(std::span<const PolicyInput> inputs) const {
   return actions;
 }
 
+int Policy::best(const Observation& observation) const {
+  const at::NoGradGuard no_grad;
+  const at::Tensor input = rpc::placed(at::tensor(c10::ArrayRef<float>(observation)), device_);
+  const at::Tensor hidden = at::linear(input, parameters_[0], parameters_[1]).relu_();
+  return at::linear(hidden, parameters_[2], parameters_[3]).argmax().item<int>();
+}
+
 Policy::Loss Policy::loss(std::span<const PolicyStep> steps) const {
   if (rpc::is_accelerator(device_)) return loss_on_device(steps);
   alignas(64) std::array<Row, kInputs> weight1{};

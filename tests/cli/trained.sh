@@ -1,5 +1,6 @@
 #!/bin/bash
-# A trained model is used: --eval-only and predict give what training printed.
+# ctest: timeout=300
+# A trained model is used: --eval-only and predict give what training printed, to the last digit.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
@@ -85,6 +86,43 @@ expect_jq 'map(select(.event == "prediction").text | split(" ") | length) == [6,
   "text" "$tmp/generated1"
 [[ $(jq .text "$tmp/generated1") == "$(jq .text "$tmp/generated2")" ]] || fail "text: another one at the second time"
 
+# A pipeline's stages, in one; images come with labels, without, and from a folder.
+run pipeline --data "$tmp/images" --model resnet18 --image-size 33 --classes 10 --batch-size 16 --num-split 2 \
+  --batches 4 --loss ce --checkpoint "$tmp/pipeline"
+expect 0 pipeline
+run predict "$tmp/pipeline" "$tmp/images/t10k-images-idx3-ubyte"
+expect 0 "predict, of pipeline"
+expect_log "predict, of pipeline"
+# shellcheck disable=SC2016  # jq's variables
+expect_jq 'map(select(.event == "prediction")) as $told
+  | ($told | length == 20 and all(.[]; (.scores | length) == 10 and has("expected")))
+  and .[-1].accuracy == ($told | map(select(.label == .expected)) | length / 20)' "predict, of pipeline"
+predictions "$tmp/out" >"$tmp/pipeline.file"
+run predict "$tmp/pipeline" - <"$tmp/images/t10k-images-idx3-ubyte"
+[[ $(predictions "$tmp/out") == "$(cat "$tmp/pipeline.file")" ]] || fail "predict, of pipeline, from stdin: others"
+expect_jq 'all(.[]; has("expected") or has("accuracy") | not)' "predict, of pipeline, no labels"
+run predict "$tmp/pipeline" "$tmp/images"
+[[ $(predictions "$tmp/out") == "$(cat "$tmp/pipeline.file")" ]] || fail "predict, of pipeline, a folder: others"
+
+# A policy plays, each time the same.
+run rl --max-episodes 30 --checkpoint "$tmp/rl"
+expect 11 rl
+for try in 1 2; do
+  run predict "$tmp/rl"
+  expect 0 "predict, of rl"
+  expect_log "predict, of rl"
+  jq -c 'select(.event == "prediction") | [.index, .reward, .steps]' "$tmp/out" >"$tmp/played$try"
+done
+cmp -s "$tmp/played1" "$tmp/played2" || fail "predict, of rl: not the same twice"
+# shellcheck disable=SC2016  # jq's variables
+expect_jq 'map(select(.event == "prediction")) as $told | ($told | length == 10 and all(.[]; .reward == .steps and .reward >= 8))
+  and .[-1].predicted == 10 and .[-1].reward == ($told | map(.reward) | add / 10)' "predict, of rl"
+run predict "$tmp/rl" --max-episodes 3
+[[ $(jq -c 'select(.event == "prediction") | [.index, .reward, .steps]' "$tmp/out") == "$(head -n 3 "$tmp/played1")" ]] ||
+  fail "predict, of rl: not the first three"
+run predict "$tmp/rl" "$tmp/test"
+expect 2 "predict, of rl, of a file"
+
 run predict
 expect_error 2 invalid "predict needs a checkpoint" predict
 run predict "$tmp/nowhere"
@@ -98,7 +136,7 @@ expect_error 2 invalid "--rank has no effect on predict" "a rank"
 
 run hybrid --eval-only
 expect_error 2 invalid "--eval-only needs --resume" "--eval-only alone"
-run ps --local --eval-only --resume auto --checkpoint "$tmp/none"
+run ps --local --data "$tmp/images" --eval-only --resume auto --checkpoint "$tmp/none"
 expect 7 "--eval-only of nothing"
 expect_jq '.[-1].message | startswith("--eval-only: no checkpoint in ")' "--eval-only of nothing"
 run hybrid --local --epochs 1 --checkpoint "$tmp/random"

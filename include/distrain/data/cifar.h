@@ -17,4 +17,8 @@ bool has_cifar10(const std::string& folder);
 /// missing, unreadable, damaged, empty, not whole records, other labels, more than 8 GiB.
 ImageFolder read_cifar10(const std::string& folder);
 
+/// Images to look at: a file of such records, which may be a pipe, or the test_batch.bin of a
+/// folder. Throws as read_cifar10().
+ImageSet read_cifar10_images(const std::string& path);
+
 }  // namespace distrain::data

@@ -37,6 +37,8 @@ struct Snapshot {
   std::optional<std::string> option(const std::string& name) const;
   /// Refuses unless that is `value`: "saved with --trainers 2, not 3".
   void expect_option(const std::string& name, const std::string& value) const;
+  /// What all trainers agreed upon under this name; refuses if there was no such thing.
+  std::string agreed(const std::string& name) const;
   void checked(const std::function<void()>& use) const { naming_checkpoint(path, use); }
   /// The tensors of `file`; refuses if there are none.
   const data::NamedTensors& file(const char* name) const;

@@ -13,6 +13,8 @@
 
 namespace distrain::job {
 
+inline constexpr const char* kStandardInput = "/dev/stdin";
+
 /// What a job's `predict` function works with: a checkpoint, examples, and where to tell of them.
 class Predictions {
  public:
@@ -33,6 +35,8 @@ class Predictions {
   /// `targets` [n] are the right ones, below 0 where they are not known.
   void tell_labels(const at::Tensor& scores, const at::Tensor& targets,
                    const std::vector<std::string>& labels);
+  /// A field of the last line, which the job declares.
+  void add(const std::string& name, const Json& value) { added_[name] = value; }
   /// How right the model is, where that is not told by tell_labels().
   void evaluated(const Evaluation& evaluation, Unit unit);
 
@@ -45,6 +49,7 @@ class Predictions {
   const c10::Device device_;
   EventSink& sink_;
   int64_t told_ = 0;
+  Json added_ = Json::object();
   Evaluation evaluation_;
   Unit unit_ = Unit::kSamples;
 };

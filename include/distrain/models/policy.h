@@ -66,6 +66,9 @@ class Policy {
   /// One forward pass over all of `inputs`, without a graph; an action is drawn for each.
   std::vector<int> act(std::span<const PolicyInput> inputs) const;
 
+  /// The likelier action, without dropout: what a trained policy does.
+  int best(const Observation& observation) const;
+
   struct Loss {
     double value = 0;
     std::vector<at::Tensor> gradients;  ///< in the order of names()

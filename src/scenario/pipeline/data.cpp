@@ -23,6 +23,11 @@ constexpr uint64_t kPixelSequence = 1;
 constexpr uint64_t kLabelSequence = 2;
 constexpr int64_t kColours = 3;
 
+// Kinds of data.
+constexpr const char* kRandom = "random";
+constexpr const char* kCifar = "cifar10";
+constexpr const char* kIdx = "idx";
+
 // Of CIFAR-10's training images, channel by channel.
 constexpr std::array<double, kColours> kCifarMean = {0.4914, 0.4822, 0.4465};
 constexpr std::array<double, kColours> kCifarStd = {0.2470, 0.2435, 0.2616};
@@ -81,16 +86,25 @@ PipelineData::PipelineData(const PipelineOptions& options) : options_(options) {
   }
 }
 
-void PipelineData::check_labels(const data::ImageSet& images, const std::string& folder) const {
-  const auto largest = *std::max_element(images.labels.begin(), images.labels.end());
-  if (largest < options_.classes) return;
-  bad_data("--classes " + std::to_string(options_.classes) + ", but " + folder + " has the label " +
-           std::to_string(largest));
+PipelineData::PipelineData(const PipelineOptions& options, const job::Snapshot& snapshot,
+                           const std::string& images)
+    : options_(options) {
+  const std::string kind = snapshot.agreed("format");
+  if (kind == kRandom) snapshot.refuse("it was trained on random images, which have no classes");
+  valid_images_ = kind == kCifar ? data::read_cifar10_images(images) : data::read_images(images);
+  check_labels(valid_images_, images);
+}
+
+void PipelineData::check_labels(const data::ImageSet& images, const std::string& path) const {
+  const auto largest = std::max_element(images.labels.begin(), images.labels.end());
+  if (largest == images.labels.end() || *largest < options_.classes) return;
+  bad_data("--classes " + std::to_string(options_.classes) + ", but " + path + " has the label " +
+           std::to_string(*largest));
 }
 
 job::Json PipelineData::describe() const {
-  if (images_.count == 0) return {{"data", "random"}};
-  return {{"data", coloured(images_) ? "cifar10" : "idx"},
+  if (images_.count == 0) return {{"data", kRandom}};
+  return {{"data", coloured(images_) ? kCifar : kIdx},
           {"images", images_.count},
           {"mean", mean_of(images_)},
           {"std", std_of(images_)}};
@@ -139,7 +153,7 @@ PipelineBatch PipelineData::batch_of(const data::ImageSet& set,
                                      const std::vector<int64_t>& examples) const {
   const auto count = static_cast<int64_t>(examples.size());
   at::Tensor pixels = at::empty({count, set.channels, set.rows, set.columns}, at::kByte);
-  at::Tensor labels = at::empty({count}, at::kLong);
+  at::Tensor labels = at::full({count}, -1, at::kLong);
   const auto bytes = static_cast<size_t>(pixels[0].numel());
   auto* pixel = pixels.mutable_data_ptr<uint8_t>();
   auto* label = labels.mutable_data_ptr<int64_t>();
@@ -147,7 +161,7 @@ PipelineBatch PipelineData::batch_of(const data::ImageSet& set,
     const auto i = static_cast<size_t>(example);
     std::memcpy(pixel, set.pixels.data() + i * bytes, bytes);
     pixel += bytes;
-    *label++ = set.labels[i];
+    if (!set.labels.empty()) *label++ = set.labels[i];
   }
   at::Tensor images = pixels.to(at::kFloat).div_(255);
   images.sub_(by_channel(mean_of(set))).div_(by_channel(std_of(set)));

@@ -1,12 +1,13 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
 #include "distrain/data/idx.h"
-#include "distrain/job/job.h"
+#include "distrain/job/checkpoints.h"
 #include "distrain/scenario/pipeline.h"
 
 namespace distrain::scenario {
@@ -28,13 +29,17 @@ class PipelineData {
  public:
   /// Reads the files; throws bad_data.
   explicit PipelineData(const PipelineOptions& options);
+  /// Images to classify, of the kind that the checkpoint's model was trained on.
+  PipelineData(const PipelineOptions& options, const job::Snapshot& snapshot,
+               const std::string& images);
 
   /// The batch with this number, from 0 on; always of `batch_size` images.
   PipelineBatch batch(int64_t index) const;
   /// That its images fill, at least 1. Not of random data.
   int64_t batches_per_epoch() const;
 
-  /// Test images of `valid_data`, 0 without it, and some of them.
+  /// The images of the second constructor, or test images of `valid_data`: how many, and some in
+  /// their order, with labels of -1 where there are none.
   int64_t valid_count() const { return valid_images_.count; }
   PipelineBatch valid_batch(int64_t first, int64_t end) const;
 
@@ -45,7 +50,7 @@ class PipelineData {
   uint64_t content_hash() const { return images_.content_hash; }
 
  private:
-  void check_labels(const data::ImageSet& images, const std::string& folder) const;
+  void check_labels(const data::ImageSet& images, const std::string& path) const;
   PipelineBatch random_batch(int64_t index) const;
   std::vector<int64_t> examples_of(int64_t index) const;
   PipelineBatch batch_of(const data::ImageSet& set, const std::vector<int64_t>& examples) const;

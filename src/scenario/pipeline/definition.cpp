@@ -205,7 +205,11 @@ const job::Definition<PipelineOptions>& pipeline_job() {
               "gives "
               "the same "
               "ones. A\n"
-              "job that is resumed ends in the same bits with the same --threads.")
+              "job that is resumed ends in the same bits with the same --threads.\n"
+              "\n"
+              "`distrain predict CHECKPOINT [FILE]` gives the classes of images: of a file of those "
+              "that --data takes\n(test_batch.bin, t10k-images-idx3-ubyte), or of a folder with "
+              "it.")
           .example(
               "distrain pipeline --micro-batches 1,2,4,8 | jq -r 'select(.event == \"split\") | "
               ".batch_s'",
@@ -261,6 +265,7 @@ const job::Definition<PipelineOptions>& pipeline_job() {
           .expose(PipelineStage::expose)
           .prepare(prepare_pipeline)
           .local(train_pipeline_local)
+          .predict(predict_pipeline)
           .check([](const PipelineOptions& options, const job::Preflight& preflight) {
             if (preflight.given("epochs") && preflight.given("batches")) {
               invalid("--epochs and --batches both say how long to train: give one of them");

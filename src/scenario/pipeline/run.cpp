@@ -54,7 +54,9 @@ job::Plan PipelineRun::plan() const {
 
 void PipelineRun::keep_in(job::TrainingPlan& training) {
   training.agree("data", std::to_string(inputs_.images.content_hash()));
-  training.agree("images", inputs_.images.describe().dump());
+  const job::Json images = inputs_.images.describe();
+  training.agree("images", images.dump());
+  training.agree("format", images["data"].get<std::string>());
   job::Part part;
   part.take = [this](int) { return model_.state(); };
   part.give = [this](int, const data::NamedTensors& saved) {

@@ -89,7 +89,10 @@ const job::Definition<RlOptions>& rl_job() {
               "options are alike, whichever observer is faster, and so is one that was resumed. A "
               "signal "
               "is\n"
-              "heeded after the episode.")
+              "heeded after the episode.\n"
+              "\n"
+              "`distrain predict CHECKPOINT` plays ten episodes, or --max-episodes, with the action "
+              "that the policy\nfinds likelier, and without dropout.")
           .example(
               "distrain rl | jq -r 'select(.event == \"episode\") | [.episode, .running_reward] | "
               "@tsv'",
@@ -117,11 +120,14 @@ const job::Definition<RlOptions>& rl_job() {
                  sometimes({"solved", kFlag, "whether the running reward got above --threshold"}),
                  sometimes({"running_reward", kNumber, "after the last episode"}),
                  sometimes({"env_steps_per_s", kNumber, "steps of environments a second"}),
-                 sometimes({"requests_per_s", kNumber, "questions of observers a second"})}}})
+                 sometimes({"requests_per_s", kNumber, "questions of observers a second"}),
+                 sometimes({"reward", kNumber, "mean of the episodes, by the command predict"})}}})
           .role("agent", 1, train_rl)
           .role("observer", &RlOptions::observers, {}, Use::kNone)
           .expose(expose_rl)
           .local(train_rl_local)
+          .predict(predict_rl, {{"reward", kNumber, "of the episode"},
+                                {"steps", kInteger, "of the episode"}})
           .check([](const RlOptions& options, const job::Preflight&) {
             job::Plan::of_steps(options, options.max_episodes);
           })

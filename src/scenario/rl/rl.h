@@ -11,4 +11,7 @@ void expose_rl(rpc::Agent& agent);
 /// The same training in one process without RPC: the same episodes to the last bit.
 void train_rl_local(job::Local& local, const RlOptions& options);
 
+/// Plays episodes with the policy of a checkpoint.
+void predict_rl(job::Predictions& predictions, const RlOptions& options);
+
 }  // namespace distrain::scenario

@@ -68,6 +68,15 @@ TEST_CASE("CIFAR-10's files are read in order, with or without the test images")
   CHECK(read.test->labels == std::vector<uint8_t>{9});
 }
 
+TEST_CASE("CIFAR-10's images to look at are a file's, or a folder's test images") {
+  const Folder folder;
+  folder.write("some.bin", record(3) + record(4));
+  CHECK(read_cifar10_images(folder.path("some.bin")).labels == std::vector<uint8_t>{3, 4});
+  CHECK(bad_data([&] { read_cifar10_images(folder.path()); }).starts_with(folder.path() + ": "));
+  folder.write("test_batch.bin", record(9));
+  CHECK(read_cifar10_images(folder.path()).labels == std::vector<uint8_t>{9});
+}
+
 TEST_CASE("CIFAR-10's files may lie in the folder of their archive") {
   const Folder folder;
   CHECK_FALSE(has_cifar10(folder.path()));
