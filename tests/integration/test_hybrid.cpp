@@ -76,6 +76,28 @@ TEST_CASE(
         Approx(local.job.fields(0)["loss"].get<double>()).margin(1e-5));
 }
 
+TEST_CASE("a hybrid job evaluates one set after each epoch, another at the end") {
+  const data::Folder folder;
+  HybridOptions options;
+  options.data = folder.write("examples", make_examples(60));
+  options.valid_data = folder.write("valid", make_examples(21));
+  options.test_data = folder.write("test", make_examples(33));
+  options.epochs = 2;
+  options.mode = "sync";
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  const Finished job = run_job(place, options);
+  const std::vector<Json> lines = job.all("eval", 0);
+  REQUIRE(lines.size() == 3);
+  const std::vector<std::string> sets = {"valid", "valid", "test"};
+  for (size_t i = 0; i < lines.size(); ++i) {
+    CHECK(lines[i]["set"] == sets[i]);
+    CHECK(lines[i]["samples"] == (sets[i] == "test" ? 33 : 21));
+    CHECK(lines[i]["epoch"] == std::min<size_t>(i + 1, 2));
+  }
+  CHECK(lines[2]["step"] == 2 * lines[0]["step"].get<int>());
+  CHECK(job.fields(0)["accuracy"] == lines[2]["accuracy"]);
+}
+
 TEST_CASE("a hybrid job goes on from the middle of an epoch exactly") {
   HybridOptions options;
   options.mode = "sync";

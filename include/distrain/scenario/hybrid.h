@@ -18,7 +18,7 @@ struct HybridOptions : job::TrainerOptions {
   int embedding_dim = 16;
   int classes = 8;   ///< random data only; with a file: its labels
   std::string data;  ///< fastText-format file; empty: random batches
-  std::string test_data;
+  std::string valid_data, test_data;  ///< as data; empty: no such evaluation
   /// Not an option of the command line: told the final parameters, on trainer 0.
   std::function<void(const data::NamedTensors&)> on_finished;
 };

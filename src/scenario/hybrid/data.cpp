@@ -20,15 +20,25 @@ HybridBatch to_batch(const data::Batch& batch) {
   return {to_tensor(batch.indices), to_tensor(batch.offsets), to_tensor(batch.targets)};
 }
 
+void each_batch(const data::TextDataset& set, const job::Share& share,
+                const std::function<void(const HybridBatch&)>& use) {
+  const int64_t end = share.end(set.size());
+  for (int64_t first = share.first(set.size()); first < end; first += kTestBatch) {
+    use(to_batch(data::make_batch(set, first, std::min(first + kTestBatch, end))));
+  }
+}
+
 }  // namespace
 
 HybridData::HybridData(const HybridOptions& options) : options_(options) {
   if (options.data.empty()) return;
   train_ = data::read_fast_text(options.data);
   sampler_.emplace(options.seed, options.trainers, train_->size(), options.batch_size);
-  if (!options.test_data.empty()) {
-    test_ = data::read_fast_text(options.test_data, train_->vocabulary);
-  }
+  const auto read = [&](const std::string& path, std::optional<data::TextDataset>& set) {
+    if (!path.empty()) set = data::read_fast_text(path, train_->vocabulary);
+  };
+  read(options.valid_data, valid_);
+  read(options.test_data, test_);
 }
 
 HybridData::HybridData(const HybridOptions& options, const job::Snapshot& snapshot,
@@ -44,7 +54,6 @@ HybridDataInfo HybridData::info() const {
   HybridDataInfo info;
   info.rows = text() ? text()->num_words() : options_.num_embeddings;
   info.classes = text() ? text()->num_classes() : options_.classes;
-  if (test_) info.test_examples = test_->size();
   return info;
 }
 
@@ -56,6 +65,7 @@ void HybridData::agree(job::TrainingPlan& training) const {
     training.keep("", job::part_of_words({{"words", data::all_words(train_->vocabulary->words)},
                                           {"labels", train_->vocabulary->labels}}));
   }
+  if (valid_) training.alike("valid-data", std::to_string(valid_->content_hash));
   if (test_) training.alike("test-data", std::to_string(test_->content_hash));
 }
 
@@ -74,27 +84,27 @@ HybridBatch HybridData::batch(int trainer, int64_t epoch, int64_t step) {
 
 void HybridData::each_test_batch(const job::Share& share,
                                  const std::function<void(const HybridBatch&)>& use) const {
-  const int64_t examples = info().test_examples;
-  const int64_t end = share.end(examples);
-  for (int64_t first = share.first(examples); first < end; first += kTestBatch) {
-    use(to_batch(data::make_batch(*test_, first, std::min(first + kTestBatch, end))));
-  }
+  each_batch(*test_, share, use);
 }
 
 HybridBatch HybridBatch::on(c10::Device device) const {
   return {rpc::placed(indices, device), rpc::placed(offsets, device), rpc::placed(targets, device)};
 }
 
-job::Evaluation evaluate(const HybridData& data, const job::Share& share,
-                         const std::function<at::Tensor(const HybridBatch&)>& forward) {
-  job::Evaluation evaluation;
-  data.each_test_batch(share, [&](const HybridBatch& batch) {
-    const at::Tensor scores = forward(batch);
-    const at::Tensor targets = rpc::placed(batch.targets, scores.device());
-    const at::Tensor losses = at::cross_entropy_loss(scores, targets, {}, at::Reduction::Sum);
-    evaluation.add(scores, targets, losses.item<double>());
-  });
-  return evaluation;
+void HybridData::evaluate_in(job::TrainingPlan& training,
+                             const std::function<at::Tensor(const HybridBatch&)>& forward) const {
+  const auto of = [&](const data::TextDataset& set) {
+    return [&set, forward](const job::Share& share) {
+      job::Evaluation evaluation;
+      each_batch(set, share, [&](const HybridBatch& batch) {
+        const at::Tensor scores = forward(batch);
+        evaluation.add(job::Evaluation::of(scores, rpc::placed(batch.targets, scores.device())));
+      });
+      return evaluation;
+    };
+  };
+  if (valid_) training.evaluate_epochs(of(*valid_));
+  if (test_) training.evaluate_at_end(of(*test_));
 }
 
 }  // namespace distrain::scenario

@@ -18,7 +18,6 @@ namespace distrain::scenario {
 struct HybridDataInfo {
   int64_t rows = 0;  ///< of the embedding table
   int64_t classes = 0;
-  int64_t test_examples = 0;
 };
 
 /// A batch as the model takes it; all int64.
@@ -45,6 +44,10 @@ class HybridData {
   int64_t steps_per_epoch() const;
   HybridBatch batch(int trainer, int64_t epoch, int64_t step);
 
+  /// Has the validation data evaluated after each epoch and the test data at the end; `forward`
+  /// gives a batch's scores. To outlive the training.
+  void evaluate_in(job::TrainingPlan& training,
+                   const std::function<at::Tensor(const HybridBatch&)>& forward) const;
   /// The share's test examples.
   void each_test_batch(const job::Share& share,
                        const std::function<void(const HybridBatch&)>& use) const;
@@ -57,12 +60,9 @@ class HybridData {
 
   const HybridOptions options_;
   std::optional<data::TextDataset> train_;
+  std::optional<data::TextDataset> valid_;
   std::optional<data::TextDataset> test_;
   std::optional<data::Sampler> sampler_;  // of what is read
 };
-
-/// The share's test examples; `forward` gives a batch's scores.
-job::Evaluation evaluate(const HybridData& data, const job::Share& share,
-                         const std::function<at::Tensor(const HybridBatch&)>& forward);
 
 }  // namespace distrain::scenario

@@ -25,7 +25,9 @@ void HybridOptions::describe(job::OptionList<HybridOptions>& list) {
             "train on text: '__label__X word word ...', one example a line")
       .by_default("random batches")
       .details("An example has its labels and words between blanks, as fastText has them.");
-  list.file("test-data", &HybridOptions::test_data, "evaluate on this file after training")
+  list.file("valid-data", &HybridOptions::valid_data, "evaluate on this file after each epoch")
+      .needs("data");
+  list.file("test-data", &HybridOptions::test_data, "evaluate on this file at the end")
       .needs("data");
   list.group("Training");
   list.integer("batches-per-epoch", &HybridOptions::batches, "of each trainer, random data only")

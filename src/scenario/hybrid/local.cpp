@@ -31,10 +31,7 @@ void train_hybrid_local(job::Local& local, const HybridOptions& options) {
   training.keep("embedding", job::part_of(rows));
   training.keep("fc", *dense);
   training.keep(updates);
-  training.evaluate_at_end([&](const job::Share& share) {
-    return evaluate(data, share,
-                    [&](const HybridBatch& batch) { return forward(batch.on(device)); });
-  });
+  data.evaluate_in(training, [&](const HybridBatch& batch) { return forward(batch.on(device)); });
   training.run([&](const std::vector<job::Step>& steps) {
     double loss_sum = 0;
     int64_t samples = 0;
