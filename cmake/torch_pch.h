@@ -21,3 +21,5 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>

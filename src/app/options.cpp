@@ -10,9 +10,7 @@
 namespace distrain::app {
 namespace {
 
-[[noreturn]] void invalid(std::string message) {
-  throw base::Exception(base::ErrorKind::kInvalid, std::move(message));
-}
+using base::invalid;
 
 std::string spellings(const Option& option) {
   std::string names = "--" + option.name;

@@ -12,12 +12,10 @@
 namespace distrain::app {
 namespace {
 
+using base::invalid;
+
 constexpr int kMaxWorld = 1024;
 constexpr int kJoiningPort = 29500;
-
-[[noreturn]] void invalid(std::string message) {
-  throw base::Exception(base::ErrorKind::kInvalid, std::move(message));
-}
 
 /// A number and where it comes from: "--rank", "OMPI_COMM_WORLD_RANK".
 struct Setting {

@@ -1,5 +1,7 @@
 #include "distrain/base/error.h"
 
+#include <utility>
+
 namespace distrain::base {
 
 std::string_view kind_name(ErrorKind kind) {
@@ -70,6 +72,8 @@ bool is_known_kind(uint16_t value) {
   return value >= static_cast<uint16_t>(ErrorKind::kInternal) &&
          value <= static_cast<uint16_t>(ErrorKind::kCancelled);
 }
+
+void invalid(std::string message) { throw Exception(ErrorKind::kInvalid, std::move(message)); }
 
 Error current_error(ErrorKind otherwise) {
   try {

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kMostDevices = 127;  // that c10's index can tell apart
 
-[[noreturn]] void invalid(const std::string& message) {
+[[noreturn]] void refuse(const std::string& message) {
   throw base::Exception(base::ErrorKind::kInvalid, "--device " + message);
 }
 
@@ -37,8 +37,8 @@ DeviceChoice parse_device(std::string_view text, c10::DeviceType accelerator) {
     const std::optional<int> index = whole(text.substr(name.size() + 1));
     if (index && *index <= kMostDevices) return {true, index};
   }
-  invalid("must be cpu, " + name + ", " + name + ":N or ROLE=DEVICE[,...], not '" +
-          std::string(text) + "'");
+  refuse("must be cpu, " + name + ", " + name + ":N or ROLE=DEVICE[,...], not '" +
+         std::string(text) + "'");
 }
 
 std::string_view without_number(std::string_view name) {
@@ -60,8 +60,8 @@ DeviceSpec::DeviceSpec(std::string_view text, c10::DeviceType accelerator,
     const std::string_view part = text.substr(at, comma - at);
     const size_t equals = part.find('=');
     if (equals == std::string_view::npos) {
-      invalid("names a role before each device, as in ROLE=DEVICE,ROLE=DEVICE; '" +
-              std::string(part) + "' has none");
+      refuse("names a role before each device, as in ROLE=DEVICE,ROLE=DEVICE; '" +
+             std::string(part) + "' has none");
     }
     add(part.substr(0, equals), part.substr(equals + 1), accelerator);
     at = comma + 1;
@@ -95,13 +95,13 @@ void DeviceSpec::add(std::string_view role, std::string_view device, c10::Device
     found = number.empty() ? nullptr : class_of(beginning);
   }
   if (!found) {
-    invalid("names the role '" + std::string(role) + "', but there are " + known_roles());
+    refuse("names the role '" + std::string(role) + "', but there are " + known_roles());
   }
   if (choice.accelerator && found->use == DeviceRole::Use::kNone) {
-    invalid("names " + std::string(role) + ", which computes nothing that a GPU could");
+    refuse("names " + std::string(role) + ", which computes nothing that a GPU could");
   }
   if (!by_name_.emplace(found->name + number, choice).second) {
-    invalid("names " + std::string(role) + " twice");
+    refuse("names " + std::string(role) + " twice");
   }
 }
 
@@ -127,7 +127,7 @@ void DeviceSpec::check_ranks(const std::vector<std::string>& rank_names) const {
       continue;
     std::string known;
     for (const std::string& each : rank_names) known += (known.empty() ? "" : ", ") + each;
-    invalid("names " + name + ", but the ranks are " + known);
+    refuse("names " + name + ", but the ranks are " + known);
   }
 }
 

@@ -14,9 +14,7 @@
 namespace distrain::job {
 namespace {
 
-[[noreturn]] void invalid(std::string message) {
-  throw base::Exception(base::ErrorKind::kInvalid, std::move(message));
-}
+using base::invalid;
 
 template <class T>
 std::optional<T> number(std::string_view text) {

@@ -9,8 +9,7 @@
 namespace distrain::optim {
 namespace {
 
-using base::ErrorKind;
-using base::Exception;
+using base::invalid;
 
 const char* name_of(const Sgd&) { return "sgd"; }
 const char* name_of(const Adagrad&) { return "adagrad"; }
@@ -43,10 +42,6 @@ void visit_fields(O& options, F visit) {
     visit("eps", options.eps);
     visit("amsgrad", options.amsgrad);
   }
-}
-
-[[noreturn]] void invalid(std::string message) {
-  throw Exception(ErrorKind::kInvalid, std::move(message));
 }
 
 template <class Options>

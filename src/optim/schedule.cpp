@@ -12,16 +12,11 @@
 namespace distrain::optim {
 namespace {
 
-using base::ErrorKind;
-using base::Exception;
+using base::invalid;
 
 constexpr const char* kForms =
     "constant, step:SIZE[,GAMMA], cosine:LENGTH[,FLOOR] or "
     "plateau:PATIENCE[,FACTOR[,FLOOR[,THRESHOLD]]], after warmup:LENGTH+ or not";
-
-[[noreturn]] void invalid(const std::string& message) {
-  throw Exception(ErrorKind::kInvalid, message);
-}
 
 // The shortest text that is read back as the same number.
 std::string to_text(double value) {
@@ -275,7 +270,8 @@ void Schedule::load_state(const ScheduleState& state) {
   const bool sound = state.factor >= 0 && state.factor <= 1 && state.bad >= 0 &&
                      (!state.best || !std::isnan(*state.best));
   if (!sound || (!observes() && !(state == ScheduleState()))) {
-    throw Exception(ErrorKind::kBadData, "the state of another schedule than " + text());
+    throw base::Exception(base::ErrorKind::kBadData,
+                          "the state of another schedule than " + text());
   }
   state_ = state;
 }

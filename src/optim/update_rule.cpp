@@ -19,33 +19,33 @@ using base::ErrorKind;
 using base::Exception;
 
 template <class... Parts>
-[[noreturn]] void invalid(const Parts&... parts) {
+[[noreturn]] void refuse(const Parts&... parts) {
   std::ostringstream message;
   (message << ... << parts);
   throw Exception(ErrorKind::kInvalid, message.str());
 }
 
 void check(size_t i, const at::Tensor& parameter, const at::Tensor& gradient) {
-  if (!parameter.defined()) invalid("parameter ", i, " is an undefined tensor");
-  if (!gradient.defined()) invalid("parameter ", i, " has no gradient");
+  if (!parameter.defined()) refuse("parameter ", i, " is an undefined tensor");
+  if (!gradient.defined()) refuse("parameter ", i, " has no gradient");
   if (!parameter.is_floating_point() || parameter.layout() != at::kStrided) {
-    invalid("parameter ", i, " is not a dense floating point tensor");
+    refuse("parameter ", i, " is not a dense floating point tensor");
   }
   if (gradient.sizes() != parameter.sizes()) {
-    invalid("the gradient of parameter ", i, " has shape ", gradient.sizes(), ", the parameter ",
-            parameter.sizes());
+    refuse("the gradient of parameter ", i, " has shape ", gradient.sizes(), ", the parameter ",
+           parameter.sizes());
   }
   if (gradient.scalar_type() != parameter.scalar_type()) {
-    invalid("the gradient of parameter ", i, " is ", gradient.scalar_type(), ", the parameter ",
-            parameter.scalar_type());
+    refuse("the gradient of parameter ", i, " is ", gradient.scalar_type(), ", the parameter ",
+           parameter.scalar_type());
   }
   if (gradient.device() != parameter.device()) {
-    invalid("the gradient of parameter ", i, " is on ", gradient.device(), ", the parameter on ",
-            parameter.device());
+    refuse("the gradient of parameter ", i, " is on ", gradient.device(), ", the parameter on ",
+           parameter.device());
   }
   if (gradient.layout() != at::kStrided &&
       (gradient.layout() != at::kSparse || gradient.sparse_dim() != 1)) {
-    invalid("the gradient of parameter ", i, " is neither dense nor sparse by rows");
+    refuse("the gradient of parameter ", i, " is neither dense nor sparse by rows");
   }
 }
 
@@ -87,8 +87,8 @@ class SgdRule final : public UpdateRule {
   }
 
   void check_sparse() const override {
-    if (options_.momentum != 0) invalid("sgd with momentum cannot take sparse gradients");
-    if (options_.weight_decay != 0) invalid("sgd with weight_decay cannot take sparse gradients");
+    if (options_.momentum != 0) refuse("sgd with momentum cannot take sparse gradients");
+    if (options_.weight_decay != 0) refuse("sgd with weight_decay cannot take sparse gradients");
   }
 
   std::vector<std::string> kept_names() const override {
@@ -125,7 +125,7 @@ class AdagradRule final : public UpdateRule {
 
   void check_sparse() const override {
     if (options_.weight_decay != 0) {
-      invalid("adagrad with weight_decay cannot take sparse gradients");
+      refuse("adagrad with weight_decay cannot take sparse gradients");
     }
   }
 
@@ -200,10 +200,10 @@ class AdamRule final : public UpdateRule {
 
   void check_sparse() const override {
     if (decay_ == Decay::kOfParameter) {
-      invalid("adamw cannot take sparse gradients: sgd, adagrad and adam can");
+      refuse("adamw cannot take sparse gradients: sgd, adagrad and adam can");
     }
-    if (options_.weight_decay != 0) invalid("adam with weight_decay cannot take sparse gradients");
-    if (options_.amsgrad) invalid("adam with amsgrad cannot take sparse gradients");
+    if (options_.weight_decay != 0) refuse("adam with weight_decay cannot take sparse gradients");
+    if (options_.amsgrad) refuse("adam with amsgrad cannot take sparse gradients");
   }
 
   static double correction(double beta, int64_t step) {
@@ -257,7 +257,7 @@ class RmsPropRule final : public UpdateRule {
   void apply_sparse(size_t, int64_t, at::Tensor&, const at::Tensor&) override { check_sparse(); }
 
   void check_sparse() const override {
-    invalid("rmsprop cannot take sparse gradients: sgd, adagrad and adam can");
+    refuse("rmsprop cannot take sparse gradients: sgd, adagrad and adam can");
   }
 
   at::Tensor& zeros_at_first(size_t i, const char* name, const at::Tensor& parameter) {

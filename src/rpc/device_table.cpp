@@ -32,7 +32,7 @@ DeviceType to_wire(c10::DeviceType type) {
   }
 }
 
-c10::DeviceType to_c10(DeviceType type) {
+c10::DeviceType c10_type(DeviceType type) {
   switch (type) {
     case DeviceType::kCuda:
       return c10::DeviceType::CUDA;
@@ -131,7 +131,7 @@ std::optional<Error> check_map(const std::vector<std::string>& names,
 
 c10::Device to_c10(DeviceRef device) {
   if (device.is_cpu()) return c10::kCPU;
-  const c10::DeviceType type = to_c10(device.type);
+  const c10::DeviceType type = c10_type(device.type);
   if (device.index >= count_of(type)) {
     wire::Reader::fail("a tensor for " + device_text(device) + ", which is not here");
   }
@@ -146,7 +146,7 @@ DeviceRef to_wire(c10::Device device) {
 
 std::string device_text(DeviceRef device) {
   if (device.is_cpu()) return "cpu";
-  return c10::Device(to_c10(device.type), static_cast<c10::DeviceIndex>(device.index)).str();
+  return c10::Device(c10_type(device.type), static_cast<c10::DeviceIndex>(device.index)).str();
 }
 
 std::optional<Error> check_device_maps(const std::vector<std::string>& names,
@@ -208,7 +208,7 @@ void DeviceTable::learn(std::vector<std::string> names, std::vector<RankDevices>
   if (const auto error = check_device_maps(names, devices)) throw base::Exception(*error);
   const auto self = static_cast<size_t>(rank_);
   for (const RankDevices& other : devices) {
-    if (maps_to(other, names[self])) use_streams_of(to_c10(devices[self].type));
+    if (maps_to(other, names[self])) use_streams_of(c10_type(devices[self].type));
   }
   names_ = std::move(names);
   all_ = std::move(devices);

@@ -20,7 +20,7 @@ using GroupOf = std::function<std::shared_ptr<collective::ReduceGroup>(
     c10::intrusive_ptr<collective::Backend> backend)>;
 
 /// The parameters of rank 0 after some steps of plain SGD, on the CPU.
-std::vector<at::Tensor> train(int size, c10::Device device, const GroupOf& group_of) {
+std::vector<at::Tensor> train_replicas(int size, c10::Device device, const GroupOf& group_of) {
   TestGroup group(size);
   std::vector<std::vector<at::Tensor>> results(static_cast<size_t>(size));
   std::vector<torch::nn::Sequential> modules;
@@ -74,9 +74,9 @@ void check_close(const std::vector<at::Tensor>& actual, const std::vector<at::Te
 }  // namespace
 
 TEST_CASE("one rank over NCCL trains as on the CPU") {
-  check_close(train(1, gpu(), nccl), train(1, c10::kCPU, staged));
+  check_close(train_replicas(1, gpu(), nccl), train_replicas(1, c10::kCPU, staged));
 }
 
-TEST_CASE("two ranks on one GPU train as on the CPU, over staging") {
-  check_close(train(2, gpu(), staged), train(2, c10::kCPU, staged));
+TEST_CASE("two ranks on one GPU train_replicas as on the CPU, over staging") {
+  check_close(train_replicas(2, gpu(), staged), train_replicas(2, c10::kCPU, staged));
 }

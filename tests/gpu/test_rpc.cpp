@@ -25,7 +25,7 @@ std::string device_of(at::Tensor a) { return a.device().str(); }
 std::tuple<at::Tensor, at::Tensor> swap(at::Tensor a, at::Tensor b) { return {b, a}; }
 at::Tensor add(at::Tensor a, at::Tensor b) { return a + b; }
 
-void setup(Agent& agent) {
+void expose_places(Agent& agent) {
   agent.expose<&echo>("echo");
   agent.expose<&sum_late>("sum_late");
   agent.expose<&device_of>("device_of");
@@ -36,7 +36,7 @@ void setup(Agent& agent) {
 }  // namespace
 
 TEST_CASE("tensors of a GPU arrive on the GPU, whatever their size, type and layout") {
-  auto cluster = gpu_cluster(2, setup);
+  auto cluster = gpu_cluster(2, expose_places);
   Agent& agent = cluster[0];
   CHECK(agent.device_of(1) == "cuda:0");
   const auto on_gpu = at::device(gpu());
@@ -72,7 +72,7 @@ TEST_CASE("tensors of a GPU arrive on the GPU, whatever their size, type and lay
 }
 
 TEST_CASE("what is sent is what the sender's stream computes, and the reply the function's") {
-  auto cluster = gpu_cluster(2, setup);
+  auto cluster = gpu_cluster(2, expose_places);
   Agent& agent = cluster[0];
   for (int round = 0; round < 5; ++round) {
     keep_busy(gpu());
@@ -86,7 +86,7 @@ TEST_CASE("what is sent is what the sender's stream computes, and the reply the 
 }
 
 TEST_CASE("many at once") {
-  auto cluster = gpu_cluster(2, setup);
+  auto cluster = gpu_cluster(2, expose_places);
   Agent& agent = cluster[0];
   std::vector<at::Tensor> tensors;
   std::vector<base::Future<at::Tensor>> replies;
@@ -102,7 +102,7 @@ TEST_CASE("many at once") {
 
 TEST_CASE("a tensor of a GPU that the receiver has no place for is refused, not copied") {
   gpu();
-  testing::Cluster cluster(2, setup);
+  testing::Cluster cluster(2, expose_places);
   const at::Tensor tensor = at::ones({3}, at::device(gpu()));
   const base::Error error = error_of([&] { cluster[0].rpc_sync<&echo>("w1", tensor); });
   CHECK(error.kind == ErrorKind::kInvalid);

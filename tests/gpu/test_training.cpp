@@ -39,7 +39,7 @@ struct Model {
   at::Tensor table, weight;
 };
 
-void setup(Agent& agent) {
+void expose_nets(Agent& agent) {
   autograd::install(agent);
   optim::install(agent);
   agent.expose_class<Model>("Model");
@@ -91,8 +91,8 @@ Result train(testing::Cluster& cluster, c10::Device device,
 TEST_CASE("twenty steps of a model on two ranks equal the CPU's") {
   const std::vector<optim::OptimizerOptions> optimizers = {optim::Sgd{.lr = 0.1},
                                                            optim::Adagrad{.lr = 0.1}};
-  auto on_gpu = gpu_cluster(2, setup);
-  testing::Cluster on_cpu(2, setup);
+  auto on_gpu = gpu_cluster(2, expose_nets);
+  testing::Cluster on_cpu(2, expose_nets);
   for (const optim::OptimizerOptions& options : optimizers) {
     const Result expected = train(on_cpu, c10::kCPU, options);
     const Result actual = train(on_gpu, gpu(), options);

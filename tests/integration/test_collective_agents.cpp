@@ -10,6 +10,7 @@
 using namespace distrain;
 using collective::Backend;
 using testing::Cluster;
+using testing::expect;
 
 namespace {
 
@@ -20,10 +21,6 @@ BackendPtr join_group(rpc::Agent& agent, int size) {
   std::iota(ranks.begin(), ranks.end(), 0);
   return c10::make_intrusive<Backend>(agent.open_channel(2), agent.executor(),
                                       collective::Group{1, ranks});
-}
-
-void expect(bool condition, const char* what) {
-  if (!condition) throw std::runtime_error(what);
 }
 
 }  // namespace

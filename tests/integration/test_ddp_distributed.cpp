@@ -9,6 +9,7 @@
 
 using namespace distrain;
 using testing::Cluster;
+using testing::expect;
 using Dense = ddp::DistributedDataParallel<torch::nn::Linear>;
 
 namespace {
@@ -36,10 +37,6 @@ c10::intrusive_ptr<collective::Backend> join_group(rpc::Agent& agent) {
   settings.timeout = std::chrono::seconds(60);
   return c10::make_intrusive<collective::Backend>(agent.open_channel(2), agent.executor(),
                                                   collective::Group{1, {0, 1}}, settings);
-}
-
-void expect(bool condition, const std::string& what) {
-  if (!condition) throw std::runtime_error(what);
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ struct Trained {
   NamedTensors parameters;
 };
 
-Trained train(Place place, HybridOptions options) {
+Trained train_hybrid(Place place, HybridOptions options) {
   Trained trained;
   options.on_finished = [&](const NamedTensors& parameters) {
     for (const auto& [name, tensor] : parameters) {
@@ -27,7 +27,7 @@ Trained train(Place place, HybridOptions options) {
 
 // One reduction order differs at most: the sum over trainers. 1e-5 is the bound.
 void check_as_local(const Trained& trained, const HybridOptions& options) {
-  check_close(trained.parameters, train(Place::kLocal, options).parameters, 1e-5);
+  check_close(trained.parameters, train_hybrid(Place::kLocal, options).parameters, 1e-5);
 }
 
 }  // namespace
@@ -40,7 +40,7 @@ TEST_CASE("sync training equals the one-process run in every parameter") {
   options.optimizer = GENERATE("sgd", "adagrad", "adam");
   options.seed = 7;
   CAPTURE(options.trainers, options.optimizer);
-  const Trained trained = train(Place::kRanks, options);
+  const Trained trained = train_hybrid(Place::kRanks, options);
   check_as_local(trained, options);
   const int ps = scenario::hybrid_job().roles(options).world_size() - 1;
   CHECK(trained.job.fields(ps)["updates"] == 50);
@@ -50,7 +50,7 @@ TEST_CASE("async training applies one update for each trainer and step") {
   HybridOptions options;
   options.epochs = 5;
   options.trainers = GENERATE(1, 2, 4);
-  const Trained trained = train(Place::kRanks, options);
+  const Trained trained = train_hybrid(Place::kRanks, options);
   const int ps = scenario::hybrid_job().roles(options).world_size() - 1;
   CHECK(trained.job.fields(ps)["updates"] == 50 * options.trainers);
   CHECK(trained.job.fields(0)["steps"] == 50);
@@ -68,8 +68,8 @@ TEST_CASE(
   options.batch_size = 4;
   options.data = options.test_data = folder.write("examples", make_examples(60));
   options.optimizer = "adagrad";
-  const Trained trained = train(Place::kRanks, options);
-  const Trained local = train(Place::kLocal, options);
+  const Trained trained = train_hybrid(Place::kRanks, options);
+  const Trained local = train_hybrid(Place::kLocal, options);
   check_close(trained.parameters, local.parameters, 1e-5);
   CHECK(trained.job.fields(0)["accuracy"] == local.job.fields(0)["accuracy"]);
   CHECK(trained.job.fields(0)["loss"].get<double>() ==

@@ -51,7 +51,7 @@ torch::nn::Sequential make_net(const OwnOptions& options) {
                                torch::nn::Linear(8, 1));
 }
 
-void train(job::Rank& rank, const OwnOptions& options) {
+void train_own(job::Rank& rank, const OwnOptions& options) {
   const char* const module = options.fault == "buffers" ? "normalised" : "table";
   nn::RemoteModule table(rank.agent(), "server", module, kRows, options.dim);
   ddp::DistributedDataParallel net(make_net(options), rank.group("trainer"));
@@ -101,7 +101,7 @@ const job::Definition<OwnOptions>& job_of(const OwnOptions&) {
   static const auto kJob =
       job::define<OwnOptions>("own", "a job of somebody else's")
           .role("server", 1)
-          .role("trainer", &OwnOptions::trainers, train)
+          .role("trainer", &OwnOptions::trainers, train_own)
           .expose([](rpc::Agent& agent) {
             nn::expose_module(agent, "table", [](int64_t rows, int64_t dim) {
               torch::manual_seed(3);

@@ -14,7 +14,7 @@ PipelineOptions small() { return small_pipeline(2, 9); }
 using Gradients = std::vector<NamedTensors>;
 
 /// Of each batch of each split, and the job's `split` lines.
-std::pair<Gradients, std::vector<Json>> train(Place place, PipelineOptions options) {
+std::pair<Gradients, std::vector<Json>> train_pipeline(Place place, PipelineOptions options) {
   Gradients gradients;
   options.on_gradients = [&gradients](const NamedTensors& batch) {
     NamedTensors copy;
@@ -47,13 +47,13 @@ TEST_CASE("a pipeline has the gradients of one process, whatever its schedule") 
   options.num_split = {1, 2, 4, 8};
   options.batches = 1;
   options.schedule = GENERATE("gpipe", "1f1b", "naive");
-  const auto [expected, local_lines] = train(Place::kLocal, options);
+  const auto [expected, local_lines] = train_pipeline(Place::kLocal, options);
   REQUIRE(expected.size() == 4);
   REQUIRE(expected[0].size() == 62);  // parameters of resnet18
   for (const int stages : {2, 3, 4}) {
     options.stages = stages;
     CAPTURE(options.schedule, stages);
-    const auto [gradients, lines] = train(Place::kRanks, options);
+    const auto [gradients, lines] = train_pipeline(Place::kRanks, options);
     check_same_gradients(gradients, expected);
     REQUIRE(lines.size() == 4);
     for (size_t i = 0; i < lines.size(); ++i) {
@@ -78,17 +78,17 @@ TEST_CASE("where a pipeline is cut does not matter") {
   PipelineOptions options = small();
   options.num_split = {3};
   options.loss = "ce";
-  const auto [expected, lines] = train(Place::kLocal, options);
+  const auto [expected, lines] = train_pipeline(Place::kLocal, options);
   options.split =
       GENERATE(as<std::vector<std::string>>{}, std::vector<std::string>{"stem"},
                std::vector<std::string>{"layer3.0"}, std::vector<std::string>{"layer4"});
-  check_same_gradients(train(Place::kRanks, options).first, expected);
+  check_same_gradients(train_pipeline(Place::kRanks, options).first, expected);
 }
 
 TEST_CASE("each number of micro-batches has a fresh model of the same seed") {
   PipelineOptions options = small();
   options.num_split = {2, 3, 2};
-  const auto [gradients, lines] = train(Place::kRanks, options);
+  const auto [gradients, lines] = train_pipeline(Place::kRanks, options);
   REQUIRE(lines.size() == 3);
   CHECK(lines[0]["loss"] == lines[2]["loss"]);
   CHECK(lines[0]["loss"] != lines[1]["loss"]);  // batch norm works on other batches

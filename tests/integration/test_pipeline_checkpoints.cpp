@@ -8,7 +8,7 @@ using scenario::PipelineOptions;
 
 namespace {
 
-PipelineOptions small() {
+PipelineOptions three_batches() {
   PipelineOptions options = small_pipeline(4, 4);
   options.num_split = {2};
   return options;
@@ -17,7 +17,7 @@ PipelineOptions small() {
 }  // namespace
 
 TEST_CASE("a pipeline that was taken up again ends in the same bits, however it is cut then") {
-  PipelineOptions options = small();
+  PipelineOptions options = three_batches();
   const Snapshot expected = checkpoint_of(Place::kRanks, options);
   CHECK(expected.step == 4);
   CHECK(expected.file("model").size() == 122);  // torchvision's state_dict
@@ -45,7 +45,7 @@ TEST_CASE("a pipeline that was taken up again ends in the same bits, however it 
 }
 
 TEST_CASE("a pipeline in one process saves what its ranks save") {
-  const PipelineOptions options = small();
+  const PipelineOptions options = three_batches();
   const Snapshot ranks = checkpoint_of(Place::kRanks, options);
   const Snapshot local = checkpoint_of(Place::kLocal, options);
   CHECK(ranks.state == local.state);
@@ -56,7 +56,7 @@ TEST_CASE("a pipeline in one process saves what its ranks save") {
 }
 
 TEST_CASE("a pipeline that is told to stop saves and goes on later") {
-  PipelineOptions options = small();
+  PipelineOptions options = three_batches();
   const int rank = GENERATE(0, 2);
   CAPTURE(rank);
   check_stop_and_go_on(Place::kRanks, options, rank, 0);
@@ -66,7 +66,7 @@ TEST_CASE("a pipeline goes on with the images that it began with") {
   const Folder images, others, folder;
   write_images(images, 9, 0, 1);
   write_images(others, 9, 0, 2);
-  PipelineOptions options = small();
+  PipelineOptions options = three_batches();
   options.batches = 1;
   options.data = images.path();
   options.checkpoint = {folder.path(), 0, ""};
@@ -76,7 +76,7 @@ TEST_CASE("a pipeline goes on with the images that it began with") {
 }
 
 TEST_CASE("a pipeline goes on from its own checkpoints only") {
-  PipelineOptions options = small();
+  PipelineOptions options = three_batches();
   options.batches = 1;
   const Folder folder;
   options.checkpoint = {folder.path(), 0, ""};

@@ -53,7 +53,7 @@ struct OnTwoDevices : torch::autograd::Function<OnTwoDevices> {
   }
 };
 
-void setup(rpc::Agent& agent) {
+void expose_passes(rpc::Agent& agent) {
   autograd::install(agent);
   agent.expose<&across>("across");
   agent.expose<&twice>("twice");
@@ -75,7 +75,7 @@ at::Tensor seen_from(const c10::Stream& stream, const at::Tensor& tensor) {
   return tensor.cpu();
 }
 
-at::Tensor numbers() { return at::arange(1, 5, at::kFloat); }
+at::Tensor one_to_four() { return at::arange(1, 5, at::kFloat); }
 
 /// A pass over w * w, all of it under a stream of its own; the caller's stream is another one.
 struct Square {
@@ -90,8 +90,8 @@ struct Square {
 
   const c10::Stream computing = new_stream();
   const c10::Stream calling = new_stream();
-  const at::Tensor w = leaf(numbers());
-  const at::Tensor expected = numbers() * 2;
+  const at::Tensor w = leaf(one_to_four());
+  const at::Tensor expected = one_to_four() * 2;
   Context context;
   at::Tensor loss;
 };
@@ -99,9 +99,9 @@ struct Square {
 }  // namespace
 
 TEST_CASE("a graph over several streams of a device") {
-  Cluster cluster(1, setup);
+  Cluster cluster(1, expose_passes);
   for (int repeat = 0; repeat < 10; ++repeat) {
-    const at::Tensor w = leaf(numbers()), v = leaf(numbers() + 1);
+    const at::Tensor w = leaf(one_to_four()), v = leaf(one_to_four() + 1);
     const c10::Stream first = new_stream(), second = new_stream(), third = new_stream();
     at::Tensor a, b, loss;
     {
@@ -122,7 +122,8 @@ TEST_CASE("a graph over several streams of a device") {
     Context context(cluster[0]);
     autograd::backward(context, {loss});
 
-    const at::Tensor cpu_w = numbers().requires_grad_(), cpu_v = (numbers() + 1).requires_grad_();
+    const at::Tensor cpu_w = one_to_four().requires_grad_(),
+                     cpu_v = (one_to_four() + 1).requires_grad_();
     const at::Tensor cpu_a = cpu_w.sin();
     const auto expected = torch::autograd::grad(
         {(cpu_a.exp() + cpu_a * cpu_v * cpu_v + cpu_w).sum()}, {cpu_w, cpu_v});
@@ -132,10 +133,10 @@ TEST_CASE("a graph over several streams of a device") {
 }
 
 TEST_CASE("a graph over several devices and the CPU, each under a stream of its own") {
-  Cluster cluster(1, setup);
+  Cluster cluster(1, expose_passes);
   for (int repeat = 0; repeat < 10; ++repeat) {
-    const at::Tensor on_cpu = numbers().requires_grad_();
-    const at::Tensor w0 = leaf(numbers(), sim(0)), w1 = leaf(numbers() + 1, sim(1));
+    const at::Tensor on_cpu = one_to_four().requires_grad_();
+    const at::Tensor w0 = leaf(one_to_four(), sim(0)), w1 = leaf(one_to_four() + 1, sim(1));
     const c10::Stream zero = new_stream(0), one = new_stream(1);
     Context context(cluster[0]);
     at::Tensor loss;
@@ -148,8 +149,8 @@ TEST_CASE("a graph over several devices and the CPU, each under a stream of its 
     }
     autograd::backward(context, {loss});
 
-    const at::Tensor c = numbers().requires_grad_(), c0 = numbers().requires_grad_(),
-                     c1 = (numbers() + 1).requires_grad_();
+    const at::Tensor c = one_to_four().requires_grad_(), c0 = one_to_four().requires_grad_(),
+                     c1 = (one_to_four() + 1).requires_grad_();
     const auto expected = torch::autograd::grad({((c0 * c).sin() * c1 * c).sum()}, {c, c0, c1});
     CHECK(at::allclose(context.gradient(on_cpu), expected[0]));
     CHECK(at::allclose(context.gradient(w0).cpu(), expected[1]));
@@ -158,7 +159,7 @@ TEST_CASE("a graph over several devices and the CPU, each under a stream of its 
 }
 
 TEST_CASE("whoever reads a gradient waits for it, under whatever stream") {
-  Cluster cluster(1, setup);
+  Cluster cluster(1, expose_passes);
   Square square(cluster);
   square.backward();
   const c10::Stream reading = new_stream();
@@ -181,7 +182,7 @@ TEST_CASE("whoever reads a gradient waits for it, under whatever stream") {
 }
 
 TEST_CASE("the caller's stream is behind the whole pass") {
-  Cluster cluster(1, setup);
+  Cluster cluster(1, expose_passes);
   Square square(cluster);
   at::Tensor kept, total = at::zeros({4}, at::TensorOptions().device(sim()));
   StreamPoint::mark(sim()).wait_on_host();
@@ -195,7 +196,7 @@ TEST_CASE("the caller's stream is behind the whole pass") {
 TEST_CASE("the stream that began a pass is behind it when its future is") {
   AgentOptions options;
   options.device = sim();
-  Cluster cluster(1, setup, options);
+  Cluster cluster(1, expose_passes, options);
   Square square(cluster);
   at::Tensor kept;
   square.context.on_gradient_ready(square.w, [&](const at::Tensor& gradient) { kept = gradient; });
@@ -205,26 +206,26 @@ TEST_CASE("the stream that began a pass is behind it when its future is") {
 }
 
 TEST_CASE("a parameter that is sent has been updated") {
-  Cluster cluster(2, setup, {}, [](AgentOptions& each) { each.device = sim(each.rank); });
+  Cluster cluster(2, expose_passes, {}, [](AgentOptions& each) { each.device = sim(each.rank); });
   const at::NoGradGuard no_grad;
-  const at::Tensor w = leaf(numbers());
+  const at::Tensor w = leaf(one_to_four());
   {
     const StreamGuard guard(new_stream());
     const autograd::ParameterUpdate updating(cluster[0]);
     w.add_(10);
   }
   const StreamGuard guard(new_stream());
-  CHECK(at::equal(cluster[0].rpc_sync<&twice>(1, w).cpu(), (numbers() + 10) * 2));
+  CHECK(at::equal(cluster[0].rpc_sync<&twice>(1, w).cpu(), (one_to_four() + 10) * 2));
 }
 
 TEST_CASE("a call with tensors on several devices") {
-  Cluster cluster(2, setup, {}, [](AgentOptions& each) {
+  Cluster cluster(2, expose_passes, {}, [](AgentOptions& each) {
     each.device = sim(2 * each.rank);
     each.device_maps.clear();
     if (each.rank == 0) each.device_maps = {{"w1", {{sim(0), sim(2)}, {sim(1), sim(3)}}}};
   });
   for (int repeat = 0; repeat < 10; ++repeat) {
-    const at::Tensor w0 = leaf(numbers(), sim(0)), w1 = leaf(numbers() + 1, sim(1));
+    const at::Tensor w0 = leaf(one_to_four(), sim(0)), w1 = leaf(one_to_four() + 1, sim(1));
     const c10::Stream zero = new_stream(0), one = new_stream(1);
     Context context(cluster[0]);
     at::Tensor loss;
@@ -238,7 +239,7 @@ TEST_CASE("a call with tensors on several devices") {
     const StreamGuard guard_zero(new_stream(0));
     const StreamGuard guard_one(new_stream(1));
 
-    const at::Tensor c0 = numbers().requires_grad_(), c1 = (numbers() + 1).requires_grad_();
+    const at::Tensor c0 = one_to_four().requires_grad_(), c1 = (one_to_four() + 1).requires_grad_();
     const at::Tensor triple = c1.sin() * 3;
     const auto expected =
         torch::autograd::grad({(c0.sin() * c1.sin() + triple * triple).sum()}, {c0, c1});
@@ -248,9 +249,9 @@ TEST_CASE("a call with tensors on several devices") {
 }
 
 TEST_CASE("a node with gradients on several devices finds both ready") {
-  Cluster cluster(1, setup);
+  Cluster cluster(1, expose_passes);
   for (int repeat = 0; repeat < 10; ++repeat) {
-    const at::Tensor w0 = leaf(numbers(), sim(0)), w1 = leaf(numbers() + 1, sim(1));
+    const at::Tensor w0 = leaf(one_to_four(), sim(0)), w1 = leaf(one_to_four() + 1, sim(1));
     const c10::Stream zero = new_stream(0), one = new_stream(1);
     Context context(cluster[0]);
     at::Tensor loss;
@@ -261,15 +262,15 @@ TEST_CASE("a node with gradients on several devices finds both ready") {
       loss = (both[0] * both[0]).sum() + (both[1] * both[1]).sum().to(sim(0));
     }
     autograd::backward(context, {loss});
-    CHECK(at::equal(context.gradient(w1).cpu(), (numbers() + 1) * 4 * 28));
-    CHECK(at::equal(context.gradient(w0).cpu(), numbers() * 4));
+    CHECK(at::equal(context.gradient(w1).cpu(), (one_to_four() + 1) * 4 * 28));
+    CHECK(at::equal(context.gradient(w0).cpu(), one_to_four() * 4));
   }
 }
 
 TEST_CASE("the caller's stream is behind a pass that other ranks had a part in") {
-  Cluster cluster(2, setup);
+  Cluster cluster(2, expose_passes);
   for (int repeat = 0; repeat < 10; ++repeat) {
-    const at::Tensor w = leaf(numbers()), total = leaf(at::zeros({4})).detach();
+    const at::Tensor w = leaf(one_to_four()), total = leaf(at::zeros({4})).detach();
     const c10::Stream computing = new_stream(), calling = new_stream();
     Context context(cluster[0]);
     at::Tensor kept, loss;
@@ -283,14 +284,14 @@ TEST_CASE("the caller's stream is behind a pass that other ranks had a part in")
       const StreamGuard guard(calling);
       autograd::backward(context, {loss});
     }
-    CHECK(at::equal(seen_from(calling, kept), numbers() * 4));
-    CHECK(at::equal(seen_from(calling, total), numbers() * 4));
+    CHECK(at::equal(seen_from(calling, kept), one_to_four() * 4));
+    CHECK(at::equal(seen_from(calling, total), one_to_four() * 4));
   }
 }
 
 TEST_CASE("gradients made under several streams add up") {
-  Cluster cluster(1, setup);
-  const at::Tensor w = leaf(numbers());
+  Cluster cluster(1, expose_passes);
+  const at::Tensor w = leaf(one_to_four());
   Context context(cluster[0]);
   for (int pass = 0; pass < 4; ++pass) {
     at::Tensor loss;
@@ -301,11 +302,11 @@ TEST_CASE("gradients made under several streams add up") {
     const StreamGuard guard(new_stream());
     autograd::backward(context, {loss});
   }
-  CHECK(at::equal(context.gradient(w).cpu(), numbers() * 8));
+  CHECK(at::equal(context.gradient(w).cpu(), one_to_four() * 8));
 }
 
 TEST_CASE("a gradient that another stream still reads is not added to in place") {
-  Cluster cluster(1, setup);
+  Cluster cluster(1, expose_passes);
   Square square(cluster);
   square.backward();
   const c10::Stream reading = new_stream();
@@ -322,7 +323,7 @@ TEST_CASE("a gradient that another stream still reads is not added to in place")
 }
 
 TEST_CASE("a gradient's memory is kept for the stream that reads it") {
-  Cluster cluster(1, setup);
+  Cluster cluster(1, expose_passes);
   const c10::Stream reading = new_stream();
   std::optional<Square> square(std::in_place, cluster);
   square->backward();
@@ -339,24 +340,24 @@ TEST_CASE("a gradient's memory is kept for the stream that reads it") {
 }
 
 TEST_CASE("a gradient that was set is waited for") {
-  Cluster cluster(1, setup);
-  const at::Tensor w = leaf(numbers());
+  Cluster cluster(1, expose_passes);
+  const at::Tensor w = leaf(one_to_four());
   Context context(cluster[0]);
   {
     const StreamGuard guard(new_stream());
     context.set_gradient(w, w.detach() * 3);
   }
   const StreamGuard guard(new_stream());
-  CHECK(at::equal(context.gradient(w).cpu(), numbers() * 3));
+  CHECK(at::equal(context.gradient(w).cpu(), one_to_four() * 3));
 }
 
 TEST_CASE("reads and updates of parameters wait for each other's streams") {
   const bool at_home = GENERATE(true, false);
   AgentOptions options;
   if (at_home) options.device = sim();
-  Cluster cluster(1, setup, options);
+  Cluster cluster(1, expose_passes, options);
   const at::NoGradGuard no_grad;
-  const at::Tensor w = leaf(numbers());
+  const at::Tensor w = leaf(one_to_four());
   const auto read = [&] {
     const autograd::ParameterRead reading(cluster[0]);
     // At home whoever reads the parameter itself is safe, too.
@@ -386,15 +387,15 @@ TEST_CASE("reads and updates of parameters wait for each other's streams") {
     const StreamGuard guard(fourth);
     after = read();
   }
-  CHECK(at::equal(seen_from(third, w), (numbers() + 10) * 2));
-  CHECK(at::equal(seen_from(fourth, after), (numbers() + 10) * 2));
-  CHECK(at::equal(seen_from(first, before), numbers()));
+  CHECK(at::equal(seen_from(third, w), (one_to_four() + 10) * 2));
+  CHECK(at::equal(seen_from(fourth, after), (one_to_four() + 10) * 2));
+  CHECK(at::equal(seen_from(first, before), one_to_four()));
 }
 
 TEST_CASE("the memory of a parameter that moves is kept for the streams that read the old one") {
-  Cluster cluster(1, setup);
+  Cluster cluster(1, expose_passes);
   const at::NoGradGuard no_grad;
-  const at::Tensor w = leaf(numbers());
+  const at::Tensor w = leaf(one_to_four());
   const c10::Stream reading = new_stream(), updating = new_stream();
   at::Tensor read;
   {
@@ -413,12 +414,12 @@ TEST_CASE("the memory of a parameter that moves is kept for the streams that rea
   StreamPoint::mark(reader_first ? reading : updating).wait_on_host();
   const at::Tensor other = at::zeros({4}, w.options());
   StreamPoint::mark(sim()).wait_on_host();
-  CHECK(at::equal(seen_from(updating, w), numbers() + 10));
-  CHECK(at::equal(seen_from(reading, read), numbers()));
+  CHECK(at::equal(seen_from(updating, w), one_to_four() + 10));
+  CHECK(at::equal(seen_from(reading, read), one_to_four()));
 }
 
 TEST_CASE("sparse gradients add up under several streams") {
-  Cluster cluster(1, setup);
+  Cluster cluster(1, expose_passes);
   const at::Tensor table = leaf(at::arange(30, at::kFloat).view({10, 3}));
   const at::Tensor cpu_table = table.detach().cpu().requires_grad_();
   const at::Tensor cpu_indices = at::tensor({1, 3, 3, 0, 9, 2}, at::kLong);

@@ -17,13 +17,15 @@ namespace {
 
 constexpr wire::DeviceRef kDevice{wire::DeviceType::kPrivate, 0};
 
-at::Tensor numbers(int64_t n) { return at::arange(n, at::TensorOptions(at::kFloat)).to(sim(0)); }
+at::Tensor numbers_on_device(int64_t n) {
+  return at::arange(n, at::TensorOptions(at::kFloat)).to(sim(0));
+}
 
 TEST_CASE("a message that is not sent after all leaves no copy behind") {
   run_all_sim_streams();
   rpc::DeviceStager stager;
   rpc::OutMessage message;
-  message.tensors = {numbers(int64_t{1} << 20)};  // four chunks
+  message.tensors = {numbers_on_device(int64_t{1} << 20)};  // four chunks
   message.requires_grad = {false};
   message.devices = {kDevice};
   {

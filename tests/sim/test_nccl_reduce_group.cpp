@@ -20,7 +20,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-constexpr auto kLimit = std::chrono::seconds(20);
+constexpr auto kGroupLimit = std::chrono::seconds(20);
 
 at::Tensor filled(double value, c10::Device device, int64_t count = 100) {
   return at::full({count}, value, at::TensorOptions(device));
@@ -37,7 +37,7 @@ void check_mean(NcclReduceGroup& reduce) {
 
 /// Failures are found, and communicators aborted, by other threads than the one that waits.
 bool comes(const std::function<bool()>& condition) {
-  const auto limit = std::chrono::steady_clock::now() + kLimit;
+  const auto limit = std::chrono::steady_clock::now() + kGroupLimit;
   while (!condition() && std::chrono::steady_clock::now() < limit) {
     std::this_thread::sleep_for(milliseconds(1));
   }
@@ -50,15 +50,15 @@ bool comes_to(int wanted, const std::function<int()>& count) {
 /// Two ranks that have made a communicator. The `timeout` is that of NCCL's work; where it is
 /// short no such work has to go well.
 struct Pair {
-  explicit Pair(milliseconds loss_grace = milliseconds(0), milliseconds timeout = kLimit)
-      : group(2, {.timeout = kLimit}) {
+  explicit Pair(milliseconds loss_grace = milliseconds(0), milliseconds timeout = kGroupLimit)
+      : group(2, {.timeout = kGroupLimit}) {
     run_ranks(2, [&](int rank) {
       auto functions = nccl.functions();
       functions.loss_grace = loss_grace;
       group[rank].setTimeout(timeout);
       groups[rank] = std::make_unique<NcclReduceGroup>(group.backends[size_t(rank)], functions);
-      group[rank].setTimeout(kLimit);
-      if (timeout == kLimit) check_mean(*groups[rank]);
+      group[rank].setTimeout(kGroupLimit);
+      if (timeout == kGroupLimit) check_mean(*groups[rank]);
     });
   }
 
@@ -90,7 +90,7 @@ struct Pair {
 TEST_CASE("NCCL moves what is on devices, the Backend what is on the CPU, in one order") {
   const int size = GENERATE(1, 3);
   FakeNccl nccl;
-  TestGroup group(size, {.timeout = kLimit});
+  TestGroup group(size, {.timeout = kGroupLimit});
   run_ranks(size, [&](int rank) {
     NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
     RANK_CHECK(reduce.rank() == rank);
@@ -116,7 +116,7 @@ TEST_CASE("NCCL moves what is on devices, the Backend what is on the CPU, in one
 
 TEST_CASE("NCCL's stream is in order with the caller's and the waiter's") {
   FakeNccl nccl;
-  TestGroup group(2, {.timeout = kLimit});
+  TestGroup group(2, {.timeout = kGroupLimit});
   run_ranks(2, [&](int rank) {
     NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
     const c10::Device device = sim(rank);
@@ -139,7 +139,7 @@ TEST_CASE("NCCL's stream is in order with the caller's and the waiter's") {
 
 TEST_CASE("memory that NCCL still works on is not given away") {
   FakeNccl nccl;
-  TestGroup group(2, {.timeout = kLimit});
+  TestGroup group(2, {.timeout = kGroupLimit});
   run_ranks(2, [&](int rank) {
     NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
     const c10::Device device = sim(rank);
@@ -166,7 +166,7 @@ TEST_CASE("memory that NCCL still works on is not given away") {
 TEST_CASE("DDP over NCCL equals DDP over the Backend") {
   FakeNccl nccl;
   const auto train = [&](bool on_devices) {
-    TestGroup group(2, {.timeout = kLimit});
+    TestGroup group(2, {.timeout = kGroupLimit});
     std::vector<at::Tensor> result;
     run_ranks(2, [&](int rank) {
       const c10::Device device = on_devices ? sim(rank) : c10::Device(at::kCPU);
@@ -210,7 +210,7 @@ TEST_CASE("DDP over NCCL equals DDP over the Backend") {
 
 TEST_CASE("a rank that refuses is named, what was before is whole, and new communicators follow") {
   FakeNccl nccl;
-  TestGroup group(3, {.timeout = kLimit});
+  TestGroup group(3, {.timeout = kGroupLimit});
   run_ranks(3, [&](int rank) {
     NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
     for (int round = 0; round < 5; ++round) {
@@ -238,7 +238,7 @@ TEST_CASE("a rank that refuses is named, what was before is whole, and new commu
 
 TEST_CASE("ranks that call different operations are told so before NCCL hears of it") {
   FakeNccl nccl;
-  TestGroup group(2, {.timeout = kLimit});
+  TestGroup group(2, {.timeout = kGroupLimit});
   run_ranks(2, [&](int rank) {
     NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
     const c10::Device device = sim(rank);
@@ -326,7 +326,7 @@ TEST_CASE("a failure is told even if its communicators have been replaced before
 }
 
 TEST_CASE("the lost rank is named, not what NCCL says of it") {
-  Pair pair(kLimit);
+  Pair pair(kGroupLimit);
   const bool in_the_call = GENERATE(false, true);
   if (in_the_call) {
     pair.nccl.fail_call(0);
@@ -419,7 +419,7 @@ TEST_CASE("a rank that never comes") {
 
 TEST_CASE("a communicator that one rank cannot make") {
   FakeNccl nccl;
-  TestGroup group(3, {.timeout = kLimit});
+  TestGroup group(3, {.timeout = kGroupLimit});
   run_ranks(3, [&](int rank) {
     NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
     if (rank == 0) nccl.fail_id();
@@ -441,12 +441,12 @@ TEST_CASE("a communicator that one rank cannot make") {
 
 TEST_CASE("a communicator that does not come about") {
   FakeNccl nccl;
-  TestGroup group(2, {.timeout = kLimit});
+  TestGroup group(2, {.timeout = kGroupLimit});
   const bool killed = GENERATE(false, true);
   nccl.never_join(true);
   run_ranks(2, [&](int rank) {
     auto functions = nccl.functions();
-    functions.join_timeout = killed ? 2 * kLimit : milliseconds(50);
+    functions.join_timeout = killed ? 2 * kGroupLimit : milliseconds(50);
     NcclReduceGroup reduce(group.backends[size_t(rank)], functions);
     const auto work = reduce.start(filled(0, sim(rank)));
     if (killed) {

@@ -59,7 +59,7 @@ base::Future<at::Tensor> behind_gate(rpc::CallContext& call, at::Tensor x) {
 
 at::Tensor ones(rpc::CallContext& call, int64_t n) { return at::ones({n}).to(call.agent.device()); }
 
-void setup(rpc::Agent& agent) {
+void expose_places(rpc::Agent& agent) {
   agent.expose<&ones>("ones");
   agent.expose<&host_to_sim1>("host_to_sim1");
   agent.expose<&behind_gate>("behind_gate");
@@ -77,13 +77,13 @@ void setup(rpc::Agent& agent) {
 struct OnDevices : Cluster {
   explicit OnDevices(int size, rpc::AgentOptions options = {},
                      const std::function<void(rpc::AgentOptions&)>& each = {})
-      : Cluster(size, setup, std::move(options), [&each](rpc::AgentOptions& o) {
+      : Cluster(size, expose_places, std::move(options), [&each](rpc::AgentOptions& o) {
           o.device = sim(o.rank);
           if (each) each(o);
         }) {}
 };
 
-at::Tensor numbers(int64_t n, c10::Device device) {
+at::Tensor numbers_on(int64_t n, c10::Device device) {
   return at::arange(n, at::TensorOptions(at::kFloat)).to(device);
 }
 
@@ -96,20 +96,20 @@ TEST_CASE("a tensor arrives on the device of the rank that it is sent to, and co
   for (const int64_t n : {int64_t{0}, int64_t{1}, int64_t{1000}, kChunk / 4, kChunk / 4 + 1,
                           3 * kChunk / 4 + 7, 5 * kChunk}) {
     INFO(n);
-    const at::Tensor x = numbers(n, sim(0)) + 1;  // not computed yet
+    const at::Tensor x = numbers_on(n, sim(0)) + 1;  // not computed yet
     const at::Tensor y = ranks[0].rpc_sync<&twice>(1, x);
     CHECK(y.device() == sim(0));
-    CHECK(same_values(y, (numbers(n, c10::kCPU) + 1) * 2));
+    CHECK(same_values(y, (numbers_on(n, c10::kCPU) + 1) * 2));
   }
-  CHECK(ranks[0].rpc_sync<&place>(1, numbers(3, sim(0))) == "sim:1");
-  CHECK(ranks[0].rpc_sync<&place>(0, numbers(3, sim(2))) == "sim:2");
-  CHECK(ranks[0].rpc_sync<&place>(1, numbers(3, c10::kCPU)) == "cpu");
+  CHECK(ranks[0].rpc_sync<&place>(1, numbers_on(3, sim(0))) == "sim:1");
+  CHECK(ranks[0].rpc_sync<&place>(0, numbers_on(3, sim(2))) == "sim:2");
+  CHECK(ranks[0].rpc_sync<&place>(1, numbers_on(3, c10::kCPU)) == "cpu");
   ranks.shutdown();
 }
 
 TEST_CASE("a call copies each of its tensors once from the device and once to it") {
   OnDevices ranks(2);
-  const at::Tensor x = numbers(5 * kChunk / 4, sim(0));
+  const at::Tensor x = numbers_on(5 * kChunk / 4, sim(0));
   run_all_sim_streams();
   reset_sim_counters();
   const at::Tensor y = ranks[0].rpc_sync<&twice>(1, x);
@@ -118,7 +118,7 @@ TEST_CASE("a call copies each of its tensors once from the device and once to it
   CHECK(counters.host_to_device == SimCopies{10, 10 * kChunk});
   CHECK(counters.device_to_device == SimCopies{});
   CHECK(counters.within_device == SimCopies{});
-  CHECK(same_values(y, numbers(5 * kChunk / 4, c10::kCPU) * 2));
+  CHECK(same_values(y, numbers_on(5 * kChunk / 4, c10::kCPU) * 2));
   ranks.shutdown();
 }
 
@@ -126,17 +126,17 @@ TEST_CASE("tensors of several kinds go in one message") {
   OnDevices ranks(2);
   const at::Tensor image = at::arange(2 * 3 * 4 * 5, at::kFloat).view({2, 3, 4, 5});
   const std::vector<at::Tensor> sent = {
-      numbers(5, c10::kCPU),
-      numbers(700000, sim(0)),
+      numbers_on(5, c10::kCPU),
+      numbers_on(700000, sim(0)),
       image.to(sim(0)).contiguous(at::MemoryFormat::ChannelsLast),
       image.contiguous(at::MemoryFormat::ChannelsLast),
       at::tensor({1, 0, 1}).to(at::kBool).to(sim(0)),
-      numbers(0, sim(0)),
-      numbers(12, sim(0)).view({3, 4}).t(),
-      numbers(100, sim(0)).slice(0, 3, 50, 2),
+      numbers_on(0, sim(0)),
+      numbers_on(12, sim(0)).view({3, 4}).t(),
+      numbers_on(100, sim(0)).slice(0, 3, 50, 2),
       at::Tensor(),
       at::full({3}, 2.5, at::kHalf).to(sim(0)),
-      numbers(300000, sim(0)) + 5,
+      numbers_on(300000, sim(0)) + 5,
   };
   const std::vector<at::Tensor> back = ranks[0].rpc_sync<&same>(1, sent);
   REQUIRE(back.size() == sent.size());
@@ -155,9 +155,9 @@ TEST_CASE("tensors of several kinds go in one message") {
 
 TEST_CASE("the reply waits for the function, also on a stream of its own") {
   OnDevices ranks(2);
-  const at::Tensor x = numbers(1000, sim(0)) * 5;
-  CHECK(same_values(ranks[0].rpc_sync<&elsewhere>(1, x), numbers(1000, c10::kCPU) * 15));
-  CHECK(same_values(ranks[0].rpc_sync<&later>(1, x), numbers(1000, c10::kCPU) * 10));
+  const at::Tensor x = numbers_on(1000, sim(0)) * 5;
+  CHECK(same_values(ranks[0].rpc_sync<&elsewhere>(1, x), numbers_on(1000, c10::kCPU) * 15));
+  CHECK(same_values(ranks[0].rpc_sync<&later>(1, x), numbers_on(1000, c10::kCPU) * 10));
   ranks.shutdown();
 }
 
@@ -165,15 +165,15 @@ TEST_CASE("calls go out behind the caller's own stream, and replies come in befo
   OnDevices ranks(2);
   const c10::StreamGuard guard(rpc::side_stream(sim(0)));
   for (int i = 0; i < 5; ++i) {
-    const at::Tensor x = numbers(kChunk, sim(0)) + i;
-    CHECK(
-        same_values(ranks[0].rpc_sync<&twice>(1, x) + 1, (numbers(kChunk, c10::kCPU) + i) * 2 + 1));
+    const at::Tensor x = numbers_on(kChunk, sim(0)) + i;
+    CHECK(same_values(ranks[0].rpc_sync<&twice>(1, x) + 1,
+                      (numbers_on(kChunk, c10::kCPU) + i) * 2 + 1));
     const auto future = ranks[0].rpc_async<&twice>(1, x).then(ranks[0].executor(),
                                                               [](at::Tensor& y) { return y + 1; });
-    CHECK(same_values(future.wait() * 2, ((numbers(kChunk, c10::kCPU) + i) * 2 + 1) * 2));
+    CHECK(same_values(future.wait() * 2, ((numbers_on(kChunk, c10::kCPU) + i) * 2 + 1) * 2));
     // A call to oneself.
-    CHECK(
-        same_values(ranks[0].rpc_sync<&twice>(0, x) + 1, (numbers(kChunk, c10::kCPU) + i) * 2 + 1));
+    CHECK(same_values(ranks[0].rpc_sync<&twice>(0, x) + 1,
+                      (numbers_on(kChunk, c10::kCPU) + i) * 2 + 1));
   }
   ranks.shutdown();
 }
@@ -183,20 +183,20 @@ TEST_CASE("what a call sends may be overwritten once its reply is there, and fre
   std::vector<base::Future<at::Tensor>> replies;
   for (int i = 0; i < 20; ++i) {
     // Freed by this thread while it may still be on its way.
-    replies.push_back(ranks[0].rpc_async<&twice>(1, numbers(3 * kChunk / 8, sim(0)) + i));
+    replies.push_back(ranks[0].rpc_async<&twice>(1, numbers_on(3 * kChunk / 8, sim(0)) + i));
   }
   for (int i = 0; i < 20; ++i) {
     CHECK(same_values(replies[static_cast<size_t>(i)].wait(),
-                      (numbers(3 * kChunk / 8, c10::kCPU) + i) * 2));
+                      (numbers_on(3 * kChunk / 8, c10::kCPU) + i) * 2));
   }
-  const at::Tensor x = numbers(3 * kChunk / 8, sim(0));
+  const at::Tensor x = numbers_on(3 * kChunk / 8, sim(0));
   const at::Tensor y = ranks[0].rpc_sync<&twice>(1, x);
   {
     const c10::StreamGuard guard(rpc::side_stream(sim(0)));
     x.fill_(-1);
     rpc::StreamPoint::mark(sim(0)).wait_on_host();
   }
-  CHECK(same_values(y, numbers(3 * kChunk / 8, c10::kCPU) * 2));
+  CHECK(same_values(y, numbers_on(3 * kChunk / 8, c10::kCPU) * 2));
   ranks.shutdown();
 }
 
@@ -205,12 +205,13 @@ TEST_CASE("copies for a call that cannot be sent write to nobody else's memory")
   ranks.kill(1);
   // Until it is known, and then with all copies put into their stream and not made.
   for (int i = 0; i < 3; ++i) {
-    CHECK(error_of([&] { ranks[0].rpc_sync<&twice>(1, numbers(2 * kChunk, sim(0))); }).kind ==
+    CHECK(error_of([&] { ranks[0].rpc_sync<&twice>(1, numbers_on(2 * kChunk, sim(0))); }).kind ==
           base::ErrorKind::kPeerLost);
   }
   const auto reply = ranks[0].rpc_async<&ones>(2, 2 * kChunk);
   const at::Tensor arrived = reply.wait();  // to be copied from host memory that was lent before
-  CHECK(same_values(ranks[0].rpc_sync<&twice>(2, numbers(3, sim(0))), at::tensor({0.F, 2.F, 4.F})));
+  CHECK(same_values(ranks[0].rpc_sync<&twice>(2, numbers_on(3, sim(0))),
+                    at::tensor({0.F, 2.F, 4.F})));
   CHECK(same_values(arrived, at::ones({2 * kChunk})));
 }
 
@@ -231,9 +232,9 @@ TEST_CASE("values stay on their owner's device until somebody fetches them") {
   const rpc::RRef<at::Tensor> made = ranks[0].remote<&make>(1, 1000);
   const at::Tensor here = made.to_here();
   CHECK(here.device() == sim(0));
-  CHECK(same_values(here, numbers(1000, c10::kCPU) + 1));
+  CHECK(same_values(here, numbers_on(1000, c10::kCPU) + 1));
   const rpc::RRef<at::Tensor> more = ranks[0].remote<&twice>(2, here);
-  CHECK(same_values(more.to_here(), (numbers(1000, c10::kCPU) + 1) * 2));
+  CHECK(same_values(more.to_here(), (numbers_on(1000, c10::kCPU) + 1) * 2));
   ranks.shutdown();
 }
 
@@ -261,9 +262,9 @@ TEST_CASE("many threads and ranks send each other tensors of devices") {
         for (int i = 0; i < 10; ++i) {
           const int64_t n = (i % 3 + 1) * kChunk / 5 + t;
           const int to = (agent.rank() + 1 + t) % 3;
-          const at::Tensor x = numbers(n, sim(agent.rank())) + i;
+          const at::Tensor x = numbers_on(n, sim(agent.rank())) + i;
           if (!same_values(agent.rpc_sync<&sum>(to, std::vector{x, x * 2}),
-                           (numbers(n, c10::kCPU) + i) * 3)) {
+                           (numbers_on(n, c10::kCPU) + i) * 3)) {
             ++wrong;
           }
         }
@@ -276,19 +277,19 @@ TEST_CASE("many threads and ranks send each other tensors of devices") {
 }
 
 TEST_CASE("a device without a map is an error that says how to give one") {
-  Cluster ranks(2, setup, {}, [](rpc::AgentOptions& o) {
+  Cluster ranks(2, expose_places, {}, [](rpc::AgentOptions& o) {
     o.device = o.rank == 0 ? sim(0) : c10::Device(c10::kCPU);
   });
-  const base::Error error = error_of([&] { ranks[0].rpc_sync<&twice>(1, numbers(3, sim(0))); });
+  const base::Error error = error_of([&] { ranks[0].rpc_sync<&twice>(1, numbers_on(3, sim(0))); });
   CHECK(error.kind == base::ErrorKind::kInvalid);
   CHECK_THAT(error.message, Catch::Contains("rank 1 (w1)") && Catch::Contains("device_maps") &&
                                 Catch::Contains("sim:0") && Catch::Contains(".cpu()"));
   // Not the rank's own device either.
-  CHECK(error_of([&] { ranks[0].rpc_sync<&twice>(1, numbers(3, sim(2))); }).kind ==
+  CHECK(error_of([&] { ranks[0].rpc_sync<&twice>(1, numbers_on(3, sim(2))); }).kind ==
         base::ErrorKind::kInvalid);
   // A reply has no way either.
   CHECK(error_of([&] { ranks[0].rpc_sync<&make>(1, 3); }).kind == base::ErrorKind::kInvalid);
-  CHECK(same_values(ranks[0].rpc_sync<&twice>(1, numbers(3, sim(0)).cpu()),
+  CHECK(same_values(ranks[0].rpc_sync<&twice>(1, numbers_on(3, sim(0)).cpu()),
                     at::tensor({0.F, 2.F, 4.F})));
   ranks.shutdown();
 }
@@ -298,10 +299,10 @@ TEST_CASE("maps say where tensors go, and the way back") {
     o.device_maps.clear();
     if (o.rank == 0) o.device_maps = {{"w1", {{sim(0), sim(3)}, {sim(2), sim(1)}}}};
   });
-  CHECK(ranks[0].rpc_sync<&place>(1, numbers(3, sim(0))) == "sim:3");
-  CHECK(ranks[0].rpc_sync<&place>(1, numbers(3, sim(2))) == "sim:1");
-  CHECK(ranks[0].rpc_sync<&twice>(1, numbers(3, sim(2))).device() == sim(2));
-  CHECK(ranks[1].rpc_sync<&place>(0, numbers(3, sim(3))) == "sim:0");
+  CHECK(ranks[0].rpc_sync<&place>(1, numbers_on(3, sim(0))) == "sim:3");
+  CHECK(ranks[0].rpc_sync<&place>(1, numbers_on(3, sim(2))) == "sim:1");
+  CHECK(ranks[0].rpc_sync<&twice>(1, numbers_on(3, sim(2))).device() == sim(2));
+  CHECK(ranks[1].rpc_sync<&place>(0, numbers_on(3, sim(3))) == "sim:0");
   CHECK(ranks[0].device_of(1) == "sim:1");
   ranks.shutdown();
 }
@@ -311,14 +312,14 @@ TEST_CASE("a rank's own device goes to the other's only where no map says otherw
     o.device_maps.clear();
     if (o.rank == 0) o.device_maps = {{"w1", {{sim(2), sim(1)}}}};
   });
-  const at::Tensor x = numbers(1000, sim(0)) + 1, y = numbers(1000, sim(2)) + 2;
+  const at::Tensor x = numbers_on(1000, sim(0)) + 1, y = numbers_on(1000, sim(2)) + 2;
   CHECK(error_of([&] { ranks[0].rpc_sync<&twice>(1, x); }).kind == base::ErrorKind::kInvalid);
   CHECK(error_of([&] {
           ranks[0].rpc_sync<&same>(1, std::vector{x, y});
         }).kind == base::ErrorKind::kInvalid);
   const at::Tensor back = ranks[0].rpc_sync<&twice>(1, y);
   CHECK(back.device() == sim(2));
-  CHECK(same_values(back, (numbers(1000, c10::kCPU) + 2) * 2));
+  CHECK(same_values(back, (numbers_on(1000, c10::kCPU) + 2) * 2));
   ranks.shutdown();
 }
 
@@ -327,20 +328,20 @@ TEST_CASE("a map of other devices leaves the ranks' own as they are") {
     o.device_maps.clear();
     if (o.rank == 0) o.device_maps = {{"w1", {{sim(2), sim(3)}}}};
   });
-  CHECK(ranks[0].rpc_sync<&place>(1, numbers(3, sim(0))) == "sim:1");
-  CHECK(ranks[0].rpc_sync<&twice>(1, numbers(3, sim(0))).device() == sim(0));
-  CHECK(ranks[0].rpc_sync<&place>(1, numbers(3, sim(2))) == "sim:3");
-  CHECK(ranks[1].rpc_sync<&place>(0, numbers(3, sim(1))) == "sim:0");
+  CHECK(ranks[0].rpc_sync<&place>(1, numbers_on(3, sim(0))) == "sim:1");
+  CHECK(ranks[0].rpc_sync<&twice>(1, numbers_on(3, sim(0))).device() == sim(0));
+  CHECK(ranks[0].rpc_sync<&place>(1, numbers_on(3, sim(2))) == "sim:3");
+  CHECK(ranks[1].rpc_sync<&place>(0, numbers_on(3, sim(1))) == "sim:0");
   ranks.shutdown();
 }
 
 TEST_CASE("a map may name a device of a rank that says nothing of its devices") {
-  Cluster ranks(2, setup, {}, [](rpc::AgentOptions& o) {
+  Cluster ranks(2, expose_places, {}, [](rpc::AgentOptions& o) {
     o.device_maps.clear();
     if (o.rank == 0) o.device_maps = {{"w1", {{sim(1), sim(2)}}}};
   });
-  CHECK(ranks[0].rpc_sync<&place>(1, numbers(3, sim(1))) == "sim:2");
-  CHECK(ranks[0].rpc_sync<&twice>(1, numbers(3, sim(1))).device() == sim(1));
+  CHECK(ranks[0].rpc_sync<&place>(1, numbers_on(3, sim(1))) == "sim:2");
+  CHECK(ranks[0].rpc_sync<&twice>(1, numbers_on(3, sim(1))).device() == sim(1));
   ranks.shutdown();
 }
 
@@ -369,7 +370,7 @@ TEST_CASE("maps that make no sense are refused when the ranks meet") {
 
 TEST_CASE("a device without memory for what arrives fails the call, naming the rank") {
   OnDevices ranks(2);
-  const at::Tensor x = numbers(kChunk, sim(0)), y = x + 1;  // eight chunks together
+  const at::Tensor x = numbers_on(kChunk, sim(0)), y = x + 1;  // eight chunks together
   run_all_sim_streams();
   {
     const SimMemoryLimit limit(6 * kChunk);
@@ -377,7 +378,7 @@ TEST_CASE("a device without memory for what arrives fails the call, naming the r
     CHECK(error.kind == base::ErrorKind::kResources);
     CHECK(error.rank == 1);
   }
-  CHECK(same_values(ranks[0].rpc_sync<&twice>(1, x), numbers(kChunk, c10::kCPU) * 2));
+  CHECK(same_values(ranks[0].rpc_sync<&twice>(1, x), numbers_on(kChunk, c10::kCPU) * 2));
   ranks.shutdown();
 }
 
@@ -399,10 +400,10 @@ TEST_CASE(
 }
 
 TEST_CASE("tensors of devices come to the CPU for a file") {
-  const at::Tensor large = numbers(9 * kChunk / 4, sim(1)) * 2;  // not computed yet; nine pieces
+  const at::Tensor large = numbers_on(9 * kChunk / 4, sim(1)) * 2;  // not computed yet; nine pieces
   const at::Tensor some[] = {
-      numbers(3, c10::kCPU), numbers(12, sim(0)).view({3, 4}).t(),          large, at::Tensor(),
-      numbers(0, sim(2)),    at::tensor({1, 0, 1}).to(at::kBool).to(sim(0))};
+      numbers_on(3, c10::kCPU), numbers_on(12, sim(0)).view({3, 4}).t(),       large, at::Tensor(),
+      numbers_on(0, sim(2)),    at::tensor({1, 0, 1}).to(at::kBool).to(sim(0))};
   const auto host = rpc::to_host({std::begin(some), std::end(some)});
   REQUIRE(host.size() == std::size(some));
   for (size_t i = 0; i < host.size(); ++i) {
@@ -422,7 +423,7 @@ TEST_CASE("a rank that dies while tensors are on their way fails the calls") {
   Gate& gate = ranks[1].local<Gate>();
   std::vector<base::Future<at::Tensor>> replies;
   for (int i = 0; i < 8; ++i) {
-    replies.push_back(ranks[0].rpc_async<&behind_gate>(1, numbers(3 * kChunk, sim(0))));
+    replies.push_back(ranks[0].rpc_async<&behind_gate>(1, numbers_on(3 * kChunk, sim(0))));
   }
   gate.entered.future().wait();
   ranks.kill(1);

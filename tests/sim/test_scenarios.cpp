@@ -27,16 +27,17 @@ Hooks<Options> placed(const DevicesOf& devices) {
   return hooks;
 }
 
-Devices on_cpu(int) { return {c10::kCPU}; }
+Devices only_cpu(int) { return {c10::kCPU}; }
 Devices each_its_own(int rank) { return {sim(rank % kSimDevices)}; }
 Devices all_on_one(int) { return {sim(1)}; }
 
 /// Of one rank on the CPU, the others on devices.
 DevicesOf but(int on_the_cpu) {
-  return [on_the_cpu](int rank) { return rank == on_the_cpu ? on_cpu(rank) : each_its_own(rank); };
+  return
+      [on_the_cpu](int rank) { return rank == on_the_cpu ? only_cpu(rank) : each_its_own(rank); };
 }
 DevicesOf only(int on_a_device) {
-  return [on_a_device](int rank) { return rank == on_a_device ? Devices{sim(2)} : on_cpu(rank); };
+  return [on_a_device](int rank) { return rank == on_a_device ? Devices{sim(2)} : only_cpu(rank); };
 }
 
 /// The losses of all steps of all ranks, in their order.
@@ -71,12 +72,12 @@ Finished run_on(const DevicesOf& devices, const Options& options, Place place = 
 template <class Options>
 void check_as_on_the_cpu(Options options, const std::vector<DevicesOf>& places, size_t steps) {
   options.log_interval = 1;
-  const Finished expected = run_on(on_cpu, options);
+  const Finished expected = run_on(only_cpu, options);
   for (const DevicesOf& devices : places) {
     check_same_losses(run_on(devices, options), expected, steps);
   }
   check_same_losses(run_on(all_on_one, options, Place::kLocal),
-                    run_on(on_cpu, options, Place::kLocal), steps);
+                    run_on(only_cpu, options, Place::kLocal), steps);
 }
 
 /// What is saved on devices goes on on the CPU, and the other way round, as if nothing had been.
@@ -84,7 +85,7 @@ template <class Options>
 void check_goes_on_elsewhere(Options options, int64_t half, int64_t whole) {
   options.steps = whole;
   const Snapshot expected = checkpoint_of(Place::kRanks, options);
-  const DevicesOf devices[] = {each_its_own, on_cpu};
+  const DevicesOf devices[] = {each_its_own, only_cpu};
   for (const int first : {0, 1}) {
     CAPTURE(first);
     const Folder folder;
@@ -199,7 +200,7 @@ TEST_CASE("ps on devices learns what it learns on the CPU") {
     return rank == 0 ? Devices{sim(0), sim(3)} : each_its_own(rank);
   };
   const DevicesOf two_and_no_more = [](int rank) {
-    return rank == 0 ? Devices{sim(0), sim(3)} : on_cpu(rank);
+    return rank == 0 ? Devices{sim(0), sim(3)} : only_cpu(rank);
   };
   PsOptions options = ps(folder);
   check_as_on_the_cpu(options, {each_its_own, but(0), only(0), two_for_the_server, two_and_no_more},
@@ -228,9 +229,9 @@ TEST_CASE("pipeline on devices learns what it learns on the CPU") {
   PipelineOptions options = small_pipeline(3, 4);
   options.num_split = {2};
   options.loss = "ce";  // the CPU's mse_loss, as a sum, wants memory that it can resize
-  const DevicesOf both_on_one = [](int rank) { return rank == 0 ? on_cpu(0) : all_on_one(rank); };
+  const DevicesOf both_on_one = [](int rank) { return rank == 0 ? only_cpu(0) : all_on_one(rank); };
   options.log_interval = 1;
-  const Finished expected = run_on(on_cpu, options);
+  const Finished expected = run_on(only_cpu, options);
   for (const DevicesOf& devices :
        std::vector<DevicesOf>{each_its_own, but(0), but(1), but(2), only(0), both_on_one}) {
     const Finished job = run_on(devices, options);
@@ -255,7 +256,7 @@ TEST_CASE("rl on a device plays the CPU's episodes") {
     REQUIRE(found.size() == 4);
     return found;
   };
-  const auto expected = rewards(on_cpu, Place::kRanks);
+  const auto expected = rewards(only_cpu, Place::kRanks);
   CHECK(rewards(only(0), Place::kRanks) == expected);
   CHECK(rewards(all_on_one, Place::kLocal) == expected);
 }

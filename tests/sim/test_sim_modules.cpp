@@ -52,7 +52,7 @@ at::Tensor gradient_of(rpc::CallContext& call, const rpc::RRef<at::Tensor>& para
   return rpc::to_host({gradient})[0];
 }
 
-void setup(rpc::Agent& agent) {
+void expose_modules(rpc::Agent& agent) {
   autograd::install(agent);
   optim::install(agent);
   agent.expose<&gradient_of>("gradient_of");
@@ -68,7 +68,7 @@ TEST_CASE("passes over a module on a device have the gradients of the parameters
   at::manual_seed(1);
   // A trainer with a device of its own, or without one.
   const bool trainer_has_device = GENERATE(false, true);
-  Cluster cluster(2, setup, {}, [&](rpc::AgentOptions& options) {
+  Cluster cluster(2, expose_modules, {}, [&](rpc::AgentOptions& options) {
     if (options.rank == 1 || trainer_has_device) options.device = sim(options.rank);
   });
   rpc::Agent& agent = cluster[0];
@@ -121,7 +121,7 @@ TEST_CASE("passes over a module on a device have the gradients of the parameters
 TEST_CASE("what a pass on a device writes to a buffer, uncounted, is seen") {
   rpc::AgentOptions options;
   options.device = sim(1);
-  Cluster cluster(1, setup, options);
+  Cluster cluster(1, expose_modules, options);
   RemoteModule net(cluster[0], 0, "uncounted");
   const at::Tensor x = at::rand({2, 3});
   const base::Error error = error_of([&] { net.forward(x.to(sim(1))); });
@@ -136,7 +136,7 @@ TEST_CASE("trainers under streams of their own share the module of their rank") 
   constexpr int kTrainers = 3, kSteps = 20;
   rpc::AgentOptions options;
   options.device = sim(0);
-  Cluster cluster(1, setup, options);
+  Cluster cluster(1, expose_modules, options);
   const RemoteModule net(cluster[0], 0, "net");
   const at::Tensor x = at::rand({5, 4});
   const double before = loss_of(net.forward(x.to(sim(0)))).item<double>();

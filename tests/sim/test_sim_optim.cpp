@@ -136,13 +136,13 @@ TEST_CASE("a norm reads one number from each device") {
   CHECK(optim::norm_squared({at::Tensor()}) == 0);
 }
 
-void setup(rpc::Agent& agent) {
+void expose_nets(rpc::Agent& agent) {
   autograd::install(agent);
   optim::install(agent);
 }
 
 TEST_CASE("an update on the device leaves a pass in flight on its version") {
-  Cluster cluster(1, setup);
+  Cluster cluster(1, expose_nets);
   at::manual_seed(5);
   const at::Tensor initial = at::randn({3, 3}), x = at::randn({2, 3}), gradient = at::ones({3, 3});
   const auto of = [](const at::Tensor& x, const at::Tensor& w) {
@@ -205,7 +205,7 @@ Tensors train(rpc::Agent& agent, const Net& net, const OptimizerOptions& options
 }
 
 TEST_CASE("twenty steps of the jobs' models on the device are the CPU's") {
-  Cluster cluster(1, setup);
+  Cluster cluster(1, expose_nets);
   at::manual_seed(6);
   const auto [net, options] =
       GENERATE(std::pair(conv_net(), OptimizerOptions(Sgd{.lr = 0.05})),
@@ -229,7 +229,7 @@ TEST_CASE("twenty steps of the jobs' models on the device are the CPU's") {
 }
 
 TEST_CASE("a distributed optimizer updates and clips parameters of two devices") {
-  Cluster cluster(1, setup);
+  Cluster cluster(1, expose_nets);
   at::manual_seed(7);
   const Net net = perceptron();
   const auto run = [&](c10::Device first, c10::Device second) {
@@ -256,7 +256,7 @@ TEST_CASE("a distributed optimizer updates and clips parameters of two devices")
 }
 
 TEST_CASE("the state is that of the last step, whatever streams it is asked and set under") {
-  Cluster cluster(1, setup);
+  Cluster cluster(1, expose_nets);
   const c10::Device device = sim(2);
   const at::Tensor parameter = at::zeros({100}, at::TensorOptions(device)).requires_grad_();
   optim::DistributedOptimizer optimizer(cluster[0], {}, {parameter},

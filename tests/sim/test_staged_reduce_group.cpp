@@ -17,7 +17,7 @@ using collective::StagedReduceGroup;
 
 namespace {
 
-constexpr auto kLimit = std::chrono::seconds(20);
+constexpr auto kStagedLimit = std::chrono::seconds(20);
 
 at::Tensor values(int rank, int64_t count, c10::Device device) {
   return at::arange(count, at::kFloat).mul_(double(rank + 1)).to(device);
@@ -28,7 +28,7 @@ at::Tensor values(int rank, int64_t count, c10::Device device) {
 TEST_CASE("the mean of device tensors, many at once") {
   const int64_t count = GENERATE(int64_t{5}, int64_t{100000});
   run_all_sim_streams();
-  TestGroup group(3, {.timeout = kLimit});
+  TestGroup group(3, {.timeout = kStagedLimit});
   reset_sim_counters();
   run_ranks(3, [&](int rank) {
     StagedReduceGroup reduce(group.backends[size_t(rank)]);
@@ -55,7 +55,7 @@ TEST_CASE("the mean of device tensors, many at once") {
 
 TEST_CASE("broadcasts of device tensors go down on the root and up on the others") {
   run_all_sim_streams();
-  TestGroup group(3, {.timeout = kLimit});
+  TestGroup group(3, {.timeout = kStagedLimit});
   reset_sim_counters();
   run_ranks(3, [&](int rank) {
     StagedReduceGroup reduce(group.backends[size_t(rank)]);
@@ -71,7 +71,7 @@ TEST_CASE("broadcasts of device tensors go down on the root and up on the others
 }
 
 TEST_CASE("tensors of CPU and devices and refusals keep their order") {
-  TestGroup group(2, {.timeout = kLimit});
+  TestGroup group(2, {.timeout = kStagedLimit});
   run_ranks(2, [&](int rank) {
     StagedReduceGroup reduce(group.backends[size_t(rank)]);
     for (int round = 0; round < 20; ++round) {
@@ -104,7 +104,7 @@ TEST_CASE("tensors of CPU and devices and refusals keep their order") {
 }
 
 TEST_CASE("what the caller's stream computes before counts, and its result is for the waiter's") {
-  TestGroup group(2, {.timeout = kLimit});
+  TestGroup group(2, {.timeout = kStagedLimit});
   run_ranks(2, [&](int rank) {
     StagedReduceGroup reduce(group.backends[size_t(rank)]);
     const c10::Device device = sim(rank);
@@ -127,7 +127,7 @@ TEST_CASE("what the caller's stream computes before counts, and its result is fo
 }
 
 TEST_CASE("the values that a broadcast replaces are still used by earlier work") {
-  TestGroup group(2, {.timeout = kLimit});
+  TestGroup group(2, {.timeout = kStagedLimit});
   run_ranks(2, [&](int rank) {
     StagedReduceGroup reduce(group.backends[size_t(rank)]);
     const c10::Device device = sim(rank);
@@ -144,7 +144,7 @@ TEST_CASE("the values that a broadcast replaces are still used by earlier work")
 
 TEST_CASE("pinned memory is kept until the copy back has been made") {
   const bool one_group = GENERATE(true, false);
-  TestGroup group(2, {.timeout = kLimit});
+  TestGroup group(2, {.timeout = kStagedLimit});
   run_ranks(2, [&](int rank) {
     auto reduce = std::make_unique<StagedReduceGroup>(group.backends[size_t(rank)]);
     std::vector<at::Tensor> tensors;
@@ -165,7 +165,7 @@ TEST_CASE("pinned memory is kept until the copy back has been made") {
 
 TEST_CASE("a group ends when its copies back are made") {
   run_all_sim_streams();
-  TestGroup group(1, {.timeout = kLimit});
+  TestGroup group(1, {.timeout = kStagedLimit});
   auto reduce = std::make_unique<StagedReduceGroup>(group.backends[0]);
   const at::Tensor x = values(0, 100, sim(0));
   reduce->start(x)->wait();
@@ -176,7 +176,7 @@ TEST_CASE("a group ends when its copies back are made") {
 }
 
 TEST_CASE("a tensor's memory is not used again before its copy back has been made") {
-  TestGroup group(2, {.timeout = kLimit});
+  TestGroup group(2, {.timeout = kStagedLimit});
   run_ranks(2, [&](int rank) {
     StagedReduceGroup reduce(group.backends[size_t(rank)]);
     const c10::Stream made_in = rpc::side_stream(sim(rank));
@@ -207,7 +207,7 @@ TEST_CASE("a tensor's memory is not used again before its copy back has been mad
 
 TEST_CASE("a lost rank and a deadline come out of wait") {
   const bool killed = GENERATE(true, false);
-  TestGroup group(2, {.timeout = killed ? kLimit : std::chrono::milliseconds(50)});
+  TestGroup group(2, {.timeout = killed ? kStagedLimit : std::chrono::milliseconds(50)});
   StagedReduceGroup reduce(group.backends[0]);
   const at::Tensor x = values(0, 100, sim());
   const auto first = reduce.start(x);
@@ -221,7 +221,7 @@ TEST_CASE("a lost rank and a deadline come out of wait") {
 }
 
 TEST_CASE("what nobody waits for is done all the same") {
-  TestGroup group(2, {.timeout = kLimit});
+  TestGroup group(2, {.timeout = kStagedLimit});
   run_ranks(2, [&](int rank) {
     const at::Tensor kept = values(rank, 100, sim(rank));
     {

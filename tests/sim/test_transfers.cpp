@@ -23,7 +23,7 @@ using rpc::kChunkBytes;
 
 constexpr wire::DeviceRef kDevice{wire::DeviceType::kPrivate, 0};
 
-at::Tensor numbers(int64_t n, int device = 0) {
+at::Tensor numbers_to_send(int64_t n, int device = 0) {
   return at::arange(n, at::TensorOptions(at::kFloat)).to(sim(device));
 }
 
@@ -154,7 +154,7 @@ TEST_CASE("a message that cannot be received lets go of all its transfers") {
   rpc::DeviceStager stager;
   std::vector<net::OutFrame> sent;
   {
-    rpc::OutMessage message = message_of({numbers(1 << 19), numbers(1 << 19)});
+    rpc::OutMessage message = message_of({numbers_to_send(1 << 19), numbers_to_send(1 << 19)});
     message.devices[1].index = 1;
     uint64_t next = 1;
     rpc::Departure departure(stager, std::move(message), {}, [&] { return next++; });
@@ -234,7 +234,7 @@ TEST_CASE("frames that have been copied are let go while their transfer goes on"
 TEST_CASE("a message has few blocks in the network at a time") {
   rpc::DeviceStager stager;
   constexpr size_t kChunks = 40;
-  rpc::Departure departure(stager, message_of({numbers((kChunks + 1) << 18)}), {}, seven);
+  rpc::Departure departure(stager, message_of({numbers_to_send((kChunks + 1) << 18)}), {}, seven);
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<net::OutFrame> network;
@@ -291,7 +291,7 @@ TEST_CASE("a message has few blocks in the network at a time") {
 
 TEST_CASE("a message that the network refuses gives its transfers up") {
   rpc::DeviceStager stager;
-  rpc::Departure departure(stager, message_of({numbers(1 << 19)}), {}, seven);
+  rpc::Departure departure(stager, message_of({numbers_to_send(1 << 19)}), {}, seven);
   std::vector<wire::FrameHeader> sent;
   const base::Status status = departure.send([&](net::OutFrame frame) -> base::Status {
     frame.header.payload_bytes = frame.payload.size();
@@ -317,14 +317,15 @@ TEST_CASE("what no receiver would take is not begun") {
   }
   SECTION("tensors of two devices for one") {
     CHECK(error_of([&] {
-            rpc::Departure(stager, message_of({numbers(3, 0), numbers(3, 2)}), {}, seven);
+            rpc::Departure(stager, message_of({numbers_to_send(3, 0), numbers_to_send(3, 2)}), {},
+                           seven);
           }).kind == ErrorKind::kInternal);
   }
 }
 
 TEST_CASE("a device that has failed is an error and not the end of the process") {
   auto stager = std::make_unique<rpc::DeviceStager>();
-  auto departure = std::make_unique<rpc::Departure>(*stager, message_of({numbers(1 << 19)}),
+  auto departure = std::make_unique<rpc::Departure>(*stager, message_of({numbers_to_send(1 << 19)}),
                                                     wire::FrameHeader{}, seven);
   stager->release_at(rpc::StreamPoint::mark(sim(0)), chunk(1, 0, 1).body);
   run_all_sim_streams();  // what has failed does no more work
@@ -347,15 +348,15 @@ TEST_CASE("the end of a message waits where no thread of the pool is left to wai
     void on_unblock() override {}
   } full;
   rpc::DeviceStager stager;
-  rpc::Departure departure(stager, message_of({numbers(1 << 20)}), {}, seven);
+  rpc::Departure departure(stager, message_of({numbers_to_send(1 << 20)}), {}, seven);
   base::thread_state().observer = &full;
   const base::Error error = error_of([&] {
     static_cast<void>(departure.send([](net::OutFrame) { return base::Status(base::Unit{}); }));
   });
   {
     rpc::DeviceStager ends;
-    ends.release_at(rpc::StreamPoint::mark(numbers(5).device()), chunk(1, 0, 1).body);
-    const rpc::Departure also(ends, message_of({numbers(5)}), {}, seven);
+    ends.release_at(rpc::StreamPoint::mark(numbers_to_send(5).device()), chunk(1, 0, 1).body);
+    const rpc::Departure also(ends, message_of({numbers_to_send(5)}), {}, seven);
   }
   base::thread_state().observer = nullptr;
   CHECK(error.kind == ErrorKind::kOverloaded);

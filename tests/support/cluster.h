@@ -4,6 +4,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -69,6 +70,11 @@ class Cluster {
  private:
   std::vector<std::unique_ptr<rpc::Agent>> agents_;
 };
+
+/// For a rank's own thread, which Catch2 cannot hear.
+inline void expect(bool condition, const std::string& what) {
+  if (!condition) throw std::runtime_error(what);
+}
 
 /// The error that `fn` throws; fails the test's expectation by kind internal if it throws none.
 inline base::Error error_of(const std::function<void()>& fn) {

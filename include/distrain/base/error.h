@@ -56,6 +56,9 @@ class Exception : public std::runtime_error {
   Error error_;
 };
 
+/// Throws an `Exception` of kind kInvalid.
+[[noreturn]] void invalid(std::string message);
+
 /// The error of the exception in flight: an `Exception`'s own, or `otherwise` with its text.
 /// To be called inside a catch block only.
 Error current_error(ErrorKind otherwise);

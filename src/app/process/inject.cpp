@@ -11,12 +11,10 @@
 namespace distrain::app {
 namespace {
 
+using base::invalid;
+
 constexpr std::string_view kRankMark = "@rank=";
 constexpr std::string_view kCheckpoint = "checkpoint.";
-
-[[noreturn]] void invalid(std::string message) {
-  throw base::Exception(base::ErrorKind::kInvalid, std::move(message));
-}
 
 /// "50ms" → 0.05. The range is that of an option in seconds.
 double parse_time(std::string_view value, const std::string& where) {

@@ -17,8 +17,6 @@
 namespace distrain::app {
 namespace {
 
-using Json = nlohmann::json;
-
 constexpr char kVariable[] = "DISTRAIN_SPAWNED_RANK";
 constexpr char kProgram[] = "/proc/self/exe";  // even if its file was replaced meanwhile
 
@@ -52,18 +50,18 @@ std::vector<char*> pointers_to(std::vector<std::string>& texts) {
 
 /// The launcher's number tells a rank from a program that has inherited the variable otherwise.
 std::string told_to(const SpawnedRank& rank) {
-  return Json{{"launcher", getpid()},
-              {"rank", rank.rank},
-              {"out_fd", rank.out_fd},
-              {"listen_fd", rank.listen_fd},
-              {"master_addr", rank.master_addr},
-              {"master_port", rank.master_port},
-              {"started", rank.started.time_since_epoch().count()},
-              {"run_id", rank.run_id}}
+  return nlohmann::json{{"launcher", getpid()},
+                        {"rank", rank.rank},
+                        {"out_fd", rank.out_fd},
+                        {"listen_fd", rank.listen_fd},
+                        {"master_addr", rank.master_addr},
+                        {"master_port", rank.master_port},
+                        {"started", rank.started.time_since_epoch().count()},
+                        {"run_id", rank.run_id}}
       .dump();
 }
 
-SpawnedRank spawned_rank_of(const Json& told) {
+SpawnedRank spawned_rank_of(const nlohmann::json& told) {
   return {.rank = told.at("rank"),
           .out_fd = told.at("out_fd"),
           .listen_fd = told.at("listen_fd"),
@@ -100,11 +98,11 @@ std::optional<SpawnedRank> take_spawned_rank() {
   if (!text) return std::nullopt;
   SpawnedRank rank;
   try {
-    const Json told = Json::parse(text);
+    const nlohmann::json told = nlohmann::json::parse(text);
     unsetenv(kVariable);
     if (told.at("launcher") != getppid()) return std::nullopt;
     rank = spawned_rank_of(told);
-  } catch (const Json::exception&) {  // what a launcher sets is whole
+  } catch (const nlohmann::json::exception&) {  // what a launcher sets is whole
     unsetenv(kVariable);
     return std::nullopt;
   }

@@ -15,6 +15,8 @@ namespace distrain::scenario {
 
 namespace {
 
+using base::invalid;
+
 constexpr double kMaxStages = 18;  // blocks of resnet50
 
 std::vector<models::BlockRange> cut(const PipelineOptions& options) {
@@ -34,10 +36,6 @@ job::Json explain(const PipelineOptions& options, const PipelineSchedule& schedu
         std::vector<std::string>(at(ranges[stage].first), at(ranges[stage].last));
   }
   return json;
-}
-
-[[noreturn]] void invalid(const std::string& message) {
-  throw base::Exception(base::ErrorKind::kInvalid, message);
 }
 
 /// Throws `invalid` for options that do not go together: more micro-batches than samples, a split

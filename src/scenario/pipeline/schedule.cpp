@@ -9,11 +9,8 @@ namespace distrain::scenario {
 
 namespace {
 
+using base::invalid;
 using Kind = PipelineStep::Kind;
-
-[[noreturn]] void invalid(const std::string& message) {
-  throw base::Exception(base::ErrorKind::kInvalid, message);
-}
 
 std::string name_of(const PipelineStep& step) {
   return (step.kind == Kind::kForward ? "F" : "B") + std::to_string(step.micro_batch);

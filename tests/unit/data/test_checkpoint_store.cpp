@@ -13,7 +13,7 @@
 namespace distrain::data {
 namespace {
 
-std::string invalid(const std::string& folder, const Checkpoint& checkpoint) {
+std::string not_saved(const std::string& folder, const Checkpoint& checkpoint) {
   return error_of(base::ErrorKind::kInvalid, [&] { CheckpointStore(folder).save(checkpoint); });
 }
 
@@ -174,28 +174,28 @@ TEST_CASE("What could not be loaded is not saved") {
        {"", ".hidden", "..", "a/b", "/a", "manifest.json", "a\nb", "\xFF"}) {
     Checkpoint bad = good;
     bad.files[name] = none;
-    CHECK(invalid(folder.path(), bad).starts_with("a checkpoint that cannot be saved: "));
+    CHECK(not_saved(folder.path(), bad).starts_with("a checkpoint that cannot be saved: "));
   }
   for (const int64_t step : {int64_t{-1}, int64_t{1'000'000'000'000}, INT64_MIN, INT64_MAX}) {
     Checkpoint bad = good;
     bad.step = step;
-    CHECK(invalid(folder.path(), bad).find("'step'") != std::string::npos);
+    CHECK(not_saved(folder.path(), bad).find("'step'") != std::string::npos);
   }
   Checkpoint bad = good;
   bad.state = Json::array();
-  CHECK(invalid(folder.path(), bad).ends_with("'state' is not an object"));
+  CHECK(not_saved(folder.path(), bad).ends_with("'state' is not an object"));
   bad.state = {{"a", "\xFF"}};
-  CHECK(invalid(folder.path(), bad).ends_with("text that is not UTF-8"));
+  CHECK(not_saved(folder.path(), bad).ends_with("text that is not UTF-8"));
   bad.state = {{"a", std::string(65 << 20, 'x')}};
-  CHECK(invalid(folder.path(), bad).ends_with("more than 64 MiB"));
+  CHECK(not_saved(folder.path(), bad).ends_with("more than 64 MiB"));
   bad.state = Json::object();
   Json deep = 1;
   for (int i = 0; i < 64; ++i) deep = Json::array({deep});
   bad.state["a"] = deep;
-  CHECK(invalid(folder.path(), bad).ends_with("nested too deep"));
+  CHECK(not_saved(folder.path(), bad).ends_with("nested too deep"));
   bad = good;
   bad.files["model.safetensors"]["w"].dtype = DType::kComplex128;
-  invalid(folder.path(), bad);
+  not_saved(folder.path(), bad);
   CHECK(names_in(folder.path()).empty());
 }
 

@@ -1,6 +1,5 @@
 #include <chrono>
 #include <cstdio>
-#include <filesystem>
 #include <fstream>
 #include <set>
 #include <string>
@@ -14,6 +13,7 @@
 #include "distrain/data/hash.h"
 #include "distrain/data/random.h"
 #include "distrain/data/text_dataset.h"
+#include "files.h"
 #include "support/catch.h"
 
 namespace distrain::data {
@@ -22,19 +22,6 @@ namespace {
 using Ints = std::vector<int64_t>;
 using Strings = std::vector<std::string>;
 using namespace std::string_literals;
-
-// The message of the bad_data error that `call` throws.
-template <class F>
-std::string bad_data(F call) {
-  try {
-    call();
-  } catch (const base::Exception& exception) {
-    CHECK(exception.kind() == base::ErrorKind::kBadData);
-    return exception.error().message;
-  }
-  FAIL("no error");
-  return {};
-}
 
 std::string bad_text(std::string_view text) {
   return bad_data([&] { parse_fast_text(text, "f"); });
@@ -47,23 +34,6 @@ Strings words(const TextDataset& data) {
   }
   return result;
 }
-
-class Folder {
- public:
-  Folder() {
-    char name[] = "/tmp/distrain_data_XXXXXX";
-    path_ = mkdtemp(name);
-  }
-  ~Folder() { std::filesystem::remove_all(path_); }
-  std::string path(const std::string& file) const { return path_ + "/" + file; }
-  std::string write(const std::string& file, std::string_view text) const {
-    std::ofstream(path(file), std::ios::binary) << text;
-    return path(file);
-  }
-
- private:
-  std::string path_;
-};
 
 }  // namespace
 

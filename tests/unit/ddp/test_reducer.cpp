@@ -18,8 +18,8 @@ using ddp::Reducer;
 namespace {
 
 // y = w3 tanh(w2 tanh(w1 x + b1) + b2), with parameters of mixed sizes and dtypes.
-struct Model {
-  Model() {
+struct PlainModel {
+  PlainModel() {
     auto generator = at::detail::createCPUGenerator(5);
     const auto add = [&](const char* name, at::IntArrayRef sizes, at::ScalarType dtype) {
       const at::Tensor value = at::randn(sizes, generator, at::kDouble).to(dtype);
@@ -45,17 +45,17 @@ struct Model {
   std::vector<NamedParameter> parameters;
 };
 
-at::Tensor batch(int rank, int step) {
+at::Tensor input_of(int rank, int step) {
   auto generator = at::detail::createCPUGenerator(uint64_t(100 * step + rank));
   return at::randn({5, 4}, generator, at::kFloat);
 }
 
 // Of one process over the mean of the losses.
 std::vector<at::Tensor> reference(int size, int step) {
-  const Model model;
+  const PlainModel model;
   at::Tensor total;
   for (int rank = 0; rank < size; ++rank) {
-    const at::Tensor loss = model.loss(batch(rank, step)) / size;
+    const at::Tensor loss = model.loss(input_of(rank, step)) / size;
     total = total.defined() ? total + loss : loss;
   }
   total.backward();
@@ -73,11 +73,11 @@ bool close(const at::Tensor& a, const at::Tensor& b) {
 void plain_steps(int size, Reducer::Options options, int steps) {
   TestGroup group(size, {.timeout = std::chrono::seconds(20)});
   run_ranks(size, [&](int rank) {
-    const Model model;
+    const PlainModel model;
     Reducer reducer(model.parameters, group.backends[size_t(rank)], options);
     for (int step = 0; step < steps; ++step) {
       model.zero_grad();
-      model.loss(batch(rank, step)).backward();
+      model.loss(input_of(rank, step)).backward();
       const auto wanted = reference(size, step);
       for (size_t i = 0; i < wanted.size(); ++i) RANK_CHECK(close(model[i].grad(), wanted[i]));
     }
@@ -100,7 +100,7 @@ TEST_CASE("buckets of every size") {
 TEST_CASE("buckets are in reverse order first, then in rank 0's order of arrival") {
   TestGroup group(2);
   run_ranks(2, [&](int rank) {
-    const Model model;
+    const PlainModel model;
     Reducer reducer(model.parameters, group.backends[size_t(rank)],
                     {.bucket_cap_bytes = 1, .first_bucket_bytes = 1});
     const std::vector<std::vector<std::string>> before = {{"scale"}, {"w3"}, {"b2"},
@@ -112,7 +112,7 @@ TEST_CASE("buckets are in reverse order first, then in rank 0's order of arrival
       // Ranks see different orders, too.
       const std::vector<size_t> order =
           rank == 0 ? std::vector<size_t>{2, 0, 5, 1, 4, 3} : std::vector<size_t>{5, 4, 3, 2, 1, 0};
-      pass.backward(model.loss(batch(rank, step)), order);
+      pass.backward(model.loss(input_of(rank, step)), order);
       const auto wanted = reference(2, step);
       for (size_t i = 0; i < wanted.size(); ++i) {
         RANK_CHECK(close(pass.gradient(model[i]), wanted[i]));
@@ -128,13 +128,13 @@ TEST_CASE("a distributed pass gets the mean, and .grad is not touched") {
   const int size = GENERATE(2, 4);
   TestGroup group(size);
   run_ranks(size, [&](int rank) {
-    const Model model;
+    const PlainModel model;
     Reducer reducer(model.parameters, group.backends[size_t(rank)]);
     std::vector<std::unique_ptr<FakePass>> passes;  // kept: later passes must not change them
     for (int step = 0; step < 4; ++step) {
       passes.push_back(std::make_unique<FakePass>());
       reducer.attach(*passes.back());
-      passes.back()->backward(model.loss(batch(rank, step)));
+      passes.back()->backward(model.loss(input_of(rank, step)));
     }
     for (int step = 0; step < 4; ++step) {
       const auto wanted = reference(size, step);
@@ -149,7 +149,7 @@ TEST_CASE("a distributed pass gets the mean, and .grad is not touched") {
 TEST_CASE("plain and distributed passes take turns") {
   TestGroup group(2);
   run_ranks(2, [&](int rank) {
-    const Model model;
+    const PlainModel model;
     Reducer reducer(model.parameters, group.backends[size_t(rank)], {.first_bucket_bytes = 100});
     for (int step = 0; step < 6; ++step) {
       const auto wanted = reference(2, step);
@@ -157,9 +157,9 @@ TEST_CASE("plain and distributed passes take turns") {
       model.zero_grad();
       if (step % 2) {
         reducer.attach(pass);
-        pass.backward(model.loss(batch(rank, step)));
+        pass.backward(model.loss(input_of(rank, step)));
       } else {
-        model.loss(batch(rank, step)).backward();
+        model.loss(input_of(rank, step)).backward();
       }
       for (size_t i = 0; i < wanted.size(); ++i) {
         RANK_CHECK(close(step % 2 ? pass.gradient(model[i]) : model[i].grad(), wanted[i]));
@@ -173,7 +173,7 @@ TEST_CASE("a parameter without gradient is named on every rank, and the group go
   const bool distributed = GENERATE(false, true);
   TestGroup group(3, {.timeout = std::chrono::seconds(20)});
   run_ranks(3, [&](int rank) {
-    Model model;
+    PlainModel model;
     model.parameters.push_back({"unused", at::ones({3}).set_requires_grad(true)});
     Reducer reducer(model.parameters, group.backends[size_t(rank)],
                     {.bucket_cap_bytes = cap, .first_bucket_bytes = cap});
@@ -190,7 +190,7 @@ TEST_CASE("a parameter without gradient is named on every rank, and the group go
     for (int step = 0; step < 4; ++step) {
       // In the second step rank 1 leaves out two.
       const bool lacks = step == 1 && rank == 1;
-      at::Tensor loss = model.loss(batch(rank, step), !lacks);
+      at::Tensor loss = model.loss(input_of(rank, step), !lacks);
       if (!lacks) loss = loss + extra.sum();
       if (step != 1) {
         backward(loss);
@@ -226,7 +226,7 @@ TEST_CASE("a pass that dies tells the other ranks at once") {
   TestGroup group(3, {.timeout = std::chrono::seconds(60)});
   const base::TimePoint start = base::Clock::now();
   run_ranks(3, [&](int rank) {
-    const Model model;
+    const PlainModel model;
     Reducer reducer(model.parameters, group.backends[size_t(rank)],
                     {.bucket_cap_bytes = 1, .first_bucket_bytes = 1});
     const auto fails = [&](const at::Tensor& loss) {
@@ -236,14 +236,14 @@ TEST_CASE("a pass that dies tells the other ranks at once") {
       RANK_CHECK(contains(error.message, "backward pass of rank 1"));
     };
     if (rank != 1) {
-      fails(model.loss(batch(rank, 0)));
+      fails(model.loss(input_of(rank, 0)));
     } else if (kind == 0) {
       // Thrown in the middle: some parameters have their gradients, some have not.
       const unsigned hook = model[0].register_hook(
           [](const at::Tensor&) -> void { throw std::runtime_error("user's"); });
       bool thrown = false;
       try {
-        model.loss(batch(rank, 0)).backward();
+        model.loss(input_of(rank, 0)).backward();
       } catch (const std::exception& e) {
         thrown = contains(e.what(), "user's");
       }
@@ -256,7 +256,7 @@ TEST_CASE("a pass that dies tells the other ranks at once") {
     }
     // And the next pass is as if nothing had been.
     model.zero_grad();
-    model.loss(batch(rank, 1)).backward();
+    model.loss(input_of(rank, 1)).backward();
     const auto wanted = reference(3, 1);
     for (size_t i = 0; i < wanted.size(); ++i) RANK_CHECK(close(model[i].grad(), wanted[i]));
   });
@@ -269,25 +269,25 @@ TEST_CASE("a lost rank ends backward with peer_lost") {
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     group.network.kill(1);
   });
-  const Model model;
+  const PlainModel model;
   Reducer reducer(model.parameters, group.backends[0]);
-  CHECK(error_of([&] { model.loss(batch(0, 0)).backward(); }).kind == ErrorKind::kPeerLost);
-  CHECK(error_of([&] { model.loss(batch(0, 0)).backward(); }).kind == ErrorKind::kPeerLost);
+  CHECK(error_of([&] { model.loss(input_of(0, 0)).backward(); }).kind == ErrorKind::kPeerLost);
+  CHECK(error_of([&] { model.loss(input_of(0, 0)).backward(); }).kind == ErrorKind::kPeerLost);
   killer.join();
 }
 
 TEST_CASE("a second pass beside the first is refused") {
   TestGroup group(1);
-  const Model model;
+  const PlainModel model;
   Reducer reducer(model.parameters, group.backends[0]);
   FakePass first;
   FakePass second;
   reducer.attach(first);
   CHECK(error_of([&] { reducer.attach(second); }).kind == ErrorKind::kInvalid);
-  CHECK(error_of([&] { model.loss(batch(0, 0)).backward(); }).kind == ErrorKind::kInvalid);
-  first.backward(model.loss(batch(0, 0)));
+  CHECK(error_of([&] { model.loss(input_of(0, 0)).backward(); }).kind == ErrorKind::kInvalid);
+  first.backward(model.loss(input_of(0, 0)));
   reducer.attach(second);
-  second.backward(model.loss(batch(0, 0)));
+  second.backward(model.loss(input_of(0, 0)));
   CHECK(error_of([&] { Reducer again(model.parameters, group.backends[0]); }).kind ==
         ErrorKind::kInvalid);
 }
@@ -295,10 +295,10 @@ TEST_CASE("a second pass beside the first is refused") {
 TEST_CASE("gradients accumulate over backward passes as without a Reducer") {
   TestGroup group(2);
   run_ranks(2, [&](int rank) {
-    const Model model;
+    const PlainModel model;
     Reducer reducer(model.parameters, group.backends[size_t(rank)]);
-    model.loss(batch(rank, 0)).backward();
-    model.loss(batch(rank, 1)).backward();
+    model.loss(input_of(rank, 0)).backward();
+    model.loss(input_of(rank, 1)).backward();
     const auto first = reference(2, 0);
     const auto second = reference(2, 1);
     for (size_t i = 0; i < first.size(); ++i) {
@@ -323,9 +323,9 @@ TEST_CASE("parameters used twice, shared, strided and frozen") {
 
 TEST_CASE("the reducer's hooks go with it") {
   TestGroup group(2);
-  const Model model;
+  const PlainModel model;
   { Reducer reducer(model.parameters, group.backends[0]); }
-  model.loss(batch(0, 0)).backward();  // would wait for rank 1
+  model.loss(input_of(0, 0)).backward();  // would wait for rank 1
   CHECK(model[0].grad().defined());
   Reducer again(model.parameters, group.backends[0]);
 }

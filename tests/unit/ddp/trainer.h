@@ -5,7 +5,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -31,10 +30,6 @@ using Model = ddp::DistributedDataParallel<torch::nn::Sequential>;
 constexpr int kTrainers = 2;
 constexpr ddp::Reducer::Options kSmallBuckets{.bucket_cap_bytes = 60, .first_bucket_bytes = 30};
 inline const std::string kNone = "(no error)";
-
-inline void expect(bool condition, const std::string& what) {
-  if (!condition) throw std::runtime_error(what);
-}
 
 inline torch::nn::Sequential make_net() {
   torch::nn::Sequential net(torch::nn::Linear(4, 6), torch::nn::Tanh(), torch::nn::Linear(6, 2));

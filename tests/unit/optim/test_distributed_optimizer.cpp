@@ -47,7 +47,7 @@ struct Table {
   at::Tensor weight;
 };
 
-void setup(Agent& agent) {
+void set_up_layers(Agent& agent) {
   if (agent.rank() == 0) g_counts.clear();
   autograd::install(agent);
   g_counts.push_back(optim::install(agent));
@@ -97,7 +97,7 @@ TEST_CASE("SGD, Adagrad and Adam over two owners and local parameters are torch'
     reference = std::make_unique<torch::optim::Adam>(local, torch::optim::AdamOptions(0.1));
   }
 
-  Cluster cluster(3, setup);
+  Cluster cluster(3, set_up_layers);
   {
     Agent& agent = cluster[0];
     const auto first = agent.remote_new<Layer>(1, w1);
@@ -136,7 +136,7 @@ TEST_CASE("sync mode applies the mean of all participants, in whatever order the
   const at::Tensor w = at::zeros({2, 1}, at::kDouble);
   std::vector<int> order = {0, 1, 2};
   do {
-    Cluster cluster(4, setup);
+    Cluster cluster(4, set_up_layers);
     {
       const auto layer = cluster[3].make_rref(Layer(w));
       std::vector<RRef<Layer>> layers(3);
@@ -179,7 +179,7 @@ TEST_CASE("sync mode applies the mean of all participants, in whatever order the
 }
 
 TEST_CASE("async mode applies each update as it comes") {
-  Cluster cluster(4, setup);
+  Cluster cluster(4, set_up_layers);
   const auto layer = cluster[0].remote_new<Layer>(3, at::zeros({2, 1}, at::kDouble));
   const auto parameter = layer.rpc_sync<&Layer::parameter>();
   constexpr int kSteps = 25;
@@ -201,7 +201,7 @@ TEST_CASE("async mode applies each update as it comes") {
 }
 
 TEST_CASE("several contexts are summed into one update") {
-  Cluster cluster(2, setup);
+  Cluster cluster(2, set_up_layers);
   Agent& agent = cluster[0];
   const auto layer = agent.remote_new<Layer>(1, at::zeros({2, 1}, at::kDouble));
   const auto unused = agent.remote_new<Layer>(1, at::ones({2, 1}, at::kDouble));
@@ -231,7 +231,7 @@ TEST_CASE("several contexts are summed into one update") {
 }
 
 TEST_CASE("parameters have one optimizer; who comes later has to agree with it") {
-  Cluster cluster(2, setup);
+  Cluster cluster(2, set_up_layers);
   Agent& agent = cluster[0];
   std::vector<RRef<at::Tensor>> parameters;
   std::vector<RRef<Layer>> layers;
@@ -265,7 +265,7 @@ TEST_CASE("parameters have one optimizer; who comes later has to agree with it")
 }
 
 TEST_CASE("rows of a sparse embedding are updated while another context's pass is in flight") {
-  Cluster cluster(2, setup);
+  Cluster cluster(2, set_up_layers);
   Agent& agent = cluster[0];
   const at::Tensor w = at::rand({10, 3}, at::kDouble);
   const auto table = agent.remote_new<Table>(1, w);
@@ -306,7 +306,7 @@ TEST_CASE("rows of a sparse embedding are updated while another context's pass i
 }
 
 TEST_CASE("trainers share one sparse table at full speed") {
-  Cluster cluster(4, setup);
+  Cluster cluster(4, set_up_layers);
   const at::Tensor w = at::zeros({10, 3}, at::kDouble);
   const auto table = cluster[0].remote_new<Table>(3, w);
   const auto parameter = table.rpc_sync<&Table::parameter>();

@@ -1,28 +1,12 @@
-#include <functional>
 #include <limits>
 #include <string>
 
-#include "distrain/base/error.h"
 #include "distrain/optim/update_rule.h"
 #include "distrain/rpc/serialize.h"
+#include "invalid_message.h"
 #include "support/catch.h"
 
 namespace distrain::optim {
-namespace {
-
-std::string invalid_message(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const base::Exception& exception) {
-    CHECK(exception.kind() == base::ErrorKind::kInvalid);
-    return exception.error().message;
-  }
-  FAIL("no error");
-  return {};
-}
-
-}  // namespace
-
 static_assert(rpc::Serializable<OptimizerFields>);
 
 TEST_CASE("Options survive the way through plain fields") {

@@ -48,7 +48,7 @@ RRef<Column> column(rpc::CallContext& context) {
 }
 at::Tensor value_on(Agent& agent) { return agent.local<Home>().column->value(); }
 
-void setup(Agent& agent) {
+void set_up_columns(Agent& agent) {
   agent.provide(std::make_shared<Home>());
   agent.expose<&column>("column");
   autograd::install(agent);
@@ -93,7 +93,7 @@ TEST_CASE("groups over two owners and local parameters are torch's parameter gro
       std::make_unique<AdamWOptions>(AdamWOptions(0.02).weight_decay(0).betas({0.8, 0.99})));
   torch::optim::AdamW reference(reference_groups);
 
-  Cluster cluster(3, setup);
+  Cluster cluster(3, set_up_columns);
   {
     Agent& agent = cluster[0];
     const auto first = agent.remote_new<Column>(1, w1);
@@ -147,7 +147,7 @@ TEST_CASE("groups over two owners and local parameters are torch's parameter gro
 }
 
 TEST_CASE("two groups of one owner have their own rules, of different kinds") {
-  Cluster cluster(2, setup);
+  Cluster cluster(2, set_up_columns);
   {
     Agent& agent = cluster[0];
     const at::Tensor zeros = at::zeros({2, 1}, at::kDouble);
@@ -189,7 +189,7 @@ TEST_CASE("two groups of one owner have their own rules, of different kinds") {
 }
 
 TEST_CASE("a parameter that is given twice is refused, naming the groups") {
-  Cluster cluster(2, setup);
+  Cluster cluster(2, set_up_columns);
   {
     Agent& agent = cluster[0];
     const at::Tensor here = leaf(at::zeros({2, 1}));
@@ -229,7 +229,7 @@ TEST_CASE("a replica of DistributedDataParallel is no shared parameter") {
     void operator()(const at::Tensor&) override {}
     void on_context_gradient(const autograd::ContextRef&, const at::Tensor&) override {}
   };
-  Cluster cluster(1, setup);
+  Cluster cluster(1, set_up_columns);
   const at::Tensor parameter = at::zeros({2}).requires_grad_();
   torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::make_unique<Replica>());
   const base::Error error = error_of([&] {
@@ -244,7 +244,7 @@ TEST_CASE("a replica of DistributedDataParallel is no shared parameter") {
 }
 
 TEST_CASE("a rank trains parameters of its own with another rank: async") {
-  Cluster cluster(2, setup);
+  Cluster cluster(2, set_up_columns);
   {
     constexpr int kSteps = 25;
     cluster.on_all([&](Agent& agent) {
@@ -265,7 +265,7 @@ TEST_CASE("a rank trains parameters of its own with another rank: async") {
 TEST_CASE("a rank trains parameters of its own with another rank: sync, clipped or not") {
   // Its own replicas beside them are updated by each rank's steps alone.
   const double max_norm = GENERATE(0.0, 0.5);
-  Cluster cluster(2, setup);
+  Cluster cluster(2, set_up_columns);
   {
     constexpr int kSteps = 10;
     std::vector<at::Tensor> own = {leaf(at::zeros({3}, at::kDouble)),
@@ -304,7 +304,7 @@ TEST_CASE("a rank trains parameters of its own with another rank: sync, clipped 
 TEST_CASE("a rank trains parameters of its own with another rank: ssp holds back who is ahead") {
   const int fast = GENERATE(0, 1);  // the owner, or the other
   CAPTURE(fast);
-  Cluster cluster(2, setup);
+  Cluster cluster(2, set_up_columns);
   {
     constexpr int kSteps = 6;
     constexpr int64_t kStaleness = 2;
@@ -342,7 +342,7 @@ TEST_CASE("a rank trains parameters of its own with another rank: ssp holds back
 }
 
 TEST_CASE("in sync mode all step with the same learning rate") {
-  Cluster cluster(2, setup);
+  Cluster cluster(2, set_up_columns);
   {
     std::vector<base::Error> errors(2);
     cluster.on_all([&](Agent& agent) {
@@ -368,7 +368,7 @@ TEST_CASE("who waits for a rank that is lost gets its error, on the owner, too")
   const auto [mode, max_norm] = GENERATE(std::pair(Mode::kSync, 0.0), std::pair(Mode::kSync, 1.0),
                                          std::pair(Mode::kSsp, 0.0), std::pair(Mode::kAsync, 1.0));
   CAPTURE(static_cast<int>(mode), max_norm);
-  Cluster cluster(3, setup);
+  Cluster cluster(3, set_up_columns);
   std::vector<base::Error> errors(2);
   std::vector<std::thread> threads;
   std::atomic<int> attached{0};

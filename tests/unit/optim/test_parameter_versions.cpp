@@ -46,7 +46,7 @@ struct SquareLayer {
   at::Tensor weight;
 };
 
-void setup(Agent& agent) {
+void set_up_square_layers(Agent& agent) {
   autograd::install(agent);
   optim::install(agent);
   agent.expose_class<SquareLayer>("SquareLayer");
@@ -68,7 +68,7 @@ at::Tensor gradient_at(const at::Tensor& weight, const at::Tensor& x) {
 }  // namespace
 
 TEST_CASE("an update leaves a pass in flight on the version that it was built on") {
-  Cluster cluster(2, setup);
+  Cluster cluster(2, set_up_square_layers);
   Agent& agent = cluster[0];
   at::manual_seed(5);
   const at::Tensor w = at::rand({3, 2}, at::kDouble), x = at::rand({4, 3}, at::kDouble);
@@ -104,7 +104,7 @@ TEST_CASE("an update leaves a pass in flight on the version that it was built on
 }
 
 TEST_CASE("a pass that saved the parameter itself is refused, never fed another version") {
-  Cluster cluster(2, setup);
+  Cluster cluster(2, set_up_square_layers);
   Agent& agent = cluster[0];
   const at::Tensor w = at::rand({3, 2}, at::kDouble), x = at::rand({4, 3}, at::kDouble);
   const auto layer = agent.remote_new<SquareLayer>(1, w);
@@ -127,7 +127,7 @@ TEST_CASE("a pass that saved the parameter itself is refused, never fed another 
 }
 
 TEST_CASE("async trainers on a dense layer finish every pass") {
-  Cluster cluster(4, setup);
+  Cluster cluster(4, set_up_square_layers);
   const at::Tensor w = at::rand({16, 8}, at::kDouble) * 0.01;
   const auto layer = cluster[0].remote_new<SquareLayer>(3, w);
   const auto parameter = layer.rpc_sync<&SquareLayer::parameter>();
@@ -159,7 +159,7 @@ TEST_CASE("async trainers on a dense layer finish every pass") {
 
 TEST_CASE("ssp: nobody runs more than the staleness ahead of the slowest") {
   const int64_t staleness = GENERATE(0, 1, 3);
-  Cluster cluster(2, setup);
+  Cluster cluster(2, set_up_square_layers);
   const auto layer = cluster[0].remote_new<SquareLayer>(1, at::rand({3, 2}, at::kDouble));
   const auto parameter = layer.rpc_sync<&SquareLayer::parameter>();
   const at::Tensor x = at::rand({2, 3}, at::kDouble);
@@ -196,7 +196,7 @@ TEST_CASE("ssp: nobody runs more than the staleness ahead of the slowest") {
 TEST_CASE("clipping takes the norm over all owners together, as torch does over one model") {
   const auto mode = GENERATE(Sharing::Mode::kSync, Sharing::Mode::kAsync);
   const double max_norm = GENERATE(0.25, 1e6);
-  Cluster cluster(4, setup);
+  Cluster cluster(4, set_up_square_layers);
   at::manual_seed(6);
   const at::Tensor w1 = at::rand({3, 2}, at::kDouble), w2 = at::rand({3, 2}, at::kDouble);
   const at::Tensor x[2] = {at::rand({4, 3}, at::kDouble), at::rand({4, 3}, at::kDouble)};
@@ -250,7 +250,7 @@ TEST_CASE("an optimizer that was given the state of another goes on as that one 
       : which == 1 ? optim::OptimizerOptions(optim::Sgd{.lr = 0.1, .momentum = 0.9})
       : which == 2 ? optim::OptimizerOptions(optim::Adagrad{.lr = 0.1})
                    : optim::OptimizerOptions(optim::Adam{.lr = 0.1, .amsgrad = true});
-  Cluster cluster(2, setup);
+  Cluster cluster(2, set_up_square_layers);
   Agent& agent = cluster[0];
   const at::Tensor w = at::rand({3, 2}, at::kDouble), x = at::rand({2, 3}, at::kDouble);
   at::Tensor here = at::rand({4}, at::kDouble).requires_grad_();
@@ -297,7 +297,7 @@ TEST_CASE("an optimizer that was given the state of another goes on as that one 
 }
 
 TEST_CASE("an onlooker shares the optimizer of its own parameters and makes no steps") {
-  Cluster cluster(2, setup);
+  Cluster cluster(2, set_up_square_layers);
   const auto layer = cluster[0].remote_new<SquareLayer>(1, at::rand({3, 2}, at::kDouble));
   const auto parameter = layer.rpc_sync<&SquareLayer::parameter>();
   const Sharing sharing{Sharing::Mode::kSync, 1, 0};

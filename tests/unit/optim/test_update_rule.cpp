@@ -12,8 +12,8 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
-#include "distrain/base/error.h"
 #include "distrain/optim/update_rule.h"
+#include "invalid_message.h"
 #include "support/catch.h"
 
 namespace distrain::optim {
@@ -90,17 +90,6 @@ void compare_sparse(const OptimizerOptions& options) {
     dense_rule->apply(0, whole, pair.dense_gradient);
     REQUIRE(difference(by_rows, whole) <= 1e-6);
   }
-}
-
-std::string invalid_message(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const base::Exception& exception) {
-    CHECK(exception.kind() == base::ErrorKind::kInvalid);
-    return exception.error().message;
-  }
-  FAIL("no error");
-  return {};
 }
 
 }  // namespace

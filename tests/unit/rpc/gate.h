@@ -1,12 +1,17 @@
-// A call that is held up until the test lets it go, so that no test depends on the machine's speed.
+// Calls that any test may use. One is held up until the test lets it go, so that no test depends on
+// the machine's speed.
 #pragma once
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <stdexcept>
 #include <thread>
 
 namespace distrain::testing {
+
+inline int64_t add(int64_t a, int64_t b) { return a + b; }
+inline void nap(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 
 inline std::atomic<bool> g_gate{false};  // whether it is open
 inline std::atomic<int> g_at_gate{0};    // how many calls stand before it

@@ -18,6 +18,7 @@
 #include "distrain/net/socket.h"
 #include "distrain/wire/frame.h"
 #include "distrain/wire/handshake.h"
+#include "gate.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 
@@ -25,8 +26,6 @@ namespace distrain::testing {
 
 using namespace std::chrono_literals;
 
-inline int64_t add(int64_t a, int64_t b) { return a + b; }
-inline void nap(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 inline void setup(rpc::Agent& agent) {
   agent.expose<&add>("add");
   agent.expose<&nap>("nap");

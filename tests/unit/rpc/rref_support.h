@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "distrain/rpc/agent.h"
+#include "gate.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 
@@ -38,7 +39,6 @@ struct Shelf {
 inline int64_t value_of(const Ref& ref) {
   return ref.is_owner() ? ref.local_value().get() : ref.rpc_sync<&Tracked::get>();
 }
-inline int64_t add(int64_t a, int64_t b) { return a + b; }
 inline Ref echo(const Ref& ref) { return ref; }
 inline Ref make(rpc::CallContext& context, int owner, int64_t value) {
   return context.agent.remote_new<Tracked>(owner, value);

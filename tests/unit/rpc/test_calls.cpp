@@ -11,9 +11,11 @@ using namespace distrain;
 using namespace std::chrono_literals;
 using base::ErrorKind;
 using rpc::Agent;
+using testing::add;
 using testing::Cluster;
 using testing::error_of;
 using testing::g_gate;
+using testing::nap;
 using testing::wait_at_gate;
 
 namespace {
@@ -26,7 +28,6 @@ struct Point {
 };
 
 at::Tensor scale(at::Tensor x, double by) { return x * by; }
-int64_t add(int64_t a, int64_t b) { return a + b; }
 void nothing() {}
 std::string whoami(rpc::CallContext& context, int) {
   return context.agent.name() + " for " + context.caller.name;
@@ -47,7 +48,6 @@ int64_t boom(int kind) {
   at::ones({2}).add_(at::ones({3}));
   return 0;
 }
-void nap(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 base::Future<int64_t> later(rpc::CallContext& context, int64_t value);
 // A calls B calls A …, `depth` times, each waiting inside its handler.
 int64_t bounce(rpc::CallContext& context, int64_t depth);
@@ -60,7 +60,7 @@ struct Counter {
   std::atomic<int64_t> value;
 };
 
-void setup(Agent& agent) {
+void expose_calls(Agent& agent) {
   agent.expose<&scale>("scale");
   agent.expose<&add>("add");
   agent.expose<&nothing>("nothing");
@@ -92,7 +92,7 @@ TEST_CASE("calls with all kinds of arguments and results") {
   const std::string transport = GENERATE("unix", "tcp");
   rpc::AgentOptions options;
   options.transport = transport;
-  Cluster cluster(3, setup, options);
+  Cluster cluster(3, expose_calls, options);
   for (int from = 0; from < 3; ++from) {
     for (int to = 0; to < 3; ++to) {
       CAPTURE(transport, from, to);
@@ -119,7 +119,7 @@ TEST_CASE("calls with all kinds of arguments and results") {
 }
 
 TEST_CASE("tensors of every dtype, sparse and undefined ones") {
-  Cluster cluster(2, setup);
+  Cluster cluster(2, expose_calls);
   for (const at::ScalarType type :
        {at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kHalf, at::kBFloat16, at::kFloat,
         at::kDouble, at::kBool, at::kComplexFloat, at::kComplexDouble}) {
@@ -144,7 +144,7 @@ TEST_CASE("tensors of every dtype, sparse and undefined ones") {
 TEST_CASE("errors keep their kind, text and rank") {
   Cluster cluster(2, [](Agent& agent) {
     if (agent.rank() == 0) {
-      setup(agent);
+      expose_calls(agent);
     } else {
       agent.expose<&boom>("boom");
       agent.expose<&wait_at_gate>("wait_at_gate");
@@ -177,13 +177,13 @@ TEST_CASE("errors keep their kind, text and rank") {
 TEST_CASE("nested calls go deeper than there are threads") {
   rpc::AgentOptions options;
   options.worker_threads = 1;
-  Cluster cluster(2, setup, options);
+  Cluster cluster(2, expose_calls, options);
   CHECK(cluster[0].rpc_sync<&bounce>(1, 64) == 64);
   cluster.shutdown();
 }
 
 TEST_CASE("many calls at once from many threads") {
-  Cluster cluster(3, setup);
+  Cluster cluster(3, expose_calls);
   std::vector<std::thread> threads;
   std::atomic<int64_t> sum{0};
   for (int t = 0; t < 4; ++t) {
@@ -203,7 +203,7 @@ TEST_CASE("many calls at once from many threads") {
 }
 
 TEST_CASE("a rank that dies fails the calls that wait for it") {
-  Cluster cluster(3, setup);
+  Cluster cluster(3, expose_calls);
   g_gate = false;
   auto waiting = cluster[0].rpc_async<&wait_at_gate>(rpc::To(2).without_deadline());
   testing::wait_for_call_at_gate();
@@ -220,7 +220,7 @@ TEST_CASE("a rank that dies fails the calls that wait for it") {
 }
 
 TEST_CASE("abort tells everybody why") {
-  Cluster cluster(2, setup);
+  Cluster cluster(2, expose_calls);
   auto waiting = cluster[0].rpc_async<&nap>(rpc::To(1).without_deadline(), 100);
   cluster[1].abort(base::Error{ErrorKind::kNotFinite, "loss is NaN", -1, {}});
   const base::Error e = error_of([&] { cluster[0].shutdown(); });
@@ -229,7 +229,7 @@ TEST_CASE("abort tells everybody why") {
 }
 
 TEST_CASE("objects live on their owner") {
-  Cluster cluster(3, setup);
+  Cluster cluster(3, expose_calls);
   {
     rpc::RRef<Counter> counter = cluster[0].remote_new<Counter>(1, 5);
     CHECK(counter.rpc_sync<&Counter::increment>(2) == 7);

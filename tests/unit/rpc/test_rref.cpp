@@ -40,7 +40,7 @@ Ref bring_back(rpc::CallContext& context, const Ref& ref, std::vector<int> path)
 }
 void drop(const Ref&) {}
 
-void setup(Agent& agent) {
+void expose_bundles(Agent& agent) {
   expose_tracked(agent);
   agent.expose<&echo_bundle>("echo_bundle");
   agent.expose<&pass_on>("pass_on");
@@ -53,7 +53,7 @@ void setup(Agent& agent) {
 TEST_CASE("an RRef is an argument and a result of any call, from any rank to any rank") {
   rpc::AgentOptions options;
   options.transport = GENERATE("unix", "tcp");
-  Cluster cluster(3, setup, options);
+  Cluster cluster(3, expose_bundles, options);
   for (int owner = 0; owner < 3; ++owner) {
     for (int from = 0; from < 3; ++from) {
       for (int to = 0; to < 3; ++to) {
@@ -80,7 +80,7 @@ TEST_CASE("an RRef is an argument and a result of any call, from any rank to any
 }
 
 TEST_CASE("RRefs travel inside vectors, maps, optionals, tuples and structs") {
-  Cluster cluster(4, setup);
+  Cluster cluster(4, expose_bundles);
   for (int from = 0; from < 4; ++from) {
     for (int to = 0; to < 4; ++to) {
       Agent& agent = cluster[from];
@@ -110,7 +110,7 @@ TEST_CASE("RRefs travel inside vectors, maps, optionals, tuples and structs") {
 }
 
 TEST_CASE("an RRef that is dropped before the call that makes it has run") {
-  Cluster cluster(3, setup);
+  Cluster cluster(3, expose_bundles);
   for (int i = 0; i < 60; ++i) {
     const int from = i % 3, owner = (i / 3) % 3, other = (i / 9) % 3;
     Agent& agent = cluster[from];
@@ -129,7 +129,7 @@ TEST_CASE("an RRef that is dropped before the call that makes it has run") {
 }
 
 TEST_CASE("a fork of a fork of a fork, its parents long gone") {
-  Cluster cluster(4, setup);
+  Cluster cluster(4, expose_bundles);
   const std::vector<int> path = {2, 0, 1, 3, 3, 1, 2, 0, 2, 1};
   for (int owner = 0; owner < 4; ++owner) {
     CHECK(cluster[0].rpc_sync<&pass_on>(3, cluster[0].remote_new<Tracked>(owner, owner), path) ==
@@ -160,7 +160,7 @@ TEST_CASE("an RRef may outlive its agent") {
   Ref user, owned;
   RRef<int64_t> number;
   {
-    Cluster cluster(2, setup);
+    Cluster cluster(2, expose_bundles);
     user = cluster[0].remote_new<Tracked>(1, 1);
     owned = cluster[0].make_rref(Tracked(2));
     number = cluster[0].remote<&add>(1, 1, 2);
@@ -181,7 +181,7 @@ TEST_CASE("RRefs are dropped by a thread of their own while the agents end") {
     std::vector<Ref> refs;
     std::thread dropper;
     {
-      Cluster cluster(2, setup);
+      Cluster cluster(2, expose_bundles);
       for (int i = 0; i < 200; ++i) {
         refs.push_back(cluster[i % 2].remote_new<Tracked>((i / 2) % 2, i));
       }
@@ -199,7 +199,7 @@ TEST_CASE("RRefs are dropped by a thread of their own while the agents end") {
 }
 
 TEST_CASE("many threads share and drop RRefs for a second") {
-  Cluster cluster(4, setup);
+  Cluster cluster(4, expose_bundles);
   std::atomic<bool> stop{false};
   std::atomic<int> failures{0};
   std::vector<std::thread> threads;

@@ -20,7 +20,6 @@ Ref echo_late(const Ref& ref) {
   wait_at_gate();
   return ref;
 }
-void nap(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 int64_t with_tensor(const Ref& ref, const at::Tensor&) { return value_of(ref); }
 std::tuple<Ref, at::Tensor> result_that_cannot_travel(const Ref& ref) {
   return {ref, at::ones({2}, at::kComplexHalf)};
@@ -29,7 +28,7 @@ Tracked fail_to_make(int64_t) { throw base::Exception(ErrorKind::kBadData, "cann
 void not_exposed_there(const Ref&) {}
 Tracked also_not_there(int64_t value) { return Tracked(value); }
 
-void setup(Agent& agent) {
+void expose_faults(Agent& agent) {
   expose_tracked(agent);
   agent.expose<&fail_with>("fail_with");
   agent.expose<&wait_at_gate>("wait_at_gate");
@@ -47,7 +46,7 @@ void setup(Agent& agent) {
 }  // namespace
 
 TEST_CASE("RRefs of calls that fail are let go") {
-  Cluster cluster(3, setup);
+  Cluster cluster(3, expose_faults);
   for (int owner = 0; owner < 3; ++owner) {
     for (int to = 0; to < 3; ++to) {
       CAPTURE(owner, to);
@@ -77,7 +76,7 @@ TEST_CASE("RRefs of calls that fail are let go") {
 }
 
 TEST_CASE("a call that cannot be sent does not wait for an answer") {
-  Cluster cluster(2, setup);
+  Cluster cluster(2, expose_faults);
   Ref ref = cluster[0].make_rref(Tracked(1));
   const auto began = std::chrono::steady_clock::now();
   CHECK(error_of([&] {
@@ -92,7 +91,7 @@ TEST_CASE("a call that cannot be sent does not wait for an answer") {
 TEST_CASE("RRefs of calls whose caller has given up are let go") {
   rpc::AgentOptions options;
   options.worker_threads = 1;
-  Cluster cluster(3, setup, options);
+  Cluster cluster(3, expose_faults, options);
   for (int owner = 0; owner < 3; ++owner) {
     for (int to = 0; to < 3; ++to) {
       CAPTURE(owner, to);
@@ -126,7 +125,7 @@ TEST_CASE("RRefs of calls whose caller has given up are let go") {
 }
 
 TEST_CASE("remote() that fails throws where its value is wanted") {
-  Cluster cluster(3, setup);
+  Cluster cluster(3, expose_faults);
   Agent& agent = cluster[0];
   for (int to = 0; to < 3; ++to) {
     const Ref broken = agent.remote<&fail_to_make>(to, 1);
@@ -150,7 +149,7 @@ TEST_CASE("remote() that fails throws where its value is wanted") {
 }
 
 TEST_CASE("an owner that dies fails what is asked of its values") {
-  Cluster cluster(3, setup);
+  Cluster cluster(3, expose_faults);
   const Ref old = cluster[0].remote_new<Tracked>(2, 1);
   CHECK(value_of(old) == 1);
   const Ref shared = cluster[1].rpc_sync<&echo>(2, cluster[1].remote_new<Tracked>(2, 2));
@@ -174,7 +173,7 @@ TEST_CASE("an owner that dies fails what is asked of its values") {
 }
 
 TEST_CASE("a user that dies takes its forks with it") {
-  Cluster cluster(4, setup);
+  Cluster cluster(4, expose_faults);
   for (int owner : {0, 1}) {
     const Ref direct = cluster[3].remote_new<Tracked>(owner, 1);
     cluster[2].rpc_sync<&shelve>(3, cluster[2].remote_new<Tracked>(owner, 2));

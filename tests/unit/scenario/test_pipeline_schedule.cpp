@@ -2,12 +2,13 @@
 
 #include "../src/scenario/pipeline/schedule.h"
 #include "distrain/base/error.h"
+#include "pipeline_steps.h"
 #include "support/catch.h"
 
 using namespace distrain;
 using namespace distrain::scenario;
+using namespace distrain::scenario::steps;
 using job::Json;
-using Kind = PipelineStep::Kind;
 
 namespace {
 
@@ -24,9 +25,6 @@ std::string refusal(const PipelineSchedule& schedule) {
 PipelineSchedule one_micro_batch(std::vector<std::vector<PipelineStep>> stages) {
   return {"own", 1, std::move(stages)};
 }
-
-constexpr PipelineStep F0{Kind::kForward, 0}, F1{Kind::kForward, 1};
-constexpr PipelineStep B0{Kind::kBackward, 0}, B1{Kind::kBackward, 1};
 
 }  // namespace
 

@@ -4,16 +4,14 @@
 
 #include "../src/scenario/pipeline/turns.h"
 #include "distrain/base/thread_pool.h"
+#include "pipeline_steps.h"
 #include "support/catch.h"
 
 using namespace distrain;
 using namespace distrain::scenario;
-using Kind = PipelineStep::Kind;
+using namespace distrain::scenario::steps;
 
 namespace {
-
-constexpr PipelineStep F0{Kind::kForward, 0}, F1{Kind::kForward, 1};
-constexpr PipelineStep B0{Kind::kBackward, 0}, B1{Kind::kBackward, 1};
 
 base::ErrorKind failure(const base::Future<Turns::TurnPtr>& turn) {
   REQUIRE(turn.done());
