@@ -1,5 +1,7 @@
 // ctest: timeout=120
 // A job of somebody else's, on the job kit: rows of a table on a server, a net under DDP.
+#include <mutex>
+
 #include <ATen/Functions.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/batchnorm.h>
@@ -45,10 +47,21 @@ Rows rows_of(const job::Step& step) {
   return {ids, ids.remainder(2).eq(0).to(at::kFloat)};
 }
 
+std::mutex g_seed;  // it is the process's, and here all ranks are threads of one
+
+/// What `make` initialises.
+template <class F>
+auto seeded(uint64_t seed, F make) {
+  const std::lock_guard lock(g_seed);
+  torch::manual_seed(seed);
+  return make();
+}
+
 torch::nn::Sequential make_net(const OwnOptions& options) {
-  torch::manual_seed(options.seed);
-  return torch::nn::Sequential(torch::nn::Linear(options.dim, 8), torch::nn::ReLU(),
-                               torch::nn::Linear(8, 1));
+  return seeded(options.seed, [&] {
+    return torch::nn::Sequential(torch::nn::Linear(options.dim, 8), torch::nn::ReLU(),
+                                 torch::nn::Linear(8, 1));
+  });
 }
 
 void train_own(job::Rank& rank, const OwnOptions& options) {
@@ -104,8 +117,7 @@ const job::Definition<OwnOptions>& job_of(const OwnOptions&) {
           .role("trainer", &OwnOptions::trainers, train_own)
           .expose([](rpc::Agent& agent) {
             nn::expose_module(agent, "table", [](int64_t rows, int64_t dim) {
-              torch::manual_seed(3);
-              return torch::nn::Embedding(rows, dim);
+              return seeded(3, [&] { return torch::nn::Embedding(rows, dim); });
             });
             nn::expose_module(agent, "normalised", [](int64_t rows, int64_t dim) {
               return torch::nn::Sequential(torch::nn::Embedding(rows, dim),
