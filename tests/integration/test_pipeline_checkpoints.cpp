@@ -1,4 +1,5 @@
-// ctest: timeout=180
+// ctest: labels=notsan timeout=180
+// Not under tsan, for time: test_pipeline_failures has the same threads.
 #include "support/scenario_data.h"
 #include "support/scenario_job.h"
 
