@@ -1,6 +1,6 @@
 #!/bin/bash
 # ctest: timeout=300
-# distrain pipeline: lines, sweeps, schedules, cuts, weights, ranks that join, what is refused.
+# distrain pipeline: lines, sweeps, schedules, cuts, weights, ranks that join.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
@@ -71,7 +71,7 @@ run "${small[@]}" --batches 4 --micro-batches 1,4 --inject stage=300ms
 expect 0 "--inject stage"
 expect_jq '[.[] | select(.event == "split")] | .[0].batch_s >= 1.2 and .[1].batch_s >= 0.75
   and all(.[]; .stage_s[0] >= 0.6) and .[1].batch_s < (.[1].stage_s | add)' "--inject stage"
-for rank in 1 2 3; do
+for rank in $(few 2 1 3); do
   run "${small[@]}" --stages 3 --micro-batches 2 --inject "stage=40ms@rank=$rank" --trace "$tmp/trace.json"
   expect 0 "--inject stage@rank=$rank"
   expect_jq "[.[] | select(.event == \"split\")][0].stage_s[$rank - 1] >= 0.08" "--inject stage@rank=$rank"
@@ -151,29 +151,7 @@ expect 143 "SIGTERM of --local"
 expect_log "SIGTERM of --local"
 expect_jq '[.[] | select(.event == "checkpoint")] | map(.action) == ["loaded", "saved"]' "SIGTERM of --local"
 
-# What is refused before anything starts.
-refused() { # refused <words> <option>...
-  local words=$1
-  shift
-  run pipeline "$@"
-  expect_error 2 invalid "$words" "$*"
-}
-refused "--micro-batches 121: there are only 120" --micro-batches 121
-refused "--micro-batches must be" --micro-batches 0
-refused "--micro-batches must be" --micro-batches 2,,4
-refused "--micro-batches must be" --micro-batches two
-refused "--schedule must be one of" --schedule zigzag
-refused "need one --micro-batches" --micro-batches 1,2 --checkpoint "$tmp/saved"
-refused "layer9" --split layer9
-refused "stages" --split layer1,layer2
-refused "stages" --stages 50
-refused "rank 0 is the master" --inject stage=1s@rank=0
-refused "must be a time" --inject stage=fast
-refused "--lr-schedule plateau:3: the job has neither epochs nor evaluations" --lr-schedule plateau:3
-refused "unknown option --epochs" --epochs 3
-refused "--world-size says 7" --stages 2 --world-size 7
-run hybrid --inject stage=1s
-expect_error 2 invalid "no stages" "stage of another job"
+# Files that are not what they should be.
 run pipeline --data "$tmp/nowhere"
 expect_error 7 bad_data "--data $tmp/nowhere" "missing --data"
 run pipeline --weights "$tmp/nowhere"
@@ -181,7 +159,7 @@ expect_error 7 bad_data "--weights $tmp/nowhere" "missing --weights"
 echo nothing >"$tmp/weights"
 # The others leave because of rank 0, at times before it does; and those that have not met it yet are
 # not left to wait for the peer timeout.
-for _ in 1 2 3 4 5; do
+for _ in $(few 1 2 3 4 5); do
   run "${small[@]}" --weights "$tmp/weights" --peer-timeout 600
   expect 7 "bad --weights"
   expect_jq '.[-1].message | test("weights")' "bad --weights"

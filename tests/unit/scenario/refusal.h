@@ -1,0 +1,62 @@
+// A command line in this process, as a user sees what it prints.
+#pragma once
+
+#include <cstdio>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include <unistd.h>
+
+#include "distrain/app/job_command.h"
+#include "distrain/base/clock.h"
+#include "support/catch.h"
+
+namespace distrain::testing {
+
+using job::Json;
+
+/// What `call` writes to standard output or standard error.
+template <class F>
+std::string written_to(int stream, F call) {
+  std::cout.flush();
+  std::FILE* file = std::tmpfile();
+  const int kept = dup(stream);
+  dup2(fileno(file), stream);
+  call();
+  dup2(kept, stream);
+  close(kept);
+  std::string text(static_cast<size_t>(lseek(fileno(file), 0, SEEK_END)), '\0');
+  CHECK(pread(fileno(file), text.data(), text.size(), 0) == static_cast<ssize_t>(text.size()));
+  std::fclose(file);
+  return text;
+}
+
+/// Refused before any rank has started, on a line of standard error and by `error` and `end`.
+inline void check_refused(const app::JobCommand& command, const std::vector<std::string>& arguments,
+                          const std::string& told) {
+  CAPTURE(command.line.name, arguments, told);
+  int code = 0;
+  std::string errors;
+  const std::string output = written_to(STDOUT_FILENO, [&] {
+    errors = written_to(STDERR_FILENO, [&] {
+      code = app::run_job_command(command, arguments, base::Clock::now());
+    });
+  });
+  CHECK(code == 2);
+  CHECK(errors.starts_with("distrain: "));
+  CHECK(errors.find('\n') == errors.size() - 1);
+  const size_t first = output.find('\n') + 1;
+  const Json error = Json::parse(output.substr(0, first)), end = Json::parse(output.substr(first));
+  CHECK(error["event"] == "error");
+  CHECK(end["event"] == "end");
+  CHECK(error["message"].get<std::string>().find(told) != std::string::npos);
+  CHECK(end["message"] == error["message"]);
+  for (const Json& line : {error, end}) {
+    CHECK(line["v"] == 1);
+    CHECK(line["exit_code"] == 2);
+    CHECK(line["kind"] == "invalid");
+  }
+}
+
+}  // namespace distrain::testing
