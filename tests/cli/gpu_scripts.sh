@@ -1,6 +1,8 @@
 #!/bin/bash
+# ctest: labels=noasan
 # The scripts that tests/gpu/run compares jobs with, on programs that stand in for distrain: a job that
 # hangs, differs or is slow is told of, fails the script, and keeps the others from nothing.
+# Not under asan: nothing of ours that is compiled runs.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 

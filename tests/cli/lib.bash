@@ -34,6 +34,11 @@ cleanup() {
 }
 trap cleanup EXIT
 
+# Under a sanitizer, where processes take long to start: time for the same code again is better saved.
+sanitized() { [[ -n ${DISTRAIN_TEST_LIMIT:-} ]]; }
+# few <word>...: the first one under a sanitizer, otherwise all.
+few() { if sanitized; then echo "$1"; else echo "$@"; fi; }
+
 fail() {
   echo "FAILED: $*"
   failures=$((failures + 1))

@@ -7,3 +7,14 @@ using Catch::Approx;
 #else
 #include <catch2/catch.hpp>
 #endif
+
+namespace distrain::testing {
+
+/// Under a sanitizer a test may leave out a combination of what it tries one by one.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr bool kSanitized = true;
+#else
+inline constexpr bool kSanitized = false;
+#endif
+
+}  // namespace distrain::testing
