@@ -44,13 +44,14 @@ inline void check_refused(const app::JobCommand& command, const std::vector<std:
     });
   });
   CHECK(code == 2);
-  CHECK(errors.starts_with("distrain: "));
-  CHECK(errors.find('\n') == errors.size() - 1);
   const size_t first = output.find('\n') + 1;
   const Json error = Json::parse(output.substr(0, first)), end = Json::parse(output.substr(first));
   CHECK(error["event"] == "error");
   CHECK(end["event"] == "end");
-  CHECK(error["message"].get<std::string>().find(told) != std::string::npos);
+  const std::string message = error["message"];
+  CHECK(message.find(told) != std::string::npos);
+  CHECK(errors.ends_with(": " + message + '\n'));
+  CHECK(errors.find('\n') == errors.size() - 1);
   CHECK(end["message"] == error["message"]);
   for (const Json& line : {error, end}) {
     CHECK(line["v"] == 1);

@@ -67,7 +67,8 @@ void check_placed(const std::vector<Placed>& all) {
       CHECK(app::run_job_command(hybrid, dump_placement(placed.arguments), base::Clock::now()) ==
             0);
     }));
-    for (const auto& [name, value] : Json::parse(placed.expected).items()) {
+    const Json expected = Json::parse(placed.expected);
+    for (const auto& [name, value] : expected.items()) {
       CAPTURE(name);
       CHECK(text[name] == value);
     }
