@@ -97,7 +97,7 @@ void Snapshot::expect_option(const std::string& name, const std::string& value) 
   const auto saved = option(name);
   if (!saved) refuse("it does not say its --" + name);
   if (*saved == value) return;
-  refuse(saved->empty() ? "saved without --" + name + ", not with " + value
+  refuse(saved->empty()  ? "saved without --" + name + ", not with " + value
          : value.empty() ? "saved with --" + name + " " + *saved + ", not without"
                          : "saved with --" + name + " " + *saved + ", not " + value);
 }

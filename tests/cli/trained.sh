@@ -48,7 +48,7 @@ for command in hybrid ps rnn; do
     expect_log "$name"
     expect_jq '(map(.event) | any(. == "epoch" or . == "step") | not) and .[-1].steps == 0' "$name: no training"
     # In one process the shares of the trainers are one, so that losses are summed in another order.
-    fields=.loss,.accuracy,.perplexity,.samples
+    fields=.loss,.accuracy,.perplexity,.samples,.words
     [[ -z $where ]] || fields=.accuracy,.samples
     [[ $(evaluated "$tmp/out" $fields) == "$(evaluated "$tmp/$command.log" $fields)" ]] ||
       fail "$name: $(evaluated "$tmp/out" $fields), not $(evaluated "$tmp/$command.log" $fields)"
@@ -87,9 +87,10 @@ expect_jq 'map(select(.event == "prediction").text | split(" ") | length) == [6,
 [[ $(jq .text "$tmp/generated1") == "$(jq .text "$tmp/generated2")" ]] || fail "text: another one at the second time"
 
 # A pipeline's stages, in one; images come with labels, without, and from a folder.
-run pipeline --data "$tmp/images" --model resnet18 --image-size 33 --classes 10 --batch-size 16 --num-split 2 \
-  --batches 4 --loss ce --checkpoint "$tmp/pipeline"
+run pipeline --data "$tmp/images" --valid-data "$tmp/images" --model resnet18 --image-size 33 --classes 10 \
+  --batch-size 16 --num-split 2 --epochs 2 --loss ce --checkpoint "$tmp/pipeline" # the option's old name
 expect 0 pipeline
+trained=$(evaluated "$tmp/out" .accuracy)
 run predict "$tmp/pipeline" "$tmp/images/t10k-images-idx3-ubyte"
 expect 0 "predict, of pipeline"
 expect_log "predict, of pipeline"
@@ -97,6 +98,7 @@ expect_log "predict, of pipeline"
 expect_jq 'map(select(.event == "prediction")) as $told
   | ($told | length == 20 and all(.[]; (.scores | length) == 10 and has("expected")))
   and .[-1].accuracy == ($told | map(select(.label == .expected)) | length / 20)' "predict, of pipeline"
+[[ $(jq -c 'select(.event == "end") | [.accuracy]' "$tmp/out") == "$trained" ]] || fail "predict, of pipeline: not $trained"
 predictions "$tmp/out" >"$tmp/pipeline.file"
 run predict "$tmp/pipeline" - <"$tmp/images/t10k-images-idx3-ubyte"
 [[ $(predictions "$tmp/out") == "$(cat "$tmp/pipeline.file")" ]] || fail "predict, of pipeline, from stdin: others"

@@ -1,5 +1,6 @@
 // ctest: labels=noasan,notsan timeout=300
-// Under no sanitizer, for time: test_pipeline_failures and test_pipeline_checkpoints run the same code.
+// Under no sanitizer, for time: test_pipeline_failures and test_pipeline_checkpoints run the same
+// code.
 #include "support/scenario_data.h"
 #include "support/scenario_job.h"
 

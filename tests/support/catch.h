@@ -1,6 +1,8 @@
 // Catch2 v2 (Debian 12) or v3, whichever is installed.
 #pragma once
 
+#include <string>
+
 #if __has_include(<catch2/catch_all.hpp>)
 #include <catch2/catch_all.hpp>
 using Catch::Approx;
@@ -16,5 +18,9 @@ inline constexpr bool kSanitized = true;
 #else
 inline constexpr bool kSanitized = false;
 #endif
+
+inline bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
 
 }  // namespace distrain::testing

@@ -213,10 +213,6 @@ base::Error error_of_job(base::ErrorKind kind, Place place, const Options& optio
   return finished.errors.begin()->second;
 }
 
-inline bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
 /// What a job says whose trainer 2 has read other data, which it says after trainer 1: later and
 /// later, until that is so.
 template <class Options>

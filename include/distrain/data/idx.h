@@ -30,8 +30,8 @@ struct ImageFolder {
 };
 
 /// Images to look at: a file of them, with their labels if there is a file beside it that is named
-/// alike (`labels-idx1` for `images-idx3`), else without, then it may be a pipe; or the `t10k-…` pair of a folder. Throws
-/// as read_idx().
+/// alike (`labels-idx1` for `images-idx3`), else without, then it may be a pipe; or the `t10k-…`
+/// pair of a folder. Throws as read_idx().
 ImageSet read_images(const std::string& path);
 
 /// Whether `folder` has `train-images-idx3-ubyte` or `train-labels-idx1-ubyte`, however spelled.

@@ -131,7 +131,8 @@ void CommonOptions::describe_common(OptionList<Options>& list) {
       .details(
           "A folder of checkpoints stands for the newest in it. `auto` needs --checkpoint; if "
           "there\nis none yet, the job starts afresh. Options that are not given are those that it "
-          "was saved\nwith, but for a limit of steps that it has reached. Of those that are given, some "
+          "was saved\nwith, but for a limit of steps that it has reached. Of those that are given, "
+          "some "
           "may be others\n(--lr, --epochs), which a `warn` line tells.")
       .offers({"auto"})
       .may_change();

@@ -96,7 +96,7 @@ struct Plan {
   int64_t epochs = 1;
   int64_t steps = 0;  ///< of each trainer; 0: as many as the epochs have
   int64_t steps_per_epoch = 1;
-  bool one_pace = false;  ///< nobody takes over steps of a slow trainer
+  bool one_pace = false;   ///< nobody takes over steps of a slow trainer
   bool eval_only = false;  ///< nothing is trained, only evaluated, and nothing saved
   double lr = 0;
   optim::Schedule lr_schedule;

@@ -16,8 +16,8 @@ struct HybridOptions : job::TrainerOptions {
   int batches = 10;          ///< an epoch and trainer, random data only
   int num_embeddings = 100;  ///< random data only; with a file: its words
   int embedding_dim = 16;
-  int classes = 8;   ///< random data only; with a file: its labels
-  std::string data;  ///< fastText-format file; empty: random batches
+  int classes = 8;                    ///< random data only; with a file: its labels
+  std::string data;                   ///< fastText-format file; empty: random batches
   std::string valid_data, test_data;  ///< as data; empty: no such evaluation
   /// Not an option of the command line: told the final parameters, on trainer 0.
   std::function<void(const data::NamedTensors&)> on_finished;

@@ -53,7 +53,8 @@ const job::Definition<HybridOptions>& hybrid_job() {
               "looked up back.\n`trainer0`, `trainer1`, ..., `master` and `ps` are the ranks' "
               "roles. Only the trainers read the\ndata, and each may be given a path of its own.\n"
               "\n"
-              "`distrain predict CHECKPOINT [FILE]` gives the labels of examples, which are written "
+              "`distrain predict CHECKPOINT [FILE]` gives the labels of examples, which are "
+              "written "
               "as those of\n--data, with a label or without. Words that were not there in training "
               "do not count.")
           .example("distrain hybrid", "The tutorial's job")

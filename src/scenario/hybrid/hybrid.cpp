@@ -88,9 +88,8 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
   training.keep("embedding", rows);
   training.keep("fc", dense);
   training.keep(optimizer, hybrid_parameters());
-  data.evaluate_in(training, [&](const HybridBatch& batch) {
-    return dense.module()->forward(look_up(batch));
-  });
+  data.evaluate_in(
+      training, [&](const HybridBatch& batch) { return dense.module()->forward(look_up(batch)); });
   training.run([&](const job::Step& step) {
     const HybridBatch batch = data.batch(step.shard, step.epoch, step.number);
     const at::Tensor targets = rpc::placed(batch.targets, device);

@@ -133,7 +133,9 @@ void PipelineOptions::describe(job::OptionList<PipelineOptions>& list) {
       "warmup:LENGTH+ if there is one; lengths are batches of a run";
   list.find("log-interval").help = "batches between 'step' lines; 0: none";
   list.find("checkpoint-every").help = "batches between two saves";
-  list.row("checkpoint-every").by_default("at the end, with --data of each epoch");
+  list.row("checkpoint-every")
+      .by_default("at the end")
+      .details("With --data at the end of each epoch.");
   list.row("split").details(
       "A block (layer3.2), a layer (layer2: its last block) or the stem (the first convolution "
       "with\n"
@@ -205,7 +207,8 @@ const job::Definition<PipelineOptions>& pipeline_job() {
               "ones. A\n"
               "job that is resumed ends in the same bits with the same --threads.\n"
               "\n"
-              "`distrain predict CHECKPOINT [FILE]` gives the classes of images: of a file of those "
+              "`distrain predict CHECKPOINT [FILE]` gives the classes of images: of a file of "
+              "those "
               "that --data takes\n(test_batch.bin, t10k-images-idx3-ubyte), or of a folder with "
               "it.")
           .example(
@@ -217,8 +220,8 @@ const job::Definition<PipelineOptions>& pipeline_job() {
           .example("distrain pipeline --stages 3 --inject stage=100ms",
                    "Whether the stages wait no longer than the schedule says")
           .example(
-              "distrain pipeline --data cifar-10-batches-bin --valid-data cifar-10-batches-bin "
-              "--loss ce --micro-batches 8 --epochs 5",
+              "distrain pipeline --data cifar --valid-data cifar --loss ce --micro-batches 8 "
+              "--epochs 5",
               "Real images, and how well it does on others")
           .example("for r in 0 1 2; do distrain pipeline --rank $r & done; wait",
                    "Three ranks that are started one by one")
@@ -253,6 +256,7 @@ const job::Definition<PipelineOptions>& pipeline_job() {
                  sometimes({"num_split", kInteger, "of the last run"}),
                  sometimes({"batch_s", kNumber, "of the last run"}), sometimes(samples_per_s),
                  with_data("of the last evaluation, or in the last batch"),
+                 sometimes({"eval", kObject, "the last evaluation", job::eval_event("").fields}),
                  sometimes({"best",
                             kObject,
                             "the quickest run",

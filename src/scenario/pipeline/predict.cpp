@@ -15,13 +15,12 @@ void predict_pipeline(job::Predictions& predictions, const PipelineOptions& opti
   data::NamedTensors whole = model.named_parameters();
   whole.merge(model.named_buffers());
   predictions.load(whole);
-  model.eval();
   std::vector<std::string> classes;
   for (int64_t i = 0; i < options.classes; ++i) classes.push_back(std::to_string(i));
-  for (int64_t first = 0; first < images.count(); first += options.batch_size) {
+  for (int64_t first = 0; first < images.valid_count(); first += options.batch_size) {
     const PipelineBatch batch =
-        images.in_order(first, std::min(first + options.batch_size, images.count()));
-    predictions.tell_labels(model.forward(batch.images), batch.labels, classes);
+        images.valid_batch(first, std::min(first + options.batch_size, images.valid_count()));
+    predictions.tell_labels(model.forward(batch.images, false), batch.labels, classes);
   }
 }
 

@@ -91,7 +91,8 @@ const job::Definition<RlOptions>& rl_job() {
               "is\n"
               "heeded after the episode.\n"
               "\n"
-              "`distrain predict CHECKPOINT` plays ten episodes, or --max-episodes, with the action "
+              "`distrain predict CHECKPOINT` plays ten episodes, or --max-episodes, with the "
+              "action "
               "that the policy\nfinds likelier, and without dropout.")
           .example(
               "distrain rl | jq -r 'select(.event == \"episode\") | [.episode, .running_reward] | "
@@ -126,8 +127,8 @@ const job::Definition<RlOptions>& rl_job() {
           .role("observer", &RlOptions::observers, {}, Use::kNone)
           .expose(expose_rl)
           .local(train_rl_local)
-          .predict(predict_rl, {{"reward", kNumber, "of the episode"},
-                                {"steps", kInteger, "of the episode"}})
+          .predict(predict_rl,
+                   {{"reward", kNumber, "of the episode"}, {"steps", kInteger, "of the episode"}})
           .check([](const RlOptions& options, const job::Preflight&) {
             job::Plan::of_steps(options, options.max_episodes);
           })

@@ -16,7 +16,8 @@ void predict_rl(job::Predictions& predictions, const RlOptions& options) {
   const int64_t episodes = options.max_episodes > 0 ? options.max_episodes : kEpisodes;
   models::Policy policy(options.seed, predictions.device());
   predictions.load(policy.named_parameters());
-  ObservedEnvironments environment(options.seed, 1, options.max_steps);  // observers have seed + rank
+  ObservedEnvironments environment(options.seed, 1,
+                                   options.max_steps);  // observers have seed + rank
   double total = 0;
   for (int64_t episode = 1; episode <= episodes; ++episode) {
     double reward = 0;

@@ -11,6 +11,7 @@
 
 #include "distrain/base/thread_pool.h"
 #include "distrain/collective/backend.h"
+#include "support/catch.h"
 #include "unit/collective/fake_channel.h"
 
 namespace distrain::testing {
@@ -47,10 +48,6 @@ base::Error error_of(F f) {
     return exception.error();
   }
   throw std::runtime_error("no error was thrown");
-}
-
-inline bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
 }
 
 /// Equal down to the last bit: NaN equals itself, 0 differs from -0.

@@ -6,6 +6,7 @@ using namespace distrain;
 using job::DeviceChoice;
 using job::DeviceRole;
 using job::DeviceSpec;
+using testing::contains;
 
 namespace {
 
@@ -29,10 +30,6 @@ std::string refusal(const std::string& text) {
     return e.error().message;
   }
   return "no error";
-}
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
 }
 
 class Gpus final : public job::Accelerators {

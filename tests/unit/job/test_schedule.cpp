@@ -117,7 +117,8 @@ TEST_CASE("a stopped job can be stopped again, before it has made a step") {
 
 TEST_CASE("a trainer that is done takes over the steps of a slow one") {
   Schedule::Terms terms{2, 1, 0, 5, true, false, 0};
-  Schedule schedule(terms, {[] {}, [](bool) {}, [](const Position&) {}, [](bool) {}});
+  Schedule schedule(terms,
+                    {[] {}, [](const Position&, bool) {}, [](const Position&) {}, [](bool) {}});
   const base::Future<Task> slow = schedule.next(1, false);
   CHECK_FALSE(slow.done());  // until the other one is there
   std::map<int32_t, int> made;
@@ -142,7 +143,7 @@ TEST_CASE("trainers on threads of their own get every step once, stopped or not"
     Steps done;
     Position last;
     std::atomic<int> twice = 0, ends = 0, stopped = 0, in_work = 0, disturbed = 0;
-    Schedule schedule(terms, {[] {}, [&](bool) { disturbed += in_work; },
+    Schedule schedule(terms, {[] {}, [&](const Position&, bool) { disturbed += in_work; },
                               [&](const Position& position) {
                                 disturbed += in_work;
                                 last = position;
@@ -185,7 +186,7 @@ TEST_CASE("an error in a hook reaches all trainers") {
     if (hook == where) throw base::Exception(base::ErrorKind::kResources, "no " + hook);
   };
   Schedule schedule({3, 1, 0, 1, false, true, 0},
-                    {[] {}, [&](bool) { fail_at("evaluated"); },
+                    {[] {}, [&](const Position&, bool) { fail_at("evaluated"); },
                      [&](const Position&) { fail_at("save"); }, [&](bool) { fail_at("end"); }});
   for (int step = 0;; ++step) {
     REQUIRE(step < 6);

@@ -10,16 +10,13 @@
 
 using namespace distrain;
 using namespace distrain::net;
+using testing::contains;
 
 namespace {
 
 base::Error error_of(const base::Result<Fd>& result) {
   REQUIRE_FALSE(result.ok());
   return result.error();
-}
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
 }
 
 base::TimePoint soon() { return base::deadline_after(kLongest); }

@@ -171,10 +171,6 @@ class ReservedPort {
   net::Fd socket_;
 };
 
-inline bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
 // The job comes up with rank 1 as it should be, after all that rank 0 has been through.
 inline void check_comes_up(Joining& zero) {
   Joining one(options_for(1, 2, zero.agent().port()));

@@ -136,12 +136,12 @@ TEST_CASE("wrong options of pipeline are refused by name") {
       app::JobCommand(scenario::pipeline_job()),
       {
           {{"--explain=false"}, "--explain takes no value"},
-          {{"--num-split", "121"}, "--num-split 121: there are only 120"},
-          {{"--num-split", "0"}, "--num-split must be"},
-          {{"--num-split", "2,,4"}, "--num-split must be"},
-          {{"--num-split", "two"}, "--num-split must be"},
+          {{"--micro-batches", "121"}, "--micro-batches 121: there are only 120"},
+          {{"--micro-batches", "0"}, "--micro-batches must be"},
+          {{"--micro-batches", "2,,4"}, "--micro-batches must be"},
+          {{"--micro-batches", "two"}, "--micro-batches must be"},
           {{"--schedule", "zigzag"}, "--schedule must be one of"},
-          {{"--num-split", "1,2", "--checkpoint", "/tmp/saved"}, "need one --num-split"},
+          {{"--micro-batches", "1,2", "--checkpoint", "/tmp/saved"}, "need one --micro-batches"},
           {{"--split", "layer9"}, "layer9"},
           {{"--split", "layer1,layer2"}, "stages"},
           {{"--stages", "50"}, "stages"},
@@ -149,7 +149,7 @@ TEST_CASE("wrong options of pipeline are refused by name") {
           {{"--inject", "stage=fast"}, "must be a time"},
           {{"--lr-schedule", "plateau:3"},
            "--lr-schedule plateau:3: the job has neither epochs nor evaluations"},
-          {{"--epochs", "3"}, "unknown option --epochs"},
+          {{"--epochs", "3"}, "--epochs needs --data"},
           {{"--stages", "2", "--world-size", "7"}, "--world-size says 7"},
       });
 }
