@@ -276,7 +276,8 @@ int run_predict_command(const std::vector<JobCommand>& commands,
     ParsedOptions options =
         parse_options(command->table, {args.begin() + 1 + (has_file ? 1 : 0), args.end()});
     for (const Option& option : command->table) {
-      const bool of_model = is_job_option(option) && option.group != "Checkpoints";
+      const bool of_model = is_job_option(option) && option.group != "Checkpoints" &&
+                            option.path == Option::Path::kAny;
       if (options.given(option.name) && !of_model && option.name != "threads") {
         invalid(fmt::format("--{} has no effect on predict", option.name));
       }
@@ -284,7 +285,10 @@ int run_predict_command(const std::vector<JobCommand>& commands,
     take_options(options, saved, Take::kWhatMustAgree);
     // Sums depend on how many threads take them.
     const Json threads = saved.state.value("threads", Json());
-    if (threads.is_number_integer()) options.derive("threads", threads.dump());
+    if (threads.is_number_integer()) {
+      const Option& option = *find_option(command->table, "threads");
+      options.derive(option.name, canonical(option, threads.dump(), saved));
+    }
     if (command->complete) command->complete(options);
     Placement placement;
     placement.mode = Placement::Mode::kLocal;

@@ -8,9 +8,7 @@
 #include "distrain/base/error.h"
 
 namespace distrain::app {
-namespace {
 
-/// As options are compared; empty: an optional that was not there.
 std::string canonical(const Option& option, const std::string& text, const job::Snapshot& saved) {
   if (text.empty()) return text;
   try {
@@ -19,8 +17,6 @@ std::string canonical(const Option& option, const std::string& text, const job::
     saved.refuse(e.error().message);
   }
 }
-
-}  // namespace
 
 std::string take_options(ParsedOptions& options, const job::Snapshot& saved, Take take) {
   std::string changed;

@@ -7,6 +7,10 @@
 
 namespace distrain::app {
 
+/// A value that a checkpoint says, as options are compared; empty: an optional that was not there.
+/// Throws `bad_data` for one that is not the option's.
+std::string canonical(const Option& option, const std::string& text, const job::Snapshot& saved);
+
 enum class Take { kAll, kWhatMustAgree };
 
 /// Takes from a checkpoint the options that the user did not give. Gives back in words which of

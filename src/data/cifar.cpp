@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <filesystem>
 #include <vector>
 
 #include <unistd.h>
@@ -112,6 +113,9 @@ ImageFolder read_cifar10(const std::string& folder) {
 
 ImageSet read_cifar10_images(const std::string& path) {
   const std::string test = find_file(path, "test_batch.bin");
+  if (test.empty() && std::filesystem::is_directory(path)) {
+    fail(path, "no test_batch.bin in this folder");
+  }
   return read_files({test.empty() ? path : test}, InputFile::Kind::kAny);
 }
 

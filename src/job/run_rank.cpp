@@ -97,6 +97,14 @@ struct Untold {
   }
 };
 
+bool is_utf8(const std::string& text) {
+  try {
+    return !Json(text).dump().empty();
+  } catch (const Json::type_error&) {
+    return false;
+  }
+}
+
 /// How the job has ended, once all else is told.
 void conclude(Outcome& outcome, const StopSignal& stop, const std::string& missed_goal) {
   outcome.stopped = stop.requested();
@@ -111,10 +119,13 @@ RankBody::Known known_options(const OptionTable& table, const OptionMap& values)
   const auto data = values.find("data");
   const bool has_data = data != values.end() && !data->second.empty();
   for (const Option& option : table) {
-    const bool of_job = is_job_option(option) && option.group != "Checkpoints";
+    // How often to save, but neither where to nor what to go on from.
+    const bool saved_where = option.group == "Checkpoints" && option.needs != "checkpoint";
     const bool has_effect = !(has_data ? option.random_only : option.data_only);
-    if (!of_job || !has_effect || option.each_own) continue;
-    known.options[option.name] = values.at(option.name);
+    if (!is_job_option(option) || saved_where || !has_effect || option.each_own) continue;
+    const std::string& value = values.at(option.name);
+    if (!is_utf8(value)) continue;  // of a path: no checkpoint could say it
+    known.options[option.name] = value;
     if (!option.may_change) known.must_agree.push_back(option.name);
   }
   return known;

@@ -308,7 +308,10 @@ void TrainingHost::tell_evaluation(const char* set, const Evaluation& evaluation
   check_finite_loss(evaluation.loss());
   Json fields = evaluation.fields(terms_->words ? Unit::kWords : Unit::kSamples);
   fields["set"] = set;
-  fields["epoch"] = position.epoch;
+  // Of a job that has just gone on, or is over, the next epoch has begun with no step.
+  const bool between = std::all_of(position.steps.begin(), position.steps.end(),
+                                   [](int64_t steps) { return steps == 0; });
+  fields["epoch"] = position.epoch - (between && position.epoch > 1 ? 1 : 0);
   fields["step"] = position.total / terms_->trainers;
   if (lr_schedule_.observes()) fields["lr"] = terms_->lr * lr_schedule_.state().factor;
   metrics_["eval"] = fields;
@@ -345,7 +348,9 @@ void TrainingHost::add_to(Outcome& outcome) const {
   std::lock_guard lock(mutex_);
   outcome.fields.update(metrics_);
   if (total_.steps > 0) {  // it was stopped in the midst of an epoch
-    outcome.fields["loss"] = total_.loss / static_cast<double>(total_.steps);
+    const double loss = total_.loss / static_cast<double>(total_.steps);
+    outcome.fields["loss"] = loss;
+    if (terms_->words) outcome.fields["perplexity"] = std::exp(loss);
   }
   outcome.message = checkpoints_.last_saved();
 }

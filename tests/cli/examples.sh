@@ -90,11 +90,13 @@ for job in "recommender 3" "split_model 2"; do # four ranks each
   done
   for rank in 0 1 2 3; do
     expect_log "$name --rank $rank" "$tmp/out$rank"
-    expect_jq '.[0].world_size == 4 and .[-1].status == "ok"' "$name --rank $rank" "$tmp/out$rank"
+    expect_jq '.[0].world_size == 4 and .[-1].status == "ok" and .[-1].config.steps == 50' "$name --rank $rank" "$tmp/out$rank"
   done
 
   run --rank 4
   [[ $(cat "$tmp/err") == "$name: "* ]] || fail "$name --rank 4: on stderr: $(cat "$tmp/err")"
+  [[ $(for rank in 0 1 2 3; do tail -n 1 "$tmp/out$rank" | jq '.run // error'; done | sort -u | wc -l) == 1 ]] ||
+    fail "$name: ranks that joined are of several runs"
 
   run --help
   expect 0 "$name --help"

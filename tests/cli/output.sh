@@ -20,12 +20,16 @@ expect_jq '.[-1] | .rank == null and .role == "launcher" and .status == "ok" and
   and .steps == 24 and .wall_s > 0 and .train_s > 0 and .steps_per_s > 0 and .rpc.calls > 0
   and .rpc.bytes_out > 0 and .rpc.bytes_in > 0 and .rss_mb > 10 and .live_rrefs == 0
   and .live_contexts == 0 and (.loss | type) == "number"' "end"
+expect_jq '(map(.run) | unique | length) == 1 and (.[0].run | test("^[0-9a-f]{16}$"))' "the run of all lines"
+expect_jq '.[-1].seed == 1 and .[-1].config == map(select(.event == "start" and .rank == 0))[0].config' "config in end"
+before=$(jq -s '.[0].run' "$tmp/out")
 expect_no_process "a short run"
 
 run hybrid --local "${short[@]}"
 expect 0 "--local"
 expect_log "--local"
 expect_jq '.[-1].steps == 24 and .[-1].live_rrefs == 0' "--local"
+expect_jq ".[-1].config.epochs == 3 and .[0].run == .[-1].run and .[0].run != $before" "--local: run and config"
 
 run hybrid --batch-size 7 "${short[@]}"
 expect 0 "an option without effect"

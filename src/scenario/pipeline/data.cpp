@@ -5,7 +5,6 @@
 #include <cstring>
 #include <filesystem>
 #include <numeric>
-#include <utility>
 
 #include <ATen/Functions.h>
 
@@ -38,11 +37,11 @@ constexpr double kGreyStd = 0.5;
   throw base::Exception(base::ErrorKind::kBadData, message);
 }
 
-data::ImageFolder read_images(const std::string& folder) {
-  if (data::has_cifar10(folder)) return data::read_cifar10(folder);
+data::ImageSet read_images(const std::string& folder) {
+  if (data::has_cifar10(folder)) return data::read_cifar10(folder).train;
   // What is no folder is left to the reader's error.
   if (data::has_image_files(folder) || !std::filesystem::is_directory(folder)) {
-    return data::read_image_folder(folder);
+    return data::read_image_folder(folder).train;
   }
   bad_data(folder +
            ": neither CIFAR-10's data_batch_1.bin nor train-images-idx3-ubyte in this folder");
@@ -69,21 +68,13 @@ at::Tensor by_channel(const std::vector<double>& values) {
 
 PipelineData::PipelineData(const PipelineOptions& options) : options_(options) {
   if (options_.data.empty()) return;
-  data::ImageFolder folder = read_images(options_.data);
-  images_ = std::move(folder.train);
+  images_ = read_images(options_.data);
   check_labels(images_, options_.data);
   const std::string& valid = options_.valid_data;
   if (valid.empty()) return;
-  if (valid != options_.data) folder = read_images(valid);
-  if (!folder.test) {
-    bad_data(valid +
-             ": neither CIFAR-10's test_batch.bin nor t10k-images-idx3-ubyte in this folder");
-  }
-  valid_images_ = std::move(*folder.test);
+  valid_images_ = coloured(images_) ? data::read_cifar10_images(valid) : data::read_images(valid);
+  if (valid_images_.labels.empty()) bad_data(valid + ": images without labels");
   check_labels(valid_images_, valid);
-  if (coloured(valid_images_) != coloured(images_)) {
-    bad_data("grey images and coloured ones: --data " + options_.data + ", --valid-data " + valid);
-  }
 }
 
 PipelineData::PipelineData(const PipelineOptions& options, const job::Snapshot& snapshot,

@@ -269,7 +269,7 @@ const job::Definition<PipelineOptions>& pipeline_job() {
           .local(train_pipeline_local)
           .predict(predict_pipeline)
           .check([](const PipelineOptions& options, const job::Preflight& preflight) {
-            if (preflight.given("epochs") && preflight.given("batches")) {
+            if (preflight.given("batches") && options.epochs > 0) {
               invalid("--epochs and --batches both say how long to train: give one of them");
             }
             if (preflight.has_rank_0) check_pipeline(options);  // it sees to it

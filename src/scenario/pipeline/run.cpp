@@ -103,7 +103,8 @@ job::Result PipelineRun::step(const job::Step& step) {
   const PipelineBatch batch = base::traced("data", [&] { return inputs_.images.batch(index); });
   model_.set_lr_factor(lr_schedule_.factor(index, 0));  // each model's from its beginning
   const BatchResult result = model_.train(batch, index);
-  log_.batch(result, step.epoch, index + 1);
+  const bool has_epochs = !options_.data.empty();
+  log_.batch(result, has_epochs ? 1 + index / inputs_.images.batches_per_epoch() : 1, index + 1);
   return {at::scalar_tensor(result.loss, at::kDouble), options_.batch_size};
 }
 

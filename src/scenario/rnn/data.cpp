@@ -44,7 +44,9 @@ RnnData::RnnData(const RnnOptions& options) : options_(options) {
 
 RnnData::RnnData(const RnnOptions& options, const job::Snapshot& snapshot, const std::string& text)
     : options_(options), vocabulary_(std::in_place) {
-  for (const std::string& word : snapshot.words("words")) vocabulary_->add(word);
+  const std::vector<std::string> words = snapshot.words("words");
+  if (words.size() < 2) snapshot.refuse("its vocabulary has not even the end of a line");
+  for (const std::string& word : words) vocabulary_->add(word);
   read_valid(text);
 }
 

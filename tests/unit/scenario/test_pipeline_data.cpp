@@ -171,14 +171,11 @@ TEST_CASE("a folder without images, or with other labels, is refused") {
   write_cifar(folder);  // comes first
   CHECK(PipelineData(options).describe().at("data") == "cifar10");
   options.valid_data = folder.path();
-  CHECK(refused(options) == folder.path() +
-                                ": neither CIFAR-10's test_batch.bin nor "
-                                "t10k-images-idx3-ubyte in this folder");
+  CHECK(refused(options) == folder.path() + ": no test_batch.bin in this folder");
   const data::Folder grey;
   testing::write_images(grey, 3, 3, 5);
   options.valid_data = grey.path();
-  CHECK(refused(options) ==
-        "grey images and coloured ones: --data " + folder.path() + ", --valid-data " + grey.path());
+  CHECK(refused(options) == grey.path() + ": no test_batch.bin in this folder");
   options.classes = 5;
   CHECK(refused(options) == "--classes 5, but " + folder.path() + " has the label 9");
   folder.write("data_batch_5.bin", "x");
