@@ -310,7 +310,11 @@ ParsedOptions adopt_options(const ParsedOptions& own, const OptionMap& of_rank_0
     if (!is_job_option(option) || it == of_rank_0.end()) continue;
     if (option.scope == Scope::kInput && own.given(option.name)) continue;
     const std::string where = fmt::format("rank 0's --{}", option.name);
-    if (it->second.empty() && (option.initial.empty() || option.each_own)) continue;
+    if (it->second.empty() && (option.initial.empty() || option.each_own)) {
+      // What this rank derived followed from its own options.
+      if (!own.given(option.name)) adopted.derive(option.name, option.initial);
+      continue;
+    }
     adopted.set(option.name, canonical_value(option, it->second, where));
   }
   return adopted;

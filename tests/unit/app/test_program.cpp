@@ -128,3 +128,15 @@ TEST_CASE("a line that nobody declares is refused") {
   bad["step"] = 1.5;
   CHECK(has(refused("step", bad), "step has another type"));
 }
+
+TEST_CASE("what a rank derived from its own options does not outlive rank 0's") {
+  job::Option mean{.name = "mean", .kind = job::ValueKind::kReal, .initial = "0.1", .max = 1};
+  mean.each_own = true;
+  const job::OptionTable table = {mean};
+  ParsedOptions own(table);
+  own.derive("mean", "0.3");
+  CHECK(adopt_options(own, {{"mean", ""}}).text("mean") == "0.1");
+  CHECK(adopt_options(own, {{"mean", "0.5"}}).text("mean") == "0.5");
+  own.set("mean", "0.7");
+  CHECK(adopt_options(own, {{"mean", ""}}).text("mean") == "0.7");
+}
