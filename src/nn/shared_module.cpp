@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <optional>
 #include <set>
 #include <utility>
 
@@ -10,6 +11,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/instancenorm.h>
 
 #include "distrain/base/error.h"
@@ -138,6 +140,16 @@ std::string one_line(std::string text) {
   return text;
 }
 
+/// Whether a table in it has gradients of single rows.
+bool has_row_gradients(const torch::nn::Module& module) {
+  const auto parts = module.modules();
+  return std::any_of(parts.begin(), parts.end(), [](const auto& part) {
+    const auto* table = part->template as<torch::nn::EmbeddingImpl>();
+    const auto* bag = part->template as<torch::nn::EmbeddingBagImpl>();
+    return (table && table->options.sparse()) || (bag && bag->options.sparse());
+  });
+}
+
 }  // namespace
 
 struct SharedModule::Replica {
@@ -218,6 +230,7 @@ SharedModule::SharedModule(rpc::Agent& agent, std::string name,
   parameters_ = each_once(net.module->named_parameters());
   buffers_ = each_once(net.module->named_buffers());
   refuse_parameters(parameters_, buffers_, name_);
+  has_rows_ = has_row_gradients(*net.module);
   const at::NoGradGuard no_grad;
   const autograd::ParameterUpdate update(agent_);  // readers wait for the copies
   for (const auto& [its_name, parameter] : parameters_) {
@@ -262,8 +275,7 @@ std::unique_ptr<SharedModule::Replica> SharedModule::make_replica() {
   return replica;
 }
 
-void SharedModule::renew(Replica& replica) {
-  const autograd::ParameterRead read(agent_);
+void SharedModule::renew(Replica& replica, const autograd::ParameterRead& read) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     read.renew(replica.parameters[i], parameters_[i].tensor);
   }
@@ -312,7 +324,10 @@ at::Tensor SharedModule::forward(rpc::CallContext& call, ForwardTerms terms,
     if (input.defined()) input = rpc::placed(input, agent_.device());
   }
   Lease lease(*this);
-  renew(*lease);
+  // Rows are updated in place, whoever looks them up: such an update waits for the pass.
+  std::optional<autograd::ParameterRead> read(std::in_place, agent_);
+  renew(*lease, *read);
+  if (!has_rows_) read.reset();
   torch::nn::Module& module = *(*lease).net.module;
   module.train(terms.training);
   at::Tensor result;
@@ -324,6 +339,7 @@ at::Tensor SharedModule::forward(rpc::CallContext& call, ForwardTerms terms,
     error.message = "module " + name_ + " (" + module.name() + "): " + one_line(error.message);
     throw base::Exception(std::move(error));
   }
+  read.reset();
   check_buffers(*lease, terms.training);
   lease.end();
   if (!result.defined()) refuse("module " + name_ + " (" + module.name() + ") gave no tensor");

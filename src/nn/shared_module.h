@@ -46,7 +46,7 @@ class SharedModule final : public autograd::VersionKeeper {
   class Lease;
 
   std::unique_ptr<Replica> make_replica();
-  void renew(Replica& replica);
+  void renew(Replica& replica, const autograd::ParameterRead& read);
   void check_buffers(Replica& replica, bool training) const;
   static bool is_idle(const Replica& replica);
 
@@ -54,6 +54,7 @@ class SharedModule final : public autograd::VersionKeeper {
   const std::string name_;
   const std::function<detail::AnyNet()> make_;
   std::vector<NamedTensor> parameters_;
+  bool has_rows_ = false;            // tables whose rows are updated in place
   std::vector<at::Tensor> nothing_;  // for each parameter, what an idle version of it is
   // Changed under a ParameterUpdate, read under a ParameterRead. Nobody but exposed functions does
   // either, and those run under the default streams of workers: so what they do with buffers, and

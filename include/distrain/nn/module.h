@@ -103,6 +103,9 @@ void add_factory(rpc::Agent& agent, const std::string& name, Factory factory);
 // own. The graph of a pass holds what it has saved of its replica, so a replica is free once
 // nobody else has a handle of any of its parameters.
 //
+// Rows of an Embedding or EmbeddingBag that is `sparse` are updated in place, as a table may be too
+// big to copy: so updates wait for the forward passes of a module that has one.
+//
 // Buffers are copied into each replica. A forward pass that changes one (BatchNorm's running
 // statistics) would change it for that replica alone, and is refused.
 //

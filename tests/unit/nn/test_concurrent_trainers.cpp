@@ -3,6 +3,7 @@
 
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/dropout.h>
+#include <torch/nn/modules/embedding.h>
 
 #include "module_support.h"
 #include "support/plain_net.h"
@@ -27,6 +28,18 @@ torch::nn::Sequential make_dropping_net() {
                                torch::nn::Linear(64, 64), torch::nn::AlphaDropout(0.2),
                                torch::nn::Linear(64, 3));
 }
+
+// How far apart two lookups of the same rows are in one pass.
+struct TwoLookupsImpl : torch::nn::Module {
+  torch::nn::Embedding table = register_module(
+      "table", torch::nn::Embedding(torch::nn::EmbeddingOptions(4, 2).sparse(true)));
+  at::Tensor forward(const at::Tensor& rows) {
+    const at::Tensor first = table->forward(rows).detach().clone();
+    for (int i = 0; i < 100; ++i) std::this_thread::yield();
+    return table->forward(rows) - first;
+  }
+};
+TORCH_MODULE(TwoLookups);
 
 void on_threads(int count, const std::function<void(int)>& run) {
   std::vector<std::thread> threads;
@@ -176,4 +189,28 @@ TEST_CASE("passes and replicas move no generator of the process; its seed gives 
   const double dropped = (y == 0).to(at::kDouble).mean().item<double>();
   CHECK(dropped > 0.45);
   CHECK(dropped < 0.55);
+}
+
+TEST_CASE("no row of a table changes while a pass looks it up") {
+  constexpr int kTrainers = 3, kPasses = 200;
+  Cluster cluster(1 + kTrainers, [](rpc::Agent& agent) {
+    testing::setup_modules(agent);
+    if (agent.rank() == 0) nn::expose_module(agent, "net", [] { return TwoLookups(); });
+  });
+  const at::Tensor rows = at::arange(4, at::kLong);
+  std::atomic<int> changed{0};
+  on_threads(kTrainers, [&](int t) {
+    rpc::Agent& agent = cluster[1 + t];
+    const RemoteModule net(agent, "w0", "net");
+    DistributedOptimizer optimizer(agent, net.remote_parameters(), optim::Sgd{.lr = 0.1},
+                                   Sharing{Sharing::Mode::kAsync, kTrainers, t});
+    for (int pass = 0; pass < kPasses; ++pass) {
+      autograd::Context context(agent);
+      const at::Tensor apart = net.forward(rows);
+      if (apart.abs().max().item<float>() != 0) ++changed;
+      autograd::backward(context, {apart.sum()});
+      optimizer.step(context);
+    }
+  });
+  CHECK(changed == 0);
 }
