@@ -188,10 +188,6 @@ int64_t ParsedOptions::integer(std::string_view name) const {
   return number<int64_t>(text(name)).value_or(0);
 }
 
-std::vector<int64_t> ParsedOptions::integers(std::string_view name) const {
-  return to_integers(text(name));
-}
-
 double ParsedOptions::real(std::string_view name) const {
   return number<double>(text(name)).value_or(0);
 }

@@ -90,9 +90,6 @@ class ParsedOptions {
   bool flag(std::string_view name) const { return text(name) == "true"; }
   std::string text(std::string_view name) const;
   int64_t integer(std::string_view name) const;
-  std::vector<int64_t> integers(std::string_view name) const;
-  /// The same, for a range that fits.
-  int whole(std::string_view name) const { return static_cast<int>(integer(name)); }
   double real(std::string_view name) const;
 
   /// `value` must be canonical.
