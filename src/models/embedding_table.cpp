@@ -4,7 +4,6 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Functions.h>
-#include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/autograd/parameter_versions.h"
 #include "distrain/rpc/placed.h"
@@ -34,16 +33,6 @@ at::Tensor EmbeddingTable::lookup(const at::Tensor& indices, const at::Tensor& o
                                        rpc::placed(offsets, device),
                                        /*scale_grad_by_freq=*/false,
                                        /*mode: sum*/ 0, /*sparse=*/true));
-}
-
-at::Tensor EmbeddingTable::weight(rpc::CallContext& call) {
-  const autograd::ParameterRead no_row_changes_meanwhile(call.agent);
-  return rpc::placed(weight_.detach(), c10::kCPU);
-}
-
-void EmbeddingTable::set_weight(at::Tensor weight) {
-  const at::NoGradGuard no_grad;
-  weight_.copy_(weight);
 }
 
 DenseImpl::DenseImpl(int64_t inputs, int64_t classes, uint64_t seed, c10::Device device) {

@@ -8,6 +8,7 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include "distrain/data/named_tensors.h"
 #include "distrain/rpc/agent.h"
 
 namespace distrain::models {
@@ -26,10 +27,7 @@ class EmbeddingTable {
   at::Tensor forward(rpc::CallContext& call, at::Tensor indices, at::Tensor offsets);
   at::Tensor lookup(const at::Tensor& indices, const at::Tensor& offsets) const;
   std::vector<at::Tensor> parameters() { return {weight_}; }
-  /// On the CPU.
-  at::Tensor weight(rpc::CallContext& call);
-  /// Of the same shape; nobody may be training.
-  void set_weight(at::Tensor weight);
+  data::NamedTensors named_parameters() const { return {{"embedding.weight", weight_}}; }
 
  private:
   at::Tensor weight_;

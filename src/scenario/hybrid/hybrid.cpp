@@ -44,28 +44,12 @@ RemoteTable table_of_job(rpc::CallContext& call, int64_t rows, int64_t dim, doub
   return *std::exchange(master.table, std::nullopt);
 }
 
-job::Part part_of_table(const RemoteTable& table, at::IntArrayRef shape) {
-  job::Part part;
-  part.once = true;
-  part.take = [table](int) {
-    return data::NamedTensors{
-        {"embedding.weight", table.rref().rpc_sync<&models::EmbeddingTable::weight>()}};
-  };
-  part.give = [table, shape = shape.vec()](int, const data::NamedTensors& saved) {
-    const at::Tensor weight = at::empty(shape);
-    job::copy_into({{"embedding.weight", weight}}, saved);
-    table.rref().rpc_sync<&models::EmbeddingTable::set_weight>(weight);
-  };
-  return part;
-}
-
 }  // namespace
 
 void expose_hybrid(rpc::Agent& agent) {
   agent.provide(std::make_shared<Master>());
   agent.expose<&table_of_job>("hybrid.table");
-  agent.expose<&models::EmbeddingTable::weight>("EmbeddingTable.weight");
-  agent.expose<&models::EmbeddingTable::set_weight>("EmbeddingTable.set_weight");
+  job::expose_parameters<models::EmbeddingTable>(agent, "EmbeddingTable");
 }
 
 void train_hybrid(job::Rank& rank, const HybridOptions& options) {
@@ -84,8 +68,7 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
 
   job::Training training(rank, options, data.steps_per_epoch());
   data.agree(training);
-  const job::Part rows = part_of_table(table, {data.info().rows, options.embedding_dim});
-  training.keep("embedding", rows);
+  training.keep("embedding", table.rref());
   training.keep("fc", dense);
   training.keep(optimizer, hybrid_parameters());
   data.evaluate_in(
@@ -104,7 +87,8 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
   });
   if (rank.index() == 0 && options.on_finished) {
     auto parameters = data::on_host(job::named_tensors("fc", *dense.module()));
-    parameters.merge(rows.take(0));
+    parameters.merge(
+        table.rref().rpc_sync<&job::detail::take_parameters<models::EmbeddingTable>>());
     options.on_finished(parameters);
   }
 }
