@@ -3,12 +3,11 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "distrain/job/job.h"
 #include "distrain/job/training.h"
-#include "distrain/optim/rule.h"
+#include "distrain/optim/local_updates.h"
 
 namespace distrain::job {
 
@@ -38,40 +37,11 @@ class Local {
   std::string missed_goal_;
 };
 
-/// What the DistributedOptimizers of all trainers do together, in one process.
-class LocalUpdates {
+/// By the name that TrainingPlan::keep() has for it.
+class LocalUpdates : public optim::LocalUpdates {
  public:
-  using Named = std::vector<std::pair<std::string, at::Tensor>>;
-
-  /// `shared` is updated by the mean over the trainers in `sync` mode, otherwise by one after the
-  /// other; `replicated` by the mean always, as under DDP.
-  LocalUpdates(const optim::Rule& rule, const std::string& mode, Named shared,
-               Named replicated = {});
-  ~LocalUpdates();
-
-  /// After one trainer's backward(): takes the `.grad` of all.
-  void gather();
-  /// By what has been gathered.
-  void step();
-  void set_lr_factor(double factor);
-
-  std::vector<std::string> names() const;
-  std::vector<optim::ParameterState> state() const;
-  void load_state(const std::vector<optim::ParameterState>& state);
-  bool has_replicas() const;
-  /// Updates by now of what is shared.
-  int64_t updates() const { return updates_; }
-
- private:
-  struct Some;
-  const double max_norm_;
-  const bool sync_;
-  const std::unique_ptr<Some> shared_, replicated_;
-  int64_t updates_ = 0;
+  using optim::LocalUpdates::LocalUpdates;
 };
-
-/// The `.grad` of each, which is undefined then.
-std::vector<at::Tensor> take_gradients(const std::vector<at::Tensor>& parameters);
 
 /// As Training, of all trainers in one process: a step is one of each.
 class LocalTraining : public TrainingPlan {
@@ -87,6 +57,8 @@ class LocalTraining : public TrainingPlan {
 
   /// `steps`: of each trainer that has one. `loss` of the result is the mean, `samples` the sum.
   void run(const std::function<Result(const std::vector<Step>& steps)>& step);
+  /// `step` makes one trainer's forward pass; its backward pass follows, and the updates of all.
+  void run(LocalUpdates& updates, const std::function<Result(const Step& step)>& step);
 
  private:
   base::Future<Task> next(int trainer);

@@ -2,10 +2,7 @@
 
 #include <vector>
 
-#include <ATen/Functions.h>
-
 #include "data.h"
-#include "distrain/base/trace.h"
 #include "distrain/models/language_model.h"
 #include "language_model.h"
 #include "rnn.h"
@@ -34,20 +31,9 @@ void train_rnn_local(job::Local& local, const RnnOptions& options) {
   training.keep(updates);
   training.keep("", part_of_states(of));
   training.evaluate_epochs([&](const job::Share& share) { return of(0).evaluate(data, share); });
-  training.run([&](const std::vector<job::Step>& steps) {
-    double loss_sum = 0;
-    int64_t words = 0;
-    for (const job::Step& step : steps) {
-      const WordBatch batch = data.batch(step.shard, step.number);
-      const at::Tensor loss = of(step.shard).training_loss(batch, step);
-      loss_sum += loss.item<double>();
-      words += batch.targets.numel();
-      base::traced("backward", [&] { loss.backward(); });
-      updates.gather();
-    }
-    updates.step();
-    return job::Result{at::scalar_tensor(loss_sum / static_cast<double>(steps.size()), at::kDouble),
-                       words};
+  training.run(updates, [&](const job::Step& step) {
+    const WordBatch batch = data.batch(step.shard, step.number);
+    return job::Result{of(step.shard).training_loss(batch, step), batch.targets.numel()};
   });
   if (!training.stopped()) of(0).tell_sample(data, local.sink());
 }

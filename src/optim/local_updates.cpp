@@ -1,0 +1,129 @@
+#include "distrain/optim/local_updates.h"
+
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include "distrain/base/trace.h"
+
+namespace distrain::optim {
+
+namespace {
+
+using Gradients = std::vector<at::Tensor>;
+
+/// Of the trainers' gradients, in their order, as DistributedOptimizer takes it in sync mode.
+Gradients mean(const std::vector<Gradients>& gathered) {
+  Gradients means = gathered[0];
+  if (gathered.size() == 1) return means;
+  for (size_t i = 0; i < means.size(); ++i) {
+    for (size_t t = 1; t < gathered.size(); ++t) means[i] = means[i] + gathered[t][i];
+    means[i] = means[i] / static_cast<double>(gathered.size());
+  }
+  return means;
+}
+
+/// The `.grad` of each, which is undefined then.
+Gradients take_gradients(const std::vector<at::Tensor>& parameters) {
+  Gradients gradients;
+  for (const at::Tensor& parameter : parameters) {
+    gradients.push_back(parameter.grad());
+    parameter.mutable_grad() = at::Tensor();
+  }
+  return gradients;
+}
+
+}  // namespace
+
+NamedParameters named(const std::vector<std::string>& names,
+                      const std::vector<at::Tensor>& parameters) {
+  NamedParameters result;
+  for (size_t i = 0; i < names.size(); ++i) result.emplace_back(names[i], parameters.at(i));
+  return result;
+}
+
+struct LocalUpdates::Some {
+  Some(const Rule& how, const Named& named) : rule(make_update_rule(how.options)) {
+    for (const auto& [name, parameter] : named) {
+      names.push_back(name);
+      parameters.push_back(parameter);
+    }
+  }
+
+  void apply(const Gradients& gradients, double scale) {
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      if (!gradients[i].defined()) continue;
+      rule->apply(i, parameters[i], scale == 1 ? gradients[i] : gradients[i] * scale);
+    }
+  }
+
+  std::vector<std::string> names;
+  std::vector<at::Tensor> parameters;
+  std::unique_ptr<UpdateRule> rule;
+  std::vector<Gradients> gathered;
+};
+
+LocalUpdates::LocalUpdates(const Rule& rule, const std::string& mode, Named shared,
+                           Named replicated)
+    : max_norm_(rule.max_norm),
+      sync_(mode == "sync"),
+      shared_(std::make_unique<Some>(rule, shared)),
+      replicated_(std::make_unique<Some>(rule, replicated)) {}
+
+LocalUpdates::~LocalUpdates() = default;
+
+void LocalUpdates::gather() {
+  for (Some* some : {shared_.get(), replicated_.get()}) {
+    some->gathered.push_back(take_gradients(some->parameters));
+  }
+}
+
+// As DistributedOptimizer does with clipping: one scale for all.
+void LocalUpdates::step() {
+  const base::TraceScope scope("update");
+  const at::NoGradGuard no_grad;
+  std::vector<Gradients> updates = std::exchange(shared_->gathered, {});
+  const Gradients replicated = mean(std::exchange(replicated_->gathered, {}));
+  if (sync_) updates = {mean(updates)};
+  double scale = 1;
+  if (max_norm_ > 0) {
+    double squared = 0;
+    for (const Gradients& gradients : updates) squared += norm_squared(gradients);
+    squared = squared / static_cast<double>(updates.size()) + norm_squared(replicated);
+    scale = clip_scale(squared, max_norm_);
+  }
+  for (const Gradients& gradients : updates) shared_->apply(gradients, scale);
+  replicated_->apply(replicated, scale);
+  updates_ += static_cast<int64_t>(updates.size());
+}
+
+void LocalUpdates::set_lr_factor(double factor) {
+  shared_->rule->set_lr_factor(factor);
+  replicated_->rule->set_lr_factor(factor);
+}
+
+bool LocalUpdates::has_replicas() const { return !replicated_->parameters.empty(); }
+
+std::vector<std::string> LocalUpdates::names() const {
+  std::vector<std::string> all = shared_->names;
+  all.insert(all.end(), replicated_->names.begin(), replicated_->names.end());
+  return all;
+}
+
+std::vector<ParameterState> LocalUpdates::state() const {
+  std::vector<ParameterState> states;
+  for (const Some* some : {shared_.get(), replicated_.get()}) {
+    for (size_t i = 0; i < some->parameters.size(); ++i) states.push_back(some->rule->state(i));
+  }
+  return states;
+}
+
+void LocalUpdates::load_state(const std::vector<ParameterState>& state) {
+  auto next = state.begin();
+  for (const Some* some : {shared_.get(), replicated_.get()}) {
+    for (size_t i = 0; i < some->parameters.size(); ++i) {
+      some->rule->load_state(i, some->parameters[i], *next++);
+    }
+  }
+}
+
+}  // namespace distrain::optim
