@@ -6,6 +6,7 @@
 #include <limits>
 
 #include <ATen/Functions.h>
+#include <c10/util/StringUtil.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/error.h"
@@ -47,63 +48,47 @@ const Architecture& architecture(const std::string& model) {
 }
 
 ConvNorm stem() {
-  ConvNorm layer;
-  layer.conv_name = "conv1";
-  layer.norm_name = "bn1";
-  layer.in = 3;
-  layer.out = kStemWidth;
-  layer.kernel = 7;
-  layer.stride = 2;
-  return layer;
+  return {.conv_name = "conv1",
+          .norm_name = "bn1",
+          .in = 3,
+          .out = kStemWidth,
+          .kernel = 7,
+          .stride = 2};
 }
 
 int64_t head_inputs(const Architecture& shape) {
   return (kStemWidth << (kLayers - 1)) * shape.expansion;
 }
 
-// Block `index` of layer `layer`, from 0 on, without its tensors.
-ResidualBlock residual_block(const Architecture& shape, int layer, size_t index) {
-  const std::string name = "layer" + std::to_string(layer + 1) + "." + std::to_string(index) + ".";
-  const int64_t width = kStemWidth << layer;
-  const int64_t out = width * shape.expansion;
-  const bool narrows = layer > 0 && index == 0;
-  const int64_t in = index > 0 ? out : layer == 0 ? kStemWidth : out / 2;
-  ResidualBlock block;
-  const auto add = [&](int64_t from, int64_t to, int64_t kernel, int64_t stride) {
-    const std::string number = std::to_string(block.layers.size() + 1);
-    block.layers.push_back({.conv_name = name + "conv" + number,
-                            .norm_name = name + "bn" + number,
-                            .in = from,
-                            .out = to,
-                            .kernel = kernel,
-                            .stride = stride});
-  };
-  const int64_t stride = narrows ? 2 : 1;
-  if (shape.expansion == 1) {
-    add(in, width, 3, stride);
-    add(width, out, 3, 1);
-  } else {
-    add(in, width, 1, 1);
-    add(width, width, 3, stride);
-    add(width, out, 1, 1);
-  }
-  if (narrows || in != out) {
-    block.downsample = ConvNorm{.conv_name = name + "downsample.0",
-                                .norm_name = name + "downsample.1",
-                                .in = in,
-                                .out = out,
-                                .kernel = 1,
-                                .stride = stride};
-  }
-  return block;
-}
-
-// What lies between stem and head.
+// What lies between stem and head, without its tensors.
 std::vector<ResidualBlock> residual_blocks(const Architecture& shape) {
   std::vector<ResidualBlock> blocks;
+  int64_t in = kStemWidth;
   for (int layer = 0; layer < kLayers; ++layer) {
-    for (size_t i = 0; i < shape.depth[layer]; ++i)
-      blocks.push_back(residual_block(shape, layer, i));
+    const int64_t width = kStemWidth << layer, out = width * shape.expansion;
+    for (size_t i = 0; i < shape.depth[layer]; ++i) {
+      const std::string name = c10::str("layer", layer + 1, ".", i, ".");
+      const int64_t stride = layer > 0 && i == 0 ? 2 : 1;
+      ResidualBlock& block = blocks.emplace_back();
+      const auto add = [&](int64_t from, int64_t to, int64_t kernel, int64_t step) {
+        const size_t number = block.layers.size() + 1;
+        block.layers.push_back(
+            {c10::str(name, "conv", number), c10::str(name, "bn", number), from, to, kernel, step});
+      };
+      if (shape.expansion == 1) {
+        add(in, width, 3, stride);
+        add(width, out, 3, 1);
+      } else {
+        add(in, width, 1, 1);
+        add(width, width, 3, stride);
+        add(width, out, 1, 1);
+      }
+      if (stride > 1 || in != out) {
+        block.downsample =
+            ConvNorm{name + "downsample.0", name + "downsample.1", in, out, 1, stride};
+      }
+      in = out;
+    }
   }
   return blocks;
 }
@@ -127,64 +112,23 @@ double cost(const ResidualBlock& block, int64_t& side) {
   return sum;
 }
 
-struct TensorSpec {
-  std::string name;
-  std::vector<int64_t> shape;
-  at::ScalarType dtype = at::kFloat;
-};
-
-void append_specs(const ConvNorm& layer, std::vector<TensorSpec>& specs) {
-  specs.push_back({layer.conv_name + ".weight", {layer.out, layer.in, layer.kernel, layer.kernel}});
-  for (const char* name : {".weight", ".bias", ".running_mean", ".running_var"}) {
-    specs.push_back({layer.norm_name + name, {layer.out}});
-  }
-  specs.push_back({layer.norm_name + ".num_batches_tracked", {}, at::kLong});
-}
-
-// The state_dict of torchvision's model.
-std::vector<TensorSpec> state_specs(const std::string& model, int64_t classes) {
-  const Architecture& shape = architecture(model);
-  std::vector<TensorSpec> specs;
-  append_specs(stem(), specs);
-  for (const ResidualBlock& block : residual_blocks(shape)) {
-    for (const ConvNorm& layer : block.layers) append_specs(layer, specs);
-    if (block.downsample) append_specs(*block.downsample, specs);
-  }
-  specs.push_back({"fc.weight", {classes, head_inputs(shape)}});
-  specs.push_back({"fc.bias", {classes}});
-  return specs;
-}
-
-std::string in_words(at::IntArrayRef shape) {
-  std::string text = "[";
-  for (const int64_t size : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
-  return text + "]";
-}
-
 // What `weights` have for `expected`; null for a missing num_batches_tracked, which files of old
 // versions of PyTorch lack.
-const at::Tensor* find_weight(const data::NamedTensors& weights, const TensorSpec& expected) {
-  const auto it = weights.find(expected.name);
+const at::Tensor* find_weight(const data::NamedTensors& weights, const std::string& name,
+                              const at::Tensor& expected) {
+  const auto it = weights.find(name);
   if (it == weights.end()) {
-    if (expected.name.ends_with(".num_batches_tracked")) return nullptr;
-    bad_data("no " + expected.name + " among the weights");
+    if (name.ends_with(".num_batches_tracked")) return nullptr;
+    bad_data("no " + name + " among the weights");
   }
   const at::Tensor& weight = it->second;
-  if (weight.scalar_type() != expected.dtype) {
-    bad_data(expected.name + " is of " + c10::toString(weight.scalar_type()) + ", not of " +
-             c10::toString(expected.dtype));
+  if (weight.scalar_type() != expected.scalar_type()) {
+    bad_data(c10::str(name, " is of ", weight.scalar_type(), ", not of ", expected.scalar_type()));
   }
-  if (weight.sizes() != at::IntArrayRef(expected.shape)) {
-    bad_data(expected.name + " has the shape " + in_words(weight.sizes()) + ", not " +
-             in_words(expected.shape));
+  if (weight.sizes() != expected.sizes()) {
+    bad_data(c10::str(name, " has the shape ", weight.sizes(), ", not ", expected.sizes()));
   }
   return &weight;
-}
-
-std::string joined(const std::vector<std::string>& names) {
-  std::string text;
-  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
-  return text;
 }
 
 // The number of the block that `name` of --split means.
@@ -194,8 +138,18 @@ size_t find_block(const std::string& model, const std::vector<std::string>& bloc
   for (size_t i = blocks.size(); i-- > 0;) {  // so that a layer is its last block
     if (blocks[i] == name || blocks[i].substr(0, blocks[i].rfind('.')) == name) return i;
   }
-  invalid("--split: " + model + " has no block " + name + ", but " + joined(blocks) +
-          " (layer2 is the last block of that layer)");
+  invalid(c10::str("--split: ", model, " has no block ", name, ", but ", c10::Join(", ", blocks),
+                   " (layer2 is the last block of that layer)"));
+}
+
+// To draw random numbers in, which is done on the CPU wherever they go.
+at::Tensor empty(at::IntArrayRef sizes, c10::Device device) {
+  return at::empty(sizes,
+                   at::TensorOptions(at::kFloat).device(device.is_meta() ? device : at::kCPU));
+}
+
+at::Generator generator(uint64_t seed, const std::string& name) {
+  return keyed_generator({seed, data::content_hash(name)});
 }
 
 std::vector<BlockRange> cut_after(const std::vector<size_t>& last_blocks, size_t blocks) {
@@ -212,11 +166,10 @@ std::vector<BlockRange> cut_after(const std::vector<size_t>& last_blocks, size_t
 std::vector<size_t> named_cuts(const std::string& model, const std::vector<std::string>& blocks,
                                size_t stages, const std::vector<std::string>& split) {
   if (split.size() != stages - 1) {
-    const auto plural = [](size_t count) { return count == 1 ? "" : "s"; };
-    const size_t named = split.size();
-    invalid("--split names " + std::to_string(named) + " block" + plural(named) +
-            " to cut after, but " + std::to_string(stages) + " stage" + plural(stages) +
-            (stages == 1 ? " needs " : " need ") + std::to_string(stages - 1));
+    const char* const plural[] = {"", "s"};
+    invalid(c10::str("--split names ", split.size(), " block", plural[split.size() != 1],
+                     " to cut after, but ", stages, " stage", plural[stages != 1],
+                     stages == 1 ? " needs " : " need ", stages - 1));
   }
   std::vector<size_t> cuts;
   for (const std::string& name : split) {
@@ -292,11 +245,11 @@ std::vector<BlockRange> cut_resnet(const std::string& model, int stages,
                                    const std::vector<std::string>& split, int64_t classes,
                                    int64_t image_size) {
   const std::vector<std::string> blocks = resnet_blocks(model);
-  if (stages < 1) invalid("--stages must be at least 1, not " + std::to_string(stages));
+  if (stages < 1) invalid(c10::str("--stages must be at least 1, not ", stages));
   const auto count = static_cast<size_t>(stages);
   if (count > blocks.size()) {
-    invalid("--stages " + std::to_string(stages) + " is more than the " +
-            std::to_string(blocks.size()) + " blocks of " + model);
+    invalid(
+        c10::str("--stages ", stages, " is more than the ", blocks.size(), " blocks of ", model));
   }
   if (!split.empty()) return cut_after(named_cuts(model, blocks, count, split), blocks.size());
   if (stages == 2) return cut_after({find_block(model, blocks, "layer2")}, blocks.size());
@@ -321,29 +274,22 @@ data::NamedTensors read_weights(const std::string& path) {
 
 data::NamedTensors weights_of(const std::string& model, const BlockRange& blocks,
                               const data::NamedTensors& weights) {
-  const std::vector<std::string> names = resnet_blocks(model);
   data::NamedTensors own;
-  for (size_t i = blocks.first; i < blocks.last; ++i) {
-    std::vector<std::string> beginnings = {names[i] + "."};
-    if (i == 0) beginnings = {"conv1.", "bn1."};
-    if (i + 1 == names.size()) beginnings = {"fc."};
-    for (const auto& [name, tensor] : weights) {
-      const bool belongs = std::any_of(beginnings.begin(), beginnings.end(),
-                                       [&](const auto& b) { return name.starts_with(b); });
-      if (belongs) own[name] = tensor;
-    }
+  for (const auto& [name, tensor] : ResNetStage(model, 1, blocks, 0, c10::kMeta).state()) {
+    if (const auto it = weights.find(name); it != weights.end()) own.insert(*it);
   }
   return own;
 }
 
 void check_weights(const std::string& model, int64_t classes, const data::NamedTensors& weights) {
   data::NamedTensors left = weights;
-  for (const TensorSpec& spec : state_specs(model, classes)) {
-    const at::Tensor* const weight = find_weight(weights, spec);
+  const ResNetStage whole(model, classes, whole_resnet(model), 0, c10::kMeta);
+  for (const auto& [name, expected] : whole.state()) {
+    const at::Tensor* const weight = find_weight(weights, name, expected);
     if (weight && !weight->isfinite().all().item<bool>()) {
-      bad_data(spec.name + " has numbers that are not finite");
+      bad_data(name + " has numbers that are not finite");
     }
-    left.erase(spec.name);
+    left.erase(name);
   }
   if (!left.empty()) bad_data("there is " + left.begin()->first + ", which " + model + " has not");
 }
@@ -393,8 +339,7 @@ ResNetStage::ResNetStage(const std::string& model, int64_t classes, BlockRange b
   std::vector<ResidualBlock> all = residual_blocks(shape);
   const size_t head = all.size() + 1;  // its number; the stem's is 0
   if (blocks.first >= blocks.last || blocks.last > head + 1) {
-    invalid("no blocks " + std::to_string(blocks.first) + " to " + std::to_string(blocks.last) +
-            " in " + model);
+    invalid(c10::str("no blocks ", blocks.first, " to ", blocks.last, " in ", model));
   }
   if (blocks.first == 0) add(stem_.emplace(stem()), seed);
   for (size_t i = std::max<size_t>(blocks.first, 1); i < std::min(blocks.last, head); ++i) {
@@ -402,51 +347,35 @@ ResNetStage::ResNetStage(const std::string& model, int64_t classes, BlockRange b
     for (ConvNorm& layer : block.layers) add(layer, seed);
     if (block.downsample) add(*block.downsample, seed);
   }
-  if (blocks.last == head + 1) add_head(head_inputs(shape), classes, seed);
+  if (blocks.last != head + 1) return;
+  const int64_t inputs = head_inputs(shape);
+  const double bound = 1 / std::sqrt(static_cast<double>(inputs));  // as torch.nn.Linear
+  const auto draw = [&](const std::string& name, at::IntArrayRef sizes) {
+    const at::Tensor drawn = empty(sizes, device_).uniform_(-bound, bound, generator(seed, name));
+    return parameters_.emplace_back(name, rpc::placed(drawn, device_).requires_grad_()).second;
+  };
+  fc_weight_ = draw("fc.weight", {classes, inputs});
+  fc_bias_ = draw("fc.bias", {classes});
 }
 
 void ResNetStage::add(ConvNorm& layer, uint64_t seed) {
   // As torchvision: He et al.'s initialisation by the fan out, for layers before a ReLU.
-  const std::string name = layer.conv_name + ".weight";
+  const std::string weight = layer.conv_name + ".weight", norm = layer.norm_name + '.';
   const double fan_out = static_cast<double>(layer.out * layer.kernel * layer.kernel);
-  const at::Tensor drawn =
-      at::empty({layer.out, layer.in, layer.kernel, layer.kernel}, at::kFloat)
-          .normal_(0, std::sqrt(2 / fan_out), keyed_generator({seed, data::content_hash(name)}));
+  const at::Tensor drawn = empty({layer.out, layer.in, layer.kernel, layer.kernel}, device_)
+                               .normal_(0, std::sqrt(2 / fan_out), generator(seed, weight));
   layer.weight = rpc::placed(drawn.contiguous(at::MemoryFormat::ChannelsLast), device_);
   layer.scale = at::ones({layer.out}, device_);
   layer.shift = at::zeros({layer.out}, device_);
   layer.running_mean = at::zeros({layer.out}, device_);
   layer.running_var = at::ones({layer.out}, device_);
   layer.batches_tracked = at::zeros({}, at::kLong);  // nothing but a count: it stays on the CPU
-  add_parameter(name, layer.weight);
-  add_parameter(layer.norm_name + ".weight", layer.scale);
-  add_parameter(layer.norm_name + ".bias", layer.shift);
-  add_buffer(layer.norm_name + ".running_mean", layer.running_mean);
-  add_buffer(layer.norm_name + ".running_var", layer.running_var);
-  add_buffer(layer.norm_name + ".num_batches_tracked", layer.batches_tracked);
-}
-
-void ResNetStage::add_head(int64_t in, int64_t classes, uint64_t seed) {
-  const double bound = 1 / std::sqrt(static_cast<double>(in));  // as torch.nn.Linear
-  const auto draw = [&](const std::string& name, std::vector<int64_t> shape) {
-    at::Tensor parameter = at::empty(shape, at::kFloat);
-    parameter.uniform_(-bound, bound, keyed_generator({seed, data::content_hash(name)}));
-    parameter = rpc::placed(parameter, device_);
-    add_parameter(name, parameter);
-    return parameter;
-  };
-  fc_weight_ = draw("fc.weight", {classes, in});
-  fc_bias_ = draw("fc.bias", {classes});
-}
-
-void ResNetStage::add_parameter(const std::string& name, const at::Tensor& parameter) {
-  parameter_names_.push_back(name);
-  parameters_.push_back(parameter.requires_grad_());
-}
-
-void ResNetStage::add_buffer(const std::string& name, const at::Tensor& buffer) {
-  buffer_names_.push_back(name);
-  buffers_.push_back(buffer);
+  parameters_.insert(parameters_.end(), {{weight, layer.weight.requires_grad_()},
+                                         {norm + "weight", layer.scale.requires_grad_()},
+                                         {norm + "bias", layer.shift.requires_grad_()}});
+  buffers_.insert(buffers_.end(), {{norm + "running_mean", layer.running_mean},
+                                   {norm + "running_var", layer.running_var},
+                                   {norm + "num_batches_tracked", layer.batches_tracked}});
 }
 
 at::Tensor ResNetStage::forward(const at::Tensor& x, bool training) const {
@@ -462,31 +391,16 @@ at::Tensor ResNetStage::forward(const at::Tensor& x, bool training) const {
   return at::linear(at::adaptive_avg_pool2d(y, {1, 1}).flatten(1), fc_weight_, fc_bias_);
 }
 
-int64_t ResNetStage::parameter_count() const {
-  int64_t count = 0;
-  for (const at::Tensor& parameter : parameters_) count += parameter.numel();
-  return count;
-}
-
-data::NamedTensors ResNetStage::named_parameters() const {
-  data::NamedTensors named;
-  for (size_t i = 0; i < parameters_.size(); ++i) named[parameter_names_[i]] = parameters_[i];
-  return named;
-}
-
-data::NamedTensors ResNetStage::named_buffers() const {
-  data::NamedTensors named;
-  for (size_t i = 0; i < buffers_.size(); ++i) named[buffer_names_[i]] = buffers_[i];
-  return named;
+data::NamedTensors ResNetStage::state() const {
+  data::NamedTensors all(parameters_.begin(), parameters_.end());
+  all.insert(buffers_.begin(), buffers_.end());
+  return all;
 }
 
 void ResNetStage::load(const data::NamedTensors& weights) {
   std::vector<std::pair<at::Tensor, const at::Tensor*>> copies;
-  for (const data::NamedTensors& own : {named_parameters(), named_buffers()}) {
-    for (const auto& [name, tensor] : own) {
-      const TensorSpec spec = {name, tensor.sizes().vec(), tensor.scalar_type()};
-      copies.emplace_back(tensor, find_weight(weights, spec));
-    }
+  for (const auto& [name, tensor] : state()) {
+    copies.emplace_back(tensor, find_weight(weights, name, tensor));
   }
   const at::NoGradGuard no_grad;
   for (auto& [tensor, weight] : copies) {

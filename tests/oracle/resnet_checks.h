@@ -22,10 +22,8 @@ inline void check_near(const at::Tensor& actual, const at::Tensor& expected, dou
 // Then gradients can be compared to many digits: those of float32 differ by some percent with the
 // order of every sum, through batch norm over few values and through ReLU.
 inline void make_double(ResNetStage& net) {
-  for (const std::vector<at::Tensor>& tensors : {net.parameters(), net.buffers()}) {
-    for (at::Tensor tensor : tensors) {
-      if (tensor.is_floating_point()) tensor.set_data(tensor.detach().to(at::kDouble));
-    }
+  for (auto [name, tensor] : net.state()) {
+    if (tensor.is_floating_point()) tensor.set_data(tensor.detach().to(at::kDouble));
   }
 }
 

@@ -21,12 +21,12 @@ uint64_t fnv1a(std::string_view text) {
   return value;
 }
 
-uint64_t hash_of(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors) {
+uint64_t hash_of(const ResNetStage::Named& named) {
   std::string text;
-  for (size_t i = 0; i < names.size(); ++i) {
-    text += names[i] + "[";
-    for (int64_t d = 0; d < tensors[i].dim(); ++d) {
-      text += (d > 0 ? "," : "") + std::to_string(tensors[i].size(d));
+  for (const auto& [name, tensor] : named) {
+    text += name + "[";
+    for (int64_t d = 0; d < tensor.dim(); ++d) {
+      text += (d > 0 ? "," : "") + std::to_string(tensor.size(d));
     }
     text += "]\n";
   }
@@ -72,14 +72,12 @@ TEST_CASE("our ResNets are torchvision's, by what was recorded of them") {
     CAPTURE(model);
     ResNetStage net(model, 10, models::whole_resnet(model), 1);
     CHECK(net.parameters().size() == recorded.parameters);
-    CHECK(hash_of(net.parameter_names(), net.parameters()) == recorded.parameters_hash);
+    CHECK(hash_of(net.parameters()) == recorded.parameters_hash);
     CHECK(net.buffers().size() == recorded.buffers);
-    CHECK(hash_of(net.buffer_names(), net.buffers()) == recorded.buffers_hash);
+    CHECK(hash_of(net.buffers()) == recorded.buffers_hash);
 
-    NamedTensors weights;
-    for (const NamedTensors& some : {net.named_parameters(), net.named_buffers()}) {
-      for (const auto& [name, tensor] : some) weights[name] = made_up_weight(name, tensor);
-    }
+    NamedTensors weights = net.state();
+    for (auto& [name, tensor] : weights) tensor = made_up_weight(name, tensor);
     net.load(weights);
     const at::Tensor images = made_up_numbers("images", {2, 3, 64, 64});
     check_near(net.forward(images, false), scores(recorded.evaluated), kTolerance);
@@ -90,14 +88,14 @@ TEST_CASE("our ResNets are torchvision's, by what was recorded of them") {
     const at::Tensor trained = net.forward(images.to(at::kDouble));
     check_near(trained, scores(recorded.trained), kDoubleTolerance);
     at::cross_entropy_loss(trained, at::tensor({3, 7}, at::kLong)).backward();
-    const NamedTensors parameters = net.named_parameters();
+    const NamedTensors parameters = net.state();
     for (size_t i = 0; i < std::size(kGradientNames); ++i) {
       CAPTURE(kGradientNames[i]);
       const double norm = parameters.at(kGradientNames[i]).grad().norm().item<double>();
       CHECK(norm == Approx(recorded.gradient_norms.at(i)).epsilon(kDoubleTolerance));
     }
     double running_sum = 0;
-    for (const auto& [name, buffer] : net.named_buffers()) {
+    for (const auto& [name, buffer] : net.buffers()) {
       if (buffer.dim() > 0) running_sum += buffer.abs().sum().item<double>();
     }
     CHECK(running_sum == Approx(recorded.running_sum).epsilon(kDoubleTolerance));

@@ -40,10 +40,10 @@ TEST_CASE("our ResNet50 is torchvision's, with its own random weights", "[.torch
     ++compared;
   };
   for (const ResNetStage& stage : stages) {
-    for (const auto& [name, parameter] : stage.named_parameters()) {
+    for (const auto& [name, parameter] : stage.parameters()) {
       check("gradient." + name, parameter.grad());
     }
-    for (const auto& [name, buffer] : stage.named_buffers()) check("buffer." + name, buffer);
+    for (const auto& [name, buffer] : stage.buffers()) check("buffer." + name, buffer);
   }
   CHECK(compared == 161 + 159);
 }

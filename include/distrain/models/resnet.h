@@ -2,9 +2,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -59,17 +59,11 @@ void check_weights(const std::string& model, int64_t classes, const data::NamedT
 
 /// A convolution without bias and the batch norm behind it.
 struct ConvNorm {
-  std::string conv_name;  ///< "layer1.0.conv1"
-  std::string norm_name;  ///< "layer1.0.bn1"
-  int64_t in = 0;
-  int64_t out = 0;
-  int64_t kernel = 1;
-  int64_t stride = 1;
-  at::Tensor weight;  ///< [out, in, kernel, kernel]
-  at::Tensor scale;   ///< batch norm's weight and bias, [out]
-  at::Tensor shift;
-  at::Tensor running_mean;
-  at::Tensor running_var;
+  std::string conv_name, norm_name;  ///< "layer1.0.conv1", "layer1.0.bn1"
+  int64_t in = 0, out = 0, kernel = 1, stride = 1;
+  at::Tensor weight;        ///< [out, in, kernel, kernel]
+  at::Tensor scale, shift;  ///< batch norm's weight and bias, [out]
+  at::Tensor running_mean, running_var;
   at::Tensor batches_tracked;  ///< int64 []
 
   at::Tensor convolve(const at::Tensor& x) const;
@@ -95,7 +89,8 @@ struct ResidualBlock {
 /// backward.
 class ResNetStage {
  public:
-  /// Initialised as torchvision does it, each tensor from `seed` and its name.
+  /// Initialised as torchvision does it, each tensor from `seed` and its name; on c10::kMeta, only
+  /// names, shapes and dtypes.
   ResNetStage(const std::string& model, int64_t classes, BlockRange blocks, uint64_t seed,
               c10::Device device = c10::kCPU);
 
@@ -105,15 +100,13 @@ class ResNetStage {
   /// norm goes by the statistics of the batch, otherwise by the running ones.
   at::Tensor forward(const at::Tensor& x, bool training = true) const;
 
-  /// In torchvision's order, as the parameters() are.
-  const std::vector<std::string>& parameter_names() const { return parameter_names_; }
-  const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  int64_t parameter_count() const;
-  /// running_mean, running_var and num_batches_tracked of each batch norm, in torchvision's order.
-  const std::vector<std::string>& buffer_names() const { return buffer_names_; }
-  const std::vector<at::Tensor>& buffers() const { return buffers_; }
-  data::NamedTensors named_parameters() const;
-  data::NamedTensors named_buffers() const;
+  /// By torchvision's names, in its order.
+  using Named = std::vector<std::pair<std::string, at::Tensor>>;
+  const Named& parameters() const { return parameters_; }
+  /// running_mean, running_var and num_batches_tracked of each batch norm.
+  const Named& buffers() const { return buffers_; }
+  /// All of them.
+  data::NamedTensors state() const;
 
   /// Copies what belongs to these blocks out of a whole state_dict. Throws `bad_data`, before it
   /// changes anything, for a missing name (but for num_batches_tracked, which is left), a wrong
@@ -122,19 +115,12 @@ class ResNetStage {
 
  private:
   void add(ConvNorm& layer, uint64_t seed);
-  void add_head(int64_t in, int64_t classes, uint64_t seed);
-  void add_parameter(const std::string& name, const at::Tensor& parameter);
-  void add_buffer(const std::string& name, const at::Tensor& buffer);
 
   const c10::Device device_;
   std::optional<ConvNorm> stem_;
   std::vector<ResidualBlock> blocks_;
-  at::Tensor fc_weight_;  // with the head only
-  at::Tensor fc_bias_;
-  std::vector<std::string> parameter_names_;
-  std::vector<at::Tensor> parameters_;
-  std::vector<std::string> buffer_names_;
-  std::vector<at::Tensor> buffers_;
+  at::Tensor fc_weight_, fc_bias_;  // with the head only
+  Named parameters_, buffers_;
 };
 
 }  // namespace distrain::models

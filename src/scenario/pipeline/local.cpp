@@ -9,7 +9,6 @@
 #include "distrain/job/local_training.h"
 #include "distrain/models/resnet.h"
 #include "distrain/rpc/device.h"
-#include "loss.h"
 #include "pipeline.h"
 #include "run.h"
 
@@ -27,11 +26,7 @@ class LocalModel final : public PipelineModel {
     updates_.reset();
     module_.emplace(options_.model, options_.classes, models::whole_resnet(options_.model),
                     options_.seed, device_);
-    job::LocalUpdates::Named named;
-    for (size_t i = 0; i < module_->parameters().size(); ++i) {
-      named.emplace_back(module_->parameter_names()[i], module_->parameters()[i]);
-    }
-    updates_.emplace(options_.rule(), "async", std::move(named));
+    updates_.emplace(options_.rule(), "async", module_->parameters());
   }
 
   /// Of the model that was begun last, whichever that is by then.
@@ -63,11 +58,7 @@ class LocalModel final : public PipelineModel {
     return module_->forward(images, false);
   }
 
-  data::NamedTensors state() override {
-    data::NamedTensors all = module_->named_parameters();
-    all.merge(module_->named_buffers());
-    return data::on_host(all);
-  }
+  data::NamedTensors state() override { return data::on_host(module_->state()); }
   void load(const data::NamedTensors& state) override { module_->load(state); }
 
  private:
@@ -75,9 +66,7 @@ class LocalModel final : public PipelineModel {
     const base::TraceScope scope("update");
     if (options_.on_gradients) {
       data::NamedTensors gradients;
-      for (size_t i = 0; i < module_->parameters().size(); ++i) {
-        gradients[module_->parameter_names()[i]] = module_->parameters()[i].grad();
-      }
+      for (const auto& [name, tensor] : module_->parameters()) gradients[name] = tensor.grad();
       options_.on_gradients(data::on_host(gradients));
     }
     updates_->gather();

@@ -1,15 +1,25 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
 #include "data.h"
 #include "distrain/scenario/pipeline.h"
-#include "split_log.h"
 
 namespace distrain::scenario {
+
+/// What came of one batch.
+struct BatchResult {
+  double loss = 0;
+  std::optional<double> accuracy;  ///< where there are labels to hit: not with random data
+  double batch_s = 0;              ///< passes and update, to the end of what devices do
+  /// Each stage's own computing time; none where a device computes.
+  std::vector<std::optional<double>> stage_s;
+  std::vector<int64_t> activations;  ///< micro-batches that each stage held at most
+};
 
 /// A batch cut into micro-batches, as tensor_split cuts: sizes differ by one at most, larger ones
 /// first.

@@ -16,7 +16,6 @@
 #include "distrain/models/resnet.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/rpc/placed.h"
-#include "loss.h"
 #include "run.h"
 #include "schedule.h"
 #include "stages.h"

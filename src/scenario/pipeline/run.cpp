@@ -8,7 +8,6 @@
 #include "distrain/job/checkpoints.h"
 #include "distrain/models/resnet.h"
 #include "distrain/rpc/placed.h"
-#include "loss.h"
 
 namespace distrain::scenario {
 
@@ -22,6 +21,12 @@ data::NamedTensors initial_weights(const PipelineOptions& options) {
   return weights;
 }
 
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const size_t half = values.size() / 2;
+  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
+}
+
 }  // namespace
 
 PipelineInputs::PipelineInputs(const PipelineOptions& options)
@@ -32,8 +37,8 @@ PipelineRun::PipelineRun(const PipelineOptions& options, const PipelineInputs& i
     : options_(options),
       inputs_(inputs),
       model_(model),
-      lr_schedule_(options.rule().schedule),
-      log_(options, sink) {
+      sink_(sink),
+      lr_schedule_(options.rule().schedule) {
   begin(options.num_split.front());
 }
 
@@ -92,25 +97,79 @@ job::Result PipelineRun::step(const job::Step& step) {
   const auto split = static_cast<size_t>(step.total / batches());
   const int64_t index = step.total % batches();
   if (split_ != split) {
-    const int64_t num_split = options_.num_split[split];
     if (split_) {  // the first one has begun
-      log_.end_split();
-      begin(num_split);
+      end_split();
+      begin(options_.num_split[split]);
     }
     split_ = split;
-    log_.begin_split(num_split);
+    split_begun_ = base::Clock::now();
+    if (steps_ == 0) begun_ = split_begun_;
   }
   const PipelineBatch batch = base::traced("data", [&] { return inputs_.images.batch(index); });
   model_.set_lr_factor(lr_schedule_.factor(index, 0));  // each model's from its beginning
-  const BatchResult result = model_.train(batch, index);
+  results_.push_back(model_.train(batch, index));
+  ++steps_;
   const bool has_epochs = !options_.data.empty();
-  log_.batch(result, has_epochs ? 1 + index / inputs_.images.batches_per_epoch() : 1, index + 1);
-  return {at::scalar_tensor(result.loss, at::kDouble), options_.batch_size};
+  log(results_.back(), has_epochs ? 1 + index / inputs_.images.batches_per_epoch() : 1, index + 1);
+  return {at::scalar_tensor(results_.back().loss, at::kDouble), options_.batch_size};
+}
+
+void PipelineRun::log(const BatchResult& result, int64_t epoch, int64_t step) {
+  if (options_.log_interval == 0 || step % options_.log_interval != 0) return;
+  job::Json fields{{"epoch", epoch},
+                   {"step", step},
+                   {"num_split", options_.num_split[*split_]},
+                   {"loss", result.loss}};
+  if (result.accuracy) fields["accuracy"] = *result.accuracy;
+  fields["batch_s"] = result.batch_s;
+  fields["samples_per_s"] = static_cast<double>(options_.batch_size) / result.batch_s;
+  sink_.emit("step", fields);
+}
+
+void PipelineRun::end_split() {
+  if (results_.empty()) return;
+  train_s_ = base::seconds_since(begun_);
+  const std::vector<BatchResult> results = std::exchange(results_, {});
+  const auto median_of = [&](const auto& value) {
+    std::vector<double> values;
+    for (const BatchResult& result : results) values.push_back(value(result));
+    // The first batch pays for what is done once; one alone has to do.
+    if (values.size() > 1) values.erase(values.begin());
+    return median(std::move(values));
+  };
+  const BatchResult& result = results.back();
+  const double batch_s = median_of([](const BatchResult& r) { return r.batch_s; });
+  job::Json stage_s = job::Json::array();
+  for (size_t i = 0; i < result.stage_s.size(); ++i) {
+    const auto of_stage = [i](const BatchResult& r) { return *r.stage_s[i]; };
+    stage_s.push_back(result.stage_s[i] ? job::Json(median_of(of_stage)) : job::Json());
+  }
+  last_ = {{"num_split", options_.num_split[*split_]},
+           {"schedule", options_.schedule},
+           {"batches", results.size()},
+           {"batch_size", options_.batch_size},
+           {"wall_s", base::seconds_since(split_begun_)},
+           {"batch_s", batch_s},
+           {"stage_s", std::move(stage_s)},
+           {"activations", result.activations},
+           {"samples_per_s", static_cast<double>(options_.batch_size) / batch_s},
+           {"loss", result.loss}};
+  if (result.accuracy) last_["accuracy"] = *result.accuracy;
+  sink_.emit("split", last_);
+  if (best_.is_null() || batch_s < best_["batch_s"]) {
+    best_ = {{"num_split", last_["num_split"]}, {"batch_s", batch_s}};
+  }
 }
 
 void PipelineRun::add_to(job::Json& fields) {
-  log_.end_split();
-  log_.add_to(fields);
+  end_split();
+  fields["steps"] = steps_;
+  fields["train_s"] = train_s_;
+  if (last_.is_null()) return;
+  for (const char* name : {"loss", "accuracy", "num_split", "batch_s", "samples_per_s"}) {
+    if (last_.contains(name)) fields[name] = last_[name];
+  }
+  fields["best"] = best_;
 }
 
 }  // namespace distrain::scenario

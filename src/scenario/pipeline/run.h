@@ -3,12 +3,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
-#include "data.h"
+#include "distrain/base/clock.h"
 #include "distrain/data/named_tensors.h"
 #include "distrain/job/training.h"
 #include "distrain/scenario/pipeline.h"
-#include "split_log.h"
+#include "loss.h"
 
 namespace distrain::scenario {
 
@@ -55,14 +56,23 @@ class PipelineRun {
  private:
   int64_t batches() const;  // of each run
   void begin(int64_t num_split);
+  void log(const BatchResult& result, int64_t epoch, int64_t step);
+  void end_split();
   job::Evaluation evaluate(const job::Share& share);
 
   const PipelineOptions& options_;
   const PipelineInputs& inputs_;
   PipelineModel& model_;
+  job::EventSink& sink_;
   const optim::Schedule lr_schedule_;
-  SplitLog log_;
-  std::optional<size_t> split_;  // whose batches are under way
+  int64_t steps_ = 0;
+  base::TimePoint begun_;
+  double train_s_ = 0;
+  // Of the split under way.
+  std::optional<size_t> split_;
+  base::TimePoint split_begun_;
+  std::vector<BatchResult> results_;
+  job::Json last_, best_;  // of the splits before
 };
 
 }  // namespace distrain::scenario

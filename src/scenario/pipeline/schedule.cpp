@@ -1,7 +1,8 @@
 #include "schedule.h"
 
 #include <algorithm>
-#include <cstdio>
+
+#include <fmt/format.h>
 
 #include "distrain/base/error.h"
 
@@ -32,8 +33,8 @@ std::vector<PipelineStep> alternating(int64_t ahead, int64_t micro_batches) {
 /// Each micro-batch has one forward pass, and after it one backward pass.
 void check_row(const PipelineSchedule& schedule, size_t stage) {
   const auto refuse = [&](const PipelineStep& step, const char* what) {
-    invalid("schedule " + schedule.name + ": stage " + std::to_string(stage + 1) + ": " +
-            name_of(step) + what);
+    invalid(
+        fmt::format("schedule {}: stage {}: {}{}", schedule.name, stage + 1, name_of(step), what));
   };
   std::vector<int> passes(static_cast<size_t>(schedule.micro_batches), 0);
   for (const PipelineStep& step : schedule.stages[stage]) {
@@ -154,14 +155,12 @@ job::Json to_json(const PipelineSchedule& schedule) {
 
 std::string to_text(const PipelineSchedule& schedule) {
   const PipelineTimeline timeline = simulate(schedule);
+  const size_t stages = schedule.stages.size();
   const size_t width = std::to_string(schedule.micro_batches - 1).size() + 2;
-  char percent[16];
-  snprintf(percent, sizeof percent, "%.1f", timeline.bubble * 100);
-  std::string text = schedule.name + ", " + std::to_string(schedule.stages.size()) + " stages, " +
-                     std::to_string(schedule.micro_batches) + " micro-batches: " + percent +
-                     " % bubble\n";
-  const std::string last = std::to_string(schedule.stages.size());
-  for (size_t stage = 0; stage < schedule.stages.size(); ++stage) {
+  std::string text =
+      fmt::format("{}, {} stages, {} micro-batches: {:.1f} % bubble\n", schedule.name, stages,
+                  schedule.micro_batches, timeline.bubble * 100);
+  for (size_t stage = 0; stage < stages; ++stage) {
     std::string line(static_cast<size_t>(timeline.length) * width, ' ');
     for (int64_t at = 0; at < timeline.length; ++at) line[static_cast<size_t>(at) * width] = '.';
     for (size_t i = 0; i < schedule.stages[stage].size(); ++i) {
@@ -169,9 +168,8 @@ std::string to_text(const PipelineSchedule& schedule) {
       line.replace(static_cast<size_t>(timeline.begin[stage][i]) * width, name.size(), name);
     }
     line.erase(line.find_last_not_of(' ') + 1);
-    const std::string number = std::to_string(stage + 1);
-    text += "  stage " + std::string(last.size() - number.size(), ' ') + number + "  " + line +
-            "  (holds " + std::to_string(timeline.activations[stage]) + ")\n";
+    text += fmt::format("  stage {:>{}}  {}  (holds {})\n", stage + 1,
+                        std::to_string(stages).size(), line, timeline.activations[stage]);
   }
   return text;
 }

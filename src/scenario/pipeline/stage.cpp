@@ -168,10 +168,8 @@ autograd::PassGuard PipelineStage::guard(rpc::Agent& agent, int64_t micro_batch,
 // In place of the output, for a stage that sleeps: next to nothing, with a gradient for its input
 // and for one parameter.
 at::Tensor PipelineStage::stand_in(const at::Tensor& input) const {
-  const auto& all = module_.parameters();
-  const at::Tensor& smallest = *std::min_element(
-      all.begin(), all.end(),
-      [](const at::Tensor& a, const at::Tensor& b) { return a.numel() < b.numel(); });
+  const auto size = [](const auto& named) { return named.second.numel(); };
+  const at::Tensor& smallest = std::ranges::min_element(module_.parameters(), {}, size)->second;
   const at::Tensor first = rpc::placed(input, smallest.device()).flatten(1).narrow(1, 0, 1);
   return (first + smallest[0]).expand({input.size(0), is_last_ ? classes_ : 1});
 }
@@ -179,7 +177,7 @@ at::Tensor PipelineStage::stand_in(const at::Tensor& input) const {
 // The stage before may have slept.
 at::Tensor PipelineStage::full_size(const at::Tensor& input) const {
   if (is_first_ || input.dim() != 2) return input;
-  const int64_t channels = module_.parameters()[0].size(1);
+  const int64_t channels = module_.parameters()[0].second.size(1);
   return input.view({-1, 1, 1, 1}).expand({-1, input_side_, input_side_, channels}).contiguous();
 }
 
@@ -196,25 +194,24 @@ void PipelineStage::add_compute(base::TimePoint begun) {
 
 std::vector<rpc::RRef<at::Tensor>> PipelineStage::parameter_rrefs(rpc::CallContext& call) {
   std::vector<rpc::RRef<at::Tensor>> rrefs;
-  for (const at::Tensor& parameter : module_.parameters()) {
+  for (const auto& [name, parameter] : module_.parameters()) {
     rrefs.push_back(call.agent.make_rref(parameter));
   }
   return rrefs;
 }
 
-data::NamedTensors PipelineStage::gradients(rpc::CallContext& call) {
-  data::NamedTensors named;
-  for (size_t i = 0; i < module_.parameters().size(); ++i) {
-    named[module_.parameter_names()[i]] =
-        autograd::gradient(call.agent, rpc::current_context(), module_.parameters()[i]);
-  }
-  return data::on_host(named);
+std::vector<std::string> PipelineStage::parameter_names() const {
+  std::vector<std::string> names;
+  for (const auto& [name, parameter] : module_.parameters()) names.push_back(name);
+  return names;
 }
 
-data::NamedTensors PipelineStage::state() const {
-  data::NamedTensors all = module_.named_parameters();
-  all.merge(module_.named_buffers());
-  return data::on_host(all);
+data::NamedTensors PipelineStage::gradients(rpc::CallContext& call) {
+  data::NamedTensors named;
+  for (const auto& [name, parameter] : module_.parameters()) {
+    named[name] = autograd::gradient(call.agent, rpc::current_context(), parameter);
+  }
+  return data::on_host(named);
 }
 
 void PipelineStage::expose(rpc::Agent& agent) {

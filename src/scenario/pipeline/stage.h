@@ -70,11 +70,11 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
   base::Future<at::Tensor> infer(rpc::CallContext& call, const rpc::RRef<at::Tensor>& input);
 
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
-  std::vector<std::string> parameter_names() const { return module_.parameter_names(); }
+  std::vector<std::string> parameter_names() const;
   /// Those of the current context, by parameter, on the CPU.
   data::NamedTensors gradients(rpc::CallContext& call);
   /// Parameters and buffers, on the CPU.
-  data::NamedTensors state() const;
+  data::NamedTensors state() const { return data::on_host(module_.state()); }
   /// What belongs to this stage of a whole state_dict.
   void load(const data::NamedTensors& weights) { module_.load(weights); }
 
@@ -88,7 +88,7 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
   at::Tensor compute(rpc::Agent& agent, const at::Tensor& input, int64_t micro_batch,
                      const Turns::TurnPtr& turn);
   autograd::PassGuard guard(rpc::Agent& agent, int64_t micro_batch, double sleep_s);
-  c10::Device device() const { return module_.parameters().front().device(); }
+  c10::Device device() const { return module_.parameters().front().second.device(); }
   /// The rank that takes what this stage gives.
   int next_rank(const rpc::Agent& agent) const;
   at::Tensor stand_in(const at::Tensor& input) const;

@@ -53,19 +53,21 @@ at::Tensor forward(std::vector<ResNetStage>& stages, at::Tensor x, bool training
 NamedTensors gradients(const std::vector<ResNetStage>& stages) {
   NamedTensors gradients;
   for (const ResNetStage& stage : stages) {
-    for (const auto& [name, parameter] : stage.named_parameters()) {
-      gradients[name] = parameter.grad();
-    }
+    for (const auto& [name, parameter] : stage.parameters()) gradients[name] = parameter.grad();
   }
   return gradients;
 }
 
 NamedTensors state(const ResNetStage& stage) {
-  NamedTensors state;
-  for (const NamedTensors& some : {stage.named_parameters(), stage.named_buffers()}) {
-    for (const auto& [name, tensor] : some) state[name] = tensor.detach().clone();
-  }
+  NamedTensors state = stage.state();
+  for (auto& [name, tensor] : state) tensor = tensor.detach().clone();
   return state;
+}
+
+int64_t parameter_count(const ResNetStage& stage) {
+  int64_t count = 0;
+  for (const auto& [name, parameter] : stage.parameters()) count += parameter.numel();
+  return count;
 }
 
 void check_same(const NamedTensors& actual, const NamedTensors& expected) {
@@ -80,22 +82,22 @@ void check_same(const NamedTensors& actual, const NamedTensors& expected) {
 
 TEST_CASE("the ResNets have torchvision's number of parameters and buffers") {
   const ResNetStage resnet50("resnet50", 1000, whole_resnet("resnet50"), 1);
-  CHECK(resnet50.parameter_count() == 25'557'032);
+  CHECK(parameter_count(resnet50) == 25'557'032);
   CHECK(resnet50.parameters().size() == 161);
   CHECK(resnet50.buffers().size() == 159);
   const ResNetStage resnet18("resnet18", 1000, whole_resnet("resnet18"), 1);
-  CHECK(resnet18.parameter_count() == 11'689'512);
+  CHECK(parameter_count(resnet18) == 11'689'512);
   CHECK(resnet18.parameters().size() == 62);
   CHECK(resnet18.buffers().size() == 60);
-  for (const at::Tensor& parameter : resnet18.parameters()) CHECK(parameter.requires_grad());
-  for (const at::Tensor& buffer : resnet18.buffers()) CHECK_FALSE(buffer.requires_grad());
+  for (const auto& [name, parameter] : resnet18.parameters()) CHECK(parameter.requires_grad());
+  for (const auto& [name, buffer] : resnet18.buffers()) CHECK_FALSE(buffer.requires_grad());
   // More of the names is compared with torchvision's in tests/oracle.
-  const std::vector<std::string> first(resnet50.parameter_names().begin(),
-                                       resnet50.parameter_names().begin() + 4);
+  std::vector<std::string> first;
+  for (size_t i = 0; i < 4; ++i) first.push_back(resnet50.parameters()[i].first);
   CHECK(first == std::vector<std::string>{"conv1.weight", "bn1.weight", "bn1.bias",
                                           "layer1.0.conv1.weight"});
-  CHECK(resnet50.buffer_names()[2] == "bn1.num_batches_tracked");
-  CHECK(resnet50.parameter_names().back() == "fc.bias");
+  CHECK(resnet50.buffers()[2].first == "bn1.num_batches_tracked");
+  CHECK(resnet50.parameters().back().first == "fc.bias");
 }
 
 TEST_CASE("there is no other ResNet") {
@@ -134,8 +136,10 @@ TEST_CASE("stages in a row are the whole model bit for bit, whatever the cut") {
     CHECK(at::equal(train(stages), expected));
     check_same(gradients(stages), gradients(whole));
     NamedTensors buffers;
-    for (const ResNetStage& stage : stages) buffers.merge(stage.named_buffers());
-    check_same(buffers, whole[0].named_buffers());
+    for (const ResNetStage& stage : stages) {
+      buffers.insert(stage.buffers().begin(), stage.buffers().end());
+    }
+    check_same(buffers, {whole[0].buffers().begin(), whole[0].buffers().end()});
   }
 }
 
@@ -151,7 +155,7 @@ TEST_CASE("what travels between stages is contiguous, forward and backward") {
 
 TEST_CASE("the ResNets begin as torchvision's do, by seed and name") {
   const ResNetStage net("resnet50", 1000, whole_resnet("resnet50"), 1);
-  for (const auto& [name, parameter] : net.named_parameters()) {
+  for (const auto& [name, parameter] : net.parameters()) {
     CAPTURE(name);
     if (name == "fc.weight" || name == "fc.bias") {
       const double bound = 1 / std::sqrt(2048.0);
@@ -169,19 +173,19 @@ TEST_CASE("the ResNets begin as torchvision's do, by seed and name") {
       CHECK((parameter == (name.ends_with("weight") ? 1 : 0)).all().item<bool>());
     }
   }
-  for (const auto& [name, buffer] : net.named_buffers()) {
+  for (const auto& [name, buffer] : net.buffers()) {
     CAPTURE(name);
     CHECK((buffer == (name.ends_with("running_var") ? 1 : 0)).all().item<bool>());
   }
   const ResNetStage part("resnet50", 1000, {9, 18}, 1), other("resnet50", 1000, {9, 18}, 2);
-  for (const auto& [name, parameter] : part.named_parameters()) {
+  for (const auto& [name, parameter] : part.parameters()) {
     CAPTURE(name);
-    CHECK(at::equal(parameter, net.named_parameters().at(name)));
+    CHECK(at::equal(parameter, net.state().at(name)));
     const bool drawn = parameter.dim() == 4 || name.starts_with("fc.");
-    CHECK(at::equal(parameter, other.named_parameters().at(name)) != drawn);
+    CHECK(at::equal(parameter, other.state().at(name)) != drawn);
   }
-  CHECK_FALSE(at::equal(net.named_parameters().at("layer4.1.conv2.weight"),
-                        net.named_parameters().at("layer4.2.conv2.weight")));
+  CHECK_FALSE(
+      at::equal(net.state().at("layer4.1.conv2.weight"), net.state().at("layer4.2.conv2.weight")));
 }
 
 TEST_CASE("training moves the running statistics, evaluation uses them") {
