@@ -88,15 +88,10 @@ data::NamedTensors Policy::named_parameters() const {
 
 void Policy::refresh() {
   if (rpc::is_accelerator(device_)) return;
-  const float* const weight1 = parameters_[0].const_data_ptr<float>();
-  for (size_t j = 0; j < kHidden; ++j) {
-    for (size_t i = 0; i < kInputs; ++i) weight1_[i][j] = weight1[j * kInputs + i];
-  }
-  std::copy_n(parameters_[1].const_data_ptr<float>(), kHidden, bias1_.begin());
-  for (size_t k = 0; k < kActions; ++k) {
-    std::copy_n(parameters_[2].const_data_ptr<float>() + k * kHidden, kHidden, weight2_[k].begin());
-  }
-  std::copy_n(parameters_[3].const_data_ptr<float>(), kActions, bias2_.begin());
+  at::from_blob(weight1_.data(), {kInputs, kHidden}).copy_(parameters_[0].t());
+  at::from_blob(bias1_.data(), {kHidden}).copy_(parameters_[1]);
+  at::from_blob(weight2_.data(), {kActions, kHidden}).copy_(parameters_[2]);
+  at::from_blob(bias2_.data(), {kActions}).copy_(parameters_[3]);
 }
 
 std::array<float, Policy::kHidden> Policy::dropout_mask(const StepKey& key) {
@@ -164,18 +159,11 @@ Policy::Loss Policy::loss(std::span<const PolicyStep> steps) const {
     }
   }
 
-  loss.gradients = {at::empty({kHidden, kInputs}), at::empty({kHidden}),
-                    at::empty({kActions, kHidden}), at::empty({kActions})};
-  float* const d_weight1 = loss.gradients[0].data_ptr<float>();
-  float* const d_weight2 = loss.gradients[2].data_ptr<float>();
-  for (size_t j = 0; j < kHidden; ++j) {
-    for (size_t i = 0; i < kInputs; ++i) d_weight1[j * kInputs + i] = weight1[i][j];
-    d_weight2[j] = -weight2[j];
-    d_weight2[kHidden + j] = weight2[j];
-  }
-  std::copy_n(bias1.begin(), kHidden, loss.gradients[1].data_ptr<float>());
-  loss.gradients[3].data_ptr<float>()[0] = static_cast<float>(-bias2);
-  loss.gradients[3].data_ptr<float>()[1] = static_cast<float>(bias2);
+  const at::Tensor of_action_1 = at::from_blob(weight2.data(), {1, kHidden});
+  const at::Tensor rise = at::tensor({static_cast<float>(bias2)});
+  loss.gradients = {at::from_blob(weight1.data(), {kInputs, kHidden}).t().contiguous(),
+                    at::from_blob(bias1.data(), {kHidden}).clone(),
+                    at::cat({-of_action_1, of_action_1}), at::cat({-rise, rise})};
   return loss;
 }
 

@@ -20,6 +20,7 @@ constexpr double kStep = 0.02;  // s
 constexpr double kAngleLimit = 12 * 2 * std::numbers::pi / 360;
 constexpr double kTrackLimit = 2.4;
 constexpr double kResetRange = 0.05;
+constexpr int kMaxSteps = 500;
 
 }  // namespace
 

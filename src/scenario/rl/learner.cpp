@@ -2,12 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <iomanip>
 #include <limits>
 #include <numeric>
-#include <sstream>
 
 #include <ATen/Functions.h>
+#include <fmt/format.h>
 
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
@@ -19,19 +18,8 @@ namespace {
 
 constexpr double kNewShare = 0.05;  // of an episode in the running reward
 
-template <class... Parts>
-[[noreturn]] void fail(base::ErrorKind kind, const Parts&... parts) {
-  std::ostringstream message;
-  (message << ... << parts);
-  throw base::Exception(kind, message.str());
-}
-
-job::LocalUpdates::Named named_parameters(models::Policy& policy) {
-  job::LocalUpdates::Named named;
-  for (size_t i = 0; i < policy.parameters().size(); ++i) {
-    named.emplace_back(models::Policy::names()[i], policy.parameters()[i]);
-  }
-  return named;
+[[noreturn]] void fail(base::ErrorKind kind, const std::string& message) {
+  throw base::Exception(kind, message);
 }
 
 double per_second(int64_t count, double seconds) {
@@ -62,7 +50,8 @@ Learner::Learner(const RlOptions& options, c10::Device device, job::EventSink& s
     : options_(options),
       sink_(sink),
       policy_(options.seed, device),
-      updates_(options.rule(), "async", named_parameters(policy_)),
+      updates_(options.rule(), "async",
+               optim::named(models::Policy::names(), policy_.parameters())),
       running_reward_(at::zeros({}, at::kDouble)),
       trajectories_(static_cast<size_t>(options.observers) *
                     static_cast<size_t>(options.envs_per_observer)) {}
@@ -93,8 +82,9 @@ void Learner::begin_episode(int64_t episode) {
 void Learner::check(int observer, uint32_t environment) const {
   const auto count = static_cast<uint32_t>(options_.envs_per_observer);
   if (observer < 0 || observer >= options_.observers || environment >= count) {
-    fail(base::ErrorKind::kInvalid, "rank ", observer + 1, " speaks of environment ", environment,
-         ", but there are ", options_.observers, " observers with ", count, " each");
+    fail(base::ErrorKind::kInvalid,
+         fmt::format("rank {} speaks of environment {}, but there are {} observers with {} each",
+                     observer + 1, environment, options_.observers, count));
   }
 }
 
@@ -103,8 +93,9 @@ void Learner::check(const ActionRequest& request) const {
   for (const EnvironmentState& state : request.states) {
     check(request.observer, state.environment);
     if (before && state.environment <= before->environment) {
-      fail(base::ErrorKind::kInvalid, "rank ", request.observer + 1, " asks for environment ",
-           state.environment, " after ", before->environment);
+      fail(base::ErrorKind::kInvalid,
+           fmt::format("rank {} asks for environment {} after {}", request.observer + 1,
+                       state.environment, before->environment));
     }
     before = &state;
   }
@@ -171,8 +162,9 @@ at::Tensor Learner::learn() {
   reward_ = std::numeric_limits<double>::infinity();
   for (const Trajectory& mine : trajectories_) {
     if (mine.steps.empty() || mine.rewards.size() != mine.steps.size()) {
-      fail(base::ErrorKind::kInternal, "episode ", episode_, " has ", mine.steps.size(),
-           " steps and ", mine.rewards.size(), " rewards of an environment");
+      fail(base::ErrorKind::kInternal,
+           fmt::format("episode {} has {} steps and {} rewards of an environment", episode_,
+                       mine.steps.size(), mine.rewards.size()));
     }
     const std::vector<double> own = discounted_returns(mine.rewards, options_.gamma);
     returns.insert(returns.end(), own.begin(), own.end());
@@ -183,8 +175,9 @@ at::Tensor Learner::learn() {
   for (size_t i = 0; i < steps.size(); ++i) steps[i].advantage = returns[i];
   const models::Policy::Loss loss = base::traced("backward", [&] { return policy_.loss(steps); });
   if (!std::isfinite(loss.value)) {
-    fail(base::ErrorKind::kNotFinite, "the loss is ", std::isnan(loss.value) ? "NaN" : "infinite",
-         " at episode ", episode_, ": try a smaller --lr");
+    fail(base::ErrorKind::kNotFinite,
+         fmt::format("the loss is {} at episode {}: try a smaller --lr",
+                     std::isnan(loss.value) ? "NaN" : "infinite", episode_));
   }
   const base::TraceScope scope("update");
   for (size_t i = 0; i < loss.gradients.size(); ++i) {
@@ -222,11 +215,8 @@ void Learner::add_to(job::Json& fields, int64_t episodes) const {
 }
 
 std::string Learner::what_is_missing(int64_t episodes) const {
-  std::ostringstream message;
-  message << "not solved after " << episodes << " episodes: the running reward is " << std::fixed
-          << std::setprecision(1) << running_reward() << ", not above " << std::defaultfloat
-          << std::setprecision(6) << options_.threshold;
-  return message.str();
+  return fmt::format("not solved after {} episodes: the running reward is {:.1f}, not above {:g}",
+                     episodes, running_reward(), options_.threshold);
 }
 
 }  // namespace distrain::scenario

@@ -1,22 +1,16 @@
 #include "observer.h"
 
-#include "cart_pole.h"
 #include "distrain/base/error.h"
 #include "distrain/base/trace.h"
 
 namespace distrain::scenario {
-
-ObservedEnvironments::ObservedEnvironments(uint64_t seed, int64_t count, int64_t max_steps)
-    : seed_(seed), max_steps_(max_steps) {
-  for (int64_t i = 0; i < count; ++i) environments_.push_back(std::make_unique<CartPole>());
-}
 
 void ObservedEnvironments::play(uint64_t episode, const SelectActions& select,
                                 const ReportRewards& report) {
   const base::TraceScope whole("episode", "episode", static_cast<int64_t>(episode));
   std::vector<EnvironmentState> running;
   for (uint32_t e = 0; e < environments_.size(); ++e) {
-    running.push_back({e, environments_[e]->reset({seed_, e, episode}), 0});
+    running.push_back({e, environments_[e].reset({seed_, e, episode}), 0});
   }
   std::vector<FinalReward> last;
   for (int64_t step = 1; !running.empty(); ++step) {
@@ -30,7 +24,7 @@ void ObservedEnvironments::play(uint64_t episode, const SelectActions& select,
     size_t left = 0;
     for (size_t i = 0; i < actions.size(); ++i) {
       const uint32_t e = running[i].environment;
-      const EnvironmentStep result = environments_[e]->step(actions[i]);
+      const EnvironmentStep result = environments_[e].step(actions[i]);
       if (result.over() || step == max_steps_) {
         last.push_back({e, result.reward});
       } else {

@@ -2,11 +2,10 @@
 
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <tuple>
 #include <vector>
 
-#include "environment.h"
+#include "cart_pole.h"
 
 namespace distrain::scenario {
 
@@ -37,7 +36,8 @@ class ObservedEnvironments {
   using ReportRewards = std::function<void(const std::vector<FinalReward>&)>;
 
   /// `seed` is this observer's own. An episode ends after `max_steps` steps at the latest.
-  ObservedEnvironments(uint64_t seed, int64_t count, int64_t max_steps);
+  ObservedEnvironments(uint64_t seed, int64_t count, int64_t max_steps)
+      : seed_(seed), max_steps_(max_steps), environments_(static_cast<size_t>(count)) {}
 
   /// Plays an episode in each environment, side by side: at each step asks for the actions of all
   /// whose episode is not over yet; at the end reports the rewards that went with no question.
@@ -46,7 +46,7 @@ class ObservedEnvironments {
  private:
   const uint64_t seed_;
   const int64_t max_steps_;
-  std::vector<std::unique_ptr<Environment>> environments_;
+  std::vector<CartPole> environments_;
 };
 
 }  // namespace distrain::scenario
