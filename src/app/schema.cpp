@@ -10,28 +10,13 @@ using job::Field;
 using job::FieldType;
 
 Json type_of(FieldType type) {
-  const auto list = [](Json items) { return Json{{"type", "array"}, {"items", std::move(items)}}; };
-  switch (type) {
-    case FieldType::kFlag:
-      return {{"type", "boolean"}};
-    case FieldType::kInteger:
-      return {{"type", "integer"}};
-    case FieldType::kNumber:
-      return {{"type", {"number", "null"}}};
-    case FieldType::kText:
-      return {{"type", "string"}};
-    case FieldType::kIntegers:
-      return list(type_of(FieldType::kInteger));
-    case FieldType::kNumbers:
-      return list(type_of(FieldType::kNumber));
-    case FieldType::kTexts:
-      return list(type_of(FieldType::kText));
-    case FieldType::kNames:
-      return {{"type", {"string", "array"}}, {"items", type_of(FieldType::kText)}};
-    case FieldType::kObject:
-      break;
-  }
-  return {{"type", "object"}};
+  static const Json kTypes = Json::parse(R"([{"type": "boolean"},
+    {"type": "integer"}, {"type": ["number", "null"]}, {"type": "string"},
+    {"type": "array", "items": {"type": "integer"}},
+    {"type": "array", "items": {"type": ["number", "null"]}},
+    {"type": "array", "items": {"type": "string"}},
+    {"type": ["string", "array"], "items": {"type": "string"}}, {"type": "object"}])");
+  return kTypes.at(static_cast<size_t>(type));  // in the order in which they are declared
 }
 
 void add_fields(Json& object, const std::vector<Field>& fields);
@@ -62,20 +47,10 @@ void add_fields(Json& object, const std::vector<Field>& fields) {
 }
 
 FieldType type_of(ValueKind kind) {
-  switch (kind) {
-    case ValueKind::kFlag:
-      return FieldType::kFlag;
-    case ValueKind::kInteger:
-      return FieldType::kInteger;
-    case ValueKind::kIntegers:
-      return FieldType::kIntegers;
-    case ValueKind::kReal:
-      return FieldType::kNumber;
-    case ValueKind::kText:
-    case ValueKind::kChoice:
-      break;
-  }
-  return FieldType::kText;
+  if (kind == ValueKind::kFlag) return FieldType::kFlag;
+  if (kind == ValueKind::kInteger) return FieldType::kInteger;
+  if (kind == ValueKind::kIntegers) return FieldType::kIntegers;
+  return kind == ValueKind::kReal ? FieldType::kNumber : FieldType::kText;
 }
 
 std::vector<Field> config_fields(const OptionTable& table) {

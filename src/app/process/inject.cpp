@@ -1,10 +1,7 @@
 #include "process/inject.h"
 
-#include <algorithm>
-
 #include <fmt/format.h>
 
-#include "common_options.h"
 #include "distrain/base/error.h"
 #include "distrain/job/option_list.h"
 
@@ -23,7 +20,7 @@ double parse_time(std::string_view value, const std::string& where) {
     double seconds;
   };
   constexpr Unit kUnits[] = {{"us", 1e-6}, {"ms", 1e-3}, {"s", 1}};
-  const Option option = seconds("delay", "", "");
+  const Option option = {.kind = ValueKind::kReal, .max = 1e6, .above_min = true};
   for (const Unit& unit : kUnits) {
     if (!value.ends_with(unit.name)) continue;
     const std::string_view amount = value.substr(0, value.size() - unit.name.size());
@@ -36,7 +33,7 @@ int64_t parse_system_call(std::string_view value, const std::string& where) {
   if (!value.starts_with(kCheckpoint)) {
     invalid(fmt::format("{} must be checkpoint.N, not '{}'", where, value));
   }
-  const Option option = integer("fail", "", 1, job::kMaxInt, "");
+  const Option option = {.kind = ValueKind::kInteger, .min = 1, .max = job::kMaxInt};
   return std::stoll(canonical_value(option, value.substr(kCheckpoint.size()), where));
 }
 
@@ -48,7 +45,7 @@ InjectedFault parse_fault(const std::string& text) {
   if (const size_t at = rest.find('@'); at != std::string_view::npos) {
     const std::string_view mark = rest.substr(at);
     if (!mark.starts_with(kRankMark)) invalid(where + ": what follows the @ must be rank=N");
-    const Option option = integer("rank", "", 0, 1023, "");
+    const Option option = {.kind = ValueKind::kInteger, .max = 1023};
     fault.rank =
         std::stoi(canonical_value(option, mark.substr(kRankMark.size()), where + ": the rank"));
     rest = rest.substr(0, at);
@@ -75,11 +72,8 @@ InjectedFault parse_fault(const std::string& text) {
 
 std::vector<InjectedFault> parse_injections(std::string_view text) {
   std::vector<InjectedFault> faults;
-  for (size_t at = 0; at < text.size() + (text.empty() ? 0 : 1);) {
-    const size_t comma = std::min(text.find(',', at), text.size());
-    faults.push_back(parse_fault(std::string(text.substr(at, comma - at))));
-    at = comma + 1;
-  }
+  if (text.empty()) return faults;
+  for (const std::string& part : job::split_list(text)) faults.push_back(parse_fault(part));
   return faults;
 }
 

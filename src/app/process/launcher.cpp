@@ -61,8 +61,7 @@ Launcher::Launcher(LaunchPlan plan)
 int Launcher::run() {
   block_signals();
   if (!plan_.warning.empty()) {
-    output_.push(json_line("warn", plan_.run_id, plan_.cmd, std::nullopt, "launcher",
-                           {{"kind", "invalid"}, {"message", plan_.warning}}));
+    tell("warn", {{"kind", "invalid"}, {"message", plan_.warning}});
   }
   start_children();
   wait_for_children();
@@ -155,29 +154,15 @@ int Launcher::poll_timeout_ms() const {
 void Launcher::enter(Phase phase) {
   if (phase <= phase_) return;  // it only ever gets more serious
   phase_ = phase;
-  switch (phase) {
-    case Phase::kRunning:
-      break;
-    case Phase::kGrace:
-      deadline_ = base::deadline_after(failure_grace());
-      break;
-    case Phase::kTerminating:
-      deadline_ = base::deadline_after(kTermGrace);
-      break;
-    case Phase::kKilled:
-      deadline_ = base::TimePoint::max();
-      break;
-  }
+  deadline_ = phase == Phase::kGrace         ? base::deadline_after(failure_grace())
+              : phase == Phase::kTerminating ? base::deadline_after(kTermGrace)
+                                             : base::TimePoint::max();
 }
 
 void Launcher::on_deadline() {
-  if (phase_ == Phase::kGrace) {
-    send_to_all(SIGTERM);
-    enter(Phase::kTerminating);
-  } else {
-    send_to_all(SIGKILL);
-    enter(Phase::kKilled);
-  }
+  const bool again = phase_ != Phase::kGrace;
+  send_to_all(again ? SIGKILL : SIGTERM);
+  enter(again ? Phase::kKilled : Phase::kTerminating);
 }
 
 void Launcher::on_signals() {
@@ -256,6 +241,10 @@ void Launcher::on_write_error(int error) {
   deadline_ = std::max(deadline_, base::deadline_after(plan_.save_grace));
 }
 
+void Launcher::tell(const char* event, const Json& fields) {
+  output_.push(json_line(event, plan_.run_id, plan_.cmd, std::nullopt, "launcher", fields));
+}
+
 void Launcher::show_text(const std::string& line) {
   progress_.clear();
   write_all(STDERR_FILENO, line);
@@ -296,16 +285,11 @@ std::optional<Cause> Launcher::stop_cause() const {
     if (number == 0 || number == SIGTERM) number = (*child)->stopped_by();
   }
   if (!number) return std::nullopt;
-  Cause cause;
-  cause.signal = signal_name(number);
-  cause.kind = base::kind_name(base::ErrorKind::kCancelled);
-  cause.message = fmt::format("ended by {}", cause.signal);
+  Cause cause = cause_by_signal(number);
   // Rank 0 tells where it saved.
   if (first != children_.end()) {
     cause.message = (*first)->rank_end()->value("message", cause.message);
   }
-  cause.host = host_name();
-  cause.exit_code = 128 + number;
   return cause;
 }
 
@@ -377,33 +361,31 @@ Cause Launcher::cause_from(const Child& child) const {
 std::optional<Cause> Launcher::find_cause() {
   if (start_error_) return cause_of(*start_error_);
   if (all_stopped()) return stop_cause();
-  if (const Child* child = root_cause()) {
-    Cause cause = cause_from(*child);
-    // A rank that threw has said so in its own line, best the one that is the cause itself; for one
-    // that cannot we do.
-    const Child* teller = child;
-    for (const auto& each : children_) {
-      if (each->rank() == cause.rank && each->error()) teller = each.get();
-    }
-    if (teller->error()) {
-      output_.push(teller->error_line());
-    } else {
-      base::Error error{base::ErrorKind::kPeerLost, cause.message, child->rank(), {}};
-      Json fields = error_fields(error, base::seconds_since(plan_.started));
-      fields["kind"] = cause.kind;
-      fields["exit_code"] = cause.exit_code;
-      output_.push(json_line("error", plan_.run_id, plan_.cmd, std::nullopt, "launcher", fields));
-    }
+  const Child* const child = root_cause();
+  if (!child) return stop_cause();
+  Cause cause = cause_from(*child);
+  // A rank that threw has said so in its own line, best the one that is the cause itself; for one
+  // that cannot we do.
+  const Child* teller = child;
+  for (const auto& each : children_) {
+    if (each->rank() == cause.rank && each->error()) teller = each.get();
+  }
+  if (teller->error()) {
+    output_.push(teller->error_line());
     return cause;
   }
-  return stop_cause();
+  const base::Error error{base::ErrorKind::kPeerLost, cause.message, child->rank(), {}};
+  Json fields = error_fields(error, base::seconds_since(plan_.started));
+  fields["kind"] = cause.kind;
+  fields["exit_code"] = cause.exit_code;
+  tell("error", fields);
+  return cause;
 }
 
 int Launcher::finish() {
   const std::optional<Cause> cause = find_cause();
   if (start_error_) {
-    output_.push(json_line("error", plan_.run_id, plan_.cmd, std::nullopt, "launcher",
-                           error_fields(*start_error_, base::seconds_since(plan_.started))));
+    tell("error", error_fields(*start_error_, base::seconds_since(plan_.started)));
   }
   Summary summary;
   for (const auto& child : children_) {
@@ -413,7 +395,7 @@ int Launcher::finish() {
   const int code = cause ? cause->exit_code : 0;
   Json end = summary.end_fields(code, base::seconds_since(plan_.started), cause);
   tell_config(plan_.config, end);
-  output_.push(json_line("end", plan_.run_id, plan_.cmd, std::nullopt, "launcher", end));
+  tell("end", end);
 
   pump();
   while (!output_.empty() && !write_error_ && !stop_waiting_) {

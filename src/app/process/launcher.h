@@ -71,6 +71,7 @@ class Launcher {
   void on_failure(const Child& child);
   void on_write_error(int error);
   void pump();
+  void tell(const char* event, const Json& fields);
   void show_text(const std::string& line);
   bool is_excused(const Child& child) const;
   bool all_stopped() const;

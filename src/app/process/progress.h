@@ -20,7 +20,6 @@ class Progress {
   /// `epochs`: of the whole job, for "epoch 3/15".
   Progress(bool enabled, int epochs);
 
-  bool enabled() const { return enabled_; }
   void on_line(const std::string& line);
   /// Takes the status line away, so that other text can be written.
   void clear();

@@ -57,17 +57,6 @@ int tell_unheard(const RankRun& run, int error) {
   return exit_code_of_write_error(error);
 }
 
-Cause cause_by_signal(const RankRun& run, int number) {
-  Cause cause;
-  cause.rank = run.job.rank;
-  cause.host = host_name();
-  cause.signal = signal_name(number);
-  cause.kind = base::kind_name(base::ErrorKind::kCancelled);
-  cause.message = fmt::format("ended by {}", cause.signal);
-  cause.exit_code = 128 + number;
-  return cause;
-}
-
 /// A signal that has come and that nobody has looked at, which this does; 0 if there is none.
 int pending_signal() {
   const sigset_t set = ending_signal_set();
@@ -80,7 +69,7 @@ int pending_signal() {
 [[noreturn]] void leave_unheard(const RankRun& run, int error) {
   const int number = pending_signal();
   if (number == 0) leave(run, tell_unheard(run, error));
-  const Cause cause = cause_by_signal(run, number);
+  const Cause cause = cause_by_signal(number, run.job.rank);
   tell(run, cause.message);
   leave(run, cause.exit_code);
 }
@@ -118,13 +107,11 @@ void look_for_devices(const RankRun& run) {
 }
 
 Cause cause_by_goal(const RankRun& run, const std::string& message) {
-  Cause cause;
-  cause.rank = run.job.rank;
-  cause.host = host_name();
-  cause.kind = "goal_not_reached";
-  cause.message = message;
-  cause.exit_code = kGoalNotReached;
-  return cause;
+  return {.rank = run.job.rank,
+          .host = host_name(),
+          .kind = "goal_not_reached",
+          .message = message,
+          .exit_code = kGoalNotReached};
 }
 
 /// An `error` line for what is no base::Error: the program did as it should.
@@ -147,7 +134,7 @@ void end_by_signal(const RankRun& run, JsonSink& sink, std::atomic<bool>& ending
     if (number == kSaveSignal) run.job.stop->request_save();
   } while (number == kSaveSignal || run.job.stop->heeds(number, base::Clock::now()));
   ending = true;
-  const Cause cause = cause_by_signal(run, number);
+  const Cause cause = cause_by_signal(number, run.job.rank);
   Summary summary;
   summary.add_rss(peak_rss_mb());
   summary.add(run.devices->usage());
@@ -214,7 +201,7 @@ int run_rank(const RankRun& run) {
     summary.add(outcome.fields);
     if (outcome.stopped) {
       const int number = stop.number();
-      cause = cause_by_signal(run, number != 0 ? number : SIGTERM);
+      cause = cause_by_signal(number != 0 ? number : SIGTERM, run.job.rank);
       if (!outcome.message.empty()) cause->message = outcome.message;
       if (unheard() == 0) tell(run, cause->message);
     } else if (outcome.goal_missed) {

@@ -7,6 +7,8 @@
 #include <fmt/format.h>
 #include <string.h>
 
+#include "process/process_setup.h"
+
 namespace distrain::app {
 namespace {
 
@@ -109,12 +111,20 @@ Json error_fields(const base::Error& error, double elapsed_s) {
 }
 
 Cause cause_of(const base::Error& error) {
-  Cause cause;
-  if (error.rank >= 0) cause.rank = error.rank;
-  cause.kind = base::kind_name(error.kind);
-  cause.message = error.message;
-  cause.exit_code = base::exit_code(error.kind);
-  return cause;
+  return {.rank = error.rank >= 0 ? std::optional(error.rank) : std::nullopt,
+          .kind = std::string(base::kind_name(error.kind)),
+          .message = error.message,
+          .exit_code = base::exit_code(error.kind)};
+}
+
+Cause cause_by_signal(int number, std::optional<int> rank) {
+  const std::string name = signal_name(number);
+  return {.rank = rank,
+          .host = host_name(),
+          .signal = name,
+          .kind = std::string(base::kind_name(base::ErrorKind::kCancelled)),
+          .message = "ended by " + name,
+          .exit_code = 128 + number};
 }
 
 std::string signal_name(int number) {

@@ -55,6 +55,9 @@ Json error_fields(const base::Error& error, double elapsed_s);
 /// What an error looks like as the cause in `end`.
 Cause cause_of(const base::Error& error);
 
+/// Of what this process was ended by, or told to end by; `rank` is its own, if it has one.
+Cause cause_by_signal(int number, std::optional<int> rank = {});
+
 /// "SIGKILL" for 9.
 std::string signal_name(int number);
 

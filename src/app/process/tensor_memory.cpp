@@ -75,19 +75,16 @@ class TensorMemory final : public c10::Allocator {
   }
 
   void* allocate_new(size_t bytes) {
-    try {
-      return malloc_.raw_allocate(bytes);
-    } catch (const c10::Error&) {  // what lies idle here may be what is missing
-      std::lock_guard lock(mutex_);
-      make_room_locked(max_idle_, 0);
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      try {
+        return malloc_.raw_allocate(bytes);
+      } catch (const c10::Error&) {  // what lies idle here may be what is missing
+        std::lock_guard lock(mutex_);
+        make_room_locked(max_idle_, 0);
+      }
     }
-    try {
-      return malloc_.raw_allocate(bytes);
-    } catch (const c10::Error&) {
-      throw base::Exception(
-          base::ErrorKind::kResources,
-          "out of memory: no " + std::to_string(bytes >> 20) + " MiB for a tensor");
-    }
+    throw base::Exception(base::ErrorKind::kResources,
+                          "out of memory: no " + std::to_string(bytes >> 20) + " MiB for a tensor");
   }
 
   static void release(void* block) {
