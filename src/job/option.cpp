@@ -227,69 +227,6 @@ std::string write_value(bool value, const char* yes, const char* no) { return va
 
 }  // namespace detail
 
-OptionRow& OptionRow::range(double min, double max) {
-  option_.min = min;
-  option_.max = max;
-  return *this;
-}
-OptionRow& OptionRow::above(double min, double max) {
-  option_.above_min = true;
-  return range(min, max);
-}
-OptionRow& OptionRow::below(double min, double max) {
-  option_.below_max = true;
-  return range(min, max);
-}
-OptionRow& OptionRow::by_default(std::string words) {
-  option_.initial_in_words = std::move(words);
-  return *this;
-}
-OptionRow& OptionRow::formerly(std::string old_name) {
-  option_.old_name = std::move(old_name);
-  return *this;
-}
-OptionRow& OptionRow::needs(std::string other) {
-  option_.needs = std::move(other);
-  return *this;
-}
-OptionRow& OptionRow::random_only() {
-  option_.random_only = true;
-  return *this;
-}
-OptionRow& OptionRow::data_only() {
-  option_.data_only = true;
-  return *this;
-}
-OptionRow& OptionRow::each_own() {
-  option_.each_own = true;
-  return *this;
-}
-OptionRow& OptionRow::may_change() {
-  option_.may_change = true;
-  return *this;
-}
-OptionRow& OptionRow::step_limit() {
-  option_.step_limit = true;
-  return may_change();
-}
-OptionRow& OptionRow::of_this_rank() {
-  option_.scope = Scope::kRank;
-  return *this;
-}
-OptionRow& OptionRow::value_name(std::string name) {
-  option_.value_name = std::move(name);
-  return *this;
-}
-OptionRow& OptionRow::details(const std::string& text) {
-  if (!option_.details.empty()) option_.details += '\n';
-  option_.details += text;
-  return *this;
-}
-OptionRow& OptionRow::offers(std::vector<std::string> values) {
-  option_.choices = std::move(values);
-  return *this;
-}
-
 void refuse_unknown_option(std::string_view name) {
   throw base::Exception(base::ErrorKind::kInternal, "no option is named " + std::string(name));
 }

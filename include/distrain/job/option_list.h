@@ -20,36 +20,50 @@ class OptionRow {
  public:
   explicit OptionRow(Option& option) : option_(option) {}
 
-  OptionRow& range(double min, double max);
+  OptionRow& range(double min, double max) {
+    option_.min = min;
+    return set(option_.max, max);
+  }
   /// Above `min`, and not `min` itself.
-  OptionRow& above(double min, double max = kMaxInt);
+  OptionRow& above(double min, double max = kMaxInt) {
+    return set(option_.above_min, true).range(min, max);
+  }
   /// From `min` to below `max`.
-  OptionRow& below(double min, double max);
+  OptionRow& below(double min, double max) { return set(option_.below_max, true).range(min, max); }
   /// What the help shows as the default, where that is not one value.
-  OptionRow& by_default(std::string words);
+  OptionRow& by_default(const std::string& words) { return set(option_.initial_in_words, words); }
   /// Another spelling that goes on to be accepted.
-  OptionRow& formerly(std::string old_name);
+  OptionRow& formerly(const std::string& old_name) { return set(option_.old_name, old_name); }
   /// It makes no sense unless this other option is given.
-  OptionRow& needs(std::string other);
+  OptionRow& needs(const std::string& other) { return set(option_.needs, other); }
   /// Without effect where `--data` is given.
-  OptionRow& random_only();
+  OptionRow& random_only() { return set(option_.random_only, true); }
   /// Without effect where it is not.
-  OptionRow& data_only();
+  OptionRow& data_only() { return set(option_.data_only, true); }
   /// Each rank has its own default, unless rank 0's user gives a value.
-  OptionRow& each_own();
+  OptionRow& each_own() { return set(option_.each_own, true); }
   /// A job may go on from a checkpoint with another value.
-  OptionRow& may_change();
+  OptionRow& may_change() { return set(option_.may_change, true); }
   /// The step that ends the run, 0: none. A job that has got there goes on without it.
-  OptionRow& step_limit();
+  OptionRow& step_limit() { return set(option_.step_limit, true).may_change(); }
   /// Of this process alone: nobody else has to know.
-  OptionRow& of_this_rank();
-  OptionRow& value_name(std::string name);
+  OptionRow& of_this_rank() { return set(option_.scope, Scope::kRank); }
+  OptionRow& value_name(const std::string& name) { return set(option_.value_name, name); }
   /// What the man page says besides.
-  OptionRow& details(const std::string& text);
+  OptionRow& details(const std::string& text) {
+    const std::string before = option_.details.empty() ? "" : option_.details + '\n';
+    return set(option_.details, before + text);
+  }
   /// Values that a shell offers.
-  OptionRow& offers(std::vector<std::string> values);
+  OptionRow& offers(const std::vector<std::string>& values) { return set(option_.choices, values); }
 
  private:
+  template <class T>
+  OptionRow& set(T& what, T value) {
+    what = std::move(value);
+    return *this;
+  }
+
   Option& option_;
 };
 
@@ -89,9 +103,8 @@ class OptionList {
   }
   /// A std::string, or a vector of them: words with commas between.
   template <class Member>
-  OptionRow text(std::string name, Member member, std::string value_name, std::string help) {
-    return add(std::move(name), ValueKind::kText, member, std::move(help))
-        .value_name(std::move(value_name));
+  OptionRow text(std::string name, Member member, const std::string& value_name, std::string help) {
+    return add(std::move(name), ValueKind::kText, member, std::move(help)).value_name(value_name);
   }
   /// The path of a file to read, which each rank may be given for itself. That it is there is seen
   /// before any rank starts.
