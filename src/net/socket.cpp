@@ -131,11 +131,12 @@ void Fd::reset() {
   fd_ = -1;
 }
 
-base::Result<Fd> listen_tcp(const std::string& host, uint16_t port) {
+base::Result<Fd> listen_tcp(const std::string& host, uint16_t port, bool else_any) {
   auto addresses = resolve(host, port, true);
   if (!addresses.ok()) return addresses.error();
   const std::string where = "listening on " + endpoint_text(host, port);
   Error error = make_error(ErrorKind::kRendezvous, where + ": no address");
+  bool is_elsewhere = false;
   // All interfaces: the v6 socket takes v4 too, where there is v6.
   for (const int family : {AF_INET6, AF_INET}) {
     for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) {
@@ -156,11 +157,14 @@ base::Result<Fd> listen_tcp(const std::string& host, uint16_t port) {
       if (::bind(fd.get(), a->ai_addr, a->ai_addrlen) == 0 && ::listen(fd.get(), 1024) == 0) {
         return fd;
       }
-      error = socket_error(where, errno);
+      const int code = errno;
+      error = socket_error(where, code);
+      is_elsewhere = is_elsewhere || code == EADDRNOTAVAIL;
       // Not on another address of the name: clients would find whoever has taken this one.
-      if (errno == EADDRINUSE) return error;
+      if (code == EADDRINUSE) return error;
     }
   }
+  if (else_any && is_elsewhere) return listen_tcp({}, port);
   return error;
 }
 

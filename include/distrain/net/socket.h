@@ -34,8 +34,9 @@ class Fd {
 };
 
 /// A bound and listening TCP socket. `host` empty: all interfaces; `port` 0: any free one.
-/// `rendezvous` when it is taken, `resources` without descriptors. Starts no thread.
-base::Result<Fd> listen_tcp(const std::string& host, uint16_t port);
+/// `else_any`: all interfaces as well where `host` is no address of this machine (a service name of
+/// Kubernetes). `rendezvous` when it is taken, `resources` without descriptors. Starts no thread.
+base::Result<Fd> listen_tcp(const std::string& host, uint16_t port, bool else_any = false);
 base::Result<Fd> listen_unix(const std::string& path);
 
 /// Connects to a TCP `host:port` or to a unix socket, blocking the calling thread until `deadline`
