@@ -194,6 +194,10 @@ LocalOptimizer::Gradients LocalOptimizer::means(const std::map<int, Gradients>& 
 }
 
 void LocalOptimizer::apply_locked(const Gradients& gradients, const StepTerms& terms) {
+  // Before any parameter is changed: all are, or none.
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (gradients[i].defined()) rule_of(i).check(i, parameters_[i], gradients[i]);
+  }
   for (const auto& rule : rules_) rule->set_lr_factor(terms.lr_factor);
   const autograd::ParameterUpdate update(agent_);
   for (size_t i = 0; i < parameters_.size(); ++i) {

@@ -230,6 +230,23 @@ TEST_CASE("several contexts are summed into one update") {
   CHECK(at::equal(layer.rpc_sync<&Layer::value>(), at::full({2, 1}, -7.0, at::kDouble)));
 }
 
+TEST_CASE("a step that one parameter cannot make is made by none") {
+  Cluster cluster(2, set_up_layers);
+  Agent& agent = cluster[0];
+  const auto layer = agent.remote_new<Layer>(1, at::zeros({2, 1}, at::kDouble));
+  const auto table = agent.remote_new<Table>(1, at::zeros({2, 1}, at::kDouble));
+  // Momentum takes no sparse gradients.
+  DistributedOptimizer optimizer(
+      agent, {layer.rpc_sync<&Layer::parameter>(), table.rpc_sync<&Table::parameter>()},
+      optim::Sgd{.lr = 0.1, .momentum = 0.9});
+  autograd::Context context(agent);
+  const at::Tensor out = layer.rpc_sync<&Layer::forward>(at::ones({1, 2}, at::kDouble)) +
+                         table.rpc_sync<&Table::forward>(numbers({1}), numbers({0}));
+  autograd::backward(context, {out.sum()});
+  CHECK(error_of([&] { optimizer.step(context); }).kind == ErrorKind::kInvalid);
+  CHECK(at::equal(layer.rpc_sync<&Layer::value>(), at::zeros({2, 1}, at::kDouble)));
+}
+
 TEST_CASE("parameters have one optimizer; who comes later has to agree with it") {
   Cluster cluster(2, set_up_layers);
   Agent& agent = cluster[0];
