@@ -188,9 +188,10 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
   std::shared_ptr<Arrivals>& arrivals = peer(rank).arrivals;
   switch (header.kind) {
     case wire::FrameKind::kCall:
-      pool.post([this, rank, arrivals, frame = std::move(frame)]() mutable {
-        execute(rank, nullptr, std::move(frame), arrivals.get());
-      });
+      pool.post(
+          [this, rank, arrived = base::Clock::now(), arrivals, frame = std::move(frame)]() mutable {
+            execute(rank, arrived, nullptr, std::move(frame), arrivals.get());
+          });
       return;
     case wire::FrameKind::kReply:
       if (auto call = pending.take(header.call_id, rank)) {

@@ -132,8 +132,9 @@ class AgentCore {
   void on_stream_closed_on_loop(int rank, const base::Error& error);
   void lose_peer_on_loop(int rank, base::Error error);
   void beat_on_loop();
-  void execute(int from, std::shared_ptr<InMessage> message, net::InFrame frame,
-               Arrivals* arrivals);
+  /// A call that came at `arrived`. One whose turn comes too late, or at the end, is not run.
+  void execute(int from, base::TimePoint arrived, std::shared_ptr<InMessage> message,
+               net::InFrame frame, Arrivals* arrivals);
   base::Error loss_of(int rank) const;
   void await_loop();
   void tell_channels(int rank, const base::Error& error);
