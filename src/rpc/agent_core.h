@@ -97,6 +97,7 @@ class AgentCore {
   const std::string& peer_name(int rank) const { return peers_[static_cast<size_t>(rank)]->name; }
   std::string transport() const;
   Traffic traffic() const;
+  std::vector<Wait> waits();
   /// As they are, or once closed as they were then: what close() clears away was a leak.
   size_t live_rrefs() const { return closed_ ? last_live_rrefs_.load() : rrefs->live(); }
   size_t live_contexts() const {
@@ -137,6 +138,7 @@ class AgentCore {
                net::InFrame frame, Arrivals* arrivals);
   base::Error loss_of(int rank) const;
   void await_loop();
+  std::vector<std::shared_ptr<ChannelImpl>> channels();
   void tell_channels(int rank, const base::Error& error);
   void wait_until_flushed();
   void tell_all(wire::FrameKind kind, uint64_t call_id, uint64_t context_id, wire::Bytes meta = {});

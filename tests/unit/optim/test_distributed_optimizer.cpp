@@ -178,6 +178,28 @@ TEST_CASE("sync mode applies the mean of all participants, in whatever order the
   } while (std::next_permutation(order.begin(), order.end()));
 }
 
+TEST_CASE("an owner tells whose update it waits for") {
+  Cluster cluster(2, set_up_layers);
+  const auto layer = cluster[0].remote_new<Layer>(1, at::zeros({2, 1}, at::kDouble));
+  const RRef<at::Tensor> parameter = layer.rpc_sync<&Layer::parameter>();
+  const auto optimizer_of = [&](int participant) {
+    return std::make_unique<DistributedOptimizer>(
+        cluster[0], std::vector<RRef<at::Tensor>>{parameter}, optim::Sgd{.lr = 1},
+        Sharing{Sharing::Mode::kSync, 2, participant});
+  };
+  const auto first = optimizer_of(0), second = optimizer_of(1);
+  autograd::Context context(cluster[0]);
+  backward_of(context, layer, 1);
+  std::thread stepping([&] { first->step(context); });
+  std::vector<rpc::Wait> waits;
+  while (waits.empty()) waits = cluster[1].waits();
+  CHECK(waits[0].what == "an update here that wants participant 1");
+  CHECK(cluster[0].waits().at(0).what == "distrain.optim.step, called on rank 1");
+  second->step(context);
+  stepping.join();
+  CHECK(cluster[1].waits().empty());
+}
+
 TEST_CASE("async mode applies each update as it comes") {
   Cluster cluster(4, set_up_layers);
   const auto layer = cluster[0].remote_new<Layer>(3, at::zeros({2, 1}, at::kDouble));

@@ -218,6 +218,21 @@ TEST_CASE("nested calls go deeper than there are threads") {
   cluster.shutdown();
 }
 
+TEST_CASE("a rank tells what it waits for") {
+  Cluster cluster(2, expose_calls);
+  CHECK(cluster[0].waits().empty());
+  g_gate = false;
+  const auto waiting = cluster[0].rpc_async<&wait_at_gate>(rpc::To(1).without_deadline());
+  const std::vector<rpc::Wait> waits = cluster[0].waits();
+  REQUIRE(waits.size() == 1);
+  CHECK(waits[0].what == "wait_at_gate, called on rank 1");
+  CHECK(waits[0].since <= base::Clock::now());
+  CHECK(cluster[1].waits().empty());
+  g_gate = true;
+  waiting.wait();
+  CHECK(cluster[0].waits().empty());
+}
+
 TEST_CASE("many calls at once from many threads") {
   Cluster cluster(3, expose_calls);
   std::vector<std::thread> threads;
