@@ -1,11 +1,25 @@
 #include "context_state.h"
 
 #include <algorithm>
+#include <utility>
+
+#include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include "distrain/rpc/error.h"
 #include "streams.h"
 
 namespace distrain::autograd {
+
+namespace {
+
+// Nobody else has this tensor or its memory, and each of its elements is there once.
+bool is_own(const at::Tensor& tensor) {
+  if (tensor.use_count() > 1) return false;
+  if (tensor.is_sparse()) return true;  // as torch has it: nobody writes to the values of one
+  return tensor.storage().use_count() == 1 && tensor.is_non_overlapping_and_dense();
+}
+
+}  // namespace
 
 void ContextState::add_participant(int rank) {
   std::lock_guard lock(mutex_);
@@ -72,17 +86,21 @@ const at::Tensor& ContextState::read(const Entry& entry) {
   return entry.gradient;
 }
 
-void ContextState::accumulate(const at::Tensor& variable, const at::Tensor& gradient) {
+void ContextState::accumulate(const at::Tensor& variable, at::Tensor gradient) {
   std::lock_guard lock(mutex_);
   Entry& entry = gradients_[variable.unsafeGetTensorImpl()];
   if (!entry.gradient.defined()) {
-    entry = {variable, gradient, made_under(gradient)};
+    if (!is_own(gradient)) {
+      gradient = gradient.is_sparse()
+                     ? gradient.clone()
+                     : torch::autograd::utils::clone_obey_contract(gradient, variable);
+    }
+    const auto made = made_under(gradient);
+    entry = {variable, std::move(gradient), made};
     return;
   }
-  // Nobody else has seen it, nor does the device still read it for somebody who has.
-  const bool in_place =
-      !entry.followed && !entry.gradient.is_sparse() && entry.gradient.use_count() == 1 &&
-      entry.gradient.storage().use_count() == 1 && entry.gradient.is_non_overlapping_and_dense();
+  // Nor does the device still read it for somebody who has seen it.
+  const bool in_place = !entry.followed && !entry.gradient.is_sparse() && is_own(entry.gradient);
   follow(entry.gradient, entry.made);
   if (entry.gradient.is_sparse() && !gradient.is_sparse()) {
     entry.gradient = gradient + entry.gradient;  // torch adds sparse to dense, not dense to sparse

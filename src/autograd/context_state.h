@@ -42,7 +42,9 @@ class ContextState {
   std::shared_ptr<Pass> pass_or(uint64_t id, const std::function<std::shared_ptr<Pass>()>& make);
 
   /// Gradients come under the current stream of their device, and those given out are ready there.
-  void accumulate(const at::Tensor& variable, const at::Tensor& gradient);
+  /// Takes a gradient over, or a copy where somebody else has it, too: what is done to one leaf's
+  /// gradient is not done to another's.
+  void accumulate(const at::Tensor& variable, at::Tensor gradient);
   at::Tensor gradient(const at::Tensor& variable) const;
   void set_gradient(const at::Tensor& variable, at::Tensor gradient);
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients() const;

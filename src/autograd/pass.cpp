@@ -323,7 +323,7 @@ void Pass::capture(Node& accumulate, variable_list grads) {
   const at::Tensor& variable = static_cast<torch::autograd::AccumulateGrad&>(accumulate).variable;
   const auto context = context_.lock();
   if (!context || !grads[0].defined()) return;
-  context->accumulate(variable, grads[0]);
+  context->accumulate(variable, std::move(grads[0]));
   const auto hooks = context->take_ready_hooks(variable);
   auto* const post_hook = torch::autograd::impl::post_acc_grad_hooks(variable).get();
   if (hooks.empty() && !post_hook) return;

@@ -386,7 +386,7 @@ void move_gradients(rpc::Agent& agent, uint64_t from, uint64_t to) {
   }
   const at::NoGradGuard no_grad;
   for (auto& [variable, gradient] : source->take_gradients()) {
-    target->accumulate(variable, gradient);
+    target->accumulate(variable, std::move(gradient));
   }
 }
 

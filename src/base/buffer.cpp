@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstdint>
 #include <cstdlib>
+#include <deque>
 #include <map>
 
 namespace distrain::base {
@@ -23,10 +24,15 @@ size_t size_class(size_t size) {
 }  // namespace
 
 struct BufferPool::Shelf {
+  struct Idle {
+    void* data;
+    uint64_t since;  // how many had been given before it
+  };
+
   explicit Shelf(size_t max) : max_idle_bytes(max) {}
   ~Shelf() {
     for (auto& [size, blocks] : idle) {
-      for (void* block : blocks) std::free(block);
+      for (const Idle& block : blocks) std::free(block.data);
     }
   }
 
@@ -35,7 +41,7 @@ struct BufferPool::Shelf {
       std::lock_guard lock(mutex);
       const auto it = idle.find(size);
       if (it != idle.end() && !it->second.empty()) {
-        void* block = it->second.back();
+        void* block = it->second.back().data;
         it->second.pop_back();
         idle_bytes -= size;
         return block;
@@ -44,22 +50,37 @@ struct BufferPool::Shelf {
     return std::aligned_alloc(kAlignment, size);
   }
 
+  // Blocks that nobody has asked for in the longest time make room for this one.
   void give(void* block, size_t size) {
+    if (size > max_idle_bytes) return std::free(block);
+    std::vector<void*> evicted;
     {
       std::lock_guard lock(mutex);
-      if (idle_bytes + size <= max_idle_bytes) {
-        idle[size].push_back(block);
-        idle_bytes += size;
-        return;
-      }
+      idle[size].push_back({block, given++});
+      idle_bytes += size;
+      while (idle_bytes > max_idle_bytes) evicted.push_back(evict());
     }
-    std::free(block);
+    for (void* each : evicted) std::free(each);
+  }
+
+  void* evict() {
+    const auto since = [](const auto& shelf) {
+      return shelf.second.empty() ? UINT64_MAX : shelf.second.front().since;
+    };
+    const auto oldest =
+        std::min_element(idle.begin(), idle.end(),
+                         [&](const auto& a, const auto& b) { return since(a) < since(b); });
+    void* const block = oldest->second.front().data;
+    oldest->second.pop_front();
+    idle_bytes -= oldest->first;
+    return block;
   }
 
   const size_t max_idle_bytes;
   std::mutex mutex;
   size_t idle_bytes = 0;
-  std::map<size_t, std::vector<void*>> idle;
+  uint64_t given = 0;
+  std::map<size_t, std::deque<Idle>> idle;  // by size, the oldest first
 };
 
 BufferPool::BufferPool(size_t max_idle_bytes) : shelf_(std::make_shared<Shelf>(max_idle_bytes)) {}

@@ -46,6 +46,11 @@ void Core::open() {
           [weak](int rank, const Error& error) {
             if (auto core = weak.lock()) core->on_peer_lost(rank, error);
           },
+      .waits =
+          [weak] {
+            const auto core = weak.lock();
+            return core ? core->waits() : std::vector<rpc::Wait>();
+          },
   });
 }
 
@@ -211,6 +216,13 @@ void Core::on_message(rpc::ChannelMessage message) {
   }
   if (failure) return abort(*failure);
   if (post) this->post(std::move(operation));
+}
+
+std::vector<rpc::Wait> Core::waits() {
+  std::lock_guard lock(mutex_);
+  std::vector<rpc::Wait> all;
+  for (const auto& [sequence, operation] : pending_) all.push_back(operation->wait_locked());
+  return all;
 }
 
 void Core::on_peer_lost(int world_rank, const Error& error) {

@@ -58,6 +58,7 @@ class Core : public std::enable_shared_from_this<Core> {
 
   void on_message(rpc::ChannelMessage message);
   void on_peer_lost(int world_rank, const base::Error& error);
+  std::vector<rpc::Wait> waits();
   void post(std::shared_ptr<Operation> operation);
   void forget_locked(const Operation& operation) { pending_.erase(operation.sequence_); }
   int group_rank(int world_rank) const;

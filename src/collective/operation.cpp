@@ -30,6 +30,12 @@ constexpr bool is_allowed(OperationState from, OperationState to) {
   return false;
 }
 
+std::string listed(const std::vector<int>& ranks) {
+  std::string text;
+  for (const int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
+  return text;
+}
+
 }  // namespace
 
 Operation::Operation(const OpSpec& spec, int steps, bool lazy, base::TimePoint deadline)
@@ -262,18 +268,27 @@ void Operation::await_change(std::unique_lock<std::mutex>& lock, base::TimePoint
 }
 
 Error Operation::deadline_error_locked() const {
-  std::string missing;
-  int first = -1;
+  const std::vector<int> missing = missing_ranks_locked();
+  return Error{ErrorKind::kDeadline,
+               name() + ": the deadline passed, nothing came from rank " + listed(missing) +
+                   (steps_ > 1 ? " (step " + std::to_string(step_ + 1) + " of 2)" : ""),
+               missing.empty() ? -1 : missing.front(), describe(spec_)};
+}
+
+std::vector<int> Operation::missing_ranks_locked() const {
+  std::vector<int> ranks;
   for (int from = 0; from < core_->size(); ++from) {
     const size_t slot = static_cast<size_t>(step_ * core_->size() + from);
-    if (!expects(step_, from) || inbox_[slot].from >= 0) continue;
-    if (first < 0) first = core_->world_rank(from);
-    missing += (missing.empty() ? "" : ", ") + std::to_string(core_->world_rank(from));
+    if (expects(step_, from) && inbox_[slot].from < 0) ranks.push_back(core_->world_rank(from));
   }
-  return Error{ErrorKind::kDeadline,
-               name() + ": the deadline passed, nothing came from rank " + missing +
-                   (steps_ > 1 ? " (step " + std::to_string(step_ + 1) + " of 2)" : ""),
-               first, describe(spec_)};
+  return ranks;
+}
+
+rpc::Wait Operation::wait_locked() const {
+  const std::vector<int> missing = missing_ranks_locked();
+  const std::string why =
+      missing.empty() ? "all is here" : "nothing yet from rank " + listed(missing);
+  return {name() + ": " + why, begun_};
 }
 
 std::string Operation::name() const {

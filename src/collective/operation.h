@@ -66,6 +66,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   /// Handles all steps that are ready; what Core posts to the executor.
   void run_ready();
   base::Executor& executor();
+  /// What it is, without what it waits for, and since when.
+  rpc::Wait wait_locked() const;
   const OpSpec& spec() const { return spec_; }
 
  protected:
@@ -107,11 +109,13 @@ class Operation : public std::enable_shared_from_this<Operation> {
   bool wants_executor_locked() const;
   base::Error deadline_error_locked() const;
   std::string name() const;
+  std::vector<int> missing_ranks_locked() const;
 
   const OpSpec spec_;
   const int steps_;
   const bool lazy_;
   const base::TimePoint deadline_;
+  const base::TimePoint begun_ = base::Clock::now();
 
   std::shared_ptr<Core> core_;  // set when opened, constant then
   uint64_t sequence_ = 0;

@@ -23,7 +23,7 @@ using wire::DType;
 using Json = nlohmann::ordered_json;
 
 constexpr size_t kLengthBytes = 8;
-constexpr uint64_t kMaxHeader = 100'000'000;
+constexpr uint64_t kMaxHeader = uint64_t{16} << 20;
 constexpr std::string_view kMetadata = "__metadata__";
 
 struct DTypeName {
@@ -194,7 +194,7 @@ std::string_view header_of(const std::vector<uint8_t>& bytes, const std::string&
   if (bytes.size() < kLengthBytes) fail("shorter than 8 bytes");
   uint64_t length = 0;
   for (size_t i = kLengthBytes; i-- > 0;) length = length << 8 | bytes[i];
-  if (length > kMaxHeader) fail("a header of more than 100 MB");
+  if (length > kMaxHeader) fail("a header of more than 16 MiB");
   if (length > bytes.size() - kLengthBytes) fail("its header is longer than the file");
   const std::string_view header(reinterpret_cast<const char*>(bytes.data()) + kLengthBytes, length);
   // The JSON parser would skip a byte order mark, and take a NUL for the end.
@@ -292,7 +292,7 @@ std::string safetensors_header(const std::map<std::string, StoredTensor>& tensor
   header.resize((header.size() + 7) / 8 * 8, ' ');
   uint64_t length = header.size() - kLengthBytes;
   if (length > kMaxHeader) {
-    throw Exception(ErrorKind::kInvalid, "tensors with a header of more than 100 MB");
+    throw Exception(ErrorKind::kInvalid, "tensors with a header of more than 16 MiB");
   }
   for (size_t i = 0; i < kLengthBytes; ++i, length >>= 8) header[i] = static_cast<char>(length);
   return header;

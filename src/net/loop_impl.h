@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <thread>
 #include <unordered_set>
 #include <vector>
@@ -36,6 +37,13 @@ struct Loop::Impl {
   void hold_on_loop(std::shared_ptr<LoopResource> resource);
   void release_on_loop(LoopResource* resource);
   void note_activity_on_loop() { ++activity; }
+  /// What its streams read into until they know where a frame's body goes: one for all, as a stream
+  /// is done with it before the next one reads.
+  std::span<uint8_t> scratch_on_loop() {
+    constexpr size_t kBytes = 64 * 1024;
+    if (!scratch) scratch = std::make_unique_for_overwrite<uint8_t[]>(kBytes);
+    return {scratch.get(), kBytes};
+  }
 
   bool in_loop() const {
     return thread_id.load(std::memory_order_relaxed) == std::this_thread::get_id();
@@ -65,6 +73,7 @@ struct Loop::Impl {
 
   // Loop thread only.
   bool stop_begun = false;
+  std::unique_ptr<uint8_t[]> scratch;
   std::multimap<base::TimePoint, std::pair<uint64_t, base::Task>> timers;
   std::unordered_set<uint64_t> cancelled_early;  // before they were seen here
   base::TimePoint armed_for = base::kNever;

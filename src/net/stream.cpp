@@ -1,10 +1,13 @@
 #include "distrain/net/stream.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <deque>
 #include <mutex>
+#include <span>
+#include <utility>
 
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -18,8 +21,6 @@
 namespace distrain::net {
 
 namespace {
-
-constexpr size_t kScratchBytes = 64 * 1024;
 
 // How long the end of a connection waits for the peer's: see linger_on_loop().
 constexpr auto kLongestLinger = std::chrono::seconds(1);
@@ -90,7 +91,7 @@ class UvStream final : public Stream,
   void linger_on_loop();
   void alloc_on_loop(uv_buf_t* buffer);
   void read_on_loop(ssize_t bytes, const uv_buf_t* buffer);
-  bool consume_scratch_on_loop();
+  bool consume_on_loop(std::span<const uint8_t>& unread);
   bool begin_frame_on_loop(const uint8_t* head);
   void deliver_on_loop();
   void finish_on_loop(base::Error error);
@@ -122,9 +123,8 @@ class UvStream final : public Stream,
   size_t write_size_ = 0;
   std::shared_ptr<Handler> handler_ = std::make_shared<Handler>();
   wire::Limits limits_;
-  std::unique_ptr<uint8_t[]> scratch_;
-  size_t scratch_begin_ = 0;
-  size_t scratch_end_ = 0;
+  std::array<uint8_t, wire::kHeaderBytes> head_;  // the beginning of one that has not come whole
+  size_t head_filled_ = 0;
   wire::FrameHeader header_;  // of the frame being read, when body_ is set
   base::BufferPtr body_;
   size_t body_filled_ = 0;
@@ -231,7 +231,7 @@ void UvStream::linger_on_loop() {
   if (discarding_) return;
   discarding_ = true;
   body_ = nullptr;
-  scratch_begin_ = scratch_end_ = 0;
+  head_filled_ = 0;
   ::shutdown(fd_, SHUT_WR);
   linger_timer_ = loop_->call_at(base::Clock::now() + kLongestLinger, [self = shared_from_this()] {
     self->finish_on_loop(closed_here());
@@ -268,7 +268,6 @@ void UvStream::open_on_loop(Handler handler, const wire::Limits& limits) {
   }
   handler_ = std::make_shared<Handler>(std::move(handler));
   limits_ = limits;
-  scratch_ = std::make_unique<uint8_t[]>(kScratchBytes);
   int code = 0;
   if (is_tcp_) {
     uv_tcp_init(&loop_->uv, &handle_.tcp);
@@ -304,8 +303,11 @@ void UvStream::alloc_on_loop(uv_buf_t* buffer) {
     *buffer = uv_buf_init(reinterpret_cast<char*>(body_->data) + body_filled_,
                           static_cast<unsigned>(left));
   } else {
-    *buffer = uv_buf_init(reinterpret_cast<char*>(scratch_.get()) + scratch_end_,
-                          static_cast<unsigned>(kScratchBytes - scratch_end_));
+    // Between this and read_on_loop() the loop's scratch is nobody else's.
+    const std::span<uint8_t> scratch = loop_->scratch_on_loop();
+    std::copy_n(head_.begin(), head_filled_, scratch.begin());
+    const std::span<uint8_t> room = scratch.subspan(head_filled_);
+    *buffer = uv_buf_init(reinterpret_cast<char*>(room.data()), static_cast<unsigned>(room.size()));
   }
 }
 
@@ -323,32 +325,29 @@ void UvStream::read_on_loop(ssize_t bytes, const uv_buf_t*) {
     body_filled_ += static_cast<size_t>(bytes);
     if (body_filled_ == body_->size) deliver_on_loop();
   } else {
-    scratch_end_ += static_cast<size_t>(bytes);
-    while (!finished_ && consume_scratch_on_loop()) {
+    const size_t have = std::exchange(head_filled_, 0) + static_cast<size_t>(bytes);
+    std::span<const uint8_t> unread = loop_->scratch_on_loop().first(have);
+    while (!finished_ && consume_on_loop(unread)) {
     }
   }
 }
 
-// Takes one frame, or what there is of its body, out of the scratch buffer. False when more bytes
-// have to come first.
-bool UvStream::consume_scratch_on_loop() {
-  const size_t have = scratch_end_ - scratch_begin_;
-  const uint8_t* data = scratch_.get() + scratch_begin_;
-  if (have < wire::kHeaderBytes) {
-    std::memmove(scratch_.get(), data, have);
-    scratch_begin_ = 0;
-    scratch_end_ = have;
+// Takes one frame, or what there is of it, from the front of `unread`. False when more bytes have
+// to come first.
+bool UvStream::consume_on_loop(std::span<const uint8_t>& unread) {
+  if (unread.size() < wire::kHeaderBytes) {
+    head_filled_ = unread.size();
+    std::copy(unread.begin(), unread.end(), head_.begin());
     return false;
   }
-  if (!begin_frame_on_loop(data)) return false;
-  const size_t taken = std::min(have - wire::kHeaderBytes, body_->size);
-  if (taken > 0) std::memcpy(body_->data, data + wire::kHeaderBytes, taken);
+  if (!begin_frame_on_loop(unread.data())) return false;
+  const size_t taken = std::min(unread.size() - wire::kHeaderBytes, body_->size);
+  if (taken > 0) std::memcpy(body_->data, unread.data() + wire::kHeaderBytes, taken);
   body_filled_ = taken;
-  scratch_begin_ += wire::kHeaderBytes + taken;
-  if (scratch_begin_ == scratch_end_) scratch_begin_ = scratch_end_ = 0;
+  unread = unread.subspan(wire::kHeaderBytes + taken);
   if (body_filled_ < body_->size) return false;
   deliver_on_loop();
-  return scratch_end_ > 0;
+  return !unread.empty();
 }
 
 bool UvStream::begin_frame_on_loop(const uint8_t* head) {

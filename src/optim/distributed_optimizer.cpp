@@ -110,7 +110,11 @@ UpdateCount install(rpc::Agent& agent) {
       if (const auto all = known.lock()) all->on_rank_lost(error);
     });
   };
-  agent.open_channel(kLane).set_handler({[](const rpc::ChannelMessage&) {}, on_peer_lost});
+  const auto waits = [known] {
+    const auto all = known.lock();
+    return all ? all->waits() : std::vector<rpc::Wait>();
+  };
+  agent.open_channel(kLane).set_handler({[](const rpc::ChannelMessage&) {}, on_peer_lost, waits});
   return optimizers->updates();
 }
 

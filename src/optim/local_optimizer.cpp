@@ -1,6 +1,7 @@
 #include "local_optimizer.h"
 
 #include <algorithm>
+#include <iterator>
 #include <set>
 #include <sstream>
 #include <string>
@@ -100,6 +101,7 @@ base::Future<R> LocalOptimizer::bring(Gathering<R>& gathering, const StepTerms& 
                                                          std::to_string(terms.participant) +
                                                          " made two steps before all had made one");
   }
+  if (gathering.terms.empty()) gathering.since = base::Clock::now();
   gathering.terms.emplace(terms.participant, terms);
   return gathering.waiting.emplace_back().future();
 }
@@ -150,7 +152,7 @@ base::Future<uint64_t> LocalOptimizer::step_alone(const StepTerms& terms,
     std::lock_guard lock(mutex_);
     apply_locked(gradients, terms);
     ++steps_[static_cast<size_t>(terms.participant)];
-    ahead_.emplace(terms.participant, Ahead{std::move(own), applied_});
+    ahead_.emplace(terms.participant, Ahead{std::move(own), applied_, base::Clock::now()});
     for (auto it = ahead_.begin(); it != ahead_.end();) {
       if (terms_.mode == Sharing::Mode::kSsp && lead_locked(it->first) > terms_.staleness) {
         ++it;
@@ -162,7 +164,7 @@ base::Future<uint64_t> LocalOptimizer::step_alone(const StepTerms& terms,
     if (lost_) stranded.swap(ahead_);
   }
   for (auto& [who, waiting] : stranded) waiting.promise.fail(*lost_);
-  for (auto& [promise, updates] : may_go_on) promise.set(updates);
+  for (Ahead& ahead : may_go_on) ahead.promise.set(ahead.updates);
   return future;
 }
 
@@ -194,6 +196,10 @@ LocalOptimizer::Gradients LocalOptimizer::means(const std::map<int, Gradients>& 
 }
 
 void LocalOptimizer::apply_locked(const Gradients& gradients, const StepTerms& terms) {
+  // Before any parameter is changed: all are, or none.
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (gradients[i].defined()) rule_of(i).check(i, parameters_[i], gradients[i]);
+  }
   for (const auto& rule : rules_) rule->set_lr_factor(terms.lr_factor);
   const autograd::ParameterUpdate update(agent_);
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -242,6 +248,31 @@ void LocalOptimizer::on_rank_lost(const base::Error& error) {
   for (auto& promise : stepping.waiting) promise.fail(error);
   for (auto& promise : measuring.waiting) promise.fail(error);
   for (auto& [participant, waiting] : ahead) waiting.promise.fail(error);
+}
+
+template <class R>
+void LocalOptimizer::tell_locked(const Gathering<R>& gathering, const char* what,
+                                 std::vector<rpc::Wait>& waits) const {
+  if (gathering.terms.empty()) return;
+  std::string missing;
+  for (int participant = 0; participant < terms_.participants; ++participant) {
+    if (gathering.terms.contains(participant)) continue;
+    missing += (missing.empty() ? "" : ", ") + std::to_string(participant);
+  }
+  waits.push_back({what + (" that wants participant " + missing), gathering.since});
+}
+
+std::vector<rpc::Wait> LocalOptimizer::waits() const {
+  std::lock_guard lock(mutex_);
+  std::vector<rpc::Wait> all;
+  tell_locked(stepping_, "an update here", all);
+  tell_locked(measuring_, "a gradient norm here", all);
+  for (const auto& [participant, waiting] : ahead_) {
+    all.push_back({"participant " + std::to_string(participant) + " is ahead by " +
+                       std::to_string(lead_locked(participant)) + " steps",
+                   waiting.since});
+  }
+  return all;
 }
 
 std::vector<ParameterState> LocalOptimizer::state() const {
@@ -299,14 +330,34 @@ std::shared_ptr<LocalOptimizer> LocalOptimizers::find_or_make(
   return made;
 }
 
+std::set<std::shared_ptr<LocalOptimizer>> LocalOptimizers::all_locked() const {
+  std::set<std::shared_ptr<LocalOptimizer>> all;
+  for (const auto& [parameter, known] : optimizers_) {
+    if (auto optimizer = known.lock()) all.insert(std::move(optimizer));
+  }
+  return all;
+}
+
+std::vector<rpc::Wait> LocalOptimizers::waits() const {
+  std::set<std::shared_ptr<LocalOptimizer>> all;
+  {
+    std::lock_guard lock(mutex_);
+    all = all_locked();
+  }
+  std::vector<rpc::Wait> waits;
+  for (const auto& optimizer : all) {
+    std::vector<rpc::Wait> more = optimizer->waits();
+    std::move(more.begin(), more.end(), std::back_inserter(waits));
+  }
+  return waits;
+}
+
 void LocalOptimizers::on_rank_lost(const base::Error& error) {
   std::set<std::shared_ptr<LocalOptimizer>> all;
   {
     std::lock_guard lock(mutex_);
     if (!lost_) lost_ = error;
-    for (const auto& [parameter, known] : optimizers_) {
-      if (auto optimizer = known.lock()) all.insert(std::move(optimizer));
-    }
+    all = all_locked();
   }
   for (const auto& optimizer : all) optimizer->on_rank_lost(error);
 }

@@ -7,6 +7,8 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
+#include <string>
 #include <vector>
 
 #include "distrain/base/future.h"
@@ -82,6 +84,8 @@ class LocalOptimizer {
   /// who has not come yet is not known.
   void on_rank_lost(const base::Error& error);
 
+  std::vector<rpc::Wait> waits() const;
+
   std::vector<ParameterState> state() const;
   void load_state(const std::vector<ParameterState>& state);
   Progress progress(int participant) const;
@@ -95,7 +99,11 @@ class LocalOptimizer {
     std::map<int, Gradients> gradients;
     std::map<int, StepTerms> terms;
     std::vector<base::Promise<R>> waiting;
+    base::TimePoint since;  // the first one came
   };
+  template <class R>
+  void tell_locked(const Gathering<R>& gathering, const char* what,
+                   std::vector<rpc::Wait>& waits) const;
 
   void check_participant(int participant, const Gradients& gradients) const;
   template <class R>
@@ -121,6 +129,7 @@ class LocalOptimizer {
   struct Ahead {
     base::Promise<uint64_t> promise;
     uint64_t updates;  // its result
+    base::TimePoint since;
   };
   std::multimap<int, Ahead> ahead_;  // kSsp: by participant
   std::optional<base::Error> lost_;  // the first; stays
@@ -137,16 +146,19 @@ class LocalOptimizers {
                                                const SharedTerms& terms,
                                                Counts counts = Counts::kYes);
   void on_rank_lost(const base::Error& error);
+  std::vector<rpc::Wait> waits() const;
   /// Null if none has it.
   std::shared_ptr<LocalOptimizer> find(const at::Tensor& parameter);
   /// Of all of them, those that are gone included.
   UpdateCount updates() const { return updates_; }
 
  private:
+  std::set<std::shared_ptr<LocalOptimizer>> all_locked() const;
+
   rpc::Agent& agent_;
   const std::shared_ptr<std::atomic<uint64_t>> updates_ =
       std::make_shared<std::atomic<uint64_t>>(0);
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::map<const c10::TensorImpl*, std::weak_ptr<LocalOptimizer>> optimizers_;
   std::optional<base::Error> lost_;
 };

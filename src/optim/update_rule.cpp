@@ -25,30 +25,6 @@ template <class... Parts>
   throw Exception(ErrorKind::kInvalid, message.str());
 }
 
-void check(size_t i, const at::Tensor& parameter, const at::Tensor& gradient) {
-  if (!parameter.defined()) refuse("parameter ", i, " is an undefined tensor");
-  if (!gradient.defined()) refuse("parameter ", i, " has no gradient");
-  if (!parameter.is_floating_point() || parameter.layout() != at::kStrided) {
-    refuse("parameter ", i, " is not a dense floating point tensor");
-  }
-  if (gradient.sizes() != parameter.sizes()) {
-    refuse("the gradient of parameter ", i, " has shape ", gradient.sizes(), ", the parameter ",
-           parameter.sizes());
-  }
-  if (gradient.scalar_type() != parameter.scalar_type()) {
-    refuse("the gradient of parameter ", i, " is ", gradient.scalar_type(), ", the parameter ",
-           parameter.scalar_type());
-  }
-  if (gradient.device() != parameter.device()) {
-    refuse("the gradient of parameter ", i, " is on ", gradient.device(), ", the parameter on ",
-           parameter.device());
-  }
-  if (gradient.layout() != at::kStrided &&
-      (gradient.layout() != at::kSparse || gradient.sparse_dim() != 1)) {
-    refuse("the gradient of parameter ", i, " is neither dense nor sparse by rows");
-  }
-}
-
 // The rows of a sparse gradient, each once. `coalesced` keeps them alive.
 struct Rows {
   explicit Rows(const at::Tensor& gradient)
@@ -359,17 +335,37 @@ double norm_squared(const std::vector<at::Tensor>& gradients) {
   return sum;
 }
 
+void UpdateRule::check(size_t i, const at::Tensor& parameter, const at::Tensor& gradient) const {
+  if (!parameter.defined()) refuse("parameter ", i, " is an undefined tensor");
+  if (!gradient.defined()) refuse("parameter ", i, " has no gradient");
+  if (!parameter.is_floating_point() || parameter.layout() != at::kStrided) {
+    refuse("parameter ", i, " is not a dense floating point tensor");
+  }
+  if (gradient.sizes() != parameter.sizes()) {
+    refuse("the gradient of parameter ", i, " has shape ", gradient.sizes(), ", the parameter ",
+           parameter.sizes());
+  }
+  if (gradient.scalar_type() != parameter.scalar_type()) {
+    refuse("the gradient of parameter ", i, " is ", gradient.scalar_type(), ", the parameter ",
+           parameter.scalar_type());
+  }
+  if (gradient.device() != parameter.device()) {
+    refuse("the gradient of parameter ", i, " is on ", gradient.device(), ", the parameter on ",
+           parameter.device());
+  }
+  if (gradient.layout() != at::kStrided &&
+      (gradient.layout() != at::kSparse || gradient.sparse_dim() != 1)) {
+    refuse("the gradient of parameter ", i, " is neither dense nor sparse by rows");
+  }
+  if (gradient.is_sparse()) check_sparse();
+}
+
 void UpdateRule::apply(size_t i, at::Tensor& parameter, const at::Tensor& gradient) {
   check(i, parameter, gradient);
   const at::NoGradGuard no_grad;
-  const bool sparse = gradient.layout() == at::kSparse;
-  if (sparse) {
-    check_sparse();
-    if (gradient._nnz() == 0) return;
-  }
   if (steps_.size() <= i) steps_.resize(i + 1);
   const int64_t step = ++steps_[i];
-  if (sparse) {
+  if (gradient.is_sparse()) {
     apply_sparse(i, step, parameter, gradient);
   } else {
     apply_dense(i, step, parameter, gradient);

@@ -52,6 +52,7 @@ void Agent::abort(const base::Error& error) { core_->abort(error); }
 
 size_t Agent::live_rrefs() const { return core_->live_rrefs(); }
 size_t Agent::live_contexts() const { return core_->live_contexts(); }
+std::vector<Wait> Agent::waits() const { return core_->waits(); }
 Traffic Agent::traffic() const { return core_->traffic(); }
 const std::shared_ptr<base::Tracer>& Agent::tracer() const { return core_->options.tracer; }
 base::Executor& Agent::executor() { return core_->executor; }

@@ -1,5 +1,8 @@
 // The calls of AgentCore: encoded and sent, received and run, answered.
 
+#include <algorithm>
+#include <chrono>
+
 #include <c10/util/Exception.h>
 
 #include "agent_core.h"
@@ -17,6 +20,13 @@ enum class CallMode : uint8_t { kCall = 0, kRemote = 1 };
 
 thread_local uint64_t t_context = 0;
 thread_local AutogradHook* t_autograd = nullptr;
+
+// As a call carries it.
+uint32_t wait_ms(base::Duration timeout) {
+  if (timeout == base::Duration::max()) return 0;
+  const auto ms = std::chrono::ceil<std::chrono::milliseconds>(timeout).count();
+  return static_cast<uint32_t>(std::clamp<int64_t>(ms, 1, UINT32_MAX));
+}
 
 class ReplyImpl final : public Reply {
  public:
@@ -104,7 +114,8 @@ void Reply::store(std::shared_ptr<void> value, std::type_index type,
   send([](Encoder&) {});
 }
 
-// kCall's body: string function · u8 mode · (remote: u64 RRef id · u64 fork) · arguments
+// kCall's body: string function · u32 milliseconds that the caller waits, 0: without end · u8 mode
+// · (remote: u64 RRef id · u64 fork) · arguments
 base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std::string& function,
                                        const std::function<void(Encoder&)>& fill,
                                        const std::shared_ptr<RRefHandle>& target) {
@@ -120,6 +131,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   encoder.to = to;
   encoder.is_argument = true;
   encoder.out.put(function);
+  encoder.out.put(wait_ms(timeout));
   encoder.out.put(target ? CallMode::kRemote : CallMode::kCall);
   if (target) {
     encoder.out.put(target->id());
@@ -180,7 +192,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   }
   if (own) {
     pool.post([this, own = std::move(own)]() mutable {
-      execute(options.rank, std::move(own), {}, nullptr);
+      execute(options.rank, base::Clock::now(), std::move(own), {}, nullptr);
     });
     return reply;
   }
@@ -268,8 +280,9 @@ std::shared_ptr<InMessage> AgentCore::open(const RawReply& reply) {
   }
 }
 
-void AgentCore::execute(int from, std::shared_ptr<InMessage> message, net::InFrame frame,
-                        Arrivals* arrivals) {
+void AgentCore::execute(int from, base::TimePoint arrived, std::shared_ptr<InMessage> message,
+                        net::InFrame frame, Arrivals* arrivals) {
+  if (closed_) return;  // who waits for it hears that this rank is gone, and why
   const wire::FrameHeader header = message ? message->header : frame.header;
   const auto reply = std::make_shared<ReplyImpl>(*this, from, header.call_id, header.context_id);
   std::string function;
@@ -288,10 +301,14 @@ void AgentCore::execute(int from, std::shared_ptr<InMessage> message, net::InFra
       slice.set_name({}, function);
       slice.set_flow_in(flow_id(from, header.call_id));
     }
+    const std::chrono::milliseconds wait(decoder.in.get<uint32_t>());
     if (decoder.in.get<CallMode>() == CallMode::kRemote) {
       const auto id = decoder.in.get<uint64_t>();
       const auto fork = decoder.in.get<uint64_t>();
       reply->set_target(rrefs->target(id, fork, from));
+    }
+    if (wait.count() > 0 && base::Clock::now() - arrived > wait) {
+      throw base::Exception(ErrorKind::kDeadline, "its turn came when its caller had given up");
     }
     Handler handler;
     {

@@ -1,6 +1,7 @@
 #include "agent_core.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
@@ -188,9 +189,10 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
   std::shared_ptr<Arrivals>& arrivals = peer(rank).arrivals;
   switch (header.kind) {
     case wire::FrameKind::kCall:
-      pool.post([this, rank, arrivals, frame = std::move(frame)]() mutable {
-        execute(rank, nullptr, std::move(frame), arrivals.get());
-      });
+      pool.post(
+          [this, rank, arrived = base::Clock::now(), arrivals, frame = std::move(frame)]() mutable {
+            execute(rank, arrived, nullptr, std::move(frame), arrivals.get());
+          });
       return;
     case wire::FrameKind::kReply:
       if (auto call = pending.take(header.call_id, rank)) {
@@ -285,13 +287,26 @@ void AgentCore::lose_peer_on_loop(int rank, Error error) {
   flush_.fail(error);
 }
 
+std::vector<std::shared_ptr<ChannelImpl>> AgentCore::channels() {
+  std::lock_guard lock(channels_mutex_);
+  std::vector<std::shared_ptr<ChannelImpl>> all;
+  for (const auto& [number, channel] : channels_) all.push_back(channel);
+  return all;
+}
+
 void AgentCore::tell_channels(int rank, const Error& error) {
-  std::vector<std::shared_ptr<ChannelImpl>> channels;
-  {
-    std::lock_guard lock(channels_mutex_);
-    for (const auto& [number, channel] : channels_) channels.push_back(channel);
+  for (const auto& channel : channels()) channel->on_peer_lost(rank, error);
+}
+
+std::vector<Wait> AgentCore::waits() {
+  std::vector<Wait> all = pending.waits();
+  for (const auto& channel : channels()) {
+    std::vector<Wait> more = channel->waits();
+    std::move(more.begin(), more.end(), std::back_inserter(all));
   }
-  for (const auto& channel : channels) channel->on_peer_lost(rank, error);
+  std::stable_sort(all.begin(), all.end(),
+                   [](const Wait& a, const Wait& b) { return a.since < b.since; });
+  return all;
 }
 
 Error AgentCore::loss_of(int rank) const {

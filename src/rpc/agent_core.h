@@ -97,6 +97,7 @@ class AgentCore {
   const std::string& peer_name(int rank) const { return peers_[static_cast<size_t>(rank)]->name; }
   std::string transport() const;
   Traffic traffic() const;
+  std::vector<Wait> waits();
   /// As they are, or once closed as they were then: what close() clears away was a leak.
   size_t live_rrefs() const { return closed_ ? last_live_rrefs_.load() : rrefs->live(); }
   size_t live_contexts() const {
@@ -132,10 +133,12 @@ class AgentCore {
   void on_stream_closed_on_loop(int rank, const base::Error& error);
   void lose_peer_on_loop(int rank, base::Error error);
   void beat_on_loop();
-  void execute(int from, std::shared_ptr<InMessage> message, net::InFrame frame,
-               Arrivals* arrivals);
+  /// A call that came at `arrived`. One whose turn comes too late, or at the end, is not run.
+  void execute(int from, base::TimePoint arrived, std::shared_ptr<InMessage> message,
+               net::InFrame frame, Arrivals* arrivals);
   base::Error loss_of(int rank) const;
   void await_loop();
+  std::vector<std::shared_ptr<ChannelImpl>> channels();
   void tell_channels(int rank, const base::Error& error);
   void wait_until_flushed();
   void tell_all(wire::FrameKind kind, uint64_t call_id, uint64_t context_id, wire::Bytes meta = {});

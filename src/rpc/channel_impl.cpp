@@ -71,6 +71,19 @@ void ChannelImpl::on_peer_lost(int rank, const base::Error& error) {
   leave();
 }
 
+std::vector<Wait> ChannelImpl::waits() {
+  std::shared_ptr<Handler> handler;
+  {
+    std::lock_guard lock(mutex_);
+    handler = enter();
+    if (!handler) return {};
+  }
+  std::vector<Wait> waits;
+  if (handler->waits) waits = handler->waits();
+  leave();
+  return waits;
+}
+
 void ChannelImpl::send(int to, const ChannelTag& tag,
                        std::span<const std::span<const uint8_t>> pieces,
                        std::shared_ptr<const void> keep_alive) {

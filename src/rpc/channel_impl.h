@@ -22,6 +22,7 @@ class ChannelImpl final : public Channel {
 
   void deliver(ChannelMessage message);
   void on_peer_lost(int rank, const base::Error& error);
+  std::vector<Wait> waits();
 
  private:
   // The handler is called outside the lock; `running_` lets set_handler wait for it.

@@ -45,6 +45,15 @@ std::optional<PendingCalls::Call> PendingCalls::take(uint64_t id, int from) {
   return call;
 }
 
+std::vector<Wait> PendingCalls::waits() {
+  std::lock_guard lock(mutex_);
+  std::vector<Wait> waits;
+  for (const auto& [id, call] : calls_) {
+    waits.push_back({call.function + ", called on rank " + std::to_string(call.to), call.started});
+  }
+  return waits;
+}
+
 void PendingCalls::trace_end(uint64_t id, const Call& call) const {
   if (!call.traced_as) return;
   base::TraceEvent event;

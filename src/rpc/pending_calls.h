@@ -39,6 +39,8 @@ class PendingCalls {
   /// The call `id`, if it went to `from` and is still waiting.
   std::optional<Call> take(uint64_t id, int from);
 
+  std::vector<Wait> waits();
+
   void fail_all_to(int rank, const base::Error& error);
   /// Those that come later fail at once.
   void fail_all(const base::Error& error);

@@ -19,7 +19,7 @@ using BufferPtr = std::shared_ptr<Buffer>;
 /// Thread-safe. Buffers may outlive the pool object.
 class BufferPool {
  public:
-  /// At most `max_idle_bytes` are kept for reuse.
+  /// At most `max_idle_bytes` are kept for reuse, those that were in use last.
   explicit BufferPool(size_t max_idle_bytes = size_t{256} << 20);
 
   /// A buffer of `size` bytes with undefined content; nullptr when there is no memory.

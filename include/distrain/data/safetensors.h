@@ -23,7 +23,7 @@ struct StoredTensor {
 class Safetensors {
  public:
   /// Throws `bad_data`, with the file and the reason, for whatever is not whole and exact: a header
-  /// longer than 100 MB or than the file, JSON that is none or has a key twice, unknown fields or
+  /// longer than 16 MiB or than the file, JSON that is none or has a key twice, unknown fields or
   /// dtypes, shapes whose product overflows, offsets that overlap, leave holes or are out of
   /// bounds, sizes that do not fit dtype and shape, bytes after the last tensor.
   static Safetensors read(const std::string& path);
@@ -44,7 +44,7 @@ class Safetensors {
 /// What comes before the tensors' bytes in a file with these tensors, which follow in the order of
 /// `tensors` without gaps. The header is padded with blanks to a multiple of 8 bytes. Throws
 /// `invalid` for what the format does not have: the dtype kComplex128, names that are not UTF-8, a
-/// header of over 100 MB; and for a tensor whose bytes do not fit its shape.
+/// header of over 16 MiB; and for a tensor whose bytes do not fit its shape.
 std::string safetensors_header(const std::map<std::string, StoredTensor>& tensors,
                                const std::map<std::string, std::string>& metadata = {});
 

@@ -105,9 +105,11 @@ class UpdateRule {
 
   /// Updates `parameter` by `gradient`: of the same shape, floating dtype and device, dense or
   /// sparse COO with one sparse dimension (rows; repeated rows count summed). A sparse gradient
-  /// touches its rows and their state only; one without rows does nothing, it is not even counted.
-  /// Throws `invalid`, before anything is changed, for a gradient that does not fit.
+  /// touches its rows and their state only; one without rows counts as a step. Throws as check().
   void apply(size_t i, at::Tensor& parameter, const at::Tensor& gradient);
+
+  /// Throws `invalid` for a gradient that apply() would not take.
+  void check(size_t i, const at::Tensor& parameter, const at::Tensor& gradient) const;
 
   /// Updates that parameter `i` has had.
   int64_t step_count(size_t i) const { return i < steps_.size() ? steps_[i] : 0; }

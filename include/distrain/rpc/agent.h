@@ -220,6 +220,10 @@ class Agent {
   Traffic traffic() const;
   const std::shared_ptr<base::Tracer>& tracer() const;
 
+  /// What this rank waits for now: answers of other ranks, collectives, updates that are yet to be
+  /// whole, the longest waits first. Any thread.
+  std::vector<Wait> waits() const;
+
   /// The worker pool; continuations registered through it keep the autograd context and torch's
   /// thread-local state of where they were registered.
   base::Executor& executor();

@@ -4,8 +4,11 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <string>
+#include <vector>
 
 #include "distrain/base/buffer.h"
+#include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/base/trace.h"
 
@@ -17,6 +20,12 @@ struct ChannelTag {
   uint64_t b = 0;
   uint64_t c = 0;
   friend bool operator==(const ChannelTag&, const ChannelTag&) = default;
+};
+
+/// Something that a rank waits for, in words for people: see Agent::waits().
+struct Wait {
+  std::string what;  ///< with the ranks that it is for
+  base::TimePoint since;
 };
 
 /// A message as it arrived. `payload` points into `body`, is aligned to 64 bytes, and lives as long
@@ -40,6 +49,8 @@ class Channel {
     /// Rank `rank` is gone, for `error.kind` peer_lost or the reason it gave. On the loop thread.
     /// From here on nothing comes from it and sends to it fail.
     std::function<void(int rank, const base::Error& error)> on_peer_lost;
+    /// What the layer above waits for now; empty: it does not tell. Any thread.
+    std::function<std::vector<Wait>()> waits = {};
   };
 
   virtual ~Channel() = default;

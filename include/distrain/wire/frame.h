@@ -34,7 +34,7 @@ namespace distrain::wire {
 /// used where they were received.
 inline constexpr uint32_t kMagic = 0x4E525444;  // "DTRN"
 inline constexpr size_t kHeaderBytes = 48;
-inline constexpr uint32_t kProtocolVersion = 2;
+inline constexpr uint32_t kProtocolVersion = 3;
 
 enum class FrameKind : uint16_t {
   // Handshake and rendezvous (handshake.h)

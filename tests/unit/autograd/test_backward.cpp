@@ -214,6 +214,18 @@ TEST_CASE("gradients are announced as they are ready, and the end of the pass") 
   CHECK(at::equal(context.gradient(a), at::full({2}, 2.0, at::kDouble)));
 }
 
+TEST_CASE("each leaf has a gradient of its own, though one tensor came for several") {
+  Cluster cluster(2, setup);
+  const at::Tensor a = leaf(at::ones({2})), b = leaf(at::ones({2})), c = leaf(at::ones({1}));
+  autograd::Context context(cluster[0]);
+  autograd::backward(context, {(cluster[0].rpc_sync<&mul>(1, a + b, a.detach()) + c).sum()});
+  context.gradient(a).mul_(10);
+  context.gradient(b).add_(1);
+  CHECK(at::equal(context.gradient(a), at::full({2}, 10.0, at::kDouble)));
+  CHECK(at::equal(context.gradient(b), at::full({2}, 2.0, at::kDouble)));
+  CHECK(at::equal(context.gradient(c), at::full({1}, 2.0, at::kDouble)));
+}
+
 TEST_CASE("several passes of one context add up") {
   Cluster cluster(2, setup);
   const at::Tensor a = leaf(at::ones({2}));

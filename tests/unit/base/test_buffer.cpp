@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <optional>
@@ -51,6 +52,22 @@ TEST_CASE("no more than max_idle_bytes are kept") {
     CHECK(seen.size() == 8);
   }
   CHECK(some.allocate(1 << 16));
+}
+
+TEST_CASE("the blocks that were in use last are kept") {
+  constexpr size_t kMiB = size_t{1} << 20;
+  BufferPool pool(3 * kMiB);
+  { const BufferPtr of_another_time = pool.allocate(2 * kMiB); }
+  const auto is_kept = [&pool] {
+    std::vector<uint8_t> pattern(2 * kMiB + kMiB / 2, 0x5A);
+    {
+      const BufferPtr buffer = pool.allocate(pattern.size());
+      std::copy(pattern.begin(), pattern.end(), buffer->data);
+    }
+    const BufferPtr again = pool.allocate(pattern.size());  // a fresh one is of zeros
+    return std::equal(pattern.begin(), pattern.end(), again->data);
+  };
+  CHECK(is_kept());
 }
 
 TEST_CASE("buffers may outlive their pool") {

@@ -185,8 +185,8 @@ TEST_CASE("A file that is no safetensors file is refused") {
   const std::string begin = "f: not a safetensors file: ";
   CHECK(refused(std::vector<uint8_t>{}) == begin + "shorter than 8 bytes");
   CHECK(refused(std::vector<uint8_t>(7)) == begin + "shorter than 8 bytes");
-  CHECK(refused(from_hex("01e1f50500000000")) == begin + "a header of more than 100 MB");
-  CHECK(refused(from_hex("ffffffffffffffff")) == begin + "a header of more than 100 MB");
+  CHECK(refused(from_hex("0100000100000000")) == begin + "a header of more than 16 MiB");
+  CHECK(refused(from_hex("ffffffffffffffff")) == begin + "a header of more than 16 MiB");
   CHECK(refused(from_hex("0300000000000000"
                          "7b7d")) == begin + "its header is longer than the file");
   for (const auto& header : {""s, " {}"s, "[]"s, "null"s, "\xEF\xBB\xBF{}"s, "\0{}"s}) {

@@ -1,7 +1,11 @@
 // What a stream refuses: bytes that are no frame, frames beyond the limits; and limits and handlers
 // that are replaced as it runs. For each transport.
 #include <atomic>
+#include <memory>
 #include <random>
+#include <vector>
+
+#include <malloc.h>
 
 #include "stream_support.h"
 
@@ -43,6 +47,30 @@ TEMPLATE_TEST_CASE("a frame beyond the limits ends the stream before its body", 
     CHECK(half.record.count() == 1);
   }
 }
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // which allocate otherwise
+TEMPLATE_TEST_CASE("connections that say nothing cost little memory", "", Tcp, Unix) {
+  constexpr size_t kConnections = 100;
+  std::vector<std::unique_ptr<Record>> records;
+  std::vector<Fd> peers;
+  std::vector<StreamPtr> streams;
+  Loop loop;
+  const auto open = [&](size_t count) {
+    for (size_t i = 0; i < count; ++i) {
+      auto [first, second] = TestType::connected();
+      records.push_back(std::make_unique<Record>());
+      streams.push_back(started(loop, std::move(first), *records.back()));
+      REQUIRE(raw_write(second.get(), wire_bytes(make_frame(1, 0, 0))));
+      REQUIRE(records.back()->wait_frames(1));  // so it is open
+      peers.push_back(std::move(second));
+    }
+  };
+  open(1);
+  const size_t before = mallinfo2().uordblks;
+  open(kConnections);
+  CHECK((mallinfo2().uordblks - before) / kConnections < 4096);
+}
+#endif
 
 TEMPLATE_TEST_CASE("a frame that no peer would take is refused where it is sent", "", Tcp, Unix) {
   Pair<TestType> pair;

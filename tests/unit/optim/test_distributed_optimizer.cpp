@@ -178,6 +178,28 @@ TEST_CASE("sync mode applies the mean of all participants, in whatever order the
   } while (std::next_permutation(order.begin(), order.end()));
 }
 
+TEST_CASE("an owner tells whose update it waits for") {
+  Cluster cluster(2, set_up_layers);
+  const auto layer = cluster[0].remote_new<Layer>(1, at::zeros({2, 1}, at::kDouble));
+  const RRef<at::Tensor> parameter = layer.rpc_sync<&Layer::parameter>();
+  const auto optimizer_of = [&](int participant) {
+    return std::make_unique<DistributedOptimizer>(
+        cluster[0], std::vector<RRef<at::Tensor>>{parameter}, optim::Sgd{.lr = 1},
+        Sharing{Sharing::Mode::kSync, 2, participant});
+  };
+  const auto first = optimizer_of(0), second = optimizer_of(1);
+  autograd::Context context(cluster[0]);
+  backward_of(context, layer, 1);
+  std::thread stepping([&] { first->step(context); });
+  std::vector<rpc::Wait> waits;
+  while (waits.empty()) waits = cluster[1].waits();
+  CHECK(waits[0].what == "an update here that wants participant 1");
+  CHECK(cluster[0].waits().at(0).what == "distrain.optim.step, called on rank 1");
+  second->step(context);
+  stepping.join();
+  CHECK(cluster[1].waits().empty());
+}
+
 TEST_CASE("async mode applies each update as it comes") {
   Cluster cluster(4, set_up_layers);
   const auto layer = cluster[0].remote_new<Layer>(3, at::zeros({2, 1}, at::kDouble));
@@ -228,6 +250,23 @@ TEST_CASE("several contexts are summed into one update") {
   // Of contexts that are gone there is nothing to apply.
   optimizer.step(ids);
   CHECK(at::equal(layer.rpc_sync<&Layer::value>(), at::full({2, 1}, -7.0, at::kDouble)));
+}
+
+TEST_CASE("a step that one parameter cannot make is made by none") {
+  Cluster cluster(2, set_up_layers);
+  Agent& agent = cluster[0];
+  const auto layer = agent.remote_new<Layer>(1, at::zeros({2, 1}, at::kDouble));
+  const auto table = agent.remote_new<Table>(1, at::zeros({2, 1}, at::kDouble));
+  // Momentum takes no sparse gradients.
+  DistributedOptimizer optimizer(
+      agent, {layer.rpc_sync<&Layer::parameter>(), table.rpc_sync<&Table::parameter>()},
+      optim::Sgd{.lr = 0.1, .momentum = 0.9});
+  autograd::Context context(agent);
+  const at::Tensor out = layer.rpc_sync<&Layer::forward>(at::ones({1, 2}, at::kDouble)) +
+                         table.rpc_sync<&Table::forward>(numbers({1}), numbers({0}));
+  autograd::backward(context, {out.sum()});
+  CHECK(error_of([&] { optimizer.step(context); }).kind == ErrorKind::kInvalid);
+  CHECK(at::equal(layer.rpc_sync<&Layer::value>(), at::zeros({2, 1}, at::kDouble)));
 }
 
 TEST_CASE("parameters have one optimizer; who comes later has to agree with it") {

@@ -60,7 +60,11 @@ struct Counter {
   std::atomic<int64_t> value;
 };
 
+std::atomic<int> g_counted{0};
+void count() { ++g_counted; }
+
 void expose_calls(Agent& agent) {
+  agent.expose<&count>("count");
   agent.expose<&scale>("scale");
   agent.expose<&add>("add");
   agent.expose<&nothing>("nothing");
@@ -174,12 +178,59 @@ TEST_CASE("errors keep their kind, text and rank") {
   CHECK(e.message.find("wait_at_gate") != std::string::npos);
 }
 
+TEST_CASE("a call whose caller has given up is not run, nor one whose rank is closing") {
+  rpc::AgentOptions options;
+  options.worker_threads = 1;
+  Cluster cluster(2, expose_calls, options);
+  const auto occupy = [&cluster] {
+    g_gate = false;
+    auto call = cluster[0].rpc_async<&wait_at_gate>(rpc::To(1).without_deadline());
+    testing::wait_for_call_at_gate();
+    return call;
+  };
+  g_counted = 0;
+  auto busy = occupy();
+  CHECK(error_of([&] { cluster[0].rpc_sync<&count>(rpc::To(1).timeout(30ms)); }).kind ==
+        ErrorKind::kDeadline);
+  auto patient = cluster[0].rpc_async<&count>(rpc::To(1).without_deadline());
+  cluster[1].rpc_sync<&add>(0, 1, 1);  // its answer comes behind them
+  std::this_thread::sleep_for(31ms);
+  g_gate = true;
+  patient.wait();  // in its turn after the other
+  CHECK(g_counted == 1);
+
+  busy.wait();
+  busy = occupy();
+  auto queued = cluster[0].rpc_async<&count>(rpc::To(1).without_deadline());
+  std::thread killer([&] { cluster.kill(1); });     // returns once the call at the gate has
+  CHECK(error_of([&] { busy.wait(); }).rank == 1);  // so it is closing
+  g_gate = true;
+  killer.join();
+  CHECK(error_of([&] { queued.wait(); }).rank == 1);
+  CHECK(g_counted == 1);
+}
+
 TEST_CASE("nested calls go deeper than there are threads") {
   rpc::AgentOptions options;
   options.worker_threads = 1;
   Cluster cluster(2, expose_calls, options);
   CHECK(cluster[0].rpc_sync<&bounce>(1, 64) == 64);
   cluster.shutdown();
+}
+
+TEST_CASE("a rank tells what it waits for") {
+  Cluster cluster(2, expose_calls);
+  CHECK(cluster[0].waits().empty());
+  g_gate = false;
+  const auto waiting = cluster[0].rpc_async<&wait_at_gate>(rpc::To(1).without_deadline());
+  const std::vector<rpc::Wait> waits = cluster[0].waits();
+  REQUIRE(waits.size() == 1);
+  CHECK(waits[0].what == "wait_at_gate, called on rank 1");
+  CHECK(waits[0].since <= base::Clock::now());
+  CHECK(cluster[1].waits().empty());
+  g_gate = true;
+  waiting.wait();
+  CHECK(cluster[0].waits().empty());
 }
 
 TEST_CASE("many calls at once from many threads") {

@@ -130,7 +130,7 @@ TEST_CASE("the bytes of a frame header are as documented") {
   };
   CHECK(encoded(header) == expected);
   CHECK(kHeaderBytes == 48);
-  CHECK(kProtocolVersion == 2);
+  CHECK(kProtocolVersion == 3);
 }
 
 TEST_CASE("the numbers of the frame kinds do not change") {
@@ -368,7 +368,7 @@ TEST_CASE("the bytes of a hello and of an error are as documented") {
   hello.world_size = 4;
   hello.endpoint = {"h", 29500, "", "k"};
   hello.options = {{"a", "b"}};
-  CHECK(encode(hello) == Bytes{2,    0,    0, 0,                                      // version
+  CHECK(encode(hello) == Bytes{3,    0,    0, 0,                                      // version
                                2,                                                     // purpose
                                1,    0,    0, 0, 'j',                                 // job_id
                                2,    0,    0, 0,                                      // rank
