@@ -80,6 +80,10 @@ class Sampler {
   std::map<int, EpochSampler> of_epoch_;  // by shard, made when they are asked for
 };
 
+/// The examples of batch `index` of epochs that come one after the other, each shuffled by (seed,
+/// epoch): all batches are full, an epoch's last one is filled up from the next epoch.
+std::vector<int64_t> full_batch(uint64_t seed, int64_t index, int64_t examples, int64_t batch_size);
+
 /// The random batches of PyTorch's hybrid tutorial.
 struct RandomBags {
   uint64_t seed = 1;

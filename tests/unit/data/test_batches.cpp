@@ -115,6 +115,24 @@ TEST_CASE("A sampler has the batches of every epoch and shard") {
   }
 }
 
+TEST_CASE("Full batches go through one epoch after the other") {
+  for (const int64_t batch_size : {4, 15, 40}) {
+    CAPTURE(batch_size);
+    Ints seen, expected;
+    for (int64_t index = 0; index * batch_size < 60; ++index) {
+      const Ints batch = full_batch(3, index, 15, batch_size);
+      CHECK(static_cast<int64_t>(batch.size()) == batch_size);
+      seen.insert(seen.end(), batch.begin(), batch.end());
+    }
+    for (int64_t epoch = 0; expected.size() < seen.size(); ++epoch) {
+      const Ints one = epoch_of(EpochSampler(3, epoch, Shard{}, 15, 15));
+      expected.insert(expected.end(), one.begin(), one.end());
+    }
+    expected.resize(seen.size());
+    CHECK(seen == expected);
+  }
+}
+
 TEST_CASE("Impossible shards are refused") {
   CHECK(kind_of(1, Shard{0, 1}, 10, 0) == base::ErrorKind::kInvalid);
   CHECK(kind_of(1, Shard{2, 2}, 10, 4) == base::ErrorKind::kInvalid);
