@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "distrain/base/error.h"
-#include "distrain/data/random.h"
+#include "distrain/base/random.h"
 
 namespace distrain::data {
 namespace {
@@ -65,7 +65,7 @@ EpochSampler::EpochSampler(uint64_t seed, int64_t epoch, Shard shard, int64_t ex
   }
   std::vector<int64_t> all(static_cast<size_t>(examples));
   std::iota(all.begin(), all.end(), 0);
-  Random random({seed, kShuffleSequence, static_cast<uint64_t>(epoch)});
+  base::Random random({seed, kShuffleSequence, static_cast<uint64_t>(epoch)});
   for (size_t left = all.size(); left > 1; --left) {
     std::swap(all[left - 1], all[random.below(left)]);
   }
@@ -120,7 +120,7 @@ std::vector<int64_t> full_batch(uint64_t seed, int64_t index, int64_t examples,
 Batch RandomBags::batch(int trainer, int64_t epoch, int64_t step) const {
   check_positive(num_embeddings, "the number of embeddings");
   check_positive(classes, "the number of classes");
-  Random random({seed, kBagSequence, static_cast<uint64_t>(trainer),
+  base::Random random({seed, kBagSequence, static_cast<uint64_t>(trainer),
                        static_cast<uint64_t>(epoch), static_cast<uint64_t>(step)});
   Batch batch;
   const int64_t count = random.between(20, 50);

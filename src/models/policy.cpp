@@ -15,12 +15,12 @@ namespace {
 
 constexpr int kInputs = std::tuple_size_v<Observation>;
 
-data::Random random_of(const StepKey& key) {
-  return data::Random({key.seed, key.observer, key.environment, key.episode, key.step});
+base::Random random_of(const StepKey& key) {
+  return base::Random({key.seed, key.observer, key.environment, key.episode, key.step});
 }
 
 /// Two hidden units for each number, 32 bits for each unit.
-std::array<float, Policy::kHidden> draw_mask(data::Random& random) {
+std::array<float, Policy::kHidden> draw_mask(base::Random& random) {
   constexpr auto kBound = static_cast<uint32_t>((1 - Policy::kDropout) * 0x1p32);
   constexpr float kKept = 1 / (1 - Policy::kDropout);
   std::array<float, Policy::kHidden> mask;
@@ -59,7 +59,7 @@ float dot(const std::array<float, Policy::kHidden>& a,
 Policy::Policy(uint64_t seed, c10::Device device) : device_(device) {
   // As torch's Linear begins, but not by uniform_(): that rounds otherwise on other processors, and
   // the episodes are then others.
-  data::Random random({seed});
+  base::Random random({seed});
   const auto layer = [&](int64_t inputs, int64_t outputs) {
     const double bound = 1 / std::sqrt(static_cast<double>(inputs));
     for (const at::Tensor& parameter : {at::empty({outputs, inputs}), at::empty({outputs})}) {
@@ -95,11 +95,11 @@ void Policy::refresh() {
 }
 
 std::array<float, Policy::kHidden> Policy::dropout_mask(const StepKey& key) {
-  data::Random random = random_of(key);
+  base::Random random = random_of(key);
   return draw_mask(random);
 }
 
-Policy::Activations Policy::forward(const PolicyInput& input, data::Random& random) const {
+Policy::Activations Policy::forward(const PolicyInput& input, base::Random& random) const {
   Activations at;
   at.mask = draw_mask(random);
   const Observation& x = input.observation;
@@ -118,7 +118,7 @@ std::vector<int> Policy::act(std::span<const PolicyInput> inputs) const {
   std::vector<int> actions;
   actions.reserve(inputs.size());
   for (const PolicyInput& input : inputs) {
-    data::Random random = random_of(input.key);
+    base::Random random = random_of(input.key);
     const Activations at = forward(input, random);
     actions.push_back(random.unit() < probability(at.preference) ? 1 : 0);
   }
@@ -140,7 +140,7 @@ Policy::Loss Policy::loss(std::span<const PolicyStep> steps) const {
   double bias2 = 0;
   Loss loss;
   for (const PolicyStep& step : steps) {
-    data::Random random = random_of(step.input.key);
+    base::Random random = random_of(step.input.key);
     const Activations at = forward(step.input, random);
     const double taken = step.action == 1 ? at.preference : -at.preference;
     loss.value -= log_probability(taken) * step.advantage;
@@ -169,14 +169,14 @@ Policy::Loss Policy::loss(std::span<const PolicyStep> steps) const {
 
 Policy::Rows Policy::forward_rows(size_t count,
                                   const std::function<const PolicyInput&(size_t)>& input,
-                                  const std::function<void(data::Random&)>& drawn) const {
+                                  const std::function<void(base::Random&)>& drawn) const {
   const auto rows = static_cast<int64_t>(count);
   const at::Tensor inputs = at::empty({rows, kInputs});
   const at::Tensor masks = at::empty({rows, kHidden});
   auto* to = inputs.mutable_data_ptr<float>();
   auto* mask_to = masks.mutable_data_ptr<float>();
   for (size_t i = 0; i < count; ++i) {
-    data::Random random = random_of(input(i).key);
+    base::Random random = random_of(input(i).key);
     mask_to = std::ranges::copy(draw_mask(random), mask_to).out;
     to = std::ranges::copy(input(i).observation, to).out;
     drawn(random);
@@ -193,7 +193,7 @@ std::vector<int> Policy::act_on_device(std::span<const PolicyInput> inputs) cons
   std::vector<double> draws;
   const Rows at = forward_rows(
       inputs.size(), [&](size_t i) -> const PolicyInput& { return inputs[i]; },
-      [&](data::Random& random) { draws.push_back(random.unit()); });
+      [&](base::Random& random) { draws.push_back(random.unit()); });
   const at::Tensor preferences = rpc::placed(at.preference, c10::kCPU).contiguous();
   const double* const preference = preferences.const_data_ptr<double>();
   std::vector<int> actions;
@@ -207,7 +207,7 @@ Policy::Loss Policy::loss_on_device(std::span<const PolicyStep> steps) const {
   const at::NoGradGuard no_grad;
   const Rows at = forward_rows(
       steps.size(), [&](size_t i) -> const PolicyInput& { return steps[i].input; },
-      [](data::Random&) {});
+      [](base::Random&) {});
   const auto count = static_cast<int64_t>(steps.size());
   const at::Tensor told = at::empty({2, count}, at::kDouble);
   auto* const actions = told.mutable_data_ptr<double>();

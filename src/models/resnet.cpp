@@ -13,7 +13,7 @@
 #include "distrain/data/hash.h"
 #include "distrain/data/safetensors.h"
 #include "distrain/data/stored_tensors.h"
-#include "distrain/models/dropout.h"
+#include "distrain/nn/dropout.h"
 #include "distrain/rpc/placed.h"
 
 namespace distrain::models {
@@ -149,7 +149,7 @@ at::Tensor empty(at::IntArrayRef sizes, c10::Device device) {
 }
 
 at::Generator generator(uint64_t seed, const std::string& name) {
-  return keyed_generator({seed, data::content_hash(name)});
+  return nn::keyed_generator({seed, data::content_hash(name)});
 }
 
 std::vector<BlockRange> cut_after(const std::vector<size_t>& last_blocks, size_t blocks) {

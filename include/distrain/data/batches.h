@@ -33,7 +33,7 @@ struct Shard {
 
 /// One trainer's batches of one epoch.
 ///
-/// All examples are permuted by Fisher and Yates' shuffle (`Random` keyed by seed and epoch);
+/// All examples are permuted by Fisher and Yates' shuffle (`base::Random` keyed by seed and epoch);
 /// trainer t of T gets those at the places t, t + T, t + 2T, … of the permutation. Shards are
 /// disjoint and differ by at most one example. A short one wraps around: its first example comes
 /// once more at its end. So every shard has ceil(examples / T) entries, every trainer makes the

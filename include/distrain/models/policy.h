@@ -10,7 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "distrain/data/named_tensors.h"
-#include "distrain/data/random.h"
+#include "distrain/base/random.h"
 
 namespace distrain::models {
 
@@ -90,7 +90,7 @@ class Policy {
     double preference = 0;   ///< score of action 1 over action 0's
   };
   /// Draws the dropout from `random`.
-  Activations forward(const PolicyInput& input, data::Random& random) const;
+  Activations forward(const PolicyInput& input, base::Random& random) const;
 
   /// The same of many states at a time, for devices; each row as forward() gives it.
   struct Rows {
@@ -100,7 +100,7 @@ class Policy {
     at::Tensor preference;  ///< double [n]
   };
   Rows forward_rows(size_t count, const std::function<const PolicyInput&(size_t)>& input,
-                    const std::function<void(data::Random&)>& drawn) const;
+                    const std::function<void(base::Random&)>& drawn) const;
   std::vector<int> act_on_device(std::span<const PolicyInput> inputs) const;
   Loss loss_on_device(std::span<const PolicyStep> steps) const;
 

@@ -11,7 +11,7 @@
 #include "distrain/base/error.h"
 #include "distrain/data/batches.h"
 #include "distrain/data/cifar.h"
-#include "distrain/models/dropout.h"
+#include "distrain/nn/dropout.h"
 
 namespace distrain::scenario {
 
@@ -103,7 +103,7 @@ job::Json PipelineData::describe() const {
 
 PipelineBatch PipelineData::random_batch(int64_t index) const {
   const auto generator = [&](uint64_t sequence) {
-    return models::keyed_generator({options_.seed, sequence, static_cast<uint64_t>(index)});
+    return nn::keyed_generator({options_.seed, sequence, static_cast<uint64_t>(index)});
   };
   const int64_t side = options_.image_size;
   return {

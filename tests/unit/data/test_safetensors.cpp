@@ -5,7 +5,7 @@
 
 #include <ATen/Functions.h>
 
-#include "distrain/data/random.h"
+#include "distrain/base/random.h"
 #include "distrain/data/safetensors.h"
 #include "distrain/data/stored_tensors.h"
 #include "files.h"

@@ -15,7 +15,7 @@ using models::StepKey;
 namespace {
 
 std::vector<PolicyInput> some_inputs(size_t count) {
-  data::Random random({7});
+  base::Random random({7});
   std::vector<PolicyInput> inputs(count);
   for (size_t i = 0; i < count; ++i) {
     for (float& x : inputs[i].observation) x = static_cast<float>(4 * random.unit() - 2);
@@ -25,7 +25,7 @@ std::vector<PolicyInput> some_inputs(size_t count) {
 }
 
 std::vector<PolicyStep> some_steps(size_t count) {
-  data::Random random({8});
+  base::Random random({8});
   std::vector<PolicyStep> steps;
   for (const PolicyInput& input : some_inputs(count)) {
     steps.push_back({input, static_cast<int>(random.below(2)), 4 * random.unit() - 2});
