@@ -14,8 +14,8 @@
 #include <torch/nn/modules/linear.h>
 
 #include <distrain/app/main.h>
+#include <distrain/base/random.h>
 #include <distrain/data/batches.h>
-#include <distrain/data/random.h>
 #include <distrain/job/training.h>
 #include <distrain/nn/module.h>
 
@@ -40,7 +40,7 @@ struct Options : job::TrainerOptions {
 // A user is for what has the same parity, nearly always. Each trainer may make the file.
 void make_clicks(const Options& options, const std::string& own) {
   std::ofstream file(options.data + own);
-  data::Random random({options.seed});
+  base::Random random({options.seed});
   const int64_t users = options.rows / 2;
   for (int i = 0; i < 10000; ++i) {
     const int64_t user = random.between(0, users - 1), item = random.between(0, users - 1);

@@ -14,7 +14,7 @@
 #include <torch/nn/modules/linear.h>
 
 #include <distrain/app/main.h>
-#include <distrain/data/random.h>
+#include <distrain/base/random.h>
 #include <distrain/job/training.h>
 #include <distrain/nn/module.h>
 
@@ -38,7 +38,7 @@ struct Options : job::TrainerOptions {
 struct Points {
   at::Tensor places, spirals;  // float [n, 2] and int64 [n]
 
-  Points(data::Random random, int64_t count) {
+  Points(base::Random random, int64_t count) {
     std::vector<float> coordinates;
     std::vector<int64_t> which;
     for (int64_t i = 0; i < count; ++i) {
@@ -81,7 +81,7 @@ void train(job::Rank& rank, const Options& options) {
   training.keep("back", back);
   training.keep(optimizer);
   training.evaluate_epochs([&](const job::Share& share) {
-    const Points points(data::Random({options.seed, 0}), 2000);
+    const Points points(base::Random({options.seed, 0}), 2000);
     const auto mine = [&](const at::Tensor& all) {
       return all.slice(0, share.first(all.size(0)), share.end(all.size(0)));
     };
@@ -92,7 +92,7 @@ void train(job::Rank& rank, const Options& options) {
   });
   training.run([&](const job::Step& step) {
     // Points and what is dropped follow from the step, so a resumed job goes on with the same.
-    data::Random random({options.seed, 1, static_cast<uint64_t>(step.epoch),
+    base::Random random({options.seed, 1, static_cast<uint64_t>(step.epoch),
                          static_cast<uint64_t>(step.shard), static_cast<uint64_t>(step.number)});
     front.seed(random.next());
     const Points points(random, options.batch_size);

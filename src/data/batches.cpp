@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "distrain/base/error.h"
-#include "distrain/data/random.h"
+#include "distrain/base/random.h"
 
 namespace distrain::data {
 namespace {
@@ -65,7 +65,7 @@ EpochSampler::EpochSampler(uint64_t seed, int64_t epoch, Shard shard, int64_t ex
   }
   std::vector<int64_t> all(static_cast<size_t>(examples));
   std::iota(all.begin(), all.end(), 0);
-  Random random({seed, kShuffleSequence, static_cast<uint64_t>(epoch)});
+  base::Random random({seed, kShuffleSequence, static_cast<uint64_t>(epoch)});
   for (size_t left = all.size(); left > 1; --left) {
     std::swap(all[left - 1], all[random.below(left)]);
   }
@@ -103,11 +103,25 @@ std::span<const int64_t> Sampler::batch(int64_t epoch, int shard, int64_t step) 
   return it->second.batch(step);
 }
 
+std::vector<int64_t> full_batch(uint64_t seed, int64_t index, int64_t examples,
+                                int64_t batch_size) {
+  std::vector<int64_t> batch;
+  int64_t place = index * batch_size;  // in all epochs
+  while (place < (index + 1) * batch_size) {
+    const EpochSampler epoch(seed, place / examples, {}, examples, examples);
+    const auto rest = epoch.batch(0).subspan(static_cast<size_t>(place % examples));
+    const auto wanted = static_cast<size_t>((index + 1) * batch_size - place);
+    batch.insert(batch.end(), rest.begin(), rest.begin() + std::min(wanted, rest.size()));
+    place += static_cast<int64_t>(std::min(wanted, rest.size()));
+  }
+  return batch;
+}
+
 Batch RandomBags::batch(int trainer, int64_t epoch, int64_t step) const {
   check_positive(num_embeddings, "the number of embeddings");
   check_positive(classes, "the number of classes");
-  Random random({seed, kBagSequence, static_cast<uint64_t>(trainer), static_cast<uint64_t>(epoch),
-                 static_cast<uint64_t>(step)});
+  base::Random random({seed, kBagSequence, static_cast<uint64_t>(trainer),
+                       static_cast<uint64_t>(epoch), static_cast<uint64_t>(step)});
   Batch batch;
   const int64_t count = random.between(20, 50);
   for (int64_t i = 0; i < count; ++i)

@@ -25,4 +25,11 @@ at::Tensor to_tensor(const data::StoredTensor& stored) {
   return tensor;
 }
 
+NamedTensors read_tensors(const std::string& path) {
+  NamedTensors tensors;
+  const Safetensors file = Safetensors::read(path);
+  for (const auto& [name, stored] : file.tensors()) tensors[name] = to_tensor(stored);
+  return tensors;
+}
+
 }  // namespace distrain::data

@@ -3,25 +3,25 @@
 #include <cmath>
 
 #include <ATen/Functions.h>
+#include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/autograd/context.h"
 #include "distrain/autograd/parameter_versions.h"
 #include "distrain/base/trace.h"
 #include "distrain/optim/distributed_optimizer.h"
+#include "distrain/optim/local_updates.h"
 #include "distrain/rpc/placed.h"
 
 namespace distrain::models {
 
 ConvNet::ConvNet(uint64_t seed, const std::vector<c10::Device>& devices) {
-  at::Generator generator = keyed_generator({seed});
-  const auto layer = [&](std::vector<int64_t> shape, c10::Device device) {
-    at::Tensor weight = at::empty(shape, at::kFloat);
-    at::Tensor bias = at::empty({shape[0]}, at::kFloat);
-    const double bound = 1.0 / std::sqrt(static_cast<double>(weight[0].numel()));
-    for (at::Tensor* parameter : {&weight, &bias}) {
-      parameter->uniform_(-bound, bound, generator);
-      parameters_.push_back(rpc::placed(*parameter, device).requires_grad_());
+  const at::Generator generator = nn::keyed_generator({seed});
+  const auto layer = [&](const std::vector<int64_t>& shape, c10::Device device) {
+    const int64_t inputs = c10::multiply_integers(shape) / shape[0];
+    const double bound = 1.0 / std::sqrt(static_cast<double>(inputs));
+    for (const at::IntArrayRef sizes : {at::IntArrayRef(shape), at::IntArrayRef(shape[0])}) {
+      parameters_.push_back(nn::uniform(sizes, bound, generator, device).requires_grad_());
     }
   };
   layer({32, 1, 3, 3}, devices.front());
@@ -38,13 +38,12 @@ const std::vector<std::string>& ConvNet::names() {
 }
 
 data::NamedTensors ConvNet::named_parameters() const {
-  data::NamedTensors named;
-  for (size_t i = 0; i < parameters_.size(); ++i) named[names()[i]] = parameters_[i];
-  return named;
+  const auto named = optim::named(names(), parameters_);
+  return {named.begin(), named.end()};
 }
 
 at::Tensor ConvNet::forward(const std::vector<at::Tensor>& parameters, const at::Tensor& images,
-                            Dropout dropout) {
+                            nn::Dropout dropout) {
   const base::TraceScope scope("forward");
   at::Tensor x = rpc::placed(images, parameters[0].device());
   x = at::relu(at::conv2d(x, parameters[0], parameters[1]));
@@ -64,14 +63,14 @@ PsForward ConvNet::forward_training(rpc::CallContext& call, at::Tensor images,
       optim::progress_of(call.agent, parameters_[0], call.caller.rank - 1);
   const auto versions = autograd::current_versions(call.agent, parameters_);
   const at::Tensor scores =
-      forward(versions, images, dropout_key ? Dropout({*dropout_key}) : Dropout());
+      forward(versions, images, dropout_key ? nn::Dropout({*dropout_key}) : nn::Dropout());
   return {rpc::for_rank(call.agent, call.caller.rank, scores), progress.updates, progress.lead};
 }
 
 at::Tensor ConvNet::forward_evaluating(rpc::CallContext& call, at::Tensor images) {
   const at::NoGradGuard no_grad;
   const auto versions = autograd::current_versions(call.agent, parameters_);
-  return rpc::for_rank(call.agent, call.caller.rank, forward(versions, images, Dropout()));
+  return rpc::for_rank(call.agent, call.caller.rank, forward(versions, images, nn::Dropout()));
 }
 
 std::vector<rpc::RRef<at::Tensor>> ConvNet::parameter_rrefs(rpc::CallContext& call) {

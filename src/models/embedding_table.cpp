@@ -6,20 +6,18 @@
 #include <ATen/Functions.h>
 
 #include "distrain/autograd/parameter_versions.h"
+#include "distrain/nn/dropout.h"
 #include "distrain/rpc/placed.h"
 
 namespace distrain::models {
 
 EmbeddingTable::EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t seed,
-                               const std::string& device)
-    : weight_(at::empty({rows, dim}, at::kFloat)) {
-  auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
-  if (range > 0) {
-    weight_.uniform_(-range, range, generator);
-  } else {
-    weight_.normal_(0, 1, generator);
-  }
-  weight_ = rpc::placed(weight_, c10::Device(device)).requires_grad_();
+                               const std::string& device) {
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  const c10::Device where(device);
+  weight_ = range > 0 ? nn::uniform({rows, dim}, range, generator, where)
+                      : rpc::placed(at::randn({rows, dim}, generator), where);
+  weight_.requires_grad_();
 }
 
 at::Tensor EmbeddingTable::forward(rpc::CallContext& call, at::Tensor indices, at::Tensor offsets) {
@@ -36,13 +34,10 @@ at::Tensor EmbeddingTable::lookup(const at::Tensor& indices, const at::Tensor& o
 }
 
 DenseImpl::DenseImpl(int64_t inputs, int64_t classes, uint64_t seed, c10::Device device) {
-  auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
   const double bound = 1.0 / std::sqrt(static_cast<double>(inputs));
-  const auto drawn = [&](at::IntArrayRef shape) {
-    return rpc::placed(at::empty(shape, at::kFloat).uniform_(-bound, bound, generator), device);
-  };
-  weight = register_parameter("weight", drawn({classes, inputs}));
-  bias = register_parameter("bias", drawn({classes}));
+  weight = register_parameter("weight", nn::uniform({classes, inputs}, bound, generator, device));
+  bias = register_parameter("bias", nn::uniform({classes}, bound, generator, device));
 }
 
 at::Tensor DenseImpl::forward(const at::Tensor& x) const { return at::linear(x, weight, bias); }

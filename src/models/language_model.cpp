@@ -18,11 +18,6 @@ namespace {
 constexpr double kInitialRange = 0.1;
 enum : uint64_t { kEncoderSeed = 1, kDecoderSeed = 2, kLstmSeed = 3 };
 
-at::Tensor uniform(at::IntArrayRef shape, double range, at::Generator& generator,
-                   c10::Device device) {
-  return rpc::placed(at::empty(shape, at::kFloat).uniform_(-range, range, generator), device);
-}
-
 /// cuDNN would have all weights of an LSTM in one piece of memory and warns that it copies them
 /// there. Each is a parameter of its own here, for optimizers and versions. Other warnings go on to
 /// whoever has them without this.
@@ -40,9 +35,10 @@ class NoWordOfCopies final : public c10::WarningHandler {
 
 }  // namespace
 
-WordEmbedding::WordEmbedding(int64_t words, int64_t size, uint64_t seed, c10::Device device) {
-  at::Generator generator = keyed_generator({seed, kEncoderSeed});
-  weight_ = uniform({words, size}, kInitialRange, generator, device).requires_grad_();
+WordEmbedding::WordEmbedding(int64_t words, int64_t size, uint64_t seed, c10::Device device)
+    : weight_(nn::uniform({words, size}, kInitialRange, nn::keyed_generator({seed, kEncoderSeed}),
+                          device)) {
+  weight_.requires_grad_();
 }
 
 at::Tensor WordEmbedding::lookup(const at::Tensor& words) const {
@@ -57,9 +53,10 @@ at::Tensor WordEmbedding::forward(rpc::CallContext& call, at::Tensor words) {
 }
 
 Decoder::Decoder(int64_t words, int64_t hidden, uint64_t seed, c10::Device device)
-    : bias_(rpc::placed(at::zeros({words}, at::kFloat), device)) {
-  at::Generator generator = keyed_generator({seed, kDecoderSeed});
-  weight_ = uniform({words, hidden}, kInitialRange, generator, device).requires_grad_();
+    : weight_(nn::uniform({words, hidden}, kInitialRange, nn::keyed_generator({seed, kDecoderSeed}),
+                          device)),
+      bias_(rpc::placed(at::zeros({words}, at::kFloat), device)) {
+  weight_.requires_grad_();
   bias_.requires_grad_();
 }
 
@@ -89,10 +86,10 @@ at::Tensor Decoder::scores(rpc::CallContext& call, at::Tensor hidden) {
 LstmImpl::LstmImpl(int64_t input, int64_t hidden, int64_t layers, double dropout, uint64_t seed,
                    c10::Device device)
     : hidden_(hidden), layers_(layers), dropout_(dropout) {
-  at::Generator generator = keyed_generator({seed, kLstmSeed});
+  at::Generator generator = nn::keyed_generator({seed, kLstmSeed});
   const double range = 1.0 / std::sqrt(static_cast<double>(hidden));
   const auto add = [&](const std::string& name, at::IntArrayRef shape) {
-    weights_.push_back(register_parameter(name, uniform(shape, range, generator, device)));
+    weights_.push_back(register_parameter(name, nn::uniform(shape, range, generator, device)));
   };
   for (int64_t layer = 0; layer < layers; ++layer) {
     const std::string suffix = "_l" + std::to_string(layer);
@@ -103,7 +100,7 @@ LstmImpl::LstmImpl(int64_t input, int64_t hidden, int64_t layers, double dropout
   }
 }
 
-at::Tensor LstmImpl::forward(at::Tensor x, LstmState& state, Dropout& dropout) {
+at::Tensor LstmImpl::forward(at::Tensor x, LstmState& state, nn::Dropout& dropout) {
   // A GPU keeps what the backward pass needs when it trains only. There is no dropout inside, so it
   // makes no other difference.
   const bool train = rpc::is_accelerator(x.device()) && at::GradMode::is_enabled();

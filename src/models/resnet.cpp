@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <limits>
 
 #include <ATen/Functions.h>
 #include <c10/util/StringUtil.h>
@@ -11,9 +10,8 @@
 
 #include "distrain/base/error.h"
 #include "distrain/data/hash.h"
-#include "distrain/data/safetensors.h"
-#include "distrain/data/stored_tensors.h"
-#include "distrain/models/dropout.h"
+#include "distrain/nn/dropout.h"
+#include "distrain/nn/pipeline_schedule.h"
 #include "distrain/rpc/placed.h"
 
 namespace distrain::models {
@@ -26,9 +24,7 @@ constexpr int kLayers = 4;
 constexpr double kElementCost = 60;
 constexpr int64_t kImagesForOneDnn = 16;
 
-[[noreturn]] void invalid(const std::string& message) {
-  throw base::Exception(base::ErrorKind::kInvalid, message);
-}
+using base::invalid;
 
 [[noreturn]] void bad_data(const std::string& message) {
   throw base::Exception(base::ErrorKind::kBadData, message);
@@ -47,14 +43,7 @@ const Architecture& architecture(const std::string& model) {
   invalid("there is no model " + model + ": resnet18, resnet50");
 }
 
-ConvNorm stem() {
-  return {.conv_name = "conv1",
-          .norm_name = "bn1",
-          .in = 3,
-          .out = kStemWidth,
-          .kernel = 7,
-          .stride = 2};
-}
+ConvNorm stem() { return {"conv1", "bn1", 3, kStemWidth, 7, 2}; }
 
 int64_t head_inputs(const Architecture& shape) {
   return (kStemWidth << (kLayers - 1)) * shape.expansion;
@@ -149,69 +138,27 @@ at::Tensor empty(at::IntArrayRef sizes, c10::Device device) {
 }
 
 at::Generator generator(uint64_t seed, const std::string& name) {
-  return keyed_generator({seed, data::content_hash(name)});
+  return nn::keyed_generator({seed, data::content_hash(name)});
 }
 
-std::vector<BlockRange> cut_after(const std::vector<size_t>& last_blocks, size_t blocks) {
-  std::vector<BlockRange> stages;
-  size_t first = 0;
-  for (const size_t last : last_blocks) {
-    stages.push_back({first, last + 1});
-    first = last + 1;
-  }
-  stages.push_back({first, blocks});
-  return stages;
-}
-
+// The blocks that the stages after the first begin with.
 std::vector<size_t> named_cuts(const std::string& model, const std::vector<std::string>& blocks,
                                size_t stages, const std::vector<std::string>& split) {
   if (split.size() != stages - 1) {
-    const char* const plural[] = {"", "s"};
-    invalid(c10::str("--split names ", split.size(), " block", plural[split.size() != 1],
-                     " to cut after, but ", stages, " stage", plural[stages != 1],
-                     stages == 1 ? " needs " : " need ", stages - 1));
+    invalid(c10::str("--split names ", split.size(), split.size() == 1 ? " block" : " blocks",
+                     " to cut after, but ", stages, stages == 1 ? " stage needs " : " stages need ",
+                     stages - 1));
   }
   std::vector<size_t> cuts;
   for (const std::string& name : split) {
-    const size_t block = find_block(model, blocks, name);
-    if (!cuts.empty() && block <= cuts.back()) {
+    const size_t next = find_block(model, blocks, name) + 1;
+    if (!cuts.empty() && next <= cuts.back()) {
       invalid("--split: " + name + " does not come after " + split[cuts.size() - 1]);
     }
-    if (block + 1 == blocks.size()) {
+    if (next == blocks.size()) {
       invalid("--split: nothing comes after " + name + " for the last stage");
     }
-    cuts.push_back(block);
-  }
-  return cuts;
-}
-
-// The last block of each stage but the last so that the most expensive stage is as cheap as can be.
-std::vector<size_t> balanced_cuts(const std::vector<double>& costs, size_t stages) {
-  const size_t blocks = costs.size();
-  std::vector<double> sums = {0};
-  for (const double cost : costs) sums.push_back(sums.back() + cost);
-  // best[s][n]: the most expensive of s + 1 stages of the first n blocks; begin[s][n]: where its
-  // last stage begins.
-  constexpr double kNone = std::numeric_limits<double>::infinity();
-  std::vector<std::vector<double>> best(stages, std::vector<double>(blocks + 1, kNone));
-  std::vector<std::vector<size_t>> begin(stages, std::vector<size_t>(blocks + 1, 0));
-  best[0] = sums;
-  for (size_t s = 1; s < stages; ++s) {
-    for (size_t n = s + 1; n <= blocks; ++n) {
-      for (size_t at = s; at < n; ++at) {
-        const double worst = std::max(best[s - 1][at], sums[n] - sums[at]);
-        if (worst < best[s][n]) {
-          best[s][n] = worst;
-          begin[s][n] = at;
-        }
-      }
-    }
-  }
-  std::vector<size_t> cuts(stages - 1);
-  size_t end = blocks;
-  for (size_t s = stages - 1; s > 0; --s) {
-    end = begin[s][end];
-    cuts[s - 1] = end - 1;
+    cuts.push_back(next);
   }
   return cuts;
 }
@@ -251,9 +198,15 @@ std::vector<BlockRange> cut_resnet(const std::string& model, int stages,
     invalid(
         c10::str("--stages ", stages, " is more than the ", blocks.size(), " blocks of ", model));
   }
-  if (!split.empty()) return cut_after(named_cuts(model, blocks, count, split), blocks.size());
-  if (stages == 2) return cut_after({find_block(model, blocks, "layer2")}, blocks.size());
-  return cut_after(balanced_cuts(resnet_costs(model, classes, image_size), count), blocks.size());
+  const bool as_tutorial = split.empty() && stages == 2;
+  const auto names = as_tutorial ? std::vector<std::string>{"layer2"} : split;
+  std::vector<size_t> cuts =
+      names.empty() ? nn::balanced_cuts(resnet_costs(model, classes, image_size), count)
+                    : named_cuts(model, blocks, count, names);
+  cuts.push_back(blocks.size());
+  std::vector<BlockRange> ranges;
+  for (const size_t end : cuts) ranges.push_back({ranges.empty() ? 0 : ranges.back().last, end});
+  return ranges;
 }
 
 void check_resnet_input(int64_t image_size, int64_t smallest_micro_batch) {
@@ -263,13 +216,6 @@ void check_resnet_input(int64_t image_size, int64_t smallest_micro_batch) {
   invalid("a micro-batch of one image of " + std::to_string(image_size) +
           " pixels leaves batch norm one value a channel: larger micro-batches (--micro-batches, "
           "--batch-size), or --image-size 33 and above");
-}
-
-data::NamedTensors read_weights(const std::string& path) {
-  data::NamedTensors weights;
-  const data::Safetensors file = data::Safetensors::read(path);
-  for (const auto& [name, stored] : file.tensors()) weights[name] = data::to_tensor(stored);
-  return weights;
 }
 
 data::NamedTensors weights_of(const std::string& model, const BlockRange& blocks,

@@ -10,7 +10,7 @@
 #include <torch/nn/modules/linear.h>
 
 #include "distrain/autograd/context.h"
-#include "distrain/data/random.h"
+#include "distrain/base/random.h"
 #include "distrain/nn/module.h"
 #include "support/scenario_job.h"
 
@@ -40,7 +40,7 @@ struct Rows {
 
 // Rows with an even number are liked.
 Rows rows_of(const job::Step& step) {
-  data::Random random({static_cast<uint64_t>(step.epoch), static_cast<uint64_t>(step.shard),
+  base::Random random({static_cast<uint64_t>(step.epoch), static_cast<uint64_t>(step.shard),
                        static_cast<uint64_t>(step.number)});
   const at::Tensor ids = at::empty({kBatch}, at::kLong);
   for (int64_t i = 0; i < kBatch; ++i) ids[i] = static_cast<int64_t>(random.below(kRows));

@@ -2,9 +2,9 @@
 // A stage that throws: everybody hears of it by its own words.
 #include <ATen/Functions.h>
 
-#include "../src/scenario/pipeline/schedule.h"
 #include "../src/scenario/pipeline/stage.h"
 #include "distrain/autograd/context.h"
+#include "distrain/job/job.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 
@@ -25,7 +25,7 @@ constexpr int64_t kSide = 33;
 struct TwoStages {
   explicit TwoStages(rpc::Agent& master) : agent(master) {
     const auto cut = cut_resnet("resnet18", kStages, {}, 10, kSide);
-    const PipelineSchedule schedule = make_schedule("1f1b", kStages, kMicroBatches);
+    const nn::PipelineSchedule schedule = nn::make_schedule("1f1b", kStages, kMicroBatches);
     for (size_t i = 0; i < kStages; ++i) {
       const int rank = static_cast<int>(i) + 1;
       stages.push_back(agent.remote_new<PipelineStage>(rank, "resnet18", 10, kSide, cut[i].first,
@@ -64,7 +64,7 @@ struct TwoStages {
 void setup_stages(rpc::Agent& agent) {
   autograd::install(agent);
   PipelineStage::expose(agent);
-  agent.provide(std::make_shared<StageJob>());
+  agent.provide(std::make_shared<job::Job>());
 }
 
 std::vector<at::Tensor> good_images() {

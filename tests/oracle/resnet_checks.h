@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 
+#include "distrain/data/stored_tensors.h"
 #include "distrain/models/resnet.h"
 #include "support/catch.h"
 

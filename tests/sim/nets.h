@@ -73,7 +73,7 @@ inline Net conv_net() {
           {at::randn({4, 1, 28, 28}), classes(4, 10)},
           {},
           [](const Tensors& p, const Tensors& batch, const Tensors&) {
-            return at::nll_loss(models::ConvNet::forward(p, batch[0], models::Dropout()), batch[1]);
+            return at::nll_loss(models::ConvNet::forward(p, batch[0], nn::Dropout()), batch[1]);
           }};
 }
 

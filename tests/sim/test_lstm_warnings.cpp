@@ -34,7 +34,7 @@ TEST_CASE("an LSTM on a device lets all warnings through but one") {
   const c10::Device device = GENERATE(sim(), c10::Device(c10::kCPU));
   models::Lstm lstm(3, 4, 1, 0.0, 1, device);
   models::LstmState state = lstm->zero_state(2);
-  models::Dropout none;
+  nn::Dropout none;
   Collector collector;
   {
     const c10::WarningUtils::WarningHandlerGuard guard(&collector);

@@ -11,10 +11,10 @@
 
 using namespace distrain;
 using namespace distrain::testing;
+using nn::StageReport;
 using rpc::StreamPoint;
 using scenario::PipelineOptions;
 using scenario::PipelineStage;
-using scenario::StageReport;
 
 namespace {
 
@@ -42,7 +42,7 @@ TEST_CASE("a stage's batch is over when its device has done all") {
   const auto setup = [](rpc::Agent& agent) {
     autograd::install(agent);
     PipelineStage::expose(agent);
-    agent.provide(std::make_shared<scenario::StageJob>());
+    agent.provide(std::make_shared<job::Job>());
   };
   Cluster cluster(2, setup, {}, [](rpc::AgentOptions& options) {
     if (options.rank == 1) options.device = sim(1);
@@ -52,7 +52,7 @@ TEST_CASE("a stage's batch is over when its device has done all") {
     const auto blocks = models::whole_resnet("resnet18");
     const rpc::RRef<PipelineStage> stage = cluster[0].remote_new<PipelineStage>(
         1, "resnet18", 10, 33, blocks.first, blocks.last, 1, cluster[0].device_of(1));
-    stage.rpc_sync<&PipelineStage::begin_batch>(std::vector<scenario::PipelineStep>{}, 2);
+    stage.rpc_sync<&PipelineStage::begin_batch>(std::vector<nn::PipelineStep>{}, 2);
     const at::Tensor work = at::zeros({4}, sim(1));
     for (int i = 0; i < 100; ++i) work.add_(1);
     const StreamPoint all = StreamPoint::mark(sim(1));

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-#include "distrain/data/random.h"
+#include "distrain/base/random.h"
 #include "distrain/scenario/pipeline.h"
 #include "unit/data/files.h"
 
@@ -22,7 +22,7 @@ inline std::string idx(uint8_t dimensions, std::initializer_list<int64_t> sizes,
 
 /// Images of 28 × 28 in ten classes, which differ in where a bright bar is, in IDX files.
 inline void write_images(const data::Folder& folder, int64_t train, int64_t test, uint64_t seed) {
-  data::Random random({seed});
+  base::Random random({seed});
   const auto write_set = [&](const std::string& name, int64_t count) {
     std::string pixels, labels;
     for (int64_t i = 0; i < count; ++i) {
@@ -42,7 +42,7 @@ inline void write_images(const data::Folder& folder, int64_t train, int64_t test
 
 /// Images in CIFAR-10's binary format in two classes, which are brighter in red or in blue.
 inline void write_cifar10(const data::Folder& folder, int64_t train, int64_t test, uint64_t seed) {
-  data::Random random({seed});
+  base::Random random({seed});
   const auto write_file = [&](const std::string& name, int64_t count) {
     std::string text;
     for (int64_t i = 0; i < count; ++i) {
@@ -63,7 +63,7 @@ inline void write_cifar10(const data::Folder& folder, int64_t train, int64_t tes
 
 /// Lines of up to nine words of thirty, each likely to be followed by the next one.
 inline std::string make_text(int lines, uint64_t seed) {
-  data::Random random({seed});
+  base::Random random({seed});
   std::string text;
   uint64_t word = 0;
   for (int line = 0; line < lines; ++line) {

@@ -33,7 +33,7 @@ struct Shard {
 
 /// One trainer's batches of one epoch.
 ///
-/// All examples are permuted by Fisher and Yates' shuffle (`Random` keyed by seed and epoch);
+/// All examples are permuted by Fisher and Yates' shuffle (`base::Random` keyed by seed and epoch);
 /// trainer t of T gets those at the places t, t + T, t + 2T, … of the permutation. Shards are
 /// disjoint and differ by at most one example. A short one wraps around: its first example comes
 /// once more at its end. So every shard has ceil(examples / T) entries, every trainer makes the
@@ -79,6 +79,10 @@ class Sampler {
   int64_t epoch_ = 0;
   std::map<int, EpochSampler> of_epoch_;  // by shard, made when they are asked for
 };
+
+/// The examples of batch `index` of epochs that come one after the other, each shuffled by (seed,
+/// epoch): all batches are full, an epoch's last one is filled up from the next epoch.
+std::vector<int64_t> full_batch(uint64_t seed, int64_t index, int64_t examples, int64_t batch_size);
 
 /// The random batches of PyTorch's hybrid tutorial.
 struct RandomBags {

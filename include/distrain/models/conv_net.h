@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "distrain/data/named_tensors.h"
-#include "distrain/models/dropout.h"
+#include "distrain/nn/dropout.h"
 #include "distrain/rpc/agent.h"
 
 namespace distrain::models {
@@ -30,7 +30,7 @@ class ConvNet {
   /// Images [n, 1, 28, 28] → log-probabilities [n, 10]. `parameters` in the order of names(), on
   /// whichever devices; the result is on that of the last.
   static at::Tensor forward(const std::vector<at::Tensor>& parameters, const at::Tensor& images,
-                            Dropout dropout);
+                            nn::Dropout dropout);
 
   static const std::vector<std::string>& names();
   const std::vector<at::Tensor>& parameters() const { return parameters_; }

@@ -9,7 +9,7 @@
 #include <torch/nn/pimpl.h>
 
 #include "distrain/data/named_tensors.h"
-#include "distrain/models/dropout.h"
+#include "distrain/nn/dropout.h"
 #include "distrain/rpc/agent.h"
 
 namespace distrain::models {
@@ -70,7 +70,7 @@ class LstmImpl : public torch::nn::Module {
            c10::Device device = c10::kCPU);
 
   /// float [length, columns, input] → [length, columns, hidden]; `state` is moved on.
-  at::Tensor forward(at::Tensor x, LstmState& state, Dropout& dropout);
+  at::Tensor forward(at::Tensor x, LstmState& state, nn::Dropout& dropout);
   LstmState zero_state(int64_t columns) const;
   c10::Device device() const { return weights_.front().device(); }
   /// As torch.nn.LSTM names them, under `rnn.`.

@@ -2,15 +2,14 @@
 
 #include <array>
 #include <cstdint>
-#include <functional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include "distrain/base/random.h"
 #include "distrain/data/named_tensors.h"
-#include "distrain/data/random.h"
 
 namespace distrain::models {
 
@@ -58,10 +57,9 @@ class Policy {
   explicit Policy(uint64_t seed, c10::Device device = c10::kCPU);
 
   static const std::vector<std::string>& names();
-  /// In the order of names(). After they were written to: refresh().
+  /// In the order of names().
   std::vector<at::Tensor>& parameters() { return parameters_; }
   data::NamedTensors named_parameters() const;
-  void refresh();
 
   /// One forward pass over all of `inputs`, without a graph; an action is drawn for each.
   std::vector<int> act(std::span<const PolicyInput> inputs) const;
@@ -90,28 +88,17 @@ class Policy {
     double preference = 0;   ///< score of action 1 over action 0's
   };
   /// Draws the dropout from `random`.
-  Activations forward(const PolicyInput& input, data::Random& random) const;
+  Activations forward(const PolicyInput& input, base::Random& random) const;
 
-  /// The same of many states at a time, for devices; each row as forward() gives it.
-  struct Rows {
-    at::Tensor inputs;      ///< float [n, 4]
-    at::Tensor mask;        ///< float [n, kHidden]
-    at::Tensor hidden;      ///< float [n, kHidden]
-    at::Tensor preference;  ///< double [n]
-  };
-  Rows forward_rows(size_t count, const std::function<const PolicyInput&(size_t)>& input,
-                    const std::function<void(data::Random&)>& drawn) const;
-  std::vector<int> act_on_device(std::span<const PolicyInput> inputs) const;
+  /// The preferences of many states at a time, for devices: double [n], each as forward() gives it;
+  /// and what each draws for its action.
+  at::Tensor forward_on_device(const std::vector<at::Tensor>& parameters,
+                               const std::vector<PolicyInput>& inputs,
+                               std::vector<double>& draws) const;
   Loss loss_on_device(std::span<const PolicyStep> steps) const;
 
   const c10::Device device_;
   std::vector<at::Tensor> parameters_;
-
-  // What the loops read: a copy of the parameters, hidden unit by hidden unit.
-  alignas(64) std::array<Row, 4> weight1_;
-  alignas(64) Row bias1_;
-  alignas(64) std::array<Row, kActions> weight2_;
-  std::array<float, kActions> bias2_;
 };
 
 }  // namespace distrain::models

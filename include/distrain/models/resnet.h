@@ -46,9 +46,6 @@ std::vector<BlockRange> cut_resnet(const std::string& model, int stages,
 /// than one value a channel, and an image of up to 32 pixels ends as one.
 void check_resnet_input(int64_t image_size, int64_t smallest_micro_batch);
 
-/// The tensors of a safetensors file, by name. Throws `bad_data`.
-data::NamedTensors read_weights(const std::string& path);
-
 /// Those of a whole state_dict that belong to these blocks.
 data::NamedTensors weights_of(const std::string& model, const BlockRange& blocks,
                               const data::NamedTensors& weights);

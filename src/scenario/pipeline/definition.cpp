@@ -1,14 +1,14 @@
 // distrain pipeline: its options and ranks, and what can be said of it before it runs.
 
+#include <span>
+
 #include <unistd.h>
 
 #include "distrain/base/error.h"
 #include "distrain/job/training.h"
 #include "distrain/models/resnet.h"
 #include "distrain/scenario/pipeline.h"
-#include "pipeline.h"
 #include "run.h"
-#include "schedule.h"
 #include "stage.h"
 
 namespace distrain::scenario {
@@ -24,18 +24,30 @@ std::vector<models::BlockRange> cut(const PipelineOptions& options) {
                             options.image_size);
 }
 
-job::Json explain(const PipelineOptions& options, const PipelineSchedule& schedule) {
-  job::Json json = to_json(schedule);
+/// The table and its timeline, for scripts.
+job::Json explain(const PipelineOptions& options, const nn::PipelineSchedule& schedule) {
+  const nn::PipelineTimeline timeline = nn::simulate(schedule);
   const std::vector<std::string> blocks = models::resnet_blocks(options.model);
   const std::vector<models::BlockRange> ranges = cut(options);
+  job::Json rows = job::Json::array();
   for (size_t stage = 0; stage < ranges.size(); ++stage) {
-    const auto at = [&](size_t block) {
-      return blocks.begin() + static_cast<std::ptrdiff_t>(block);
-    };
-    json["table"][stage]["blocks"] =
-        std::vector<std::string>(at(ranges[stage].first), at(ranges[stage].last));
+    job::Json steps = job::Json::array();
+    for (const nn::PipelineStep& step : schedule.stages[stage]) {
+      const bool forward = step.kind == nn::PipelineStep::Kind::kForward;
+      steps.push_back({{"op", forward ? "forward" : "backward"},
+                       {"micro_batch", step.micro_batch},
+                       {"begin", timeline.begin[stage][steps.size()]}});
+    }
+    const auto own =
+        std::span(blocks).subspan(ranges[stage].first, ranges[stage].last - ranges[stage].first);
+    rows.push_back({{"stage", stage + 1},
+                    {"activations", timeline.activations[stage]},
+                    {"steps", std::move(steps)},
+                    {"blocks", std::vector(own.begin(), own.end())}});
   }
-  return json;
+  return {{"schedule", schedule.name},           {"stages", schedule.stages.size()},
+          {"num_split", schedule.micro_batches}, {"length", timeline.length},
+          {"bubble", timeline.bubble},           {"table", std::move(rows)}};
 }
 
 /// Throws `invalid` for options that do not go together: more micro-batches than samples, a split
@@ -53,33 +65,22 @@ void check_pipeline(const PipelineOptions& options) {
               std::to_string(options.batch_size) + " samples in a batch (--batch-size)");
     }
     models::check_resnet_input(options.image_size, options.batch_size / num_split);
-    simulate(make_schedule(options.schedule, options.stages, num_split));
+    nn::simulate(nn::make_schedule(options.schedule, options.stages, num_split));
   }
   job::Plan::of_steps(options, options.batches);
 }
 
-/// The schedule for each number of micro-batches. As JSON, a line each: stages with their blocks,
-/// each step with the time it begins at if all take one unit, the share of waiting. For people: a
-/// timeline.
+}  // namespace
+
 std::string explain_pipeline(const PipelineOptions& options, bool for_people) {
   check_pipeline(options);
   std::string text;
   for (const int64_t num_split : options.num_split) {
-    const auto schedule = make_schedule(options.schedule, options.stages, num_split);
-    text += for_people ? to_text(schedule) : explain(options, schedule).dump() + '\n';
+    const auto schedule = nn::make_schedule(options.schedule, options.stages, num_split);
+    text += for_people ? nn::to_text(schedule) : explain(options, schedule).dump() + '\n';
   }
   return text;
 }
-
-/// On every rank, before the others are there.
-void prepare_pipeline(job::Rank& rank, const PipelineOptions& options) {
-  const auto stages = std::make_shared<StageJob>();
-  stages->sleep_s = rank.job().inject.stage_sleep_s;
-  rank.agent().provide(stages);
-  if (rank.role() == "master") rank.agent().provide(std::make_shared<PipelineInputs>(options));
-}
-
-}  // namespace
 
 PipelineOptions::PipelineOptions() { lr = 0.05; }
 
@@ -92,27 +93,43 @@ void PipelineOptions::describe(job::OptionList<PipelineOptions>& list) {
   list.text("split", &PipelineOptions::split, "BLOCK[,...]",
             "the last block of each stage but the last (layer2, layer3.2)")
       .by_default("layer2 with 2 stages, else by estimated cost")
-      .may_change();
+      .may_change()
+      .details(R"(
+A block (layer3.2), a layer (layer2: its last block) or the stem (the first convolution with
+its pooling, also conv1). One name less than there are stages.)");
   list.integer("image-size", &PipelineOptions::image_size, "pixels of an image's side")
       .range(1, 8192);
   list.integer("classes", &PipelineOptions::classes, "scores of an image").range(1, 1048576);
   list.folder("data", &PipelineOptions::data,
               "folder with CIFAR-10's binary files or MNIST's IDX files")
-      .by_default("random images");
+      .by_default("random images")
+      .details(R"(
+Pixels go from 0 to 1 and are normalised by CIFAR-10's mean and deviation of each channel, or
+grey ones by 0.5 and 0.5 and repeated to three channels; then images are resized.)");
   list.folder("valid-data", &PipelineOptions::valid_data,
               "evaluate on this folder's test images at the end of each epoch")
-      .needs("data");
+      .needs("data")
+      .details("Needs --data and one --micro-batches. It may be the same folder.");
   list.file("weights", &PipelineOptions::weights, "safetensors file with the weights to begin with")
-      .by_default("torchvision's initialisation");
+      .by_default("torchvision's initialisation")
+      .details(R"(
+All parameters and buffers, by torchvision's names. A checkpoint that --resume loads counts
+instead.)");
   list.group("Training");
   list.integers("micro-batches", &PipelineOptions::num_split,
                 "micro-batches of a batch; each number is a run of its own with a fresh model")
       .range(1, job::kMaxInt)
-      .formerly("num-split");
+      .formerly("num-split")
+      .details(R"(
+Each ends in a `split` line. A batch that does not divide evenly has micro-batches that differ
+by one image.)");
   list.choice("schedule", &PipelineOptions::schedule, {"gpipe", "1f1b", "naive"},
               "gpipe: all forward passes first; 1f1b: as few activations as can be; "
               "naive: one micro-batch at a time")
-      .may_change();
+      .may_change()
+      .details(R"(
+With gpipe a stage holds the activations of all micro-batches, with 1f1b stage s of p those of
+p - s + 1 at most; it takes as long.)");
   list.integer("batches", &PipelineOptions::batches, "of each run")
       .range(1, job::kMaxInt)
       .may_change();
@@ -120,14 +137,18 @@ void PipelineOptions::describe(job::OptionList<PipelineOptions>& list) {
       .range(0, job::kMaxInt)
       .by_default("--batches")
       .needs("data")
-      .may_change();
+      .may_change()
+      .details("An epoch counts as many batches as its images fill.");
   list.integer("batch-size", &PipelineOptions::batch_size, "images a batch").range(1, job::kMaxInt);
   list.choice("loss", &PipelineOptions::loss, {"mse", "ce"},
               "mse: against one-hot; ce: cross entropy");
   list.group("Run");
   list.flag("explain", &PipelineOptions::explain,
             "the schedule's table as JSON, on a terminal as a timeline; no training")
-      .of_this_rank();
+      .of_this_rank()
+      .details(R"(
+A line for each number of --micro-batches. Each step counts as one unit of time; `length` and
+`begin` are in such units, `bubble` is the share of the stages' time that is waiting.)");
   list.find("lr-schedule").help =
       "of the learning rate: constant, step:SIZE[,GAMMA] or cosine:LENGTH[,FLOOR], after "
       "warmup:LENGTH+ if there is one; lengths are batches of a run";
@@ -136,41 +157,10 @@ void PipelineOptions::describe(job::OptionList<PipelineOptions>& list) {
   list.row("checkpoint-every")
       .by_default("at the end")
       .details("With --data at the end of each epoch.");
-  list.row("split").details(
-      "A block (layer3.2), a layer (layer2: its last block) or the stem (the first convolution "
-      "with\n"
-      "its pooling, also conv1). One name less than there are stages.");
-  list.row("data").details(
-      "Pixels go from 0 to 1 and are normalised by CIFAR-10's mean and deviation of each "
-      "channel, or\n"
-      "grey ones by 0.5 and 0.5 and repeated to three channels; then images are resized.");
-  list.row("epochs").details("An epoch counts as many batches as its images fill.");
-  list.row("valid-data")
-      .details("Needs --data and one --micro-batches. It may be the same folder.");
-  list.row("weights").details(
-      "All parameters and buffers, by torchvision's names. A checkpoint that --resume loads "
-      "counts\n"
-      "instead.");
-  list.row("micro-batches")
-      .details(
-          "Each ends in a `split` line. A batch that does not divide evenly has micro-batches that "
-          "differ\n"
-          "by one image.");
-  list.row("schedule")
-      .details(
-          "With gpipe a stage holds the activations of all micro-batches, with 1f1b stage s of p "
-          "those of\n"
-          "p - s + 1 at most; it takes as long.");
   list.row("checkpoint")
       .details(
           "Needs one number in --micro-batches. The file serves as --weights, too. Stages, split "
-          "and "
-          "schedule\n"
-          "may be others when the job goes on.");
-  list.row("explain").details(
-      "A line for each number of --micro-batches. Each step counts as one unit of time; `length` "
-      "and\n"
-      "`begin` are in such units, `bubble` is the share of the stages' time that is waiting.");
+          "and schedule\nmay be others when the job goes on.");
 }
 
 const job::Definition<PipelineOptions>& pipeline_job() {
@@ -186,31 +176,20 @@ const job::Definition<PipelineOptions>& pipeline_job() {
       job::define<PipelineOptions>("pipeline",
                                    "a ResNet cut into stages, micro-batches flowing through them")
           .describe(
-              "Trains a ResNet whose layers are spread over several ranks. Each batch is cut into\n"
-              "micro-batches, so that the stages work at the same time; activations go from stage "
-              "to\nstage, gradients back. Rank 0 is the master, ranks 1 to S are the stages.")
-          .details(
-              "Activations never go through the master, which reads the data, cuts the batches and "
-              "takes "
-              "the\n"
-              "loss; all micro-batches of a batch make one update. `master`, `worker1`, `worker2`, "
-              "... are "
-              "the\n"
-              "ranks' roles.\n"
-              "\n"
-              "Batch norm takes the mean and deviation of each micro-batch by itself, as all "
-              "pipelines do: "
-              "so\n"
-              "another --micro-batches gives somewhat other losses, and --local with the same "
-              "gives "
-              "the same "
-              "ones. A\n"
-              "job that is resumed ends in the same bits with the same --threads.\n"
-              "\n"
-              "`distrain predict CHECKPOINT [FILE]` gives the classes of images: of a file of "
-              "those "
-              "that --data takes\n(test_batch.bin, t10k-images-idx3-ubyte), or of a folder with "
-              "it.")
+              R"(Trains a ResNet whose layers are spread over several ranks. Each batch is cut into
+micro-batches, so that the stages work at the same time; activations go from stage to
+stage, gradients back. Rank 0 is the master, ranks 1 to S are the stages.)")
+          .details(R"(
+Activations never go through the master, which reads the data, cuts the batches and takes the
+loss; all micro-batches of a batch make one update. `master`, `worker1`, `worker2`, ... are the
+ranks' roles.
+
+Batch norm takes the mean and deviation of each micro-batch by itself, as all pipelines do: so
+another --micro-batches gives somewhat other losses, and --local with the same gives the same ones. A
+job that is resumed ends in the same bits with the same --threads.
+
+`distrain predict CHECKPOINT [FILE]` gives the classes of images: of a file of those that --data takes
+(test_batch.bin, t10k-images-idx3-ubyte), or of a folder with it.)")
           .example(
               "distrain pipeline --micro-batches 1,2,4,8 | jq -r 'select(.event == \"split\") | "
               ".batch_s'",
@@ -244,9 +223,7 @@ const job::Definition<PipelineOptions>& pipeline_job() {
                   "seconds that each stage itself computed a batch; null on a GPU"},
                  {"activations", kIntegers,
                   "micro-batches that each stage held at most between forward and backward pass, "
-                  "without "
-                  "those "
-                  "that it fetched ahead"},
+                  "without those that it fetched ahead"},
                  samples_per_s,
                  {"loss", kNumber, "of the last batch"},
                  with_data("in the last batch")}},
@@ -265,7 +242,10 @@ const job::Definition<PipelineOptions>& pipeline_job() {
           .role("master", 1, train_pipeline, Use::kIfNamed)
           .role("worker", &PipelineOptions::stages, {}, Use::kCompute, "stage")
           .expose(PipelineStage::expose)
-          .prepare(prepare_pipeline)
+          .prepare([](job::Rank& rank, const PipelineOptions& options) {
+            if (rank.role() != "master") return;
+            rank.agent().provide(std::make_shared<PipelineData>(options));
+          })
           .local(train_pipeline_local)
           .predict(predict_pipeline)
           .check([](const PipelineOptions& options, const job::Preflight& preflight) {

@@ -1,4 +1,5 @@
-// distrain pipeline --local: the same model, micro-batches and updates in one process.
+// distrain pipeline --local: the same model, micro-batches and updates in one process; and what
+// `distrain predict` does with a checkpoint.
 
 #include <optional>
 
@@ -9,7 +10,6 @@
 #include "distrain/job/local_training.h"
 #include "distrain/models/resnet.h"
 #include "distrain/rpc/device.h"
-#include "pipeline.h"
 #include "run.h"
 
 namespace distrain::scenario {
@@ -33,13 +33,15 @@ class LocalModel final : public PipelineModel {
   job::LocalUpdates& updates() { return *updates_; }
   void set_lr_factor(double factor) override { updates_->set_lr_factor(factor); }
 
-  BatchResult train(const PipelineBatch& batch, int64_t index) override {
+  BatchResult train(const data::ImageBatch& batch, int64_t index) override {
     const base::TimePoint begun = base::Clock::now();
+    const std::vector<at::Tensor> images = batch.images.tensor_split(num_split_);
+    const std::vector<at::Tensor> labels = batch.labels.tensor_split(num_split_);
     std::vector<at::Tensor> scores;
-    for (const PipelineBatch& part : micro_batches(batch, num_split_)) {
-      const at::Tensor out = base::traced("forward", [&] { return module_->forward(part.images); });
+    for (size_t m = 0; m < images.size(); ++m) {
+      const at::Tensor out = base::traced("forward", [&] { return module_->forward(images[m]); });
       scores.push_back(out.detach());
-      const at::Tensor loss = loss_share(options_, out, part.labels);
+      const at::Tensor loss = loss_share(options_, out, labels[m]);
       base::traced("backward", [&] { loss.backward(); });
     }
     const double compute_s = base::seconds_since(begun);
@@ -83,14 +85,27 @@ class LocalModel final : public PipelineModel {
 }  // namespace
 
 void train_pipeline_local(job::Local& local, const PipelineOptions& options) {
-  const PipelineInputs inputs(options);
+  const PipelineData data(options);
   LocalModel model(options, local.device());
-  PipelineRun run(options, inputs, model, local.sink());
+  PipelineRun run(options, data, model, local.sink());
   job::LocalTraining training(local, run.plan(), 1);
   run.keep_in(training);
   training.keep(model.updates());
   training.run([&](const std::vector<job::Step>& steps) { return run.step(steps[0]); });
   run.add_to(local.fields());
+}
+
+void predict_pipeline(job::Predictions& predictions, const PipelineOptions& options) {
+  const PipelineData images(options, predictions.snapshot(), predictions.input());
+  const models::ResNetStage model(options.model, options.classes,
+                                  models::whole_resnet(options.model), options.seed,
+                                  predictions.device());
+  predictions.load(model.state());
+  std::vector<std::string> classes;
+  for (int64_t i = 0; i < options.classes; ++i) classes.push_back(std::to_string(i));
+  images.each_valid_batch({}, [&](const data::ImageBatch& batch) {
+    predictions.tell_labels(model.forward(batch.images, false), batch.labels, classes);
+  });
 }
 
 }  // namespace distrain::scenario

@@ -1,41 +1,47 @@
 #include "run.h"
 
 #include <algorithm>
+#include <utility>
 
 #include <ATen/Functions.h>
+#include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/trace.h"
-#include "distrain/job/checkpoints.h"
 #include "distrain/models/resnet.h"
 #include "distrain/rpc/placed.h"
 
 namespace distrain::scenario {
 
-namespace {
-
-data::NamedTensors initial_weights(const PipelineOptions& options) {
-  if (options.weights.empty()) return {};
-  data::NamedTensors weights = models::read_weights(options.weights);
-  job::naming_checkpoint(options.weights,
-                         [&] { models::check_weights(options.model, options.classes, weights); });
-  return weights;
+at::Tensor loss_share(const PipelineOptions& options, const at::Tensor& scores,
+                      const at::Tensor& wherever) {
+  const base::TraceScope scope("loss");
+  const at::Tensor labels = rpc::placed(wherever, scores.device());
+  const auto samples = static_cast<double>(options.batch_size);
+  if (options.loss == "ce") {
+    return at::cross_entropy_loss(scores, labels, {}, at::Reduction::Sum) / samples;
+  }
+  const at::Tensor wanted = at::one_hot(labels, options.classes).to(scores.scalar_type());
+  return at::mse_loss(scores, wanted, at::Reduction::Sum) /
+         (samples * static_cast<double>(options.classes));
 }
 
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const size_t half = values.size() / 2;
-  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
+BatchResult judge(const PipelineOptions& options, const std::vector<at::Tensor>& scores,
+                  const data::ImageBatch& batch, int64_t index) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor all = at::cat(scores);
+  BatchResult result;
+  result.loss = job::checked_loss(loss_share(options, all, batch.labels), 1, index + 1);
+  if (!options.data.empty()) {
+    const at::Tensor labels = rpc::placed(batch.labels, all.device());
+    result.accuracy = all.argmax(1).eq(labels).to(at::kDouble).mean().item<double>();
+  }
+  return result;
 }
 
-}  // namespace
-
-PipelineInputs::PipelineInputs(const PipelineOptions& options)
-    : images(options), weights(initial_weights(options)) {}
-
-PipelineRun::PipelineRun(const PipelineOptions& options, const PipelineInputs& inputs,
+PipelineRun::PipelineRun(const PipelineOptions& options, const PipelineData& data,
                          PipelineModel& model, job::EventSink& sink)
     : options_(options),
-      inputs_(inputs),
+      data_(data),
       model_(model),
       sink_(sink),
       lr_schedule_(options.rule().schedule) {
@@ -44,22 +50,22 @@ PipelineRun::PipelineRun(const PipelineOptions& options, const PipelineInputs& i
 
 int64_t PipelineRun::batches() const {
   if (options_.epochs == 0) return options_.batches;
-  return options_.epochs * inputs_.images.batches_per_epoch();
+  return options_.epochs * data_.batches_per_epoch();
 }
 
 job::Plan PipelineRun::plan() const {
   job::Plan plan =
       job::Plan::of_steps(options_, batches() * static_cast<int64_t>(options_.num_split.size()));
   if (!options_.data.empty() && options_.num_split.size() == 1) {
-    plan.steps_per_epoch = inputs_.images.batches_per_epoch();
+    plan.steps_per_epoch = data_.batches_per_epoch();
     plan.epochs = (plan.steps + plan.steps_per_epoch - 1) / plan.steps_per_epoch;
   }
   return plan;
 }
 
 void PipelineRun::keep_in(job::TrainingPlan& training) {
-  training.agree("data", std::to_string(inputs_.images.content_hash()));
-  const job::Json images = inputs_.images.describe();
+  training.agree("data", std::to_string(data_.content_hash()));
+  const job::Json images = data_.describe();
   training.agree("images", images.dump());
   training.agree("format", images["data"].get<std::string>());
   job::Part part;
@@ -69,28 +75,22 @@ void PipelineRun::keep_in(job::TrainingPlan& training) {
     model_.load(saved);
   };
   training.keep("", std::move(part));
-  if (inputs_.images.valid_count() == 0) return;
-  training.evaluate_epochs([this](const job::Share& share) { return evaluate(share); });
-}
-
-job::Evaluation PipelineRun::evaluate(const job::Share& share) {
-  const int64_t end = share.end(inputs_.images.valid_count());
-  job::Evaluation evaluation;
-  for (int64_t first = share.first(inputs_.images.valid_count()); first < end;) {
-    const int64_t next = std::min(first + options_.batch_size, end);
-    const PipelineBatch batch = inputs_.images.valid_batch(first, next);
-    const at::Tensor scores = model_.scores(batch.images);
-    const at::Tensor share_of_loss = loss_share(options_, scores, batch.labels);
-    evaluation.add(scores, rpc::placed(batch.labels, scores.device()),
-                   share_of_loss.item<double>() * static_cast<double>(options_.batch_size));
-    first = next;
-  }
-  return evaluation;
+  if (!data_.has_valid_images()) return;
+  training.evaluate_epochs([this](const job::Share& share) {
+    job::Evaluation evaluation;
+    data_.each_valid_batch(share, [&](const data::ImageBatch& batch) {
+      const at::Tensor scores = model_.scores(batch.images);
+      const at::Tensor share_of_loss = loss_share(options_, scores, batch.labels);
+      evaluation.add(scores, rpc::placed(batch.labels, scores.device()),
+                     share_of_loss.item<double>() * static_cast<double>(options_.batch_size));
+    });
+    return evaluation;
+  });
 }
 
 void PipelineRun::begin(int64_t num_split) {
   model_.begin(num_split);
-  if (!inputs_.weights.empty()) model_.load(inputs_.weights);
+  if (!data_.weights().empty()) model_.load(data_.weights());
 }
 
 job::Result PipelineRun::step(const job::Step& step) {
@@ -105,19 +105,18 @@ job::Result PipelineRun::step(const job::Step& step) {
     split_begun_ = base::Clock::now();
     if (steps_ == 0) begun_ = split_begun_;
   }
-  const PipelineBatch batch = base::traced("data", [&] { return inputs_.images.batch(index); });
+  const data::ImageBatch batch = base::traced("data", [&] { return data_.batch(index); });
   model_.set_lr_factor(lr_schedule_.factor(index, 0));  // each model's from its beginning
   results_.push_back(model_.train(batch, index));
   ++steps_;
-  const bool has_epochs = !options_.data.empty();
-  log(results_.back(), has_epochs ? 1 + index / inputs_.images.batches_per_epoch() : 1, index + 1);
+  log(results_.back(), index);
   return {at::scalar_tensor(results_.back().loss, at::kDouble), options_.batch_size};
 }
 
-void PipelineRun::log(const BatchResult& result, int64_t epoch, int64_t step) {
-  if (options_.log_interval == 0 || step % options_.log_interval != 0) return;
-  job::Json fields{{"epoch", epoch},
-                   {"step", step},
+void PipelineRun::log(const BatchResult& result, int64_t index) {
+  if (options_.log_interval == 0 || (index + 1) % options_.log_interval != 0) return;
+  job::Json fields{{"epoch", options_.data.empty() ? 1 : 1 + index / data_.batches_per_epoch()},
+                   {"step", index + 1},
                    {"num_split", options_.num_split[*split_]},
                    {"loss", result.loss}};
   if (result.accuracy) fields["accuracy"] = *result.accuracy;
@@ -135,7 +134,7 @@ void PipelineRun::end_split() {
     for (const BatchResult& result : results) values.push_back(value(result));
     // The first batch pays for what is done once; one alone has to do.
     if (values.size() > 1) values.erase(values.begin());
-    return median(std::move(values));
+    return at::tensor(values).quantile(0.5).item<double>();
   };
   const BatchResult& result = results.back();
   const double batch_s = median_of([](const BatchResult& r) { return r.batch_s; });

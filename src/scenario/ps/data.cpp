@@ -7,8 +7,8 @@
 #include <ATen/Functions.h>
 
 #include "distrain/base/error.h"
+#include "distrain/base/random.h"
 #include "distrain/base/trace.h"
-#include "distrain/data/random.h"
 #include "distrain/rpc/placed.h"
 
 namespace distrain::scenario {
@@ -109,7 +109,7 @@ job::Evaluation PsData::evaluate(
 
 std::optional<uint64_t> dropout_key(const PsOptions& options, const job::Step& step) {
   if (!options.dropout) return std::nullopt;
-  return data::Random({options.seed, static_cast<uint64_t>(step.epoch),
+  return base::Random({options.seed, static_cast<uint64_t>(step.epoch),
                        static_cast<uint64_t>(step.shard), static_cast<uint64_t>(step.number)})
       .next();
 }

@@ -16,8 +16,8 @@ void predict_ps(job::Predictions& predictions, const PsOptions& options) {
   for (int trainer = 0; trainer < options.trainers; ++trainer) {
     each_batch(options, images, {trainer, options.trainers}, [&](const ImageBatch& batch) {
       predictions.tell_labels(
-          models::ConvNet::forward(net.parameters(), batch.images, models::Dropout()),
-          batch.targets, digits);
+          models::ConvNet::forward(net.parameters(), batch.images, nn::Dropout()), batch.targets,
+          digits);
     });
   }
 }

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <numbers>
 
-#include "distrain/data/random.h"
+#include "distrain/base/random.h"
 
 namespace distrain::scenario {
 
@@ -30,7 +30,7 @@ void CartPole::begin(const State& state) {
 }
 
 models::Observation CartPole::reset(const EpisodeKey& key) {
-  data::Random random({key.seed, key.environment, key.episode});
+  base::Random random({key.seed, key.environment, key.episode});
   State state;
   for (double& x : state) x = -kResetRange + 2 * kResetRange * random.unit();
   begin(state);

@@ -57,12 +57,7 @@ Learner::Learner(const RlOptions& options, c10::Device device, job::EventSink& s
                     static_cast<size_t>(options.envs_per_observer)) {}
 
 void Learner::keep_in(job::TrainingPlan& training) {
-  job::Part policy = job::part_of(policy_.named_parameters());
-  policy.give = [this, copy = policy.give](int trainer, const data::NamedTensors& saved) {
-    copy(trainer, saved);
-    policy_.refresh();
-  };
-  training.keep("", std::move(policy));
+  training.keep("", job::part_of(policy_.named_parameters()));
   training.keep(updates_);
   job::Part progress = job::part_of({{"running_reward", running_reward_}});
   progress.file = "state";
@@ -185,7 +180,6 @@ at::Tensor Learner::learn() {
   }
   updates_.gather();
   updates_.step();
-  policy_.refresh();
   running_reward_.fill_(kNewShare * reward_ + (1 - kNewShare) * running_reward());
   episode_steps_ = static_cast<int64_t>(steps.size());
   return at::scalar_tensor(loss.value, at::kDouble);

@@ -4,8 +4,8 @@
 
 #include <ATen/Functions.h>
 
+#include "distrain/base/random.h"
 #include "distrain/base/trace.h"
-#include "distrain/data/random.h"
 
 namespace distrain::scenario {
 
@@ -15,7 +15,7 @@ constexpr int64_t kValidColumns = 10;  // as PyTorch's word language model
 
 data::Corpus random_text(const RnnOptions& options) {
   const int64_t column = int64_t{options.batches} * options.bptt + 1;
-  data::Random random({options.seed});
+  base::Random random({options.seed});
   data::Corpus corpus;
   corpus.tokens.resize(static_cast<size_t>(column * options.batch_size * options.trainers));
   for (int64_t& token : corpus.tokens) {

@@ -18,8 +18,8 @@ at::Tensor LanguageModel::training_loss(const WordBatch& batch, const job::Step&
   const base::TraceScope scope("forward");
   // The text begins anew with each epoch; a resumed job brings the state along.
   if (step.number == 0) state_ = lstm_->zero_state(batch.columns());
-  models::Dropout dropout({options_.seed, static_cast<uint64_t>(step.epoch),
-                           static_cast<uint64_t>(step.shard), static_cast<uint64_t>(step.number)});
+  nn::Dropout dropout({options_.seed, static_cast<uint64_t>(step.epoch),
+                       static_cast<uint64_t>(step.shard), static_cast<uint64_t>(step.number)});
   const at::Tensor embedded = dropout(ends_.embed(batch.inputs), options_.dropout);
   const at::Tensor hidden = ends_.lstm ? ends_.lstm(embedded, state_, dropout)
                                        : lstm_->forward(embedded, state_, dropout);
@@ -31,7 +31,7 @@ job::Evaluation LanguageModel::evaluate(const RnnData& data, const job::Share& s
   job::Evaluation evaluation;
   if (data.valid_columns(share) == 0) return evaluation;
   models::LstmState state = lstm_->zero_state(data.valid_columns(share));
-  models::Dropout none;
+  nn::Dropout none;
   for (int64_t step = 0; step < data.valid_steps(); ++step) {
     const WordBatch batch = data.valid_batch(share, step);
     const at::Tensor output = lstm_->forward(ends_.embed(batch.inputs), state, none);
@@ -53,7 +53,7 @@ void LanguageModel::tell_sample(const RnnData& data, job::EventSink& sink) const
 /// Of the word after `words` [length, 1].
 at::Tensor LanguageModel::chances(const at::Tensor& words, models::LstmState& state) const {
   const at::NoGradGuard no_grad;
-  models::Dropout none;
+  nn::Dropout none;
   const at::Tensor output = lstm_->forward(ends_.embed(words), state, none);
   return rpc::placed(at::softmax(ends_.scores(output[-1])[0], 0), c10::kCPU);
 }
@@ -67,7 +67,7 @@ std::string LanguageModel::continued(std::string text, std::vector<int64_t> word
                                      const data::Vocabulary& vocabulary) const {
   if (words.empty()) words.push_back(data::kEndOfLine);
   models::LstmState state = lstm_->zero_state(1);
-  at::Generator generator = models::keyed_generator({options_.seed, kSampleSeed});
+  at::Generator generator = nn::keyed_generator({options_.seed, kSampleSeed});
   at::Tensor next = at::tensor(words, at::kLong).view({-1, 1});
   for (int i = 0; i < options_.generate; ++i) {
     at::Tensor weights = chances(next, state);

@@ -24,7 +24,7 @@ class LanguageModel {
     std::function<at::Tensor(const at::Tensor& hidden, const at::Tensor& targets)> loss;
     std::function<at::Tensor(const at::Tensor& hidden)> scores;
     std::function<at::Tensor(const at::Tensor& embedded, models::LstmState& state,
-                             models::Dropout& dropout)>
+                             nn::Dropout& dropout)>
         lstm;
   };
 

@@ -94,8 +94,7 @@ void train_rnn(job::Rank& rank, const RnnOptions& options) {
   std::optional<ddp::DistributedDataParallel<models::Lstm>> parallel;
   if (rank.count() > 1) {
     parallel.emplace(lstm, rank.group("trainer"));
-    ends.lstm = [&](const at::Tensor& embedded, models::LstmState& state,
-                    models::Dropout& dropout) {
+    ends.lstm = [&](const at::Tensor& embedded, models::LstmState& state, nn::Dropout& dropout) {
       return parallel->forward(embedded, state, dropout);
     };
   }

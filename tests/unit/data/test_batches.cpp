@@ -4,7 +4,6 @@
 
 #include "distrain/base/error.h"
 #include "distrain/data/batches.h"
-#include "distrain/data/random.h"
 #include "support/catch.h"
 
 namespace distrain::data {
@@ -32,25 +31,6 @@ Ints epoch_of(const EpochSampler& sampler) {
 }
 
 }  // namespace
-
-TEST_CASE("The random numbers are written down") {
-  // SplitMix64 from state 0; the first value is in its authors' test.
-  Random random({});
-  CHECK(random.next() == 0xE220A8397B1DCDAFULL);
-  CHECK(random.next() == 0x6E789E6AA1B965F4ULL);
-  CHECK(Random({1, 2}).next() != Random({2, 1}).next());
-  CHECK(Random({1}).next() != Random({1, 0}).next());
-  CHECK(Random({0}).next() != Random({}).next());
-}
-
-TEST_CASE("Bounded random numbers are uniform") {
-  Random random({3});
-  std::vector<int> counts(6);
-  for (int i = 0; i < 60'000; ++i) ++counts[random.below(6)];
-  for (const int count : counts) CHECK(std::abs(count - 10'000) < 400);
-  for (int i = 0; i < 100; ++i) CHECK(random.below(1) == 0);
-  CHECK(random.below(~uint64_t{0}) < ~uint64_t{0});
-}
 
 TEST_CASE("An epoch has every example once, disjoint over the trainers") {
   const int trainers = GENERATE(1, 2, 3, 5);
@@ -112,6 +92,24 @@ TEST_CASE("A sampler has the batches of every epoch and shard") {
         CHECK(Ints(batch.begin(), batch.end()) == Ints(expected.begin(), expected.end()));
       }
     }
+  }
+}
+
+TEST_CASE("Full batches go through one epoch after the other") {
+  for (const int64_t batch_size : {4, 15, 40}) {
+    CAPTURE(batch_size);
+    Ints seen, expected;
+    for (int64_t index = 0; index * batch_size < 60; ++index) {
+      const Ints batch = full_batch(3, index, 15, batch_size);
+      CHECK(static_cast<int64_t>(batch.size()) == batch_size);
+      seen.insert(seen.end(), batch.begin(), batch.end());
+    }
+    for (int64_t epoch = 0; expected.size() < seen.size(); ++epoch) {
+      const Ints one = epoch_of(EpochSampler(3, epoch, Shard{}, 15, 15));
+      expected.insert(expected.end(), one.begin(), one.end());
+    }
+    expected.resize(seen.size());
+    CHECK(seen == expected);
   }
 }
 

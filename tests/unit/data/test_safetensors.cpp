@@ -3,8 +3,11 @@
 #include <string>
 #include <vector>
 
-#include "distrain/data/random.h"
+#include <ATen/Functions.h>
+
+#include "distrain/base/random.h"
 #include "distrain/data/safetensors.h"
+#include "distrain/data/stored_tensors.h"
 #include "files.h"
 #include "support/catch.h"
 
@@ -329,6 +332,21 @@ TEST_CASE("A safetensors file that cannot be opened is an error with its name") 
   const auto path = folder.write("short", "abc");
   CHECK(bad_data([&] { Safetensors::read(path); }) ==
         path + ": not a safetensors file: shorter than 8 bytes");
+}
+
+TEST_CASE("Tensors are read from a safetensors file") {
+  const Folder folder;
+  const std::vector<float> values = {1, 2, 3};
+  const auto* bytes = reinterpret_cast<const uint8_t*>(values.data());
+  const std::string header =
+      safetensors_header({{"a.b", {wire::DType::kFloat32, {3, 1}, {bytes, 12}}}});
+  const std::string text = header + std::string(reinterpret_cast<const char*>(bytes), 12);
+  const NamedTensors read = read_tensors(folder.write("weights", text));
+  REQUIRE(read.size() == 1);
+  CHECK(at::equal(read.at("a.b"), at::tensor({1.0F, 2.0F, 3.0F}).view({3, 1})));
+  const std::string path = folder.write("bad", text.substr(0, text.size() - 1));
+  CHECK(bad_data([&] { read_tensors(path); }).starts_with(path + ": "));
+  CHECK_THROWS(read_tensors(folder.path("missing")));
 }
 
 }  // namespace distrain::data

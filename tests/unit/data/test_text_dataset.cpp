@@ -10,8 +10,8 @@
 #include <unistd.h>
 
 #include "distrain/base/error.h"
+#include "distrain/base/random.h"
 #include "distrain/data/hash.h"
-#include "distrain/data/random.h"
 #include "distrain/data/text_dataset.h"
 #include "files.h"
 #include "support/catch.h"
@@ -209,7 +209,7 @@ TEST_CASE("Random bytes are read or refused, never worse") {
                                            "\n",        "\r\n",        "\t",         " ",
                                            "\0"s,       "\xEF\xBB\xBF"};
   const TextDataset train = parse_fast_text("__label__a word\n__label__b other\n", "train");
-  Random random({7});
+  base::Random random({7});
   int read = 0;
   for (int run = 0; run < 20'000; ++run) {
     std::string text;

@@ -9,7 +9,7 @@
 #include <tuple>
 #include <vector>
 
-#include "distrain/data/random.h"
+#include "distrain/base/random.h"
 #include "distrain/job/schedule.h"
 #include "support/catch.h"
 
@@ -215,7 +215,7 @@ class Simulation {
 
   const Schedule::Terms terms_;
   const int64_t lead_;
-  data::Random random_;
+  base::Random random_;
   Schedule schedule_;
   std::vector<Trainer> trainers_;
   int64_t stop_at_ = kUnbounded;

@@ -133,7 +133,7 @@ TEST_CASE("a trainer that is done takes over the steps of a slow one") {
 
 TEST_CASE("trainers on threads of their own get every step once, stopped or not") {
   constexpr int kTrainers = 4;
-  data::Random random({17});
+  base::Random random({17});
   for (int round = 0; round < 200; ++round) {
     const Schedule::Terms terms{
         kTrainers, random.between(1, 4), 0, random.between(1, 6), round % 2 == 0,

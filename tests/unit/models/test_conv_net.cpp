@@ -13,7 +13,7 @@
 using namespace distrain;
 using data::NamedTensors;
 using models::ConvNet;
-using models::Dropout;
+using nn::Dropout;
 
 namespace {
 

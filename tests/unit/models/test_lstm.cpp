@@ -7,9 +7,9 @@
 
 using namespace distrain;
 using data::NamedTensors;
-using models::Dropout;
 using models::Lstm;
 using models::LstmState;
+using nn::Dropout;
 
 namespace {
 

@@ -15,7 +15,7 @@ using models::StepKey;
 namespace {
 
 std::vector<PolicyInput> some_inputs(size_t count) {
-  data::Random random({7});
+  base::Random random({7});
   std::vector<PolicyInput> inputs(count);
   for (size_t i = 0; i < count; ++i) {
     for (float& x : inputs[i].observation) x = static_cast<float>(4 * random.unit() - 2);
@@ -25,7 +25,7 @@ std::vector<PolicyInput> some_inputs(size_t count) {
 }
 
 std::vector<PolicyStep> some_steps(size_t count) {
-  data::Random random({8});
+  base::Random random({8});
   std::vector<PolicyStep> steps;
   for (const PolicyInput& input : some_inputs(count)) {
     steps.push_back({input, static_cast<int>(random.below(2)), 4 * random.unit() - 2});
@@ -65,7 +65,6 @@ TEST_CASE("the policy's gradient is what the loss changes by") {
     const at::Tensor before = parameter.clone();
     const auto value_at = [&](double way) {
       parameter.copy_(before + way * direction);
-      policy.refresh();
       return policy.loss(steps).value;
     };
     constexpr double kWay = 1e-3;
@@ -89,7 +88,6 @@ TEST_CASE("actions are drawn as often as the policy says") {
   // Without the second layer's weights dropout does not matter.
   for (size_t i = 0; i < 3; ++i) policy.parameters()[i].zero_();
   policy.parameters()[3].copy_(at::tensor({0.0F, std::log(3.0F)}));
-  policy.refresh();
   std::vector<PolicyInput> inputs = some_inputs(4000);
   int64_t ones = 0;
   for (const int action : policy.act(inputs)) ones += action;
@@ -101,7 +99,6 @@ TEST_CASE("a policy's scores may be as large as they like") {
   Policy policy(1);
   for (size_t i = 0; i < 3; ++i) policy.parameters()[i].zero_();
   policy.parameters()[3].copy_(at::tensor({0.0F, 1e30F}));
-  policy.refresh();
   const PolicyInput input = some_inputs(1)[0];
   CHECK(policy.act({&input, 1})[0] == 1);
   for (const int action : {0, 1}) {

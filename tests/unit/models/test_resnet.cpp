@@ -5,7 +5,6 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "distrain/data/safetensors.h"
 #include "distrain/models/resnet.h"
 #include "support/catch.h"
 #include "unit/data/files.h"
@@ -335,19 +334,4 @@ TEST_CASE("weights are loaded by whatever stage they belong to, and are checked"
   changed["layer4.2.conv1.weight"] = at::zeros({1});
   CHECK(data::bad_data([&] { check_weights("resnet18", 7, changed); }) ==
         "there is layer4.2.conv1.weight, which resnet18 has not");
-}
-
-TEST_CASE("weights are read from a safetensors file") {
-  const data::Folder folder;
-  const std::vector<float> values = {1, 2, 3};
-  const auto* bytes = reinterpret_cast<const uint8_t*>(values.data());
-  const std::string header =
-      data::safetensors_header({{"a.b", {wire::DType::kFloat32, {3, 1}, {bytes, 12}}}});
-  const std::string text = header + std::string(reinterpret_cast<const char*>(bytes), 12);
-  const NamedTensors read = read_weights(folder.write("weights", text));
-  REQUIRE(read.size() == 1);
-  CHECK(at::equal(read.at("a.b"), at::tensor({1.0F, 2.0F, 3.0F}).view({3, 1})));
-  const std::string path = folder.write("bad", text.substr(0, text.size() - 1));
-  CHECK(data::bad_data([&] { read_weights(path); }).starts_with(path + ": "));
-  CHECK_THROWS(read_weights(folder.path("missing")));
 }

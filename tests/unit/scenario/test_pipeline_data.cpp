@@ -1,6 +1,6 @@
 #include <ATen/Functions.h>
 
-#include "../src/scenario/pipeline/data.h"
+#include "../src/scenario/pipeline/run.h"
 #include "support/catch.h"
 #include "support/scenario_data.h"
 
@@ -34,7 +34,7 @@ void write_cifar(const data::Folder& folder) {
 }
 
 // The numbers of the images of write_cifar().
-std::vector<int64_t> images_of(const PipelineBatch& batch) {
+std::vector<int64_t> images_of(const data::ImageBatch& batch) {
   const at::Tensor numbers =
       batch.images.select(1, 0).mul(0.2470).add(0.4914).mul(255).round().to(at::kLong);
   std::vector<int64_t> images;
@@ -52,8 +52,8 @@ TEST_CASE("random batches are of their seed and number") {
   PipelineOptions options = small_options();
   options.batch_size = 50;
   options.classes = 7;
-  const PipelineData data(options);
-  const PipelineBatch batch = data.batch(3);
+  const PipelineData source(options);
+  const data::ImageBatch batch = source.batch(3);
   CHECK(batch.images.sizes() == std::vector<int64_t>{50, 3, 32, 32});
   CHECK(batch.images.scalar_type() == at::kFloat);
   CHECK(std::abs(batch.images.mean().item<double>()) < 0.02);
@@ -62,24 +62,40 @@ TEST_CASE("random batches are of their seed and number") {
   CHECK(batch.labels.scalar_type() == at::kLong);
   CHECK(batch.labels.min().item<int64_t>() == 0);
   CHECK(batch.labels.max().item<int64_t>() == 6);
-  const PipelineBatch again = PipelineData(options).batch(3);
+  const data::ImageBatch again = PipelineData(options).batch(3);
   CHECK(at::equal(again.images, batch.images));
   CHECK(at::equal(again.labels, batch.labels));
   options.seed = 2;
-  for (const PipelineBatch& other : {data.batch(4), PipelineData(options).batch(3)}) {
+  for (const data::ImageBatch& other : {source.batch(4), PipelineData(options).batch(3)}) {
     CHECK_FALSE(at::equal(other.images, batch.images));
     CHECK_FALSE(at::equal(other.labels, batch.labels));
   }
-  CHECK(data.describe() == Json({{"data", "random"}}));
+  CHECK(source.describe() == Json({{"data", "random"}}));
+}
+
+TEST_CASE("a schedule as JSON tells when each step begins, and of which blocks each stage is") {
+  PipelineOptions options = small_options();
+  options.num_split = {2};
+  const Json json = Json::parse(explain_pipeline(options, /*for_people=*/false));
+  CHECK(json["schedule"] == "gpipe");
+  CHECK(json["length"] == 6);
+  CHECK(json["num_split"] == 2);
+  REQUIRE(json["table"].size() == 2);
+  CHECK(json["table"][1]["activations"] == 2);
+  CHECK(json["table"][1]["blocks"][0] == "layer3.0");
+  const Json& steps = json["table"][1]["steps"];
+  REQUIRE(steps.size() == 4);
+  CHECK(steps[0] == Json{{"op", "forward"}, {"micro_batch", 0}, {"begin", 1}});
+  CHECK(steps[3] == Json{{"op", "backward"}, {"micro_batch", 1}, {"begin", 4}});
 }
 
 TEST_CASE("images come epoch after epoch, each shuffled") {
   const data::Folder folder;
   write_cifar(folder);
-  const PipelineData data(small_options(folder.path()));
+  const PipelineData source(small_options(folder.path()));
   std::vector<int64_t> seen;
   for (int64_t index = 0; index < 15; ++index) {
-    const auto images = images_of(data.batch(index));
+    const auto images = images_of(source.batch(index));
     CHECK(images.size() == 4);
     seen.insert(seen.end(), images.begin(), images.end());
   }
@@ -91,7 +107,7 @@ TEST_CASE("images come epoch after epoch, each shuffled") {
     for (int64_t i = 0; i < 15; ++i) CHECK(sorted[static_cast<size_t>(i)] == i);
   }
   CHECK(epochs[0] != epochs[1]);
-  CHECK(images_of(data.batch(2)) == std::vector<int64_t>(seen.begin() + 8, seen.begin() + 12));
+  CHECK(images_of(source.batch(2)) == std::vector<int64_t>(seen.begin() + 8, seen.begin() + 12));
   PipelineOptions options = small_options(folder.path());
   options.batch_size = 40;  // more than there are
   CHECK(images_of(PipelineData(options).batch(0)) ==
@@ -104,8 +120,8 @@ TEST_CASE("images come epoch after epoch, each shuffled") {
 TEST_CASE("CIFAR-10's images are normalised by their channels") {
   const data::Folder folder;
   write_cifar(folder);
-  const PipelineData data(small_options(folder.path()));
-  const PipelineBatch batch = data.batch(0);
+  const PipelineData source(small_options(folder.path()));
+  const data::ImageBatch batch = source.batch(0);
   const int64_t first = images_of(batch)[0];
   for (int64_t plane = 0; plane < 3; ++plane) {
     const double mean[] = {0.4914, 0.4822, 0.4465}, std[] = {0.2470, 0.2435, 0.2616};
@@ -114,7 +130,7 @@ TEST_CASE("CIFAR-10's images are normalised by their channels") {
           Approx((pixel - mean[plane]) / std[plane]).epsilon(1e-5));
   }
   CHECK(
-      data.describe().dump() ==
+      source.describe().dump() ==
       R"({"data":"cifar10","images":15,"mean":[0.4914,0.4822,0.4465],"std":[0.247,0.2435,0.2616]})");
 }
 
@@ -123,7 +139,7 @@ TEST_CASE("grey images get three channels, and every image its size") {
   testing::write_images(folder, 30, 0, 5);
   PipelineOptions options = small_options(folder.path());
   options.image_size = 28;
-  const PipelineBatch batch = PipelineData(options).batch(1);
+  const data::ImageBatch batch = PipelineData(options).batch(1);
   CHECK(batch.images.sizes() == std::vector<int64_t>{4, 3, 28, 28});
   CHECK(batch.images.is_contiguous());
   CHECK(at::equal(batch.images.select(1, 0), batch.images.select(1, 2)));

@@ -131,7 +131,7 @@ TEST_CASE_METHOD(Learners, "what is learned is what LibTorch's autograd and Adam
   Learner learner(options, c10::kCPU, nobody);
   const std::vector<at::Tensor> parameters = torch_parameters(Policy(options.seed));
   torch::optim::Adam adam(parameters, torch::optim::AdamOptions(options.lr));
-  data::Random random({5});
+  base::Random random({5});
   // In the first episode Adam looks at signs only.
   for (uint64_t episode = 1; episode <= 3; ++episode) {
     learner.begin_episode(static_cast<int64_t>(episode));

@@ -2,14 +2,14 @@
 #include <random>
 #include <thread>
 
-#include "../src/scenario/pipeline/turns.h"
+#include "../src/nn/turns.h"
 #include "distrain/base/thread_pool.h"
 #include "pipeline_steps.h"
 #include "support/catch.h"
 
 using namespace distrain;
-using namespace distrain::scenario;
-using namespace distrain::scenario::steps;
+using namespace distrain::nn;
+using namespace distrain::nn::steps;
 
 namespace {
 

@@ -5,7 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace distrain::models {
+namespace distrain::nn {
 
 /// Dropout whose random numbers depend on nothing but a key, such as (seed, epoch, trainer, step):
 /// not on what else the process draws. So a pass gives the same in every process and after every
@@ -32,5 +32,8 @@ class Dropout {
 
 /// A generator for this key alone.
 at::Generator keyed_generator(std::initializer_list<uint64_t> key);
+/// Floats from -bound to bound on `device`, drawn on the CPU: the same numbers everywhere.
+at::Tensor uniform(at::IntArrayRef sizes, double bound, at::Generator generator,
+                   c10::Device device);
 
-}  // namespace distrain::models
+}  // namespace distrain::nn

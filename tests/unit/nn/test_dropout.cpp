@@ -1,10 +1,10 @@
 #include <ATen/Functions.h>
 
-#include "distrain/models/dropout.h"
+#include "distrain/nn/dropout.h"
 #include "support/catch.h"
 
 using namespace distrain;
-using models::Dropout;
+using nn::Dropout;
 
 TEST_CASE("one key gives one series of masks, another key another") {
   const at::Tensor x = at::ones({40, 50});

@@ -1,12 +1,12 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
+#include <tuple>
 #include <vector>
 
-#include "distrain/job/job.h"
-
-namespace distrain::scenario {
+namespace distrain::nn {
 
 /// One piece of a stage's work: a micro-batch's forward or backward pass through it.
 struct PipelineStep {
@@ -45,9 +45,12 @@ struct PipelineTimeline {
 /// of no micro-batch, a backward pass before its forward pass, stages that wait for each other.
 PipelineTimeline simulate(const PipelineSchedule& schedule);
 
-/// The table and its timeline, for scripts.
-job::Json to_json(const PipelineSchedule& schedule);
-/// The same for people: a line for each stage, a column for each unit of time.
+/// Its timeline for people: a line for each stage, a column for each unit of time.
 std::string to_text(const PipelineSchedule& schedule);
 
-}  // namespace distrain::scenario
+/// Cuts layers in a row, which take so long each, into so many stages, from 1 to as many as there
+/// are layers, so that the slowest is as quick as can be: the first layer of each stage but the
+/// first.
+std::vector<size_t> balanced_cuts(const std::vector<double>& costs, size_t stages);
+
+}  // namespace distrain::nn

@@ -1,14 +1,13 @@
 #include <algorithm>
 
-#include "../src/scenario/pipeline/schedule.h"
 #include "distrain/base/error.h"
+#include "distrain/nn/pipeline_schedule.h"
 #include "pipeline_steps.h"
 #include "support/catch.h"
 
 using namespace distrain;
-using namespace distrain::scenario;
-using namespace distrain::scenario::steps;
-using job::Json;
+using namespace distrain::nn;
+using namespace distrain::nn::steps;
 
 namespace {
 
@@ -80,14 +79,11 @@ TEST_CASE("a table that is no schedule is refused") {
   CHECK_THROWS_AS(make_schedule("zigzag", 2, 2), base::Exception);
 }
 
-TEST_CASE("a schedule as JSON tells when each step begins") {
-  const Json json = to_json(make_schedule("gpipe", 2, 2));
-  CHECK(json["length"] == 6);
-  CHECK(json["num_split"] == 2);
-  REQUIRE(json["table"].size() == 2);
-  CHECK(json["table"][1]["activations"] == 2);
-  const Json& steps = json["table"][1]["steps"];
-  REQUIRE(steps.size() == 4);
-  CHECK(steps[0] == Json{{"op", "forward"}, {"micro_batch", 0}, {"begin", 1}});
-  CHECK(steps[3] == Json{{"op", "backward"}, {"micro_batch", 1}, {"begin", 4}});
+TEST_CASE("layers are cut so that the slowest stage is as quick as can be") {
+  using Cuts = std::vector<size_t>;
+  CHECK(balanced_cuts({1, 2, 3}, 1) == Cuts{});
+  CHECK(balanced_cuts({1, 2, 3}, 2) == Cuts{2});
+  CHECK(balanced_cuts({1, 2, 3}, 3) == Cuts{1, 2});
+  CHECK(balanced_cuts({9, 1, 1, 1, 9}, 3) == Cuts{1, 4});
+  CHECK(balanced_cuts({2, 2, 2, 2, 2, 2}, 3) == Cuts{2, 4});
 }

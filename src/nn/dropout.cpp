@@ -1,15 +1,21 @@
-#include "distrain/models/dropout.h"
+#include "distrain/nn/dropout.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Functions.h>
 
-#include "distrain/data/random.h"
+#include "distrain/base/random.h"
 #include "distrain/rpc/placed.h"
 
-namespace distrain::models {
+namespace distrain::nn {
 
 at::Generator keyed_generator(std::initializer_list<uint64_t> key) {
-  return at::make_generator<at::CPUGeneratorImpl>(data::Random(key).next());
+  return at::make_generator<at::CPUGeneratorImpl>(base::Random(key).next());
+}
+
+at::Tensor uniform(at::IntArrayRef sizes, double bound, at::Generator generator,
+                   c10::Device device) {
+  const at::Tensor drawn = at::empty(sizes, at::kFloat).uniform_(-bound, bound, generator);
+  return rpc::placed(drawn, device);
 }
 
 Dropout::Dropout(std::initializer_list<uint64_t> key)
@@ -28,4 +34,4 @@ at::Tensor Dropout::channels(const at::Tensor& x, double p) {
   return masked(x, {x.size(0), x.size(1), 1, 1}, p);
 }
 
-}  // namespace distrain::models
+}  // namespace distrain::nn

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace distrain::scenario {
+namespace distrain::nn {
 
 namespace {
 
@@ -83,4 +83,4 @@ void Turns::State::fail(const base::Error& why) {
   for (auto& [key, promise] : failing) promise.fail(first);
 }
 
-}  // namespace distrain::scenario
+}  // namespace distrain::nn

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <initializer_list>
 
-namespace distrain::data {
+namespace distrain::base {
 
 /// A random generator whose numbers depend on nothing but its key: not on the standard library,
 /// the machine or the order in which others were used.
@@ -49,4 +49,4 @@ class Random {
   uint64_t state_ = 0;
 };
 
-}  // namespace distrain::data
+}  // namespace distrain::base

@@ -9,9 +9,9 @@
 
 #include "distrain/base/error.h"
 #include "distrain/base/future.h"
-#include "schedule.h"
+#include "distrain/nn/pipeline_schedule.h"
 
-namespace distrain::scenario {
+namespace distrain::nn {
 
 /// The lock of a stage: one step at a time has the turn, and the steps have it in the order of the
 /// stage's row of the schedule. Whoever comes early gets a future and holds no thread. Once a step
@@ -65,4 +65,4 @@ class Turns {
   std::shared_ptr<State> state_ = std::make_shared<State>();  // by mutex_
 };
 
-}  // namespace distrain::scenario
+}  // namespace distrain::nn

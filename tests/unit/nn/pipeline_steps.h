@@ -1,13 +1,13 @@
 // Forward and backward of the first two micro-batches, as they stand in a schedule's row.
 #pragma once
 
-#include "../src/scenario/pipeline/schedule.h"
+#include "distrain/nn/pipeline_schedule.h"
 
-namespace distrain::scenario::steps {
+namespace distrain::nn::steps {
 
 using Kind = PipelineStep::Kind;
 
 inline constexpr PipelineStep F0{Kind::kForward, 0}, F1{Kind::kForward, 1};
 inline constexpr PipelineStep B0{Kind::kBackward, 0}, B1{Kind::kBackward, 1};
 
-}  // namespace distrain::scenario::steps
+}  // namespace distrain::nn::steps

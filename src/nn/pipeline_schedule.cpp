@@ -1,4 +1,4 @@
-#include "schedule.h"
+#include "distrain/nn/pipeline_schedule.h"
 
 #include <algorithm>
 
@@ -6,7 +6,7 @@
 
 #include "distrain/base/error.h"
 
-namespace distrain::scenario {
+namespace distrain::nn {
 
 namespace {
 
@@ -133,26 +133,6 @@ PipelineTimeline simulate(const PipelineSchedule& schedule) {
   return timeline;
 }
 
-job::Json to_json(const PipelineSchedule& schedule) {
-  const PipelineTimeline timeline = simulate(schedule);
-  job::Json rows = job::Json::array();
-  for (size_t stage = 0; stage < schedule.stages.size(); ++stage) {
-    job::Json steps = job::Json::array();
-    for (size_t i = 0; i < schedule.stages[stage].size(); ++i) {
-      const PipelineStep& step = schedule.stages[stage][i];
-      steps.push_back({{"op", step.kind == Kind::kForward ? "forward" : "backward"},
-                       {"micro_batch", step.micro_batch},
-                       {"begin", timeline.begin[stage][i]}});
-    }
-    rows.push_back({{"stage", stage + 1},
-                    {"activations", timeline.activations[stage]},
-                    {"steps", std::move(steps)}});
-  }
-  return {{"schedule", schedule.name},           {"stages", schedule.stages.size()},
-          {"num_split", schedule.micro_batches}, {"length", timeline.length},
-          {"bubble", timeline.bubble},           {"table", std::move(rows)}};
-}
-
 std::string to_text(const PipelineSchedule& schedule) {
   const PipelineTimeline timeline = simulate(schedule);
   const size_t stages = schedule.stages.size();
@@ -174,4 +154,23 @@ std::string to_text(const PipelineSchedule& schedule) {
   return text;
 }
 
-}  // namespace distrain::scenario
+std::vector<size_t> balanced_cuts(const std::vector<double>& costs, size_t stages) {
+  std::vector<double> sums = {0};
+  for (const double cost : costs) sums.push_back(sums.back() + cost);
+  // Of the first n layers in one stage, then in two, and so on: the cost of the slowest stage.
+  std::vector<double> slowest = sums;
+  std::vector<std::vector<size_t>> cuts(sums.size());  // how that is reached
+  for (size_t before = 1; before < stages; ++before) {
+    for (size_t n = costs.size(); n > before; --n) {  // the shorter rows are still of `before`
+      const auto cost = [&](size_t at) { return std::max(slowest[at], sums[n] - sums[at]); };
+      size_t best = before;
+      for (size_t at = before + 1; at < n; ++at) best = cost(at) < cost(best) ? at : best;
+      slowest[n] = cost(best);
+      cuts[n] = cuts[best];
+      cuts[n].push_back(best);
+    }
+  }
+  return cuts.back();
+}
+
+}  // namespace distrain::nn
