@@ -4,7 +4,7 @@
 #include <optional>
 #include <string>
 
-#include "distrain/job/checkpoint_options.h"
+#include "distrain/job/checkpoints.h"
 #include "distrain/job/option_list.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/optim/rule.h"
@@ -25,16 +25,9 @@ struct CommonOptions {
 };
 
 /// How parameters are updated.
-struct RuleOptions {
-  std::string optimizer = "sgd";  ///< sgd, adagrad, adam, adamw, rmsprop
-  double lr = 0.01;
-  double momentum = 0;  ///< of sgd and rmsprop
-  std::optional<double> weight_decay;
-  std::string lr_schedule = "constant";  ///< optim::Schedule::parse
-  double clip = 0;                       ///< of the gradient's norm over all ranks; 0: none
-
+struct RuleOptions : optim::RuleText {
   /// Throws `invalid` for what no rule can be made of.
-  optim::Rule rule() const;
+  optim::Rule rule() const { return optim::make_rule(*this); }
 
   template <class Options>
   static void describe_rule(OptionList<Options>& list);
