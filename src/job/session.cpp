@@ -4,7 +4,7 @@
 
 #include "distrain/autograd/context.h"
 #include "distrain/base/clock.h"
-#include "distrain/job/device_choice.h"
+#include "distrain/cuda/device_choice.h"
 #include "distrain/rpc/device.h"
 
 namespace distrain::job {
@@ -63,12 +63,12 @@ base::Error Session::with_rank(base::Error error) const {
   if (error.kind != base::ErrorKind::kResources) return error;
   if (rank == own) {
     if (!rpc::is_accelerator(job_.device())) return error;
-    return error_of_rank(std::move(error), rank, agent_->name());
+    return cuda::error_of_rank(std::move(error), rank, agent_->name());
   }
   // Where others compute is known once all are there.
   if (!joined_ || rank >= agent_->world_size()) return error;
   if (agent_->device_of(rank) == c10::Device(c10::kCPU).str()) return error;
-  return error_of_rank(std::move(error), rank, agent_->worker(rank).name);
+  return cuda::error_of_rank(std::move(error), rank, agent_->worker(rank).name);
 }
 
 void Session::join(const std::function<void()>& prepare) {
@@ -103,5 +103,12 @@ void Session::finish(Outcome& outcome) {
 
 // Of a job that failed: rank 0's part is better than none.
 void Session::write_what_there_is() { trace_.write_own(agent_->rank(), agent_->name()); }
+
+Json device_names(const std::vector<c10::Device>& devices) {
+  if (devices.size() == 1) return devices.front().str();
+  Json names = Json::array();
+  for (const c10::Device& device : devices) names.push_back(device.str());
+  return names;
+}
 
 }  // namespace distrain::job

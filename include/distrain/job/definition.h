@@ -9,7 +9,7 @@
 #include <variant>
 #include <vector>
 
-#include "distrain/job/device_choice.h"
+#include "distrain/cuda/device_choice.h"
 #include "distrain/job/events.h"
 #include "distrain/job/job.h"
 #include "distrain/job/local_training.h"
@@ -80,7 +80,7 @@ class Definition {
  public:
   using Main = std::function<void(Rank&, const Options&)>;
   using Count = std::variant<int, int Options::*>;
-  using Use = DeviceRole::Use;
+  using Use = cuda::DeviceRole::Use;
 
   Definition(std::string name, std::string summary)
       : name_(std::move(name)), summary_(std::move(summary)) {
@@ -207,8 +207,8 @@ class Definition {
     }
     return roles;
   }
-  std::vector<DeviceRole> device_roles() const {
-    std::vector<DeviceRole> roles;
+  std::vector<cuda::DeviceRole> device_roles() const {
+    std::vector<cuda::DeviceRole> roles;
     for (const RoleRow& row : roles_) roles.push_back({row.name, row.alias, row.use});
     return roles;
   }

@@ -89,4 +89,7 @@ struct Outcome {
 /// Of what runs in one process, without RPC.
 Outcome outcome_without_ranks(Json fields);
 
+/// As JSON lines have them: "cuda:0", or a list of several.
+Json device_names(const std::vector<c10::Device>& devices);
+
 }  // namespace distrain::job

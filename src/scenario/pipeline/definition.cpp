@@ -174,7 +174,7 @@ void PipelineOptions::describe(job::OptionList<PipelineOptions>& list) {
 }
 
 const job::Definition<PipelineOptions>& pipeline_job() {
-  using Use = job::DeviceRole::Use;
+  using Use = cuda::DeviceRole::Use;
   using enum job::FieldType;
   using job::sometimes;
   const auto with_data = [](const char* of) {
