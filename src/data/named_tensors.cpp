@@ -2,6 +2,9 @@
 
 #include <vector>
 
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include "distrain/base/error.h"
 #include "distrain/rpc/device.h"
 
 namespace distrain::data {
@@ -21,6 +24,32 @@ NamedTensors on_host(const NamedTensors& tensors) {
     if (tensor.defined() && !tensor.is_cpu()) tensor = *next++;
   }
   return copies;
+}
+
+NamedTensors named_tensors(const std::string& name, const torch::nn::Module& module) {
+  NamedTensors named;
+  for (const auto& item : module.named_parameters()) named[name + "." + item.key()] = item.value();
+  for (const auto& item : module.named_buffers()) named[name + "." + item.key()] = item.value();
+  return named;
+}
+
+void copy_into(const NamedTensors& live, const NamedTensors& saved) {
+  const auto fail = [](const std::string& why) {
+    throw base::Exception(base::ErrorKind::kBadData, why);
+  };
+  const at::NoGradGuard no_grad;
+  for (const auto& [name, into] : live) {
+    const auto it = saved.find(name);
+    if (it == saved.end()) fail("no " + name);
+    at::Tensor target = into;
+    if (it->second.sizes() != target.sizes() || it->second.scalar_type() != target.scalar_type()) {
+      fail(name + " has another shape or dtype");
+    }
+    target.copy_(it->second);
+  }
+  for (const auto& [name, tensor] : saved) {
+    if (!live.contains(name)) fail("it has " + name + ", which the model has not");
+  }
 }
 
 }  // namespace distrain::data

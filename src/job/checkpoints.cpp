@@ -132,9 +132,9 @@ std::optional<std::string> checkpoint_to_resume(const CheckpointOptions& options
   return options.resume.empty() ? std::nullopt : std::optional(options.resume);
 }
 
-const data::NamedTensors& Snapshot::file(const char* name) const {
+const data::NamedTensors& Snapshot::file(const std::string& name) const {
   const auto it = files.find(name);
-  if (it == files.end()) refuse(std::string("no ") + name + kSuffix);
+  if (it == files.end()) refuse("no " + name + kSuffix);
   return it->second;
 }
 
@@ -198,29 +198,6 @@ void Checkpoints::save(const Snapshot& snapshot) {
                             {"path", path},
                             {"step", snapshot.step},
                             {"wall_s", base::seconds_since(started)}});
-}
-
-data::NamedTensors flatten(const std::vector<std::string>& parameters,
-                           const std::vector<optim::ParameterState>& states) {
-  data::NamedTensors flat;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    for (const auto& [name, value] : states.at(i)) flat[parameters[i] + "." + name] = value;
-  }
-  return flat;
-}
-
-std::vector<optim::ParameterState> unflatten(const std::vector<std::string>& parameters,
-                                             const data::NamedTensors& flat) {
-  std::vector<optim::ParameterState> states(parameters.size());
-  for (const auto& [key, value] : flat) {
-    const size_t dot = key.rfind('.');
-    const auto it = std::find(parameters.begin(), parameters.end(), key.substr(0, dot));
-    if (dot == std::string::npos || it == parameters.end()) {
-      bad_data("the optimizer's state has " + key + ", which is of no parameter");
-    }
-    states[static_cast<size_t>(it - parameters.begin())][key.substr(dot + 1)] = value;
-  }
-  return states;
 }
 
 }  // namespace distrain::job

@@ -3,8 +3,6 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "distrain/job/training.h"
-
 namespace distrain::job {
 
 namespace {
@@ -13,7 +11,7 @@ using enum FieldType;
 
 void Predictions::load(const data::NamedTensors& model) const {
   const data::NamedTensors& saved = snapshot_.file("model");
-  snapshot_.checked([&] { copy_into(model, saved); });
+  snapshot_.checked([&] { data::copy_into(model, saved); });
 }
 
 void Predictions::tell(const Json& fields) {
