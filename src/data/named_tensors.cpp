@@ -1,7 +1,9 @@
 #include "distrain/data/named_tensors.h"
 
-#include <vector>
+#include <algorithm>
+#include <sstream>
 
+#include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/error.h"
@@ -50,6 +52,33 @@ void copy_into(const NamedTensors& live, const NamedTensors& saved) {
   for (const auto& [name, tensor] : saved) {
     if (!live.contains(name)) fail("it has " + name + ", which the model has not");
   }
+}
+
+void naming_file(const std::string& path, const std::function<void()>& use) {
+  try {
+    use();
+  } catch (const base::Exception& e) {
+    const std::string& why = e.error().message;
+    if (e.kind() != base::ErrorKind::kBadData || why.starts_with(path + ": ")) throw;
+    throw base::Exception(base::ErrorKind::kBadData, path + ": " + why);
+  }
+}
+
+at::Tensor tensor_of_words(const std::vector<std::string>& words) {
+  std::string text;
+  for (const std::string& word : words) text += word + '\n';
+  const at::Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
+  std::copy(text.begin(), text.end(), bytes.mutable_data_ptr<uint8_t>());
+  return bytes;
+}
+
+std::vector<std::string> words_of_tensor(const at::Tensor& text) {
+  const at::Tensor bytes = text.to(at::kByte).contiguous();
+  const auto* const first = bytes.const_data_ptr<uint8_t>();
+  std::istringstream lines(std::string(first, first + bytes.numel()));
+  std::vector<std::string> words;
+  for (std::string word; std::getline(lines, word);) words.push_back(word);
+  return words;
 }
 
 }  // namespace distrain::data

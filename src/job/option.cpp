@@ -133,10 +133,6 @@ double ParsedOptions::real(std::string_view name) const {
   return number<double>(text(name)).value_or(0);
 }
 
-void refuse_unknown_option(std::string_view name) {
-  throw base::Exception(base::ErrorKind::kInternal, "no option is named " + std::string(name));
-}
-
 optim::Sharing TrainerOptions::sharing(int participant) const {
   using Mode = optim::Sharing::Mode;
   optim::Sharing sharing;

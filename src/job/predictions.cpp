@@ -11,7 +11,7 @@ using enum FieldType;
 
 void Predictions::load(const data::NamedTensors& model) const {
   const data::NamedTensors& saved = snapshot_.file("model");
-  snapshot_.checked([&] { data::copy_into(model, saved); });
+  data::naming_file(snapshot_.path, [&] { data::copy_into(model, saved); });
 }
 
 void Predictions::tell(const Json& fields) {
@@ -48,7 +48,7 @@ void Predictions::evaluated(const Evaluation& evaluation, Unit unit) {
 Json Predictions::fields() const {
   Json fields = added_;
   fields["predicted"] = told_;
-  const Json found = evaluation_.fields(unit_);
+  const Json found = fields_of(evaluation_, unit_);
   for (const char* name : {"accuracy", "perplexity"}) {
     if (found.contains(name)) fields[name] = found[name];
   }

@@ -70,11 +70,11 @@ const Group& Rank::group(const std::string& role) {
     sink().emit("ddp", {{"ddp", how}});
     fields()["ddp"] = how;
   }
-  return groups_.emplace(role, Group(backend, std::move(reduce))).first->second;
+  return groups_.emplace(role, Group{backend, std::move(reduce)}).first->second;
 }
 
 void Rank::check_groups() const {
-  for (const auto& [role, group] : groups_) group.reduce()->check(device());
+  for (const auto& [role, group] : groups_) group.reduce->check(device());
 }
 
 }  // namespace distrain::job

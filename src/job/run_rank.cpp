@@ -129,18 +129,16 @@ class Session {
 
   /// An error names its rank as the cause, and what a device could not do in its message, too.
   base::Error with_rank(base::Error error) const {
-    const int own = agent_->rank();
-    if (error.rank < 0) error.rank = own;
+    if (error.rank < 0) error.rank = agent_->rank();
     const int rank = error.rank;
-    if (error.kind != base::ErrorKind::kResources) return error;
-    if (rank == own) {
-      if (!rpc::is_accelerator(job_.device())) return error;
-      return cuda::error_of_rank(std::move(error), rank, agent_->name());
-    }
+    const bool is_own = rank == agent_->rank();
     // Where others compute is known once all are there.
-    if (!joined_ || rank >= agent_->world_size()) return error;
-    if (agent_->device_of(rank) == c10::Device(c10::kCPU).str()) return error;
-    return cuda::error_of_rank(std::move(error), rank, agent_->worker(rank).name);
+    const bool is_known = is_own || (joined_ && rank < agent_->world_size());
+    if (error.kind != base::ErrorKind::kResources || !is_known) return error;
+    const auto device = is_own ? job_.device() : c10::Device(agent_->device_of(rank));
+    if (device.is_cpu()) return error;
+    const std::string name = is_own ? agent_->name() : agent_->worker(rank).name;
+    return cuda::error_of_rank(std::move(error), rank, name);
   }
 
   Job job_;
@@ -260,11 +258,6 @@ RankBody::Known known_options(const OptionTable& table, const OptionMap& values)
     if (!option.may_change) known.must_agree.push_back(option.name);
   }
   return known;
-}
-
-void refuse_role(const std::string& name) {
-  throw base::Exception(base::ErrorKind::kInternal,
-                        "a second role whose number of ranks is an option: " + name);
 }
 
 Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {

@@ -24,12 +24,6 @@ rpc::To host() { return rpc::To(kHostRank).without_deadline(); }
 
 std::string own_suffix(int trainer) { return "." + std::to_string(trainer); }
 
-std::vector<int> all_of(int trainers) {
-  std::vector<int> all(static_cast<size_t>(trainers));
-  std::iota(all.begin(), all.end(), 0);
-  return all;
-}
-
 }  // namespace
 
 Plan Plan::of(const TrainerOptions& options, int64_t steps_per_epoch) {
@@ -80,12 +74,7 @@ Part part_of(data::NamedTensors live) {
 
 Part part_of_words(const std::map<std::string, std::vector<std::string>>& lists) {
   data::NamedTensors texts;
-  for (const auto& [name, words] : lists) {
-    std::string text;
-    for (const std::string& word : words) text += word + '\n';
-    texts[name] = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
-    std::copy(text.begin(), text.end(), texts[name].mutable_data_ptr<uint8_t>());
-  }
+  for (const auto& [name, words] : lists) texts[name] = data::tensor_of_words(words);
   Part part = part_of(std::move(texts));
   part.file = kVocabulary;
   part.once = true;
@@ -95,13 +84,13 @@ Part part_of_words(const std::map<std::string, std::vector<std::string>>& lists)
 TrainingPlan::TrainingPlan(Plan plan, Process& process, std::vector<int> own, Share share,
                            rpc::Agent* agent, TrainingHost* host)
     : plan_(std::move(plan)),
+      own_(std::move(own)),
       lr_schedule_(optim::Schedule::parse(plan_.lr_schedule)),
       process_(process),
-      own_(std::move(own)),
       share_(share),
       agent_(agent),
       host_(host),
-      log_(plan_.log_interval, process.sink(), plan_.unit, plan_.log) {}
+      log_(plan_, process.sink()) {}
 
 void TrainingPlan::keep(LocalUpdates& optimizer) {
   set_lr_factors_.emplace_back([&optimizer](double factor) { optimizer.set_lr_factor(factor); });
@@ -133,8 +122,7 @@ void TrainingPlan::attach() {
   plan_.parts.assign(parts_.begin(), parts_.end());
   Attached attached;
   for (const int trainer : own_) attached = ask<&TrainingHost::attach>(plan_, trainer);
-  made_ = attached.steps_made;
-  log_.resume_after(made_);
+  log_.resume_after(attached.steps_made);
   if (attached.saves && set_lr_factors_.empty() && own_.front() == 0) {
     process_.sink().warn(base::ErrorKind::kInvalid,
                          "the checkpoints keep no optimizer (Training::keep): a job that goes on "
@@ -148,10 +136,10 @@ void TrainingPlan::attach() {
 void TrainingPlan::give(int trainer, const std::string& checkpoint) const {
   for (const Part& part : parts_) {
     if (part.once && trainer != 0) continue;
-    naming_checkpoint(checkpoint, [&] {
+    data::naming_file(checkpoint, [&] {
       const PartName& name = part;
       const data::NamedTensors tensors = ask<&TrainingHost::saved_part>(name, trainer);
-      naming_checkpoint(part.file + ".safetensors", [&] { part.give(trainer, tensors); });
+      data::naming_file(part.file + ".safetensors", [&] { part.give(trainer, tensors); });
     });
   }
 }
@@ -174,13 +162,12 @@ std::map<std::string, data::NamedTensors> TrainingPlan::taken(int trainer) const
 }
 
 void TrainingPlan::make(const Step& what, const std::function<Result()>& step) {
-  const base::TraceScope scope("step", "step", made_);
+  const base::TraceScope scope("step", "step", steps_made());
   if (log_.epoch() != what.epoch) log_.begin_epoch(what.epoch);
-  const double factor = lr_schedule_.factor(made_, what.epoch - 1);
+  const double factor = lr_schedule_.factor(steps_made(), what.epoch - 1);
   for (const auto& set : set_lr_factors_) set(factor);
   const Result result = step();
   const double loss = checked_loss(result.loss, what.epoch, what.number + 1);
-  ++made_;
   samples_ += result.samples;
   log_.step(loss, result.samples, result.more);
 }
@@ -297,9 +284,11 @@ void Training::train(const Task& task, const std::function<Result(const Step&)>&
 }
 
 LocalTraining::LocalTraining(Local& local, Plan plan, int trainers)
-    : TrainingPlan(std::move(plan), local, all_of(trainers), {0, 1}, nullptr, &local.host()),
+    : TrainingPlan(std::move(plan), local, {}, {0, 1}, nullptr, &local.host()),
       host_(local.host()) {
   plan_.trainers = trainers;
+  own_.resize(static_cast<size_t>(trainers));
+  std::iota(own_.begin(), own_.end(), 0);
 }
 
 // Rounds of one step for each trainer that has one, and between them what all do together.

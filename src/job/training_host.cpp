@@ -81,10 +81,8 @@ void TrainingHost::begin(const Plan& plan) {
     }
     if (plan_->save) setting_.heed();
   };
-  hooks.on_evaluated = [this](const Position& position, bool whole_epoch) {
-    on_evaluated(position, whole_epoch);
-  };
-  hooks.on_save = [this](const Position& position) { save(position); };
+  hooks.on_evaluated = std::bind_front(&TrainingHost::on_evaluated, this);
+  hooks.on_save = std::bind_front(&TrainingHost::save, this);
   hooks.on_end = [this](bool stopped) {
     if (plan_->save) setting_.end(stopped);
   };
@@ -130,7 +128,7 @@ void TrainingHost::load() {
     if (!plan_->agreed.contains(name)) snapshot.refuse("saved with " + name + ", not without");
   }
   check_all_taken();
-  snapshot.checked([&] { read_position(snapshot); });
+  data::naming_file(snapshot.path, [&] { read_position(snapshot); });
 }
 
 // What is in the files and of no part is of another model.
@@ -257,8 +255,11 @@ void TrainingHost::on_evaluated(const Position& position, bool whole_epoch) {
 void TrainingHost::tell_evaluation(const char* set, const Evaluation& evaluation,
                                    const Position& position) {
   if (evaluation.samples == 0) return;
-  check_finite_loss(evaluation.loss());
-  Json fields = evaluation.fields(plan_->unit);
+  if (!std::isfinite(evaluation.loss())) {
+    throw base::Exception(base::ErrorKind::kNotFinite,
+                          "the loss of the evaluation is not finite: try a smaller --lr");
+  }
+  Json fields = fields_of(evaluation, plan_->unit);
   fields["set"] = set;
   // Of a job that has just gone on, or is over, the next epoch has begun with no step.
   const bool between = std::all_of(position.steps.begin(), position.steps.end(),

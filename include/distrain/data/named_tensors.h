@@ -1,7 +1,9 @@
 #pragma once
 
+#include <functional>
 #include <map>
 #include <string>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
@@ -18,5 +20,11 @@ NamedTensors on_host(const NamedTensors& tensors);
 NamedTensors named_tensors(const std::string& name, const torch::nn::Module& module);
 /// Copies values into tensors of these names, shapes and dtypes. `bad_data` for another set.
 void copy_into(const NamedTensors& live, const NamedTensors& saved);
+/// Runs `use`, of what was read from `path`; what it throws as `bad_data` names that.
+void naming_file(const std::string& path, const std::function<void()>& use);
+
+/// Words, none of which has a line break in it, as a tensor of bytes; and back.
+at::Tensor tensor_of_words(const std::vector<std::string>& words);
+std::vector<std::string> words_of_tensor(const at::Tensor& text);
 
 }  // namespace distrain::data

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -23,9 +22,6 @@ struct CheckpointOptions {
   int64_t keep = 2;    ///< checkpoints that are left in `dir`
 };
 
-/// Runs `use`; what it throws as `bad_data` names the checkpoint `path`.
-void naming_checkpoint(const std::string& path, const std::function<void()>& use);
-
 /// The file of words, beside `model`, `optimizer` and `state`.
 inline constexpr const char* kVocabulary = "vocabulary";
 
@@ -46,7 +42,6 @@ struct Snapshot {
   void expect_option(const std::string& name, const std::string& value) const;
   /// What all trainers agreed upon under this name; refuses if there was no such thing.
   std::string agreed(const std::string& name) const;
-  void checked(const std::function<void()>& use) const { naming_checkpoint(path, use); }
   /// The tensors of `file`; refuses if there are none.
   const data::NamedTensors& file(const std::string& name) const;
   /// A list that part_of_words() has kept; refuses if there is none.
@@ -87,7 +82,6 @@ class Checkpoints {
   EventSink& sink_;
   std::unique_ptr<data::CheckpointStore> store_;
   bool in_first_save_ = false;
-  bool has_saved_ = false;
   std::string last_saved_;
 };
 

@@ -66,9 +66,6 @@ Outcome run_local(const Job& job, EventSink& sink, const std::string& cmd,
 /// The options that a checkpoint remembers, of these values.
 RankBody::Known known_options(const OptionTable& table, const OptionMap& values);
 
-/// Throws `internal`: a second role whose number of ranks is an option.
-[[noreturn]] void refuse_role(const std::string& name);
-
 /// A kind of job: its options, its ranks by their roles and what each of them does. What Options
 /// declares by
 ///
@@ -117,7 +114,8 @@ class Definition {
   Definition& role(std::string name, Count count, Main main = {}, Use use = Use::kCompute,
                    std::string alias = {}) {
     if (std::holds_alternative<int Options::*>(count) && !count_option().empty()) {
-      refuse_role(name);
+      throw base::Exception(base::ErrorKind::kInternal,
+                            "a second role whose number of ranks is an option: " + name);
     }
     roles_.push_back({std::move(name), count, std::move(main), use, std::move(alias)});
     return *this;

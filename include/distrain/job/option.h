@@ -160,7 +160,4 @@ std::string write_value(const std::vector<T>& values) {
 
 }  // namespace detail
 
-/// Throws `internal`: a job speaks of an option that it has not declared.
-[[noreturn]] void refuse_unknown_option(std::string_view name);
-
 }  // namespace distrain::job

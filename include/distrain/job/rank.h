@@ -39,21 +39,12 @@ class Roles {
 };
 
 /// The ranks of one role as they work together: on each of them, one that was made there.
-class Group {
- public:
-  using Reduce = std::shared_ptr<collective::ReduceGroup>;
-  Group(c10::intrusive_ptr<collective::Backend> backend, Reduce reduce)
-      : backend_(std::move(backend)), reduce_(std::move(reduce)) {}
-
+struct Group {
   /// On the CPU: allreduce, broadcast, barrier and the others of c10d::Backend.
-  const c10::intrusive_ptr<collective::Backend>& backend() const { return backend_; }
+  c10::intrusive_ptr<collective::Backend> backend;
   /// What averages gradients, wherever they are: for DistributedDataParallel.
-  const Reduce& reduce() const { return reduce_; }
-  operator Reduce() const { return reduce_; }  // NOLINT
-
- private:
-  c10::intrusive_ptr<collective::Backend> backend_;
-  Reduce reduce_;
+  std::shared_ptr<collective::ReduceGroup> reduce;
+  operator std::shared_ptr<collective::ReduceGroup>() const { return reduce; }  // NOLINT
 };
 
 /// One process of a running job, as its functions see it.

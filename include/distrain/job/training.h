@@ -11,10 +11,10 @@
 
 #include "distrain/data/named_tensors.h"
 #include "distrain/ddp/distributed_data_parallel.h"
+#include "distrain/job/events.h"
 #include "distrain/job/options.h"
 #include "distrain/job/rank.h"
 #include "distrain/job/schedule.h"
-#include "distrain/job/train_log.h"
 #include "distrain/nn/remote_module.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/optim/local_updates.h"
@@ -121,6 +121,45 @@ struct Plan : Schedule::Terms {
   static Plan of_steps(const RuleOptions& options, int64_t steps);
 };
 
+/// Emits a trainer's `step` and `epoch` lines, and counts for `end`.
+class TrainLog {
+ public:
+  TrainLog(const Plan& plan, EventSink& sink) : plan_(plan), sink_(sink) {}
+
+  /// For a job that goes on where a checkpoint left off.
+  void resume_after(int64_t steps) { total_ = begun_at_ = steps; }
+
+  void begin_epoch(int64_t epoch);
+  /// `more`: further fields of the `step` line.
+  void step(double loss, int64_t samples, const Json& more = Json::object());
+  /// Does nothing when no epoch has begun.
+  void end_epoch();
+
+  int64_t epoch() const { return epoch_; }         ///< that has begun; 0: none
+  int64_t epoch_steps() const { return steps_; }   ///< of that epoch so far
+  double last_loss() const { return last_loss_; }  ///< mean of the last epoch
+  int64_t total() const { return total_; }         ///< steps since the job's beginning
+  int64_t steps() const { return total_ - begun_at_; }
+  double train_s() const { return train_s_; }  ///< first step to last
+
+ private:
+  const Plan& plan_;
+  EventSink& sink_;
+  base::TimePoint first_{}, epoch_start_, last_line_;
+  int64_t epoch_ = 0;
+  int64_t begun_at_ = 0;  // steps before this run
+  int64_t total_ = 0;
+  int64_t steps_ = 0;         // of this epoch
+  int64_t samples_ = 0;       // of this epoch
+  int64_t line_samples_ = 0;  // since the last line
+  double loss_sum_ = 0;
+  double last_loss_ = 0;
+  double train_s_ = 0;
+};
+
+/// `not_finite`, naming where, unless it is a number.
+double checked_loss(const at::Tensor& loss, int64_t epoch, int64_t step);
+
 using LocalUpdates = optim::LocalUpdates;
 class TrainingHost;
 struct Report;
@@ -162,7 +201,7 @@ class TrainingPlan {
   /// The job was told to end before its time. Known when run() is over.
   bool stopped() const { return stopped_; }
   /// Steps that this trainer has made since the job's beginning.
-  int64_t steps_made() const { return made_; }
+  int64_t steps_made() const { return log_.total(); }
 
  protected:
   /// `own`: the trainers whose steps this process makes. It calls the host by `agent`, or without
@@ -180,9 +219,9 @@ class TrainingPlan {
   void meet(const Task& task);
 
   Plan plan_;
+  std::vector<int> own_;
   optim::Schedule lr_schedule_;
   std::vector<std::function<void(double)>> set_lr_factors_;
-  int64_t made_ = 0;  // steps since the job's beginning
 
  private:
   template <auto method, class... Args>
@@ -193,7 +232,6 @@ class TrainingPlan {
   void end(const Task& task);
 
   Process& process_;
-  const std::vector<int> own_;
   const Share share_;
   rpc::Agent* const agent_;
   TrainingHost* const host_;

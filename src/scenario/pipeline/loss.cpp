@@ -4,7 +4,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/trace.h"
-#include "distrain/job/train_log.h"
+#include "distrain/job/training.h"
 #include "distrain/rpc/placed.h"
 
 namespace distrain::scenario {

@@ -5,7 +5,6 @@
 #include <ATen/Functions.h>
 
 #include "distrain/base/trace.h"
-#include "distrain/job/checkpoints.h"
 #include "distrain/models/resnet.h"
 #include "distrain/rpc/placed.h"
 
@@ -16,8 +15,8 @@ namespace {
 data::NamedTensors initial_weights(const PipelineOptions& options) {
   if (options.weights.empty()) return {};
   data::NamedTensors weights = models::read_weights(options.weights);
-  job::naming_checkpoint(options.weights,
-                         [&] { models::check_weights(options.model, options.classes, weights); });
+  data::naming_file(options.weights,
+                    [&] { models::check_weights(options.model, options.classes, weights); });
   return weights;
 }
 
