@@ -12,13 +12,13 @@
 namespace distrain::app {
 namespace {
 
-using job::DeviceChoice;
-using job::DeviceSpec;
+using cuda::DeviceChoice;
+using cuda::DeviceSpec;
 
 constexpr double kMegabyte = 1024.0 * 1024.0;
 const DeviceChoice kAnyGpu = {true, std::nullopt};
 
-class Gpus final : public job::Accelerators {
+class Gpus final : public cuda::Accelerators {
  public:
   c10::DeviceType type() const override { return c10::kCUDA; }
   int count() const override { return cuda::load().device_count(); }
@@ -102,7 +102,7 @@ std::vector<c10::Device> choose_devices(const ParsedOptions& options, const Devi
                                         const Environment& environment) {
   const Gpus gpus;
   const DeviceSpec spec = device_spec(options, rules);
-  return job::naming_rank(place.rank, place.name, [&] {
+  return cuda::naming_rank(place.rank, place.name, [&] {
     std::vector<c10::Device> devices;
     const auto count = counted_gpus(options, rules, place);
     for (int gpu = 0; gpu < count.value_or(0); ++gpu) {

@@ -112,14 +112,14 @@ std::string reference(const std::string& page) { return "\\fB" + escaped(page) +
 
 std::string names_of_roles(const DeviceRules& rules) {
   std::string out, idle;
-  for (const job::DeviceRole& role : rules.roles) {
-    if (role.use == job::DeviceRole::Use::kNone) {
+  for (const cuda::DeviceRole& role : rules.roles) {
+    if (role.use == cuda::DeviceRole::Use::kNone) {
       idle += fmt::format(" On the CPU in any case: {}.", role.name);
       continue;
     }
     out += (out.empty() ? "Roles: " : "; ") + role.name;
     if (!role.alias.empty()) out += " or " + role.alias;
-    if (role.use == job::DeviceRole::Use::kIfNamed) out += " (on the CPU unless it is named)";
+    if (role.use == cuda::DeviceRole::Use::kIfNamed) out += " (on the CPU unless it is named)";
   }
   return out.empty() ? out
                      : out + ". The ranks of a role have its name and a number." + idle + '\n';

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <filesystem>
 #include <set>
 #include <string_view>
 #include <utility>
@@ -216,6 +217,8 @@ void make_folders(const Disk& disk, const std::string& folder) {
   if (disk.make_folder(folder)) disk.sync_folder(parent.empty() ? "/" : parent);
 }
 
+bool is_checkpoint(const std::string& name) { return !steps_of(kWhole, {name}).empty(); }
+
 // The paths of a folder's checkpoints, the newest first.
 std::vector<std::string> checkpoints_of(const std::string& folder,
                                         const std::vector<std::string>& names) {
@@ -312,8 +315,10 @@ std::string CheckpointStore::save(const Checkpoint& checkpoint) {
   return Save(disk, folder_, checkpoint, keep_).run();
 }
 
-bool CheckpointStore::is_checkpoint(const std::string& name) {
-  return !steps_of(kWhole, {name}).empty();
+bool CheckpointStore::holds(const std::string& folder, const std::string& path) {
+  const auto own = std::filesystem::weakly_canonical(folder);
+  const auto other = std::filesystem::weakly_canonical(path);
+  return other == own || (other.parent_path() == own && is_checkpoint(other.filename()));
 }
 
 std::optional<std::string> CheckpointStore::newest(const std::string& folder) {

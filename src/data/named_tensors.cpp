@@ -1,7 +1,12 @@
 #include "distrain/data/named_tensors.h"
 
-#include <vector>
+#include <algorithm>
+#include <sstream>
 
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include "distrain/base/error.h"
 #include "distrain/rpc/device.h"
 
 namespace distrain::data {
@@ -21,6 +26,59 @@ NamedTensors on_host(const NamedTensors& tensors) {
     if (tensor.defined() && !tensor.is_cpu()) tensor = *next++;
   }
   return copies;
+}
+
+NamedTensors named_tensors(const std::string& name, const torch::nn::Module& module) {
+  NamedTensors named;
+  for (const auto& item : module.named_parameters()) named[name + "." + item.key()] = item.value();
+  for (const auto& item : module.named_buffers()) named[name + "." + item.key()] = item.value();
+  return named;
+}
+
+void copy_into(const NamedTensors& live, const NamedTensors& saved) {
+  const auto fail = [](const std::string& why) {
+    throw base::Exception(base::ErrorKind::kBadData, why);
+  };
+  const at::NoGradGuard no_grad;
+  for (const auto& [name, into] : live) {
+    const auto it = saved.find(name);
+    if (it == saved.end()) fail("no " + name);
+    at::Tensor target = into;
+    if (it->second.sizes() != target.sizes() || it->second.scalar_type() != target.scalar_type()) {
+      fail(name + " has another shape or dtype");
+    }
+    target.copy_(it->second);
+  }
+  for (const auto& [name, tensor] : saved) {
+    if (!live.contains(name)) fail("it has " + name + ", which the model has not");
+  }
+}
+
+void naming_file(const std::string& path, const std::function<void()>& use) {
+  try {
+    use();
+  } catch (const base::Exception& e) {
+    const std::string& why = e.error().message;
+    if (e.kind() != base::ErrorKind::kBadData || why.starts_with(path + ": ")) throw;
+    throw base::Exception(base::ErrorKind::kBadData, path + ": " + why);
+  }
+}
+
+at::Tensor tensor_of_words(const std::vector<std::string>& words) {
+  std::string text;
+  for (const std::string& word : words) text += word + '\n';
+  const at::Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
+  std::copy(text.begin(), text.end(), bytes.mutable_data_ptr<uint8_t>());
+  return bytes;
+}
+
+std::vector<std::string> words_of_tensor(const at::Tensor& text) {
+  const at::Tensor bytes = text.to(at::kByte).contiguous();
+  const auto* const first = bytes.const_data_ptr<uint8_t>();
+  std::istringstream lines(std::string(first, first + bytes.numel()));
+  std::vector<std::string> words;
+  for (std::string word; std::getline(lines, word);) words.push_back(word);
+  return words;
 }
 
 }  // namespace distrain::data

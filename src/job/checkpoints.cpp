@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <csignal>
-#include <filesystem>
-#include <sstream>
 
 #include <torch/csrc/autograd/grad_mode.h>
 #include <unistd.h>
@@ -19,10 +17,6 @@ namespace distrain::job {
 namespace {
 
 constexpr const char* kSuffix = ".safetensors";
-
-[[noreturn]] void bad_data(const std::string& message) {
-  throw base::Exception(base::ErrorKind::kBadData, message);
-}
 
 // What has diverged is not worth keeping, and must not push out what is.
 void check_finite(const std::string& name, const at::Tensor& tensor, int64_t step) {
@@ -48,7 +42,8 @@ Snapshot read(const std::string& path, data::LoadedCheckpoint (*load)(const std:
     if (e.kind() != base::ErrorKind::kBadData) throw;
     const auto before = data::CheckpointStore::intact_before(path);
     if (!before) throw;
-    bad_data(e.error().message + "; the one before it is intact: --resume " + *before);
+    throw base::Exception(base::ErrorKind::kBadData,
+                          e.error().message + "; the one before it is intact: --resume " + *before);
   }
   Snapshot snapshot;
   snapshot.step = loaded.checkpoint.step;
@@ -63,17 +58,9 @@ Snapshot read(const std::string& path, data::LoadedCheckpoint (*load)(const std:
 
 }  // namespace
 
-void naming_checkpoint(const std::string& path, const std::function<void()>& use) {
-  try {
-    use();
-  } catch (const base::Exception& e) {
-    const std::string& why = e.error().message;
-    if (e.error().kind != base::ErrorKind::kBadData || why.starts_with(path + ": ")) throw;
-    bad_data(path + ": " + why);
-  }
+void Snapshot::refuse(const std::string& why) const {
+  throw base::Exception(base::ErrorKind::kBadData, path + ": " + why);
 }
-
-void Snapshot::refuse(const std::string& why) const { bad_data(path + ": " + why); }
 
 void Snapshot::expect_cmd(const std::string& cmd) const {
   const Json was = state.value("cmd", Json());
@@ -112,13 +99,9 @@ std::string Snapshot::agreed(const std::string& name) const {
 std::vector<std::string> Snapshot::words(const std::string& list) const {
   const auto file = files.find(kVocabulary);
   if (file == files.end() || !file->second.contains(list)) refuse("it has no words to read with");
-  const at::Tensor text = file->second.at(list).contiguous();
+  const at::Tensor& text = file->second.at(list);
   if (text.scalar_type() != at::kByte) refuse("its words are no text");
-  std::vector<std::string> words;
-  std::istringstream lines(
-      std::string(text.const_data_ptr<uint8_t>(), text.const_data_ptr<uint8_t>() + text.numel()));
-  for (std::string word; std::getline(lines, word);) words.push_back(word);
-  return words;
+  return data::words_of_tensor(text);
 }
 
 Snapshot read_checkpoint(const std::string& path) {
@@ -132,9 +115,9 @@ std::optional<std::string> checkpoint_to_resume(const CheckpointOptions& options
   return options.resume.empty() ? std::nullopt : std::optional(options.resume);
 }
 
-const data::NamedTensors& Snapshot::file(const char* name) const {
+const data::NamedTensors& Snapshot::file(const std::string& name) const {
   const auto it = files.find(name);
-  if (it == files.end()) refuse(std::string("no ") + name + kSuffix);
+  if (it == files.end()) refuse("no " + name + kSuffix);
   return it->second;
 }
 
@@ -152,15 +135,10 @@ void Checkpoints::refuse_strangers() const {
   if (options_.resume == "auto") return;
   const auto newest = data::CheckpointStore::newest(options_.dir);
   if (!newest) return;
-  namespace fs = std::filesystem;
-  const fs::path resumed = fs::weakly_canonical(options_.resume);
-  const fs::path own = fs::weakly_canonical(options_.dir);
-  const bool is_own = resumed == own || (resumed.parent_path() == own &&
-                                         data::CheckpointStore::is_checkpoint(resumed.filename()));
-  if (!options_.resume.empty() && is_own) return;
-  throw base::Exception(base::ErrorKind::kInvalid,
-                        "--checkpoint " + options_.dir + " holds another run's checkpoints (" +
-                            *newest + "): --resume auto goes on from it, or name a new folder");
+  const std::string& resume = options_.resume;
+  if (!resume.empty() && data::CheckpointStore::holds(options_.dir, resume)) return;
+  base::invalid("--checkpoint " + options_.dir + " holds another run's checkpoints (" + *newest +
+                "): --resume auto goes on from it, or name a new folder");
 }
 
 std::optional<Snapshot> Checkpoints::load() const {
@@ -189,38 +167,14 @@ void Checkpoints::save(const Snapshot& snapshot) {
       stored[name] = data::to_stored(tensor, kept);
     }
   }
-  in_first_save_ = !has_saved_;
+  in_first_save_ = last_saved_.empty();
   const std::string path = store_->save(checkpoint);
   in_first_save_ = false;
-  has_saved_ = true;
   last_saved_ = "checkpoint saved in " + path + ", step " + std::to_string(snapshot.step);
   sink_.emit("checkpoint", {{"action", "saved"},
                             {"path", path},
                             {"step", snapshot.step},
                             {"wall_s", base::seconds_since(started)}});
-}
-
-data::NamedTensors flatten(const std::vector<std::string>& parameters,
-                           const std::vector<optim::ParameterState>& states) {
-  data::NamedTensors flat;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    for (const auto& [name, value] : states.at(i)) flat[parameters[i] + "." + name] = value;
-  }
-  return flat;
-}
-
-std::vector<optim::ParameterState> unflatten(const std::vector<std::string>& parameters,
-                                             const data::NamedTensors& flat) {
-  std::vector<optim::ParameterState> states(parameters.size());
-  for (const auto& [key, value] : flat) {
-    const size_t dot = key.rfind('.');
-    const auto it = std::find(parameters.begin(), parameters.end(), key.substr(0, dot));
-    if (dot == std::string::npos || it == parameters.end()) {
-      bad_data("the optimizer's state has " + key + ", which is of no parameter");
-    }
-    states[static_cast<size_t>(it - parameters.begin())][key.substr(dot + 1)] = value;
-  }
-  return states;
 }
 
 }  // namespace distrain::job

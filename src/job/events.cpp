@@ -1,6 +1,7 @@
 #include "distrain/job/events.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace distrain::job {
 
@@ -67,6 +68,18 @@ Event end_event() {
 }  // namespace
 
 const char* counted(Unit unit) { return unit == Unit::kWords ? "words" : "samples"; }
+
+Json fields_of(const Evaluation& evaluation, Unit unit) {
+  if (evaluation.samples == 0) return Json::object();
+  Json fields{{"loss", evaluation.loss()}};
+  if (unit == Unit::kWords) {
+    fields["perplexity"] = std::exp(evaluation.loss());
+  } else {
+    fields["accuracy"] = evaluation.accuracy();
+  }
+  fields[counted(unit)] = evaluation.samples;
+  return fields;
+}
 
 Field sometimes(Field field) {
   field.is_sometimes = true;

@@ -3,8 +3,6 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "distrain/job/training.h"
-
 namespace distrain::job {
 
 namespace {
@@ -13,7 +11,7 @@ using enum FieldType;
 
 void Predictions::load(const data::NamedTensors& model) const {
   const data::NamedTensors& saved = snapshot_.file("model");
-  snapshot_.checked([&] { copy_into(model, saved); });
+  data::naming_file(snapshot_.path, [&] { data::copy_into(model, saved); });
 }
 
 void Predictions::tell(const Json& fields) {
@@ -50,7 +48,7 @@ void Predictions::evaluated(const Evaluation& evaluation, Unit unit) {
 Json Predictions::fields() const {
   Json fields = added_;
   fields["predicted"] = told_;
-  const Json found = evaluation_.fields(unit_);
+  const Json found = fields_of(evaluation_, unit_);
   for (const char* name : {"accuracy", "perplexity"}) {
     if (found.contains(name)) fields[name] = found[name];
   }

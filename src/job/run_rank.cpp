@@ -1,7 +1,13 @@
+#include <algorithm>
+
+#include "distrain/autograd/context.h"
+#include "distrain/base/clock.h"
 #include "distrain/base/trace.h"
+#include "distrain/data/run_trace.h"
 #include "distrain/job/definition.h"
-#include "distrain/job/job_trace.h"
-#include "distrain/job/session.h"
+#include "distrain/optim/distributed_optimizer.h"
+#include "distrain/rpc/device.h"
+#include "distrain/rpc/error.h"
 #include "training_host.h"
 
 namespace distrain::job {
@@ -10,49 +16,169 @@ namespace {
 
 constexpr uint16_t kLane = 4;  // on which nobody sends anything: it tells who is lost
 
+std::chrono::nanoseconds seconds(double s) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(s));
+}
+
+rpc::AgentOptions agent_options(const Job& job) {
+  rpc::AgentOptions options;
+  if (!job.name.empty()) options.job_id = "distrain " + job.name;
+  options.rank = job.rank;
+  options.world_size = job.world_size;
+  options.master_addr = job.master_addr;
+  options.master_port = job.master_port;
+  options.listen_fd = job.listen_fd;
+  options.listen_addr = job.listen_addr;
+  options.transport = job.transport;
+  options.rpc_timeout = seconds(job.rpc_timeout_s);
+  options.join_timeout = seconds(job.join_timeout_s);
+  options.peer_timeout = seconds(job.peer_timeout_s);
+  options.call_delay = seconds(job.inject.call_delay_s);
+  options.job_options = job.rank == 0 ? job.effective : job.given;
+  return options;
+}
+
+/// `--trace`, as rank 0's options have it.
+class JobTrace : public data::RunTrace {
+ public:
+  explicit JobTrace(EventSink& sink)
+      : RunTrace([&sink](const std::string& message) {
+          sink.warn(base::ErrorKind::kOverloaded, "--trace " + message);
+        }) {}
+  void start(const OptionMap& job_options, int world_size) {
+    const auto path = job_options.find("trace");
+    if (path != job_options.end()) RunTrace::start(path->second, world_size);
+  }
+};
+
+/// The agent of one rank, from the job's description to its last counters: what every job does
+/// before and after its own work.
+class Session {
+ public:
+  /// `names` are the ranks' roles; rank 0's hold.
+  Session(const Job& job, std::vector<std::string> names, EventSink& sink)
+      : job_(job), sink_(sink), trace_(sink) {
+    rpc::AgentOptions options = agent_options(job);
+    options.names = std::move(names);
+    options.tracer = trace_.tracer();
+    options.on_waiting = [this](const std::vector<int>& missing, const std::string& address) {
+      Json fields{{"missing", missing}};
+      if (!address.empty()) fields["address"] = address;
+      sink_.emit("waiting", fields);
+    };
+    agent_ = std::make_unique<rpc::Agent>(std::move(options));
+    autograd::install(*agent_);
+    updates_ = optim::install(*agent_);
+  }
+
+  rpc::Agent& agent() { return *agent_; }
+  /// From `prepare` on with this rank's devices.
+  const Job& job() const { return job_; }
+  /// Applied to this rank's parameters so far.
+  uint64_t updates() const { return *updates_; }
+
+  /// Joins the other ranks, does the work of this one, and waits for the others. `prepare` as in
+  /// Agent::join. If anything throws, all other ranks are told why.
+  void run(const std::function<void()>& prepare, const std::function<void()>& work,
+           Outcome& outcome) {
+    const base::TraceBinding binding(trace_.tracer(), "main");
+    try {
+      join(prepare);
+      work();
+      finish(outcome);
+    } catch (...) {
+      const base::Error error = with_rank(rpc::error_in_flight(base::ErrorKind::kInternal));
+      agent_->abort(error);
+      trace_.write_own(agent_->rank(), agent_->name());  // rank 0's part is better than none
+      throw base::Exception(error);
+    }
+  }
+
+ private:
+  void join(const std::function<void()>& prepare) {
+    agent_->join([&] {
+      const OptionMap& options = agent_->job_options();
+      trace_.start(options, std::max(job_.world_size, agent_->world_size()));
+      if (job_.choose_devices) job_.devices = job_.choose_devices(agent_->name(), options);
+      agent_->set_device(job_.device());
+      prepare();
+    });
+    joined_ = true;
+    sink_.joined(agent_->name(), agent_->job_options());
+    Json fields{{"world_size", agent_->world_size()},
+                {"transport", agent_->transport()},
+                {"startup_s", base::seconds_since(job_.started)}};
+    if (rpc::is_accelerator(job_.device())) fields["device"] = device_names(job_.devices);
+    sink_.emit("ready", fields);
+    trace_.begin(*agent_);
+  }
+
+  void finish(Outcome& outcome) {
+    // Waiting for the end of others is no trouble: it takes as long as their work does.
+    rpc::Traffic traffic;
+    agent_->shutdown({}, [&] {
+      traffic = agent_->traffic();  // what gathers the trace is not of the job
+      trace_.collect();
+    });
+    outcome.fields["rpc"] = {
+        {"calls", traffic.calls}, {"bytes_out", traffic.bytes_out}, {"bytes_in", traffic.bytes_in}};
+    outcome.fields["live_rrefs"] = agent_->live_rrefs();
+    outcome.fields["live_contexts"] = agent_->live_contexts();
+    outcome.afterwards = trace_.write();
+  }
+
+  /// An error names its rank as the cause, and what a device could not do in its message, too.
+  base::Error with_rank(base::Error error) const {
+    if (error.rank < 0) error.rank = agent_->rank();
+    const int rank = error.rank;
+    const bool is_own = rank == agent_->rank();
+    // Where others compute is known once all are there.
+    const bool is_known = is_own || (joined_ && rank < agent_->world_size());
+    if (error.kind != base::ErrorKind::kResources || !is_known) return error;
+    const auto device = is_own ? job_.device() : c10::Device(agent_->device_of(rank));
+    if (device.is_cpu()) return error;
+    const std::string name = is_own ? agent_->name() : agent_->worker(rank).name;
+    return cuda::error_of_rank(std::move(error), rank, name);
+  }
+
+  Job job_;
+  EventSink& sink_;
+  JobTrace trace_;
+  std::unique_ptr<rpc::Agent> agent_;
+  optim::UpdateCount updates_;
+  bool joined_ = false;
+};
+
 // Where a signal to stop is heard of. Any rank may get it; rank 0 sees to it.
 
-/// From now on a signal is seen to: there is something to save.
-void heed_stop(rpc::CallContext& call) { call.agent.local<StopSignal>().arm(); }
 /// On rank 0: another rank was told to end.
 void request_stop(rpc::CallContext& call) {
   auto& stop = call.agent.local<StopSignal>();
   stop.arm();  // it may not have heard yet that there is something to save
   stop.request();
 }
-/// On rank 0: some rank was told to save.
-void request_save(rpc::CallContext& call) { call.agent.local<TrainingHost>().request_save(); }
-/// The training is over; from now on a signal ends a rank at once, unless the job is `stopped` by
-/// one. Gives back whether it is, then also by one that came here.
-bool end_training(rpc::CallContext& call, bool stopped) {
-  auto& stop = call.agent.local<StopSignal>();
-  stop.disarm(stopped);
-  return stop.requested();
-}
 
+/// From now on a signal is seen to: there is something to save.
 void heed_on_all(rpc::Agent& agent) {
   std::vector<base::Future<void>> heeding;
   for (int rank = 0; rank < agent.world_size(); ++rank) {
-    heeding.push_back(agent.rpc_async<&heed_stop>(rank));
+    heeding.push_back(agent.rpc_async<rpc::of_local<&StopSignal::arm>>(rank));
   }
   base::wait_all(heeding);
 }
 
-bool end_on_all_once(rpc::Agent& agent, bool stopped) {
+/// The training is over; from now on a signal ends a rank at once, unless the job is `stopped` by
+/// one. Gives back whether it is, then also by one that came to any rank meanwhile.
+bool end_on_all(rpc::Agent& agent, bool stopped) {
   std::vector<base::Future<bool>> ending;
   for (int rank = 0; rank < agent.world_size(); ++rank) {
-    ending.push_back(agent.rpc_async<&end_training>(rank, stopped));
+    ending.push_back(agent.rpc_async<rpc::of_local<&StopSignal::disarm>>(rank, stopped));
   }
   base::wait_all(ending);
-  bool any = stopped;
-  for (const auto& told : ending) any = told.wait() || any;
-  return any;
-}
-
-bool end_on_all(rpc::Agent& agent, bool stopped) {
-  const bool any = end_on_all_once(agent, stopped);
-  if (any && !stopped) end_on_all_once(agent, true);  // one came after the last look
-  return any;
+  if (stopped) return true;
+  const bool any =
+      std::any_of(ending.begin(), ending.end(), [](auto& told) { return told.wait(); });
+  return any && end_on_all(agent, true);  // one came after the last look
 }
 
 // Note [Who waits on rank 0]
@@ -85,7 +211,8 @@ void pass_on_signals(rpc::Agent& agent, StopSignal& stop) {
   if (agent.rank() != 0) {
     stop.on_request(on_rank_0([&agent] { agent.rpc_sync<&request_stop>(0); }));
   }
-  stop.on_save(on_rank_0([&agent] { agent.rpc_sync<&request_save>(0); }));
+  stop.on_save(
+      on_rank_0([&agent] { agent.rpc_sync<rpc::of_local<&TrainingHost::request_save>>(0); }));
 }
 
 /// At its end nobody is told of signals any more.
@@ -106,10 +233,12 @@ bool is_utf8(const std::string& text) {
 }
 
 /// How the job has ended, once all else is told.
-void conclude(Outcome& outcome, const StopSignal& stop, const std::string& missed_goal) {
-  outcome.stopped = stop.requested();
-  outcome.goal_missed = !outcome.stopped && !missed_goal.empty();
-  if (outcome.goal_missed) outcome.message = missed_goal;
+void conclude(Outcome& outcome, Process& process, const TrainingHost* host) {
+  outcome.fields.update(process.fields());
+  if (host) host->add_to(outcome);
+  outcome.stopped = process.job().stop->requested();
+  outcome.goal_missed = !outcome.stopped && !process.missed_goal().empty();
+  if (outcome.goal_missed) outcome.message = process.missed_goal();
 }
 
 }  // namespace
@@ -131,19 +260,13 @@ RankBody::Known known_options(const OptionTable& table, const OptionMap& values)
   return known;
 }
 
-void refuse_role(const std::string& name) {
-  throw base::Exception(base::ErrorKind::kInternal,
-                        "a second role whose number of ranks is an option: " + name);
-}
-
 Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
   Session session(job, body.roles.names(), sink);
   rpc::Agent& agent = session.agent();
   TrainingHost::expose(agent);
-  agent.expose<&heed_stop>("job.heed_stop");
+  agent.expose<rpc::of_local<&StopSignal::arm>>("job.heed_stop");
   agent.expose<&request_stop>("job.request_stop");
-  agent.expose<&request_save>("job.request_save");
-  agent.expose<&end_training>("job.end_training");
+  agent.expose<rpc::of_local<&StopSignal::disarm>>("job.end_training");
   for (const auto& expose : body.exposures) expose(agent);
   agent.provide(job.stop);
 
@@ -158,8 +281,7 @@ Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
     if (job.rank != 0) return;
     // Before the others are there: what is wrong with the folder is known at once.
     host = std::make_shared<TrainingHost>(
-        TrainingHost::Setting{body.cmd, known.checkpoint, known.options, known.must_agree,
-                              [&agent] { heed_on_all(agent); },
+        TrainingHost::Setting{body.cmd, known, [&agent] { heed_on_all(agent); },
                               [&agent](bool stopped) { return end_on_all(agent, stopped); }},
         session.job(), sink);
     agent.provide(host);
@@ -174,10 +296,8 @@ Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
     const Untold untold{*job.stop};
     session.run(prepare, work, outcome);
   }
-  outcome.fields.update(rank->fields());
-  if (host) host->add_to(outcome);
+  conclude(outcome, *rank, host.get());
   if (session.updates() > 0) outcome.fields["updates"] = session.updates();
-  conclude(outcome, *job.stop, rank->missed_goal());
   return outcome;
 }
 
@@ -192,25 +312,44 @@ Outcome outcome_without_ranks(Json fields) {
 
 Outcome run_local(const Job& job, EventSink& sink, const std::string& cmd,
                   const RankBody::Known& known, const std::function<void(Local&)>& run) {
-  const std::shared_ptr<StopSignal> stop = job.stop;
-  const auto host = std::make_shared<TrainingHost>(
-      TrainingHost::Setting{cmd, known.checkpoint, known.options, known.must_agree,
-                            [stop] { stop->arm(); },
-                            [stop](bool stopped) {
-                              stop->disarm(stopped);
-                              return stop->requested();
-                            }},
+  StopSignal& stop = *job.stop;
+  TrainingHost host(
+      {cmd, known, [&stop] { stop.arm(); }, [&stop](bool stopped) { return stop.disarm(stopped); }},
       job, sink);
   Local local(job, sink, host);
   {
-    const Untold untold{*stop};
-    stop->on_save([&host] { host->request_save(); });
+    const Untold untold{stop};
+    stop.on_save([&host] { host.request_save(); });
     run(local);
   }
   Outcome outcome = outcome_without_ranks(local.fields());
-  host->add_to(outcome);
-  conclude(outcome, *stop, local.missed_goal());
+  conclude(outcome, local, &host);
   return outcome;
+}
+
+Outcome run_local_job(const Job& job, EventSink& sink, const std::function<Outcome()>& run) {
+  JobTrace trace(sink);
+  trace.start(job.effective, 1);
+  trace.begin_alone();
+  const base::TraceBinding binding(trace.tracer(), "main");
+  Outcome outcome;
+  try {
+    outcome = run();
+  } catch (...) {
+    const auto error = std::current_exception();
+    // What came first counts. And what failed before it began leaves the file that may be there.
+    if (!trace.tracer()->tracks().empty()) trace.write_own(job.rank, "local");
+    std::rethrow_exception(error);
+  }
+  outcome.afterwards = trace.write_own(job.rank, "local");
+  return outcome;
+}
+
+Json device_names(const std::vector<c10::Device>& devices) {
+  if (devices.size() == 1) return devices.front().str();
+  Json names = Json::array();
+  for (const c10::Device& device : devices) names.push_back(device.str());
+  return names;
 }
 
 }  // namespace distrain::job

@@ -1,7 +1,6 @@
 #include "distrain/job/schedule.h"
 
 #include <algorithm>
-#include <limits>
 #include <numeric>
 
 #include "distrain/base/error.h"
@@ -11,7 +10,6 @@ namespace distrain::job {
 namespace {
 
 constexpr uint64_t kMaxCount = uint64_t{1} << 40;
-constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
 }  // namespace
 
@@ -69,7 +67,7 @@ base::Future<Task> Schedule::next(int trainer, bool stop, int64_t wanted) {
   {
     std::lock_guard lock(mutex_);
     if (failed_) throw base::Exception(*failed_);
-    if (stop) request_stop_locked();
+    if (stop && terms_.save && !stopped()) stop_at_ = furthest_locked();
     Task task;
     if (phase_ == Phase::kTraining && take_locked(trainer, wanted, task)) {
       return base::Future<Task>::ready(task);
@@ -99,30 +97,20 @@ int64_t Schedule::next_save() const { return (saved_ / terms_.save_every + 1) * 
 
 // How many steps each trainer may have made until all meet for something.
 int64_t Schedule::gate_locked() const {
-  int64_t gate = terms_.steps > 0 ? terms_.steps : kNever;
-  if (terms_.save && terms_.save_every > 0) {
-    gate = std::min(gate, next_save());
-  }
-  for (const int64_t at : {save_at_, finish_at_}) {
-    if (at >= 0) gate = std::min(gate, at);
-  }
-  return stop_at_ >= 0 ? std::min(gate, stop_at_) : gate;
+  const int64_t last = terms_.steps > 0 ? terms_.steps : kNever;
+  const int64_t save = terms_.save && terms_.save_every > 0 ? next_save() : kNever;
+  return std::min({last, save, save_at_, stop_at_, finish_at_});
 }
 
 // Where trainers wait for each other's steps, in sync and ssp, all of them must be allowed as many:
 // otherwise one would wait here for one that waits for it.
-void Schedule::request_stop_locked() {
-  if (stop_at_ >= 0 || !terms_.save) return;
-  stop_at_ = furthest_locked();
-}
-
 int64_t Schedule::furthest_locked() const {
   return terms_.take_over ? 0 : *std::max_element(taken_.begin(), taken_.end());
 }
 
 void Schedule::request_save() {
   std::lock_guard lock(mutex_);
-  if (terms_.save && save_at_ < 0) save_at_ = furthest_locked();
+  if (terms_.save && save_at_ == kNever) save_at_ = furthest_locked();
 }
 
 void Schedule::fail(const base::Error& error) {
@@ -137,7 +125,7 @@ void Schedule::fail(const base::Error& error) {
 
 void Schedule::finish() {
   std::lock_guard lock(mutex_);
-  if (finish_at_ < 0) finish_at_ = furthest_locked();
+  if (finish_at_ == kNever) finish_at_ = furthest_locked();
 }
 
 int64_t Schedule::remaining_locked(int shard) const {
@@ -177,7 +165,7 @@ bool Schedule::epoch_over() const {
 }
 
 bool Schedule::job_over() const {
-  if (finish_at_ >= 0 && position_.total >= finish_at_ * terms_.trainers) return true;
+  if (finish_at_ != kNever && position_.total >= finish_at_ * terms_.trainers) return true;
   if (terms_.steps > 0) return position_.total >= terms_.steps * terms_.trainers;
   return position_.epoch > terms_.epochs;
 }
@@ -188,8 +176,8 @@ bool Schedule::over_after_evaluation() const {
 
 Schedule::Phase Schedule::after_training() const {
   if (epoch_over() || job_over()) return Phase::kEvaluating;
-  return stop_at_ >= 0 || gate_locked() <= position_.total / terms_.trainers ? Phase::kSaving
-                                                                             : Phase::kTraining;
+  return stopped() || gate_locked() <= position_.total / terms_.trainers ? Phase::kSaving
+                                                                         : Phase::kTraining;
 }
 
 Schedule::Phase Schedule::after_evaluation() {
@@ -199,9 +187,9 @@ Schedule::Phase Schedule::after_evaluation() {
     std::fill(position_.steps.begin(), position_.steps.end(), 0);
   }
   const bool due =
-      save_at_ >= 0 ||
+      save_at_ != kNever ||
       (terms_.save_every == 0 ? whole_epoch : position_.total / terms_.trainers >= next_save());
-  if (terms_.save && (due || job_over() || stop_at_ >= 0)) return Phase::kSaving;
+  if (terms_.save && (due || job_over() || stopped())) return Phase::kSaving;
   return job_over() ? Phase::kEnding : Phase::kTraining;
 }
 
@@ -224,14 +212,14 @@ void Schedule::enter_next_phase() {
         break;
       case Phase::kSaving:
         saved_ = position_.total / terms_.trainers;
-        save_at_ = -1;
-        phase_ = job_over() || stop_at_ >= 0 ? Phase::kEnding : Phase::kTraining;
+        save_at_ = kNever;
+        phase_ = job_over() || stopped() ? Phase::kEnding : Phase::kTraining;
         break;
       case Phase::kEnding:
         break;
     }
   }
-  if (phase_ == Phase::kEnding && hooks_.on_end) hooks_.on_end(stop_at_ >= 0);
+  if (phase_ == Phase::kEnding && hooks_.on_end) hooks_.on_end(stopped());
 }
 
 // First it is settled for all who waits on and who does not: somebody with a task may come back
@@ -265,7 +253,7 @@ bool Schedule::task_locked(int trainer, int64_t wanted, Task& task) {
   task.epoch = position_.epoch;
   task.shard = trainer;
   task.last = phase_ == Phase::kEvaluating && over_after_evaluation();
-  task.stopped = stop_at_ >= 0;
+  task.stopped = stopped();
   return true;
 }
 

@@ -1,7 +1,7 @@
 #include "distrain/job/training.h"
 
 #include <algorithm>
-#include <memory>
+#include <numeric>
 
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -17,15 +17,12 @@ namespace distrain::job {
 
 namespace {
 
-constexpr int kHost = 0;                         // the rank of the TrainingHost
 constexpr double kLease_s = 0.25;                // of steps that are handed out together
 constexpr int64_t kEndless = 1'000'000'000'000;  // steps: more than any job can make
 
-rpc::To host() { return rpc::To(kHost).without_deadline(); }
+rpc::To host() { return rpc::To(kHostRank).without_deadline(); }
 
-PartName name_of(const std::string& name, const Part& part) {
-  return {name, part.file, part.each_own};
-}
+std::string own_suffix(int trainer) { return "." + std::to_string(trainer); }
 
 }  // namespace
 
@@ -35,10 +32,10 @@ Plan Plan::of(const TrainerOptions& options, int64_t steps_per_epoch) {
   plan.steps = options.steps;
   plan.steps_per_epoch = steps_per_epoch;
   // To clip, each step waits for the norms of all, in async mode too.
-  plan.one_pace = options.mode != "async" || options.clip > 0;
+  plan.take_over = options.mode == "async" && options.clip == 0;
   plan.eval_only = options.eval_only;
   plan.lr = options.lr;
-  plan.lr_schedule = options.rule().schedule;
+  plan.lr_schedule = options.rule().schedule.text();
   plan.log_interval = options.log_interval;
   return plan;
 }
@@ -48,76 +45,62 @@ Plan Plan::of_steps(const RuleOptions& options, int64_t steps) {
   plan.steps = steps;
   plan.steps_per_epoch = kEndless;
   plan.lr = options.lr;
-  plan.lr_schedule = options.rule().schedule;
-  if (plan.lr_schedule.counts_epochs() || plan.lr_schedule.observes()) {
-    throw base::Exception(
-        base::ErrorKind::kInvalid,
-        "--lr-schedule " + options.lr_schedule + ": the job has neither epochs nor evaluations");
+  const optim::Schedule schedule = options.rule().schedule;
+  if (schedule.counts_epochs() || schedule.observes()) {
+    base::invalid("--lr-schedule " + options.lr_schedule +
+                  ": the job has neither epochs nor evaluations");
   }
+  plan.lr_schedule = schedule.text();
   plan.log = false;
   plan.steps_at_once = 1;
   return plan;
 }
 
-data::NamedTensors named_tensors(const std::string& name, const torch::nn::Module& module) {
-  data::NamedTensors named;
-  for (const auto& item : module.named_parameters()) named[name + "." + item.key()] = item.value();
-  for (const auto& item : module.named_buffers()) named[name + "." + item.key()] = item.value();
-  return named;
+bool PartName::has(const std::string& tensor, int trainer) const {
+  if (!name.empty() && !tensor.starts_with(name + ".")) return false;
+  return !each_own || tensor.ends_with(own_suffix(trainer));
 }
 
-void copy_into(const data::NamedTensors& live, const data::NamedTensors& saved) {
-  const auto fail = [](const std::string& why) {
-    throw base::Exception(base::ErrorKind::kBadData, why);
-  };
-  const at::NoGradGuard no_grad;
-  for (const auto& [name, into] : live) {
-    const auto it = saved.find(name);
-    if (it == saved.end()) fail("no " + name);
-    at::Tensor target = into;
-    if (it->second.sizes() != target.sizes() || it->second.scalar_type() != target.scalar_type()) {
-      fail(name + " has another shape or dtype");
-    }
-    target.copy_(it->second);
-  }
-  for (const auto& [name, tensor] : saved) {
-    if (!live.contains(name)) fail("it has " + name + ", which the model has not");
-  }
+std::string PartName::stored(const std::string& tensor, int trainer) const {
+  return each_own ? tensor + own_suffix(trainer) : tensor;
 }
 
 Part part_of(data::NamedTensors live) {
   Part part;
   part.take = [live](int) { return data::on_host(live); };
-  part.give = [live](int, const data::NamedTensors& saved) { copy_into(live, saved); };
+  part.give = [live](int, const data::NamedTensors& saved) { data::copy_into(live, saved); };
   return part;
 }
 
 Part part_of_words(const std::map<std::string, std::vector<std::string>>& lists) {
   data::NamedTensors texts;
-  for (const auto& [name, words] : lists) {
-    std::string text;
-    for (const std::string& word : words) text += word + '\n';
-    texts[name] = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
-    std::copy(text.begin(), text.end(), texts[name].mutable_data_ptr<uint8_t>());
-  }
+  for (const auto& [name, words] : lists) texts[name] = data::tensor_of_words(words);
   Part part = part_of(std::move(texts));
   part.file = kVocabulary;
   part.once = true;
   return part;
 }
 
-TrainingPlan::TrainingPlan(Plan plan, EventSink& sink)
-    : plan_(std::move(plan)), log_(plan_.log_interval, sink, plan_.unit, plan_.log) {}
+TrainingPlan::TrainingPlan(Plan plan, Process& process, std::vector<int> own, Share share,
+                           rpc::Agent* agent, TrainingHost* host)
+    : plan_(std::move(plan)),
+      own_(std::move(own)),
+      lr_schedule_(optim::Schedule::parse(plan_.lr_schedule)),
+      process_(process),
+      share_(share),
+      agent_(agent),
+      host_(host),
+      log_(plan_, process.sink()) {}
 
 void TrainingPlan::keep(LocalUpdates& optimizer) {
   set_lr_factors_.emplace_back([&optimizer](double factor) { optimizer.set_lr_factor(factor); });
-  plan_.one_pace = plan_.one_pace || optimizer.has_replicas();  // as the group's trainers have
+  plan_.take_over = plan_.take_over && !optimizer.has_replicas();  // as the group's trainers
   Part part;
   part.file = "optimizer";
   part.once = true;
-  part.take = [&optimizer](int) { return flatten(optimizer.names(), optimizer.state()); };
+  part.take = [&optimizer](int) { return optim::flatten(optimizer.names(), optimizer.state()); };
   part.give = [&optimizer](int, const data::NamedTensors& saved) {
-    optimizer.load_state(unflatten(optimizer.names(), saved));
+    optimizer.load_state(optim::unflatten(optimizer.names(), saved));
   };
   keep("", std::move(part));
 }
@@ -127,48 +110,50 @@ void TrainingPlan::note_max(const std::string& name, int64_t value) {
   greatest = std::max(greatest, value);
 }
 
-Attachment TrainingPlan::attachment() const {
-  Attachment attachment;
-  attachment.epochs = plan_.epochs;
-  attachment.steps = plan_.steps;
-  attachment.steps_per_epoch = plan_.steps_per_epoch;
-  attachment.take_over = !plan_.one_pace;
-  attachment.eval_only = plan_.eval_only;
-  attachment.lr = plan_.lr;
-  attachment.lr_schedule = plan_.lr_schedule.text();
-  attachment.words = plan_.unit == Unit::kWords;
-  attachment.agreed = agreed_;
-  attachment.alike = alike_;
-  attachment.what_must_agree = plan_.what_must_agree;
-  for (const auto& [name, part] : parts_) attachment.parts.push_back(name_of(name, part));
-  return attachment;
+/// Calls a function of the TrainingHost.
+template <auto method, class... Args>
+auto TrainingPlan::ask(const Args&... args) const {
+  using R = std::invoke_result_t<decltype(method), TrainingHost&, Args...>;
+  if (host_) return std::invoke(method, *host_, args...);
+  return static_cast<R>(agent_->rpc_sync<rpc::of_local<method>>(host(), args...));
 }
 
-Report TrainingPlan::close_epoch(const Task& task, const std::vector<Share>& shares) {
-  Report report;
-  if (plan_.log) report.steps = log_.epoch_steps();
-  log_.end_epoch();
-  report.loss = log_.last_loss();
-  report.maxima = maxima_;
-  const base::TraceScope scope("evaluate");
-  const at::NoGradGuard no_grad;
-  for (const Share& share : shares) {
-    if (evaluate_epoch_) report.valid.add(evaluate_epoch_(share));
-    if (evaluate_end_ && task.last) report.test.add(evaluate_end_(share));
+void TrainingPlan::attach() {
+  plan_.parts.assign(parts_.begin(), parts_.end());
+  Attached attached;
+  for (const int trainer : own_) attached = ask<&TrainingHost::attach>(plan_, trainer);
+  log_.resume_after(attached.steps_made);
+  if (attached.saves && set_lr_factors_.empty() && own_.front() == 0) {
+    process_.sink().warn(base::ErrorKind::kInvalid,
+                         "the checkpoints keep no optimizer (Training::keep): a job that goes on "
+                         "from one begins with fresh momentum and moments");
   }
-  return report;
+  if (attached.path.empty()) return;
+  for (const int trainer : own_) give(trainer, attached.path);
 }
 
+/// Gives each part what the checkpoint has for it.
+void TrainingPlan::give(int trainer, const std::string& checkpoint) const {
+  for (const Part& part : parts_) {
+    if (part.once && trainer != 0) continue;
+    data::naming_file(checkpoint, [&] {
+      const PartName& name = part;
+      const data::NamedTensors tensors = ask<&TrainingHost::saved_part>(name, trainer);
+      data::naming_file(part.file + ".safetensors", [&] { part.give(trainer, tensors); });
+    });
+  }
+}
+
+/// What a trainer has for a checkpoint, by file, as it is stored there.
 std::map<std::string, data::NamedTensors> TrainingPlan::taken(int trainer) const {
   std::map<std::string, data::NamedTensors> files;
-  for (const auto& [name, part] : parts_) {
+  for (const Part& part : parts_) {
     if (!part.each_own && trainer != 0) continue;
-    const PartName full = name_of(name, part);
     for (const auto& [tensor, value] : data::on_host(part.take(trainer))) {
-      const std::string stored = full.stored(tensor, trainer);
-      if (!full.has(stored, trainer) || !files[part.file].emplace(stored, value).second) {
+      const std::string stored = part.stored(tensor, trainer);
+      if (!part.has(stored, trainer) || !files[part.file].emplace(stored, value).second) {
         throw base::Exception(base::ErrorKind::kInternal,
-                              "a checkpoint's part '" + name + "' has the tensor " + tensor +
+                              "a checkpoint's part '" + part.name + "' has the tensor " + tensor +
                                   ", which is not named by it or is another's, too");
       }
     }
@@ -176,32 +161,59 @@ std::map<std::string, data::NamedTensors> TrainingPlan::taken(int trainer) const
   return files;
 }
 
-void TrainingPlan::give(int trainer, const std::string& checkpoint,
-                        const std::function<data::NamedTensors(const PartName&)>& saved) const {
-  for (const auto& [name, part] : parts_) {
-    if (part.once && trainer != 0) continue;
-    const PartName full = name_of(name, part);
-    naming_checkpoint(checkpoint, [&] {
-      const data::NamedTensors tensors = saved(full);
-      naming_checkpoint(part.file + ".safetensors", [&] { part.give(trainer, tensors); });
-    });
-  }
-}
-
-void TrainingPlan::set_lr_factors(int64_t epoch) const {
-  const double factor = plan_.lr_schedule.factor(made_, epoch - 1);
+void TrainingPlan::make(const Step& what, const std::function<Result()>& step) {
+  const base::TraceScope scope("step", "step", steps_made());
+  if (log_.epoch() != what.epoch) log_.begin_epoch(what.epoch);
+  const double factor = lr_schedule_.factor(steps_made(), what.epoch - 1);
   for (const auto& set : set_lr_factors_) set(factor);
-}
-
-void TrainingPlan::made(const Result& result, int64_t epoch, int64_t number) {
-  const double loss = checked_loss(result.loss, epoch, number + 1);
-  ++made_;
+  const Result result = step();
+  const double loss = checked_loss(result.loss, what.epoch, what.number + 1);
   samples_ += result.samples;
   log_.step(loss, result.samples, result.more);
 }
 
+void TrainingPlan::meet(const Task& task) {
+  if (task.kind == Task::Kind::kEvaluate) ask<&TrainingHost::report>(close_epoch(task));
+  if (task.kind == Task::Kind::kEnd) end(task);
+  if (task.kind != Task::Kind::kSave) return;
+  for (const int trainer : own_) ask<&TrainingHost::contribute>(taken(trainer));
+}
+
+/// How the epoch went, with this process's share of an evaluation.
+Report TrainingPlan::close_epoch(const Task& task) {
+  Report report;
+  if (plan_.log) report.steps = log_.epoch_steps();
+  log_.end_epoch();
+  report.loss = log_.last_loss();
+  report.maxima = maxima_;
+  if (task.kind != Task::Kind::kEvaluate) return report;
+  const base::TraceScope scope("evaluate");
+  const at::NoGradGuard no_grad;
+  if (evaluate_epoch_) report.valid = evaluate_epoch_(share_);
+  if (evaluate_end_ && task.last) report.test = evaluate_end_(share_);
+  return report;
+}
+
+void TrainingPlan::end(const Task& task) {
+  if (log_.epoch_steps() > 0) ask<&TrainingHost::report>(close_epoch(task));
+  log_.end_epoch();
+  stopped_ = task.stopped || process_.job().stop->requested();
+  Json& fields = process_.fields();
+  fields["steps"] = log_.steps() * static_cast<int64_t>(own_.size());
+  fields["train_s"] = log_.train_s();
+  // Trainers that go at one pace: the first speaks for all.
+  if (plan_.unit == Unit::kWords && share_.index == 0 && log_.train_s() > 0) {
+    fields["words_per_s"] = static_cast<double>(samples_ * share_.count) / log_.train_s();
+  }
+}
+
 Training::Training(Rank& rank, Plan plan)
-    : TrainingPlan(std::move(plan), rank.sink()), rank_(rank) {}
+    : TrainingPlan(std::move(plan), rank, {rank.index()}, {rank.index(), rank.count()},
+                   &rank.agent(), nullptr),
+      rank_(rank) {
+  plan_.trainers = rank.count();
+  plan_.first_rank = rank.number() - rank.index();
+}
 
 void Training::keep(const std::string& name, const nn::RemoteModule<>& module) {
   Part part;
@@ -226,9 +238,11 @@ void Training::keep(optim::DistributedOptimizer& optimizer, std::vector<std::str
   set_lr_factors_.emplace_back([&optimizer](double factor) { optimizer.set_lr_factor(factor); });
   Part part;
   part.file = "optimizer";
-  part.take = [&optimizer, parameters](int) { return flatten(parameters, optimizer.state()); };
+  part.take = [&optimizer, parameters](int) {
+    return optim::flatten(parameters, optimizer.state());
+  };
   part.give = [&optimizer, parameters](int trainer, const data::NamedTensors& saved) {
-    const std::vector<optim::ParameterState> states = unflatten(parameters, saved);
+    const std::vector<optim::ParameterState> states = optim::unflatten(parameters, saved);
     if (trainer == 0) return optimizer.load_state(states);
     // The shared ones are the first's to give.
     const auto own = static_cast<std::ptrdiff_t>(optimizer.local_state().size());
@@ -237,76 +251,92 @@ void Training::keep(optim::DistributedOptimizer& optimizer, std::vector<std::str
   keep("", std::move(part));
 }
 
-void Training::attach() {
-  Attachment own = attachment();
-  own.trainer = rank_.index();
-  own.trainers = rank_.count();
-  own.take_over = own.take_over && !rank_.has_group();
-  rank_.close_groups();
-  const Attached attached = rank_.agent().rpc_sync<&on_host::attach>(host(), own);
-  made_ = attached.steps_made;
-  log_.resume_after(made_);
-  if (attached.saves && set_lr_factors_.empty() && rank_.index() == 0) {
-    rank_.sink().emit("warn", {{"kind", base::kind_name(base::ErrorKind::kInvalid)},
-                               {"message",
-                                "the checkpoints keep no optimizer (Training::keep): a job that "
-                                "goes on from one begins with fresh momentum and moments"}});
-  }
-  if (attached.path.empty()) return;
-  give(rank_.index(), attached.path, [this](const PartName& part) {
-    return rank_.agent().rpc_sync<&on_host::saved_part>(host(), part, rank_.index());
-  });
-}
-
 void Training::run(const std::function<Result(const Step&)>& step) {
+  plan_.take_over = plan_.take_over && !rank_.has_group();
+  rank_.close_groups();
   attach();
-  const StopSignal& stop = *rank_.job().stop;
-  for (;;) {
-    const auto [task, schedule] =
-        rank_.agent().rpc_sync<&on_host::next>(host(), stop.requested(), reached(), wanted_);
-    plan_.lr_schedule.load_state(schedule);
+  for (Task::Kind last = Task::Kind::kTrain; last != Task::Kind::kEnd;) {
+    const bool stop = rank_.job().stop->requested();
+    const auto [task, schedule] = rank_.agent().rpc_sync<rpc::of_local<&TrainingHost::next>>(
+        host(), rank_.index(), stop, reached(), wanted_);
+    lr_schedule_.load_state(schedule);
+    last = task.kind;
     if (task.kind == Task::Kind::kTrain) {
       train(task, step);
-      continue;
+    } else {
+      rank_.check_groups();
+      meet(task);
     }
-    rank_.check_groups();
-    if (task.kind == Task::Kind::kEvaluate) {
-      const Share share{rank_.index(), rank_.count()};
-      rank_.agent().rpc_sync<&on_host::report>(host(), close_epoch(task, {share}));
-    }
-    if (task.kind == Task::Kind::kSave) {
-      rank_.agent().rpc_sync<&on_host::contribute>(host(), taken(rank_.index()));
-    }
-    if (task.kind != Task::Kind::kEnd) continue;
-    if (log_.epoch_steps() > 0) {
-      rank_.agent().rpc_sync<&on_host::report>(host(), close_epoch(task, {}));
-    }
-    log_.end_epoch();
-    stopped_ = task.stopped || stop.requested();
-    break;
-  }
-  Json& fields = rank_.fields();
-  fields["steps"] = log_.steps();
-  fields["train_s"] = log_.train_s();
-  // Trainers that go at one pace: the first speaks for all.
-  if (plan_.unit == Unit::kWords && rank_.index() == 0 && log_.train_s() > 0) {
-    fields["words_per_s"] = static_cast<double>(samples_ * rank_.count()) / log_.train_s();
   }
 }
 
 void Training::train(const Task& task, const std::function<Result(const Step&)>& step) {
   const base::TimePoint begun = base::Clock::now();
-  if (log_.epoch() != task.epoch) log_.begin_epoch(task.epoch);
   for (int64_t number = task.step; number < task.step + task.count; ++number) {
-    const base::TraceScope scope("step", "step", made_);
-    set_lr_factors(task.epoch);
-    made(step({task.epoch, task.shard, number, made_}), task.epoch, number);
+    const Step what = {task.epoch, task.shard, number, steps_made()};
+    make(what, [&] { return step(what); });
   }
   // So many at once as take their time at the pace of the last ones, but no more than twice as
   // many: steps may come to take longer.
   const double pace = static_cast<double>(task.count) / std::max(base::seconds_since(begun), 1e-6);
   wanted_ = std::clamp(static_cast<int64_t>(pace * kLease_s), int64_t{1},
                        std::min(2 * task.count, plan_.steps_at_once));
+}
+
+LocalTraining::LocalTraining(Local& local, Plan plan, int trainers)
+    : TrainingPlan(std::move(plan), local, {}, {0, 1}, nullptr, &local.host()),
+      host_(local.host()) {
+  plan_.trainers = trainers;
+  own_.resize(static_cast<size_t>(trainers));
+  std::iota(own_.begin(), own_.end(), 0);
+}
+
+// Rounds of one step for each trainer that has one, and between them what all do together.
+void LocalTraining::run(const std::function<Result(const std::vector<Step>&)>& step) {
+  attach();
+  std::map<int, base::Future<Lease>> pending;  // those that still have steps in an epoch go first
+  for (Task task; task.kind != Task::Kind::kEnd;) {
+    for (int trainer = 0; trainer < plan_.trainers; ++trainer) {
+      if (pending.contains(trainer)) continue;
+      pending.emplace(trainer, host_.next(trainer, false, reached(), 1));
+    }
+    std::vector<Step> steps;
+    for (auto it = pending.begin(); it != pending.end();) {
+      if (!it->second.done()) {
+        ++it;
+        continue;
+      }
+      const auto [next, schedule] = it->second.wait();
+      it = pending.erase(it);
+      lr_schedule_.load_state(schedule);
+      if (steps.empty()) task = next;
+      steps.push_back({next.epoch, next.shard, next.step, steps_made()});
+    }
+    if (task.kind == Task::Kind::kTrain) {
+      make(steps.at(0), [&] { return step(steps); });
+    } else {
+      meet(task);
+    }
+  }
+}
+
+void LocalTraining::run(LocalUpdates& updates, const std::function<Result(const Step&)>& step) {
+  run([&](const std::vector<Step>& steps) {
+    Result all;
+    double loss_sum = 0;
+    for (const Step& each : steps) {
+      const Result one = step(each);
+      loss_sum += one.loss.item<double>();
+      all.samples += one.samples;
+      if (all.more.empty()) all.more = one.more;
+      base::traced("backward", [&] { one.loss.backward(); });
+      updates.gather();
+      if (updates.in_turns()) updates.step();
+    }
+    if (!updates.in_turns()) updates.step();
+    all.loss = at::scalar_tensor(loss_sum / static_cast<double>(steps.size()), at::kDouble);
+    return all;
+  });
 }
 
 }  // namespace distrain::job

@@ -7,11 +7,10 @@
 namespace distrain::optim {
 
 Rule make_rule(const RuleText& text) {
-  OptimizerFields fields{text.optimizer, {}};
-  if (text.lr) fields.values["lr"] = *text.lr;
+  OptimizerFields fields{text.optimizer, {{"lr", text.lr}}};
   if (text.weight_decay) fields.values["weight_decay"] = *text.weight_decay;
   // An optimizer without momentum has a momentum of 0.
-  if (text.momentum.value_or(0) != 0) fields.values["momentum"] = *text.momentum;
+  if (text.momentum != 0) fields.values["momentum"] = text.momentum;
   if (!std::isfinite(text.clip) || text.clip < 0) {
     throw base::Exception(base::ErrorKind::kInvalid,
                           "gradients cannot be clipped to a norm of " + std::to_string(text.clip));

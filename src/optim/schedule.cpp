@@ -1,13 +1,13 @@
 #include "distrain/optim/schedule.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <limits>
 #include <numbers>
 #include <vector>
 
 #include "distrain/base/error.h"
+#include "distrain/base/text.h"
 
 namespace distrain::optim {
 namespace {
@@ -18,18 +18,12 @@ constexpr const char* kForms =
     "constant, step:SIZE[,GAMMA], cosine:LENGTH[,FLOOR] or "
     "plateau:PATIENCE[,FACTOR[,FLOOR[,THRESHOLD]]], after warmup:LENGTH+ or not";
 
-// The shortest text that is read back as the same number.
-std::string to_text(double value) {
-  char text[32];
-  return {text, std::to_chars(std::begin(text), std::end(text), value).ptr};
-}
-
 std::string to_text(int64_t count, ScheduleUnit unit) {
   return std::to_string(count) + (unit == ScheduleUnit::kEpochs ? "e" : "");
 }
 
 void check(bool good, const char* what, double value, const char* range) {
-  if (!good) invalid(std::string(what) + " cannot be " + to_text(value) + ": " + range);
+  if (!good) invalid(std::string(what) + " cannot be " + base::shortest(value) + ": " + range);
 }
 
 void check_length(const char* what, int64_t length) {
@@ -81,23 +75,8 @@ double shape_factor(const Schedule::Shape& shape, const ScheduleState& state, in
 
 // ---- the text ----
 
-template <class T>
-std::optional<T> number(std::string_view text) {
-  T value{};
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  return value;
-}
-
-std::vector<std::string_view> split(std::string_view text, char by) {
-  std::vector<std::string_view> parts;
-  for (;;) {
-    const size_t end = text.find(by);
-    parts.push_back(text.substr(0, end));
-    if (end == std::string_view::npos) return parts;
-    text.remove_prefix(end + 1);
-  }
-}
+using base::number;
+using base::split;
 
 // `name:value,value,…`, read in order.
 class Part {
@@ -178,13 +157,13 @@ Schedule::Shape parse_shape(Part part) {
 std::string optional_values(std::vector<double> values, const std::vector<double>& defaults) {
   while (!values.empty() && values.back() == defaults[values.size() - 1]) values.pop_back();
   std::string text;
-  for (const double value : values) text += "," + to_text(value);
+  for (const double value : values) text += "," + base::shortest(value);
   return text;
 }
 
 std::string shape_text(const Schedule::Shape& shape) {
   if (const auto* step = std::get_if<StepDecay>(&shape)) {
-    return "step:" + to_text(step->size, step->unit) + "," + to_text(step->gamma);
+    return "step:" + to_text(step->size, step->unit) + "," + base::shortest(step->gamma);
   }
   if (const auto* cosine = std::get_if<Cosine>(&shape)) {
     return "cosine:" + to_text(cosine->length, cosine->unit) +

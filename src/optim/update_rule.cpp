@@ -314,6 +314,30 @@ double clip_scale(double norm_squared, double max_norm) {
   return std::min(1.0, max_norm / (std::sqrt(norm_squared) + kEpsilon));
 }
 
+std::map<std::string, at::Tensor> flatten(const std::vector<std::string>& parameters,
+                                          const std::vector<ParameterState>& states) {
+  std::map<std::string, at::Tensor> flat;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    for (const auto& [name, value] : states.at(i)) flat[parameters[i] + "." + name] = value;
+  }
+  return flat;
+}
+
+std::vector<ParameterState> unflatten(const std::vector<std::string>& parameters,
+                                      const std::map<std::string, at::Tensor>& flat) {
+  std::vector<ParameterState> states(parameters.size());
+  for (const auto& [key, value] : flat) {
+    const size_t dot = key.rfind('.');
+    const auto it = std::find(parameters.begin(), parameters.end(), key.substr(0, dot));
+    if (dot == std::string::npos || it == parameters.end()) {
+      throw Exception(ErrorKind::kBadData,
+                      "the optimizer's state has " + key + ", which is of no parameter");
+    }
+    states[static_cast<size_t>(it - parameters.begin())][key.substr(dot + 1)] = value;
+  }
+  return states;
+}
+
 double norm_squared(const std::vector<at::Tensor>& gradients) {
   const at::NoGradGuard no_grad;
   double sum = 0;

@@ -2,7 +2,7 @@
 // What a device could not do is a want of resources, and names the rank.
 #include <c10/util/Exception.h>
 
-#include "distrain/job/device_choice.h"
+#include "distrain/cuda/device_choice.h"
 #include "distrain/rpc/error.h"
 #include "support/cluster.h"
 #include "support/scenario_job.h"
@@ -66,12 +66,12 @@ TEST_CASE("what an accelerator's runtime reports is a want of resources") {
 
 TEST_CASE("a rank is named, once, whatever failed as its devices were looked for") {
   const auto choose = []() -> std::vector<c10::Device> { report_failure(); };
-  const base::Error error = error_of([&] { job::naming_rank(12, "trainer11", choose); });
+  const base::Error error = error_of([&] { cuda::naming_rank(12, "trainer11", choose); });
   CHECK(error.rank == 12);
   CHECK(error.message == "rank 12 (trainer11): CUDA error: all devices are busy");
-  CHECK(job::error_of_rank(error, 12, "trainer11").message == error.message);
-  CHECK(job::error_of_rank(error, 12, "").message == error.message);
-  CHECK(job::error_of_rank(error, 1, "ps").message == "rank 1 (ps): " + error.message);
-  CHECK(job::error_of_rank({base::ErrorKind::kResources, "no disk", -1, {}}, 1, "").message ==
+  CHECK(cuda::error_of_rank(error, 12, "trainer11").message == error.message);
+  CHECK(cuda::error_of_rank(error, 12, "").message == error.message);
+  CHECK(cuda::error_of_rank(error, 1, "ps").message == "rank 1 (ps): " + error.message);
+  CHECK(cuda::error_of_rank({base::ErrorKind::kResources, "no disk", -1, {}}, 1, "").message ==
         "rank 1: no disk");
 }

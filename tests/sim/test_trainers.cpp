@@ -5,7 +5,7 @@
 
 #include <ATen/ATen.h>
 
-#include "distrain/job/rank.h"
+#include "distrain/collective/reduce_group.h"
 #include "distrain/rpc/device.h"
 #include "support/catch.h"
 #include "support/cluster.h"
@@ -40,10 +40,10 @@ class FailsOnTheDevice final : public collective::ReduceGroup {
 TEST_CASE("a job asks whether averages are whole when its device has done them") {
   const auto group = std::make_shared<FailsOnTheDevice>();
   at::Tensor x = at::ones({3}, at::TensorOptions(sim(1)));
-  job::check_averages(*group, sim(1));
+  group->check(sim(1));
   x = x * 2 + 1;
   group->fail_behind(rpc::StreamPoint::mark(sim(1)));
-  const base::Error error = error_of([&] { job::check_averages(*group, sim(1)); });
+  const base::Error error = error_of([&] { group->check(sim(1)); });
   CHECK(error.kind == base::ErrorKind::kPeerLost);
   CHECK(error.rank == 1);
 }

@@ -11,19 +11,19 @@
 
 #include "distrain/app/options.h"
 #include "distrain/app/placement.h"
-#include "distrain/job/device_choice.h"
+#include "distrain/cuda/device_choice.h"
 
 namespace distrain::app {
 
 /// What a job's ranks can be put on, beside `--device`.
 struct DeviceRules {
-  std::vector<job::DeviceRole> roles;
+  std::vector<cuda::DeviceRole> roles;
   /// GPUs, 0 and on, that a rank takes in place of its `--device`; none: as that says. May be null.
   std::function<std::optional<int>(const ParsedOptions&, const std::string& rank_name)> gpus_of;
 };
 
 /// `--device` of a job with these roles.
-job::DeviceSpec device_spec(const ParsedOptions& options, const DeviceRules& rules);
+cuda::DeviceSpec device_spec(const ParsedOptions& options, const DeviceRules& rules);
 
 /// Throws `invalid` for a `--device` that makes no sense, as far as it can be known before any rank
 /// starts.

@@ -13,7 +13,6 @@
 #include "distrain/base/error.h"
 #include "distrain/job/definition.h"
 #include "distrain/job/job.h"
-#include "distrain/job/local_job.h"
 
 namespace distrain::app {
 

@@ -7,7 +7,7 @@
 
 namespace distrain::app {
 
-using job::did_you_mean;
+using base::did_you_mean;
 using job::find_option;
 using job::is_job_option;
 using job::Json;

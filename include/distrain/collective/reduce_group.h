@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "distrain/base/error.h"
+#include "distrain/rpc/device.h"
 
 namespace distrain::collective {
 
@@ -46,6 +47,14 @@ class ReduceGroup {
   /// after all, until somebody has been told: the next operation on a device throws it, too. To be
   /// asked before results are kept, when they have been waited for on the host. Any thread.
   virtual std::optional<base::Error> failure() const = 0;
+
+  /// Before what was averaged is kept or judged: waits until `device` has done what it was given,
+  /// and throws a failure(). Nothing on CPUs.
+  void check(c10::Device device) const {
+    if (!rpc::is_accelerator(device)) return;
+    rpc::StreamPoint::mark(device).wait_on_host();
+    if (const auto error = failure()) throw base::Exception(*error);
+  }
 };
 
 }  // namespace distrain::collective

@@ -66,8 +66,8 @@ class CheckpointStore {
   /// keys, or over 64 MiB.
   std::string save(const Checkpoint& checkpoint);
 
-  /// Whether a folder of checkpoints has its checkpoints under such names.
-  static bool is_checkpoint(const std::string& name);
+  /// Whether `path` is this folder of checkpoints, or would be one in it.
+  static bool holds(const std::string& folder, const std::string& path);
 
   /// The newest checkpoint of `folder`, by its step; none if there is none or no folder. Throws
   /// `bad_data` for a folder that cannot be read.

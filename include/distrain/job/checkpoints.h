@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -10,14 +9,18 @@
 
 #include "distrain/data/checkpoint_store.h"
 #include "distrain/data/named_tensors.h"
-#include "distrain/job/checkpoint_options.h"
 #include "distrain/job/job.h"
-#include "distrain/optim/update_rule.h"
 
 namespace distrain::job {
 
-/// Runs `use`; what it throws as `bad_data` names the checkpoint `path`.
-void naming_checkpoint(const std::string& path, const std::function<void()>& use);
+/// `--checkpoint`, `--checkpoint-every`, `--resume` and `--keep`, as every job takes them. Rank 0
+/// reads and writes the files; the other ranks only have to know whether and when there are any.
+struct CheckpointOptions {
+  std::string dir;     ///< empty: nothing is saved
+  int64_t every = 0;   ///< steps of each trainer; 0: at the end of each epoch
+  std::string resume;  ///< empty: start afresh; "auto": the newest in `dir`, if any; else a path
+  int64_t keep = 2;    ///< checkpoints that are left in `dir`
+};
 
 /// The file of words, beside `model`, `optimizer` and `state`.
 inline constexpr const char* kVocabulary = "vocabulary";
@@ -39,9 +42,8 @@ struct Snapshot {
   void expect_option(const std::string& name, const std::string& value) const;
   /// What all trainers agreed upon under this name; refuses if there was no such thing.
   std::string agreed(const std::string& name) const;
-  void checked(const std::function<void()>& use) const { naming_checkpoint(path, use); }
   /// The tensors of `file`; refuses if there are none.
-  const data::NamedTensors& file(const char* name) const;
+  const data::NamedTensors& file(const std::string& name) const;
   /// A list that part_of_words() has kept; refuses if there is none.
   std::vector<std::string> words(const std::string& list) const;
 };
@@ -80,15 +82,7 @@ class Checkpoints {
   EventSink& sink_;
   std::unique_ptr<data::CheckpointStore> store_;
   bool in_first_save_ = false;
-  bool has_saved_ = false;
   std::string last_saved_;
 };
-
-/// An optimizer's state as tensors named "<parameter>.<name>", and back. The second throws
-/// `bad_data` for names of no parameter.
-data::NamedTensors flatten(const std::vector<std::string>& parameters,
-                           const std::vector<optim::ParameterState>& states);
-std::vector<optim::ParameterState> unflatten(const std::vector<std::string>& parameters,
-                                             const data::NamedTensors& flat);
 
 }  // namespace distrain::job

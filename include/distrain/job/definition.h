@@ -9,7 +9,7 @@
 #include <variant>
 #include <vector>
 
-#include "distrain/job/device_choice.h"
+#include "distrain/cuda/device_choice.h"
 #include "distrain/job/events.h"
 #include "distrain/job/job.h"
 #include "distrain/job/local_training.h"
@@ -66,9 +66,6 @@ Outcome run_local(const Job& job, EventSink& sink, const std::string& cmd,
 /// The options that a checkpoint remembers, of these values.
 RankBody::Known known_options(const OptionTable& table, const OptionMap& values);
 
-/// Throws `internal`: a second role whose number of ranks is an option.
-[[noreturn]] void refuse_role(const std::string& name);
-
 /// A kind of job: its options, its ranks by their roles and what each of them does. What Options
 /// declares by
 ///
@@ -80,7 +77,7 @@ class Definition {
  public:
   using Main = std::function<void(Rank&, const Options&)>;
   using Count = std::variant<int, int Options::*>;
-  using Use = DeviceRole::Use;
+  using Use = cuda::DeviceRole::Use;
 
   Definition(std::string name, std::string summary)
       : name_(std::move(name)), summary_(std::move(summary)) {
@@ -117,7 +114,8 @@ class Definition {
   Definition& role(std::string name, Count count, Main main = {}, Use use = Use::kCompute,
                    std::string alias = {}) {
     if (std::holds_alternative<int Options::*>(count) && !count_option().empty()) {
-      refuse_role(name);
+      throw base::Exception(base::ErrorKind::kInternal,
+                            "a second role whose number of ranks is an option: " + name);
     }
     roles_.push_back({std::move(name), count, std::move(main), use, std::move(alias)});
     return *this;
@@ -207,8 +205,8 @@ class Definition {
     }
     return roles;
   }
-  std::vector<DeviceRole> device_roles() const {
-    std::vector<DeviceRole> roles;
+  std::vector<cuda::DeviceRole> device_roles() const {
+    std::vector<cuda::DeviceRole> roles;
     for (const RoleRow& row : roles_) roles.push_back({row.name, row.alias, row.use});
     return roles;
   }

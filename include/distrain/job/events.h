@@ -4,6 +4,9 @@
 #include <string>
 #include <vector>
 
+#include "distrain/job/job.h"
+#include "distrain/nn/evaluation.h"
+
 namespace distrain::job {
 
 // What the JSON lines of a job hold, declared once: the schema, the man pages and the tests of
@@ -13,6 +16,10 @@ namespace distrain::job {
 enum class Unit : uint8_t { kSamples, kWords };
 /// The field that says how many there were.
 const char* counted(Unit unit);
+
+using nn::Evaluation;
+/// loss, accuracy or perplexity, samples or words; empty where there are none.
+Json fields_of(const Evaluation& evaluation, Unit unit);
 
 /// As JSON has neither NaN nor infinity, a kNumber may be null, and so may one of kNumbers.
 enum class FieldType {

@@ -34,6 +34,11 @@ class EventSink {
   virtual void emit(std::string_view event, const Json& fields) = 0;
   /// All ranks are there: what rank 0 has told of the job, and the role that follows from it.
   virtual void joined(std::string_view role, const OptionMap& of_rank_0) = 0;
+
+  /// Trouble; the job goes on.
+  void warn(base::ErrorKind kind, const std::string& message) {
+    emit("warn", {{"kind", base::kind_name(kind)}, {"message", message}});
+  }
 };
 
 /// Faults of one rank, to try out what they do (`--inject`).
@@ -88,5 +93,10 @@ struct Outcome {
 
 /// Of what runs in one process, without RPC.
 Outcome outcome_without_ranks(Json fields);
+/// A job in one process: `run()`, and what `--trace` asks for. Throws what `run` throws.
+Outcome run_local_job(const Job& job, EventSink& sink, const std::function<Outcome()>& run);
+
+/// As JSON lines have them: "cuda:0", or a list of several.
+Json device_names(const std::vector<c10::Device>& devices);
 
 }  // namespace distrain::job

@@ -1,14 +1,14 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
-#include <limits>
 #include <optional>
 #include <set>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
+#include "distrain/base/text.h"
 #include "distrain/job/job.h"
 
 namespace distrain::job {
@@ -71,15 +71,8 @@ inline bool is_job_option(const Option& option) {
 /// The option's name as JSON lines have it: "batch_size".
 std::string json_name(const Option& option);
 
-/// "layer1,layer2" → both.
-std::vector<std::string> split_list(std::string_view text);
-
 /// An option's canonical value as JSON: a number stays one, an empty text becomes null.
 Json json_value(const Option& option, const std::string& canonical);
-
-/// The nearest of `candidates`, if it is near enough to be what was meant.
-std::optional<std::string> did_you_mean(std::string_view word,
-                                        const std::vector<std::string>& candidates);
 
 /// What the user gave, validated, over the defaults of the table.
 class ParsedOptions {
@@ -115,37 +108,56 @@ class ParsedOptions {
 namespace detail {
 
 // A member of an options structure from a canonical value, and back. Empty: an optional that is not
-// there. Of a bool `yes` and `no` are the words.
-void read_value(const std::string& text, int& value);
-void read_value(const std::string& text, int64_t& value);
-void read_value(const std::string& text, uint64_t& value);
-void read_value(const std::string& text, double& value);
-void read_value(const std::string& text, std::string& value);
-void read_value(const std::string& text, std::vector<int64_t>& value);
-void read_value(const std::string& text, std::vector<std::string>& value);
-void read_value(const std::string& text, bool& value, const char* yes, const char* no);
-std::string write_value(int64_t value);
-inline std::string write_value(int value) { return write_value(int64_t{value}); }
-std::string write_value(uint64_t value);
-std::string write_value(double value);
-std::string write_value(const std::string& value);
-std::string write_value(const std::vector<int64_t>& value);
-std::string write_value(const std::vector<std::string>& value);
-std::string write_value(bool value, const char* yes, const char* no);
+// there, a list of nothing. Of a bool `yes` and `no` are the words.
 
+template <class T>
+void read_value(const std::string& text, T& value) {
+  if constexpr (std::is_arithmetic_v<T>) {
+    value = base::number<T>(text).value_or(0);
+  } else {
+    value = text;
+  }
+}
+inline void read_value(const std::string& text, bool& value, const char* yes, const char*) {
+  value = text == yes;
+}
 template <class T>
 void read_value(const std::string& text, std::optional<T>& value) {
   value.reset();
   if (!text.empty()) read_value(text, value.emplace());
 }
 template <class T>
+void read_value(const std::string& text, std::vector<T>& value) {
+  value.clear();
+  if (text.empty()) return;
+  for (const auto part : base::split(text, ','))
+    read_value(std::string(part), value.emplace_back());
+}
+
+template <class T>
+std::string write_value(const T& value) {
+  if constexpr (std::is_floating_point_v<T>) {
+    return base::shortest(value);
+  } else if constexpr (std::is_arithmetic_v<T>) {
+    return std::to_string(value);
+  } else {
+    return value;
+  }
+}
+inline std::string write_value(bool value, const char* yes, const char* no) {
+  return value ? yes : no;
+}
+template <class T>
 std::string write_value(const std::optional<T>& value) {
   return value ? write_value(*value) : std::string();
 }
+template <class T>
+std::string write_value(const std::vector<T>& values) {
+  std::string text;
+  for (const T& value : values) text += (text.empty() ? "" : ",") + write_value(value);
+  return text;
+}
 
 }  // namespace detail
-
-/// Throws `internal`: a job speaks of an option that it has not declared.
-[[noreturn]] void refuse_unknown_option(std::string_view name);
 
 }  // namespace distrain::job

@@ -143,7 +143,7 @@ class OptionList {
     for (Row& row : rows_) {
       if (row.option.name == name) return row.option;
     }
-    refuse_unknown_option(name);
+    throw base::Exception(base::ErrorKind::kInternal, "no option is named " + std::string(name));
   }
 
   /// Of the option that is kept in this member; empty if there is none.

@@ -4,15 +4,14 @@
 #include <optional>
 #include <string>
 
-#include "distrain/job/checkpoint_options.h"
+#include "distrain/job/checkpoints.h"
 #include "distrain/job/option_list.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/optim/rule.h"
 
 namespace distrain::job {
 
-// What the options of a job are made of: structures to derive one's own from. Each declares its
-// own rows.
+// What the options of a job are made of: structures to derive one's own from.
 
 /// Of every job.
 struct CommonOptions {
@@ -21,23 +20,64 @@ struct CommonOptions {
   CheckpointOptions checkpoint;
 
   template <class Options>
-  static void describe_common(OptionList<Options>& list);
+  static void describe_common(OptionList<Options>& list) {
+    list.integer("seed", &CommonOptions::seed, "of parameters, data and shuffling")
+        .range(0, 9007199254740991.0);
+    list.integer("log-interval", &CommonOptions::log_interval,
+                 "steps between 'step' lines; 0: none")
+        .may_change();
+    list.group("Checkpoints");
+    const auto of = [](auto member) {
+      return [member](auto& options) -> auto& { return options.checkpoint.*member; };
+    };
+    list.text("checkpoint", of(&CheckpointOptions::dir), "DIR",
+              "save here, so that the job can be taken up again")
+        .details("It saves at the end, too, and on SIGINT, SIGTERM or SIGHUP.")
+        .may_change();
+    list.integer("checkpoint-every", of(&CheckpointOptions::every), "steps between two saves")
+        .range(0, 1e12)
+        .by_default("each epoch's end")
+        .needs("checkpoint")
+        .details("Needs --checkpoint.")
+        .may_change();
+    list.text("resume", of(&CheckpointOptions::resume), "auto|PATH",
+              "go on from this checkpoint; auto: from the newest of --checkpoint, if any")
+        .details(
+            "A folder of checkpoints stands for the newest in it. `auto` needs --checkpoint; if "
+            "there\nis none yet, the job starts afresh. Options that are not given are those that "
+            "it was saved\nwith, but for a limit of steps that it has reached. Of those that are "
+            "given, some may be others\n(--lr, --epochs), which a `warn` line tells.")
+        .offers({"auto"})
+        .may_change();
+    list.integer("keep", of(&CheckpointOptions::keep),
+                 "checkpoints that are left; older ones are removed")
+        .range(1, kMaxInt)
+        .needs("checkpoint")
+        .may_change();
+  }
 };
 
 /// How parameters are updated.
-struct RuleOptions {
-  std::string optimizer = "sgd";  ///< sgd, adagrad, adam, adamw, rmsprop
-  double lr = 0.01;
-  double momentum = 0;  ///< of sgd and rmsprop
-  std::optional<double> weight_decay;
-  std::string lr_schedule = "constant";  ///< optim::Schedule::parse
-  double clip = 0;                       ///< of the gradient's norm over all ranks; 0: none
-
+struct RuleOptions : optim::RuleText {
   /// Throws `invalid` for what no rule can be made of.
-  optim::Rule rule() const;
+  optim::Rule rule() const { return optim::make_rule(*this); }
 
   template <class Options>
-  static void describe_rule(OptionList<Options>& list);
+  static void describe_rule(OptionList<Options>& list) {
+    list.choice("optimizer", &RuleOptions::optimizer,
+                {"sgd", "adagrad", "adam", "adamw", "rmsprop"},
+                "of all parameters, remote and local");
+    list.real("lr", &RuleOptions::lr, "learning rate").may_change();
+    list.real("momentum", &RuleOptions::momentum, "of sgd and rmsprop");
+    list.real("weight-decay", &RuleOptions::weight_decay, "of the optimizer")
+        .by_default("0.01 of adamw, else 0");
+    list.text("lr-schedule", &RuleOptions::lr_schedule, "SCHEDULE",
+              "of the learning rate: constant, step:SIZE[,GAMMA], cosine:LENGTH[,FLOOR] or "
+              "plateau:PATIENCE[,FACTOR], after warmup:LENGTH+ if there is one; lengths are steps, "
+              "with an e behind them epochs")
+        .may_change();
+    list.real("clip", &RuleOptions::clip, "limit of the gradient's norm; 0: none");
+  }
 };
 
 /// Of a job whose trainers go through data in epochs.
@@ -54,7 +94,20 @@ struct TrainerOptions : CommonOptions, RuleOptions {
   optim::Sharing sharing(int participant) const;
 
   template <class Options>
-  static void describe_trainer(OptionList<Options>& list);
+  static void describe_trainer(OptionList<Options>& list) {
+    list.integer("trainers", &TrainerOptions::trainers, "ranks that train").range(1, 1022);
+    list.integer("epochs", &TrainerOptions::epochs, "passes over the data")
+        .range(1, kMaxInt)
+        .may_change();
+    list.integer("steps", &TrainerOptions::steps, "end after N steps of each trainer")
+        .range(0, 1e12)
+        .by_default("as many as the epochs have")
+        .step_limit();
+    list.integer("batch-size", &TrainerOptions::batch_size, "examples a batch and trainer")
+        .range(1, kMaxInt);
+    list.choice("mode", &TrainerOptions::mode, {"async", "sync"},
+                "async: each trainer's update as it comes; sync: one mean update a step");
+  }
 };
 
 /// All rows that `Options` has from the structures above, in the order of the help.
@@ -71,77 +124,6 @@ void describe_inherited(OptionList<Options>& list) {
               "evaluate the model of --resume, train nothing and save nothing")
         .needs("resume");
   }
-}
-
-template <class Options>
-void TrainerOptions::describe_trainer(OptionList<Options>& list) {
-  list.integer("trainers", &TrainerOptions::trainers, "ranks that train").range(1, 1022);
-  list.integer("epochs", &TrainerOptions::epochs, "passes over the data")
-      .range(1, kMaxInt)
-      .may_change();
-  list.integer("steps", &TrainerOptions::steps, "end after N steps of each trainer")
-      .range(0, 1e12)
-      .by_default("as many as the epochs have")
-      .step_limit();
-  list.integer("batch-size", &TrainerOptions::batch_size, "examples a batch and trainer")
-      .range(1, kMaxInt);
-  list.choice("mode", &TrainerOptions::mode, {"async", "sync"},
-              "async: each trainer's update as it comes; sync: one mean update a step");
-}
-
-template <class Options>
-void RuleOptions::describe_rule(OptionList<Options>& list) {
-  list.choice("optimizer", &RuleOptions::optimizer, {"sgd", "adagrad", "adam", "adamw", "rmsprop"},
-              "of all parameters, remote and local");
-  list.real("lr", &RuleOptions::lr, "learning rate").may_change();
-  list.real("momentum", &RuleOptions::momentum, "of sgd and rmsprop");
-  list.real("weight-decay", &RuleOptions::weight_decay, "of the optimizer")
-      .by_default("0.01 of adamw, else 0");
-  list.text("lr-schedule", &RuleOptions::lr_schedule, "SCHEDULE",
-            "of the learning rate: constant, step:SIZE[,GAMMA], cosine:LENGTH[,FLOOR] or "
-            "plateau:PATIENCE[,FACTOR], after warmup:LENGTH+ if there is one; lengths are steps, "
-            "with an e behind them epochs")
-      .may_change();
-  list.real("clip", &RuleOptions::clip, "limit of the gradient's norm; 0: none");
-}
-
-template <class Options>
-void CommonOptions::describe_common(OptionList<Options>& list) {
-  list.integer("seed", &CommonOptions::seed, "of parameters, data and shuffling")
-      .range(0, 9007199254740991.0);
-  list.integer("log-interval", &CommonOptions::log_interval, "steps between 'step' lines; 0: none")
-      .may_change();
-  list.group("Checkpoints");
-  list.text(
-          "checkpoint", [](auto& o) -> auto& { return o.checkpoint.dir; }, "DIR",
-          "save here, so that the job can be taken up again")
-      .details("It saves at the end, too, and on SIGINT, SIGTERM or SIGHUP.")
-      .may_change();
-  list.integer(
-          "checkpoint-every", [](auto& o) -> auto& { return o.checkpoint.every; },
-          "steps between two saves")
-      .range(0, 1e12)
-      .by_default("each epoch's end")
-      .needs("checkpoint")
-      .details("Needs --checkpoint.")
-      .may_change();
-  list.text(
-          "resume", [](auto& o) -> auto& { return o.checkpoint.resume; }, "auto|PATH",
-          "go on from this checkpoint; auto: from the newest of --checkpoint, if any")
-      .details(
-          "A folder of checkpoints stands for the newest in it. `auto` needs --checkpoint; if "
-          "there\nis none yet, the job starts afresh. Options that are not given are those that it "
-          "was saved\nwith, but for a limit of steps that it has reached. Of those that are given, "
-          "some "
-          "may be others\n(--lr, --epochs), which a `warn` line tells.")
-      .offers({"auto"})
-      .may_change();
-  list.integer(
-          "keep", [](auto& o) -> auto& { return o.checkpoint.keep; },
-          "checkpoints that are left; older ones are removed")
-      .range(1, kMaxInt)
-      .needs("checkpoint")
-      .may_change();
 }
 
 }  // namespace distrain::job

@@ -9,7 +9,6 @@
 #include "distrain/job/checkpoints.h"
 #include "distrain/job/events.h"
 #include "distrain/job/job.h"
-#include "distrain/job/train_log.h"
 
 namespace distrain::job {
 

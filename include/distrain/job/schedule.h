@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -98,6 +99,7 @@ class Schedule {
     int64_t wanted = 1;
   };
   using Waiting = std::map<int, Request>;
+  static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
   bool task_locked(int trainer, int64_t wanted, Task& task);
   bool take_locked(int trainer, int64_t wanted, Task& task);
@@ -108,7 +110,7 @@ class Schedule {
   bool epoch_over() const;
   bool job_over() const;
   bool over_after_evaluation() const;
-  void request_stop_locked();
+  bool stopped() const { return stop_at_ != kNever; }
   void enter_next_phase();
   Phase after_training() const;
   Phase after_evaluation();
@@ -121,10 +123,10 @@ class Schedule {
   Position position_;
   std::vector<int64_t> taken_;  // steps since the job's beginning, by trainer
   int64_t saved_ = 0;           // steps of each trainer at the last checkpoint
-  // In steps of each trainer; below 0: nobody has asked.
-  int64_t stop_at_ = -1;
-  int64_t save_at_ = -1;
-  int64_t finish_at_ = -1;
+  // In steps of each trainer; kNever: nobody has asked.
+  int64_t stop_at_ = kNever;
+  int64_t save_at_ = kNever;
+  int64_t finish_at_ = kNever;
   std::optional<base::Error> failed_;
   Waiting waiting_;
 };

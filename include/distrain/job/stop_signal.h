@@ -17,8 +17,7 @@ namespace distrain::job {
 inline constexpr auto kSameSignal = std::chrono::seconds(2);
 
 /// How SIGINT, SIGTERM and SIGHUP reach a job that wants to save before it ends, and SIGUSR1 one
-/// that saves and goes on. Thread-safe, but
-/// for heeds().
+/// that saves and goes on. Thread-safe, but for heeds().
 class StopSignal {
  public:
   /// From now on the job looks at requested() at every step and ends by itself. Before, and for
@@ -28,12 +27,14 @@ class StopSignal {
     state_.compare_exchange_strong(expected, State::kArmed);
   }
   /// All is saved. From now on the signal ends the process at once again, unless the job is
-  /// `stopped` by one anyway: all ranks get it, this one perhaps later than it is told of it.
-  void disarm(bool stopped) {
+  /// `stopped` by one anyway: all ranks get it, this one perhaps later than it is told of it. Gives
+  /// back requested().
+  bool disarm(bool stopped) {
     State state = state_;
     while (!state_.compare_exchange_weak(
         state, stopped || state == State::kStopping ? State::kStopping : State::kOver)) {
     }
+    return requested();
   }
 
   /// The job is to stop: the signal has come, here or on another rank. False if the job will not

@@ -8,16 +8,16 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
 
 #include "distrain/data/named_tensors.h"
 #include "distrain/ddp/distributed_data_parallel.h"
+#include "distrain/job/events.h"
 #include "distrain/job/options.h"
 #include "distrain/job/rank.h"
 #include "distrain/job/schedule.h"
-#include "distrain/job/train_log.h"
 #include "distrain/nn/remote_module.h"
 #include "distrain/optim/distributed_optimizer.h"
+#include "distrain/optim/local_updates.h"
 
 namespace distrain::job {
 
@@ -44,31 +44,33 @@ struct Share {
   int64_t end(int64_t n) const { return n * (index + 1) / count; }
 };
 
-/// Something that a checkpoint keeps. Its tensors are named by the part, as in "fc.weight".
-struct Part {
+/// What a part of a checkpoint is called, and where it is kept.
+struct PartName {
+  std::string name;  ///< its tensors are named by it, as in "fc.weight"; empty: all others
   std::string file = "model";  ///< model, optimizer or state
   bool each_own = false;       ///< every trainer has another one; otherwise the first one's is kept
-  bool once = false;           ///< it is one thing, which the first trainer gives for all
+  static constexpr auto kFields = std::tuple(&PartName::name, &PartName::file, &PartName::each_own);
+
+  /// Whether a tensor is of this part; of trainer `trainer`'s.
+  bool has(const std::string& tensor, int trainer) const;
+  /// As the checkpoint calls a tensor of that trainer's.
+  std::string stored(const std::string& tensor, int trainer) const;
+  bool operator==(const PartName&) const = default;
+};
+
+/// Something that a checkpoint keeps.
+struct Part : PartName {
+  bool once = false;  ///< it is one thing, which the first trainer gives for all
   std::function<data::NamedTensors(int trainer)> take;
   /// Throws `bad_data` for tensors that do not fit.
   std::function<void(int trainer, const data::NamedTensors& saved)> give;
 };
-using Parts = std::vector<std::pair<std::string, Part>>;
-
-class LocalUpdates;
-struct Attachment;
-struct PartName;
-struct Report;
 
 /// Tensors that are written and read in place.
 Part part_of(data::NamedTensors live);
 /// Lists of words that the model's numbers stand for, by name: what it takes to use the model. None
 /// has a line break in it. The part has a file of its own, so no name.
 Part part_of_words(const std::map<std::string, std::vector<std::string>>& lists);
-/// Of a torch::nn module, under `name`: parameters and buffers.
-data::NamedTensors named_tensors(const std::string& name, const torch::nn::Module& module);
-/// Copies values into tensors of these names, shapes and dtypes. `bad_data` for another set.
-void copy_into(const data::NamedTensors& live, const data::NamedTensors& saved);
 
 namespace detail {
 
@@ -78,7 +80,7 @@ data::NamedTensors take_parameters(const rpc::RRef<T>& object) {
 }
 template <class T>
 void give_parameters(const rpc::RRef<T>& object, const data::NamedTensors& saved) {
-  copy_into(object.local_value().named_parameters(), saved);
+  data::copy_into(object.local_value().named_parameters(), saved);
 }
 
 }  // namespace detail
@@ -92,25 +94,75 @@ void expose_parameters(rpc::Agent& agent, const std::string& name) {
 }
 
 /// How much there is to train, and how it is told.
-struct Plan {
-  int64_t epochs = 1;
-  int64_t steps = 0;  ///< of each trainer; 0: as many as the epochs have
-  int64_t steps_per_epoch = 1;
-  bool one_pace = false;   ///< nobody takes over steps of a slow trainer
+struct Plan : Schedule::Terms {
   bool eval_only = false;  ///< nothing is trained, only evaluated, and nothing saved
   double lr = 0;
-  optim::Schedule lr_schedule;
-  int log_interval = 0;
-  bool log = true;                    ///< `step` and `epoch` lines, the last epoch's loss
-  int64_t steps_at_once = 1'000'000;  ///< that are handed out together, at most
+  std::string lr_schedule;  ///< optim::Schedule::parse
   Unit unit = Unit::kSamples;
+  int log_interval = 0;
+  bool log = true;                            ///< `step` and `epoch` lines, the last epoch's loss
+  int64_t steps_at_once = 1'000'000;          ///< that are handed out together, at most
   std::string what_must_agree = "the files";  ///< in words, for a trainer that has read others
 
+  // What a TrainingPlan is told, and its place in the job.
+  int first_rank = 0;
+  std::map<std::string, std::string> agreed;  ///< with the checkpoint, too
+  std::map<std::string, std::string> alike;
+  std::vector<PartName> parts;
+  static constexpr auto kFields = std::tuple(
+      &Plan::trainers, &Plan::epochs, &Plan::steps, &Plan::steps_per_epoch, &Plan::take_over,
+      &Plan::eval_only, &Plan::lr, &Plan::lr_schedule, &Plan::unit, &Plan::what_must_agree,
+      &Plan::first_rank, &Plan::agreed, &Plan::alike, &Plan::parts);
+
+  Plan() { take_over = true; }
   static Plan of(const TrainerOptions& options, int64_t steps_per_epoch);
   /// Of one trainer that has no epochs, and lines of its own. Without end if `steps` is 0. Throws
   /// `invalid` for a schedule that counts epochs or evaluations.
   static Plan of_steps(const RuleOptions& options, int64_t steps);
 };
+
+/// Emits a trainer's `step` and `epoch` lines, and counts for `end`.
+class TrainLog {
+ public:
+  TrainLog(const Plan& plan, EventSink& sink) : plan_(plan), sink_(sink) {}
+
+  /// For a job that goes on where a checkpoint left off.
+  void resume_after(int64_t steps) { total_ = begun_at_ = steps; }
+
+  void begin_epoch(int64_t epoch);
+  /// `more`: further fields of the `step` line.
+  void step(double loss, int64_t samples, const Json& more = Json::object());
+  /// Does nothing when no epoch has begun.
+  void end_epoch();
+
+  int64_t epoch() const { return epoch_; }         ///< that has begun; 0: none
+  int64_t epoch_steps() const { return steps_; }   ///< of that epoch so far
+  double last_loss() const { return last_loss_; }  ///< mean of the last epoch
+  int64_t total() const { return total_; }         ///< steps since the job's beginning
+  int64_t steps() const { return total_ - begun_at_; }
+  double train_s() const { return train_s_; }  ///< first step to last
+
+ private:
+  const Plan& plan_;
+  EventSink& sink_;
+  base::TimePoint first_{}, epoch_start_, last_line_;
+  int64_t epoch_ = 0;
+  int64_t begun_at_ = 0;  // steps before this run
+  int64_t total_ = 0;
+  int64_t steps_ = 0;         // of this epoch
+  int64_t samples_ = 0;       // of this epoch
+  int64_t line_samples_ = 0;  // since the last line
+  double loss_sum_ = 0;
+  double last_loss_ = 0;
+  double train_s_ = 0;
+};
+
+/// `not_finite`, naming where, unless it is a number.
+double checked_loss(const at::Tensor& loss, int64_t epoch, int64_t step);
+
+using LocalUpdates = optim::LocalUpdates;
+class TrainingHost;
+struct Report;
 
 /// What Training and LocalTraining have in common: what is told of a job's training before it runs.
 class TrainingPlan {
@@ -120,14 +172,17 @@ class TrainingPlan {
 
   /// What must be the same on all trainers, and in the checkpoint that a job goes on from: what was
   /// read of the data, say. A name that begins with `--` is that of an option which each_own.
-  void agree(const std::string& name, const std::string& value) { agreed_[name] = value; }
+  void agree(const std::string& name, const std::string& value) { plan_.agreed[name] = value; }
   void agree(const std::string& name, int64_t value) { agree(name, std::to_string(value)); }
   /// What must be the same on all trainers only.
-  void alike(const std::string& name, const std::string& value) { alike_[name] = value; }
+  void alike(const std::string& name, const std::string& value) { plan_.alike[name] = value; }
 
   /// What a checkpoint keeps, under a name that it has there. All trainers name the same, in the
   /// same order.
-  void keep(const std::string& name, Part part) { parts_.emplace_back(name, std::move(part)); }
+  void keep(const std::string& name, Part part) {
+    part.name = name;
+    parts_.push_back(std::move(part));
+  }
   /// The state of updates that this process makes by itself; as with a DistributedOptimizer.
   void keep(LocalUpdates& optimizer);
 
@@ -146,36 +201,45 @@ class TrainingPlan {
   /// The job was told to end before its time. Known when run() is over.
   bool stopped() const { return stopped_; }
   /// Steps that this trainer has made since the job's beginning.
-  int64_t steps_made() const { return made_; }
-  const TrainLog& log() const { return log_; }
+  int64_t steps_made() const { return log_.total(); }
 
  protected:
-  TrainingPlan(Plan plan, EventSink& sink);
+  /// `own`: the trainers whose steps this process makes. It calls the host by `agent`, or without
+  /// one has it here.
+  TrainingPlan(Plan plan, Process& process, std::vector<int> own, Share share, rpc::Agent* agent,
+               TrainingHost* host);
   ~TrainingPlan() = default;
 
-  Attachment attachment() const;
-  /// How the epoch went, of which this is the share.
-  Report close_epoch(const Task& task, const std::vector<Share>& shares);
-  /// What a trainer has for a checkpoint, by file, as it is stored there.
-  std::map<std::string, data::NamedTensors> taken(int trainer) const;
-  /// Gives each part what `saved` has for it.
-  void give(int trainer, const std::string& checkpoint,
-            const std::function<data::NamedTensors(const PartName&)>& saved) const;
+  /// Tells rank 0 of the plan, and goes on from a checkpoint if there is one to go on from.
+  void attach();
   bool reached() const { return reached_ && reached_(); }
-  /// The learning rate of the next step, for all optimizers.
-  void set_lr_factors(int64_t epoch) const;
-  /// Counts a step that was made, and tells of it.
-  void made(const Result& result, int64_t epoch, int64_t number);
+  /// Makes a step, at the learning rate that is its, and tells of it.
+  void make(const Step& what, const std::function<Result()>& step);
+  /// A task that is not to train.
+  void meet(const Task& task);
 
   Plan plan_;
-  std::map<std::string, std::string> agreed_, alike_;
-  Parts parts_;
+  std::vector<int> own_;
+  optim::Schedule lr_schedule_;
   std::vector<std::function<void(double)>> set_lr_factors_;
+
+ private:
+  template <auto method, class... Args>
+  auto ask(const Args&... args) const;
+  Report close_epoch(const Task& task);
+  std::map<std::string, data::NamedTensors> taken(int trainer) const;
+  void give(int trainer, const std::string& checkpoint) const;
+  void end(const Task& task);
+
+  Process& process_;
+  const Share share_;
+  rpc::Agent* const agent_;
+  TrainingHost* const host_;
+  std::vector<Part> parts_;
   Evaluate evaluate_epoch_, evaluate_end_;
   std::function<bool()> reached_;
   std::map<std::string, int64_t> maxima_;
   TrainLog log_;
-  int64_t made_ = 0;     // steps since the job's beginning
   int64_t samples_ = 0;  // in this run
   bool stopped_ = false;
 };
@@ -220,7 +284,7 @@ class Training : public TrainingPlan {
   /// A replica on each trainer.
   template <class Module>
   void keep(const std::string& name, ddp::DistributedDataParallel<Module>& module) {
-    keep(name, part_of(named_tensors(name, *module.module())));
+    keep(name, part_of(data::named_tensors(name, *module.module())));
   }
   /// The state of all its parameters, in files by these names: those that are shared first, as the
   /// optimizer got them. Without names they are numbered. Its learning rate follows the plan's
@@ -231,7 +295,6 @@ class Training : public TrainingPlan {
   void run(const std::function<Result(const Step&)>& step);
 
  private:
-  void attach();
   void train(const Task& task, const std::function<Result(const Step&)>& step);
 
   Rank& rank_;

@@ -15,12 +15,12 @@ struct Rule {
   double max_norm = 0;  ///< of the gradients, see DistributedOptimizer::step; 0: no limit
 };
 
-/// The same as a command line has it. What is not given is the optimizer's own default.
+/// The same as a command line has it.
 struct RuleText {
   std::string optimizer = "sgd";  ///< OptimizerFields::name
-  std::optional<double> lr;
-  std::optional<double> momentum;  ///< sgd and rmsprop; 0 is nothing to the others
-  std::optional<double> weight_decay;
+  double lr = 0.01;
+  double momentum = 0;                   ///< sgd and rmsprop; 0 is nothing to the others
+  std::optional<double> weight_decay;    ///< none: the optimizer's own
   std::string lr_schedule = "constant";  ///< Schedule::parse
   double clip = 0;                       ///< Rule::max_norm
 };

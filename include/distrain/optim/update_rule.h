@@ -80,6 +80,13 @@ struct OptimizerFields {
 /// `square_avg`, `grad_avg`.
 using ParameterState = std::map<std::string, at::Tensor>;
 
+/// The state of all as tensors named "<parameter>.<name>", and back. The second throws `bad_data`
+/// for names of no parameter.
+std::map<std::string, at::Tensor> flatten(const std::vector<std::string>& parameters,
+                                          const std::vector<ParameterState>& states);
+std::vector<ParameterState> unflatten(const std::vector<std::string>& parameters,
+                                      const std::map<std::string, at::Tensor>& flat);
+
 /// The squared L2 norm of all of them together, in double; undefined ones are left out, repeated
 /// rows of a sparse one count summed.
 double norm_squared(const std::vector<at::Tensor>& gradients);

@@ -73,7 +73,7 @@ InjectedFault parse_fault(const std::string& text) {
 std::vector<InjectedFault> parse_injections(std::string_view text) {
   std::vector<InjectedFault> faults;
   if (text.empty()) return faults;
-  for (const std::string& part : job::split_list(text)) faults.push_back(parse_fault(part));
+  for (const auto part : base::split(text, ',')) faults.push_back(parse_fault(std::string(part)));
   return faults;
 }
 

@@ -14,7 +14,7 @@
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/base/temporary_path.h"
-#include "distrain/job/device_choice.h"
+#include "distrain/cuda/device_choice.h"
 #include "distrain/rpc/error.h"
 #include "process/json_sink.h"
 #include "process/output.h"
@@ -151,7 +151,7 @@ base::Error error_of_this_rank(const RankRun& run) {
   error.rank = run.job.rank;
   const bool of_device =
       error.kind == base::ErrorKind::kResources && run.devices->has_accelerator();
-  return of_device ? job::error_of_rank(std::move(error), error.rank, run.role) : error;
+  return of_device ? cuda::error_of_rank(std::move(error), error.rank, run.role) : error;
 }
 
 Cause report(const RankRun& run, JsonSink& sink, const base::Error& error) {

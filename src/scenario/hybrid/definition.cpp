@@ -39,7 +39,7 @@ void HybridOptions::describe(job::OptionList<HybridOptions>& list) {
 }
 
 const job::Definition<HybridOptions>& hybrid_job() {
-  using Use = job::DeviceRole::Use;
+  using Use = cuda::DeviceRole::Use;
   static const auto kJob =
       job::define<HybridOptions>(
           "hybrid", "embeddings on a parameter server, dense layers under DDP on trainers")

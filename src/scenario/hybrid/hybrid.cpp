@@ -86,7 +86,7 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
     return job::Result{loss, batch.targets.numel()};
   });
   if (rank.index() == 0 && options.on_finished) {
-    auto parameters = data::on_host(job::named_tensors("fc", *dense.module()));
+    auto parameters = data::on_host(data::named_tensors("fc", *dense.module()));
     parameters.merge(
         table.rref().rpc_sync<&job::detail::take_parameters<models::EmbeddingTable>>());
     options.on_finished(parameters);

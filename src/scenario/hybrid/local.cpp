@@ -39,7 +39,7 @@ void train_hybrid_local(job::Local& local, const HybridOptions& options) {
     return job::Result{loss, batch.targets.numel()};
   });
   if (options.on_finished) {
-    auto parameters = data::on_host(job::named_tensors("fc", *dense));
+    auto parameters = data::on_host(data::named_tensors("fc", *dense));
     parameters.merge(data::on_host(rows));
     options.on_finished(parameters);
   }

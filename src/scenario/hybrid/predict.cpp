@@ -12,7 +12,7 @@ void predict_hybrid(job::Predictions& predictions, const HybridOptions& options)
   models::EmbeddingTable table(data.info().rows, options.embedding_dim, embedding_range(options),
                                options.seed, device.str());
   models::Dense dense = make_dense(options, data.info().classes, device);
-  data::NamedTensors model = job::named_tensors("fc", *dense);
+  data::NamedTensors model = data::named_tensors("fc", *dense);
   model["embedding.weight"] = table.parameters()[0];
   predictions.load(model);
   // In the trainers' shares, one after the other: the same batches that they evaluated.

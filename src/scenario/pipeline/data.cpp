@@ -7,6 +7,7 @@
 #include "distrain/base/error.h"
 #include "distrain/data/batches.h"
 #include "distrain/data/cifar.h"
+#include "distrain/data/named_tensors.h"
 #include "distrain/data/stored_tensors.h"
 #include "distrain/models/resnet.h"
 #include "distrain/nn/dropout.h"
@@ -40,7 +41,7 @@ data::ImageSet read_test_images(const std::string& path, bool cifar) {
 PipelineData::PipelineData(const PipelineOptions& options) : options_(options) {
   if (!options.weights.empty()) {
     weights_ = data::read_tensors(options.weights);
-    job::naming_checkpoint(
+    data::naming_file(
         options.weights, [&] { models::check_weights(options.model, options.classes, weights_); });
   }
   if (options.data.empty()) return;

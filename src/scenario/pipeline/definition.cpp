@@ -164,7 +164,7 @@ A line for each number of --micro-batches. Each step counts as one unit of time;
 }
 
 const job::Definition<PipelineOptions>& pipeline_job() {
-  using Use = job::DeviceRole::Use;
+  using Use = cuda::DeviceRole::Use;
   using enum job::FieldType;
   using job::sometimes;
   const auto with_data = [](const char* of) {

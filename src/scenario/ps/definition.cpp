@@ -32,7 +32,7 @@ void settle(PsOptions& options, const std::function<bool(std::string_view)>& giv
 void check_gpus(const PsOptions& options, const job::Preflight& preflight) {
   if (!options.num_gpus || !preflight.given("device")) return;
   const std::string device = preflight.text("device");
-  const job::DeviceSpec spec(device, c10::kCUDA, ps_job().device_roles());
+  const cuda::DeviceSpec spec(device, c10::kCUDA, ps_job().device_roles());
   const auto server = spec.for_all() ? spec.for_all() : spec.named("parameter_server");
   const int gpus = *options.num_gpus;
   if (!server) return;
@@ -120,7 +120,7 @@ void PsOptions::describe(job::OptionList<PsOptions>& list) {
 }
 
 const job::Definition<PsOptions>& ps_job() {
-  using Use = job::DeviceRole::Use;
+  using Use = cuda::DeviceRole::Use;
   using enum job::FieldType;
   static const auto kJob =
       job::define<PsOptions>("ps",

@@ -49,7 +49,7 @@ void RlOptions::describe(job::OptionList<RlOptions>& list) {
 }
 
 const job::Definition<RlOptions>& rl_job() {
-  using Use = job::DeviceRole::Use;
+  using Use = cuda::DeviceRole::Use;
   using enum job::FieldType;
   using job::sometimes;
   static const auto kJob =

@@ -62,7 +62,7 @@ job::Plan RnnData::plan() const {
                                   0, 1);
   job::Plan plan = job::Plan::of(options_, column.steps(options_.bptt));
   plan.unit = job::Unit::kWords;
-  plan.one_pace = true;
+  plan.take_over = false;
   return plan;
 }
 

@@ -133,7 +133,7 @@ job::Part part_of_states(std::function<LanguageModel&(int trainer)> of) {
   part.each_own = true;
   part.take = [of](int trainer) { return of(trainer).state(); };
   part.give = [of](int trainer, const data::NamedTensors& saved) {
-    job::copy_into(of(trainer).state(), saved);
+    data::copy_into(of(trainer).state(), saved);
   };
   return part;
 }

@@ -13,7 +13,7 @@ using testing::error_of;
 
 TEST_CASE("A rule is made of what a command line says") {
   const Rule plain = make_rule({});
-  CHECK(std::get<Sgd>(plain.options).lr == Sgd().lr);
+  CHECK(std::get<Sgd>(plain.options).lr == 0.01);
   CHECK(plain.schedule == Schedule());
   CHECK(plain.max_norm == 0);
   const Rule rule = make_rule({"rmsprop", 0.5, 0.9, 0.1, "warmup:5+cosine:10", 0.25});

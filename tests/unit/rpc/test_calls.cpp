@@ -3,6 +3,7 @@
 #include <map>
 #include <thread>
 
+#include "distrain/rpc/of_local.h"
 #include "gate.h"
 #include "support/catch.h"
 #include "support/cluster.h"
@@ -25,6 +26,11 @@ struct Point {
   double y = 0;
   std::vector<std::string> tags;
   static constexpr auto kFields = std::tuple(&Point::x, &Point::y, &Point::tags);
+};
+
+struct Account {
+  int add(int by) { return sum += by; }
+  int sum = 0;
 };
 
 at::Tensor scale(at::Tensor x, double by) { return x * by; }
@@ -143,6 +149,20 @@ TEST_CASE("tensors of every dtype, sparse and undefined ones") {
   const at::Tensor large = at::rand({3, 1 << 20});
   CHECK(at::equal(cluster[0].rpc_sync<&identity>(1, large), large));
   cluster.shutdown();
+}
+
+TEST_CASE("member functions of what a rank provides are called as its functions are") {
+  using rpc::of_local;
+  Cluster cluster(3, [](Agent& agent) {
+    if (agent.rank() != 2) agent.provide(std::make_shared<Account>());
+    agent.expose<of_local<&Account::add>>("Account.add");
+  });
+  CHECK(cluster[0].rpc_sync<of_local<&Account::add>>(1, 2) == 2);
+  CHECK(cluster[2].rpc_sync<of_local<&Account::add>>(1, 3) == 5);
+  CHECK(cluster[1].local<Account>().sum == 5);
+  CHECK(cluster[0].local<Account>().sum == 0);
+  const auto error = error_of([&] { cluster[0].rpc_sync<of_local<&Account::add>>(2, 1); });
+  CHECK(error.kind == ErrorKind::kNotFound);
 }
 
 TEST_CASE("errors keep their kind, text and rank") {

@@ -1,11 +1,11 @@
 #include "distrain/base/error.h"
-#include "distrain/job/device_choice.h"
+#include "distrain/cuda/device_choice.h"
 #include "support/catch.h"
 
 using namespace distrain;
-using job::DeviceChoice;
-using job::DeviceRole;
-using job::DeviceSpec;
+using cuda::DeviceChoice;
+using cuda::DeviceRole;
+using cuda::DeviceSpec;
 using testing::contains;
 
 namespace {
@@ -32,7 +32,7 @@ std::string refusal(const std::string& text) {
   return "no error";
 }
 
-class Gpus final : public job::Accelerators {
+class Gpus final : public cuda::Accelerators {
  public:
   explicit Gpus(int count) : count_(count) {}
   c10::DeviceType type() const override { return c10::kCUDA; }
@@ -107,8 +107,8 @@ TEST_CASE("a device without an index is the one of the rank's place") {
 TEST_CASE("a device that is not there is an error that names the rank") {
   const auto error_of = [](DeviceChoice choice, int count) {
     try {
-      job::naming_rank(2, "trainer1",
-                       [&] { return std::vector<c10::Device>{resolve(choice, Gpus(count), 0)}; });
+      cuda::naming_rank(2, "trainer1",
+                        [&] { return std::vector<c10::Device>{resolve(choice, Gpus(count), 0)}; });
     } catch (const base::Exception& e) {
       return e.error();
     }

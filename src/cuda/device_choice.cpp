@@ -1,14 +1,13 @@
-#include "distrain/job/device_choice.h"
+#include "distrain/cuda/device_choice.h"
 
 #include <algorithm>
-#include <charconv>
 
 #include <c10/core/DeviceType.h>
 
-#include "distrain/base/error.h"
+#include "distrain/base/text.h"
 #include "distrain/rpc/error.h"
 
-namespace distrain::job {
+namespace distrain::cuda {
 
 namespace {
 
@@ -18,15 +17,6 @@ constexpr int kMostDevices = 127;  // that c10's index can tell apart
   throw base::Exception(base::ErrorKind::kInvalid, "--device " + message);
 }
 
-std::optional<int> whole(std::string_view text) {
-  int value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc{} || end != text.data() + text.size() || text[0] == '-') {
-    return std::nullopt;
-  }
-  return value;
-}
-
 std::string name_of(c10::DeviceType type) { return c10::DeviceTypeName(type, /*lower_case=*/true); }
 
 DeviceChoice parse_device(std::string_view text, c10::DeviceType accelerator) {
@@ -34,8 +24,8 @@ DeviceChoice parse_device(std::string_view text, c10::DeviceType accelerator) {
   const std::string name = name_of(accelerator);
   if (text == name) return {true, std::nullopt};
   if (text.starts_with(name + ":")) {
-    const std::optional<int> index = whole(text.substr(name.size() + 1));
-    if (index && *index <= kMostDevices) return {true, index};
+    const auto index = base::number<uint8_t>(text.substr(name.size() + 1));
+    if (index && *index <= kMostDevices) return {true, *index};
   }
   refuse("must be cpu, " + name + ", " + name + ":N or ROLE=DEVICE[,...], not '" +
          std::string(text) + "'");
@@ -55,16 +45,13 @@ DeviceSpec::DeviceSpec(std::string_view text, c10::DeviceType accelerator,
     for_all_ = parse_device(text, accelerator);
     return;
   }
-  for (size_t at = 0; at <= text.size();) {
-    const size_t comma = std::min(text.find(',', at), text.size());
-    const std::string_view part = text.substr(at, comma - at);
+  for (const std::string_view part : base::split(text, ',')) {
     const size_t equals = part.find('=');
     if (equals == std::string_view::npos) {
       refuse("names a role before each device, as in ROLE=DEVICE,ROLE=DEVICE; '" +
              std::string(part) + "' has none");
     }
     add(part.substr(0, equals), part.substr(equals + 1), accelerator);
-    at = comma + 1;
   }
 }
 
@@ -143,13 +130,6 @@ c10::Device resolve(const DeviceChoice& choice, const Accelerators& accelerators
                                                          " on this host, only " + there);
 }
 
-Json device_names(const std::vector<c10::Device>& devices) {
-  if (devices.size() == 1) return devices.front().str();
-  Json names = Json::array();
-  for (const c10::Device& device : devices) names.push_back(device.str());
-  return names;
-}
-
 base::Error error_of_rank(base::Error error, int rank, const std::string& name) {
   const std::string number = "rank " + std::to_string(rank);
   const std::string& told = error.message;
@@ -171,4 +151,4 @@ std::vector<c10::Device> naming_rank(int rank, const std::string& name,
   }
 }
 
-}  // namespace distrain::job
+}  // namespace distrain::cuda

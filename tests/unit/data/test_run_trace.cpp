@@ -7,27 +7,16 @@
 
 #include <unistd.h>
 
-#include "distrain/job/job_trace.h"
-#include "distrain/job/local_job.h"
+#include "distrain/data/run_trace.h"
 #include "support/catch.h"
 #include "support/cluster.h"
-#include "support/event_check.h"
 #include "support/fake_trace.h"
 
 using namespace distrain;
-using namespace distrain::job;
+using namespace distrain::data;
+using Json = nlohmann::ordered_json;
 
 namespace {
-
-class TraceSink final : public EventSink {
- public:
-  void emit(std::string_view event, const Json& fields) override {
-    testing::check_declared(common_events(), event, fields);
-    lines.push_back({{"event", event}, {"fields", fields}});
-  }
-  void joined(std::string_view, const job::OptionMap&) override {}
-  std::vector<Json> lines;
-};
 
 class TracePath {
  public:
@@ -51,24 +40,20 @@ void record(base::Tracer& tracer, int events) {
 
 }  // namespace
 
-TEST_CASE("A job without --trace records nothing", "[trace]") {
-  TraceSink sink;
-  JobTrace trace(sink);
-  trace.start({{"trace", ""}, {"lr", "1"}}, 2);
-  CHECK_FALSE(trace.tracer()->on());
-  trace.start({}, 2);
+TEST_CASE("A run without a file for its trace records nothing", "[trace]") {
+  RunTrace trace([](const std::string& message) { FAIL(message); });
+  trace.start("", 2);
   CHECK_FALSE(trace.tracer()->on());
   trace.collect();
   trace.write();
   trace.write_own(0, "role");
-  CHECK(sink.lines.empty());
 }
 
 TEST_CASE("Events that were too many are told of once", "[trace]") {
   const TracePath path;
-  TraceSink sink;
-  JobTrace trace(sink);
-  trace.start({{"trace", path.text()}}, 2000);  // so many ranks: 2000 events each
+  std::vector<std::string> warnings;
+  RunTrace trace([&](const std::string& message) { warnings.push_back(message); });
+  trace.start(path.text(), 2000);  // so many ranks: 2000 events each
   trace.begin_alone();
   record(*trace.tracer(), 10'000);
   trace.write_own(1, "another rank's");
@@ -76,41 +61,16 @@ TEST_CASE("Events that were too many are told of once", "[trace]") {
   trace.write_own(0, "role");
   const size_t written = path.read()["traceEvents"].size() - 4;
   CHECK(written <= 2000);
-  REQUIRE(sink.lines.size() == 1);
-  CHECK(sink.lines[0]["event"] == "warn");
-  CHECK(sink.lines[0]["fields"]["message"] == "--trace " + path.text() + ": the last " +
-                                                  std::to_string(10'000 - written) +
-                                                  " events were too many and are missing");
+  REQUIRE(warnings.size() == 1);
+  CHECK(warnings[0] == path.text() + ": the last " + std::to_string(10'000 - written) +
+                           " events were too many and are missing");
   trace.write();
-  CHECK(sink.lines.size() == 1);
-}
-
-TEST_CASE("A local job that fails leaves its trace and its error", "[trace]") {
-  const TracePath path;
-  TraceSink sink;
-  Job job;
-  job.effective["trace"] = path.text();
-  const auto fails = [] {
-    const base::TraceScope scope("failing");
-    throw base::Exception(base::ErrorKind::kNotFinite, "the loss is NaN");
-    return Outcome();
-  };
-  CHECK_THROWS_WITH(run_local_job(job, sink, fails), "the loss is NaN");
-  CHECK(path.read()["traceEvents"].back()["name"] == "failing");
-  // If that cannot be written either, the job's error counts.
-  job.effective["trace"] = "/nowhere/t.json";
-  CHECK_THROWS_WITH(run_local_job(job, sink, fails), "the loss is NaN");
-  const auto works = [] { return Outcome(); };
-  const Outcome outcome = run_local_job(job, sink, works);
-  REQUIRE(outcome.afterwards);
-  CHECK(outcome.afterwards->kind == base::ErrorKind::kResources);
-  CHECK(outcome.afterwards->message == "cannot write /nowhere/t.json: No such file or directory");
+  CHECK(warnings.size() == 1);
 }
 
 TEST_CASE("A rank whose trace cannot be had leaves rank 0's part and an error", "[trace]") {
   const TracePath path;
-  TraceSink sink;
-  JobTrace trace(sink);
+  RunTrace trace([](const std::string& message) { FAIL(message); });
   testing::Cluster cluster(
       2,
       [](rpc::Agent& agent) {
@@ -125,7 +85,7 @@ TEST_CASE("A rank whose trace cannot be had leaves rank 0's part and an error", 
       [&](rpc::AgentOptions& options) {
         options.tracer = options.rank == 0 ? trace.tracer() : nullptr;
       });
-  trace.start({{"trace", path.text()}}, 2);
+  trace.start(path.text(), 2);
   trace.begin(cluster[0]);
   record(*trace.tracer(), 3);
   cluster.on_all([&](rpc::Agent& agent) {

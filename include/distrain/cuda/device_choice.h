@@ -9,9 +9,9 @@
 
 #include <c10/core/Device.h>
 
-#include "distrain/job/job.h"
+#include "distrain/base/error.h"
 
-namespace distrain::job {
+namespace distrain::cuda {
 
 /// A class of a job's ranks, as `--device` may name it.
 struct DeviceRole {
@@ -82,7 +82,4 @@ base::Error error_of_rank(base::Error error, int rank, const std::string& name);
 std::vector<c10::Device> naming_rank(int rank, const std::string& name,
                                      const std::function<std::vector<c10::Device>()>& choose);
 
-/// As JSON lines have them: "cuda:0", or a list of several.
-Json device_names(const std::vector<c10::Device>& devices);
-
-}  // namespace distrain::job
+}  // namespace distrain::cuda

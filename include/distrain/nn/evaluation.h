@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cstdint>
+#include <tuple>
+
+#include <ATen/core/Tensor.h>
+
+namespace distrain::nn {
+
+/// How many of some examples a model gets right, and the sum of their losses.
+struct Evaluation {
+  int64_t samples = 0;
+  int64_t right = 0;  ///< not of words
+  double loss_sum = 0;
+  static constexpr auto kFields =
+      std::tuple(&Evaluation::samples, &Evaluation::right, &Evaluation::loss_sum);
+  /// By cross-entropy, of `scores` [n, classes] and int64 `targets` [n].
+  static Evaluation of(const at::Tensor& scores, const at::Tensor& targets);
+  void add(const Evaluation& other);
+  /// `scores` [n, classes], the sum of whose losses is `loss_sum`; int64 `targets` [n].
+  void add(const at::Tensor& scores, const at::Tensor& targets, double loss_sum);
+  double loss() const { return loss_sum / static_cast<double>(samples); }
+  double accuracy() const { return static_cast<double>(right) / static_cast<double>(samples); }
+};
+
+}  // namespace distrain::nn

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <utility>
+
+#include "distrain/rpc/agent.h"
+
+namespace distrain::rpc {
+
+namespace detail {
+
+template <auto method>
+struct OfLocal;
+template <class T, class R, class... Params, R (T::*method)(Params...)>
+struct OfLocal<method> {
+  static R call(CallContext& context, Params... params) {
+    return (context.agent.local<T>().*method)(std::forward<Params>(params)...);
+  }
+};
+
+}  // namespace detail
+
+/// A member function of what each rank has provided, as one to expose and to call:
+///
+///   agent.provide(std::make_shared<Counter>());
+///   agent.expose<of_local<&Counter::add>>("Counter.add");
+///   agent.rpc_sync<of_local<&Counter::add>>("ps", 3);
+template <auto method>
+inline constexpr auto of_local = &detail::OfLocal<method>::call;
+
+}  // namespace distrain::rpc

@@ -1,0 +1,26 @@
+#include "distrain/nn/evaluation.h"
+
+#include <ATen/Functions.h>
+
+namespace distrain::nn {
+
+Evaluation Evaluation::of(const at::Tensor& scores, const at::Tensor& targets) {
+  const at::Tensor loss = at::cross_entropy_loss(scores, targets, {}, at::Reduction::Sum);
+  Evaluation evaluation;
+  evaluation.add(scores, targets, loss.item<double>());
+  return evaluation;
+}
+
+void Evaluation::add(const Evaluation& other) {
+  samples += other.samples;
+  right += other.right;
+  loss_sum += other.loss_sum;
+}
+
+void Evaluation::add(const at::Tensor& scores, const at::Tensor& targets, double more_loss) {
+  samples += targets.numel();
+  right += (scores.argmax(1) == targets).sum().item<int64_t>();
+  loss_sum += more_loss;
+}
+
+}  // namespace distrain::nn
