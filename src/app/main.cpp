@@ -9,7 +9,6 @@
 
 #include "distrain/app/options.h"
 #include "distrain/base/error.h"
-#include "distrain/nn/tensor_memory.h"
 #include "process/output.h"
 #include "process/process_setup.h"
 
@@ -91,7 +90,6 @@ int main(int argc, char** argv, const std::vector<JobCommand>& commands, const A
   const auto started = process_start();
   const bool stdout_open = secure_standard_fds();
   set_up_process();
-  nn::reuse_tensor_memory();
   if (!stdout_open) {
     say("stdout is closed");
     return 9;
