@@ -4,24 +4,21 @@
 #include <cstdio>
 #include <random>
 
-#include <errno.h>
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <string.h>
 #include <unistd.h>
 
 #include "common_options.h"
 #include "distrain/app/checks.h"
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
+#include "distrain/net/socket.h"
 #include "process/inject.h"
-#include "process/json_sink.h"
+#include "process/json_lines.h"
 #include "process/launcher.h"
-#include "process/listen_socket.h"
 #include "process/output.h"
 #include "process/rank_process.h"
 #include "process/spawned_rank.h"
-#include "process/summary.h"
 #include "saved_options.h"
 
 namespace distrain::app {
@@ -132,10 +129,11 @@ int listen_for_rank_0(const ParsedOptions& options, const Placement& placement, 
   const std::string wanted = options.text("listen");
   std::string host = !wanted.empty() ? wanted : placement.master_addr;
   if (host == "localhost") host = "127.0.0.1";
-  const ListenSocket socket = listen_on(host, placement.master_port, wanted.empty());
-  job.master_port = socket.port;
+  const auto port = static_cast<uint16_t>(placement.master_port);
+  net::Fd socket = std::move(net::listen_tcp(host, port, wanted.empty()).value());
+  job.master_port = net::local_name(socket.get()).port;
   if (placement.spawns_all() && !placement.master_addr_given) job.master_addr = host;
-  return socket.fd;
+  return socket.release();
 }
 
 /// A rank under the launcher, in a process of its own.
@@ -156,10 +154,10 @@ int run_spawned(const JobCommand& command, const ParsedOptions& options, const P
 
 int launch(const JobCommand& command, const ParsedOptions& options, const Placement& placement,
            job::Job job) {
-  const int listen_fd = listen_for_rank_0(options, placement, job);
   LaunchPlan plan;
+  plan.told.listen_fd = listen_for_rank_0(options, placement, job);
   plan.cmd = command.line.name;
-  if (placement.has_rank_0()) plan.run_id = job.effective.at(job::kRunId);
+  if (placement.has_rank_0()) plan.told.run_id = job.effective.at(job::kRunId);
   plan.config = config_of(options, !placement.has_rank_0());
   plan.ranks = placement.ranks;
   plan.role = [&](int rank) {
@@ -168,17 +166,16 @@ int launch(const JobCommand& command, const ParsedOptions& options, const Placem
   plan.rank_main = [&](const SpawnedRank& spawned) {
     return run_spawned(command, options, placement, job, spawned);
   };
-  plan.started = job.started;
-  plan.master_addr = job.master_addr;
-  plan.master_port = job.master_port;
+  plan.told.started = job.started;
+  plan.told.master_addr = job.master_addr;
+  plan.told.master_port = job.master_port;
   plan.peer_timeout_s = job.peer_timeout_s;
   // Without rank 0 here, it may be saving elsewhere.
   if (!placement.has_rank_0() || options.given("checkpoint")) plan.save_grace = kSaveGrace;
-  plan.listen_fd = listen_fd;
   plan.warning = placement.warning;
-  plan.progress = wants_progress() && !options.flag("quiet");
+  plan.progress = !options.flag("quiet");
   plan.epochs = static_cast<int>(options.integer("epochs"));
-  return Launcher(std::move(plan)).run();
+  return run_launcher(plan);
 }
 
 /// Of the ranks here, by rank: which of the GPUs they take in turn, null for those that do not.
@@ -375,27 +372,24 @@ job::Preflight detail::preflight_of(const ParsedOptions& options, Placement& pla
 }
 
 int report_failure(const std::string& cmd, const base::Error& error, base::TimePoint started) {
-  const double elapsed_s = base::seconds_since(started);
   Summary summary;
-  summary.add_rss(peak_rss_mb());
+  summary.add({{"rss_mb", peak_rss_mb()}});
   Cause cause = cause_of(error);
   cause.host = host_name();
   const std::string lines[] = {
-      json_line("error", {}, cmd, std::nullopt, "launcher", error_fields(error, elapsed_s)),
-      json_line("end", {}, cmd, std::nullopt, "launcher",
-                summary.end_fields(cause.exit_code, elapsed_s, cause))};
+      json_line("error", {}, cmd, std::nullopt, "launcher", error_fields(cause, started)),
+      json_line("end", {}, cmd, std::nullopt, "launcher", summary.end_fields(started, cause))};
   say(error.message);
   for (const std::string& line : lines) {
-    if (const int failed = write_all(STDOUT_FILENO, line)) return exit_code_of_write_error(failed);
+    const int failed = write_all(STDOUT_FILENO, line);
+    if (failed) return exit_code_of_write_error(failed, false);
   }
   return cause.exit_code;
 }
 
 int print_text(const std::string& text) {
   const int error = write_all(STDOUT_FILENO, text);
-  if (error == 0) return 0;
-  if (error != EPIPE) say(fmt::format("stdout: {}", strerror(error)));
-  return exit_code_of_write_error(error);
+  return error == 0 ? 0 : exit_code_of_write_error(error);
 }
 
 }  // namespace distrain::app

@@ -11,7 +11,6 @@
 #include "distrain/base/error.h"
 #include "process/output.h"
 #include "process/process_setup.h"
-#include "process/tensor_memory.h"
 
 namespace distrain::app {
 namespace {
@@ -91,7 +90,6 @@ int main(int argc, char** argv, const std::vector<JobCommand>& commands, const A
   const auto started = process_start();
   const bool stdout_open = secure_standard_fds();
   set_up_process();
-  reuse_tensor_memory();
   if (!stdout_open) {
     say("stdout is closed");
     return 9;

@@ -1,7 +1,5 @@
 #include "process/child.h"
 
-#include <cstdio>
-
 #include <errno.h>
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -13,6 +11,7 @@
 #include <unistd.h>
 
 #include "distrain/base/error.h"
+#include "process/process_setup.h"
 
 namespace distrain::app {
 namespace {
@@ -21,18 +20,6 @@ constexpr size_t kTailLines = 20;
 
 [[noreturn]] void no_resources(const char* what) {
   throw base::Exception(base::ErrorKind::kResources, fmt::format("{}: {}", what, strerror(errno)));
-}
-
-struct Pipe {
-  int read = -1;
-  int write = -1;
-};
-
-Pipe open_pipe() {
-  int ends[2];
-  if (pipe2(ends, O_CLOEXEC) != 0) no_resources("cannot make a pipe for a rank");
-  fcntl(ends[0], F_SETFL, O_NONBLOCK);
-  return Pipe{ends[0], ends[1]};
 }
 
 /// The child's side of a fork. fd 1 goes where fd 2 goes: a library that prints cannot get between
@@ -46,28 +33,8 @@ void become_rank(pid_t launcher, int err_fd) {
   dup2(err_fd, STDOUT_FILENO);
   dup2(err_fd, STDERR_FILENO);
   close(null);
-  close(err_fd);
-  sigset_t set;
-  sigemptyset(&set);
-  sigaddset(&set, SIGCHLD);
+  const sigset_t set = base::signal_set({SIGCHLD});
   sigprocmask(SIG_UNBLOCK, &set, nullptr);
-}
-
-/// Calls `take` with what `fd` has; closes it at its end. Bounded, so that a rank that never stops
-/// talking cannot keep the launcher from its signals; what a dead rank left fits well within.
-void drain(int& fd, const std::function<void(std::string_view)>& take) {
-  char buffer[65536];
-  for (int reads = 0; fd >= 0 && reads < 64; ++reads) {
-    const ssize_t got = read(fd, buffer, sizeof(buffer));
-    if (got > 0) {
-      take(std::string_view(buffer, static_cast<size_t>(got)));
-      continue;
-    }
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0 && errno == EAGAIN) return;
-    close(fd);
-    fd = -1;
-  }
 }
 
 bool names_event(const std::string& line, const char* event) {
@@ -77,103 +44,101 @@ bool names_event(const std::string& line, const char* event) {
 
 }  // namespace
 
-void LineSplitter::feed(std::string_view bytes, const std::function<void(std::string)>& take) {
-  while (!bytes.empty()) {
-    const size_t newline = bytes.find('\n');
-    const size_t length = newline == std::string_view::npos ? bytes.size() : newline + 1;
-    pending_.append(bytes.substr(0, length));
-    bytes.remove_prefix(length);
-    if (newline == std::string_view::npos) return;
-    take(std::exchange(pending_, {}));
+net::Fd LinePipe::open() {
+  int ends[2];
+  if (pipe2(ends, O_CLOEXEC) != 0) no_resources("cannot make a pipe for a rank");
+  fcntl(ends[0], F_SETFL, O_NONBLOCK);
+  fd_ = net::Fd(ends[0]);
+  return net::Fd(ends[1]);
+}
+
+void LinePipe::read(const std::function<void(std::string)>& take) {
+  char buffer[65536];
+  for (int reads = 0; fd_.valid() && reads < 64; ++reads) {
+    const ssize_t got = ::read(fd_.get(), buffer, sizeof(buffer));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && errno == EAGAIN) return;
+    if (got <= 0) return fd_.reset();
+    std::string_view bytes(buffer, static_cast<size_t>(got));
+    for (size_t end; (end = bytes.find('\n')) != bytes.npos; bytes.remove_prefix(end + 1)) {
+      pending_.append(bytes.substr(0, end + 1));
+      take(std::exchange(pending_, {}));
+    }
+    pending_.append(bytes);
   }
 }
 
-void Child::start(const std::function<Body(int out_fd)>& make_body,
-                  const std::vector<int>& inherited) {
-  const Pipe out = open_pipe();
-  out_fd_ = out.read;
-  const Pipe err = open_pipe();
-  err_fd_ = err.read;
-  const Body body = make_body(out.write);
+std::string LinePipe::close() {
+  fd_.reset();
+  return std::exchange(pending_, {});
+}
+
+Child::Child(int rank, std::string role, const Handlers& handlers)
+    : rank_(rank),
+      role_(std::move(role)),
+      handlers_(&handlers),
+      lines_end_(out_.open()),
+      text_end_(err_.open()) {}
+
+void Child::start(const std::function<int()>& body) {
   const pid_t launcher = getpid();
   pid_ = fork();
   if (pid_ < 0) no_resources("cannot start a rank");
   if (pid_ == 0) {
-    become_rank(launcher, err.write);
-    for (const int fd : inherited) close(fd);
-    close(out.read);
-    close(err.read);
+    // Nothing here allocates: threads that are left behind may have held a lock.
+    become_rank(launcher, text_end_.get());
+    text_end_.reset();
+    out_.close();
+    err_.close();
     _exit(body());
   }
   setpgid(pid_, pid_);  // here too: whoever comes first
-  close(out.write);
-  close(err.write);
+  lines_end_.reset();
+  text_end_.reset();
 }
 
-void Child::read_stdout(const Handlers& handlers) {
-  drain(out_fd_, [&](std::string_view bytes) {
-    out_.feed(bytes, [&](std::string line) { take_line(std::move(line), handlers); });
-  });
+void Child::read_pipes(bool lines) {
+  if (lines) out_.read([this](std::string line) { take_line(std::move(line)); });
+  err_.read([this](std::string line) { take_text(std::move(line)); });
 }
 
-void Child::read_stderr(const Handlers& handlers) {
-  drain(err_fd_, [&](std::string_view bytes) {
-    err_.feed(bytes, [&](std::string line) { take_text(std::move(line), handlers); });
-  });
-}
-
-void Child::read_pipes(const Handlers& handlers) {
-  read_stdout(handlers);
-  read_stderr(handlers);
-}
-
-void Child::take_line(std::string line, const Handlers& handlers) {
+void Child::take_line(std::string line) {
   ready_ = ready_ || names_event(line, "ready");
-  if (names_event(line, "rank_end") || names_event(line, "error")) {
+  const bool is_error = names_event(line, "error");
+  if (is_error || names_event(line, "rank_end")) {
     Json json = Json::parse(line, nullptr, false);
     if (json.is_object()) {
-      if (const auto it = json.find("role"); it != json.end() && it->is_string()) {
-        role_ = it->get<std::string>();
-      }
-      const bool is_error = names_event(line, "error");
+      if (const Json role = json.value("role", Json()); role.is_string()) role_ = role;
       (is_error ? error_ : rank_end_) = std::move(json);
-      if (is_error) {
-        error_line_ = std::move(line);  // the launcher prints one in all: the root cause's
-        return;
-      }
+      if (is_error) return;  // the launcher prints one in all: the root cause's
     }
   }
-  handlers.on_line(std::move(line));
+  handlers_->on_line(std::move(line));
 }
 
-void Child::take_text(std::string line, const Handlers& handlers) {
-  tail_.push_back(line.ends_with('\n') ? line.substr(0, line.size() - 1) : line);
-  if (tail_.size() > kTailLines) tail_.pop_front();
-  handlers.on_text(std::move(line));
+void Child::take_text(std::string line) {
+  tail_.push_back(line.substr(0, line.size() - 1));
+  if (tail_.size() > kTailLines) tail_.erase(tail_.begin());
+  handlers_->on_text(std::move(line));
 }
 
-bool Child::reap(const Handlers& handlers) {
+bool Child::reap() {
   if (!alive()) return false;
   int status = 0;
   rusage usage{};
   if (wait4(pid_, &status, WNOHANG, &usage) != pid_) return false;
-  ended_at_ = std::chrono::steady_clock::now();
+  ended_at_ = base::Clock::now();
   status_ = status;
   rss_mb_ = static_cast<double>(usage.ru_maxrss) / 1024;
-  read_pipes(handlers);
-  for (int* fd : {&out_fd_, &err_fd_}) {
-    if (*fd >= 0) close(*fd);
-    *fd = -1;
-  }
-  // A line that was cut off by the end of the process is not JSON.
-  out_.rest();
-  if (std::string rest = err_.rest(); !rest.empty()) take_text(rest + '\n', handlers);
+  read_pipes(true);
+  out_.close();  // a line that was cut off by the end of the process is not JSON
+  if (const std::string rest = err_.close(); !rest.empty()) take_text(rest + '\n');
   return true;
 }
 
 void Child::send(int signal) {
   if (!alive()) return;
-  ended_by_us_ = ended_by_us_ || !error_;
+  ended_by_us_ = ended_by_us_ || error_.empty();
   kill(-pid_, signal);
 }
 
@@ -184,15 +149,15 @@ void Child::tell(int signal) {
 int Child::signal() const { return status_ && WIFSIGNALED(*status_) ? WTERMSIG(*status_) : 0; }
 
 int Child::stopped_by() const {
-  if (!status_ || signal() || error_ || !rank_end_) return 0;
-  const bool told = rank_end_->value("signal", Json()).is_string();
-  return told && exit_code() > 128 ? exit_code() - 128 : 0;
+  if (!status_ || signal() || !error_.empty() || !rank_end_.contains("signal")) return 0;
+  return rank_end_["signal"].is_string() && exit_code() > 128 ? exit_code() - 128 : 0;
 }
 
 int Child::exit_code() const {
+  if (!status_) return 0;
   if (const int number = signal()) return 128 + number;
-  const int code = status_ ? WEXITSTATUS(*status_) : 0;
-  return code == 0 && left_early() ? 1 : code;
+  const int code = WEXITSTATUS(*status_);
+  return code == 0 && rank_end_.empty() ? 1 : code;
 }
 
 }  // namespace distrain::app

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <chrono>
-#include <deque>
 #include <functional>
 #include <optional>
 #include <string>
@@ -9,21 +7,30 @@
 
 #include <sys/types.h>
 
+#include "distrain/base/clock.h"
 #include "distrain/job/job.h"
+#include "distrain/net/socket.h"
 
 namespace distrain::app {
 
 using job::Json;
 
-/// Cuts a stream into lines of any length.
-class LineSplitter {
+/// The end of a pipe that another process writes lines to, of any length.
+class LinePipe {
  public:
-  /// Calls `take` with each complete line, newline included.
-  void feed(std::string_view bytes, const std::function<void(std::string)>& take);
-  /// What came after the last newline.
-  std::string rest() { return std::move(pending_); }
+  /// Gives back the end to write to. Throws `resources`.
+  net::Fd open();
+  /// -1 once all has been read.
+  int fd() const { return fd_.get(); }
+  /// Calls `take` with each complete line that is there, newline included. Never blocks, and leaves
+  /// the rest for the next time after a while, so that a rank that never stops talking cannot keep
+  /// the launcher from its signals; what a dead rank left is well within what is read at once.
+  void read(const std::function<void(std::string)>& take);
+  /// What came after the last newline. Nothing comes any more.
+  std::string close();
 
  private:
+  net::Fd fd_;
   std::string pending_;
 };
 
@@ -35,23 +42,18 @@ class Child {
     std::function<void(std::string)> on_text;  ///< a line for stderr
   };
 
-  Child(int rank, std::string role) : rank_(rank), role_(std::move(role)) {}
+  /// Makes the pipes. Throws `resources`.
+  Child(int rank, std::string role, const Handlers& handlers);
 
-  /// Runs in the child; gives its exit code.
-  using Body = std::function<int()>;
+  /// Forks: `body` runs in the child and gives its exit code. Throws `resources`.
+  void start(const std::function<int()>& body);
 
-  /// Forks. What the child is to run is made before, as a child of a process with threads should
-  /// not allocate. `inherited` are descriptors of the launcher that this child must not keep.
-  /// Throws `resources`.
-  void start(const std::function<Body(int out_fd)>& make_body, const std::vector<int>& inherited);
-
-  /// Takes what is in the pipes. Never blocks.
-  void read_pipes(const Handlers& handlers);
-  /// As read_pipes, but leaves the JSON lines, which stops the rank once its pipe is full.
-  void read_stderr(const Handlers& handlers);
+  /// Takes what is in the pipes. Never blocks. Without `lines` the JSON lines stay where they are,
+  /// which stops the rank once its pipe is full.
+  void read_pipes(bool lines);
 
   /// Notes the end of the process, if it has ended, and takes the rest of its words.
-  bool reap(const Handlers& handlers);
+  bool reap();
 
   /// To the whole process group. A rank that ends afterwards is no cause of anything, unless it has
   /// said before what went wrong.
@@ -61,8 +63,10 @@ class Child {
 
   int rank() const { return rank_; }
   const std::string& role() const { return role_; }
-  int out_fd() const { return out_fd_; }
-  int err_fd() const { return err_fd_; }
+  /// Where the rank writes its JSON lines, until it is started.
+  int lines_fd() const { return lines_end_.get(); }
+  int out_fd() const { return out_.fd(); }
+  int err_fd() const { return err_.fd(); }
   bool alive() const { return pid_ > 0 && !status_; }
   bool failed() const { return status_ && exit_code() != 0; }
   bool ended_by_us() const { return ended_by_us_; }
@@ -70,38 +74,33 @@ class Child {
   int exit_code() const;
   /// Has found all others.
   bool ready() const { return ready_; }
-  /// Without its last line.
-  bool left_early() const { return status_ && !rank_end_; }
   /// The signal that it took and ended by in good order, as its last line tells; 0 if none.
   int stopped_by() const;
   /// The signal that killed it, 0 if none.
   int signal() const;
-  std::chrono::steady_clock::time_point ended_at() const { return ended_at_; }
+  base::TimePoint ended_at() const { return ended_at_; }
   double rss_mb() const { return rss_mb_; }
-  const std::optional<Json>& rank_end() const { return rank_end_; }
-  const std::optional<Json>& error() const { return error_; }
-  /// Held back: other ranks fail for the same reason, and one error is to be told once.
-  const std::string& error_line() const { return error_line_; }
-  const std::deque<std::string>& stderr_tail() const { return tail_; }
+  /// Its lines `rank_end` and `error`, empty where there is none. The latter is held back: other
+  /// ranks fail for the same reason, and one error is to be told once.
+  const Json& rank_end() const { return rank_end_; }
+  const Json& error() const { return error_; }
+  const std::vector<std::string>& stderr_tail() const { return tail_; }
 
  private:
-  void read_stdout(const Handlers& handlers);
-  void take_line(std::string line, const Handlers& handlers);
-  void take_text(std::string line, const Handlers& handlers);
+  void take_line(std::string line);
+  void take_text(std::string line);
 
-  const int rank_;
+  int rank_;
   std::string role_;
+  const Handlers* handlers_;
   pid_t pid_ = -1;
-  int out_fd_ = -1;
-  int err_fd_ = -1;
-  LineSplitter out_;
-  LineSplitter err_;
-  std::deque<std::string> tail_;
-  std::optional<Json> rank_end_;
-  std::optional<Json> error_;
-  std::string error_line_;
+  LinePipe out_, err_;
+  net::Fd lines_end_, text_end_;  // the rank's
+  std::vector<std::string> tail_;
+  Json rank_end_ = Json::object();
+  Json error_ = Json::object();
   std::optional<int> status_;
-  std::chrono::steady_clock::time_point ended_at_;
+  base::TimePoint ended_at_;
   double rss_mb_ = 0;
   bool ended_by_us_ = false;
   bool ready_ = false;

@@ -15,16 +15,12 @@ constexpr std::string_view kCheckpoint = "checkpoint.";
 
 /// "50ms" → 0.05. The range is that of an option in seconds.
 double parse_time(std::string_view value, const std::string& where) {
-  struct Unit {
-    std::string_view name;
-    double seconds;
-  };
-  constexpr Unit kUnits[] = {{"us", 1e-6}, {"ms", 1e-3}, {"s", 1}};
+  constexpr std::pair<std::string_view, double> kUnits[] = {{"us", 1e-6}, {"ms", 1e-3}, {"s", 1}};
   const Option option = {.kind = ValueKind::kReal, .max = 1e6, .above_min = true};
-  for (const Unit& unit : kUnits) {
-    if (!value.ends_with(unit.name)) continue;
-    const std::string_view amount = value.substr(0, value.size() - unit.name.size());
-    return std::stod(canonical_value(option, amount, where)) * unit.seconds;
+  for (const auto& [unit, seconds] : kUnits) {
+    if (!value.ends_with(unit)) continue;
+    value.remove_suffix(unit.size());
+    return std::stod(canonical_value(option, value, where)) * seconds;
   }
   invalid(fmt::format("{} must be a time in us, ms or s (50ms), not '{}'", where, value));
 }
@@ -79,33 +75,28 @@ std::vector<InjectedFault> parse_injections(std::string_view text) {
 
 void check_injections(const std::vector<InjectedFault>& faults, Injectable job,
                       Placement& placement) {
+  const bool local = placement.mode == Placement::Mode::kLocal;
   for (const InjectedFault& fault : faults) {
+    const std::string where = "--inject " + fault.text;
     const bool is_stage = fault.kind == InjectedFault::Kind::kStage;
+    const bool fails = fault.kind == InjectedFault::Kind::kFail;
     const int rank = fault.rank.value_or(is_stage ? 1 : 0);
     if (placement.world_size != 0 && rank >= placement.world_size) {
-      invalid(fmt::format("--inject {}: there is no rank {} in a world of {} ranks", fault.text,
-                          rank, placement.world_size));
+      invalid(fmt::format("{}: there is no rank {} in a world of {} ranks", where, rank,
+                          placement.world_size));
     }
-    if (is_stage && (!job.stages || rank == 0)) {
-      invalid(
-          fmt::format("--inject {}: {}", fault.text,
-                      job.stages ? "rank 0 is the master, no stage" : "this job has no stages"));
-    }
-    const bool fails = fault.kind == InjectedFault::Kind::kFail;
-    if (fails && rank != 0) {
-      invalid(fmt::format("--inject {}: rank 0 alone saves checkpoints", fault.text));
-    }
-    if (fails && !job.saves) {
-      placement.warn(fmt::format("--inject {} has no effect without --checkpoint", fault.text));
-    }
+    if (is_stage && !job.stages) invalid(where + ": this job has no stages");
+    if (is_stage && rank == 0) invalid(where + ": rank 0 is the master, no stage");
+    if (fails && rank != 0) invalid(where + ": rank 0 alone saves checkpoints");
+    if (fails && !job.saves) placement.warn(where + " has no effect without --checkpoint");
     const bool stage_here =
         placement.mode == Placement::Mode::kSpawn ? placement.ranks.back() > 0 : placement.rank > 0;
-    if (is_stage && placement.mode != Placement::Mode::kLocal && !stage_here) {
-      placement.warn(fmt::format("--inject {} has no effect: no stage runs here", fault.text));
+    if (is_stage && !local && !stage_here) {
+      placement.warn(where + " has no effect: no stage runs here");
     }
-    if (!fails && placement.mode == Placement::Mode::kLocal) {
-      placement.warn(fmt::format("--inject {} has no effect with --local: there are no {}",
-                                 fault.text, is_stage ? "stages" : "calls"));
+    if (!fails && local) {
+      placement.warn(fmt::format("{} has no effect with --local: there are no {}", where,
+                                 is_stage ? "stages" : "calls"));
     }
   }
 }

@@ -1,27 +1,32 @@
 #include "process/launcher.h"
 
 #include <algorithm>
-#include <cstdio>
+#include <tuple>
 
 #include <errno.h>
 #include <fmt/format.h>
 #include <poll.h>
 #include <signal.h>
-#include <string.h>
 #include <sys/signalfd.h>
 #include <unistd.h>
 
 #include "distrain/base/clock.h"
 #include "distrain/job/stop_signal.h"
-#include "process/json_sink.h"
+#include "process/child.h"
+#include "process/json_lines.h"
+#include "process/output.h"
+#include "process/process_setup.h"
+#include "process/progress.h"
 
 namespace distrain::app {
 namespace {
 
-constexpr auto kTermGrace = std::chrono::seconds(2);  // after SIGTERM of ours
-constexpr std::chrono::seconds kSignalGrace(5);       // after a signal that we passed on
-constexpr double kExtraGrace = 2;                     // beyond the peer timeout
-constexpr std::chrono::seconds kMeetingGrace(1);      // before all ranks are there
+using std::chrono::nanoseconds;
+
+constexpr auto kTermGrace = std::chrono::seconds(2);     // after SIGTERM of ours
+constexpr auto kSignalGrace = std::chrono::seconds(5);   // after a signal that we passed on
+constexpr auto kExtraGrace = std::chrono::seconds(2);    // beyond the peer timeout
+constexpr auto kMeetingGrace = std::chrono::seconds(1);  // before all ranks are there
 
 /// Whether the program itself went wrong, rather than somebody ending it.
 bool is_crash(int signal) {
@@ -31,395 +36,348 @@ bool is_crash(int signal) {
 
 bool is_secondary(const Child& child) {
   if (child.exit_code() == base::exit_code(base::ErrorKind::kPeerLost)) return true;
-  const std::string kind = child.error() ? child.error()->value("kind", "") : "";
+  const std::string kind = child.error().value("kind", "");
   return kind == base::kind_name(base::ErrorKind::kPeerLost) ||
          kind == base::kind_name(base::ErrorKind::kCancelled);
 }
 
+/// Its words on why it failed: the `error` line, which may name a cause elsewhere, or else the last
+/// line, which alone tells of a signal that it took.
+const Json& reason(const Child& child) {
+  return child.error().empty() ? child.rank_end() : child.error();
+}
+
 /// The other rank that it names as the cause.
 std::optional<int> blamed_rank(const Child& child) {
-  const auto& told = child.error() ? child.error() : child.rank_end();
-  if (!told) return std::nullopt;
-  const auto rank = told->find("cause_rank");
-  if (rank == told->end() || !rank->is_number() || *rank == child.rank()) return std::nullopt;
-  return rank->get<int>();
+  const Json rank = reason(child).value("cause_rank", Json());
+  if (!rank.is_number() || rank == child.rank()) return std::nullopt;
+  return rank.get<int>();
 }
 
-}  // namespace
+class Launcher {
+ public:
+  explicit Launcher(const LaunchPlan& plan)
+      : plan_(plan),
+        listener_(plan.told.listen_fd),
+        output_(STDOUT_FILENO),
+        progress_(plan.progress, plan.epochs),
+        handlers_{[this](std::string line) {
+                    if (write_error_) return;
+                    progress_.on_line(line);
+                    output_.push(std::move(line));
+                  },
+                  [this](const std::string& line) {
+                    progress_.clear();
+                    write_all(STDERR_FILENO, line);
+                  }} {}
 
-Launcher::Launcher(LaunchPlan plan)
-    : plan_(std::move(plan)),
-      output_(STDOUT_FILENO),
-      progress_(plan_.progress, plan_.epochs),
-      handlers_{[this](std::string line) {
-                  if (write_error_) return;
-                  progress_.on_line(line);
-                  output_.push(std::move(line));
-                },
-                [this](std::string line) { show_text(line); }} {}
-
-int Launcher::run() {
-  block_signals();
-  if (!plan_.warning.empty()) {
-    tell("warn", {{"kind", "invalid"}, {"message", plan_.warning}});
+  int run() {
+    sigset_t awaited = ending_signals();
+    sigaddset(&awaited, SIGCHLD);
+    sigaddset(&awaited, kSaveSignal);
+    base::block_in_all_threads(awaited);
+    signals_ = net::Fd(signalfd(-1, &awaited, SFD_CLOEXEC | SFD_NONBLOCK));
+    if (!plan_.warning.empty()) tell("warn", {{"kind", "invalid"}, {"message", plan_.warning}});
+    start_children();
+    while (any_alive()) wait_once();
+    return finish();
   }
-  start_children();
-  wait_for_children();
-  return finish();
-}
 
-void Launcher::block_signals() {
-  sigset_t set;
-  sigemptyset(&set);
-  sigaddset(&set, SIGCHLD);
-  sigaddset(&set, kSaveSignal);
-  for (const int number : ending_signals()) sigaddset(&set, number);
-  block_in_all_threads(set);
-  signal_fd_ = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
-}
-
-void Launcher::start_children() {
-  try {
-    const bool by_exec = !other_threads().empty();
-    for (const int rank : plan_.ranks) start_child(rank, by_exec);
-  } catch (const base::Exception& e) {
-    start_error_ = e.error();
-    send_to_all(SIGKILL);
-    enter(Phase::kKilled);
-  }
-  if (plan_.listen_fd >= 0) close(plan_.listen_fd);
-}
-
-void Launcher::start_child(int rank, bool by_exec) {
-  auto child = std::make_unique<Child>(rank, plan_.role(rank));
-  std::vector<int> inherited{signal_fd_};
-  for (const auto& other : children_) {
-    inherited.push_back(other->out_fd());
-    inherited.push_back(other->err_fd());
-  }
-  if (rank != 0 && plan_.listen_fd >= 0) inherited.push_back(plan_.listen_fd);
-  const auto make_body = [&](int out_fd) -> Child::Body {
-    const SpawnedRank spawned{.rank = rank,
-                              .out_fd = out_fd,
-                              .listen_fd = rank == 0 ? plan_.listen_fd : -1,
-                              .master_addr = plan_.master_addr,
-                              .master_port = plan_.master_port,
-                              .started = plan_.started,
-                              .run_id = plan_.run_id};
-    if (!by_exec) return [this, spawned] { return plan_.rank_main(spawned); };
-    const auto image = std::make_shared<RankImage>(spawned);
-    return [image]() -> int { image->exec(); };
+ private:
+  enum class Phase {
+    kRunning,
+    kGrace,        ///< a rank failed; the others should end by themselves
+    kTerminating,  ///< they got SIGTERM, or the signal that we got
+    kKilled,
   };
-  child->start(make_body, inherited);
-  children_.push_back(std::move(child));
-}
 
-void Launcher::wait_for_children() {
-  std::vector<pollfd> items;
-  while (any_alive()) {
-    items.clear();
-    items.push_back({signal_fd_, POLLIN, 0});
+  void start_children() {
+    try {
+      const bool by_exec = !base::other_threads().empty();
+      for (const int rank : plan_.ranks) start_child(rank, by_exec);
+    } catch (const base::Exception& e) {
+      start_error_ = e.error();
+      kill_all();
+    }
+    listener_.reset();
+  }
+
+  void start_child(int rank, bool by_exec) {
+    Child child(rank, plan_.role(rank), handlers_);
+    SpawnedRank spawned = plan_.told;
+    spawned.rank = rank;
+    spawned.out_fd = child.lines_fd();
+    if (rank != 0) spawned.listen_fd = -1;
+    const auto forked = [&] {
+      children_.clear();  // with the pipes of the other ranks, which this one must not keep
+      signals_.reset();
+      if (rank != 0) listener_.reset();
+      return plan_.rank_main(spawned);
+    };
+    child.start(by_exec ? rank_image(spawned) : forked);
+    children_.push_back(std::move(child));
+  }
+
+  /// Waits until something happens, and sees to it.
+  void wait_once() {
     // Without events it still tells of errors: of a reader that is gone.
-    const bool waiting = !output_.empty();
-    const bool full = output_.full() && !write_error_;
-    items.push_back(
-        {write_error_ ? -1 : output_.fd(), static_cast<short>(waiting ? POLLOUT : 0), 0});
-    for (const auto& child : children_) {
-      if (child->out_fd() >= 0 && !full) items.push_back({child->out_fd(), POLLIN, 0});
-      if (child->err_fd() >= 0) items.push_back({child->err_fd(), POLLIN, 0});
+    const short writable = output_.empty() ? 0 : POLLOUT;
+    std::vector<pollfd> items{{signals_.get(), POLLIN, 0},
+                              {write_error_ ? -1 : output_.fd(), writable, 0}};
+    for (const Child& child : children_) {
+      items.push_back({takes_lines() ? child.out_fd() : -1, POLLIN, 0});
+      items.push_back({child.err_fd(), POLLIN, 0});
     }
     poll(items.data(), items.size(), poll_timeout_ms());
     if (items[1].revents & (POLLERR | POLLHUP | POLLNVAL)) on_write_error(EPIPE);
-    for (const auto& child : children_) {
-      if (!child->alive()) continue;
-      if (output_.full() && !write_error_) {
-        child->read_stderr(handlers_);
-      } else {
-        child->read_pipes(handlers_);
-      }
+    for (Child& child : children_) {
+      if (child.alive()) child.read_pipes(takes_lines());
     }
     on_signals();
-    reap_children();
+    for (Child& child : children_) {
+      if (child.reap() && child.failed()) on_failure(child);
+    }
     pump();
     if (base::Clock::now() >= deadline_) on_deadline();
   }
-}
 
-int Launcher::poll_timeout_ms() const {
-  if (deadline_ == base::TimePoint::max()) return -1;
-  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline_ - base::Clock::now());
-  return static_cast<int>(std::max<int64_t>(0, left.count()));
-}
+  bool takes_lines() const { return write_error_ || !output_.full(); }
 
-void Launcher::enter(Phase phase) {
-  if (phase <= phase_) return;  // it only ever gets more serious
-  phase_ = phase;
-  deadline_ = phase == Phase::kGrace         ? base::deadline_after(failure_grace())
-              : phase == Phase::kTerminating ? base::deadline_after(kTermGrace)
-                                             : base::TimePoint::max();
-}
+  int poll_timeout_ms() const {
+    if (deadline_ == base::kNever) return -1;
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline_ - base::Clock::now());
+    return static_cast<int>(std::max<int64_t>(0, left.count()));
+  }
 
-void Launcher::on_deadline() {
-  const bool again = phase_ != Phase::kGrace;
-  send_to_all(again ? SIGKILL : SIGTERM);
-  enter(again ? Phase::kKilled : Phase::kTerminating);
-}
-
-void Launcher::on_signals() {
-  signalfd_siginfo info;
-  while (read(signal_fd_, &info, sizeof(info)) == sizeof(info)) {
-    const int number = static_cast<int>(info.ssi_signo);
-    if (number == SIGCHLD) continue;
-    if (number == kSaveSignal) {
-      children_.front()->tell(number);  // any rank will do
-      continue;
+  void on_signals() {
+    signalfd_siginfo info;
+    while (read(signals_.get(), &info, sizeof(info)) == sizeof(info)) {
+      if (info.ssi_signo != SIGCHLD) on_signal(static_cast<int>(info.ssi_signo));
     }
-    const bool saving = plan_.save_grace > kSignalGrace;
-    if (saving && ended_by_signal_ && base::Clock::now() - signalled_at_ < job::kSameSignal) {
-      continue;
-    }
-    if (ended_by_signal_) {
+  }
+
+  void on_signal(int number) {
+    if (!any_alive()) {
+      stop_waiting_ |= number != kSaveSignal;  // nobody will read the rest
+    } else if (number == kSaveSignal) {
+      children_.front().tell(number);  // any rank will do
+    } else if (!ended_by_signal_) {
+      ended_by_signal_ = number;
+      signalled_at_ = base::Clock::now();
+      send_to_all(number);
+      enter(Phase::kTerminating, std::max(kSignalGrace, plan_.save_grace));
+    } else if (plan_.save_grace <= kSignalGrace ||
+               base::Clock::now() - signalled_at_ >= job::kSameSignal) {
       stop_waiting_ = true;
-      send_to_all(SIGKILL);
-      enter(Phase::kKilled);
-      continue;
+      kill_all();
     }
-    ended_by_signal_ = number;
-    signalled_at_ = base::Clock::now();
-    send_to_all(number);
-    enter(Phase::kTerminating);
-    const auto grace = std::max(kSignalGrace, plan_.save_grace);
-    if (phase_ == Phase::kTerminating) deadline_ = base::deadline_after(grace);
   }
-}
 
-void Launcher::reap_children() {
-  for (const auto& child : children_) {
-    if (child->reap(handlers_) && child->failed()) on_failure(*child);
-  }
-}
-
-/// How long the others may take to notice that a rank failed.
-std::chrono::nanoseconds Launcher::failure_grace() const {
-  const bool met = std::any_of(children_.begin(), children_.end(),
-                               [](const auto& child) { return child->ready(); });
-  // One that others blame is about to say what happened.
-  const bool told = std::none_of(children_.begin(), children_.end(), [this](const auto& child) {
-    return child->failed() && is_alive(blamed_rank(*child));
-  });
-  // Those that look for each other would do so until the join timeout.
-  if (!met && told) return kMeetingGrace;
-  return std::chrono::nanoseconds(static_cast<int64_t>((plan_.peer_timeout_s + kExtraGrace) * 1e9));
-}
-
-void Launcher::on_failure(const Child& child) {
-  if (child.stopped_by()) {
-    // Somebody sent a signal to a rank: the others stop, too, once rank 0 has saved.
-    if (phase_ != Phase::kRunning) return;
-    enter(Phase::kGrace);
-    deadline_ = std::max(deadline_, base::deadline_after(plan_.save_grace));
-    return;
-  }
-  enter(Phase::kGrace);
-  // While it waits for a save: there will be none now.
-  if (phase_ == Phase::kGrace || phase_ == Phase::kTerminating) {
-    deadline_ = std::min(deadline_, base::deadline_after(failure_grace()));
-  }
-}
-
-void Launcher::pump() {
-  if (write_error_) return;
-  if (const int error = output_.pump()) on_write_error(error);
-}
-
-void Launcher::on_write_error(int error) {
-  if (write_error_) return;
-  write_error_ = error;
-  if (phase_ >= Phase::kTerminating) return;
-  send_to_all(SIGTERM);
-  enter(Phase::kTerminating);
-  deadline_ = std::max(deadline_, base::deadline_after(plan_.save_grace));
-}
-
-void Launcher::tell(const char* event, const Json& fields) {
-  output_.push(json_line(event, plan_.run_id, plan_.cmd, std::nullopt, "launcher", fields));
-}
-
-void Launcher::show_text(const std::string& line) {
-  progress_.clear();
-  write_all(STDERR_FILENO, line);
-}
-
-bool Launcher::is_alive(std::optional<int> rank) const {
-  return std::any_of(children_.begin(), children_.end(),
-                     [rank](const auto& child) { return child->rank() == rank && child->alive(); });
-}
-
-bool Launcher::any_alive() const {
-  return std::any_of(children_.begin(), children_.end(), [](const auto& c) { return c->alive(); });
-}
-
-void Launcher::send_to_all(int signal) {
-  for (const auto& child : children_) child->send(signal);
-}
-
-/// Whether its failure is what we asked for. A save that failed is not.
-bool Launcher::is_excused(const Child& child) const {
-  const bool failed_to_save = plan_.save_grace.count() > 0 && child.error() && !is_secondary(child);
-  return child.ended_by_us() && !failed_to_save;
-}
-
-/// By a signal, in good order, and for no other reason.
-bool Launcher::all_stopped() const {
-  return !children_.empty() && std::all_of(children_.begin(), children_.end(),
-                                           [](const auto& child) { return child->stopped_by(); });
-}
-
-/// The end of a job by a signal to us, or else to a rank that made the others stop, too.
-std::optional<Cause> Launcher::stop_cause() const {
-  const auto first = std::find_if(children_.begin(), children_.end(),
-                                  [](const auto& child) { return child->stopped_by(); });
-  int number = ended_by_signal_;
-  for (auto child = first; !ended_by_signal_ && child != children_.end(); ++child) {
-    // Ranks that another one told to stop call that SIGTERM.
-    if (number == 0 || number == SIGTERM) number = (*child)->stopped_by();
-  }
-  if (!number) return std::nullopt;
-  Cause cause = cause_by_signal(number);
-  // Rank 0 tells where it saved.
-  if (first != children_.end()) {
-    cause.message = (*first)->rank_end()->value("message", cause.message);
-  }
-  return cause;
-}
-
-/// Whether it blames another of our ranks, which has a reason of its own: even if that ends later.
-bool Launcher::blames_another(const Child& child) const {
-  const auto blamed = blamed_rank(child);
-  return std::any_of(children_.begin(), children_.end(), [&](const auto& other) {
-    return other->rank() == blamed && other->failed() && !is_excused(*other) &&
-           !is_secondary(*other);
-  });
-}
-
-const Child* Launcher::root_cause() const {
-  const Child* cause = nullptr;
-  const auto before = [this](const Child& a, const Child& b) {
-    if (is_secondary(a) != is_secondary(b)) return is_secondary(b);
-    if (blames_another(a) != blames_another(b)) return blames_another(b);
-    return a.ended_at() < b.ended_at();
-  };
-  for (const auto& child : children_) {
-    if (!child->failed() || is_excused(*child)) continue;
-    if (!cause || before(*child, *cause)) cause = child.get();
-  }
-  return cause;
-}
-
-Cause Launcher::cause_from(const Child& child) const {
-  Cause cause;
-  cause.rank = child.rank();
-  cause.role = child.role();
-  cause.host = host_name();
-  cause.exit_code = child.exit_code();
-  const std::string name = child.role().empty()
-                               ? fmt::format("rank {}", child.rank())
-                               : fmt::format("rank {} ({})", child.rank(), child.role());
-  // The `error` line names a cause elsewhere; the last line alone tells of a signal it took.
-  const auto& told = child.error() ? child.error() : child.rank_end();
-  if (child.error() && (child.signal() || child.stopped_by())) {
-    // It had said what went wrong before the signal came.
-    cause.exit_code = child.error()->value("exit_code", cause.exit_code);
-  }
-  if (const int number = child.signal(); number && !child.error()) {
-    cause.signal = signal_name(number);
-    cause.kind =
-        base::kind_name(is_crash(number) ? base::ErrorKind::kInternal : base::ErrorKind::kPeerLost);
-    cause.message = fmt::format("{} was killed by {}{}", name, cause.signal,
-                                number == SIGKILL ? " (kill -9, or out of memory)" : "");
-  } else if (told && told->contains("kind") && told->contains("message")) {
-    cause.kind = told->value("kind", "");
-    cause.message = told->value("message", "");
-    if (const auto other = blamed_rank(child)) {
-      cause.rank = other;
-      cause.role = plan_.role(*cause.rank);
-      const bool here =
-          std::find(plan_.ranks.begin(), plan_.ranks.end(), *cause.rank) != plan_.ranks.end();
-      if (!here) cause.host.clear();
+  void on_failure(const Child& child) {
+    if (!child.stopped_by()) {
+      if (phase_ == Phase::kKilled) return;
+      // Sooner than a save would take: there will be none now.
+      phase_ = std::max(phase_, Phase::kGrace);
+      deadline_ = std::min(deadline_, base::deadline_after(failure_grace()));
+    } else if (phase_ == Phase::kRunning) {
+      // Somebody sent a signal to a rank: the others stop, too, once rank 0 has saved.
+      enter(Phase::kGrace, std::max<nanoseconds>(failure_grace(), plan_.save_grace));
     }
-  } else {
-    cause.kind = base::kind_name(base::ErrorKind::kInternal);
-    cause.message = fmt::format("{} left without its last line", name);
   }
-  for (const auto& each : children_) {
-    if (each->rank() != cause.rank) continue;
-    cause.stderr_tail.assign(each->stderr_tail().begin(), each->stderr_tail().end());
-  }
-  return cause;
-}
 
-std::optional<Cause> Launcher::find_cause() {
-  if (start_error_) return cause_of(*start_error_);
-  if (all_stopped()) return stop_cause();
-  const Child* const child = root_cause();
-  if (!child) return stop_cause();
-  Cause cause = cause_from(*child);
-  // A rank that threw has said so in its own line, best the one that is the cause itself; for one
-  // that cannot we do.
-  const Child* teller = child;
-  for (const auto& each : children_) {
-    if (each->rank() == cause.rank && each->error()) teller = each.get();
+  /// How long the others may take to notice that a rank failed.
+  nanoseconds failure_grace() const {
+    const bool met = std::ranges::any_of(children_, &Child::ready);
+    // One that others blame is about to say what happened.
+    const bool told = std::ranges::none_of(children_, [this](const Child& child) {
+      const Child* const blamed = find(blamed_rank(child));
+      return child.failed() && blamed && blamed->alive();
+    });
+    // Those that look for each other would do so until the join timeout.
+    if (!met && told) return kMeetingGrace;
+    return kExtraGrace + nanoseconds(static_cast<int64_t>(plan_.peer_timeout_s * 1e9));
   }
-  if (teller->error()) {
-    output_.push(teller->error_line());
+
+  void pump() {
+    if (write_error_) return;
+    if (const int error = output_.pump()) on_write_error(error);
+  }
+
+  void on_write_error(int error) {
+    if (write_error_) return;
+    write_error_ = error;
+    if (phase_ >= Phase::kTerminating) return;
+    send_to_all(SIGTERM);
+    enter(Phase::kTerminating, std::max(kTermGrace, plan_.save_grace));
+  }
+
+  void on_deadline() {
+    if (phase_ != Phase::kGrace) return kill_all();
+    send_to_all(SIGTERM);
+    enter(Phase::kTerminating, kTermGrace);
+  }
+
+  /// It only ever gets more serious.
+  void enter(Phase phase, nanoseconds grace) {
+    if (phase < phase_) return;
+    phase_ = phase;
+    deadline_ = base::deadline_after(grace);
+  }
+
+  void kill_all() {
+    send_to_all(SIGKILL);
+    phase_ = Phase::kKilled;
+    deadline_ = base::kNever;
+  }
+
+  void send_to_all(int signal) {
+    for (Child& child : children_) child.send(signal);
+  }
+
+  bool any_alive() const { return std::ranges::any_of(children_, &Child::alive); }
+
+  /// Null for a rank that is not here.
+  const Child* find(std::optional<int> rank) const {
+    const auto child =
+        std::ranges::find_if(children_, [rank](const Child& each) { return each.rank() == rank; });
+    return child == children_.end() ? nullptr : &*child;
+  }
+
+  /// For another reason than that we asked for it. A save that failed is one.
+  bool failed_itself(const Child& child) const {
+    const bool failed_to_save =
+        plan_.save_grace.count() > 0 && !child.error().empty() && !is_secondary(child);
+    return child.failed() && (!child.ended_by_us() || failed_to_save);
+  }
+
+  /// Whether it blames another of our ranks, which has a reason of its own: even if that ends
+  /// later.
+  bool blames_another(const Child& child) const {
+    const Child* const other = find(blamed_rank(child));
+    return other && failed_itself(*other) && !is_secondary(*other);
+  }
+
+  /// Null if none failed by itself.
+  const Child* root_cause() const {
+    const auto order = [this](const Child& child) {
+      return std::tuple(!failed_itself(child), is_secondary(child), blames_another(child),
+                        child.ended_at());
+    };
+    const auto first = std::ranges::min_element(children_, {}, order);
+    return first != children_.end() && failed_itself(*first) ? &*first : nullptr;
+  }
+
+  /// The end of a job by a signal to us, or else to a rank that made the others stop, too.
+  std::optional<Cause> stop_cause() const {
+    int number = ended_by_signal_;
+    const Child* first = nullptr;
+    for (const Child& child : children_) {
+      const int taken = child.stopped_by();
+      if (!taken) continue;
+      if (!first) first = &child;
+      // Ranks that another one told to stop call that SIGTERM.
+      if (!ended_by_signal_ && (number == 0 || number == SIGTERM)) number = taken;
+    }
+    if (!number) return std::nullopt;
+    Cause cause = cause_by_signal(number);
+    // Rank 0 tells where it saved.
+    if (first) cause.message = first->rank_end().value("message", cause.message);
     return cause;
   }
-  const base::Error error{base::ErrorKind::kPeerLost, cause.message, child->rank(), {}};
-  Json fields = error_fields(error, base::seconds_since(plan_.started));
-  fields["kind"] = cause.kind;
-  fields["exit_code"] = cause.exit_code;
-  tell("error", fields);
-  return cause;
-}
 
-int Launcher::finish() {
-  const std::optional<Cause> cause = find_cause();
-  if (start_error_) {
-    tell("error", error_fields(*start_error_, base::seconds_since(plan_.started)));
-  }
-  Summary summary;
-  for (const auto& child : children_) {
-    if (child->rank_end()) summary.add(*child->rank_end());
-    summary.add_rss(child->rss_mb());
-  }
-  const int code = cause ? cause->exit_code : 0;
-  Json end = summary.end_fields(code, base::seconds_since(plan_.started), cause);
-  tell_config(plan_.config, end);
-  tell("end", end);
-
-  pump();
-  while (!output_.empty() && !write_error_ && !stop_waiting_) {
-    pollfd items[] = {{signal_fd_, POLLIN, 0}, {output_.fd(), POLLOUT, 0}};
-    poll(items, 2, -1);
-    // The ranks are gone; a signal now means that nobody will read the rest.
-    if (items[0].revents) {
-      signalfd_siginfo info;
-      while (read(signal_fd_, &info, sizeof(info)) == sizeof(info)) {
-        stop_waiting_ |= info.ssi_signo != SIGCHLD && info.ssi_signo != kSaveSignal;
+  Cause cause_from(const Child& child) const {
+    Cause cause{.rank = child.rank(),
+                .role = child.role(),
+                .host = host_name(),
+                .kind = std::string(base::kind_name(base::ErrorKind::kInternal)),
+                .exit_code = child.exit_code()};
+    const std::string name = child.role().empty()
+                                 ? fmt::format("rank {}", child.rank())
+                                 : fmt::format("rank {} ({})", child.rank(), child.role());
+    const Json& told = reason(child);
+    if (const int number = child.signal(); number && child.error().empty()) {
+      cause.signal = signal_name(number);
+      if (!is_crash(number)) cause.kind = base::kind_name(base::ErrorKind::kPeerLost);
+      cause.message = fmt::format("{} was killed by {}{}", name, cause.signal,
+                                  number == SIGKILL ? " (kill -9, or out of memory)" : "");
+    } else if (told.contains("kind") && told.contains("message")) {
+      cause.kind = told.value("kind", "");
+      cause.message = told.value("message", "");
+      // It may have said what went wrong before a signal came.
+      if (child.signal()) cause.exit_code = told.value("exit_code", cause.exit_code);
+      if (const auto other = blamed_rank(child)) {
+        cause.rank = other;
+        cause.role = plan_.role(*other);
+        if (!find(other)) cause.host.clear();
       }
+    } else {
+      cause.message = fmt::format("{} left without its last line", name);
     }
+    if (const Child* const named = find(cause.rank)) cause.stderr_tail = named->stderr_tail();
+    return cause;
+  }
+
+  /// Why the job failed, if it did, which is told in an `error` line unless a signal was to end it.
+  std::optional<Cause> tell_cause() {
+    const Child* const child = root_cause();
+    const bool all_stopped = std::ranges::all_of(children_, &Child::stopped_by);
+    if (!start_error_ && (all_stopped || !child)) return stop_cause();
+    const Cause cause = start_error_ ? cause_of(*start_error_) : cause_from(*child);
+    // A rank that threw has said so in its own line, best the one that is the cause itself; for one
+    // that cannot we do.
+    const Child* const named = find(cause.rank);
+    const Child* const teller = named && !named->error().empty() ? named : child;
+    if (!start_error_ && !teller->error().empty()) {
+      output_.push(teller->error().dump() + '\n');
+    } else {
+      tell("error", error_fields(cause, plan_.told.started));
+    }
+    return cause;
+  }
+
+  int finish() {
+    const std::optional<Cause> cause = tell_cause();
+    Summary summary;
+    for (const Child& child : children_) {
+      summary.add(child.rank_end());
+      summary.add({{"rss_mb", child.rss_mb()}});
+    }
+    Json end = summary.end_fields(plan_.told.started, cause);
+    tell_config(plan_.config, end);
+    tell("end", end);
     pump();
+    while (!output_.empty() && !write_error_ && !stop_waiting_) wait_once();
+    progress_.finish(end);
+    // The signal that ended us may have ended stdout's reader, too, or a terminal's end was both.
+    const bool took_reader =
+        cause && ended_by_signal_ && (write_error_ == EPIPE || write_error_ == EIO);
+    if (write_error_ && !took_reader) return exit_code_of_write_error(write_error_);
+    if (cause) say(cause->message);
+    return cause ? cause->exit_code : 0;
   }
-  progress_.finish(end);
-  // The signal that ended us may have ended stdout's reader, too, or a terminal's end was both.
-  const bool took_reader =
-      cause && ended_by_signal_ && (write_error_ == EPIPE || write_error_ == EIO);
-  if (write_error_ && !took_reader) {
-    if (write_error_ != EPIPE) say(fmt::format("stdout: {}", strerror(write_error_)));
-    return exit_code_of_write_error(write_error_);
+
+  void tell(const char* event, const Json& fields) {
+    output_.push(json_line(event, plan_.told.run_id, plan_.cmd, std::nullopt, "launcher", fields));
   }
-  if (cause) say(cause->message);
-  return code;
-}
+
+  const LaunchPlan& plan_;
+  net::Fd listener_;
+  net::Fd signals_;
+  OutputQueue output_;
+  Progress progress_;
+  const Child::Handlers handlers_;
+  std::vector<Child> children_;
+  Phase phase_ = Phase::kRunning;
+  base::TimePoint deadline_ = base::kNever;
+  int ended_by_signal_ = 0;
+  base::TimePoint signalled_at_{};
+  bool stop_waiting_ = false;  ///< a second signal: stdout is not waited for either
+  int write_error_ = 0;
+  std::optional<base::Error> start_error_;
+};
+
+}  // namespace
+
+int run_launcher(const LaunchPlan& plan) { return Launcher(plan).run(); }
 
 }  // namespace distrain::app

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <limits.h>
 #include <poll.h>
+#include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -29,7 +30,11 @@ void say(std::string_view message) {
   write_all(STDERR_FILENO, line);
 }
 
-int exit_code_of_write_error(int error) { return error == EPIPE ? 141 : 9; }
+int exit_code_of_write_error(int error, bool say_so) {
+  if (error == EPIPE) return 141;
+  if (say_so) say(std::string("stdout: ") + strerror(error));
+  return 9;
+}
 
 OutputQueue::OutputQueue(int fd) : fd_(fd), chunk_(std::string::npos) {
   struct stat info {};

@@ -13,8 +13,9 @@ int write_all(int fd, std::string_view text);
 /// "PROGRAM: `message`", a line on stderr; where nobody can hear it, nothing.
 void say(std::string_view message);
 
-/// What a failed write to stdout ends the process with: 141 when the reader went away, else 9.
-int exit_code_of_write_error(int error);
+/// What a failed write to stdout ends the process with: 141 when the reader went away, else 9,
+/// which is said on stderr unless that is for somebody else to do.
+int exit_code_of_write_error(int error, bool say_so = true);
 
 /// Lines waiting for stdout, so that a slow reader stops the output but not the launcher, which
 /// still has to take signals. The descriptor stays in blocking mode: it may be shared with a shell.

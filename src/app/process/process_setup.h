@@ -1,14 +1,16 @@
 #pragma once
 
 #include <string>
-#include <vector>
 
 #include <signal.h>
-#include <sys/types.h>
 
 #include "distrain/base/clock.h"
+#include "distrain/base/process.h"
 
 namespace distrain::app {
+
+using base::host_name;
+using base::peak_rss_mb;
 
 /// When this process began, for wall_s and startup_s: loading LibTorch takes longer than the rest
 /// of a small job's start, so it counts. To be called first in main.
@@ -18,22 +20,15 @@ base::TimePoint process_start();
 /// False when stdout is closed.
 bool secure_standard_fds();
 
-/// Signals, allocator: what should hold before the first thread and the first big block.
+/// Signals, allocators: what should hold before the first thread and the first big block.
 void set_up_process();
 
 /// The signals that end a job or a rank: SIGINT, SIGTERM, and SIGHUP unless nohup(1) had it
 /// ignored.
-std::vector<int> ending_signals();
+sigset_t ending_signals();
 
 /// The signal by which a job saves and goes on.
 inline constexpr int kSaveSignal = SIGUSR1;
-
-/// Those of this process beside the caller's: a program may have had some before it called us.
-std::vector<pid_t> other_threads();
-
-/// Blocks the signals in this thread and in those that there are: else they would come to one of
-/// these, and end the process, where sigwait or a signalfd is to have them.
-void block_in_all_threads(const sigset_t& set);
 
 /// Ends the process from any thread, whatever the others are at. What SIGINT has ended (130) dies
 /// of SIGINT, as shells expect: a loop of theirs goes on after a mere exit status.
@@ -44,9 +39,5 @@ void block_in_all_threads(const sigset_t& set);
 int set_up_threads(int wanted, int local_ranks);
 
 std::string torch_version();
-std::string host_name();
-
-/// The largest resident set of this process so far, in MB.
-double peak_rss_mb();
 
 }  // namespace distrain::app

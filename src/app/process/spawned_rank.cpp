@@ -3,6 +3,8 @@
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
+#include <memory>
+#include <vector>
 
 #include <errno.h>
 #include <fcntl.h>
@@ -20,45 +22,17 @@ namespace {
 constexpr char kVariable[] = "DISTRAIN_SPAWNED_RANK";
 constexpr char kProgram[] = "/proc/self/exe";  // even if its file was replaced meanwhile
 
-/// As they were given to the process, whatever main() made of them.
-std::vector<std::string> own_arguments() {
-  std::ifstream file("/proc/self/cmdline", std::ios::binary);
-  std::vector<std::string> arguments;
-  for (std::string argument; std::getline(file, argument, '\0');) arguments.push_back(argument);
-  if (arguments.empty()) {
-    throw base::Exception(base::ErrorKind::kResources,
-                          "cannot start a rank: /proc/self/cmdline is empty");
-  }
-  return arguments;
-}
-
-std::vector<std::string> environment_with(const std::string& name, const std::string& value) {
-  std::vector<std::string> result;
-  for (char** entry = environ; *entry; ++entry) {
-    if (!std::string_view(*entry).starts_with(name + '=')) result.emplace_back(*entry);
-  }
-  result.push_back(name + '=' + value);
-  return result;
-}
-
-std::vector<char*> pointers_to(std::vector<std::string>& texts) {
-  std::vector<char*> pointers;
-  for (std::string& text : texts) pointers.push_back(text.data());
-  pointers.push_back(nullptr);
-  return pointers;
-}
-
 /// The launcher's number tells a rank from a program that has inherited the variable otherwise.
-std::string told_to(const SpawnedRank& rank) {
-  return nlohmann::json{{"launcher", getpid()},
-                        {"rank", rank.rank},
-                        {"out_fd", rank.out_fd},
-                        {"listen_fd", rank.listen_fd},
-                        {"master_addr", rank.master_addr},
-                        {"master_port", rank.master_port},
-                        {"started", rank.started.time_since_epoch().count()},
-                        {"run_id", rank.run_id}}
-      .dump();
+std::string variable_for(const SpawnedRank& rank) {
+  const nlohmann::json told{{"launcher", getpid()},
+                            {"rank", rank.rank},
+                            {"out_fd", rank.out_fd},
+                            {"listen_fd", rank.listen_fd},
+                            {"master_addr", rank.master_addr},
+                            {"master_port", rank.master_port},
+                            {"started", rank.started.time_since_epoch().count()},
+                            {"run_id", rank.run_id}};
+  return std::string(kVariable) + '=' + told.dump();
 }
 
 SpawnedRank spawned_rank_of(const nlohmann::json& told) {
@@ -74,23 +48,40 @@ SpawnedRank spawned_rank_of(const nlohmann::json& told) {
 
 }  // namespace
 
-RankImage::RankImage(const SpawnedRank& rank)
-    : passed_on_{rank.out_fd, rank.listen_fd},
-      arguments_(own_arguments()),
-      environment_(environment_with(kVariable, told_to(rank))),
-      argv_(pointers_to(arguments_)),
-      envp_(pointers_to(environment_)) {}
-
-void RankImage::exec() const {
-  for (const int fd : passed_on_) {
-    if (fd >= 0) fcntl(fd, F_SETFD, 0);
+std::function<int()> rank_image(const SpawnedRank& rank) {
+  struct Texts {
+    std::string arguments;  // as they were given to the process, whatever main() made of them
+    std::string variable;
+    std::vector<char*> argv, envp;
+  };
+  const auto texts = std::make_shared<Texts>();
+  std::ifstream file("/proc/self/cmdline", std::ios::binary);
+  texts->arguments.assign(std::istreambuf_iterator<char>(file), {});
+  if (texts->arguments.empty()) {
+    throw base::Exception(base::ErrorKind::kResources,
+                          "cannot start a rank: /proc/self/cmdline is empty");
   }
-  execve(kProgram, argv_.data(), envp_.data());
-  write_all(STDERR_FILENO, program_invocation_short_name);
-  write_all(STDERR_FILENO, ": cannot start a rank: ");
-  write_all(STDERR_FILENO, strerrordesc_np(errno));
-  write_all(STDERR_FILENO, "\n");
-  _exit(base::exit_code(base::ErrorKind::kResources));
+  texts->variable = variable_for(rank);
+  char* const end = texts->arguments.data() + texts->arguments.size();
+  for (char* argument = texts->arguments.data(); argument < end; argument += strlen(argument) + 1) {
+    texts->argv.push_back(argument);
+  }
+  for (char** entry = environ; *entry; ++entry) texts->envp.push_back(*entry);
+  texts->envp.push_back(texts->variable.data());
+  texts->argv.push_back(nullptr);
+  texts->envp.push_back(nullptr);
+  return [texts, out_fd = rank.out_fd, listen_fd = rank.listen_fd]() -> int {
+    for (const int fd : {out_fd, listen_fd}) {
+      if (fd >= 0) fcntl(fd, F_SETFD, 0);
+    }
+    execve(kProgram, texts->argv.data(), texts->envp.data());
+    for (const char* text : std::initializer_list<const char*>{
+             program_invocation_short_name, ": cannot start a rank: ", strerrordesc_np(errno),
+             "\n"}) {
+      write_all(STDERR_FILENO, text);
+    }
+    return base::exit_code(base::ErrorKind::kResources);
+  };
 }
 
 std::optional<SpawnedRank> take_spawned_rank() {

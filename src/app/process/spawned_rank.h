@@ -1,9 +1,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "distrain/base/clock.h"
 
@@ -23,24 +23,11 @@ struct SpawnedRank {
 /// This program once more, from its main(), as a rank: instead of a mere fork, which leaves behind
 /// the threads that a process has by then. OpenMP's next parallel region would wait for them.
 ///
-/// The arguments are the launcher's, so that main() does what it did. What the rank is told travels
-/// in the environment, where no parser of the program's meets it.
-class RankImage {
- public:
-  explicit RankImage(const SpawnedRank& rank);
-  RankImage(const RankImage&) = delete;
-  RankImage& operator=(const RankImage&) = delete;
-
-  /// In a child of this process. Allocates nothing, as a lock may be held by a thread left behind.
-  [[noreturn]] void exec() const;
-
- private:
-  const std::vector<int> passed_on_;  // descriptors
-  std::vector<std::string> arguments_;
-  std::vector<std::string> environment_;
-  std::vector<char*> argv_;
-  std::vector<char*> envp_;
-};
+/// What is given back is to be called in a child of this process; it returns only what to exit with
+/// where the program cannot be executed. It allocates nothing, as a lock may be held by a thread
+/// left behind. The arguments are the launcher's, so that main() does what it did. What the rank is
+/// told travels in the environment, where no parser of the program's meets it.
+std::function<int()> rank_image(const SpawnedRank& rank);
 
 /// What this process is told if it is such a rank. Once: what the rank starts itself is none.
 std::optional<SpawnedRank> take_spawned_rank();

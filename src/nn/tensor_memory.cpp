@@ -1,4 +1,4 @@
-#include "process/tensor_memory.h"
+#include "distrain/nn/tensor_memory.h"
 
 #include <algorithm>
 #include <bit>
@@ -7,7 +7,6 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
-#include <vector>
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -16,7 +15,7 @@
 
 #include "distrain/base/error.h"
 
-namespace distrain::app {
+namespace distrain::nn {
 namespace {
 
 constexpr size_t kSmallest = size_t{64} << 10;  // below, malloc is quick and does not spread
@@ -60,11 +59,11 @@ class TensorMemory final : public c10::Allocator {
     {
       std::lock_guard lock(mutex_);
       // One of up to four times the size will do: an epoch's last batch is smaller.
-      for (auto it = idle_.lower_bound(bytes); it != idle_.end() && it->first / 4 <= bytes; ++it) {
-        if (it->second.empty()) continue;
-        void* block = it->second.back();
-        it->second.pop_back();
+      const auto it = idle_.lower_bound(bytes);
+      if (it != idle_.end() && it->first / 4 <= bytes) {
+        void* block = it->second;
         idle_bytes_ -= it->first;
+        idle_.erase(it);
         return block;
       }
     }
@@ -100,7 +99,7 @@ class TensorMemory final : public c10::Allocator {
         if (idle_bytes_ + bytes > max_idle_) make_room_locked(bytes, bytes);
         if (idle_bytes_ + bytes <= max_idle_) {
           idle_bytes_ += bytes;
-          idle_[bytes].push_back(block);
+          idle_.emplace_hint(idle_.lower_bound(bytes), bytes, block);
           return;
         }
         sizes_.erase(it);
@@ -112,13 +111,15 @@ class TensorMemory final : public c10::Allocator {
   /// Gives idle blocks of other sizes than `but` back to malloc until there is room for `bytes`
   /// more: they are of a phase that is over.
   void make_room_locked(size_t bytes, size_t but) {
-    for (auto& [size, blocks] : idle_) {
-      while (size != but && !blocks.empty() && idle_bytes_ + bytes > max_idle_) {
-        sizes_.erase(blocks.back());
-        malloc_.raw_deallocate(blocks.back());
-        blocks.pop_back();
-        idle_bytes_ -= size;
+    for (auto it = idle_.begin(); it != idle_.end() && idle_bytes_ + bytes > max_idle_;) {
+      if (it->first == but) {
+        it = idle_.upper_bound(but);
+        continue;
       }
+      sizes_.erase(it->second);
+      malloc_.raw_deallocate(it->second);
+      idle_bytes_ -= it->first;
+      it = idle_.erase(it);
     }
   }
 
@@ -126,7 +127,7 @@ class TensorMemory final : public c10::Allocator {
   const size_t max_idle_ = max_idle();
   std::mutex mutex_;
   std::unordered_map<void*, size_t> sizes_;  // of the big blocks
-  std::map<size_t, std::vector<void*>> idle_;
+  std::multimap<size_t, void*> idle_;        // by size; of one size the last to come is the first
   size_t idle_bytes_ = 0;
 };
 
@@ -139,4 +140,4 @@ void reuse_tensor_memory() {
   c10::SetCPUAllocator(TensorMemory::instance);
 }
 
-}  // namespace distrain::app
+}  // namespace distrain::nn

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "distrain/base/clock.h"
+#include "distrain/base/error.h"
+#include "distrain/job/job.h"
+
+namespace distrain::app {
+
+using job::Json;
+
+/// One line of the log, with its newline. Numbers that are not finite become null.
+std::string json_line(std::string_view event, const std::string& run_id, const std::string& cmd,
+                      std::optional<int> rank, const std::string& role, const Json& fields);
+
+/// A field, if it is there and a number.
+std::optional<double> number_in(const Json& fields, const std::string& name);
+
+/// Where a failed job failed first.
+struct Cause {
+  std::optional<int> rank;
+  std::string role;
+  std::string host;
+  std::string signal;  ///< "SIGKILL" when it was one
+  std::string kind;
+  std::string message;
+  std::string op;
+  std::vector<std::string> stderr_tail;
+  int exit_code = 1;
+};
+
+Cause cause_of(const base::Error& error);
+
+/// Of what this process was ended by, or told to end by; `rank` is its own, if it has one.
+Cause cause_by_signal(int number, std::optional<int> rank = {});
+
+/// "SIGKILL" for 9.
+std::string signal_name(int number);
+
+/// The fields of an `error` line.
+Json error_fields(const Cause& cause, base::TimePoint started);
+
+/// Merges what the ranks say in their last lines into the fields of `end`. Ranks are added in
+/// ascending order: a metric is taken from the first one that has it.
+class Summary {
+ public:
+  void add(const Json& fields);
+
+  Json end_fields(base::TimePoint started, const std::optional<Cause>& cause) const;
+
+ private:
+  Json sums_{{"steps", 0}, {"live_rrefs", 0}, {"live_contexts", 0}};
+  Json rpc_{{"calls", 0}, {"bytes_out", 0}, {"bytes_in", 0}};
+  std::map<std::string, double> most_;
+  std::vector<std::string> devices_;  // of all ranks, each once
+  Json metrics_ = Json::object();
+};
+
+/// Adds what the job was started with to the fields of `end`.
+void tell_config(const Json& config, Json& fields);
+
+}  // namespace distrain::app
