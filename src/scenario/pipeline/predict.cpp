@@ -12,9 +12,7 @@ void predict_pipeline(job::Predictions& predictions, const PipelineOptions& opti
   const PipelineData images(options, predictions.snapshot(), predictions.input());
   models::ResNetStage model(options.model, options.classes, models::whole_resnet(options.model),
                             options.seed, predictions.device());
-  data::NamedTensors whole = model.named_parameters();
-  whole.merge(model.named_buffers());
-  predictions.load(whole);
+  predictions.load(model.state());
   std::vector<std::string> classes;
   for (int64_t i = 0; i < options.classes; ++i) classes.push_back(std::to_string(i));
   for (int64_t first = 0; first < images.valid_count(); first += options.batch_size) {
