@@ -1,8 +1,8 @@
-#include "distrain/app/options.h"
+#include "options.h"
 
 #include <algorithm>
+#include <map>
 
-#include <CLI/CLI.hpp>
 #include <fmt/format.h>
 
 #include "distrain/base/error.h"
@@ -12,92 +12,69 @@ namespace {
 
 using base::invalid;
 
-std::string spellings(const Option& option) {
-  std::string names = "--" + option.name;
-  for (std::string name : {option.name, option.old_name}) {
-    if (name == option.old_name && !name.empty()) names += ",--" + name;
-    if (name.find('-') == std::string::npos) continue;
-    std::replace(name.begin(), name.end(), '-', '_');  // as the tutorials have it
-    names += ",--" + name;
-  }
-  if (option.short_name) names += std::string(",-") + option.short_name;
-  return names;
-}
-
 /// The option that an argument names, without dashes and value: "--batch_size=3" → "batch-size".
+/// With `_` it is as the tutorials have it.
 std::string named_in(const std::string& arg) {
-  std::string name = arg.substr(arg.find_first_not_of('-'), std::string::npos);
+  std::string name = arg.substr(std::min(arg.find_first_not_of('-'), arg.size()));
   name = name.substr(0, name.find('='));
   std::replace(name.begin(), name.end(), '_', '-');
   return name;
 }
 
-[[noreturn]] void refuse(const OptionTable& table, const std::vector<std::string>& extras) {
-  const auto unknown = std::find_if(extras.begin(), extras.end(), [](const std::string& arg) {
-    return arg.size() > 1 && arg[0] == '-';
+/// Null if it names none.
+const Option* option_of(const OptionTable& table, const std::string& arg) {
+  if (arg.starts_with("--")) return arg[2] == '-' ? nullptr : find_option(table, named_in(arg));
+  const auto it = std::ranges::find_if(table, [&](const Option& option) {
+    return option.short_name && arg == std::string{'-', option.short_name};
   });
-  if (unknown == extras.end()) invalid(fmt::format("unexpected argument '{}'", extras.front()));
+  return it == table.end() ? nullptr : &*it;
+}
+
+[[noreturn]] void refuse(const OptionTable& table, const std::vector<std::string>& strangers) {
+  const auto unknown = std::ranges::find_if(
+      strangers, [](const std::string& arg) { return arg.size() > 1 && arg[0] == '-'; });
+  if (unknown == strangers.end()) {
+    invalid(fmt::format("unexpected argument '{}'", strangers.front()));
+  }
   std::vector<std::string> names;
   for (const Option& option : table) {
     if (!option.hidden) names.push_back(option.name);
   }
-  std::string message = fmt::format("unknown option {}", unknown->substr(0, unknown->find('=')));
-  if (unknown->find_first_not_of('-') != std::string::npos) {
-    if (const auto meant = did_you_mean(named_in(*unknown), names)) {
-      message += fmt::format("; did you mean --{}?", *meant);
-    }
-  }
-  invalid(std::move(message));
+  const auto meant = job::did_you_mean(named_in(*unknown), names);
+  invalid(fmt::format("unknown option {}{}", unknown->substr(0, unknown->find('=')),
+                      meant ? fmt::format("; did you mean --{}?", *meant) : ""));
 }
 
 }  // namespace
 
 ParsedOptions parse_options(const OptionTable& table, const std::vector<std::string>& args) {
-  ParsedOptions parsed(table);
-  CLI::App app;
-  app.set_help_flag();
-  app.allow_extras();
-  for (const Option& option : table) {
-    if (option.kind == ValueKind::kFlag) {
-      app.add_flag_function(spellings(option), [&parsed, &option](int64_t count) {
-        if (count > 0) parsed.set(option.name, "true");
-      });
-      continue;
-    }
-    // The last one holds, so that a sweep can append to a command line.
-    app.add_option_function<std::string>(
-           spellings(option),
-           [&parsed, &option](const std::string& value) {
-             parsed.set(option.name, canonical_value(option, value, "--" + option.name));
-           })
-        ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-  }
+  // The last one holds, so that a sweep can append to a command line.
+  std::map<const Option*, std::string> values;
+  std::vector<std::string> strangers;
   for (size_t i = 0; i < args.size(); ++i) {
     const size_t equals = args[i].find('=');
+    const bool has_value = equals != std::string::npos;
     if (equals == 2 && args[i][0] == '-') {
       invalid(fmt::format("write {} without '='", args[i].substr(0, equals)));
     }
-    if (!args[i].starts_with("--") || args[i].size() == 2) continue;
-    const Option* option = find_option(table, named_in(args[i]));
-    if (!option) continue;
-    if (option->kind == ValueKind::kFlag) {
-      if (equals != std::string::npos) invalid(fmt::format("--{} takes no value", option->name));
-      continue;
+    const Option* option = option_of(table, args[i]);
+    if (!option) {
+      strangers.push_back(args[i]);
+    } else if (option->kind == ValueKind::kFlag) {
+      if (has_value) invalid(fmt::format("--{} takes no value", option->name));
+      values[option] = "true";
+    } else {
+      const bool missing = has_value ? equals + 1 == args[i].size()
+                                     : i + 1 == args.size() || args[i + 1].starts_with("--");
+      if (missing) invalid(fmt::format("--{} needs a value", option->name));
+      values[option] = has_value ? args[i].substr(equals + 1) : args[++i];
     }
-    // CLI11 would take the argument that follows `--opt=`, or another option, as the value.
-    const bool missing = equals == std::string::npos
-                             ? i + 1 == args.size() || args[i + 1].starts_with("--")
-                             : equals + 1 == args[i].size();
-    if (missing) invalid(fmt::format("--{} needs a value", option->name));
-    if (equals == std::string::npos) ++i;
   }
-  try {
-    app.parse(std::vector<std::string>(args.rbegin(), args.rend()));  // CLI11 takes them reversed
-  } catch (const CLI::ParseError& e) {
-    invalid(e.what());
+  ParsedOptions parsed(table);
+  for (const auto& [option, value] : values) {
+    parsed.set(option->name, canonical_value(*option, value, "--" + option->name));
   }
-  const std::vector<std::string> extras = app.remaining();
-  if (!extras.empty()) refuse(table, extras);
+  if (!strangers.empty()) refuse(table, strangers);
   return parsed;
 }
 

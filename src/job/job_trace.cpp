@@ -65,14 +65,17 @@ std::optional<base::Error> JobTrace::write_own(int rank, const std::string& role
   return write();
 }
 
-Outcome run_local_job(const Job& job, EventSink& sink, const std::function<Outcome()>& run) {
+Outcome run_local_job(const Job& job, EventSink& sink,
+                      const std::function<Outcome(const Job& placed)>& run) {
   JobTrace trace(sink);
   trace.start(job.effective, 1);
   trace.begin_alone();
   const base::TraceBinding binding(trace.tracer(), "main");
   Outcome outcome;
   try {
-    outcome = run();
+    Job placed = job;
+    if (job.choose_devices) placed.devices = job.choose_devices("local", {});
+    outcome = run(placed);
   } catch (...) {
     const auto error = std::current_exception();
     // What came first counts. And what failed before it began leaves the file that may be there.

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "distrain/base/trace.h"
 #include "distrain/job/definition.h"
 #include "distrain/job/job_trace.h"
@@ -129,6 +131,13 @@ RankBody::Known known_options(const OptionTable& table, const OptionMap& values)
     if (!option.may_change) known.must_agree.push_back(option.name);
   }
   return known;
+}
+
+bool Preflight::starts(const std::string& role) const {
+  const Roles::Role& wanted = roles.named(role);
+  return local || std::ranges::any_of(ranks, [&](int rank) {
+           return rank >= wanted.first && rank < wanted.first + wanted.count;
+         });
 }
 
 void refuse_role(const std::string& name) {
