@@ -53,10 +53,8 @@ std::string option_line(const Option& option) {
 
 /// "a, b or c".
 std::string listed(const std::vector<std::string>& words) {
-  std::string out;
-  for (size_t i = 0; i < words.size(); ++i) {
-    out += (i == 0 ? "" : i + 1 == words.size() ? " or " : ", ") + words[i];
-  }
+  std::string out = fmt::format("{}", fmt::join(words, ", "));
+  if (const size_t last = out.rfind(", "); last != std::string::npos) out.replace(last, 2, " or ");
   return out;
 }
 

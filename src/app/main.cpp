@@ -33,7 +33,7 @@ std::string meant(const std::string& word, const std::vector<std::string>& candi
 std::string text_of(const Program& program, const TextCommand& command,
                     const std::vector<std::string>& args) {
   std::string argument = command.argument;
-  std::transform(argument.begin(), argument.end(), argument.begin(), ::tolower);
+  std::ranges::transform(argument, argument.begin(), ::tolower);
   if (args.size() > 1) invalid(fmt::format("unexpected argument '{}'", args[1]));
   const auto& choices = command.choices;
   if (args.empty() && command.needs_argument) {
@@ -45,9 +45,8 @@ std::string text_of(const Program& program, const TextCommand& command,
   return command.text(program, args.empty() ? std::string() : args[0]);
 }
 
-/// Throws `invalid` for a command that there is not.
 int run_command(const Program& program, const std::vector<std::string>& args,
-                base::TimePoint started) {
+                base::TimePoint started) try {
   const auto run_job = [&](const JobCommand& job, const std::vector<std::string>& of_job) {
     if (asks_for_help(of_job)) return print_text(help_text(program, job));
     return run_job_command(job, of_job, started);
@@ -73,6 +72,8 @@ int run_command(const Program& program, const std::vector<std::string>& args,
   for (const auto& [each, summary] : subcommands(program)) names.push_back(each);
   invalid(fmt::format("unknown {} '{}'{}", name[0] == '-' ? "option" : "command", name,
                       meant(name, names, fmt::format("; see {} --help", program.name))));
+} catch (const base::Exception& e) {
+  return report_failure("", e.error(), started);
 }
 
 }  // namespace
@@ -87,12 +88,7 @@ int main(int argc, char** argv, const std::vector<JobCommand>& commands, const A
     return 9;
   }
   const Program program{std::filesystem::path(argv[0]).filename(), commands, about};
-  int code = 0;
-  try {
-    code = run_command(program, {argv + 1, argv + argc}, started);
-  } catch (const base::Exception& e) {
-    code = report_failure("", e.error(), started);
-  }
+  const int code = run_command(program, {argv + 1, argv + argc}, started);
   leave_process(code);  // destroying what LibTorch set up takes time and serves nobody
 }
 

@@ -174,7 +174,7 @@ std::string examples(const std::vector<job::Example>& all) {
 std::string man_page(const Program& program) {
   std::string out = title(program.name, program.about.summary);
   out += fmt::format("{} {} [{}]...\n", bold(program.name), italic("command"), italic("option"));
-  std::string commands, others, pages;
+  std::string commands, pages;
   for (const JobCommand& command : program.commands) {
     const std::string page = program.name + '-' + command.name;
     commands +=

@@ -24,10 +24,10 @@ void add_fields(Json& object, const std::vector<Field>& fields);
 
 Json schema_of(const Field& field) {
   Json schema = type_of(field.type);
-  if (field.is_nullable) {
-    Json& type = schema["type"];
+  Json& type = schema["type"];
+  if (field.is_nullable && type != Json{"number", "null"}) {
     if (!type.is_array()) type = Json::array({type});
-    if (std::find(type.begin(), type.end(), "null") == type.end()) type.push_back("null");
+    type.push_back("null");
   }
   schema["description"] = field.what;
   if (field.type == FieldType::kObject) add_fields(schema, field.fields);
@@ -36,10 +36,8 @@ Json schema_of(const Field& field) {
 
 /// Closed: an object with these fields and no others.
 void add_fields(Json& object, const std::vector<Field>& fields) {
-  if (!object.contains("properties")) {
-    object["properties"] = Json::object();
-    object["required"] = Json::array();
-  }
+  object.emplace("properties", Json::object());  // unless there are some
+  object.emplace("required", Json::array());
   for (const Field& field : fields) {
     object["properties"][field.name] = schema_of(field);
     if (!field.is_sometimes) object["required"].push_back(field.name);
@@ -51,15 +49,6 @@ FieldType type_of(ValueKind kind) {
   using enum FieldType;
   constexpr FieldType kTypes[] = {kFlag, kInteger, kIntegers, kNumber, kText, kText};
   return kTypes[static_cast<size_t>(kind)];  // in the order in which they are declared
-}
-
-std::vector<Field> config_fields(const OptionTable& table) {
-  std::vector<Field> fields;
-  for (const Option& option : table) {
-    if (!is_job_option(option)) continue;
-    fields.push_back(job::or_null({json_name(option), type_of(option.kind), option.help}));
-  }
-  return fields;
 }
 
 /// A line of one event. Which commands print it is yet to be said.
@@ -102,7 +91,12 @@ std::vector<Event> events_of(const JobCommand& command) {
   std::vector<Event> events = job::with_events(job::common_events(), command.events);
   for (Event& event : events) {
     for (Field& field : event.fields) {
-      if (field.name == "config") field.fields = config_fields(command.table);
+      if (field.name != "config") continue;
+      for (const Option& option : command.table) {
+        if (!is_job_option(option)) continue;
+        field.fields.push_back(
+            job::or_null({json_name(option), type_of(option.kind), option.help}));
+      }
     }
   }
   return events;
