@@ -112,11 +112,6 @@ std::vector<job::Event> events_of() {
   return app::events_of(app::JobCommand(job_of(Options())));
 }
 
-template <class Options>
-int world_size_of(const Options& options) {
-  return job_of(options).roles(job_of(options).parsed(options)).world_size();
-}
-
 /// Waits until so many connections lie in a listening socket's queue; not for ever.
 inline void await_connections(int listening, unsigned count) {
   const base::TimePoint deadline = base::deadline_after(std::chrono::seconds(30));
@@ -156,10 +151,8 @@ Finished try_job(Place place, const Options& options, const Hooks<Options>& hook
       finished.lines.push_back(std::move(line));
     });
     try {
-      const auto& definition = job_of(own);
-      const job::ParsedOptions parsed = definition.parsed(own);
-      Outcome outcome = place == Place::kLocal ? definition.run_local(parsed, job, sink)
-                                               : definition.run(parsed, job, sink);
+      Outcome outcome = place == Place::kLocal ? job_of(own).run_local(own, job, sink)
+                                               : job_of(own).run(own, job, sink);
       check_outcome(events, outcome.fields);
       std::lock_guard lock(mutex);
       finished.outcomes[job.rank] = std::move(outcome);
@@ -169,7 +162,7 @@ Finished try_job(Place place, const Options& options, const Hooks<Options>& hook
     }
   };
   std::vector<std::thread> ranks;
-  const int size = place == Place::kLocal ? 1 : world_size_of(options);
+  const int size = place == Place::kLocal ? 1 : job_of(options).roles(options).world_size();
   for (int rank = size - 1; rank >= 0; --rank) {
     Job job;
     job.rank = rank;

@@ -237,18 +237,32 @@ class Definition final : public AnyDefinition {
     return gpus_ ? gpus_(read(parsed), rank) : std::nullopt;
   }
 
-  Roles roles(const ParsedOptions& parsed) const override { return roles_of(read(parsed)); }
+  Roles roles(const ParsedOptions& parsed) const override { return roles(read(parsed)); }
+  Roles roles(const Options& options) const {
+    Roles roles;
+    for (const RoleRow& row : roles_) {
+      const auto* member = std::get_if<int Options::*>(&row.count);
+      roles.add(row.name, member ? options.**member : std::get<int>(row.count), member != nullptr);
+    }
+    return roles;
+  }
 
   Outcome run(const ParsedOptions& parsed, const Job& job, EventSink& sink) const override {
-    Options options = read(parsed);
-    RankBody body{.cmd = info_.name, .roles = roles_of(options), .exposures = exposures_};
+    return run(read(parsed), job, sink, [&](const OptionMap& of_rank_0) {
+      const Options options = read(parsed.adopting(of_rank_0));
+      check_options(options, {.options = parsed, .ranks = {job.rank}, .of_rank_0 = &of_rank_0});
+      return options;
+    });
+  }
+  /// The same without a command line. `adopt` makes a rank's options of rank 0's; empty: its own
+  /// hold.
+  Outcome run(Options options, const Job& job, EventSink& sink,
+              const std::function<Options(const OptionMap& of_rank_0)>& adopt = {}) const {
+    RankBody body{.cmd = info_.name, .roles = roles(options), .exposures = exposures_};
     body.adopt = [&](const OptionMap& of_rank_0) {
-      if (job.rank != 0) {
-        options = read(parsed.adopting(of_rank_0));
-        check_options(options, {.options = parsed, .ranks = {job.rank}, .of_rank_0 = &of_rank_0});
-      }
+      if (adopt && job.rank != 0) options = adopt(of_rank_0);
       RankBody::Known known = known_of(options);
-      known.roles = roles_of(options);
+      known.roles = roles(options);
       return known;
     };
     body.prepare = [&](Rank& rank) {
@@ -262,7 +276,9 @@ class Definition final : public AnyDefinition {
     return run_rank(job, sink, body);
   }
   Outcome run_local(const ParsedOptions& parsed, const Job& job, EventSink& sink) const override {
-    const Options options = read(parsed);
+    return run_local(read(parsed), job, sink);
+  }
+  Outcome run_local(const Options& options, const Job& job, EventSink& sink) const {
     return run_local_job(job, sink, [&](const Job& placed) {
       return job::run_local(placed, sink, info_.name, known_of(options),
                             [&](Local& local) { local_(local, options); });
@@ -275,13 +291,6 @@ class Definition final : public AnyDefinition {
         predict_(predictions, read(parsed));
       });
     });
-  }
-
-  /// As if a command line had said them all; for who has no command line.
-  ParsedOptions parsed(const Options& options) const {
-    ParsedOptions parsed(info_.table);
-    for (const auto& [name, value] : list_.write(options)) parsed.take(name, value);
-    return parsed;
   }
 
  private:
@@ -305,17 +314,8 @@ class Definition final : public AnyDefinition {
     return options;
   }
 
-  Roles roles_of(const Options& options) const {
-    Roles roles;
-    for (const RoleRow& row : roles_) {
-      const auto* member = std::get_if<int Options::*>(&row.count);
-      roles.add(row.name, member ? options.**member : std::get<int>(row.count), member != nullptr);
-    }
-    return roles;
-  }
-
   void check_options(const Options& options, Preflight preflight) const {
-    preflight.roles = roles_of(options);
+    preflight.roles = roles(options);
     if constexpr (std::is_base_of_v<RuleOptions, Options>) options.rule();
     if (check_) check_(options, preflight);
   }
