@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "distrain/app/job_command.h"
+#include "distrain/app/main.h"
 #include "distrain/scenario/hybrid.h"
 #include "distrain/scenario/pipeline.h"
 #include "distrain/scenario/ps.h"

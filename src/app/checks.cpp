@@ -1,4 +1,4 @@
-#include "distrain/app/checks.h"
+// What is known of options before any rank starts: from checkpoints, and by what they name.
 
 #include <errno.h>
 #include <fmt/format.h>
@@ -8,65 +8,126 @@
 
 #include "distrain/base/error.h"
 #include "distrain/data/trace_file.h"
+#include "options.h"
 
 namespace distrain::app {
 namespace {
 
-[[noreturn]] void bad_data(const char* name, const std::string& path, const char* why) {
-  throw base::Exception(base::ErrorKind::kBadData, fmt::format("--{} {}: {}", name, path, why));
-}
+using base::invalid;
 
-/// What is at the option's path, which must be readable.
-struct stat look_at(const char* name, const std::string& path) {
-  struct stat info {};
-  if (stat(path.c_str(), &info) != 0 || access(path.c_str(), R_OK) != 0) {
-    bad_data(name, path, strerror(errno));
+/// A value that a checkpoint says, as options are compared; empty: an optional that was not there.
+std::string canonical(const Option& option, const std::string& text, const job::Snapshot& saved) {
+  if (text.empty()) return text;
+  try {
+    return canonical_value(option, text, "its --" + option.name);
+  } catch (const base::Exception& e) {
+    saved.refuse(e.error().message);
   }
-  return info;
 }
 
-[[noreturn]] void needs(const std::string& what, const char* needed) {
-  throw base::Exception(base::ErrorKind::kInvalid, fmt::format("--{} needs --{}", what, needed));
+/// Gives back in words what was given otherwise, if that may be.
+std::string take_options(ParsedOptions& options, const job::Snapshot& saved, bool of_model_only) {
+  std::string changed;
+  for (const Option& option : options.table()) {
+    if (!is_job_option(option) || (of_model_only && option.may_change)) continue;
+    const auto text = saved.option(option.name);
+    if (!text) continue;
+    const std::string was = canonical(option, *text, saved);
+    if (!options.given(option.name)) {
+      const bool reached = option.step_limit && !was.empty() && saved.step >= std::stoll(was);
+      if (!reached) options.take(option.name, was);
+      continue;
+    }
+    const std::string now = options.text(option.name);
+    if (now == was) continue;
+    if (!option.may_change) saved.expect_option(option.name, now);
+    changed += fmt::format("{}--{} {} in place of {}", changed.empty() ? "" : ", ", option.name,
+                           now, was.empty() ? "none" : was);
+  }
+  return changed;
+}
+
+/// The option's path, if there is one, must lead to a folder, or to a file with something in it.
+void check_path(const ParsedOptions& options, const std::string& name, bool is_folder) {
+  const std::string path = options.text(name);
+  if (path.empty()) return;
+  const auto refuse = [&](const char* why) {
+    throw base::Exception(base::ErrorKind::kBadData, fmt::format("--{} {}: {}", name, path, why));
+  };
+  struct stat info {};
+  if (stat(path.c_str(), &info) != 0 || access(path.c_str(), R_OK) != 0) refuse(strerror(errno));
+  if (is_folder && !S_ISDIR(info.st_mode)) refuse("is not a directory");
+  if (!is_folder && S_ISDIR(info.st_mode)) refuse("is a directory");
+  if (S_ISREG(info.st_mode) && info.st_size == 0) refuse("the file is empty");
+}
+
+void check_trace(const std::string& path) {
+  try {
+    data::check_trace_path(path);
+  } catch (const base::Exception& e) {
+    throw base::Exception(e.kind(), "--trace: " + e.error().message);
+  }
 }
 
 }  // namespace
 
-void check_file(const ParsedOptions& options, const char* name) {
-  const std::string path = options.text(name);
-  if (path.empty()) return;
-  const struct stat info = look_at(name, path);
-  if (S_ISDIR(info.st_mode)) bad_data(name, path, "is a directory");
-  if (S_ISREG(info.st_mode) && info.st_size == 0) bad_data(name, path, "the file is empty");
-}
-
-void check_folder(const ParsedOptions& options, const char* name) {
-  const std::string path = options.text(name);
-  if (path.empty()) return;
-  if (!S_ISDIR(look_at(name, path).st_mode)) bad_data(name, path, "is not a directory");
-}
-
-void check_needs(const ParsedOptions& options, const char* name, const char* needed) {
-  const bool is_there = options.decided(needed) && !options.text(needed).empty();
-  if (options.given(name) && !is_there) needs(name, needed);
-}
-
-void check_checkpoint(const ParsedOptions& options, const Placement& placement) {
-  if (!placement.has_rank_0()) return;
+std::string take_resumed_options(ParsedOptions& options, const std::string& cmd) {
   const std::string resume = options.text("resume");
-  if (resume == "auto") {
-    if (!options.given("checkpoint")) needs("resume auto", "checkpoint");
-  } else if (!resume.empty()) {
-    check_folder(options, "resume");
+  const std::string folder = options.text("checkpoint");
+  if (resume == "auto" && folder.empty()) return {};  // which is refused
+  if (resume != "auto") check_path(options, "resume", true);
+  const auto path = job::checkpoint_to_resume({folder, 0, resume});
+  if (!path) return {};
+  const job::Snapshot saved = job::read_manifest(*path);
+  saved.expect_cmd(cmd);
+  const std::string changed = take_options(options, saved, false);
+  if (changed.empty()) return {};
+  return fmt::format("the job goes on from {} with {}", saved.path, changed);
+}
+
+void take_model_options(ParsedOptions& options, const job::Snapshot& saved) {
+  for (const Option& option : options.table()) {
+    const bool of_model =
+        is_job_option(option) && option.group != "Checkpoints" && option.path == Option::Path::kAny;
+    if (options.given(option.name) && !of_model && option.name != "threads") {
+      invalid(fmt::format("--{} has no effect on predict", option.name));
+    }
+  }
+  take_options(options, saved, true);
+  // Sums depend on how many threads take them.
+  const Json threads = saved.state.value("threads", Json());
+  if (threads.is_number_integer()) {
+    const Option& option = *find_option(options.table(), "threads");
+    options.derive(option.name, canonical(option, threads.dump(), saved));
   }
 }
 
-void check_trace(const ParsedOptions& options, const Placement& placement) {
-  if (!options.given("trace") || !placement.has_rank_0()) return;
-  try {
-    data::check_trace_path(options.text("trace"));
-  } catch (const base::Exception& e) {
-    throw base::Exception(e.kind(), "--trace: " + e.error().message);
+void check_options(const ParsedOptions& options, Placement& placement) {
+  if (!placement.has_rank_0()) return;
+  const auto has = [&](const std::string& name) {
+    return options.decided(name) && !options.text(name).empty();
+  };
+  for (const Option& option : options.table()) {
+    if (!option.needs.empty() && options.given(option.name) && !has(option.needs)) {
+      invalid(fmt::format("--{} needs --{}", option.name, option.needs));
+    }
+    // A rank that joins does without: the data may be rank 0's to name.
+    if (placement.mode == Placement::Mode::kJoin) continue;
+    const bool idle = has("data") ? option.random_only : option.data_only;
+    if (options.given(option.name) && idle) {
+      placement.warn(fmt::format("--{} has no effect {} --data", option.name,
+                                 has("data") ? "with" : "without"));
+    }
+    if (option.path != Option::Path::kAny) {
+      check_path(options, option.name, option.path == Option::Path::kFolder);
+    }
   }
+  if (options.text("resume") != "auto") {
+    check_path(options, "resume", true);
+  } else if (!options.given("checkpoint")) {
+    invalid("--resume auto needs --checkpoint");
+  }
+  if (options.given("trace")) check_trace(options.text("trace"));
 }
 
 }  // namespace distrain::app

@@ -1,8 +1,9 @@
-#include "common_options.h"
+#include <algorithm>
 
-#include "distrain/job/option_list.h"
+#include "options.h"
 
 namespace distrain::app {
+namespace {
 
 void append_common(OptionTable& table) {
   using enum ValueKind;
@@ -84,6 +85,21 @@ call of its first save.)");
   table.back().short_name = 'h';
   flag("dump-placement", "which ranks would run where, as JSON");
   table.back().hidden = true;
+}
+
+}  // namespace
+
+OptionTable whole_table(const job::JobInfo& job) {
+  static constexpr std::string_view kFromTheEnd[] = {"Run", "Network", "Ranks", "Checkpoints",
+                                                     "Training"};
+  OptionTable table = job.table;
+  append_common(table);
+  std::ranges::stable_sort(table, {}, [](const Option& option) {
+    return std::end(kFromTheEnd) - std::ranges::find(kFromTheEnd, option.group);
+  });
+  if (!job.has_local) std::erase_if(table, [](const Option& each) { return each.name == "local"; });
+  if (job.change) job.change(table);
+  return table;
 }
 
 }  // namespace distrain::app

@@ -2,67 +2,51 @@
 #include <cctype>
 #include <utility>
 
+#include <c10/util/StringUtil.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include "distrain/app/program.h"
+#include "options.h"
 
 namespace distrain::app {
 namespace {
 
-/// What a shell offers for an option's value.
-struct Values {
-  std::vector<std::string> words;
-  bool files = false;
-  bool folders = false;
-  bool hosts = false;
-  bool operator==(const Values&) const = default;
-};
+/// What a shell can offer for an option's value beside its choices.
+enum Source { kNothing, kFiles, kFolders, kHosts };
 
-Values values_of(const Option& option) {
+Source source_of(const Option& option) {
   const auto takes = [&option](const char* what) {
     return option.value_name.find(what) != std::string::npos;
   };
-  return {option.choices, takes("FILE") || takes("PATH"), takes("DIR"), takes("HOST")};
+  if (takes("FILE") || takes("PATH")) return kFiles;
+  if (takes("DIR")) return kFolders;
+  return takes("HOST") ? kHosts : kNothing;
 }
 
 /// What is alike for several commands comes once, with their names: in the order of the first.
 using Rows = std::vector<std::pair<std::string, std::vector<std::string>>>;
 
 void add(Rows& rows, const std::string& row, const std::string& command) {
-  const auto same =
-      std::find_if(rows.begin(), rows.end(), [&](const auto& other) { return other.first == row; });
-  if (same == rows.end()) {
-    rows.push_back({row, {command}});
-  } else if (same->second.back() != command) {
-    same->second.push_back(command);
-  }
+  auto same = std::ranges::find(rows, row, &Rows::value_type::first);
+  if (same == rows.end()) same = rows.insert(same, {row, {}});
+  if (same->second.empty() || same->second.back() != command) same->second.push_back(command);
 }
 
-template <class Row>
-Rows rows_of(const Program& program, const Row& row) {
+Rows rows_of(const Program& program, std::string (*row)(const Option&)) {
   Rows rows;
   for (const JobCommand& command : program.commands) {
     for (const Option& option : command.table) {
-      if (!option.hidden) add(rows, row(option), command.line.name);
+      if (!option.hidden) add(rows, row(option), command.name);
     }
   }
   return rows;
 }
 
-/// A name for a shell's function.
-std::string function_of(const Program& program) {
-  std::string name = '_' + program.name;
-  std::replace_if(
-      name.begin(), name.end(), [](unsigned char c) { return !std::isalnum(c); }, '_');
-  return name;
-}
-
 /// In single quotes; `quote` stands for one in the text.
-std::string quoted(const std::string& text, const char* quote) {
-  std::string out;
-  for (const char c : text) out += c == '\'' ? quote : std::string(1, c);
-  return '\'' + out + '\'';
+std::string quoted(std::string text, const char* quote) {
+  c10::ReplaceAll(text, "'", quote);
+  return '\'' + text + '\'';
 }
 
 /// `text` with a backslash before each of `special`.
@@ -82,39 +66,28 @@ std::string joined(const std::vector<std::string>& words, const char* by = " ") 
   return fmt::format("{}", fmt::join(words, by));
 }
 
-std::vector<std::string> all_commands(const Program& program) {
-  std::vector<std::string> names;
-  for (const JobCommand& command : program.commands) names.push_back(command.line.name);
-  for (const TextCommand& command : text_commands(program)) names.push_back(command.line.name);
-  return names;
-}
-
 // ---- bash ----
 
-std::string bash_action(const Option& option) {
-  if (option.kind == ValueKind::kFlag) return ":";  // the next word is an option again
-  const Values values = values_of(option);
-  std::string action;
-  if (values.files || values.folders) {
-    action += "compopt -o filenames; ";
-  }
-  std::string sources;
-  const auto source = [&sources](const std::string& what) {
-    sources += fmt::format("compgen {} -- \"$cur\"; ", what);
-  };
-  if (!values.words.empty()) source("-W '" + joined(values.words) + "'");
-  if (values.files) source("-f");
-  if (values.folders) source("-d");
-  if (values.hosts) source("-A hostname");
-  if (!sources.empty()) {
-    sources.resize(sources.size() - 2);
-    action += fmt::format("mapfile -t COMPREPLY < <({}); ", sources);
-  }
-  return action + "return";  // text and numbers: nothing to offer
+/// The option, and what is done for its value; "return": text and numbers, nothing to offer.
+std::string bash_row(const Option& option) {
+  const std::string name = "--" + option.name + ' ';
+  if (option.kind == ValueKind::kFlag) return name + ':';  // the next word is an option again
+  constexpr const char* kSources[] = {"", "-f", "-d", "-A hostname"};
+  const Source source = source_of(option);
+  std::vector<std::string> calls;
+  if (!option.choices.empty()) calls.push_back("-W '" + joined(option.choices) + "'");
+  if (source != kNothing) calls.emplace_back(kSources[source]);
+  if (calls.empty()) return name + "return";
+  for (std::string& call : calls) call = "compgen " + call + " -- \"$cur\"";
+  const bool paths = source == kFiles || source == kFolders;
+  return fmt::format("{}{}mapfile -t COMPREPLY < <({}); return", name,
+                     paths ? "compopt -o filenames; " : "", joined(calls, "; "));
 }
 
 std::string bash(const Program& program) {
-  const std::string function = function_of(program);
+  std::string function = '_' + program.name;
+  std::ranges::replace_if(
+      function, [](unsigned char c) { return !std::isalnum(c); }, '_');
   std::string out =
       head(program, "bash") + function + "() {\n" +
       R"(  local cur=${COMP_WORDS[COMP_CWORD]} prev=${COMP_WORDS[COMP_CWORD - 1]} options=
@@ -129,9 +102,10 @@ std::string bash(const Program& program) {
   prev=${prev//_/-}
   ((COMP_CWORD > 1)) && command=${COMP_WORDS[1]}
 )";
-  if (program.commands.size() == 1) {  // its name can be left out
+  const size_t jobs = program.commands.size();
+  if (jobs == 1) {  // its name can be left out
     out += fmt::format("  [[ ${{COMP_WORDS[1]}} != -* ]] || command={}\n",
-                       program.commands.front().line.name);
+                       program.commands.front().name);
   }
   out += "  case $command in\n";
   for (const JobCommand& command : program.commands) {
@@ -139,37 +113,35 @@ std::string bash(const Program& program) {
     for (const Option& option : command.table) {
       if (!option.hidden) names.push_back("--" + option.name);
     }
-    out += fmt::format("    {}) options='{}' ;;\n", command.line.name, joined(names));
+    out += fmt::format("    {}) options='{}' ;;\n", command.name, joined(names));
   }
   for (const TextCommand& command : text_commands(program)) {
     const std::string files =
         "compopt -o filenames; mapfile -t COMPREPLY < <(compgen -f -- \"$cur\"); return";
     const std::string words =
         fmt::format("((COMP_CWORD == 2)) && options='{}'", joined(command.choices));
-    out += fmt::format("    {}) {} ;;\n", command.line.name, command.text ? words : files);
+    out += fmt::format("    {}) {} ;;\n", command.name, command.text ? words : files);
   }
-  out += fmt::format("    '') options='{} --help --version' ;;\n  esac\n  case $command/$prev in\n",
-                     joined(all_commands(program)));
+  out += "    '') options='";
+  for (const auto& [name, summary] : subcommands(program)) out += name + ' ';
+  out += "--help --version' ;;\n  esac\n  case $command/$prev in\n";
   Rows actions;  // with the patterns of all options that have the same
-  const size_t jobs = program.commands.size();
-  for (const auto& [row, commands] : rows_of(program, [](const Option& option) {
-         return "--" + option.name + ' ' + bash_action(option);
-       })) {
-    const std::string name = row.substr(0, row.find(' '));
-    const std::string action = row.substr(name.size() + 1);
+  for (const auto& [row, commands] : rows_of(program, bash_row)) {
+    const size_t end = row.find(' ');
+    const std::string name = row.substr(0, end), action = row.substr(end + 1);
     if (action == "return") continue;
-    if (commands.size() == jobs) {
-      add(actions, action, "*/" + name);
-      continue;
+    for (const std::string& command : commands) {
+      add(actions, action, (commands.size() == jobs ? "*" : command) + '/' + name);
     }
-    for (const std::string& command : commands) add(actions, action, command + '/' + name);
   }
   for (const auto& [action, patterns] : actions) {
     out += fmt::format("    {})\n      {}\n      ;;\n", joined(patterns, " | "), action);
   }
-  return out + "    */--*) return ;; # text and numbers\n  esac\n" +
-         "  mapfile -t COMPREPLY < <(compgen -W \"$options\" -- \"$cur\")\n}\n" +
-         fmt::format("complete -F {} {}\n", function, program.name);
+  return out + R"(    */--*) return ;; # text and numbers
+  esac
+  mapfile -t COMPREPLY < <(compgen -W "$options" -- "$cur")
+}
+)" + fmt::format("complete -F {} {}\n", function, program.name);
 }
 
 // ---- zsh ----
@@ -177,79 +149,60 @@ std::string bash(const Program& program) {
 std::string zsh_quoted(const std::string& text) { return quoted(text, "'\\''"); }
 
 std::string zsh_row(const Option& option) {
-  std::string row = '[' + marked(option.help, "]\\") + ']';
-  if (option.kind != ValueKind::kFlag) {
-    const Values values = values_of(option);
-    const std::string words = '(' + joined(values.words) + ')';
-    const char* const other = values.files     ? "_files"
-                              : values.folders ? "_files -/"
-                              : values.hosts   ? "_hosts"
-                                               : " ";
-    row += ":value:";
-    if (values.words.empty()) {
-      row += other;
-    } else if (values.files) {  // the first space: called as it stands
-      row += fmt::format(" _alternative \"words\\:word\\:{}\" \"files\\:file\\:{}\"", words, other);
-    } else {
-      row += words;
-    }
+  constexpr const char* kSources[] = {" ", "_files", "_files -/", "_hosts"};
+  const Source source = source_of(option);
+  const std::string words = '(' + joined(option.choices) + ')';
+  std::string value = option.choices.empty() ? kSources[source] : words;
+  if (!option.choices.empty() && source == kFiles) {  // the first space: called as it stands
+    value = fmt::format(" _alternative \"words\\:word\\:{}\" \"files\\:file\\:_files\"", words);
   }
+  std::string row = '[' + marked(option.help, "]\\") + ']';
+  if (option.kind != ValueKind::kFlag) row += ":value:" + value;
   const std::string name = "--" + option.name;
   if (!option.short_name) return zsh_quoted(name + row);
   return fmt::format("{{-{},{}}}{}", option.short_name, name, zsh_quoted(row));
 }
 
-/// `_arguments` takes them as one word with a description each.
-std::string zsh_commands(const Program& program) {
-  std::string out;
-  const auto add_line = [&out](const CommandLine& line) {
-    out += fmt::format(" {}\\:\"{}\"", line.name, marked(line.summary, "\"\\"));
-  };
-  for (const JobCommand& command : program.commands) add_line(command.line);
-  for (const TextCommand& command : text_commands(program)) add_line(command.line);
-  return zsh_quoted("1:command:((" + out.substr(1) + "))");
-}
-
 std::string zsh(const Program& program) {
   std::string out = "#compdef " + program.name + '\n' + head(program, "zsh");
   const Rows rows = rows_of(program, zsh_row);
-  const auto list = [&](const std::string& name, const auto& belongs) {
-    out += name + "_options=(\n";
+  std::vector<std::string> lists = {"common"};
+  for (const JobCommand& command : program.commands) lists.push_back(command.name);
+  out += "local -a " + joined(lists, "_options ") + "_options\n";
+  for (const std::string& list : lists) {
+    out += list + "_options=(\n";
     for (const auto& [row, commands] : rows) {
-      if (belongs(commands)) out += "  " + row + '\n';
+      const bool common = commands.size() == program.commands.size();
+      const bool listed = common ? list == "common" : std::ranges::count(commands, list) > 0;
+      if (listed) out += "  " + row + '\n';
     }
     out += ")\n";
-  };
-  const auto in_all = [&program](const std::vector<std::string>& commands) {
-    return commands.size() == program.commands.size();
-  };
-  out += "local -a common_options";
-  for (const JobCommand& command : program.commands) out += ' ' + command.line.name + "_options";
-  out += '\n';
-  list("common", in_all);
-  for (const JobCommand& command : program.commands) {
-    list(command.line.name, [&](const std::vector<std::string>& commands) {
-      return !in_all(commands) &&
-             std::find(commands.begin(), commands.end(), command.line.name) != commands.end();
-    });
   }
-  out +=
-      "\nlocal context state line\n"
-      "_arguments -C \\\n"
-      "  '(- *)'{-h,--help}'[a summary of the commands]' \\\n"
-      "  '(- *)--version[the versions of distrain and of LibTorch]' \\\n";
+  out += R"(
+local context state line
+_arguments -C \
+  '(- *)'{-h,--help}'[a summary of the commands]' \
+  '(- *)--version[the versions of distrain and of LibTorch]' \
+)";
   // The name of a program's one job can be left out; all options are common to it.
   if (program.commands.size() == 1) out += "  $common_options \\\n";
-  out += "  " + zsh_commands(program) +
-         " \\\n  '*::argument:->argument'\n\n[[ $state == argument ]] || return\n"
-         "case $line[1] in\n";
+  std::string commands;  // one word with a description each
+  for (const auto& [name, summary] : subcommands(program)) {
+    commands += fmt::format(" {}\\:\"{}\"", name, marked(summary, "\"\\"));
+  }
+  out += "  " + zsh_quoted("1:command:((" + commands.substr(1) + "))") + R"( \
+  '*::argument:->argument'
+
+[[ $state == argument ]] || return
+case $line[1] in
+)";
   for (const JobCommand& command : program.commands) {
-    out += fmt::format("  {0}) _arguments ${0}_options $common_options ;;\n", command.line.name);
+    out += fmt::format("  {0}) _arguments ${0}_options $common_options ;;\n", command.name);
   }
   for (const TextCommand& command : text_commands(program)) {
-    out += fmt::format("  {}) _arguments '{}' ;;\n", command.line.name,
-                       command.text ? fmt::format("1:value:({})", joined(command.choices))
-                                    : std::string("*:file:_files"));
+    const std::string words = "1:value:(" + joined(command.choices) + ')';
+    out += fmt::format("  {}) _arguments '{}' ;;\n", command.name,
+                       command.text ? words : "*:file:_files");
   }
   return out + "esac\n";
 }
@@ -259,40 +212,38 @@ std::string zsh(const Program& program) {
 std::string fish_quoted(const std::string& text) { return quoted(marked(text, "\\"), "\\'"); }
 
 std::string fish_row(const Option& option) {
+  const Source source = source_of(option);
   std::string row;
-  const Values values = values_of(option);
-  const bool paths = values.files || values.folders;
-  if (option.kind != ValueKind::kFlag) row += paths ? "-r -F " : "-x ";
+  if (option.kind != ValueKind::kFlag) {
+    row += source == kFiles || source == kFolders ? "-r -F " : "-x ";
+  }
   if (option.short_name) row += fmt::format("-s {} ", option.short_name);
   row += "-l " + option.name;
-  if (!values.words.empty()) row += " -a " + fish_quoted(joined(values.words));
-  if (values.hosts) row += " -a '(__fish_print_hostnames)'";
+  if (!option.choices.empty()) row += " -a " + fish_quoted(joined(option.choices));
+  if (source == kHosts) row += " -a '(__fish_print_hostnames)'";
   return row + " -d " + fish_quoted(option.help);
 }
 
 std::string fish(const Program& program) {
-  const std::string complete = "complete -c " + program.name;
-  std::string out = head(program, "fish") + complete + " -f\n";
-  const auto subcommand = [&](const CommandLine& line) {
-    out += fmt::format("{} -n __fish_use_subcommand -a {} -d {}\n", complete, line.name,
-                       fish_quoted(line.summary));
-  };
-  for (const JobCommand& command : program.commands) subcommand(command.line);
-  for (const TextCommand& command : text_commands(program)) subcommand(command.line);
-  out += complete +
-         " -n __fish_use_subcommand -l version -d 'the versions of distrain and of LibTorch'\n";
-  out += complete + " -n __fish_use_subcommand -s h -l help -d 'a summary of the commands'\n";
+  const std::string complete = "complete -c " + program.name + ' ';
+  const std::string first = complete + "-n __fish_use_subcommand ";
+  std::string out = head(program, "fish") + complete + "-f\n";
+  for (const auto& [name, summary] : subcommands(program)) {
+    out += fmt::format("{}-a {} -d {}\n", first, name, fish_quoted(summary));
+  }
+  out += first + "-l version -d 'the versions of distrain and of LibTorch'\n";
+  out += first + "-s h -l help -d 'a summary of the commands'\n";
   for (const TextCommand& command : text_commands(program)) {
-    out += fmt::format("{} -n '__fish_seen_subcommand_from {}' {}\n", complete, command.line.name,
+    out += fmt::format("{}-n '__fish_seen_subcommand_from {}' {}\n", complete, command.name,
                        command.text ? "-a '" + joined(command.choices) + "'" : "-F");
   }
   for (const auto& [row, commands] : rows_of(program, fish_row)) {
     out += complete;
     // The name of a program's one job can be left out.
     if (program.commands.size() > 1) {
-      out += fmt::format(" -n '__fish_seen_subcommand_from {}'", joined(commands));
+      out += fmt::format("-n '__fish_seen_subcommand_from {}' ", joined(commands));
     }
-    out += ' ' + row + '\n';
+    out += row + '\n';
   }
   return out;
 }

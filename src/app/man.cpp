@@ -1,11 +1,16 @@
 #include <algorithm>
 #include <cctype>
+#include <map>
+#include <regex>
+#include <sstream>
 
+#include <c10/util/StringUtil.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include "distrain/app/program.h"
 #include "man_text.h"
+#include "options.h"
 
 namespace distrain::app {
 namespace {
@@ -14,48 +19,32 @@ namespace {
 // they are; lines that begin with "* term: " are a list of terms. `Words` in backticks and options
 // (--rank) become bold.
 
-std::string escaped(char c) { return c == '\\' ? "\\e" : c == '-' ? "\\-" : std::string(1, c); }
+// Where bold begins and ends, in text that is yet to be escaped.
+constexpr char kBold = '\1', kRoman = '\2';
 
 std::string escaped(std::string_view text) {
+  static const std::map<char, std::string> kSpecial = {
+      {'\\', "\\e"}, {'-', "\\-"}, {kBold, "\\fB"}, {kRoman, "\\fR"}};
   std::string out;
-  for (const char c : text) out += escaped(c);
+  for (const char c : text) {
+    const auto special = kSpecial.find(c);
+    out += special == kSpecial.end() ? std::string(1, c) : special->second;
+  }
   return out;
 }
 
-std::string bold(std::string_view text) { return "\\fB" + escaped(text) + "\\fR"; }
+std::string bold(const std::string& text) { return escaped(kBold + text + kRoman); }
 std::string italic(std::string_view text) { return "\\fI" + escaped(text) + "\\fR"; }
 
-bool is_word(char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '-'; }
-
-/// The length of the option that `text` begins with; 0: none.
-size_t option_length(std::string_view text) {
-  if (!text.starts_with("--") || text.size() < 3 || !is_word(text[2]) || text[2] == '-') return 0;
-  return static_cast<size_t>(std::find_if_not(text.begin(), text.end(), is_word) - text.begin());
-}
-
 /// One line.
-std::string line_of(std::string_view text) {
-  std::string out;
-  if (text.starts_with('.') || text.starts_with('\'')) out = "\\&";  // no request
-  for (size_t i = 0; i < text.size();) {
-    size_t length = 1;
-    const size_t quote = text[i] == '`' ? text.find('`', i + 1) : std::string_view::npos;
-    if (quote != std::string_view::npos) {
-      out += bold(text.substr(i + 1, quote - i - 1));
-      length = quote + 1 - i;
-    } else if ((i == 0 || !is_word(text[i - 1])) && option_length(text.substr(i)) > 0) {
-      length = option_length(text.substr(i));
-      out += bold(text.substr(i, length));
-    } else {
-      out += escaped(text[i]);
-    }
-    i += length;
-  }
-  return out + '\n';
+std::string line_of(const std::string& text) {
+  static const std::regex kWords("`([^`]*)`|(^|[^[:alnum:]-])(--[[:alnum:]][[:alnum:]-]*)");
+  const bool request = text.starts_with('.') || text.starts_with('\'');
+  return (request ? "\\&" : "") + escaped(std::regex_replace(text, kWords, "$2\1$1$3\2")) + '\n';
 }
 
 /// `first`: it follows a heading, which makes a paragraph by itself.
-std::string paragraphs(std::string_view text, bool first = true) {
+std::string paragraphs(const std::string& text, bool first = true) {
   enum class State { kBreak, kText, kTerms, kVerbatim } state = State::kBreak;
   std::string out;
   const auto enter = [&](State next, const char* how) {
@@ -63,10 +52,8 @@ std::string paragraphs(std::string_view text, bool first = true) {
     if (next != state && *how != 0) out += how;
     state = next;
   };
-  while (!text.empty()) {
-    const size_t end = std::min(text.find('\n'), text.size());
-    const std::string_view line = text.substr(0, end);
-    text.remove_prefix(std::min(end + 1, text.size()));
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
     if (line.empty()) {
       enter(State::kBreak, "");
     } else if (line.starts_with("    ")) {
@@ -87,13 +74,9 @@ std::string paragraphs(std::string_view text, bool first = true) {
 }
 
 /// PROGRAM in the text stands for the program's name.
-std::string paragraphs_of(const Program& program, std::string text, bool first = true) {
-  constexpr std::string_view kName = "PROGRAM";
-  for (size_t at = 0; (at = text.find(kName, at)) != std::string::npos;) {
-    text.replace(at, kName.size(), program.name);
-    at += program.name.size();
-  }
-  return paragraphs(text, first);
+std::string paragraphs_of(const Program& program, std::string text) {
+  c10::ReplaceAll(text, "PROGRAM", program.name);
+  return paragraphs(text);
 }
 
 std::string title(const std::string& page, const std::string& summary) {
@@ -110,9 +93,9 @@ std::string item(const std::string& term, const std::string& text) {
 
 std::string reference(const std::string& page) { return "\\fB" + escaped(page) + "\\fR(1)"; }
 
-std::string names_of_roles(const DeviceRules& rules) {
+std::string names_of(const std::vector<cuda::DeviceRole>& roles) {
   std::string out, idle;
-  for (const cuda::DeviceRole& role : rules.roles) {
+  for (const cuda::DeviceRole& role : roles) {
     if (role.use == cuda::DeviceRole::Use::kNone) {
       idle += fmt::format(" On the CPU in any case: {}.", role.name);
       continue;
@@ -125,34 +108,30 @@ std::string names_of_roles(const DeviceRules& rules) {
                      : out + ". The ranks of a role have its name and a number." + idle + '\n';
 }
 
-std::string option_item(const Option& option, const DeviceRules& devices) {
+std::string option_item(const Option& option, const std::vector<cuda::DeviceRole>& roles) {
   std::string term = bold("--" + option.name);
   if (option.short_name) term = bold(std::string("-") + option.short_name) + ", " + term;
-  std::string text = option.help;
   if (option.kind == ValueKind::kChoice) {
     term += ' ' + bold(fmt::format("{}", fmt::join(option.choices, "|")));
   } else if (option.kind != ValueKind::kFlag) {
     term += ' ' + italic(option.value_name);
   }
-  const std::string& initial =
-      option.initial_in_words.empty() ? option.initial : option.initial_in_words;
-  if (!initial.empty() && option.kind != ValueKind::kFlag) {
-    text += fmt::format(" (default: {})", initial);
-  }
+  const std::string shown = default_in_words(option);
   std::string more = option.details;
   if (!more.empty() && !more.ends_with('\n')) more += '\n';
-  if (option.name == "device") more += names_of_roles(devices);
-  return item(term, line_of(text + (more.empty() ? "" : ".")) + paragraphs(more));
+  if (option.name == "device") more += names_of(roles);
+  return item(term, line_of(option.help + (shown.empty() ? "" : " (default: " + shown + ")") +
+                            (more.empty() ? "" : ".")) +
+                        paragraphs(more));
 }
 
 std::string options(const JobCommand& command) {
-  std::string out = ".SH OPTIONS\n";
-  std::string group;
+  std::string out = ".SH OPTIONS\n", group;
   for (const Option& option : command.table) {
     if (option.hidden) continue;
     if (option.group != group) out += fmt::format(".SS \"{}\"\n", option.group);
     group = option.group;
-    out += option_item(option, command.devices);
+    out += option_item(option, command.roles);
   }
   return out;
 }
@@ -180,10 +159,10 @@ std::string events(const std::vector<job::Event>& all) {
 }
 
 /// Each with what it shows, if that is said.
-std::string examples(const std::vector<Example>& all) {
+std::string examples(const std::vector<job::Example>& all) {
   if (all.empty()) return {};
   std::string text;
-  for (const Example& example : all) {
+  for (const job::Example& example : all) {
     if (!example.what.empty()) text += example.what + ":\n\n";
     text += "    " + example.command + "\n\n";
   }
@@ -195,19 +174,19 @@ std::string examples(const std::vector<Example>& all) {
 std::string man_page(const Program& program) {
   std::string out = title(program.name, program.about.summary);
   out += fmt::format("{} {} [{}]...\n", bold(program.name), italic("command"), italic("option"));
-  std::string commands, others, pages;
+  std::string commands, pages;
   for (const JobCommand& command : program.commands) {
-    const std::string page = program.name + '-' + command.line.name;
-    commands += item(bold(command.line.name),
-                     line_of(command.line.summary + "; see") + reference(page) + '\n');
+    const std::string page = program.name + '-' + command.name;
+    commands +=
+        item(bold(command.name), line_of(command.summary + "; see") + reference(page) + '\n');
     pages += reference(page) + ",\n";
   }
   for (const TextCommand& command : text_commands(program)) {
     std::string argument = italic(command.argument);
     if (!command.needs_argument) argument = '[' + argument + ']';
-    out += fmt::format(".br\n{} {}\n", bold(program.name + ' ' + command.line.name), argument);
-    commands += item(bold(command.line.name),
-                     line_of(command.line.summary + (command.description.empty() ? "" : ".")) +
+    out += fmt::format(".br\n{} {}\n", bold(program.name + ' ' + command.name), argument);
+    commands += item(bold(command.name),
+                     line_of(command.summary + (command.description.empty() ? "" : ".")) +
                          paragraphs(command.description));
   }
   out += fmt::format(".br\n{}\n.SH DESCRIPTION\n", bold(program.name + " --version"));
@@ -217,7 +196,7 @@ std::string man_page(const Program& program) {
   out += item(bold("--version"), "the versions of distrain and of LibTorch\n");
   out += ".SH OUTPUT\n" + paragraphs_of(program, kOutput);
   out += events(job::common_events()) + paragraphs(kOutputEnd, false);
-  for (const ManSection& section : kSections) {
+  for (const auto& section : kSections) {
     out += fmt::format(".SH \"{}\"\n", section.title) + paragraphs_of(program, section.text);
   }
   return out + examples(program.about.examples) + ".SH \"SEE ALSO\"\n" + pages + reference("jq") +
@@ -225,17 +204,14 @@ std::string man_page(const Program& program) {
 }
 
 std::string man_page(const Program& program, const JobCommand& command) {
-  std::string out = title(program.name + '-' + command.line.name, command.line.summary);
+  std::string out = title(program.name + '-' + command.name, command.summary);
   out += fmt::format("{} [{}]...\n.SH DESCRIPTION\n", bold(program.call_of(command)),
                      italic("option"));
   out += paragraphs(command.description + "\n\n" + command.details + '\n' + kJobDescription);
   out += options(command);
   const std::string main_page = reference(program.name) + '\n';
   out += ".SH OUTPUT\nJSON lines, as\n" + main_page + "says.";
-  if (!command.events.empty())
-    out += " Of this command:\n" + events(command.events);
-  else
-    out += '\n';
+  out += command.events.empty() ? "\n" : " Of this command:\n" + events(command.events);
   out += ".SH \"EXIT STATUS\"\nAs in\n" + reference(program.name) + ".\n";
   return out + examples(command.examples) + ".SH \"SEE ALSO\"\n" + main_page;
 }

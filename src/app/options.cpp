@@ -1,4 +1,4 @@
-#include "distrain/app/options.h"
+#include "options.h"
 
 #include <algorithm>
 
@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "distrain/base/error.h"
+#include "distrain/base/text.h"
 
 namespace distrain::app {
 namespace {
@@ -43,7 +44,7 @@ std::string named_in(const std::string& arg) {
   }
   std::string message = fmt::format("unknown option {}", unknown->substr(0, unknown->find('=')));
   if (unknown->find_first_not_of('-') != std::string::npos) {
-    if (const auto meant = did_you_mean(named_in(*unknown), names)) {
+    if (const auto meant = base::did_you_mean(named_in(*unknown), names)) {
       message += fmt::format("; did you mean --{}?", *meant);
     }
   }

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "distrain/app/program.h"
+#include "options.h"
 
 namespace distrain::app {
 namespace {
@@ -23,10 +24,10 @@ void add_fields(Json& object, const std::vector<Field>& fields);
 
 Json schema_of(const Field& field) {
   Json schema = type_of(field.type);
-  if (field.is_nullable) {
-    Json& type = schema["type"];
+  Json& type = schema["type"];
+  if (field.is_nullable && type != Json{"number", "null"}) {
     if (!type.is_array()) type = Json::array({type});
-    if (std::find(type.begin(), type.end(), "null") == type.end()) type.push_back("null");
+    type.push_back("null");
   }
   schema["description"] = field.what;
   if (field.type == FieldType::kObject) add_fields(schema, field.fields);
@@ -35,10 +36,8 @@ Json schema_of(const Field& field) {
 
 /// Closed: an object with these fields and no others.
 void add_fields(Json& object, const std::vector<Field>& fields) {
-  if (!object.contains("properties")) {
-    object["properties"] = Json::object();
-    object["required"] = Json::array();
-  }
+  object.emplace("properties", Json::object());  // unless there are some
+  object.emplace("required", Json::array());
   for (const Field& field : fields) {
     object["properties"][field.name] = schema_of(field);
     if (!field.is_sometimes) object["required"].push_back(field.name);
@@ -47,23 +46,13 @@ void add_fields(Json& object, const std::vector<Field>& fields) {
 }
 
 FieldType type_of(ValueKind kind) {
-  if (kind == ValueKind::kFlag) return FieldType::kFlag;
-  if (kind == ValueKind::kInteger) return FieldType::kInteger;
-  if (kind == ValueKind::kIntegers) return FieldType::kIntegers;
-  return kind == ValueKind::kReal ? FieldType::kNumber : FieldType::kText;
+  using enum FieldType;
+  constexpr FieldType kTypes[] = {kFlag, kInteger, kIntegers, kNumber, kText, kText};
+  return kTypes[static_cast<size_t>(kind)];  // in the order in which they are declared
 }
 
-std::vector<Field> config_fields(const OptionTable& table) {
-  std::vector<Field> fields;
-  for (const Option& option : table) {
-    if (!is_job_option(option)) continue;
-    fields.push_back(job::or_null({json_name(option), type_of(option.kind), option.help}));
-  }
-  return fields;
-}
-
-/// A line of one event, of the commands that print it alike; null among them: there was none.
-Json variant(const Event& event, const Json& cmds) {
+/// A line of one event. Which commands print it is yet to be said.
+Json line_of(const Event& event) {
   Json line{{"title", event.name}, {"description", event.when}, {"type", "object"}};
   add_fields(line, {{"v", FieldType::kInteger, "version of the format"},
                     {"ts", FieldType::kNumber, "when it was written, in seconds since 1970"},
@@ -78,9 +67,22 @@ Json variant(const Event& event, const Json& cmds) {
   properties["v"]["const"] = 1;
   properties["event"]["const"] = event.name;
   properties["cmd"].erase("type");
-  properties["cmd"]["enum"] = cmds;
+  properties["cmd"]["enum"] = Json();
   add_fields(line, event.fields);
   return line;
+}
+
+/// Adds the lines of the event `name` that a command prints: to those of other commands, where
+/// these are alike.
+void add_lines(std::vector<std::pair<Json, Json>>& lines, const std::string& name,
+               const std::vector<Event>& events, const Json& cmd) {
+  for (const Event& event : events) {
+    if (event.name != name) continue;
+    const Json line = line_of(event);
+    auto same = std::ranges::find(lines, line, &std::pair<Json, Json>::first);
+    if (same == lines.end()) same = lines.emplace(same, line, Json::array());
+    same->second.push_back(cmd);
+  }
 }
 
 }  // namespace
@@ -89,8 +91,11 @@ std::vector<Event> events_of(const JobCommand& command) {
   std::vector<Event> events = job::with_events(job::common_events(), command.events);
   for (Event& event : events) {
     for (Field& field : event.fields) {
-      if (field.name == "config") {
-        field.fields = config_fields(command.table);
+      if (field.name != "config") continue;
+      for (const Option& option : command.table) {
+        if (!is_job_option(option)) continue;
+        field.fields.push_back(
+            job::or_null({json_name(option), type_of(option.kind), option.help}));
       }
     }
   }
@@ -98,46 +103,33 @@ std::vector<Event> events_of(const JobCommand& command) {
 }
 
 std::vector<std::string> event_names(const Program& program) {
+  std::vector<Event> events = job::common_events();
+  for (const JobCommand& command : program.commands) {
+    events = job::with_events(std::move(events), command.events);
+  }
   std::vector<std::string> names;
-  const auto add = [&names](const std::vector<Event>& events) {
-    for (const Event& event : events) {
-      if (std::find(names.begin(), names.end(), event.name) == names.end()) {
-        names.push_back(event.name);
-      }
-    }
-  };
-  add(job::common_events());
-  for (const JobCommand& command : program.commands) add(command.events);
+  for (const Event& event : events) names.push_back(event.name);
   return names;
 }
 
 std::string schema(const Program& program, const std::string& only) {
-  Json lines = Json::array();
+  Json all = Json::array();
   for (const std::string& name : event_names(program)) {
     if (!only.empty() && name != only) continue;
-    std::vector<std::pair<Event, Json>> variants;  // with the commands that print it so
-    const auto add = [&](const std::vector<Event>& events, const Json& cmd) {
-      for (const Event& event : events) {
-        if (event.name != name) continue;
-        const Json shape = variant(event, {});
-        const auto same = std::find_if(variants.begin(), variants.end(), [&](const auto& other) {
-          return variant(other.first, {}) == shape;
-        });
-        if (same == variants.end()) {
-          variants.emplace_back(event, Json::array({cmd}));
-        } else {
-          same->second.push_back(cmd);
-        }
-      }
-    };
+    std::vector<std::pair<Json, Json>> lines;  // with the commands that print them
     // What goes wrong before a command is known.
-    if (name == "error" || name == "end") add(job::common_events(), nullptr);
-    for (const JobCommand& command : program.commands) add(events_of(command), command.line.name);
-    for (const auto& [event, cmds] : variants) lines.push_back(variant(event, cmds));
+    if (name == "error" || name == "end") add_lines(lines, name, job::common_events(), nullptr);
+    for (const JobCommand& command : program.commands) {
+      add_lines(lines, name, events_of(command), command.name);
+    }
+    for (auto& [line, cmds] : lines) {
+      line["properties"]["cmd"]["enum"] = std::move(cmds);
+      all.push_back(std::move(line));
+    }
   }
   return Json{{"$schema", "https://json-schema.org/draft/2020-12/schema"},
               {"title", "the JSON lines of " + program.name},
-              {"oneOf", std::move(lines)}}
+              {"oneOf", std::move(all)}}
              .dump(1) +
          '\n';
 }

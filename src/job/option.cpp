@@ -133,6 +133,22 @@ double ParsedOptions::real(std::string_view name) const {
   return number<double>(text(name)).value_or(0);
 }
 
+ParsedOptions ParsedOptions::adopting(const OptionMap& of_rank_0) const {
+  ParsedOptions adopted = *this;
+  for (const Option& option : *table_) {
+    const auto it = of_rank_0.find(option.name);
+    if (!is_job_option(option) || it == of_rank_0.end()) continue;
+    if (option.scope == Scope::kInput && given(option.name)) continue;
+    if (it->second.empty() && (option.initial.empty() || option.each_own)) {
+      // What this rank derived followed from its own options.
+      if (!given(option.name)) adopted.derive(option.name, option.initial);
+      continue;
+    }
+    adopted.set(option.name, canonical_value(option, it->second, "rank 0's --" + option.name));
+  }
+  return adopted;
+}
+
 optim::Sharing TrainerOptions::sharing(int participant) const {
   using Mode = optim::Sharing::Mode;
   optim::Sharing sharing;

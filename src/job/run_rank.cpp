@@ -260,6 +260,13 @@ RankBody::Known known_options(const OptionTable& table, const OptionMap& values)
   return known;
 }
 
+bool Preflight::starts(const std::string& role) const {
+  const Roles::Role& wanted = roles.named(role);
+  return local || std::ranges::any_of(ranks, [&](int rank) {
+           return rank >= wanted.first && rank < wanted.first + wanted.count;
+         });
+}
+
 Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
   Session session(job, body.roles.names(), sink);
   rpc::Agent& agent = session.agent();
@@ -327,14 +334,17 @@ Outcome run_local(const Job& job, EventSink& sink, const std::string& cmd,
   return outcome;
 }
 
-Outcome run_local_job(const Job& job, EventSink& sink, const std::function<Outcome()>& run) {
+Outcome run_local_job(const Job& job, EventSink& sink,
+                      const std::function<Outcome(const Job& placed)>& run) {
   JobTrace trace(sink);
   trace.start(job.effective, 1);
   trace.begin_alone();
   const base::TraceBinding binding(trace.tracer(), "main");
   Outcome outcome;
   try {
-    outcome = run();
+    Job placed = job;
+    if (job.choose_devices) placed.devices = job.choose_devices("local", {});
+    outcome = run(placed);
   } catch (...) {
     const auto error = std::current_exception();
     // What came first counts. And what failed before it began leaves the file that may be there.

@@ -31,8 +31,7 @@ job::Outcome run_rank(const scenario::RlOptions& options, int rank, net::Fd& soc
   job.started = std::chrono::steady_clock::now();
   if (rank == 0) job.listen_fd = socket.release();
   SilentSink sink;
-  return scenario::rl_job().run(
-      options, job, [&](const job::OptionMap&) { return options; }, sink);
+  return scenario::rl_job().run(options, job, sink);
 }
 
 // Each rank is a process, as in a job that the launcher starts; this one is the agent.

@@ -151,10 +151,8 @@ Finished try_job(Place place, const Options& options, const Hooks<Options>& hook
       finished.lines.push_back(std::move(line));
     });
     try {
-      Outcome outcome = place == Place::kLocal
-                            ? job_of(own).run_local(own, job, sink)
-                            : job_of(own).run(
-                                  own, job, [&](const job::OptionMap&) { return own; }, sink);
+      Outcome outcome = place == Place::kLocal ? job_of(own).run_local(own, job, sink)
+                                               : job_of(own).run(own, job, sink);
       check_outcome(events, outcome.fields);
       std::lock_guard lock(mutex);
       finished.outcomes[job.rank] = std::move(outcome);

@@ -1,11 +1,29 @@
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
-#include "distrain/app/program.h"
+#include "distrain/job/definition.h"
 
 namespace distrain::app {
+
+/// A subcommand that is a job of ranks. Its table has the options of every job, too.
+struct JobCommand : job::JobInfo {
+  template <class Options>
+  JobCommand(const job::Definition<Options>& definition)  // NOLINT: implicit by design
+      : JobCommand(std::make_shared<const job::Definition<Options>>(definition)) {}
+  explicit JobCommand(std::shared_ptr<const job::AnyDefinition> definition);
+
+  std::shared_ptr<const job::AnyDefinition> definition;
+};
+
+/// What help and man page say of a program as a whole.
+struct About {
+  std::string summary;      ///< in a line
+  std::string description;  ///< a paragraph
+  std::vector<job::Example> examples;
+};
 
 /// The whole of a program whose subcommands are jobs: the command line, the launcher, the ranks.
 /// Does not come back once a job has run. Gives back the exit code. Best called first in main():

@@ -2,18 +2,14 @@
 
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "distrain/app/job_command.h"
+#include "distrain/app/main.h"
+#include "distrain/base/clock.h"
+#include "distrain/base/error.h"
 
 namespace distrain::app {
-
-/// What help and man page say of a program as a whole.
-struct About {
-  std::string summary;      ///< in a line
-  std::string description;  ///< a paragraph
-  std::vector<Example> examples;
-};
 
 /// What a program's own texts are made of.
 struct Program {
@@ -21,24 +17,29 @@ struct Program {
   const std::vector<JobCommand>& commands;
   About about;
 
+  /// Null if there is no such job.
+  const JobCommand* find(const std::string& job) const;
   /// How the job is called: that of a program with one job is the program.
   std::string call_of(const JobCommand& command) const {
-    return commands.size() == 1 ? name : name + ' ' + command.line.name;
+    return commands.size() == 1 ? name : name + ' ' + command.name;
   }
 };
 
 /// A subcommand that is no job: it prints a text about the program, or it is `predict`.
 struct TextCommand {
-  CommandLine line;
+  std::string name;
+  std::string summary;
   std::string argument;  ///< SHELL, …
   std::vector<std::string> choices;
   bool needs_argument = false;
   /// With an empty argument where there was none. Of `predict` it is empty.
-  std::function<std::string(const std::string& argument)> text;
-  std::string description;  ///< in place of the choices
+  std::function<std::string(const Program&, const std::string& argument)> text = {};
+  std::string description = {};  ///< in place of the choices
 };
 /// help, man, completion and schema, and predict if a job has it.
 std::vector<TextCommand> text_commands(const Program& program);
+/// The name of each subcommand and what it does in a line, jobs first.
+std::vector<std::pair<std::string, std::string>> subcommands(const Program& program);
 
 /// distrain's, whatever the program.
 std::string version_text();
@@ -61,6 +62,18 @@ std::vector<job::Event> events_of(const JobCommand& command);
 /// The names of all jobs' events.
 std::vector<std::string> event_names(const Program& program);
 /// The JSON Schema of the program's JSON lines, or of those of one event.
-std::string schema(const Program& program, const std::string& event = {});
+std::string schema(const Program& program, const std::string& event);
+
+/// Parses `args`, finds out which ranks run here, and runs them. Gives back the exit code.
+int run_job_command(const JobCommand& command, const std::vector<std::string>& args,
+                    base::TimePoint started);
+/// The command `predict`: CHECKPOINT [FILE] [OPTION]..., of whichever of the jobs saved it.
+int run_predict_command(const Program& program, const std::vector<std::string>& args,
+                        base::TimePoint started);
+
+/// A failure before any rank ran: `error` and `end` on stdout, one line on stderr.
+int report_failure(const std::string& cmd, const base::Error& error, base::TimePoint started);
+/// Text that goes to stdout instead of JSON lines. Gives back the exit code.
+int print_text(const std::string& text);
 
 }  // namespace distrain::app

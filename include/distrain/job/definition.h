@@ -1,7 +1,6 @@
 #pragma once
 
 #include <functional>
-#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -29,19 +28,69 @@ struct Example {
 
 /// What can be known of a job before any rank starts, to check its options by.
 struct Preflight {
+  const ParsedOptions& options;          ///< as they were given here
   bool local = false;                    ///< the whole job is in this process
   bool has_rank_0 = false;               ///< it runs in or under this process
+  std::vector<int> ranks;                ///< those that do
   const OptionMap* of_rank_0 = nullptr;  ///< they have come from rank 0, which has these
-  std::function<bool(std::string_view role)> starts = [](std::string_view) { return true; };
-  std::function<bool(std::string_view option)> given = [](std::string_view) { return false; };
-  /// The value of an option, one that every job has included.
-  std::function<std::string(std::string_view option)> text;
   std::function<void(const std::string&)> warn = [](const std::string&) {};
+  Roles roles = {};  ///< see to starts()
+
+  /// Whether a rank of this role runs in or under this process.
+  bool starts(const std::string& role) const;
+  bool given(std::string_view option) const { return options.given(option); }
+  /// The value of an option, one that every job has included.
+  std::string text(std::string_view option) const { return options.text(option); }
 };
 
-/// Rank 0's options, made those of another rank, which may have paths of its own.
-template <class Options>
-using Adopt = std::function<Options(const OptionMap& of_rank_0)>;
+/// What is known of a kind of job before its options are.
+struct JobInfo {
+  std::string name;
+  std::string summary;      ///< in a line
+  std::string description;  ///< a paragraph for the help text and the man page
+  std::string details;      ///< what the man page alone says besides; for its form see app/man.cpp
+  std::vector<Example> examples;
+  /// The job's own lines, and what it adds to those that any job prints.
+  std::vector<Event> events;
+  OptionTable table;
+  /// Changes rows of the whole table, those that every job has included; may be empty.
+  std::function<void(OptionTable&)> change;
+  std::vector<DeviceRole> roles;
+  std::string count_option;  ///< says how many ranks there are of one of the roles
+  int fixed_ranks = 0;       ///< those of the other roles
+  bool has_local = false;
+  bool has_predict = false;
+  bool has_stages = false;  ///< `--inject stage=...` has something to do
+};
+
+/// A Definition, whatever its options are.
+class AnyDefinition {
+ public:
+  virtual ~AnyDefinition() = default;
+
+  const JobInfo& info() const { return info_; }
+  /// Derives the defaults that follow from other options.
+  virtual void complete(ParsedOptions& parsed) const = 0;
+  /// Throws for options that do not go together, and for what they name and is not there.
+  virtual void check(const Preflight& preflight) const = 0;
+  /// A text to print in place of running the job.
+  virtual std::optional<std::string> answer(const ParsedOptions& parsed) const = 0;
+  /// GPUs, 0 and on, that a rank takes in place of its `--device`; none: as that says.
+  virtual std::optional<int> gpus(const ParsedOptions& parsed, const std::string& rank) const = 0;
+  virtual Roles roles(const ParsedOptions& parsed) const = 0;
+
+  /// One rank of the job, to its end. Throws base::Exception, as the others do.
+  virtual Outcome run(const ParsedOptions& parsed, const Job& job, EventSink& sink) const = 0;
+  /// The whole job in this process.
+  virtual Outcome run_local(const ParsedOptions& parsed, const Job& job, EventSink& sink) const = 0;
+  /// What the checkpoint's model makes of the examples in `input`.
+  virtual Outcome run_predict(const ParsedOptions& parsed, const Job& job,
+                              const std::string& checkpoint, const std::string& input,
+                              EventSink& sink) const = 0;
+
+ protected:
+  JobInfo info_;
+};
 
 /// One rank of a job, whatever job: see Definition::run().
 struct RankBody {
@@ -73,39 +122,37 @@ RankBody::Known known_options(const OptionTable& table, const OptionMap& values)
 ///
 /// and what it inherits (see options.h) is the command line. See src/README.md, "The job kit".
 template <class Options>
-class Definition {
+class Definition final : public AnyDefinition {
  public:
   using Main = std::function<void(Rank&, const Options&)>;
   using Count = std::variant<int, int Options::*>;
   using Use = cuda::DeviceRole::Use;
+  /// Tells what the user gave.
+  using Given = std::function<bool(std::string_view option)>;
 
-  Definition(std::string name, std::string summary)
-      : name_(std::move(name)), summary_(std::move(summary)) {
-    if constexpr (std::is_base_of_v<TrainerOptions, Options>) events_ = trainer_events();
+  Definition(std::string name, std::string summary) {
+    info_.name = std::move(name);
+    info_.summary = std::move(summary);
+    if constexpr (std::is_base_of_v<TrainerOptions, Options>) info_.events = trainer_events();
     describe_inherited(list_);
     list_.group("Model and data");
     Options::describe(list_);
+    info_.table = list_.table();
   }
 
-  /// For the help and the man page.
-  Definition& describe(std::string text) {
-    description_ = std::move(text);
-    return *this;
-  }
-  /// What the man page alone says besides; for its form see app/man.cpp.
-  Definition& details(std::string text) {
-    details_ = std::move(text);
-    return *this;
-  }
-  /// A command line, and what it shows.
+  // What is said is kept as JobInfo has it.
+
+  Definition& describe(std::string text) { return set(info_.description, std::move(text)); }
+  Definition& details(std::string text) { return set(info_.details, std::move(text)); }
   Definition& example(std::string command, std::string what) {
-    examples_.push_back({std::move(command), std::move(what)});
+    info_.examples.push_back({std::move(command), std::move(what)});
     return *this;
   }
-  /// The job's own lines, and what it adds to those that any job prints.
-  Definition& events(std::vector<Event> events) {
-    events_ = std::move(events);
-    return *this;
+  Definition& events(std::vector<Event> events) { return set(info_.events, std::move(events)); }
+
+  Definition& has_stages() { return set(info_.has_stages, true); }
+  Definition& change(std::function<void(OptionTable&)> change) {
+    return set(info_.change, std::move(change));
   }
 
   /// The next ranks. With a count that is an option, which one role may have, they are numbered by
@@ -113,11 +160,17 @@ class Definition {
   /// the others until they are done.
   Definition& role(std::string name, Count count, Main main = {}, Use use = Use::kCompute,
                    std::string alias = {}) {
-    if (std::holds_alternative<int Options::*>(count) && !count_option().empty()) {
-      throw base::Exception(base::ErrorKind::kInternal,
-                            "a second role whose number of ranks is an option: " + name);
+    if (const int* fixed = std::get_if<int>(&count)) {
+      info_.fixed_ranks += *fixed;
+    } else {
+      if (!info_.count_option.empty()) {
+        throw base::Exception(base::ErrorKind::kInternal,
+                              "a second role whose number of ranks is an option: " + name);
+      }
+      info_.count_option = list_.name_of(std::get<int Options::*>(count));
     }
-    roles_.push_back({std::move(name), count, std::move(main), use, std::move(alias)});
+    info_.roles.push_back({name, std::move(alias), use});
+    roles_.push_back({std::move(name), count, std::move(main)});
     return *this;
   }
 
@@ -135,68 +188,55 @@ class Definition {
 
   /// On every rank, before the others are there: reads what may be wrong, so that nobody waits for
   /// it, and provides what its functions need.
-  Definition& prepare(Main prepare) {
-    prepare_ = std::move(prepare);
-    return *this;
-  }
+  Definition& prepare(Main prepare) { return set(prepare_, std::move(prepare)); }
 
   /// What `--local` does; without it there is no such option.
   Definition& local(std::function<void(Local&, const Options&)> run) {
-    local_ = std::move(run);
-    return *this;
+    info_.has_local = true;
+    return set(local_, std::move(run));
   }
   /// What the command `predict` does with a checkpoint of the job: tells of each example in a file.
   /// The options are those that the checkpoint was saved with, without those that may change.
   /// `fields` are those of the job's `prediction` lines. To be called after events().
   Definition& predict(std::function<void(Predictions&, const Options&)> predict,
                       std::vector<Field> fields = label_fields()) {
-    predict_ = std::move(predict);
-    events_ = with_events(std::move(events_), prediction_events(std::move(fields)));
-    return *this;
+    info_.has_predict = true;
+    info_.events = with_events(std::move(info_.events), prediction_events(std::move(fields)));
+    return set(predict_, std::move(predict));
   }
-  /// Settles defaults that follow from other options. `given` tells what the user gave.
-  Definition& settle(
-      std::function<void(Options&, const std::function<bool(std::string_view)>& given)> settle) {
-    settle_ = std::move(settle);
-    return *this;
+  /// Settles defaults that follow from other options.
+  Definition& settle(std::function<void(Options&, const Given& given)> settle) {
+    return set(settle_, std::move(settle));
   }
-  /// Throws for options that do not go together, and for what they name and is not there.
+
+  // What the functions of these names do in AnyDefinition; without them they do nothing.
+
   Definition& check(std::function<void(const Options&, const Preflight&)> check) {
-    check_ = std::move(check);
-    return *this;
+    return set(check_, std::move(check));
   }
-  /// GPUs, 0 and on, that a rank takes in place of its `--device`; none: as that says.
-  Definition& gpus(
-      std::function<std::optional<int>(const Options&, const std::string& rank_name)> of) {
-    gpus_ = std::move(of);
-    return *this;
+  Definition& gpus(std::function<std::optional<int>(const Options&, const std::string& rank)> of) {
+    return set(gpus_, std::move(of));
   }
-  /// `--inject stage=...` has something to do.
-  Definition& has_stages() {
-    has_stages_ = true;
-    return *this;
-  }
-  /// Changes rows of the whole table, those that every job has included.
-  Definition& change(std::function<void(OptionTable&)> change) {
-    change_ = std::move(change);
-    return *this;
-  }
-  /// A text to print in place of running the job.
   Definition& answer(std::function<std::optional<std::string>(const Options&)> answer) {
-    answer_ = std::move(answer);
-    return *this;
+    return set(answer_, std::move(answer));
   }
 
-  const std::string& name() const { return name_; }
-  const std::string& summary() const { return summary_; }
-  const std::string& description() const { return description_; }
-  const std::string& details() const { return details_; }
-  const std::vector<Example>& examples() const { return examples_; }
-  const std::vector<Event>& events() const { return events_; }
-  const OptionList<Options>& options() const { return list_; }
-  bool has_local() const { return local_ != nullptr; }
-  bool has_predict() const { return predict_ != nullptr; }
+  void complete(ParsedOptions& parsed) const override {
+    for (const auto& [name, value] : list_.write(read(parsed))) {
+      if (!parsed.given(name)) parsed.derive(name, value);
+    }
+  }
+  void check(const Preflight& preflight) const override {
+    check_options(read(preflight.options), preflight);
+  }
+  std::optional<std::string> answer(const ParsedOptions& parsed) const override {
+    return answer_ ? answer_(read(parsed)) : std::nullopt;
+  }
+  std::optional<int> gpus(const ParsedOptions& parsed, const std::string& rank) const override {
+    return gpus_ ? gpus_(read(parsed), rank) : std::nullopt;
+  }
 
+  Roles roles(const ParsedOptions& parsed) const override { return roles(read(parsed)); }
   Roles roles(const Options& options) const {
     Roles roles;
     for (const RoleRow& row : roles_) {
@@ -205,58 +245,21 @@ class Definition {
     }
     return roles;
   }
-  std::vector<cuda::DeviceRole> device_roles() const {
-    std::vector<cuda::DeviceRole> roles;
-    for (const RoleRow& row : roles_) roles.push_back({row.name, row.alias, row.use});
-    return roles;
-  }
-  /// How many ranks there are beside those of the role whose count is an option.
-  int fixed_ranks() const {
-    int fixed = 0;
-    for (const RoleRow& row : roles_) {
-      if (const int* count = std::get_if<int>(&row.count)) fixed += *count;
-    }
-    return fixed;
-  }
-  /// The name of that option.
-  std::string count_option() const {
-    for (const RoleRow& row : roles_) {
-      if (const auto* member = std::get_if<int Options::*>(&row.count)) {
-        return list_.name_of(*member);
-      }
-    }
-    return {};
-  }
 
-  void settle(Options& options, const std::function<bool(std::string_view)>& given) const {
-    if (settle_) settle_(options, given);
+  Outcome run(const ParsedOptions& parsed, const Job& job, EventSink& sink) const override {
+    return run(read(parsed), job, sink, [&](const OptionMap& of_rank_0) {
+      const Options options = read(parsed.adopting(of_rank_0));
+      check_options(options, {.options = parsed, .ranks = {job.rank}, .of_rank_0 = &of_rank_0});
+      return options;
+    });
   }
-  void check(const Options& options, const Preflight& preflight) const {
-    if constexpr (std::is_base_of_v<RuleOptions, Options>) options.rule();
-    if (check_) check_(options, preflight);
-  }
-  std::optional<int> gpus_of(const Options& options, const std::string& rank_name) const {
-    return gpus_ ? gpus_(options, rank_name) : std::nullopt;
-  }
-  bool with_stages() const { return has_stages_; }
-  void change(OptionTable& table) const {
-    if (change_) change_(table);
-  }
-  std::optional<std::string> answer(const Options& options) const {
-    return answer_ ? answer_(options) : std::nullopt;
-  }
-
-  /// One rank of the job, to its end. `own` are its options if it is rank 0; otherwise `adopt`
-  /// makes them of rank 0's. Throws base::Exception.
-  Outcome run(const Options& own, const Job& job, const Adopt<Options>& adopt,
-              EventSink& sink) const {
-    Options options = own;
-    RankBody body;
-    body.cmd = name_;
-    body.roles = roles(own);
-    body.exposures = exposures_;
+  /// The same without a command line. `adopt` makes a rank's options of rank 0's; empty: its own
+  /// hold.
+  Outcome run(Options options, const Job& job, EventSink& sink,
+              const std::function<Options(const OptionMap& of_rank_0)>& adopt = {}) const {
+    RankBody body{.cmd = info_.name, .roles = roles(options), .exposures = exposures_};
     body.adopt = [&](const OptionMap& of_rank_0) {
-      if (job.rank != 0) options = adopt(of_rank_0);
+      if (adopt && job.rank != 0) options = adopt(of_rank_0);
       RankBody::Known known = known_of(options);
       known.roles = roles(options);
       return known;
@@ -271,14 +274,22 @@ class Definition {
     };
     return run_rank(job, sink, body);
   }
-  Outcome run_local(const Options& options, const Job& job, EventSink& sink) const {
-    return job::run_local(job, sink, name_, known_of(options),
-                          [&](Local& local) { local_(local, options); });
+  Outcome run_local(const ParsedOptions& parsed, const Job& job, EventSink& sink) const override {
+    return run_local(read(parsed), job, sink);
   }
-  Outcome run_predict(const Options& options, const Job& job, const std::string& checkpoint,
-                      const std::string& input, EventSink& sink) const {
-    return job::run_predict(job, sink, checkpoint, input,
-                            [&](Predictions& predictions) { predict_(predictions, options); });
+  Outcome run_local(const Options& options, const Job& job, EventSink& sink) const {
+    return run_local_job(job, sink, [&](const Job& placed) {
+      return job::run_local(placed, sink, info_.name, known_of(options),
+                            [&](Local& local) { local_(local, options); });
+    });
+  }
+  Outcome run_predict(const ParsedOptions& parsed, const Job& job, const std::string& checkpoint,
+                      const std::string& input, EventSink& sink) const override {
+    return run_local_job(job, sink, [&](const Job& placed) {
+      return job::run_predict(placed, sink, checkpoint, input, [&](Predictions& predictions) {
+        predict_(predictions, read(parsed));
+      });
+    });
   }
 
  private:
@@ -286,31 +297,43 @@ class Definition {
     std::string name;
     Count count;
     Main main;
-    Use use;
-    std::string alias;
   };
 
+  template <class T>
+  Definition& set(T& what, T value) {
+    what = std::move(value);
+    return *this;
+  }
+
+  Options read(const ParsedOptions& parsed) const {
+    Options options = list_.read(parsed);
+    if (settle_) {
+      settle_(options, [&](std::string_view name) { return parsed.decided(std::string(name)); });
+    }
+    return options;
+  }
+
+  void check_options(const Options& options, Preflight preflight) const {
+    preflight.roles = roles(options);
+    if constexpr (std::is_base_of_v<RuleOptions, Options>) options.rule();
+    if (check_) check_(options, preflight);
+  }
+
   RankBody::Known known_of(const Options& options) const {
-    RankBody::Known known = known_options(list_.table(), list_.write(options));
+    RankBody::Known known = known_options(info_.table, list_.write(options));
     if constexpr (std::is_base_of_v<CommonOptions, Options>) known.checkpoint = options.checkpoint;
     return known;
   }
 
-  const std::string name_, summary_;
-  std::string description_, details_;
-  std::vector<Example> examples_;
-  std::vector<Event> events_;
   OptionList<Options> list_;
   std::vector<RoleRow> roles_;
   std::vector<std::function<void(rpc::Agent&)>> exposures_;
   Main prepare_;
   std::function<void(Local&, const Options&)> local_;
   std::function<void(Predictions&, const Options&)> predict_;
-  std::function<void(Options&, const std::function<bool(std::string_view)>&)> settle_;
+  std::function<void(Options&, const Given&)> settle_;
   std::function<void(const Options&, const Preflight&)> check_;
   std::function<std::optional<int>(const Options&, const std::string&)> gpus_;
-  bool has_stages_ = false;
-  std::function<void(OptionTable&)> change_;
   std::function<std::optional<std::string>(const Options&)> answer_;
 };
 

@@ -93,8 +93,10 @@ struct Outcome {
 
 /// Of what runs in one process, without RPC.
 Outcome outcome_without_ranks(Json fields);
-/// A job in one process: `run()`, and what `--trace` asks for. Throws what `run` throws.
-Outcome run_local_job(const Job& job, EventSink& sink, const std::function<Outcome()>& run);
+/// A job in one process, `--local`: chooses its devices, runs it on them, and does what `--trace`
+/// asks for. Throws what `run` throws.
+Outcome run_local_job(const Job& job, EventSink& sink,
+                      const std::function<Outcome(const Job& placed)>& run);
 
 /// As JSON lines have them: "cuda:0", or a list of several.
 Json device_names(const std::vector<c10::Device>& devices);

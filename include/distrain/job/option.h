@@ -97,6 +97,9 @@ class ParsedOptions {
   /// Given, or taken.
   bool decided(const std::string& name) const { return given(name) || taken_.contains(name); }
   const OptionTable& table() const { return *table_; }
+  /// Rank 0's over these: kRank options stay this rank's, kInput ones too if they were given here.
+  /// Throws `invalid`.
+  ParsedOptions adopting(const OptionMap& of_rank_0) const;
 
  private:
   const OptionTable* table_;

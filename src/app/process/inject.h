@@ -5,8 +5,8 @@
 #include <string_view>
 #include <vector>
 
-#include "distrain/app/placement.h"
 #include "distrain/job/job.h"
+#include "options.h"
 
 namespace distrain::app {
 

@@ -5,7 +5,7 @@
 #include <optional>
 #include <string>
 
-#include "distrain/app/devices.h"
+#include "devices.h"
 #include "distrain/job/job.h"
 #include "process/process_setup.h"
 

@@ -32,7 +32,7 @@ void settle(PsOptions& options, const std::function<bool(std::string_view)>& giv
 void check_gpus(const PsOptions& options, const job::Preflight& preflight) {
   if (!options.num_gpus || !preflight.given("device")) return;
   const std::string device = preflight.text("device");
-  const cuda::DeviceSpec spec(device, c10::kCUDA, ps_job().device_roles());
+  const cuda::DeviceSpec spec(device, c10::kCUDA, ps_job().info().roles);
   const auto server = spec.for_all() ? spec.for_all() : spec.named("parameter_server");
   const int gpus = *options.num_gpus;
   if (!server) return;

@@ -8,6 +8,7 @@
 
 using namespace distrain;
 using namespace distrain::app;
+using job::Json;
 
 namespace {
 
@@ -49,12 +50,12 @@ Json schema_of(const std::string& event) { return Json::parse(schema(kShop, even
 TEST_CASE("a program's texts are its own") {
   for (const TextCommand& command : text_commands(kShop)) {
     for (const std::string& choice : command.choices) {
-      const std::string text = command.text(choice);
-      CAPTURE(command.line.name, choice);
+      const std::string text = command.text(kShop, choice);
+      CAPTURE(command.name, choice);
       CHECK(has(text, "shop"));
       CHECK_FALSE(has(text, "hybrid"));
     }
-    CHECK(has(help_text(kShop, command), "Usage: shop " + command.line.name));
+    CHECK(has(help_text(kShop, command), "Usage: shop " + command.name));
   }
   CHECK(has(man_page(kShop), "\\fBshop\\-clicks\\fR(1)"));
 }
@@ -133,10 +134,10 @@ TEST_CASE("what a rank derived from its own options does not outlive rank 0's") 
   job::Option mean{.name = "mean", .kind = job::ValueKind::kReal, .initial = "0.1", .max = 1};
   mean.each_own = true;
   const job::OptionTable table = {mean};
-  ParsedOptions own(table);
+  job::ParsedOptions own(table);
   own.derive("mean", "0.3");
-  CHECK(adopt_options(own, {{"mean", ""}}).text("mean") == "0.1");
-  CHECK(adopt_options(own, {{"mean", "0.5"}}).text("mean") == "0.5");
+  CHECK(own.adopting({{"mean", ""}}).text("mean") == "0.1");
+  CHECK(own.adopting({{"mean", "0.5"}}).text("mean") == "0.5");
   own.set("mean", "0.7");
-  CHECK(adopt_options(own, {{"mean", ""}}).text("mean") == "0.7");
+  CHECK(own.adopting({{"mean", ""}}).text("mean") == "0.7");
 }

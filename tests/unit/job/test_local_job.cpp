@@ -40,7 +40,7 @@ TEST_CASE("A local job that fails leaves its trace and its error", "[trace]") {
   NoSink sink;
   Job job;
   job.effective["trace"] = path.text();
-  const auto fails = [] {
+  const auto fails = [](const Job&) {
     const base::TraceScope scope("failing");
     throw base::Exception(base::ErrorKind::kNotFinite, "the loss is NaN");
     return Outcome();
@@ -50,7 +50,7 @@ TEST_CASE("A local job that fails leaves its trace and its error", "[trace]") {
   // If that cannot be written either, the job's error counts.
   job.effective["trace"] = "/nowhere/t.json";
   CHECK_THROWS_WITH(run_local_job(job, sink, fails), "the loss is NaN");
-  const auto works = [] { return Outcome(); };
+  const auto works = [](const Job&) { return Outcome(); };
   const Outcome outcome = run_local_job(job, sink, works);
   REQUIRE(outcome.afterwards);
   CHECK(outcome.afterwards->kind == base::ErrorKind::kResources);

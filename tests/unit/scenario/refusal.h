@@ -8,7 +8,7 @@
 
 #include <unistd.h>
 
-#include "distrain/app/job_command.h"
+#include "distrain/app/program.h"
 #include "distrain/base/clock.h"
 #include "support/catch.h"
 
@@ -35,7 +35,7 @@ std::string written_to(int stream, F call) {
 /// Refused before any rank has started, on a line of standard error and by `error` and `end`.
 inline void check_refused(const app::JobCommand& command, const std::vector<std::string>& arguments,
                           const std::string& told) {
-  CAPTURE(command.line.name, arguments, told);
+  CAPTURE(command.name, arguments, told);
   int code = 0;
   std::string errors;
   const std::string output = written_to(STDOUT_FILENO, [&] {

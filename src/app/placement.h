@@ -1,24 +1,14 @@
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "distrain/app/options.h"
+#include "distrain/job/definition.h"
 
 namespace distrain::app {
-
-using Environment = std::function<std::optional<std::string>(const char* name)>;
-
-/// The environment of this process.
-std::optional<std::string> process_environment(const char* name);
-
-/// How an option sets the size of the world: `--trainers N` makes N + 2 ranks.
-struct SizeRule {
-  std::string option;
-  int extra_ranks = 0;
-};
 
 /// Which ranks run in or under this process, and where rank 0 is.
 struct Placement {
@@ -36,21 +26,24 @@ struct Placement {
   std::string warning;  ///< for one `warn` line, empty if there is nothing to say
 
   void warn(const std::string& message) { warning += (warning.empty() ? "" : "; ") + message; }
-  /// Whether rank 0 runs in or under this process.
-  bool has_rank_0() const {
-    if (mode == Mode::kSpawn) return ranks.front() == 0;
-    return mode == Mode::kLocal || rank == 0;
+  /// Those in or under this process, whatever the mode; kLocal: rank 0.
+  std::vector<int> here() const {
+    return mode == Mode::kSpawn ? ranks : std::vector<int>{std::max(rank, 0)};
   }
+  bool has_rank_0() const { return here().front() == 0; }
   bool spawns_all() const {
     return mode == Mode::kSpawn && static_cast<int>(ranks.size()) == world_size;
   }
 };
 
 /// Found first wins: flag, torchrun's variables, Open MPI's, PMI's, Slurm's inside a step. Throws
-/// `invalid`. Sets the size option in `options` when the world's size determines it. `on_rank_0` is
-/// called when rank 0 turns out to run here, before the size is looked at.
-Placement place(
-    ParsedOptions& options, const SizeRule& rule, const Environment& environment,
-    const std::function<void()>& on_rank_0 = [] {});
+/// `invalid`. Sets the option that the number of ranks depends on when the world's size determines
+/// it. `on_rank_0` is called when rank 0 turns out to run here, before the size is looked at.
+Placement place(job::ParsedOptions& options, const job::JobInfo& job,
+                const std::function<void()>& on_rank_0);
+
+/// The number of this process among those of its host, as the launcher that started it says.
+/// Throws `invalid`.
+std::optional<int> local_rank(const job::OptionTable& table);
 
 }  // namespace distrain::app

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "distrain/job/checkpoints.h"
+#include "distrain/job/definition.h"
+#include "placement.h"
+
+namespace distrain::app {
+
+using job::is_job_option;
+using job::Json;
+using job::json_name;
+using job::Option;
+using job::OptionMap;
+using job::OptionTable;
+using job::ParsedOptions;
+using job::Scope;
+using job::ValueKind;
+
+/// The job's own with those of every job: ranks, network, run. By group, the job's own first.
+OptionTable whole_table(const job::JobInfo& job);
+
+/// Throws `invalid` for whatever is wrong with `args` (without program and command name).
+ParsedOptions parse_options(const OptionTable& table, const std::vector<std::string>& args);
+
+/// What help and man page show as the default; empty: nothing.
+inline std::string default_in_words(const Option& option) {
+  if (option.kind == ValueKind::kFlag) return {};
+  return option.initial_in_words.empty() ? option.initial : option.initial_in_words;
+}
+
+/// Takes the options that the user did not give from the checkpoint of `--resume`, if there is one
+/// yet. Gives back in words which of those that were given are others now. Throws `bad_data` for
+/// one that has to be the same.
+std::string take_resumed_options(ParsedOptions& options, const std::string& cmd);
+/// The same for `predict`, with those that the model depends on. Throws `invalid` for others that
+/// were given.
+void take_model_options(ParsedOptions& options, const job::Snapshot& saved);
+
+/// What can be known before any rank starts: options that need others, paths that must be there;
+/// warns of options without effect.
+void check_options(const ParsedOptions& options, Placement& placement);
+
+}  // namespace distrain::app
