@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <numeric>
 
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -28,6 +29,15 @@ PartName name_of(const std::string& name, const Part& part) {
 }
 
 }  // namespace
+
+void Share::each_batch(int64_t n, int64_t batch_size,
+                       const std::function<void(std::span<const int64_t>)>& use) const {
+  for (int64_t at = first(n); at < end(n); at += batch_size) {
+    std::vector<int64_t> examples(static_cast<size_t>(std::min(batch_size, end(n) - at)));
+    std::iota(examples.begin(), examples.end(), at);
+    use(examples);
+  }
+}
 
 Plan Plan::of(const TrainerOptions& options, int64_t steps_per_epoch) {
   Plan plan;
@@ -85,10 +95,21 @@ void copy_into(const data::NamedTensors& live, const data::NamedTensors& saved) 
   }
 }
 
-Part part_of(data::NamedTensors live) {
+Part part_of(data::NamedTensors live, std::string file) {
+  Part part = part_of_each([live = std::move(live)](int) { return live; });
+  part.file = std::move(file);
+  part.each_own = false;
+  return part;
+}
+
+Part part_of_each(std::function<data::NamedTensors(int trainer)> live) {
   Part part;
-  part.take = [live](int) { return data::on_host(live); };
-  part.give = [live](int, const data::NamedTensors& saved) { copy_into(live, saved); };
+  part.file = "state";
+  part.each_own = true;
+  part.take = live;
+  part.give = [live](int trainer, const data::NamedTensors& saved) {
+    copy_into(live(trainer), saved);
+  };
   return part;
 }
 
@@ -100,8 +121,7 @@ Part part_of_words(const std::map<std::string, std::vector<std::string>>& lists)
     texts[name] = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
     std::copy(text.begin(), text.end(), texts[name].mutable_data_ptr<uint8_t>());
   }
-  Part part = part_of(std::move(texts));
-  part.file = kVocabulary;
+  Part part = part_of(std::move(texts), kVocabulary);
   part.once = true;
   return part;
 }
