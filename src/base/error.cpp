@@ -75,6 +75,8 @@ bool is_known_kind(uint16_t value) {
 
 void invalid(std::string message) { throw Exception(ErrorKind::kInvalid, std::move(message)); }
 
+void bad_data(std::string message) { throw Exception(ErrorKind::kBadData, std::move(message)); }
+
 Error current_error(ErrorKind otherwise) {
   try {
     throw;

@@ -5,6 +5,8 @@
 #include <string>
 #include <utility>
 
+#include <ATen/Functions.h>
+
 #include "distrain/base/error.h"
 #include "distrain/base/random.h"
 
@@ -25,29 +27,44 @@ void check_positive(int64_t value, const char* what) {
   }
 }
 
-void append(const TextDataset& dataset, int64_t example, Batch& batch) {
-  const auto i = static_cast<size_t>(example);
-  const auto begin = dataset.tokens.begin();
-  batch.offsets.push_back(static_cast<int64_t>(batch.indices.size()));
-  batch.indices.insert(batch.indices.end(), begin + dataset.offsets[i],
-                       begin + dataset.offsets[i + 1]);
-  batch.targets.push_back(dataset.labels[i]);
-}
+/// A batch that is being made.
+struct Bags {
+  std::vector<int64_t> indices, offsets, targets;
+  Batch batch() const {
+    return {at::tensor(indices, at::kLong), at::tensor(offsets, at::kLong),
+            at::tensor(targets, at::kLong)};
+  }
+};
 
 }  // namespace
 
 Batch make_batch(const TextDataset& dataset, std::span<const int64_t> examples) {
-  Batch batch;
-  batch.offsets.reserve(examples.size());
-  batch.targets.reserve(examples.size());
-  for (const int64_t example : examples) append(dataset, example, batch);
-  return batch;
+  Bags bags;
+  bags.offsets.reserve(examples.size());
+  bags.targets.reserve(examples.size());
+  const auto tokens = dataset.tokens.begin();
+  for (const int64_t example : examples) {
+    const auto i = static_cast<size_t>(example);
+    bags.offsets.push_back(static_cast<int64_t>(bags.indices.size()));
+    bags.indices.insert(bags.indices.end(), tokens + dataset.offsets[i],
+                        tokens + dataset.offsets[i + 1]);
+    bags.targets.push_back(dataset.labels[i]);
+  }
+  return bags.batch();
 }
 
-Batch make_batch(const TextDataset& dataset, int64_t first, int64_t last) {
-  Batch batch;
-  for (int64_t example = first; example < last; ++example) append(dataset, example, batch);
-  return batch;
+ImageBatch make_batch(const ImageSet& set, std::span<const int64_t> examples) {
+  const auto count = static_cast<int64_t>(examples.size());
+  at::Tensor images = at::empty({count, set.channels, set.rows, set.columns}, at::kByte);
+  at::Tensor targets = at::full({count}, -1, at::kLong);
+  const int64_t bytes = set.channels * set.rows * set.columns;
+  auto* pixel = images.mutable_data_ptr<uint8_t>();
+  auto* target = targets.mutable_data_ptr<int64_t>();
+  for (const int64_t example : examples) {
+    pixel = std::copy_n(set.pixels.data() + example * bytes, bytes, pixel);
+    if (!set.labels.empty()) *target++ = set.labels[static_cast<size_t>(example)];
+  }
+  return {images, targets};
 }
 
 EpochSampler::EpochSampler(uint64_t seed, int64_t epoch, Shard shard, int64_t examples,
@@ -120,19 +137,18 @@ std::vector<int64_t> full_batch(uint64_t seed, int64_t index, int64_t examples,
 Batch RandomBags::batch(int trainer, int64_t epoch, int64_t step) const {
   check_positive(num_embeddings, "the number of embeddings");
   check_positive(classes, "the number of classes");
-  base::Random random({seed, kBagSequence, static_cast<uint64_t>(trainer),
-                       static_cast<uint64_t>(epoch), static_cast<uint64_t>(step)});
-  Batch batch;
+  base::Random random({seed, kBagSequence, static_cast<uint64_t>(trainer), static_cast<uint64_t>(epoch),
+                 static_cast<uint64_t>(step)});
+  Bags bags;
   const int64_t count = random.between(20, 50);
-  for (int64_t i = 0; i < count; ++i)
-    batch.indices.push_back(random.between(0, num_embeddings - 1));
+  for (int64_t i = 0; i < count; ++i) bags.indices.push_back(random.between(0, num_embeddings - 1));
   for (int64_t start = 0; start < count; start += random.between(1, 10)) {
-    batch.offsets.push_back(start);
+    bags.offsets.push_back(start);
   }
-  for (size_t i = 0; i < batch.offsets.size(); ++i) {
-    batch.targets.push_back(random.between(0, classes - 1));
+  for (size_t i = 0; i < bags.offsets.size(); ++i) {
+    bags.targets.push_back(random.between(0, classes - 1));
   }
-  return batch;
+  return bags.batch();
 }
 
 }  // namespace distrain::data

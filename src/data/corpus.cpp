@@ -4,8 +4,11 @@
 #include <numeric>
 #include <string>
 
+#include <ATen/Functions.h>
+
 #include "distrain/base/error.h"
 #include "distrain/data/hash.h"
+#include "distrain/base/random.h"
 #include "file.h"
 #include "text.h"
 
@@ -81,6 +84,27 @@ Corpus read_corpus(const std::string& path, const Vocabulary& vocabulary) {
   });
 }
 
+Corpus random_corpus(uint64_t seed, int64_t words, int64_t count) {
+  base::Random random({seed});
+  Corpus corpus;
+  corpus.tokens.resize(static_cast<size_t>(count));
+  for (int64_t& token : corpus.tokens) token = random.between(0, words - 1);
+  return corpus;
+}
+
+std::vector<std::vector<int64_t>> Corpus::lines() const {
+  std::vector<std::vector<int64_t>> lines(1);
+  for (const int64_t word : tokens) {
+    if (word == kEndOfLine) {
+      lines.emplace_back();
+    } else {
+      lines.back().push_back(word);
+    }
+  }
+  lines.pop_back();  // what follows the last end
+  return lines;
+}
+
 std::vector<int64_t> to_tokens(std::string_view text, const Vocabulary& vocabulary) {
   std::vector<int64_t> tokens;
   for_each_line(text, [&](std::string_view line) {
@@ -114,18 +138,13 @@ int64_t TokenColumns::steps(int64_t length) const {
 TokenColumns::Batch TokenColumns::batch(int64_t step, int64_t length) const {
   check(step >= 0 && step < steps(length), "these columns have no step ", step);
   const int64_t begin = step * length;
-  Batch batch;
-  batch.length = std::min(length, column_length_ - 1 - begin);
-  batch.inputs.reserve(static_cast<size_t>(batch.length * count_));
-  batch.targets.reserve(static_cast<size_t>(batch.length * count_));
-  for (int64_t row = begin; row < begin + batch.length; ++row) {
-    for (int64_t column = first_; column < first_ + count_; ++column) {
-      const auto at = static_cast<size_t>(column * column_length_ + row);
-      batch.inputs.push_back(tokens_[at]);
-      batch.targets.push_back(tokens_[at + 1]);
-    }
-  }
-  return batch;
+  const int64_t rows = std::min(length, column_length_ - 1 - begin);
+  auto* const tokens = const_cast<int64_t*>(tokens_.data()) + first_ * column_length_;
+  const at::Tensor columns = at::from_blob(tokens, {count_, column_length_}, at::kLong).t();
+  const auto from = [&](int64_t row) {
+    return columns.narrow(0, row, rows).clone(at::MemoryFormat::Contiguous);
+  };
+  return {from(begin), from(begin + 1).flatten()};
 }
 
 }  // namespace distrain::data

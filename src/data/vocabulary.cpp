@@ -38,6 +38,10 @@ std::string_view Vocabulary::word(int64_t id) const {
   return std::string_view(text_).substr(begin, ends_[i] - begin);
 }
 
+Vocabulary::Vocabulary(const std::vector<std::string>& words) : Vocabulary() {
+  for (const std::string& word : words) add(word);
+}
+
 std::vector<std::string> all_words(const Vocabulary& vocabulary) {
   std::vector<std::string> words;
   for (int64_t id = 0; id < vocabulary.size(); ++id) words.emplace_back(vocabulary.word(id));

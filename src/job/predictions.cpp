@@ -22,6 +22,9 @@ void Predictions::tell(const Json& fields) {
 
 void Predictions::tell_labels(const at::Tensor& scores, const at::Tensor& targets,
                               const std::vector<std::string>& labels) {
+  const auto name_of = [&](int64_t label) {
+    return labels.empty() ? std::to_string(label) : labels.at(static_cast<size_t>(label));
+  };
   const at::Tensor best = scores.argmax(1).cpu();
   const at::Tensor shares = at::softmax(scores, 1).cpu().contiguous();
   const at::Tensor right = targets.cpu();
@@ -29,10 +32,10 @@ void Predictions::tell_labels(const at::Tensor& scores, const at::Tensor& target
     const auto label = best[row].item<int64_t>();
     const auto target = right[row].item<int64_t>();
     const float* first = shares.const_data_ptr<float>() + row * shares.size(1);
-    Json fields{{"label", labels.at(static_cast<size_t>(label))},
+    Json fields{{"label", name_of(label)},
                 {"scores", std::vector<float>(first, first + shares.size(1))}};
     if (target >= 0) {
-      fields["expected"] = labels.at(static_cast<size_t>(target));
+      fields["expected"] = name_of(target);
       ++evaluation_.samples;
       evaluation_.right += label == target ? 1 : 0;
     }

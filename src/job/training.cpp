@@ -1,6 +1,7 @@
 #include "distrain/job/training.h"
 
 #include <algorithm>
+#include <memory>
 #include <numeric>
 
 #include <ATen/Functions.h>
@@ -25,6 +26,15 @@ rpc::To host() { return rpc::To(kHostRank).without_deadline(); }
 std::string own_suffix(int trainer) { return "." + std::to_string(trainer); }
 
 }  // namespace
+
+void Share::each_batch(int64_t n, int64_t batch_size,
+                       const std::function<void(std::span<const int64_t>)>& use) const {
+  for (int64_t at = first(n); at < end(n); at += batch_size) {
+    std::vector<int64_t> examples(static_cast<size_t>(std::min(batch_size, end(n) - at)));
+    std::iota(examples.begin(), examples.end(), at);
+    use(examples);
+  }
+}
 
 Plan Plan::of(const TrainerOptions& options, int64_t steps_per_epoch) {
   Plan plan;
@@ -65,18 +75,28 @@ std::string PartName::stored(const std::string& tensor, int trainer) const {
   return each_own ? tensor + own_suffix(trainer) : tensor;
 }
 
-Part part_of(data::NamedTensors live) {
+Part part_of(data::NamedTensors live, std::string file) {
+  Part part = part_of_each([live = std::move(live)](int) { return live; });
+  part.file = std::move(file);
+  part.each_own = false;
+  return part;
+}
+
+Part part_of_each(std::function<data::NamedTensors(int trainer)> live) {
   Part part;
-  part.take = [live](int) { return data::on_host(live); };
-  part.give = [live](int, const data::NamedTensors& saved) { data::copy_into(live, saved); };
+  part.file = "state";
+  part.each_own = true;
+  part.take = live;
+  part.give = [live](int trainer, const data::NamedTensors& saved) {
+    data::copy_into(live(trainer), saved);
+  };
   return part;
 }
 
 Part part_of_words(const std::map<std::string, std::vector<std::string>>& lists) {
   data::NamedTensors texts;
   for (const auto& [name, words] : lists) texts[name] = data::tensor_of_words(words);
-  Part part = part_of(std::move(texts));
-  part.file = kVocabulary;
+  Part part = part_of(std::move(texts), kVocabulary);
   part.once = true;
   return part;
 }

@@ -101,6 +101,19 @@ void* Agent::local_erased(std::type_index type) const {
   return it->second.get();
 }
 
+std::shared_ptr<void> Agent::shared_erased(std::type_index type,
+                                           const std::function<std::shared_ptr<void>()>& make) {
+  std::lock_guard one_at_a_time(core_->making_mutex);
+  {
+    std::shared_lock lock(core_->registry_mutex);
+    const auto it = core_->provided.find(type);
+    if (it != core_->provided.end()) return it->second;
+  }
+  std::shared_ptr<void> object = make();
+  provide_erased(type, object);
+  return object;
+}
+
 int Agent::rank_of(const To& to) const {
   return to.rank_ >= 0 || to.name_.empty() ? worker(to.rank_).rank : worker(to.name_).rank;
 }

@@ -89,6 +89,7 @@ class AgentCore {
   std::unordered_map<std::string, Handler> handlers;
   std::unordered_map<const void*, std::string> names;
   std::unordered_map<std::type_index, std::shared_ptr<void>> provided;
+  std::mutex making_mutex;  // of what is made when it is first asked for
 
   std::shared_ptr<Rendezvous> rendezvous;
   std::map<std::string, std::string> job_options;

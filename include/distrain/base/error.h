@@ -58,6 +58,8 @@ class Exception : public std::runtime_error {
 
 /// Throws an `Exception` of kind kInvalid.
 [[noreturn]] void invalid(std::string message);
+/// The same of kind kBadData.
+[[noreturn]] void bad_data(std::string message);
 
 /// The error of the exception in flight: an `Exception`'s own, or `otherwise` with its text.
 /// To be called inside a catch block only.

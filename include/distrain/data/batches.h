@@ -5,25 +5,34 @@
 #include <span>
 #include <vector>
 
+#include <ATen/core/Tensor.h>
+
+#include "distrain/data/idx.h"
 #include "distrain/data/text_dataset.h"
 
 namespace distrain::data {
 
 /// What one step of a bag-of-words model eats, as at::embedding_bag wants it: bag b holds
-/// indices[offsets[b] .. offsets[b + 1]), the last one goes to the end. Bags may be empty.
+/// indices[offsets[b] .. offsets[b + 1]), the last one goes to the end. Bags may be empty. All
+/// int64.
 struct Batch {
-  std::vector<int64_t> indices;
-  std::vector<int64_t> offsets;  ///< one a bag, offsets[0] = 0, rising
-  std::vector<int64_t> targets;  ///< one a bag: the class
+  at::Tensor indices;
+  at::Tensor offsets;  ///< one a bag, offsets[0] = 0, rising
+  at::Tensor targets;  ///< one a bag: the class
 
-  int64_t size() const { return static_cast<int64_t>(targets.size()); }
+  int64_t size() const { return targets.numel(); }
 };
 
 /// The batch of these examples (their numbers in `dataset`), in this order.
 Batch make_batch(const TextDataset& dataset, std::span<const int64_t> examples);
 
-/// The batch of the examples [first, last), for evaluation.
-Batch make_batch(const TextDataset& dataset, int64_t first, int64_t last);
+struct ImageBatch {
+  at::Tensor images;   ///< uint8 [n, channels, rows, columns]
+  at::Tensor targets;  ///< int64 [n]: the classes; -1 where the set has none
+};
+
+/// These images of the set, in this order.
+ImageBatch make_batch(const ImageSet& set, std::span<const int64_t> examples);
 
 /// Which part of an epoch is whose. The same in every process and on every machine.
 struct Shard {

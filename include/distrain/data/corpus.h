@@ -5,6 +5,8 @@
 #include <string_view>
 #include <vector>
 
+#include <ATen/core/Tensor.h>
+
 #include "distrain/data/vocabulary.h"
 
 namespace distrain::data {
@@ -18,6 +20,9 @@ inline constexpr int64_t kEndOfLine = 1;
 struct Corpus {
   std::vector<int64_t> tokens;
   uint64_t content_hash = 0;  ///< of the file's bytes
+
+  /// The words of each line, without its end.
+  std::vector<std::vector<int64_t>> lines() const;
 };
 
 /// The words of a text file: at most `max_words` with `<unk>` and `<eos>`, 0: all. Words are
@@ -27,6 +32,9 @@ Vocabulary read_words(const std::string& path, int64_t max_words);
 
 /// Reads a text with a vocabulary of read_words. Throws as read_words.
 Corpus read_corpus(const std::string& path, const Vocabulary& vocabulary);
+
+/// So many words, each drawn from all of a vocabulary of `words`. They follow from the seed alone.
+Corpus random_corpus(uint64_t seed, int64_t words, int64_t count);
 
 /// The words of `text` (a prompt); no `<eos>`, lines or not.
 std::vector<int64_t> to_tokens(std::string_view text, const Vocabulary& vocabulary);
@@ -40,13 +48,15 @@ class TokenColumns {
   /// `bad_data` when a column would have fewer than two tokens, `invalid` for columns that are not.
   TokenColumns(const std::vector<int64_t>& tokens, int64_t columns, int64_t first, int64_t count);
 
+  /// That are read.
+  int64_t count() const { return count_; }
   /// Batches of at most `length` words a column, the last one shorter.
   int64_t steps(int64_t length) const;
 
+  /// Of int64.
   struct Batch {
-    int64_t length = 0;
-    std::vector<int64_t> inputs;   ///< length × count, row by row
-    std::vector<int64_t> targets;  ///< the same, each word's next
+    at::Tensor inputs;   ///< [length, count]
+    at::Tensor targets;  ///< [length · count]: each word's next
   };
   Batch batch(int64_t step, int64_t length) const;
 

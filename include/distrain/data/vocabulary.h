@@ -14,6 +14,8 @@ class Vocabulary {
   static constexpr int64_t kUnknown = -1;
 
   Vocabulary() : slots_(kFirstSlots, Slot{0, kUnknown}) {}
+  /// These, as all_words() gives them.
+  explicit Vocabulary(const std::vector<std::string>& words);
 
   /// The number of `word`, which is added if it is new.
   int64_t add(std::string_view word);

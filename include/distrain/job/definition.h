@@ -154,6 +154,12 @@ class Definition final : public AnyDefinition {
   Definition& change(std::function<void(OptionTable&)> change) {
     return set(info_.change, std::move(change));
   }
+  /// One more; without `when`, more fields of one that there is.
+  Definition& event(std::string name, std::string when, std::vector<Field> fields) {
+    events_ =
+        with_events(std::move(events_), {{std::move(name), std::move(when), std::move(fields)}});
+    return *this;
+  }
 
   /// The next ranks. With a count that is an option, which one role may have, they are numbered by
   /// their rank, as in trainer3. `main` is what each does; without one it serves

@@ -49,6 +49,8 @@ class OptionRow {
   /// Of this process alone: nobody else has to know.
   OptionRow& of_this_rank() { return set(option_.scope, Scope::kRank); }
   OptionRow& value_name(const std::string& name) { return set(option_.value_name, name); }
+  /// In place of the help that an inherited option has.
+  OptionRow& help(const std::string& text) { return set(option_.help, text); }
   /// What the man page says besides.
   OptionRow& details(const std::string& text) {
     const std::string before = option_.details.empty() ? "" : option_.details + '\n';

@@ -31,9 +31,10 @@ class Predictions {
   /// A `prediction` line, of the next example.
   void tell(const Json& fields);
   /// One for each row of `scores` [n, labels], with the label that has most, and their softmax.
-  /// `targets` [n] are the right ones, below 0 where they are not known.
+  /// `targets` [n] are the right ones, below 0 where they are not known. Without `labels` they are
+  /// numbers.
   void tell_labels(const at::Tensor& scores, const at::Tensor& targets,
-                   const std::vector<std::string>& labels);
+                   const std::vector<std::string>& labels = {});
   /// A field of the last line, which the job declares.
   void add(const std::string& name, const Json& value) { added_[name] = value; }
   /// How right the model is, where that is not told by tell_labels().

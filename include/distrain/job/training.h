@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -42,6 +43,9 @@ struct Share {
   int count = 1;
   int64_t first(int64_t n) const { return n * index / count; }
   int64_t end(int64_t n) const { return n * (index + 1) / count; }
+  /// Their numbers, `batch_size` at a time.
+  void each_batch(int64_t n, int64_t batch_size,
+                  const std::function<void(std::span<const int64_t> examples)>& use) const;
 };
 
 /// What a part of a checkpoint is called, and where it is kept.
@@ -67,7 +71,9 @@ struct Part : PartName {
 };
 
 /// Tensors that are written and read in place.
-Part part_of(data::NamedTensors live);
+Part part_of(data::NamedTensors live, std::string file = "model");
+/// A trainer's own, which are asked for anew each time: `state`.
+Part part_of_each(std::function<data::NamedTensors(int trainer)> live);
 /// Lists of words that the model's numbers stand for, by name: what it takes to use the model. None
 /// has a line break in it. The part has a file of its own, so no name.
 Part part_of_words(const std::map<std::string, std::vector<std::string>>& lists);

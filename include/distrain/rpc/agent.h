@@ -159,6 +159,13 @@ class Agent {
   T& local() const {
     return *static_cast<T*>(local_erased(typeid(T)));
   }
+  /// What this rank was provided with, or, the first time, a T that is made of `args` for all who
+  /// ask for one. To make it must wait for nobody.
+  template <class T, class... Args>
+  std::shared_ptr<T> shared(const Args&... args) {
+    return std::static_pointer_cast<T>(
+        shared_erased(typeid(T), [&] { return std::make_shared<T>(args...); }));
+  }
 
   /// In place of AgentOptions::device; at the latest in the `prepare` of join().
   void set_device(c10::Device device);
@@ -260,6 +267,8 @@ class Agent {
   const std::string& name_of(const void* tag, const char* what) const;
   void provide_erased(std::type_index type, std::shared_ptr<void> object);
   void* local_erased(std::type_index type) const;
+  std::shared_ptr<void> shared_erased(std::type_index type,
+                                      const std::function<std::shared_ptr<void>()>& make);
   int rank_of(const To& to) const;
   std::shared_ptr<RRefHandle> new_remote_handle(int owner);
   std::shared_ptr<RRefHandle> new_local_handle();

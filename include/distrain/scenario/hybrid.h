@@ -1,9 +1,7 @@
 #pragma once
 
-#include <functional>
 #include <string>
 
-#include "distrain/data/named_tensors.h"
 #include "distrain/job/definition.h"
 
 namespace distrain::scenario {
@@ -19,9 +17,20 @@ struct HybridOptions : job::TrainerOptions {
   int classes = 8;                    ///< random data only; with a file: its labels
   std::string data;                   ///< fastText-format file; empty: random batches
   std::string valid_data, test_data;  ///< as data; empty: no such evaluation
-  /// Not an option of the command line: told the final parameters, on trainer 0.
-  std::function<void(const data::NamedTensors&)> on_finished;
+
+  /// Of the table at first. As fastText's for real text, so that the sum over a long one does not
+  /// drown the rest; the tutorial's for random batches.
+  double embedding_range() const { return data.empty() ? 0.0 : 1.0 / embedding_dim; }
 };
+
+/// What a trainer does.
+void train_hybrid(job::Rank& rank, const HybridOptions& options);
+/// What the master and the server do for the trainers.
+void expose_hybrid(rpc::Agent& agent);
+/// The same training in one process without RPC: the reference for correctness and speed.
+void train_hybrid_local(job::Local& local, const HybridOptions& options);
+/// Labels examples with the model of a checkpoint.
+void predict_hybrid(job::Predictions& predictions, const HybridOptions& options);
 
 /// Ranks 0..T-1 trainers, T master, T+1 parameter server.
 const job::Definition<HybridOptions>& hybrid_job();

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -21,6 +20,15 @@ struct PsOptions : job::TrainerOptions {
   double std = 0.3081;
   std::optional<int> num_gpus;  ///< of the server; none: as `--device` says
 };
+
+/// What a trainer does.
+void train_ps(job::Rank& rank, const PsOptions& options);
+/// What the server does for the trainers.
+void expose_ps(rpc::Agent& agent);
+/// The same training in one process without RPC: the reference for correctness and speed.
+void train_ps_local(job::Local& local, const PsOptions& options);
+/// Classifies images with the model of a checkpoint.
+void predict_ps(job::Predictions& predictions, const PsOptions& options);
 
 /// Rank 0 is the parameter server, ranks 1..T the trainers.
 const job::Definition<PsOptions>& ps_job();

@@ -2,7 +2,6 @@
 
 #include "distrain/models/embedding_table.h"
 #include "distrain/scenario/hybrid.h"
-#include "hybrid.h"
 
 namespace distrain::scenario {
 
@@ -34,8 +33,7 @@ void HybridOptions::describe(job::OptionList<HybridOptions>& list) {
       .range(1, job::kMaxInt)
       .formerly("batches")
       .random_only();
-  list.row("batch-size").data_only();
-  list.find("batch-size").help += ", with --data";
+  list.row("batch-size").help("examples a batch and trainer, with --data").data_only();
 }
 
 const job::Definition<HybridOptions>& hybrid_job() {
@@ -44,19 +42,16 @@ const job::Definition<HybridOptions>& hybrid_job() {
       job::define<HybridOptions>(
           "hybrid", "embeddings on a parameter server, dense layers under DDP on trainers")
           .describe(
-              "Trains a text classifier: an EmbeddingBag held by a parameter server, which the "
-              "trainers\nlook up over RPC, and a Linear layer that they share by "
-              "DistributedDataParallel. Ranks\n0 to T-1 are the trainers, T is the master, T+1 the "
-              "parameter server.")
+              R"(Trains a text classifier: an EmbeddingBag held by a parameter server, which the trainers
+look up over RPC, and a Linear layer that they share by DistributedDataParallel. Ranks
+0 to T-1 are the trainers, T is the master, T+1 the parameter server.)")
           .details(
-              "The table is on the parameter server; a trainer sends the gradient of what it "
-              "looked up back.\n`trainer0`, `trainer1`, ..., `master` and `ps` are the ranks' "
-              "roles. Only the trainers read the\ndata, and each may be given a path of its own.\n"
-              "\n"
-              "`distrain predict CHECKPOINT [FILE]` gives the labels of examples, which are "
-              "written "
-              "as those of\n--data, with a label or without. Words that were not there in training "
-              "do not count.")
+              R"(The table is on the parameter server; a trainer sends the gradient of what it looked up back.
+`trainer0`, `trainer1`, ..., `master` and `ps` are the ranks' roles. Only the trainers read the
+data, and each may be given a path of its own.
+
+`distrain predict CHECKPOINT [FILE]` gives the labels of examples, which are written as those of
+--data, with a label or without. Words that were not there in training do not count.)")
           .example("distrain hybrid", "The tutorial's job")
           .example("distrain hybrid --epochs 20 --mode sync",
                    "The trainers in step with each other")

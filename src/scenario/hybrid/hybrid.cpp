@@ -2,8 +2,6 @@
 //
 // After PyTorch's tutorial "Combining Distributed DataParallel with Distributed RPC Framework".
 
-#include "hybrid.h"
-
 #include <mutex>
 #include <optional>
 
@@ -13,10 +11,10 @@
 #include "distrain/autograd/context.h"
 #include "distrain/base/trace.h"
 #include "distrain/ddp/distributed_data_parallel.h"
+#include "distrain/models/embedding_table.h"
 #include "distrain/nn/remote_module.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/rpc/placed.h"
-#include "model.h"
 
 namespace distrain::scenario {
 
@@ -34,20 +32,19 @@ struct Master {
 
 RemoteTable table_of_job(rpc::CallContext& call, int64_t rows, int64_t dim, double range,
                          uint64_t seed, int trainers) {
-  auto& master = call.agent.local<Master>();
-  std::lock_guard lock(master.mutex);
-  if (!master.table) {
+  const auto master = call.agent.shared<Master>();
+  std::lock_guard lock(master->mutex);
+  if (!master->table) {
     const int server = call.agent.worker("ps").rank;
-    master.table.emplace(call.agent, server, rows, dim, range, seed, call.agent.device_of(server));
+    master->table.emplace(call.agent, server, rows, dim, range, seed, call.agent.device_of(server));
   }
-  if (++master.given < trainers) return *master.table;
-  return *std::exchange(master.table, std::nullopt);
+  if (++master->given < trainers) return *master->table;
+  return *std::exchange(master->table, std::nullopt);
 }
 
 }  // namespace
 
 void expose_hybrid(rpc::Agent& agent) {
-  agent.provide(std::make_shared<Master>());
   agent.expose<&table_of_job>("hybrid.table");
   job::expose_parameters<models::EmbeddingTable>(agent, "EmbeddingTable");
 }
@@ -56,13 +53,14 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
   const c10::Device device = rank.device();
   HybridData data(options);
   const auto table = rank.agent().rpc_sync<&table_of_job>(
-      rpc::To("master").without_deadline(), data.info().rows, options.embedding_dim,
-      embedding_range(options), options.seed, options.trainers);
-  ddp::DistributedDataParallel dense(make_dense(options, data.info().classes, device),
-                                     rank.group("trainer"));
+      rpc::To("master").without_deadline(), data.rows(), options.embedding_dim,
+      options.embedding_range(), options.seed, options.trainers);
+  ddp::DistributedDataParallel dense(
+      models::Dense(options.embedding_dim, data.classes(), options.seed + 1, device),
+      rank.group("trainer"));
   optim::DistributedOptimizer optimizer(rank.agent(), table.remote_parameters(), dense.parameters(),
                                         options.rule(), options.sharing(rank.index()));
-  const auto look_up = [&](const HybridBatch& batch) {
+  const auto look_up = [&](const data::Batch& batch) {
     return rpc::placed(table.forward(batch.indices, batch.offsets), device);
   };
 
@@ -70,11 +68,11 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
   data.agree(training);
   training.keep("embedding", table.rref());
   training.keep("fc", dense);
-  training.keep(optimizer, hybrid_parameters());
+  training.keep(optimizer, {"embedding.weight", "fc.weight", "fc.bias"});
   data.evaluate_in(
-      training, [&](const HybridBatch& batch) { return dense.module()->forward(look_up(batch)); });
+      training, [&](const data::Batch& batch) { return dense.module()->forward(look_up(batch)); });
   training.run([&](const job::Step& step) {
-    const HybridBatch batch = data.batch(step.shard, step.epoch, step.number);
+    const data::Batch batch = data.batch(step);
     const at::Tensor targets = rpc::placed(batch.targets, device);
     autograd::Context context(rank.agent());
     const at::Tensor embedded = look_up(batch);
@@ -83,14 +81,8 @@ void train_hybrid(job::Rank& rank, const HybridOptions& options) {
         base::traced("loss", [&] { return at::cross_entropy_loss(scores, targets); });
     autograd::backward(context, {loss});
     optimizer.step(context);
-    return job::Result{loss, batch.targets.numel()};
+    return job::Result{loss, batch.size()};
   });
-  if (rank.index() == 0 && options.on_finished) {
-    auto parameters = data::on_host(data::named_tensors("fc", *dense.module()));
-    parameters.merge(
-        table.rref().rpc_sync<&job::detail::take_parameters<models::EmbeddingTable>>());
-    options.on_finished(parameters);
-  }
 }
 
 }  // namespace distrain::scenario

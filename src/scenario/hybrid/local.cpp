@@ -1,47 +1,69 @@
-// distrain hybrid --local: the same model, batches and updates in one process, without RPC.
-
-#include <vector>
+// distrain hybrid in one process, without RPC: --local, with the same batches and updates, and
+// predict.
 
 #include <ATen/Functions.h>
 
 #include "data.h"
 #include "distrain/base/trace.h"
-#include "hybrid.h"
-#include "model.h"
+#include "distrain/models/embedding_table.h"
+#include "distrain/rpc/placed.h"
 
 namespace distrain::scenario {
 
-void train_hybrid_local(job::Local& local, const HybridOptions& options) {
-  const c10::Device device = local.device();
-  HybridData data(options);
-  const HybridDataInfo info = data.info();
-  models::EmbeddingTable table(info.rows, options.embedding_dim, embedding_range(options),
-                               options.seed, device.str());
-  models::Dense dense = make_dense(options, info.classes, device);
-  const data::NamedTensors rows = table.named_parameters();
-  job::LocalUpdates updates(options.rule(), options.mode, {rows.begin(), rows.end()},
-                            {{"fc.weight", dense->weight}, {"fc.bias", dense->bias}});
-  const auto forward = [&](const HybridBatch& batch) {
+namespace {
+
+struct WholeModel {
+  WholeModel(const HybridOptions& options, const HybridData& data, c10::Device device)
+      : table(data.rows(), options.embedding_dim, options.embedding_range(), options.seed,
+              device.str()),
+        dense(options.embedding_dim, data.classes(), options.seed + 1, device) {}
+
+  at::Tensor forward(const data::Batch& batch) const {
     return dense->forward(table.lookup(batch.indices, batch.offsets));
-  };
+  }
+  data::NamedTensors parameters() const {
+    data::NamedTensors all = data::named_tensors("fc", *dense);
+    all.merge(table.named_parameters());
+    return all;
+  }
+
+  models::EmbeddingTable table;
+  models::Dense dense;
+};
+
+}  // namespace
+
+void train_hybrid_local(job::Local& local, const HybridOptions& options) {
+  HybridData data(options);
+  const WholeModel model(options, data, local.device());
+  const data::NamedTensors rows = model.table.named_parameters();
+  job::LocalUpdates updates(options.rule(), options.mode, {rows.begin(), rows.end()},
+                            {{"fc.weight", model.dense->weight}, {"fc.bias", model.dense->bias}});
 
   job::LocalTraining training(local, options, data.steps_per_epoch());
   data.agree(training);
-  training.keep("embedding", job::part_of(rows));
-  training.keep("fc", *dense);
+  training.keep("", job::part_of(model.parameters()));
   training.keep(updates);
-  data.evaluate_in(training, [&](const HybridBatch& batch) { return forward(batch.on(device)); });
+  data.evaluate_in(training, [&](const data::Batch& batch) { return model.forward(batch); });
   training.run(updates, [&](const job::Step& step) {
-    const HybridBatch batch = data.batch(step.shard, step.epoch, step.number).on(device);
-    const at::Tensor scores = base::traced("forward", [&] { return forward(batch); });
+    const data::Batch batch = data.batch(step);
+    const at::Tensor targets = rpc::placed(batch.targets, local.device());
+    const at::Tensor scores = base::traced("forward", [&] { return model.forward(batch); });
     const at::Tensor loss =
-        base::traced("loss", [&] { return at::cross_entropy_loss(scores, batch.targets); });
-    return job::Result{loss, batch.targets.numel()};
+        base::traced("loss", [&] { return at::cross_entropy_loss(scores, targets); });
+    return job::Result{loss, batch.size()};
   });
-  if (options.on_finished) {
-    auto parameters = data::on_host(data::named_tensors("fc", *dense));
-    parameters.merge(data::on_host(rows));
-    options.on_finished(parameters);
+}
+
+void predict_hybrid(job::Predictions& predictions, const HybridOptions& options) {
+  const HybridData data(options, predictions.snapshot(), predictions.input());
+  const WholeModel model(options, data, predictions.device());
+  predictions.load(model.parameters());
+  // In the trainers' shares, one after the other: the same batches that they evaluated.
+  for (int trainer = 0; trainer < options.trainers; ++trainer) {
+    data.each_test_batch({trainer, options.trainers}, [&](const data::Batch& batch) {
+      predictions.tell_labels(model.forward(batch), batch.targets, data.labels());
+    });
   }
 }
 

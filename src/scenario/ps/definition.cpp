@@ -2,9 +2,10 @@
 
 #include <filesystem>
 
+#include <fmt/format.h>
+
 #include "distrain/base/error.h"
 #include "distrain/scenario/ps.h"
-#include "ps.h"
 
 namespace distrain::scenario {
 
@@ -38,9 +39,8 @@ void check_gpus(const PsOptions& options, const job::Preflight& preflight) {
   if (!server) return;
   const bool same_kind = server->accelerator == (gpus > 0);
   if (same_kind && (!server->index || (gpus == 1 && *server->index == 0))) return;
-  throw base::Exception(base::ErrorKind::kInvalid, "--num-gpus " + std::to_string(gpus) +
-                                                       " and --device " + device +
-                                                       " put the server on different devices");
+  base::invalid(fmt::format("--num-gpus {} and --device {} put the server on different devices",
+                            gpus, device));
 }
 
 void check(const PsOptions& options, const job::Preflight& preflight) {
@@ -50,8 +50,7 @@ void check(const PsOptions& options, const job::Preflight& preflight) {
   // from rank 0 where it is.
   const bool final = preflight.has_rank_0 || adopted;
   if (final && preflight.starts("trainer") && options.data.empty()) {
-    throw base::Exception(
-        base::ErrorKind::kBadData,
+    base::bad_data(
         "no --data and Debian's dataset-fashion-mnist is not installed: `apt-get install "
         "dataset-fashion-mnist`, or give a folder with MNIST's IDX files "
         "(train-images-idx3-ubyte[.gz], ...)");
@@ -96,8 +95,7 @@ void PsOptions::describe(job::OptionList<PsOptions>& list) {
   list.folder("data", &PsOptions::data, "folder with MNIST's IDX files, plain or gzip")
       .by_default("Debian's dataset-fashion-mnist, if installed");
   list.group("Training");
-  list.row("trainers").range(1, 1023);
-  list.find("trainers").help = "trainers; the job has one rank more";
+  list.row("trainers").help("trainers; the job has one rank more").range(1, 1023);
   list.find("mode").choices.push_back("ssp");
   list.find("mode").help += "; ssp: async, but no trainer gets far ahead";
   list.integer("staleness", &PsOptions::staleness,
@@ -110,11 +108,10 @@ void PsOptions::describe(job::OptionList<PsOptions>& list) {
       .details("With --local the whole job is there. The trainers are where --device says.");
   list.row("mean").details("Pixels go from 0 to 1. Mean and deviation are always rank 0's.");
   list.row("data").details(
-      "Its files are train-images-idx3-ubyte and train-labels-idx1-ubyte, and, to evaluate on,\n"
-      "t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte; each may end in .gz. Debian's are in\n"
-      "/usr/share/datasets/fashion-mnist. A trainer that joins without --data looks in the "
-      "folder\n"
-      "that rank 0 names, and only if rank 0 has none in its own Debian folder.");
+      R"(Its files are train-images-idx3-ubyte and train-labels-idx1-ubyte, and, to evaluate on,
+t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte; each may end in .gz. Debian's are in
+/usr/share/datasets/fashion-mnist. A trainer that joins without --data looks in the folder
+that rank 0 names, and only if rank 0 has none in its own Debian folder.)");
   list.row("staleness").details("0 keeps them abreast.");
   list.row("verify-grads").details("When they have not, the job ends with exit status 1.");
 }
@@ -123,26 +120,20 @@ const job::Definition<PsOptions>& ps_job() {
   using Use = cuda::DeviceRole::Use;
   using enum job::FieldType;
   static const auto kJob =
-      job::define<PsOptions>("ps",
-                             "a convolutional net on a parameter server, trained by several "
-                             "trainers")
+      job::define<PsOptions>(
+          "ps", "a convolutional net on a parameter server, trained by several trainers")
           .describe(
-              "Trains an image classifier that a parameter server holds whole: the trainers send "
-              "it\ntheir batches over RPC, which it passes through the net, and the gradients come "
-              "about in\ndistributed autograd. Rank 0 is the server, ranks 1 to T are the "
-              "trainers.")
+              R"(Trains an image classifier that a parameter server holds whole: the trainers send it
+their batches over RPC, which it passes through the net, and the gradients come about in
+distributed autograd. Rank 0 is the server, ranks 1 to T are the trainers.)")
           .details(
-              "The net has two convolutions, max pooling and two linear layers. Several trainers' "
-              "passes "
-              "run\n"
-              "at the same time, each with the parameters as they were when it began. "
-              "`parameter_server`,\n"
-              "`trainer1`, `trainer2`, ... are the ranks' roles. The server does not read the "
-              "data.\n"
-              "\n"
-              "`distrain predict CHECKPOINT [FILE]` gives the classes, 0 to 9, of the images in an "
-              "IDX file,\nplain or gzip, or of those to evaluate on in a folder. Where there is a "
-              "file of labels beside it\nit says how many are right.")
+              R"(The net has two convolutions, max pooling and two linear layers. Several trainers' passes run
+at the same time, each with the parameters as they were when it began. `parameter_server`,
+`trainer1`, `trainer2`, ... are the ranks' roles. The server does not read the data.
+
+`distrain predict CHECKPOINT [FILE]` gives the classes, 0 to 9, of the images in an IDX file,
+plain or gzip, or of those to evaluate on in a folder. Where there is a file of labels beside it
+it says how many are right.)")
           .example(
               "distrain ps | jq -c 'select(.event == \"eval\" or .event == \"end\")'",
               "Fashion-MNIST as Debian's dataset-fashion-mnist has it: one epoch, two trainers")
@@ -155,19 +146,15 @@ const job::Definition<PsOptions>& ps_job() {
                    "Three ranks that are started one by one")
           .example("distrain ps --mode ssp --staleness 4 --trainers 3 --inject delay=50ms@rank=2",
                    "What a slow trainer does to the others")
-          .events(job::with_events(
-              job::trainer_events(),
-              {{"step",
-                "",
-                {{"staleness", kInteger,
-                  "steps that this trainer was ahead of the slowest when the step began"},
-                 {"version", kInteger,
-                  "updates that the parameters of its forward pass had had in this run"},
-                 {"delay", kInteger, "updates of others between that and the step's own"}}},
-               {"end",
-                "",
-                {job::sometimes({"staleness", kInteger,
-                                 "most steps that a trainer was ahead of the slowest"})}}}))
+          .event("step", "",
+                 {{"staleness", kInteger,
+                   "steps that this trainer was ahead of the slowest when the step began"},
+                  {"version", kInteger,
+                   "updates that the parameters of its forward pass had had in this run"},
+                  {"delay", kInteger, "updates of others between that and the step's own"}})
+          .event("end", "",
+                 {job::sometimes({"staleness", kInteger,
+                                  "most steps that a trainer was ahead of the slowest"})})
           .role("parameter_server", 1, {}, Use::kCompute, "server")
           .role("trainer", &PsOptions::trainers, train_ps)
           .expose(expose_ps)

@@ -1,4 +1,4 @@
-// distrain ps --local: the same model, batches and updates in one process, without RPC.
+// distrain ps in one process, without RPC: --local, with the same batches and updates, and predict.
 
 #include <ATen/Functions.h>
 
@@ -6,7 +6,6 @@
 #include "distrain/base/trace.h"
 #include "distrain/models/conv_net.h"
 #include "distrain/rpc/placed.h"
-#include "ps.h"
 
 namespace distrain::scenario {
 
@@ -28,7 +27,7 @@ void train_ps_local(job::Local& local, const PsOptions& options) {
   });
   training.run(updates, [&](const job::Step& step) {
     const int64_t version = updates.updates();
-    const ImageBatch batch = data.batch(step);
+    const data::ImageBatch batch = data.batch(step);
     const auto key = dropout_key(options, step);
     const at::Tensor scores = models::ConvNet::forward(net.parameters(), batch.images,
                                                        key ? nn::Dropout({*key}) : nn::Dropout());
@@ -37,6 +36,20 @@ void train_ps_local(job::Local& local, const PsOptions& options) {
     return job::Result{
         loss, batch.targets.numel(), {{"staleness", 0}, {"version", version}, {"delay", 0}}};
   });
+}
+
+void predict_ps(job::Predictions& predictions, const PsOptions& options) {
+  const PsData data(options, predictions.input());
+  const models::ConvNet net(options.seed, {predictions.device()});
+  predictions.load(net.named_parameters());
+  // In the trainers' shares, one after the other: the same batches that they evaluated.
+  for (int trainer = 0; trainer < options.trainers; ++trainer) {
+    data.each_test_batch({trainer, options.trainers}, [&](const data::ImageBatch& batch) {
+      const auto& parameters = net.parameters();
+      predictions.tell_labels(models::ConvNet::forward(parameters, batch.images, nn::Dropout()),
+                              batch.targets);
+    });
+  }
 }
 
 }  // namespace distrain::scenario

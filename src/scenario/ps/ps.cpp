@@ -2,10 +2,6 @@
 //
 // After PyTorch's tutorial "Implementing a Parameter Server Using Distributed RPC Framework".
 
-#include "ps.h"
-
-#include <mutex>
-
 #include <ATen/Functions.h>
 
 #include "data.h"
@@ -23,18 +19,9 @@ namespace {
 using models::ConvNet;
 
 /// On the server: the net, which the first trainer that asks for it has made.
-struct Server {
-  std::mutex mutex;
-  std::shared_ptr<ConvNet> net;
-};
-
 rpc::RRef<ConvNet> net_of_job(rpc::CallContext& call, uint64_t seed) {
-  auto& server = call.agent.local<Server>();
-  std::lock_guard lock(server.mutex);
-  if (!server.net) {
-    server.net = std::make_shared<ConvNet>(seed, call.agent.local<job::Job>().devices);
-  }
-  return call.agent.make_rref(server.net);
+  const auto& devices = call.agent.local<job::Job>().devices;
+  return call.agent.make_rref(call.agent.shared<ConvNet>(seed, devices));
 }
 
 /// The tutorial's check: the gradients of this step are on the server.
@@ -59,7 +46,6 @@ void verify_gradients(const rpc::RRef<ConvNet>& net, const autograd::Context& co
 void expose_ps(rpc::Agent& agent) {
   ConvNet::expose(agent);
   job::expose_parameters<ConvNet>(agent, "ConvNet");
-  agent.provide(std::make_shared<Server>());
   agent.expose<&net_of_job>("ps.net");
 }
 
@@ -81,7 +67,7 @@ void train_ps(job::Rank& rank, const PsOptions& options) {
     });
   });
   training.run([&](const job::Step& step) {
-    const ImageBatch batch = data.batch(step);
+    const data::ImageBatch batch = data.batch(step);
     const at::Tensor targets = rpc::placed(batch.targets, device);
     autograd::Context context(rank.agent());
     const models::PsForward forward =
@@ -92,13 +78,13 @@ void train_ps(job::Rank& rank, const PsOptions& options) {
     if (options.verify_grads) verify_gradients(net, context, rank.number());
     const uint64_t updates = optimizer.step(context);
     training.note_max("staleness", forward.staleness);
-    job::Result result{loss, batch.targets.numel()};
     // In sync mode one update is that of all; otherwise those between the pass and its update are
     // others'.
-    result.more = {{"staleness", forward.staleness},
-                   {"version", forward.version},
-                   {"delay", updates - forward.version - 1}};
-    return result;
+    return job::Result{loss,
+                       batch.targets.numel(),
+                       {{"staleness", forward.staleness},
+                        {"version", forward.version},
+                        {"delay", updates - forward.version - 1}}};
   });
 }
 

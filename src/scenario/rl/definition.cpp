@@ -2,7 +2,6 @@
 
 #include "distrain/job/training.h"
 #include "distrain/scenario/rl.h"
-#include "rl.h"
 
 namespace distrain::scenario {
 
@@ -31,21 +30,23 @@ void RlOptions::describe(job::OptionList<RlOptions>& list) {
       .range(0, 1e12)
       .by_default("until it is solved")
       .step_limit();
-  list.find("seed").help = "of parameters, environments and actions";
-  list.find("lr-schedule").help =
-      "of the learning rate: constant, step:SIZE[,GAMMA] or cosine:LENGTH[,FLOOR], after "
-      "warmup:LENGTH+ if there is one; lengths are episodes";
-  list.find("log-interval").help = "episodes between 'episode' lines; 0: none";
-  list.row("checkpoint-every").by_default("");
-  list.find("checkpoint-every").help = "episodes between two saves; 0: at the end only";
+  list.row("seed").help("of parameters, environments and actions");
+  list.row("lr-schedule")
+      .help(
+          "of the learning rate: constant, step:SIZE[,GAMMA] or cosine:LENGTH[,FLOOR], after "
+          "warmup:LENGTH+ if there is one; lengths are episodes");
+  list.row("log-interval").help("episodes between 'episode' lines; 0: none");
+  list.row("checkpoint-every")
+      .help("episodes between two saves; 0: at the end only")
+      .by_default("");
   list.row("envs-per-observer").details("It asks for the actions of all in one call.");
   list.row("max-steps").details("CartPole itself ends after 500.");
   list.row("gamma").details("So much for each step that it is away.");
   list.row("max-episodes").details("Those before a resume count.");
   list.row("seed").details("An observer's environments have this plus its rank.");
   list.row("resume").details(
-      "Observers, environments, seed, gamma and --max-steps have to be those that the job\n"
-      "was saved with.");
+      R"(Observers, environments, seed, gamma and --max-steps have to be those that the job
+was saved with.)");
 }
 
 const job::Definition<RlOptions>& rl_job() {
@@ -55,45 +56,27 @@ const job::Definition<RlOptions>& rl_job() {
   static const auto kJob =
       job::define<RlOptions>("rl", "an agent learns CartPole from the episodes that observers play")
           .describe(
-              "Balances a pole on a cart (CartPole-v1) by reinforcement learning: observers play, "
-              "ask the\nagent for each action over RPC, and after every episode the agent improves "
-              "its policy by\nREINFORCE. Rank 0 is the agent, ranks 1 to N are the observers.")
+              R"(Balances a pole on a cart (CartPole-v1) by reinforcement learning: observers play, ask the
+agent for each action over RPC, and after every episode the agent improves its policy by
+REINFORCE. Rank 0 is the agent, ranks 1 to N are the observers.)")
           .details(
-              "The agent answers all observers that wait in one forward pass of its policy: two "
-              "linear "
-              "layers\n"
-              "with 128 units between them, of which dropout takes three fifths away. When the "
-              "episode is "
-              "over\n"
-              "for all environments, it makes one step of Adam: returns are discounted over an "
-              "environment's own\n"
-              "rewards, then normalised over all together.\n"
-              "\n"
-              "The reward of an episode is that of the environment where it was smallest. The "
-              "running "
-              "reward, 5 %\n"
-              "of the last episode's and 95 % of what it was before, starts at 0; CartPole is "
-              "solved when "
-              "it is\n"
-              "above --threshold. Of ranks that were started one by one only the agent ends with "
-              "exit "
-              "status 11\n"
-              "when it is not.\n"
-              "\n"
-              "`agent`, `observer1`, `observer2`, ... are the ranks' roles. All random numbers "
-              "follow from "
-              "the\n"
-              "seed, the observer, the environment, the episode and the step, so that two runs "
-              "with the "
-              "same\n"
-              "options are alike, whichever observer is faster, and so is one that was resumed. A "
-              "signal "
-              "is\n"
-              "heeded after the episode.\n"
-              "\n"
-              "`distrain predict CHECKPOINT` plays ten episodes, or --max-episodes, with the "
-              "action "
-              "that the policy\nfinds likelier, and without dropout.")
+              R"(The agent answers all observers that wait in one forward pass of its policy: two linear layers
+with 128 units between them, of which dropout takes three fifths away. When the episode is over
+for all environments, it makes one step of Adam: returns are discounted over an environment's own
+rewards, then normalised over all together.
+
+The reward of an episode is that of the environment where it was smallest. The running reward, 5 %
+of the last episode's and 95 % of what it was before, starts at 0; CartPole is solved when it is
+above --threshold. Of ranks that were started one by one only the agent ends with exit status 11
+when it is not.
+
+`agent`, `observer1`, `observer2`, ... are the ranks' roles. All random numbers follow from the
+seed, the observer, the environment, the episode and the step, so that two runs with the same
+options are alike, whichever observer is faster, and so is one that was resumed. A signal is
+heeded after the episode.
+
+`distrain predict CHECKPOINT` plays ten episodes, or --max-episodes, with the action that the policy
+finds likelier, and without dropout.)")
           .example(
               "distrain rl | jq -r 'select(.event == \"episode\") | [.episode, .running_reward] | "
               "@tsv'",
@@ -104,25 +87,22 @@ const job::Definition<RlOptions>& rl_job() {
                    "Whether it takes more than 2000")
           .example("for r in 0 1 2; do distrain rl --rank $r --world-size 3 & done; wait",
                    "Three ranks that are started one by one")
-          .events(
-              {{"episode",
-                "every --log-interval episodes, of the agent",
-                {{"episode", kInteger, "from 1 on; those before a resume count"},
-                 {"reward", kNumber, "of the environment where it was smallest"},
-                 {"running_reward", kNumber, "the running mean of that"},
-                 {"steps", kInteger, "of all environments in this episode"},
-                 {"env_steps_per_s", kNumber,
-                  "steps of environments a second since the last such line"},
-                 {"requests_per_s", kNumber,
-                  "questions of observers a second since the last such line"}}},
-               {"end",
-                "",
-                {sometimes({"episodes", kInteger, "those before a resume count"}),
-                 sometimes({"solved", kFlag, "whether the running reward got above --threshold"}),
-                 sometimes({"running_reward", kNumber, "after the last episode"}),
-                 sometimes({"env_steps_per_s", kNumber, "steps of environments a second"}),
-                 sometimes({"requests_per_s", kNumber, "questions of observers a second"}),
-                 sometimes({"reward", kNumber, "mean of the episodes, by the command predict"})}}})
+          .event("episode", "every --log-interval episodes, of the agent",
+                 {{"episode", kInteger, "from 1 on; those before a resume count"},
+                  {"reward", kNumber, "of the environment where it was smallest"},
+                  {"running_reward", kNumber, "the running mean of that"},
+                  {"steps", kInteger, "of all environments in this episode"},
+                  {"env_steps_per_s", kNumber,
+                   "steps of environments a second since the last such line"},
+                  {"requests_per_s", kNumber,
+                   "questions of observers a second since the last such line"}})
+          .event("end", "",
+                 {sometimes({"episodes", kInteger, "those before a resume count"}),
+                  sometimes({"solved", kFlag, "whether the running reward got above --threshold"}),
+                  sometimes({"running_reward", kNumber, "after the last episode"}),
+                  sometimes({"env_steps_per_s", kNumber, "steps of environments a second"}),
+                  sometimes({"requests_per_s", kNumber, "questions of observers a second"}),
+                  sometimes({"reward", kNumber, "mean of the episodes, by the command predict"})})
           .role("agent", 1, train_rl)
           .role("observer", &RlOptions::observers, {}, Use::kNone)
           .expose(expose_rl)

@@ -18,14 +18,6 @@ namespace {
 
 constexpr double kNewShare = 0.05;  // of an episode in the running reward
 
-[[noreturn]] void fail(base::ErrorKind kind, const std::string& message) {
-  throw base::Exception(kind, message);
-}
-
-double per_second(int64_t count, double seconds) {
-  return seconds > 0 ? static_cast<double>(count) / seconds : 0;
-}
-
 }  // namespace
 
 std::vector<double> discounted_returns(const std::vector<double>& rewards, double gamma) {
@@ -59,48 +51,37 @@ Learner::Learner(const RlOptions& options, c10::Device device, job::EventSink& s
 void Learner::keep_in(job::TrainingPlan& training) {
   training.keep("", job::part_of(policy_.named_parameters()));
   training.keep(updates_);
-  job::Part progress = job::part_of({{"running_reward", running_reward_}});
-  progress.file = "state";
-  training.keep("", std::move(progress));
+  training.keep("", job::part_of({{"running_reward", running_reward_}}, "state"));
 }
 
 void Learner::begin_episode(int64_t episode) {
   std::lock_guard lock(mutex_);
-  for (Trajectory& each : trajectories_) {
-    each.steps.clear();
-    each.rewards.clear();
-  }
+  policy_.refresh();  // by an update, or by a checkpoint
+  for (Trajectory& each : trajectories_) each = {};
   if (now_.at == base::TimePoint{}) begun_.at = logged_.at = base::Clock::now();
   episode_ = episode;
 }
 
-void Learner::check(int observer, uint32_t environment) const {
+size_t Learner::place(int observer, uint32_t environment) const {
   const auto count = static_cast<uint32_t>(options_.envs_per_observer);
   if (observer < 0 || observer >= options_.observers || environment >= count) {
-    fail(base::ErrorKind::kInvalid,
-         fmt::format("rank {} speaks of environment {}, but there are {} observers with {} each",
-                     observer + 1, environment, options_.observers, count));
+    base::invalid(
+        fmt::format("rank {} speaks of environment {}, but there are {} observers with {} each",
+                    observer + 1, environment, options_.observers, count));
   }
+  return static_cast<size_t>(observer) * count + environment;
 }
 
 void Learner::check(const ActionRequest& request) const {
   const EnvironmentState* before = nullptr;
   for (const EnvironmentState& state : request.states) {
-    check(request.observer, state.environment);
+    place(request.observer, state.environment);
     if (before && state.environment <= before->environment) {
-      fail(base::ErrorKind::kInvalid,
-           fmt::format("rank {} asks for environment {} after {}", request.observer + 1,
-                       state.environment, before->environment));
+      base::invalid(fmt::format("rank {} asks for environment {} after {}", request.observer + 1,
+                                state.environment, before->environment));
     }
     before = &state;
   }
-}
-
-Learner::Trajectory& Learner::trajectory(int observer, uint32_t environment) {
-  check(observer, environment);
-  return trajectories_[static_cast<size_t>(observer) *
-                           static_cast<size_t>(options_.envs_per_observer) +
-                       environment];
 }
 
 std::vector<Actions> Learner::choose(const std::vector<ActionRequest>& requests) {
@@ -108,7 +89,7 @@ std::vector<Actions> Learner::choose(const std::vector<ActionRequest>& requests)
   std::vector<models::PolicyInput> inputs;
   for (const ActionRequest& request : requests) {
     for (const EnvironmentState& state : request.states) {
-      Trajectory& mine = trajectory(request.observer, state.environment);
+      Trajectory& mine = trajectories_[place(request.observer, state.environment)];
       if (!mine.steps.empty()) mine.rewards.push_back(state.last_reward);
       const models::StepKey key{options_.seed, static_cast<uint64_t>(request.observer) + 1,
                                 state.environment, static_cast<uint64_t>(episode_),
@@ -127,27 +108,32 @@ std::vector<Actions> Learner::choose(const std::vector<ActionRequest>& requests)
     const auto end = next + static_cast<std::ptrdiff_t>(request.states.size());
     answers.emplace_back(next, end);
     for (const EnvironmentState& state : request.states) {
-      trajectory(request.observer, state.environment).steps.back().action = *next++;
+      trajectories_[place(request.observer, state.environment)].steps.back().action = *next++;
     }
   }
   requests_ += static_cast<int64_t>(requests.size());
   return answers;
 }
 
-void Learner::report(int observer, const std::vector<FinalReward>& rewards) {
+void Learner::report(int observer, const EnvironmentStates& ends) {
   std::lock_guard lock(mutex_);
-  for (const FinalReward& last : rewards) {
-    trajectory(observer, last.environment).rewards.push_back(last.reward);
+  for (const EnvironmentState& end : ends) {
+    trajectories_[place(observer, end.environment)].rewards.push_back(end.last_reward);
   }
 }
 
 job::Result Learner::end_episode() {
   std::lock_guard lock(mutex_);
-  job::Result result;
-  result.loss = learn();
-  result.samples = episode_steps_;
+  job::Result result{learn(), episode_steps_};
   now_ = {now_.steps + episode_steps_, requests_, base::Clock::now()};
-  if (options_.log_interval > 0 && episode_ % options_.log_interval == 0) log();
+  if (options_.log_interval <= 0 || episode_ % options_.log_interval != 0) return result;
+  job::Json fields{{"episode", episode_},
+                   {"reward", reward_},
+                   {"running_reward", running_reward()},
+                   {"steps", episode_steps_}};
+  fields.update(rates_since(logged_));
+  sink_.emit("episode", fields);
+  logged_ = now_;
   return result;
 }
 
@@ -157,9 +143,9 @@ at::Tensor Learner::learn() {
   reward_ = std::numeric_limits<double>::infinity();
   for (const Trajectory& mine : trajectories_) {
     if (mine.steps.empty() || mine.rewards.size() != mine.steps.size()) {
-      fail(base::ErrorKind::kInternal,
-           fmt::format("episode {} has {} steps and {} rewards of an environment", episode_,
-                       mine.steps.size(), mine.rewards.size()));
+      throw base::Exception(base::ErrorKind::kInternal,
+                            fmt::format("episode {} has {} steps and {} rewards of an environment",
+                                        episode_, mine.steps.size(), mine.rewards.size()));
     }
     const std::vector<double> own = discounted_returns(mine.rewards, options_.gamma);
     returns.insert(returns.end(), own.begin(), own.end());
@@ -170,9 +156,9 @@ at::Tensor Learner::learn() {
   for (size_t i = 0; i < steps.size(); ++i) steps[i].advantage = returns[i];
   const models::Policy::Loss loss = base::traced("backward", [&] { return policy_.loss(steps); });
   if (!std::isfinite(loss.value)) {
-    fail(base::ErrorKind::kNotFinite,
-         fmt::format("the loss is {} at episode {}: try a smaller --lr",
-                     std::isnan(loss.value) ? "NaN" : "infinite", episode_));
+    throw base::Exception(base::ErrorKind::kNotFinite,
+                          fmt::format("the loss is {} at episode {}: try a smaller --lr",
+                                      std::isnan(loss.value) ? "NaN" : "infinite", episode_));
   }
   const base::TraceScope scope("update");
   for (size_t i = 0; i < loss.gradients.size(); ++i) {
@@ -185,27 +171,22 @@ at::Tensor Learner::learn() {
   return at::scalar_tensor(loss.value, at::kDouble);
 }
 
-void Learner::log() {
-  const double elapsed = std::chrono::duration<double>(now_.at - logged_.at).count();
-  sink_.emit("episode",
-             {{"episode", episode_},
-              {"reward", reward_},
-              {"running_reward", running_reward()},
-              {"steps", episode_steps_},
-              {"env_steps_per_s", per_second(now_.steps - logged_.steps, elapsed)},
-              {"requests_per_s", per_second(now_.requests - logged_.requests, elapsed)}});
-  logged_ = now_;
+job::Json Learner::rates_since(const Counts& then) const {
+  const double elapsed = std::chrono::duration<double>(now_.at - then.at).count();
+  const auto a_second = [&](int64_t count) {
+    return elapsed > 0 ? static_cast<double>(count) / elapsed : 0;
+  };
+  return {{"env_steps_per_s", a_second(now_.steps - then.steps)},
+          {"requests_per_s", a_second(now_.requests - then.requests)}};
 }
 
 void Learner::add_to(job::Json& fields, int64_t episodes) const {
-  const double train_s = std::chrono::duration<double>(now_.at - begun_.at).count();
   fields.update({{"episodes", episodes},
                  {"solved", solved()},
                  {"running_reward", running_reward()},
                  {"steps", now_.steps},
-                 {"train_s", train_s},
-                 {"env_steps_per_s", per_second(now_.steps, train_s)},
-                 {"requests_per_s", per_second(now_.requests, train_s)}});
+                 {"train_s", std::chrono::duration<double>(now_.at - begun_.at).count()}});
+  fields.update(rates_since(begun_));
 }
 
 std::string Learner::what_is_missing(int64_t episodes) const {

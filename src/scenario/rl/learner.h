@@ -9,14 +9,14 @@
 #include "distrain/job/local_training.h"
 #include "distrain/models/policy.h"
 #include "distrain/scenario/rl.h"
-#include "observer.h"
+#include "environment.h"
 
 namespace distrain::scenario {
 
 /// The states of one observer's environments, whose actions are wanted.
 struct ActionRequest {
-  int observer = 0;                      ///< from 0
-  std::vector<EnvironmentState> states;  ///< by environment, ascending
+  int observer = 0;          ///< from 0
+  EnvironmentStates states;  ///< by environment, ascending
 };
 
 /// Rewards, each with what the later ones are worth discounted by `gamma` a step.
@@ -44,8 +44,8 @@ class Learner {
   /// Actions by the policy, in one pass over all requests, and keeps what is needed to learn from
   /// them. An observer asks no more before it has its answer.
   std::vector<Actions> choose(const std::vector<ActionRequest>& requests);
-  /// At the end of an observer's episode.
-  void report(int observer, const std::vector<FinalReward>& rewards);
+  /// Where the episodes of an observer ended.
+  void report(int observer, const EnvironmentStates& ends);
   /// Once all observers have reported: learns, and says so.
   job::Result end_episode();
 
@@ -65,10 +65,16 @@ class Learner {
     std::vector<double> rewards;
   };
 
-  void check(int observer, uint32_t environment) const;
-  Trajectory& trajectory(int observer, uint32_t environment);
+  // In this run so far.
+  struct Counts {
+    int64_t steps = 0;  // of all environments
+    int64_t requests = 0;
+    std::chrono::steady_clock::time_point at{};
+  };
+
+  size_t place(int observer, uint32_t environment) const;
   at::Tensor learn();
-  void log();
+  job::Json rates_since(const Counts& then) const;
   double running_reward() const { return running_reward_.item<double>(); }
 
   const RlOptions options_;
@@ -79,17 +85,11 @@ class Learner {
   double reward_ = 0;                // of that episode, the smallest of all environments
   const at::Tensor running_reward_;  // a number, which a checkpoint keeps
 
-  std::mutex mutex_;  // of what choose() and report() write
-  std::vector<Trajectory> trajectories_;
+  std::mutex mutex_;                      // of what choose() and report() write
+  std::vector<Trajectory> trajectories_;  // of an observer's environments one after the other
   int64_t requests_ = 0;
 
-  // In this run, and up to the last line.
-  struct Counts {
-    int64_t steps = 0;  // of all environments
-    int64_t requests = 0;
-    std::chrono::steady_clock::time_point at{};
-  };
-  Counts begun_, logged_, now_;
+  Counts begun_, logged_, now_;  // logged: at the last line
   int64_t episode_steps_ = 0;
 };
 

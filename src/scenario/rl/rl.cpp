@@ -16,15 +16,13 @@
 // lost, or by its deadline, --rpc-timeout, which then ends the job. Between two episodes nobody
 // asks, so the parameters never change during a pass.
 
-#include "rl.h"
-
 #include <memory>
 #include <vector>
 
 #include "distrain/job/training.h"
 #include "distrain/rpc/batcher.h"
+#include "environment.h"
 #include "learner.h"
-#include "observer.h"
 
 namespace distrain::scenario {
 
@@ -38,14 +36,13 @@ class PolicyAgent {
         batcher_(executor,
                  [this](const std::vector<ActionRequest>& all) { return learner_->choose(all); }) {}
 
-  base::Future<Actions> select_actions(rpc::CallContext& call,
-                                       std::vector<EnvironmentState> states) {
+  base::Future<Actions> select_actions(rpc::CallContext& call, EnvironmentStates states) {
     ActionRequest request{call.caller.rank - 1, std::move(states)};
     learner_->check(request);  // here, so that it does not spoil the pass for others
     return batcher_.ask(std::move(request));
   }
-  void report_rewards(rpc::CallContext& call, const std::vector<FinalReward>& rewards) {
-    learner_->report(call.caller.rank - 1, rewards);
+  void report_rewards(rpc::CallContext& call, const EnvironmentStates& ends) {
+    learner_->report(call.caller.rank - 1, ends);
   }
 
  private:
@@ -64,17 +61,17 @@ class Observer {
   void run_episode(int64_t episode) {
     environments_.play(
         static_cast<uint64_t>(episode),
-        [this](const std::vector<EnvironmentState>& states) {
+        [this](const EnvironmentStates& states) {
           return agent_.rpc_sync<&PolicyAgent::select_actions>(states);
         },
-        [this](const std::vector<FinalReward>& rewards) {
-          agent_.rpc_sync<&PolicyAgent::report_rewards>(rewards);
+        [this](const EnvironmentStates& ends) {
+          agent_.rpc_sync<&PolicyAgent::report_rewards>(ends);
         });
   }
 
  private:
   const rpc::RRef<PolicyAgent> agent_;
-  ObservedEnvironments environments_;
+  Environments environments_;
 };
 
 }  // namespace

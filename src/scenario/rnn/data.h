@@ -1,11 +1,7 @@
 #pragma once
 
-#include <cstdint>
 #include <optional>
 #include <string>
-#include <vector>
-
-#include <ATen/core/Tensor.h>
 
 #include "distrain/data/corpus.h"
 #include "distrain/job/checkpoints.h"
@@ -14,11 +10,7 @@
 
 namespace distrain::scenario {
 
-struct WordBatch {
-  at::Tensor inputs;   ///< int64 [length, columns]
-  at::Tensor targets;  ///< int64 [length · columns]: each word's next
-  int64_t columns() const { return inputs.size(1); }
-};
+using WordBatch = data::TokenColumns::Batch;
 
 /// The text of the job, read in columns: trainer t of T has batch_size of the T · batch_size
 /// columns. Random words without a file.
@@ -34,26 +26,22 @@ class RnnData {
   void agree(job::TrainingPlan& training) const;
   /// In the vocabulary.
   int64_t words() const { return vocabulary_ ? vocabulary_->size() : options_.vocab_size; }
-  WordBatch batch(int trainer, int64_t step) const;
+  WordBatch batch(const job::Step& step) const;
 
-  /// A share of the columns of the validation text; 0: it has none.
-  int64_t valid_columns(const job::Share& share) const;
-  int64_t valid_steps() const;
-  WordBatch valid_batch(const job::Share& share, int64_t step) const;
-  /// The words of its lines, without their ends.
-  std::vector<std::vector<int64_t>> valid_lines() const;
+  /// The text to evaluate.
+  const data::Corpus& valid() const { return valid_; }
+  /// A share of its columns; none: there are too few.
+  std::optional<data::TokenColumns> valid_columns(const job::Share& share) const;
 
   /// With a file only.
   const data::Vocabulary& vocabulary() const { return *vocabulary_; }
 
  private:
-  void read_valid(const std::string& path);
+  data::TokenColumns columns_of(int trainer) const;
 
   const RnnOptions options_;
   std::optional<data::Vocabulary> vocabulary_;
-  data::Corpus train_;
-  data::Corpus valid_;
-  int64_t valid_total_columns_ = 0;
+  data::Corpus train_, valid_;
 };
 
 }  // namespace distrain::scenario

@@ -2,7 +2,6 @@
 
 #include "distrain/base/error.h"
 #include "distrain/scenario/rnn.h"
-#include "rnn.h"
 
 namespace distrain::scenario {
 
@@ -66,13 +65,11 @@ void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
   list.file("valid-data", &RnnOptions::valid_data, "evaluate on this text after each epoch")
       .needs("data");
   list.group("Training");
-  list.row("trainers").range(1, 1023);
-  list.find("trainers").help = "trainers; the job has one rank more";
+  list.row("trainers").help("trainers; the job has one rank more").range(1, 1023);
   list.integer("batches-per-epoch", &RnnOptions::batches, "of each trainer, random data only")
       .range(1, job::kMaxInt)
       .formerly("batches")
       .random_only();
-  list.find("batch-size").help = "columns of text a trainer";
   list.integer("bptt", &RnnOptions::bptt, "words a batch and column").range(1, job::kMaxInt);
   list.group("Sample");
   list.integer("generate", &RnnOptions::generate, "words to write at the end")
@@ -95,7 +92,9 @@ void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
       "Each rank may be given a path of its own; one that is given none reads what "
       "rank 0 names.");
   list.row("valid-data").details("Needs --data.");
-  list.row("batch-size").details("A trainer reads them side by side.");
+  list.row("batch-size")
+      .help("columns of text a trainer")
+      .details("A trainer reads them side by side.");
   list.row("bptt").details("So far the gradients go back.");
   list.row("clip").details("The norm is over the parameters of all ranks together.");
   list.row("generate").details("They come as a `text` line.");
@@ -110,24 +109,18 @@ const job::Definition<RnnOptions>& rnn_job() {
       job::define<RnnOptions>(
           "rnn", "a language model: embedding and decoder on a server, LSTM on trainers")
           .describe(
-              "Trains a word language model whose embedding table and decoder a parameter server "
-              "holds,\nwhile the LSTM between them is the trainers', who share it by "
-              "DistributedDataParallel\nwhen there are several. Rank 0 is the server, ranks 1 to T "
-              "are the trainers.")
+              R"(Trains a word language model whose embedding table and decoder a parameter server holds,
+while the LSTM between them is the trainers', who share it by DistributedDataParallel
+when there are several. Rank 0 is the server, ranks 1 to T are the trainers.)")
           .details(
-              "Each step goes to the server twice over RPC, and a distributed optimizer updates "
-              "the "
-              "parameters\n"
-              "where they are. `ps`, `trainer1`, `trainer2`, ... are the ranks' roles.\n"
-              "\n"
-              "Without --data it is a tiny model on random batches, that of the PyTorch RPC "
-              "tutorial; with "
-              "it, a\n"
-              "language model of use. Most defaults differ between the two.\n"
-              "\n"
-              "`distrain predict CHECKPOINT [FILE]` gives the words that are likeliest to follow "
-              "each line of a\ntext, or with --generate so many words, and in `end` the perplexity "
-              "of the whole text.")
+              R"(Each step goes to the server twice over RPC, and a distributed optimizer updates the parameters
+where they are. `ps`, `trainer1`, `trainer2`, ... are the ranks' roles.
+
+Without --data it is a tiny model on random batches, that of the PyTorch RPC tutorial; with it, a
+language model of use. Most defaults differ between the two.
+
+`distrain predict CHECKPOINT [FILE]` gives the words that are likeliest to follow each line of a
+text, or with --generate so many words, and in `end` the perplexity of the whole text.)")
           .example("distrain rnn", "The tutorial's job")
           .example(
               "distrain rnn --data train.txt --valid-data valid.txt --epochs 2 --mode sync "
@@ -142,14 +135,11 @@ const job::Definition<RnnOptions>& rnn_job() {
               "What the newest checkpoint in the folder saved writes after a line")
           .example("for r in 0 1; do distrain rnn --rank $r & done; wait",
                    "Two ranks that are started one by one")
-          .events(job::with_events(
-              job::trainer_events(job::Unit::kWords),
-              {{"text",
-                "at the end, with --generate",
-                {{"text", kText, "the prompt and what follows it"}}},
-               {"end",
-                "",
-                {sometimes({"words_per_s", kNumber, "words a second of the first trainer"})}}}))
+          .events(job::trainer_events(job::Unit::kWords))
+          .event("text", "at the end, with --generate",
+                 {{"text", kText, "the prompt and what follows it"}})
+          .event("end", "",
+                 {sometimes({"words_per_s", kNumber, "words a second of the first trainer"})})
           .role("ps", 1, {}, Use::kCompute, "server")
           .role("trainer", &RnnOptions::trainers, train_rnn)
           .expose(expose_rnn)

@@ -1,85 +1,65 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include <ATen/core/Tensor.h>
-
 #include "data.h"
-#include "distrain/job/local_training.h"
+#include "distrain/ddp/distributed_data_parallel.h"
 #include "distrain/models/language_model.h"
-#include "distrain/scenario/rnn.h"
+#include "distrain/optim/local_updates.h"
 
 namespace distrain::scenario {
 
 /// What a trainer makes of its LSTM and of the two ends of the model, wherever they are.
 class LanguageModel {
  public:
-  /// The embedding and the decoder: over RPC, or directly with `--local`. And how the LSTM is run
-  /// while training: empty, as it is elsewhere.
+  /// The embedding and the decoder: over RPC, or directly in one process.
   struct Ends {
     std::function<at::Tensor(const at::Tensor& words)> embed;
     std::function<at::Tensor(const at::Tensor& hidden, const at::Tensor& targets)> loss;
     std::function<at::Tensor(const at::Tensor& hidden)> scores;
-    std::function<at::Tensor(const at::Tensor& embedded, models::LstmState& state,
-                             nn::Dropout& dropout)>
-        lstm;
   };
 
-  LanguageModel(const RnnOptions& options, models::Lstm lstm, Ends ends)
-      : options_(options),
-        lstm_(std::move(lstm)),
-        ends_(std::move(ends)),
-        state_(lstm_->zero_state(options.batch_size)) {}
+  /// With a `group` all its trainers share the LSTM, by DistributedDataParallel.
+  LanguageModel(const RnnOptions& options, c10::Device device, Ends ends,
+                const job::Group* group = nullptr);
 
   /// The loss of a training batch; carries the state on to the next.
-  at::Tensor training_loss(const WordBatch& batch, const job::Step& step);
+  at::Tensor training_loss(const WordBatch& batch, const job::Step& step, models::LstmState& state);
   /// From a fresh state, without gradients.
   job::Evaluation evaluate(const RnnData& data, const job::Share& share) const;
   /// The `text` line, if one is asked for and there are words to write with.
   void tell_sample(const RnnData& data, job::EventSink& sink) const;
 
   /// What may follow these words: the probability of each of the vocabulary.
-  at::Tensor next(const std::vector<int64_t>& words) const;
+  at::Tensor next(const std::vector<int64_t>& words, models::LstmState& state) const;
   /// `text` and what `--generate` words more make of it, drawn by their probabilities. `words` are
   /// the text's.
   std::string continued(std::string text, std::vector<int64_t> words,
                         const data::Vocabulary& vocabulary) const;
 
-  /// What it carries from batch to batch.
-  data::NamedTensors state() const { return {{"hidden", state_.hidden}, {"cell", state_.cell}}; }
+  data::NamedTensors lstm_parameters() const { return lstm_->named(); }
+  /// What is carried from batch to batch, at first.
+  models::LstmState fresh_state(int64_t columns) const { return lstm_->zero_state(columns); }
 
  private:
-  at::Tensor chances(const at::Tensor& words, models::LstmState& state) const;
+  at::Tensor hidden_of(const at::Tensor& words, models::LstmState& state) const;
 
   const RnnOptions options_;
   mutable models::Lstm lstm_;
   const Ends ends_;
-  models::LstmState state_;
+  std::optional<ddp::DistributedDataParallel<models::Lstm>> parallel_;
 };
 
-models::Lstm make_lstm(const RnnOptions& options, c10::Device device);
+/// For a checkpoint.
+inline data::NamedTensors named(const models::LstmState& state) {
+  return {{"hidden", state.hidden}, {"cell", state.cell}};
+}
 
-/// All of the model in one process.
-struct WholeModel {
-  WholeModel(const RnnOptions& options, int64_t words, c10::Device device);
-  /// They refer to this object.
-  LanguageModel::Ends ends() const;
-  data::NamedTensors named() const;
-
-  models::WordEmbedding embedding;
-  models::Decoder decoder;
-  models::Lstm lstm;
-};
-
-/// The server's parameters in the order of the optimizer, and the names of all.
-job::LocalUpdates::Named in_order(const models::WordEmbedding& embedding,
-                                  const models::Decoder& decoder);
-std::vector<std::string> parameter_names(const models::Lstm& lstm);
-
-/// The state of each trainer's model, for a checkpoint.
-job::Part part_of_states(std::function<LanguageModel&(int trainer)> of);
+/// The server's parameters in the order of the optimizer.
+optim::NamedParameters in_order(const models::WordEmbedding& embedding,
+                                const models::Decoder& decoder);
 
 }  // namespace distrain::scenario

@@ -1,41 +1,104 @@
-// distrain rnn --local: the same model, batches and updates in one process, without RPC.
+// distrain rnn in one process, without RPC: --local, with the same batches and updates, and
+// predict.
 
-#include <vector>
+#include <algorithm>
+#include <map>
+
+#include <ATen/Functions.h>
 
 #include "data.h"
-#include "distrain/models/language_model.h"
 #include "language_model.h"
-#include "rnn.h"
 
 namespace distrain::scenario {
 
+namespace {
+
+constexpr int64_t kLikeliest = 5;
+
+/// With both ends here.
+struct WholeModel {
+  WholeModel(const RnnOptions& options, int64_t words, c10::Device device)
+      : embedding(words, options.emsize, options.seed, device),
+        decoder(words, options.nhid, options.seed, device),
+        middle(options, device,
+               {[this](const at::Tensor& each) { return embedding.lookup(each); },
+                [this](const at::Tensor& hidden, const at::Tensor& targets) {
+                  return models::Decoder::loss_of(decoder.weight(), decoder.bias(), hidden,
+                                                  targets);
+                },
+                [this](const at::Tensor& hidden) {
+                  return models::Decoder::scores_of(decoder.weight(), decoder.bias(), hidden);
+                }}) {}
+  WholeModel(const WholeModel&) = delete;
+  WholeModel& operator=(const WholeModel&) = delete;
+
+  data::NamedTensors parameters() const {
+    data::NamedTensors all = middle.lstm_parameters();
+    all.merge(embedding.named_parameters());
+    all.merge(decoder.named_parameters());
+    return all;
+  }
+
+  models::WordEmbedding embedding;
+  models::Decoder decoder;
+  LanguageModel middle;
+};
+
+job::Json likeliest(const at::Tensor& chances, const data::Vocabulary& vocabulary) {
+  const auto [scores, words] = chances.topk(std::min(kLikeliest, chances.size(0)));
+  job::Json fields{{"words", job::Json::array()}, {"scores", job::Json::array()}};
+  for (int64_t i = 0; i < words.size(0); ++i) {
+    fields["words"].push_back(std::string(vocabulary.word(words[i].item<int64_t>())));
+    fields["scores"].push_back(scores[i].item<double>());
+  }
+  return fields;
+}
+
+}  // namespace
+
 void train_rnn_local(job::Local& local, const RnnOptions& options) {
   const RnnData data(options);
-  const WholeModel model(options, data.words(), local.device());
-  const data::NamedTensors middle = model.lstm->named();
-  job::LocalUpdates updates(options.rule(), options.mode, in_order(model.embedding, model.decoder),
-                            {middle.begin(), middle.end()});
-  std::vector<LanguageModel> trainers;
-  for (int t = 0; t < options.trainers; ++t) {
-    trainers.emplace_back(options, model.lstm, model.ends());
-  }
-  const auto of = [&](int trainer) -> LanguageModel& {
-    return trainers[static_cast<size_t>(trainer)];
-  };
+  WholeModel whole(options, data.words(), local.device());
+  LanguageModel& model = whole.middle;
+  const data::NamedTensors lstm = model.lstm_parameters();
+  job::LocalUpdates updates(options.rule(), options.mode, in_order(whole.embedding, whole.decoder),
+                            {lstm.begin(), lstm.end()});
+  std::map<int, models::LstmState> states;  // by trainer
+  for (int t = 0; t < options.trainers; ++t) states[t] = model.fresh_state(options.batch_size);
 
   job::LocalTraining training(local, data.plan(), options.trainers);
   data.agree(training);
-  training.keep("encoder", job::part_of(model.embedding.named_parameters()));
-  training.keep("decoder", job::part_of(model.decoder.named_parameters()));
-  training.keep("rnn", job::part_of(middle));
+  training.keep("encoder", job::part_of(whole.embedding.named_parameters()));
+  training.keep("decoder", job::part_of(whole.decoder.named_parameters()));
+  training.keep("rnn", job::part_of(lstm));
   training.keep(updates);
-  training.keep("", part_of_states(of));
-  training.evaluate_epochs([&](const job::Share& share) { return of(0).evaluate(data, share); });
+  training.keep("", job::part_of_each([&](int trainer) { return named(states.at(trainer)); }));
+  training.evaluate_epochs([&](const job::Share& share) { return model.evaluate(data, share); });
   training.run(updates, [&](const job::Step& step) {
-    const WordBatch batch = data.batch(step.shard, step.number);
-    return job::Result{of(step.shard).training_loss(batch, step), batch.targets.numel()};
+    const WordBatch batch = data.batch(step);
+    const at::Tensor loss = model.training_loss(batch, step, states.at(step.shard));
+    return job::Result{loss, batch.targets.numel()};
   });
-  if (!training.stopped()) of(0).tell_sample(data, local.sink());
+  if (!training.stopped()) model.tell_sample(data, local.sink());
+}
+
+void predict_rnn(job::Predictions& predictions, const RnnOptions& options) {
+  const RnnData data(options, predictions.snapshot(), predictions.input());
+  const WholeModel whole(options, data.words(), predictions.device());
+  const LanguageModel& model = whole.middle;
+  predictions.load(whole.parameters());
+  for (const std::vector<int64_t>& line : data.valid().lines()) {
+    models::LstmState state = model.fresh_state(1);
+    predictions.tell(options.generate > 0
+                         ? job::Json{{"text", model.continued("", line, data.vocabulary())}}
+                         : likeliest(model.next(line, state), data.vocabulary()));
+  }
+  // In the shares of the trainers, as they evaluated it: sums depend on that.
+  job::Evaluation evaluation;
+  for (int trainer = 0; trainer < options.trainers; ++trainer) {
+    evaluation.add(model.evaluate(data, {trainer, options.trainers}));
+  }
+  predictions.evaluated(evaluation, job::Unit::kWords);
 }
 
 }  // namespace distrain::scenario

@@ -4,15 +4,8 @@
 // After PyTorch's tutorial "Getting Started with Distributed RPC Framework" (its second part) and
 // PyTorch's word language model.
 
-#include "rnn.h"
-
-#include <mutex>
-#include <optional>
-
 #include "data.h"
 #include "distrain/autograd/context.h"
-#include "distrain/ddp/distributed_data_parallel.h"
-#include "distrain/models/language_model.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/rpc/placed.h"
 #include "language_model.h"
@@ -21,33 +14,26 @@ namespace distrain::scenario {
 
 namespace {
 
-/// On the server: the two ends of the model, which the first trainer that asks for them has made.
-struct Server {
-  std::mutex mutex;
-  std::shared_ptr<models::WordEmbedding> embedding;
-  std::shared_ptr<models::Decoder> decoder;
-};
+using models::Decoder;
+using models::WordEmbedding;
 
-/// What a trainer needs of them.
+/// What a trainer needs of the two ends of the model.
 struct RemoteEnds {
-  rpc::RRef<models::WordEmbedding> embedding;
-  rpc::RRef<models::Decoder> decoder;
+  rpc::RRef<WordEmbedding> embedding;
+  rpc::RRef<Decoder> decoder;
   std::vector<rpc::RRef<at::Tensor>> parameters;  ///< in the order of the optimizer
   static constexpr auto kFields =
       std::tuple(&RemoteEnds::embedding, &RemoteEnds::decoder, &RemoteEnds::parameters);
 };
 
+/// On the server: the first trainer that asks for them has them made.
 RemoteEnds ends_of_job(rpc::CallContext& call, int64_t words, int64_t emsize, int64_t nhid,
                        uint64_t seed) {
   rpc::Agent& agent = call.agent;
-  auto& server = agent.local<Server>();
-  std::lock_guard lock(server.mutex);
-  if (!server.embedding) {
-    server.embedding = std::make_shared<models::WordEmbedding>(words, emsize, seed, agent.device());
-    server.decoder = std::make_shared<models::Decoder>(words, nhid, seed, agent.device());
-  }
-  RemoteEnds ends{agent.make_rref(server.embedding), agent.make_rref(server.decoder), {}};
-  for (const auto& [name, parameter] : in_order(*server.embedding, *server.decoder)) {
+  const auto embedding = agent.shared<WordEmbedding>(words, emsize, seed, agent.device());
+  const auto decoder = agent.shared<Decoder>(words, nhid, seed, agent.device());
+  RemoteEnds ends{agent.make_rref(embedding), agent.make_rref(decoder), {}};
+  for (const auto& [name, parameter] : in_order(*embedding, *decoder)) {
     ends.parameters.push_back(agent.make_rref(parameter));
   }
   return ends;
@@ -58,24 +44,19 @@ LanguageModel::Ends over_rpc(rpc::Agent& agent, const RemoteEnds& remote) {
     return rpc::for_rank(agent, server, t);
   };
   return {[&agent, embedding = remote.embedding](const at::Tensor& words) {
-            return rpc::placed(embedding.rpc_sync<&models::WordEmbedding::forward>(words),
-                               agent.device());
+            return rpc::placed(embedding.rpc_sync<&WordEmbedding::forward>(words), agent.device());
           },
           [sent, decoder = remote.decoder](const at::Tensor& hidden, const at::Tensor& targets) {
-            return decoder.rpc_sync<&models::Decoder::loss>(sent(hidden), targets);
+            return decoder.rpc_sync<&Decoder::loss>(sent(hidden), targets);
           },
           [sent, decoder = remote.decoder](const at::Tensor& hidden) {
-            return decoder.rpc_sync<&models::Decoder::scores>(sent(hidden));
-          },
-          {}};
+            return decoder.rpc_sync<&Decoder::scores>(sent(hidden));
+          }};
 }
 
 }  // namespace
 
 void expose_rnn(rpc::Agent& agent) {
-  using models::Decoder;
-  using models::WordEmbedding;
-  agent.provide(std::make_shared<Server>());
   agent.expose<&ends_of_job>("rnn.ends");
   agent.expose<&WordEmbedding::forward>("WordEmbedding.forward");
   agent.expose<&Decoder::loss>("Decoder.loss");
@@ -89,18 +70,15 @@ void train_rnn(job::Rank& rank, const RnnOptions& options) {
   const RnnData data(options);
   const RemoteEnds remote =
       agent.rpc_sync<&ends_of_job>("ps", data.words(), options.emsize, options.nhid, options.seed);
-  LanguageModel::Ends ends = over_rpc(agent, remote);
-  models::Lstm lstm = make_lstm(options, rank.device());
-  std::optional<ddp::DistributedDataParallel<models::Lstm>> parallel;
-  if (rank.count() > 1) {
-    parallel.emplace(lstm, rank.group("trainer"));
-    ends.lstm = [&](const at::Tensor& embedded, models::LstmState& state, nn::Dropout& dropout) {
-      return parallel->forward(embedded, state, dropout);
-    };
-  }
-  LanguageModel model(options, lstm, ends);
+  LanguageModel model(options, rank.device(), over_rpc(agent, remote),
+                      rank.count() > 1 ? &rank.group("trainer") : nullptr);
+  models::LstmState state = model.fresh_state(options.batch_size);
+  std::vector<std::string> names = {"encoder.weight", "decoder.weight", "decoder.bias"};
   std::vector<at::Tensor> own;
-  for (const auto& [name, parameter] : lstm->named()) own.push_back(parameter);
+  for (const auto& [name, parameter] : model.lstm_parameters()) {
+    names.push_back(name);
+    own.push_back(parameter);
+  }
   optim::DistributedOptimizer optimizer(agent, remote.parameters, own, options.rule(),
                                         options.sharing(rank.index()));
 
@@ -108,14 +86,14 @@ void train_rnn(job::Rank& rank, const RnnOptions& options) {
   data.agree(training);
   training.keep("encoder", remote.embedding);
   training.keep("decoder", remote.decoder);
-  training.keep("rnn", job::part_of(lstm->named()));
-  training.keep(optimizer, parameter_names(lstm));
-  training.keep("", part_of_states([&](int) -> LanguageModel& { return model; }));
+  training.keep("rnn", job::part_of(model.lstm_parameters()));
+  training.keep(optimizer, names);
+  training.keep("", job::part_of_each([&](int) { return named(state); }));
   training.evaluate_epochs([&](const job::Share& share) { return model.evaluate(data, share); });
   training.run([&](const job::Step& step) {
-    const WordBatch batch = data.batch(step.shard, step.number);
+    const WordBatch batch = data.batch(step);
     autograd::Context context(agent);
-    const at::Tensor loss = model.training_loss(batch, step);
+    const at::Tensor loss = model.training_loss(batch, step, state);
     autograd::backward(context, {loss});
     optimizer.step(context);
     return job::Result{loss, batch.targets.numel()};

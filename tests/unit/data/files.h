@@ -10,6 +10,8 @@
 #include <string_view>
 #include <vector>
 
+#include <ATen/core/Tensor.h>
+
 #include "distrain/base/error.h"
 #include "support/catch.h"
 
@@ -31,6 +33,12 @@ std::string error_of(base::ErrorKind kind, F call) {
 template <class F>
 std::string bad_data(F call) {
   return error_of(base::ErrorKind::kBadData, call);
+}
+
+/// The numbers of an int64 tensor, row by row.
+inline std::vector<int64_t> ints(const at::Tensor& tensor) {
+  const auto* first = tensor.const_data_ptr<int64_t>();
+  return {first, first + tensor.numel()};
 }
 
 inline std::string read_text(const std::string& path) {

@@ -4,6 +4,7 @@
 
 #include "distrain/base/error.h"
 #include "distrain/data/batches.h"
+#include "files.h"
 #include "support/catch.h"
 
 namespace distrain::data {
@@ -130,14 +131,31 @@ TEST_CASE("A batch is the bags of its examples") {
       parse_fast_text("__label__b one two\n__label__a\n__label__a three\n__label__b\n", "f");
   const Ints examples = {2, 1, 0, 3};
   const Batch batch = make_batch(data, examples);
-  CHECK(batch.indices == Ints{2, 0, 1});
-  CHECK(batch.offsets == Ints{0, 1, 1, 3});  // the last bag begins at the end: empty
-  CHECK(batch.targets == Ints{0, 0, 1, 1});
+  CHECK(ints(batch.indices) == Ints{2, 0, 1});
+  CHECK(ints(batch.offsets) == Ints{0, 1, 1, 3});  // the last bag begins at the end: empty
+  CHECK(ints(batch.targets) == Ints{0, 0, 1, 1});
   CHECK(batch.size() == 4);
-  const Batch range = make_batch(data, 1, 3);
-  CHECK(range.indices == Ints{2});
-  CHECK(range.offsets == Ints{0, 0});
-  CHECK(range.targets == Ints{0, 0});
+  const Batch some = make_batch(data, Ints{1, 2});
+  CHECK(ints(some.indices) == Ints{2});
+  CHECK(ints(some.offsets) == Ints{0, 0});
+  CHECK(ints(some.targets) == Ints{0, 0});
+}
+
+TEST_CASE("A batch of images is theirs, in the order asked for") {
+  ImageSet set;
+  set.count = 3;
+  set.channels = 2;
+  set.rows = 1;
+  set.columns = 2;
+  for (uint8_t i = 0; i < 12; ++i) set.pixels.push_back(i);
+  set.labels = {7, 0, 9};
+  const ImageBatch batch = make_batch(set, Ints{2, 0, 2});
+  CHECK(batch.images.sizes() == at::IntArrayRef{3, 2, 1, 2});
+  CHECK(ints(batch.images.to(at::kLong)) == Ints{8, 9, 10, 11, 0, 1, 2, 3, 8, 9, 10, 11});
+  CHECK(ints(batch.targets) == Ints{9, 7, 9});
+  set.labels.clear();
+  CHECK(ints(make_batch(set, Ints{1, 0}).targets) == Ints{-1, -1});
+  CHECK(make_batch(set, {}).images.sizes() == at::IntArrayRef{0, 2, 1, 2});
 }
 
 TEST_CASE("Random bags are the tutorial's") {
@@ -146,15 +164,15 @@ TEST_CASE("Random bags are the tutorial's") {
   std::set<int64_t> steps, indices, targets;
   for (int64_t step = 0; step < 1000; ++step) {
     const Batch batch = bags.batch(0, 0, step);
-    REQUIRE(batch.offsets.size() == batch.targets.size());
-    REQUIRE(batch.offsets.front() == 0);
-    REQUIRE(batch.offsets.back() < static_cast<int64_t>(batch.indices.size()));
-    sizes.insert(batch.indices.size());
-    indices.insert(batch.indices.begin(), batch.indices.end());
-    targets.insert(batch.targets.begin(), batch.targets.end());
-    for (size_t i = 1; i < batch.offsets.size(); ++i) {
-      steps.insert(batch.offsets[i] - batch.offsets[i - 1]);
-    }
+    const Ints words = ints(batch.indices), starts = ints(batch.offsets);
+    const Ints classes = ints(batch.targets);
+    REQUIRE(starts.size() == classes.size());
+    REQUIRE(starts.front() == 0);
+    REQUIRE(starts.back() < static_cast<int64_t>(words.size()));
+    sizes.insert(words.size());
+    indices.insert(words.begin(), words.end());
+    targets.insert(classes.begin(), classes.end());
+    for (size_t i = 1; i < starts.size(); ++i) steps.insert(starts[i] - starts[i - 1]);
   }
   CHECK((*sizes.begin() == 20 && *sizes.rbegin() == 50 && sizes.size() == 31));
   CHECK((*steps.begin() == 1 && *steps.rbegin() == 10));
@@ -163,13 +181,14 @@ TEST_CASE("Random bags are the tutorial's") {
 }
 
 TEST_CASE("Random bags depend on seed, trainer, epoch and step alone") {
+  const auto indices = [](const Batch& batch) { return ints(batch.indices); };
   const RandomBags bags{1, 100, 8};
-  const Ints first = bags.batch(0, 0, 0).indices;
-  CHECK(first == bags.batch(0, 0, 0).indices);
-  CHECK(first != bags.batch(1, 0, 0).indices);
-  CHECK(first != bags.batch(0, 1, 0).indices);
-  CHECK(first != bags.batch(0, 0, 1).indices);
-  CHECK(first != RandomBags{2, 100, 8}.batch(0, 0, 0).indices);
+  const Ints first = indices(bags.batch(0, 0, 0));
+  CHECK(first == indices(bags.batch(0, 0, 0)));
+  CHECK(first != indices(bags.batch(1, 0, 0)));
+  CHECK(first != indices(bags.batch(0, 1, 0)));
+  CHECK(first != indices(bags.batch(0, 0, 1)));
+  CHECK(first != indices(RandomBags{2, 100, 8}.batch(0, 0, 0)));
   CHECK_THROWS_AS((RandomBags{1, 0, 8}.batch(0, 0, 0)), base::Exception);
   CHECK_THROWS_AS((RandomBags{1, 100, 0}.batch(0, 0, 0)), base::Exception);
 }

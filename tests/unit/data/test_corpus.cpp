@@ -1,3 +1,4 @@
+#include <set>
 #include <string>
 #include <vector>
 
@@ -70,6 +71,27 @@ TEST_CASE("A prompt has its words and no <eos>") {
   CHECK(to_tokens(" \n ", words).empty());
 }
 
+TEST_CASE("The lines of a text are its words without their ends") {
+  const Folder folder;
+  const auto words = read_words(folder.write("train", "one two two\nthree\n"), 0);
+  const auto text = folder.write("text", "two one\n\n new\nthree three");
+  CHECK(read_corpus(text, words).lines() == std::vector<Ints>{{2, 3}, {kUnknownWord}, {4, 4}});
+}
+
+TEST_CASE("A vocabulary is made of its words again") {
+  const Folder folder;
+  const auto words = read_words(folder.write("train", "one two two\n"), 0);
+  CHECK(all_words(Vocabulary(all_words(words))) == Strings{"<unk>", "<eos>", "two", "one"});
+}
+
+TEST_CASE("A random text has words of the whole vocabulary, by its seed") {
+  const Ints words = random_corpus(1, 5, 1000).tokens;
+  CHECK(words.size() == 1000);
+  CHECK(std::set<int64_t>(words.begin(), words.end()) == std::set<int64_t>{0, 1, 2, 3, 4});
+  CHECK(words == random_corpus(1, 5, 1000).tokens);
+  CHECK(words != random_corpus(2, 5, 1000).tokens);
+}
+
 TEST_CASE("A text that cannot be read or has no word is an error with its name") {
   const Folder folder;
   const Vocabulary words;
@@ -95,17 +117,18 @@ TEST_CASE("Columns are read side by side, each with its next word as target") {
   const TokenColumns columns(tokens, 2, 0, 2);
   CHECK(columns.steps(3) == 2);
   const auto first = columns.batch(0, 3);
-  CHECK(first.length == 3);
-  CHECK(first.inputs == Ints{0, 5, 1, 6, 2, 7});
-  CHECK(first.targets == Ints{1, 6, 2, 7, 3, 8});
+  CHECK(first.inputs.sizes() == at::IntArrayRef{3, 2});
+  CHECK(ints(first.inputs) == Ints{0, 5, 1, 6, 2, 7});
+  CHECK(ints(first.targets) == Ints{1, 6, 2, 7, 3, 8});
   const auto last = columns.batch(1, 3);
-  CHECK(last.length == 1);
-  CHECK(last.inputs == Ints{3, 8});
-  CHECK(last.targets == Ints{4, 9});
+  CHECK(last.inputs.sizes() == at::IntArrayRef{1, 2});
+  CHECK(ints(last.inputs) == Ints{3, 8});
+  CHECK(ints(last.targets) == Ints{4, 9});
 
   const TokenColumns second(tokens, 2, 1, 1);
-  CHECK(second.batch(0, 10).inputs == Ints{5, 6, 7, 8});
-  CHECK(second.batch(0, 10).targets == Ints{6, 7, 8, 9});
+  CHECK(second.count() == 1);
+  CHECK(ints(second.batch(0, 10).inputs) == Ints{5, 6, 7, 8});
+  CHECK(ints(second.batch(0, 10).targets) == Ints{6, 7, 8, 9});
   CHECK(second.steps(10) == 1);
   CHECK(second.steps(4) == 1);
   CHECK(second.steps(1) == 4);
@@ -121,12 +144,13 @@ TEST_CASE("The batches of a column are all its words, once") {
       const TokenColumns last(tokens, columns, columns - 1, 1);
       for (int64_t step = 0; step < last.steps(length); ++step) {
         const auto batch = last.batch(step, length);
-        REQUIRE(batch.length >= 1);
-        REQUIRE(batch.length <= length);
-        REQUIRE(batch.inputs.size() == static_cast<size_t>(batch.length));
-        for (size_t i = 0; i < batch.inputs.size(); ++i) {
-          inputs.push_back(batch.inputs[i]);
-          REQUIRE(batch.targets[i] == batch.inputs[i] + 1);
+        REQUIRE(batch.inputs.size(0) >= 1);
+        REQUIRE(batch.inputs.size(0) <= length);
+        const Ints words = ints(batch.inputs), next = ints(batch.targets);
+        REQUIRE(next.size() == words.size());
+        for (size_t i = 0; i < words.size(); ++i) {
+          inputs.push_back(words[i]);
+          REQUIRE(next[i] == words[i] + 1);
         }
       }
       REQUIRE(inputs.size() == static_cast<size_t>(size - 1));

@@ -69,6 +69,10 @@ struct Counter {
 std::atomic<int> g_counted{0};
 void count() { ++g_counted; }
 
+int64_t draw_shared(rpc::CallContext& context, int64_t start) {
+  return context.agent.shared<Counter>(start)->increment(1);
+}
+
 void expose_calls(Agent& agent) {
   agent.expose<&count>("count");
   agent.expose<&scale>("scale");
@@ -297,6 +301,21 @@ TEST_CASE("abort tells everybody why") {
   const base::Error e = error_of([&] { cluster[0].shutdown(); });
   CHECK(e.kind == ErrorKind::kNotFinite);
   CHECK(e.rank == 1);
+}
+
+TEST_CASE("what a rank shares is made by who asks first") {
+  Cluster cluster(2, [](Agent& agent) { agent.expose<&draw_shared>("draw_shared"); });
+  std::atomic<int64_t> sum = 0;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 8; ++t) {
+    threads.emplace_back([&] { sum += cluster[t % 2].rpc_sync<&draw_shared>(1, 100); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(sum == 8 * 100 + 36);  // one counter, from 101 to 108
+  CHECK(cluster[1].local<Counter>().get() == 108);
+  CHECK(cluster[1].rpc_sync<&draw_shared>(1, 0) == 109);  // the first one's arguments hold
+  CHECK(cluster[0].rpc_sync<&draw_shared>(0, 7) == 8);
+  cluster.shutdown();
 }
 
 TEST_CASE("objects live on their owner") {

@@ -72,7 +72,7 @@ struct Learners {
     }
     for (int observer = 0; observer < 2; ++observer) {
       const auto at = static_cast<size_t>(2 * observer);
-      learner.report(observer, {{0, last[at]}, {1, last[at + 1]}});
+      learner.report(observer, {{0, {}, last[at]}, {1, {}, last[at + 1]}});
     }
     learner.end_episode();
   }
@@ -162,7 +162,7 @@ TEST_CASE_METHOD(Learners, "what is learned is what LibTorch's autograd and Adam
     }
     for (int observer = 0; observer < 2; ++observer) {
       const auto& rewards = all_rewards[observer];
-      learner.report(observer, {{0, rewards[0].back()}, {1, rewards[1].back()}});
+      learner.report(observer, {{0, {}, rewards[0].back()}, {1, {}, rewards[1].back()}});
     }
     learner.end_episode();
 
@@ -194,7 +194,7 @@ TEST_CASE_METHOD(Learners, "an environment that nobody has is refused") {
   CHECK_THROWS_AS(learner.check({0, {{0, {}, 0}, {2, {}, 0}}}), base::Exception);
   CHECK_THROWS_AS(learner.check({1, {{1, {}, 0}, {1, {}, 0}}}), base::Exception);
   learner.check({1, {{0, {}, 0}, {1, {}, 0}}});
-  CHECK_THROWS_AS(learner.report(0, {{2, 1}}), base::Exception);
+  CHECK_THROWS_AS(learner.report(0, {{2, {}, 1}}), base::Exception);
   // Nor is an episode learned from that was not played to its end.
   CHECK_THROWS_AS(learner.end_episode(), base::Exception);
 }

@@ -3,14 +3,13 @@
 #include <cmath>
 #include <set>
 
-#include "../src/scenario/rl/cart_pole.h"
 #include "cart_pole_trajectories.h"
+#include "distrain/data/cart_pole.h"
 #include "support/catch.h"
 
 using namespace distrain;
-using models::Observation;
-using scenario::CartPole;
-using scenario::EnvironmentStep;
+using data::CartPole;
+using Observation = CartPole::Observation;
 
 TEST_CASE("CartPole is Gymnasium's, action by action") {
   REQUIRE(testing::kCartPoleTrajectories.size() == 6);
@@ -22,7 +21,7 @@ TEST_CASE("CartPole is Gymnasium's, action by action") {
     double reward = 0;
     for (size_t i = 0; i < recorded.actions.size(); ++i) {
       CAPTURE(i);
-      const EnvironmentStep step = environment.step(recorded.actions[i] - '0');
+      const CartPole::Step step = environment.step(recorded.actions[i] - '0');
       for (size_t j = 0; j < step.observation.size(); ++j) {
         CAPTURE(j);
         // 1e-6; what was recorded has seven digits.
@@ -45,8 +44,9 @@ TEST_CASE("the beginning of an episode follows from its key alone") {
   for (uint64_t seed = 1; seed <= 10; ++seed) {
     for (uint64_t environment = 0; environment < 10; ++environment) {
       for (uint64_t episode = 1; episode <= 10; ++episode) {
-        const Observation first = a.reset({seed, environment, episode});
-        CHECK(b.reset({seed, environment, episode}) == first);
+        const base::Random key({seed, environment, episode});
+        const Observation first = a.reset(key);
+        CHECK(b.reset(key) == first);
         b.step(1);
         seen.insert(first);
         for (size_t i = 0; i < first.size(); ++i) {

@@ -1,18 +1,18 @@
-#include "observer.h"
+#include "environment.h"
 
 #include "distrain/base/error.h"
 #include "distrain/base/trace.h"
 
 namespace distrain::scenario {
 
-void ObservedEnvironments::play(uint64_t episode, const SelectActions& select,
-                                const ReportRewards& report) {
+void Environments::play(uint64_t episode,
+                        const std::function<Actions(const EnvironmentStates&)>& select,
+                        const std::function<void(const EnvironmentStates&)>& report) {
   const base::TraceScope whole("episode", "episode", static_cast<int64_t>(episode));
-  std::vector<EnvironmentState> running;
+  EnvironmentStates running, over;
   for (uint32_t e = 0; e < environments_.size(); ++e) {
-    running.push_back({e, environments_[e].reset({seed_, e, episode}), 0});
+    running.push_back({e, environments_[e].reset(base::Random({seed_, e, episode})), 0});
   }
-  std::vector<FinalReward> last;
   for (int64_t step = 1; !running.empty(); ++step) {
     const Actions actions = select(running);
     if (actions.size() != running.size()) {
@@ -21,19 +21,16 @@ void ObservedEnvironments::play(uint64_t episode, const SelectActions& select,
                                 std::to_string(running.size()));
     }
     const base::TraceScope scope("environment", "step", step);
-    size_t left = 0;
+    EnvironmentStates left;
     for (size_t i = 0; i < actions.size(); ++i) {
       const uint32_t e = running[i].environment;
-      const EnvironmentStep result = environments_[e].step(actions[i]);
-      if (result.over() || step == max_steps_) {
-        last.push_back({e, result.reward});
-      } else {
-        running[left++] = {e, result.observation, result.reward};
-      }
+      const data::CartPole::Step result = environments_[e].step(actions[i]);
+      const bool ends = result.over() || step == max_steps_;
+      (ends ? over : left).push_back({e, result.observation, result.reward});
     }
-    running.resize(left);
+    running = std::move(left);
   }
-  report(last);
+  report(over);
 }
 
 }  // namespace distrain::scenario

@@ -1,11 +1,11 @@
-#include "cart_pole.h"
+#include "distrain/data/cart_pole.h"
 
 #include <cmath>
 #include <numbers>
 
 #include "distrain/base/random.h"
 
-namespace distrain::scenario {
+namespace distrain::data {
 
 namespace {
 
@@ -24,20 +24,19 @@ constexpr int kMaxSteps = 500;
 
 }  // namespace
 
-void CartPole::begin(const State& state) {
-  state_ = state;
-  steps_ = 0;
-}
-
-models::Observation CartPole::reset(const EpisodeKey& key) {
-  base::Random random({key.seed, key.environment, key.episode});
+CartPole::Observation CartPole::reset(base::Random random) {
   State state;
   for (double& x : state) x = -kResetRange + 2 * kResetRange * random.unit();
-  begin(state);
+  return begin(state);
+}
+
+CartPole::Observation CartPole::begin(const State& state) {
+  state_ = state;
+  steps_ = 0;
   return observation();
 }
 
-EnvironmentStep CartPole::step(int action) {
+CartPole::Step CartPole::step(int action) {
   auto& [x, x_speed, angle, angle_speed] = state_;
   const double force = action == 1 ? kForce : -kForce;
   const double cos = std::cos(angle);
@@ -52,18 +51,14 @@ EnvironmentStep CartPole::step(int action) {
   angle_speed = angle_speed + kStep * angle_change;
   ++steps_;
 
-  EnvironmentStep result;
-  result.observation = observation();
-  result.reward = 1;
-  result.terminated = std::abs(x) > kTrackLimit || std::abs(angle) > kAngleLimit;
-  result.truncated = steps_ >= kMaxSteps;
-  return result;
+  const bool fallen = std::abs(x) > kTrackLimit || std::abs(angle) > kAngleLimit;
+  return {observation(), 1, fallen, steps_ >= kMaxSteps};
 }
 
-models::Observation CartPole::observation() const {
-  models::Observation rounded;
+CartPole::Observation CartPole::observation() const {
+  Observation rounded;
   for (size_t i = 0; i < rounded.size(); ++i) rounded[i] = static_cast<float>(state_[i]);
   return rounded;
 }
 
-}  // namespace distrain::scenario
+}  // namespace distrain::data
