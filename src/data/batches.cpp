@@ -53,20 +53,6 @@ Batch make_batch(const TextDataset& dataset, std::span<const int64_t> examples) 
   return bags.batch();
 }
 
-ImageBatch make_batch(const ImageSet& set, std::span<const int64_t> examples) {
-  const auto count = static_cast<int64_t>(examples.size());
-  at::Tensor images = at::empty({count, set.channels, set.rows, set.columns}, at::kByte);
-  at::Tensor targets = at::full({count}, -1, at::kLong);
-  const int64_t bytes = set.channels * set.rows * set.columns;
-  auto* pixel = images.mutable_data_ptr<uint8_t>();
-  auto* target = targets.mutable_data_ptr<int64_t>();
-  for (const int64_t example : examples) {
-    pixel = std::copy_n(set.pixels.data() + example * bytes, bytes, pixel);
-    if (!set.labels.empty()) *target++ = set.labels[static_cast<size_t>(example)];
-  }
-  return {images, targets};
-}
-
 EpochSampler::EpochSampler(uint64_t seed, int64_t epoch, Shard shard, int64_t examples,
                            int64_t batch_size)
     : batch_size_(batch_size) {
@@ -137,8 +123,8 @@ std::vector<int64_t> full_batch(uint64_t seed, int64_t index, int64_t examples,
 Batch RandomBags::batch(int trainer, int64_t epoch, int64_t step) const {
   check_positive(num_embeddings, "the number of embeddings");
   check_positive(classes, "the number of classes");
-  base::Random random({seed, kBagSequence, static_cast<uint64_t>(trainer), static_cast<uint64_t>(epoch),
-                 static_cast<uint64_t>(step)});
+  base::Random random({seed, kBagSequence, static_cast<uint64_t>(trainer),
+                       static_cast<uint64_t>(epoch), static_cast<uint64_t>(step)});
   Bags bags;
   const int64_t count = random.between(20, 50);
   for (int64_t i = 0; i < count; ++i) bags.indices.push_back(random.between(0, num_embeddings - 1));

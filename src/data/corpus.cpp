@@ -7,8 +7,8 @@
 #include <ATen/Functions.h>
 
 #include "distrain/base/error.h"
-#include "distrain/data/hash.h"
 #include "distrain/base/random.h"
+#include "distrain/data/hash.h"
 #include "file.h"
 #include "text.h"
 

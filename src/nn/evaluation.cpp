@@ -2,12 +2,15 @@
 
 #include <ATen/Functions.h>
 
+#include "distrain/rpc/placed.h"
+
 namespace distrain::nn {
 
 Evaluation Evaluation::of(const at::Tensor& scores, const at::Tensor& targets) {
-  const at::Tensor loss = at::cross_entropy_loss(scores, targets, {}, at::Reduction::Sum);
+  const at::Tensor here = rpc::placed(targets, scores.device());
+  const at::Tensor loss = at::cross_entropy_loss(scores, here, {}, at::Reduction::Sum);
   Evaluation evaluation;
-  evaluation.add(scores, targets, loss.item<double>());
+  evaluation.add(scores, here, loss.item<double>());
   return evaluation;
 }
 

@@ -7,7 +7,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "distrain/data/idx.h"
 #include "distrain/data/text_dataset.h"
 
 namespace distrain::data {
@@ -25,14 +24,6 @@ struct Batch {
 
 /// The batch of these examples (their numbers in `dataset`), in this order.
 Batch make_batch(const TextDataset& dataset, std::span<const int64_t> examples);
-
-struct ImageBatch {
-  at::Tensor images;   ///< uint8 [n, channels, rows, columns]
-  at::Tensor targets;  ///< int64 [n]: the classes; -1 where the set has none
-};
-
-/// These images of the set, in this order.
-ImageBatch make_batch(const ImageSet& set, std::span<const int64_t> examples);
 
 /// Which part of an epoch is whose. The same in every process and on every machine.
 struct Shard {

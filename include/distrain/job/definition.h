@@ -55,7 +55,7 @@ struct JobInfo {
   OptionTable table;
   /// Changes rows of the whole table, those that every job has included; may be empty.
   std::function<void(OptionTable&)> change;
-  std::vector<DeviceRole> roles;
+  std::vector<cuda::DeviceRole> roles;
   std::string count_option;  ///< says how many ranks there are of one of the roles
   int fixed_ranks = 0;       ///< those of the other roles
   bool has_local = false;
@@ -156,8 +156,8 @@ class Definition final : public AnyDefinition {
   }
   /// One more; without `when`, more fields of one that there is.
   Definition& event(std::string name, std::string when, std::vector<Field> fields) {
-    events_ =
-        with_events(std::move(events_), {{std::move(name), std::move(when), std::move(fields)}});
+    info_.events = with_events(std::move(info_.events),
+                               {{std::move(name), std::move(when), std::move(fields)}});
     return *this;
   }
 

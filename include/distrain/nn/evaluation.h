@@ -14,7 +14,7 @@ struct Evaluation {
   double loss_sum = 0;
   static constexpr auto kFields =
       std::tuple(&Evaluation::samples, &Evaluation::right, &Evaluation::loss_sum);
-  /// By cross-entropy, of `scores` [n, classes] and int64 `targets` [n].
+  /// By cross-entropy, of `scores` [n, classes] and int64 `targets` [n], wherever these are.
   static Evaluation of(const at::Tensor& scores, const at::Tensor& targets);
   void add(const Evaluation& other);
   /// `scores` [n, classes], the sum of whose losses is `loss_sum`; int64 `targets` [n].

@@ -41,8 +41,8 @@ data::ImageSet read_test_images(const std::string& path, bool cifar) {
 PipelineData::PipelineData(const PipelineOptions& options) : options_(options) {
   if (!options.weights.empty()) {
     weights_ = data::read_tensors(options.weights);
-    data::naming_file(
-        options.weights, [&] { models::check_weights(options.model, options.classes, weights_); });
+    data::naming_file(options.weights,
+                      [&] { models::check_weights(options.model, options.classes, weights_); });
   }
   if (options.data.empty()) return;
   images_ = data::read_training_images(options.data);

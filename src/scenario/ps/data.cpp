@@ -64,10 +64,7 @@ void PsData::agree(job::TrainingPlan& training) const {
 
 data::ImageBatch PsData::batch_of(const data::ImageSet& set,
                                   std::span<const int64_t> examples) const {
-  data::ImageBatch batch = data::make_batch(set, examples);
-  batch.images = batch.images.to(at::kFloat).mul_(1 / (255 * options_.std));
-  batch.images.sub_(options_.mean / options_.std);
-  return batch;
+  return data::make_batch(set, examples, {{options_.mean}, {options_.std}});
 }
 
 data::ImageBatch PsData::batch(const job::Step& step) {
@@ -90,7 +87,7 @@ job::Evaluation PsData::evaluate(
   job::Evaluation evaluation;
   each_test_batch(share, [&](const data::ImageBatch& batch) {
     const at::Tensor scores = forward(batch.images);
-    const at::Tensor targets = rpc::placed(batch.targets, scores.device());
+    const at::Tensor targets = rpc::placed(batch.labels, scores.device());
     const at::Tensor losses = at::nll_loss(scores, targets, {}, at::Reduction::Sum);
     evaluation.add(scores, targets, losses.item<double>());
   });

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "distrain/data/batches.h"
+#include "distrain/data/images.h"
 #include "distrain/job/training.h"
 #include "distrain/scenario/ps.h"
 

@@ -31,10 +31,10 @@ void train_ps_local(job::Local& local, const PsOptions& options) {
     const auto key = dropout_key(options, step);
     const at::Tensor scores = models::ConvNet::forward(net.parameters(), batch.images,
                                                        key ? nn::Dropout({*key}) : nn::Dropout());
-    const at::Tensor targets = rpc::placed(batch.targets, scores.device());
+    const at::Tensor targets = rpc::placed(batch.labels, scores.device());
     const at::Tensor loss = base::traced("loss", [&] { return at::nll_loss(scores, targets); });
     return job::Result{
-        loss, batch.targets.numel(), {{"staleness", 0}, {"version", version}, {"delay", 0}}};
+        loss, batch.labels.numel(), {{"staleness", 0}, {"version", version}, {"delay", 0}}};
   });
 }
 
@@ -47,7 +47,7 @@ void predict_ps(job::Predictions& predictions, const PsOptions& options) {
     data.each_test_batch({trainer, options.trainers}, [&](const data::ImageBatch& batch) {
       const auto& parameters = net.parameters();
       predictions.tell_labels(models::ConvNet::forward(parameters, batch.images, nn::Dropout()),
-                              batch.targets);
+                              batch.labels);
     });
   }
 }

@@ -68,7 +68,7 @@ void train_ps(job::Rank& rank, const PsOptions& options) {
   });
   training.run([&](const job::Step& step) {
     const data::ImageBatch batch = data.batch(step);
-    const at::Tensor targets = rpc::placed(batch.targets, device);
+    const at::Tensor targets = rpc::placed(batch.labels, device);
     autograd::Context context(rank.agent());
     const models::PsForward forward =
         net.rpc_sync<&ConvNet::forward_training>(batch.images, dropout_key(options, step));
@@ -81,7 +81,7 @@ void train_ps(job::Rank& rank, const PsOptions& options) {
     // In sync mode one update is that of all; otherwise those between the pass and its update are
     // others'.
     return job::Result{loss,
-                       batch.targets.numel(),
+                       batch.labels.numel(),
                        {{"staleness", forward.staleness},
                         {"version", forward.version},
                         {"delay", updates - forward.version - 1}}};

@@ -56,7 +56,6 @@ void Learner::keep_in(job::TrainingPlan& training) {
 
 void Learner::begin_episode(int64_t episode) {
   std::lock_guard lock(mutex_);
-  policy_.refresh();  // by an update, or by a checkpoint
   for (Trajectory& each : trajectories_) each = {};
   if (now_.at == base::TimePoint{}) begun_.at = logged_.at = base::Clock::now();
   episode_ = episode;

@@ -22,7 +22,7 @@ at::Tensor LanguageModel::training_loss(const WordBatch& batch, const job::Step&
   // The text begins anew with each epoch; a resumed job brings the state along.
   if (step.number == 0) state = fresh_state(batch.inputs.size(1));
   nn::Dropout dropout({options_.seed, static_cast<uint64_t>(step.epoch),
-                           static_cast<uint64_t>(step.shard), static_cast<uint64_t>(step.number)});
+                       static_cast<uint64_t>(step.shard), static_cast<uint64_t>(step.number)});
   const at::Tensor embedded = dropout(ends_.embed(batch.inputs), options_.dropout);
   const at::Tensor hidden = parallel_ ? parallel_->forward(embedded, state, dropout)
                                       : lstm_->forward(embedded, state, dropout);

@@ -141,23 +141,6 @@ TEST_CASE("A batch is the bags of its examples") {
   CHECK(ints(some.targets) == Ints{0, 0});
 }
 
-TEST_CASE("A batch of images is theirs, in the order asked for") {
-  ImageSet set;
-  set.count = 3;
-  set.channels = 2;
-  set.rows = 1;
-  set.columns = 2;
-  for (uint8_t i = 0; i < 12; ++i) set.pixels.push_back(i);
-  set.labels = {7, 0, 9};
-  const ImageBatch batch = make_batch(set, Ints{2, 0, 2});
-  CHECK(batch.images.sizes() == at::IntArrayRef{3, 2, 1, 2});
-  CHECK(ints(batch.images.to(at::kLong)) == Ints{8, 9, 10, 11, 0, 1, 2, 3, 8, 9, 10, 11});
-  CHECK(ints(batch.targets) == Ints{9, 7, 9});
-  set.labels.clear();
-  CHECK(ints(make_batch(set, Ints{1, 0}).targets) == Ints{-1, -1});
-  CHECK(make_batch(set, {}).images.sizes() == at::IntArrayRef{0, 2, 1, 2});
-}
-
 TEST_CASE("Random bags are the tutorial's") {
   const RandomBags bags{1, 100, 8};
   std::set<size_t> sizes;
