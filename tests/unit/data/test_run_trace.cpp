@@ -5,6 +5,7 @@
 #include <thread>
 #include <vector>
 
+#include <nlohmann/json.hpp>
 #include <unistd.h>
 
 #include "distrain/data/run_trace.h"
