@@ -2,6 +2,7 @@
 // Under tsan a signal's handler runs later, and what it does to the mask is lost.
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <thread>
 #include <vector>
 
@@ -19,13 +20,16 @@ TEST_CASE("signals are blocked in the threads that there are, too") {
   REQUIRE(pipe(pipe_ends.data()) == 0);
   CHECK(base::other_threads().empty());
   int blocked = -1;
+  std::atomic<bool> runs{false};  // until then it blocks all signals, whatever is asked of it
   std::thread other([&] {
+    runs = true;
     char byte = 0;
     while (read(pipe_ends[0], &byte, 1) < 0) continue;
     sigset_t mask;
     pthread_sigmask(SIG_SETMASK, nullptr, &mask);
     blocked = sigismember(&mask, SIGUSR2);
   });
+  while (!runs) std::this_thread::yield();
   CHECK(base::other_threads().size() == 1);
   base::block_in_all_threads(wanted);
   REQUIRE(write(pipe_ends[1], "x", 1) == 1);
