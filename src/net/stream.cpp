@@ -268,6 +268,7 @@ void UvStream::open_on_loop(Handler handler, const wire::Limits& limits) {
   }
   handler_ = std::make_shared<Handler>(std::move(handler));
   limits_ = limits;
+  loop_->scratch_on_loop();  // not first in a callback of libuv, which can tell of no failure
   int code = 0;
   if (is_tcp_) {
     uv_tcp_init(&loop_->uv, &handle_.tcp);

@@ -191,8 +191,8 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     return reply;
   }
   if (own) {
-    pool.post([this, own = std::move(own)]() mutable {
-      execute(options.rank, base::Clock::now(), std::move(own), {}, nullptr);
+    pool.post([this, made = base::Clock::now(), own = std::move(own)]() mutable {
+      execute(options.rank, made, std::move(own), {}, nullptr);
     });
     return reply;
   }

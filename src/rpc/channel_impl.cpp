@@ -1,6 +1,7 @@
 #include "channel_impl.h"
 
 #include <cstring>
+#include <memory>
 
 namespace distrain::rpc {
 
@@ -78,10 +79,9 @@ std::vector<Wait> ChannelImpl::waits() {
     handler = enter();
     if (!handler) return {};
   }
-  std::vector<Wait> waits;
-  if (handler->waits) waits = handler->waits();
-  leave();
-  return waits;
+  const std::unique_ptr<ChannelImpl, void (*)(ChannelImpl*)> left_at_the_end(
+      this, [](ChannelImpl* self) { self->leave(); });
+  return handler->waits ? handler->waits() : std::vector<Wait>();
 }
 
 void ChannelImpl::send(int to, const ChannelTag& tag,

@@ -308,7 +308,7 @@ TEST_CASE("what a rank shares is made by who asks first") {
   std::atomic<int64_t> sum = 0;
   std::vector<std::thread> threads;
   for (int t = 0; t < 8; ++t) {
-    threads.emplace_back([&] { sum += cluster[t % 2].rpc_sync<&draw_shared>(1, 100); });
+    threads.emplace_back([&, t] { sum += cluster[t % 2].rpc_sync<&draw_shared>(1, 100); });
   }
   for (std::thread& thread : threads) thread.join();
   CHECK(sum == 8 * 100 + 36);  // one counter, from 101 to 108
