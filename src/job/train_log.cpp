@@ -1,4 +1,5 @@
 #include <cmath>
+#include <utility>
 
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
@@ -30,12 +31,12 @@ void TrainLog::step(double loss, int64_t samples, const Json& more) {
   line_samples_ += samples;
   loss_sum_ += loss;
   if (!plan_.log || plan_.log_interval <= 0 || total_ % plan_.log_interval != 0) return;
+  const base::TimePoint since = std::exchange(last_line_, base::Clock::now());
   Json fields{{"epoch", epoch_}, {"step", total_}, {"loss", loss}};
   fields[plan_.unit == Unit::kWords ? "words_per_s" : "samples_per_s"] =
-      static_cast<double>(line_samples_) / base::seconds_since(last_line_);
+      static_cast<double>(line_samples_) / base::seconds_since(since);
   fields.update(more);
   sink_.emit("step", fields);
-  last_line_ = base::Clock::now();
   line_samples_ = 0;
 }
 

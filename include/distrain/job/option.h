@@ -157,7 +157,7 @@ std::string write_value(const std::optional<T>& value) {
 template <class T>
 std::string write_value(const std::vector<T>& values) {
   std::string text;
-  for (const T& value : values) text += (text.empty() ? "" : ",") + write_value(value);
+  for (size_t i = 0; i < values.size(); ++i) text += (i == 0 ? "" : ",") + write_value(values[i]);
   return text;
 }
 
