@@ -9,6 +9,12 @@ target_compile_options(
 # Always: LibTorch is built with it, and the layout of at::RecordFunction depends on it.
 add_compile_definitions(NDEBUG)
 
+# With the precompiled header in memory GCC would look through half a gigabyte for garbage, again and
+# again: a tenth of the compile time, for a tenth of the memory.
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  add_compile_options($<$<COMPILE_LANGUAGE:CXX>:--param=ggc-min-heapsize=1500000>)
+endif()
+
 # One code model for libraries and programs alike, because they share a precompiled header.
 add_compile_options(-fPIC -fno-semantic-interposition)
 add_link_options($<$<STREQUAL:$<TARGET_PROPERTY:TYPE>,EXECUTABLE>:-pie>)

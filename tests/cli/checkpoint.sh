@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: timeout=300
+# ctest: timeout=300 first
 # --checkpoint and --resume: the same parameters as without a break, damage, signals, a save cut short.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"

@@ -1,4 +1,4 @@
-// ctest: labels=notsan timeout=180
+// ctest: labels=notsan timeout=180 first
 // Not under tsan, for time: test_ps and the checkpoints of the other jobs have the same threads.
 #include "support/scenario_data.h"
 #include "support/scenario_job.h"

@@ -1,4 +1,4 @@
-// ctest: timeout=120
+// ctest: timeout=120 first
 #include "distrain/base/future.h"
 #include "support/scenario_job.h"
 
