@@ -61,7 +61,7 @@ complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn rl' -x -l inj
 complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn rl pipeline' -s q -l quiet -d 'no progress display'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn rl pipeline' -s h -l help -d 'a summary of the options'
 complete -c distrain -n '__fish_seen_subcommand_from ps' -x -l limit -d 'train on the first N examples; 0: on all'
-complete -c distrain -n '__fish_seen_subcommand_from ps' -x -l dropout -a 'on off' -d 'of the model while it trains'
+complete -c distrain -n '__fish_seen_subcommand_from ps' -x -l dropout -a 'on off' -d 'share of channels and numbers set to 0 in training; on: the tutorial\'s, 0.25 and 0.5'
 complete -c distrain -n '__fish_seen_subcommand_from ps' -x -l num-gpus -d 'GPUs of the server: with 2 the convolutions are on cuda:0, the rest on cuda:1'
 complete -c distrain -n '__fish_seen_subcommand_from ps' -x -l mean -d 'of the pixels, which is subtracted'
 complete -c distrain -n '__fish_seen_subcommand_from ps' -x -l std -d 'deviation of the pixels, divided by'

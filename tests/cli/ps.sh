@@ -71,6 +71,29 @@ done >"$tmp/losses"
 jq -es 'length == 2 and (.[0] - .[1] | fabs) < 1e-4' "$tmp/losses" >/dev/null ||
   fail "sync and --local differ: $(tr '\n' ' ' <"$tmp/losses")"
 
+# How much dropout: a number, or the words.
+for rate in on off 0.3; do
+  run "${ps[@]}" --local --dropout $rate --steps 2 --checkpoint "$tmp/rate-$rate"
+  expect 0 "--dropout $rate"
+  wanted=$rate
+  [[ $rate == 0.3 ]] || wanted=\"$rate\"
+  expect_jq ".[0].config.dropout == $wanted" "--dropout $rate"
+  jq -c 'select(.event == "step").loss' "$tmp/out" >"$tmp/rate-$rate.losses"
+  run "${ps[@]}" --resume "$tmp/rate-$rate" --steps 3
+  expect 0 "--dropout $rate, resumed"
+  expect_jq "[.[] | select(.event == \"start\").config.dropout] == [$wanted, $wanted, $wanted]" "--dropout $rate, resumed"
+done
+[[ $(sort -u "$tmp"/rate-*.losses | wc -l) == 6 ]] || fail "--dropout makes no difference"
+run "${ps[@]}" --local --dropout 0.0 --steps 2
+jq -c 'select(.event == "step").loss' "$tmp/out" | cmp -s - "$tmp/rate-off.losses" || fail "--dropout 0.0 is not off"
+expect_jq '.[0].config.dropout == "off" and .[-1].config.dropout == "off"' "--dropout 0.0"
+run "${ps[@]}" --local --resume "$tmp/rate-off" --dropout 0 --steps 3
+expect 0 "--dropout 0 in place of off"
+run "${ps[@]}" --local --resume "$tmp/rate-off" --dropout 0.3 --steps 3
+expect_error 7 bad_data "saved with --dropout off, not 0.3" "another --dropout"
+run predict "$tmp/rate-0.3" "$tmp/data"
+expect 0 "predict, with --dropout 0.3"
+
 # Ranks that join: the server reads no data, and a trainer may have its own path to it.
 port=$(free_port)
 for r in 1 2; do

@@ -171,7 +171,8 @@ TEST_CASE_METHOD(FewPsImages, "another job's checkpoint on images is refused, wi
   refused([](auto& o) { o.seed = 2; }, "saved with --seed 1, not 2");
   refused([](auto& o) { o.limit = 50; }, "saved with examples 96, not 50");
   refused([](auto& o) { o.mean = 0.5; }, "saved with --mean 0.1307, not 0.5");
-  refused([](auto& o) { o.dropout = false; }, "saved with --dropout on, not off");
+  refused([](auto& o) { o.dropout = 0; }, "saved with --dropout on, not off");
+  refused([](auto& o) { o.dropout = 0.3; }, "saved with --dropout on, not 0.3");
   refused([&](auto& o) { o.data = other.path(); }, "saved while training on other data");
 }
 

@@ -38,9 +38,11 @@ struct Option {
   std::string details;  ///< what the man page alone says besides
   double min = 0;
   double max = 0;
-  bool above_min = false;            ///< `min` itself is not allowed
-  bool below_max = false;            ///< nor is `max`
-  std::vector<std::string> choices;  ///< all of a kChoice; of a text some that a shell offers
+  bool above_min = false;  ///< `min` itself is not allowed
+  bool below_max = false;  ///< nor is `max`
+  /// All of a kChoice; of a text some that a shell offers; of a number the words, on and off, that
+  /// may stand in its place.
+  std::vector<std::string> choices;
   char short_name = 0;
   /// What a path must lead to, which is seen before any rank starts.
   enum class Path { kAny, kFile, kFolder };
@@ -111,7 +113,8 @@ class ParsedOptions {
 namespace detail {
 
 // A member of an options structure from a canonical value, and back. Empty: an optional that is not
-// there, a list of nothing. Of a bool `yes` and `no` are the words.
+// there, a list of nothing. Of a bool `yes` and `no` are the words, of a number that may be `on` or
+// `off` those: it is not there, or 0.
 
 template <class T>
 void read_value(const std::string& text, T& value) {
@@ -123,6 +126,11 @@ void read_value(const std::string& text, T& value) {
 }
 inline void read_value(const std::string& text, bool& value, const char* yes, const char*) {
   value = text == yes;
+}
+inline void read_value(const std::string& text, std::optional<double>& value, const char* on,
+                       const char*) {
+  value.reset();
+  if (text != on) value = base::number<double>(text).value_or(0);
 }
 template <class T>
 void read_value(const std::string& text, std::optional<T>& value) {
@@ -149,6 +157,10 @@ std::string write_value(const T& value) {
 }
 inline std::string write_value(bool value, const char* yes, const char* no) {
   return value ? yes : no;
+}
+inline std::string write_value(const std::optional<double>& value, const char* on,
+                               const char* off) {
+  return !value ? on : *value == 0 ? off : write_value(*value);
 }
 template <class T>
 std::string write_value(const std::optional<T>& value) {

@@ -126,12 +126,13 @@ class OptionList {
     rows_.back().option.choices = std::move(choices);
     return row.value_name("NAME");
   }
-  /// A bool.
+  /// A std::optional<double>: how much, or `off`, which is 0, or `on`, where it is empty and the
+  /// job knows how much.
   template <class Member>
-  OptionRow on_off(std::string name, Member member, std::string help) {
-    OptionRow row = add(std::move(name), ValueKind::kChoice, member, std::move(help), "on", "off");
+  OptionRow on_off_or_real(std::string name, Member member, std::string help) {
+    OptionRow row = add(std::move(name), ValueKind::kReal, member, std::move(help), "on", "off");
     rows_.back().option.choices = {"on", "off"};
-    return row.value_name("NAME");
+    return row.value_name("on|off|X").range(0, 1e6);
   }
   template <class Member>
   OptionRow flag(std::string name, Member member, std::string help) {

@@ -12,7 +12,7 @@ struct PsOptions : job::TrainerOptions {
   PsOptions();
   static void describe(job::OptionList<PsOptions>& list);
 
-  bool dropout = true;
+  std::optional<double> dropout;  ///< of both layers; none: the tutorial's 0.25 and 0.5
   bool verify_grads = false;
   std::string data;   ///< folder with IDX files
   int64_t limit = 0;  ///< training examples; 0: all

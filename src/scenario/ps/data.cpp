@@ -95,7 +95,7 @@ job::Evaluation PsData::evaluate(
 }
 
 std::optional<uint64_t> dropout_key(const PsOptions& options, const job::Step& step) {
-  if (!options.dropout) return std::nullopt;
+  if (options.dropout == 0) return std::nullopt;
   return base::Random({options.seed, static_cast<uint64_t>(step.epoch),
                        static_cast<uint64_t>(step.shard), static_cast<uint64_t>(step.number)})
       .next();

@@ -78,7 +78,11 @@ PsOptions::PsOptions() {
 void PsOptions::describe(job::OptionList<PsOptions>& list) {
   list.integer("limit", &PsOptions::limit, "train on the first N examples; 0: on all")
       .may_change();  // it is the examples that have to be as many
-  list.on_off("dropout", &PsOptions::dropout, "of the model while it trains");
+  list.on_off_or_real("dropout", &PsOptions::dropout,
+                      "share of channels and numbers set to 0 in training; on: the tutorial's, "
+                      "0.25 and 0.5")
+      .value_name("on|off|P")
+      .below(0, 1);
   list.integer("num-gpus", &PsOptions::num_gpus,
                "GPUs of the server: with 2 the convolutions are on cuda:0, the rest on cuda:1")
       .range(0, 2)

@@ -29,8 +29,8 @@ void train_ps_local(job::Local& local, const PsOptions& options) {
     const int64_t version = updates.updates();
     const data::ImageBatch batch = data.batch(step);
     const auto key = dropout_key(options, step);
-    const at::Tensor scores = models::ConvNet::forward(net.parameters(), batch.images,
-                                                       key ? nn::Dropout({*key}) : nn::Dropout());
+    const at::Tensor scores = models::ConvNet::forward(
+        net.parameters(), batch.images, key ? nn::Dropout({*key}) : nn::Dropout(), options.dropout);
     const at::Tensor targets = rpc::placed(batch.labels, scores.device());
     const at::Tensor loss = base::traced("loss", [&] { return at::nll_loss(scores, targets); });
     return job::Result{

@@ -70,8 +70,8 @@ void train_ps(job::Rank& rank, const PsOptions& options) {
     const data::ImageBatch batch = data.batch(step);
     const at::Tensor targets = rpc::placed(batch.labels, device);
     autograd::Context context(rank.agent());
-    const models::PsForward forward =
-        net.rpc_sync<&ConvNet::forward_training>(batch.images, dropout_key(options, step));
+    const models::PsForward forward = net.rpc_sync<&ConvNet::forward_training>(
+        batch.images, dropout_key(options, step), options.dropout);
     const at::Tensor scores = rpc::placed(forward.scores, device);
     const at::Tensor loss = base::traced("loss", [&] { return at::nll_loss(scores, targets); });
     autograd::backward(context, {loss});
