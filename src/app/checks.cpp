@@ -104,8 +104,11 @@ void take_model_options(ParsedOptions& options, const job::Snapshot& saved) {
 
 void check_options(const ParsedOptions& options, Placement& placement) {
   if (!placement.has_rank_0()) return;
+  // Given, taken, or found by itself: the data that is installed, say.
   const auto has = [&](const std::string& name) {
-    return options.decided(name) && !options.text(name).empty();
+    const std::string text = options.text(name);
+    return !text.empty() &&
+           (options.decided(name) || text != find_option(options.table(), name)->initial);
   };
   for (const Option& option : options.table()) {
     if (!option.needs.empty() && options.given(option.name) && !has(option.needs)) {

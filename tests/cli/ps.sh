@@ -108,6 +108,21 @@ for r in 1 2; do
 done
 expect_jq '.[-1] | .rank == 1 and .status == "ok" and .steps == 3' "ranks that join" "$tmp/rank1"
 
+# Other folders to evaluate on.
+make_images "$tmp/valid" 1 12
+make_images "$tmp/test" 1 10
+run "${ps[@]}" --valid-data "$tmp/valid" --test-data "$tmp/test" --epochs 2 --limit 16
+expect 0 "--valid-data, --test-data"
+expect_log "--valid-data, --test-data"
+expect_jq '[.[] | select(.event == "eval") | [.set, .epoch, .samples]]
+  == [["valid", 1, 12], ["valid", 2, 12], ["test", 2, 10]] and .[-1].eval.set == "test"' "--valid-data, --test-data"
+mkdir "$tmp/none"
+run "${ps[@]}" --local --test-data "$tmp/none"
+expect 7 "--test-data without images"
+expect_jq '.[-1].message | endswith("/none: no t10k-images-idx3-ubyte in this folder")' "--test-data without images"
+run "${ps[@]}" --valid-data "$tmp/nowhere"
+expect_error 7 bad_data "--valid-data $tmp/nowhere: No such file" "missing --valid-data"
+
 # Bad data.
 run ps --data "$tmp/nowhere"
 expect_error 7 bad_data "--data $tmp/nowhere: No such file" "missing --data"

@@ -55,8 +55,11 @@ job::Json explain(const PipelineOptions& options, const nn::PipelineSchedule& sc
 void check_pipeline(const PipelineOptions& options) {
   cut(options);
   const bool saves = !options.checkpoint.dir.empty() || !options.checkpoint.resume.empty();
-  if ((saves || !options.valid_data.empty()) && options.num_split.size() > 1) {
-    invalid(std::string(saves ? "--checkpoint and --resume need" : "--valid-data needs") +
+  const bool evaluates = !options.valid_data.empty() || !options.test_data.empty();
+  if ((saves || evaluates) && options.num_split.size() > 1) {
+    invalid(std::string(saves                         ? "--checkpoint and --resume need"
+                        : !options.valid_data.empty() ? "--valid-data needs"
+                                                      : "--test-data needs") +
             " one --micro-batches, not several: each number trains a model of its own");
   }
   for (const int64_t num_split : options.num_split) {
@@ -110,6 +113,10 @@ grey ones by 0.5 and 0.5 and repeated to three channels; then images are resized
               "evaluate on this folder's test images at the end of each epoch")
       .needs("data")
       .details("Needs --data and one --micro-batches. It may be the same folder.");
+  list.folder("test-data", &PipelineOptions::test_data,
+              "evaluate on this folder's test images at the end")
+      .needs("data")
+      .details("As --valid-data.");
   list.file("weights", &PipelineOptions::weights, "safetensors file with the weights to begin with")
       .by_default("torchvision's initialisation")
       .details(R"(
@@ -210,7 +217,8 @@ job that is resumed ends in the same bits with the same --threads.
                     {"batch_s", kNumber, "seconds from the cutting of the batch to its update"},
                     samples_per_s,
                     with_data("in the batch")}),
-               job::eval_event("at the end of an epoch, or of the job, with --valid-data"),
+               job::eval_event(
+                   "at the end of an epoch, or of the job, with --valid-data or --test-data"),
                {"split",
                 "at the end of the run of a number of --micro-batches",
                 {{"num_split", kInteger, "micro-batches of a batch"},

@@ -75,17 +75,20 @@ void PipelineRun::keep_in(job::TrainingPlan& training) {
     model_.load(saved);
   };
   training.keep("", std::move(part));
-  if (!data_.has_valid_images()) return;
-  training.evaluate_epochs([this](const job::Share& share) {
-    job::Evaluation evaluation;
-    data_.each_valid_batch(share, [&](const data::ImageBatch& batch) {
-      const at::Tensor scores = model_.scores(batch.images);
-      const at::Tensor share_of_loss = loss_share(options_, scores, batch.labels);
-      evaluation.add(scores, rpc::placed(batch.labels, scores.device()),
-                     share_of_loss.item<double>() * static_cast<double>(options_.batch_size));
-    });
-    return evaluation;
-  });
+  const auto of = [this](const data::ImageSet& images) {
+    return [this, &images](const job::Share& share) {
+      job::Evaluation evaluation;
+      data_.each_batch(images, share, [&](const data::ImageBatch& batch) {
+        const at::Tensor scores = model_.scores(batch.images);
+        const at::Tensor share_of_loss = loss_share(options_, scores, batch.labels);
+        evaluation.add(scores, rpc::placed(batch.labels, scores.device()),
+                       share_of_loss.item<double>() * static_cast<double>(options_.batch_size));
+      });
+      return evaluation;
+    };
+  };
+  training.evaluate_epochs(of(data_.valid()));
+  training.evaluate_at_end(of(data_.test()));
 }
 
 void PipelineRun::begin(int64_t num_split) {

@@ -61,10 +61,8 @@ void train_ps(job::Rank& rank, const PsOptions& options) {
   training.keep("", net);
   training.keep(optimizer, ConvNet::names());
   training.note_max("staleness", 0);
-  training.evaluate_epochs([&](const job::Share& share) {
-    return data.evaluate(share, [&](const at::Tensor& images) {
-      return rpc::placed(net.rpc_sync<&ConvNet::forward_evaluating>(images), device);
-    });
+  data.evaluate_in(training, [&](const at::Tensor& images) {
+    return rpc::placed(net.rpc_sync<&ConvNet::forward_evaluating>(images), device);
   });
   training.run([&](const job::Step& step) {
     const data::ImageBatch batch = data.batch(step);
