@@ -60,7 +60,7 @@ Json line_of(const Event& event) {
                     {"ts", FieldType::kNumber, "when it was written, in seconds since 1970"},
                     job::or_null({"run", FieldType::kText,
                                   "id of the run, the same on all ranks; null where rank 0 is yet "
-                                  "to tell it, and of a launcher without rank 0"}),
+                                  "to tell it"}),
                     {"event", FieldType::kText, "what kind of line it is"},
                     {"cmd", FieldType::kText, "the subcommand; null where none was named"},
                     job::or_null({"rank", FieldType::kInteger, "whose line; null: the launcher's"}),
