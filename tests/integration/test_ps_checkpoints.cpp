@@ -61,6 +61,9 @@ TEST_CASE_METHOD(FewPsImages, "a job that is over goes on to its end at once") {
   const Finished again = run_job(place, options);
   CHECK(again.fields(0).value("steps", 0) == 0);
   CHECK(again.all("eval").size() == 1);
+  REQUIRE(again.all("warn").size() == 1);
+  CHECK(contains(again.all("warn")[0]["message"],
+                 "nothing is left to train without a greater --epochs"));
   check_same(newest_checkpoint(folder.path()), before);
 }
 

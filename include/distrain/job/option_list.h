@@ -44,6 +44,8 @@ class OptionRow {
   OptionRow& each_own() { return set(option_.each_own, true); }
   /// A job may go on from a checkpoint with another value.
   OptionRow& may_change() { return set(option_.may_change, true); }
+  /// The command `predict` heeds it, though it may change.
+  OptionRow& of_predict() { return set(option_.of_predict, true).may_change(); }
   /// The step that ends the run, 0: none. A job that has got there goes on without it.
   OptionRow& step_limit() { return set(option_.step_limit, true).may_change(); }
   /// Of this process alone: nobody else has to know.

@@ -156,9 +156,7 @@ p - s + 1 at most; it takes as long.)");
       .details(R"(
 A line for each number of --micro-batches. Each step counts as one unit of time; `length` and
 `begin` are in such units, `bubble` is the share of the stages' time that is waiting.)");
-  list.find("lr-schedule").help =
-      "of the learning rate: constant, step:SIZE[,GAMMA] or cosine:LENGTH[,FLOOR], after "
-      "warmup:LENGTH+ if there is one; lengths are batches of a run";
+  list.find("lr-schedule").help = lr_schedule_help("batches of a run");
   list.find("log-interval").help = "batches between 'step' lines; 0: none";
   list.find("checkpoint-every").help = "batches between two saves";
   list.row("checkpoint-every")

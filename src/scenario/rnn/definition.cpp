@@ -76,7 +76,7 @@ void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
   list.integer("generate", &RnnOptions::generate, "words to write at the end")
       .range(0, 1048576)
       .data_only()
-      .may_change();
+      .of_predict();
   list.text("prompt", &RnnOptions::prompt, "TEXT", "words that the sample begins with")
       .needs("generate")
       .data_only()
