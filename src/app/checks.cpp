@@ -88,11 +88,13 @@ std::string take_resumed_options(ParsedOptions& options, const std::string& cmd)
 void take_model_options(ParsedOptions& options, const job::Snapshot& saved) {
   for (const Option& option : options.table()) {
     const bool of_model =
-        is_job_option(option) && option.group != "Checkpoints" && option.path == Option::Path::kAny;
-    if (options.given(option.name) && !of_model && option.name != "threads") {
+        is_job_option(option) && option.group != "Checkpoints" && !option.may_change;
+    const bool heeded = of_model || option.of_predict || option.name == "threads";
+    if (options.given(option.name) && !heeded) {
       invalid(fmt::format("--{} has no effect on predict", option.name));
     }
   }
+  if (options.given("trace")) check_trace(options.text("trace"));
   take_options(options, saved, true);
   // Sums depend on how many threads take them.
   const Json threads = saved.state.value("threads", Json());
@@ -104,8 +106,11 @@ void take_model_options(ParsedOptions& options, const job::Snapshot& saved) {
 
 void check_options(const ParsedOptions& options, Placement& placement) {
   if (!placement.has_rank_0()) return;
+  // Given, taken, or found by itself: the data that is installed, say.
   const auto has = [&](const std::string& name) {
-    return options.decided(name) && !options.text(name).empty();
+    const std::string text = options.text(name);
+    return !text.empty() &&
+           (options.decided(name) || text != find_option(options.table(), name)->initial);
   };
   for (const Option& option : options.table()) {
     if (!option.needs.empty() && options.given(option.name) && !has(option.needs)) {

@@ -260,7 +260,7 @@ int run_predict_command(const Program& program, const std::vector<std::string>& 
     if (args.empty() || args[0].starts_with('-')) invalid("predict needs a checkpoint");
     const bool has_file = args.size() > 1 && (args[1] == "-" || !args[1].starts_with('-'));
     const std::string input = has_file && args[1] != "-" ? args[1] : job::kStandardInput;
-    const job::Snapshot saved = job::read_manifest(args[0]);
+    const job::Snapshot saved = job::read_manifest(args[0], "predict");
     const Json name = saved.state.value("cmd", Json());
     const JobCommand* command = program.find(name.is_string() ? name.get<std::string>() : "");
     if (!command) saved.refuse("not a checkpoint of this program's jobs");

@@ -16,7 +16,8 @@ Json type_of(FieldType type) {
     {"type": "array", "items": {"type": "integer"}},
     {"type": "array", "items": {"type": ["number", "null"]}},
     {"type": "array", "items": {"type": "string"}},
-    {"type": ["string", "array"], "items": {"type": "string"}}, {"type": "object"}])");
+    {"type": ["string", "array"], "items": {"type": "string"}}, {"type": ["number", "string"]},
+    {"type": "object"}])");
   return kTypes.at(static_cast<size_t>(type));  // in the order in which they are declared
 }
 
@@ -45,10 +46,11 @@ void add_fields(Json& object, const std::vector<Field>& fields) {
   object["additionalProperties"] = false;
 }
 
-FieldType type_of(ValueKind kind) {
+FieldType type_of(const Option& option) {
   using enum FieldType;
+  if (option.kind == ValueKind::kReal && !option.choices.empty()) return kNumberOrText;
   constexpr FieldType kTypes[] = {kFlag, kInteger, kIntegers, kNumber, kText, kText};
-  return kTypes[static_cast<size_t>(kind)];  // in the order in which they are declared
+  return kTypes[static_cast<size_t>(option.kind)];  // in the order in which they are declared
 }
 
 /// A line of one event. Which commands print it is yet to be said.
@@ -58,7 +60,7 @@ Json line_of(const Event& event) {
                     {"ts", FieldType::kNumber, "when it was written, in seconds since 1970"},
                     job::or_null({"run", FieldType::kText,
                                   "id of the run, the same on all ranks; null where rank 0 is yet "
-                                  "to tell it, and of a launcher without rank 0"}),
+                                  "to tell it"}),
                     {"event", FieldType::kText, "what kind of line it is"},
                     {"cmd", FieldType::kText, "the subcommand; null where none was named"},
                     job::or_null({"rank", FieldType::kInteger, "whose line; null: the launcher's"}),
@@ -94,8 +96,7 @@ std::vector<Event> events_of(const JobCommand& command) {
       if (field.name != "config") continue;
       for (const Option& option : command.table) {
         if (!is_job_option(option)) continue;
-        field.fields.push_back(
-            job::or_null({json_name(option), type_of(option.kind), option.help}));
+        field.fields.push_back(job::or_null({json_name(option), type_of(option), option.help}));
       }
     }
   }

@@ -34,7 +34,8 @@ data::CheckpointStore::Probe death_at(int64_t at, const bool& in_first_save) {
   };
 }
 
-Snapshot read(const std::string& path, data::LoadedCheckpoint (*load)(const std::string& path)) {
+Snapshot read(const std::string& path, const char* use,
+              data::LoadedCheckpoint (*load)(const std::string& path)) {
   data::LoadedCheckpoint loaded;
   try {
     loaded = load(path);
@@ -42,8 +43,9 @@ Snapshot read(const std::string& path, data::LoadedCheckpoint (*load)(const std:
     if (e.kind() != base::ErrorKind::kBadData) throw;
     const auto before = data::CheckpointStore::intact_before(path);
     if (!before) throw;
-    throw base::Exception(base::ErrorKind::kBadData,
-                          e.error().message + "; the one before it is intact: --resume " + *before);
+    throw base::Exception(
+        base::ErrorKind::kBadData,
+        e.error().message + "; the one before it is intact: " + use + ' ' + *before);
   }
   Snapshot snapshot;
   snapshot.step = loaded.checkpoint.step;
@@ -104,11 +106,13 @@ std::vector<std::string> Snapshot::words(const std::string& list) const {
   return data::words_of_tensor(text);
 }
 
-Snapshot read_checkpoint(const std::string& path) {
-  return read(path, &data::CheckpointStore::load);
+Snapshot read_checkpoint(const std::string& path, const char* use) {
+  return read(path, use, &data::CheckpointStore::load);
 }
 
-Snapshot read_manifest(const std::string& path) { return read(path, &data::CheckpointStore::look); }
+Snapshot read_manifest(const std::string& path, const char* use) {
+  return read(path, use, &data::CheckpointStore::look);
+}
 
 std::optional<std::string> checkpoint_to_resume(const CheckpointOptions& options) {
   if (options.resume == "auto") return data::CheckpointStore::newest(options.dir);
@@ -141,11 +145,11 @@ void Checkpoints::refuse_strangers() const {
                 "): --resume auto goes on from it, or name a new folder");
 }
 
-std::optional<Snapshot> Checkpoints::load() const {
+std::optional<Snapshot> Checkpoints::load(const char* use) const {
   const auto path = checkpoint_to_resume(options_);
   if (!path) return std::nullopt;
   const auto started = base::Clock::now();
-  Snapshot snapshot = read_checkpoint(*path);
+  Snapshot snapshot = read_checkpoint(*path, use);
   sink_.emit("checkpoint", {{"action", "loaded"},
                             {"path", snapshot.path},
                             {"step", snapshot.step},

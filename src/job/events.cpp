@@ -56,8 +56,9 @@ Event end_event() {
        {"rss_mb", kNumber, "most memory of a rank, in MB"},
        {"live_rrefs", kInteger, "remote references that were never given back; 0 of a clean job"},
        {"live_contexts", kInteger, "autograd contexts that never ended; 0 of a clean job"},
-       sometimes(or_null({"seed", kInteger, "as in start; not of rank_end"})),
-       sometimes(or_null({"config", kObject, "as in start; not of rank_end"})),
+       sometimes(or_null({"seed", kInteger, "as in start; of rank_end where rank 0 is elsewhere"})),
+       sometimes(
+           or_null({"config", kObject, "as in start; of rank_end where rank 0 is elsewhere"})),
        sometimes({"updates", kInteger, "of parameters that a rank holds for others, in this run"}),
        sometimes(device_field()),
        sometimes({"device_mem_mb", kNumber, "most memory of tensors on a GPU, in MB"})}};

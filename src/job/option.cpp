@@ -73,12 +73,15 @@ std::string canonical_value(const Option& option, std::string_view text, std::st
       return detail::write_value(values);
     }
     case ValueKind::kReal: {
+      const bool has_words = !option.choices.empty();
+      if (std::ranges::find(option.choices, text) != option.choices.end()) return std::string(text);
       const auto value = number<double>(text);
       if (!value || !std::isfinite(*value)) {
-        invalid(fmt::format("{} must be a finite number, not '{}'", where, text));
+        const std::string words = has_words ? "on, off or " : "";
+        invalid(fmt::format("{} must be {}a finite number, not '{}'", where, words, text));
       }
-      check_range(option, *value, text, where, "a number");
-      return shortest(*value);
+      check_range(option, *value, text, where, has_words ? "on, off or a number" : "a number");
+      return has_words && *value == 0 ? "off" : shortest(*value);
     }
     case ValueKind::kChoice: {
       if (std::find(option.choices.begin(), option.choices.end(), text) == option.choices.end()) {
@@ -108,8 +111,10 @@ Json json_value(const Option& option, const std::string& canonical) {
       detail::read_value(canonical, values);
       return values;
     }
-    case ValueKind::kReal:
-      return number<double>(canonical).value_or(0);
+    case ValueKind::kReal: {
+      const auto value = number<double>(canonical);
+      return value ? Json(*value) : Json(canonical);  // a word
+    }
     case ValueKind::kFlag:
       return canonical == "true";
     default:

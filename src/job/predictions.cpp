@@ -73,7 +73,7 @@ std::vector<Event> prediction_events(std::vector<Field> fields) {
 Outcome run_predict(const Job& job, EventSink& sink, const std::string& checkpoint,
                     const std::string& input, const std::function<void(Predictions&)>& predict) {
   const at::NoGradGuard no_grad;
-  const auto snapshot = Checkpoints({"", 0, checkpoint}, job, sink).load();
+  const auto snapshot = Checkpoints({"", 0, checkpoint}, job, sink).load("predict");
   Predictions predictions(snapshot.value(), input, job.device(), sink);
   predict(predictions);
   return outcome_without_ranks(predictions.fields());

@@ -47,10 +47,11 @@ Plan Plan::of(const TrainerOptions& options, int64_t steps_per_epoch) {
   plan.lr = options.lr;
   plan.lr_schedule = options.rule().schedule.text();
   plan.log_interval = options.log_interval;
+  plan.limit = options.steps > 0 ? "--steps" : "--epochs";
   return plan;
 }
 
-Plan Plan::of_steps(const RuleOptions& options, int64_t steps) {
+Plan Plan::of_steps(const RuleOptions& options, int64_t steps, std::string limit) {
   Plan plan;
   plan.steps = steps;
   plan.steps_per_epoch = kEndless;
@@ -61,6 +62,7 @@ Plan Plan::of_steps(const RuleOptions& options, int64_t steps) {
                   ": the job has neither epochs nor evaluations");
   }
   plan.lr_schedule = schedule.text();
+  plan.limit = std::move(limit);
   plan.log = false;
   plan.steps_at_once = 1;
   return plan;

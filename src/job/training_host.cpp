@@ -96,6 +96,10 @@ void TrainingHost::begin(const Plan& plan) {
     throw;
   }
   current_ = &*schedule_;
+  if (!resumed_ || plan.eval_only || !schedule_->over()) return;
+  sink_.warn(base::ErrorKind::kInvalid,
+             resumed_->path + " is of a job at its end: nothing is left to train" +
+                 (plan.limit.empty() ? "" : " without a greater " + plan.limit));
 }
 
 void TrainingHost::load() {

@@ -43,27 +43,28 @@ data::NamedTensors ConvNet::named_parameters() const {
 }
 
 at::Tensor ConvNet::forward(const std::vector<at::Tensor>& parameters, const at::Tensor& images,
-                            nn::Dropout dropout) {
+                            nn::Dropout dropout, std::optional<double> rate) {
   const base::TraceScope scope("forward");
   at::Tensor x = rpc::placed(images, parameters[0].device());
   x = at::relu(at::conv2d(x, parameters[0], parameters[1]));
   x = at::relu(at::conv2d(x, parameters[2], parameters[3]));
-  x = dropout.channels(at::max_pool2d(x, {2, 2}), 0.25);
+  x = dropout.channels(at::max_pool2d(x, {2, 2}), rate.value_or(0.25));
   x = rpc::placed(x.flatten(1), parameters[4].device());
   x = at::relu(at::linear(x, parameters[4], parameters[5]));
-  x = at::linear(dropout(x, 0.5), parameters[6], parameters[7]);
+  x = at::linear(dropout(x, rate.value_or(0.5)), parameters[6], parameters[7]);
   return at::log_softmax(x, 1);
 }
 
 PsForward ConvNet::forward_training(rpc::CallContext& call, at::Tensor images,
-                                    std::optional<uint64_t> dropout_key) {
+                                    std::optional<uint64_t> dropout_key,
+                                    std::optional<double> dropout_rate) {
   // Trainers are the ranks from 1 on. Asked before the parameters are read: what is told of them is
   // no better than they are.
   const optim::Progress progress =
       optim::progress_of(call.agent, parameters_[0], call.caller.rank - 1);
   const auto versions = autograd::current_versions(call.agent, parameters_);
-  const at::Tensor scores =
-      forward(versions, images, dropout_key ? nn::Dropout({*dropout_key}) : nn::Dropout());
+  const at::Tensor scores = forward(
+      versions, images, dropout_key ? nn::Dropout({*dropout_key}) : nn::Dropout(), dropout_rate);
   return {rpc::for_rank(call.agent, call.caller.rank, scores), progress.updates, progress.lead};
 }
 

@@ -71,6 +71,29 @@ done >"$tmp/losses"
 jq -es 'length == 2 and (.[0] - .[1] | fabs) < 1e-4' "$tmp/losses" >/dev/null ||
   fail "sync and --local differ: $(tr '\n' ' ' <"$tmp/losses")"
 
+# How much dropout: a number, or the words.
+for rate in on off 0.3; do
+  run "${ps[@]}" --local --dropout $rate --steps 2 --checkpoint "$tmp/rate-$rate"
+  expect 0 "--dropout $rate"
+  wanted=$rate
+  [[ $rate == 0.3 ]] || wanted=\"$rate\"
+  expect_jq ".[0].config.dropout == $wanted" "--dropout $rate"
+  jq -c 'select(.event == "step").loss' "$tmp/out" >"$tmp/rate-$rate.losses"
+  run "${ps[@]}" --resume "$tmp/rate-$rate" --steps 3
+  expect 0 "--dropout $rate, resumed"
+  expect_jq "[.[] | select(.event == \"start\").config.dropout] == [$wanted, $wanted, $wanted]" "--dropout $rate, resumed"
+done
+[[ $(sort -u "$tmp"/rate-*.losses | wc -l) == 6 ]] || fail "--dropout makes no difference"
+run "${ps[@]}" --local --dropout 0.0 --steps 2
+jq -c 'select(.event == "step").loss' "$tmp/out" | cmp -s - "$tmp/rate-off.losses" || fail "--dropout 0.0 is not off"
+expect_jq '.[0].config.dropout == "off" and .[-1].config.dropout == "off"' "--dropout 0.0"
+run "${ps[@]}" --local --resume "$tmp/rate-off" --dropout 0 --steps 3
+expect 0 "--dropout 0 in place of off"
+run "${ps[@]}" --local --resume "$tmp/rate-off" --dropout 0.3 --steps 3
+expect_error 7 bad_data "saved with --dropout off, not 0.3" "another --dropout"
+run predict "$tmp/rate-0.3" "$tmp/data"
+expect 0 "predict, with --dropout 0.3"
+
 # Ranks that join: the server reads no data, and a trainer may have its own path to it.
 port=$(free_port)
 for r in 1 2; do
@@ -84,6 +107,21 @@ for r in 1 2; do
   expect 0 "ranks that join"
 done
 expect_jq '.[-1] | .rank == 1 and .status == "ok" and .steps == 3' "ranks that join" "$tmp/rank1"
+
+# Other folders to evaluate on.
+make_images "$tmp/valid" 1 12
+make_images "$tmp/test" 1 10
+run "${ps[@]}" --valid-data "$tmp/valid" --test-data "$tmp/test" --epochs 2 --limit 16
+expect 0 "--valid-data, --test-data"
+expect_log "--valid-data, --test-data"
+expect_jq '[.[] | select(.event == "eval") | [.set, .epoch, .samples]]
+  == [["valid", 1, 12], ["valid", 2, 12], ["test", 2, 10]] and .[-1].eval.set == "test"' "--valid-data, --test-data"
+mkdir "$tmp/none"
+run "${ps[@]}" --local --test-data "$tmp/none"
+expect 7 "--test-data without images"
+expect_jq '.[-1].message | endswith("/none: no t10k-images-idx3-ubyte in this folder")' "--test-data without images"
+run "${ps[@]}" --valid-data "$tmp/nowhere"
+expect_error 7 bad_data "--valid-data $tmp/nowhere: No such file" "missing --valid-data"
 
 # Bad data.
 run ps --data "$tmp/nowhere"

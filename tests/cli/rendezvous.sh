@@ -73,6 +73,10 @@ expect_log "--ranks 0-1"
 expect_log "--ranks 2-3" "$tmp/b"
 expect_jq '[.[] | select(.event == "rank_end").rank] | sort == [0,1]' "--ranks 0-1"
 expect_jq '[.[] | select(.event == "rank_end").rank] | sort == [2,3]' "--ranks 2-3" "$tmp/b"
+# Each tells of the run as rank 0 knows it.
+of_run='[.run, .seed, .config] | if any(. == null) then error("null") else . end'
+told=$(tail -n 1 "$tmp/out" | jq -c "$of_run") || fail "--ranks 0-1: end: $(tail -n 1 "$tmp/out")"
+[[ $(tail -n 1 "$tmp/b" | jq -c "$of_run") == "$told" ]] || fail "--ranks 2-3: end: $(tail -n 1 "$tmp/b"), not $told"
 
 # An option that is given on both sides has to be the same.
 port=$(free_port)

@@ -34,6 +34,8 @@ expect_jq 'all(.[]; .event != "warn") and .[0].config.steps == 0 and .[-1].steps
 run ps --resume "$saves" --steps 4
 expect 0 "nothing is left to train"
 expect_jq '.[-1].steps == 0' "nothing is left to train"
+expect_jq '[.[] | select(.event == "warn").message] | length == 2
+  and any(.[]; endswith(" is of a job at its end: nothing is left to train without a greater --steps"))' "nothing is left to train"
 
 run ps --resume "$saves" --mode async
 expect_error 7 bad_data "saved with --mode sync, not async" "another mode"

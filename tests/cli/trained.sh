@@ -133,8 +133,41 @@ run predict "$tmp/hybrid" "$tmp/nowhere"
 expect 7 "no input"
 run predict "$tmp/hybrid" "$tmp/test" --embedding-dim 3
 expect_error 7 bad_data "saved with --embedding-dim 16, not 3" "another model"
+run predict "$tmp/hybrid" "$tmp/test" --lr 0.1
+expect_error 2 invalid "--lr has no effect on predict" "a learning rate"
+run predict "$tmp/rl" --threshold 3
+expect_error 2 invalid "--threshold has no effect on predict" "a threshold"
+run predict "$tmp/hybrid" "$tmp/nowhere" --trace "$tmp/nowhere/trace.json"
+expect_error 9 resources "--trace: " "a trace that cannot be written, before the input is read"
 run predict "$tmp/hybrid" "$tmp/test" --rank 0
 expect_error 2 invalid "--rank has no effect on predict" "a rank"
+
+# A checkpoint that is cut short, or is something else.
+for file in manifest.json model.safetensors vocabulary.safetensors; do
+  for damage in "truncate -s 40" "truncate -s -1" "cp $0"; do
+    rm -rf "$tmp/hostile"
+    cp -r "$tmp/hybrid" "$tmp/hostile"
+    newest=$(find "$tmp/hostile" -name 'step-*' | sort | tail -n 1)
+    $damage "$newest/$file"
+    name="predict, $damage $file"
+    run predict "$tmp/hostile" "$tmp/test"
+    expect 7 "$name"
+    expect_log "$name"
+    expect_jq '.[-1] | .kind == "bad_data" and (.message | test("; the one before it is intact: predict .*/step-[0-9]*$"))' "$name"
+    [[ $(wc -l <"$tmp/err") == 1 ]] || fail "$name: not one line on stderr: $(head -c 300 "$tmp/err")"
+  done
+done
+run predict "$(sed 's/.*predict //' "$tmp/err")" "$tmp/test"
+expect 0 "the one before it"
+
+# Old spellings are the same options to a job that goes on.
+run rnn --local --resume "$tmp/rnn" --emsize 8 --epochs 3
+expect 0 "--emsize with --resume"
+expect_jq '.[0].config.embedding_dim == 8 and .[-1].steps > 0' "--emsize with --resume"
+run rnn --local --resume "$tmp/rnn" --emsize 9
+expect_error 7 bad_data "saved with --embedding-dim 8, not 9" "another --emsize"
+run pipeline --resume "$tmp/pipeline" --num_split 3
+expect_error 7 bad_data "saved with --micro-batches 2, not 3" "another --num_split"
 
 run hybrid --eval-only
 expect_error 2 invalid "--eval-only needs --resume" "--eval-only alone"

@@ -139,6 +139,25 @@ TEST_CASE("a pipeline is as good on the test images of CIFAR-10's format as one 
   CHECK(finished.fields(0)["steps"] == 15);
 }
 
+TEST_CASE("a pipeline evaluates one folder after each epoch, another at the end") {
+  const Folder folder, test;
+  write_images(folder, 8, 5, 1);
+  write_images(test, 1, 7, 2);
+  PipelineOptions options = small();
+  options.data = options.valid_data = folder.path();
+  options.test_data = test.path();
+  options.batch_size = 4;
+  options.num_split = {2};
+  options.epochs = 2;
+  const Finished ranks = run_job(Place::kRanks, options);
+  check_evaluated(ranks, "samples", 5, 7);
+  CHECK(ranks.fields(0)["accuracy"] == ranks.all("eval")[2]["accuracy"]);
+  const Finished local = run_job(Place::kLocal, options);
+  check_evaluated(local, "samples", 5, 7);
+  CHECK(local.all("eval")[2]["loss"].get<double>() ==
+        Approx(ranks.all("eval")[2]["loss"].get<double>()).epsilon(1e-3));
+}
+
 TEST_CASE("stages that sleep in place of computing take turns all the same") {
   PipelineOptions options = small();
   options.stages = 3;

@@ -30,12 +30,14 @@ TEST_CASE_METHOD(PsImages, "sync training of images equals the one-process run")
   PsOptions options = this->options();
   options.mode = "sync";
   options.trainers = GENERATE(1, 2, 3);
-  options.dropout = GENERATE(false, true);  // masks come from keys
-  options.clip = options.dropout ? 0.5 : 0;
+  using Rate = std::optional<double>;
+  options.dropout = GENERATE(Rate(0), Rate(), Rate(0.1));  // masks come from keys
+  options.clip = options.dropout == 0 ? 0 : 0.5;
+  if (options.dropout > 0.0 && options.trainers != 2) return;
   options.limit = 101;  // shards that are not alike
-  if (kSanitized && options.trainers == 2) return;
+  if (kSanitized && options.trainers == 2 && !(options.dropout > 0.0)) return;
   options.steps = 30;
-  CAPTURE(options.trainers, options.dropout);
+  CAPTURE(options.trainers, options.dropout.value_or(-1));
   const Snapshot ranks = checkpoint_of(Place::kRanks, options);
   const Snapshot local = checkpoint_of(Place::kLocal, options);
   CHECK(ranks.step == 30);
@@ -67,6 +69,33 @@ TEST_CASE_METHOD(PsImages, "training of images gets better, and says the same as
   }
   CHECK(ranks.fields(0)["loss"].get<double>() ==
         Approx(local.fields(0)["loss"].get<double>()).margin(1e-4));
+}
+
+TEST_CASE_METHOD(PsImages, "a job on images evaluates other folders, one of them at the end") {
+  const Folder valid, test;
+  write_images(valid, 3, 21, 2);
+  write_images(test, 3, 33, 3);
+  PsOptions options = this->options();
+  options.limit = 16;
+  options.trainers = 1;
+  options.epochs = 2;
+  options.log_interval = 0;
+  options.test_data = test.path();
+  check_evaluated(run_job(Place::kLocal, options), "samples", 40, 33);
+  options.valid_data = valid.path();
+  const Folder saves;
+  options.checkpoint = {saves.path(), 0, "auto"};
+  const Finished ranks = run_job(Place::kRanks, options);
+  check_evaluated(ranks, "samples", 21, 33);
+  CHECK(ranks.fields(0)["accuracy"] == ranks.all("eval")[2]["accuracy"]);
+  options.checkpoint = {};
+  CHECK(run_job(Place::kLocal, options).all("eval") == ranks.all("eval"));
+  options.checkpoint = {"", 0, saves.path()};
+  options.eval_only = true;
+  const std::vector<Json> again = run_job(Place::kRanks, options).all("eval");
+  REQUIRE(again.size() == 2);
+  CHECK(again[0] == ranks.all("eval")[1]);
+  CHECK(again[1] == ranks.all("eval")[2]);
 }
 
 TEST_CASE_METHOD(PsImages, "one async trainer is the one-process run, bit by bit") {
@@ -162,7 +191,9 @@ TEST_CASE_METHOD(PsImages, "trainers with other data than the first are refused 
   const Folder other;
   write_images(other, 600, 40, 2);
   const std::string message = refusal_of_other_data<PsOptions>(
-      options(), [&](PsOptions& options) { options.data = other.path(); });
+      options(), [&, only_test = GENERATE(false, true)](PsOptions& options) {
+        (only_test ? options.test_data : options.data) = other.path();
+      });
   CAPTURE(message);
   CHECK(contains(message, "trainer 2 has read other data than the others"));
 }

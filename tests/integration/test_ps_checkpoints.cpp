@@ -61,6 +61,9 @@ TEST_CASE_METHOD(FewPsImages, "a job that is over goes on to its end at once") {
   const Finished again = run_job(place, options);
   CHECK(again.fields(0).value("steps", 0) == 0);
   CHECK(again.all("eval").size() == 1);
+  REQUIRE(again.all("warn").size() == 1);
+  CHECK(contains(again.all("warn")[0]["message"],
+                 "nothing is left to train without a greater --epochs"));
   check_same(newest_checkpoint(folder.path()), before);
 }
 
@@ -171,7 +174,8 @@ TEST_CASE_METHOD(FewPsImages, "another job's checkpoint on images is refused, wi
   refused([](auto& o) { o.seed = 2; }, "saved with --seed 1, not 2");
   refused([](auto& o) { o.limit = 50; }, "saved with examples 96, not 50");
   refused([](auto& o) { o.mean = 0.5; }, "saved with --mean 0.1307, not 0.5");
-  refused([](auto& o) { o.dropout = false; }, "saved with --dropout on, not off");
+  refused([](auto& o) { o.dropout = 0; }, "saved with --dropout on, not off");
+  refused([](auto& o) { o.dropout = 0.3; }, "saved with --dropout on, not 0.3");
   refused([&](auto& o) { o.data = other.path(); }, "saved while training on other data");
 }
 

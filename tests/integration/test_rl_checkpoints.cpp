@@ -63,6 +63,7 @@ TEST_CASE("a job of episodes that is over stays so") {
   const Finished first = run_job(place, options);
   const Finished again = run_job(place, options);
   CHECK(again.all("episode").empty());
+  CHECK(again.all("warn").size() == (solved ? 0 : 1));  // --max-episodes
   for (const char* name : {"solved", "episodes", "running_reward"}) {
     CHECK(again.fields(0)[name] == first.fields(0)[name]);
   }

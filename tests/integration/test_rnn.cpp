@@ -178,6 +178,20 @@ TEST_CASE_METHOD(RnnText, "validation is of all columns, however many trainers s
   }
 }
 
+TEST_CASE_METHOD(RnnText,
+                 "a language model is evaluated on one text after each epoch, another at the end") {
+  RnnOptions options = on_text();
+  options.test_data = folder.write("test.txt", make_text(12, 3));
+  options.epochs = 2;
+  const Finished ranks = run_job(Place::kRanks, options);
+  const std::vector<Json> lines = ranks.all("eval");
+  REQUIRE(lines.size() == 3);
+  CHECK(lines[2]["words"] < lines[1]["words"]);
+  check_evaluated(ranks, "words", lines[0]["words"], lines[2]["words"]);
+  check_perplexity(lines[2]);
+  CHECK(run_job(Place::kLocal, options).all("eval") == lines);
+}
+
 TEST_CASE_METHOD(RnnText, "the learning rate is divided by four after each stall") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   CAPTURE(place);

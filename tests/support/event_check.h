@@ -37,6 +37,8 @@ inline bool has_type(const job::Json& value, job::FieldType type) {
       return all(kText);
     case kNames:
       return value.is_string() || all(kText);
+    case kNumberOrText:
+      return value.is_number() || value.is_string();
     case kObject:
       return value.is_object();
   }

@@ -198,6 +198,19 @@ Finished run_job(Place place, const Options& options, const Hooks<Options>& hook
   return finished;
 }
 
+/// Two epochs' evaluations: of the validation data after each, of the test data at the end.
+inline void check_evaluated(const Finished& job, const char* counted, int64_t valid, int64_t test) {
+  const std::vector<Json> lines = job.all("eval");
+  REQUIRE(lines.size() == 3);
+  for (size_t i = 0; i < 3; ++i) {
+    CAPTURE(i, lines[i].dump());
+    CHECK(lines[i]["set"] == (i == 2 ? "test" : "valid"));
+    CHECK(lines[i][counted] == (i == 2 ? test : valid));
+    CHECK(lines[i]["epoch"] == (i == 0 ? 1 : 2));
+  }
+  CHECK(job.fields(0)["eval"] == lines[2]);
+}
+
 /// Fails unless all ranks have ended with this kind of error; gives back the one that began it.
 template <class Options>
 base::Error error_of_job(base::ErrorKind kind, Place place, const Options& options,

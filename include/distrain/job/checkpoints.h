@@ -49,10 +49,10 @@ struct Snapshot {
 };
 
 /// A checkpoint, or the newest in a folder of them. Throws `bad_data`; of one that is damaged the
-/// message names the intact one before it.
-Snapshot read_checkpoint(const std::string& path);
+/// message names the intact one before it, to be used with `use`.
+Snapshot read_checkpoint(const std::string& path, const char* use = "--resume");
 /// The same without tensors, which takes no time.
-Snapshot read_manifest(const std::string& path);
+Snapshot read_manifest(const std::string& path, const char* use = "--resume");
 
 /// What a job is to go on from; none: it begins afresh.
 std::optional<std::string> checkpoint_to_resume(const CheckpointOptions& options);
@@ -68,8 +68,8 @@ class Checkpoints {
 
   bool saving() const { return store_ != nullptr; }
 
-  /// What the job is to go on from, if it is; emits a `checkpoint` line.
-  std::optional<Snapshot> load() const;
+  /// What the job is to go on from, if it is; emits a `checkpoint` line. `use`: read_checkpoint().
+  std::optional<Snapshot> load(const char* use = "--resume") const;
   /// Emits a `checkpoint` line.
   void save(const Snapshot& snapshot);
   /// What was saved last, in words, for a job that ends before its time.

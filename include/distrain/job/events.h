@@ -30,8 +30,9 @@ enum class FieldType {
   kIntegers,  ///< a list, as the next two
   kNumbers,
   kTexts,
-  kNames,   ///< a text, or a list of them
-  kObject,  ///< with fields of its own
+  kNames,         ///< a text, or a list of them
+  kNumberOrText,  ///< a number, or a word in its place
+  kObject,        ///< with fields of its own
 };
 
 /// A field of a line, which every such line has unless it is `sometimes` there.

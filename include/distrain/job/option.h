@@ -38,15 +38,18 @@ struct Option {
   std::string details;  ///< what the man page alone says besides
   double min = 0;
   double max = 0;
-  bool above_min = false;            ///< `min` itself is not allowed
-  bool below_max = false;            ///< nor is `max`
-  std::vector<std::string> choices;  ///< all of a kChoice; of a text some that a shell offers
+  bool above_min = false;  ///< `min` itself is not allowed
+  bool below_max = false;  ///< nor is `max`
+  /// All of a kChoice; of a text some that a shell offers; of a number the words, on and off, that
+  /// may stand in its place.
+  std::vector<std::string> choices;
   char short_name = 0;
   /// What a path must lead to, which is seen before any rank starts.
   enum class Path { kAny, kFile, kFolder };
   Path path = Path::kAny;
   std::string needs;             ///< another option, without which it makes no sense
   bool may_change = false;       ///< a job may go on from a checkpoint with another value
+  bool of_predict = false;       ///< `predict` heeds it, though it may change
   bool step_limit = false;       ///< a job that has reached it goes on without it
   bool hidden = false;           ///< for tests; in no text
   bool random_only = false;      ///< without effect when there is a data file
@@ -111,7 +114,8 @@ class ParsedOptions {
 namespace detail {
 
 // A member of an options structure from a canonical value, and back. Empty: an optional that is not
-// there, a list of nothing. Of a bool `yes` and `no` are the words.
+// there, a list of nothing. Of a bool `yes` and `no` are the words, of a number that may be `on` or
+// `off` those: it is not there, or 0.
 
 template <class T>
 void read_value(const std::string& text, T& value) {
@@ -123,6 +127,11 @@ void read_value(const std::string& text, T& value) {
 }
 inline void read_value(const std::string& text, bool& value, const char* yes, const char*) {
   value = text == yes;
+}
+inline void read_value(const std::string& text, std::optional<double>& value, const char* on,
+                       const char*) {
+  value.reset();
+  if (text != on) value = base::number<double>(text).value_or(0);
 }
 template <class T>
 void read_value(const std::string& text, std::optional<T>& value) {
@@ -149,6 +158,10 @@ std::string write_value(const T& value) {
 }
 inline std::string write_value(bool value, const char* yes, const char* no) {
   return value ? yes : no;
+}
+inline std::string write_value(const std::optional<double>& value, const char* on,
+                               const char* off) {
+  return !value ? on : *value == 0 ? off : write_value(*value);
 }
 template <class T>
 std::string write_value(const std::optional<T>& value) {

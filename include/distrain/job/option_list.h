@@ -44,6 +44,8 @@ class OptionRow {
   OptionRow& each_own() { return set(option_.each_own, true); }
   /// A job may go on from a checkpoint with another value.
   OptionRow& may_change() { return set(option_.may_change, true); }
+  /// The command `predict` heeds it, though it may change.
+  OptionRow& of_predict() { return set(option_.of_predict, true).may_change(); }
   /// The step that ends the run, 0: none. A job that has got there goes on without it.
   OptionRow& step_limit() { return set(option_.step_limit, true).may_change(); }
   /// Of this process alone: nobody else has to know.
@@ -126,12 +128,13 @@ class OptionList {
     rows_.back().option.choices = std::move(choices);
     return row.value_name("NAME");
   }
-  /// A bool.
+  /// A std::optional<double>: how much, or `off`, which is 0, or `on`, where it is empty and the
+  /// job knows how much.
   template <class Member>
-  OptionRow on_off(std::string name, Member member, std::string help) {
-    OptionRow row = add(std::move(name), ValueKind::kChoice, member, std::move(help), "on", "off");
+  OptionRow on_off_or_real(std::string name, Member member, std::string help) {
+    OptionRow row = add(std::move(name), ValueKind::kReal, member, std::move(help), "on", "off");
     rows_.back().option.choices = {"on", "off"};
-    return row.value_name("NAME");
+    return row.value_name("on|off|X").range(0, 1e6);
   }
   template <class Member>
   OptionRow flag(std::string name, Member member, std::string help) {

@@ -59,6 +59,13 @@ struct CommonOptions {
 
 /// How parameters are updated.
 struct RuleOptions : optim::RuleText {
+  /// What `--lr-schedule` takes, with what its lengths are; `more`: where epochs are evaluated.
+  static std::string lr_schedule_help(const std::string& lengths, const std::string& more = {}) {
+    return "of the learning rate: constant, step:SIZE[,GAMMA]" + more +
+           " or cosine:LENGTH[,FLOOR], after warmup:LENGTH+ if there is one; lengths are " +
+           lengths;
+  }
+
   /// Throws `invalid` for what no rule can be made of.
   optim::Rule rule() const { return optim::make_rule(*this); }
 
@@ -71,10 +78,9 @@ struct RuleOptions : optim::RuleText {
     list.real("momentum", &RuleOptions::momentum, "of sgd and rmsprop");
     list.real("weight-decay", &RuleOptions::weight_decay, "of the optimizer")
         .by_default("0.01 of adamw, else 0");
-    list.text("lr-schedule", &RuleOptions::lr_schedule, "SCHEDULE",
-              "of the learning rate: constant, step:SIZE[,GAMMA], cosine:LENGTH[,FLOOR] or "
-              "plateau:PATIENCE[,FACTOR], after warmup:LENGTH+ if there is one; lengths are steps, "
-              "with an e behind them epochs")
+    list.text(
+            "lr-schedule", &RuleOptions::lr_schedule, "SCHEDULE",
+            lr_schedule_help("steps, with an e behind them epochs", ", plateau:PATIENCE[,FACTOR]"))
         .may_change();
     list.real("clip", &RuleOptions::clip, "limit of the gradient's norm; 0: none");
   }

@@ -80,6 +80,8 @@ class Schedule {
 
   /// Before the first next(). Throws `bad_data` for one that cannot be of this job.
   void resume(Position position);
+  /// All steps had been made by then.
+  bool over() const { return job_over(); }
 
   /// The trainer has finished what it had. Done when there is something for it; fails for all when
   /// a hook throws. `stop`: it was told to end, so all are to save and end. `wanted`: so many steps

@@ -106,6 +106,7 @@ struct Plan : Schedule::Terms {
   std::string lr_schedule;  ///< optim::Schedule::parse
   Unit unit = Unit::kSamples;
   int log_interval = 0;
+  std::string limit;                          ///< the option that says how long to train
   bool log = true;                            ///< `step` and `epoch` lines, the last epoch's loss
   int64_t steps_at_once = 1'000'000;          ///< that are handed out together, at most
   std::string what_must_agree = "the files";  ///< in words, for a trainer that has read others
@@ -117,14 +118,14 @@ struct Plan : Schedule::Terms {
   std::vector<PartName> parts;
   static constexpr auto kFields = std::tuple(
       &Plan::trainers, &Plan::epochs, &Plan::steps, &Plan::steps_per_epoch, &Plan::take_over,
-      &Plan::eval_only, &Plan::lr, &Plan::lr_schedule, &Plan::unit, &Plan::what_must_agree,
-      &Plan::first_rank, &Plan::agreed, &Plan::alike, &Plan::parts);
+      &Plan::eval_only, &Plan::lr, &Plan::lr_schedule, &Plan::unit, &Plan::limit,
+      &Plan::what_must_agree, &Plan::first_rank, &Plan::agreed, &Plan::alike, &Plan::parts);
 
   Plan() { take_over = true; }
   static Plan of(const TrainerOptions& options, int64_t steps_per_epoch);
-  /// Of one trainer that has no epochs, and lines of its own. Without end if `steps` is 0. Throws
-  /// `invalid` for a schedule that counts epochs or evaluations.
-  static Plan of_steps(const RuleOptions& options, int64_t steps);
+  /// Of one trainer that has no epochs, and lines of its own. Without end if `steps`, which the
+  /// option `limit` says, is 0. Throws `invalid` for a schedule that counts epochs or evaluations.
+  static Plan of_steps(const RuleOptions& options, int64_t steps, std::string limit = "");
 };
 
 /// Emits a trainer's `step` and `epoch` lines, and counts for `end`.

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,9 +29,10 @@ class ConvNet {
   explicit ConvNet(uint64_t seed, const std::vector<c10::Device>& devices = {c10::kCPU});
 
   /// Images [n, 1, 28, 28] → log-probabilities [n, 10]. `parameters` in the order of names(), on
-  /// whichever devices; the result is on that of the last.
+  /// whichever devices; the result is on that of the last. `rate` is that of dropout in both of its
+  /// places; none: the example's, 0.25 of the channels and 0.5 of the numbers.
   static at::Tensor forward(const std::vector<at::Tensor>& parameters, const at::Tensor& images,
-                            nn::Dropout dropout);
+                            nn::Dropout dropout, std::optional<double> rate = {});
 
   static const std::vector<std::string>& names();
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
@@ -41,7 +43,8 @@ class ConvNet {
   /// Training: on the parameters as they are now; an update meanwhile leaves this pass alone.
   /// Without a `dropout_key` there is no dropout.
   PsForward forward_training(rpc::CallContext& call, at::Tensor images,
-                             std::optional<uint64_t> dropout_key);
+                             std::optional<uint64_t> dropout_key,
+                             std::optional<double> dropout_rate);
   at::Tensor forward_evaluating(rpc::CallContext& call, at::Tensor images);
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
   /// Of an autograd context, in the order of names(); undefined where there is none.

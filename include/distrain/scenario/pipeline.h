@@ -30,9 +30,9 @@ struct PipelineOptions : job::CommonOptions, job::RuleOptions {
   int64_t image_size = 128;  ///< pixels, both sides
   int64_t classes = 1000;
   std::string data;  ///< folder with CIFAR-10's binary files or MNIST's IDX files; empty: random
-  std::string valid_data;  ///< folder with test images to evaluate on; empty: no evaluation
-  std::string weights;     ///< safetensors file to begin with; empty: torchvision's initialisation
-  bool explain = false;    ///< the schedule in place of the job
+  std::string valid_data, test_data;  ///< folders with test images; empty: no such evaluation
+  std::string weights;   ///< safetensors file to begin with; empty: torchvision's initialisation
+  bool explain = false;  ///< the schedule in place of the job
   /// Not an option of the command line: told the gradients of each batch, by parameter, on the
   /// master, before they are applied.
   std::function<void(const data::NamedTensors&)> on_gradients;

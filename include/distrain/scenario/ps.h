@@ -12,10 +12,11 @@ struct PsOptions : job::TrainerOptions {
   PsOptions();
   static void describe(job::OptionList<PsOptions>& list);
 
-  bool dropout = true;
+  std::optional<double> dropout;  ///< of both layers; none: the tutorial's 0.25 and 0.5
   bool verify_grads = false;
-  std::string data;   ///< folder with IDX files
-  int64_t limit = 0;  ///< training examples; 0: all
+  std::string data;                   ///< folder with IDX files
+  std::string valid_data, test_data;  ///< as data; empty: data's own test images, none
+  int64_t limit = 0;                  ///< training examples; 0: all
   double mean = 0.1307;
   double std = 0.3081;
   std::optional<int> num_gpus;  ///< of the server; none: as `--device` says

@@ -19,9 +19,9 @@ struct RnnOptions : job::TrainerOptions {
   int nhid = 3;
   int nlayers = 4;
   double dropout = 0.5;
-  std::string data;  ///< text; empty: random batches
-  std::string valid_data;
-  int generate = 0;  ///< words of a sample at the end
+  std::string data;                   ///< text; empty: random batches
+  std::string valid_data, test_data;  ///< as data; empty: no such evaluation
+  int generate = 0;                   ///< words of a sample at the end
   std::string prompt;
 };
 

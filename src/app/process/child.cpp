@@ -103,13 +103,14 @@ void Child::read_pipes(bool lines) {
 }
 
 void Child::take_line(std::string line) {
-  ready_ = ready_ || names_event(line, "ready");
-  const bool is_error = names_event(line, "error");
-  if (is_error || names_event(line, "rank_end")) {
+  const bool is_ready = names_event(line, "ready"), is_error = names_event(line, "error");
+  if (is_ready || is_error || names_event(line, "rank_end")) {
     Json json = Json::parse(line, nullptr, false);
     if (json.is_object()) {
       if (const Json role = json.value("role", Json()); role.is_string()) role_ = role;
-      (is_error ? error_ : rank_end_) = std::move(json);
+      if (const Json run = json.value("run", Json()); run.is_string()) run_id_ = run;
+      ready_ = ready_ || is_ready;
+      if (!is_ready) (is_error ? error_ : rank_end_) = std::move(json);
       if (is_error) return;  // the launcher prints one in all: the root cause's
     }
   }

@@ -74,6 +74,8 @@ class Child {
   int exit_code() const;
   /// Has found all others.
   bool ready() const { return ready_; }
+  /// As its lines have it; empty: not yet.
+  const std::string& run_id() const { return run_id_; }
   /// The signal that it took and ended by in good order, as its last line tells; 0 if none.
   int stopped_by() const;
   /// The signal that killed it, 0 if none.
@@ -104,6 +106,7 @@ class Child {
   double rss_mb_ = 0;
   bool ended_by_us_ = false;
   bool ready_ = false;
+  std::string run_id_;
 };
 
 }  // namespace distrain::app

@@ -58,6 +58,8 @@ class Launcher {
  public:
   explicit Launcher(const LaunchPlan& plan)
       : plan_(plan),
+        run_id_(plan.told.run_id),
+        config_(plan.config),
         listener_(plan.told.listen_fd),
         output_(STDOUT_FILENO),
         progress_(plan.progress, plan.epochs),
@@ -335,7 +337,16 @@ class Launcher {
     return cause;
   }
 
+  /// What rank 0 has told our ranks, where another launcher has it.
+  void hear_of_run() {
+    for (const Child& child : children_) {
+      if (run_id_.empty()) run_id_ = child.run_id();
+      config_ = child.rank_end().value("config", config_);
+    }
+  }
+
   int finish() {
+    hear_of_run();
     const std::optional<Cause> cause = tell_cause();
     Summary summary;
     for (const Child& child : children_) {
@@ -343,7 +354,7 @@ class Launcher {
       summary.add({{"rss_mb", child.rss_mb()}});
     }
     Json end = summary.end_fields(plan_.told.started, cause);
-    tell_config(plan_.config, end);
+    tell_config(config_, end);
     tell("end", end);
     pump();
     while (!output_.empty() && !write_error_ && !stop_waiting_) wait_once();
@@ -357,10 +368,12 @@ class Launcher {
   }
 
   void tell(const char* event, const Json& fields) {
-    output_.push(json_line(event, plan_.told.run_id, plan_.cmd, std::nullopt, "launcher", fields));
+    output_.push(json_line(event, run_id_, plan_.cmd, std::nullopt, "launcher", fields));
   }
 
   const LaunchPlan& plan_;
+  std::string run_id_;  // empty: not known yet
+  Json config_;
   net::Fd listener_;
   net::Fd signals_;
   OutputQueue output_;

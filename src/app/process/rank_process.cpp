@@ -190,7 +190,10 @@ class RankProcess {
     summary.add({{"rss_mb", peak_rss_mb()}});
     summary.add(run_.devices->usage());
     Json end = summary.end_fields(run_.job.started, cause);
-    if (run_.last_event == "end") tell_config(run_.config(sink_.of_rank_0()), end);
+    // A launcher with rank 0 knows it by itself; another one hears of it here.
+    const job::OptionMap of_rank_0 = sink_.of_rank_0();
+    const bool known = of_rank_0.empty() || run_.job.effective.contains(job::kRunId);
+    if (!run_.job.spawned || !known) tell_config(run_.config(of_rank_0), end);
     return sink_.finish(end);
   }
 

@@ -47,11 +47,8 @@ PipelineData::PipelineData(const PipelineOptions& options) : options_(options) {
   if (options.data.empty()) return;
   images_ = data::read_training_images(options.data);
   check_labels(images_, options.data);
-  const std::string& valid = options.valid_data;
-  if (valid.empty()) return;
-  valid_images_ = read_test_images(valid, coloured(images_));
-  if (valid_images_.labels.empty()) bad_data(valid + ": images without labels");
-  check_labels(valid_images_, valid);
+  if (!options.valid_data.empty()) valid_ = read_labelled(options.valid_data);
+  if (!options.test_data.empty()) test_ = read_labelled(options.test_data);
 }
 
 PipelineData::PipelineData(const PipelineOptions& options, const job::Snapshot& snapshot,
@@ -59,8 +56,16 @@ PipelineData::PipelineData(const PipelineOptions& options, const job::Snapshot& 
     : options_(options) {
   const std::string kind = snapshot.agreed("format");
   if (kind == kRandom) snapshot.refuse("it was trained on random images, which have no classes");
-  valid_images_ = read_test_images(images, kind == kCifar);
-  check_labels(valid_images_, images);
+  test_ = read_test_images(images, kind == kCifar);
+  check_labels(test_, images);
+}
+
+/// Of the kind that the model is trained on.
+data::ImageSet PipelineData::read_labelled(const std::string& folder) const {
+  data::ImageSet images = read_test_images(folder, coloured(images_));
+  if (images.labels.empty()) bad_data(folder + ": images without labels");
+  check_labels(images, folder);
+  return images;
 }
 
 void PipelineData::check_labels(const data::ImageSet& images, const std::string& path) const {
@@ -104,10 +109,10 @@ int64_t PipelineData::batches_per_epoch() const {
   return std::max<int64_t>(images_.count / options_.batch_size, 1);
 }
 
-void PipelineData::each_valid_batch(const job::Share& share,
-                                    const std::function<void(const data::ImageBatch&)>& use) const {
-  data::each_batch(valid_images_, share.first(valid_images_.count), share.end(valid_images_.count),
-                   options_.batch_size, form_of(valid_images_), use);
+void PipelineData::each_batch(const data::ImageSet& images, const job::Share& share,
+                              const std::function<void(const data::ImageBatch&)>& use) const {
+  data::each_batch(images, share.first(images.count), share.end(images.count), options_.batch_size,
+                   form_of(images), use);
 }
 
 }  // namespace distrain::scenario

@@ -31,11 +31,13 @@ class PipelineData {
   /// That its images fill, at least 1. Not of random data.
   int64_t batches_per_epoch() const;
 
-  /// Whether there are images of the second constructor, or test images of `valid_data`.
-  bool has_valid_images() const { return valid_images_.count > 0; }
-  /// A share of them in batches; labels are -1 where there are none.
-  void each_valid_batch(const job::Share& share,
-                        const std::function<void(const data::ImageBatch&)>& use) const;
+  /// Images to evaluate on after each epoch, and at the end: those of the second constructor. None
+  /// where they are not asked for.
+  const data::ImageSet& valid() const { return valid_; }
+  const data::ImageSet& test() const { return test_; }
+  /// A share of such images in batches; labels are -1 where there are none.
+  void each_batch(const data::ImageSet& images, const job::Share& share,
+                  const std::function<void(const data::ImageBatch&)>& use) const;
 
   /// For checkpoints: data (random, cifar10, idx); for images also how many there are and how they
   /// are normalised.
@@ -46,12 +48,13 @@ class PipelineData {
   const data::NamedTensors& weights() const { return weights_; }
 
  private:
+  data::ImageSet read_labelled(const std::string& folder) const;
   void check_labels(const data::ImageSet& images, const std::string& path) const;
   data::ImageForm form_of(const data::ImageSet& images) const;
 
   const PipelineOptions options_;
   data::ImageSet images_;  // empty: random
-  data::ImageSet valid_images_;
+  data::ImageSet valid_, test_;
   data::NamedTensors weights_;
 };
 

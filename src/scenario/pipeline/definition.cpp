@@ -55,8 +55,11 @@ job::Json explain(const PipelineOptions& options, const nn::PipelineSchedule& sc
 void check_pipeline(const PipelineOptions& options) {
   cut(options);
   const bool saves = !options.checkpoint.dir.empty() || !options.checkpoint.resume.empty();
-  if ((saves || !options.valid_data.empty()) && options.num_split.size() > 1) {
-    invalid(std::string(saves ? "--checkpoint and --resume need" : "--valid-data needs") +
+  const bool evaluates = !options.valid_data.empty() || !options.test_data.empty();
+  if ((saves || evaluates) && options.num_split.size() > 1) {
+    invalid(std::string(saves                         ? "--checkpoint and --resume need"
+                        : !options.valid_data.empty() ? "--valid-data needs"
+                                                      : "--test-data needs") +
             " one --micro-batches, not several: each number trains a model of its own");
   }
   for (const int64_t num_split : options.num_split) {
@@ -110,6 +113,10 @@ grey ones by 0.5 and 0.5 and repeated to three channels; then images are resized
               "evaluate on this folder's test images at the end of each epoch")
       .needs("data")
       .details("Needs --data and one --micro-batches. It may be the same folder.");
+  list.folder("test-data", &PipelineOptions::test_data,
+              "evaluate on this folder's test images at the end")
+      .needs("data")
+      .details("As --valid-data.");
   list.file("weights", &PipelineOptions::weights, "safetensors file with the weights to begin with")
       .by_default("torchvision's initialisation")
       .details(R"(
@@ -149,9 +156,7 @@ p - s + 1 at most; it takes as long.)");
       .details(R"(
 A line for each number of --micro-batches. Each step counts as one unit of time; `length` and
 `begin` are in such units, `bubble` is the share of the stages' time that is waiting.)");
-  list.find("lr-schedule").help =
-      "of the learning rate: constant, step:SIZE[,GAMMA] or cosine:LENGTH[,FLOOR], after "
-      "warmup:LENGTH+ if there is one; lengths are batches of a run";
+  list.find("lr-schedule").help = lr_schedule_help("batches of a run");
   list.find("log-interval").help = "batches between 'step' lines; 0: none";
   list.find("checkpoint-every").help = "batches between two saves";
   list.row("checkpoint-every")
@@ -210,7 +215,8 @@ job that is resumed ends in the same bits with the same --threads.
                     {"batch_s", kNumber, "seconds from the cutting of the batch to its update"},
                     samples_per_s,
                     with_data("in the batch")}),
-               job::eval_event("at the end of an epoch, or of the job, with --valid-data"),
+               job::eval_event(
+                   "at the end of an epoch, or of the job, with --valid-data or --test-data"),
                {"split",
                 "at the end of the run of a number of --micro-batches",
                 {{"num_split", kInteger, "micro-batches of a batch"},

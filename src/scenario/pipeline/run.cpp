@@ -55,7 +55,8 @@ int64_t PipelineRun::batches() const {
 
 job::Plan PipelineRun::plan() const {
   job::Plan plan =
-      job::Plan::of_steps(options_, batches() * static_cast<int64_t>(options_.num_split.size()));
+      job::Plan::of_steps(options_, batches() * static_cast<int64_t>(options_.num_split.size()),
+                          options_.epochs > 0 ? "--epochs" : "--batches");
   if (!options_.data.empty() && options_.num_split.size() == 1) {
     plan.steps_per_epoch = data_.batches_per_epoch();
     plan.epochs = (plan.steps + plan.steps_per_epoch - 1) / plan.steps_per_epoch;
@@ -75,17 +76,20 @@ void PipelineRun::keep_in(job::TrainingPlan& training) {
     model_.load(saved);
   };
   training.keep("", std::move(part));
-  if (!data_.has_valid_images()) return;
-  training.evaluate_epochs([this](const job::Share& share) {
-    job::Evaluation evaluation;
-    data_.each_valid_batch(share, [&](const data::ImageBatch& batch) {
-      const at::Tensor scores = model_.scores(batch.images);
-      const at::Tensor share_of_loss = loss_share(options_, scores, batch.labels);
-      evaluation.add(scores, rpc::placed(batch.labels, scores.device()),
-                     share_of_loss.item<double>() * static_cast<double>(options_.batch_size));
-    });
-    return evaluation;
-  });
+  const auto of = [this](const data::ImageSet& images) {
+    return [this, &images](const job::Share& share) {
+      job::Evaluation evaluation;
+      data_.each_batch(images, share, [&](const data::ImageBatch& batch) {
+        const at::Tensor scores = model_.scores(batch.images);
+        const at::Tensor share_of_loss = loss_share(options_, scores, batch.labels);
+        evaluation.add(scores, rpc::placed(batch.labels, scores.device()),
+                       share_of_loss.item<double>() * static_cast<double>(options_.batch_size));
+      });
+      return evaluation;
+    };
+  };
+  training.evaluate_epochs(of(data_.valid()));
+  training.evaluate_at_end(of(data_.test()));
 }
 
 void PipelineRun::begin(int64_t num_split) {

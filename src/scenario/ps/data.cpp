@@ -1,6 +1,7 @@
 #include "data.h"
 
 #include <algorithm>
+#include <utility>
 
 #include <ATen/Functions.h>
 #include <fmt/format.h>
@@ -29,6 +30,12 @@ void check_images(const std::string& path, const data::ImageSet& images) {
   }
 }
 
+data::ImageSet read_test_images(const std::string& path) {
+  data::ImageSet images = data::read_images(path);
+  check_images(path, images);
+  return images;
+}
+
 }  // namespace
 
 PsData::PsData(const PsOptions& options)
@@ -39,14 +46,15 @@ PsData::PsData(const PsOptions& options)
       sampler_(options.seed, options.trainers, examples_, options.batch_size) {
   check_images(options.data, files_.train);
   if (files_.test) check_images(options.data, *files_.test);
+  valid_ = std::exchange(files_.test, std::nullopt);
+  if (!options.valid_data.empty()) valid_ = read_test_images(options.valid_data);
+  if (!options.test_data.empty()) test_ = read_test_images(options.test_data);
 }
 
 PsData::PsData(const PsOptions& options, const std::string& images)
     : options_(options),
-      files_{{}, data::read_images(images)},
-      sampler_(options.seed, options.trainers, examples_, options.batch_size) {
-  check_images(images, *files_.test);
-}
+      test_(read_test_images(images)),
+      sampler_(options.seed, options.trainers, examples_, options.batch_size) {}
 
 job::Plan PsData::plan() const {
   job::Plan plan = job::Plan::of(options_, sampler_.steps_per_epoch());
@@ -59,7 +67,8 @@ void PsData::agree(job::TrainingPlan& training) const {
   training.agree("examples", examples_);
   training.agree("--mean", job::Json(options_.mean).dump());
   training.agree("--std", job::Json(options_.std).dump());
-  if (files_.test) training.alike("test-data", std::to_string(files_.test->content_hash));
+  if (valid_) training.alike("valid-data", std::to_string(valid_->content_hash));
+  if (test_) training.alike("test-data", std::to_string(test_->content_hash));
 }
 
 data::ImageBatch PsData::batch_of(const data::ImageSet& set,
@@ -72,30 +81,38 @@ data::ImageBatch PsData::batch(const job::Step& step) {
   return batch_of(files_.train, sampler_.batch(step.epoch, step.shard, step.number));
 }
 
-void PsData::each_test_batch(const job::Share& share,
-                             const std::function<void(const data::ImageBatch&)>& use) const {
-  if (!files_.test) return;
+void PsData::each_batch(const data::ImageSet& set, const job::Share& share,
+                        const std::function<void(const data::ImageBatch&)>& use) const {
   const auto batch_size = std::clamp<int64_t>(options_.batch_size, 16, kMostAtOnce);
-  share.each_batch(files_.test->count, batch_size, [&](std::span<const int64_t> examples) {
-    use(batch_of(*files_.test, examples));
-  });
+  share.each_batch(set.count, batch_size,
+                   [&](std::span<const int64_t> examples) { use(batch_of(set, examples)); });
 }
 
-job::Evaluation PsData::evaluate(
-    const job::Share& share,
-    const std::function<at::Tensor(const at::Tensor& images)>& forward) const {
-  job::Evaluation evaluation;
-  each_test_batch(share, [&](const data::ImageBatch& batch) {
-    const at::Tensor scores = forward(batch.images);
-    const at::Tensor targets = rpc::placed(batch.labels, scores.device());
-    const at::Tensor losses = at::nll_loss(scores, targets, {}, at::Reduction::Sum);
-    evaluation.add(scores, targets, losses.item<double>());
-  });
-  return evaluation;
+void PsData::each_test_batch(const job::Share& share,
+                             const std::function<void(const data::ImageBatch&)>& use) const {
+  each_batch(*test_, share, use);
+}
+
+void PsData::evaluate_in(job::TrainingPlan& training,
+                         const std::function<at::Tensor(const at::Tensor&)>& forward) const {
+  const auto of = [&](const data::ImageSet& set) {
+    return [this, &set, forward](const job::Share& share) {
+      job::Evaluation evaluation;
+      each_batch(set, share, [&](const data::ImageBatch& batch) {
+        const at::Tensor scores = forward(batch.images);
+        const at::Tensor targets = rpc::placed(batch.labels, scores.device());
+        const at::Tensor losses = at::nll_loss(scores, targets, {}, at::Reduction::Sum);
+        evaluation.add(scores, targets, losses.item<double>());
+      });
+      return evaluation;
+    };
+  };
+  if (valid_) training.evaluate_epochs(of(*valid_));
+  if (test_) training.evaluate_at_end(of(*test_));
 }
 
 std::optional<uint64_t> dropout_key(const PsOptions& options, const job::Step& step) {
-  if (!options.dropout) return std::nullopt;
+  if (options.dropout == 0) return std::nullopt;
   return base::Random({options.seed, static_cast<uint64_t>(step.epoch),
                        static_cast<uint64_t>(step.shard), static_cast<uint64_t>(step.number)})
       .next();

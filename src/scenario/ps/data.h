@@ -24,20 +24,23 @@ class PsData {
   /// What all trainers must have read alike.
   void agree(job::TrainingPlan& training) const;
   data::ImageBatch batch(const job::Step& step);
+  /// Has the validation images evaluated after each epoch and the test images at the end; `forward`
+  /// gives the log-probabilities of a batch. To outlive the training.
+  void evaluate_in(job::TrainingPlan& training,
+                   const std::function<at::Tensor(const at::Tensor& images)>& forward) const;
   /// The share's test images, in batches that take no more memory than those of training.
   void each_test_batch(const job::Share& share,
                        const std::function<void(const data::ImageBatch&)>& use) const;
-  /// Of them; `forward` gives the log-probabilities of a batch.
-  job::Evaluation evaluate(
-      const job::Share& share,
-      const std::function<at::Tensor(const at::Tensor& images)>& forward) const;
 
  private:
+  void each_batch(const data::ImageSet& set, const job::Share& share,
+                  const std::function<void(const data::ImageBatch&)>& use) const;
   data::ImageBatch batch_of(const data::ImageSet& set, std::span<const int64_t> examples) const;
 
   const PsOptions options_;
   data::ImageFolder files_;
-  int64_t examples_ = 0;  // to train on
+  std::optional<data::ImageSet> valid_, test_;  // to evaluate on after each epoch, at the end
+  int64_t examples_ = 0;                        // to train on
   data::Sampler sampler_;
 };
 

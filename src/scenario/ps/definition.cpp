@@ -78,7 +78,11 @@ PsOptions::PsOptions() {
 void PsOptions::describe(job::OptionList<PsOptions>& list) {
   list.integer("limit", &PsOptions::limit, "train on the first N examples; 0: on all")
       .may_change();  // it is the examples that have to be as many
-  list.on_off("dropout", &PsOptions::dropout, "of the model while it trains");
+  list.on_off_or_real("dropout", &PsOptions::dropout,
+                      "share of channels and numbers set to 0 in training; on: the tutorial's, "
+                      "0.25 and 0.5")
+      .value_name("on|off|P")
+      .below(0, 1);
   list.integer("num-gpus", &PsOptions::num_gpus,
                "GPUs of the server: with 2 the convolutions are on cuda:0, the rest on cuda:1")
       .range(0, 2)
@@ -94,6 +98,13 @@ void PsOptions::describe(job::OptionList<PsOptions>& list) {
       .each_own();
   list.folder("data", &PsOptions::data, "folder with MNIST's IDX files, plain or gzip")
       .by_default("Debian's dataset-fashion-mnist, if installed");
+  list.folder("valid-data", &PsOptions::valid_data,
+              "evaluate on this folder's test images after each epoch")
+      .by_default("those of --data")
+      .needs("data");
+  list.folder("test-data", &PsOptions::test_data,
+              "evaluate on this folder's test images at the end")
+      .needs("data");
   list.group("Training");
   list.row("trainers").help("trainers; the job has one rank more").range(1, 1023);
   list.find("mode").choices.push_back("ssp");
@@ -112,6 +123,8 @@ void PsOptions::describe(job::OptionList<PsOptions>& list) {
 t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte; each may end in .gz. Debian's are in
 /usr/share/datasets/fashion-mnist. A trainer that joins without --data looks in the folder
 that rank 0 names, and only if rank 0 has none in its own Debian folder.)");
+  list.row("valid-data").details("Such files as in --data, normalised as those.");
+  list.row("test-data").details("As --valid-data.");
   list.row("staleness").details("0 keeps them abreast.");
   list.row("verify-grads").details("When they have not, the job ends with exit status 1.");
 }

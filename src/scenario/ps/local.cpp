@@ -20,17 +20,15 @@ void train_ps_local(job::Local& local, const PsOptions& options) {
   training.keep("", job::part_of(net.named_parameters()));
   training.keep(updates);
   training.note_max("staleness", 0);
-  training.evaluate_epochs([&](const job::Share& share) {
-    return data.evaluate(share, [&](const at::Tensor& images) {
-      return models::ConvNet::forward(net.parameters(), images, nn::Dropout());
-    });
+  data.evaluate_in(training, [&](const at::Tensor& images) {
+    return models::ConvNet::forward(net.parameters(), images, nn::Dropout());
   });
   training.run(updates, [&](const job::Step& step) {
     const int64_t version = updates.updates();
     const data::ImageBatch batch = data.batch(step);
     const auto key = dropout_key(options, step);
-    const at::Tensor scores = models::ConvNet::forward(net.parameters(), batch.images,
-                                                       key ? nn::Dropout({*key}) : nn::Dropout());
+    const at::Tensor scores = models::ConvNet::forward(
+        net.parameters(), batch.images, key ? nn::Dropout({*key}) : nn::Dropout(), options.dropout);
     const at::Tensor targets = rpc::placed(batch.labels, scores.device());
     const at::Tensor loss = base::traced("loss", [&] { return at::nll_loss(scores, targets); });
     return job::Result{

@@ -61,17 +61,15 @@ void train_ps(job::Rank& rank, const PsOptions& options) {
   training.keep("", net);
   training.keep(optimizer, ConvNet::names());
   training.note_max("staleness", 0);
-  training.evaluate_epochs([&](const job::Share& share) {
-    return data.evaluate(share, [&](const at::Tensor& images) {
-      return rpc::placed(net.rpc_sync<&ConvNet::forward_evaluating>(images), device);
-    });
+  data.evaluate_in(training, [&](const at::Tensor& images) {
+    return rpc::placed(net.rpc_sync<&ConvNet::forward_evaluating>(images), device);
   });
   training.run([&](const job::Step& step) {
     const data::ImageBatch batch = data.batch(step);
     const at::Tensor targets = rpc::placed(batch.labels, device);
     autograd::Context context(rank.agent());
-    const models::PsForward forward =
-        net.rpc_sync<&ConvNet::forward_training>(batch.images, dropout_key(options, step));
+    const models::PsForward forward = net.rpc_sync<&ConvNet::forward_training>(
+        batch.images, dropout_key(options, step), options.dropout);
     const at::Tensor scores = rpc::placed(forward.scores, device);
     const at::Tensor loss = base::traced("loss", [&] { return at::nll_loss(scores, targets); });
     autograd::backward(context, {loss});

@@ -29,12 +29,10 @@ void RlOptions::describe(job::OptionList<RlOptions>& list) {
                "give up after N episodes, with exit status 11; 0: never")
       .range(0, 1e12)
       .by_default("until it is solved")
+      .of_predict()
       .step_limit();
   list.row("seed").help("of parameters, environments and actions");
-  list.row("lr-schedule")
-      .help(
-          "of the learning rate: constant, step:SIZE[,GAMMA] or cosine:LENGTH[,FLOOR], after "
-          "warmup:LENGTH+ if there is one; lengths are episodes");
+  list.row("lr-schedule").help(lr_schedule_help("episodes"));
   list.row("log-interval").help("episodes between 'episode' lines; 0: none");
   list.row("checkpoint-every")
       .help("episodes between two saves; 0: at the end only")

@@ -15,7 +15,8 @@ void train_rl_local(job::Local& local, const RlOptions& options) {
     observers.emplace_back(options.seed + static_cast<uint64_t>(rank), options.envs_per_observer,
                            options.max_steps);
   }
-  job::LocalTraining training(local, job::Plan::of_steps(options, options.max_episodes), 1);
+  job::LocalTraining training(
+      local, job::Plan::of_steps(options, options.max_episodes, "--max-episodes"), 1);
   learner.keep_in(training);
   training.end_when([&] { return learner.solved(); });
   training.run([&](const std::vector<job::Step>& steps) {

@@ -94,7 +94,8 @@ void train_rl(job::Rank& rank, const RlOptions& options) {
                                                    options.envs_per_observer, options.max_steps));
   }
 
-  job::Training training(rank, job::Plan::of_steps(options, options.max_episodes));
+  job::Training training(rank,
+                         job::Plan::of_steps(options, options.max_episodes, "--max-episodes"));
   learner->keep_in(training);
   training.end_when([&] { return learner->solved(); });
   training.run([&](const job::Step& step) {

@@ -16,12 +16,13 @@ RnnData::RnnData(const RnnOptions& options) : options_(options) {
   vocabulary_ = data::read_words(options.data, options.vocab_size);
   train_ = data::read_corpus(options.data, *vocabulary_);
   if (!options.valid_data.empty()) valid_ = data::read_corpus(options.valid_data, *vocabulary_);
+  if (!options.test_data.empty()) test_ = data::read_corpus(options.test_data, *vocabulary_);
 }
 
 RnnData::RnnData(const RnnOptions& options, const job::Snapshot& snapshot, const std::string& text)
     : options_(options), vocabulary_(snapshot.words("words")) {
   if (words() < 2) snapshot.refuse("its vocabulary has not even the end of a line");
-  valid_ = data::read_corpus(text, *vocabulary_);
+  test_ = data::read_corpus(text, *vocabulary_);
 }
 
 job::Plan RnnData::plan() const {
@@ -38,6 +39,7 @@ void RnnData::agree(job::TrainingPlan& training) const {
     training.keep("", job::part_of_words({{"words", data::all_words(*vocabulary_)}}));
   }
   training.alike("valid-data", std::to_string(valid_.content_hash));
+  training.alike("test-data", std::to_string(test_.content_hash));
 }
 
 data::TokenColumns RnnData::columns_of(int trainer) const {
@@ -50,13 +52,14 @@ WordBatch RnnData::batch(const job::Step& step) const {
   return columns_of(step.shard).batch(step.number, options_.bptt);
 }
 
-std::optional<data::TokenColumns> RnnData::valid_columns(const job::Share& share) const {
+std::optional<data::TokenColumns> evaluated_columns(const data::Corpus& text,
+                                                    const job::Share& share) {
   constexpr int64_t kColumns = 10;  // as PyTorch's word language model
   // A line has an end, so a text has two words at least.
-  const int64_t all = std::min(kColumns, static_cast<int64_t>(valid_.tokens.size()) / 2);
+  const int64_t all = std::min(kColumns, static_cast<int64_t>(text.tokens.size()) / 2);
   const int64_t first = share.first(all), count = share.end(all) - first;
   if (count == 0) return std::nullopt;
-  return data::TokenColumns(valid_.tokens, all, first, count);
+  return data::TokenColumns(text.tokens, all, first, count);
 }
 
 }  // namespace distrain::scenario

@@ -28,10 +28,9 @@ class RnnData {
   int64_t words() const { return vocabulary_ ? vocabulary_->size() : options_.vocab_size; }
   WordBatch batch(const job::Step& step) const;
 
-  /// The text to evaluate.
+  /// The texts to evaluate after each epoch, and at the end: that of the second constructor.
   const data::Corpus& valid() const { return valid_; }
-  /// A share of its columns; none: there are too few.
-  std::optional<data::TokenColumns> valid_columns(const job::Share& share) const;
+  const data::Corpus& test() const { return test_; }
 
   /// With a file only.
   const data::Vocabulary& vocabulary() const { return *vocabulary_; }
@@ -41,7 +40,11 @@ class RnnData {
 
   const RnnOptions options_;
   std::optional<data::Vocabulary> vocabulary_;
-  data::Corpus train_, valid_;
+  data::Corpus train_, valid_, test_;
 };
+
+/// A share of the columns of a text to evaluate; none: there are too few.
+std::optional<data::TokenColumns> evaluated_columns(const data::Corpus& text,
+                                                    const job::Share& share);
 
 }  // namespace distrain::scenario

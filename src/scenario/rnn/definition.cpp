@@ -64,6 +64,7 @@ void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
       .by_default("random batches");
   list.file("valid-data", &RnnOptions::valid_data, "evaluate on this text after each epoch")
       .needs("data");
+  list.file("test-data", &RnnOptions::test_data, "evaluate on this text at the end").needs("data");
   list.group("Training");
   list.row("trainers").help("trainers; the job has one rank more").range(1, 1023);
   list.integer("batches-per-epoch", &RnnOptions::batches, "of each trainer, random data only")
@@ -75,7 +76,7 @@ void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
   list.integer("generate", &RnnOptions::generate, "words to write at the end")
       .range(0, 1048576)
       .data_only()
-      .may_change();
+      .of_predict();
   list.text("prompt", &RnnOptions::prompt, "TEXT", "words that the sample begins with")
       .needs("generate")
       .data_only()
@@ -91,7 +92,7 @@ void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
   list.row("data").details(
       "Each rank may be given a path of its own; one that is given none reads what "
       "rank 0 names.");
-  list.row("valid-data").details("Needs --data.");
+  for (const char* name : {"valid-data", "test-data"}) list.row(name).details("Needs --data.");
   list.row("batch-size")
       .help("columns of text a trainer")
       .details("A trainer reads them side by side.");

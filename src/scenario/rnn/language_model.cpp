@@ -35,9 +35,17 @@ at::Tensor LanguageModel::hidden_of(const at::Tensor& words, models::LstmState& 
   return lstm_->forward(ends_.embed(words), state, none);
 }
 
-job::Evaluation LanguageModel::evaluate(const RnnData& data, const job::Share& share) const {
+void LanguageModel::evaluate_in(job::TrainingPlan& training, const RnnData& data) const {
+  const auto of = [this](const data::Corpus& text) {
+    return [this, &text](const job::Share& share) { return evaluate(text, share); };
+  };
+  training.evaluate_epochs(of(data.valid()));
+  training.evaluate_at_end(of(data.test()));
+}
+
+job::Evaluation LanguageModel::evaluate(const data::Corpus& text, const job::Share& share) const {
   job::Evaluation evaluation;
-  const auto columns = data.valid_columns(share);
+  const auto columns = evaluated_columns(text, share);
   if (!columns) return evaluation;
   models::LstmState state = fresh_state(columns->count());
   for (int64_t step = 0; step < columns->steps(options_.bptt); ++step) {

@@ -28,8 +28,10 @@ class LanguageModel {
 
   /// The loss of a training batch; carries the state on to the next.
   at::Tensor training_loss(const WordBatch& batch, const job::Step& step, models::LstmState& state);
+  /// Has the texts of both evaluations evaluated. To outlive the training, as the data.
+  void evaluate_in(job::TrainingPlan& training, const RnnData& data) const;
   /// From a fresh state, without gradients.
-  job::Evaluation evaluate(const RnnData& data, const job::Share& share) const;
+  job::Evaluation evaluate(const data::Corpus& text, const job::Share& share) const;
   /// The `text` line, if one is asked for and there are words to write with.
   void tell_sample(const RnnData& data, job::EventSink& sink) const;
 

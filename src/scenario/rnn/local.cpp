@@ -73,7 +73,7 @@ void train_rnn_local(job::Local& local, const RnnOptions& options) {
   training.keep("rnn", job::part_of(lstm));
   training.keep(updates);
   training.keep("", job::part_of_each([&](int trainer) { return named(states.at(trainer)); }));
-  training.evaluate_epochs([&](const job::Share& share) { return model.evaluate(data, share); });
+  model.evaluate_in(training, data);
   training.run(updates, [&](const job::Step& step) {
     const WordBatch batch = data.batch(step);
     const at::Tensor loss = model.training_loss(batch, step, states.at(step.shard));
@@ -87,7 +87,7 @@ void predict_rnn(job::Predictions& predictions, const RnnOptions& options) {
   const WholeModel whole(options, data.words(), predictions.device());
   const LanguageModel& model = whole.middle;
   predictions.load(whole.parameters());
-  for (const std::vector<int64_t>& line : data.valid().lines()) {
+  for (const std::vector<int64_t>& line : data.test().lines()) {
     models::LstmState state = model.fresh_state(1);
     predictions.tell(options.generate > 0
                          ? job::Json{{"text", model.continued("", line, data.vocabulary())}}
@@ -96,7 +96,7 @@ void predict_rnn(job::Predictions& predictions, const RnnOptions& options) {
   // In the shares of the trainers, as they evaluated it: sums depend on that.
   job::Evaluation evaluation;
   for (int trainer = 0; trainer < options.trainers; ++trainer) {
-    evaluation.add(model.evaluate(data, {trainer, options.trainers}));
+    evaluation.add(model.evaluate(data.test(), {trainer, options.trainers}));
   }
   predictions.evaluated(evaluation, job::Unit::kWords);
 }

@@ -89,7 +89,7 @@ void train_rnn(job::Rank& rank, const RnnOptions& options) {
   training.keep("rnn", job::part_of(model.lstm_parameters()));
   training.keep(optimizer, names);
   training.keep("", job::part_of_each([&](int) { return named(state); }));
-  training.evaluate_epochs([&](const job::Share& share) { return model.evaluate(data, share); });
+  model.evaluate_in(training, data);
   training.run([&](const job::Step& step) {
     const WordBatch batch = data.batch(step);
     autograd::Context context(agent);

@@ -99,10 +99,13 @@ TEST_CASE("the ConvNet begins as torch.nn's layers do, by the seed") {
 TEST_CASE("the ConvNet's dropout is of its key") {
   const ConvNet net(1);
   const at::Tensor images = at::randn({3, 1, 28, 28});
-  const auto scores = [&](Dropout dropout) {
-    return ConvNet::forward(net.parameters(), images, std::move(dropout));
+  const auto scores = [&](Dropout dropout, std::optional<double> rate = {}) {
+    return ConvNet::forward(net.parameters(), images, std::move(dropout), rate);
   };
   CHECK(at::equal(scores(Dropout({4})), scores(Dropout({4}))));
   CHECK_FALSE(at::equal(scores(Dropout({4})), scores(Dropout({5}))));
   CHECK_FALSE(at::equal(scores(Dropout({4})), scores(Dropout())));
+  CHECK_FALSE(at::equal(scores(Dropout({4})), scores(Dropout({4}), 0.25)));
+  CHECK_FALSE(at::equal(scores(Dropout({4})), scores(Dropout({4}), 0.5)));
+  CHECK(at::equal(scores(Dropout({4}), 0), scores(Dropout())));
 }

@@ -192,6 +192,9 @@ TEST_CASE("a folder without images, or with other labels, is refused") {
   testing::write_images(grey, 3, 3, 5);
   options.valid_data = grey.path();
   CHECK(refused(options) == grey.path() + ": no test_batch.bin in this folder");
+  options.valid_data.clear();
+  options.test_data = grey.path();
+  CHECK(refused(options) == grey.path() + ": no test_batch.bin in this folder");
   options.classes = 5;
   CHECK(refused(options) == "--classes 5, but " + folder.path() + " has the label 9");
   folder.write("data_batch_5.bin", "x");

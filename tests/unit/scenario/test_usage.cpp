@@ -99,9 +99,11 @@ TEST_CASE("wrong options of ps are refused by name") {
       app::JobCommand(scenario::ps_job()),
       {
           {{"--embedding-dim", "3"}, "unknown option --embedding-dim"},
-          {{"--valid-data", "x"}, "unknown option --valid-data"},
+          {{"--prompt", "x"}, "unknown option --prompt"},
           {{"--mode", "both"}, "must be one of async, sync, ssp"},
-          {{"--dropout", "0.5"}, "must be one of on, off"},
+          {{"--dropout", "1"}, "--dropout must be on, off or a number from 0 to below 1, not 1"},
+          {{"--dropout", "-0.1"}, "--dropout must be on, off or a number from 0 to below 1"},
+          {{"--dropout", "onn"}, "--dropout must be on, off or a finite number, not 'onn'"},
           {{"--std", "0"}, "--std must be a number above 0"},
           {{"--mean", "inf"}, "--mean must be a finite number"},
           {{"--steps", "-1"}, "--steps must be a whole number from 0"},
@@ -117,6 +119,7 @@ TEST_CASE("wrong options of rnn are refused by name") {
                         {{"--vocab-size", "1"}, "--vocab-size must be a whole number from 2"},
                         {{"--world-size", "1"}, "--world-size 1 is too small"},
                         {{"--valid-data", "/dev/null"}, "--valid-data needs --data"},
+                        {{"--test-data", "/dev/null"}, "--test-data needs --data"},
                         {{"--prompt", "in the"}, "--prompt needs --generate"},
                     });
 }
@@ -150,6 +153,8 @@ TEST_CASE("wrong options of pipeline are refused by name") {
           {{"--lr-schedule", "plateau:3"},
            "--lr-schedule plateau:3: the job has neither epochs nor evaluations"},
           {{"--epochs", "3"}, "--epochs needs --data"},
+          {{"--test-data", "/"}, "--test-data needs --data"},
+          {{"--data", "/", "--test-data", "/"}, "--test-data needs one --micro-batches"},
           {{"--stages", "2", "--world-size", "7"}, "--world-size says 7"},
       });
 }
