@@ -192,7 +192,11 @@ void tell_of_losses(rpc::Agent& agent, const std::weak_ptr<TrainingHost>& known)
       if (const auto host = known.lock()) host->fail(error);
     });
   };
-  agent.open_channel(kLane).set_handler({[](const rpc::ChannelMessage&) {}, on_peer_lost});
+  const auto waits = [known] {
+    const auto host = known.lock();
+    return host ? host->waits() : std::vector<rpc::Wait>();
+  };
+  agent.open_channel(kLane).set_handler({[](const rpc::ChannelMessage&) {}, on_peer_lost, waits});
 }
 
 /// Signals that any rank may get are rank 0's to see to.
@@ -221,6 +225,7 @@ struct Untold {
   ~Untold() {
     stop.on_request({});
     stop.on_save({});
+    stop.on_question({});
   }
 };
 
@@ -301,6 +306,7 @@ Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
   };
   {
     const Untold untold{*job.stop};
+    job.stop->on_question([&agent] { return agent.waits(); });
     session.run(prepare, work, outcome);
   }
   conclude(outcome, *rank, host.get());

@@ -80,6 +80,10 @@ class TrainingHost {
   /// All are to save as soon as they can, and to go on. Takes no lock, so that a line that cannot
   /// be written, which asks for a stop, may come from under it.
   void request_save();
+  std::vector<rpc::Wait> waits() const {
+    const Schedule* const schedule = current_;
+    return schedule ? schedule->waits() : std::vector<rpc::Wait>();
+  }
   void add_to(Outcome& outcome) const;
 
  private:

@@ -304,6 +304,8 @@ std::vector<Wait> AgentCore::waits() {
     std::vector<Wait> more = channel->waits();
     std::move(more.begin(), more.end(), std::back_inserter(all));
   }
+  if (auto join = rendezvous->wait()) all.push_back(std::move(*join));
+  if (auto end = flush_.wait(options.rank)) all.push_back(std::move(*end));
   std::stable_sort(all.begin(), all.end(),
                    [](const Wait& a, const Wait& b) { return a.since < b.since; });
   return all;

@@ -228,7 +228,8 @@ class Agent {
   const std::shared_ptr<base::Tracer>& tracer() const;
 
   /// What this rank waits for now: answers of other ranks, collectives, updates that are yet to be
-  /// whole, the longest waits first. Any thread.
+  /// whole, ranks that are to join or to end; the longest waits first. Any thread, at any time: for
+  /// a program that is stuck, from a thread that waits for SIGQUIT, say.
   std::vector<Wait> waits() const;
 
   /// The worker pool; continuations registered through it keep the autograd context and torch's

@@ -143,7 +143,7 @@ void Child::send(int signal) {
 }
 
 void Child::tell(int signal) {
-  if (alive()) kill(-pid_, signal);
+  if (alive()) kill(pid_, signal);
 }
 
 int Child::signal() const { return status_ && WIFSIGNALED(*status_) ? WTERMSIG(*status_) : 0; }

@@ -75,6 +75,7 @@ class Launcher {
     sigset_t awaited = ending_signals();
     sigaddset(&awaited, SIGCHLD);
     sigaddset(&awaited, kSaveSignal);
+    sigaddset(&awaited, kQuestionSignal);
     base::block_in_all_threads(awaited);
     signals_ = net::Fd(signalfd(-1, &awaited, SFD_CLOEXEC | SFD_NONBLOCK));
     if (!plan_.warning.empty()) tell("warn", {{"kind", "invalid"}, {"message", plan_.warning}});
@@ -157,7 +158,9 @@ class Launcher {
   }
 
   void on_signal(int number) {
-    if (!any_alive()) {
+    if (number == kQuestionSignal) {
+      for (Child& child : children_) child.tell(number);
+    } else if (!any_alive()) {
       stop_waiting_ |= number != kSaveSignal;  // nobody will read the rest
     } else if (number == kSaveSignal) {
       children_.front().tell(number);  // any rank will do

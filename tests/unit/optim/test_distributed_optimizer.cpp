@@ -1,12 +1,16 @@
 // ctest: timeout=120
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <future>
+#include <optional>
 #include <thread>
 
 #include <torch/nn/functional/embedding.h>
 #include <torch/optim.h>
 
 #include "distrain/autograd/context.h"
+#include "distrain/autograd/parameter_versions.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "support/catch.h"
 #include "support/cluster.h"
@@ -197,6 +201,31 @@ TEST_CASE("an owner tells whose update it waits for") {
   CHECK(cluster[0].waits().at(0).what == "distrain.optim.step, called on rank 1");
   second->step(context);
   stepping.join();
+  CHECK(cluster[1].waits().empty());
+}
+
+TEST_CASE("what an owner waits for is told during an update, too") {
+  Cluster cluster(2, set_up_layers);
+  const auto layer = cluster[0].remote_new<Layer>(1, at::zeros({2, 1}, at::kDouble));
+  DistributedOptimizer optimizer(cluster[0],
+                                 std::vector<RRef<at::Tensor>>{layer.rpc_sync<&Layer::parameter>()},
+                                 optim::Sgd{.lr = 1});
+  autograd::Context context(cluster[0]);
+  backward_of(context, layer, 1);
+  std::optional<autograd::ParameterRead> reading(cluster[1]);  // the update waits for its end
+  std::thread stepping([&] { optimizer.step(context); });
+  std::atomic<bool> over{false};
+  auto asking = std::async(std::launch::async, [&] {
+    std::vector<rpc::Wait> waits;
+    while (waits.empty() && !over) waits = cluster[1].waits();
+    return waits;
+  });
+  const bool told = asking.wait_for(20s) == std::future_status::ready;
+  reading.reset();
+  stepping.join();
+  over = true;
+  REQUIRE(told);
+  CHECK(asking.get().at(0).what == "an update under way here");
   CHECK(cluster[1].waits().empty());
 }
 

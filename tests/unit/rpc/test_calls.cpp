@@ -257,6 +257,23 @@ TEST_CASE("a rank tells what it waits for") {
   CHECK(cluster[0].waits().empty());
 }
 
+TEST_CASE("a rank at its end tells whom it waits for") {
+  Cluster cluster(3, expose_calls);
+  std::thread first([&] { cluster[0].shutdown(); });
+  std::vector<rpc::Wait> waits;
+  while (waits.empty()) waits = cluster[0].waits();
+  CHECK(waits[0].what == "the end of rank 1, 2");
+  CHECK(cluster[1].waits().empty());
+  std::thread second([&] { cluster[1].shutdown(); });
+  do {
+    waits = cluster[0].waits();
+  } while (waits.at(0).what != "the end of rank 2");
+  cluster[2].shutdown();
+  first.join();
+  second.join();
+  CHECK(cluster[0].waits().empty());
+}
+
 TEST_CASE("many calls at once from many threads") {
   Cluster cluster(3, expose_calls);
   std::vector<std::thread> threads;
