@@ -4,10 +4,13 @@
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
 
+# A process group of its own, which is no orphan: a shell that would have it go on is there.
 start() { # start <args>...: a job that would run for long; waits until all ranks are at work
   : >"$tmp/out"
+  set -m
   "$distrain" hybrid --epochs 1000000 --peer-timeout 60 --log-interval 10 "$@" >"$tmp/out" 2>"$tmp/err" &
   launcher=$!
+  set +m
   wait_for_lines 4 ready "$tmp/out"
   wait_for_lines 1 epoch "$tmp/out"
 }
@@ -22,7 +25,7 @@ ends_by_term() { # ends_by_term <pid> <name>
   expect 143 "$2"
   expect_no_process "$2"
 }
-goes_on() { # goes_on <name>
+goes_on() {
   wait_for_lines $(($(grep -c '"event":"epoch"' "$tmp/out") + 2)) epoch "$tmp/out"
 }
 
@@ -59,5 +62,38 @@ rank=$!
 wait_for_lines 1 start "$tmp/out"
 wait_for "$limit" tells $rank '^distrain: rank 1 waits, [0-9.]+ s: rank 0 to join$' || fail "$name: $(cat "$tmp/err")"
 ends_by_term $rank "$name"
+
+# shellcheck disable=SC2317  # called by wait_for
+all_stopped() { # the launcher and its ranks
+  local pid
+  for pid in "$launcher" $(jq -r 'select(.event == "start").pid' "$tmp/out"); do
+    [[ $(awk '/^State:/ { print $2 }' "/proc/$pid/status" 2>/dev/null) == T ]] || return 1
+  done
+}
+
+name="SIGTSTP"
+start --peer-timeout 1
+for _ in $(few 1 2); do
+  kill -TSTP "$launcher"
+  wait_for "$limit" all_stopped || fail "$name: not all are stopped"
+  sleep 3 # longer than a rank may be silent
+  all_stopped || fail "$name: somebody went on"
+  kill -CONT "$launcher"
+  goes_on
+done
+ends_by_term "$launcher" "$name"
+expect_log "$name"
+
+# It has no launcher to read its lines, and its thread that writes them holds what writes the last one.
+name="SIGTERM while the reader of stdout sleeps"
+mkfifo "$tmp/fifo"
+exec 9<>"$tmp/fifo"
+"$distrain" hybrid --local --epochs 1000000 --log-interval 1 >"$tmp/fifo" 2>"$tmp/err" &
+rank=$!
+wait_for "$limit" tells $rank '^distrain: rank 0 .*waits, [1-9][0-9.]* s: the reader of standard output$' ||
+  fail "$name: SIGQUIT does not tell: $(tail -n 1 "$tmp/err")"
+ends_by_term $rank "$name"
+grep -q '^distrain: ended by SIGTERM$' "$tmp/err" || fail "$name: stderr does not say so"
+exec 9<&-
 
 finish

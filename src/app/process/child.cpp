@@ -33,7 +33,7 @@ void become_rank(pid_t launcher, int err_fd) {
   dup2(err_fd, STDOUT_FILENO);
   dup2(err_fd, STDERR_FILENO);
   close(null);
-  const sigset_t set = base::signal_set({SIGCHLD});
+  const sigset_t set = base::signal_set({SIGCHLD, SIGTSTP});
   sigprocmask(SIG_UNBLOCK, &set, nullptr);
 }
 
@@ -140,6 +140,10 @@ void Child::send(int signal) {
   if (!alive()) return;
   ended_by_us_ = ended_by_us_ || error_.empty();
   kill(-pid_, signal);
+}
+
+void Child::stop(bool stopped) {
+  if (alive()) kill(-pid_, stopped ? SIGSTOP : SIGCONT);
 }
 
 void Child::tell(int signal) {

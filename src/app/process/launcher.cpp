@@ -76,6 +76,7 @@ class Launcher {
     sigaddset(&awaited, SIGCHLD);
     sigaddset(&awaited, kSaveSignal);
     sigaddset(&awaited, kQuestionSignal);
+    sigaddset(&awaited, SIGTSTP);
     base::block_in_all_threads(awaited);
     signals_ = net::Fd(signalfd(-1, &awaited, SFD_CLOEXEC | SFD_NONBLOCK));
     if (!plan_.warning.empty()) tell("warn", {{"kind", "invalid"}, {"message", plan_.warning}});
@@ -158,7 +159,9 @@ class Launcher {
   }
 
   void on_signal(int number) {
-    if (number == kQuestionSignal) {
+    if (number == SIGTSTP) {
+      stop_for_a_while();
+    } else if (number == kQuestionSignal) {
       for (Child& child : children_) child.tell(number);
     } else if (!any_alive()) {
       stop_waiting_ |= number != kSaveSignal;  // nobody will read the rest
@@ -174,6 +177,19 @@ class Launcher {
       stop_waiting_ = true;
       kill_all();
     }
+  }
+
+  /// Ctrl-Z reaches the terminal's foreground group, which the ranks are not in. Where SIGTSTP is
+  /// ignored, by this process or, in a group without a shell, by the kernel, they go on at once.
+  void stop_for_a_while() {
+    const base::TimePoint since = base::Clock::now();
+    for (Child& child : children_) child.stop(true);
+    const sigset_t set = base::signal_set({SIGTSTP});
+    raise(SIGTSTP);
+    pthread_sigmask(SIG_UNBLOCK, &set, nullptr);  // until somebody sends SIGCONT
+    pthread_sigmask(SIG_BLOCK, &set, nullptr);
+    for (Child& child : children_) child.stop(false);
+    if (deadline_ != base::kNever) deadline_ += base::Clock::now() - since;
   }
 
   void on_failure(const Child& child) {

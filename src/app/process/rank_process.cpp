@@ -3,9 +3,11 @@
 #include <atomic>
 #include <cstdio>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include <fmt/format.h>
+#include <poll.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -21,6 +23,7 @@ namespace distrain::app {
 namespace {
 
 constexpr int kGoalNotReached = 11;
+constexpr auto kLastLine = std::chrono::seconds(2);  // of who ends by a signal
 
 sigset_t awaited_signals() {
   sigset_t set = ending_signals();
@@ -229,6 +232,7 @@ class RankProcess {
              stop_.heeds(number, base::Clock::now()));
     ending_ = true;
     const Cause cause = cause_by_signal(number, run_.job.rank);
+    leave_after(kLastLine, cause);
     if (!finish(Json::object(), cause)) return;  // the body ended just now: its word holds
     tell(cause.message);
     leave(cause.exit_code);
@@ -238,7 +242,7 @@ class RankProcess {
   /// stderr that sleeps may keep this one from its signals.
   void tell_waits() {
     if (telling_.exchange(true)) return;
-    std::thread([this] {
+    const auto say_so = [this] {
       const std::string role = sink_.role();
       const std::string who =
           fmt::format("rank {}{}", run_.job.rank, role.empty() ? "" : " (" + role + ")");
@@ -249,7 +253,26 @@ class RankProcess {
         say(fmt::format("{} waits, {:.1f} s: {}", who, base::seconds_since(wait.since), wait.what));
       }
       telling_ = false;
-    }).detach();
+    };
+    try {
+      std::thread(say_so).detach();
+    } catch (const std::system_error&) {  // no thread is to be had
+      telling_ = false;
+    }
+  }
+
+  /// Whatever becomes of the last line: where the reader of stdout sleeps, the thread that writes
+  /// to it holds the sink.
+  void leave_after(base::Duration time, const Cause& cause) {
+    try {
+      std::thread([this, time, cause] {
+        std::this_thread::sleep_for(time);
+        pollfd item{STDERR_FILENO, POLLOUT, 0};
+        if (poll(&item, 1, 0) == 1) tell(cause.message);
+        leave(cause.exit_code);
+      }).detach();
+    } catch (const std::system_error&) {  // no thread is to be had: the line is waited for
+    }
   }
 
   void on_unheard(int error) {
