@@ -34,14 +34,14 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
       devices(options.rank, options.device, options.device_maps),
       // The number of threads of an operation is OpenMP's, which has one for each thread: without
       // at::init_num_threads(), oneDNN would take all cores in a worker, whatever was set.
-      pool({.name = "dt-work",
-            .size = options.worker_threads,
-            .on_thread_start =
-                [tracer = options.tracer] {
-                  at::init_num_threads();
-                  base::Tracer::bind_thread(tracer, "worker");
-                }}),
-      executor(pool),
+      shared_executor(std::make_shared<WorkerExecutor>(
+          base::ThreadPool::Options{.name = "dt-work",
+                                    .size = options.worker_threads,
+                                    .on_thread_start =
+                                        [tracer = options.tracer] {
+                                          at::init_num_threads();
+                                          base::Tracer::bind_thread(tracer, "worker");
+                                        }})),
       pending(loop, options.rank, options.tracer),
       rrefs(std::make_shared<RRefContext>(
           owner, options.rank,
@@ -64,6 +64,10 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
   if (options.tracer) {
     loop.post([tracer = options.tracer] { base::Tracer::bind_thread(tracer, "loop"); });
   }
+  handlers.emplace(kFailFunction, [](CallContext&, Decoder& in, const ReplyPtr& reply) {
+    const std::string_view text = in.in.get_string();
+    reply->fail(wire::decode_error({reinterpret_cast<const uint8_t*>(text.data()), text.size()}));
+  });
   handlers.emplace(kFetchFunction, [this](CallContext&, Decoder& in, const ReplyPtr& reply) {
     const std::shared_ptr<RRefHandle> handle = decode_rref(in);
     in.in.expect_end();
@@ -106,6 +110,7 @@ void AgentCore::close() {
   pool.stop();  // handlers that wait for others have been failed above
   wait_until_flushed();
   rrefs->close();
+  replies->close();
   const std::shared_ptr<AutogradHook> last = std::move(hook);
   decltype(provided) objects;  // die outside the lock, while the channels they use are there
   std::unique_lock lock(registry_mutex);
@@ -178,8 +183,9 @@ void AgentCore::on_frame_on_loop(int rank, net::InFrame frame) {
   try {
     dispatch_on_loop(rank, std::move(frame));
   } catch (...) {
-    Error error = base::current_error(ErrorKind::kProtocol);
-    error.rank = rank;
+    // What it sent cannot be read: its fault. All else went wrong here, with what it had sent.
+    Error error = error_in_flight(ErrorKind::kInternal);
+    if (error.rank < 0) error.rank = error.kind == ErrorKind::kProtocol ? rank : options.rank;
     lose_peer_on_loop(rank, std::move(error));
   }
 }

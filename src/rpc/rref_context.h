@@ -141,6 +141,7 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   const int rank_;
   const Send send_;
   base::Executor& executor_;
+  const std::shared_ptr<base::Executor> kept_executor_ = executor_.weak_from_this().lock();
   mutable std::shared_mutex closing_;  // shared: a message is being sent
   std::atomic<bool> closed_{false};
   std::atomic<uint64_t> counter_{0};

@@ -110,7 +110,8 @@ struct RawReply {
 };
 
 /// The answer to one call, on the rank that runs the function. Whoever completes it first wins; one
-/// that is never completed answers `cancelled`.
+/// that is never completed answers `cancelled`. May be kept beyond the agent's end; then nobody is
+/// answered. Thread-safe.
 class Reply {
  public:
   virtual ~Reply() = default;
