@@ -362,7 +362,7 @@ std::vector<rpc::Wait> LocalOptimizers::waits() const {
   return waits;
 }
 
-void LocalOptimizers::on_rank_lost(const base::Error& error) {
+void LocalOptimizers::on_rank_lost(int, const base::Error& error) {
   std::set<std::shared_ptr<LocalOptimizer>> all;
   {
     std::lock_guard lock(mutex_);

@@ -152,7 +152,7 @@ class LocalOptimizer {
 };
 
 /// The local optimizers of one agent, found by any of their parameters.
-class LocalOptimizers {
+class LocalOptimizers final : public rpc::Layer {
  public:
   explicit LocalOptimizers(rpc::Agent& agent) : agent_(agent) {}
 
@@ -161,8 +161,8 @@ class LocalOptimizers {
   std::shared_ptr<LocalOptimizer> find_or_make(const std::vector<at::Tensor>& parameters,
                                                const SharedTerms& terms,
                                                Counts counts = Counts::kYes);
-  void on_rank_lost(const base::Error& error);
-  std::vector<rpc::Wait> waits() const;
+  void on_rank_lost(int rank, const base::Error& error) override;
+  std::vector<rpc::Wait> waits() const override;
   /// Null if none has it.
   std::shared_ptr<LocalOptimizer> find(const at::Tensor& parameter);
   /// Of all of them, those that are gone included.

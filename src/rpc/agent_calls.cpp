@@ -315,6 +315,8 @@ std::shared_ptr<InMessage> AgentCore::open(const RawReply& reply) {
 void AgentCore::execute(int from, base::TimePoint arrived, std::shared_ptr<InMessage> message,
                         net::InFrame frame, Arrivals* arrivals) {
   if (closed_) return;  // who waits for it hears that this rank is gone, and why
+  // Nobody waits for it, and what it would do nobody would see to.
+  if (from != options.rank && peer(from).state == PeerState::kLost) return;
   const wire::FrameHeader header = message ? message->header : frame.header;
   const auto reply = std::make_shared<ReplyImpl>(*this, from, header.call_id, header.context_id);
   std::string function;

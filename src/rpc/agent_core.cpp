@@ -106,6 +106,9 @@ void AgentCore::close() {
     if (rank != options.rank) tell_channels(rank, error);
     if (peer(rank).state != PeerState::kConnecting) peer(rank).stream->close();
   }
+  for (int rank = 0; rank < world_size(); ++rank) {  // nothing that they do reaches others now
+    if (rank != options.rank) layers.on_rank_lost(rank, error);
+  }
   stager.stop_waiting();
   pool.stop();  // handlers that wait for others have been failed above
   wait_until_flushed();
@@ -286,6 +289,7 @@ void AgentCore::lose_peer_on_loop(int rank, Error error) {
   rendezvous->fail(error);
   pending.fail_all_to(rank, error);
   tell_channels(rank, error);
+  layers.on_rank_lost(rank, error);
   rrefs->on_peer_lost(rank, error);
   if (lost.arrivals) {  // the loop is not the one to free a device's memory
     pool.post([arrivals = std::move(lost.arrivals)] { arrivals->drop_parts(); });
@@ -306,6 +310,7 @@ void AgentCore::tell_channels(int rank, const Error& error) {
 
 std::vector<Wait> AgentCore::waits() {
   std::vector<Wait> all = pending.waits();
+  for (Wait& wait : layers.waits()) all.push_back(std::move(wait));
   for (const auto& channel : channels()) {
     std::vector<Wait> more = channel->waits();
     std::move(more.begin(), more.end(), std::back_inserter(all));

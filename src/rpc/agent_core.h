@@ -18,8 +18,10 @@
 #include "distrain/net/stream.h"
 #include "distrain/rpc/agent.h"
 #include "flush_barrier.h"
+#include "layers.h"
 #include "pending_calls.h"
 #include "rendezvous.h"
+#include "reply_gate.h"
 #include "rref_context.h"
 
 namespace distrain::rpc {
@@ -39,29 +41,6 @@ class WorkerExecutor final : public base::Executor {
 
  private:
   base::ThreadPool pool_;
-};
-
-class AgentCore;
-
-/// What leads a late answer to its agent, or nowhere once that has ended. Thread-safe.
-class ReplyGate {
- public:
-  explicit ReplyGate(AgentCore& core) : core_(&core) {}
-  /// Calls `use(core)` unless the agent has ended, which it does not meanwhile.
-  template <class F>
-  void enter(const F& use) {
-    std::shared_lock lock(mutex_);
-    if (core_) use(*core_);
-  }
-  /// Returns when nobody is in it any more.
-  void close() {
-    std::lock_guard lock(mutex_);
-    core_ = nullptr;
-  }
-
- private:
-  std::shared_mutex mutex_;
-  AgentCore* core_;
 };
 
 /// A remote() call of it stands in for one that could not be sent, or read: it fails what that one
@@ -113,6 +92,7 @@ class AgentCore {
   base::InlineExecutor& inline_executor = *shared_inline_executor;
   base::ThreadPool& pool = executor.pool();
   const std::shared_ptr<ReplyGate> replies = std::make_shared<ReplyGate>(*this);
+  Layers layers{executor};
   PendingCalls pending;
   std::shared_ptr<RRefContext> rrefs;
   std::shared_ptr<AutogradHook> hook;

@@ -13,6 +13,7 @@
 #include "distrain/rpc/channel.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/function_traits.h"
+#include "distrain/rpc/layer.h"
 #include "distrain/rpc/rref.h"
 #include "distrain/rpc/serialize.h"
 
@@ -242,8 +243,11 @@ class Agent {
   /// Runs continuations on the thread that completes the future, often the loop's.
   base::Executor& inline_executor();
 
+  /// From now on it hears who is lost, those that were before included, for as long as it lives.
+  void add_layer(const std::weak_ptr<Layer>& layer);
+
   /// The lane `number` for one-way messages; see Channel. Lane 1 is autograd's, 2 the collectives',
-  /// 3 the optimizers', 4 and those from 16 on the jobs'.
+  /// those from 16 on the jobs'.
   Channel& open_channel(uint16_t number);
   void set_autograd_hook(std::shared_ptr<AutogradHook> hook);
   const std::shared_ptr<AutogradHook>& autograd_hook() const;
