@@ -76,6 +76,13 @@ counts as signalled once, because a terminal, timeout(1) and service managers si
 group. It saves and ends, too, when standard output can be written no more: its reader went away, the
 disk is full. A job without --checkpoint ends at once. SIGHUP is ignored under nohup(1).
 )"},
+    {"SIGNALS", R"(
+SIGINT, SIGTERM and SIGHUP end a job: see CHECKPOINTS. SIGUSR1 has a job with --checkpoint save and go
+on. On SIGQUIT (Ctrl-\) every rank says on standard error what it waits for, a line each: calls,
+collectives, updates, ranks that are missing, the longest wait first; the job goes on. The launcher
+passes signals on to its ranks. Ctrl-Z (SIGTSTP) stops the launcher and its ranks, until SIGCONT. Their
+calls' time goes on (--rpc-timeout), and ranks elsewhere take them for lost after --peer-timeout.
+)"},
     {"TRACES", R"(
 With `--trace FILE` every rank records what it does: what its threads compute, the calls it makes and
 answers, and its collectives. At the end of the job rank 0 gathers all that, brings it to one clock

@@ -13,7 +13,11 @@ namespace {
 
 constexpr uint16_t kChannel = 1;
 constexpr size_t kRemembered = 4096;
+constexpr int kCounterBits = 40;
+constexpr uint64_t kAllPasses = UINT64_MAX;
 enum : uint64_t { kReleased = 1, kPassFailed = 2 };
+
+int maker_of(uint64_t context) { return static_cast<int>(context >> kCounterBits) - 1; }
 
 }  // namespace
 
@@ -31,6 +35,7 @@ void Runtime::install() {
                            if (const auto self = weak.lock()) self->on_message_on_loop(message);
                          },
                          {}});
+  agent_.add_layer(weak_from_this());
 }
 
 std::shared_ptr<Runtime> Runtime::of(rpc::Agent& agent) {
@@ -43,7 +48,10 @@ std::shared_ptr<Runtime> Runtime::of(rpc::Agent& agent) {
   return runtime;
 }
 
-uint64_t Runtime::new_id() { return (static_cast<uint64_t>(agent_.rank() + 1) << 40) | ++counter_; }
+// The rank that made it is in its upper bits.
+uint64_t Runtime::new_id() {
+  return (static_cast<uint64_t>(agent_.rank() + 1) << kCounterBits) | ++counter_;
+}
 
 std::shared_ptr<ContextState> Runtime::create(uint64_t id) {
   auto state = std::make_shared<ContextState>(id);
@@ -62,6 +70,9 @@ std::shared_ptr<ContextState> Runtime::find_or_create(uint64_t id) {
   std::lock_guard lock(mutex_);
   const auto it = contexts_.find(id);
   if (it != contexts_.end()) return it->second;
+  if (const auto lost = lost_.find(maker_of(id)); lost != lost_.end()) {
+    throw base::Exception(lost->second);
+  }
   if (released_.contains(id)) {
     throw base::Exception(base::ErrorKind::kInvalid,
                           "the autograd context of this call has ended: wait for its calls before");
@@ -102,7 +113,14 @@ void Runtime::empty_trash() {
 
 void Runtime::tell(const ContextState& context, const rpc::ChannelTag& tag,
                    std::shared_ptr<const wire::Bytes> payload, int but) {
-  for (const int rank : context.participants()) {
+  std::set<int> ranks = context.participants();
+  {
+    std::lock_guard lock(mutex_);
+    // One that is lost might have been the one to pass it on.
+    const int all = lost_.empty() ? 0 : agent_.world_size();
+    for (int rank = 0; rank < all; ++rank) ranks.insert(rank);
+  }
+  for (const int rank : ranks) {
     if (rank == but || rank == agent_.rank()) continue;
     try {
       const std::span<const uint8_t> piece =
@@ -189,6 +207,26 @@ void Runtime::on_receive(uint64_t context, uint64_t autograd_id, int from,
   state->add_participant(from);
   const auto node = std::make_shared<RecvNode>(context, autograd_id, from);
   RecvNode::attach(node, wanted);  // the tensors' own: `wanted` shares them
+}
+
+void Runtime::on_rank_lost(int rank, const base::Error& error) {
+  std::vector<std::shared_ptr<ContextState>> orphans;
+  {
+    std::lock_guard lock(mutex_);
+    lost_.emplace(rank, error);
+    for (auto& [id, state] : contexts_) {
+      if (maker_of(id) == rank) orphans.push_back(state);
+    }
+    for (const auto& state : orphans) contexts_.erase(state->id());
+  }
+  for (const auto& state : orphans) {
+    const auto ended = state->end_pass(kAllPasses);
+    if (ended && *ended) {
+      (*ended)->fail(error);
+    } else {
+      state->fail_hooks(error);
+    }
+  }
 }
 
 size_t Runtime::live_contexts() const {

@@ -23,7 +23,9 @@ namespace distrain::autograd {
 /// Messages on channel 1: tag a is the context, tag b says what: released, or a pass (tag c) that
 /// has failed, with the error as payload. A rank forwards both to those that it sent messages of
 /// the context to, once.
-class Runtime final : public rpc::AutogradHook, public std::enable_shared_from_this<Runtime> {
+class Runtime final : public rpc::AutogradHook,
+                      public rpc::Layer,
+                      public std::enable_shared_from_this<Runtime> {
  public:
   explicit Runtime(rpc::Agent& agent) : agent_(agent) {}
 
@@ -54,6 +56,8 @@ class Runtime final : public rpc::AutogradHook, public std::enable_shared_from_t
                   const std::vector<bool>& requires_grad) override;
   at::Tensor hold(const at::Tensor& parameter) override;
   size_t live_contexts() const override;
+  /// Its contexts end: who is held up in one hears why.
+  void on_rank_lost(int rank, const base::Error& error) override;
 
  private:
   std::shared_ptr<ContextState> take(uint64_t id);
@@ -71,6 +75,7 @@ class Runtime final : public rpc::AutogradHook, public std::enable_shared_from_t
   std::vector<std::weak_ptr<VersionKeeper>> version_keepers_;
   mutable std::mutex mutex_;
   std::unordered_map<uint64_t, std::shared_ptr<ContextState>> contexts_;
+  std::map<int, base::Error> lost_;  // what is late for their contexts makes none
   // The last kRemembered released contexts: what is late for them must not make them again.
   std::unordered_set<uint64_t> released_;
   std::vector<uint64_t> released_ring_;

@@ -14,8 +14,6 @@ namespace distrain::job {
 
 namespace {
 
-constexpr uint16_t kLane = 4;  // on which nobody sends anything: it tells who is lost
-
 std::chrono::nanoseconds seconds(double s) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(s));
 }
@@ -181,20 +179,6 @@ bool end_on_all(rpc::Agent& agent, bool stopped) {
   return any && end_on_all(agent, true);  // one came after the last look
 }
 
-// Note [Who waits on rank 0]
-//
-// Trainers wait on rank 0 for each other's next step. A call to another rank fails when that rank
-// is lost; here it is a third one that does not come, and one of those who wait may be on rank 0
-// itself. So the host is told of each loss, and tells all who wait.
-void tell_of_losses(rpc::Agent& agent, const std::weak_ptr<TrainingHost>& known) {
-  const auto on_peer_lost = [&agent, known](int, const base::Error& error) {
-    agent.executor().post([known, error] {
-      if (const auto host = known.lock()) host->fail(error);
-    });
-  };
-  agent.open_channel(kLane).set_handler({[](const rpc::ChannelMessage&) {}, on_peer_lost});
-}
-
 /// Signals that any rank may get are rank 0's to see to.
 void pass_on_signals(rpc::Agent& agent, StopSignal& stop) {
   const auto on_rank_0 = [&agent](auto call) {
@@ -221,6 +205,7 @@ struct Untold {
   ~Untold() {
     stop.on_request({});
     stop.on_save({});
+    stop.on_question({});
   }
 };
 
@@ -292,7 +277,7 @@ Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
                               [&agent](bool stopped) { return end_on_all(agent, stopped); }},
         session.job(), sink);
     agent.provide(host);
-    tell_of_losses(agent, host);
+    agent.add_layer(host);
   };
   const auto work = [&] {
     pass_on_signals(agent, *job.stop);
@@ -301,6 +286,7 @@ Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
   };
   {
     const Untold untold{*job.stop};
+    job.stop->on_question([&agent] { return agent.waits(); });
     session.run(prepare, work, outcome);
   }
   conclude(outcome, *rank, host.get());

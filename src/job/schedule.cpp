@@ -92,6 +92,19 @@ base::Future<Task> Schedule::next(int trainer, bool stop, int64_t wanted) {
   return future;
 }
 
+std::vector<rpc::Wait> Schedule::waits() const {
+  std::lock_guard lock(mutex_);
+  if (waiting_.empty()) return {};
+  std::string missing;
+  for (int trainer = 0; trainer < terms_.trainers; ++trainer) {
+    if (waiting_.contains(trainer)) continue;
+    missing += (missing.empty() ? "" : ", ") + std::to_string(trainer);
+  }
+  base::TimePoint since = base::kNever;
+  for (const auto& [trainer, request] : waiting_) since = std::min(since, request.since);
+  return {{"the next task of all, which wants trainer " + missing, since}};
+}
+
 // Steps of each trainer, a multiple of the interval whenever the last one was.
 int64_t Schedule::next_save() const { return (saved_ / terms_.save_every + 1) * terms_.save_every; }
 

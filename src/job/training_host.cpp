@@ -203,7 +203,7 @@ base::Future<Lease> TrainingHost::next(int trainer, bool stop, bool last, int64_
       });
 }
 
-void TrainingHost::fail(const base::Error& error) {
+void TrainingHost::on_rank_lost(int, const base::Error& error) {
   {
     std::lock_guard lock(mutex_);
     failed_ = error;

@@ -48,7 +48,7 @@ struct Report {
 
 /// What a job's training has one of, on rank 0: schedule, learning rate, evaluation, checkpoints,
 /// the end. Thread-safe.
-class TrainingHost {
+class TrainingHost final : public rpc::Layer {
  public:
   struct Setting {
     std::string cmd;
@@ -74,12 +74,20 @@ class TrainingHost {
   /// On a task to save: a trainer's tensors, by file, as they are stored.
   void contribute(const std::map<std::string, data::NamedTensors>& files);
 
-  /// A rank is lost: nobody is to wait for it.
-  void fail(const base::Error& error);
+  // Note [Who waits on rank 0]
+  //
+  // Trainers wait on rank 0 for each other's next step. A call to another rank fails when that rank
+  // is lost; here it is a third one that does not come, and one of those who wait may be on rank 0
+  // itself. So the host hears of each loss, and tells all who wait.
+  void on_rank_lost(int rank, const base::Error& error) override;
 
   /// All are to save as soon as they can, and to go on. Takes no lock, so that a line that cannot
   /// be written, which asks for a stop, may come from under it.
   void request_save();
+  std::vector<rpc::Wait> waits() const override {
+    const Schedule* const schedule = current_;
+    return schedule ? schedule->waits() : std::vector<rpc::Wait>();
+  }
   void add_to(Outcome& outcome) const;
 
  private:

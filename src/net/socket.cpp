@@ -132,17 +132,20 @@ void Fd::reset() {
 }
 
 base::Result<Fd> listen_tcp(const std::string& host, uint16_t port, bool else_any) {
-  auto addresses = resolve(host, port, true);
-  if (!addresses.ok()) return addresses.error();
   const std::string where = "listening on " + endpoint_text(host, port);
+  auto addresses = resolve(host, port, true);
+  if (!addresses.ok()) {
+    return make_error(addresses.error().kind, where + ": " + addresses.error().message);
+  }
   Error error = make_error(ErrorKind::kRendezvous, where + ": no address");
-  bool is_elsewhere = false;
+  bool is_elsewhere = false, has_v6 = false;
   // All interfaces: the v6 socket takes v4 too, where there is v6.
   for (const int family : {AF_INET6, AF_INET}) {
     for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) {
       // A name such as localhost has both: v4 first then, as clients without v6 must reach it.
       const int wanted = host.empty() ? family : family == AF_INET6 ? AF_INET : AF_INET6;
       if (a->ai_family != wanted) continue;
+      has_v6 = has_v6 || a->ai_family == AF_INET6;
       Fd fd(::socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
       if (!fd.valid()) {
         error = socket_error(where, errno);
@@ -164,7 +167,7 @@ base::Result<Fd> listen_tcp(const std::string& host, uint16_t port, bool else_an
       if (code == EADDRINUSE) return error;
     }
   }
-  if (else_any && is_elsewhere) return listen_tcp({}, port);
+  if (else_any && is_elsewhere) return listen_tcp(has_v6 ? "" : "0.0.0.0", port);
   return error;
 }
 

@@ -16,8 +16,6 @@ namespace distrain::optim {
 
 namespace {
 
-constexpr uint16_t kLane = 3;
-
 // What the ranks call on each other.
 
 rpc::RRef<LocalOptimizer> attach(rpc::CallContext& context,
@@ -102,19 +100,7 @@ UpdateCount install(rpc::Agent& agent) {
   agent.expose<&norm_here>("distrain.optim.norm");
   agent.expose<&state_here>("distrain.optim.state");
   agent.expose<&load_state_here>("distrain.optim.load_state");
-  // Nobody sends anything on this lane: it tells who is lost. Not on the loop, as an update may be
-  // under way.
-  const std::weak_ptr<LocalOptimizers> known = optimizers;
-  const auto on_peer_lost = [&agent, known](int, const base::Error& error) {
-    agent.executor().post([known, error] {
-      if (const auto all = known.lock()) all->on_rank_lost(error);
-    });
-  };
-  const auto waits = [known] {
-    const auto all = known.lock();
-    return all ? all->waits() : std::vector<rpc::Wait>();
-  };
-  agent.open_channel(kLane).set_handler({[](const rpc::ChannelMessage&) {}, on_peer_lost, waits});
+  agent.add_layer(optimizers);
   return optimizers->updates();
 }
 

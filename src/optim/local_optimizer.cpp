@@ -5,6 +5,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -123,6 +124,7 @@ base::Future<uint64_t> LocalOptimizer::step_together(const StepTerms& terms, Gra
     if (static_cast<int>(stepping_.gradients.size()) < terms_.participants) return future;
     auto all = std::exchange(stepping_, {});
     applied.swap(all.waiting);
+    const Busy busy(*this);
     try {
       check_same_rate(all.terms);
       apply_locked(means(all.gradients), all.terms.begin()->second);
@@ -150,6 +152,7 @@ base::Future<uint64_t> LocalOptimizer::step_alone(const StepTerms& terms,
   std::multimap<int, Ahead> stranded;
   {
     std::lock_guard lock(mutex_);
+    const Busy busy(*this);
     apply_locked(gradients, terms);
     ++steps_[static_cast<size_t>(terms.participant)];
     ahead_.emplace(terms.participant, Ahead{std::move(own), applied_, base::Clock::now()});
@@ -263,7 +266,12 @@ void LocalOptimizer::tell_locked(const Gathering<R>& gathering, const char* what
 }
 
 std::vector<rpc::Wait> LocalOptimizer::waits() const {
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  for (; !lock; static_cast<void>(lock.try_lock())) {
+    const base::TimePoint since = busy_since_;
+    if (since != base::TimePoint{}) return {{"an update under way here", since}};
+    std::this_thread::yield();  // whoever has it has it for a moment
+  }
   std::vector<rpc::Wait> all;
   tell_locked(stepping_, "an update here", all);
   tell_locked(measuring_, "a gradient norm here", all);
@@ -277,6 +285,7 @@ std::vector<rpc::Wait> LocalOptimizer::waits() const {
 
 std::vector<ParameterState> LocalOptimizer::state() const {
   std::lock_guard lock(mutex_);
+  const Busy busy(*this);
   // What an update keeps is in order with its parameter.
   const autograd::ParameterRead read(agent_);
   std::vector<ParameterState> all;
@@ -297,6 +306,7 @@ void LocalOptimizer::load_state(const std::vector<ParameterState>& state) {
                               std::to_string(parameters_.size()));
   }
   std::lock_guard lock(mutex_);
+  const Busy busy(*this);
   const autograd::ParameterUpdate update(agent_);
   for (size_t i = 0; i < state.size(); ++i) {
     update.unshare(parameters_[i]);
@@ -352,7 +362,7 @@ std::vector<rpc::Wait> LocalOptimizers::waits() const {
   return waits;
 }
 
-void LocalOptimizers::on_rank_lost(const base::Error& error) {
+void LocalOptimizers::on_rank_lost(int, const base::Error& error) {
   std::set<std::shared_ptr<LocalOptimizer>> all;
   {
     std::lock_guard lock(mutex_);

@@ -84,6 +84,7 @@ class LocalOptimizer {
   /// who has not come yet is not known.
   void on_rank_lost(const base::Error& error);
 
+  /// Never waits for an update: that is told as one.
   std::vector<rpc::Wait> waits() const;
 
   std::vector<ParameterState> state() const;
@@ -105,6 +106,20 @@ class LocalOptimizer {
   void tell_locked(const Gathering<R>& gathering, const char* what,
                    std::vector<rpc::Wait>& waits) const;
 
+  /// While it lives the lock is held for long.
+  class Busy {
+   public:
+    explicit Busy(const LocalOptimizer& optimizer) : since_(optimizer.busy_since_) {
+      since_ = base::Clock::now();
+    }
+    ~Busy() { since_ = base::TimePoint{}; }
+    Busy(const Busy&) = delete;
+    Busy& operator=(const Busy&) = delete;
+
+   private:
+    std::atomic<base::TimePoint>& since_;
+  };
+
   void check_participant(int participant, const Gradients& gradients) const;
   template <class R>
   base::Future<R> bring(Gathering<R>& gathering, const StepTerms& terms, Gradients gradients);
@@ -119,8 +134,9 @@ class LocalOptimizer {
   std::vector<at::Tensor> parameters_;
   const SharedTerms terms_;
   mutable std::mutex mutex_;
-  std::vector<std::unique_ptr<UpdateRule>> rules_;  // by group; each knows all by their numbers
-  std::vector<size_t> groups_;                      // by parameter
+  mutable std::atomic<base::TimePoint> busy_since_{};  // written by who has the lock
+  std::vector<std::unique_ptr<UpdateRule>> rules_;     // by group; each knows all by their numbers
+  std::vector<size_t> groups_;                         // by parameter
   const std::shared_ptr<std::atomic<uint64_t>> updates_;  // of all optimizers of this rank
   uint64_t applied_ = 0;                                  // of this one
   std::vector<int64_t> steps_;                            // by participant
@@ -136,7 +152,7 @@ class LocalOptimizer {
 };
 
 /// The local optimizers of one agent, found by any of their parameters.
-class LocalOptimizers {
+class LocalOptimizers final : public rpc::Layer {
  public:
   explicit LocalOptimizers(rpc::Agent& agent) : agent_(agent) {}
 
@@ -145,8 +161,8 @@ class LocalOptimizers {
   std::shared_ptr<LocalOptimizer> find_or_make(const std::vector<at::Tensor>& parameters,
                                                const SharedTerms& terms,
                                                Counts counts = Counts::kYes);
-  void on_rank_lost(const base::Error& error);
-  std::vector<rpc::Wait> waits() const;
+  void on_rank_lost(int rank, const base::Error& error) override;
+  std::vector<rpc::Wait> waits() const override;
   /// Null if none has it.
   std::shared_ptr<LocalOptimizer> find(const at::Tensor& parameter);
   /// Of all of them, those that are gone included.

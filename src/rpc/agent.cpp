@@ -58,6 +58,7 @@ const std::shared_ptr<base::Tracer>& Agent::tracer() const { return core_->optio
 base::Executor& Agent::executor() { return core_->executor; }
 base::Executor& Agent::inline_executor() { return core_->inline_executor; }
 Channel& Agent::open_channel(uint16_t number) { return core_->open_channel(number); }
+void Agent::add_layer(const std::weak_ptr<Layer>& layer) { core_->layers.add(layer); }
 void Agent::set_autograd_hook(std::shared_ptr<AutogradHook> hook) { core_->hook = std::move(hook); }
 
 const std::shared_ptr<AutogradHook>& Agent::autograd_hook() const { return core_->hook; }

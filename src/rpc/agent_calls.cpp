@@ -31,26 +31,32 @@ uint32_t wait_ms(base::Duration timeout) {
 class ReplyImpl final : public Reply {
  public:
   ReplyImpl(AgentCore& core, int to, uint64_t call_id, uint64_t context)
-      : core_(core), to_(to), call_id_(call_id), context_(context) {}
+      : gate_(core.replies),
+        rank_(core.options.rank),
+        to_(to),
+        call_id_(call_id),
+        context_(context) {}
   ~ReplyImpl() override {
-    fail(Error{ErrorKind::kCancelled, "the function gave no answer", core_.options.rank, {}});
+    fail(Error{ErrorKind::kCancelled, "the function gave no answer", rank_, {}});
   }
 
   void send(const std::function<void(Encoder&)>& fill) override {
     if (answered_.exchange(true)) return;
-    try {
-      core_.send_reply(to_, call_id_, context_, fill);
-    } catch (...) {
-      core_.send_error(to_, call_id_, error_in_flight(ErrorKind::kInternal));
-    }
+    gate_->enter([&](AgentCore& core) {
+      try {
+        core.send_reply(to_, call_id_, context_, fill);
+      } catch (...) {
+        core.send_error(to_, call_id_, error_in_flight(ErrorKind::kInternal));
+      }
+    });
   }
 
   void fail(Error error) override {
     if (answered_.exchange(true)) return;
-    if (error.rank < 0) error.rank = core_.options.rank;
+    if (error.rank < 0) error.rank = rank_;
     if (error.op.empty()) error.op = function_;
     if (target_) target_->value.fail(error);
-    core_.send_error(to_, call_id_, std::move(error));
+    gate_->enter([&](AgentCore& core) { core.send_error(to_, call_id_, std::move(error)); });
   }
 
   const std::shared_ptr<OwnedValue>& target() const override { return target_; }
@@ -59,7 +65,8 @@ class ReplyImpl final : public Reply {
   void set_function(std::string function) { function_ = std::move(function); }
 
  private:
-  AgentCore& core_;
+  const std::shared_ptr<ReplyGate> gate_;
+  const int rank_;
   const int to_;
   const uint64_t call_id_;
   const uint64_t context_;
@@ -163,7 +170,10 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     }
   } catch (...) {
     rrefs->retract(tickets.empty() ? message.rrefs : tickets);
-    throw;
+    Error error = error_in_flight(ErrorKind::kInvalid);
+    if (error.rank < 0) error.rank = options.rank;
+    if (error.op.empty()) error.op = function;
+    throw base::Exception(std::move(error));
   }
 
   PendingCalls::Call call;
@@ -179,10 +189,11 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   }
   base::Future<RawReply> reply = call.promise.future();
   if (target) {
-    reply.on_complete(inline_executor, [target](base::Result<RawReply>& result) {
+    reply.on_complete(inline_executor, [this, target, function](base::Result<RawReply>& result) {
       if (result.ok()) return;
       target->set_creation_error(result.error());
       if (target->is_owner()) target->owned()->value.fail(result.error());
+      if (function != kFailFunction) tell_owner(target, result.error());
     });
   }
   calls_.fetch_add(1, std::memory_order_relaxed);
@@ -217,6 +228,26 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   return reply;
 }
 
+// The owner may not have heard of a remote() call that has failed, but it may have of its RRef,
+// from ranks that wait for the value.
+void AgentCore::tell_owner(const std::shared_ptr<RRefHandle>& target, const Error& error) {
+  const bool has_heard = target->is_owner() || error.kind == ErrorKind::kPeerLost ||
+                         error.kind == ErrorKind::kDeadline || error.kind == ErrorKind::kCancelled;
+  if (has_heard) return;
+  executor.post([this, target, error] {
+    try {
+      static_cast<void>(call(
+          target->owner(), options.rpc_timeout, kFailFunction,
+          [&](Encoder& encoder) {
+            const wire::Bytes text = wire::encode(error);
+            encoder.out.put(std::string(text.begin(), text.end()));
+          },
+          target));
+    } catch (const base::Exception&) {  // this rank is ending
+    }
+  });
+}
+
 // An update may write to a parameter, or move it to other memory, while its frame waits to be sent.
 void AgentCore::hold_parameters(OutMessage& message) const {
   if (!hook) return;
@@ -232,6 +263,7 @@ void AgentCore::see_to_call(uint64_t id, int to, const std::string& function,
   rrefs->retract(tickets);
   if (auto failed = pending.take(id, to)) {
     Error error = sent.error();
+    if (error.rank < 0) error.rank = options.rank;
     error.op = function;
     failed->promise.fail(std::move(error));
   }
@@ -283,6 +315,8 @@ std::shared_ptr<InMessage> AgentCore::open(const RawReply& reply) {
 void AgentCore::execute(int from, base::TimePoint arrived, std::shared_ptr<InMessage> message,
                         net::InFrame frame, Arrivals* arrivals) {
   if (closed_) return;  // who waits for it hears that this rank is gone, and why
+  // Nobody waits for it, and what it would do nobody would see to.
+  if (from != options.rank && peer(from).state == PeerState::kLost) return;
   const wire::FrameHeader header = message ? message->header : frame.header;
   const auto reply = std::make_shared<ReplyImpl>(*this, from, header.call_id, header.context_id);
   std::string function;

@@ -34,14 +34,14 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
       devices(options.rank, options.device, options.device_maps),
       // The number of threads of an operation is OpenMP's, which has one for each thread: without
       // at::init_num_threads(), oneDNN would take all cores in a worker, whatever was set.
-      pool({.name = "dt-work",
-            .size = options.worker_threads,
-            .on_thread_start =
-                [tracer = options.tracer] {
-                  at::init_num_threads();
-                  base::Tracer::bind_thread(tracer, "worker");
-                }}),
-      executor(pool),
+      shared_executor(std::make_shared<WorkerExecutor>(
+          base::ThreadPool::Options{.name = "dt-work",
+                                    .size = options.worker_threads,
+                                    .on_thread_start =
+                                        [tracer = options.tracer] {
+                                          at::init_num_threads();
+                                          base::Tracer::bind_thread(tracer, "worker");
+                                        }})),
       pending(loop, options.rank, options.tracer),
       rrefs(std::make_shared<RRefContext>(
           owner, options.rank,
@@ -64,6 +64,10 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
   if (options.tracer) {
     loop.post([tracer = options.tracer] { base::Tracer::bind_thread(tracer, "loop"); });
   }
+  handlers.emplace(kFailFunction, [](CallContext&, Decoder& in, const ReplyPtr& reply) {
+    const std::string_view text = in.in.get_string();
+    reply->fail(wire::decode_error({reinterpret_cast<const uint8_t*>(text.data()), text.size()}));
+  });
   handlers.emplace(kFetchFunction, [this](CallContext&, Decoder& in, const ReplyPtr& reply) {
     const std::shared_ptr<RRefHandle> handle = decode_rref(in);
     in.in.expect_end();
@@ -102,10 +106,14 @@ void AgentCore::close() {
     if (rank != options.rank) tell_channels(rank, error);
     if (peer(rank).state != PeerState::kConnecting) peer(rank).stream->close();
   }
+  for (int rank = 0; rank < world_size(); ++rank) {  // nothing that they do reaches others now
+    if (rank != options.rank) layers.on_rank_lost(rank, error);
+  }
   stager.stop_waiting();
   pool.stop();  // handlers that wait for others have been failed above
   wait_until_flushed();
   rrefs->close();
+  replies->close();
   const std::shared_ptr<AutogradHook> last = std::move(hook);
   decltype(provided) objects;  // die outside the lock, while the channels they use are there
   std::unique_lock lock(registry_mutex);
@@ -178,8 +186,9 @@ void AgentCore::on_frame_on_loop(int rank, net::InFrame frame) {
   try {
     dispatch_on_loop(rank, std::move(frame));
   } catch (...) {
-    Error error = base::current_error(ErrorKind::kProtocol);
-    error.rank = rank;
+    // What it sent cannot be read: its fault. All else went wrong here, with what it had sent.
+    Error error = error_in_flight(ErrorKind::kInternal);
+    if (error.rank < 0) error.rank = error.kind == ErrorKind::kProtocol ? rank : options.rank;
     lose_peer_on_loop(rank, std::move(error));
   }
 }
@@ -280,6 +289,7 @@ void AgentCore::lose_peer_on_loop(int rank, Error error) {
   rendezvous->fail(error);
   pending.fail_all_to(rank, error);
   tell_channels(rank, error);
+  layers.on_rank_lost(rank, error);
   rrefs->on_peer_lost(rank, error);
   if (lost.arrivals) {  // the loop is not the one to free a device's memory
     pool.post([arrivals = std::move(lost.arrivals)] { arrivals->drop_parts(); });
@@ -300,10 +310,13 @@ void AgentCore::tell_channels(int rank, const Error& error) {
 
 std::vector<Wait> AgentCore::waits() {
   std::vector<Wait> all = pending.waits();
+  for (Wait& wait : layers.waits()) all.push_back(std::move(wait));
   for (const auto& channel : channels()) {
     std::vector<Wait> more = channel->waits();
     std::move(more.begin(), more.end(), std::back_inserter(all));
   }
+  if (auto join = rendezvous->wait()) all.push_back(std::move(*join));
+  if (auto end = flush_.wait(options.rank)) all.push_back(std::move(*end));
   std::stable_sort(all.begin(), all.end(),
                    [](const Wait& a, const Wait& b) { return a.since < b.since; });
   return all;

@@ -18,16 +18,20 @@
 #include "distrain/net/stream.h"
 #include "distrain/rpc/agent.h"
 #include "flush_barrier.h"
+#include "layers.h"
 #include "pending_calls.h"
 #include "rendezvous.h"
+#include "reply_gate.h"
 #include "rref_context.h"
 
 namespace distrain::rpc {
 
-/// The worker pool, with what has to travel with a continuation.
+/// The worker pool, with what has to travel with a continuation. Once the pool has stopped, what is
+/// posted is dropped.
 class WorkerExecutor final : public base::Executor {
  public:
-  explicit WorkerExecutor(base::ThreadPool& pool) : pool_(pool) {}
+  explicit WorkerExecutor(base::ThreadPool::Options options) : pool_(std::move(options)) {}
+  base::ThreadPool& pool() { return pool_; }
   void post(base::Task task) override { post_behind(base::queued_work(), std::move(task)); }
   void post_behind(base::QueuedWorkPtr work, base::Task task) override {
     pool_.post(base::behind(std::move(work), std::move(task)));
@@ -36,8 +40,12 @@ class WorkerExecutor final : public base::Executor {
   base::Error error_in_flight(base::ErrorKind otherwise) const override;
 
  private:
-  base::ThreadPool& pool_;
+  base::ThreadPool pool_;
 };
+
+/// A remote() call of it stands in for one that could not be sent, or read: it fails what that one
+/// was to make.
+inline constexpr char kFailFunction[] = "distrain.rref.fail";
 
 class ChannelImpl;
 
@@ -76,9 +84,15 @@ class AgentCore {
   AgentOptions options;
   DeviceTable devices;
   DeviceStager stager;
-  base::ThreadPool pool;
-  WorkerExecutor executor;
-  base::InlineExecutor inline_executor;
+  // Continuations of futures that others complete keep them beyond the agent's end.
+  const std::shared_ptr<WorkerExecutor> shared_executor;
+  const std::shared_ptr<base::InlineExecutor> shared_inline_executor =
+      std::make_shared<base::InlineExecutor>();
+  WorkerExecutor& executor = *shared_executor;
+  base::InlineExecutor& inline_executor = *shared_inline_executor;
+  base::ThreadPool& pool = executor.pool();
+  const std::shared_ptr<ReplyGate> replies = std::make_shared<ReplyGate>(*this);
+  Layers layers{executor};
   PendingCalls pending;
   std::shared_ptr<RRefContext> rrefs;
   std::shared_ptr<AutogradHook> hook;
@@ -119,6 +133,7 @@ class AgentCore {
     std::shared_ptr<Arrivals> arrivals;  // from the first chunk on
   };
 
+  void tell_owner(const std::shared_ptr<RRefHandle>& target, const base::Error& error);
   void hold_parameters(OutMessage& message) const;
   base::Status send_message(int to, OutMessage message, const wire::FrameHeader& header);
   base::Status send_departure(int to, Departure& departure);

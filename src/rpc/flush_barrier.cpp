@@ -2,6 +2,8 @@
 
 #include <string>
 
+#include "list_ranks.h"
+
 namespace distrain::rpc {
 
 bool FlushBarrier::complete_locked(const Round& round) const {
@@ -28,6 +30,7 @@ base::Future<uint64_t> FlushBarrier::enter(uint64_t round, uint64_t number, int 
   state.promise.emplace();
   state.own = number;
   state.others = static_cast<size_t>(world_size - 1);
+  state.since = base::Clock::now();
   base::Future<uint64_t> future = state.promise->future();
   if (complete_locked(state)) state.promise->set(sum(state));  // nobody waits for it yet
   return future;
@@ -72,6 +75,20 @@ bool FlushBarrier::on_left(int rank) {
 
 std::vector<int> FlushBarrier::missing(uint64_t round, int own_rank, int world_size) const {
   std::lock_guard lock(mutex_);
+  return missing_locked(round, own_rank, world_size);
+}
+
+std::optional<Wait> FlushBarrier::wait(int own_rank) const {
+  std::lock_guard lock(mutex_);
+  const auto it = rounds_.find(latest_);
+  if (it == rounds_.end() || !it->second.promise || complete_locked(it->second))
+    return std::nullopt;
+  const int world_size = static_cast<int>(it->second.others) + 1;
+  return Wait{"the end of rank " + list_ranks(missing_locked(latest_, own_rank, world_size)),
+              it->second.since};
+}
+
+std::vector<int> FlushBarrier::missing_locked(uint64_t round, int own_rank, int world_size) const {
   const auto it = rounds_.find(round);
   std::vector<int> ranks;
   for (int rank = 0; rank < world_size; ++rank) {

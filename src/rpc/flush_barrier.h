@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "distrain/base/future.h"
+#include "distrain/rpc/channel.h"
 
 namespace distrain::rpc {
 
@@ -25,6 +26,8 @@ class FlushBarrier {
   bool on_left(int rank);
   /// Ranks but this one that have not come to `round`.
   std::vector<int> missing(uint64_t round, int own_rank, int world_size) const;
+  /// For those that have not come to the latest round, if this rank has and any is missing.
+  std::optional<Wait> wait(int own_rank) const;
 
  private:
   struct Round {
@@ -32,7 +35,9 @@ class FlushBarrier {
     std::optional<base::Promise<uint64_t>> promise;  // once this rank is in
     uint64_t own = 0;
     size_t others = 0;
+    base::TimePoint since;
   };
+  std::vector<int> missing_locked(uint64_t round, int own_rank, int world_size) const;
   bool complete_locked(const Round& round) const;
   static uint64_t sum(const Round& round);
 

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "device_table.h"
+#include "list_ranks.h"
 #include "rendezvous_frames.h"
 
 namespace distrain::rpc {
@@ -20,12 +21,6 @@ constexpr auto kWaitingInterval = std::chrono::seconds(5);
 constexpr auto kFirstRetry = std::chrono::milliseconds(20);
 constexpr auto kLongestRetry = std::chrono::milliseconds(500);
 constexpr auto kLastWords = std::chrono::seconds(5);  // of a rank that cannot be reached
-
-std::string list_ranks(const std::vector<int>& ranks) {
-  std::string text;
-  for (const int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
-  return text;
-}
 
 // The interface that rank 0 listens on: the one that --master-addr names. A name that means this
 // machine's loopback only here (Debian's /etc/hosts has 127.0.1.1) must be reachable from outside.
@@ -59,6 +54,7 @@ Rendezvous::Rendezvous(net::Loop& loop, const AgentOptions& options, OnDirectory
 Rendezvous::~Rendezvous() = default;
 
 void Rendezvous::run(const std::function<void()>& prepare) {
+  began_ = base::Clock::now();
   const base::TimePoint deadline = base::deadline_after(options_.join_timeout);
   if (options_.transport != "tcp") listen_unix();
   if (options_.rank == 0) {
@@ -270,6 +266,19 @@ std::vector<int> Rendezvous::missing() const {
     if (!here) ranks.push_back(rank);
   }
   return ranks;
+}
+
+std::optional<Wait> Rendezvous::wait() const {
+  const base::TimePoint began = began_;
+  {
+    std::lock_guard lock(mutex_);
+    const bool meets = state_ == State::kMeeting || state_ == State::kMeshing;
+    if (!meets || began == base::TimePoint{}) return std::nullopt;
+  }
+  const std::vector<int> ranks = missing();
+  return Wait{ranks.empty() ? "the others, which are yet to find each other"
+                            : "rank " + list_ranks(ranks) + " to join",
+              began};
 }
 
 void Rendezvous::fail(Error error) {

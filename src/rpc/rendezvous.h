@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -45,6 +46,9 @@ class Rendezvous : public std::enable_shared_from_this<Rendezvous> {
 
   /// A peer refused this rank, or its stream broke, before all were ready. On any thread.
   void fail(base::Error error);
+
+  /// Until all ranks are there, for those that are not. On any thread.
+  std::optional<Wait> wait() const;
 
   /// Stops accepting; strangers are cut off. To be called before the loop ends.
   void close();
@@ -93,6 +97,7 @@ class Rendezvous : public std::enable_shared_from_this<Rendezvous> {
   std::string unix_path_;
   net::Fd master_socket_;  // rank 0, until run()
 
+  std::atomic<base::TimePoint> began_{};  // run()
   mutable std::mutex mutex_;
   State state_ = State::kMeeting;                            // by mutex_
   std::map<int, Joined> joined_;                             // rank 0

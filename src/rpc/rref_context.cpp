@@ -138,7 +138,7 @@ std::shared_ptr<OwnedValue> RRefContext::target(uint64_t id, uint64_t fork, int 
 
 void RRefContext::add_fork(uint64_t id, uint64_t fork, int holder) {
   std::lock_guard lock(mutex_);
-  if (deleted_.contains(fork) || is_freed_locked(id)) return;
+  if (deleted_.contains(fork) || is_freed_locked(id) || lost_.contains(holder)) return;
   std::shared_ptr<OwnedValue> value = value_locked(id);
   Record& record = owned_[id];
   record.forks[fork] = holder;
@@ -292,6 +292,7 @@ void RRefContext::on_peer_lost(int rank, const base::Error& error) {
   std::vector<std::shared_ptr<RRefHandle>> held;
   {
     std::lock_guard lock(mutex_);
+    lost_.insert(rank);
     for (const auto& [id, record] : owned_) ids.push_back(id);
     for (auto it = pending_children_.begin(); it != pending_children_.end();) {
       // An Accept comes from the owner, on behalf of the rank that was to get the fork.

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <shared_mutex>
 #include <unordered_map>
 #include <unordered_set>
@@ -141,6 +142,7 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   const int rank_;
   const Send send_;
   base::Executor& executor_;
+  const std::shared_ptr<base::Executor> kept_executor_ = executor_.weak_from_this().lock();
   mutable std::shared_mutex closing_;  // shared: a message is being sent
   std::atomic<bool> closed_{false};
   std::atomic<uint64_t> counter_{0};
@@ -150,8 +152,9 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   std::unordered_map<uint64_t, Record> owned_;
   // Forks named for others that wait for an Accept: what they keep alive, and who was to get them.
   std::unordered_map<uint64_t, std::pair<std::shared_ptr<RRefHandle>, int>> pending_children_;
-  RecentSet deleted_;  // forks
-  RecentSet freed_;    // values
+  std::set<int> lost_;  // ranks
+  RecentSet deleted_;   // forks
+  RecentSet freed_;     // values
 };
 
 }  // namespace distrain::rpc

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <memory>
 #include <utility>
 
 #include "distrain/base/error.h"
@@ -20,8 +21,9 @@ inline Task behind(QueuedWorkPtr work, Task task) {
   };
 }
 
-/// Where continuations and handlers run.
-class Executor {
+/// Where continuations and handlers run. One that is owned by shared pointers lives as long as a
+/// continuation of it waits for its value, which may be longer than its owner does.
+class Executor : public std::enable_shared_from_this<Executor> {
  public:
   virtual ~Executor() = default;
 

@@ -172,7 +172,8 @@ class [[nodiscard]] Future {
   void on_complete(Executor& executor, F fn) const {
     auto state = state_;
     Task task = executor.bind([state, fn = std::move(fn)]() mutable { fn(state->result()); });
-    state_->on_ready([&executor, state = state.get(), task = std::move(task)](auto&) mutable {
+    state_->on_ready([&executor, kept = executor.weak_from_this().lock(), state = state.get(),
+                      task = std::move(task)](auto&) mutable {
       executor.post_behind(state->queued_work(), std::move(task));
     });
   }
@@ -277,8 +278,8 @@ auto Future<T>::then(Executor& executor, F fn) const {
       promise->fail(executor.error_in_flight(ErrorKind::kInternal));
     }
   });
-  state_->on_ready([&executor, promise, state = state_.get(),
-                    task = std::move(task)](Result<Stored>& result) mutable {
+  state_->on_ready([&executor, kept = executor.weak_from_this().lock(), promise,
+                    state = state_.get(), task = std::move(task)](Result<Stored>& result) mutable {
     // An error does not wait for a thread of the executor: all of them may be waiting for it.
     if (!result.ok()) promise->fail(result.error());
     executor.post_behind(state->queued_work(), std::move(task));

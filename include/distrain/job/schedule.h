@@ -11,6 +11,7 @@
 #include "distrain/base/error.h"
 #include "distrain/base/future.h"
 #include "distrain/job/job.h"
+#include "distrain/rpc/channel.h"
 
 namespace distrain::job {
 
@@ -93,12 +94,15 @@ class Schedule {
   void finish();
   /// Nothing more is to come: who waits hears why, and so does who comes.
   void fail(const base::Error& error);
+  /// Of trainers that are through with what they had, for those that are not.
+  std::vector<rpc::Wait> waits() const;
 
  private:
   enum class Phase { kBeginning, kTraining, kEvaluating, kSaving, kEnding };
   struct Request {
     base::Promise<Task> promise;
     int64_t wanted = 1;
+    base::TimePoint since = base::Clock::now();
   };
   using Waiting = std::map<int, Request>;
   static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
@@ -120,7 +124,7 @@ class Schedule {
 
   const Terms terms_;
   const Hooks hooks_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   Phase phase_ = Phase::kBeginning;
   Position position_;
   std::vector<int64_t> taken_;  // steps since the job's beginning, by trainer

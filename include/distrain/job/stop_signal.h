@@ -6,8 +6,10 @@
 #include <functional>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 #include "distrain/base/clock.h"
+#include "distrain/rpc/channel.h"
 
 namespace distrain::job {
 
@@ -16,8 +18,9 @@ namespace distrain::job {
 /// passes on what its ranks may have had already.
 inline constexpr auto kSameSignal = std::chrono::seconds(2);
 
-/// How SIGINT, SIGTERM and SIGHUP reach a job that wants to save before it ends, and SIGUSR1 one
-/// that saves and goes on. Thread-safe, but for heeds().
+/// How SIGINT, SIGTERM and SIGHUP reach a job that wants to save before it ends, SIGUSR1 one that
+/// saves and goes on, and SIGQUIT one that is to tell what it waits for. Thread-safe, but for
+/// heeds().
 class StopSignal {
  public:
   /// From now on the job looks at requested() at every step and ends by itself. Before, and for
@@ -63,6 +66,16 @@ class StopSignal {
     std::lock_guard lock(mutex_);
     on_save_ = std::move(tell);
   }
+  /// SIGQUIT: what this rank waits for; nothing where nobody has said how to know.
+  std::vector<rpc::Wait> waits() {
+    std::lock_guard lock(question_mutex_);
+    return on_question_ ? on_question_() : std::vector<rpc::Wait>();
+  }
+  /// `waits` answers from now on. Empty: nobody is asked any more, once this returns.
+  void on_question(std::function<std::vector<rpc::Wait>()> waits) {
+    std::lock_guard lock(question_mutex_);
+    on_question_ = std::move(waits);
+  }
   bool requested() const { return state_ == State::kStopping; }
   /// Whether a request() would be seen to.
   bool armed() const { return state_ == State::kArmed; }
@@ -88,7 +101,9 @@ class StopSignal {
   std::atomic<State> state_{State::kUnarmed};
   std::atomic<int> number_{0};
   std::mutex mutex_;
-  std::function<void()> on_request_, on_save_;  // by mutex_
+  std::function<void()> on_request_, on_save_;           // by mutex_
+  std::mutex question_mutex_;                            // its own: an answer may take long
+  std::function<std::vector<rpc::Wait>()> on_question_;  // by question_mutex_
   base::TimePoint heeded_{};  // the first signal that the job saw to; by the thread of heeds()
 };
 

@@ -13,6 +13,7 @@
 #include "distrain/rpc/channel.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/function_traits.h"
+#include "distrain/rpc/layer.h"
 #include "distrain/rpc/rref.h"
 #include "distrain/rpc/serialize.h"
 
@@ -110,7 +111,8 @@ struct RawReply {
 };
 
 /// The answer to one call, on the rank that runs the function. Whoever completes it first wins; one
-/// that is never completed answers `cancelled`.
+/// that is never completed answers `cancelled`. May be kept beyond the agent's end; then nobody is
+/// answered. Thread-safe.
 class Reply {
  public:
   virtual ~Reply() = default;
@@ -228,7 +230,8 @@ class Agent {
   const std::shared_ptr<base::Tracer>& tracer() const;
 
   /// What this rank waits for now: answers of other ranks, collectives, updates that are yet to be
-  /// whole, the longest waits first. Any thread.
+  /// whole, ranks that are to join or to end; the longest waits first. Any thread, at any time: for
+  /// a program that is stuck, from a thread that waits for SIGQUIT, say.
   std::vector<Wait> waits() const;
 
   /// The worker pool; continuations registered through it keep the autograd context and torch's
@@ -240,8 +243,11 @@ class Agent {
   /// Runs continuations on the thread that completes the future, often the loop's.
   base::Executor& inline_executor();
 
+  /// From now on it hears who is lost, those that were before included, for as long as it lives.
+  void add_layer(const std::weak_ptr<Layer>& layer);
+
   /// The lane `number` for one-way messages; see Channel. Lane 1 is autograd's, 2 the collectives',
-  /// 3 the optimizers', 4 and those from 16 on the jobs'.
+  /// those from 16 on the jobs'.
   Channel& open_channel(uint16_t number);
   void set_autograd_hook(std::shared_ptr<AutogradHook> hook);
   const std::shared_ptr<AutogradHook>& autograd_hook() const;

@@ -33,7 +33,7 @@ void become_rank(pid_t launcher, int err_fd) {
   dup2(err_fd, STDOUT_FILENO);
   dup2(err_fd, STDERR_FILENO);
   close(null);
-  const sigset_t set = base::signal_set({SIGCHLD});
+  const sigset_t set = base::signal_set({SIGCHLD, SIGTSTP});
   sigprocmask(SIG_UNBLOCK, &set, nullptr);
 }
 
@@ -143,8 +143,12 @@ void Child::send(int signal) {
   kill(-pid_, signal);
 }
 
+void Child::stop(bool stopped) {
+  if (alive()) kill(-pid_, stopped ? SIGSTOP : SIGCONT);
+}
+
 void Child::tell(int signal) {
-  if (alive()) kill(-pid_, signal);
+  if (alive()) kill(pid_, signal);
 }
 
 int Child::signal() const { return status_ && WIFSIGNALED(*status_) ? WTERMSIG(*status_) : 0; }

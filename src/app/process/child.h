@@ -58,7 +58,9 @@ class Child {
   /// To the whole process group. A rank that ends afterwards is no cause of anything, unless it has
   /// said before what went wrong.
   void send(int signal);
-  /// One that does not end it.
+  /// Stops the whole process group, or has it go on.
+  void stop(bool stopped);
+  /// To the rank alone, one that does not end it: what it has started itself may know none.
   void tell(int signal);
 
   int rank() const { return rank_; }

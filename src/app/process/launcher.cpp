@@ -77,6 +77,8 @@ class Launcher {
     sigset_t awaited = ending_signals();
     sigaddset(&awaited, SIGCHLD);
     sigaddset(&awaited, kSaveSignal);
+    sigaddset(&awaited, kQuestionSignal);
+    sigaddset(&awaited, SIGTSTP);
     base::block_in_all_threads(awaited);
     signals_ = net::Fd(signalfd(-1, &awaited, SFD_CLOEXEC | SFD_NONBLOCK));
     if (!plan_.warning.empty()) tell("warn", {{"kind", "invalid"}, {"message", plan_.warning}});
@@ -159,7 +161,11 @@ class Launcher {
   }
 
   void on_signal(int number) {
-    if (!any_alive()) {
+    if (number == SIGTSTP) {
+      stop_for_a_while();
+    } else if (number == kQuestionSignal) {
+      for (Child& child : children_) child.tell(number);
+    } else if (!any_alive()) {
       stop_waiting_ |= number != kSaveSignal;  // nobody will read the rest
     } else if (number == kSaveSignal) {
       children_.front().tell(number);  // any rank will do
@@ -173,6 +179,19 @@ class Launcher {
       stop_waiting_ = true;
       kill_all();
     }
+  }
+
+  /// Ctrl-Z reaches the terminal's foreground group, which the ranks are not in. Where SIGTSTP is
+  /// ignored, by this process or, in a group without a shell, by the kernel, they go on at once.
+  void stop_for_a_while() {
+    const base::TimePoint since = base::Clock::now();
+    for (Child& child : children_) child.stop(true);
+    const sigset_t set = base::signal_set({SIGTSTP});
+    raise(SIGTSTP);
+    pthread_sigmask(SIG_UNBLOCK, &set, nullptr);  // until somebody sends SIGCONT
+    pthread_sigmask(SIG_BLOCK, &set, nullptr);
+    for (Child& child : children_) child.stop(false);
+    if (deadline_ != base::kNever) deadline_ += base::Clock::now() - since;
   }
 
   void on_failure(const Child& child) {

@@ -30,6 +30,9 @@ sigset_t ending_signals();
 /// The signal by which a job saves and goes on.
 inline constexpr int kSaveSignal = SIGUSR1;
 
+/// The signal by which a rank tells what it waits for, and goes on.
+inline constexpr int kQuestionSignal = SIGQUIT;
+
 /// Ends the process from any thread, whatever the others are at. What SIGINT has ended (130) dies
 /// of SIGINT, as shells expect: a loop of theirs goes on after a mere exit status.
 [[noreturn]] void leave_process(int exit_code);

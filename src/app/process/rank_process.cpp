@@ -3,8 +3,11 @@
 #include <atomic>
 #include <cstdio>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
+#include <fmt/format.h>
+#include <poll.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -20,10 +23,12 @@ namespace distrain::app {
 namespace {
 
 constexpr int kGoalNotReached = 11;
+constexpr auto kLastLine = std::chrono::seconds(2);  // of who ends by a signal
 
 sigset_t awaited_signals() {
   sigset_t set = ending_signals();
   sigaddset(&set, kSaveSignal);
+  sigaddset(&set, kQuestionSignal);
   return set;
 }
 
@@ -42,7 +47,7 @@ class JsonSink final : public job::EventSink {
   }
 
   void joined(std::string_view role, const job::OptionMap& of_rank_0) override {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(told_mutex_);
     role_ = role;
     of_rank_0_ = of_rank_0;
     take_run_id(of_rank_0);
@@ -50,8 +55,20 @@ class JsonSink final : public job::EventSink {
 
   /// What rank 0 has told; empty before.
   job::OptionMap of_rank_0() const {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(told_mutex_);
     return of_rank_0_;
+  }
+
+  std::string role() const {
+    std::lock_guard lock(told_mutex_);
+    return role_;
+  }
+
+  /// For whoever reads the lines, if a write waits for that.
+  std::optional<rpc::Wait> wait() const {
+    const base::TimePoint since = writing_since_;
+    if (since == base::TimePoint{}) return std::nullopt;
+    return rpc::Wait{"the reader of standard output", since};
   }
 
   /// The last line: whatever another thread emits afterwards is dropped. False when there was a
@@ -70,17 +87,24 @@ class JsonSink final : public job::EventSink {
   }
 
   void write_locked(std::string_view event, const Json& fields) {
+    std::unique_lock told(told_mutex_);
     const std::string line = json_line(event, run_id_, run_.job.name, run_.job.rank, role_, fields);
-    if (const int error = write_all(run_.out_fd, line)) on_failure_(error);
+    told.unlock();
+    writing_since_ = base::Clock::now();
+    const int error = write_all(run_.out_fd, line);
+    writing_since_ = base::TimePoint{};
+    if (error) on_failure_(error);
   }
 
   const RankRun& run_;
   const std::function<void(int)> on_failure_;
-  mutable std::mutex mutex_;
+  std::mutex mutex_;  // held while a line is written, for as long as its reader sleeps
+  bool finished_ = false;
+  std::atomic<base::TimePoint> writing_since_{};
+  mutable std::mutex told_mutex_;  // of what follows
   std::string run_id_;
   std::string role_;
   job::OptionMap of_rank_0_;
-  bool finished_ = false;
 };
 
 class RankProcess {
@@ -206,12 +230,52 @@ class RankProcess {
     do {
       if (sigwait(&set, &number) != 0) return;
       if (number == kSaveSignal) stop_.request_save();
-    } while (number == kSaveSignal || stop_.heeds(number, base::Clock::now()));
+      if (number == kQuestionSignal) tell_waits();
+    } while (number == kSaveSignal || number == kQuestionSignal ||
+             stop_.heeds(number, base::Clock::now()));
     ending_ = true;
     const Cause cause = cause_by_signal(number, run_.job.rank);
+    leave_after(kLastLine, cause);
     if (!finish(Json::object(), cause)) return;  // the body ended just now: its word holds
     tell(cause.message);
     leave(cause.exit_code);
+  }
+
+  /// A line a wait. On a thread of its own: neither a lock that is never given back nor a reader of
+  /// stderr that sleeps may keep this one from its signals.
+  void tell_waits() {
+    if (telling_.exchange(true)) return;
+    const auto say_so = [this] {
+      const std::string role = sink_.role();
+      const std::string who =
+          fmt::format("rank {}{}", run_.job.rank, role.empty() ? "" : " (" + role + ")");
+      std::vector<rpc::Wait> waits = stop_.waits();
+      if (const auto reader = sink_.wait()) waits.push_back(*reader);
+      if (waits.empty()) say(who + " waits for nothing");
+      for (const rpc::Wait& wait : waits) {
+        say(fmt::format("{} waits, {:.1f} s: {}", who, base::seconds_since(wait.since), wait.what));
+      }
+      telling_ = false;
+    };
+    try {
+      std::thread(say_so).detach();
+    } catch (const std::system_error&) {  // no thread is to be had
+      telling_ = false;
+    }
+  }
+
+  /// Whatever becomes of the last line: where the reader of stdout sleeps, the thread that writes
+  /// to it holds the sink.
+  void leave_after(base::Duration time, const Cause& cause) {
+    try {
+      std::thread([this, time, cause] {
+        std::this_thread::sleep_for(time);
+        pollfd item{STDERR_FILENO, POLLOUT, 0};
+        if (poll(&item, 1, 0) == 1) tell(cause.message);
+        leave(cause.exit_code);
+      }).detach();
+    } catch (const std::system_error&) {  // no thread is to be had: the line is waited for
+    }
   }
 
   void on_unheard(int error) {
@@ -254,8 +318,9 @@ class RankProcess {
 
   const RankRun run_;
   job::StopSignal& stop_;
-  std::atomic<bool> ending_{false};  // the process is about to end
-  std::atomic<int> write_error_{0};  // the first
+  std::atomic<bool> telling_{false};  // what it waits for, just now
+  std::atomic<bool> ending_{false};   // the process is about to end
+  std::atomic<int> write_error_{0};   // the first
   JsonSink sink_;
 };
 

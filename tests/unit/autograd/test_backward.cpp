@@ -1,4 +1,6 @@
+#include <atomic>
 #include <chrono>
+#include <optional>
 #include <thread>
 
 #include <ATen/Functions.h>
@@ -46,9 +48,20 @@ struct Scale {
   at::Tensor weight;
 };
 
+std::atomic<int> g_told{0};
+at::Tensor mul_guarded(rpc::CallContext& context, at::Tensor a) {
+  autograd::PassGuard guard;
+  guard.on_failure = [](const base::Error& error) {
+    if (error.kind == ErrorKind::kBadData && error.rank == 0) ++g_told;
+  };
+  autograd::guard_pass(context.agent, std::move(guard));
+  return a * 2;
+}
+
 void setup(Agent& agent) {
   autograd::install(agent);
   agent.expose<&mul>("mul");
+  agent.expose<&mul_guarded>("mul_guarded");
   agent.expose<&split>("split");
   agent.expose<&there_and_back>("there_and_back");
   agent.expose<&fail_in_backward>("fail_in_backward");
@@ -287,4 +300,31 @@ TEST_CASE("a rank that dies in the middle fails the pass") {
   const at::Tensor y = cluster[0].rpc_sync<&mul>(2, a, a);
   cluster.kill(2);
   CHECK(error_of([&] { autograd::backward(context, {y.sum()}); }).kind == ErrorKind::kPeerLost);
+}
+
+TEST_CASE("contexts of a rank that is lost end on the others, not those that it took part in") {
+  Cluster cluster(4, setup);
+  g_told = 0;
+  std::optional<autograd::Context> kept(cluster[3]);
+  cluster[3].rpc_sync<&around>(0, leaf(at::ones({2})), 1);  // which calls rank 1
+  std::thread loser([&] {                                   // whose current context is its own
+    autograd::Context context(cluster[0]);
+    cluster[0].rpc_sync<&around>(1, leaf(at::ones({2})), 2);  // which calls 2, and that 3
+    cluster[0].rpc_sync<&mul_guarded>(2, leaf(at::ones({2})));
+    CHECK(cluster[1].live_contexts() == 2);
+    CHECK(cluster[2].live_contexts() == 1);
+    cluster[0].abort({ErrorKind::kBadData, "no more", -1, {}});
+  });
+  loser.join();
+  const auto deadline = std::chrono::steady_clock::now() + 30s;
+  const auto over = [&] {
+    return cluster[1].live_contexts() == 1 && cluster[2].live_contexts() == 0 &&
+           cluster[3].live_contexts() == 1 && g_told == 1;
+  };
+  while (!over() && std::chrono::steady_clock::now() < deadline) std::this_thread::sleep_for(1ms);
+  CHECK(over());
+  kept.reset();  // nobody is there to pass it on to rank 1
+  const auto gone = [&] { return cluster[1].live_contexts() == 0; };
+  while (!gone() && std::chrono::steady_clock::now() < deadline) std::this_thread::sleep_for(1ms);
+  CHECK(gone());
 }

@@ -265,3 +265,13 @@ TEST_CASE("a position beyond the end of the epoch is refused") {
         }).kind == base::ErrorKind::kBadData);
   schedule.resume({1, {5, 5}, 10});
 }
+
+TEST_CASE("a schedule tells whom the others wait for") {
+  Schedule schedule({.trainers = 3, .steps_per_epoch = 1}, {});
+  CHECK(schedule.waits().empty());
+  std::vector<base::Future<Task>> tasks{schedule.next(2, false), schedule.next(0, false)};
+  CHECK(schedule.waits().at(0).what == "the next task of all, which wants trainer 1");
+  tasks.push_back(schedule.next(1, false));
+  base::wait_all(tasks);
+  CHECK(schedule.waits().empty());
+}

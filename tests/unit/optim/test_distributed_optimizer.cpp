@@ -1,12 +1,16 @@
 // ctest: timeout=120
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <future>
+#include <optional>
 #include <thread>
 
 #include <torch/nn/functional/embedding.h>
 #include <torch/optim.h>
 
 #include "distrain/autograd/context.h"
+#include "distrain/autograd/parameter_versions.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "support/catch.h"
 #include "support/cluster.h"
@@ -198,6 +202,70 @@ TEST_CASE("an owner tells whose update it waits for") {
   second->step(context);
   stepping.join();
   CHECK(cluster[1].waits().empty());
+}
+
+TEST_CASE("what an owner waits for is told during an update, too") {
+  Cluster cluster(2, set_up_layers);
+  const auto layer = cluster[0].remote_new<Layer>(1, at::zeros({2, 1}, at::kDouble));
+  DistributedOptimizer optimizer(cluster[0],
+                                 std::vector<RRef<at::Tensor>>{layer.rpc_sync<&Layer::parameter>()},
+                                 optim::Sgd{.lr = 1});
+  autograd::Context context(cluster[0]);
+  backward_of(context, layer, 1);
+  std::optional<autograd::ParameterRead> reading(cluster[1]);  // the update waits for its end
+  std::thread stepping([&] { optimizer.step(context); });
+  std::atomic<bool> over{false};
+  auto asking = std::async(std::launch::async, [&] {
+    std::vector<rpc::Wait> waits;
+    while (waits.empty() && !over) waits = cluster[1].waits();
+    return waits;
+  });
+  const bool told = asking.wait_for(20s) == std::future_status::ready;
+  reading.reset();
+  stepping.join();
+  over = true;
+  REQUIRE(told);
+  CHECK(asking.get().at(0).what == "an update under way here");
+  CHECK(cluster[1].waits().empty());
+}
+
+TEST_CASE("steps that a lost rank has asked for are not applied") {
+  rpc::AgentOptions one_worker;
+  one_worker.worker_threads = 1;
+  Cluster cluster(3, set_up_layers, one_worker);
+  const auto layer_of = [&](int rank) {
+    return cluster[rank].remote_new<Layer>(1, at::zeros({2, 1}, at::kDouble));
+  };
+  const auto optimizer_of = [&](int rank, const RRef<Layer>& layer) {
+    return std::make_unique<DistributedOptimizer>(
+        cluster[rank], std::vector<RRef<at::Tensor>>{layer.rpc_sync<&Layer::parameter>()},
+        optim::Sgd{.lr = 1});
+  };
+  const auto lost_layer = layer_of(0), layer = layer_of(2);
+  const auto lost = optimizer_of(0, lost_layer), kept = optimizer_of(2, layer);
+  autograd::Context lost_context(cluster[0]);
+  backward_of(lost_context, lost_layer, 1);
+  autograd::Context context(cluster[2]);
+  backward_of(context, layer, 1);
+
+  std::optional<autograd::ParameterRead> reading(cluster[1]);  // an update waits for its end
+  std::thread first([&] { kept->step(context); });
+  while (cluster[1].waits().empty()) std::this_thread::yield();  // it has the only worker
+  base::Error error;
+  std::thread second([&] { error = error_of([&] { lost->step(lost_context); }); });
+  while (cluster[0].waits().empty()) std::this_thread::yield();
+  cluster[0].abort({ErrorKind::kBadData, "no more", -1, {}});
+  second.join();
+  // By its own end, or by the others that have heard of it.
+  CHECK((error.kind == ErrorKind::kCancelled || error.kind == ErrorKind::kPeerLost));
+  const auto asked = [&] {
+    return error_of([&] { cluster[1].call_raw(0, "unknown", [](rpc::Encoder&) {}).wait(); });
+  };
+  while (asked().kind == ErrorKind::kNotFound) std::this_thread::yield();
+  reading.reset();
+  first.join();
+  CHECK(at::equal(layer.rpc_sync<&Layer::value>(), at::full({2, 1}, -1, at::kDouble)));
+  CHECK(*g_counts[1] == 1);
 }
 
 TEST_CASE("async mode applies each update as it comes") {

@@ -234,6 +234,26 @@ TEST_CASE("a call whose caller has given up is not run, nor one whose rank is cl
   CHECK(g_counted == 1);
 }
 
+TEST_CASE("calls of a rank that is lost are not run") {
+  rpc::AgentOptions options;
+  options.worker_threads = 1;
+  Cluster cluster(3, expose_calls, options);
+  g_counted = 0;
+  g_gate = false;
+  auto busy = cluster[2].rpc_async<&wait_at_gate>(rpc::To(1).without_deadline());
+  testing::wait_for_call_at_gate();
+  auto queued = cluster[0].rpc_async<&count>(rpc::To(1).without_deadline());
+  cluster[1].rpc_sync<&add>(0, 1, 1);  // its answer comes behind that
+  cluster.kill(0);
+  CHECK(error_of([&] { queued.wait(); }).kind == ErrorKind::kCancelled);
+  while (error_of([&] { cluster[1].rpc_sync<&add>(0, 1, 1); }).kind != ErrorKind::kPeerLost) {
+  }
+  g_gate = true;
+  busy.wait();
+  CHECK(cluster[2].rpc_sync<&add>(1, 1, 1) == 2);  // in its turn after it
+  CHECK(g_counted == 0);
+}
+
 TEST_CASE("nested calls go deeper than there are threads") {
   rpc::AgentOptions options;
   options.worker_threads = 1;
@@ -254,6 +274,23 @@ TEST_CASE("a rank tells what it waits for") {
   CHECK(cluster[1].waits().empty());
   g_gate = true;
   waiting.wait();
+  CHECK(cluster[0].waits().empty());
+}
+
+TEST_CASE("a rank at its end tells whom it waits for") {
+  Cluster cluster(3, expose_calls);
+  std::thread first([&] { cluster[0].shutdown(); });
+  std::vector<rpc::Wait> waits;
+  while (waits.empty()) waits = cluster[0].waits();
+  CHECK(waits[0].what == "the end of rank 1, 2");
+  CHECK(cluster[1].waits().empty());
+  std::thread second([&] { cluster[1].shutdown(); });
+  do {
+    waits = cluster[0].waits();
+  } while (waits.at(0).what != "the end of rank 2");
+  cluster[2].shutdown();
+  first.join();
+  second.join();
   CHECK(cluster[0].waits().empty());
 }
 

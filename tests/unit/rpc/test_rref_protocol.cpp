@@ -195,6 +195,21 @@ TEST_CASE("control messages that come twice, or for what is not there, do nothin
   CHECK(owner.live() == 0);
 }
 
+TEST_CASE("a rank that is lost holds nothing, even if its word comes late") {
+  Cluster cluster(kRanks);
+  Net net(cluster);
+  auto& owner = net.at(0);
+  Handle handle = net.make(0);
+  const uint64_t id = handle->id();
+  owner.on_control(FrameKind::kRRefFork, id, rpc::make_id(1, 77), 1, 2);
+  owner.on_peer_lost(1, {base::ErrorKind::kPeerLost, "rank 1 is gone", 1, {}});
+  owner.on_control(FrameKind::kRRefFork, id, rpc::make_id(1, 78), 1, 2);
+  CHECK(owner.target(rpc::make_id(1, 79), rpc::make_id(1, 80), 1));  // of a call under way
+  handle = nullptr;
+  CHECK(net.alive == 0);
+  CHECK(owner.live() == 0);
+}
+
 TEST_CASE("a reference to a value that is gone fails; one to a value to come waits") {
   Cluster cluster(kRanks);
   Net net(cluster);

@@ -1,0 +1,48 @@
+#include "layers.h"
+
+#include <iterator>
+
+namespace distrain::rpc {
+
+std::vector<std::shared_ptr<Layer>> Layers::living_locked() const {
+  std::vector<std::shared_ptr<Layer>> all;
+  for (const auto& known : layers_) {
+    if (auto layer = known.lock()) all.push_back(std::move(layer));
+  }
+  return all;
+}
+
+void Layers::add(const std::weak_ptr<Layer>& layer) {
+  std::lock_guard lock(mutex_);
+  layers_.push_back(layer);
+  for (const auto& [rank, error] : losses_) {
+    executor_.post([layer, rank = rank, error = error] {
+      if (const auto known = layer.lock()) known->on_rank_lost(rank, error);
+    });
+  }
+}
+
+void Layers::on_rank_lost(int rank, const base::Error& error) {
+  std::lock_guard lock(mutex_);
+  for (const auto& [lost, why] : losses_) {
+    if (lost == rank) return;
+  }
+  losses_.emplace_back(rank, error);
+  for (auto& layer : living_locked()) {
+    executor_.post([layer = std::move(layer), rank, error] { layer->on_rank_lost(rank, error); });
+  }
+}
+
+std::vector<Wait> Layers::waits() const {
+  std::unique_lock lock(mutex_);
+  const auto all = living_locked();
+  lock.unlock();
+  std::vector<Wait> waits;
+  for (const auto& layer : all) {
+    std::vector<Wait> more = layer->waits();
+    std::move(more.begin(), more.end(), std::back_inserter(waits));
+  }
+  return waits;
+}
+
+}  // namespace distrain::rpc

@@ -1,0 +1,99 @@
+#!/bin/bash
+# ctest: timeout=240 serial
+# Signals after which a job goes on.
+# shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
+source "$(dirname "$0")/../cli/lib.bash"
+
+# A process group of its own, which is no orphan: a shell that would have it go on is there.
+start() { # start <args>...: a job that would run for long; waits until all ranks are at work
+  : >"$tmp/out"
+  set -m
+  "$distrain" hybrid --epochs 1000000 --peer-timeout 60 --log-interval 10 "$@" >"$tmp/out" 2>"$tmp/err" &
+  launcher=$!
+  set +m
+  wait_for_lines 4 ready "$tmp/out"
+  wait_for_lines 1 epoch "$tmp/out"
+}
+pid_of() { jq -r "select(.event == \"start\" and .rank == $1).pid" "$tmp/out" 2>/dev/null; }
+# shellcheck disable=SC2317  # called by wait_for
+gone() { ! kill -0 "$1" 2>/dev/null; }
+ends_by_term() { # ends_by_term <pid> <name>
+  kill -TERM "$1"
+  wait_for "$limit" gone "$1" || fail "$2: does not end by SIGTERM"
+  wait "$1"
+  code=$?
+  expect 143 "$2"
+  expect_no_process "$2"
+}
+goes_on() {
+  wait_for_lines $(($(grep -c '"event":"epoch"' "$tmp/out") + 2)) epoch "$tmp/out"
+}
+
+# Asks until one of the lines is as expected: a rank may be between two waits.
+# shellcheck disable=SC2317  # called by wait_for
+tells() { # tells <pid> <pattern>
+  kill -QUIT "$1"
+  sleep 0.1
+  grep -Eq "$2" "$tmp/err"
+}
+
+name="SIGQUIT of a rank"
+start
+wait_for "$limit" tells "$(pid_of 2)" "^distrain: rank 2 \(master\) waits" || fail "$name: no word of it"
+goes_on
+grep -q '^distrain: rank [013]' "$tmp/err" && fail "$name: others answered"
+
+name="SIGQUIT of the launcher"
+kill -STOP "$(pid_of 3)"
+wait_for "$limit" tells "$launcher" '^distrain: rank 0 \(trainer0\) waits, [1-9][0-9]*\.[0-9] s: .*, called on rank 3$' ||
+  fail "$name: rank 0 does not say what it waits for: $(head -n 3 "$tmp/err")"
+kill -CONT "$(pid_of 3)"
+for rank in 1 2 3; do # for the shutdown, a step, or nothing
+  wait_for "$limit" tells "$launcher" "^distrain: rank $rank \([a-z0-9]+\) waits" || fail "$name: no word of rank $rank"
+done
+goes_on
+ends_by_term "$launcher" "$name"
+expect_log "$name"
+
+name="SIGQUIT of a rank that joins"
+: >"$tmp/out"
+"$distrain" rl --rank 1 --master-port "$(free_port)" >"$tmp/out" 2>"$tmp/err" &
+rank=$!
+wait_for_lines 1 start "$tmp/out"
+wait_for "$limit" tells $rank '^distrain: rank 1 waits, [0-9.]+ s: rank 0 to join$' || fail "$name: $(cat "$tmp/err")"
+ends_by_term $rank "$name"
+
+# shellcheck disable=SC2317  # called by wait_for
+all_stopped() { # the launcher and its ranks
+  local pid
+  for pid in "$launcher" $(jq -r 'select(.event == "start").pid' "$tmp/out"); do
+    [[ $(awk '/^State:/ { print $2 }' "/proc/$pid/status" 2>/dev/null) == T ]] || return 1
+  done
+}
+
+name="SIGTSTP"
+start --peer-timeout 1
+for _ in $(few 1 2); do
+  kill -TSTP "$launcher"
+  wait_for "$limit" all_stopped || fail "$name: not all are stopped"
+  sleep 3 # longer than a rank may be silent
+  all_stopped || fail "$name: somebody went on"
+  kill -CONT "$launcher"
+  goes_on
+done
+ends_by_term "$launcher" "$name"
+expect_log "$name"
+
+# It has no launcher to read its lines, and its thread that writes them holds what writes the last one.
+name="SIGTERM while the reader of stdout sleeps"
+mkfifo "$tmp/fifo"
+exec 9<>"$tmp/fifo"
+"$distrain" hybrid --local --epochs 1000000 --log-interval 1 >"$tmp/fifo" 2>"$tmp/err" &
+rank=$!
+wait_for "$limit" tells $rank '^distrain: rank 0 .*waits, [1-9][0-9.]* s: the reader of standard output$' ||
+  fail "$name: SIGQUIT does not tell: $(tail -n 1 "$tmp/err")"
+ends_by_term $rank "$name"
+grep -q '^distrain: ended by SIGTERM$' "$tmp/err" || fail "$name: stderr does not say so"
+exec 9<&-
+
+finish
