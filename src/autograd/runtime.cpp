@@ -113,21 +113,24 @@ void Runtime::empty_trash() {
 
 void Runtime::tell(const ContextState& context, const rpc::ChannelTag& tag,
                    std::shared_ptr<const wire::Bytes> payload, int but) {
-  std::set<int> ranks = context.participants();
-  {
-    std::lock_guard lock(mutex_);
-    // One that is lost might have been the one to pass it on.
-    const int all = lost_.empty() ? 0 : agent_.world_size();
-    for (int rank = 0; rank < all; ++rank) ranks.insert(rank);
-  }
-  for (const int rank : ranks) {
-    if (rank == but || rank == agent_.rank()) continue;
+  const auto is_sent = [&](int rank) {
+    if (rank == but || rank == agent_.rank()) return true;
     try {
       const std::span<const uint8_t> piece =
           payload ? std::span<const uint8_t>(*payload) : std::span<const uint8_t>();
       channel_->send(rank, tag, {&piece, 1}, payload);
+      return true;
     } catch (const base::Exception&) {  // a lost rank holds nothing any more
+      return false;
     }
+  };
+  const std::set<int> participants = context.participants();
+  bool sent_to_all = true;
+  for (const int rank : participants) sent_to_all = is_sent(rank) && sent_to_all;
+  if (sent_to_all) return;
+  // The one that is lost would have passed it on.
+  for (int rank = 0; rank < agent_.world_size(); ++rank) {
+    if (!participants.contains(rank)) is_sent(rank);
   }
 }
 

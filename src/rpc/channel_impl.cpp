@@ -1,7 +1,6 @@
 #include "channel_impl.h"
 
 #include <cstring>
-#include <memory>
 
 namespace distrain::rpc {
 
@@ -56,8 +55,8 @@ void ChannelImpl::deliver(ChannelMessage message) {
       return;
     }
   }
+  const Left left_at_the_end(this);
   handler->on_message(std::move(message));
-  leave();
 }
 
 void ChannelImpl::on_peer_lost(int rank, const base::Error& error) {
@@ -68,8 +67,8 @@ void ChannelImpl::on_peer_lost(int rank, const base::Error& error) {
     handler = enter();
     if (!handler) return;
   }
+  const Left left_at_the_end(this);
   if (handler->on_peer_lost) handler->on_peer_lost(rank, error);
-  leave();
 }
 
 std::vector<Wait> ChannelImpl::waits() {
@@ -79,8 +78,7 @@ std::vector<Wait> ChannelImpl::waits() {
     handler = enter();
     if (!handler) return {};
   }
-  const std::unique_ptr<ChannelImpl, void (*)(ChannelImpl*)> left_at_the_end(
-      this, [](ChannelImpl* self) { self->leave(); });
+  const Left left_at_the_end(this);
   return handler->waits ? handler->waits() : std::vector<Wait>();
 }
 

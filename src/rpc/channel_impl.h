@@ -28,6 +28,15 @@ class ChannelImpl final : public Channel {
   // The handler is called outside the lock; `running_` lets set_handler wait for it.
   std::shared_ptr<Handler> enter();
   void leave() noexcept;
+  struct Left {  // at the end of a scope
+    explicit Left(ChannelImpl* channel) : channel_(channel) {}
+    ~Left() { channel_->leave(); }
+    Left(const Left&) = delete;
+    Left& operator=(const Left&) = delete;
+
+   private:
+    ChannelImpl* channel_;
+  };
 
   AgentCore& core_;
   const uint16_t number_;

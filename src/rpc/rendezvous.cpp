@@ -273,7 +273,8 @@ std::optional<Wait> Rendezvous::wait() const {
   {
     std::lock_guard lock(mutex_);
     const bool meets = state_ == State::kMeeting || state_ == State::kMeshing;
-    if (!meets || began == base::TimePoint{}) return std::nullopt;
+    const bool prepares = options_.rank == 0 && !directory_;  // as its program does, by itself
+    if (!meets || prepares || began == base::TimePoint{}) return std::nullopt;
   }
   const std::vector<int> ranks = missing();
   return Wait{ranks.empty() ? "the others, which are yet to find each other"

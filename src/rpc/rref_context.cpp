@@ -92,6 +92,9 @@ std::shared_ptr<OwnedValue> RRefContext::value_locked(uint64_t id) {
           if (const auto self = weak.lock()) self->sweep(id);
         });
     record.value = value;
+    // The call that was to make it came from a rank that is lost: it is not run any more.
+    const auto lost = record.made ? lost_.end() : lost_.find(rank_of_id(id));
+    if (lost != lost_.end()) value->value.fail(lost->second);
   }
   return value;
 }
@@ -292,7 +295,7 @@ void RRefContext::on_peer_lost(int rank, const base::Error& error) {
   std::vector<std::shared_ptr<RRefHandle>> held;
   {
     std::lock_guard lock(mutex_);
-    lost_.insert(rank);
+    lost_.emplace(rank, error);
     for (const auto& [id, record] : owned_) ids.push_back(id);
     for (auto it = pending_children_.begin(); it != pending_children_.end();) {
       // An Accept comes from the owner, on behalf of the rank that was to get the fork.

@@ -152,9 +152,9 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   std::unordered_map<uint64_t, Record> owned_;
   // Forks named for others that wait for an Accept: what they keep alive, and who was to get them.
   std::unordered_map<uint64_t, std::pair<std::shared_ptr<RRefHandle>, int>> pending_children_;
-  std::set<int> lost_;  // ranks
-  RecentSet deleted_;   // forks
-  RecentSet freed_;     // values
+  std::map<int, base::Error> lost_;
+  RecentSet deleted_;  // forks
+  RecentSet freed_;    // values
 };
 
 }  // namespace distrain::rpc

@@ -249,11 +249,15 @@ class RankProcess {
       const std::string role = sink_.role();
       const std::string who =
           fmt::format("rank {}{}", run_.job.rank, role.empty() ? "" : " (" + role + ")");
-      std::vector<rpc::Wait> waits = stop_.waits();
-      if (const auto reader = sink_.wait()) waits.push_back(*reader);
-      if (waits.empty()) say(who + " waits for nothing");
-      for (const rpc::Wait& wait : waits) {
-        say(fmt::format("{} waits, {:.1f} s: {}", who, base::seconds_since(wait.since), wait.what));
+      try {
+        std::vector<rpc::Wait> waits = stop_.waits();
+        if (const auto reader = sink_.wait()) waits.push_back(*reader);
+        if (waits.empty()) say(who + " waits for nothing");
+        for (const auto& [what, since] : waits) {
+          say(fmt::format("{} waits, {:.1f} s: {}", who, base::seconds_since(since), what));
+        }
+      } catch (...) {  // the job goes on
+        say(who + " cannot tell: " + base::current_error(base::ErrorKind::kInternal).message);
       }
       telling_ = false;
     };
