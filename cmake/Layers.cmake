@@ -53,16 +53,17 @@ function(distrain_layer name)
   set_property(GLOBAL APPEND PROPERTY DISTRAIN_LAYERS ${name})
 endfunction()
 
-# distrain_uses_torch_nn(<header> <variable>): whether torch/nn is included, directly or by our own headers.
+# distrain_uses_torch_nn(<header> <variable>): whether torch/nn/module.h is included, directly, by one of
+# torch's modules or by our own headers.
 function(distrain_uses_torch_nn header result)
   set(open ${header})
   set(seen ${header})
   while(open)
     list(POP_FRONT open next)
-    file(STRINGS ${PROJECT_SOURCE_DIR}/include/${next} lines REGEX "^#include [<\"](torch/nn|distrain)/")
+    file(STRINGS ${PROJECT_SOURCE_DIR}/include/${next} lines REGEX "^#include [<\"](torch/nn/module|distrain/)")
     foreach(line IN LISTS lines)
       string(REGEX REPLACE "^#include [<\"]([^>\"]+).*" "\\1" included "${line}")
-      if(included MATCHES "^torch/nn/")
+      if(included MATCHES "^torch/")
         set(${result} ON PARENT_SCOPE)
         return()
       elseif(NOT included IN_LIST seen)

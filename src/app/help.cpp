@@ -17,7 +17,8 @@ constexpr size_t kWidth = 90;
 constexpr const char* kOfPredict =
     R"(CHECKPOINT is one that a job has saved, or a folder of them, whose newest counts. Examples
 come from FILE or standard input; the job's own page says what they are. Options are the
-job's: of those of the model each has to be what it was; those of training alone are refused.
+job's: those that the checkpoint keeps have to be as they were, and one that a resumed job may
+change, as --lr, is refused.
 )";
 
 /// `text` in lines of at most kWidth, the first one starting at column `used`.

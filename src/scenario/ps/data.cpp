@@ -36,6 +36,12 @@ data::ImageSet read_test_images(const std::string& path) {
   return images;
 }
 
+data::ImageSet read_labelled(const std::string& path) {
+  data::ImageSet images = read_test_images(path);
+  if (images.labels.empty()) base::bad_data(path + ": images without labels");
+  return images;
+}
+
 }  // namespace
 
 PsData::PsData(const PsOptions& options)
@@ -47,8 +53,8 @@ PsData::PsData(const PsOptions& options)
   check_images(options.data, files_.train);
   if (files_.test) check_images(options.data, *files_.test);
   valid_ = std::exchange(files_.test, std::nullopt);
-  if (!options.valid_data.empty()) valid_ = read_test_images(options.valid_data);
-  if (!options.test_data.empty()) test_ = read_test_images(options.test_data);
+  if (!options.valid_data.empty()) valid_ = read_labelled(options.valid_data);
+  if (!options.test_data.empty()) test_ = read_labelled(options.test_data);
 }
 
 PsData::PsData(const PsOptions& options, const std::string& images)

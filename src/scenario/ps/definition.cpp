@@ -87,7 +87,7 @@ void PsOptions::describe(job::OptionList<PsOptions>& list) {
                "GPUs of the server: with 2 the convolutions are on cuda:0, the rest on cuda:1")
       .range(0, 2)
       .by_default("as --device says")
-      .may_change();
+      .of_predict();
   list.real("mean", &PsOptions::mean, "of the pixels, which is subtracted")
       .range(-1e6, 1e6)
       .by_default("0.1307, with Debian's Fashion-MNIST 0.286")
