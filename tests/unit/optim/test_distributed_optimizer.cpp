@@ -254,13 +254,14 @@ TEST_CASE("steps that a lost rank has asked for are not applied") {
   base::Error error;
   std::thread second([&] { error = error_of([&] { lost->step(lost_context); }); });
   while (cluster[0].waits().empty()) std::this_thread::yield();
+  const auto asked = [&] {
+    return error_of([&] { cluster[1].call_raw(0, "unknown", [](rpc::Encoder&) {}).wait(); });
+  };
+  REQUIRE(asked().kind == ErrorKind::kNotFound);  // its answer comes behind the step
   cluster[0].abort({ErrorKind::kBadData, "no more", -1, {}});
   second.join();
   // By its own end, or by the others that have heard of it.
   CHECK((error.kind == ErrorKind::kCancelled || error.kind == ErrorKind::kPeerLost));
-  const auto asked = [&] {
-    return error_of([&] { cluster[1].call_raw(0, "unknown", [](rpc::Encoder&) {}).wait(); });
-  };
   while (asked().kind == ErrorKind::kNotFound) std::this_thread::yield();
   reading.reset();
   first.join();
