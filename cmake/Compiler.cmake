@@ -20,6 +20,9 @@ add_compile_options(-fPIC -fno-semantic-interposition)
 add_link_options($<$<STREQUAL:$<TARGET_PROPERTY:TYPE>,EXECUTABLE>:-pie>)
 
 if(DISTRAIN_SANITIZER)
+  add_compile_definitions(DISTRAIN_SANITIZED)
+endif()
+if(DISTRAIN_SANITIZER AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # GCC's flow warnings see ghosts in LibTorch's inline functions once those are instrumented.
   add_compile_options(-Wno-maybe-uninitialized)
 endif()
@@ -33,8 +36,10 @@ if(DISTRAIN_SANITIZER STREQUAL "asan")
 elseif(DISTRAIN_SANITIZER STREQUAL "tsan")
   add_compile_options(-fsanitize=thread)
   add_link_options(-fsanitize=thread)
-  # GCC warns about atomic_thread_fence in headers that are not ours; tsan itself copes.
-  add_compile_options(-Wno-tsan)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    # It warns about atomic_thread_fence in headers that are not ours; tsan itself copes.
+    add_compile_options(-Wno-tsan)
+  endif()
 elseif(DISTRAIN_SANITIZER STREQUAL "")
   add_compile_options(-fstack-protector-strong)
   add_link_options(-Wl,-z,relro,-z,now,-z,noexecstack)

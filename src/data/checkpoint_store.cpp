@@ -268,8 +268,9 @@ LoadedCheckpoint load_one(const std::string& path, Depth depth) {
   if (depth == Depth::kManifest) return loaded;
   for (const auto& [name, listed] : manifest.files) {
     const std::string file_path = path + "/" + name;
-    auto content = with_memory_for(
-        file_path, [&] { return Safetensors::parse(read_listed(file_path, listed), file_path); });
+    auto content = with_memory_for(file_path, [&, &listed = listed] {
+      return Safetensors::parse(read_listed(file_path, listed), file_path);
+    });
     loaded.checkpoint.files.emplace(name, content.tensors());
     loaded.contents.emplace(name, std::move(content));
   }

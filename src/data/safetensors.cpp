@@ -271,9 +271,9 @@ std::string safetensors_header(const std::map<std::string, StoredTensor>& tensor
   if (!metadata.empty()) put(std::string(kMetadata), Json(metadata));
   uint64_t offset = 0;
   for (const auto& [name, tensor] : tensors) {
-    const auto* found = std::find_if(kDTypes.begin(), kDTypes.end(), [&](const DTypeName& known) {
-      return known.dtype == tensor.dtype;
-    });
+    const auto* found = std::find_if(
+        kDTypes.begin(), kDTypes.end(),
+        [dtype = tensor.dtype](const DTypeName& known) { return known.dtype == dtype; });
     if (found == kDTypes.end()) fail(name, "has a dtype that safetensors files cannot hold");
     if (name == kMetadata) fail(name, "has a name that safetensors files use otherwise");
     if (tensor.shape.size() > wire::kMaxDimensions) fail(name, "has too many dimensions");

@@ -137,16 +137,18 @@ void TrainingHost::load() {
 
 // What is in the files and of no part is of another model.
 void TrainingHost::check_all_taken() const {
+  const auto known = [&](const std::string& file, const std::string& tensor) {
+    return std::any_of(plan_->parts.begin(), plan_->parts.end(), [&](const auto& part) {
+      if (part.file != file) return false;
+      for (int trainer = 0; trainer < plan_->trainers; ++trainer) {
+        if (part.has(tensor, trainer)) return true;
+      }
+      return false;
+    });
+  };
   for (const auto& [file, tensors] : resumed_->files) {
     for (const auto& [tensor, value] : tensors) {
-      const bool known = std::any_of(plan_->parts.begin(), plan_->parts.end(), [&](const auto& p) {
-        if (p.file != file) return false;
-        for (int trainer = 0; trainer < plan_->trainers; ++trainer) {
-          if (p.has(tensor, trainer)) return true;
-        }
-        return false;
-      });
-      if (!known) {
+      if (!known(file, tensor)) {
         resumed_->refuse(file + ".safetensors has " + tensor + ", which the model has not");
       }
     }

@@ -392,7 +392,9 @@ void SharedModule::load_state(NamedTensors state) {
   }
   if (state.size() != parameters_.size() + buffers_.size()) {
     for (const auto& [its_name, tensor] : state) {
-      const auto is_it = [&](const NamedTensor& known) { return known.name == its_name; };
+      const auto is_it = [&name = its_name](const NamedTensor& known) {
+        return known.name == name;
+      };
       if (std::none_of(parameters_.begin(), parameters_.end(), is_it) &&
           std::none_of(buffers_.begin(), buffers_.end(), is_it)) {
         differ("there is no " + its_name);

@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: timeout=240 serial
+# ctest: timeout=240
 # Signals after which a job goes on.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
@@ -73,11 +73,11 @@ all_stopped() { # the launcher and its ranks
 }
 
 name="SIGTSTP"
-start --peer-timeout 1
+start --peer-timeout 3
 for _ in $(few 1 2); do
   kill -TSTP "$launcher"
   wait_for "$limit" all_stopped || fail "$name: not all are stopped"
-  sleep 3 # longer than a rank may be silent
+  sleep 6 # longer than a rank may be silent
   all_stopped || fail "$name: somebody went on"
   kill -CONT "$launcher"
   goes_on

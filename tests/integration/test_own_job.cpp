@@ -59,8 +59,9 @@ auto seeded(uint64_t seed, F make) {
 
 torch::nn::Sequential make_net(const OwnOptions& options) {
   return seeded(options.seed, [&] {
-    return torch::nn::Sequential(torch::nn::Linear(options.dim, 8), torch::nn::ReLU(),
-                                 torch::nn::Linear(8, 1));
+    // One after the other: compilers initialise arguments in an order of their own.
+    const torch::nn::Linear out(8, 1), hidden(options.dim, 8);
+    return torch::nn::Sequential(hidden, torch::nn::ReLU(), out);
   });
 }
 

@@ -1,5 +1,4 @@
-// ctest: labels=notsan timeout=180
-// Not under tsan, for time: test_pipeline_failures has the same threads.
+// ctest: labels=noasan timeout=180
 #include "support/scenario_data.h"
 #include "support/scenario_job.h"
 

@@ -1,5 +1,4 @@
-// ctest: labels=notsan timeout=180 first
-// Not under tsan, for time: test_ps and the checkpoints of the other jobs have the same threads.
+// ctest: labels=noasan timeout=180 first
 #include "support/scenario_data.h"
 #include "support/scenario_job.h"
 

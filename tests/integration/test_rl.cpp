@@ -36,7 +36,7 @@ void set_size(RlOptions& options, std::pair<int, int> size) {
 TEST_CASE("the episodes of observers are those of one process, to the last bit") {
   RlOptions options = short_rl(30);
   set_size(options, GENERATE(std::pair(1, 1), std::pair(3, 1), std::pair(1, 4), std::pair(2, 3)));
-  options.seed = GENERATE(1, 2);
+  options.seed = kSanitized ? 1 : GENERATE(1, 2);
   CAPTURE(options.observers, options.envs_per_observer, options.seed);
   const Folder folders[2];
   std::vector<Json> lines[2];
@@ -112,6 +112,7 @@ TEST_CASE("a policy that is no number ends the job, and nothing is saved") {
   CHECK_FALSE(data::CheckpointStore::newest(folder.path()));
 }
 
+#ifndef DISTRAIN_SANITIZED  // the same code as above, for a minute
 TEST_CASE("CartPole is solved") {
   RlOptions options = short_rl(1000);
   options.observers = 3;
@@ -122,6 +123,7 @@ TEST_CASE("CartPole is solved") {
   CHECK(end["running_reward"] > 475);
   CHECK_FALSE(job.outcomes.at(0).goal_missed);
 }
+#endif
 
 TEST_CASE("an observer that fails amid an episode ends the job for all, with its reason") {
   base::Promise<void> played;

@@ -1,5 +1,4 @@
-// ctest: labels=notsan timeout=180
-// Not under tsan, for time: test_rnn_checkpoints has the same threads.
+// ctest: labels=noasan timeout=180
 #include <algorithm>
 #include <cmath>
 #include <sstream>

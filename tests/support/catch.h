@@ -13,7 +13,7 @@ using Catch::Approx;
 namespace distrain::testing {
 
 /// Under a sanitizer a test may leave out a combination of what it tries one by one.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef DISTRAIN_SANITIZED
 inline constexpr bool kSanitized = true;
 #else
 inline constexpr bool kSanitized = false;

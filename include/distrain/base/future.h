@@ -248,7 +248,7 @@ auto Future<T>::then(Executor& executor, F fn) const {
   constexpr bool kNested = detail::IsFuture<std::decay_t<Returned>>::value;
   using Value = typename std::conditional_t<kNested, detail::IsFuture<std::decay_t<Returned>>,
                                             std::type_identity<std::decay_t<Returned>>>;
-  using U = decltype([] {
+  using U = typename decltype([] {
     if constexpr (kNested) {
       return std::type_identity<typename Value::Value>{};
     } else {

@@ -64,9 +64,10 @@ void run_exposed(CallContext& context, Decoder& decoder, const ReplyPtr& reply) 
   };
   const auto run = [&](const auto&... bound) {
     if constexpr (Traits::kReturnsFuture) {
-      const auto object = std::make_tuple(bound...);  // lives as long as the call
+      const auto object = std::make_tuple(bound...);
       invoke(bound...).on_complete(
           context.agent.executor(), [reply, object](base::Result<typename Traits::Result>& result) {
+            static_cast<void>(object);  // it lives as long as the call
             if (!result.ok()) {
               base::Error error = result.error();
               // What a continuation threw here; other ranks' errors have their kinds already.

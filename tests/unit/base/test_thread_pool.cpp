@@ -186,7 +186,9 @@ TEST_CASE("a task's captures die before the next task runs, outside the pool's l
     }
   };
   std::atomic<int> count{0};
-  pool.post([own = std::make_unique<PostsWhenDestroyed>(pool, count)] { static_cast<void>(own); });
+  pool.post([own = std::unique_ptr<PostsWhenDestroyed>(new PostsWhenDestroyed{pool, count})] {
+    static_cast<void>(own);
+  });
   submit(pool, [] {}).wait();
   const TimePoint end = Clock::now() + 20s;
   while (count == 0 && Clock::now() < end) std::this_thread::yield();

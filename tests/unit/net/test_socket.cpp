@@ -34,7 +34,8 @@ TEST_CASE("an Fd closes what it owns, once") {
     Fd moved = std::move(write_end);
     CHECK_FALSE(write_end.valid());  // NOLINT: moved from on purpose
     CHECK(moved.get() == pipe_fds[1]);
-    moved = std::move(moved);
+    Fd& itself = moved;
+    moved = std::move(itself);
     CHECK(moved.valid());
   }
   char byte;

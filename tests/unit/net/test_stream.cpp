@@ -32,7 +32,8 @@ TEMPLATE_TEST_CASE("frames of all sizes are echoed intact", "", Tcp, Unix) {
                             size_t{65536}, size_t{65537}, size_t{1} << 20}) {
     for (const size_t payload : kSizes) {
       if (payload > (1 << 20) && meta != 64) continue;
-      REQUIRE(stream->send(make_frame(++id, meta, payload, 1 + id % 3)).ok());
+      ++id;
+      REQUIRE(stream->send(make_frame(id, meta, payload, 1 + id % 3)).ok());
       REQUIRE(record.wait_frames(1));
       // One at a time: the large ones are not kept.
       const InFrame frame = record.take();

@@ -12,7 +12,7 @@ AllocationCount& allocation_count() {
 
 }  // namespace distrain::wire
 
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#ifndef DISTRAIN_SANITIZED
 void* operator new(size_t size) {
   auto& count = distrain::wire::allocation_count();
   if (count.counting) count.bytes += size;

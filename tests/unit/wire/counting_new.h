@@ -12,7 +12,7 @@ struct AllocationCount {
 };
 AllocationCount& allocation_count();
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef DISTRAIN_SANITIZED
 inline constexpr bool kUnderSanitizer = true;
 #else
 inline constexpr bool kUnderSanitizer = false;
