@@ -17,11 +17,11 @@
 namespace distrain::data {
 namespace {
 
-constexpr uint64_t kMaxBytes = uint64_t{8} << 30;
+constexpr uint64_t kMaxImageBytes = uint64_t{8} << 30;
 constexpr size_t kFirstBytes = size_t{1} << 20;
 constexpr uint8_t kUnsignedBytes = 0x08;  // the element type
 
-[[noreturn]] void fail(const std::string& path, const std::string& reason) {
+[[noreturn]] void refuse(const std::string& path, const std::string& reason) {
   throw base::Exception(base::ErrorKind::kBadData, path + ": " + reason);
 }
 
@@ -36,14 +36,14 @@ class IdxFile {
   std::array<uint64_t, N> read_sizes() {
     std::array<uint8_t, 4> magic;
     read_header(magic);
-    if (magic[0] != 0 || magic[1] != 0) fail(path_, "not an IDX file");
+    if (magic[0] != 0 || magic[1] != 0) refuse(path_, "not an IDX file");
     if (magic[2] != kUnsignedBytes) {
-      fail(path_, "an IDX file of elements of type " + std::to_string(magic[2]) +
-                      ", not of unsigned bytes (8)");
+      refuse(path_, "an IDX file of elements of type " + std::to_string(magic[2]) +
+                        ", not of unsigned bytes (8)");
     }
     if (magic[3] != N) {
-      fail(path_,
-           "an IDX file of " + std::to_string(magic[3]) + " dimensions, not " + std::to_string(N));
+      refuse(path_, "an IDX file of " + std::to_string(magic[3]) + " dimensions, not " +
+                        std::to_string(N));
     }
     std::array<uint64_t, N> sizes;
     for (uint64_t& size : sizes) {
@@ -64,13 +64,13 @@ class IdxFile {
       elements.resize(std::min<uint64_t>(total, std::max(kFirstBytes, 2 * before)));
       const size_t got = reader_.read(elements.data() + before, elements.size() - before);
       if (got < elements.size() - before) {
-        fail(path_, "cut short: " + std::to_string(before + got) + " of " + std::to_string(total) +
-                        " bytes after the header");
+        refuse(path_, "cut short: " + std::to_string(before + got) + " of " +
+                          std::to_string(total) + " bytes after the header");
       }
     }
     uint8_t more;
     if (reader_.read(&more, 1) > 0) {
-      fail(path_, "longer than the " + std::to_string(total) + " bytes that its header says");
+      refuse(path_, "longer than the " + std::to_string(total) + " bytes that its header says");
     }
     add_to_hash(elements);
     return elements;
@@ -79,7 +79,7 @@ class IdxFile {
  private:
   void read_header(std::array<uint8_t, 4>& bytes) {
     if (reader_.read(bytes.data(), bytes.size()) < bytes.size()) {
-      fail(path_, "cut short: no whole IDX header");
+      refuse(path_, "cut short: no whole IDX header");
     }
     add_to_hash(bytes);
   }
@@ -105,12 +105,12 @@ void read_pixels(const std::string& path, ContentHasher& hasher, ImageSet& set,
   set.count = static_cast<int64_t>(count);
   set.rows = static_cast<int64_t>(rows);
   set.columns = static_cast<int64_t>(columns);
-  if (count == 0) fail(path, "no image in this file");
-  if (rows == 0 || columns == 0) fail(path, "images of " + size_of(set) + " pixels");
+  if (count == 0) refuse(path, "no image in this file");
+  if (rows == 0 || columns == 0) refuse(path, "images of " + size_of(set) + " pixels");
   // rows * columns fits: each is below 2^32.
-  if (rows * columns > kMaxBytes || count > kMaxBytes / (rows * columns)) {
-    fail(path, std::to_string(count) + " images of " + size_of(set) +
-                   " pixels are more than the 8 GiB that are read");
+  if (rows * columns > kMaxImageBytes || count > kMaxImageBytes / (rows * columns)) {
+    refuse(path, std::to_string(count) + " images of " + size_of(set) +
+                     " pixels are more than the 8 GiB that are read");
   }
   set.pixels = file.read_elements(count * rows * columns);
 }
@@ -120,8 +120,8 @@ void read_labels(const std::string& path, const std::string& images, ContentHash
   IdxFile file(path, hasher);
   const auto [count] = file.read_sizes<1>();
   if (count != static_cast<uint64_t>(set.count)) {
-    fail(path, std::to_string(count) + " labels for the " + std::to_string(set.count) +
-                   " images of " + images);
+    refuse(path, std::to_string(count) + " labels for the " + std::to_string(set.count) +
+                     " images of " + images);
   }
   set.labels = file.read_elements(count);
 }
@@ -148,8 +148,8 @@ Pair find_pair(const std::string& folder, const std::string& set) {
 }
 
 ImageSet read_pair(const std::string& folder, const std::string& set, const Pair& pair) {
-  if (!pair.images) fail(folder, "no " + set + "-images-idx3-ubyte in this folder");
-  if (!pair.labels) fail(folder, "no " + set + "-labels-idx1-ubyte in this folder");
+  if (!pair.images) refuse(folder, "no " + set + "-images-idx3-ubyte in this folder");
+  if (!pair.labels) refuse(folder, "no " + set + "-labels-idx1-ubyte in this folder");
   return read_idx(*pair.images, *pair.labels);
 }
 
@@ -204,8 +204,8 @@ ImageFolder read_image_folder(const std::string& folder) {
   if (!pair.images && !pair.labels) return result;
   result.test = read_pair(folder, "t10k", pair);
   if (result.test->rows != result.train.rows || result.test->columns != result.train.columns) {
-    fail(*pair.images, "images of " + size_of(*result.test) + " pixels, those to train with are " +
-                           size_of(result.train));
+    refuse(*pair.images, "images of " + size_of(*result.test) +
+                             " pixels, those to train with are " + size_of(result.train));
   }
   return result;
 }

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kChunk = int64_t{1} << 20;  // bytes, see Note [Tensors of devices]
 
-at::Tensor twice(at::Tensor x) { return x * 2; }
+at::Tensor doubled(at::Tensor x) { return x * 2; }
 at::Tensor sum(std::vector<at::Tensor> all) {
   at::Tensor total = all.at(0).clone();
   for (size_t i = 1; i < all.size(); ++i) total = total + all[i];
@@ -41,7 +41,7 @@ at::Tensor elsewhere(at::Tensor x) {
   return y;
 }
 base::Future<at::Tensor> later(rpc::CallContext& call, at::Tensor x) {
-  return call.agent.rpc_async<&twice>(call.caller.rank, x);
+  return call.agent.rpc_async<&doubled>(call.caller.rank, x);
 }
 
 /// What it sends to the caller's device is never on the caller's.
@@ -63,7 +63,7 @@ void expose_places(rpc::Agent& agent) {
   agent.expose<&ones>("ones");
   agent.expose<&host_to_sim1>("host_to_sim1");
   agent.expose<&behind_gate>("behind_gate");
-  agent.expose<&twice>("twice");
+  agent.expose<&doubled>("doubled");
   agent.expose<&sum>("sum");
   agent.expose<&place>("place");
   agent.expose<&same>("same");
@@ -74,9 +74,9 @@ void expose_places(rpc::Agent& agent) {
 }
 
 /// Rank r's device is sim:r.
-struct OnDevices : Cluster {
-  explicit OnDevices(int size, rpc::AgentOptions options = {},
-                     const std::function<void(rpc::AgentOptions&)>& each = {})
+struct DeviceCluster : Cluster {
+  explicit DeviceCluster(int size, rpc::AgentOptions options = {},
+                         const std::function<void(rpc::AgentOptions&)>& each = {})
       : Cluster(size, expose_places, std::move(options), [&each](rpc::AgentOptions& o) {
           o.device = sim(o.rank);
           if (each) each(o);
@@ -92,12 +92,12 @@ bool same_values(const at::Tensor& device, const at::Tensor& cpu) {
 }
 
 TEST_CASE("a tensor arrives on the device of the rank that it is sent to, and comes back") {
-  OnDevices ranks(2);
+  DeviceCluster ranks(2);
   for (const int64_t n : {int64_t{0}, int64_t{1}, int64_t{1000}, kChunk / 4, kChunk / 4 + 1,
                           3 * kChunk / 4 + 7, 5 * kChunk}) {
     INFO(n);
     const at::Tensor x = numbers_on(n, sim(0)) + 1;  // not computed yet
-    const at::Tensor y = ranks[0].rpc_sync<&twice>(1, x);
+    const at::Tensor y = ranks[0].rpc_sync<&doubled>(1, x);
     CHECK(y.device() == sim(0));
     CHECK(same_values(y, (numbers_on(n, c10::kCPU) + 1) * 2));
   }
@@ -108,11 +108,11 @@ TEST_CASE("a tensor arrives on the device of the rank that it is sent to, and co
 }
 
 TEST_CASE("a call copies each of its tensors once from the device and once to it") {
-  OnDevices ranks(2);
+  DeviceCluster ranks(2);
   const at::Tensor x = numbers_on(5 * kChunk / 4, sim(0));
   run_all_sim_streams();
   reset_sim_counters();
-  const at::Tensor y = ranks[0].rpc_sync<&twice>(1, x);
+  const at::Tensor y = ranks[0].rpc_sync<&doubled>(1, x);
   const SimCounters counters = sim_counters();
   CHECK(counters.device_to_host == SimCopies{10, 10 * kChunk});  // five chunks there, five back
   CHECK(counters.host_to_device == SimCopies{10, 10 * kChunk});
@@ -123,7 +123,7 @@ TEST_CASE("a call copies each of its tensors once from the device and once to it
 }
 
 TEST_CASE("tensors of several kinds go in one message") {
-  OnDevices ranks(2);
+  DeviceCluster ranks(2);
   const at::Tensor image = at::arange(2 * 3 * 4 * 5, at::kFloat).view({2, 3, 4, 5});
   const std::vector<at::Tensor> sent = {
       numbers_on(5, c10::kCPU),
@@ -154,7 +154,7 @@ TEST_CASE("tensors of several kinds go in one message") {
 }
 
 TEST_CASE("the reply waits for the function, also on a stream of its own") {
-  OnDevices ranks(2);
+  DeviceCluster ranks(2);
   const at::Tensor x = numbers_on(1000, sim(0)) * 5;
   CHECK(same_values(ranks[0].rpc_sync<&elsewhere>(1, x), numbers_on(1000, c10::kCPU) * 15));
   CHECK(same_values(ranks[0].rpc_sync<&later>(1, x), numbers_on(1000, c10::kCPU) * 10));
@@ -162,35 +162,35 @@ TEST_CASE("the reply waits for the function, also on a stream of its own") {
 }
 
 TEST_CASE("calls go out behind the caller's own stream, and replies come in before it goes on") {
-  OnDevices ranks(2);
+  DeviceCluster ranks(2);
   const c10::StreamGuard guard(rpc::side_stream(sim(0)));
   for (int i = 0; i < 5; ++i) {
     const at::Tensor x = numbers_on(kChunk, sim(0)) + i;
-    CHECK(same_values(ranks[0].rpc_sync<&twice>(1, x) + 1,
+    CHECK(same_values(ranks[0].rpc_sync<&doubled>(1, x) + 1,
                       (numbers_on(kChunk, c10::kCPU) + i) * 2 + 1));
-    const auto future = ranks[0].rpc_async<&twice>(1, x).then(ranks[0].executor(),
-                                                              [](at::Tensor& y) { return y + 1; });
+    const auto future = ranks[0].rpc_async<&doubled>(1, x).then(
+        ranks[0].executor(), [](at::Tensor& y) { return y + 1; });
     CHECK(same_values(future.wait() * 2, ((numbers_on(kChunk, c10::kCPU) + i) * 2 + 1) * 2));
     // A call to oneself.
-    CHECK(same_values(ranks[0].rpc_sync<&twice>(0, x) + 1,
+    CHECK(same_values(ranks[0].rpc_sync<&doubled>(0, x) + 1,
                       (numbers_on(kChunk, c10::kCPU) + i) * 2 + 1));
   }
   ranks.shutdown();
 }
 
 TEST_CASE("what a call sends may be overwritten once its reply is there, and freed at once") {
-  OnDevices ranks(2);
+  DeviceCluster ranks(2);
   std::vector<base::Future<at::Tensor>> replies;
   for (int i = 0; i < 20; ++i) {
     // Freed by this thread while it may still be on its way.
-    replies.push_back(ranks[0].rpc_async<&twice>(1, numbers_on(3 * kChunk / 8, sim(0)) + i));
+    replies.push_back(ranks[0].rpc_async<&doubled>(1, numbers_on(3 * kChunk / 8, sim(0)) + i));
   }
   for (int i = 0; i < 20; ++i) {
     CHECK(same_values(replies[static_cast<size_t>(i)].wait(),
                       (numbers_on(3 * kChunk / 8, c10::kCPU) + i) * 2));
   }
   const at::Tensor x = numbers_on(3 * kChunk / 8, sim(0));
-  const at::Tensor y = ranks[0].rpc_sync<&twice>(1, x);
+  const at::Tensor y = ranks[0].rpc_sync<&doubled>(1, x);
   {
     const c10::StreamGuard guard(rpc::side_stream(sim(0)));
     x.fill_(-1);
@@ -201,16 +201,16 @@ TEST_CASE("what a call sends may be overwritten once its reply is there, and fre
 }
 
 TEST_CASE("copies for a call that cannot be sent write to nobody else's memory") {
-  OnDevices ranks(3);
+  DeviceCluster ranks(3);
   ranks.kill(1);
   // Until it is known, and then with all copies put into their stream and not made.
   for (int i = 0; i < 3; ++i) {
-    CHECK(error_of([&] { ranks[0].rpc_sync<&twice>(1, numbers_on(2 * kChunk, sim(0))); }).kind ==
+    CHECK(error_of([&] { ranks[0].rpc_sync<&doubled>(1, numbers_on(2 * kChunk, sim(0))); }).kind ==
           base::ErrorKind::kPeerLost);
   }
   const auto reply = ranks[0].rpc_async<&ones>(2, 2 * kChunk);
   const at::Tensor arrived = reply.wait();  // to be copied from host memory that was lent before
-  CHECK(same_values(ranks[0].rpc_sync<&twice>(2, numbers_on(3, sim(0))),
+  CHECK(same_values(ranks[0].rpc_sync<&doubled>(2, numbers_on(3, sim(0))),
                     at::tensor({0.F, 2.F, 4.F})));
   CHECK(same_values(arrived, at::ones({2 * kChunk})));
 }
@@ -218,7 +218,7 @@ TEST_CASE("copies for a call that cannot be sent write to nobody else's memory")
 TEST_CASE("what has arrived outlives the agents that brought it") {
   at::Tensor arrived;
   {
-    OnDevices ranks(2);
+    DeviceCluster ranks(2);
     arrived = ranks[0].rpc_async<&ones>(1, 2 * kChunk).wait();
     ranks.shutdown();
   }
@@ -228,18 +228,18 @@ TEST_CASE("what has arrived outlives the agents that brought it") {
 }
 
 TEST_CASE("values stay on their owner's device until somebody fetches them") {
-  OnDevices ranks(3);
+  DeviceCluster ranks(3);
   const rpc::RRef<at::Tensor> made = ranks[0].remote<&make>(1, 1000);
   const at::Tensor here = made.to_here();
   CHECK(here.device() == sim(0));
   CHECK(same_values(here, numbers_on(1000, c10::kCPU) + 1));
-  const rpc::RRef<at::Tensor> more = ranks[0].remote<&twice>(2, here);
+  const rpc::RRef<at::Tensor> more = ranks[0].remote<&doubled>(2, here);
   CHECK(same_values(more.to_here(), (numbers_on(1000, c10::kCPU) + 1) * 2));
   ranks.shutdown();
 }
 
 TEST_CASE("sparse tensors of devices travel") {
-  OnDevices ranks(2);
+  DeviceCluster ranks(2);
   const at::Tensor cpu = at::sparse_coo_tensor(at::tensor({1, 4, 4}, at::kLong).view({1, 3}),
                                                at::arange(6, at::kFloat).view({3, 2}), {6, 2});
   const at::Tensor device = at::_sparse_coo_tensor_unsafe(
@@ -253,7 +253,7 @@ TEST_CASE("sparse tensors of devices travel") {
 }
 
 TEST_CASE("many threads and ranks send each other tensors of devices") {
-  OnDevices ranks(3);
+  DeviceCluster ranks(3);
   ranks.on_all([&](rpc::Agent& agent) {
     std::vector<std::thread> threads;
     std::atomic<int> wrong{0};
@@ -280,56 +280,57 @@ TEST_CASE("a device without a map is an error that says how to give one") {
   Cluster ranks(2, expose_places, {}, [](rpc::AgentOptions& o) {
     o.device = o.rank == 0 ? sim(0) : c10::Device(c10::kCPU);
   });
-  const base::Error error = error_of([&] { ranks[0].rpc_sync<&twice>(1, numbers_on(3, sim(0))); });
+  const base::Error error =
+      error_of([&] { ranks[0].rpc_sync<&doubled>(1, numbers_on(3, sim(0))); });
   CHECK(error.kind == base::ErrorKind::kInvalid);
   CHECK_THAT(error.message, Catch::Contains("rank 1 (w1)") && Catch::Contains("device_maps") &&
                                 Catch::Contains("sim:0") && Catch::Contains(".cpu()"));
   // Not the rank's own device either.
-  CHECK(error_of([&] { ranks[0].rpc_sync<&twice>(1, numbers_on(3, sim(2))); }).kind ==
+  CHECK(error_of([&] { ranks[0].rpc_sync<&doubled>(1, numbers_on(3, sim(2))); }).kind ==
         base::ErrorKind::kInvalid);
   // A reply has no way either.
   CHECK(error_of([&] { ranks[0].rpc_sync<&make>(1, 3); }).kind == base::ErrorKind::kInvalid);
-  CHECK(same_values(ranks[0].rpc_sync<&twice>(1, numbers_on(3, sim(0)).cpu()),
+  CHECK(same_values(ranks[0].rpc_sync<&doubled>(1, numbers_on(3, sim(0)).cpu()),
                     at::tensor({0.F, 2.F, 4.F})));
   ranks.shutdown();
 }
 
 TEST_CASE("maps say where tensors go, and the way back") {
-  OnDevices ranks(2, {}, [](rpc::AgentOptions& o) {
+  DeviceCluster ranks(2, {}, [](rpc::AgentOptions& o) {
     o.device_maps.clear();
     if (o.rank == 0) o.device_maps = {{"w1", {{sim(0), sim(3)}, {sim(2), sim(1)}}}};
   });
   CHECK(ranks[0].rpc_sync<&place>(1, numbers_on(3, sim(0))) == "sim:3");
   CHECK(ranks[0].rpc_sync<&place>(1, numbers_on(3, sim(2))) == "sim:1");
-  CHECK(ranks[0].rpc_sync<&twice>(1, numbers_on(3, sim(2))).device() == sim(2));
+  CHECK(ranks[0].rpc_sync<&doubled>(1, numbers_on(3, sim(2))).device() == sim(2));
   CHECK(ranks[1].rpc_sync<&place>(0, numbers_on(3, sim(3))) == "sim:0");
   CHECK(ranks[0].device_of(1) == "sim:1");
   ranks.shutdown();
 }
 
 TEST_CASE("a rank's own device goes to the other's only where no map says otherwise") {
-  OnDevices ranks(2, {}, [](rpc::AgentOptions& o) {
+  DeviceCluster ranks(2, {}, [](rpc::AgentOptions& o) {
     o.device_maps.clear();
     if (o.rank == 0) o.device_maps = {{"w1", {{sim(2), sim(1)}}}};
   });
   const at::Tensor x = numbers_on(1000, sim(0)) + 1, y = numbers_on(1000, sim(2)) + 2;
-  CHECK(error_of([&] { ranks[0].rpc_sync<&twice>(1, x); }).kind == base::ErrorKind::kInvalid);
+  CHECK(error_of([&] { ranks[0].rpc_sync<&doubled>(1, x); }).kind == base::ErrorKind::kInvalid);
   CHECK(error_of([&] {
           ranks[0].rpc_sync<&same>(1, std::vector{x, y});
         }).kind == base::ErrorKind::kInvalid);
-  const at::Tensor back = ranks[0].rpc_sync<&twice>(1, y);
+  const at::Tensor back = ranks[0].rpc_sync<&doubled>(1, y);
   CHECK(back.device() == sim(2));
   CHECK(same_values(back, (numbers_on(1000, c10::kCPU) + 2) * 2));
   ranks.shutdown();
 }
 
 TEST_CASE("a map of other devices leaves the ranks' own as they are") {
-  OnDevices ranks(2, {}, [](rpc::AgentOptions& o) {
+  DeviceCluster ranks(2, {}, [](rpc::AgentOptions& o) {
     o.device_maps.clear();
     if (o.rank == 0) o.device_maps = {{"w1", {{sim(2), sim(3)}}}};
   });
   CHECK(ranks[0].rpc_sync<&place>(1, numbers_on(3, sim(0))) == "sim:1");
-  CHECK(ranks[0].rpc_sync<&twice>(1, numbers_on(3, sim(0))).device() == sim(0));
+  CHECK(ranks[0].rpc_sync<&doubled>(1, numbers_on(3, sim(0))).device() == sim(0));
   CHECK(ranks[0].rpc_sync<&place>(1, numbers_on(3, sim(2))) == "sim:3");
   CHECK(ranks[1].rpc_sync<&place>(0, numbers_on(3, sim(1))) == "sim:0");
   ranks.shutdown();
@@ -341,15 +342,15 @@ TEST_CASE("a map may name a device of a rank that says nothing of its devices") 
     if (o.rank == 0) o.device_maps = {{"w1", {{sim(1), sim(2)}}}};
   });
   CHECK(ranks[0].rpc_sync<&place>(1, numbers_on(3, sim(1))) == "sim:2");
-  CHECK(ranks[0].rpc_sync<&twice>(1, numbers_on(3, sim(1))).device() == sim(1));
+  CHECK(ranks[0].rpc_sync<&doubled>(1, numbers_on(3, sim(1))).device() == sim(1));
   ranks.shutdown();
 }
 
 TEST_CASE("maps that make no sense are refused when the ranks meet") {
   const auto refused = [](std::vector<rpc::DeviceMap> first, std::vector<rpc::DeviceMap> second) {
     base::Error error = error_of([&] {
-      OnDevices ranks(2, {},
-                      [&](rpc::AgentOptions& o) { o.device_maps = o.rank == 0 ? first : second; });
+      DeviceCluster ranks(
+          2, {}, [&](rpc::AgentOptions& o) { o.device_maps = o.rank == 0 ? first : second; });
     });
     CHECK(error.kind == base::ErrorKind::kInvalid);
     return error.message;
@@ -369,7 +370,7 @@ TEST_CASE("maps that make no sense are refused when the ranks meet") {
 }
 
 TEST_CASE("a device without memory for what arrives fails the call, naming the rank") {
-  OnDevices ranks(2);
+  DeviceCluster ranks(2);
   const at::Tensor x = numbers_on(kChunk, sim(0)), y = x + 1;  // eight chunks together
   run_all_sim_streams();
   {
@@ -378,13 +379,13 @@ TEST_CASE("a device without memory for what arrives fails the call, naming the r
     CHECK(error.kind == base::ErrorKind::kResources);
     CHECK(error.rank == 1);
   }
-  CHECK(same_values(ranks[0].rpc_sync<&twice>(1, x), numbers_on(kChunk, c10::kCPU) * 2));
+  CHECK(same_values(ranks[0].rpc_sync<&doubled>(1, x), numbers_on(kChunk, c10::kCPU) * 2));
   ranks.shutdown();
 }
 
 TEST_CASE(
     "a device without memory for a reply fails the call, naming the caller and the function") {
-  OnDevices ranks(2);
+  DeviceCluster ranks(2);
   const at::Tensor full = at::zeros({4 * kChunk}, at::TensorOptions().device(sim(0)));
   run_all_sim_streams();
   for (const int64_t n : {int64_t{1000}, kChunk}) {  // with the message, and ahead of it
@@ -418,7 +419,7 @@ TEST_CASE("tensors of devices come to the CPU for a file") {
 }
 
 TEST_CASE("a rank that dies while tensors are on their way fails the calls") {
-  OnDevices ranks(2);
+  DeviceCluster ranks(2);
   ranks[1].provide(std::make_shared<Gate>());
   Gate& gate = ranks[1].local<Gate>();
   std::vector<base::Future<at::Tensor>> replies;

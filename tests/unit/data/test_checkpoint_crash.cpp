@@ -1,4 +1,4 @@
-// ctest: timeout=120
+// ctest: labels=notsan timeout=120
 #include <csignal>
 #include <cstddef>
 #include <functional>

@@ -1,3 +1,4 @@
+// ctest: labels=notsan
 #include <cstdlib>
 #include <cstring>
 #include <string>

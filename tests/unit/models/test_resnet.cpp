@@ -1,4 +1,4 @@
-// ctest: timeout=180
+// ctest: labels=notsan timeout=180
 #include <cmath>
 #include <functional>
 
