@@ -172,7 +172,7 @@ TEST_CASE("replicas that are cut up differently are refused") {
   run_ranks(2, [&](int rank) {
     Net net(1, sim(rank), sim(2 * rank));
     const base::Error error =
-        error_of([&] { DistributedDataParallel model(net, group.backends[size_t(rank)]); });
+        thrown_by([&] { DistributedDataParallel model(net, group.backends[size_t(rank)]); });
     RANK_CHECK(error.kind == ErrorKind::kInvalid);
     RANK_CHECK(contains(error.message, "second"));
     RANK_CHECK(contains(error.message, "device number 2"));
@@ -325,7 +325,7 @@ TEST_CASE(
         for (size_t i = 0; i < 3; ++i) {
           pass.give(parameters[i].tensor, at::full({64}, 3.0, at::TensorOptions(device)));
         }
-        RANK_CHECK(error_of([&] { pass.end(); }).kind == ErrorKind::kInvalid);
+        RANK_CHECK(thrown_by([&] { pass.end(); }).kind == ErrorKind::kInvalid);
       }
       check_next();
       at::Tensor loss;
@@ -383,7 +383,7 @@ TEST_CASE("errors of a pass on devices, and the pass after it") {
         for (size_t i : {3, 2, 0}) give(pass, i, sim(rank));
         if (rank == 1 && kind == 0) give(pass, 1, sim(3));
         if (rank == 0) give(pass, 1, sim(rank));
-        const base::Error error = error_of([&] { pass.end(); });
+        const base::Error error = thrown_by([&] { pass.end(); });
         RANK_CHECK(error.kind == ErrorKind::kInvalid);
         RANK_CHECK(error.rank == 1);
         RANK_CHECK(contains(error.message, texts[kind]));

@@ -76,7 +76,7 @@ struct Pair {
   }
 
   base::Error next_error(int rank) {
-    return error_of([&] { groups[rank]->start(filled(0, sim(rank)))->wait(); });
+    return thrown_by([&] { groups[rank]->start(filled(0, sim(rank)))->wait(); });
   }
 
   FakeNccl nccl;
@@ -222,7 +222,7 @@ TEST_CASE("a rank that refuses is named, what was before is whole, and new commu
         const auto first = reduce.start(filled(rank, sim(rank)));
         const auto second = reduce.broadcast(filled(rank, sim(rank)), 0);
         for (const auto& refused : {first, second}) {
-          const base::Error error = error_of([&] { refused->wait(); });
+          const base::Error error = thrown_by([&] { refused->wait(); });
           RANK_CHECK(error.kind == ErrorKind::kBadData);
           RANK_CHECK(error.rank == 1);
         }
@@ -245,7 +245,7 @@ TEST_CASE("ranks that call different operations are told so before NCCL hears of
     check_mean(reduce);
     const auto fails = [&](const ReduceGroup::WorkPtr& work, const std::string& mine,
                            const std::string& theirs) {
-      const base::Error error = error_of([&] { work->wait(); });
+      const base::Error error = thrown_by([&] { work->wait(); });
       RANK_CHECK(error.kind == ErrorKind::kInvalid);
       RANK_CHECK(error.rank == 1 - rank);
       RANK_CHECK(contains(error.message, rank ? theirs : mine));
@@ -271,7 +271,7 @@ TEST_CASE("a rank that is lost within NCCL's work, after wait() has returned") {
   CHECK(pair.groups[0]->failure()->kind == ErrorKind::kPeerLost);
   CHECK(pair.groups[0]->failure()->rank == 1);
   for (const base::Error& error :
-       {pair.next_error(0), pair.next_error(0), error_of([&] { pair.work->wait(); })}) {
+       {pair.next_error(0), pair.next_error(0), thrown_by([&] { pair.work->wait(); })}) {
     CHECK(error.kind == ErrorKind::kPeerLost);
     CHECK(error.rank == 1);
   }
@@ -334,7 +334,7 @@ TEST_CASE("the lost rank is named, not what NCCL says of it") {
     pair.work = pair.groups[0]->start(filled(1, sim(0)));
     other->wait();
     pair.group.network.kill(1);
-    const base::Error error = error_of([&] { pair.work->wait(); });
+    const base::Error error = thrown_by([&] { pair.work->wait(); });
     CHECK(error.kind == ErrorKind::kPeerLost);
     CHECK(error.rank == 1);
   } else {
@@ -396,7 +396,7 @@ TEST_CASE("a rank that comes and does nothing") {
   const bool told_by_wait = GENERATE(false, true);
   REQUIRE(comes([&] { return pair.groups[0]->failure().has_value(); }));
   if (told_by_wait) {
-    CHECK(error_of([&] { pair.work->wait(); }).kind == ErrorKind::kDeadline);
+    CHECK(thrown_by([&] { pair.work->wait(); }).kind == ErrorKind::kDeadline);
   }
   run_ranks(2, [&](int rank) {
     // One has communicators, the other has not: both begin anew.
@@ -412,7 +412,7 @@ TEST_CASE("a rank that never comes") {
   FakeNccl nccl;
   TestGroup group(2, {.timeout = milliseconds(30)});
   NcclReduceGroup reduce(group.backends[0], nccl.functions());
-  const base::Error error = error_of([&] { check_mean(reduce); });
+  const base::Error error = thrown_by([&] { check_mean(reduce); });
   CHECK(error.kind == ErrorKind::kDeadline);
   CHECK(error.rank == 1);
 }
@@ -423,16 +423,16 @@ TEST_CASE("a communicator that one rank cannot make") {
   run_ranks(3, [&](int rank) {
     NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
     if (rank == 0) nccl.fail_id();
-    const base::Error id_error = error_of([&] { check_mean(reduce); });
+    const base::Error id_error = thrown_by([&] { check_mean(reduce); });
     RANK_CHECK(id_error.kind == ErrorKind::kResources);
     RANK_CHECK(contains(id_error.message, "no id today"));
     if (rank == 2) nccl.fail_making(2);
-    const base::Error error = error_of([&] { check_mean(reduce); });
+    const base::Error error = thrown_by([&] { check_mean(reduce); });
     RANK_CHECK(error.kind == ErrorKind::kResources);
     RANK_CHECK(error.message == "rank 2: no device for this rank");
     RANK_CHECK(error.rank == 2);
     if (rank == 1) nccl.fail_joining(1);
-    const base::Error other = error_of([&] { check_mean(reduce); });
+    const base::Error other = thrown_by([&] { check_mean(reduce); });
     RANK_CHECK(other.message == "rank 1: no way to the others");
     RANK_CHECK(other.rank == 1);
     check_mean(reduce);
@@ -456,7 +456,7 @@ TEST_CASE("a communicator that does not come about") {
         return group[1].shutdown();
       }
     }
-    const base::Error error = error_of([&] { work->wait(); });
+    const base::Error error = thrown_by([&] { work->wait(); });
     RANK_CHECK(error.kind == (killed ? ErrorKind::kPeerLost : ErrorKind::kResources));
     if (killed) {
       RANK_CHECK(error.rank == 1);

@@ -91,7 +91,7 @@ TEST_CASE("tensors of CPU and devices and refusals keep their order") {
       const auto last = reduce.start(d);
       for (const auto& work : {first, second, third, last}) work->wait();
       for (const auto& work : refused) {
-        const base::Error error = error_of([&] { work->wait(); });
+        const base::Error error = thrown_by([&] { work->wait(); });
         RANK_CHECK(error.kind == ErrorKind::kBadData);
         RANK_CHECK(error.rank == 1);
       }
@@ -214,7 +214,7 @@ TEST_CASE("a lost rank and a deadline come out of wait") {
   const auto second = reduce.start(x);
   if (killed) group.network.kill(1);
   for (const auto& work : {first, second}) {
-    const base::Error error = error_of([&] { work->wait(); });
+    const base::Error error = thrown_by([&] { work->wait(); });
     CHECK(error.kind == (killed ? ErrorKind::kPeerLost : ErrorKind::kDeadline));
     CHECK(error.rank == 1);
   }

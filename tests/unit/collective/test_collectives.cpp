@@ -97,7 +97,7 @@ TEST_CASE("a group that is none") {
   FakeNetwork network(3);
   base::ThreadPool pool({.name = "test"});
   const auto make = [&](std::vector<int> ranks) {
-    return error_of([&] {
+    return thrown_by([&] {
       c10::make_intrusive<Backend>(network.channel(0), pool, collective::Group{1, ranks});
     });
   };

@@ -17,7 +17,7 @@ using Call = std::function<collective::Pending(Backend&)>;
 std::vector<base::Error> errors_of(TestGroup& group, const std::vector<Call>& calls) {
   std::vector<base::Error> errors(calls.size());
   run_ranks(int(calls.size()), [&](int rank) {
-    errors[size_t(rank)] = error_of([&] { calls[size_t(rank)](group[rank]).wait(); });
+    errors[size_t(rank)] = thrown_by([&] { calls[size_t(rank)](group[rank]).wait(); });
   });
   return errors;
 }
@@ -85,7 +85,7 @@ TEST_CASE("a rank that does not come is named when the deadline passes") {
     TestGroup group(4, {.timeout = milliseconds(timeout)});
     run_ranks(4, [&](int rank) {
       if (rank == 1 || rank == 3) return;
-      errors[size_t(rank)] = error_of([&] { group[rank].allreduce(at::ones({count})).wait(); });
+      errors[size_t(rank)] = thrown_by([&] { group[rank].allreduce(at::ones({count})).wait(); });
     });
     if (!contains(errors[0].message, "from rank 1, 2, 3") &&
         !contains(errors[2].message, "from rank 0, 1, 3")) {
@@ -105,31 +105,31 @@ TEST_CASE("timeouts of one call, of a Work's wait and of a future") {
   TestGroup group(2);
   Backend& backend = group[0];
   const at::Tensor x = at::ones({5});
-  CHECK(error_of([&] { backend.allreduce(x, ReduceOp::SUM, milliseconds(30)).wait(); }).kind ==
+  CHECK(thrown_by([&] { backend.allreduce(x, ReduceOp::SUM, milliseconds(30)).wait(); }).kind ==
         ErrorKind::kDeadline);
   std::vector<at::Tensor> tensors = {x};
   auto work = static_cast<c10d::Backend&>(backend).allreduce(tensors);
-  CHECK(error_of([&] { work->wait(milliseconds(30)); }).kind == ErrorKind::kDeadline);
+  CHECK(thrown_by([&] { work->wait(milliseconds(30)); }).kind == ErrorKind::kDeadline);
   CHECK(work->isCompleted());
   CHECK_FALSE(work->isSuccess());
-  CHECK(error_of([&] { std::rethrow_exception(work->exception()); }).kind == ErrorKind::kDeadline);
+  CHECK(thrown_by([&] { std::rethrow_exception(work->exception()); }).kind == ErrorKind::kDeadline);
   auto future = backend.allreduce(x, ReduceOp::SUM, milliseconds(30)).future();
-  CHECK(error_of([&] { future.wait(); }).kind == ErrorKind::kDeadline);
+  CHECK(thrown_by([&] { future.wait(); }).kind == ErrorKind::kDeadline);
   auto polled = backend.allreduce(x, ReduceOp::SUM, milliseconds(30));
   while (!polled.done()) std::this_thread::yield();
-  CHECK(error_of([&] { polled.wait(); }).kind == ErrorKind::kDeadline);
+  CHECK(thrown_by([&] { polled.wait(); }).kind == ErrorKind::kDeadline);
 
   const auto pending = backend.allreduce(x);
   CHECK_FALSE(pending.wait_until(base::deadline_after(milliseconds(20))));
   CHECK_FALSE(pending.done());
   backend.setTimeout(milliseconds(20));
-  CHECK(error_of([&] { backend.enter_barrier().wait(); }).kind == ErrorKind::kDeadline);
+  CHECK(thrown_by([&] { backend.enter_barrier().wait(); }).kind == ErrorKind::kDeadline);
 }
 
 TEST_CASE("a late rank's messages do not disturb what follows") {
   TestGroup group(2);
   const at::Tensor x = at::ones({5});
-  CHECK(error_of([&] { group[0].allreduce(x, ReduceOp::SUM, milliseconds(20)).wait(); }).kind ==
+  CHECK(thrown_by([&] { group[0].allreduce(x, ReduceOp::SUM, milliseconds(20)).wait(); }).kind ==
         ErrorKind::kDeadline);
   run_ranks(2, [&](int rank) {
     if (rank == 1) group[1].allreduce(at::ones({5})).wait();  // rank 0 sent its part
@@ -149,13 +149,13 @@ TEST_CASE("a lost rank fails what is under way and what follows") {
     group.network.kill(1);
   });
   for (auto& one : pending) {
-    const base::Error error = error_of([&] { one.wait(); });
+    const base::Error error = thrown_by([&] { one.wait(); });
     CHECK(error.kind == ErrorKind::kPeerLost);
     CHECK(error.rank == 1);
   }
   killer.join();
   for (int rank : {0, 2}) {
-    const base::Error later = error_of([&] { group[rank].broadcast(at::ones({count})).wait(); });
+    const base::Error later = thrown_by([&] { group[rank].broadcast(at::ones({count})).wait(); });
     CHECK(later.kind == ErrorKind::kPeerLost);
     CHECK(later.rank == 1);
   }
@@ -185,7 +185,7 @@ TEST_CASE("a rank that refuses is named on the others, and the group stays in st
       const auto first = group[rank].allreduce(x);
       const auto second = group[rank].enter_barrier();
       for (const auto& pending : {first, second}) {
-        const base::Error error = error_of([&] { pending.wait(); });
+        const base::Error error = thrown_by([&] { pending.wait(); });
         RANK_CHECK(error.kind == ErrorKind::kBadData);
         RANK_CHECK(error.rank == 1);
         RANK_CHECK(error.message == "the file ends here");
@@ -200,7 +200,7 @@ TEST_CASE("a rank that refuses is named on the others, and the group stays in st
 TEST_CASE("wrong arguments throw at once and count for nothing") {
   TestGroup group(1);
   Backend& backend = group[0];
-  const auto kind = [](auto f) { return error_of(f).kind; };
+  const auto kind = [](auto f) { return thrown_by(f).kind; };
   CHECK(kind([&] { backend.allreduce(at::Tensor()); }) == ErrorKind::kInvalid);
   CHECK(kind([&] { backend.allreduce(at::ones({3}).to_sparse()); }) == ErrorKind::kInvalid);
   CHECK(kind([&] { backend.allreduce(at::ones({3}, at::kInt), ReduceOp::AVG); }) ==
@@ -218,11 +218,11 @@ TEST_CASE("closing a group ends what is under way") {
   const auto large = group[0].allreduce(at::ones({100000}));
   const auto future = large.future();
   group[0].abort();
-  CHECK(error_of([&] { pending.wait(); }).kind == ErrorKind::kCancelled);
+  CHECK(thrown_by([&] { pending.wait(); }).kind == ErrorKind::kCancelled);
   const auto next = group[0].allreduce(at::ones({5}));
   group.backends[0].reset();
-  CHECK(error_of([&] { next.wait(); }).kind == ErrorKind::kCancelled);
-  CHECK(error_of([&] { future.wait(); }).kind == ErrorKind::kCancelled);
+  CHECK(thrown_by([&] { next.wait(); }).kind == ErrorKind::kCancelled);
+  CHECK(thrown_by([&] { future.wait(); }).kind == ErrorKind::kCancelled);
 }
 
 TEST_CASE("bytes that are no message of ours") {
@@ -250,6 +250,6 @@ TEST_CASE("bytes that are no message of ours") {
     const bool whole = bytes.size() == collective::kHeaderBytes + 20;
     if (whole) continue;
     // Bytes 7, 12 to 15 and 24 to 63 of a header have no meaning; the length is still wrong.
-    CHECK(error_of([&] { pending.wait(); }).kind != ErrorKind::kDeadline);
+    CHECK(thrown_by([&] { pending.wait(); }).kind != ErrorKind::kDeadline);
   }
 }

@@ -41,7 +41,7 @@ struct TestGroup {
 
 /// The error that `f` throws; fails the test when it throws nothing or something else.
 template <class F>
-base::Error error_of(F f) {
+base::Error thrown_by(F f) {
   try {
     f();
   } catch (const base::Exception& exception) {

@@ -30,7 +30,7 @@ TEST_CASE("a reduce group of CPU tensors is the Backend's") {
         reduce.refuse(1, {ErrorKind::kBadData, "the file ends here", 1, {}});
         continue;
       }
-      const base::Error error = error_of([&] { reduce.start(a)->wait(); });
+      const base::Error error = thrown_by([&] { reduce.start(a)->wait(); });
       RANK_CHECK(error.kind == ErrorKind::kBadData);
       RANK_CHECK(error.rank == 1);
     }
@@ -43,7 +43,7 @@ TEST_CASE("a group tells why it has failed for good") {
   group[0].abort();  // not for good
   CHECK_FALSE(group[0].failure());
   group.network.kill(1);
-  CHECK(error_of([&] { group[0].allreduce(at::ones({3})).wait(); }).kind == ErrorKind::kPeerLost);
+  CHECK(thrown_by([&] { group[0].allreduce(at::ones({3})).wait(); }).kind == ErrorKind::kPeerLost);
   while (!group[0].failure()) std::this_thread::yield();  // a send may know it before the group
   CHECK(group[0].failure()->kind == ErrorKind::kPeerLost);
   CHECK(group[0].failure()->rank == 1);

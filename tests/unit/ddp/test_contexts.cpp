@@ -120,7 +120,7 @@ TEST_CASE("one pass at a time, whoever announced it") {
     {
       autograd::Context context(trainer.agent);
       const at::Tensor loss = trainer.forward(1);
-      const base::Error error = error_in([&] { autograd::backward(context, {loss}); });
+      const base::Error error = error_of([&] { autograd::backward(context, {loss}); });
       expect(error.kind == ErrorKind::kInvalid, error.message);
       expect(contains(error.message, "one at a time"), error.message);
     }
@@ -153,7 +153,7 @@ TEST_CASE("the current context of a thread is its agent's") {
   const autograd::Context context(cluster[1], Scope::kExplicit);
   {
     const rpc::ContextScope scope(context.id());
-    const base::Error error = error_in([] { autograd::ContextRef::current(); });
+    const base::Error error = error_of([] { autograd::ContextRef::current(); });
     CHECK(error.kind == ErrorKind::kInvalid);
     CHECK(contains(error.message, "rpc::ContextScope(agent"));
   }
@@ -216,7 +216,7 @@ TEST_CASE("replicas in the handlers of another rank's pass") {
       const at::Tensor part = trainers[0]->loss_of(output.wait());
       loss = loss.defined() ? loss + part : part;
     }
-    const base::Error error = error_in([&] { autograd::backward(context, {loss}); });
+    const base::Error error = error_of([&] { autograd::backward(context, {loss}); });
     if (step == 2) {
       CHECK(error.kind == ErrorKind::kInvalid);
       CHECK(error.rank == 1);

@@ -62,7 +62,7 @@ TEST_CASE("different models are refused on every rank, naming rank and parameter
   TestGroup group(3, {.timeout = std::chrono::seconds(20)});
   const auto make = [&](int rank, auto module) {
     const base::Error error =
-        error_of([&] { DistributedDataParallel model(module, group.backends[size_t(rank)]); });
+        thrown_by([&] { DistributedDataParallel model(module, group.backends[size_t(rank)]); });
     RANK_CHECK(error.kind == base::ErrorKind::kInvalid);
     return error;
   };

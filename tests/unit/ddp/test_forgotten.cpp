@@ -44,7 +44,7 @@ TEST_CASE("parameters that were used without forward() are an error, on all trai
     for (int times = 0; times < 2; ++times) {
       autograd::Context context(trainer.agent);
       const at::Tensor loss = forgets ? forget() : trainer.forward(2);
-      const base::Error error = error_in([&] { autograd::backward(context, {loss}); });
+      const base::Error error = error_of([&] { autograd::backward(context, {loss}); });
       const int culprit = on_both ? trainer.rank() : 1;
       expect(error.kind == ErrorKind::kInvalid, error.message);
       expect(error.rank == culprit, "rank");
@@ -87,7 +87,7 @@ TEST_CASE("a forward whose backward comes on some trainers only names the one wi
         autograd::Context context(trainer.agent);
         const at::Tensor loss = trainer.forward(step);
         if (trainer.rank() == 0) {
-          const base::Error error = error_in([&] { autograd::backward(context, {loss}); });
+          const base::Error error = error_of([&] { autograd::backward(context, {loss}); });
           expect(error.kind == ErrorKind::kRemoteFailed, error.message);
           expect(error.rank == 1, "rank");
           expect(contains(error.message, "backward pass of rank 1 never came"), error.message);
@@ -112,7 +112,7 @@ TEST_CASE("a pass that reaches no parameter, or not all") {
     const at::Tensor loss = trainer.forward(2);
     at::Tensor root = loss;
     if (trainer.rank() == 1) root = none ? x.sum() : trainer.parameters()[0].sum();
-    const base::Error error = error_in([&] { autograd::backward(context, {root}); });
+    const base::Error error = error_of([&] { autograd::backward(context, {root}); });
     expect(error.kind == ErrorKind::kInvalid, error.message);
     expect(error.rank == 1, "rank");
     expect(contains(error.message, "'2.bias' in the backward pass of rank 1"), error.message);
@@ -133,7 +133,7 @@ TEST_CASE("a pass that fails before it reaches a parameter tells the others at o
       }
       // Rank 0 hears of it while rank 1 has not ended its context yet.
       const base::Error error =
-          error_in([&] { autograd::backward(context, {trainer.loss_of(output)}); });
+          error_of([&] { autograd::backward(context, {trainer.loss_of(output)}); });
       const bool own = trainer.rank() == 1;
       expect(error.kind == (own ? ErrorKind::kBadData : ErrorKind::kRemoteFailed), error.message);
       expect(error.rank == 1, "rank");
@@ -153,7 +153,7 @@ TEST_CASE("a plain backward over the result of a call names the one to use") {
         const at::Tensor x = batch(trainer.rank(), step).set_requires_grad(true);
         const at::Tensor y = trainer.agent.rpc_sync<&doubled>(1 - trainer.rank(), x);
         const at::Tensor loss = trainer.loss_of(trainer.model->forward(y));
-        const base::Error error = error_in([&] {
+        const base::Error error = error_of([&] {
           if (forgets) {
             loss.backward();
           } else {
@@ -184,7 +184,7 @@ TEST_CASE("a replica that goes with a pass still to come tells the others") {
     autograd::Context context(trainer.agent);
     const at::Tensor loss = trainer.forward(1);
     if (trainer.rank() == 0) {
-      const base::Error error = error_in([&] { autograd::backward(context, {loss}); });
+      const base::Error error = error_of([&] { autograd::backward(context, {loss}); });
       expect(error.kind == ErrorKind::kRemoteFailed && error.rank == 1, error.message);
       expect(contains(error.message, "rank 1 ended with its Reducer"), error.message);
     }
@@ -208,7 +208,7 @@ TEST_CASE("a post-accumulate hook that no pass of a context would call is refuse
   int calls = 0;
   torch::autograd::impl::set_post_acc_grad_hooks(w, std::make_unique<CountingHook>(calls));
   autograd::Context context(cluster[0]);
-  const base::Error error = error_in([&] { autograd::backward(context, {(w * 2).sum()}); });
+  const base::Error error = error_of([&] { autograd::backward(context, {(w * 2).sum()}); });
   CHECK(error.kind == ErrorKind::kInvalid);
   CHECK(error.rank == 0);
   CHECK(contains(error.message, "leaf of shape [3]"));

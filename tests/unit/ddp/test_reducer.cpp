@@ -196,7 +196,7 @@ TEST_CASE("a parameter without gradient is named on every rank, and the group go
         backward(loss);
         continue;
       }
-      const base::Error error = error_of([&] { backward(loss); });
+      const base::Error error = thrown_by([&] { backward(loss); });
       RANK_CHECK(error.kind == ErrorKind::kInvalid);
       RANK_CHECK(error.rank == 1);
       RANK_CHECK(contains(error.message, "rank 1"));
@@ -212,7 +212,7 @@ TEST_CASE("a sparse gradient is refused by name") {
     const at::Tensor table = at::ones({10, 4}).set_requires_grad(true);
     const at::Tensor weight = at::ones({4}).set_requires_grad(true);
     Reducer reducer({{"table", table}, {"weight", weight}}, group.backends[size_t(rank)]);
-    const base::Error error = error_of([&] {
+    const base::Error error = thrown_by([&] {
       const at::Tensor rows = at::embedding(table, at::arange(3), -1, false, /*sparse=*/true);
       (rows * weight).sum().backward();
     });
@@ -230,7 +230,7 @@ TEST_CASE("a pass that dies tells the other ranks at once") {
     Reducer reducer(model.parameters, group.backends[size_t(rank)],
                     {.bucket_cap_bytes = 1, .first_bucket_bytes = 1});
     const auto fails = [&](const at::Tensor& loss) {
-      const base::Error error = error_of([&] { loss.backward(); });
+      const base::Error error = thrown_by([&] { loss.backward(); });
       RANK_CHECK(error.kind == ErrorKind::kRemoteFailed);
       RANK_CHECK(error.rank == 1);
       RANK_CHECK(contains(error.message, "backward pass of rank 1"));
@@ -271,8 +271,8 @@ TEST_CASE("a lost rank ends backward with peer_lost") {
   });
   const PlainModel model;
   Reducer reducer(model.parameters, group.backends[0]);
-  CHECK(error_of([&] { model.loss(input_of(0, 0)).backward(); }).kind == ErrorKind::kPeerLost);
-  CHECK(error_of([&] { model.loss(input_of(0, 0)).backward(); }).kind == ErrorKind::kPeerLost);
+  CHECK(thrown_by([&] { model.loss(input_of(0, 0)).backward(); }).kind == ErrorKind::kPeerLost);
+  CHECK(thrown_by([&] { model.loss(input_of(0, 0)).backward(); }).kind == ErrorKind::kPeerLost);
   killer.join();
 }
 
@@ -283,12 +283,12 @@ TEST_CASE("a second pass beside the first is refused") {
   FakePass first;
   FakePass second;
   reducer.attach(first);
-  CHECK(error_of([&] { reducer.attach(second); }).kind == ErrorKind::kInvalid);
-  CHECK(error_of([&] { model.loss(input_of(0, 0)).backward(); }).kind == ErrorKind::kInvalid);
+  CHECK(thrown_by([&] { reducer.attach(second); }).kind == ErrorKind::kInvalid);
+  CHECK(thrown_by([&] { model.loss(input_of(0, 0)).backward(); }).kind == ErrorKind::kInvalid);
   first.backward(model.loss(input_of(0, 0)));
   reducer.attach(second);
   second.backward(model.loss(input_of(0, 0)));
-  CHECK(error_of([&] { Reducer again(model.parameters, group.backends[0]); }).kind ==
+  CHECK(thrown_by([&] { Reducer again(model.parameters, group.backends[0]); }).kind ==
         ErrorKind::kInvalid);
 }
 

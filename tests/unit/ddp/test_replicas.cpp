@@ -20,7 +20,7 @@ base::Error check_against(int64_t bytes, const std::string& text) {
   run_ranks(2, [&](int rank) {
     collective::StagedReduceGroup reduce(group.backends[size_t(rank)]);
     if (rank == 0) {
-      error = error_of([&] { ddp::check_same_everywhere({{"a", at::zeros({2})}}, reduce); });
+      error = thrown_by([&] { ddp::check_same_everywhere({{"a", at::zeros({2})}}, reduce); });
       group[0].shutdown();
       group.network.kill(0);
       return;

@@ -153,9 +153,6 @@ inline bool all_same_bits(const std::vector<at::Tensor>& a, const std::vector<at
 
 using Values = std::vector<at::Tensor>;
 
-/// The error that `fn` throws, or one with the message kNone.
-inline base::Error error_in(const std::function<void()>& fn) { return error_of(fn); }
-
 inline at::Tensor doubled(const at::Tensor& x) { return x * 2; }
 
 /// Runs `fn` on both trainers and checks that their replicas are the same bits before and after
