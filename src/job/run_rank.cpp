@@ -59,9 +59,11 @@ class Session {
     rpc::AgentOptions options = agent_options(job);
     options.names = std::move(names);
     options.tracer = trace_.tracer();
-    options.on_waiting = [this](const std::vector<int>& missing, const std::string& address) {
+    options.on_waiting = [this](const std::vector<int>& missing, const std::string& address,
+                                const std::string& reason) {
       Json fields{{"missing", missing}};
       if (!address.empty()) fields["address"] = address;
+      if (!reason.empty()) fields["reason"] = reason;
       sink_.emit("waiting", fields);
     };
     agent_ = std::make_unique<rpc::Agent>(std::move(options));

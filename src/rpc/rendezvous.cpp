@@ -21,6 +21,9 @@ constexpr auto kWaitingInterval = std::chrono::seconds(5);
 constexpr auto kFirstRetry = std::chrono::milliseconds(20);
 constexpr auto kLongestRetry = std::chrono::milliseconds(500);
 constexpr auto kLastWords = std::chrono::seconds(5);  // of a rank that cannot be reached
+// All listen when they are told of each other, and a kernel answers for a process that is busy: who
+// has not been reached by then is behind something that drops what is sent to it.
+constexpr auto kLongestReach = std::chrono::seconds(20);
 
 // The interface that rank 0 listens on: the one that --master-addr names. A name that means this
 // machine's loopback only here (Debian's /etc/hosts has 127.0.1.1) must be reachable from outside.
@@ -120,6 +123,7 @@ wire::Endpoint Rendezvous::own_endpoint() const {
 void Rendezvous::join_master(base::TimePoint deadline) {
   base::TimePoint next_report = base::Clock::now() + kWaitingInterval;
   auto pause = std::chrono::duration_cast<base::Duration>(kFirstRetry);
+  const base::Future<void> ready = ready_.future();
   net::Fd socket;
   while (!socket.valid()) {
     base::Result<net::Fd> attempt = net::connect_tcp(options_.master_addr, options_.master_port,
@@ -135,10 +139,12 @@ void Rendezvous::join_master(base::TimePoint deadline) {
           "rank 0 was not found within the join timeout: " + attempt.error().message, 0));
     }
     if (now >= next_report) {
-      if (options_.on_waiting) options_.on_waiting({0}, master_text());
+      if (options_.on_waiting) {
+        options_.on_waiting({0}, master_text(), attempt.error().message);
+      }
       next_report = now + kWaitingInterval;
     }
-    std::this_thread::sleep_for(std::min(pause, deadline - now));
+    if (ready.wait_until(now + std::min(pause, deadline - now))) ready.wait();  // it was aborted
     pause = std::min(pause * 2, std::chrono::duration_cast<base::Duration>(kLongestRetry));
   }
   listen_for_peers(options_.listen_addr.empty() ? net::local_name(socket.get()).host
@@ -192,7 +198,7 @@ void Rendezvous::wait_until_ready(base::TimePoint deadline, const std::function<
       fail(error);
       throw base::Exception(std::move(error));
     }
-    if (options_.on_waiting) options_.on_waiting(ranks, master_text());
+    if (options_.on_waiting) options_.on_waiting(ranks, master_text(), {});
   }
 }
 
@@ -237,7 +243,8 @@ net::Fd Rendezvous::connect_to_rank(int rank, const wire::Endpoint& peer,
   }
   const auto connect_by_tcp = [&] {
     return net::connect_tcp(peer.host.empty() ? options_.master_addr : peer.host,
-                            rank == 0 ? options_.master_port : peer.port, deadline);
+                            rank == 0 ? options_.master_port : peer.port,
+                            std::min(deadline, base::deadline_after(kLongestReach)));
   };
   base::Result<net::Fd> socket = by_unix ? net::connect_unix(peer.unix_path) : connect_by_tcp();
   if (!socket.ok() && by_unix && by_tcp) socket = connect_by_tcp();
@@ -250,7 +257,8 @@ net::Fd Rendezvous::connect_to_rank(int rank, const wire::Endpoint& peer,
     ready.wait();  // throws what it said
   }
   Error error = socket.error();
-  error.message = name + ": " + error.message;
+  error.message =
+      "rank " + std::to_string(options_.rank) + " cannot reach " + name + ": " + error.message;
   error.rank = rank;
   throw base::Exception(std::move(error));
 }
@@ -261,9 +269,13 @@ std::vector<int> Rendezvous::missing() const {
   if (!directory_) return {0};
   for (int rank = 0; rank < static_cast<int>(directory_->ranks.size()); ++rank) {
     if (rank == options_.rank) continue;
-    const bool here = options_.rank == 0 && state_ == State::kMeeting ? joined_.contains(rank)
-                                                                      : peers_.contains(rank);
-    if (!here) ranks.push_back(rank);
+    const auto joined = joined_.find(rank);
+    const bool is_meeting = options_.rank == 0 && state_ == State::kMeeting;
+    const bool here = is_meeting ? joined != joined_.end() : peers_.contains(rank);
+    // It has reached rank 0, but not yet all others.
+    const bool is_meshing =
+        here && !is_meeting && joined != joined_.end() && !joined->second.mesh_ready;
+    if (!here || is_meshing) ranks.push_back(rank);
   }
   return ranks;
 }

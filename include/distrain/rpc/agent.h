@@ -56,8 +56,11 @@ struct AgentOptions {
   int worker_threads = 4;  ///< that may run; threads that wait for a reply do not count
   /// Rank 0: the job's options, given to all. Others: those that must agree with rank 0's.
   std::map<std::string, std::string> job_options;
-  /// While joining, every 5 s on the joining thread: who is missing, and where rank 0 is expected.
-  std::function<void(const std::vector<int>& missing, const std::string& address)> on_waiting;
+  /// While joining, every 5 s on the joining thread: who is missing or has not reached all others
+  /// yet, where rank 0 is expected, and why it could not be reached (empty once it was).
+  std::function<void(const std::vector<int>& missing, const std::string& address,
+                     const std::string& reason)>
+      on_waiting;
 };
 
 struct WorkerInfo {

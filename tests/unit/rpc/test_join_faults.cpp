@@ -177,6 +177,42 @@ TEST_CASE("the join timeout names those who are missing") {
   CHECK(alone.rank == 0);
 }
 
+TEST_CASE("the join timeout names who has not reached all others") {
+  base::Error e;
+  for (const auto timeout : {1s, 4s, 16s}) {  // the first two are to be there in time
+    AgentOptions options = options_for(0, 3);
+    options.join_timeout = timeout;
+    Joining zero(options);
+    RawRank one(zero.agent().port()), two(zero.agent().port());
+    one.hello(1, wire::HelloPurpose::kJoin);
+    two.hello(2, wire::HelloPurpose::kJoin);
+    if (!one.receive()) continue;  // the directory
+    RawRank peer_one(zero.agent().port()), peer_two(zero.agent().port());
+    peer_one.hello(1, wire::HelloPurpose::kPeer);
+    peer_two.hello(2, wire::HelloPurpose::kPeer);
+    one.send(wire::FrameKind::kMeshReady, no_devices());
+    e = zero.result();
+    if (contains(e.message, "missing: 2")) break;
+  }
+  CHECK(e.kind == ErrorKind::kRendezvous);
+  CHECK(contains(e.message, "missing: 2"));
+  CHECK(e.rank == 2);
+}
+
+TEST_CASE("while rank 0 is not found it is said why") {
+  AgentOptions options = options_for(1, 2, 1);
+  options.master_addr = "no-such-host.invalid";
+  base::Promise<std::string> said;
+  std::atomic<bool> is_first = true;
+  options.on_waiting = [&](const std::vector<int>&, const std::string&, const std::string& reason) {
+    if (is_first.exchange(false)) said.set(reason);
+  };
+  Joining lonely(options);
+  CHECK(contains(said.future().wait(), "no-such-host.invalid"));
+  lonely.agent().abort(base::Error{ErrorKind::kCancelled, "that is enough", 1, {}});
+  CHECK(lonely.result().kind == ErrorKind::kCancelled);
+}
+
 TEST_CASE("rank 0 dies while others join") {
   Joining zero(options_for(0, 4));
   Joining one(options_for(1, 4, zero.agent().port()));
