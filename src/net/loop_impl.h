@@ -45,6 +45,11 @@ struct Loop::Impl {
     return {scratch.get(), kBytes};
   }
 
+  /// As of when the loop last woke up, in milliseconds: libuv's clock is ours.
+  base::TimePoint now_on_loop() const {
+    return base::TimePoint(std::chrono::milliseconds(uv_now(&uv)));
+  }
+
   bool in_loop() const {
     return thread_id.load(std::memory_order_relaxed) == std::this_thread::get_id();
   }

@@ -69,11 +69,17 @@ void PendingFrame::for_each_left(Add add) const {
   for (const auto& piece : frame_.payload) visit(piece.data(), piece.size());
 }
 
-bool PendingFrame::write_to(int fd) {
+bool PendingFrame::write_to(int fd, size_t limit) {
   while (!done()) {
     iovec pieces[kMaxPieces];
     size_t count = 0;
-    for_each_left([&](uint8_t* data, size_t size) { pieces[count++] = iovec{data, size}; });
+    size_t bytes = 0;
+    for_each_left([&](uint8_t* data, size_t size) {
+      if (bytes >= limit) return;
+      size = std::min(size, limit - bytes);
+      pieces[count++] = iovec{data, size};
+      bytes += size;
+    });
     msghdr message{};
     message.msg_iov = pieces;
     message.msg_iovlen = count;
@@ -83,6 +89,7 @@ bool PendingFrame::write_to(int fd) {
       return false;
     }
     wrote(static_cast<size_t>(sent));
+    if (static_cast<size_t>(sent) == bytes) return true;
   }
   return true;
 }

@@ -5,27 +5,30 @@
 #include <cstring>
 #include <fstream>
 #include <memory>
+#include <system_error>
+#include <thread>
 
 #include <arpa/inet.h>
-#include <fcntl.h>
-#include <netdb.h>
 #include <netinet/in.h>
 #include <poll.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/un.h>
 #include <unistd.h>
 
-namespace distrain::net {
+#include "address.h"
+#include "distrain/base/future.h"
 
-namespace {
+namespace distrain::net {
 
 using base::Error;
 using base::ErrorKind;
 
+namespace {
+
 Error make_error(ErrorKind kind, std::string message) {
   return Error{kind, std::move(message), -1, {}};
 }
+
+}  // namespace
 
 Error socket_error(const std::string& what, int code) {
   const bool exhausted = code == EMFILE || code == ENFILE || code == ENOMEM || code == ENOBUFS;
@@ -38,12 +41,31 @@ std::string endpoint_text(const std::string& host, uint16_t port) {
   return (is_v6 ? "[" + host + "]" : host.empty() ? "*" : host) + ":" + std::to_string(port);
 }
 
-using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
+base::Result<UnixAddress> unix_address(const std::string& path) {
+  UnixAddress made;
+  made.address.sun_family = AF_UNIX;
+  if (path.size() >= sizeof made.address.sun_path) {
+    return make_error(ErrorKind::kRendezvous, "the path of a unix socket is too long: " + path);
+  }
+  std::memcpy(made.address.sun_path, path.data(), path.size());
+  made.size = sizeof made.address;
+  if (path.starts_with('@')) {  // a name without a file, which ends where the address does
+    made.address.sun_path[0] = '\0';
+    made.size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + path.size());
+  }
+  return made;
+}
 
-base::Result<AddressList> resolve(const std::string& host, uint16_t port, bool passive) {
+bool is_connected_to_itself(int fd) {
+  const SocketName local = local_name(fd);
+  const SocketName remote = remote_name(fd);
+  return local.port != 0 && local.port == remote.port && local.host == remote.host;
+}
+
+base::Result<AddressList> resolve(const std::string& host, uint16_t port, int flags) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_NUMERICSERV | (passive ? AI_PASSIVE : 0);
+  hints.ai_flags = AI_NUMERICSERV | flags;
   addrinfo* found = nullptr;
   const int code = getaddrinfo(host.empty() ? nullptr : host.c_str(), std::to_string(port).c_str(),
                                &hints, &found);
@@ -51,6 +73,26 @@ base::Result<AddressList> resolve(const std::string& host, uint16_t port, bool p
     return make_error(ErrorKind::kRendezvous, "host '" + host + "': " + gai_strerror(code));
   }
   return AddressList(found, &freeaddrinfo);
+}
+
+namespace {
+
+// A name server may keep getaddrinfo() for half a minute, and nothing ends it. Who gives up on it
+// leaves it behind, on a thread that ends with it.
+base::Result<AddressList> resolve_until(const std::string& host, uint16_t port,
+                                        base::TimePoint deadline) {
+  if (auto numeric = resolve(host, port, AI_NUMERICHOST); numeric.ok()) return numeric;
+  base::Promise<AddressList> promise;
+  const base::Future<AddressList> found = promise.future();
+  try {
+    std::thread([promise = std::move(promise), host, port]() mutable {
+      promise.complete(resolve(host, port, 0));
+    }).detach();
+  } catch (const std::system_error&) {
+    return make_error(ErrorKind::kResources, "host '" + host + "': no thread to look for it");
+  }
+  if (found.wait_until(deadline)) return std::move(found.state()->result());
+  return make_error(ErrorKind::kRendezvous, "host '" + host + "': the name server does not answer");
 }
 
 SocketName name_of(const sockaddr_storage& address) {
@@ -70,7 +112,7 @@ SocketName name_of(const sockaddr_storage& address) {
   return {};
 }
 
-bool is_loopback(const sockaddr* address) {
+bool is_loopback_address(const sockaddr* address) {
   if (address->sa_family == AF_INET) {
     const auto* v4 = reinterpret_cast<const sockaddr_in*>(address);
     return (ntohl(v4->sin_addr.s_addr) >> 24) == 127;
@@ -100,22 +142,6 @@ int connect_until(int fd, const sockaddr* address, socklen_t size, base::TimePoi
   }
 }
 
-// Where nobody listens on a port of the ephemeral range, the kernel may choose just that port for
-// the connecting socket, which then finds itself.
-bool is_connected_to_itself(int fd) {
-  const SocketName local = local_name(fd);
-  const SocketName remote = remote_name(fd);
-  return local.port == remote.port && local.host == remote.host;
-}
-
-bool make_unix_address(const std::string& path, sockaddr_un& address) {
-  address = {};
-  address.sun_family = AF_UNIX;
-  if (path.size() >= sizeof address.sun_path) return false;
-  std::memcpy(address.sun_path, path.data(), path.size());
-  return true;
-}
-
 }  // namespace
 
 Fd& Fd::operator=(Fd&& other) noexcept {
@@ -133,7 +159,7 @@ void Fd::reset() {
 
 base::Result<Fd> listen_tcp(const std::string& host, uint16_t port, bool else_any) {
   const std::string where = "listening on " + endpoint_text(host, port);
-  auto addresses = resolve(host, port, true);
+  auto addresses = resolve(host, port, AI_PASSIVE);
   if (!addresses.ok()) {
     return make_error(addresses.error().kind, where + ": " + addresses.error().message);
   }
@@ -172,13 +198,12 @@ base::Result<Fd> listen_tcp(const std::string& host, uint16_t port, bool else_an
 }
 
 base::Result<Fd> listen_unix(const std::string& path) {
-  sockaddr_un address;
-  if (!make_unix_address(path, address)) {
-    return make_error(ErrorKind::kRendezvous, "the path of a unix socket is too long: " + path);
-  }
+  const base::Result<UnixAddress> where = unix_address(path);
+  if (!where.ok()) return where.error();
+  const auto& [address, size] = where.unchecked();
   Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd.valid()) return socket_error("opening a unix socket", errno);
-  if (::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 ||
+  if (::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), size) != 0 ||
       ::listen(fd.get(), 1024) != 0) {
     return socket_error("listening on " + path, errno);
   }
@@ -186,7 +211,7 @@ base::Result<Fd> listen_unix(const std::string& path) {
 }
 
 base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimePoint deadline) {
-  auto addresses = resolve(host, port, false);
+  auto addresses = resolve_until(host, port, deadline);
   if (!addresses.ok()) return addresses.error();
   const std::string where = "connecting to " + endpoint_text(host, port);
   Error error = make_error(ErrorKind::kRendezvous, where + ": no address");
@@ -205,21 +230,6 @@ base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimeP
   return error;
 }
 
-base::Result<Fd> connect_unix(const std::string& path) {
-  sockaddr_un address;
-  if (!make_unix_address(path, address)) {
-    return make_error(ErrorKind::kRendezvous, "the path of a unix socket is too long: " + path);
-  }
-  Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (!fd.valid()) return socket_error("opening a unix socket", errno);
-  // A unix connect waits only while the listener's backlog of 1,024 is full.
-  while (::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) != 0) {
-    if (errno != EINTR) return socket_error("connecting to " + path, errno);
-  }
-  fcntl(fd.get(), F_SETFL, fcntl(fd.get(), F_GETFL) | O_NONBLOCK);
-  return fd;
-}
-
 SocketName local_name(int fd) {
   sockaddr_storage address{};
   socklen_t size = sizeof address;
@@ -235,16 +245,16 @@ SocketName remote_name(int fd) {
 }
 
 bool is_loopback(const std::string& host) {
-  auto addresses = resolve(host, 0, false);
+  auto addresses = resolve(host, 0, 0);
   if (!addresses.ok()) return false;
   for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) {
-    if (!is_loopback(a->ai_addr)) return false;
+    if (!is_loopback_address(a->ai_addr)) return false;
   }
   return true;
 }
 
 bool is_local_address(const std::string& host) {
-  auto addresses = resolve(host, 0, false);
+  auto addresses = resolve(host, 0, 0);
   if (!addresses.ok()) return false;
   for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) {
     Fd fd(::socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));

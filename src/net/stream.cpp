@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
+#include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <mutex>
@@ -24,6 +24,8 @@ namespace {
 
 // How long the end of a connection waits for the peer's: see linger_on_loop().
 constexpr auto kLongestLinger = std::chrono::seconds(1);
+// What a caller writes between two looks at whether the stream is closed.
+constexpr size_t kSlice = size_t{1} << 20;
 
 base::Error closed_here() {
   return base::Error{base::ErrorKind::kCancelled, "closed on this side", -1, {}};
@@ -74,7 +76,7 @@ class UvStream final : public Stream,
 
   base::Status send(OutFrame frame) override;
   void close(bool flush) override;
-  uint64_t bytes_received() const override { return bytes_received_; }
+  base::TimePoint last_heard_on_loop() const override { return last_heard_; }
   const std::string& peer_name() const override { return peer_name_; }
   void shut_down_on_loop() override {
     finish_on_loop(base::Error{base::ErrorKind::kCancelled, "this side is closing", -1, {}});
@@ -83,6 +85,7 @@ class UvStream final : public Stream,
  private:
   enum class SendState { kIdle, kDraining, kClosing, kClosed };
 
+  void write_and_leave(std::unique_ptr<PendingFrame> frame);
   void open_on_loop(Handler handler, const wire::Limits& limits);
   void drain_on_loop();
   void wrote_on_loop(int status);
@@ -100,12 +103,13 @@ class UvStream final : public Stream,
   const std::shared_ptr<Loop::Impl> loop_;
   std::string peer_name_ = "unix";
   bool is_tcp_ = false;
-  std::atomic<uint64_t> bytes_received_{0};
 
   std::mutex send_mutex_;
   SendState send_state_ = SendState::kIdle;          // by send_mutex_
   std::deque<std::unique_ptr<PendingFrame>> queue_;  // by send_mutex_; front: being written
-  int fd_ = -1;                                      // by send_mutex_; libuv closes it
+  bool caller_writes_ = false;  // by send_mutex_; while it does, nobody else writes or closes
+  std::condition_variable caller_left_;
+  int fd_ = -1;  // changes by send_mutex_, and while no caller writes; libuv closes it
 
   // Loop thread only.
   union {
@@ -115,6 +119,7 @@ class UvStream final : public Stream,
   bool opened_ = false;
   bool owns_fd_ = true;  // libuv does not
   bool finished_ = false;
+  base::TimePoint last_heard_;
   bool write_failed_ = false;
   bool discarding_ = false;  // closed here and flushed: what still comes is nobody's
   uint64_t linger_timer_ = 0;
@@ -135,21 +140,56 @@ class UvStream final : public Stream,
 base::Status UvStream::send(OutFrame frame) {
   if (const base::Status fits = check_limits(frame); !fits.ok()) return fits;
   auto pending = std::make_unique<PendingFrame>(std::move(frame));
-  bool wake = false;
   {
     std::lock_guard lock(send_mutex_);
     if (send_state_ == SendState::kClosing || send_state_ == SendState::kClosed) {
       return base::Error{base::ErrorKind::kPeerLost, "the connection is closed", -1, {}};
     }
-    if (send_state_ == SendState::kIdle) {
-      if (pending->write_to(fd_)) return base::Unit{};
-      send_state_ = SendState::kDraining;
-      wake = true;
+    if (send_state_ == SendState::kDraining || caller_writes_) {
+      queue_.push_back(std::move(pending));
+      return base::Unit{};
     }
-    queue_.push_back(std::move(pending));
+    caller_writes_ = true;
   }
-  if (wake) loop_->post([self = shared_from_this()] { self->drain_on_loop(); });
+  write_and_leave(std::move(pending));
   return base::Unit{};
+}
+
+// Not under the lock, as to write a large frame takes long, and others have something to queue
+// meanwhile: the loop its heartbeats. What the socket does not take is left to the loop, which is
+// woken for that; a few small frames of others are not worth it.
+void UvStream::write_and_leave(std::unique_ptr<PendingFrame> frame) {
+  std::unique_ptr<PendingFrame> done;  // its tensors are let go outside the lock
+  size_t of_others = 0;
+  for (;;) {
+    done = nullptr;
+    const bool is_full = !frame->write_to(fd_, kSlice);
+    std::lock_guard lock(send_mutex_);
+    if (send_state_ == SendState::kClosed) {
+      caller_writes_ = false;
+      caller_left_.notify_all();
+      done = std::move(frame);
+      return;
+    }
+    // The loop has others to see to.
+    if (!is_full && !frame->done() && !loop_->in_loop()) continue;
+    if (frame->done()) {
+      done = std::move(frame);
+      if (!queue_.empty() && of_others + queue_.front()->bytes_left() <= kSlice) {
+        frame = std::move(queue_.front());
+        queue_.pop_front();
+        of_others += frame->bytes_left();
+        continue;
+      }
+    } else {
+      queue_.push_front(std::move(frame));
+    }
+    caller_writes_ = false;
+    if (queue_.empty() && send_state_ == SendState::kIdle) return;
+    if (send_state_ == SendState::kIdle) send_state_ = SendState::kDraining;
+    break;
+  }
+  loop_->post([self = shared_from_this()] { self->drain_on_loop(); });
 }
 
 void UvStream::drain_on_loop() {
@@ -157,6 +197,7 @@ void UvStream::drain_on_loop() {
   std::vector<uv_buf_t> pieces;
   {
     std::lock_guard lock(send_mutex_);
+    if (caller_writes_) return;  // it calls again
     if (queue_.empty()) {
       if (send_state_ == SendState::kDraining) send_state_ = SendState::kIdle;
     } else {
@@ -268,6 +309,7 @@ void UvStream::open_on_loop(Handler handler, const wire::Limits& limits) {
   }
   handler_ = std::make_shared<Handler>(std::move(handler));
   limits_ = limits;
+  last_heard_ = loop_->now_on_loop();
   loop_->scratch_on_loop();  // not first in a callback of libuv, which can tell of no failure
   int code = 0;
   if (is_tcp_) {
@@ -320,7 +362,7 @@ void UvStream::read_on_loop(ssize_t bytes, const uv_buf_t*) {
     return;
   }
   if (discarding_) return;
-  bytes_received_.fetch_add(static_cast<uint64_t>(bytes), std::memory_order_relaxed);
+  last_heard_ = loop_->now_on_loop();
   const auto self = shared_from_this();  // a handler may let go of the stream
   if (body_) {
     body_filled_ += static_cast<size_t>(bytes);
@@ -391,8 +433,10 @@ void UvStream::finish_on_loop(base::Error error) {
   if (linger_timer_ != 0) loop_->cancel(linger_timer_);
   std::deque<std::unique_ptr<PendingFrame>> dropped;
   {
-    std::lock_guard lock(send_mutex_);
+    std::unique_lock lock(send_mutex_);
     send_state_ = SendState::kClosed;
+    // For the rest of a slice at the longest.
+    caller_left_.wait(lock, [this] { return !caller_writes_; });
     if (owns_fd_) ::close(fd_);
     fd_ = -1;
     // libuv may still hold the front one's memory, until wrote_on_loop().

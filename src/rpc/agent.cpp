@@ -26,8 +26,8 @@ const std::string& Agent::name() const { return core_->name; }
 WorkerInfo Agent::worker(const std::string& name) const {
   std::string known;
   for (int rank = 0; rank < core_->world_size(); ++rank) {
-    if (core_->peer_name(rank) == name) return {rank, name};
-    known += (known.empty() ? "" : ", ") + core_->peer_name(rank);
+    if (core_->peers.name(rank) == name) return {rank, name};
+    known += (known.empty() ? "" : ", ") + core_->peers.name(rank);
   }
   throw Exception(ErrorKind::kNotFound, "no rank is named '" + name + "'; there are: " + known);
 }
@@ -37,12 +37,12 @@ WorkerInfo Agent::worker(int rank) const {
     throw Exception(ErrorKind::kNotFound, "there is no rank " + std::to_string(rank) + " among " +
                                               std::to_string(core_->world_size()));
   }
-  return {rank, core_->peer_name(rank)};
+  return {rank, core_->peers.name(rank)};
 }
 
 const std::map<std::string, std::string>& Agent::job_options() const { return core_->job_options; }
-uint16_t Agent::port() const { return core_->rendezvous->port(); }
-std::string Agent::transport() const { return core_->transport(); }
+uint16_t Agent::port() const { return core_->control->port(); }
+std::string Agent::transport() const { return core_->peers.transport(); }
 
 void Agent::shutdown(std::function<void(const std::vector<int>& missing)> on_waiting,
                      const std::function<void()>& at_rest) {

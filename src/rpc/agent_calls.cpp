@@ -316,7 +316,7 @@ void AgentCore::execute(int from, base::TimePoint arrived, std::shared_ptr<InMes
                         net::InFrame frame, Arrivals* arrivals) {
   if (closed_) return;  // who waits for it hears that this rank is gone, and why
   // Nobody waits for it, and what it would do nobody would see to.
-  if (from != options.rank && peer(from).state == PeerState::kLost) return;
+  if (from != options.rank && peers.is_lost(from)) return;
   const wire::FrameHeader header = message ? message->header : frame.header;
   const auto reply = std::make_shared<ReplyImpl>(*this, from, header.call_id, header.context_id);
   std::string function;
@@ -356,7 +356,7 @@ void AgentCore::execute(int from, base::TimePoint arrived, std::shared_ptr<InMes
       handler = it->second;
     }
     receive_tensors(*message, header.context_id);
-    CallContext context{agent, {from, peer_name(from)}};
+    CallContext context{agent, {from, peers.name(from)}};
     handler(context, decoder, reply);
   } catch (...) {
     reply->fail(error_in_flight(ErrorKind::kRemoteFailed));

@@ -9,7 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "arrivals.h"
+#include "control/control_plane.h"
 #include "departure.h"
 #include "device_stager.h"
 #include "device_table.h"
@@ -17,10 +17,9 @@
 #include "distrain/net/loop.h"
 #include "distrain/net/stream.h"
 #include "distrain/rpc/agent.h"
-#include "flush_barrier.h"
 #include "layers.h"
+#include "peers.h"
 #include "pending_calls.h"
-#include "rendezvous.h"
 #include "reply_gate.h"
 #include "rref_context.h"
 
@@ -105,12 +104,11 @@ class AgentCore {
   std::unordered_map<std::type_index, std::shared_ptr<void>> provided;
   std::mutex making_mutex;  // of what is made when it is first asked for
 
-  std::shared_ptr<Rendezvous> rendezvous;
+  const std::shared_ptr<ControlPlane> control;
+  Peers peers;
   std::map<std::string, std::string> job_options;
 
-  int world_size() const { return static_cast<int>(peers_.size()); }
-  const std::string& peer_name(int rank) const { return peers_[static_cast<size_t>(rank)]->name; }
-  std::string transport() const;
+  int world_size() const { return peers.size(); }
   Traffic traffic() const;
   std::vector<Wait> waits();
   /// As they are, or once closed as they were then: what close() clears away was a leak.
@@ -120,19 +118,6 @@ class AgentCore {
   }
 
  private:
-  // connecting → connected → left (after its last flush) or lost
-  enum class PeerState { kConnecting, kConnected, kLeft, kLost };
-  struct Peer {
-    std::string name;
-    net::StreamPtr stream;  // written on the loop before the job is ready, read after
-    std::atomic<PeerState> state{PeerState::kConnecting};
-    base::Error loss;  // by peers_mutex_, once lost
-    // Loop thread only.
-    uint64_t bytes_seen = 0;
-    base::TimePoint last_heard;
-    std::shared_ptr<Arrivals> arrivals;  // from the first chunk on
-  };
-
   void tell_owner(const std::shared_ptr<RRefHandle>& target, const base::Error& error);
   void hold_parameters(OutMessage& message) const;
   base::Status send_message(int to, OutMessage message, const wire::FrameHeader& header);
@@ -142,33 +127,20 @@ class AgentCore {
   }
   void see_to_call(uint64_t id, int to, const std::string& function,
                    const std::vector<RRefTicket>& tickets, const base::Status& sent);
-  void on_directory_on_loop(const wire::Directory& directory);
-  net::Stream::Handler install_peer_on_loop(int rank, const net::StreamPtr& stream);
+  void on_directory_on_loop(const wire::Directory& directory, std::vector<Way> ways);
   void on_frame_on_loop(int rank, net::InFrame frame);
   void dispatch_on_loop(int rank, net::InFrame frame);
-  void on_stream_closed_on_loop(int rank, const base::Error& error);
-  void lose_peer_on_loop(int rank, base::Error error);
-  void beat_on_loop();
+  void on_lost_on_loop(int rank, const base::Error& error);
   /// A call that came at `arrived`. One whose turn comes too late, or at the end, is not run.
   void execute(int from, base::TimePoint arrived, std::shared_ptr<InMessage> message,
                net::InFrame frame, Arrivals* arrivals);
-  base::Error loss_of(int rank) const;
   void await_loop();
   std::vector<std::shared_ptr<ChannelImpl>> channels();
   void tell_channels(int rank, const base::Error& error);
-  void wait_until_flushed();
-  void tell_all(wire::FrameKind kind, uint64_t call_id, uint64_t context_id, wire::Bytes meta = {});
-  Peer& peer(int rank) { return *peers_[static_cast<size_t>(rank)]; }
   void receive_tensors(InMessage& message, uint64_t context);
 
-  // Sized on the loop when the ranks are known, before join() returns; never changes after.
-  std::vector<std::unique_ptr<Peer>> peers_;
-  mutable std::mutex peers_mutex_;
-  std::condition_variable stream_closed_;
-  int open_streams_ = 0;  // by peers_mutex_
   std::atomic<size_t> last_live_rrefs_{0};
   std::atomic<size_t> last_live_contexts_{0};
-  FlushBarrier flush_;
   std::mutex channels_mutex_;
   std::unordered_map<uint16_t, std::shared_ptr<ChannelImpl>> channels_;
   std::atomic<uint64_t> next_call_{1};
@@ -177,7 +149,6 @@ class AgentCore {
   std::atomic<uint64_t> bytes_out_{0};
   std::atomic<uint64_t> bytes_in_{0};
   std::atomic<bool> closed_{false};
-  base::TimePoint last_beat_;
 
  public:
   /// Last: its thread ends before what its handlers use is gone.

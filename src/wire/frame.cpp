@@ -24,7 +24,7 @@ bool is_known(FrameKind kind) {
     case FrameKind::kHello:
     case FrameKind::kReject:
     case FrameKind::kDirectory:
-    case FrameKind::kMeshReady:
+    case FrameKind::kPrepared:
     case FrameKind::kGo:
     case FrameKind::kCall:
     case FrameKind::kReply:
@@ -34,6 +34,8 @@ bool is_known(FrameKind kind) {
     case FrameKind::kHeartbeat:
     case FrameKind::kFlush:
     case FrameKind::kAbort:
+    case FrameKind::kLost:
+    case FrameKind::kLeave:
     case FrameKind::kRRefFork:
     case FrameKind::kRRefAccept:
     case FrameKind::kRRefDelete:

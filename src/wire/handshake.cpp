@@ -11,7 +11,7 @@ using Options = std::map<std::string, std::string>;
 void put(Writer& out, const Endpoint& endpoint) {
   out.put(endpoint.host);
   out.put(endpoint.port);
-  out.put(endpoint.unix_path);
+  out.put(endpoint.unix_name);
   out.put(endpoint.host_key);
 }
 
@@ -19,7 +19,7 @@ Endpoint get_endpoint(Reader& in) {
   Endpoint endpoint;
   endpoint.host = in.get_string();
   endpoint.port = in.get<uint16_t>();
-  endpoint.unix_path = in.get_string();
+  endpoint.unix_name = in.get_string();
   endpoint.host_key = in.get_string();
   return endpoint;
 }
@@ -97,6 +97,7 @@ Bytes encode(const Directory& directory) {
     put(out, entry.endpoint);
   }
   put(out, directory.options);
+  out.put(directory.secret);
   return bytes;
 }
 
@@ -113,6 +114,7 @@ Directory decode_directory(std::span<const uint8_t> bytes) {
     directory.ranks.push_back(std::move(entry));
   }
   directory.options = get_options(in);
+  directory.secret = in.get_string();
   in.expect_end();
   return directory;
 }

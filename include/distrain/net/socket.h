@@ -37,12 +37,20 @@ class Fd {
 /// `else_any`: all interfaces as well where `host` is no address of this machine (a service name of
 /// Kubernetes). `rendezvous` when it is taken, `resources` without descriptors. Starts no thread.
 base::Result<Fd> listen_tcp(const std::string& host, uint16_t port, bool else_any = false);
+/// A path that begins with '@' is a name in this network namespace, without a file.
 base::Result<Fd> listen_unix(const std::string& path);
 
-/// Connects to a TCP `host:port` or to a unix socket, blocking the calling thread until `deadline`
-/// at the latest. All addresses of the name are tried in turn.
+/// Connects to a TCP `host:port`, blocking the calling thread until `deadline` at the latest. All
+/// addresses of the name are tried in turn.
 base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimePoint deadline);
-base::Result<Fd> connect_unix(const std::string& path);
+
+/// The same without blocking, for a numeric `host`; `done` is told on the loop, unless that ends
+/// before. On the loop thread.
+using OnConnected = std::function<void(base::Result<Fd>)>;
+void connect_tcp_on_loop(Loop& loop, const std::string& host, uint16_t port,
+                         base::TimePoint deadline, OnConnected done);
+void connect_unix_on_loop(Loop& loop, const std::string& path, base::TimePoint deadline,
+                          OnConnected done);
 
 /// The numeric address and port of a socket's own or the other end; host empty for a unix socket.
 struct SocketName {
@@ -52,7 +60,8 @@ struct SocketName {
 SocketName local_name(int fd);
 SocketName remote_name(int fd);
 
-/// Whether the name resolves to addresses of the loopback interface only.
+/// Whether the name resolves to addresses of the loopback interface only. Blocks, unless it is
+/// numeric.
 bool is_loopback(const std::string& host);
 /// Whether a socket of this machine can be bound to it.
 bool is_local_address(const std::string& host);

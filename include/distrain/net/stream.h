@@ -22,6 +22,10 @@ struct OutFrame {
   std::shared_ptr<const void> keep_alive;         ///< held until the kernel has the payload
 };
 
+/// `invalid` for a frame beyond the default wire::Limits: it would make the peer drop the
+/// connection and all that goes over it.
+base::Status check_limits(const OutFrame& frame);
+
 /// A frame as it was received. The spans point into `body`.
 struct InFrame {
   wire::FrameHeader header;
@@ -32,12 +36,12 @@ struct InFrame {
 
 /// Frames over a connected socket, TCP or unix.
 ///
-/// Send: the calling thread writes to an idle socket itself, in one gather-write; what the socket
-/// does not take is queued and written by the loop. States: idle (callers write) → draining (the
-/// loop writes, callers queue) → idle; → closing (the queue is written, nothing is added; then the
-/// peer's end is awaited, a second at most) → closed.
-/// Receive: on the loop; small frames many at a time through a scratch buffer, the body of a large
-/// one straight into the buffer it is delivered in.
+/// Send: the calling thread writes to an idle socket itself, in gather-writes and without a lock;
+/// what the socket does not take, and what others send meanwhile, is queued and written by the
+/// loop. States: idle (a caller writes) → draining (the loop writes, callers queue) → idle; →
+/// closing (the queue is written, nothing is added; then the peer's end is awaited, a second at
+/// most) → closed. Receive: on the loop; small frames many at a time through a scratch buffer, the
+/// body of a large one straight into the buffer it is delivered in.
 class Stream {
  public:
   struct Handler {
@@ -67,8 +71,9 @@ class Stream {
   /// may still be delivered until on_close.
   virtual void close(bool flush = true) = 0;
 
-  /// So far, parts of frames included.
-  virtual uint64_t bytes_received() const = 0;
+  /// When the last bytes came, parts of frames included; before any, when it was started. On the
+  /// loop thread.
+  virtual base::TimePoint last_heard_on_loop() const = 0;
 
   /// The other side's address, for messages: "10.0.0.2:4711" or "unix".
   virtual const std::string& peer_name() const = 0;

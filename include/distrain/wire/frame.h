@@ -34,14 +34,14 @@ namespace distrain::wire {
 /// used where they were received.
 inline constexpr uint32_t kMagic = 0x4E525444;  // "DTRN"
 inline constexpr size_t kHeaderBytes = 48;
-inline constexpr uint32_t kProtocolVersion = 3;
+inline constexpr uint32_t kProtocolVersion = 4;
 
 enum class FrameKind : uint16_t {
   // Handshake and rendezvous (handshake.h)
   kHello = 1,
   kReject = 2,
   kDirectory = 3,
-  kMeshReady = 4,
+  kPrepared = 4,
   kGo = 5,
   // Calls
   kCall = 16,
@@ -49,10 +49,12 @@ enum class FrameKind : uint16_t {
   kError = 18,
   kOneway = 19,
   kChunk = 20,  // of a message that is yet to come: Note [Tensors of devices] in rpc/message.h
-  // Life of a connection
+  // Life of a connection, and of its ranks (handshake.h)
   kHeartbeat = 32,
   kFlush = 33,
   kAbort = 34,
+  kLost = 35,
+  kLeave = 36,
   // Reference counts of RRefs
   kRRefFork = 48,
   kRRefAccept = 49,

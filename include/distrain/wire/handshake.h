@@ -11,17 +11,33 @@
 
 namespace distrain::wire {
 
-// The life of a job's connections; `r` is any rank but 0.
+// The life of a job's connections; `r` and `s` are any ranks but 0.
+//
+// Control, between rank 0 and each other rank, from the first moment to the last: it is never
+// behind the bytes of calls.
 //
 //   r → 0  kHello (join)  who I am, what I was told, where I can be reached
 //   0 → r  kReject        a mismatch: names the field and both values; r ends, 0 goes on waiting
-//   0 → r  kDirectory     once all are there: everybody's address, and rank 0's options
-//   r → s  kHello (peer)  for every s < r, on a connection of its own: the one used from now on
+//   0 → r  kDirectory     once all are there: everybody's address, rank 0's options, the secret
+//   that
+//                         all connections between ranks show from here on
+//   r → 0  kPrepared      r can be called; with it the devices of r
+//   0 → r  kGo            all ranks can be called, and these are everybody's devices
+//   r → 0  kLost          r sees that rank `call_id` is lost; the body is the error
+//   0 → r  kLost          so it is, for all
+//   r → 0  kFlush         r has come to round `call_id` of the end, with the number `context_id`
+//   0 → r  kFlush         all have come to it, and this is the sum of their numbers
+//
+// Calls, between any two ranks, made by the one that first has something to send:
+//
+//   r → s  kHello (peer)  on a connection of its own; then calls, replies, chunks, one-way messages
 //   s → r  kReject        only if s refuses it
-//   r → 0  kMeshReady     on the joining connection: r has said hello to all below it, and all
-//                         above it have said hello to r; with it the devices of r
-//   0 → r  kGo            all ranks are ready, and these are everybody's devices; the joining
-//                         connection is closed by r
+//
+// On each of them, either way:
+//
+//   kHeartbeat            I am alive
+//   kAbort                I leave, because of the error in the body
+//   kLeave                I leave, as all is done
 //
 // The bodies of hello and directory begin with the protocol version, so that a later version can
 // still be named.
@@ -29,14 +45,14 @@ namespace distrain::wire {
 enum class HelloPurpose : uint8_t { kJoin = 1, kPeer = 2 };
 
 struct Endpoint {
-  std::string host;       ///< as others reach it; empty: where rank 0 is reached
+  std::string host;       ///< numeric, as others reach it; empty: where rank 0 is reached
   uint16_t port = 0;      ///< TCP
-  std::string unix_path;  ///< may be empty
+  std::string unix_name;  ///< of its unix socket; may be empty
   std::string host_key;   ///< equal for ranks that share a kernel and a network namespace
 };
 
 /// u32 version · u8 purpose · string job_id · i32 rank · i32 world_size (0: follow rank 0) ·
-/// Endpoint · options (u32 count, then name, value) · string proof (of the job token; empty yet)
+/// Endpoint · options (u32 count, then name, value) · string proof (peer: the directory's secret)
 struct Hello {
   uint32_t version = 0;
   HelloPurpose purpose = HelloPurpose::kJoin;
@@ -48,7 +64,7 @@ struct Hello {
   std::string proof;
 };
 
-/// u32 version · u32 count · count × (string name · Endpoint) · options of rank 0
+/// u32 version · u32 count · count × (string name · Endpoint) · options of rank 0 · string secret
 struct Directory {
   struct Entry {
     std::string name;
@@ -56,6 +72,7 @@ struct Directory {
   };
   std::vector<Entry> ranks;
   std::map<std::string, std::string> options;
+  std::string secret;  ///< of this job's ranks, made by rank 0; 16 random bytes
 };
 
 /// What a rank says of its devices: where the tensors of others arrive, and where its own go.
@@ -75,7 +92,7 @@ struct RankDevices {
   std::vector<Map> maps;
 };
 
-/// The body of kMeshReady.
+/// The body of kPrepared.
 void encode(const RankDevices& devices, Writer& out);
 RankDevices decode_rank_devices(Reader& in);
 
@@ -85,7 +102,7 @@ Bytes encode(const std::vector<RankDevices>& devices);
 Bytes encode(const Hello& hello);
 Bytes encode(const Directory& directory);
 
-/// u16 kind · i32 rank · string message · string op. The body of kReject, kError and kAbort.
+/// u16 kind · i32 rank · string message · string op. The body of kReject, kError, kAbort and kLost.
 Bytes encode(const base::Error& error);
 
 // Each throws `protocol` if the bytes are malformed, and for another protocol version names both.

@@ -81,6 +81,26 @@ inline Fd accept_one(const Fd& listener) {
   return fd;
 }
 
+/// What `connect` comes to, which is called on the loop with what it is to tell.
+template <class Connect>
+base::Result<Fd> connected_on_loop(Loop& loop, const Connect& connect) {
+  base::Promise<Fd> promise;
+  const base::Future<Fd> future = promise.future();
+  auto done = std::make_shared<base::Promise<Fd>>(std::move(promise));
+  loop.post([&connect, done] {
+    connect([done](base::Result<Fd> socket) { done->complete(std::move(socket)); });
+  });
+  future.wait_result();
+  return std::move(future.state()->result());
+}
+
+inline base::Result<Fd> connect_unix(const std::string& path) {
+  Loop loop;
+  return connected_on_loop(loop, [&](OnConnected done) {
+    connect_unix_on_loop(loop, path, base::deadline_after(kLongest), std::move(done));
+  });
+}
+
 struct Tcp {
   static constexpr bool kIsTcp = true;
   static std::pair<Fd, Fd> connected() {

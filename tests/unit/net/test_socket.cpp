@@ -183,8 +183,7 @@ TEST_CASE("without descriptors it is resources") {
     const bool right =
         listen_tcp("127.0.0.1", 0).error().kind == base::ErrorKind::kResources &&
         connect_tcp("127.0.0.1", 1, soon()).error().kind == base::ErrorKind::kResources &&
-        listen_unix("/tmp/x").error().kind == base::ErrorKind::kResources &&
-        connect_unix("/tmp/x").error().kind == base::ErrorKind::kResources;
+        listen_unix("/tmp/x").error().kind == base::ErrorKind::kResources;
     bool loop_refused = false;
     try {
       Loop loop;
@@ -363,4 +362,59 @@ TEST_CASE("a listener without descriptors pauses and goes on") {
   REQUIRE(waitpid(child, &status, 0) == child);
   CHECK(WIFEXITED(status));
   CHECK(WEXITSTATUS(status) == 0);
+}
+
+TEST_CASE("the name of a unix socket needs no file, and goes with it") {
+  const std::string name = "@distrain-test-" + std::to_string(getpid());
+  {
+    const Fd listener = std::move(listen_unix(name).value());
+    CHECK(error_of(listen_unix(name)).kind == base::ErrorKind::kRendezvous);
+    const Fd client = std::move(connect_unix(name).value());
+    CHECK(accept_one(listener).valid());
+    CHECK_FALSE(connect_unix(name + "x").ok());
+  }
+  const base::Error gone = error_of(connect_unix(name));
+  CHECK(gone.kind == base::ErrorKind::kRendezvous);
+  CHECK(contains(gone.message, name));
+}
+
+TEST_CASE("the loop connects by TCP, and says why it could not") {
+  Loop loop;
+  const auto connect = [&](const std::string& host, uint16_t port) {
+    return connected_on_loop(loop, [&](OnConnected done) {
+      connect_tcp_on_loop(loop, host, port, soon(), std::move(done));
+    });
+  };
+  uint16_t port = 0;
+  {
+    const Fd listener = std::move(listen_tcp("127.0.0.1", 0).value());
+    port = local_name(listener.get()).port;
+    const Fd client = std::move(connect("127.0.0.1", port).value());
+    CHECK(remote_name(client.get()).port == port);
+    CHECK(accept_one(listener).valid());
+  }
+  const base::Error refused = error_of(connect("127.0.0.1", port));
+  CHECK(refused.kind == base::ErrorKind::kRendezvous);
+  CHECK(contains(refused.message, std::to_string(port)));
+  // A name would have to be looked up, which blocks.
+  CHECK(error_of(connect("localhost", port)).kind == base::ErrorKind::kRendezvous);
+}
+
+TEST_CASE("the loop gives up on a listener that does not accept, by the deadline or with its end") {
+  const TempDir folder;
+  const Fd listener = std::move(listen_unix(folder / "s").value());
+  REQUIRE(::listen(listener.get(), 0) == 0);  // room for one
+  const Fd first = std::move(connect_unix(folder / "s").value());
+  bool is_told = false;
+  {
+    Loop loop;
+    const base::Error late = error_of(connected_on_loop(loop, [&](OnConnected done) {
+      connect_unix_on_loop(loop, folder / "s", base::deadline_after(30ms), std::move(done));
+    }));
+    CHECK(contains(late.message, std::strerror(ETIMEDOUT)));
+    on_loop(loop, [&] {
+      connect_unix_on_loop(loop, folder / "s", base::kNever, [&](auto) { is_told = true; });
+    });
+  }
+  CHECK_FALSE(is_told);
 }

@@ -31,7 +31,7 @@ inline void setup(rpc::Agent& agent) {
   agent.expose<&nap>("nap");
 }
 
-/// The body of kMeshReady of a rank without devices.
+/// The body of kPrepared of a rank without devices.
 inline wire::Bytes no_devices() {
   wire::Bytes bytes;
   wire::Writer out(bytes);
@@ -122,11 +122,12 @@ class RawRank {
     pollfd entry{fd_.get(), POLLIN, 0};
     return ::poll(&entry, 1, 0) == 1;
   }
-  void hello(int rank, wire::HelloPurpose purpose, const std::string& job = "distrain") {
+  void hello(int rank, wire::HelloPurpose purpose, const std::string& secret = {}) {
     wire::Hello hello;
     hello.purpose = purpose;
-    hello.job_id = job;
+    hello.job_id = "distrain";
     hello.rank = rank;
+    hello.proof = secret;
     send(wire::FrameKind::kHello, wire::encode(hello));
   }
 
@@ -149,7 +150,7 @@ class RawRank {
 // who has gone: what came before the probe is read with it at the latest, its end a round later.
 inline void let_rank_0_catch_up(uint16_t port) {
   RawRank probe(port);
-  probe.send(wire::FrameKind::kMeshReady, no_devices());  // no way to begin, so it is cut off
+  probe.send(wire::FrameKind::kPrepared, no_devices());  // no way to begin, so it is cut off
   CHECK(probe.closed_by_peer());
 }
 

@@ -177,7 +177,7 @@ TEST_CASE("the join timeout names those who are missing") {
   CHECK(alone.rank == 0);
 }
 
-TEST_CASE("the join timeout names who has not reached all others") {
+TEST_CASE("the join timeout names who is not prepared") {
   base::Error e;
   for (const auto timeout : {1s, 4s, 16s}) {  // the first two are to be there in time
     AgentOptions options = options_for(0, 3);
@@ -187,10 +187,7 @@ TEST_CASE("the join timeout names who has not reached all others") {
     one.hello(1, wire::HelloPurpose::kJoin);
     two.hello(2, wire::HelloPurpose::kJoin);
     if (!one.receive()) continue;  // the directory
-    RawRank peer_one(zero.agent().port()), peer_two(zero.agent().port());
-    peer_one.hello(1, wire::HelloPurpose::kPeer);
-    peer_two.hello(2, wire::HelloPurpose::kPeer);
-    one.send(wire::FrameKind::kMeshReady, no_devices());
+    one.send(wire::FrameKind::kPrepared, no_devices());
     e = zero.result();
     if (contains(e.message, "missing: 2")) break;
   }
@@ -261,11 +258,10 @@ TEST_CASE("what rank 0 says of all devices is said once") {
   options.transport = "tcp";
   Joining one(options);
   RawRank zero(net::Fd(::accept(listener.get(), nullptr, nullptr)));
-  REQUIRE(zero.receive());
+  const auto hello = zero.receive();
+  REQUIRE(hello);
   zero.send(wire::FrameKind::kDirectory,
-            wire::encode(wire::Directory{{{"w0", {}}, {"w1", {}}}, {}}));
-  RawRank peer(net::Fd(::accept(listener.get(), nullptr, nullptr)));
-  REQUIRE(peer.receive());
+            wire::encode(wire::Directory{{{"w0", {}}, {"w1", {}}}, {}, "secret"}));
   REQUIRE(zero.receive());
   wire::Bytes twice;
   std::vector<wire::RankDevices> devices(2);
@@ -284,6 +280,8 @@ TEST_CASE("what rank 0 says of all devices is said once") {
   }
   zero.send_bytes(twice.data(), twice.size());
   REQUIRE(one.joined());
+  RawRank peer(wire::decode_hello(hello->second).endpoint.port);
+  peer.hello(0, wire::HelloPurpose::kPeer, "secret");
   peer.send(wire::FrameKind::kCall);  // is answered when the rank's loop has seen both
   REQUIRE(peer.receive());
   CHECK(one.agent().device_of(0) == "cpu");

@@ -14,26 +14,28 @@ namespace {
 
 // Rank 1 by hand, which has joined rank 0 as it should.
 struct RawPeer {
-  RawRank joining;  // open as long as it is a member
-  RawRank peer;     // for calls
+  RawRank control;
+  RawRank calls;
 };
 
 RawPeer join_by_hand(Joining& zero) {
   const uint16_t port = zero.agent().port();
-  RawRank joining(port);
-  joining.hello(1, wire::HelloPurpose::kJoin);
-  const auto directory = joining.receive();
-  REQUIRE(directory);
-  CHECK(directory->first.kind == wire::FrameKind::kDirectory);
-  CHECK(wire::decode_directory(directory->second).ranks.size() == 2);
-  RawRank peer(port);
-  peer.hello(1, wire::HelloPurpose::kPeer);
-  joining.send(wire::FrameKind::kMeshReady, no_devices());
-  const auto go = joining.receive();
+  RawRank control(port);
+  control.hello(1, wire::HelloPurpose::kJoin);
+  const auto first = control.receive();
+  REQUIRE(first);
+  CHECK(first->first.kind == wire::FrameKind::kDirectory);
+  const wire::Directory directory = wire::decode_directory(first->second);
+  CHECK(directory.ranks.size() == 2);
+  control.send(wire::FrameKind::kPrepared, no_devices());
+  auto go = control.receive();
+  while (go && go->first.kind == wire::FrameKind::kHeartbeat) go = control.receive();
   REQUIRE(go);
   CHECK(go->first.kind == wire::FrameKind::kGo);
   REQUIRE(zero.joined());
-  return {std::move(joining), std::move(peer)};
+  RawRank calls(port);
+  calls.hello(1, wire::HelloPurpose::kPeer, directory.secret);
+  return {std::move(control), std::move(calls)};
 }
 
 }  // namespace
@@ -44,7 +46,7 @@ TEST_CASE("a peer that is connected but silent is lost after peer_timeout") {
   Joining zero(options);
   const auto began = std::chrono::steady_clock::now();
   // It says nothing once it has joined.
-  auto [joining, peer] = join_by_hand(zero);
+  auto [control, peer] = join_by_hand(zero);
   const base::Error e =
       error_of([&] { zero.agent().rpc_sync<&add>(rpc::To(1).without_deadline(), 1, 2); });
   const auto took = std::chrono::steady_clock::now() - began;
@@ -64,7 +66,7 @@ TEST_CASE("a peer that is connected but silent is lost after peer_timeout") {
 
 TEST_CASE("a peer that sends garbage once it is connected is lost") {
   Joining zero(options_for(0, 2));
-  auto [joining, peer] = join_by_hand(zero);
+  auto [control, peer] = join_by_hand(zero);
   auto call = zero.agent().rpc_async<&add>(rpc::To(1).without_deadline(), 1, 2);
   SECTION("no frame at all") {
     const std::string garbage(200, 'x');
@@ -87,7 +89,7 @@ TEST_CASE("a peer that sends garbage once it is connected is lost") {
 
 TEST_CASE("calls that cannot be read are answered with an error") {
   Joining zero(options_for(0, 2));
-  auto [joining, peer] = join_by_hand(zero);
+  auto [control, peer] = join_by_hand(zero);
   for (const wire::Bytes& meta : {wire::Bytes{}, wire::Bytes{255, 255, 255, 255},
                                   wire::Bytes{0, 0, 0, 0}, wire::Bytes(64, 7)}) {
     peer.send(wire::FrameKind::kCall, meta);

@@ -50,6 +50,7 @@ class RandomMessages {
     Directory directory;
     for (size_t i = below(6); i > 0; --i) directory.ranks.push_back({text(), endpoint()});
     directory.options = options();
+    directory.secret = text();
     return directory;
   }
 
@@ -89,10 +90,11 @@ class RandomMessages {
 
   FrameHeader header(const Limits& limits = {}) {
     constexpr FrameKind kKinds[] = {
-        FrameKind::kHello,  FrameKind::kReject,   FrameKind::kDirectory,  FrameKind::kMeshReady,
-        FrameKind::kGo,     FrameKind::kCall,     FrameKind::kReply,      FrameKind::kError,
-        FrameKind::kOneway, FrameKind::kChunk,    FrameKind::kHeartbeat,  FrameKind::kFlush,
-        FrameKind::kAbort,  FrameKind::kRRefFork, FrameKind::kRRefAccept, FrameKind::kRRefDelete};
+        FrameKind::kHello,      FrameKind::kReject,    FrameKind::kDirectory, FrameKind::kPrepared,
+        FrameKind::kGo,         FrameKind::kCall,      FrameKind::kReply,     FrameKind::kError,
+        FrameKind::kOneway,     FrameKind::kChunk,     FrameKind::kHeartbeat, FrameKind::kFlush,
+        FrameKind::kAbort,      FrameKind::kLost,      FrameKind::kLeave,     FrameKind::kRRefFork,
+        FrameKind::kRRefAccept, FrameKind::kRRefDelete};
     FrameHeader header;
     header.kind = kKinds[below(std::size(kKinds))];
     header.channel = static_cast<uint16_t>(bits());

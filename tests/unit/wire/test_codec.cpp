@@ -19,7 +19,7 @@ Header encoded(const FrameHeader& header) {
 }
 
 bool operator_equal(const Endpoint& a, const Endpoint& b) {
-  return a.host == b.host && a.port == b.port && a.unix_path == b.unix_path &&
+  return a.host == b.host && a.port == b.port && a.unix_name == b.unix_name &&
          a.host_key == b.host_key;
 }
 
@@ -130,14 +130,14 @@ TEST_CASE("the bytes of a frame header are as documented") {
   };
   CHECK(encoded(header) == expected);
   CHECK(kHeaderBytes == 48);
-  CHECK(kProtocolVersion == 3);
+  CHECK(kProtocolVersion == 4);
 }
 
 TEST_CASE("the numbers of the frame kinds do not change") {
   CHECK(static_cast<int>(FrameKind::kHello) == 1);
   CHECK(static_cast<int>(FrameKind::kReject) == 2);
   CHECK(static_cast<int>(FrameKind::kDirectory) == 3);
-  CHECK(static_cast<int>(FrameKind::kMeshReady) == 4);
+  CHECK(static_cast<int>(FrameKind::kPrepared) == 4);
   CHECK(static_cast<int>(FrameKind::kGo) == 5);
   CHECK(static_cast<int>(FrameKind::kCall) == 16);
   CHECK(static_cast<int>(FrameKind::kReply) == 17);
@@ -147,6 +147,8 @@ TEST_CASE("the numbers of the frame kinds do not change") {
   CHECK(static_cast<int>(FrameKind::kHeartbeat) == 32);
   CHECK(static_cast<int>(FrameKind::kFlush) == 33);
   CHECK(static_cast<int>(FrameKind::kAbort) == 34);
+  CHECK(static_cast<int>(FrameKind::kLost) == 35);
+  CHECK(static_cast<int>(FrameKind::kLeave) == 36);
   CHECK(static_cast<int>(FrameKind::kRRefFork) == 48);
   CHECK(static_cast<int>(FrameKind::kRRefAccept) == 49);
   CHECK(static_cast<int>(FrameKind::kRRefDelete) == 50);
@@ -205,7 +207,7 @@ TEST_CASE("wrong magic and unknown kinds are named") {
     bytes[5] = static_cast<uint8_t>(kind >> 8);
     known += decode_header(bytes, Limits{}).ok();
   }
-  CHECK(known == 16);
+  CHECK(known == 18);
 }
 
 TEST_CASE("where the payload begins") {
@@ -368,14 +370,14 @@ TEST_CASE("the bytes of a hello and of an error are as documented") {
   hello.world_size = 4;
   hello.endpoint = {"h", 29500, "", "k"};
   hello.options = {{"a", "b"}};
-  CHECK(encode(hello) == Bytes{3,    0,    0, 0,                                      // version
+  CHECK(encode(hello) == Bytes{4,    0,    0, 0,                                      // version
                                2,                                                     // purpose
                                1,    0,    0, 0, 'j',                                 // job_id
                                2,    0,    0, 0,                                      // rank
                                4,    0,    0, 0,                                      // world_size
                                1,    0,    0, 0, 'h',                                 // host
                                0x3C, 0x73,                                            // port
-                               0,    0,    0, 0,                                      // unix_path
+                               0,    0,    0, 0,                                      // unix_name
                                1,    0,    0, 0, 'k',                                 // host_key
                                1,    0,    0, 0,                                      // options
                                1,    0,    0, 0, 'a', 1, 0, 0, 0, 'b', 0, 0, 0, 0});  // proof

@@ -1,0 +1,139 @@
+// Connections that are made on the loop.
+
+#include <cerrno>
+#include <cstring>
+
+#include <sys/socket.h>
+#include <uv.h>
+
+#include "address.h"
+#include "distrain/net/socket.h"
+#include "loop_impl.h"
+
+namespace distrain::net {
+
+namespace {
+
+// A unix socket does not say when there is room in its listener's backlog.
+constexpr auto kBacklogPause = std::chrono::milliseconds(5);
+
+/// One attempt to connect to one address. States: trying → waiting (for the socket, or for the
+/// backlog) → ended.
+class Connector final : public LoopResource, public std::enable_shared_from_this<Connector> {
+ public:
+  Connector(std::shared_ptr<Loop::Impl> loop, std::string where, sockaddr_storage address,
+            socklen_t size, OnConnected done)
+      : loop_(std::move(loop)),
+        where_(std::move(where)),
+        address_(address),
+        size_(size),
+        done_(std::move(done)) {}
+
+  void begin_on_loop(base::TimePoint deadline) {
+    socket_ = Fd(::socket(address_.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (!socket_.valid()) return done_(socket_error(where_, errno));
+    if (uv_poll_init(&loop_->uv, &poll_, socket_.get()) < 0) {
+      return done_(socket_error(where_, ENOMEM));
+    }
+    poll_.data = this;
+    loop_->hold_on_loop(shared_from_this());
+    timer_ =
+        loop_->call_at(deadline, [self = shared_from_this()] { self->end_on_loop(ETIMEDOUT); });
+    try_on_loop();
+  }
+
+  void shut_down_on_loop() override {
+    done_ = {};  // nobody is there to be told
+    end_on_loop(ECANCELED);
+  }
+
+ private:
+  void try_on_loop() {
+    if (ended_) return;
+    if (::connect(socket_.get(), reinterpret_cast<const sockaddr*>(&address_), size_) == 0) {
+      return end_on_loop(0);
+    }
+    if (errno == EINPROGRESS || errno == EINTR) {
+      uv_poll_start(&poll_, UV_WRITABLE, [](uv_poll_t* handle, int, int) noexcept {
+        static_cast<Connector*>(handle->data)->look_on_loop();
+      });
+    } else if (errno == EAGAIN) {
+      loop_->call_at(base::Clock::now() + kBacklogPause,
+                     [self = shared_from_this()] { self->try_on_loop(); });
+    } else {
+      end_on_loop(errno);
+    }
+  }
+
+  void look_on_loop() {
+    int code = 0;
+    socklen_t length = sizeof code;
+    getsockopt(socket_.get(), SOL_SOCKET, SO_ERROR, &code, &length);
+    end_on_loop(code);
+  }
+
+  void end_on_loop(int code) {
+    if (ended_) return;
+    ended_ = true;
+    loop_->note_activity_on_loop();
+    loop_->cancel(timer_);
+    if (code == 0 && is_connected_to_itself(socket_.get())) code = ECONNREFUSED;
+    code_ = code;
+    // The socket is told of when the handle has let go of it.
+    uv_close(reinterpret_cast<uv_handle_t*>(&poll_), [](uv_handle_t* handle) noexcept {
+      auto* self = static_cast<Connector*>(handle->data);
+      const auto kept = self->shared_from_this();
+      self->loop_->release_on_loop(self);
+      const OnConnected done = std::move(self->done_);
+      if (!done) return;
+      if (self->code_ == 0) {
+        done(std::move(self->socket_));
+      } else {
+        self->socket_.reset();
+        done(socket_error(self->where_, self->code_));
+      }
+    });
+  }
+
+  const std::shared_ptr<Loop::Impl> loop_;
+  const std::string where_;
+  const sockaddr_storage address_;
+  const socklen_t size_;
+  OnConnected done_;
+  Fd socket_;
+  uv_poll_t poll_;
+  uint64_t timer_ = 0;
+  bool ended_ = false;
+  int code_ = 0;
+};
+
+void connect_on_loop(Loop& loop, std::string where, const void* address, socklen_t size,
+                     base::TimePoint deadline, OnConnected done) {
+  sockaddr_storage storage{};
+  std::memcpy(&storage, address, size);
+  std::make_shared<Connector>(loop.impl(), std::move(where), storage, size, std::move(done))
+      ->begin_on_loop(deadline);
+}
+
+}  // namespace
+
+void connect_tcp_on_loop(Loop& loop, const std::string& host, uint16_t port,
+                         base::TimePoint deadline, OnConnected done) {
+  loop.impl()->assert_in_loop();
+  const auto found = resolve(host, port, AI_NUMERICHOST);
+  if (!found.ok()) return done(found.error());
+  const addrinfo& first = *found.unchecked();
+  connect_on_loop(loop, "connecting to " + endpoint_text(host, port), first.ai_addr,
+                  first.ai_addrlen, deadline, std::move(done));
+}
+
+void connect_unix_on_loop(Loop& loop, const std::string& path, base::TimePoint deadline,
+                          OnConnected done) {
+  loop.impl()->assert_in_loop();
+  const auto where = unix_address(path);
+  if (!where.ok()) return done(where.error());
+  const auto& [address, size] = where.unchecked();
+  connect_on_loop(loop, "connecting to " + path, &address, size, deadline, std::move(done));
+}
+
+}  // namespace distrain::net

@@ -1,0 +1,484 @@
+#include "control/control_plane.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "control/member.h"
+#include "device_table.h"
+#include "list_ranks.h"
+
+namespace distrain::rpc {
+
+namespace {
+
+using base::Error;
+using base::ErrorKind;
+using control::Link;
+using control::rendezvous_error;
+
+constexpr auto kWaitingInterval = std::chrono::seconds(5);
+constexpr auto kFirstRetry = std::chrono::milliseconds(20);
+constexpr auto kLongestRetry = std::chrono::milliseconds(500);
+constexpr auto kLastWords = std::chrono::seconds(1);    // of this rank, to others
+constexpr auto kLoopAnswers = std::chrono::seconds(1);  // when somebody asks it
+
+// The interface that rank 0 listens on: the one that --master-addr names. A name that means this
+// machine's loopback only here (Debian's /etc/hosts has 127.0.1.1) must be reachable from outside.
+std::string host_to_bind(const AgentOptions& options) {
+  if (!options.listen_addr.empty()) return options.listen_addr;
+  const std::string& host = options.master_addr;
+  if (host == "localhost" || host.starts_with("127.") || host == "::1") return host;
+  if (net::is_loopback(host) || !net::is_local_address(host)) return {};
+  return host;
+}
+
+// Nobody can connect to "all interfaces": others then use the address that they see.
+bool is_wildcard(const std::string& host) {
+  return host.empty() || host == "0.0.0.0" || host == "::" || host == "*";
+}
+
+}  // namespace
+
+ControlPlane::ControlPlane(net::Loop& loop, const AgentOptions& options, DeviceTable& devices,
+                           Callbacks callbacks)
+    : loop_(loop),
+      options_(options),
+      devices_(devices),
+      callbacks_(std::move(callbacks)),
+      host_key_(options.transport == "tcp" ? std::string() : net::host_key()),
+      unix_name_(host_key_.empty() ? std::string() : control::new_unix_name()),
+      port_(options.master_port) {
+  if (options.rank != 0) return;
+  rank_0_socket_ =
+      options.listen_fd >= 0
+          ? net::Fd(options.listen_fd)
+          : std::move(net::listen_tcp(host_to_bind(options), options.master_port).value());
+  port_ = net::local_name(rank_0_socket_.get()).port;
+}
+
+ControlPlane::~ControlPlane() = default;
+
+// ---- the joining thread ----
+
+void ControlPlane::run(const std::function<void()>& prepare) {
+  const base::TimePoint deadline = base::deadline_after(options_.join_timeout);
+  doorway_ = std::make_shared<control::Doorway>(
+      loop_, [weak = weak_from_this()](const net::StreamPtr& stream, wire::Hello hello) {
+        const auto self = weak.lock();
+        return self ? self->admit_on_loop(stream, std::move(hello))
+                    : rendezvous_error("this rank is leaving");
+      });
+  if (options_.rank == 0) {
+    begin_as_hub();
+    if (prepare) prepare();
+    devices_.settle();
+    loop_.post([self = shared_from_this()] {
+      if (self->party_) self->party_->prepared(self->devices_.tell());
+    });
+    began_ = base::Clock::now();
+  } else {
+    began_ = base::Clock::now();
+    begin_as_member(deadline);
+  }
+  wait_until_ready(deadline, prepare);
+}
+
+void ControlPlane::listen_by_unix_socket() {
+  if (unix_name_.empty()) return;
+  base::Result<net::Fd> socket = net::listen_unix(unix_name_);
+  if (socket.ok()) doorway_->listen(std::move(socket.unchecked()));  // else TCP does
+}
+
+void ControlPlane::begin_as_hub() {
+  listen_by_unix_socket();
+  if (!is_wildcard(options_.listen_addr)) {
+    listen_host_ = net::local_name(rank_0_socket_.get()).host;
+  }
+  loop_.post([self = shared_from_this()] {
+    control::World& world = *self;
+    auto hub = std::make_unique<control::Hub>(self->settings(), world, base::Clock::now());
+    self->hub_ = hub.get();
+    self->party_ = std::move(hub);
+    self->hub_->begin();
+    self->tick_on_loop();
+  });
+  doorway_->listen(std::move(rank_0_socket_));
+}
+
+void ControlPlane::begin_as_member(base::TimePoint deadline) {
+  net::Fd socket = connect_to_rank_0(deadline);
+  rank_0_host_ = net::remote_name(socket.get()).host;
+  listen_by_unix_socket();
+  net::Fd own =
+      std::move(net::listen_tcp(options_.listen_addr.empty() ? net::local_name(socket.get()).host
+                                                             : options_.listen_addr,
+                                0)
+                    .value());
+  const net::SocketName name = net::local_name(own.get());
+  port_ = name.port;
+  if (!is_wildcard(options_.listen_addr)) listen_host_ = name.host;
+  doorway_->listen(std::move(own));
+  const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
+  loop_.post([self = shared_from_this(), stream] {
+    const Link link = self->hold_on_loop(stream);
+    // The directory of a large job is large.
+    stream->start(self->control_handler(link), wire::Limits{uint32_t{16} << 20, 0, 0});
+    control::World& world = *self;
+    self->party_ =
+        std::make_unique<control::Member>(self->settings(), world, link, base::Clock::now());
+    self->tick_on_loop();
+  });
+}
+
+net::Fd ControlPlane::connect_to_rank_0(base::TimePoint deadline) {
+  base::TimePoint next_report = base::Clock::now() + kWaitingInterval;
+  auto pause = std::chrono::duration_cast<base::Duration>(kFirstRetry);
+  const base::Future<void> ready = ready_.future();
+  for (;;) {
+    base::Result<net::Fd> attempt = net::connect_tcp(options_.master_addr, options_.master_port,
+                                                     std::min(deadline, next_report));
+    if (attempt.ok()) return std::move(attempt.unchecked());
+    const base::TimePoint now = base::Clock::now();
+    if (attempt.error().kind == ErrorKind::kResources) throw base::Exception(attempt.error());
+    if (now >= deadline) {
+      throw base::Exception(rendezvous_error(
+          "rank 0 was not found within the join timeout: " + attempt.error().message, 0));
+    }
+    if (now >= next_report) {
+      if (options_.on_waiting) {
+        options_.on_waiting({0}, rank_0_text(), attempt.error().message);
+      }
+      next_report = now + kWaitingInterval;
+    }
+    if (ready.wait_until(now + std::min(pause, deadline - now))) ready.wait();  // it was aborted
+    pause = std::min(pause * 2, std::chrono::duration_cast<base::Duration>(kLongestRetry));
+  }
+}
+
+void ControlPlane::wait_until_ready(base::TimePoint deadline,
+                                    const std::function<void()>& prepare) {
+  const base::Future<void> met = met_.future();
+  const base::Future<void> ready = ready_.future();
+  bool is_prepared = options_.rank == 0;
+  for (;;) {
+    const base::Future<void>& next = is_prepared ? ready : met;
+    if (next.wait_until(std::min(deadline, base::Clock::now() + kWaitingInterval))) {
+      next.wait();  // throws when it failed
+      if (is_prepared) return;
+      if (prepare) prepare();
+      devices_.settle();
+      loop_.post([self = shared_from_this()] {
+        if (self->party_) self->party_->prepared(self->devices_.tell());
+      });
+      is_prepared = true;
+      continue;
+    }
+    const std::vector<int> ranks = missing();
+    if (base::Clock::now() >= deadline) {
+      Error error = rendezvous_error("not all ranks were there within the join timeout; missing: " +
+                                         (ranks.empty() ? "rank 0 knows who" : list_ranks(ranks)),
+                                     ranks.empty() ? -1 : ranks.front());
+      abort(error);
+      throw base::Exception(std::move(error));
+    }
+    if (options_.on_waiting) options_.on_waiting(ranks, rank_0_text(), {});
+  }
+}
+
+std::string ControlPlane::rank_0_text() const {
+  return options_.master_addr + ":" +
+         std::to_string(options_.rank == 0 ? port_ : options_.master_port);
+}
+
+control::Settings ControlPlane::settings() const {
+  control::Settings settings;
+  settings.rank = options_.rank;
+  settings.job_id = options_.job_id;
+  settings.names = options_.names;
+  settings.world_size = options_.world_size;
+  settings.endpoint = {listen_host_, port_, unix_name_, host_key_};
+  if (options_.rank == 0) settings.secret = control::new_secret();
+  settings.options = options_.job_options;
+  settings.peer_timeout = std::chrono::duration_cast<base::Duration>(options_.peer_timeout);
+  return settings;
+}
+
+// ---- what other threads ask for ----
+
+base::Future<uint64_t> ControlPlane::enter_round(uint64_t round, uint64_t number) {
+  base::Future<uint64_t> future;
+  {
+    std::lock_guard lock(mutex_);
+    if (failed_) return base::Future<uint64_t>::failed(*failed_);
+    future = round_.emplace().future();
+    round_began_ = base::Clock::now();
+  }
+  loop_.post([self = shared_from_this(), round, number] {
+    if (self->party_) self->party_->enter_round(round, number);
+  });
+  return future;
+}
+
+std::vector<int> ControlPlane::missing() {
+  base::Promise<std::vector<int>> asked;
+  const base::Future<std::vector<int>> answer = asked.future();
+  loop_.post([self = shared_from_this(), asked = std::move(asked)]() mutable {
+    asked.set(self->party_ ? self->party_->missing() : std::vector<int>{0});
+  });
+  if (!answer.wait_until(base::deadline_after(kLoopAnswers))) return {};
+  const auto& ranks = answer.wait_result();
+  return ranks.ok() ? ranks.unchecked() : std::vector<int>{};
+}
+
+std::optional<Wait> ControlPlane::wait() {
+  const base::TimePoint began = began_;
+  base::TimePoint since{};
+  bool is_ending = false;
+  {
+    std::lock_guard lock(mutex_);
+    is_ending = round_.has_value();
+    since = is_ending ? round_began_ : began;
+  }
+  if (since == base::TimePoint{}) return std::nullopt;
+  const std::vector<int> ranks = missing();
+  const std::string who = ranks.empty() ? "the others" : "rank " + list_ranks(ranks);
+  return Wait{
+      is_ending ? "the end of " + who : who + (ranks.empty() ? ", to be ready" : " to join"),
+      since};
+}
+
+void ControlPlane::abort(const Error& error) {
+  loop_.post([self = shared_from_this(), error] {
+    if (self->party_) {
+      self->party_->abort(error);
+    } else {
+      self->on_failed(error);
+    }
+  });
+}
+
+void ControlPlane::leave() {
+  loop_.post([self = shared_from_this()] {
+    if (self->party_) self->party_->leave();
+  });
+}
+
+void ControlPlane::close() {
+  if (doorway_) doorway_->close();
+  loop_.post([self = shared_from_this()] {
+    self->hub_ = nullptr;
+    self->party_ = nullptr;
+    const auto streams = std::move(self->streams_);
+    self->streams_.clear();
+    for (const auto& [link, stream] : streams) stream->close();
+  });
+}
+
+// The loop would drop what is queued for a slow peer, such as why this rank leaves.
+void ControlPlane::wait_until_flushed() {
+  std::unique_lock lock(mutex_);
+  stream_closed_.wait_for(lock, kLastWords, [this] { return open_streams_ == 0; });
+}
+
+// ---- connections, on the loop ----
+
+Link ControlPlane::hold_on_loop(const net::StreamPtr& stream) {
+  const Link link = next_link_++;
+  streams_[link] = stream;
+  std::lock_guard lock(mutex_);
+  ++open_streams_;
+  return link;
+}
+
+net::Stream::Handler ControlPlane::watched(Link link, net::Stream::Handler handler) {
+  handler.on_close = [self = shared_from_this(), link,
+                      also = std::move(handler.on_close)](const Error& error) {
+    self->streams_.erase(link);
+    if (self->party_) self->party_->closed(link, error);
+    if (also) also(error);
+    std::lock_guard lock(self->mutex_);
+    --self->open_streams_;
+    self->stream_closed_.notify_all();
+  };
+  return handler;
+}
+
+net::Stream::Handler ControlPlane::control_handler(Link link) {
+  return watched(link, {[weak = weak_from_this(), link](const net::InFrame& frame) {
+                          if (const auto self = weak.lock()) self->receive_on_loop(link, frame);
+                        },
+                        {}});
+}
+
+net::Stream::Handler ControlPlane::watch_peer_on_loop(int rank, const net::StreamPtr& stream,
+                                                      net::Stream::Handler handler) {
+  const Link link = hold_on_loop(stream);
+  if (party_) party_->open(rank, link, base::Clock::now());
+  handler.on_frame = [self = shared_from_this(), link,
+                      of_calls = std::move(handler.on_frame)](net::InFrame frame) {
+    switch (frame.header.kind) {
+      case wire::FrameKind::kHeartbeat:
+        return;
+      case wire::FrameKind::kAbort:
+      case wire::FrameKind::kLeave:
+      case wire::FrameKind::kReject:
+        return self->receive_on_loop(link, frame);
+      default:
+        of_calls(std::move(frame));
+    }
+  };
+  return watched(link, std::move(handler));
+}
+
+void ControlPlane::receive_on_loop(Link link, const net::InFrame& frame) {
+  if (!party_) return;
+  party_->receive(link, {frame.header.kind, frame.header.call_id, frame.header.context_id,
+                         wire::Bytes(frame.meta.begin(), frame.meta.end())});
+}
+
+void ControlPlane::report_on_loop(int rank, Error error) {
+  if (party_) party_->report(rank, std::move(error));
+}
+
+std::optional<Error> ControlPlane::admit_on_loop(const net::StreamPtr& stream, wire::Hello hello) {
+  if (hello.job_id != options_.job_id) {
+    return rendezvous_error("job: this rank belongs to '" + hello.job_id + "', rank " +
+                                std::to_string(options_.rank) + " to '" + options_.job_id + "'",
+                            0);
+  }
+  if (!party_) return rendezvous_error("this rank is leaving");
+  if (hello.purpose == wire::HelloPurpose::kJoin) return join_on_loop(stream, std::move(hello));
+  if (auto refusal = party_->check_peer(hello)) return refusal;
+  return callbacks_.on_peer(hello.rank, stream);
+}
+
+std::optional<Error> ControlPlane::join_on_loop(const net::StreamPtr& stream, wire::Hello hello) {
+  if (!hub_) return rendezvous_error("only rank 0 can be joined");
+  const int rank = hello.rank;
+  // How others reach it: as rank 0 sees it, unless it says otherwise. A rank seen on loopback is on
+  // rank 0's machine, so it is reached where rank 0 is.
+  const std::string& seen = stream->peer_name();
+  const std::string host = seen.substr(0, seen.rfind(':'));
+  if (hello.endpoint.host.empty() && !net::is_loopback(host)) hello.endpoint.host = host;
+  const Link link = hold_on_loop(stream);
+  const std::string before = std::exchange(seen_hosts_[rank], host);
+  if (auto refusal = hub_->join(link, std::move(hello), base::Clock::now())) {
+    seen_hosts_[rank] = before;
+    if (before.empty()) seen_hosts_.erase(rank);
+    streams_.erase(link);
+    std::lock_guard lock(mutex_);
+    --open_streams_;
+    return refusal;
+  }
+  stream->set_handler_on_loop(control_handler(link));
+  return std::nullopt;
+}
+
+Way ControlPlane::way_to(int rank, const wire::Endpoint& endpoint) const {
+  Way way;
+  const bool same_host = !host_key_.empty() && endpoint.host_key == host_key_;
+  if (same_host) way.unix_name = endpoint.unix_name;
+  if (options_.transport == "unix") return way;
+  way.port = rank == 0 ? options_.master_port : endpoint.port;
+  way.host = endpoint.host;
+  if (!way.host.empty()) return way;
+  const auto seen = seen_hosts_.find(rank);
+  way.host = seen == seen_hosts_.end() ? rank_0_host_ : seen->second;
+  return way;
+}
+
+wire::Bytes ControlPlane::peer_hello_on_loop() const {
+  wire::Hello hello;
+  hello.purpose = wire::HelloPurpose::kPeer;
+  hello.job_id = options_.job_id;
+  hello.rank = options_.rank;
+  hello.proof = party_ ? party_->secret() : std::string();
+  return wire::encode(hello);
+}
+
+void ControlPlane::tick_on_loop() {
+  if (!party_) return;
+  for (const auto& [link, stream] : streams_) party_->heard(link, stream->last_heard_on_loop());
+  const base::TimePoint next = party_->tick(base::Clock::now());
+  if (next == base::kNever) return;
+  loop_.call_at(next, [weak = weak_from_this()] {
+    if (const auto self = weak.lock()) self->tick_on_loop();
+  });
+}
+
+// ---- what the party does ----
+
+void ControlPlane::send(Link link, control::Message message) {
+  const auto stream = streams_.find(link);
+  if (stream == streams_.end()) return;
+  net::OutFrame frame;
+  frame.header.kind = message.kind;
+  frame.header.call_id = message.a;
+  frame.header.context_id = message.b;
+  frame.meta = std::move(message.body);
+  static_cast<void>(stream->second->send(std::move(frame)));  // a broken one is told by on_close
+}
+
+void ControlPlane::close(Link link, bool flush) {
+  const auto found = streams_.find(link);
+  if (found == streams_.end()) return;
+  const net::StreamPtr stream = std::move(found->second);
+  streams_.erase(found);
+  stream->close(flush);
+}
+
+void ControlPlane::on_directory(const wire::Directory& directory) {
+  std::vector<Way> ways(directory.ranks.size());
+  for (int rank = 0; rank < static_cast<int>(ways.size()); ++rank) {
+    if (rank == options_.rank) continue;
+    Way& way = ways[static_cast<size_t>(rank)];
+    way = way_to(rank, directory.ranks[static_cast<size_t>(rank)].endpoint);
+    if (!way.unix_name.empty() || !way.host.empty()) continue;
+    loop_.post([self = shared_from_this(), rank] {
+      if (!self->party_) return;
+      self->party_->abort(rendezvous_error(
+          "--transport unix: rank " + std::to_string(rank) + " is not on this host", rank));
+    });
+  }
+  callbacks_.on_directory(directory, std::move(ways));
+  met_.set();
+}
+
+void ControlPlane::on_go(std::vector<wire::RankDevices> devices) {
+  std::vector<std::string> names;
+  for (const auto& entry : party_->directory().ranks) names.push_back(entry.name);
+  devices_.learn(std::move(names), std::move(devices));
+  began_ = base::TimePoint{};
+  ready_.set();
+}
+
+void ControlPlane::on_failed(const Error& error) {
+  Error told = error;
+  if (told.op.empty()) told.op = "join";
+  began_ = base::TimePoint{};
+  met_.fail(told);
+  devices_.fail(told);
+  ready_.fail(std::move(told));
+}
+
+void ControlPlane::on_lost(int rank, const Error& error) {
+  std::optional<base::Promise<uint64_t>> round;
+  {
+    std::lock_guard lock(mutex_);
+    if (!failed_) failed_ = error;
+    round.swap(round_);
+  }
+  callbacks_.on_lost(rank, error);
+  if (round) round->fail(error);
+}
+
+void ControlPlane::on_round(uint64_t, uint64_t sum) {
+  std::optional<base::Promise<uint64_t>> round;
+  {
+    std::lock_guard lock(mutex_);
+    round.swap(round_);
+  }
+  if (round) round->set(sum);
+}
+
+}  // namespace distrain::rpc

@@ -1,0 +1,143 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "control/doorway.h"
+#include "control/hub.h"
+#include "distrain/base/future.h"
+#include "distrain/net/socket.h"
+#include "distrain/net/stream.h"
+#include "distrain/rpc/agent.h"
+
+namespace distrain::rpc {
+
+class DeviceTable;
+
+/// How this rank reaches another one.
+struct Way {
+  std::string unix_name;  ///< not empty: by this unix socket, else by TCP
+  std::string host;       ///< numeric; empty: not by TCP
+  uint16_t port = 0;
+};
+
+/// What carries the events of this rank's control::Party: its sockets, its timer, the threads that
+/// wait. The exchange is in wire/handshake.h.
+///
+/// Threads: run() blocks the joining thread, enter_round() gives back a future; the party and all
+/// connections are the loop's. Functions without `_on_loop` are for any thread.
+class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
+                           private control::World {
+ public:
+  /// What is told on the loop.
+  struct Callbacks {
+    std::function<void(const wire::Directory& directory, std::vector<Way> ways)> on_directory;
+    std::function<void(int rank, const base::Error& error)> on_lost;
+    /// A connection for calls that another rank has made; gives back why it is not wanted.
+    std::function<std::optional<base::Error>(int rank, const net::StreamPtr& stream)> on_peer;
+  };
+
+  /// Rank 0 binds its socket here.
+  ControlPlane(net::Loop& loop, const AgentOptions& options, DeviceTable& devices,
+               Callbacks callbacks);
+  ~ControlPlane() override;
+
+  /// Returns when every rank can be called. Throws otherwise. `prepare` is called when rank 0's
+  /// options are known, before any other rank can call this one.
+  void run(const std::function<void()>& prepare);
+  uint16_t port() const { return port_; }
+
+  /// This rank comes to `round` of the end; the sum of all ranks' numbers once all have. Fails when
+  /// a rank is lost.
+  base::Future<uint64_t> enter_round(uint64_t round, uint64_t number);
+  /// Ranks that this one waits for, as far as it knows; not on the loop.
+  std::vector<int> missing();
+  /// For ranks that are to join, or to end.
+  std::optional<Wait> wait();
+
+  /// This rank leaves, and tells all others why. Its connections are closed behind that.
+  void abort(const base::Error& error);
+  /// The same, as all is done.
+  void leave();
+  /// Closes what is open, and lets nobody in any more.
+  void close();
+  /// Until what was said last has gone out, for a second at most.
+  void wait_until_flushed();
+
+  // ---- connections for calls, on the loop ----
+
+  /// From here on the other end is watched, with what is given back as the stream's handler, which
+  /// leaves to `handler` what calls are made of.
+  net::Stream::Handler watch_peer_on_loop(int rank, const net::StreamPtr& stream,
+                                          net::Stream::Handler handler);
+  /// It cannot be reached, or what it says cannot be read.
+  void report_on_loop(int rank, base::Error error);
+  /// What a connection for calls begins with.
+  wire::Bytes peer_hello_on_loop() const;
+
+ private:
+  // control::World
+  void send(control::Link link, control::Message message) override;
+  void close(control::Link link, bool flush) override;
+  void on_directory(const wire::Directory& directory) override;
+  void on_go(std::vector<wire::RankDevices> devices) override;
+  void on_failed(const base::Error& error) override;
+  void on_lost(int rank, const base::Error& error) override;
+  void on_round(uint64_t round, uint64_t sum) override;
+
+  void begin_as_hub();
+  void begin_as_member(base::TimePoint deadline);
+  net::Fd connect_to_rank_0(base::TimePoint deadline);
+  void listen_by_unix_socket();
+  void wait_until_ready(base::TimePoint deadline, const std::function<void()>& prepare);
+  control::Settings settings() const;
+  std::string rank_0_text() const;
+  Way way_to(int rank, const wire::Endpoint& endpoint) const;
+
+  std::optional<base::Error> admit_on_loop(const net::StreamPtr& stream, wire::Hello hello);
+  std::optional<base::Error> join_on_loop(const net::StreamPtr& stream, wire::Hello hello);
+  control::Link hold_on_loop(const net::StreamPtr& stream);
+  void receive_on_loop(control::Link link, const net::InFrame& frame);
+  net::Stream::Handler watched(control::Link link, net::Stream::Handler handler);
+  net::Stream::Handler control_handler(control::Link link);
+  void tick_on_loop();
+
+  net::Loop& loop_;
+  const AgentOptions& options_;
+  DeviceTable& devices_;
+  const Callbacks callbacks_;
+  const std::string host_key_;
+  const std::string unix_name_;
+  uint16_t port_ = 0;
+  std::shared_ptr<control::Doorway> doorway_;
+  net::Fd rank_0_socket_;    // rank 0, until run()
+  std::string rank_0_host_;  // as this rank reaches it, numeric; set before the party is there
+  std::string listen_host_;  // to be told to others, numeric; empty: as rank 0 sees it
+
+  // Loop thread only.
+  std::unique_ptr<control::Party> party_;  // from the joining on, until the end
+  control::Hub* hub_ = nullptr;            // rank 0: the same
+  std::map<control::Link, net::StreamPtr> streams_;
+  control::Link next_link_ = 1;
+  std::map<int, std::string> seen_hosts_;  // rank 0: where others came from
+
+  std::atomic<base::TimePoint> began_{};  // to wait for others to join
+  base::Promise<void> met_;
+  base::Promise<void> ready_;
+
+  std::mutex mutex_;
+  std::condition_variable stream_closed_;
+  int open_streams_ = 0;                          // by mutex_
+  std::optional<base::Promise<uint64_t>> round_;  // by mutex_: the one under way
+  base::TimePoint round_began_{};                 // by mutex_
+  std::optional<base::Error> failed_;             // by mutex_: no round ends any more
+};
+
+}  // namespace distrain::rpc

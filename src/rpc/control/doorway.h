@@ -1,0 +1,52 @@
+#pragma once
+
+#include <functional>
+#include <list>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "distrain/net/socket.h"
+#include "distrain/net/stream.h"
+#include "distrain/wire/handshake.h"
+
+namespace distrain::rpc::control {
+
+/// Where connections to this rank come in. Each begins with a hello; who says none in time, or
+/// something else, is shown the door, and so is the one that has waited longest when too many stand
+/// there. All of it on the loop, but for listen() and close().
+class Doorway : public std::enable_shared_from_this<Doorway> {
+ public:
+  /// Takes the connection, with a handler of its own, or gives back why it is refused.
+  using Admit =
+      std::function<std::optional<base::Error>(const net::StreamPtr& stream, wire::Hello hello)>;
+
+  Doorway(net::Loop& loop, Admit admit) : loop_(loop), admit_(std::move(admit)) {}
+
+  void listen(net::Fd socket);
+  /// Nobody comes in any more. Connections that stand there are cut off.
+  void close();
+
+ private:
+  struct Stranger {
+    net::StreamPtr stream;
+    uint64_t timer = 0;
+  };
+  using Place = std::list<Stranger>::iterator;
+
+  void on_connection_on_loop(net::Fd socket);
+  void on_hello_on_loop(Place place, const net::InFrame& frame);
+  void show_the_door_on_loop(Place place);
+
+  net::Loop& loop_;
+  const Admit admit_;
+  std::list<Stranger> strangers_;  // the oldest first; loop thread only
+  std::vector<std::unique_ptr<net::Listener>> listeners_;
+};
+
+/// A name for a unix socket that nobody else has; it ends with its socket.
+std::string new_unix_name();
+/// 16 bytes that nobody can guess.
+std::string new_secret();
+
+}  // namespace distrain::rpc::control

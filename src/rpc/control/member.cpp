@@ -1,0 +1,85 @@
+#include "control/member.h"
+
+namespace distrain::rpc::control {
+
+using base::Error;
+using base::ErrorKind;
+using wire::FrameKind;
+
+Member::Member(Settings settings, World& world, Link hub, base::TimePoint now)
+    : Party(std::move(settings), world, now), hub_(hub) {
+  add_control(0, hub, now);
+  wire::Hello hello;
+  hello.purpose = wire::HelloPurpose::kJoin;
+  hello.job_id = settings_.job_id;
+  hello.rank = settings_.rank;
+  hello.world_size = settings_.world_size;
+  hello.endpoint = settings_.endpoint;
+  hello.options = settings_.options;
+  world_.send(hub_, {FrameKind::kHello, 0, 0, wire::encode(hello)});
+}
+
+void Member::prepared(wire::RankDevices devices) {
+  if (state_ != State::kPreparing) return;
+  Message message{FrameKind::kPrepared};
+  wire::Writer out(message.body);
+  encode(devices, out);
+  world_.send(hub_, std::move(message));
+}
+
+void Member::enter_round(uint64_t round, uint64_t number) {
+  if (is_here(0)) world_.send(hub_, {FrameKind::kFlush, round, number});
+}
+
+std::vector<int> Member::missing() const {
+  return state_ == State::kMeeting ? std::vector<int>{0} : std::vector<int>();
+}
+
+void Member::on_control(int, const Message& message) {
+  switch (message.kind) {
+    case FrameKind::kReject:
+    case FrameKind::kAbort: {
+      Error error = wire::decode_error(message.body);
+      if (error.rank < 0) error.rank = 0;
+      if (state_ == State::kRunning) return lose(0, std::move(error));
+      return abort(error);
+    }
+    case FrameKind::kDirectory: {
+      if (state_ != State::kMeeting) break;
+      wire::Directory directory = wire::decode_directory(message.body);
+      if (static_cast<size_t>(settings_.rank) >= directory.ranks.size()) {
+        wire::Reader::fail("a directory without this rank");
+      }
+      return know(std::move(directory));
+    }
+    case FrameKind::kGo:
+      // What was said first holds: others go by it.
+      if (state_ == State::kRunning) return;
+      if (state_ != State::kPreparing) break;
+      static_cast<void>(begin_running(wire::decode_all_devices(message.body)));
+      return;
+    case FrameKind::kLost:
+      if (state_ != State::kRunning || message.a >= presence_.size()) break;
+      return lose(static_cast<int>(message.a), wire::decode_error(message.body));
+    case FrameKind::kFlush:
+      if (state_ != State::kRunning) break;
+      return world_.on_round(message.a, message.b);
+    default:
+      break;
+  }
+  wire::Reader::fail("an unexpected word of rank 0");
+}
+
+// Before go; after that it is lost as any other.
+void Member::on_control_closed(int, const Error& error) {
+  if (error.kind != ErrorKind::kPeerLost) return abort(error);
+  abort(rendezvous_error("rank 0 left before all ranks were there: " + error.message, 0));
+}
+
+void Member::spread(int rank, const Error& error) {
+  if (is_here(0)) {
+    world_.send(hub_, {FrameKind::kLost, static_cast<uint64_t>(rank), 0, wire::encode(error)});
+  }
+}
+
+}  // namespace distrain::rpc::control

@@ -1,0 +1,25 @@
+#pragma once
+
+#include "control/party.h"
+
+namespace distrain::rpc::control {
+
+/// Any rank but 0: Note [Control plane].
+class Member final : public Party {
+ public:
+  /// `hub` is the connection to rank 0, on which it introduces itself.
+  Member(Settings settings, World& world, Link hub, base::TimePoint now);
+
+  void prepared(wire::RankDevices devices) override;
+  void enter_round(uint64_t round, uint64_t number) override;
+  std::vector<int> missing() const override;
+
+ private:
+  void on_control(int rank, const Message& message) override;
+  void on_control_closed(int rank, const base::Error& error) override;
+  void spread(int rank, const base::Error& error) override;
+
+  const Link hub_;
+};
+
+}  // namespace distrain::rpc::control

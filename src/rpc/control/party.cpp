@@ -1,0 +1,257 @@
+#include "control/party.h"
+
+#include <algorithm>
+
+namespace distrain::rpc::control {
+
+using base::Error;
+using base::ErrorKind;
+using wire::FrameKind;
+
+namespace {
+
+// Others may be less patient than this rank: it is heard every second, whatever its own timeout.
+base::Duration beat_interval(base::Duration peer_timeout) {
+  const auto second = std::chrono::duration_cast<base::Duration>(std::chrono::seconds(1));
+  return peer_timeout > base::Duration::zero() ? std::min(second, peer_timeout / 4) : second;
+}
+
+// As long for a wrong secret as for the right one.
+bool is_same_secret(const std::string& a, const std::string& b) {
+  if (a.size() != b.size()) return false;
+  unsigned difference = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    difference |= static_cast<unsigned char>(a[i]) ^ static_cast<unsigned char>(b[i]);
+  }
+  return difference == 0;
+}
+
+}  // namespace
+
+Error rendezvous_error(std::string message, int rank) {
+  return Error{ErrorKind::kRendezvous, std::move(message), rank, "join"};
+}
+
+Party::Party(Settings settings, World& world, base::TimePoint now)
+    : settings_(std::move(settings)),
+      world_(world),
+      interval_(beat_interval(settings_.peer_timeout)),
+      next_beat_(now),
+      wake_at_(now) {}
+
+// ---- what this rank does ----
+
+void Party::abort(const Error& error) {
+  if (state_ == State::kOver) return;
+  const bool has_met = state_ == State::kRunning;
+  state_ = State::kOver;
+  tell_all({FrameKind::kAbort, 0, 0, wire::encode(error)});
+  if (!has_met) world_.on_failed(error);
+}
+
+void Party::leave() {
+  if (state_ != State::kRunning) return;
+  state_ = State::kOver;
+  tell_all({FrameKind::kLeave});
+}
+
+void Party::tell_all(const Message& message) {
+  const auto all = std::move(connections_);
+  connections_.clear();
+  for (const auto& [link, connection] : all) {
+    world_.send(link, message);
+    world_.close(link, true);
+  }
+}
+
+void Party::know(wire::Directory directory) {
+  directory_ = std::move(directory);
+  presence_.assign(directory_.ranks.size(), Presence::kHere);
+  state_ = State::kPreparing;
+  world_.on_directory(directory_);
+}
+
+bool Party::begin_running(std::vector<wire::RankDevices> devices) {
+  state_ = State::kRunning;
+  try {
+    world_.on_go(std::move(devices));
+    return true;
+  } catch (const base::Exception& e) {
+    state_ = State::kPreparing;
+    abort(e.error());
+    return false;
+  }
+}
+
+// ---- connections for calls ----
+
+void Party::open(int rank, Link link, base::TimePoint now) {
+  connections_[link] = {rank, false, now, false};
+}
+
+bool Party::is_here(int rank) const {
+  return state_ == State::kRunning && presence_[static_cast<size_t>(rank)] == Presence::kHere;
+}
+
+// A rank that is prepared may be called before it hears go: the hub tells one after the other.
+std::optional<Error> Party::check_peer(const wire::Hello& hello) const {
+  const std::string who = "rank " + std::to_string(hello.rank);
+  const auto refuse = [](std::string why) { return rendezvous_error(std::move(why), 0); };
+  if (state_ != State::kPreparing && state_ != State::kRunning) {
+    return refuse(who + " connects as a peer before all ranks have joined");
+  }
+  const auto size = static_cast<int>(presence_.size());
+  const bool exists = hello.rank >= 0 && hello.rank < size && hello.rank != settings_.rank;
+  if (!exists || !is_same_secret(hello.proof, directory_.secret)) {
+    return refuse("a connection that does not belong to this job");
+  }
+  if (presence_[static_cast<size_t>(hello.rank)] != Presence::kHere) {
+    return refuse(who + " is lost to this job, or has left it");
+  }
+  return std::nullopt;
+}
+
+void Party::report(int rank, Error error) {
+  if (state_ == State::kPreparing) return abort(error);
+  lose(rank, std::move(error));
+}
+
+// ---- what happens ----
+
+void Party::receive(Link link, const Message& message) {
+  const auto found = connections_.find(link);
+  if (found == connections_.end() || state_ == State::kOver) return;
+  Connection& from = found->second;
+  const int rank = from.rank;
+  try {
+    switch (message.kind) {
+      case FrameKind::kHeartbeat:
+        return;
+      case FrameKind::kLeave:
+        from.is_leaving = true;
+        if (from.is_control && state_ == State::kRunning) {
+          presence_[static_cast<size_t>(rank)] = Presence::kLeft;
+        }
+        return;
+      default:
+        break;
+    }
+    if (from.is_control) return on_control(rank, message);
+    if (message.kind == FrameKind::kAbort || message.kind == FrameKind::kReject) {
+      Error error = wire::decode_error(message.body);
+      if (error.rank < 0) error.rank = rank;
+      return lose(rank, std::move(error));
+    }
+    wire::Reader::fail("a frame out of place");
+  } catch (const base::Exception& e) {
+    Error error = e.error();
+    if (error.rank < 0) error.rank = rank;
+    broken(link, error);
+  }
+}
+
+void Party::heard(Link link, base::TimePoint when) {
+  const auto found = connections_.find(link);
+  if (found != connections_.end()) found->second.heard = std::max(found->second.heard, when);
+}
+
+void Party::closed(Link link, const Error& error) { broken(link, error); }
+
+void Party::broken(Link link, const Error& error) {
+  const auto found = connections_.find(link);
+  if (found == connections_.end()) return;
+  const Connection from = found->second;
+  if (error.kind == ErrorKind::kPeerLost) {
+    connections_.erase(found);
+  } else {
+    drop(link, false);
+  }
+  if (state_ == State::kOver || (from.is_leaving && state_ == State::kRunning)) return;
+  if (state_ == State::kRunning) {
+    lose(from.rank, loss(from.rank, error));
+  } else if (from.is_control) {
+    on_control_closed(from.rank, error);
+  }
+}
+
+void Party::drop(Link link, bool flush) {
+  connections_.erase(link);
+  world_.close(link, flush);
+}
+
+void Party::lose(int rank, Error error) {
+  if (!is_here(rank)) return;
+  presence_[static_cast<size_t>(rank)] = Presence::kLost;
+  // If it is not as dead as it looks, it hears why nobody talks to it any more.
+  const Message why{FrameKind::kAbort, 0, 0, wire::encode(error)};
+  std::vector<Link> links;
+  for (const auto& [link, connection] : connections_) {
+    if (connection.rank == rank) links.push_back(link);
+  }
+  for (const Link link : links) {
+    world_.send(link, why);
+    drop(link, false);
+  }
+  world_.on_lost(rank, error);
+  spread(rank, error);
+}
+
+base::TimePoint Party::tick(base::TimePoint now) {
+  if (state_ == State::kOver) return base::kNever;
+  const base::Duration limit = settings_.peer_timeout;
+  const bool judges = limit > base::Duration::zero();
+  // This process itself was stopped, or starved: it cannot tell who was silent meanwhile.
+  const bool overslept = now - wake_at_ > interval_;
+  std::vector<Link> silent;
+  for (auto& [link, connection] : connections_) {
+    if (overslept) connection.heard = now;
+    if (judges && now - connection.heard >= limit) silent.push_back(link);
+  }
+  for (const Link link : silent) {
+    const auto found = connections_.find(link);
+    if (found == connections_.end()) continue;  // with its rank
+    const auto seconds =
+        std::chrono::duration_cast<std::chrono::seconds>(now - found->second.heard).count();
+    const Error error{ErrorKind::kPeerLost, "silent for " + std::to_string(seconds) + " s", -1, {}};
+    const int rank = found->second.rank;
+    if (state_ == State::kRunning) {
+      lose(rank, loss(rank, error));
+    } else {
+      world_.send(link, {FrameKind::kAbort, 0, 0, wire::encode(loss(rank, error))});
+      const bool is_control = found->second.is_control;
+      drop(link, true);
+      if (is_control) on_control_closed(rank, error);
+    }
+    if (state_ == State::kOver) return base::kNever;
+  }
+  if (now >= next_beat_) {
+    for (const auto& [link, connection] : connections_) {
+      world_.send(link, {FrameKind::kHeartbeat});
+    }
+    next_beat_ = now + interval_;
+  }
+  wake_at_ = next_beat_;
+  if (judges) {
+    for (const auto& [link, connection] : connections_) {
+      wake_at_ = std::min(wake_at_, connection.heard + limit);
+    }
+  }
+  return wake_at_;
+}
+
+Error Party::loss(int rank, const Error& error) const {
+  Error loss = error;
+  if (loss.kind == ErrorKind::kPeerLost) {
+    loss.message = "rank " + std::to_string(rank) + name_of(rank) + " is lost: " + error.message;
+  }
+  loss.rank = loss.kind == ErrorKind::kResources ? settings_.rank : rank;
+  return loss;
+}
+
+std::string Party::name_of(int rank) const {
+  const auto at = static_cast<size_t>(rank);
+  if (at < directory_.ranks.size()) return " (" + directory_.ranks[at].name + ")";
+  return at < settings_.names.size() ? " (" + settings_.names[at] + ")" : "";
+}
+
+}  // namespace distrain::rpc::control

@@ -1,0 +1,170 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "distrain/base/clock.h"
+#include "distrain/base/error.h"
+#include "distrain/wire/frame.h"
+#include "distrain/wire/handshake.h"
+
+namespace distrain::rpc::control {
+
+// Note [Control plane]
+//
+// How ranks meet, know that the others are alive, hear who is lost, and end together. Each rank has
+// a connection to rank 0 for that, and rank 0 is the hub: what one rank sees of another's loss it
+// tells the hub, and the hub tells all; so a job has O(N) connections and not O(N²). Calls have
+// connections of their own, made when there is something to send, and the ranks at their ends watch
+// those, too: a link may be cut that leaves both their ways to rank 0.
+//
+// All of it is in Hub (rank 0) and Member (any other), which do no I/O, have no clock and no
+// thread: an event comes in by a function call with the time, what is to be done goes out through
+// World. So one hundred ranks can be played through in a test, with every message delayed, lost or
+// late.
+//
+// States of a rank, and what takes it on:
+//
+//   meeting    until the directory is there; Hub: until all have joined
+//   preparing  until go; Hub: until all are prepared. A rank that is lost before go ends all
+//   running    until it leaves, or is told that it is lost itself
+//   over       nothing is sent or told any more
+
+/// A connection of this rank, as the World numbers it.
+using Link = uint64_t;
+
+/// A frame without a payload. `a` and `b` are its call_id and context_id.
+struct Message {
+  wire::FrameKind kind = wire::FrameKind::kHeartbeat;
+  uint64_t a = 0;
+  uint64_t b = 0;
+  wire::Bytes body = {};
+};
+
+/// What a Party does to its surroundings. It is called from inside the events below, and must not
+/// come back with one of them from there.
+class World {
+ public:
+  virtual ~World() = default;
+  /// Whether it arrives is not known.
+  virtual void send(Link link, Message message) = 0;
+  /// What was sent goes out first if `flush`. No closed() follows.
+  virtual void close(Link link, bool flush) = 0;
+
+  /// Once: who the ranks are, and where.
+  virtual void on_directory(const wire::Directory& directory) = 0;
+  /// Once: all ranks can be called. An exception ends the job for all.
+  virtual void on_go(std::vector<wire::RankDevices> devices) = 0;
+  /// Instead of go: there will be no job.
+  virtual void on_failed(const base::Error& error) = 0;
+  /// After go, once for each rank that is lost.
+  virtual void on_lost(int rank, const base::Error& error) = 0;
+  /// All ranks have come to that round of the end.
+  virtual void on_round(uint64_t round, uint64_t sum) = 0;
+};
+
+struct Settings {
+  int rank = 0;
+  std::string job_id;
+  std::vector<std::string> names;  ///< Hub: of all ranks
+  int world_size = 0;              ///< Member: refused if the hub has another; 0: as it says
+  wire::Endpoint endpoint;         ///< where others reach this rank
+  std::string secret;              ///< Hub: of the job
+  std::map<std::string, std::string> options;  ///< Hub: the job's; Member: must agree with these
+  base::Duration peer_timeout{0};              ///< of silence; zero: silence is no loss
+};
+
+base::Error rendezvous_error(std::string message, int rank = -1);
+
+/// One rank's part in the control plane: Note [Control plane]. Not thread-safe.
+class Party {
+ public:
+  Party(Settings settings, World& world, base::TimePoint now);
+  virtual ~Party() = default;
+  Party(const Party&) = delete;
+  Party& operator=(const Party&) = delete;
+
+  // ---- what this rank does ----
+
+  virtual void prepared(wire::RankDevices devices) = 0;
+  /// It has come to `round` of the end, the first or the one after the last on_round().
+  virtual void enter_round(uint64_t round, uint64_t number) = 0;
+  /// It leaves because of `error`, and tells all others. Before go that is on_failed().
+  void abort(const base::Error& error);
+  /// It leaves, as all have come to the last round.
+  void leave();
+
+  // ---- connections for calls ----
+
+  /// One to `rank` is there. Not for one that is lost: see is_here().
+  void open(int rank, Link link, base::TimePoint now);
+  /// Running, and neither lost nor gone.
+  bool is_here(int rank) const;
+  /// This rank could not reach it, or read what it said.
+  void report(int rank, base::Error error);
+  /// Why the connection that begins with `hello` is refused, if it is.
+  std::optional<base::Error> check_peer(const wire::Hello& hello) const;
+
+  // ---- what happens ----
+
+  void receive(Link link, const Message& message);
+  /// Bytes came from there, of whatever kind.
+  void heard(Link link, base::TimePoint when);
+  void closed(Link link, const base::Error& error);
+  /// Says that this rank is alive and looks who is silent. Gives back when it wants to be called
+  /// again.
+  base::TimePoint tick(base::TimePoint now);
+
+  bool is_running() const { return state_ == State::kRunning; }
+  /// Empty before it is known.
+  const wire::Directory& directory() const { return directory_; }
+  const std::string& secret() const { return directory_.secret; }
+  /// The ranks that this one waits for, as far as it knows them.
+  virtual std::vector<int> missing() const = 0;
+
+ protected:
+  enum class State { kMeeting, kPreparing, kRunning, kOver };
+  enum class Presence { kHere, kLeft, kLost };
+  struct Connection {
+    int rank = 0;
+    bool is_control = false;
+    base::TimePoint heard;
+    bool is_leaving = false;
+  };
+
+  virtual void on_control(int rank, const Message& message) = 0;
+  virtual void on_control_closed(int rank, const base::Error& error) = 0;
+  /// A rank is lost, as this one has seen, or heard of.
+  virtual void spread(int rank, const base::Error& error) = 0;
+
+  void add_control(int rank, Link link, base::TimePoint now) {
+    connections_[link] = {rank, true, now, false};
+  }
+  void drop(Link link, bool flush);
+  /// False when it could not, and has failed.
+  bool begin_running(std::vector<wire::RankDevices> devices);
+  void know(wire::Directory directory);
+  void lose(int rank, base::Error error);
+  base::Error loss(int rank, const base::Error& error) const;
+  std::string name_of(int rank) const;
+
+  const Settings settings_;
+  World& world_;
+  State state_ = State::kMeeting;
+  std::map<Link, Connection> connections_;
+  std::vector<Presence> presence_;  // once the ranks are known
+  wire::Directory directory_;
+
+ private:
+  void tell_all(const Message& message);
+  void broken(Link link, const base::Error& error);
+
+  const base::Duration interval_;  // of heartbeats
+  base::TimePoint next_beat_;
+  base::TimePoint wake_at_;
+};
+
+}  // namespace distrain::rpc::control

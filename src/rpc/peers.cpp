@@ -1,0 +1,204 @@
+#include "peers.h"
+
+#include <utility>
+
+namespace distrain::rpc {
+
+namespace {
+
+using base::Error;
+using base::ErrorKind;
+
+// All listen when they are told of each other, and a kernel answers for a process that is busy: who
+// has not been reached by then is behind something that drops what is sent to it.
+constexpr auto kLongestReach = std::chrono::seconds(20);
+// Who refuses a connection has most likely just died, or left: rank 0 is about to say why.
+constexpr auto kRank0Tells = std::chrono::seconds(1);
+
+}  // namespace
+
+void Peers::learn_on_loop(const wire::Directory& directory, std::vector<Way> ways) {
+  std::vector<std::unique_ptr<Peer>> peers;
+  for (size_t rank = 0; rank < ways.size(); ++rank) {
+    peers.push_back(std::make_unique<Peer>());
+    peers.back()->name = directory.ranks[rank].name;
+    peers.back()->way = std::move(ways[rank]);
+  }
+  peers_ = std::move(peers);
+}
+
+std::string Peers::transport() const {
+  bool tcp = false;
+  bool local = false;
+  for (int rank = 0; rank < size(); ++rank) {
+    if (rank != rank_) (at(rank).way.unix_name.empty() ? tcp : local) = true;
+  }
+  return tcp && local ? "mixed" : tcp ? "tcp" : local ? "unix" : "none";
+}
+
+// ---- sending ----
+
+base::Status Peers::send(int to, net::OutFrame frame) {
+  Peer& peer = at(to);
+  if (peer.state.load(std::memory_order_acquire) != State::kConnected) {
+    return send_unconnected(to, peer, std::move(frame));
+  }
+  base::Status sent = peer.stream->send(std::move(frame));
+  if (!sent.ok() && sent.error().kind == ErrorKind::kPeerLost) return loss_of(to);
+  return sent;
+}
+
+base::Status Peers::send_unconnected(int to, Peer& peer, net::OutFrame frame) {
+  // Later nobody would be told.
+  if (const base::Status fits = net::check_limits(frame); !fits.ok()) return fits;
+  State state = State::kUnconnected;
+  {
+    std::lock_guard lock(peer.mutex);
+    state = peer.state;
+    if (state == State::kUnconnected) peer.state = State::kConnecting;
+    if (state == State::kUnconnected || state == State::kConnecting) {
+      peer.waiting.push_back(std::move(frame));
+    }
+  }
+  switch (state) {
+    case State::kUnconnected:
+      loop_.post([this, to] { connect_on_loop(to); });
+      return base::Unit{};
+    case State::kConnecting:
+      return base::Unit{};
+    case State::kConnected:
+      return send(to, std::move(frame));
+    case State::kLeft:
+    case State::kLost:
+      break;
+  }
+  return loss_of(to);
+}
+
+Error Peers::loss_of(int rank) const {
+  const Peer& peer = at(rank);
+  std::lock_guard lock(peer.mutex);
+  if (peer.state == State::kLost) return peer.loss;
+  return Error{ErrorKind::kPeerLost,
+               "rank " + std::to_string(rank) + " (" + peer.name + ") has left",
+               rank,
+               {}};
+}
+
+// ---- connecting, on the loop ----
+
+void Peers::connect_on_loop(int rank) {
+  Peer& peer = at(rank);
+  if (peer.state != State::kConnecting) return;
+  if (peer.accepted) return begin_to_send_on_loop(rank, peer.accepted);
+  const base::TimePoint deadline = base::deadline_after(kLongestReach);
+  if (peer.way.unix_name.empty()) return connect_by_tcp_on_loop(rank, deadline);
+  net::connect_unix_on_loop(loop_, peer.way.unix_name, deadline,
+                            [this, rank, deadline](base::Result<net::Fd> socket) {
+                              if (socket.ok()) {
+                                on_connected_on_loop(rank, std::move(socket.unchecked()));
+                              } else if (at(rank).way.host.empty()) {
+                                on_unreachable_on_loop(rank, socket.error());
+                              } else {
+                                connect_by_tcp_on_loop(rank, deadline);
+                              }
+                            });
+}
+
+void Peers::connect_by_tcp_on_loop(int rank, base::TimePoint deadline) {
+  const Way& way = at(rank).way;
+  net::connect_tcp_on_loop(loop_, way.host, way.port, deadline,
+                           [this, rank](base::Result<net::Fd> socket) {
+                             if (socket.ok()) {
+                               on_connected_on_loop(rank, std::move(socket.unchecked()));
+                             } else {
+                               on_unreachable_on_loop(rank, socket.error());
+                             }
+                           });
+}
+
+void Peers::on_unreachable_on_loop(int rank, const Error& error) {
+  Error told = error;
+  told.kind = error.kind == ErrorKind::kResources ? error.kind : ErrorKind::kPeerLost;
+  told.rank = error.kind == ErrorKind::kResources ? rank_ : rank;
+  told.message = "rank " + std::to_string(rank_) + " cannot reach rank " + std::to_string(rank) +
+                 " (" + name(rank) + "): " + error.message;
+  loop_.call_at(base::deadline_after(kRank0Tells), [this, rank, told] {
+    Peer& peer = at(rank);
+    if (peer.state != State::kConnecting) return;
+    if (peer.accepted) return begin_to_send_on_loop(rank, peer.accepted);
+    control_.report_on_loop(rank, told);
+  });
+}
+
+void Peers::on_connected_on_loop(int rank, net::Fd socket) {
+  if (at(rank).state != State::kConnecting) return;  // lost meanwhile
+  const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
+  net::OutFrame hello;
+  hello.header.kind = wire::FrameKind::kHello;
+  hello.meta = control_.peer_hello_on_loop();
+  static_cast<void>(stream->send(std::move(hello)));
+  stream->start(handler_on_loop(rank, stream), wire::Limits{});
+  begin_to_send_on_loop(rank, stream);
+}
+
+// What other threads send meanwhile comes behind what waits.
+void Peers::begin_to_send_on_loop(int rank, net::StreamPtr stream) {
+  Peer& peer = at(rank);
+  peer.stream = std::move(stream);
+  for (;;) {
+    std::deque<net::OutFrame> waiting;
+    {
+      std::lock_guard lock(peer.mutex);
+      if (peer.state != State::kConnecting && peer.state != State::kUnconnected) return;
+      if (peer.waiting.empty()) {
+        peer.state.store(State::kConnected, std::memory_order_release);
+        return;
+      }
+      waiting.swap(peer.waiting);
+    }
+    for (net::OutFrame& frame : waiting) {
+      static_cast<void>(peer.stream->send(std::move(frame)));  // its end is told by on_close
+    }
+  }
+}
+
+std::optional<Error> Peers::accept_on_loop(int rank, const net::StreamPtr& stream) {
+  Peer& peer = at(rank);
+  if (peer.accepted) {
+    return Error{ErrorKind::kProtocol,
+                 "rank " + std::to_string(rank) + " has connected to this rank already",
+                 -1,
+                 {}};
+  }
+  peer.accepted = stream;
+  stream->set_limits_on_loop(wire::Limits{});
+  stream->set_handler_on_loop(handler_on_loop(rank, stream));
+  if (peer.state == State::kUnconnected) begin_to_send_on_loop(rank, stream);
+  return std::nullopt;
+}
+
+net::Stream::Handler Peers::handler_on_loop(int rank, const net::StreamPtr& stream) {
+  return control_.watch_peer_on_loop(
+      rank, stream,
+      {[this, rank](net::InFrame frame) { on_frame_(rank, std::move(frame)); },
+       [this, rank](const Error&) { on_closed_on_loop(rank); }, allocate_});
+}
+
+// Without a loss: it has left, or this rank is about to.
+void Peers::on_closed_on_loop(int rank) {
+  Peer& peer = at(rank);
+  std::lock_guard lock(peer.mutex);
+  if (peer.state != State::kLost) peer.state = State::kLeft;
+}
+
+void Peers::lose_on_loop(int rank, const Error& error) {
+  Peer& peer = at(rank);
+  std::deque<net::OutFrame> dropped;
+  std::lock_guard lock(peer.mutex);
+  peer.loss = error;
+  peer.state = State::kLost;
+  dropped.swap(peer.waiting);
+}
+
+}  // namespace distrain::rpc

@@ -1,0 +1,94 @@
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "arrivals.h"
+#include "control/control_plane.h"
+#include "distrain/net/stream.h"
+
+namespace distrain::rpc {
+
+/// The other ranks as this one talks to them: by connections that are made when there is first
+/// something to send.
+///
+/// States of a peer: unconnected → connecting (what is sent is kept until the connection stands) →
+/// connected; from each of them left (it said that it leaves) or lost.
+///
+/// Both ranks may begin at the same moment. Then there are two connections: each rank sends on the
+/// one that it made, and hears both. So what one rank sends to another keeps its order.
+class Peers {
+ public:
+  /// On the loop.
+  using OnFrame = std::function<void(int rank, net::InFrame frame)>;
+
+  Peers(net::Loop& loop, int rank, ControlPlane& control, OnFrame on_frame,
+        std::function<base::BufferPtr(const wire::FrameHeader&)> allocate)
+      : loop_(loop),
+        rank_(rank),
+        control_(control),
+        on_frame_(std::move(on_frame)),
+        allocate_(std::move(allocate)) {}
+
+  /// Once, before anything else: who they are, and how they are reached.
+  void learn_on_loop(const wire::Directory& directory, std::vector<Way> ways);
+
+  int size() const { return static_cast<int>(peers_.size()); }
+  const std::string& name(int rank) const { return at(rank).name; }
+  /// "unix", "tcp", "mixed" or "none": how they are reached.
+  std::string transport() const;
+
+  /// Returns when the frame is written or queued. `peer_lost`, or what the peer said when it left.
+  base::Status send(int to, net::OutFrame frame);
+  bool is_lost(int rank) const { return at(rank).state == State::kLost; }
+  base::Error loss_of(int rank) const;
+
+  /// A connection that another rank has made. Gives back why it is not wanted.
+  std::optional<base::Error> accept_on_loop(int rank, const net::StreamPtr& stream);
+  /// It is lost: what waits to be sent to it is dropped.
+  void lose_on_loop(int rank, const base::Error& error);
+
+  /// Of chunks from it that are yet to be whole. Loop thread only.
+  std::shared_ptr<Arrivals>& arrivals_on_loop(int rank) { return at(rank).arrivals; }
+
+ private:
+  enum class State { kUnconnected, kConnecting, kConnected, kLeft, kLost };
+  struct Peer {
+    std::string name;
+    Way way;
+    std::atomic<State> state{State::kUnconnected};
+    net::StreamPtr stream;  // that this rank sends on; written before kConnected, read after
+    mutable std::mutex mutex;
+    std::deque<net::OutFrame> waiting;  // by mutex, while connecting
+    base::Error loss;                   // by mutex, once lost
+    // Loop thread only.
+    net::StreamPtr accepted;  // that the peer made
+    std::shared_ptr<Arrivals> arrivals;
+  };
+
+  Peer& at(int rank) { return *peers_[static_cast<size_t>(rank)]; }
+  const Peer& at(int rank) const { return *peers_[static_cast<size_t>(rank)]; }
+  base::Status send_unconnected(int to, Peer& peer, net::OutFrame frame);
+  void connect_on_loop(int rank);
+  void connect_by_tcp_on_loop(int rank, base::TimePoint deadline);
+  void on_unreachable_on_loop(int rank, const base::Error& error);
+  void on_connected_on_loop(int rank, net::Fd socket);
+  void begin_to_send_on_loop(int rank, net::StreamPtr stream);
+  net::Stream::Handler handler_on_loop(int rank, const net::StreamPtr& stream);
+  void on_closed_on_loop(int rank);
+
+  net::Loop& loop_;
+  const int rank_;
+  ControlPlane& control_;
+  const OnFrame on_frame_;
+  const std::function<base::BufferPtr(const wire::FrameHeader&)> allocate_;
+  // Made on the loop when the ranks are known, before join() returns; never changes after.
+  std::vector<std::unique_ptr<Peer>> peers_;
+};
+
+}  // namespace distrain::rpc
