@@ -28,6 +28,12 @@ uint32_t wait_ms(base::Duration timeout) {
   return static_cast<uint32_t>(std::clamp<int64_t>(ms, 1, UINT32_MAX));
 }
 
+uint64_t bytes_of(const net::OutFrame& frame) {
+  uint64_t bytes = frame.meta.size();
+  for (const auto& piece : frame.payload) bytes += piece.size();
+  return bytes;
+}
+
 class ReplyImpl final : public Reply {
  public:
   ReplyImpl(AgentCore& core, int to, uint64_t call_id, uint64_t context)
@@ -149,6 +155,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   header.call_id = id;
   header.context_id = t_context;
   net::OutFrame frame;
+  uint64_t cost = kCallCost;
   std::shared_ptr<Departure> departure;  // with tensors of devices
   std::shared_ptr<InMessage> own;
   std::vector<RRefTicket> tickets;
@@ -158,14 +165,19 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     if (t_context != 0 && hook) header.autograd_id = hook->on_send(t_context, to, message.tensors);
     tickets = message.rrefs;
     if (to == options.rank) {
+      cost += message.body.size();
+      for (const at::Tensor& tensor : message.tensors) cost += tensor.nbytes();
       own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
     } else {
       hold_parameters(message);
       if (has_device_tensors(message)) {
+        cost = 0;
+        header.channel = wire::kWithoutCredit;
         departure =
             std::make_shared<Departure>(stager, std::move(message), header, transfer_numbers());
       } else {
         frame = to_frame(std::move(message), header);
+        cost += bytes_of(frame);
       }
     }
   } catch (...) {
@@ -188,6 +200,9 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     call.traced_as = tracer->intern({}, function);
   }
   base::Future<RawReply> reply = call.promise.future();
+  reply.state()->on_cancel(
+      [gate = replies, id, to] { gate->enter([&](AgentCore& core) { core.give_up(id, to); }); });
+  const base::TimePoint deadline = call.deadline;
   if (target) {
     reply.on_complete(inline_executor, [this, target, function](base::Result<RawReply>& result) {
       if (result.ok()) return;
@@ -201,10 +216,18 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     rrefs->retract(tickets);
     return reply;
   }
+  if (const base::Status may_send = take_credit(to, cost, deadline); !may_send.ok()) {
+    see_to_call(id, to, function, tickets, may_send);
+    return reply;
+  }
   if (own) {
-    pool.post([this, made = base::Clock::now(), own = std::move(own)]() mutable {
-      execute(options.rank, made, std::move(own), {}, nullptr);
-    });
+    QueuedCall mine;
+    mine.from = to;
+    mine.id = id;
+    mine.message = std::move(own);
+    mine.credit = cost;
+    static_cast<void>(flow(to).allowance.on_arrived(cost));
+    queue_call(std::move(mine));
     return reply;
   }
   if (departure) {  // it waits for the device, the caller does not
@@ -254,6 +277,21 @@ void AgentCore::hold_parameters(OutMessage& message) const {
   for (at::Tensor& tensor : message.tensors) {
     if (tensor.is_leaf() && tensor.requires_grad()) tensor = hook->hold(tensor);
   }
+}
+
+base::Status AgentCore::take_credit(int to, uint64_t bytes, base::TimePoint deadline) {
+  base::Status taken = base::Unit{};
+  try {
+    taken = flow(to).credit.take(bytes, deadline);
+  } catch (const base::Exception& e) {
+    taken = e.error();
+  }
+  if (taken.ok() || taken.error().kind != ErrorKind::kDeadline) return taken;
+  Error late = taken.error();
+  late.message = "rank " + std::to_string(to) + " (" + peers.name(to) +
+                 ") had no room for this call in time: " + late.message;
+  late.rank = to;
+  return late;
 }
 
 // A call that could not be sent fails at once.
@@ -312,9 +350,48 @@ std::shared_ptr<InMessage> AgentCore::open(const RawReply& reply) {
   }
 }
 
-void AgentCore::execute(int from, base::TimePoint arrived, std::shared_ptr<InMessage> message,
-                        net::InFrame frame, Arrivals* arrivals) {
+// ---- calls that have come ----
+
+void AgentCore::queue_call(QueuedCall call) {
+  call.arrived = base::Clock::now();
+  queued_calls_.push(std::move(call));
+  pool.post([this] { run_next_call(); });
+}
+
+// There are as many of these as there were calls; some of those may be gone.
+void AgentCore::run_next_call() {
+  if (std::optional<QueuedCall> call = queued_calls_.pop()) execute(std::move(*call));
+}
+
+void AgentCore::begin_call(const QueuedCall& call) {
+  if (!flow(call.from).allowance.on_begun(call.credit)) return;
+  for (const auto& each : flows_) each->allowance.try_again();
+}
+
+void AgentCore::give_up(uint64_t id, int to) {
+  if (pending.take(id, to)) tell_given_up(id, to);
+}
+
+void AgentCore::tell_given_up(uint64_t id, int to) {
+  if (to != options.rank) return send_word(to, wire::FrameKind::kCancel, id);
+  cancel_call(to, id);
+}
+
+void AgentCore::cancel_call(int from, uint64_t id) {
+  for (QueuedCall& call : queued_calls_.take(
+           [&](const QueuedCall& each) { return each.from == from && each.id == id; })) {
+    call.is_given_up = true;
+    given_up_.post([this, call = std::move(call)]() mutable { execute(std::move(call)); });
+  }
+}
+
+void AgentCore::execute(QueuedCall call) {
   if (closed_) return;  // who waits for it hears that this rank is gone, and why
+  begin_call(call);
+  const int from = call.from;
+  const base::TimePoint arrived = call.arrived;
+  std::shared_ptr<InMessage> message = std::move(call.message);
+  net::InFrame frame = std::move(call.frame);
   // Nobody waits for it, and what it would do nobody would see to.
   if (from != options.rank && peers.is_lost(from)) return;
   const wire::FrameHeader header = message ? message->header : frame.header;
@@ -323,7 +400,8 @@ void AgentCore::execute(int from, base::TimePoint arrived, std::shared_ptr<InMes
   CallSlice slice(options.tracer && options.tracer->on() ? options.tracer.get() : nullptr);
   try {
     if (!message) {
-      message = std::make_shared<InMessage>(from_frame(std::move(frame), from, stager, arrivals));
+      message = std::make_shared<InMessage>(
+          from_frame(std::move(frame), from, stager, call.arrivals.get()));
     }
     rrefs->receive(*message);
     const ContextScope scope(hook.get(), header.context_id);
@@ -341,7 +419,8 @@ void AgentCore::execute(int from, base::TimePoint arrived, std::shared_ptr<InMes
       const auto fork = decoder.in.get<uint64_t>();
       reply->set_target(rrefs->target(id, fork, from));
     }
-    if (wait.count() > 0 && base::Clock::now() - arrived > wait) {
+    const bool is_late = wait.count() > 0 && base::Clock::now() - arrived > wait;
+    if (is_late || call.is_given_up) {
       throw base::Exception(ErrorKind::kDeadline, "its turn came when its caller had given up");
     }
     Handler handler;

@@ -42,7 +42,8 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
                                           at::init_num_threads();
                                           base::Tracer::bind_thread(tracer, "worker");
                                         }})),
-      pending(loop, options.rank, options.tracer),
+      pending(loop, options.rank, options.tracer,
+              [this](uint64_t id, int to) { tell_given_up(id, to); }),
       rrefs(std::make_shared<RRefContext>(
           owner, options.rank,
           [this](int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent) {
@@ -71,7 +72,9 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
             return header.kind == wire::FrameKind::kChunk
                        ? stager.idle_host_block(header.body_bytes())
                        : nullptr;
-          }) {
+          },
+          [this](int rank) { flow(rank).allowance.open(); }),
+      loans_(options.total_budget / 4) {
   if (options.rank == 0 && !options.names.empty()) name = options.names[0];
   if (options.tracer) {
     loop.post([tracer = options.tracer] { base::Tracer::bind_thread(tracer, "loop"); });
@@ -109,6 +112,7 @@ void AgentCore::close() {
   const Error error{ErrorKind::kCancelled, "this rank is shutting down", options.rank, {}};
   control->close();
   await_loop();
+  for (const auto& each : flows_) each->credit.fail(error);
   pending.fail_all(error);
   devices.fail(error);
   rrefs->fail_unset(error);
@@ -120,6 +124,10 @@ void AgentCore::close() {
   }
   stager.stop_waiting();
   pool.stop();  // handlers that wait for others have been failed above
+  base::Promise<void> all_let_go;
+  const base::Future<void> let_go = all_let_go.future();
+  given_up_.post([all_let_go = std::move(all_let_go)]() mutable { all_let_go.set(); });
+  static_cast<void>(let_go.wait_result());
   control->wait_until_flushed();
   rrefs->close();
   replies->close();
@@ -144,8 +152,35 @@ void AgentCore::join(const std::function<void()>& prepare) {
 
 void AgentCore::on_directory_on_loop(const wire::Directory& directory, std::vector<Way> ways) {
   peers.learn_on_loop(directory, std::move(ways));
+  make_flows_on_loop();
   if (options.rank != 0) job_options = directory.options;
   name = directory.ranks[static_cast<size_t>(options.rank)].name;
+}
+
+// A quarter of what may wait here in all is kept to be lent.
+void AgentCore::make_flows_on_loop() {
+  const uint64_t others = std::max(world_size() - 1, 1);
+  const uint64_t share = std::min(options.peer_budget, options.total_budget / 4 * 3 / others);
+  for (int rank = 0; rank < world_size(); ++rank) {
+    const auto ask = [this, rank](uint64_t bytes) {
+      if (rank == options.rank) return flow(rank).allowance.on_asked(bytes);
+      send_word(rank, wire::FrameKind::kCreditRequest, bytes);
+    };
+    const auto give = [this, rank](uint64_t bytes) {
+      if (rank == options.rank) return flow(rank).credit.give(bytes);
+      send_word(rank, wire::FrameKind::kCredit, bytes);
+    };
+    const uint64_t window = rank == options.rank ? options.peer_budget : share;
+    flows_.push_back(std::unique_ptr<Flow>(new Flow{Credit(ask), Allowance(window, loans_, give)}));
+  }
+  flow(options.rank).allowance.open();
+}
+
+void AgentCore::send_word(int to, wire::FrameKind kind, uint64_t number) {
+  net::OutFrame frame;
+  frame.header.kind = kind;
+  frame.header.call_id = number;
+  static_cast<void>(send(to, std::move(frame)));  // a lost rank needs none
 }
 
 // ---- frames, on the loop ----
@@ -167,12 +202,28 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
   const wire::FrameHeader header = frame.header;
   std::shared_ptr<Arrivals>& arrivals = peers.arrivals_on_loop(rank);
   switch (header.kind) {
-    case wire::FrameKind::kCall:
-      pool.post(
-          [this, rank, arrived = base::Clock::now(), arrivals, frame = std::move(frame)]() mutable {
-            execute(rank, arrived, nullptr, std::move(frame), arrivals.get());
-          });
-      return;
+    case wire::FrameKind::kCall: {
+      if (peers.is_lost(rank)) return;
+      QueuedCall call;
+      call.from = rank;
+      call.id = header.call_id;
+      call.arrivals = arrivals;
+      if (header.channel != wire::kWithoutCredit) {
+        call.credit = kCallCost + header.meta_bytes + header.payload_bytes;
+      }
+      call.frame = std::move(frame);
+      if (!flow(rank).allowance.on_arrived(call.credit)) {
+        wire::Reader::fail("more calls than it has credit for");
+      }
+      return queue_call(std::move(call));
+    }
+    case wire::FrameKind::kCancel:
+      return cancel_call(rank, header.call_id);
+    case wire::FrameKind::kCredit:
+      return flow(rank).credit.give(std::min(header.call_id, options.total_budget));
+    case wire::FrameKind::kCreditRequest:
+      return flow(rank).allowance.on_asked(
+          std::min(header.call_id, wire::Limits{}.max_payload_bytes));
     case wire::FrameKind::kReply:
       if (auto call = pending.take(header.call_id, rank)) {
         call->promise.set(RawReply{nullptr, std::move(frame), arrivals, rank, call->context,
@@ -225,6 +276,11 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
 void AgentCore::on_lost_on_loop(int rank, const Error& error) {
   if (closed_) return;
   peers.lose_on_loop(rank, error);
+  flow(rank).credit.fail(error);
+  flow(rank).allowance.close();
+  // Nobody waits for it, and what it would do nobody would see to.
+  static_cast<void>(
+      queued_calls_.take([rank](const QueuedCall& call) { return call.from == rank; }));
   pending.fail_all_to(rank, error);
   tell_channels(rank, error);
   layers.on_rank_lost(rank, error);
@@ -252,6 +308,11 @@ std::vector<Wait> AgentCore::waits() {
   for (const auto& channel : channels()) {
     std::vector<Wait> more = channel->waits();
     std::move(more.begin(), more.end(), std::back_inserter(all));
+  }
+  for (int rank = 0; rank < static_cast<int>(flows_.size()); ++rank) {
+    if (const auto since = flow(rank).credit.waiting_since()) {
+      all.push_back({"room on rank " + std::to_string(rank) + " for one more call", *since});
+    }
   }
   if (auto others = control->wait()) all.push_back(std::move(*others));
   std::stable_sort(all.begin(), all.end(),

@@ -9,10 +9,13 @@
 #include <unordered_map>
 #include <vector>
 
+#include "call_queue.h"
 #include "control/control_plane.h"
+#include "credit.h"
 #include "departure.h"
 #include "device_stager.h"
 #include "device_table.h"
+#include "distrain/base/serial_thread.h"
 #include "distrain/base/thread_pool.h"
 #include "distrain/net/loop.h"
 #include "distrain/net/stream.h"
@@ -73,6 +76,9 @@ class AgentCore {
                   const std::function<void(Encoder&)>& fill);
   void send_error(int to, uint64_t call_id, base::Error error);
 
+  /// Nobody waits here any more for a call that this rank made.
+  void give_up(uint64_t id, int to);
+
   void set_device(c10::Device device);
 
   /// `peer_lost`, or what the peer said when it left.
@@ -131,9 +137,22 @@ class AgentCore {
   void on_frame_on_loop(int rank, net::InFrame frame);
   void dispatch_on_loop(int rank, net::InFrame frame);
   void on_lost_on_loop(int rank, const base::Error& error);
-  /// A call that came at `arrived`. One whose turn comes too late, or at the end, is not run.
-  void execute(int from, base::TimePoint arrived, std::shared_ptr<InMessage> message,
-               net::InFrame frame, Arrivals* arrivals);
+  /// Between this rank and one that it calls, or is called by; itself, too.
+  struct Flow {
+    Credit credit;
+    Allowance allowance;
+  };
+  Flow& flow(int rank) { return *flows_[static_cast<size_t>(rank)]; }
+  void make_flows_on_loop();
+  void send_word(int to, wire::FrameKind kind, uint64_t number);
+  void tell_given_up(uint64_t id, int to);
+  void queue_call(QueuedCall call);
+  void run_next_call();
+  void begin_call(const QueuedCall& call);
+  void cancel_call(int from, uint64_t id);
+  base::Status take_credit(int to, uint64_t bytes, base::TimePoint deadline);
+  /// One whose turn comes too late, or at the end, is not run.
+  void execute(QueuedCall call);
   void await_loop();
   std::vector<std::shared_ptr<ChannelImpl>> channels();
   void tell_channels(int rank, const base::Error& error);
@@ -143,6 +162,11 @@ class AgentCore {
   std::atomic<size_t> last_live_contexts_{0};
   std::mutex channels_mutex_;
   std::unordered_map<uint16_t, std::shared_ptr<ChannelImpl>> channels_;
+  // Made with the peers.
+  Loans loans_;
+  std::vector<std::unique_ptr<Flow>> flows_;
+  CallQueue queued_calls_;
+  base::SerialThread given_up_{"dt-given-up"};  // lets go of calls that nobody waits for any more
   std::atomic<uint64_t> next_call_{1};
   std::atomic<uint64_t> next_transfer_{1};
   std::atomic<uint64_t> calls_{0};

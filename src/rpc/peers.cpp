@@ -140,6 +140,7 @@ void Peers::on_connected_on_loop(int rank, net::Fd socket) {
   static_cast<void>(stream->send(std::move(hello)));
   stream->start(handler_on_loop(rank, stream), wire::Limits{});
   begin_to_send_on_loop(rank, stream);
+  on_open_(rank);
 }
 
 // What other threads send meanwhile comes behind what waits.
@@ -175,6 +176,7 @@ std::optional<Error> Peers::accept_on_loop(int rank, const net::StreamPtr& strea
   stream->set_limits_on_loop(wire::Limits{});
   stream->set_handler_on_loop(handler_on_loop(rank, stream));
   if (peer.state == State::kUnconnected) begin_to_send_on_loop(rank, stream);
+  on_open_(rank);
   return std::nullopt;
 }
 

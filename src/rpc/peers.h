@@ -28,12 +28,14 @@ class Peers {
   using OnFrame = std::function<void(int rank, net::InFrame frame)>;
 
   Peers(net::Loop& loop, int rank, ControlPlane& control, OnFrame on_frame,
-        std::function<base::BufferPtr(const wire::FrameHeader&)> allocate)
+        std::function<base::BufferPtr(const wire::FrameHeader&)> allocate,
+        std::function<void(int rank)> on_open)
       : loop_(loop),
         rank_(rank),
         control_(control),
         on_frame_(std::move(on_frame)),
-        allocate_(std::move(allocate)) {}
+        allocate_(std::move(allocate)),
+        on_open_(std::move(on_open)) {}
 
   /// Once, before anything else: who they are, and how they are reached.
   void learn_on_loop(const wire::Directory& directory, std::vector<Way> ways);
@@ -87,6 +89,7 @@ class Peers {
   ControlPlane& control_;
   const OnFrame on_frame_;
   const std::function<base::BufferPtr(const wire::FrameHeader&)> allocate_;
+  const std::function<void(int rank)> on_open_;  // a connection stands; on the loop
   // Made on the loop when the ranks are known, before join() returns; never changes after.
   std::vector<std::unique_ptr<Peer>> peers_;
 };

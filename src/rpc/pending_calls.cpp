@@ -69,7 +69,7 @@ void PendingCalls::trace_end(uint64_t id, const Call& call) const {
 }
 
 void PendingCalls::expire_on_loop() {
-  std::vector<Call> expired;
+  std::vector<std::pair<uint64_t, Call>> expired;
   {
     std::lock_guard lock(mutex_);
     armed_for_ = base::kNever;
@@ -77,13 +77,14 @@ void PendingCalls::expire_on_loop() {
     while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
       const auto it = calls_.find(deadlines_.begin()->second);
       trace_end(it->first, it->second);
-      expired.push_back(std::move(it->second));
+      expired.emplace_back(it->first, std::move(it->second));
       deadlines_.erase(deadlines_.begin());
       calls_.erase(it);
     }
     arm_locked();
   }
-  for (Call& call : expired) {
+  for (auto& [id, call] : expired) {
+    on_expired_(id, call.to);
     char text[64];
     std::snprintf(text, sizeof text, "%.3g s", base::seconds_since(call.started));
     call.promise.fail(base::Error{base::ErrorKind::kDeadline,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -31,8 +32,10 @@ class PendingCalls {
     std::vector<std::shared_ptr<const void>> holds;  // what the arguments refer to
   };
 
-  PendingCalls(net::Loop& loop, int rank, std::shared_ptr<base::Tracer> tracer)
-      : loop_(loop), rank_(rank), tracer_(std::move(tracer)) {}
+  /// `on_expired` is told on the loop of each whose deadline has passed.
+  PendingCalls(net::Loop& loop, int rank, std::shared_ptr<base::Tracer> tracer,
+               std::function<void(uint64_t id, int to)> on_expired)
+      : loop_(loop), rank_(rank), tracer_(std::move(tracer)), on_expired_(std::move(on_expired)) {}
 
   /// False, with the call failed, after fail_all().
   bool add(uint64_t id, Call call);
@@ -56,6 +59,7 @@ class PendingCalls {
   net::Loop& loop_;
   const int rank_;
   const std::shared_ptr<base::Tracer> tracer_;
+  const std::function<void(uint64_t id, int to)> on_expired_;
   std::mutex mutex_;
   std::unordered_map<uint64_t, Call> calls_;
   std::set<std::pair<base::TimePoint, uint64_t>> deadlines_;

@@ -31,6 +31,9 @@ bool is_known(FrameKind kind) {
     case FrameKind::kError:
     case FrameKind::kOneway:
     case FrameKind::kChunk:
+    case FrameKind::kCancel:
+    case FrameKind::kCredit:
+    case FrameKind::kCreditRequest:
     case FrameKind::kHeartbeat:
     case FrameKind::kFlush:
     case FrameKind::kAbort:

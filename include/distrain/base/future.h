@@ -39,6 +39,7 @@ template <class V>
 class FutureState {
  public:
   using Callback = UniqueFunction<void(Result<V>&)>;
+  using OnCancel = UniqueFunction<void()>;
 
   bool ready() const { return ready_.load(std::memory_order_acquire); }
 
@@ -51,10 +52,12 @@ class FutureState {
   /// The same, for a value that is there when `before` is done.
   bool complete(Result<V> result, QueuedWorkPtr before) {
     std::vector<Callback> callbacks;
+    OnCancel unneeded;  // dies outside the lock
     bool wake = false;
     {
       std::lock_guard lock(mutex_);
       if (result_) return false;
+      unneeded = std::move(on_cancel_);
       result_.emplace(std::move(result));
       queued_work_ = std::move(before);
       callbacks.swap(callbacks_);
@@ -65,6 +68,23 @@ class FutureState {
     }
     for (Callback& callback : callbacks) callback(*result_);
     return true;
+  }
+
+  /// What cancel() does to whoever is to bring the value.
+  void on_cancel(OnCancel tell) {
+    std::lock_guard lock(mutex_);
+    if (!result_) on_cancel_ = std::move(tell);
+  }
+
+  void cancel() {
+    OnCancel tell;
+    {
+      std::lock_guard lock(mutex_);
+      if (result_) return;
+      tell = std::move(on_cancel_);
+    }
+    const bool is_first = complete(Error{ErrorKind::kCancelled, "it was cancelled", -1, {}});
+    if (is_first && tell) tell();
   }
 
   void on_ready(Callback callback) {
@@ -115,6 +135,7 @@ class FutureState {
   std::optional<Result<V>> result_;
   QueuedWorkPtr queued_work_;  // written before ready_
   std::vector<Callback> callbacks_;
+  OnCancel on_cancel_;
 };
 
 }  // namespace detail
@@ -165,6 +186,11 @@ class [[nodiscard]] Future {
 
   /// False when `deadline` passed first; the future stays usable.
   bool wait_until(TimePoint deadline) const { return state_->wait_until(deadline); }
+
+  /// Nobody wants the value any more: unless it is there, this and all copies fail with
+  /// `cancelled`, and what was to bring it is told, as is what this one was made from by then(). A
+  /// remote call that has not begun is not run; one that runs is not ended.
+  void cancel() const { state_->cancel(); }
 
   /// Calls `fn(Result<Stored>&)` on `executor` once there is a result, with the thread-local state
   /// of the thread that calls this (see Executor::bind).
@@ -259,6 +285,9 @@ auto Future<T>::then(Executor& executor, F fn) const {
   auto promise = std::make_shared<Promise<U>>();
   Future<U> future = promise->future();
   auto state = state_;
+  future.state()->on_cancel([source = std::weak_ptr(state_)] {
+    if (const auto known = source.lock()) known->cancel();
+  });
   Task task = executor.bind([state, promise, &executor, fn = std::move(fn), call]() mutable {
     Result<Stored>& result = state->result();
     if (!result.ok()) return;  // told already; `fn` only dies here

@@ -53,6 +53,10 @@ struct AgentOptions {
   std::chrono::nanoseconds call_delay{0};
   /// Records what this rank does, once started; null: nothing. On all ranks or on none.
   std::shared_ptr<base::Tracer> tracer;
+  /// Bytes of calls that may wait here to be run: of one other rank, and of all together. Who sends
+  /// more waits.
+  uint64_t peer_budget = uint64_t{256} << 20;
+  uint64_t total_budget = uint64_t{1} << 30;
   int worker_threads = 4;  ///< that may run; threads that wait for a reply do not count
   /// Rank 0: the job's options, given to all. Others: those that must agree with rank 0's.
   std::map<std::string, std::string> job_options;

@@ -15,7 +15,8 @@ namespace distrain::wire {
 ///        0     4  magic            "DTRN"
 ///        4     2  kind             FrameKind
 ///        6     2  channel          kOneway: the channel's number; kChunk: the device's type and,
-///                                  times 256, its index; otherwise 0
+///                                  times 256, its index; kCall: 1 if it took no credit; otherwise
+///                                  0
 ///        8     4  meta_bytes       length of meta
 ///       12     4  tensor_count     tensors in the payload; their descriptors begin meta
 ///       16     8  payload_bytes    length of the payload, paddings between tensors included
@@ -34,6 +35,7 @@ namespace distrain::wire {
 /// used where they were received.
 inline constexpr uint32_t kMagic = 0x4E525444;  // "DTRN"
 inline constexpr size_t kHeaderBytes = 48;
+inline constexpr uint16_t kWithoutCredit = 1;
 inline constexpr uint32_t kProtocolVersion = 4;
 
 enum class FrameKind : uint16_t {
@@ -48,7 +50,10 @@ enum class FrameKind : uint16_t {
   kReply = 17,
   kError = 18,
   kOneway = 19,
-  kChunk = 20,  // of a message that is yet to come: Note [Tensors of devices] in rpc/message.h
+  kChunk = 20,   // of a message that is yet to come: Note [Tensors of devices] in rpc/message.h
+  kCancel = 21,  // nobody waits any more for the call `call_id`
+  kCredit = 22,  // `call_id` bytes of calls more may be sent: Note [Credit] in rpc/credit.h
+  kCreditRequest = 23,  // so many are waited for; 0: none any more
   // Life of a connection, and of its ranks (handshake.h)
   kHeartbeat = 32,
   kFlush = 33,

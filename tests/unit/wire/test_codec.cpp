@@ -144,6 +144,9 @@ TEST_CASE("the numbers of the frame kinds do not change") {
   CHECK(static_cast<int>(FrameKind::kError) == 18);
   CHECK(static_cast<int>(FrameKind::kOneway) == 19);
   CHECK(static_cast<int>(FrameKind::kChunk) == 20);
+  CHECK(static_cast<int>(FrameKind::kCancel) == 21);
+  CHECK(static_cast<int>(FrameKind::kCredit) == 22);
+  CHECK(static_cast<int>(FrameKind::kCreditRequest) == 23);
   CHECK(static_cast<int>(FrameKind::kHeartbeat) == 32);
   CHECK(static_cast<int>(FrameKind::kFlush) == 33);
   CHECK(static_cast<int>(FrameKind::kAbort) == 34);
@@ -207,7 +210,7 @@ TEST_CASE("wrong magic and unknown kinds are named") {
     bytes[5] = static_cast<uint8_t>(kind >> 8);
     known += decode_header(bytes, Limits{}).ok();
   }
-  CHECK(known == 18);
+  CHECK(known == 21);
 }
 
 TEST_CASE("where the payload begins") {
