@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <atomic>
 
 #include "distrain/autograd/context.h"
 #include "distrain/base/clock.h"
@@ -49,6 +50,22 @@ class JobTrace : public data::RunTrace {
   }
 };
 
+/// Ends the rank when another one is lost, whatever it is at: a step of a large net takes longer
+/// than others are to wait.
+class LossWatch final : public rpc::Layer {
+ public:
+  explicit LossWatch(EventSink& sink) : sink_(sink) {}
+  void on_rank_lost(int, const base::Error& error) override {
+    if (!is_over_) sink_.failing(error);
+  }
+  /// From now on it is no loss if others go.
+  void end() { is_over_ = true; }
+
+ private:
+  EventSink& sink_;
+  std::atomic<bool> is_over_{false};
+};
+
 /// The agent of one rank, from the job's description to its last counters: what every job does
 /// before and after its own work.
 class Session {
@@ -67,6 +84,7 @@ class Session {
       sink_.emit("waiting", fields);
     };
     agent_ = std::make_unique<rpc::Agent>(std::move(options));
+    agent_->add_layer(loss_watch_);
     autograd::install(*agent_);
     updates_ = optim::install(*agent_);
   }
@@ -88,6 +106,8 @@ class Session {
       finish(outcome);
     } catch (...) {
       const base::Error error = with_rank(rpc::error_in_flight(base::ErrorKind::kInternal));
+      loss_watch_->end();
+      if (error.rank != agent_->rank()) sink_.failing(error);
       agent_->abort(error);
       trace_.write_own(agent_->rank(), agent_->name());  // rank 0's part is better than none
       throw base::Exception(error);
@@ -116,6 +136,7 @@ class Session {
   void finish(Outcome& outcome) {
     // Waiting for the end of others is no trouble: it takes as long as their work does.
     rpc::Traffic traffic;
+    loss_watch_->end();  // this thread sees what happens to others from here on
     agent_->shutdown({}, [&] {
       traffic = agent_->traffic();  // what gathers the trace is not of the job
       trace_.collect();
@@ -144,6 +165,7 @@ class Session {
   Job job_;
   EventSink& sink_;
   JobTrace trace_;
+  const std::shared_ptr<LossWatch> loss_watch_ = std::make_shared<LossWatch>(sink_);
   std::unique_ptr<rpc::Agent> agent_;
   optim::UpdateCount updates_;
   bool joined_ = false;

@@ -34,6 +34,9 @@ class EventSink {
   virtual void emit(std::string_view event, const Json& fields) = 0;
   /// All ranks are there: what rank 0 has told of the job, and the role that follows from it.
   virtual void joined(std::string_view role, const OptionMap& of_rank_0) = 0;
+  /// This rank is about to end by `error` of another one, as soon as what it is at is over: a
+  /// process that is to leave in time does not wait for that. Any thread.
+  virtual void failing(const base::Error& error) { static_cast<void>(error); }
 
   /// Trouble; the job goes on.
   void warn(base::ErrorKind kind, const std::string& message) {

@@ -23,10 +23,11 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-constexpr auto kTermGrace = std::chrono::seconds(2);     // after SIGTERM of ours
-constexpr auto kSignalGrace = std::chrono::seconds(5);   // after a signal that we passed on
-constexpr auto kExtraGrace = std::chrono::seconds(2);    // beyond the peer timeout
-constexpr auto kMeetingGrace = std::chrono::seconds(1);  // before all ranks are there
+constexpr auto kTermGrace = std::chrono::seconds(2);           // after SIGTERM of ours
+constexpr auto kSignalGrace = std::chrono::seconds(5);         // after a signal that we passed on
+constexpr auto kExtraGrace = std::chrono::seconds(2);          // beyond the peer timeout
+constexpr auto kMeetingGrace = std::chrono::seconds(1);        // before all ranks are there
+constexpr auto kBlamedGrace = std::chrono::milliseconds(300);  // of one that all others blame
 
 /// Whether the program itself went wrong, rather than somebody ending it.
 bool is_crash(int signal) {
@@ -142,14 +143,16 @@ class Launcher {
       if (child.reap() && child.failed()) on_failure(child);
     }
     pump();
+    if (base::Clock::now() >= kill_blamed_at_) kill_blamed();
     if (base::Clock::now() >= deadline_) on_deadline();
   }
 
   bool takes_lines() const { return write_error_ || !output_.full(); }
 
   int poll_timeout_ms() const {
-    if (deadline_ == base::kNever) return -1;
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline_ - base::Clock::now());
+    const base::TimePoint next = std::min(deadline_, kill_blamed_at_);
+    if (next == base::kNever) return -1;
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - base::Clock::now());
     return static_cast<int>(std::max<int64_t>(0, left.count()));
   }
 
@@ -194,7 +197,30 @@ class Launcher {
     if (deadline_ != base::kNever) deadline_ += base::Clock::now() - since;
   }
 
+  /// The rank that all others have ended for, if it has not.
+  Child* blamed_by_all() {
+    std::optional<int> rank;
+    for (const Child& child : children_) {
+      if (child.failed() && is_secondary(child)) rank = blamed_rank(child);
+    }
+    const auto blamed =
+        std::ranges::find_if(children_, [&](const Child& child) { return child.rank() == rank; });
+    if (!rank || blamed == children_.end() || !blamed->alive()) return nullptr;
+    const bool by_all = std::ranges::all_of(children_, [&](const Child& child) {
+      return &child == &*blamed ||
+             (child.failed() && is_secondary(child) && blamed_rank(child) == rank);
+    });
+    return by_all ? &*blamed : nullptr;
+  }
+
+  /// It is stopped, or cut off, and there is nobody left to wait for a word of it.
+  void kill_blamed() {
+    kill_blamed_at_ = base::kNever;
+    if (Child* const blamed = blamed_by_all()) blamed->send(SIGKILL);
+  }
+
   void on_failure(const Child& child) {
+    if (blamed_by_all()) kill_blamed_at_ = base::deadline_after(kBlamedGrace);
     if (!child.stopped_by()) {
       if (phase_ == Phase::kKilled) return;
       // Sooner than a save would take: there will be none now.
@@ -401,6 +427,7 @@ class Launcher {
   std::vector<Child> children_;
   Phase phase_ = Phase::kRunning;
   base::TimePoint deadline_ = base::kNever;
+  base::TimePoint kill_blamed_at_ = base::kNever;
   int ended_by_signal_ = 0;
   base::TimePoint signalled_at_{};
   bool stop_waiting_ = false;  ///< a second signal: stdout is not waited for either

@@ -24,6 +24,8 @@ namespace {
 
 constexpr int kGoalNotReached = 11;
 constexpr auto kLastLine = std::chrono::seconds(2);  // of who ends by a signal
+// Of who fails: most are through with it in a tenth of that, and others wait for them.
+constexpr auto kUnwinding = std::chrono::milliseconds(700);
 
 sigset_t awaited_signals() {
   sigset_t set = ending_signals();
@@ -36,8 +38,12 @@ sigset_t awaited_signals() {
 class JsonSink final : public job::EventSink {
  public:
   /// `on_failure` gets the errno of a failed write; where it returns, the line is lost.
-  JsonSink(const RankRun& run, std::function<void(int)> on_failure)
-      : run_(run), on_failure_(std::move(on_failure)), role_(run.role) {
+  JsonSink(const RankRun& run, std::function<void(int)> on_failure,
+           std::function<void(const base::Error&)> on_failing)
+      : run_(run),
+        on_failure_(std::move(on_failure)),
+        on_failing_(std::move(on_failing)),
+        role_(run.role) {
     take_run_id(run.job.effective);
   }
 
@@ -52,6 +58,8 @@ class JsonSink final : public job::EventSink {
     of_rank_0_ = of_rank_0;
     take_run_id(of_rank_0);
   }
+
+  void failing(const base::Error& error) override { on_failing_(error); }
 
   /// What rank 0 has told; empty before.
   job::OptionMap of_rank_0() const {
@@ -98,6 +106,7 @@ class JsonSink final : public job::EventSink {
 
   const RankRun& run_;
   const std::function<void(int)> on_failure_;
+  const std::function<void(const base::Error&)> on_failing_;
   std::mutex mutex_;  // held while a line is written, for as long as its reader sleeps
   bool finished_ = false;
   std::atomic<base::TimePoint> writing_since_{};
@@ -110,7 +119,11 @@ class JsonSink final : public job::EventSink {
 class RankProcess {
  public:
   explicit RankProcess(const RankRun& run)
-      : run_(run), stop_(*run.job.stop), sink_(run_, [this](int error) { on_unheard(error); }) {}
+      : run_(run),
+        stop_(*run.job.stop),
+        sink_(
+            run_, [this](int error) { on_unheard(error); },
+            [this](const base::Error& error) { leave_if_it_takes_long(error); }) {}
 
   int run() {
     block_ending_signals();
@@ -183,8 +196,13 @@ class RankProcess {
   }
 
   Cause report(const base::Error& error) {
+    const Cause cause = own_cause(error);
+    if (!told_error_.exchange(true)) tell_error(cause_of(error));
+    return cause;
+  }
+
+  Cause own_cause(const base::Error& error) const {
     Cause cause = cause_of(error);
-    tell_error(cause);
     if (cause.rank.value_or(run_.job.rank) == run_.job.rank) {
       cause.rank = run_.job.rank;
       cause.host = host_name();
@@ -219,6 +237,23 @@ class RankProcess {
     const bool known = of_rank_0.empty() || run_.job.effective.contains(job::kRunId);
     if (!run_.job.spawned || !known) tell_config(run_.config(of_rank_0), end);
     return sink_.finish(end);
+  }
+
+  /// The rank fails, and its main thread may be in the midst of a step, or may wait for one that a
+  /// worker is in: neither can be ended. It tells what is to be told, and the process leaves.
+  void leave_if_it_takes_long(const base::Error& error) {
+    if (is_unwinding_.exchange(true)) return;
+    try {
+      std::thread([this, error] {
+        std::this_thread::sleep_for(kUnwinding);
+        const Cause cause = own_cause(error);
+        if (told_error_.exchange(true)) return;  // the main thread is at it
+        tell_error(cause_of(error));
+        if (!finish(Json::object(), cause)) return;
+        leave(cause.exit_code);
+      }).detach();
+    } catch (const std::system_error&) {  // no thread is to be had: it takes as long as it takes
+    }
   }
 
   /// Waits for a signal that ends the process and says so in the last line. Without this a rank
@@ -324,7 +359,9 @@ class RankProcess {
   job::StopSignal& stop_;
   std::atomic<bool> telling_{false};  // what it waits for, just now
   std::atomic<bool> ending_{false};   // the process is about to end
-  std::atomic<int> write_error_{0};   // the first
+  std::atomic<bool> is_unwinding_{false};
+  std::atomic<bool> told_error_{false};
+  std::atomic<int> write_error_{0};  // the first
   JsonSink sink_;
 };
 
