@@ -146,6 +146,7 @@ std::span<const Target> targets() {
       {"rank_devices", run_rank_devices, rank_devices_seeds},
       {"all_devices", run_all_devices, all_devices_seeds},
       {"error", run_error, error_seeds},
+      kStream,
   };
   return all;
 }
