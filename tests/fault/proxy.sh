@@ -39,13 +39,6 @@ await() {
 
 loss_of() { jq -c 'select(.event == "end") | [.status, .loss, .steps, .accuracy]' "$tmp/rank0"; }
 
-# every <n> <word>...: all of them in the soak run, otherwise the first n.
-every() {
-  local n=$1
-  shift
-  if [[ ${DISTRAIN_SOAK:-} ]]; then echo "$@"; else echo "${@:1:n}"; fi
-}
-
 # ---- slow: nothing is lost ----
 
 # A rank may be silent for long here: the machine may be slow, and it is not what is tested.
@@ -94,8 +87,9 @@ ends() {
     "$tmp"/rank?
 }
 
-# While they train. A place in the midst of a header, of a frame, or between two.
-options=(--epochs 1000000 --peer-timeout 5 --rpc-timeout 20)
+# While they train. A place in the midst of a header, of a frame, or between two. The peer timeout is long: who
+# is not cut off must not seem to be, on a slow machine.
+options=(--epochs 1000000 --peer-timeout 10 --rpc-timeout 20)
 for fault in $(every 2 2/up/cut=12.20 2/down/reset=11.5 2/down/cut=20.48 2/down/cut=9.0 2/up/reset=15.100); do
   start "$fault"
   ends "$fault" 5
@@ -106,7 +100,7 @@ for fault in $(every 2 2/up/stall=12.20 2/both/drop=12.0 2/down/stall=9.0 2/up/d
 done
 
 # While they meet.
-options=(--epochs 1000000 --peer-timeout 5 --join-timeout 6)
+options=(--epochs 1000000 --peer-timeout 10 --join-timeout 12)
 blamed[0]="[0, 1]" # a rank that could not reach it says so in words that it takes over
 for fault in $(every 4 1/up/cut=1.0 2/up/cut=0.60 2/both/drop=0 1/up/drop=0 1/down/drop=0 1/down/cut=20 2/up/reset=30 \
   2/up/stall=0.20); do
@@ -126,7 +120,7 @@ if [[ ${DISTRAIN_SOAK:-} ]]; then
     flips+=("2/$way/flip=$((RANDOM % 12)).$((RANDOM % 48)):$((RANDOM % 8))")
   done
 fi
-options=(--epochs 4 --peer-timeout 5 --join-timeout 6 --rpc-timeout 6)
+options=(--epochs 4 --peer-timeout 10 --join-timeout 12 --rpc-timeout 12)
 for fault in "${flips[@]}"; do
   start "$fault"
   await "$fault"

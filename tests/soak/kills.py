@@ -60,18 +60,23 @@ class Run:
             text = file.read()
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
+    def children(self):
+        """The ranks in their order, as the launcher forks them; before they say anything."""
+        pid = self.process.pid
+        try:
+            with open(f"/proc/{pid}/task/{pid}/children") as file:
+                return [int(child) for child in file.read().split()]
+        except OSError:
+            return []
+
     def pid_of(self, rank, after):
-        """Once it has said its first line, and all have said `after` lines; None if the job ends before."""
-        pid = None
+        """Once all have said `after` lines; None if the job ends before."""
+        pid, count = None, 0
         with open(f"{folder}/out") as file:
-            line, count = "", 0
             while pid is None or count < after:
-                line += file.readline()
-                if line.endswith("\n"):
-                    count += 1
-                    if '"event":"start"' in line and f'"rank":{rank},' in line:
-                        pid = json.loads(line)["pid"]
-                    line = ""
+                count += file.read().count("\n")
+                if pid is None and len(self.children()) > rank:
+                    pid = self.children()[rank]
                 elif self.process.poll() is not None:
                     return None
                 else:
@@ -96,19 +101,18 @@ class Run:
         self.err.close()
 
 
-def phase_of(lines, at, rank):
+def phase_of(lines, at, rank, ranks):
     before = [line for line in lines if line["ts"] <= at]
     if any(l["event"] == "rank_end" and l["rank"] == rank for l in before):
         return "ended"
     if any(l["event"] in ("rank_end", "end") for l in before):
         return "ending"
-    if len([l for l in before if l["event"] == "ready"]) < len([l for l in lines if l["event"] == "start"]):
+    if len([l for l in before if l["event"] == "ready"]) < len(ranks):
         return "meeting"
     return "at work"
 
 
-def breaches_of(run, lines, rank, code, sent, at, good_code):
-    phase = phase_of(lines, at, rank)
+def breaches_of(lines, rank, phase, code, sent, good_code):
     end = lines[-1] if lines and lines[-1]["event"] == "end" else None
     found = []
     if end is None:
@@ -145,13 +149,15 @@ class Measured:
 
     def __init__(self, job):
         run = Run(job)
+        while not run.children():
+            time.sleep(0.001)
+        self.begins = time.time()
         assert run.wait(), f"{job} does not end by itself"
         lines = run.lines()
         run.clean()
         self.code = run.process.returncode
         self.ranks = {line["rank"]: line["role"] for line in lines if line["event"] == "ready"}
         self.times = sorted(line["ts"] for line in lines)
-        self.begins = self.times[0]
         self.met = max(line["ts"] for line in lines if line["event"] == "ready")
         self.ends = min(line["ts"] for line in lines if line["event"] == "rank_end") - 0.05
         self.over = run.ended
@@ -162,11 +168,11 @@ class Measured:
         bounds = [self.begins, *between, self.over]
         for begin, end in zip(bounds, bounds[1:]):
             at = begin + (end - begin) * choose.random()
-            lines = max(1, sum(1 for time in self.times if time <= at))
-            yield lines, at - self.times[lines - 1], at - self.begins
+            lines = sum(1 for time in self.times if time <= at)
+            yield lines, at - (self.times[lines - 1] if lines else self.begins), at - self.begins
 
 
-def trial(job, rank, role, sent, moment, good_code):
+def trial(job, rank, ranks, sent, moment, good_code):
     after, since, name = moment
     run = Run(job)
     pid = run.pid_of(rank, after)
@@ -186,8 +192,8 @@ def trial(job, rank, role, sent, moment, good_code):
     if state == "Z" and not hangs:
         run.clean()
         return None  # it had ended
-    phase = phase_of(lines, at, rank)
-    breaches = ["hangs"] if hangs else breaches_of(run, lines, rank, run.process.returncode, sent, at, good_code)
+    phase = phase_of(lines, at, rank, ranks)
+    breaches = ["hangs"] if hangs else breaches_of(lines, rank, phase, run.process.returncode, sent, good_code)
     limit = SLACK + (PEER_TIMEOUT if sent == signal.SIGSTOP else 0)
     survivors = survivors_took(lines, rank, at)
     if run.process.returncode != good_code and not hangs:
@@ -205,7 +211,7 @@ def trial(job, rank, role, sent, moment, good_code):
                 with open(f"{keep}/{kept}", "w") as copy:
                     copy.write(file.read() + errors.read())
     run.clean()
-    print(f"{job:9} {role:17} {sent.name}  at {name:5.2f} s ({phase:7})  survivors {survivors:5.2f} s  launcher "
+    print(f"{job:9} {ranks[rank]:17} {sent.name}  at {name:5.2f} s ({phase:7})  survivors {survivors:5.2f} s  launcher "
           f"{took:5.2f} s  exit {run.process.returncode:3}  {'; '.join(breaches) or 'ok'}")
     return phase, survivors, took, breaches
 
@@ -226,7 +232,7 @@ def main():
         if only[0] and job != only[0]:
             continue
         measured = Measured(job)
-        print(f"{job}: by itself {measured.over - measured.begins:.2f} s from the first line on, meets in "
+        print(f"{job}: by itself {measured.over - measured.begins:.2f} s, meets in "
               f"{measured.met - measured.begins:.2f} s, exit {measured.code}")
         for rank, role in sorted(measured.ranks.items()):
             for sent in (signal.SIGKILL, signal.SIGSTOP):
@@ -236,11 +242,11 @@ def main():
                 results = []
                 for after, since, name in moments:
                     for _ in range(4):
-                        result = trial(job, rank, role, sent, (after, since, name), measured.code)
+                        result = trial(job, rank, measured.ranks, sent, (after, since, name), measured.code)
                         if result:
                             results.append(result)
                             break
-                        after, since = max(1, after - 1), 0  # too late
+                        after, since = max(0, after - 1), 0  # too late
                 survivors, took = [r[1] for r in results], [r[2] for r in results]
                 bad = sum(1 for r in results if r[3])
                 all_breaches += bad

@@ -6,7 +6,8 @@ Listens on a port of its own, which is the first line of its output, and connect
 this host. A fault is CONNECTION/DIRECTION/KIND=VALUE, such as 2/up/cut=700:
 
   CONNECTION  1 is the first that is accepted; * is each
-  DIRECTION   up: what the one who connects sends; down: what it gets; both
+  DIRECTION   up: what the one who connects sends; down: what it gets; both: what comes to its place
+              first stalls or drops the two of them
   KIND=VALUE
     delay=S   everything comes S seconds later
     rate=N    N bytes a second
@@ -80,6 +81,7 @@ class Way:
         self.held_bytes = 0
         self.numbers = itertools.count()
         self.budget_at = time.monotonic()  # with a rate: when the next byte may go
+        self.other = None  # the other direction
         self.state = "open"  # stalled, dropping, ended (the source has), done (and the sink knows)
         self.blocked = False  # the sink takes nothing now
 
@@ -121,10 +123,9 @@ class Way:
                 data = bytes(data)
                 continue
             data = data[: place - begin]
-            if fault.kind == "stall":
-                self.state = "stalled"
-            elif fault.kind == "drop":
-                self.state = "dropping"
+            if fault.kind in ("stall", "drop"):
+                for way in (self, self.other) if len(fault.directions) == 2 else (self,):
+                    way.state = "stalled" if fault.kind == "stall" else "dropping"
             else:
                 end = fault
         self.hold(data)
@@ -195,6 +196,7 @@ class Connection:
             Way(source, sink, [f for f in mine if direction in f.directions])
             for source, sink, direction in ((client, server, "up"), (server, client, "down"))
         ]
+        self.ways[0].other, self.ways[1].other = self.ways[1], self.ways[0]
         self.is_open = True
 
     def close(self, reset):
