@@ -38,6 +38,8 @@ trap cleanup EXIT
 sanitized() { [[ -n ${DISTRAIN_TEST_LIMIT:-} ]]; }
 # few <word>...: the first one under a sanitizer, otherwise all.
 few() { if sanitized; then echo "$1"; else echo "$@"; fi; }
+# every <n> <word>...: all of them in the soak run, otherwise the first n.
+every() { if [[ ${DISTRAIN_SOAK:-} ]]; then echo "${@:2}"; else echo "${@:2:$1}"; fi; }
 
 fail() {
   echo "FAILED: $*"

@@ -1,0 +1,102 @@
+#!/bin/bash
+# ctest: labels=noasan timeout=300
+# Three ranks in three network namespaces with a switch between them, as on three machines, and links that
+# are cut: both ways or one, while the ranks meet or train. Nobody is told: what is sent is lost. All of it is
+# tests/soak/netns.sh.
+# shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
+source "$(dirname "$0")/../cli/lib.bash"
+
+peer_timeout=10 # seconds; long, as ranks that are not cut off must not seem to be on a slow machine
+switch=dts$$
+hosts=("dt0-$$" "dt1-$$" "dt2-$$")
+# shellcheck disable=SC2317  # called by trap
+remove_hosts() {
+  local host
+  for host in "${hosts[@]}" "$switch"; do ip netns del "$host" 2>/dev/null; done
+  cleanup
+}
+trap remove_hosts EXIT
+if ! ip netns add "$switch" 2>/dev/null || ! ip -n "$switch" link add bridge type bridge 2>/dev/null; then
+  echo "skipped: no right to make network namespaces here, no ip command, or no bridges"
+  exit 77 # as tests/CMakeLists.txt has it
+fi
+ip -n "$switch" link set bridge up
+for rank in 0 1 2; do
+  host=${hosts[rank]}
+  ip netns add "$host"
+  ip -n "$switch" link add "port$rank" type veth peer name eth0 netns "$host" || fail "no veth pair"
+  ip -n "$switch" link set "port$rank" master bridge up
+  ip -n "$host" link set lo up
+  ip -n "$host" addr add "10.78.0.1$rank/24" dev eth0
+  ip -n "$host" link set eth0 address "02:00:00:00:00:1$rank" up
+done
+
+# What host $1 sends to host $2 goes to an address that nobody has.
+lose() { ip -n "${hosts[$1]}" neigh replace "10.78.0.1$2" lladdr 02:00:00:00:00:99 dev eth0 nud permanent; }
+find_again() { ip -n "${hosts[$1]}" neigh replace "10.78.0.1$2" lladdr "02:00:00:00:00:1$2" dev eth0 nud permanent; }
+break_link() { # break_link <how>: that of rank 2
+  case $1 in
+    both_ways) ip -n "$switch" link set port2 down ;;
+    from) lose 2 0 && lose 2 1 ;;
+    to) lose 0 2 && lose 1 2 ;;
+  esac
+}
+mend() {
+  ip -n "$switch" link set port2 up
+  find_again 2 0 && find_again 2 1 && find_again 0 2 && find_again 1 2
+}
+
+make_images "$tmp/images" 256 64
+start_rank() { # start_rank <rank> <option...>
+  local rank=$1
+  shift
+  timeout -k 2 "$limit" ip netns exec "${hosts[rank]}" "$distrain" ps --rank "$rank" --master-addr 10.78.0.10 \
+    --data "$tmp/images" --epochs 1000000 --log-interval 1 --peer-timeout $peer_timeout "$@" >"$tmp/rank$rank" \
+    2>"$tmp/err$rank" &
+  pids[rank]=$!
+}
+pids=()
+
+# ends <name> <seconds> <whom>: all ranks fail; what the `error` lines of ranks 0 and 1 say of the cause is so.
+# Rank 2 may blame who it cannot hear. The times are printed; only a slow machine makes them longer.
+ends() {
+  local rank
+  for rank in 0 1 2; do
+    wait "${pids[rank]}"
+    code=$?
+    [[ $code == 3 || $code == 5 ]] || expect 5 "$1, rank $rank"
+    expect_log "$1, rank $rank" "$tmp/rank$rank"
+    expect_jq 'map(select(.event == "error")) | length == 1' "$1, rank $rank" "$tmp/rank$rank"
+    [[ $rank == 2 ]] ||
+      expect_jq "map(select(.event == \"error\"))[0] | $3" "$1, rank $rank" "$tmp/rank$rank"
+  done
+  jq -rs --arg name "$1" --argjson cut "$cut" --argjson goal "$2" \
+    'map(select(.event == "end").ts - $cut) | "\($name): ranks end \(map(. * 100 | round / 100 | tostring) | join(", ")) s after it, "
+      + if max > $goal then "not" else "all" end + " within \($goal) s"' "$tmp"/rank[012]
+  expect_no_process "$1"
+  mend
+}
+
+for how in both_ways from to; do
+  name="link cut $how, at work"
+  mend
+  for rank in 0 1 2; do start_rank $rank; done
+  wait_for_lines 3 step "$tmp/rank2"
+  cut=$EPOCHREALTIME
+  break_link "$how"
+  ends "$name" $((peer_timeout + 1)) '.cause_rank == 2'
+done
+
+# Rank 2 has told rank 0 where it is by then, and waits for rank 1.
+for how in $(every 1 both_ways from to); do
+  name="link cut $how, while meeting"
+  mend
+  start_rank 0 --join-timeout 20
+  start_rank 2 --join-timeout 20
+  wait_for_lines 1 waiting "$tmp/rank2"
+  cut=$EPOCHREALTIME
+  break_link "$how"
+  start_rank 1 --join-timeout 20
+  ends "$name" $((peer_timeout + 1)) '.cause_rank == 2 or (.message | test("missing: .*2"))'
+done
+finish

@@ -1,0 +1,72 @@
+#include <cstdio>
+#include <string>
+
+#include "../src/data/checkpoint_manifest.h"
+#include "distrain/base/error.h"
+#include "distrain/data/hash.h"
+#include "targets.h"
+
+namespace distrain::fuzz {
+
+namespace {
+
+using data::Manifest;
+
+// What is taken can be saved again, and then is the same.
+void parse_text(std::string_view text) {
+  // JSON's shortest value takes two bytes, a parsed one some dozens, and a copy of it is compared.
+  const MemoryLimit limit(kSmall + 256 * text.size(), "a multiple of the text");
+  try {
+    const Manifest manifest = data::parse_manifest(text, "fuzz");
+    for (const auto& [name, file] : manifest.files) {
+      check(!name.empty() && name.front() != '.' && name.find('/') == std::string::npos,
+            "a checkpoint's files are in its folder");
+    }
+    const std::string saved = data::manifest_text(manifest);
+    check(data::manifest_text(data::parse_manifest(saved, "fuzz")) == saved,
+          "a saved manifest is read as saved");
+  } catch (const base::Exception& e) {
+    check(e.kind() == base::ErrorKind::kBadData, "what does not fit is refused as 'bad_data'");
+  }
+}
+
+// `text` without its '}' and with its hash, as the format ends.
+std::string with_hash(std::string text) {
+  char end[40];
+  std::snprintf(end, sizeof end, ",\"xxh64\":\"%016llx\"}\n",
+                static_cast<unsigned long long>(data::content_hash(text)));
+  return text + end;
+}
+
+// The input is what comes before the hash.
+void run_manifest(Input input) {
+  const std::string text(input.begin(), input.end());
+  parse_text(text);
+  parse_text(with_hash(text));
+}
+
+std::vector<Bytes> manifest_seeds() {
+  Manifest manifest;
+  manifest.step = 400;
+  manifest.files["net.safetensors"] = {120, 0x0123456789abcdef};
+  manifest.files["vocabulary"] = {0, 1};
+  manifest.state = {{"epoch", 3},
+                    {"lr", 0.1},
+                    {"names", {"a", "b"}},
+                    {"none", nullptr},
+                    {"nested", {{"\u00e4", {{"deep", -1}}}, {"yes", true}}}};
+  std::vector<Bytes> seeds;
+  for (const Manifest& each : {manifest, Manifest()}) {
+    const std::string text = data::manifest_text(each);
+    const std::string begin = text.substr(0, text.rfind(",\"xxh64\""));
+    check(with_hash(begin) == text, "a manifest ends with its hash");
+    seeds.emplace_back(begin.begin(), begin.end());
+  }
+  return seeds;
+}
+
+}  // namespace
+
+const Target kManifest{"manifest", run_manifest, manifest_seeds};
+
+}  // namespace distrain::fuzz

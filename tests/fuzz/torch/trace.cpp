@@ -1,0 +1,120 @@
+// The trace of another rank: its parts, as rank 0 takes them in, brings them to one clock and
+// writes them.
+#include "distrain/rpc/trace.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+#include <ATen/Functions.h>
+#include <nlohmann/json.hpp>
+#include <unistd.h>
+
+#include "../src/rpc/trace_export.h"
+#include "distrain/data/trace_file.h"
+#include "distrain/rpc/serialize.h"
+#include "frame.h"
+#include "targets.h"
+
+namespace distrain::fuzz {
+
+namespace {
+
+using Kind = base::TraceEvent::Kind;
+
+constexpr int64_t kLastTime = int64_t{1} << 52;  // ns: 52 days, a thousand times of which fit
+
+void write_and_read(const std::vector<base::RankTrace>& ranks) {
+  const std::string path = "/dev/shm/distrain-fuzz-" + std::to_string(getpid());
+  data::write_trace(path, ranks);
+  std::ifstream file(path);
+  check(nlohmann::json::accept(file), "a trace that is written is JSON");
+  std::filesystem::remove(path);
+}
+
+void check_events(const base::TraceTrack& track) {
+  for (const base::TraceEvent& event : track.events) {
+    check(event.kind <= Kind::kAsync && event.name && event.category, "an event is whole");
+    check(event.end >= event.start, "an event ends after it begins");
+  }
+}
+
+// Whether a clock may show them: what is added to and taken from them fits.
+bool are_times(const base::TraceTrack& track) {
+  const auto is_time = [](int64_t ns) { return -kLastTime < ns && ns < kLastTime; };
+  return std::all_of(track.events.begin(), track.events.end(), [&](const base::TraceEvent& event) {
+    return is_time(event.start) && is_time(event.end) && is_time(event.value);
+  });
+}
+
+// The trace of rank 1 from a frame, whose context's number says how far apart the clocks are; and
+// the same as that of rank 2, on rank 0's clock.
+void run_trace(Input input) {
+  auto message = read_frame(input);
+  if (!message) return;
+  // A rank's events are made room for when it says how many there are, up to the most there can be.
+  const MemoryLimit limit(3 * sizeof(base::TraceEvent) * base::Tracer::kLimit + (size_t{16} << 20),
+                          "the limit of a rank's events");
+  base::Tracer tracer;
+  std::vector<base::RankTrace> ranks = {{0, "master", {}, 0}};
+  try {
+    rpc::Decoder decoder(*message);
+    const auto chunk = rpc::decode<rpc::TraceChunk>(decoder);
+    rpc::TraceImport import(tracer, chunk);
+    import.add(chunk.events);
+    while (!import.complete()) {
+      const uint64_t before = import.events();
+      import.add(chunk.events);
+      check(import.events() > before, "each part brings events");
+    }
+    ranks.push_back({1, "trainer", import.take(), chunk.dropped});
+  } catch (const base::Exception& e) {
+    check(e.kind() == base::ErrorKind::kProtocol, "what does not fit is refused as 'protocol'");
+    return;
+  }
+  size_t events = 0;
+  for (const base::TraceTrack& track : ranks[1].tracks) {
+    check_events(track);
+    events += track.events.size();
+    if (!are_times(track)) return;
+  }
+  if (events > 1000) return;
+  ranks.push_back(ranks[1]);
+  ranks[2].rank = 2;
+  const auto offset = static_cast<int64_t>(message->header.context_id) % kLastTime;
+  rpc::align_traces(ranks,
+                    {{"a", {}}, {"b", {{0, offset, 1000}, {1'000'000, offset, 10}}}, {"a", {}}});
+  for (const base::RankTrace& rank : ranks) {
+    for (const base::TraceTrack& track : rank.tracks) check_events(track);
+  }
+  if (message->header.call_id % 4 == 1) write_and_read(ranks);
+}
+
+std::vector<Bytes> trace_seeds() {
+  rpc::TraceChunk chunk;
+  chunk.texts = {"forward", "rpc", "micro_batch"};
+  chunk.tracks = {{"main", 2}, {"worker", 2}};
+  chunk.events = at::tensor({0, 0, 1, 2,  3,    1000, 3000, 0,  //
+                             1, 0, 1, -1, 1500, 1200, 2000, 9,  //
+                             2, 0, 1, -1, 0,    2500, 2600, 9,  //
+                             3, 1, 1, 2,  4,    2500, 2500, 8},
+                            at::kLong)
+                     .view({4, rpc::kTraceColumns});
+  std::vector<Bytes> seeds;
+  for (const uint64_t call : {1, 2}) {
+    rpc::OutMessage out;
+    rpc::Encoder encoder(out);
+    rpc::encode(encoder, chunk);
+    seeds.push_back(
+        frame_bytes(std::move(out),
+                    {.kind = wire::FrameKind::kReply, .call_id = call, .context_id = 500 * call}));
+  }
+  return seeds;
+}
+
+}  // namespace
+
+const Target kTrace{"trace", run_trace, trace_seeds};
+
+}  // namespace distrain::fuzz
