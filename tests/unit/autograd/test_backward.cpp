@@ -4,6 +4,8 @@
 #include <thread>
 
 #include <ATen/Functions.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
 #include "distrain/autograd/context.h"
 #include "support/catch.h"
@@ -45,7 +47,24 @@ struct Scale {
     return autograd::gradient(context.agent, id, weight);
   }
   RRef<at::Tensor> parameter(rpc::CallContext& context) { return context.agent.make_rref(weight); }
+  void break_hook() {
+    accumulator = torch::autograd::impl::grad_accumulator(weight);
+    accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+        [](const torch::autograd::variable_list&, const torch::autograd::variable_list&)
+            -> torch::autograd::variable_list { throw std::runtime_error("post hook broke"); }));
+  }
   at::Tensor weight;
+  std::shared_ptr<torch::autograd::Node> accumulator;
+};
+
+struct GivesNoGradient : torch::autograd::Function<GivesNoGradient> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) {
+    return x * 2;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list&) {
+    return {at::Tensor()};
+  }
 };
 
 std::atomic<int> g_told{0};
@@ -72,6 +91,7 @@ void setup(Agent& agent) {
   agent.expose<&Scale::forward>("Scale.forward");
   agent.expose<&Scale::gradient>("Scale.gradient");
   agent.expose<&Scale::parameter>("Scale.parameter");
+  agent.expose<&Scale::break_hook>("Scale.break_hook");
 }
 
 at::Tensor fail_in_backward(at::Tensor a) {
@@ -207,6 +227,59 @@ TEST_CASE("tensor and node hooks run, and may change the gradient") {
   autograd::backward(context, {y.sum()});
   CHECK(calls == 2);
   CHECK(at::equal(context.gradient(a), at::full({2}, 20.0, at::kDouble)));
+}
+
+TEST_CASE("hooks behind a leaf's AccumulateGrad run when the context has the gradient") {
+  Cluster cluster(2, setup);
+  const at::Tensor a = leaf(at::ones({2}));
+  const auto accumulator = torch::autograd::impl::grad_accumulator(a);
+  std::optional<autograd::Context> context(cluster[0]);
+  struct Call {
+    size_t outputs;
+    at::Tensor gradient;
+    at::Tensor in_context;
+    uint64_t current;
+  };
+  std::vector<Call> calls;
+  accumulator->add_post_hook(std::make_unique<
+                             torch::autograd::utils::
+                                 LambdaPostHook>([&](const torch::autograd::variable_list& outputs,
+                                                     const torch::autograd::variable_list& grads)
+                                                     -> torch::autograd::variable_list {
+    calls.push_back({outputs.size(), grads.at(0), context->gradient(a), rpc::current_context()});
+    return {};
+  }));
+  const at::Tensor y = cluster[0].rpc_sync<&mul>(1, a, a.detach() * 3).sum();
+  autograd::backward(*context, {y}, {.retain_graph = true});
+  autograd::backward(*context, {y});
+  REQUIRE(calls.size() == 2);
+  for (const Call& call : calls) {
+    CHECK(call.outputs == 0);
+    CHECK(at::equal(call.gradient, at::full({2}, 3.0, at::kDouble)));  // of this pass
+    CHECK(call.current == context->id());
+  }
+  CHECK(at::equal(calls[1].in_context, at::full({2}, 6.0, at::kDouble)));
+  calls[0].gradient.zero_();  // the hook's to keep: not the context's
+  CHECK(at::equal(context->gradient(a), at::full({2}, 6.0, at::kDouble)));
+
+  calls.clear();
+  context.reset();
+  context.emplace(cluster[0]);
+  autograd::backward(*context, {GivesNoGradient::apply(a).sum()});
+  REQUIRE(calls.size() == 1);
+  CHECK_FALSE(calls[0].gradient.defined());
+}
+
+TEST_CASE("a hook behind a leaf's AccumulateGrad may fail the pass, also on another rank") {
+  Cluster cluster(2, setup);
+  const RRef<Scale> module = cluster[0].remote_new<Scale>(1, at::ones({2}, at::kDouble));
+  module.rpc_sync<&Scale::break_hook>();
+  autograd::Context context(cluster[0]);
+  const at::Tensor y = module.rpc_sync<&Scale::forward>(at::ones({2}, at::kDouble)).sum();
+  const base::Error e = error_of([&] { autograd::backward(context, {y}); });
+  CHECK(e.kind == ErrorKind::kRemoteFailed);
+  CHECK(e.rank == 1);
+  CHECK(e.message.find("post hook broke") != std::string::npos);
 }
 
 TEST_CASE("gradients are announced as they are ready, and the end of the pass") {
