@@ -77,6 +77,27 @@ at::Tensor mul_guarded(rpc::CallContext& context, at::Tensor a) {
   return a * 2;
 }
 
+// The gradients of both are row 1, in one tensor of values or of indices.
+struct GivesSharedRows : torch::autograd::Function<GivesSharedRows> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            const at::Tensor& y, bool share_values) {
+    context->saved_data["share_values"] = share_values;
+    return x + y;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list&) {
+    const at::Tensor indices = at::ones({1, 1}, at::kLong);
+    const at::Tensor values = at::full({1, 2}, 2.0, at::kDouble);
+    const auto rows = [](const at::Tensor& numbers, const at::Tensor& of_rows) {
+      return at::sparse_coo_tensor(numbers, of_rows, {4, 2});
+    };
+    if (context->saved_data["share_values"].toBool()) {
+      return {rows(indices, values), rows(indices.clone(), values), at::Tensor()};
+    }
+    return {rows(indices, values), rows(indices, values.clone()), at::Tensor()};
+  }
+};
+
 void setup(Agent& agent) {
   autograd::install(agent);
   agent.expose<&mul>("mul");
@@ -310,6 +331,19 @@ TEST_CASE("each leaf has a gradient of its own, though one tensor came for sever
   CHECK(at::equal(context.gradient(a), at::full({2}, 10.0, at::kDouble)));
   CHECK(at::equal(context.gradient(b), at::full({2}, 2.0, at::kDouble)));
   CHECK(at::equal(context.gradient(c), at::full({1}, 2.0, at::kDouble)));
+}
+
+TEST_CASE("each leaf has sparse rows of its own, though one tensor of them came for several") {
+  Cluster cluster(1, setup);
+  const bool share_values = GENERATE(true, false);
+  CAPTURE(share_values);
+  const at::Tensor a = leaf(at::ones({4, 2})), b = leaf(at::ones({4, 2}));
+  autograd::Context context(cluster[0]);
+  autograd::backward(context, {GivesSharedRows::apply(a, b, share_values).sum()});
+  const at::Tensor expected = context.gradient(b).to_dense();
+  context.gradient(a)._values().mul_(10);
+  context.gradient(a)._indices().fill_(3);
+  CHECK(at::equal(context.gradient(b).to_dense(), expected));
 }
 
 TEST_CASE("several passes of one context add up") {
