@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include <ATen/SparseTensorImpl.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include "distrain/rpc/error.h"
@@ -12,11 +13,20 @@ namespace distrain::autograd {
 
 namespace {
 
+bool is_own_memory(const at::Tensor& tensor) {
+  return tensor.storage().use_count() == 1 && tensor.is_non_overlapping_and_dense();
+}
+
 // Nobody else has this tensor or its memory, and each of its elements is there once.
 bool is_own(const at::Tensor& tensor) {
   if (tensor.use_count() > 1) return false;
-  if (tensor.is_sparse()) return true;  // as torch has it: nobody writes to the values of one
-  return tensor.storage().use_count() == 1 && tensor.is_non_overlapping_and_dense();
+  if (!tensor.is_sparse()) return is_own_memory(tensor);
+  // Not _indices() and _values(): those give aliases, whose own counts tell nothing.
+  const auto* const sparse = static_cast<at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
+  const at::Tensor indices = sparse->indices(), values = sparse->values();
+  constexpr size_t kHereAndInTensor = 2;
+  return indices.use_count() == kHereAndInTensor && is_own_memory(indices) &&
+         values.use_count() == kHereAndInTensor && is_own_memory(values);
 }
 
 }  // namespace

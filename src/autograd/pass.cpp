@@ -319,11 +319,22 @@ void Pass::on_acknowledged(base::Result<rpc::RawReply>& reply) {
 }
 
 void Pass::capture(Node& accumulate, variable_list grads) {
-  call_pre_hooks(accumulate, grads);
   const at::Tensor& variable = static_cast<torch::autograd::AccumulateGrad&>(accumulate).variable;
   const auto context = context_.lock();
-  if (!context || !grads[0].defined()) return;
-  context->accumulate(variable, std::move(grads[0]));
+  if (!context) return;
+  const rpc::ContextScope inside(agent_, context->id());  // hooks may ask which it is
+  call_pre_hooks(accumulate, grads);
+  // The hooks' gradient is theirs: with one of them the context takes a copy.
+  at::Tensor gradient = accumulate.post_hooks().empty() ? std::move(grads[0]) : grads[0];
+  if (gradient.defined()) {
+    context->accumulate(variable, std::move(gradient));
+    announce(context, variable);
+  }
+  // As torch's DistEngine calls them: without outputs, and also where there is no gradient.
+  for (const auto& hook : accumulate.post_hooks()) (*hook)({}, grads);
+}
+
+void Pass::announce(const std::shared_ptr<ContextState>& context, const at::Tensor& variable) {
   const auto hooks = context->take_ready_hooks(variable);
   auto* const post_hook = torch::autograd::impl::post_acc_grad_hooks(variable).get();
   if (hooks.empty() && !post_hook) return;

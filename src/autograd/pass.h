@@ -30,7 +30,9 @@ class ContextState;
 //
 //  - A receive node sends its gradients to the rank the tensors came from: a call, answered by an
 //    acknowledgement.
-//  - A leaf's gradient is captured in the context; AccumulateGrad itself never runs.
+//  - A leaf's gradient is captured in the context; AccumulateGrad itself never runs. Its hooks do:
+//    those before it change the gradient, those behind it (post_hooks()) are called without outputs
+//    when the context has the gradient, as torch's DistEngine calls them.
 //
 // When is it over? Dijkstra and Scholten's termination detection (Inf. Proc. Letters 11, 1980): the
 // message that wakes an idle rank is acknowledged only when the rank is idle again (nothing ready,
@@ -91,6 +93,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   void execute(Ready ready);
   void execute_recv(RecvNode& node, torch::autograd::variable_list grads);
   void capture(torch::autograd::Node& accumulate, torch::autograd::variable_list grads);
+  void announce(const std::shared_ptr<ContextState>& context, const at::Tensor& variable);
   void call_end_hooks(ContextState& context);
   void deliver_locked(const torch::autograd::Edge& edge, at::Tensor gradient,
                       const std::optional<c10::Stream>& producer);

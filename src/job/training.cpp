@@ -41,8 +41,7 @@ Plan Plan::of(const TrainerOptions& options, int64_t steps_per_epoch) {
   plan.epochs = options.epochs;
   plan.steps = options.steps;
   plan.steps_per_epoch = steps_per_epoch;
-  // To clip, each step waits for the norms of all, in async mode too.
-  plan.take_over = options.mode == "async" && options.clip == 0;
+  plan.take_over = options.mode == "async";
   plan.eval_only = options.eval_only;
   plan.lr = options.lr;
   plan.lr_schedule = options.rule().schedule.text();

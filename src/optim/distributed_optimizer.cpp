@@ -34,7 +34,7 @@ std::vector<at::Tensor> gradients_of(rpc::Agent& agent, const LocalOptimizer& op
     at::Tensor sum;
     for (const uint64_t context : contexts) {
       const at::Tensor gradient = autograd::gradient(agent, context, parameter);
-      if (gradient.defined()) sum = sum.defined() ? sum + gradient : gradient;
+      if (gradient.defined()) sum = sum.defined() ? sum_of(sum, gradient) : gradient;
     }
     gradients.push_back(std::move(sum));
   }
@@ -49,12 +49,12 @@ base::Future<uint64_t> step_here(rpc::CallContext& context,
   return here.step(terms, gradients_of(context.agent, here, contexts));
 }
 
-base::Future<double> norm_here(rpc::CallContext& context,
+base::Future<Norms> norms_here(rpc::CallContext& context,
                                const rpc::RRef<LocalOptimizer>& optimizer,
-                               const std::vector<uint64_t>& contexts, int participant) {
+                               const std::vector<uint64_t>& contexts, const NormTerms& terms) {
   const at::NoGradGuard no_grad;
   LocalOptimizer& here = optimizer.local_value();
-  return here.norm_squared(participant, gradients_of(context.agent, here, contexts));
+  return here.norms_squared(terms, gradients_of(context.agent, here, contexts));
 }
 
 std::vector<ParameterState> state_here(const rpc::RRef<LocalOptimizer>& optimizer) {
@@ -97,7 +97,7 @@ UpdateCount install(rpc::Agent& agent) {
   agent.provide(optimizers);
   agent.expose<&attach>("distrain.optim.attach");
   agent.expose<&step_here>("distrain.optim.step");
-  agent.expose<&norm_here>("distrain.optim.norm");
+  agent.expose<&norms_here>("distrain.optim.norm");
   agent.expose<&state_here>("distrain.optim.state");
   agent.expose<&load_state_here>("distrain.optim.load_state");
   agent.add_layer(optimizers);
@@ -204,11 +204,19 @@ int DistributedOptimizer::participant() const {
   return sharing_.participant;
 }
 
+bool DistributedOptimizer::steps_wait() const {
+  return sharing_.mode != Sharing::Mode::kAsync && sharing_.participants > 1;
+}
+
+bool DistributedOptimizer::norms_wait() const {
+  return sharing_.mode == Sharing::Mode::kSync && sharing_.participants > 1;
+}
+
 // A call that waits for other participants lasts as long as they take: the owner's and their death
 // end it.
 rpc::To DistributedOptimizer::owner_of(const Remote& remote, bool waits) const {
   rpc::To owner(remote.optimizer.owner());
-  if (waits && sharing_.participants > 1) owner.without_deadline();
+  if (waits) owner.without_deadline();
   return owner;
 }
 
@@ -216,47 +224,87 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts, doubl
   const at::NoGradGuard no_grad;
   const rpc::ContextScope outside(0);  // an update is no part of the pass
   StepTerms terms{participant(), 1, *lr_factor_};
-  if (max_norm > 0) terms.scale = scale_for(contexts, max_norm);
-  const bool waits = sharing_.mode != Sharing::Mode::kAsync;
-  std::vector<base::Future<uint64_t>> steps;
+  const Scales scales = max_norm > 0 ? scales_for(contexts, max_norm) : Scales{};
+  terms.scale = scales.shared;
+  std::vector<Step> steps;
   for (const Remote& remote : remote_) {
-    steps.push_back(
-        agent_.rpc_async<&step_here>(owner_of(remote, waits), remote.optimizer, contexts, terms));
+    steps.push_back({"rank " + std::to_string(remote.optimizer.owner()),
+                     agent_.rpc_async<&step_here>(owner_of(remote, steps_wait()), remote.optimizer,
+                                                  contexts, terms)});
   }
   // What fails here must not leave the others' answers without anybody who waits for them.
-  const auto step_locally = [&](const Local& local, const StepTerms& how) {
+  const auto step_locally = [&](const Local& local, const StepTerms& how, const char* which) {
     if (!local.optimizer) return;
+    Step& step = steps.emplace_back();
+    step.where = "rank " + std::to_string(agent_.rank()) + which;
     try {
-      steps.push_back(local.optimizer->step(how, gradients_of(agent_, *local.optimizer, contexts)));
+      step.done = local.optimizer->step(how, gradients_of(agent_, *local.optimizer, contexts));
     } catch (...) {
       base::Promise<uint64_t> failed;
       failed.fail(base::current_error(base::ErrorKind::kInternal));
-      steps.push_back(failed.future());
+      step.done = failed.future();
     }
   };
-  step_locally(shared_, terms);
+  step_locally(shared_, terms, "");
   terms.participant = 0;  // the only one
-  step_locally(own_, terms);
-  base::wait_all(steps);
-  return steps.empty() ? 0 : steps.front().wait();
+  terms.scale = scales.own;
+  step_locally(own_, terms, " (its own)");
+  await(steps);
+  return steps.empty() ? 0 : steps.front().done.wait();
 }
 
-double DistributedOptimizer::scale_for(const std::vector<uint64_t>& contexts,
-                                       double max_norm) const {
-  std::vector<base::Future<double>> norms;
+void DistributedOptimizer::await(const std::vector<Step>& steps) const {
+  std::vector<base::Future<uint64_t>> all;
+  for (const Step& step : steps) all.push_back(step.done);
+  try {
+    base::wait_all(all);
+  } catch (...) {
+    base::Error error = base::current_error(base::ErrorKind::kInternal);
+    if (steps.size() > 1) error.message += "; " + outcome_of(steps);
+    throw base::Exception(std::move(error));
+  }
+}
+
+// After a failure. Owners that may wait for other participants are not waited for.
+std::string DistributedOptimizer::outcome_of(const std::vector<Step>& steps) const {
+  std::string made, failed, open;
+  for (const Step& step : steps) {
+    const bool is_open = steps_wait() && !step.done.done();
+    std::string& list = is_open ? open : step.done.wait_result().ok() ? made : failed;
+    list += (list.empty() ? "" : ", ") + step.where;
+  }
+  std::string text = "the step failed on " + failed;
+  if (!made.empty()) text += ", is made on " + made;
+  if (!open.empty()) text += ", has not been made yet on " + open;
+  return text;
+}
+
+// Sums in the order of the owners, so that all participants come to the same bits.
+DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<uint64_t>& contexts,
+                                                              double max_norm) const {
+  const double own =
+      own_.optimizer ? norm_squared(gradients_of(agent_, *own_.optimizer, contexts)) : 0;
+  const NormTerms terms{participant(), own};
+  std::map<int, base::Future<Norms>> by_owner;
   for (const Remote& remote : remote_) {
-    norms.push_back(agent_.rpc_async<&norm_here>(owner_of(remote, true), remote.optimizer, contexts,
-                                                 participant()));
+    by_owner.emplace(remote.optimizer.owner(),
+                     agent_.rpc_async<&norms_here>(owner_of(remote, norms_wait()), remote.optimizer,
+                                                   contexts, terms));
   }
   if (shared_.optimizer) {
-    norms.push_back(shared_.optimizer->norm_squared(
-        participant(), gradients_of(agent_, *shared_.optimizer, contexts)));
+    by_owner.emplace(agent_.rank(), shared_.optimizer->norms_squared(
+                                        terms, gradients_of(agent_, *shared_.optimizer, contexts)));
   }
-  double squared =
-      own_.optimizer ? norm_squared(gradients_of(agent_, *own_.optimizer, contexts)) : 0;
-  base::wait_all(norms);
-  for (const auto& norm : norms) squared += norm.wait();
-  return clip_scale(squared, max_norm);
+  std::vector<base::Future<Norms>> all;
+  for (const auto& [owner, norms] : by_owner) all.push_back(norms);
+  base::wait_all(all);
+  double shared = 0;
+  for (const auto& norms : all) shared += norms.wait().shared;
+  const double total = shared + (all.empty() ? own : all.front().wait().own);
+  const double scale = clip_scale(total, max_norm);
+  // Replicas stay equal: this participant's norm says nothing of the others'.
+  const bool is_everyones = sharing_.mode == Sharing::Mode::kSync || sharing_.participants <= 1;
+  return {scale, is_everyones ? scale : clip_scale(own, max_norm)};
 }
 
 void DistributedOptimizer::set_lr_factor(double factor) {

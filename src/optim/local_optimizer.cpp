@@ -22,29 +22,34 @@ at::Tensor mean(const std::map<int, LocalOptimizer::Gradients>& gathered, size_t
   at::Tensor sum;
   for (const auto& [participant, gradients] : gathered) {
     const at::Tensor& gradient = gradients[parameter];
-    if (!gradient.defined()) continue;
-    if (!sum.defined()) {
-      sum = gradient;
-    } else if (sum.is_sparse() && !gradient.is_sparse()) {
-      sum = gradient + sum;  // torch adds sparse to dense, not dense to sparse
-    } else {
-      sum = sum + gradient;
-    }
+    if (gradient.defined()) sum = sum.defined() ? sum_of(sum, gradient) : gradient;
   }
   return sum.defined() ? sum / static_cast<double>(gathered.size()) : sum;
 }
 
-// One update has one learning rate.
-void check_same_rate(const std::map<int, StepTerms>& gathered) {
+// One update has one learning rate, and one limit of its norm.
+void check_same_terms(const std::map<int, StepTerms>& gathered) {
   const StepTerms& first = gathered.begin()->second;
   for (const auto& [participant, terms] : gathered) {
-    if (terms.lr_factor == first.lr_factor) continue;
     std::ostringstream message;
-    message << "participants " << first.participant << " and " << participant
-            << " step with different learning rates: " << first.lr_factor << " and "
-            << terms.lr_factor << " of the groups' own";
+    message << "participants " << first.participant << " and " << participant << " step with ";
+    if (terms.lr_factor != first.lr_factor) {
+      message << "different learning rates: " << first.lr_factor << " and " << terms.lr_factor
+              << " of the groups' own";
+    } else if (terms.scale != first.scale) {
+      message << "gradients that are clipped differently: to " << first.scale << " and "
+              << terms.scale << " of themselves";
+    } else {
+      continue;
+    }
     throw base::Exception(base::ErrorKind::kInvalid, message.str());
   }
+}
+
+void check_scale(double scale) {
+  if (scale >= 0 && scale <= 1) return;
+  throw base::Exception(base::ErrorKind::kInvalid, "gradients cannot be clipped to " +
+                                                       std::to_string(scale) + " of themselves");
 }
 
 }  // namespace
@@ -93,8 +98,28 @@ void LocalOptimizer::check_participant(int participant, const Gradients& gradien
   }
 }
 
-template <class R>
-base::Future<R> LocalOptimizer::bring(Gathering<R>& gathering, const StepTerms& terms,
+// All who clip measure before any steps, and all step before any measures again: `others` are
+// empty, or end here with the error that is thrown.
+template <class R, class Terms>
+void LocalOptimizer::check_all_clip(Gathering<R, Terms>& others, int participant) {
+  Gathering<R, Terms> ended;
+  {
+    std::lock_guard lock(mutex_);
+    if (others.terms.empty()) return;
+    ended = std::exchange(others, {});
+  }
+  const base::Error error{base::ErrorKind::kInvalid,
+                          "participants " + std::to_string(ended.terms.begin()->first) + " and " +
+                              std::to_string(participant) +
+                              " step together, but only one of them clips its gradients",
+                          -1,
+                          {}};
+  for (auto& promise : ended.waiting) promise.fail(error);
+  throw base::Exception(error);
+}
+
+template <class R, class Terms>
+base::Future<R> LocalOptimizer::bring(Gathering<R, Terms>& gathering, const Terms& terms,
                                       Gradients gradients) {
   if (lost_ && terms_.participants > 1) throw base::Exception(*lost_);
   if (!gathering.gradients.emplace(terms.participant, std::move(gradients)).second) {
@@ -114,6 +139,7 @@ base::Future<uint64_t> LocalOptimizer::step(const StepTerms& terms, Gradients gr
 }
 
 base::Future<uint64_t> LocalOptimizer::step_together(const StepTerms& terms, Gradients gradients) {
+  check_all_clip(measuring_, terms.participant);
   base::Future<uint64_t> future;
   std::vector<base::Promise<uint64_t>> applied;
   std::optional<base::Error> error;
@@ -126,7 +152,7 @@ base::Future<uint64_t> LocalOptimizer::step_together(const StepTerms& terms, Gra
     applied.swap(all.waiting);
     const Busy busy(*this);
     try {
-      check_same_rate(all.terms);
+      check_same_terms(all.terms);
       apply_locked(means(all.gradients), all.terms.begin()->second);
       for (int64_t& steps : steps_) ++steps;
       updates = applied_;
@@ -171,24 +197,38 @@ base::Future<uint64_t> LocalOptimizer::step_alone(const StepTerms& terms,
   return future;
 }
 
-base::Future<double> LocalOptimizer::norm_squared(int participant, Gradients gradients) {
-  check_participant(participant, gradients);
-  base::Future<double> future;
-  Gathering<double> all;
+base::Future<Norms> LocalOptimizer::norms_squared(const NormTerms& terms, Gradients gradients) {
+  check_participant(terms.participant, gradients);
+  if (terms_.mode != Sharing::Mode::kSync) {
+    base::Promise<Norms> at_once;
+    at_once.set({optim::norm_squared(gradients), terms.own});
+    return at_once.future();
+  }
+  check_all_clip(stepping_, terms.participant);
+  base::Future<Norms> future;
+  Gathering<Norms, NormTerms> all;
   {
     std::lock_guard lock(mutex_);
-    future = bring(measuring_, StepTerms{participant}, std::move(gradients));
+    future = bring(measuring_, terms, std::move(gradients));
     if (static_cast<int>(measuring_.gradients.size()) < terms_.participants) return future;
     all = std::exchange(measuring_, {});
   }
-  double result = 0;
-  if (terms_.mode == Sharing::Mode::kSync) {
-    result = optim::norm_squared(means(all.gradients));
-  } else {
-    for (const auto& [who, theirs] : all.gradients) result += optim::norm_squared(theirs);
-    result /= static_cast<double>(all.gradients.size());
+  Norms norms;
+  std::optional<base::Error> error;
+  try {
+    norms.shared = optim::norm_squared(means(all.gradients));
+    for (const auto& [participant, theirs] : all.terms) norms.own += theirs.own;
+    norms.own /= static_cast<double>(all.terms.size());
+  } catch (...) {
+    error = base::current_error(base::ErrorKind::kInternal);
   }
-  for (auto& promise : all.waiting) promise.set(result);
+  for (auto& promise : all.waiting) {
+    if (error) {
+      promise.fail(*error);
+    } else {
+      promise.set(norms);
+    }
+  }
   return future;
 }
 
@@ -199,20 +239,37 @@ LocalOptimizer::Gradients LocalOptimizer::means(const std::map<int, Gradients>& 
 }
 
 void LocalOptimizer::apply_locked(const Gradients& gradients, const StepTerms& terms) {
-  // Before any parameter is changed: all are, or none.
+  // What can be known before any parameter is changed: all are, or none.
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (gradients[i].defined()) rule_of(i).check(i, parameters_[i], gradients[i]);
   }
+  check_scale(terms.scale);
   for (const auto& rule : rules_) rule->set_lr_factor(terms.lr_factor);
   const autograd::ParameterUpdate update(agent_);
   for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (gradients[i].defined() && !gradients[i].is_sparse()) update.unshare(parameters_[i]);
+  }
+  for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!gradients[i].defined()) continue;
-    if (!gradients[i].is_sparse()) update.unshare(parameters_[i]);
-    rule_of(i).apply(i, parameters_[i],
-                     terms.scale == 1 ? gradients[i] : gradients[i] * terms.scale);
+    try {
+      rule_of(i).apply(i, parameters_[i],
+                       terms.scale == 1 ? gradients[i] : gradients[i] * terms.scale);
+    } catch (...) {
+      throw base::Exception(half_made(i));
+    }
   }
   ++applied_;
   if (updates_) updates_->fetch_add(1);
+}
+
+// Of the error in flight.
+base::Error LocalOptimizer::half_made(size_t parameter) const {
+  base::Error error = base::current_error(base::ErrorKind::kInternal);
+  error.message = "the update of rank " + std::to_string(agent_.rank()) +
+                  "'s parameters is half made: it failed at parameter " +
+                  std::to_string(parameter) + " of " + std::to_string(parameters_.size()) +
+                  ", those before it are updated: " + error.message;
+  return error;
 }
 
 int64_t LocalOptimizer::lead_locked(int participant) const {
@@ -238,8 +295,8 @@ void LocalOptimizer::check_same(const std::vector<at::Tensor>& parameters,
 }
 
 void LocalOptimizer::on_rank_lost(const base::Error& error) {
-  Gathering<uint64_t> stepping;
-  Gathering<double> measuring;
+  Gathering<uint64_t, StepTerms> stepping;
+  Gathering<Norms, NormTerms> measuring;
   std::multimap<int, Ahead> ahead;
   {
     std::lock_guard lock(mutex_);
@@ -253,8 +310,8 @@ void LocalOptimizer::on_rank_lost(const base::Error& error) {
   for (auto& [participant, waiting] : ahead) waiting.promise.fail(error);
 }
 
-template <class R>
-void LocalOptimizer::tell_locked(const Gathering<R>& gathering, const char* what,
+template <class R, class Terms>
+void LocalOptimizer::tell_locked(const Gathering<R, Terms>& gathering, const char* what,
                                  std::vector<rpc::Wait>& waits) const {
   if (gathering.terms.empty()) return;
   std::string missing;
@@ -308,10 +365,12 @@ void LocalOptimizer::load_state(const std::vector<ParameterState>& state) {
   std::lock_guard lock(mutex_);
   const Busy busy(*this);
   const autograd::ParameterUpdate update(agent_);
+  std::vector<UpdateRule::Loaded> loaded;  // all, before any state is changed
   for (size_t i = 0; i < state.size(); ++i) {
     update.unshare(parameters_[i]);
-    rule_of(i).load_state(i, parameters_[i], state[i]);
+    loaded.push_back(rule_of(i).load(i, parameters_[i], state[i]));
   }
+  for (size_t i = 0; i < state.size(); ++i) rule_of(i).adopt(i, std::move(loaded[i]));
 }
 
 Progress LocalOptimizer::progress(int participant) const {

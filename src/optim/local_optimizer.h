@@ -52,6 +52,18 @@ struct StepTerms {
       std::tuple(&StepTerms::participant, &StepTerms::scale, &StepTerms::lr_factor);
 };
 
+/// What a participant asks for the norm with, and what it is told: squared L2 norms.
+struct NormTerms {
+  int participant = 0;
+  double own = 0;  ///< of the gradients of its own parameters
+  static constexpr auto kFields = std::tuple(&NormTerms::participant, &NormTerms::own);
+};
+struct Norms {
+  double shared = 0;
+  double own = 0;
+  static constexpr auto kFields = std::tuple(&Norms::shared, &Norms::own);
+};
+
 /// Throws `invalid` where two of the parameters share their memory. `group_of` gives the number of
 /// the group of one.
 void check_each_once(const std::vector<at::Tensor>& parameters,
@@ -73,9 +85,10 @@ class LocalOptimizer {
   /// Gives back how many updates there had been when it was applied, itself included.
   base::Future<uint64_t> step(const StepTerms& terms, Gradients gradients);
 
-  /// The squared norm of what step() would apply: kSync, of the mean of all participants'
-  /// gradients; else the mean of the participants' squared norms. Done when all have asked.
-  base::Future<double> norm_squared(int participant, Gradients gradients);
+  /// The squared norms of what step() would apply. kSync: of the mean of all participants'
+  /// gradients, and the mean of their `own`, the same for all of them and done when all have asked.
+  /// Else of this participant's, at once.
+  base::Future<Norms> norms_squared(const NormTerms& terms, Gradients gradients);
 
   /// `invalid` if it optimises other parameters, or otherwise.
   void check_same(const std::vector<at::Tensor>& parameters, const SharedTerms& terms) const;
@@ -88,6 +101,7 @@ class LocalOptimizer {
   std::vector<rpc::Wait> waits() const;
 
   std::vector<ParameterState> state() const;
+  /// Changes nothing where it throws.
   void load_state(const std::vector<ParameterState>& state);
   Progress progress(int participant) const;
 
@@ -95,15 +109,15 @@ class LocalOptimizer {
 
  private:
   // What the participants bring for one step, until all have come.
-  template <class R>
+  template <class R, class Terms>
   struct Gathering {
     std::map<int, Gradients> gradients;
-    std::map<int, StepTerms> terms;
+    std::map<int, Terms> terms;
     std::vector<base::Promise<R>> waiting;
     base::TimePoint since;  // the first one came
   };
-  template <class R>
-  void tell_locked(const Gathering<R>& gathering, const char* what,
+  template <class R, class Terms>
+  void tell_locked(const Gathering<R, Terms>& gathering, const char* what,
                    std::vector<rpc::Wait>& waits) const;
 
   /// While it lives the lock is held for long.
@@ -121,12 +135,15 @@ class LocalOptimizer {
   };
 
   void check_participant(int participant, const Gradients& gradients) const;
-  template <class R>
-  base::Future<R> bring(Gathering<R>& gathering, const StepTerms& terms, Gradients gradients);
+  template <class R, class Terms>
+  void check_all_clip(Gathering<R, Terms>& others, int participant);
+  template <class R, class Terms>
+  base::Future<R> bring(Gathering<R, Terms>& gathering, const Terms& terms, Gradients gradients);
   base::Future<uint64_t> step_together(const StepTerms& terms, Gradients gradients);
   base::Future<uint64_t> step_alone(const StepTerms& terms, const Gradients& gradients);
   Gradients means(const std::map<int, Gradients>& gathered) const;
   void apply_locked(const Gradients& gradients, const StepTerms& terms);
+  base::Error half_made(size_t parameter) const;
   UpdateRule& rule_of(size_t parameter) const { return *rules_[groups_[parameter]]; }
   int64_t lead_locked(int participant) const;
 
@@ -140,8 +157,8 @@ class LocalOptimizer {
   const std::shared_ptr<std::atomic<uint64_t>> updates_;  // of all optimizers of this rank
   uint64_t applied_ = 0;                                  // of this one
   std::vector<int64_t> steps_;                            // by participant
-  Gathering<uint64_t> stepping_;
-  Gathering<double> measuring_;
+  Gathering<uint64_t, StepTerms> stepping_;
+  Gathering<Norms, NormTerms> measuring_;
   struct Ahead {
     base::Promise<uint64_t> promise;
     uint64_t updates;  // its result

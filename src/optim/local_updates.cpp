@@ -16,7 +16,7 @@ Gradients mean(const std::vector<Gradients>& gathered) {
   Gradients means = gathered[0];
   if (gathered.size() == 1) return means;
   for (size_t i = 0; i < means.size(); ++i) {
-    for (size_t t = 1; t < gathered.size(); ++t) means[i] = means[i] + gathered[t][i];
+    for (size_t t = 1; t < gathered.size(); ++t) means[i] = sum_of(means[i], gathered[t][i]);
     means[i] = means[i] / static_cast<double>(gathered.size());
   }
   return means;
@@ -77,21 +77,27 @@ void LocalUpdates::gather() {
   }
 }
 
-// As DistributedOptimizer does with clipping: one scale for all.
+// Clips as DistributedOptimizer does: each update by its own norm, the replicas with it where there
+// is one.
 void LocalUpdates::step() {
   const base::TraceScope scope("update");
   const at::NoGradGuard no_grad;
   std::vector<Gradients> updates = std::exchange(shared_->gathered, {});
   const Gradients replicated = mean(std::exchange(replicated_->gathered, {}));
   if (sync_) updates = {mean(updates)};
-  double scale = 1;
-  if (max_norm_ > 0) {
-    double squared = 0;
-    for (const Gradients& gradients : updates) squared += norm_squared(gradients);
-    squared = squared / static_cast<double>(updates.size()) + norm_squared(replicated);
-    scale = clip_scale(squared, max_norm_);
+  const auto scale_of = [this](double squared) {
+    return max_norm_ > 0 ? clip_scale(squared, max_norm_) : 1;
+  };
+  const auto norm = [this](const Gradients& gradients) {
+    return max_norm_ > 0 ? norm_squared(gradients) : 0;
+  };
+  const double of_replicas = norm(replicated);
+  double scale = scale_of(of_replicas);
+  for (const Gradients& gradients : updates) {
+    const double with_replicas = scale_of(norm(gradients) + of_replicas);
+    shared_->apply(gradients, with_replicas);
+    if (updates.size() == 1) scale = with_replicas;
   }
-  for (const Gradients& gradients : updates) shared_->apply(gradients, scale);
   replicated_->apply(replicated, scale);
   updates_ += static_cast<int64_t>(updates.size());
 }
@@ -118,11 +124,15 @@ std::vector<ParameterState> LocalUpdates::state() const {
 }
 
 void LocalUpdates::load_state(const std::vector<ParameterState>& state) {
-  auto next = state.begin();
+  std::vector<UpdateRule::Loaded> loaded;  // all, before any state is changed
   for (const Some* some : {shared_.get(), replicated_.get()}) {
     for (size_t i = 0; i < some->parameters.size(); ++i) {
-      some->rule->load_state(i, some->parameters[i], *next++);
+      loaded.push_back(some->rule->load(i, some->parameters[i], state.at(loaded.size())));
     }
+  }
+  auto next = loaded.begin();
+  for (const Some* some : {shared_.get(), replicated_.get()}) {
+    for (size_t i = 0; i < some->parameters.size(); ++i) some->rule->adopt(i, std::move(*next++));
   }
 }
 

@@ -287,7 +287,8 @@ ParameterState UpdateRule::state(size_t i) const {
   return state;
 }
 
-void UpdateRule::load_state(size_t i, const at::Tensor& parameter, const ParameterState& state) {
+UpdateRule::Loaded UpdateRule::load(size_t i, const at::Tensor& parameter,
+                                    const ParameterState& state) const {
   const int64_t steps = step_in(i, state);
   ParameterState kept;
   for (const std::string& name : kept_names()) {
@@ -303,14 +304,27 @@ void UpdateRule::load_state(size_t i, const at::Tensor& parameter, const Paramet
   }
   if (kept.size() + 1 != state.size()) bad_state(i, "of another optimizer");
   if (steps > 0 && kept.size() != kept_names().size()) bad_state(i, "incomplete");
+  return {std::move(kept), steps};
+}
+
+void UpdateRule::adopt(size_t i, Loaded loaded) {
   if (kept_.size() <= i) kept_.resize(i + 1);
   if (steps_.size() <= i) steps_.resize(i + 1);
-  kept_[i] = std::move(kept);
-  steps_[i] = steps;
+  kept_[i] = std::move(loaded.kept);
+  steps_[i] = loaded.steps;
+}
+
+// Torch adds sparse to dense, not dense to sparse.
+at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b) {
+  return a.is_sparse() && !b.is_sparse() ? b + a : a + b;
 }
 
 double clip_scale(double norm_squared, double max_norm) {
   constexpr double kEpsilon = 1e-6;
+  if (!std::isfinite(norm_squared)) {
+    throw Exception(ErrorKind::kNotFinite,
+                    "the norm of the gradients is not finite: they cannot be clipped");
+  }
   return std::min(1.0, max_norm / (std::sqrt(norm_squared) + kEpsilon));
 }
 

@@ -5,7 +5,11 @@
 // the last place or two. Gradients here reach some hundreds, so elements are compared to 1e-6 of
 // the largest gradient of the tensor (at least of 1): eight times the spacing of float32 there.
 #include <algorithm>
+#include <memory>
 #include <thread>
+
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "oracle/compare.h"
 #include "oracle/distrain_runtime.h"
@@ -51,6 +55,52 @@ TEST_CASE("our gradients are those of torch's DistEngine") {
       CHECK(runtime.cluster()[rank].live_rrefs() == 0);
     }
   }
+}
+
+TEST_CASE("hooks behind a leaf's AccumulateGrad are called as torch's DistEngine calls them") {
+  struct Call {
+    size_t leaf;
+    size_t outputs;
+    at::Tensor gradient;
+  };
+  const auto calls_in = [](auto& runtime) {
+    std::vector<std::vector<Call>> all;
+    for (const Graph& graph : graphs()) {
+      std::vector<Call>& calls = all.emplace_back();
+      std::vector<std::shared_ptr<torch::autograd::Node>> accumulators;
+      for (size_t i = 0; i < graph.leaves.size(); ++i) {
+        accumulators.push_back(torch::autograd::impl::grad_accumulator(graph.leaves[i]));
+        accumulators.back()->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+            [&calls, i](const torch::autograd::variable_list& outputs,
+                        const torch::autograd::variable_list& grads) {
+              calls.push_back({i, outputs.size(), grads.at(0).clone()});
+              return outputs;
+            }));
+      }
+      runtime.gradients(graph);
+      std::sort(calls.begin(), calls.end(),
+                [](const Call& a, const Call& b) { return a.leaf < b.leaf; });
+    }
+    return all;
+  };
+  std::vector<std::vector<Call>> official;
+  {
+    OfficialRuntime runtime;
+    official = calls_in(runtime);
+  }
+  DistrainRuntime runtime(2);
+  const std::vector<std::vector<Call>> ours = calls_in(runtime);
+  REQUIRE(ours.size() == official.size());
+  for (size_t g = 0; g < ours.size(); ++g) {
+    CAPTURE(g);
+    REQUIRE(ours[g].size() == official[g].size());
+    for (size_t i = 0; i < ours[g].size(); ++i) {
+      CHECK(ours[g][i].leaf == official[g][i].leaf);
+      CHECK(ours[g][i].outputs == official[g][i].outputs);
+      check_same({ours[g][i].gradient}, {official[g][i].gradient});
+    }
+  }
+  runtime.cluster().shutdown();
 }
 
 TEST_CASE("all graphs at once, in contexts of their own") {

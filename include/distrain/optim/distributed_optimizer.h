@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "distrain/autograd/context.h"
@@ -85,10 +86,21 @@ class DistributedOptimizer {
   /// Returns when this rank may begin its next step: see Sharing::Mode. If a rank is lost while
   /// others wait for each other's steps, they fail with its error.
   ///
-  /// With `max_norm` above 0 all gradients are first multiplied by max_norm / norm if their L2
-  /// norm over all owners' parameters together is greater. It is that of the gradients which are
-  /// applied: kSync, of the means. Several participants scale alike, so that parameters which they
-  /// replicate (DDP) stay equal: kAsync, by the root of the mean of their squared norms.
+  /// With `max_norm` above 0 gradients are first multiplied by max_norm / norm if their L2 norm is
+  /// greater, over the parameters of all owners together; `not_finite` if that norm is not, and
+  /// nothing is updated. kSync: one norm a step, of the gradients' means over the participants, and
+  /// one scale for all of them, whoever comes last. (`own` parameters count with the mean of the
+  /// participants' squared norms, which is each one's where they are replicas under DDP.) kAsync
+  /// and kSsp: each participant's gradients have their own norm, and none waits for another; with
+  /// several participants `own` ones are scaled by the norm of them alone, so that replicas, whose
+  /// gradients are the same for all, stay equal. In kSync all participants clip, or none.
+  ///
+  /// Each owner checks all gradients (shapes, dtypes, layouts, scales) before it changes any of its
+  /// parameters: it updates all of them or none. What cannot be checked before, such as memory that
+  /// gives out, is an error that tells which were updated. Where one of several owners fails, the
+  /// others' updates stand: the error tells on which ranks the step was made, on which it failed
+  /// (with peer_lost, deadline and cancelled: nobody knows whether it was made there), and where it
+  /// was still waiting for other participants.
   ///
   /// Gives back how many updates its parameters on the first other owner (or here, if there is
   /// none) had had when this one was applied, itself included.
@@ -110,7 +122,8 @@ class DistributedOptimizer {
   /// What the update rules keep, by parameter, on the CPU: group by group, `shared` before `own`. A
   /// consistent whole only while nobody steps.
   std::vector<ParameterState> state() const;
-  /// Throws `bad_data` for a state that does not fit.
+  /// Throws `bad_data` for a state that does not fit: each owner checks all of its part before it
+  /// changes anything, one after the other, this rank last.
   void load_state(const std::vector<ParameterState>& state);
   /// The same of the groups' `own` parameters only.
   std::vector<ParameterState> local_state() const;
@@ -127,8 +140,22 @@ class DistributedOptimizer {
     std::shared_ptr<LocalOptimizer> optimizer;  // null: no parameters
     std::vector<size_t> places;
   };
-  double scale_for(const std::vector<uint64_t>& contexts, double max_norm) const;
+  /// What gradients are multiplied by.
+  struct Scales {
+    double shared = 1;
+    double own = 1;
+  };
+  /// One owner's part of a step.
+  struct Step {
+    std::string where;
+    base::Future<uint64_t> done;
+  };
+  Scales scales_for(const std::vector<uint64_t>& contexts, double max_norm) const;
+  void await(const std::vector<Step>& steps) const;
+  std::string outcome_of(const std::vector<Step>& steps) const;
   int participant() const;
+  bool steps_wait() const;
+  bool norms_wait() const;
   rpc::To owner_of(const Remote& remote, bool waits) const;
 
   rpc::Agent& agent_;

@@ -92,8 +92,11 @@ std::vector<ParameterState> unflatten(const std::vector<std::string>& parameters
 double norm_squared(const std::vector<at::Tensor>& gradients);
 
 /// What gradients of this squared norm are multiplied by, so that their norm is at most `max_norm`;
-/// at most 1. As torch.nn.utils.clip_grad_norm_.
+/// at most 1. As torch.nn.utils.clip_grad_norm_ with error_if_nonfinite: throws `not_finite`.
 double clip_scale(double norm_squared, double max_norm);
+
+/// The sum of two gradients, each dense or sparse.
+at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b);
 
 OptimizerFields to_fields(const OptimizerOptions& options);
 
@@ -127,8 +130,17 @@ class UpdateRule {
 
   /// What is kept for parameter `i`: the tensors themselves, which the next update changes.
   ParameterState state(size_t i) const;
-  /// Puts copies there, on the parameter's device. Throws `bad_data`: of another rule or shape.
-  void load_state(size_t i, const at::Tensor& parameter, const ParameterState& state);
+  /// What adopt() takes: copies of a state, on the parameter's device. Throws `bad_data` for one of
+  /// another rule or shape. Changes nothing: where several parameters are loaded, all are or none.
+  struct Loaded {
+    ParameterState kept;
+    int64_t steps = 0;
+  };
+  Loaded load(size_t i, const at::Tensor& parameter, const ParameterState& state) const;
+  void adopt(size_t i, Loaded loaded);
+  void load_state(size_t i, const at::Tensor& parameter, const ParameterState& state) {
+    adopt(i, load(i, parameter, state));
+  }
 
  protected:
   explicit UpdateRule(double lr) : lr_(lr) {}

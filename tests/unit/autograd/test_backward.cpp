@@ -4,6 +4,8 @@
 #include <thread>
 
 #include <ATen/Functions.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
 #include "distrain/autograd/context.h"
 #include "support/catch.h"
@@ -45,7 +47,24 @@ struct Scale {
     return autograd::gradient(context.agent, id, weight);
   }
   RRef<at::Tensor> parameter(rpc::CallContext& context) { return context.agent.make_rref(weight); }
+  void break_hook() {
+    accumulator = torch::autograd::impl::grad_accumulator(weight);
+    accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+        [](const torch::autograd::variable_list&, const torch::autograd::variable_list&)
+            -> torch::autograd::variable_list { throw std::runtime_error("post hook broke"); }));
+  }
   at::Tensor weight;
+  std::shared_ptr<torch::autograd::Node> accumulator;
+};
+
+struct GivesNoGradient : torch::autograd::Function<GivesNoGradient> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) {
+    return x * 2;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list&) {
+    return {at::Tensor()};
+  }
 };
 
 std::atomic<int> g_told{0};
@@ -57,6 +76,27 @@ at::Tensor mul_guarded(rpc::CallContext& context, at::Tensor a) {
   autograd::guard_pass(context.agent, std::move(guard));
   return a * 2;
 }
+
+// The gradients of both are row 1, in one tensor of values or of indices.
+struct GivesSharedRows : torch::autograd::Function<GivesSharedRows> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            const at::Tensor& y, bool share_values) {
+    context->saved_data["share_values"] = share_values;
+    return x + y;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list&) {
+    const at::Tensor indices = at::ones({1, 1}, at::kLong);
+    const at::Tensor values = at::full({1, 2}, 2.0, at::kDouble);
+    const auto rows = [](const at::Tensor& numbers, const at::Tensor& of_rows) {
+      return at::sparse_coo_tensor(numbers, of_rows, {4, 2});
+    };
+    if (context->saved_data["share_values"].toBool()) {
+      return {rows(indices, values), rows(indices.clone(), values), at::Tensor()};
+    }
+    return {rows(indices, values), rows(indices, values.clone()), at::Tensor()};
+  }
+};
 
 void setup(Agent& agent) {
   autograd::install(agent);
@@ -72,6 +112,7 @@ void setup(Agent& agent) {
   agent.expose<&Scale::forward>("Scale.forward");
   agent.expose<&Scale::gradient>("Scale.gradient");
   agent.expose<&Scale::parameter>("Scale.parameter");
+  agent.expose<&Scale::break_hook>("Scale.break_hook");
 }
 
 at::Tensor fail_in_backward(at::Tensor a) {
@@ -209,6 +250,59 @@ TEST_CASE("tensor and node hooks run, and may change the gradient") {
   CHECK(at::equal(context.gradient(a), at::full({2}, 20.0, at::kDouble)));
 }
 
+TEST_CASE("hooks behind a leaf's AccumulateGrad run when the context has the gradient") {
+  Cluster cluster(2, setup);
+  const at::Tensor a = leaf(at::ones({2}));
+  const auto accumulator = torch::autograd::impl::grad_accumulator(a);
+  std::optional<autograd::Context> context(cluster[0]);
+  struct Call {
+    size_t outputs;
+    at::Tensor gradient;
+    at::Tensor in_context;
+    uint64_t current;
+  };
+  std::vector<Call> calls;
+  accumulator->add_post_hook(std::make_unique<
+                             torch::autograd::utils::
+                                 LambdaPostHook>([&](const torch::autograd::variable_list& outputs,
+                                                     const torch::autograd::variable_list& grads)
+                                                     -> torch::autograd::variable_list {
+    calls.push_back({outputs.size(), grads.at(0), context->gradient(a), rpc::current_context()});
+    return {};
+  }));
+  const at::Tensor y = cluster[0].rpc_sync<&mul>(1, a, a.detach() * 3).sum();
+  autograd::backward(*context, {y}, {.retain_graph = true});
+  autograd::backward(*context, {y});
+  REQUIRE(calls.size() == 2);
+  for (const Call& call : calls) {
+    CHECK(call.outputs == 0);
+    CHECK(at::equal(call.gradient, at::full({2}, 3.0, at::kDouble)));  // of this pass
+    CHECK(call.current == context->id());
+  }
+  CHECK(at::equal(calls[1].in_context, at::full({2}, 6.0, at::kDouble)));
+  calls[0].gradient.zero_();  // the hook's to keep: not the context's
+  CHECK(at::equal(context->gradient(a), at::full({2}, 6.0, at::kDouble)));
+
+  calls.clear();
+  context.reset();
+  context.emplace(cluster[0]);
+  autograd::backward(*context, {GivesNoGradient::apply(a).sum()});
+  REQUIRE(calls.size() == 1);
+  CHECK_FALSE(calls[0].gradient.defined());
+}
+
+TEST_CASE("a hook behind a leaf's AccumulateGrad may fail the pass, also on another rank") {
+  Cluster cluster(2, setup);
+  const RRef<Scale> module = cluster[0].remote_new<Scale>(1, at::ones({2}, at::kDouble));
+  module.rpc_sync<&Scale::break_hook>();
+  autograd::Context context(cluster[0]);
+  const at::Tensor y = module.rpc_sync<&Scale::forward>(at::ones({2}, at::kDouble)).sum();
+  const base::Error e = error_of([&] { autograd::backward(context, {y}); });
+  CHECK(e.kind == ErrorKind::kRemoteFailed);
+  CHECK(e.rank == 1);
+  CHECK(e.message.find("post hook broke") != std::string::npos);
+}
+
 TEST_CASE("gradients are announced as they are ready, and the end of the pass") {
   Cluster cluster(2, setup);
   const at::Tensor a = leaf(at::ones({2})), b = leaf(at::ones({2})), unused = leaf(at::ones({2}));
@@ -237,6 +331,19 @@ TEST_CASE("each leaf has a gradient of its own, though one tensor came for sever
   CHECK(at::equal(context.gradient(a), at::full({2}, 10.0, at::kDouble)));
   CHECK(at::equal(context.gradient(b), at::full({2}, 2.0, at::kDouble)));
   CHECK(at::equal(context.gradient(c), at::full({1}, 2.0, at::kDouble)));
+}
+
+TEST_CASE("each leaf has sparse rows of its own, though one tensor of them came for several") {
+  Cluster cluster(1, setup);
+  const bool share_values = GENERATE(true, false);
+  CAPTURE(share_values);
+  const at::Tensor a = leaf(at::ones({4, 2})), b = leaf(at::ones({4, 2}));
+  autograd::Context context(cluster[0]);
+  autograd::backward(context, {GivesSharedRows::apply(a, b, share_values).sum()});
+  const at::Tensor expected = context.gradient(b).to_dense();
+  context.gradient(a)._values().mul_(10);
+  context.gradient(a)._indices().fill_(3);
+  CHECK(at::equal(context.gradient(b).to_dense(), expected));
 }
 
 TEST_CASE("several passes of one context add up") {

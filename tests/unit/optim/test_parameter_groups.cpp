@@ -366,7 +366,7 @@ TEST_CASE("in sync mode all step with the same learning rate") {
 
 TEST_CASE("who waits for a rank that is lost gets its error, on the owner, too") {
   const auto [mode, max_norm] = GENERATE(std::pair(Mode::kSync, 0.0), std::pair(Mode::kSync, 1.0),
-                                         std::pair(Mode::kSsp, 0.0), std::pair(Mode::kAsync, 1.0));
+                                         std::pair(Mode::kSsp, 0.0), std::pair(Mode::kSsp, 1.0));
   CAPTURE(static_cast<int>(mode), max_norm);
   Cluster cluster(3, set_up_columns);
   std::vector<base::Error> errors(2);
