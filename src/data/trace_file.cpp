@@ -12,9 +12,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "disk.h"
 #include "distrain/base/error.h"
 #include "distrain/base/temporary_path.h"
+#include "files/disk.h"
 
 namespace distrain::data {
 

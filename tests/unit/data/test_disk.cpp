@@ -1,7 +1,7 @@
 // Folders that are removed, and links that others put there.
 #include <filesystem>
 
-#include "../src/data/disk.h"
+#include "../src/data/files/disk.h"
 #include "files.h"
 
 using namespace distrain;

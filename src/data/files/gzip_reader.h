@@ -7,7 +7,7 @@
 
 #include <zlib.h>
 
-#include "file.h"
+#include "files/file.h"
 
 namespace distrain::data {
 

@@ -11,8 +11,8 @@
 #include <nlohmann/json.hpp>
 
 #include "distrain/base/error.h"
-#include "file.h"
-#include "text.h"
+#include "files/file.h"
+#include "text/text.h"
 
 namespace distrain::data {
 namespace {

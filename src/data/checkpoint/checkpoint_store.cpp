@@ -10,12 +10,12 @@
 
 #include <sys/stat.h>
 
-#include "checkpoint_manifest.h"
+#include "checkpoint/checkpoint_manifest.h"
 #include "content_hasher.h"
-#include "disk.h"
 #include "distrain/base/error.h"
 #include "distrain/data/hash.h"
-#include "file.h"
+#include "files/disk.h"
+#include "files/file.h"
 
 namespace distrain::data {
 namespace {

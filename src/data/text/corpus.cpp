@@ -9,8 +9,8 @@
 #include "distrain/base/error.h"
 #include "distrain/base/random.h"
 #include "distrain/data/hash.h"
-#include "file.h"
-#include "text.h"
+#include "files/file.h"
+#include "text/text.h"
 
 namespace distrain::data {
 namespace {

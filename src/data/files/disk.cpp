@@ -1,4 +1,4 @@
-#include "disk.h"
+#include "files/disk.h"
 
 #include <utility>
 
@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 #include "distrain/base/error.h"
-#include "file.h"
+#include "files/file.h"
 
 namespace distrain::data {
 

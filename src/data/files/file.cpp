@@ -1,4 +1,4 @@
-#include "file.h"
+#include "files/file.h"
 
 #include <array>
 #include <cerrno>

@@ -1,4 +1,4 @@
-#include "gzip_reader.h"
+#include "files/gzip_reader.h"
 
 #include <algorithm>
 #include <cstring>

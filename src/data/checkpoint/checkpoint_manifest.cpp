@@ -1,4 +1,4 @@
-#include "checkpoint_manifest.h"
+#include "checkpoint/checkpoint_manifest.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -10,7 +10,7 @@
 
 #include "distrain/base/error.h"
 #include "distrain/data/hash.h"
-#include "text.h"
+#include "text/text.h"
 
 namespace distrain::data {
 namespace {

@@ -11,8 +11,8 @@
 
 #include "content_hasher.h"
 #include "distrain/base/error.h"
-#include "file.h"
-#include "gzip_reader.h"
+#include "files/file.h"
+#include "files/gzip_reader.h"
 
 namespace distrain::data {
 namespace {
