@@ -30,41 +30,46 @@ void Doorway::close() {
     listeners_.clear();
   }
   loop_.post([self = shared_from_this()] {
-    while (!self->strangers_.empty()) self->show_the_door_on_loop(self->strangers_.begin());
+    while (!self->strangers_.empty()) {
+      self->show_the_door_on_loop(self->strangers_.begin()->first);
+    }
   });
 }
 
 void Doorway::on_connection_on_loop(net::Fd socket) {
-  if (strangers_.size() == kMaxStrangers) show_the_door_on_loop(strangers_.begin());
+  if (strangers_.size() == kMaxStrangers) show_the_door_on_loop(strangers_.begin()->first);
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
-  const Place place = strangers_.insert(strangers_.end(), {stream, 0});
+  const uint64_t number = ++newest_;
   const auto weak = weak_from_this();
-  place->timer = loop_.call_at(base::deadline_after(kHelloTimeout), [weak, place] {
-    if (const auto self = weak.lock()) self->show_the_door_on_loop(place);
+  const uint64_t timer = loop_.call_at(base::deadline_after(kHelloTimeout), [weak, number] {
+    if (const auto self = weak.lock()) self->show_the_door_on_loop(number);
   });
-  stream->start({[weak, place](const net::InFrame& frame) {
-                   if (const auto self = weak.lock()) self->on_hello_on_loop(place, frame);
+  strangers_.emplace(number, Stranger{stream, timer});
+  stream->start({[weak, number](const net::InFrame& frame) {
+                   if (const auto self = weak.lock()) self->on_hello_on_loop(number, frame);
                  },
-                 [weak, place](const base::Error&) {
-                   if (const auto self = weak.lock()) self->show_the_door_on_loop(place);
+                 [weak, number](const base::Error&) {
+                   if (const auto self = weak.lock()) self->show_the_door_on_loop(number);
                  }},
                 wire::kHandshakeLimits);
 }
 
-// `place` is no more after this: nothing that still comes from there is listened to.
-void Doorway::show_the_door_on_loop(Place place) {
-  loop_.cancel(place->timer);
-  const net::StreamPtr stream = std::move(place->stream);
-  strangers_.erase(place);
-  stream->set_handler_on_loop({});
-  stream->close(false);
+net::StreamPtr Doorway::take_on_loop(uint64_t number) {
+  const auto it = strangers_.find(number);
+  if (it == strangers_.end()) return nullptr;
+  loop_.cancel(it->second.timer);
+  const net::StreamPtr stream = std::move(it->second.stream);
+  strangers_.erase(it);
+  return stream;
 }
 
-void Doorway::on_hello_on_loop(Place place, const net::InFrame& frame) {
-  loop_.cancel(place->timer);
-  const net::StreamPtr stream = std::move(place->stream);
-  strangers_.erase(place);
-  stream->set_handler_on_loop({});
+void Doorway::show_the_door_on_loop(uint64_t number) {
+  if (const net::StreamPtr stream = take_on_loop(number)) stream->close(false);
+}
+
+void Doorway::on_hello_on_loop(uint64_t number, const net::InFrame& frame) {
+  const net::StreamPtr stream = take_on_loop(number);
+  if (!stream) return;
   std::optional<base::Error> refusal;
   try {
     if (frame.header.kind != wire::FrameKind::kHello) {

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <functional>
-#include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -33,15 +33,17 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
     net::StreamPtr stream;
     uint64_t timer = 0;
   };
-  using Place = std::list<Stranger>::iterator;
 
   void on_connection_on_loop(net::Fd socket);
-  void on_hello_on_loop(Place place, const net::InFrame& frame);
-  void show_the_door_on_loop(Place place);
+  void on_hello_on_loop(uint64_t number, const net::InFrame& frame);
+  void show_the_door_on_loop(uint64_t number);
+  /// Null if it stands here no more: a stream may still say something after that.
+  net::StreamPtr take_on_loop(uint64_t number);
 
   net::Loop& loop_;
   const Admit admit_;
-  std::list<Stranger> strangers_;  // the oldest first; loop thread only
+  std::map<uint64_t, Stranger> strangers_;  // by number, as they came; loop thread only
+  uint64_t newest_ = 0;                     // loop thread only
   std::mutex mutex_;
   bool is_closed_ = false;                                 // by mutex_
   std::vector<std::unique_ptr<net::Listener>> listeners_;  // by mutex_

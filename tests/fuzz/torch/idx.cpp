@@ -9,7 +9,7 @@
 #include <unistd.h>
 #include <zlib.h>
 
-#include "../src/data/gzip_reader.h"
+#include "../src/data/files/gzip_reader.h"
 #include "distrain/base/error.h"
 #include "targets.h"
 

@@ -1,7 +1,7 @@
 #include <cstdio>
 #include <string>
 
-#include "../src/data/checkpoint_manifest.h"
+#include "../src/data/checkpoint/checkpoint_manifest.h"
 #include "distrain/base/error.h"
 #include "distrain/data/hash.h"
 #include "targets.h"
