@@ -32,7 +32,10 @@ struct CommonOptions {
     };
     list.text("checkpoint", of(&CheckpointOptions::dir), "DIR",
               "save here, so that the job can be taken up again")
-        .details("It saves at the end, too, and on SIGINT, SIGTERM or SIGHUP.")
+        .details(
+            "It saves at the end, too, and on SIGINT, SIGTERM or SIGHUP. One job at a time saves "
+            "in "
+            "a folder:\nanother one is refused.")
         .may_change();
     list.integer("checkpoint-every", of(&CheckpointOptions::every), "steps between two saves")
         .range(0, 1e12)

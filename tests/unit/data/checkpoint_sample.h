@@ -3,11 +3,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <filesystem>
 #include <string>
 #include <vector>
 
 #include "distrain/data/checkpoint_store.h"
+#include "distrain/data/hash.h"
 #include "files.h"
 #include "support/catch.h"
 
@@ -57,6 +59,14 @@ inline void check_newest(const std::string& folder, const Sample& expected) {
   const auto path = CheckpointStore::newest(folder);
   REQUIRE(path);
   check_same(CheckpointStore::load(*path), expected.checkpoint);
+}
+
+// A manifest with the end that makes it whole.
+inline std::string sealed(const std::string& text) {
+  char digits[17];
+  std::snprintf(digits, sizeof digits, "%016llx",
+                static_cast<unsigned long long>(content_hash(text)));
+  return text + ",\"xxh64\":\"" + digits + "\"}\n";
 }
 
 inline std::string step_name(int64_t step) {

@@ -70,9 +70,8 @@ TEST_CASE("Whenever a save ends, an old or the new checkpoint is there") {
   int ended_new = 0;
   for (int nth = 1;; ++nth) {
     const Folder folder;
-    CheckpointStore store(folder.path());
-    if (!only_one) store.save(before.checkpoint);
-    store.save(old.checkpoint);
+    if (!only_one) CheckpointStore(folder.path()).save(before.checkpoint);
+    CheckpointStore(folder.path()).save(old.checkpoint);
     const int exit_code = save_and_die(folder.path(), wanted.checkpoint, nth);
     const auto newest = CheckpointStore::newest(folder.path());
     REQUIRE(newest);
@@ -89,7 +88,7 @@ TEST_CASE("Whenever a save ends, an old or the new checkpoint is there") {
     // Going on works, and clears everything away. A second end at the same place is no worse.
     REQUIRE(save_and_die(folder.path(), wanted.checkpoint, nth) <= kKilled);
     REQUIRE(CheckpointStore::load(folder.path()).checkpoint.step >= old.checkpoint.step);
-    store.save(later.checkpoint);
+    CheckpointStore(folder.path()).save(later.checkpoint);
     check_newest(folder.path(), later);
     const auto names = names_in(folder.path());
     REQUIRE(names.size() == 2);
@@ -121,22 +120,24 @@ TEST_CASE("Files are on the disk before they get their name") {
   Strings calls;
   CheckpointStore store(folder.path(), [&](const char* name) { calls.emplace_back(name); });
   store.save(Sample(1).checkpoint);
-  const Strings expected = {"open",   "getdents", "close",           // what is there
-                            "mkdir",                                 //
-                            "open",   "write",    "write", "write",  // header and two tensors
-                            "fsync",  "close",                       //
-                            "open",   "write",    "fsync", "close",  // no tensors
-                            "open",   "write",    "fsync", "close",  // the manifest
-                            "open",   "fsync",    "close",           // their folder
-                            "rename", "rename",                      // no old one; the new one
-                            "open",   "fsync",    "close",           // the parent
-                            "rename",                                // nothing was replaced
-                            "open",   "getdents", "close"};
+  const Strings expected = {"flock",    "getdents",                    // whose folder it is
+                            "getdents", "getdents",                    // it is; what is there
+                            "mkdirat",                                 //
+                            "openat",   "write",    "write", "write",  // header and two tensors
+                            "fsync",    "close",                       //
+                            "openat",   "write",    "fsync", "close",  // no tensors
+                            "openat",   "write",    "fsync", "close",  // the manifest
+                            "fsync",                                   // their folder
+                            "getdents",                                // it is ours still
+                            "renameat", "renameat",                    // no old one; the new one
+                            "fsync",                                   // the parent
+                            "getdents", "renameat",                    // nothing was replaced
+                            "getdents"};
   CHECK(calls == expected);
 }
 
 TEST_CASE("A system call that fails is an error with the file, and leaves what was there") {
-  for (const long number : {SYS_mkdir, SYS_write, SYS_fsync, SYS_rename}) {
+  for (const long number : {SYS_mkdirat, SYS_write, SYS_fsync, SYS_renameat}) {
     const Folder folder;
     CheckpointStore(folder.path()).save(Sample(1).checkpoint);
     const int code = in_child([&] {
@@ -170,7 +171,7 @@ TEST_CASE("A replacement that fails leaves the old one under its name") {
   const int code = in_child([&] {
     int renames = 0;
     CheckpointStore store(folder.path(), [&](const char* name) {
-      if (name == std::string("rename") && ++renames == 2) {
+      if (name == std::string("renameat") && ++renames == 2) {
         fs::remove_all(folder.path(".tmp-" + step_name(1)));
       }
     });
