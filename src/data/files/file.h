@@ -68,8 +68,8 @@ Bytes read_to_end(InputFile& file, size_t limit = std::numeric_limits<ptrdiff_t>
 }
 
 template <class Bytes>
-Bytes read_file(const std::string& path, InputFile::Kind kind = InputFile::Kind::kAny) {
-  InputFile file(path, kind);
+Bytes read_file(const std::string& path) {
+  InputFile file(path);
   return read_to_end<Bytes>(file);
 }
 

@@ -16,7 +16,7 @@
 namespace distrain::data {
 namespace {
 
-constexpr const char* kNotFollowed = ": a symbolic link, which is not followed";
+constexpr const char* kLinkRefused = ": a symbolic link, which is not followed";
 
 /// A checkpoint elsewhere, which no link may lead to.
 class Outside {
@@ -78,7 +78,7 @@ TEST_CASE("A link in place of a checkpoint is refused, by all that read and writ
   CheckpointStore(folder.path()).save(Sample(2).checkpoint);
   const auto link = folder.path(GENERATE("", ".replaced-") + step_name(3));
   fs::create_directory_symlink(outside.path(), link);
-  const std::string expected = link + kNotFollowed;
+  const std::string expected = link + kLinkRefused;
   CHECK(bad_data([&] { CheckpointStore::load(folder.path()); }) == expected);
   CHECK(bad_data([&] { CheckpointStore::look(folder.path()); }) == expected);
   CHECK(CheckpointStore::intact_before(folder.path()) == folder.path(step_name(2)));
@@ -86,7 +86,7 @@ TEST_CASE("A link in place of a checkpoint is refused, by all that read and writ
   CHECK(bad_data([&] { CheckpointStore(folder.path()).save(Sample(4).checkpoint); }) == expected);
   if (link.ends_with("/" + step_name(3))) {
     for (const auto& path : {link, link + "/"}) {
-      CHECK(bad_data([&] { CheckpointStore::load(path); }).ends_with(kNotFollowed));
+      CHECK(bad_data([&] { CheckpointStore::load(path); }).ends_with(kLinkRefused));
     }
   }
   CHECK(fs::is_symlink(link));
@@ -103,7 +103,7 @@ TEST_CASE("A link in place of a checkpoint's file is refused") {
     fs::rename(file, file + ".moved");
     fs::create_symlink(outside.path() + "/" + name, file);
     for (const auto& from : {path, folder.path()}) {
-      CHECK(bad_data([&] { CheckpointStore::load(from); }) == file + kNotFollowed);
+      CHECK(bad_data([&] { CheckpointStore::load(from); }) == file + kLinkRefused);
     }
     fs::rename(file + ".moved", file);
   }
