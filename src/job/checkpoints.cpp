@@ -132,6 +132,11 @@ Checkpoints::Checkpoints(CheckpointOptions options, const Job& job, EventSink& s
       options_.dir, death_at(job.inject.fail_checkpoint, in_first_save_), options_.keep);
   store_->prepare();
   refuse_strangers();
+  if (const auto reason = store_->why_no_lock()) {
+    sink_.warn(base::ErrorKind::kResources, "--checkpoint " + options_.dir + " cannot be locked (" +
+                                                *reason +
+                                                "): see to it that no other job saves there");
+  }
 }
 
 // A job that begins afresh in a folder with checkpoints would mix two lines of them.

@@ -63,6 +63,11 @@ class CheckpointStore {
   /// not find out after hours. Throws `resources`, or `bad_data` as above.
   void prepare();
 
+  /// Where the file system has no locks, what it says: nothing keeps another job from saving there
+  /// at the same time, until the one or the other finds the other's checkpoint. None: there is a
+  /// lock, or the folder is not taken yet.
+  std::optional<std::string> why_no_lock() const;
+
   /// Writes a checkpoint so that the folder holds it whole or not at all, whenever the process or
   /// the machine stops: into a temporary folder, each file and the folder fsynced, renamed, its
   /// parent fsynced. Removes what interrupted saves left and, before the last rename, checkpoints
@@ -70,12 +75,12 @@ class CheckpointStore {
   /// `keep` are left. Saving the same step again replaces it. Gives back the checkpoint's path.
   ///
   /// Throws `resources` naming the file (disk full, no rights, the folder is gone); what was saved
-  /// before stays. Throws `bad_data` when the folder has a checkpoint of a higher generation, as on
-  /// a file system whose locks each machine keeps to itself: then nothing more is written or
-  /// removed, but for what this save has begun. Throws `invalid`, before anything is written, for
-  /// what could not be loaded: a step below 0 or of more than twelve digits, file names with a '/'
-  /// or a '.' in front, tensors that safetensors_header() refuses, a state that is no object,
-  /// nested 64 deep, with an object of more than 4096 keys, or over 64 MiB.
+  /// before stays. Throws `bad_data` when another job has saved there since, as on a file system
+  /// without locks: then nothing more is written or removed, but for what this save has begun.
+  /// Throws `invalid`, before anything is written, for what could not be loaded: a step below 0 or
+  /// of more than twelve digits, file names with a '/' or a '.' in front, tensors that
+  /// safetensors_header() refuses, a state that is no object, nested 64 deep, with an object of
+  /// more than 4096 keys, or over 64 MiB.
   std::string save(const Checkpoint& checkpoint);
 
   /// Whether `path` is this folder of checkpoints, or would be one in it.

@@ -120,11 +120,11 @@ class CheckpointStore::Claimed {
  public:
   Claimed(const std::string& folder, const Probe& probe, FolderClaim::Missing missing)
       : disk_(probe), claim_(disk_, folder, missing) {}
-  const FolderClaim& claim() const { return claim_; }
+  FolderClaim& claim() { return claim_; }
 
  private:
   const Disk disk_;
-  const FolderClaim claim_;
+  FolderClaim claim_;
 };
 
 CheckpointStore::CheckpointStore(std::string folder, Probe before_system_call, int64_t keep)
@@ -139,6 +139,10 @@ void CheckpointStore::prepare() {
     claimed_ = std::make_unique<Claimed>(folder_, before_system_call_, FolderClaim::Missing::kMake);
   }
   try_folder(claimed_->claim());
+}
+
+std::optional<std::string> CheckpointStore::why_no_lock() const {
+  return claimed_ ? claimed_->claim().why_no_lock() : std::nullopt;
 }
 
 std::string CheckpointStore::save(const Checkpoint& checkpoint) {

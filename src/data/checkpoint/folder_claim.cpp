@@ -6,16 +6,20 @@
 #include <fstream>
 #include <utility>
 
+#include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 
 #include "checkpoint_manifest.h"
 #include "distrain/base/error.h"
+#include "files/file.h"
 #include "save_folders.h"
 
 namespace distrain::data {
 namespace {
+
+constexpr const char* kLock = ".lock";
 
 OpenFolder opened(const Disk& disk, const std::string& path) {
   auto folder = OpenFolder::at(disk, path);
@@ -78,27 +82,40 @@ std::string owner_of_lock(int fd) {
 FolderClaim::FolderClaim(const Disk& disk, const std::string& path, Missing missing)
     : folder_(missing == Missing::kMake ? made(disk, path) : opened(disk, path)) {
   lock();
-  generation_ = highest_generation(folder_) + 1;
+  highest_expected_ = highest_generation(folder_);
+  generation_ = highest_expected_ + 1;
 }
 
-void FolderClaim::lock() const {
-  const int fd = folder_.fd();
-  if (folder_.disk().call("flock", [fd] { return ::flock(fd, LOCK_EX | LOCK_NB); }) == 0) return;
-  if (errno != EWOULDBLOCK) return;  // a file system without locks: the generations have to do
-  base::bad_data("another job saves in this folder: " + folder_.path() + owner_of_lock(fd));
+void FolderClaim::lock() {
+  const std::string path = folder_.path_of(kLock);
+  // For NFS it must be open for writing.
+  net::Fd fd(folder_.disk().call("openat", [this] {
+    return ::openat(folder_.fd(), kLock, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK,
+                    0666);
+  }));
+  if (!fd.valid() && errno == ELOOP) base::bad_data(path + kNotFollowed);
+  if (!fd.valid()) Disk::fail("cannot make", path);
+  if (folder_.disk().call("flock", [&] { return ::flock(fd.get(), LOCK_EX | LOCK_NB); }) == 0) {
+    lock_ = std::move(fd);
+  } else if (errno != EWOULDBLOCK) {
+    why_no_lock_ = errno_text();  // the generations have to do
+  } else {
+    base::bad_data("another job saves in this folder: " + folder_.path() + owner_of_lock(fd.get()));
+  }
 }
 
-void FolderClaim::check() const {
+void FolderClaim::check() {
   if (!folder_.is_at_its_path()) {
     if (errno != 0) Disk::fail("cannot save in", folder_.path());
     throw base::Exception(base::ErrorKind::kResources,
                           folder_.path() + ": another folder stands where this job has saved");
   }
+  // Whoever removes the file lets another job in.
+  if (lock_.valid() && !folder_.leads_to(kLock, lock_.get())) lock();
   const int64_t highest = highest_generation(folder_);
-  if (highest <= generation_) return;
+  if (highest <= highest_expected_) return;
   base::bad_data("another job has taken over " + folder_.path() +
-                 ": its checkpoints are of generation " + std::to_string(highest) +
-                 ", this job's of " + std::to_string(generation_));
+                 ": it has saved there, as generation " + std::to_string(highest));
 }
 
 }  // namespace distrain::data

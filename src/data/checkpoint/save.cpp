@@ -48,7 +48,7 @@ OpenFolder make_and_open(const OpenFolder& folder, const std::string& name) {
 
 class Save {
  public:
-  Save(const FolderClaim& claim, const Checkpoint& checkpoint, int64_t keep)
+  Save(FolderClaim& claim, const Checkpoint& checkpoint, int64_t keep)
       : claim_(claim), checkpoint_(checkpoint), keep_(keep) {
     manifest_.generation = claim.generation();
     manifest_.step = checkpoint.step;
@@ -137,13 +137,14 @@ class Save {
       if (!folder().rename(unfinished, whole)) {
         Disk::fail("cannot rename", folder().path_of(unfinished));
       }
+      claim_.has_saved();
     } catch (const Exception&) {
       if (replaces) folder().rename(replaced, whole);
       throw;
     }
     folder().sync();
     // Whoever may write to the folder may have put something else in the place of ours.
-    if (!unfinished_->is_in(folder(), whole)) {
+    if (!folder().leads_to(whole, unfinished_->fd())) {
       base::bad_data(folder().path_of(whole) + ": not the folder that was written");
     }
   }
@@ -185,10 +186,10 @@ class Save {
   // A full disk needs it. Not what another job may write under the same name.
   void remove_unfinished() const {
     const std::string name = own_name(kUnfinished);
-    if (unfinished_ && unfinished_->is_in(folder(), name)) folder().remove_folder(name);
+    if (unfinished_ && folder().leads_to(name, unfinished_->fd())) folder().remove_folder(name);
   }
 
-  const FolderClaim& claim_;
+  FolderClaim& claim_;
   const Checkpoint& checkpoint_;
   const int64_t keep_;
   std::map<std::string, std::string> headers_;
@@ -199,7 +200,7 @@ class Save {
 
 }  // namespace
 
-std::string save_checkpoint(const FolderClaim& claim, const Checkpoint& checkpoint, int64_t keep) {
+std::string save_checkpoint(FolderClaim& claim, const Checkpoint& checkpoint, int64_t keep) {
   return Save(claim, checkpoint, keep).run();
 }
 

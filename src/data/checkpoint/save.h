@@ -9,7 +9,7 @@
 namespace distrain::data {
 
 /// CheckpointStore::save() in a folder that is claimed. Gives back the checkpoint's path.
-std::string save_checkpoint(const FolderClaim& claim, const Checkpoint& checkpoint, int64_t keep);
+std::string save_checkpoint(FolderClaim& claim, const Checkpoint& checkpoint, int64_t keep);
 
 /// Tries whether the folder can be saved in, and refuses links in place of checkpoints.
 void try_folder(const FolderClaim& claim);

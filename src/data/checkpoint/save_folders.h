@@ -21,6 +21,8 @@ namespace distrain::data {
 // Two renames replace a step rather than an exchange in one, which not all file systems have.
 // A save that is interrupted leaves some of these; the next one begins by clearing them away.
 //
+// Beside them is the lock's file: Note [One job saves in a folder].
+//
 // The folder above is opened once for as long as the job saves, and all of these by their names in
 // it; no link is followed there. The user's own path to the folder may have links.
 inline constexpr std::string_view kUnfinished = ".tmp-step-";

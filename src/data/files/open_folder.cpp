@@ -69,12 +69,12 @@ bool OpenFolder::is_at_its_path() const {
   return is_same(own, there);
 }
 
-bool OpenFolder::is_in(const OpenFolder& above, const std::string& name) const {
-  struct stat own {};
+bool OpenFolder::leads_to(const std::string& name, int fd) const {
+  struct stat open {};
   struct stat there {};
-  return ::fstat(fd_.get(), &own) == 0 &&
-         ::fstatat(above.fd(), name.c_str(), &there, AT_SYMLINK_NOFOLLOW) == 0 &&
-         is_same(own, there);
+  return ::fstat(fd, &open) == 0 &&
+         ::fstatat(fd_.get(), name.c_str(), &there, AT_SYMLINK_NOFOLLOW) == 0 &&
+         is_same(open, there);
 }
 
 bool OpenFolder::make_folder(const std::string& name) const {

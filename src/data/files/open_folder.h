@@ -33,8 +33,8 @@ class OpenFolder {
   std::optional<std::vector<std::string>> names() const;
   /// Whether the path that it was opened by leads to it still. False, and errno, if to nothing.
   bool is_at_its_path() const;
-  /// Whether it is what has this name in `above`.
-  bool is_in(const OpenFolder& above, const std::string& name) const;
+  /// Whether this name here is what is open as `fd`.
+  bool leads_to(const std::string& name, int fd) const;
 
   /// False if it was there.
   bool make_folder(const std::string& name) const;

@@ -74,9 +74,12 @@ inline std::string step_name(int64_t step) {
   return "step-" + std::string(12 - digits.size(), '0') + digits;
 }
 
+// But for the lock's file, which stays.
 inline Strings names_in(const std::string& folder) {
   Strings names;
-  for (const auto& entry : fs::directory_iterator(folder)) names.push_back(entry.path().filename());
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    if (entry.path().filename() != ".lock") names.push_back(entry.path().filename());
+  }
   std::sort(names.begin(), names.end());
   return names;
 }

@@ -1,33 +1,19 @@
 // ctest: labels=notsan timeout=120
 #include <csignal>
-#include <cstddef>
 #include <functional>
 #include <string>
 
-#include <linux/filter.h>
-#include <linux/seccomp.h>
-#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "checkpoint_sample.h"
+#include "child_process.h"
 #include "distrain/data/checkpoint_store.h"
 #include "support/catch.h"
 
 namespace distrain::data {
 namespace {
-
-// The exit code of a child process that runs `function`; it leaves nothing behind but files.
-int in_child(const std::function<int()>& function) {
-  const pid_t child = fork();
-  if (child == 0) _exit(function());
-  int status = 0;
-  REQUIRE(waitpid(child, &status, 0) == child);
-  REQUIRE(WIFEXITED(status));
-  return WEXITSTATUS(status);
-}
 
 constexpr int kSaved = 0;
 constexpr int kKilled = 9;
@@ -42,19 +28,6 @@ int save_and_die(const std::string& folder, const Checkpoint& checkpoint, int nt
     store.save(checkpoint);
     return kSaved;
   });
-}
-
-// Lets every system call of this number fail, in this process, for good.
-void forbid(long number, int error) {
-  const sock_filter filter[] = {
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, static_cast<uint32_t>(number), 0, 1),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | static_cast<uint32_t>(error)),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-  };
-  sock_fprog program{std::size(filter), const_cast<sock_filter*>(filter)};
-  prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
-  if (prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0) _exit(77);
 }
 
 }  // namespace
@@ -120,18 +93,18 @@ TEST_CASE("Files are on the disk before they get their name") {
   Strings calls;
   CheckpointStore store(folder.path(), [&](const char* name) { calls.emplace_back(name); });
   store.save(Sample(1).checkpoint);
-  const Strings expected = {"flock",    "getdents",                    // whose folder it is
-                            "getdents", "getdents",                    // it is; what is there
-                            "mkdirat",                                 //
-                            "openat",   "write",    "write", "write",  // header and two tensors
-                            "fsync",    "close",                       //
-                            "openat",   "write",    "fsync", "close",  // no tensors
-                            "openat",   "write",    "fsync", "close",  // the manifest
-                            "fsync",                                   // their folder
-                            "getdents",                                // it is ours still
-                            "renameat", "renameat",                    // no old one; the new one
-                            "fsync",                                   // the parent
-                            "getdents", "renameat",                    // nothing was replaced
+  const Strings expected = {"openat",   "flock",    "getdents",           // whose folder it is
+                            "getdents", "getdents",                       // it is; what is there
+                            "mkdirat",                                    //
+                            "openat",   "write",    "write",    "write",  // header and two tensors
+                            "fsync",    "close",                          //
+                            "openat",   "write",    "fsync",    "close",  // no tensors
+                            "openat",   "write",    "fsync",    "close",  // the manifest
+                            "fsync",                                      // their folder
+                            "getdents",                                   // it is ours still
+                            "renameat", "renameat",                       // no old one; the new one
+                            "fsync",                                      // the parent
+                            "getdents", "renameat",                       // nothing was replaced
                             "getdents"};
   CHECK(calls == expected);
 }
@@ -153,7 +126,7 @@ TEST_CASE("A system call that fails is an error with the file, and leaves what w
       }
       return 3;
     });
-    if (code == 77) {
+    if (code == kNoSeccomp) {
       WARN("no seccomp here");
       continue;
     }

@@ -6,10 +6,12 @@
 #include <optional>
 #include <string>
 
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "checkpoint_sample.h"
+#include "child_process.h"
 #include "distrain/data/checkpoint_store.h"
 #include "support/catch.h"
 
@@ -232,6 +234,88 @@ TEST_CASE("A job that was killed leaves its folder free") {
   CheckpointStore(folder.path()).prepare();
 }
 
+TEST_CASE("Whoever removes the lock's file lets another job in, and that one's folder it is then") {
+  const Folder folder;
+  const auto lock = folder.path(".lock");
+  const std::string expected = "another job saves in this folder: ";
+  CheckpointStore first(folder.path());
+  first.prepare();
+  first.save(Sample(1).checkpoint);
+  REQUIRE(fs::remove(lock));
+  first.save(Sample(2).checkpoint);  // and takes it again
+  std::optional<CheckpointStore> second(folder.path());
+  CHECK(bad_data([&] { second->prepare(); }).starts_with(expected));
+  REQUIRE(fs::remove(lock));
+  second->prepare();
+  for (const int64_t step : {3, 4}) CHECK(refused(first, step).starts_with(expected));
+  CHECK(names_in(folder.path()) == Strings{step_name(1), step_name(2)});
+  // If the other is gone and has not saved, nothing is lost.
+  second.reset();
+  first.save(Sample(3).checkpoint);
+  CHECK(names_in(folder.path()) == Strings{step_name(2), step_name(3)});
+}
+
+TEST_CASE("A link in place of the lock's file is not followed") {
+  const Folder outside;
+  const Folder folder;
+  fs::create_symlink(outside.path("file"), folder.path(".lock"));
+  const std::string expected = folder.path(".lock") + kLinkRefused;
+  CHECK(bad_data([&] { CheckpointStore(folder.path()).prepare(); }) == expected);
+  CheckpointStore store(folder.path());
+  CHECK(refused(store, 1) == expected);
+  CHECK(fs::is_empty(outside.path()));
+}
+
+TEST_CASE("Where a file system has no locks, a job says so and goes by the generations") {
+  const Folder folder;
+  const int code = in_child([&] {
+    forbid(SYS_flock, ENOLCK);
+    CheckpointStore first(folder.path());
+    CheckpointStore second(folder.path());
+    if (first.why_no_lock()) return 1;
+    first.prepare();
+    second.prepare();
+    if (first.why_no_lock() != "No locks available") return 2;
+    // Both have the same number, as neither has found the other's.
+    second.save(Sample(1).checkpoint);
+    second.save(Sample(2).checkpoint);
+    try {
+      first.save(Sample(9).checkpoint);
+      return 3;
+    } catch (const base::Exception& exception) {
+      const std::string expected =
+          "another job has taken over " + folder.path() + ": it has saved there, as generation 1";
+      if (exception.error().message != expected) return 4;
+    }
+    second.save(Sample(3).checkpoint);
+    return 0;
+  });
+  if (code == kNoSeccomp) {
+    WARN("no seccomp here");
+    return;
+  }
+  CHECK(code == 0);
+  CHECK(names_in(folder.path()) == Strings{step_name(2), step_name(3)});
+}
+
+TEST_CASE("Who only reads in a folder needs no lock and leaves nothing") {
+  const Folder folder;
+  for (const int64_t step : {1, 2}) CheckpointStore(folder.path()).save(Sample(step).checkpoint);
+  fs::remove(folder.path(".lock"));
+  const auto changed = fs::last_write_time(folder.path());
+  const int code = in_child([&] {
+    for (const long number : {SYS_flock, SYS_mkdirat, SYS_unlinkat, SYS_renameat, SYS_write}) {
+      forbid(number, EROFS);
+    }
+    if (CheckpointStore::load(folder.path()).checkpoint.step != 2) return 1;
+    if (CheckpointStore::look(folder.path()).checkpoint.step != 2) return 2;
+    if (CheckpointStore::newest(folder.path()) != folder.path(step_name(2))) return 3;
+    return CheckpointStore::intact_before(folder.path()) == folder.path(step_name(1)) ? 0 : 4;
+  });
+  if (code != kNoSeccomp) CHECK(code == 0);
+  CHECK(fs::last_write_time(folder.path()) == changed);
+}
+
 TEST_CASE("Each job that takes a folder over is a generation") {
   const Folder folder;
   for (int generation = 1; generation < 4; ++generation) {
@@ -271,8 +355,8 @@ TEST_CASE("A job whose folder another has taken over neither writes nor deletes"
       },
       1);
   zombie.prepare();
-  const std::string expected = "another job has taken over " + folder.path() +
-                               ": its checkpoints are of generation 4, this job's of 2";
+  const std::string expected =
+      "another job has taken over " + folder.path() + ": it has saved there, as generation 4";
   SECTION("before a save") {
     step_of_other = GENERATE(1, 2, 9);  // its own may be the newest by step
     fs::remove_all(folder.path(step_name(1)));
@@ -302,12 +386,68 @@ TEST_CASE("A job whose folder another has taken over neither writes nor deletes"
         1);
     fs::create_directory(folder.path("other"));
     put_from_elsewhere(folder.path("other"), 1, 1);
-    CHECK(refused(other_zombie, 5).ends_with("of generation 4, this job's of 2"));
+    CHECK(refused(other_zombie, 5).ends_with(": it has saved there, as generation 4"));
     CHECK(names_in(folder.path("other")) == Strings{step_name(1), step_name(2), step_name(5)});
   }
   if (fs::exists(folder.path(step_name(2)))) {
     check_same(CheckpointStore::load(folder.path(step_name(2))), Sample(2).checkpoint);
   }
+}
+
+// As where rank 0's machine stands still, the job is taken up again on another one, which has no
+// word of the lock, and then the first goes on.
+TEST_CASE(
+    "Wherever a save stands still while another job takes the folder, that one keeps its own") {
+  constexpr int kSaved = 0;
+  constexpr int kRefused = 1;
+  int refusals = 0;
+  int late = 0;
+  const Folder begin;
+  for (const int64_t step : {1, 2}) CheckpointStore(begin.path()).save(Sample(step).checkpoint);
+  for (int nth = 1;; ++nth) {
+    const Folder folder;
+    fs::copy(begin.path(), folder.path(), fs::copy_options::recursive);
+    const pid_t zombie = fork();
+    if (zombie == 0) {
+      forbid(SYS_flock, ENOLCK);
+      int calls = -1;
+      CheckpointStore store(
+          folder.path(),
+          [&](const char*) {
+            if (calls >= 0 && ++calls == nth) raise(SIGSTOP);
+          },
+          1);
+      store.prepare();
+      calls = 0;
+      try {
+        store.save(Sample(5).checkpoint);
+      } catch (const base::Exception& exception) {
+        _exit(exception.kind() == base::ErrorKind::kBadData ? kRefused : 3);
+      }
+      _exit(kSaved);
+    }
+    int status = 0;
+    REQUIRE(waitpid(zombie, &status, WUNTRACED) == zombie);
+    if (WIFEXITED(status) && WEXITSTATUS(status) == kNoSeccomp) {
+      WARN("no seccomp here");
+      return;
+    }
+    if (!WIFSTOPPED(status)) {  // after its last call
+      REQUIRE(WEXITSTATUS(status) == kSaved);
+      break;
+    }
+    CheckpointStore(folder.path()).save(Sample(4).checkpoint);
+    const auto before = names_in(folder.path());
+    REQUIRE(kill(zombie, SIGCONT) == 0);
+    REQUIRE(waitpid(zombie, &status, 0) == zombie);
+    REQUIRE(WIFEXITED(status));
+    check_same(CheckpointStore::load(folder.path(step_name(4))), Sample(4).checkpoint);
+    refusals += WEXITSTATUS(status) == kRefused ? 1 : 0;
+    late += names_in(folder.path()) == before ? 0 : 1;
+  }
+  CHECK(refusals > 15);
+  // It had looked, and stood still at one of the two calls that publish, or of two that remove.
+  CHECK(late <= 4);
 }
 
 TEST_CASE("A folder that is removed beneath a job is an error, and not made anew") {

@@ -148,7 +148,7 @@ TEST_CASE("A folder that cannot be made or written is found out before") {
         }).starts_with("cannot make /proc/nothing: "));
   CHECK(no_resources([&] {
           CheckpointStore("/proc").prepare();
-        }).starts_with("cannot make /proc/.tmp-step-000000000000: "));
+        }).starts_with("cannot make /proc/.lock: "));
   no_resources([&] { CheckpointStore("").prepare(); });
 
   const auto missing = folder.path("missing");
