@@ -87,8 +87,8 @@ std::string take_resumed_options(ParsedOptions& options, const std::string& cmd)
 
 void take_model_options(ParsedOptions& options, const job::Snapshot& saved) {
   for (const Option& option : options.table()) {
-    const bool of_model =
-        is_job_option(option) && option.group != "Checkpoints" && !option.may_change;
+    const bool of_model = is_job_option(option) && option.group != "Checkpoints" &&
+                          !option.may_change && !option.of_training;
     const bool heeded = of_model || option.of_predict || option.name == "threads";
     if (options.given(option.name) && !heeded) {
       invalid(fmt::format("--{} has no effect on predict", option.name));

@@ -127,11 +127,16 @@ const data::NamedTensors& Snapshot::file(const std::string& name) const {
 
 Checkpoints::Checkpoints(CheckpointOptions options, const Job& job, EventSink& sink)
     : options_(std::move(options)), sink_(sink) {
-  if (options_.dir.empty()) return;
+  if (options_.dir.empty() || options_.read_only) return;
   store_ = std::make_unique<data::CheckpointStore>(
       options_.dir, death_at(job.inject.fail_checkpoint, in_first_save_), options_.keep);
   store_->prepare();
   refuse_strangers();
+  if (const auto reason = store_->why_no_lock()) {
+    sink_.warn(base::ErrorKind::kResources, "--checkpoint " + options_.dir + " cannot be locked (" +
+                                                *reason +
+                                                "): see to it that no other job saves there");
+  }
 }
 
 // A job that begins afresh in a folder with checkpoints would mix two lines of them.

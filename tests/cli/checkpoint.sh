@@ -53,7 +53,7 @@ for command in hybrid ps rnn; do
       cmp "$(newest "$whole")/$file.safetensors" "$(newest "$parts")/$file.safetensors" ||
         fail "$name: $file differs"
     done
-    [[ $(find "$parts" -mindepth 1 -maxdepth 1 | wc -l) == 2 ]] || fail "$name: not the last two: $(ls "$parts")"
+    [[ $(find "$parts" -mindepth 1 -maxdepth 1 ! -name .lock | wc -l) == 2 ]] || fail "$name: not the last two: $(ls "$parts")"
   done
 done
 
@@ -103,6 +103,39 @@ expect_log "a folder that cannot be"
 job ps --local --steps 2 --checkpoint "$tmp/first" --resume auto
 expect 0 "--resume auto, nothing there"
 saved "--resume auto, nothing there"
+
+# Two jobs on one folder: the second is refused before it trains, and the first does not notice.
+: >"$tmp/saving"
+# shellcheck disable=SC2086
+"$distrain" ps ${arguments[ps]} --steps 1000000 --checkpoint "$tmp/shared" --log-interval 1 \
+  --checkpoint-every 1000000 >"$tmp/saving" 2>"$tmp/saving.err" &
+first=$!
+wait_for_lines 4 step "$tmp/saving"
+kill -USR1 $first
+wait_for_lines 1 checkpoint "$tmp/saving"
+for where in "" --local; do
+  # shellcheck disable=SC2086
+  job ps $where --checkpoint "$tmp/shared" --resume auto
+  expect 7 "a second job $where"
+  expect_log "a second job $where"
+  expect_jq "[.[] | select(.event == \"error\")] | length == 1 and .[0].kind == \"bad_data\"
+    and (.[0].message | startswith(\"another job saves in this folder: $tmp/shared\"))" "a second job $where"
+  expect_jq 'all(.[]; .event != "step" and .event != "checkpoint")' "a second job $where: it trains"
+  [[ $(grep -c '^distrain: ' "$tmp/err") == 1 ]] || fail "a second job $where: not one line on stderr"
+done
+# But it may read there.
+job ps --local --checkpoint "$tmp/shared" --resume auto --eval-only
+expect 0 "--eval-only beside a job that saves"
+kill -USR1 $first
+wait_for_lines 2 checkpoint "$tmp/saving"
+kill -TERM $first
+wait $first
+code=$?
+expect 143 "the first job"
+expect_log "the first job" "$tmp/saving"
+expect_jq 'all(.[]; .event != "error" and .event != "warn")' "the first job" "$tmp/saving"
+job ps --local --steps 1 --checkpoint "$tmp/shared" --resume "$(newest "$tmp/shared")" --eval-only
+expect 0 "what the first job has saved"
 
 # A signal saves. It goes to the launcher, or by the name to "one rank" or to the ranks "one by one".
 stopped() { # stopped <SIGNAL...> <command> <more>...
@@ -215,7 +248,7 @@ for ((call = 1; call < 80; call += stride)); do
   job ps --local --steps 3 --checkpoint "$tmp/cut" --resume auto
   expect 0 "$name, after"
   loaded "$name, after"
-  [[ $(find "$tmp/cut" -mindepth 1 -maxdepth 1 | grep -cv '/step-[0-9]*$') == 0 ]] ||
+  [[ $(find "$tmp/cut" -mindepth 1 -maxdepth 1 ! -name .lock | grep -cv '/step-[0-9]*$') == 0 ]] ||
     fail "$name: left behind: $(ls "$tmp/cut")"
 done
 ((call > 1 && call < 80)) || fail "--inject fail=checkpoint.N: stopped looking at $call"

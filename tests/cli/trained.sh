@@ -135,6 +135,11 @@ run predict "$tmp/hybrid" "$tmp/test" --embedding-dim 3
 expect_error 7 bad_data "saved with --embedding-dim 16, not 3" "another model"
 run predict "$tmp/hybrid" "$tmp/test" --lr 0.1
 expect_error 2 invalid "--lr has no effect on predict" "a learning rate"
+for option in "optimizer sgd" "momentum 0" "weight-decay 0" "clip 0" "clip 1"; do # as saved or not
+  # shellcheck disable=SC2086
+  run predict "$tmp/hybrid" "$tmp/test" --$option
+  expect_error 2 invalid "--${option% *} has no effect on predict" "--$option"
+done
 run predict "$tmp/rl" --threshold 3
 expect_error 2 invalid "--threshold has no effect on predict" "a threshold"
 run predict "$tmp/hybrid" "$tmp/nowhere" --trace "$tmp/nowhere/trace.json"

@@ -97,4 +97,20 @@ ends_by_term $rank "$name"
 grep -q '^distrain: ended by SIGTERM$' "$tmp/err" || fail "$name: stderr does not say so"
 exec 9<&-
 
+# A job that saves does so at the first signal, though each line that it has waits for that reader.
+for where in --local --trainers=2; do
+  name="SIGTERM while the reader of stdout sleeps, and there is something to save, $where"
+  rm -rf "$tmp/saves"
+  exec 9<>"$tmp/fifo"
+  "$distrain" hybrid "$where" --epochs 1000000 --log-interval 1 --checkpoint "$tmp/saves" \
+    --checkpoint-every 1000000000 >"$tmp/fifo" 2>"$tmp/err" &
+  launcher=$!
+  wait_for "$limit" tells $launcher '^distrain: rank 0 .*waits, [1-9][0-9.]* s: the reader of standard output$' ||
+    fail "$name: SIGQUIT does not tell: $(tail -n 1 "$tmp/err")"
+  ends_by_term $launcher "$name"
+  grep -q "^distrain: checkpoint saved in $tmp/saves/step-" "$tmp/err" || fail "$name: stderr does not say so"
+  [[ -n $(find "$tmp/saves" -path '*/step-*/manifest.json') ]] || fail "$name: nothing is saved"
+  exec 9<&-
+done
+
 finish

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -17,12 +18,13 @@ namespace distrain::data {
 /// On disk a checkpoint is a folder `step-<12 digits>` with one safetensors file for each entry of
 /// `files` (`model.safetensors`, `optimizer.safetensors`, …) and `manifest.json`:
 ///
-///   {"format":"distrain-checkpoint","version":1,"step":20,
+///   {"format":"distrain-checkpoint","version":1,"generation":1,"step":20,
 ///    "files":{"model.safetensors":{"bytes":4800312,"xxh64":"0123456789abcdef"},…},
 ///    "state":{…},"xxh64":"…"}
 ///
 /// each file with the content_hash() of its bytes, and at the end that of the manifest's own text
-/// before `,"xxh64"`. The text is one line, with the keys in this order.
+/// before `,"xxh64"`. The text is one line, with the keys in this order. `generation` counts the
+/// jobs that have saved in the folder, one after the other; without it, it is 0.
 ///
 /// `state` is the scenario's: counters, options that must agree, data position, RNG. Numbers in it
 /// that are not finite are read back as null.
@@ -39,7 +41,11 @@ struct LoadedCheckpoint {
   std::map<std::string, Safetensors> contents;
 };
 
-/// Where the checkpoints of one job are.
+/// Where the checkpoints of one job are. From prepare() or the first save() on until its end it is
+/// the only one that saves there: that of another job, in this process or another, throws
+/// `bad_data`, "another job saves in this folder: …". The folder itself may be a link; in it none
+/// is followed, and one in place of a checkpoint or of a file of it is refused (`bad_data`), by
+/// load() as well. Not to be forked: the child would keep the folder. One thread at a time.
 class CheckpointStore {
  public:
   /// `before_system_call` is told before each system call of a save, with its name: for the tests
@@ -49,9 +55,18 @@ class CheckpointStore {
   /// `keep`: so many checkpoints are left after a save, at least one.
   explicit CheckpointStore(std::string folder, Probe before_system_call = {}, int64_t keep = 2);
 
+  ~CheckpointStore();
+  CheckpointStore(const CheckpointStore&) = delete;
+  CheckpointStore& operator=(const CheckpointStore&) = delete;
+
   /// Makes the folder if it is not there, and tries whether it can be written, so that a job does
-  /// not find out after hours. Throws `resources`.
+  /// not find out after hours. Throws `resources`, or `bad_data` as above.
   void prepare();
+
+  /// Where the file system has no locks, what it says: nothing keeps another job from saving there
+  /// at the same time, until the one or the other finds the other's checkpoint. None: there is a
+  /// lock, or the folder is not taken yet.
+  std::optional<std::string> why_no_lock() const;
 
   /// Writes a checkpoint so that the folder holds it whole or not at all, whenever the process or
   /// the machine stops: into a temporary folder, each file and the folder fsynced, renamed, its
@@ -59,11 +74,13 @@ class CheckpointStore {
   /// with a higher step: they are of a run that was resumed from before them. At the end the newest
   /// `keep` are left. Saving the same step again replaces it. Gives back the checkpoint's path.
   ///
-  /// Throws `resources` naming the file (disk full, no rights); what was saved before stays. Throws
-  /// `invalid`, before anything is written, for what could not be loaded: a step below 0 or of more
-  /// than twelve digits, file names with a '/' or a '.' in front, tensors that safetensors_header()
-  /// refuses, a state that is no object, nested 64 deep, with an object of more than 4096
-  /// keys, or over 64 MiB.
+  /// Throws `resources` naming the file (disk full, no rights, the folder is gone); what was saved
+  /// before stays. Throws `bad_data` when another job has saved there since, as on a file system
+  /// without locks: then nothing more is written or removed, but for what this save has begun.
+  /// Throws `invalid`, before anything is written, for what could not be loaded: a step below 0 or
+  /// of more than twelve digits, file names with a '/' or a '.' in front, tensors that
+  /// safetensors_header() refuses, a state that is no object, nested 64 deep, with an object of
+  /// more than 4096 keys, or over 64 MiB.
   std::string save(const Checkpoint& checkpoint);
 
   /// Whether `path` is this folder of checkpoints, or would be one in it.
@@ -86,6 +103,8 @@ class CheckpointStore {
   const std::string folder_;
   const Probe before_system_call_;
   const int64_t keep_;
+  class Claimed;
+  std::unique_ptr<Claimed> claimed_;
 };
 
 }  // namespace distrain::data

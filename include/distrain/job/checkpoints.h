@@ -20,6 +20,7 @@ struct CheckpointOptions {
   int64_t every = 0;   ///< steps of each trainer; 0: at the end of each epoch
   std::string resume;  ///< empty: start afresh; "auto": the newest in `dir`, if any; else a path
   int64_t keep = 2;    ///< checkpoints that are left in `dir`
+  bool read_only = false;  ///< nothing is saved: another job may save in `dir`
 };
 
 /// The file of words, beside `model`, `optimizer` and `state`.
@@ -60,8 +61,9 @@ std::optional<std::string> checkpoint_to_resume(const CheckpointOptions& options
 /// The checkpoints of one job, on the rank that reads and writes them.
 class Checkpoints {
  public:
-  /// Tries whether the folder can be written. Throws `invalid` if it holds the checkpoints of a run
-  /// that this one does not go on from.
+  /// Takes the folder for as long as this lives, and tries whether it can be written. Throws
+  /// `bad_data` if another job saves there, `invalid` if it holds the checkpoints of a run that
+  /// this one does not go on from.
   Checkpoints(CheckpointOptions options, const Job& job, EventSink& sink);
   Checkpoints(const Checkpoints&) = delete;
   Checkpoints& operator=(const Checkpoints&) = delete;

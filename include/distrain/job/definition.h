@@ -328,6 +328,9 @@ class Definition final : public AnyDefinition {
   RankBody::Known known_of(const Options& options) const {
     RankBody::Known known = known_options(info_.table, list_.write(options));
     if constexpr (std::is_base_of_v<CommonOptions, Options>) known.checkpoint = options.checkpoint;
+    if constexpr (std::is_base_of_v<TrainerOptions, Options>) {
+      known.checkpoint.read_only = options.eval_only;
+    }
     return known;
   }
 

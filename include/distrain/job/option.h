@@ -50,6 +50,7 @@ struct Option {
   std::string needs;             ///< another option, without which it makes no sense
   bool may_change = false;       ///< a job may go on from a checkpoint with another value
   bool of_predict = false;       ///< `predict` heeds it, though it may change
+  bool of_training = false;      ///< `predict` has no use for it, though it may not change
   bool step_limit = false;       ///< a job that has reached it goes on without it
   bool hidden = false;           ///< for tests; in no text
   bool random_only = false;      ///< without effect when there is a data file

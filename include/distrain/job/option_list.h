@@ -46,6 +46,8 @@ class OptionRow {
   OptionRow& may_change() { return set(option_.may_change, true); }
   /// The command `predict` heeds it, though it may change.
   OptionRow& of_predict() { return set(option_.of_predict, true).may_change(); }
+  /// How the model is trained: the command `predict` has no use for it, though it may not change.
+  OptionRow& of_training() { return set(option_.of_training, true); }
   /// The step that ends the run, 0: none. A job that has got there goes on without it.
   OptionRow& step_limit() { return set(option_.step_limit, true).may_change(); }
   /// Of this process alone: nobody else has to know.

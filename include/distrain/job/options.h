@@ -32,7 +32,10 @@ struct CommonOptions {
     };
     list.text("checkpoint", of(&CheckpointOptions::dir), "DIR",
               "save here, so that the job can be taken up again")
-        .details("It saves at the end, too, and on SIGINT, SIGTERM or SIGHUP.")
+        .details(
+            "It saves at the end, too, and on SIGINT, SIGTERM or SIGHUP. One job at a time saves "
+            "in "
+            "a folder:\nanother one is refused.")
         .may_change();
     list.integer("checkpoint-every", of(&CheckpointOptions::every), "steps between two saves")
         .range(0, 1e12)
@@ -73,16 +76,18 @@ struct RuleOptions : optim::RuleText {
   static void describe_rule(OptionList<Options>& list) {
     list.choice("optimizer", &RuleOptions::optimizer,
                 {"sgd", "adagrad", "adam", "adamw", "rmsprop"},
-                "of all parameters, remote and local");
+                "of all parameters, remote and local")
+        .of_training();
     list.real("lr", &RuleOptions::lr, "learning rate").may_change();
-    list.real("momentum", &RuleOptions::momentum, "of sgd and rmsprop");
+    list.real("momentum", &RuleOptions::momentum, "of sgd and rmsprop").of_training();
     list.real("weight-decay", &RuleOptions::weight_decay, "of the optimizer")
-        .by_default("0.01 of adamw, else 0");
+        .by_default("0.01 of adamw, else 0")
+        .of_training();
     list.text(
             "lr-schedule", &RuleOptions::lr_schedule, "SCHEDULE",
             lr_schedule_help("steps, with an e behind them epochs", ", plateau:PATIENCE[,FACTOR]"))
         .may_change();
-    list.real("clip", &RuleOptions::clip, "limit of the gradient's norm; 0: none");
+    list.real("clip", &RuleOptions::clip, "limit of the gradient's norm; 0: none").of_training();
   }
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <tuple>
+#include <utility>
 
 #include <errno.h>
 #include <fmt/format.h>
@@ -149,7 +150,8 @@ class Launcher {
     if (base::Clock::now() >= deadline_) on_deadline();
   }
 
-  bool takes_lines() const { return write_error_ || !output_.full(); }
+  /// Ranks that are to end must not wait for a reader that sleeps.
+  bool takes_lines() const { return write_error_ || phase_ != Phase::kRunning || !output_.full(); }
 
   int poll_timeout_ms() const {
     base::TimePoint next = std::min(deadline_, kill_blamed_at_);
@@ -440,7 +442,7 @@ class Launcher {
     tell_config(config_, end);
     tell("end", end);
     pump();
-    while (!output_.empty() && !write_error_ && !stop_waiting_) wait_once();
+    await_reader();
     progress_.finish(end);
     // The signal that ended us may have ended stdout's reader, too, or a terminal's end was both.
     const bool took_reader =
@@ -448,6 +450,21 @@ class Launcher {
     if (write_error_ && !took_reader) return exit_code_of_write_error(write_error_);
     if (cause) say(cause->message);
     return cause ? cause->exit_code : 0;
+  }
+
+  /// Until stdout's reader has all lines, or takes none when a signal has ended the job.
+  void await_reader() {
+    size_t left = output_.bytes();
+    base::TimePoint taken = base::Clock::now();
+    while (left > 0 && !write_error_ && !stop_waiting_) {
+      deadline_ = ended_by_signal_ ? taken + kReaderGrace : base::kNever;
+      wait_once();
+      if (std::exchange(left, output_.bytes()) != output_.bytes()) {
+        taken = base::Clock::now();
+      } else if (ended_by_signal_ && base::Clock::now() - taken >= kReaderGrace) {
+        return;
+      }
+    }
   }
 
   void tell(const char* event, const Json& fields) {

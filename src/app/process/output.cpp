@@ -1,9 +1,13 @@
 #include "process/output.h"
 
+#include <algorithm>
+
 #include <errno.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <poll.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -36,17 +40,29 @@ int exit_code_of_write_error(int error, bool say_so) {
   return 9;
 }
 
-OutputQueue::OutputQueue(int fd) : fd_(fd), chunk_(std::string::npos) {
+OutputQueue::OutputQueue(int fd) : fd_(fd) {
   struct stat info {};
-  // A pipe that poll() calls writable takes PIPE_BUF bytes without blocking.
-  if (fstat(fd, &info) == 0 && S_ISFIFO(info.st_mode)) chunk_ = PIPE_BUF;
+  if (fstat(fd, &info) != 0 || !S_ISFIFO(info.st_mode)) return;
+  pipe_ = static_cast<size_t>(std::max(fcntl(fd, F_GETPIPE_SZ), PIPE_BUF));
+}
+
+// A pipe that poll() calls writable takes PIPE_BUF bytes without blocking.
+size_t OutputQueue::taken_at_once() const {
+  if (pipe_ == 0) return std::string::npos;
+  int waiting = 0;
+  return ioctl(fd_, FIONREAD, &waiting) == 0 && waiting == 0 ? pipe_ : PIPE_BUF;
+}
+
+void OutputQueue::clear() {
+  lines_.clear();
+  bytes_ = written_ = 0;
 }
 
 int OutputQueue::pump() {
   while (!lines_.empty()) {
     pollfd item{fd_, POLLOUT, 0};
     if (poll(&item, 1, 0) <= 0) return 0;
-    const std::string_view next = std::string_view(lines_.front()).substr(written_, chunk_);
+    const auto next = std::string_view(lines_.front()).substr(written_, taken_at_once());
     if (const int error = write_all(fd_, next)) return error;
     written_ += next.size();
     if (written_ < lines_.front().size()) continue;

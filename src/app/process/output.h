@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <deque>
 #include <string>
@@ -17,10 +18,13 @@ void say(std::string_view message);
 /// which is said on stderr unless that is for somebody else to do.
 int exit_code_of_write_error(int error, bool say_so = true);
 
-/// Lines waiting for stdout, so that a slow reader stops the output but not the launcher, which
+/// How long who ends by a signal waits for a reader that takes nothing.
+inline constexpr auto kReaderGrace = std::chrono::seconds(2);
+
+/// Lines waiting for their reader, so that a slow one stops the output but not who writes, who
 /// still has to take signals. The descriptor stays in blocking mode: it may be shared with a shell.
-/// So into a pipe goes no more at once than it surely takes: a longer line in several writes, which
-/// nothing can come between, since the launcher is the only one to write.
+/// So into a pipe goes no more at once than it surely takes: a long line in several writes unless
+/// the pipe is empty.
 class OutputQueue {
  public:
   explicit OutputQueue(int fd);
@@ -32,16 +36,22 @@ class OutputQueue {
   bool empty() const { return lines_.empty(); }
   /// Nothing more should be pushed before some of it is gone.
   bool full() const { return bytes_ > kMaxBytes; }
+  /// So much waits.
+  size_t bytes() const { return bytes_ - written_; }
   int fd() const { return fd_; }
 
   /// Writes while the descriptor is writable. Gives back 0 or errno.
   int pump();
+  /// What waits is lost.
+  void clear();
 
  private:
+  size_t taken_at_once() const;
+
   static constexpr size_t kMaxBytes = 1 << 20;
 
   int fd_;
-  size_t chunk_;        // bytes of one write
+  size_t pipe_ = 0;     // bytes that it holds; 0: no pipe
   size_t written_ = 0;  // of the first line
   size_t bytes_ = 0;
   std::deque<std::string> lines_;

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include <fmt/format.h>
 #include <poll.h>
@@ -23,9 +24,9 @@ namespace distrain::app {
 namespace {
 
 constexpr int kGoalNotReached = 11;
-constexpr auto kLastLine = std::chrono::seconds(2);  // of who ends by a signal
 // Of who fails: most are through with it in a tenth of that, and others wait for them.
 constexpr auto kUnwinding = std::chrono::milliseconds(700);
+constexpr int kLookAgainMs = 100;  // whether the job is to stop, while a reader sleeps
 
 sigset_t awaited_signals() {
   sigset_t set = ending_signals();
@@ -34,22 +35,27 @@ sigset_t awaited_signals() {
   return set;
 }
 
-/// A rank's JSON lines. Each is one write.
+/// A rank's JSON lines. The job waits for a slow reader, unless it is to stop, and to save before:
+/// then its lines wait until the last one.
 class JsonSink final : public job::EventSink {
  public:
   /// `on_failure` gets the errno of a failed write; where it returns, the line is lost.
   JsonSink(const RankRun& run, std::function<void(int)> on_failure,
            std::function<void(const base::Error&)> on_failing)
       : run_(run),
+        stop_(*run.job.stop),
         on_failure_(std::move(on_failure)),
         on_failing_(std::move(on_failing)),
+        lines_(run.out_fd),
         role_(run.role) {
     take_run_id(run.job.effective);
   }
 
   void emit(std::string_view event, const Json& fields) override {
     std::lock_guard lock(mutex_);
-    if (!finished_) write_locked(event, fields);
+    if (finished_) return;
+    push_locked(event, fields);
+    write_locked([this] { return !stop_.requested(); });
   }
 
   void joined(std::string_view role, const job::OptionMap& of_rank_0) override {
@@ -80,12 +86,19 @@ class JsonSink final : public job::EventSink {
   }
 
   /// The last line: whatever another thread emits afterwards is dropped. False when there was a
-  /// last line before.
+  /// last line before. A launcher reads them all; another reader may sleep, and who ends by a
+  /// signal does not wait for that.
   bool finish(const Json& fields) {
     std::lock_guard lock(mutex_);
     if (finished_) return false;
     finished_ = true;
-    write_locked(run_.last_event, fields);
+    push_locked(run_.last_event, fields);
+    size_t left = lines_.bytes();
+    base::TimePoint taken = base::Clock::now();
+    write_locked([&] {
+      if (std::exchange(left, lines_.bytes()) != left) taken = base::Clock::now();
+      return run_.job.spawned || !stop_.requested() || base::Clock::now() - taken < kReaderGrace;
+    });
     return true;
   }
 
@@ -94,20 +107,32 @@ class JsonSink final : public job::EventSink {
     if (const auto id = options.find(job::kRunId); id != options.end()) run_id_ = id->second;
   }
 
-  void write_locked(std::string_view event, const Json& fields) {
-    std::unique_lock told(told_mutex_);
-    const std::string line = json_line(event, run_id_, run_.job.name, run_.job.rank, role_, fields);
-    told.unlock();
+  void push_locked(std::string_view event, const Json& fields) {
+    std::lock_guard told(told_mutex_);
+    lines_.push(json_line(event, run_id_, run_.job.name, run_.job.rank, role_, fields));
+  }
+
+  /// What the reader takes, and all of it for as long as one `waits` for him.
+  void write_locked(const std::function<bool()>& waits) {
     writing_since_ = base::Clock::now();
-    const int error = write_all(run_.out_fd, line);
+    int error = lines_.pump();
+    while (!error && !lines_.empty() && waits()) {
+      pollfd item{lines_.fd(), POLLOUT, 0};
+      poll(&item, 1, kLookAgainMs);
+      error = lines_.pump();
+    }
     writing_since_ = base::TimePoint{};
-    if (error) on_failure_(error);
+    if (!error) return;
+    lines_.clear();
+    on_failure_(error);
   }
 
   const RankRun& run_;
+  const job::StopSignal& stop_;
   const std::function<void(int)> on_failure_;
   const std::function<void(const base::Error&)> on_failing_;
-  std::mutex mutex_;  // held while a line is written, for as long as its reader sleeps
+  std::mutex mutex_;  // held while lines are written, for as long as their reader is waited for
+  OutputQueue lines_;
   bool finished_ = false;
   std::atomic<base::TimePoint> writing_since_{};
   mutable std::mutex told_mutex_;  // of what follows
@@ -270,7 +295,7 @@ class RankProcess {
              stop_.heeds(number, base::Clock::now()));
     ending_ = true;
     const Cause cause = cause_by_signal(number, run_.job.rank);
-    leave_after(kLastLine, cause);
+    leave_after(kReaderGrace, cause);
     if (!finish(Json::object(), cause)) return;  // the body ended just now: its word holds
     tell(cause.message);
     leave(cause.exit_code);

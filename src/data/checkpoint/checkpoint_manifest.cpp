@@ -1,4 +1,4 @@
-#include "checkpoint/checkpoint_manifest.h"
+#include "checkpoint_manifest.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -10,6 +10,7 @@
 
 #include "distrain/base/error.h"
 #include "distrain/data/hash.h"
+#include "files/file.h"
 #include "text/text.h"
 
 namespace distrain::data {
@@ -20,6 +21,7 @@ using base::Exception;
 using Json = nlohmann::ordered_json;
 
 constexpr const char* kFormat = "distrain-checkpoint";
+constexpr const char* kGeneration = "generation";  // those of older versions have none
 constexpr size_t kMaxDepth = 64;
 // An ordered_json object is a list: that many keys cost their square.
 constexpr size_t kMaxKeys = 4096;
@@ -40,6 +42,7 @@ std::string raw_text(const Manifest& manifest) {
   Json json;
   json["format"] = kFormat;
   json["version"] = 1;
+  json[kGeneration] = manifest.generation;
   json["step"] = manifest.step;
   Json& files = json["files"] = Json::object();
   for (const auto& [name, file] : manifest.files) {
@@ -61,11 +64,16 @@ class Parser {
     if (text.size() > kMaxManifestBytes) fail("more than 64 MiB");
     check_hash(text);
     const Json json = parse_json(text);
-    check_keys(json, "the manifest", {"format", "version", "step", "files", "state", "xxh64"});
+    check_keys(json, "the manifest", {"format", "version", "step", "files", "state", "xxh64"},
+               kGeneration);
     if (json["format"] != kFormat) fail("not the manifest of a checkpoint");
     const auto version = number(json["version"], "version");
     if (version != 1) fail("of version " + std::to_string(version) + ", this program reads 1");
     Manifest manifest;
+    if (json.contains(kGeneration)) {
+      manifest.generation = number(json[kGeneration], kGeneration);
+      if (manifest.generation > kMaxGeneration) fail("'generation' is too large");
+    }
     manifest.step = number(json["step"], "step");
     if (manifest.step > kMaxCheckpointStep) fail("'step' is too large");
     if (!json["files"].is_object()) fail("'files' is not an object");
@@ -115,12 +123,14 @@ class Parser {
   }
 
   void check_keys(const Json& object, const std::string& what,
-                  std::initializer_list<const char*> keys) const {
+                  std::initializer_list<const char*> keys, const char* may_have = nullptr) const {
     if (!object.is_object()) fail(what + " is not an object");
     for (const char* key : keys) {
       if (!object.contains(key)) fail(what + " has no '" + key + "'");
     }
-    if (object.size() != keys.size()) fail(what + " has a key that is not in the format");
+    const bool has_more = may_have != nullptr && object.contains(may_have);
+    if (object.size() != keys.size() + (has_more ? 1 : 0))
+      fail(what + " has a key that is not in the format");
   }
 
   int64_t number(const Json& value, const std::string& what) const {
@@ -184,6 +194,11 @@ std::string manifest_text(const Manifest& manifest) {
 
 Manifest parse_manifest(std::string_view text, const std::string& path) {
   return Parser(path).parse(text);
+}
+
+Manifest read_manifest(const OpenFolder& checkpoint) {
+  InputFile file(checkpoint, kManifestName);
+  return parse_manifest(read_to_end<std::string>(file, kMaxManifestBytes), file.path());
 }
 
 }  // namespace distrain::data

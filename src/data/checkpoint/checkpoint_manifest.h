@@ -8,11 +8,14 @@
 
 #include <nlohmann/json.hpp>
 
+#include "files/open_folder.h"
+
 namespace distrain::data {
 
 inline constexpr const char* kManifestName = "manifest.json";
 inline constexpr size_t kMaxManifestBytes = size_t{64} << 20;
 inline constexpr int64_t kMaxCheckpointStep = 999'999'999'999;  // twelve digits
+inline constexpr int64_t kMaxGeneration = kMaxCheckpointStep;
 
 /// What manifest.json says (checkpoint_store.h).
 struct Manifest {
@@ -20,6 +23,7 @@ struct Manifest {
     uint64_t bytes = 0;
     uint64_t hash = 0;
   };
+  int64_t generation = 0;  ///< of the job that saved it: Note [One job saves in a folder]
   int64_t step = 0;
   std::map<std::string, File> files;
   nlohmann::ordered_json state = nlohmann::ordered_json::object();
@@ -30,5 +34,8 @@ std::string manifest_text(const Manifest& manifest);
 
 /// Throws `bad_data`, `path` stands for the file.
 Manifest parse_manifest(std::string_view text, const std::string& path);
+
+/// Of the checkpoint in this folder. Throws `bad_data`.
+Manifest read_manifest(const OpenFolder& checkpoint);
 
 }  // namespace distrain::data

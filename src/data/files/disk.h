@@ -3,39 +3,27 @@
 #include <cerrno>
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <span>
 #include <string>
-#include <vector>
+#include <utility>
+
+#include "distrain/net/socket.h"
 
 namespace distrain::data {
 
-/// The system calls of saving, each told to a probe before it is made. Failures are `resources`,
-/// with the path and the system's reason, unless said otherwise.
+class OpenFolder;
+
+/// The system calls of saving that change something or say what is there, each told to a probe
+/// before it is made. Failures are `resources`, with the path and the system's reason, unless said
+/// otherwise.
 class Disk {
  public:
   using Probe = std::function<void(const char* name)>;
-  explicit Disk(const Probe& before_system_call) : probe_(before_system_call) {}
+  explicit Disk(Probe before_system_call = {}) : probe_(std::move(before_system_call)) {}
+  Disk(const Disk&) = delete;
+  Disk& operator=(const Disk&) = delete;
 
-  /// False if it was there.
-  bool make_folder(const std::string& path) const;
-  /// False if there is no `from`.
-  bool rename(const std::string& from, const std::string& to) const;
-  /// Makes what was created, renamed or removed in a folder last.
-  void sync_folder(const std::string& path) const;
-  /// The names in a folder; none, and errno, if it cannot be read.
-  std::optional<std::vector<std::string>> list(const std::string& path) const;
-  /// Removes a folder of files, or as much of it as can be: no error. Follows no link: of one, be
-  /// it in the folder or in its place, the link itself goes.
-  void remove_folder(const std::string& path) const;
-
-  [[noreturn]] static void fail(const char* what, const std::string& path);
-
- private:
-  friend class OutputFile;
-  class Folder;
-
-  // errno is that of the call: the probe comes before.
+  /// What `function` gives back, -1 with errno for a failure; it is called again if interrupted.
   template <class F>
   auto call(const char* name, F function) const {
     if (probe_) probe_(name);
@@ -46,27 +34,32 @@ class Disk {
     }
     return result;
   }
-  void close(int fd, const std::string& path) const;
 
-  const Probe& probe_;
+  /// False if there is no `from`.
+  bool rename(const std::string& from, const std::string& to) const;
+
+  [[noreturn]] static void fail(const char* what, const std::string& path);
+
+ private:
+  const Probe probe_;
 };
 
 /// A new file. Nothing is sure before finish().
 class OutputFile {
  public:
   OutputFile(const Disk& disk, const std::string& path);
-  ~OutputFile();
-  OutputFile(const OutputFile&) = delete;
-  OutputFile& operator=(const OutputFile&) = delete;
+  OutputFile(const OpenFolder& folder, const std::string& name);
 
   void write(std::span<const uint8_t> bytes);
   /// Waits until the file is on the disk, and closes it.
   void finish();
 
  private:
+  OutputFile(const Disk& disk, int folder, const std::string& name, std::string path);
+
   const Disk& disk_;
   const std::string path_;
-  int fd_;
+  net::Fd fd_;
 };
 
 }  // namespace distrain::data

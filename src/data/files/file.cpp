@@ -1,4 +1,4 @@
-#include "files/file.h"
+#include "file.h"
 
 #include <array>
 #include <cerrno>
@@ -9,11 +9,20 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "open_folder.h"
+
 namespace distrain::data {
 namespace {
 
-[[noreturn]] void fail(std::string message) {
-  throw base::Exception(base::ErrorKind::kBadData, std::move(message));
+[[noreturn]] void fail_open(const std::string& path) {
+  base::bad_data("cannot open " + path + ": " + errno_text());
+}
+
+net::Fd open_in(const OpenFolder& folder, const std::string& name) {
+  net::Fd fd(::openat(folder.fd(), name.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW));
+  if (fd.valid()) return fd;
+  if (errno == ELOOP) base::bad_data(folder.path_of(name) + kNotFollowed);
+  fail_open(folder.path_of(name));
 }
 
 }  // namespace
@@ -23,27 +32,29 @@ std::string errno_text() {
   return strerror_r(errno, buffer.data(), buffer.size());
 }
 
+// Opening a pipe that nobody writes to would wait for ever.
 InputFile::InputFile(const std::string& path, Kind kind)
-    : path_(path),
-      // Opening a pipe that nobody writes to would wait for ever.
-      fd_(open(path.c_str(), O_RDONLY | O_CLOEXEC | (kind == Kind::kRegular ? O_NONBLOCK : 0))) {
-  if (fd_ < 0) fail("cannot open " + path_ + ": " + errno_text());
-  struct stat status {};
-  const bool regular = fstat(fd_, &status) == 0 && S_ISREG(status.st_mode);
-  if (regular) size_ = static_cast<uint64_t>(status.st_size);
-  if (!regular && kind == Kind::kRegular) {
-    close(fd_);
-    fail(path_ + ": not a regular file");
-  }
-}
+    : InputFile(net::Fd(::open(path.c_str(),
+                               O_RDONLY | O_CLOEXEC | (kind == Kind::kRegular ? O_NONBLOCK : 0))),
+                path, kind) {}
 
-InputFile::~InputFile() { close(fd_); }
+InputFile::InputFile(const OpenFolder& folder, const std::string& name)
+    : InputFile(open_in(folder, name), folder.path_of(name), Kind::kRegular) {}
+
+InputFile::InputFile(net::Fd fd, std::string path, Kind kind)
+    : path_(std::move(path)), fd_(std::move(fd)) {
+  if (!fd_.valid()) fail_open(path_);
+  struct stat status {};
+  const bool regular = fstat(fd_.get(), &status) == 0 && S_ISREG(status.st_mode);
+  if (regular) size_ = static_cast<uint64_t>(status.st_size);
+  if (!regular && kind == Kind::kRegular) base::bad_data(path_ + ": not a regular file");
+}
 
 size_t InputFile::read(void* out, size_t bytes) {
   for (;;) {
-    const ssize_t got = ::read(fd_, out, bytes);
+    const ssize_t got = ::read(fd_.get(), out, bytes);
     if (got >= 0) return static_cast<size_t>(got);
-    if (errno != EINTR) fail("cannot read " + path_ + ": " + errno_text());
+    if (errno != EINTR) base::bad_data("cannot read " + path_ + ": " + errno_text());
   }
 }
 

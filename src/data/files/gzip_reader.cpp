@@ -1,8 +1,9 @@
-#include "files/gzip_reader.h"
+#include "gzip_reader.h"
 
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <utility>
 
 namespace distrain::data {
 namespace {
@@ -11,8 +12,8 @@ constexpr int kGzipOnly = 16 + MAX_WBITS;
 
 }  // namespace
 
-GzipReader::GzipReader(const std::string& path, InputFile::Kind kind)
-    : path_(path), file_(path, kind) {
+GzipReader::GzipReader(const std::string& path, Limit limit, InputFile::Kind kind)
+    : path_(path), file_(path, kind), limit_(std::move(limit)), left_(limit_.bytes) {
   stream_.next_in = input_.data();
   while (stream_.avail_in < 2) {
     const size_t got = file_.read(input_.data() + stream_.avail_in, 2 - stream_.avail_in);
@@ -27,7 +28,23 @@ GzipReader::~GzipReader() {
   if (gzip_) inflateEnd(&stream_);
 }
 
+void GzipReader::limit(Limit limit) {
+  limit_ = std::move(limit);
+  left_ = limit_.bytes;
+}
+
 size_t GzipReader::read(uint8_t* out, size_t bytes) {
+  const size_t allowed = std::min<uint64_t>(bytes, left_);
+  const size_t done = read_some(out, allowed);
+  left_ -= done;
+  uint8_t more;
+  if (done == allowed && allowed < bytes && read_some(&more, 1) > 0) {
+    fail("longer than the " + std::to_string(limit_.bytes) + " bytes " + limit_.whose);
+  }
+  return done;
+}
+
+size_t GzipReader::read_some(uint8_t* out, size_t bytes) {
   size_t done = 0;
   while (done < bytes) {
     if (stream_.avail_in == 0 && !fill()) {
@@ -70,8 +87,6 @@ size_t GzipReader::inflate_some(uint8_t* out, size_t bytes) {
   return room - stream_.avail_out;
 }
 
-void GzipReader::fail(const char* reason) const {
-  throw base::Exception(base::ErrorKind::kBadData, path_ + ": " + reason);
-}
+void GzipReader::fail(const std::string& reason) const { base::bad_data(path_ + ": " + reason); }
 
 }  // namespace distrain::data

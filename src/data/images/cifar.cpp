@@ -11,6 +11,7 @@
 #include "distrain/base/error.h"
 #include "files/file.h"
 #include "files/gzip_reader.h"
+#include "limits.h"
 
 namespace distrain::data {
 namespace {
@@ -21,12 +22,7 @@ constexpr uint8_t kClasses = 10;
 constexpr size_t kPixels = kChannels * kSide * kSide;
 constexpr size_t kRecord = 1 + kPixels;
 constexpr size_t kChunk = 1024 * kRecord;
-constexpr size_t kMaxBytes = size_t{8} << 30;
 constexpr int kTrainingFiles = 5;
-
-[[noreturn]] void fail(const std::string& path, const std::string& reason) {
-  throw base::Exception(base::ErrorKind::kBadData, path + ": " + reason);
-}
 
 std::string training_file(int number) { return "data_batch_" + std::to_string(number) + ".bin"; }
 
@@ -40,11 +36,12 @@ std::string find_file(const std::string& folder, const std::string& name) {
   return "";
 }
 
-void append_records(const std::string& path, const std::vector<uint8_t>& bytes, ImageSet& set) {
+void append_records(const std::string& path, const std::vector<uint8_t>& bytes, int64_t before,
+                    ImageSet& set) {
   for (auto at = bytes.begin(); at != bytes.end(); at += kRecord) {
     if (*at >= kClasses) {
-      fail(path, "record " + std::to_string(set.count) + " has the label " + std::to_string(*at) +
-                     ", not one of 0 to 9");
+      base::bad_data(path + ": record " + std::to_string(set.count - before) + " has the label " +
+                     std::to_string(*at) + ", not one of 0 to 9");
     }
     set.labels.push_back(*at);
     set.pixels.insert(set.pixels.end(), at + 1, at + kRecord);
@@ -52,27 +49,25 @@ void append_records(const std::string& path, const std::vector<uint8_t>& bytes, 
   }
 }
 
-void read_file(const std::string& path, InputFile::Kind kind, ContentHasher& hasher,
-               ImageSet& set) {
-  GzipReader reader(path, kind);
-  ImageSet records;  // of this file, so that an error has the record's number in it
+void append_file(const std::string& path, InputFile::Kind kind, ContentHasher& hasher,
+                 ImageSet& set) {
+  const int64_t before = set.count;
+  const uint64_t left = kMaxImageBytes - set.pixels.size() - set.labels.size();
+  GzipReader reader(path, {left, "that are left of the 8 GiB that are read"}, kind);
   std::vector<uint8_t> chunk;
+  uint64_t total = 0;
   do {
     chunk.resize(kChunk);
     chunk.resize(reader.read(chunk.data(), kChunk));
-    const size_t total = records.pixels.size() + records.labels.size() + chunk.size();
+    total += chunk.size();
     if (chunk.size() % kRecord != 0) {
-      fail(path, std::to_string(total) + " bytes are no whole number of records of " +
-                     std::to_string(kRecord));
+      base::bad_data(path + ": " + std::to_string(total) +
+                     " bytes are no whole number of records of " + std::to_string(kRecord));
     }
-    if (total > kMaxBytes) fail(path, "more than the 8 GiB that are read");
-    append_records(path, chunk, records);
+    append_records(path, chunk, before, set);
     hasher.add({reinterpret_cast<const char*>(chunk.data()), chunk.size()});
   } while (chunk.size() == kChunk);
-  if (records.count == 0) fail(path, "no image in this file");
-  set.count += records.count;
-  set.labels.insert(set.labels.end(), records.labels.begin(), records.labels.end());
-  set.pixels.insert(set.pixels.end(), records.pixels.begin(), records.pixels.end());
+  if (set.count == before) base::bad_data(path + ": no image in this file");
 }
 
 ImageSet read_files(const std::vector<std::string>& paths,
@@ -83,7 +78,7 @@ ImageSet read_files(const std::vector<std::string>& paths,
   set.columns = kSide;
   ContentHasher hasher;
   for (const std::string& path : paths) {
-    with_memory_for(path, [&] { read_file(path, kind, hasher, set); });
+    with_memory_for(path, [&] { append_file(path, kind, hasher, set); });
   }
   set.content_hash = hasher.value();
   return set;
@@ -102,7 +97,9 @@ ImageFolder read_cifar10(const std::string& folder) {
   std::vector<std::string> paths;
   for (int number = 1; number <= kTrainingFiles; ++number) {
     paths.push_back(find_file(folder, training_file(number)));
-    if (paths.back().empty()) fail(folder, "no " + training_file(number) + " in this folder");
+    if (paths.back().empty()) {
+      base::bad_data(folder + ": no " + training_file(number) + " in this folder");
+    }
   }
   ImageFolder result;
   result.train = read_files(paths);
@@ -114,7 +111,7 @@ ImageFolder read_cifar10(const std::string& folder) {
 ImageSet read_cifar10_images(const std::string& path) {
   const std::string test = find_file(path, "test_batch.bin");
   if (test.empty() && std::filesystem::is_directory(path)) {
-    fail(path, "no test_batch.bin in this folder");
+    base::bad_data(path + ": no test_batch.bin in this folder");
   }
   return read_files({test.empty() ? path : test}, InputFile::Kind::kAny);
 }

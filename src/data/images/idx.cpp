@@ -13,13 +13,14 @@
 #include "distrain/base/error.h"
 #include "files/file.h"
 #include "files/gzip_reader.h"
+#include "limits.h"
 
 namespace distrain::data {
 namespace {
 
-constexpr uint64_t kMaxImageBytes = uint64_t{8} << 30;
 constexpr size_t kFirstBytes = size_t{1} << 20;
 constexpr uint8_t kUnsignedBytes = 0x08;  // the element type
+constexpr uint64_t kMaxHeader = 16;       // of three dimensions
 
 [[noreturn]] void refuse(const std::string& path, const std::string& reason) {
   throw base::Exception(base::ErrorKind::kBadData, path + ": " + reason);
@@ -30,7 +31,7 @@ class IdxFile {
  public:
   IdxFile(const std::string& path, ContentHasher& hasher,
           InputFile::Kind kind = InputFile::Kind::kRegular)
-      : path_(path), reader_(path, kind), hasher_(hasher) {}
+      : path_(path), reader_(path, {kMaxHeader, "of a header"}, kind), hasher_(hasher) {}
 
   template <size_t N>
   std::array<uint64_t, N> read_sizes() {
@@ -58,6 +59,7 @@ class IdxFile {
   // What follows the header, which must be just `total` bytes. The memory grows with what comes: a
   // header may promise more than its file has.
   std::vector<uint8_t> read_elements(uint64_t total) {
+    reader_.limit({total, "that its header says"});
     std::vector<uint8_t> elements;
     while (elements.size() < total) {
       const size_t before = elements.size();
@@ -69,9 +71,7 @@ class IdxFile {
       }
     }
     uint8_t more;
-    if (reader_.read(&more, 1) > 0) {
-      refuse(path_, "longer than the " + std::to_string(total) + " bytes that its header says");
-    }
+    reader_.read(&more, 1);  // refused if there is any
     add_to_hash(elements);
     return elements;
   }

@@ -50,9 +50,8 @@ ImageSet read_training_images(const std::string& folder) {
   if (has_image_files(folder) || !std::filesystem::is_directory(folder)) {
     return read_image_folder(folder).train;
   }
-  throw base::Exception(base::ErrorKind::kBadData, folder +
-                                                       ": neither CIFAR-10's data_batch_1.bin nor "
-                                                       "train-images-idx3-ubyte in this folder");
+  base::bad_data(
+      folder + ": neither CIFAR-10's data_batch_1.bin nor train-images-idx3-ubyte in this folder");
 }
 
 }  // namespace distrain::data

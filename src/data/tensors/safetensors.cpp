@@ -186,69 +186,107 @@ class HeaderReader : public nlohmann::json_sax<Json> {
   std::set<std::string> names_;
 };
 
-// The JSON header in `bytes`.
-std::string_view header_of(const std::vector<uint8_t>& bytes, const std::string& name) {
-  const auto fail = [&](const std::string& reason) {
-    throw Exception(ErrorKind::kBadData, name + ": not a safetensors file: " + reason);
+// How long the header is of a file of `size` bytes that begins with these.
+uint64_t header_length(std::span<const uint8_t> begin, uint64_t size, const std::string& name) {
+  const auto fail = [&](const char* reason) {
+    base::bad_data(name + ": not a safetensors file: " + reason);
   };
-  if (bytes.size() < kLengthBytes) fail("shorter than 8 bytes");
+  if (begin.size() < kLengthBytes) fail("shorter than 8 bytes");
   uint64_t length = 0;
-  for (size_t i = kLengthBytes; i-- > 0;) length = length << 8 | bytes[i];
+  for (size_t i = kLengthBytes; i-- > 0;) length = length << 8 | begin[i];
   if (length > kMaxHeader) fail("a header of more than 16 MiB");
-  if (length > bytes.size() - kLengthBytes) fail("its header is longer than the file");
-  const std::string_view header(reinterpret_cast<const char*>(bytes.data()) + kLengthBytes, length);
+  if (length > size - kLengthBytes) fail("its header is longer than the file");
+  return length;
+}
+
+/// What a header says: tensors that lie one after the other and fill the rest of the file.
+struct Layout {
+  std::map<std::string, std::string> metadata;
+  std::vector<Entry> entries;  // by where they begin
+};
+
+// Of the header that begins with its length, before `size` bytes of tensors.
+Layout layout_of(std::span<const uint8_t> begin, uint64_t size, const std::string& name) {
+  const auto fail = [&](const std::string& reason) { base::bad_data(name + ": " + reason); };
+  const std::string_view header(reinterpret_cast<const char*>(begin.data()) + kLengthBytes,
+                                begin.size() - kLengthBytes);
   // The JSON parser would skip a byte order mark, and take a NUL for the end.
-  if (!header.starts_with('{')) fail("its header does not begin with '{'");
-  if (header.find('\0') != std::string_view::npos) fail("a NUL in its header");
-  return header;
-}
-
-}  // namespace
-
-Safetensors Safetensors::read(const std::string& path) {
-  return with_memory_for(path, [&] {
-    return parse(read_file<std::vector<uint8_t>>(path, InputFile::Kind::kRegular), path);
-  });
-}
-
-Safetensors Safetensors::parse(std::vector<uint8_t> bytes, const std::string& name) {
-  const auto fail = [&](const std::string& reason) {
-    throw Exception(ErrorKind::kBadData, name + ": " + reason);
-  };
-  const std::string_view header = header_of(bytes, name);
+  if (!header.starts_with('{')) {
+    fail("not a safetensors file: its header does not begin with '{'");
+  }
+  if (header.find('\0') != std::string_view::npos) {
+    fail("not a safetensors file: a NUL in its header");
+  }
   HeaderReader reader(name);
   Json::sax_parse(header.begin(), header.end(), &reader);
 
-  Safetensors result;
-  result.metadata_ = std::move(reader.metadata);
-  const auto all = std::span<const uint8_t>(bytes).subspan(kLengthBytes + header.size());
   auto& entries = reader.entries;
   std::sort(entries.begin(), entries.end(),
             [](const Entry& a, const Entry& b) { return *a.offsets < *b.offsets; });
   int64_t end = 0;
-  for (Entry& entry : entries) {
+  for (const Entry& entry : entries) {
     const std::string tensor = "tensor " + in_quotes(entry.name);
     const int64_t first = (*entry.offsets)[0];
     const int64_t last = (*entry.offsets)[1];
     if (first > end) fail("nothing says what the bytes before " + tensor + " are");
     if (first < end) fail(tensor + " overlaps another one");
     if (last < first) fail(tensor + " ends before it begins");
-    if (static_cast<uint64_t>(last) > all.size()) fail(tensor + " goes beyond the file's end");
-    const auto size = bytes_of(*entry.dtype, *entry.shape);
-    if (!size) fail(tensor + " has a shape that overflows");
-    if (*size != static_cast<uint64_t>(last - first)) {
+    if (static_cast<uint64_t>(last) > size) fail(tensor + " goes beyond the file's end");
+    const auto bytes = bytes_of(*entry.dtype, *entry.shape);
+    if (!bytes) fail(tensor + " has a shape that overflows");
+    if (*bytes != static_cast<uint64_t>(last - first)) {
       fail(tensor + " has " + std::to_string(last - first) + " bytes, its dtype and shape need " +
-           std::to_string(*size));
+           std::to_string(*bytes));
     }
     end = last;
-    result.tensors_.emplace(
-        std::move(entry.name),
-        StoredTensor{*entry.dtype, std::move(*entry.shape),
-                     all.subspan(static_cast<size_t>(first), static_cast<size_t>(*size))});
   }
-  if (static_cast<uint64_t>(end) < all.size()) {
-    fail(std::to_string(all.size() - static_cast<uint64_t>(end)) +
+  if (static_cast<uint64_t>(end) < size) {
+    fail(std::to_string(size - static_cast<uint64_t>(end)) +
          " bytes too many after the last tensor");
+  }
+  return {std::move(reader.metadata), std::move(entries)};
+}
+
+// The next `count` bytes of the file, fewer at its end.
+void read_more(InputFile& file, uint64_t count, std::vector<uint8_t>& bytes) {
+  size_t used = bytes.size();
+  bytes.resize(used + count);
+  while (used < bytes.size()) {
+    const size_t got = file.read(bytes.data() + used, bytes.size() - used);
+    if (got == 0) bytes.resize(used);
+    used += got;
+  }
+}
+
+}  // namespace
+
+// Only what the header speaks of is given memory: the file may be a large one of something else.
+Safetensors Safetensors::read(const std::string& path) {
+  return with_memory_for(path, [&] {
+    InputFile file(path, InputFile::Kind::kRegular);
+    std::vector<uint8_t> bytes;
+    read_more(file, std::min<uint64_t>(kLengthBytes, file.size()), bytes);
+    const uint64_t length = header_length(bytes, file.size(), path);
+    read_more(file, length, bytes);
+    const uint64_t rest = file.size() - kLengthBytes - length;
+    layout_of(bytes, rest, path);
+    read_more(file, rest, bytes);
+    return parse(std::move(bytes), path);
+  });
+}
+
+Safetensors Safetensors::parse(std::vector<uint8_t> bytes, const std::string& name) {
+  const uint64_t begin = kLengthBytes + header_length(bytes, bytes.size(), name);
+  const auto all = std::span<const uint8_t>(bytes);
+  Layout layout = layout_of(all.first(begin), bytes.size() - begin, name);
+  Safetensors result;
+  result.metadata_ = std::move(layout.metadata);
+  for (Entry& entry : layout.entries) {
+    const auto first = static_cast<size_t>((*entry.offsets)[0]);
+    const auto last = static_cast<size_t>((*entry.offsets)[1]);
+    result.tensors_.emplace(std::move(entry.name),
+                            StoredTensor{*entry.dtype, std::move(*entry.shape),
+                                         all.subspan(begin + first, last - first)});
   }
   result.bytes_ = std::make_shared<const std::vector<uint8_t>>(std::move(bytes));
   return result;

@@ -10,7 +10,7 @@
 #include "distrain/base/random.h"
 #include "distrain/data/hash.h"
 #include "files/file.h"
-#include "text/text.h"
+#include "text.h"
 
 namespace distrain::data {
 namespace {

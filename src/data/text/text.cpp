@@ -1,4 +1,4 @@
-#include "text/text.h"
+#include "text.h"
 
 namespace distrain::data {
 

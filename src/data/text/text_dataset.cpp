@@ -9,7 +9,7 @@
 #include "distrain/base/error.h"
 #include "distrain/data/hash.h"
 #include "files/file.h"
-#include "text/text.h"
+#include "text.h"
 
 namespace distrain::data {
 namespace {

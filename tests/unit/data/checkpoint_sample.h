@@ -3,11 +3,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <filesystem>
 #include <string>
 #include <vector>
 
 #include "distrain/data/checkpoint_store.h"
+#include "distrain/data/hash.h"
 #include "files.h"
 #include "support/catch.h"
 
@@ -59,14 +61,25 @@ inline void check_newest(const std::string& folder, const Sample& expected) {
   check_same(CheckpointStore::load(*path), expected.checkpoint);
 }
 
+// A manifest with the end that makes it whole.
+inline std::string sealed(const std::string& text) {
+  char digits[17];
+  std::snprintf(digits, sizeof digits, "%016llx",
+                static_cast<unsigned long long>(content_hash(text)));
+  return text + ",\"xxh64\":\"" + digits + "\"}\n";
+}
+
 inline std::string step_name(int64_t step) {
   const std::string digits = std::to_string(step);
   return "step-" + std::string(12 - digits.size(), '0') + digits;
 }
 
+// But for the lock's file, which stays.
 inline Strings names_in(const std::string& folder) {
   Strings names;
-  for (const auto& entry : fs::directory_iterator(folder)) names.push_back(entry.path().filename());
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    if (entry.path().filename() != ".lock") names.push_back(entry.path().filename());
+  }
   std::sort(names.begin(), names.end());
   return names;
 }

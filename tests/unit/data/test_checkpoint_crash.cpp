@@ -1,33 +1,19 @@
 // ctest: labels=notsan timeout=120
 #include <csignal>
-#include <cstddef>
 #include <functional>
 #include <string>
 
-#include <linux/filter.h>
-#include <linux/seccomp.h>
-#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "checkpoint_sample.h"
+#include "child_process.h"
 #include "distrain/data/checkpoint_store.h"
 #include "support/catch.h"
 
 namespace distrain::data {
 namespace {
-
-// The exit code of a child process that runs `function`; it leaves nothing behind but files.
-int in_child(const std::function<int()>& function) {
-  const pid_t child = fork();
-  if (child == 0) _exit(function());
-  int status = 0;
-  REQUIRE(waitpid(child, &status, 0) == child);
-  REQUIRE(WIFEXITED(status));
-  return WEXITSTATUS(status);
-}
 
 constexpr int kSaved = 0;
 constexpr int kKilled = 9;
@@ -44,19 +30,6 @@ int save_and_die(const std::string& folder, const Checkpoint& checkpoint, int nt
   });
 }
 
-// Lets every system call of this number fail, in this process, for good.
-void forbid(long number, int error) {
-  const sock_filter filter[] = {
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, static_cast<uint32_t>(number), 0, 1),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | static_cast<uint32_t>(error)),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-  };
-  sock_fprog program{std::size(filter), const_cast<sock_filter*>(filter)};
-  prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
-  if (prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0) _exit(77);
-}
-
 }  // namespace
 
 TEST_CASE("Whenever a save ends, an old or the new checkpoint is there") {
@@ -70,9 +43,8 @@ TEST_CASE("Whenever a save ends, an old or the new checkpoint is there") {
   int ended_new = 0;
   for (int nth = 1;; ++nth) {
     const Folder folder;
-    CheckpointStore store(folder.path());
-    if (!only_one) store.save(before.checkpoint);
-    store.save(old.checkpoint);
+    if (!only_one) CheckpointStore(folder.path()).save(before.checkpoint);
+    CheckpointStore(folder.path()).save(old.checkpoint);
     const int exit_code = save_and_die(folder.path(), wanted.checkpoint, nth);
     const auto newest = CheckpointStore::newest(folder.path());
     REQUIRE(newest);
@@ -89,7 +61,7 @@ TEST_CASE("Whenever a save ends, an old or the new checkpoint is there") {
     // Going on works, and clears everything away. A second end at the same place is no worse.
     REQUIRE(save_and_die(folder.path(), wanted.checkpoint, nth) <= kKilled);
     REQUIRE(CheckpointStore::load(folder.path()).checkpoint.step >= old.checkpoint.step);
-    store.save(later.checkpoint);
+    CheckpointStore(folder.path()).save(later.checkpoint);
     check_newest(folder.path(), later);
     const auto names = names_in(folder.path());
     REQUIRE(names.size() == 2);
@@ -121,22 +93,24 @@ TEST_CASE("Files are on the disk before they get their name") {
   Strings calls;
   CheckpointStore store(folder.path(), [&](const char* name) { calls.emplace_back(name); });
   store.save(Sample(1).checkpoint);
-  const Strings expected = {"open",   "getdents", "close",           // what is there
-                            "mkdir",                                 //
-                            "open",   "write",    "write", "write",  // header and two tensors
-                            "fsync",  "close",                       //
-                            "open",   "write",    "fsync", "close",  // no tensors
-                            "open",   "write",    "fsync", "close",  // the manifest
-                            "open",   "fsync",    "close",           // their folder
-                            "rename", "rename",                      // no old one; the new one
-                            "open",   "fsync",    "close",           // the parent
-                            "rename",                                // nothing was replaced
-                            "open",   "getdents", "close"};
+  const Strings expected = {"openat",   "flock",    "getdents",           // whose folder it is
+                            "getdents", "getdents",                       // it is; what is there
+                            "mkdirat",                                    //
+                            "openat",   "write",    "write",    "write",  // header and two tensors
+                            "fsync",    "close",                          //
+                            "openat",   "write",    "fsync",    "close",  // no tensors
+                            "openat",   "write",    "fsync",    "close",  // the manifest
+                            "fsync",                                      // their folder
+                            "getdents",                                   // it is ours still
+                            "renameat", "renameat",                       // no old one; the new one
+                            "fsync",                                      // the parent
+                            "getdents", "renameat",                       // nothing was replaced
+                            "getdents"};
   CHECK(calls == expected);
 }
 
 TEST_CASE("A system call that fails is an error with the file, and leaves what was there") {
-  for (const long number : {SYS_mkdir, SYS_write, SYS_fsync, SYS_rename}) {
+  for (const long number : {SYS_mkdirat, SYS_write, SYS_fsync, SYS_renameat}) {
     const Folder folder;
     CheckpointStore(folder.path()).save(Sample(1).checkpoint);
     const int code = in_child([&] {
@@ -152,7 +126,7 @@ TEST_CASE("A system call that fails is an error with the file, and leaves what w
       }
       return 3;
     });
-    if (code == 77) {
+    if (code == kNoSeccomp) {
       WARN("no seccomp here");
       continue;
     }
@@ -170,7 +144,7 @@ TEST_CASE("A replacement that fails leaves the old one under its name") {
   const int code = in_child([&] {
     int renames = 0;
     CheckpointStore store(folder.path(), [&](const char* name) {
-      if (name == std::string("rename") && ++renames == 2) {
+      if (name == std::string("renameat") && ++renames == 2) {
         fs::remove_all(folder.path(".tmp-" + step_name(1)));
       }
     });

@@ -21,14 +21,6 @@ std::string no_resources(const std::function<void()>& call) {
   return error_of(base::ErrorKind::kResources, call);
 }
 
-// A manifest with the end that makes it whole.
-std::string sealed(const std::string& text) {
-  char digits[17];
-  std::snprintf(digits, sizeof digits, "%016llx",
-                static_cast<unsigned long long>(content_hash(text)));
-  return text + ",\"xxh64\":\"" + digits + "\"}\n";
-}
-
 }  // namespace
 
 TEST_CASE("A checkpoint that was saved is loaded") {
@@ -148,15 +140,15 @@ TEST_CASE("A folder that cannot be made or written is found out before") {
 
   const auto file = folder.write("file", "x");
   CHECK(no_resources([&] { CheckpointStore(file).prepare(); }) ==
-        "cannot make " + file + "/.tmp-step-000000000000: Not a directory");
+        "cannot open " + file + ": Not a directory");
   CHECK(no_resources([&] { CheckpointStore(file + "/x").prepare(); }) ==
-        "cannot make " + file + "/x: Not a directory");
+        "cannot open " + file + "/x: Not a directory");
   CHECK(no_resources([&] {
           CheckpointStore("/proc/nothing/x").prepare();
         }).starts_with("cannot make /proc/nothing: "));
   CHECK(no_resources([&] {
           CheckpointStore("/proc").prepare();
-        }).starts_with("cannot make /proc/.tmp-step-000000000000: "));
+        }).starts_with("cannot make /proc/.lock: "));
   no_resources([&] { CheckpointStore("").prepare(); });
 
   const auto missing = folder.path("missing");
@@ -328,8 +320,10 @@ TEST_CASE("A manifest that is whole but not right is refused") {
        {"-1", "1.0", "1e0", "\"1\"", "null", "[]", "9223372036854775808"}) {
     CHECK(with("version", value) == "'version' is not a number from 0 on");
     CHECK(with("step", value) == "'step' is not a number from 0 on");
+    CHECK(with("generation", value) == "'generation' is not a number from 0 on");
   }
   CHECK(with("step", "1000000000000") == "'step' is too large");
+  CHECK(with("generation", "1000000000000") == "'generation' is too large");
   CHECK(with("files", "[]") == "'files' is not an object");
   CHECK(with("state", "[]") == "'state' is not an object");
   CHECK(with("state", "{\"a\":1,\"a\":2}") == "'a' is there twice");

@@ -1,17 +1,21 @@
 // Folders that are removed, and links that others put there.
 #include <filesystem>
 
-#include "../src/data/files/disk.h"
+#include "../src/data/files/open_folder.h"
 #include "files.h"
 
 using namespace distrain;
 using data::Disk;
 using data::Folder;
+using data::OpenFolder;
 namespace fs = std::filesystem;
 
 namespace {
 
-const Disk::Probe kNoProbe;
+void remove_in(const Folder& folder, const std::string& name, const Disk::Probe& probe = {}) {
+  const Disk disk(probe);
+  OpenFolder::at(disk, folder.path())->remove_folder(name);
+}
 
 }  // namespace
 
@@ -34,15 +38,15 @@ TEST_CASE("a folder goes with its files, and nothing beyond it") {
   SECTION("with a link in its place once it is open") {
     // The probe comes before each call: after the folder has been read, another stands there.
     const Disk::Probe swap = [&](const char* name) {
-      if (std::string(name) != "unlink" || fs::is_symlink(doomed)) return;
+      if (std::string(name) != "unlinkat" || fs::is_symlink(doomed)) return;
       fs::rename(doomed, folder.path("moved"));
       fs::create_symlink(outside.path(), doomed);
     };
     fs::create_hard_link(doomed + "/file", doomed + "/precious");
-    Disk(swap).remove_folder(doomed);
+    remove_in(folder, "doomed", swap);
     CHECK(fs::is_empty(folder.path("moved")));
   }
-  Disk(kNoProbe).remove_folder(doomed);
+  remove_in(folder, "doomed");
   CHECK_FALSE(fs::exists(fs::symlink_status(doomed)));
   CHECK(data::read_text(outside.path("precious")) == "data");
 }
@@ -50,7 +54,7 @@ TEST_CASE("a folder goes with its files, and nothing beyond it") {
 TEST_CASE("what is no folder is not removed as one") {
   const Folder folder;
   folder.write("file", "text");
-  Disk(kNoProbe).remove_folder(folder.path("file"));
-  Disk(kNoProbe).remove_folder(folder.path("none"));
+  remove_in(folder, "file");
+  remove_in(folder, "none");
   CHECK(data::read_text(folder.path("file")) == "text");
 }

@@ -1,0 +1,121 @@
+#include "folder_claim.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <fstream>
+#include <utility>
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+
+#include "checkpoint_manifest.h"
+#include "distrain/base/error.h"
+#include "files/file.h"
+#include "save_folders.h"
+
+namespace distrain::data {
+namespace {
+
+constexpr const char* kLock = ".lock";
+
+OpenFolder opened(const Disk& disk, const std::string& path) {
+  auto folder = OpenFolder::at(disk, path);
+  if (!folder) Disk::fail("cannot open", path);
+  return *std::move(folder);
+}
+
+// As mkdir -p does.
+OpenFolder made(const Disk& disk, const std::string& path) {
+  if (auto folder = OpenFolder::at(disk, path)) return *std::move(folder);
+  if (errno != ENOENT || path == ".") Disk::fail("cannot open", path);
+  const size_t slash = path.find_last_of('/');
+  const OpenFolder parent =
+      made(disk, slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1)));
+  if (parent.make_folder(path.substr(slash + 1))) parent.sync();
+  return opened(disk, path);
+}
+
+// A manifest that is damaged, or of before there were generations, has none.
+int64_t generation_of(const OpenFolder& folder, const std::string& save) {
+  try {
+    return read_manifest(open_save(folder, save)).generation;
+  } catch (const base::Exception&) {
+    return 0;
+  }
+}
+
+// Of all rather than of the newest step: a job may go on from an old one.
+int64_t highest_generation(const OpenFolder& folder) {
+  const auto saves = find_saves(folder);
+  if (!saves) Disk::fail("cannot read", folder.path());
+  int64_t highest = 0;
+  for (const int64_t step : saves->steps()) {
+    highest = std::max(highest, generation_of(folder, saves->name(step)));
+  }
+  return highest;
+}
+
+// " (process 1234)", as far as the kernel tells: /proc/locks has lines like
+//   1: FLOCK  ADVISORY  WRITE 1234 08:01:131075 0 EOF
+std::string owner_of_lock(int fd) {
+  struct stat info {};
+  if (::fstat(fd, &info) != 0) return {};
+  char file[64];
+  std::snprintf(file, sizeof file, "%02x:%02x:%llu", major(info.st_dev), minor(info.st_dev),
+                static_cast<unsigned long long>(info.st_ino));
+  std::ifstream locks("/proc/locks");
+  std::string number, type, kind, access, process, locked, range;
+  while (locks >> number >> type >> kind >> access >> process >> locked && getline(locks, range)) {
+    const bool is_pid = process.find_first_not_of("0123456789") == std::string::npos;
+    if (type == "FLOCK" && locked == file && is_pid && process != "0") {
+      return " (process " + process + ")";
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+FolderClaim::FolderClaim(const Disk& disk, const std::string& path, Missing missing)
+    : folder_(missing == Missing::kMake ? made(disk, path) : opened(disk, path)) {
+  lock();
+  highest_expected_ = highest_generation(folder_);
+  generation_ = highest_expected_ + 1;
+}
+
+void FolderClaim::lock() {
+  const std::string path = folder_.path_of(kLock);
+  // For NFS it must be open for writing.
+  net::Fd fd(folder_.disk().call("openat", [this] {
+    return ::openat(folder_.fd(), kLock, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK,
+                    0666);
+  }));
+  if (!fd.valid() && errno == ELOOP) base::bad_data(path + kNotFollowed);
+  if (!fd.valid()) Disk::fail("cannot make", path);
+  if (folder_.disk().call("flock", [&] { return ::flock(fd.get(), LOCK_EX | LOCK_NB); }) == 0) {
+    lock_ = std::move(fd);
+  } else if (errno != EWOULDBLOCK) {
+    why_no_lock_ = errno_text();  // the generations have to do
+  } else {
+    base::bad_data("another job saves in this folder: " + folder_.path() + owner_of_lock(fd.get()));
+  }
+}
+
+void FolderClaim::check() {
+  if (!folder_.is_at_its_path()) {
+    if (errno != 0) Disk::fail("cannot save in", folder_.path());
+    throw base::Exception(base::ErrorKind::kResources,
+                          folder_.path() + ": another folder stands where this job has saved");
+  }
+  // Whoever removes the file lets another job in.
+  if (lock_.valid() && !folder_.leads_to(kLock, lock_.get())) lock();
+  const int64_t highest = highest_generation(folder_);
+  if (highest <= highest_expected_) return;
+  base::bad_data("another job has taken over " + folder_.path() +
+                 ": it has saved there, as generation " + std::to_string(highest));
+}
+
+}  // namespace distrain::data

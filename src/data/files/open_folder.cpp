@@ -1,0 +1,116 @@
+#include "open_folder.h"
+
+#include <cerrno>
+#include <cstdio>
+#include <memory>
+#include <utility>
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace distrain::data {
+namespace {
+
+constexpr int kFolder = O_RDONLY | O_DIRECTORY | O_CLOEXEC;
+
+bool is_same(const struct stat& a, const struct stat& b) {
+  return a.st_dev == b.st_dev && a.st_ino == b.st_ino;
+}
+
+}  // namespace
+
+std::optional<OpenFolder> OpenFolder::at(const Disk& disk, const std::string& path) {
+  net::Fd fd(::open(path.c_str(), kFolder));
+  if (!fd.valid()) return std::nullopt;
+  return OpenFolder(disk, std::move(fd), path);
+}
+
+std::optional<OpenFolder> OpenFolder::open(const std::string& name) const {
+  net::Fd fd(::openat(fd_.get(), name.c_str(), kFolder | O_NOFOLLOW));
+  if (!fd.valid()) return std::nullopt;
+  return OpenFolder(*disk_, std::move(fd), path_of(name));
+}
+
+std::string OpenFolder::path_of(const std::string& name) const {
+  return path_ + (path_.ends_with('/') ? "" : "/") + name;
+}
+
+OpenFolder::Kind OpenFolder::kind_of(const std::string& name) const {
+  struct stat info {};
+  if (::fstatat(fd_.get(), name.c_str(), &info, AT_SYMLINK_NOFOLLOW) != 0) return Kind::kNothing;
+  return S_ISDIR(info.st_mode) ? Kind::kFolder : S_ISLNK(info.st_mode) ? Kind::kLink : Kind::kOther;
+}
+
+std::optional<std::vector<std::string>> OpenFolder::names() const {
+  // Not of a duplicate of ours, which would go on where the last one has read to.
+  net::Fd fd(::openat(fd_.get(), ".", kFolder));
+  if (!fd.valid()) return std::nullopt;
+  const std::unique_ptr<DIR, int (*)(DIR*)> stream(::fdopendir(fd.get()), &::closedir);
+  if (!stream) return std::nullopt;
+  fd.release();
+  std::vector<std::string> names;
+  const int error = disk_->call("getdents", [&] {
+    errno = 0;
+    while (const dirent* entry = ::readdir(stream.get())) names.emplace_back(entry->d_name);
+    return errno;
+  });
+  if (error != 0) return std::nullopt;
+  std::erase_if(names, [](const std::string& name) { return name == "." || name == ".."; });
+  return names;
+}
+
+bool OpenFolder::is_at_its_path() const {
+  struct stat own {};
+  struct stat there {};
+  if (::fstat(fd_.get(), &own) != 0 || ::stat(path_.c_str(), &there) != 0) return false;
+  errno = 0;
+  return is_same(own, there);
+}
+
+bool OpenFolder::leads_to(const std::string& name, int fd) const {
+  struct stat open {};
+  struct stat there {};
+  return ::fstat(fd, &open) == 0 &&
+         ::fstatat(fd_.get(), name.c_str(), &there, AT_SYMLINK_NOFOLLOW) == 0 &&
+         is_same(open, there);
+}
+
+bool OpenFolder::make_folder(const std::string& name) const {
+  if (disk_->call("mkdirat", [&] { return ::mkdirat(fd_.get(), name.c_str(), 0777); }) == 0) {
+    return true;
+  }
+  if (errno != EEXIST) Disk::fail("cannot make", path_of(name));
+  return false;
+}
+
+bool OpenFolder::rename(const std::string& from, const std::string& to) const {
+  const int result = disk_->call(
+      "renameat", [&] { return ::renameat(fd_.get(), from.c_str(), fd_.get(), to.c_str()); });
+  if (result == 0) return true;
+  if (errno != ENOENT) Disk::fail("cannot rename to", path_of(to));
+  return false;
+}
+
+void OpenFolder::sync() const {
+  if (disk_->call("fsync", [&] { return ::fsync(fd_.get()); }) != 0) {
+    Disk::fail("cannot write", path_);
+  }
+}
+
+void OpenFolder::remove_folder(const std::string& name) const {
+  const auto unlink = [this](const OpenFolder& folder, const std::string& file, int flags) {
+    disk_->call("unlinkat", [&] { return ::unlinkat(folder.fd(), file.c_str(), flags); });
+  };
+  if (const auto folder = open(name)) {
+    for (const std::string& file : folder->names().value_or(std::vector<std::string>())) {
+      unlink(*folder, file, 0);
+    }
+    unlink(*this, name, AT_REMOVEDIR);
+  } else if (kind_of(name) == Kind::kLink) {
+    unlink(*this, name, 0);
+  }
+}
+
+}  // namespace distrain::data

@@ -1,0 +1,124 @@
+// Small files that stand for much: what is read of them is what their header claims and the job
+// needs, and no more.
+#include <algorithm>
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include <sys/resource.h>
+#include <zlib.h>
+
+#include "../src/data/files/gzip_reader.h"
+#include "distrain/data/idx.h"
+#include "distrain/data/safetensors.h"
+#include "files.h"
+#include "support/catch.h"
+
+namespace distrain::data {
+namespace {
+
+constexpr size_t kGiB = size_t{1} << 30;
+
+std::string zipped(const std::string& text) {
+  std::string result(compressBound(text.size()) + 64, '\0');
+  z_stream stream{};
+  REQUIRE(deflateInit2(&stream, 9, Z_DEFLATED, 16 + MAX_WBITS, 8, Z_DEFAULT_STRATEGY) == Z_OK);
+  stream.next_in = reinterpret_cast<Bytef*>(const_cast<char*>(text.data()));
+  stream.avail_in = static_cast<uInt>(text.size());
+  stream.next_out = reinterpret_cast<Bytef*>(result.data());
+  stream.avail_out = static_cast<uInt>(result.size());
+  REQUIRE(deflate(&stream, Z_FINISH) == Z_STREAM_END);
+  result.resize(stream.total_out);
+  deflateEnd(&stream);
+  return result;
+}
+
+// A gzip file of `begin` and a GiB of zeros, about a MiB long: 256 members of 4 MiB.
+std::string bomb(const std::string& begin) {
+  static const std::string zeros = zipped(std::string(kGiB / 256, '\0'));
+  std::string text = begin.empty() ? "" : zipped(begin);
+  for (int i = 0; i < 256; ++i) text += zeros;
+  REQUIRE(text.size() < size_t{2} << 20);
+  return text;
+}
+
+std::string big_endian_word(uint32_t value) {
+  std::string bytes;
+  for (int shift = 24; shift >= 0; shift -= 8) bytes += static_cast<char>(value >> shift);
+  return bytes;
+}
+
+std::string idx_header(const std::vector<uint32_t>& sizes) {
+  std::string header = big_endian_word(0x800 + static_cast<uint32_t>(sizes.size()));
+  for (const uint32_t size : sizes) header += big_endian_word(size);
+  return header;
+}
+
+/// The most memory that this process has had so far, in bytes.
+size_t most_memory() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<size_t>(usage.ru_maxrss) << 10;
+}
+
+}  // namespace
+
+TEST_CASE("A gzip file is read to its limit and no further") {
+  const Folder folder;
+  const auto path = folder.write("bomb", bomb("begin"));
+  GzipReader reader(path, {5, "that its header says"});
+  std::vector<uint8_t> bytes(64);
+  CHECK(reader.read(bytes.data(), 3) == 3);
+  CHECK(bad_data([&] { reader.read(bytes.data() + 3, 61); }) ==
+        path + ": longer than the 5 bytes that its header says");
+  CHECK(std::string(bytes.begin(), bytes.begin() + 5) == "begin");
+  CHECK(std::all_of(bytes.begin() + 5, bytes.end(), [](uint8_t byte) { return byte == 0; }));
+  // A limit may become known on the way; then it is of what follows.
+  GzipReader other(path, {kGiB, "that are read"});
+  CHECK(other.read(bytes.data(), 4) == 4);
+  other.limit({1, "of the rest"});
+  CHECK(other.read(bytes.data(), 1) == 1);
+  CHECK(bad_data([&] { other.read(bytes.data(), 1); }) ==
+        path + ": longer than the 1 bytes of the rest");
+  // What ends at its limit is read to its end, check sum and all.
+  for (const std::string& text : {std::string("begin"), zipped("begin")}) {
+    const auto whole = folder.write("whole", text);
+    GzipReader exact(whole, {5, ""});
+    CHECK(exact.read(bytes.data(), 64) == 5);
+    CHECK(exact.read(bytes.data(), 64) == 0);
+  }
+  std::string damaged = zipped("begin");
+  damaged[damaged.size() - 8] ^= 1;
+  const auto file = folder.write("damaged", damaged);
+  GzipReader checked(file, {5, ""});
+  CHECK(bad_data([&] { checked.read(bytes.data(), 64); }) == file + ": the gzip file is damaged");
+}
+
+TEST_CASE("An IDX file that decompresses to more than its header says costs no memory") {
+  const Folder folder;
+  const auto before = most_memory();
+  const auto images = folder.write("images", bomb(idx_header({3, 2, 2})));
+  const auto labels = folder.write("labels", idx_header({3}) + "abc");
+  CHECK(bad_data([&] { read_idx(images, labels); }) ==
+        images + ": longer than the 12 bytes that its header says");
+  folder.write("images", zipped(idx_header({3, 2, 2}) + "abcdefghijkl"));
+  folder.write("labels", bomb(idx_header({3})));
+  CHECK(bad_data([&] { read_idx(images, labels); }) ==
+        labels + ": longer than the 3 bytes that its header says");
+  CHECK(most_memory() - before < size_t{64} << 20);
+}
+
+TEST_CASE("A safetensors file that is larger than its tensors costs no memory") {
+  const Folder folder;
+  const auto path = folder.write("sparse", std::string("\x02\0\0\0\0\0\0\0{}", 10));
+  std::filesystem::resize_file(path, uint64_t{1} << 42);  // of holes
+  CHECK(bad_data([&] { Safetensors::read(path); }) ==
+        path + ": 4398046511094 bytes too many after the last tensor");
+  const std::string begin = path + ": not a safetensors file: ";
+  write_text(path, std::string("\x01\0\0\x01\0\0\0\0{", 9));
+  std::filesystem::resize_file(path, uint64_t{1} << 42);
+  CHECK(bad_data([&] { Safetensors::read(path); }) == begin + "a header of more than 16 MiB");
+}
+
+}  // namespace distrain::data
