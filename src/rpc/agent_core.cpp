@@ -42,7 +42,12 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
                                           at::init_num_threads();
                                           base::Tracer::bind_thread(tracer, "worker");
                                         }})),
-      pending(loop, options.rank, options.tracer),
+      pending(loop, options.rank, options.tracer,
+              [this](uint64_t id, const PendingCalls::Call& call, bool expired) {
+                if (!hook || call.context == 0) return;
+                hook->on_failed(call.context, call.autograd_id);
+                if (expired) hook->on_given_up(call.context, call.to, id);
+              }),
       rrefs(std::make_shared<RRefContext>(
           owner, options.rank,
           [this](int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent) {
@@ -219,10 +224,7 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
       }
       return;
     case wire::FrameKind::kError:
-      if (auto call = pending.take(header.call_id, rank)) {
-        call->promise.fail(wire::decode_error(frame.meta));
-      }
-      return;
+      return pending.fail(header.call_id, rank, wire::decode_error(frame.meta));
     case wire::FrameKind::kOneway: {
       ChannelMessage message{rank,
                              {header.call_id, header.context_id, header.autograd_id},

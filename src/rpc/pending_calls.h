@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -27,17 +28,25 @@ class PendingCalls {
     base::TimePoint started;
     base::TimePoint deadline = base::kNever;
     uint64_t context = 0;
+    uint64_t autograd_id = 0;                        // of its arguments, in the context
     const char* traced_as = nullptr;                 // not null: the call is to be in the trace
     std::vector<std::shared_ptr<const void>> holds;  // what the arguments refer to
   };
 
-  PendingCalls(net::Loop& loop, int rank, std::shared_ptr<base::Tracer> tracer)
-      : loop_(loop), rank_(rank), tracer_(std::move(tracer)) {}
+  /// Is told of each call that fails before those who wait for it are. `expired`: its peer may
+  /// still answer it. The loop, too.
+  using OnFailure = std::function<void(uint64_t id, const Call& call, bool expired)>;
+
+  PendingCalls(net::Loop& loop, int rank, std::shared_ptr<base::Tracer> tracer,
+               OnFailure on_failure)
+      : loop_(loop), rank_(rank), tracer_(std::move(tracer)), on_failure_(std::move(on_failure)) {}
 
   /// False, with the call failed, after fail_all().
   bool add(uint64_t id, Call call);
   /// The call `id`, if it went to `from` and is still waiting.
   std::optional<Call> take(uint64_t id, int from);
+  /// Fails the call `id`, if it went to `from` and is still waiting.
+  void fail(uint64_t id, int from, base::Error error);
 
   std::vector<Wait> waits();
 
@@ -51,11 +60,13 @@ class PendingCalls {
  private:
   void expire_on_loop();
   void arm_locked();
+  void fail_taken(uint64_t id, Call& call, base::Error error, bool expired = false);
   void trace_end(uint64_t id, const Call& call) const;
 
   net::Loop& loop_;
   const int rank_;
   const std::shared_ptr<base::Tracer> tracer_;
+  const OnFailure on_failure_;
   std::mutex mutex_;
   std::unordered_map<uint64_t, Call> calls_;
   std::set<std::pair<base::TimePoint, uint64_t>> deadlines_;
