@@ -41,9 +41,32 @@ std::set<int> ContextState::participants() const {
   return participants_;
 }
 
-void ContextState::add_send(uint64_t autograd_id, std::shared_ptr<SendNode> node) {
+bool ContextState::add_send(uint64_t autograd_id, const std::shared_ptr<SendNode>& node) {
   std::lock_guard lock(mutex_);
-  sends_.emplace(autograd_id, std::move(node));
+  if (node->answered() != 0 && given_up_.contains({node->to(), node->answered()})) return false;
+  sends_.emplace(autograd_id, node);
+  return true;
+}
+
+std::shared_ptr<SendNode> ContextState::remove_send(uint64_t autograd_id) {
+  std::lock_guard lock(mutex_);
+  const auto it = sends_.find(autograd_id);
+  if (it == sends_.end()) return nullptr;
+  std::shared_ptr<SendNode> node = std::move(it->second);
+  sends_.erase(it);
+  return node;
+}
+
+std::shared_ptr<SendNode> ContextState::give_up(int caller, uint64_t call) {
+  std::lock_guard lock(mutex_);
+  given_up_.emplace(caller, call);
+  const auto it = std::find_if(sends_.begin(), sends_.end(), [&](const auto& send) {
+    return send.second->to() == caller && send.second->answered() == call;
+  });
+  if (it == sends_.end()) return nullptr;
+  std::shared_ptr<SendNode> node = std::move(it->second);
+  sends_.erase(it);
+  return node;
 }
 
 std::shared_ptr<SendNode> ContextState::send(uint64_t autograd_id) const {
@@ -59,36 +82,103 @@ std::vector<std::shared_ptr<SendNode>> ContextState::sends() const {
   return nodes;
 }
 
-std::shared_ptr<Pass> ContextState::pass(uint64_t id) const {
-  std::lock_guard lock(mutex_);
-  return pass_ && pass_->id() == id ? pass_ : nullptr;
+bool ContextState::transition_locked(PassEvent event, uint64_t id) {
+  using enum PassState;
+  const bool is_newest = id == newest_;
+  switch (event) {
+    case PassEvent::kBegin:
+      if (id <= newest_ || pass_state_ == kRunning || pass_state_ == kRan) return false;
+      newest_ = id;
+      pass_state_ = kRunning;
+      return true;
+    case PassEvent::kBeginByGradients:
+      if (id <= newest_) return false;
+      newest_ = id;
+      pass_state_ = kRunning;
+      return true;
+    case PassEvent::kRun:
+      if (!is_newest || pass_state_ != kRunning) return false;
+      pass_state_ = kRan;
+      return true;
+    case PassEvent::kFinish:
+      if (!is_newest || pass_state_ == kFailed) return false;
+      pass_state_ = kOver;
+      return true;
+    case PassEvent::kFail:
+      if (id < newest_ || (is_newest && (pass_state_ == kFailed || pass_state_ == kOver))) {
+        return false;
+      }
+      newest_ = id;
+      pass_state_ = kFailed;
+      return true;
+  }
+  return false;
 }
 
-void ContextState::set_pass(std::shared_ptr<Pass> pass) {
+void ContextState::begin_pass(std::shared_ptr<Pass> pass) {
   std::lock_guard lock(mutex_);
+  if (!transition_locked(PassEvent::kBegin, pass->id())) {
+    throw base::Exception(base::ErrorKind::kInvalid,
+                          "another backward pass over this context is under way: one at a time");
+  }
   pass_.swap(pass);
+}
+
+void ContextState::finish_pass(uint64_t id) {
+  std::shared_ptr<Pass> ended;
+  std::lock_guard lock(mutex_);
+  if (transition_locked(PassEvent::kFinish, id)) ended.swap(pass_);
 }
 
 std::shared_ptr<Pass> ContextState::pass_or(uint64_t id,
                                             const std::function<std::shared_ptr<Pass>()>& make) {
-  if (auto known = pass(id)) return known;
-  std::shared_ptr<Pass> made = make();
-  std::lock_guard lock(mutex_);
-  if (pass_ && pass_->id() == id) return pass_;  // another gradient's thread was quicker
-  if (id <= ended_pass_ || (pass_ && pass_->id() > id)) {
-    throw base::Exception(base::ErrorKind::kCancelled, "this pass has ended");
+  const auto known_locked = [&] {
+    return id == newest_ && pass_state_ != PassState::kFailed ? pass_ : nullptr;
+  };
+  {
+    std::lock_guard lock(mutex_);
+    if (auto known = known_locked()) return known;
   }
-  pass_.swap(made);
-  return pass_;
+  const std::shared_ptr<Pass> made = make();
+  std::shared_ptr<Pass> before;
+  {
+    std::lock_guard lock(mutex_);
+    if (auto known = known_locked()) return known;  // another gradient's thread was quicker
+    if (!transition_locked(PassEvent::kBeginByGradients, id)) {
+      throw base::Exception(base::ErrorKind::kCancelled, "this pass has ended");
+    }
+    before = std::exchange(pass_, made);
+  }
+  if (before) before->end({base::ErrorKind::kCancelled, "a newer pass has begun", -1, {}});
+  return made;
 }
 
-std::optional<std::shared_ptr<Pass>> ContextState::end_pass(uint64_t id) {
+std::optional<ContextState::Failing> ContextState::begin_failing(uint64_t id) {
   std::lock_guard lock(mutex_);
-  if (id <= ended_pass_) return std::nullopt;
-  ended_pass_ = id;
-  std::shared_ptr<Pass> ended;
-  if (pass_ && pass_->id() <= id) ended.swap(pass_);
-  return ended;
+  const bool has_run = id == newest_ && pass_state_ == PassState::kRan;
+  if (!transition_locked(PassEvent::kFail, id)) return std::nullopt;
+  Failing failing;
+  failing.pass_.swap(pass_);
+  if (!has_run) std::swap(failing.hooks_, hooks_);
+  return failing;
+}
+
+bool ContextState::fail_pass(uint64_t id, const base::Error& error) {
+  auto failing = begin_failing(id);
+  if (failing) failing->end(error);
+  return failing.has_value();
+}
+
+void ContextState::Failing::end(const base::Error& error) {
+  const auto tell_hooks = [this, &error] {
+    const Hooks hooks = std::exchange(hooks_, {});
+    if (hooks.guard.on_failure) hooks.guard.on_failure(error);
+  };
+  if (const auto pass = std::exchange(pass_, nullptr)) {
+    pass->end(error, tell_hooks);
+  } else {
+    tell_hooks();
+  }
 }
 
 const at::Tensor& ContextState::read(const Entry& entry) {
@@ -98,6 +188,17 @@ const at::Tensor& ContextState::read(const Entry& entry) {
 
 void ContextState::accumulate(const at::Tensor& variable, at::Tensor gradient) {
   std::lock_guard lock(mutex_);
+  accumulate_locked(variable, std::move(gradient));
+}
+
+bool ContextState::accumulate_in(uint64_t pass, const at::Tensor& variable, at::Tensor gradient) {
+  std::lock_guard lock(mutex_);
+  if (!runs_locked(pass)) return false;
+  accumulate_locked(variable, std::move(gradient));
+  return true;
+}
+
+void ContextState::accumulate_locked(const at::Tensor& variable, at::Tensor gradient) {
   Entry& entry = gradients_[variable.unsafeGetTensorImpl()];
   if (!entry.gradient.defined()) {
     if (!is_own(gradient)) {
@@ -152,38 +253,41 @@ std::vector<std::pair<at::Tensor, at::Tensor>> ContextState::take_gradients() {
 
 void ContextState::on_gradient_ready(const at::Tensor& variable, ReadyHook fn) {
   std::lock_guard lock(mutex_);
-  ready_hooks_[variable.unsafeGetTensorImpl()].push_back(std::move(fn));
+  hooks_.ready[variable.unsafeGetTensorImpl()].push_back(std::move(fn));
 }
 
 void ContextState::on_pass_end(std::function<void()> fn) {
   std::lock_guard lock(mutex_);
-  end_hooks_.push_back(std::move(fn));
+  hooks_.end.push_back(std::move(fn));
 }
 
 void ContextState::set_guard(PassGuard guard) {
   std::lock_guard lock(mutex_);
-  guard_ = std::move(guard);
+  hooks_.guard = std::move(guard);
 }
 
 std::function<base::Future<void>()> ContextState::admission() const {
   std::lock_guard lock(mutex_);
-  return guard_.admit;
+  return hooks_.guard.admit;
 }
 
-std::vector<ContextState::ReadyHook> ContextState::take_ready_hooks(const at::Tensor& variable) {
+std::vector<ContextState::ReadyHook> ContextState::take_ready_hooks(uint64_t pass,
+                                                                    const at::Tensor& variable) {
   std::lock_guard lock(mutex_);
-  const auto it = ready_hooks_.find(variable.unsafeGetTensorImpl());
-  if (it == ready_hooks_.end()) return {};
+  if (!runs_locked(pass)) return {};
+  const auto it = hooks_.ready.find(variable.unsafeGetTensorImpl());
+  if (it == hooks_.ready.end()) return {};
   std::vector<ReadyHook> hooks = std::move(it->second);
-  ready_hooks_.erase(it);
+  hooks_.ready.erase(it);
   return hooks;
 }
 
-std::vector<std::function<void()>> ContextState::take_end_hooks() {
+std::vector<std::function<void()>> ContextState::end_hooks_of(uint64_t pass) {
   std::lock_guard lock(mutex_);
-  std::vector<std::function<void()>> hooks = std::exchange(end_hooks_, {});
-  if (guard_.on_end) {
-    hooks.push_back([guard = std::move(guard_)] {
+  if (!transition_locked(PassEvent::kRun, pass)) return {};
+  std::vector<std::function<void()>> hooks = std::exchange(hooks_.end, {});
+  if (hooks_.guard.on_end) {
+    hooks.push_back([guard = std::move(hooks_.guard)] {
       try {
         guard.on_end();
       } catch (...) {
@@ -193,21 +297,8 @@ std::vector<std::function<void()>> ContextState::take_end_hooks() {
       }
     });
   }
-  guard_ = {};
+  hooks_.guard = {};
   return hooks;
-}
-
-void ContextState::fail_hooks(const base::Error& error) {
-  decltype(ready_hooks_) ready;
-  decltype(end_hooks_) end;
-  PassGuard guard;
-  {
-    std::lock_guard lock(mutex_);
-    ready.swap(ready_hooks_);
-    end.swap(end_hooks_);
-    std::swap(guard, guard_);
-  }
-  if (guard.on_failure) guard.on_failure(error);
 }
 
 }  // namespace distrain::autograd

@@ -7,7 +7,8 @@
 
 namespace distrain::autograd {
 
-SendNode::SendNode(int to, const std::vector<at::Tensor>& tensors) : to_(to) {
+SendNode::SendNode(int to, uint64_t answered, const std::vector<at::Tensor>& tensors)
+    : to_(to), answered_(answered) {
   for (const at::Tensor& tensor : tensors) {
     add_input_metadata(tensor);
     add_next_edge(torch::autograd::impl::gradient_edge(tensor));

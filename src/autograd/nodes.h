@@ -10,17 +10,20 @@ namespace distrain::autograd {
 /// Stands where tensors left this rank: the gradients that come back for them enter the graph here.
 class SendNode final : public torch::autograd::Node {
  public:
-  /// An input and an edge for each of `tensors`.
-  SendNode(int to, const std::vector<at::Tensor>& tensors);
+  /// An input and an edge for each of `tensors`. `answered`: the call of rank `to` that they
+  /// answer; 0: they are a call's arguments.
+  SendNode(int to, uint64_t answered, const std::vector<at::Tensor>& tensors);
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     return std::move(grads);
   }
   std::string name() const override { return "distrain::SendBackward"; }
   int to() const { return to_; }
+  uint64_t answered() const { return answered_; }
 
  private:
   const int to_;
+  const uint64_t answered_;
 };
 
 /// Stands where tensors came from another rank: their gradients leave the graph here. The engine

@@ -189,7 +189,7 @@ void Pass::run_ready() {
                                                               : base::ErrorKind::kInternal);
       if (error.rank < 0) error.rank = agent_.rank();
       if (error.op.empty()) error.op = "backward";
-      fail(std::move(error));
+      fail(error);
     }
   }
   settle();
@@ -198,7 +198,7 @@ void Pass::run_ready() {
 // Hooks find all gradients ready, whatever the streams of the leaves and of this thread.
 void Pass::call_end_hooks(ContextState& context) {
   join_streams();
-  for (const auto& hook : context.take_end_hooks()) hook();
+  for (const auto& hook : context.end_hooks_of(id_)) hook();
   std::lock_guard lock(mutex_);
   for (size_t i = 0, known = streams_.size(); i < known; ++i) {
     insert(streams_, rpc::current_stream(streams_[i].device()));
@@ -327,7 +327,7 @@ void Pass::capture(Node& accumulate, variable_list grads) {
   // The hooks' gradient is theirs: with one of them the context takes a copy.
   at::Tensor gradient = accumulate.post_hooks().empty() ? std::move(grads[0]) : grads[0];
   if (gradient.defined()) {
-    context->accumulate(variable, std::move(gradient));
+    if (!context->accumulate_in(id_, variable, std::move(gradient))) return;
     announce(context, variable);
   }
   // As torch's DistEngine calls them: without outputs, and also where there is no gradient.
@@ -335,7 +335,7 @@ void Pass::capture(Node& accumulate, variable_list grads) {
 }
 
 void Pass::announce(const std::shared_ptr<ContextState>& context, const at::Tensor& variable) {
-  const auto hooks = context->take_ready_hooks(variable);
+  const auto hooks = context->take_ready_hooks(id_, variable);
   auto* const post_hook = torch::autograd::impl::post_acc_grad_hooks(variable).get();
   if (hooks.empty() && !post_hook) return;
   auto* const leaf_hook = dynamic_cast<LeafHook*>(post_hook);
@@ -392,22 +392,27 @@ void Pass::settle() {
   done->set();
 }
 
-void Pass::fail(base::Error error) {
+void Pass::fail(const base::Error& error) {
+  if (const auto context = context_.lock()) {
+    context->fail_pass(id_, error);
+  } else {
+    end(error);
+  }
+}
+
+void Pass::end(const base::Error& error, const std::function<void()>& between) {
   std::optional<rpc::ReplyPtr> waker;
   std::optional<base::Promise<void>> done;
   std::vector<Ready> dropped;
   {
     std::lock_guard lock(mutex_);
-    if (error_) return;
-    error_ = error;
+    if (!error_) error_ = error;
     waker.swap(waker_);
     done.swap(done_);
     dropped.swap(ready_);
   }
-  // Another rank hears of it before those here who are held up by a guard, the initiator when its
-  // hooks are gone.
   if (waker && *waker) (*waker)->fail(error);
-  if (const auto context = context_.lock()) context->fail_hooks(error);
+  if (between) between();
   if (done) done->fail(error);
 }
 

@@ -72,8 +72,11 @@ class Pass : public std::enable_shared_from_this<Pass> {
   void receive(const std::shared_ptr<SendNode>& node, torch::autograd::variable_list grads,
                rpc::ReplyPtr reply);
 
-  /// Ends the pass here; hooks are destroyed.
-  void fail(base::Error error);
+  /// Ends the pass here, with the context's hooks; nothing if the context has a newer one.
+  void fail(const base::Error& error);
+  /// For the context: whoever waits for this pass gets the error, another rank before `between` is
+  /// called, the initiator after it.
+  void end(const base::Error& error, const std::function<void()>& between = {});
 
   /// Makes this thread's current streams wait for all that the pass has done on this rank.
   void join_streams();

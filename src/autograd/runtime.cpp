@@ -15,7 +15,7 @@ constexpr uint16_t kChannel = 1;
 constexpr size_t kRemembered = 4096;
 constexpr int kCounterBits = 40;
 constexpr uint64_t kAllPasses = UINT64_MAX;
-enum : uint64_t { kReleased = 1, kPassFailed = 2 };
+enum : uint64_t { kReleased = 1, kPassFailed = 2, kGivenUp = 3 };
 
 int maker_of(uint64_t context) { return static_cast<int>(context >> kCounterBits) - 1; }
 
@@ -105,8 +105,14 @@ at::Tensor Runtime::hold(const at::Tensor& parameter) {
   return parameter.variable_data();
 }
 
+void Runtime::throw_away(std::shared_ptr<const void> graph) {
+  if (!graph) return;
+  std::lock_guard lock(mutex_);
+  trash_.push_back(std::move(graph));
+}
+
 void Runtime::empty_trash() {
-  std::vector<std::shared_ptr<ContextState>> trash;
+  std::vector<std::shared_ptr<const void>> trash;
   std::lock_guard lock(mutex_);
   trash.swap(trash_);
 }
@@ -152,35 +158,35 @@ void Runtime::on_message_on_loop(const rpc::ChannelMessage& message) {
     std::shared_ptr<ContextState> state = take(id);
     if (!state) return;  // forwarded to here on two ways
     tell(*state, message.tag, nullptr, message.from);
-    std::lock_guard lock(mutex_);
-    trash_.push_back(std::move(state));
+    throw_away(std::move(state));
   } else if (message.tag.b == kPassFailed) {
     const std::shared_ptr<ContextState> state = find(id);
     if (!state) return;
-    // It destroys hooks of the user's: not here. Forwarded once, as the pass is over then. There
-    // may be none yet, if its gradients are still to be admitted.
-    agent_.executor().post([self = shared_from_this(), state, message] {
-      const auto ended = state->end_pass(message.tag.c);
-      if (!ended) return;
-      base::Error error{base::ErrorKind::kInternal, "the pass failed", message.from, {}};
-      try {
-        error = wire::decode_error(message.payload);
-      } catch (const base::Exception&) {
-      }
-      if (*ended) {
-        (*ended)->fail(error);
-      } else {
-        state->fail_hooks(error);
-      }
-      self->tell(
-          *state, message.tag,
-          std::make_shared<const wire::Bytes>(message.payload.begin(), message.payload.end()),
-          message.from);
-    });
+    // Here, and passed on, before the next pass can come; once, as the pass has failed then. What
+    // it leaves are hooks of the user's: not to be destroyed here.
+    auto failing = state->begin_failing(message.tag.c);
+    if (!failing) return;
+    tell(*state, message.tag,
+         std::make_shared<const wire::Bytes>(message.payload.begin(), message.payload.end()),
+         message.from);
+    base::Error error{base::ErrorKind::kInternal, "the pass failed", message.from, {}};
+    try {
+      error = wire::decode_error(message.payload);
+    } catch (const base::Exception&) {
+    }
+    agent_.executor().post(
+        [state, error, failing = std::move(*failing)]() mutable { failing.end(error); });
+  } else if (message.tag.b == kGivenUp && message.tag.c != 0) {
+    on_given_up_by(id, message.from, message.tag.c);
   }
 }
 
 uint64_t Runtime::on_send(uint64_t context, int to, const std::vector<at::Tensor>& tensors) {
+  return on_answer(context, to, 0, tensors);
+}
+
+uint64_t Runtime::on_answer(uint64_t context, int to, uint64_t call,
+                            const std::vector<at::Tensor>& tensors) {
   empty_trash();
   std::vector<at::Tensor> wanted;
   if (at::GradMode::is_enabled()) {
@@ -192,8 +198,29 @@ uint64_t Runtime::on_send(uint64_t context, int to, const std::vector<at::Tensor
   state->add_participant(to);
   if (wanted.empty()) return 0;
   const uint64_t id = new_id();
-  state->add_send(id, std::make_shared<SendNode>(to, wanted));
-  return id;
+  return state->add_send(id, std::make_shared<SendNode>(to, call, wanted)) ? id : 0;
+}
+
+void Runtime::on_failed(uint64_t context, uint64_t autograd_id) {
+  if (autograd_id == 0) return;
+  if (const auto state = find(context)) throw_away(state->remove_send(autograd_id));
+}
+
+void Runtime::on_given_up(uint64_t context, int to, uint64_t call) {
+  if (to == agent_.rank()) return on_given_up_by(context, to, call);
+  if (!find(context)) return;
+  try {
+    channel_->send(to, {context, kGivenUp, call}, {}, nullptr);
+  } catch (const base::Exception&) {  // it is lost, and answers nothing
+  }
+}
+
+void Runtime::on_given_up_by(uint64_t context, int caller, uint64_t call) {
+  try {
+    // Its turn may come yet, and be the first thing of the context here.
+    throw_away(find_or_create(context)->give_up(caller, call));
+  } catch (const base::Exception&) {  // the context has ended
+  }
 }
 
 void Runtime::on_receive(uint64_t context, uint64_t autograd_id, int from,
@@ -223,12 +250,7 @@ void Runtime::on_rank_lost(int rank, const base::Error& error) {
     for (const auto& state : orphans) contexts_.erase(state->id());
   }
   for (const auto& state : orphans) {
-    const auto ended = state->end_pass(kAllPasses);
-    if (ended && *ended) {
-      (*ended)->fail(error);
-    } else {
-      state->fail_hooks(error);
-    }
+    state->fail_pass(kAllPasses, error);
   }
 }
 
@@ -254,7 +276,8 @@ void Runtime::on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply) {
   if (!node) {
     throw base::Exception(
         base::ErrorKind::kInvalid,
-        "gradients for a context that has ended on rank " + std::to_string(agent_.rank()));
+        "gradients for a context that has ended, or a call that has failed, on rank " +
+            std::to_string(agent_.rank()));
   }
   auto receive = [this, state, node, pass_id, options, reply, grads = std::move(grads)]() mutable {
     const std::shared_ptr<Pass> pass = state->pass_or(pass_id, [&] {
@@ -267,13 +290,13 @@ void Runtime::on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply) {
   const auto admit = state->admission();
   if (!admit) return receive();
   admit().on_complete(
-      agent_.executor(), [receive, reply, state](base::Result<base::Unit>& turn) mutable {
+      agent_.executor(), [receive, reply, state, pass_id](base::Result<base::Unit>& turn) mutable {
         if (!turn.ok()) return reply->fail(turn.error());
         try {
           receive();
         } catch (...) {
           const base::Error error = rpc::error_in_flight(base::ErrorKind::kRemoteFailed);
-          state->fail_hooks(error);
+          state->fail_pass(pass_id, error);
           reply->fail(error);
         }
       });
@@ -283,16 +306,57 @@ void Runtime::on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply) {
 
 Context::Context(rpc::Agent& agent) : Context(agent, Scope::kThread) {}
 
+namespace {
+
+/// The contexts that were made on one thread, one on top of the other. They may end in any order,
+/// and on any thread: one that has ended goes when there is none on top of it any more.
+class ThreadsContexts {
+ public:
+  using Ended = std::shared_ptr<std::atomic<bool>>;
+
+  static ThreadsContexts& here() {
+    thread_local ThreadsContexts contexts;
+    return contexts;
+  }
+
+  /// Makes it the thread's current one. To be told of its end.
+  Ended enter(Runtime& runtime, uint64_t id) {
+    leave_ended();
+    auto ended = std::make_shared<std::atomic<bool>>(false);
+    stack_.push_back({id, std::make_unique<rpc::ContextScope>(&runtime, id), ended});
+    return ended;
+  }
+  void leave_ended() {
+    // Within a scope of another one that scope holds.
+    while (!stack_.empty() && *stack_.back().ended && rpc::current_context() == stack_.back().id) {
+      stack_.pop_back();
+    }
+  }
+
+ private:
+  struct Entry {
+    uint64_t id;
+    std::unique_ptr<rpc::ContextScope> scope;
+    Ended ended;
+  };
+  std::vector<Entry> stack_;
+};
+
+}  // namespace
+
 Context::Context(rpc::Agent& agent, Scope scope)
     : agent_(agent),
       runtime_(Runtime::of(agent)),
       id_(runtime_->new_id()),
       state_(runtime_->create(id_)),
-      scope_(scope == Scope::kThread
-                 ? std::optional<rpc::ContextScope>(std::in_place, runtime_.get(), id_)
-                 : std::nullopt) {}
+      ended_(scope == Scope::kThread ? ThreadsContexts::here().enter(*runtime_, id_) : nullptr) {}
 
-Context::~Context() { runtime_->release(id_); }
+Context::~Context() {
+  runtime_->release(id_);
+  if (!ended_) return;
+  *ended_ = true;
+  ThreadsContexts::here().leave_ended();
+}
 
 std::vector<std::pair<at::Tensor, at::Tensor>> Context::gradients() const {
   return state_->gradients();
@@ -341,17 +405,17 @@ class OwnPass {
         state_(context.state()),
         pass_(std::make_shared<Pass>(context.agent(), runtime_->new_id(), options)) {}
 
+  /// Throws `invalid` if another one is under way; then this one is none.
+  void begin() { state_->begin_pass(pass_); }
   base::Future<void> run(const std::vector<at::Tensor>& roots) {
     pass_->prepare(state_, roots);
-    state_->set_pass(pass_);
     return pass_->run_roots(roots);
   }
-  void end() { state_->end_pass(pass_->id()); }
+  void end() { state_->finish_pass(pass_->id()); }
   void join_streams() { pass_->join_streams(); }
   /// Not on the loop: hooks of the user's are destroyed.
   void fail(const base::Error& error) {
-    end();
-    pass_->fail(error);
+    state_->fail_pass(pass_->id(), error);
     runtime_->fail_pass(state_->id(), pass_->id(), error);
   }
 
@@ -375,6 +439,7 @@ void check_roots(const std::vector<at::Tensor>& roots) {
 void backward(Context& context, const std::vector<at::Tensor>& roots, PassOptions options) {
   check_roots(roots);
   OwnPass pass(context, options);
+  pass.begin();
   try {
     pass.run(roots).wait();
   } catch (...) {
@@ -390,6 +455,7 @@ base::Future<void> backward_async(Context& context, const std::vector<at::Tensor
                                   PassOptions options) {
   check_roots(roots);
   OwnPass pass(context, options);
+  pass.begin();
   auto ended = std::make_shared<base::Promise<void>>();
   base::Future<void> result = ended->future();
   try {

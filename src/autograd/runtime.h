@@ -22,7 +22,7 @@ namespace distrain::autograd {
 ///
 /// Messages on channel 1: tag a is the context, tag b says what: released, or a pass (tag c) that
 /// has failed, with the error as payload. A rank forwards both to those that it sent messages of
-/// the context to, once.
+/// the context to, once. Or that the sender has given up its call with the number of tag c.
 class Runtime final : public rpc::AutogradHook,
                       public rpc::Layer,
                       public std::enable_shared_from_this<Runtime> {
@@ -51,6 +51,10 @@ class Runtime final : public rpc::AutogradHook,
   void fail_pass(uint64_t context, uint64_t pass, const base::Error& error);
 
   uint64_t on_send(uint64_t context, int to, const std::vector<at::Tensor>& tensors) override;
+  uint64_t on_answer(uint64_t context, int to, uint64_t call,
+                     const std::vector<at::Tensor>& tensors) override;
+  void on_failed(uint64_t context, uint64_t autograd_id) override;
+  void on_given_up(uint64_t context, int to, uint64_t call) override;
   void on_receive(uint64_t context, uint64_t autograd_id, int from,
                   std::vector<at::Tensor>& tensors,
                   const std::vector<bool>& requires_grad) override;
@@ -63,6 +67,8 @@ class Runtime final : public rpc::AutogradHook,
   std::shared_ptr<ContextState> take(uint64_t id);
   void on_message_on_loop(const rpc::ChannelMessage& message);
   void on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply);
+  void on_given_up_by(uint64_t context, int caller, uint64_t call);
+  void throw_away(std::shared_ptr<const void> graph);
   void empty_trash();
   void tell(const ContextState& context, const rpc::ChannelTag& tag,
             std::shared_ptr<const wire::Bytes> payload, int but);
@@ -80,9 +86,9 @@ class Runtime final : public rpc::AutogradHook,
   std::unordered_set<uint64_t> released_;
   std::vector<uint64_t> released_ring_;
   size_t released_next_ = 0;
-  // Released on the loop thread, where graphs and hooks of the user's must not be destroyed: the
-  // next thread that works for any context does it.
-  std::vector<std::shared_ptr<ContextState>> trash_;
+  // Contexts and nodes let go on the loop thread, where graphs and hooks of the user's must not be
+  // destroyed: the next thread that works for any context does it.
+  std::vector<std::shared_ptr<const void>> trash_;
 };
 
 /// The function that takes gradients for a send node.

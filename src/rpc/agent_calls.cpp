@@ -182,6 +182,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     }
   } catch (...) {
     rrefs->retract(tickets.empty() ? message.rrefs : tickets);
+    if (hook) hook->on_failed(t_context, header.autograd_id);
     Error error = error_in_flight(ErrorKind::kInvalid);
     if (error.rank < 0) error.rank = options.rank;
     if (error.op.empty()) error.op = function;
@@ -194,6 +195,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   call.started = base::Clock::now();
   call.deadline = timeout == base::Duration::max() ? base::kNever : call.started + timeout;
   call.context = t_context;
+  call.autograd_id = header.autograd_id;
   call.holds = std::move(encoder.holds);
   if (slice) {
     slice.set_flow_out(flow_id(options.rank, id), call.started);
@@ -299,12 +301,10 @@ void AgentCore::see_to_call(uint64_t id, int to, const std::string& function,
                             const std::vector<RRefTicket>& tickets, const base::Status& sent) {
   if (sent.ok()) return;
   rrefs->retract(tickets);
-  if (auto failed = pending.take(id, to)) {
-    Error error = sent.error();
-    if (error.rank < 0) error.rank = options.rank;
-    error.op = function;
-    failed->promise.fail(std::move(error));
-  }
+  Error error = sent.error();
+  if (error.rank < 0) error.rank = options.rank;
+  error.op = function;
+  pending.fail(id, to, std::move(error));
 }
 
 // What a device could not do is this rank's trouble, whatever the rank asked for.
@@ -369,7 +369,7 @@ void AgentCore::begin_call(const QueuedCall& call) {
 }
 
 void AgentCore::give_up(uint64_t id, int to) {
-  if (pending.take(id, to)) tell_given_up(id, to);
+  pending.give_up(id, to);
 }
 
 void AgentCore::tell_given_up(uint64_t id, int to) {
@@ -456,7 +456,9 @@ void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
   std::vector<RRefTicket> tickets;
   try {
     fill(encoder);
-    if (context != 0 && hook) header.autograd_id = hook->on_send(context, to, message.tensors);
+    if (context != 0 && hook) {
+      header.autograd_id = hook->on_answer(context, to, call_id, message.tensors);
+    }
     tickets = message.rrefs;
     if (to == options.rank) {
       auto own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
@@ -470,10 +472,12 @@ void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
     const base::Status sent = send_message(to, std::move(message), header);
     if (sent.ok()) return;
     rrefs->retract(tickets);
+    if (hook) hook->on_failed(context, header.autograd_id);
     // If the caller is lost, no matter.
     if (sent.error().kind != ErrorKind::kPeerLost) send_error(to, call_id, sent.error());
   } catch (...) {
     rrefs->retract(tickets.empty() ? message.rrefs : tickets);
+    if (hook) hook->on_failed(context, header.autograd_id);
     throw;
   }
 }
@@ -486,8 +490,8 @@ void AgentCore::send_error(int to, uint64_t call_id, Error error) {
     frame.header.call_id = call_id;
     frame.meta = wire::encode(error);
     static_cast<void>(send(to, std::move(frame)));
-  } else if (auto call = pending.take(call_id, to)) {
-    call->promise.fail(std::move(error));
+  } else {
+    pending.fail(call_id, to, std::move(error));
   }
 }
 

@@ -43,7 +43,12 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
                                           base::Tracer::bind_thread(tracer, "worker");
                                         }})),
       pending(loop, options.rank, options.tracer,
-              [this](uint64_t id, int to) { tell_given_up(id, to); }),
+              [this](uint64_t id, const PendingCalls::Call& call, bool given_up) {
+                if (given_up) tell_given_up(id, call.to);
+                if (!hook || call.context == 0) return;
+                hook->on_failed(call.context, call.autograd_id);
+                if (given_up) hook->on_given_up(call.context, call.to, id);
+              }),
       rrefs(std::make_shared<RRefContext>(
           owner, options.rank,
           [this](int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent) {
@@ -240,10 +245,7 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
       }
       return;
     case wire::FrameKind::kError:
-      if (auto call = pending.take(header.call_id, rank)) {
-        call->promise.fail(wire::decode_error(frame.meta));
-      }
-      return;
+      return pending.fail(header.call_id, rank, wire::decode_error(frame.meta));
     case wire::FrameKind::kOneway: {
       ChannelMessage message{rank,
                              {header.call_id, header.context_id, header.autograd_id},

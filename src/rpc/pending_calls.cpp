@@ -11,7 +11,7 @@ bool PendingCalls::add(uint64_t id, Call call) {
   if (closed_) {
     const base::Error error = *closed_;
     lock.unlock();
-    call.promise.fail(error);
+    fail_taken(id, call, error);
     return false;
   }
   if (call.deadline != base::kNever) deadlines_.emplace(call.deadline, id);
@@ -43,6 +43,19 @@ std::optional<PendingCalls::Call> PendingCalls::take(uint64_t id, int from) {
   trace_end(id, *call);
   if (drained) drained->set();
   return call;
+}
+
+void PendingCalls::fail(uint64_t id, int from, base::Error error) {
+  if (auto call = take(id, from)) fail_taken(id, *call, std::move(error));
+}
+
+void PendingCalls::fail_taken(uint64_t id, Call& call, base::Error error, bool given_up) {
+  on_failure_(id, call, given_up);
+  call.promise.fail(std::move(error));
+}
+
+void PendingCalls::give_up(uint64_t id, int to) {
+  if (const auto call = take(id, to)) on_failure_(id, *call, true);
 }
 
 std::vector<Wait> PendingCalls::waits() {
@@ -84,13 +97,14 @@ void PendingCalls::expire_on_loop() {
     arm_locked();
   }
   for (auto& [id, call] : expired) {
-    on_expired_(id, call.to);
     char text[64];
     std::snprintf(text, sizeof text, "%.3g s", base::seconds_since(call.started));
-    call.promise.fail(base::Error{base::ErrorKind::kDeadline,
-                                  "rank " + std::to_string(call.to) + " did not answer '" +
-                                      call.function + "' within " + text,
-                                  call.to, call.function});
+    fail_taken(id, call,
+               base::Error{base::ErrorKind::kDeadline,
+                           "rank " + std::to_string(call.to) + " did not answer '" + call.function +
+                               "' within " + text,
+                           call.to, call.function},
+               true);
   }
   if (!expired.empty()) {
     std::unique_lock lock(mutex_);
@@ -104,7 +118,7 @@ void PendingCalls::expire_on_loop() {
 }
 
 void PendingCalls::fail_all_to(int rank, const base::Error& error) {
-  std::vector<Call> failed;
+  std::vector<std::pair<uint64_t, Call>> failed;
   std::optional<base::Promise<void>> drained;
   {
     std::lock_guard lock(mutex_);
@@ -112,19 +126,19 @@ void PendingCalls::fail_all_to(int rank, const base::Error& error) {
       const auto next = std::next(it);
       if (it->second.to == rank) {
         trace_end(it->first, it->second);
-        Call call = std::move(it->second);
+        const Call& call = it->second;
         if (call.deadline != base::kNever) deadlines_.erase({call.deadline, it->first});
+        failed.emplace_back(it->first, std::move(it->second));
         calls_.erase(it);
-        failed.push_back(std::move(call));
       }
       it = next;
     }
     if (calls_.empty()) drained_.swap(drained);
   }
-  for (Call& call : failed) {
+  for (auto& [id, call] : failed) {
     base::Error own = error;
     own.op = call.function;
-    call.promise.fail(std::move(own));
+    fail_taken(id, call, std::move(own));
   }
   if (drained) drained->set();
 }
@@ -141,7 +155,7 @@ void PendingCalls::fail_all(const base::Error& error) {
   }
   for (auto& [id, call] : failed) {
     trace_end(id, call);
-    call.promise.fail(error);
+    fail_taken(id, call, error);
   }
   if (drained) drained->set();
 }

@@ -28,19 +28,28 @@ class PendingCalls {
     base::TimePoint started;
     base::TimePoint deadline = base::kNever;
     uint64_t context = 0;
+    uint64_t autograd_id = 0;                        // of its arguments, in the context
     const char* traced_as = nullptr;                 // not null: the call is to be in the trace
     std::vector<std::shared_ptr<const void>> holds;  // what the arguments refer to
   };
 
-  /// `on_expired` is told on the loop of each whose deadline has passed.
+  /// Is told of each call that fails before those who wait for it are. On the loop, too. `given_up`:
+  /// nobody waits any more, but its peer may still be at it.
+  using OnFailure = std::function<void(uint64_t id, const Call& call, bool given_up)>;
+
   PendingCalls(net::Loop& loop, int rank, std::shared_ptr<base::Tracer> tracer,
-               std::function<void(uint64_t id, int to)> on_expired)
-      : loop_(loop), rank_(rank), tracer_(std::move(tracer)), on_expired_(std::move(on_expired)) {}
+               OnFailure on_failure)
+      : loop_(loop), rank_(rank), tracer_(std::move(tracer)), on_failure_(std::move(on_failure)) {}
 
   /// False, with the call failed, after fail_all().
   bool add(uint64_t id, Call call);
   /// The call `id`, if it went to `from` and is still waiting.
   std::optional<Call> take(uint64_t id, int from);
+  /// Fails the call `id`, if it went to `from` and is still waiting.
+  void fail(uint64_t id, int from, base::Error error);
+
+  /// Whoever waited for the call `id` does so no more.
+  void give_up(uint64_t id, int to);
 
   std::vector<Wait> waits();
 
@@ -54,12 +63,13 @@ class PendingCalls {
  private:
   void expire_on_loop();
   void arm_locked();
+  void fail_taken(uint64_t id, Call& call, base::Error error, bool given_up = false);
   void trace_end(uint64_t id, const Call& call) const;
 
   net::Loop& loop_;
   const int rank_;
   const std::shared_ptr<base::Tracer> tracer_;
-  const std::function<void(uint64_t id, int to)> on_expired_;
+  const OnFailure on_failure_;
   std::mutex mutex_;
   std::unordered_map<uint64_t, Call> calls_;
   std::set<std::pair<base::TimePoint, uint64_t>> deadlines_;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -23,10 +24,12 @@ void install(rpc::Agent& agent);
 /// One distributed forward pass, and one or (with retain_graph) several backward passes over it,
 /// whose gradients add up.
 ///
-/// While it lives it is the current context of the thread that made it: each call made there, and
-/// each nested call of its handlers, records a pair of send and receive nodes for tensors that
-/// require a gradient. Gradients are kept here, by variable, never in `.grad`: concurrent contexts
-/// on one module are independent. Its end releases what every rank holds for it.
+/// While it lives it is the current context of the thread that made it, unless a newer one is: each
+/// call made there, and each nested call of its handlers, records a pair of send and receive nodes
+/// for tensors that require a gradient. Contexts may end in any order, but those that were made
+/// within an rpc::ContextScope end within it. Gradients are kept here, by variable, never in
+/// `.grad`: concurrent contexts on one module are independent. Its end releases what every rank
+/// holds for it.
 class Context {
  public:
   explicit Context(rpc::Agent& agent);
@@ -63,7 +66,7 @@ class Context {
   const std::shared_ptr<Runtime> runtime_;
   const uint64_t id_;
   const std::shared_ptr<ContextState> state_;
-  const std::optional<rpc::ContextScope> scope_;
+  const std::shared_ptr<std::atomic<bool>> ended_;  // for the thread that made it; null: explicit
 };
 
 /// A context on this rank, for code that is not given the Context, or may outlive it. A weak
@@ -96,11 +99,13 @@ struct PassOptions {
 
 /// Computes the gradients of the sum of `roots` (scalars, or any shape with a gradient of ones)
 /// with respect to all leaves that took part, on all ranks, and leaves them in the context of each
-/// rank. Returns when all ranks are done; throws what went wrong on any of them.
+/// rank. Returns when all ranks are done; throws what went wrong on any of them. One pass over a
+/// context at a time: a second one beside it is `invalid`.
 ///
 /// FAST mode, as PyTorch calls it (pytorch.org, "Distributed Autograd Design"): every tensor that a
 /// call of this context sent or returned and that requires a gradient has to reach the roots. If
-/// one does not, `invalid` names a rank that waited for its gradient.
+/// one does not, `invalid` names a rank that waited for its gradient. A call that has failed counts
+/// for nothing; one that its own handler made, and that did not fail, still counts.
 void backward(Context& context, const std::vector<at::Tensor>& roots, PassOptions options = {});
 /// The same without waiting for other ranks; this one's first part is run by the caller. The
 /// context must outlive the pass.

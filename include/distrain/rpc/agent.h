@@ -190,10 +190,15 @@ class Agent {
   /// here.
   template <auto F, class... Args>
   auto rpc_sync(const To& to, Args&&... args) -> typename FunctionTraits<F>::Result;
-  /// The same without waiting: a Future of F's result (Future<void> if it has none).
+  /// The same without waiting: a Future of F's result (Future<void> if it has none). Tensors among
+  /// the arguments are not copied: they are read until the result is there, so do not write to them
+  /// in place before, or pass `x.clone()`. (Parameters that an optimizer of this rank updates are
+  /// held as they are.) The same goes for a tensor that an exposed function returns and keeps.
   template <auto F, class... Args>
   auto rpc_async(const To& to, Args&&... args);
-  /// Calls F on `to` and leaves the result there: an RRef to it, at once.
+  /// Calls F on `to` and leaves the result there: an RRef to it, at once. Tensors among the
+  /// arguments are read as by rpc_async(), until the value has been made there: to_here(), or a
+  /// call through the RRef that has its answer, tells that.
   template <auto F, class... Args>
   auto remote(const To& to, Args&&... args) -> RRef<typename FunctionTraits<F>::Result>;
   /// Makes a T on `to`.

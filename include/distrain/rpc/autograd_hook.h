@@ -33,8 +33,8 @@ class ContextScope {
 };
 
 /// What distributed autograd does to the messages of a context. The rpc layer calls it and knows
-/// nothing else of autograd. Thread-safe; called on the threads that encode and decode, never on
-/// the loop.
+/// nothing else of autograd. Thread-safe; called on the threads that encode and decode, and on the
+/// loop only where it says so.
 class AutogradHook {
  public:
   virtual ~AutogradHook() = default;
@@ -42,6 +42,15 @@ class AutogradHook {
   /// A message of `context` is about to go to rank `to`. Records a send node for those tensors that
   /// require a gradient and returns its id; 0 when there is none.
   virtual uint64_t on_send(uint64_t context, int to, const std::vector<at::Tensor>& tensors) = 0;
+  /// The same of the answer to call `call` of rank `to`.
+  virtual uint64_t on_answer(uint64_t context, int to, uint64_t call,
+                             const std::vector<at::Tensor>& tensors) = 0;
+  /// A message has come to nothing: it was not sent, or its call has failed. No gradient comes for
+  /// the node `autograd_id`; 0: it has none. The loop, too.
+  virtual void on_failed(uint64_t context, uint64_t autograd_id) = 0;
+  /// This rank does not wait for the answer of its call `call` to rank `to` any more: if one comes
+  /// yet, no gradient will come for it. The loop, too.
+  virtual void on_given_up(uint64_t context, int to, uint64_t call) = 0;
 
   /// The pair of on_send: makes the tensors marked in `requires_grad` outputs of a receive node.
   virtual void on_receive(uint64_t context, uint64_t autograd_id, int from,

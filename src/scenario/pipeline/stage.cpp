@@ -44,6 +44,16 @@ PipelineStage::PipelineStage(const std::string& model, int64_t classes, int64_t 
       is_first_(first_block == 0),
       is_last_(static_cast<size_t>(last_block) == models::whole_resnet(model).last) {}
 
+// The buffers copied, as training passes write to them while a reply waits to be sent. Parameters
+// are held by who has them: an update moves to a copy.
+data::NamedTensors PipelineStage::state() const {
+  data::NamedTensors all = data::on_host(module_.state());
+  for (const auto& [name, buffer] : module_.buffers()) {
+    if (buffer.is_cpu()) all.at(name) = buffer.clone();
+  }
+  return all;
+}
+
 void PipelineStage::begin_batch(rpc::CallContext& call, std::vector<nn::PipelineStep> row,
                                 int64_t samples) {
   const double batch_s = call.agent.local<job::Job>().inject.stage_sleep_s;

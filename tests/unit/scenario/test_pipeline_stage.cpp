@@ -1,0 +1,22 @@
+#include <ATen/Functions.h>
+#include <torch/csrc/autograd/grad_mode.h>
+
+#include "../src/scenario/pipeline/stage.h"
+#include "support/catch.h"
+
+using namespace distrain;
+
+TEST_CASE("the state of a stage has no memory with its statistics, which go on changing") {
+  const at::NoGradGuard no_grad;
+  const scenario::PipelineStage stage("resnet18", 10, 32, 0, 1, 7, "cpu");
+  const data::NamedTensors saved = stage.state();
+  int buffers = 0;
+  for (const auto& [name, tensor] : saved) {
+    if (name.find("running_") == std::string::npos && !name.ends_with("_tracked")) continue;
+    ++buffers;
+    at::Tensor(tensor).fill_(7);
+    CAPTURE(name);
+    CHECK_FALSE(at::equal(stage.state().at(name), tensor));
+  }
+  CHECK(buffers == 3);
+}
