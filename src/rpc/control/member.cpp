@@ -31,10 +31,6 @@ void Member::enter_round(uint64_t round, uint64_t number) {
   if (is_here(0)) world_.send(hub_, {FrameKind::kFlush, round, number});
 }
 
-std::vector<int> Member::missing() const {
-  return state_ == State::kMeeting ? std::vector<int>{0} : std::vector<int>();
-}
-
 void Member::on_control(int, const Message& message) {
   switch (message.kind) {
     case FrameKind::kReject:

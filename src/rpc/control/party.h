@@ -159,9 +159,12 @@ class Party {
   wire::Directory directory_;
 
  private:
-  void tell_all(const Message& message);
+  void tell_all(Message message);
   void broken(Link link, const base::Error& error);
+  /// The other end hears why this one closes.
+  void dismiss(Link link, const base::Error& why);
 
+  Message last_word_;              // once it is over
   const base::Duration interval_;  // of heartbeats
   base::TimePoint next_beat_;
   base::TimePoint wake_at_;
