@@ -169,7 +169,9 @@ void Party::broken(Link link, const Error& error) {
   const Connection from = found->second;
   if (error.kind == ErrorKind::kPeerLost) connections_.erase(found);
   if (state_ == State::kRunning) {
-    if (!from.is_leaving) lose(from.rank, loss(from.rank, error));
+    const Error why = loss(from.rank, error);
+    const bool is_proof = from.is_control || error.kind != ErrorKind::kPeerLost;
+    if (!from.is_leaving) is_proof ? lose(from.rank, why) : suspect(from.rank, why);
   } else if (from.is_control) {
     on_control_closed(from.rank, error);
   }
