@@ -187,11 +187,13 @@ net::Stream::Handler Peers::handler_on_loop(int rank, const net::StreamPtr& stre
        [this, rank](const Error&) { on_closed_on_loop(rank); }, allocate_});
 }
 
-// Without a loss: it has left, or this rank is about to.
+// Without a loss: it has left, or this rank is about to; or it is about to be told of one, and
+// until then what is sent waits.
 void Peers::on_closed_on_loop(int rank) {
   Peer& peer = at(rank);
   std::lock_guard lock(peer.mutex);
-  if (peer.state != State::kLost) peer.state = State::kLeft;
+  if (peer.state == State::kLost) return;
+  peer.state = control_.is_suspected_on_loop(rank) ? State::kConnecting : State::kLeft;
 }
 
 void Peers::lose_on_loop(int rank, const Error& error) {

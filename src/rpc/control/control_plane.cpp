@@ -19,8 +19,9 @@ using control::rendezvous_error;
 constexpr auto kWaitingInterval = std::chrono::seconds(5);
 constexpr auto kFirstRetry = std::chrono::milliseconds(20);
 constexpr auto kLongestRetry = std::chrono::milliseconds(500);
-constexpr auto kLastWords = std::chrono::seconds(1);    // of this rank, to others
-constexpr auto kLoopAnswers = std::chrono::seconds(1);  // when somebody asks it
+constexpr auto kLastWords = std::chrono::seconds(1);     // of this rank, to others
+constexpr auto kRank0SaysWho = std::chrono::seconds(1);  // is missing, to those who have come
+constexpr auto kLoopAnswers = std::chrono::seconds(1);   // when somebody asks it
 
 // The interface that rank 0 listens on: the one that --master-addr names. A name that means this
 // machine's loopback only here (Debian's /etc/hosts has 127.0.1.1) must be reachable from outside.
@@ -77,7 +78,9 @@ void ControlPlane::run(const std::function<void()>& prepare) {
     began_ = base::Clock::now();
     begin_as_member(deadline);
   }
-  wait_until_ready(deadline, prepare);
+  // Its time is over about now, too, and only rank 0 knows who has not come.
+  const bool may_wait = options_.rank != 0 && deadline < base::kNever - kRank0SaysWho;
+  wait_until_ready(may_wait ? deadline + kRank0SaysWho : deadline, prepare);
 }
 
 void ControlPlane::listen_by_unix_socket() {
@@ -313,7 +316,11 @@ net::Stream::Handler ControlPlane::control_handler(Link link) {
 net::Stream::Handler ControlPlane::watch_peer_on_loop(int rank, const net::StreamPtr& stream,
                                                       net::Stream::Handler handler) {
   const Link link = hold_on_loop(stream);
-  if (party_) party_->open(rank, link, base::Clock::now());
+  if (party_) {
+    party_->open(rank, link, base::Clock::now());
+  } else {
+    close(link, false);
+  }
   handler.on_frame = [self = shared_from_this(), link,
                       of_calls = std::move(handler.on_frame)](net::InFrame frame) {
     switch (frame.header.kind) {

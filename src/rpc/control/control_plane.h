@@ -77,6 +77,8 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   /// leaves to `handler` what calls are made of.
   net::Stream::Handler watch_peer_on_loop(int rank, const net::StreamPtr& stream,
                                           net::Stream::Handler handler);
+  /// It seems lost, and if it is that is about to be told.
+  bool is_suspected_on_loop(int rank) const { return party_ && party_->is_suspected(rank); }
   /// It cannot be reached, or what it says cannot be read.
   void report_on_loop(int rank, base::Error error);
   /// What a connection for calls begins with.

@@ -114,10 +114,9 @@ void Hub::on_control(int rank, const Message& message) {
     }
     case FrameKind::kLost: {
       if (state_ != State::kRunning || message.a >= presence_.size()) break;
-      const Error error = wire::decode_error(message.body);
-      // Who cannot reach rank 0 says why it leaves, or is silent from now on.
-      if (message.a != 0) lose(static_cast<int>(message.a), error);
-      return;
+      // Of the two ends of a connection to rank 0 that has broken, the other one leaves.
+      const int whom = message.a == 0 ? rank : static_cast<int>(message.a);
+      return lose(whom, wire::decode_error(message.body));
     }
     case FrameKind::kFlush:
       if (state_ != State::kRunning) break;

@@ -20,6 +20,7 @@ class Hub final : public Party {
   void prepared(wire::RankDevices devices) override;
   void enter_round(uint64_t round, uint64_t number) override;
   std::vector<int> missing() const override;
+  bool is_suspected(int) const override { return false; }
 
  private:
   struct Joined {
@@ -30,6 +31,7 @@ class Hub final : public Party {
   void on_control(int rank, const Message& message) override;
   void on_control_closed(int rank, const base::Error& error) override;
   void spread(int rank, const base::Error& error) override;
+  void suspect(int rank, const base::Error& error) override { lose(rank, error); }
   std::optional<base::Error> check_join(const wire::Hello& hello) const;
   void tell_members(const Message& message, int except = -1);
   void meet_if_all_joined();

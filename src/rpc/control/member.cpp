@@ -31,10 +31,6 @@ void Member::enter_round(uint64_t round, uint64_t number) {
   if (is_here(0)) world_.send(hub_, {FrameKind::kFlush, round, number});
 }
 
-std::vector<int> Member::missing() const {
-  return state_ == State::kMeeting ? std::vector<int>{0} : std::vector<int>();
-}
-
 void Member::on_control(int, const Message& message) {
   switch (message.kind) {
     case FrameKind::kReject:
@@ -60,6 +56,7 @@ void Member::on_control(int, const Message& message) {
       return;
     case FrameKind::kLost:
       if (state_ != State::kRunning || message.a >= presence_.size()) break;
+      told_.insert(static_cast<int>(message.a));
       return lose(static_cast<int>(message.a), wire::decode_error(message.body));
     case FrameKind::kFlush:
       if (state_ != State::kRunning) break;
@@ -76,10 +73,16 @@ void Member::on_control_closed(int, const Error& error) {
   abort(rendezvous_error("rank 0 left before all ranks were there: " + error.message, 0));
 }
 
-void Member::spread(int rank, const Error& error) {
-  if (is_here(0)) {
-    world_.send(hub_, {FrameKind::kLost, static_cast<uint64_t>(rank), 0, wire::encode(error)});
-  }
+void Member::spread(int rank, const Error& error) { tell_hub(rank, error); }
+
+// The hub's answer is that it is lost.
+void Member::suspect(int rank, const Error& error) {
+  if (is_here(rank)) tell_hub(rank, error);
+}
+
+void Member::tell_hub(int rank, const Error& error) {
+  if (!is_here(0) || !told_.insert(rank).second) return;
+  world_.send(hub_, {FrameKind::kLost, static_cast<uint64_t>(rank), 0, wire::encode(error)});
 }
 
 }  // namespace distrain::rpc::control

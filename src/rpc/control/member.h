@@ -1,5 +1,7 @@
 #pragma once
 
+#include <set>
+
 #include "control/party.h"
 
 namespace distrain::rpc::control {
@@ -12,14 +14,18 @@ class Member final : public Party {
 
   void prepared(wire::RankDevices devices) override;
   void enter_round(uint64_t round, uint64_t number) override;
-  std::vector<int> missing() const override;
+  std::vector<int> missing() const override { return {}; }  // rank 0 knows
+  bool is_suspected(int rank) const override { return told_.contains(rank); }
 
  private:
   void on_control(int rank, const Message& message) override;
   void on_control_closed(int rank, const base::Error& error) override;
   void spread(int rank, const base::Error& error) override;
+  void suspect(int rank, const base::Error& error) override;
+  void tell_hub(int rank, const base::Error& error);
 
   const Link hub_;
+  std::set<int> told_;  // of their loss, by this rank to the hub or by the hub
 };
 
 }  // namespace distrain::rpc::control

@@ -55,11 +55,12 @@ void Party::leave() {
   tell_all({FrameKind::kLeave});
 }
 
-void Party::tell_all(const Message& message) {
+void Party::tell_all(Message message) {
+  last_word_ = std::move(message);
   const auto all = std::move(connections_);
   connections_.clear();
   for (const auto& [link, connection] : all) {
-    world_.send(link, message);
+    world_.send(link, last_word_);
     world_.close(link, true);
   }
 }
@@ -86,6 +87,11 @@ bool Party::begin_running(std::vector<wire::RankDevices> devices) {
 // ---- connections for calls ----
 
 void Party::open(int rank, Link link, base::TimePoint now) {
+  if (state_ == State::kOver) {  // it was on its way when all others heard the last word
+    world_.send(link, last_word_);
+    world_.close(link, true);
+    return;
+  }
   connections_[link] = {rank, false, now, false};
 }
 
@@ -161,17 +167,21 @@ void Party::broken(Link link, const Error& error) {
   const auto found = connections_.find(link);
   if (found == connections_.end()) return;
   const Connection from = found->second;
-  if (error.kind == ErrorKind::kPeerLost) {
-    connections_.erase(found);
-  } else {
-    drop(link, false);
-  }
-  if (state_ == State::kOver || (from.is_leaving && state_ == State::kRunning)) return;
+  if (error.kind == ErrorKind::kPeerLost) connections_.erase(found);
   if (state_ == State::kRunning) {
-    lose(from.rank, loss(from.rank, error));
+    const Error why = loss(from.rank, error);
+    const bool is_proof = from.is_control || error.kind != ErrorKind::kPeerLost;
+    if (!from.is_leaving) is_proof ? lose(from.rank, why) : suspect(from.rank, why);
   } else if (from.is_control) {
     on_control_closed(from.rank, error);
   }
+  // It is there, but nobody listens to it any more.
+  if (connections_.contains(link)) dismiss(link, loss(from.rank, error));
+}
+
+void Party::dismiss(Link link, const Error& why) {
+  world_.send(link, {FrameKind::kAbort, 0, 0, wire::encode(why)});
+  drop(link, true);
 }
 
 void Party::drop(Link link, bool flush) {
@@ -217,9 +227,8 @@ base::TimePoint Party::tick(base::TimePoint now) {
     if (state_ == State::kRunning) {
       lose(rank, loss(rank, error));
     } else {
-      world_.send(link, {FrameKind::kAbort, 0, 0, wire::encode(loss(rank, error))});
       const bool is_control = found->second.is_control;
-      drop(link, true);
+      dismiss(link, loss(rank, error));
       if (is_control) on_control_closed(rank, error);
     }
     if (state_ == State::kOver) return base::kNever;

@@ -21,6 +21,10 @@ namespace distrain::rpc::control {
 // connections of their own, made when there is something to send, and the ranks at their ends watch
 // those, too: a link may be cut that leaves both their ways to rank 0.
 //
+// A connection for calls that breaks without a word proves little: the other end may have left
+// because of a loss that this rank has yet to hear of. So it asks the hub, which tells all ranks of
+// losses in one order: whoever left because of another was told of that one first.
+//
 // All of it is in Hub (rank 0) and Member (any other), which do no I/O, have no clock and no
 // thread: an event comes in by a function call with the time, what is to be done goes out through
 // World. So one hundred ranks can be played through in a test, with every message delayed, lost or
@@ -103,6 +107,8 @@ class Party {
   void open(int rank, Link link, base::TimePoint now);
   /// Running, and neither lost nor gone.
   bool is_here(int rank) const;
+  /// It seems lost; what rank 0 makes of that is still to come.
+  virtual bool is_suspected(int rank) const = 0;
   /// This rank could not reach it, or read what it said.
   void report(int rank, base::Error error);
   /// Why the connection that begins with `hello` is refused, if it is.
@@ -139,6 +145,8 @@ class Party {
   virtual void on_control_closed(int rank, const base::Error& error) = 0;
   /// A rank is lost, as this one has seen, or heard of.
   virtual void spread(int rank, const base::Error& error) = 0;
+  /// A connection for calls with it has broken without a word.
+  virtual void suspect(int rank, const base::Error& error) = 0;
 
   void add_control(int rank, Link link, base::TimePoint now) {
     connections_[link] = {rank, true, now, false};
@@ -159,9 +167,12 @@ class Party {
   wire::Directory directory_;
 
  private:
-  void tell_all(const Message& message);
+  void tell_all(Message message);
   void broken(Link link, const base::Error& error);
+  /// The other end hears why this one closes.
+  void dismiss(Link link, const base::Error& why);
 
+  Message last_word_;              // once it is over
   const base::Duration interval_;  // of heartbeats
   base::TimePoint next_beat_;
   base::TimePoint wake_at_;

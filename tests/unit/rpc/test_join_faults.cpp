@@ -177,6 +177,22 @@ TEST_CASE("the join timeout names those who are missing") {
   CHECK(alone.rank == 0);
 }
 
+TEST_CASE("who has come hears from rank 0 who is missing, though its own time is over first") {
+  base::Error told;
+  for (const auto timeout : {200ms, 2000ms, 8000ms}) {  // rank 1 is to be there in time
+    AgentOptions options = options_for(0, 3);
+    options.join_timeout = timeout;
+    Joining zero(options);
+    options = options_for(1, 3, zero.agent().port());
+    options.join_timeout = timeout - 100ms;
+    Joining one(options);
+    told = one.result();
+    if (told.rank == 2) break;
+  }
+  CHECK(contains(told.message, "missing: 2"));
+  CHECK(told.rank == 2);
+}
+
 TEST_CASE("the join timeout names who is not prepared") {
   base::Error e;
   for (const auto timeout : {1s, 4s, 16s}) {  // the first two are to be there in time

@@ -1,0 +1,220 @@
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "control/hub.h"
+#include "control/member.h"
+#include "network.h"
+
+namespace distrain::simulation {
+
+using base::Error;
+using rpc::control::Hub;
+using rpc::control::Link;
+using rpc::control::Member;
+using rpc::control::Party;
+using rpc::control::World;
+
+inline constexpr const char* kSimulatedJob = "simulated";
+
+/// How a process that has ended did so.
+enum class Outcome { kNone, kEndedWell, kFailed, kDied };
+
+/// A bug that is planted where the machines meet their surroundings, to see that it is noticed.
+enum class Bug {
+  kNone,
+  kLossIsNotSpread,      ///< rank 0 tells nobody why ranks leave
+  kSilenceIsNotJudged,   ///< who is silent seems to be heard
+  kRoundIsCountedTwice,  ///< a rank's word that it has come to a round is taken twice
+  kAccuserIsBlamed,      ///< rank 0 takes who tells of a loss for the one that is lost
+  kLastWordIsKept,       ///< who aborts does not say why
+  kNothingIsClosed,      ///< connections stay open
+};
+
+/// What all ranks of a run have in common.
+struct Job {
+  int size = 0;
+  Duration peer_timeout{};
+  Duration join_timeout{};
+  Duration longest_delay{};
+  Duration longest_prepare{};
+  Duration longest_work{};
+  Duration longest_reaction{};  ///< from a loss that a rank hears of to its end
+  double calls_per_rank = 0;    ///< to random others
+};
+
+/// Moments of the job, as rank 0 comes to them: what faults are timed by.
+enum class Phase { kMeeting, kPreparing, kRunning, kEnding };
+
+class Rank;
+
+/// What a rank tells the simulation.
+class Observer {
+ public:
+  virtual ~Observer() = default;
+  virtual void on_phase(Phase phase) = 0;
+  virtual void on_sent(const Rank& from, int to, const Message& message) = 0;
+  virtual void on_round_entered(const Rank& rank, uint64_t round, uint64_t number) = 0;
+  virtual void on_round_over(const Rank& rank, uint64_t round, uint64_t sum) = 0;
+  /// Something that must never be.
+  virtual void on_violation(const Rank& rank, const std::string& what) = 0;
+  virtual bool is_traced() const = 0;
+  virtual void trace(const Rank& rank, const std::string& what) = 0;
+  virtual Rank& rank_to_join() = 0;
+  virtual Rank* current(int rank) = 0;
+};
+
+/// A process of the job: what ControlPlane, Peers, AgentCore and a job's program are around a
+/// control::Party, as events of virtual time.
+class Rank final : public Host, private World {
+ public:
+  static constexpr const char* kNotAllThere = "not all ranks were there within the join timeout";
+
+  Rank(VirtualTime& time, Network& network, Observer& observer, const Job& job, int rank, int place,
+       uint64_t seed, Bug bug);
+
+  void start();
+
+  // ---- faults ----
+  void die();
+  void stop();
+  void resume();
+  void abort(const Error& error);
+  /// Its next words to rank 0, or rank 0's to some rank, are not what they should be.
+  void send_garbage();
+  /// on_go throws.
+  void fail_at_go(const Error& error) { fails_at_go_ = error; }
+  /// The connection that calls between the two go over, or rank 0's with this one.
+  std::optional<size_t> connection_to(int rank, bool is_control) const;
+
+  int rank() const { return rank_; }
+  bool is_stopped() const override { return is_stopped_; }
+  bool is_started() const { return is_started_; }
+  TimePoint started() const { return started_; }
+  /// When it last went on, if it was stopped.
+  TimePoint resumed() const { return resumed_; }
+  /// Its process is there.
+  bool is_alive() const { return is_started_ && outcome_ == Outcome::kNone; }
+  bool has_met() const { return has_gone_; }
+  bool has_joined() const { return has_directory_; }
+  /// To wait for others to join, as it, or who told it so, has waited long enough.
+  bool has_given_up() const { return error_ && error_->message.starts_with(kNotAllThere); }
+  Outcome outcome() const { return outcome_; }
+  const std::optional<Error>& error() const { return error_; }
+  TimePoint ended() const { return ended_; }
+  uint64_t live() const { return live_; }
+
+  // Host
+  int place() const override { return place_; }
+  bool is_reading() const override { return is_started_ && !is_stopped_ && !is_gone_; }
+  bool is_listening() const override { return is_listening_; }
+  void on_connection(End end) override;
+  void on_message(End end, const Message& message) override;
+  void on_end(End end, const Error& error) override;
+
+ private:
+  enum class PeerState { kUnconnected, kConnecting, kConnected, kGone };
+  struct Peer {
+    PeerState state = PeerState::kUnconnected;
+    std::optional<Link> own;       // that this rank made, or sends on
+    std::optional<Link> accepted;  // that the peer made
+    int waiting = 0;               // calls to be sent when there is a connection
+  };
+  struct Stream {
+    End end;
+    int rank = -1;
+    bool is_control = false;
+  };
+
+  // World
+  void send(Link link, Message message) override;
+  void close(Link link, bool flush) override;
+  void on_directory(const wire::Directory& directory) override;
+  void on_go(std::vector<wire::RankDevices> devices) override;
+  void on_failed(const Error& error) override;
+  void on_lost(int rank, const Error& error) override;
+  void on_round(uint64_t round, uint64_t sum) override;
+
+  void after(Duration delay, std::function<void()> what);
+  Duration up_to(Duration longest);
+  rpc::control::Settings common_settings() const;
+  void begin_as_hub();
+  void begin_as_member(End end);
+  void prepare();
+  void try_to_join();
+  void give_up_joining();
+  void tick();
+  void end(Outcome outcome, std::optional<Error> error);
+  void close_door();
+
+  void connect(Host& to, Duration limit, Network::OnConnected then);
+  std::optional<Error> admit(End end, const Message& message);
+  std::optional<Error> accept(int rank, End end);
+  Link hold(End end, int rank, bool is_control);
+  void receive(Link link, const Message& message);
+
+  void call_somebody();
+  void call(int to);
+  void connected(int to, std::optional<End> end);
+  void begin_to_send(int to, Link link);
+  void call_has_come();
+
+  void finish_work();
+  void enter_round(uint64_t round);
+  void violation(const std::string& what) { observer_.on_violation(*this, what); }
+  void trace(const std::string& what) {
+    if (observer_.is_traced()) observer_.trace(*this, what);
+  }
+
+  VirtualTime& time_;
+  Network& network_;
+  Observer& observer_;
+  const Job& job_;
+  const int rank_;
+  const int place_;
+  const Bug bug_;
+  base::Random random_;
+
+  bool is_started_ = false;
+  TimePoint started_{};
+  TimePoint resumed_{};
+  bool is_stopped_ = false;
+  bool is_listening_ = false;
+  bool is_over_ = false;                     // its party has said its last word
+  bool is_gone_ = false;                     // its process, too
+  std::vector<std::function<void()>> held_;  // that came due while it was stopped
+
+  std::unique_ptr<Party> party_;
+  Hub* hub_ = nullptr;
+  std::map<Link, Stream> streams_;
+  std::map<End, Link> links_;
+  std::set<End> strangers_;
+  Link next_link_ = 1;
+  std::vector<Peer> peers_;
+
+  bool waits_for_rank_0_ = false;
+  bool has_directory_ = false;
+  bool has_gone_ = false;
+  std::set<int> lost_;
+  std::optional<Error> loss_;  // the first
+  std::optional<Error> fails_at_go_;
+  bool is_working_ = false;
+  bool is_ending_ = false;
+  int calls_under_way_ = 0;
+  uint64_t held_values_ = 0;  // that others refer to
+  uint64_t live_ = 0;         // as it said last
+  uint64_t round_ = 0;
+  bool is_in_round_ = false;
+
+  Outcome outcome_ = Outcome::kNone;
+  std::optional<Error> error_;
+  TimePoint ended_{};
+};
+
+}  // namespace distrain::simulation

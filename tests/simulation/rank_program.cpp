@@ -1,0 +1,233 @@
+// What a rank of a simulation does: calls, its program, and what its party asks for.
+#include <algorithm>
+#include <utility>
+
+#include "rank.h"
+
+namespace distrain::simulation {
+
+using base::ErrorKind;
+using wire::FrameKind;
+
+namespace {
+
+constexpr auto kLongestReach = std::chrono::seconds(20);  // as Peers, and the one below
+constexpr auto kRank0Tells = std::chrono::seconds(1);
+constexpr uint64_t kLastRound = 24;  // as AgentCore::shutdown()
+
+}  // namespace
+
+// ---- calls ----
+
+void Rank::call_somebody() {
+  if (is_over_ || loss_ || job_.size < 2) return;
+  auto to = static_cast<int>(random_.below(static_cast<uint64_t>(job_.size) - 1));
+  if (to >= rank_) ++to;
+  call(to);
+}
+
+void Rank::call(int to) {
+  Peer& peer = peers_[static_cast<size_t>(to)];
+  if (peer.state == PeerState::kGone) return;
+  ++calls_under_way_;
+  if (peer.state == PeerState::kConnected) return send(*peer.own, {FrameKind::kCall});
+  ++peer.waiting;
+  if (peer.state == PeerState::kConnecting) return;
+  peer.state = PeerState::kConnecting;
+  Rank* callee = observer_.current(to);
+  if (peer.accepted) return begin_to_send(to, *peer.accepted);
+  if (callee == nullptr) return connected(to, std::nullopt);
+  connect(*callee, kLongestReach, [this, to](std::optional<End> end) { connected(to, end); });
+}
+
+void Rank::connected(int to, std::optional<End> end) {
+  Peer& peer = peers_[static_cast<size_t>(to)];
+  if (peer.state != PeerState::kConnecting || !party_) {
+    if (end) network_.close(*end, false);
+    return;
+  }
+  if (end) {
+    const Link link = hold(*end, to, false);
+    wire::Hello hello;
+    hello.purpose = wire::HelloPurpose::kPeer;
+    hello.job_id = kSimulatedJob;
+    hello.rank = rank_;
+    hello.proof = party_->secret();
+    network_.send(*end, {FrameKind::kHello, 0, 0, wire::encode(hello)});
+    party_->open(to, link, time_.now());
+    if (!streams_.contains(link)) return;  // this rank is leaving
+    return begin_to_send(to, link);
+  }
+  after(kRank0Tells, [this, to] {
+    Peer& unreached = peers_[static_cast<size_t>(to)];
+    if (unreached.state != PeerState::kConnecting || !party_) return;
+    if (unreached.accepted) return begin_to_send(to, *unreached.accepted);
+    party_->report(to,
+                   {ErrorKind::kPeerLost,
+                    "rank " + std::to_string(rank_) + " cannot reach rank " + std::to_string(to),
+                    to,
+                    {}});
+  });
+}
+
+void Rank::begin_to_send(int to, Link link) {
+  Peer& peer = peers_[static_cast<size_t>(to)];
+  peer.own = link;
+  peer.state = PeerState::kConnected;
+  for (; peer.waiting > 0; --peer.waiting) send(link, {FrameKind::kCall});
+}
+
+std::optional<Error> Rank::accept(int rank, End end) {
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  if (peer.accepted) return Error{ErrorKind::kProtocol, "has connected already", -1, {}};
+  const Link link = hold(end, rank, false);
+  peer.accepted = link;
+  party_->open(rank, link, time_.now());
+  if (peer.state == PeerState::kUnconnected) begin_to_send(rank, link);
+  return std::nullopt;
+}
+
+void Rank::call_has_come() {
+  if (--calls_under_way_ == 0 && !is_working_ && !is_ending_) enter_round(0);
+}
+
+// ---- its program ----
+
+void Rank::finish_work() {
+  is_working_ = false;
+  if (calls_under_way_ == 0) enter_round(0);
+}
+
+void Rank::enter_round(uint64_t round) {
+  if (is_over_ || loss_) return;
+  is_ending_ = true;
+  is_in_round_ = true;
+  round_ = round;
+  live_ = round == 0 ? 1 : held_values_ + static_cast<uint64_t>(calls_under_way_);
+  observer_.on_round_entered(*this, round, live_);
+  party_->enter_round(round, live_);
+}
+
+void Rank::send_garbage() {
+  if (!is_alive() || is_over_ || is_stopped_) return;
+  std::vector<Link> links;
+  for (const auto& [link, stream] : streams_) {
+    if (stream.is_control) links.push_back(link);
+  }
+  if (links.empty()) return;
+  const Link link = links[random_.below(links.size())];
+  const Message garbage[] = {
+      {hub_ != nullptr ? FrameKind::kPrepared : FrameKind::kGo, 0, 0, {1, 2, 3}},
+      {FrameKind::kDirectory, 0, 0, {9}},
+      {FrameKind::kLost, uint64_t{1} << 40},
+      {FrameKind::kLost, static_cast<uint64_t>(job_.size - 1), 0, {1}},
+      {FrameKind::kHello, 7},
+      {FrameKind::kReply, 7},
+      {FrameKind::kAbort, 0, 0, {1, 2}},
+  };
+  const Message& chosen = garbage[random_.below(std::size(garbage))];
+  trace("sends garbage: " + std::to_string(static_cast<int>(chosen.kind)));
+  send(link, chosen);
+}
+
+// ---- World ----
+
+void Rank::send(Link link, Message message) {
+  const FrameKind kind = message.kind;
+  if (is_over_ && kind != FrameKind::kAbort && kind != FrameKind::kLeave) {
+    violation("goes on to speak when it is over");
+  }
+  const auto found = streams_.find(link);
+  if (found == streams_.end()) return;
+  if (bug_ == Bug::kLossIsNotSpread && hub_ != nullptr &&
+      (kind == FrameKind::kLost || kind == FrameKind::kAbort)) {
+    return;
+  }
+  if (bug_ == Bug::kLastWordIsKept && kind == FrameKind::kAbort) return;
+  observer_.on_sent(*this, found->second.rank, message);
+  network_.send(found->second.end, std::move(message));
+}
+
+void Rank::close(Link link, bool flush) {
+  if (bug_ == Bug::kNothingIsClosed) return;
+  const auto found = streams_.find(link);
+  if (found == streams_.end()) return;
+  const Stream stream = found->second;
+  links_.erase(stream.end);
+  streams_.erase(found);
+  network_.close(stream.end, flush);
+  if (!stream.is_control) peers_[static_cast<size_t>(stream.rank)].state = PeerState::kGone;
+}
+
+void Rank::on_directory(const wire::Directory& directory) {
+  if (std::exchange(has_directory_, true)) violation("has a second directory");
+  if (static_cast<int>(directory.ranks.size()) != job_.size) violation("has another directory");
+  peers_.resize(directory.ranks.size());
+  if (hub_ != nullptr) {
+    observer_.on_phase(Phase::kPreparing);
+    return;
+  }
+  prepare();
+}
+
+void Rank::on_go(std::vector<wire::RankDevices>) {
+  if (!has_directory_ || std::exchange(has_gone_, true)) violation("goes twice");
+  if (fails_at_go_) throw base::Exception(*fails_at_go_);
+  trace("goes");
+  if (hub_ != nullptr) observer_.on_phase(Phase::kRunning);
+  is_working_ = true;
+  const Duration work = up_to(job_.longest_work);
+  for (double calls = job_.calls_per_rank; calls > random_.unit(); calls -= 1) {
+    after(up_to(work), [this] { call_somebody(); });
+  }
+  after(work, [this] { finish_work(); });
+}
+
+void Rank::on_failed(const Error& error) {
+  if (has_gone_ && !fails_at_go_) violation("fails to join after go");
+  end(Outcome::kFailed, error);
+}
+
+void Rank::on_lost(int rank, const Error& error) {
+  trace("loses " + std::to_string(rank) + ": " + error.message + " [" + std::to_string(error.rank) +
+        "]");
+  if (!has_gone_) violation("loses a rank before go");
+  if (rank == rank_) violation("loses itself");
+  if (is_over_) violation("loses a rank when it is over");
+  if (!lost_.insert(rank).second) violation("loses a rank twice");
+  peers_[static_cast<size_t>(rank)].state = PeerState::kGone;
+  if (loss_) return;
+  loss_ = error;
+  after(up_to(job_.longest_reaction), [this] { abort(*loss_); });
+}
+
+void Rank::on_round(uint64_t round, uint64_t sum) {
+  trace("round " + std::to_string(round) + " is over: " + std::to_string(sum));
+  if (loss_) return;
+  if (!std::exchange(is_in_round_, false) || round != round_) violation("hears of another round");
+  observer_.on_round_over(*this, round, sum);
+  if (round == 0) {
+    if (hub_ != nullptr) observer_.on_phase(Phase::kEnding);
+    held_values_ = random_.below(3);
+    for (uint64_t i = 0; i < held_values_; ++i) {
+      const Duration release = up_to(seconds(1.5));
+      if (job_.calls_per_rank > 0 && random_.below(4) == 0) {
+        after(up_to(release), [this] { call_somebody(); });
+      }
+      after(release, [this] { --held_values_; });
+    }
+    return after(Duration::zero(), [this] { enter_round(1); });
+  }
+  if (sum == 0 || round == kLastRound) {
+    after(Duration::zero(), [this] {
+      if (is_over_ || loss_) return;
+      party_->leave();
+      end(Outcome::kEndedWell, std::nullopt);
+    });
+    return;
+  }
+  const auto pause = std::chrono::milliseconds(std::min<uint64_t>(uint64_t{1} << round, 200));
+  after(pause, [this, round] { enter_round(round + 1); });
+}
+
+}  // namespace distrain::simulation

@@ -1,0 +1,99 @@
+// ctest: labels=rpc
+// Whole jobs of simulated ranks: Note [Simulation].
+#include "expect.h"
+
+namespace distrain::simulation {
+
+using wire::FrameKind;
+
+TEST_CASE("jobs without a fault end well") {
+  for (uint64_t seed = 1; seed <= 5; ++seed) {
+    const Result result = expect_good(Scenario::clean(seed, 100));
+    CHECK(result.ended_well == 100);
+    CHECK(result.failed == 0);
+  }
+}
+
+TEST_CASE("20 jobs of 100 ranks, with all that can go wrong") {
+  for (uint64_t seed = 1; seed <= 20; ++seed) expect_good(Scenario::many(seed, 100));
+}
+
+TEST_CASE("100 jobs of any size") {
+  for (uint64_t seed = 1; seed <= 100; ++seed) expect_good(Scenario::many(seed, 0));
+}
+
+TEST_CASE("each kind of fault alone, in each phase") {
+  uint64_t seed = 1;
+  for (int kind = 0; kind < kFaultKinds; ++kind) {
+    for (int phase = 0; phase < 4; ++phase) {
+      expect_good(
+          Scenario::one(seed++, 100, static_cast<FaultKind>(kind), static_cast<Phase>(phase)));
+    }
+  }
+}
+
+// The last word of a rank that is stopped for ever, or dead, is nobody's.
+TEST_CASE("all others name the rank that fails") {
+  for (const FaultKind kind : {FaultKind::kDie, FaultKind::kStop, FaultKind::kComesLate}) {
+    Scenario scenario = Scenario::one(7, 100, kind, Phase::kRunning);
+    scenario.longest_start = seconds(0.05);
+    scenario.faults[0].a = 42;
+    scenario.faults[0].lasts = {};
+    const Result result = expect_good(scenario);
+    INFO(scenario.text());
+    CHECK(result.ended_well == 0);
+    CHECK(result.failed == 99);
+    CHECK(result.blamed == std::map<int, int>{{42, 99}});
+  }
+}
+
+TEST_CASE("a run is settled by its seed") {
+  const Result first = Simulation(Scenario::many(4, 100)).run();
+  const Result again = Simulation(Scenario::parse("many 4 100")).run();
+  CHECK(first.digest == again.digest);
+  CHECK(first.text() == again.text());
+  CHECK(first.digest != Simulation(Scenario::many(5, 100)).run().digest);
+}
+
+TEST_CASE("a planted bug is found by a seed that is good without it") {
+  struct Planted {
+    Bug bug;
+    const char* recipe;
+    const char* found;
+  };
+  const Planted all[] = {
+      {Bug::kLossIsNotSpread, "many 9 100", "of rank 0"},
+      {Bug::kSilenceIsNotJudged, "one 1 100 1 2", "s late"},
+      {Bug::kRoundIsCountedTwice, "clean 1 100", "a round of the end that is not under way"},
+      {Bug::kAccuserIsBlamed, "many 11 100", "fails with"},
+      {Bug::kLastWordIsKept, "many 3 100", "of rank 0"},
+      {Bug::kNothingIsClosed, "clean 1 100", "connections when it is over"},
+  };
+  for (const Planted& planted : all) {
+    const Scenario scenario = Scenario::parse(planted.recipe);
+    expect_good(scenario);
+    const Result result = Simulation(scenario, planted.bug).run();
+    INFO(scenario.text());
+    REQUIRE_FALSE(result.violations.empty());
+    CHECK(result.violations[0].find(planted.found) != std::string::npos);
+  }
+}
+
+// Hello, directory, prepared and go, and later a word for each round of the end and for leaving.
+TEST_CASE("1,000 ranks meet with four frames each") {
+  Scenario scenario = Scenario::clean(1, 1000);
+  scenario.job.calls_per_rank = 0;
+  Result result = expect_good(scenario);
+  CHECK(result.ended_well == 1000);
+  uint64_t meeting = 0;
+  for (const FrameKind kind :
+       {FrameKind::kHello, FrameKind::kDirectory, FrameKind::kPrepared, FrameKind::kGo}) {
+    CHECK(result.frames[kind] == 999);
+    meeting += result.frames[kind];
+  }
+  const uint64_t ending = result.frames[FrameKind::kFlush] + result.frames[FrameKind::kLeave];
+  CHECK(ending <= 2 * 999 * 26);
+  CHECK(result.frames_in_all() == meeting + ending + result.frames[FrameKind::kHeartbeat]);
+}
+
+}  // namespace distrain::simulation
