@@ -1,6 +1,5 @@
 #include "distrain/base/temporary_path.h"
 
-#include <cstdlib>
 #include <filesystem>
 #include <set>
 #include <utility>
@@ -30,19 +29,6 @@ void remove_from_disk(const std::string& path) {
 TemporaryPath::TemporaryPath(std::string path) : path_(std::move(path)) {
   std::lock_guard lock(paths().mutex);
   paths().all.insert(path_);
-}
-
-TemporaryPath TemporaryPath::folder() {
-  TemporaryPath made;
-  std::error_code none;
-  const std::filesystem::path temporary = std::filesystem::temp_directory_path(none);
-  if (none) return made;
-  std::string pattern = (temporary / "distrain-XXXXXX").string();
-  std::lock_guard lock(paths().mutex);
-  if (!mkdtemp(pattern.data())) return made;  // 0700
-  made.path_ = pattern;
-  paths().all.insert(pattern);
-  return made;
 }
 
 void TemporaryPath::remove() {

@@ -1,9 +1,18 @@
 #include "rref_context.h"
 
+#include <utility>
+
 #include "distrain/rpc/agent.h"
 #include "stream_state.h"
 
 namespace distrain::rpc {
+
+namespace {
+
+// Of values that others refer to and nobody has called for yet: a moment's worth.
+constexpr size_t kMaxUnmade = 65536;
+
+}  // namespace
 
 // ---- RRefHandle ----
 
@@ -81,7 +90,13 @@ std::shared_ptr<RRefHandle> RRefContext::user_handle(uint64_t id, uint64_t fork,
 }
 
 std::shared_ptr<OwnedValue> RRefContext::value_locked(uint64_t id) {
-  Record& record = owned_[id];
+  const auto [entry, is_new] = owned_.try_emplace(id);
+  if (is_new && ++unmade_ > kMaxUnmade) {
+    owned_.erase(entry);
+    --unmade_;
+    wire::Reader::fail("more RRefs than calls that could make their values");
+  }
+  Record& record = entry->second;
   std::shared_ptr<OwnedValue> value = record.value.lock();
   if (!value) {
     // Whoever holds it last, also if that is none of our handles, has the entry forgotten. Never
@@ -135,7 +150,7 @@ std::shared_ptr<OwnedValue> RRefContext::target(uint64_t id, uint64_t fork, int 
   if (caller != rank_) add_fork(id, fork, caller);
   std::lock_guard lock(mutex_);
   std::shared_ptr<OwnedValue> value = value_locked(id);
-  owned_[id].made = true;
+  if (!std::exchange(owned_[id].made, true)) --unmade_;
   return value;
 }
 
@@ -170,6 +185,7 @@ void RRefContext::sweep(uint64_t id) {
   const auto it = owned_.find(id);
   if (it == owned_.end() || !it->second.forks.empty() || !it->second.value.expired()) return;
   if (it->second.made) freed_.insert(id);
+  if (!it->second.made) --unmade_;
   owned_.erase(it);
 }
 

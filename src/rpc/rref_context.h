@@ -150,6 +150,7 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
 
   mutable std::mutex mutex_;
   std::unordered_map<uint64_t, Record> owned_;
+  size_t unmade_ = 0;  // of owned_: referred to, but not made yet
   // Forks named for others that wait for an Accept: what they keep alive, and who was to get them.
   std::unordered_map<uint64_t, std::pair<std::shared_ptr<RRefHandle>, int>> pending_children_;
   std::map<int, base::Error> lost_;

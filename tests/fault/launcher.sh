@@ -51,6 +51,17 @@ await_end "$name"
 expect_log "$name"
 expect_no_process "$name"
 
+# While ranks meet nobody misses one, as it may yet come from elsewhere: that is the launcher's.
+name="SIGSTOP of a rank while another is missing"
+: >"$tmp/out"
+"$distrain" hybrid --ranks 0-2 --master-port "$(free_port)" --peer-timeout $((limit / 10)) >"$tmp/out" 2>"$tmp/err" &
+launcher=$!
+wait_for_lines 3 start "$tmp/out"
+kill -STOP "$(pid_of 1)"
+ends 5 "$name"
+expect_log "$name"
+expect_jq '.[-1] | .cause_rank == 1 and .kind == "peer_lost" and (.message | test("stopped"))' "$name"
+
 name="SIGABRT of a rank"
 start
 kill -ABRT "$(pid_of 1)"

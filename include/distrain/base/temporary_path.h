@@ -12,8 +12,6 @@ class TemporaryPath {
   TemporaryPath() = default;
   /// What is there, or is about to be made there.
   explicit TemporaryPath(std::string path);
-  /// A new folder for this user alone, in $TMPDIR or else /tmp; none if that cannot be written to.
-  static TemporaryPath folder();
 
   ~TemporaryPath() { remove(); }
   TemporaryPath(TemporaryPath&& other) noexcept : path_(std::move(other.path_)) {

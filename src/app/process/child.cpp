@@ -127,7 +127,11 @@ bool Child::reap() {
   if (!alive()) return false;
   int status = 0;
   rusage usage{};
-  if (wait4(pid_, &status, WNOHANG, &usage) != pid_) return false;
+  do {
+    if (wait4(pid_, &status, WNOHANG | WUNTRACED | WCONTINUED, &usage) != pid_) return false;
+    stopped_since_ = std::nullopt;
+    if (WIFSTOPPED(status)) stopped_since_ = base::Clock::now();
+  } while (WIFSTOPPED(status) || WIFCONTINUED(status));
   ended_at_ = base::Clock::now();
   status_ = status;
   rss_mb_ = static_cast<double>(usage.ru_maxrss) / 1024;

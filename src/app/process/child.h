@@ -52,7 +52,8 @@ class Child {
   /// which stops the rank once its pipe is full.
   void read_pipes(bool lines);
 
-  /// Notes the end of the process, if it has ended, and takes the rest of its words.
+  /// Notes the end of the process, if it has ended, and takes the rest of its words; or that it has
+  /// been stopped, or goes on.
   bool reap();
 
   /// To the whole process group. A rank that ends afterwards is no cause of anything, unless it has
@@ -70,6 +71,8 @@ class Child {
   int out_fd() const { return out_.fd(); }
   int err_fd() const { return err_.fd(); }
   bool alive() const { return pid_ > 0 && !status_; }
+  /// By SIGSTOP, say, as long as it is.
+  std::optional<base::TimePoint> stopped_since() const { return stopped_since_; }
   bool failed() const { return status_ && exit_code() != 0; }
   bool ended_by_us() const { return ended_by_us_; }
   /// 128 + n by signal; 1 for a rank that left with 0 but without its last line.
@@ -104,6 +107,7 @@ class Child {
   Json rank_end_ = Json::object();
   Json error_ = Json::object();
   std::optional<int> status_;
+  std::optional<base::TimePoint> stopped_since_;
   base::TimePoint ended_at_;
   double rss_mb_ = 0;
   bool ended_by_us_ = false;

@@ -23,11 +23,12 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-constexpr auto kTermGrace = std::chrono::seconds(2);           // after SIGTERM of ours
-constexpr auto kSignalGrace = std::chrono::seconds(5);         // after a signal that we passed on
-constexpr auto kExtraGrace = std::chrono::seconds(2);          // beyond the peer timeout
-constexpr auto kMeetingGrace = std::chrono::seconds(1);        // before all ranks are there
-constexpr auto kBlamedGrace = std::chrono::milliseconds(300);  // of one that all others blame
+constexpr auto kTermGrace = std::chrono::seconds(2);            // after SIGTERM of ours
+constexpr auto kSignalGrace = std::chrono::seconds(5);          // after a signal that we passed on
+constexpr auto kExtraGrace = std::chrono::seconds(2);           // beyond the peer timeout
+constexpr auto kMeetingGrace = std::chrono::milliseconds(500);  // before all ranks are there
+constexpr auto kBlamedGrace = std::chrono::milliseconds(300);   // of one that all others blame
+constexpr auto kStoppedGrace = std::chrono::milliseconds(300);  // beyond the peer timeout
 
 /// Whether the program itself went wrong, rather than somebody ending it.
 bool is_crash(int signal) {
@@ -144,13 +145,15 @@ class Launcher {
     }
     pump();
     if (base::Clock::now() >= kill_blamed_at_) kill_blamed();
+    kill_stopped();
     if (base::Clock::now() >= deadline_) on_deadline();
   }
 
   bool takes_lines() const { return write_error_ || !output_.full(); }
 
   int poll_timeout_ms() const {
-    const base::TimePoint next = std::min(deadline_, kill_blamed_at_);
+    base::TimePoint next = std::min(deadline_, kill_blamed_at_);
+    for (const Child& child : children_) next = std::min(next, stopped_until(child));
     if (next == base::kNever) return -1;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - base::Clock::now());
     return static_cast<int>(std::max<int64_t>(0, left.count()));
@@ -217,6 +220,22 @@ class Launcher {
   void kill_blamed() {
     kill_blamed_at_ = base::kNever;
     if (Child* const blamed = blamed_by_all()) blamed->send(SIGKILL);
+  }
+
+  /// Until when others may take a rank that is stopped for one that is there. While they meet they
+  /// wait for it, and at the end they have gone: it is for the launcher to see.
+  base::TimePoint stopped_until(const Child& child) const {
+    const auto limit = nanoseconds(static_cast<int64_t>(plan_.peer_timeout_s * 1e9));
+    const bool counts = child.alive() && child.stopped_since() && limit.count() > 0;
+    return counts ? *child.stopped_since() + limit + kStoppedGrace : base::kNever;
+  }
+
+  void kill_stopped() {
+    for (Child& child : children_) {
+      if (base::Clock::now() < stopped_until(child)) continue;
+      if (!stopped_rank_ && phase_ == Phase::kRunning) stopped_rank_ = child.rank();
+      child.send(SIGKILL);
+    }
   }
 
   void on_failure(const Child& child) {
@@ -338,9 +357,7 @@ class Launcher {
                 .host = host_name(),
                 .kind = std::string(base::kind_name(base::ErrorKind::kInternal)),
                 .exit_code = child.exit_code()};
-    const std::string name = child.role().empty()
-                                 ? fmt::format("rank {}", child.rank())
-                                 : fmt::format("rank {} ({})", child.rank(), child.role());
+    const std::string name = name_of(child);
     const Json& told = reason(child);
     if (const int number = child.signal(); number && child.error().empty()) {
       cause.signal = signal_name(number);
@@ -364,9 +381,30 @@ class Launcher {
     return cause;
   }
 
+  Cause cause_of_stopped(const Child& child) const {
+    return {.rank = child.rank(),
+            .role = child.role(),
+            .host = host_name(),
+            .kind = std::string(base::kind_name(base::ErrorKind::kPeerLost)),
+            .message = fmt::format("{} is lost: it was stopped, for longer than {} s",
+                                   name_of(child), plan_.peer_timeout_s),
+            .stderr_tail = child.stderr_tail(),
+            .exit_code = base::exit_code(base::ErrorKind::kPeerLost)};
+  }
+
+  static std::string name_of(const Child& child) {
+    return child.role().empty() ? fmt::format("rank {}", child.rank())
+                                : fmt::format("rank {} ({})", child.rank(), child.role());
+  }
+
   /// Why the job failed, if it did, which is told in an `error` line unless a signal was to end it.
   std::optional<Cause> tell_cause() {
     const Child* const child = root_cause();
+    if (!child && stopped_rank_) {
+      const Cause cause = cause_of_stopped(*find(stopped_rank_));
+      tell("error", error_fields(cause, plan_.told.started));
+      return cause;
+    }
     const bool all_stopped = std::ranges::all_of(children_, &Child::stopped_by);
     if (!start_error_ && (all_stopped || !child)) return stop_cause();
     const Cause cause = start_error_ ? cause_of(*start_error_) : cause_from(*child);
@@ -433,6 +471,7 @@ class Launcher {
   bool stop_waiting_ = false;  ///< a second signal: stdout is not waited for either
   int write_error_ = 0;
   std::optional<base::Error> start_error_;
+  std::optional<int> stopped_rank_;  // that had to be killed before anybody else had failed
 };
 
 }  // namespace

@@ -47,6 +47,9 @@ ControlPlane::ControlPlane(net::Loop& loop, const AgentOptions& options, DeviceT
       callbacks_(std::move(callbacks)),
       host_key_(options.transport == "tcp" ? std::string() : net::host_key()),
       unix_name_(host_key_.empty() ? std::string() : control::new_unix_name()),
+      doorway_(std::make_shared<control::Doorway>(
+          loop, [this](const net::StreamPtr& stream,
+                       wire::Hello hello) { return admit_on_loop(stream, std::move(hello)); })),
       port_(options.master_port) {
   if (options.rank != 0) return;
   rank_0_socket_ =
@@ -62,12 +65,6 @@ ControlPlane::~ControlPlane() = default;
 
 void ControlPlane::run(const std::function<void()>& prepare) {
   const base::TimePoint deadline = base::deadline_after(options_.join_timeout);
-  doorway_ = std::make_shared<control::Doorway>(
-      loop_, [weak = weak_from_this()](const net::StreamPtr& stream, wire::Hello hello) {
-        const auto self = weak.lock();
-        return self ? self->admit_on_loop(stream, std::move(hello))
-                    : rendezvous_error("this rank is leaving");
-      });
   if (options_.rank == 0) {
     begin_as_hub();
     if (prepare) prepare();
@@ -95,6 +92,7 @@ void ControlPlane::begin_as_hub() {
     listen_host_ = net::local_name(rank_0_socket_.get()).host;
   }
   loop_.post([self = shared_from_this()] {
+    if (self->is_closed_) return;
     control::World& world = *self;
     auto hub = std::make_unique<control::Hub>(self->settings(), world, base::Clock::now());
     self->hub_ = hub.get();
@@ -120,6 +118,7 @@ void ControlPlane::begin_as_member(base::TimePoint deadline) {
   doorway_->listen(std::move(own));
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
   loop_.post([self = shared_from_this(), stream] {
+    if (self->is_closed_) return;
     const Link link = self->hold_on_loop(stream);
     // The directory of a large job is large.
     stream->start(self->control_handler(link), wire::Limits{uint32_t{16} << 20, 0, 0});
@@ -264,8 +263,9 @@ void ControlPlane::leave() {
 }
 
 void ControlPlane::close() {
-  if (doorway_) doorway_->close();
+  doorway_->close();
   loop_.post([self = shared_from_this()] {
+    self->is_closed_ = true;
     self->hub_ = nullptr;
     self->party_ = nullptr;
     const auto streams = std::move(self->streams_);
@@ -453,6 +453,7 @@ void ControlPlane::on_go(std::vector<wire::RankDevices> devices) {
 }
 
 void ControlPlane::on_failed(const Error& error) {
+  is_closed_ = true;
   Error told = error;
   if (told.op.empty()) told.op = "join";
   began_ = base::TimePoint{};

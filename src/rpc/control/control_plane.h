@@ -115,8 +115,8 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   const Callbacks callbacks_;
   const std::string host_key_;
   const std::string unix_name_;
+  const std::shared_ptr<control::Doorway> doorway_;
   uint16_t port_ = 0;
-  std::shared_ptr<control::Doorway> doorway_;
   net::Fd rank_0_socket_;    // rank 0, until run()
   std::string rank_0_host_;  // as this rank reaches it, numeric; set before the party is there
   std::string listen_host_;  // to be told to others, numeric; empty: as rank 0 sees it
@@ -126,6 +126,7 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   control::Hub* hub_ = nullptr;            // rank 0: the same
   std::map<control::Link, net::StreamPtr> streams_;
   control::Link next_link_ = 1;
+  bool is_closed_ = false;                 // there is no party any more, nor will there be
   std::map<int, std::string> seen_hosts_;  // rank 0: where others came from
 
   std::atomic<base::TimePoint> began_{};  // to wait for others to join

@@ -15,6 +15,8 @@ constexpr size_t kMaxStrangers = 1024;
 }  // namespace
 
 void Doorway::listen(net::Fd socket) {
+  std::lock_guard lock(mutex_);
+  if (is_closed_) return;
   listeners_.push_back(std::make_unique<net::Listener>(
       loop_, std::move(socket), [weak = weak_from_this()](net::Fd fd) {
         if (const auto self = weak.lock()) self->on_connection_on_loop(std::move(fd));
@@ -22,7 +24,11 @@ void Doorway::listen(net::Fd socket) {
 }
 
 void Doorway::close() {
-  listeners_.clear();
+  {
+    std::lock_guard lock(mutex_);
+    is_closed_ = true;
+    listeners_.clear();
+  }
   loop_.post([self = shared_from_this()] {
     while (!self->strangers_.empty()) self->show_the_door_on_loop(self->strangers_.begin());
   });

@@ -3,6 +3,7 @@
 #include <functional>
 #include <list>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -14,7 +15,7 @@ namespace distrain::rpc::control {
 
 /// Where connections to this rank come in. Each begins with a hello; who says none in time, or
 /// something else, is shown the door, and so is the one that has waited longest when too many stand
-/// there. All of it on the loop, but for listen() and close().
+/// there. It admits on the loop; listen() and close() are for any thread.
 class Doorway : public std::enable_shared_from_this<Doorway> {
  public:
   /// Takes the connection, with a handler of its own, or gives back why it is refused.
@@ -41,7 +42,9 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
   net::Loop& loop_;
   const Admit admit_;
   std::list<Stranger> strangers_;  // the oldest first; loop thread only
-  std::vector<std::unique_ptr<net::Listener>> listeners_;
+  std::mutex mutex_;
+  bool is_closed_ = false;                                 // by mutex_
+  std::vector<std::unique_ptr<net::Listener>> listeners_;  // by mutex_
 };
 
 /// A name for a unix socket that nobody else has; it ends with its socket.

@@ -82,6 +82,17 @@ TEST_CASE("a peer that sends garbage once it is connected is lost") {
     wire::encode_header(header, head);
     peer.send_bytes(head, sizeof head);
   }
+  SECTION("references to values that nobody makes, without end") {
+    wire::FrameHeader header;
+    header.kind = wire::FrameKind::kRRefFork;
+    header.autograd_id = 1;
+    for (uint64_t id = 1; id <= 65537; ++id) {
+      header.call_id = header.context_id = id;
+      uint8_t head[wire::kHeaderBytes];
+      wire::encode_header(header, head);
+      peer.send_bytes(head, sizeof head);
+    }
+  }
   const base::Error e = error_of([&] { call.wait(); });
   CHECK(e.kind == ErrorKind::kProtocol);
   CHECK(e.rank == 1);
