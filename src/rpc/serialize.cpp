@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "device_table.h"
+#include "distrain/wire/limits.h"
 
 namespace distrain::rpc {
 
@@ -35,6 +36,22 @@ wire::DeviceRef arrival_of(const at::Tensor& tensor, const DeviceTable* devices,
   if (devices) return devices->target(to, tensor.device());
   throw base::Exception(base::ErrorKind::kInvalid,
                         "a tensor on " + tensor.device().str() + " where only the CPU's travel");
+}
+
+// The sizes of a sparse tensor, which torch multiplies as they come, those of no element too.
+std::vector<int64_t> get_sizes(wire::Reader& in) {
+  const size_t dimensions = in.get<uint8_t>();
+  if (dimensions > wire::kMaxDimensions) wire::Reader::fail("a tensor of too many dimensions");
+  std::vector<int64_t> sizes(dimensions);
+  int64_t elements = 1;
+  for (int64_t& size : sizes) {
+    size = in.get<int64_t>();
+    if (size < 0) wire::Reader::fail("a negative tensor size");
+    if (size != 0 && __builtin_mul_overflow(elements, size, &elements)) {
+      wire::Reader::fail("a tensor size that overflows");
+    }
+  }
+  return sizes;
 }
 
 // Whether each index is one of its dimension's. Torch's own kernels read and write by them as they
@@ -106,11 +123,7 @@ at::Tensor Decoder::get_tensor() {
     case TensorTag::kSparse: {
       at::NoGradGuard no_grad;
       const bool said_coalesced = in.get<bool>();
-      std::vector<int64_t> sizes(in.get<uint8_t>());
-      for (int64_t& size : sizes) {
-        size = in.get<int64_t>();
-        if (size < 0) wire::Reader::fail("a negative tensor size");
-      }
+      const std::vector<int64_t> sizes = get_sizes(in);
       const at::Tensor& indices = take();
       const at::Tensor& values = take();
       // What torch's own constructor would check, and cheaper.

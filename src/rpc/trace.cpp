@@ -11,6 +11,14 @@ namespace {
 
 constexpr int kExchanges = 16;
 
+// The error in flight, as one of asking that rank for its trace.
+[[noreturn]] void rethrow_naming(int rank) {
+  base::Error error = error_in_flight(base::ErrorKind::kInternal);
+  error.message = "the trace of rank " + std::to_string(rank) + ": " + error.message;
+  if (error.kind == base::ErrorKind::kProtocol) error.rank = rank;  // it sent what does not fit
+  throw base::Exception(error);
+}
+
 }  // namespace
 
 base::RankTrace own_trace(Agent& agent) {
@@ -47,18 +55,21 @@ void TraceCollector::read_clocks() {
 }
 
 // As NTP does: of several exchanges, the one with the shortest way there and back says most.
-ClockReading TraceCollector::read_clock(int rank) {
+ClockReading TraceCollector::read_clock(int rank) try {
   const base::Tracer& tracer = *agent_.tracer();
   ClockReading best;
   for (int i = 0; i < kExchanges; ++i) {
     const int64_t asked = tracer.shown(base::Tracer::now());
     const ClockAnswer answer = agent_.rpc_sync<&read_trace_clock>(To(rank).without_deadline());
+    if (!is_time(answer.now)) wire::Reader::fail("a clock beyond what clocks show");
     const int64_t heard = tracer.shown(base::Tracer::now());
     const int64_t round_trip = heard - asked;
     if (i > 0 && round_trip >= best.round_trip) continue;
     best = {answer.now, asked + round_trip / 2 - answer.now, round_trip};
   }
   return best;
+} catch (...) {
+  rethrow_naming(rank);
 }
 
 std::vector<base::RankTrace> TraceCollector::collect() {
@@ -81,10 +92,7 @@ base::RankTrace TraceCollector::collect_from(int rank) try {
   }
   return {rank, agent_.worker(rank).name, import.take(), chunk.dropped};
 } catch (...) {
-  base::Error error = error_in_flight(base::ErrorKind::kInternal);
-  error.message = "the trace of rank " + std::to_string(rank) + ": " + error.message;
-  if (error.kind == base::ErrorKind::kProtocol) error.rank = rank;  // it sent what does not fit
-  throw base::Exception(error);
+  rethrow_naming(rank);
 }
 
 }  // namespace distrain::rpc

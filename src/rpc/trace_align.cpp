@@ -31,6 +31,7 @@
 #include <unordered_map>
 
 #include "distrain/rpc/trace.h"
+#include "trace_export.h"
 
 namespace distrain::rpc {
 
@@ -39,6 +40,11 @@ namespace {
 using base::RankTrace;
 using base::TraceEvent;
 using Kind = TraceEvent::Kind;
+
+// Ranks may say of their clocks what they like (within kMostTime). What comes of that beyond this
+// is as good as any other time, and stays where further sums fit.
+constexpr int64_t kMostAligned = 2 * kMostTime;
+int64_t clamped(int64_t time) { return std::clamp(time, -kMostAligned, kMostAligned); }
 
 template <class F>
 void map_times(RankTrace& rank, F map) {
@@ -59,11 +65,11 @@ void estimate(RankTrace& rank, const RankClock& clock) {
   const auto gained = static_cast<double>(last.offset - first.offset);
   if (span <= 0 || std::abs(gained) > span / 2) {  // too short a time to tell a drift
     const ClockReading& best = last.round_trip < first.round_trip ? last : first;
-    return map_times(rank, [&](int64_t t) { return t + best.offset; });
+    return map_times(rank, [&](int64_t t) { return clamped(t + best.offset); });
   }
   map_times(rank, [&](int64_t t) {
     const auto since = static_cast<double>(std::clamp(t, first.at, last.at) - first.at);
-    return t + first.offset + std::llround(gained / span * since);
+    return clamped(t + first.offset + std::llround(gained / span * since));
   });
 }
 
@@ -101,7 +107,7 @@ std::vector<Flow> flows_between(const std::vector<RankTrace>& ranks,
   return flows;
 }
 
-/// Step 2. False if there is no solution.
+/// Step 2. False if there is no solution, or none of clocks that there are.
 bool relax(const std::vector<Flow>& flows, std::vector<int64_t>& corrections) {
   const size_t domains = corrections.size();
   constexpr int64_t kNone = std::numeric_limits<int64_t>::min();
@@ -117,6 +123,7 @@ bool relax(const std::vector<Flow>& flows, std::vector<int64_t>& corrections) {
         const int64_t weight = weights[a * domains + b];
         if (weight == kNone || corrections[b] >= corrections[a] + weight) continue;
         corrections[b] = corrections[a] + weight;
+        if (corrections[b] > kMostAligned) return false;
         changed = true;
       }
     }
@@ -164,7 +171,7 @@ std::vector<std::vector<Step>> follow(const std::vector<Flow>& flows, size_t dom
         const End& end = ends[d][next[d]];
         const int64_t correction = steps[d].empty() ? 0 : steps[d].back().correction;
         if (end.leaves) {
-          left[end.flow] = end.time + correction;
+          left[end.flow] = clamped(end.time + correction);
         } else if (left[end.flow] == std::numeric_limits<int64_t>::max()) {
           break;  // it has not been looked at where it left
         } else if (left[end.flow] > end.time + correction) {
@@ -199,13 +206,14 @@ void align_traces(std::vector<RankTrace>& ranks, const std::vector<RankClock>& c
   std::vector<int64_t> corrections(known.size(), 0);
   if (relax(flows, corrections)) {
     for (size_t r = 0; r < ranks.size(); ++r) {
-      map_times(ranks[r], [c = corrections[domains[r]]](int64_t t) { return t + c; });
+      map_times(ranks[r], [c = corrections[domains[r]]](int64_t t) { return clamped(t + c); });
     }
     return;
   }
   const std::vector<std::vector<Step>> steps = follow(flows, known.size());
   for (size_t r = 0; r < ranks.size(); ++r) {
-    map_times(ranks[r], [&](int64_t t) { return t + correction_at(steps[domains[r]], t); });
+    map_times(ranks[r],
+              [&](int64_t t) { return clamped(t + correction_at(steps[domains[r]], t)); });
   }
 }
 

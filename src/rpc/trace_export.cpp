@@ -116,8 +116,12 @@ void TraceImport::add(const at::Tensor& events) {
   const auto* row = rows.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < rows.size(0); ++i, row += kTraceColumns) {
     while (track_ < tracks_.size() && tracks_[track_].events.size() == wanted_[track_]) ++track_;
-    if (track_ == tracks_.size() || row[0] < 0 || row[0] > static_cast<int64_t>(Kind::kAsync) ||
-        row[6] < row[5]) {
+    const bool is_known = row[0] >= 0 && row[0] <= static_cast<int64_t>(Kind::kAsync);
+    const bool is_slice = is_time(row[5]) && is_time(row[6]) && row[5] <= row[6];
+    // What leaves a slice leaves it while it lasts.
+    const bool leaves_later =
+        row[0] == static_cast<int64_t>(Kind::kFlowOut) && (row[4] < row[5] || row[4] > row[6]);
+    if (track_ == tracks_.size() || !is_known || !is_slice || leaves_later) {
       wire::Reader::fail("a malformed event in a trace");
     }
     base::TraceEvent& event = tracks_[track_].events.emplace_back();

@@ -33,6 +33,11 @@ struct TraceChunk {
 };
 inline constexpr int64_t kTraceColumns = 8;
 
+/// What the times of a peer lie within, ns on either side of 0: 36 years, longer than a monotonic
+/// clock has run, or a job. Sums and differences of up to seven of them fit.
+inline constexpr int64_t kMostTime = int64_t{1} << 60;
+inline bool is_time(int64_t ns) { return -kMostTime <= ns && ns <= kMostTime; }
+
 /// How long a rank waits for slices that are still under way when its trace is asked for: those
 /// whose reply has been heard already, but which their threads have not ended yet.
 inline constexpr base::Duration kTraceSettles = std::chrono::seconds(2);

@@ -19,17 +19,22 @@ namespace detail {
 
 struct FakeTrace {
   TraceAnswer answer;
+  rpc::ClockAnswer clock;
 };
-inline rpc::ClockAnswer fake_clock() { return {base::Tracer().clock_domain(), 0}; }
+inline rpc::ClockAnswer fake_clock(rpc::CallContext& call) {
+  return call.agent.local<FakeTrace>().clock;
+}
 inline rpc::TraceChunk fake_trace(rpc::CallContext& call, uint64_t first) {
   return call.agent.local<FakeTrace>().answer(first);
 }
 
 }  // namespace detail
 
-/// In place of a tracer: for an agent without one.
-inline void expose_fake_trace(rpc::Agent& agent, TraceAnswer answer) {
-  agent.provide(std::make_shared<detail::FakeTrace>(detail::FakeTrace{std::move(answer)}));
+/// In place of a tracer: for an agent without one. A clock of no domain is this machine's.
+inline void expose_fake_trace(rpc::Agent& agent, TraceAnswer answer, rpc::ClockAnswer clock = {}) {
+  if (clock.domain.empty()) clock.domain = base::Tracer().clock_domain();
+  agent.provide(
+      std::make_shared<detail::FakeTrace>(detail::FakeTrace{std::move(answer), std::move(clock)}));
   agent.expose<&detail::fake_clock>("distrain.trace.clock");
   agent.expose<&detail::fake_trace>("distrain.trace.events");
 }

@@ -12,7 +12,7 @@ namespace distrain::wire {
 /// Frame, the unit of everything on a connection. All integers little-endian.
 ///
 ///   offset  size  field
-///        0     4  magic            "DTRN"
+///        0     4  magic            "DTRN", xor a hash of the other 44 bytes (magic_of)
 ///        4     2  kind             FrameKind
 ///        6     2  channel          kOneway: the channel's number; kChunk: the device's type and,
 ///                                  times 256, its index; kCall: 1 if it took no credit; otherwise
@@ -30,6 +30,10 @@ namespace distrain::wire {
 ///        +        zeros            up to a multiple of 64 counted from byte 48; only if
 ///                                  payload_bytes > 0
 ///        +        payload          the tensors' elements, each at a multiple of 64, zeros between
+///
+/// A header that was damaged on the way would otherwise be another, valid one: a reply to a call
+/// that nobody made, say, while who made the right one waits for ever. What follows it has no check
+/// sum.
 ///
 /// The receiver reads meta and payload into one buffer that is aligned to 64, so that tensors are
 /// used where they were received.
@@ -84,9 +88,18 @@ struct FrameHeader {
   uint64_t body_bytes() const { return payload_offset() + payload_bytes; }
 };
 
+/// What the first four bytes of this header have to be. For w[1] to w[11], its other bytes as u32:
+///
+///   kMagic ^ ((w[1] * k[1] + ... + w[11] * k[11]) mod 2^64) >> 32
+///
+/// with the constants of frame.cpp. Any one or two bits that are others make another header of it,
+/// which does not fit, whatever the rest is.
+uint32_t magic_of(std::span<const uint8_t, kHeaderBytes> header);
+
 void encode_header(const FrameHeader& header, std::span<uint8_t, kHeaderBytes> out);
 
-/// `protocol` for a wrong magic, an unknown kind or a length beyond `limits`.
+/// `protocol` for a wrong magic, an unknown kind or a length beyond `limits`. A kHello or kReject
+/// may have kMagic itself, as earlier versions of the protocol do: so that they can be named.
 base::Result<FrameHeader> decode_header(std::span<const uint8_t, kHeaderBytes> in,
                                         const Limits& limits);
 

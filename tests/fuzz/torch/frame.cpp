@@ -55,7 +55,8 @@ std::optional<rpc::InMessage> read_frame(Input input) {
   if (input.size() < wire::kHeaderBytes) return std::nullopt;
   std::array<uint8_t, wire::kHeaderBytes> head;
   std::copy_n(input.begin(), head.size(), head.begin());
-  std::memcpy(head.data(), &wire::kMagic, sizeof wire::kMagic);
+  const uint32_t magic = wire::magic_of(head);
+  std::memcpy(head.data(), &magic, sizeof magic);
   const auto decoded = wire::decode_header(head, wire::Limits{});
   if (!decoded.ok()) return std::nullopt;
   wire::FrameHeader header = decoded.value();

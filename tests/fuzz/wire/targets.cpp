@@ -1,5 +1,6 @@
 // What ranks read from each other before and around the tensors: each kind of message once.
 #include <algorithm>
+#include <cstring>
 
 #include "../../unit/wire/decoders.h"
 #include "../target.h"
@@ -22,7 +23,14 @@ void decode(Input input, Try try_decode) {
   }
 }
 
-void run_header(Input input) { decode(input, wire::try_header); }
+void run_header(Input input) {
+  decode(input, wire::try_header);
+  Bytes hashed(input.begin(), input.end());
+  if (hashed.size() < sizeof wire::kMagic) return;
+  std::memcpy(hashed.data(), &wire::kMagic, sizeof wire::kMagic);
+  wire::add_hash(hashed);
+  decode(hashed, wire::try_header);
+}
 void run_tensor_desc(Input input) { decode(input, wire::try_tensor_descs); }
 void run_error(Input input) { decode(input, wire::try_error); }
 void run_all_devices(Input input) { decode(input, wire::try_all_devices); }
@@ -46,7 +54,7 @@ void run_directory(Input input) {
   });
 }
 
-// The body of "mesh ready".
+// The body of "prepared".
 void run_rank_devices(Input input) {
   decode(input, [](Input in) {
     wire::Reader reader(in);
@@ -63,8 +71,9 @@ void run_rank_devices(Input input) {
 
 std::vector<Bytes> header_seeds() {
   std::vector<Bytes> seeds;
-  for (const auto kind : {wire::FrameKind::kHello, wire::FrameKind::kCall, wire::FrameKind::kChunk,
-                          wire::FrameKind::kRRefDelete}) {
+  for (const auto kind :
+       {wire::FrameKind::kHello, wire::FrameKind::kCall, wire::FrameKind::kChunk,
+        wire::FrameKind::kCredit, wire::FrameKind::kLost, wire::FrameKind::kRRefDelete}) {
     const wire::FrameHeader header{.kind = kind,
                                    .channel = 3,
                                    .meta_bytes = 70,
@@ -102,6 +111,7 @@ std::vector<Bytes> hello_seeds() {
   hello.options = {{"epochs", "3"}, {"lr", "0.1"}, {"optimizer", ""}};
   wire::Hello peer;
   peer.purpose = wire::HelloPurpose::kPeer;
+  peer.proof = "0123456789abcdef";
   return {encode(hello), encode(peer)};
 }
 
@@ -109,6 +119,7 @@ std::vector<Bytes> directory_seeds() {
   wire::Directory directory;
   directory.ranks = {{"trainer0", kEndpoint}, {"ps", {}}};
   directory.options = {{"batch-size", "32"}, {"seed", "1"}};
+  directory.secret = "0123456789abcdef";
   return {encode(directory), encode(wire::Directory{})};
 }
 

@@ -1,8 +1,10 @@
 // Tensors in messages that no peer of ours would make.
+#include <cstring>
 #include <limits>
 
 #include <ATen/ATen.h>
 
+#include "../src/rpc/device_stager.h"
 #include "distrain/rpc/serialize.h"
 #include "support/catch.h"
 #include "support/cluster.h"
@@ -33,6 +35,44 @@ struct SparseParts {
     return rpc::Decoder(message).get_tensor();
   }
 };
+
+// A message of these tensors, with so many bytes of payload; `bits` stand where a message with
+// gradients says which tensors require one.
+rpc::InMessage message_of(const std::vector<wire::TensorDesc>& descs, uint64_t payload_bytes,
+                          const wire::Bytes& bits = {}, uint32_t more_tensors = 0) {
+  wire::Bytes meta;
+  wire::Writer out(meta);
+  for (const wire::TensorDesc& desc : descs) encode(desc, out);
+  meta.insert(meta.end(), bits.begin(), bits.end());
+  out.put(uint32_t{0});  // RRefs
+  base::BufferPool pool(0);
+  net::InFrame frame;
+  frame.header.meta_bytes = static_cast<uint32_t>(meta.size());
+  frame.header.tensor_count = static_cast<uint32_t>(descs.size()) + more_tensors;
+  frame.header.payload_bytes = payload_bytes;
+  frame.header.autograd_id = bits.empty() ? 0 : 1;
+  frame.body = pool.allocate(frame.header.body_bytes());
+  std::memset(frame.body->data, 0, frame.body->size);
+  std::copy(meta.begin(), meta.end(), frame.body->data);
+  frame.meta = {frame.body->data, meta.size()};
+  frame.payload = {frame.body->data + frame.header.payload_offset(), payload_bytes};
+  rpc::DeviceStager stager;
+  return rpc::from_frame(std::move(frame), 1, stager, nullptr);
+}
+
+// That what `read` reads is refused, and how: nothing of torch's own may come out of it.
+template <class F>
+bool is_protocol_error(F read) {
+  try {
+    read();
+    return false;
+  } catch (const base::Exception& e) {
+    return e.kind() == ErrorKind::kProtocol;
+  } catch (const std::exception& e) {
+    UNSCOPED_INFO(e.what());
+    return false;
+  }
+}
 
 at::Tensor row(std::vector<int64_t> indices) { return at::tensor(indices, at::kLong).unsqueeze(0); }
 
@@ -85,4 +125,141 @@ TEST_CASE("that a sparse tensor is coalesced is seen, not believed") {
 TEST_CASE("the parts of a sparse tensor are on one device") {
   const SparseParts apart{row({0, 1}), at::ones({2, 4}, at::kMeta), {3, 4}, false};
   CHECK(error_of([&] { apart.decode(); }).kind == ErrorKind::kProtocol);
+}
+
+TEST_CASE("dense tensors of a message are what they say, or refused") {
+  using wire::DType;
+  using wire::Layout;
+  const auto refused = [](const std::vector<wire::TensorDesc>& descs, uint64_t payload_bytes = 64) {
+    return is_protocol_error([&] { message_of(descs, payload_bytes); });
+  };
+  const auto one = [](DType dtype, std::vector<int64_t> sizes, Layout layout = Layout::kRowMajor,
+                      wire::DeviceRef device = {}) {
+    return std::vector{wire::TensorDesc{dtype, std::move(sizes), layout, device}};
+  };
+  const at::Tensor good = message_of(one(DType::kFloat32, {4, 4}), 64).tensors.at(0);
+  CHECK(good.sizes() == at::IntArrayRef({4, 4}));
+  CHECK(good.is_contiguous());
+  // Sizes.
+  CHECK(refused(one(DType::kFloat32, {-4, -4})));
+  CHECK(refused(one(DType::kFloat32, {std::numeric_limits<int64_t>::min()})));
+  CHECK(refused(one(DType::kUInt8, {int64_t{1} << 32, int64_t{1} << 32})));
+  CHECK(refused(one(DType::kUInt8, {0, int64_t{1} << 32, int64_t{1} << 32}), 0));
+  CHECK(refused(one(DType::kInt16, {std::numeric_limits<int64_t>::max()})));
+  CHECK(refused(one(DType::kUInt8, std::vector<int64_t>(wire::kMaxDimensions + 1, 1)), 1));
+  // Types of elements.
+  for (const int dtype : {0, 16, 255}) {
+    CHECK(refused(one(static_cast<DType>(dtype), {4})));
+  }
+  // Layouts: of another number of dimensions, unknown, and strides that torch cannot have.
+  CHECK(message_of(one(DType::kInt8, {2, 2, 4, 4}, Layout::kChannelsLast), 64)
+            .tensors.at(0)
+            .is_contiguous(at::MemoryFormat::ChannelsLast));
+  CHECK(refused(one(DType::kInt8, {4, 4, 4}, Layout::kChannelsLast)));
+  CHECK(refused(one(DType::kInt8, {2, 2, 4, 4}, Layout::kChannelsLast3d)));
+  CHECK(refused(one(DType::kInt8, {2, 2, 4, 4}, static_cast<Layout>(3))));
+  CHECK(refused(
+      one(DType::kInt8, {int64_t{1} << 40, 0, int64_t{1} << 40, 4}, Layout::kChannelsLast), 0));
+  // Devices.
+  CHECK(refused(one(DType::kInt8, {64}, {}, {static_cast<wire::DeviceType>(3), 0})));
+  CHECK(refused(one(DType::kInt8, {64}, {}, {wire::DeviceType::kCpu, 1})));
+  // Where they lie: the second at the next multiple of 64, and nothing left over.
+  const std::vector two{wire::TensorDesc{DType::kInt8, {1}, {}, {}},
+                        wire::TensorDesc{DType::kInt8, {2}, {}, {}}};
+  CHECK(message_of(two, 66).tensors.size() == 2);
+  for (const uint64_t bytes : {0, 3, 65, 67, 128}) CHECK(refused(two, bytes));
+  // As many as there are, and a bit for each of those that may require a gradient.
+  CHECK(is_protocol_error([&] { message_of(two, 66, {}, 1); }));
+  CHECK(is_protocol_error([&] { message_of(two, 66, {}, 60'000); }));
+  const std::vector<wire::TensorDesc> nine(9, wire::TensorDesc{DType::kFloat32, {0}, {}, {}});
+  CHECK(message_of(nine, 0, {1, 1}).requires_grad.size() == 9);
+  CHECK(is_protocol_error([&] { message_of(nine, 0, {1}); }));
+}
+
+TEST_CASE("every type of elements may be in a sparse tensor, or is refused") {
+  for (int dtype = 1; dtype <= 15; ++dtype) {
+    CAPTURE(dtype);
+    const auto descs = std::vector{wire::TensorDesc{static_cast<wire::DType>(dtype), {2}, {}, {}}};
+    const uint64_t bytes = 2 * wire::element_bytes(static_cast<wire::DType>(dtype));
+    const at::Tensor values = message_of(descs, bytes).tensors.at(0);
+    CHECK((SparseParts{row({0, 2}), values, {3}}).decode()._nnz() == 2);
+    // As indices only one type is.
+    const bool is_index = values.scalar_type() == at::kLong;
+    const SparseParts parts{values.unsqueeze(0), at::ones({2}), {3}};
+    CHECK(is_protocol_error([&] { parts.decode(); }) == !is_index);
+  }
+}
+
+TEST_CASE("the parts of a sparse tensor fit together and to its sizes, or are refused") {
+  const bool coalesced = GENERATE(false, true);
+  const auto refused = [&](const at::Tensor& indices, const at::Tensor& values,
+                           std::vector<int64_t> sizes) {
+    return is_protocol_error([&] {
+      SparseParts{indices, values, std::move(sizes), coalesced}.decode();
+    });
+  };
+  const at::Tensor values = at::ones({2, 4});
+  CHECK_FALSE(refused(row({0, 2}), values, {3, 4}));
+  // Sizes.
+  CHECK(refused(row({0, 2}), values, {-3, 4}));
+  CHECK(refused(row({0, 2}), values, {std::numeric_limits<int64_t>::min(), 4}));
+  CHECK(refused(row({0, 2}), values, {3, -4}));
+  CHECK(refused(row({0, 2}), values, {std::numeric_limits<int64_t>::max(), 4}));
+  CHECK(refused(row({0, 2}), values, {int64_t{1} << 61, 4}));
+  CHECK_FALSE(refused(row({0, 2}), values, {int64_t{1} << 60, 4}));
+  const at::Tensor two_rows = at::cat({row({0, 2}), row({0, 2})});
+  CHECK(refused(two_rows, values, {int64_t{1} << 32, int64_t{1} << 32, 4}));
+  CHECK(refused(two_rows, at::ones({2}), {int64_t{1} << 32, int64_t{1} << 31}));
+  CHECK_FALSE(refused(two_rows, at::ones({2}), {int64_t{1} << 31, int64_t{1} << 31}));
+  // Without an element, too: torch multiplies them as they come.
+  const at::Tensor none = at::empty({3, 0}, at::kLong);
+  for (const std::vector<int64_t>& sizes :
+       {std::vector<int64_t>{0, int64_t{1} << 40, int64_t{1} << 40},
+        std::vector<int64_t>{int64_t{1} << 40, int64_t{1} << 40, 0}}) {
+    CHECK(refused(none, at::empty({0}), sizes));
+  }
+  CHECK_FALSE(refused(none, at::empty({0}), {int64_t{1} << 40, 1 << 20, 0}));
+  CHECK(refused(at::zeros({65, 1}, at::kLong), at::ones({1}), std::vector<int64_t>(65, 1)));
+  CHECK_FALSE(refused(at::zeros({64, 1}, at::kLong), at::ones({1}), std::vector<int64_t>(64, 1)));
+  // Numbers of dimensions and of elements.
+  CHECK(refused(at::tensor({0, 2}, at::kLong), values, {3, 4}));
+  CHECK(refused(row({0, 2}).unsqueeze(0), values, {3, 4}));
+  CHECK(refused(at::scalar_tensor(0, at::kLong), values, {3, 4}));
+  CHECK(refused(row({0, 2}), at::scalar_tensor(1.0), {3}));
+  CHECK(refused(row({0, 2}), values, {3}));
+  CHECK(refused(row({0, 2}), values, {3, 4, 1}));
+  CHECK(refused(row({0, 2}), values, {}));
+  CHECK(refused(row({0, 2}), values, {3, 5}));
+  CHECK(refused(row({0, 1, 2}), values, {3, 4}));
+  CHECK(refused(row({0}), values, {3, 4}));
+  // Types of indices.
+  CHECK(refused(row({0, 2}).to(at::kInt), values, {3, 4}));
+  CHECK(refused(row({0, 2}).to(at::kDouble), values, {3, 4}));
+}
+
+TEST_CASE("a tensor that is not there, or of a kind that is none, is refused") {
+  const auto refused = [](const wire::Bytes& body, std::vector<at::Tensor> tensors) {
+    return is_protocol_error([&] {
+      rpc::InMessage message;
+      message.body = body;
+      message.tensors = std::move(tensors);
+      rpc::Decoder(message).get_tensor();
+    });
+  };
+  const at::Tensor tensor = at::ones({1});
+  CHECK_FALSE(refused({0}, {}));  // undefined
+  CHECK_FALSE(refused({1}, {tensor}));
+  CHECK(refused({}, {tensor}));
+  CHECK(refused({1}, {}));
+  CHECK(refused({3}, {tensor}));
+  CHECK(refused({255}, {tensor}));
+  const wire::Bytes sparse{2, 0, 1, 3, 0, 0, 0, 0, 0, 0, 0};
+  CHECK_FALSE(refused(sparse, {row({0}), tensor}));
+  CHECK(refused(sparse, {row({0})}));
+  CHECK(refused(sparse, {}));
+  CHECK(refused({2, 2, 1, 3, 0, 0, 0, 0, 0, 0, 0}, {row({0}), tensor}));  // coalesced: no bool
+  for (size_t size = 1; size < sparse.size(); ++size) {
+    CHECK(refused(wire::Bytes(sparse.begin(), sparse.begin() + static_cast<long>(size)),
+                  {row({0}), tensor}));
+  }
 }

@@ -58,11 +58,11 @@ Cluster traced_cluster(const Clocks& clocks) {
 }
 
 /// Two agents, of which rank 1 answers so when it is asked for its trace.
-Cluster cluster_with_fake(const testing::TraceAnswer& answer) {
+Cluster cluster_with_fake(const testing::TraceAnswer& answer, const rpc::ClockAnswer& clock = {}) {
   return Cluster(
       2,
       [&](Agent& agent) {
-        if (agent.rank() == 1) testing::expose_fake_trace(agent, answer);
+        if (agent.rank() == 1) testing::expose_fake_trace(agent, answer, clock);
       },
       {},
       [](rpc::AgentOptions& options) {
@@ -365,6 +365,26 @@ TEST_CASE("A rank whose answer is no trace is named, and the shutdown goes on", 
         }) == ErrorKind::kRemoteFailed);
 }
 
+TEST_CASE("A rank whose clock shows what no clock does is named", "[trace]") {
+  for (const int64_t now :
+       {rpc::kMostTime + 1, -rpc::kMostTime - 1, std::numeric_limits<int64_t>::min(),
+        std::numeric_limits<int64_t>::max()}) {
+    Cluster cluster =
+        cluster_with_fake([](uint64_t) { return testing::first_part(1); }, {"elsewhere", now});
+    const base::Error error = testing::error_of([&] { rpc::TraceCollector{cluster[0]}; });
+    CHECK(error.kind == base::ErrorKind::kProtocol);
+    CHECK(error.rank == 1);
+    CHECK(error.message ==
+          "the trace of rank 1: malformed message: a clock beyond what clocks show");
+    cluster.shutdown();
+  }
+  // The most that one may show.
+  Cluster cluster = cluster_with_fake([](uint64_t) { return testing::first_part(1); },
+                                      {"elsewhere", rpc::kMostTime});
+  rpc::TraceCollector collector(cluster[0]);
+  CHECK(collect(cluster, collector).size() == 2);
+}
+
 TEST_CASE("A rank that dies before the collection is named", "[trace]") {
   Cluster cluster = traced_cluster({{}, {}});
   rpc::TraceCollector collector(cluster[0]);
@@ -407,6 +427,30 @@ TEST_CASE("Parts of a trace that do not fit together are refused", "[trace]") {
   CHECK(refuses(with(2, -1)));
   CHECK(refuses(with(3, 2)));
   CHECK(refuses(with(6, 9)));
+  // Times that no clock shows, and a call that leaves outside of its slice.
+  const auto at_times = [&](Kind kind, int64_t left, int64_t start, int64_t end) {
+    at::Tensor events = good.clone();
+    const int64_t columns[] = {static_cast<int64_t>(kind), left, start, end};
+    const int64_t places[] = {0, 4, 5, 6};
+    for (size_t i = 0; i < std::size(places); ++i) events[0][places[i]] = columns[i];
+    return refuses(events);
+  };
+  constexpr int64_t kLeast = std::numeric_limits<int64_t>::min();
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  for (const Kind kind : {Kind::kSlice, Kind::kFlowIn, Kind::kAsync, Kind::kFlowOut}) {
+    CAPTURE(static_cast<int>(kind));
+    CHECK_FALSE(at_times(kind, 5, -rpc::kMostTime, rpc::kMostTime));
+    CHECK(at_times(kind, 5, -rpc::kMostTime - 1, 20));
+    CHECK(at_times(kind, 5, -7'378'697'629'483'820'647, 20));
+    CHECK(at_times(kind, 5, kLeast, kLeast));
+    CHECK(at_times(kind, 15, 10, rpc::kMostTime + 1));
+    CHECK(at_times(kind, 15, 10, kMost));
+    for (const int64_t outside : {int64_t{9}, int64_t{21}, kLeast, kMost}) {
+      CHECK(at_times(kind, outside, 10, 20) == (kind == Kind::kFlowOut));
+    }
+  }
+  CHECK_FALSE(at_times(Kind::kFlowOut, 10, 10, 20));
+  CHECK_FALSE(at_times(Kind::kFlowOut, 20, 10, 20));
   CHECK(refuses(at::Tensor()));
   CHECK(refuses(good.view({8})));
   CHECK(refuses(good.to(at::kInt)));
@@ -491,6 +535,38 @@ TEST_CASE("Clocks that no constant corrects still give arrows that point forward
     for (size_t i = 1; i < now.size(); ++i) {
       // In order, and no two events have come closer to each other.
       CHECK(now[i].start - now[i - 1].start >= old[i].start - old[i - 1].start);
+    }
+  }
+}
+
+TEST_CASE("Times as far apart as they may be are aligned without overflow", "[trace][align]") {
+  // Calls that seem to arrive ages before they left: no clocks explain them.
+  const bool in_a_ring = GENERATE(false, true);
+  constexpr size_t kRanks = 8;
+  MadeUp made({"a", "b", "c", "d", "e", "f", "g", "h"});
+  for (size_t r = 1; r < kRanks; ++r) {
+    const int64_t shown = r % 2 == 0 ? rpc::kMostTime : -rpc::kMostTime;
+    made.clocks[r].readings = {{shown, -shown, 10}};
+  }
+  for (size_t r = 0; r < kRanks; ++r) {
+    if (r + 1 < kRanks || in_a_ring) {
+      made.call(r, rpc::kMostTime - 10, (r + 1) % kRanks, -rpc::kMostTime);
+    }
+  }
+  for (RankTrace& rank : made.ranks) {
+    auto& events = rank.tracks[0].events;
+    std::sort(events.begin(), events.end(),
+              [](const TraceEvent& a, const TraceEvent& b) { return a.start < b.start; });
+  }
+  rpc::align_traces(made.ranks, made.clocks);
+  for (const RankTrace& rank : made.ranks) {
+    int64_t last = std::numeric_limits<int64_t>::min();
+    for (const TraceEvent& event : rank.tracks[0].events) {
+      CHECK(event.start >= last);
+      CHECK(event.end >= event.start);
+      CHECK(event.end <= 2 * rpc::kMostTime);
+      CHECK(event.start >= -2 * rpc::kMostTime);
+      last = event.start;
     }
   }
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <span>
 
 #include "distrain/wire/frame.h"
@@ -9,6 +10,17 @@
 #include "distrain/wire/tensor_desc.h"
 
 namespace distrain::wire {
+
+inline bool is_plain(std::span<const uint8_t> in) {
+  return in.size() >= sizeof kMagic && std::memcmp(in.data(), &kMagic, sizeof kMagic) == 0;
+}
+
+// Puts right the hash of a header that begins with the plain magic: the others are as they came.
+inline void add_hash(std::span<uint8_t> bytes) {
+  if (bytes.size() < kHeaderBytes || !is_plain(bytes)) return;
+  const uint32_t magic = magic_of(bytes.first<kHeaderBytes>());
+  std::memcpy(bytes.data(), &magic, sizeof magic);
+}
 
 // Each throws what the decoder throws; a returned message must encode to the bytes it came from,
 // except for the order of options, which is the sender's.
@@ -28,7 +40,11 @@ inline bool try_header(std::span<const uint8_t> in) {
   }
   std::array<uint8_t, kHeaderBytes> again;
   encode_header(h, again);
-  if (!std::equal(again.begin(), again.end(), in.begin())) __builtin_trap();
+  // Those of earlier versions have no hash.
+  if (!std::equal(again.begin() + sizeof kMagic, again.end(), in.begin() + sizeof kMagic) ||
+      (!std::equal(again.begin(), again.end(), in.begin()) && !is_plain(in))) {
+    __builtin_trap();
+  }
   return true;
 }
 

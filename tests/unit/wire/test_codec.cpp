@@ -2,6 +2,7 @@
 #include <cmath>
 #include <limits>
 
+#include "counting_new.h"
 #include "random_messages.h"
 #include "support/catch.h"
 
@@ -17,6 +18,8 @@ Header encoded(const FrameHeader& header) {
   encode_header(header, bytes);
   return bytes;
 }
+
+void flip(Header& bytes, size_t bit) { bytes[bit / 8] ^= static_cast<uint8_t>(1u << (bit % 8)); }
 
 bool operator_equal(const Endpoint& a, const Endpoint& b) {
   return a.host == b.host && a.port == b.port && a.unix_name == b.unix_name &&
@@ -118,7 +121,7 @@ TEST_CASE("the bytes of a frame header are as documented") {
   header.context_id = 0x2122232425262728;
   header.autograd_id = 0x3132333435363738;
   const Header expected{
-      'D',  'T',  'R',  'N',                           // magic
+      0x17, 0x5A, 0xCF, 0x4A,                          // magic and hash
       19,   0,                                         // kind
       0x02, 0x01,                                      // channel
       0x06, 0x05, 0x04, 0x03,                          // meta_bytes
@@ -195,20 +198,68 @@ TEST_CASE("the limits of a frame header are exact") {
   CHECK_FALSE(decode_header(encoded(anything), kHandshakeLimits).ok());
 }
 
-TEST_CASE("wrong magic and unknown kinds are named") {
-  Header bytes = encoded(FrameHeader{});
-  for (size_t i = 0; i < 4; ++i) {
-    Header broken = bytes;
-    broken[i] ^= 0x20;
-    const auto result = decode_header(broken, Limits{});
-    REQUIRE_FALSE(result.ok());
-    CHECK(result.error().message.find("magic") != std::string::npos);
+TEST_CASE("any one bit of a header that is another one is seen") {
+  RandomMessages random(16);
+  for (int i = 0; i < 200; ++i) {
+    const Header bytes = encoded(random.header());
+    for (size_t bit = 0; bit < 8 * kHeaderBytes; ++bit) {
+      Header damaged = bytes;
+      flip(damaged, bit);
+      const auto result = decode_header(damaged, Limits{});
+      REQUIRE_FALSE(result.ok());
+      REQUIRE(result.error().kind == base::ErrorKind::kProtocol);
+      REQUIRE(result.error().message == "not a distrain frame, or one that was damaged on the way");
+    }
   }
+}
+
+TEST_CASE("any two bits of a header that are others are seen") {
+  RandomMessages random(17);
+  for (int i = 0; i < (kUnderSanitizer ? 1 : 10); ++i) {
+    Header bytes = encoded(random.header());
+    int missed = 0;
+    for (size_t a = 0; a < 8 * kHeaderBytes; ++a) {
+      flip(bytes, a);
+      for (size_t b = 0; b < a; ++b) {
+        flip(bytes, b);
+        missed += decode_header(bytes, Limits{}).ok();
+        flip(bytes, b);
+      }
+      flip(bytes, a);
+    }
+    REQUIRE(missed == 0);
+  }
+}
+
+TEST_CASE("only a hello and a reject may come without a hash") {
+  RandomMessages random(18);
+  int taken = 0;
+  for (int i = 0; i < 2000; ++i) {
+    const FrameHeader header = random.header();
+    Header bytes = encoded(header);
+    std::memcpy(bytes.data(), &kMagic, sizeof kMagic);
+    const auto back = decode_header(bytes, Limits{});
+    const bool may = header.kind == FrameKind::kHello || header.kind == FrameKind::kReject;
+    REQUIRE(back.ok() == may);
+    if (may) REQUIRE(same(back.unchecked(), header));
+    taken += may;
+  }
+  CHECK(taken > 0);
+}
+
+TEST_CASE("unknown kinds are named") {
+  Header bytes = encoded(FrameHeader{});
   int known = 0;
   for (int kind = 0; kind < 65536; ++kind) {
     bytes[4] = static_cast<uint8_t>(kind);
     bytes[5] = static_cast<uint8_t>(kind >> 8);
-    known += decode_header(bytes, Limits{}).ok();
+    const uint32_t magic = magic_of(bytes);
+    std::memcpy(bytes.data(), &magic, sizeof magic);
+    const auto result = decode_header(bytes, Limits{});
+    known += result.ok();
+    if (!result.ok()) {
+      REQUIRE(result.error().message == "unknown frame kind " + std::to_string(kind));
+    }
   }
   CHECK(known == 21);
 }

@@ -125,6 +125,7 @@ TEST_CASE("random bytes do no harm") {
       if (i % 2 == 0 && bytes.size() >= 4) {  // past the first check
         const uint32_t start = decoder.decode == try_header ? kMagic : kProtocolVersion;
         std::memcpy(bytes.data(), &start, 4);
+        if (decoder.decode == try_header && i % 4 == 0) add_hash(bytes);
       }
       static_cast<void>(feed(decoder, bytes));
     }
@@ -140,6 +141,10 @@ TEST_CASE("damaged messages do no harm") {
       for (int variant = 0; variant < 10; ++variant) {
         Bytes bytes = valid;
         random.mutate(bytes);
+        if (decoder.decode == try_header && variant % 2 == 0 && bytes.size() >= sizeof kMagic) {
+          std::memcpy(bytes.data(), &kMagic, sizeof kMagic);
+          add_hash(bytes);  // or hardly any would get past it
+        }
         taken += feed(decoder, bytes);
       }
     }
