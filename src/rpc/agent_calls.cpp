@@ -368,9 +368,7 @@ void AgentCore::begin_call(const QueuedCall& call) {
   for (const auto& each : flows_) each->allowance.try_again();
 }
 
-void AgentCore::give_up(uint64_t id, int to) {
-  pending.give_up(id, to);
-}
+void AgentCore::give_up(uint64_t id, int to) { pending.give_up(id, to); }
 
 void AgentCore::tell_given_up(uint64_t id, int to) {
   if (to != options.rank) return send_word(to, wire::FrameKind::kCancel, id);

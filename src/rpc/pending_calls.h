@@ -33,8 +33,8 @@ class PendingCalls {
     std::vector<std::shared_ptr<const void>> holds;  // what the arguments refer to
   };
 
-  /// Is told of each call that fails before those who wait for it are. On the loop, too. `given_up`:
-  /// nobody waits any more, but its peer may still be at it.
+  /// Is told of each call that fails before those who wait for it are. On the loop, too.
+  /// `given_up`: nobody waits any more, but its peer may still be at it.
   using OnFailure = std::function<void(uint64_t id, const Call& call, bool given_up)>;
 
   PendingCalls(net::Loop& loop, int rank, std::shared_ptr<base::Tracer> tracer,

@@ -107,16 +107,14 @@ void Hub::on_control(int rank, const Message& message) {
     case FrameKind::kAbort: {
       // Nothing has begun: its place is free again when it closes, as if it had died.
       if (state_ == State::kMeeting) return;
-      Error error = wire::decode_error(message.body);
-      if (error.rank < 0) error.rank = rank;
-      if (state_ == State::kRunning) return lose(rank, std::move(error));
-      return abort(error);
+      if (state_ == State::kRunning) return lose(rank, reason_of(rank, message));
+      return abort(reason_of(rank, message));
     }
     case FrameKind::kLost: {
       if (state_ != State::kRunning || message.a >= presence_.size()) break;
       // Of the two ends of a connection to rank 0 that has broken, the other one leaves.
-      const int whom = message.a == 0 ? rank : static_cast<int>(message.a);
-      return lose(whom, wire::decode_error(message.body));
+      if (message.a == 0) return lose(rank, reason_of(rank, message));
+      return lose(static_cast<int>(message.a), wire::decode_error(message.body));
     }
     case FrameKind::kFlush:
       if (state_ != State::kRunning) break;
@@ -127,15 +125,12 @@ void Hub::on_control(int rank, const Message& message) {
   wire::Reader::fail("a frame out of place");
 }
 
-void Hub::on_control_closed(int rank, const Error& error) {
+void Hub::on_control_lost(int rank, const Error& error) {
   if (state_ == State::kMeeting) {
     joined_.erase(rank);  // its place is free again
-    return;
+  } else {
+    abort(error);
   }
-  if (error.kind != ErrorKind::kPeerLost) return abort(loss(rank, error));
-  abort(rendezvous_error("rank " + std::to_string(rank) + name_of(rank) +
-                             " left before all ranks were ready: " + error.message,
-                         rank));
 }
 
 void Hub::spread(int rank, const Error& error) {

@@ -29,7 +29,7 @@ class Hub final : public Party {
   };
 
   void on_control(int rank, const Message& message) override;
-  void on_control_closed(int rank, const base::Error& error) override;
+  void on_control_lost(int rank, const base::Error& error) override;
   void spread(int rank, const base::Error& error) override;
   void suspect(int rank, const base::Error& error) override { lose(rank, error); }
   std::optional<base::Error> check_join(const wire::Hello& hello) const;

@@ -67,11 +67,7 @@ void Member::on_control(int, const Message& message) {
   wire::Reader::fail("an unexpected word of rank 0");
 }
 
-// Before go; after that it is lost as any other.
-void Member::on_control_closed(int, const Error& error) {
-  if (error.kind != ErrorKind::kPeerLost) return abort(error);
-  abort(rendezvous_error("rank 0 left before all ranks were there: " + error.message, 0));
-}
+void Member::on_control_lost(int, const Error& error) { abort(error); }
 
 void Member::spread(int rank, const Error& error) { tell_hub(rank, error); }
 

@@ -19,7 +19,7 @@ class Member final : public Party {
 
  private:
   void on_control(int rank, const Message& message) override;
-  void on_control_closed(int rank, const base::Error& error) override;
+  void on_control_lost(int rank, const base::Error& error) override;
   void spread(int rank, const base::Error& error) override;
   void suspect(int rank, const base::Error& error) override;
   void tell_hub(int rank, const base::Error& error);

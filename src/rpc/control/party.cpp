@@ -144,9 +144,7 @@ void Party::receive(Link link, const Message& message) {
     }
     if (from.is_control) return on_control(rank, message);
     if (message.kind == FrameKind::kAbort || message.kind == FrameKind::kReject) {
-      Error error = wire::decode_error(message.body);
-      if (error.rank < 0) error.rank = rank;
-      return lose(rank, std::move(error));
+      return lose(rank, reason_of(rank, message));
     }
     wire::Reader::fail("a frame out of place");
   } catch (const base::Exception& e) {
@@ -173,7 +171,7 @@ void Party::broken(Link link, const Error& error) {
     const bool is_proof = from.is_control || error.kind != ErrorKind::kPeerLost;
     if (!from.is_leaving) is_proof ? lose(from.rank, why) : suspect(from.rank, why);
   } else if (from.is_control) {
-    on_control_closed(from.rank, error);
+    on_control_lost(from.rank, left_early(from.rank, error));
   }
   // It is there, but nobody listens to it any more.
   if (connections_.contains(link)) dismiss(link, loss(from.rank, error));
@@ -229,7 +227,7 @@ base::TimePoint Party::tick(base::TimePoint now) {
     } else {
       const bool is_control = found->second.is_control;
       dismiss(link, loss(rank, error));
-      if (is_control) on_control_closed(rank, error);
+      if (is_control) on_control_lost(rank, loss(rank, error));
     }
     if (state_ == State::kOver) return base::kNever;
   }
@@ -255,6 +253,24 @@ Error Party::loss(int rank, const Error& error) const {
   }
   loss.rank = loss.kind == ErrorKind::kResources ? settings_.rank : rank;
   return loss;
+}
+
+Error Party::left_early(int rank, const Error& error) const {
+  if (error.kind != ErrorKind::kPeerLost) return loss(rank, error);
+  return rendezvous_error("rank " + std::to_string(rank) + name_of(rank) +
+                              " left before all ranks were ready: " + error.message,
+                          rank);
+}
+
+Error Party::reason_of(int rank, const Message& message) const {
+  Error error = wire::decode_error(message.body);
+  if (error.rank < 0) error.rank = rank;
+  if (error.rank == settings_.rank && rank != 0) {
+    error.rank = rank;
+    error.message =
+        "rank " + std::to_string(rank) + name_of(rank) + " left, as it says that " + error.message;
+  }
+  return error;
 }
 
 std::string Party::name_of(int rank) const {

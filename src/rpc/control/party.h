@@ -142,7 +142,8 @@ class Party {
   };
 
   virtual void on_control(int rank, const Message& message) = 0;
-  virtual void on_control_closed(int rank, const base::Error& error) = 0;
+  /// Before go; after that it is lost as any other.
+  virtual void on_control_lost(int rank, const base::Error& error) = 0;
   /// A rank is lost, as this one has seen, or heard of.
   virtual void spread(int rank, const base::Error& error) = 0;
   /// A connection for calls with it has broken without a word.
@@ -157,6 +158,9 @@ class Party {
   void know(wire::Directory directory);
   void lose(int rank, base::Error error);
   base::Error loss(int rank, const base::Error& error) const;
+  /// Why `rank` leaves, as it says. That this one is lost is for rank 0 to say: to all others that
+  /// other one is the one that leaves.
+  base::Error reason_of(int rank, const Message& message) const;
   std::string name_of(int rank) const;
 
   const Settings settings_;
@@ -169,6 +173,7 @@ class Party {
  private:
   void tell_all(Message message);
   void broken(Link link, const base::Error& error);
+  base::Error left_early(int rank, const base::Error& error) const;
   /// The other end hears why this one closes.
   void dismiss(Link link, const base::Error& why);
 
