@@ -35,10 +35,8 @@ void Member::on_control(int, const Message& message) {
   switch (message.kind) {
     case FrameKind::kReject:
     case FrameKind::kAbort: {
-      Error error = wire::decode_error(message.body);
-      if (error.rank < 0) error.rank = 0;
-      if (state_ == State::kRunning) return lose(0, std::move(error));
-      return abort(error);
+      if (state_ == State::kRunning) return lose(0, reason_of(0, message));
+      return abort(reason_of(0, message));
     }
     case FrameKind::kDirectory: {
       if (state_ != State::kMeeting) break;
@@ -57,7 +55,7 @@ void Member::on_control(int, const Message& message) {
     case FrameKind::kLost:
       if (state_ != State::kRunning || message.a >= presence_.size()) break;
       told_.insert(static_cast<int>(message.a));
-      return lose(static_cast<int>(message.a), wire::decode_error(message.body));
+      return lose(static_cast<int>(message.a), reason_of(0, message));
     case FrameKind::kFlush:
       if (state_ != State::kRunning) break;
       return world_.on_round(message.a, message.b);
