@@ -74,24 +74,29 @@ base::TimePoint Backend::deadline(std::chrono::milliseconds timeout) const {
   return timeout.count() > 0 ? base::deadline_after(timeout) : base::kNever;
 }
 
-Pending Backend::issue(std::shared_ptr<Operation> operation) {
-  core_->issue(operation);
+Pending Backend::issue(std::shared_ptr<Operation> operation, uint32_t sequence) {
+  core_->issue(operation, sequence);
   return Pending(std::move(operation));
 }
 
-Pending Backend::allreduce(const at::Tensor& tensor, ReduceOp op,
-                           std::chrono::milliseconds timeout) {
+uint32_t Backend::new_sequence() { return core_->new_sequence(); }
+
+Pending Backend::allreduce(const at::Tensor& tensor, ReduceOp op, std::chrono::milliseconds timeout,
+                           const Terms& terms) {
   check_reduction(tensor, op);
   OpSpec spec = spec_of(OpKind::kAllreduceDirect, tensor);
   spec.reduce_op = op;
+  spec.pass = terms.pass;
   if (spec.bytes <= direct_bytes_) {
-    return issue(std::make_shared<DirectAllreduce>(spec, deadline(timeout), tensor));
+    return issue(std::make_shared<DirectAllreduce>(spec, deadline(timeout), tensor),
+                 terms.sequence);
   }
   spec.kind = OpKind::kAllreduceChunked;
-  return issue(std::make_shared<ChunkedAllreduce>(spec, deadline(timeout), tensor));
+  return issue(std::make_shared<ChunkedAllreduce>(spec, deadline(timeout), tensor), terms.sequence);
 }
 
-Pending Backend::broadcast(const at::Tensor& tensor, int root, std::chrono::milliseconds timeout) {
+Pending Backend::broadcast(const at::Tensor& tensor, int root, std::chrono::milliseconds timeout,
+                           const Terms& terms) {
   check_tensor("broadcast", tensor);
   if (root < 0 || root >= size_) {
     throw base::Exception(Error{ErrorKind::kInvalid,
@@ -100,7 +105,9 @@ Pending Backend::broadcast(const at::Tensor& tensor, int root, std::chrono::mill
   }
   OpSpec spec = spec_of(OpKind::kBroadcast, tensor);
   spec.root = static_cast<uint32_t>(root);
-  return issue(std::make_shared<BroadcastOperation>(spec, deadline(timeout), tensor));
+  spec.pass = terms.pass;
+  return issue(std::make_shared<BroadcastOperation>(spec, deadline(timeout), tensor),
+               terms.sequence);
 }
 
 Pending Backend::allgather(const at::Tensor& input, std::vector<at::Tensor> outputs,
@@ -124,13 +131,15 @@ Pending Backend::enter_barrier(std::chrono::milliseconds timeout) {
   return issue(std::make_shared<BarrierOperation>(OpSpec{}, deadline(timeout)));
 }
 
-void Backend::refuse(int count, const Error& error) { core_->refuse(count, error); }
+void Backend::refuse(int count, const Error& error, uint32_t sequence) {
+  core_->refuse(count, error, sequence);
+}
 
 int Backend::world_rank(int rank) const { return core_->world_rank(rank); }
 
 std::optional<Error> Backend::failure() const { return core_->failure(); }
 
-uint64_t Backend::getSequenceNumberForGroup() { return core_->next_sequence(); }
+uint64_t Backend::getSequenceNumberForGroup() { return core_->next_number(); }
 
 void Backend::abort() {
   core_->abort({ErrorKind::kCancelled, "the collectives of this rank were aborted", -1, {}});

@@ -18,23 +18,26 @@ class Called final : public ReduceWork {
 
 }  // namespace
 
-BackendLine::BackendLine(c10::intrusive_ptr<Backend> backend, std::string name)
-    : backend_(std::move(backend)), line_(std::move(name)) {}
+BackendLine::BackendLine(c10::intrusive_ptr<Backend> backend, std::string name, uint32_t sequence)
+    : backend_(std::move(backend)), sequence_(sequence), line_(std::move(name)) {}
 
-ReduceGroup::WorkPtr BackendLine::mean(const at::Tensor& tensor) {
-  return call([backend = backend_.get(), tensor] {
-    return backend->allreduce(tensor, Backend::ReduceOp::AVG);
+ReduceGroup::WorkPtr BackendLine::mean(const at::Tensor& tensor, const PassNumber& pass) {
+  return call([backend = backend_.get(), tensor, terms = Backend::Terms{sequence_, pass}] {
+    return backend->allreduce(tensor, Backend::ReduceOp::AVG, Backend::kDefault, terms);
   });
 }
 
 ReduceGroup::WorkPtr BackendLine::broadcast(const at::Tensor& tensor, int root) {
-  return call(
-      [backend = backend_.get(), tensor, root] { return backend->broadcast(tensor, root); });
+  return call([backend = backend_.get(), tensor, root, terms = Backend::Terms{sequence_, {}}] {
+    return backend->broadcast(tensor, root, Backend::kDefault, terms);
+  });
 }
 
 void BackendLine::refuse(int count, const base::Error& error) {
-  if (line_.idle()) return backend_->refuse(count, error);
-  line_.post([backend = backend_.get(), count, error] { backend->refuse(count, error); });
+  if (line_.idle()) return backend_->refuse(count, error, sequence_);
+  line_.post([backend = backend_.get(), count, error, sequence = sequence_] {
+    backend->refuse(count, error, sequence);
+  });
 }
 
 ReduceGroup::WorkPtr BackendLine::call(std::function<Pending()> call) {
@@ -46,14 +49,14 @@ base::Future<Pending> BackendLine::call_behind(rpc::StreamPoint copied,
                                                std::function<Pending()> call) {
   base::Promise<Pending> promise;
   base::Future<Pending> future = promise.future();
-  line_.post([backend = backend_.get(), copied = std::move(copied), call = std::move(call),
-              promise = std::move(promise)]() mutable {
+  line_.post([backend = backend_.get(), sequence = sequence_, copied = std::move(copied),
+              call = std::move(call), promise = std::move(promise)]() mutable {
     try {
       copied.wait_on_host();
     } catch (...) {
       // Nothing was called: the other ranks must not wait for it, nor come out of step.
       const base::Error error = base::current_error(base::ErrorKind::kInternal);
-      backend->refuse(1, error);
+      backend->refuse(1, error, sequence);
       promise.fail(error);
       return;
     }

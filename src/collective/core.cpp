@@ -71,13 +71,23 @@ void Core::close() {
 void Core::abort(const Error& error) {
   std::lock_guard lock(mutex_);
   std::vector<std::shared_ptr<Operation>> pending;  // failing one takes it out of the map
-  for (auto& [sequence, operation] : pending_) pending.push_back(operation);
+  for (auto& [number, operation] : pending_) pending.push_back(operation);
   for (auto& operation : pending) operation->fail_locked(error);
 }
 
-uint64_t Core::next_sequence() const {
+uint32_t Core::new_sequence() {
   std::lock_guard lock(mutex_);
-  return next_sequence_;
+  return ++last_sequence_;
+}
+
+uint64_t Core::next_number() const {
+  std::lock_guard lock(mutex_);
+  const auto it = next_.find(0);
+  return it == next_.end() ? 0 : it->second;
+}
+
+uint64_t& Core::next_locked(uint32_t sequence) {
+  return next_.try_emplace(sequence, first_number(sequence)).first->second;
 }
 
 std::optional<Error> Core::failure() const {
@@ -94,25 +104,30 @@ base::BufferPtr Core::allocate(size_t size) {
   return buffer;
 }
 
-std::vector<rpc::ChannelMessage> Core::take_early_locked(uint64_t sequence) {
-  const auto it = early_.find(sequence);
+bool Core::is_early_locked(uint64_t number) const {
+  const auto it = next_.find(sequence_of(number));
+  return it == next_.end() || number >= it->second;
+}
+
+std::vector<rpc::ChannelMessage> Core::take_early_locked(uint64_t number) {
+  const auto it = early_.find(number);
   if (it == early_.end()) return {};
   std::vector<rpc::ChannelMessage> messages = std::move(it->second);
   early_.erase(it);
   return messages;
 }
 
-void Core::issue(const std::shared_ptr<Operation>& operation) {
+void Core::issue(const std::shared_ptr<Operation>& operation, uint32_t sequence) {
   bool start = false;
   {
     std::lock_guard lock(mutex_);
-    const uint64_t sequence = next_sequence_++;
-    operation->open_locked(shared_from_this(), sequence);
-    std::vector<rpc::ChannelMessage> early = take_early_locked(sequence);
+    const uint64_t number = next_locked(sequence)++;
+    operation->open_locked(shared_from_this(), number);
+    std::vector<rpc::ChannelMessage> early = take_early_locked(number);
     if (failure_) {
       operation->fail_locked(*failure_);
     } else {
-      pending_.emplace(sequence, operation);
+      pending_.emplace(number, operation);
       for (auto& message : early) {
         operation->deliver_locked(group_rank(message.from), std::move(message));
       }
@@ -139,14 +154,15 @@ void Core::issue(const std::shared_ptr<Operation>& operation) {
   if (post) this->post(operation);
 }
 
-void Core::refuse(int count, const Error& error) {
+void Core::refuse(int count, const Error& error, uint32_t sequence) {
   const std::string text = encode_refusal(error);
   uint64_t first = 0;
   {
     std::lock_guard lock(mutex_);
-    first = next_sequence_;
-    next_sequence_ += static_cast<uint64_t>(count);
-    for (uint64_t i = first; i < next_sequence_; ++i) early_.erase(i);
+    uint64_t& next = next_locked(sequence);
+    first = next;
+    next += static_cast<uint64_t>(count);
+    for (uint64_t i = first; i < next; ++i) early_.erase(i);
     if (failure_) return;
     ++active_;
   }
@@ -161,20 +177,19 @@ void Core::refuse(int count, const Error& error) {
   if (--active_ == 0) idle_.notify_all();
 }
 
-void Core::send(int to, uint64_t sequence, int step,
-                std::span<const std::span<const uint8_t>> pieces,
+void Core::send(int to, uint64_t number, int step, std::span<const std::span<const uint8_t>> pieces,
                 std::shared_ptr<const void> keep_alive) {
-  const rpc::ChannelTag tag{group_id_, sequence, static_cast<uint64_t>(step)};
+  const rpc::ChannelTag tag{group_id_, number, static_cast<uint64_t>(step)};
   channel_.send(world_rank(to), tag, pieces, std::move(keep_alive));
 }
 
-void Core::send_to_all(uint64_t sequence, int step, const base::BufferPtr& buffer) {
+void Core::send_to_all(uint64_t number, int step, const base::BufferPtr& buffer) {
   const std::span<const uint8_t> piece(buffer->data, buffer->size);
   // Starting behind oneself spreads the load; a rank that is lost must not keep the others waiting.
   std::exception_ptr failure;
   for (int i = 1; i < size(); ++i) {
     try {
-      send((rank_ + i) % size(), sequence, step, std::span(&piece, 1), buffer);
+      send((rank_ + i) % size(), number, step, std::span(&piece, 1), buffer);
     } catch (...) {
       if (!failure) failure = std::current_exception();
     }
@@ -203,7 +218,7 @@ void Core::on_message(rpc::ChannelMessage message) {
                 message.from,
                 {}};
       if (!failure_) failure_ = failure;
-    } else if (message.tag.b >= next_sequence_) {
+    } else if (is_early_locked(message.tag.b)) {
       early_[message.tag.b].push_back(std::move(message));
       return;
     } else {
@@ -221,7 +236,7 @@ void Core::on_message(rpc::ChannelMessage message) {
 std::vector<rpc::Wait> Core::waits() {
   std::lock_guard lock(mutex_);
   std::vector<rpc::Wait> all;
-  for (const auto& [sequence, operation] : pending_) all.push_back(operation->wait_locked());
+  for (const auto& [number, operation] : pending_) all.push_back(operation->wait_locked());
   return all;
 }
 

@@ -17,9 +17,16 @@
 
 namespace distrain::collective {
 
-/// One group's sequence numbers, mailbox and pending operations. The handler of the channel lives
-/// here; see Note [Life of an operation] for the threads. Outlives the Backend while tasks of the
-/// executor still hold operations, but touches the channel only until close().
+// An operation's number has its sequence in the upper bits, and counts up within it in the lower.
+constexpr int kNumberBits = 40;
+constexpr uint64_t first_number(uint32_t sequence) { return uint64_t{sequence} << kNumberBits; }
+constexpr uint32_t sequence_of(uint64_t number) {
+  return static_cast<uint32_t>(number >> kNumberBits);
+}
+
+/// One group's sequences of operations, mailbox and pending operations. The handler of the channel
+/// lives here; see Note [Life of an operation] for the threads. Outlives the Backend while tasks of
+/// the executor still hold operations, but touches the channel only until close().
 class Core : public std::enable_shared_from_this<Core> {
  public:
   Core(rpc::Channel& channel, base::Executor& executor, uint32_t group_id, std::vector<int> ranks);
@@ -30,17 +37,21 @@ class Core : public std::enable_shared_from_this<Core> {
   /// Fails what is pending with `error`; the group stays usable.
   void abort(const base::Error& error);
 
-  /// Gives the operation the next sequence number and starts it. Never throws: a failure becomes
-  /// the operation's error.
-  void issue(const std::shared_ptr<Operation>& operation);
-  /// Takes the next `count` sequence numbers; tells the other ranks that these fail with `error`.
-  void refuse(int count, const base::Error& error);
+  /// Of a sequence that is nobody else's.
+  uint32_t new_sequence();
+  /// Gives the operation the next number of the sequence and starts it. Never throws: a failure
+  /// becomes the operation's error.
+  void issue(const std::shared_ptr<Operation>& operation, uint32_t sequence);
+  /// Takes the next `count` numbers of the sequence; tells the other ranks that these fail with
+  /// `error`.
+  void refuse(int count, const base::Error& error, uint32_t sequence);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
   int world_rank(int rank) const { return ranks_[static_cast<size_t>(rank)]; }
   base::Executor& executor() { return executor_; }
-  uint64_t next_sequence() const;
+  /// Of the sequence that is everybody's.
+  uint64_t next_number() const;
   std::optional<base::Error> failure() const;
   const std::shared_ptr<base::Tracer>& tracer() const { return tracer_; }
 
@@ -48,10 +59,10 @@ class Core : public std::enable_shared_from_this<Core> {
   base::BufferPtr allocate(size_t size);
 
   /// Sends to group rank `to`. To be called while Starting or Running, without the lock.
-  void send(int to, uint64_t sequence, int step, std::span<const std::span<const uint8_t>> pieces,
+  void send(int to, uint64_t number, int step, std::span<const std::span<const uint8_t>> pieces,
             std::shared_ptr<const void> keep_alive);
   /// Sends one and the same buffer to all other ranks.
-  void send_to_all(uint64_t sequence, int step, const base::BufferPtr& buffer);
+  void send_to_all(uint64_t number, int step, const base::BufferPtr& buffer);
 
  private:
   friend class Operation;
@@ -60,10 +71,13 @@ class Core : public std::enable_shared_from_this<Core> {
   void on_peer_lost(int world_rank, const base::Error& error);
   std::vector<rpc::Wait> waits();
   void post(std::shared_ptr<Operation> operation);
-  void forget_locked(const Operation& operation) { pending_.erase(operation.sequence_); }
+  void forget_locked(const Operation& operation) { pending_.erase(operation.number_); }
   int group_rank(int world_rank) const;
-  /// Takes the messages that came before sequence number `sequence` was used here.
-  std::vector<rpc::ChannelMessage> take_early_locked(uint64_t sequence);
+  /// The number of the next operation of a sequence, to be counted up.
+  uint64_t& next_locked(uint32_t sequence);
+  bool is_early_locked(uint64_t number) const;
+  /// Takes the messages that came before this number was used here.
+  std::vector<rpc::ChannelMessage> take_early_locked(uint64_t number);
 
   rpc::Channel& channel_;
   base::Executor& executor_;
@@ -74,7 +88,8 @@ class Core : public std::enable_shared_from_this<Core> {
   base::BufferPool pool_;
 
   mutable std::mutex mutex_;
-  uint64_t next_sequence_ = 0;
+  uint32_t last_sequence_ = 0;
+  std::unordered_map<uint32_t, uint64_t> next_;  // by sequence
   std::unordered_map<uint64_t, std::shared_ptr<Operation>> pending_;
   std::map<uint64_t, std::vector<rpc::ChannelMessage>> early_;
   std::optional<base::Error> failure_;  // of the group, for good: a lost rank, or closed

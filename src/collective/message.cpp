@@ -22,7 +22,11 @@ struct Header {
   uint32_t root = 0;
   uint32_t zero = 0;
   uint64_t bytes = 0;
-  uint8_t reserved[40] = {};
+  uint64_t step_of_job = 0;
+  uint64_t forward = 0;
+  uint64_t again = 0;
+  uint64_t context = 0;
+  uint64_t reserved = 0;
 };
 static_assert(sizeof(Header) == kHeaderBytes);
 
@@ -82,6 +86,10 @@ void encode_header(const OpSpec& spec, int step, uint8_t* out) {
   header.step = static_cast<uint8_t>(step);
   header.root = spec.root;
   header.bytes = spec.bytes;
+  header.step_of_job = spec.pass.step;
+  header.forward = spec.pass.forward;
+  header.again = spec.pass.again;
+  header.context = spec.pass.context;
   std::memcpy(out, &header, sizeof header);
 }
 
@@ -96,6 +104,7 @@ std::optional<OpSpec> decode_header(std::span<const uint8_t> payload) {
   spec.dtype = static_cast<c10::ScalarType>(header.dtype);
   spec.root = header.root;
   spec.bytes = header.bytes;
+  spec.pass = {header.step_of_job, header.forward, header.again, header.context};
   return spec;
 }
 

@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "distrain/base/error.h"
+#include "distrain/collective/pass_number.h"
 
 namespace distrain::collective {
 
@@ -32,6 +33,7 @@ struct OpSpec {
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   uint32_t root = 0;   ///< rank within the group; 0 where there is none
   uint64_t bytes = 0;  ///< of the whole tensor on one rank
+  PassNumber pass;     ///< only has to agree
   friend bool operator==(const OpSpec&, const OpSpec&) = default;
 };
 
@@ -51,7 +53,11 @@ const char* kind_name(OpKind kind);
 ///        8      4  root
 ///       12      4  zero
 ///       16      8  bytes
-///       24     40  zero
+///       24      8  pass: step of the job; 0 where it is not known, as each of these
+///       32      8  pass: forward
+///       40      8  pass: passes since that forward
+///       48      8  pass: autograd context
+///       56      8  zero
 ///
 /// The data follows: a tensor or a chunk of it. A refusal is followed by the error kind (2 bytes)
 /// and the text.

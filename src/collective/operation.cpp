@@ -61,9 +61,9 @@ void Operation::transition_locked(OperationState to) {
   }
 }
 
-void Operation::open_locked(std::shared_ptr<Core> core, uint64_t sequence) {
+void Operation::open_locked(std::shared_ptr<Core> core, uint64_t number) {
   core_ = std::move(core);
-  sequence_ = sequence;
+  number_ = number;
   if (core_->tracer() && core_->tracer()->on()) traced_from_ = base::Tracer::now();
   inbox_.resize(static_cast<size_t>(steps_) * static_cast<size_t>(core_->size()));
   ++core_->active_;  // Starting
@@ -83,13 +83,21 @@ std::optional<Error> Operation::check_locked(int from, const rpc::ChannelMessage
     error.op = describe(spec_);
     return error;
   }
-  if (theirs && *theirs != spec_) {
-    return Error{ErrorKind::kInvalid,
-                 "rank " + std::to_string(world_rank) + " called " + describe(*theirs) +
-                     " where rank " + std::to_string(core_->world_rank(core_->rank())) +
-                     " called " + describe(spec_) + " (collective number " +
-                     std::to_string(sequence_) + " of the group)",
-                 world_rank, describe(spec_)};
+  const int own_rank = core_->world_rank(core_->rank());
+  if (theirs) {
+    OpSpec same = *theirs;
+    same.pass = spec_.pass;
+    if (same != spec_) {
+      return Error{ErrorKind::kInvalid,
+                   "rank " + std::to_string(world_rank) + " called " + describe(*theirs) +
+                       " where rank " + std::to_string(own_rank) + " called " + describe(spec_) +
+                       " (" + number_text() + " of the group)",
+                   world_rank, describe(spec_)};
+    }
+    if (auto error = pass_error({world_rank, theirs->pass}, {own_rank, spec_.pass})) {
+      error->op = describe(spec_);
+      return error;
+    }
   }
   const auto step = static_cast<int>(std::min<uint64_t>(message.tag.c, 2));
   const size_t slot = static_cast<size_t>(step * core_->size() + from);
@@ -291,8 +299,12 @@ rpc::Wait Operation::wait_locked() const {
   return {name() + ": " + why, begun_};
 }
 
-std::string Operation::name() const {
-  return describe(spec_) + ", collective number " + std::to_string(sequence_);
+std::string Operation::number_text() const {
+  const uint32_t sequence = sequence_of(number_);
+  return "collective number " + std::to_string(number_ - first_number(sequence)) +
+         (sequence == 0 ? "" : " in sequence " + std::to_string(sequence));
 }
+
+std::string Operation::name() const { return describe(spec_) + ", " + number_text(); }
 
 }  // namespace distrain::collective

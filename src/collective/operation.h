@@ -72,7 +72,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
 
  protected:
   Core& core() const { return *core_; }
-  uint64_t sequence() const { return sequence_; }
+  uint64_t number() const { return number_; }
 
   /// Whether `step` needs a message of group rank `from`, and how many bytes of data it carries.
   virtual bool expects(int step, int from) const = 0;
@@ -97,7 +97,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   }
 
   void transition_locked(OperationState to);
-  void open_locked(std::shared_ptr<Core> core, uint64_t sequence);
+  void open_locked(std::shared_ptr<Core> core, uint64_t number);
   void deliver_locked(int from, rpc::ChannelMessage message);
   std::optional<base::Error> check_locked(int from, const rpc::ChannelMessage& message) const;
   void fail_locked(base::Error error);
@@ -108,6 +108,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   void await_change(std::unique_lock<std::mutex>& lock, base::TimePoint limit);
   bool wants_executor_locked() const;
   base::Error deadline_error_locked() const;
+  std::string number_text() const;
   std::string name() const;
   std::vector<int> missing_ranks_locked() const;
 
@@ -118,7 +119,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   const base::TimePoint begun_ = base::Clock::now();
 
   std::shared_ptr<Core> core_;  // set when opened, constant then
-  uint64_t sequence_ = 0;
+  uint64_t number_ = 0;
   int64_t traced_from_ = 0;  // when it began, if it is to be in the trace
 
   // Guarded by Core's mutex; the state is read without it while polling.

@@ -54,9 +54,7 @@ BarrierOperation::BarrierOperation(const OpSpec& spec, base::TimePoint deadline)
 
 bool BarrierOperation::expects(int, int from) const { return from != core().rank(); }
 
-void BarrierOperation::start() {
-  core().send_to_all(sequence(), 0, header_only(core(), spec(), 0));
-}
+void BarrierOperation::start() { core().send_to_all(number(), 0, header_only(core(), spec(), 0)); }
 
 BroadcastOperation::BroadcastOperation(const OpSpec& spec, base::TimePoint deadline,
                                        at::Tensor tensor)
@@ -72,11 +70,11 @@ size_t BroadcastOperation::expected_bytes(int, int) const { return is_root() ? 0
 
 void BroadcastOperation::start() {
   if (is_root()) {
-    core().send_to_all(sequence(), 0, pack(core(), spec(), tensor_));
+    core().send_to_all(number(), 0, pack(core(), spec(), tensor_));
   } else {
     base::BufferPtr header = header_only(core(), spec(), 0);
     const std::span<const uint8_t> piece(header->data, header->size);
-    core().send(static_cast<int>(spec().root), sequence(), 0, std::span(&piece, 1), header);
+    core().send(static_cast<int>(spec().root), number(), 0, std::span(&piece, 1), header);
   }
 }
 
@@ -94,7 +92,7 @@ bool AllgatherOperation::expects(int, int from) const { return from != core().ra
 
 void AllgatherOperation::start() {
   sent_ = pack(core(), spec(), input_);
-  core().send_to_all(sequence(), 0, sent_);
+  core().send_to_all(number(), 0, sent_);
 }
 
 void AllgatherOperation::run_step(int step) {
@@ -112,7 +110,7 @@ bool DirectAllreduce::expects(int, int from) const { return from != core().rank(
 
 void DirectAllreduce::start() {
   sent_ = pack(core(), spec(), tensor_);
-  core().send_to_all(sequence(), 0, sent_);
+  core().send_to_all(number(), 0, sent_);
 }
 
 void DirectAllreduce::run_step(int step) {
@@ -167,7 +165,7 @@ void ChunkedAllreduce::start() {
     const Range range = chunk(to);
     const std::span<const uint8_t> pieces[] = {
         {sent->header, kHeaderBytes}, {bytes_of(work_) + range.begin * item, range.count * item}};
-    core().send(to, sequence(), 0, pieces, sent);
+    core().send(to, number(), 0, pieces, sent);
   }
 }
 
@@ -184,7 +182,7 @@ void ChunkedAllreduce::reduce_own_chunk() {
   sent_ = core().allocate(kHeaderBytes + own.count * item);
   encode_header(spec(), 1, sent_->data);
   reduce(spec().reduce_op, spec().dtype, inputs, own.count, sent_->data + kHeaderBytes);
-  core().send_to_all(sequence(), 1, sent_);
+  core().send_to_all(number(), 1, sent_);
 }
 
 void ChunkedAllreduce::collect_chunks() {

@@ -105,19 +105,24 @@ class StagedReduceGroup::Staged final : public ReduceWork {
   rpc::StreamPoint arrived_;
 };
 
-StagedReduceGroup::StagedReduceGroup(c10::intrusive_ptr<Backend> backend)
+StagedReduceGroup::StagedReduceGroup(c10::intrusive_ptr<Backend> backend, uint32_t sequence)
     : backend_(std::move(backend)),
+      sequence_(sequence),
       buffers_(std::make_shared<HostBuffers>()),
-      line_(backend_, "distrain-stage") {}
+      line_(backend_, "distrain-stage", sequence_) {}
 
 StagedReduceGroup::~StagedReduceGroup() = default;
 
-ReduceGroup::WorkPtr StagedReduceGroup::start(const at::Tensor& bucket) {
-  if (bucket.device().is_cpu()) return line_.mean(bucket);
+std::shared_ptr<ReduceGroup> StagedReduceGroup::fork() {
+  return std::shared_ptr<ReduceGroup>(new StagedReduceGroup(backend_, backend_->new_sequence()));
+}
+
+ReduceGroup::WorkPtr StagedReduceGroup::start(const at::Tensor& bucket, const PassNumber& pass) {
+  if (bucket.device().is_cpu()) return line_.mean(bucket, pass);
   auto staged = std::make_shared<Staged>(bucket, buffers_);
   // The step holds `staged`: tensor and host memory must outlive the copy.
-  auto call = [backend = backend_.get(), staged] {
-    return backend->allreduce(staged->host(), Backend::ReduceOp::AVG);
+  auto call = [backend = backend_.get(), staged, terms = Backend::Terms{sequence_, pass}] {
+    return backend->allreduce(staged->host(), Backend::ReduceOp::AVG, Backend::kDefault, terms);
   };
   staged->set(line_.call_behind(staged->copy_out(), std::move(call)), true);
   return staged;
@@ -126,8 +131,8 @@ ReduceGroup::WorkPtr StagedReduceGroup::start(const at::Tensor& bucket) {
 ReduceGroup::WorkPtr StagedReduceGroup::broadcast(const at::Tensor& tensor, int root) {
   if (tensor.device().is_cpu()) return line_.broadcast(tensor, root);
   auto staged = std::make_shared<Staged>(tensor, buffers_);
-  auto call = [backend = backend_.get(), staged, root] {
-    return backend->broadcast(staged->host(), root);
+  auto call = [backend = backend_.get(), staged, root, terms = Backend::Terms{sequence_, {}}] {
+    return backend->broadcast(staged->host(), root, Backend::kDefault, terms);
   };
   const bool sends = root == rank();
   staged->set(line_.call_behind(sends ? staged->copy_out() : rpc::StreamPoint(), std::move(call)),

@@ -21,6 +21,7 @@ namespace distrain::cuda {
 using base::Error;
 using base::ErrorKind;
 using collective::Backend;
+using collective::PassNumber;
 using collective::ReduceGroup;
 using collective::ReduceWork;
 
@@ -58,6 +59,7 @@ struct Plan {
   int64_t bytes;
   int64_t device;  // its number among those that the group has met
   int64_t has_communicator;
+  collective::PassNumber pass;
 
   friend bool operator==(const Plan&, const Plan&) = default;
 
@@ -134,13 +136,13 @@ class NcclReduceGroup::Impl {
 
   const Backend& control() const { return *control_; }
 
-  WorkPtr start(const at::Tensor& tensor) {
-    return tensor.device().is_cpu() ? line_->mean(tensor) : put(tensor, Kind::kMean, 0);
+  WorkPtr start(const at::Tensor& tensor, const PassNumber& pass) {
+    return tensor.device().is_cpu() ? line_->mean(tensor, pass) : put(tensor, Kind::kMean, 0, pass);
   }
 
   WorkPtr broadcast(const at::Tensor& tensor, int root) {
     return tensor.device().is_cpu() ? line_->broadcast(tensor, root)
-                                    : put(tensor, Kind::kBroadcast, root);
+                                    : put(tensor, Kind::kBroadcast, root, {});
   }
 
   void refuse(int count, const Error& error) {
@@ -160,13 +162,13 @@ class NcclReduceGroup::Impl {
   }
 
  private:
-  WorkPtr put(const at::Tensor& tensor, Kind kind, int root) {
+  WorkPtr put(const at::Tensor& tensor, Kind kind, int root, const PassNumber& pass) {
     base::Promise<OverNccl::Given> promise;
     auto work = std::make_shared<OverNccl>(tensor.device(), promise.future());
-    line_->post([this, tensor, kind, root, before = rpc::StreamPoint::mark(tensor.device()),
+    line_->post([this, tensor, kind, root, pass, before = rpc::StreamPoint::mark(tensor.device()),
                  promise = std::move(promise)]() mutable {
       try {
-        promise.set(run(tensor, kind, root, before));
+        promise.set(run(tensor, kind, root, pass, before));
       } catch (...) {
         promise.fail(base::current_error(ErrorKind::kInternal));
       }
@@ -200,7 +202,7 @@ class NcclReduceGroup::Impl {
     return late ? Report::failed(*late) : Report{.state = Report::State::kReady};
   }
 
-  OverNccl::Given run(const at::Tensor& tensor, Kind kind, int root,
+  OverNccl::Given run(const at::Tensor& tensor, Kind kind, int root, const PassNumber& pass,
                       const rpc::StreamPoint& before) {
     const Report report = take_late_failure();
     if (set_->outcome()->error()) renew_set();
@@ -211,7 +213,8 @@ class NcclReduceGroup::Impl {
                     static_cast<int64_t>(tensor.scalar_type()),
                     static_cast<int64_t>(tensor.nbytes()),
                     static_cast<int64_t>(number),
-                    lane != nullptr};
+                    lane != nullptr,
+                    pass};
     try {
       agree(plan, report);
       if (!lane) lane = make_lane(number, tensor.device());
@@ -299,12 +302,19 @@ class NcclReduceGroup::Impl {
       const std::string self = "rank " + std::to_string(own_rank());
       const int64_t has_communicator =
           std::exchange(theirs.has_communicator, mine.has_communicator);
+      const PassNumber pass = std::exchange(theirs.pass, mine.pass);
       if (theirs != mine) {
         throw base::Exception(
             Error{ErrorKind::kInvalid,
                   who + " called " + theirs.text() + " where " + self + " called " + mine.text(),
                   control_->world_rank(i), mine.text()});
       }
+      if (auto error =
+              collective::pass_error({control_->world_rank(i), pass}, {own_rank(), mine.pass})) {
+        error->op = mine.text();
+        throw base::Exception(*error);
+      }
+      if (has_communicator == mine.has_communicator) continue;
       give_up({ErrorKind::kCancelled,
                (has_communicator ? self : who) +
                    " gave up an earlier operation over NCCL that other ranks had begun",
@@ -430,8 +440,8 @@ int NcclReduceGroup::rank() const { return impl_->control().getRank(); }
 int NcclReduceGroup::size() const { return impl_->control().getSize(); }
 int NcclReduceGroup::world_rank(int rank) const { return impl_->control().world_rank(rank); }
 
-ReduceGroup::WorkPtr NcclReduceGroup::start(const at::Tensor& bucket) {
-  return impl_->start(bucket);
+ReduceGroup::WorkPtr NcclReduceGroup::start(const at::Tensor& bucket, const PassNumber& pass) {
+  return impl_->start(bucket, pass);
 }
 
 ReduceGroup::WorkPtr NcclReduceGroup::broadcast(const at::Tensor& tensor, int root) {

@@ -39,7 +39,7 @@ class Bucket {
   void store(size_t slot, const at::Tensor& gradient);
   bool complete() const { return missing_ == 0; }
   /// To be called when complete: starts the mean over the group behind what all threads stored.
-  void start(collective::ReduceGroup& group);
+  void start(collective::ReduceGroup& group, const collective::PassNumber& pass);
   /// Waits for the mean. Throws as ReduceWork::wait does.
   void wait();
   /// Copies the mean of member `slot` to `to`, of the same shape and dtype.

@@ -32,6 +32,13 @@ constexpr bool is_allowed(PassState from, PassState to) {
   return false;
 }
 
+// Where a group has but one order, all share it.
+std::shared_ptr<collective::ReduceGroup> in_own_order(
+    std::shared_ptr<collective::ReduceGroup> group) {
+  auto own = group->fork();
+  return own ? own : group;
+}
+
 }  // namespace
 
 struct Reducer::Hook final : autograd::LeafHook {
@@ -49,7 +56,7 @@ struct Reducer::Hook final : autograd::LeafHook {
 
 Reducer::Impl::Impl(const std::vector<NamedParameter>& parameters,
                     std::shared_ptr<collective::ReduceGroup> group, Options options)
-    : group_(std::move(group)), options_(options) {
+    : group_(in_own_order(std::move(group))), options_(options) {
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const auto& [name, tensor] : parameters) {
     if (!tensor.requires_grad() || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
@@ -125,7 +132,7 @@ void Reducer::Impl::store_locked(size_t index, const at::Tensor& gradient) {
 void Reducer::Impl::start_complete_buckets_locked() {
   while (started_ < buckets_.size() && buckets_[started_].complete()) {
     if (state_ == PassState::kAccumulating) transition_locked(PassState::kReducing);
-    buckets_[started_].start(*group_);
+    buckets_[started_].start(*group_, number_);
     ++started_;
   }
 }
@@ -136,7 +143,7 @@ void Reducer::Impl::finish(uint64_t pass, const Deliver& deliver) {
   {
     std::lock_guard lock(mutex_);
     if (Known* const known = expecting_locked(pass)) {  // none of the parameters was reached
-      begin_locked(pass);
+      begin_locked(pass, number_by(known->count, known->context.id()));
       known->expected = 0;
     }
     if (pass != pass_ || state_ == PassState::kIdle || state_ == PassState::kFinalising) return;
@@ -205,7 +212,7 @@ std::vector<int64_t> Reducer::Impl::agreed_order() {
       values[i] = static_cast<double>(arrival_[i] * group_->size());
     }
   }
-  group_->start(shared)->wait();
+  group_->start(shared, number_)->wait();
   std::vector<int64_t> agreed(parameters_.size());
   std::transform(values, values + agreed.size(), agreed.begin(),
                  [](double place) { return std::llround(place); });
@@ -266,6 +273,12 @@ Reducer::~Reducer() {
 void Reducer::attach(GradientPass& pass) { impl_->attach(pass); }
 
 void Reducer::expect(const autograd::ContextRef& context) { impl_->expect(context); }
+
+void Reducer::count_forward() { impl_->count_forward(); }
+
+void Reducer::set_step(uint64_t step) { impl_->set_step(step); }
+
+collective::ReduceGroup& Reducer::group() const { return impl_->group(); }
 
 std::vector<std::vector<std::string>> Reducer::buckets() const { return impl_->bucket_names(); }
 

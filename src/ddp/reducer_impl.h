@@ -49,6 +49,23 @@ using base::ErrorKind;
 // sent there and then: a context may end on any thread, between whatever collectives, and while an
 // exception is on its way that says better what went wrong. It is sent where all ranks come to in
 // the same order: before the next pass, or the next expect(), or by the destructor.
+//
+// Note [Numbers of passes]
+//
+// The order of collectives alone would pair any pass of a rank with any of another's: that of a
+// rank which leaves one out with the others' one before. So a pass carries a number
+// (collective::PassNumber) that follows from what all ranks do alike, not from the passes that this
+// rank has made:
+//
+//   a plain pass     the number of plain forwards until it began;
+//   a context's      the number of the forward by which its context was announced, among such ones.
+//                    A context that was not announced, which is an error, takes the number that
+//                    it would have got, so that the ranks agree again after it;
+//   both             the passes since that forward, as one graph may be used twice, and the step of
+//                    the job if the user has told it.
+//
+// Forwards are counted while training and with gradients enabled only: evaluations differ between
+// ranks. Without a forward, as where a Reducer is used by itself, plain passes have no number.
 enum class PassState { kIdle, kAccumulating, kReducing, kFinalising };
 
 /// Puts the mean of a parameter's gradients where the pass has its own; null: into `.grad`.
@@ -63,6 +80,9 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void remove_hooks();
   void attach(GradientPass& source);
   void expect(const autograd::ContextRef& context);
+  void count_forward();
+  void set_step(uint64_t step);
+  collective::ReduceGroup& group() const { return *group_; }
   void on_accumulated(size_t index, const at::Tensor& variable);
   void on_gradient(uint64_t pass, size_t index, const at::Tensor& gradient);
   void on_context_gradient(size_t index, const autograd::ContextRef& context,
@@ -79,21 +99,30 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
     uint64_t last_pass = 0;  // the one that it last got a gradient in
   };
 
+  /// The forwards that passes are numbered by, of a kind. See Note [Numbers of passes].
+  struct ForwardCount {
+    uint64_t forward = 0;
+    uint64_t passes = 0;  // since
+  };
+
   /// A context that expect() was told of.
   struct Known {
     autograd::ContextRef context;
     uint64_t expected = 0;  // the pass that has to come; 0: none has to
+    ForwardCount count = {};
   };
 
   static constexpr int kNoGraphTask = -1;
 
   void transition_locked(PassState to);
-  void begin_locked(uint64_t pass, int graph_task = kNoGraphTask);
+  void begin_locked(uint64_t pass, const collective::PassNumber& number,
+                    int graph_task = kNoGraphTask);
+  collective::PassNumber number_by(ForwardCount& count, uint64_t context) const;
   void begin_of_context_locked(size_t index, const autograd::ContextRef& context);
   void end_with(const autograd::ContextRef& context, uint64_t pass);
   Known* expecting_locked(uint64_t pass);
   void settle_debts_locked();
-  void answer_expectation_locked();
+  Known* answer_expectation_locked();
   void store_locked(size_t index, const at::Tensor& gradient);
   void start_complete_buckets_locked();
   void make_buckets(const std::vector<int64_t>& order);
@@ -114,7 +143,13 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   mutable std::mutex mutex_;
   PassState state_ = PassState::kIdle;
   uint64_t pass_ = 0;              // the one under way, or the last
-  uint64_t last_number_ = 0;       // that was given to a pass
+  uint64_t last_pass_ = 0;         // that was begun or is expected
+  collective::PassNumber number_;  // of the one under way, for the other ranks
+  ForwardCount plain_;
+  uint64_t plain_numbered_ = 0;    // the forward of the last plain pass
+  uint64_t announced_ = 0;         // forwards that have announced a context
+  uint64_t unannounced_ = 0;       // the last context that took a number without
+  uint64_t step_ = 0;              // of the job
   int graph_task_ = kNoGraphTask;  // of the plain pass under way
   uint64_t context_ = 0;           // that the pass under way belongs to
   std::unordered_map<uint64_t, Known> contexts_;

@@ -34,7 +34,8 @@ class PassEnd {
 
 }  // namespace
 
-void Reducer::Impl::begin_locked(uint64_t pass, int graph_task) {
+void Reducer::Impl::begin_locked(uint64_t pass, const collective::PassNumber& number,
+                                 int graph_task) {
   if (state_ != PassState::kIdle) {
     throw base::Exception(
         invalid("another backward pass over these parameters is under way; one at a time"));
@@ -42,6 +43,7 @@ void Reducer::Impl::begin_locked(uint64_t pass, int graph_task) {
   settle_debts_locked();
   transition_locked(PassState::kAccumulating);
   pass_ = pass;
+  number_ = number;
   graph_task_ = graph_task;
   context_ = 0;
   started_ = 0;
@@ -54,7 +56,7 @@ void Reducer::Impl::attach(GradientPass& source) {
   uint64_t pass = 0;
   {
     std::lock_guard lock(mutex_);
-    begin_locked(++last_number_);
+    begin_locked(++last_pass_, {.step = step_});
     pass = pass_;
   }
   auto end = std::make_shared<PassEnd<Impl>>(
@@ -80,7 +82,8 @@ void Reducer::Impl::expect(const autograd::ContextRef& context) {
     });
     Known& known = contexts_.try_emplace(context.id(), Known{context}).first->second;
     if (known.expected != 0) return;
-    pass = known.expected = ++last_number_;
+    pass = known.expected = ++last_pass_;
+    known.count = {++announced_, 0};
   }
   end_with(context, pass);
 }
@@ -114,17 +117,37 @@ void Reducer::Impl::settle_debts_locked() {
 }
 
 // A plain pass inside a context is the one that was expected.
-void Reducer::Impl::answer_expectation_locked() {
+Reducer::Impl::Known* Reducer::Impl::answer_expectation_locked() {
   const auto it = contexts_.find(rpc::current_context());
-  if (it != contexts_.end()) it->second.expected = 0;
+  if (it == contexts_.end() || std::exchange(it->second.expected, 0) == 0) return nullptr;
+  return &it->second;
+}
+
+void Reducer::Impl::count_forward() {
+  std::lock_guard lock(mutex_);
+  plain_ = {plain_.forward + 1, 0};
+}
+
+void Reducer::Impl::set_step(uint64_t step) {
+  std::lock_guard lock(mutex_);
+  step_ = step;
+}
+
+collective::PassNumber Reducer::Impl::number_by(ForwardCount& count, uint64_t context) const {
+  return {step_, count.forward, count.passes++, context};
 }
 
 void Reducer::Impl::on_accumulated(size_t index, const at::Tensor& variable) {
   std::lock_guard lock(mutex_);
   const int graph_task = torch::autograd::get_current_graph_task_id();
   if (state_ == PassState::kIdle || graph_task != graph_task_) {
-    begin_locked(++last_number_, graph_task);
-    answer_expectation_locked();
+    begin_locked(++last_pass_, {}, graph_task);
+    if (Known* const known = answer_expectation_locked()) {
+      number_ = number_by(known->count, known->context.id());
+    } else {
+      number_ = number_by(plain_, 0);
+      plain_numbered_ = plain_.forward;
+    }
     auto end = std::make_shared<PassEnd<Impl>>(weak_from_this(), pass_, nullptr);
     torch::autograd::Engine::get_default_engine().queue_callback([end] { (*end)(); });
   }
@@ -151,9 +174,14 @@ void Reducer::Impl::begin_of_context_locked(size_t index, const autograd::Contex
           "that context (not its module's), while training and with gradients enabled"));
     }
     const uint64_t expected = it->second.expected;
-    begin_locked(expected != 0 ? expected : ++last_number_);
+    begin_locked(expected != 0 ? expected : ++last_pass_, {});
+    number_ = number_by(it->second.count, context.id());
   } catch (const base::Exception& e) {
     // The other ranks wait for a pass of this one. If it is still expected, its PassEnd sees to it.
+    if (it == contexts_.end() && std::exchange(unannounced_, context.id()) != context.id()) {
+      ++announced_;
+      plain_.forward = plain_numbered_;  // a forward out of the context was meant for it
+    }
     if (it == contexts_.end() || it->second.expected == 0) {
       debts_.push_back(e.error());
       if (state_ == PassState::kIdle) settle_debts_locked();

@@ -12,6 +12,7 @@
 
 #include "distrain/base/error.h"
 #include "distrain/base/executor.h"
+#include "distrain/collective/pass_number.h"
 #include "distrain/collective/pending.h"
 #include "distrain/rpc/channel.h"
 
@@ -29,11 +30,11 @@ struct Group {
 
 /// Collective operations of a group of ranks over one channel, which belongs to this group alone.
 ///
-/// All ranks of the group call the same operations in the same order; calls return at once, and any
-/// number may be under way. Results are written in place. Every rank gets the same bits: inputs are
-/// reduced in rank order. CPU tensors, dense, of any strides; see can_reduce in
-/// src/collective/reduce.h for the dtypes of each reduction. A tensor must not be touched until its
-/// operation is complete.
+/// All ranks of the group call the same operations in the same order, those of each sequence by
+/// themselves; calls return at once, and any number may be under way. Results are written in place.
+/// Every rank gets the same bits: inputs are reduced in rank order. CPU tensors, dense, of any
+/// strides; see can_reduce in src/collective/reduce.h for the dtypes of each reduction. A tensor
+/// must not be touched until its operation is complete.
 ///
 /// The algorithms are in Note [Algorithms] in src/collective/operations.h, the threads in Note
 /// [Life of an operation] in src/collective/operation.h. Thread-safe, but the order of calls is the
@@ -58,19 +59,37 @@ class Backend final : public c10d::Backend {
   using ReduceOp = c10d::ReduceOp::RedOpType;
   static constexpr std::chrono::milliseconds kDefault{-1};  ///< the timeout of the settings
 
+  /// The number of a sequence that is nobody else's; 0 is everybody's. On all ranks, in the same
+  /// order.
+  uint32_t new_sequence();
+
+  struct Terms {
+    uint32_t sequence = 0;
+    PassNumber pass = {};  ///< must agree on all ranks
+  };
+
   Pending allreduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::SUM,
-                    std::chrono::milliseconds timeout = kDefault);
+                    std::chrono::milliseconds timeout = kDefault) {
+    return allreduce(tensor, op, timeout, Terms{});
+  }
+  Pending allreduce(const at::Tensor& tensor, ReduceOp op, std::chrono::milliseconds timeout,
+                    const Terms& terms);
   /// `root` is a rank within the group.
   Pending broadcast(const at::Tensor& tensor, int root = 0,
-                    std::chrono::milliseconds timeout = kDefault);
+                    std::chrono::milliseconds timeout = kDefault) {
+    return broadcast(tensor, root, timeout, Terms{});
+  }
+  Pending broadcast(const at::Tensor& tensor, int root, std::chrono::milliseconds timeout,
+                    const Terms& terms);
   /// `outputs[i]`, of the size and dtype of `input`, receives that of rank i.
   Pending allgather(const at::Tensor& input, std::vector<at::Tensor> outputs,
                     std::chrono::milliseconds timeout = kDefault);
   Pending enter_barrier(std::chrono::milliseconds timeout = kDefault);
 
-  /// Takes the place of the next `count` operations: on the other ranks they fail with `error`,
-  /// which names this one. For a rank that cannot do its part; the group stays in step.
-  void refuse(int count, const base::Error& error);
+  /// Takes the place of the next `count` operations of a sequence: on the other ranks they fail
+  /// with `error`, which names this one. For a rank that cannot do its part; the group stays in
+  /// step.
+  void refuse(int count, const base::Error& error, uint32_t sequence = 0);
 
   int world_rank(int rank) const;
 
@@ -104,7 +123,7 @@ class Backend final : public c10d::Backend {
 
  private:
   base::TimePoint deadline(std::chrono::milliseconds timeout) const;
-  Pending issue(std::shared_ptr<Operation> operation);
+  Pending issue(std::shared_ptr<Operation> operation, uint32_t sequence = 0);
 
   const c10::intrusive_ptr<c10d::Backend::Options> options_;
   size_t direct_bytes_ = 0;

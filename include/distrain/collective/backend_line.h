@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <string>
 
@@ -19,10 +20,11 @@ namespace distrain::collective {
 class BackendLine {
  public:
   /// `name`: of the thread, at most 15 characters.
-  BackendLine(c10::intrusive_ptr<Backend> backend, std::string name);
+  /// `sequence`: of the Backend, that the calls are in.
+  BackendLine(c10::intrusive_ptr<Backend> backend, std::string name, uint32_t sequence = 0);
 
   // Of tensors of the CPU.
-  ReduceGroup::WorkPtr mean(const at::Tensor& tensor);
+  ReduceGroup::WorkPtr mean(const at::Tensor& tensor, const PassNumber& pass);
   ReduceGroup::WorkPtr broadcast(const at::Tensor& tensor, int root);
 
   void refuse(int count, const base::Error& error);
@@ -36,6 +38,7 @@ class BackendLine {
   ReduceGroup::WorkPtr call(std::function<Pending()> call);
 
   const c10::intrusive_ptr<Backend> backend_;
+  const uint32_t sequence_;
   base::SerialThread line_;
 };
 

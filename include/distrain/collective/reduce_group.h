@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "distrain/base/error.h"
+#include "distrain/collective/pass_number.h"
 #include "distrain/rpc/device.h"
 
 namespace distrain::collective {
@@ -37,8 +38,14 @@ class ReduceGroup {
   /// The number in the job of a rank within the group.
   virtual int world_rank(int rank) const = 0;
 
-  /// Replaces `bucket` by its mean over the ranks.
-  virtual WorkPtr start(const at::Tensor& bucket) = 0;
+  /// The same ranks with operations of their own, which are in order among themselves only; null:
+  /// there is but one order. On all ranks, in the same order.
+  virtual std::shared_ptr<ReduceGroup> fork() = 0;
+
+  /// Replaces `bucket` by its mean over the ranks. `invalid`, naming the rank that is ahead, if
+  /// their passes do not agree.
+  virtual WorkPtr start(const at::Tensor& bucket, const PassNumber& pass) = 0;
+  WorkPtr start(const at::Tensor& bucket) { return start(bucket, PassNumber{}); }
   /// `root` is a rank within the group.
   virtual WorkPtr broadcast(const at::Tensor& tensor, int root) = 0;
   /// Takes the place of the next `count` operations: on the other ranks they fail with `error`.

@@ -1,7 +1,9 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "distrain/collective/backend.h"
 #include "distrain/collective/backend_line.h"
@@ -16,13 +18,17 @@ namespace distrain::collective {
 /// those behind it wait, too. The destructor sees to all that was called.
 class StagedReduceGroup final : public ReduceGroup {
  public:
-  explicit StagedReduceGroup(c10::intrusive_ptr<Backend> backend);
+  /// Its operations are in one order with the Backend's own.
+  explicit StagedReduceGroup(c10::intrusive_ptr<Backend> backend)
+      : StagedReduceGroup(std::move(backend), 0) {}
   ~StagedReduceGroup() override;
 
   int rank() const override { return backend_->getRank(); }
   int size() const override { return backend_->getSize(); }
   int world_rank(int rank) const override { return backend_->world_rank(rank); }
-  WorkPtr start(const at::Tensor& bucket) override;
+  std::shared_ptr<ReduceGroup> fork() override;
+  using ReduceGroup::start;
+  WorkPtr start(const at::Tensor& bucket, const PassNumber& pass) override;
   WorkPtr broadcast(const at::Tensor& tensor, int root) override;
   void refuse(int count, const base::Error& error) override;
   /// None: wait() knows all that can go wrong with what the Backend moves.
@@ -32,7 +38,10 @@ class StagedReduceGroup final : public ReduceGroup {
   class HostBuffers;
   class Staged;
 
+  StagedReduceGroup(c10::intrusive_ptr<Backend> backend, uint32_t sequence);
+
   const c10::intrusive_ptr<Backend> backend_;
+  const uint32_t sequence_;
   const std::shared_ptr<HostBuffers> buffers_;
   BackendLine line_;
 };

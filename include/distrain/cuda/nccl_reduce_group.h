@@ -43,7 +43,10 @@ class NcclReduceGroup final : public collective::ReduceGroup {
   int rank() const override;
   int size() const override;
   int world_rank(int rank) const override;
-  WorkPtr start(const at::Tensor& bucket) override;
+  /// None: the order of all is that in which the ranks agree on them.
+  std::shared_ptr<collective::ReduceGroup> fork() override { return nullptr; }
+  using ReduceGroup::start;
+  WorkPtr start(const at::Tensor& bucket, const collective::PassNumber& pass) override;
   WorkPtr broadcast(const at::Tensor& tensor, int root) override;
   void refuse(int count, const base::Error& error) override;
   std::optional<base::Error> failure() const override;

@@ -32,6 +32,7 @@ namespace distrain::ddp {
 /// current autograd context; see Reducer::expect for what follows. Any number of them may come
 /// before a backward pass, and contexts may be under way together, such as those of micro-batches.
 /// A pass over parameters that were used otherwise, through module() or in eval mode, is an error.
+/// These forwards number the passes; see Reducer for what becomes of a rank that leaves one out.
 template <class Module>
 class DistributedDataParallel {
  public:
@@ -53,9 +54,13 @@ class DistributedDataParallel {
   auto forward(Args&&... args) {
     if (module_->is_training()) {
       if (at::GradMode::is_enabled()) {
-        if (const auto context = autograd::ContextRef::current()) reducer_.expect(*context);
+        if (const auto context = autograd::ContextRef::current()) {
+          reducer_.expect(*context);
+        } else {
+          reducer_.count_forward();
+        }
       }
-      if (has_buffers_) broadcast_values(module_->buffers(), *group_);
+      if (has_buffers_) broadcast_values(module_->buffers(), reducer_.group());
     }
     return module_->forward(std::forward<Args>(args)...);
   }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -33,7 +34,17 @@ struct NamedParameter {
 /// to be told of the context by expect(), which DistributedDataParallel::forward does: a pass of
 /// another one that reaches a parameter fails with `invalid`, on all ranks.
 /// Every rank must run the same passes in the same order. One pass at a time: a second one beside
-/// it fails with `invalid`.
+/// it fails with `invalid`. Reducers of one group are independent of each other where that has
+/// more than one order (StagedReduceGroup; not NcclReduceGroup), but for the first pass of each,
+/// which has to end in the same order on all ranks.
+///
+/// Passes are numbered by the forwards that count_forward() and expect() are told of, which are
+/// DistributedDataParallel's while training and with gradients enabled, and by set_step(). A rank
+/// that has left out a backward is not averaged with another's next pass: backward() throws
+/// `invalid` on all ranks, naming that rank and both passes, in that pass and, as the ranks stay
+/// apart, in those after it. Forwards in eval mode or without gradients do not count, so ranks may
+/// make as many of them as they like. Those outside of all contexts and those that announce a
+/// context are counted apart.
 ///
 /// backward() throws `invalid` on every rank when a parameter got no gradient or a sparse one on
 /// some rank, naming that rank and all such parameters; what else a collective can throw; and
@@ -45,7 +56,8 @@ class Reducer {
     size_t first_bucket_bytes = size_t{1} << 20;
   };
 
-  /// Those that require no gradient are left out. Same parameters in the same order on all ranks.
+  /// Those that require no gradient are left out. Same parameters in the same order on all ranks,
+  /// and the Reducers of one group are made in the same order.
   /// Throws `invalid` if one is not a dense leaf, or has a post-accumulate hook already.
   Reducer(const std::vector<NamedParameter>& parameters,
           std::shared_ptr<collective::ReduceGroup> group, Options options);
@@ -69,6 +81,17 @@ class Reducer {
   /// naming this one, when this one comes to its next expect() or pass. A plain backward() of the
   /// thread whose current context it is will do, too. Thread-safe.
   void expect(const autograd::ContextRef& context);
+
+  /// A forward outside of all contexts, whose backward is to come: the passes until the next one
+  /// are of this one. On all ranks, or on none. Thread-safe.
+  void count_forward();
+
+  /// The passes from now on are of this step of the job, from 1; 0: of no known one. With it a rank
+  /// that leaves out forward and backward is noticed, too. Thread-safe.
+  void set_step(uint64_t step);
+
+  /// Where it averages.
+  collective::ReduceGroup& group() const;
 
   /// Reduces the gradients of this pass of another engine, too. To be called before its backward,
   /// on each rank.

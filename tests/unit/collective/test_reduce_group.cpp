@@ -1,3 +1,7 @@
+#include <algorithm>
+#include <utility>
+#include <vector>
+
 #include <ATen/ATen.h>
 
 #include "distrain/collective/staged_reduce_group.h"
@@ -49,4 +53,61 @@ TEST_CASE("a group tells why it has failed for good") {
   CHECK(group[0].failure()->rank == 1);
   group[1].shutdown();
   CHECK(group[1].failure()->kind == ErrorKind::kCancelled);
+}
+
+TEST_CASE("forks of a group have orders of their own") {
+  TestGroup group(3, {.timeout = std::chrono::seconds(20)});
+  run_ranks(3, [&](int rank) {
+    StagedReduceGroup reduce(group.backends[size_t(rank)]);
+    const auto first = reduce.fork(), second = reduce.fork();
+    for (int round = 0; round < 3; ++round) {
+      const at::Tensor a = at::full({5}, double(rank)), b = a * 10, c = a * 100;
+      const base::Error refused{ErrorKind::kBadData, "the file ends here", 1, {}};
+      std::vector<std::pair<collective::ReduceGroup*, at::Tensor>> order = {
+          {&reduce, a}, {first.get(), b}, {second.get(), c}};
+      std::rotate(order.begin(), order.begin() + rank, order.end());
+      std::vector<collective::ReduceGroup::WorkPtr> works;
+      for (const auto& [fork, tensor] : order) {
+        if (fork == first.get() && rank == 1) {
+          fork->refuse(1, refused);
+        } else {
+          works.push_back(fork->start(tensor));
+        }
+      }
+      int failed = 0;
+      for (const auto& work : works) {
+        try {
+          work->wait();
+        } catch (const base::Exception& e) {
+          RANK_CHECK(e.error().message == refused.message);
+          ++failed;
+        }
+      }
+      RANK_CHECK(failed == (rank == 1 ? 0 : 1));
+      RANK_CHECK(a.eq(1).all().item<bool>());
+      RANK_CHECK(c.eq(100).all().item<bool>());
+    }
+  });
+}
+
+TEST_CASE("means of different passes are an error that names the rank ahead") {
+  const int64_t count = GENERATE(int64_t{5}, int64_t{100000});
+  TestGroup group(3, {.timeout = std::chrono::seconds(20)});
+  run_ranks(3, [&](int rank) {
+    StagedReduceGroup reduce(group.backends[size_t(rank)]);
+    for (const uint64_t forward : {1, 2, 0}) {  // 0: not known
+      const at::Tensor a = at::full({count}, double(rank));
+      const bool ahead = rank == 2 && forward == 2;
+      const auto mean = reduce.start(a, {.forward = ahead ? forward + 1 : forward});
+      if (forward != 2) {
+        mean->wait();
+        RANK_CHECK(a.eq(1).all().item<bool>());
+        continue;
+      }
+      const base::Error error = thrown_by([&] { mean->wait(); });
+      RANK_CHECK(error.kind == ErrorKind::kInvalid);
+      RANK_CHECK(error.rank == 2);
+      RANK_CHECK(error.message.find("rank 2 is in the backward pass of forward 3") == 0);
+    }
+  });
 }

@@ -46,32 +46,41 @@ inline at::Tensor batch(int rank, int step) {
 
 /// Counts the refusals of a StagedReduceGroup.
 class CountingGroup final : public ReduceGroup {
+  using Count = std::shared_ptr<std::atomic<int>>;
+  const std::shared_ptr<ReduceGroup> group_;
+  const Count count_;
+
  public:
-  explicit CountingGroup(c10::intrusive_ptr<collective::Backend> backend)
-      : group_(std::move(backend)) {}
-  int rank() const override { return group_.rank(); }
-  int size() const override { return group_.size(); }
-  int world_rank(int rank) const override { return group_.world_rank(rank); }
-  std::optional<base::Error> failure() const override { return group_.failure(); }
-  WorkPtr start(const at::Tensor& bucket) override { return group_.start(bucket); }
+  explicit CountingGroup(std::shared_ptr<ReduceGroup> group,
+                         Count count = std::make_shared<std::atomic<int>>(0))
+      : group_(std::move(group)), count_(std::move(count)) {}
+  std::shared_ptr<ReduceGroup> fork() override {
+    return std::make_shared<CountingGroup>(group_->fork(), count_);
+  }
+  int rank() const override { return group_->rank(); }
+  int size() const override { return group_->size(); }
+  int world_rank(int rank) const override { return group_->world_rank(rank); }
+  std::optional<base::Error> failure() const override { return group_->failure(); }
+  WorkPtr start(const at::Tensor& bucket, const collective::PassNumber& pass) override {
+    return group_->start(bucket, pass);
+  }
   WorkPtr broadcast(const at::Tensor& tensor, int root) override {
-    return group_.broadcast(tensor, root);
+    return group_->broadcast(tensor, root);
   }
   void refuse(int count, const base::Error& error) override {
-    refused += count;
-    group_.refuse(count, error);
+    *count_ += count;
+    group_->refuse(count, error);
   }
-  std::atomic<int> refused{0};
 
- private:
-  collective::StagedReduceGroup group_;
+  std::atomic<int>& refused = *count_;  // by its forks, too
 };
 
 inline std::shared_ptr<CountingGroup> join_group(rpc::Agent& agent) {
   collective::Backend::Settings settings;
   settings.timeout = std::chrono::seconds(60);
-  return std::make_shared<CountingGroup>(c10::make_intrusive<collective::Backend>(
-      agent.open_channel(2), agent.executor(), collective::Group{1, {0, 1}}, settings));
+  return std::make_shared<CountingGroup>(
+      std::make_shared<collective::StagedReduceGroup>(c10::make_intrusive<collective::Backend>(
+          agent.open_channel(2), agent.executor(), collective::Group{1, {0, 1}}, settings)));
 }
 
 /// A trainer with its replica.

@@ -1,0 +1,40 @@
+#include "distrain/collective/pass_number.h"
+
+#include <tuple>
+
+namespace distrain::collective {
+
+bool PassNumber::agrees_with(const PassNumber& other) const {
+  if (step != 0 && other.step != 0 && step != other.step) return false;
+  if (forward == 0 || other.forward == 0) return true;
+  if ((context == 0) != (other.context == 0)) return true;  // they are counted by themselves
+  if (again != other.again) return false;
+  return forward == other.forward || (context != 0 && context == other.context);
+}
+
+bool PassNumber::is_ahead_of(const PassNumber& other) const {
+  return std::tie(step, forward, again) > std::tie(other.step, other.forward, other.again);
+}
+
+std::string PassNumber::text() const {
+  std::string text = "the backward pass";
+  if (forward != 0) text += " of forward " + std::to_string(forward);
+  if (again != 0) text += " (its number " + std::to_string(again + 1) + ")";
+  if (step != 0) text += " in step " + std::to_string(step);
+  return text;
+}
+
+std::optional<base::Error> pass_error(const RankInPass& a, const RankInPass& b) {
+  if (a.pass.agrees_with(b.pass)) return std::nullopt;
+  const RankInPass& ahead = a.pass.is_ahead_of(b.pass) ? a : b;
+  const RankInPass& behind = &ahead == &a ? b : a;
+  return base::Error{base::ErrorKind::kInvalid,
+                     "rank " + std::to_string(ahead.rank) + " is in " + ahead.pass.text() +
+                         ", rank " + std::to_string(behind.rank) + " in " + behind.pass.text() +
+                         ": rank " + std::to_string(ahead.rank) +
+                         " has left out a backward pass, or made a forward() more",
+                     ahead.rank,
+                     {}};
+}
+
+}  // namespace distrain::collective
