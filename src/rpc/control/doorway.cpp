@@ -8,7 +8,7 @@ namespace distrain::rpc::control {
 
 namespace {
 
-constexpr auto kHelloTimeout = std::chrono::seconds(5);
+constexpr auto kLastLook = std::chrono::milliseconds(50);
 // All ranks of a large job come at the same moment.
 constexpr size_t kMaxStrangers = 1024;
 
@@ -39,8 +39,8 @@ void Doorway::on_connection_on_loop(net::Fd socket) {
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
   const Place place = strangers_.insert(strangers_.end(), {stream, 0});
   const auto weak = weak_from_this();
-  place->timer = loop_.call_at(base::deadline_after(kHelloTimeout), [weak, place] {
-    if (const auto self = weak.lock()) self->show_the_door_on_loop(place);
+  place->timer = loop_.call_at(base::deadline_after(patience_), [weak, place] {
+    if (const auto self = weak.lock()) self->look_once_more_on_loop(place);
   });
   stream->start({[weak, place](const net::InFrame& frame) {
                    if (const auto self = weak.lock()) self->on_hello_on_loop(place, frame);
@@ -49,6 +49,14 @@ void Doorway::on_connection_on_loop(net::Fd socket) {
                    if (const auto self = weak.lock()) self->show_the_door_on_loop(place);
                  }},
                 wire::kHandshakeLimits);
+}
+
+// A loop that was late, as its process was stopped, runs its timers before it looks at its sockets,
+// where the hello may be.
+void Doorway::look_once_more_on_loop(Place place) {
+  place->timer = loop_.call_at(base::deadline_after(kLastLook), [weak = weak_from_this(), place] {
+    if (const auto self = weak.lock()) self->show_the_door_on_loop(place);
+  });
 }
 
 // `place` is no more after this: nothing that still comes from there is listened to.
@@ -73,9 +81,9 @@ void Doorway::on_hello_on_loop(Place place, const net::InFrame& frame) {
     refusal = admit_(stream, wire::decode_hello(frame.meta));
   } catch (const base::Exception& e) {
     refusal = e.error();
+    refusal->op = "join";
   }
   if (!refusal) return;
-  refusal->op = "join";
   net::OutFrame answer;
   answer.header.kind = wire::FrameKind::kReject;
   answer.meta = wire::encode(*refusal);

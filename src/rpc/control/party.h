@@ -168,6 +168,7 @@ class Party {
 
  private:
   void tell_all(Message message);
+  base::Error why_over() const;
   void broken(Link link, const base::Error& error);
   /// The other end hears why this one closes.
   void dismiss(Link link, const base::Error& why);
