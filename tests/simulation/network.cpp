@@ -172,7 +172,8 @@ void Network::resume(Host& host) {
   for (const End end : ends_[&host]) {
     Side& here = side(end);
     if (!here.is_open || here.coming.empty()) continue;
-    here.coming.front().due = std::max(here.coming.front().due, time_.now() + delay() / 10);
+    const Duration look = std::chrono::nanoseconds(random_.below(200'000));  // its kernel has it
+    here.coming.front().due = std::max(here.coming.front().due, time_.now() + look);
     schedule(end);
   }
 }

@@ -13,7 +13,8 @@ namespace {
 
 constexpr auto kLongestTry = std::chrono::seconds(5);
 constexpr auto kRank0SaysWho = std::chrono::seconds(1);  // as ControlPlane
-constexpr auto kHelloTimeout = std::chrono::seconds(5);  // as Doorway
+constexpr auto kHelloTimeout = std::chrono::seconds(5);
+constexpr auto kLastLook = std::chrono::milliseconds(50);
 
 }  // namespace
 
@@ -217,13 +218,14 @@ void Rank::connect(Host& to, Duration limit, Network::OnConnected then) {
                    });
 }
 
+// As Doorway.
 void Rank::on_connection(End end) {
   strangers_.insert(end);
-  after(Duration::zero(), [this, end] {
-    after(kHelloTimeout, [this, end] {
-      if (strangers_.erase(end) > 0) network_.close(end, false);
-    });
-  });
+  const auto show_the_door = [this, end] {
+    if (strangers_.erase(end) > 0) network_.close(end, false);
+  };
+  after(std::max<Duration>(kHelloTimeout, job_.peer_timeout),
+        [this, show_the_door] { after(kLastLook, show_the_door); });
 }
 
 void Rank::on_message(End end, const Message& message) {
@@ -239,7 +241,6 @@ void Rank::on_message(End end, const Message& message) {
     refusal = e.error();
   }
   if (!refusal) return;
-  refusal->op = "join";
   trace("refuses: " + refusal->message);
   network_.send(end, {FrameKind::kReject, 0, 0, wire::encode(*refusal)});
   network_.close(end, true);
@@ -274,9 +275,7 @@ void Rank::receive(Link link, const Message& message) {
     Message heard = message;
     if (bug_ == Bug::kAccuserIsBlamed && heard.kind == FrameKind::kLost && hub_ != nullptr) {
       heard.a = static_cast<uint64_t>(from.rank);
-      Error error = wire::decode_error(heard.body);
-      error.rank = from.rank;
-      heard.body = wire::encode(error);
+      heard.body = wire::encode(Error{ErrorKind::kPeerLost, "it is lost", from.rank, {}});
     }
     party_->receive(link, heard);
     const bool is_twice = bug_ == Bug::kRoundIsCountedTwice && hub_ != nullptr;

@@ -18,8 +18,18 @@ TEST_CASE("20 jobs of 100 ranks, with all that can go wrong") {
   for (uint64_t seed = 1; seed <= 20; ++seed) expect_good(Scenario::many(seed, 100));
 }
 
-TEST_CASE("100 jobs of any size") {
-  for (uint64_t seed = 1; seed <= 100; ++seed) expect_good(Scenario::many(seed, 0));
+TEST_CASE("50 jobs of any size") {
+  for (uint64_t seed = 1; seed <= 50; ++seed) expect_good(Scenario::many(seed, 0));
+}
+
+// The first is of who says malformed things, the next two of a rank 0 that is stopped, or cut off,
+// while others are at its door, the rest of who connects to a rank that is leaving.
+TEST_CASE("what has been wrong once") {
+  for (const char* recipe :
+       {"many 51 0", "many 1279 100", "many 2389 0", "many 1442 100", "many 580 0", "many 72 100",
+        "many 378 100", "one 5 100 0 0", "one 9 100 6 2"}) {
+    expect_good(Scenario::parse(recipe));
+  }
 }
 
 TEST_CASE("each kind of fault alone, in each phase") {
@@ -27,7 +37,7 @@ TEST_CASE("each kind of fault alone, in each phase") {
   for (int kind = 0; kind < kFaultKinds; ++kind) {
     for (int phase = 0; phase < 4; ++phase) {
       expect_good(
-          Scenario::one(seed++, 100, static_cast<FaultKind>(kind), static_cast<Phase>(phase)));
+          Scenario::one(seed++, 30, static_cast<FaultKind>(kind), static_cast<Phase>(phase)));
     }
   }
 }
@@ -65,7 +75,7 @@ TEST_CASE("a planted bug is found by a seed that is good without it") {
       {Bug::kLossIsNotSpread, "many 9 100", "of rank 0"},
       {Bug::kSilenceIsNotJudged, "one 1 100 1 2", "s late"},
       {Bug::kRoundIsCountedTwice, "clean 1 100", "a round of the end that is not under way"},
-      {Bug::kAccuserIsBlamed, "many 11 100", "fails with"},
+      {Bug::kAccuserIsBlamed, "one 5 100 1 2", "it is lost"},
       {Bug::kLastWordIsKept, "many 3 100", "of rank 0"},
       {Bug::kNothingIsClosed, "clean 1 100", "connections when it is over"},
   };

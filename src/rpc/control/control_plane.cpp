@@ -19,6 +19,7 @@ using control::rendezvous_error;
 constexpr auto kWaitingInterval = std::chrono::seconds(5);
 constexpr auto kFirstRetry = std::chrono::milliseconds(20);
 constexpr auto kLongestRetry = std::chrono::milliseconds(500);
+constexpr auto kHelloTimeout = std::chrono::seconds(5);
 constexpr auto kLastWords = std::chrono::seconds(1);     // of this rank, to others
 constexpr auto kRank0SaysWho = std::chrono::seconds(1);  // is missing, to those who have come
 constexpr auto kLoopAnswers = std::chrono::seconds(1);   // when somebody asks it
@@ -31,6 +32,12 @@ std::string host_to_bind(const AgentOptions& options) {
   if (host == "localhost" || host.starts_with("127.") || host == "::1") return host;
   if (net::is_loopback(host) || !net::is_local_address(host)) return {};
   return host;
+}
+
+// Silence that is no loss later on is none before the hello either.
+base::Duration patience(const AgentOptions& options) {
+  return std::chrono::duration_cast<base::Duration>(
+      std::max<std::chrono::nanoseconds>(kHelloTimeout, options.peer_timeout));
 }
 
 // Nobody can connect to "all interfaces": others then use the address that they see.
@@ -49,8 +56,10 @@ ControlPlane::ControlPlane(net::Loop& loop, const AgentOptions& options, DeviceT
       host_key_(options.transport == "tcp" ? std::string() : net::host_key()),
       unix_name_(host_key_.empty() ? std::string() : control::new_unix_name()),
       doorway_(std::make_shared<control::Doorway>(
-          loop, [this](const net::StreamPtr& stream,
-                       wire::Hello hello) { return admit_on_loop(stream, std::move(hello)); })),
+          loop, patience(options),
+          [this](const net::StreamPtr& stream, wire::Hello hello) {
+            return admit_on_loop(stream, std::move(hello));
+          })),
       port_(options.master_port) {
   if (options.rank != 0) return;
   rank_0_socket_ =

@@ -8,7 +8,7 @@ namespace distrain::rpc::control {
 
 namespace {
 
-constexpr auto kHelloTimeout = std::chrono::seconds(5);
+constexpr auto kLastLook = std::chrono::milliseconds(50);
 // All ranks of a large job come at the same moment.
 constexpr size_t kMaxStrangers = 1024;
 
@@ -41,8 +41,8 @@ void Doorway::on_connection_on_loop(net::Fd socket) {
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
   const uint64_t number = ++newest_;
   const auto weak = weak_from_this();
-  const uint64_t timer = loop_.call_at(base::deadline_after(kHelloTimeout), [weak, number] {
-    if (const auto self = weak.lock()) self->show_the_door_on_loop(number);
+  const uint64_t timer = loop_.call_at(base::deadline_after(patience_), [weak, number] {
+    if (const auto self = weak.lock()) self->look_once_more_on_loop(number);
   });
   strangers_.emplace(number, Stranger{stream, timer});
   stream->start({[weak, number](const net::InFrame& frame) {
@@ -63,6 +63,17 @@ net::StreamPtr Doorway::take_on_loop(uint64_t number) {
   return stream;
 }
 
+// A loop that was late, as its process was stopped, runs its timers before it looks at its sockets,
+// where the hello may be.
+void Doorway::look_once_more_on_loop(uint64_t number) {
+  const auto it = strangers_.find(number);
+  if (it == strangers_.end()) return;
+  const auto weak = weak_from_this();
+  it->second.timer = loop_.call_at(base::deadline_after(kLastLook), [weak, number] {
+    if (const auto self = weak.lock()) self->show_the_door_on_loop(number);
+  });
+}
+
 void Doorway::show_the_door_on_loop(uint64_t number) {
   if (const net::StreamPtr stream = take_on_loop(number)) stream->close(false);
 }
@@ -78,9 +89,9 @@ void Doorway::on_hello_on_loop(uint64_t number, const net::InFrame& frame) {
     refusal = admit_(stream, wire::decode_hello(frame.meta));
   } catch (const base::Exception& e) {
     refusal = e.error();
+    refusal->op = "join";
   }
   if (!refusal) return;
-  refusal->op = "join";
   net::OutFrame answer;
   answer.header.kind = wire::FrameKind::kReject;
   answer.meta = wire::encode(*refusal);

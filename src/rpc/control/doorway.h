@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "distrain/base/clock.h"
 #include "distrain/net/socket.h"
 #include "distrain/net/stream.h"
 #include "distrain/wire/handshake.h"
@@ -22,7 +23,9 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
   using Admit =
       std::function<std::optional<base::Error>(const net::StreamPtr& stream, wire::Hello hello)>;
 
-  Doorway(net::Loop& loop, Admit admit) : loop_(loop), admit_(std::move(admit)) {}
+  /// `patience`: for the hello of one connection.
+  Doorway(net::Loop& loop, base::Duration patience, Admit admit)
+      : loop_(loop), patience_(patience), admit_(std::move(admit)) {}
 
   void listen(net::Fd socket);
   /// Nobody comes in any more. Connections that stand there are cut off.
@@ -36,11 +39,13 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
 
   void on_connection_on_loop(net::Fd socket);
   void on_hello_on_loop(uint64_t number, const net::InFrame& frame);
+  void look_once_more_on_loop(uint64_t number);
   void show_the_door_on_loop(uint64_t number);
   /// Null if it stands here no more: a stream may still say something after that.
   net::StreamPtr take_on_loop(uint64_t number);
 
   net::Loop& loop_;
+  const base::Duration patience_;
   const Admit admit_;
   std::map<uint64_t, Stranger> strangers_;  // by number, as they came; loop thread only
   uint64_t newest_ = 0;                     // loop thread only

@@ -102,19 +102,26 @@ bool Party::is_here(int rank) const {
 // A rank that is prepared may be called before it hears go: the hub tells one after the other.
 std::optional<Error> Party::check_peer(const wire::Hello& hello) const {
   const std::string who = "rank " + std::to_string(hello.rank);
-  const auto refuse = [](std::string why) { return rendezvous_error(std::move(why), 0); };
-  if (state_ != State::kPreparing && state_ != State::kRunning) {
-    return refuse(who + " connects as a peer before all ranks have joined");
+  if (state_ == State::kMeeting) {
+    return rendezvous_error(who + " connects as a peer before all ranks have joined", hello.rank);
   }
   const auto size = static_cast<int>(presence_.size());
   const bool exists = hello.rank >= 0 && hello.rank < size && hello.rank != settings_.rank;
   if (!exists || !is_same_secret(hello.proof, directory_.secret)) {
-    return refuse("a connection that does not belong to this job");
+    return rendezvous_error("a connection that does not belong to this job", 0);
   }
+  if (state_ == State::kOver) return why_over();
   if (presence_[static_cast<size_t>(hello.rank)] != Presence::kHere) {
-    return refuse(who + " is lost to this job, or has left it");
+    return Error{
+        ErrorKind::kPeerLost, who + " is lost to this job, or has left it", hello.rank, {}};
   }
   return std::nullopt;
+}
+
+Error Party::why_over() const {
+  if (last_word_.kind == FrameKind::kAbort) return wire::decode_error(last_word_.body);
+  const std::string who = "rank " + std::to_string(settings_.rank) + name_of(settings_.rank);
+  return {ErrorKind::kPeerLost, who + " has left", settings_.rank, {}};
 }
 
 void Party::report(int rank, Error error) {

@@ -172,6 +172,7 @@ class Party {
 
  private:
   void tell_all(Message message);
+  base::Error why_over() const;
   void broken(Link link, const base::Error& error);
   base::Error left_early(int rank, const base::Error& error) const;
   /// The other end hears why this one closes.
