@@ -107,9 +107,8 @@ void Hub::on_control(int rank, const Message& message) {
     case FrameKind::kAbort: {
       // Nothing has begun: its place is free again when it closes, as if it had died.
       if (state_ == State::kMeeting) return;
-      Error error = wire::decode_error(message.body);
-      if (error.rank < 0) error.rank = rank;
-      if (state_ == State::kRunning) return lose(rank, std::move(error));
+      const Error error = word_of(rank, message.body);
+      if (state_ == State::kRunning) return lose(rank, error);
       return abort(error);
     }
     case FrameKind::kLost: {

@@ -39,9 +39,8 @@ void Member::on_control(int, const Message& message) {
   switch (message.kind) {
     case FrameKind::kReject:
     case FrameKind::kAbort: {
-      Error error = wire::decode_error(message.body);
-      if (error.rank < 0) error.rank = 0;
-      if (state_ == State::kRunning) return lose(0, std::move(error));
+      const Error error = word_of(0, message.body);
+      if (state_ == State::kRunning) return lose(0, error);
       return abort(error);
     }
     case FrameKind::kDirectory: {
@@ -60,7 +59,7 @@ void Member::on_control(int, const Message& message) {
       return;
     case FrameKind::kLost:
       if (state_ != State::kRunning || message.a >= presence_.size()) break;
-      return lose(static_cast<int>(message.a), wire::decode_error(message.body));
+      return lose(static_cast<int>(message.a), word_of(0, message.body));
     case FrameKind::kFlush:
       if (state_ != State::kRunning) break;
       return world_.on_round(message.a, message.b);

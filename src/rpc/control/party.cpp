@@ -138,9 +138,7 @@ void Party::receive(Link link, const Message& message) {
     }
     if (from.is_control) return on_control(rank, message);
     if (message.kind == FrameKind::kAbort || message.kind == FrameKind::kReject) {
-      Error error = wire::decode_error(message.body);
-      if (error.rank < 0) error.rank = rank;
-      return lose(rank, std::move(error));
+      return lose(rank, word_of(rank, message.body));
     }
     wire::Reader::fail("a frame out of place");
   } catch (const base::Exception& e) {
@@ -246,6 +244,15 @@ Error Party::loss(int rank, const Error& error) const {
   }
   loss.rank = loss.kind == ErrorKind::kResources ? settings_.rank : rank;
   return loss;
+}
+
+Error Party::word_of(int rank, const wire::Bytes& body) const {
+  Error error = wire::decode_error(body);
+  if (error.rank < 0) error.rank = rank;
+  if (error.rank == settings_.rank && error.kind == ErrorKind::kPeerLost) {
+    error.message = "rank " + std::to_string(rank) + name_of(rank) + " says: " + error.message;
+  }
+  return error;
 }
 
 std::string Party::name_of(int rank) const {

@@ -149,6 +149,8 @@ class Party {
   void know(wire::Directory directory);
   void lose(int rank, base::Error error);
   base::Error loss(int rank, const base::Error& error) const;
+  /// What `rank` says is wrong; with its name when that is that this rank is lost, as it is not.
+  base::Error word_of(int rank, const wire::Bytes& body) const;
   std::string name_of(int rank) const;
 
   const Settings settings_;
