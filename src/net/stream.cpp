@@ -59,8 +59,17 @@ class UvStream final : public Stream,
   }
 
   void start(Handler handler, const wire::Limits& limits) override {
+    if (loop_->in_loop()) {
+      // At once, as the caller may set others before it is open.
+      set_handler_on_loop(std::move(handler));
+      set_limits_on_loop(limits);
+      loop_->post([self = shared_from_this()] { self->open_on_loop(); });
+      return;
+    }
     loop_->post([self = shared_from_this(), handler = std::move(handler), limits]() mutable {
-      self->open_on_loop(std::move(handler), limits);
+      self->set_handler_on_loop(std::move(handler));
+      self->set_limits_on_loop(limits);
+      self->open_on_loop();
     });
   }
 
@@ -86,7 +95,7 @@ class UvStream final : public Stream,
   enum class SendState { kIdle, kDraining, kClosing, kClosed };
 
   void write_and_leave(std::unique_ptr<PendingFrame> frame);
-  void open_on_loop(Handler handler, const wire::Limits& limits);
+  void open_on_loop();
   void drain_on_loop();
   void wrote_on_loop(int status);
   void write_failed_on_loop(int code);
@@ -302,13 +311,12 @@ void UvStream::close(bool flush) {
 
 // ---- receiving ----
 
-void UvStream::open_on_loop(Handler handler, const wire::Limits& limits) {
+void UvStream::open_on_loop() {
   if (finished_) {  // closed before it was started
-    if (handler.on_close) handler.on_close(closed_here());
+    const std::shared_ptr<Handler> handler = std::exchange(handler_, std::make_shared<Handler>());
+    if (handler->on_close) handler->on_close(closed_here());
     return;
   }
-  handler_ = std::make_shared<Handler>(std::move(handler));
-  limits_ = limits;
   last_heard_ = loop_->now_on_loop();
   loop_->scratch_on_loop();  // not first in a callback of libuv, which can tell of no failure
   int code = 0;

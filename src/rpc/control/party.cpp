@@ -272,7 +272,7 @@ Error Party::left_early(int rank, const Error& error) const {
 Error Party::reason_of(int rank, const Message& message) const {
   Error error = wire::decode_error(message.body);
   if (error.rank < 0) error.rank = rank;
-  if (error.rank != settings_.rank) return error;
+  if (error.rank != settings_.rank || error.kind != ErrorKind::kPeerLost) return error;
   const std::string who = "rank " + std::to_string(rank) + name_of(rank);
   if (rank == 0) {
     error.message = who + " says: " + error.message;

@@ -49,11 +49,7 @@ void check_sparse(const at::Tensor& tensor) {
     check(dim < indices.size(0) && at[dim * count + i - 1] < at[dim * count + i],
           "'coalesced' means that places come once and in order");
   }
-  uint64_t elements = 1;
-  for (const int64_t size : tensor.sizes()) {
-    if (__builtin_mul_overflow(elements, static_cast<uint64_t>(size), &elements)) return;
-  }
-  if (elements > kMostElements) return;
+  if (tensor.numel() > kMostElements) return;
   try {
     check(tensor.coalesce().to_dense().sizes() == tensor.sizes(), "a dense one has its sizes");
   } catch (const c10::Error&) {  // not for every type of elements
@@ -116,9 +112,8 @@ void run_message(Input input) {
     }
   } catch (const base::Exception& e) {
     check(e.kind() == base::ErrorKind::kProtocol, "what does not fit is refused as 'protocol'");
-  } catch (const c10::Error& e) {
-    check(std::string_view(e.what()).find("overflow") != std::string_view::npos,
-          "torch refuses nothing but sizes of a sparse tensor whose product does not fit");
+  } catch (const c10::Error&) {
+    check(false, "torch refuses nothing that was taken");
   }
 }
 

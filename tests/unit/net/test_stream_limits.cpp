@@ -114,6 +114,20 @@ TEMPLATE_TEST_CASE("limits set in on_frame hold from the next frame on", "", Tcp
   CHECK(record.count() == 3);
 }
 
+TEMPLATE_TEST_CASE("a handler replaced before the stream is open hears no more", "", Tcp, Unix) {
+  auto [first, second] = TestType::connected();
+  Record before, after;
+  Loop loop;
+  const StreamPtr stream = adopt_socket(loop, first.release());
+  loop.post([&] {
+    stream->start(before.handler(), {});
+    stream->set_handler_on_loop(after.handler());
+    stream->close(false);
+  });
+  REQUIRE(after.wait_closed());
+  CHECK(before.closes() == 0);
+}
+
 TEMPLATE_TEST_CASE("a handler replaced in on_frame gets all that follows", "", Tcp, Unix) {
   auto [first, second] = TestType::connected();
   Record before, after;

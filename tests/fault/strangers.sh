@@ -1,0 +1,47 @@
+#!/bin/bash
+# ctest: labels=noasan timeout=300
+# Strangers come to rank 0 while a rank is missing: with hellos that do not fit, with garbage, and without a word. Then
+# the job starts and ends well, and rank 0 has not grown. tests/soak/strangers.sh has 10,000.
+# shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
+source "$(dirname "$0")/../cli/lib.bash"
+make_images "$tmp/images" 256 64
+[[ ${DISTRAIN_SOAK:-} ]] && count=10000 || count=500
+ulimit -n "$(ulimit -Hn)"
+
+port=$(free_port)
+start_rank() { # start_rank <rank>: all wait for each other, however long that takes
+  timeout -k 2 $((limit * 5)) "$distrain" ps --rank "$1" --data "$tmp/images" --trainers 3 --epochs 1 --threads 1 \
+    --log-interval 0 --peer-timeout 60 --master-port "$port" >"$tmp/rank$1" 2>"$tmp/err$1" &
+  pids[$1]=$!
+}
+memory() { awk -v name="$1:" '$1 == name { print $2 }' "/proc/$server/status"; } # in KiB
+
+start_rank 0
+start_rank 1
+waits_for_two() { jq -es 'any(.[]; .event == "waiting" and .missing == [2, 3])' "$tmp/rank0" >/dev/null 2>&1; }
+wait_for "$limit" waits_for_two || fail "rank 0 does not wait for ranks 2 and 3"
+server=$(jq -rs 'map(select(.event == "start"))[0].pid' "$tmp/rank0")
+before=$(memory VmRSS)
+coproc strangers { python3 "$root/tests/support/strangers.py" "$port" "$count" 2 "${DISTRAIN_SEED:-1}" 2>"$tmp/strangers"; }
+said() { # said <word>: what the strangers say next begins with it
+  read -r -t $((limit * 4)) line <&"${strangers[0]}" && [[ $line == "$1"* ]] && return
+  fail "the strangers have not come to '$1': $(tail -n 1 "$tmp/strangers")"
+}
+said open
+during=$(memory VmHWM)
+echo "$count strangers, of whom $line: rank 0 had $before KiB, and $during KiB at most"
+((during - before <= 16 * 1024)) || fail "rank 0 has grown from $before to $during KiB"
+echo >&"${strangers[1]}"
+said closed
+
+start_rank 2
+start_rank 3
+for rank in 0 1 2 3; do
+  wait "${pids[rank]}"
+  code=$?
+  expect 0 "rank $rank"
+  expect_log "rank $rank" "$tmp/rank$rank"
+  expect_jq '.[-1] | .event == "end" and .status == "ok"' "rank $rank" "$tmp/rank$rank"
+done
+expect_no_process "at the end"
+finish
