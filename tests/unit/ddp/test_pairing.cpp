@@ -128,29 +128,33 @@ TEST_CASE("calls for two contexts may come to the ranks in different orders") {
     agent.provide(mine);
   });
   rpc::Agent& master = cluster[kTrainers];
-  autograd::Context first(master, Scope::kExplicit), second(master, Scope::kExplicit);
-  autograd::Context* const contexts[] = {&first, &second};
+  std::vector<std::unique_ptr<autograd::Context>> contexts;
+  for (int i = 0; i < 2; ++i) {
+    contexts.push_back(std::make_unique<autograd::Context>(master, Scope::kExplicit));
+  }
   at::Tensor losses[2];
   for (int rank = 0; rank < kTrainers; ++rank) {
     for (int turn = 0; turn < 2; ++turn) {
       const int step = rank == 0 ? turn : 1 - turn;
-      const rpc::ContextScope scope(master, contexts[step]->id());
+      const rpc::ContextScope scope(master, contexts[size_t(step)]->id());
       const at::Tensor part =
           trainers[0]->loss_of(master.rpc_sync<&forward_for>(rank, batch(rank, step)));
       losses[step] = losses[step].defined() ? losses[step] + part : part;
     }
   }
   for (int step = 0; step < 2; ++step) {
-    autograd::backward(*contexts[step], {losses[step]});
+    autograd::backward(*contexts[size_t(step)], {losses[step]});
     const auto wanted = reference(*trainers[0], {step});
     for (const auto& trainer : trainers) {
       const auto parameters = trainer->parameters();
       for (size_t i = 0; i < parameters.size(); ++i) {
-        CHECK(at::allclose(autograd::gradient(trainer->agent, contexts[step]->id(), parameters[i]),
-                           wanted[i], 1e-5, 1e-6));
+        CHECK(at::allclose(
+            autograd::gradient(trainer->agent, contexts[size_t(step)]->id(), parameters[i]),
+            wanted[i], 1e-5, 1e-6));
       }
     }
   }
+  contexts.clear();
   cluster.shutdown();
 }
 
