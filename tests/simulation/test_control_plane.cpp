@@ -26,8 +26,8 @@ TEST_CASE("50 jobs of any size") {
 // while others are at its door, the rest of who connects to a rank that is leaving.
 TEST_CASE("what has been wrong once") {
   for (const char* recipe :
-       {"many 51 0", "many 1279 100", "many 2389 0", "many 1442 100", "many 580 0", "many 72 100",
-        "many 378 100", "one 5 100 0 0", "one 9 100 6 2"}) {
+       {"one 1 100 4 2", "many 1279 100", "many 2389 0", "many 1442 100", "many 580 0",
+        "many 72 100", "many 378 100", "one 5 100 0 0", "one 9 100 6 2"}) {
     expect_good(Scenario::parse(recipe));
   }
 }

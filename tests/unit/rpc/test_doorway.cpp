@@ -20,8 +20,14 @@ TEST_CASE("a hello that came while the process was stopped is heard when it goes
     RawRank quick(port);
     quick.hello(1, wire::HelloPurpose::kJoin);
     REQUIRE(quick.receive());  // so the loop has seen both connections
+    std::atomic<bool> is_stopped = false;
     std::atomic<bool> goes_on = false;
-    loop.post([&goes_on] { goes_on.wait(false); });
+    loop.post([&] {
+      is_stopped = true;
+      is_stopped.notify_one();
+      goes_on.wait(false);
+    });
+    is_stopped.wait(false);
     slow.hello(2, wire::HelloPurpose::kJoin);
     std::this_thread::sleep_for(patience + 20ms);
     goes_on = true;
