@@ -28,8 +28,24 @@ struct Flow {
 int64_t size_of(at::Tensor tensor) { return tensor.numel(); }
 at::Tensor same(at::Tensor tensor) { return tensor; }
 
+std::atomic<int> g_in_flood{0};
+
+// Takes all workers of both ranks, then sends its caller far more than that has room for.
+int64_t flood(rpc::CallContext& call, int workers) {
+  for (++g_in_flood; g_in_flood < workers;) std::this_thread::sleep_for(1ms);
+  std::vector<base::Future<int64_t>> sizes;
+  for (int i = 0; i < 6; ++i) {
+    sizes.push_back(call.agent.rpc_async<&size_of>(rpc::To(call.caller.rank).without_deadline(),
+                                                   at::ones({1 << 18})));
+  }
+  int64_t all = 0;
+  for (const auto& size : sizes) all += size.wait();
+  return all;
+}
+
 void expose_all(Agent& agent) {
   setup(agent);
+  agent.expose<&flood>("flood");
   agent.expose<&wait_at_gate>("wait_at_gate");
   agent.expose<&size_of>("size_of");
   agent.expose<&same>("same");
@@ -170,7 +186,26 @@ TEST_CASE("what waits on a rank stays within its budget, and all of it is done")
   cluster.shutdown();
 }
 
-TEST_CASE("two ranks that flood each other from their functions both go on") {
+TEST_CASE("two ranks whose functions flood each other with no room left both go on") {
+  constexpr int kWorkers = 2;
+  rpc::AgentOptions options;
+  options.worker_threads = kWorkers;
+  options.peer_budget = 2 * kMiB;
+  options.total_budget = 4 * kMiB;
+  Cluster cluster(2, expose_all, options);
+  g_in_flood = 0;
+  cluster.on_all([](Agent& agent) {
+    std::vector<base::Future<int64_t>> floods;
+    for (int i = 0; i < 3 * kWorkers; ++i) {
+      floods.push_back(
+          agent.rpc_async<&flood>(rpc::To(1 - agent.rank()).without_deadline(), 2 * kWorkers));
+    }
+    for (const auto& each : floods) expect(each.wait() == 6 << 18, "a wrong size");
+  });
+  cluster.shutdown();  // by all: nobody is lost
+}
+
+TEST_CASE("two ranks that flood each other with calls larger than all room both go on") {
   rpc::AgentOptions options;
   options.worker_threads = 2;
   options.peer_budget = 2 * kMiB;
