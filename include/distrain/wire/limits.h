@@ -13,7 +13,8 @@ struct Limits {
 };
 
 /// Before the handshake a connection is nobody's: nothing large is read from it.
-inline constexpr Limits kHandshakeLimits{64 * 1024, 0, 0};
+/// A thousand of them, which claim as much as they may, take 16 MiB.
+inline constexpr Limits kHandshakeLimits{16 * 1024, 0, 0};
 
 inline constexpr size_t kMaxDimensions = 64;
 

@@ -115,7 +115,19 @@ void ControlPlane::begin_as_hub() {
   doorway_->listen(std::move(rank_0_socket_));
 }
 
+// Rank 0 believes no more of a hello than this.
+void ControlPlane::check_options() const {
+  size_t bytes = 0;
+  for (const auto& [name, value] : options_.job_options) bytes += name.size() + value.size() + 8;
+  constexpr size_t kMost = wire::kHandshakeLimits.max_meta_bytes / 2;  // the rest of it is short
+  if (bytes <= kMost) return;
+  throw base::Exception(base::ErrorKind::kInvalid,
+                        "the options that ranks have to agree on take " + std::to_string(bytes) +
+                            " bytes, not at most " + std::to_string(kMost));
+}
+
 void ControlPlane::begin_as_member(base::TimePoint deadline) {
+  check_options();
   net::Fd socket = connect_to_rank_0(deadline);
   rank_0_host_ = net::remote_name(socket.get()).host;
   listen_by_unix_socket();

@@ -95,6 +95,7 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   void on_round(uint64_t round, uint64_t sum) override;
 
   void begin_as_hub();
+  void check_options() const;
   void begin_as_member(base::TimePoint deadline);
   net::Fd connect_to_rank_0(base::TimePoint deadline);
   void listen_by_unix_socket();

@@ -272,13 +272,8 @@ Error Party::left_early(int rank, const Error& error) const {
 Error Party::reason_of(int rank, const Message& message) const {
   Error error = wire::decode_error(message.body);
   if (error.rank < 0) error.rank = rank;
-  if (error.rank != settings_.rank || error.kind != ErrorKind::kPeerLost) return error;
-  const std::string who = "rank " + std::to_string(rank) + name_of(rank);
-  if (rank == 0) {
-    error.message = who + " says: " + error.message;
-  } else {
-    error.rank = rank;
-    error.message = who + " left, as it says: " + error.message;
+  if (error.rank == settings_.rank && error.kind == ErrorKind::kPeerLost) {
+    error.message = "rank " + std::to_string(rank) + name_of(rank) + " says: " + error.message;
   }
   return error;
 }

@@ -158,8 +158,8 @@ class Party {
   void know(wire::Directory directory);
   void lose(int rank, base::Error error);
   base::Error loss(int rank, const base::Error& error) const;
-  /// Why `rank` leaves, or another does, as it says. That this one is lost is for rank 0 to say; to
-  /// any other the answer is that it is the one that leaves.
+  /// Why `rank` leaves, or another does, as it says. If that is the loss of this one it is taken at
+  /// its word, which is told as such: who was stopped for a while cannot know better.
   base::Error reason_of(int rank, const Message& message) const;
   std::string name_of(int rank) const;
 

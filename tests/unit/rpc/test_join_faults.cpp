@@ -334,6 +334,15 @@ TEST_CASE("a rank that fails in its preparation is the reason of those that come
   }
 }
 
+TEST_CASE("options that are too long for a hello are told as such") {
+  rpc::AgentOptions options = options_for(1, 2, 1);
+  options.job_options["words"] = std::string(wire::kHandshakeLimits.max_meta_bytes, 'x');
+  Joining joining(options);
+  const base::Error error = joining.result();
+  CHECK(error.kind == ErrorKind::kInvalid);
+  CHECK(error.message.find("the options that ranks have to agree on take 16397 bytes") == 0);
+}
+
 TEST_CASE("a port that is taken") {
   Joining zero(options_for(0, 2));
   AgentOptions second = options_for(0, 2, zero.agent().port());
