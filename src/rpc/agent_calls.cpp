@@ -176,8 +176,12 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
         departure =
             std::make_shared<Departure>(stager, std::move(message), header, transfer_numbers());
       } else {
+        if (function == kFailFunction) {  // a word of control
+          header.channel = wire::kWithoutCredit;
+          cost = 0;
+        }
         frame = to_frame(std::move(message), header);
-        cost += bytes_of(frame);
+        if (cost > 0) cost += bytes_of(frame);
       }
     }
   } catch (...) {
@@ -205,23 +209,35 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   reply.state()->on_cancel(
       [gate = replies, id, to] { gate->enter([&](AgentCore& core) { core.give_up(id, to); }); });
   const base::TimePoint deadline = call.deadline;
+  std::shared_ptr<std::atomic<bool>> was_sent;
   if (target) {
-    reply.on_complete(inline_executor, [this, target, function](base::Result<RawReply>& result) {
-      if (result.ok()) return;
-      target->set_creation_error(result.error());
-      if (target->is_owner()) target->owned()->value.fail(result.error());
-      if (function != kFailFunction) tell_owner(target, result.error());
-    });
+    was_sent = std::make_shared<std::atomic<bool>>(false);
+    reply.on_complete(inline_executor,
+                      [this, target, function, was_sent](base::Result<RawReply>& result) {
+                        if (result.ok()) return;
+                        target->set_creation_error(result.error());
+                        if (target->is_owner()) target->owned()->value.fail(result.error());
+                        if (function != kFailFunction)
+                          tell_owner(target, result.error(), *was_sent);
+                      });
   }
   calls_.fetch_add(1, std::memory_order_relaxed);
   if (!pending.add(id, std::move(call))) {
     rrefs->retract(tickets);
     return reply;
   }
-  if (const base::Status may_send = take_credit(to, cost, deadline); !may_send.ok()) {
-    see_to_call(id, to, function, tickets, may_send);
+  // Before it takes credit, which would not come back.
+  if (const base::Status fits = net::check_limits(frame); !fits.ok()) {
+    see_to_call(id, to, function, tickets, fits);
     return reply;
   }
+  if (cost > 0) {
+    if (const base::Status may_send = take_credit(to, cost, deadline); !may_send.ok()) {
+      see_to_call(id, to, function, tickets, may_send);
+      return reply;
+    }
+  }
+  if (was_sent) *was_sent = true;
   if (own) {
     QueuedCall mine;
     mine.from = to;
@@ -255,9 +271,12 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
 
 // The owner may not have heard of a remote() call that has failed, but it may have of its RRef,
 // from ranks that wait for the value.
-void AgentCore::tell_owner(const std::shared_ptr<RRefHandle>& target, const Error& error) {
-  const bool has_heard = target->is_owner() || error.kind == ErrorKind::kPeerLost ||
-                         error.kind == ErrorKind::kDeadline || error.kind == ErrorKind::kCancelled;
+void AgentCore::tell_owner(const std::shared_ptr<RRefHandle>& target, const Error& error,
+                           bool was_sent) {
+  const bool is_given_up =
+      error.kind == ErrorKind::kDeadline || error.kind == ErrorKind::kCancelled;
+  const bool has_heard =
+      target->is_owner() || error.kind == ErrorKind::kPeerLost || (was_sent && is_given_up);
   if (has_heard) return;
   executor.post([this, target, error] {
     try {

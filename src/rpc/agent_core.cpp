@@ -14,6 +14,14 @@ namespace distrain::rpc {
 using base::Error;
 using base::ErrorKind;
 
+namespace {
+
+// A peer's word for credit is believed up to here: twice what the largest call takes.
+constexpr uint64_t kMostCredit =
+    2 * (wire::Limits{}.max_payload_bytes + wire::Limits{}.max_meta_bytes + kCallCost);
+
+}  // namespace
+
 base::Task WorkerExecutor::bind(base::Task task) {
   return [task = under_this_thread(std::move(task)), context = current_context(),
           autograd = current_autograd(), state = at::ThreadLocalState()]() mutable {
@@ -117,7 +125,7 @@ void AgentCore::close() {
   const Error error{ErrorKind::kCancelled, "this rank is shutting down", options.rank, {}};
   control->close();
   await_loop();
-  for (const auto& each : flows_) each->credit.fail(error);
+  for (const auto& each : known_flows()) each->credit.fail(error);
   pending.fail_all(error);
   devices.fail(error);
   rrefs->fail_unset(error);
@@ -158,7 +166,8 @@ void AgentCore::join(const std::function<void()>& prepare) {
 void AgentCore::on_directory_on_loop(const wire::Directory& directory, std::vector<Way> ways) {
   peers.learn_on_loop(directory, std::move(ways));
   make_flows_on_loop();
-  if (options.rank != 0) job_options = directory.options;
+  if (options.rank == 0) return;  // it knows both, and may be reading them
+  job_options = directory.options;
   name = directory.ranks[static_cast<size_t>(options.rank)].name;
 }
 
@@ -178,6 +187,7 @@ void AgentCore::make_flows_on_loop() {
     const uint64_t window = rank == options.rank ? options.peer_budget : share;
     flows_.push_back(std::unique_ptr<Flow>(new Flow{Credit(ask), Allowance(window, loans_, give)}));
   }
+  flows_are_known_ = true;
   flow(options.rank).allowance.open();
 }
 
@@ -225,10 +235,10 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
     case wire::FrameKind::kCancel:
       return cancel_call(rank, header.call_id);
     case wire::FrameKind::kCredit:
-      return flow(rank).credit.give(std::min(header.call_id, options.total_budget));
+      return flow(rank).credit.give(std::min(header.call_id, kMostCredit));
     case wire::FrameKind::kCreditRequest:
-      return flow(rank).allowance.on_asked(
-          std::min(header.call_id, wire::Limits{}.max_payload_bytes));
+      if (peers.is_lost(rank)) return;
+      return flow(rank).allowance.on_asked(std::min(header.call_id, kMostCredit));
     case wire::FrameKind::kReply:
       if (auto call = pending.take(header.call_id, rank)) {
         call->promise.set(RawReply{nullptr, std::move(frame), arrivals, rank, call->context,
@@ -280,6 +290,7 @@ void AgentCore::on_lost_on_loop(int rank, const Error& error) {
   peers.lose_on_loop(rank, error);
   flow(rank).credit.fail(error);
   flow(rank).allowance.close();
+  for (const auto& each : flows_) each->allowance.try_again();  // what was lent to it is there
   // Nobody waits for it, and what it would do nobody would see to.
   static_cast<void>(
       queued_calls_.take([rank](const QueuedCall& call) { return call.from == rank; }));
@@ -311,7 +322,7 @@ std::vector<Wait> AgentCore::waits() {
     std::vector<Wait> more = channel->waits();
     std::move(more.begin(), more.end(), std::back_inserter(all));
   }
-  for (int rank = 0; rank < static_cast<int>(flows_.size()); ++rank) {
+  for (int rank = 0; rank < static_cast<int>(known_flows().size()); ++rank) {
     if (const auto since = flow(rank).credit.waiting_since()) {
       all.push_back({"room on rank " + std::to_string(rank) + " for one more call", *since});
     }

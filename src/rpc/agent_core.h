@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -124,7 +125,8 @@ class AgentCore {
   }
 
  private:
-  void tell_owner(const std::shared_ptr<RRefHandle>& target, const base::Error& error);
+  void tell_owner(const std::shared_ptr<RRefHandle>& target, const base::Error& error,
+                  bool was_sent);
   void hold_parameters(OutMessage& message) const;
   base::Status send_message(int to, OutMessage message, const wire::FrameHeader& header);
   base::Status send_departure(int to, Departure& departure);
@@ -143,6 +145,10 @@ class AgentCore {
     Allowance allowance;
   };
   Flow& flow(int rank) { return *flows_[static_cast<size_t>(rank)]; }
+  /// None before the ranks are known. For any thread.
+  std::span<const std::unique_ptr<Flow>> known_flows() const {
+    return flows_are_known_ ? std::span(flows_) : std::span<const std::unique_ptr<Flow>>();
+  }
   void make_flows_on_loop();
   void send_word(int to, wire::FrameKind kind, uint64_t number);
   void tell_given_up(uint64_t id, int to);
@@ -165,6 +171,7 @@ class AgentCore {
   // Made with the peers.
   Loans loans_;
   std::vector<std::unique_ptr<Flow>> flows_;
+  std::atomic<bool> flows_are_known_{false};
   CallQueue queued_calls_;
   base::SerialThread given_up_{"dt-given-up"};  // lets go of calls that nobody waits for any more
   std::atomic<uint64_t> next_call_{1};

@@ -12,9 +12,11 @@ namespace distrain::rpc {
 base::Status Credit::take(uint64_t bytes, base::TimePoint deadline) {
   const auto wanted = static_cast<int64_t>(bytes);
   if (!is_contended_.load(std::memory_order_acquire)) {
-    if (available_.fetch_sub(wanted) >= wanted) return base::Unit{};
-    if (base::thread_state().must_not_wait) return base::Unit{};
-    available_.fetch_add(wanted);
+    if (take_at_once(wanted)) return base::Unit{};
+    if (base::thread_state().must_not_wait) {
+      available_.fetch_sub(wanted);
+      return base::Unit{};
+    }
   }
   return wait(wanted, deadline);
 }
@@ -56,7 +58,7 @@ base::Status Credit::wait_for_turn(Waiter& self, base::TimePoint deadline) {
   std::unique_lock lock(mutex_);
   for (;;) {
     if (failed_) return *failed_;
-    if (waiters_.front() == &self && take_locked(self.bytes)) return base::Unit{};
+    if (waiters_.front() == &self && take_at_once(self.bytes)) return base::Unit{};
     if (deadline == base::kNever) {
       self.turn.wait(lock);
     } else if (base::Clock::now() >= deadline) {
@@ -70,9 +72,13 @@ base::Status Credit::wait_for_turn(Waiter& self, base::TimePoint deadline) {
   }
 }
 
-bool Credit::take_locked(int64_t bytes) {
-  if (available_.fetch_sub(bytes) >= bytes) return true;
-  available_.fetch_add(bytes);
+// All or nothing: if it took some for a moment, who else looks in that moment would wait for
+// nobody.
+bool Credit::take_at_once(int64_t bytes) {
+  int64_t available = available_.load();
+  while (available >= bytes) {
+    if (available_.compare_exchange_weak(available, available - bytes)) return true;
+  }
   return false;
 }
 

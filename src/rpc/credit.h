@@ -62,7 +62,7 @@ class Credit {
   };
   base::Status wait(int64_t bytes, base::TimePoint deadline);
   base::Status wait_for_turn(Waiter& self, base::TimePoint deadline);
-  bool take_locked(int64_t bytes);
+  bool take_at_once(int64_t bytes);
   void say_what_is_waited_for();
 
   const std::function<void(uint64_t bytes)> ask_;

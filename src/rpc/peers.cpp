@@ -25,6 +25,7 @@ void Peers::learn_on_loop(const wire::Directory& directory, std::vector<Way> way
     peers.back()->way = std::move(ways[rank]);
   }
   peers_ = std::move(peers);
+  size_ = static_cast<int>(peers_.size());
 }
 
 std::string Peers::transport() const {

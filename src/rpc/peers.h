@@ -40,7 +40,8 @@ class Peers {
   /// Once, before anything else: who they are, and how they are reached.
   void learn_on_loop(const wire::Directory& directory, std::vector<Way> ways);
 
-  int size() const { return static_cast<int>(peers_.size()); }
+  /// Zero before learn_on_loop(). For any thread.
+  int size() const { return size_; }
   const std::string& name(int rank) const { return at(rank).name; }
   /// "unix", "tcp", "mixed" or "none": how they are reached.
   std::string transport() const;
@@ -92,6 +93,7 @@ class Peers {
   const std::function<void(int rank)> on_open_;  // a connection stands; on the loop
   // Made on the loop when the ranks are known, before join() returns; never changes after.
   std::vector<std::unique_ptr<Peer>> peers_;
+  std::atomic<int> size_{0};  // of peers_, once that stays as it is
 };
 
 }  // namespace distrain::rpc

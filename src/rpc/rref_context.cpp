@@ -10,7 +10,8 @@ namespace distrain::rpc {
 namespace {
 
 // Of values that others refer to and nobody has called for yet: a moment's worth.
-constexpr size_t kMaxUnmade = 65536;
+// More than one rank's credit admits of the smallest calls that make them.
+constexpr size_t kMaxUnmade = size_t{1} << 18;
 
 }  // namespace
 

@@ -3,6 +3,7 @@
 # Three ranks in three network namespaces with a switch between them, as on three machines, and links that
 # are cut: both ways or one, while the ranks meet or train. Nobody is told: what is sent is lost. All of it is
 # tests/soak/netns.sh.
+# shellcheck disable=SC2317  # what in_time calls
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
 
@@ -55,7 +56,7 @@ start_rank() { # start_rank <rank> <option...>
   local rank=$1
   shift
   timeout -k 2 "$limit" ip netns exec "${hosts[rank]}" "$distrain" ps --rank "$rank" --master-addr 10.78.0.10 \
-    --data "$tmp/images" --epochs 1000000 --log-interval 1 --peer-timeout $peer_timeout "$@" >"$tmp/rank$rank" \
+    --data "$tmp/images" --epochs 1000000 --log-interval 1 --peer-timeout "$peer_timeout" "$@" >"$tmp/rank$rank" \
     2>"$tmp/err$rank" &
   pids[rank]=$!
 }
@@ -76,7 +77,7 @@ ends() {
   done
   local times
   times=$(jq -cs --argjson cut "$cut" 'map(select(.event == "end") | (.ts - $cut) * 100 | round / 100)' "$tmp"/rank[012])
-  took=$(jq -n "$times[0:2] | max")
+  took=$(jq -n "${times}[0:2] | max")
   echo "$1: ranks end $times s after it"
   expect_no_process "$1"
   mend
@@ -88,7 +89,7 @@ goal() { [[ $1 == to ]] && echo $((peer_timeout + 2)) || echo $((peer_timeout + 
 at_work() { # at_work <how>
   local rank
   renew
-  for rank in 0 1 2; do start_rank $rank; done
+  for rank in 0 1 2; do start_rank "$rank"; done
   wait_for_lines 3 step "$tmp/rank2"
   cut=$EPOCHREALTIME
   break_link "$1"

@@ -18,6 +18,7 @@ memory() { awk -v name="$1:" '$1 == name { print $2 }' "/proc/$server/status"; }
 
 start_rank 0
 start_rank 1
+# shellcheck disable=SC2317  # called by wait_for
 waits_for_two() { jq -es 'any(.[]; .event == "waiting" and .missing == [2, 3])' "$tmp/rank0" >/dev/null 2>&1; }
 wait_for "$limit" waits_for_two || fail "rank 0 does not wait for ranks 2 and 3"
 server=$(jq -rs 'map(select(.event == "start"))[0].pid' "$tmp/rank0")

@@ -312,10 +312,17 @@ class Launcher {
   }
 
   /// For another reason than that we asked for it. A save that failed is one.
+  /// Whatever signal of ours came while it was at its core dump.
+  static bool crashed(const Child& child) {
+    const int number = child.signal();
+    return number == SIGSEGV || number == SIGBUS || number == SIGFPE || number == SIGILL ||
+           number == SIGABRT;
+  }
+
   bool failed_itself(const Child& child) const {
     const bool failed_to_save =
         plan_.save_grace.count() > 0 && !child.error().empty() && !is_secondary(child);
-    return child.failed() && (!child.ended_by_us() || failed_to_save);
+    return child.failed() && (!child.ended_by_us() || failed_to_save || crashed(child));
   }
 
   /// Whether it blames another of our ranks, which has a reason of its own: even if that ends

@@ -222,7 +222,7 @@ class RankProcess {
 
   Cause report(const base::Error& error) {
     const Cause cause = own_cause(error);
-    if (!told_error_.exchange(true)) tell_error(cause_of(error));
+    static_cast<void>(tell_error_once(error));
     return cause;
   }
 
@@ -233,6 +233,13 @@ class RankProcess {
       cause.host = host_name();
     }
     return cause;
+  }
+
+  bool tell_error_once(const base::Error& error) {
+    std::lock_guard lock(told_error_mutex_);
+    if (std::exchange(told_error_, true)) return false;
+    tell_error(cause_of(error));
+    return true;
   }
 
   void tell_error(const Cause& cause) {
@@ -272,8 +279,8 @@ class RankProcess {
       std::thread([this, error] {
         std::this_thread::sleep_for(kUnwinding);
         const Cause cause = own_cause(error);
-        if (told_error_.exchange(true)) return;  // the main thread is at it
-        tell_error(cause_of(error));
+        leave_after(kReaderGrace, cause);     // whoever reads its lines may sleep
+        if (!tell_error_once(error)) return;  // the main thread is at it
         if (!finish(Json::object(), cause)) return;
         leave(cause.exit_code);
       }).detach();
@@ -385,7 +392,8 @@ class RankProcess {
   std::atomic<bool> telling_{false};  // what it waits for, just now
   std::atomic<bool> ending_{false};   // the process is about to end
   std::atomic<bool> is_unwinding_{false};
-  std::atomic<bool> told_error_{false};
+  std::mutex told_error_mutex_;      // held until the line is out: the last one comes behind it
+  bool told_error_ = false;          // by told_error_mutex_
   std::atomic<int> write_error_{0};  // the first
   JsonSink sink_;
 };

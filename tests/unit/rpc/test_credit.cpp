@@ -27,6 +27,7 @@ struct Flow {
 
 int64_t size_of(at::Tensor tensor) { return tensor.numel(); }
 at::Tensor same(at::Tensor tensor) { return tensor; }
+int64_t length_of(std::string text) { return static_cast<int64_t>(text.size()); }
 
 std::atomic<int> g_in_flood{0};
 
@@ -48,6 +49,7 @@ void expose_all(Agent& agent) {
   agent.expose<&flood>("flood");
   agent.expose<&wait_at_gate>("wait_at_gate");
   agent.expose<&size_of>("size_of");
+  agent.expose<&length_of>("length_of");
   agent.expose<&same>("same");
 }
 
@@ -183,6 +185,30 @@ TEST_CASE("what waits on a rank stays within its budget, and all of it is done")
   caller.join();
   for (const auto& size : sizes) CHECK(size.wait() == 2 << 18);
   held_up.wait();
+  cluster.shutdown();
+}
+
+TEST_CASE("a call that is larger than all that may wait on a rank is lent all it needs") {
+  rpc::AgentOptions options;
+  options.peer_budget = 2 * kMiB;
+  options.total_budget = 4 * kMiB;
+  Cluster cluster(2, expose_all, options);
+  for (int i = 0; i < 3; ++i) CHECK(cluster[0].rpc_sync<&size_of>(1, mebibytes(16)) == 16 << 18);
+  cluster.shutdown();
+}
+
+TEST_CASE("a call that no frame can hold is refused, and takes no credit with it") {
+  rpc::AgentOptions options;
+  options.peer_budget = 2 * kMiB;
+  Cluster cluster(2, expose_all, options);
+  const std::string text(wire::Limits{}.max_meta_bytes + 1, 'x');
+  for (int i = 0; i < 2; ++i) {
+    const base::Error error =
+        error_of([&] { static_cast<void>(cluster[0].rpc_sync<&length_of>(1, text)); });
+    CHECK(error.kind == ErrorKind::kInvalid);
+    CHECK(error.rank == 0);
+  }
+  CHECK(cluster[0].rpc_sync<&size_of>(1, mebibytes(1)) == 1 << 18);
   cluster.shutdown();
 }
 

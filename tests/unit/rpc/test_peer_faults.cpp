@@ -86,7 +86,7 @@ TEST_CASE("a peer that sends garbage once it is connected is lost") {
     wire::FrameHeader header;
     header.kind = wire::FrameKind::kRRefFork;
     header.autograd_id = 1;
-    for (uint64_t id = 1; id <= 65537; ++id) {
+    for (uint64_t id = 1; id <= (1 << 18) + 1; ++id) {
       header.call_id = header.context_id = id;
       uint8_t head[wire::kHeaderBytes];
       wire::encode_header(header, head);
