@@ -51,40 +51,27 @@ class FutureState {
   }
   /// The same, for a value that is there when `before` is done.
   bool complete(Result<V> result, QueuedWorkPtr before) {
-    std::vector<Callback> callbacks;
-    OnCancel unneeded;  // dies outside the lock
-    bool wake = false;
-    {
-      std::lock_guard lock(mutex_);
-      if (result_) return false;
-      unneeded = std::move(on_cancel_);
-      result_.emplace(std::move(result));
-      queued_work_ = std::move(before);
-      callbacks.swap(callbacks_);
-      wake = waiters_ > 0;
-      ready_.store(true, std::memory_order_release);
-      // Notified under the lock: the last waiter may destroy this state right after it.
-      if (wake) condition_.notify_all();
-    }
-    for (Callback& callback : callbacks) callback(*result_);
-    return true;
+    OnCancel unneeded;
+    return complete(std::move(result), std::move(before), unneeded, false);
   }
 
   /// What cancel() does to whoever is to bring the value.
   void on_cancel(OnCancel tell) {
-    std::lock_guard lock(mutex_);
-    if (!result_) on_cancel_ = std::move(tell);
+    {
+      std::lock_guard lock(mutex_);
+      if (!result_) {
+        on_cancel_ = std::move(tell);
+        return;
+      }
+      if (!cancelled_) return;
+    }
+    tell();
   }
 
   void cancel() {
     OnCancel tell;
-    {
-      std::lock_guard lock(mutex_);
-      if (result_) return;
-      tell = std::move(on_cancel_);
-    }
-    const bool is_first = complete(Error{ErrorKind::kCancelled, "it was cancelled", -1, {}});
-    if (is_first && tell) tell();
+    Error error{ErrorKind::kCancelled, "it was cancelled", -1, {}};
+    if (complete(std::move(error), nullptr, tell, true) && tell) tell();
   }
 
   void on_ready(Callback callback) {
@@ -128,6 +115,27 @@ class FutureState {
   const QueuedWorkPtr& queued_work() const { return queued_work_; }
 
  private:
+  /// Gives back what cancel() would have told, so that it is called, or dies, outside the lock.
+  bool complete(Result<V> result, QueuedWorkPtr before, OnCancel& tell, bool cancelled) {
+    std::vector<Callback> callbacks;
+    bool wake = false;
+    {
+      std::lock_guard lock(mutex_);
+      if (result_) return false;
+      cancelled_ = cancelled;
+      tell = std::move(on_cancel_);
+      result_.emplace(std::move(result));
+      queued_work_ = std::move(before);
+      callbacks.swap(callbacks_);
+      wake = waiters_ > 0;
+      ready_.store(true, std::memory_order_release);
+      // Notified under the lock: the last waiter may destroy this state right after it.
+      if (wake) condition_.notify_all();
+    }
+    for (Callback& callback : callbacks) callback(*result_);
+    return true;
+  }
+
   std::atomic<bool> ready_{false};
   std::mutex mutex_;
   std::condition_variable condition_;
@@ -136,6 +144,7 @@ class FutureState {
   QueuedWorkPtr queued_work_;  // written before ready_
   std::vector<Callback> callbacks_;
   OnCancel on_cancel_;
+  bool cancelled_ = false;  // by cancel()
 };
 
 }  // namespace detail
@@ -290,10 +299,14 @@ auto Future<T>::then(Executor& executor, F fn) const {
   });
   Task task = executor.bind([state, promise, &executor, fn = std::move(fn), call]() mutable {
     Result<Stored>& result = state->result();
-    if (!result.ok()) return;  // told already; `fn` only dies here
+    // Told already, or cancelled; `fn` only dies here.
+    if (!result.ok() || promise->future().done()) return;
     try {
       if constexpr (kNested) {
         auto inner = call(fn, result.unchecked());
+        promise->future().state()->on_cancel([inner = std::weak_ptr(inner.state())] {
+          if (const auto known = inner.lock()) known->cancel();
+        });
         inner.state()->on_ready([promise, state = inner.state().get()](auto& r) {
           promise->complete(r, state->queued_work());
         });

@@ -352,3 +352,51 @@ TEST_CASE("waiting on a thread that must not wait ends the process") {
   CHECK(WIFSIGNALED(status));
   CHECK(WTERMSIG(status) == SIGABRT);
 }
+
+TEST_CASE("what is to bring a value hears that nobody wants it, once") {
+  for (int round = 0; round < 2000; ++round) {
+    Promise<int> promise;
+    const Future<int> future = promise.future();
+    std::atomic<int> told{0};
+    future.state()->on_cancel([&] { ++told; });
+    std::thread other([&] { future.cancel(); });
+    future.cancel();
+    other.join();
+    REQUIRE(told == 1);
+    REQUIRE(error_kind(future) == ErrorKind::kCancelled);
+  }
+}
+
+TEST_CASE("what is cancelled reaches the future that a continuation has made") {
+  InlineExecutor executor;
+  for (const bool is_late : {false, true}) {
+    CAPTURE(is_late);
+    Promise<int> first, second;
+    bool told = false;
+    second.future().state()->on_cancel([&] { told = true; });
+    std::optional<Future<int>> both;
+    const auto next = [&](int) {
+      if (is_late) both->cancel();  // while the continuation runs
+      return second.future();
+    };
+    both = first.future().then(executor, next);
+    first.set(1);
+    if (!is_late) both->cancel();
+    CHECK(told);
+    CHECK(error_kind(*both) == ErrorKind::kCancelled);
+  }
+}
+
+TEST_CASE("a continuation of what is cancelled does not run") {
+  ManualExecutor executor;
+  Promise<int> first;
+  bool ran = false;
+  const Future<int> next = first.future().then(executor, [&](int value) {
+    ran = true;
+    return value;
+  });
+  first.set(1);
+  next.cancel();
+  for (Task& task : executor.tasks) task();
+  CHECK_FALSE(ran);
+}
