@@ -1,4 +1,5 @@
 // ctest: timeout=120
+#include <latch>
 #include <thread>
 
 #include <torch/nn/utils/clip_grad.h>
@@ -205,6 +206,7 @@ TEST_CASE("clipping takes the norm over all owners together, as torch does over 
   // Rank 0 is participant 0, rank 1 participant 1.
   const RRef<at::Tensor> parameters[2] = {first.rpc_sync<&SquareLayer::parameter>(),
                                           second.rpc_sync<&SquareLayer::parameter>()};
+  std::latch have_gradients(2);  // of the first parameters, both
   std::vector<std::thread> threads;
   for (int t = 0; t < 2; ++t) {
     threads.emplace_back([&, t] {
@@ -214,6 +216,7 @@ TEST_CASE("clipping takes the norm over all owners together, as torch does over 
       const at::Tensor sum = first.rpc_sync<&SquareLayer::forward>(x[t]).sum() +
                              second.rpc_sync<&SquareLayer::forward>(x[t]).sum();
       autograd::backward(context, {sum});
+      have_gradients.arrive_and_wait();
       optimizer.step(context, max_norm);
     });
   }
