@@ -144,6 +144,7 @@ bool Child::reap() {
 void Child::send(int signal) {
   if (!alive()) return;
   ended_by_us_ = ended_by_us_ || error_.empty();
+  killed_ = killed_ || signal == SIGKILL;
   kill(-pid_, signal);
 }
 

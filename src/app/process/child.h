@@ -75,6 +75,8 @@ class Child {
   std::optional<base::TimePoint> stopped_since() const { return stopped_since_; }
   bool failed() const { return status_ && exit_code() != 0; }
   bool ended_by_us() const { return ended_by_us_; }
+  /// By send(), though it may not have ended yet.
+  bool killed() const { return killed_; }
   /// 128 + n by signal; 1 for a rank that left with 0 but without its last line.
   int exit_code() const;
   /// Has found all others.
@@ -111,6 +113,7 @@ class Child {
   base::TimePoint ended_at_;
   double rss_mb_ = 0;
   bool ended_by_us_ = false;
+  bool killed_ = false;
   bool ready_ = false;
   std::string run_id_;
 };

@@ -228,7 +228,8 @@ class Launcher {
   /// wait for it, and at the end they have gone: it is for the launcher to see.
   base::TimePoint stopped_until(const Child& child) const {
     const auto limit = nanoseconds(static_cast<int64_t>(plan_.peer_timeout_s * 1e9));
-    const bool counts = child.alive() && child.stopped_since() && limit.count() > 0;
+    const bool counts =
+        child.alive() && !child.killed() && child.stopped_since() && limit.count() > 0;
     return counts ? *child.stopped_since() + limit + kStoppedGrace : base::kNever;
   }
 
