@@ -136,6 +136,7 @@ void AgentCore::close() {
     if (rank != options.rank) layers.on_rank_lost(rank, error);
   }
   stager.stop_waiting();
+  layers.wait_until_told();
   pool.stop();  // handlers that wait for others have been failed above
   base::Promise<void> all_let_go;
   const base::Future<void> let_go = all_let_go.future();

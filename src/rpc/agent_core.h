@@ -98,7 +98,7 @@ class AgentCore {
   base::InlineExecutor& inline_executor = *shared_inline_executor;
   base::ThreadPool& pool = executor.pool();
   const std::shared_ptr<ReplyGate> replies = std::make_shared<ReplyGate>(*this);
-  Layers layers{executor};
+  Layers layers;
   PendingCalls pending;
   std::shared_ptr<RRefContext> rrefs;
   std::shared_ptr<AutogradHook> hook;

@@ -2,6 +2,8 @@
 
 #include <iterator>
 
+#include "distrain/base/future.h"
+
 namespace distrain::rpc {
 
 std::vector<std::shared_ptr<Layer>> Layers::living_locked() const {
@@ -16,7 +18,7 @@ void Layers::add(const std::weak_ptr<Layer>& layer) {
   std::lock_guard lock(mutex_);
   layers_.push_back(layer);
   for (const auto& [rank, error] : losses_) {
-    executor_.post([layer, rank = rank, error = error] {
+    teller_.post([layer, rank = rank, error = error] {
       if (const auto known = layer.lock()) known->on_rank_lost(rank, error);
     });
   }
@@ -29,8 +31,15 @@ void Layers::on_rank_lost(int rank, const base::Error& error) {
   }
   losses_.emplace_back(rank, error);
   for (auto& layer : living_locked()) {
-    executor_.post([layer = std::move(layer), rank, error] { layer->on_rank_lost(rank, error); });
+    teller_.post([layer = std::move(layer), rank, error] { layer->on_rank_lost(rank, error); });
   }
+}
+
+void Layers::wait_until_told() {
+  base::Promise<void> promise;
+  const base::Future<void> told = promise.future();
+  teller_.post([promise = std::move(promise)]() mutable { promise.set(); });
+  static_cast<void>(told.wait_result());
 }
 
 std::vector<Wait> Layers::waits() const {

@@ -128,3 +128,25 @@ TEST_CASE("heartbeats keep idle connections alive") {
     CHECK(cluster[rank].rpc_sync<&add>((rank + 1) % 3, 1, 1) == 2);
   cluster.shutdown();
 }
+
+TEST_CASE("layers hear of a loss while all workers are at something") {
+  struct Watch final : rpc::Layer {
+    void on_rank_lost(int rank, const base::Error&) override { lost = rank; }
+    std::atomic<int> lost{-1};
+  };
+  rpc::AgentOptions options;
+  options.worker_threads = 1;
+  Cluster cluster(3, setup, options);
+  const auto watch = std::make_shared<Watch>();
+  cluster[1].add_layer(watch);
+  cluster[1].expose<&wait_at_gate>("wait_at_gate");
+  g_gate = false;
+  auto held_up = cluster[1].rpc_async<&wait_at_gate>(1);
+  wait_for_call_at_gate();
+  cluster.kill(2);
+  const base::TimePoint deadline = base::deadline_after(60s);
+  while (watch->lost < 0 && base::Clock::now() < deadline) std::this_thread::sleep_for(1ms);
+  CHECK(watch->lost == 2);
+  g_gate = true;
+  held_up.wait();
+}
