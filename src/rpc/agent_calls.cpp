@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 
 #include <c10/util/Exception.h>
 
@@ -54,6 +55,7 @@ class ReplyImpl final : public Reply {
       } catch (...) {
         core.send_error(to_, call_id_, error_in_flight(ErrorKind::kInternal));
       }
+      core.calls_in_work.end(call_);
     });
   }
 
@@ -62,10 +64,15 @@ class ReplyImpl final : public Reply {
     if (error.rank < 0) error.rank = rank_;
     if (error.op.empty()) error.op = function_;
     if (target_) target_->value.fail(error);
-    gate_->enter([&](AgentCore& core) { core.send_error(to_, call_id_, std::move(error)); });
+    gate_->enter([&](AgentCore& core) {
+      core.send_error(to_, call_id_, std::move(error));
+      core.calls_in_work.end(call_);
+    });
   }
 
   const std::shared_ptr<OwnedValue>& target() const override { return target_; }
+  /// Its call begins, which took so much credit.
+  void begin(AgentCore& core, uint64_t credit) { core.calls_in_work.begin(call_, to_, credit); }
   void set_target(std::shared_ptr<OwnedValue> target) { target_ = std::move(target); }
   /// What failed, in errors that do not say.
   void set_function(std::string function) { function_ = std::move(function); }
@@ -78,6 +85,7 @@ class ReplyImpl final : public Reply {
   const uint64_t context_;
   std::shared_ptr<OwnedValue> target_;
   std::string function_;
+  CallsInWork::Call call_;
   std::atomic<bool> answered_{false};
 };
 
@@ -144,6 +152,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   encoder.to = to;
   encoder.is_argument = true;
   encoder.out.put(function);
+  const size_t wait_at = message.body.size();
   encoder.out.put(wait_ms(timeout));
   encoder.out.put(target ? CallMode::kRemote : CallMode::kCall);
   if (target) {
@@ -159,11 +168,13 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   std::shared_ptr<Departure> departure;  // with tensors of devices
   std::shared_ptr<InMessage> own;
   std::vector<RRefTicket> tickets;
+  size_t behind_wait = 0;  // bytes from there to the end
   // What cannot be sent is found out before anybody waits for its answer.
   try {
     fill(encoder);
     if (t_context != 0 && hook) header.autograd_id = hook->on_send(t_context, to, message.tensors);
     tickets = message.rrefs;
+    behind_wait = message.body.size() - wait_at;
     if (to == options.rank) {
       cost += message.body.size();
       for (const at::Tensor& tensor : message.tensors) cost += tensor.nbytes();
@@ -197,7 +208,12 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   call.to = to;
   call.function = function;
   call.started = base::Clock::now();
-  call.deadline = timeout == base::Duration::max() ? base::kNever : call.started + timeout;
+  const base::TimePoint deadline =
+      timeout == base::Duration::max() ? base::kNever : call.started + timeout;
+  // Before anything is taken for it, which would not come back.
+  const base::Status fits = net::check_limits(frame);
+  const bool has_credit = !fits.ok() || cost == 0 || flow(to).credit.try_take(cost);
+  if (has_credit) call.deadline = deadline;  // otherwise who waits for credit sees to it
   call.context = t_context;
   call.autograd_id = header.autograd_id;
   call.holds = std::move(encoder.holds);
@@ -208,7 +224,6 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   base::Future<RawReply> reply = call.promise.future();
   reply.state()->on_cancel(
       [gate = replies, id, to] { gate->enter([&](AgentCore& core) { core.give_up(id, to); }); });
-  const base::TimePoint deadline = call.deadline;
   std::shared_ptr<std::atomic<bool>> was_sent;
   if (target) {
     was_sent = std::make_shared<std::atomic<bool>>(false);
@@ -226,15 +241,19 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     rrefs->retract(tickets);
     return reply;
   }
-  // Before it takes credit, which would not come back.
-  if (const base::Status fits = net::check_limits(frame); !fits.ok()) {
+  if (!fits.ok()) {
     see_to_call(id, to, function, tickets, fits);
     return reply;
   }
-  if (cost > 0) {
-    if (const base::Status may_send = take_credit(to, cost, deadline); !may_send.ok()) {
+  if (!has_credit) {
+    if (const base::Status may_send = wait_for_credit(to, cost, deadline); !may_send.ok()) {
       see_to_call(id, to, function, tickets, may_send);
       return reply;
+    }
+    pending.set_deadline(id, deadline);
+    if (!own && deadline != base::kNever) {  // of which it has less left than it says
+      const uint32_t left = wait_ms(deadline - base::Clock::now());
+      std::memcpy(frame.meta.data() + frame.meta.size() - behind_wait, &left, sizeof left);
     }
   }
   if (was_sent) *was_sent = true;
@@ -250,6 +269,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   }
   if (departure) {  // it waits for the device, the caller does not
     const auto depart = [this, id, to, function, tickets = std::move(tickets), departure] {
+      if (!pending.is_waiting(id)) return rrefs->retract(tickets);
       see_to_call(id, to, function, tickets, send_departure(to, *departure));
     };
     if (options.call_delay > base::Duration::zero()) {
@@ -261,6 +281,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     loop.call_at(
         base::deadline_after(options.call_delay),
         [this, id, to, function, tickets = std::move(tickets), frame = std::move(frame)]() mutable {
+          if (!pending.is_waiting(id)) return rrefs->retract(tickets);
           see_to_call(id, to, function, tickets, send(to, std::move(frame)));
         });
   } else {
@@ -300,19 +321,18 @@ void AgentCore::hold_parameters(OutMessage& message) const {
   }
 }
 
-base::Status AgentCore::take_credit(int to, uint64_t bytes, base::TimePoint deadline) {
-  base::Status taken = base::Unit{};
+base::Status AgentCore::wait_for_credit(int to, uint64_t bytes, base::TimePoint deadline) {
   try {
-    taken = flow(to).credit.take(bytes, deadline);
-  } catch (const base::Exception& e) {
-    taken = e.error();
+    const base::Status taken = flow(to).credit.take(bytes, deadline);
+    if (taken.ok() || taken.error().kind != ErrorKind::kOverloaded) return taken;
+    Error late = taken.error();
+    late.message = "rank " + std::to_string(to) + " (" + peers.name(to) +
+                   ") had no room for this call in time: " + late.message;
+    late.rank = to;
+    return late;
+  } catch (const base::Exception& e) {  // no thread is left that could wait
+    return e.error();
   }
-  if (taken.ok() || taken.error().kind != ErrorKind::kDeadline) return taken;
-  Error late = taken.error();
-  late.message = "rank " + std::to_string(to) + " (" + peers.name(to) +
-                 ") had no room for this call in time: " + late.message;
-  late.rank = to;
-  return late;
 }
 
 // A call that could not be sent fails at once.
@@ -382,8 +402,16 @@ void AgentCore::run_next_call() {
   if (std::optional<QueuedCall> call = queued_calls_.pop()) execute(std::move(*call));
 }
 
-void AgentCore::begin_call(const QueuedCall& call) {
-  if (!flow(call.from).allowance.on_begun(call.credit)) return;
+void AgentCore::give_back_credit(int from, uint64_t bytes) {
+  if (flow(from).allowance.on_begun(bytes)) try_all_again();
+}
+
+void AgentCore::on_credit_asked(int from, uint64_t bytes, uint64_t returned) {
+  if (flow(from).allowance.on_asked(bytes, returned)) try_all_again();
+}
+
+// What was lent is back: somebody may wait for it.
+void AgentCore::try_all_again() {
   for (const auto& each : flows_) each->allowance.try_again();
 }
 
@@ -395,16 +423,14 @@ void AgentCore::tell_given_up(uint64_t id, int to) {
 }
 
 void AgentCore::cancel_call(int from, uint64_t id) {
-  for (QueuedCall& call : queued_calls_.take(
-           [&](const QueuedCall& each) { return each.from == from && each.id == id; })) {
-    call.is_given_up = true;
-    given_up_.post([this, call = std::move(call)]() mutable { execute(std::move(call)); });
-  }
+  std::optional<QueuedCall> call = queued_calls_.take(from, id);
+  if (!call) return;
+  call->is_given_up = true;
+  given_up_.post([this, call = std::move(*call)]() mutable { execute(std::move(call)); });
 }
 
 void AgentCore::execute(QueuedCall call) {
   if (closed_) return;  // who waits for it hears that this rank is gone, and why
-  begin_call(call);
   const int from = call.from;
   const base::TimePoint arrived = call.arrived;
   std::shared_ptr<InMessage> message = std::move(call.message);
@@ -413,6 +439,7 @@ void AgentCore::execute(QueuedCall call) {
   if (from != options.rank && peers.is_lost(from)) return;
   const wire::FrameHeader header = message ? message->header : frame.header;
   const auto reply = std::make_shared<ReplyImpl>(*this, from, header.call_id, header.context_id);
+  reply->begin(*this, call.credit);
   std::string function;
   CallSlice slice(options.tracer && options.tracer->on() ? options.tracer.get() : nullptr);
   try {

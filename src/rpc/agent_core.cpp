@@ -57,6 +57,9 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
                 hook->on_failed(call.context, call.autograd_id);
                 if (given_up) hook->on_given_up(call.context, call.to, id);
               }),
+      calls_in_work(options.total_budget,
+                    [this](int from, uint64_t bytes) { give_back_credit(from, bytes); }),
+      early_messages(options.total_budget),
       rrefs(std::make_shared<RRefContext>(
           owner, options.rank,
           [this](int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent) {
@@ -177,13 +180,13 @@ void AgentCore::make_flows_on_loop() {
   const uint64_t others = std::max(world_size() - 1, 1);
   const uint64_t share = std::min(options.peer_budget, options.total_budget / 4 * 3 / others);
   for (int rank = 0; rank < world_size(); ++rank) {
-    const auto ask = [this, rank](uint64_t bytes) {
-      if (rank == options.rank) return flow(rank).allowance.on_asked(bytes);
-      send_word(rank, wire::FrameKind::kCreditRequest, bytes);
+    const auto ask = [this, rank](uint64_t bytes, uint64_t returned) {
+      if (rank == options.rank) return on_credit_asked(rank, bytes, returned);
+      send_word(rank, wire::FrameKind::kCreditRequest, bytes, returned);
     };
-    const auto give = [this, rank](uint64_t bytes) {
-      if (rank == options.rank) return flow(rank).credit.give(bytes);
-      send_word(rank, wire::FrameKind::kCredit, bytes);
+    const auto give = [this, rank](uint64_t bytes, uint64_t lent) {
+      if (rank == options.rank) return flow(rank).credit.give(bytes, lent);
+      send_word(rank, wire::FrameKind::kCredit, bytes, lent);
     };
     const uint64_t window = rank == options.rank ? options.peer_budget : share;
     flows_.push_back(std::unique_ptr<Flow>(new Flow{Credit(ask), Allowance(window, loans_, give)}));
@@ -192,10 +195,11 @@ void AgentCore::make_flows_on_loop() {
   flow(options.rank).allowance.open();
 }
 
-void AgentCore::send_word(int to, wire::FrameKind kind, uint64_t number) {
+void AgentCore::send_word(int to, wire::FrameKind kind, uint64_t number, uint64_t second) {
   net::OutFrame frame;
   frame.header.kind = kind;
   frame.header.call_id = number;
+  frame.header.context_id = second;
   static_cast<void>(send(to, std::move(frame)));  // a lost rank needs none
 }
 
@@ -236,10 +240,12 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
     case wire::FrameKind::kCancel:
       return cancel_call(rank, header.call_id);
     case wire::FrameKind::kCredit:
-      return flow(rank).credit.give(std::min(header.call_id, kMostCredit));
+      return flow(rank).credit.give(std::min(header.call_id, kMostCredit),
+                                    std::min(header.context_id, kMostCredit));
     case wire::FrameKind::kCreditRequest:
       if (peers.is_lost(rank)) return;
-      return flow(rank).allowance.on_asked(std::min(header.call_id, kMostCredit));
+      return on_credit_asked(rank, std::min(header.call_id, kMostCredit),
+                             std::min(header.context_id, kMostCredit));
     case wire::FrameKind::kReply:
       if (auto call = pending.take(header.call_id, rank)) {
         call->promise.set(RawReply{nullptr, std::move(frame), arrivals, rank, call->context,
@@ -291,10 +297,9 @@ void AgentCore::on_lost_on_loop(int rank, const Error& error) {
   peers.lose_on_loop(rank, error);
   flow(rank).credit.fail(error);
   flow(rank).allowance.close();
-  for (const auto& each : flows_) each->allowance.try_again();  // what was lent to it is there
+  try_all_again();  // what was lent to it is there
   // Nobody waits for it, and what it would do nobody would see to.
-  static_cast<void>(
-      queued_calls_.take([rank](const QueuedCall& call) { return call.from == rank; }));
+  queued_calls_.drop_all_of(rank);
   pending.fail_all_to(rank, error);
   tell_channels(rank, error);
   layers.on_rank_lost(rank, error);

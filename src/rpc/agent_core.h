@@ -100,6 +100,8 @@ class AgentCore {
   const std::shared_ptr<ReplyGate> replies = std::make_shared<ReplyGate>(*this);
   Layers layers;
   PendingCalls pending;
+  CallsInWork calls_in_work;
+  Loans early_messages;  // room for those of channels that nobody has opened yet
   std::shared_ptr<RRefContext> rrefs;
   std::shared_ptr<AutogradHook> hook;
   std::string name;
@@ -150,13 +152,15 @@ class AgentCore {
     return flows_are_known_ ? std::span(flows_) : std::span<const std::unique_ptr<Flow>>();
   }
   void make_flows_on_loop();
-  void send_word(int to, wire::FrameKind kind, uint64_t number);
+  void send_word(int to, wire::FrameKind kind, uint64_t number, uint64_t second = 0);
   void tell_given_up(uint64_t id, int to);
   void queue_call(QueuedCall call);
   void run_next_call();
-  void begin_call(const QueuedCall& call);
+  void give_back_credit(int from, uint64_t bytes);
+  void on_credit_asked(int from, uint64_t bytes, uint64_t returned);
+  void try_all_again();
   void cancel_call(int from, uint64_t id);
-  base::Status take_credit(int to, uint64_t bytes, base::TimePoint deadline);
+  base::Status wait_for_credit(int to, uint64_t bytes, base::TimePoint deadline);
   /// One whose turn comes too late, or at the end, is not run.
   void execute(QueuedCall call);
   void await_loop();

@@ -1,12 +1,13 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
-#include <functional>
+#include <iterator>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <vector>
+#include <unordered_map>
+#include <utility>
 
 #include "distrain/base/clock.h"
 #include "distrain/net/stream.h"
@@ -34,29 +35,51 @@ class CallQueue {
   void push(QueuedCall call) {
     std::lock_guard lock(mutex_);
     calls_.push_back(std::move(call));
+    const auto last = std::prev(calls_.end());
+    places_[last->from].insert_or_assign(last->id, last);
   }
   std::optional<QueuedCall> pop() {
     std::lock_guard lock(mutex_);
     if (calls_.empty()) return std::nullopt;
-    std::optional<QueuedCall> first(std::move(calls_.front()));
-    calls_.pop_front();
-    return first;
+    return take_locked(calls_.begin());
   }
-  /// Those that are not to be run any more.
-  std::vector<QueuedCall> take(const std::function<bool(const QueuedCall&)>& which) {
-    std::vector<QueuedCall> taken;
+  /// The call `id` of rank `from`, if it is there.
+  std::optional<QueuedCall> take(int from, uint64_t id) {
     std::lock_guard lock(mutex_);
-    std::erase_if(calls_, [&](QueuedCall& call) {
-      const bool is_it = which(call);
-      if (is_it) taken.push_back(std::move(call));
-      return is_it;
-    });
-    return taken;
+    const auto places = places_.find(from);
+    if (places == places_.end()) return std::nullopt;
+    const auto place = places->second.find(id);
+    if (place == places->second.end()) return std::nullopt;
+    return take_locked(place->second);
+  }
+  void drop_all_of(int from) {
+    std::list<QueuedCall> dropped;  // die outside the lock
+    std::lock_guard lock(mutex_);
+    for (auto call = calls_.begin(); call != calls_.end();) {
+      const auto next = std::next(call);
+      if (call->from == from) dropped.splice(dropped.end(), calls_, call);
+      call = next;
+    }
+    places_.erase(from);
   }
 
  private:
+  using Place = std::list<QueuedCall>::iterator;
+
+  QueuedCall take_locked(Place place) {
+    QueuedCall call = std::move(*place);
+    auto& places = places_[call.from];
+    // A peer may have given one id twice.
+    if (const auto known = places.find(call.id); known != places.end() && known->second == place) {
+      places.erase(known);
+    }
+    calls_.erase(place);
+    return call;
+  }
+
   std::mutex mutex_;
-  std::deque<QueuedCall> calls_;
+  std::list<QueuedCall> calls_;
+  std::unordered_map<int, std::unordered_map<uint64_t, Place>> places_;  // by rank and id
 };
 
 }  // namespace distrain::rpc

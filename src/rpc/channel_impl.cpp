@@ -4,6 +4,12 @@
 
 namespace distrain::rpc {
 
+namespace {
+
+uint64_t cost_of(const ChannelMessage& message) { return kCallCost + message.payload.size(); }
+
+}  // namespace
+
 void ChannelImpl::set_handler(Handler handler) {
   std::vector<ChannelMessage> early;
   std::vector<std::pair<int, base::Error>> lost;
@@ -17,9 +23,15 @@ void ChannelImpl::set_handler(Handler handler) {
     // Until what came early is delivered, what comes now has to queue behind it.
     handler_set_ = next == nullptr;
   }
-  if (!next) return;
+  if (!next) {
+    for (const ChannelMessage& message : early) core_.early_messages.take_back(cost_of(message));
+    return;
+  }
   for (;;) {
-    for (ChannelMessage& message : early) next->on_message(std::move(message));
+    for (ChannelMessage& message : early) {
+      core_.early_messages.take_back(cost_of(message));
+      next->on_message(std::move(message));
+    }
     early.clear();
     std::lock_guard lock(mutex_);
     if (early_.empty()) {
@@ -51,7 +63,16 @@ void ChannelImpl::deliver(ChannelMessage message) {
     std::lock_guard lock(mutex_);
     handler = enter();
     if (!handler) {
-      if (!handler_set_) early_.push_back(std::move(message));
+      if (handler_set_) return;
+      if (!core_.early_messages.lend(cost_of(message))) {
+        throw base::Exception(base::ErrorKind::kOverloaded,
+                              "messages wait for channel " + std::to_string(number_) +
+                                  ", which nobody has opened on rank " + std::to_string(rank()) +
+                                  " yet, and others: more than " +
+                                  std::to_string(core_.options.total_budget >> 20) +
+                                  " MiB of them");
+      }
+      early_.push_back(std::move(message));
       return;
     }
   }

@@ -20,6 +20,7 @@ class ChannelImpl final : public Channel {
   void send(int to, const ChannelTag& tag, std::span<const std::span<const uint8_t>> pieces,
             std::shared_ptr<const void> keep_alive) override;
 
+  /// Throws `overloaded` when too much has come that nobody here has opened a channel for.
   void deliver(ChannelMessage message);
   void on_peer_lost(int rank, const base::Error& error);
   std::vector<Wait> waits();
@@ -45,7 +46,7 @@ class ChannelImpl final : public Channel {
   std::shared_ptr<Handler> handler_;
   bool handler_set_ = false;
   int running_ = 0;
-  std::vector<ChannelMessage> early_;
+  std::vector<ChannelMessage> early_;  // paid for by early_room of the core
   std::vector<std::pair<int, base::Error>> lost_;
 };
 

@@ -9,16 +9,14 @@ namespace distrain::rpc {
 
 // ---- Credit ----
 
+bool Credit::try_take(uint64_t bytes) {
+  return !is_contended_.load(std::memory_order_acquire) &&
+         take_at_once(static_cast<int64_t>(bytes));
+}
+
 base::Status Credit::take(uint64_t bytes, base::TimePoint deadline) {
-  const auto wanted = static_cast<int64_t>(bytes);
-  if (!is_contended_.load(std::memory_order_acquire)) {
-    if (take_at_once(wanted)) return base::Unit{};
-    if (base::thread_state().must_not_wait) {
-      available_.fetch_sub(wanted);
-      return base::Unit{};
-    }
-  }
-  return wait(wanted, deadline);
+  if (try_take(bytes)) return base::Unit{};
+  return wait(static_cast<int64_t>(bytes), deadline);
 }
 
 base::Status Credit::wait(int64_t bytes, base::TimePoint deadline) {
@@ -62,8 +60,8 @@ base::Status Credit::wait_for_turn(Waiter& self, base::TimePoint deadline) {
     if (deadline == base::kNever) {
       self.turn.wait(lock);
     } else if (base::Clock::now() >= deadline) {
-      return base::Error{base::ErrorKind::kDeadline,
-                         "it has not begun enough of the calls that it was sent before",
+      return base::Error{base::ErrorKind::kOverloaded,
+                         "it has not begun, or not answered, enough of the calls before",
                          -1,
                          {}};
     } else {
@@ -82,23 +80,49 @@ bool Credit::take_at_once(int64_t bytes) {
   return false;
 }
 
-// What was said last is what holds, whoever came first.
+// What was said last is what holds: one thread at a time says it, and looks again when it has.
 void Credit::say_what_is_waited_for() {
-  std::lock_guard asking(ask_mutex_);
-  uint64_t wanted = 0;
-  {
-    std::lock_guard lock(mutex_);
-    if (failed_) return;
-    if (!waiters_.empty()) wanted = static_cast<uint64_t>(waiters_.front()->bytes);
+  std::unique_lock lock(mutex_);
+  if (std::exchange(is_saying_, true)) return;
+  while (!failed_) {
+    uint64_t wanted = 0;
+    uint64_t returned = 0;
+    if (waiters_.empty()) {
+      returned = unneeded_loan_locked();
+    } else {
+      wanted = static_cast<uint64_t>(waiters_.front()->bytes);
+    }
+    if (wanted == std::exchange(asked_, wanted) && returned == 0) break;
+    lock.unlock();
+    ask_(wanted, returned);
+    lock.lock();
   }
-  if (wanted == std::exchange(asked_, wanted)) return;
-  ask_(wanted);
+  is_saying_ = false;
 }
 
-void Credit::give(uint64_t bytes) {
+// What is not there is in use, and paid back with the calls that use it.
+uint64_t Credit::unneeded_loan_locked() {
+  const uint64_t lent = std::exchange(lent_, 0);
+  if (lent == 0) return 0;
+  int64_t available = available_.load();
+  for (;;) {
+    const int64_t unneeded = std::min(available, static_cast<int64_t>(lent));
+    if (unneeded <= 0) return 0;
+    if (available_.compare_exchange_weak(available, available - unneeded)) {
+      return static_cast<uint64_t>(unneeded);
+    }
+  }
+}
+
+void Credit::give(uint64_t bytes, uint64_t lent) {
   available_.fetch_add(static_cast<int64_t>(bytes));
-  std::lock_guard lock(mutex_);
-  if (!waiters_.empty()) waiters_.front()->turn.notify_one();
+  {
+    std::lock_guard lock(mutex_);
+    lent_ += lent;
+    if (!waiters_.empty()) return waiters_.front()->turn.notify_one();
+    if (lent == 0) return;
+  }
+  say_what_is_waited_for();  // who asked for it has given up
 }
 
 void Credit::fail(const base::Error& error) {
@@ -137,7 +161,7 @@ void Allowance::open() {
     std::lock_guard lock(mutex_);
     if (std::exchange(is_open_, true)) return;
   }
-  if (window_ > kFirstCredit) give_(window_ - kFirstCredit);
+  if (window_ > kFirstCredit) give_(window_ - kFirstCredit, 0);
 }
 
 bool Allowance::on_arrived(uint64_t bytes) {
@@ -147,7 +171,7 @@ bool Allowance::on_arrived(uint64_t bytes) {
 }
 
 bool Allowance::on_begun(uint64_t bytes) {
-  uint64_t owed = 0;
+  Owed owed;
   bool has_repaid = false;
   {
     std::lock_guard lock(mutex_);
@@ -158,26 +182,31 @@ bool Allowance::on_begun(uint64_t bytes) {
     owed = owed_locked();
     has_repaid = lent_ < before;
   }
-  if (owed > 0) give_(owed);
+  if (owed.bytes > 0) give_(owed.bytes, owed.lent);
   return has_repaid;
 }
 
-void Allowance::on_asked(uint64_t bytes) {
+bool Allowance::on_asked(uint64_t bytes, uint64_t returned) {
+  bool has_repaid = false;
   {
     std::lock_guard lock(mutex_);
     asked_ = bytes;
+    const uint64_t repaid = repay_locked(returned);
+    unreturned_ += returned - repaid;  // calls had paid for that already
+    has_repaid = repaid > 0;
   }
   try_again();
+  return has_repaid;
 }
 
 void Allowance::try_again() {
-  uint64_t owed = 0;
+  Owed owed;
   {
     std::lock_guard lock(mutex_);
     if (asked_ == 0) return;
     owed = owed_locked();
   }
-  if (owed > 0) give_(owed);
+  if (owed.bytes > 0) give_(owed.bytes, owed.lent);
 }
 
 void Allowance::close() {
@@ -186,23 +215,86 @@ void Allowance::close() {
   asked_ = 0;
 }
 
+uint64_t Allowance::repay_locked(uint64_t bytes) {
+  const uint64_t repaid = std::min(lent_, bytes);
+  lent_ -= repaid;
+  if (repaid > 0) loans_.take_back(repaid);
+  return repaid;
+}
+
 // What is to be given now: all that was begun, less what pays back a loan that nobody waits for any
 // more, or more by a loan.
-uint64_t Allowance::owed_locked() {
-  uint64_t owed = std::exchange(unreturned_, 0);
+Allowance::Owed Allowance::owed_locked() {
+  Owed owed{std::exchange(unreturned_, 0)};
   if (asked_ <= window_) {
-    const uint64_t repaid = std::min(lent_, owed);
-    lent_ -= repaid;
-    owed -= repaid;
-    if (repaid > 0) loans_.take_back(repaid);
+    owed.bytes -= repay_locked(owed.bytes);
   } else if (waiting_ == 0 && asked_ - window_ > lent_) {
     const uint64_t more = asked_ - window_ - lent_;
     if (loans_.lend(more)) {
       lent_ += more;
-      owed += more;
+      owed.bytes += more;
+      owed.lent = more;
     }
   }
   return owed;
+}
+
+// ---- CallsInWork ----
+
+void CallsInWork::begin(Call& call, int from, uint64_t credit) {
+  call.from = from;
+  call.credit = credit;
+  if (credit == 0) return;
+  if (admit(credit)) return give_back_(from, credit);
+  {
+    std::lock_guard lock(mutex_);
+    call.was_kept = call.is_kept = true;
+    call.at = kept_.insert(kept_.end(), &call);
+    keeps_some_ = true;
+  }
+  admit_kept();  // one that has ended meanwhile did not see it
+}
+
+void CallsInWork::end(Call& call) {
+  if (call.credit == 0) return;
+  if (call.was_kept) {
+    std::unique_lock lock(mutex_);
+    if (call.is_kept) {
+      kept_.erase(call.at);
+      keeps_some_ = !kept_.empty();
+      lock.unlock();
+      return give_back_(call.from, call.credit);
+    }
+  }
+  admitted_ -= call.credit;
+  if (keeps_some_) admit_kept();
+}
+
+// One that is larger than all that may be there is there alone.
+bool CallsInWork::admit(uint64_t bytes) {
+  uint64_t admitted = admitted_.load();
+  while (admitted == 0 || admitted + bytes <= limit_) {
+    if (admitted_.compare_exchange_weak(admitted, admitted + bytes)) return true;
+  }
+  return false;
+}
+
+void CallsInWork::admit_kept() {
+  for (;;) {
+    int from = -1;
+    uint64_t credit = 0;
+    {
+      std::lock_guard lock(mutex_);
+      if (kept_.empty() || !admit(kept_.front()->credit)) return;
+      Call& first = *kept_.front();
+      from = first.from;
+      credit = first.credit;
+      first.is_kept = false;
+      kept_.pop_front();
+      keeps_some_ = !kept_.empty();
+    }
+    give_back_(from, credit);
+  }
 }
 
 }  // namespace distrain::rpc

@@ -20,6 +20,21 @@ bool PendingCalls::add(uint64_t id, Call call) {
   return true;
 }
 
+void PendingCalls::set_deadline(uint64_t id, base::TimePoint deadline) {
+  if (deadline == base::kNever) return;
+  std::lock_guard lock(mutex_);
+  const auto call = calls_.find(id);
+  if (call == calls_.end()) return;
+  call->second.deadline = deadline;
+  deadlines_.emplace(deadline, id);
+  arm_locked();
+}
+
+bool PendingCalls::is_waiting(uint64_t id) const {
+  std::lock_guard lock(mutex_);
+  return calls_.contains(id);
+}
+
 // One timer, for the earliest deadline there was when it was set: a call with the usual timeout is
 // due later than that, so it costs no wake-up of the loop.
 void PendingCalls::arm_locked() {

@@ -48,6 +48,10 @@ class PendingCalls {
   /// Fails the call `id`, if it went to `from` and is still waiting.
   void fail(uint64_t id, int from, base::Error error);
 
+  /// Of the call `id`, if it is still waiting; it had none before.
+  void set_deadline(uint64_t id, base::TimePoint deadline);
+  bool is_waiting(uint64_t id) const;
+
   /// Whoever waited for the call `id` does so no more.
   void give_up(uint64_t id, int to);
 
@@ -70,7 +74,7 @@ class PendingCalls {
   const int rank_;
   const std::shared_ptr<base::Tracer> tracer_;
   const OnFailure on_failure_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::unordered_map<uint64_t, Call> calls_;
   std::set<std::pair<base::TimePoint, uint64_t>> deadlines_;
   base::TimePoint armed_for_ = base::kNever;

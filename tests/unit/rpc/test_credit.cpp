@@ -3,6 +3,7 @@
 #include <deque>
 #include <thread>
 
+#include "../src/rpc/call_queue.h"
 #include "../src/rpc/credit.h"
 #include "join_support.h"
 
@@ -11,6 +12,7 @@ using namespace distrain::testing;
 using base::ErrorKind;
 using rpc::Agent;
 using rpc::Allowance;
+using rpc::CallsInWork;
 using rpc::Credit;
 
 namespace {
@@ -20,14 +22,56 @@ constexpr uint64_t kMiB = uint64_t{1} << 20;
 // Both ends of a flow, with nothing but a queue between them.
 struct Flow {
   explicit Flow(uint64_t window, rpc::Loans& loans)
-      : allowance(window, loans, [this](uint64_t bytes) { credit.give(bytes); }) {}
-  Credit credit{[this](uint64_t bytes) { allowance.on_asked(bytes); }};
+      : allowance(window, loans,
+                  [this](uint64_t bytes, uint64_t lent) { credit.give(bytes, lent); }) {}
+  Credit credit{[this](uint64_t bytes, uint64_t returned) { allowance.on_asked(bytes, returned); }};
   Allowance allowance;
 };
 
 int64_t size_of(at::Tensor tensor) { return tensor.numel(); }
 at::Tensor same(at::Tensor tensor) { return tensor; }
 int64_t length_of(std::string text) { return static_cast<int64_t>(text.size()); }
+
+std::atomic<int> g_runs{0};
+
+void count_run() { ++g_runs; }
+
+// What answers the calls of keep().
+struct Kept {
+  std::mutex mutex;
+  std::vector<std::shared_ptr<base::Promise<int64_t>>> answers;
+  bool is_over = false;
+
+  void answer_all() {
+    std::vector<std::shared_ptr<base::Promise<int64_t>>> all;
+    {
+      std::lock_guard lock(mutex);
+      is_over = true;
+      all.swap(answers);
+    }
+    for (const auto& answer : all) answer->set(1);
+  }
+};
+
+// Holds its argument, and no thread, until Kept::answer_all().
+base::Future<int64_t> keep(rpc::CallContext& call, at::Tensor) {
+  const auto answer = std::make_shared<base::Promise<int64_t>>();
+  Kept& kept = *call.agent.shared<Kept>();
+  std::lock_guard lock(kept.mutex);
+  if (kept.is_over) {
+    answer->set(1);
+  } else {
+    kept.answers.push_back(answer);
+  }
+  return answer->future();
+}
+
+bool waits_for_room(const Agent& agent) {
+  for (const rpc::Wait& wait : agent.waits()) {
+    if (wait.what.find("room on rank 1") != std::string::npos) return true;
+  }
+  return false;
+}
 
 std::atomic<int> g_in_flood{0};
 
@@ -51,6 +95,8 @@ void expose_all(Agent& agent) {
   agent.expose<&size_of>("size_of");
   agent.expose<&length_of>("length_of");
   agent.expose<&same>("same");
+  agent.expose<&keep>("keep");
+  agent.expose<&count_run>("count_run");
 }
 
 at::Tensor mebibytes(int64_t count) { return at::ones({count << 18}); }
@@ -64,7 +110,7 @@ TEST_CASE("a caller waits for credit, which comes back as calls begin") {
   REQUIRE(flow.credit.take(3 * kMiB, base::kNever).ok());
   REQUIRE(flow.allowance.on_arrived(3 * kMiB));
   const base::Status late = flow.credit.take(2 * kMiB, base::deadline_after(5ms));
-  CHECK(late.error().kind == ErrorKind::kDeadline);
+  CHECK(late.error().kind == ErrorKind::kOverloaded);
   std::thread other([&] { CHECK(flow.credit.take(2 * kMiB, base::kNever).ok()); });
   while (!flow.credit.waiting_since()) std::this_thread::yield();
   flow.allowance.on_begun(3 * kMiB);
@@ -92,6 +138,30 @@ TEST_CASE("a call that needs more than all credit is lent the rest, and it comes
   // Neither has more than its window by now.
   CHECK(flow.credit.take(4 * kMiB, base::deadline_after(60s)).ok());
   CHECK_FALSE(flow.credit.take(1, base::deadline_after(1ms)).ok());
+}
+
+TEST_CASE("a loan for a call that was given up is there for others") {
+  rpc::Loans loans(8 * kMiB);
+  uint64_t on_its_way = 0;
+  Allowance allowance(kMiB, loans, [&](uint64_t bytes, uint64_t lent) {
+    CHECK(bytes == lent);
+    on_its_way += bytes;
+  });
+  std::vector<std::pair<uint64_t, uint64_t>> asked;
+  Credit late{[&](uint64_t bytes, uint64_t returned) { asked.emplace_back(bytes, returned); }};
+  CHECK_FALSE(late.take(5 * kMiB, base::deadline_after(1ms)).ok());
+  CHECK(asked == std::vector<std::pair<uint64_t, uint64_t>>{{5 * kMiB, 0}, {0, 0}});
+  allowance.open();
+  allowance.on_asked(5 * kMiB, 0);
+  CHECK(on_its_way == 4 * kMiB);
+  CHECK_FALSE(loans.lend(5 * kMiB));
+  late.give(on_its_way, on_its_way);  // it crosses with the word that nobody waits
+  CHECK(asked.back() == std::pair<uint64_t, uint64_t>{0, 4 * kMiB});
+  CHECK_FALSE(allowance.on_asked(0, 0));
+  CHECK(allowance.on_asked(0, 4 * kMiB));
+  CHECK(loans.lend(8 * kMiB));
+  CHECK(late.try_take(kMiB));  // what is its own it has kept
+  CHECK_FALSE(late.try_take(1));
 }
 
 TEST_CASE("those who wait for a rank that is lost are told") {
@@ -171,13 +241,7 @@ TEST_CASE("what waits on a rank stays within its budget, and all of it is done")
       ++sent;
     }
   });
-  const auto waits_for_room = [&] {
-    for (const rpc::Wait& wait : cluster[0].waits()) {
-      if (wait.what.find("room on rank 1") != std::string::npos) return true;
-    }
-    return false;
-  };
-  while (!waits_for_room()) std::this_thread::sleep_for(1ms);
+  while (!waits_for_room(cluster[0])) std::this_thread::sleep_for(1ms);
   CHECK(sent == 3);  // of 2 MiB and a little each
   // Others are not kept from it: replies and words need no credit.
   CHECK(cluster[1].rpc_sync<&add>(0, 1, 2) == 3);
@@ -185,6 +249,165 @@ TEST_CASE("what waits on a rank stays within its budget, and all of it is done")
   caller.join();
   for (const auto& size : sizes) CHECK(size.wait() == 2 << 18);
   held_up.wait();
+  cluster.shutdown();
+}
+
+TEST_CASE("calls that have begun and wait for others stay within the budget, too") {
+  rpc::AgentOptions options;
+  options.peer_budget = 4 * kMiB;
+  options.total_budget = 16 * kMiB;
+  Cluster cluster(2, expose_all, options);
+  constexpr int kCalls = 40;
+  std::atomic<int> sent{0};
+  std::vector<base::Future<int64_t>> answers;
+  std::thread caller([&] {
+    for (int i = 0; i < kCalls; ++i) {
+      answers.push_back(cluster[0].rpc_async<&keep>(rpc::To(1).without_deadline(), mebibytes(1)));
+      ++sent;
+    }
+  });
+  while (sent < kCalls && !waits_for_room(cluster[0])) std::this_thread::sleep_for(1ms);
+  CHECK(sent < 20);  // 16 MiB are in work, and as much as its window waits
+  // What needs no credit goes on.
+  CHECK(cluster[1].rpc_sync<&add>(0, 1, 2) == 3);
+  cluster[1].shared<Kept>()->answer_all();
+  caller.join();
+  for (const auto& answer : answers) CHECK(answer.wait() == 1);
+  cluster.shutdown();
+}
+
+TEST_CASE("a call that finds no room in its time is overloaded") {
+  rpc::AgentOptions options;
+  options.worker_threads = 1;
+  options.peer_budget = 8 * kMiB;
+  Cluster cluster(2, expose_all, options);
+  g_gate = false;
+  auto held_up = cluster[0].rpc_async<&wait_at_gate>(1);
+  wait_for_call_at_gate();
+  auto first = cluster[0].rpc_async<&size_of>(rpc::To(1).without_deadline(), mebibytes(7));
+  const base::Error error = error_of(
+      [&] { cluster[0].rpc_async<&size_of>(rpc::To(1).timeout(50ms), mebibytes(7)).wait(); });
+  CHECK(error.kind == ErrorKind::kOverloaded);
+  CHECK(error.rank == 1);
+  CHECK(contains(error.message, "rank 1 (w1) had no room for this call in time"));
+  g_gate = true;
+  CHECK(first.wait() == 7 << 18);
+  held_up.wait();
+  cluster.shutdown();
+}
+
+TEST_CASE("messages that nobody has opened a channel for are bounded") {
+  rpc::AgentOptions options;
+  options.total_budget = 4 * kMiB;
+  Cluster cluster(2, expose_all, options);
+  g_gate = false;
+  auto held_up = cluster[1].rpc_async<&wait_at_gate>(0);
+  wait_for_call_at_gate();
+  const std::vector<uint8_t> bytes(kMiB);
+  const std::span<const uint8_t> piece(bytes);
+  for (uint16_t i = 0; i < 8; ++i) {
+    auto& channel = cluster[0].open_channel(static_cast<uint16_t>(20 + i % 3));
+    static_cast<void>(error_of([&] { channel.send(1, {}, {&piece, 1}, {}); }));  // the last ones
+  }
+  const base::Error error = error_of([&] { held_up.wait(); });
+  CHECK(error.kind == ErrorKind::kOverloaded);
+  CHECK(error.rank == 1);
+  CHECK(contains(error.message, "which nobody has opened on rank 1 yet"));
+  g_gate = true;
+}
+
+TEST_CASE("messages that came early are no debt once their channel is open") {
+  rpc::AgentOptions options;
+  options.total_budget = 4 * kMiB;
+  Cluster cluster(2, expose_all, options);
+  const std::vector<uint8_t> bytes(kMiB);
+  const std::span<const uint8_t> piece(bytes);
+  for (uint16_t round = 0; round < 4; ++round) {
+    const auto number = static_cast<uint16_t>(20 + round);
+    for (int i = 0; i < 3; ++i) cluster[0].open_channel(number).send(1, {}, {&piece, 1}, {});
+    CHECK(cluster[0].rpc_sync<&add>(1, 1, 2) == 3);  // they have come
+    std::atomic<int> heard{0};
+    cluster[1].open_channel(number).set_handler({[&](rpc::ChannelMessage) { ++heard; }, {}});
+    CHECK(heard == 3);
+    cluster[1].open_channel(number).set_handler({});
+  }
+  cluster.shutdown();
+}
+
+TEST_CASE("calls in work keep their credit when too many hold too much, until there is room") {
+  std::vector<std::pair<int, uint64_t>> given;
+  CallsInWork calls(10, [&](int from, uint64_t bytes) { given.emplace_back(from, bytes); });
+  CallsInWork::Call a, b, c, d, none;
+  calls.begin(a, 1, 20);  // larger than all room, but alone
+  CHECK(given == std::vector<std::pair<int, uint64_t>>{{1, 20}});
+  calls.begin(b, 2, 6);
+  calls.begin(c, 3, 5);
+  calls.begin(none, 3, 0);
+  calls.begin(d, 4, 4);
+  CHECK(given.size() == 1);
+  calls.end(c);  // it had its own
+  CHECK(given.back() == std::pair<int, uint64_t>{3, 5});
+  calls.end(none);
+  CHECK(given.size() == 2);
+  calls.end(a);
+  CHECK(given.size() == 4);
+  calls.end(b);
+  calls.end(d);
+  CHECK(given.size() == 4);
+  CallsInWork::Call all;
+  calls.begin(all, 5, 10);
+  CHECK(given.size() == 5);
+}
+
+TEST_CASE("many threads: calls in work give their credit back once each") {
+  std::atomic<uint64_t> given{0};
+  CallsInWork calls(8, [&](int, uint64_t bytes) { given += bytes; });
+  std::atomic<uint64_t> taken{0};
+  std::vector<std::thread> threads;
+  for (uint64_t thread = 0; thread < 4; ++thread) {
+    threads.emplace_back([&, thread] {
+      for (uint64_t i = 0; i < 5000; ++i) {
+        CallsInWork::Call first, second;
+        calls.begin(first, 0, 1 + (i + thread) % 7);
+        calls.begin(second, 0, 1 + i % 5);
+        taken += 2 + (i + thread) % 7 + i % 5;
+        calls.end(first);
+        calls.end(second);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(given == taken);
+}
+
+TEST_CASE("a call that waits is found by its rank and id") {
+  rpc::CallQueue queue;
+  for (const auto& [from, id] : std::vector<std::pair<int, uint64_t>>{
+           {1, 7}, {2, 7}, {1, 8}, {1, 8}, {2, 9}, {1, 9}, {3, 1}}) {
+    rpc::QueuedCall call;
+    call.from = from;
+    call.id = id;
+    queue.push(std::move(call));
+  }
+  CHECK_FALSE(queue.take(1, 1));
+  CHECK(queue.take(2, 7)->from == 2);
+  CHECK_FALSE(queue.take(2, 7));
+  CHECK(queue.take(1, 8));  // given twice: the last one is the one
+  queue.drop_all_of(3);
+  std::vector<std::pair<int, uint64_t>> left;
+  while (auto call = queue.pop()) left.emplace_back(call->from, call->id);
+  CHECK(left == std::vector<std::pair<int, uint64_t>>{{1, 7}, {1, 8}, {2, 9}, {1, 9}});
+}
+
+TEST_CASE("a call that is cancelled before it has left does not leave") {
+  rpc::AgentOptions options;
+  options.call_delay = 50ms;
+  Cluster cluster(2, expose_all, options);
+  g_runs = 0;
+  auto call = cluster[0].rpc_async<&count_run>(1);
+  call.cancel();
+  cluster[0].rpc_sync<&count_run>(1);
+  CHECK(g_runs == 1);
   cluster.shutdown();
 }
 
