@@ -243,6 +243,12 @@ TEST_CASE("a reference to a value that is gone fails; one to a value to come wai
   // Rank 1 dies before it does.
   net.at(0).on_peer_lost(1, base::Error{ErrorKind::kPeerLost, "dead", 1, {}});
   CHECK(error_of([&] { early.rrefs[0]->local(typeid(int)); }).kind == ErrorKind::kPeerLost);
+  // One that is asked for only then has nobody to make it, either.
+  const Handle another = net.at(1).new_remote(0);
+  rpc::InMessage after;
+  after.tickets.push_back({another->id(), 0, 1, 0, 2});
+  net.at(0).receive(after);
+  CHECK(error_of([&] { after.rrefs[0]->local(typeid(int)); }).kind == ErrorKind::kPeerLost);
 }
 
 TEST_CASE("a rank that is lost is not waited for") {
