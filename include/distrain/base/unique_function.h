@@ -1,6 +1,8 @@
 #pragma once
 
+#include <cstddef>
 #include <memory>
+#include <new>
 #include <type_traits>
 #include <utility>
 
@@ -9,7 +11,8 @@ namespace distrain::base {
 template <class Signature>
 class UniqueFunction;
 
-/// A move-only std::function, for closures that own what cannot be copied.
+/// A move-only std::function, for closures that own what cannot be copied. Small ones take no
+/// memory beside it: every call makes some.
 template <class R, class... Args>
 class UniqueFunction<R(Args...)> {
  public:
@@ -18,31 +21,76 @@ class UniqueFunction<R(Args...)> {
   template <class F>
   requires(!std::is_same_v<std::decay_t<F>, UniqueFunction> &&
            std::is_invocable_r_v<R, std::decay_t<F>&, Args...>)
-      UniqueFunction(F&& f)  // NOLINT: implicit, as std::function's
-      : callable_(std::make_unique<Holder<std::decay_t<F>>>(std::forward<F>(f))) {}
+      UniqueFunction(F&& f) {  // NOLINT: implicit, as std::function's
+    using Function = std::decay_t<F>;
+    if constexpr (kFits<Function>) {
+      new (memory_) Function(std::forward<F>(f));
+      operations_ = &kOperations<Function>;
+    } else {
+      using Held = Large<Function>;
+      new (memory_) Held{std::make_unique<Function>(std::forward<F>(f))};
+      operations_ = &kOperations<Held>;
+    }
+  }
+  UniqueFunction(UniqueFunction&& other) noexcept { take(other); }
+  UniqueFunction& operator=(UniqueFunction&& other) noexcept {
+    if (this == &other) return *this;
+    // What is destroyed may use this function, which must be empty by then, or the new one.
+    UniqueFunction old(std::move(*this));
+    take(other);
+    return *this;
+  }
+  ~UniqueFunction() { reset(); }
 
-  explicit operator bool() const { return callable_ != nullptr; }
-  R operator()(Args... args) { return callable_->call(std::forward<Args>(args)...); }
+  explicit operator bool() const { return operations_ != nullptr; }
+  R operator()(Args... args) { return operations_->call(memory_, std::forward<Args>(args)...); }
 
  private:
-  struct Callable {
-    virtual ~Callable() = default;
-    virtual R call(Args... args) = 0;
-  };
+  static constexpr size_t kSize = 5 * sizeof(void*);
   template <class F>
-  struct Holder final : Callable {
-    explicit Holder(F f) : function(std::move(f)) {}
-    R call(Args... args) override {
-      if constexpr (std::is_void_v<R>) {
-        function(std::forward<Args>(args)...);  // its result, if it has one, is nobody's
-      } else {
-        return function(std::forward<Args>(args)...);
-      }
+  static constexpr bool kFits =
+      sizeof(F) <= kSize && alignof(F) <= alignof(void*) && std::is_nothrow_move_constructible_v<F>;
+
+  template <class F>
+  struct Large {
+    std::unique_ptr<F> function;
+    template <class... A>
+    decltype(auto) operator()(A&&... args) {
+      return (*function)(std::forward<A>(args)...);
     }
-    F function;
   };
 
-  std::unique_ptr<Callable> callable_;
+  struct Operations {
+    R (*call)(void* function, Args&&... args);
+    void (*move)(void* from, void* to) noexcept;  // and destroys `from`
+    void (*destroy)(void* function) noexcept;
+  };
+  template <class F>
+  static constexpr Operations kOperations = {
+      [](void* function, Args&&... args) -> R {
+        if constexpr (std::is_void_v<R>) {
+          (*static_cast<F*>(function))(std::forward<Args>(args)...);  // its result is nobody's
+        } else {
+          return (*static_cast<F*>(function))(std::forward<Args>(args)...);
+        }
+      },
+      [](void* from, void* to) noexcept {
+        new (to) F(std::move(*static_cast<F*>(from)));
+        static_cast<F*>(from)->~F();
+      },
+      [](void* function) noexcept { static_cast<F*>(function)->~F(); }};
+
+  void take(UniqueFunction& other) noexcept {
+    operations_ = std::exchange(other.operations_, nullptr);
+    if (operations_) operations_->move(other.memory_, memory_);
+  }
+  void reset() noexcept {
+    const Operations* const operations = std::exchange(operations_, nullptr);
+    if (operations) operations->destroy(memory_);
+  }
+
+  const Operations* operations_ = nullptr;
+  alignas(void*) std::byte memory_[kSize];
 };
 
 }  // namespace distrain::base
