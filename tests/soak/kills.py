@@ -244,7 +244,7 @@ def main():
                     continue
                 results = []
                 for after, since, name in moments:
-                    for _ in range(4):
+                    for _ in range(20):
                         result = trial(job, rank, measured.ranks, sent, (after, since, name), measured.code)
                         if result:
                             results.append(result)
