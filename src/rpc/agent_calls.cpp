@@ -391,7 +391,7 @@ std::shared_ptr<InMessage> AgentCore::open(const RawReply& reply) {
 
 // ---- calls that have come ----
 
-void AgentCore::queue_call(QueuedCall call) {
+void AgentCore::queue_call(QueuedCall&& call) {
   call.arrived = base::Clock::now();
   queued_calls_.push(std::move(call));
   pool.post([this] { run_next_call(); });
@@ -429,7 +429,7 @@ void AgentCore::cancel_call(int from, uint64_t id) {
   given_up_.post([this, call = std::move(*call)]() mutable { execute(std::move(call)); });
 }
 
-void AgentCore::execute(QueuedCall call) {
+void AgentCore::execute(QueuedCall&& call) {
   if (closed_) return;  // who waits for it hears that this rank is gone, and why
   const int from = call.from;
   const base::TimePoint arrived = call.arrived;

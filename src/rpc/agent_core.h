@@ -154,7 +154,7 @@ class AgentCore {
   void make_flows_on_loop();
   void send_word(int to, wire::FrameKind kind, uint64_t number, uint64_t second = 0);
   void tell_given_up(uint64_t id, int to);
-  void queue_call(QueuedCall call);
+  void queue_call(QueuedCall&& call);
   void run_next_call();
   void give_back_credit(int from, uint64_t bytes);
   void on_credit_asked(int from, uint64_t bytes, uint64_t returned);
@@ -162,7 +162,7 @@ class AgentCore {
   void cancel_call(int from, uint64_t id);
   base::Status wait_for_credit(int to, uint64_t bytes, base::TimePoint deadline);
   /// One whose turn comes too late, or at the end, is not run.
-  void execute(QueuedCall call);
+  void execute(QueuedCall&& call);
   void await_loop();
   std::vector<std::shared_ptr<ChannelImpl>> channels();
   void tell_channels(int rank, const base::Error& error);

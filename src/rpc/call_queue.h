@@ -32,11 +32,15 @@ struct QueuedCall {
 /// The calls that wait for a thread, in the order of their coming. Thread-safe.
 class CallQueue {
  public:
-  void push(QueuedCall call) {
+  void push(QueuedCall&& call) {
     std::lock_guard lock(mutex_);
-    calls_.push_back(std::move(call));
-    const auto last = std::prev(calls_.end());
-    places_[last->from].insert_or_assign(last->id, last);
+    if (spare_.empty()) {
+      calls_.push_back(std::move(call));
+    } else {
+      spare_.front() = std::move(call);
+      calls_.splice(calls_.end(), spare_, spare_.begin());
+    }
+    if (has_index_) add_to_index_locked(std::prev(calls_.end()));
   }
   std::optional<QueuedCall> pop() {
     std::lock_guard lock(mutex_);
@@ -46,10 +50,12 @@ class CallQueue {
   /// The call `id` of rank `from`, if it is there.
   std::optional<QueuedCall> take(int from, uint64_t id) {
     std::lock_guard lock(mutex_);
-    const auto places = places_.find(from);
-    if (places == places_.end()) return std::nullopt;
-    const auto place = places->second.find(id);
-    if (place == places->second.end()) return std::nullopt;
+    if (!has_index_) {
+      has_index_ = true;
+      for (auto call = calls_.begin(); call != calls_.end(); ++call) add_to_index_locked(call);
+    }
+    const auto place = index_[from].find(id);
+    if (place == index_[from].end()) return std::nullopt;
     return take_locked(place->second);
   }
   void drop_all_of(int from) {
@@ -60,26 +66,41 @@ class CallQueue {
       if (call->from == from) dropped.splice(dropped.end(), calls_, call);
       call = next;
     }
-    places_.erase(from);
+    index_.erase(from);
   }
 
  private:
   using Place = std::list<QueuedCall>::iterator;
+  static constexpr size_t kMaxSpare = 64;
 
-  QueuedCall take_locked(Place place) {
-    QueuedCall call = std::move(*place);
-    auto& places = places_[call.from];
-    // A peer may have given one id twice.
-    if (const auto known = places.find(call.id); known != places.end() && known->second == place) {
-      places.erase(known);
+  void add_to_index_locked(Place place) { index_[place->from].insert_or_assign(place->id, place); }
+
+  std::optional<QueuedCall> take_locked(Place place) {
+    std::optional<QueuedCall> call(std::move(*place));
+    if (has_index_) {
+      auto& places = index_[call->from];
+      const auto known = places.find(call->id);
+      // A peer may have given one id twice.
+      if (known != places.end() && known->second == place) places.erase(known);
     }
-    calls_.erase(place);
+    if (spare_.size() < kMaxSpare) {
+      spare_.splice(spare_.begin(), calls_, place);
+    } else {
+      calls_.erase(place);
+    }
+    if (calls_.empty() && has_index_) {
+      has_index_ = false;
+      index_.clear();
+    }
     return call;
   }
 
   std::mutex mutex_;
   std::list<QueuedCall> calls_;
-  std::unordered_map<int, std::unordered_map<uint64_t, Place>> places_;  // by rank and id
+  std::list<QueuedCall> spare_;  // empty ones, for those to come
+  // By rank and id; made when the first call is cancelled, for as long as calls wait.
+  std::unordered_map<int, std::unordered_map<uint64_t, Place>> index_;
+  bool has_index_ = false;
 };
 
 }  // namespace distrain::rpc
