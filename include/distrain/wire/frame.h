@@ -56,8 +56,9 @@ enum class FrameKind : uint16_t {
   kOneway = 19,
   kChunk = 20,   // of a message that is yet to come: Note [Tensors of devices] in rpc/message.h
   kCancel = 21,  // nobody waits any more for the call `call_id`
-  kCredit = 22,  // `call_id` bytes of calls more may be sent: Note [Credit] in rpc/credit.h
-  kCreditRequest = 23,  // so many are waited for; 0: none any more
+  // Note [Credit] in rpc/credit.h:
+  kCredit = 22,  // `call_id` bytes of calls more may be sent, `context_id` of them are a loan
+  kCreditRequest = 23,  // so many are waited for, 0: none any more; so much of a loan goes back
   // Life of a connection, and of its ranks (handshake.h)
   kHeartbeat = 32,
   kFlush = 33,
