@@ -278,12 +278,15 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
       pool.post(depart);
     }
   } else if (options.call_delay > base::Duration::zero()) {
-    loop.call_at(
-        base::deadline_after(options.call_delay),
-        [this, id, to, function, tickets = std::move(tickets), frame = std::move(frame)]() mutable {
-          if (!pending.is_waiting(id)) return rrefs->retract(tickets);
-          see_to_call(id, to, function, tickets, send(to, std::move(frame)));
-        });
+    loop.call_at(base::deadline_after(options.call_delay),
+                 [this, id, to, cost, function, tickets = std::move(tickets),
+                  frame = std::move(frame)]() mutable {
+                   if (!pending.is_waiting(id)) {
+                     flow(to).credit.give(cost, 0);
+                     return rrefs->retract(tickets);
+                   }
+                   see_to_call(id, to, function, tickets, send(to, std::move(frame)));
+                 });
   } else {
     see_to_call(id, to, function, tickets, send(to, std::move(frame)));
   }
@@ -412,7 +415,10 @@ void AgentCore::on_credit_asked(int from, uint64_t bytes, uint64_t returned) {
 
 // What was lent is back: somebody may wait for it.
 void AgentCore::try_all_again() {
-  for (const auto& each : flows_) each->allowance.try_again();
+  for (bool has_more = true; has_more;) {
+    has_more = false;
+    for (const auto& each : flows_) has_more |= each->allowance.try_again();
+  }
 }
 
 void AgentCore::give_up(uint64_t id, int to) { pending.give_up(id, to); }

@@ -172,41 +172,39 @@ bool Allowance::on_arrived(uint64_t bytes) {
 
 bool Allowance::on_begun(uint64_t bytes) {
   Owed owed;
-  bool has_repaid = false;
   {
     std::lock_guard lock(mutex_);
     waiting_ -= bytes;
     unreturned_ += bytes;
     if (asked_ == 0 && unreturned_ < window_ / 8) return false;
-    const uint64_t before = lent_;
     owed = owed_locked();
-    has_repaid = lent_ < before;
   }
   if (owed.bytes > 0) give_(owed.bytes, owed.lent);
-  return has_repaid;
+  return owed.repaid > 0;
 }
 
 bool Allowance::on_asked(uint64_t bytes, uint64_t returned) {
-  bool has_repaid = false;
+  Owed owed;
   {
     std::lock_guard lock(mutex_);
     asked_ = bytes;
     const uint64_t repaid = repay_locked(returned);
     unreturned_ += returned - repaid;  // calls had paid for that already
-    has_repaid = repaid > 0;
+    if (asked_ > 0) owed = owed_locked();
+    owed.repaid += repaid;
   }
-  try_again();
-  return has_repaid;
+  if (owed.bytes > 0) give_(owed.bytes, owed.lent);
+  return owed.repaid > 0;
 }
 
-void Allowance::try_again() {
+bool Allowance::try_again() {
   Owed owed;
   {
     std::lock_guard lock(mutex_);
-    if (asked_ == 0) return;
-    owed = owed_locked();
+    if (asked_ > 0) owed = owed_locked();
   }
   if (owed.bytes > 0) give_(owed.bytes, owed.lent);
+  return owed.repaid > 0;
 }
 
 void Allowance::close() {
@@ -227,7 +225,8 @@ uint64_t Allowance::repay_locked(uint64_t bytes) {
 Allowance::Owed Allowance::owed_locked() {
   Owed owed{std::exchange(unreturned_, 0)};
   if (asked_ <= window_) {
-    owed.bytes -= repay_locked(owed.bytes);
+    owed.repaid = repay_locked(owed.bytes);
+    owed.bytes -= owed.repaid;
   } else if (waiting_ == 0 && asked_ - window_ > lent_) {
     const uint64_t more = asked_ - window_ - lent_;
     if (loans_.lend(more)) {

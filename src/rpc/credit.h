@@ -119,15 +119,16 @@ class Allowance {
   /// It waits for `bytes`; 0: no more. It gives back a part of what was lent. True if others may
   /// wait for that.
   bool on_asked(uint64_t bytes, uint64_t returned);
-  /// Others have given back what was lent to them.
-  void try_again();
+  /// Others have given back what was lent to them. True if it has, too.
+  bool try_again();
   /// That rank is lost: what was lent to it is there for others.
   void close();
 
  private:
   struct Owed {
     uint64_t bytes = 0;
-    uint64_t lent = 0;  // of them
+    uint64_t lent = 0;    // of them
+    uint64_t repaid = 0;  // of a loan, and not given
   };
   Owed owed_locked();
   uint64_t repay_locked(uint64_t bytes);

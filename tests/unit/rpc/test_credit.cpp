@@ -164,6 +164,25 @@ TEST_CASE("a loan for a call that was given up is there for others") {
   CHECK_FALSE(late.try_take(1));
 }
 
+TEST_CASE("a loan that is paid back as its borrower asks again is there for others") {
+  rpc::Loans loans(8 * kMiB);
+  Allowance allowance(256 * kMiB, loans, [](uint64_t, uint64_t) {});
+  allowance.open();
+  CHECK_FALSE(allowance.on_asked(260 * kMiB, 0));  // and is lent 4
+  CHECK_FALSE(allowance.on_asked(0, 0));           // others take that
+  CHECK_FALSE(loans.lend(5 * kMiB));
+  REQUIRE(allowance.on_arrived(10 * kMiB));
+  CHECK_FALSE(allowance.on_begun(10 * kMiB));  // too little for a word of its own
+  SECTION("for what it may have") { CHECK(allowance.on_asked(5 * kMiB, 0)); }
+  SECTION("for more") {
+    // The loan goes on. It is not lent twice.
+    CHECK_FALSE(allowance.on_asked(260 * kMiB, 0));
+    CHECK_FALSE(loans.lend(5 * kMiB));
+    CHECK(allowance.on_asked(0, 4 * kMiB));
+  }
+  CHECK(loans.lend(8 * kMiB));
+}
+
 TEST_CASE("those who wait for a rank that is lost are told") {
   rpc::Loans loans(64 * kMiB);
   Flow flow(kMiB, loans);
@@ -408,6 +427,18 @@ TEST_CASE("a call that is cancelled before it has left does not leave") {
   call.cancel();
   cluster[0].rpc_sync<&count_run>(1);
   CHECK(g_runs == 1);
+  cluster.shutdown();
+}
+
+TEST_CASE("a call whose time is over before it has left gives its credit back") {
+  rpc::AgentOptions options;
+  options.call_delay = 50ms;
+  options.peer_budget = 2 * kMiB;
+  Cluster cluster(2, expose_all, options);
+  for (int i = 0; i < 8; ++i) {
+    CHECK_THROWS(cluster[0].rpc_sync<&size_of>(rpc::To(1).timeout(20ms), mebibytes(1)));
+  }
+  CHECK(cluster[0].rpc_sync<&size_of>(1, mebibytes(1)) == 1 << 18);
   cluster.shutdown();
 }
 
