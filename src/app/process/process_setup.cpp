@@ -10,6 +10,7 @@
 #include <malloc.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <time.h>
 #include <torch/version.h>
 #include <unistd.h>
@@ -39,6 +40,13 @@ bool secure_standard_fds() {
 void set_up_process() {
   signal(SIGPIPE, SIG_IGN);
   signal(SIGXFSZ, SIG_IGN);  // beyond `ulimit -f` a write fails, and says so
+  // A rank may have a connection to each of a thousand others, and shells give 1,024 descriptors
+  // for the sake of programs that use select().
+  rlimit files{};
+  if (getrlimit(RLIMIT_NOFILE, &files) == 0) {
+    files.rlim_cur = std::max(files.rlim_cur, std::min<rlim_t>(files.rlim_max, 65536));
+    setrlimit(RLIMIT_NOFILE, &files);
+  }
   // Blocks up to the largest threshold that glibc takes come from the heap, and the heap is not
   // given back at each free: the page faults of fresh blocks halve ResNet50's speed.
   mallopt(M_MMAP_THRESHOLD, 32 << 20);

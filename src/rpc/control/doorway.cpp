@@ -1,18 +1,30 @@
 #include "control/doorway.h"
 
+#include <algorithm>
 #include <cerrno>
 
 #include <sys/random.h>
+#include <sys/resource.h>
 
 namespace distrain::rpc::control {
 
 namespace {
 
 constexpr auto kLastLook = std::chrono::milliseconds(50);
-// All ranks of a large job come at the same moment.
-constexpr size_t kMaxStrangers = 1024;
+// All ranks of a large job come at the same moment, and whoever stands here holds a descriptor that
+// this process needs for other things.
+constexpr rlim_t kMaxStrangers = 1024;
+
+size_t most_strangers() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return kMaxStrangers;
+  return std::clamp<rlim_t>(limit.rlim_cur / 4, 1, kMaxStrangers);
+}
 
 }  // namespace
+
+Doorway::Doorway(net::Loop& loop, base::Duration patience, Admit admit)
+    : loop_(loop), patience_(patience), admit_(std::move(admit)), most_(most_strangers()) {}
 
 void Doorway::listen(net::Fd socket) {
   std::lock_guard lock(mutex_);
@@ -37,7 +49,7 @@ void Doorway::close() {
 }
 
 void Doorway::on_connection_on_loop(net::Fd socket) {
-  if (strangers_.size() == kMaxStrangers) show_the_door_on_loop(strangers_.begin()->first);
+  if (strangers_.size() == most_) show_the_door_on_loop(strangers_.begin()->first);
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
   const uint64_t number = ++newest_;
   const auto weak = weak_from_this();

@@ -24,8 +24,7 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
       std::function<std::optional<base::Error>(const net::StreamPtr& stream, wire::Hello hello)>;
 
   /// `patience`: for the hello of one connection.
-  Doorway(net::Loop& loop, base::Duration patience, Admit admit)
-      : loop_(loop), patience_(patience), admit_(std::move(admit)) {}
+  Doorway(net::Loop& loop, base::Duration patience, Admit admit);
 
   void listen(net::Fd socket);
   /// Nobody comes in any more. Connections that stand there are cut off.
@@ -47,6 +46,7 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
   net::Loop& loop_;
   const base::Duration patience_;
   const Admit admit_;
+  const size_t most_;                       // may stand there
   std::map<uint64_t, Stranger> strangers_;  // by number, as they came; loop thread only
   uint64_t newest_ = 0;                     // loop thread only
   std::mutex mutex_;
