@@ -36,6 +36,11 @@ bool SerialThread::idle() const {
   return queue_.empty();
 }
 
+bool SerialThread::runs_here() const {
+  std::lock_guard lock(mutex_);
+  return thread_.get_id() == std::this_thread::get_id();
+}
+
 void SerialThread::run() {
   pthread_setname_np(pthread_self(), name_.substr(0, 15).c_str());
   std::unique_lock lock(mutex_);

@@ -122,7 +122,15 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
 AgentCore::~AgentCore() { close(); }
 
 void AgentCore::close() {
-  if (closed_.exchange(true)) return;
+  if (!closed_.exchange(true)) disconnect();
+  // A function that ends its own agent: what is left to do waits for that function. The next one to
+  // come does it, the destructor at the latest.
+  if (pool.runs_here() || layers.tells_here()) return;
+  if (!stopped_.exchange(true)) stop();
+}
+
+// Fails all that waits for others.
+void AgentCore::disconnect() {
   last_live_rrefs_ = rrefs->live();
   last_live_contexts_ = hook ? hook->live_contexts() : 0;
   const Error error{ErrorKind::kCancelled, "this rank is shutting down", options.rank, {}};
@@ -139,8 +147,12 @@ void AgentCore::close() {
     if (rank != options.rank) layers.on_rank_lost(rank, error);
   }
   stager.stop_waiting();
+}
+
+// Ends all threads but the loop, and lets go of what users gave to this agent.
+void AgentCore::stop() {
   layers.wait_until_told();
-  pool.stop();  // handlers that wait for others have been failed above
+  pool.stop();  // handlers that wait for others have been failed; one may be disconnecting still
   base::Promise<void> all_let_go;
   const base::Future<void> let_go = all_let_go.future();
   given_up_.post([all_let_go = std::move(all_let_go)]() mutable { all_let_go.set(); });
@@ -393,10 +405,11 @@ void AgentCore::await_loop() {
 }
 
 void AgentCore::abort(const Error& error) {
-  if (closed_) return;
-  Error reason = error;
-  if (reason.rank < 0) reason.rank = options.rank;
-  control->abort(reason);
+  if (!closed_) {
+    Error reason = error;
+    if (reason.rank < 0) reason.rank = options.rank;
+    control->abort(reason);
+  }
   close();
 }
 

@@ -56,7 +56,8 @@ class ChannelImpl;
 ///
 /// Threads: frames arrive on the loop, which only looks at their header, finds the waiting call or
 /// posts the work to the pool. Encoding, decoding and user functions run on the calling thread or
-/// on the pool. Lock order: none is taken while another is held, except inside one class.
+/// on the pool. Lock order: while one is held, others are taken only inside its class, and of
+/// Loans, SerialThread and the loop, which take none themselves.
 class AgentCore {
  public:
   AgentCore(Agent& agent, AgentOptions options);
@@ -66,6 +67,8 @@ class AgentCore {
   void shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting,
                 const std::function<void()>& at_rest);
   void abort(const base::Error& error);
+  /// All of it is done when this returns, but on a thread of the agent: there what waits for it is
+  /// left to the next call.
   void close();
 
   base::Future<RawReply> call(int to, base::Duration timeout, const std::string& function,
@@ -157,6 +160,8 @@ class AgentCore {
   void queue_call(QueuedCall&& call);
   void run_next_call();
   void give_back_credit(int from, uint64_t bytes);
+  void disconnect();
+  void stop();
   void on_credit_asked(int from, uint64_t bytes, uint64_t returned);
   void try_all_again();
   void cancel_call(int from, uint64_t id);
@@ -183,7 +188,8 @@ class AgentCore {
   std::atomic<uint64_t> calls_{0};
   std::atomic<uint64_t> bytes_out_{0};
   std::atomic<uint64_t> bytes_in_{0};
-  std::atomic<bool> closed_{false};
+  std::atomic<bool> closed_{false};   // nothing more is said to others
+  std::atomic<bool> stopped_{false};  // and none of its threads runs anything
 
  public:
   /// Last: its thread ends before what its handlers use is gone.

@@ -46,7 +46,7 @@ class ChannelImpl final : public Channel {
   std::shared_ptr<Handler> handler_;
   bool handler_set_ = false;
   int running_ = 0;
-  std::vector<ChannelMessage> early_;  // paid for by early_room of the core
+  std::vector<ChannelMessage> early_;  // paid for by early_messages of the core
   std::vector<std::pair<int, base::Error>> lost_;
 };
 

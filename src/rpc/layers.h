@@ -19,6 +19,8 @@ class Layers {
   void on_rank_lost(int rank, const base::Error& error);
   /// Returns when the layers have been told of all losses so far.
   void wait_until_told();
+  /// Whether this thread is the one that tells them.
+  bool tells_here() const { return teller_.runs_here(); }
   std::vector<Wait> waits() const;
 
  private:

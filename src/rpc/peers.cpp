@@ -45,8 +45,11 @@ base::Status Peers::send(int to, net::OutFrame frame) {
     return send_unconnected(to, peer, std::move(frame));
   }
   base::Status sent = peer.stream->send(std::move(frame));
-  if (!sent.ok() && sent.error().kind == ErrorKind::kPeerLost) return loss_of(to);
-  return sent;
+  if (sent.ok() || sent.error().kind != ErrorKind::kPeerLost) return sent;
+  // It has just broken. What that means is told to those who wait for an answer, as to those whose
+  // frames were on their way.
+  if (peer.state == State::kConnected) return base::Unit{};
+  return loss_of(to);
 }
 
 base::Status Peers::send_unconnected(int to, Peer& peer, net::OutFrame frame) {

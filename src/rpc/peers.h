@@ -18,7 +18,8 @@ namespace distrain::rpc {
 /// something to send.
 ///
 /// States of a peer: unconnected → connecting (what is sent is kept until the connection stands) →
-/// connected; from each of them left (it said that it leaves) or lost.
+/// connected; from each of them left (it said that it leaves) or lost. When a connection breaks
+/// without a word, back to connecting, until rank 0 has said what that means.
 ///
 /// Both ranks may begin at the same moment. Then there are two connections: each rank sends on the
 /// one that it made, and hears both. So what one rank sends to another keeps its order.

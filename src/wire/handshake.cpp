@@ -1,6 +1,7 @@
 #include "distrain/wire/handshake.h"
 
 #include "distrain/wire/frame.h"
+#include "distrain/wire/limits.h"
 
 namespace distrain::wire {
 
@@ -167,12 +168,18 @@ std::vector<RankDevices> decode_all_devices(std::span<const uint8_t> bytes) {
 }
 
 Bytes encode(const base::Error& error) {
+  const auto start = [](const std::string& text) {  // of a text that nobody reads to its end
+    if (text.size() <= kMostErrorText) return text;
+    size_t end = kMostErrorText;
+    while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;  // UTF-8
+    return text.substr(0, end) + " …";
+  };
   Bytes bytes;
   Writer out(bytes);
   out.put(static_cast<uint16_t>(error.kind));
   out.put(error.rank);
-  out.put(error.message);
-  out.put(error.op);
+  out.put(std::string_view(start(error.message)));
+  out.put(std::string_view(start(error.op)));
   return bytes;
 }
 

@@ -25,6 +25,9 @@ class SerialThread final : public Executor {
   /// Whether all tasks have run.
   bool idle() const;
 
+  /// Whether this thread is the one that runs them.
+  bool runs_here() const;
+
  private:
   void run();
 

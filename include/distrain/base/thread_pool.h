@@ -40,6 +40,9 @@ class ThreadPool final : public Executor, private BlockObserver {
   /// Threads that exist now.
   int threads() const;
 
+  /// Whether this thread is one of them.
+  bool runs_here() const { return thread_state().observer == this; }
+
  private:
   void run();
   void on_block() override;

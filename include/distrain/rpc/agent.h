@@ -230,10 +230,13 @@ class Agent {
   /// until references and contexts are released everywhere; then disconnects. Throws peer_lost if a
   /// rank dies instead. Nothing may be called afterwards.
   /// `on_waiting` as in AgentOptions, with the ranks that have not come yet. `at_rest` is run when
-  /// all have come: the last moment to call others, which wait for it.
+  /// all have come: the last moment to call others, which wait for it. Once, and not behind
+  /// abort(): that is `cancelled`.
   void shutdown(std::function<void(const std::vector<int>& missing)> on_waiting = {},
                 const std::function<void()>& at_rest = {});
-  /// Tells all peers why this rank leaves, and disconnects.
+  /// Tells all peers why this rank leaves, and disconnects: what waits for others fails here, a
+  /// shutdown() on another thread too. From inside a function of the agent the destructor does the
+  /// rest.
   void abort(const base::Error& error);
 
   /// RRefs this rank owns or holds, and autograd contexts it knows: 0 after a clean shutdown.

@@ -102,7 +102,8 @@ Bytes encode(const std::vector<RankDevices>& devices);
 Bytes encode(const Hello& hello);
 Bytes encode(const Directory& directory);
 
-/// u16 kind · i32 rank · string message · string op. The body of kReject, kError, kAbort and kLost.
+/// u16 kind · i32 rank · string message · string op, which are cut at kMostErrorText. The body of
+/// kReject, kError, kAbort and kLost.
 Bytes encode(const base::Error& error);
 
 // Each throws `protocol` if the bytes are malformed, and for another protocol version names both.

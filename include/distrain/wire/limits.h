@@ -16,6 +16,12 @@ struct Limits {
 /// A thousand of them, which claim as much as they may, take 16 MiB.
 inline constexpr Limits kHandshakeLimits{16 * 1024, 0, 0};
 
+/// Of a rank that has joined, on its connection to rank 0: the directory of a large job is large.
+inline constexpr Limits kControlLimits{uint32_t{16} << 20, 0, 0};
+
+/// Of an error's texts so many bytes travel: whoever may hear of it has to be able to read it.
+inline constexpr size_t kMostErrorText = 64 * 1024;
+
 inline constexpr size_t kMaxDimensions = 64;
 
 /// Tensor bytes start at multiples of this within a frame's body, as the receive buffer does.

@@ -23,6 +23,7 @@ constexpr auto kHelloTimeout = std::chrono::seconds(5);
 constexpr auto kLastWords = std::chrono::seconds(1);     // of this rank, to others
 constexpr auto kRank0SaysWho = std::chrono::seconds(1);  // is missing, to those who have come
 constexpr auto kLoopAnswers = std::chrono::seconds(1);   // when somebody asks it
+constexpr auto kForEver = std::chrono::hours(24 * 365);  // that a point in time can be told from
 
 // The interface that rank 0 listens on: the one that --master-addr names. A name that means this
 // machine's loopback only here (Debian's /etc/hosts has 127.0.1.1) must be reachable from outside.
@@ -38,6 +39,10 @@ std::string host_to_bind(const AgentOptions& options) {
 base::Duration patience(const AgentOptions& options) {
   return std::chrono::duration_cast<base::Duration>(
       std::max<std::chrono::nanoseconds>(kHelloTimeout, options.peer_timeout));
+}
+
+Error left_already(int rank) {
+  return {ErrorKind::kCancelled, "this rank has left the job already", rank, "shutdown"};
 }
 
 // Nobody can connect to "all interfaces": others then use the address that they see.
@@ -79,10 +84,10 @@ void ControlPlane::run(const std::function<void()>& prepare) {
     begin_as_hub();
     if (prepare) prepare();
     devices_.settle();
+    began_ = base::Clock::now();
     loop_.post([self = shared_from_this()] {
       if (self->party_) self->party_->prepared(self->devices_.tell());
     });
-    began_ = base::Clock::now();
   } else {
     began_ = base::Clock::now();
     begin_as_member(deadline);
@@ -144,8 +149,7 @@ void ControlPlane::begin_as_member(base::TimePoint deadline) {
   loop_.post([self = shared_from_this(), stream] {
     if (self->is_closed_) return;
     const Link link = self->hold_on_loop(stream);
-    // The directory of a large job is large.
-    stream->start(self->control_handler(link), wire::Limits{uint32_t{16} << 20, 0, 0});
+    stream->start(self->control_handler(link), wire::kControlLimits);
     control::World& world = *self;
     self->party_ =
         std::make_unique<control::Member>(self->settings(), world, link, base::Clock::now());
@@ -222,7 +226,8 @@ control::Settings ControlPlane::settings() const {
   settings.endpoint = {listen_host_, port_, unix_name_, host_key_};
   if (options_.rank == 0) settings.secret = control::new_secret();
   settings.options = options_.job_options;
-  settings.peer_timeout = std::chrono::duration_cast<base::Duration>(options_.peer_timeout);
+  settings.peer_timeout = std::chrono::duration_cast<base::Duration>(
+      std::min<std::chrono::nanoseconds>(options_.peer_timeout, kForEver));
   return settings;
 }
 
@@ -237,9 +242,29 @@ base::Future<uint64_t> ControlPlane::enter_round(uint64_t round, uint64_t number
     round_began_ = base::Clock::now();
   }
   loop_.post([self = shared_from_this(), round, number] {
-    if (self->party_) self->party_->enter_round(round, number);
+    if (self->party_ && self->party_->is_running()) {
+      return self->party_->enter_round(round, number);
+    }
+    self->fail_round({ErrorKind::kInvalid, "this rank has not joined", self->options_.rank, {}});
   });
   return future;
+}
+
+void ControlPlane::fail_round(const Error& error) {
+  std::optional<base::Promise<uint64_t>> round;
+  {
+    std::lock_guard lock(mutex_);
+    round.swap(round_);
+  }
+  if (round) round->fail(error);
+}
+
+void ControlPlane::end_rounds(const Error& error) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!failed_) failed_ = error;
+  }
+  fail_round(error);
 }
 
 std::vector<int> ControlPlane::missing() {
@@ -277,6 +302,7 @@ void ControlPlane::abort(const Error& error) {
     } else {
       self->on_failed(error);
     }
+    self->end_rounds(left_already(self->options_.rank));
   });
 }
 
@@ -295,6 +321,7 @@ void ControlPlane::close() {
     const auto streams = std::move(self->streams_);
     self->streams_.clear();
     for (const auto& [link, stream] : streams) stream->close();
+    self->end_rounds(left_already(self->options_.rank));
   });
 }
 
@@ -398,6 +425,7 @@ std::optional<Error> ControlPlane::join_on_loop(const net::StreamPtr& stream, wi
     --open_streams_;
     return refusal;
   }
+  stream->set_limits_on_loop(wire::kControlLimits);
   stream->set_handler_on_loop(control_handler(link));
   return std::nullopt;
 }
@@ -491,14 +519,8 @@ void ControlPlane::on_failed(const Error& error) {
 }
 
 void ControlPlane::on_lost(int rank, const Error& error) {
-  std::optional<base::Promise<uint64_t>> round;
-  {
-    std::lock_guard lock(mutex_);
-    if (!failed_) failed_ = error;
-    round.swap(round_);
-  }
   callbacks_.on_lost(rank, error);
-  if (round) round->fail(error);
+  end_rounds(error);
 }
 
 void ControlPlane::on_round(uint64_t, uint64_t sum) {

@@ -55,7 +55,7 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   uint16_t port() const { return port_; }
 
   /// This rank comes to `round` of the end; the sum of all ranks' numbers once all have. Fails when
-  /// a rank is lost.
+  /// a rank is lost, and when this one is not there, or not any more.
   base::Future<uint64_t> enter_round(uint64_t round, uint64_t number);
   /// Ranks that this one waits for, as far as it knows; not on the loop.
   std::vector<int> missing();
@@ -96,6 +96,10 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
 
   void begin_as_hub();
   void check_options() const;
+  /// The round of the end that is under way.
+  void fail_round(const base::Error& error);
+  /// That, and all that come.
+  void end_rounds(const base::Error& error);
   void begin_as_member(base::TimePoint deadline);
   net::Fd connect_to_rank_0(base::TimePoint deadline);
   void listen_by_unix_socket();

@@ -1,0 +1,105 @@
+// ctest: timeout=120
+// A rank that leaves, from whichever thread and with whatever reason.
+#include <thread>
+
+#include "join_support.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using base::ErrorKind;
+using rpc::Agent;
+
+namespace {
+
+const base::Error kNotFinite{ErrorKind::kNotFinite, "the loss is NaN", -1, {}};
+
+void abort_here(rpc::CallContext& call) { call.agent.abort(kNotFinite); }
+
+void setup_all(Agent& agent) {
+  setup(agent);
+  agent.expose<&abort_here>("abort_here");
+  agent.expose<&wait_at_gate>("wait_at_gate");
+}
+
+void wait_until_in_shutdown(const Agent& agent) {
+  const base::TimePoint deadline = base::deadline_after(60s);
+  for (;;) {
+    for (const rpc::Wait& wait : agent.waits()) {
+      if (wait.what.find("the end of") == 0) return;
+    }
+    if (base::Clock::now() > deadline) throw std::runtime_error("it did not come to its end");
+    std::this_thread::sleep_for(1ms);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("however long the reason is for which a rank leaves, the others hear it") {
+  const size_t length = GENERATE(size_t{20'000}, size_t{40} << 20);
+  Cluster cluster(3, setup_all);
+  // All are connected to all.
+  cluster.on_all([](Agent& agent) {
+    for (int rank = 0; rank < 3; ++rank) agent.rpc_sync<&add>(rank, 1, 1);
+  });
+  const std::string text = "the loss is NaN: " + std::string(length, 'x');
+  cluster[2].abort({ErrorKind::kNotFinite, text, -1, {}});
+  for (int rank = 0; rank < 2; ++rank) {
+    const base::Error error = error_of([&] { cluster[rank].shutdown(); });
+    CHECK(error.kind == ErrorKind::kNotFinite);
+    CHECK(error.rank == 2);
+    CHECK(error.message.find("the loss is NaN: xxx") == 0);
+  }
+}
+
+TEST_CASE("an agent that is aborted while it waits for the others to end") {
+  Cluster cluster(2, setup_all);
+  base::Error error;
+  std::thread ending([&] { error = error_of([&] { cluster[0].shutdown(); }); });
+  wait_until_in_shutdown(cluster[0]);
+  SECTION("by another thread") { cluster[0].abort(kNotFinite); }
+  SECTION("by a function of its own, which another rank calls") {
+    const base::Error told = error_of([&] { cluster[1].rpc_sync<&abort_here>(0); });
+    CHECK(told.kind == ErrorKind::kNotFinite);
+    CHECK(told.rank == 0);
+  }
+  SECTION("by a function of its own, which it has called itself") {
+    CHECK_THROWS(cluster[0].rpc_sync<&abort_here>(0));
+  }
+  ending.join();
+  CHECK(error.kind == ErrorKind::kCancelled);
+  const base::Error left = error_of([&] { cluster[1].shutdown(); });
+  CHECK(left.kind == ErrorKind::kNotFinite);
+  CHECK(left.rank == 0);
+}
+
+TEST_CASE("what waits for others fails when a function ends their agent") {
+  Cluster cluster(2, setup_all);
+  g_gate = false;
+  auto held_up = cluster[0].rpc_async<&wait_at_gate>(rpc::To(1).without_deadline());
+  wait_for_call_at_gate();
+  static_cast<void>(error_of([&] { cluster[1].rpc_sync<&abort_here>(0); }));
+  CHECK(error_of([&] { held_up.wait(); }).kind == ErrorKind::kCancelled);
+  g_gate = true;
+}
+
+TEST_CASE("who has left cannot leave again") {
+  Cluster cluster(2, setup_all);
+  SECTION("after shutdown()") { cluster.shutdown(); }
+  SECTION("after abort()") { cluster[0].abort(kNotFinite); }
+  CHECK(error_of([&] { cluster[0].shutdown(); }).kind == ErrorKind::kCancelled);
+  cluster[0].abort(kNotFinite);
+}
+
+TEST_CASE("who has not joined cannot leave") {
+  rpc::AgentOptions options = options_for(0, 2);
+  Agent agent(options);
+  CHECK(error_of([&] { agent.shutdown(); }).kind == ErrorKind::kInvalid);
+}
+
+TEST_CASE("a peer timeout without end is none") {
+  rpc::AgentOptions options;
+  options.peer_timeout = std::chrono::nanoseconds::max();
+  Cluster cluster(2, setup_all, options);
+  CHECK(cluster[0].rpc_sync<&add>(1, 1, 1) == 2);
+  cluster.shutdown();
+}
