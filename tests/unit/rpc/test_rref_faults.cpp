@@ -183,6 +183,7 @@ TEST_CASE("a user that dies takes its forks with it") {
   }
   // One that rank 0 shares with rank 2 keeps its value.
   const Ref kept = cluster[2].rpc_sync<&make>(3, 0, 4);
+  CHECK(value_of(kept) == 4);  // so rank 0 has heard of rank 2's reference
   CHECK(eventually([] { return Tracked::alive == 7; }));
   cluster.kill(3);
   CHECK(eventually([] { return Tracked::alive == 1; }));
