@@ -5,7 +5,13 @@
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"
 make_images "$tmp/images" 256 64
-pids=() codes=()
+pids=() codes=() order=(0 1 2)
+
+# is_connected <port>: whether somebody has a connection to it.
+is_connected() {
+  awk -v port="$(printf '%04X' "$1")" '$4 == "01" && $2 ~ ":" port "$" { found = 1 } END { exit !found }' \
+    /proc/net/tcp /proc/net/tcp6
+}
 
 # start <fault...>: the three ranks, with the options in `options`. What the proxy says is in $tmp/proxy.
 start() {
@@ -16,7 +22,10 @@ start() {
   proxy=$!
   wait_for "$limit" test -s "$tmp/proxy" || fail "no proxy: $(tail -n 1 "$tmp/proxy-err")"
   through=$(head -n 1 "$tmp/proxy")
-  for rank in 0 1 2; do
+  for rank in "${order[@]}"; do
+    if [[ $rank == 1 && ${order[2]} == 1 ]]; then
+      wait_for "$limit" is_connected "$port" || fail "rank 2 does not come"
+    fi
     timeout -k 2 "$limit" "$distrain" ps --rank $rank --data "$tmp/images" --dropout off --mode sync --transport tcp \
       --master-port "$([[ $rank == 1 ]] && echo "$through" || echo "$port")" --log-interval 0 "${options[@]}" \
       >"$tmp/rank$rank" 2>"$tmp/err$rank" &
@@ -107,7 +116,9 @@ done
 for fault in $(every 1 2/up/cut=0.60 2/up/reset=30); do in_time 1 ends "$fault" 5; done
 for fault in $(every 1 2/both/drop=0 2/up/stall=0.20); do in_time 11 ends "$fault" 5; done
 
-# While they meet. Only rank 0 knows who is missing.
+# While they meet. Only rank 0 knows who is missing. Rank 1 is the last to come: before that somebody else could
+# still take its place.
+order=(0 2 1)
 options=(--epochs 1000000 --peer-timeout 10 --join-timeout 12)
 blamed[2]="[0, 1, null]"
 for fault in $(every 1 1/up/cut=1.0 1/down/cut=20); do in_time 1 ends "$fault" 3; done
