@@ -67,7 +67,13 @@ void Member::on_control(int, const Message& message) {
 
 void Member::on_control_lost(int, const Error& error) { abort(error); }
 
-void Member::spread(int rank, const Error& error) { tell_hub(rank, error); }
+// Without the hub nobody says any more who leaves, and why; all do, as it is lost to them, too.
+void Member::spread(int rank, const Error& error) {
+  if (rank != 0) return tell_hub(rank, error);
+  for (int other = 1; other < static_cast<int>(presence_.size()); ++other) {
+    if (other != settings_.rank) lose(other, error);
+  }
+}
 
 // The hub's answer is that it is lost.
 void Member::suspect(int rank, const Error& error) {

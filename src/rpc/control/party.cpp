@@ -111,11 +111,10 @@ std::optional<Error> Party::check_peer(const wire::Hello& hello) const {
     return rendezvous_error("a connection that does not belong to this job", 0);
   }
   if (state_ == State::kOver) return why_over();
-  if (presence_[static_cast<size_t>(hello.rank)] != Presence::kHere) {
-    return Error{
-        ErrorKind::kPeerLost, who + " is lost to this job, or has left it", hello.rank, {}};
-  }
-  return std::nullopt;
+  const auto loss = losses_.find(hello.rank);
+  if (loss != losses_.end()) return loss->second;
+  if (presence_[static_cast<size_t>(hello.rank)] == Presence::kHere) return std::nullopt;
+  return Error{ErrorKind::kPeerLost, who + " has left this job", hello.rank, {}};
 }
 
 Error Party::why_over() const {
@@ -197,6 +196,7 @@ void Party::drop(Link link, bool flush) {
 void Party::lose(int rank, Error error) {
   if (!is_here(rank)) return;
   presence_[static_cast<size_t>(rank)] = Presence::kLost;
+  losses_.emplace(rank, error);
   // If it is not as dead as it looks, it hears why nobody talks to it any more.
   const Message why{FrameKind::kAbort, 0, 0, wire::encode(error)};
   std::vector<Link> links;

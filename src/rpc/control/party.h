@@ -23,7 +23,8 @@ namespace distrain::rpc::control {
 //
 // A connection for calls that breaks without a word proves little: the other end may have left
 // because of a loss that this rank has yet to hear of. So it asks the hub, which tells all ranks of
-// losses in one order: whoever left because of another was told of that one first.
+// losses in one order: whoever left because of another was told of that one first. Who has lost the
+// hub has lost all, for the same reason.
 //
 // All of it is in Hub (rank 0) and Member (any other), which do no I/O, have no clock and no
 // thread: an event comes in by a function call with the time, what is to be done goes out through
@@ -167,7 +168,8 @@ class Party {
   World& world_;
   State state_ = State::kMeeting;
   std::map<Link, Connection> connections_;
-  std::vector<Presence> presence_;  // once the ranks are known
+  std::vector<Presence> presence_;     // once the ranks are known
+  std::map<int, base::Error> losses_;  // why each rank that is lost is
   wire::Directory directory_;
 
  private:

@@ -71,7 +71,7 @@ std::atomic<int> g_told{0};
 at::Tensor mul_guarded(rpc::CallContext& context, at::Tensor a) {
   autograd::PassGuard guard;
   guard.on_failure = [](const base::Error& error) {
-    if (error.kind == ErrorKind::kBadData && error.rank == 0) ++g_told;
+    if (error.kind == ErrorKind::kBadData && error.rank == 1) ++g_told;
   };
   autograd::guard_pass(context.agent, std::move(guard));
   return a * 2;
@@ -412,28 +412,28 @@ TEST_CASE("a rank that dies in the middle fails the pass") {
 TEST_CASE("contexts of a rank that is lost end on the others, not those that it took part in") {
   Cluster cluster(4, setup);
   g_told = 0;
-  std::optional<autograd::Context> kept(cluster[3]);
-  cluster[3].rpc_sync<&around>(0, leaf(at::ones({2})), 1);  // which calls rank 1
+  std::optional<autograd::Context> kept(cluster[0]);
+  cluster[0].rpc_sync<&around>(1, leaf(at::ones({2})), 1);  // which calls rank 2
   std::thread loser([&] {                                   // whose current context is its own
-    autograd::Context context(cluster[0]);
-    cluster[0].rpc_sync<&around>(1, leaf(at::ones({2})), 2);  // which calls 2, and that 3
-    cluster[0].rpc_sync<&mul_guarded>(2, leaf(at::ones({2})));
-    CHECK(cluster[1].live_contexts() == 2);
-    CHECK(cluster[2].live_contexts() == 1);
-    cluster[0].abort({ErrorKind::kBadData, "no more", -1, {}});
+    autograd::Context context(cluster[1]);
+    cluster[1].rpc_sync<&around>(2, leaf(at::ones({2})), 2);  // which calls 3, and that 0
+    cluster[1].rpc_sync<&mul_guarded>(3, leaf(at::ones({2})));
+    CHECK(cluster[2].live_contexts() == 2);
+    CHECK(cluster[3].live_contexts() == 1);
+    cluster[1].abort({ErrorKind::kBadData, "no more", -1, {}});
   });
   loser.join();
   const auto deadline = std::chrono::steady_clock::now() + 30s;
   const auto over = [&] {
-    return cluster[1].live_contexts() == 1 && cluster[2].live_contexts() == 0 &&
-           cluster[3].live_contexts() == 1 && g_told == 1;
+    return cluster[2].live_contexts() == 1 && cluster[3].live_contexts() == 0 &&
+           cluster[0].live_contexts() == 1 && g_told == 1;
   };
   while (!over() && std::chrono::steady_clock::now() < deadline) std::this_thread::sleep_for(1ms);
   CHECK(over());
-  // It fails once rank 3 knows of the loss: nobody is there to pass the end on to rank 1.
-  CHECK_THROWS_AS(cluster[3].rpc_sync<&around>(0, leaf(at::ones({2})), 1), base::Exception);
+  // It fails once rank 0 knows of the loss: nobody is there to pass the end on to rank 2.
+  CHECK_THROWS_AS(cluster[0].rpc_sync<&around>(1, leaf(at::ones({2})), 1), base::Exception);
   kept.reset();
-  const auto gone = [&] { return cluster[1].live_contexts() == 0; };
+  const auto gone = [&] { return cluster[2].live_contexts() == 0; };
   while (!gone() && std::chrono::steady_clock::now() < deadline) std::this_thread::sleep_for(1ms);
   CHECK(gone());
 }

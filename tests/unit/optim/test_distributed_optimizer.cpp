@@ -241,11 +241,11 @@ TEST_CASE("steps that a lost rank has asked for are not applied") {
         cluster[rank], std::vector<RRef<at::Tensor>>{layer.rpc_sync<&Layer::parameter>()},
         optim::Sgd{.lr = 1});
   };
-  const auto lost_layer = layer_of(0), layer = layer_of(2);
-  const auto lost = optimizer_of(0, lost_layer), kept = optimizer_of(2, layer);
-  autograd::Context lost_context(cluster[0]);
+  const auto lost_layer = layer_of(2), layer = layer_of(0);
+  const auto lost = optimizer_of(2, lost_layer), kept = optimizer_of(0, layer);
+  autograd::Context lost_context(cluster[2]);
   backward_of(lost_context, lost_layer, 1);
-  autograd::Context context(cluster[2]);
+  autograd::Context context(cluster[0]);
   backward_of(context, layer, 1);
 
   std::optional<autograd::ParameterRead> reading(cluster[1]);  // an update waits for its end
@@ -253,12 +253,12 @@ TEST_CASE("steps that a lost rank has asked for are not applied") {
   while (cluster[1].waits().empty()) std::this_thread::yield();  // it has the only worker
   base::Error error;
   std::thread second([&] { error = error_of([&] { lost->step(lost_context); }); });
-  while (cluster[0].waits().empty()) std::this_thread::yield();
+  while (cluster[2].waits().empty()) std::this_thread::yield();
   const auto asked = [&] {
-    return error_of([&] { cluster[1].call_raw(0, "unknown", [](rpc::Encoder&) {}).wait(); });
+    return error_of([&] { cluster[1].call_raw(2, "unknown", [](rpc::Encoder&) {}).wait(); });
   };
   REQUIRE(asked().kind == ErrorKind::kNotFound);  // its answer comes behind the step
-  cluster[0].abort({ErrorKind::kBadData, "no more", -1, {}});
+  cluster[2].abort({ErrorKind::kBadData, "no more", -1, {}});
   second.join();
   // By its own end, or by the others that have heard of it.
   CHECK((error.kind == ErrorKind::kCancelled || error.kind == ErrorKind::kPeerLost));

@@ -240,17 +240,17 @@ TEST_CASE("calls of a rank that is lost are not run") {
   Cluster cluster(3, expose_calls, options);
   g_counted = 0;
   g_gate = false;
-  auto busy = cluster[2].rpc_async<&wait_at_gate>(rpc::To(1).without_deadline());
+  auto busy = cluster[0].rpc_async<&wait_at_gate>(rpc::To(1).without_deadline());
   testing::wait_for_call_at_gate();
-  auto queued = cluster[0].rpc_async<&count>(rpc::To(1).without_deadline());
-  cluster[1].rpc_sync<&add>(0, 1, 1);  // its answer comes behind that
-  cluster.kill(0);
+  auto queued = cluster[2].rpc_async<&count>(rpc::To(1).without_deadline());
+  cluster[1].rpc_sync<&add>(2, 1, 1);  // its answer comes behind that
+  cluster.kill(2);
   CHECK(error_of([&] { queued.wait(); }).kind == ErrorKind::kCancelled);
-  while (error_of([&] { cluster[1].rpc_sync<&add>(0, 1, 1); }).kind != ErrorKind::kPeerLost) {
+  while (error_of([&] { cluster[1].rpc_sync<&add>(2, 1, 1); }).kind != ErrorKind::kPeerLost) {
   }
   g_gate = true;
   busy.wait();
-  CHECK(cluster[2].rpc_sync<&add>(1, 1, 1) == 2);  // in its turn after it
+  CHECK(cluster[0].rpc_sync<&add>(1, 1, 1) == 2);  // in its turn after it
   CHECK(g_counted == 0);
 }
 

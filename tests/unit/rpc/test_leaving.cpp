@@ -82,6 +82,23 @@ TEST_CASE("what waits for others fails when a function ends their agent") {
   g_gate = true;
 }
 
+TEST_CASE("who has lost rank 0 waits for nobody") {
+  Cluster cluster(4, setup_all);
+  g_gate = false;
+  const auto held_up = cluster[1].rpc_async<&wait_at_gate>(rpc::To(2).without_deadline());
+  wait_for_call_at_gate();
+  cluster.kill(0);
+  for (int rank : {2, 3}) {  // connected, and not
+    const base::Error error = error_of([&] {
+      if (rank == 2) return held_up.wait();
+      cluster[1].rpc_sync<&nap>(rpc::To(rank).without_deadline(), 600'000);
+    });
+    CHECK(error.kind == ErrorKind::kPeerLost);
+    CHECK(error.rank == 0);
+  }
+  g_gate = true;
+}
+
 TEST_CASE("who has left cannot leave again") {
   Cluster cluster(2, setup_all);
   SECTION("after shutdown()") { cluster.shutdown(); }
