@@ -243,7 +243,7 @@ std::vector<rpc::Wait> Core::waits() {
 void Core::on_peer_lost(int world_rank, const Error& error) {
   if (group_rank(world_rank) < 0) return;
   Error lost = error;
-  lost.rank = world_rank;
+  if (lost.rank < 0) lost.rank = world_rank;  // else it left because of that one
   {
     std::lock_guard lock(mutex_);
     if (!failure_) failure_ = lost;

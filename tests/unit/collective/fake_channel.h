@@ -58,10 +58,11 @@ class FakeNetwork {
     }
     changed_.notify_all();
   }
-  /// All others learn that `rank` is lost.
-  void kill(int rank) {
+  /// All others learn that `rank` is lost, because of `cause` unless that is below 0.
+  void kill(int rank, int cause = -1) {
     {
       std::lock_guard lock(mutex_);
+      causes_[rank] = cause < 0 ? rank : cause;
       lost_.insert(rank);
       std::erase_if(queues_, [rank](auto& queue) {
         return queue.first.first == rank || queue.first.second == rank;
@@ -139,9 +140,10 @@ class FakeNetwork {
     while (!stopping_) {
       if (!losses_.empty()) {
         const auto [to, rank] = losses_.front();
+        const int cause = causes_[rank];
         losses_.pop_front();
         lock.unlock();
-        tell_loss(to, rank);
+        tell_loss(to, rank, cause);
         lock.lock();
         continue;
       }
@@ -180,14 +182,14 @@ class FakeNetwork {
     if (slot.handler.on_message) slot.handler.on_message(std::move(received));
   }
 
-  void tell_loss(int to, int rank) {
+  void tell_loss(int to, int rank, int cause) {
     Handler& slot = handlers_[size_t(to)];
     std::lock_guard running(slot.running);
     if (slot.handler.on_peer_lost) {
       slot.handler.on_peer_lost(
           rank,
           base::Error{
-              base::ErrorKind::kPeerLost, "rank " + std::to_string(rank) + " is lost", rank, {}});
+              base::ErrorKind::kPeerLost, "rank " + std::to_string(rank) + " is lost", cause, {}});
     }
   }
 
@@ -197,6 +199,7 @@ class FakeNetwork {
   std::mt19937 random_;
   std::map<std::pair<int, int>, std::deque<Message>> queues_;
   std::deque<std::pair<int, int>> losses_;
+  std::map<int, int> causes_;
   std::set<std::pair<int, int>> held_;
   std::set<int> lost_;
   std::set<int> has_handler_;

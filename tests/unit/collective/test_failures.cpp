@@ -161,6 +161,14 @@ TEST_CASE("a lost rank fails what is under way and what follows") {
   }
 }
 
+TEST_CASE("a rank that has left because of another does not take the blame") {
+  TestGroup group(2);
+  const auto pending = group[0].allreduce(at::ones({5}));
+  group.network.kill(1, 7);
+  CHECK(thrown_by([&] { pending.wait(); }).rank == 7);
+  CHECK(thrown_by([&] { group[0].allreduce(at::ones({5})).wait(); }).rank == 7);
+}
+
 TEST_CASE("a rank outside the group may be lost") {
   FakeNetwork network(3);
   base::ThreadPool pool({.name = "test"});
