@@ -269,19 +269,21 @@ std::shared_ptr<RRefHandle> RRefContext::receive(const RRefTicket& ticket) {
 }
 
 std::shared_ptr<RRefHandle> RRefContext::received_by_owner(uint64_t id) {
+  base::Error why{base::ErrorKind::kNotFound,
+                  "the value of this RRef is gone: its last reference ended before this "
+                  "call was looked at",
+                  rank_,
+                  {}};
   {
     std::lock_guard lock(mutex_);
     if (!is_freed_locked(id)) {
       return std::make_shared<RRefHandle>(shared_from_this(), id, 0, rank_, value_locked(id));
     }
+    // It went with a rank that had given it to another, of which the owner had yet to hear.
+    if (!lost_.empty()) why = lost_.begin()->second;
   }
   auto gone = std::make_shared<OwnedValue>();
-  gone->value.fail(
-      base::Error{base::ErrorKind::kNotFound,
-                  "the value of this RRef is gone: its last reference ended before this "
-                  "call was looked at",
-                  rank_,
-                  {}});
+  gone->value.fail(std::move(why));
   return std::make_shared<RRefHandle>(shared_from_this(), id, 0, rank_, std::move(gone));
 }
 

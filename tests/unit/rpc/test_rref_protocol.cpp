@@ -251,6 +251,24 @@ TEST_CASE("a reference to a value that is gone fails; one to a value to come wai
   CHECK(error_of([&] { after.rrefs[0]->local(typeid(int)); }).kind == ErrorKind::kPeerLost);
 }
 
+TEST_CASE("a value that has gone with a rank is asked for by one to which that has given it") {
+  Cluster cluster(kRanks);
+  Net net(cluster);
+  Handle handle = net.make(0);
+  const uint64_t id = handle->id();
+  net.share(0, 1, handle, true);
+  handle = nullptr;
+  REQUIRE(net.alive == 1);
+  net.at(0).on_peer_lost(1, {ErrorKind::kNotFinite, "the loss is NaN", 1, {}});
+  REQUIRE(net.alive == 0);
+  rpc::InMessage late;  // of rank 2, whose word of its reference is behind
+  late.tickets.push_back({id, 0, 1, 0, 2});
+  net.at(0).receive(late);
+  const base::Error error = error_of([&] { late.rrefs[0]->local(typeid(int)); });
+  CHECK(error.kind == ErrorKind::kNotFinite);
+  CHECK(error.rank == 1);
+}
+
 TEST_CASE("a rank that is lost is not waited for") {
   Cluster cluster(kRanks);
   const base::Error lost{ErrorKind::kPeerLost, "dead", 2, {}};
