@@ -26,7 +26,7 @@ start() {
     if [[ $rank == 1 && ${order[2]} == 1 ]]; then
       wait_for "$limit" is_connected "$port" || fail "rank 2 does not come"
     fi
-    timeout -k 2 "$limit" "$distrain" ps --rank $rank --data "$tmp/images" --dropout off --mode sync --transport tcp \
+    timeout -k 2 "$limit" "$distrain" ps --rank "$rank" --data "$tmp/images" --dropout off --mode sync --transport tcp \
       --master-port "$([[ $rank == 1 ]] && echo "$through" || echo "$port")" --log-interval 0 "${options[@]}" \
       >"$tmp/rank$rank" 2>"$tmp/err$rank" &
     pids[rank]=$!
