@@ -48,7 +48,8 @@ base::Status Peers::send(int to, net::OutFrame frame) {
   if (sent.ok() || sent.error().kind != ErrorKind::kPeerLost) return sent;
   // It has just broken. What that means is told to those who wait for an answer, as to those whose
   // frames were on their way.
-  if (peer.state == State::kConnected) return base::Unit{};
+  const State state = peer.state;
+  if (state == State::kConnected || state == State::kConnecting) return base::Unit{};
   return loss_of(to);
 }
 
