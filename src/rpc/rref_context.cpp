@@ -111,6 +111,7 @@ std::shared_ptr<OwnedValue> RRefContext::value_locked(uint64_t id) {
     // The call that was to make it came from a rank that is lost: it is not run any more.
     const auto lost = record.made ? lost_.end() : lost_.find(rank_of_id(id));
     if (lost != lost_.end()) value->value.fail(lost->second);
+    if (ended_ && !record.made) value->value.fail(*ended_);  // nor is any other
   }
   return value;
 }
@@ -330,6 +331,10 @@ void RRefContext::on_peer_lost(int rank, const base::Error& error) {
 }
 
 void RRefContext::fail_unset(const base::Error& error) {
+  {
+    std::lock_guard lock(mutex_);
+    ended_ = error;
+  }
   fail_unset(error, [](uint64_t) { return true; });
 }
 

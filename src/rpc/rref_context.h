@@ -154,8 +154,9 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   // Forks named for others that wait for an Accept: what they keep alive, and who was to get them.
   std::unordered_map<uint64_t, std::pair<std::shared_ptr<RRefHandle>, int>> pending_children_;
   std::map<int, base::Error> lost_;
-  RecentSet deleted_;  // forks
-  RecentSet freed_;    // values
+  std::optional<base::Error> ended_;  // why no value is made any more
+  RecentSet deleted_;                 // forks
+  RecentSet freed_;                   // values
 };
 
 }  // namespace distrain::rpc

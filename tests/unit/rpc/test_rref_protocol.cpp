@@ -295,6 +295,15 @@ TEST_CASE("a rank that is lost is not waited for") {
   CHECK(net.at(1).live() == 0);
 }
 
+TEST_CASE("a value that is first asked for when its rank has ended is not waited for") {
+  Cluster cluster(kRanks);
+  Net net(cluster);
+  net.at(0).fail_unset({ErrorKind::kCancelled, "this rank is shutting down", 0, {}});
+  const auto late = net.at(0).target(17, 18, 1);
+  REQUIRE(late->value.future().done());
+  CHECK(error_of([&] { late->value.future().wait(); }).kind == ErrorKind::kCancelled);
+}
+
 TEST_CASE("tickets that no rank of ours would send are protocol errors") {
   Cluster cluster(kRanks);
   Net net(cluster);
