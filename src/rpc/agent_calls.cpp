@@ -89,7 +89,42 @@ class ReplyImpl final : public Reply {
   std::atomic<bool> answered_{false};
 };
 
+const wire::FrameHeader& header_of(const RawReply& reply) {
+  return reply.message ? reply.message->header : reply.frame.header;
+}
+
+// References, or half of a pair of autograd nodes. Most replies bring none, which is seen without
+// reading them: with no tensors the number of RRefs comes first.
+bool brings_something(const RawReply& reply) {
+  if (reply.sent != 0 || header_of(reply).autograd_id != 0) return true;
+  if (reply.message) return !reply.message->tickets.empty();
+  if (reply.frame.header.tensor_count > 0) return true;
+  uint32_t rrefs = 0;
+  if (reply.frame.meta.size() < sizeof rrefs) return false;
+  std::memcpy(&rrefs, reply.frame.meta.data(), sizeof rrefs);
+  return rrefs > 0;
+}
+
 }  // namespace
+
+/// Sees to it that a reply which nobody opens, as its caller gave up at the moment that it came,
+/// ends as one that came too late. Thread-safe.
+class UnopenedReply {
+ public:
+  UnopenedReply(std::shared_ptr<ReplyGate> gate, RawReply reply)
+      : gate_(std::move(gate)), reply_(std::move(reply)) {}
+  ~UnopenedReply() { give_up(); }
+  bool open() { return !is_over_.exchange(true); }
+  void give_up() {
+    if (is_over_.exchange(true)) return;
+    gate_->enter([this](AgentCore& core) { core.let_go(std::move(reply_)); });
+  }
+
+ private:
+  const std::shared_ptr<ReplyGate> gate_;
+  RawReply reply_;
+  std::atomic<bool> is_over_{false};
+};
 
 Error error_in_flight(ErrorKind otherwise) {
   try {
@@ -216,6 +251,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   if (has_credit) call.deadline = deadline;  // otherwise who waits for credit sees to it
   call.context = t_context;
   call.autograd_id = header.autograd_id;
+  call.is_remote = target != nullptr;
   call.holds = std::move(encoder.holds);
   if (slice) {
     slice.set_flow_out(flow_id(options.rank, id), call.started);
@@ -256,8 +292,11 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
       std::memcpy(frame.meta.data() + frame.meta.size() - behind_wait, &left, sizeof left);
     }
   }
-  if (was_sent) *was_sent = true;
+  const auto begin_to_send = [was_sent] {
+    if (was_sent) *was_sent = true;
+  };
   if (own) {
+    begin_to_send();
     QueuedCall mine;
     mine.from = to;
     mine.id = id;
@@ -267,10 +306,26 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     queue_call(std::move(mine));
     return reply;
   }
+  // Who gives up while it is being sent has told so before the call was there.
+  const auto see_to_sent = [this, id, to, function](const std::vector<RRefTicket>& sent_tickets,
+                                                    const base::Status& sent) {
+    see_to_call(id, to, function, sent_tickets, sent);
+    if (sent.ok() && !pending.is_waiting(id)) send_word(to, wire::FrameKind::kCancel, id);
+  };
   if (departure) {  // it waits for the device, the caller does not
-    const auto depart = [this, id, to, function, tickets = std::move(tickets), departure] {
+    const auto still_wanted = [this, id, wait_at, deadline](wire::Bytes& body) {
+      if (!pending.is_waiting(id)) return false;
+      if (deadline != base::kNever) {  // of which it has less left than it says
+        const uint32_t left = wait_ms(deadline - base::Clock::now());
+        std::memcpy(body.data() + wait_at, &left, sizeof left);
+      }
+      return true;
+    };
+    const auto depart = [this, id, to, tickets = std::move(tickets), departure, begin_to_send,
+                         still_wanted, see_to_sent] {
       if (!pending.is_waiting(id)) return rrefs->retract(tickets);
-      see_to_call(id, to, function, tickets, send_departure(to, *departure));
+      begin_to_send();
+      see_to_sent(tickets, send_departure(to, *departure, still_wanted));
     };
     if (options.call_delay > base::Duration::zero()) {
       loop.call_at(base::deadline_after(options.call_delay), [this, depart] { pool.post(depart); });
@@ -279,15 +334,17 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     }
   } else if (options.call_delay > base::Duration::zero()) {
     loop.call_at(base::deadline_after(options.call_delay),
-                 [this, id, to, cost, function, tickets = std::move(tickets),
-                  frame = std::move(frame)]() mutable {
+                 [this, id, to, cost, tickets = std::move(tickets), frame = std::move(frame),
+                  begin_to_send, see_to_sent]() mutable {
                    if (!pending.is_waiting(id)) {
                      flow(to).credit.give(cost, 0);
                      return rrefs->retract(tickets);
                    }
-                   see_to_call(id, to, function, tickets, send(to, std::move(frame)));
+                   begin_to_send();
+                   see_to_sent(tickets, send(to, std::move(frame)));
                  });
   } else {
+    begin_to_send();
     see_to_call(id, to, function, tickets, send(to, std::move(frame)));
   }
   return reply;
@@ -350,9 +407,11 @@ void AgentCore::see_to_call(uint64_t id, int to, const std::string& function,
 }
 
 // What a device could not do is this rank's trouble, whatever the rank asked for.
-base::Status AgentCore::send_departure(int to, Departure& departure) {
+base::Status AgentCore::send_departure(int to, Departure& departure,
+                                       const Departure::StillWanted& still_wanted) {
   try {
-    return departure.send([&](net::OutFrame frame) { return send(to, std::move(frame)); });
+    return departure.send([&](net::OutFrame frame) { return send(to, std::move(frame)); },
+                          still_wanted);
   } catch (...) {
     Error error = error_in_flight(ErrorKind::kInternal);
     if (error.rank < 0) error.rank = options.rank;
@@ -374,14 +433,50 @@ void AgentCore::receive_tensors(InMessage& message, uint64_t context) {
                    message.requires_grad);
 }
 
+void AgentCore::answer(PendingCalls::Call& call, RawReply reply) {
+  reply.context = call.context;
+  reply.sent = call.autograd_id;
+  reply.function = std::move(call.function);
+  if (!call.is_remote && brings_something(reply)) {
+    reply.unopened = std::make_shared<UnopenedReply>(replies, reply);
+  }
+  call.promise.set(std::move(reply));
+}
+
+bool RawReply::open() const { return !unopened || unopened->open(); }
+
+void RawReply::give_up() const {
+  if (unopened) unopened->give_up();
+}
+
+void AgentCore::let_go(RawReply reply) {
+  if (reply.context != 0 && hook) {  // both pairs of nodes stay halves
+    hook->on_failed(reply.context, reply.sent);
+    hook->on_given_up(reply.context, reply.from, header_of(reply).call_id);
+  }
+  pool.post([this, reply = std::move(reply)] {
+    try {
+      static_cast<void>(read(reply));  // its RRefs, which go with it
+    } catch (...) {                    // nobody is there to be told
+    }
+  });
+}
+
+std::shared_ptr<InMessage> AgentCore::read(const RawReply& reply) {
+  if (!reply.message) {
+    return std::make_shared<InMessage>(
+        from_frame(reply.frame, reply.from, stager, reply.arrivals.get(), rrefs.get()));
+  }
+  rrefs->receive(*reply.message);
+  return reply.message;
+}
+
 std::shared_ptr<InMessage> AgentCore::open(const RawReply& reply) {
   try {
-    std::shared_ptr<InMessage> message = reply.message;
-    if (!message) {
-      message = std::make_shared<InMessage>(
-          from_frame(reply.frame, reply.from, stager, reply.arrivals.get()));
+    if (!reply.open()) {
+      throw base::Exception(ErrorKind::kCancelled, "the call was given up");
     }
-    rrefs->receive(*message);
+    std::shared_ptr<InMessage> message = read(reply);
     receive_tensors(*message, reply.context);
     return message;
   } catch (...) {
@@ -449,11 +544,12 @@ void AgentCore::execute(QueuedCall&& call) {
   std::string function;
   CallSlice slice(options.tracer && options.tracer->on() ? options.tracer.get() : nullptr);
   try {
-    if (!message) {
+    if (message) {
+      rrefs->receive(*message);
+    } else {
       message = std::make_shared<InMessage>(
-          from_frame(std::move(frame), from, stager, call.arrivals.get()));
+          from_frame(std::move(frame), from, stager, call.arrivals.get(), rrefs.get()));
     }
-    rrefs->receive(*message);
     const ContextScope scope(hook.get(), header.context_id);
     Decoder decoder(*message);
     function = decoder.in.get_string();
@@ -514,9 +610,7 @@ void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
       auto own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
       auto call = pending.take(call_id, to);
       if (!call) return rrefs->retract(tickets);
-      call->promise.set(
-          RawReply{std::move(own), {}, nullptr, to, call->context, std::move(call->function)});
-      return;
+      return answer(*call, {std::move(own), {}, nullptr, to});
     }
     hold_parameters(message);
     const base::Status sent = send_message(to, std::move(message), header);

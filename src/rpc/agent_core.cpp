@@ -50,7 +50,7 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
                                           at::init_num_threads();
                                           base::Tracer::bind_thread(tracer, "worker");
                                         }})),
-      pending(loop, options.rank, options.tracer,
+      pending(loop, executor, options.rank, options.tracer,
               [this](uint64_t id, const PendingCalls::Call& call, bool given_up) {
                 if (given_up) tell_given_up(id, call.to);
                 if (!hook || call.context == 0) return;
@@ -119,14 +119,27 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
   });
 }
 
-AgentCore::~AgentCore() { close(); }
+AgentCore::~AgentCore() {
+  close();
+  hook = nullptr;  // while the channels that it uses are there
+}
 
 void AgentCore::close() {
-  if (!closed_.exchange(true)) disconnect();
-  // A function that ends its own agent: what is left to do waits for that function. The next one to
-  // come does it, the destructor at the latest.
+  if (!closed_.exchange(true)) {
+    disconnecting_ = std::this_thread::get_id();
+    disconnect();
+    disconnecting_ = std::thread::id();
+    disconnected_.set();
+  }
+  // A function that ends its own agent, or a continuation of what disconnect() fails: what is left
+  // to do waits for it. The next one to come does it, the destructor at the latest.
   if (pool.runs_here() || layers.tells_here()) return;
-  if (!stopped_.exchange(true)) stop();
+  if (disconnecting_ == std::this_thread::get_id()) return;
+  std::lock_guard lock(stopping_);
+  if (stopped_) return;
+  disconnected_.future().wait();
+  stopped_ = true;
+  stop();
 }
 
 // Fails all that waits for others.
@@ -160,7 +173,6 @@ void AgentCore::stop() {
   control->wait_until_flushed();
   rrefs->close();
   replies->close();
-  const std::shared_ptr<AutogradHook> last = std::move(hook);
   decltype(provided) objects;  // die outside the lock, while the channels they use are there
   std::unique_lock lock(registry_mutex);
   objects.swap(provided);
@@ -260,17 +272,9 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
                              std::min(header.context_id, kMostCredit));
     case wire::FrameKind::kReply:
       if (auto call = pending.take(header.call_id, rank)) {
-        call->promise.set(RawReply{nullptr, std::move(frame), arrivals, rank, call->context,
-                                   std::move(call->function)});
-      } else {
-        // Its caller has given up on it: the RRefs in it are let go.
-        pool.post([this, rank, arrivals, frame = std::move(frame)]() mutable {
-          try {
-            InMessage late = from_frame(std::move(frame), rank, stager, arrivals.get());
-            rrefs->receive(late);
-          } catch (...) {  // nobody is there to be told
-          }
-        });
+        answer(*call, {nullptr, std::move(frame), arrivals, rank});
+      } else {  // its caller has given up on it
+        let_go({nullptr, std::move(frame), arrivals, rank});
       }
       return;
     case wire::FrameKind::kError:

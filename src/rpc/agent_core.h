@@ -7,6 +7,7 @@
 #include <shared_mutex>
 #include <span>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -75,6 +76,8 @@ class AgentCore {
                               const std::function<void(Encoder&)>& fill,
                               const std::shared_ptr<RRefHandle>& target);
   std::shared_ptr<InMessage> open(const RawReply& reply);
+  /// What a reply brings ends with it, as nobody opens it.
+  void let_go(RawReply reply);
   /// Encodes and sends the reply of a call that rank `to` made.
   void send_reply(int to, uint64_t call_id, uint64_t context,
                   const std::function<void(Encoder&)>& fill);
@@ -134,7 +137,8 @@ class AgentCore {
                   bool was_sent);
   void hold_parameters(OutMessage& message) const;
   base::Status send_message(int to, OutMessage message, const wire::FrameHeader& header);
-  base::Status send_departure(int to, Departure& departure);
+  base::Status send_departure(int to, Departure& departure,
+                              const Departure::StillWanted& still_wanted = {});
   std::function<uint64_t()> transfer_numbers() {
     return [this] { return next_transfer_.fetch_add(1, std::memory_order_relaxed); };
   }
@@ -172,6 +176,8 @@ class AgentCore {
   std::vector<std::shared_ptr<ChannelImpl>> channels();
   void tell_channels(int rank, const base::Error& error);
   void receive_tensors(InMessage& message, uint64_t context);
+  void answer(PendingCalls::Call& call, RawReply reply);
+  std::shared_ptr<InMessage> read(const RawReply& reply);
 
   std::atomic<size_t> last_live_rrefs_{0};
   std::atomic<size_t> last_live_contexts_{0};
@@ -188,8 +194,12 @@ class AgentCore {
   std::atomic<uint64_t> calls_{0};
   std::atomic<uint64_t> bytes_out_{0};
   std::atomic<uint64_t> bytes_in_{0};
-  std::atomic<bool> closed_{false};   // nothing more is said to others
-  std::atomic<bool> stopped_{false};  // and none of its threads runs anything
+  std::atomic<bool> closed_{false};  // nothing more is said to others
+  std::atomic<std::thread::id> disconnecting_{};
+  base::Promise<void> disconnected_;  // and all that waited for them has failed
+  // One thread at a time; objects of the user's that end meanwhile may come back.
+  std::recursive_mutex stopping_;
+  bool stopped_ = false;  // by stopping_: none of its threads runs anything any more
 
  public:
   /// Last: its thread ends before what its handlers use is gone.

@@ -119,14 +119,15 @@ net::OutFrame Departure::chunk_of(const Transfer& transfer) const {
   return frame;
 }
 
-base::Status Departure::send(const std::function<base::Status(net::OutFrame)>& send) {
+base::Status Departure::send(const std::function<base::Status(net::OutFrame)>& send,
+                             const StillWanted& still_wanted) {
   const auto give_up = [&] {  // an empty chunk: the message will not come
     for (const Transfer& transfer : transfers_) {
       if (transfer.id != 0) static_cast<void>(send(chunk_of(transfer)));
     }
   };
   try {
-    base::Status sent = send_chunks(send);
+    base::Status sent = send_chunks(send, still_wanted);
     if (!sent.ok()) give_up();
     return sent;
   } catch (...) {
@@ -135,7 +136,8 @@ base::Status Departure::send(const std::function<base::Status(net::OutFrame)>& s
   }
 }
 
-base::Status Departure::send_chunks(const std::function<base::Status(net::OutFrame)>& send) {
+base::Status Departure::send_chunks(const std::function<base::Status(net::OutFrame)>& send,
+                                    const StillWanted& still_wanted) {
   for (size_t i = 0; i < chunks_; ++i) {
     sending_->await_fewer_than(kMaxSending);
     begin_copies(i + kCopiesAhead);
@@ -156,6 +158,9 @@ base::Status Departure::send_chunks(const std::function<base::Status(net::OutFra
     pieces_[i].copied.wait_on_host();
     pieces_[i].copied = StreamPoint();
     rests[pieces_[i].transfer] = std::move(pieces_[i].block);
+  }
+  if (still_wanted && !still_wanted(message_.body)) {
+    return base::Error{base::ErrorKind::kCancelled, "nobody waits for it any more", -1, {}};
   }
   return send(to_frame(std::move(message_), header_, ids, rests));
 }

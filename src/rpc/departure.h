@@ -28,9 +28,14 @@ class Departure {
   Departure(const Departure&) = delete;
   Departure& operator=(const Departure&) = delete;
 
+  /// Asked when only the message itself is left to be sent, whose body it may change.
+  using StillWanted = std::function<bool(wire::Bytes& body)>;
+
   /// Sends the chunks as their copies are done, and the message. Blocks as long as the devices and
-  /// the network need: not on the loop. Throws what a copy throws.
-  base::Status send(const std::function<base::Status(net::OutFrame)>& send);
+  /// the network need: not on the loop. `cancelled` when it is not wanted any more. Throws what a
+  /// copy throws.
+  base::Status send(const std::function<base::Status(net::OutFrame)>& send,
+                    const StillWanted& still_wanted = {});
 
  private:
   struct Piece {  // of a transfer
@@ -48,7 +53,8 @@ class Departure {
   };
 
   Transfer make_transfer(DeviceGroup group) const;
-  base::Status send_chunks(const std::function<base::Status(net::OutFrame)>& send);
+  base::Status send_chunks(const std::function<base::Status(net::OutFrame)>& send,
+                           const StillWanted& still_wanted);
   net::OutFrame chunk_of(const Transfer& transfer) const;
   void begin_copy(Piece& piece);
   void await_copies() const noexcept;

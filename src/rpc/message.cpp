@@ -14,6 +14,7 @@
 #include "device_table.h"
 #include "distrain/rpc/dtype.h"
 #include "distrain/wire/tensor_desc.h"
+#include "rref_context.h"
 
 namespace distrain::rpc {
 
@@ -48,11 +49,13 @@ wire::TensorDesc desc_of(const OutMessage& message, size_t i) {
 using ArrivalPtr = std::shared_ptr<Arrival>;
 
 // All of them, before anything can go wrong with one: nobody else would.
-std::vector<ArrivalPtr> take_arrivals(const std::vector<DeviceGroup>& groups, wire::Reader& meta,
-                                      DeviceStager& stager, Arrivals* arrivals) {
+std::vector<ArrivalPtr> take_arrivals(const std::vector<DeviceGroup>& groups,
+                                      const std::vector<uint64_t>& transfers, DeviceStager& stager,
+                                      Arrivals* arrivals) {
   std::vector<ArrivalPtr> taken;
-  for (const DeviceGroup& group : groups) {
-    const auto id = meta.get<uint64_t>();
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const DeviceGroup& group = groups[g];
+    const uint64_t id = transfers[g];
     const uint64_t bytes = group.layout.bytes;
     if (chunked_bytes(bytes) == 0) {
       taken.push_back(std::make_shared<Arrival>(stager, group.device, bytes));
@@ -63,6 +66,19 @@ std::vector<ArrivalPtr> take_arrivals(const std::vector<DeviceGroup>& groups, wi
     }
   }
   return taken;
+}
+
+std::vector<RRefTicket> read_tickets(wire::Reader& meta) {
+  constexpr size_t kTicketBytes = 25;
+  std::vector<RRefTicket> tickets(meta.get_count(kTicketBytes));
+  for (RRefTicket& ticket : tickets) {
+    ticket.id = meta.get<uint64_t>();
+    ticket.owner = meta.get<int32_t>();
+    ticket.mode = meta.get<uint8_t>();
+    ticket.fork = meta.get<uint64_t>();
+    ticket.parent = meta.get<int32_t>();
+  }
+  return tickets;
 }
 
 // The tensors of a message that are on devices, out of its transfers.
@@ -178,7 +194,8 @@ net::OutFrame to_frame(OutMessage message, wire::FrameHeader header,
   return frame;
 }
 
-InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager, Arrivals* arrivals) {
+InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager, Arrivals* arrivals,
+                     RRefContext* receiver) {
   InMessage message;
   message.header = frame.header;
   message.from = from;
@@ -209,7 +226,12 @@ InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager, Arrival
       }
     }
   }
-  const std::vector<ArrivalPtr> taken = take_arrivals(groups, meta, stager, arrivals);
+  std::vector<uint64_t> transfers;
+  for (size_t g = 0; g < groups.size(); ++g) transfers.push_back(meta.get<uint64_t>());
+  const std::vector<ArrivalPtr> taken = take_arrivals(groups, transfers, stager, arrivals);
+  message.tickets = read_tickets(meta);
+  // Whatever a device has no room for, their senders keep an account of them.
+  if (receiver) receiver->receive(message);
   if (layout.bytes != frame.payload.size()) {
     wire::Reader::fail("a payload of " + std::to_string(frame.payload.size()) +
                        " bytes for tensors of " + std::to_string(layout.bytes));
@@ -226,18 +248,6 @@ InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager, Arrival
             : at::from_blob(data, descs[i].sizes, strides_of(descs[i]), keep, options);
   }
   receive_groups(message, descs, groups, taken, frame.payload, host_bytes);
-  constexpr size_t kTicketBytes = 25;
-  const uint32_t rrefs = meta.get_count(kTicketBytes);
-  message.tickets.reserve(rrefs);
-  for (uint32_t i = 0; i < rrefs; ++i) {
-    RRefTicket ticket;
-    ticket.id = meta.get<uint64_t>();
-    ticket.owner = meta.get<int32_t>();
-    ticket.mode = meta.get<uint8_t>();
-    ticket.fork = meta.get<uint64_t>();
-    ticket.parent = meta.get<int32_t>();
-    message.tickets.push_back(ticket);
-  }
   message.body = frame.meta.last(meta.left());
   message.storage = std::move(frame.body);
   return message;

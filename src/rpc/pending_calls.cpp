@@ -35,12 +35,13 @@ bool PendingCalls::is_waiting(uint64_t id) const {
   return calls_.contains(id);
 }
 
-// One timer, for the earliest deadline there was when it was set: a call with the usual timeout is
-// due later than that, so it costs no wake-up of the loop.
+// One timer counts, for the earliest deadline there was when it was set: a call with the usual
+// timeout is due later than that, so it costs no wake-up of the loop. Those set before are left to
+// pass.
 void PendingCalls::arm_locked() {
   if (deadlines_.empty() || deadlines_.begin()->first >= armed_for_) return;
   armed_for_ = deadlines_.begin()->first;
-  loop_.call_at(armed_for_, [this] { expire_on_loop(); });
+  loop_.call_at(armed_for_, [this, when = armed_for_] { expire_on_loop(when); });
 }
 
 std::optional<PendingCalls::Call> PendingCalls::take(uint64_t id, int from) {
@@ -96,10 +97,11 @@ void PendingCalls::trace_end(uint64_t id, const Call& call) const {
   tracer_->record(event);
 }
 
-void PendingCalls::expire_on_loop() {
+void PendingCalls::expire_on_loop(base::TimePoint when) {
   std::vector<std::pair<uint64_t, Call>> expired;
   {
     std::lock_guard lock(mutex_);
+    if (armed_for_ != when) return;
     armed_for_ = base::kNever;
     const base::TimePoint now = base::Clock::now();
     while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
@@ -121,15 +123,15 @@ void PendingCalls::expire_on_loop() {
                            call.to, call.function},
                true);
   }
-  if (!expired.empty()) {
-    std::unique_lock lock(mutex_);
-    if (calls_.empty() && drained_) {
-      std::optional<base::Promise<void>> drained;
-      drained_.swap(drained);
-      lock.unlock();
-      drained->set();
-    }
+  if (expired.empty()) return;
+  // Values of the user's may end with what their arguments referred to: not on the loop.
+  executor_.post([expired = std::move(expired)]() mutable { expired.clear(); });
+  std::optional<base::Promise<void>> drained;
+  {
+    std::lock_guard lock(mutex_);
+    if (calls_.empty()) drained_.swap(drained);
   }
+  if (drained) drained->set();
 }
 
 void PendingCalls::fail_all_to(int rank, const base::Error& error) {

@@ -29,6 +29,7 @@ class PendingCalls {
     base::TimePoint deadline = base::kNever;
     uint64_t context = 0;
     uint64_t autograd_id = 0;                        // of its arguments, in the context
+    bool is_remote = false;                          // nobody reads its reply
     const char* traced_as = nullptr;                 // not null: the call is to be in the trace
     std::vector<std::shared_ptr<const void>> holds;  // what the arguments refer to
   };
@@ -37,9 +38,13 @@ class PendingCalls {
   /// `given_up`: nobody waits any more, but its peer may still be at it.
   using OnFailure = std::function<void(uint64_t id, const Call& call, bool given_up)>;
 
-  PendingCalls(net::Loop& loop, int rank, std::shared_ptr<base::Tracer> tracer,
-               OnFailure on_failure)
-      : loop_(loop), rank_(rank), tracer_(std::move(tracer)), on_failure_(std::move(on_failure)) {}
+  PendingCalls(net::Loop& loop, base::Executor& executor, int rank,
+               std::shared_ptr<base::Tracer> tracer, OnFailure on_failure)
+      : loop_(loop),
+        executor_(executor),
+        rank_(rank),
+        tracer_(std::move(tracer)),
+        on_failure_(std::move(on_failure)) {}
 
   /// False, with the call failed, after fail_all().
   bool add(uint64_t id, Call call);
@@ -65,12 +70,13 @@ class PendingCalls {
   base::Future<void> drained();
 
  private:
-  void expire_on_loop();
+  void expire_on_loop(base::TimePoint when);
   void arm_locked();
   void fail_taken(uint64_t id, Call& call, base::Error error, bool given_up = false);
   void trace_end(uint64_t id, const Call& call) const;
 
   net::Loop& loop_;
+  base::Executor& executor_;
   const int rank_;
   const std::shared_ptr<base::Tracer> tracer_;
   const OnFailure on_failure_;

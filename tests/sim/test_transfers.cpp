@@ -307,6 +307,34 @@ TEST_CASE("a message that the network refuses gives its transfers up") {
   CHECK(sent[2].payload_bytes == 0);
 }
 
+TEST_CASE("a message that nobody wants any more when its chunks are gone is not sent") {
+  rpc::DeviceStager stager;
+  rpc::OutMessage message = message_of({numbers_to_send(1 << 19)});
+  message.body = {1, 2, 3};
+  rpc::Departure departure(stager, std::move(message), {}, seven);
+  std::vector<net::OutFrame> sent;
+  const auto send = [&](net::OutFrame frame) -> base::Status {
+    sent.push_back(std::move(frame));
+    return base::Unit{};
+  };
+  const bool is_wanted = GENERATE(true, false);
+  const base::Status status = departure.send(send, [&](wire::Bytes& body) {
+    CHECK(sent.size() == 1);
+    body[0] = 9;
+    return is_wanted;
+  });
+  CHECK(status.ok() == is_wanted);
+  REQUIRE(sent.size() == 2);
+  CHECK(sent[0].header.kind == wire::FrameKind::kChunk);
+  if (is_wanted) {
+    CHECK(sent[1].header.kind == wire::FrameKind::kCall);
+    CHECK(sent[1].meta[sent[1].meta.size() - 3] == 9);
+  } else {  // the transfer is given up
+    CHECK(sent[1].header.kind == wire::FrameKind::kChunk);
+    CHECK(sent[1].payload.empty());
+  }
+}
+
 TEST_CASE("what no receiver would take is not begun") {
   rpc::DeviceStager stager;
   SECTION("too many bytes") {

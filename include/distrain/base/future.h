@@ -201,6 +201,15 @@ class [[nodiscard]] Future {
   /// remote call that has not begun is not run; one that runs is not ended.
   void cancel() const { state_->cancel(); }
 
+  /// The same value for one of several who wait for it: its cancel() leaves this one as it is.
+  Future shared() const {
+    auto state = std::make_shared<detail::FutureState<Stored>>();
+    state_->on_ready([state, source = state_.get()](Result<Stored>& result) {
+      state->complete(result, source->queued_work());
+    });
+    return Future(std::move(state));
+  }
+
   /// Calls `fn(Result<Stored>&)` on `executor` once there is a result, with the thread-local state
   /// of the thread that calls this (see Executor::bind).
   template <class F>

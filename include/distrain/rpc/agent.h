@@ -115,7 +115,17 @@ struct RawReply {
   std::shared_ptr<Arrivals> arrivals;  ///< of its tensors; null: it has none on devices
   int from = -1;
   uint64_t context = 0;
+  uint64_t sent = 0;  ///< in the context, the pair of autograd nodes of the call's arguments
   std::string function;
+  /// Until it is opened, or given up; the end of the last copy gives it up. Null: then there is
+  /// nothing to be done.
+  std::shared_ptr<class UnopenedReply> unopened;
+
+  /// To be read by this thread. False when it was, or was given up. Also for one that nobody needs
+  /// to read.
+  bool open() const;
+  /// What it brings is let go, and its call counts as given up, unless it has been opened.
+  void give_up() const;
 };
 
 /// The answer to one call, on the rank that runs the function. Whoever completes it first wins; one
@@ -280,6 +290,8 @@ class Agent {
  private:
   template <class T>
   friend class RRef;
+  template <class R>
+  base::Future<R> finish_async(const base::Future<RawReply>& reply);
   template <class R>
   R finish(const RawReply& reply);
   template <auto F, class... Args>

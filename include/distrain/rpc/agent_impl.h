@@ -181,6 +181,19 @@ R Agent::finish(const RawReply& reply) {
   return value;
 }
 
+template <class R>
+base::Future<R> Agent::finish_async(const base::Future<RawReply>& reply) {
+  const auto result = reply.then(executor(), [this](RawReply& raw) { return finish<R>(raw); });
+  result.state()->on_cancel([source = std::weak_ptr(reply.state())] {
+    const auto known = source.lock();
+    if (!known) return;
+    known->cancel();
+    // It may have come, and wait for a thread that reads it.
+    if (known->result().ok()) known->result().unchecked().give_up();
+  });
+  return result;
+}
+
 template <auto F, class... Args>
 auto Agent::rpc_sync(const To& to, Args&&... args) -> typename FunctionTraits<F>::Result {
   using R = typename FunctionTraits<F>::Result;
@@ -192,9 +205,9 @@ auto Agent::rpc_async(const To& to, Args&&... args) {
   using R = typename FunctionTraits<F>::Result;
   base::Future<RawReply> reply = call<F>(to, nullptr, std::forward<Args>(args)...);
   if constexpr (std::is_same_v<R, base::Unit>) {
-    return reply.then(inline_executor(), [](RawReply&) {});
+    return reply.then(inline_executor(), [](RawReply& answer) { answer.open(); });
   } else {
-    return reply.then(executor(), [this](RawReply& raw) { return finish<R>(raw); });
+    return finish_async<R>(reply);
   }
 }
 
@@ -251,16 +264,14 @@ base::Future<T> RRef<T>::to_here_async(std::chrono::nanoseconds timeout) const r
     Serializable<T> {
   Agent& agent = handle_->agent();
   if (is_owner()) {
-    return handle_->owned()->value.future().then(
+    return handle_->owned()->value.future().shared().then(
         agent.inline_executor(), [handle = handle_](std::shared_ptr<void>&) {
           return *static_cast<T*>(handle->local(typeid(T)).get());
         });
   }
   const base::Status created = handle_->creation_status();
   if (!created.ok()) return base::Future<T>::failed(created.error());
-  return detail::fetch(handle_, timeout).then(agent.executor(), [&agent](RawReply& reply) {
-    return agent.template finish<T>(reply);
-  });
+  return agent.template finish_async<T>(detail::fetch(handle_, timeout));
 }
 
 template <class T>

@@ -84,8 +84,10 @@ net::OutFrame to_frame(OutMessage message, wire::FrameHeader header,
 
 /// Throws `protocol` if descriptors and payload do not fit together. Makes tensors: not on the
 /// loop. `arrivals`: what rank `from` sent ahead; null where it sent nothing. Those of the message
-/// are taken out, whatever is wrong with the rest of it.
-InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager, Arrivals* arrivals);
+/// are taken out, and its RRefs received if there is a `receiver`, whatever goes wrong with the
+/// tensors of devices.
+InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager, Arrivals* arrivals,
+                     class RRefContext* receiver = nullptr);
 
 /// The same without a wire, for a message to oneself; tensors are copied as a wire would.
 InMessage to_self(OutMessage message, wire::FrameHeader header, int rank);

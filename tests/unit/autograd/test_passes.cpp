@@ -10,6 +10,7 @@
 
 #include <ATen/Functions.h>
 
+#include "../rpc/gate.h"
 #include "../src/autograd/context_state.h"
 #include "distrain/autograd/context.h"
 #include "support/catch.h"
@@ -243,6 +244,32 @@ TEST_CASE("nor does a call that was given up, and is answered late") {
   for (const auto& answer : late) answer();
   autograd::backward(context, {b.sum()});
   CHECK(at::equal(context.gradient(a), at::full({2}, 2.0, at::kDouble)));
+}
+
+TEST_CASE("nor does one that was given up when its answer had come and was not read") {
+  rpc::AgentOptions options;
+  options.worker_threads = 1;
+  Cluster cluster(
+      2,
+      [](Agent& agent) {
+        set_up(agent);
+        agent.expose<&testing::wait_at_gate>("wait_at_gate");
+      },
+      options);
+  Agent& agent = cluster[0];
+  testing::g_gate = false;
+  const auto held_up = agent.rpc_async<&testing::wait_at_gate>(0);  // all that could read it
+  testing::wait_for_call_at_gate();
+  const at::Tensor a = leaf();
+  autograd::Context context(agent);
+  const auto call = agent.rpc_async<&times_two>(1, a);
+  while (agent.waits().size() > 1) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  call.cancel();
+  testing::g_gate = true;
+  const at::Tensor b = agent.rpc_sync<&times_two>(1, a);
+  autograd::backward(context, {b.sum()});
+  CHECK(at::equal(context.gradient(a), at::full({2}, 2.0, at::kDouble)));
+  held_up.wait();
 }
 
 TEST_CASE("an answer that was on its way when its call was given up is waited for no more") {

@@ -107,6 +107,40 @@ TEST_CASE("who has left cannot leave again") {
   cluster[0].abort(kNotFinite);
 }
 
+TEST_CASE("many threads may end an agent at once, and one of its functions") {
+  for (int i = 0; i < 20; ++i) {
+    Cluster cluster(2, setup_all);
+    std::vector<std::thread> threads;
+    for (int k = 0; k < 3; ++k) {
+      threads.emplace_back([&, k] {
+        static_cast<void>(error_of([&] {
+          if (k == 0) cluster[0].rpc_sync<&abort_here>(0);
+          if (k == 1) cluster[0].shutdown();
+          cluster[0].abort(kNotFinite);
+        }));
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    cluster.kill(0);
+    CHECK(error_of([&] { cluster[1].shutdown(); }).kind == ErrorKind::kNotFinite);
+  }
+}
+
+TEST_CASE("a continuation of what fails with an agent may end it, too") {
+  Cluster cluster(2, setup_all);
+  g_gate = false;
+  bool is_told = false;
+  auto call = cluster[0].rpc_async<&wait_at_gate>(rpc::To(1).without_deadline());
+  wait_for_call_at_gate();
+  call.on_complete(cluster[0].inline_executor(), [&](base::Result<base::Unit>& result) {
+    cluster[0].abort(kNotFinite);
+    is_told = !result.ok();
+  });
+  cluster[0].abort(kNotFinite);
+  CHECK(is_told);
+  g_gate = true;
+}
+
 TEST_CASE("who has not joined cannot leave") {
   rpc::AgentOptions options = options_for(0, 2);
   Agent agent(options);

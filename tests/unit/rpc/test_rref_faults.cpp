@@ -24,6 +24,11 @@ int64_t with_tensor(const Ref& ref, const at::Tensor&) { return value_of(ref); }
 std::tuple<Ref, at::Tensor> result_that_cannot_travel(const Ref& ref) {
   return {ref, at::ones({2}, at::kComplexHalf)};
 }
+int64_t seven_late() {
+  wait_at_gate();
+  return 7;
+}
+void want_no_more(const RRef<int64_t>& ref) { ref.to_here_async().cancel(); }
 Tracked fail_to_make(int64_t) { throw base::Exception(ErrorKind::kBadData, "cannot be made"); }
 void not_exposed_there(const Ref&) {}
 Tracked also_not_there(int64_t value) { return Tracked(value); }
@@ -34,6 +39,8 @@ void expose_faults(Agent& agent) {
   agent.expose<&wait_at_gate>("wait_at_gate");
   agent.expose<&echo_late>("echo_late");
   agent.expose<&nap>("nap");
+  agent.expose<&seven_late>("seven_late");
+  agent.expose<&want_no_more>("want_no_more");
   agent.expose<&with_tensor>("with_tensor");
   agent.expose<&result_that_cannot_travel>("result_that_cannot_travel");
   agent.expose<&fail_to_make>("fail_to_make");
@@ -122,6 +129,37 @@ TEST_CASE("RRefs of calls whose caller has given up are let go") {
     }
   }
   check_all_gone_and_shutdown(cluster);
+}
+
+TEST_CASE("what a reply brings is let go when its caller gives up before it is read") {
+  rpc::AgentOptions options;
+  options.worker_threads = 1;
+  Cluster cluster(2, expose_faults, options);
+  const int owner = GENERATE(0, 1);
+  g_gate = false;
+  auto held_up = cluster[0].rpc_async<&wait_at_gate>(0);  // the one thread that could read it
+  wait_for_call_at_gate();
+  {
+    const Ref ref = cluster[0].remote_new<Tracked>(1, 1);
+    auto reply = owner == 1 ? cluster[0].rpc_async<&make>(1, 1, 5)  // of the rank that answers
+                            : cluster[0].rpc_async<&echo>(1, ref);  // that this rank has, too
+    CHECK(eventually([&] { return cluster[0].waits().size() == 1; }));
+    reply.cancel();
+    CHECK(error_of([&] { reply.wait(); }).kind == ErrorKind::kCancelled);
+  }
+  g_gate = true;
+  held_up.wait();
+  check_all_gone_and_shutdown(cluster);
+}
+
+TEST_CASE("an owner that waits no more for its value leaves it to the others") {
+  Cluster cluster(2, expose_faults);
+  g_gate = false;
+  const auto ref = cluster[0].remote<&seven_late>(1);
+  wait_for_call_at_gate();
+  cluster[0].rpc_sync<&want_no_more>(1, ref);
+  g_gate = true;
+  CHECK(ref.to_here() == 7);
 }
 
 TEST_CASE("remote() that fails throws where its value is wanted") {
