@@ -181,20 +181,16 @@ def trial(job, rank, ranks, sent, moment, good_code):
     pid = run.pid_of(rank, after)
     time.sleep(since)
     at = time.time()
-    state = "there"
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            state = file.read().rpartition(")")[2].split()[0]
+    had_ended = not hold(pid)
+    if not had_ended and sent != signal.SIGSTOP:
         os.kill(pid, sent)
-    except (OSError, TypeError):
-        state = "Z"
     hangs = not run.wait()
     lines = run.lines()
     took = run.ended - at
     left = [] if hangs else wait_for_none()
-    if state == "Z" and not hangs:
+    if had_ended and not hangs:
         run.clean()
-        return None  # it had ended
+        return None
     phase = phase_of(lines, at, rank, ranks)
     breaches = ["hangs"] if hangs else breaches_of(lines, rank, phase, run.process.returncode, sent, good_code)
     limit = SLACK + (PEER_TIMEOUT if sent == signal.SIGSTOP else 0)
@@ -217,6 +213,22 @@ def trial(job, rank, ranks, sent, moment, good_code):
     print(f"{job:9} {ranks[rank]:17} {sent.name}  at {name:5.2f} s ({phase:7})  survivors {survivors:5.2f} s  launcher "
           f"{took:5.2f} s  exit {run.process.returncode:3}  {'; '.join(breaches) or 'ok'}")
     return phase, survivors, took, breaches
+
+
+def hold(pid):
+    """Stops it; false if it has ended. A process that is about to exit takes no signal any more."""
+    deadline = time.monotonic() + 10
+    try:
+        os.kill(pid, signal.SIGSTOP)
+        while time.monotonic() < deadline:
+            with open(f"/proc/{pid}/stat") as file:
+                state = file.read().rpartition(")")[2].split()[0]
+            if state in "TZX":
+                return state == "T"
+            time.sleep(0.0002)
+    except (OSError, TypeError):
+        pass
+    return False
 
 
 def wait_for_none():
