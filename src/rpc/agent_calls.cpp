@@ -93,16 +93,11 @@ const wire::FrameHeader& header_of(const RawReply& reply) {
   return reply.message ? reply.message->header : reply.frame.header;
 }
 
-// References, or half of a pair of autograd nodes. Most replies bring none, which is seen without
-// reading them: with no tensors the number of RRefs comes first.
+// References, or half of a pair of autograd nodes. Most replies bring none.
 bool brings_something(const RawReply& reply) {
   if (reply.sent != 0 || header_of(reply).autograd_id != 0) return true;
-  if (reply.message) return !reply.message->tickets.empty();
-  if (reply.frame.header.tensor_count > 0) return true;
-  uint32_t rrefs = 0;
-  if (reply.frame.meta.size() < sizeof rrefs) return false;
-  std::memcpy(&rrefs, reply.frame.meta.data(), sizeof rrefs);
-  return rrefs > 0;
+  return reply.message ? !reply.message->tickets.empty()
+                       : reply.frame.header.channel == wire::kWithRRefs;
 }
 
 }  // namespace

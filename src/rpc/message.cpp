@@ -145,6 +145,9 @@ net::OutFrame to_frame(OutMessage message, wire::FrameHeader header,
                        const std::vector<base::BufferPtr>& rests) {
   net::OutFrame frame;
   header.tensor_count = static_cast<uint32_t>(message.tensors.size());
+  if (header.kind == wire::FrameKind::kReply && !message.rrefs.empty()) {
+    header.channel = wire::kWithRRefs;
+  }
   frame.header = header;
   frame.meta.reserve(message.tensors.size() * 32 + message.body.size());
   wire::Writer meta(frame.meta);

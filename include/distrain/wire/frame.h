@@ -15,8 +15,8 @@ namespace distrain::wire {
 ///        0     4  magic            "DTRN", xor a hash of the other 44 bytes (magic_of)
 ///        4     2  kind             FrameKind
 ///        6     2  channel          kOneway: the channel's number; kChunk: the device's type and,
-///                                  times 256, its index; kCall: 1 if it took no credit; otherwise
-///                                  0
+///                                  times 256, its index; kCall: 1 if it took no credit; kReply:
+///                                  1 if it brings RRefs; otherwise 0
 ///        8     4  meta_bytes       length of meta
 ///       12     4  tensor_count     tensors in the payload; their descriptors begin meta
 ///       16     8  payload_bytes    length of the payload, paddings between tensors included
@@ -40,6 +40,7 @@ namespace distrain::wire {
 inline constexpr uint32_t kMagic = 0x4E525444;  // "DTRN"
 inline constexpr size_t kHeaderBytes = 48;
 inline constexpr uint16_t kWithoutCredit = 1;
+inline constexpr uint16_t kWithRRefs = 1;
 inline constexpr uint32_t kProtocolVersion = 4;
 
 enum class FrameKind : uint16_t {
