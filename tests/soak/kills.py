@@ -4,7 +4,7 @@ Of the moments of one rank and signal the first lies before all ranks are there,
 the others between. A moment is told by the line of the log that it comes after, and the time since: so it is
 the same on a slow day. What is expected: the job ends; survivors of a kill within 1 s of it,
 of a stop within the peer timeout and 1 s; one `error` line, of the launcher or of a rank, which names the
-rank; the exit code of design.md; no process is left. A rank that had said its end before is no loss: then
+rank; the launcher's exit code is 137 after a kill and 5 after a stop; no process is left. A rank that had said its end before is no loss: then
 the job may end well."""
 
 import json
