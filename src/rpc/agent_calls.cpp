@@ -93,9 +93,10 @@ const wire::FrameHeader& header_of(const RawReply& reply) {
   return reply.message ? reply.message->header : reply.frame.header;
 }
 
-// References, or half of a pair of autograd nodes. Most replies bring none.
+// References, half of a pair of autograd nodes, or what was sent ahead for a device. Most replies
+// bring none.
 bool brings_something(const RawReply& reply) {
-  if (reply.sent != 0 || header_of(reply).autograd_id != 0) return true;
+  if (reply.sent != 0 || header_of(reply).autograd_id != 0 || reply.arrivals) return true;
   return reply.message ? !reply.message->tickets.empty()
                        : reply.frame.header.channel == wire::kWithRRefs;
 }
@@ -301,12 +302,6 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     queue_call(std::move(mine));
     return reply;
   }
-  // Who gives up while it is being sent has told so before the call was there.
-  const auto see_to_sent = [this, id, to, function](const std::vector<RRefTicket>& sent_tickets,
-                                                    const base::Status& sent) {
-    see_to_call(id, to, function, sent_tickets, sent);
-    if (sent.ok() && !pending.is_waiting(id)) send_word(to, wire::FrameKind::kCancel, id);
-  };
   if (departure) {  // it waits for the device, the caller does not
     const auto still_wanted = [this, id, wait_at, deadline](wire::Bytes& body) {
       if (!pending.is_waiting(id)) return false;
@@ -316,11 +311,11 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
       }
       return true;
     };
-    const auto depart = [this, id, to, tickets = std::move(tickets), departure, begin_to_send,
-                         still_wanted, see_to_sent] {
+    const auto depart = [this, id, to, function, tickets = std::move(tickets), departure,
+                         begin_to_send, still_wanted] {
       if (!pending.is_waiting(id)) return rrefs->retract(tickets);
       begin_to_send();
-      see_to_sent(tickets, send_departure(to, *departure, still_wanted));
+      see_to_late_call(id, to, function, tickets, send_departure(to, *departure, still_wanted));
     };
     if (options.call_delay > base::Duration::zero()) {
       loop.call_at(base::deadline_after(options.call_delay), [this, depart] { pool.post(depart); });
@@ -329,14 +324,14 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     }
   } else if (options.call_delay > base::Duration::zero()) {
     loop.call_at(base::deadline_after(options.call_delay),
-                 [this, id, to, cost, tickets = std::move(tickets), frame = std::move(frame),
-                  begin_to_send, see_to_sent]() mutable {
+                 [this, id, to, cost, function, tickets = std::move(tickets),
+                  frame = std::move(frame), begin_to_send]() mutable {
                    if (!pending.is_waiting(id)) {
                      flow(to).credit.give(cost, 0);
                      return rrefs->retract(tickets);
                    }
                    begin_to_send();
-                   see_to_sent(tickets, send(to, std::move(frame)));
+                   see_to_late_call(id, to, function, tickets, send(to, std::move(frame)));
                  });
   } else {
     begin_to_send();
@@ -399,6 +394,13 @@ void AgentCore::see_to_call(uint64_t id, int to, const std::string& function,
   if (error.rank < 0) error.rank = options.rank;
   error.op = function;
   pending.fail(id, to, std::move(error));
+}
+
+// Who gives up on a call while it is being sent tells so before the call is there.
+void AgentCore::see_to_late_call(uint64_t id, int to, const std::string& function,
+                                 const std::vector<RRefTicket>& tickets, const base::Status& sent) {
+  see_to_call(id, to, function, tickets, sent);
+  if (sent.ok() && !pending.is_waiting(id)) send_word(to, wire::FrameKind::kCancel, id);
 }
 
 // What a device could not do is this rank's trouble, whatever the rank asked for.

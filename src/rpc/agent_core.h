@@ -144,6 +144,8 @@ class AgentCore {
   }
   void see_to_call(uint64_t id, int to, const std::string& function,
                    const std::vector<RRefTicket>& tickets, const base::Status& sent);
+  void see_to_late_call(uint64_t id, int to, const std::string& function,
+                        const std::vector<RRefTicket>& tickets, const base::Status& sent);
   void on_directory_on_loop(const wire::Directory& directory, std::vector<Way> ways);
   void on_frame_on_loop(int rank, net::InFrame frame);
   void dispatch_on_loop(int rank, net::InFrame frame);

@@ -1,6 +1,9 @@
 // Calls with tensors of devices, on the simulated accelerator: a forgotten wait, a copy too many or
 // memory let go too early shows every time.
+#include <atomic>
+#include <chrono>
 #include <set>
+#include <thread>
 
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
@@ -57,10 +60,20 @@ base::Future<at::Tensor> behind_gate(rpc::CallContext& call, at::Tensor x) {
   return gate.open.future().then(call.agent.executor(), [x] { return x; });
 }
 
+/// Takes up the thread that runs it until the test lets it go.
+std::atomic<int> g_held{0};
+std::atomic<bool> g_may_go{false};
+void hold() {
+  ++g_held;
+  while (!g_may_go) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  --g_held;
+}
+
 at::Tensor ones(rpc::CallContext& call, int64_t n) { return at::ones({n}).to(call.agent.device()); }
 
 void expose_places(rpc::Agent& agent) {
   agent.expose<&ones>("ones");
+  agent.expose<&hold>("hold");
   agent.expose<&host_to_sim1>("host_to_sim1");
   agent.expose<&behind_gate>("behind_gate");
   agent.expose<&doubled>("doubled");
@@ -367,6 +380,37 @@ TEST_CASE("maps that make no sense are refused when the ranks meet") {
              Catch::Contains("no way back"));
   CHECK_THAT(refused({}, {{"w0", {{sim(0), c10::Device(c10::kCPU)}}}}),
              Catch::Contains("has no cpu"));
+}
+
+TEST_CASE("a reply that is given up before it is read gives the device's memory back") {
+  rpc::AgentOptions options;
+  options.worker_threads = 1;
+  DeviceCluster ranks(2, options);
+  const auto soon = [](const auto& holds) {
+    const auto deadline = base::deadline_after(std::chrono::seconds(30));
+    while (!holds() && base::Clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return holds();
+  };
+  // What the stager keeps for the next one is there.
+  CHECK(ranks[0].rpc_sync<&host_to_sim1>(1, 3 * kChunk).numel() == 3 * kChunk);
+  run_all_sim_streams();
+  const int64_t before = sim_bytes_in_use(0);
+  g_may_go = false;
+  const auto held = ranks[0].rpc_async<&hold>(0);  // on the one thread that could read it
+  REQUIRE(soon([] { return g_held == 1; }));
+  const auto reply = ranks[0].rpc_async<&host_to_sim1>(1, 3 * kChunk);
+  REQUIRE(soon([&] { return ranks[0].waits().size() == 1; }));  // but for hold()
+  reply.cancel();
+  g_may_go = true;
+  held.wait();
+  ranks[0].rpc_sync<&hold>(0);  // behind all that had come for that thread
+  CHECK(soon([&] {
+    run_all_sim_streams();
+    return sim_bytes_in_use(0) == before;
+  }));
+  ranks.shutdown();
 }
 
 TEST_CASE("a device without memory for what arrives fails the call, naming the rank") {
