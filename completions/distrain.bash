@@ -12,11 +12,11 @@ _distrain() {
   prev=${prev//_/-}
   ((COMP_CWORD > 1)) && command=${COMP_WORDS[1]}
   case $command in
-    hybrid) options='--num-embeddings --embedding-dim --classes --data --valid-data --test-data --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --batches-per-epoch --checkpoint --checkpoint-every --resume --keep --eval-only --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --transport --rpc-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help' ;;
-    ps) options='--limit --dropout --num-gpus --mean --std --data --valid-data --test-data --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --staleness --verify-grads --checkpoint --checkpoint-every --resume --keep --eval-only --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --transport --rpc-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help' ;;
-    rnn) options='--vocab-size --embedding-dim --nhid --nlayers --dropout --data --valid-data --test-data --generate --prompt --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --batches-per-epoch --bptt --checkpoint --checkpoint-every --resume --keep --eval-only --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --transport --rpc-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help' ;;
-    rl) options='--observers --envs-per-observer --max-steps --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --gamma --threshold --max-episodes --checkpoint --checkpoint-every --resume --keep --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --transport --rpc-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help' ;;
-    pipeline) options='--model --stages --split --image-size --classes --data --valid-data --test-data --weights --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --micro-batches --schedule --batches --epochs --batch-size --loss --checkpoint --checkpoint-every --resume --keep --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --transport --rpc-timeout --join-timeout --peer-timeout --explain --device --trace --threads --inject --quiet --help' ;;
+    hybrid) options='--num-embeddings --embedding-dim --classes --data --valid-data --test-data --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --batches-per-epoch --checkpoint --checkpoint-every --resume --keep --eval-only --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help' ;;
+    ps) options='--limit --dropout --num-gpus --mean --std --data --valid-data --test-data --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --staleness --verify-grads --checkpoint --checkpoint-every --resume --keep --eval-only --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help' ;;
+    rnn) options='--vocab-size --embedding-dim --nhid --nlayers --dropout --data --valid-data --test-data --generate --prompt --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --batches-per-epoch --bptt --checkpoint --checkpoint-every --resume --keep --eval-only --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help' ;;
+    rl) options='--observers --envs-per-observer --max-steps --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --gamma --threshold --max-episodes --checkpoint --checkpoint-every --resume --keep --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help' ;;
+    pipeline) options='--model --stages --split --image-size --classes --data --valid-data --test-data --weights --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --micro-batches --schedule --batches --epochs --batch-size --loss --checkpoint --checkpoint-every --resume --keep --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --join-timeout --peer-timeout --explain --device --trace --threads --inject --quiet --help' ;;
     predict) compopt -o filenames; mapfile -t COMPREPLY < <(compgen -f -- "$cur"); return ;;
     help) ((COMP_CWORD == 2)) && options='hybrid ps rnn rl pipeline' ;;
     man) ((COMP_CWORD == 2)) && options='hybrid ps rnn rl pipeline' ;;
@@ -25,7 +25,7 @@ _distrain() {
     '') options='hybrid ps rnn rl pipeline predict help man completion schema --help --version' ;;
   esac
   case $command/$prev in
-    hybrid/--data | rnn/--data | hybrid/--valid-data | rnn/--valid-data | hybrid/--test-data | rnn/--test-data | */--trace | pipeline/--weights)
+    hybrid/--data | rnn/--data | hybrid/--valid-data | rnn/--valid-data | hybrid/--test-data | rnn/--test-data | */--token-file | */--trace | pipeline/--weights)
       compopt -o filenames; mapfile -t COMPREPLY < <(compgen -f -- "$cur"); return
       ;;
     hybrid/--mode | rnn/--mode)
@@ -40,7 +40,7 @@ _distrain() {
     */--resume)
       compopt -o filenames; mapfile -t COMPREPLY < <(compgen -W 'auto' -- "$cur"; compgen -f -- "$cur"); return
       ;;
-    hybrid/--eval-only | ps/--eval-only | rnn/--eval-only | */--local | */--spawn | */--quiet | */--help | ps/--verify-grads | pipeline/--explain)
+    hybrid/--eval-only | ps/--eval-only | rnn/--eval-only | */--local | */--spawn | */--insecure | */--quiet | */--help | ps/--verify-grads | pipeline/--explain)
       :
       ;;
     */--master-addr)

@@ -48,6 +48,20 @@ void append_common(OptionTable& table) {
   scope = Scope::kRank;
   add("listen", kText, "ADDR", "", "address to listen on")
       .by_default("the interface that reaches rank 0");
+  add("port-range", kText, "A-B", "", "ports to listen on")
+      .by_default("any free ones")
+      .details("Of rank 0 only where all ranks start here: others have to know its port.");
+  add("token-file", kText, "FILE", "",
+      "what the job's ranks know and nobody else: a file of mode 0600, the same on each host")
+      .by_default("ranks of this user on this host are let in")
+      .details(
+          R"(Ranks of several hosts, or of several users, need one: each proves to the others that it knows
+it. `(umask 077; head -c 32 /dev/urandom | base64 > job.token)` makes one. DISTRAIN_TOKEN holds a
+token, too, where others may be able to read it. See SECURITY.md for what it does and does not
+protect.)");
+  flag("insecure", "let ranks in from anywhere, without a token");
+  add("job-id", kText, "ID", "", "what this job is called: ranks of another one are refused")
+      .by_default("what torchrun, mpirun or srun calls it");
   add("transport", kChoice, "NAME", "auto",
       "between ranks; auto: a unix socket on one host, TCP between hosts")
       .offers({"auto", "tcp", "unix"});

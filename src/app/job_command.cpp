@@ -7,7 +7,9 @@
 
 #include "devices.h"
 #include "distrain/app/program.h"
+#include "distrain/base/text.h"
 #include "distrain/net/socket.h"
+#include "distrain/rpc/token.h"
 #include "options.h"
 #include "process/inject.h"
 #include "process/json_lines.h"
@@ -15,6 +17,7 @@
 #include "process/output.h"
 #include "process/rank_process.h"
 #include "process/spawned_rank.h"
+#include "token.h"
 
 namespace distrain::app {
 namespace {
@@ -43,6 +46,16 @@ std::string random_id() {
   return fmt::format("{:08x}{:08x}", random(), random());
 }
 
+net::PortRange port_range_of(const std::string& text) {
+  if (text.empty()) return {};
+  const size_t dash = text.find('-');
+  const auto first = base::number<uint16_t>(text.substr(0, dash));
+  const auto last =
+      dash == std::string::npos ? first : base::number<uint16_t>(text.substr(dash + 1));
+  if (first && last && *first > 0 && *first <= *last) return {*first, *last};
+  invalid(fmt::format("--port-range must be like 30000-30100, not '{}'", text));
+}
+
 /// The whole process is one rank, or the job. Its lines go to a copy of stdout, and stdout itself
 /// becomes stderr: what a library prints must not get between them.
 int run_here(RankRun run) {
@@ -57,13 +70,15 @@ int run_here(RankRun run) {
 class Invocation {
  public:
   Invocation(const JobCommand& command, const ParsedOptions& options, const Placement& placement,
-             base::TimePoint started)
+             base::TimePoint started, std::string token = {})
       : command_(command),
         definition_(*command.definition),
         options_(options),
         placement_(placement),
         local_(placement.mode == Mode::kLocal),
-        job_(make_job(started)) {}
+        job_(make_job(started)) {
+    job_.token = std::move(token);
+  }
 
   RankRun make_run() const {
     const bool inherits = !local_ && job_.rank != 0 && !placement_.spawns_all();
@@ -105,6 +120,9 @@ class Invocation {
     job_.listen_fd = spawned.listen_fd;
     job_.master_addr = spawned.master_addr;
     job_.master_port = spawned.master_port;
+    job_.rank_0_unix_name = spawned.rank_0_unix_name;
+    job_.token = spawned.token;
+    job_.job_id = spawned.job_id;
     job_.started = spawned.started;
     if (!spawned.run_id.empty()) job_.effective[job::kRunId] = spawned.run_id;
     RankRun run = make_run();
@@ -115,8 +133,15 @@ class Invocation {
   }
 
   int launch() {
+    if (placement_.spawns_all()) {
+      if (job_.token.empty()) job_.token = rpc::new_token();
+      if (job_.job_id.empty()) job_.job_id = random_id();
+    }
     LaunchPlan plan;
     plan.told.listen_fd = listen_for_rank_0();
+    plan.told.rank_0_unix_name = job_.rank_0_unix_name;
+    plan.told.token = job_.token;
+    plan.told.job_id = job_.job_id;
     plan.cmd = command_.name;
     if (placement_.has_rank_0()) plan.told.run_id = job_.effective.at(job::kRunId);
     plan.config = config_of(options_, !placement_.has_rank_0());
@@ -154,6 +179,8 @@ class Invocation {
                     {"master_addr", placement_.master_addr},
                     {"master_port", or_null(placement_.master_port, placement_.master_port != 0)},
                     {"local_ranks", placement_.local_ranks},
+                    {"job_id", placement_.job_id},
+                    {"generation", placement_.generation},
                     {"gpu_places", gpu_places},
                     {"warning", placement_.warning},
                     {command_.count_option, options_.integer(command_.count_option)}};
@@ -172,6 +199,10 @@ class Invocation {
     job.master_addr_given = placement_.master_addr_given;
     job.master_port = static_cast<uint16_t>(placement_.master_port);
     job.listen_addr = options_.text("listen");
+    job.ports = port_range_of(options_.text("port-range"));
+    job.insecure = options_.flag("insecure");
+    job.job_id = options_.given("job-id") ? options_.text("job-id") : placement_.job_id;
+    job.generation = placement_.generation;
     job.transport = options_.text("transport");
     job.started = started;
     job.rpc_timeout_s = options_.real("rpc-timeout");
@@ -190,14 +221,27 @@ class Invocation {
     return job;
   }
 
+  /// All ranks are here, and nobody has asked for an address.
+  bool meets_by_unix_socket() const {
+    const auto given = [this](const char* name) { return options_.given(name); };
+    return placement_.spawns_all() && job_.transport != "tcp" && !net::host_key().empty() &&
+           !given("master-addr") && !given("master-port") && !given("listen") &&
+           !given("port-range");
+  }
+
   /// Binds before any rank is there, so that a taken port is known at once and nobody else can take
   /// it meanwhile.
   int listen_for_rank_0() {
     if (!placement_.has_rank_0()) return -1;
+    if (meets_by_unix_socket()) {
+      job_.rank_0_unix_name = "@distrain-" + random_id() + random_id();
+      return std::move(net::listen_unix(job_.rank_0_unix_name).value()).release();
+    }
     std::string host = !job_.listen_addr.empty() ? job_.listen_addr : placement_.master_addr;
     if (host == "localhost") host = "127.0.0.1";
     const auto port = static_cast<uint16_t>(placement_.master_port);
-    net::Fd socket = std::move(net::listen_tcp(host, port, job_.listen_addr.empty()).value());
+    const net::PortRange ports = port == 0 ? job_.ports : net::PortRange{port, port};
+    net::Fd socket = std::move(net::listen_tcp(host, ports, job_.listen_addr.empty()).value());
     job_.master_port = net::local_name(socket.get()).port;
     if (placement_.spawns_all() && !placement_.master_addr_given) job_.master_addr = host;
     return socket.release();
@@ -246,7 +290,8 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
                      {.saves = options.given("checkpoint"), .stages = command.has_stages},
                      placement);
     if (const auto text = definition.answer(options)) return print_text(*text);
-    Invocation invocation(command, options, placement, started);
+    std::string token = take_token(options, placement);
+    Invocation invocation(command, options, placement, started, std::move(token));
     return placement.mode == Mode::kSpawn ? invocation.launch() : run_here(invocation.make_run());
   } catch (const base::Exception& e) {
     return report_failure(command.name, e.error(), started);

@@ -23,8 +23,6 @@ struct Setting {
   std::string source;
 };
 
-/// Of 0 and more.
-
 std::optional<std::string> variable(const char* name) {
   const char* value = std::getenv(name);
   return value ? std::optional<std::string>(value) : std::nullopt;
@@ -193,6 +191,28 @@ class Placer {
     }
   }
 
+  /// Of the launcher that this rank has its number from, and which has started all others then.
+  void find_job_id() {
+    const std::string launcher = launcher_->rank;
+    const auto restarts = [this](const char* name) {
+      placement_.generation = base::number<uint32_t>(variable(name).value_or("")).value_or(0);
+    };
+    if (launcher == "RANK") {
+      const auto id = variable("TORCHELASTIC_RUN_ID");
+      if (id && *id != "none") placement_.job_id = "torchrun " + *id;
+      // Each host's agent counts those that it has begun itself.
+      const bool is_one_host = variable("LOCAL_WORLD_SIZE") == variable("WORLD_SIZE");
+      if (is_one_host) restarts("TORCHELASTIC_RESTART_COUNT");
+    } else if (launcher == "OMPI_COMM_WORLD_RANK") {
+      if (const auto id = variable("PMIX_NAMESPACE")) placement_.job_id = "mpirun " + *id;
+    } else if (launcher == "SLURM_PROCID") {
+      if (const auto id = variable("SLURM_JOB_ID"); id && !variable("SLURM_HET_JOB_ID")) {
+        placement_.job_id = "slurm " + *id + "." + variable("SLURM_STEP_ID").value_or("");
+      }
+      restarts("SLURM_RESTART_COUNT");
+    }
+  }
+
   void join(const Setting& rank) {
     placement_.mode = Placement::Mode::kJoin;
     placement_.rank = rank.value;
@@ -201,6 +221,7 @@ class Placer {
     settle_size(find_size(), rank.value == 0);
     check_rank(rank.value, rank.source);
     find_master();
+    if (launcher_ && rank.source == launcher_->rank) find_job_id();
     placement_.local_ranks = ranks_on_this_host();
   }
 

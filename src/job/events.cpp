@@ -108,6 +108,9 @@ std::vector<Event> common_events() {
         {"threads", kInteger, "threads of one operation"},
         or_null(device_field()),
         {"transport", kText, "between the ranks, as the options ask for it"},
+        {"trust", kText,
+         "who is let in as a rank: token (who knows it), user (this one's processes on this host) "
+         "or anybody"},
         {"config", kObject, "the job's options; null where rank 0 is yet to tell them"}}},
       {"waiting",
        "every 5 s while ranks are missing",

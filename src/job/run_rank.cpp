@@ -21,13 +21,19 @@ std::chrono::nanoseconds seconds(double s) {
 
 rpc::AgentOptions agent_options(const Job& job) {
   rpc::AgentOptions options;
-  if (!job.name.empty()) options.job_id = "distrain " + job.name;
+  if (!job.name.empty()) options.job = "distrain " + job.name;
   options.rank = job.rank;
   options.world_size = job.world_size;
   options.master_addr = job.master_addr;
   options.master_port = job.master_port;
   options.listen_fd = job.listen_fd;
   options.listen_addr = job.listen_addr;
+  options.rank_0_unix_name = job.rank_0_unix_name;
+  options.ports = job.ports;
+  options.token = job.token;
+  options.insecure = job.insecure;
+  options.job_id = job.job_id;
+  options.generation = job.generation;
   options.transport = job.transport;
   options.rpc_timeout = seconds(job.rpc_timeout_s);
   options.join_timeout = seconds(job.join_timeout_s);
@@ -82,6 +88,9 @@ class Session {
       if (!address.empty()) fields["address"] = address;
       if (!reason.empty()) fields["reason"] = reason;
       sink_.emit("waiting", fields);
+    };
+    options.on_refused = [this](const base::Error& why) {
+      agent_->executor().post([this, why] { sink_.warn(why.kind, why.message); });
     };
     agent_ = std::make_unique<rpc::Agent>(std::move(options));
     agent_->add_layer(loss_watch_);

@@ -24,8 +24,19 @@ struct Listener::State final : LoopResource, std::enable_shared_from_this<Listen
     if (!closed) resume_on_loop();
   }
 
+  void set_accepting_on_loop(bool accepts) {
+    loop->assert_in_loop();
+    accepting = accepts;
+    if (!opened || closed) return;
+    if (accepts) {
+      resume_on_loop();
+    } else {
+      uv_poll_stop(&poll);
+    }
+  }
+
   void resume_on_loop() {
-    if (closed) return;
+    if (closed || !accepting) return;
     uv_poll_start(&poll, UV_READABLE, [](uv_poll_t* handle, int, int) noexcept {
       static_cast<State*>(handle->data)->accept_on_loop();
     });
@@ -33,7 +44,7 @@ struct Listener::State final : LoopResource, std::enable_shared_from_this<Listen
 
   void accept_on_loop() {
     loop->note_activity_on_loop();
-    while (!closed) {
+    while (!closed && accepting) {
       Fd fd(::accept4(socket.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (fd.valid()) {
         on_connection(std::move(fd));
@@ -65,6 +76,7 @@ struct Listener::State final : LoopResource, std::enable_shared_from_this<Listen
   uv_poll_t poll;
   bool opened = false;
   bool closed = false;
+  bool accepting = true;
 };
 
 Listener::Listener(Loop& loop, Fd socket, std::function<void(Fd)> on_connection)
@@ -79,5 +91,7 @@ Listener::~Listener() {
     state_->loop->post([state = state_] { state->shut_down_on_loop(); });
   }
 }
+
+void Listener::set_accepting_on_loop(bool accepts) { state_->set_accepting_on_loop(accepts); }
 
 }  // namespace distrain::net

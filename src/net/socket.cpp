@@ -197,6 +197,17 @@ base::Result<Fd> listen_tcp(const std::string& host, uint16_t port, bool else_an
   return error;
 }
 
+base::Result<Fd> listen_tcp(const std::string& host, PortRange ports, bool else_any) {
+  for (int port = ports.first; port < ports.last; ++port) {
+    base::Result<Fd> socket = listen_tcp(host, static_cast<uint16_t>(port), else_any);
+    if (socket.ok() || socket.error().kind != ErrorKind::kRendezvous) return socket;
+  }
+  base::Result<Fd> socket = listen_tcp(host, ports.last, else_any);
+  if (socket.ok() || ports.first == ports.last) return socket;
+  return make_error(ErrorKind::kRendezvous, "no port from " + std::to_string(ports.first) +
+                                                " on is free: " + socket.error().message);
+}
+
 base::Result<Fd> listen_unix(const std::string& path) {
   const base::Result<UnixAddress> where = unix_address(path);
   if (!where.ok()) return where.error();
@@ -228,6 +239,17 @@ base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimeP
     error = socket_error(where, code);
   }
   return error;
+}
+
+base::Result<Fd> connect_unix(const std::string& path) {
+  const base::Result<UnixAddress> where = unix_address(path);
+  if (!where.ok()) return where.error();
+  const auto& [address, size] = where.unchecked();
+  Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (fd.valid() && ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), size) == 0) {
+    return fd;
+  }
+  return socket_error("connecting to " + path, errno);
 }
 
 SocketName local_name(int fd) {

@@ -87,6 +87,11 @@ class UvStream final : public Stream,
   void close(bool flush) override;
   base::TimePoint last_heard_on_loop() const override { return last_heard_; }
   const std::string& peer_name() const override { return peer_name_; }
+  std::optional<uint32_t> peer_user_on_loop() override {
+    loop_->assert_in_loop();
+    std::lock_guard lock(send_mutex_);
+    return fd_ < 0 ? std::nullopt : peer_user(fd_);
+  }
   void shut_down_on_loop() override {
     finish_on_loop(base::Error{base::ErrorKind::kCancelled, "this side is closing", -1, {}});
   }

@@ -13,7 +13,8 @@ using base::ErrorKind;
 // has not been reached by then is behind something that drops what is sent to it.
 constexpr auto kLongestReach = std::chrono::seconds(20);
 // Who refuses a connection has most likely just died, or left: rank 0 is about to say why.
-constexpr auto kRank0Tells = std::chrono::seconds(1);
+constexpr base::Duration kRank0Tells = std::chrono::seconds(1);
+constexpr auto kRetry = std::chrono::milliseconds(20);
 
 }  // namespace
 
@@ -93,15 +94,18 @@ Error Peers::loss_of(int rank) const {
 // ---- connecting, on the loop ----
 
 void Peers::connect_on_loop(int rank) {
+  connect_until_on_loop(rank, base::deadline_after(kLongestReach));
+}
+
+void Peers::connect_until_on_loop(int rank, base::TimePoint deadline) {
   Peer& peer = at(rank);
   if (peer.state != State::kConnecting) return;
   if (peer.accepted) return begin_to_send_on_loop(rank, peer.accepted);
-  const base::TimePoint deadline = base::deadline_after(kLongestReach);
   if (peer.way.unix_name.empty()) return connect_by_tcp_on_loop(rank, deadline);
   net::connect_unix_on_loop(loop_, peer.way.unix_name, deadline,
                             [this, rank, deadline](base::Result<net::Fd> socket) {
                               if (socket.ok()) {
-                                on_connected_on_loop(rank, std::move(socket.unchecked()));
+                                on_connected_on_loop(rank, std::move(socket.unchecked()), deadline);
                               } else if (at(rank).way.host.empty()) {
                                 on_unreachable_on_loop(rank, socket.error());
                               } else {
@@ -113,9 +117,9 @@ void Peers::connect_on_loop(int rank) {
 void Peers::connect_by_tcp_on_loop(int rank, base::TimePoint deadline) {
   const Way& way = at(rank).way;
   net::connect_tcp_on_loop(loop_, way.host, way.port, deadline,
-                           [this, rank](base::Result<net::Fd> socket) {
+                           [this, rank, deadline](base::Result<net::Fd> socket) {
                              if (socket.ok()) {
-                               on_connected_on_loop(rank, std::move(socket.unchecked()));
+                               on_connected_on_loop(rank, std::move(socket.unchecked()), deadline);
                              } else {
                                on_unreachable_on_loop(rank, socket.error());
                              }
@@ -128,7 +132,10 @@ void Peers::on_unreachable_on_loop(int rank, const Error& error) {
   told.rank = error.kind == ErrorKind::kResources ? rank_ : rank;
   told.message = "rank " + std::to_string(rank_) + " cannot reach rank " + std::to_string(rank) +
                  " (" + name(rank) + "): " + error.message;
-  loop_.call_at(base::deadline_after(kRank0Tells), [this, rank, told] {
+  // Who was silent has had its time.
+  const bool was_silent = error.kind == ErrorKind::kDeadline;
+  const base::Duration wait = was_silent ? base::Duration::zero() : kRank0Tells;
+  loop_.call_at(base::deadline_after(wait), [this, rank, told] {
     Peer& peer = at(rank);
     if (peer.state != State::kConnecting) return;
     if (peer.accepted) return begin_to_send_on_loop(rank, peer.accepted);
@@ -136,16 +143,31 @@ void Peers::on_unreachable_on_loop(int rank, const Error& error) {
   });
 }
 
-void Peers::on_connected_on_loop(int rank, net::Fd socket) {
+void Peers::on_connected_on_loop(int rank, net::Fd socket, base::TimePoint deadline) {
   if (at(rank).state != State::kConnecting) return;  // lost meanwhile
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
-  net::OutFrame hello;
-  hello.header.kind = wire::FrameKind::kHello;
-  hello.meta = control_.peer_hello_on_loop();
-  static_cast<void>(stream->send(std::move(hello)));
-  stream->start(handler_on_loop(rank, stream), wire::Limits{});
-  begin_to_send_on_loop(rank, stream);
-  on_open_(rank);
+  control_.introduce_on_loop(rank, stream, deadline,
+                             [this, rank, stream, deadline](base::Status is) {
+                               if (!is.ok())
+                                 return on_not_believed_on_loop(rank, is.error(), deadline);
+                               if (at(rank).state != State::kConnecting)
+                                 return stream->close(false);
+                               stream->set_limits_on_loop(wire::Limits{});
+                               stream->set_handler_on_loop(handler_on_loop(rank, stream));
+                               begin_to_send_on_loop(rank, stream);
+                               on_open_(rank);
+                             });
+}
+
+// Who closes without a word has no time for this rank now, as strangers take it; or is no more,
+// which rank 0 is about to say.
+void Peers::on_not_believed_on_loop(int rank, const Error& error, base::TimePoint deadline) {
+  const base::TimePoint next = base::deadline_after(kRetry);
+  if (error.kind == ErrorKind::kPeerLost && next < deadline) {
+    loop_.call_at(next, [this, rank, deadline] { connect_until_on_loop(rank, deadline); });
+  } else {
+    on_unreachable_on_loop(rank, error);
+  }
 }
 
 // What other threads send meanwhile comes behind what waits.

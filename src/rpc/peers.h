@@ -79,9 +79,11 @@ class Peers {
   const Peer& at(int rank) const { return *peers_[static_cast<size_t>(rank)]; }
   base::Status send_unconnected(int to, Peer& peer, net::OutFrame frame);
   void connect_on_loop(int rank);
+  void connect_until_on_loop(int rank, base::TimePoint deadline);
   void connect_by_tcp_on_loop(int rank, base::TimePoint deadline);
   void on_unreachable_on_loop(int rank, const base::Error& error);
-  void on_connected_on_loop(int rank, net::Fd socket);
+  void on_connected_on_loop(int rank, net::Fd socket, base::TimePoint deadline);
+  void on_not_believed_on_loop(int rank, const base::Error& error, base::TimePoint deadline);
   void begin_to_send_on_loop(int rank, net::StreamPtr stream);
   net::Stream::Handler handler_on_loop(int rank, const net::StreamPtr& stream);
   void on_closed_on_loop(int rank);

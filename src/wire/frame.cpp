@@ -50,6 +50,8 @@ bool is_known(FrameKind kind) {
     case FrameKind::kDirectory:
     case FrameKind::kPrepared:
     case FrameKind::kGo:
+    case FrameKind::kProof:
+    case FrameKind::kJoin:
     case FrameKind::kCall:
     case FrameKind::kReply:
     case FrameKind::kError:

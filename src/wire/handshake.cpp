@@ -60,32 +60,61 @@ Bytes encode(const Hello& hello) {
   Writer out(bytes);
   out.put(kProtocolVersion);
   out.put(hello.purpose);
-  out.put(hello.job_id);
+  out.put(hello.trust);
   out.put(hello.rank);
-  out.put(hello.world_size);
-  put(out, hello.endpoint);
-  put(out, hello.options);
-  out.put(hello.proof);
+  out.put(hello.generation);
+  bytes.insert(bytes.end(), hello.job_id.begin(), hello.job_id.end());
+  bytes.insert(bytes.end(), hello.nonce.begin(), hello.nonce.end());
   return bytes;
 }
 
 Hello decode_hello(std::span<const uint8_t> bytes) {
   Reader in(bytes);
+  check_version(in.get<uint32_t>());
   Hello hello;
-  hello.version = in.get<uint32_t>();
-  check_version(hello.version);
   hello.purpose = in.get<HelloPurpose>();
   if (hello.purpose != HelloPurpose::kJoin && hello.purpose != HelloPurpose::kPeer) {
     Reader::fail("an unknown purpose of a connection");
   }
-  hello.job_id = in.get_string();
+  hello.trust = in.get<Trust>();
+  if (hello.trust < Trust::kToken || hello.trust > Trust::kAnybody) {
+    Reader::fail("an unknown kind of trust");
+  }
   hello.rank = in.get<int32_t>();
-  hello.world_size = in.get<int32_t>();
-  hello.endpoint = get_endpoint(in);
-  hello.options = get_options(in);
-  hello.proof = in.get_string();
+  hello.generation = in.get<uint32_t>();
+  in.copy_to(hello.job_id);
+  in.copy_to(hello.nonce);
   in.expect_end();
   return hello;
+}
+
+Proof decode_proof(std::span<const uint8_t> bytes) {
+  Reader in(bytes);
+  Proof proof;
+  in.copy_to(proof);
+  in.expect_end();
+  return proof;
+}
+
+Bytes encode(const Join& join) {
+  Bytes bytes;
+  Writer out(bytes);
+  out.put(join.job);
+  out.put(join.world_size);
+  put(out, join.endpoint);
+  put(out, join.options);
+  return bytes;
+}
+
+Join decode_join(std::span<const uint8_t> bytes) {
+  Reader in(bytes);
+  Join join;
+  join.job = in.get_string();
+  join.world_size = in.get<int32_t>();
+  join.endpoint = get_endpoint(in);
+  join.options = get_options(in);
+  in.expect_end();
+  return join;
 }
 
 Bytes encode(const Directory& directory) {

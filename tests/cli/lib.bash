@@ -167,6 +167,8 @@ on_terminal() {
   tr -d '\r' <"$tmp/script" | sed "s/$last\$//; \${/^\$/d}" >"$tmp/tty"
 }
 
+make_token() { (umask 077 && head -c 32 /dev/urandom | base64 >"$1"); }
+
 # A port that nobody has: below those which the kernel gives out by itself, to another test perhaps,
 # before the job binds it.
 free_port() {

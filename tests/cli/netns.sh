@@ -41,18 +41,51 @@ two_hosts() {
   done
 }
 
-two_hosts "two hosts" --master-addr 10.77.0.1 --epochs 20
+make_token "$tmp/job.token"
+two_hosts "two hosts" --master-addr 10.77.0.1 --epochs 20 --token-file "$tmp/job.token"
 for rank in 0 1 2 3; do
   expect_jq '.[-1] | .event == "end" and .status == "ok" and .live_rrefs == 0' "rank $rank" "$tmp/rank$rank"
   expect_jq 'map(select(.event == "ready"))[0].transport == "mixed"' "rank $rank" "$tmp/rank$rank"
 done
 
+two_hosts "insecure" --master-addr 10.77.0.1 --epochs 2 --insecure
+for rank in 0 1 2 3; do
+  expect_jq '.[0].trust == "anybody" and .[-1].status == "ok"' "insecure, rank $rank" "$tmp/rank$rank"
+done
+
+# refused <name> <words> <option...>: rank 3 of the other host is, and both sides say what to do.
+refused() {
+  local name=$1 words=$2
+  shift 2
+  ip netns exec "$a" "$distrain" hybrid --rank 0 --master-addr 10.77.0.1 --epochs 3 \
+    "${of_rank_0[@]}" >"$tmp/rank0" 2>/dev/null &
+  local rank0=$!
+  timeout -k 2 "$limit" ip netns exec "$b" "$distrain" hybrid --rank 3 --master-addr 10.77.0.1 "$@" \
+    >"$tmp/rank3" 2>"$tmp/err3"
+  code=$?
+  expect 4 "$name"
+  expect_jq ".[-1] | .kind == \"auth\" and (.message | contains(\"$words\"))" "$name" "$tmp/rank3"
+  grep -q "$words" "$tmp/err3" || fail "$name: $(cat "$tmp/err3")"
+  wait_for_lines 1 warn "$tmp/rank0"
+  kill "$rank0"
+  wait "$rank0"
+  expect_jq 'any(.[]; .event == "warn" and .kind == "auth" and (.message | test("^refused rank 3 from 10.77.0.2:")))' \
+    "$name, rank 0" "$tmp/rank0"
+  grep -qF "$(cat "$tmp/job.token")" "$tmp"/rank[03] "$tmp/err3" && fail "$name: the token is told"
+}
+of_rank_0=()
+refused "no token" "no process of this user on this host"
+of_rank_0=(--token-file "$tmp/job.token")
+make_token "$tmp/another.token"
+refused "another token" "has another token than rank 3" --token-file "$tmp/another.token"
+refused "a token on one side" "rank 0 has a token, rank 3 has none"
+
 # Options of rank 0 hold for all; one that is given on both sides and differs is refused.
 timeout -k 2 "$limit" ip netns exec "$a" "$distrain" hybrid --rank 0 --master-addr 10.77.0.1 \
-  --epochs 3 --join-timeout 20 >"$tmp/rank0" 2>/dev/null &
+  --token-file "$tmp/job.token" --epochs 3 --join-timeout 20 >"$tmp/rank0" 2>/dev/null &
 rank0=$!
 timeout -k 2 "$limit" ip netns exec "$b" "$distrain" hybrid --rank 3 --master-addr 10.77.0.1 \
-  --epochs 4 >"$tmp/rank3" 2>/dev/null
+  --token-file "$tmp/job.token" --epochs 4 >"$tmp/rank3" 2>/dev/null
 code=$?
 expect 3 "differing options"
 expect_jq '.[-1].message | contains("epochs") and contains("3") and contains("4")' "differing options" "$tmp/rank3"

@@ -48,6 +48,7 @@ mend() {
 }
 
 make_images "$tmp/images" 256 64
+make_token "$tmp/job.token"
 renew() { # what the last ranks have left
   mend
   rm -f "$tmp"/rank?
@@ -55,7 +56,7 @@ renew() { # what the last ranks have left
 start_rank() { # start_rank <rank> <option...>
   local rank=$1
   shift
-  timeout -k 2 "$limit" ip netns exec "${hosts[rank]}" "$distrain" ps --rank "$rank" --master-addr 10.78.0.10 \
+  timeout -k 2 "$limit" ip netns exec "${hosts[rank]}" "$distrain" ps --rank "$rank" --master-addr 10.78.0.10 --token-file "$tmp/job.token" \
     --data "$tmp/images" --epochs 1000000 --log-interval 1 --peer-timeout "$peer_timeout" "$@" >"$tmp/rank$rank" \
     2>"$tmp/err$rank" &
   pids[rank]=$!

@@ -49,7 +49,7 @@ await() {
 
 loss_of() { jq -c 'select(.event == "end") | [.status, .loss, .steps, .accuracy]' "$tmp/rank0"; }
 
-# ---- slow: nothing is lost ----
+# ---- slow, or cut before the ends have proved who they are: nothing is lost ----
 
 # A rank may be silent for long here: the machine may be slow, and it is not what is tested.
 options=(--epochs 1 --peer-timeout 60)
@@ -58,7 +58,7 @@ await "no fault"
 expected=$(loss_of)
 [[ $expected == '["ok",'* ]] || fail "no fault: $expected"
 for faults in $(every 4 "*/both/delay=0.02" "*/both/rate=1000000" 1/both/piece=1 2/both/piece=7 \
-  2/down/rate=300000 2/up/delay=0.2); do
+  2/down/rate=300000 2/up/delay=0.2) $(every 2 1/up/cut=0.60 2/up/reset=30 1/up/drop=0 1/down/cut=0.20 2/up/cut=1.50); do
   start "$faults"
   await "$faults"
   [[ $(loss_of) == "$expected" ]] || fail "$faults: $(loss_of), not $expected"
@@ -113,7 +113,7 @@ done
 for fault in $(every 2 2/up/stall=12.20 2/both/drop=12.0 2/down/stall=9.0 2/up/drop=12.0 2/down/drop=14.300); do
   in_time 11 ends "$fault" 5
 done
-for fault in $(every 1 2/up/cut=0.60 2/up/reset=30); do in_time 1 ends "$fault" 5; done
+for fault in $(every 1 2/up/cut=2.60 2/up/reset=220); do in_time 1 ends "$fault" 5; done
 for fault in $(every 1 2/both/drop=0 2/up/stall=0.20); do in_time 11 ends "$fault" 5; done
 
 # While they meet. Only rank 0 knows who is missing. Rank 1 is the last to come: before that somebody else could
@@ -121,20 +121,20 @@ for fault in $(every 1 2/both/drop=0 2/up/stall=0.20); do in_time 11 ends "$faul
 order=(0 2 1)
 options=(--epochs 1000000 --peer-timeout 10 --join-timeout 12)
 blamed[2]="[0, 1, null]"
-for fault in $(every 1 1/up/cut=1.0 1/down/cut=20); do in_time 1 ends "$fault" 3; done
-for fault in $(every 2 1/up/drop=0 1/down/drop=0); do in_time 13 ends "$fault" 3 5; done
+for fault in $(every 1 1/up/cut=3.0 1/down/cut=2.20); do in_time 1 ends "$fault" 3; done
+for fault in $(every 2 1/up/drop=3.0 1/down/drop=0); do in_time 13 ends "$fault" 3 5; done
 
 # ---- changed ----
 
 # A bit of a header: its hash does not fit, so the connection ends, and with it the job. (Nothing sums up what
-# is between headers.) A hello that is damaged is nobody's; what comes after it is said to be damaged.
-flips=(1/up/flip=0.0:3 1/down/flip=1.24:5 2/up/flip=5.8:6 2/down/flip=6.4:7 2/up/flip=7.24:0 2/down/flip=3.24:1)
+# is between headers.) Before the proof it may be tried again; what comes after it is said to be damaged.
+flips=(1/up/flip=2.0:3 1/down/flip=3.24:5 2/up/flip=6.8:6 2/down/flip=8.4:7 2/up/flip=8.24:0 2/down/flip=5.24:1)
 if [[ ${DISTRAIN_SOAK:-} ]]; then
   RANDOM=${DISTRAIN_SEED:-1}
   echo "flips of DISTRAIN_SEED=${DISTRAIN_SEED:-1}"
   for _ in {1..40}; do
     [[ $((RANDOM % 2)) == 0 ]] && way=up || way=down
-    [[ $((RANDOM % 4)) == 0 ]] && place="1/$way/flip=$((RANDOM % 3))" || place="2/$way/flip=$((RANDOM % 12))"
+    [[ $((RANDOM % 4)) == 0 ]] && place="1/$way/flip=$((RANDOM % 5))" || place="2/$way/flip=$((RANDOM % 14))"
     flips+=("$place.$((RANDOM % 48)):$((RANDOM % 8))")
   done
 fi
@@ -143,12 +143,13 @@ for fault in "${flips[@]}"; do
   start "$fault"
   await "$fault"
   grep -q '^hit' "$tmp/proxy" || fail "$fault: was not met"
+  [[ $fault == */flip=[01].* && ${codes[*]} == "0 0 0" ]] && continue
   expect_errors "$fault"
   for rank in 0 1 2; do
     [[ " 3 4 5 " == *" ${codes[rank]} "* ]] ||
       fail "$fault: rank $rank exits with ${codes[rank]}, not 3, 4 or 5: $(tail -n 1 "$tmp/err$rank")"
   done
-  [[ $fault == ?/up/flip=0.* ]] || grep -q '"error".*damaged on the way' "$tmp"/rank[01] ||
+  [[ $fault == */flip=[01].* ]] || grep -Eq '"(error|warn)".*damaged on the way' "$tmp"/rank[01] ||
     fail "$fault: nobody says what happened: $(tail -qn 1 "$tmp"/err?)"
   echo "$fault: exit codes ${codes[*]}"
 done

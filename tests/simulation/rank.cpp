@@ -13,7 +13,7 @@ namespace {
 
 constexpr auto kLongestTry = std::chrono::seconds(5);
 constexpr auto kRank0SaysWho = std::chrono::seconds(1);  // as ControlPlane
-constexpr auto kHelloTimeout = std::chrono::seconds(5);
+constexpr auto kDoorTimeout = std::chrono::seconds(2);
 constexpr auto kLastLook = std::chrono::milliseconds(50);
 
 }  // namespace
@@ -101,6 +101,7 @@ void Rank::close_door() {
   streams_.clear();
   links_.clear();
   strangers_.clear();
+  introductions_.clear();
   network_.close_all_of(*this);
 }
 
@@ -146,8 +147,15 @@ void Rank::try_to_join() {
   if (is_over_) return;
   connect(observer_.rank_to_join(), kLongestTry, [this](std::optional<End> end) {
     if (is_over_) return;
-    if (end) return begin_as_member(*end);
-    after(std::chrono::milliseconds(20) + up_to(seconds(0.5)), [this] { try_to_join(); });
+    const auto again = [this] {
+      after(std::chrono::milliseconds(20) + up_to(seconds(0.5)), [this] { try_to_join(); });
+    };
+    if (!end) return again();
+    introduce(*end, wire::HelloPurpose::kJoin, job_.peer_timeout,
+              [this, again](std::optional<End> believed) {
+                if (is_over_) return;
+                believed ? begin_as_member(*believed) : again();
+              });
   });
 }
 
@@ -165,7 +173,7 @@ void Rank::begin_as_member(End end) {
 
 rpc::control::Settings Rank::common_settings() const {
   rpc::control::Settings settings;
-  settings.job_id = kSimulatedJob;
+  settings.job = kSimulatedJob;
   settings.options = {{"batch", "16"}};
   settings.peer_timeout = job_.peer_timeout;
   return settings;
@@ -218,54 +226,120 @@ void Rank::connect(Host& to, Duration limit, Network::OnConnected then) {
                    });
 }
 
-// As Doorway.
+rpc::identity::Credentials Rank::credentials(wire::HelloPurpose purpose) const {
+  const bool joins = purpose == wire::HelloPurpose::kJoin;
+  return {{rank_, wire::Trust::kSameUser, 0, {}}, joins ? std::string() : party_->secret()};
+}
+
+// As Introduction.
+void Rank::introduce(End end, wire::HelloPurpose purpose, Duration patience,
+                     Network::OnConnected then) {
+  rpc::identity::Initiator initiator(credentials(purpose), purpose);
+  network_.send(end, {FrameKind::kHello, 0, 0, initiator.hello()});
+  introductions_.emplace(end, Introduction{std::move(initiator), std::move(then)});
+  after(patience, [this, end] { end_introduction(end, false); });
+}
+
+void Rank::go_on_introducing(End end, const Message& message) {
+  rpc::identity::Initiator& initiator = introductions_.at(end).initiator;
+  try {
+    if (message.kind == FrameKind::kHello) {
+      const wire::Proof proof = initiator.answer(message.body);
+      return network_.send(end, {FrameKind::kProof, 0, 0, {proof.begin(), proof.end()}});
+    }
+    if (message.kind != FrameKind::kProof) wire::Reader::fail("a frame out of place");
+    initiator.check(message.body);
+    end_introduction(end, true);
+  } catch (const base::Exception&) {
+    end_introduction(end, false);
+  }
+}
+
+void Rank::end_introduction(End end, bool is_believed) {
+  const auto found = introductions_.find(end);
+  if (found == introductions_.end()) return;
+  const Network::OnConnected then = std::move(found->second.then);
+  introductions_.erase(found);
+  if (!is_believed) network_.close(end, false);
+  then(is_believed ? std::optional(end) : std::nullopt);
+}
+
+// As Doorway, from here to refuse().
 void Rank::on_connection(End end) {
-  strangers_.insert(end);
+  strangers_.emplace(end, Stranger{});
   const auto show_the_door = [this, end] {
-    if (strangers_.erase(end) > 0) network_.close(end, false);
+    const auto stranger = strangers_.find(end);
+    if (stranger == strangers_.end() || stranger->second.is_believed) return;
+    strangers_.erase(stranger);
+    network_.close(end, false);
   };
-  after(std::max<Duration>(kHelloTimeout, job_.peer_timeout),
-        [this, show_the_door] { after(kLastLook, show_the_door); });
+  after(kDoorTimeout, [this, show_the_door] { after(kLastLook, show_the_door); });
 }
 
 void Rank::on_message(End end, const Message& message) {
-  if (strangers_.erase(end) == 0) {
+  if (introductions_.contains(end)) return go_on_introducing(end, message);
+  if (!strangers_.contains(end)) {
     const auto link = links_.find(end);
     if (link != links_.end()) receive(link->second, message);
     return;
   }
-  std::optional<Error> refusal;
   try {
-    refusal = admit(end, message);
+    hear_stranger(end, message);
   } catch (const base::Exception& e) {
-    refusal = e.error();
+    refuse(end, e.error());
   }
-  if (!refusal) return;
-  trace("refuses: " + refusal->message);
-  network_.send(end, {FrameKind::kReject, 0, 0, wire::encode(*refusal)});
-  network_.close(end, true);
 }
 
-std::optional<Error> Rank::admit(End end, const Message& message) {
-  if (message.kind != FrameKind::kHello) {
-    wire::Reader::fail("a connection must begin with hello");
+void Rank::hear_stranger(End end, const Message& message) {
+  Stranger& stranger = strangers_.at(end);
+  if (stranger.is_believed) {
+    if (message.kind != FrameKind::kJoin) wire::Reader::fail("a frame out of place");
+    const int rank = stranger.responder->other().rank;
+    strangers_.erase(end);
+    if (auto refusal = admit(end, rank, &message)) refuse(end, *refusal);
+    return;
   }
-  wire::Hello hello = wire::decode_hello(message.body);
-  if (hello.job_id != kSimulatedJob) return rendezvous_error("another job", 0);
+  if (!stranger.responder) {
+    if (message.kind != FrameKind::kHello) wire::Reader::fail("a frame out of place");
+    const wire::Hello hello = wire::decode_hello(message.body);
+    const bool joins = hello.purpose == wire::HelloPurpose::kJoin;
+    if (!party_ || (joins ? hub_ == nullptr : party_->secret().empty())) {
+      wire::Reader::fail("a connection that nobody expects");
+    }
+    stranger.responder.emplace(credentials(hello.purpose), hello);
+    return network_.send(end, {FrameKind::kHello, 0, 0, stranger.responder->hello()});
+  }
+  if (message.kind != FrameKind::kProof) wire::Reader::fail("a frame out of place");
+  const wire::Proof proof = stranger.responder->check(message.body);
+  network_.send(end, {FrameKind::kProof, 0, 0, {proof.begin(), proof.end()}});
+  stranger.is_believed = true;
+  if (stranger.responder->other().purpose == wire::HelloPurpose::kJoin) return;
+  const int rank = stranger.responder->other().rank;
+  strangers_.erase(end);
+  if (auto refusal = admit(end, rank, nullptr)) refuse(end, *refusal);
+}
+
+std::optional<Error> Rank::admit(End end, int rank, const Message* join) {
   if (!party_) return rendezvous_error("this rank is leaving");
-  const int rank = hello.rank;
-  if (hello.purpose == wire::HelloPurpose::kPeer) {
-    if (auto refusal = party_->check_peer(hello)) return refusal;
+  if (join == nullptr) {
+    if (auto refusal = party_->check_peer(rank)) return refusal;
     return accept(rank, end);
   }
   if (hub_ == nullptr) return rendezvous_error("only rank 0 can be joined");
   const Link link = hold(end, rank, true);
-  if (auto refusal = hub_->join(link, std::move(hello), time_.now())) {
+  if (auto refusal = hub_->join(link, rank, wire::decode_join(join->body), time_.now())) {
     streams_.erase(link);
     links_.erase(end);
     return refusal;
   }
   return std::nullopt;
+}
+
+void Rank::refuse(End end, const Error& why) {
+  trace("refuses: " + why.message);
+  strangers_.erase(end);
+  network_.send(end, {FrameKind::kReject, 0, 0, wire::encode(why)});
+  network_.close(end, true);
 }
 
 void Rank::receive(Link link, const Message& message) {
@@ -302,6 +376,7 @@ void Rank::receive(Link link, const Message& message) {
 
 void Rank::on_end(End end, const Error& error) {
   if (strangers_.erase(end) > 0) return;
+  if (introductions_.contains(end)) return end_introduction(end, false);
   const auto found = links_.find(end);
   if (found == links_.end()) return;
   const Link link = found->second;

@@ -10,6 +10,7 @@
 
 #include "control/hub.h"
 #include "control/member.h"
+#include "identity/handshake.h"
 #include "network.h"
 
 namespace distrain::simulation {
@@ -154,14 +155,22 @@ class Rank final : public Host, private World {
   void close_door();
 
   void connect(Host& to, Duration limit, Network::OnConnected then);
-  std::optional<Error> admit(End end, const Message& message);
+  rpc::identity::Credentials credentials(wire::HelloPurpose purpose) const;
+  void introduce(End end, wire::HelloPurpose purpose, Duration patience, Network::OnConnected then);
+  void go_on_introducing(End end, const Message& message);
+  void end_introduction(End end, bool is_believed);
+  void hear_stranger(End end, const Message& message);
+  std::optional<Error> admit(End end, int rank, const Message* join);
+  void refuse(End end, const Error& why);
   std::optional<Error> accept(int rank, End end);
   Link hold(End end, int rank, bool is_control);
   void receive(Link link, const Message& message);
 
   void call_somebody();
   void call(int to);
+  void reach(int to, TimePoint deadline);
   void connected(int to, std::optional<End> end);
+  void report_unreachable(int to);
   void begin_to_send(int to, Link link);
   void call_has_come();
 
@@ -194,7 +203,16 @@ class Rank final : public Host, private World {
   Hub* hub_ = nullptr;
   std::map<Link, Stream> streams_;
   std::map<End, Link> links_;
-  std::set<End> strangers_;
+  struct Introduction {
+    rpc::identity::Initiator initiator;
+    Network::OnConnected then;
+  };
+  std::map<End, Introduction> introductions_;
+  struct Stranger {
+    std::optional<rpc::identity::Responder> responder;
+    bool is_believed = false;
+  };
+  std::map<End, Stranger> strangers_;
   Link next_link_ = 1;
   std::vector<Peer> peers_;
 

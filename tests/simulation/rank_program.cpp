@@ -11,8 +11,9 @@ using wire::FrameKind;
 
 namespace {
 
-constexpr auto kLongestReach = std::chrono::seconds(20);  // as Peers, and the one below
+constexpr auto kLongestReach = std::chrono::seconds(20);  // as Peers, and those below
 constexpr auto kRank0Tells = std::chrono::seconds(1);
+constexpr auto kRetry = std::chrono::milliseconds(20);
 constexpr uint64_t kLastRound = 24;  // as AgentCore::shutdown()
 
 }  // namespace
@@ -34,10 +35,25 @@ void Rank::call(int to) {
   ++peer.waiting;
   if (peer.state == PeerState::kConnecting) return;
   peer.state = PeerState::kConnecting;
-  Rank* callee = observer_.current(to);
   if (peer.accepted) return begin_to_send(to, *peer.accepted);
-  if (callee == nullptr) return connected(to, std::nullopt);
-  connect(*callee, kLongestReach, [this, to](std::optional<End> end) { connected(to, end); });
+  reach(to, time_.now() + kLongestReach);
+}
+
+// As Peers: who closes without a word may have time for this rank later.
+void Rank::reach(int to, TimePoint deadline) {
+  Rank* callee = observer_.current(to);
+  if (callee == nullptr || !party_) return connected(to, std::nullopt);
+  connect(*callee, deadline - time_.now(), [this, to, deadline](std::optional<End> end) {
+    if (!end || !party_) return connected(to, end);
+    const TimePoint silent_at = time_.now() + job_.peer_timeout;
+    introduce(*end, wire::HelloPurpose::kPeer, job_.peer_timeout,
+              [this, to, deadline, silent_at](std::optional<End> believed) {
+                if (believed || !party_) return connected(to, believed);
+                if (time_.now() >= silent_at) return report_unreachable(to);
+                if (time_.now() + kRetry >= deadline) return connected(to, std::nullopt);
+                after(kRetry, [this, to, deadline] { reach(to, deadline); });
+              });
+  });
 }
 
 void Rank::connected(int to, std::optional<End> end) {
@@ -48,26 +64,21 @@ void Rank::connected(int to, std::optional<End> end) {
   }
   if (end) {
     const Link link = hold(*end, to, false);
-    wire::Hello hello;
-    hello.purpose = wire::HelloPurpose::kPeer;
-    hello.job_id = kSimulatedJob;
-    hello.rank = rank_;
-    hello.proof = party_->secret();
-    network_.send(*end, {FrameKind::kHello, 0, 0, wire::encode(hello)});
     party_->open(to, link, time_.now());
     if (!streams_.contains(link)) return;  // this rank is leaving
     return begin_to_send(to, link);
   }
-  after(kRank0Tells, [this, to] {
-    Peer& unreached = peers_[static_cast<size_t>(to)];
-    if (unreached.state != PeerState::kConnecting || !party_) return;
-    if (unreached.accepted) return begin_to_send(to, *unreached.accepted);
-    party_->report(to,
-                   {ErrorKind::kPeerLost,
-                    "rank " + std::to_string(rank_) + " cannot reach rank " + std::to_string(to),
-                    to,
-                    {}});
-  });
+  after(kRank0Tells, [this, to] { report_unreachable(to); });
+}
+
+void Rank::report_unreachable(int to) {
+  Peer& unreached = peers_[static_cast<size_t>(to)];
+  if (unreached.state != PeerState::kConnecting || !party_) return;
+  if (unreached.accepted) return begin_to_send(to, *unreached.accepted);
+  party_->report(to, {ErrorKind::kPeerLost,
+                      "rank " + std::to_string(rank_) + " cannot reach rank " + std::to_string(to),
+                      to,
+                      {}});
 }
 
 void Rank::begin_to_send(int to, Link link) {
@@ -122,6 +133,7 @@ void Rank::send_garbage() {
       {FrameKind::kLost, uint64_t{1} << 40},
       {FrameKind::kLost, static_cast<uint64_t>(job_.size - 1), 0, {1}},
       {FrameKind::kHello, 7},
+      {FrameKind::kJoin, 0, 0, {1}},
       {FrameKind::kReply, 7},
       {FrameKind::kAbort, 0, 0, {1, 2}},
   };

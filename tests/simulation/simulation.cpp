@@ -16,8 +16,8 @@ constexpr auto kLongestRun = std::chrono::seconds(300);
 
 const char* name_of(FrameKind kind) {
   switch (kind) {
-    case FrameKind::kHello:
-      return "hello";
+    case FrameKind::kJoin:
+      return "join";
     case FrameKind::kReject:
       return "reject";
     case FrameKind::kDirectory:
@@ -257,12 +257,11 @@ void Simulation::send_stranger(int to) {
   Host& stranger = *strangers_.back();
   wire::Hello hello;
   hello.purpose = random_.below(2) == 0 ? wire::HelloPurpose::kJoin : wire::HelloPurpose::kPeer;
-  hello.job_id = kSimulatedJob;
   hello.rank = static_cast<int>(random_.between(-2, scenario_.job.size + 2));
-  hello.proof = "fedcba9876543210";
-  if (hello.purpose == wire::HelloPurpose::kJoin) hello.options = {{"batch", "17"}};
   const Message said[] = {{FrameKind::kHello, 0, 0, wire::encode(hello)},
                           {FrameKind::kHello, 0, 0, {1, 2, 3}},
+                          {FrameKind::kProof, 0, 0, wire::Bytes(32)},
+                          {FrameKind::kJoin, 0, 0, wire::encode(wire::Join{kSimulatedJob})},
                           {FrameKind::kGo},
                           {FrameKind::kLost, 1}};
   const Message chosen = said[random_.below(std::size(said))];

@@ -1,37 +1,21 @@
-"""Connects to a rank that waits for others, as those do who are not among them.
+"""Connects to a rank of `ps` that waits for others, as those do who are not among them.
 
 usage: strangers.py PORT COUNT RANK SEED
 
-COUNT connections to PORT of this host, of all kinds in turn: hellos that do not agree with the job, those of
+COUNT connections to PORT of this host, of all kinds in turn: ranks that do not agree with the job, those of
 RANK, which is missing, that end once the directory might come; half-open ones, in the midst of a header, of a
-hello, or before either; garbage; and ends without a word or by RST. Those that are left open are, until all
-are made: "open N" says how many. Then a line on stdin closes them, and "closed" says that the rank has seen it.
+hello, after it, or before either; garbage; and ends without a word or by RST. Those that are left open are,
+until all are made: "open N" says how many. Then a line on stdin closes them, and "closed" says that the rank
+has seen it.
 """
 
 import random
 import socket
-import struct
 import sys
 import time
 
-HELLO, PREPARED = 1, 4
-MAGIC, VERSION = b"DTRN", 4  # a hello may have the magic as it is
-
-
-def text(value):
-    return struct.pack("<I", len(value)) + value
-
-
-def frame(kind, meta, meta_bytes=None, payload_bytes=0):
-    length = len(meta) if meta_bytes is None else meta_bytes
-    return MAGIC + struct.pack("<HHIIQQQQ", kind, 0, length, 0, payload_bytes, 0, 0, 0) + meta
-
-
-def hello(rank, version=VERSION, job=b"distrain", size=0, options=(), proof=b"", purpose=1):
-    meta = struct.pack("<IB", version, purpose) + text(job) + struct.pack("<ii", rank, size)
-    meta += text(b"") + struct.pack("<H", 1) + text(b"") + text(b"")
-    meta += struct.pack("<I", len(options)) + b"".join(text(n) + text(v) for n, v in options) + text(proof)
-    return frame(HELLO, meta)
+from handshake import (DIRECTORY, HELLO, JOIN, JOINS, MAGIC, PEER, PREPARED, PROOF, VERSION, Connection, frame,
+                       hello, join)
 
 
 class Strangers:
@@ -43,7 +27,7 @@ class Strangers:
         deadline = time.monotonic() + 60
         while True:
             try:
-                return socket.create_connection(("127.0.0.1", self.port), timeout=60)
+                return Connection(socket.create_connection(("127.0.0.1", self.port), timeout=60))
             except ConnectionRefusedError:
                 if time.monotonic() > deadline:
                     raise
@@ -51,43 +35,55 @@ class Strangers:
 
     def say(self, data):
         stranger = self.connect()
-        try:
-            stranger.sendall(data)
-        except OSError:  # it has heard enough
-            pass
+        stranger.say(data)
         return stranger
 
-    def await_end(self, stranger):
-        """Until the rank has closed it."""
-        try:
-            while stranger.recv(1 << 16):
-                pass
-        except ConnectionResetError:
-            pass
-        stranger.close()
+    def believed(self, rank):
+        """One that has proved itself: of this user, on this host. The rank may have no time for it at first."""
+        for _ in range(100):
+            stranger = self.connect()
+            if stranger.introduce(hello(rank), b"", JOINS):
+                return stranger
+        raise SystemExit("no stranger is believed")
 
     def disagree(self):
-        choices = (
-            hello(0), hello(-1), hello(1 << 30), hello(1),  # taken, the last one
-            hello(self.rank, version=self.random.randrange(1 << 32) & ~VERSION), hello(self.rank, job=b"another"),
-            hello(self.rank, size=77), hello(self.rank, options=[(b"epochs", b"99")]),
-            hello(self.rank, purpose=2), hello(1, purpose=2, proof=self.random.randbytes(16)),
-            hello(self.rank, job=b"x" * 60000), frame(PREPARED, b""))
-        self.await_end(self.say(self.random.choice(choices)))
+        """Believed, and of no use."""
+        rank, said = self.random.choice((
+            (0, join()), (-1, join()), (1 << 30, join()), (1, join()),  # taken, the last one
+            (self.rank, join(job=b"another")), (self.rank, join(size=77)),
+            (self.rank, join(options=[(b"epochs", b"99")])), (self.rank, join(job=b"x" * 15000)),
+            (self.rank, join() + b"x"), (self.rank, join()[:-1])))
+        stranger = self.believed(rank)
+        stranger.say(frame(JOIN, said))
+        if stranger.hear()[0] == DIRECTORY:
+            raise SystemExit("a stranger has become a rank")
+        stranger.await_end()
+
+    def are_not_believed(self):
+        said = self.random.choice((
+            hello(self.rank, purpose=PEER), hello(self.rank, purpose=3), hello(self.rank, trust=0),
+            hello(self.rank, version=self.random.randrange(1 << 32) & ~VERSION), hello(self.rank) + b"x"))
+        self.say(frame(HELLO, said)).await_end()
+        wrong = self.say(frame(HELLO, hello(self.rank)))
+        wrong.hear()
+        wrong.say(frame(PROOF, self.random.randbytes(32)))
+        wrong.await_end()
 
     def come_and_go(self):
         """As a rank that dies: its place is free again."""
-        self.say(hello(self.rank)).close()
+        stranger = self.believed(self.rank)
+        stranger.say(frame(JOIN, join()))
+        stranger.socket.close()
 
     def half_open(self):
-        whole = hello(self.rank)
-        self.open.append(self.say(whole[: self.random.choice((0, 1, 4, 20, 47, 48, 60, len(whole) - 1))]))
+        whole = frame(HELLO, hello(self.rank)) + frame(PROOF, bytes(32))
+        self.open.append(self.say(whole[: self.random.choice((0, 1, 4, 20, 47, 48, 60, 109, 110, 111, 158, 189))]))
 
     def claim_more(self):
         """A frame whose rest, up to what a hello may have, never comes; or of which too much would."""
-        length = self.random.choice((65536, 65000))
-        self.open.append(self.say(frame(HELLO, b"\0" * self.random.randrange(2000), meta_bytes=length)))
-        self.await_end(self.say(frame(HELLO, b"", meta_bytes=self.random.choice((65537, (1 << 32) - 1)))))
+        length = self.random.choice((127, 128))
+        self.open.append(self.say(frame(HELLO, b"\0" * self.random.randrange(127), meta_bytes=length)))
+        self.say(frame(HELLO, b"", meta_bytes=self.random.choice((129, 65537, (1 << 32) - 1)))).await_end()
 
     def garbage(self):
         stranger = self.say(self.random.choice((b"", b"GET / HTTP/1.1\r\n", MAGIC)) +
@@ -95,31 +91,29 @@ class Strangers:
         if self.random.random() < 0.5:
             self.open.append(stranger)
         else:
-            stranger.close()
+            stranger.socket.close()
 
     def reset(self):
-        stranger = self.say(hello(self.rank)[: self.random.randrange(60)])
-        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        stranger.close()
+        self.say(frame(HELLO, hello(self.rank))[: self.random.randrange(60)]).reset()
 
     def catch_up(self):
         """A word that is no way to begin is answered behind all that came before it."""
         for _ in range(2):
-            self.await_end(self.say(frame(PREPARED, b"")))
+            self.say(frame(PREPARED, b"")).await_end()
 
 
 def main():
     port, count, rank, seed = (int(arg) for arg in sys.argv[1:])
     strangers = Strangers(port, rank, seed)
     kinds = (strangers.disagree, strangers.half_open, strangers.garbage, strangers.come_and_go,
-             strangers.claim_more, strangers.reset)
+             strangers.claim_more, strangers.are_not_believed, strangers.reset)
     for i in range(count):
         kinds[i % len(kinds)]()
     strangers.catch_up()
     print("open", len(strangers.open), flush=True)
     sys.stdin.readline()
     for stranger in strangers.open:
-        stranger.close()
+        stranger.socket.close()
     strangers.catch_up()
     print("closed", flush=True)
 

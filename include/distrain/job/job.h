@@ -15,6 +15,7 @@
 
 #include "distrain/base/error.h"
 #include "distrain/job/stop_signal.h"
+#include "distrain/net/port_range.h"
 
 namespace distrain::job {
 
@@ -59,10 +60,16 @@ struct Job {
   std::string master_addr = "localhost";
   bool master_addr_given = false;  ///< by flag or environment
   uint16_t master_port = 29500;
-  std::string listen_addr;         ///< empty: the interface that reaches the master
-  int listen_fd = -1;              ///< rank 0 of a spawned job: the launcher's listening socket
-  bool spawned = false;            ///< by our launcher; otherwise this rank joined
-  std::string transport = "auto";  ///< auto, tcp or unix
+  std::string listen_addr;       ///< empty: the interface that reaches the master
+  int listen_fd = -1;            ///< rank 0 of a spawned job: the launcher's listening socket
+  std::string rank_0_unix_name;  ///< not empty: of that socket, and nobody listens on TCP
+  net::PortRange ports;          ///< to listen on
+  std::string token;             ///< as in rpc::AgentOptions, like the next three
+  bool insecure = false;
+  std::string job_id;
+  uint32_t generation = 0;
+  bool spawned = false;                           ///< by our launcher; otherwise this rank joined
+  std::string transport = "auto";                 ///< auto, tcp or unix
   std::chrono::steady_clock::time_point started;  ///< of the launcher, for startup_s
   double rpc_timeout_s = 60;
   double join_timeout_s = 300;

@@ -3,11 +3,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "distrain/base/clock.h"
 #include "distrain/base/result.h"
 #include "distrain/net/loop.h"
+#include "distrain/net/port_range.h"
 
 namespace distrain::net {
 
@@ -37,6 +39,7 @@ class Fd {
 /// `else_any`: all interfaces as well where `host` is no address of this machine (a service name of
 /// Kubernetes). `rendezvous` when it is taken, `resources` without descriptors. Starts no thread.
 base::Result<Fd> listen_tcp(const std::string& host, uint16_t port, bool else_any = false);
+base::Result<Fd> listen_tcp(const std::string& host, PortRange ports, bool else_any = false);
 /// A path that begins with '@' is a name in this network namespace, without a file.
 base::Result<Fd> listen_unix(const std::string& path);
 
@@ -44,8 +47,11 @@ base::Result<Fd> listen_unix(const std::string& path);
 /// addresses of the name are tried in turn.
 base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimePoint deadline);
 
-/// The same without blocking, for a numeric `host`; `done` is told on the loop, unless that ends
-/// before. On the loop thread.
+/// Connects to a unix socket at once, or not at all.
+base::Result<Fd> connect_unix(const std::string& path);
+
+/// As connect_tcp() without blocking, for a numeric `host`; `done` is told on the loop, unless that
+/// ends before. On the loop thread.
 using OnConnected = std::function<void(base::Result<Fd>)>;
 void connect_tcp_on_loop(Loop& loop, const std::string& host, uint16_t port,
                          base::TimePoint deadline, OnConnected done);
@@ -59,6 +65,10 @@ struct SocketName {
 };
 SocketName local_name(int fd);
 SocketName remote_name(int fd);
+
+/// The user whose process is at the other end of a connected socket, unix or TCP. Nothing if that
+/// cannot be told: the other end is on another host or in another network namespace, or closed.
+std::optional<uint32_t> peer_user(int fd);
 
 /// Whether the name resolves to addresses of the loopback interface only. Blocks, unless it is
 /// numeric.
@@ -77,6 +87,8 @@ class Listener {
   /// `on_connection` gets each connected socket, non-blocking, on the loop thread.
   Listener(Loop& loop, Fd socket, std::function<void(Fd)> on_connection);
   ~Listener();
+  /// While it does not accept, connections wait in the kernel's backlog. On the loop thread.
+  void set_accepting_on_loop(bool accepts);
   Listener(const Listener&) = delete;
   Listener& operator=(const Listener&) = delete;
 

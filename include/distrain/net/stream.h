@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -77,6 +78,8 @@ class Stream {
 
   /// The other side's address, for messages: "10.0.0.2:4711" or "unix".
   virtual const std::string& peer_name() const = 0;
+  /// peer_user() of its socket. On the loop thread.
+  virtual std::optional<uint32_t> peer_user_on_loop() = 0;
 };
 using StreamPtr = std::shared_ptr<Stream>;
 

@@ -9,6 +9,7 @@
 
 #include "distrain/base/future.h"
 #include "distrain/base/trace.h"
+#include "distrain/net/port_range.h"
 #include "distrain/rpc/autograd_hook.h"
 #include "distrain/rpc/channel.h"
 #include "distrain/rpc/device.h"
@@ -33,13 +34,29 @@ struct AgentOptions {
   int rank = 0;
   /// Rank 0: names of all ranks, so also how many there are. Others take theirs from rank 0.
   std::vector<std::string> names;
-  int world_size = 0;  ///< others: refused if rank 0 has another; 0: follow rank 0
-  std::string job_id = "distrain";
+  int world_size = 0;            ///< others: refused if rank 0 has another; 0: follow rank 0
+  std::string job = "distrain";  ///< ranks of another one are refused
   std::string master_addr = "localhost";  ///< where rank 0 listens
   uint16_t master_port = 0;               ///< rank 0 only: 0 takes any free one
   int listen_fd = -1;                     ///< rank 0: a socket that listens already
   std::string listen_addr;  ///< to bind; empty: what master_addr is, or the interface towards it
+  /// All ranks are on this host, and meet at rank 0's unix socket of this name: nobody listens on
+  /// TCP. Rank 0's `listen_fd` is that socket.
+  std::string rank_0_unix_name;
+  net::PortRange ports;            ///< to listen on; rank 0: where no master_port is given
   std::string transport = "auto";  ///< auto (unix on the same host), tcp, unix
+  /// What all ranks of the job know and nobody else; whoever connects proves it. Empty: ranks
+  /// believe processes of this user on this host, and with `insecure` anybody.
+  std::string token;
+  bool insecure = false;
+  /// Tells this job from others at the same address: what its launcher calls it, say. Empty: that
+  /// of rank 0, which makes one.
+  std::string job_id;
+  /// How often the job was started again: ranks of another generation are refused.
+  uint32_t generation = 0;
+  /// Somebody came as a rank and was refused; said what is wrong, and what its user is to do. Not
+  /// more often than every few seconds. On the loop thread: not to block.
+  std::function<void(const base::Error& why)> on_refused;
   std::chrono::nanoseconds rpc_timeout = std::chrono::seconds(60);
   std::chrono::nanoseconds join_timeout = std::chrono::seconds(300);
   /// A peer that is silent for so long is lost; zero: only a closed connection tells.

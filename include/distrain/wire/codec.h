@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <concepts>
 #include <cstdint>
@@ -66,6 +67,12 @@ class Reader {
   std::string_view get_string() {
     const std::span<const uint8_t> bytes = take(get<uint32_t>());
     return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+  }
+
+  /// As many bytes as `out` holds.
+  void copy_to(std::span<uint8_t> out) {
+    const std::span<const uint8_t> bytes = take(out.size());
+    std::copy(bytes.begin(), bytes.end(), out.begin());
   }
 
   /// A count of items that take at least `min_item_bytes` each.

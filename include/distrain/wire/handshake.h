@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -13,14 +14,22 @@ namespace distrain::wire {
 
 // The life of a job's connections; `r` and `s` are any ranks but 0.
 //
+// Each begins with a proof, which Note [Identity] in rpc/identity/handshake.h explains; `i` is who
+// connects:
+//
+//   i → s  kHello   who I am, with a nonce
+//   s → i  kHello   the same of s
+//   i → s  kProof   that I know the key of this connection
+//   s → i  kProof   that I do, too
+//   s → i  kReject  instead of its hello or its proof, and says nothing but the protocol version
+//
 // Control, between rank 0 and each other rank, from the first moment to the last: it is never
 // behind the bytes of calls.
 //
-//   r → 0  kHello (join)  who I am, what I was told, where I can be reached
+//   r → 0  kJoin          what I was told, where I can be reached
 //   0 → r  kReject        a mismatch: names the field and both values; r ends, 0 goes on waiting
-//   0 → r  kDirectory     once all are there: everybody's address, rank 0's options, the secret
-//   that
-//                         all connections between ranks show from here on
+//   0 → r  kDirectory     once all are there: everybody's address, rank 0's options, and the secret
+//                         that connections between ranks prove from here on
 //   r → 0  kPrepared      r can be called; with it the devices of r
 //   0 → r  kGo            all ranks can be called, and these are everybody's devices
 //   r → 0  kLost          r sees that rank `call_id` is lost; the body is the error
@@ -28,10 +37,8 @@ namespace distrain::wire {
 //   r → 0  kFlush         r has come to round `call_id` of the end, with the number `context_id`
 //   0 → r  kFlush         all have come to it, and this is the sum of their numbers
 //
-// Calls, between any two ranks, made by the one that first has something to send:
-//
-//   r → s  kHello (peer)  on a connection of its own; then calls, replies, chunks, one-way messages
-//   s → r  kReject        only if s refuses it
+// Calls, between any two ranks, made by the one that first has something to send: calls, replies,
+// chunks, one-way messages; s may say kReject first, with its reason.
 //
 // On each of them, either way:
 //
@@ -44,24 +51,42 @@ namespace distrain::wire {
 
 enum class HelloPurpose : uint8_t { kJoin = 1, kPeer = 2 };
 
+/// What makes a rank believe others, besides the proof.
+enum class Trust : uint8_t {
+  kToken = 1,     ///< they know the job's token
+  kSameUser = 2,  ///< their process is this user's, on this host
+  kAnybody = 3,   ///< nothing
+};
+
+using JobId = std::array<uint8_t, 16>;
+using Nonce = std::array<uint8_t, 32>;
+using Proof = std::array<uint8_t, 32>;
+
+/// u32 version · u8 purpose · u8 trust · i32 rank · u32 generation · job_id · nonce: 62 bytes. Who
+/// connects says the purpose, and the other end says the same.
+struct Hello {
+  HelloPurpose purpose = HelloPurpose::kJoin;
+  Trust trust = Trust::kToken;
+  int32_t rank = -1;
+  uint32_t generation = 0;  ///< how often the job was started again
+  JobId job_id{};           ///< zero: the rank knows none, and takes rank 0's
+  Nonce nonce{};
+};
+
 struct Endpoint {
   std::string host;       ///< numeric, as others reach it; empty: where rank 0 is reached
-  uint16_t port = 0;      ///< TCP
+  uint16_t port = 0;      ///< TCP; 0: not by TCP
   std::string unix_name;  ///< of its unix socket; may be empty
   std::string host_key;   ///< equal for ranks that share a kernel and a network namespace
 };
 
-/// u32 version · u8 purpose · string job_id · i32 rank · i32 world_size (0: follow rank 0) ·
-/// Endpoint · options (u32 count, then name, value) · string proof (peer: the directory's secret)
-struct Hello {
-  uint32_t version = 0;
-  HelloPurpose purpose = HelloPurpose::kJoin;
-  std::string job_id;
-  int32_t rank = -1;
+/// string job · i32 world_size (0: follow rank 0) · Endpoint · options (u32 count, then name,
+/// value)
+struct Join {
+  std::string job;  ///< what job this is: the name of its command
   int32_t world_size = 0;
   Endpoint endpoint;
   std::map<std::string, std::string> options;  ///< job options that this rank was given
-  std::string proof;
 };
 
 /// u32 version · u32 count · count × (string name · Endpoint) · options of rank 0 · string secret
@@ -72,7 +97,7 @@ struct Directory {
   };
   std::vector<Entry> ranks;
   std::map<std::string, std::string> options;
-  std::string secret;  ///< of this job's ranks, made by rank 0; 16 random bytes
+  std::string secret;  ///< of this job's ranks, made by rank 0; 32 random bytes
 };
 
 /// What a rank says of its devices: where the tensors of others arrive, and where its own go.
@@ -100,6 +125,7 @@ RankDevices decode_rank_devices(Reader& in);
 Bytes encode(const std::vector<RankDevices>& devices);
 
 Bytes encode(const Hello& hello);
+Bytes encode(const Join& join);
 Bytes encode(const Directory& directory);
 
 /// u16 kind · i32 rank · string message · string op, which are cut at kMostErrorText. The body of
@@ -108,6 +134,8 @@ Bytes encode(const base::Error& error);
 
 // Each throws `protocol` if the bytes are malformed, and for another protocol version names both.
 Hello decode_hello(std::span<const uint8_t> in);
+Proof decode_proof(std::span<const uint8_t> in);
+Join decode_join(std::span<const uint8_t> in);
 Directory decode_directory(std::span<const uint8_t> in);
 std::vector<RankDevices> decode_all_devices(std::span<const uint8_t> in);
 base::Error decode_error(std::span<const uint8_t> in);

@@ -12,9 +12,13 @@ struct Limits {
   uint64_t max_payload_bytes = uint64_t{64} << 30;
 };
 
-/// Before the handshake a connection is nobody's: nothing large is read from it.
-/// A thousand of them, which claim as much as they may, take 16 MiB.
-inline constexpr Limits kHandshakeLimits{16 * 1024, 0, 0};
+/// Before the proof a connection is nobody's: a hello and a proof are all that is read from it,
+/// with their headers 256 bytes. A later version's hello may be longer than ours.
+inline constexpr Limits kHelloLimits{128, 0, 0};
+inline constexpr Limits kProofLimits{32, 0, 0};
+
+/// Of a rank that has proved itself and is yet to join.
+inline constexpr Limits kJoinLimits{16 * 1024, 0, 0};
 
 /// Of a rank that has joined, on its connection to rank 0: the directory of a large job is large.
 inline constexpr Limits kControlLimits{uint32_t{16} << 20, 0, 0};

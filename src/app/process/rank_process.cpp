@@ -189,6 +189,9 @@ class RankProcess {
                 {"threads", threads},
                 {"device", run_.devices->names()},
                 {"transport", run_.job.transport},
+                {"trust", !run_.job.token.empty() ? "token"
+                          : run_.job.insecure     ? "anybody"
+                                                  : "user"},
                 {"config", config}});
     if (run_.all_here) run_.devices->get(run_.role, {});  // else the others are to hear of it
     if (!run_.warning.empty()) {

@@ -10,10 +10,12 @@
 #include <fcntl.h>
 #include <nlohmann/json.hpp>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <unistd.h>
 
 #include "distrain/base/error.h"
+#include "distrain/net/socket.h"
 #include "process/output.h"
 
 namespace distrain::app {
@@ -23,7 +25,7 @@ constexpr char kVariable[] = "DISTRAIN_SPAWNED_RANK";
 constexpr char kProgram[] = "/proc/self/exe";  // even if its file was replaced meanwhile
 
 /// The launcher's number tells a rank from a program that has inherited the variable otherwise.
-std::string variable_for(const SpawnedRank& rank) {
+std::string variable_for(const SpawnedRank& rank, int token_fd) {
   const nlohmann::json told{{"launcher", getpid()},
                             {"rank", rank.rank},
                             {"out_fd", rank.out_fd},
@@ -31,8 +33,29 @@ std::string variable_for(const SpawnedRank& rank) {
                             {"master_addr", rank.master_addr},
                             {"master_port", rank.master_port},
                             {"started", rank.started.time_since_epoch().count()},
-                            {"run_id", rank.run_id}};
+                            {"run_id", rank.run_id},
+                            {"rank_0_unix_name", rank.rank_0_unix_name},
+                            {"token_fd", token_fd},
+                            {"job_id", rank.job_id}};
   return std::string(kVariable) + '=' + told.dump();
+}
+
+// In memory, as others may read the environment of a process.
+net::Fd keep_token(const std::string& token) {
+  net::Fd file(memfd_create("token", MFD_CLOEXEC));
+  if (file.valid() && write_all(file.get(), token) == 0) return file;
+  throw base::Exception(base::ErrorKind::kResources,
+                        std::string("cannot start a rank: ") + strerror(errno));
+}
+
+std::string take_token(const net::Fd& file) {
+  std::string token;
+  char bytes[256];
+  ssize_t size = 0;
+  while ((size = pread(file.get(), bytes, sizeof bytes, static_cast<off_t>(token.size()))) > 0) {
+    token.append(bytes, static_cast<size_t>(size));
+  }
+  return token;
 }
 
 SpawnedRank spawned_rank_of(const nlohmann::json& told) {
@@ -43,7 +66,10 @@ SpawnedRank spawned_rank_of(const nlohmann::json& told) {
           .master_port = told.at("master_port"),
           // One clock for all processes of the machine.
           .started = base::TimePoint(base::Duration(told.at("started").get<int64_t>())),
-          .run_id = told.at("run_id")};
+          .run_id = told.at("run_id"),
+          .rank_0_unix_name = told.at("rank_0_unix_name"),
+          .token = take_token(net::Fd(told.at("token_fd"))),
+          .job_id = told.at("job_id")};
 }
 
 }  // namespace
@@ -53,6 +79,7 @@ std::function<int()> rank_image(const SpawnedRank& rank) {
     std::string arguments;  // as they were given to the process, whatever main() made of them
     std::string variable;
     std::vector<char*> argv, envp;
+    net::Fd token;
   };
   const auto texts = std::make_shared<Texts>();
   std::ifstream file("/proc/self/cmdline", std::ios::binary);
@@ -61,7 +88,8 @@ std::function<int()> rank_image(const SpawnedRank& rank) {
     throw base::Exception(base::ErrorKind::kResources,
                           "cannot start a rank: /proc/self/cmdline is empty");
   }
-  texts->variable = variable_for(rank);
+  texts->token = keep_token(rank.token);
+  texts->variable = variable_for(rank, texts->token.get());
   char* const end = texts->arguments.data() + texts->arguments.size();
   for (char* argument = texts->arguments.data(); argument < end; argument += strlen(argument) + 1) {
     texts->argv.push_back(argument);
@@ -71,7 +99,7 @@ std::function<int()> rank_image(const SpawnedRank& rank) {
   texts->argv.push_back(nullptr);
   texts->envp.push_back(nullptr);
   return [texts, out_fd = rank.out_fd, listen_fd = rank.listen_fd]() -> int {
-    for (const int fd : {out_fd, listen_fd}) {
+    for (const int fd : {out_fd, listen_fd, texts->token.get()}) {
       if (fd >= 0) fcntl(fd, F_SETFD, 0);
     }
     execve(kProgram, texts->argv.data(), texts->envp.data());

@@ -16,8 +16,11 @@ struct SpawnedRank {
   int listen_fd = -1;  ///< rank 0's listening socket; -1 for the others
   std::string master_addr;
   uint16_t master_port = 0;
-  base::TimePoint started;  ///< when the launcher was
-  std::string run_id;       ///< empty: rank 0 is elsewhere
+  base::TimePoint started;       ///< when the launcher was
+  std::string run_id;            ///< empty: rank 0 is elsewhere
+  std::string rank_0_unix_name;  ///< of rank 0's listening socket; empty: it is a TCP one
+  std::string token;
+  std::string job_id;
 };
 
 /// This program once more, from its main(), as a rank: instead of a mere fork, which leaves behind

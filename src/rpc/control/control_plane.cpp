@@ -19,7 +19,7 @@ using control::rendezvous_error;
 constexpr auto kWaitingInterval = std::chrono::seconds(5);
 constexpr auto kFirstRetry = std::chrono::milliseconds(20);
 constexpr auto kLongestRetry = std::chrono::milliseconds(500);
-constexpr auto kHelloTimeout = std::chrono::seconds(5);
+constexpr auto kDoorTimeout = std::chrono::seconds(2);   // for the proof of who connects
 constexpr auto kLastWords = std::chrono::seconds(1);     // of this rank, to others
 constexpr auto kRank0SaysWho = std::chrono::seconds(1);  // is missing, to those who have come
 constexpr auto kLoopAnswers = std::chrono::seconds(1);   // when somebody asks it
@@ -35,11 +35,33 @@ std::string host_to_bind(const AgentOptions& options) {
   return host;
 }
 
-// Silence that is no loss later on is none before the hello either.
-base::Duration patience(const AgentOptions& options) {
-  return std::chrono::duration_cast<base::Duration>(
-      std::max<std::chrono::nanoseconds>(kHelloTimeout, options.peer_timeout));
+// Silence that is no loss later on is none before the proof either.
+base::TimePoint end_of_patience(const AgentOptions& options, base::TimePoint deadline) {
+  if (options.peer_timeout <= std::chrono::nanoseconds::zero()) return deadline;
+  return std::min(deadline, base::deadline_after(
+                                std::chrono::duration_cast<base::Duration>(options.peer_timeout)));
 }
+
+net::PortRange ports_of_rank_0(const AgentOptions& options) {
+  if (options.master_port == 0) return options.ports;
+  return {options.master_port, options.master_port};
+}
+
+wire::Trust trust_of(const AgentOptions& options) {
+  if (!options.token.empty()) return wire::Trust::kToken;
+  return options.insecure ? wire::Trust::kAnybody : wire::Trust::kSameUser;
+}
+
+// Rank 0 makes the number of its job where nobody has said what it is called.
+wire::JobId job_id_of(const AgentOptions& options) {
+  wire::JobId id{};
+  if (!options.job_id.empty()) return identity::job_id_of(options.job_id);
+  if (options.rank == 0) identity::fill_random(id);
+  return id;
+}
+
+// What may be different the next time: nobody is there yet, or has no time for this rank.
+constexpr ErrorKind kTryAgain = ErrorKind::kPeerLost;
 
 Error left_already(int rank) {
   return {ErrorKind::kCancelled, "this rank has left the job already", rank, "shutdown"};
@@ -59,18 +81,17 @@ ControlPlane::ControlPlane(net::Loop& loop, const AgentOptions& options, DeviceT
       devices_(devices),
       callbacks_(std::move(callbacks)),
       host_key_(options.transport == "tcp" ? std::string() : net::host_key()),
-      unix_name_(host_key_.empty() ? std::string() : control::new_unix_name()),
-      doorway_(std::make_shared<control::Doorway>(
-          loop, patience(options),
-          [this](const net::StreamPtr& stream, wire::Hello hello) {
-            return admit_on_loop(stream, std::move(hello));
-          })),
-      port_(options.master_port) {
+      unix_name_(!options.rank_0_unix_name.empty() && options.rank == 0 ? options.rank_0_unix_name
+                 : host_key_.empty()                                    ? std::string()
+                                                                        : control::new_unix_name()),
+      doorway_(std::make_shared<control::Doorway>(loop, kDoorTimeout, at_the_door())),
+      port_(options.master_port),
+      self_{options.rank, trust_of(options), options.generation, job_id_of(options)} {
   if (options.rank != 0) return;
   rank_0_socket_ =
       options.listen_fd >= 0
           ? net::Fd(options.listen_fd)
-          : std::move(net::listen_tcp(host_to_bind(options), options.master_port).value());
+          : std::move(net::listen_tcp(host_to_bind(options), ports_of_rank_0(options)).value());
   port_ = net::local_name(rank_0_socket_.get()).port;
 }
 
@@ -100,11 +121,12 @@ void ControlPlane::run(const std::function<void()>& prepare) {
 void ControlPlane::listen_by_unix_socket() {
   if (unix_name_.empty()) return;
   base::Result<net::Fd> socket = net::listen_unix(unix_name_);
-  if (socket.ok()) doorway_->listen(std::move(socket.unchecked()));  // else TCP does
+  if (socket.ok()) return doorway_->listen(std::move(socket.unchecked()));
+  if (!options_.rank_0_unix_name.empty()) throw base::Exception(socket.error());  // else TCP does
 }
 
 void ControlPlane::begin_as_hub() {
-  listen_by_unix_socket();
+  if (options_.rank_0_unix_name.empty()) listen_by_unix_socket();
   if (!is_wildcard(options_.listen_addr)) {
     listen_host_ = net::local_name(rank_0_socket_.get()).host;
   }
@@ -120,11 +142,11 @@ void ControlPlane::begin_as_hub() {
   doorway_->listen(std::move(rank_0_socket_));
 }
 
-// Rank 0 believes no more of a hello than this.
+// Rank 0 believes no more of who joins than this.
 void ControlPlane::check_options() const {
   size_t bytes = 0;
   for (const auto& [name, value] : options_.job_options) bytes += name.size() + value.size() + 8;
-  constexpr size_t kMost = wire::kHandshakeLimits.max_meta_bytes / 2;  // the rest of it is short
+  constexpr size_t kMost = wire::kJoinLimits.max_meta_bytes / 2;  // the rest of it is short
   if (bytes <= kMost) return;
   throw base::Exception(base::ErrorKind::kInvalid,
                         "the options that ranks have to agree on take " + std::to_string(bytes) +
@@ -133,53 +155,112 @@ void ControlPlane::check_options() const {
 
 void ControlPlane::begin_as_member(base::TimePoint deadline) {
   check_options();
-  net::Fd socket = connect_to_rank_0(deadline);
-  rank_0_host_ = net::remote_name(socket.get()).host;
-  listen_by_unix_socket();
-  net::Fd own =
-      std::move(net::listen_tcp(options_.listen_addr.empty() ? net::local_name(socket.get()).host
-                                                             : options_.listen_addr,
-                                0)
-                    .value());
-  const net::SocketName name = net::local_name(own.get());
-  port_ = name.port;
-  if (!is_wildcard(options_.listen_addr)) listen_host_ = name.host;
-  doorway_->listen(std::move(own));
-  const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
-  loop_.post([self = shared_from_this(), stream] {
-    if (self->is_closed_) return;
-    const Link link = self->hold_on_loop(stream);
-    stream->start(self->control_handler(link), wire::kControlLimits);
-    control::World& world = *self;
-    self->party_ =
-        std::make_unique<control::Member>(self->settings(), world, link, base::Clock::now());
-    self->tick_on_loop();
-  });
-}
-
-net::Fd ControlPlane::connect_to_rank_0(base::TimePoint deadline) {
   base::TimePoint next_report = base::Clock::now() + kWaitingInterval;
   auto pause = std::chrono::duration_cast<base::Duration>(kFirstRetry);
   const base::Future<void> ready = ready_.future();
   for (;;) {
-    base::Result<net::Fd> attempt = net::connect_tcp(options_.master_addr, options_.master_port,
-                                                     std::min(deadline, next_report));
-    if (attempt.ok()) return std::move(attempt.unchecked());
+    const base::Status joined = try_to_join(std::min(deadline, next_report), deadline);
+    if (joined.ok()) return;
+    if (ready.done()) ready.wait();  // it was aborted
+    if (joined.error().kind != kTryAgain) throw base::Exception(joined.error());
     const base::TimePoint now = base::Clock::now();
-    if (attempt.error().kind == ErrorKind::kResources) throw base::Exception(attempt.error());
     if (now >= deadline) {
       throw base::Exception(rendezvous_error(
-          "rank 0 was not found within the join timeout: " + attempt.error().message, 0));
+          "rank 0 was not found within the join timeout: " + joined.error().message, 0));
     }
     if (now >= next_report) {
-      if (options_.on_waiting) {
-        options_.on_waiting({0}, rank_0_text(), attempt.error().message);
-      }
+      if (options_.on_waiting) options_.on_waiting({0}, rank_0_text(), joined.error().message);
       next_report = now + kWaitingInterval;
     }
-    if (ready.wait_until(now + std::min(pause, deadline - now))) ready.wait();  // it was aborted
+    if (ready.wait_until(now + std::min(pause, deadline - now))) ready.wait();
     pause = std::min(pause * 2, std::chrono::duration_cast<base::Duration>(kLongestRetry));
   }
+}
+
+base::Status ControlPlane::try_to_join(base::TimePoint connected_by, base::TimePoint deadline) {
+  const std::string& unix_name = options_.rank_0_unix_name;
+  base::Result<net::Fd> socket =
+      unix_name.empty() ? net::connect_tcp(options_.master_addr, options_.master_port, connected_by)
+                        : net::connect_unix(unix_name);
+  if (!socket.ok()) {
+    Error error = socket.error();
+    if (error.kind == ErrorKind::kRendezvous) error.kind = kTryAgain;
+    return error;
+  }
+  listen_as_member(socket.unchecked());
+  base::Promise<void> met;
+  const base::Future<void> told = met.future();
+  const net::StreamPtr stream = net::adopt_socket(loop_, socket.unchecked().release());
+  loop_.post([self = shared_from_this(), stream, met = std::move(met),
+              until = end_of_patience(options_, deadline)]() mutable {
+    self->meet_rank_0_on_loop(stream, until, std::move(met));
+  });
+  return told.wait_result();
+}
+
+// Once: the way back from rank 0 is the same each time.
+void ControlPlane::listen_as_member(const net::Fd& to_rank_0) {
+  if (std::exchange(listens_, true)) return;
+  listen_by_unix_socket();
+  if (!options_.rank_0_unix_name.empty()) return;
+  rank_0_host_ = net::remote_name(to_rank_0.get()).host;
+  const std::string& given = options_.listen_addr;
+  const std::string host = given.empty() ? net::local_name(to_rank_0.get()).host : given;
+  net::Fd own = std::move(net::listen_tcp(host, options_.ports).value());
+  const net::SocketName name = net::local_name(own.get());
+  port_ = name.port;
+  if (!is_wildcard(given)) listen_host_ = name.host;
+  doorway_->listen(std::move(own));
+}
+
+void ControlPlane::meet_rank_0_on_loop(const net::StreamPtr& stream, base::TimePoint until,
+                                       base::Promise<void> met) {
+  if (is_closed_) {
+    stream->close(false);
+    met.fail(left_already(options_.rank));
+    return;
+  }
+  meeting_ = stream;
+  const auto shared = std::make_shared<base::Promise<void>>(std::move(met));
+  control::Introduction::begin_on_loop(
+      loop_, stream, {self_, options_.token}, wire::HelloPurpose::kJoin, until,
+      [self = shared_from_this(), stream, shared](const base::Result<wire::Hello>& rank_0) {
+        self->meeting_ = nullptr;
+        const base::Status joins = rank_0.ok() ? self->join_on_loop(stream, rank_0.unchecked())
+                                               : base::Status(self->no_rank_0(rank_0.error()));
+        if (!joins.ok()) stream->close();
+        shared->complete(joins);
+      });
+}
+
+// Rank 0 has proved itself.
+base::Status ControlPlane::join_on_loop(const net::StreamPtr& stream, const wire::Hello& rank_0) {
+  if (is_closed_) return left_already(options_.rank);
+  if (rank_0.rank != 0) return rendezvous_error("only rank 0 can be joined", 0);
+  if (rank_0.generation < self_.generation) {
+    return Error{kTryAgain,
+                 "rank 0 there is still of generation " + std::to_string(rank_0.generation),
+                 0,
+                 {}};
+  }
+  if (auto why = identity::mismatch(self_, rank_0)) return *why;
+  self_.job_id = rank_0.job_id;
+  const Link link = hold_on_loop(stream);
+  stream->set_limits_on_loop(wire::kControlLimits);
+  stream->set_handler_on_loop(control_handler(link));
+  control::World& world = *this;
+  party_ = std::make_unique<control::Member>(settings(), world, link, base::Clock::now());
+  tick_on_loop();
+  return base::Unit{};
+}
+
+Error ControlPlane::no_rank_0(const Error& why) const {
+  Error error = why;
+  error.rank = 0;
+  error.op = "join";
+  if (error.kind == ErrorKind::kDeadline) error.kind = ErrorKind::kRendezvous;
+  error.message = rank_0_text() + ": " + error.message;
+  return error;
 }
 
 void ControlPlane::wait_until_ready(base::TimePoint deadline,
@@ -213,6 +294,7 @@ void ControlPlane::wait_until_ready(base::TimePoint deadline,
 }
 
 std::string ControlPlane::rank_0_text() const {
+  if (!options_.rank_0_unix_name.empty()) return options_.rank_0_unix_name;
   return options_.master_addr + ":" +
          std::to_string(options_.rank == 0 ? port_ : options_.master_port);
 }
@@ -220,11 +302,11 @@ std::string ControlPlane::rank_0_text() const {
 control::Settings ControlPlane::settings() const {
   control::Settings settings;
   settings.rank = options_.rank;
-  settings.job_id = options_.job_id;
+  settings.job = options_.job;
   settings.names = options_.names;
   settings.world_size = options_.world_size;
   settings.endpoint = {listen_host_, port_, unix_name_, host_key_};
-  if (options_.rank == 0) settings.secret = control::new_secret();
+  if (options_.rank == 0) settings.secret = identity::random_bytes(32);
   settings.options = options_.job_options;
   settings.peer_timeout = std::chrono::duration_cast<base::Duration>(
       std::min<std::chrono::nanoseconds>(options_.peer_timeout, kForEver));
@@ -301,6 +383,7 @@ void ControlPlane::abort(const Error& error) {
       self->party_->abort(error);
     } else {
       self->on_failed(error);
+      if (self->meeting_) self->meeting_->close(false);
     }
     self->end_rounds(left_already(self->options_.rank));
   });
@@ -318,6 +401,7 @@ void ControlPlane::close() {
     self->is_closed_ = true;
     self->hub_ = nullptr;
     self->party_ = nullptr;
+    if (self->meeting_) self->meeting_->close(false);
     const auto streams = std::move(self->streams_);
     self->streams_.clear();
     for (const auto& [link, stream] : streams) stream->close();
@@ -395,29 +479,47 @@ void ControlPlane::report_on_loop(int rank, Error error) {
   if (party_) party_->report(rank, std::move(error));
 }
 
-std::optional<Error> ControlPlane::admit_on_loop(const net::StreamPtr& stream, wire::Hello hello) {
-  if (hello.job_id != options_.job_id) {
-    return rendezvous_error("job: this rank belongs to '" + hello.job_id + "', rank " +
-                                std::to_string(options_.rank) + " to '" + options_.job_id + "'",
-                            0);
-  }
-  if (!party_) return rendezvous_error("this rank is leaving");
-  if (hello.purpose == wire::HelloPurpose::kJoin) return join_on_loop(stream, std::move(hello));
-  if (auto refusal = party_->check_peer(hello)) return refusal;
-  return callbacks_.on_peer(hello.rank, stream);
+control::Doorway::Callbacks ControlPlane::at_the_door() {
+  return {[this](wire::HelloPurpose purpose) { return credentials_on_loop(purpose); },
+          [this](const net::StreamPtr& stream, control::Doorway::Visitor visitor) {
+            return admit_on_loop(stream, std::move(visitor));
+          },
+          [this](const control::Doorway::Refused& refused) { tell_of_refused_on_loop(refused); }};
 }
 
-std::optional<Error> ControlPlane::join_on_loop(const net::StreamPtr& stream, wire::Hello hello) {
+std::optional<identity::Credentials> ControlPlane::credentials_on_loop(
+    wire::HelloPurpose purpose) const {
+  if (!party_) return std::nullopt;
+  if (purpose == wire::HelloPurpose::kJoin) {
+    if (!hub_) return std::nullopt;
+    return identity::Credentials{self_, options_.token};
+  }
+  if (party_->secret().empty()) return std::nullopt;
+  return identity::Credentials{self_, party_->secret() + options_.token};
+}
+
+std::optional<Error> ControlPlane::admit_on_loop(const net::StreamPtr& stream,
+                                                 control::Doorway::Visitor visitor) {
+  if (!party_) return rendezvous_error("this rank is leaving");
+  if (visitor.purpose == wire::HelloPurpose::kJoin) return admit_member_on_loop(stream, visitor);
+  if (auto refusal = party_->check_peer(visitor.rank)) return refusal;
+  return callbacks_.on_peer(visitor.rank, stream);
+}
+
+std::optional<Error> ControlPlane::admit_member_on_loop(const net::StreamPtr& stream,
+                                                        control::Doorway::Visitor& visitor) {
   if (!hub_) return rendezvous_error("only rank 0 can be joined");
-  const int rank = hello.rank;
+  const int rank = visitor.rank;
   // How others reach it: as rank 0 sees it, unless it says otherwise. A rank seen on loopback is on
-  // rank 0's machine, so it is reached where rank 0 is.
+  // rank 0's machine, so it is reached where rank 0 is; one that has come by a unix socket, too.
   const std::string& seen = stream->peer_name();
-  const std::string host = seen.substr(0, seen.rfind(':'));
-  if (hello.endpoint.host.empty() && !net::is_loopback(host)) hello.endpoint.host = host;
+  const size_t colon = seen.rfind(':');
+  const std::string host = colon == std::string::npos ? "" : seen.substr(0, colon);
+  std::string& said = visitor.join.endpoint.host;
+  if (said.empty() && !host.empty() && !net::is_loopback(host)) said = host;
   const Link link = hold_on_loop(stream);
   const std::string before = std::exchange(seen_hosts_[rank], host);
-  if (auto refusal = hub_->join(link, std::move(hello), base::Clock::now())) {
+  if (auto refusal = hub_->join(link, rank, std::move(visitor.join), base::Clock::now())) {
     seen_hosts_[rank] = before;
     if (before.empty()) seen_hosts_.erase(rank);
     streams_.erase(link);
@@ -428,6 +530,20 @@ std::optional<Error> ControlPlane::join_on_loop(const net::StreamPtr& stream, wi
   stream->set_limits_on_loop(wire::kControlLimits);
   stream->set_handler_on_loop(control_handler(link));
   return std::nullopt;
+}
+
+void ControlPlane::tell_of_refused_on_loop(const control::Doorway::Refused& refused) const {
+  if (!options_.on_refused) return;
+  Error error = refused.why;
+  const bool is_believed = error.kind != ErrorKind::kAuth;
+  if (!is_believed) error.message = identity::why_not_believed(self_, refused.hello);
+  error.rank = refused.hello.rank;
+  error.message = "refused rank " + std::to_string(refused.hello.rank) + " from " + refused.where +
+                  ": " + error.message;
+  if (refused.count > 1) {
+    error.message += " (and " + std::to_string(refused.count - 1) + " more were refused)";
+  }
+  options_.on_refused(error);
 }
 
 Way ControlPlane::way_to(int rank, const wire::Endpoint& endpoint) const {
@@ -443,13 +559,25 @@ Way ControlPlane::way_to(int rank, const wire::Endpoint& endpoint) const {
   return way;
 }
 
-wire::Bytes ControlPlane::peer_hello_on_loop() const {
-  wire::Hello hello;
-  hello.purpose = wire::HelloPurpose::kPeer;
-  hello.job_id = options_.job_id;
-  hello.rank = options_.rank;
-  hello.proof = party_ ? party_->secret() : std::string();
-  return wire::encode(hello);
+void ControlPlane::introduce_on_loop(int rank, const net::StreamPtr& stream,
+                                     base::TimePoint deadline,
+                                     std::function<void(base::Status believed)> done) {
+  const auto credentials = credentials_on_loop(wire::HelloPurpose::kPeer);
+  if (!credentials) {
+    stream->close(false);
+    return done(left_already(options_.rank));
+  }
+  control::Introduction::begin_on_loop(
+      loop_, stream, *credentials, wire::HelloPurpose::kPeer, end_of_patience(options_, deadline),
+      [rank, stream, done = std::move(done)](const base::Result<wire::Hello>& other) {
+        if (!other.ok()) return done(other.error());
+        if (other.unchecked().rank == rank) return done(base::Unit{});
+        stream->close(false);
+        done(Error{ErrorKind::kAuth,
+                   "rank " + std::to_string(other.unchecked().rank) + " is there",
+                   rank,
+                   {}});
+      });
 }
 
 void ControlPlane::tick_on_loop() {

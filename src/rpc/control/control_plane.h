@@ -12,6 +12,7 @@
 
 #include "control/doorway.h"
 #include "control/hub.h"
+#include "control/introduction.h"
 #include "distrain/base/future.h"
 #include "distrain/net/socket.h"
 #include "distrain/net/stream.h"
@@ -81,8 +82,10 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   bool is_suspected_on_loop(int rank) const { return party_ && party_->is_suspected(rank); }
   /// It cannot be reached, or what it says cannot be read.
   void report_on_loop(int rank, base::Error error);
-  /// What a connection for calls begins with.
-  wire::Bytes peer_hello_on_loop() const;
+  /// Proves to `rank`, on a connection that this rank has made for calls, who this one is, and has
+  /// it proved. `done` as Introduction's.
+  void introduce_on_loop(int rank, const net::StreamPtr& stream, base::TimePoint deadline,
+                         std::function<void(base::Status believed)> done);
 
  private:
   // control::World
@@ -101,15 +104,25 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   /// That, and all that come.
   void end_rounds(const base::Error& error);
   void begin_as_member(base::TimePoint deadline);
-  net::Fd connect_to_rank_0(base::TimePoint deadline);
+  void listen_as_member(const net::Fd& to_rank_0);
+  base::Status try_to_join(base::TimePoint connected_by, base::TimePoint deadline);
+  void meet_rank_0_on_loop(const net::StreamPtr& stream, base::TimePoint until,
+                           base::Promise<void> met);
+  base::Status join_on_loop(const net::StreamPtr& stream, const wire::Hello& rank_0);
+  base::Error no_rank_0(const base::Error& why) const;
   void listen_by_unix_socket();
   void wait_until_ready(base::TimePoint deadline, const std::function<void()>& prepare);
   control::Settings settings() const;
   std::string rank_0_text() const;
   Way way_to(int rank, const wire::Endpoint& endpoint) const;
 
-  std::optional<base::Error> admit_on_loop(const net::StreamPtr& stream, wire::Hello hello);
-  std::optional<base::Error> join_on_loop(const net::StreamPtr& stream, wire::Hello hello);
+  control::Doorway::Callbacks at_the_door();
+  std::optional<identity::Credentials> credentials_on_loop(wire::HelloPurpose purpose) const;
+  std::optional<base::Error> admit_on_loop(const net::StreamPtr& stream,
+                                           control::Doorway::Visitor visitor);
+  std::optional<base::Error> admit_member_on_loop(const net::StreamPtr& stream,
+                                                  control::Doorway::Visitor& visitor);
+  void tell_of_refused_on_loop(const control::Doorway::Refused& refused) const;
   control::Link hold_on_loop(const net::StreamPtr& stream);
   void receive_on_loop(control::Link link, const net::InFrame& frame);
   net::Stream::Handler watched(control::Link link, net::Stream::Handler handler);
@@ -126,11 +139,14 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   uint16_t port_ = 0;
   net::Fd rank_0_socket_;    // rank 0, until run()
   std::string rank_0_host_;  // as this rank reaches it, numeric; set before the party is there
+  bool listens_ = false;     // a member, to others
   std::string listen_host_;  // to be told to others, numeric; empty: as rank 0 sees it
 
   // Loop thread only.
+  identity::Self self_;  // its job's number is rank 0's once that has proved itself
   std::unique_ptr<control::Party> party_;  // from the joining on, until the end
   control::Hub* hub_ = nullptr;            // rank 0: the same
+  net::StreamPtr meeting_;                 // to rank 0, until that has proved itself
   std::map<control::Link, net::StreamPtr> streams_;
   control::Link next_link_ = 1;
   bool is_closed_ = false;                 // there is no party any more, nor will there be

@@ -1,19 +1,27 @@
 #include "control/doorway.h"
 
 #include <algorithm>
-#include <cerrno>
+#include <utility>
 
-#include <sys/random.h>
 #include <sys/resource.h>
+#include <unistd.h>
+
+#include "control/say.h"
 
 namespace distrain::rpc::control {
 
 namespace {
 
+using base::Error;
+using base::ErrorKind;
+using base::Exception;
+
 constexpr auto kLastLook = std::chrono::milliseconds(50);
-// All ranks of a large job come at the same moment, and whoever stands here holds a descriptor that
-// this process needs for other things.
-constexpr rlim_t kMaxStrangers = 1024;
+constexpr auto kCrowded = std::chrono::milliseconds(100);  // until the oldest one goes
+constexpr auto kLongestJoin = std::chrono::seconds(60);    // of who has proved itself
+constexpr auto kBetweenReports = std::chrono::seconds(5);
+// Whoever stands here holds a descriptor that this process needs for other things.
+constexpr rlim_t kMaxStrangers = 64;
 
 size_t most_strangers() {
   rlimit limit{};
@@ -21,15 +29,19 @@ size_t most_strangers() {
   return std::clamp<rlim_t>(limit.rlim_cur / 4, 1, kMaxStrangers);
 }
 
+void expect(wire::FrameKind kind, const net::InFrame& frame) {
+  if (frame.header.kind != kind) wire::Reader::fail("a frame out of place");
+}
+
 }  // namespace
 
-Doorway::Doorway(net::Loop& loop, base::Duration patience, Admit admit)
-    : loop_(loop), patience_(patience), admit_(std::move(admit)), most_(most_strangers()) {}
+Doorway::Doorway(net::Loop& loop, base::Duration patience, Callbacks callbacks)
+    : loop_(loop), patience_(patience), callbacks_(std::move(callbacks)), most_(most_strangers()) {}
 
 void Doorway::listen(net::Fd socket) {
   std::lock_guard lock(mutex_);
   if (is_closed_) return;
-  listeners_.push_back(std::make_unique<net::Listener>(
+  listeners_.push_back(std::make_shared<net::Listener>(
       loop_, std::move(socket), [weak = weak_from_this()](net::Fd fd) {
         if (const auto self = weak.lock()) self->on_connection_on_loop(std::move(fd));
       }));
@@ -42,47 +54,90 @@ void Doorway::close() {
     listeners_.clear();
   }
   loop_.post([self = shared_from_this()] {
-    while (!self->strangers_.empty()) {
-      self->show_the_door_on_loop(self->strangers_.begin()->first);
+    for (Strangers* all : {&self->strangers_, &self->believed_}) {
+      while (!all->empty()) self->show_the_door_on_loop(all->begin()->first);
     }
   });
 }
 
+// ---- who comes and goes ----
+
 void Doorway::on_connection_on_loop(net::Fd socket) {
-  if (strangers_.size() == most_) show_the_door_on_loop(strangers_.begin()->first);
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
   const uint64_t number = ++newest_;
+  Stranger& stranger = strangers_[number];
+  stranger.stream = stream;
+  stranger.timer = show_the_door_later_on_loop(number, patience_);
   const auto weak = weak_from_this();
-  const uint64_t timer = loop_.call_at(base::deadline_after(patience_), [weak, number] {
-    if (const auto self = weak.lock()) self->look_once_more_on_loop(number);
-  });
-  strangers_.emplace(number, Stranger{stream, timer});
   stream->start({[weak, number](const net::InFrame& frame) {
-                   if (const auto self = weak.lock()) self->on_hello_on_loop(number, frame);
+                   if (const auto self = weak.lock()) self->on_frame_on_loop(number, frame);
                  },
-                 [weak, number](const base::Error&) {
-                   if (const auto self = weak.lock()) self->show_the_door_on_loop(number);
+                 [weak, number](const Error& error) {
+                   if (const auto self = weak.lock()) self->on_closed_on_loop(number, error);
                  }},
-                wire::kHandshakeLimits);
+                wire::kHelloLimits);
+  if (strangers_.size() < most_ || is_full_) return;
+  is_full_ = true;
+  set_accepting_on_loop(false);
+  make_room_on_loop();
+}
+
+void Doorway::on_closed_on_loop(uint64_t number, const Error& error) {
+  const auto believed = believed_.find(number);
+  if (believed != believed_.end() && error.kind == ErrorKind::kProtocol) {
+    report_on_loop(believed->second, error);  // what a rank has said was damaged on the way
+  }
+  show_the_door_on_loop(number);
+}
+
+void Doorway::make_room_on_loop() {
+  loop_.call_at(base::deadline_after(kCrowded), [weak = weak_from_this()] {
+    const auto self = weak.lock();
+    if (!self || !self->is_full_) return;
+    self->show_the_door_on_loop(self->strangers_.begin()->first);
+  });
+}
+
+void Doorway::set_accepting_on_loop(bool accepts) {
+  std::vector<std::shared_ptr<net::Listener>> listeners;
+  {
+    std::lock_guard lock(mutex_);
+    listeners = listeners_;
+  }
+  for (const auto& listener : listeners) listener->set_accepting_on_loop(accepts);
+}
+
+void Doorway::let_others_in_on_loop() {
+  if (strangers_.size() < most_ && std::exchange(is_full_, false)) set_accepting_on_loop(true);
 }
 
 net::StreamPtr Doorway::take_on_loop(uint64_t number) {
-  const auto it = strangers_.find(number);
-  if (it == strangers_.end()) return nullptr;
-  loop_.cancel(it->second.timer);
-  const net::StreamPtr stream = std::move(it->second.stream);
-  strangers_.erase(it);
-  return stream;
+  for (Strangers* all : {&strangers_, &believed_}) {
+    const auto it = all->find(number);
+    if (it == all->end()) continue;
+    loop_.cancel(it->second.timer);
+    net::StreamPtr stream = std::move(it->second.stream);
+    all->erase(it);
+    let_others_in_on_loop();
+    return stream;
+  }
+  return nullptr;
 }
 
 // A loop that was late, as its process was stopped, runs its timers before it looks at its sockets,
 // where the hello may be.
-void Doorway::look_once_more_on_loop(uint64_t number) {
-  const auto it = strangers_.find(number);
-  if (it == strangers_.end()) return;
+uint64_t Doorway::show_the_door_later_on_loop(uint64_t number, base::Duration patience) {
   const auto weak = weak_from_this();
-  it->second.timer = loop_.call_at(base::deadline_after(kLastLook), [weak, number] {
-    if (const auto self = weak.lock()) self->show_the_door_on_loop(number);
+  return loop_.call_at(base::deadline_after(patience), [weak, number] {
+    const auto self = weak.lock();
+    if (!self) return;
+    for (Strangers* all : {&self->strangers_, &self->believed_}) {
+      const auto it = all->find(number);
+      if (it == all->end()) continue;
+      it->second.timer = self->loop_.call_at(base::deadline_after(kLastLook), [weak, number] {
+        if (const auto later = weak.lock()) later->show_the_door_on_loop(number);
+      });
+    }
   });
 }
 
@@ -90,44 +145,116 @@ void Doorway::show_the_door_on_loop(uint64_t number) {
   if (const net::StreamPtr stream = take_on_loop(number)) stream->close(false);
 }
 
-void Doorway::on_hello_on_loop(uint64_t number, const net::InFrame& frame) {
-  const net::StreamPtr stream = take_on_loop(number);
-  if (!stream) return;
-  std::optional<base::Error> refusal;
+// ---- what they say ----
+
+void Doorway::on_frame_on_loop(uint64_t number, const net::InFrame& frame) {
+  if (believed_.contains(number)) return on_join_on_loop(number, frame);
+  const auto it = strangers_.find(number);
+  if (it == strangers_.end()) return;
   try {
-    if (frame.header.kind != wire::FrameKind::kHello) {
-      wire::Reader::fail("a connection must begin with hello");
+    switch (it->second.stage) {
+      case Stage::kHello:
+        return on_hello_on_loop(it->second, frame);
+      case Stage::kProof:
+        return on_proof_on_loop(number, it->second, frame);
+      case Stage::kRefused:
+        return;
     }
-    refusal = admit_(stream, wire::decode_hello(frame.meta));
-  } catch (const base::Exception& e) {
-    refusal = e.error();
-    refusal->op = "join";
+  } catch (const Exception& e) {
+    refuse_on_loop(it->second, e.error());
   }
-  if (!refusal) return;
-  net::OutFrame answer;
-  answer.header.kind = wire::FrameKind::kReject;
-  answer.meta = wire::encode(*refusal);
-  static_cast<void>(stream->send(std::move(answer)));
+}
+
+void Doorway::on_hello_on_loop(Stranger& stranger, const net::InFrame& frame) {
+  expect(wire::FrameKind::kHello, frame);
+  const wire::Hello hello = wire::decode_hello(frame.meta);
+  const auto credentials = callbacks_.credentials(hello.purpose);
+  if (!credentials) wire::Reader::fail("a connection that nobody expects");
+  stranger.responder.emplace(*credentials, hello);
+  stranger.stage = Stage::kProof;
+  stranger.stream->set_limits_on_loop(wire::kProofLimits);
+  say(stranger.stream, wire::FrameKind::kHello, stranger.responder->hello());
+}
+
+void Doorway::on_proof_on_loop(uint64_t number, Stranger& stranger, const net::InFrame& frame) {
+  expect(wire::FrameKind::kProof, frame);
+  const wire::Hello hello = stranger.responder->other();
+  const auto credentials = callbacks_.credentials(hello.purpose);
+  if (!credentials) wire::Reader::fail("a connection that nobody expects any more");
+  const wire::Proof own = check_on_loop(stranger, credentials->self, frame.meta);
+  say(stranger.stream, wire::FrameKind::kProof, {own.begin(), own.end()});
+  if (const auto why = identity::mismatch(credentials->self, hello)) {
+    report_on_loop(stranger, *why);
+    return reject_on_loop(take_on_loop(number), *why);
+  }
+  if (hello.purpose == wire::HelloPurpose::kPeer) {
+    return admit_on_loop(take_on_loop(number), {hello.purpose, hello.rank, {}});
+  }
+  const uint64_t timer = stranger.timer;
+  stranger.stream->set_limits_on_loop(wire::kJoinLimits);
+  believed_.insert(strangers_.extract(number));
+  loop_.cancel(timer);
+  believed_.at(number).timer = show_the_door_later_on_loop(number, kLongestJoin);
+  let_others_in_on_loop();
+}
+
+wire::Proof Doorway::check_on_loop(const Stranger& stranger, const identity::Self& self,
+                                   std::span<const uint8_t> proof) const {
+  const wire::Hello& other = stranger.responder->other();
+  const wire::Proof own = stranger.responder->check(proof);
+  const bool is_other_trust = other.trust != self.trust;
+  const bool is_local_only =
+      self.trust == wire::Trust::kSameUser && other.purpose == wire::HelloPurpose::kJoin;
+  if (is_other_trust || (is_local_only && stranger.stream->peer_user_on_loop() != geteuid())) {
+    throw Exception(ErrorKind::kAuth, "somebody whom this rank does not trust");
+  }
+  return own;
+}
+
+void Doorway::on_join_on_loop(uint64_t number, const net::InFrame& frame) {
+  const int rank = believed_.at(number).responder->other().rank;
+  const net::StreamPtr stream = take_on_loop(number);
+  try {
+    expect(wire::FrameKind::kJoin, frame);
+    admit_on_loop(stream, {wire::HelloPurpose::kJoin, rank, wire::decode_join(frame.meta)});
+  } catch (const Exception& e) {
+    reject_on_loop(stream, e.error());
+  }
+}
+
+void Doorway::admit_on_loop(const net::StreamPtr& stream, Visitor visitor) {
+  if (const auto refusal = callbacks_.admit(stream, std::move(visitor))) {
+    reject_on_loop(stream, *refusal);
+  }
+}
+
+// ---- who is refused ----
+
+void Doorway::reject_on_loop(const net::StreamPtr& stream, Error why) {
+  if (why.op.empty()) why.op = "join";
+  say(stream, wire::FrameKind::kReject, wire::encode(why));
   stream->close();
 }
 
-std::string new_secret() {
-  std::string secret(16, '\0');
-  size_t have = 0;
-  while (have < secret.size()) {
-    const ssize_t got = getrandom(secret.data() + have, secret.size() - have, 0);
-    if (got > 0) have += static_cast<size_t>(got);
-    if (got < 0 && errno != EINTR) {
-      throw base::Exception(base::ErrorKind::kResources, "the system has no random bytes");
-    }
-  }
-  return secret;
+// It counts as one that stands here until it is gone.
+void Doorway::refuse_on_loop(Stranger& stranger, const Error& why) {
+  if (why.kind == ErrorKind::kAuth) report_on_loop(stranger, why);
+  stranger.stage = Stage::kRefused;
+  reject_on_loop(stranger.stream, identity::refusal());
+}
+
+void Doorway::report_on_loop(const Stranger& stranger, const Error& why) {
+  ++refused_;
+  if (!callbacks_.on_refused || base::Clock::now() < next_report_) return;
+  next_report_ = base::deadline_after(kBetweenReports);
+  const wire::Hello& other = stranger.responder->other();
+  callbacks_.on_refused({why, other, stranger.stream->peer_name(), std::exchange(refused_, 0)});
 }
 
 std::string new_unix_name() {
   static constexpr char kDigits[] = "0123456789abcdef";
   std::string name = "@distrain-";
-  for (const char byte : new_secret()) {
+  for (const char byte : identity::random_bytes(16)) {
     name += kDigits[static_cast<unsigned char>(byte) >> 4];
     name += kDigits[static_cast<unsigned char>(byte) & 15];
   }

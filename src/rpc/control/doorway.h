@@ -5,58 +5,106 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
+#include <string>
 #include <vector>
 
 #include "distrain/base/clock.h"
 #include "distrain/net/socket.h"
 #include "distrain/net/stream.h"
 #include "distrain/wire/handshake.h"
+#include "identity/handshake.h"
 
 namespace distrain::rpc::control {
 
-/// Where connections to this rank come in. Each begins with a hello; who says none in time, or
-/// something else, is shown the door, and so is the one that has waited longest when too many stand
-/// there. It admits on the loop; listen() and close() are for any thread.
+/// Where connections to this rank come in, and prove who they are: the responder of Note
+/// [Identity]. Before the proof it gives none of them more than a hello, a proof and two seconds.
+/// When all places are taken others wait in the kernel's backlog, and the one that has stood there
+/// longest goes soon. It admits on the loop; listen() and close() are for any thread.
 class Doorway : public std::enable_shared_from_this<Doorway> {
  public:
-  /// Takes the connection, with a handler of its own, or gives back why it is refused.
-  using Admit =
-      std::function<std::optional<base::Error>(const net::StreamPtr& stream, wire::Hello hello)>;
+  /// Who has proved itself.
+  struct Visitor {
+    wire::HelloPurpose purpose = wire::HelloPurpose::kPeer;
+    int rank = -1;
+    wire::Join join;  ///< of who joins
+  };
+  /// Who has not.
+  struct Refused {
+    base::Error why;
+    wire::Hello hello;   ///< what it says that it is
+    std::string where;   ///< its address
+    uint64_t count = 0;  ///< with those that nobody was told of
+  };
+  /// All on the loop.
+  struct Callbacks {
+    /// What connections for that purpose prove here; nothing: there are none now.
+    std::function<std::optional<identity::Credentials>(wire::HelloPurpose)> credentials;
+    /// Takes the connection, with a handler of its own, or gives back why it is refused.
+    std::function<std::optional<base::Error>(const net::StreamPtr& stream, Visitor visitor)> admit;
+    /// Somebody was refused who came as a rank. Not more often than every few seconds.
+    std::function<void(const Refused& refused)> on_refused;
+  };
 
-  /// `patience`: for the hello of one connection.
-  Doorway(net::Loop& loop, base::Duration patience, Admit admit);
+  /// `patience`: for the proof of one connection.
+  Doorway(net::Loop& loop, base::Duration patience, Callbacks callbacks);
 
   void listen(net::Fd socket);
   /// Nobody comes in any more. Connections that stand there are cut off.
   void close();
 
  private:
+  enum class Stage { kHello, kProof, kRefused };
   struct Stranger {
     net::StreamPtr stream;
+    Stage stage = Stage::kHello;
+    std::optional<identity::Responder> responder;
     uint64_t timer = 0;
   };
+  using Strangers = std::map<uint64_t, Stranger>;
 
   void on_connection_on_loop(net::Fd socket);
-  void on_hello_on_loop(uint64_t number, const net::InFrame& frame);
-  void look_once_more_on_loop(uint64_t number);
-  void show_the_door_on_loop(uint64_t number);
+  void on_closed_on_loop(uint64_t number, const base::Error& error);
+  void make_room_on_loop();
+  void let_others_in_on_loop();
+  void set_accepting_on_loop(bool accepts);
   /// Null if it stands here no more: a stream may still say something after that.
   net::StreamPtr take_on_loop(uint64_t number);
+  uint64_t show_the_door_later_on_loop(uint64_t number, base::Duration patience);
+  void show_the_door_on_loop(uint64_t number);
+
+  void on_frame_on_loop(uint64_t number, const net::InFrame& frame);
+  void on_hello_on_loop(Stranger& stranger, const net::InFrame& frame);
+  void on_proof_on_loop(uint64_t number, Stranger& stranger, const net::InFrame& frame);
+  /// Gives back this rank's own proof.
+  wire::Proof check_on_loop(const Stranger& stranger, const identity::Self& self,
+                            std::span<const uint8_t> proof) const;
+  void on_join_on_loop(uint64_t number, const net::InFrame& frame);
+  void admit_on_loop(const net::StreamPtr& stream, Visitor visitor);
+
+  void reject_on_loop(const net::StreamPtr& stream, base::Error why);
+  void refuse_on_loop(Stranger& stranger, const base::Error& why);
+  void report_on_loop(const Stranger& stranger, const base::Error& why);
 
   net::Loop& loop_;
   const base::Duration patience_;
-  const Admit admit_;
-  const size_t most_;                       // may stand there
-  std::map<uint64_t, Stranger> strangers_;  // by number, as they came; loop thread only
-  uint64_t newest_ = 0;                     // loop thread only
+  const Callbacks callbacks_;
+  const size_t most_;  // may stand there without a proof
+
+  // Loop thread only. By number, as they came.
+  Strangers strangers_;
+  Strangers believed_;  // who have proved themselves, and are to say what they join
+  uint64_t newest_ = 0;
+  bool is_full_ = false;
+  base::TimePoint next_report_{};
+  uint64_t refused_ = 0;  // since the last report
+
   std::mutex mutex_;
   bool is_closed_ = false;                                 // by mutex_
-  std::vector<std::unique_ptr<net::Listener>> listeners_;  // by mutex_
+  std::vector<std::shared_ptr<net::Listener>> listeners_;  // by mutex_
 };
 
 /// A name for a unix socket that nobody else has; it ends with its socket.
 std::string new_unix_name();
-/// 16 bytes that nobody can guess.
-std::string new_secret();
 
 }  // namespace distrain::rpc::control

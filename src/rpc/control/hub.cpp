@@ -13,35 +13,39 @@ void Hub::begin() { meet_if_all_joined(); }
 
 // ---- meeting ----
 
-std::optional<Error> Hub::join(Link link, wire::Hello hello, base::TimePoint now) {
-  if (auto refusal = check_join(hello)) return refusal;
-  add_control(hello.rank, link, now);
-  joined_[hello.rank] = {link, std::move(hello.endpoint)};
+std::optional<Error> Hub::join(Link link, int rank, wire::Join join, base::TimePoint now) {
+  if (auto refusal = check_join(rank, join)) return refusal;
+  add_control(rank, link, now);
+  joined_[rank] = {link, std::move(join.endpoint)};
   meet_if_all_joined();
   return std::nullopt;
 }
 
-std::optional<Error> Hub::check_join(const wire::Hello& hello) const {
+std::optional<Error> Hub::check_join(int rank, const wire::Join& join) const {
   const auto refuse = [](std::string message) { return rendezvous_error(std::move(message), 0); };
   const auto size = static_cast<int>(settings_.names.size());
-  if (hello.world_size != 0 && hello.world_size != size) {
-    return refuse("world size: " + std::to_string(hello.world_size) + " on rank " +
-                  std::to_string(hello.rank) + ", " + std::to_string(size) + " on rank 0");
+  if (join.job != settings_.job) {
+    return refuse("job: rank " + std::to_string(rank) + " belongs to '" + join.job +
+                  "', rank 0 to '" + settings_.job + "'");
   }
-  if (hello.rank < 1 || hello.rank >= size) {
-    return refuse("rank: " + std::to_string(hello.rank) + " is outside this job's 0 to " +
+  if (join.world_size != 0 && join.world_size != size) {
+    return refuse("world size: " + std::to_string(join.world_size) + " on rank " +
+                  std::to_string(rank) + ", " + std::to_string(size) + " on rank 0");
+  }
+  if (rank < 1 || rank >= size) {
+    return refuse("rank: " + std::to_string(rank) + " is outside this job's 0 to " +
                   std::to_string(size - 1));
   }
   if (state_ == State::kOver) return refuse("the job has ended before this rank came");
-  if (joined_.contains(hello.rank) || state_ != State::kMeeting) {
-    return refuse("rank: " + std::to_string(hello.rank) + " has been taken already");
+  if (joined_.contains(rank) || state_ != State::kMeeting) {
+    return refuse("rank: " + std::to_string(rank) + " has been taken already");
   }
-  for (const auto& [name, value] : hello.options) {
+  for (const auto& [name, value] : join.options) {
     const auto it = settings_.options.find(name);
     if (it != settings_.options.end() && it->second != value) {
       const std::string own = it->second.empty() ? "none" : it->second;
-      return refuse("--" + name + ": " + value + " on rank " + std::to_string(hello.rank) + ", " +
-                    own + " on rank 0");
+      return refuse("--" + name + ": " + value + " on rank " + std::to_string(rank) + ", " + own +
+                    " on rank 0");
     }
   }
   return std::nullopt;

@@ -11,9 +11,9 @@ class Hub final : public Party {
  public:
   Hub(Settings settings, World& world, base::TimePoint now);
 
-  /// A rank has introduced itself on `link`. Gives back why it is refused, if it is: the first
-  /// field that does not agree, with both values.
-  std::optional<base::Error> join(Link link, wire::Hello hello, base::TimePoint now);
+  /// A rank wants to join on `link`. Gives back why it is refused, if it is: the first field that
+  /// does not agree, with both values.
+  std::optional<base::Error> join(Link link, int rank, wire::Join join, base::TimePoint now);
   /// To be called once, when this rank can take part: one that is alone meets nobody.
   void begin();
 
@@ -32,7 +32,7 @@ class Hub final : public Party {
   void on_control_lost(int rank, const base::Error& error) override;
   void spread(int rank, const base::Error& error) override;
   void suspect(int rank, const base::Error& error) override { lose(rank, error); }
-  std::optional<base::Error> check_join(const wire::Hello& hello) const;
+  std::optional<base::Error> check_join(int rank, const wire::Join& join) const;
   void tell_members(const Message& message, int except = -1);
   void meet_if_all_joined();
   void take_prepared(int rank, wire::RankDevices devices);

@@ -9,14 +9,8 @@ using wire::FrameKind;
 Member::Member(Settings settings, World& world, Link hub, base::TimePoint now)
     : Party(std::move(settings), world, now), hub_(hub) {
   add_control(0, hub, now);
-  wire::Hello hello;
-  hello.purpose = wire::HelloPurpose::kJoin;
-  hello.job_id = settings_.job_id;
-  hello.rank = settings_.rank;
-  hello.world_size = settings_.world_size;
-  hello.endpoint = settings_.endpoint;
-  hello.options = settings_.options;
-  world_.send(hub_, {FrameKind::kHello, 0, 0, wire::encode(hello)});
+  const wire::Join join{settings_.job, settings_.world_size, settings_.endpoint, settings_.options};
+  world_.send(hub_, {FrameKind::kJoin, 0, 0, wire::encode(join)});
 }
 
 void Member::prepared(wire::RankDevices devices) {

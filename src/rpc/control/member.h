@@ -9,7 +9,7 @@ namespace distrain::rpc::control {
 /// Any rank but 0: Note [Control plane].
 class Member final : public Party {
  public:
-  /// `hub` is the connection to rank 0, on which it introduces itself.
+  /// `hub` is the connection to rank 0, on which it now joins.
   Member(Settings settings, World& world, Link hub, base::TimePoint now);
 
   void prepared(wire::RankDevices devices) override;

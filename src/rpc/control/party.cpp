@@ -16,16 +16,6 @@ base::Duration beat_interval(base::Duration peer_timeout) {
   return peer_timeout > base::Duration::zero() ? std::min(second, peer_timeout / 4) : second;
 }
 
-// As long for a wrong secret as for the right one.
-bool is_same_secret(const std::string& a, const std::string& b) {
-  if (a.size() != b.size()) return false;
-  unsigned difference = 0;
-  for (size_t i = 0; i < a.size(); ++i) {
-    difference |= static_cast<unsigned char>(a[i]) ^ static_cast<unsigned char>(b[i]);
-  }
-  return difference == 0;
-}
-
 }  // namespace
 
 Error rendezvous_error(std::string message, int rank) {
@@ -100,21 +90,17 @@ bool Party::is_here(int rank) const {
 }
 
 // A rank that is prepared may be called before it hears go: the hub tells one after the other.
-std::optional<Error> Party::check_peer(const wire::Hello& hello) const {
-  const std::string who = "rank " + std::to_string(hello.rank);
-  if (state_ == State::kMeeting) {
-    return rendezvous_error(who + " connects as a peer before all ranks have joined", hello.rank);
-  }
+std::optional<Error> Party::check_peer(int rank) const {
+  const std::string who = "rank " + std::to_string(rank);
   const auto size = static_cast<int>(presence_.size());
-  const bool exists = hello.rank >= 0 && hello.rank < size && hello.rank != settings_.rank;
-  if (!exists || !is_same_secret(hello.proof, directory_.secret)) {
-    return rendezvous_error("a connection that does not belong to this job", 0);
+  if (rank < 0 || rank >= size || rank == settings_.rank) {
+    return rendezvous_error("there is no " + who + " that could connect here", 0);
   }
   if (state_ == State::kOver) return why_over();
-  const auto loss = losses_.find(hello.rank);
+  const auto loss = losses_.find(rank);
   if (loss != losses_.end()) return loss->second;
-  if (presence_[static_cast<size_t>(hello.rank)] == Presence::kHere) return std::nullopt;
-  return Error{ErrorKind::kPeerLost, who + " has left this job", hello.rank, {}};
+  if (presence_[static_cast<size_t>(rank)] == Presence::kHere) return std::nullopt;
+  return Error{ErrorKind::kPeerLost, who + " has left this job", rank, {}};
 }
 
 Error Party::why_over() const {

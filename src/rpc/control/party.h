@@ -73,7 +73,7 @@ class World {
 
 struct Settings {
   int rank = 0;
-  std::string job_id;
+  std::string job;                 ///< what job this is; Member: refused if the hub has another
   std::vector<std::string> names;  ///< Hub: of all ranks
   int world_size = 0;              ///< Member: refused if the hub has another; 0: as it says
   wire::Endpoint endpoint;         ///< where others reach this rank
@@ -112,8 +112,8 @@ class Party {
   virtual bool is_suspected(int rank) const = 0;
   /// This rank could not reach it, or read what it said.
   void report(int rank, base::Error error);
-  /// Why the connection that begins with `hello` is refused, if it is.
-  std::optional<base::Error> check_peer(const wire::Hello& hello) const;
+  /// Why a connection that `rank` has made is refused, if it is.
+  std::optional<base::Error> check_peer(int rank) const;
 
   // ---- what happens ----
 

@@ -1,9 +1,10 @@
 // What ranks read from each other before and around the tensors: each kind of message once.
+#include "targets.h"
+
 #include <algorithm>
 #include <cstring>
 
 #include "../../unit/wire/decoders.h"
-#include "../target.h"
 
 namespace distrain::fuzz {
 
@@ -32,15 +33,16 @@ void run_header(Input input) {
   decode(hashed, wire::try_header);
 }
 void run_tensor_desc(Input input) { decode(input, wire::try_tensor_descs); }
+void run_hello(Input input) { decode(input, wire::try_hello); }
 void run_error(Input input) { decode(input, wire::try_error); }
 void run_all_devices(Input input) { decode(input, wire::try_all_devices); }
 
 // The order of options is the sender's, ours is sorted: from then on it stays.
-void run_hello(Input input) {
+void run_join(Input input) {
   decode(input, [](Input in) {
-    const Bytes again = encode(wire::decode_hello(in));
-    check(again.size() == in.size(), "a hello is as long as what it encodes to");
-    check(encode(wire::decode_hello(again)) == again, "an encoded hello decodes to itself");
+    const Bytes again = encode(wire::decode_join(in));
+    check(again.size() == in.size(), "a join is as long as what it encodes to");
+    check(encode(wire::decode_join(again)) == again, "an encoded join decodes to itself");
     return true;
   });
 }
@@ -104,22 +106,31 @@ const wire::Endpoint kEndpoint{"10.0.0.2", 29500, "/tmp/distrain-1/rank", "a hos
 
 std::vector<Bytes> hello_seeds() {
   wire::Hello hello;
-  hello.job_id = "job";
   hello.rank = 3;
-  hello.world_size = 4;
-  hello.endpoint = kEndpoint;
-  hello.options = {{"epochs", "3"}, {"lr", "0.1"}, {"optimizer", ""}};
   wire::Hello peer;
   peer.purpose = wire::HelloPurpose::kPeer;
-  peer.proof = "0123456789abcdef";
+  peer.trust = wire::Trust::kSameUser;
+  peer.rank = 0;
+  peer.generation = 2;
+  peer.job_id.fill(0x4A);
+  peer.nonce.fill(0x4E);
   return {encode(hello), encode(peer)};
+}
+
+std::vector<Bytes> join_seeds() {
+  wire::Join join;
+  join.job = "job";
+  join.world_size = 4;
+  join.endpoint = kEndpoint;
+  join.options = {{"epochs", "3"}, {"lr", "0.1"}, {"optimizer", ""}};
+  return {encode(join), encode(wire::Join{})};
 }
 
 std::vector<Bytes> directory_seeds() {
   wire::Directory directory;
   directory.ranks = {{"trainer0", kEndpoint}, {"ps", {}}};
   directory.options = {{"batch-size", "32"}, {"seed", "1"}};
-  directory.secret = "0123456789abcdef";
+  directory.secret = "0123456789abcdef0123456789abcdef";
   return {encode(directory), encode(wire::Directory{})};
 }
 
@@ -153,6 +164,7 @@ std::span<const Target> targets() {
       {"header", run_header, header_seeds},
       {"tensor_desc", run_tensor_desc, tensor_desc_seeds},
       {"hello", run_hello, hello_seeds},
+      {"join", run_join, join_seeds},
       {"directory", run_directory, directory_seeds},
       {"rank_devices", run_rank_devices, rank_devices_seeds},
       {"all_devices", run_all_devices, all_devices_seeds},

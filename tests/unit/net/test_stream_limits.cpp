@@ -95,13 +95,13 @@ TEMPLATE_TEST_CASE("limits set in on_frame hold from the next frame on", "", Tcp
   Record record;
   Loop loop;
   const StreamPtr stream = adopt_socket(loop, first.release());
-  stream->start({[&](InFrame frame) {
-                   stream->set_limits_on_loop(frame.header.call_id == 2 ? wire::kHandshakeLimits
-                                                                        : wire::Limits{});
-                   record.add(std::move(frame));
-                 },
-                 [&](const base::Error& error) { record.closed(error); }},
-                wire::kHandshakeLimits);
+  stream->start(
+      {[&](InFrame frame) {
+         stream->set_limits_on_loop(frame.header.call_id == 2 ? wire::kJoinLimits : wire::Limits{});
+         record.add(std::move(frame));
+       },
+       [&](const base::Error& error) { record.closed(error); }},
+      wire::kJoinLimits);
   // All in one burst, so that they are decoded out of one buffer.
   std::vector<uint8_t> bytes;
   for (uint64_t id = 0; id < 4; ++id) {

@@ -19,6 +19,7 @@
 #include "distrain/wire/frame.h"
 #include "distrain/wire/handshake.h"
 #include "gate.h"
+#include "identity/handshake.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 
@@ -122,16 +123,43 @@ class RawRank {
     pollfd entry{fd_.get(), POLLIN, 0};
     return ::poll(&entry, 1, 0) == 1;
   }
-  void hello(int rank, wire::HelloPurpose purpose, const std::string& secret = {}) {
-    wire::Hello hello;
-    hello.purpose = purpose;
-    hello.job_id = "distrain";
-    hello.rank = rank;
-    hello.proof = secret;
-    send(wire::FrameKind::kHello, wire::encode(hello));
+  /// Proves itself as the side that has connected. False when it is not believed.
+  bool introduce(int rank, wire::HelloPurpose purpose, const std::string& secret = {}) {
+    rpc::identity::Initiator initiator({{rank, wire::Trust::kSameUser, 0, {}}, secret}, purpose);
+    send(wire::FrameKind::kHello, initiator.hello());
+    if (!hear(wire::FrameKind::kHello)) return false;
+    send_proof(initiator.answer(heard));
+    if (!hear(wire::FrameKind::kProof)) return false;
+    initiator.check(heard);
+    return true;
   }
+  void join(int rank) {
+    CHECK(introduce(rank, wire::HelloPurpose::kJoin));
+    send(wire::FrameKind::kJoin, wire::encode(wire::Join{"distrain", 0, {}, {}}));
+  }
+  /// Proves itself as rank 0, to a rank that joins, and gives back what that says of itself.
+  wire::Join be_joined() {
+    REQUIRE(hear(wire::FrameKind::kHello));
+    const rpc::identity::Responder responder({{0, wire::Trust::kSameUser, 0, {}}, {}},
+                                             wire::decode_hello(heard));
+    send(wire::FrameKind::kHello, responder.hello());
+    REQUIRE(hear(wire::FrameKind::kProof));
+    send_proof(responder.check(heard));
+    REQUIRE(hear(wire::FrameKind::kJoin));
+    return wire::decode_join(heard);
+  }
+  /// The body of what came last.
+  wire::Bytes heard;
 
  private:
+  bool hear(wire::FrameKind kind) {
+    auto frame = receive();
+    heard = frame ? std::move(frame->second) : wire::Bytes{};
+    return frame && frame->first.kind == kind;
+  }
+  void send_proof(const wire::Proof& proof) {
+    send(wire::FrameKind::kProof, {proof.begin(), proof.end()});
+  }
   bool receive_bytes(uint8_t* at, size_t size) {
     while (size > 0) {
       pollfd entry{fd_.get(), POLLIN, 0};

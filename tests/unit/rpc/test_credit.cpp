@@ -3,8 +3,8 @@
 #include <deque>
 #include <thread>
 
-#include "../src/rpc/call_queue.h"
-#include "../src/rpc/credit.h"
+#include "call_queue.h"
+#include "credit.h"
 #include "join_support.h"
 
 using namespace distrain;
@@ -540,13 +540,14 @@ TEST_CASE("a rank that sends more calls than it may is lost") {
   Joining zero(options);
   const uint16_t port = zero.agent().port();
   RawRank control(port);
-  control.hello(1, wire::HelloPurpose::kJoin);
+  control.join(1);
   const auto directory = control.receive();
   REQUIRE(directory);
   control.send(wire::FrameKind::kPrepared, no_devices());
   REQUIRE(zero.joined());
   RawRank calls(port);
-  calls.hello(1, wire::HelloPurpose::kPeer, wire::decode_directory(directory->second).secret);
+  const std::string secret = wire::decode_directory(directory->second).secret;
+  CHECK(calls.introduce(1, wire::HelloPurpose::kPeer, secret));
   zero.agent().expose<&wait_at_gate>("wait_at_gate");
   g_gate = false;
   auto held_up = zero.agent().rpc_async<&wait_at_gate>(0);

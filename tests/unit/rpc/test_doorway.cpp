@@ -1,67 +1,113 @@
 // ctest: labels=net
 #include <sys/resource.h>
 
-#include "../src/rpc/control/doorway.h"
-#include "../src/rpc/control/party.h"
+#include "control/doorway.h"
+#include "control/party.h"
 #include "join_support.h"
 
 namespace distrain::testing {
 
+namespace {
+
+using rpc::control::Doorway;
+
+// Believes ranks that know the secret, and refuses them then.
+Doorway::Callbacks expects(const std::string& secret) {
+  Doorway::Callbacks callbacks;
+  callbacks.credentials = [secret](wire::HelloPurpose) {
+    return rpc::identity::Credentials{{0, wire::Trust::kSameUser, 0, {}}, secret};
+  };
+  callbacks.admit = [](const net::StreamPtr&, const Doorway::Visitor&) {
+    return rpc::control::rendezvous_error("heard");
+  };
+  return callbacks;
+}
+
+struct Door {
+  explicit Door(base::Duration patience)
+      : doorway(std::make_shared<Doorway>(loop, patience, expects("the secret"))) {
+    net::Fd socket = std::move(net::listen_tcp("localhost", 0).value());
+    port = net::local_name(socket.get()).port;
+    doorway->listen(std::move(socket));
+  }
+  ~Door() { doorway->close(); }
+
+  net::Loop loop;
+  std::shared_ptr<Doorway> doorway;
+  uint16_t port = 0;
+};
+
+// Whether this rank is heard by who listens there.
+bool is_heard_as_peer(RawRank& rank) {
+  if (!rank.introduce(1, wire::HelloPurpose::kPeer, "the secret")) return false;
+  const auto answer = rank.receive();
+  return answer && answer->first.kind == wire::FrameKind::kReject &&
+         wire::decode_error(answer->second).message == "heard";
+}
+
+}  // namespace
+
 TEST_CASE("a hello that came while the process was stopped is heard when it goes on") {
   bool is_heard = false;
   for (const auto patience : {100ms, 2000ms, 8000ms}) {  // the loop is to be held up in time
-    net::Loop loop;
-    const auto door = std::make_shared<rpc::control::Doorway>(
-        loop, patience, [](const net::StreamPtr&, const wire::Hello&) {
-          return rpc::control::rendezvous_error("heard");
-        });
-    net::Fd socket = std::move(net::listen_tcp("localhost", 0).value());
-    const uint16_t port = net::local_name(socket.get()).port;
-    door->listen(std::move(socket));
-    RawRank slow(port);
-    RawRank quick(port);
-    quick.hello(1, wire::HelloPurpose::kJoin);
-    REQUIRE(quick.receive());  // so the loop has seen both connections
+    Door door(patience);
+    RawRank slow(door.port);
+    RawRank quick(door.port);
+    REQUIRE(is_heard_as_peer(quick));  // so the loop has seen both connections
     std::atomic<bool> is_stopped = false;
     std::atomic<bool> goes_on = false;
-    loop.post([&] {
+    door.loop.post([&] {
       is_stopped = true;
       is_stopped.notify_one();
       goes_on.wait(false);
     });
     is_stopped.wait(false);
-    slow.hello(2, wire::HelloPurpose::kJoin);
+    rpc::identity::Initiator initiator({{2, wire::Trust::kSameUser, 0, {}}, "the secret"},
+                                       wire::HelloPurpose::kPeer);
+    slow.send(wire::FrameKind::kHello, initiator.hello());
     std::this_thread::sleep_for(patience + 20ms);
     goes_on = true;
     goes_on.notify_one();
     const auto answer = slow.receive();
-    is_heard = answer && answer->first.kind == wire::FrameKind::kReject;
-    door->close();
+    is_heard = answer && answer->first.kind == wire::FrameKind::kHello;
     if (is_heard) break;
   }
   CHECK(is_heard);
 }
 
+TEST_CASE("when all places are taken, the oldest stranger goes and others wait their turn") {
+  Door door(600s);
+  std::vector<RawRank> strangers;
+  for (int i = 0; i < 200; ++i) strangers.emplace_back(door.port);
+  RawRank rank(door.port);
+  CHECK(is_heard_as_peer(rank));
+  CHECK(strangers.front().closed_by_peer());
+}
+
 TEST_CASE("strangers take a quarter of the descriptors at most") {
   rlimit before{};
   REQUIRE(getrlimit(RLIMIT_NOFILE, &before) == 0);
-  const rlimit few{256, before.rlim_max};
+  const rlimit few{64, before.rlim_max};
   REQUIRE(setrlimit(RLIMIT_NOFILE, &few) == 0);
-  net::Loop loop;
-  const auto door = std::make_shared<rpc::control::Doorway>(
-      loop, 600s, [](const net::StreamPtr&, const wire::Hello&) {
-        return rpc::control::rendezvous_error("heard");
-      });
-  net::Fd socket = std::move(net::listen_tcp("localhost", 0).value());
-  const uint16_t port = net::local_name(socket.get()).port;
-  door->listen(std::move(socket));
-  std::vector<RawRank> strangers;
-  for (int i = 0; i < 65; ++i) strangers.emplace_back(port);
-  CHECK(strangers.front().closed_by_peer());
-  strangers.back().hello(1, wire::HelloPurpose::kJoin);
-  CHECK(strangers.back().receive());
-  door->close();
+  {
+    Door door(600s);
+    std::vector<RawRank> strangers;
+    for (int i = 0; i < 17; ++i) strangers.emplace_back(door.port);
+    CHECK(strangers.front().closed_by_peer());
+    CHECK(is_heard_as_peer(strangers.back()));
+  }
   setrlimit(RLIMIT_NOFILE, &before);
+}
+
+TEST_CASE("who proves nothing in time is shown the door") {
+  Door door(200ms);
+  RawRank silent(door.port);
+  CHECK(silent.closed_by_peer());
+  RawRank half(door.port);
+  rpc::identity::Initiator initiator({{2, wire::Trust::kSameUser, 0, {}}, "the secret"},
+                                     wire::HelloPurpose::kPeer);
+  half.send(wire::FrameKind::kHello, initiator.hello());
+  CHECK(half.closed_by_peer());
 }
 
 }  // namespace distrain::testing

@@ -42,7 +42,7 @@ TEST_CASE("a rank that does not fit is refused, and rank 0 goes on") {
   CHECK(contains(e.message, "11"));
   CHECK(contains(e.message, "10"));
 
-  e = refused([](AgentOptions& o) { o.job_id = "another"; });
+  e = refused([](AgentOptions& o) { o.job = "another"; });
   CHECK(e.kind == ErrorKind::kRendezvous);
   CHECK(contains(e.message, "'another'"));
   CHECK(contains(e.message, "'distrain'"));

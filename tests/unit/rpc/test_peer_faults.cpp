@@ -21,7 +21,7 @@ struct RawPeer {
 RawPeer join_by_hand(Joining& zero) {
   const uint16_t port = zero.agent().port();
   RawRank control(port);
-  control.hello(1, wire::HelloPurpose::kJoin);
+  control.join(1);
   const auto first = control.receive();
   REQUIRE(first);
   CHECK(first->first.kind == wire::FrameKind::kDirectory);
@@ -34,7 +34,7 @@ RawPeer join_by_hand(Joining& zero) {
   CHECK(go->first.kind == wire::FrameKind::kGo);
   REQUIRE(zero.joined());
   RawRank calls(port);
-  calls.hello(1, wire::HelloPurpose::kPeer, directory.secret);
+  CHECK(calls.introduce(1, wire::HelloPurpose::kPeer, directory.secret));
   return {std::move(control), std::move(calls)};
 }
 

@@ -5,7 +5,7 @@
 #include <map>
 #include <random>
 
-#include "../src/rpc/rref_context.h"
+#include "rref_context.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 

@@ -13,12 +13,12 @@
 
 #include <ATen/Functions.h>
 
-#include "../src/rpc/trace_export.h"
 #include "distrain/base/trace.h"
 #include "distrain/rpc/trace.h"
 #include "support/catch.h"
 #include "support/cluster.h"
 #include "support/fake_trace.h"
+#include "trace_export.h"
 
 using namespace distrain;
 using namespace std::chrono_literals;

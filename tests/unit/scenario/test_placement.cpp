@@ -30,7 +30,8 @@ class Variables {
                "PMI_RANK PMI_SIZE OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE "
                "SLURM_PROCID SLURM_NTASKS SLURM_STEP_ID LOCAL_RANK "
                "TORCHELASTIC_USE_AGENT_STORE OMPI_COMM_WORLD_LOCAL_RANK "
-               "MPI_LOCALRANKID SLURM_LOCALID")) {
+               "MPI_LOCALRANKID SLURM_LOCALID TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT "
+               "PMIX_NAMESPACE SLURM_JOB_ID SLURM_HET_JOB_ID SLURM_RESTART_COUNT")) {
       unsetenv(name.c_str());
     }
     for (const std::string& setting : split(settings)) {
@@ -82,6 +83,27 @@ const std::string kOpenMpi =
 const std::string kSlurm = "SLURM_PROCID=3 SLURM_NTASKS=6";
 
 }  // namespace
+
+TEST_CASE("what the launcher calls the job, and how often it has started it, are of the job") {
+  const std::string elastic = "RANK=1 WORLD_SIZE=4 TORCHELASTIC_RESTART_COUNT=2";
+  const std::string step = "SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_JOB_ID=77 SLURM_STEP_ID=3";
+  check_placed({
+      {"", "--rank 1", R"({"job_id": "", "generation": 0})"},
+      {"RANK=1 WORLD_SIZE=4", "", R"({"job_id": "", "generation": 0})"},
+      {elastic + " TORCHELASTIC_RUN_ID=r9 LOCAL_WORLD_SIZE=4", "",
+       R"({"job_id": "torchrun r9", "generation": 2})"},
+      {elastic + " TORCHELASTIC_RUN_ID=none LOCAL_WORLD_SIZE=4", "", R"({"job_id": ""})"},
+      // Of several hosts each counts for itself.
+      {elastic + " TORCHELASTIC_RUN_ID=r9 LOCAL_WORLD_SIZE=2", "",
+       R"({"job_id": "torchrun r9", "generation": 0})"},
+      {kOpenMpi + " PMIX_NAMESPACE=prterun-1@1", "", R"({"job_id": "mpirun prterun-1@1"})"},
+      {step + " SLURM_RESTART_COUNT=1", "", R"({"job_id": "slurm 77.3", "generation": 1})"},
+      {step + " SLURM_HET_JOB_ID=76", "", R"({"job_id": ""})"},
+      // Of what another launcher has started nothing is known.
+      {step, "--rank 2", R"({"job_id": "", "generation": 0})", "SLURM_PROCID=1"},
+      {step, "--spawn", R"({"job_id": "", "generation": 0})"},
+  });
+}
 
 TEST_CASE("the first that says where a rank is wins") {
   check_placed({

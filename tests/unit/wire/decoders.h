@@ -70,7 +70,19 @@ inline bool try_tensor_descs(std::span<const uint8_t> in) {
 }
 
 inline bool try_hello(std::span<const uint8_t> in) {
-  if (encode(decode_hello(in)).size() != in.size()) __builtin_trap();
+  const Bytes again = encode(decode_hello(in));
+  if (!std::equal(again.begin(), again.end(), in.begin(), in.end())) __builtin_trap();
+  return true;
+}
+
+inline bool try_proof(std::span<const uint8_t> in) {
+  const Proof proof = decode_proof(in);
+  if (!std::equal(proof.begin(), proof.end(), in.begin(), in.end())) __builtin_trap();
+  return true;
+}
+
+inline bool try_join(std::span<const uint8_t> in) {
+  if (encode(decode_join(in)).size() != in.size()) __builtin_trap();
   return true;
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 #include <random>
+#include <span>
 #include <string>
 
 #include "distrain/wire/frame.h"
@@ -18,6 +19,10 @@ class RandomMessages {
   uint64_t bits() { return random_(); }
   size_t below(size_t n) { return random_() % n; }
   bool one_in(size_t n) { return below(n) == 0; }
+
+  void fill(std::span<uint8_t> bytes) {
+    for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(bits());
+  }
 
   std::string text(size_t longest = 20) {
     std::string text(one_in(200) ? 3000 : below(longest + 1), '\0');
@@ -35,15 +40,28 @@ class RandomMessages {
 
   Hello hello() {
     Hello hello;
-    hello.version = kProtocolVersion;
     hello.purpose = one_in(2) ? HelloPurpose::kJoin : HelloPurpose::kPeer;
-    hello.job_id = text();
+    hello.trust = static_cast<Trust>(1 + below(3));
     hello.rank = static_cast<int32_t>(bits());
-    hello.world_size = static_cast<int32_t>(bits());
-    hello.endpoint = endpoint();
-    hello.options = options();
-    hello.proof = text();
+    hello.generation = static_cast<uint32_t>(bits());
+    fill(hello.job_id);
+    fill(hello.nonce);
     return hello;
+  }
+
+  Proof proof() {
+    Proof proof;
+    fill(proof);
+    return proof;
+  }
+
+  Join join() {
+    Join join;
+    join.job = text();
+    join.world_size = static_cast<int32_t>(bits());
+    join.endpoint = endpoint();
+    join.options = options();
+    return join;
   }
 
   Directory directory() {
@@ -90,13 +108,14 @@ class RandomMessages {
 
   FrameHeader header(const Limits& limits = {}) {
     constexpr FrameKind kKinds[] = {
-        FrameKind::kHello,         FrameKind::kReject,     FrameKind::kDirectory,
-        FrameKind::kPrepared,      FrameKind::kGo,         FrameKind::kCall,
-        FrameKind::kReply,         FrameKind::kError,      FrameKind::kOneway,
-        FrameKind::kChunk,         FrameKind::kCancel,     FrameKind::kCredit,
-        FrameKind::kCreditRequest, FrameKind::kHeartbeat,  FrameKind::kFlush,
-        FrameKind::kAbort,         FrameKind::kLost,       FrameKind::kLeave,
-        FrameKind::kRRefFork,      FrameKind::kRRefAccept, FrameKind::kRRefDelete};
+        FrameKind::kHello,      FrameKind::kReject,    FrameKind::kDirectory,
+        FrameKind::kPrepared,   FrameKind::kGo,        FrameKind::kProof,
+        FrameKind::kJoin,       FrameKind::kCall,      FrameKind::kReply,
+        FrameKind::kError,      FrameKind::kOneway,    FrameKind::kChunk,
+        FrameKind::kCancel,     FrameKind::kCredit,    FrameKind::kCreditRequest,
+        FrameKind::kHeartbeat,  FrameKind::kFlush,     FrameKind::kAbort,
+        FrameKind::kLost,       FrameKind::kLeave,     FrameKind::kRRefFork,
+        FrameKind::kRRefAccept, FrameKind::kRRefDelete};
     FrameHeader header;
     header.kind = kKinds[below(std::size(kKinds))];
     header.channel = static_cast<uint16_t>(bits());

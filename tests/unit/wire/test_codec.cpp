@@ -1,6 +1,8 @@
 // Round trips, the exact bytes of the documented format, and limits.
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "counting_new.h"
 #include "random_messages.h"
@@ -133,7 +135,7 @@ TEST_CASE("the bytes of a frame header are as documented") {
   };
   CHECK(encoded(header) == expected);
   CHECK(kHeaderBytes == 48);
-  CHECK(kProtocolVersion == 4);
+  CHECK(kProtocolVersion == 5);
 }
 
 TEST_CASE("the numbers of the frame kinds do not change") {
@@ -142,6 +144,8 @@ TEST_CASE("the numbers of the frame kinds do not change") {
   CHECK(static_cast<int>(FrameKind::kDirectory) == 3);
   CHECK(static_cast<int>(FrameKind::kPrepared) == 4);
   CHECK(static_cast<int>(FrameKind::kGo) == 5);
+  CHECK(static_cast<int>(FrameKind::kProof) == 6);
+  CHECK(static_cast<int>(FrameKind::kJoin) == 7);
   CHECK(static_cast<int>(FrameKind::kCall) == 16);
   CHECK(static_cast<int>(FrameKind::kReply) == 17);
   CHECK(static_cast<int>(FrameKind::kError) == 18);
@@ -195,7 +199,7 @@ TEST_CASE("the limits of a frame header are exact") {
 
   FrameHeader anything;
   anything.payload_bytes = 1;
-  CHECK_FALSE(decode_header(encoded(anything), kHandshakeLimits).ok());
+  CHECK_FALSE(decode_header(encoded(anything), kJoinLimits).ok());
 }
 
 TEST_CASE("any one bit of a header that is another one is seen") {
@@ -261,7 +265,7 @@ TEST_CASE("unknown kinds are named") {
       REQUIRE(result.error().message == "unknown frame kind " + std::to_string(kind));
     }
   }
-  CHECK(known == 21);
+  CHECK(known == 23);
 }
 
 TEST_CASE("where the payload begins") {
@@ -385,14 +389,24 @@ TEST_CASE("hellos go there and back") {
   for (int i = 0; i < 1000; ++i) {
     const Hello hello = random.hello();
     const Hello back = decode_hello(encode(hello));
-    REQUIRE(back.version == kProtocolVersion);
     REQUIRE(back.purpose == hello.purpose);
-    REQUIRE(back.job_id == hello.job_id);
+    REQUIRE(back.trust == hello.trust);
     REQUIRE(back.rank == hello.rank);
-    REQUIRE(back.world_size == hello.world_size);
-    REQUIRE(operator_equal(back.endpoint, hello.endpoint));
-    REQUIRE(back.options == hello.options);
-    REQUIRE(back.proof == hello.proof);
+    REQUIRE(back.generation == hello.generation);
+    REQUIRE(back.job_id == hello.job_id);
+    REQUIRE(back.nonce == hello.nonce);
+  }
+}
+
+TEST_CASE("joins go there and back") {
+  RandomMessages random(6);
+  for (int i = 0; i < 1000; ++i) {
+    const Join join = random.join();
+    const Join back = decode_join(encode(join));
+    REQUIRE(back.job == join.job);
+    REQUIRE(back.world_size == join.world_size);
+    REQUIRE(operator_equal(back.endpoint, join.endpoint));
+    REQUIRE(back.options == join.options);
   }
 }
 
@@ -416,68 +430,125 @@ TEST_CASE("directories and errors go there and back") {
   }
 }
 
-TEST_CASE("the bytes of a hello and of an error are as documented") {
+TEST_CASE("the bytes of a hello, of a join and of an error are as documented") {
   Hello hello;
   hello.purpose = HelloPurpose::kPeer;
-  hello.job_id = "j";
-  hello.rank = 2;
-  hello.world_size = 4;
-  hello.endpoint = {"h", 29500, "", "k"};
-  hello.options = {{"a", "b"}};
-  CHECK(encode(hello) == Bytes{4,    0,    0, 0,                                      // version
-                               2,                                                     // purpose
-                               1,    0,    0, 0, 'j',                                 // job_id
-                               2,    0,    0, 0,                                      // rank
-                               4,    0,    0, 0,                                      // world_size
-                               1,    0,    0, 0, 'h',                                 // host
-                               0x3C, 0x73,                                            // port
-                               0,    0,    0, 0,                                      // unix_name
-                               1,    0,    0, 0, 'k',                                 // host_key
-                               1,    0,    0, 0,                                      // options
-                               1,    0,    0, 0, 'a', 1, 0, 0, 0, 'b', 0, 0, 0, 0});  // proof
+  hello.trust = Trust::kAnybody;
+  hello.rank = -2;
+  hello.generation = 0x0A0B0C0D;
+  std::iota(hello.job_id.begin(), hello.job_id.end(), uint8_t{0x10});
+  std::iota(hello.nonce.begin(), hello.nonce.end(), uint8_t{0x20});
+  const Bytes expected{
+      5,    0,    0,    0,                             // version
+      2,                                               // purpose
+      3,                                               // trust
+      0xFE, 0xFF, 0xFF, 0xFF,                          // rank
+      0x0D, 0x0C, 0x0B, 0x0A,                          // generation
+      0x10, 0x11, 0x12, 0x13, 0x14, 0x15, 0x16, 0x17,  // job_id
+      0x18, 0x19, 0x1A, 0x1B, 0x1C, 0x1D, 0x1E, 0x1F,  //
+      0x20, 0x21, 0x22, 0x23, 0x24, 0x25, 0x26, 0x27,  // nonce
+      0x28, 0x29, 0x2A, 0x2B, 0x2C, 0x2D, 0x2E, 0x2F,  //
+      0x30, 0x31, 0x32, 0x33, 0x34, 0x35, 0x36, 0x37,  //
+      0x38, 0x39, 0x3A, 0x3B, 0x3C, 0x3D, 0x3E, 0x3F,  //
+  };
+  CHECK(encode(hello) == expected);
+  Join join;
+  join.job = "j";
+  join.world_size = 4;
+  join.endpoint = {"h", 29500, "", "k"};
+  join.options = {{"a", "b"}};
+  CHECK(encode(join) == Bytes{1,    0,    0, 0, 'j',  // job
+                              4,    0,    0, 0,       // world_size
+                              1,    0,    0, 0, 'h',  // host
+                              0x3C, 0x73,             // port
+                              0,    0,    0, 0,       // unix_name
+                              1,    0,    0, 0, 'k',  // host_key
+                              1,    0,    0, 0,       // options
+                              1,    0,    0, 0, 'a', 1, 0, 0, 0, 'b'});
   CHECK(encode(base::Error{base::ErrorKind::kDeadline, "m", -1, "o"}) ==
         Bytes{12, 0, 0xFF, 0xFF, 0xFF, 0xFF, 1, 0, 0, 0, 'm', 1, 0, 0, 0, 'o'});
+}
+
+TEST_CASE("the numbers of purposes and kinds of trust do not change") {
+  CHECK(static_cast<int>(HelloPurpose::kJoin) == 1);
+  CHECK(static_cast<int>(HelloPurpose::kPeer) == 2);
+  CHECK(static_cast<int>(Trust::kToken) == 1);
+  CHECK(static_cast<int>(Trust::kSameUser) == 2);
+  CHECK(static_cast<int>(Trust::kAnybody) == 3);
+}
+
+TEST_CASE("256 bytes are all that is read before a proof is checked") {
+  CHECK(encode(Hello{}).size() <= kHelloLimits.max_meta_bytes);
+  CHECK(sizeof(Proof) == kProofLimits.max_meta_bytes);
+  CHECK(2 * kHeaderBytes + kHelloLimits.max_meta_bytes + kProofLimits.max_meta_bytes == 256);
+  for (const Limits& limits : {kHelloLimits, kProofLimits}) {
+    CHECK(limits.max_tensors == 0);
+    CHECK(limits.max_payload_bytes == 0);
+  }
 }
 
 TEST_CASE("another protocol version is named, with both") {
   for (Bytes bytes : {encode(Hello{}), encode(Directory{})}) {
     bytes[0] = 77;
     const bool is_hello = bytes.size() > 20;
-    const base::Error error = protocol_error_of([&] {
-      if (is_hello) {
-        decode_hello(bytes);
-      } else {
-        decode_directory(bytes);
-      }
-    });
-    CHECK(error.message.find("77") != std::string::npos);
-    CHECK(error.message.find(std::to_string(kProtocolVersion)) != std::string::npos);
-    // A later version may be of any length after it.
-    bytes.resize(4);
-    const base::Error cut = protocol_error_of([&] {
-      if (is_hello) {
-        decode_hello(bytes);
-      } else {
-        decode_directory(bytes);
-      }
-    });
-    CHECK(cut.message.find("77") != std::string::npos);
+    // Another version may be of any length after it.
+    for (const size_t size : {bytes.size(), sizeof kProtocolVersion, size_t{1000}}) {
+      bytes.resize(size);
+      const base::Error error = protocol_error_of([&] {
+        if (is_hello) {
+          decode_hello(bytes);
+        } else {
+          decode_directory(bytes);
+        }
+      });
+      CHECK(error.message.find("77") != std::string::npos);
+      CHECK(error.message.find("speaks " + std::to_string(kProtocolVersion)) != std::string::npos);
+    }
   }
 }
 
-TEST_CASE("malformed hellos, directories and errors are refused") {
-  Bytes hello = encode(Hello{});
-  hello[4] = 3;
-  protocol_error_of([&] { decode_hello(hello); });
-  hello = encode(Hello{});
-  hello.push_back(0);
-  protocol_error_of([&] { decode_hello(hello); });
+TEST_CASE("malformed hellos, proofs, joins, directories and errors are refused") {
+  // For the reason that is meant.
+  const auto refused = [](auto decode, const Bytes& bytes, const char* why) {
+    const std::string message = protocol_error_of([&] { decode(bytes); }).message;
+    CHECK(message == std::string("malformed message: ") + why);
+  };
+  const Bytes hello = encode(Hello{});
+  for (const uint8_t unknown : {uint8_t{0}, uint8_t{3}, uint8_t{255}}) {
+    Bytes bytes = hello;
+    bytes[4] = unknown;
+    refused(decode_hello, bytes, "an unknown purpose of a connection");
+  }
+  for (const uint8_t unknown : {uint8_t{0}, uint8_t{4}, uint8_t{255}}) {
+    Bytes bytes = hello;
+    bytes[5] = unknown;
+    refused(decode_hello, bytes, "an unknown kind of trust");
+  }
+  const auto longer = [](Bytes bytes) {
+    bytes.push_back(0);
+    return bytes;
+  };
+  const auto shorter = [](Bytes bytes) {
+    bytes.pop_back();
+    return bytes;
+  };
+  refused(decode_hello, longer(hello), "1 bytes too many");
+  refused(decode_hello, shorter(hello), "32 bytes wanted, 31 left");
+  const Bytes proof(sizeof(Proof), 7);
+  refused(decode_proof, longer(proof), "1 bytes too many");
+  refused(decode_proof, shorter(proof), "32 bytes wanted, 31 left");
+  const Bytes join = encode(Join{});
+  refused(decode_join, longer(join), "1 bytes too many");
+  refused(decode_join, shorter(join), "4 bytes wanted, 3 left");
+  const Bytes directory = encode(Directory{});
+  refused(decode_directory, longer(directory), "1 bytes too many");
+  refused(decode_directory, shorter(directory), "4 bytes wanted, 3 left");
 
-  Hello twice;
+  Join twice;
   twice.options = {{"a", ""}, {"b", ""}};
   Bytes bytes = encode(twice);
   *std::find(bytes.begin(), bytes.end(), 'b') = 'a';
-  protocol_error_of([&] { decode_hello(bytes); });
+  refused(decode_join, bytes, "an option twice");
 
   for (const uint16_t kind : {uint16_t{0}, uint16_t{15}, uint16_t{65535}}) {
     Bytes error = encode(base::Error{});

@@ -38,6 +38,12 @@ const Decoder kDecoders[] = {
        return bytes;
      }},
     {"hello", try_hello, [](RandomMessages& random) { return encode(random.hello()); }},
+    {"proof", try_proof,
+     [](RandomMessages& random) {
+       const Proof proof = random.proof();
+       return Bytes(proof.begin(), proof.end());
+     }},
+    {"join", try_join, [](RandomMessages& random) { return encode(random.join()); }},
     {"directory", try_directory, [](RandomMessages& random) { return encode(random.directory()); }},
     {"devices", try_all_devices,
      [](RandomMessages& random) {

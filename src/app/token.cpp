@@ -1,0 +1,82 @@
+#include "token.h"
+
+#include <cstdlib>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "distrain/base/error.h"
+#include "distrain/net/socket.h"
+
+namespace distrain::app {
+namespace {
+
+using base::invalid;
+
+constexpr char kVariable[] = "DISTRAIN_TOKEN";
+constexpr size_t kShortest = 16;
+constexpr size_t kLongest = 4096;
+constexpr char kHowToMake[] =
+    "make one with `(umask 077; head -c 32 /dev/urandom | base64 > job.token)`";
+
+/// Without the white space around it, such as the file's last newline.
+std::string checked(const std::string& text, const std::string& where) {
+  constexpr char kSpace[] = " \t\r\n";
+  const size_t begin = text.find_first_not_of(kSpace);
+  const std::string token = begin == std::string::npos
+                                ? ""
+                                : text.substr(begin, text.find_last_not_of(kSpace) + 1 - begin);
+  if (token.size() >= kShortest) return token;
+  invalid(fmt::format("{}: a token has at least {} characters; {}", where, kShortest, kHowToMake));
+}
+
+std::string read_token(const std::string& path) {
+  const std::string where = "--token-file " + path;
+  const net::Fd file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  struct stat info {};
+  if (!file.valid() || fstat(file.get(), &info) != 0) {
+    const char* why = strerror(errno);
+    invalid(fmt::format("{}: {}{}{}", where, why, errno == ENOENT ? "; " : "",
+                        errno == ENOENT ? kHowToMake : ""));
+  }
+  if (!S_ISREG(info.st_mode)) invalid(where + ": is not a file");
+  if (info.st_uid != geteuid() && info.st_uid != 0) {
+    throw base::Exception(base::ErrorKind::kAuth, where + ": belongs to another user");
+  }
+  if ((info.st_mode & 077) != 0) {
+    throw base::Exception(
+        base::ErrorKind::kAuth,
+        fmt::format("{}: others may read or change it; chmod 600 {}", where, path));
+  }
+  std::string text(kLongest + 1, '\0');
+  const ssize_t size = read(file.get(), text.data(), text.size());
+  if (size < 0) invalid(fmt::format("{}: {}", where, strerror(errno)));
+  if (static_cast<size_t>(size) > kLongest) {
+    invalid(fmt::format("{}: a token has at most {} bytes", where, kLongest));
+  }
+  text.resize(static_cast<size_t>(size));
+  return checked(text, where);
+}
+
+}  // namespace
+
+std::string take_token(const ParsedOptions& options, Placement& placement) {
+  const char* const variable = std::getenv(kVariable);
+  const std::string in_environment = variable ? variable : "";
+  unsetenv(kVariable);  // for what this process starts
+  if (options.given("token-file")) {
+    if (options.flag("insecure")) invalid("--token-file excludes --insecure");
+    return read_token(options.text("token-file"));
+  }
+  if (in_environment.empty() || options.flag("insecure")) return {};
+  std::string token = checked(in_environment, kVariable);
+  placement.warn(fmt::format(
+      "{}: root and other processes of this user can read it; --token-file is safer", kVariable));
+  return token;
+}
+
+}  // namespace distrain::app

@@ -1,0 +1,121 @@
+#include "identity/handshake.h"
+
+#include "distrain/wire/frame.h"
+
+namespace distrain::rpc::identity {
+
+namespace {
+
+using base::Error;
+using base::ErrorKind;
+
+enum class Side { kInitiator, kResponder };
+
+Key key_of(Side side, wire::HelloPurpose purpose, std::string_view secret) {
+  const bool joins = purpose == wire::HelloPurpose::kJoin;
+  const bool begins = side == Side::kInitiator;
+  return derive(secret, joins ? (begins ? "join initiator" : "join responder")
+                              : (begins ? "peer initiator" : "peer responder"));
+}
+
+wire::Bytes new_hello(const Self& self, wire::HelloPurpose purpose) {
+  wire::Hello hello{purpose, self.trust, self.rank, self.generation, self.job_id, {}};
+  fill_random(hello.nonce);
+  return wire::encode(hello);
+}
+
+void check_proof(const Key& key, const wire::Bytes& first, const wire::Bytes& second,
+                 std::span<const uint8_t> proof) {
+  if (is_equal(authenticate(key, {first, second}), wire::decode_proof(proof))) return;
+  throw base::Exception(ErrorKind::kAuth, "a proof that does not fit");
+}
+
+}  // namespace
+
+Initiator::Initiator(const Credentials& credentials, wire::HelloPurpose purpose)
+    : purpose_(purpose),
+      own_key_(key_of(Side::kInitiator, purpose, credentials.secret)),
+      other_key_(key_of(Side::kResponder, purpose, credentials.secret)),
+      own_(new_hello(credentials.self, purpose)) {}
+
+wire::Proof Initiator::answer(std::span<const uint8_t> hello) {
+  other_ = wire::decode_hello(hello);
+  if (other_.purpose != purpose_) {
+    throw base::Exception(ErrorKind::kAuth, "a hello of another purpose");
+  }
+  theirs_.assign(hello.begin(), hello.end());
+  return authenticate(own_key_, {own_, theirs_});
+}
+
+void Initiator::check(std::span<const uint8_t> proof) const {
+  check_proof(other_key_, own_, theirs_, proof);
+}
+
+Responder::Responder(const Credentials& credentials, const wire::Hello& hello)
+    : other_(hello),
+      own_key_(key_of(Side::kResponder, hello.purpose, credentials.secret)),
+      other_key_(key_of(Side::kInitiator, hello.purpose, credentials.secret)),
+      own_(new_hello(credentials.self, hello.purpose)),
+      theirs_(wire::encode(hello)) {}
+
+wire::Proof Responder::check(std::span<const uint8_t> proof) const {
+  check_proof(other_key_, theirs_, own_, proof);
+  return authenticate(own_key_, {theirs_, own_});
+}
+
+std::optional<Error> mismatch(const Self& self, const wire::Hello& other) {
+  const auto refuse = [&](std::string message) {
+    return Error{ErrorKind::kRendezvous, std::move(message), self.rank, "join"};
+  };
+  const std::string who = "rank " + std::to_string(other.rank);
+  const std::string own = "rank " + std::to_string(self.rank);
+  constexpr wire::JobId kNone{};
+  if (other.job_id != self.job_id && other.job_id != kNone && self.job_id != kNone) {
+    return refuse("job id: " + who + " belongs to another job than " + own);
+  }
+  if (other.generation != self.generation) {
+    return refuse(
+        "generation: " + who + " is of generation " + std::to_string(other.generation) + ", " +
+        own + " of " + std::to_string(self.generation) +
+        (other.generation < self.generation ? ": the job has been started again since" : ""));
+  }
+  return std::nullopt;
+}
+
+std::string why_not_believed(const Self& self, const wire::Hello& other) {
+  using enum wire::Trust;
+  const std::string it = "rank " + std::to_string(other.rank);
+  if (other.purpose == wire::HelloPurpose::kPeer) {
+    return it + " does not know the secret of this job's ranks";
+  }
+  if (other.trust != self.trust) {
+    const std::string own = "rank " + std::to_string(self.rank);
+    if (other.trust == kToken) {
+      return it + " has a token, " + own + " has none: start it with the same --token-file";
+    }
+    if (self.trust == kToken) {
+      return it + " has no token, " + own + " has one: start it with the same --token-file";
+    }
+    const bool is_it = other.trust == kAnybody;
+    return (is_it ? it : own) + " was started with --insecure, " + (is_it ? own : it) +
+           " was not: start all ranks alike";
+  }
+  if (self.trust == kToken) {
+    return it + " has another token than rank " + std::to_string(self.rank) +
+           ": start both with the same --token-file";
+  }
+  if (self.trust == kAnybody) return it + " has sent a proof that was damaged on the way";
+  return it +
+         " is no process of this user on this host. Ranks of several hosts or users need a token: "
+         "make one with `(umask 077; head -c 32 /dev/urandom | base64 > job.token)`, copy it to "
+         "each host, and start every rank with --token-file job.token";
+}
+
+Error refusal() {
+  return {ErrorKind::kProtocol,
+          "refused; this side speaks protocol version " + std::to_string(wire::kProtocolVersion),
+          -1,
+          {}};
+}
+
+}  // namespace distrain::rpc::identity

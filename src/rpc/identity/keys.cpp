@@ -1,0 +1,99 @@
+#include "identity/keys.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <memory>
+
+#include <openssl/core_names.h>
+#include <openssl/crypto.h>
+#include <openssl/evp.h>
+#include <openssl/kdf.h>
+#include <openssl/params.h>
+#include <sys/random.h>
+
+namespace distrain::rpc::identity {
+
+namespace {
+
+// OpenSSL wants what it only reads by pointers that it could write to.
+OSSL_PARAM text(const char* name, const char* value) {
+  return OSSL_PARAM_construct_utf8_string(name, const_cast<char*>(value), 0);
+}
+OSSL_PARAM octets(const char* name, std::string_view bytes) {
+  return OSSL_PARAM_construct_octet_string(name, const_cast<char*>(bytes.data()), bytes.size());
+}
+
+void require(bool worked, const char* what) {
+  if (worked) return;
+  throw base::Exception(base::ErrorKind::kInternal, std::string("OpenSSL: ") + what + " failed");
+}
+
+}  // namespace
+
+void fill_random(std::span<uint8_t> out) {
+  while (!out.empty()) {
+    const ssize_t got = getrandom(out.data(), out.size(), 0);
+    if (got > 0) out = out.subspan(static_cast<size_t>(got));
+    if (got < 0 && errno != EINTR) {
+      throw base::Exception(base::ErrorKind::kResources, "the system has no random bytes");
+    }
+  }
+}
+
+std::string random_bytes(size_t count) {
+  std::string bytes(count, '\0');
+  fill_random({reinterpret_cast<uint8_t*>(bytes.data()), bytes.size()});
+  return bytes;
+}
+
+Key derive(std::string_view secret, std::string_view use) {
+  if (secret.empty()) secret = std::string_view("\0", 1);  // OpenSSL takes no empty one
+  const std::unique_ptr<EVP_KDF, decltype(&EVP_KDF_free)> kdf(
+      EVP_KDF_fetch(nullptr, "HKDF", nullptr), &EVP_KDF_free);
+  require(kdf != nullptr, "HKDF");
+  const std::unique_ptr<EVP_KDF_CTX, decltype(&EVP_KDF_CTX_free)> context(
+      EVP_KDF_CTX_new(kdf.get()), &EVP_KDF_CTX_free);
+  require(context != nullptr, "HKDF");
+  const OSSL_PARAM params[] = {text(OSSL_KDF_PARAM_DIGEST, "SHA256"),
+                               octets(OSSL_KDF_PARAM_KEY, secret),
+                               octets(OSSL_KDF_PARAM_SALT, "distrain"),
+                               octets(OSSL_KDF_PARAM_INFO, use), OSSL_PARAM_construct_end()};
+  Key key{};
+  require(EVP_KDF_derive(context.get(), key.data(), key.size(), params) == 1, "HKDF");
+  return key;
+}
+
+wire::Proof authenticate(const Key& key, std::initializer_list<std::span<const uint8_t>> parts) {
+  const std::unique_ptr<EVP_MAC, decltype(&EVP_MAC_free)> mac(
+      EVP_MAC_fetch(nullptr, "HMAC", nullptr), &EVP_MAC_free);
+  require(mac != nullptr, "HMAC");
+  const std::unique_ptr<EVP_MAC_CTX, decltype(&EVP_MAC_CTX_free)> context(
+      EVP_MAC_CTX_new(mac.get()), &EVP_MAC_CTX_free);
+  require(context != nullptr, "HMAC");
+  const OSSL_PARAM params[] = {text(OSSL_MAC_PARAM_DIGEST, "SHA256"), OSSL_PARAM_construct_end()};
+  require(EVP_MAC_init(context.get(), key.data(), key.size(), params) == 1, "HMAC");
+  for (const std::span<const uint8_t> part : parts) {
+    require(EVP_MAC_update(context.get(), part.data(), part.size()) == 1, "HMAC");
+  }
+  wire::Proof proof{};
+  size_t size = 0;
+  require(EVP_MAC_final(context.get(), proof.data(), &size, proof.size()) == 1, "HMAC");
+  require(size == proof.size(), "HMAC");
+  return proof;
+}
+
+bool is_equal(const wire::Proof& a, const wire::Proof& b) {
+  return CRYPTO_memcmp(a.data(), b.data(), a.size()) == 0;
+}
+
+wire::JobId job_id_of(std::string_view name) {
+  std::array<uint8_t, EVP_MAX_MD_SIZE> digest{};
+  unsigned size = 0;
+  require(EVP_Digest(name.data(), name.size(), digest.data(), &size, EVP_sha256(), nullptr) == 1,
+          "SHA-256");
+  wire::JobId id{};
+  std::copy_n(digest.begin(), id.size(), id.begin());
+  return id;
+}
+
+}  // namespace distrain::rpc::identity

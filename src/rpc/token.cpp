@@ -1,0 +1,13 @@
+#include "distrain/rpc/token.h"
+
+#include "identity/keys.h"
+
+namespace distrain::rpc {
+
+std::string new_token() {
+  std::string token = identity::random_bytes(32);
+  static_cast<void>(identity::authenticate(identity::derive(token, "set up"), {}));
+  return token;
+}
+
+}  // namespace distrain::rpc

@@ -1,0 +1,109 @@
+"""What connections to a rank begin with, as include/distrain/wire/handshake.h and Note [Identity] in
+src/rpc/identity/handshake.h have it: written a second time, to try out the first.
+"""
+
+import hashlib
+import hmac
+import os
+import socket
+import struct
+
+HELLO, REJECT, DIRECTORY, PREPARED, GO, PROOF, JOIN = 1, 2, 3, 4, 5, 6, 7
+JOINS, PEER = 1, 2  # the purposes
+TOKEN, SAME_USER, ANYBODY = 1, 2, 3
+MAGIC, VERSION = b"DTRN", 5
+
+# fractional digits of pi, as in src/wire/frame.cpp
+FACTORS = (
+    0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89, 0x452821E638D01377,
+    0xBE5466CF34E90C6C, 0xC0AC29B7C97C50DD, 0x3F84D5B5B5470917, 0x9216D5D98979FB1B, 0xD1310BA698DFB5AC,
+    0x2FFD72DBD01ADFB7)
+
+
+def text(value):
+    return struct.pack("<I", len(value)) + value
+
+
+def frame(kind, meta, meta_bytes=None, payload_bytes=0):
+    length = len(meta) if meta_bytes is None else meta_bytes
+    rest = struct.pack("<HHIIQQQQ", kind, 0, length, 0, payload_bytes, 0, 0, 0)
+    words = struct.unpack("<11I", rest)
+    hashed = sum(word * factor for word, factor in zip(words, FACTORS)) % (1 << 64) >> 32
+    return struct.pack("<I", int.from_bytes(MAGIC, "little") ^ hashed) + rest + meta
+
+
+def hello(rank, purpose=JOINS, trust=SAME_USER, generation=0, job=bytes(16), nonce=None, version=VERSION):
+    return struct.pack("<IBBiI", version, purpose, trust, rank, generation) + job + (nonce or os.urandom(32))
+
+
+def join(job=b"distrain ps", size=0, options=()):
+    meta = text(job) + struct.pack("<i", size) + text(b"") + struct.pack("<H", 1) + text(b"") + text(b"")
+    return meta + struct.pack("<I", len(options)) + b"".join(text(n) + text(v) for n, v in options)
+
+
+def key(secret, purpose, side):
+    """HKDF-SHA256 for 32 bytes."""
+    use = {JOINS: b"join ", PEER: b"peer "}[purpose] + side
+    extracted = hmac.new(b"distrain", secret or b"\0", hashlib.sha256).digest()
+    return hmac.new(extracted, use + b"\x01", hashlib.sha256).digest()
+
+
+def proof(secret, purpose, side, first, second):
+    return hmac.new(key(secret, purpose, side), first + second, hashlib.sha256).digest()
+
+
+class Connection:
+    """To a rank, or of one. What cannot be said as the other side has closed is dropped."""
+
+    def __init__(self, connected):
+        self.socket = connected
+
+    def say(self, data):
+        try:
+            self.socket.sendall(data)
+        except OSError:
+            pass
+
+    def read(self, count):
+        data = b""
+        while len(data) < count:
+            try:
+                part = self.socket.recv(count - len(data))
+            except OSError:
+                return None
+            if not part:
+                return None
+            data += part
+        return data
+
+    def hear(self):
+        """Kind and body of the next frame, without a payload; (None, b"") when the other side has closed."""
+        header = self.read(48)
+        if header is None:
+            return None, b""
+        kind, _, length = struct.unpack("<HHI", header[4:12])
+        body = self.read(length)
+        return (None, b"") if body is None else (kind, body)
+
+    def introduce(self, own, secret, purpose):
+        """As the side that has connected: whether the other one has proved itself, too."""
+        self.say(frame(HELLO, own))
+        kind, theirs = self.hear()
+        if kind != HELLO:
+            return False
+        self.say(frame(PROOF, proof(secret, purpose, b"initiator", own, theirs)))
+        kind, answer = self.hear()
+        return kind == PROOF and hmac.compare_digest(answer, proof(secret, purpose, b"responder", own, theirs))
+
+    def await_end(self):
+        """Until the other side has closed."""
+        try:
+            while self.socket.recv(1 << 16):
+                pass
+        except OSError:
+            pass
+        self.socket.close()
+
+    def reset(self):
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.socket.close()

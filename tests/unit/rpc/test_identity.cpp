@@ -1,0 +1,392 @@
+// Who is believed: the handshake of Note [Identity], field by field, and agents that do not belong
+// together.
+#include <mutex>
+#include <set>
+
+#include "join_support.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using base::ErrorKind;
+using rpc::AgentOptions;
+using rpc::identity::Credentials;
+using rpc::identity::Initiator;
+using rpc::identity::Responder;
+using wire::HelloPurpose;
+
+namespace {
+
+constexpr wire::JobId kJob{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16};
+
+Credentials of(int rank, const std::string& secret = "a secret of the job") {
+  return {{rank, wire::Trust::kToken, 4, kJob}, secret};
+}
+
+template <class Call>
+ErrorKind kind_of(const Call& call) {
+  return error_of(call).kind;
+}
+
+std::string hex(std::span<const uint8_t> bytes) {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  for (const uint8_t byte : bytes) text += {kDigits[byte >> 4], kDigits[byte & 15]};
+  return text;
+}
+
+// What one connection says, so that it can be said again elsewhere.
+struct Words {
+  wire::Bytes initiator_hello, responder_hello;
+  wire::Proof initiator_proof, responder_proof;
+};
+
+Words exchange(HelloPurpose purpose) {
+  Initiator initiator(of(1), purpose);
+  const Responder responder(of(0), wire::decode_hello(initiator.hello()));
+  Words words{initiator.hello(), responder.hello(), initiator.answer(responder.hello()), {}};
+  words.responder_proof = responder.check(words.initiator_proof);
+  initiator.check(words.responder_proof);
+  CHECK(initiator.other().rank == 0);
+  CHECK(responder.other().rank == 1);
+  return words;
+}
+
+}  // namespace
+
+// RFC 4231's test cases 1 and 2; HMAC fills their keys up with zeros. HKDF as Python's hmac module
+// computes it, an empty secret as one zero byte.
+TEST_CASE("keys and proofs are those of the RFCs") {
+  rpc::identity::Key key{};
+  std::fill_n(key.begin(), 20, uint8_t{0x0b});
+  const std::string hi = "Hi There";
+  const auto bytes = [](const std::string& text) {
+    return std::span(reinterpret_cast<const uint8_t*>(text.data()), text.size());
+  };
+  CHECK(hex(rpc::identity::authenticate(key, {bytes(hi)})) ==
+        "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7");
+  key = {'J', 'e', 'f', 'e'};
+  const std::string what = "what do ya want ", nothing = "for nothing?";
+  CHECK(hex(rpc::identity::authenticate(key, {bytes(what), bytes(nothing)})) ==
+        "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
+  CHECK(hex(rpc::identity::derive("secret", "join initiator")) ==
+        "d54289cbe39a6a049004f25419c4d03a1ec78518ac078c77edbee0895e2e090f");
+  CHECK(hex(rpc::identity::derive("", "join initiator")) ==
+        "dd32e40be3fe2e071c25a0ff5d3cc853722d733143fc3380fc428a0d0e34f028");
+}
+
+TEST_CASE("two sides that know the same secret believe each other") {
+  std::set<wire::Bytes> hellos;
+  for (int i = 0; i < 100; ++i) {
+    for (const auto purpose : {HelloPurpose::kJoin, HelloPurpose::kPeer}) {
+      const Words words = exchange(purpose);
+      CHECK(hellos.insert(words.initiator_hello).second);  // nonces are fresh
+      CHECK(hellos.insert(words.responder_hello).second);
+    }
+  }
+}
+
+TEST_CASE("nobody is believed who does not know the secret") {
+  for (const auto purpose : {HelloPurpose::kJoin, HelloPurpose::kPeer}) {
+    Initiator honest(of(1), purpose);
+    Initiator impostor(of(1, "another secret"), purpose);
+    const Responder responder(of(0), wire::decode_hello(impostor.hello()));
+    const wire::Proof proof = impostor.answer(responder.hello());
+    CHECK(kind_of([&] { responder.check(proof); }) == ErrorKind::kAuth);
+    const Responder fake(of(0, "another secret"), wire::decode_hello(honest.hello()));
+    honest.answer(fake.hello());
+    CHECK(kind_of([&] { honest.check(rpc::identity::authenticate({}, {fake.hello()})); }) ==
+          ErrorKind::kAuth);
+  }
+}
+
+TEST_CASE("what was said on another connection, or by the other side, is no proof") {
+  for (const auto purpose : {HelloPurpose::kJoin, HelloPurpose::kPeer}) {
+    const Words before = exchange(purpose);
+    // Replayed to a responder: its nonce is another one now.
+    const Responder responder(of(0), wire::decode_hello(before.initiator_hello));
+    CHECK(kind_of([&] { responder.check(before.initiator_proof); }) == ErrorKind::kAuth);
+    // Replayed to an initiator.
+    Initiator initiator(of(1), purpose);
+    initiator.answer(before.responder_hello);
+    CHECK(kind_of([&] { initiator.check(before.responder_proof); }) == ErrorKind::kAuth);
+    // Reflected: each side gets back what it has said itself.
+    Initiator alone(of(1), purpose);
+    const wire::Proof own = alone.answer(alone.hello());
+    CHECK(kind_of([&] { alone.check(own); }) == ErrorKind::kAuth);
+    // A proof for the other purpose.
+    const auto other = purpose == HelloPurpose::kJoin ? HelloPurpose::kPeer : HelloPurpose::kJoin;
+    Initiator swapped(of(1), other);
+    CHECK(kind_of([&] { swapped.answer(before.responder_hello); }) == ErrorKind::kAuth);
+  }
+}
+
+TEST_CASE("each bit of both hellos and of both proofs counts") {
+  for (const auto purpose : {HelloPurpose::kJoin, HelloPurpose::kPeer}) {
+    const size_t bits = exchange(purpose).initiator_hello.size() * 8;
+    REQUIRE(bits == 62 * 8);
+    // In the initiator's hello, as the responder hears it.
+    for (size_t bit = 0; bit < bits; ++bit) {
+      Initiator initiator(of(1), purpose);
+      wire::Bytes changed = initiator.hello();
+      changed[bit / 8] ^= static_cast<uint8_t>(1 << bit % 8);
+      const auto accepts = [&] {
+        const Responder responder(of(0), wire::decode_hello(changed));
+        responder.check(initiator.answer(responder.hello()));
+      };
+      const ErrorKind kind = kind_of(accepts);
+      REQUIRE((kind == ErrorKind::kAuth || kind == ErrorKind::kProtocol));
+    }
+    // In the responder's, as the initiator hears it.
+    for (size_t bit = 0; bit < bits; ++bit) {
+      Initiator initiator(of(1), purpose);
+      const Responder responder(of(0), wire::decode_hello(initiator.hello()));
+      wire::Bytes changed = responder.hello();
+      changed[bit / 8] ^= static_cast<uint8_t>(1 << bit % 8);
+      const ErrorKind kind = kind_of([&] { responder.check(initiator.answer(changed)); });
+      REQUIRE((kind == ErrorKind::kAuth || kind == ErrorKind::kProtocol));
+    }
+    for (size_t bit = 0; bit < 256; ++bit) {
+      Initiator initiator(of(1), purpose);
+      const Responder responder(of(0), wire::decode_hello(initiator.hello()));
+      const wire::Proof right = initiator.answer(responder.hello());
+      wire::Proof changed = right;
+      changed[bit / 8] ^= static_cast<uint8_t>(1 << bit % 8);
+      REQUIRE(kind_of([&] { responder.check(changed); }) == ErrorKind::kAuth);
+      changed = responder.check(right);
+      changed[bit / 8] ^= static_cast<uint8_t>(1 << bit % 8);
+      REQUIRE(kind_of([&] { initiator.check(changed); }) == ErrorKind::kAuth);
+    }
+  }
+}
+
+TEST_CASE("proofs that are too short or too long are malformed") {
+  Initiator initiator(of(1), HelloPurpose::kJoin);
+  const Responder responder(of(0), wire::decode_hello(initiator.hello()));
+  const wire::Proof proof = initiator.answer(responder.hello());
+  wire::Bytes bytes(proof.begin(), proof.end());
+  bytes.push_back(0);
+  CHECK(kind_of([&] { responder.check(bytes); }) == ErrorKind::kProtocol);
+  for (size_t size = 0; size < proof.size(); ++size) {
+    CHECK(kind_of([&] { responder.check(std::span(proof).first(size)); }) == ErrorKind::kProtocol);
+  }
+}
+
+TEST_CASE("another job or another generation is named") {
+  const rpc::identity::Self self = of(0).self;
+  wire::Hello other{HelloPurpose::kJoin, self.trust, 1, self.generation, self.job_id, {}};
+  CHECK_FALSE(rpc::identity::mismatch(self, other));
+  other.job_id = {};  // it knows none yet
+  CHECK_FALSE(rpc::identity::mismatch(self, other));
+  other.job_id = {9};
+  CHECK(contains(rpc::identity::mismatch(self, other)->message, "job id: rank 1"));
+  other.job_id = self.job_id;
+  other.generation = 3;
+  CHECK(contains(rpc::identity::mismatch(self, other)->message, "is of generation 3, rank 0 of 4"));
+}
+
+// ---- agents ----
+
+namespace {
+
+// What rank 0 says of whom it refuses.
+struct Refusals {
+  std::mutex mutex;
+  std::vector<base::Error> all;  // by mutex
+
+  void listen(AgentOptions& options) {
+    options.on_refused = [this](const base::Error& error) {
+      std::lock_guard lock(mutex);
+      all.push_back(error);
+    };
+  }
+  std::string first() {
+    std::lock_guard lock(mutex);
+    return all.empty() ? "" : all.front().message;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("ranks with one token make a job, whatever the transport") {
+  AgentOptions options;
+  options.token = "a token that nobody knows";
+  options.transport = GENERATE("unix", "tcp");
+  options.generation = 7;
+  options.job_id = "job 12";
+  Cluster cluster(3, setup, options);
+  for (int rank = 0; rank < 3; ++rank) {
+    CHECK(cluster[rank].rpc_sync<&add>((rank + 1) % 3, 1, 1) == 2);
+  }
+  cluster.shutdown();
+}
+
+TEST_CASE("a rank that rank 0 does not believe is refused on both sides, and the job comes up") {
+  AgentOptions options = options_for(0, 2);
+  Refusals refusals;
+  refusals.listen(options);
+  std::string said;  // by the rank that is refused
+  std::string heard;
+  AgentOptions mine = options_for(1, 2);
+  SECTION("another token") {
+    options.token = "the right token of it";
+    mine.token = "a wrong token";
+    said = "rank 0 has another token than rank 1: start both with the same --token-file";
+    heard = "rank 1 has another token than rank 0";
+  }
+  SECTION("no token") {
+    options.token = "the right token of it";
+    said = "rank 0 has a token, rank 1 has none";
+    heard = "rank 1 has no token, rank 0 has one";
+  }
+  SECTION("a token too many") {
+    mine.token = "a token";
+    said = "rank 0 has no token, rank 1 has one";
+  }
+  SECTION("rank 0 trusts everybody") {
+    options.insecure = true;
+    said = "rank 0 was started with --insecure, rank 1 was not";
+    heard = "rank 0 was started with --insecure, rank 1 was not";
+  }
+  const std::string token = options.token;
+  const bool insecure = options.insecure;
+  Joining zero(options);
+  mine.master_port = zero.agent().port();
+  const base::Error error = Joining(mine).result();
+  CHECK(error.kind == ErrorKind::kAuth);
+  CHECK(error.rank == 0);
+  CHECK(contains(error.message, said));
+  Joining one([&] {
+    AgentOptions right = options_for(1, 2, zero.agent().port());
+    right.token = token;
+    right.insecure = insecure;
+    return right;
+  }());
+  CHECK(one.joined());
+  CHECK(zero.joined());
+  CHECK(contains(refusals.first(), heard));
+  CHECK_FALSE(contains(refusals.first() + error.message, "a wrong token"));
+  CHECK_FALSE(contains(refusals.first() + error.message, "the right token"));
+  std::thread other([&] { one.agent().shutdown(); });
+  zero.agent().shutdown();
+  other.join();
+}
+
+TEST_CASE("a rank of another job or of an earlier generation is refused") {
+  AgentOptions options = options_for(0, 2);
+  options.job_id = "job 1";
+  options.generation = 2;
+  Refusals refusals;
+  refusals.listen(options);
+  Joining zero(options);
+  AgentOptions mine = options_for(1, 2, zero.agent().port());
+  mine.generation = 2;
+  std::string said;
+  SECTION("another job") {
+    mine.job_id = "job 2";
+    said = "job id: rank 0 belongs to another job than rank 1";
+  }
+  SECTION("an earlier generation") {
+    mine.generation = 1;
+    said = "generation: rank 0 is of generation 2, rank 1 of 1";
+  }
+  const base::Error error = Joining(mine).result();
+  INFO(error.message);
+  CHECK(error.kind == ErrorKind::kRendezvous);
+  CHECK(contains(error.message, said));
+  AgentOptions right = options_for(1, 2, zero.agent().port());
+  right.generation = 2;
+  Joining one(right);
+  CHECK(one.joined());
+  CHECK(zero.joined());
+  CHECK_FALSE(refusals.first().empty());
+}
+
+TEST_CASE("a rank of a later generation waits until rank 0 has been started again") {
+  const ReservedPort reserved;
+  AgentOptions options = options_for(0, 2, reserved.port());
+  auto old_zero = std::make_unique<Joining>(options);
+  AgentOptions mine = options_for(1, 2, reserved.port());
+  mine.generation = 1;
+  Joining one(mine);
+  std::this_thread::sleep_for(100ms);
+  if (one.ended()) FAIL(one.result().message);
+  old_zero->agent().abort(base::Error{ErrorKind::kCancelled, "started again", 0, {}});
+  CHECK_FALSE(old_zero->joined());
+  old_zero = nullptr;
+  options.generation = 1;
+  Joining zero(options);
+  CHECK(one.joined());
+  CHECK(zero.joined());
+}
+
+TEST_CASE("the owner of the other end of a connection over loopback is known") {
+  for (const char* host : {"127.0.0.1", "localhost", "::1", "*"}) {
+    const base::Result<net::Fd> listening =
+        net::listen_tcp(std::string(host) == "*" ? "" : host, 0);
+    if (!listening.ok()) continue;  // no v6 here
+    const uint16_t port = net::local_name(listening.unchecked().get()).port;
+    const std::string to = std::string(host) == "*" ? "127.0.0.1" : host;
+    const net::Fd here = std::move(net::connect_tcp(to, port, base::deadline_after(60s)).value());
+    net::Fd there;
+    while (!there.valid()) {
+      there = net::Fd(::accept4(listening.unchecked().get(), nullptr, nullptr, SOCK_CLOEXEC));
+    }
+    CHECK(net::peer_user(here.get()) == geteuid());
+    CHECK(net::peer_user(there.get()) == geteuid());
+  }
+}
+
+namespace {
+
+// Somebody who listens where rank 0 is expected, and does not know the token.
+void direct_somewhere(RawRank& fake, int variant) {
+  REQUIRE(fake.receive());  // a hello
+  const rpc::identity::Self self{0, wire::Trust::kToken, 0, {}};
+  wire::Hello own{HelloPurpose::kJoin, self.trust, 0, 0, {}, {}};
+  const wire::Directory directory{{{"w0", {"127.0.0.1", 9, "", ""}}, {"w1", {}}}, {}, "a secret"};
+  if (variant != 0) {
+    fake.send(wire::FrameKind::kHello, wire::encode(own));
+    if (!fake.receive()) return;  // a proof, if it says one
+  }
+  if (variant == 2) fake.send(wire::FrameKind::kProof, wire::Bytes(32, 7));
+  fake.send(wire::FrameKind::kDirectory, wire::encode(directory));
+}
+
+}  // namespace
+
+TEST_CASE("a fake rank 0 directs nobody anywhere") {
+  const int variant = GENERATE(0, 1, 2);  // a directory at once, after a hello, after a wrong proof
+  net::Fd listener = std::move(net::listen_tcp("localhost", 0).value());
+  const int flags = fcntl(listener.get(), F_GETFL);
+  fcntl(listener.get(), F_SETFL, flags & ~O_NONBLOCK);
+  AgentOptions options = options_for(1, 2, net::local_name(listener.get()).port);
+  options.token = "a token of the job";
+  Joining one(options, [] { FAIL("it believes the directory"); });
+  RawRank fake(net::Fd(::accept(listener.get(), nullptr, nullptr)));
+  direct_somewhere(fake, variant);
+  const ErrorKind kind = one.result().kind;
+  CHECK((kind == ErrorKind::kAuth || kind == ErrorKind::kProtocol));
+  CHECK(one.result().rank == 0);
+}
+
+TEST_CASE("ranks that meet at rank 0's unix socket listen on no port") {
+  const std::string name = "@distrain-test-" + std::to_string(getpid());
+  AgentOptions options = options_for(0, 3);
+  options.rank_0_unix_name = name;
+  options.listen_fd = std::move(net::listen_unix(name).value()).release();
+  Joining zero(options);
+  AgentOptions mine = options_for(1, 3);
+  mine.rank_0_unix_name = name;
+  Joining one(mine);
+  mine.rank = 2;
+  Joining two(mine);
+  REQUIRE(one.joined());
+  REQUIRE(two.joined());
+  REQUIRE(zero.joined());
+  for (Joining* joining : {&zero, &one, &two}) {
+    CHECK(joining->agent().port() == 0);
+    CHECK(joining->agent().transport() == "unix");
+  }
+  CHECK(two.agent().rpc_sync<&add>(1, 2, 3) == 5);
+  CHECK(zero.agent().rpc_sync<&add>(2, 2, 3) == 5);
+}
