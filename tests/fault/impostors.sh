@@ -1,0 +1,12 @@
+#!/bin/bash
+# ctest: labels=noasan timeout=300
+# Somebody who does not know the token comes to all ranks of a job that listen, from before they meet until they
+# end. tests/soak/impostors.sh sends 100,000, to each job.
+# shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
+source "$(dirname "$0")/../cli/lib.bash"
+make_images "$tmp/images" 256 64
+make_token "$tmp/job.token"
+if [[ ${DISTRAIN_SOAK:-} ]]; then count=20000 jobs=(ps hybrid rnn rl pipeline); else count=400 jobs=(ps); fi
+python3 -u "$root/tests/fault/impostors.py" "$distrain" "$tmp" "$count" "${jobs[@]}" || fail "impostors"
+expect_no_process "at the end"
+finish
