@@ -191,7 +191,7 @@ class Placer {
     }
   }
 
-  /// Of the launcher that this rank has its number from, and which has started all others then.
+  /// Whoever has started this process has started the others, too.
   void find_job_id() {
     const std::string launcher = launcher_->rank;
     const auto restarts = [this](const char* name) {
@@ -206,8 +206,10 @@ class Placer {
     } else if (launcher == "OMPI_COMM_WORLD_RANK") {
       if (const auto id = variable("PMIX_NAMESPACE")) placement_.job_id = "mpirun " + *id;
     } else if (launcher == "SLURM_PROCID") {
-      if (const auto id = variable("SLURM_JOB_ID"); id && !variable("SLURM_HET_JOB_ID")) {
-        placement_.job_id = "slurm " + *id + "." + variable("SLURM_STEP_ID").value_or("");
+      // Ranks of one job may be in several steps, and in several parts of a heterogeneous job.
+      const auto id = variable("SLURM_HET_JOB_ID");
+      if (id || variable("SLURM_JOB_ID")) {
+        placement_.job_id = "slurm " + id.value_or(variable("SLURM_JOB_ID").value_or(""));
       }
       restarts("SLURM_RESTART_COUNT");
     }
@@ -221,7 +223,7 @@ class Placer {
     settle_size(find_size(), rank.value == 0);
     check_rank(rank.value, rank.source);
     find_master();
-    if (launcher_ && rank.source == launcher_->rank) find_job_id();
+    if (launcher_) find_job_id();
     placement_.local_ranks = ranks_on_this_host();
   }
 

@@ -72,7 +72,11 @@ std::string take_token(const ParsedOptions& options, Placement& placement) {
     if (options.flag("insecure")) invalid("--token-file excludes --insecure");
     return read_token(options.text("token-file"));
   }
-  if (in_environment.empty() || options.flag("insecure")) return {};
+  if (in_environment.empty() || placement.mode == Placement::Mode::kLocal) return {};
+  if (options.flag("insecure")) {
+    placement.warn(fmt::format("--insecure overrides {} of the environment", kVariable));
+    return {};
+  }
   std::string token = checked(in_environment, kVariable);
   placement.warn(fmt::format(
       "{}: root and other processes of this user can read it; --token-file is safer", kVariable));

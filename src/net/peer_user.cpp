@@ -78,6 +78,14 @@ std::optional<uint32_t> owner_in(const char* table, const Place& own, const Plac
   return std::nullopt;
 }
 
+// In a user namespace all users who are not in it have this one number.
+bool is_some_user(uint32_t user) {
+  uint32_t overflow = 0, first = 0, outside = 0, count = 0;
+  std::ifstream("/proc/sys/kernel/overflowuid") >> overflow;
+  std::ifstream("/proc/self/uid_map") >> first >> outside >> count;
+  return user == overflow && count != UINT32_MAX;
+}
+
 }  // namespace
 
 std::optional<uint32_t> peer_user(int fd) {
@@ -88,17 +96,22 @@ std::optional<uint32_t> peer_user(int fd) {
     ucred peer{};
     socklen_t size = sizeof peer;
     if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return std::nullopt;
-    return peer.uid;
+    return is_some_user(peer.uid) ? std::nullopt : std::optional<uint32_t>(peer.uid);
   }
   if (getpeername(fd, reinterpret_cast<sockaddr*>(&remote), &remote_size) != 0) return std::nullopt;
+  // From one address of this host to another one of it only over loopback.
+  const std::string own_host = local_name(fd).host, other_host = remote_name(fd).host;
+  const bool may_be_here = own_host == other_host || is_loopback(other_host);
+  if (!may_be_here) return std::nullopt;
   const bool is_v4 = local.ss_family == AF_INET;
   const Place here = is_v4 ? mapped(place_of(local)) : place_of(local);
   const Place there = is_v4 ? mapped(place_of(remote)) : place_of(remote);
   // Either end may be a v6 socket that is used for v4.
-  if (auto user = owner_in("/proc/self/net/tcp6", there, here)) return user;
-  if (!is_mapped(here)) return std::nullopt;
+  std::optional<uint32_t> user = owner_in("/proc/self/net/tcp6", there, here);
+  if (user || !is_mapped(here)) return user && is_some_user(*user) ? std::nullopt : user;
   const auto plain = [](const Place& place) { return Place{{place.words[3]}, place.port}; };
-  return owner_in("/proc/self/net/tcp", plain(there), plain(here));
+  user = owner_in("/proc/self/net/tcp", plain(there), plain(here));
+  return user && is_some_user(*user) ? std::nullopt : user;
 }
 
 }  // namespace distrain::net

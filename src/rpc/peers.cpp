@@ -13,7 +13,7 @@ using base::ErrorKind;
 // has not been reached by then is behind something that drops what is sent to it.
 constexpr auto kLongestReach = std::chrono::seconds(20);
 // Who refuses a connection has most likely just died, or left: rank 0 is about to say why.
-constexpr base::Duration kRank0Tells = std::chrono::seconds(1);
+constexpr auto kRank0Tells = std::chrono::seconds(1);
 constexpr auto kRetry = std::chrono::milliseconds(20);
 
 }  // namespace
@@ -132,10 +132,7 @@ void Peers::on_unreachable_on_loop(int rank, const Error& error) {
   told.rank = error.kind == ErrorKind::kResources ? rank_ : rank;
   told.message = "rank " + std::to_string(rank_) + " cannot reach rank " + std::to_string(rank) +
                  " (" + name(rank) + "): " + error.message;
-  // Who was silent has had its time.
-  const bool was_silent = error.kind == ErrorKind::kDeadline;
-  const base::Duration wait = was_silent ? base::Duration::zero() : kRank0Tells;
-  loop_.call_at(base::deadline_after(wait), [this, rank, told] {
+  loop_.call_at(base::deadline_after(kRank0Tells), [this, rank, told] {
     Peer& peer = at(rank);
     if (peer.state != State::kConnecting) return;
     if (peer.accepted) return begin_to_send_on_loop(rank, peer.accepted);
@@ -146,17 +143,14 @@ void Peers::on_unreachable_on_loop(int rank, const Error& error) {
 void Peers::on_connected_on_loop(int rank, net::Fd socket, base::TimePoint deadline) {
   if (at(rank).state != State::kConnecting) return;  // lost meanwhile
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
-  control_.introduce_on_loop(rank, stream, deadline,
-                             [this, rank, stream, deadline](base::Status is) {
-                               if (!is.ok())
-                                 return on_not_believed_on_loop(rank, is.error(), deadline);
-                               if (at(rank).state != State::kConnecting)
-                                 return stream->close(false);
-                               stream->set_limits_on_loop(wire::Limits{});
-                               stream->set_handler_on_loop(handler_on_loop(rank, stream));
-                               begin_to_send_on_loop(rank, stream);
-                               on_open_(rank);
-                             });
+  control_.introduce_on_loop(rank, stream, [this, rank, stream, deadline](base::Status is) {
+    if (!is.ok()) return on_not_believed_on_loop(rank, is.error(), deadline);
+    if (at(rank).state != State::kConnecting) return stream->close(false);
+    stream->set_limits_on_loop(wire::Limits{});
+    stream->set_handler_on_loop(handler_on_loop(rank, stream));
+    begin_to_send_on_loop(rank, stream);
+    on_open_(rank);
+  });
 }
 
 // Who closes without a word has no time for this rank now, as strangers take it; or is no more,

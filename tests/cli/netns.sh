@@ -57,6 +57,7 @@ done
 refused() {
   local name=$1 words=$2
   shift 2
+  rm -f "$tmp/rank0"
   ip netns exec "$a" "$distrain" hybrid --rank 0 --master-addr 10.77.0.1 --epochs 3 \
     "${of_rank_0[@]}" >"$tmp/rank0" 2>/dev/null &
   local rank0=$!

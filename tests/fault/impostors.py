@@ -1,8 +1,7 @@
 """usage: impostors.py DISTRAIN FOLDER COUNT JOB...: see impostors.sh.
 
 For each JOB its ranks are started one by one, with a token and over TCP, while impostors come to all that listen:
-before all ranks are there, while they work and while they end, COUNT for each job in all or, if it ends before, as
-many as come. None may be believed, and the job must end with the numbers of an undisturbed run. FOLDER holds
+before all ranks are there, while they work and while they end; and again, until COUNT have come to it. None may be believed, and the job must end with the numbers of an undisturbed run. FOLDER holds
 `images` and `job.token`.
 """
 
@@ -189,7 +188,7 @@ class Impostors(threading.Thread):
     def run(self):
         kinds = (self.peer_hello_and_close, self.peer_hello_and_hold, self.guess, self.replay, self.reflect,
                  self.truncate, self.mutate, self.take_the_other_side)
-        while not self.over and self.made < count:
+        while not self.over:
             if self.recorded is None:
                 self.record()
                 continue
@@ -255,22 +254,29 @@ def run(job, token=None):
     return end, impostors
 
 
+def check(job, end, expected, impostors):
+    print(f"{job}: {impostors.made} impostors at {len(impostors.ports)} ports, {len(impostors.believed)} believed")
+    if impostors.believed:
+        raise SystemExit(f"{job}: believed: {set(impostors.believed)}")
+    for name in JOBS[job][2]:
+        if end.get(name) != expected.get(name):
+            raise SystemExit(f"{job}: {name} is {end.get(name)}, not {expected.get(name)}")
+    if end["live_rrefs"] or end["live_contexts"]:
+        raise SystemExit(f"{job}: something is left: {end}")
+
+
 def main():
     with open(f"{folder}/job.token", "rb") as file:
         token = file.read().strip()
     made = 0
     for job in sys.argv[4:]:
         expected, _ = run(job)
-        end, impostors = run(job, token)
-        made += impostors.made
-        print(f"{job}: {impostors.made} impostors at {len(impostors.ports)} ports, {len(impostors.believed)} believed")
-        if impostors.believed:
-            raise SystemExit(f"{job}: believed: {set(impostors.believed)}")
-        for name in JOBS[job][2]:
-            if end.get(name) != expected.get(name):
-                raise SystemExit(f"{job}: {name} is {end.get(name)}, not {expected.get(name)}")
-        if end["live_rrefs"] or end["live_contexts"]:
-            raise SystemExit(f"{job}: something is left: {end}")
+        of_job = 0
+        while of_job < count:
+            end, impostors = run(job, token)
+            of_job += impostors.made
+            check(job, end, expected, impostors)
+        made += of_job
         for rank in range(JOBS[job][1]):
             for name in (f"rank{rank}", f"err{rank}"):
                 with open(f"{folder}/{name}", "rb") as file:

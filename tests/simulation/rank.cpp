@@ -14,6 +14,7 @@ namespace {
 constexpr auto kLongestTry = std::chrono::seconds(5);
 constexpr auto kRank0SaysWho = std::chrono::seconds(1);  // as ControlPlane
 constexpr auto kDoorTimeout = std::chrono::seconds(2);
+constexpr auto kAnswers = std::chrono::seconds(5);
 constexpr auto kLastLook = std::chrono::milliseconds(50);
 
 }  // namespace
@@ -151,11 +152,10 @@ void Rank::try_to_join() {
       after(std::chrono::milliseconds(20) + up_to(seconds(0.5)), [this] { try_to_join(); });
     };
     if (!end) return again();
-    introduce(*end, wire::HelloPurpose::kJoin, job_.peer_timeout,
-              [this, again](std::optional<End> believed) {
-                if (is_over_) return;
-                believed ? begin_as_member(*believed) : again();
-              });
+    introduce(*end, wire::HelloPurpose::kJoin, [this, again](std::optional<End> believed) {
+      if (is_over_) return;
+      believed ? begin_as_member(*believed) : again();
+    });
   });
 }
 
@@ -232,23 +232,28 @@ rpc::identity::Credentials Rank::credentials(wire::HelloPurpose purpose) const {
 }
 
 // As Introduction.
-void Rank::introduce(End end, wire::HelloPurpose purpose, Duration patience,
-                     Network::OnConnected then) {
+void Rank::introduce(End end, wire::HelloPurpose purpose, Network::OnConnected then) {
   rpc::identity::Initiator initiator(credentials(purpose), purpose);
   network_.send(end, {FrameKind::kHello, 0, 0, initiator.hello()});
   introductions_.emplace(end, Introduction{std::move(initiator), std::move(then)});
-  after(patience, [this, end] { end_introduction(end, false); });
+  after(kAnswers + kLastLook, [this, end] {
+    const auto found = introductions_.find(end);
+    if (found != introductions_.end() && !found->second.has_answered) end_introduction(end, false);
+  });
 }
 
 void Rank::go_on_introducing(End end, const Message& message) {
-  rpc::identity::Initiator& initiator = introductions_.at(end).initiator;
+  Introduction& introduction = introductions_.at(end);
   try {
     if (message.kind == FrameKind::kHello) {
-      const wire::Proof proof = initiator.answer(message.body);
+      const wire::Proof proof = introduction.initiator.answer(message.body);
+      introduction.has_answered = true;
+      after(std::max<Duration>(kAnswers, job_.peer_timeout) + kLastLook,
+            [this, end] { end_introduction(end, false); });
       return network_.send(end, {FrameKind::kProof, 0, 0, {proof.begin(), proof.end()}});
     }
     if (message.kind != FrameKind::kProof) wire::Reader::fail("a frame out of place");
-    initiator.check(message.body);
+    introduction.initiator.check(message.body);
     end_introduction(end, true);
   } catch (const base::Exception&) {
     end_introduction(end, false);

@@ -156,7 +156,7 @@ class Rank final : public Host, private World {
 
   void connect(Host& to, Duration limit, Network::OnConnected then);
   rpc::identity::Credentials credentials(wire::HelloPurpose purpose) const;
-  void introduce(End end, wire::HelloPurpose purpose, Duration patience, Network::OnConnected then);
+  void introduce(End end, wire::HelloPurpose purpose, Network::OnConnected then);
   void go_on_introducing(End end, const Message& message);
   void end_introduction(End end, bool is_believed);
   void hear_stranger(End end, const Message& message);
@@ -170,7 +170,6 @@ class Rank final : public Host, private World {
   void call(int to);
   void reach(int to, TimePoint deadline);
   void connected(int to, std::optional<End> end);
-  void report_unreachable(int to);
   void begin_to_send(int to, Link link);
   void call_has_come();
 
@@ -206,6 +205,7 @@ class Rank final : public Host, private World {
   struct Introduction {
     rpc::identity::Initiator initiator;
     Network::OnConnected then;
+    bool has_answered = false;
   };
   std::map<End, Introduction> introductions_;
   struct Stranger {

@@ -45,14 +45,11 @@ void Rank::reach(int to, TimePoint deadline) {
   if (callee == nullptr || !party_) return connected(to, std::nullopt);
   connect(*callee, deadline - time_.now(), [this, to, deadline](std::optional<End> end) {
     if (!end || !party_) return connected(to, end);
-    const TimePoint silent_at = time_.now() + job_.peer_timeout;
-    introduce(*end, wire::HelloPurpose::kPeer, job_.peer_timeout,
-              [this, to, deadline, silent_at](std::optional<End> believed) {
-                if (believed || !party_) return connected(to, believed);
-                if (time_.now() >= silent_at) return report_unreachable(to);
-                if (time_.now() + kRetry >= deadline) return connected(to, std::nullopt);
-                after(kRetry, [this, to, deadline] { reach(to, deadline); });
-              });
+    introduce(*end, wire::HelloPurpose::kPeer, [this, to, deadline](std::optional<End> believed) {
+      if (believed || !party_) return connected(to, believed);
+      if (time_.now() + kRetry >= deadline) return connected(to, std::nullopt);
+      after(kRetry, [this, to, deadline] { reach(to, deadline); });
+    });
   });
 }
 
@@ -68,17 +65,16 @@ void Rank::connected(int to, std::optional<End> end) {
     if (!streams_.contains(link)) return;  // this rank is leaving
     return begin_to_send(to, link);
   }
-  after(kRank0Tells, [this, to] { report_unreachable(to); });
-}
-
-void Rank::report_unreachable(int to) {
-  Peer& unreached = peers_[static_cast<size_t>(to)];
-  if (unreached.state != PeerState::kConnecting || !party_) return;
-  if (unreached.accepted) return begin_to_send(to, *unreached.accepted);
-  party_->report(to, {ErrorKind::kPeerLost,
-                      "rank " + std::to_string(rank_) + " cannot reach rank " + std::to_string(to),
-                      to,
-                      {}});
+  after(kRank0Tells, [this, to] {
+    Peer& unreached = peers_[static_cast<size_t>(to)];
+    if (unreached.state != PeerState::kConnecting || !party_) return;
+    if (unreached.accepted) return begin_to_send(to, *unreached.accepted);
+    party_->report(to,
+                   {ErrorKind::kPeerLost,
+                    "rank " + std::to_string(rank_) + " cannot reach rank " + std::to_string(to),
+                    to,
+                    {}});
+  });
 }
 
 void Rank::begin_to_send(int to, Link link) {

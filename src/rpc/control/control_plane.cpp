@@ -19,10 +19,11 @@ using control::rendezvous_error;
 constexpr auto kWaitingInterval = std::chrono::seconds(5);
 constexpr auto kFirstRetry = std::chrono::milliseconds(20);
 constexpr auto kLongestRetry = std::chrono::milliseconds(500);
-constexpr auto kDoorTimeout = std::chrono::seconds(2);   // for the proof of who connects
-constexpr auto kLastWords = std::chrono::seconds(1);     // of this rank, to others
-constexpr auto kRank0SaysWho = std::chrono::seconds(1);  // is missing, to those who have come
-constexpr auto kLoopAnswers = std::chrono::seconds(1);   // when somebody asks it
+constexpr auto kDoorTimeout = std::chrono::seconds(2);        // for the proof of who connects
+constexpr auto kLastWords = std::chrono::seconds(1);          // of this rank, to others
+constexpr auto kRank0SaysWho = std::chrono::seconds(1);       // is missing, to those who have come
+constexpr auto kLoopAnswers = std::chrono::seconds(1);        // when somebody asks it
+constexpr base::Duration kAnswers = std::chrono::seconds(5);  // who is asked for its hello
 constexpr auto kForEver = std::chrono::hours(24 * 365);  // that a point in time can be told from
 
 // The interface that rank 0 listens on: the one that --master-addr names. A name that means this
@@ -35,11 +36,13 @@ std::string host_to_bind(const AgentOptions& options) {
   return host;
 }
 
-// Silence that is no loss later on is none before the proof either.
-base::TimePoint end_of_patience(const AgentOptions& options, base::TimePoint deadline) {
-  if (options.peer_timeout <= std::chrono::nanoseconds::zero()) return deadline;
-  return std::min(deadline, base::deadline_after(
-                                std::chrono::duration_cast<base::Duration>(options.peer_timeout)));
+// Who does not answer is asked again; but who may have taken the connection, and says nothing more,
+// is silent as one that is lost.
+control::Introduction::Patience patience_of(const AgentOptions& options) {
+  const bool judges = options.peer_timeout > std::chrono::nanoseconds::zero();
+  const auto silence = std::chrono::duration_cast<base::Duration>(
+      std::min<std::chrono::nanoseconds>(options.peer_timeout, kForEver));
+  return {kAnswers, judges ? std::max(kAnswers, silence) : base::Duration(kForEver)};
 }
 
 net::PortRange ports_of_rank_0(const AgentOptions& options) {
@@ -191,11 +194,11 @@ base::Status ControlPlane::try_to_join(base::TimePoint connected_by, base::TimeP
   base::Promise<void> met;
   const base::Future<void> told = met.future();
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.unchecked().release());
-  loop_.post([self = shared_from_this(), stream, met = std::move(met),
-              until = end_of_patience(options_, deadline)]() mutable {
-    self->meet_rank_0_on_loop(stream, until, std::move(met));
+  loop_.post([self = shared_from_this(), stream, met = std::move(met)]() mutable {
+    self->meet_rank_0_on_loop(stream, std::move(met));
   });
-  return told.wait_result();
+  if (told.wait_until(deadline)) return told.wait_result();
+  return Error{kTryAgain, rank_0_text() + ": it does not answer", 0, {}};
 }
 
 // Once: the way back from rank 0 is the same each time.
@@ -213,8 +216,7 @@ void ControlPlane::listen_as_member(const net::Fd& to_rank_0) {
   doorway_->listen(std::move(own));
 }
 
-void ControlPlane::meet_rank_0_on_loop(const net::StreamPtr& stream, base::TimePoint until,
-                                       base::Promise<void> met) {
+void ControlPlane::meet_rank_0_on_loop(const net::StreamPtr& stream, base::Promise<void> met) {
   if (is_closed_) {
     stream->close(false);
     met.fail(left_already(options_.rank));
@@ -223,7 +225,7 @@ void ControlPlane::meet_rank_0_on_loop(const net::StreamPtr& stream, base::TimeP
   meeting_ = stream;
   const auto shared = std::make_shared<base::Promise<void>>(std::move(met));
   control::Introduction::begin_on_loop(
-      loop_, stream, {self_, options_.token}, wire::HelloPurpose::kJoin, until,
+      loop_, stream, {self_, options_.token}, wire::HelloPurpose::kJoin, patience_of(options_),
       [self = shared_from_this(), stream, shared](const base::Result<wire::Hello>& rank_0) {
         self->meeting_ = nullptr;
         const base::Status joins = rank_0.ok() ? self->join_on_loop(stream, rank_0.unchecked())
@@ -258,7 +260,6 @@ Error ControlPlane::no_rank_0(const Error& why) const {
   Error error = why;
   error.rank = 0;
   error.op = "join";
-  if (error.kind == ErrorKind::kDeadline) error.kind = ErrorKind::kRendezvous;
   error.message = rank_0_text() + ": " + error.message;
   return error;
 }
@@ -491,7 +492,6 @@ std::optional<identity::Credentials> ControlPlane::credentials_on_loop(
     wire::HelloPurpose purpose) const {
   if (!party_) return std::nullopt;
   if (purpose == wire::HelloPurpose::kJoin) {
-    if (!hub_) return std::nullopt;
     return identity::Credentials{self_, options_.token};
   }
   if (party_->secret().empty()) return std::nullopt;
@@ -560,7 +560,6 @@ Way ControlPlane::way_to(int rank, const wire::Endpoint& endpoint) const {
 }
 
 void ControlPlane::introduce_on_loop(int rank, const net::StreamPtr& stream,
-                                     base::TimePoint deadline,
                                      std::function<void(base::Status believed)> done) {
   const auto credentials = credentials_on_loop(wire::HelloPurpose::kPeer);
   if (!credentials) {
@@ -568,7 +567,7 @@ void ControlPlane::introduce_on_loop(int rank, const net::StreamPtr& stream,
     return done(left_already(options_.rank));
   }
   control::Introduction::begin_on_loop(
-      loop_, stream, *credentials, wire::HelloPurpose::kPeer, end_of_patience(options_, deadline),
+      loop_, stream, *credentials, wire::HelloPurpose::kPeer, patience_of(options_),
       [rank, stream, done = std::move(done)](const base::Result<wire::Hello>& other) {
         if (!other.ok()) return done(other.error());
         if (other.unchecked().rank == rank) return done(base::Unit{});

@@ -84,7 +84,7 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   void report_on_loop(int rank, base::Error error);
   /// Proves to `rank`, on a connection that this rank has made for calls, who this one is, and has
   /// it proved. `done` as Introduction's.
-  void introduce_on_loop(int rank, const net::StreamPtr& stream, base::TimePoint deadline,
+  void introduce_on_loop(int rank, const net::StreamPtr& stream,
                          std::function<void(base::Status believed)> done);
 
  private:
@@ -106,8 +106,7 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   void begin_as_member(base::TimePoint deadline);
   void listen_as_member(const net::Fd& to_rank_0);
   base::Status try_to_join(base::TimePoint connected_by, base::TimePoint deadline);
-  void meet_rank_0_on_loop(const net::StreamPtr& stream, base::TimePoint until,
-                           base::Promise<void> met);
+  void meet_rank_0_on_loop(const net::StreamPtr& stream, base::Promise<void> met);
   base::Status join_on_loop(const net::StreamPtr& stream, const wire::Hello& rank_0);
   base::Error no_rank_0(const base::Error& why) const;
   void listen_by_unix_socket();

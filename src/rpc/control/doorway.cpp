@@ -6,6 +6,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include "control/last_look.h"
 #include "control/say.h"
 
 namespace distrain::rpc::control {
@@ -16,7 +17,6 @@ using base::Error;
 using base::ErrorKind;
 using base::Exception;
 
-constexpr auto kLastLook = std::chrono::milliseconds(50);
 constexpr auto kCrowded = std::chrono::milliseconds(100);  // until the oldest one goes
 constexpr auto kLongestJoin = std::chrono::seconds(60);    // of who has proved itself
 constexpr auto kBetweenReports = std::chrono::seconds(5);
@@ -67,6 +67,7 @@ void Doorway::on_connection_on_loop(net::Fd socket) {
   const uint64_t number = ++newest_;
   Stranger& stranger = strangers_[number];
   stranger.stream = stream;
+  stranger.came = base::Clock::now();
   stranger.timer = show_the_door_later_on_loop(number, patience_);
   const auto weak = weak_from_this();
   stream->start({[weak, number](const net::InFrame& frame) {
@@ -76,10 +77,7 @@ void Doorway::on_connection_on_loop(net::Fd socket) {
                    if (const auto self = weak.lock()) self->on_closed_on_loop(number, error);
                  }},
                 wire::kHelloLimits);
-  if (strangers_.size() < most_ || is_full_) return;
-  is_full_ = true;
-  set_accepting_on_loop(false);
-  make_room_on_loop();
+  see_to_crowd_on_loop();
 }
 
 void Doorway::on_closed_on_loop(uint64_t number, const Error& error) {
@@ -87,15 +85,34 @@ void Doorway::on_closed_on_loop(uint64_t number, const Error& error) {
   if (believed != believed_.end() && error.kind == ErrorKind::kProtocol) {
     report_on_loop(believed->second, error);  // what a rank has said was damaged on the way
   }
+  // Who has a secret does not prove it to a rank that has none.
+  const auto stranger = strangers_.find(number);
+  if (stranger != strangers_.end() && is_of_other_trust_on_loop(stranger->second)) {
+    report_on_loop(stranger->second, {ErrorKind::kAuth, "another kind of trust", -1, {}});
+  }
   show_the_door_on_loop(number);
 }
 
-void Doorway::make_room_on_loop() {
-  loop_.call_at(base::deadline_after(kCrowded), [weak = weak_from_this()] {
-    const auto self = weak.lock();
-    if (!self || !self->is_full_) return;
-    self->show_the_door_on_loop(self->strangers_.begin()->first);
-  });
+bool Doorway::is_of_other_trust_on_loop(const Stranger& stranger) const {
+  if (stranger.stage != Stage::kProof) return false;
+  const wire::Hello& other = stranger.responder->other();
+  const auto credentials = callbacks_.credentials(other.purpose);
+  return credentials && other.trust != credentials->self.trust;
+}
+
+void Doorway::see_to_crowd_on_loop() {
+  const bool was_full = std::exchange(is_full_, strangers_.size() >= most_);
+  if (is_full_ || was_full) set_accepting_on_loop(!is_full_);
+  if (crowd_timer_ != 0) loop_.cancel(std::exchange(crowd_timer_, 0));
+  if (!is_full_) return;
+  const auto oldest = strangers_.begin();
+  crowd_timer_ = loop_.call_at(oldest->second.came + kCrowded,
+                               [weak = weak_from_this(), number = oldest->first] {
+                                 const auto self = weak.lock();
+                                 if (!self) return;
+                                 self->crowd_timer_ = 0;
+                                 self->show_the_door_on_loop(number);
+                               });
 }
 
 void Doorway::set_accepting_on_loop(bool accepts) {
@@ -107,10 +124,6 @@ void Doorway::set_accepting_on_loop(bool accepts) {
   for (const auto& listener : listeners) listener->set_accepting_on_loop(accepts);
 }
 
-void Doorway::let_others_in_on_loop() {
-  if (strangers_.size() < most_ && std::exchange(is_full_, false)) set_accepting_on_loop(true);
-}
-
 net::StreamPtr Doorway::take_on_loop(uint64_t number) {
   for (Strangers* all : {&strangers_, &believed_}) {
     const auto it = all->find(number);
@@ -118,14 +131,12 @@ net::StreamPtr Doorway::take_on_loop(uint64_t number) {
     loop_.cancel(it->second.timer);
     net::StreamPtr stream = std::move(it->second.stream);
     all->erase(it);
-    let_others_in_on_loop();
+    see_to_crowd_on_loop();
     return stream;
   }
   return nullptr;
 }
 
-// A loop that was late, as its process was stopped, runs its timers before it looks at its sockets,
-// where the hello may be.
 uint64_t Doorway::show_the_door_later_on_loop(uint64_t number, base::Duration patience) {
   const auto weak = weak_from_this();
   return loop_.call_at(base::deadline_after(patience), [weak, number] {
@@ -161,7 +172,8 @@ void Doorway::on_frame_on_loop(uint64_t number, const net::InFrame& frame) {
         return;
     }
   } catch (const Exception& e) {
-    refuse_on_loop(it->second, e.error());
+    const auto stranger = strangers_.find(number);  // it may be one no more
+    if (stranger != strangers_.end()) refuse_on_loop(stranger->second, e.error());
   }
 }
 
@@ -180,7 +192,7 @@ void Doorway::on_proof_on_loop(uint64_t number, Stranger& stranger, const net::I
   expect(wire::FrameKind::kProof, frame);
   const wire::Hello hello = stranger.responder->other();
   const auto credentials = callbacks_.credentials(hello.purpose);
-  if (!credentials) wire::Reader::fail("a connection that nobody expects any more");
+  if (!credentials) return show_the_door_on_loop(number);  // this rank is leaving
   const wire::Proof own = check_on_loop(stranger, credentials->self, frame.meta);
   say(stranger.stream, wire::FrameKind::kProof, {own.begin(), own.end()});
   if (const auto why = identity::mismatch(credentials->self, hello)) {
@@ -195,7 +207,7 @@ void Doorway::on_proof_on_loop(uint64_t number, Stranger& stranger, const net::I
   believed_.insert(strangers_.extract(number));
   loop_.cancel(timer);
   believed_.at(number).timer = show_the_door_later_on_loop(number, kLongestJoin);
-  let_others_in_on_loop();
+  see_to_crowd_on_loop();
 }
 
 wire::Proof Doorway::check_on_loop(const Stranger& stranger, const identity::Self& self,
@@ -223,8 +235,11 @@ void Doorway::on_join_on_loop(uint64_t number, const net::InFrame& frame) {
 }
 
 void Doorway::admit_on_loop(const net::StreamPtr& stream, Visitor visitor) {
-  if (const auto refusal = callbacks_.admit(stream, std::move(visitor))) {
-    reject_on_loop(stream, *refusal);
+  try {
+    const auto refusal = callbacks_.admit(stream, std::move(visitor));
+    if (refusal) reject_on_loop(stream, *refusal);
+  } catch (const Exception& e) {
+    reject_on_loop(stream, e.error());
   }
 }
 

@@ -20,7 +20,8 @@ namespace distrain::rpc::control {
 /// Where connections to this rank come in, and prove who they are: the responder of Note
 /// [Identity]. Before the proof it gives none of them more than a hello, a proof and two seconds.
 /// When all places are taken others wait in the kernel's backlog, and the one that has stood there
-/// longest goes soon. It admits on the loop; listen() and close() are for any thread.
+/// longest goes as soon as it has had a fair time. It admits on the loop; listen() and close() are
+/// for any thread.
 class Doorway : public std::enable_shared_from_this<Doorway> {
  public:
   /// Who has proved itself.
@@ -57,6 +58,7 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
   enum class Stage { kHello, kProof, kRefused };
   struct Stranger {
     net::StreamPtr stream;
+    base::TimePoint came;
     Stage stage = Stage::kHello;
     std::optional<identity::Responder> responder;
     uint64_t timer = 0;
@@ -65,8 +67,8 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
 
   void on_connection_on_loop(net::Fd socket);
   void on_closed_on_loop(uint64_t number, const base::Error& error);
-  void make_room_on_loop();
-  void let_others_in_on_loop();
+  bool is_of_other_trust_on_loop(const Stranger& stranger) const;
+  void see_to_crowd_on_loop();
   void set_accepting_on_loop(bool accepts);
   /// Null if it stands here no more: a stream may still say something after that.
   net::StreamPtr take_on_loop(uint64_t number);
@@ -96,6 +98,7 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
   Strangers believed_;  // who have proved themselves, and are to say what they join
   uint64_t newest_ = 0;
   bool is_full_ = false;
+  uint64_t crowd_timer_ = 0;  // when the oldest goes; 0: none
   base::TimePoint next_report_{};
   uint64_t refused_ = 0;  // since the last report
 

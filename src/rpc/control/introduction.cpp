@@ -4,6 +4,7 @@
 
 #include <unistd.h>
 
+#include "control/last_look.h"
 #include "control/say.h"
 
 namespace distrain::rpc::control {
@@ -16,17 +17,18 @@ using base::Exception;
 
 }  // namespace
 
-void Introduction::begin_on_loop(net::Loop& loop, net::StreamPtr stream,
+void Introduction::begin_on_loop(net::Loop& loop, const net::StreamPtr& stream,
                                  const identity::Credentials& credentials,
-                                 wire::HelloPurpose purpose, base::TimePoint deadline, Done done) {
-  const auto self = std::make_shared<Introduction>(loop, std::move(stream), credentials, purpose,
-                                                   std::move(done));
+                                 wire::HelloPurpose purpose, Patience patience, const Done& done) {
+  std::shared_ptr<Introduction> self;
+  try {
+    self = std::make_shared<Introduction>(loop, stream, credentials, purpose, patience, done);
+  } catch (const Exception& e) {  // of OpenSSL
+    stream->close(false);
+    return done(e.error());
+  }
   say(self->stream_, wire::FrameKind::kHello, self->initiator_.hello());
-  self->timer_ = loop.call_at(deadline, [weak = std::weak_ptr(self)] {
-    const auto late = weak.lock();
-    if (!late) return;
-    late->end_on_loop(Error{ErrorKind::kDeadline, "it does not answer", -1, {}});
-  });
+  self->end_after_on_loop(patience.hello);
   self->stream_->start({[self](const net::InFrame& frame) { self->on_frame_on_loop(frame); },
                         [self](const Error& error) { self->end_on_loop(error); }},
                        wire::kHelloLimits);
@@ -34,26 +36,42 @@ void Introduction::begin_on_loop(net::Loop& loop, net::StreamPtr stream,
 
 Introduction::Introduction(net::Loop& loop, net::StreamPtr stream,
                            const identity::Credentials& credentials, wire::HelloPurpose purpose,
-                           Done done)
+                           Patience patience, Done done)
     : loop_(loop),
       stream_(std::move(stream)),
       self_(credentials.self),
       purpose_(purpose),
+      patience_(patience),
       initiator_(credentials, purpose),
       done_(std::move(done)) {}
+
+void Introduction::end_after_on_loop(base::Duration patience, bool looks_once_more) {
+  loop_.cancel(timer_);
+  timer_ =
+      loop_.call_at(base::deadline_after(patience), [weak = weak_from_this(), looks_once_more] {
+        const auto self = weak.lock();
+        if (!self) return;
+        if (looks_once_more) return self->end_after_on_loop(kLastLook, false);
+        self->end_on_loop(Error{ErrorKind::kPeerLost, "it does not answer", -1, {}});
+      });
+}
 
 void Introduction::on_frame_on_loop(const net::InFrame& frame) {
   if (!done_) return;
   try {
-    if (frame.header.kind == wire::FrameKind::kReject) return on_reject_on_loop(frame);
-    if (!has_answered_ && frame.header.kind == wire::FrameKind::kHello) {
-      return on_hello_on_loop(frame);
+    switch (frame.header.kind) {
+      case wire::FrameKind::kReject:
+        return on_reject_on_loop(frame);
+      case wire::FrameKind::kHello:
+        if (!has_answered_) return on_hello_on_loop(frame);
+        break;
+      case wire::FrameKind::kProof:
+        if (has_answered_) return on_proof_on_loop(frame);
+        break;
+      default:
+        break;
     }
-    if (!has_answered_ || frame.header.kind != wire::FrameKind::kProof) {
-      wire::Reader::fail("a frame out of place");
-    }
-    initiator_.check(frame.meta);
-    end_on_loop(initiator_.other());
+    wire::Reader::fail("a frame out of place");
   } catch (const Exception& e) {
     end_on_loop(e.error());
   }
@@ -62,31 +80,44 @@ void Introduction::on_frame_on_loop(const net::InFrame& frame) {
 void Introduction::on_hello_on_loop(const net::InFrame& frame) {
   const wire::Proof proof = initiator_.answer(frame.meta);
   has_answered_ = true;
-  const bool is_trusted = is_trusted_on_loop();  // before the other side can close
+  end_after_on_loop(patience_.proof);
+  is_trusted_ = is_trusted_on_loop();  // before the other side can close
+  const bool is_distrusted = is_trusted_ == false;
   // Without a secret the proof tells nobody anything, and the other side can say whom it refuses.
-  if (is_trusted || self_.trust != wire::Trust::kToken) {
+  if (!is_distrusted || self_.trust != wire::Trust::kToken) {
     say(stream_, wire::FrameKind::kProof, {proof.begin(), proof.end()});
   }
-  if (is_trusted) return;
-  throw Exception(ErrorKind::kAuth, identity::why_not_believed(self_, initiator_.other()));
+  if (is_distrusted) distrust();
+}
+
+void Introduction::on_proof_on_loop(const net::InFrame& frame) {
+  initiator_.check(frame.meta);
+  if (!is_trusted_) is_trusted_ = is_trusted_on_loop();
+  if (is_trusted_ != true) distrust();
+  end_on_loop(initiator_.other());
 }
 
 void Introduction::on_reject_on_loop(const net::InFrame& frame) {
-  if (has_answered_) {
-    end_on_loop(
-        Error{ErrorKind::kAuth, identity::why_not_believed(self_, initiator_.other()), -1, {}});
-    return;
+  if (has_answered_) distrust();
+  // Of somebody who has proved nothing only the words are taken.
+  std::string words = wire::decode_error(frame.meta).message;
+  for (char& letter : words) {
+    if (letter < ' ' || letter > '~') letter = '?';
   }
-  Error error = wire::decode_error(frame.meta);
-  error.message += ", and this rank version " + std::to_string(wire::kProtocolVersion);
-  end_on_loop(std::move(error));
+  throw Exception(ErrorKind::kProtocol,
+                  words + ", and this rank version " + std::to_string(wire::kProtocolVersion));
 }
 
-bool Introduction::is_trusted_on_loop() const {
+void Introduction::distrust() const {
+  throw Exception(ErrorKind::kAuth, identity::why_not_believed(self_, initiator_.other()));
+}
+
+std::optional<bool> Introduction::is_trusted_on_loop() const {
   if (initiator_.other().trust != self_.trust) return false;
-  const bool is_local_only =
-      self_.trust == wire::Trust::kSameUser && purpose_ == wire::HelloPurpose::kJoin;
-  return !is_local_only || stream_->peer_user_on_loop() == geteuid();
+  if (self_.trust != wire::Trust::kSameUser || purpose_ != wire::HelloPurpose::kJoin) return true;
+  const std::optional<uint32_t> user = stream_->peer_user_on_loop();
+  if (!user) return std::nullopt;
+  return *user == geteuid();
 }
 
 void Introduction::end_on_loop(base::Result<wire::Hello> result) {

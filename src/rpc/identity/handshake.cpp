@@ -24,6 +24,13 @@ wire::Bytes new_hello(const Self& self, wire::HelloPurpose purpose) {
   return wire::encode(hello);
 }
 
+std::string short_text(const wire::JobId& id) {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  for (size_t i = 0; i < 4; ++i) text += {kDigits[id[i] >> 4], kDigits[id[i] & 15]};
+  return text;
+}
+
 void check_proof(const Key& key, const wire::Bytes& first, const wire::Bytes& second,
                  std::span<const uint8_t> proof) {
   if (is_equal(authenticate(key, {first, second}), wire::decode_proof(proof))) return;
@@ -71,7 +78,9 @@ std::optional<Error> mismatch(const Self& self, const wire::Hello& other) {
   const std::string own = "rank " + std::to_string(self.rank);
   constexpr wire::JobId kNone{};
   if (other.job_id != self.job_id && other.job_id != kNone && self.job_id != kNone) {
-    return refuse("job id: " + who + " belongs to another job than " + own);
+    return refuse("job id: " + who + " belongs to job " + short_text(other.job_id) + ", " + own +
+                  " to " + short_text(self.job_id) +
+                  ": give all ranks of a job the same --job-id, and each job its own port");
   }
   if (other.generation != self.generation) {
     return refuse(
@@ -108,7 +117,8 @@ std::string why_not_believed(const Self& self, const wire::Hello& other) {
   return it +
          " is no process of this user on this host. Ranks of several hosts or users need a token: "
          "make one with `(umask 077; head -c 32 /dev/urandom | base64 > job.token)`, copy it to "
-         "each host, and start every rank with --token-file job.token";
+         "each host, and start every rank with --token-file job.token, there with --rank N "
+         "--master-addr HOST";
 }
 
 Error refusal() {

@@ -226,16 +226,13 @@ TEST_CASE("rank 0 dies while others join") {
   }
   // Without a word: a socket that accepts and closes. Another rank 0 may come there yet.
   net::Fd listener = std::move(net::listen_tcp("localhost", 0).value());
-  const uint16_t port = net::local_name(listener.get()).port;
-  AgentOptions options = options_for(1, 2, port);
+  AgentOptions options = options_for(1, 2, net::local_name(listener.get()).port);
   options.join_timeout = 300ms;
   Joining lost(options);
-  const int flags = fcntl(listener.get(), F_GETFL);
-  fcntl(listener.get(), F_SETFL, flags & ~O_NONBLOCK);
-  const int connection = ::accept(listener.get(), nullptr, nullptr);
-  REQUIRE(connection >= 0);
-  std::this_thread::sleep_for(50ms);
-  ::close(connection);
+  while (!lost.ended()) {
+    const net::Fd connection(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    std::this_thread::sleep_for(1ms);
+  }
   CHECK(lost.result().kind == ErrorKind::kRendezvous);
   CHECK(lost.result().rank == 0);
 }

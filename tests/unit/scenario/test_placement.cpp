@@ -97,10 +97,9 @@ TEST_CASE("what the launcher calls the job, and how often it has started it, are
       {elastic + " TORCHELASTIC_RUN_ID=r9 LOCAL_WORLD_SIZE=2", "",
        R"({"job_id": "torchrun r9", "generation": 0})"},
       {kOpenMpi + " PMIX_NAMESPACE=prterun-1@1", "", R"({"job_id": "mpirun prterun-1@1"})"},
-      {step + " SLURM_RESTART_COUNT=1", "", R"({"job_id": "slurm 77.3", "generation": 1})"},
-      {step + " SLURM_HET_JOB_ID=76", "", R"({"job_id": ""})"},
-      // Of what another launcher has started nothing is known.
-      {step, "--rank 2", R"({"job_id": "", "generation": 0})", "SLURM_PROCID=1"},
+      {step + " SLURM_RESTART_COUNT=1", "", R"({"job_id": "slurm 77", "generation": 1})"},
+      {step + " SLURM_HET_JOB_ID=76", "", R"({"job_id": "slurm 76"})"},
+      {step, "--rank 2", R"({"job_id": "slurm 77", "generation": 0})", "SLURM_PROCID=1"},
       {step, "--spawn", R"({"job_id": "", "generation": 0})"},
   });
 }
