@@ -26,8 +26,8 @@ MOST_HELD = 20
 
 JOBS = {  # options, ranks, and what two runs agree on
     "ps": (f"--data {folder}/images --mode sync --dropout off --epochs 8", 3, ("loss", "accuracy", "steps")),
-    "hybrid": ("--epochs 60", 4, ("loss", "steps")),
-    "rnn": ("--trainers 2 --epochs 20", 3, ("loss", "perplexity", "steps")),
+    "hybrid": ("--mode sync --epochs 60", 4, ("loss", "steps")),
+    "rnn": ("--mode sync --trainers 2 --epochs 20", 3, ("loss", "perplexity", "steps")),
     "rl": ("--observers 2 --max-steps 100 --max-episodes 40", 3, ()),
     "pipeline": ("--model resnet50 --image-size 64 --batch-size 8 --micro-batches 2 --batches 3", 3, ("loss",)),
 }
@@ -59,7 +59,7 @@ class Impostors(threading.Thread):
     def __init__(self, port, token, seed):
         super().__init__()
         self.token, self.random = token, random.Random(seed)
-        self.ports, self.made, self.believed = {port}, 0, []
+        self.ports, self.met, self.made, self.believed = {port}, set(), 0, []
         self.over = False
         self.held = []
         self.recorded = None
@@ -67,7 +67,9 @@ class Impostors(threading.Thread):
     def connect(self):
         port = self.random.choice(sorted(self.ports))
         try:
-            return Connection(socket.create_connection(("127.0.0.1", port), timeout=30))
+            link = Connection(socket.create_connection(("127.0.0.1", port), timeout=30))
+            self.met.add(port)
+            return link
         except OSError:
             self.ports = {each for each in self.ports if each != port} or self.ports
             time.sleep(0.01)
@@ -255,7 +257,7 @@ def run(job, token=None):
 
 
 def check(job, end, expected, impostors):
-    print(f"{job}: {impostors.made} impostors at {len(impostors.ports)} ports, {len(impostors.believed)} believed")
+    print(f"{job}: {impostors.made} impostors at {len(impostors.met)} ports, {len(impostors.believed)} believed")
     if impostors.believed:
         raise SystemExit(f"{job}: believed: {set(impostors.believed)}")
     for name in JOBS[job][2]:
