@@ -234,7 +234,7 @@ class Invocation {
   int listen_for_rank_0() {
     if (!placement_.has_rank_0()) return -1;
     if (meets_by_unix_socket()) {
-      job_.rank_0_unix_name = "@distrain-" + random_id() + random_id();
+      job_.rank_0_unix_name = rpc::new_unix_name();
       return std::move(net::listen_unix(job_.rank_0_unix_name).value()).release();
     }
     std::string host = !job_.listen_addr.empty() ? job_.listen_addr : placement_.master_addr;

@@ -78,8 +78,32 @@ std::optional<uint32_t> owner_in(const char* table, const Place& own, const Plac
   return std::nullopt;
 }
 
+std::optional<uint32_t> owner_of_unix_peer(int fd) {
+  ucred peer{};
+  socklen_t size = sizeof peer;
+  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return std::nullopt;
+  return peer.uid;
+}
+
+std::optional<uint32_t> owner_of_tcp_peer(int fd, const sockaddr_storage& local) {
+  // From one address of this host to another one of it only over loopback.
+  const std::string other_host = remote_name(fd).host;
+  if (other_host != local_name(fd).host && !is_loopback(other_host)) return std::nullopt;
+  sockaddr_storage remote{};
+  socklen_t size = sizeof remote;
+  if (getpeername(fd, reinterpret_cast<sockaddr*>(&remote), &size) != 0) return std::nullopt;
+  const bool is_v4 = local.ss_family == AF_INET;
+  const Place here = is_v4 ? mapped(place_of(local)) : place_of(local);
+  const Place there = is_v4 ? mapped(place_of(remote)) : place_of(remote);
+  // Either end may be a v6 socket that is used for v4.
+  if (const auto user = owner_in("/proc/self/net/tcp6", there, here)) return user;
+  if (!is_mapped(here)) return std::nullopt;
+  const auto plain = [](const Place& place) { return Place{{place.words[3]}, place.port}; };
+  return owner_in("/proc/self/net/tcp", plain(there), plain(here));
+}
+
 // In a user namespace all users who are not in it have this one number.
-bool is_some_user(uint32_t user) {
+bool is_of_outside(uint32_t user) {
   uint32_t overflow = 0, first = 0, outside = 0, count = 0;
   std::ifstream("/proc/sys/kernel/overflowuid") >> overflow;
   std::ifstream("/proc/self/uid_map") >> first >> outside >> count;
@@ -89,29 +113,12 @@ bool is_some_user(uint32_t user) {
 }  // namespace
 
 std::optional<uint32_t> peer_user(int fd) {
-  sockaddr_storage local{}, remote{};
-  socklen_t local_size = sizeof local, remote_size = sizeof remote;
-  if (getsockname(fd, reinterpret_cast<sockaddr*>(&local), &local_size) != 0) return std::nullopt;
-  if (local.ss_family == AF_UNIX) {
-    ucred peer{};
-    socklen_t size = sizeof peer;
-    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return std::nullopt;
-    return is_some_user(peer.uid) ? std::nullopt : std::optional<uint32_t>(peer.uid);
-  }
-  if (getpeername(fd, reinterpret_cast<sockaddr*>(&remote), &remote_size) != 0) return std::nullopt;
-  // From one address of this host to another one of it only over loopback.
-  const std::string own_host = local_name(fd).host, other_host = remote_name(fd).host;
-  const bool may_be_here = own_host == other_host || is_loopback(other_host);
-  if (!may_be_here) return std::nullopt;
-  const bool is_v4 = local.ss_family == AF_INET;
-  const Place here = is_v4 ? mapped(place_of(local)) : place_of(local);
-  const Place there = is_v4 ? mapped(place_of(remote)) : place_of(remote);
-  // Either end may be a v6 socket that is used for v4.
-  std::optional<uint32_t> user = owner_in("/proc/self/net/tcp6", there, here);
-  if (user || !is_mapped(here)) return user && is_some_user(*user) ? std::nullopt : user;
-  const auto plain = [](const Place& place) { return Place{{place.words[3]}, place.port}; };
-  user = owner_in("/proc/self/net/tcp", plain(there), plain(here));
-  return user && is_some_user(*user) ? std::nullopt : user;
+  sockaddr_storage local{};
+  socklen_t size = sizeof local;
+  if (getsockname(fd, reinterpret_cast<sockaddr*>(&local), &size) != 0) return std::nullopt;
+  const std::optional<uint32_t> user =
+      local.ss_family == AF_UNIX ? owner_of_unix_peer(fd) : owner_of_tcp_peer(fd, local);
+  return user && is_of_outside(*user) ? std::nullopt : user;
 }
 
 }  // namespace distrain::net

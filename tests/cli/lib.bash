@@ -170,6 +170,26 @@ on_terminal() {
 
 make_token() { (umask 077 && head -c 32 /dev/urandom | base64 >"$1"); }
 
+# joined <name> <command that starts rank $r>: four ranks, which all end well.
+joined() {
+  local name=$1 r pids=() i
+  shift
+  for r in 3 1 2 0; do
+    "$@" "$r" >"$tmp/rank$r" 2>"$tmp/err$r" &
+    pids+=($!)
+  done
+  for i in 0 1 2 3; do
+    wait "${pids[i]}"
+    code=$?
+    [[ $code == 0 ]] || fail "$name: a rank exited with $code"
+  done
+  for r in 0 1 2 3; do
+    expect_log "$name, rank $r" "$tmp/rank$r"
+    expect_jq ".[0].event == \"start\" and .[-1].rank == $r and .[-1].status == \"ok\"" "$name" "$tmp/rank$r"
+    [[ -s $tmp/err$r ]] && fail "$name: rank $r wrote to stderr"
+  done
+}
+
 # A port that nobody has: below those which the kernel gives out by itself, to another test perhaps,
 # before the job binds it.
 free_port() {

@@ -31,24 +31,6 @@ expect 3 "nobody there"
 expect_log "nobody there"
 ((SECONDS - start < 15)) || fail "nobody there: took $((SECONDS - start)) s"
 
-joined() { # joined <name> <command that starts rank $r>
-  local name=$1 r pids=() i
-  shift
-  for r in 3 1 2 0; do
-    "$@" "$r" >"$tmp/rank$r" 2>"$tmp/err$r" &
-    pids+=($!)
-  done
-  for i in 0 1 2 3; do
-    wait "${pids[i]}"
-    code=$?
-    [[ $code == 0 ]] || fail "$name: a rank exited with $code"
-  done
-  for r in 0 1 2 3; do
-    expect_log "$name, rank $r" "$tmp/rank$r"
-    expect_jq ".[0].event == \"start\" and .[-1].rank == $r and .[-1].status == \"ok\"" "$name" "$tmp/rank$r"
-    [[ -s $tmp/err$r ]] && fail "$name: rank $r wrote to stderr"
-  done
-}
 port=$(free_port)
 # shellcheck disable=SC2317  # called through joined
 by_flag() { timeout "$limit" "$distrain" hybrid --epochs 2 --rank "$1" --master-port "$port"; }

@@ -27,21 +27,6 @@ expect_error 2 invalid "30000-30100" "a wrong port range"
 
 # ---- who is let in ----
 
-# joined <name> <what each rank is started by, with its number behind>
-joined() {
-  local name=$1 rank pids=()
-  shift
-  for rank in 0 1 2 3; do
-    "$@" "$rank" >"$tmp/rank$rank" 2>"$tmp/err$rank" &
-    pids+=($!)
-  done
-  for rank in 0 1 2 3; do
-    wait "${pids[rank]}"
-    code=$?
-    expect 0 "$name, rank $rank"
-    expect_log "$name, rank $rank" "$tmp/rank$rank"
-  done
-}
 port=$(free_port)
 # shellcheck disable=SC2317  # called through joined
 by_file() {

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "control/member.h"
 #include "device_table.h"
+#include "distrain/rpc/token.h"
 #include "list_ranks.h"
 
 namespace distrain::rpc {
@@ -16,15 +16,9 @@ using base::ErrorKind;
 using control::Link;
 using control::rendezvous_error;
 
-constexpr auto kWaitingInterval = std::chrono::seconds(5);
-constexpr auto kFirstRetry = std::chrono::milliseconds(20);
-constexpr auto kLongestRetry = std::chrono::milliseconds(500);
-constexpr auto kDoorTimeout = std::chrono::seconds(2);        // for the proof of who connects
-constexpr auto kLastWords = std::chrono::seconds(1);          // of this rank, to others
-constexpr auto kRank0SaysWho = std::chrono::seconds(1);       // is missing, to those who have come
-constexpr auto kLoopAnswers = std::chrono::seconds(1);        // when somebody asks it
-constexpr base::Duration kAnswers = std::chrono::seconds(5);  // who is asked for its hello
-constexpr auto kForEver = std::chrono::hours(24 * 365);  // that a point in time can be told from
+constexpr auto kDoorTimeout = std::chrono::seconds(2);  // for the proof of who connects
+constexpr auto kLastWords = std::chrono::seconds(1);    // of this rank, to others
+constexpr auto kLoopAnswers = std::chrono::seconds(1);  // when somebody asks it
 
 // The interface that rank 0 listens on: the one that --master-addr names. A name that means this
 // machine's loopback only here (Debian's /etc/hosts has 127.0.1.1) must be reachable from outside.
@@ -34,15 +28,6 @@ std::string host_to_bind(const AgentOptions& options) {
   if (host == "localhost" || host.starts_with("127.") || host == "::1") return host;
   if (net::is_loopback(host) || !net::is_local_address(host)) return {};
   return host;
-}
-
-// Who does not answer is asked again; but who may have taken the connection, and says nothing more,
-// is silent as one that is lost.
-control::Introduction::Patience patience_of(const AgentOptions& options) {
-  const bool judges = options.peer_timeout > std::chrono::nanoseconds::zero();
-  const auto silence = std::chrono::duration_cast<base::Duration>(
-      std::min<std::chrono::nanoseconds>(options.peer_timeout, kForEver));
-  return {kAnswers, judges ? std::max(kAnswers, silence) : base::Duration(kForEver)};
 }
 
 net::PortRange ports_of_rank_0(const AgentOptions& options) {
@@ -63,18 +48,6 @@ wire::JobId job_id_of(const AgentOptions& options) {
   return id;
 }
 
-// What may be different the next time: nobody is there yet, or has no time for this rank.
-constexpr ErrorKind kTryAgain = ErrorKind::kPeerLost;
-
-Error left_already(int rank) {
-  return {ErrorKind::kCancelled, "this rank has left the job already", rank, "shutdown"};
-}
-
-// Nobody can connect to "all interfaces": others then use the address that they see.
-bool is_wildcard(const std::string& host) {
-  return host.empty() || host == "0.0.0.0" || host == "::" || host == "*";
-}
-
 }  // namespace
 
 ControlPlane::ControlPlane(net::Loop& loop, const AgentOptions& options, DeviceTable& devices,
@@ -86,7 +59,7 @@ ControlPlane::ControlPlane(net::Loop& loop, const AgentOptions& options, DeviceT
       host_key_(options.transport == "tcp" ? std::string() : net::host_key()),
       unix_name_(!options.rank_0_unix_name.empty() && options.rank == 0 ? options.rank_0_unix_name
                  : host_key_.empty()                                    ? std::string()
-                                                                        : control::new_unix_name()),
+                                                                        : new_unix_name()),
       doorway_(std::make_shared<control::Doorway>(loop, kDoorTimeout, at_the_door())),
       port_(options.master_port),
       self_{options.rank, trust_of(options), options.generation, job_id_of(options)} {
@@ -99,220 +72,6 @@ ControlPlane::ControlPlane(net::Loop& loop, const AgentOptions& options, DeviceT
 }
 
 ControlPlane::~ControlPlane() = default;
-
-// ---- the joining thread ----
-
-void ControlPlane::run(const std::function<void()>& prepare) {
-  const base::TimePoint deadline = base::deadline_after(options_.join_timeout);
-  if (options_.rank == 0) {
-    begin_as_hub();
-    if (prepare) prepare();
-    devices_.settle();
-    began_ = base::Clock::now();
-    loop_.post([self = shared_from_this()] {
-      if (self->party_) self->party_->prepared(self->devices_.tell());
-    });
-  } else {
-    began_ = base::Clock::now();
-    begin_as_member(deadline);
-  }
-  // Its time is over about now, too, and only rank 0 knows who has not come.
-  const bool may_wait = options_.rank != 0 && deadline < base::kNever - kRank0SaysWho;
-  wait_until_ready(may_wait ? deadline + kRank0SaysWho : deadline, prepare);
-}
-
-void ControlPlane::listen_by_unix_socket() {
-  if (unix_name_.empty()) return;
-  base::Result<net::Fd> socket = net::listen_unix(unix_name_);
-  if (socket.ok()) return doorway_->listen(std::move(socket.unchecked()));
-  if (!options_.rank_0_unix_name.empty()) throw base::Exception(socket.error());  // else TCP does
-}
-
-void ControlPlane::begin_as_hub() {
-  if (options_.rank_0_unix_name.empty()) listen_by_unix_socket();
-  if (!is_wildcard(options_.listen_addr)) {
-    listen_host_ = net::local_name(rank_0_socket_.get()).host;
-  }
-  loop_.post([self = shared_from_this()] {
-    if (self->is_closed_) return;
-    control::World& world = *self;
-    auto hub = std::make_unique<control::Hub>(self->settings(), world, base::Clock::now());
-    self->hub_ = hub.get();
-    self->party_ = std::move(hub);
-    self->hub_->begin();
-    self->tick_on_loop();
-  });
-  doorway_->listen(std::move(rank_0_socket_));
-}
-
-// Rank 0 believes no more of who joins than this.
-void ControlPlane::check_options() const {
-  size_t bytes = 0;
-  for (const auto& [name, value] : options_.job_options) bytes += name.size() + value.size() + 8;
-  constexpr size_t kMost = wire::kJoinLimits.max_meta_bytes / 2;  // the rest of it is short
-  if (bytes <= kMost) return;
-  throw base::Exception(base::ErrorKind::kInvalid,
-                        "the options that ranks have to agree on take " + std::to_string(bytes) +
-                            " bytes, not at most " + std::to_string(kMost));
-}
-
-void ControlPlane::begin_as_member(base::TimePoint deadline) {
-  check_options();
-  base::TimePoint next_report = base::Clock::now() + kWaitingInterval;
-  auto pause = std::chrono::duration_cast<base::Duration>(kFirstRetry);
-  const base::Future<void> ready = ready_.future();
-  for (;;) {
-    const base::Status joined = try_to_join(std::min(deadline, next_report), deadline);
-    if (joined.ok()) return;
-    if (ready.done()) ready.wait();  // it was aborted
-    if (joined.error().kind != kTryAgain) throw base::Exception(joined.error());
-    const base::TimePoint now = base::Clock::now();
-    if (now >= deadline) {
-      throw base::Exception(rendezvous_error(
-          "rank 0 was not found within the join timeout: " + joined.error().message, 0));
-    }
-    if (now >= next_report) {
-      if (options_.on_waiting) options_.on_waiting({0}, rank_0_text(), joined.error().message);
-      next_report = now + kWaitingInterval;
-    }
-    if (ready.wait_until(now + std::min(pause, deadline - now))) ready.wait();
-    pause = std::min(pause * 2, std::chrono::duration_cast<base::Duration>(kLongestRetry));
-  }
-}
-
-base::Status ControlPlane::try_to_join(base::TimePoint connected_by, base::TimePoint deadline) {
-  const std::string& unix_name = options_.rank_0_unix_name;
-  base::Result<net::Fd> socket =
-      unix_name.empty() ? net::connect_tcp(options_.master_addr, options_.master_port, connected_by)
-                        : net::connect_unix(unix_name);
-  if (!socket.ok()) {
-    Error error = socket.error();
-    if (error.kind == ErrorKind::kRendezvous) error.kind = kTryAgain;
-    return error;
-  }
-  listen_as_member(socket.unchecked());
-  base::Promise<void> met;
-  const base::Future<void> told = met.future();
-  const net::StreamPtr stream = net::adopt_socket(loop_, socket.unchecked().release());
-  loop_.post([self = shared_from_this(), stream, met = std::move(met)]() mutable {
-    self->meet_rank_0_on_loop(stream, std::move(met));
-  });
-  if (told.wait_until(deadline)) return told.wait_result();
-  return Error{kTryAgain, rank_0_text() + ": it does not answer", 0, {}};
-}
-
-// Once: the way back from rank 0 is the same each time.
-void ControlPlane::listen_as_member(const net::Fd& to_rank_0) {
-  if (std::exchange(listens_, true)) return;
-  listen_by_unix_socket();
-  if (!options_.rank_0_unix_name.empty()) return;
-  rank_0_host_ = net::remote_name(to_rank_0.get()).host;
-  const std::string& given = options_.listen_addr;
-  const std::string host = given.empty() ? net::local_name(to_rank_0.get()).host : given;
-  net::Fd own = std::move(net::listen_tcp(host, options_.ports).value());
-  const net::SocketName name = net::local_name(own.get());
-  port_ = name.port;
-  if (!is_wildcard(given)) listen_host_ = name.host;
-  doorway_->listen(std::move(own));
-}
-
-void ControlPlane::meet_rank_0_on_loop(const net::StreamPtr& stream, base::Promise<void> met) {
-  if (is_closed_) {
-    stream->close(false);
-    met.fail(left_already(options_.rank));
-    return;
-  }
-  meeting_ = stream;
-  const auto shared = std::make_shared<base::Promise<void>>(std::move(met));
-  control::Introduction::begin_on_loop(
-      loop_, stream, {self_, options_.token}, wire::HelloPurpose::kJoin, patience_of(options_),
-      [self = shared_from_this(), stream, shared](const base::Result<wire::Hello>& rank_0) {
-        self->meeting_ = nullptr;
-        const base::Status joins = rank_0.ok() ? self->join_on_loop(stream, rank_0.unchecked())
-                                               : base::Status(self->no_rank_0(rank_0.error()));
-        if (!joins.ok()) stream->close();
-        shared->complete(joins);
-      });
-}
-
-// Rank 0 has proved itself.
-base::Status ControlPlane::join_on_loop(const net::StreamPtr& stream, const wire::Hello& rank_0) {
-  if (is_closed_) return left_already(options_.rank);
-  if (rank_0.rank != 0) return rendezvous_error("only rank 0 can be joined", 0);
-  if (rank_0.generation < self_.generation) {
-    return Error{kTryAgain,
-                 "rank 0 there is still of generation " + std::to_string(rank_0.generation),
-                 0,
-                 {}};
-  }
-  if (auto why = identity::mismatch(self_, rank_0)) return *why;
-  self_.job_id = rank_0.job_id;
-  const Link link = hold_on_loop(stream);
-  stream->set_limits_on_loop(wire::kControlLimits);
-  stream->set_handler_on_loop(control_handler(link));
-  control::World& world = *this;
-  party_ = std::make_unique<control::Member>(settings(), world, link, base::Clock::now());
-  tick_on_loop();
-  return base::Unit{};
-}
-
-Error ControlPlane::no_rank_0(const Error& why) const {
-  Error error = why;
-  error.rank = 0;
-  error.op = "join";
-  error.message = rank_0_text() + ": " + error.message;
-  return error;
-}
-
-void ControlPlane::wait_until_ready(base::TimePoint deadline,
-                                    const std::function<void()>& prepare) {
-  const base::Future<void> met = met_.future();
-  const base::Future<void> ready = ready_.future();
-  bool is_prepared = options_.rank == 0;
-  for (;;) {
-    const base::Future<void>& next = is_prepared ? ready : met;
-    if (next.wait_until(std::min(deadline, base::Clock::now() + kWaitingInterval))) {
-      next.wait();  // throws when it failed
-      if (is_prepared) return;
-      if (prepare) prepare();
-      devices_.settle();
-      loop_.post([self = shared_from_this()] {
-        if (self->party_) self->party_->prepared(self->devices_.tell());
-      });
-      is_prepared = true;
-      continue;
-    }
-    const std::vector<int> ranks = missing();
-    if (base::Clock::now() >= deadline) {
-      Error error = rendezvous_error("not all ranks were there within the join timeout; missing: " +
-                                         (ranks.empty() ? "rank 0 knows who" : list_ranks(ranks)),
-                                     ranks.empty() ? -1 : ranks.front());
-      abort(error);
-      throw base::Exception(std::move(error));
-    }
-    if (options_.on_waiting) options_.on_waiting(ranks, rank_0_text(), {});
-  }
-}
-
-std::string ControlPlane::rank_0_text() const {
-  if (!options_.rank_0_unix_name.empty()) return options_.rank_0_unix_name;
-  return options_.master_addr + ":" +
-         std::to_string(options_.rank == 0 ? port_ : options_.master_port);
-}
-
-control::Settings ControlPlane::settings() const {
-  control::Settings settings;
-  settings.rank = options_.rank;
-  settings.job = options_.job;
-  settings.names = options_.names;
-  settings.world_size = options_.world_size;
-  settings.endpoint = {listen_host_, port_, unix_name_, host_key_};
-  if (options_.rank == 0) settings.secret = identity::random_bytes(32);
-  settings.options = options_.job_options;
-  settings.peer_timeout = std::chrono::duration_cast<base::Duration>(
-      std::min<std::chrono::nanoseconds>(options_.peer_timeout, kForEver));
-  return settings;
-}
 
 // ---- what other threads ask for ----
 
@@ -386,7 +145,7 @@ void ControlPlane::abort(const Error& error) {
       self->on_failed(error);
       if (self->meeting_) self->meeting_->close(false);
     }
-    self->end_rounds(left_already(self->options_.rank));
+    self->end_rounds(self->left_already());
   });
 }
 
@@ -406,7 +165,7 @@ void ControlPlane::close() {
     const auto streams = std::move(self->streams_);
     self->streams_.clear();
     for (const auto& [link, stream] : streams) stream->close();
-    self->end_rounds(left_already(self->options_.rank));
+    self->end_rounds(self->left_already());
   });
 }
 
@@ -564,10 +323,10 @@ void ControlPlane::introduce_on_loop(int rank, const net::StreamPtr& stream,
   const auto credentials = credentials_on_loop(wire::HelloPurpose::kPeer);
   if (!credentials) {
     stream->close(false);
-    return done(left_already(options_.rank));
+    return done(left_already());
   }
   control::Introduction::begin_on_loop(
-      loop_, stream, *credentials, wire::HelloPurpose::kPeer, patience_of(options_),
+      loop_, stream, *credentials, wire::HelloPurpose::kPeer, patience(),
       [rank, stream, done = std::move(done)](const base::Result<wire::Hello>& other) {
         if (!other.ok()) return done(other.error());
         if (other.unchecked().rank == rank) return done(base::Unit{});

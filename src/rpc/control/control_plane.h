@@ -112,6 +112,8 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   void listen_by_unix_socket();
   void wait_until_ready(base::TimePoint deadline, const std::function<void()>& prepare);
   control::Settings settings() const;
+  control::Introduction::Patience patience() const;
+  base::Error left_already() const;
   std::string rank_0_text() const;
   Way way_to(int rank, const wire::Endpoint& endpoint) const;
 

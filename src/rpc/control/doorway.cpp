@@ -266,14 +266,4 @@ void Doorway::report_on_loop(const Stranger& stranger, const Error& why) {
   callbacks_.on_refused({why, other, stranger.stream->peer_name(), std::exchange(refused_, 0)});
 }
 
-std::string new_unix_name() {
-  static constexpr char kDigits[] = "0123456789abcdef";
-  std::string name = "@distrain-";
-  for (const char byte : identity::random_bytes(16)) {
-    name += kDigits[static_cast<unsigned char>(byte) >> 4];
-    name += kDigits[static_cast<unsigned char>(byte) & 15];
-  }
-  return name;
-}
-
 }  // namespace distrain::rpc::control

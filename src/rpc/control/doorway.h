@@ -107,7 +107,4 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
   std::vector<std::shared_ptr<net::Listener>> listeners_;  // by mutex_
 };
 
-/// A name for a unix socket that nobody else has; it ends with its socket.
-std::string new_unix_name();
-
 }  // namespace distrain::rpc::control

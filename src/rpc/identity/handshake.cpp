@@ -25,10 +25,7 @@ wire::Bytes new_hello(const Self& self, wire::HelloPurpose purpose) {
 }
 
 std::string short_text(const wire::JobId& id) {
-  static constexpr char kDigits[] = "0123456789abcdef";
-  std::string text;
-  for (size_t i = 0; i < 4; ++i) text += {kDigits[id[i] >> 4], kDigits[id[i] & 15]};
-  return text;
+  return hex({reinterpret_cast<const char*>(id.data()), 4});
 }
 
 void check_proof(const Key& key, const wire::Bytes& first, const wire::Bytes& second,

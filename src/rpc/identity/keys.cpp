@@ -46,6 +46,16 @@ std::string random_bytes(size_t count) {
   return bytes;
 }
 
+std::string hex(std::string_view bytes) {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  for (const char byte : bytes) {
+    text += kDigits[static_cast<unsigned char>(byte) >> 4];
+    text += kDigits[static_cast<unsigned char>(byte) & 15];
+  }
+  return text;
+}
+
 Key derive(std::string_view secret, std::string_view use) {
   if (secret.empty()) secret = std::string_view("\0", 1);  // OpenSSL takes no empty one
   const std::unique_ptr<EVP_KDF, decltype(&EVP_KDF_free)> kdf(

@@ -16,6 +16,8 @@ using Key = std::array<uint8_t, 32>;
 /// From the system's source: bytes that nobody can guess. `resources` if it has none.
 void fill_random(std::span<uint8_t> out);
 std::string random_bytes(size_t count);
+/// Two digits each.
+std::string hex(std::string_view bytes);
 
 /// HKDF-SHA256 (RFC 5869) of `secret`, which may be empty, for what `use` says.
 Key derive(std::string_view secret, std::string_view use);

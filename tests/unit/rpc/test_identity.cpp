@@ -28,10 +28,7 @@ ErrorKind kind_of(const Call& call) {
 }
 
 std::string hex(std::span<const uint8_t> bytes) {
-  static constexpr char kDigits[] = "0123456789abcdef";
-  std::string text;
-  for (const uint8_t byte : bytes) text += {kDigits[byte >> 4], kDigits[byte & 15]};
-  return text;
+  return rpc::identity::hex({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
 }
 
 // What one connection says, so that it can be said again elsewhere.

@@ -10,4 +10,6 @@ std::string new_token() {
   return token;
 }
 
+std::string new_unix_name() { return "@distrain-" + identity::hex(identity::random_bytes(16)); }
+
 }  // namespace distrain::rpc
