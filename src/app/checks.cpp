@@ -69,6 +69,16 @@ void check_trace(const std::string& path) {
   }
 }
 
+/// Only a launcher starts ranks again.
+void check_restarts(const ParsedOptions& options, const Placement& placement) {
+  if (placement.mode == Placement::Mode::kSpawn || !options.given("max-restarts")) return;
+  if (placement.mode == Placement::Mode::kLocal) invalid("--max-restarts has no effect on --local");
+  const std::string& source = placement.source;
+  const std::string alone = source == "--rank" ? fmt::format("--rank {}", placement.rank) : source;
+  invalid(fmt::format("--max-restarts needs a launcher: --ranks {} in place of {}", placement.rank,
+                      alone));
+}
+
 }  // namespace
 
 std::string take_resumed_options(ParsedOptions& options, const std::string& cmd) {
@@ -105,6 +115,7 @@ void take_model_options(ParsedOptions& options, const job::Snapshot& saved) {
 }
 
 void check_options(const ParsedOptions& options, Placement& placement) {
+  check_restarts(options, placement);
   if (!placement.has_rank_0()) return;
   // Given, taken, or found by itself: the data that is installed, say.
   const auto has = [&](const std::string& name) {

@@ -44,6 +44,15 @@ void append_common(OptionTable& table) {
       .range(1, 65535)
       .by_default("29500 when joining, any free port when spawning");
 
+  group = "Checkpoints";
+  add("max-restarts", kInteger, "N", "0", "start the ranks again so often when one is lost")
+      .range(0, 1'000'000)
+      .needs("checkpoint")
+      .details(
+          R"(Needs --checkpoint, where rank 0 is. After a rank was killed or lost, or memory was short, all ranks
+are started again, and go on from the newest checkpoint. Each launcher of a job on several
+machines starts its own: give it to all of them.)");
+
   group = "Network";
   scope = Scope::kRank;
   add("listen", kText, "ADDR", "", "address to listen on")
@@ -111,6 +120,9 @@ OptionTable whole_table(const job::JobInfo& job) {
   std::ranges::stable_sort(table, {}, [](const Option& option) {
     return std::end(kFromTheEnd) - std::ranges::find(kFromTheEnd, option.group);
   });
+  if (!find_option(table, "checkpoint")) {
+    std::erase_if(table, [](const Option& each) { return each.name == "max-restarts"; });
+  }
   if (!job.has_local) std::erase_if(table, [](const Option& each) { return each.name == "local"; });
   if (job.change) job.change(table);
   return table;

@@ -8,6 +8,7 @@
 #include "devices.h"
 #include "distrain/app/program.h"
 #include "distrain/base/text.h"
+#include "distrain/data/checkpoint_store.h"
 #include "distrain/net/socket.h"
 #include "distrain/rpc/token.h"
 #include "options.h"
@@ -69,11 +70,11 @@ int run_here(RankRun run) {
 /// A command line that is understood, on its way to the ranks that it runs here.
 class Invocation {
  public:
-  Invocation(const JobCommand& command, const ParsedOptions& options, const Placement& placement,
+  Invocation(const JobCommand& command, ParsedOptions options, const Placement& placement,
              base::TimePoint started, std::string token = {})
       : command_(command),
         definition_(*command.definition),
-        options_(options),
+        options_(std::move(options)),
         placement_(placement),
         local_(placement.mode == Mode::kLocal),
         job_(make_job(started)) {
@@ -123,6 +124,9 @@ class Invocation {
     job_.rank_0_unix_name = spawned.rank_0_unix_name;
     job_.token = spawned.token;
     job_.job_id = spawned.job_id;
+    job_.generation = spawned.generation;
+    job_.rejoins = spawned.rejoins;
+    if (!spawned.resume.empty()) options_.set("resume", spawned.resume);
     job_.started = spawned.started;
     if (!spawned.run_id.empty()) job_.effective[job::kRunId] = spawned.run_id;
     RankRun run = make_run();
@@ -142,6 +146,8 @@ class Invocation {
     plan.told.rank_0_unix_name = job_.rank_0_unix_name;
     plan.told.token = job_.token;
     plan.told.job_id = job_.job_id;
+    plan.told.generation = job_.generation;
+    if (placement_.has_rank_0()) plan.told.generation = job_.generation.value_or(0);
     plan.cmd = command_.name;
     if (placement_.has_rank_0()) plan.told.run_id = job_.effective.at(job::kRunId);
     plan.config = config_of(options_, !placement_.has_rank_0());
@@ -156,6 +162,14 @@ class Invocation {
     plan.peer_timeout_s = job_.peer_timeout_s;
     // Without rank 0 here, it may be saving elsewhere.
     if (!placement_.has_rank_0() || options_.given("checkpoint")) plan.save_grace = kSaveGrace;
+    if (has_option("max-restarts")) {
+      plan.max_restarts = static_cast<int>(options_.integer("max-restarts"));
+    }
+    if (placement_.has_rank_0() && options_.given("checkpoint")) {
+      plan.newest_checkpoint = [folder = options_.text("checkpoint")] {
+        return data::CheckpointStore::newest(folder);
+      };
+    }
     plan.warning = placement_.warning;
     plan.progress = !options_.flag("quiet");
     plan.epochs = static_cast<int>(options_.integer("epochs"));
@@ -180,7 +194,7 @@ class Invocation {
                     {"master_port", or_null(placement_.master_port, placement_.master_port != 0)},
                     {"local_ranks", placement_.local_ranks},
                     {"job_id", placement_.job_id},
-                    {"generation", placement_.generation},
+                    {"generation", placement_.generation ? Json(*placement_.generation) : Json()},
                     {"gpu_places", gpu_places},
                     {"warning", placement_.warning},
                     {command_.count_option, options_.integer(command_.count_option)}};
@@ -188,6 +202,8 @@ class Invocation {
   }
 
  private:
+  bool has_option(const char* name) const { return find_option(options_.table(), name); }
+
   std::string role(int rank) const { return definition_.roles(options_).name_of(rank); }
 
   job::Job make_job(base::TimePoint started) const {
@@ -249,7 +265,7 @@ class Invocation {
 
   const JobCommand& command_;
   const job::AnyDefinition& definition_;
-  const ParsedOptions& options_;
+  ParsedOptions options_;
   const Placement& placement_;
   const bool local_;
   job::Job job_;

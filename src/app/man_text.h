@@ -70,6 +70,13 @@ two are kept, or as many as --keep says.
 CPU in the very parameters that it would have ended in without the break. A checkpoint that is
 damaged, or of another job, is refused with exit status 7.
 
+With `--max-restarts N` the launcher starts all its ranks again, N times at most, when one of them was
+killed or lost, or short of memory; never after wrong usage, bad data or a loss that is not finite. They
+go on from the newest checkpoint, and a `restart` line says so in the place of `error`. It waits for a
+quarter of a second before, and twice as long each time that the job has got no further, up to half a
+minute. On several machines each launcher starts its own ranks again, and they meet anew at rank 0; a
+machine that does not come back is waited for until --join-timeout.
+
 On SIGINT (Ctrl-C), SIGTERM or SIGHUP a job with --checkpoint finishes its step, saves, and ends
 within 60 s; a second signal, from 2 s after the first, ends it at once. What is signalled twice sooner
 counts as signalled once, because a terminal, timeout(1) and service managers signal a process and its

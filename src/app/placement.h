@@ -22,11 +22,11 @@ struct Placement {
   std::string source;      ///< of the rank: a flag or a variable, empty when spawning
   std::string master_addr = "localhost";
   bool master_addr_given = false;
-  int master_port = 0;      ///< 0: any free one
-  int local_ranks = 1;      ///< on this host, as far as one can tell
-  std::string job_id;       ///< what the launcher of the ranks calls the job; empty: nothing
-  uint32_t generation = 0;  ///< how often that launcher has started it again
-  std::string warning;      ///< for one `warn` line, empty if there is nothing to say
+  int master_port = 0;  ///< 0: any free one
+  int local_ranks = 1;  ///< on this host, as far as one can tell
+  std::string job_id;   ///< what the launcher of the ranks calls the job; empty: nothing
+  std::optional<uint32_t> generation;  ///< how often that launcher has started it again
+  std::string warning;                 ///< for one `warn` line, empty if there is nothing to say
 
   void warn(const std::string& message) { warning += (warning.empty() ? "" : "; ") + message; }
   /// Those in or under this process, whatever the mode; kLocal: rank 0.

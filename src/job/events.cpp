@@ -59,6 +59,7 @@ Event end_event() {
        sometimes(or_null({"seed", kInteger, "as in start; of rank_end where rank 0 is elsewhere"})),
        sometimes(
            or_null({"config", kObject, "as in start; of rank_end where rank 0 is elsewhere"})),
+       sometimes({"restarts", kInteger, "how often the ranks were started again: --max-restarts"}),
        sometimes({"updates", kInteger, "of parameters that a rank holds for others, in this run"}),
        sometimes(device_field()),
        sometimes({"device_mem_mb", kNumber, "most memory of tensors on a GPU, in MB"})}};
@@ -132,6 +133,15 @@ std::vector<Event> common_events() {
         {"path", kText, "its folder"},
         {"step", kInteger, "steps, batches or episodes that had been made"},
         {"wall_s", kNumber, "seconds that it took"}}},
+      {"restart",
+       "when the launcher starts the ranks again (--max-restarts)",
+       {or_null({"generation", kInteger, "how often it has then; null where rank 0 is elsewhere"}),
+        {"restarts_left", kInteger, "how often it still may"},
+        or_null({"checkpoint", kText, "the newest; null: none, or rank 0 is elsewhere"}),
+        {"after_s", kNumber, "seconds that it waits before"},
+        {"kind", kText, "kind of the error that ended them, as in peer_lost"},
+        {"cause", kText, "what went wrong, in a line"},
+        or_null({"cause_rank", kInteger, "rank where it went wrong"})}},
       {"warn",
        "something to know of; the job goes on",
        {{"kind", kText, "kind of the trouble"}, {"message", kText, "in a line"}}},

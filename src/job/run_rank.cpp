@@ -34,6 +34,7 @@ rpc::AgentOptions agent_options(const Job& job) {
   options.insecure = job.insecure;
   options.job_id = job.job_id;
   options.generation = job.generation;
+  options.rejoins = job.rejoins;
   options.transport = job.transport;
   options.rpc_timeout = seconds(job.rpc_timeout_s);
   options.join_timeout = seconds(job.join_timeout_s);

@@ -52,6 +52,7 @@ bool is_known(FrameKind kind) {
     case FrameKind::kGo:
     case FrameKind::kProof:
     case FrameKind::kJoin:
+    case FrameKind::kJoined:
     case FrameKind::kCall:
     case FrameKind::kReply:
     case FrameKind::kError:

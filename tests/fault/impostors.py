@@ -16,7 +16,7 @@ import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "support"))
 import handshake  # noqa: E402
-from handshake import (DIRECTORY, HELLO, JOINS, PEER, PROOF, SAME_USER, TOKEN, Connection, frame, hello,  # noqa: E402
+from handshake import (DIRECTORY, HELLO, JOINED, JOINS, PEER, PROOF, SAME_USER, TOKEN, Connection, frame, hello,  # noqa: E402
                        proof)
 
 distrain, folder, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -101,7 +101,7 @@ class Impostors(threading.Thread):
             heard = link.hear()[0]
             if heard is None:
                 break
-            if heard in (PROOF, DIRECTORY):
+            if heard in (PROOF, JOINED, DIRECTORY):
                 self.believed.append(kind)
         link.socket.close()
 

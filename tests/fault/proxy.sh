@@ -120,14 +120,14 @@ for fault in $(every 1 2/up/cut=2.60 2/up/reset=220); do in_time 1 ends "$fault"
 order=(0 2 1)
 options=(--epochs 1000000 --peer-timeout 10 --join-timeout 12)
 blamed[2]="[0, 1, null]"
-for fault in $(every 1 1/up/cut=3.0 1/down/cut=2.20); do in_time 1 ends "$fault" 3; done
+for fault in $(every 1 1/up/cut=3.0 1/down/cut=2.20); do in_time 1 ends "$fault" 5; done
 for fault in $(every 2 1/up/drop=3.0 1/down/drop=2.0); do in_time 13 ends "$fault" 3 5; done
 
 # ---- changed ----
 
 # A bit of a header: its hash does not fit, so the connection ends, and with it the job. (Nothing sums up what
 # is between headers.) Before the proof it may be tried again; what comes after it is said to be damaged.
-flips=(1/up/flip=2.0:3 1/down/flip=3.24:5 2/up/flip=6.8:6 2/down/flip=8.4:7 2/up/flip=8.24:0 2/down/flip=5.24:1)
+flips=(1/up/flip=2.0:3 1/down/flip=4.24:5 2/up/flip=6.8:6 2/down/flip=9.4:7 2/up/flip=8.24:0 2/down/flip=6.24:1)
 if [[ ${DISTRAIN_SOAK:-} ]]; then
   RANDOM=${DISTRAIN_SEED:-1}
   echo "flips of DISTRAIN_SEED=${DISTRAIN_SEED:-1}"

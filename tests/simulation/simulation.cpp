@@ -18,6 +18,8 @@ const char* name_of(FrameKind kind) {
   switch (kind) {
     case FrameKind::kJoin:
       return "join";
+    case FrameKind::kJoined:
+      return "joined";
     case FrameKind::kReject:
       return "reject";
     case FrameKind::kDirectory:

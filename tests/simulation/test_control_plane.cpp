@@ -89,15 +89,16 @@ TEST_CASE("a planted bug is found by a seed that is good without it") {
   }
 }
 
-// Join, directory, prepared and go, and later a word for each round of the end and for leaving.
-TEST_CASE("1,000 ranks meet with four frames each") {
+// Join, joined, directory, prepared and go, and later a word for each round of the end and for
+// leaving.
+TEST_CASE("1,000 ranks meet with five frames each") {
   Scenario scenario = Scenario::clean(1, 1000);
   scenario.job.calls_per_rank = 0;
   Result result = expect_good(scenario);
   CHECK(result.ended_well == 1000);
   uint64_t meeting = 0;
-  for (const FrameKind kind :
-       {FrameKind::kJoin, FrameKind::kDirectory, FrameKind::kPrepared, FrameKind::kGo}) {
+  for (const FrameKind kind : {FrameKind::kJoin, FrameKind::kJoined, FrameKind::kDirectory,
+                               FrameKind::kPrepared, FrameKind::kGo}) {
     CHECK(result.frames[kind] == 999);
     meeting += result.frames[kind];
   }

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 
-from handshake import (DIRECTORY, HELLO, JOIN, JOINS, MAGIC, PEER, PREPARED, PROOF, VERSION, Connection, frame,
+from handshake import (DIRECTORY, HELLO, JOIN, JOINED, JOINS, MAGIC, PEER, PREPARED, PROOF, VERSION, Connection, frame,
                        hello, join)
 
 
@@ -55,7 +55,7 @@ class Strangers:
             (self.rank, join() + b"x"), (self.rank, join()[:-1])))
         stranger = self.believed(rank)
         stranger.say(frame(JOIN, said))
-        if stranger.hear()[0] == DIRECTORY:
+        if stranger.hear()[0] in (JOINED, DIRECTORY):
             raise SystemExit("a stranger has become a rank")
         stranger.await_end()
 

@@ -64,10 +64,11 @@ struct Job {
   int listen_fd = -1;            ///< rank 0 of a spawned job: the launcher's listening socket
   std::string rank_0_unix_name;  ///< not empty: of that socket, and nobody listens on TCP
   net::PortRange ports;          ///< to listen on
-  std::string token;             ///< as in rpc::AgentOptions, like the next three
+  std::string token;             ///< as in rpc::AgentOptions, like the next four
   bool insecure = false;
   std::string job_id;
-  uint32_t generation = 0;
+  std::optional<uint32_t> generation;
+  bool rejoins = false;
   bool spawned = false;                           ///< by our launcher; otherwise this rank joined
   std::string transport = "auto";                 ///< auto, tcp or unix
   std::chrono::steady_clock::time_point started;  ///< of the launcher, for startup_s

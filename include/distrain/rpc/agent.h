@@ -52,8 +52,12 @@ struct AgentOptions {
   /// Tells this job from others at the same address: what its launcher calls it, say. Empty: that
   /// of rank 0, which makes one.
   std::string job_id;
-  /// How often the job was started again: ranks of another generation are refused.
-  uint32_t generation = 0;
+  /// How often the job was started again: ranks of another generation are refused. None: rank 0's,
+  /// where it is 0.
+  std::optional<uint32_t> generation;
+  /// The job is being started again, and this rank may be sooner than rank 0: while that has no
+  /// place for it, it is asked again, until the join timeout.
+  bool rejoins = false;
   /// Somebody came as a rank and was refused; said what is wrong, and what its user is to do. Not
   /// more often than every few seconds. On the loop thread: not to block.
   std::function<void(const base::Error& why)> on_refused;

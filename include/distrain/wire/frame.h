@@ -41,7 +41,7 @@ inline constexpr uint32_t kMagic = 0x4E525444;  // "DTRN"
 inline constexpr size_t kHeaderBytes = 48;
 inline constexpr uint16_t kWithoutCredit = 1;
 inline constexpr uint16_t kWithRRefs = 1;
-inline constexpr uint32_t kProtocolVersion = 5;
+inline constexpr uint32_t kProtocolVersion = 6;
 
 enum class FrameKind : uint16_t {
   // Handshake and rendezvous (handshake.h)
@@ -52,6 +52,7 @@ enum class FrameKind : uint16_t {
   kGo = 5,
   kProof = 6,
   kJoin = 7,
+  kJoined = 8,
   // Calls
   kCall = 16,
   kReply = 17,

@@ -27,7 +27,8 @@ namespace distrain::wire {
 // behind the bytes of calls.
 //
 //   r → 0  kJoin          what I was told, where I can be reached
-//   0 → r  kReject        a mismatch: names the field and both values; r ends, 0 goes on waiting
+//   0 → r  kJoined        r has its place, and waits for the others
+//   0 → r  kReject        or a mismatch: names the field and both values; r ends, 0 goes on waiting
 //   0 → r  kDirectory     once all are there: everybody's address, rank 0's options, and the secret
 //                         that connections between ranks prove from here on
 //   r → 0  kPrepared      r can be called; with it the devices of r
@@ -62,13 +63,16 @@ using JobId = std::array<uint8_t, 16>;
 using Nonce = std::array<uint8_t, 32>;
 using Proof = std::array<uint8_t, 32>;
 
+/// Of a rank that has not been told, and takes rank 0's.
+inline constexpr uint32_t kAnyGeneration = 0xFFFF'FFFF;
+
 /// u32 version · u8 purpose · u8 trust · i32 rank · u32 generation · job_id · nonce: 62 bytes. Who
 /// connects says the purpose, and the other end says the same.
 struct Hello {
   HelloPurpose purpose = HelloPurpose::kJoin;
   Trust trust = Trust::kToken;
   int32_t rank = -1;
-  uint32_t generation = 0;  ///< how often the job was started again
+  uint32_t generation = 0;  ///< how often the job was started again; or kAnyGeneration
   JobId job_id{};           ///< zero: the rank knows none, and takes rank 0's
   Nonce nonce{};
 };

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,7 +14,7 @@ namespace distrain::app {
 struct LaunchPlan {
   std::string cmd;
   /// What each rank is told, with its own number and descriptors. The launcher closes `listen_fd`
-  /// once the ranks are there.
+  /// once no rank will need it any more.
   SpawnedRank told;
   job::Json config;
   std::vector<int> ranks;
@@ -23,6 +24,9 @@ struct LaunchPlan {
   double peer_timeout_s = 5;
   /// How long the ranks may take to save a checkpoint when a signal ends them; 0: they save none.
   std::chrono::seconds save_grace{0};
+  int max_restarts = 0;
+  /// Where rank 0 saves, the newest checkpoint there; null: rank 0 is elsewhere.
+  std::function<std::optional<std::string>()> newest_checkpoint;
   std::string warning;
   bool progress = false;  ///< if there is a terminal to show it on
   int epochs = 0;
@@ -30,13 +34,11 @@ struct LaunchPlan {
 
 /// Forks the ranks, carries their lines to stdout, and ends when all of them have ended. A process
 /// that has threads starts them by exec as well (rank_image), which takes longer. Gives back the
-/// exit code.
+/// exit code. Everything happens on the calling thread.
 ///
-/// Everything happens on the calling thread. After the first rank that fails the others have a
-/// grace to end by themselves (they notice within the peer timeout), then they get SIGTERM, then
-/// SIGKILL; before all have met, the grace is a second. The first failure is the root cause, but "a
-/// peer was lost" never is while another reason shows up within the grace, nor a failure that is
-/// put down to another rank with a reason of its own.
+/// When the ranks fail for a reason that may pass (a rank was lost or killed, memory was short),
+/// they are all started again, `max_restarts` times at most, and go on from the newest checkpoint:
+/// after a quarter of a second, which doubles up to half a minute while the job gets no further.
 int run_launcher(const LaunchPlan& plan);
 
 }  // namespace distrain::app

@@ -24,6 +24,10 @@ namespace {
 constexpr char kVariable[] = "DISTRAIN_SPAWNED_RANK";
 constexpr char kProgram[] = "/proc/self/exe";  // even if its file was replaced meanwhile
 
+nlohmann::json number_or_null(std::optional<uint32_t> number) {
+  return number ? nlohmann::json(*number) : nlohmann::json();
+}
+
 /// The launcher's number tells a rank from a program that has inherited the variable otherwise.
 std::string variable_for(const SpawnedRank& rank, int token_fd) {
   const nlohmann::json told{{"launcher", getpid()},
@@ -36,7 +40,10 @@ std::string variable_for(const SpawnedRank& rank, int token_fd) {
                             {"run_id", rank.run_id},
                             {"rank_0_unix_name", rank.rank_0_unix_name},
                             {"token_fd", token_fd},
-                            {"job_id", rank.job_id}};
+                            {"job_id", rank.job_id},
+                            {"generation", number_or_null(rank.generation)},
+                            {"rejoins", rank.rejoins},
+                            {"resume", rank.resume}};
   return std::string(kVariable) + '=' + told.dump();
 }
 
@@ -58,6 +65,11 @@ std::string take_token(const net::Fd& file) {
   return token;
 }
 
+std::optional<uint32_t> generation_in(const nlohmann::json& told) {
+  const auto& number = told.at("generation");
+  return number.is_null() ? std::nullopt : std::optional(number.get<uint32_t>());
+}
+
 SpawnedRank spawned_rank_of(const nlohmann::json& told) {
   return {.rank = told.at("rank"),
           .out_fd = told.at("out_fd"),
@@ -69,7 +81,10 @@ SpawnedRank spawned_rank_of(const nlohmann::json& told) {
           .run_id = told.at("run_id"),
           .rank_0_unix_name = told.at("rank_0_unix_name"),
           .token = take_token(net::Fd(told.at("token_fd"))),
-          .job_id = told.at("job_id")};
+          .job_id = told.at("job_id"),
+          .generation = generation_in(told),
+          .rejoins = told.at("rejoins"),
+          .resume = told.at("resume")};
 }
 
 }  // namespace

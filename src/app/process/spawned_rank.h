@@ -21,6 +21,9 @@ struct SpawnedRank {
   std::string rank_0_unix_name;  ///< of rank 0's listening socket; empty: it is a TCP one
   std::string token;
   std::string job_id;
+  std::optional<uint32_t> generation;  ///< of the job; none: rank 0's, which is elsewhere
+  bool rejoins = false;                ///< it has been started again, and rank 0 is elsewhere
+  std::string resume;                  ///< in place of the user's --resume; empty: that holds
 };
 
 /// This program once more, from its main(), as a rank: instead of a mere fork, which leaves behind

@@ -62,7 +62,10 @@ ControlPlane::ControlPlane(net::Loop& loop, const AgentOptions& options, DeviceT
                                                                         : new_unix_name()),
       doorway_(std::make_shared<control::Doorway>(loop, kDoorTimeout, at_the_door())),
       port_(options.master_port),
-      self_{options.rank, trust_of(options), options.generation, job_id_of(options)} {
+      told_{options.rank, trust_of(options),
+            options.generation.value_or(options.rank == 0 ? 0 : wire::kAnyGeneration),
+            job_id_of(options)},
+      self_(told_) {
   if (options.rank != 0) return;
   rank_0_socket_ =
       options.listen_fd >= 0
@@ -139,6 +142,7 @@ std::optional<Wait> ControlPlane::wait() {
 
 void ControlPlane::abort(const Error& error) {
   loop_.post([self = shared_from_this(), error] {
+    self->is_leaving_ = true;
     if (self->party_) {
       self->party_->abort(error);
     } else {
@@ -338,13 +342,18 @@ void ControlPlane::introduce_on_loop(int rank, const net::StreamPtr& stream,
       });
 }
 
-void ControlPlane::tick_on_loop() {
-  if (!party_) return;
+void ControlPlane::begin_on_loop(std::unique_ptr<control::Party> party) {
+  party_ = std::move(party);
+  tick_on_loop(++parties_);
+}
+
+void ControlPlane::tick_on_loop(uint64_t party) {
+  if (!party_ || party != parties_) return;
   for (const auto& [link, stream] : streams_) party_->heard(link, stream->last_heard_on_loop());
   const base::TimePoint next = party_->tick(base::Clock::now());
   if (next == base::kNever) return;
-  loop_.call_at(next, [weak = weak_from_this()] {
-    if (const auto self = weak.lock()) self->tick_on_loop();
+  loop_.call_at(next, [weak = weak_from_this(), party] {
+    if (const auto self = weak.lock()) self->tick_on_loop(party);
   });
 }
 
@@ -395,13 +404,19 @@ void ControlPlane::on_go(std::vector<wire::RankDevices> devices) {
 }
 
 void ControlPlane::on_failed(const Error& error) {
-  is_closed_ = true;
   Error told = error;
   if (told.op.empty()) told.op = "join";
+  if (is_put_off_on_loop(error)) {
+    loop_.post([self = shared_from_this()] { self->party_ = nullptr; });  // it is what calls this
+    told.kind = ErrorKind::kPeerLost;
+    return end_joining_on_loop(told);
+  }
+  is_closed_ = true;
   began_ = base::TimePoint{};
   met_.fail(told);
   devices_.fail(told);
-  ready_.fail(std::move(told));
+  ready_.fail(told);
+  end_joining_on_loop(told);
 }
 
 void ControlPlane::on_lost(int rank, const Error& error) {

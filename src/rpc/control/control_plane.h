@@ -91,6 +91,7 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   // control::World
   void send(control::Link link, control::Message message) override;
   void close(control::Link link, bool flush) override;
+  void on_joined() override;
   void on_directory(const wire::Directory& directory) override;
   void on_go(std::vector<wire::RankDevices> devices) override;
   void on_failed(const base::Error& error) override;
@@ -108,6 +109,8 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   base::Status try_to_join(base::TimePoint connected_by, base::TimePoint deadline);
   void meet_rank_0_on_loop(const net::StreamPtr& stream, base::Promise<void> met);
   base::Status join_on_loop(const net::StreamPtr& stream, const wire::Hello& rank_0);
+  void end_joining_on_loop(const base::Status& joined);
+  bool is_put_off_on_loop(const base::Error& error) const;
   base::Error no_rank_0(const base::Error& why) const;
   void listen_by_unix_socket();
   void wait_until_ready(base::TimePoint deadline, const std::function<void()>& prepare);
@@ -128,7 +131,8 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   void receive_on_loop(control::Link link, const net::InFrame& frame);
   net::Stream::Handler watched(control::Link link, net::Stream::Handler handler);
   net::Stream::Handler control_handler(control::Link link);
-  void tick_on_loop();
+  void begin_on_loop(std::unique_ptr<control::Party> party);
+  void tick_on_loop(uint64_t party);
 
   net::Loop& loop_;
   const AgentOptions& options_;
@@ -143,13 +147,18 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   bool listens_ = false;     // a member, to others
   std::string listen_host_;  // to be told to others, numeric; empty: as rank 0 sees it
 
+  const identity::Self told_;  // of this rank, before it has met rank 0
+
   // Loop thread only.
-  identity::Self self_;  // its job's number is rank 0's once that has proved itself
-  std::unique_ptr<control::Party> party_;  // from the joining on, until the end
-  control::Hub* hub_ = nullptr;            // rank 0: the same
-  net::StreamPtr meeting_;                 // to rank 0, until that has proved itself
+  identity::Self self_;  // its job's number and generation are rank 0's once that has proved itself
+  std::unique_ptr<control::Party> party_;       // from the joining on, until the end
+  uint64_t parties_ = 0;                        // there have been: it may take several to join
+  control::Hub* hub_ = nullptr;                 // rank 0: the same
+  net::StreamPtr meeting_;                      // to rank 0, until that has proved itself
+  std::optional<base::Promise<void>> joining_;  // until rank 0 has a place for this rank
   std::map<control::Link, net::StreamPtr> streams_;
   control::Link next_link_ = 1;
+  bool is_leaving_ = false;                // it has been told to
   bool is_closed_ = false;                 // there is no party any more, nor will there be
   std::map<int, std::string> seen_hosts_;  // rank 0: where others came from
 

@@ -69,9 +69,8 @@ void ControlPlane::begin_as_hub() {
     control::World& world = *self;
     auto hub = std::make_unique<control::Hub>(self->settings(), world, base::Clock::now());
     self->hub_ = hub.get();
-    self->party_ = std::move(hub);
+    self->begin_on_loop(std::move(hub));
     self->hub_->begin();
-    self->tick_on_loop();
   });
   doorway_->listen(std::move(rank_0_socket_));
 }
@@ -154,23 +153,39 @@ void ControlPlane::meet_rank_0_on_loop(const net::StreamPtr& stream, base::Promi
     return;
   }
   meeting_ = stream;
-  const auto shared = std::make_shared<base::Promise<void>>(std::move(met));
+  joining_ = std::move(met);
+  self_ = told_;
   control::Introduction::begin_on_loop(
       loop_, stream, {self_, options_.token}, wire::HelloPurpose::kJoin, patience(),
-      [self = shared_from_this(), stream, shared](const base::Result<wire::Hello>& rank_0) {
+      [self = shared_from_this(), stream](const base::Result<wire::Hello>& rank_0) {
         self->meeting_ = nullptr;
         const base::Status joins = rank_0.ok() ? self->join_on_loop(stream, rank_0.unchecked())
                                                : base::Status(self->no_rank_0(rank_0.error()));
-        if (!joins.ok()) stream->close();
-        shared->complete(joins);
+        if (joins.ok()) return;  // what rank 0 answers is still to come
+        stream->close();
+        self->end_joining_on_loop(joins);
       });
+}
+
+void ControlPlane::end_joining_on_loop(const base::Status& joined) {
+  std::optional<base::Promise<void>> joining;
+  joining.swap(joining_);
+  if (joining) joining->complete(joined);
+}
+
+void ControlPlane::on_joined() { end_joining_on_loop(base::Unit{}); }
+
+// The job that rank 0 is still of, or has just been of, has not heard that it is to begin again.
+bool ControlPlane::is_put_off_on_loop(const Error& error) const {
+  const bool may_pass = error.kind == ErrorKind::kRendezvous || error.kind == ErrorKind::kPeerLost;
+  return options_.rejoins && joining_ && !is_leaving_ && may_pass;
 }
 
 // Rank 0 has proved itself.
 base::Status ControlPlane::join_on_loop(const net::StreamPtr& stream, const wire::Hello& rank_0) {
   if (is_closed_) return left_already();
   if (rank_0.rank != 0) return rendezvous_error("only rank 0 can be joined", 0);
-  if (rank_0.generation < self_.generation) {
+  if (self_.generation != wire::kAnyGeneration && rank_0.generation < self_.generation) {
     return Error{kTryAgain,
                  "rank 0 there is still of generation " + std::to_string(rank_0.generation),
                  0,
@@ -178,12 +193,12 @@ base::Status ControlPlane::join_on_loop(const net::StreamPtr& stream, const wire
   }
   if (auto why = identity::mismatch(self_, rank_0)) return *why;
   self_.job_id = rank_0.job_id;
+  self_.generation = rank_0.generation;
   const Link link = hold_on_loop(stream);
   stream->set_limits_on_loop(wire::kControlLimits);
   stream->set_handler_on_loop(control_handler(link));
   control::World& world = *this;
-  party_ = std::make_unique<control::Member>(settings(), world, link, base::Clock::now());
-  tick_on_loop();
+  begin_on_loop(std::make_unique<control::Member>(settings(), world, link, base::Clock::now()));
   return base::Unit{};
 }
 

@@ -17,6 +17,7 @@ std::optional<Error> Hub::join(Link link, int rank, wire::Join join, base::TimeP
   if (auto refusal = check_join(rank, join)) return refusal;
   add_control(rank, link, now);
   joined_[rank] = {link, std::move(join.endpoint)};
+  world_.send(link, {FrameKind::kJoined});
   meet_if_all_joined();
   return std::nullopt;
 }

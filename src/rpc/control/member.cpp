@@ -32,8 +32,11 @@ void Member::on_control(int, const Message& message) {
       if (state_ == State::kRunning) return lose(0, reason_of(0, message));
       return abort(reason_of(0, message));
     }
+    case FrameKind::kJoined:
+      if (state_ != State::kMeeting || std::exchange(has_joined_, true)) break;
+      return world_.on_joined();
     case FrameKind::kDirectory: {
-      if (state_ != State::kMeeting) break;
+      if (state_ != State::kMeeting || !has_joined_) break;
       wire::Directory directory = wire::decode_directory(message.body);
       if (static_cast<size_t>(settings_.rank) >= directory.ranks.size()) {
         wire::Reader::fail("a directory without this rank");

@@ -25,6 +25,7 @@ class Member final : public Party {
   void tell_hub(int rank, const base::Error& error);
 
   const Link hub_;
+  bool has_joined_ = false;
   std::set<int> told_;  // of their loss, by this rank to the hub or by the hub
 };
 

@@ -250,9 +250,10 @@ Error Party::loss(int rank, const Error& error) const {
 
 Error Party::left_early(int rank, const Error& error) const {
   if (error.kind != ErrorKind::kPeerLost) return loss(rank, error);
-  return rendezvous_error("rank " + std::to_string(rank) + name_of(rank) +
-                              " left before all ranks were ready: " + error.message,
-                          rank);
+  return Error{ErrorKind::kPeerLost,
+               "rank " + std::to_string(rank) + name_of(rank) +
+                   " left before all ranks were ready: " + error.message,
+               rank, "join"};
 }
 
 Error Party::reason_of(int rank, const Message& message) const {

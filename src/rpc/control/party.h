@@ -59,6 +59,8 @@ class World {
   /// What was sent goes out first if `flush`. No closed() follows.
   virtual void close(Link link, bool flush) = 0;
 
+  /// Member: rank 0 has a place for this one.
+  virtual void on_joined() = 0;
   /// Once: who the ranks are, and where.
   virtual void on_directory(const wire::Directory& directory) = 0;
   /// Once: all ranks can be called. An exception ends the job for all.

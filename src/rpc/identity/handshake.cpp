@@ -79,7 +79,9 @@ std::optional<Error> mismatch(const Self& self, const wire::Hello& other) {
                   " to " + short_text(self.job_id) +
                   ": give all ranks of a job the same --job-id, and each job its own port");
   }
-  if (other.generation != self.generation) {
+  const bool any =
+      other.generation == wire::kAnyGeneration || self.generation == wire::kAnyGeneration;
+  if (other.generation != self.generation && !any) {
     return refuse(
         "generation: " + who + " is of generation " + std::to_string(other.generation) + ", " +
         own + " of " + std::to_string(self.generation) +

@@ -44,8 +44,8 @@ namespace distrain::rpc::identity {
 struct Self {
   int rank = 0;
   wire::Trust trust = wire::Trust::kSameUser;
-  uint32_t generation = 0;
-  wire::JobId job_id{};  ///< zero: not known yet
+  uint32_t generation = 0;  ///< wire::kAnyGeneration: not known yet
+  wire::JobId job_id{};     ///< zero: not known yet
 };
 
 /// What one side of a connection proves itself with.

@@ -136,6 +136,7 @@ class RawRank {
   void join(int rank) {
     CHECK(introduce(rank, wire::HelloPurpose::kJoin));
     send(wire::FrameKind::kJoin, wire::encode(wire::Join{"distrain", 0, {}, {}}));
+    CHECK(hear(wire::FrameKind::kJoined));
   }
   /// Proves itself as rank 0, to a rank that joins, and gives back what that says of itself.
   wire::Join be_joined() {
@@ -146,6 +147,7 @@ class RawRank {
     REQUIRE(hear(wire::FrameKind::kProof));
     send_proof(responder.check(heard));
     REQUIRE(hear(wire::FrameKind::kJoin));
+    send(wire::FrameKind::kJoined);
     return wire::decode_join(heard);
   }
   /// The body of what came last.

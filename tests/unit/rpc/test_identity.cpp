@@ -179,6 +179,8 @@ TEST_CASE("another job or another generation is named") {
   other.job_id = self.job_id;
   other.generation = 3;
   CHECK(contains(rpc::identity::mismatch(self, other)->message, "is of generation 3, rank 0 of 4"));
+  other.generation = wire::kAnyGeneration;  // it has not been told
+  CHECK_FALSE(rpc::identity::mismatch(self, other));
 }
 
 // ---- agents ----
@@ -317,6 +319,50 @@ TEST_CASE("a rank of a later generation waits until rank 0 has been started agai
   Joining zero(options);
   CHECK(one.joined());
   CHECK(zero.joined());
+}
+
+TEST_CASE("a rank that has not been told the generation is of rank 0's") {
+  AgentOptions options = options_for(0, 3);
+  options.generation = 7;
+  Joining zero(options);
+  Joining one(options_for(1, 3, zero.agent().port()));
+  AgentOptions told = options_for(2, 3, zero.agent().port());
+  told.generation = 7;
+  Joining two(told);
+  CHECK(zero.joined());
+  CHECK(one.joined());
+  CHECK(two.joined());
+  CHECK(one.agent().rpc_sync<&add>(2, 1, 2) == 3);
+}
+
+TEST_CASE("a rank that comes back asks again while the job is still the old one") {
+  const ReservedPort reserved;
+  const AgentOptions options = options_for(0, 2, reserved.port());
+  auto old_zero = std::make_unique<Joining>(options);
+  auto old_one = std::make_unique<Joining>(options_for(1, 2, reserved.port()));
+  REQUIRE(old_zero->joined());
+  REQUIRE(old_one->joined());
+  AgentOptions again = options_for(1, 2, reserved.port());
+  const base::Error taken = Joining(again).result();
+  CHECK(taken.kind == ErrorKind::kRendezvous);
+  CHECK(contains(taken.message, "has been taken already"));
+  again.rejoins = true;
+  Joining one(again);
+  SECTION("until rank 0 has been started again") {
+    std::this_thread::sleep_for(50ms);  // it may have come several times
+    if (one.ended()) FAIL(one.result().message);
+    old_zero->agent().abort(base::Error{ErrorKind::kCancelled, "started again", 0, {}});
+    old_zero = nullptr;
+    old_one = nullptr;
+    Joining zero(options);
+    CHECK(one.joined());
+    CHECK(zero.joined());
+  }
+  SECTION("until it is told to leave") {
+    std::this_thread::sleep_for(50ms);
+    one.agent().abort(base::Error{ErrorKind::kPeerLost, "another one", 5, {}});
+    CHECK(one.result().rank == 5);
+  }
 }
 
 TEST_CASE("the owner of the other end of a connection over loopback is known") {

@@ -88,19 +88,19 @@ TEST_CASE("what the launcher calls the job, and how often it has started it, are
   const std::string elastic = "RANK=1 WORLD_SIZE=4 TORCHELASTIC_RESTART_COUNT=2";
   const std::string step = "SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_JOB_ID=77 SLURM_STEP_ID=3";
   check_placed({
-      {"", "--rank 1", R"({"job_id": "", "generation": 0})"},
-      {"RANK=1 WORLD_SIZE=4", "", R"({"job_id": "", "generation": 0})"},
+      {"", "--rank 1", R"({"job_id": "", "generation": null})"},
+      {"RANK=1 WORLD_SIZE=4", "", R"({"job_id": "", "generation": null})"},
       {elastic + " TORCHELASTIC_RUN_ID=r9 LOCAL_WORLD_SIZE=4", "",
        R"({"job_id": "torchrun r9", "generation": 2})"},
       {elastic + " TORCHELASTIC_RUN_ID=none LOCAL_WORLD_SIZE=4", "", R"({"job_id": ""})"},
       // Of several hosts each counts for itself.
       {elastic + " TORCHELASTIC_RUN_ID=r9 LOCAL_WORLD_SIZE=2", "",
-       R"({"job_id": "torchrun r9", "generation": 0})"},
+       R"({"job_id": "torchrun r9", "generation": null})"},
       {kOpenMpi + " PMIX_NAMESPACE=prterun-1@1", "", R"({"job_id": "mpirun prterun-1@1"})"},
       {step + " SLURM_RESTART_COUNT=1", "", R"({"job_id": "slurm 77", "generation": 1})"},
       {step + " SLURM_HET_JOB_ID=76", "", R"({"job_id": "slurm 76"})"},
       {step, "--rank 2", R"({"job_id": "slurm 77", "generation": 0})", "SLURM_PROCID=1"},
-      {step, "--spawn", R"({"job_id": "", "generation": 0})"},
+      {step, "--spawn", R"({"job_id": "", "generation": null})"},
   });
 }
 

@@ -60,7 +60,7 @@ TEST_CASE("wrong options of hybrid are refused by name") {
           {{"--trainer", "3"}, "did you mean --trainers?"},
           {{"--batch_sise=3"}, "did you mean --batch-size?"},
           {{"-x"}, "unknown option -x"},
-          {{"--max-restarts", "1"}, "unknown option --max-restarts"},
+          {{"--max-restarts", "1"}, "--max-restarts needs --checkpoint"},
           {{"--config", "x"}, "unknown option --config"},
           {{"--trainers", "0"}, "--trainers must be a whole number from 1 to 1022, not 0"},
           {{"--trainers", "2.5"}, "--trainers must be a whole number"},

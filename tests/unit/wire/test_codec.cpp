@@ -135,7 +135,7 @@ TEST_CASE("the bytes of a frame header are as documented") {
   };
   CHECK(encoded(header) == expected);
   CHECK(kHeaderBytes == 48);
-  CHECK(kProtocolVersion == 5);
+  CHECK(kProtocolVersion == 6);
 }
 
 TEST_CASE("the numbers of the frame kinds do not change") {
@@ -146,6 +146,7 @@ TEST_CASE("the numbers of the frame kinds do not change") {
   CHECK(static_cast<int>(FrameKind::kGo) == 5);
   CHECK(static_cast<int>(FrameKind::kProof) == 6);
   CHECK(static_cast<int>(FrameKind::kJoin) == 7);
+  CHECK(static_cast<int>(FrameKind::kJoined) == 8);
   CHECK(static_cast<int>(FrameKind::kCall) == 16);
   CHECK(static_cast<int>(FrameKind::kReply) == 17);
   CHECK(static_cast<int>(FrameKind::kError) == 18);
@@ -265,7 +266,7 @@ TEST_CASE("unknown kinds are named") {
       REQUIRE(result.error().message == "unknown frame kind " + std::to_string(kind));
     }
   }
-  CHECK(known == 23);
+  CHECK(known == 24);
 }
 
 TEST_CASE("where the payload begins") {
@@ -439,7 +440,7 @@ TEST_CASE("the bytes of a hello, of a join and of an error are as documented") {
   std::iota(hello.job_id.begin(), hello.job_id.end(), uint8_t{0x10});
   std::iota(hello.nonce.begin(), hello.nonce.end(), uint8_t{0x20});
   const Bytes expected{
-      5,    0,    0,    0,                             // version
+      6,    0,    0,    0,                             // version
       2,                                               // purpose
       3,                                               // trust
       0xFE, 0xFF, 0xFF, 0xFF,                          // rank

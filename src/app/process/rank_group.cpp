@@ -1,0 +1,350 @@
+#include "process/rank_group.h"
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+#include <fmt/format.h>
+#include <signal.h>
+
+#include "process/process_setup.h"
+
+namespace distrain::app {
+namespace {
+
+using std::chrono::nanoseconds;
+
+constexpr auto kTermGrace = std::chrono::seconds(2);            // after SIGTERM of ours
+constexpr auto kExtraGrace = std::chrono::seconds(2);           // beyond the peer timeout
+constexpr auto kMeetingGrace = std::chrono::milliseconds(500);  // before all ranks are there
+constexpr auto kBlamedGrace = std::chrono::milliseconds(300);   // of one that all others blame
+constexpr auto kStoppedGrace = std::chrono::milliseconds(300);  // beyond the peer timeout
+
+/// Whether the program itself went wrong, rather than somebody ending it.
+bool is_crash(int signal) {
+  return signal == SIGABRT || signal == SIGSEGV || signal == SIGBUS || signal == SIGFPE ||
+         signal == SIGILL;
+}
+
+bool is_secondary(const Child& child) {
+  if (child.exit_code() == base::exit_code(base::ErrorKind::kPeerLost)) return true;
+  const std::string kind = child.error().value("kind", "");
+  return kind == base::kind_name(base::ErrorKind::kPeerLost) ||
+         kind == base::kind_name(base::ErrorKind::kCancelled);
+}
+
+/// Its words on why it failed: the `error` line, which may name a cause elsewhere, or else the last
+/// line, which alone tells of a signal that it took.
+const Json& reason(const Child& child) {
+  return child.error().empty() ? child.rank_end() : child.error();
+}
+
+/// The other rank that it names as the cause.
+std::optional<int> blamed_rank(const Child& child) {
+  const Json rank = reason(child).value("cause_rank", Json());
+  if (!rank.is_number() || rank == child.rank()) return std::nullopt;
+  return rank.get<int>();
+}
+
+std::string name_of(const Child& child) {
+  return child.role().empty() ? fmt::format("rank {}", child.rank())
+                              : fmt::format("rank {} ({})", child.rank(), child.role());
+}
+
+nanoseconds as_time(double seconds) { return nanoseconds(static_cast<int64_t>(seconds * 1e9)); }
+
+}  // namespace
+
+RankGroup::RankGroup(const LaunchPlan& plan, const Child::Handlers& handlers)
+    : plan_(plan), handlers_(handlers) {}
+
+// ---- start ----
+
+void RankGroup::start(const SpawnedRank& told, const std::function<void(int)>& in_child) {
+  try {
+    const bool by_exec = !base::other_threads().empty();
+    for (const int rank : plan_.ranks) {
+      SpawnedRank spawned = told;
+      spawned.rank = rank;
+      if (rank != 0) spawned.listen_fd = -1;
+      start_rank(std::move(spawned), by_exec, in_child);
+    }
+  } catch (const base::Exception& e) {
+    start_error_ = e.error();
+    kill();
+  }
+}
+
+void RankGroup::start_rank(SpawnedRank spawned, bool by_exec,
+                           const std::function<void(int)>& in_child) {
+  Child child(spawned.rank, plan_.role(spawned.rank), handlers_);
+  spawned.out_fd = child.lines_fd();
+  const auto forked = [&] {
+    children_.clear();  // with the pipes of the other ranks, which this one must not keep
+    in_child(spawned.rank);
+    return plan_.rank_main(spawned);
+  };
+  child.start(by_exec ? rank_image(spawned) : forked);
+  children_.push_back(std::move(child));
+}
+
+// ---- the loop ----
+
+bool RankGroup::any_alive() const { return std::ranges::any_of(children_, &Child::alive); }
+
+bool RankGroup::has_met() const { return std::ranges::any_of(children_, &Child::ready); }
+
+void RankGroup::add_to(std::vector<pollfd>& items, bool lines) const {
+  for (const Child& child : children_) {
+    items.push_back({lines ? child.out_fd() : -1, POLLIN, 0});
+    items.push_back({child.err_fd(), POLLIN, 0});
+  }
+}
+
+void RankGroup::read(bool lines) {
+  for (Child& child : children_) {
+    if (child.alive()) child.read_pipes(lines);
+  }
+}
+
+void RankGroup::reap() {
+  for (Child& child : children_) {
+    if (child.reap() && child.failed()) on_failure(child);
+  }
+}
+
+base::TimePoint RankGroup::next_deadline() const {
+  base::TimePoint next = std::min(deadline_, kill_blamed_at_);
+  for (const Child& child : children_) next = std::min(next, stopped_until(child));
+  return next;
+}
+
+void RankGroup::on_time() {
+  if (base::Clock::now() >= kill_blamed_at_) kill_blamed();
+  kill_stopped();
+  if (base::Clock::now() < deadline_) return;
+  if (phase_ != Phase::kGrace) return kill();
+  send_to_all(SIGTERM);
+  enter(Phase::kTerminating, kTermGrace);
+}
+
+/// The rank that all others have ended for, if it has not.
+Child* RankGroup::blamed_by_all() {
+  std::optional<int> rank;
+  for (const Child& child : children_) {
+    if (child.failed() && is_secondary(child)) rank = blamed_rank(child);
+  }
+  const auto blamed =
+      std::ranges::find_if(children_, [&](const Child& child) { return child.rank() == rank; });
+  if (!rank || blamed == children_.end() || !blamed->alive()) return nullptr;
+  const bool by_all = std::ranges::all_of(children_, [&](const Child& child) {
+    return &child == &*blamed ||
+           (child.failed() && is_secondary(child) && blamed_rank(child) == rank);
+  });
+  return by_all ? &*blamed : nullptr;
+}
+
+/// It is stopped, or cut off, and there is nobody left to wait for a word of it.
+void RankGroup::kill_blamed() {
+  kill_blamed_at_ = base::kNever;
+  if (Child* const blamed = blamed_by_all()) blamed->send(SIGKILL);
+}
+
+/// Until when others may take a rank that is stopped for one that is there. While they meet they
+/// wait for it, and at the end they have gone: it is for the launcher to see.
+base::TimePoint RankGroup::stopped_until(const Child& child) const {
+  const nanoseconds limit = as_time(plan_.peer_timeout_s);
+  const bool counts =
+      child.alive() && !child.killed() && child.stopped_since() && limit.count() > 0;
+  return counts ? *child.stopped_since() + limit + kStoppedGrace : base::kNever;
+}
+
+void RankGroup::kill_stopped() {
+  for (Child& child : children_) {
+    if (base::Clock::now() < stopped_until(child)) continue;
+    if (!stopped_rank_ && phase_ == Phase::kRunning) stopped_rank_ = child.rank();
+    child.send(SIGKILL);
+  }
+}
+
+void RankGroup::on_failure(const Child& child) {
+  if (blamed_by_all()) kill_blamed_at_ = base::deadline_after(kBlamedGrace);
+  if (!child.stopped_by()) {
+    if (phase_ == Phase::kKilled) return;
+    // Sooner than a save would take: there will be none now.
+    phase_ = std::max(phase_, Phase::kGrace);
+    deadline_ = std::min(deadline_, base::deadline_after(failure_grace()));
+  } else if (phase_ == Phase::kRunning) {
+    // Somebody sent a signal to a rank: the others stop, too, once rank 0 has saved.
+    enter(Phase::kGrace, std::max<nanoseconds>(failure_grace(), plan_.save_grace));
+  }
+}
+
+/// How long the others may take to notice that a rank failed.
+nanoseconds RankGroup::failure_grace() const {
+  // One that others blame is about to say what happened.
+  const bool told = std::ranges::none_of(children_, [this](const Child& child) {
+    const Child* const blamed = find(blamed_rank(child));
+    return child.failed() && blamed && blamed->alive();
+  });
+  // Those that look for each other would do so until the join timeout.
+  if (!has_met() && told) return kMeetingGrace;
+  return kExtraGrace + as_time(plan_.peer_timeout_s);
+}
+
+// ---- how they end ----
+
+/// It only ever gets more serious.
+void RankGroup::enter(Phase phase, nanoseconds grace) {
+  if (phase < phase_) return;
+  phase_ = phase;
+  deadline_ = base::deadline_after(grace);
+}
+
+void RankGroup::end(int signal, nanoseconds grace) {
+  send_to_all(signal);
+  enter(Phase::kTerminating, grace);
+}
+
+void RankGroup::end_unheard() {
+  const nanoseconds grace = std::max<nanoseconds>(kTermGrace, plan_.save_grace);
+  if (phase_ < Phase::kTerminating) end(SIGTERM, grace);
+}
+
+void RankGroup::kill() {
+  send_to_all(SIGKILL);
+  phase_ = Phase::kKilled;
+  deadline_ = base::kNever;
+}
+
+void RankGroup::send_to_all(int signal) {
+  for (Child& child : children_) child.send(signal);
+}
+
+void RankGroup::tell_one(int signal) {
+  const auto alive = std::ranges::find_if(children_, &Child::alive);
+  if (alive != children_.end()) alive->tell(signal);
+}
+
+void RankGroup::tell_all(int signal) {
+  for (Child& child : children_) child.tell(signal);
+}
+
+void RankGroup::stop() {
+  for (Child& child : children_) child.stop(true);
+}
+
+void RankGroup::go_on(base::Duration stopped) {
+  for (Child& child : children_) child.stop(false);
+  if (deadline_ != base::kNever) deadline_ += stopped;
+}
+
+// ---- why they ended ----
+
+/// Null for a rank that is not here.
+const Child* RankGroup::find(std::optional<int> rank) const {
+  const auto child =
+      std::ranges::find_if(children_, [rank](const Child& each) { return each.rank() == rank; });
+  return child == children_.end() ? nullptr : &*child;
+}
+
+/// For another reason than that we asked for it: a save that failed is one, or a crash, whatever
+/// signal of ours came while it was at its core dump.
+bool RankGroup::failed_itself(const Child& child) const {
+  const bool failed_to_save =
+      plan_.save_grace.count() > 0 && !child.error().empty() && !is_secondary(child);
+  return child.failed() && (!child.ended_by_us() || failed_to_save || is_crash(child.signal()));
+}
+
+/// Whether it blames another of our ranks, which has a reason of its own: even if that ends
+/// later.
+bool RankGroup::blames_another(const Child& child) const {
+  const Child* const other = find(blamed_rank(child));
+  return other && failed_itself(*other) && !is_secondary(*other);
+}
+
+/// Null if none failed by itself.
+const Child* RankGroup::root_cause() const {
+  const auto order = [this](const Child& child) {
+    return std::tuple(!failed_itself(child), is_secondary(child), blames_another(child),
+                      child.ended_at());
+  };
+  const auto first = std::ranges::min_element(children_, {}, order);
+  return first != children_.end() && failed_itself(*first) ? &*first : nullptr;
+}
+
+/// The end of a job by a signal to the launcher, or else to a rank that made the others stop, too.
+std::optional<Verdict> RankGroup::verdict_by_signal(int number) const {
+  const bool is_ours = number != 0;
+  const Child* first = nullptr;
+  for (const Child& child : children_) {
+    const int taken = child.stopped_by();
+    if (!taken) continue;
+    if (!first) first = &child;
+    // Ranks that another one told to stop call that SIGTERM.
+    if (!is_ours && (number == 0 || number == SIGTERM)) number = taken;
+  }
+  if (!number) return std::nullopt;
+  Verdict verdict{cause_by_signal(number), true, {}};
+  // Rank 0 tells where it saved.
+  if (first) verdict.cause.message = first->rank_end().value("message", verdict.cause.message);
+  return verdict;
+}
+
+Cause RankGroup::cause_from(const Child& child) const {
+  Cause cause{.rank = child.rank(),
+              .role = child.role(),
+              .host = host_name(),
+              .kind = std::string(base::kind_name(base::ErrorKind::kInternal)),
+              .exit_code = child.exit_code()};
+  const std::string name = name_of(child);
+  const Json& told = reason(child);
+  if (const int number = child.signal(); number && child.error().empty()) {
+    cause.signal = signal_name(number);
+    if (!is_crash(number)) cause.kind = base::kind_name(base::ErrorKind::kPeerLost);
+    cause.message = fmt::format("{} was killed by {}{}", name, cause.signal,
+                                number == SIGKILL ? " (kill -9, or out of memory)" : "");
+  } else if (told.contains("kind") && told.contains("message")) {
+    cause.kind = told.value("kind", "");
+    cause.message = told.value("message", "");
+    // It may have said what went wrong before a signal came.
+    if (child.signal()) cause.exit_code = told.value("exit_code", cause.exit_code);
+    if (const auto other = blamed_rank(child)) {
+      cause.rank = other;
+      cause.role = plan_.role(*other);
+      if (!find(other)) cause.host.clear();
+    }
+  } else {
+    cause.message = fmt::format("{} left without its last line", name);
+  }
+  if (const Child* const named = find(cause.rank)) cause.stderr_tail = named->stderr_tail();
+  return cause;
+}
+
+Cause RankGroup::cause_of_stopped(const Child& child) const {
+  return {.rank = child.rank(),
+          .role = child.role(),
+          .host = host_name(),
+          .kind = std::string(base::kind_name(base::ErrorKind::kPeerLost)),
+          .message = fmt::format("{} is lost: it was stopped, for longer than {} s", name_of(child),
+                                 plan_.peer_timeout_s),
+          .stderr_tail = child.stderr_tail(),
+          .exit_code = base::exit_code(base::ErrorKind::kPeerLost)};
+}
+
+std::optional<Verdict> RankGroup::verdict(int ended_by) const {
+  if (start_error_) return Verdict{cause_of(*start_error_), false, {}};
+  const Child* const child = root_cause();
+  if (!child && stopped_rank_) return Verdict{cause_of_stopped(*find(stopped_rank_)), false, {}};
+  if (!child || std::ranges::all_of(children_, &Child::stopped_by)) {
+    return verdict_by_signal(ended_by);
+  }
+  Verdict verdict{cause_from(*child), false, {}};
+  // A rank that threw has said so in its own line, best the one that is the cause itself.
+  const Child* const named = find(verdict.cause.rank);
+  const Child* const teller = named && !named->error().empty() ? named : child;
+  if (!teller->error().empty()) verdict.error = teller->error();
+  return verdict;
+}
+
+}  // namespace distrain::app

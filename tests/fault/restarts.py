@@ -1,0 +1,131 @@
+"""usage: restarts.py DISTRAIN FOLDER JOB [HOST...]: see restarts.sh.
+
+Runs a job, then once more while ranks of it are killed, one every RESTARTS_EVERY seconds for RESTARTS_SECONDS.
+With --max-restarts it goes on each time, and is to end with the very files that it had saved at the end of the
+first run. HOSTs are network namespaces, each with a launcher of its own, which share the ranks of the job; rank 0
+is in the first one, at 10.79.0.10."""
+
+import glob
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+distrain, folder, job, *hosts = sys.argv[1:]
+seconds = float(os.environ.get("RESTARTS_SECONDS", "6"))
+every = float(os.environ.get("RESTARTS_EVERY", "2"))
+longest = float(os.environ.get("RESTARTS_LONGEST", "150"))  # of one run
+size = float(os.environ.get("RESTARTS_SIZE", "1"))  # of the job
+choose = random.Random(int(os.environ.get("RESTARTS_SEED", "1")))
+
+JOBS = {  # how many ranks, how long a job is, what else it is told
+    "hybrid": (4, "epochs", 600, "--mode sync --checkpoint-every 20"),
+    "ps": (4, "epochs", 30, f"--data {folder}/images --mode sync --trainers 3 --checkpoint-every 10"),
+    "rnn": (3, "epochs", 300, "--mode sync --trainers 2 --checkpoint-every 20"),
+    "rl": (3, "max-episodes", 400, "--observers 2 --max-steps 200 --checkpoint-every 5"),
+    "pipeline": (3, "batches", 40,
+                 "--model resnet50 --image-size 32 --batch-size 8 --micro-batches 2 --checkpoint-every 2"),
+}
+GOOD = {"rl": (0, 11)}  # its goal may not be reached
+
+
+class Launcher:
+    def __init__(self, name, number, arguments, prefix):
+        self.path = f"{folder}/{job}.{name}.{number}.json"
+        with open(self.path, "w") as out, open(f"{folder}/{job}.{name}.{number}.err", "w") as err:
+            self.process = subprocess.Popen([*prefix, distrain, job, *arguments], stdout=out, stderr=err,
+                                            stdin=subprocess.DEVNULL)
+
+    def lines(self):
+        with open(self.path) as file:
+            text = file.read()
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def pids(self):
+        """Of its ranks, by rank, as it started them last."""
+        found = {}
+        for line in self.lines():
+            if line["event"] == "restart":
+                found = {}
+            elif line["event"] == "start":
+                found[line["rank"]] = line["pid"]
+        return found
+
+
+def start(name):
+    ranks, length, count, rest = JOBS[job]
+    arguments = [f"--{length}", str(int(count * size)), *rest.split(), "--seed", "5", "--peer-timeout", "30",
+                 "--log-interval", "1000000"]
+    saves = ["--checkpoint", f"{folder}/{job}.{name}"]
+    again = [] if name == "undisturbed" else ["--max-restarts", "50"]
+    if not hosts:
+        return [Launcher(name, 0, [*arguments, *saves, *again], [])]
+    share = [list(range(ranks))[number :: len(hosts)] for number in range(len(hosts))]
+    found = []
+    for number, host in enumerate(hosts):
+        where = ["--ranks", ",".join(map(str, share[number])), "--master-addr", "10.79.0.10", "--insecure",
+                 "--join-timeout", "60"]
+        told = [*arguments, *saves] if number == 0 else []
+        found.append(Launcher(name, number, [*told, *again, *where], ["ip", "netns", "exec", host]))
+    return found
+
+
+def disturb(launchers):
+    """Gives back how many ranks were killed."""
+    killed, begun = 0, time.time()
+    while time.time() - begun < seconds and any(each.process.poll() is None for each in launchers):
+        time.sleep(every)
+        victims = [pid for each in launchers for pid in each.pids().values()]
+        choose.shuffle(victims)
+        for pid in victims:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:  # it has ended already
+                continue
+            killed += 1
+            break
+    return killed
+
+
+def wait(launchers, name):
+    limit = time.time() + longest
+    for number, each in enumerate(launchers):
+        try:
+            code = each.process.wait(max(1, limit - time.time()))
+        except subprocess.TimeoutExpired:
+            sys.exit(f"{name}, launcher {number}: still there after {longest} s: {each.lines()[-3:]}")
+        if code not in GOOD.get(job, (0,)):
+            sys.exit(f"{name}, launcher {number}: exit code {code}: {each.lines()[-1]}")
+
+
+def saved(name):
+    """The files of the newest checkpoint, but for the manifest, which has the number of the run."""
+    newest = sorted(glob.glob(f"{folder}/{job}.{name}/step-*"))[-1]
+    files = {}
+    for path in sorted(glob.glob(newest + "/*.safetensors")):
+        with open(path, "rb") as file:
+            files[os.path.basename(path)] = file.read()
+    return os.path.basename(newest), files
+
+
+began = time.time()
+wait(start("undisturbed"), "undisturbed")
+alone = time.time() - began
+began = time.time()
+launchers = start("disturbed")
+killed = disturb(launchers)
+wait(launchers, "disturbed")
+restarts = [sum(line["event"] == "restart" for line in each.lines()) for each in launchers]
+errors = [line["message"] for each in launchers for line in each.lines() if line["event"] == "error"]
+print(f"{job}: {alone:.1f} s undisturbed, {time.time() - began:.1f} s with {killed} kills and {restarts} restarts, "
+      f"step {saved('disturbed')[0]}", flush=True)
+if errors and job not in GOOD:
+    sys.exit(f"error lines: {errors}")
+if min(restarts) < int(os.environ.get("RESTARTS_AT_LEAST", "1")):
+    sys.exit("too few restarts")
+if saved("undisturbed") != saved("disturbed"):
+    (first, files), (second, others) = saved("undisturbed"), saved("disturbed")
+    sys.exit(f"{first} and {second} differ in {[n for n in files if files[n] != others.get(n)]}")

@@ -1,0 +1,102 @@
+#!/bin/bash
+# ctest: labels=noasan timeout=240
+# --max-restarts: a job whose ranks are killed again and again ends as if nobody had been. When there is no
+# restart, and what becomes of signals while the launcher waits. All of it is tests/soak/restarts.sh.
+# shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
+source "$(dirname "$0")/../cli/lib.bash"
+
+make_images "$tmp/images" 256 64
+for job in $(few ps hybrid); do
+  python3 "$root/tests/fault/restarts.py" "$distrain" "$tmp" "$job" || fail "$job, with ranks that are killed"
+  expect_no_process "$job"
+done
+
+# start <args>...: a job that would run for long, and saves; waits until it trains.
+start() {
+  rm -f "$tmp/out"
+  rm -rf "$tmp/saves"
+  "$distrain" ps --mode sync --data "$tmp/images" --epochs 1000000 --checkpoint "$tmp/saves" --checkpoint-every 5 \
+    --peer-timeout 60 "$@" >"$tmp/out" 2>"$tmp/err" &
+  launcher=$!
+  wait_for_lines 1 checkpoint "$tmp/out"
+}
+pid_of() { jq -rs "map(select(.event == \"start\" and .rank == $1))[-1].pid" "$tmp/out" 2>/dev/null; }
+await_end() {
+  wait "$launcher"
+  code=$?
+  keep_lines "$tmp/out"
+}
+
+name="one restart, and no second"
+start --max-restarts 1
+kill -9 "$(pid_of 1)"
+wait_for_lines 6 ready "$tmp/out"
+wait_for_lines 1 restart "$tmp/out"
+kill -9 "$(pid_of 0)"
+await_end
+expect 137 "$name"
+expect_log "$name"
+expect_jq '[.[] | select(.event == "restart")] | length == 1 and (.[0] | .generation == 1 and .cause_rank == 1
+  and .restarts_left == 0 and .kind == "peer_lost" and .after_s == 0.25 and (.checkpoint | test("/saves/step-")))' "$name"
+expect_jq '[.[] | select(.event == "error")] | length == 1 and .[0].cause_rank == 0' "$name"
+expect_jq '.[-1] | .restarts == 1 and .cause_rank == 0' "$name"
+expect_jq '[.[] | select(.event == "checkpoint" and .action == "loaded")] | length == 1' "$name"
+[[ $(grep -c '^distrain: ' "$tmp/err") == 2 ]] || fail "$name: not two lines on stderr"
+grep -q 'rank 1 (trainer1) was killed by SIGKILL.*: the job starts again from .*/saves/step-.* (1 of 1)$' "$tmp/err" ||
+  fail "$name: stderr does not say so"
+expect_no_process "$name"
+
+name="a signal to the launcher"
+start --max-restarts 5
+kill -TERM "$launcher"
+await_end
+expect 143 "$name"
+expect_log "$name"
+expect_jq 'all(.[]; .event != "restart") and .[-1].restarts == 0' "$name"
+
+name="a signal to a rank, which saves and ends"
+start --max-restarts 5
+kill -TERM "$(pid_of 2)"
+await_end
+expect 143 "$name"
+expect_jq 'all(.[]; .event != "restart")' "$name"
+
+# Rank 0 dies in its first save each time, so the job gets no further, and the launcher waits longer each time.
+name="a signal while the launcher waits"
+rm -rf "$tmp/saves" "$tmp/out"
+"$distrain" ps --mode sync --data "$tmp/images" --epochs 1000000 --checkpoint "$tmp/saves" --checkpoint-every 5 \
+  --inject fail=checkpoint.3 --max-restarts 50 >"$tmp/out" 2>"$tmp/err" &
+launcher=$!
+wait_for_lines 4 restart "$tmp/out"
+kill -INT "$launcher"
+await_end
+expect 130 "$name"
+expect_log "$name"
+expect_jq '[.[] | select(.event == "restart").after_s][:4] == [0.25, 0.5, 1, 2]' "$name"
+expect_jq '.[-1] | .kind == "cancelled" and .message == "ended by SIGINT"' "$name"
+expect_no_process "$name"
+
+name="a crash is no reason to start again"
+start --max-restarts 5
+kill -SEGV "$(pid_of 1)"
+await_end
+expect 139 "$name"
+expect_jq 'all(.[]; .event != "restart")' "$name"
+
+name="nor is wrong data"
+mkdir "$tmp/bad"
+cp "$tmp"/images/* "$tmp/bad"
+for file in "$tmp"/bad/*; do printf X | dd of="$file" bs=1 seek=2 conv=notrunc 2>/dev/null; done
+run ps --data "$tmp/bad" --checkpoint "$tmp/none" --max-restarts 5
+expect 7 "$name"
+expect_jq 'all(.[]; .event != "restart")' "$name"
+
+run ps --max-restarts 5
+expect_error 2 invalid "--max-restarts needs --checkpoint" "without --checkpoint"
+run ps --rank 1 --max-restarts 5
+expect_error 2 invalid "--max-restarts needs a launcher: --ranks 1 in place of --rank 1" "of one rank"
+RANK=1 WORLD_SIZE=3 run ps --max-restarts 5
+expect_error 2 invalid "--max-restarts needs a launcher: --ranks 1 in place of RANK" "of one rank, by the environment"
+run ps --local --checkpoint "$tmp/none" --max-restarts 5
+expect_error 2 invalid "--max-restarts has no effect on --local" "--local"
+finish
