@@ -138,7 +138,9 @@ class Invocation {
 
   int launch() {
     if (placement_.spawns_all()) {
-      if (job_.token.empty()) job_.token = rpc::new_token();
+      // Where the user has named an address others may join there, by the user that they are of.
+      const bool is_named = options_.given("master-port") || options_.given("master-addr");
+      if (job_.token.empty() && !is_named) job_.token = rpc::new_token();
       if (job_.job_id.empty()) job_.job_id = random_id();
     }
     LaunchPlan plan;

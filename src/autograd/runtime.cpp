@@ -13,11 +13,11 @@ namespace {
 
 constexpr uint16_t kChannel = 1;
 constexpr size_t kRemembered = 4096;
-constexpr int kCounterBits = 40;
 constexpr uint64_t kAllPasses = UINT64_MAX;
 enum : uint64_t { kReleased = 1, kPassFailed = 2, kGivenUp = 3 };
 
-int maker_of(uint64_t context) { return static_cast<int>(context >> kCounterBits) - 1; }
+// 0 is no context: rank 0 is called 1 there.
+rpc::ProcessNumber maker_of(uint64_t context) { return rpc::maker_of(context) - 1; }
 
 }  // namespace
 
@@ -48,9 +48,8 @@ std::shared_ptr<Runtime> Runtime::of(rpc::Agent& agent) {
   return runtime;
 }
 
-// The rank that made it is in its upper bits.
 uint64_t Runtime::new_id() {
-  return (static_cast<uint64_t>(agent_.rank() + 1) << kCounterBits) | ++counter_;
+  return rpc::make_id(rpc::process_number(agent_.rank() + 1, agent_.incarnation()), ++counter_);
 }
 
 std::shared_ptr<ContextState> Runtime::create(uint64_t id) {
@@ -239,13 +238,14 @@ void Runtime::on_receive(uint64_t context, uint64_t autograd_id, int from,
   RecvNode::attach(node, wanted);  // the tensors' own: `wanted` shares them
 }
 
-void Runtime::on_rank_lost(int rank, const base::Error& error) {
+void Runtime::on_rank_lost(const rpc::Loss& loss) {
+  const base::Error& error = loss.error;
   std::vector<std::shared_ptr<ContextState>> orphans;
   {
     std::lock_guard lock(mutex_);
-    lost_.emplace(rank, error);
+    lost_.emplace(loss.process(), error);
     for (auto& [id, state] : contexts_) {
-      if (maker_of(id) == rank) orphans.push_back(state);
+      if (maker_of(id) == loss.process()) orphans.push_back(state);
     }
     for (const auto& state : orphans) contexts_.erase(state->id());
   }

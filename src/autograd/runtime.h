@@ -61,7 +61,7 @@ class Runtime final : public rpc::AutogradHook,
   at::Tensor hold(const at::Tensor& parameter) override;
   size_t live_contexts() const override;
   /// Its contexts end: who is held up in one hears why.
-  void on_rank_lost(int rank, const base::Error& error) override;
+  void on_rank_lost(const rpc::Loss& loss) override;
 
  private:
   std::shared_ptr<ContextState> take(uint64_t id);
@@ -81,7 +81,7 @@ class Runtime final : public rpc::AutogradHook,
   std::vector<std::weak_ptr<VersionKeeper>> version_keepers_;
   mutable std::mutex mutex_;
   std::unordered_map<uint64_t, std::shared_ptr<ContextState>> contexts_;
-  std::map<int, base::Error> lost_;  // what is late for their contexts makes none
+  std::map<rpc::ProcessNumber, base::Error> lost_;  // what is late for their contexts makes none
   // The last kRemembered released contexts: what is late for them must not make them again.
   std::unordered_set<uint64_t> released_;
   std::vector<uint64_t> released_ring_;

@@ -59,7 +59,7 @@ Event end_event() {
        sometimes(or_null({"seed", kInteger, "as in start; of rank_end where rank 0 is elsewhere"})),
        sometimes(
            or_null({"config", kObject, "as in start; of rank_end where rank 0 is elsewhere"})),
-       sometimes({"restarts", kInteger, "how often the ranks were started again: --max-restarts"}),
+       sometimes({"restarts", kInteger, "how often ranks were started again: --max-restarts"}),
        sometimes({"updates", kInteger, "of parameters that a rank holds for others, in this run"}),
        sometimes(device_field()),
        sometimes({"device_mem_mb", kNumber, "most memory of tensors on a GPU, in MB"})}};
@@ -134,8 +134,9 @@ std::vector<Event> common_events() {
         {"step", kInteger, "steps, batches or episodes that had been made"},
         {"wall_s", kNumber, "seconds that it took"}}},
       {"restart",
-       "when the launcher starts the ranks again (--max-restarts)",
-       {or_null({"generation", kInteger, "how often it has then; null where rank 0 is elsewhere"}),
+       "when the launcher starts ranks again (--max-restarts)",
+       {{"ranks", kIntegers, "which: all of its own, or a trainer that the job goes on without"},
+        or_null({"generation", kInteger, "how often it has then; null where rank 0 is elsewhere"}),
         {"restarts_left", kInteger, "how often it still may"},
         or_null({"checkpoint", kText, "the newest; null: none, or rank 0 is elsewhere"}),
         {"after_s", kNumber, "seconds that it waits before"},
@@ -190,6 +191,33 @@ Event epoch_event(Unit unit) {
 
 }  // namespace
 
+namespace {
+
+Event lost_event() {
+  return {"lost",
+          "a trainer is lost, and the job goes on without it",
+          {{"lost_rank", kInteger, "its rank"},
+           {"lost_role", kText, "its role"},
+           {"incarnation", kInteger, "processes that had the rank before it"},
+           {"kind", kText, "kind of the error, as in peer_lost"},
+           {"cause", kText, "what went wrong, in a line"},
+           {"steps_made", kInteger, "steps that it has made in all"},
+           {"steps_back", kInteger, "steps that it had begun, which go to the others"},
+           {"steps_in_doubt", kInteger,
+            "of those: may have been made, as no parameters are on rank 0 that would tell"},
+           {"trainers_left", kInteger, "trainers that are there"}}};
+}
+
+Event returned_event() {
+  return {"returned",
+          "a new process takes the place of a trainer that was lost",
+          {{"returned_rank", kInteger, "its rank"},
+           {"returned_role", kText, "its role"},
+           {"incarnation", kInteger, "processes that had the rank before it"}}};
+}
+
+}  // namespace
+
 Event eval_event(std::string when, Unit unit) {
   return {"eval",
           std::move(when),
@@ -210,10 +238,15 @@ std::vector<Event> trainer_events(Unit unit) {
       "",
       {sometimes({"loss", kNumber, "mean over the last epoch, and over the trainers"}),
        sometimes(quality(unit)), sometimes({"eval", kObject, "the last evaluation", eval.fields}),
-       sometimes({"ddp", kText, "how trainers on GPUs average: staged or nccl"})}};
+       sometimes({"ddp", kText, "how trainers on GPUs average: staged or nccl"}),
+       sometimes({"lost", kInteger, "trainers that were lost, where the job can go on without"})}};
   end.fields[1].what = unit == Unit::kWords ? "of that loss" : "of the last evaluation";
   return {step_event({{what + "_per_s", kNumber, what + " of this trainer a second"}}),
-          epoch_event(unit), std::move(eval), std::move(end)};
+          epoch_event(unit),
+          std::move(eval),
+          lost_event(),
+          returned_event(),
+          std::move(end)};
 }
 
 std::vector<Event> with_events(std::vector<Event> events, const std::vector<Event>& more) {

@@ -57,13 +57,13 @@ class JobTrace : public data::RunTrace {
   }
 };
 
-/// Ends the rank when another one is lost, whatever it is at: a step of a large net takes longer
+/// Ends the rank when another one is lost that the job cannot do without, whatever it is at: a step of a large net takes longer
 /// than others are to wait.
 class LossWatch final : public rpc::Layer {
  public:
   explicit LossWatch(EventSink& sink) : sink_(sink) {}
-  void on_rank_lost(int, const base::Error& error) override {
-    if (!is_over_) sink_.failing(error);
+  void on_rank_lost(const rpc::Loss& loss) override {
+    if (!is_over_ && !loss.job_goes_on) sink_.failing(loss.error);
   }
   /// From now on it is no loss if others go.
   void end() { is_over_ = true; }
@@ -192,24 +192,20 @@ void request_stop(rpc::CallContext& call) {
 
 /// From now on a signal is seen to: there is something to save.
 void heed_on_all(rpc::Agent& agent) {
-  std::vector<base::Future<void>> heeding;
-  for (int rank = 0; rank < agent.world_size(); ++rank) {
-    heeding.push_back(agent.rpc_async<rpc::of_local<&StopSignal::arm>>(rank));
-  }
-  base::wait_all(heeding);
+  ask_all(agent, [&agent](int rank) {
+    return agent.rpc_async<rpc::of_local<&StopSignal::arm>>(rank);
+  });
 }
 
 /// The training is over; from now on a signal ends a rank at once, unless the job is `stopped` by
 /// one. Gives back whether it is, then also by one that came to any rank meanwhile.
 bool end_on_all(rpc::Agent& agent, bool stopped) {
-  std::vector<base::Future<bool>> ending;
-  for (int rank = 0; rank < agent.world_size(); ++rank) {
-    ending.push_back(agent.rpc_async<rpc::of_local<&StopSignal::disarm>>(rank, stopped));
-  }
-  base::wait_all(ending);
+  std::atomic<bool> any{false};
+  ask_all(agent, [&](int rank) {
+    return agent.rpc_async<rpc::of_local<&StopSignal::disarm>>(rank, stopped)
+        .then(agent.inline_executor(), [&any](bool told) { any = any || told; });
+  });
   if (stopped) return true;
-  const bool any =
-      std::any_of(ending.begin(), ending.end(), [](auto& told) { return told.wait(); });
   return any && end_on_all(agent, true);  // one came after the last look
 }
 
@@ -290,6 +286,7 @@ Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
   Session session(job, body.roles.names(), sink);
   rpc::Agent& agent = session.agent();
   TrainingHost::expose(agent);
+  TrainerLosses::expose(agent, sink);
   agent.expose<rpc::of_local<&StopSignal::arm>>("job.heed_stop");
   agent.expose<&request_stop>("job.request_stop");
   agent.expose<rpc::of_local<&StopSignal::disarm>>("job.end_training");
@@ -308,7 +305,8 @@ Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
     // Before the others are there: what is wrong with the folder is known at once.
     host = std::make_shared<TrainingHost>(
         TrainingHost::Setting{body.cmd, known, [&agent] { heed_on_all(agent); },
-                              [&agent](bool stopped) { return end_on_all(agent, stopped); }},
+                              [&agent](bool stopped) { return end_on_all(agent, stopped); },
+                              &agent},
         session.job(), sink);
     agent.provide(host);
     agent.add_layer(host);

@@ -37,7 +37,10 @@ Position Position::from_json(const Json& json, int trainers) {
 }
 
 Schedule::Schedule(Terms terms, Hooks hooks)
-    : terms_(terms), hooks_(std::move(hooks)), taken_(static_cast<size_t>(terms.trainers)) {
+    : terms_(terms),
+      hooks_(std::move(hooks)),
+      places_(static_cast<size_t>(terms.trainers)),
+      takes_over_(terms.take_over) {
   position_.steps.resize(static_cast<size_t>(terms.trainers));
 }
 
@@ -51,45 +54,150 @@ void Schedule::resume(Position position) {
   int64_t total = (position.epoch - 1) * whole_epoch;
   for (const int64_t steps : position.steps) {
     if (steps > terms_.steps_per_epoch) fail("beyond the end of the epoch");
-    if (!terms_.take_over && steps != position.steps[0])
+    if (steps != position.steps[0]) takes_over_ = true;
+    if (takes_over_ && !terms_.take_over && !terms_.may_lose) {
       fail("trainers that go at one pace differ");
+    }
     total += steps;
   }
   if (position.total != total) fail("its steps are not those of its epochs");
   position_ = std::move(position);
   saved_ = position_.total / terms_.trainers;
-  std::fill(taken_.begin(), taken_.end(), saved_);
+  for (Place& each : places_) each.taken = saved_;
 }
 
-base::Future<Task> Schedule::next(int trainer, bool stop, int64_t wanted) {
+base::Future<Task> Schedule::next(Seat seat, bool stop, int64_t wanted) {
   base::Future<Task> future;
-  Waiting waiting;
+  bool rests = false;
   {
     std::lock_guard lock(mutex_);
     if (failed_) throw base::Exception(*failed_);
+    Place& its = place(seat.trainer);
+    if (!its.is_here || its.before != seat.before) {
+      throw base::Exception(base::ErrorKind::kPeerLost, "another trainer has this place by now");
+    }
+    if (waiting_.contains(seat.trainer)) {
+      throw base::Exception(base::ErrorKind::kInvalid, "a trainer waits for two tasks");
+    }
+    its.made += its.lease.count;
+    its.lease = {};
+    its.has_task = false;
     if (stop && terms_.save && !stopped()) stop_at_ = furthest_locked();
     Task task;
-    if (phase_ == Phase::kTraining && take_locked(trainer, wanted, task)) {
+    if (!is_advancing_ && phase_ == Phase::kTraining && take_locked(seat.trainer, wanted, task)) {
       return base::Future<Task>::ready(task);
     }
-    const auto [it, is_new] = waiting_.try_emplace(trainer);
-    if (!is_new) throw base::Exception(base::ErrorKind::kInvalid, "a trainer waits for two tasks");
-    it->second.wanted = wanted;
-    future = it->second.promise.future();
-    if (static_cast<int>(waiting_.size()) < terms_.trainers) return future;
-    waiting.swap(waiting_);
-  }
-  // All others wait, so nothing changes but here, and what is requested from outside.
-  do {
-    try {
-      enter_next_phase();
-    } catch (...) {
-      const base::Error error = base::current_error(base::ErrorKind::kInternal);
-      for (auto& [who, request] : waiting) request.promise.fail(error);
-      return future;
+    if (phase_ == Phase::kEnding) {  // it has come as the others went
+      static_cast<void>(task_locked(seat.trainer, wanted, task));
+      return base::Future<Task>::ready(task);
     }
-  } while (!hand_out(waiting));
+    Request& request = waiting_[seat.trainer];
+    request.wanted = wanted;
+    future = request.promise.future();
+    rests = takes_over_ && !terms_.take_over && !all_wait_locked();
+  }
+  if (rests && hooks_.on_rest) hooks_.on_rest(seat.trainer);
+  advance();
   return future;
+}
+
+int Schedule::here_locked() const {
+  return static_cast<int>(std::ranges::count_if(places_, &Place::is_here));
+}
+
+int Schedule::trainers_left() const {
+  std::lock_guard lock(mutex_);
+  return here_locked();
+}
+
+int64_t Schedule::steps_of_each() const {
+  std::lock_guard lock(mutex_);
+  return position_.total / terms_.trainers;
+}
+
+bool Schedule::all_wait_locked() const {
+  return !waiting_.empty() && static_cast<int>(waiting_.size()) == here_locked();
+}
+
+// All who are there wait, so nothing changes but by this thread, by who is lost or comes anew, and
+// by what is requested from outside.
+void Schedule::advance() {
+  for (;;) {
+    Phase before{};
+    bool again = false;
+    {
+      std::lock_guard lock(mutex_);
+      if (failed_ || is_advancing_ || !all_wait_locked()) return;
+      is_advancing_ = true;
+      before = phase_;
+      again = std::exchange(again_, false);
+    }
+    try {
+      enter_next_phase(before, again);
+    } catch (...) {
+      return fail(base::current_error(base::ErrorKind::kInternal));
+    }
+    hand_out();
+  }
+}
+
+// ---- who is lost, and who takes the place ----
+
+Schedule::Lost Schedule::lose(int trainer, std::optional<int64_t> made) {
+  std::optional<Request> request;
+  Lost lost;
+  {
+    std::lock_guard lock(mutex_);
+    Place& its = place(trainer);
+    if (!its.is_here) return lost;
+    its.is_here = false;
+    takes_over_ = true;
+    Range& lease = its.lease;
+    const int64_t known = std::clamp<int64_t>(made.value_or(0) - its.made, 0, lease.count);
+    lost.made = its.made + known;
+    lost.back = lease.count - known;
+    if (!made) lost.in_doubt = lost.back;
+    if (lost.back > 0) given_back_.push_back({lease.shard, lease.step + known, lost.back});
+    if (its.has_task && lease.count == 0) again_ = true;
+    its.lease = {};
+    its.has_task = false;
+    if (const auto waiting = waiting_.find(trainer); waiting != waiting_.end()) {
+      request = std::move(waiting->second);
+      waiting_.erase(waiting);
+    }
+  }
+  if (request) request->promise.fail({base::ErrorKind::kPeerLost, "it is lost", -1, {}});
+  return lost;
+}
+
+// Steps may have been given back while others wait.
+void Schedule::go_on() {
+  const auto may_hand_out = [this] {
+    std::lock_guard lock(mutex_);
+    if (failed_ || is_advancing_ || phase_ != Phase::kTraining) return false;
+    return is_advancing_ = !given_back_.empty() && !waiting_.empty();
+  };
+  if (may_hand_out()) hand_out();
+  for (const int trainer : who_rests()) hooks_.on_rest(trainer);
+  advance();
+}
+
+// Where trainers keep pace, those who wait for the others here must not be waited for there.
+std::vector<int> Schedule::who_rests() const {
+  std::vector<int> resting;
+  if (!hooks_.on_rest || terms_.take_over) return resting;
+  std::lock_guard lock(mutex_);
+  for (const auto& [trainer, request] : waiting_) resting.push_back(trainer);
+  return resting;
+}
+
+Seat Schedule::take_seat(int trainer) {
+  std::lock_guard lock(mutex_);
+  Place& its = place(trainer);
+  if (its.is_here) throw base::Exception(base::ErrorKind::kInvalid, "this place is taken");
+  const int64_t taken = its.taken;
+  its = Place{.before = its.before + 1, .taken = taken};
+  return {trainer, its.before};
 }
 
 std::vector<rpc::Wait> Schedule::waits() const {
@@ -97,7 +205,7 @@ std::vector<rpc::Wait> Schedule::waits() const {
   if (waiting_.empty()) return {};
   std::string missing;
   for (int trainer = 0; trainer < terms_.trainers; ++trainer) {
-    if (waiting_.contains(trainer)) continue;
+    if (waiting_.contains(trainer) || !place(trainer).is_here) continue;
     missing += (missing.empty() ? "" : ", ") + std::to_string(trainer);
   }
   base::TimePoint since = base::kNever;
@@ -118,7 +226,8 @@ int64_t Schedule::gate_locked() const {
 // Where trainers wait for each other's steps, in sync and ssp, all of them must be allowed as many:
 // otherwise one would wait here for one that waits for it.
 int64_t Schedule::furthest_locked() const {
-  return terms_.take_over ? 0 : *std::max_element(taken_.begin(), taken_.end());
+  if (takes_over_) return 0;
+  return std::ranges::max(places_, {}, &Place::taken).taken;
 }
 
 void Schedule::request_save() {
@@ -145,15 +254,34 @@ int64_t Schedule::remaining_locked(int shard) const {
   return terms_.steps_per_epoch - position_.steps[static_cast<size_t>(shard)];
 }
 
+// They were counted when they were handed out first.
+bool Schedule::take_given_back_locked(int trainer, int64_t wanted, Task& task) {
+  if (given_back_.empty()) return false;
+  Range& first = given_back_.front();
+  Range& lease = place(trainer).lease;
+  lease = {first.shard, first.step, std::min(wanted, first.count)};
+  first.step += lease.count;
+  first.count -= lease.count;
+  if (first.count == 0) given_back_.erase(given_back_.begin());
+  task.kind = Task::Kind::kTrain;
+  task.epoch = position_.epoch;
+  task.shard = lease.shard;
+  task.step = lease.step;
+  task.count = lease.count;
+  place(trainer).has_task = true;
+  return true;
+}
+
 bool Schedule::take_locked(int trainer, int64_t wanted, Task& task) {
-  int64_t& taken = taken_[static_cast<size_t>(trainer)];
+  if (take_given_back_locked(trainer, wanted, task)) return true;
+  Place& its = place(trainer);
   const int64_t gate = gate_locked();
   int64_t allowed = kNever;
   if (gate != kNever) {
-    allowed = terms_.take_over ? gate * terms_.trainers - position_.total : gate - taken;
+    allowed = takes_over_ ? gate * terms_.trainers - position_.total : gate - its.taken;
   }
   int shard = trainer;
-  if (remaining_locked(shard) == 0 && terms_.take_over) {
+  if (remaining_locked(shard) == 0 && takes_over_) {
     for (int other = 0; other < terms_.trainers; ++other) {
       if (remaining_locked(other) > remaining_locked(shard)) shard = other;
     }
@@ -166,8 +294,10 @@ bool Schedule::take_locked(int trainer, int64_t wanted, Task& task) {
   task.shard = shard;
   task.step = steps;
   task.count = count;
+  its.lease = {shard, steps, count};
+  its.has_task = true;
+  its.taken += count;
   steps += count;
-  taken += count;
   position_.total += count;
   return true;
 }
@@ -188,6 +318,7 @@ bool Schedule::over_after_evaluation() const {
 }
 
 Schedule::Phase Schedule::after_training() const {
+  if (!given_back_.empty()) return Phase::kTraining;
   if (epoch_over() || job_over()) return Phase::kEvaluating;
   return stopped() || gate_locked() <= position_.total / terms_.trainers ? Phase::kSaving
                                                                          : Phase::kTraining;
@@ -206,8 +337,11 @@ Schedule::Phase Schedule::after_evaluation() {
   return job_over() ? Phase::kEnding : Phase::kTraining;
 }
 
-void Schedule::enter_next_phase() {
-  const Phase before = phase_;
+void Schedule::enter_next_phase(Phase before, bool again) {
+  if (again) {
+    if (hooks_.on_again) hooks_.on_again();
+    return;
+  }
   if (before == Phase::kBeginning && hooks_.on_begin) hooks_.on_begin();
   if (before == Phase::kEvaluating && hooks_.on_evaluated) {
     hooks_.on_evaluated(position_, epoch_over());
@@ -237,29 +371,28 @@ void Schedule::enter_next_phase() {
 
 // First it is settled for all who waits on and who does not: somebody with a task may come back
 // with it done before the next one has his.
-bool Schedule::hand_out(Waiting& waiting) {
+void Schedule::hand_out() {
   std::vector<std::pair<base::Promise<Task>, Task>> tasks;
-  std::optional<base::Error> failed;
   {
     std::lock_guard lock(mutex_);
-    failed = failed_;
-    for (auto it = waiting.begin(); it != waiting.end();) {
+    const auto all = static_cast<int32_t>(waiting_.size());
+    int32_t part = 0;
+    for (auto it = waiting_.begin(); it != waiting_.end() && !failed_;) {
       Task task;
       const bool has_task = task_locked(it->first, it->second.wanted, task);
+      task.part = part++;
+      task.parts = all;
       if (has_task) tasks.emplace_back(std::move(it->second.promise), task);
-      it = has_task ? waiting.erase(it) : std::next(it);
+      it = has_task ? waiting_.erase(it) : std::next(it);
     }
-    // Somebody has asked for a save just now: all are to come to the next phase at once.
-    if (tasks.empty() && !failed) return false;
-    waiting_.merge(waiting);
+    is_advancing_ = false;
   }
   for (auto& [promise, task] : tasks) promise.set(task);
-  if (failed) fail(*failed);  // meanwhile, when nobody was there to be told
-  return true;
 }
 
 bool Schedule::task_locked(int trainer, int64_t wanted, Task& task) {
   if (phase_ == Phase::kTraining) return take_locked(trainer, wanted, task);
+  place(trainer).has_task = true;
   task.kind = phase_ == Phase::kEvaluating ? Task::Kind::kEvaluate
               : phase_ == Phase::kSaving   ? Task::Kind::kSave
                                            : Task::Kind::kEnd;

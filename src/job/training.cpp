@@ -42,6 +42,7 @@ Plan Plan::of(const TrainerOptions& options, int64_t steps_per_epoch) {
   plan.steps = options.steps;
   plan.steps_per_epoch = steps_per_epoch;
   plan.take_over = options.mode == "async";
+  plan.may_lose = options.mode != "sync";
   plan.eval_only = options.eval_only;
   plan.lr = options.lr;
   plan.lr_schedule = options.rule().schedule.text();
@@ -114,7 +115,8 @@ TrainingPlan::TrainingPlan(Plan plan, Process& process, std::vector<int> own, Sh
       log_(plan_, process.sink()) {}
 
 void TrainingPlan::keep(LocalUpdates& optimizer) {
-  set_lr_factors_.emplace_back([&optimizer](double factor) { optimizer.set_lr_factor(factor); });
+  begin_step_.emplace_back(
+      [&optimizer](double factor, int64_t) { optimizer.set_lr_factor(factor); });
   plan_.take_over = plan_.take_over && !optimizer.has_replicas();  // as the group's trainers
   Part part;
   part.file = "optimizer";
@@ -141,10 +143,16 @@ auto TrainingPlan::ask(const Args&... args) const {
 
 void TrainingPlan::attach() {
   plan_.parts.assign(parts_.begin(), parts_.end());
+  plan_.may_lose = plan_.may_lose && std::ranges::all_of(parts_, &Part::once);
   Attached attached;
-  for (const int trainer : own_) attached = ask<&TrainingHost::attach>(plan_, trainer);
+  for (const int trainer : own_) {
+    attached =
+        ask<&TrainingHost::attach>(plan_, trainer, agent_ ? agent_->incarnation() : uint32_t{0});
+    seats_[trainer] = attached.seat;
+  }
   log_.resume_after(attached.steps_made);
-  if (attached.saves && set_lr_factors_.empty() && own_.front() == 0) {
+  if (attached.is_late && attached.saves) process_.job().stop->arm();  // as the others did long ago
+  if (attached.saves && begin_step_.empty() && own_.front() == 0) {
     process_.sink().warn(base::ErrorKind::kInvalid,
                          "the checkpoints keep no optimizer (Training::keep): a job that goes on "
                          "from one begins with fresh momentum and moments");
@@ -166,10 +174,10 @@ void TrainingPlan::give(int trainer, const std::string& checkpoint) const {
 }
 
 /// What a trainer has for a checkpoint, by file, as it is stored there.
-std::map<std::string, data::NamedTensors> TrainingPlan::taken(int trainer) const {
+std::map<std::string, data::NamedTensors> TrainingPlan::taken(int trainer, bool is_first) const {
   std::map<std::string, data::NamedTensors> files;
   for (const Part& part : parts_) {
-    if (!part.each_own && trainer != 0) continue;
+    if (!part.each_own && !is_first) continue;
     for (const auto& [tensor, value] : data::on_host(part.take(trainer))) {
       const std::string stored = part.stored(tensor, trainer);
       if (!part.has(stored, trainer) || !files[part.file].emplace(stored, value).second) {
@@ -186,7 +194,7 @@ void TrainingPlan::make(const Step& what, const std::function<Result()>& step) {
   const base::TraceScope scope("step", "step", steps_made());
   if (log_.epoch() != what.epoch) log_.begin_epoch(what.epoch);
   const double factor = lr_schedule_.factor(steps_made(), what.epoch - 1);
-  for (const auto& set : set_lr_factors_) set(factor);
+  for (const auto& begin : begin_step_) begin(factor, log_.steps() + 1);
   const Result result = step();
   const double loss = checked_loss(result.loss, what.epoch, what.number + 1);
   samples_ += result.samples;
@@ -194,10 +202,15 @@ void TrainingPlan::make(const Step& what, const std::function<Result()>& step) {
 }
 
 void TrainingPlan::meet(const Task& task) {
-  if (task.kind == Task::Kind::kEvaluate) ask<&TrainingHost::report>(close_epoch(task));
+  if (task.kind == Task::Kind::kEvaluate) {
+    ask<&TrainingHost::report>(seat(own_.front()), close_epoch(task));
+  }
   if (task.kind == Task::Kind::kEnd) end(task);
   if (task.kind != Task::Kind::kSave) return;
-  for (const int trainer : own_) ask<&TrainingHost::contribute>(taken(trainer));
+  for (const int trainer : own_) {
+    const bool is_first = agent_ ? task.part == 0 : trainer == own_.front();
+    ask<&TrainingHost::contribute>(seat(trainer), taken(trainer, is_first));
+  }
 }
 
 /// How the epoch went, with this process's share of an evaluation.
@@ -210,13 +223,16 @@ Report TrainingPlan::close_epoch(const Task& task) {
   if (task.kind != Task::Kind::kEvaluate) return report;
   const base::TraceScope scope("evaluate");
   const at::NoGradGuard no_grad;
-  if (evaluate_epoch_) report.valid = evaluate_epoch_(share_);
-  if (evaluate_end_ && task.last) report.test = evaluate_end_(share_);
+  const Share share = agent_ ? Share{task.part, task.parts} : share_;
+  if (evaluate_epoch_) report.valid = evaluate_epoch_(share);
+  if (evaluate_end_ && task.last) report.test = evaluate_end_(share);
   return report;
 }
 
 void TrainingPlan::end(const Task& task) {
-  if (log_.epoch_steps() > 0) ask<&TrainingHost::report>(close_epoch(task));
+  if (log_.epoch_steps() > 0) {
+    ask<&TrainingHost::report>(seat(own_.front()), close_epoch(task));
+  }
   log_.end_epoch();
   stopped_ = task.stopped || process_.job().stop->requested();
   Json& fields = process_.fields();
@@ -256,9 +272,13 @@ void Training::keep(optim::DistributedOptimizer& optimizer, std::vector<std::str
   for (size_t i = parameters.size(); i < optimizer.size(); ++i) {
     parameters.push_back(std::to_string(i));
   }
-  set_lr_factors_.emplace_back([&optimizer](double factor) { optimizer.set_lr_factor(factor); });
+  begin_step_.emplace_back([&optimizer](double factor, int64_t number) {
+    optimizer.set_lr_factor(factor);
+    optimizer.set_step_number(number);
+  });
   Part part;
   part.file = "optimizer";
+  part.once = !optimizer.has_own();
   part.take = [&optimizer, parameters](int) {
     return optim::flatten(parameters, optimizer.state());
   };
@@ -274,12 +294,13 @@ void Training::keep(optim::DistributedOptimizer& optimizer, std::vector<std::str
 
 void Training::run(const std::function<Result(const Step&)>& step) {
   plan_.take_over = plan_.take_over && !rank_.has_group();
+  plan_.may_lose = plan_.may_lose && !rank_.has_group();
   rank_.close_groups();
   attach();
   for (Task::Kind last = Task::Kind::kTrain; last != Task::Kind::kEnd;) {
     const bool stop = rank_.job().stop->requested();
     const auto [task, schedule] = rank_.agent().rpc_sync<rpc::of_local<&TrainingHost::next>>(
-        host(), rank_.index(), stop, reached(), wanted_);
+        host(), seat(rank_.index()), stop, reached(), wanted_);
     lr_schedule_.load_state(schedule);
     last = task.kind;
     if (task.kind == Task::Kind::kTrain) {
@@ -319,7 +340,7 @@ void LocalTraining::run(const std::function<Result(const std::vector<Step>&)>& s
   for (Task task; task.kind != Task::Kind::kEnd;) {
     for (int trainer = 0; trainer < plan_.trainers; ++trainer) {
       if (pending.contains(trainer)) continue;
-      pending.emplace(trainer, host_.next(trainer, false, reached(), 1));
+      pending.emplace(trainer, host_.next(seat(trainer), false, reached(), 1));
     }
     std::vector<Step> steps;
     for (auto it = pending.begin(); it != pending.end();) {

@@ -24,7 +24,7 @@ std::string difference(const Plan& first, const Plan& other, int rank) {
   };
   if (rest(first) != rest(other)) return who + " has other terms of training than the others";
   if (first.parts != other.parts) return who + " keeps other parts in a checkpoint than the others";
-  if (first.take_over == other.take_over) return {};
+  if (first.take_over == other.take_over && first.may_lose == other.may_lose) return {};
   return who + " has a group of the trainers and others have none, or the other way round";
 }
 
@@ -45,7 +45,7 @@ void TrainingHost::expose(rpc::Agent& agent) {
   agent.expose<rpc::of_local<&TrainingHost::request_save>>("job.request_save");
 }
 
-Attached TrainingHost::attach(const Plan& plan, int trainer) {
+Attached TrainingHost::attach(const Plan& plan, int trainer, uint32_t incarnation) {
   std::lock_guard lock(mutex_);
   if (failed_) throw base::Exception(*failed_);
   const int rank = plan.first_rank + trainer;
@@ -64,8 +64,21 @@ Attached TrainingHost::attach(const Plan& plan, int trainer) {
   } else {
     begin(plan);
   }
-  trainers_.insert(trainer);
-  return {resumed_ ? resumed_->path : "", steps_made_, checkpoints_.saving()};
+  Attached attached{resumed_ ? resumed_->path : "", steps_made_, checkpoints_.saving(), trainer};
+  if (const auto before = lost_before_.find(trainer); before != lost_before_.end()) {
+    if (incarnation < before->second) refuse(base::ErrorKind::kPeerLost, "this rank is lost");
+    attached.seat = schedule_->take_seat(trainer);
+    attached.steps_made = schedule_->steps_of_each();
+    attached.is_late = true;
+    const Json fields{{"returned_rank", rank},
+                      {"returned_role", setting_.agent->worker(rank).name},
+                      {"incarnation", incarnation}};
+    setting_.agent->executor().post([this, self = shared_from_this(), fields] {
+      sink_.emit("returned", fields);
+    });
+  }
+  trainers_.emplace(trainer, attached.seat);
+  return attached;
 }
 
 void TrainingHost::begin(const Plan& plan) {
@@ -73,21 +86,11 @@ void TrainingHost::begin(const Plan& plan) {
   plan_->save = checkpoints_.saving() && !plan.eval_only;
   plan_->save_every = setting_.known.checkpoint.every;
   lr_schedule_ = optim::Schedule::parse(plan.lr_schedule);
-  Schedule::Hooks hooks;
-  hooks.on_begin = [this] {
-    {
-      std::lock_guard lock(mutex_);
-      resumed_.reset();
-    }
-    if (plan_->save) setting_.heed();
-  };
-  hooks.on_evaluated = std::bind_front(&TrainingHost::on_evaluated, this);
-  hooks.on_save = std::bind_front(&TrainingHost::save, this);
-  hooks.on_end = [this](bool stopped) {
-    if (plan_->save) setting_.end(stopped);
-  };
+  if (plan.may_lose && setting_.agent && plan.trainers > 1) {
+    losses_.emplace(*setting_.agent, plan.first_rank, plan.trainers, setting_.known.min_trainers);
+  }
   current_ = nullptr;
-  schedule_.emplace(*plan_, std::move(hooks));
+  schedule_.emplace(*plan_, hooks());
   if (plan.eval_only) schedule_->finish();
   try {
     load();
@@ -100,6 +103,33 @@ void TrainingHost::begin(const Plan& plan) {
   sink_.warn(base::ErrorKind::kInvalid,
              resumed_->path + " is of a job at its end: nothing is left to train" +
                  (plan.limit.empty() ? "" : " without a greater " + plan.limit));
+}
+
+Schedule::Hooks TrainingHost::hooks() {
+  Schedule::Hooks hooks;
+  hooks.on_begin = [this] {
+    {
+      std::lock_guard lock(mutex_);
+      resumed_.reset();
+    }
+    if (plan_->save) setting_.heed();
+    if (losses_) losses_->begin();
+  };
+  hooks.on_evaluated = std::bind_front(&TrainingHost::on_evaluated, this);
+  hooks.on_save = std::bind_front(&TrainingHost::save, this);
+  hooks.on_end = [this](bool stopped) {
+    if (losses_) losses_->end();
+    if (plan_->save) setting_.end(stopped);
+  };
+  hooks.on_again = [this] {
+    std::lock_guard lock(mutex_);
+    total_.valid = total_.test = {};
+    gathered_ = {};
+  };
+  hooks.on_rest = [this](int trainer) {
+    if (losses_) losses_->rest(trainer);
+  };
+  return hooks;
 }
 
 void TrainingHost::load() {
@@ -190,36 +220,82 @@ data::NamedTensors TrainingHost::saved_part(const PartName& part, int trainer) {
   return found;
 }
 
-base::Future<Lease> TrainingHost::next(int trainer, bool stop, bool last, int64_t wanted) {
+// What is late of one that is lost is not its successor's.
+void TrainingHost::check_seat_locked(Seat seat) const {
+  const auto its = trainers_.find(seat.trainer);
+  if (its != trainers_.end() && its->second.before == seat.before) return;
+  const std::string who = "trainer " + std::to_string(seat.trainer);
+  if (its == trainers_.end() && !lost_before_.contains(seat.trainer)) {
+    base::invalid(who + " asks for steps, but trains nothing");
+  }
+  throw base::Exception(base::ErrorKind::kPeerLost, who + " is lost");
+}
+
+base::Future<Lease> TrainingHost::next(Seat seat, bool stop, bool last, int64_t wanted) {
   {
     std::lock_guard lock(mutex_);
-    if (!trainers_.contains(trainer)) {
-      base::invalid("trainer " + std::to_string(trainer) + " asks for steps, but trains nothing");
-    }
+    check_seat_locked(seat);
   }
   if (last) schedule_->finish();
-  return schedule_->next(trainer, stop || stop_->requested(), std::max<int64_t>(wanted, 1))
+  return schedule_->next(seat, stop || stop_->requested(), std::max<int64_t>(wanted, 1))
       .then(executor_, [this](const Task& task) {
         std::lock_guard lock(mutex_);
         return Lease{task, lr_schedule_.state()};
       });
 }
 
-void TrainingHost::on_rank_lost(int, const base::Error& error) {
+void TrainingHost::on_rank_lost(const rpc::Loss& loss) {
+  std::optional<int> trainer;
   {
     std::lock_guard lock(mutex_);
-    failed_ = error;
+    if (losses_ && loss.job_goes_on) trainer = losses_->trainer_of(loss.rank);
+    if (!trainer) failed_ = loss.error;
     if (!schedule_) return;
   }
-  schedule_->fail(error);
+  if (trainer) return lose(*trainer, loss);
+  schedule_->fail(loss.error);
+}
+
+void TrainingHost::lose(int trainer, const rpc::Loss& loss) {
+  const std::optional<int64_t> made = losses_->last_step_of(loss);
+  bool was_there = false;  // otherwise it has come and gone before it had asked for anything
+  {
+    std::lock_guard lock(mutex_);
+    lost_before_[trainer] = loss.incarnation + 1;
+    ++lost_;
+    was_there = trainers_.erase(trainer) > 0;
+  }
+  const Schedule::Lost lost = was_there ? schedule_->lose(trainer, made) : Schedule::Lost{};
+  {
+    std::lock_guard lock(mutex_);
+    lost_steps_ += lost.made;
+  }
+  // To tell of it may take its time, and so may what all do next.
+  setting_.agent->executor().post([this, self = shared_from_this(), loss, lost] {
+    tell_lost(loss, lost);
+    schedule_->go_on();
+  });
+}
+
+void TrainingHost::tell_lost(const rpc::Loss& loss, const Schedule::Lost& lost) {
+  sink_.emit("lost", {{"lost_rank", loss.rank},
+                      {"lost_role", setting_.agent->worker(loss.rank).name},
+                      {"incarnation", loss.incarnation},
+                      {"kind", base::kind_name(loss.error.kind)},
+                      {"cause", loss.error.message},
+                      {"steps_made", lost.made},
+                      {"steps_back", lost.back},
+                      {"steps_in_doubt", lost.in_doubt},
+                      {"trainers_left", schedule_->trainers_left()}});
 }
 
 void TrainingHost::request_save() {
   if (Schedule* const schedule = current_) schedule->request_save();
 }
 
-void TrainingHost::report(const Report& report) {
+void TrainingHost::report(Seat seat, const Report& report) {
   std::lock_guard lock(mutex_);
+  check_seat_locked(seat);
   total_.loss += report.loss * static_cast<double>(report.steps);
   total_.steps += report.steps;
   total_.valid.add(report.valid);
@@ -278,8 +354,9 @@ void TrainingHost::tell_evaluation(const char* set, const Evaluation& evaluation
   sink_.emit("eval", fields);
 }
 
-void TrainingHost::contribute(const std::map<std::string, data::NamedTensors>& files) {
+void TrainingHost::contribute(Seat seat, const std::map<std::string, data::NamedTensors>& files) {
   std::lock_guard lock(mutex_);
+  check_seat_locked(seat);
   for (const auto& [file, tensors] : files) {
     for (const auto& [name, tensor] : tensors) gathered_.files[file][name] = tensor;
   }
@@ -308,6 +385,11 @@ void TrainingHost::add_to(Outcome& outcome) const {
   outcome.fields.update(metrics_);
   add_loss(outcome.fields);  // if it was stopped in the midst of an epoch
   outcome.message = checkpoints_.last_saved();
+  if (!losses_) return;
+  outcome.fields["lost"] = lost_;
+  if (lost_steps_ > 0) {
+    outcome.fields["steps"] = outcome.fields.value("steps", int64_t{0}) + lost_steps_;
+  }
 }
 
 }  // namespace distrain::job

@@ -6,7 +6,6 @@
 #include <map>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <tuple>
 
@@ -15,6 +14,7 @@
 #include "distrain/job/checkpoints.h"
 #include "distrain/job/definition.h"
 #include "distrain/rpc/of_local.h"
+#include "trainer_losses.h"
 
 namespace distrain::job {
 
@@ -25,8 +25,11 @@ struct Attached {
   std::string path;        ///< of the checkpoint that the job goes on from; empty: afresh
   int64_t steps_made = 0;  ///< by each trainer
   bool saves = false;      ///< the job
+  Seat seat;
+  bool is_late = false;  ///< it takes the place of a trainer that was lost, in the midst of the job
   static constexpr auto kFields =
-      std::tuple(&Attached::path, &Attached::steps_made, &Attached::saves);
+      std::tuple(&Attached::path, &Attached::steps_made, &Attached::saves, &Attached::seat,
+                 &Attached::is_late);
 };
 
 /// What a trainer is to do next, and how far the learning rate's schedule has come.
@@ -48,7 +51,7 @@ struct Report {
 
 /// What a job's training has one of, on rank 0: schedule, learning rate, evaluation, checkpoints,
 /// the end. Thread-safe.
-class TrainingHost final : public rpc::Layer {
+class TrainingHost final : public rpc::Layer, public std::enable_shared_from_this<TrainingHost> {
  public:
   struct Setting {
     std::string cmd;
@@ -57,6 +60,7 @@ class TrainingHost final : public rpc::Layer {
     /// On all ranks: a signal ends the process again, unless the job is stopped. Whether it is,
     /// then.
     std::function<bool(bool stopped)> end;
+    rpc::Agent* agent = nullptr;  ///< null: all trainers are in this process
   };
 
   /// Tries whether the folder of checkpoints can be written, and is this job's.
@@ -66,20 +70,22 @@ class TrainingHost final : public rpc::Layer {
   static void expose(rpc::Agent& agent);
 
   /// The first one makes the schedule, and reads the checkpoint if there is one to go on from.
-  Attached attach(const Plan& plan, int trainer);
+  /// `incarnation`: of the trainer's rank.
+  Attached attach(const Plan& plan, int trainer, uint32_t incarnation);
   /// Of the checkpoint that the job goes on from.
   data::NamedTensors saved_part(const PartName& part, int trainer);
-  base::Future<Lease> next(int trainer, bool stop, bool last, int64_t wanted);
-  void report(const Report& report);
+  base::Future<Lease> next(Seat seat, bool stop, bool last, int64_t wanted);
+  void report(Seat seat, const Report& report);
   /// On a task to save: a trainer's tensors, by file, as they are stored.
-  void contribute(const std::map<std::string, data::NamedTensors>& files);
+  void contribute(Seat seat, const std::map<std::string, data::NamedTensors>& files);
 
   // Note [Who waits on rank 0]
   //
   // Trainers wait on rank 0 for each other's next step. A call to another rank fails when that rank
   // is lost; here it is a third one that does not come, and one of those who wait may be on rank 0
-  // itself. So the host hears of each loss, and tells all who wait.
-  void on_rank_lost(int rank, const base::Error& error) override;
+  // itself. So the host hears of each loss, and tells all who wait; or, where the job goes on
+  // without that rank, waits for it no more: Note [Leases].
+  void on_rank_lost(const rpc::Loss& loss) override;
 
   /// All are to save as soon as they can, and to go on. Takes no lock, so that a line that cannot
   /// be written, which asks for a stop, may come from under it.
@@ -92,7 +98,11 @@ class TrainingHost final : public rpc::Layer {
 
  private:
   void begin(const Plan& plan);
+  Schedule::Hooks hooks();
   void load();
+  void check_seat_locked(Seat seat) const;
+  void lose(int trainer, const rpc::Loss& loss);
+  void tell_lost(const rpc::Loss& loss, const Schedule::Lost& lost);
   void read_position(const Snapshot& snapshot);
   void check_all_taken() const;
   void add_loss(Json& fields) const;
@@ -109,7 +119,11 @@ class TrainingHost final : public rpc::Layer {
 
   mutable std::mutex mutex_;  // of what follows, but the schedule, which locks itself
   std::optional<Plan> plan_;
-  std::set<int> trainers_;
+  std::map<int, Seat> trainers_;         // that are there
+  std::map<int, uint32_t> lost_before_;  // of each trainer that was lost: its next incarnation
+  std::optional<TrainerLosses> losses_;  // if the job may lose trainers
+  int64_t lost_steps_ = 0;               // that those who are lost have made
+  int64_t lost_ = 0;                     // how many are
   bool told_of_schedule_ = false;
   std::optional<Schedule> schedule_;
   std::atomic<Schedule*> current_{nullptr};  // once it is ready

@@ -20,11 +20,15 @@ namespace {
 
 rpc::RRef<LocalOptimizer> attach(rpc::CallContext& context,
                                  const std::vector<rpc::RRef<at::Tensor>>& parameters,
-                                 const SharedTerms& terms) {
+                                 const SharedTerms& terms, int participant) {
   std::vector<at::Tensor> values;
   for (const auto& parameter : parameters) values.push_back(parameter.local_value());
-  return context.agent.make_rref(
-      context.agent.local<LocalOptimizers>().find_or_make(values, terms));
+  const auto optimizer = context.agent.local<LocalOptimizers>().find_or_make(values, terms);
+  if (participant != Sharing::kOnlooker) {
+    optimizer->take_part(participant,
+                         rpc::process_number(context.caller.rank, context.caller.incarnation));
+  }
+  return context.agent.make_rref(optimizer);
 }
 
 std::vector<at::Tensor> gradients_of(rpc::Agent& agent, const LocalOptimizer& optimizer,
@@ -46,7 +50,8 @@ base::Future<uint64_t> step_here(rpc::CallContext& context,
                                  const std::vector<uint64_t>& contexts, const StepTerms& terms) {
   const at::NoGradGuard no_grad;
   LocalOptimizer& here = optimizer.local_value();
-  return here.step(terms, gradients_of(context.agent, here, contexts));
+  return here.step(terms, gradients_of(context.agent, here, contexts),
+                   rpc::process_number(context.caller.rank, context.caller.incarnation));
 }
 
 base::Future<Norms> norms_here(rpc::CallContext& context,
@@ -102,6 +107,16 @@ UpdateCount install(rpc::Agent& agent) {
   agent.expose<&load_state_here>("distrain.optim.load_state");
   agent.add_layer(optimizers);
   return optimizers->updates();
+}
+
+void keep_optimizers(rpc::Agent& agent) { agent.local<LocalOptimizers>().keep_all(); }
+
+void rest(rpc::Agent& agent, rpc::ProcessNumber process) {
+  agent.local<LocalOptimizers>().rest(process);
+}
+
+std::optional<int64_t> last_step_of(rpc::Agent& agent, rpc::ProcessNumber process) {
+  return agent.local<LocalOptimizers>().last_step_of(process);
 }
 
 Progress progress_of(rpc::Agent& agent, const at::Tensor& parameter, int participant) {
@@ -186,8 +201,12 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
     terms.groups = std::move(share.groups);
     if (owner == agent.rank()) {
       shared_ = {local.find_or_make(picked(tensors, share.places), terms), std::move(share.places)};
+      if (sharing.participant != Sharing::kOnlooker) {
+        shared_.optimizer->take_part(sharing.participant, own_process());
+      }
     } else {
-      remote_.push_back({agent.rpc_sync<&attach>(owner, picked(rrefs, share.places), terms),
+      remote_.push_back({agent.rpc_sync<&attach>(owner, picked(rrefs, share.places), terms,
+                                                  sharing.participant),
                          std::move(share.places)});
     }
   }
@@ -223,7 +242,7 @@ rpc::To DistributedOptimizer::owner_of(const Remote& remote, bool waits) const {
 uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts, double max_norm) {
   const at::NoGradGuard no_grad;
   const rpc::ContextScope outside(0);  // an update is no part of the pass
-  StepTerms terms{participant(), 1, *lr_factor_};
+  StepTerms terms{participant(), 1, *lr_factor_, *step_number_};
   const Scales scales = max_norm > 0 ? scales_for(contexts, max_norm) : Scales{};
   terms.scale = scales.shared;
   std::vector<Step> steps;
@@ -238,7 +257,8 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts, doubl
     Step& step = steps.emplace_back();
     step.where = "rank " + std::to_string(agent_.rank()) + which;
     try {
-      step.done = local.optimizer->step(how, gradients_of(agent_, *local.optimizer, contexts));
+      step.done = local.optimizer->step(how, gradients_of(agent_, *local.optimizer, contexts),
+                                         own_process());
     } catch (...) {
       base::Promise<uint64_t> failed;
       failed.fail(base::current_error(base::ErrorKind::kInternal));
@@ -305,6 +325,10 @@ DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<
   // Replicas stay equal: this participant's norm says nothing of the others'.
   const bool is_everyones = sharing_.mode == Sharing::Mode::kSync || sharing_.participants <= 1;
   return {scale, is_everyones ? scale : clip_scale(own, max_norm)};
+}
+
+rpc::ProcessNumber DistributedOptimizer::own_process() const {
+  return rpc::process_number(agent_.rank(), agent_.incarnation());
 }
 
 void DistributedOptimizer::set_lr_factor(double factor) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <limits>
 #include <set>
 #include <sstream>
 #include <string>
@@ -46,6 +47,8 @@ void check_same_terms(const std::map<int, StepTerms>& gathered) {
   }
 }
 
+constexpr int kNobody = -1;
+
 void check_scale(double scale) {
   if (scale >= 0 && scale <= 1) return;
   throw base::Exception(base::ErrorKind::kInvalid, "gradients cannot be clipped to " +
@@ -77,7 +80,7 @@ LocalOptimizer::LocalOptimizer(rpc::Agent& agent, std::vector<at::Tensor> parame
       parameters_(std::move(parameters)),
       terms_(std::move(terms)),
       updates_(std::move(updates)),
-      steps_(static_cast<size_t>(std::max(terms_.participants, 0))) {
+      participants_(static_cast<size_t>(std::max(terms_.participants, 0))) {
   const auto check = [](bool good) {
     if (good) return;
     throw base::Exception(base::ErrorKind::kInvalid, "the groups are not those of the parameters");
@@ -96,6 +99,28 @@ void LocalOptimizer::check_participant(int participant, const Gradients& gradien
       gradients.size() != parameters_.size()) {
     throw base::Exception(base::ErrorKind::kInvalid, "a step of an unknown participant");
   }
+}
+
+bool LocalOptimizer::Participant::has(rpc::ProcessNumber process) const {
+  const auto its = processes.find(process);
+  return its != processes.end() && !its->second.is_lost;
+}
+
+bool LocalOptimizer::Participant::is_lost() const {
+  return !processes.empty() &&
+         std::ranges::all_of(processes, [](const auto& each) { return each.second.is_lost; });
+}
+
+void LocalOptimizer::take_part(int participant, rpc::ProcessNumber process) {
+  if (participant < 0 || participant >= terms_.participants) return;  // its steps are refused
+  std::lock_guard lock(mutex_);
+  Participant& its = participants_[static_cast<size_t>(participant)];
+  if (its.is_lost()) {
+    its.processes.clear();
+    its.steps = std::max(its.steps, slowest_locked(participant));
+  }
+  its.processes.try_emplace(process);
+  its.state = Participant::State::kStepping;
 }
 
 // All who clip measure before any steps, and all step before any measures again: `others` are
@@ -132,10 +157,11 @@ base::Future<R> LocalOptimizer::bring(Gathering<R, Terms>& gathering, const Term
   return gathering.waiting.emplace_back().future();
 }
 
-base::Future<uint64_t> LocalOptimizer::step(const StepTerms& terms, Gradients gradients) {
+base::Future<uint64_t> LocalOptimizer::step(const StepTerms& terms, Gradients gradients,
+                                            rpc::ProcessNumber process) {
   check_participant(terms.participant, gradients);
   return terms_.mode == Sharing::Mode::kSync ? step_together(terms, std::move(gradients))
-                                             : step_alone(terms, gradients);
+                                             : step_alone(terms, gradients, process);
 }
 
 base::Future<uint64_t> LocalOptimizer::step_together(const StepTerms& terms, Gradients gradients) {
@@ -154,7 +180,7 @@ base::Future<uint64_t> LocalOptimizer::step_together(const StepTerms& terms, Gra
     try {
       check_same_terms(all.terms);
       apply_locked(means(all.gradients), all.terms.begin()->second);
-      for (int64_t& steps : steps_) ++steps;
+      for (Participant& each : participants_) ++each.steps;
       updates = applied_;
     } catch (...) {
       error = base::current_error(base::ErrorKind::kInternal);
@@ -171,30 +197,49 @@ base::Future<uint64_t> LocalOptimizer::step_together(const StepTerms& terms, Gra
 }
 
 base::Future<uint64_t> LocalOptimizer::step_alone(const StepTerms& terms,
-                                                  const Gradients& gradients) {
+                                                  const Gradients& gradients,
+                                                  rpc::ProcessNumber process) {
   base::Promise<uint64_t> own;
   const base::Future<uint64_t> future = own.future();
   std::vector<Ahead> may_go_on;
   std::multimap<int, Ahead> stranded;
   {
     std::lock_guard lock(mutex_);
+    Participant& its = participants_[static_cast<size_t>(terms.participant)];
+    if (!its.processes.empty() && !its.has(process)) {  // what is late of one that is gone
+      throw base::Exception(base::ErrorKind::kPeerLost, "this participant is lost");
+    }
     const Busy busy(*this);
     apply_locked(gradients, terms);
-    ++steps_[static_cast<size_t>(terms.participant)];
-    ahead_.emplace(terms.participant, Ahead{std::move(own), applied_, base::Clock::now()});
-    for (auto it = ahead_.begin(); it != ahead_.end();) {
-      if (terms_.mode == Sharing::Mode::kSsp && lead_locked(it->first) > terms_.staleness) {
-        ++it;
-        continue;
-      }
-      may_go_on.push_back(std::move(it->second));
-      it = ahead_.erase(it);
+    if (its.state == Participant::State::kResting) {  // others have gone on without it
+      its.steps = std::max(its.steps, slowest_locked(terms.participant));
+      its.state = Participant::State::kStepping;
     }
+    ++its.steps;
+    if (its.has(process)) {
+      int64_t& last = its.processes[process].last_step;
+      last = std::max(last, terms.number);
+    }
+    ahead_.emplace(terms.participant, Ahead{std::move(own), applied_, base::Clock::now()});
+    may_go_on = take_those_who_may_go_on_locked();
     if (lost_) stranded.swap(ahead_);
   }
   for (auto& [who, waiting] : stranded) waiting.promise.fail(*lost_);
   for (Ahead& ahead : may_go_on) ahead.promise.set(ahead.updates);
   return future;
+}
+
+std::vector<LocalOptimizer::Ahead> LocalOptimizer::take_those_who_may_go_on_locked() {
+  std::vector<Ahead> some;
+  for (auto it = ahead_.begin(); it != ahead_.end();) {
+    if (terms_.mode == Sharing::Mode::kSsp && lead_locked(it->first) > terms_.staleness) {
+      ++it;
+      continue;
+    }
+    some.push_back(std::move(it->second));
+    it = ahead_.erase(it);
+  }
+  return some;
 }
 
 base::Future<Norms> LocalOptimizer::norms_squared(const NormTerms& terms, Gradients gradients) {
@@ -273,7 +318,20 @@ base::Error LocalOptimizer::half_made(size_t parameter) const {
 }
 
 int64_t LocalOptimizer::lead_locked(int participant) const {
-  return steps_[static_cast<size_t>(participant)] - *std::min_element(steps_.begin(), steps_.end());
+  return participants_[static_cast<size_t>(participant)].steps - slowest_locked(kNobody);
+}
+
+// Of those who are stepping, `but` one of them; if there are none, as far as nobody has to wait.
+int64_t LocalOptimizer::slowest_locked(int but) const {
+  int64_t slowest = std::numeric_limits<int64_t>::max();
+  int64_t fastest = 0;
+  for (int each = 0; each < terms_.participants; ++each) {
+    const Participant& its = participants_[static_cast<size_t>(each)];
+    fastest = std::max(fastest, its.steps);
+    if (each == but || its.state != Participant::State::kStepping) continue;
+    slowest = std::min(slowest, its.steps);
+  }
+  return std::min(slowest, fastest);
 }
 
 void LocalOptimizer::check_same(const std::vector<at::Tensor>& parameters,
@@ -294,7 +352,56 @@ void LocalOptimizer::check_same(const std::vector<at::Tensor>& parameters,
   if (!(terms == terms_)) differ("participants, mode or staleness");
 }
 
-void LocalOptimizer::on_rank_lost(const base::Error& error) {
+void LocalOptimizer::rest(rpc::ProcessNumber process) {
+  std::vector<Ahead> may_go_on;
+  {
+    std::lock_guard lock(mutex_);
+    for (Participant& each : participants_) {
+      if (each.has(process) && each.state == Participant::State::kStepping) {
+        each.state = Participant::State::kResting;
+      }
+    }
+    may_go_on = take_those_who_may_go_on_locked();
+  }
+  for (Ahead& ahead : may_go_on) ahead.promise.set(ahead.updates);
+}
+
+std::optional<int64_t> LocalOptimizer::last_step_of(rpc::ProcessNumber process) const {
+  std::lock_guard lock(mutex_);
+  for (const Participant& each : participants_) {
+    const auto its = each.processes.find(process);
+    if (its != each.processes.end() && terms_.mode != Sharing::Mode::kSync) {
+      return its->second.last_step;
+    }
+  }
+  return std::nullopt;
+}
+
+void LocalOptimizer::lose(const rpc::Loss& loss) {
+  std::vector<Ahead> may_go_on;
+  std::vector<Ahead> its_own;
+  {
+    std::lock_guard lock(mutex_);
+    for (int each = 0; each < terms_.participants; ++each) {
+      Participant& its = participants_[static_cast<size_t>(each)];
+      if (!its.has(loss.process())) continue;
+      its.processes[loss.process()].is_lost = true;
+      if (!its.is_lost()) continue;
+      its.state = Participant::State::kLost;
+      const auto [first, last] = ahead_.equal_range(each);
+      for (auto it = first; it != last; ++it) its_own.push_back(std::move(it->second));
+      ahead_.erase(first, last);
+    }
+    may_go_on = take_those_who_may_go_on_locked();
+  }
+  for (Ahead& ahead : its_own) ahead.promise.fail(loss.error);
+  for (Ahead& ahead : may_go_on) ahead.promise.set(ahead.updates);
+}
+
+// Those who make one update together cannot do without one of them.
+void LocalOptimizer::on_rank_lost(const rpc::Loss& loss) {
+  if (loss.job_goes_on && terms_.mode != Sharing::Mode::kSync) return lose(loss);
+  const base::Error& error = loss.error;
   Gathering<uint64_t, StepTerms> stepping;
   Gathering<Norms, NormTerms> measuring;
   std::multimap<int, Ahead> ahead;
@@ -407,28 +514,43 @@ std::set<std::shared_ptr<LocalOptimizer>> LocalOptimizers::all_locked() const {
   return all;
 }
 
+std::set<std::shared_ptr<LocalOptimizer>> LocalOptimizers::all() const {
+  std::lock_guard lock(mutex_);
+  return all_locked();
+}
+
 std::vector<rpc::Wait> LocalOptimizers::waits() const {
-  std::set<std::shared_ptr<LocalOptimizer>> all;
-  {
-    std::lock_guard lock(mutex_);
-    all = all_locked();
-  }
   std::vector<rpc::Wait> waits;
-  for (const auto& optimizer : all) {
+  for (const auto& optimizer : all()) {
     std::vector<rpc::Wait> more = optimizer->waits();
     std::move(more.begin(), more.end(), std::back_inserter(waits));
   }
   return waits;
 }
 
-void LocalOptimizers::on_rank_lost(int, const base::Error& error) {
+void LocalOptimizers::on_rank_lost(const rpc::Loss& loss) {
   std::set<std::shared_ptr<LocalOptimizer>> all;
   {
     std::lock_guard lock(mutex_);
-    if (!lost_) lost_ = error;
+    if (!lost_ && !loss.job_goes_on) lost_ = loss;
     all = all_locked();
   }
-  for (const auto& optimizer : all) optimizer->on_rank_lost(error);
+  for (const auto& optimizer : all) optimizer->on_rank_lost(loss);
+}
+
+void LocalOptimizers::keep_all() {
+  std::lock_guard lock(mutex_);
+  kept_ = all_locked();
+}
+
+void LocalOptimizers::rest(rpc::ProcessNumber process) {
+  for (const auto& optimizer : all()) optimizer->rest(process);
+}
+
+std::optional<int64_t> LocalOptimizers::last_step_of(rpc::ProcessNumber process) const {
+  std::optional<int64_t> last;
+  for (const auto& optimizer : all()) last = std::max(last, optimizer->last_step_of(process));
+  return last;
 }
 
 std::shared_ptr<LocalOptimizer> LocalOptimizers::find(const at::Tensor& parameter) {

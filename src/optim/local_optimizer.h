@@ -48,8 +48,9 @@ struct StepTerms {
   int participant = 0;
   double scale = 1;      ///< of the gradients
   double lr_factor = 1;  ///< of each group's learning rate
-  static constexpr auto kFields =
-      std::tuple(&StepTerms::participant, &StepTerms::scale, &StepTerms::lr_factor);
+  int64_t number = 0;    ///< of the step, as the participant counts; 0: it does not
+  static constexpr auto kFields = std::tuple(&StepTerms::participant, &StepTerms::scale,
+                                             &StepTerms::lr_factor, &StepTerms::number);
 };
 
 /// What a participant asks for the norm with, and what it is told: squared L2 norms.
@@ -79,11 +80,17 @@ class LocalOptimizer {
   LocalOptimizer(rpc::Agent& agent, std::vector<at::Tensor> parameters, SharedTerms terms,
                  std::shared_ptr<std::atomic<uint64_t>> updates);
 
+  /// From now on this process is the participant, in place of one that is lost: as far as the
+  /// slowest of the others.
+  void take_part(int participant, rpc::ProcessNumber process);
+
   /// A participant's gradients. Done when the participant may go on to its next step: kAsync, when
   /// they have been applied; kSync, when the mean of all participants' has been; kSsp, when it is
   /// not too far ahead of the slowest.
   /// Gives back how many updates there had been when it was applied, itself included.
-  base::Future<uint64_t> step(const StepTerms& terms, Gradients gradients);
+  /// `peer_lost` if `process` is the participant no more.
+  base::Future<uint64_t> step(const StepTerms& terms, Gradients gradients,
+                              rpc::ProcessNumber process);
 
   /// The squared norms of what step() would apply. kSync: of the mean of all participants'
   /// gradients, and the mean of their `own`, the same for all of them and done when all have asked.
@@ -93,9 +100,14 @@ class LocalOptimizer {
   /// `invalid` if it optimises other parameters, or otherwise.
   void check_same(const std::vector<at::Tensor>& parameters, const SharedTerms& terms) const;
 
-  /// Who waits for other participants gets this error, now and from now on: one may be gone, and
-  /// who has not come yet is not known.
-  void on_rank_lost(const base::Error& error);
+  /// Where the job ends: who waits for other participants gets this error, now and from now on:
+  /// one may be gone, and who has not come yet is not known. Where it goes on: nobody waits for
+  /// that participant any more, nor is a step of it made.
+  void on_rank_lost(const rpc::Loss& loss);
+  /// It makes no steps for a while: until it makes one, nobody waits for it.
+  void rest(rpc::ProcessNumber process);
+  /// The number of the last step that was made here of its participant, if it is one.
+  std::optional<int64_t> last_step_of(rpc::ProcessNumber process) const;
 
   /// Never waits for an update: that is told as one.
   std::vector<rpc::Wait> waits() const;
@@ -134,16 +146,34 @@ class LocalOptimizer {
     std::atomic<base::TimePoint>& since_;
   };
 
+  /// One of those who share the parameters.
+  struct Participant {
+    enum class State : uint8_t { kStepping, kResting, kLost };
+    struct Process {
+      bool is_lost = false;
+      int64_t last_step = 0;  // as it counts
+    };
+    State state = State::kStepping;
+    int64_t steps = 0;
+    std::map<rpc::ProcessNumber, Process> processes;  // that have said so; kAsync: maybe several
+
+    bool has(rpc::ProcessNumber process) const;
+    bool is_lost() const;
+  };
+
   void check_participant(int participant, const Gradients& gradients) const;
+  int64_t slowest_locked(int but) const;
   template <class R, class Terms>
   void check_all_clip(Gathering<R, Terms>& others, int participant);
   template <class R, class Terms>
   base::Future<R> bring(Gathering<R, Terms>& gathering, const Terms& terms, Gradients gradients);
   base::Future<uint64_t> step_together(const StepTerms& terms, Gradients gradients);
-  base::Future<uint64_t> step_alone(const StepTerms& terms, const Gradients& gradients);
+  base::Future<uint64_t> step_alone(const StepTerms& terms, const Gradients& gradients,
+                                    rpc::ProcessNumber process);
   Gradients means(const std::map<int, Gradients>& gathered) const;
   void apply_locked(const Gradients& gradients, const StepTerms& terms);
   base::Error half_made(size_t parameter) const;
+  void lose(const rpc::Loss& loss);
   UpdateRule& rule_of(size_t parameter) const { return *rules_[groups_[parameter]]; }
   int64_t lead_locked(int participant) const;
 
@@ -156,7 +186,7 @@ class LocalOptimizer {
   std::vector<size_t> groups_;                         // by parameter
   const std::shared_ptr<std::atomic<uint64_t>> updates_;  // of all optimizers of this rank
   uint64_t applied_ = 0;                                  // of this one
-  std::vector<int64_t> steps_;                            // by participant
+  std::vector<Participant> participants_;
   Gathering<uint64_t, StepTerms> stepping_;
   Gathering<Norms, NormTerms> measuring_;
   struct Ahead {
@@ -164,6 +194,7 @@ class LocalOptimizer {
     uint64_t updates;  // its result
     base::TimePoint since;
   };
+  std::vector<Ahead> take_those_who_may_go_on_locked();
   std::multimap<int, Ahead> ahead_;  // kSsp: by participant
   std::optional<base::Error> lost_;  // the first; stays
 };
@@ -178,8 +209,13 @@ class LocalOptimizers final : public rpc::Layer {
   std::shared_ptr<LocalOptimizer> find_or_make(const std::vector<at::Tensor>& parameters,
                                                const SharedTerms& terms,
                                                Counts counts = Counts::kYes);
-  void on_rank_lost(int rank, const base::Error& error) override;
+  void on_rank_lost(const rpc::Loss& loss) override;
   std::vector<rpc::Wait> waits() const override;
+  /// From now on those that there are stay until the agent ends, whoever refers to them.
+  void keep_all();
+  /// As those of each of them.
+  void rest(rpc::ProcessNumber process);
+  std::optional<int64_t> last_step_of(rpc::ProcessNumber process) const;
   /// Null if none has it.
   std::shared_ptr<LocalOptimizer> find(const at::Tensor& parameter);
   /// Of all of them, those that are gone included.
@@ -187,13 +223,15 @@ class LocalOptimizers final : public rpc::Layer {
 
  private:
   std::set<std::shared_ptr<LocalOptimizer>> all_locked() const;
+  std::set<std::shared_ptr<LocalOptimizer>> all() const;
 
   rpc::Agent& agent_;
   const std::shared_ptr<std::atomic<uint64_t>> updates_ =
       std::make_shared<std::atomic<uint64_t>>(0);
   mutable std::mutex mutex_;
   std::map<const c10::TensorImpl*, std::weak_ptr<LocalOptimizer>> optimizers_;
-  std::optional<base::Error> lost_;
+  std::set<std::shared_ptr<LocalOptimizer>> kept_;
+  std::optional<rpc::Loss> lost_;  // that ends the job
 };
 
 }  // namespace distrain::optim

@@ -26,7 +26,7 @@ const std::string& Agent::name() const { return core_->name; }
 WorkerInfo Agent::worker(const std::string& name) const {
   std::string known;
   for (int rank = 0; rank < core_->world_size(); ++rank) {
-    if (core_->peers.name(rank) == name) return {rank, name};
+    if (core_->peers.name(rank) == name) return worker(rank);
     known += (known.empty() ? "" : ", ") + core_->peers.name(rank);
   }
   throw Exception(ErrorKind::kNotFound, "no rank is named '" + name + "'; there are: " + known);
@@ -37,7 +37,19 @@ WorkerInfo Agent::worker(int rank) const {
     throw Exception(ErrorKind::kNotFound, "there is no rank " + std::to_string(rank) + " among " +
                                               std::to_string(core_->world_size()));
   }
-  return {rank, core_->peers.name(rank)};
+  return {rank, core_->peers.name(rank), core_->peers.incarnation(rank)};
+}
+
+uint32_t Agent::incarnation() const { return core_->incarnation(); }
+bool Agent::is_here(int rank) const {
+  return core_->is_here(process_number(rank, worker(rank).incarnation));
+}
+
+void Agent::go_on_without(const std::vector<int>& ranks, int least, const std::string& if_too_few,
+                          bool may_return) {
+  core_->control
+      ->tolerate({{ranks.begin(), ranks.end()}, static_cast<size_t>(least), if_too_few, may_return})
+      .wait();
 }
 
 const std::map<std::string, std::string>& Agent::job_options() const { return core_->job_options; }

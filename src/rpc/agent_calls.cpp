@@ -37,7 +37,7 @@ uint64_t bytes_of(const net::OutFrame& frame) {
 
 class ReplyImpl final : public Reply {
  public:
-  ReplyImpl(AgentCore& core, int to, uint64_t call_id, uint64_t context)
+  ReplyImpl(AgentCore& core, ProcessNumber to, uint64_t call_id, uint64_t context)
       : gate_(core.replies),
         rank_(core.options.rank),
         to_(to),
@@ -50,10 +50,12 @@ class ReplyImpl final : public Reply {
   void send(const std::function<void(Encoder&)>& fill) override {
     if (answered_.exchange(true)) return;
     gate_->enter([&](AgentCore& core) {
-      try {
-        core.send_reply(to_, call_id_, context_, fill);
-      } catch (...) {
-        core.send_error(to_, call_id_, error_in_flight(ErrorKind::kInternal));
+      if (core.is_here(to_)) {
+        try {
+          core.send_reply(rank_of(to_), call_id_, context_, fill);
+        } catch (...) {
+          core.send_error(rank_of(to_), call_id_, error_in_flight(ErrorKind::kInternal));
+        }
       }
       core.calls_in_work.end(call_);
     });
@@ -65,7 +67,7 @@ class ReplyImpl final : public Reply {
     if (error.op.empty()) error.op = function_;
     if (target_) target_->value.fail(error);
     gate_->enter([&](AgentCore& core) {
-      core.send_error(to_, call_id_, std::move(error));
+      if (core.is_here(to_)) core.send_error(rank_of(to_), call_id_, std::move(error));
       core.calls_in_work.end(call_);
     });
   }
@@ -80,7 +82,7 @@ class ReplyImpl final : public Reply {
  private:
   const std::shared_ptr<ReplyGate> gate_;
   const int rank_;
-  const int to_;
+  const ProcessNumber to_;
   const uint64_t call_id_;
   const uint64_t context_;
   std::shared_ptr<OwnedValue> target_;
@@ -295,6 +297,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     begin_to_send();
     QueuedCall mine;
     mine.from = to;
+    mine.incarnation = incarnation_;
     mine.id = id;
     mine.message = std::move(own);
     mine.credit = cost;
@@ -497,8 +500,9 @@ void AgentCore::run_next_call() {
   if (std::optional<QueuedCall> call = queued_calls_.pop()) execute(std::move(*call));
 }
 
-void AgentCore::give_back_credit(int from, uint64_t bytes) {
-  if (flow(from).allowance.on_begun(bytes)) try_all_again();
+void AgentCore::give_back_credit(ProcessNumber from, uint64_t bytes) {
+  if (!is_here(from)) return;  // its successor has an allowance of its own
+  if (flow(rank_of(from)).allowance.on_begun(bytes)) try_all_again();
 }
 
 void AgentCore::on_credit_asked(int from, uint64_t bytes, uint64_t returned) {
@@ -509,7 +513,7 @@ void AgentCore::on_credit_asked(int from, uint64_t bytes, uint64_t returned) {
 void AgentCore::try_all_again() {
   for (bool has_more = true; has_more;) {
     has_more = false;
-    for (const auto& each : flows_) has_more |= each->allowance.try_again();
+    for (int rank = 0; rank < flows_.size(); ++rank) has_more |= flow(rank).allowance.try_again();
   }
 }
 
@@ -534,9 +538,12 @@ void AgentCore::execute(QueuedCall&& call) {
   std::shared_ptr<InMessage> message = std::move(call.message);
   net::InFrame frame = std::move(call.frame);
   // Nobody waits for it, and what it would do nobody would see to.
-  if (from != options.rank && peers.is_lost(from)) return;
+  const ProcessNumber caller = process_number(from, call.incarnation);
+  if (!is_here(caller)) return;
+  // The loss of the process before it: by then the layers keep nothing of that one's any more.
+  if (layers.is_telling() && call.incarnation > 0) layers.wait_until_told();
   const wire::FrameHeader header = message ? message->header : frame.header;
-  const auto reply = std::make_shared<ReplyImpl>(*this, from, header.call_id, header.context_id);
+  const auto reply = std::make_shared<ReplyImpl>(*this, caller, header.call_id, header.context_id);
   reply->begin(*this, call.credit);
   std::string function;
   CallSlice slice(options.tracer && options.tracer->on() ? options.tracer.get() : nullptr);
@@ -578,7 +585,7 @@ void AgentCore::execute(QueuedCall&& call) {
       handler = it->second;
     }
     receive_tensors(*message, header.context_id);
-    CallContext context{agent, {from, peers.name(from)}};
+    CallContext context{agent, {from, peers.name(from), call.incarnation}};
     handler(context, decoder, reply);
   } catch (...) {
     reply->fail(error_in_flight(ErrorKind::kRemoteFailed));

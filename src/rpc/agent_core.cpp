@@ -58,7 +58,7 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
                 if (given_up) hook->on_given_up(call.context, call.to, id);
               }),
       calls_in_work(options.total_budget,
-                    [this](int from, uint64_t bytes) { give_back_credit(from, bytes); }),
+                    [this](ProcessNumber from, uint64_t bytes) { give_back_credit(from, bytes); }),
       early_messages(options.total_budget),
       rrefs(std::make_shared<RRefContext>(
           owner, options.rank,
@@ -77,7 +77,10 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
               [this](const wire::Directory& directory, std::vector<Way> ways) {
                 on_directory_on_loop(directory, std::move(ways));
               },
-              [this](int rank, const Error& error) { on_lost_on_loop(rank, error); },
+              [this](const Loss& loss) { on_lost_on_loop(loss); },
+              [this](int rank, uint32_t incarnation, Way way) {
+                on_returned_on_loop(rank, incarnation, std::move(way));
+              },
               [this](int rank, const net::StreamPtr& stream) {
                 return peers.accept_on_loop(rank, stream);
               }})),
@@ -149,7 +152,7 @@ void AgentCore::disconnect() {
   const Error error{ErrorKind::kCancelled, "this rank is shutting down", options.rank, {}};
   control->close();
   await_loop();
-  for (const auto& each : known_flows()) each->credit.fail(error);
+  for (int rank = 0; rank < known_flows(); ++rank) flow(rank).credit.fail(error);
   pending.fail_all(error);
   devices.fail(error);
   rrefs->fail_unset(error);
@@ -157,7 +160,9 @@ void AgentCore::disconnect() {
     if (rank != options.rank) tell_channels(rank, error);
   }
   for (int rank = 0; rank < world_size(); ++rank) {  // nothing that they do reaches others now
-    if (rank != options.rank) layers.on_rank_lost(rank, error);
+    if (rank != options.rank) {
+      layers.on_rank_lost({rank, error, false, peers.incarnation(rank)});
+    }
   }
   stager.stop_waiting();
 }
@@ -194,27 +199,35 @@ void AgentCore::join(const std::function<void()>& prepare) {
 void AgentCore::on_directory_on_loop(const wire::Directory& directory, std::vector<Way> ways) {
   peers.learn_on_loop(directory, std::move(ways));
   make_flows_on_loop();
+  incarnation_ = peers.incarnation(options.rank);
+  next_call_ = make_id(process_number(0, incarnation_), 1);
+  rrefs->set_incarnation(incarnation_);
+  for (int rank = 0; rank < world_size(); ++rank) {
+    if (rank != options.rank) rrefs->know_process(peers.process(rank));
+  }
   if (options.rank == 0) return;  // it knows both, and may be reading them
   job_options = directory.options;
   name = directory.ranks[static_cast<size_t>(options.rank)].name;
 }
 
 // A quarter of what may wait here in all is kept to be lent.
-void AgentCore::make_flows_on_loop() {
+std::unique_ptr<AgentCore::Flow> AgentCore::make_flow(int rank) {
   const uint64_t others = std::max(world_size() - 1, 1);
   const uint64_t share = std::min(options.peer_budget, options.total_budget / 4 * 3 / others);
-  for (int rank = 0; rank < world_size(); ++rank) {
-    const auto ask = [this, rank](uint64_t bytes, uint64_t returned) {
-      if (rank == options.rank) return on_credit_asked(rank, bytes, returned);
-      send_word(rank, wire::FrameKind::kCreditRequest, bytes, returned);
-    };
-    const auto give = [this, rank](uint64_t bytes, uint64_t lent) {
-      if (rank == options.rank) return flow(rank).credit.give(bytes, lent);
-      send_word(rank, wire::FrameKind::kCredit, bytes, lent);
-    };
-    const uint64_t window = rank == options.rank ? options.peer_budget : share;
-    flows_.push_back(std::unique_ptr<Flow>(new Flow{Credit(ask), Allowance(window, loans_, give)}));
-  }
+  const auto ask = [this, rank](uint64_t bytes, uint64_t returned) {
+    if (rank == options.rank) return on_credit_asked(rank, bytes, returned);
+    send_word(rank, wire::FrameKind::kCreditRequest, bytes, returned);
+  };
+  const auto give = [this, rank](uint64_t bytes, uint64_t lent) {
+    if (rank == options.rank) return flow(rank).credit.give(bytes, lent);
+    send_word(rank, wire::FrameKind::kCredit, bytes, lent);
+  };
+  const uint64_t window = rank == options.rank ? options.peer_budget : share;
+  return std::unique_ptr<Flow>(new Flow{Credit(ask), Allowance(window, loans_, give)});
+}
+
+void AgentCore::make_flows_on_loop() {
+  for (int rank = 0; rank < world_size(); ++rank) flows_.add(make_flow(rank));
   flows_are_known_ = true;
   flow(options.rank).allowance.open();
 }
@@ -250,6 +263,7 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
       if (peers.is_lost(rank)) return;
       QueuedCall call;
       call.from = rank;
+      call.incarnation = peers.incarnation(rank);
       call.id = header.call_id;
       call.arrivals = arrivals;
       if (header.channel != wire::kWithoutCredit) {
@@ -308,8 +322,10 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
   }
 }
 
-void AgentCore::on_lost_on_loop(int rank, const Error& error) {
+void AgentCore::on_lost_on_loop(const Loss& loss) {
   if (closed_) return;
+  const int rank = loss.rank;
+  const Error& error = loss.error;
   peers.lose_on_loop(rank, error);
   flow(rank).credit.fail(error);
   flow(rank).allowance.close();
@@ -318,12 +334,23 @@ void AgentCore::on_lost_on_loop(int rank, const Error& error) {
   queued_calls_.drop_all_of(rank);
   pending.fail_all_to(rank, error);
   tell_channels(rank, error);
-  layers.on_rank_lost(rank, error);
-  rrefs->on_peer_lost(rank, error);
+  layers.on_rank_lost(loss);
+  rrefs->on_peer_lost(loss.process(), error);
   if (auto& arrivals =
           peers.arrivals_on_loop(rank)) {  // a device's memory is not the loop's to free
     pool.post([arrivals = std::move(arrivals)] { arrivals->drop_parts(); });
   }
+}
+
+// Threads that still work for the process that was lost find that it is not this one, by what each
+// of them has of it: its call, its credit, its references.
+void AgentCore::on_returned_on_loop(int rank, uint32_t incarnation, Way way) {
+  if (closed_) return;
+  layers.on_rank_returned(rank);
+  for (const auto& channel : channels()) channel->on_peer_returned(rank);
+  flows_.replace(rank, make_flow(rank));
+  rrefs->know_process(process_number(rank, incarnation));
+  peers.renew_on_loop(rank, incarnation, std::move(way));
 }
 
 std::vector<std::shared_ptr<ChannelImpl>> AgentCore::channels() {
@@ -344,7 +371,7 @@ std::vector<Wait> AgentCore::waits() {
     std::vector<Wait> more = channel->waits();
     std::move(more.begin(), more.end(), std::back_inserter(all));
   }
-  for (int rank = 0; rank < static_cast<int>(known_flows().size()); ++rank) {
+  for (int rank = 0; rank < known_flows(); ++rank) {
     if (const auto since = flow(rank).credit.waiting_since()) {
       all.push_back({"room on rank " + std::to_string(rank) + " for one more call", *since});
     }

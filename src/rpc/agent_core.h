@@ -24,6 +24,7 @@
 #include "distrain/rpc/agent.h"
 #include "layers.h"
 #include "peers.h"
+#include "per_rank.h"
 #include "pending_calls.h"
 #include "reply_gate.h"
 #include "rref_context.h"
@@ -124,6 +125,12 @@ class AgentCore {
   std::map<std::string, std::string> job_options;
 
   int world_size() const { return peers.size(); }
+  /// Whether that process of a rank is there: the newest one, and not lost. This one is.
+  bool is_here(ProcessNumber process) const {
+    return rank_of(process) == options.rank || peers.is_here(process);
+  }
+  /// Of this rank's process.
+  uint32_t incarnation() const { return incarnation_; }
   Traffic traffic() const;
   std::vector<Wait> waits();
   /// As they are, or once closed as they were then: what close() clears away was a leak.
@@ -149,23 +156,23 @@ class AgentCore {
   void on_directory_on_loop(const wire::Directory& directory, std::vector<Way> ways);
   void on_frame_on_loop(int rank, net::InFrame frame);
   void dispatch_on_loop(int rank, net::InFrame frame);
-  void on_lost_on_loop(int rank, const base::Error& error);
+  void on_lost_on_loop(const Loss& loss);
+  void on_returned_on_loop(int rank, uint32_t incarnation, Way way);
   /// Between this rank and one that it calls, or is called by; itself, too.
   struct Flow {
     Credit credit;
     Allowance allowance;
   };
-  Flow& flow(int rank) { return *flows_[static_cast<size_t>(rank)]; }
+  Flow& flow(int rank) const { return flows_.at(rank); }
   /// None before the ranks are known. For any thread.
-  std::span<const std::unique_ptr<Flow>> known_flows() const {
-    return flows_are_known_ ? std::span(flows_) : std::span<const std::unique_ptr<Flow>>();
-  }
+  int known_flows() const { return flows_are_known_ ? flows_.size() : 0; }
+  std::unique_ptr<Flow> make_flow(int rank);
   void make_flows_on_loop();
   void send_word(int to, wire::FrameKind kind, uint64_t number, uint64_t second = 0);
   void tell_given_up(uint64_t id, int to);
   void queue_call(QueuedCall&& call);
   void run_next_call();
-  void give_back_credit(int from, uint64_t bytes);
+  void give_back_credit(ProcessNumber from, uint64_t bytes);
   void disconnect();
   void stop();
   void on_credit_asked(int from, uint64_t bytes, uint64_t returned);
@@ -181,13 +188,14 @@ class AgentCore {
   void answer(PendingCalls::Call& call, RawReply reply);
   std::shared_ptr<InMessage> read(const RawReply& reply);
 
+  std::atomic<uint32_t> incarnation_{0};
   std::atomic<size_t> last_live_rrefs_{0};
   std::atomic<size_t> last_live_contexts_{0};
   std::mutex channels_mutex_;
   std::unordered_map<uint16_t, std::shared_ptr<ChannelImpl>> channels_;
   // Made with the peers.
   Loans loans_;
-  std::vector<std::unique_ptr<Flow>> flows_;
+  PerRank<Flow> flows_;
   std::atomic<bool> flows_are_known_{false};
   CallQueue queued_calls_;
   base::SerialThread given_up_{"dt-given-up"};  // lets go of calls that nobody waits for any more

@@ -20,6 +20,7 @@ class Arrivals;
 /// A call that has come and not begun.
 struct QueuedCall {
   int from = -1;
+  uint32_t incarnation = 0;  ///< of the rank that it comes from
   uint64_t id = 0;
   base::TimePoint arrived;
   std::shared_ptr<InMessage> message;  ///< of this rank to itself

@@ -92,6 +92,11 @@ void ChannelImpl::on_peer_lost(int rank, const base::Error& error) {
   if (handler->on_peer_lost) handler->on_peer_lost(rank, error);
 }
 
+void ChannelImpl::on_peer_returned(int rank) {
+  std::lock_guard lock(mutex_);
+  std::erase_if(lost_, [rank](const auto& lost) { return lost.first == rank; });
+}
+
 std::vector<Wait> ChannelImpl::waits() {
   std::shared_ptr<Handler> handler;
   {

@@ -23,6 +23,7 @@ class ChannelImpl final : public Channel {
   /// Throws `overloaded` when too much has come that nobody here has opened a channel for.
   void deliver(ChannelMessage message);
   void on_peer_lost(int rank, const base::Error& error);
+  void on_peer_returned(int rank);
   std::vector<Wait> waits();
 
  private:

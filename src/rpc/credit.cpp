@@ -240,7 +240,7 @@ Allowance::Owed Allowance::owed_locked() {
 
 // ---- CallsInWork ----
 
-void CallsInWork::begin(Call& call, int from, uint64_t credit) {
+void CallsInWork::begin(Call& call, ProcessNumber from, uint64_t credit) {
   call.from = from;
   call.credit = credit;
   if (credit == 0) return;
@@ -280,7 +280,7 @@ bool CallsInWork::admit(uint64_t bytes) {
 
 void CallsInWork::admit_kept() {
   for (;;) {
-    int from = -1;
+    ProcessNumber from = 0;
     uint64_t credit = 0;
     {
       std::lock_guard lock(mutex_);

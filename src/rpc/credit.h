@@ -13,6 +13,7 @@
 #include "distrain/base/clock.h"
 #include "distrain/base/result.h"
 #include "distrain/rpc/channel.h"
+#include "distrain/rpc/incarnation.h"
 
 namespace distrain::rpc {
 
@@ -151,7 +152,7 @@ class CallsInWork {
  public:
   /// One of them. Stays where it is until its end.
   struct Call {
-    int from = -1;
+    ProcessNumber from = 0;
     uint64_t credit = 0;
 
    private:
@@ -160,13 +161,13 @@ class CallsInWork {
     bool is_kept = false;           // by mutex_: it has its credit still
     std::list<Call*>::iterator at;  // by mutex_: in kept_
   };
-  /// What a call of rank `from` took goes back.
-  using GiveBack = std::function<void(int from, uint64_t bytes)>;
+  /// What a call of `from` took goes back.
+  using GiveBack = std::function<void(ProcessNumber from, uint64_t bytes)>;
 
   CallsInWork(uint64_t limit, GiveBack give_back)
       : limit_(limit), give_back_(std::move(give_back)) {}
 
-  void begin(Call& call, int from, uint64_t credit);
+  void begin(Call& call, ProcessNumber from, uint64_t credit);
   void end(Call& call);
 
  private:

@@ -211,8 +211,24 @@ void DeviceTable::learn(std::vector<std::string> names, std::vector<RankDevices>
     if (maps_to(other, names[self])) use_streams_of(c10_type(devices[self].type));
   }
   names_ = std::move(names);
-  all_ = std::move(devices);
+  {
+    std::lock_guard lock(mutex_);
+    all_ = std::make_shared<const All>(std::move(devices));
+  }
   learnt_.set();
+}
+
+void DeviceTable::learn_again(int rank, RankDevices devices) {
+  All changed = *all();
+  changed.at(static_cast<size_t>(rank)) = std::move(devices);
+  if (const auto error = check_device_maps(names_, changed)) throw base::Exception(*error);
+  std::lock_guard lock(mutex_);
+  all_ = std::make_shared<const All>(std::move(changed));
+}
+
+std::shared_ptr<const DeviceTable::All> DeviceTable::all() const {
+  std::lock_guard lock(mutex_);
+  return all_;
 }
 
 c10::Device DeviceTable::home() const {
@@ -222,7 +238,7 @@ c10::Device DeviceTable::home() const {
 
 DeviceRef DeviceTable::home_of(int rank) const {
   known_.wait();
-  return of(rank).home;
+  return all()->at(static_cast<size_t>(rank)).home;
 }
 
 DeviceRef DeviceTable::target(int to, c10::Device device) const {
@@ -230,6 +246,10 @@ DeviceRef DeviceTable::target(int to, c10::Device device) const {
   const DeviceRef own = rpc::to_wire(device);
   if (to == rank_) return own;
   known_.wait();
+  const auto known = all();
+  const auto of = [&known](int rank) -> const RankDevices& {
+    return (*known)[static_cast<size_t>(rank)];
+  };
   const std::string& peer = names_[static_cast<size_t>(to)];
   const std::string& name = names_[static_cast<size_t>(rank_)];
   if (maps_to(of(rank_), peer)) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -39,6 +40,8 @@ class DeviceTable {
   wire::RankDevices tell() const;
   /// What they told, by rank; once. Before that, nobody can say where a tensor is to go.
   void learn(std::vector<std::string> names, std::vector<wire::RankDevices> devices);
+  /// A new process has the place of `rank`. Throws as learn().
+  void learn_again(int rank, wire::RankDevices devices);
   void fail(const base::Error& error) { learnt_.fail(error); }
 
   c10::Device home() const;
@@ -49,7 +52,9 @@ class DeviceTable {
   wire::DeviceRef target(int to, c10::Device device) const;
 
  private:
-  const wire::RankDevices& of(int rank) const { return all_[static_cast<size_t>(rank)]; }
+  using All = std::vector<wire::RankDevices>;
+  /// Once they are known. They stay as they are while somebody reads them.
+  std::shared_ptr<const All> all() const;
 
   const int rank_;
   mutable std::mutex mutex_;
@@ -58,9 +63,8 @@ class DeviceTable {
   std::optional<wire::RankDevices> own_;  // by mutex_; what holds
   base::Promise<void> learnt_;
   const base::Future<void> known_ = learnt_.future();
-  // Written before `learnt_`, read after.
-  std::vector<std::string> names_;
-  std::vector<wire::RankDevices> all_;
+  std::vector<std::string> names_;   // written before `learnt_`, read after
+  std::shared_ptr<const All> all_;  // by mutex_
 };
 
 }  // namespace distrain::rpc

@@ -17,22 +17,29 @@ std::vector<std::shared_ptr<Layer>> Layers::living_locked() const {
 void Layers::add(const std::weak_ptr<Layer>& layer) {
   std::lock_guard lock(mutex_);
   layers_.push_back(layer);
-  for (const auto& [rank, error] : losses_) {
-    teller_.post([layer, rank = rank, error = error] {
-      if (const auto known = layer.lock()) known->on_rank_lost(rank, error);
-    });
-  }
+  for (const Loss& loss : losses_) tell_locked(layer, loss);
 }
 
-void Layers::on_rank_lost(int rank, const base::Error& error) {
+void Layers::tell_locked(const std::weak_ptr<Layer>& layer, const Loss& loss) {
+  ++untold_;
+  teller_.post([this, layer, loss] {
+    if (const auto known = layer.lock()) known->on_rank_lost(loss);
+    --untold_;
+  });
+}
+
+void Layers::on_rank_lost(const Loss& loss) {
   std::lock_guard lock(mutex_);
-  for (const auto& [lost, why] : losses_) {
-    if (lost == rank) return;
+  for (const Loss& known : losses_) {
+    if (known.rank == loss.rank) return;
   }
-  losses_.emplace_back(rank, error);
-  for (auto& layer : living_locked()) {
-    teller_.post([layer = std::move(layer), rank, error] { layer->on_rank_lost(rank, error); });
-  }
+  losses_.push_back(loss);
+  for (const auto& layer : living_locked()) tell_locked(layer, loss);
+}
+
+void Layers::on_rank_returned(int rank) {
+  std::lock_guard lock(mutex_);
+  std::erase_if(losses_, [rank](const Loss& loss) { return loss.rank == rank; });
 }
 
 void Layers::wait_until_told() {

@@ -1,8 +1,8 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
-#include <utility>
 #include <vector>
 
 #include "distrain/base/serial_thread.h"
@@ -16,19 +16,25 @@ class Layers {
   /// It is told of losses, earlier ones included.
   void add(const std::weak_ptr<Layer>& layer);
   /// Once for each rank: one that was lost is not lost again as its agent ends.
-  void on_rank_lost(int rank, const base::Error& error);
+  void on_rank_lost(const Loss& loss);
+  /// A new process has its place.
+  void on_rank_returned(int rank);
   /// Returns when the layers have been told of all losses so far.
   void wait_until_told();
+  /// Whether there are losses that they are yet to be told of.
+  bool is_telling() const { return untold_ > 0; }
   /// Whether this thread is the one that tells them.
   bool tells_here() const { return teller_.runs_here(); }
   std::vector<Wait> waits() const;
 
  private:
   std::vector<std::shared_ptr<Layer>> living_locked() const;
+  void tell_locked(const std::weak_ptr<Layer>& layer, const Loss& loss);
 
   mutable std::mutex mutex_;
   std::vector<std::weak_ptr<Layer>> layers_;
-  std::vector<std::pair<int, base::Error>> losses_;
+  std::vector<Loss> losses_;    // of ranks that are gone now
+  std::atomic<int> untold_{0};  // of a layer
   base::SerialThread teller_{"dt-lost"};  // the workers may all be busy
 };
 

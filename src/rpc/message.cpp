@@ -73,7 +73,7 @@ std::vector<RRefTicket> read_tickets(wire::Reader& meta) {
   std::vector<RRefTicket> tickets(meta.get_count(kTicketBytes));
   for (RRefTicket& ticket : tickets) {
     ticket.id = meta.get<uint64_t>();
-    ticket.owner = meta.get<int32_t>();
+    ticket.owner = meta.get<uint32_t>();
     ticket.mode = meta.get<uint8_t>();
     ticket.fork = meta.get<uint64_t>();
     ticket.parent = meta.get<int32_t>();

@@ -19,14 +19,11 @@ constexpr auto kRetry = std::chrono::milliseconds(20);
 }  // namespace
 
 void Peers::learn_on_loop(const wire::Directory& directory, std::vector<Way> ways) {
-  std::vector<std::unique_ptr<Peer>> peers;
   for (size_t rank = 0; rank < ways.size(); ++rank) {
-    peers.push_back(std::make_unique<Peer>());
-    peers.back()->name = directory.ranks[rank].name;
-    peers.back()->way = std::move(ways[rank]);
+    const wire::Directory::Entry& entry = directory.ranks[rank];
+    peers_.add(std::make_unique<Peer>(entry.name, entry.incarnation, std::move(ways[rank])));
   }
-  peers_ = std::move(peers);
-  size_ = static_cast<int>(peers_.size());
+  size_ = peers_.size();
 }
 
 std::string Peers::transport() const {
@@ -51,7 +48,7 @@ base::Status Peers::send(int to, net::OutFrame frame) {
   // frames were on their way.
   const State state = peer.state;
   if (state == State::kConnected || state == State::kConnecting) return base::Unit{};
-  return loss_of(to);
+  return loss_of(to, peer);
 }
 
 base::Status Peers::send_unconnected(int to, Peer& peer, net::OutFrame frame) {
@@ -78,11 +75,10 @@ base::Status Peers::send_unconnected(int to, Peer& peer, net::OutFrame frame) {
     case State::kLost:
       break;
   }
-  return loss_of(to);
+  return loss_of(to, peer);
 }
 
-Error Peers::loss_of(int rank) const {
-  const Peer& peer = at(rank);
+Error Peers::loss_of(int rank, const Peer& peer) const {
   std::lock_guard lock(peer.mutex);
   if (peer.state == State::kLost) return peer.loss;
   return Error{ErrorKind::kPeerLost,
@@ -201,17 +197,20 @@ std::optional<Error> Peers::accept_on_loop(int rank, const net::StreamPtr& strea
   return std::nullopt;
 }
 
+// What a process that has lost its place still says is not its successor's.
 net::Stream::Handler Peers::handler_on_loop(int rank, const net::StreamPtr& stream) {
+  Peer& peer = at(rank);
   return control_.watch_peer_on_loop(
       rank, stream,
-      {[this, rank](net::InFrame frame) { on_frame_(rank, std::move(frame)); },
-       [this, rank](const Error&) { on_closed_on_loop(rank); }, allocate_});
+      {[this, rank, &peer](net::InFrame frame) {
+         if (&at(rank) == &peer) on_frame_(rank, std::move(frame));
+       },
+       [this, rank, &peer](const Error&) { on_closed_on_loop(rank, peer); }, allocate_});
 }
 
 // Without a loss: it has left, or this rank is about to; or it is about to be told of one, and
 // until then what is sent waits.
-void Peers::on_closed_on_loop(int rank) {
-  Peer& peer = at(rank);
+void Peers::on_closed_on_loop(int rank, Peer& peer) {
   std::lock_guard lock(peer.mutex);
   if (peer.state == State::kLost) return;
   peer.state = control_.is_suspected_on_loop(rank) ? State::kConnecting : State::kLeft;
@@ -219,11 +218,16 @@ void Peers::on_closed_on_loop(int rank) {
 
 void Peers::lose_on_loop(int rank, const Error& error) {
   Peer& peer = at(rank);
+  peer.accepted = nullptr;
   std::deque<net::OutFrame> dropped;
   std::lock_guard lock(peer.mutex);
   peer.loss = error;
   peer.state = State::kLost;
   dropped.swap(peer.waiting);
+}
+
+void Peers::renew_on_loop(int rank, uint32_t incarnation, Way way) {
+  peers_.replace(rank, std::make_unique<Peer>(name(rank), incarnation, std::move(way)));
 }
 
 }  // namespace distrain::rpc

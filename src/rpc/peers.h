@@ -11,6 +11,8 @@
 #include "arrivals.h"
 #include "control/control_plane.h"
 #include "distrain/net/stream.h"
+#include "distrain/rpc/incarnation.h"
+#include "per_rank.h"
 
 namespace distrain::rpc {
 
@@ -19,7 +21,8 @@ namespace distrain::rpc {
 ///
 /// States of a peer: unconnected → connecting (what is sent is kept until the connection stands) →
 /// connected; from each of them left (it said that it leaves) or lost. When a connection breaks
-/// without a word, back to connecting, until rank 0 has said what that means.
+/// without a word, back to connecting, until rank 0 has said what that means. A new process of a
+/// rank that was lost is a new peer: Note [Incarnations].
 ///
 /// Both ranks may begin at the same moment. Then there are two connections: each rank sends on the
 /// one that it made, and hears both. So what one rank sends to another keeps its order.
@@ -50,12 +53,22 @@ class Peers {
   /// Returns when the frame is written or queued. `peer_lost`, or what the peer said when it left.
   base::Status send(int to, net::OutFrame frame);
   bool is_lost(int rank) const { return at(rank).state == State::kLost; }
-  base::Error loss_of(int rank) const;
+  /// Of its newest process that this rank knows of.
+  uint32_t incarnation(int rank) const { return at(rank).incarnation; }
+  ProcessNumber process(int rank) const { return process_number(rank, incarnation(rank)); }
+  /// That process is not lost.
+  bool is_here(ProcessNumber process) const {
+    const Peer& peer = at(rank_of(process));
+    return peer.incarnation == incarnation_of(process) && peer.state != State::kLost;
+  }
+  base::Error loss_of(int rank) const { return loss_of(rank, at(rank)); }
 
   /// A connection that another rank has made. Gives back why it is not wanted.
   std::optional<base::Error> accept_on_loop(int rank, const net::StreamPtr& stream);
   /// It is lost: what waits to be sent to it is dropped.
   void lose_on_loop(int rank, const base::Error& error);
+  /// A new process has its place, and is reached by `way`.
+  void renew_on_loop(int rank, uint32_t incarnation, Way way);
 
   /// Of chunks from it that are yet to be whole. Loop thread only.
   std::shared_ptr<Arrivals>& arrivals_on_loop(int rank) { return at(rank).arrivals; }
@@ -63,8 +76,11 @@ class Peers {
  private:
   enum class State { kUnconnected, kConnecting, kConnected, kLeft, kLost };
   struct Peer {
-    std::string name;
-    Way way;
+    Peer(std::string its_name, uint32_t its_incarnation, Way its_way)
+        : name(std::move(its_name)), incarnation(its_incarnation), way(std::move(its_way)) {}
+    const std::string name;
+    const uint32_t incarnation;
+    const Way way;
     std::atomic<State> state{State::kUnconnected};
     net::StreamPtr stream;  // that this rank sends on; written before kConnected, read after
     mutable std::mutex mutex;
@@ -75,8 +91,8 @@ class Peers {
     std::shared_ptr<Arrivals> arrivals;
   };
 
-  Peer& at(int rank) { return *peers_[static_cast<size_t>(rank)]; }
-  const Peer& at(int rank) const { return *peers_[static_cast<size_t>(rank)]; }
+  Peer& at(int rank) const { return peers_.at(rank); }
+  base::Error loss_of(int rank, const Peer& peer) const;
   base::Status send_unconnected(int to, Peer& peer, net::OutFrame frame);
   void connect_on_loop(int rank);
   void connect_until_on_loop(int rank, base::TimePoint deadline);
@@ -86,7 +102,7 @@ class Peers {
   void on_not_believed_on_loop(int rank, const base::Error& error, base::TimePoint deadline);
   void begin_to_send_on_loop(int rank, net::StreamPtr stream);
   net::Stream::Handler handler_on_loop(int rank, const net::StreamPtr& stream);
-  void on_closed_on_loop(int rank);
+  void on_closed_on_loop(int rank, Peer& peer);
 
   net::Loop& loop_;
   const int rank_;
@@ -94,8 +110,7 @@ class Peers {
   const OnFrame on_frame_;
   const std::function<base::BufferPtr(const wire::FrameHeader&)> allocate_;
   const std::function<void(int rank)> on_open_;  // a connection stands; on the loop
-  // Made on the loop when the ranks are known, before join() returns; never changes after.
-  std::vector<std::unique_ptr<Peer>> peers_;
+  PerRank<Peer> peers_;  // filled on the loop when the ranks are known, before join() returns
   std::atomic<int> size_{0};  // of peers_, once that stays as it is
 };
 

@@ -17,8 +17,8 @@ constexpr size_t kMaxUnmade = size_t{1} << 18;
 
 // ---- RRefHandle ----
 
-RRefHandle::RRefHandle(std::shared_ptr<RRefContext> context, uint64_t id, uint64_t fork, int owner,
-                       std::shared_ptr<OwnedValue> owned)
+RRefHandle::RRefHandle(std::shared_ptr<RRefContext> context, uint64_t id, uint64_t fork,
+                       ProcessNumber owner, std::shared_ptr<OwnedValue> owned)
     : context_(std::move(context)), id_(id), fork_(fork), owner_(owner), owned_(std::move(owned)) {}
 
 RRefHandle::~RRefHandle() { context_->on_handle_gone(id_, fork_, owner_, std::move(owned_)); }
@@ -28,7 +28,7 @@ Agent& RRefHandle::agent() const { return context_->agent(); }
 std::shared_ptr<void> RRefHandle::local(std::type_index type) const {
   if (!owned_) {
     throw base::Exception(base::ErrorKind::kInvalid, "the value of this RRef lives on rank " +
-                                                         std::to_string(owner_) +
+                                                         std::to_string(owner()) +
                                                          ": use to_here() or call it there");
   }
   const std::shared_ptr<void> value = owned_->value.future().wait();
@@ -85,7 +85,18 @@ void RRefContext::send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork,
   if (!closed_) send_(to, kind, id, fork, parent);
 }
 
-std::shared_ptr<RRefHandle> RRefContext::user_handle(uint64_t id, uint64_t fork, int owner) {
+ProcessNumber RRefContext::newest_locked(int rank) const {
+  const auto it = newest_.find(rank);
+  return it == newest_.end() ? process_number(rank, 0) : it->second;
+}
+
+void RRefContext::know_process(ProcessNumber process) {
+  std::lock_guard lock(mutex_);
+  newest_[rank_of(process)] = process;
+}
+
+std::shared_ptr<RRefHandle> RRefContext::user_handle(uint64_t id, uint64_t fork,
+                                                     ProcessNumber owner) {
   ++user_handles_;
   return std::make_shared<RRefHandle>(shared_from_this(), id, fork, owner, nullptr);
 }
@@ -109,7 +120,7 @@ std::shared_ptr<OwnedValue> RRefContext::value_locked(uint64_t id) {
         });
     record.value = value;
     // The call that was to make it came from a rank that is lost: it is not run any more.
-    const auto lost = record.made ? lost_.end() : lost_.find(rank_of_id(id));
+    const auto lost = record.made ? lost_.end() : lost_.find(maker_of(id));
     if (lost != lost_.end()) value->value.fail(lost->second);
     if (ended_ && !record.made) value->value.fail(*ended_);  // nor is any other
   }
@@ -129,7 +140,7 @@ std::shared_ptr<RRefHandle> RRefContext::owner_handle(uint64_t id) {
     std::lock_guard lock(mutex_);
     value = value_locked(id);
   }
-  return std::make_shared<RRefHandle>(shared_from_this(), id, 0, rank_, std::move(value));
+  return std::make_shared<RRefHandle>(shared_from_this(), id, 0, self_, std::move(value));
 }
 
 std::shared_ptr<RRefHandle> RRefContext::new_local() {
@@ -144,12 +155,22 @@ std::shared_ptr<RRefHandle> RRefContext::new_local() {
 std::shared_ptr<RRefHandle> RRefContext::new_remote(int owner) {
   if (owner == rank_) return new_local();
   const uint64_t id = next_id();
-  return user_handle(id, next_id(), owner);
+  ProcessNumber process = 0;
+  {
+    std::lock_guard lock(mutex_);
+    process = newest_locked(owner);
+  }
+  return user_handle(id, next_id(), process);
 }
 
 std::shared_ptr<OwnedValue> RRefContext::target(uint64_t id, uint64_t fork, int caller) {
   // A call to oneself has a local hold already, and no fork.
-  if (caller != rank_) add_fork(id, fork, caller);
+  // Nor has one that is lost, whoever has its place by now.
+  const auto is_lost = [&] {
+    std::lock_guard lock(mutex_);
+    return lost_.contains(maker_of(id));
+  };
+  if (caller != rank_ && !is_lost()) add_fork(id, fork, caller);
   std::lock_guard lock(mutex_);
   std::shared_ptr<OwnedValue> value = value_locked(id);
   if (!std::exchange(owned_[id].made, true)) --unmade_;
@@ -158,7 +179,8 @@ std::shared_ptr<OwnedValue> RRefContext::target(uint64_t id, uint64_t fork, int 
 
 void RRefContext::add_fork(uint64_t id, uint64_t fork, int holder) {
   std::lock_guard lock(mutex_);
-  if (deleted_.contains(fork) || is_freed_locked(id) || lost_.contains(holder)) return;
+  if (deleted_.contains(fork) || is_freed_locked(id)) return;
+  if (lost_.contains(newest_locked(holder))) return;
   std::shared_ptr<OwnedValue> value = value_locked(id);
   Record& record = owned_[id];
   record.forks[fork] = holder;
@@ -191,10 +213,10 @@ void RRefContext::sweep(uint64_t id) {
   owned_.erase(it);
 }
 
-void RRefContext::on_handle_gone(uint64_t id, uint64_t fork, int owner,
+void RRefContext::on_handle_gone(uint64_t id, uint64_t fork, ProcessNumber owner,
                                  std::shared_ptr<OwnedValue> owned) {
   if (owned) return owned.reset();
-  send(owner, wire::FrameKind::kRRefDelete, id, fork, 0);
+  send(rank_of(owner), wire::FrameKind::kRRefDelete, id, fork, 0);
   --user_handles_;
 }
 
@@ -203,6 +225,13 @@ void RRefContext::encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& ha
     throw base::Exception(base::ErrorKind::kInvalid, "an empty RRef cannot be sent");
   }
   const int owner = handle->owner();
+  {
+    std::lock_guard lock(mutex_);
+    const ProcessNumber process = handle->owning_process();
+    const auto lost = lost_.find(process);
+    // Its successor would wait for a value of that id.
+    if (lost != lost_.end() && newest_locked(owner) != process) throw base::Exception(lost->second);
+  }
   Mode mode;
   uint64_t fork = 0;
   if (encoder.to == owner && encoder.is_argument) {
@@ -221,7 +250,7 @@ void RRefContext::encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& ha
   }
   auto& tickets = encoder.message.rrefs;
   encoder.out.put(static_cast<uint32_t>(tickets.size()));
-  tickets.push_back({handle->id(), owner, static_cast<uint8_t>(mode), fork, rank_});
+  tickets.push_back({handle->id(), handle->owning_process(), static_cast<uint8_t>(mode), fork, rank_});
 }
 
 void RRefContext::retract(const std::vector<RRefTicket>& tickets) {
@@ -240,16 +269,23 @@ void RRefContext::receive(InMessage& message) {
 
 std::shared_ptr<RRefHandle> RRefContext::receive(const RRefTicket& ticket) {
   const int world = agent().world_size();
-  if (ticket.owner < 0 || ticket.owner >= world || ticket.parent < 0 || ticket.parent >= world) {
+  const int owner = rank_of(ticket.owner);
+  if (owner >= world || ticket.parent < 0 || ticket.parent >= world) {
     wire::Reader::fail("an RRef of a rank that does not exist");
   }
-  const bool is_owner = ticket.owner == rank_;
+  const bool is_owner = owner == rank_;
   const auto mode = static_cast<Mode>(ticket.mode);
   switch (mode) {
     case Mode::kLocalHold:
     case Mode::kLocalHoldAccept: {
       if (!is_owner) wire::Reader::fail("an RRef sent to the wrong owner");
-      auto handle = received_by_owner(ticket.id);
+      auto handle = ticket.owner == self_
+                        ? received_by_owner(ticket.id)
+                        : gone_value(ticket.id, {base::ErrorKind::kPeerLost,
+                                                 "the value of this RRef has gone with a process "
+                                                 "that had this rank before",
+                                                 rank_,
+                                                 {}});
       if (mode == Mode::kLocalHoldAccept) {
         send(ticket.parent, wire::FrameKind::kRRefAccept, ticket.id, ticket.fork, 0);
       }
@@ -260,7 +296,7 @@ std::shared_ptr<RRefHandle> RRefContext::receive(const RRefTicket& ticket) {
       if (is_owner) wire::Reader::fail("an RRef's fork for its owner");
       auto handle = user_handle(ticket.id, ticket.fork, ticket.owner);
       if (mode == Mode::kUnconfirmed) {
-        send(ticket.owner, wire::FrameKind::kRRefFork, ticket.id, ticket.fork,
+        send(owner, wire::FrameKind::kRRefFork, ticket.id, ticket.fork,
              static_cast<uint64_t>(ticket.parent));
       }
       return handle;
@@ -278,14 +314,18 @@ std::shared_ptr<RRefHandle> RRefContext::received_by_owner(uint64_t id) {
   {
     std::lock_guard lock(mutex_);
     if (!is_freed_locked(id)) {
-      return std::make_shared<RRefHandle>(shared_from_this(), id, 0, rank_, value_locked(id));
+      return std::make_shared<RRefHandle>(shared_from_this(), id, 0, self_, value_locked(id));
     }
     // It went with a rank that had given it to another, of which the owner had yet to hear.
     if (!lost_.empty()) why = lost_.begin()->second;
   }
+  return gone_value(id, std::move(why));
+}
+
+std::shared_ptr<RRefHandle> RRefContext::gone_value(uint64_t id, base::Error why) {
   auto gone = std::make_shared<OwnedValue>();
   gone->value.fail(std::move(why));
-  return std::make_shared<RRefHandle>(shared_from_this(), id, 0, rank_, std::move(gone));
+  return std::make_shared<RRefHandle>(shared_from_this(), id, 0, self_, std::move(gone));
 }
 
 void RRefContext::on_control(wire::FrameKind kind, uint64_t id, uint64_t fork, int from,
@@ -310,12 +350,13 @@ void RRefContext::on_control(wire::FrameKind kind, uint64_t id, uint64_t fork, i
   }
 }
 
-void RRefContext::on_peer_lost(int rank, const base::Error& error) {
+void RRefContext::on_peer_lost(ProcessNumber process, const base::Error& error) {
+  const int rank = rank_of(process);
   std::vector<uint64_t> ids;
   std::vector<std::shared_ptr<RRefHandle>> held;
   {
     std::lock_guard lock(mutex_);
-    lost_.emplace(rank, error);
+    lost_.emplace(process, error);
     for (const auto& [id, record] : owned_) ids.push_back(id);
     for (auto it = pending_children_.begin(); it != pending_children_.end();) {
       // An Accept comes from the owner, on behalf of the rank that was to get the fork.
@@ -327,7 +368,7 @@ void RRefContext::on_peer_lost(int rank, const base::Error& error) {
   for (const uint64_t id : ids) {
     drop_forks(id, [rank](uint64_t, int holder) { return holder == rank; });
   }
-  fail_unset(error, [rank](uint64_t id) { return rank_of_id(id) == rank; });
+  fail_unset(error, [process](uint64_t id) { return maker_of(id) == process; });
 }
 
 void RRefContext::fail_unset(const base::Error& error) {

@@ -12,6 +12,7 @@
 #include <unordered_set>
 
 #include "distrain/base/executor.h"
+#include "distrain/rpc/incarnation.h"
 #include "distrain/rpc/rref.h"
 #include "distrain/wire/frame.h"
 
@@ -41,18 +42,13 @@ namespace distrain::rpc {
 // O remembers the last few thousand deleted forks: Fork after Delete of the same name does nothing.
 // It remembers freed values too: a call whose caller gave up on it (its deadline passed) may bring
 // an RRef of one, which must fail and not wait for a value to come. A rank that is lost takes its
-// forks with it, and the values that it was to make.
+// forks with it, and the values that it was to make. Where a new process takes its place, what is
+// late of the one before is known by its ids, and references to its values by the process that
+// they name as their owner: Note [Incarnations].
 //
 // All RRefs of a message are received with it, whether or not anybody decodes them (the function
 // may not exist, the caller may have given up): those that are left over end with the message. A
 // message that is not sent after all takes its forks back.
-
-/// An id names a rank and a number of its own: rank in the upper 24 bits.
-inline uint64_t make_id(int rank, uint64_t number) {
-  return (static_cast<uint64_t>(rank) << 40) | (number & ((uint64_t{1} << 40) - 1));
-}
-
-inline int rank_of_id(uint64_t id) { return static_cast<int>(id >> 40); }
 
 /// The last few thousand numbers that were put in.
 class RecentSet {
@@ -87,6 +83,11 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
 
   Agent& agent() const;
 
+  /// Of this rank's process; before it has made any id.
+  void set_incarnation(uint32_t incarnation) { self_ = process_number(rank_, incarnation); }
+  /// The newest process of another rank.
+  void know_process(ProcessNumber process);
+
   std::shared_ptr<RRefHandle> new_local();            ///< owned here, value to come
   std::shared_ptr<RRefHandle> new_remote(int owner);  ///< for a remote() call to `owner`
   /// On the owner: the value that a remote() call of `caller` with this id and fork makes.
@@ -100,7 +101,7 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
 
   /// kRRefFork(id, fork, parent), kRRefAccept(-, fork, -), kRRefDelete(id, fork, -). On any thread.
   void on_control(wire::FrameKind kind, uint64_t id, uint64_t fork, int from, int parent);
-  void on_peer_lost(int rank, const base::Error& error);
+  void on_peer_lost(ProcessNumber process, const base::Error& error);
   /// Fails the values that have not come yet: nobody waits for one any more.
   void fail_unset(const base::Error& error);
   /// From here on nothing is sent and agent() throws.
@@ -124,22 +125,26 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
     kUnconfirmed = 4
   };
 
-  uint64_t next_id() { return make_id(rank_, ++counter_); }
-  std::shared_ptr<RRefHandle> user_handle(uint64_t id, uint64_t fork, int owner);
+  uint64_t next_id() { return make_id(self_, ++counter_); }
+  std::shared_ptr<RRefHandle> user_handle(uint64_t id, uint64_t fork, ProcessNumber owner);
+  ProcessNumber newest_locked(int rank) const;
   std::shared_ptr<RRefHandle> owner_handle(uint64_t id);
   std::shared_ptr<OwnedValue> value_locked(uint64_t id);
   bool is_freed_locked(uint64_t id) const;
   std::shared_ptr<RRefHandle> received_by_owner(uint64_t id);
+  std::shared_ptr<RRefHandle> gone_value(uint64_t id, base::Error why);
   std::shared_ptr<RRefHandle> receive(const RRefTicket& ticket);
   void fail_unset(const base::Error& error, const std::function<bool(uint64_t id)>& which);
   void add_fork(uint64_t id, uint64_t fork, int holder);
   void drop_forks(uint64_t id, const std::function<bool(uint64_t fork, int holder)>& which);
-  void on_handle_gone(uint64_t id, uint64_t fork, int owner, std::shared_ptr<OwnedValue> owned);
+  void on_handle_gone(uint64_t id, uint64_t fork, ProcessNumber owner,
+                      std::shared_ptr<OwnedValue> owned);
   void sweep(uint64_t id);
   void send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent);
 
   Agent* const agent_;
   const int rank_;
+  std::atomic<ProcessNumber> self_{process_number(rank_, 0)};
   const Send send_;
   base::Executor& executor_;
   const std::shared_ptr<base::Executor> kept_executor_ = executor_.weak_from_this().lock();
@@ -153,7 +158,8 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   size_t unmade_ = 0;  // of owned_: referred to, but not made yet
   // Forks named for others that wait for an Accept: what they keep alive, and who was to get them.
   std::unordered_map<uint64_t, std::pair<std::shared_ptr<RRefHandle>, int>> pending_children_;
-  std::map<int, base::Error> lost_;
+  std::map<int, ProcessNumber> newest_;        // by rank; those that are not here: the first
+  std::map<ProcessNumber, base::Error> lost_;  // all of them
   std::optional<base::Error> ended_;  // why no value is made any more
   RecentSet deleted_;                 // forks
   RecentSet freed_;                   // values

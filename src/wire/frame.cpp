@@ -66,6 +66,8 @@ bool is_known(FrameKind kind) {
     case FrameKind::kAbort:
     case FrameKind::kLost:
     case FrameKind::kLeave:
+    case FrameKind::kReturned:
+    case FrameKind::kKnown:
     case FrameKind::kRRefFork:
     case FrameKind::kRRefAccept:
     case FrameKind::kRRefDelete:

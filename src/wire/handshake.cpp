@@ -63,6 +63,7 @@ Bytes encode(const Hello& hello) {
   out.put(hello.trust);
   out.put(hello.rank);
   out.put(hello.generation);
+  out.put(hello.incarnation);
   bytes.insert(bytes.end(), hello.job_id.begin(), hello.job_id.end());
   bytes.insert(bytes.end(), hello.nonce.begin(), hello.nonce.end());
   return bytes;
@@ -82,6 +83,7 @@ Hello decode_hello(std::span<const uint8_t> bytes) {
   }
   hello.rank = in.get<int32_t>();
   hello.generation = in.get<uint32_t>();
+  hello.incarnation = in.get<uint32_t>();
   in.copy_to(hello.job_id);
   in.copy_to(hello.nonce);
   in.expect_end();
@@ -125,6 +127,8 @@ Bytes encode(const Directory& directory) {
   for (const Directory::Entry& entry : directory.ranks) {
     out.put(entry.name);
     put(out, entry.endpoint);
+    out.put(entry.incarnation);
+    out.put(static_cast<uint8_t>(entry.is_here));
   }
   put(out, directory.options);
   out.put(directory.secret);
@@ -141,12 +145,31 @@ Directory decode_directory(std::span<const uint8_t> bytes) {
     Directory::Entry entry;
     entry.name = in.get_string();
     entry.endpoint = get_endpoint(in);
+    entry.incarnation = in.get<uint32_t>();
+    entry.is_here = in.get<bool>();
     directory.ranks.push_back(std::move(entry));
   }
   directory.options = get_options(in);
   directory.secret = in.get_string();
   in.expect_end();
   return directory;
+}
+
+Bytes encode(const Returned& returned) {
+  Bytes bytes;
+  Writer out(bytes);
+  put(out, returned.endpoint);
+  encode(returned.devices, out);
+  return bytes;
+}
+
+Returned decode_returned(std::span<const uint8_t> bytes) {
+  Reader in(bytes);
+  Returned returned;
+  returned.endpoint = get_endpoint(in);
+  returned.devices = decode_rank_devices(in);
+  in.expect_end();
+  return returned;
 }
 
 void encode(const RankDevices& devices, Writer& out) {

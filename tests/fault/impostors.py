@@ -165,7 +165,7 @@ class Impostors(threading.Thread):
         """A right proof, of a hello of which one field was another one when it was said or when it was heard."""
         purpose = JOINS
         own = hello(1, purpose, TOKEN)
-        fields = ((0, 4), (4, 5), (5, 6), (6, 10), (10, 14), (14, 30), (30, 62))
+        fields = ((0, 4), (4, 5), (5, 6), (6, 10), (10, 14), (14, 18), (18, 34), (34, 66))
         begin, end = self.random.choice(fields)
 
         def changed(words):

@@ -327,7 +327,7 @@ void Rank::hear_stranger(End end, const Message& message) {
 std::optional<Error> Rank::admit(End end, int rank, const Message* join) {
   if (!party_) return rendezvous_error("this rank is leaving");
   if (join == nullptr) {
-    if (auto refusal = party_->check_peer(rank)) return refusal;
+    if (auto refusal = party_->check_peer(rank, 0)) return refusal;
     return accept(rank, end);
   }
   if (hub_ == nullptr) return rendezvous_error("only rank 0 can be joined");

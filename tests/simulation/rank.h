@@ -140,7 +140,8 @@ class Rank final : public Host, private World {
   void on_directory(const wire::Directory& directory) override;
   void on_go(std::vector<wire::RankDevices> devices) override;
   void on_failed(const Error& error) override;
-  void on_lost(int rank, const Error& error) override;
+  void on_lost(const rpc::Loss& loss) override;
+  void on_returned(int rank, const wire::RankDevices& devices) override;
   void on_round(uint64_t round, uint64_t sum) override;
 
   void after(Duration delay, std::function<void()> what);

@@ -196,7 +196,13 @@ void Rank::on_failed(const Error& error) {
   end(Outcome::kFailed, error);
 }
 
-void Rank::on_lost(int rank, const Error& error) {
+void Rank::on_returned(int, const wire::RankDevices&) {
+  violation("hears of one that is there again, and nobody may be");
+}
+
+void Rank::on_lost(const rpc::Loss& loss) {
+  const int rank = loss.rank;
+  const Error& error = loss.error;
   trace("loses " + std::to_string(rank) + ": " + error.message + " [" + std::to_string(error.rank) +
         "]");
   if (!has_gone_) violation("loses a rank before go");

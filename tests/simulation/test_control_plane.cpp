@@ -75,7 +75,7 @@ TEST_CASE("a planted bug is found by a seed that is good without it") {
       {Bug::kLossIsNotSpread, "many 9 100", "of rank 0"},
       {Bug::kSilenceIsNotJudged, "one 1 100 1 2", "s late"},
       {Bug::kRoundIsCountedTwice, "clean 1 100", "a round of the end that is not under way"},
-      {Bug::kAccuserIsBlamed, "one 14 100 1 2", "it is lost"},
+      {Bug::kAccuserIsBlamed, "many 11 100", "it is lost"},
       {Bug::kLastWordIsKept, "many 3 100", "of rank 0"},
       {Bug::kNothingIsClosed, "clean 1 100", "connections when it is over"},
   };

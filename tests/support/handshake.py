@@ -11,7 +11,7 @@ import struct
 HELLO, REJECT, DIRECTORY, PREPARED, GO, PROOF, JOIN, JOINED = 1, 2, 3, 4, 5, 6, 7, 8
 JOINS, PEER = 1, 2  # the purposes
 TOKEN, SAME_USER, ANYBODY = 1, 2, 3
-MAGIC, VERSION = b"DTRN", 6
+MAGIC, VERSION = b"DTRN", 7
 
 # fractional digits of pi, as in src/wire/frame.cpp
 FACTORS = (
@@ -32,8 +32,9 @@ def frame(kind, meta, meta_bytes=None, payload_bytes=0):
     return struct.pack("<I", int.from_bytes(MAGIC, "little") ^ hashed) + rest + meta
 
 
-def hello(rank, purpose=JOINS, trust=SAME_USER, generation=0, job=bytes(16), nonce=None, version=VERSION):
-    return struct.pack("<IBBiI", version, purpose, trust, rank, generation) + job + (nonce or os.urandom(32))
+def hello(rank, purpose=JOINS, trust=SAME_USER, generation=0, job=bytes(16), nonce=None, version=VERSION,
+          incarnation=0):
+    return struct.pack("<IBBiII", version, purpose, trust, rank, generation, incarnation) + job + (nonce or os.urandom(32))
 
 
 def join(job=b"distrain ps", size=0, options=()):

@@ -103,6 +103,7 @@ struct RankBody {
     CheckpointOptions checkpoint;
     OptionMap options;                    ///< as a checkpoint remembers them
     std::vector<std::string> must_agree;  ///< those that have to be the same
+    int min_trainers = 1;                 ///< as `--min-trainers`
   };
   std::function<Known(const OptionMap& of_rank_0)> adopt;
   std::function<void(Rank&)> prepare, run;
@@ -322,6 +323,10 @@ class Definition final : public AnyDefinition {
   void check_options(const Options& options, Preflight preflight) const {
     preflight.roles = roles(options);
     if constexpr (std::is_base_of_v<RuleOptions, Options>) options.rule();
+    if constexpr (std::is_base_of_v<TrainerOptions, Options>) {
+      check_min_trainers(options, preflight.has_rank_0 && preflight.given("min-trainers"),
+                         preflight.warn);
+    }
     if (check_) check_(options, preflight);
   }
 
@@ -330,6 +335,7 @@ class Definition final : public AnyDefinition {
     if constexpr (std::is_base_of_v<CommonOptions, Options>) known.checkpoint = options.checkpoint;
     if constexpr (std::is_base_of_v<TrainerOptions, Options>) {
       known.checkpoint.read_only = options.eval_only;
+      known.min_trainers = options.min_trainers;
     }
     return known;
   }

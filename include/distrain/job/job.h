@@ -39,6 +39,9 @@ class EventSink {
   /// process that is to leave in time does not wait for that. Any thread.
   virtual void failing(const base::Error& error) { static_cast<void>(error); }
 
+  /// From now on this rank's end does not end the job: its launcher is not to end the others.
+  virtual void may_be_lost() {}
+
   /// Trouble; the job goes on.
   void warn(base::ErrorKind kind, const std::string& message) {
     emit("warn", {{"kind", base::kind_name(kind)}, {"message", message}});

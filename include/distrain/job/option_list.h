@@ -153,6 +153,11 @@ class OptionList {
     throw base::Exception(base::ErrorKind::kInternal, "no option is named " + std::string(name));
   }
 
+  /// The job has no use for that option, which it has from one of the structures in options.h.
+  void without(std::string_view name) {
+    std::erase_if(rows_, [name](const Row& row) { return row.option.name == name; });
+  }
+
   /// Of the option that is kept in this member; empty if there is none.
   std::string name_of(int Options::*member) const {
     for (const Row& row : rows_) {

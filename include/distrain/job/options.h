@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 
@@ -100,6 +101,7 @@ struct TrainerOptions : CommonOptions, RuleOptions {
   std::string mode = "async";  ///< async, sync, and ssp where a job offers it
   int64_t staleness = 1;       ///< ssp: steps that a trainer may be ahead of the slowest
   bool eval_only = false;      ///< of the checkpoint that the job would go on from
+  int min_trainers = 1;        ///< that are to be left where the job goes on without some
 
   /// How trainer `participant`, from 0, shares parameters with the others.
   optim::Sharing sharing(int participant) const;
@@ -118,8 +120,21 @@ struct TrainerOptions : CommonOptions, RuleOptions {
         .range(1, kMaxInt);
     list.choice("mode", &TrainerOptions::mode, {"async", "sync"},
                 "async: each trainer's update as it comes; sync: one mean update a step");
+    list.integer("min-trainers", &TrainerOptions::min_trainers,
+                 "go on without trainers that are lost as long as N are left")
+        .range(1, kMaxInt)
+        .may_change()
+        .details(
+            "Not with --mode sync, nor where trainers keep replicas: there one that is lost ends "
+            "the job.\nIts steps go to the others. A process that is started with its --rank takes "
+            "its place again, and\nwith --max-restarts the launcher starts one.");
   }
 };
+
+/// Throws `invalid` for more trainers that are to be left than there are. `told`: whether the user
+/// has said how many; `warn` hears of what has no effect.
+void check_min_trainers(const TrainerOptions& options, bool told,
+                        const std::function<void(const std::string&)>& warn);
 
 /// All rows that `Options` has from the structures above, in the order of the help.
 template <class Options>

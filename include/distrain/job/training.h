@@ -118,7 +118,7 @@ struct Plan : Schedule::Terms {
   std::vector<PartName> parts;
   static constexpr auto kFields = std::tuple(
       &Plan::trainers, &Plan::epochs, &Plan::steps, &Plan::steps_per_epoch, &Plan::take_over,
-      &Plan::eval_only, &Plan::lr, &Plan::lr_schedule, &Plan::unit, &Plan::limit,
+      &Plan::may_lose, &Plan::eval_only, &Plan::lr, &Plan::lr_schedule, &Plan::unit, &Plan::limit,
       &Plan::what_must_agree, &Plan::first_rank, &Plan::agreed, &Plan::alike, &Plan::parts);
 
   Plan() { take_over = true; }
@@ -222,19 +222,22 @@ class TrainingPlan {
   bool reached() const { return reached_ && reached_(); }
   /// Makes a step, at the learning rate that is its, and tells of it.
   void make(const Step& what, const std::function<Result()>& step);
+  Seat seat(int trainer) const { return seats_.at(trainer); }
   /// A task that is not to train.
   void meet(const Task& task);
 
   Plan plan_;
   std::vector<int> own_;
   optim::Schedule lr_schedule_;
-  std::vector<std::function<void(double)>> set_lr_factors_;
+  /// For each optimizer, before a step: the learning rate's factor, and the step's number in this
+  /// run, from 1 on.
+  std::vector<std::function<void(double lr_factor, int64_t number)>> begin_step_;
 
  private:
   template <auto method, class... Args>
   auto ask(const Args&... args) const;
   Report close_epoch(const Task& task);
-  std::map<std::string, data::NamedTensors> taken(int trainer) const;
+  std::map<std::string, data::NamedTensors> taken(int trainer, bool is_first) const;
   void give(int trainer, const std::string& checkpoint) const;
   void end(const Task& task);
 
@@ -247,7 +250,8 @@ class TrainingPlan {
   std::function<bool()> reached_;
   std::map<std::string, int64_t> maxima_;
   TrainLog log_;
-  int64_t samples_ = 0;  // in this run
+  std::map<int, Seat> seats_;  // of `own_`
+  int64_t samples_ = 0;        // in this run
   bool stopped_ = false;
 };
 
@@ -263,6 +267,10 @@ class TrainingPlan {
 /// a second. Trainers that wait for each other, in a group or by --mode, make all steps of their
 /// own shards; otherwise one that is done takes over steps of the slowest. Epochs are evaluated and
 /// saved while all trainers wait. To be used by one thread, on all ranks of the role.
+///
+/// The job goes on without a trainer that is lost, but for rank 0, if `--mode` is not sync, the
+/// trainers have no group, and nothing that is kept is a trainer's own: what it had begun goes to
+/// others, and a new process of its rank can take its place. Until all have begun a loss ends it.
 class Training : public TrainingPlan {
  public:
   Training(Rank& rank, const TrainerOptions& options, int64_t steps_per_epoch)

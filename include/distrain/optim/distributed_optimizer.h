@@ -44,6 +44,17 @@ using UpdateCount = std::shared_ptr<const std::atomic<uint64_t>>;
 /// of all local optimizers of this rank and stays readable after the agent's end.
 UpdateCount install(rpc::Agent& agent);
 
+// For jobs that go on without a participant that is lost; see rpc::Agent::go_on_without().
+
+/// This rank's optimizers stay until its agent ends, whoever refers to them: who does may be lost.
+void keep_optimizers(rpc::Agent& agent);
+/// That process makes no steps for a while: until it makes one, no other waits for it in kSsp.
+void rest(rpc::Agent& agent, rpc::ProcessNumber process);
+/// The number (DistributedOptimizer::set_step_number) of the last step of that process which has
+/// been applied to parameters of this rank; none if it is no participant of their optimizers. Of
+/// one that is lost nothing is applied any more once a later rpc::Layer hears of it.
+std::optional<int64_t> last_step_of(rpc::Agent& agent, rpc::ProcessNumber process);
+
 /// On the rank that owns `parameter`: of the optimizer that updates it. `not_found` if none does.
 Progress progress_of(rpc::Agent& agent, const at::Tensor& parameter, int participant);
 
@@ -116,7 +127,11 @@ class DistributedOptimizer {
   /// (Schedule::factor). It goes with each step to the owners: it costs no message, and no other
   /// rank's steps are changed. kSync: all participants step with the same, else `invalid`.
   void set_lr_factor(double factor);
+  /// What last_step_of() tells of this one's next steps.
+  void set_step_number(int64_t number) { *step_number_ = number; }
 
+  /// Whether there are `own` parameters.
+  bool has_own() const { return own_.optimizer != nullptr; }
   /// Of how many parameters it is.
   size_t size() const { return parameters_; }
   /// What the update rules keep, by parameter, on the CPU: group by group, `shared` before `own`. A
@@ -154,6 +169,7 @@ class DistributedOptimizer {
   void await(const std::vector<Step>& steps) const;
   std::string outcome_of(const std::vector<Step>& steps) const;
   int participant() const;
+  rpc::ProcessNumber own_process() const;
   bool steps_wait() const;
   bool norms_wait() const;
   rpc::To owner_of(const Remote& remote, bool waits) const;
@@ -162,6 +178,7 @@ class DistributedOptimizer {
   const Sharing sharing_;
   const double max_norm_;
   std::shared_ptr<std::atomic<double>> lr_factor_ = std::make_shared<std::atomic<double>>(1.0);
+  std::shared_ptr<std::atomic<int64_t>> step_number_ = std::make_shared<std::atomic<int64_t>>(0);
   size_t parameters_ = 0;
   std::vector<Remote> remote_;
   Local shared_;  // those of the shared parameters that live here

@@ -92,6 +92,7 @@ struct AgentOptions {
 struct WorkerInfo {
   int rank = -1;
   std::string name;
+  uint32_t incarnation = 0;  ///< processes that have had the rank before: Note [Incarnations]
 };
 
 /// Whom a call goes to, by rank or name, and how long it may take.
@@ -250,6 +251,11 @@ class Agent {
   /// `not_found` naming the ranks there are.
   WorkerInfo worker(const std::string& name) const;
   WorkerInfo worker(int rank) const;
+  /// This rank's own process, among those that have had its rank: 0 but in a job that went on
+  /// without the one before.
+  uint32_t incarnation() const;
+  /// Whether the rank's newest process is not lost, as far as this one knows.
+  bool is_here(int rank) const;
   /// Rank 0's options, after join().
   const std::map<std::string, std::string>& job_options() const;
   /// The port of rank 0's socket; known as soon as its agent exists.
@@ -269,6 +275,13 @@ class Agent {
   /// shutdown() on another thread too. From inside a function of the agent the destructor does the
   /// rest.
   void abort(const base::Error& error);
+
+  /// On rank 0, once all have joined: from now on the job goes on without those of `ranks` that are
+  /// gone (peer_lost), or have run out of something (resources), as long as `least` of them are
+  /// left; where they are not, `if_too_few` is said of the last loss. While `may_return`, a new
+  /// process can join in the place of one that is lost. Returns when that holds.
+  void go_on_without(const std::vector<int>& ranks, int least, const std::string& if_too_few,
+                     bool may_return);
 
   /// RRefs this rank owns or holds, and autograd contexts it knows: 0 after a clean shutdown.
   size_t live_rrefs() const;

@@ -2,8 +2,8 @@
 
 #include <vector>
 
-#include "distrain/base/error.h"
 #include "distrain/rpc/channel.h"
+#include "distrain/rpc/incarnation.h"
 
 namespace distrain::rpc {
 
@@ -12,11 +12,11 @@ namespace distrain::rpc {
 class Layer {
  public:
   virtual ~Layer() = default;
-  /// Rank `rank` is gone, with `error.kind` peer_lost or the reason that it gave: what is kept of
-  /// it is let go of, and whoever waits for it hears `error`. Once for each rank, on a thread that
-  /// all layers of the agent share, so it must be quick; when this agent ends, for all that are
-  /// left, with `cancelled`. Must not throw.
-  virtual void on_rank_lost(int rank, const base::Error& error) = 0;
+  /// A rank is gone: what is kept of it is let go of, and whoever waits for it hears `loss.error`.
+  /// Once for each of its processes, before any call of the next one is run. On a thread that all
+  /// layers of the agent share, so it must be quick; when this agent ends, for all that are left,
+  /// with `cancelled`. Must not throw.
+  virtual void on_rank_lost(const Loss& loss) = 0;
   /// What it waits for now, for Agent::waits(). Any thread; must not wait itself, nor throw.
   virtual std::vector<Wait> waits() const { return {}; }
 };

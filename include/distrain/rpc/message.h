@@ -35,7 +35,7 @@ class RRefHandle;
 /// An RRef on its way: see Note [RRef protocol] in src/rpc/rref_context.h.
 struct RRefTicket {
   uint64_t id = 0;
-  int32_t owner = -1;
+  uint32_t owner = 0;  ///< its process: Note [Incarnations]
   uint8_t mode = 0;
   uint64_t fork = 0;    ///< the receiver's
   int32_t parent = -1;  ///< the rank that sends it

@@ -7,6 +7,7 @@
 #include <typeindex>
 
 #include "distrain/base/future.h"
+#include "distrain/rpc/incarnation.h"
 #include "distrain/rpc/serialize.h"
 
 namespace distrain::rpc {
@@ -31,7 +32,7 @@ struct OwnedValue {
 /// rank that is not the owner tells the owner. See Note [RRef protocol] in src/rpc/rref_context.h.
 class RRefHandle {
  public:
-  RRefHandle(std::shared_ptr<RRefContext> context, uint64_t id, uint64_t fork, int owner,
+  RRefHandle(std::shared_ptr<RRefContext> context, uint64_t id, uint64_t fork, ProcessNumber owner,
              std::shared_ptr<OwnedValue> owned);
   ~RRefHandle();
   RRefHandle(const RRefHandle&) = delete;
@@ -39,7 +40,9 @@ class RRefHandle {
 
   uint64_t id() const { return id_; }
   uint64_t fork() const { return fork_; }
-  int owner() const { return owner_; }
+  int owner() const { return rank_of(owner_); }
+  /// The process that has the value: it ends with that.
+  ProcessNumber owning_process() const { return owner_; }
   bool is_owner() const { return owned_ != nullptr; }
   const std::shared_ptr<OwnedValue>& owned() const { return owned_; }
   Agent& agent() const;
@@ -55,7 +58,7 @@ class RRefHandle {
   const std::shared_ptr<RRefContext> context_;
   const uint64_t id_;
   const uint64_t fork_;
-  const int owner_;
+  const ProcessNumber owner_;
   std::shared_ptr<OwnedValue> owned_;  // owner only
   mutable std::mutex mutex_;
   base::Status creation_status_ = base::Unit{};

@@ -41,7 +41,7 @@ inline constexpr uint32_t kMagic = 0x4E525444;  // "DTRN"
 inline constexpr size_t kHeaderBytes = 48;
 inline constexpr uint16_t kWithoutCredit = 1;
 inline constexpr uint16_t kWithRRefs = 1;
-inline constexpr uint32_t kProtocolVersion = 6;
+inline constexpr uint32_t kProtocolVersion = 7;
 
 enum class FrameKind : uint16_t {
   // Handshake and rendezvous (handshake.h)
@@ -69,6 +69,8 @@ enum class FrameKind : uint16_t {
   kAbort = 34,
   kLost = 35,
   kLeave = 36,
+  kReturned = 37,
+  kKnown = 38,
   // Reference counts of RRefs
   kRRefFork = 48,
   kRRefAccept = 49,

@@ -33,8 +33,12 @@ namespace distrain::wire {
 //                         that connections between ranks prove from here on
 //   r → 0  kPrepared      r can be called; with it the devices of r
 //   0 → r  kGo            all ranks can be called, and these are everybody's devices
-//   r → 0  kLost          r sees that rank `call_id` is lost; the body is the error
-//   0 → r  kLost          so it is, for all
+//   r → 0  kLost          r sees that rank `call_id` is lost, its `context_id`th process; the body
+//                         is the error
+//   0 → r  kLost          so it is, for all; `context_id` 1: and the job goes on without it
+//   0 → r  kReturned      a new process has the place of rank `call_id`, which was lost: its
+//                         `context_id`th; the body is a Returned. It is let go on when all know
+//   r → 0  kKnown         r knows of that one, by the same numbers
 //   r → 0  kFlush         r has come to round `call_id` of the end, with the number `context_id`
 //   0 → r  kFlush         all have come to it, and this is the sum of their numbers
 //
@@ -66,13 +70,14 @@ using Proof = std::array<uint8_t, 32>;
 /// Of a rank that has not been told, and takes rank 0's.
 inline constexpr uint32_t kAnyGeneration = 0xFFFF'FFFF;
 
-/// u32 version · u8 purpose · u8 trust · i32 rank · u32 generation · job_id · nonce: 62 bytes. Who
-/// connects says the purpose, and the other end says the same.
+/// u32 version · u8 purpose · u8 trust · i32 rank · u32 generation · u32 incarnation · job_id ·
+/// nonce: 66 bytes. Who connects says the purpose, and the other end says the same.
 struct Hello {
   HelloPurpose purpose = HelloPurpose::kJoin;
   Trust trust = Trust::kToken;
   int32_t rank = -1;
   uint32_t generation = 0;  ///< how often the job was started again; or kAnyGeneration
+  uint32_t incarnation = 0;  ///< processes that have had the rank before; who joins knows none
   JobId job_id{};           ///< zero: the rank knows none, and takes rank 0's
   Nonce nonce{};
 };
@@ -93,11 +98,14 @@ struct Join {
   std::map<std::string, std::string> options;  ///< job options that this rank was given
 };
 
-/// u32 version · u32 count · count × (string name · Endpoint) · options of rank 0 · string secret
+/// u32 version · u32 count · count × (string name · Endpoint · u32 incarnation · u8 is_here) ·
+/// options of rank 0 · string secret
 struct Directory {
   struct Entry {
     std::string name;
     Endpoint endpoint;
+    uint32_t incarnation = 0;  ///< as in its hello
+    bool is_here = true;       ///< false: it is lost, and the job goes on without it
   };
   std::vector<Entry> ranks;
   std::map<std::string, std::string> options;
@@ -121,6 +129,12 @@ struct RankDevices {
   std::vector<Map> maps;
 };
 
+/// The body of kReturned: Endpoint · RankDevices.
+struct Returned {
+  Endpoint endpoint;
+  RankDevices devices;
+};
+
 /// The body of kPrepared.
 void encode(const RankDevices& devices, Writer& out);
 RankDevices decode_rank_devices(Reader& in);
@@ -131,6 +145,7 @@ Bytes encode(const std::vector<RankDevices>& devices);
 Bytes encode(const Hello& hello);
 Bytes encode(const Join& join);
 Bytes encode(const Directory& directory);
+Bytes encode(const Returned& returned);
 
 /// u16 kind · i32 rank · string message · string op, which are cut at kMostErrorText. The body of
 /// kReject, kError, kAbort and kLost.
@@ -141,6 +156,7 @@ Hello decode_hello(std::span<const uint8_t> in);
 Proof decode_proof(std::span<const uint8_t> in);
 Join decode_join(std::span<const uint8_t> in);
 Directory decode_directory(std::span<const uint8_t> in);
+Returned decode_returned(std::span<const uint8_t> in);
 std::vector<RankDevices> decode_all_devices(std::span<const uint8_t> in);
 base::Error decode_error(std::span<const uint8_t> in);
 

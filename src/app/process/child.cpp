@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "distrain/base/error.h"
+#include "process/json_lines.h"
 #include "process/process_setup.h"
 
 namespace distrain::app {
@@ -103,6 +104,10 @@ void Child::read_pipes(bool lines) {
 }
 
 void Child::take_line(std::string line) {
+  if (names_event(line, kMayBeLost)) {
+    may_be_lost_ = true;
+    return;
+  }
   const bool is_ready = names_event(line, "ready"), is_error = names_event(line, "error");
   if (is_ready || is_error || names_event(line, "rank_end")) {
     Json json = Json::parse(line, nullptr, false);

@@ -79,7 +79,11 @@ class Child {
   bool killed() const { return killed_; }
   /// 128 + n by signal; 1 for a rank that left with 0 but without its last line.
   int exit_code() const;
-  /// Has found all others.
+  /// The job goes on without it: it has said so, or takes the place of one that had.
+  bool may_be_lost() const { return may_be_lost_ || is_successor_; }
+  bool is_successor() const { return is_successor_; }
+  void set_successor() { is_successor_ = true; }
+  /// It has found all others.
   bool ready() const { return ready_; }
   /// As its lines have it; empty: not yet.
   const std::string& run_id() const { return run_id_; }
@@ -115,6 +119,8 @@ class Child {
   bool ended_by_us_ = false;
   bool killed_ = false;
   bool ready_ = false;
+  bool may_be_lost_ = false;
+  bool is_successor_ = false;
   std::string run_id_;
 };
 

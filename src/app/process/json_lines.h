@@ -45,6 +45,9 @@ std::string signal_name(int number);
 /// The fields of an `error` line.
 Json error_fields(const Cause& cause, base::TimePoint started);
 
+/// What a spawned rank says to its launcher only: Child::may_be_lost().
+inline constexpr const char* kMayBeLost = "may_be_lost";
+
 /// Merges what the ranks say in their last lines into the fields of `end`. Ranks are added in
 /// ascending order: a metric is taken from the first one that has it.
 class Summary {

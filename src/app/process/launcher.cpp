@@ -1,6 +1,7 @@
 #include "process/launcher.h"
 
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <utility>
 
@@ -71,10 +72,8 @@ class Launcher {
     newest_ = newest_checkpoint();
     if (restarts_ == 0) newest_at_first_ = newest_;
     group_.emplace(plan_, handlers_);
-    group_->start(told(), [this](int rank) {
-      signals_.reset();
-      if (rank != 0) listener_.reset();
-    });
+    lost_.clear();
+    group_->start(told(), in_child());
     if (restarts_ == plan_.max_restarts) listener_.reset();
     while (group_->any_alive()) wait_once();
     has_met_ = has_met_ || group_->has_met();
@@ -82,10 +81,18 @@ class Launcher {
     return group_->verdict(ended_by_signal_);
   }
 
+  /// What is not for the rank that is forked.
+  std::function<void(int rank)> in_child() {
+    return [this](int rank) {
+      signals_.reset();
+      if (rank != 0) listener_.reset();
+    };
+  }
+
   SpawnedRank told() const {
     SpawnedRank told = plan_.told;
-    if (restarts_ == 0) return told;
-    if (told.generation) *told.generation += static_cast<uint32_t>(restarts_);
+    if (generation_ == 0) return told;
+    if (told.generation) *told.generation += generation_;
     told.rejoins = !plan_.newest_checkpoint;
     if (newest_ != newest_at_first_) told.resume = "auto";
     return told;
@@ -109,21 +116,12 @@ class Launcher {
   bool prepare_restart(Verdict& verdict) {
     const std::optional<std::string> newest = newest_checkpoint();
     const bool got_further = plan_.newest_checkpoint ? newest != newest_ : group_->has_met();
-    pause_ = got_further || restarts_ == 0 ? nanoseconds(kFirstPause)
+    pause_ = got_further || generation_ == 0 ? nanoseconds(kFirstPause)
                                            : std::min<nanoseconds>(pause_ * 2, kLongestPause);
     ++restarts_;
-    const Cause& cause = verdict.cause;
-    const std::optional<uint32_t> generation = told().generation;
-    tell("restart", {{"generation", generation ? Json(*generation) : Json()},
-                     {"restarts_left", plan_.max_restarts - restarts_},
-                     {"checkpoint", newest ? Json(*newest) : Json()},
-                     {"after_s", std::chrono::duration<double>(pause_).count()},
-                     {"kind", cause.kind},
-                     {"cause", cause.message},
-                     {"cause_rank", cause.rank ? Json(*cause.rank) : Json()}});
-    progress_.clear();
-    say(fmt::format("{}: the job starts again{} ({} of {})", cause.message,
-                    newest ? " from " + *newest : "", restarts_, plan_.max_restarts));
+    ++generation_;
+    tell_restart(plan_.ranks, newest, pause_, verdict.cause);
+    say_restart(verdict.cause, "the job starts again" + (newest ? " from " + *newest : ""));
     const base::TimePoint then = base::deadline_after(pause_);
     while (base::Clock::now() < then && !ended_by_signal_ && !write_error_) {
       wake_at_ = then;
@@ -132,6 +130,57 @@ class Launcher {
     wake_at_ = base::kNever;
     if (ended_by_signal_) verdict = {cause_by_signal(ended_by_signal_), true, {}};
     return !ended_by_signal_ && !write_error_;
+  }
+
+  void tell_restart(const std::vector<int>& ranks, const std::optional<std::string>& checkpoint,
+                    nanoseconds pause, const Cause& cause) {
+    const std::optional<uint32_t> generation = told().generation;
+    tell("restart", {{"ranks", ranks},
+                     {"generation", generation ? Json(*generation) : Json()},
+                     {"restarts_left", plan_.max_restarts - restarts_},
+                     {"checkpoint", checkpoint ? Json(*checkpoint) : Json()},
+                     {"after_s", std::chrono::duration<double>(pause).count()},
+                     {"kind", cause.kind},
+                     {"cause", cause.message},
+                     {"cause_rank", cause.rank ? Json(*cause.rank) : Json()}});
+  }
+
+  void say_restart(const Cause& cause, const std::string& what) {
+    progress_.clear();
+    say(fmt::format("{}: {} ({} of {})", cause.message, what, restarts_, plan_.max_restarts));
+  }
+
+  // ---- ranks that the job goes on without ----
+
+  /// One that is lost is started again after a pause, which grows while it is lost before it was in
+  /// the job.
+  void on_lost(int rank) {
+    Lost& its = lost_[rank];
+    const auto child = std::ranges::find(group_->ranks(), rank, &Child::rank);
+    
+    its.at = base::kNever;
+    if (is_crash(child->signal()) || restarts_ >= plan_.max_restarts) return;
+    its.pause = child->ready() || its.pause == nanoseconds(0)
+                    ? nanoseconds(kFirstPause)
+                    : std::min<nanoseconds>(its.pause * 2, kLongestPause);
+    its.at = base::deadline_after(its.pause);
+    ++restarts_;
+    const Cause cause = group_->cause_of_loss(rank);
+    tell_restart({rank}, std::nullopt, its.pause, cause);
+    say_restart(cause, "it is started again, the job goes on");
+  }
+
+  void start_lost_again() {
+    for (auto& [rank, its] : lost_) {
+      if (base::Clock::now() < its.at) continue;
+      its.at = base::kNever;
+      if (group_->is_ending() || !group_->any_alive()) continue;
+      SpawnedRank spawned = told();
+      spawned.rank = rank;
+      spawned.listen_fd = -1;
+      spawned.rejoins = true;
+      group_->start_again(spawned, in_child());
+    }
   }
 
   // ---- the loop ----
@@ -147,7 +196,8 @@ class Launcher {
     if (items[1].revents & (POLLERR | POLLHUP | POLLNVAL)) on_write_error(EPIPE);
     group_->read(takes_lines());
     on_signals();
-    group_->reap();
+    for (const int rank : group_->reap()) on_lost(rank);
+    start_lost_again();
     pump();
     group_->on_time();
   }
@@ -156,7 +206,8 @@ class Launcher {
   bool takes_lines() const { return write_error_ || group_->is_ending() || !output_.full(); }
 
   int poll_timeout_ms() const {
-    const base::TimePoint next = std::min(wake_at_, group_->next_deadline());
+    base::TimePoint next = std::min(wake_at_, group_->next_deadline());
+    for (const auto& [rank, its] : lost_) next = std::min(next, its.at);
     if (next == base::kNever) return -1;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - base::Clock::now());
     return static_cast<int>(std::max<int64_t>(0, left.count()));
@@ -219,8 +270,8 @@ class Launcher {
     for (const Child& child : group_->ranks()) {
       if (run_id_.empty()) run_id_ = child.run_id();
       config_ = child.rank_end().value("config", config_);
-      rss_mb_ = std::max(rss_mb_, child.rss_mb());
     }
+    rss_mb_ = std::max(rss_mb_, group_->rss_mb());
   }
 
   int finish(const std::optional<Verdict>& verdict) {
@@ -283,7 +334,13 @@ class Launcher {
   const Child::Handlers handlers_;
   std::optional<RankGroup> group_;  // of the newest start
   double rss_mb_ = 0;               // of the largest rank of any start
-  int restarts_ = 0;
+  struct Lost {
+    nanoseconds pause{0};
+    base::TimePoint at = base::kNever;  // it is started again
+  };
+  std::map<int, Lost> lost_;  // by rank
+  int restarts_ = 0;          // of ranks, or of all of them
+  uint32_t generation_ = 0;   // of all of them
   bool has_met_ = false;                                 // once, all ranks have
   std::optional<std::string> newest_at_first_, newest_;  // checkpoints: when it last started
   nanoseconds pause_{0};

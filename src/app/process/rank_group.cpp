@@ -20,12 +20,6 @@ constexpr auto kMeetingGrace = std::chrono::milliseconds(500);  // before all ra
 constexpr auto kBlamedGrace = std::chrono::milliseconds(300);   // of one that all others blame
 constexpr auto kStoppedGrace = std::chrono::milliseconds(300);  // beyond the peer timeout
 
-/// Whether the program itself went wrong, rather than somebody ending it.
-bool is_crash(int signal) {
-  return signal == SIGABRT || signal == SIGSEGV || signal == SIGBUS || signal == SIGFPE ||
-         signal == SIGILL;
-}
-
 bool is_secondary(const Child& child) {
   if (child.exit_code() == base::exit_code(base::ErrorKind::kPeerLost)) return true;
   const std::string kind = child.error().value("kind", "");
@@ -55,6 +49,11 @@ nanoseconds as_time(double seconds) { return nanoseconds(static_cast<int64_t>(se
 
 }  // namespace
 
+bool is_crash(int signal) {
+  return signal == SIGABRT || signal == SIGSEGV || signal == SIGBUS || signal == SIGFPE ||
+         signal == SIGILL;
+}
+
 RankGroup::RankGroup(const LaunchPlan& plan, const Child::Handlers& handlers)
     : plan_(plan), handlers_(handlers) {}
 
@@ -73,6 +72,18 @@ void RankGroup::start(const SpawnedRank& told, const std::function<void(int)>& i
     start_error_ = e.error();
     kill();
   }
+}
+
+void RankGroup::start_again(const SpawnedRank& told, const std::function<void(int)>& in_child) {
+  std::erase_if(children_, [&](const Child& child) { return child.rank() == told.rank; });
+  try {
+    start_rank(told, !base::other_threads().empty(), in_child);
+  } catch (const base::Exception& e) {
+    start_error_ = e.error();
+    return kill();
+  }
+  children_.back().set_successor();
+  std::ranges::sort(children_, {}, &Child::rank);
 }
 
 void RankGroup::start_rank(SpawnedRank spawned, bool by_exec,
@@ -107,9 +118,49 @@ void RankGroup::read(bool lines) {
   }
 }
 
-void RankGroup::reap() {
+std::vector<int> RankGroup::reap() {
+  std::vector<int> lost;
   for (Child& child : children_) {
-    if (child.reap() && child.failed()) on_failure(child);
+    if (!child.reap()) continue;
+    rss_mb_ = std::max(rss_mb_, child.rss_mb());
+    if (is_spared(child)) {
+      lost.push_back(child.rank());
+    } else if (child.failed()) {
+      on_failure(child);
+    }
+  }
+  end_late_successors();
+  return lost;
+}
+
+/// It is lost, and the job goes on. One that a signal has told to end is to end the job.
+bool RankGroup::is_spared(const Child& child) const {
+  if (!child.failed() || !child.may_be_lost() || child.stopped_by()) return false;
+  const int code = child.exit_code();
+  const bool never_met = child.is_successor() && !child.ready() &&
+                         (code == base::exit_code(base::ErrorKind::kRendezvous) || child.killed());
+  return child.signal() != 0 || never_met ||
+         code == base::exit_code(base::ErrorKind::kPeerLost) ||
+         code == base::exit_code(base::ErrorKind::kResources);
+}
+
+/// Somebody who has failed puts it down to this one.
+bool RankGroup::is_blamed(const Child& child) const {
+  return std::ranges::any_of(children_, [&](const Child& other) {
+    return other.failed() && !is_spared(other) && blamed_rank(other) == child.rank();
+  });
+}
+
+/// The job was over before they were in it: they look for a rank 0 that is no more.
+void RankGroup::end_late_successors() {
+  const auto looks = [](const Child& child) { return child.is_successor() && !child.ready(); };
+  const bool others_alive = std::ranges::any_of(
+      children_, [&](const Child& child) { return child.alive() && !looks(child); });
+  const bool any_ended_well = std::ranges::any_of(
+      children_, [](const Child& child) { return !child.alive() && !child.failed(); });
+  if (others_alive || !any_ended_well) return;
+  for (Child& child : children_) {
+    if (child.alive()) child.send(SIGKILL);
   }
 }
 
@@ -251,6 +302,7 @@ const Child* RankGroup::find(std::optional<int> rank) const {
 /// For another reason than that we asked for it: a save that failed is one, or a crash, whatever
 /// signal of ours came while it was at its core dump.
 bool RankGroup::failed_itself(const Child& child) const {
+  if (is_spared(child)) return is_blamed(child);
   const bool failed_to_save =
       plan_.save_grace.count() > 0 && !child.error().empty() && !is_secondary(child);
   return child.failed() && (!child.ended_by_us() || failed_to_save || is_crash(child.signal()));

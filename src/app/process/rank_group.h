@@ -15,6 +15,9 @@
 
 namespace distrain::app {
 
+/// Whether a signal means that the program itself went wrong, rather than somebody ending it.
+bool is_crash(int signal);
+
 /// Why ranks did not do what they were to do.
 struct Verdict {
   Cause cause;
@@ -28,6 +31,9 @@ struct Verdict {
 /// the peer timeout), then they get SIGTERM, then SIGKILL; before all have met, the grace is short.
 /// The first failure is the root cause, but "a peer was lost" never is while another reason shows
 /// up within the grace, nor a failure that is put down to another rank with a reason of its own.
+///
+/// A rank that the job goes on without (Child::may_be_lost) may be lost: that is no failure, unless
+/// others say that they end because of it.
 class RankGroup {
  public:
   RankGroup(const LaunchPlan& plan, const Child::Handlers& handlers);
@@ -37,6 +43,9 @@ class RankGroup {
   /// are killed.
   void start(const SpawnedRank& told, const std::function<void(int rank)>& in_child);
 
+  /// Starts a rank that is lost once more, in the midst of the job.
+  void start_again(const SpawnedRank& told, const std::function<void(int rank)>& in_child);
+
   bool any_alive() const;
   /// All ranks of the job have found each other.
   bool has_met() const;
@@ -44,14 +53,16 @@ class RankGroup {
   bool is_ending() const { return phase_ != Phase::kRunning; }
   /// Ascending by rank.
   const std::vector<Child>& ranks() const { return children_; }
+  /// Of the largest rank that has ended.
+  double rss_mb() const { return rss_mb_; }
 
   // ---- what the launcher's loop does ----
 
   /// Adds what is to be waited for; JSON lines only if `lines`.
   void add_to(std::vector<pollfd>& items, bool lines) const;
   void read(bool lines);
-  /// Sees to those that have ended.
-  void reap();
+  /// Sees to those that have ended. Gives back the ranks that were lost, and the job goes on.
+  std::vector<int> reap();
   /// When on_time() is to be called; kNever: not yet known.
   base::TimePoint next_deadline() const;
   void on_time();
@@ -70,6 +81,8 @@ class RankGroup {
   void stop();
   void go_on(base::Duration stopped);
 
+  /// Why a rank that was lost is.
+  Cause cause_of_loss(int rank) const { return cause_from(*find(rank)); }
   /// None: all have ended well. `ended_by`: the signal that the launcher got, 0 if none.
   std::optional<Verdict> verdict(int ended_by) const;
 
@@ -91,6 +104,9 @@ class RankGroup {
   void enter(Phase phase, std::chrono::nanoseconds grace);
   void send_to_all(int signal);
   const Child* find(std::optional<int> rank) const;
+  bool is_spared(const Child& child) const;
+  bool is_blamed(const Child& child) const;
+  void end_late_successors();
   bool failed_itself(const Child& child) const;
   bool blames_another(const Child& child) const;
   const Child* root_cause() const;
@@ -105,6 +121,7 @@ class RankGroup {
   base::TimePoint deadline_ = base::kNever;
   base::TimePoint kill_blamed_at_ = base::kNever;
   std::optional<base::Error> start_error_;
+  double rss_mb_ = 0;
   std::optional<int> stopped_rank_;  // that had to be killed before anybody else had failed
 };
 

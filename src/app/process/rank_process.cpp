@@ -67,6 +67,14 @@ class JsonSink final : public job::EventSink {
 
   void failing(const base::Error& error) override { on_failing_(error); }
 
+  void may_be_lost() override {
+    if (!run_.job.spawned) return;
+    std::lock_guard lock(mutex_);
+    if (finished_) return;
+    push_locked(kMayBeLost, Json::object());
+    write_locked([this] { return !stop_.requested(); });
+  }
+
   /// What rank 0 has told; empty before.
   job::OptionMap of_rank_0() const {
     std::lock_guard lock(told_mutex_);

@@ -179,6 +179,17 @@ void ControlPlane::wait_until_flushed() {
   stream_closed_.wait_for(lock, kLastWords, [this] { return open_streams_ == 0; });
 }
 
+base::Future<void> ControlPlane::tolerate(control::Tolerance tolerance) {
+  base::Promise<void> promise;
+  base::Future<void> done = promise.future();
+  loop_.post([self = shared_from_this(), tolerance = std::move(tolerance),
+              promise = std::move(promise)]() mutable {
+    if (self->hub_) self->hub_->tolerate(std::move(tolerance));
+    promise.set();
+  });
+  return done;
+}
+
 // ---- connections, on the loop ----
 
 Link ControlPlane::hold_on_loop(const net::StreamPtr& stream) {
@@ -265,7 +276,7 @@ std::optional<Error> ControlPlane::admit_on_loop(const net::StreamPtr& stream,
                                                  control::Doorway::Visitor visitor) {
   if (!party_) return rendezvous_error("this rank is leaving");
   if (visitor.purpose == wire::HelloPurpose::kJoin) return admit_member_on_loop(stream, visitor);
-  if (auto refusal = party_->check_peer(visitor.rank)) return refusal;
+  if (auto refusal = party_->check_peer(visitor.rank, visitor.incarnation)) return refusal;
   return callbacks_.on_peer(visitor.rank, stream);
 }
 
@@ -331,12 +342,21 @@ void ControlPlane::introduce_on_loop(int rank, const net::StreamPtr& stream,
   }
   control::Introduction::begin_on_loop(
       loop_, stream, *credentials, wire::HelloPurpose::kPeer, patience(),
-      [rank, stream, done = std::move(done)](const base::Result<wire::Hello>& other) {
+      [self = shared_from_this(), rank, stream,
+       done = std::move(done)](const base::Result<wire::Hello>& other) {
         if (!other.ok()) return done(other.error());
-        if (other.unchecked().rank == rank) return done(base::Unit{});
+        const wire::Hello& hello = other.unchecked();
+        const bool is_it = hello.rank == rank;
+        if (is_it && self->party_ &&
+            hello.incarnation ==
+                self->party_->directory().ranks[static_cast<size_t>(rank)].incarnation) {
+          return done(base::Unit{});
+        }
         stream->close(false);
-        done(Error{ErrorKind::kAuth,
-                   "rank " + std::to_string(other.unchecked().rank) + " is there",
+        // One of its processes is gone: rank 0 is about to say so.
+        done(Error{is_it ? ErrorKind::kPeerLost : ErrorKind::kAuth,
+                   "rank " + std::to_string(hello.rank) + " is there" +
+                       (is_it ? ", but another process of it" : ""),
                    rank,
                    {}});
       });
@@ -379,6 +399,7 @@ void ControlPlane::close(Link link, bool flush) {
 }
 
 void ControlPlane::on_directory(const wire::Directory& directory) {
+  self_.incarnation = directory.ranks[static_cast<size_t>(options_.rank)].incarnation;
   std::vector<Way> ways(directory.ranks.size());
   for (int rank = 0; rank < static_cast<int>(ways.size()); ++rank) {
     if (rank == options_.rank) continue;
@@ -419,9 +440,15 @@ void ControlPlane::on_failed(const Error& error) {
   end_joining_on_loop(told);
 }
 
-void ControlPlane::on_lost(int rank, const Error& error) {
-  callbacks_.on_lost(rank, error);
-  end_rounds(error);
+void ControlPlane::on_lost(const Loss& loss) {
+  callbacks_.on_lost(loss);
+  if (!loss.job_goes_on) end_rounds(loss.error);
+}
+
+void ControlPlane::on_returned(int rank, const wire::RankDevices& devices) {
+  const wire::Directory::Entry& entry = party_->directory().ranks[static_cast<size_t>(rank)];
+  devices_.learn_again(rank, devices);
+  callbacks_.on_returned(rank, entry.incarnation, way_to(rank, entry.endpoint));
 }
 
 void ControlPlane::on_round(uint64_t, uint64_t sum) {

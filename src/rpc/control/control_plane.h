@@ -40,7 +40,9 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   /// What is told on the loop.
   struct Callbacks {
     std::function<void(const wire::Directory& directory, std::vector<Way> ways)> on_directory;
-    std::function<void(int rank, const base::Error& error)> on_lost;
+    std::function<void(const Loss& loss)> on_lost;
+    /// A rank that was lost is there again, in a new process.
+    std::function<void(int rank, uint32_t incarnation, Way way)> on_returned;
     /// A connection for calls that another rank has made; gives back why it is not wanted.
     std::function<std::optional<base::Error>(int rank, const net::StreamPtr& stream)> on_peer;
   };
@@ -69,6 +71,8 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   void leave();
   /// Closes what is open, and lets nobody in any more.
   void close();
+  /// Rank 0: who may be lost from now on. Done when that holds.
+  base::Future<void> tolerate(control::Tolerance tolerance);
   /// Until what was said last has gone out, for a second at most.
   void wait_until_flushed();
 
@@ -95,7 +99,8 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   void on_directory(const wire::Directory& directory) override;
   void on_go(std::vector<wire::RankDevices> devices) override;
   void on_failed(const base::Error& error) override;
-  void on_lost(int rank, const base::Error& error) override;
+  void on_lost(const Loss& loss) override;
+  void on_returned(int rank, const wire::RankDevices& devices) override;
   void on_round(uint64_t round, uint64_t sum) override;
 
   void begin_as_hub();

@@ -200,7 +200,7 @@ void Doorway::on_proof_on_loop(uint64_t number, Stranger& stranger, const net::I
     return reject_on_loop(take_on_loop(number), *why);
   }
   if (hello.purpose == wire::HelloPurpose::kPeer) {
-    return admit_on_loop(take_on_loop(number), {hello.purpose, hello.rank, {}});
+    return admit_on_loop(take_on_loop(number), {hello.purpose, hello.rank, hello.incarnation});
   }
   const uint64_t timer = stranger.timer;
   stranger.stream->set_limits_on_loop(wire::kJoinLimits);
@@ -228,7 +228,7 @@ void Doorway::on_join_on_loop(uint64_t number, const net::InFrame& frame) {
   const net::StreamPtr stream = take_on_loop(number);
   try {
     expect(wire::FrameKind::kJoin, frame);
-    admit_on_loop(stream, {wire::HelloPurpose::kJoin, rank, wire::decode_join(frame.meta)});
+    admit_on_loop(stream, {wire::HelloPurpose::kJoin, rank, 0, wire::decode_join(frame.meta)});
   } catch (const Exception& e) {
     reject_on_loop(stream, e.error());
   }

@@ -28,7 +28,8 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
   struct Visitor {
     wire::HelloPurpose purpose = wire::HelloPurpose::kPeer;
     int rank = -1;
-    wire::Join join;  ///< of who joins
+    uint32_t incarnation = 0;
+    wire::Join join = {};  ///< of who joins
   };
   /// Who has not.
   struct Refused {

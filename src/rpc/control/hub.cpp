@@ -18,7 +18,11 @@ std::optional<Error> Hub::join(Link link, int rank, wire::Join join, base::TimeP
   add_control(rank, link, now);
   joined_[rank] = {link, std::move(join.endpoint)};
   world_.send(link, {FrameKind::kJoined});
-  meet_if_all_joined();
+  if (state_ == State::kRunning) {
+    welcome(rank);
+  } else {
+    meet_if_all_joined();
+  }
   return std::nullopt;
 }
 
@@ -38,7 +42,9 @@ std::optional<Error> Hub::check_join(int rank, const wire::Join& join) const {
                   std::to_string(size - 1));
   }
   if (state_ == State::kOver) return refuse("the job has ended before this rank came");
-  if (joined_.contains(rank) || state_ != State::kMeeting) {
+  const bool is_free =
+      state_ == State::kMeeting ? !joined_.contains(rank) : is_free_again(rank);
+  if (!is_free) {
     return refuse("rank: " + std::to_string(rank) + " has been taken already");
   }
   for (const auto& [name, value] : join.options) {
@@ -70,14 +76,68 @@ void Hub::prepared(wire::RankDevices devices) { take_prepared(0, std::move(devic
 
 // Rank 0 may be prepared before the others are there.
 void Hub::take_prepared(int rank, wire::RankDevices devices) {
-  if (!prepared_.emplace(rank, std::move(devices)).second) {
+  if (!devices_.emplace(rank, std::move(devices)).second) {
     wire::Reader::fail("a rank that is prepared twice");
   }
-  if (state_ != State::kPreparing || prepared_.size() != settings_.names.size()) return;
+  if (state_ != State::kPreparing || devices_.size() != settings_.names.size()) return;
   std::vector<wire::RankDevices> all;
-  for (auto& [each, its] : prepared_) all.push_back(std::move(its));
+  for (const auto& [each, its] : devices_) all.push_back(its);
   const Message go{FrameKind::kGo, 0, 0, wire::encode(all)};
   if (begin_running(std::move(all))) tell_members(go);
+}
+
+// ---- one that comes later ----
+
+bool Hub::is_free_again(int rank) const {
+  return state_ == State::kRunning && tolerance_.may_return && tolerance_.ranks.contains(rank) &&
+         presence_[static_cast<size_t>(rank)] == Presence::kLost && !newcomers_.contains(rank) &&
+         directory_.ranks[static_cast<size_t>(rank)].incarnation + 1 < kMaxIncarnations;
+}
+
+// What the directory says of it holds for others once it is prepared.
+void Hub::welcome(int rank) {
+  const auto at = static_cast<size_t>(rank);
+  wire::Directory directory = directory_;
+  for (size_t each = 0; each < directory.ranks.size(); ++each) {
+    directory.ranks[each].is_here = presence_[each] != Presence::kLost;
+  }
+  directory.ranks[at].endpoint = joined_.at(rank).endpoint;
+  directory.ranks[at].is_here = true;
+  newcomers_[rank].incarnation = ++directory.ranks[at].incarnation;
+  world_.send(joined_.at(rank).link, {FrameKind::kDirectory, 0, 0, wire::encode(directory)});
+}
+
+void Hub::introduce(int rank, wire::RankDevices devices) {
+  Newcomer& newcomer = newcomers_.at(rank);
+  if (std::exchange(newcomer.is_prepared, true)) {
+    wire::Reader::fail("a rank that is prepared twice");
+  }
+  for (const auto& [other, joined] : joined_) {
+    if (is_here(other) && !newcomers_.contains(other)) newcomer.yet_to_know.insert(other);
+  }
+  devices_[rank] = devices;
+  const wire::Returned returned{joined_.at(rank).endpoint, std::move(devices)};
+  const Message word{FrameKind::kReturned, static_cast<uint64_t>(rank), newcomer.incarnation,
+                     wire::encode(returned)};
+  take_back(rank, newcomer.incarnation, returned);
+  tell_members(word, rank);
+  if (newcomer.yet_to_know.empty()) let_go_on(rank);
+}
+
+void Hub::note_known(int newcomer, int by) {
+  const auto found = newcomers_.find(newcomer);
+  if (found == newcomers_.end() || found->second.yet_to_know.erase(by) == 0) return;
+  if (found->second.yet_to_know.empty()) let_go_on(newcomer);
+}
+
+void Hub::let_go_on(int newcomer) {
+  const Link link = joined_.at(newcomer).link;
+  const std::vector<Message> later = std::move(newcomers_.at(newcomer).later);
+  newcomers_.erase(newcomer);
+  std::vector<wire::RankDevices> all;
+  for (const auto& [each, its] : devices_) all.push_back(its);
+  world_.send(link, {FrameKind::kGo, 0, 0, wire::encode(all)});
+  for (const Message& message : later) world_.send(link, message);
 }
 
 std::vector<int> Hub::missing() const {
@@ -85,8 +145,9 @@ std::vector<int> Hub::missing() const {
   for (int rank = 0; rank < static_cast<int>(settings_.names.size()); ++rank) {
     const bool is_missing = state_ == State::kMeeting ? rank != 0 && !joined_.contains(rank)
                             : state_ == State::kPreparing
-                                ? !prepared_.contains(rank)
-                                : is_here(rank) && !in_round_.contains(rank);
+                                ? !devices_.contains(rank)
+                                : (is_here(rank) || newcomers_.contains(rank)) &&
+                                      !in_round_.contains(rank);
     if (is_missing) ranks.push_back(rank);
   }
   return ranks;
@@ -96,31 +157,46 @@ std::vector<int> Hub::missing() const {
 
 void Hub::tell_members(const Message& message, int except) {
   for (const auto& [rank, joined] : joined_) {
-    if (rank != except && connections_.contains(joined.link)) world_.send(joined.link, message);
+    if (rank == except || !connections_.contains(joined.link)) continue;
+    const auto newcomer = newcomers_.find(rank);
+    if (newcomer == newcomers_.end()) {
+      world_.send(joined.link, message);
+    } else {
+      newcomer->second.later.push_back(message);
+    }
   }
 }
 
 void Hub::on_control(int rank, const Message& message) {
   switch (message.kind) {
     case FrameKind::kPrepared: {
-      if (state_ != State::kPreparing) break;
+      const bool is_awaited =
+          state_ == State::kPreparing || (state_ == State::kRunning && newcomers_.contains(rank));
+      if (!is_awaited) break;
       wire::Reader in(message.body);
       wire::RankDevices devices = wire::decode_rank_devices(in);
       in.expect_end();
+      if (state_ == State::kRunning) return introduce(rank, std::move(devices));
       return take_prepared(rank, std::move(devices));
     }
     case FrameKind::kAbort: {
       // Nothing has begun: its place is free again when it closes, as if it had died.
       if (state_ == State::kMeeting) return;
-      if (state_ == State::kRunning) return lose(rank, reason_of(rank, message));
+      if (state_ == State::kRunning) return find_lost(rank, reason_of(rank, message));
       return abort(reason_of(rank, message));
     }
     case FrameKind::kLost: {
       if (state_ != State::kRunning || message.a >= presence_.size()) break;
       // Of the two ends of a connection to rank 0 that has broken, the other one leaves.
-      if (message.a == 0) return lose(rank, reason_of(rank, message));
-      return lose(static_cast<int>(message.a), wire::decode_error(message.body));
+      if (message.a == 0) return find_lost(rank, reason_of(rank, message));
+      // What it has seen may be the end of the one before.
+      if (message.b != directory_.ranks[message.a].incarnation) return;
+      return find_lost(static_cast<int>(message.a), wire::decode_error(message.body));
     }
+    case FrameKind::kKnown:
+      if (state_ != State::kRunning || message.a >= presence_.size()) break;
+      if (message.b != directory_.ranks[message.a].incarnation) return;
+      return note_known(static_cast<int>(message.a), rank);
     case FrameKind::kFlush:
       if (state_ != State::kRunning) break;
       return come_to_round(rank, message.a, message.b);
@@ -138,8 +214,45 @@ void Hub::on_control_lost(int rank, const Error& error) {
   }
 }
 
-void Hub::spread(int rank, const Error& error) {
-  tell_members({FrameKind::kLost, static_cast<uint64_t>(rank), 0, wire::encode(error)}, rank);
+// A newcomer of whom nobody has been told is no loss to anybody.
+void Hub::find_lost(int rank, const Error& error) {
+  const auto newcomer = newcomers_.find(rank);
+  if (newcomer != newcomers_.end() && !newcomer->second.is_prepared) {
+    directory_.ranks[static_cast<size_t>(rank)].incarnation = newcomer->second.incarnation;
+    forget(rank);
+    cut_off(rank, error);
+    return end_round_if_all_there();
+  }
+  if (!is_here(rank)) return;
+  Error why = error;
+  const bool goes_on = goes_on_without(rank, why);
+  const Message lost{FrameKind::kLost, static_cast<uint64_t>(rank), goes_on ? uint64_t{1} : 0,
+                     wire::encode(why)};
+  forget(rank);
+  lose(rank, why, goes_on);
+  tell_members(lost, rank);
+  const auto waiting = newcomers_;  // by copy: some may be let go on
+  for (const auto& [other, its] : waiting) note_known(other, rank);
+  if (goes_on) end_round_if_all_there();
+}
+
+void Hub::forget(int rank) {
+  newcomers_.erase(rank);
+  in_round_.erase(rank);
+  // Before go its place is kept: all end with it.
+}
+
+// Who is gone, or has run out of something, may be done without. Who has found data that is wrong,
+// say, or a loss that is no number, has found it for all.
+bool Hub::goes_on_without(int rank, Error& error) const {
+  const bool is_its_own = error.kind == ErrorKind::kPeerLost ||
+                          (error.kind == ErrorKind::kResources && error.rank == rank);
+  if (!tolerance_.ranks.contains(rank) || !is_its_own) return false;
+  size_t left = 0;
+  for (const int each : tolerance_.ranks) left += each != rank && is_here(each) ? 1 : 0;
+  if (left >= tolerance_.least) return true;
+  if (!tolerance_.if_too_few.empty()) error.message += "; " + tolerance_.if_too_few;
+  return false;
 }
 
 // ---- the end ----
@@ -149,13 +262,18 @@ void Hub::enter_round(uint64_t round, uint64_t number) {
 }
 
 void Hub::come_to_round(int rank, uint64_t round, uint64_t number) {
-  if (round != round_ || !in_round_.insert(rank).second) {
+  if (round != round_ || !in_round_.emplace(rank, number).second) {
     wire::Reader::fail("a round of the end that is not under way");
   }
-  round_sum_ += number;
-  if (in_round_.size() != presence_.size()) return;
-  const uint64_t sum = std::exchange(round_sum_, 0);
-  ++round_;
+  end_round_if_all_there();
+}
+
+// Whom the job goes on without need not come, but a newcomer has to.
+void Hub::end_round_if_all_there() {
+  if (state_ != State::kRunning || in_round_.empty() || !missing().empty()) return;
+  uint64_t sum = 0;
+  for (const auto& [rank, number] : in_round_) sum += number;
+  const uint64_t round = round_++;
   in_round_.clear();
   tell_members({FrameKind::kFlush, round, sum});
   world_.on_round(round, sum);

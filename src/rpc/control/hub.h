@@ -16,6 +16,8 @@ class Hub final : public Party {
   std::optional<base::Error> join(Link link, int rank, wire::Join join, base::TimePoint now);
   /// To be called once, when this rank can take part: one that is alone meets nobody.
   void begin();
+  /// From here on, in place of what was said before.
+  void tolerate(Tolerance tolerance) { tolerance_ = std::move(tolerance); }
 
   void prepared(wire::RankDevices devices) override;
   void enter_round(uint64_t round, uint64_t number) override;
@@ -27,22 +29,40 @@ class Hub final : public Party {
     Link link = 0;
     wire::Endpoint endpoint;
   };
+  /// A new process in the place of one that was lost, until it hears go.
+  struct Newcomer {
+    uint32_t incarnation = 0;
+    bool is_prepared = false;
+    std::set<int> yet_to_know;   ///< of it, once it is prepared
+    std::vector<Message> later;  ///< what all have been told meanwhile
+  };
 
   void on_control(int rank, const Message& message) override;
   void on_control_lost(int rank, const base::Error& error) override;
-  void spread(int rank, const base::Error& error) override;
-  void suspect(int rank, const base::Error& error) override { lose(rank, error); }
+  void find_lost(int rank, const base::Error& error) override;
+  void suspect(int rank, const base::Error& error) override { find_lost(rank, error); }
   std::optional<base::Error> check_join(int rank, const wire::Join& join) const;
+  bool is_free_again(int rank) const;
   void tell_members(const Message& message, int except = -1);
   void meet_if_all_joined();
   void take_prepared(int rank, wire::RankDevices devices);
+
+  void welcome(int rank);
+  void introduce(int rank, wire::RankDevices devices);
+  void note_known(int newcomer, int by);
+  void let_go_on(int newcomer);
+  bool goes_on_without(int rank, base::Error& error) const;
+  void forget(int rank);
+
   void come_to_round(int rank, uint64_t round, uint64_t number);
+  void end_round_if_all_there();
 
   std::map<int, Joined> joined_;
-  std::map<int, wire::RankDevices> prepared_;
-  uint64_t round_ = 0;      // that is under way
-  uint64_t round_sum_ = 0;  // of those who have come to it
-  std::set<int> in_round_;
+  std::map<int, wire::RankDevices> devices_;  // of those that are, or were, prepared
+  Tolerance tolerance_;
+  std::map<int, Newcomer> newcomers_;
+  uint64_t round_ = 0;                // that is under way
+  std::map<int, uint64_t> in_round_;  // the numbers of those who have come to it
 };
 
 }  // namespace distrain::rpc::control

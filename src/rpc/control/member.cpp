@@ -29,7 +29,7 @@ void Member::on_control(int, const Message& message) {
   switch (message.kind) {
     case FrameKind::kReject:
     case FrameKind::kAbort: {
-      if (state_ == State::kRunning) return lose(0, reason_of(0, message));
+      if (state_ == State::kRunning) return find_lost(0, reason_of(0, message));
       return abort(reason_of(0, message));
     }
     case FrameKind::kJoined:
@@ -47,12 +47,23 @@ void Member::on_control(int, const Message& message) {
       // What was said first holds: others go by it.
       if (state_ == State::kRunning) return;
       if (state_ != State::kPreparing) break;
-      static_cast<void>(begin_running(wire::decode_all_devices(message.body)));
+      if (begin_running(wire::decode_all_devices(message.body))) tell_of_earlier_losses();
       return;
     case FrameKind::kLost:
       if (state_ != State::kRunning || message.a >= presence_.size()) break;
       told_.insert(static_cast<int>(message.a));
-      return lose(static_cast<int>(message.a), reason_of(0, message));
+      lose(static_cast<int>(message.a), reason_of(0, message), message.b == 1);
+      return;
+    case FrameKind::kReturned: {
+      if (state_ != State::kRunning || message.a >= presence_.size() || message.a == 0) break;
+      const auto rank = static_cast<int>(message.a);
+      if (rank == settings_.rank || is_here(rank)) break;
+      if (message.b >= kMaxIncarnations) break;
+      told_.erase(rank);
+      take_back(rank, static_cast<uint32_t>(message.b), wire::decode_returned(message.body));
+      world_.send(hub_, {FrameKind::kKnown, message.a, message.b});
+      return;
+    }
     case FrameKind::kFlush:
       if (state_ != State::kRunning) break;
       return world_.on_round(message.a, message.b);
@@ -64,22 +75,31 @@ void Member::on_control(int, const Message& message) {
 
 void Member::on_control_lost(int, const Error& error) { abort(error); }
 
+void Member::tell_of_earlier_losses() {
+  for (const auto& [rank, error] : losses_) {
+    told_.insert(rank);
+    world_.on_lost({rank, error, true, directory_.ranks[static_cast<size_t>(rank)].incarnation});
+  }
+}
+
 // Without the hub nobody says any more who leaves, and why; all do, as it is lost to them, too.
-void Member::spread(int rank, const Error& error) {
-  if (rank != 0) return tell_hub(rank, error);
+void Member::find_lost(int rank, const Error& error) {
+  if (rank != 0) {
+    cut_off(rank, error);
+    return suspect(rank, error);
+  }
+  lose(0, error, false);
   for (int other = 1; other < static_cast<int>(presence_.size()); ++other) {
-    if (other != settings_.rank) lose(other, error);
+    if (other != settings_.rank) lose(other, error, false);
   }
 }
 
 // The hub's answer is that it is lost.
 void Member::suspect(int rank, const Error& error) {
-  if (is_here(rank)) tell_hub(rank, error);
-}
-
-void Member::tell_hub(int rank, const Error& error) {
-  if (!is_here(0) || !told_.insert(rank).second) return;
-  world_.send(hub_, {FrameKind::kLost, static_cast<uint64_t>(rank), 0, wire::encode(error)});
+  if (!is_here(rank) || !is_here(0) || !told_.insert(rank).second) return;
+  const uint32_t incarnation = directory_.ranks[static_cast<size_t>(rank)].incarnation;
+  world_.send(hub_,
+              {FrameKind::kLost, static_cast<uint64_t>(rank), incarnation, wire::encode(error)});
 }
 
 }  // namespace distrain::rpc::control

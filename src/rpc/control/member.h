@@ -20,13 +20,13 @@ class Member final : public Party {
  private:
   void on_control(int rank, const Message& message) override;
   void on_control_lost(int rank, const base::Error& error) override;
-  void spread(int rank, const base::Error& error) override;
+  void find_lost(int rank, const base::Error& error) override;
   void suspect(int rank, const base::Error& error) override;
-  void tell_hub(int rank, const base::Error& error);
+  void tell_of_earlier_losses();
 
   const Link hub_;
   bool has_joined_ = false;
-  std::set<int> told_;  // of their loss, by this rank to the hub or by the hub
+  std::set<int> told_;  // of the loss of their newest process, by this rank or by the hub
 };
 
 }  // namespace distrain::rpc::control

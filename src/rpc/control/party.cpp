@@ -57,7 +57,17 @@ void Party::tell_all(Message message) {
 
 void Party::know(wire::Directory directory) {
   directory_ = std::move(directory);
-  presence_.assign(directory_.ranks.size(), Presence::kHere);
+  presence_.clear();
+  for (int rank = 0; rank < static_cast<int>(directory_.ranks.size()); ++rank) {
+    const wire::Directory::Entry& entry = directory_.ranks[static_cast<size_t>(rank)];
+    presence_.push_back(entry.is_here ? Presence::kHere : Presence::kLost);
+    if (entry.is_here) continue;
+    losses_[rank] = {ErrorKind::kPeerLost,
+                     "rank " + std::to_string(rank) + name_of(rank) +
+                         " was lost before this rank came",
+                     rank,
+                     {}};
+  }
   state_ = State::kPreparing;
   world_.on_directory(directory_);
 }
@@ -90,7 +100,7 @@ bool Party::is_here(int rank) const {
 }
 
 // A rank that is prepared may be called before it hears go: the hub tells one after the other.
-std::optional<Error> Party::check_peer(int rank) const {
+std::optional<Error> Party::check_peer(int rank, uint32_t incarnation) const {
   const std::string who = "rank " + std::to_string(rank);
   const auto size = static_cast<int>(presence_.size());
   if (rank < 0 || rank >= size || rank == settings_.rank) {
@@ -99,6 +109,14 @@ std::optional<Error> Party::check_peer(int rank) const {
   if (state_ == State::kOver) return why_over();
   const auto loss = losses_.find(rank);
   if (loss != losses_.end()) return loss->second;
+  const uint32_t known = directory_.ranks[static_cast<size_t>(rank)].incarnation;
+  if (incarnation != known) {
+    return Error{ErrorKind::kPeerLost,
+                 who + " has lost its place to a new process: this is its number " +
+                     std::to_string(incarnation) + ", that is number " + std::to_string(known),
+                 rank,
+                 {}};
+  }
   if (presence_[static_cast<size_t>(rank)] == Presence::kHere) return std::nullopt;
   return Error{ErrorKind::kPeerLost, who + " has left this job", rank, {}};
 }
@@ -111,7 +129,7 @@ Error Party::why_over() const {
 
 void Party::report(int rank, Error error) {
   if (state_ == State::kPreparing) return abort(error);
-  lose(rank, std::move(error));
+  find_lost(rank, error);
 }
 
 // ---- what happens ----
@@ -136,7 +154,7 @@ void Party::receive(Link link, const Message& message) {
     }
     if (from.is_control) return on_control(rank, message);
     if (message.kind == FrameKind::kAbort || message.kind == FrameKind::kReject) {
-      return lose(rank, reason_of(rank, message));
+      return find_lost(rank, reason_of(rank, message));
     }
     wire::Reader::fail("a frame out of place");
   } catch (const base::Exception& e) {
@@ -161,7 +179,7 @@ void Party::broken(Link link, const Error& error) {
   if (state_ == State::kRunning) {
     const Error why = loss(from.rank, error);
     const bool is_proof = from.is_control || error.kind != ErrorKind::kPeerLost;
-    if (!from.is_leaving) is_proof ? lose(from.rank, why) : suspect(from.rank, why);
+    if (!from.is_leaving) is_proof ? find_lost(from.rank, why) : suspect(from.rank, why);
   } else if (from.is_control) {
     on_control_lost(from.rank, left_early(from.rank, error));
   }
@@ -179,11 +197,27 @@ void Party::drop(Link link, bool flush) {
   world_.close(link, flush);
 }
 
-void Party::lose(int rank, Error error) {
-  if (!is_here(rank)) return;
+bool Party::lose(int rank, const Error& error, bool job_goes_on) {
+  if (!is_here(rank)) return false;
   presence_[static_cast<size_t>(rank)] = Presence::kLost;
-  losses_.emplace(rank, error);
-  // If it is not as dead as it looks, it hears why nobody talks to it any more.
+  losses_[rank] = error;
+  cut_off(rank, error);
+  world_.on_lost(
+      {rank, error, job_goes_on, directory_.ranks[static_cast<size_t>(rank)].incarnation});
+  return true;
+}
+
+void Party::take_back(int rank, uint32_t incarnation, const wire::Returned& returned) {
+  wire::Directory::Entry& entry = directory_.ranks[static_cast<size_t>(rank)];
+  entry.incarnation = incarnation;
+  entry.endpoint = returned.endpoint;
+  presence_[static_cast<size_t>(rank)] = Presence::kHere;
+  losses_.erase(rank);
+  world_.on_returned(rank, returned.devices);
+}
+
+// If it is not as dead as it looks, it hears why nobody talks to it any more.
+void Party::cut_off(int rank, const Error& error) {
   const Message why{FrameKind::kAbort, 0, 0, wire::encode(error)};
   std::vector<Link> links;
   for (const auto& [link, connection] : connections_) {
@@ -193,8 +227,6 @@ void Party::lose(int rank, Error error) {
     world_.send(link, why);
     drop(link, false);
   }
-  world_.on_lost(rank, error);
-  spread(rank, error);
 }
 
 base::TimePoint Party::tick(base::TimePoint now) {
@@ -216,7 +248,7 @@ base::TimePoint Party::tick(base::TimePoint now) {
     const Error error{ErrorKind::kPeerLost, "silent for " + std::to_string(seconds) + " s", -1, {}};
     const int rank = found->second.rank;
     if (state_ == State::kRunning) {
-      lose(rank, loss(rank, error));
+      find_lost(rank, loss(rank, error));
     } else {
       const bool is_control = found->second.is_control;
       dismiss(link, loss(rank, error));

@@ -3,11 +3,13 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
+#include "distrain/rpc/incarnation.h"
 #include "distrain/wire/frame.h"
 #include "distrain/wire/handshake.h"
 
@@ -25,6 +27,12 @@ namespace distrain::rpc::control {
 // because of a loss that this rank has yet to hear of. So it asks the hub, which tells all ranks of
 // losses in one order: whoever left because of another was told of that one first. Who has lost the
 // hub has lost all, for the same reason.
+//
+// Whatever a member sees of another's loss, only the hub says whether the job goes on without that
+// rank: Tolerance. If it does, the place is open again. A new process that joins in its midst gets
+// the directory at once, and prepares itself; then all others are told where it is, and it hears go
+// when all of them have said that they know: so none of them refuses what it connects to. What the
+// hub has to tell all meanwhile is kept for it until then.
 //
 // All of it is in Hub (rank 0) and Member (any other), which do no I/O, have no clock and no
 // thread: an event comes in by a function call with the time, what is to be done goes out through
@@ -67,8 +75,10 @@ class World {
   virtual void on_go(std::vector<wire::RankDevices> devices) = 0;
   /// Instead of go: there will be no job.
   virtual void on_failed(const base::Error& error) = 0;
-  /// After go, once for each rank that is lost.
-  virtual void on_lost(int rank, const base::Error& error) = 0;
+  /// After go, once for each process that is lost.
+  virtual void on_lost(const Loss& loss) = 0;
+  /// A rank that was lost is there again: directory() has its new incarnation, and where it is.
+  virtual void on_returned(int rank, const wire::RankDevices& devices) = 0;
   /// All ranks have come to that round of the end.
   virtual void on_round(uint64_t round, uint64_t sum) = 0;
 };
@@ -82,6 +92,14 @@ struct Settings {
   std::string secret;              ///< Hub: of the job
   std::map<std::string, std::string> options;  ///< Hub: the job's; Member: must agree with these
   base::Duration peer_timeout{0};              ///< of silence; zero: silence is no loss
+};
+
+/// Without whom a job goes on.
+struct Tolerance {
+  std::set<int> ranks;
+  size_t least = 1;         ///< of them are to be left
+  std::string if_too_few;   ///< what is said of the loss after which there are fewer
+  bool may_return = false;  ///< new processes may take the places of those that are lost
 };
 
 base::Error rendezvous_error(std::string message, int rank = -1);
@@ -115,7 +133,7 @@ class Party {
   /// This rank could not reach it, or read what it said.
   void report(int rank, base::Error error);
   /// Why a connection that `rank` has made is refused, if it is.
-  std::optional<base::Error> check_peer(int rank) const;
+  std::optional<base::Error> check_peer(int rank, uint32_t incarnation) const;
 
   // ---- what happens ----
 
@@ -147,8 +165,8 @@ class Party {
   virtual void on_control(int rank, const Message& message) = 0;
   /// Before go; after that it is lost as any other.
   virtual void on_control_lost(int rank, const base::Error& error) = 0;
-  /// A rank is lost, as this one has seen, or heard of.
-  virtual void spread(int rank, const base::Error& error) = 0;
+  /// This rank has seen that another one is lost.
+  virtual void find_lost(int rank, const base::Error& error) = 0;
   /// A connection for calls with it has broken without a word.
   virtual void suspect(int rank, const base::Error& error) = 0;
 
@@ -159,7 +177,12 @@ class Party {
   /// False when it could not, and has failed.
   bool begin_running(std::vector<wire::RankDevices> devices);
   void know(wire::Directory directory);
-  void lose(int rank, base::Error error);
+  /// False if it is not here.
+  bool lose(int rank, const base::Error& error, bool job_goes_on);
+  /// Nothing is heard of it any more, nor said to it but why.
+  void cut_off(int rank, const base::Error& why);
+  /// A new process has its place.
+  void take_back(int rank, uint32_t incarnation, const wire::Returned& returned);
   base::Error loss(int rank, const base::Error& error) const;
   /// Why `rank` leaves, or another does, as it says. If that is the loss of this one it is taken at
   /// its word, which is told as such: who was stopped for a while cannot know better.

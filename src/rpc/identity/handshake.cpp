@@ -19,7 +19,8 @@ Key key_of(Side side, wire::HelloPurpose purpose, std::string_view secret) {
 }
 
 wire::Bytes new_hello(const Self& self, wire::HelloPurpose purpose) {
-  wire::Hello hello{purpose, self.trust, self.rank, self.generation, self.job_id, {}};
+  wire::Hello hello{purpose,          self.trust,  self.rank, self.generation,
+                    self.incarnation, self.job_id, {}};
   fill_random(hello.nonce);
   return wire::encode(hello);
 }

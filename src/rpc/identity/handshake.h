@@ -20,8 +20,8 @@ namespace distrain::rpc::identity {
 //   proof of a side = HMAC-SHA256(key of that side, the initiator's hello · the responder's hello)
 //   key of a side   = HKDF-SHA256(secret, "join initiator", "peer responder", …)
 //
-// Both hellos are in what is proved, byte by byte: version, purpose, trust, rank, generation, job
-// and nonce. So no field can be changed on the way; a proof of another connection does not fit, as
+// Both hellos are in what is proved, byte by byte: version, purpose, trust, rank, generation,
+// incarnation, job and nonce. So no field can be changed on the way; a proof of another connection does not fit, as
 // its nonces are others; and one that is sent back to its maker does not fit either, as the sides
 // have keys of their own.
 //
@@ -46,6 +46,7 @@ struct Self {
   wire::Trust trust = wire::Trust::kSameUser;
   uint32_t generation = 0;  ///< wire::kAnyGeneration: not known yet
   wire::JobId job_id{};     ///< zero: not known yet
+  uint32_t incarnation = 0;  ///< of the rank; rank 0 says which, so 0 where it joins
 };
 
 /// What one side of a connection proves itself with.

@@ -11,6 +11,7 @@ HybridOptions::HybridOptions() {
 }
 
 void HybridOptions::describe(job::OptionList<HybridOptions>& list) {
+  list.without("min-trainers");  // they keep replicas
   list.integer("num-embeddings", &HybridOptions::num_embeddings,
                "rows of the embedding table (with --data: its words)")
       .range(1, job::kMaxInt)

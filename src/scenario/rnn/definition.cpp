@@ -51,6 +51,7 @@ RnnOptions::RnnOptions() {
 }
 
 void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
+  list.without("min-trainers");  // they keep replicas
   list.integer("vocab-size", &RnnOptions::vocab_size, "words that are told apart, at most")
       .range(2, job::kMaxInt)
       .may_change();  // it is the words themselves that have to be as many

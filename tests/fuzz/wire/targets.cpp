@@ -112,6 +112,7 @@ std::vector<Bytes> hello_seeds() {
   peer.trust = wire::Trust::kSameUser;
   peer.rank = 0;
   peer.generation = 2;
+  peer.incarnation = 1;
   peer.job_id.fill(0x4A);
   peer.nonce.fill(0x4E);
   return {encode(hello), encode(peer)};
@@ -128,7 +129,7 @@ std::vector<Bytes> join_seeds() {
 
 std::vector<Bytes> directory_seeds() {
   wire::Directory directory;
-  directory.ranks = {{"trainer0", kEndpoint}, {"ps", {}}};
+  directory.ranks = {{"trainer0", kEndpoint}, {"ps", {}, 3, false}};
   directory.options = {{"batch-size", "32"}, {"seed", "1"}};
   directory.secret = "0123456789abcdef0123456789abcdef";
   return {encode(directory), encode(wire::Directory{})};

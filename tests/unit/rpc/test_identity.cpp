@@ -120,7 +120,7 @@ TEST_CASE("what was said on another connection, or by the other side, is no proo
 TEST_CASE("each bit of both hellos and of both proofs counts") {
   for (const auto purpose : {HelloPurpose::kJoin, HelloPurpose::kPeer}) {
     const size_t bits = exchange(purpose).initiator_hello.size() * 8;
-    REQUIRE(bits == 62 * 8);
+    REQUIRE(bits == 66 * 8);
     // In the initiator's hello, as the responder hears it.
     for (size_t bit = 0; bit < bits; ++bit) {
       Initiator initiator(of(1), purpose);
@@ -170,7 +170,7 @@ TEST_CASE("proofs that are too short or too long are malformed") {
 
 TEST_CASE("another job or another generation is named") {
   const rpc::identity::Self self = of(0).self;
-  wire::Hello other{HelloPurpose::kJoin, self.trust, 1, self.generation, self.job_id, {}};
+  wire::Hello other{HelloPurpose::kJoin, self.trust, 1, self.generation, 0, self.job_id, {}};
   CHECK_FALSE(rpc::identity::mismatch(self, other));
   other.job_id = {};  // it knows none yet
   CHECK_FALSE(rpc::identity::mismatch(self, other));
@@ -388,7 +388,7 @@ namespace {
 void direct_somewhere(RawRank& fake, int variant) {
   REQUIRE(fake.receive());  // a hello
   const rpc::identity::Self self{0, wire::Trust::kToken, 0, {}};
-  wire::Hello own{HelloPurpose::kJoin, self.trust, 0, 0, {}, {}};
+  wire::Hello own{HelloPurpose::kJoin, self.trust, 0, 0, 0, {}, {}};
   const wire::Directory directory{{{"w0", {"127.0.0.1", 9, "", ""}}, {"w1", {}}}, {}, "a secret"};
   if (variant != 0) {
     fake.send(wire::FrameKind::kHello, wire::encode(own));

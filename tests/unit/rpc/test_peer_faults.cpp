@@ -131,7 +131,7 @@ TEST_CASE("heartbeats keep idle connections alive") {
 
 TEST_CASE("layers hear of a loss while all workers are at something") {
   struct Watch final : rpc::Layer {
-    void on_rank_lost(int rank, const base::Error&) override { lost = rank; }
+    void on_rank_lost(const rpc::Loss& loss) override { lost = loss.rank; }
     std::atomic<int> lost{-1};
   };
   rpc::AgentOptions options;

@@ -315,7 +315,7 @@ TEST_CASE("tickets that no rank of ours would send are protocol errors") {
     });
   };
   CHECK(receive({1, 7, 1, 2, 0}).kind == ErrorKind::kProtocol);  // no such owner
-  CHECK(receive({1, -1, 1, 2, 0}).kind == ErrorKind::kProtocol);
+  CHECK(receive({1, 0xFFF, 1, 2, 0}).kind == ErrorKind::kProtocol);
   CHECK(receive({1, 0, 1, 2, 9}).kind == ErrorKind::kProtocol);   // no such parent
   CHECK(receive({1, 1, 1, 2, 1}).kind == ErrorKind::kProtocol);   // not the owner
   CHECK(receive({1, 0, 3, 2, 1}).kind == ErrorKind::kProtocol);   // a fork for the owner

@@ -44,6 +44,7 @@ class RandomMessages {
     hello.trust = static_cast<Trust>(1 + below(3));
     hello.rank = static_cast<int32_t>(bits());
     hello.generation = static_cast<uint32_t>(bits());
+    hello.incarnation = static_cast<uint32_t>(bits());
     fill(hello.job_id);
     fill(hello.nonce);
     return hello;
@@ -66,7 +67,10 @@ class RandomMessages {
 
   Directory directory() {
     Directory directory;
-    for (size_t i = below(6); i > 0; --i) directory.ranks.push_back({text(), endpoint()});
+    for (size_t i = below(6); i > 0; --i) {
+      directory.ranks.push_back(
+          {text(), endpoint(), static_cast<uint32_t>(bits()), one_in(2)});
+    }
     directory.options = options();
     directory.secret = text();
     return directory;

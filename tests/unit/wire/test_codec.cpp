@@ -135,7 +135,7 @@ TEST_CASE("the bytes of a frame header are as documented") {
   };
   CHECK(encoded(header) == expected);
   CHECK(kHeaderBytes == 48);
-  CHECK(kProtocolVersion == 6);
+  CHECK(kProtocolVersion == 7);
 }
 
 TEST_CASE("the numbers of the frame kinds do not change") {
@@ -266,7 +266,7 @@ TEST_CASE("unknown kinds are named") {
       REQUIRE(result.error().message == "unknown frame kind " + std::to_string(kind));
     }
   }
-  CHECK(known == 24);
+  CHECK(known == 26);
 }
 
 TEST_CASE("where the payload begins") {
@@ -394,6 +394,7 @@ TEST_CASE("hellos go there and back") {
     REQUIRE(back.trust == hello.trust);
     REQUIRE(back.rank == hello.rank);
     REQUIRE(back.generation == hello.generation);
+    REQUIRE(back.incarnation == hello.incarnation);
     REQUIRE(back.job_id == hello.job_id);
     REQUIRE(back.nonce == hello.nonce);
   }
@@ -421,7 +422,14 @@ TEST_CASE("directories and errors go there and back") {
     for (size_t r = 0; r < back.ranks.size(); ++r) {
       REQUIRE(back.ranks[r].name == directory.ranks[r].name);
       REQUIRE(operator_equal(back.ranks[r].endpoint, directory.ranks[r].endpoint));
+      REQUIRE(back.ranks[r].incarnation == directory.ranks[r].incarnation);
+      REQUIRE(back.ranks[r].is_here == directory.ranks[r].is_here);
     }
+    const Returned returned{random.endpoint(), random.rank_devices()};
+    const Returned same = decode_returned(encode(returned));
+    REQUIRE(operator_equal(same.endpoint, returned.endpoint));
+    REQUIRE(same.devices.home == returned.devices.home);
+    REQUIRE(same.devices.maps.size() == returned.devices.maps.size());
     const base::Error error = random.error();
     const base::Error same_error = decode_error(encode(error));
     REQUIRE(same_error.kind == error.kind);
@@ -437,14 +445,16 @@ TEST_CASE("the bytes of a hello, of a join and of an error are as documented") {
   hello.trust = Trust::kAnybody;
   hello.rank = -2;
   hello.generation = 0x0A0B0C0D;
+  hello.incarnation = 0x0E0F;
   std::iota(hello.job_id.begin(), hello.job_id.end(), uint8_t{0x10});
   std::iota(hello.nonce.begin(), hello.nonce.end(), uint8_t{0x20});
   const Bytes expected{
-      6,    0,    0,    0,                             // version
+      7,    0,    0,    0,                             // version
       2,                                               // purpose
       3,                                               // trust
       0xFE, 0xFF, 0xFF, 0xFF,                          // rank
       0x0D, 0x0C, 0x0B, 0x0A,                          // generation
+      0x0F, 0x0E, 0x00, 0x00,                          // incarnation
       0x10, 0x11, 0x12, 0x13, 0x14, 0x15, 0x16, 0x17,  // job_id
       0x18, 0x19, 0x1A, 0x1B, 0x1C, 0x1D, 0x1E, 0x1F,  //
       0x20, 0x21, 0x22, 0x23, 0x24, 0x25, 0x26, 0x27,  // nonce

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "distrain/job/job.h"
+#include "distrain/rpc/agent.h"
+
+namespace distrain::job {
+
+/// Of a job that goes on without a trainer that is lost: what rank 0 has to do with the other
+/// ranks. Thread-safe.
+class TrainerLosses {
+ public:
+  /// Trainers are ranks from `first_rank` on; `least` of them are to be left.
+  TrainerLosses(rpc::Agent& agent, int first_rank, int trainers, int least);
+
+  /// On every rank, before it joins. `sink` is told that its rank may be lost.
+  static void expose(rpc::Agent& agent, EventSink& sink);
+
+  /// The training begins: from here on a loss does not end the job. Waits for all ranks.
+  void begin();
+  /// It is over: nobody comes any more in the place of one that is lost.
+  void end();
+  /// The trainer that a rank is; none.
+  std::optional<int> trainer_of(int rank) const;
+  /// The last of its steps that parameters of this rank have seen; none: this rank cannot tell.
+  std::optional<int64_t> last_step_of(const rpc::Loss& loss) const;
+  /// No rank waits for that trainer's steps until it makes one.
+  void rest(int trainer) const;
+
+ private:
+  void go_on_without_any(bool may_return) const;
+
+  rpc::Agent& agent_;
+  const int first_rank_;
+  const int trainers_;
+  const int least_;
+};
+
+/// Calls `ask` with each rank, and waits for its answers. One that is lost meanwhile has none.
+void ask_all(rpc::Agent& agent, const std::function<base::Future<void>(int rank)>& ask);
+
+}  // namespace distrain::job
