@@ -394,7 +394,14 @@ std::optional<Verdict> RankGroup::verdict(int ended_by) const {
   Verdict verdict{cause_from(*child), false, {}};
   // A rank that threw has said so in its own line, best the one that is the cause itself.
   const Child* const named = find(verdict.cause.rank);
-  const Child* const teller = named && !named->error().empty() ? named : child;
+  const Child* teller = named && !named->error().empty() ? named : child;
+  // Of one that the job could have gone on without the others tell why it does not.
+  if (is_spared(*child)) {
+    const auto other = std::ranges::find_if(children_, [&](const Child& each) {
+      return !each.error().empty() && !is_spared(each) && blamed_rank(each) == child->rank();
+    });
+    if (other != children_.end()) teller = &*other;
+  }
   if (!teller->error().empty()) verdict.error = teller->error();
   return verdict;
 }

@@ -1,0 +1,100 @@
+#!/bin/bash
+# ctest: labels=noasan timeout=300
+# A job that goes on without trainers that are killed, and takes up those that are started again in their place. When
+# it does not go on, and what becomes of one that was only stopped. More of it is tests/soak/losses.sh.
+# shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
+source "$(dirname "$0")/../cli/lib.bash"
+
+export LOSSES_IMAGES=512
+make_images "$tmp/images" $LOSSES_IMAGES 128
+python3 "$root/tests/fault/losses.py" "$distrain" "$tmp" async launcher || fail "async, with a launcher"
+expect_no_process "async, with a launcher"
+python3 "$root/tests/fault/losses.py" "$distrain" "$tmp" ssp each "$(free_port)" || fail "ssp, rank by rank"
+expect_no_process "ssp, rank by rank"
+
+# start <args>...: a job that would run for long; waits until it trains.
+start() {
+  rm -f "$tmp/out"
+  "$distrain" ps --mode async --data "$tmp/images" --epochs 1000000 --log-interval 1 --peer-timeout 60 "$@" \
+    >"$tmp/out" 2>"$tmp/err" &
+  launcher=$!
+  wait_for_lines 4 step "$tmp/out"
+}
+pid_of() { jq -rs "map(select(.event == \"start\" and .rank == $1))[-1].pid" "$tmp/out" 2>/dev/null; }
+await_end() {
+  wait "$launcher"
+  code=$?
+  keep_lines "$tmp/out"
+}
+
+name="fewer than --min-trainers are left"
+start --trainers 3 --min-trainers 2
+kill -9 "$(pid_of 2)"
+wait_for_lines 1 lost "$tmp/out"
+kill -9 "$(pid_of 3)"
+await_end
+expect 137 "$name"
+expect_log "$name"
+expect_jq '[.[] | select(.event == "lost")] | length == 1 and (.[0] | .lost_rank == 2 and .trainers_left == 2)' "$name"
+expect_jq '.[-1] | .cause_rank == 3 and .signal == "SIGKILL"' "$name"
+expect_jq '[.[] | select(.event == "error")] | length == 1 and (.[0].message | contains("fewer trainers are left than --min-trainers 2"))' "$name"
+expect_no_process "$name"
+
+name="the server is killed"
+start --trainers 2
+kill -9 "$(pid_of 0)"
+await_end
+expect 137 "$name"
+expect_jq 'all(.[]; .event != "lost") and .[-1].cause_rank == 0' "$name"
+
+name="the launcher is told to end, after a loss"
+start --trainers 3
+kill -9 "$(pid_of 1)"
+wait_for_lines 1 lost "$tmp/out"
+kill -TERM "$launcher"
+await_end
+expect 143 "$name"
+expect_no_process "$name"
+
+# Its successor comes while it is stopped: when it goes on, its place is another's.
+name="one that was only stopped"
+port=$(free_port)
+rm -f "$tmp/out" "$tmp"/rank*
+"$distrain" ps --mode async --data "$tmp/images" --trainers 2 --epochs 1000000 --log-interval 1 --peer-timeout 4 \
+  --master-port "$port" --rank 0 >"$tmp/out" 2>"$tmp/err" &
+launcher=$!
+for rank in 1 2; do
+  "$distrain" ps --rank "$rank" --master-port "$port" >"$tmp/rank$rank" 2>"$tmp/err$rank" &
+  pids[rank]=$!
+done
+wait_for_lines 1 step "$tmp/rank2"
+kill -STOP "${pids[2]}"
+wait_for_lines 1 lost "$tmp/out"
+"$distrain" ps --rank 2 --master-port "$port" >"$tmp/rank3" 2>"$tmp/err3" &
+pids[3]=$!
+wait_for_lines 1 step "$tmp/rank3"
+kill -CONT "${pids[2]}"
+wait "${pids[2]}"
+code=$?
+expect 5 "$name"
+expect_jq '.[-1] | .kind == "peer_lost" and .cause_rank == 2' "$name" "$tmp/rank2"
+expect_jq '[.[] | select(.event == "returned")] | length == 1 and .[0].returned_rank == 2 and .[0].incarnation == 1' "$name"
+run ps --rank 2 --master-port "$port" --join-timeout 20
+expect 3 "a third one in a place that is taken"
+grep -q 'rank: 2 has been taken already' "$tmp/err" || fail "$name: the third one is not told so"
+kill -TERM "$launcher" 2>/dev/null
+wait "$launcher" "${pids[@]}" 2>/dev/null
+expect_no_process "$name"
+
+name="sync does not go on"
+start --trainers 2 --mode sync
+kill -9 "$(pid_of 2)"
+await_end
+expect 137 "$name"
+expect_jq 'all(.[]; .event != "lost")' "$name"
+
+run ps --data "$tmp/images" --trainers 2 --min-trainers 3
+expect_error 2 invalid "--min-trainers 3: the job has no more than --trainers 2" "more than there are"
+run hybrid --min-trainers 1
+expect 2 "hybrid has no --min-trainers"
+finish
