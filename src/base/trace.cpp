@@ -210,6 +210,8 @@ void Tracer::bind_thread(std::shared_ptr<Tracer> tracer, const char* name) {
   t_bound.tracer = std::move(tracer);
 }
 
+std::shared_ptr<Tracer> Tracer::of_thread() { return t_bound.tracer; }
+
 TraceBinding::TraceBinding(std::shared_ptr<Tracer> tracer, const char* name)
     : previous_(std::move(t_bound.tracer)), previous_lane_(detail::trace_lane) {
   t_bound.tracer = nullptr;

@@ -83,6 +83,10 @@ NamedTensors RemoteModule<ByName>::state() const {
   return module_.rpc_sync<&SharedModule::state>();
 }
 
+rpc::RRef<NamedTensors> RemoteModule<ByName>::held_state(const std::string& prefix) const {
+  return module_.rpc_sync<&SharedModule::held_state>(prefix);
+}
+
 void RemoteModule<ByName>::load_state(const NamedTensors& state) const {
   module_.rpc_sync<&SharedModule::load_state>(state);
 }

@@ -354,24 +354,30 @@ std::vector<rpc::RRef<at::Tensor>> SharedModule::parameter_rrefs(rpc::CallContex
   return rrefs;
 }
 
-NamedTensors SharedModule::state() {
+rpc::RRef<NamedTensors> SharedModule::held_state(rpc::CallContext& call,
+                                                 const std::string& prefix) {
+  return call.agent.make_rref(state_of(prefix, has_rows_ ? Keep::kCopies : Keep::kVersions));
+}
+
+NamedTensors SharedModule::state_of(const std::string& prefix, Keep keep) {
   const at::NoGradGuard no_grad;
   std::vector<std::string> names;
-  std::vector<at::Tensor> copies;
+  std::vector<at::Tensor> values;
   {
     const autograd::ParameterRead read(agent_);
     for (const auto& [its_name, parameter] : parameters_) {
-      names.push_back(its_name);
-      copies.push_back(read.version(parameter).clone());
+      names.push_back(prefix + its_name);
+      const at::Tensor version = read.version(parameter).detach();
+      values.push_back(keep == Keep::kCopies ? version.clone() : version);
     }
     for (const auto& [its_name, buffer] : buffers_) {
-      names.push_back(its_name);
-      copies.push_back(buffer.clone());
+      names.push_back(prefix + its_name);
+      values.push_back(buffer.clone());
     }
   }
-  copies = rpc::to_host(copies);
+  values = rpc::to_host(values);
   NamedTensors state;
-  for (size_t i = 0; i < names.size(); ++i) state.emplace(names[i], copies[i]);
+  for (size_t i = 0; i < names.size(); ++i) state.emplace(names[i], values[i]);
   return state;
 }
 

@@ -34,7 +34,8 @@ class SharedModule final : public autograd::VersionKeeper {
   // What RemoteModule calls.
   at::Tensor forward(rpc::CallContext& call, ForwardTerms terms, std::vector<at::Tensor> inputs);
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
-  NamedTensors state();
+  NamedTensors state() { return state_of("", Keep::kCopies); }
+  rpc::RRef<NamedTensors> held_state(rpc::CallContext& call, const std::string& prefix);
   void load_state(NamedTensors state);
   /// There are so many: at most as many as passes were in flight at a time.
   size_t replicas();
@@ -45,6 +46,10 @@ class SharedModule final : public autograd::VersionKeeper {
   struct Replica;
   class Lease;
 
+  // Of the parameters: copies, or versions of those that updates do not write to in place.
+  enum class Keep { kCopies, kVersions };
+
+  NamedTensors state_of(const std::string& prefix, Keep keep);
   std::unique_ptr<Replica> make_replica();
   void renew(Replica& replica, const autograd::ParameterRead& read);
   void check_buffers(Replica& replica, bool training) const;

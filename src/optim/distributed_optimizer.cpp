@@ -66,6 +66,14 @@ std::vector<ParameterState> state_here(const rpc::RRef<LocalOptimizer>& optimize
   return optimizer.local_value().state();
 }
 
+using NamedState = std::map<std::string, at::Tensor>;
+
+rpc::RRef<NamedState> hold_state_here(rpc::CallContext& context,
+                                      const rpc::RRef<LocalOptimizer>& optimizer,
+                                      const std::vector<std::string>& names) {
+  return context.agent.make_rref(flatten(names, optimizer.local_value().state()));
+}
+
 void load_state_here(const rpc::RRef<LocalOptimizer>& optimizer,
                      const std::vector<ParameterState>& state) {
   optimizer.local_value().load_state(state);
@@ -104,6 +112,7 @@ UpdateCount install(rpc::Agent& agent) {
   agent.expose<&step_here>("distrain.optim.step");
   agent.expose<&norms_here>("distrain.optim.norm");
   agent.expose<&state_here>("distrain.optim.state");
+  agent.expose<&hold_state_here>("distrain.optim.hold_state");
   agent.expose<&load_state_here>("distrain.optim.load_state");
   agent.add_layer(optimizers);
   return optimizers->updates();
@@ -346,6 +355,24 @@ std::vector<ParameterState> DistributedOptimizer::state() const {
     if (local.optimizer) put(all, local.places, local.optimizer->state());
   }
   return all;
+}
+
+std::vector<rpc::RRef<NamedState>> DistributedOptimizer::held_state(
+    const std::vector<std::string>& names) const {
+  std::vector<base::Future<rpc::RRef<NamedState>>> remote;
+  for (const Remote& owner : remote_) {
+    remote.push_back(agent_.rpc_async<&hold_state_here>(owner.optimizer.owner(), owner.optimizer,
+                                                        picked(names, owner.places)));
+  }
+  std::vector<rpc::RRef<NamedState>> held;
+  for (const Local& local : {shared_, own_}) {
+    if (!local.optimizer) continue;
+    held.push_back(
+        agent_.make_rref(flatten(picked(names, local.places), local.optimizer->state())));
+  }
+  base::wait_all(remote);
+  for (const auto& state : remote) held.push_back(state.wait());
+  return held;
 }
 
 std::vector<ParameterState> DistributedOptimizer::local_state() const {

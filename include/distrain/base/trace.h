@@ -106,6 +106,8 @@ class Tracer {
   /// What this thread does belongs to `tracer` (null: to none) until the thread ends or the next
   /// call. `name` is the track's.
   static void bind_thread(std::shared_ptr<Tracer> tracer, const char* name);
+  /// What this thread is bound to; null: to none.
+  static std::shared_ptr<Tracer> of_thread();
 
  private:
   friend class TraceLane;

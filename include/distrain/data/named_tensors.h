@@ -15,6 +15,8 @@ using NamedTensors = std::map<std::string, at::Tensor>;
 
 /// Their values on the CPU, without a graph: for checkpoints.
 NamedTensors on_host(const NamedTensors& tensors);
+/// The same in memory of their own: they stay as they are when the tensors change.
+NamedTensors copies_on_host(const NamedTensors& tensors);
 
 /// Of a module, under `name`: parameters and buffers, as in "name.weight".
 NamedTensors named_tensors(const std::string& name, const torch::nn::Module& module);

@@ -149,6 +149,8 @@ class RemoteModule<ByName> {
 
   /// Copies of parameters and buffers, on the CPU, all of one moment.
   NamedTensors state() const;
+  /// The same, left on the module's rank, with `prefix` before each name.
+  rpc::RRef<NamedTensors> held_state(const std::string& prefix) const;
   /// Puts copies there, all at one moment. Throws `bad_data`, before anything is changed, if names,
   /// shapes or dtypes are others.
   void load_state(const NamedTensors& state) const;

@@ -137,6 +137,10 @@ class DistributedOptimizer {
   /// What the update rules keep, by parameter, on the CPU: group by group, `shared` before `own`. A
   /// consistent whole only while nobody steps.
   std::vector<ParameterState> state() const;
+  /// The same as it is now, left where it is: of each rank that has parameters, tensors by names as
+  /// flatten() gives them. `names`: of all parameters.
+  std::vector<rpc::RRef<std::map<std::string, at::Tensor>>> held_state(
+      const std::vector<std::string>& names) const;
   /// Throws `bad_data` for a state that does not fit: each owner checks all of its part before it
   /// changes anything, one after the other, this rank last.
   void load_state(const std::vector<ParameterState>& state);

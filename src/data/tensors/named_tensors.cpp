@@ -28,6 +28,14 @@ NamedTensors on_host(const NamedTensors& tensors) {
   return copies;
 }
 
+NamedTensors copies_on_host(const NamedTensors& tensors) {
+  NamedTensors copies = on_host(tensors);
+  for (auto& [name, copy] : copies) {
+    if (tensors.at(name).defined() && tensors.at(name).is_cpu()) copy = copy.clone();
+  }
+  return copies;
+}
+
 NamedTensors named_tensors(const std::string& name, const torch::nn::Module& module) {
   NamedTensors named;
   for (const auto& item : module.named_parameters()) named[name + "." + item.key()] = item.value();
