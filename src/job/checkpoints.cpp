@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <csignal>
+#include <system_error>
+#include <utility>
 
+#include <pthread.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <unistd.h>
 
@@ -18,9 +21,20 @@ namespace {
 
 constexpr const char* kSuffix = ".safetensors";
 
+// In pieces that torch does not spread over threads: they have the training to do.
+bool is_finite(const at::Tensor& tensor) {
+  constexpr int64_t kPiece = 16'384;
+  const at::Tensor flat = tensor.contiguous().view(-1);
+  for (int64_t at = 0; at < flat.numel(); at += kPiece) {
+    const at::Tensor piece = flat.narrow(0, at, std::min(kPiece, flat.numel() - at));
+    if (!piece.isfinite().all().item<bool>()) return false;
+  }
+  return true;
+}
+
 // What has diverged is not worth keeping, and must not push out what is.
 void check_finite(const std::string& name, const at::Tensor& tensor, int64_t step) {
-  if (!tensor.is_floating_point() || tensor.isfinite().all().item<bool>()) return;
+  if (!tensor.is_floating_point() || is_finite(tensor)) return;
   throw base::Exception(base::ErrorKind::kNotFinite,
                         name + " is not finite at step " + std::to_string(step) +
                             ", so it was not saved: try a smaller --lr");
@@ -125,8 +139,21 @@ const data::NamedTensors& Snapshot::file(const std::string& name) const {
   return it->second;
 }
 
-Checkpoints::Checkpoints(CheckpointOptions options, const Job& job, EventSink& sink)
-    : options_(std::move(options)), sink_(sink) {
+/// One that has begun.
+struct Checkpoints::Save {
+  Snapshot snapshot;
+  std::function<void(Snapshot&)> fill;
+  base::TimePoint since;
+  double held_s = 0;
+  std::shared_ptr<base::Tracer> tracer;
+  base::Promise<void> done;
+};
+
+Checkpoints::Checkpoints(CheckpointOptions options, const Job& job, EventSink& sink, Failed failed)
+    : options_(std::move(options)),
+      sink_(sink),
+      failed_(std::move(failed)),
+      delay_(job.inject.save_delay_s) {
   if (options_.dir.empty() || options_.read_only) return;
   store_ = std::make_unique<data::CheckpointStore>(
       options_.dir, death_at(job.inject.fail_checkpoint, in_first_save_), options_.keep);
@@ -162,9 +189,54 @@ std::optional<Snapshot> Checkpoints::load(const char* use) const {
   return snapshot;
 }
 
-void Checkpoints::save(const Snapshot& snapshot) {
-  const base::TraceScope scope("save");
-  const auto started = base::Clock::now();
+// A job that fails for another reason waits as well: what is being written is newer than all that
+// is on disk, and nearly all of the work is done.
+Checkpoints::~Checkpoints() {
+  if (thread_.joinable()) thread_.join();
+}
+
+void Checkpoints::save(Snapshot snapshot, std::function<void(Snapshot&)> fill,
+                       base::TimePoint since) {
+  if (thread_.joinable()) thread_.join();
+  Save save{std::move(snapshot),        std::move(fill),           since,
+            base::seconds_since(since), base::Tracer::of_thread(), {}};
+  const base::Future<void> done = save.done.future();
+  try {
+    thread_ = std::thread([this, save = std::move(save)]() mutable {
+      pthread_setname_np(pthread_self(), "checkpoint");
+      run(save);
+    });
+  } catch (const std::system_error& e) {
+    throw base::Exception(base::ErrorKind::kResources,
+                          std::string("no thread to save a checkpoint: ") + e.what());
+  }
+  std::lock_guard lock(mutex_);
+  idle_ = done;
+}
+
+void Checkpoints::run(Save& save) {
+  const base::TraceBinding binding(std::move(save.tracer), "checkpoint");
+  std::optional<base::Error> error;
+  try {
+    const base::TraceScope scope("save");
+    if (delay_.count() > 0) std::this_thread::sleep_for(delay_);
+    if (save.fill) save.fill(save.snapshot);
+    write(save);
+  } catch (...) {
+    error = base::current_error(base::ErrorKind::kInternal);
+  }
+  save.snapshot = {};  // before the next one comes
+  save.fill = {};
+  if (error && failed_) failed_(*error);
+  {
+    std::lock_guard lock(mutex_);
+    error_ = std::move(error);
+  }
+  save.done.set();
+}
+
+void Checkpoints::write(const Save& save) {
+  const Snapshot& snapshot = save.snapshot;
   std::vector<at::Tensor> kept;
   data::Checkpoint checkpoint;
   checkpoint.step = snapshot.step;
@@ -176,14 +248,34 @@ void Checkpoints::save(const Snapshot& snapshot) {
       stored[name] = data::to_stored(tensor, kept);
     }
   }
-  in_first_save_ = last_saved_.empty();
+  in_first_save_ = last_saved().empty();
   const std::string path = store_->save(checkpoint);
   in_first_save_ = false;
-  last_saved_ = "checkpoint saved in " + path + ", step " + std::to_string(snapshot.step);
+  {
+    std::lock_guard lock(mutex_);
+    last_saved_ = "checkpoint saved in " + path + ", step " + std::to_string(snapshot.step);
+  }
   sink_.emit("checkpoint", {{"action", "saved"},
                             {"path", path},
                             {"step", snapshot.step},
-                            {"wall_s", base::seconds_since(started)}});
+                            {"wall_s", base::seconds_since(save.since)},
+                            {"held_s", save.held_s}});
+}
+
+base::Future<void> Checkpoints::idle() const {
+  std::lock_guard lock(mutex_);
+  return idle_.shared();  // nobody's cancel() is another's
+}
+
+void Checkpoints::finish() const {
+  idle().wait();
+  std::lock_guard lock(mutex_);
+  if (error_) throw base::Exception(*error_);
+}
+
+std::string Checkpoints::last_saved() const {
+  std::lock_guard lock(mutex_);
+  return last_saved_;
 }
 
 }  // namespace distrain::job

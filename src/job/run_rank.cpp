@@ -239,6 +239,15 @@ struct Untold {
   }
 };
 
+/// At its end nothing is being saved any more. What other ranks had for it has failed by then, or
+/// is here: the agent is still whole, but has been told of the end.
+struct Settled {
+  const std::shared_ptr<TrainingHost>& host;
+  ~Settled() {
+    if (host) host->settle_save();
+  }
+};
+
 bool is_utf8(const std::string& text) {
   try {
     return !Json(text).dump().empty();
@@ -317,6 +326,7 @@ Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
     rank->release_groups();
   };
   {
+    const Settled settled{host};
     const Untold untold{*job.stop};
     job.stop->on_question([&agent] { return agent.waits(); });
     session.run(prepare, work, outcome);

@@ -88,7 +88,7 @@ Part part_of_each(std::function<data::NamedTensors(int trainer)> live) {
   Part part;
   part.file = "state";
   part.each_own = true;
-  part.take = live;
+  part.take = [live](int trainer) { return data::copies_on_host(live(trainer)); };
   part.give = [live](int trainer, const data::NamedTensors& saved) {
     data::copy_into(live(trainer), saved);
   };
@@ -121,7 +121,9 @@ void TrainingPlan::keep(LocalUpdates& optimizer) {
   Part part;
   part.file = "optimizer";
   part.once = true;
-  part.take = [&optimizer](int) { return optim::flatten(optimizer.names(), optimizer.state()); };
+  part.take = [&optimizer](int) {
+    return data::copies_on_host(optim::flatten(optimizer.names(), optimizer.state()));
+  };
   part.give = [&optimizer](int, const data::NamedTensors& saved) {
     optimizer.load_state(optim::unflatten(optimizer.names(), saved));
   };
@@ -173,21 +175,18 @@ void TrainingPlan::give(int trainer, const std::string& checkpoint) const {
   }
 }
 
-/// What a trainer has for a checkpoint, by file, as it is stored there.
-std::map<std::string, data::NamedTensors> TrainingPlan::taken(int trainer, bool is_first) const {
-  std::map<std::string, data::NamedTensors> files;
+/// What a trainer has for a checkpoint. Its own tensors stay here, too, until rank 0 fetches them.
+std::vector<HeldPart> TrainingPlan::held(int trainer, bool is_first) const {
+  std::vector<HeldPart> all;
   for (const Part& part : parts_) {
     if (!part.each_own && !is_first) continue;
-    for (const auto& [tensor, value] : data::on_host(part.take(trainer))) {
-      const std::string stored = part.stored(tensor, trainer);
-      if (!part.has(stored, trainer) || !files[part.file].emplace(stored, value).second) {
-        throw base::Exception(base::ErrorKind::kInternal,
-                              "a checkpoint's part '" + part.name + "' has the tensor " + tensor +
-                                  ", which is not named by it or is another's, too");
-      }
+    Held held = part.take(trainer);
+    if (agent_ && !held.here.empty()) {
+      held.elsewhere.push_back(agent_->make_rref(data::on_host(std::exchange(held.here, {}))));
     }
+    all.push_back({part, trainer, std::move(held)});
   }
-  return files;
+  return all;
 }
 
 void TrainingPlan::make(const Step& what, const std::function<Result()>& step) {
@@ -207,9 +206,14 @@ void TrainingPlan::meet(const Task& task) {
   }
   if (task.kind == Task::Kind::kEnd) end(task);
   if (task.kind != Task::Kind::kSave) return;
+  if (host_) {
+    host_->await_save().wait();
+  } else {
+    agent_->rpc_sync<rpc::of_local<&TrainingHost::await_save>>(host());
+  }
   for (const int trainer : own_) {
     const bool is_first = agent_ ? task.part == 0 : trainer == own_.front();
-    ask<&TrainingHost::contribute>(seat(trainer), taken(trainer, is_first));
+    ask<&TrainingHost::contribute>(seat(trainer), held(trainer, is_first));
   }
 }
 
@@ -255,11 +259,7 @@ Training::Training(Rank& rank, Plan plan)
 void Training::keep(const std::string& name, const nn::RemoteModule<>& module) {
   Part part;
   part.once = true;
-  part.take = [name, module](int) {
-    data::NamedTensors named;
-    for (const auto& [key, tensor] : module.state()) named[name + "." + key] = tensor;
-    return named;
-  };
+  part.take = [name, module](int) { return Held({module.held_state(name + ".")}); };
   part.give = [name, module](int, const data::NamedTensors& saved) {
     nn::NamedTensors state;
     for (const auto& [key, tensor] : saved) state[key.substr(name.size() + 1)] = tensor;
@@ -279,9 +279,7 @@ void Training::keep(optim::DistributedOptimizer& optimizer, std::vector<std::str
   Part part;
   part.file = "optimizer";
   part.once = !optimizer.has_own();
-  part.take = [&optimizer, parameters](int) {
-    return optim::flatten(parameters, optimizer.state());
-  };
+  part.take = [&optimizer, parameters](int) { return optimizer.held_state(parameters); };
   part.give = [&optimizer, parameters](int trainer, const data::NamedTensors& saved) {
     const std::vector<optim::ParameterState> states = optim::unflatten(parameters, saved);
     if (trainer == 0) return optimizer.load_state(states);

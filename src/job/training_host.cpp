@@ -34,13 +34,15 @@ TrainingHost::TrainingHost(Setting setting, const Job& job, EventSink& sink)
     : setting_(std::move(setting)),
       sink_(sink),
       stop_(job.stop),
-      checkpoints_(setting_.known.checkpoint, job, sink) {}
+      checkpoints_(setting_.known.checkpoint, job, sink,
+                   std::bind_front(&TrainingHost::on_save_failed, this)) {}
 
 void TrainingHost::expose(rpc::Agent& agent) {
   agent.expose<rpc::of_local<&TrainingHost::attach>>("job.attach");
   agent.expose<rpc::of_local<&TrainingHost::saved_part>>("job.saved_part");
   agent.expose<rpc::of_local<&TrainingHost::next>>("job.next");
   agent.expose<rpc::of_local<&TrainingHost::report>>("job.report");
+  agent.expose<rpc::of_local<&TrainingHost::await_save>>("job.await_save");
   agent.expose<rpc::of_local<&TrainingHost::contribute>>("job.contribute");
   agent.expose<rpc::of_local<&TrainingHost::request_save>>("job.request_save");
 }
@@ -119,12 +121,14 @@ Schedule::Hooks TrainingHost::hooks() {
   hooks.on_save = std::bind_front(&TrainingHost::save, this);
   hooks.on_end = [this](bool stopped) {
     if (losses_) losses_->end();
+    checkpoints_.finish();
     if (plan_->save) setting_.end(stopped);
   };
   hooks.on_again = [this] {
     std::lock_guard lock(mutex_);
     total_.valid = total_.test = {};
-    gathered_ = {};
+    gathered_.clear();
+    saving_since_.reset();
   };
   hooks.on_rest = [this](int trainer) {
     if (losses_) losses_->rest(trainer);
@@ -240,6 +244,7 @@ base::Future<Lease> TrainingHost::next(Seat seat, bool stop, bool last, int64_t 
   return schedule_->next(seat, stop || stop_->requested(), std::max<int64_t>(wanted, 1))
       .then(executor_, [this](const Task& task) {
         std::lock_guard lock(mutex_);
+        if (task.kind == Task::Kind::kSave && !saving_since_) saving_since_ = base::Clock::now();
         return Lease{task, lr_schedule_.state()};
       });
 }
@@ -354,18 +359,15 @@ void TrainingHost::tell_evaluation(const char* set, const Evaluation& evaluation
   sink_.emit("eval", fields);
 }
 
-void TrainingHost::contribute(Seat seat, const std::map<std::string, data::NamedTensors>& files) {
+void TrainingHost::contribute(Seat seat, const std::vector<HeldPart>& parts) {
   std::lock_guard lock(mutex_);
   check_seat_locked(seat);
-  for (const auto& [file, tensors] : files) {
-    for (const auto& [name, tensor] : tensors) gathered_.files[file][name] = tensor;
-  }
+  gathered_.insert(gathered_.end(), parts.begin(), parts.end());
 }
 
 void TrainingHost::save(const Position& position) {
   std::lock_guard lock(mutex_);
-  Snapshot snapshot = std::move(gathered_);
-  gathered_ = {};
+  Snapshot snapshot;
   snapshot.step = position.total / plan_->trainers;
   snapshot.state["cmd"] = setting_.cmd;
   snapshot.state["options"] = setting_.known.options;
@@ -377,7 +379,22 @@ void TrainingHost::save(const Position& position) {
   snapshot.state["lr_schedule"] = plan_->lr_schedule;
   snapshot.state["lr_state"] = {{"factor", schedule.factor}, {"bad", schedule.bad}};
   if (schedule.best) snapshot.state["lr_state"]["best"] = *schedule.best;
-  checkpoints_.save(snapshot);
+  const base::TimePoint since = std::exchange(saving_since_, {}).value_or(base::Clock::now());
+  checkpoints_.save(
+      std::move(snapshot),
+      [parts = std::exchange(gathered_, {})](Snapshot& into) mutable { fetch(parts, into); },
+      since);
+}
+
+// On the thread that saves. A part that is lost with its rank is no reason to end: whether the job
+// can do without that rank is decided where its loss is heard of. If no save follows, the end says
+// that the last one failed.
+void TrainingHost::on_save_failed(const base::Error& error) {
+  if (error.kind == base::ErrorKind::kPeerLost) {
+    sink_.warn(error.kind, "a checkpoint was given up: " + error.message);
+  } else if (Schedule* const schedule = current_) {
+    schedule->fail(error);
+  }
 }
 
 void TrainingHost::add_to(Outcome& outcome) const {

@@ -14,6 +14,7 @@
 #include "distrain/job/checkpoints.h"
 #include "distrain/job/definition.h"
 #include "distrain/rpc/of_local.h"
+#include "held_parts.h"
 #include "trainer_losses.h"
 
 namespace distrain::job {
@@ -76,8 +77,11 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   data::NamedTensors saved_part(const PartName& part, int trainer);
   base::Future<Lease> next(Seat seat, bool stop, bool last, int64_t wanted);
   void report(Seat seat, const Report& report);
-  /// On a task to save: a trainer's tensors, by file, as they are stored.
-  void contribute(Seat seat, const std::map<std::string, data::NamedTensors>& files);
+  /// On a task to save, before its parts are taken: done when the save before is written, so that
+  /// no more than one is in memory.
+  base::Future<void> await_save() { return checkpoints_.idle(); }
+  /// On a task to save: a trainer's parts.
+  void contribute(Seat seat, const std::vector<HeldPart>& parts);
 
   // Note [Who waits on rank 0]
   //
@@ -95,6 +99,8 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
     return schedule ? schedule->waits() : std::vector<rpc::Wait>();
   }
   void add_to(Outcome& outcome) const;
+  /// The job has failed: waits until a save that is under way is written, or has failed, too.
+  void settle_save() { checkpoints_.idle().wait(); }
 
  private:
   void begin(const Plan& plan);
@@ -109,11 +115,11 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   void on_evaluated(const Position& position, bool whole_epoch);
   void tell_evaluation(const char* set, const Evaluation& evaluation, const Position& position);
   void save(const Position& position);
+  void on_save_failed(const base::Error& error);
 
   const Setting setting_;
   EventSink& sink_;
   const std::shared_ptr<StopSignal> stop_;
-  Checkpoints checkpoints_;
 
   base::InlineExecutor executor_;
 
@@ -133,8 +139,11 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   int64_t steps_made_ = 0;
   Report total_;  // of the reports since the last evaluation
   std::map<std::string, int64_t> maxima_;
-  Snapshot gathered_;
+  std::optional<base::TimePoint> saving_since_;  // all have come to a save
+  std::vector<HeldPart> gathered_;
   Json metrics_ = Json::object();
+
+  Checkpoints checkpoints_;  // the last: its thread ends before what it tells of a failure
 };
 
 }  // namespace distrain::job

@@ -252,7 +252,9 @@ inline Snapshot newest_checkpoint(const std::string& folder) {
 /// Saves a checkpoint of the same step in its place.
 inline void replace_checkpoint(const std::string& folder, const Snapshot& snapshot) {
   Listener nobody;
-  job::Checkpoints({folder, 0, "auto"}, Job{}, nobody).save(snapshot);
+  job::Checkpoints checkpoints({folder, 0, "auto"}, Job{}, nobody);
+  checkpoints.save(snapshot, {}, base::Clock::now());
+  checkpoints.finish();
 }
 
 inline void check_close(const NamedTensors& a, const NamedTensors& b, double tolerance) {

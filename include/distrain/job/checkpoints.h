@@ -1,12 +1,19 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "distrain/base/clock.h"
+#include "distrain/base/error.h"
+#include "distrain/base/future.h"
 #include "distrain/data/checkpoint_store.h"
 #include "distrain/data/named_tensors.h"
 #include "distrain/job/job.h"
@@ -58,13 +65,20 @@ Snapshot read_manifest(const std::string& path, const char* use = "--resume");
 /// What a job is to go on from; none: it begins afresh.
 std::optional<std::string> checkpoint_to_resume(const CheckpointOptions& options);
 
-/// The checkpoints of one job, on the rank that reads and writes them.
+/// The checkpoints of one job, on the rank that reads and writes them. They are written by a thread
+/// of its own, one at a time, while the job goes on.
 class Checkpoints {
  public:
+  /// Hears, on that thread, why a save has failed.
+  using Failed = std::function<void(const base::Error&)>;
+
   /// Takes the folder for as long as this lives, and tries whether it can be written. Throws
   /// `bad_data` if another job saves there, `invalid` if it holds the checkpoints of a run that
   /// this one does not go on from.
-  Checkpoints(CheckpointOptions options, const Job& job, EventSink& sink);
+  Checkpoints(CheckpointOptions options, const Job& job, EventSink& sink, Failed failed = {});
+  /// Waits until what is being saved is on disk: no longer than the disk takes, and what other
+  /// ranks are to give takes until their loss is known.
+  ~Checkpoints();
   Checkpoints(const Checkpoints&) = delete;
   Checkpoints& operator=(const Checkpoints&) = delete;
 
@@ -72,18 +86,34 @@ class Checkpoints {
 
   /// What the job is to go on from, if it is; emits a `checkpoint` line. `use`: read_checkpoint().
   std::optional<Snapshot> load(const char* use = "--resume") const;
-  /// Emits a `checkpoint` line.
-  void save(const Snapshot& snapshot);
+  /// Begins to save; emits a `checkpoint` line once it is on disk. Nobody writes to the snapshot's
+  /// tensors any more; `fill`, if there is one, adds what it takes time to fetch. The job has stood
+  /// still since `since`, and goes on when this returns. Not before idle(); one thread at a time.
+  void save(Snapshot snapshot, std::function<void(Snapshot&)> fill, base::TimePoint since);
+  /// Done when nothing is being saved, whatever has come of it.
+  base::Future<void> idle() const;
+  /// Waits for that. Throws why the last save has failed, if it has.
+  void finish() const;
   /// What was saved last, in words, for a job that ends before its time.
-  const std::string& last_saved() const { return last_saved_; }
+  std::string last_saved() const;
 
  private:
+  struct Save;
   void refuse_strangers() const;
+  void run(Save& save);
+  void write(const Save& save);
 
   const CheckpointOptions options_;
   EventSink& sink_;
+  const Failed failed_;
+  const std::chrono::duration<double> delay_;  // of each save, to try out a slow one
   std::unique_ptr<data::CheckpointStore> store_;
-  bool in_first_save_ = false;
+  bool in_first_save_ = false;  // of the thread that saves
+  std::thread thread_;          // of the last save; its end is waited for by the next one
+
+  mutable std::mutex mutex_;  // of what follows
+  base::Future<void> idle_ = base::Future<void>::ready({});
+  std::optional<base::Error> error_;  // of the last save
   std::string last_saved_;
 };
 

@@ -62,10 +62,24 @@ struct PartName {
   bool operator==(const PartName&) const = default;
 };
 
+/// Tensors as they were at one moment: nobody writes to them any more. They are fetched, from
+/// wherever they are, while training goes on.
+struct Held {
+  data::NamedTensors here;
+  std::vector<rpc::RRef<data::NamedTensors>> elsewhere;  ///< held by their owners
+  static constexpr auto kFields = std::tuple(&Held::here, &Held::elsewhere);
+
+  Held() = default;
+  Held(data::NamedTensors tensors) : here(std::move(tensors)) {}  // NOLINT: implicit by design
+  Held(std::vector<rpc::RRef<data::NamedTensors>> owned)          // NOLINT
+      : elsewhere(std::move(owned)) {}
+};
+
 /// Something that a checkpoint keeps.
 struct Part : PartName {
   bool once = false;  ///< it is one thing, which the first trainer gives for all
-  std::function<data::NamedTensors(int trainer)> take;
+  /// Called while all trainers wait. What goes on changing is copied (data::copies_on_host).
+  std::function<Held(int trainer)> take;
   /// Throws `bad_data` for tensors that do not fit.
   std::function<void(int trainer, const data::NamedTensors& saved)> give;
 };
@@ -81,8 +95,8 @@ Part part_of_words(const std::map<std::string, std::vector<std::string>>& lists)
 namespace detail {
 
 template <class T>
-data::NamedTensors take_parameters(const rpc::RRef<T>& object) {
-  return data::on_host(object.local_value().named_parameters());
+rpc::RRef<data::NamedTensors> hold_parameters(rpc::CallContext& call, const rpc::RRef<T>& object) {
+  return call.agent.make_rref(data::copies_on_host(object.local_value().named_parameters()));
 }
 template <class T>
 void give_parameters(const rpc::RRef<T>& object, const data::NamedTensors& saved) {
@@ -95,7 +109,7 @@ void give_parameters(const rpc::RRef<T>& object, const data::NamedTensors& saved
 /// data::NamedTensors. On every rank, before it joins.
 template <class T>
 void expose_parameters(rpc::Agent& agent, const std::string& name) {
-  agent.expose<&detail::take_parameters<T>>(name + ".take_parameters");
+  agent.expose<&detail::hold_parameters<T>>(name + ".hold_parameters");
   agent.expose<&detail::give_parameters<T>>(name + ".give_parameters");
 }
 
@@ -169,6 +183,7 @@ double checked_loss(const at::Tensor& loss, int64_t epoch, int64_t step);
 
 using LocalUpdates = optim::LocalUpdates;
 class TrainingHost;
+struct HeldPart;
 struct Report;
 
 /// What Training and LocalTraining have in common: what is told of a job's training before it runs.
@@ -237,7 +252,7 @@ class TrainingPlan {
   template <auto method, class... Args>
   auto ask(const Args&... args) const;
   Report close_epoch(const Task& task);
-  std::map<std::string, data::NamedTensors> taken(int trainer, bool is_first) const;
+  std::vector<HeldPart> held(int trainer, bool is_first) const;
   void give(int trainer, const std::string& checkpoint) const;
   void end(const Task& task);
 
@@ -287,8 +302,8 @@ class Training : public TrainingPlan {
     Part part;
     part.once = true;
     part.take = [&agent, object](int) {
-      return agent.rpc_sync<&detail::take_parameters<T>>(rpc::To(object.owner()).without_deadline(),
-                                                         object);
+      return Held({agent.rpc_sync<&detail::hold_parameters<T>>(
+          rpc::To(object.owner()).without_deadline(), object)});
     };
     part.give = [&agent, object](int, const data::NamedTensors& saved) {
       agent.rpc_sync<&detail::give_parameters<T>>(rpc::To(object.owner()).without_deadline(),

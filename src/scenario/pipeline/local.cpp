@@ -60,7 +60,7 @@ class LocalModel final : public PipelineModel {
     return module_->forward(images, false);
   }
 
-  data::NamedTensors state() override { return data::on_host(module_->state()); }
+  job::Held state() override { return data::copies_on_host(module_->state()); }
   void load(const data::NamedTensors& state) override { module_->load(state); }
 
  private:

@@ -98,7 +98,7 @@ class Pipeline final : public PipelineModel {
     return at::cat(values);
   }
 
-  data::NamedTensors state() override { return joined<&PipelineStage::state>(stages_); }
+  job::Held state() override { return stages_.call_all<&PipelineStage::hold_state>(); }
   void load(const data::NamedTensors& state) override {
     std::vector<base::Future<void>> loads;
     for (size_t i = 0; i < stages_.size(); ++i) {

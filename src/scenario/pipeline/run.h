@@ -45,8 +45,8 @@ class PipelineModel {
   /// [n, classes] of images, by the statistics that batch norm has gathered.
   virtual at::Tensor scores(const at::Tensor& images) = 0;
   virtual void set_lr_factor(double factor) = 0;
-  /// Parameters and buffers by torchvision's names.
-  virtual data::NamedTensors state() = 0;
+  /// Parameters and buffers as they are now, by torchvision's names.
+  virtual job::Held state() = 0;
   /// A whole state, checked before.
   virtual void load(const data::NamedTensors& state) = 0;
 };

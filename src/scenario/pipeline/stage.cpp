@@ -44,14 +44,14 @@ PipelineStage::PipelineStage(const std::string& model, int64_t classes, int64_t 
       is_first_(first_block == 0),
       is_last_(static_cast<size_t>(last_block) == models::whole_resnet(model).last) {}
 
-// The buffers copied, as training passes write to them while a reply waits to be sent. Parameters
-// are held by who has them: an update moves to a copy.
-data::NamedTensors PipelineStage::state() const {
+// The buffers copied, as training passes write to them. Parameters are held by who has them: an
+// update moves to a copy.
+rpc::RRef<data::NamedTensors> PipelineStage::hold_state(rpc::CallContext& call) const {
   data::NamedTensors all = data::on_host(module_.state());
   for (const auto& [name, buffer] : module_.buffers()) {
     if (buffer.is_cpu()) all.at(name) = buffer.clone();
   }
-  return all;
+  return call.agent.make_rref(std::move(all));
 }
 
 void PipelineStage::begin_batch(rpc::CallContext& call, std::vector<nn::PipelineStep> row,
@@ -131,7 +131,7 @@ void PipelineStage::expose(rpc::Agent& agent) {
   agent.expose<&PipelineStage::parameter_rrefs>("PipelineStage.parameter_rrefs");
   agent.expose<&PipelineStage::parameter_names>("PipelineStage.parameter_names");
   agent.expose<&PipelineStage::gradients>("PipelineStage.gradients");
-  agent.expose<&PipelineStage::state>("PipelineStage.state");
+  agent.expose<&PipelineStage::hold_state>("PipelineStage.hold_state");
   agent.expose<&PipelineStage::load>("PipelineStage.load");
 }
 

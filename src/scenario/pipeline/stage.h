@@ -35,8 +35,8 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
   std::vector<std::string> parameter_names() const;
   /// Those of the current context, by parameter, on the CPU.
   data::NamedTensors gradients(rpc::CallContext& call);
-  /// Parameters and buffers as they are now, on the CPU.
-  data::NamedTensors state() const;
+  /// Parameters and buffers as they are now, on the CPU. They stay so.
+  rpc::RRef<data::NamedTensors> hold_state(rpc::CallContext& call) const;
   /// What belongs to this stage of a whole state_dict.
   void load(const data::NamedTensors& weights) { module_.load(weights); }
 

@@ -1,0 +1,124 @@
+// Saves that are written while the job goes on.
+#include <atomic>
+#include <limits>
+#include <thread>
+
+#include <ATen/Functions.h>
+
+#include "distrain/base/clock.h"
+#include "distrain/job/checkpoints.h"
+#include "support/catch.h"
+#include "unit/data/files.h"
+
+using namespace distrain;
+using namespace distrain::job;
+using data::error_of;
+using data::Folder;
+
+namespace {
+
+class Lines final : public EventSink {
+ public:
+  void emit(std::string_view event, const Json& fields) override {
+    std::lock_guard lock(mutex_);
+    if (event == "checkpoint") saved_.push_back(fields);
+  }
+  void joined(std::string_view, const OptionMap&) override {}
+  std::vector<Json> saved() const {
+    std::lock_guard lock(mutex_);
+    return saved_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<Json> saved_;
+};
+
+struct Saving {
+  explicit Saving(double delay_s = 0) {
+    Job job;
+    job.inject.save_delay_s = delay_s;
+    checkpoints.emplace(CheckpointOptions{folder.path("saves"), 0, ""}, job, lines,
+                        [this](const base::Error& error) { told.push_back(error); });
+  }
+
+  static Snapshot snapshot(int64_t step, double value = 1) {
+    Snapshot snapshot;
+    snapshot.step = step;
+    snapshot.files["model"]["x"] = at::full({100'000}, value);
+    return snapshot;
+  }
+  std::optional<std::string> newest() const {
+    return data::CheckpointStore::newest(folder.path("saves"));
+  }
+
+  const Folder folder;
+  Lines lines;
+  std::vector<base::Error> told;  // by the thread that saves
+  std::optional<Checkpoints> checkpoints;
+};
+
+}  // namespace
+
+TEST_CASE("a save goes on behind the back of whoever asked for it") {
+  Saving saving;
+  base::Promise<void> go_on;
+  const auto fill = [may = go_on.future()](Snapshot& snapshot) {
+    may.wait();
+    snapshot.files["state"]["y"] = at::ones({3});
+  };
+  saving.checkpoints->save(Saving::snapshot(4), fill, base::Clock::now());
+  const base::Future<void> idle = saving.checkpoints->idle();
+  CHECK_FALSE(idle.done());
+  CHECK_FALSE(saving.newest());
+  CHECK(saving.checkpoints->last_saved().empty());
+  go_on.set();
+  saving.checkpoints->finish();
+  CHECK(idle.done());
+  REQUIRE(saving.lines.saved().size() == 1);
+  const Json line = saving.lines.saved()[0];
+  CHECK(line["step"] == 4);
+  CHECK(line["held_s"].get<double>() <= line["wall_s"].get<double>());
+  const Snapshot read = read_checkpoint(saving.folder.path("saves"));
+  CHECK(read.file("model").at("x").sum().item<double>() == 100'000);
+  CHECK(read.file("state").at("y").numel() == 3);
+  CHECK(saving.checkpoints->last_saved().find("step 4") != std::string::npos);
+}
+
+TEST_CASE("what is not finite is not saved, and a later save is") {
+  Saving saving;
+  Snapshot bad = Saving::snapshot(1);
+  // The last of all, as it is looked at in pieces.
+  bad.files["model"]["x"][-1] =
+      GENERATE(std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN());
+  saving.checkpoints->save(bad, {}, base::Clock::now());
+  const std::string why =
+      error_of(base::ErrorKind::kNotFinite, [&] { saving.checkpoints->finish(); });
+  CHECK(why.find("x is not finite at step 1, so it was not saved") == 0);
+  REQUIRE(saving.told.size() == 1);
+  CHECK(saving.told[0].message == why);
+  CHECK_FALSE(saving.newest());
+  saving.checkpoints->save(Saving::snapshot(2), {}, base::Clock::now());
+  saving.checkpoints->finish();
+  CHECK(saving.newest());
+  CHECK(saving.told.size() == 1);
+}
+
+TEST_CASE("what a part says that cannot be had is why the save has failed") {
+  Saving saving;
+  const auto fill = [](Snapshot&) {
+    throw base::Exception(base::ErrorKind::kPeerLost, "rank 3 is gone");
+  };
+  saving.checkpoints->save(Saving::snapshot(1), fill, base::Clock::now());
+  CHECK(error_of(base::ErrorKind::kPeerLost, [&] { saving.checkpoints->finish(); }) ==
+        "rank 3 is gone");
+  CHECK(saving.lines.saved().empty());
+}
+
+TEST_CASE("whoever ends while a save is under way waits for it") {
+  Saving saving(0.05);
+  saving.checkpoints->save(Saving::snapshot(7), {}, base::Clock::now());
+  saving.checkpoints.reset();
+  CHECK(saving.lines.saved().size() == 1);
+  CHECK(read_checkpoint(saving.folder.path("saves")).step == 7);
+}
