@@ -97,7 +97,8 @@ was given holds.)");
       .by_default("cores / ranks on this host");
   add("inject", kText, "FAULT[,...]", "",
       "try a fault: delay=50ms@rank=2 (before each call of that rank; us, ms or s), "
-      "fail=checkpoint.3 (die at the 3rd system call of the first save)")
+      "fail=checkpoint.3 (die at the 3rd system call of the first save), save=200ms (before each "
+      "checkpoint is written)")
       .details(
           R"(Without `@rank` every rank is delayed. Of `fail=checkpoint.N` rank 0 dies, at the Nth system
 call of its first save.)");

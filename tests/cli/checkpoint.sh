@@ -21,7 +21,7 @@ job() {
 newest() { find "$1" -maxdepth 1 -name 'step-*' | sort | tail -n 1; }
 saved() { # saved <name>: as the last command's line says
   expect_jq '[.[] | select(.event == "checkpoint" and .action == "saved")] | length > 0
-    and all(.[]; .rank == 0 and .step > 0 and (.path | test("/step-[0-9]{12}$")))' "$1: saved"
+    and all(.[]; .rank == 0 and .step > 0 and .held_s <= .wall_s and (.path | test("/step-[0-9]{12}$")))' "$1: saved"
 }
 loaded() {
   expect_jq '[.[] | select(.event == "checkpoint" and .action == "loaded")] | length == 1

@@ -58,8 +58,12 @@ InjectedFault parse_fault(const std::string& text) {
   } else if (kind == "fail") {
     fault.kind = InjectedFault::Kind::kFail;
     fault.system_call = parse_system_call(value, where + ": what fails");
+  } else if (kind == "save") {
+    fault.kind = InjectedFault::Kind::kSave;
+    fault.seconds = parse_time(value, where + ": the time");
   } else {
-    invalid(fmt::format("{}: unknown fault '{}'; there are delay, stage and fail", where, kind));
+    invalid(
+        fmt::format("{}: unknown fault '{}'; there are delay, stage, fail and save", where, kind));
   }
   return fault;
 }
@@ -79,7 +83,8 @@ void check_injections(const std::vector<InjectedFault>& faults, Injectable job,
   for (const InjectedFault& fault : faults) {
     const std::string where = "--inject " + fault.text;
     const bool is_stage = fault.kind == InjectedFault::Kind::kStage;
-    const bool fails = fault.kind == InjectedFault::Kind::kFail;
+    const bool of_saves =
+        fault.kind == InjectedFault::Kind::kFail || fault.kind == InjectedFault::Kind::kSave;
     const int rank = fault.rank.value_or(is_stage ? 1 : 0);
     if (placement.world_size != 0 && rank >= placement.world_size) {
       invalid(fmt::format("{}: there is no rank {} in a world of {} ranks", where, rank,
@@ -87,14 +92,14 @@ void check_injections(const std::vector<InjectedFault>& faults, Injectable job,
     }
     if (is_stage && !job.stages) invalid(where + ": this job has no stages");
     if (is_stage && rank == 0) invalid(where + ": rank 0 is the master, no stage");
-    if (fails && rank != 0) invalid(where + ": rank 0 alone saves checkpoints");
-    if (fails && !job.saves) placement.warn(where + " has no effect without --checkpoint");
+    if (of_saves && rank != 0) invalid(where + ": rank 0 alone saves checkpoints");
+    if (of_saves && !job.saves) placement.warn(where + " has no effect without --checkpoint");
     const bool stage_here =
         placement.mode == Placement::Mode::kSpawn ? placement.ranks.back() > 0 : placement.rank > 0;
     if (is_stage && !local && !stage_here) {
       placement.warn(where + " has no effect: no stage runs here");
     }
-    if (!fails && local) {
+    if (!of_saves && local) {
       placement.warn(fmt::format("{} has no effect with --local: there are no {}", where,
                                  is_stage ? "stages" : "calls"));
     }
@@ -106,6 +111,8 @@ job::Injection injection_of(const std::vector<InjectedFault>& faults, int rank) 
   for (const InjectedFault& fault : faults) {
     if (fault.kind == InjectedFault::Kind::kFail) {
       if (rank == 0) injection.fail_checkpoint = fault.system_call;
+    } else if (fault.kind == InjectedFault::Kind::kSave) {
+      if (rank == 0) injection.save_delay_s = fault.seconds;
     } else if (fault.rank.value_or(rank) == rank) {
       const bool is_stage = fault.kind == InjectedFault::Kind::kStage;
       (is_stage ? injection.stage_sleep_s : injection.call_delay_s) = fault.seconds;

@@ -16,10 +16,11 @@ struct InjectedFault {
     kDelay,  ///< `delay=50ms`: before each call
     kStage,  ///< `stage=100ms`: a pipeline's stage sleeps in place of computing
     kFail,   ///< `fail=checkpoint.3`: at that system call of the first save
+    kSave,   ///< `save=200ms`: before each checkpoint is written
   };
   std::string text;  ///< as it was given
   Kind kind = Kind::kDelay;
-  double seconds = 0;  ///< kDelay, kStage
+  double seconds = 0;  ///< kDelay, kStage, kSave
   int64_t system_call = 0;
   std::optional<int> rank;  ///< none: each rank that the fault is possible on
 };

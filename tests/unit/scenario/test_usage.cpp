@@ -48,6 +48,7 @@ const std::vector<Wrong> kOfEveryJob = {
     {{"--inject", "fail=save.1"}, "must be checkpoint.N, not 'save.1'"},
     {{"--inject", "fail=checkpoint.0"}, "what fails must be a whole number from 1"},
     {{"--inject", "delay=1ms,fail=checkpoint.1@rank=1"}, "rank 0 alone saves"},
+    {{"--inject", "save=1ms@rank=1"}, "rank 0 alone saves"},
 };
 
 }  // namespace

@@ -1,0 +1,132 @@
+// ctest: labels=noasan timeout=180
+// Checkpoints that are written while the job goes on training.
+#include "support/scenario_data.h"
+#include "support/scenario_job.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+
+namespace {
+
+// A job that is saved each `every` steps, twice, and so slowly that it is far beyond them when the
+// file is written, saves what it had at those steps: what one saves that ends there.
+template <class Options>
+void check_saved_as_it_was(Place place, Options options, int64_t every,
+                           int64_t Options::*steps = &Options::steps) {
+  CAPTURE(place);
+  const Folder folder;
+  options.checkpoint = {folder.path(), every, "", 10};
+  options.log_interval = 1;
+  options.*steps = 3 * every;
+  Hooks<Options> hooks;
+  hooks.job = [](Job& job) { job.inject.save_delay_s = 0.15; };
+  const Finished job = run_job(place, options, hooks);
+  const std::vector<Json> lines = job.all("checkpoint");
+  REQUIRE(lines.size() == 3);
+  for (const int64_t at : {every, 2 * every}) {
+    options.*steps = at;
+    Snapshot saved = job::read_checkpoint(lines[static_cast<size_t>(at / every - 1)]["path"]);
+    const Snapshot expected = checkpoint_of(place, options);
+    saved.state["options"] = expected.state["options"];
+    CAPTURE(at);
+    check_same(saved, expected);
+  }
+}
+
+// Numbers of the lines of an event, in the order in which all lines came.
+std::vector<size_t> places_of(const Finished& job, const std::string& event, int64_t step) {
+  std::vector<size_t> places;
+  for (size_t i = 0; i < job.lines.size(); ++i) {
+    if (job.lines[i].event == event && job.lines[i].fields["step"] == step) places.push_back(i);
+  }
+  return places;
+}
+
+struct FewImages {
+  FewImages() { write_images(folder, 96, 16, 1); }
+  scenario::PsOptions options() const {
+    scenario::PsOptions options;
+    options.data = folder.path();
+    options.batch_size = 4;
+    options.mode = "sync";
+    options.optimizer = "adam";
+    options.log_interval = 1;
+    return options;
+  }
+  const Folder folder;
+};
+
+}  // namespace
+
+TEST_CASE("rows on a server and replicas of trainers are saved as they were") {
+  scenario::HybridOptions options;
+  options.mode = "sync";
+  options.optimizer = "adam";
+  check_saved_as_it_was(GENERATE(Place::kRanks, Place::kLocal), options, 6);
+}
+
+TEST_CASE_METHOD(FewImages, "a net on rank 0 is saved as it was") {
+  check_saved_as_it_was(GENERATE(Place::kRanks, Place::kLocal), options(), 6);
+}
+
+TEST_CASE("a language model and each trainer's own state are saved as they were") {
+  scenario::RnnOptions options;
+  options.mode = "sync";
+  options.trainers = 2;
+  options.optimizer = "adagrad";
+  check_saved_as_it_was(GENERATE(Place::kRanks, Place::kLocal), options, 3);
+}
+
+TEST_CASE("stages with statistics of batches are saved as they were") {
+  scenario::PipelineOptions options = small_pipeline(4, 1);
+  options.num_split = {2};
+  options.momentum = 0.9;
+  check_saved_as_it_was(GENERATE(Place::kRanks, Place::kLocal), options, 1,
+                        &scenario::PipelineOptions::batches);
+}
+
+TEST_CASE("a policy is saved as it was") {
+  check_saved_as_it_was(GENERATE(Place::kRanks, Place::kLocal), scenario::RlOptions(), 5,
+                        &scenario::RlOptions::max_episodes);
+}
+
+TEST_CASE_METHOD(FewImages, "a job trains while it saves, and its next save waits for the first") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  scenario::PsOptions options = this->options();
+  const Folder folder;
+  options.checkpoint = {folder.path(), 3, ""};
+  options.steps = 6;
+  Hooks<scenario::PsOptions> hooks;
+  hooks.job = [](Job& job) { job.inject.save_delay_s = 0.5; };
+  const Finished job = run_job(place, options, hooks);
+  const std::vector<Json> saves = job.all("checkpoint");
+  REQUIRE(saves.size() == 2);
+  const size_t first_saved = places_of(job, "checkpoint", 3).at(0);
+  for (const int64_t step : {4, 5, 6}) CHECK(places_of(job, "step", step).at(0) < first_saved);
+  CHECK(saves[0]["held_s"] < 0.3);
+  CHECK(saves[0]["wall_s"] >= 0.5);
+  CHECK(saves[1]["held_s"] >= 0.2);  // the rest of the first one's time
+  // Whoever has ended has saved.
+  CHECK(newest_checkpoint(folder.path()).step == 6);
+  CHECK(contains(job.outcomes.at(0).message, "step 6"));
+}
+
+TEST_CASE_METHOD(FewImages, "a save that fails ends a job that has long gone on") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  CAPTURE(place);
+  scenario::PsOptions options = this->options();
+  options.steps = 1'000'000;
+  const Folder folder;
+  options.checkpoint = {folder.path("saves"), 4, "", 10};
+  options.epochs = 1'000'000;
+  Hooks<scenario::PsOptions> hooks;
+  hooks.job = [](Job& job) { job.inject.save_delay_s = 0.1; };
+  hooks.heard = [&](const Job&, const Line& line) {
+    if (line.event != "checkpoint") return;
+    std::filesystem::rename(folder.path("saves"), folder.path("moved"));
+    folder.write("saves", "no folder");
+  };
+  const base::Error error = error_of_job(base::ErrorKind::kResources, place, options, hooks);
+  CHECK(contains(error.message, folder.path("saves")));
+  CHECK(newest_checkpoint(folder.path("moved")).step == 4);
+}
