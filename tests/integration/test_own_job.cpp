@@ -154,6 +154,13 @@ TEST_CASE("a job on the kit goes on from the middle of an epoch exactly") {
   check_resume_is_exact(Place::kRanks, options, 17, 30);
 }
 
+TEST_CASE("a job on the kit saves its module and its replicas as they were") {
+  OwnOptions options;
+  options.optimizer = "sgd";
+  options.momentum = 0.9;
+  check_saved_as_it_was(Place::kRanks, options, 7);
+}
+
 TEST_CASE("a job on the kit that is told to stop goes on to the same end") {
   OwnOptions options;
   options.steps = 120;

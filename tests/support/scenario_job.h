@@ -312,6 +312,31 @@ void check_resume_is_exact(Place place, Options options, int64_t half, int64_t w
   check_same(newest_checkpoint(folder.path()), expected);
 }
 
+/// A job that saves so slowly that it is far beyond the steps when the file is written saves what
+/// it had at those steps, each `every`: what one saves that ends there.
+template <class Options>
+void check_saved_as_it_was(Place place, Options options, int64_t every,
+                           int64_t Options::*steps = &Options::steps) {
+  CAPTURE(place);
+  const Folder folder;
+  options.checkpoint = {folder.path(), every, "", 10};
+  options.log_interval = 1;
+  options.*steps = 3 * every;
+  Hooks<Options> hooks;
+  hooks.job = [](Job& job) { job.inject.save_delay_s = 0.15; };
+  const Finished job = run_job(place, options, hooks);
+  const std::vector<Json> lines = job.all("checkpoint");
+  REQUIRE(lines.size() == 3);
+  for (const int64_t at : {every, 2 * every}) {
+    options.*steps = at;
+    Snapshot saved = job::read_checkpoint(lines[static_cast<size_t>(at / every - 1)]["path"]);
+    const Snapshot expected = checkpoint_of(place, options);
+    saved.state["options"] = expected.state["options"];
+    CAPTURE(at);
+    check_same(saved, expected);
+  }
+}
+
 /// The stop signals of a job's ranks, for a test that requests them as the ranks run.
 class StopSignals {
  public:
