@@ -68,7 +68,6 @@ void Schedule::resume(Position position) {
 
 base::Future<Task> Schedule::next(Seat seat, bool stop, int64_t wanted) {
   base::Future<Task> future;
-  bool rests = false;
   {
     std::lock_guard lock(mutex_);
     if (failed_) throw base::Exception(*failed_);
@@ -94,10 +93,9 @@ base::Future<Task> Schedule::next(Seat seat, bool stop, int64_t wanted) {
     Request& request = waiting_[seat.trainer];
     request.wanted = wanted;
     future = request.promise.future();
-    rests = takes_over_ && !terms_.take_over && !all_wait_locked();
   }
-  if (rests && hooks_.on_rest) hooks_.on_rest(seat.trainer);
   advance();
+  tell_who_rests();
   return future;
 }
 
@@ -141,6 +139,19 @@ void Schedule::advance() {
   }
 }
 
+// Where trainers keep pace, those who wait for the others here must not be waited for there, once
+// some may make more steps than others.
+void Schedule::tell_who_rests() {
+  if (!hooks_.on_rest || terms_.take_over) return;
+  std::vector<int> resting;
+  {
+    std::lock_guard lock(mutex_);
+    if (!takes_over_ || failed_) return;
+    for (const auto& [trainer, request] : waiting_) resting.push_back(trainer);
+  }
+  for (const int trainer : resting) hooks_.on_rest(trainer);
+}
+
 // ---- who is lost, and who takes the place ----
 
 Schedule::Lost Schedule::lose(int trainer, std::optional<int64_t> made) {
@@ -178,17 +189,8 @@ void Schedule::go_on() {
     return is_advancing_ = !given_back_.empty() && !waiting_.empty();
   };
   if (may_hand_out()) hand_out();
-  for (const int trainer : who_rests()) hooks_.on_rest(trainer);
   advance();
-}
-
-// Where trainers keep pace, those who wait for the others here must not be waited for there.
-std::vector<int> Schedule::who_rests() const {
-  std::vector<int> resting;
-  if (!hooks_.on_rest || terms_.take_over) return resting;
-  std::lock_guard lock(mutex_);
-  for (const auto& [trainer, request] : waiting_) resting.push_back(trainer);
-  return resting;
+  tell_who_rests();
 }
 
 Seat Schedule::take_seat(int trainer) {
@@ -278,7 +280,12 @@ bool Schedule::take_locked(int trainer, int64_t wanted, Task& task) {
   const int64_t gate = gate_locked();
   int64_t allowed = kNever;
   if (gate != kNever) {
-    allowed = takes_over_ ? gate * terms_.trainers - position_.total : gate - its.taken;
+    allowed = gate - its.taken;
+    if (takes_over_) {  // of what is left for all of them this one's share
+      const int64_t left = gate * terms_.trainers - position_.total;
+      const int64_t all = std::max(here_locked(), 1);
+      allowed = (left + all - 1) / all;
+    }
   }
   int shard = trainer;
   if (remaining_locked(shard) == 0 && takes_over_) {

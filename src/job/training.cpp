@@ -145,7 +145,10 @@ auto TrainingPlan::ask(const Args&... args) const {
 
 void TrainingPlan::attach() {
   plan_.parts.assign(parts_.begin(), parts_.end());
-  plan_.may_lose = plan_.may_lose && std::ranges::all_of(parts_, &Part::once);
+  // What is shared outlives a trainer; with nothing that is known to be, all may be a trainer's
+  // own.
+  const bool all_shared = !parts_.empty() && std::ranges::all_of(parts_, &Part::once);
+  if (agent_) plan_.may_lose = plan_.may_lose && all_shared;
   Attached attached;
   for (const int trainer : own_) {
     attached =

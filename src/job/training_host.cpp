@@ -72,12 +72,12 @@ Attached TrainingHost::attach(const Plan& plan, int trainer, uint32_t incarnatio
     attached.seat = schedule_->take_seat(trainer);
     attached.steps_made = schedule_->steps_of_each();
     attached.is_late = true;
+    untried_[trainer] = 0;
     const Json fields{{"returned_rank", rank},
                       {"returned_role", setting_.agent->worker(rank).name},
                       {"incarnation", incarnation}};
-    setting_.agent->executor().post([this, self = shared_from_this(), fields] {
-      sink_.emit("returned", fields);
-    });
+    setting_.agent->executor().post(
+        [this, self = shared_from_this(), fields] { sink_.emit("returned", fields); });
   }
   trainers_.emplace(trainer, attached.seat);
   return attached;
@@ -239,6 +239,12 @@ base::Future<Lease> TrainingHost::next(Seat seat, bool stop, bool last, int64_t 
   {
     std::lock_guard lock(mutex_);
     check_seat_locked(seat);
+    // It has done what it asked for first.
+    const auto untried = untried_.find(seat.trainer);
+    if (untried != untried_.end() && untried->second++ > 0) {
+      setting_.agent->note_of_use(plan_->first_rank + seat.trainer);
+      untried_.erase(untried);
+    }
   }
   if (last) schedule_->finish();
   return schedule_->next(seat, stop || stop_->requested(), std::max<int64_t>(wanted, 1))
@@ -269,6 +275,7 @@ void TrainingHost::lose(int trainer, const rpc::Loss& loss) {
     lost_before_[trainer] = loss.incarnation + 1;
     ++lost_;
     was_there = trainers_.erase(trainer) > 0;
+    untried_.erase(trainer);
   }
   const Schedule::Lost lost = was_there ? schedule_->lose(trainer, made) : Schedule::Lost{};
   {

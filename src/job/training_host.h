@@ -28,9 +28,8 @@ struct Attached {
   bool saves = false;      ///< the job
   Seat seat;
   bool is_late = false;  ///< it takes the place of a trainer that was lost, in the midst of the job
-  static constexpr auto kFields =
-      std::tuple(&Attached::path, &Attached::steps_made, &Attached::saves, &Attached::seat,
-                 &Attached::is_late);
+  static constexpr auto kFields = std::tuple(&Attached::path, &Attached::steps_made,
+                                             &Attached::saves, &Attached::seat, &Attached::is_late);
 };
 
 /// What a trainer is to do next, and how far the learning rate's schedule has come.
@@ -126,6 +125,7 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   mutable std::mutex mutex_;  // of what follows, but the schedule, which locks itself
   std::optional<Plan> plan_;
   std::map<int, Seat> trainers_;         // that are there
+  std::map<int, int> untried_;           // who have come late: what they have asked for so far
   std::map<int, uint32_t> lost_before_;  // of each trainer that was lost: its next incarnation
   std::optional<TrainerLosses> losses_;  // if the job may lose trainers
   int64_t lost_steps_ = 0;               // that those who are lost have made

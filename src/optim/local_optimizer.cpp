@@ -114,6 +114,9 @@ bool LocalOptimizer::Participant::is_lost() const {
 void LocalOptimizer::take_part(int participant, rpc::ProcessNumber process) {
   if (participant < 0 || participant >= terms_.participants) return;  // its steps are refused
   std::lock_guard lock(mutex_);
+  if (lost_processes_.contains(process)) {
+    throw base::Exception(base::ErrorKind::kPeerLost, "this participant is lost");
+  }
   Participant& its = participants_[static_cast<size_t>(participant)];
   if (its.is_lost()) {
     its.processes.clear();
@@ -217,8 +220,9 @@ base::Future<uint64_t> LocalOptimizer::step_alone(const StepTerms& terms,
     }
     ++its.steps;
     if (its.has(process)) {
-      int64_t& last = its.processes[process].last_step;
-      last = std::max(last, terms.number);
+      Participant::Process& of_process = its.processes[process];
+      of_process.counts = of_process.counts && terms.number > 0;
+      of_process.last_step = std::max(of_process.last_step, terms.number);
     }
     ahead_.emplace(terms.participant, Ahead{std::move(own), applied_, base::Clock::now()});
     may_go_on = take_those_who_may_go_on_locked();
@@ -366,12 +370,19 @@ void LocalOptimizer::rest(rpc::ProcessNumber process) {
   for (Ahead& ahead : may_go_on) ahead.promise.set(ahead.updates);
 }
 
+bool LocalOptimizer::has(rpc::ProcessNumber process) const {
+  std::lock_guard lock(mutex_);
+  return std::ranges::any_of(participants_, [process](const Participant& each) {
+    return each.processes.contains(process);
+  });
+}
+
 std::optional<int64_t> LocalOptimizer::last_step_of(rpc::ProcessNumber process) const {
   std::lock_guard lock(mutex_);
   for (const Participant& each : participants_) {
     const auto its = each.processes.find(process);
     if (its != each.processes.end() && terms_.mode != Sharing::Mode::kSync) {
-      return its->second.last_step;
+      return its->second.counts ? std::optional(its->second.last_step) : std::nullopt;
     }
   }
   return std::nullopt;
@@ -382,6 +393,7 @@ void LocalOptimizer::lose(const rpc::Loss& loss) {
   std::vector<Ahead> its_own;
   {
     std::lock_guard lock(mutex_);
+    lost_processes_.insert(loss.process());
     for (int each = 0; each < terms_.participants; ++each) {
       Participant& its = participants_[static_cast<size_t>(each)];
       if (!its.has(loss.process())) continue;
@@ -549,7 +561,12 @@ void LocalOptimizers::rest(rpc::ProcessNumber process) {
 
 std::optional<int64_t> LocalOptimizers::last_step_of(rpc::ProcessNumber process) const {
   std::optional<int64_t> last;
-  for (const auto& optimizer : all()) last = std::max(last, optimizer->last_step_of(process));
+  for (const auto& optimizer : all()) {
+    if (!optimizer->has(process)) continue;
+    const std::optional<int64_t> its = optimizer->last_step_of(process);
+    if (!its || (last && last != its)) return std::nullopt;  // a step may be half made
+    last = its;
+  }
   return last;
 }
 

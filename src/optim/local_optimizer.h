@@ -106,7 +106,9 @@ class LocalOptimizer {
   void on_rank_lost(const rpc::Loss& loss);
   /// It makes no steps for a while: until it makes one, nobody waits for it.
   void rest(rpc::ProcessNumber process);
-  /// The number of the last step that was made here of its participant, if it is one.
+  /// Whether it is one of the participants, or was.
+  bool has(rpc::ProcessNumber process) const;
+  /// The number of the last step that was made here of its participant, if that counts them.
   std::optional<int64_t> last_step_of(rpc::ProcessNumber process) const;
 
   /// Never waits for an update: that is told as one.
@@ -151,6 +153,7 @@ class LocalOptimizer {
     enum class State : uint8_t { kStepping, kResting, kLost };
     struct Process {
       bool is_lost = false;
+      bool counts = true;     // its steps have numbers
       int64_t last_step = 0;  // as it counts
     };
     State state = State::kStepping;
@@ -187,6 +190,7 @@ class LocalOptimizer {
   const std::shared_ptr<std::atomic<uint64_t>> updates_;  // of all optimizers of this rank
   uint64_t applied_ = 0;                                  // of this one
   std::vector<Participant> participants_;
+  std::set<rpc::ProcessNumber> lost_processes_;
   Gathering<uint64_t, StepTerms> stepping_;
   Gathering<Norms, NormTerms> measuring_;
   struct Ahead {

@@ -56,6 +56,8 @@ const std::map<std::string, std::string>& Agent::job_options() const { return co
 uint16_t Agent::port() const { return core_->control->port(); }
 std::string Agent::transport() const { return core_->peers.transport(); }
 
+void Agent::note_of_use(int rank) { core_->control->note_of_use(rank); }
+
 void Agent::shutdown(std::function<void(const std::vector<int>& missing)> on_waiting,
                      const std::function<void()>& at_rest) {
   core_->shutdown(on_waiting, at_rest);

@@ -65,7 +65,7 @@ base::Status Peers::send_unconnected(int to, Peer& peer, net::OutFrame frame) {
   }
   switch (state) {
     case State::kUnconnected:
-      loop_.post([this, to] { connect_on_loop(to); });
+      loop_.post([this, to, &peer] { connect_on_loop(to, peer); });
       return base::Unit{};
     case State::kConnecting:
       return base::Unit{};
@@ -89,59 +89,64 @@ Error Peers::loss_of(int rank, const Peer& peer) const {
 
 // ---- connecting, on the loop ----
 
-void Peers::connect_on_loop(int rank) {
-  connect_until_on_loop(rank, base::deadline_after(kLongestReach));
+// All of it is of one process of the rank: when another has its place, it ends.
+
+void Peers::connect_on_loop(int rank, Peer& peer) {
+  connect_until_on_loop(rank, peer, base::deadline_after(kLongestReach));
 }
 
-void Peers::connect_until_on_loop(int rank, base::TimePoint deadline) {
-  Peer& peer = at(rank);
-  if (peer.state != State::kConnecting) return;
+bool Peers::is_connecting_on_loop(int rank, const Peer& peer) const {
+  return &at(rank) == &peer && peer.state == State::kConnecting;
+}
+
+void Peers::connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline) {
+  if (!is_connecting_on_loop(rank, peer)) return;
   if (peer.accepted) return begin_to_send_on_loop(rank, peer.accepted);
-  if (peer.way.unix_name.empty()) return connect_by_tcp_on_loop(rank, deadline);
+  if (peer.way.unix_name.empty()) return connect_by_tcp_on_loop(rank, peer, deadline);
   net::connect_unix_on_loop(loop_, peer.way.unix_name, deadline,
-                            [this, rank, deadline](base::Result<net::Fd> socket) {
+                            [this, rank, &peer, deadline](base::Result<net::Fd> socket) {
                               if (socket.ok()) {
-                                on_connected_on_loop(rank, std::move(socket.unchecked()), deadline);
-                              } else if (at(rank).way.host.empty()) {
-                                on_unreachable_on_loop(rank, socket.error());
+                                on_connected_on_loop(rank, peer, std::move(socket.unchecked()),
+                                                     deadline);
+                              } else if (peer.way.host.empty()) {
+                                on_unreachable_on_loop(rank, peer, socket.error());
                               } else {
-                                connect_by_tcp_on_loop(rank, deadline);
+                                connect_by_tcp_on_loop(rank, peer, deadline);
                               }
                             });
 }
 
-void Peers::connect_by_tcp_on_loop(int rank, base::TimePoint deadline) {
-  const Way& way = at(rank).way;
-  net::connect_tcp_on_loop(loop_, way.host, way.port, deadline,
-                           [this, rank, deadline](base::Result<net::Fd> socket) {
+void Peers::connect_by_tcp_on_loop(int rank, Peer& peer, base::TimePoint deadline) {
+  net::connect_tcp_on_loop(loop_, peer.way.host, peer.way.port, deadline,
+                           [this, rank, &peer, deadline](base::Result<net::Fd> socket) {
                              if (socket.ok()) {
-                               on_connected_on_loop(rank, std::move(socket.unchecked()), deadline);
+                               on_connected_on_loop(rank, peer, std::move(socket.unchecked()),
+                                                    deadline);
                              } else {
-                               on_unreachable_on_loop(rank, socket.error());
+                               on_unreachable_on_loop(rank, peer, socket.error());
                              }
                            });
 }
 
-void Peers::on_unreachable_on_loop(int rank, const Error& error) {
+void Peers::on_unreachable_on_loop(int rank, Peer& peer, const Error& error) {
   Error told = error;
   told.kind = error.kind == ErrorKind::kResources ? error.kind : ErrorKind::kPeerLost;
   told.rank = error.kind == ErrorKind::kResources ? rank_ : rank;
   told.message = "rank " + std::to_string(rank_) + " cannot reach rank " + std::to_string(rank) +
                  " (" + name(rank) + "): " + error.message;
-  loop_.call_at(base::deadline_after(kRank0Tells), [this, rank, told] {
-    Peer& peer = at(rank);
-    if (peer.state != State::kConnecting) return;
+  loop_.call_at(base::deadline_after(kRank0Tells), [this, rank, &peer, told] {
+    if (!is_connecting_on_loop(rank, peer)) return;
     if (peer.accepted) return begin_to_send_on_loop(rank, peer.accepted);
     control_.report_on_loop(rank, told);
   });
 }
 
-void Peers::on_connected_on_loop(int rank, net::Fd socket, base::TimePoint deadline) {
-  if (at(rank).state != State::kConnecting) return;  // lost meanwhile
+void Peers::on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::TimePoint deadline) {
+  if (!is_connecting_on_loop(rank, peer)) return;  // lost meanwhile
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
-  control_.introduce_on_loop(rank, stream, [this, rank, stream, deadline](base::Status is) {
-    if (!is.ok()) return on_not_believed_on_loop(rank, is.error(), deadline);
-    if (at(rank).state != State::kConnecting) return stream->close(false);
+  control_.introduce_on_loop(rank, stream, [this, rank, &peer, stream, deadline](base::Status is) {
+    if (!is.ok()) return on_not_believed_on_loop(rank, peer, is.error(), deadline);
+    if (!is_connecting_on_loop(rank, peer)) return stream->close(false);
     stream->set_limits_on_loop(wire::Limits{});
     stream->set_handler_on_loop(handler_on_loop(rank, stream));
     begin_to_send_on_loop(rank, stream);
@@ -151,12 +156,14 @@ void Peers::on_connected_on_loop(int rank, net::Fd socket, base::TimePoint deadl
 
 // Who closes without a word has no time for this rank now, as strangers take it; or is no more,
 // which rank 0 is about to say.
-void Peers::on_not_believed_on_loop(int rank, const Error& error, base::TimePoint deadline) {
+void Peers::on_not_believed_on_loop(int rank, Peer& peer, const Error& error,
+                                    base::TimePoint deadline) {
   const base::TimePoint next = base::deadline_after(kRetry);
   if (error.kind == ErrorKind::kPeerLost && next < deadline) {
-    loop_.call_at(next, [this, rank, deadline] { connect_until_on_loop(rank, deadline); });
+    loop_.call_at(next,
+                  [this, rank, &peer, deadline] { connect_until_on_loop(rank, peer, deadline); });
   } else {
-    on_unreachable_on_loop(rank, error);
+    on_unreachable_on_loop(rank, peer, error);
   }
 }
 

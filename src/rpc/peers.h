@@ -94,12 +94,14 @@ class Peers {
   Peer& at(int rank) const { return peers_.at(rank); }
   base::Error loss_of(int rank, const Peer& peer) const;
   base::Status send_unconnected(int to, Peer& peer, net::OutFrame frame);
-  void connect_on_loop(int rank);
-  void connect_until_on_loop(int rank, base::TimePoint deadline);
-  void connect_by_tcp_on_loop(int rank, base::TimePoint deadline);
-  void on_unreachable_on_loop(int rank, const base::Error& error);
-  void on_connected_on_loop(int rank, net::Fd socket, base::TimePoint deadline);
-  void on_not_believed_on_loop(int rank, const base::Error& error, base::TimePoint deadline);
+  void connect_on_loop(int rank, Peer& peer);
+  bool is_connecting_on_loop(int rank, const Peer& peer) const;
+  void connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline);
+  void connect_by_tcp_on_loop(int rank, Peer& peer, base::TimePoint deadline);
+  void on_unreachable_on_loop(int rank, Peer& peer, const base::Error& error);
+  void on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::TimePoint deadline);
+  void on_not_believed_on_loop(int rank, Peer& peer, const base::Error& error,
+                               base::TimePoint deadline);
   void begin_to_send_on_loop(int rank, net::StreamPtr stream);
   net::Stream::Handler handler_on_loop(int rank, const net::StreamPtr& stream);
   void on_closed_on_loop(int rank, Peer& peer);
@@ -110,7 +112,7 @@ class Peers {
   const OnFrame on_frame_;
   const std::function<base::BufferPtr(const wire::FrameHeader&)> allocate_;
   const std::function<void(int rank)> on_open_;  // a connection stands; on the loop
-  PerRank<Peer> peers_;  // filled on the loop when the ranks are known, before join() returns
+  PerRank<Peer> peers_;       // filled on the loop when the ranks are known, before join() returns
   std::atomic<int> size_{0};  // of peers_, once that stays as it is
 };
 

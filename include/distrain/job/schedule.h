@@ -76,7 +76,8 @@ struct Position {
 /// whatever all are to meet for, so that at each meeting all steps handed out have been made; and
 /// an evaluation or a save that it had a part in begins again with those who are left. From then on
 /// they take over steps of its shard, too, as there is nobody else to make them. A new process can
-/// take the lost one's place: it gets a seat of its own, and what the old one still says is refused.
+/// take the lost one's place: it gets a seat of its own, and what the old one still says is
+/// refused.
 ///
 /// Thread-safe. The hooks, any of which may be empty, run on the thread of whoever comes last,
 /// while all trainers wait.
@@ -187,7 +188,7 @@ class Schedule {
   bool job_over() const;
   bool over_after_evaluation() const;
   bool stopped() const { return stop_at_ != kNever; }
-  std::vector<int> who_rests() const;
+  void tell_who_rests();
   void advance();
   void enter_next_phase(Phase before, bool again);
   Phase after_training() const;

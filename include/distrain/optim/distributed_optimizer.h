@@ -51,8 +51,9 @@ void keep_optimizers(rpc::Agent& agent);
 /// That process makes no steps for a while: until it makes one, no other waits for it in kSsp.
 void rest(rpc::Agent& agent, rpc::ProcessNumber process);
 /// The number (DistributedOptimizer::set_step_number) of the last step of that process which has
-/// been applied to parameters of this rank; none if it is no participant of their optimizers. Of
-/// one that is lost nothing is applied any more once a later rpc::Layer hears of it.
+/// been applied to parameters of this rank; none if it is no participant of their optimizers, or
+/// if these differ. Of one that is lost nothing is applied any more once a later rpc::Layer hears
+/// of it.
 std::optional<int64_t> last_step_of(rpc::Agent& agent, rpc::ProcessNumber process);
 
 /// On the rank that owns `parameter`: of the optimizer that updates it. `not_found` if none does.

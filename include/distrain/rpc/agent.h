@@ -282,6 +282,9 @@ class Agent {
   /// process can join in the place of one that is lost. Returns when that holds.
   void go_on_without(const std::vector<int>& ranks, int least, const std::string& if_too_few,
                      bool may_return);
+  /// A rank that has come in the midst of the job does its part: before that, whatever it fails
+  /// with is a loss that the job goes on from.
+  void note_of_use(int rank);
 
   /// RRefs this rank owns or holds, and autograd contexts it knows: 0 after a clean shutdown.
   size_t live_rrefs() const;

@@ -13,8 +13,9 @@ namespace distrain::rpc {
 // still be in the hands of threads, here and on other ranks. So that nothing of a dead process is
 // taken for the new one's,
 //
-//  - each id begins with the process that made it: 12 bits of incarnation, 12 of rank, 40 of a
-//    number of its own. A reply to a call of the dead one finds no call of that id;
+//  - each id begins with the process that made it: 12 bits of incarnation, 12 of rank (0 in those
+//    of calls, whose rank is known by the connection), 40 of a number of its own. A reply to a call
+//    of the dead one finds no call of that id;
 //  - what a rank keeps for another one (connection, credit, queued calls) is of one incarnation,
 //    and is made anew for the next;
 //  - a reference names its owner by rank and incarnation: its value has gone with the process;

@@ -83,6 +83,9 @@ class Child {
   bool may_be_lost() const { return may_be_lost_ || is_successor_; }
   bool is_successor() const { return is_successor_; }
   void set_successor() { is_successor_ = true; }
+  /// It is about to be killed, as it was stopped for so long that the job has gone on without it.
+  bool is_given_up() const { return is_given_up_; }
+  void give_up() { is_given_up_ = true; }
   /// It has found all others.
   bool ready() const { return ready_; }
   /// As its lines have it; empty: not yet.
@@ -121,6 +124,7 @@ class Child {
   bool ready_ = false;
   bool may_be_lost_ = false;
   bool is_successor_ = false;
+  bool is_given_up_ = false;
   std::string run_id_;
 };
 

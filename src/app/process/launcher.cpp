@@ -28,6 +28,7 @@ using std::chrono::nanoseconds;
 constexpr auto kSignalGrace = std::chrono::seconds(5);        // after a signal that we passed on
 constexpr auto kFirstPause = std::chrono::milliseconds(250);  // before the job starts again
 constexpr auto kLongestPause = std::chrono::seconds(30);
+constexpr auto kLasts = std::chrono::seconds(5);  // a rank that was no failure from the start
 
 class Launcher {
  public:
@@ -75,7 +76,7 @@ class Launcher {
     lost_.clear();
     group_->start(told(), in_child());
     if (restarts_ == plan_.max_restarts) listener_.reset();
-    while (group_->any_alive()) wait_once();
+    while (group_->any_alive() || has_lost_to_start()) wait_once();
     has_met_ = has_met_ || group_->has_met();
     hear_of_run();
     return group_->verdict(ended_by_signal_);
@@ -117,7 +118,7 @@ class Launcher {
     const std::optional<std::string> newest = newest_checkpoint();
     const bool got_further = plan_.newest_checkpoint ? newest != newest_ : group_->has_met();
     pause_ = got_further || generation_ == 0 ? nanoseconds(kFirstPause)
-                                           : std::min<nanoseconds>(pause_ * 2, kLongestPause);
+                                             : std::min<nanoseconds>(pause_ * 2, kLongestPause);
     ++restarts_;
     ++generation_;
     tell_restart(plan_.ranks, newest, pause_, verdict.cause);
@@ -152,34 +153,47 @@ class Launcher {
 
   // ---- ranks that the job goes on without ----
 
-  /// One that is lost is started again after a pause, which grows while it is lost before it was in
-  /// the job.
+  /// One that is lost is started again after a pause, which grows while it does not last.
   void on_lost(int rank) {
-    Lost& its = lost_[rank];
     const auto child = std::ranges::find(group_->ranks(), rank, &Child::rank);
-    
+    Lost& its = lost_[rank];
     its.at = base::kNever;
-    if (is_crash(child->signal()) || restarts_ >= plan_.max_restarts) return;
-    its.pause = child->ready() || its.pause == nanoseconds(0)
+    const bool found_no_place = child->is_successor() && !child->ready() && !child->signal();
+    if (restarts_ >= plan_.max_restarts || is_crash(child->signal()) || found_no_place) return;
+    const bool lasted = base::Clock::now() - its.started >= kLasts;
+    its.pause = lasted || its.pause == nanoseconds(0)
                     ? nanoseconds(kFirstPause)
                     : std::min<nanoseconds>(its.pause * 2, kLongestPause);
+    its.cause = group_->cause_of_loss(rank);
     its.at = base::deadline_after(its.pause);
-    ++restarts_;
-    const Cause cause = group_->cause_of_loss(rank);
-    tell_restart({rank}, std::nullopt, its.pause, cause);
-    say_restart(cause, "it is started again, the job goes on");
   }
 
+  bool has_lost_to_start() const {
+    return std::ranges::any_of(lost_,
+                               [](const auto& its) { return its.second.at != base::kNever; });
+  }
+
+  /// If the job still goes on by now: it may have ended because of that loss.
   void start_lost_again() {
+    const bool goes_on =
+        !group_->is_ending() && !group_->is_over() && !ended_by_signal_ && !write_error_;
     for (auto& [rank, its] : lost_) {
-      if (base::Clock::now() < its.at) continue;
-      its.at = base::kNever;
-      if (group_->is_ending() || !group_->any_alive()) continue;
+      if (goes_on && base::Clock::now() < its.at) continue;
+      if (std::exchange(its.at, base::kNever) == base::kNever || !goes_on) continue;
+      if (restarts_ >= plan_.max_restarts) continue;
       SpawnedRank spawned = told();
       spawned.rank = rank;
       spawned.listen_fd = -1;
       spawned.rejoins = true;
-      group_->start_again(spawned, in_child());
+      if (!group_->start_again(spawned, in_child())) {  // no process is to be had now
+        its.pause = std::min<nanoseconds>(its.pause * 2, kLongestPause);
+        its.at = base::deadline_after(its.pause);
+        continue;
+      }
+      its.started = base::Clock::now();
+      ++restarts_;
+      tell_restart({rank}, std::nullopt, its.pause, its.cause);
+      say_restart(its.cause, "it is started again, the job goes on");
     }
   }
 
@@ -337,10 +351,12 @@ class Launcher {
   struct Lost {
     nanoseconds pause{0};
     base::TimePoint at = base::kNever;  // it is started again
+    base::TimePoint started{};          // last
+    Cause cause;
   };
-  std::map<int, Lost> lost_;  // by rank
-  int restarts_ = 0;          // of ranks, or of all of them
-  uint32_t generation_ = 0;   // of all of them
+  std::map<int, Lost> lost_;                             // by rank
+  int restarts_ = 0;                                     // of ranks, or of all of them
+  uint32_t generation_ = 0;                              // of all of them
   bool has_met_ = false;                                 // once, all ranks have
   std::optional<std::string> newest_at_first_, newest_;  // checkpoints: when it last started
   nanoseconds pause_{0};

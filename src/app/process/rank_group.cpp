@@ -74,16 +74,18 @@ void RankGroup::start(const SpawnedRank& told, const std::function<void(int)>& i
   }
 }
 
-void RankGroup::start_again(const SpawnedRank& told, const std::function<void(int)>& in_child) {
-  std::erase_if(children_, [&](const Child& child) { return child.rank() == told.rank; });
+bool RankGroup::start_again(const SpawnedRank& told, const std::function<void(int)>& in_child) {
+  const size_t others = children_.size();
   try {
     start_rank(told, !base::other_threads().empty(), in_child);
-  } catch (const base::Exception& e) {
-    start_error_ = e.error();
-    return kill();
+  } catch (const base::Exception&) {
+    return false;
   }
   children_.back().set_successor();
+  const auto before = std::ranges::find(children_, told.rank, &Child::rank);
+  if (before != children_.begin() + static_cast<std::ptrdiff_t>(others)) children_.erase(before);
   std::ranges::sort(children_, {}, &Child::rank);
+  return true;
 }
 
 void RankGroup::start_rank(SpawnedRank spawned, bool by_exec,
@@ -133,15 +135,29 @@ std::vector<int> RankGroup::reap() {
   return lost;
 }
 
-/// It is lost, and the job goes on. One that a signal has told to end is to end the job.
+/// It is lost, and the job goes on: it blames nobody else, and we have not ended it. Where a job
+/// saves, one that a signal has told to end is to end the job; otherwise that is a loss, too.
 bool RankGroup::is_spared(const Child& child) const {
-  if (!child.failed() || !child.may_be_lost() || child.stopped_by()) return false;
+  if (!child.failed() || !child.may_be_lost()) return false;
+  if (child.is_given_up()) return true;
+  if (child.ended_by_us()) return never_met(child);
+  if (child.stopped_by()) return plan_.save_grace.count() == 0;
   const int code = child.exit_code();
-  const bool never_met = child.is_successor() && !child.ready() &&
-                         (code == base::exit_code(base::ErrorKind::kRendezvous) || child.killed());
-  return child.signal() != 0 || never_met ||
-         code == base::exit_code(base::ErrorKind::kPeerLost) ||
+  const bool is_cut_off =
+      code == base::exit_code(base::ErrorKind::kPeerLost) && !blamed_rank(child);
+  return child.signal() != 0 || never_met(child) || is_cut_off ||
          code == base::exit_code(base::ErrorKind::kResources);
+}
+
+/// A successor that has found no place in the job any more.
+bool RankGroup::never_met(const Child& child) const {
+  return child.is_successor() && !child.ready() &&
+         (child.exit_code() == base::exit_code(base::ErrorKind::kRendezvous) || child.killed());
+}
+
+bool RankGroup::is_over() const {
+  return std::ranges::any_of(children_,
+                             [](const Child& child) { return !child.alive() && !child.failed(); });
 }
 
 /// Somebody who has failed puts it down to this one.
@@ -156,9 +172,7 @@ void RankGroup::end_late_successors() {
   const auto looks = [](const Child& child) { return child.is_successor() && !child.ready(); };
   const bool others_alive = std::ranges::any_of(
       children_, [&](const Child& child) { return child.alive() && !looks(child); });
-  const bool any_ended_well = std::ranges::any_of(
-      children_, [](const Child& child) { return !child.alive() && !child.failed(); });
-  if (others_alive || !any_ended_well) return;
+  if (others_alive || !is_over()) return;
   for (Child& child : children_) {
     if (child.alive()) child.send(SIGKILL);
   }
@@ -189,7 +203,7 @@ Child* RankGroup::blamed_by_all() {
       std::ranges::find_if(children_, [&](const Child& child) { return child.rank() == rank; });
   if (!rank || blamed == children_.end() || !blamed->alive()) return nullptr;
   const bool by_all = std::ranges::all_of(children_, [&](const Child& child) {
-    return &child == &*blamed ||
+    return &child == &*blamed || is_spared(child) ||
            (child.failed() && is_secondary(child) && blamed_rank(child) == rank);
   });
   return by_all ? &*blamed : nullptr;
@@ -213,7 +227,11 @@ base::TimePoint RankGroup::stopped_until(const Child& child) const {
 void RankGroup::kill_stopped() {
   for (Child& child : children_) {
     if (base::Clock::now() < stopped_until(child)) continue;
-    if (!stopped_rank_ && phase_ == Phase::kRunning) stopped_rank_ = child.rank();
+    if (child.may_be_lost()) {
+      child.give_up();
+    } else if (!stopped_rank_ && phase_ == Phase::kRunning) {
+      stopped_rank_ = child.rank();
+    }
     child.send(SIGKILL);
   }
 }
@@ -388,10 +406,15 @@ std::optional<Verdict> RankGroup::verdict(int ended_by) const {
   if (start_error_) return Verdict{cause_of(*start_error_), false, {}};
   const Child* const child = root_cause();
   if (!child && stopped_rank_) return Verdict{cause_of_stopped(*find(stopped_rank_)), false, {}};
-  if (!child || std::ranges::all_of(children_, &Child::stopped_by)) {
-    return verdict_by_signal(ended_by);
+  const bool all_stopped = std::ranges::all_of(children_, &Child::stopped_by);
+  if (!child && !all_stopped && !is_over() && ended_by == 0) {  // none is left to go on
+    const auto last = std::ranges::max_element(children_, {}, [this](const Child& each) {
+      return std::pair(is_spared(each), each.ended_at());
+    });
+    if (last != children_.end() && is_spared(*last)) return Verdict{cause_from(*last), false, {}};
   }
-  Verdict verdict{cause_from(*child), false, {}};
+  if (!child || all_stopped) return verdict_by_signal(ended_by);
+  Verdict verdict{child->is_given_up() ? cause_of_stopped(*child) : cause_from(*child), false, {}};
   // A rank that threw has said so in its own line, best the one that is the cause itself.
   const Child* const named = find(verdict.cause.rank);
   const Child* teller = named && !named->error().empty() ? named : child;

@@ -43,14 +43,17 @@ class RankGroup {
   /// are killed.
   void start(const SpawnedRank& told, const std::function<void(int rank)>& in_child);
 
-  /// Starts a rank that is lost once more, in the midst of the job.
-  void start_again(const SpawnedRank& told, const std::function<void(int rank)>& in_child);
+  /// Starts a rank that is lost once more, in the midst of the job. False: it cannot be started
+  /// now.
+  bool start_again(const SpawnedRank& told, const std::function<void(int rank)>& in_child);
 
   bool any_alive() const;
   /// All ranks of the job have found each other.
   bool has_met() const;
   /// They are to end, for whatever reason: nobody is to be waited for.
   bool is_ending() const { return phase_ != Phase::kRunning; }
+  /// One of them has ended well: so do the others.
+  bool is_over() const;
   /// Ascending by rank.
   const std::vector<Child>& ranks() const { return children_; }
   /// Of the largest rank that has ended.
@@ -105,6 +108,7 @@ class RankGroup {
   void send_to_all(int signal);
   const Child* find(std::optional<int> rank) const;
   bool is_spared(const Child& child) const;
+  bool never_met(const Child& child) const;
   bool is_blamed(const Child& child) const;
   void end_late_successors();
   bool failed_itself(const Child& child) const;

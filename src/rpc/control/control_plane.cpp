@@ -190,6 +190,12 @@ base::Future<void> ControlPlane::tolerate(control::Tolerance tolerance) {
   return done;
 }
 
+void ControlPlane::note_of_use(int rank) {
+  loop_.post([self = shared_from_this(), rank] {
+    if (self->hub_) self->hub_->note_of_use(rank);
+  });
+}
+
 // ---- connections, on the loop ----
 
 Link ControlPlane::hold_on_loop(const net::StreamPtr& stream) {
@@ -447,7 +453,15 @@ void ControlPlane::on_lost(const Loss& loss) {
 
 void ControlPlane::on_returned(int rank, const wire::RankDevices& devices) {
   const wire::Directory::Entry& entry = party_->directory().ranks[static_cast<size_t>(rank)];
-  devices_.learn_again(rank, devices);
+  try {
+    devices_.learn_again(rank, devices);
+  } catch (const base::Exception& e) {
+    // Its devices do not go with the others': rank 0 does without it, and all hear that.
+    if (hub_)
+      loop_.post([self = shared_from_this(), rank, error = e.error()] {
+        self->report_on_loop(rank, error);
+      });
+  }
   callbacks_.on_returned(rank, entry.incarnation, way_to(rank, entry.endpoint));
 }
 

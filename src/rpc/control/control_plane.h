@@ -73,6 +73,8 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   void close();
   /// Rank 0: who may be lost from now on. Done when that holds.
   base::Future<void> tolerate(control::Tolerance tolerance);
+  /// Rank 0: one that came in the midst of the job does its part.
+  void note_of_use(int rank);
   /// Until what was said last has gone out, for a second at most.
   void wait_until_flushed();
 

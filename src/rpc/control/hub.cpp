@@ -42,8 +42,7 @@ std::optional<Error> Hub::check_join(int rank, const wire::Join& join) const {
                   std::to_string(size - 1));
   }
   if (state_ == State::kOver) return refuse("the job has ended before this rank came");
-  const bool is_free =
-      state_ == State::kMeeting ? !joined_.contains(rank) : is_free_again(rank);
+  const bool is_free = state_ == State::kMeeting ? !joined_.contains(rank) : is_free_again(rank);
   if (!is_free) {
     return refuse("rank: " + std::to_string(rank) + " has been taken already");
   }
@@ -115,6 +114,7 @@ void Hub::introduce(int rank, wire::RankDevices devices) {
   for (const auto& [other, joined] : joined_) {
     if (is_here(other) && !newcomers_.contains(other)) newcomer.yet_to_know.insert(other);
   }
+  untried_.insert(rank);
   devices_[rank] = devices;
   const wire::Returned returned{joined_.at(rank).endpoint, std::move(devices)};
   const Message word{FrameKind::kReturned, static_cast<uint64_t>(rank), newcomer.incarnation,
@@ -143,11 +143,11 @@ void Hub::let_go_on(int newcomer) {
 std::vector<int> Hub::missing() const {
   std::vector<int> ranks;
   for (int rank = 0; rank < static_cast<int>(settings_.names.size()); ++rank) {
-    const bool is_missing = state_ == State::kMeeting ? rank != 0 && !joined_.contains(rank)
-                            : state_ == State::kPreparing
-                                ? !devices_.contains(rank)
-                                : (is_here(rank) || newcomers_.contains(rank)) &&
-                                      !in_round_.contains(rank);
+    const bool is_missing =
+        state_ == State::kMeeting ? rank != 0 && !joined_.contains(rank)
+        : state_ == State::kPreparing
+            ? !devices_.contains(rank)
+            : (is_here(rank) || newcomers_.contains(rank)) && !in_round_.contains(rank);
     if (is_missing) ranks.push_back(rank);
   }
   return ranks;
@@ -238,15 +238,18 @@ void Hub::find_lost(int rank, const Error& error) {
 
 void Hub::forget(int rank) {
   newcomers_.erase(rank);
+  untried_.erase(rank);
   in_round_.erase(rank);
   // Before go its place is kept: all end with it.
 }
 
 // Who is gone, or has run out of something, may be done without. Who has found data that is wrong,
-// say, or a loss that is no number, has found it for all.
+// say, or a loss that is no number, has found it for all; but one that has just come in the midst
+// of the job only says so of itself.
 bool Hub::goes_on_without(int rank, Error& error) const {
   const bool is_its_own = error.kind == ErrorKind::kPeerLost ||
-                          (error.kind == ErrorKind::kResources && error.rank == rank);
+                          (error.kind == ErrorKind::kResources && error.rank == rank) ||
+                          untried_.contains(rank);
   if (!tolerance_.ranks.contains(rank) || !is_its_own) return false;
   size_t left = 0;
   for (const int each : tolerance_.ranks) left += each != rank && is_here(each) ? 1 : 0;

@@ -18,6 +18,8 @@ class Hub final : public Party {
   void begin();
   /// From here on, in place of what was said before.
   void tolerate(Tolerance tolerance) { tolerance_ = std::move(tolerance); }
+  /// A rank that is there again is of use: from here on what it fails with counts for all.
+  void note_of_use(int rank) { untried_.erase(rank); }
 
   void prepared(wire::RankDevices devices) override;
   void enter_round(uint64_t round, uint64_t number) override;
@@ -61,6 +63,7 @@ class Hub final : public Party {
   std::map<int, wire::RankDevices> devices_;  // of those that are, or were, prepared
   Tolerance tolerance_;
   std::map<int, Newcomer> newcomers_;
+  std::set<int> untried_;             // who have come anew, and may not fit the job
   uint64_t round_ = 0;                // that is under way
   std::map<int, uint64_t> in_round_;  // the numbers of those who have come to it
 };
