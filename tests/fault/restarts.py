@@ -67,7 +67,7 @@ def start(name):
     found = []
     for number, host in enumerate(hosts):
         where = ["--ranks", ",".join(map(str, share[number])), "--master-addr", "10.79.0.10", "--insecure",
-                 "--join-timeout", "60"]
+                 "--join-timeout", "60", "--threads", "1"]  # each would take all cores, as on a machine of its own
         told = [*arguments, *saves] if number == 0 else []
         found.append(Launcher(name, number, [*told, *again, *where], ["ip", "netns", "exec", host]))
     return found
@@ -90,15 +90,21 @@ def disturb(launchers):
     return killed
 
 
+def give_up(launchers, why):
+    for each in launchers:
+        each.process.kill()
+    sys.exit(why)
+
+
 def wait(launchers, name):
     limit = time.time() + longest
     for number, each in enumerate(launchers):
         try:
             code = each.process.wait(max(1, limit - time.time()))
         except subprocess.TimeoutExpired:
-            sys.exit(f"{name}, launcher {number}: still there after {longest} s: {each.lines()[-3:]}")
+            give_up(launchers, f"{name}, launcher {number}: still there after {longest} s: {each.lines()[-3:]}")
         if code not in GOOD.get(job, (0,)):
-            sys.exit(f"{name}, launcher {number}: exit code {code}: {each.lines()[-1]}")
+            give_up(launchers, f"{name}, launcher {number}: exit code {code}: {each.lines()[-1]}")
 
 
 def saved(name):
