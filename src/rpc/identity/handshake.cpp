@@ -29,6 +29,23 @@ std::string short_text(const wire::JobId& id) {
   return hex({reinterpret_cast<const char*>(id.data()), 4});
 }
 
+bool is_other_generation(const Self& self, const wire::Hello& other) {
+  const bool any =
+      other.generation == wire::kAnyGeneration || self.generation == wire::kAnyGeneration;
+  return other.generation != self.generation && !any;
+}
+
+std::string both_generations(const Self& self, const wire::Hello& other) {
+  return "of generation " + std::to_string(other.generation) + ", rank " +
+         std::to_string(self.rank) + " of " + std::to_string(self.generation);
+}
+
+// What came late from an earlier generation proves nothing, but says which one it is of.
+std::string claimed_generation(const Self& self, const wire::Hello& other) {
+  if (!is_other_generation(self, other)) return {};
+  return " (it says that it is " + both_generations(self, other) + ")";
+}
+
 void check_proof(const Key& key, const wire::Bytes& first, const wire::Bytes& second,
                  std::span<const uint8_t> proof) {
   if (is_equal(authenticate(key, {first, second}), wire::decode_proof(proof))) return;
@@ -80,12 +97,9 @@ std::optional<Error> mismatch(const Self& self, const wire::Hello& other) {
                   " to " + short_text(self.job_id) +
                   ": give all ranks of a job the same --job-id, and each job its own port");
   }
-  const bool any =
-      other.generation == wire::kAnyGeneration || self.generation == wire::kAnyGeneration;
-  if (other.generation != self.generation && !any) {
+  if (is_other_generation(self, other)) {
     return refuse(
-        "generation: " + who + " is of generation " + std::to_string(other.generation) + ", " +
-        own + " of " + std::to_string(self.generation) +
+        "generation: " + who + " is " + both_generations(self, other) +
         (other.generation < self.generation ? ": the job has been started again since" : ""));
   }
   return std::nullopt;
@@ -95,7 +109,7 @@ std::string why_not_believed(const Self& self, const wire::Hello& other) {
   using enum wire::Trust;
   const std::string it = "rank " + std::to_string(other.rank);
   if (other.purpose == wire::HelloPurpose::kPeer) {
-    return it + " does not know the secret of this job's ranks";
+    return it + " does not know the secret of this job's ranks" + claimed_generation(self, other);
   }
   if (other.trust != self.trust) {
     const std::string own = "rank " + std::to_string(self.rank);
@@ -111,7 +125,7 @@ std::string why_not_believed(const Self& self, const wire::Hello& other) {
   }
   if (self.trust == kToken) {
     return it + " has another token than rank " + std::to_string(self.rank) +
-           ": start both with the same --token-file";
+           claimed_generation(self, other) + ": start both with the same --token-file";
   }
   if (self.trust == kAnybody) return it + " has sent a proof that was damaged on the way";
   return it +

@@ -179,8 +179,16 @@ TEST_CASE("another job or another generation is named") {
   other.job_id = self.job_id;
   other.generation = 3;
   CHECK(contains(rpc::identity::mismatch(self, other)->message, "is of generation 3, rank 0 of 4"));
+  // Also where its proof does not fit: what was said before the job was started again may come
+  // late.
+  const auto why = [&] { return rpc::identity::why_not_believed(self, other); };
+  CHECK(contains(why(),
+                 "another token than rank 0 (it says that it is of generation 3, rank 0 of 4)"));
+  other.purpose = HelloPurpose::kPeer;
+  CHECK(contains(why(), "this job's ranks (it says that it is of generation 3, rank 0 of 4)"));
   other.generation = wire::kAnyGeneration;  // it has not been told
   CHECK_FALSE(rpc::identity::mismatch(self, other));
+  CHECK_FALSE(contains(why(), "generation"));
 }
 
 // ---- agents ----
