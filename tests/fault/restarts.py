@@ -74,10 +74,17 @@ def start(name):
     return found
 
 
+def restarts_of(launchers):
+    return [len([line for line in each.lines() if line["event"] == "restart"]) for each in launchers]
+
+
 def disturb(launchers):
-    """Gives back how many ranks were killed: fewer than one every time where the machine is slow to start them."""
+    """Gives back how many ranks were killed. Not all of that are restarts of all launchers where the machine is slow
+    to start ranks: one may be killed while others are still about to start again."""
     killed, begun = 0, time.time()
-    while (time.time() - begun < seconds or killed < at_least) and any(e.process.poll() is None for e in launchers):
+    while any(each.process.poll() is None for each in launchers):
+        if time.time() - begun >= seconds and min(restarts_of(launchers)) >= at_least:
+            break
         time.sleep(every)
         victims = [pid for each in launchers for pid in each.pids().values()]
         choose.shuffle(victims)
@@ -125,7 +132,7 @@ began = time.time()
 launchers = start("disturbed")
 killed = disturb(launchers)
 wait(launchers, "disturbed")
-restarts = [sum(line["event"] == "restart" for line in each.lines()) for each in launchers]
+restarts = restarts_of(launchers)
 errors = [line["message"] for each in launchers for line in each.lines() if line["event"] == "error"]
 print(f"{job}: {alone:.1f} s undisturbed, {time.time() - began:.1f} s with {killed} kills and {restarts} restarts, "
       f"step {saved('disturbed')[0]}", flush=True)
