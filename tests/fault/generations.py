@@ -219,9 +219,10 @@ def check_saved(name):
 
 
 class Restarted:
-    """A job that has gone on to generation 1, without rank 1 so far, and with rank 1 of generation 0 at the gate."""
+    """A job that has gone on to generation 1, without rank 1 so far, and with rank 1 of generation 0 at the gate, or
+    stopped by a signal."""
 
-    def __init__(self, name, most, is_enough):
+    def __init__(self, name, most, is_enough, stops=False):
         self.name, self.port = name, free_port()
         self.gate = Gate(self.port, most)
         self.job = Process(*JOB, "--ranks", "0,2", "--master-port", self.port, "--job-id", "nightly", "--max-restarts",
@@ -230,7 +231,10 @@ class Restarted:
         self.old = Process("--rank", 1, "--master-port", self.gate.own_port, "--job-id", "nightly")
         self.job.wait_for("ready", 2)
         wait_until(f"{name}: generation 0 is at work", lambda: is_enough(self))
-        self.gate.holds = True
+        if stops:
+            os.kill(self.old.process.pid, signal.SIGSTOP)
+        else:
+            self.gate.holds = True
         os.kill(self.job.pid_of(2), signal.SIGKILL)
         self.job.wait_for("restart")
         self.job.wait_for("start", 4)
@@ -281,6 +285,16 @@ def calls_late():
     run.finish()
 
 
+def stopped_meanwhile():
+    """Its connections have ended when it goes on."""
+    run = Restarted("stopped", sys.maxsize, lambda run: run.job.lines("checkpoint"), stops=True)
+    run.meet()
+    os.kill(run.old.process.pid, signal.SIGCONT)
+    if run.old.end([5])["cause_rank"] not in (0, 2):
+        sys.exit(f"rank 1 of generation 0 blames another: {run.old.lines()[-1]}")
+    run.finish()
+
+
 def two_generations():
     """As torchrun starts them: one rank is of another start than rank 0."""
     port = free_port()
@@ -304,7 +318,7 @@ def two_generations():
 
 
 Process(*JOB, "--checkpoint", f"{folder}/undisturbed").end([0])
-for each in (two_generations, first_words_late, calls_late):
+for each in (two_generations, stopped_meanwhile, first_words_late, calls_late):
     begun = time.monotonic()
     each()
     print(f"{each.__name__}: {time.monotonic() - begun:.1f} s")
