@@ -24,11 +24,11 @@ choose = random.Random(int(os.environ.get("RESTARTS_SEED", "1")))
 
 JOBS = {  # how many ranks, how long a job is, what else it is told
     "hybrid": (4, "epochs", 600, "--mode sync --checkpoint-every 20"),
-    "ps": (4, "epochs", 30, f"--data {folder}/images --mode sync --trainers 3 --checkpoint-every 10"),
+    "ps": (4, "epochs", 30, f"--data {folder}/images --mode sync --trainers 3 --checkpoint-every 2"),
     "rnn": (3, "epochs", 300, "--mode sync --trainers 2 --checkpoint-every 20"),
     "rl": (3, "max-episodes", 400, "--observers 2 --max-steps 200 --checkpoint-every 5"),
     "pipeline": (3, "batches", 40,
-                 "--model resnet50 --image-size 32 --batch-size 8 --micro-batches 2 --checkpoint-every 2"),
+                 "--model resnet50 --image-size 32 --batch-size 8 --micro-batches 2 --checkpoint-every 1"),
 }
 GOOD = {"rl": (0, 11)}  # its goal may not be reached
 
