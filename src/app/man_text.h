@@ -77,6 +77,13 @@ quarter of a second before, and twice as long each time that the job has got no 
 minute. On several machines each launcher starts its own ranks again, and they meet anew at rank 0; a
 machine that does not come back is waited for until --join-timeout.
 
+Where trainers share all that they train and do not wait for each other in each step (`ps` with `--mode
+async` or `ssp`), the job goes on without one that is killed, lost or short of memory, as long as
+--min-trainers are left. A `lost` line names it, and says how many steps it had made and how many it had
+begun, which go to the others. A process that is started with its --rank takes the place, at any time
+before the job ends, and a `returned` line says so; one that had only been stopped finds its place taken
+and ends with exit status 5. With `--max-restarts N` the launcher starts such ranks again by themselves.
+
 On SIGINT (Ctrl-C), SIGTERM or SIGHUP a job with --checkpoint finishes its step, saves, and ends
 within 60 s; a second signal, from 2 s after the first, ends it at once. What is signalled twice sooner
 counts as signalled once, because a terminal, timeout(1) and service managers signal a process and its

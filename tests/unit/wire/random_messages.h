@@ -68,8 +68,7 @@ class RandomMessages {
   Directory directory() {
     Directory directory;
     for (size_t i = below(6); i > 0; --i) {
-      directory.ranks.push_back(
-          {text(), endpoint(), static_cast<uint32_t>(bits()), one_in(2)});
+      directory.ranks.push_back({text(), endpoint(), static_cast<uint32_t>(bits()), one_in(2)});
     }
     directory.options = options();
     directory.secret = text();
