@@ -41,7 +41,10 @@ std::optional<Error> Hub::check_join(int rank, const wire::Join& join) const {
     return refuse("rank: " + std::to_string(rank) + " is outside this job's 0 to " +
                   std::to_string(size - 1));
   }
-  if (state_ == State::kOver) return refuse("the job has ended before this rank came");
+  // After the first round of the end nobody waits for one who has yet to come to it.
+  if (state_ == State::kOver || round_ > 0) {
+    return refuse("the job has ended before this rank came");
+  }
   const bool is_free = state_ == State::kMeeting ? !joined_.contains(rank) : is_free_again(rank);
   if (!is_free) {
     return refuse("rank: " + std::to_string(rank) + " has been taken already");
