@@ -219,6 +219,7 @@ void DeviceTable::learn(std::vector<std::string> names, std::vector<RankDevices>
 }
 
 void DeviceTable::learn_again(int rank, RankDevices devices) {
+  if (!known_.done()) return;  // they will be among all of them
   All changed = *all();
   changed.at(static_cast<size_t>(rank)) = std::move(devices);
   if (const auto error = check_device_maps(names_, changed)) throw base::Exception(*error);

@@ -115,7 +115,8 @@ void Hub::introduce(int rank, wire::RankDevices devices) {
     wire::Reader::fail("a rank that is prepared twice");
   }
   for (const auto& [other, joined] : joined_) {
-    if (is_here(other) && !newcomers_.contains(other)) newcomer.yet_to_know.insert(other);
+    const bool hears = is_here(other) || newcomers_.contains(other);
+    if (other != rank && hears) newcomer.yet_to_know.insert(other);
   }
   untried_.insert(rank);
   devices_[rank] = devices;
@@ -134,13 +135,15 @@ void Hub::note_known(int newcomer, int by) {
 }
 
 void Hub::let_go_on(int newcomer) {
-  const Link link = joined_.at(newcomer).link;
-  const std::vector<Message> later = std::move(newcomers_.at(newcomer).later);
   newcomers_.erase(newcomer);
   std::vector<wire::RankDevices> all;
   for (const auto& [each, its] : devices_) all.push_back(its);
-  world_.send(link, {FrameKind::kGo, 0, 0, wire::encode(all)});
-  for (const Message& message : later) world_.send(link, message);
+  world_.send(joined_.at(newcomer).link, {FrameKind::kGo, 0, 0, wire::encode(all)});
+}
+
+void Hub::wait_no_more_for(int rank) {
+  const auto waiting = newcomers_;  // by copy: some may be let go on
+  for (const auto& [newcomer, its] : waiting) note_known(newcomer, rank);
 }
 
 std::vector<int> Hub::missing() const {
@@ -160,13 +163,7 @@ std::vector<int> Hub::missing() const {
 
 void Hub::tell_members(const Message& message, int except) {
   for (const auto& [rank, joined] : joined_) {
-    if (rank == except || !connections_.contains(joined.link)) continue;
-    const auto newcomer = newcomers_.find(rank);
-    if (newcomer == newcomers_.end()) {
-      world_.send(joined.link, message);
-    } else {
-      newcomer->second.later.push_back(message);
-    }
+    if (rank != except && connections_.contains(joined.link)) world_.send(joined.link, message);
   }
 }
 
@@ -224,6 +221,7 @@ void Hub::find_lost(int rank, const Error& error) {
     directory_.ranks[static_cast<size_t>(rank)].incarnation = newcomer->second.incarnation;
     forget(rank);
     cut_off(rank, error);
+    wait_no_more_for(rank);
     return end_round_if_all_there();
   }
   if (!is_here(rank)) return;
@@ -234,8 +232,7 @@ void Hub::find_lost(int rank, const Error& error) {
   forget(rank);
   lose(rank, why, goes_on);
   tell_members(lost, rank);
-  const auto waiting = newcomers_;  // by copy: some may be let go on
-  for (const auto& [other, its] : waiting) note_known(other, rank);
+  wait_no_more_for(rank);
   if (goes_on) end_round_if_all_there();
 }
 

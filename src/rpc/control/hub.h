@@ -35,8 +35,7 @@ class Hub final : public Party {
   struct Newcomer {
     uint32_t incarnation = 0;
     bool is_prepared = false;
-    std::set<int> yet_to_know;   ///< of it, once it is prepared
-    std::vector<Message> later;  ///< what all have been told meanwhile
+    std::set<int> yet_to_know;  ///< of it, once it is prepared
   };
 
   void on_control(int rank, const Message& message) override;
@@ -53,6 +52,7 @@ class Hub final : public Party {
   void introduce(int rank, wire::RankDevices devices);
   void note_known(int newcomer, int by);
   void let_go_on(int newcomer);
+  void wait_no_more_for(int rank);
   bool goes_on_without(int rank, base::Error& error) const;
   void forget(int rank);
 

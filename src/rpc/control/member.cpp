@@ -47,17 +47,18 @@ void Member::on_control(int, const Message& message) {
       // What was said first holds: others go by it.
       if (state_ == State::kRunning) return;
       if (state_ != State::kPreparing) break;
-      if (begin_running(wire::decode_all_devices(message.body))) tell_of_earlier_losses();
+      begin_running(wire::decode_all_devices(message.body));
       return;
     case FrameKind::kLost:
-      if (state_ != State::kRunning || message.a >= presence_.size()) break;
+      if (message.a >= presence_.size()) break;
+      if (state_ == State::kPreparing && message.b != 1) return abort(reason_of(0, message));
       told_.insert(static_cast<int>(message.a));
       lose(static_cast<int>(message.a), reason_of(0, message), message.b == 1);
       return;
     case FrameKind::kReturned: {
-      if (state_ != State::kRunning || message.a >= presence_.size() || message.a == 0) break;
+      if (message.a >= presence_.size() || message.a == 0) break;
       const auto rank = static_cast<int>(message.a);
-      if (rank == settings_.rank || is_here(rank)) break;
+      if (rank == settings_.rank || presence_[message.a] == Presence::kHere) break;
       if (message.b >= kMaxIncarnations) break;
       told_.erase(rank);
       take_back(rank, static_cast<uint32_t>(message.b), wire::decode_returned(message.body));
@@ -74,13 +75,6 @@ void Member::on_control(int, const Message& message) {
 }
 
 void Member::on_control_lost(int, const Error& error) { abort(error); }
-
-void Member::tell_of_earlier_losses() {
-  for (const auto& [rank, error] : losses_) {
-    told_.insert(rank);
-    world_.on_lost({rank, error, true, directory_.ranks[static_cast<size_t>(rank)].incarnation});
-  }
-}
 
 // Without the hub nobody says any more who leaves, and why; all do, as it is lost to them, too.
 void Member::find_lost(int rank, const Error& error) {

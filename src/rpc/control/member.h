@@ -22,7 +22,6 @@ class Member final : public Party {
   void on_control_lost(int rank, const base::Error& error) override;
   void find_lost(int rank, const base::Error& error) override;
   void suspect(int rank, const base::Error& error) override;
-  void tell_of_earlier_losses();
 
   const Link hub_;
   bool has_joined_ = false;

@@ -62,14 +62,17 @@ void Party::know(wire::Directory directory) {
     const wire::Directory::Entry& entry = directory_.ranks[static_cast<size_t>(rank)];
     presence_.push_back(entry.is_here ? Presence::kHere : Presence::kLost);
     if (entry.is_here) continue;
-    losses_[rank] = {ErrorKind::kPeerLost,
-                     "rank " + std::to_string(rank) + name_of(rank) +
-                         " was lost before this rank came",
-                     rank,
-                     {}};
+    losses_[rank] = {
+        ErrorKind::kPeerLost,
+        "rank " + std::to_string(rank) + name_of(rank) + " was lost before this rank came",
+        rank,
+        {}};
   }
   state_ = State::kPreparing;
   world_.on_directory(directory_);
+  for (const auto& [rank, error] : losses_) {
+    world_.on_lost({rank, error, true, directory_.ranks[static_cast<size_t>(rank)].incarnation});
+  }
 }
 
 bool Party::begin_running(std::vector<wire::RankDevices> devices) {
@@ -198,7 +201,9 @@ void Party::drop(Link link, bool flush) {
 }
 
 bool Party::lose(int rank, const Error& error, bool job_goes_on) {
-  if (!is_here(rank)) return false;
+  if (state_ == State::kOver || presence_[static_cast<size_t>(rank)] != Presence::kHere) {
+    return false;
+  }
   presence_[static_cast<size_t>(rank)] = Presence::kLost;
   losses_[rank] = error;
   cut_off(rank, error);

@@ -31,8 +31,9 @@ namespace distrain::rpc::control {
 // Whatever a member sees of another's loss, only the hub says whether the job goes on without that
 // rank: Tolerance. If it does, the place is open again. A new process that joins in its midst gets
 // the directory at once, and prepares itself; then all others are told where it is, and it hears go
-// when all of them have said that they know: so none of them refuses what it connects to. What the
-// hub has to tell all meanwhile is kept for it until then.
+// when all of them have said that they know: so none of them refuses what it connects to. From the
+// directory on it hears all that the hub tells the others, and others may be such new processes,
+// too: each of two knows of the other before either hears go.
 //
 // All of it is in Hub (rank 0) and Member (any other), which do no I/O, have no clock and no
 // thread: an event comes in by a function call with the time, what is to be done goes out through
@@ -42,7 +43,8 @@ namespace distrain::rpc::control {
 // States of a rank, and what takes it on:
 //
 //   meeting    until the directory is there; Hub: until all have joined
-//   preparing  until go; Hub: until all are prepared. A rank that is lost before go ends all
+//   preparing  until go; Hub: until all are prepared. A rank that is lost before go ends all,
+//              but for one that comes in the midst of the job
 //   running    until it leaves, or is told that it is lost itself
 //   over       nothing is sent or told any more
 
@@ -75,7 +77,8 @@ class World {
   virtual void on_go(std::vector<wire::RankDevices> devices) = 0;
   /// Instead of go: there will be no job.
   virtual void on_failed(const base::Error& error) = 0;
-  /// After go, once for each process that is lost.
+  /// After go, once for each process that is lost. A rank that comes in the midst of the job hears
+  /// it before, too, of those that were lost before it came.
   virtual void on_lost(const Loss& loss) = 0;
   /// A rank that was lost is there again: directory() has its new incarnation, and where it is.
   virtual void on_returned(int rank, const wire::RankDevices& devices) = 0;
