@@ -245,12 +245,16 @@ void RRefContext::encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& ha
     } else {
       mode = encoder.to == owner ? Mode::kLocalHoldAccept : Mode::kUnconfirmed;
       std::lock_guard lock(mutex_);
-      pending_children_.emplace(fork, std::pair(handle, encoder.to));
+      // Of a value that is gone nobody says Accept, and there is nothing to keep alive.
+      if (!lost_.contains(handle->owning_process())) {
+        pending_children_.emplace(fork, std::pair(handle, encoder.to));
+      }
     }
   }
   auto& tickets = encoder.message.rrefs;
   encoder.out.put(static_cast<uint32_t>(tickets.size()));
-  tickets.push_back({handle->id(), handle->owning_process(), static_cast<uint8_t>(mode), fork, rank_});
+  tickets.push_back(
+      {handle->id(), handle->owning_process(), static_cast<uint8_t>(mode), fork, rank_});
 }
 
 void RRefContext::retract(const std::vector<RRefTicket>& tickets) {
