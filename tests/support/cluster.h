@@ -35,17 +35,22 @@ class Cluster {
       if (rank == 0) options.master_port = agents_[0]->port();
       if (setup) setup(*agents_.back());
     }
+    options_ = options;
+    setup_ = setup;
+    each_ = each;
     on_all([](rpc::Agent& agent) { agent.join(); });
   }
 
   rpc::Agent& operator[](int rank) { return *agents_[static_cast<size_t>(rank)]; }
   int size() const { return static_cast<int>(agents_.size()); }
+  bool is_there(int rank) const { return agents_[static_cast<size_t>(rank)] != nullptr; }
 
-  /// Runs `fn` for each agent on a thread of its own; throws the first error by rank.
+  /// Runs `fn` for each agent that is there on a thread of its own; throws the first error by rank.
   void on_all(const std::function<void(rpc::Agent&)>& fn) {
     std::vector<std::exception_ptr> errors(agents_.size());
     std::vector<std::thread> threads;
     for (size_t i = 0; i < agents_.size(); ++i) {
+      if (!agents_[i]) continue;
       threads.emplace_back([this, &fn, &errors, i] {
         try {
           fn(*agents_[i]);
@@ -66,8 +71,25 @@ class Cluster {
 
   /// As if the rank's process had died.
   void kill(int rank) { agents_[static_cast<size_t>(rank)].reset(); }
+  /// For a rank that ends otherwise.
+  std::unique_ptr<rpc::Agent> take_out(int rank) {
+    return std::move(agents_[static_cast<size_t>(rank)]);
+  }
+  /// A new process joins in the place of one that is gone; see Agent::go_on_without().
+  void bring_back(int rank, const std::function<void()>& prepare = {}) {
+    rpc::AgentOptions options = options_;
+    options.rank = rank;
+    if (each_) each_(options);
+    auto& agent = agents_[static_cast<size_t>(rank)];
+    agent = std::make_unique<rpc::Agent>(options);
+    if (setup_) setup_(*agent);
+    agent->join(prepare);
+  }
 
  private:
+  Setup setup_;
+  rpc::AgentOptions options_;
+  std::function<void(rpc::AgentOptions&)> each_;
   std::vector<std::unique_ptr<rpc::Agent>> agents_;
 };
 
