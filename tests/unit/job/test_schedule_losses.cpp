@@ -385,7 +385,7 @@ class LossSimulation {
   int ends_ = 0;
 };
 
-const uint64_t kRuns = testing::kSanitized ? 300 : 3000;
+const uint64_t kRuns = testing::kSanitized ? 300 : 2000;
 
 struct Case {
   Schedule::Terms terms;
