@@ -188,9 +188,9 @@ TEST_CASE("a new process knows who else is lost") {
   cluster.bring_back(2);
   CHECK_FALSE(cluster[2].is_here(3));
   check_call_fails(cluster, 2, 3);
-  const auto heard = cluster[2].local<Losses>().of(3, 0);
-  REQUIRE(heard);
-  CHECK(heard->job_goes_on);
+  const Losses& losses = cluster[2].local<Losses>();
+  REQUIRE(eventually([&] { return losses.of(3, 0).has_value(); }));
+  CHECK(losses.of(3, 0)->job_goes_on);
   cluster.bring_back(3);
   check_all_call_all(cluster);
   check_all_gone_and_shutdown(cluster);
@@ -252,6 +252,24 @@ TEST_CASE("what a lost process referred to is let go, and nothing of it is left 
     cluster.bring_back(2);
   }
   check_all_gone_and_shutdown(cluster);
+}
+
+TEST_CASE("a reference that is passed on when its owner is lost is let go") {
+  Cluster cluster(3, expose_returns);
+  cluster[0].go_on_without({2}, 0, "", true);
+  const bool comes_back = GENERATE(false, true);
+  CAPTURE(comes_back);
+  {
+    const Ref ref = cluster[0].remote_new<Tracked>(2, 1);
+    CHECK(value_of(ref) == 1);
+    lose(cluster, 2);
+    CHECK(error_of([&] { cluster[0].rpc_sync<&value_of>(1, ref); }).kind == ErrorKind::kPeerLost);
+    cluster[0].rpc_sync<&shelve>(1, ref);
+    if (comes_back) cluster.bring_back(2);
+    cluster[1].local<Shelf>().refs.clear();
+  }
+  CHECK(eventually([&] { return cluster[0].live_rrefs() + cluster[1].live_rrefs() == 0; }));
+  cluster.shutdown();
 }
 
 TEST_CASE("an answer to a call of a lost process is not taken by the new one") {
