@@ -189,9 +189,10 @@ void Hub::on_control(int rank, const Message& message) {
       if (state_ != State::kRunning || message.a >= presence_.size()) break;
       // Of the two ends of a connection to rank 0 that has broken, the other one leaves.
       if (message.a == 0) return find_lost(rank, reason_of(rank, message));
-      // What it has seen may be the end of the one before.
-      if (message.b != directory_.ranks[message.a].incarnation) return;
-      return find_lost(static_cast<int>(message.a), wire::decode_error(message.body));
+      // What it has seen may be the end of the one before, whose place a newcomer may have by now.
+      const auto lost = static_cast<int>(message.a);
+      if (!is_here(lost) || message.b != directory_.ranks[message.a].incarnation) return;
+      return find_lost(lost, wire::decode_error(message.body));
     }
     case FrameKind::kKnown:
       if (state_ != State::kRunning || message.a >= presence_.size()) break;
