@@ -91,7 +91,8 @@ void Hub::take_prepared(int rank, wire::RankDevices devices) {
 // ---- one that comes later ----
 
 bool Hub::is_free_again(int rank) const {
-  return state_ == State::kRunning && tolerance_.may_return && tolerance_.ranks.contains(rank) &&
+  return state_ == State::kRunning && job_goes_on_ && tolerance_.may_return &&
+         tolerance_.ranks.contains(rank) &&
          presence_[static_cast<size_t>(rank)] == Presence::kLost && !newcomers_.contains(rank) &&
          directory_.ranks[static_cast<size_t>(rank)].incarnation + 1 < kMaxIncarnations;
 }
@@ -227,7 +228,8 @@ void Hub::find_lost(int rank, const Error& error) {
   }
   if (!is_here(rank)) return;
   Error why = error;
-  const bool goes_on = goes_on_without(rank, why);
+  const bool goes_on = job_goes_on_ && goes_on_without(rank, why);
+  job_goes_on_ = goes_on;
   const Message lost{FrameKind::kLost, static_cast<uint64_t>(rank), goes_on ? uint64_t{1} : 0,
                      wire::encode(why)};
   forget(rank);

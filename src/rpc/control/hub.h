@@ -62,6 +62,7 @@ class Hub final : public Party {
   std::map<int, Joined> joined_;
   std::map<int, wire::RankDevices> devices_;  // of those that are, or were, prepared
   Tolerance tolerance_;
+  bool job_goes_on_ = true;  // until a loss that it cannot go on after: then all leave
   std::map<int, Newcomer> newcomers_;
   std::set<int> untried_;             // who have come anew, and may not fit the job
   uint64_t round_ = 0;                // that is under way
