@@ -29,7 +29,8 @@ void Simulation::violation(const std::string& what) {
 
 void Simulation::check() {
   for (const auto& rank : ranks_) {
-    if (rank->is_started()) check_end(*rank);
+    if (!rank->is_started()) continue;
+    is_tolerant() ? check_tolerant_end(*rank) : check_end(*rank);
   }
   check_counts();
 }
@@ -133,6 +134,7 @@ bool Simulation::may_be_blamed(const Event& event, const Rank& by, int rank) con
     case FaultKind::kAbort:
     case FaultKind::kFailAtGo:
     case FaultKind::kComesLate:
+    case FaultKind::kRunsOut:
       return rank == fault.a;
     case FaultKind::kGarbage:
       return rank == fault.a;

@@ -131,6 +131,7 @@ void Rank::begin_as_hub() {
   hub_ = hub.get();
   party_ = std::move(hub);
   is_listening_ = true;
+  tolerate(true);
   observer_.on_phase(Phase::kMeeting);
   hub_->begin();
   tick();
@@ -163,7 +164,7 @@ void Rank::begin_as_member(End end) {
   rpc::control::Settings settings = common_settings();
   settings.rank = rank_;
   settings.endpoint.host = "10.0.0." + std::to_string(rank_);
-  settings.endpoint.port = 4711;
+  settings.endpoint.port = static_cast<uint16_t>(place_);
   is_listening_ = true;
   const Link link = hold(end, 0, true);
   World& world = *this;
@@ -210,6 +211,14 @@ Link Rank::hold(End end, int rank, bool is_control) {
   return link;
 }
 
+std::set<int> Rank::members() const {
+  std::set<int> ranks;
+  for (const auto& [link, stream] : streams_) {
+    if (stream.is_control) ranks.insert(stream.rank);
+  }
+  return ranks;
+}
+
 std::optional<size_t> Rank::connection_to(int rank, bool is_control) const {
   for (const auto& [link, stream] : streams_) {
     if (stream.rank == rank && stream.is_control == is_control) return stream.end.connection;
@@ -228,7 +237,8 @@ void Rank::connect(Host& to, Duration limit, Network::OnConnected then) {
 
 rpc::identity::Credentials Rank::credentials(wire::HelloPurpose purpose) const {
   const bool joins = purpose == wire::HelloPurpose::kJoin;
-  return {{rank_, wire::Trust::kSameUser, 0, {}}, joins ? std::string() : party_->secret()};
+  return {{rank_, wire::Trust::kSameUser, 0, {}, joins ? 0 : incarnation_},
+          joins ? std::string() : party_->secret()};
 }
 
 // As Introduction.
@@ -301,7 +311,7 @@ void Rank::hear_stranger(End end, const Message& message) {
     if (message.kind != FrameKind::kJoin) wire::Reader::fail("a frame out of place");
     const int rank = stranger.responder->other().rank;
     strangers_.erase(end);
-    if (auto refusal = admit(end, rank, &message)) refuse(end, *refusal);
+    if (auto refusal = admit_member(end, rank, message)) refuse(end, *refusal);
     return;
   }
   if (!stranger.responder) {
@@ -319,20 +329,25 @@ void Rank::hear_stranger(End end, const Message& message) {
   network_.send(end, {FrameKind::kProof, 0, 0, {proof.begin(), proof.end()}});
   stranger.is_believed = true;
   if (stranger.responder->other().purpose == wire::HelloPurpose::kJoin) return;
-  const int rank = stranger.responder->other().rank;
+  const wire::Hello hello = stranger.responder->other();
   strangers_.erase(end);
-  if (auto refusal = admit(end, rank, nullptr)) refuse(end, *refusal);
+  const auto refusal = admit_peer(end, hello.rank, hello.incarnation);
+  if (!refusal) return;
+  observer_.on_refused(*this, hello.rank, hello.incarnation, *refusal);
+  refuse(end, *refusal);
 }
 
-std::optional<Error> Rank::admit(End end, int rank, const Message* join) {
+std::optional<Error> Rank::admit_peer(End end, int rank, uint32_t incarnation) {
   if (!party_) return rendezvous_error("this rank is leaving");
-  if (join == nullptr) {
-    if (auto refusal = party_->check_peer(rank, 0)) return refusal;
-    return accept(rank, end);
-  }
+  if (auto refusal = party_->check_peer(rank, incarnation)) return refusal;
+  return accept(rank, end);
+}
+
+std::optional<Error> Rank::admit_member(End end, int rank, const Message& join) {
+  if (!party_) return rendezvous_error("this rank is leaving");
   if (hub_ == nullptr) return rendezvous_error("only rank 0 can be joined");
   const Link link = hold(end, rank, true);
-  if (auto refusal = hub_->join(link, rank, wire::decode_join(join->body), time_.now())) {
+  if (auto refusal = hub_->join(link, rank, wire::decode_join(join.body), time_.now())) {
     streams_.erase(link);
     links_.erase(end);
     return refusal;
@@ -370,7 +385,7 @@ void Rank::receive(Link link, const Message& message) {
       if (party_) party_->receive(link, message);
       return;
     case FrameKind::kCall:
-      return static_cast<Rank&>(network_.host_of(from.end.other())).call_has_come();
+      return static_cast<Rank&>(network_.host_of(from.end.other())).call_has_come(from.end.other());
     default:
       if (party_) {
         party_->report(from.rank,

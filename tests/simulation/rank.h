@@ -23,6 +23,7 @@ using rpc::control::Party;
 using rpc::control::World;
 
 inline constexpr const char* kSimulatedJob = "simulated";
+inline constexpr const char* kTooFewLeft = "too few are left";
 
 /// How a process that has ended did so.
 enum class Outcome { kNone, kEndedWell, kFailed, kDied };
@@ -36,7 +37,11 @@ enum class Bug {
   kAccuserIsBlamed,      ///< rank 0 takes who tells of a loss for the one that is lost
   kLastWordIsKept,       ///< who aborts does not say why
   kNothingIsClosed,      ///< connections stay open
+  kNewcomerGoesEarly,    ///< rank 0 lets it go on before the others know of it
 };
+
+/// Until when new processes may take the places of ranks that are lost, as rank 0's program says.
+enum class Door { kClosesInTheMidst, kClosesAtEnd, kStaysOpen };
 
 /// What all ranks of a run have in common.
 struct Job {
@@ -48,6 +53,20 @@ struct Job {
   Duration longest_work{};
   Duration longest_reaction{};  ///< from a loss that a rank hears of to its end
   double calls_per_rank = 0;    ///< to random others
+  std::set<int> tolerated;      ///< the job goes on without them, if so many of them are left
+  size_t least = 1;
+  Door door = Door::kClosesInTheMidst;
+};
+
+/// A process is lost, or has the place of one that was, as ranks hear of it.
+struct Change {
+  int rank = 0;
+  uint32_t incarnation = 0;
+  bool is_return = false;
+  bool job_goes_on = true;
+
+  bool operator==(const Change&) const = default;
+  std::string text() const;
 };
 
 /// Moments of the job, as rank 0 comes to them: what faults are timed by.
@@ -63,12 +82,17 @@ class Observer {
   virtual void on_sent(const Rank& from, int to, const Message& message) = 0;
   virtual void on_round_entered(const Rank& rank, uint64_t round, uint64_t number) = 0;
   virtual void on_round_over(const Rank& rank, uint64_t round, uint64_t sum) = 0;
+  /// Not of what a rank sees that has lost rank 0: it has lost all.
+  virtual void on_change(const Rank& rank, const Change& change, const Error& why) = 0;
+  virtual void on_directory(const Rank& rank, const wire::Directory& directory) = 0;
+  /// `by` does not want the connection for calls that this process of `rank` has made.
+  virtual void on_refused(const Rank& by, int rank, uint32_t incarnation, const Error& why) = 0;
   /// Something that must never be.
   virtual void on_violation(const Rank& rank, const std::string& what) = 0;
   virtual bool is_traced() const = 0;
   virtual void trace(const Rank& rank, const std::string& what) = 0;
   virtual Rank& rank_to_join() = 0;
-  virtual Rank* current(int rank) = 0;
+  virtual Rank* at(int place) = 0;
 };
 
 /// A process of the job: what ControlPlane, Peers, AgentCore and a job's program are around a
@@ -91,6 +115,8 @@ class Rank final : public Host, private World {
   void send_garbage();
   /// on_go throws.
   void fail_at_go(const Error& error) { fails_at_go_ = error; }
+  /// Once it has gone, so much later.
+  void after_go(Duration delay, std::function<void()> what) { after_go_ = {delay, what}; }
   /// The connection that calls between the two go over, or rank 0's with this one.
   std::optional<size_t> connection_to(int rank, bool is_control) const;
 
@@ -104,6 +130,16 @@ class Rank final : public Host, private World {
   bool is_alive() const { return is_started_ && outcome_ == Outcome::kNone; }
   bool has_met() const { return has_gone_; }
   bool has_joined() const { return has_directory_; }
+  /// Rank 0 has a place for it.
+  bool is_admitted() const { return is_admitted_ || rank_ == 0; }
+  uint32_t incarnation() const { return incarnation_; }
+  rpc::ProcessNumber process() const { return rpc::process_number(rank_, incarnation_); }
+  /// It has lost rank 0, and so all.
+  bool is_cut_off() const { return is_cut_off_; }
+  /// It is ending, as it has heard of a loss or has been told to.
+  bool is_leaving() const { return is_over_ || loss_.has_value(); }
+  /// Rank 0: those that have a connection to it.
+  std::set<int> members() const;
   /// To wait for others to join, as it, or who told it so, has waited long enough.
   bool has_given_up() const { return error_ && error_->message.starts_with(kNotAllThere); }
   Outcome outcome() const { return outcome_; }
@@ -126,6 +162,8 @@ class Rank final : public Host, private World {
     std::optional<Link> own;       // that this rank made, or sends on
     std::optional<Link> accepted;  // that the peer made
     int waiting = 0;               // calls to be sent when there is a connection
+    int under_way = 0;             // calls that have not come
+    uint32_t incarnation = 0;
   };
   struct Stream {
     End end;
@@ -136,7 +174,7 @@ class Rank final : public Host, private World {
   // World
   void send(Link link, Message message) override;
   void close(Link link, bool flush) override;
-  void on_joined() override { trace("has joined"); }
+  void on_joined() override;
   void on_directory(const wire::Directory& directory) override;
   void on_go(std::vector<wire::RankDevices> devices) override;
   void on_failed(const Error& error) override;
@@ -162,7 +200,8 @@ class Rank final : public Host, private World {
   void go_on_introducing(End end, const Message& message);
   void end_introduction(End end, bool is_believed);
   void hear_stranger(End end, const Message& message);
-  std::optional<Error> admit(End end, int rank, const Message* join);
+  std::optional<Error> admit_peer(End end, int rank, uint32_t incarnation);
+  std::optional<Error> admit_member(End end, int rank, const Message& join);
   void refuse(End end, const Error& why);
   std::optional<Error> accept(int rank, End end);
   Link hold(End end, int rank, bool is_control);
@@ -170,12 +209,14 @@ class Rank final : public Host, private World {
 
   void call_somebody();
   void call(int to);
-  void reach(int to, TimePoint deadline);
-  void connected(int to, std::optional<End> end);
+  void reach(int to, uint32_t incarnation, TimePoint deadline);
+  void connected(int to, uint32_t incarnation, std::optional<End> end);
   void begin_to_send(int to, Link link);
-  void call_has_come();
+  void call_has_come(End end);
 
+  void tolerate(bool may_return);
   void finish_work();
+  void end_if_done();
   void enter_round(uint64_t round);
   void violation(const std::string& what) { observer_.on_violation(*this, what); }
   void trace(const std::string& what) {
@@ -219,9 +260,13 @@ class Rank final : public Host, private World {
   std::vector<Peer> peers_;
 
   bool waits_for_rank_0_ = false;
+  bool is_admitted_ = false;
   bool has_directory_ = false;
   bool has_gone_ = false;
-  std::set<int> lost_;
+  uint32_t incarnation_ = 0;
+  std::pair<Duration, std::function<void()>> after_go_;
+  std::set<rpc::ProcessNumber> lost_;
+  bool is_cut_off_ = false;
   std::optional<Error> loss_;  // the first
   std::optional<Error> fails_at_go_;
   bool is_working_ = false;

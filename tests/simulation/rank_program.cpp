@@ -31,31 +31,37 @@ void Rank::call(int to) {
   Peer& peer = peers_[static_cast<size_t>(to)];
   if (peer.state == PeerState::kGone) return;
   ++calls_under_way_;
+  ++peer.under_way;
   if (peer.state == PeerState::kConnected) return send(*peer.own, {FrameKind::kCall});
   ++peer.waiting;
   if (peer.state == PeerState::kConnecting) return;
   peer.state = PeerState::kConnecting;
   if (peer.accepted) return begin_to_send(to, *peer.accepted);
-  reach(to, time_.now() + kLongestReach);
+  reach(to, peer.incarnation, time_.now() + kLongestReach);
 }
 
 // As Peers: who closes without a word may have time for this rank later.
-void Rank::reach(int to, TimePoint deadline) {
-  Rank* callee = observer_.current(to);
-  if (callee == nullptr || !party_) return connected(to, std::nullopt);
-  connect(*callee, deadline - time_.now(), [this, to, deadline](std::optional<End> end) {
-    if (!end || !party_) return connected(to, end);
-    introduce(*end, wire::HelloPurpose::kPeer, [this, to, deadline](std::optional<End> believed) {
-      if (believed || !party_) return connected(to, believed);
-      if (time_.now() + kRetry >= deadline) return connected(to, std::nullopt);
-      after(kRetry, [this, to, deadline] { reach(to, deadline); });
+void Rank::reach(int to, uint32_t incarnation, TimePoint deadline) {
+  const Peer& peer = peers_[static_cast<size_t>(to)];
+  Rank* callee = nullptr;
+  if (party_ && peer.incarnation == incarnation) {
+    callee = observer_.at(party_->directory().ranks[static_cast<size_t>(to)].endpoint.port);
+  }
+  if (callee == nullptr) return connected(to, incarnation, std::nullopt);
+  connect(*callee, deadline - time_.now(), [=, this](std::optional<End> end) {
+    if (!end || !party_) return connected(to, incarnation, end);
+    introduce(*end, wire::HelloPurpose::kPeer, [=, this](std::optional<End> believed) {
+      if (believed || !party_) return connected(to, incarnation, believed);
+      if (time_.now() + kRetry >= deadline) return connected(to, incarnation, std::nullopt);
+      after(kRetry, [=, this] { reach(to, incarnation, deadline); });
     });
   });
 }
 
-void Rank::connected(int to, std::optional<End> end) {
+// Of a process that has lost its place meanwhile nothing is wanted any more.
+void Rank::connected(int to, uint32_t incarnation, std::optional<End> end) {
   Peer& peer = peers_[static_cast<size_t>(to)];
-  if (peer.state != PeerState::kConnecting || !party_) {
+  if (peer.state != PeerState::kConnecting || peer.incarnation != incarnation || !party_) {
     if (end) network_.close(*end, false);
     return;
   }
@@ -65,9 +71,10 @@ void Rank::connected(int to, std::optional<End> end) {
     if (!streams_.contains(link)) return;  // this rank is leaving
     return begin_to_send(to, link);
   }
-  after(kRank0Tells, [this, to] {
+  after(kRank0Tells, [this, to, incarnation] {
     Peer& unreached = peers_[static_cast<size_t>(to)];
     if (unreached.state != PeerState::kConnecting || !party_) return;
+    if (unreached.incarnation != incarnation) return;
     if (unreached.accepted) return begin_to_send(to, *unreached.accepted);
     party_->report(to,
                    {ErrorKind::kPeerLost,
@@ -94,19 +101,36 @@ std::optional<Error> Rank::accept(int rank, End end) {
   return std::nullopt;
 }
 
-void Rank::call_has_come() {
-  if (--calls_under_way_ == 0 && !is_working_ && !is_ending_) enter_round(0);
+// Not of one whose callee is lost: it has failed already.
+void Rank::call_has_come(End end) {
+  const auto link = links_.find(end);
+  if (link == links_.end()) return;
+  --peers_[static_cast<size_t>(streams_.at(link->second).rank)].under_way;
+  --calls_under_way_;
+  end_if_done();
 }
 
 // ---- its program ----
 
+// As the job's Training, which has it hold from the first step to the last.
+void Rank::tolerate(bool may_return) {
+  if (!job_.tolerated.empty()) {
+    hub_->tolerate({job_.tolerated, job_.least, kTooFewLeft, may_return});
+  }
+}
+
 void Rank::finish_work() {
   is_working_ = false;
-  if (calls_under_way_ == 0) enter_round(0);
+  end_if_done();
+}
+
+void Rank::end_if_done() {
+  if (calls_under_way_ == 0 && !is_working_ && !is_ending_) enter_round(0);
 }
 
 void Rank::enter_round(uint64_t round) {
   if (is_over_ || loss_) return;
+  if (round == 0 && hub_ != nullptr && job_.door == Door::kClosesAtEnd) tolerate(false);
   is_ending_ = true;
   is_in_round_ = true;
   round_ = round;
@@ -140,6 +164,13 @@ void Rank::send_garbage() {
 
 // ---- World ----
 
+std::string Change::text() const {
+  return (is_return     ? "is told of the return of "
+          : job_goes_on ? "goes on without "
+                        : "loses ") +
+         std::to_string(rank) + " (process " + std::to_string(incarnation) + ")";
+}
+
 void Rank::send(Link link, Message message) {
   const FrameKind kind = message.kind;
   if (is_over_ && kind != FrameKind::kAbort && kind != FrameKind::kLeave) {
@@ -153,6 +184,12 @@ void Rank::send(Link link, Message message) {
   }
   if (bug_ == Bug::kLastWordIsKept && kind == FrameKind::kAbort) return;
   observer_.on_sent(*this, found->second.rank, message);
+  if (bug_ == Bug::kNewcomerGoesEarly && kind == FrameKind::kReturned) {
+    const Message known{FrameKind::kKnown, message.a, message.b};
+    after(Duration::zero(), [this, link, known] {
+      if (party_) party_->receive(link, known);
+    });
+  }
   network_.send(found->second.end, std::move(message));
 }
 
@@ -170,7 +207,13 @@ void Rank::close(Link link, bool flush) {
 void Rank::on_directory(const wire::Directory& directory) {
   if (std::exchange(has_directory_, true)) violation("has a second directory");
   if (static_cast<int>(directory.ranks.size()) != job_.size) violation("has another directory");
-  peers_.resize(directory.ranks.size());
+  for (const auto& entry : directory.ranks) {
+    Peer& peer = peers_.emplace_back();
+    peer.incarnation = entry.incarnation;
+    if (!entry.is_here) peer.state = PeerState::kGone;
+  }
+  incarnation_ = peers_[static_cast<size_t>(rank_)].incarnation;
+  observer_.on_directory(*this, directory);
   if (hub_ != nullptr) {
     observer_.on_phase(Phase::kPreparing);
     return;
@@ -184,11 +227,19 @@ void Rank::on_go(std::vector<wire::RankDevices>) {
   trace("goes");
   if (hub_ != nullptr) observer_.on_phase(Phase::kRunning);
   is_working_ = true;
-  const Duration work = up_to(job_.longest_work);
+  Duration work = up_to(job_.longest_work);
+  if (hub_ != nullptr && !job_.tolerated.empty()) {
+    work = job_.longest_work / 2 + work / 2;  // so that others have time to come back
+    if (job_.door == Door::kClosesInTheMidst) after(up_to(work), [this] { tolerate(false); });
+  }
   for (double calls = job_.calls_per_rank; calls > random_.unit(); calls -= 1) {
     after(up_to(work), [this] { call_somebody(); });
   }
+  if (incarnation_ > 0 && job_.calls_per_rank > 0) {  // it asks others at once how things stand
+    for (int i = 0; i < 3; ++i) after(up_to(seconds(0.01)), [this] { call_somebody(); });
+  }
   after(work, [this] { finish_work(); });
+  if (after_go_.second) after(after_go_.first, after_go_.second);
 }
 
 void Rank::on_failed(const Error& error) {
@@ -196,21 +247,45 @@ void Rank::on_failed(const Error& error) {
   end(Outcome::kFailed, error);
 }
 
-void Rank::on_returned(int, const wire::RankDevices&) {
-  violation("hears of one that is there again, and nobody may be");
+// Some have been waiting for it.
+void Rank::on_returned(int rank, const wire::RankDevices&) {
+  const uint32_t incarnation = party_->directory().ranks[static_cast<size_t>(rank)].incarnation;
+  const Change change{rank, incarnation, true};
+  trace(change.text());
+  if (!has_gone_) violation("hears of a new process before go");
+  observer_.on_change(*this, change, {});
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  if (peer.state != PeerState::kGone) violation("hears of a new process of a rank that is there");
+  peer = {};
+  peer.incarnation = incarnation;
+  if (job_.calls_per_rank > 0 && random_.below(4) == 0) {
+    after(up_to(seconds(0.02)), [this, rank] {
+      if (!is_over_ && !loss_) call(rank);
+    });
+  }
+}
+
+void Rank::on_joined() {
+  trace("has joined");
+  is_admitted_ = true;
 }
 
 void Rank::on_lost(const rpc::Loss& loss) {
   const int rank = loss.rank;
   const Error& error = loss.error;
-  trace("loses " + std::to_string(rank) + ": " + error.message + " [" + std::to_string(error.rank) +
-        "]");
+  const Change change{rank, loss.incarnation, false, loss.job_goes_on};
+  trace(change.text() + ": " + error.message + " [" + std::to_string(error.rank) + "]");
   if (!has_gone_) violation("loses a rank before go");
   if (rank == rank_) violation("loses itself");
   if (is_over_) violation("loses a rank when it is over");
-  if (!lost_.insert(rank).second) violation("loses a rank twice");
-  peers_[static_cast<size_t>(rank)].state = PeerState::kGone;
-  if (loss_) return;
+  if (!lost_.insert(loss.process()).second) violation("loses a rank twice");
+  is_cut_off_ = is_cut_off_ || rank == 0;
+  if (!is_cut_off_) observer_.on_change(*this, change, error);
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  if (loss.job_goes_on) calls_under_way_ -= std::exchange(peer.under_way, 0);
+  peer.state = PeerState::kGone;
+  if (loss.job_goes_on) after(Duration::zero(), [this] { end_if_done(); });
+  if (loss_ || loss.job_goes_on) return;
   loss_ = error;
   after(up_to(job_.longest_reaction), [this] { abort(*loss_); });
 }

@@ -88,7 +88,8 @@ const char* name_of(FaultKind kind) {
                                     "partition",
                                     "joins twice",
                                     "has a stranger",
-                                    "comes late"};
+                                    "comes late",
+                                    "runs out of something"};
   return kNames[static_cast<size_t>(kind)];
 }
 
@@ -108,6 +109,36 @@ Scenario draw_job(base::Random& random, const std::string& way, uint64_t seed, i
   job.calls_per_rank = one_of(random, {0.0, 0.5, 2.0});
   scenario.longest_start = seconds(one_of(random, {0.05, 3.0}));
   return scenario;
+}
+
+// What somebody has to notice is long enough for all to agree on who was silent.
+Fault draw_tolerated_fault(base::Random& random, const Scenario& scenario) {
+  const Job& job = scenario.job;
+  const std::vector<int> tolerated(job.tolerated.begin(), job.tolerated.end());
+  const auto any = [&] { return tolerated[random.below(tolerated.size())]; };
+  Fault fault;
+  fault.kind =
+      one_of(random, {FaultKind::kDie, FaultKind::kDie, FaultKind::kDie, FaultKind::kDie,
+                      FaultKind::kStop, FaultKind::kStop, FaultKind::kResetControl, FaultKind::kCut,
+                      FaultKind::kRunsOut, FaultKind::kRunsOut, FaultKind::kResetCalls});
+  fault.phase = random.below(4) == 0 ? Phase::kEnding : Phase::kRunning;
+  fault.offset = up_to(random, fault.phase == Phase::kEnding ? seconds(2) : job.longest_work / 2);
+  fault.a = any();
+  fault.b = random.below(2) == 0 ? 0 : any();
+  if (fault.b == fault.a) fault.b = 0;
+  fault.way = one_of(random, {Way::kBoth, Way::kFrom, Way::kTo});
+  const Duration noticed = job.peer_timeout + (job.peer_timeout - scenario.harmless());
+  if (random.below(3) == 0) {
+    fault.lasts = up_to(random, scenario.harmless());
+  } else if (random.below(3) != 0) {
+    fault.lasts = noticed + up_to(random, 2 * job.peer_timeout);
+  }
+  const bool is_silence = fault.kind == FaultKind::kStop || fault.kind == FaultKind::kCut;
+  fault.replacement = up_to(random, seconds(one_of(random, {0.02, 0.5, 3.0})));
+  if (is_silence && random.below(8) != 0) *fault.replacement += noticed;
+  if (random.below(4) == 0) fault.replacement.reset();
+  if (random.below(3) == 0) fault.more_deaths = 1 + static_cast<int>(random.below(3));
+  return fault;
 }
 
 }  // namespace
@@ -142,6 +173,42 @@ Scenario Scenario::many(uint64_t seed, int ranks) {
   return scenario;
 }
 
+// Now and then all that are on a machine die at once, and come back together; and now and then
+// something happens that no job goes on after.
+Scenario Scenario::tolerant(uint64_t seed, int ranks) {
+  base::Random random({seed, 0x746f6c});
+  Scenario scenario = draw_job(random, "tolerant", seed, ranks);
+  Job& job = scenario.job;
+  for (int rank = 1; rank < job.size; ++rank) {
+    if (random.below(4) != 0) job.tolerated.insert(rank);
+  }
+  if (job.tolerated.empty()) job.tolerated.insert(1);
+  if (random.below(4) == 0) job.least = 1 + random.below(job.tolerated.size());
+  job.door = one_of(random, {Door::kClosesInTheMidst, Door::kClosesAtEnd, Door::kStaysOpen});
+  const uint64_t most = 2 + static_cast<uint64_t>(job.size) / 6;
+  for (uint64_t count = 1 + random.below(most); count > 0; --count) {
+    scenario.faults.push_back(draw_tolerated_fault(random, scenario));
+  }
+  if (random.below(10) == 0) {
+    Fault& fault = scenario.faults.front();
+    fault.kind = one_of(random, {FaultKind::kGarbage, FaultKind::kAbort, FaultKind::kDie});
+    if (fault.kind == FaultKind::kDie) {
+      fault.a = static_cast<int>(random.below(static_cast<uint64_t>(job.size)));
+    }
+  }
+  if (random.below(3) == 0) {
+    Fault fault = draw_tolerated_fault(random, scenario);
+    fault.kind = FaultKind::kDie;
+    fault.phase = Phase::kRunning;
+    for (const int rank : job.tolerated) {
+      if (random.below(4) != 0) continue;
+      fault.a = rank;
+      scenario.faults.push_back(fault);
+    }
+  }
+  return scenario;
+}
+
 Scenario Scenario::parse(const std::string& recipe) {
   std::istringstream words(recipe);
   std::string way;
@@ -153,6 +220,7 @@ Scenario Scenario::parse(const std::string& recipe) {
   if (!words) throw std::invalid_argument("not the recipe of a scenario: '" + recipe + "'");
   if (way == "clean") return clean(seed, ranks);
   if (way == "many") return many(seed, ranks);
+  if (way == "tolerant") return tolerant(seed, ranks);
   words >> kind >> phase;
   if (!words || way != "one" || kind < 0 || kind >= kFaultKinds || phase < 0 || phase >= 4) {
     throw std::invalid_argument("not the recipe of a scenario: '" + recipe + "'");
@@ -186,6 +254,10 @@ std::string Scenario::text() const {
   std::ostringstream text;
   text << recipe << ": " << job.size << " ranks, timeout " << in_seconds(job.peer_timeout)
        << " s, delays up to " << in_seconds(job.longest_delay) * 1000 << " ms";
+  if (!job.tolerated.empty()) {
+    text << ", goes on without " << job.tolerated.size() - job.least << " of";
+    for (const int rank : job.tolerated) text << ' ' << rank;
+  }
   for (const Fault& fault : faults) text << "\n  " << fault.text();
   return text.str();
 }

@@ -24,8 +24,9 @@ enum class FaultKind {
   kJoinTwice,     ///< a second process says that it is `a`
   kStranger,      ///< connects to `a` and says nothing, or something wrong
   kComesLate,     ///< `a` starts so much later than it should
+  kRunsOut,       ///< of memory, say: it aborts, which is no fault of the others
 };
-inline constexpr int kFaultKinds = 13;
+inline constexpr int kFaultKinds = 13;  // that are drawn from; not the last
 
 /// Which way what is cut does not get through.
 enum class Way { kBoth, kFrom, kTo };
@@ -38,8 +39,10 @@ struct Fault {
   int b = 0;
   std::set<int> group;
   Way way = Way::kBoth;
-  std::optional<Duration> lasts;        ///< for ever otherwise
-  std::optional<Duration> replacement;  ///< of who is gone before the ranks have met, so much later
+  std::optional<Duration> lasts;  ///< for ever otherwise
+  /// A new process, so much later: of who is gone before the ranks have met, or who may be lost.
+  std::optional<Duration> replacement;
+  int more_deaths = 0;  ///< so many replacements die, too, soon after they have come
 
   std::string text() const;
 };
@@ -51,6 +54,7 @@ struct Fault {
 ///   clean 17 100       no fault
 ///   one 17 100 3 2     a fault of that FaultKind in that Phase
 ///   many 17 100        up to four faults
+///   tolerant 17 100    ranks that the job goes on without are lost, and come back
 struct Scenario {
   std::string recipe;
   uint64_t seed = 0;
@@ -61,6 +65,7 @@ struct Scenario {
   static Scenario clean(uint64_t seed, int ranks);
   static Scenario one(uint64_t seed, int ranks, FaultKind kind, Phase phase);
   static Scenario many(uint64_t seed, int ranks);
+  static Scenario tolerant(uint64_t seed, int ranks);
   static Scenario parse(const std::string& recipe);
   std::string text() const;
   /// Silence that is no loss for certain: less than the timeout by the time between two heartbeats.

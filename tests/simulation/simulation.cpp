@@ -40,6 +40,10 @@ const char* name_of(FrameKind kind) {
       return "lost";
     case FrameKind::kLeave:
       return "leave";
+    case FrameKind::kReturned:
+      return "returned";
+    case FrameKind::kKnown:
+      return "known";
     default:
       return "garbage";
   }
@@ -64,6 +68,10 @@ Error error_of_program(int rank) {
   return {ErrorKind::kBadData, file + " cannot be read", rank, {}};
 }
 
+Error out_of_memory(int rank) {
+  return {ErrorKind::kResources, "rank " + std::to_string(rank) + " is out of memory", rank, {}};
+}
+
 uint64_t Result::frames_in_all() const {
   uint64_t sum = 0;
   for (const auto& [kind, count] : frames) sum += count;
@@ -74,6 +82,7 @@ std::string Result::text() const {
   std::ostringstream text;
   for (const std::string& violation : violations) text << violation << '\n';
   text << ended_well << " ranks ended well, " << failed << " failed, in " << seconds << " s";
+  if (lost > 0) text << "; " << lost << " were lost, " << returned << " came back";
   return text.str();
 }
 
@@ -117,6 +126,13 @@ Rank& Simulation::add(int rank, int place) {
   return *ranks_.back();
 }
 
+Rank* Simulation::at(int place) {
+  for (const auto& each : ranks_) {
+    if (each->place() == place) return each.get();
+  }
+  return nullptr;
+}
+
 // The latest that has come in as this rank.
 Rank* Simulation::current(int rank) {
   Rank* found = nullptr;
@@ -146,6 +162,9 @@ void Simulation::begin(const Fault& fault) {
   if (!apply(event)) return;
   if (trace_) trace_("fault " + event.fault.text());
   events_.push_back(event);
+  if (is_tolerant() && fault.a != 0 && fault.replacement) {
+    time_.after(*fault.replacement, [this, &fault] { replace_lost(fault.a, fault.more_deaths); });
+  }
 }
 
 // False if nothing has come of it.
@@ -153,14 +172,18 @@ bool Simulation::apply(Event& event) {
   const Fault& fault = event.fault;
   Rank* const joined = current(fault.a);
   Rank& rank = joined != nullptr ? *joined : *ranks_[static_cast<size_t>(fault.a)];
+  if (is_tolerant() && !rank.is_alive()) return false;
+  if (is_tolerant()) note_hit(event, rank);
   switch (fault.kind) {
     case FaultKind::kDie:
     case FaultKind::kAbort:
+    case FaultKind::kRunsOut:
       if (!rank.is_alive()) return false;
       if (fault.kind == FaultKind::kDie) {
         rank.die();
       } else {
-        rank.abort(error_of_program(fault.a));
+        rank.abort(fault.kind == FaultKind::kAbort ? error_of_program(fault.a)
+                                                   : out_of_memory(fault.a));
       }
       if (!ranks_[0]->has_joined()) replace(fault);
       return true;
@@ -184,6 +207,12 @@ bool Simulation::apply(Event& event) {
     case FaultKind::kResetCalls:
       return reset_calls(rank, event);
     case FaultKind::kCut:
+      if (is_tolerant()) {  // a process that has come later is at another place
+        const Rank* const other = current(fault.b);
+        if (other == nullptr) return false;
+        separate({rank.place()}, {other->place()}, fault);
+        return true;
+      }
       separate({fault.a}, {fault.b}, fault);
       event.is_certain = event.is_certain && (fault.a == 0 || fault.b == 0);
       return true;
@@ -219,9 +248,11 @@ bool Simulation::stop(Rank& rank, Event& event) {
 
 bool Simulation::reset_calls(const Rank& rank, Event& event) {
   for (int other = 0; other < scenario_.job.size; ++other) {
+    if (is_tolerant() && !scenario_.job.tolerated.contains(other)) continue;
     const auto connection = rank.connection_to(other, false);
     if (!connection) continue;
     event.fault.b = other;
+    if (is_tolerant()) note_hit(event, *current(other));
     network_.reset(*connection);
     return true;
   }
@@ -252,6 +283,30 @@ void Simulation::replace(const Fault& fault) {
   if (!fault.replacement || fault.a == 0) return;
   Rank& next = add(fault.a, scenario_.job.size + static_cast<int>(ranks_.size()));
   time_.after(*fault.replacement, [&next] { next.start(); });
+}
+
+// It may die while it joins, while it prepares, or when it has just gone.
+void Simulation::replace_lost(int rank, int more_deaths) {
+  Rank& next = add(rank, scenario_.job.size + static_cast<int>(ranks_.size()));
+  next.start();
+  if (more_deaths == 0) return;
+  const auto die = [this, &next, rank, more_deaths] {
+    if (!next.is_alive()) return;
+    hit_.insert(&next);
+    next.die();
+    const Duration pause = seconds(random_.unit() * random_.unit());
+    time_.after(pause, [this, rank, more_deaths] { replace_lost(rank, more_deaths - 1); });
+  };
+  const Job& job = scenario_.job;
+  const double part = random_.unit();
+  const auto share = [part](Duration whole) {
+    return std::chrono::duration_cast<Duration>(whole * part);
+  };
+  if (random_.below(2) == 0) {
+    time_.after(share(job.longest_prepare + 10 * job.longest_delay), die);
+  } else {
+    next.after_go(share(2 * job.longest_delay), die);
+  }
 }
 
 void Simulation::send_stranger(int to) {
@@ -287,6 +342,9 @@ void Simulation::on_sent(const Rank& from, int to, const Message& message) {
   mix(static_cast<uint64_t>(message.kind));
   mix(message.a);
   mix(message.b);
+  const bool is_welcome = message.kind == FrameKind::kDirectory && from.has_met();
+  if (is_tolerant() && is_welcome && from.rank() == 0)
+    note_welcome(to, wire::decode_directory(message.body));
   if (!trace_ || message.kind == FrameKind::kHeartbeat) return;
   trace(from, std::string("-> ") + std::to_string(to) + " " + name_of(message.kind) + " " +
                   std::to_string(message.a) + " " + std::to_string(message.b));
@@ -301,13 +359,16 @@ void Simulation::trace(const Rank& rank, const std::string& what) {
 
 void Simulation::on_round_entered(const Rank& rank, uint64_t round, uint64_t number) {
   Round& entered = rounds_[round];
-  if (!entered.ranks.insert(rank.rank()).second) on_violation(rank, "enters a round twice");
-  entered.sum += number;
+  if (!entered.entered.insert(&rank).second) on_violation(rank, "enters a round twice");
+  entered.numbers[rank.rank()] = number;
 }
 
 void Simulation::on_round_over(const Rank& rank, uint64_t round, uint64_t sum) {
-  const Round& over = rounds_[round];
-  if (static_cast<int>(over.ranks.size()) != scenario_.job.size) {
+  if (is_tolerant()) return check_tolerant_round(rank, round, sum);
+  Round& over = rounds_[round];
+  over.sum = 0;
+  for (const auto& [each, number] : over.numbers) over.sum += number;
+  if (static_cast<int>(over.numbers.size()) != scenario_.job.size) {
     on_violation(rank, "is told that a round is over which not all have come to");
   } else if (sum != over.sum) {
     on_violation(rank, "is told that the sum of a round is " + std::to_string(sum) + ": it is " +

@@ -27,11 +27,17 @@ namespace distrain::simulation {
 //   timeout
 //              and a second of a stop or a cut; who fails names a rank that did what it should not,
 //              or could not be reached
+//   losses     where ranks may be lost, the job goes well for all processes that nothing has
+//   happened
+//              to, unless too few are left: Tolerance. All hear of each loss and each return once,
+//              in the order in which rank 0 has told it, and before the end of a round that came
+//              after it; who is there refuses nobody that is there
 //   always     nobody speaks after its last word, nobody is lost twice, or before go; in the end
 //              there are no connections, no timers and nothing that is still to be done
 
 /// What a rank says whose program fails.
 Error error_of_program(int rank);
+Error out_of_memory(int rank);
 
 /// What has come of a run.
 struct Result {
@@ -41,6 +47,8 @@ struct Result {
   int ended_well = 0;
   int failed = 0;
   std::map<int, int> blamed;  ///< how many ranks, by whom they name; -1: nobody
+  int lost = 0;               ///< processes that the job has gone on without
+  int returned = 0;           ///< processes in their places
   double seconds = 0;         ///< of virtual time, until the last rank has ended
 
   uint64_t frames_in_all() const;
@@ -71,13 +79,17 @@ class Simulation final : private Observer {
   void on_sent(const Rank& from, int to, const Message& message) override;
   void on_round_entered(const Rank& rank, uint64_t round, uint64_t number) override;
   void on_round_over(const Rank& rank, uint64_t round, uint64_t sum) override;
+  void on_change(const Rank& rank, const Change& change, const Error& why) override;
+  void on_directory(const Rank& rank, const wire::Directory& directory) override;
+  void on_refused(const Rank& by, int rank, uint32_t incarnation, const Error& why) override;
   void on_violation(const Rank& rank, const std::string& what) override;
   bool is_traced() const override { return static_cast<bool>(trace_); }
   void trace(const Rank& rank, const std::string& what) override;
   Rank& rank_to_join() override { return *ranks_[0]; }
-  /// Null before it is there.
-  Rank* current(int rank) override;
+  Rank* at(int place) override;
 
+  /// Null before it is there.
+  Rank* current(int rank);
   Rank& add(int rank, int place);
   void start_all();
   void begin(const Fault& fault);
@@ -86,6 +98,8 @@ class Simulation final : private Observer {
   bool reset_calls(const Rank& rank, Event& event);
   void separate(const std::set<int>& some, const std::set<int>& others, const Fault& fault);
   void replace(const Fault& fault);
+  void replace_lost(int rank, int more_deaths);
+  bool is_tolerant() const { return !scenario_.job.tolerated.empty(); }
   void send_stranger(int to);
 
   // in invariants.cpp
@@ -98,6 +112,26 @@ class Simulation final : private Observer {
   bool is_missing(int rank, TimePoint when) const;
   void violation(const std::string& what);
 
+  // in losses.cpp
+  struct Hearing {
+    std::set<int> earlier;  // lost before it came: to be told at go
+    size_t next = 0;        // of history_
+  };
+  struct JobEnd {  // of one that cannot go on
+    Error error;
+    TimePoint when;
+  };
+  void note_hit(const Event& event, Rank& rank);
+  void note_welcome(int rank, const wire::Directory& directory);
+  void check_loss(const Change& change, const Error& why);
+  void check_tolerant_round(const Rank& rank, uint64_t round, uint64_t sum);
+  void check_tolerant_end(const Rank& rank);
+  void check_tolerant_outcome(const Rank& rank);
+  const Rank* process(int rank, uint32_t incarnation) const;
+  bool is_here(const Rank& rank) const;
+  /// What it is to hear next; skips what is about itself.
+  const Change* next_for(const Rank& rank, Hearing& hearing) const;
+
   const Scenario scenario_;
   const Bug bug_;
   const Trace trace_;
@@ -108,10 +142,20 @@ class Simulation final : private Observer {
   std::vector<std::unique_ptr<Host>> strangers_;
   std::vector<Event> events_;
   struct Round {
-    std::set<int> ranks;
-    uint64_t sum = 0;
+    std::map<int, uint64_t> numbers;  // of the newest process of each rank
+    std::set<const Rank*> entered;
+    uint64_t sum = 0;    // of those that count, once it is over
+    size_t changes = 0;  // that have come before its end
   };
   std::map<uint64_t, Round> rounds_;
+  std::vector<Change> history_;                    // as rank 0 tells it
+  std::map<int, const Rank*> here_;                // as rank 0 has it, of those that may be lost
+  std::map<rpc::ProcessNumber, size_t> welcomed_;  // so much of history_ is in its directory
+  std::map<const Rank*, Hearing> hearings_;
+  std::map<const Rank*, TimePoint> lost_at_;
+  std::set<const Rank*> hit_;  // by faults
+  bool is_spoiled_ = false;    // by a fault that no job goes on after
+  std::optional<JobEnd> end_;
   Result result_;
 };
 

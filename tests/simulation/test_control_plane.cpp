@@ -22,12 +22,28 @@ TEST_CASE("50 jobs of any size") {
   for (uint64_t seed = 1; seed <= 50; ++seed) expect_good(Scenario::many(seed, 0));
 }
 
+TEST_CASE("20 jobs that go on without ranks that are lost, and with those that come back") {
+  int lost = 0;
+  int returned = 0;
+  for (uint64_t seed = 1; seed <= 20; ++seed) {
+    const Result result = expect_good(Scenario::tolerant(seed, seed <= 5 ? 100 : 0));
+    lost += result.lost;
+    returned += result.returned;
+  }
+  CHECK(lost > 50);
+  CHECK(returned > 25);
+}
+
 // The first is of who says malformed things, the next two of a rank 0 that is stopped, or cut off,
-// while others are at its door, the rest of who connects to a rank that is leaving.
+// while others are at its door, then some of who connects to a rank that is leaving. The last four
+// are of jobs that go on without some of their ranks: a late word of a loss whose place a newcomer
+// had by then, two newcomers who refused each other, one that came as the rounds of the end had
+// begun, and losses of those who left as the job could not go on.
 TEST_CASE("what has been wrong once") {
   for (const char* recipe :
        {"one 1 100 4 2", "many 1279 100", "many 2389 0", "many 1442 100", "many 580 0",
-        "many 72 100", "many 378 100", "one 5 100 0 0", "one 9 100 6 2"}) {
+        "many 72 100", "many 378 100", "one 5 100 0 0", "one 9 100 6 2", "tolerant 25 100",
+        "tolerant 37 0", "tolerant 5 0", "tolerant 58 0"}) {
     expect_good(Scenario::parse(recipe));
   }
 }
@@ -63,6 +79,9 @@ TEST_CASE("a run is settled by its seed") {
   CHECK(first.digest == again.digest);
   CHECK(first.text() == again.text());
   CHECK(first.digest != Simulation(Scenario::many(5, 100)).run().digest);
+  const Result tolerant = Simulation(Scenario::tolerant(1, 100)).run();
+  CHECK(tolerant.returned > 0);
+  CHECK(tolerant.digest == Simulation(Scenario::parse("tolerant 1 100")).run().digest);
 }
 
 TEST_CASE("a planted bug is found by a seed that is good without it") {
@@ -78,6 +97,7 @@ TEST_CASE("a planted bug is found by a seed that is good without it") {
       {Bug::kAccuserIsBlamed, "many 11 100", "it is lost"},
       {Bug::kLastWordIsKept, "many 3 100", "of rank 0"},
       {Bug::kNothingIsClosed, "clean 1 100", "connections when it is over"},
+      {Bug::kNewcomerGoesEarly, "tolerant 18 100", "is refused by"},
   };
   for (const Planted& planted : all) {
     const Scenario scenario = Scenario::parse(planted.recipe);

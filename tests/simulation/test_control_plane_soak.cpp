@@ -11,6 +11,11 @@ TEST_CASE("2,000 jobs of any size") {
   for (uint64_t seed = 1000; seed < 3000; ++seed) expect_good(Scenario::many(seed, 0));
 }
 
+TEST_CASE("200 jobs of 100 ranks that go on without some, and 2,000 of any size") {
+  for (uint64_t seed = 1000; seed < 1200; ++seed) expect_good(Scenario::tolerant(seed, 100));
+  for (uint64_t seed = 1000; seed < 3000; ++seed) expect_good(Scenario::tolerant(seed, 0));
+}
+
 TEST_CASE("each kind of fault alone, 20 times in each phase") {
   for (int kind = 0; kind < kFaultKinds; ++kind) {
     for (int phase = 0; phase < 4; ++phase) {
