@@ -57,8 +57,8 @@ class JobTrace : public data::RunTrace {
   }
 };
 
-/// Ends the rank when another one is lost that the job cannot do without, whatever it is at: a step of a large net takes longer
-/// than others are to wait.
+/// Ends the rank when another one is lost that the job cannot do without, whatever it is at: a step
+/// of a large net takes longer than others are to wait.
 class LossWatch final : public rpc::Layer {
  public:
   explicit LossWatch(EventSink& sink) : sink_(sink) {}
@@ -192,9 +192,8 @@ void request_stop(rpc::CallContext& call) {
 
 /// From now on a signal is seen to: there is something to save.
 void heed_on_all(rpc::Agent& agent) {
-  ask_all(agent, [&agent](int rank) {
-    return agent.rpc_async<rpc::of_local<&StopSignal::arm>>(rank);
-  });
+  ask_all(agent,
+          [&agent](int rank) { return agent.rpc_async<rpc::of_local<&StopSignal::arm>>(rank); });
 }
 
 /// The training is over; from now on a signal ends a rank at once, unless the job is `stopped` by

@@ -32,11 +32,11 @@ class LossPreparation {
 void ask_all(rpc::Agent& agent, const std::function<base::Future<void>(int rank)>& ask) {
   std::vector<std::pair<int, base::Future<void>>> asked;
   for (int rank = 0; rank < agent.world_size(); ++rank) {
-    if (agent.is_here(rank)) asked.emplace_back(rank, ask(rank));
+    if (!agent.is_done_without(rank)) asked.emplace_back(rank, ask(rank));
   }
   for (const auto& [rank, answer] : asked) {
     const auto& result = answer.wait_result();
-    if (!result.ok() && agent.is_here(rank)) throw base::Exception(result.error());
+    if (!result.ok() && !agent.is_done_without(rank)) throw base::Exception(result.error());
   }
 }
 

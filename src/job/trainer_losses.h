@@ -39,7 +39,8 @@ class TrainerLosses {
   const int least_;
 };
 
-/// Calls `ask` with each rank, and waits for its answers. One that is lost meanwhile has none.
+/// Calls `ask` with each rank, and waits for its answers. One that the job goes on without has
+/// none.
 void ask_all(rpc::Agent& agent, const std::function<base::Future<void>(int rank)>& ask);
 
 }  // namespace distrain::job

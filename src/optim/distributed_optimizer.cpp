@@ -214,9 +214,9 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
         shared_.optimizer->take_part(sharing.participant, own_process());
       }
     } else {
-      remote_.push_back({agent.rpc_sync<&attach>(owner, picked(rrefs, share.places), terms,
-                                                  sharing.participant),
-                         std::move(share.places)});
+      remote_.push_back(
+          {agent.rpc_sync<&attach>(owner, picked(rrefs, share.places), terms, sharing.participant),
+           std::move(share.places)});
     }
   }
   if (own.places.empty()) return;
@@ -267,7 +267,7 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts, doubl
     step.where = "rank " + std::to_string(agent_.rank()) + which;
     try {
       step.done = local.optimizer->step(how, gradients_of(agent_, *local.optimizer, contexts),
-                                         own_process());
+                                        own_process());
     } catch (...) {
       base::Promise<uint64_t> failed;
       failed.fail(base::current_error(base::ErrorKind::kInternal));

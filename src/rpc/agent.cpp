@@ -45,6 +45,10 @@ bool Agent::is_here(int rank) const {
   return core_->is_here(process_number(rank, worker(rank).incarnation));
 }
 
+bool Agent::is_done_without(int rank) const {
+  return core_->peers.is_done_without(worker(rank).rank);
+}
+
 void Agent::go_on_without(const std::vector<int>& ranks, int least, const std::string& if_too_few,
                           bool may_return) {
   core_->control

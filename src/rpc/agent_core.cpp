@@ -73,17 +73,16 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
           executor)),
       control(std::make_shared<ControlPlane>(
           loop, options, devices,
-          ControlPlane::Callbacks{
-              [this](const wire::Directory& directory, std::vector<Way> ways) {
-                on_directory_on_loop(directory, std::move(ways));
-              },
-              [this](const Loss& loss) { on_lost_on_loop(loss); },
-              [this](int rank, uint32_t incarnation, Way way) {
-                on_returned_on_loop(rank, incarnation, std::move(way));
-              },
-              [this](int rank, const net::StreamPtr& stream) {
-                return peers.accept_on_loop(rank, stream);
-              }})),
+          ControlPlane::Callbacks{[this](const wire::Directory& directory, std::vector<Way> ways) {
+                                    on_directory_on_loop(directory, std::move(ways));
+                                  },
+                                  [this](const Loss& loss) { on_lost_on_loop(loss); },
+                                  [this](int rank, uint32_t incarnation, Way way) {
+                                    on_returned_on_loop(rank, incarnation, std::move(way));
+                                  },
+                                  [this](int rank, const net::StreamPtr& stream) {
+                                    return peers.accept_on_loop(rank, stream);
+                                  }})),
       peers(
           loop, options.rank, *control,
           [this](int rank, net::InFrame frame) { on_frame_on_loop(rank, std::move(frame)); },
@@ -326,7 +325,7 @@ void AgentCore::on_lost_on_loop(const Loss& loss) {
   if (closed_) return;
   const int rank = loss.rank;
   const Error& error = loss.error;
-  peers.lose_on_loop(rank, error);
+  peers.lose_on_loop(loss);
   flow(rank).credit.fail(error);
   flow(rank).allowance.close();
   try_all_again();  // what was lent to it is there

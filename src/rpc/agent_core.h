@@ -24,8 +24,8 @@
 #include "distrain/rpc/agent.h"
 #include "layers.h"
 #include "peers.h"
-#include "per_rank.h"
 #include "pending_calls.h"
+#include "per_rank.h"
 #include "reply_gate.h"
 #include "rref_context.h"
 

@@ -63,7 +63,7 @@ class DeviceTable {
   std::optional<wire::RankDevices> own_;  // by mutex_; what holds
   base::Promise<void> learnt_;
   const base::Future<void> known_ = learnt_.future();
-  std::vector<std::string> names_;   // written before `learnt_`, read after
+  std::vector<std::string> names_;  // written before `learnt_`, read after
   std::shared_ptr<const All> all_;  // by mutex_
 };
 

@@ -223,12 +223,13 @@ void Peers::on_closed_on_loop(int rank, Peer& peer) {
   peer.state = control_.is_suspected_on_loop(rank) ? State::kConnecting : State::kLeft;
 }
 
-void Peers::lose_on_loop(int rank, const Error& error) {
-  Peer& peer = at(rank);
+void Peers::lose_on_loop(const Loss& loss) {
+  Peer& peer = at(loss.rank);
   peer.accepted = nullptr;
   std::deque<net::OutFrame> dropped;
   std::lock_guard lock(peer.mutex);
-  peer.loss = error;
+  peer.loss = loss.error;
+  peer.is_done_without = loss.job_goes_on;
   peer.state = State::kLost;
   dropped.swap(peer.waiting);
 }

@@ -66,7 +66,11 @@ class Peers {
   /// A connection that another rank has made. Gives back why it is not wanted.
   std::optional<base::Error> accept_on_loop(int rank, const net::StreamPtr& stream);
   /// It is lost: what waits to be sent to it is dropped.
-  void lose_on_loop(int rank, const base::Error& error);
+  void lose_on_loop(const Loss& loss);
+  /// It is lost, and the job goes on without it.
+  bool is_done_without(int rank) const {
+    return at(rank).state == State::kLost && at(rank).is_done_without;
+  }
   /// A new process has its place, and is reached by `way`.
   void renew_on_loop(int rank, uint32_t incarnation, Way way);
 
@@ -82,6 +86,7 @@ class Peers {
     const uint32_t incarnation;
     const Way way;
     std::atomic<State> state{State::kUnconnected};
+    std::atomic<bool> is_done_without{false};  // written before kLost
     net::StreamPtr stream;  // that this rank sends on; written before kConnected, read after
     mutable std::mutex mutex;
     std::deque<net::OutFrame> waiting;  // by mutex, while connecting

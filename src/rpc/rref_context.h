@@ -160,9 +160,9 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   std::unordered_map<uint64_t, std::pair<std::shared_ptr<RRefHandle>, int>> pending_children_;
   std::map<int, ProcessNumber> newest_;        // by rank; those that are not here: the first
   std::map<ProcessNumber, base::Error> lost_;  // all of them
-  std::optional<base::Error> ended_;  // why no value is made any more
-  RecentSet deleted_;                 // forks
-  RecentSet freed_;                   // values
+  std::optional<base::Error> ended_;           // why no value is made any more
+  RecentSet deleted_;                          // forks
+  RecentSet freed_;                            // values
 };
 
 }  // namespace distrain::rpc

@@ -45,9 +45,11 @@ void TraceCollector::ask_domains() {
 void TraceCollector::read_clocks() {
   for (size_t rank = 1; rank < clocks_.size(); ++rank) {
     RankClock& clock = clocks_[rank];
-    if (clock.domain == clocks_[0].domain || !agent_.is_here(static_cast<int>(rank))) continue;
+    if (clock.domain == clocks_[0].domain || agent_.is_done_without(static_cast<int>(rank)))
+      continue;
     const auto first = std::find_if(clocks_.begin(), clocks_.end(), [&](const RankClock& other) {
-      return other.domain == clock.domain && agent_.is_here(static_cast<int>(&other - &clocks_[0]));
+      return other.domain == clock.domain &&
+             !agent_.is_done_without(static_cast<int>(&other - &clocks_[0]));
     });
     clock.readings.push_back(&*first == &clock ? read_clock(static_cast<int>(rank))
                                                : first->readings.back());
@@ -81,11 +83,11 @@ std::vector<base::RankTrace> TraceCollector::collect() {
   std::vector<RankClock> clocks = {clocks_[0]};
   for (int rank = 1; rank < agent_.world_size(); ++rank) {
     try {
-      if (!agent_.is_here(rank)) continue;  // what it did has gone with it
+      if (agent_.is_done_without(rank)) continue;  // what it did has gone with it
       ranks.push_back(collect_from(rank));
       clocks.push_back(clocks_[static_cast<size_t>(rank)]);
     } catch (const base::Exception&) {
-      if (agent_.is_here(rank)) throw;
+      if (!agent_.is_done_without(rank)) throw;
     }
   }
   align_traces(ranks, clocks);

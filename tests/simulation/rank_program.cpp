@@ -125,7 +125,7 @@ void Rank::finish_work() {
 }
 
 void Rank::end_if_done() {
-  if (calls_under_way_ == 0 && !is_working_ && !is_ending_) enter_round(0);
+  if (has_gone_ && calls_under_way_ == 0 && !is_working_ && !is_ending_) enter_round(0);
 }
 
 void Rank::enter_round(uint64_t round) {
@@ -252,7 +252,7 @@ void Rank::on_returned(int rank, const wire::RankDevices&) {
   const uint32_t incarnation = party_->directory().ranks[static_cast<size_t>(rank)].incarnation;
   const Change change{rank, incarnation, true};
   trace(change.text());
-  if (!has_gone_) violation("hears of a new process before go");
+  if (!has_gone_ && incarnation_ == 0) violation("hears of a new process before go");
   observer_.on_change(*this, change, {});
   Peer& peer = peers_[static_cast<size_t>(rank)];
   if (peer.state != PeerState::kGone) violation("hears of a new process of a rank that is there");
@@ -260,7 +260,7 @@ void Rank::on_returned(int rank, const wire::RankDevices&) {
   peer.incarnation = incarnation;
   if (job_.calls_per_rank > 0 && random_.below(4) == 0) {
     after(up_to(seconds(0.02)), [this, rank] {
-      if (!is_over_ && !loss_) call(rank);
+      if (has_gone_ && !is_over_ && !loss_) call(rank);
     });
   }
 }
@@ -275,7 +275,7 @@ void Rank::on_lost(const rpc::Loss& loss) {
   const Error& error = loss.error;
   const Change change{rank, loss.incarnation, false, loss.job_goes_on};
   trace(change.text() + ": " + error.message + " [" + std::to_string(error.rank) + "]");
-  if (!has_gone_) violation("loses a rank before go");
+  if (!has_gone_ && incarnation_ == 0) violation("loses a rank before go");
   if (rank == rank_) violation("loses itself");
   if (is_over_) violation("loses a rank when it is over");
   if (!lost_.insert(loss.process()).second) violation("loses a rank twice");

@@ -256,6 +256,8 @@ class Agent {
   uint32_t incarnation() const;
   /// Whether the rank's newest process is not lost, as far as this one knows.
   bool is_here(int rank) const;
+  /// It is not, and the job goes on without it.
+  bool is_done_without(int rank) const;
   /// Rank 0's options, after join().
   const std::map<std::string, std::string>& job_options() const;
   /// The port of rank 0's socket; known as soon as its agent exists.

@@ -76,9 +76,9 @@ struct Hello {
   HelloPurpose purpose = HelloPurpose::kJoin;
   Trust trust = Trust::kToken;
   int32_t rank = -1;
-  uint32_t generation = 0;  ///< how often the job was started again; or kAnyGeneration
+  uint32_t generation = 0;   ///< how often the job was started again; or kAnyGeneration
   uint32_t incarnation = 0;  ///< processes that have had the rank before; who joins knows none
-  JobId job_id{};           ///< zero: the rank knows none, and takes rank 0's
+  JobId job_id{};            ///< zero: the rank knows none, and takes rank 0's
   Nonce nonce{};
 };
 

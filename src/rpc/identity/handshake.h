@@ -21,9 +21,9 @@ namespace distrain::rpc::identity {
 //   key of a side   = HKDF-SHA256(secret, "join initiator", "peer responder", …)
 //
 // Both hellos are in what is proved, byte by byte: version, purpose, trust, rank, generation,
-// incarnation, job and nonce. So no field can be changed on the way; a proof of another connection does not fit, as
-// its nonces are others; and one that is sent back to its maker does not fit either, as the sides
-// have keys of their own.
+// incarnation, job and nonce. So no field can be changed on the way; a proof of another connection
+// does not fit, as its nonces are others; and one that is sent back to its maker does not fit
+// either, as the sides have keys of their own.
 //
 // What the secret of a connection to rank 0 (join) is depends on what ranks trust:
 //
@@ -44,8 +44,8 @@ namespace distrain::rpc::identity {
 struct Self {
   int rank = 0;
   wire::Trust trust = wire::Trust::kSameUser;
-  uint32_t generation = 0;  ///< wire::kAnyGeneration: not known yet
-  wire::JobId job_id{};     ///< zero: not known yet
+  uint32_t generation = 0;   ///< wire::kAnyGeneration: not known yet
+  wire::JobId job_id{};      ///< zero: not known yet
   uint32_t incarnation = 0;  ///< of the rank; rank 0 says which, so 0 where it joins
 };
 
