@@ -254,6 +254,9 @@ void Rank::on_returned(int rank, const wire::RankDevices&) {
   trace(change.text());
   if (!has_gone_ && incarnation_ == 0) violation("hears of a new process before go");
   observer_.on_change(*this, change, {});
+  if (hub_ != nullptr) {  // whatever it fails with counts for all
+    after(Duration::zero(), [this, rank] { hub_->note_of_use(rank); });
+  }
   Peer& peer = peers_[static_cast<size_t>(rank)];
   if (peer.state != PeerState::kGone) violation("hears of a new process of a rank that is there");
   peer = {};

@@ -532,6 +532,26 @@ TEST_CASE("a job ends with the loss after which too few are left, and says so") 
   }
 }
 
+TEST_CASE("a new process that does not fit is a loss of its own, until it is of use") {
+  const bool is_of_use = GENERATE(false, true);
+  Cluster cluster(3, expose_returns);
+  cluster[0].go_on_without({2}, 0, "", true);
+  lose(cluster, 2);
+  cluster.bring_back(2);
+  if (is_of_use) cluster[0].note_of_use(2);
+  CHECK(cluster[2].rpc_sync<&add>(0, 1, 2) == 3);  // rank 0 has noted it by then
+  cluster[2].abort({ErrorKind::kBadData, "other files", -1, {}});
+  const Losses& losses = cluster[0].local<Losses>();
+  REQUIRE(eventually([&] { return losses.of(2, 1).has_value(); }));
+  CHECK(losses.of(2, 1)->job_goes_on == !is_of_use);
+  CHECK(losses.of(2, 1)->error.kind == ErrorKind::kBadData);
+  cluster.kill(2);
+  if (is_of_use) return;
+  cluster.bring_back(2);
+  check_all_call_all(cluster);
+  cluster.shutdown();
+}
+
 TEST_CASE("who runs out of something may be done without, who has found a fault may not") {
   const auto [kind, goes_on] = GENERATE(table<ErrorKind, bool>({{ErrorKind::kPeerLost, true},
                                                                 {ErrorKind::kResources, true},

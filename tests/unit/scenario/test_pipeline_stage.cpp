@@ -9,14 +9,21 @@ using namespace distrain;
 TEST_CASE("the state of a stage has no memory with its statistics, which go on changing") {
   const at::NoGradGuard no_grad;
   const scenario::PipelineStage stage("resnet18", 10, 32, 0, 1, 7, "cpu");
-  const data::NamedTensors saved = stage.state();
+  rpc::AgentOptions options;
+  options.names = {"alone"};
+  rpc::Agent agent(options);
+  agent.join();
+  rpc::CallContext call{agent, {0, "alone"}};
+  const auto state = [&] { return stage.hold_state(call).local_value(); };
+  const data::NamedTensors saved = state();
   int buffers = 0;
   for (const auto& [name, tensor] : saved) {
     if (name.find("running_") == std::string::npos && !name.ends_with("_tracked")) continue;
     ++buffers;
     at::Tensor(tensor).fill_(7);
     CAPTURE(name);
-    CHECK_FALSE(at::equal(stage.state().at(name), tensor));
+    CHECK_FALSE(at::equal(state().at(name), tensor));
   }
   CHECK(buffers == 3);
+  agent.shutdown();
 }
