@@ -46,7 +46,7 @@ class Job:
     def __init__(self, name):
         arguments = ["--data", f"{folder}/images", "--mode", mode, "--trainers", str(TRAINERS), "--batch-size",
                      str(BATCH), "--epochs", str(epochs), "--seed", "5", "--peer-timeout", "60", "--log-interval", "1",
-                     "--threads", "1"]
+                     "--threads", "1", *os.environ.get("LOSSES_ARGUMENTS", "").split()]
         if starter == "launcher":
             again = ["--max-restarts", "1000", "--checkpoint", f"{folder}/{mode}.{name}"]
             self.processes = {None: Process(name, arguments + again)}
