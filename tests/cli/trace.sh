@@ -171,7 +171,7 @@ fi
 # calls are slow so that rank 0 has asked for their clocks before their last step. If it has not, it
 # takes two of its calls to notice: the launcher must have that patience, the peer timeout and 2 s.
 : >"$tmp/out"
-"$distrain" "${ps[@]}" --peer-timeout 30 --inject delay=4s@rank=0,delay=100ms@rank=1,delay=100ms@rank=2 --trace "$trace" >"$tmp/out" 2>"$tmp/err" &
+"$distrain" "${ps[@]}" --mode sync --peer-timeout 30 --inject delay=4s@rank=0,delay=100ms@rank=1,delay=100ms@rank=2 --trace "$trace" >"$tmp/out" 2>"$tmp/err" &
 launcher=$!
 wait_for_lines 2 epoch "$tmp/out"
 sleep 3

@@ -72,10 +72,8 @@ class Job:
                 pids[line["rank"]] = (line["pid"], False)
             elif line["event"] == "ready":
                 pids[line["rank"]] = (pids[line["rank"]][0], True)
-            elif line["event"] in ("restart", "lost"):
-                for rank in line.get("ranks", [line.get("lost_rank")]):
-                    pids.pop(rank, None)
-        return {rank: pid for rank, (pid, is_ready) in pids.items() if is_ready and rank != 0}
+        return {rank: pid for rank, (pid, is_ready) in pids.items()
+                if is_ready and rank != 0 and os.path.exists(f"/proc/{pid}")}
 
     def server(self):
         return next(line["pid"] for line in self.lines() if line["event"] == "start" and line["rank"] == 0)

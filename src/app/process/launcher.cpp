@@ -180,20 +180,24 @@ class Launcher {
     for (auto& [rank, its] : lost_) {
       if (goes_on && base::Clock::now() < its.at) continue;
       if (std::exchange(its.at, base::kNever) == base::kNever || !goes_on) continue;
-      if (restarts_ >= plan_.max_restarts) continue;
+      if (!its.is_told) {
+        if (restarts_ >= plan_.max_restarts) continue;
+        ++restarts_;
+        tell_restart({rank}, std::nullopt, its.pause, its.cause);
+        say_restart(its.cause, "it is started again, the job goes on");
+      }
       SpawnedRank spawned = told();
       spawned.rank = rank;
       spawned.listen_fd = -1;
       spawned.rejoins = true;
       if (!group_->start_again(spawned, in_child())) {  // no process is to be had now
+        its.is_told = true;
         its.pause = std::min<nanoseconds>(its.pause * 2, kLongestPause);
         its.at = base::deadline_after(its.pause);
         continue;
       }
+      its.is_told = false;
       its.started = base::Clock::now();
-      ++restarts_;
-      tell_restart({rank}, std::nullopt, its.pause, its.cause);
-      say_restart(its.cause, "it is started again, the job goes on");
     }
   }
 
@@ -352,6 +356,7 @@ class Launcher {
     nanoseconds pause{0};
     base::TimePoint at = base::kNever;  // it is started again
     base::TimePoint started{};          // last
+    bool is_told = false;               // that it is started again, which has failed so far
     Cause cause;
   };
   std::map<int, Lost> lost_;                             // by rank
