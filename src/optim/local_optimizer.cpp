@@ -47,6 +47,10 @@ void check_same_terms(const std::map<int, StepTerms>& gathered) {
 
 constexpr int kNobody = -1;
 
+base::Error participant_lost(rpc::ProcessNumber process) {
+  return {base::ErrorKind::kPeerLost, "this participant is lost", rpc::rank_of(process), {}};
+}
+
 void check_scale(double scale) {
   if (scale >= 0 && scale <= 1) return;
   throw base::Exception(base::ErrorKind::kInvalid, "gradients cannot be clipped to " +
@@ -113,7 +117,7 @@ void LocalOptimizer::take_part(int participant, rpc::ProcessNumber process) {
   if (participant < 0 || participant >= terms_.participants) return;  // its steps are refused
   std::lock_guard lock(mutex_);
   if (lost_processes_.contains(process)) {
-    throw base::Exception(base::ErrorKind::kPeerLost, "this participant is lost");
+    throw base::Exception(participant_lost(process));
   }
   Participant& its = participants_[static_cast<size_t>(participant)];
   if (its.is_lost()) {
@@ -208,7 +212,7 @@ base::Future<uint64_t> LocalOptimizer::step_alone(const StepTerms& terms,
     std::lock_guard lock(mutex_);
     Participant& its = participants_[static_cast<size_t>(terms.participant)];
     if (!its.processes.empty() && !its.has(process)) {  // what is late of one that is gone
-      throw base::Exception(base::ErrorKind::kPeerLost, "this participant is lost");
+      throw base::Exception(participant_lost(process));
     }
     const Busy busy(*this);
     apply_locked(gradients, terms);

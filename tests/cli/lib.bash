@@ -168,6 +168,15 @@ on_terminal() {
   tr -d '\r' <"$tmp/script" | sed "s/$last\$//; \${/^\$/d}" >"$tmp/tty"
 }
 
+# Of a job whose lines go to $tmp/out: the process of a rank, as it was started last.
+pid_of() { jq -rs "map(select(.event == \"start\" and .rank == $1))[-1].pid" "$tmp/out" 2>/dev/null; }
+# The end of such a job, which is process $launcher.
+await_end() {
+  wait "${launcher:?}"
+  code=$?
+  keep_lines "$tmp/out"
+}
+
 make_token() { (umask 077 && head -c 32 /dev/urandom | base64 >"$1"); }
 
 # joined <name> <command that starts rank $r>: four ranks, which all end well.

@@ -20,12 +20,6 @@ start() {
   launcher=$!
   wait_for_lines 4 step "$tmp/out"
 }
-pid_of() { jq -rs "map(select(.event == \"start\" and .rank == $1))[-1].pid" "$tmp/out" 2>/dev/null; }
-await_end() {
-  wait "$launcher"
-  code=$?
-  keep_lines "$tmp/out"
-}
 
 name="fewer than --min-trainers are left"
 start --trainers 3 --min-trainers 2

@@ -20,12 +20,6 @@ start() {
   launcher=$!
   wait_for_lines 1 checkpoint "$tmp/out"
 }
-pid_of() { jq -rs "map(select(.event == \"start\" and .rank == $1))[-1].pid" "$tmp/out" 2>/dev/null; }
-await_end() {
-  wait "$launcher"
-  code=$?
-  keep_lines "$tmp/out"
-}
 
 name="one restart, and no second"
 start --max-restarts 1
