@@ -153,7 +153,7 @@ Checkpoints::Checkpoints(CheckpointOptions options, const Job& job, EventSink& s
     : options_(std::move(options)),
       sink_(sink),
       failed_(std::move(failed)),
-      delay_(job.inject.save_delay_s) {
+      before_save_(job.inject.before_save) {
   if (options_.dir.empty() || options_.read_only) return;
   store_ = std::make_unique<data::CheckpointStore>(
       options_.dir, death_at(job.inject.fail_checkpoint, in_first_save_), options_.keep);
@@ -219,7 +219,7 @@ void Checkpoints::run(Save& save) {
   std::optional<base::Error> error;
   try {
     const base::TraceScope scope("save");
-    if (delay_.count() > 0) std::this_thread::sleep_for(delay_);
+    if (before_save_) before_save_();
     if (save.fill) save.fill(save.snapshot);
     write(save);
   } catch (...) {

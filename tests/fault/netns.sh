@@ -53,11 +53,12 @@ renew() { # what the last ranks have left
   mend
   rm -f "$tmp"/rank?
 }
+mode=sync
 start_rank() { # start_rank <rank> <option...>
   local rank=$1
   shift
   timeout -k 2 "$limit" ip netns exec "${hosts[rank]}" "$distrain" ps --rank "$rank" --master-addr 10.78.0.10 --token-file "$tmp/job.token" \
-    --data "$tmp/images" --epochs 1000000 --log-interval 1 --peer-timeout "$peer_timeout" "$@" >"$tmp/rank$rank" \
+    --data "$tmp/images" --mode "$mode" --epochs 1000000 --log-interval 1 --peer-timeout "$peer_timeout" "$@" >"$tmp/rank$rank" \
     2>"$tmp/err$rank" &
   pids[rank]=$!
 }
@@ -97,6 +98,33 @@ at_work() { # at_work <how>
   ends "link cut $1, at work"
 }
 for how in both_ways from to; do in_time "$(goal "$how")" at_work "$how"; done
+
+# A job whose trainers train for themselves goes on without the one that is cut off, which ends; once the link is
+# whole another one takes the place.
+goes_on() { # goes_on <how>
+  local rank name="link cut $1, at work, async"
+  mode=async
+  renew
+  for rank in 0 1 2; do start_rank "$rank"; done
+  wait_for_lines 3 step "$tmp/rank2"
+  break_link "$1"
+  wait_for_lines 1 lost "$tmp/rank0"
+  wait "${pids[2]}"
+  code=$?
+  [[ $code == 3 || $code == 5 ]] || expect 5 "$name, rank 2"
+  mend
+  mv "$tmp/rank2" "$tmp/rank2.cut"
+  start_rank 2
+  wait_for_lines 1 returned "$tmp/rank0"
+  wait_for_lines 3 step "$tmp/rank2"
+  kill -TERM "${pids[0]}"
+  wait "${pids[@]}" 2>/dev/null
+  expect_jq '[.[] | select(.event == "lost").lost_rank] == [2] and [.[] | select(.event == "returned").returned_rank] == [2]' \
+    "$name" "$tmp/rank0"
+  expect_no_process "$name"
+  mode=sync
+}
+for how in $(every 1 both_ways from to); do goes_on "$how"; done
 
 # Rank 2 has told rank 0 where it is by then, and waits for rank 1.
 meeting() { # meeting <how>

@@ -56,6 +56,11 @@ struct Hooks {
   std::function<void(const Job&, const Line&)> heard_at_once;
 };
 
+/// Of each save, as of a slow disk.
+inline std::function<void()> slow_by(double seconds) {
+  return [seconds] { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); };
+}
+
 /// Calls of one rank wait: enough of it, and it is the slowest for sure.
 template <class Options>
 Hooks<Options> slow_rank(int rank, double delay_s) {
@@ -323,7 +328,7 @@ void check_saved_as_it_was(Place place, Options options, int64_t every,
   options.log_interval = 1;
   options.*steps = 3 * every;
   Hooks<Options> hooks;
-  hooks.job = [](Job& job) { job.inject.save_delay_s = 0.15; };
+  hooks.job = [](Job& job) { job.inject.before_save = slow_by(0.15); };
   const Finished job = run_job(place, options, hooks);
   const std::vector<Json> lines = job.all("checkpoint");
   REQUIRE(lines.size() == 3);

@@ -106,7 +106,7 @@ class Checkpoints {
   const CheckpointOptions options_;
   EventSink& sink_;
   const Failed failed_;
-  const std::chrono::duration<double> delay_;  // of each save, to try out a slow one
+  const std::function<void()> before_save_;  // to try out a slow one; may be empty
   std::unique_ptr<data::CheckpointStore> store_;
   bool in_first_save_ = false;  // of the thread that saves
   std::thread thread_;          // of the last save; its end is waited for by the next one

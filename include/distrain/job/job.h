@@ -53,7 +53,7 @@ struct Injection {
   double call_delay_s = 0;      ///< before each call that this rank makes is sent
   double stage_sleep_s = 0;     ///< a pipeline's stage sleeps so long in place of a batch's pass
   int64_t fail_checkpoint = 0;  ///< the process dies at this system call of its first save; 0: none
-  double save_delay_s = 0;      ///< before each checkpoint is written, as by a slow disk
+  std::function<void()> before_save;  ///< on the thread that writes a checkpoint; as a slow disk does
 };
 
 /// What one process has to know to be one rank of a job.

@@ -1,5 +1,8 @@
 #include "process/inject.h"
 
+#include <chrono>
+#include <thread>
+
 #include <fmt/format.h>
 
 #include "distrain/base/error.h"
@@ -112,7 +115,8 @@ job::Injection injection_of(const std::vector<InjectedFault>& faults, int rank) 
     if (fault.kind == InjectedFault::Kind::kFail) {
       if (rank == 0) injection.fail_checkpoint = fault.system_call;
     } else if (fault.kind == InjectedFault::Kind::kSave) {
-      if (rank == 0) injection.save_delay_s = fault.seconds;
+      const std::chrono::duration<double> delay(fault.seconds);
+      if (rank == 0) injection.before_save = [delay] { std::this_thread::sleep_for(delay); };
     } else if (fault.rank.value_or(rank) == rank) {
       const bool is_stage = fault.kind == InjectedFault::Kind::kStage;
       (is_stage ? injection.stage_sleep_s : injection.call_delay_s) = fault.seconds;

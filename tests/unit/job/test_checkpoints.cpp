@@ -1,5 +1,7 @@
 // Saves that are written while the job goes on.
 #include <atomic>
+#include <chrono>
+#include <functional>
 #include <limits>
 #include <thread>
 
@@ -35,9 +37,9 @@ class Lines final : public EventSink {
 };
 
 struct Saving {
-  explicit Saving(double delay_s = 0) {
+  explicit Saving(std::function<void()> before_save = {}) {
     Job job;
-    job.inject.save_delay_s = delay_s;
+    job.inject.before_save = std::move(before_save);
     checkpoints.emplace(CheckpointOptions{folder.path("saves"), 0, ""}, job, lines,
                         [this](const base::Error& error) { told.push_back(error); });
   }
@@ -116,7 +118,7 @@ TEST_CASE("what a part says that cannot be had is why the save has failed") {
 }
 
 TEST_CASE("whoever ends while a save is under way waits for it") {
-  Saving saving(0.05);
+  Saving saving([] { std::this_thread::sleep_for(std::chrono::milliseconds(50)); });
   saving.checkpoints->save(Saving::snapshot(7), {}, base::Clock::now());
   saving.checkpoints.reset();
   CHECK(saving.lines.saved().size() == 1);
