@@ -43,6 +43,9 @@ _distrain() {
     hybrid/--eval-only | ps/--eval-only | rnn/--eval-only | */--local | */--spawn | */--insecure | */--quiet | */--help | ps/--verify-grads | pipeline/--explain)
       :
       ;;
+    */--rank)
+      mapfile -t COMPREPLY < <(compgen -W 'auto' -- "$cur"); return
+      ;;
     */--master-addr)
       mapfile -t COMPREPLY < <(compgen -A hostname -- "$cur"); return
       ;;

@@ -8,6 +8,7 @@
 
 #include "distrain/base/error.h"
 #include "distrain/data/trace_file.h"
+#include "distrain/rpc/place.h"
 #include "options.h"
 
 namespace distrain::app {
@@ -74,9 +75,10 @@ void check_restarts(const ParsedOptions& options, const Placement& placement) {
   if (placement.mode == Placement::Mode::kSpawn || !options.given("max-restarts")) return;
   if (placement.mode == Placement::Mode::kLocal) invalid("--max-restarts has no effect on --local");
   const std::string& source = placement.source;
-  const std::string alone = source == "--rank" ? fmt::format("--rank {}", placement.rank) : source;
-  invalid(fmt::format("--max-restarts needs a launcher: --ranks {} in place of {}", placement.rank,
-                      alone));
+  const bool is_any = placement.rank == rpc::kAnyRank;
+  const std::string rank = is_any ? "auto" : std::to_string(placement.rank);
+  invalid(fmt::format("--max-restarts needs a launcher: --ranks {} in place of {}",
+                      is_any ? "LIST" : rank, source == "--rank" ? "--rank " + rank : source));
 }
 
 }  // namespace

@@ -28,9 +28,14 @@ void append_common(OptionTable& table) {
   };
   flag("local", "the whole job in this process, without RPC: the reference")
       .details("The same model, the same batches, the same lines.");
-  add("rank", kInteger, "N", "", "be this one rank of a job whose others start elsewhere")
+  add("rank", kInteger, "N|auto", "", "be this one rank of a job whose others start elsewhere")
       .range(0, 1023)
-      .by_default("from the environment, if it names one");
+      .offers({"auto"})
+      .by_default("from the environment, if it names one")
+      .details(
+          R"(`auto`: whichever rank nobody else is. Rank 0 says which, before the others are there, or when one
+of them is lost and the job goes on without it; until then the process waits, for as long as the
+join timeout.)");
   add("ranks", kText, "LIST", "",
       "start these ranks here (0-3 or 0,2-3), the others start elsewhere");
   flag("spawn", "start every rank here, even when the environment names a rank");

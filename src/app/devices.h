@@ -33,6 +33,8 @@ class RankDevices {
               const Placement& placement, int rank)
       : options_(options), job_(job), placement_(placement), rank_(rank) {}
 
+  /// Before get(), where the rank was not known before.
+  void set_rank(int rank) { rank_ = rank; }
   /// Loads what GPUs need, if they are asked for: not before a process that forks has forked.
   /// Throws `resources`, naming the rank, where there are none; and again what the first call
   /// threw.
@@ -51,7 +53,7 @@ class RankDevices {
   const job::ParsedOptions& options_;
   const job::AnyDefinition& job_;
   const Placement& placement_;
-  const int rank_;
+  int rank_;
   mutable std::mutex mutex_;
   std::vector<c10::Device> devices_;  // once there are some they stay; written under the mutex
   std::exception_ptr error_;

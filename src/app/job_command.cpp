@@ -10,6 +10,7 @@
 #include "distrain/base/text.h"
 #include "distrain/data/checkpoint_store.h"
 #include "distrain/net/socket.h"
+#include "distrain/rpc/place.h"
 #include "distrain/rpc/token.h"
 #include "options.h"
 #include "process/inject.h"
@@ -97,7 +98,7 @@ class Invocation {
       run.role = "local";
       run.shown_world_size = 1;
     } else if (placement_.world_size != 0) {
-      run.role = role(job_.rank);
+      if (job_.rank != rpc::kAnyRank) run.role = role(job_.rank);
       run.shown_world_size = placement_.world_size;
     }
     run.devices = std::make_shared<RankDevices>(options_, definition_, placement_, job_.rank);
@@ -182,6 +183,7 @@ class Invocation {
     constexpr const char* kModes[] = {"local", "join", "spawn"};
     Json gpu_places = Json::object();  // of those that take one in turn
     for (const int rank : placement_.here()) {
+      if (rank == rpc::kAnyRank) continue;
       const auto place =
           place_in_turn(options_, definition_, placement_, rank, local_ ? "local" : role(rank));
       gpu_places[std::to_string(rank)] = place ? Json(*place) : Json();
@@ -211,7 +213,7 @@ class Invocation {
   job::Job make_job(base::TimePoint started) const {
     job::Job job;
     job.name = command_.name;
-    job.rank = std::max(placement_.rank, 0);
+    job.rank = placement_.mode == Mode::kJoin ? placement_.rank : 0;
     job.world_size = placement_.world_size;
     job.master_addr = placement_.master_addr;
     job.master_addr_given = placement_.master_addr_given;

@@ -31,7 +31,7 @@ Standard output is JSON lines and nothing else, one object a line, from all rank
 Numbers are finite or null. Each line has `v`, the version of the format; `ts`, when it was written,
 in seconds since 1970; `run`, which all ranks of a job have in common (null before they have met);
 `event`; `cmd`, the subcommand; `rank` and `role`, whose line it is (null and launcher: the process
-that started the ranks). `PROGRAM schema` prints the JSON Schema of all lines.
+that started the ranks; both null: rank 0 has yet to say which rank it is). `PROGRAM schema` prints the JSON Schema of all lines.
 Any job has these events; the page of a job has its own.
 )";
 
@@ -80,9 +80,9 @@ machine that does not come back is waited for until --join-timeout.
 Where trainers share all that they train and do not wait for each other in each step (`ps` with `--mode
 async` or `ssp`), the job goes on without one that is killed, lost or short of memory, as long as
 --min-trainers are left. A `lost` line names it, and says how many steps it had made and how many it had
-begun, which go to the others. A process that is started with its --rank takes the place, at any time
-before the job ends, and a `returned` line says so; one that had only been stopped finds its place taken
-and ends with exit status 5. With `--max-restarts N` the launcher starts such ranks again by themselves.
+begun, which go to the others. A process that is started with its --rank, or with `--rank auto`, takes the place, at
+any time before the job ends, and a `returned` line says so; one that had only been stopped finds its
+place taken and ends with exit status 5. With `--max-restarts N` the launcher starts such ranks again by themselves.
 
 On SIGINT (Ctrl-C), SIGTERM or SIGHUP a job with --checkpoint finishes its step, saves, and ends
 within 60 s; a second signal, from 2 s after the first, ends it at once. What is signalled twice sooner

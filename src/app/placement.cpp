@@ -8,6 +8,7 @@
 
 #include "distrain/base/error.h"
 #include "distrain/base/text.h"
+#include "distrain/rpc/place.h"
 
 namespace distrain::app {
 namespace {
@@ -23,6 +24,9 @@ struct Setting {
   std::string source;
 };
 
+/// Of a canonical value; "auto", of a rank, is any.
+int number_of(const std::string& text) { return base::number<int>(text).value_or(rpc::kAnyRank); }
+
 std::optional<std::string> variable(const char* name) {
   const char* value = std::getenv(name);
   return value ? std::optional<std::string>(value) : std::nullopt;
@@ -31,7 +35,7 @@ std::optional<std::string> variable(const char* name) {
 /// What a variable that is there says in place of an option.
 Setting setting_of(const char* name, const char* option, const job::OptionTable& table) {
   const std::string where = fmt::format("the environment variable {}", name);
-  return {std::stoi(canonical_value(*find_option(table, option), *variable(name), where)), name};
+  return {number_of(canonical_value(*find_option(table, option), *variable(name), where)), name};
 }
 
 /// A launcher that starts one process a rank and says so in the environment.
@@ -99,7 +103,7 @@ class Placer {
 
   std::optional<Setting> flag_setting(const char* name) const {
     if (!options_.given(name)) return std::nullopt;
-    return Setting{static_cast<int>(options_.integer(name)), fmt::format("--{}", name)};
+    return Setting{number_of(options_.text(name)), fmt::format("--{}", name)};
   }
 
   /// As many ranks as the options make.
@@ -292,7 +296,11 @@ Placement place(job::ParsedOptions& options, const job::JobInfo& job,
 std::optional<int> local_rank(const job::OptionTable& table) {
   for (const ProcessLauncher& launcher : kLaunchers) {
     const char* name = launcher.local_rank;
-    if (launcher.says(name)) return setting_of(name, "rank", table).value;
+    if (!launcher.says(name)) continue;
+    Option number = *find_option(table, "rank");
+    number.choices.clear();
+    const std::string where = fmt::format("the environment variable {}", name);
+    return number_of(canonical_value(number, *variable(name), where));
   }
   return std::nullopt;
 }

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -16,7 +15,7 @@ struct Placement {
   enum class Mode { kLocal, kJoin, kSpawn };
 
   Mode mode = Mode::kSpawn;
-  int rank = -1;           ///< kJoin
+  int rank = -1;           ///< kJoin; rpc::kAnyRank: rank 0 will say which
   std::vector<int> ranks;  ///< kSpawn: ascending
   int world_size = 0;      ///< 0: follow rank 0
   std::string source;      ///< of the rank: a flag or a variable, empty when spawning
@@ -31,7 +30,8 @@ struct Placement {
   void warn(const std::string& message) { warning += (warning.empty() ? "" : "; ") + message; }
   /// Those in or under this process, whatever the mode; kLocal: rank 0.
   std::vector<int> here() const {
-    return mode == Mode::kSpawn ? ranks : std::vector<int>{std::max(rank, 0)};
+    if (mode == Mode::kSpawn) return ranks;
+    return {mode == Mode::kLocal ? 0 : rank};
   }
   bool has_rank_0() const { return here().front() == 0; }
   bool spawns_all() const {

@@ -63,7 +63,9 @@ Json line_of(const Event& event) {
                                   "to tell it"}),
                     {"event", FieldType::kText, "what kind of line it is"},
                     {"cmd", FieldType::kText, "the subcommand; null where none was named"},
-                    job::or_null({"rank", FieldType::kInteger, "whose line; null: the launcher's"}),
+                    job::or_null({"rank", FieldType::kInteger,
+                                  "whose line; null: the launcher's, or of a rank that is yet to "
+                                  "hear which it is"}),
                     job::or_null({"role", FieldType::kText, "of the rank; null: not known yet"})});
   Json& properties = line["properties"];
   properties["v"]["const"] = 1;

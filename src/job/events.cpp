@@ -114,10 +114,11 @@ std::vector<Event> common_events() {
          "or anybody"},
         {"config", kObject, "the job's options; null where rank 0 is yet to tell them"}}},
       {"waiting",
-       "every 5 s while ranks are missing",
+       "every 5 s while ranks are missing, or while all are there and one more is to be any of "
+       "them",
        {{"missing", kIntegers, "ranks that have not joined, or not reached all others"},
         sometimes({"address", kText, "where rank 0 is expected"}),
-        sometimes({"reason", kText, "why rank 0 could not be reached"})}},
+        sometimes({"reason", kText, "why rank 0 could not be reached, or has no place"})}},
       {"ready",
        "when all ranks are there",
        {{"world_size", kInteger, "ranks of the job"},

@@ -58,9 +58,12 @@ std::string canonical_value(const Option& option, std::string_view text, std::st
     case ValueKind::kFlag:
       return text == "false" ? "false" : "true";
     case ValueKind::kInteger: {
+      if (std::ranges::find(option.choices, text) != option.choices.end()) return std::string(text);
+      const std::string words = fmt::format("{}{}a whole number", fmt::join(option.choices, ", "),
+                                            option.choices.empty() ? "" : " or ");
       const auto value = number<int64_t>(text);
-      if (!value) invalid(fmt::format("{} must be a whole number, not '{}'", where, text));
-      check_range(option, static_cast<double>(*value), text, where, "a whole number");
+      if (!value) invalid(fmt::format("{} must be {}, not '{}'", where, words, text));
+      check_range(option, static_cast<double>(*value), text, where, words);
       return fmt::format("{}", *value);
     }
     case ValueKind::kIntegers: {
@@ -104,8 +107,10 @@ std::string canonical_value(const Option& option, std::string_view text, std::st
 Json json_value(const Option& option, const std::string& canonical) {
   if (canonical.empty()) return Json();
   switch (option.kind) {
-    case ValueKind::kInteger:
-      return number<int64_t>(canonical).value_or(0);
+    case ValueKind::kInteger: {
+      const auto value = number<int64_t>(canonical);
+      return value ? Json(*value) : Json(canonical);  // a word
+    }
     case ValueKind::kIntegers: {
       std::vector<int64_t> values;
       detail::read_value(canonical, values);

@@ -9,6 +9,7 @@
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/error.h"
+#include "distrain/rpc/place.h"
 #include "training_host.h"
 
 namespace distrain::job {
@@ -19,7 +20,7 @@ std::chrono::nanoseconds seconds(double s) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(s));
 }
 
-rpc::AgentOptions agent_options(const Job& job) {
+rpc::AgentOptions agent_options(const Job& job, EventSink& sink) {
   rpc::AgentOptions options;
   if (!job.name.empty()) options.job = "distrain " + job.name;
   options.rank = job.rank;
@@ -41,6 +42,13 @@ rpc::AgentOptions agent_options(const Job& job) {
   options.peer_timeout = seconds(job.peer_timeout_s);
   options.call_delay = seconds(job.inject.call_delay_s);
   options.job_options = job.rank == 0 ? job.effective : job.given;
+  options.on_waiting = [&sink](const std::vector<int>& missing, const std::string& address,
+                               const std::string& reason) {
+    Json fields{{"missing", missing}};
+    if (!address.empty()) fields["address"] = address;
+    if (!reason.empty()) fields["reason"] = reason;
+    sink.emit("waiting", fields);
+  };
   return options;
 }
 
@@ -73,23 +81,20 @@ class LossWatch final : public rpc::Layer {
   std::atomic<bool> is_over_{false};
 };
 
+/// The place that rank 0 kept for this process has gone to one that names its rank.
+struct PlaceIsTaken {};
+
 /// The agent of one rank, from the job's description to its last counters: what every job does
 /// before and after its own work.
 class Session {
  public:
-  /// `names` are the ranks' roles; rank 0's hold.
-  Session(const Job& job, std::vector<std::string> names, EventSink& sink)
-      : job_(job), sink_(sink), trace_(sink) {
-    rpc::AgentOptions options = agent_options(job);
+  /// `names` are the ranks' roles; rank 0's hold. `has_asked`: for a place; then run() may throw
+  /// PlaceIsTaken.
+  Session(const Job& job, std::vector<std::string> names, EventSink& sink, bool has_asked)
+      : job_(job), sink_(sink), has_asked_(has_asked), trace_(sink) {
+    rpc::AgentOptions options = agent_options(job, sink);
     options.names = std::move(names);
     options.tracer = trace_.tracer();
-    options.on_waiting = [this](const std::vector<int>& missing, const std::string& address,
-                                const std::string& reason) {
-      Json fields{{"missing", missing}};
-      if (!address.empty()) fields["address"] = address;
-      if (!reason.empty()) fields["reason"] = reason;
-      sink_.emit("waiting", fields);
-    };
     options.on_refused = [this](const base::Error& why) {
       agent_->executor().post([this, why] { sink_.warn(why.kind, why.message); });
     };
@@ -117,6 +122,9 @@ class Session {
     } catch (...) {
       const base::Error error = with_rank(rpc::error_in_flight(base::ErrorKind::kInternal));
       loss_watch_->end();
+      // All else that a rank may be refused for Place::take() has heard.
+      const bool is_refused = !has_met_ && error.kind == base::ErrorKind::kRendezvous;
+      if (has_asked_ && is_refused) throw PlaceIsTaken();
       if (error.rank != agent_->rank()) sink_.failing(error);
       agent_->abort(error);
       trace_.write_own(agent_->rank(), agent_->name());  // rank 0's part is better than none
@@ -127,6 +135,7 @@ class Session {
  private:
   void join(const std::function<void()>& prepare) {
     agent_->join([&] {
+      has_met_ = true;
       const OptionMap& options = agent_->job_options();
       trace_.start(options, std::max(job_.world_size, agent_->world_size()));
       if (job_.choose_devices) job_.devices = job_.choose_devices(agent_->name(), options);
@@ -174,10 +183,12 @@ class Session {
 
   Job job_;
   EventSink& sink_;
+  const bool has_asked_;
   JobTrace trace_;
   const std::shared_ptr<LossWatch> loss_watch_ = std::make_shared<LossWatch>(sink_);
   std::unique_ptr<rpc::Agent> agent_;
   optim::UpdateCount updates_;
+  bool has_met_ = false;  // it knows who the others are
   bool joined_ = false;
 };
 
@@ -247,6 +258,13 @@ struct Settled {
   }
 };
 
+/// The rank that rank 0 keeps for this process.
+int take_place(rpc::Place& place, StopSignal& stop) {
+  const Untold untold{stop};
+  stop.on_question([&place] { return place.waits(); });
+  return place.take();
+}
+
 bool is_utf8(const std::string& text) {
   try {
     return !Json(text).dump().empty();
@@ -290,8 +308,12 @@ bool Preflight::starts(const std::string& role) const {
          });
 }
 
-Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
-  Session session(job, body.roles.names(), sink);
+namespace {
+
+/// As the rank that the job names. `place`: what was kept for it; null: it was told its rank.
+Outcome run_as(const Job& job, EventSink& sink, const RankBody& body,
+               std::unique_ptr<rpc::Place> place) {
+  Session session(job, body.roles.names(), sink, place != nullptr);
   rpc::Agent& agent = session.agent();
   TrainingHost::expose(agent);
   TrainerLosses::expose(agent, sink);
@@ -305,7 +327,8 @@ Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
   std::shared_ptr<TrainingHost> host;
   Outcome outcome;
   const auto prepare = [&] {
-    const RankBody::Known known = body.adopt(agent.job_options());
+    place = nullptr;  // the rank has joined
+    const RankBody::Known known = body.adopt(agent.rank(), agent.job_options());
     rank.emplace(agent, session.job(), known.roles, sink);
     agent.provide(std::make_shared<Job>(session.job()));
     body.prepare(*rank);
@@ -333,6 +356,24 @@ Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
   conclude(outcome, *rank, host.get());
   if (session.updates() > 0) outcome.fields["updates"] = session.updates();
   return outcome;
+}
+
+}  // namespace
+
+Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
+  if (job.rank != rpc::kAnyRank) return run_as(job, sink, body, nullptr);
+  const base::TimePoint deadline = base::deadline_after(seconds(job.join_timeout_s));
+  Job placed = job;
+  for (;;) {
+    try {
+      auto place = std::make_unique<rpc::Place>(agent_options(placed, sink));
+      placed.rank = take_place(*place, *job.stop);
+      sink.placed(placed.rank);
+      return run_as(placed, sink, body, std::move(place));
+    } catch (const PlaceIsTaken&) {
+      placed.join_timeout_s = std::max(0.001, -base::seconds_since(deadline));
+    }
+  }
 }
 
 Outcome outcome_without_ranks(Json fields) {

@@ -8,7 +8,20 @@ namespace distrain::rpc {
 using base::ErrorKind;
 using base::Exception;
 
-Agent::Agent(AgentOptions options) : core_(std::make_shared<AgentCore>(*this, std::move(options))) {
+namespace {
+
+AgentOptions checked(AgentOptions options) {
+  if (options.rank < 0) {
+    base::invalid("an agent has a rank from 0 on, not " + std::to_string(options.rank) +
+                  ": rpc::Place says which one is free");
+  }
+  return options;
+}
+
+}  // namespace
+
+Agent::Agent(AgentOptions options)
+    : core_(std::make_shared<AgentCore>(*this, checked(std::move(options)))) {
   if (tracer()) expose_trace(*this);
 }
 

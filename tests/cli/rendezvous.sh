@@ -42,6 +42,48 @@ by_environment() {
 }
 joined "by environment" by_environment
 
+# Rank 0 says who is who. One more waits in vain, and says so.
+port=$(free_port)
+auto() {
+  local rank=auto
+  [[ $1 == 0 ]] && rank=0
+  timeout "$limit" "$distrain" hybrid --epochs 2 --rank "$rank" --master-port "$port"
+}
+for i in 1 2 3; do
+  auto "$i" >"$tmp/auto$i" 2>"$tmp/err$i" &
+  pids[i]=$!
+done
+auto 0 >"$tmp/auto0"
+code=$?
+expect 0 "--rank auto, rank 0"
+for i in 1 2 3; do
+  wait "${pids[i]}"
+  code=$?
+  expect 0 "--rank auto"
+  expect_log "--rank auto" "$tmp/auto$i"
+  expect_jq '.[0] | .event == "start" and .rank == null and .role == null' "--rank auto" "$tmp/auto$i"
+  expect_jq '[.[] | select(.event == "ready" or .event == "end").rank] | unique | length == 1 and .[0] > 0' \
+    "--rank auto" "$tmp/auto$i"
+done
+[[ $(jq -s '[.[] | select(.event == "ready").rank] | sort == [1,2,3]' "$tmp"/auto[123]) == true ]] ||
+  fail "--rank auto: not each rank once"
+port=$(free_port)
+for i in 0 1 2; do
+  rank=auto
+  ((i == 0)) && rank="0 --trainers 1 --epochs 1000000"
+  # shellcheck disable=SC2086  # several words
+  "$distrain" hybrid --rank $rank --master-port "$port" >"$tmp/auto$i" 2>"$tmp/err$i" &
+  pids[i]=$!
+done
+wait_for_lines 1 ready "$tmp/auto0"
+run hybrid --rank auto --join-timeout 1 --master-port "$port"
+expect 3 "--rank auto, no place"
+expect_log "--rank auto, no place"
+expect_jq '.[-1] | .rank == null and .cause_rank == 0 and .message ==
+  "no place came free within the join timeout: each rank of the job has been taken"' "--rank auto, no place"
+kill "${pids[0]}"
+wait "${pids[@]}"
+
 # Two launchers, one job.
 port=$(free_port)
 timeout "$limit" "$distrain" hybrid --ranks 2-3 --master-port "$port" >"$tmp/b" 2>/dev/null &

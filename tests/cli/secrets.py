@@ -45,7 +45,7 @@ def record(port, path):
 def pass_on_until_directory(rank_0, client, path):
     while True:
         kind, body = rank_0.hear()
-        client.sendall(frame(kind, body))
+        client.sendall(frame(kind, body, number=rank_0.number))
         if kind == DIRECTORY:  # its last field is the secret, a text of 32 bytes
             assert body[-36:-32] == (32).to_bytes(4, "little"), "this is no directory"
             with open(path, "wb") as file:

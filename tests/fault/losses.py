@@ -2,8 +2,8 @@
 
 Runs `distrain ps` once undisturbed and once while trainers are killed, LOSSES times, each time that the job has come
 so much further (or every LOSSES_EVERY seconds). Somebody starts them again: the launcher (--max-restarts), or this
-script, by the same --rank, where each rank was started by itself. With one server every step is to be made exactly
-once, and nothing may be left of those who are gone."""
+script, by the same --rank or by --rank auto, where each rank was started by itself. With one server every step is to
+be made exactly once, and nothing may be left of those who are gone."""
 
 import json
 import os
@@ -67,13 +67,14 @@ class Job:
     def living(self):
         """Trainers that are in the job, by rank."""
         pids = {}
-        for line in sorted(self.lines(), key=lambda each: each["ts"]):
-            if line["event"] == "start":
-                pids[line["rank"]] = (line["pid"], False)
-            elif line["event"] == "ready":
-                pids[line["rank"]] = (pids[line["rank"]][0], True)
-        return {rank: pid for rank, (pid, is_ready) in pids.items()
-                if is_ready and rank != 0 and os.path.exists(f"/proc/{pid}")}
+        for each in self.all:  # the later ones have the places of those before
+            started = {}
+            for line in each.lines():
+                if line["event"] == "start":
+                    started[line["rank"]] = line["pid"]
+                elif line["event"] == "ready":  # who has asked for a rank knows it by now
+                    pids[line["rank"]] = started.get(line["rank"]) or started[None]
+        return {rank: pid for rank, pid in pids.items() if rank != 0 and os.path.exists(f"/proc/{pid}")}
 
     def server(self):
         return next(line["pid"] for line in self.lines() if line["event"] == "start" and line["rank"] == 0)
@@ -90,7 +91,7 @@ class Job:
             return False
         if starter != "launcher":
             self.processes[rank].process.wait()
-            again = Process(name, [*self.told, "--rank", str(rank)])
+            again = Process(name, [*self.told, "--rank", choose.choice([str(rank), "auto"])])
             self.processes[rank] = again
             self.all.append(again)
         return True

@@ -174,7 +174,7 @@ class Rank final : public Host, private World {
   // World
   void send(Link link, Message message) override;
   void close(Link link, bool flush) override;
-  void on_joined() override;
+  void on_joined(int rank) override;
   void on_directory(const wire::Directory& directory) override;
   void on_go(std::vector<wire::RankDevices> devices) override;
   void on_failed(const Error& error) override;

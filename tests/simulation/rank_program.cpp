@@ -268,8 +268,9 @@ void Rank::on_returned(int rank, const wire::RankDevices&) {
   }
 }
 
-void Rank::on_joined() {
+void Rank::on_joined(int rank) {
   trace("has joined");
+  if (rank != rank_) violation("has another one's place");
   is_admitted_ = true;
 }
 

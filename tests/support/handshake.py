@@ -24,9 +24,9 @@ def text(value):
     return struct.pack("<I", len(value)) + value
 
 
-def frame(kind, meta, meta_bytes=None, payload_bytes=0):
+def frame(kind, meta, meta_bytes=None, payload_bytes=0, number=0):
     length = len(meta) if meta_bytes is None else meta_bytes
-    rest = struct.pack("<HHIIQQQQ", kind, 0, length, 0, payload_bytes, 0, 0, 0)
+    rest = struct.pack("<HHIIQQQQ", kind, 0, length, 0, payload_bytes, number, 0, 0)
     words = struct.unpack("<11I", rest)
     hashed = sum(word * factor for word, factor in zip(words, FACTORS)) % (1 << 64) >> 32
     return struct.pack("<I", int.from_bytes(MAGIC, "little") ^ hashed) + rest + meta
@@ -78,11 +78,13 @@ class Connection:
         return data
 
     def hear(self):
-        """Kind and body of the next frame, without a payload; (None, b"") when the other side has closed."""
+        """Kind and body of the next frame, without a payload; (None, b"") when the other side has closed. Its number
+        is kept."""
         header = self.read(48)
         if header is None:
             return None, b""
         kind, _, length = struct.unpack("<HHI", header[4:12])
+        self.number = struct.unpack("<Q", header[24:32])[0]
         body = self.read(length)
         return (None, b"") if body is None else (kind, body)
 

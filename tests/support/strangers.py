@@ -49,7 +49,7 @@ class Strangers:
     def disagree(self):
         """Believed, and of no use."""
         rank, said = self.random.choice((
-            (0, join()), (-1, join()), (1 << 30, join()), (1, join()),  # taken, the last one
+            (0, join()), (-2, join()), (1 << 30, join()), (1, join()),  # taken, the last one
             (self.rank, join(job=b"another")), (self.rank, join(size=77)),
             (self.rank, join(options=[(b"epochs", b"99")])), (self.rank, join(job=b"x" * 15000)),
             (self.rank, join() + b"x"), (self.rank, join()[:-1])))

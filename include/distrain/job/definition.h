@@ -105,7 +105,7 @@ struct RankBody {
     std::vector<std::string> must_agree;  ///< those that have to be the same
     int min_trainers = 1;                 ///< as `--min-trainers`
   };
-  std::function<Known(const OptionMap& of_rank_0)> adopt;
+  std::function<Known(int rank, const OptionMap& of_rank_0)> adopt;
   std::function<void(Rank&)> prepare, run;
 };
 Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body);
@@ -254,19 +254,20 @@ class Definition final : public AnyDefinition {
   }
 
   Outcome run(const ParsedOptions& parsed, const Job& job, EventSink& sink) const override {
-    return run(read(parsed), job, sink, [&](const OptionMap& of_rank_0) {
+    return run(read(parsed), job, sink, [&](int rank, const OptionMap& of_rank_0) {
       const Options options = read(parsed.adopting(of_rank_0));
-      check_options(options, {.options = parsed, .ranks = {job.rank}, .of_rank_0 = &of_rank_0});
+      check_options(options, {.options = parsed, .ranks = {rank}, .of_rank_0 = &of_rank_0});
       return options;
     });
   }
-  /// The same without a command line. `adopt` makes a rank's options of rank 0's; empty: its own
-  /// hold.
-  Outcome run(Options options, const Job& job, EventSink& sink,
-              const std::function<Options(const OptionMap& of_rank_0)>& adopt = {}) const {
+  /// The same without a command line. `adopt` makes the options of another rank of rank 0's; empty:
+  /// its own hold.
+  Outcome run(
+      Options options, const Job& job, EventSink& sink,
+      const std::function<Options(int rank, const OptionMap& of_rank_0)>& adopt = {}) const {
     RankBody body{.cmd = info_.name, .roles = roles(options), .exposures = exposures_};
-    body.adopt = [&](const OptionMap& of_rank_0) {
-      if (adopt && job.rank != 0) options = adopt(of_rank_0);
+    body.adopt = [&](int rank, const OptionMap& of_rank_0) {
+      if (adopt && rank != 0) options = adopt(rank, of_rank_0);
       RankBody::Known known = known_of(options);
       known.roles = roles(options);
       return known;

@@ -33,6 +33,8 @@ class EventSink {
  public:
   virtual ~EventSink() = default;
   virtual void emit(std::string_view event, const Json& fields) = 0;
+  /// Where the rank was any: which one this process is. Before joined().
+  virtual void placed(int rank) { static_cast<void>(rank); }
   /// All ranks are there: what rank 0 has told of the job, and the role that follows from it.
   virtual void joined(std::string_view role, const OptionMap& of_rank_0) = 0;
   /// This rank is about to end by `error` of another one, as soon as what it is at is over: a
@@ -53,13 +55,13 @@ struct Injection {
   double call_delay_s = 0;      ///< before each call that this rank makes is sent
   double stage_sleep_s = 0;     ///< a pipeline's stage sleeps so long in place of a batch's pass
   int64_t fail_checkpoint = 0;  ///< the process dies at this system call of its first save; 0: none
-  std::function<void()> before_save;  ///< on the thread that writes a checkpoint; as a slow disk does
+  std::function<void()> before_save;  ///< by the thread that writes a checkpoint: a slow disk
 };
 
 /// What one process has to know to be one rank of a job.
 struct Job {
-  std::string name;  ///< ranks of another one are refused
-  int rank = 0;
+  std::string name;    ///< ranks of another one are refused
+  int rank = 0;        ///< rpc::kAnyRank: whichever nobody else is, as rank 0 says
   int world_size = 0;  ///< 0: follow rank 0
   std::string master_addr = "localhost";
   bool master_addr_given = false;  ///< by flag or environment

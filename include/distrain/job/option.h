@@ -40,8 +40,8 @@ struct Option {
   double max = 0;
   bool above_min = false;  ///< `min` itself is not allowed
   bool below_max = false;  ///< nor is `max`
-  /// All of a kChoice; of a text some that a shell offers; of a number the words, on and off, that
-  /// may stand in its place.
+  /// All of a kChoice; of a text some that a shell offers; of a number the words that may stand in
+  /// its place: of a kReal on and off.
   std::vector<std::string> choices;
   char short_name = 0;
   /// What a path must lead to, which is seen before any rank starts.

@@ -31,7 +31,7 @@ struct DeviceMap {
 };
 
 struct AgentOptions {
-  int rank = 0;
+  int rank = 0;  ///< not any: a Place says which
   /// Rank 0: names of all ranks, so also how many there are. Others take theirs from rank 0.
   std::vector<std::string> names;
   int world_size = 0;            ///< others: refused if rank 0 has another; 0: follow rank 0
@@ -83,7 +83,8 @@ struct AgentOptions {
   /// Rank 0: the job's options, given to all. Others: those that must agree with rank 0's.
   std::map<std::string, std::string> job_options;
   /// While joining, every 5 s on the joining thread: who is missing or has not reached all others
-  /// yet, where rank 0 is expected, and why it could not be reached (empty once it was).
+  /// yet, where rank 0 is expected, and why it could not be reached (empty once it was) or has no
+  /// place.
   std::function<void(const std::vector<int>& missing, const std::string& address,
                      const std::string& reason)>
       on_waiting;

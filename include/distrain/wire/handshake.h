@@ -27,7 +27,8 @@ namespace distrain::wire {
 // behind the bytes of calls.
 //
 //   r → 0  kJoin          what I was told, where I can be reached
-//   0 → r  kJoined        r has its place, and waits for the others
+//   0 → r  kJoined        r has its place, and waits for the others. A rank that says kAnyRank does
+//                         not join: rank `call_id` is kept for it while this connection is open
 //   0 → r  kReject        or a mismatch: names the field and both values; r ends, 0 goes on waiting
 //   0 → r  kDirectory     once all are there: everybody's address, rank 0's options, and the secret
 //                         that connections between ranks prove from here on
@@ -66,6 +67,9 @@ enum class Trust : uint8_t {
 using JobId = std::array<uint8_t, 16>;
 using Nonce = std::array<uint8_t, 32>;
 using Proof = std::array<uint8_t, 32>;
+
+/// Of a process that is to be whichever rank nobody else is.
+inline constexpr int32_t kAnyRank = -1;
 
 /// Of a rank that has not been told, and takes rank 0's.
 inline constexpr uint32_t kAnyGeneration = 0xFFFF'FFFF;

@@ -7,6 +7,7 @@
 
 #include "distrain/base/error.h"
 #include "distrain/job/option_list.h"
+#include "distrain/rpc/place.h"
 
 namespace distrain::app {
 namespace {
@@ -89,6 +90,9 @@ void check_injections(const std::vector<InjectedFault>& faults, Injectable job,
     const bool of_saves =
         fault.kind == InjectedFault::Kind::kFail || fault.kind == InjectedFault::Kind::kSave;
     const int rank = fault.rank.value_or(is_stage ? 1 : 0);
+    if (fault.rank && placement.mode == Placement::Mode::kJoin && placement.rank == rpc::kAnyRank) {
+      invalid(where + ": which rank this process is rank 0 has yet to say");
+    }
     if (placement.world_size != 0 && rank >= placement.world_size) {
       invalid(fmt::format("{}: there is no rank {} in a world of {} ranks", where, rank,
                           placement.world_size));
@@ -97,8 +101,8 @@ void check_injections(const std::vector<InjectedFault>& faults, Injectable job,
     if (is_stage && rank == 0) invalid(where + ": rank 0 is the master, no stage");
     if (of_saves && rank != 0) invalid(where + ": rank 0 alone saves checkpoints");
     if (of_saves && !job.saves) placement.warn(where + " has no effect without --checkpoint");
-    const bool stage_here =
-        placement.mode == Placement::Mode::kSpawn ? placement.ranks.back() > 0 : placement.rank > 0;
+    const bool stage_here = placement.mode == Placement::Mode::kSpawn ? placement.ranks.back() > 0
+                                                                      : placement.rank != 0;
     if (is_stage && !local && !stage_here) {
       placement.warn(where + " has no effect: no stage runs here");
     }

@@ -17,6 +17,7 @@
 #include "distrain/base/temporary_path.h"
 #include "distrain/cuda/device_choice.h"
 #include "distrain/rpc/error.h"
+#include "distrain/rpc/place.h"
 #include "process/json_lines.h"
 #include "process/output.h"
 
@@ -48,6 +49,7 @@ class JsonSink final : public job::EventSink {
         on_failing_(std::move(on_failing)),
         lines_(run.out_fd),
         role_(run.role) {
+    if (run.job.rank != rpc::kAnyRank) rank_ = run.job.rank;
     take_run_id(run.job.effective);
   }
 
@@ -56,6 +58,12 @@ class JsonSink final : public job::EventSink {
     if (finished_) return;
     push_locked(event, fields);
     write_locked([this] { return !stop_.requested(); });
+  }
+
+  void placed(int rank) override {
+    run_.devices->set_rank(rank);
+    std::lock_guard lock(told_mutex_);
+    rank_ = rank;
   }
 
   void joined(std::string_view role, const job::OptionMap& of_rank_0) override {
@@ -84,6 +92,12 @@ class JsonSink final : public job::EventSink {
   std::string role() const {
     std::lock_guard lock(told_mutex_);
     return role_;
+  }
+
+  /// Nothing before rank 0 has told, where the rank was any.
+  std::optional<int> rank() const {
+    std::lock_guard lock(told_mutex_);
+    return rank_;
   }
 
   /// For whoever reads the lines, if a write waits for that.
@@ -117,7 +131,7 @@ class JsonSink final : public job::EventSink {
 
   void push_locked(std::string_view event, const Json& fields) {
     std::lock_guard told(told_mutex_);
-    lines_.push(json_line(event, run_id_, run_.job.name, run_.job.rank, role_, fields));
+    lines_.push(json_line(event, run_id_, run_.job.name, rank_, role_, fields));
   }
 
   /// What the reader takes, and all of it for as long as one `waits` for him.
@@ -145,6 +159,7 @@ class JsonSink final : public job::EventSink {
   std::atomic<base::TimePoint> writing_since_{};
   mutable std::mutex told_mutex_;  // of what follows
   std::string run_id_;
+  std::optional<int> rank_;
   std::string role_;
   job::OptionMap of_rank_0_;
 };
@@ -212,11 +227,11 @@ class RankProcess {
     std::optional<Cause> cause;
     if (outcome.stopped) {
       const int number = stop_.number();
-      cause = cause_by_signal(number != 0 ? number : SIGTERM, run_.job.rank);
+      cause = cause_by_signal(number != 0 ? number : SIGTERM, sink_.rank());
       if (!outcome.message.empty()) cause->message = outcome.message;
       if (!unheard()) tell(cause->message);
     } else if (outcome.goal_missed) {  // no base::Error: the program did as it should
-      cause = Cause{.rank = run_.job.rank,
+      cause = Cause{.rank = sink_.rank(),
                     .host = host_name(),
                     .kind = "goal_not_reached",
                     .message = outcome.message,
@@ -239,8 +254,9 @@ class RankProcess {
 
   Cause own_cause(const base::Error& error) const {
     Cause cause = cause_of(error);
-    if (cause.rank.value_or(run_.job.rank) == run_.job.rank) {
-      cause.rank = run_.job.rank;
+    const std::optional<int> own = sink_.rank();
+    if (!cause.rank || cause.rank == own) {
+      cause.rank = own;
       cause.host = host_name();
     }
     return cause;
@@ -262,7 +278,7 @@ class RankProcess {
   base::Error error_of_this_rank() const {
     base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
     if (error.rank >= 0) return error;
-    error.rank = run_.job.rank;
+    error.rank = sink_.rank().value_or(-1);
     const bool of_device =
         error.kind == base::ErrorKind::kResources && run_.devices->has_accelerator();
     return of_device ? cuda::error_of_rank(std::move(error), error.rank, run_.role) : error;
@@ -312,7 +328,7 @@ class RankProcess {
     } while (number == kSaveSignal || number == kQuestionSignal ||
              stop_.heeds(number, base::Clock::now()));
     ending_ = true;
-    const Cause cause = cause_by_signal(number, run_.job.rank);
+    const Cause cause = cause_by_signal(number, sink_.rank());
     leave_after(kReaderGrace, cause);
     if (!finish(Json::object(), cause)) return;  // the body ended just now: its word holds
     tell(cause.message);
@@ -325,8 +341,9 @@ class RankProcess {
     if (telling_.exchange(true)) return;
     const auto say_so = [this] {
       const std::string role = sink_.role();
-      const std::string who =
-          fmt::format("rank {}{}", run_.job.rank, role.empty() ? "" : " (" + role + ")");
+      const std::optional<int> rank = sink_.rank();
+      const std::string who = (rank ? fmt::format("rank {}", *rank) : "a new rank") +
+                              (role.empty() ? "" : " (" + role + ")");
       try {
         std::vector<rpc::Wait> waits = stop_.waits();
         if (const auto reader = sink_.wait()) waits.push_back(*reader);
@@ -380,7 +397,7 @@ class RankProcess {
     const timespec now{};
     const int number = sigtimedwait(&set, nullptr, &now);
     if (number <= 0) leave(tell_unheard(error));
-    const Cause cause = cause_by_signal(number, run_.job.rank);
+    const Cause cause = cause_by_signal(number, sink_.rank());
     tell(cause.message);
     leave(cause.exit_code);
   }

@@ -206,6 +206,12 @@ Link ControlPlane::hold_on_loop(const net::StreamPtr& stream) {
   return link;
 }
 
+void ControlPlane::let_go_on_loop(Link link) {
+  streams_.erase(link);
+  std::lock_guard lock(mutex_);
+  --open_streams_;
+}
+
 net::Stream::Handler ControlPlane::watched(Link link, net::Stream::Handler handler) {
   handler.on_close = [self = shared_from_this(), link,
                       also = std::move(handler.on_close)](const Error& error) {
@@ -289,6 +295,7 @@ std::optional<Error> ControlPlane::admit_on_loop(const net::StreamPtr& stream,
 std::optional<Error> ControlPlane::admit_member_on_loop(const net::StreamPtr& stream,
                                                         control::Doorway::Visitor& visitor) {
   if (!hub_) return rendezvous_error("only rank 0 can be joined");
+  if (visitor.rank == wire::kAnyRank) return keep_place_on_loop(stream, visitor.join);
   const int rank = visitor.rank;
   // How others reach it: as rank 0 sees it, unless it says otherwise. A rank seen on loopback is on
   // rank 0's machine, so it is reached where rank 0 is; one that has come by a unix socket, too.
@@ -302,13 +309,26 @@ std::optional<Error> ControlPlane::admit_member_on_loop(const net::StreamPtr& st
   if (auto refusal = hub_->join(link, rank, std::move(visitor.join), base::Clock::now())) {
     seen_hosts_[rank] = before;
     if (before.empty()) seen_hosts_.erase(rank);
-    streams_.erase(link);
-    std::lock_guard lock(mutex_);
-    --open_streams_;
+    let_go_on_loop(link);
     return refusal;
   }
   stream->set_limits_on_loop(wire::kControlLimits);
   stream->set_handler_on_loop(control_handler(link));
+  return std::nullopt;
+}
+
+std::optional<Error> ControlPlane::keep_place_on_loop(const net::StreamPtr& stream,
+                                                      const wire::Join& join) {
+  const Link link = hold_on_loop(stream);
+  if (auto refusal = hub_->keep_place(link, join, base::Clock::now())) {
+    let_go_on_loop(link);
+    return refusal;
+  }
+  // It says nothing more but that it is alive.
+  stream->set_handler_on_loop(watched(link, {[](const net::InFrame&) {},
+                                             [self = shared_from_this(), link](const Error&) {
+                                               if (self->hub_) self->hub_->keep_no_more(link);
+                                             }}));
   return std::nullopt;
 }
 
@@ -318,8 +338,8 @@ void ControlPlane::tell_of_refused_on_loop(const control::Doorway::Refused& refu
   const bool is_believed = error.kind != ErrorKind::kAuth;
   if (!is_believed) error.message = identity::why_not_believed(self_, refused.hello);
   error.rank = refused.hello.rank;
-  error.message = "refused rank " + std::to_string(refused.hello.rank) + " from " + refused.where +
-                  ": " + error.message;
+  error.message =
+      "refused " + rank_text(refused.hello.rank) + " from " + refused.where + ": " + error.message;
   if (refused.count > 1) {
     error.message += " (and " + std::to_string(refused.count - 1) + " more were refused)";
   }
@@ -435,7 +455,7 @@ void ControlPlane::on_failed(const Error& error) {
   if (told.op.empty()) told.op = "join";
   if (is_put_off_on_loop(error)) {
     loop_.post([self = shared_from_this()] { self->party_ = nullptr; });  // it is what calls this
-    told.kind = ErrorKind::kPeerLost;
+    if (told.kind == ErrorKind::kRendezvous) told.kind = ErrorKind::kPeerLost;
     return end_joining_on_loop(told);
   }
   is_closed_ = true;

@@ -55,6 +55,9 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   /// Returns when every rank can be called. Throws otherwise. `prepare` is called when rank 0's
   /// options are known, before any other rank can call this one.
   void run(const std::function<void()>& prepare);
+  /// Instead of run(), where options.rank is wire::kAnyRank: asks rank 0, until the join timeout,
+  /// for a rank that nobody else is. It is kept for this process until close(), or until it joins.
+  int ask_for_place();
   uint16_t port() const { return port_; }
 
   /// This rank comes to `round` of the end; the sum of all ranks' numbers once all have. Fails when
@@ -97,7 +100,7 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   // control::World
   void send(control::Link link, control::Message message) override;
   void close(control::Link link, bool flush) override;
-  void on_joined() override;
+  void on_joined(int rank) override;
   void on_directory(const wire::Directory& directory) override;
   void on_go(std::vector<wire::RankDevices> devices) override;
   void on_failed(const base::Error& error) override;
@@ -133,8 +136,11 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
                                            control::Doorway::Visitor visitor);
   std::optional<base::Error> admit_member_on_loop(const net::StreamPtr& stream,
                                                   control::Doorway::Visitor& visitor);
+  std::optional<base::Error> keep_place_on_loop(const net::StreamPtr& stream,
+                                                const wire::Join& join);
   void tell_of_refused_on_loop(const control::Doorway::Refused& refused) const;
   control::Link hold_on_loop(const net::StreamPtr& stream);
+  void let_go_on_loop(control::Link link);
   void receive_on_loop(control::Link link, const net::InFrame& frame);
   net::Stream::Handler watched(control::Link link, net::Stream::Handler handler);
   net::Stream::Handler control_handler(control::Link link);
@@ -163,6 +169,7 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   control::Hub* hub_ = nullptr;                 // rank 0: the same
   net::StreamPtr meeting_;                      // to rank 0, until that has proved itself
   std::optional<base::Promise<void>> joining_;  // until rank 0 has a place for this rank
+  int place_ = wire::kAnyRank;                  // the rank that it has
   std::map<control::Link, net::StreamPtr> streams_;
   control::Link next_link_ = 1;
   bool is_leaving_ = false;                // it has been told to

@@ -23,8 +23,10 @@ constexpr auto kRank0SaysWho = std::chrono::seconds(1);       // is missing, to 
 constexpr base::Duration kAnswers = std::chrono::seconds(5);  // who is asked for its hello
 constexpr auto kForEver = std::chrono::hours(24 * 365);  // that a point in time can be told from
 
-// What may be different the next time: nobody is there yet, or has no time for this rank.
+// What may be different the next time: nobody is there yet, or has no time for this rank, or no
+// place.
 constexpr ErrorKind kTryAgain = ErrorKind::kPeerLost;
+constexpr ErrorKind kNoPlace = ErrorKind::kOverloaded;
 
 // Nobody can connect to "all interfaces": others then use the address that they see.
 bool is_wildcard(const std::string& host) {
@@ -50,6 +52,12 @@ void ControlPlane::run(const std::function<void()>& prepare) {
   // Its time is over about now, too, and only rank 0 knows who has not come.
   const bool may_wait = options_.rank != 0 && deadline < base::kNever - kRank0SaysWho;
   wait_until_ready(may_wait ? deadline + kRank0SaysWho : deadline, prepare);
+}
+
+int ControlPlane::ask_for_place() {
+  began_ = base::Clock::now();
+  begin_as_member(base::deadline_after(options_.join_timeout));
+  return place_;
 }
 
 void ControlPlane::listen_by_unix_socket() {
@@ -91,18 +99,26 @@ void ControlPlane::begin_as_member(base::TimePoint deadline) {
   base::TimePoint next_report = base::Clock::now() + kWaitingInterval;
   auto pause = std::chrono::duration_cast<base::Duration>(kFirstRetry);
   const base::Future<void> ready = ready_.future();
+  std::optional<Error> why;
   for (;;) {
     const base::Status joined = try_to_join(std::min(deadline, next_report), deadline);
     if (joined.ok()) return;
     if (ready.done()) ready.wait();  // it was aborted
-    if (joined.error().kind != kTryAgain) throw base::Exception(joined.error());
+    const ErrorKind kind = joined.error().kind;
+    if (kind != kTryAgain && kind != kNoPlace) throw base::Exception(joined.error());
     const base::TimePoint now = base::Clock::now();
+    // The last time may be too short to hear once more that there is no place.
+    if (!why || why->kind != kNoPlace || now < deadline) why = joined.error();
     if (now >= deadline) {
       throw base::Exception(rendezvous_error(
-          "rank 0 was not found within the join timeout: " + joined.error().message, 0));
+          (why->kind == kNoPlace ? "no place came free within the join timeout: "
+                                 : "rank 0 was not found within the join timeout: ") +
+              why->message,
+          0));
     }
     if (now >= next_report) {
-      if (options_.on_waiting) options_.on_waiting({0}, rank_0_text(), joined.error().message);
+      const std::vector<int> missing(why->kind == kNoPlace ? 0 : 1, 0);
+      if (options_.on_waiting) options_.on_waiting(missing, rank_0_text(), why->message);
       next_report = now + kWaitingInterval;
     }
     if (ready.wait_until(now + std::min(pause, deadline - now))) ready.wait();
@@ -120,7 +136,7 @@ base::Status ControlPlane::try_to_join(base::TimePoint connected_by, base::TimeP
     if (error.kind == ErrorKind::kRendezvous) error.kind = kTryAgain;
     return error;
   }
-  listen_as_member(socket.unchecked());
+  if (options_.rank != wire::kAnyRank) listen_as_member(socket.unchecked());
   base::Promise<void> met;
   const base::Future<void> told = met.future();
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.unchecked().release());
@@ -173,12 +189,19 @@ void ControlPlane::end_joining_on_loop(const base::Status& joined) {
   if (joining) joining->complete(joined);
 }
 
-void ControlPlane::on_joined() { end_joining_on_loop(base::Unit{}); }
+void ControlPlane::on_joined(int rank) {
+  place_ = rank;
+  end_joining_on_loop(base::Unit{});
+}
 
-// The job that rank 0 is still of, or has just been of, has not heard that it is to begin again.
+// The job that rank 0 is still of, or has just been of, has not heard that it is to begin again; or
+// it has no place now for who would take any.
 bool ControlPlane::is_put_off_on_loop(const Error& error) const {
-  const bool may_pass = error.kind == ErrorKind::kRendezvous || error.kind == ErrorKind::kPeerLost;
-  return options_.rejoins && joining_ && !is_leaving_ && may_pass;
+  const bool is_gone = error.kind == kTryAgain;
+  const bool may_pass = options_.rank == wire::kAnyRank
+                            ? is_gone || error.kind == kNoPlace
+                            : options_.rejoins && (is_gone || error.kind == ErrorKind::kRendezvous);
+  return may_pass && joining_ && !is_leaving_;
 }
 
 // Rank 0 has proved itself.
@@ -255,8 +278,11 @@ control::Settings ControlPlane::settings() const {
   settings.endpoint = {listen_host_, port_, unix_name_, host_key_};
   if (options_.rank == 0) settings.secret = identity::random_bytes(32);
   settings.options = options_.job_options;
-  settings.peer_timeout = std::chrono::duration_cast<base::Duration>(
-      std::min<std::chrono::nanoseconds>(options_.peer_timeout, kForEver));
+  // Who keeps a place for somebody does not say that it is alive.
+  const bool judges = options_.rank != wire::kAnyRank;
+  settings.peer_timeout =
+      std::chrono::duration_cast<base::Duration>(std::min<std::chrono::nanoseconds>(
+          judges ? options_.peer_timeout : std::chrono::nanoseconds(0), kForEver));
   return settings;
 }
 

@@ -1,10 +1,19 @@
 #include "control/hub.h"
 
+#include "list_ranks.h"
+
 namespace distrain::rpc::control {
 
 using base::Error;
 using base::ErrorKind;
 using wire::FrameKind;
+
+namespace {
+
+// Who has asked for a place joins at once, unless it has no time, or cannot be heard any more.
+constexpr auto kPlaceIsKept = std::chrono::minutes(1);
+
+}  // namespace
 
 Hub::Hub(Settings settings, World& world, base::TimePoint now)
     : Party(std::move(settings), world, now) {}
@@ -17,7 +26,8 @@ std::optional<Error> Hub::join(Link link, int rank, wire::Join join, base::TimeP
   if (auto refusal = check_join(rank, join)) return refusal;
   add_control(rank, link, now);
   joined_[rank] = {link, std::move(join.endpoint)};
-  world_.send(link, {FrameKind::kJoined});
+  kept_.erase(rank);
+  world_.send(link, {FrameKind::kJoined, static_cast<uint64_t>(rank)});
   if (state_ == State::kRunning) {
     welcome(rank);
   } else {
@@ -26,18 +36,41 @@ std::optional<Error> Hub::join(Link link, int rank, wire::Join join, base::TimeP
   return std::nullopt;
 }
 
+std::optional<Error> Hub::keep_place(Link link, const wire::Join& join, base::TimePoint now) {
+  if (auto refusal = check_join(wire::kAnyRank, join)) return refusal;
+  std::erase_if(kept_, [&](const auto& kept) {
+    const bool is_over = now - kept.second.since > kPlaceIsKept;
+    if (is_over) world_.close(kept.second.link, false);
+    return is_over;
+  });
+  for (int rank = 1; rank < static_cast<int>(settings_.names.size()); ++rank) {
+    if (kept_.contains(rank) || !is_free(rank)) continue;
+    kept_[rank] = {link, now};
+    world_.send(link, {FrameKind::kJoined, static_cast<uint64_t>(rank)});
+    return std::nullopt;
+  }
+  return Error{ErrorKind::kOverloaded, "each rank of the job has been taken", 0, "join"};
+}
+
+void Hub::keep_no_more(Link link) {
+  std::erase_if(kept_, [link](const auto& kept) { return kept.second.link == link; });
+}
+
+// That nobody has the place is for keep_place() to see where `rank` is any.
 std::optional<Error> Hub::check_join(int rank, const wire::Join& join) const {
   const auto refuse = [](std::string message) { return rendezvous_error(std::move(message), 0); };
   const auto size = static_cast<int>(settings_.names.size());
+  const bool is_any = rank == wire::kAnyRank;
+  const std::string who = rank_text(rank);
   if (join.job != settings_.job) {
-    return refuse("job: rank " + std::to_string(rank) + " belongs to '" + join.job +
-                  "', rank 0 to '" + settings_.job + "'");
+    return refuse("job: " + who + " belongs to '" + join.job + "', rank 0 to '" + settings_.job +
+                  "'");
   }
   if (join.world_size != 0 && join.world_size != size) {
-    return refuse("world size: " + std::to_string(join.world_size) + " on rank " +
-                  std::to_string(rank) + ", " + std::to_string(size) + " on rank 0");
+    return refuse("world size: " + std::to_string(join.world_size) + " on " + who + ", " +
+                  std::to_string(size) + " on rank 0");
   }
-  if (rank < 1 || rank >= size) {
+  if (!is_any && (rank < 1 || rank >= size)) {
     return refuse("rank: " + std::to_string(rank) + " is outside this job's 0 to " +
                   std::to_string(size - 1));
   }
@@ -45,16 +78,14 @@ std::optional<Error> Hub::check_join(int rank, const wire::Join& join) const {
   if (state_ == State::kOver || round_ > 0) {
     return refuse("the job has ended before this rank came");
   }
-  const bool is_free = state_ == State::kMeeting ? !joined_.contains(rank) : is_free_again(rank);
-  if (!is_free) {
+  if (!is_any && !is_free(rank)) {
     return refuse("rank: " + std::to_string(rank) + " has been taken already");
   }
   for (const auto& [name, value] : join.options) {
     const auto it = settings_.options.find(name);
     if (it != settings_.options.end() && it->second != value) {
       const std::string own = it->second.empty() ? "none" : it->second;
-      return refuse("--" + name + ": " + value + " on rank " + std::to_string(rank) + ", " + own +
-                    " on rank 0");
+      return refuse("--" + name + ": " + value + " on " + who + ", " + own + " on rank 0");
     }
   }
   return std::nullopt;
@@ -89,6 +120,10 @@ void Hub::take_prepared(int rank, wire::RankDevices devices) {
 }
 
 // ---- one that comes later ----
+
+bool Hub::is_free(int rank) const {
+  return state_ == State::kMeeting ? !joined_.contains(rank) : is_free_again(rank);
+}
 
 bool Hub::is_free_again(int rank) const {
   return state_ == State::kRunning && job_goes_on_ && tolerance_.may_return &&

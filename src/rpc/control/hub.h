@@ -14,6 +14,11 @@ class Hub final : public Party {
   /// A rank wants to join on `link`. Gives back why it is refused, if it is: the first field that
   /// does not agree, with both values.
   std::optional<base::Error> join(Link link, int rank, wire::Join join, base::TimePoint now);
+  /// Somebody on `link` asks for a rank that nobody else is, and joins as that soon: until then it
+  /// is kept from others who ask, for a minute at most or until keep_no_more(). Gives back why it
+  /// is refused; `overloaded`: there is none now.
+  std::optional<base::Error> keep_place(Link link, const wire::Join& join, base::TimePoint now);
+  void keep_no_more(Link link);
   /// To be called once, when this rank can take part: one that is alone meets nobody.
   void begin();
   /// From here on, in place of what was said before.
@@ -31,6 +36,11 @@ class Hub final : public Party {
     Link link = 0;
     wire::Endpoint endpoint;
   };
+  /// For one who has asked for a place, and is yet to join.
+  struct Kept {
+    Link link = 0;
+    base::TimePoint since;
+  };
   /// A new process in the place of one that was lost, until it hears go.
   struct Newcomer {
     uint32_t incarnation = 0;
@@ -43,6 +53,7 @@ class Hub final : public Party {
   void find_lost(int rank, const base::Error& error) override;
   void suspect(int rank, const base::Error& error) override { find_lost(rank, error); }
   std::optional<base::Error> check_join(int rank, const wire::Join& join) const;
+  bool is_free(int rank) const;
   bool is_free_again(int rank) const;
   void tell_members(const Message& message, int except = -1);
   void meet_if_all_joined();
@@ -60,6 +71,7 @@ class Hub final : public Party {
   void end_round_if_all_there();
 
   std::map<int, Joined> joined_;
+  std::map<int, Kept> kept_;
   std::map<int, wire::RankDevices> devices_;  // of those that are, or were, prepared
   Tolerance tolerance_;
   bool job_goes_on_ = true;  // until a loss that it cannot go on after: then all leave

@@ -34,7 +34,11 @@ void Member::on_control(int, const Message& message) {
     }
     case FrameKind::kJoined:
       if (state_ != State::kMeeting || std::exchange(has_joined_, true)) break;
-      return world_.on_joined();
+      if (message.a == 0 || message.a > kMaxRanks) break;
+      if (settings_.rank != wire::kAnyRank && message.a != static_cast<uint64_t>(settings_.rank)) {
+        break;
+      }
+      return world_.on_joined(static_cast<int>(message.a));
     case FrameKind::kDirectory: {
       if (state_ != State::kMeeting || !has_joined_) break;
       wire::Directory directory = wire::decode_directory(message.body);

@@ -35,6 +35,9 @@ namespace distrain::rpc::control {
 // directory on it hears all that the hub tells the others, and others may be such new processes,
 // too: each of two knows of the other before either hears go.
 //
+// Who is to be any rank asks first (kAnyRank), on a connection of its own, and the hub keeps a
+// place for it: so a process knows which rank it is before it prepares anything. See Place.
+//
 // All of it is in Hub (rank 0) and Member (any other), which do no I/O, have no clock and no
 // thread: an event comes in by a function call with the time, what is to be done goes out through
 // World. So one hundred ranks can be played through in a test, with every message delayed, lost or
@@ -69,8 +72,8 @@ class World {
   /// What was sent goes out first if `flush`. No closed() follows.
   virtual void close(Link link, bool flush) = 0;
 
-  /// Member: rank 0 has a place for this one.
-  virtual void on_joined() = 0;
+  /// Member: rank 0 has this place for it, which is its own unless that is any.
+  virtual void on_joined(int rank) = 0;
   /// Once: who the ranks are, and where.
   virtual void on_directory(const wire::Directory& directory) = 0;
   /// Once: all ranks can be called. An exception ends the job for all.

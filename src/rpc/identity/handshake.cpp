@@ -1,6 +1,7 @@
 #include "identity/handshake.h"
 
 #include "distrain/wire/frame.h"
+#include "list_ranks.h"
 
 namespace distrain::rpc::identity {
 
@@ -36,8 +37,8 @@ bool is_other_generation(const Self& self, const wire::Hello& other) {
 }
 
 std::string both_generations(const Self& self, const wire::Hello& other) {
-  return "of generation " + std::to_string(other.generation) + ", rank " +
-         std::to_string(self.rank) + " of " + std::to_string(self.generation);
+  return "of generation " + std::to_string(other.generation) + ", " + rank_text(self.rank) +
+         " of " + std::to_string(self.generation);
 }
 
 // What came late from an earlier generation proves nothing, but says which one it is of.
@@ -89,8 +90,8 @@ std::optional<Error> mismatch(const Self& self, const wire::Hello& other) {
   const auto refuse = [&](std::string message) {
     return Error{ErrorKind::kRendezvous, std::move(message), self.rank, "join"};
   };
-  const std::string who = "rank " + std::to_string(other.rank);
-  const std::string own = "rank " + std::to_string(self.rank);
+  const std::string who = rank_text(other.rank);
+  const std::string own = rank_text(self.rank);
   constexpr wire::JobId kNone{};
   if (other.job_id != self.job_id && other.job_id != kNone && self.job_id != kNone) {
     return refuse("job id: " + who + " belongs to job " + short_text(other.job_id) + ", " + own +
@@ -107,12 +108,12 @@ std::optional<Error> mismatch(const Self& self, const wire::Hello& other) {
 
 std::string why_not_believed(const Self& self, const wire::Hello& other) {
   using enum wire::Trust;
-  const std::string it = "rank " + std::to_string(other.rank);
+  const std::string it = rank_text(other.rank);
   if (other.purpose == wire::HelloPurpose::kPeer) {
     return it + " does not know the secret of this job's ranks" + claimed_generation(self, other);
   }
   if (other.trust != self.trust) {
-    const std::string own = "rank " + std::to_string(self.rank);
+    const std::string own = rank_text(self.rank);
     if (other.trust == kToken) {
       return it + " has a token, " + own + " has none: start it with the same --token-file";
     }
@@ -124,7 +125,7 @@ std::string why_not_believed(const Self& self, const wire::Hello& other) {
            " was not: start all ranks alike";
   }
   if (self.trust == kToken) {
-    return it + " has another token than rank " + std::to_string(self.rank) +
+    return it + " has another token than " + rank_text(self.rank) +
            claimed_generation(self, other) + ": start both with the same --token-file";
   }
   if (self.trust == kAnybody) return it + " has sent a proof that was damaged on the way";

@@ -99,9 +99,10 @@ class RawRank {
       size -= static_cast<size_t>(sent);
     }
   }
-  void send(wire::FrameKind kind, const wire::Bytes& meta = {}) {
+  void send(wire::FrameKind kind, const wire::Bytes& meta = {}, uint64_t id = 0) {
     wire::FrameHeader header;
     header.kind = kind;
+    header.call_id = id;
     header.meta_bytes = static_cast<uint32_t>(meta.size());
     uint8_t head[wire::kHeaderBytes];
     wire::encode_header(header, head);
@@ -138,16 +139,17 @@ class RawRank {
     send(wire::FrameKind::kJoin, wire::encode(wire::Join{"distrain", 0, {}, {}}));
     CHECK(hear(wire::FrameKind::kJoined));
   }
-  /// Proves itself as rank 0, to a rank that joins, and gives back what that says of itself.
-  wire::Join be_joined() {
+  /// Proves itself as rank 0, to a rank that joins, and gives back what that says of itself. It has
+  /// the rank's own place for it, or this one.
+  wire::Join be_joined(std::optional<uint64_t> place = {}) {
     REQUIRE(hear(wire::FrameKind::kHello));
-    const rpc::identity::Responder responder({{0, wire::Trust::kSameUser, 0, {}}, {}},
-                                             wire::decode_hello(heard));
+    const wire::Hello hello = wire::decode_hello(heard);
+    const rpc::identity::Responder responder({{0, wire::Trust::kSameUser, 0, {}}, {}}, hello);
     send(wire::FrameKind::kHello, responder.hello());
     REQUIRE(hear(wire::FrameKind::kProof));
     send_proof(responder.check(heard));
     REQUIRE(hear(wire::FrameKind::kJoin));
-    send(wire::FrameKind::kJoined);
+    send(wire::FrameKind::kJoined, {}, place.value_or(static_cast<uint64_t>(hello.rank)));
     return wire::decode_join(heard);
   }
   /// The body of what came last.

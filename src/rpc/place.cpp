@@ -1,0 +1,35 @@
+#include "distrain/rpc/place.h"
+
+#include <utility>
+
+#include "control/control_plane.h"
+#include "device_table.h"
+
+namespace distrain::rpc {
+
+static_assert(kAnyRank == wire::kAnyRank);
+
+struct Place::Impl {
+  explicit Impl(AgentOptions given) : options(std::move(given)) { options.rank = wire::kAnyRank; }
+
+  AgentOptions options;
+  DeviceTable devices{wire::kAnyRank, c10::kCPU, {}};
+  // Its thread ends before what its handlers use is gone.
+  net::Loop loop;
+  const std::shared_ptr<ControlPlane> control =
+      std::make_shared<ControlPlane>(loop, options, devices, ControlPlane::Callbacks());
+};
+
+Place::Place(AgentOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {}
+
+Place::~Place() { impl_->control->close(); }
+
+int Place::take() { return impl_->control->ask_for_place(); }
+
+std::vector<Wait> Place::waits() const {
+  const auto wait = impl_->control->wait();
+  if (!wait) return {};
+  return {{"a rank that nobody else is", wait->since}};
+}
+
+}  // namespace distrain::rpc

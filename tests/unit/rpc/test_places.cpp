@@ -1,0 +1,154 @@
+// ctest: timeout=120
+// Who joins a job without a number: rank 0 says which rank is free, and keeps it.
+#include <set>
+
+#include "distrain/rpc/place.h"
+#include "join_support.h"
+#include "rref_support.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+using base::ErrorKind;
+using rpc::Place;
+
+namespace {
+
+rpc::AgentOptions options_for_any(int world_size, uint16_t port) {
+  return options_for(rpc::kAnyRank, world_size, port);
+}
+
+// What take() comes to, on a thread of its own.
+class Asking {
+ public:
+  explicit Asking(const rpc::AgentOptions& options) : place_(options) {
+    rank_ = std::async(std::launch::async, [this] { return place_.take(); });
+  }
+  int rank() { return rank_.get(); }
+  Place& place() { return place_; }
+
+ private:
+  Place place_;
+  std::future<int> rank_;
+};
+
+}  // namespace
+
+TEST_CASE("each who asks gets a rank that nobody else has, and joins as that") {
+  Joining rank_0(options_for(0, 4));
+  const uint16_t port = rank_0.agent().port();
+  std::vector<std::unique_ptr<Asking>> asking;
+  for (int i = 0; i < 3; ++i) asking.push_back(std::make_unique<Asking>(options_for_any(4, port)));
+  std::set<int> ranks;
+  std::vector<std::unique_ptr<Joining>> others;
+  for (const auto& each : asking) {
+    const int rank = each->rank();
+    ranks.insert(rank);
+    others.push_back(std::make_unique<Joining>(options_for(rank, 4, port)));
+  }
+  CHECK(ranks == std::set<int>{1, 2, 3});
+  CHECK(rank_0.joined());
+  for (const auto& other : others) CHECK(other->joined());
+}
+
+TEST_CASE("a place is kept until whoever has asked is gone") {
+  Joining rank_0(options_for(0, 3));
+  const uint16_t port = rank_0.agent().port();
+  auto first = std::make_unique<Place>(options_for_any(3, port));
+  CHECK(first->take() == 1);
+  auto second = std::make_unique<Place>(options_for_any(3, port));
+  CHECK(second->take() == 2);
+  rpc::AgentOptions impatient = options_for_any(3, port);
+  impatient.join_timeout = 300ms;
+  const base::Error none = error_of([&] { Place(impatient).take(); });
+  CHECK(none.kind == ErrorKind::kRendezvous);
+  CHECK(none.message ==
+        "no place came free within the join timeout: each rank of the job has been taken");
+  Asking third(options_for_any(3, port));
+  first.reset();
+  CHECK(third.rank() == 1);
+  // Who names a rank has it, kept or not.
+  Joining rank_2(options_for(2, 3, port));
+  Joining rank_1(options_for(1, 3, port));
+  CHECK(rank_1.joined());
+  CHECK(rank_2.joined());
+  CHECK(rank_0.joined());
+}
+
+TEST_CASE("one that waits has the place of a rank that is lost in the midst of the job") {
+  Cluster cluster(3, setup);
+  cluster[0].go_on_without({1, 2}, 1, "", true);
+  const uint16_t port = cluster[0].port();
+  Asking waiting(options_for_any(3, port));
+  REQUIRE(eventually([&] { return !waiting.place().waits().empty(); }));
+  cluster.kill(2);
+  REQUIRE(waiting.rank() == 2);
+  cluster.bring_back(2);
+  CHECK(cluster[1].rpc_sync<&add>(2, 3, 4) == 7);
+  cluster.shutdown();
+}
+
+TEST_CASE("who asks too soon finds rank 0 once it is there") {
+  net::Fd socket = std::move(net::listen_tcp("localhost", 0).value());
+  const uint16_t port = net::local_name(socket.get()).port;
+  socket = net::Fd();
+  Asking early(options_for_any(2, port));
+  Joining rank_0(options_for(0, 2, port));
+  CHECK(early.rank() == 1);
+  Joining rank_1(options_for(1, 2, port));
+  CHECK(rank_0.joined());
+}
+
+TEST_CASE("who does not fit the job is refused at once") {
+  Joining rank_0(options_for(0, 2));
+  const uint16_t port = rank_0.agent().port();
+  rpc::AgentOptions other = options_for_any(2, port);
+  other.job = "another";
+  base::Error why = error_of([&] { Place(other).take(); });
+  CHECK(why.kind == ErrorKind::kRendezvous);
+  CHECK(why.message == "job: a new rank belongs to 'another', rank 0 to 'distrain'");
+  why = error_of([&] { Place(options_for_any(5, port)).take(); });
+  CHECK(why.message == "world size: 5 on a new rank, 2 on rank 0");
+  other = options_for_any(2, port);
+  other.token = "a token that nobody knows";
+  why = error_of([&] { Place(other).take(); });
+  CHECK(why.kind == ErrorKind::kAuth);
+  rank_0.kill();
+}
+
+TEST_CASE("a place is nobody's once whoever has asked is dead") {
+  Joining rank_0(options_for(0, 2));
+  const uint16_t port = rank_0.agent().port();
+  {
+    RawRank raw(port);
+    raw.join(rpc::kAnyRank);
+  }
+  CHECK(Place(options_for_any(2, port)).take() == 1);
+  rank_0.kill();
+}
+
+TEST_CASE("no rank that cannot be is taken from a rank 0 that gives it") {
+  net::Fd socket = std::move(net::listen_tcp("localhost", 0).value());
+  rpc::AgentOptions options = options_for_any(2, net::local_name(socket.get()).port);
+  for (const uint64_t given : {uint64_t{0}, uint64_t{4096}, ~uint64_t{0}}) {
+    CAPTURE(given);
+    auto asked =
+        std::async(std::launch::async, [&] { return error_of([&] { Place(options).take(); }); });
+    pollfd entry{socket.get(), POLLIN, 0};
+    REQUIRE(::poll(&entry, 1, 60000) == 1);
+    RawRank raw(net::Fd(::accept(socket.get(), nullptr, nullptr)));
+    raw.be_joined(given);
+    CHECK(asked.get().kind == ErrorKind::kProtocol);
+  }
+}
+
+TEST_CASE("an agent needs a number") {
+  CHECK(error_of([] { rpc::Agent agent(options_for_any(2, 1)); }).kind == ErrorKind::kInvalid);
+}
+
+TEST_CASE("a connection for calls needs a number") {
+  Cluster cluster(2, setup);
+  RawRank raw(cluster[0].port());
+  CHECK_FALSE(raw.introduce(rpc::kAnyRank, wire::HelloPurpose::kPeer));
+  CHECK(cluster[1].rpc_sync<&add>(0, 1, 1) == 2);
+  cluster.shutdown();
+}
