@@ -9,11 +9,20 @@ namespace distrain::rpc {
 
 static_assert(kAnyRank == wire::kAnyRank);
 
-struct Place::Impl {
-  explicit Impl(AgentOptions given) : options(std::move(given)) { options.rank = wire::kAnyRank; }
+namespace {
 
-  AgentOptions options;
-  DeviceTable devices{wire::kAnyRank, c10::kCPU, {}};
+AgentOptions of_any_rank(AgentOptions options) {
+  options.rank = kAnyRank;
+  return options;
+}
+
+}  // namespace
+
+struct Place::Impl {
+  explicit Impl(AgentOptions given) : options(of_any_rank(std::move(given))) {}
+
+  const AgentOptions options;
+  DeviceTable devices{kAnyRank, c10::kCPU, {}};
   // Its thread ends before what its handlers use is gone.
   net::Loop loop;
   const std::shared_ptr<ControlPlane> control =

@@ -224,13 +224,13 @@ while True:
 END
 }
 
-# make_images <folder> <training images> <test images> [pixels a side]: MNIST's files, with classes
-# that a net can tell apart.
+# make_images <folder> <training images> <test images> [pixels a side] [bars]: MNIST's files, with classes
+# that a net can tell apart: by how bright they are, or at once, by where a bar is.
 make_images() {
   mkdir -p "$1"
-  python3 - "$1" "$2" "$3" "${4:-28}" <<'END'
+  python3 - "$1" "$2" "$3" "${4:-28}" "${5:-}" <<'END'
 import random, struct, sys
-folder, side = sys.argv[1], int(sys.argv[4])
+folder, side, bars = sys.argv[1], int(sys.argv[4]), sys.argv[5] == "bars"
 random.seed(1)
 for name, count in (("train", int(sys.argv[2])), ("t10k", int(sys.argv[3]))):
     labels = bytes(random.randrange(10) for _ in range(count))
@@ -239,7 +239,12 @@ for name, count in (("train", int(sys.argv[2])), ("t10k", int(sys.argv[3]))):
     with open(f"{folder}/{name}-images-idx3-ubyte", "wb") as file:
         file.write(struct.pack(">IIII", 0x803, count, side, side))
         for label in labels:
-            file.write(bytes(20 * label + noise % 32 for noise in random.randbytes(side * side)))
+            noise = random.randbytes(side * side)
+            if bars:
+                bright = range((2 * label + 4) * side, (2 * label + 6) * side)
+                file.write(bytes(each % 100 + (120 if i in bright else 0) for i, each in enumerate(noise)))
+            else:
+                file.write(bytes(20 * label + each % 32 for each in noise))
 END
 }
 

@@ -53,9 +53,9 @@ expect_no_process "$name"
 # Its successor comes while it is stopped: when it goes on, its place is another's.
 name="one that was only stopped"
 port=$(free_port)
-rm -f "$tmp/out" "$tmp"/rank*
+rm -f "$tmp"/rank*
 "$distrain" ps --mode async --data "$tmp/images" --trainers 2 --epochs 1000000 --log-interval 1 --peer-timeout 4 \
-  --master-port "$port" --rank 0 >"$tmp/out" 2>"$tmp/err" &
+  --master-port "$port" --rank 0 >"$tmp/rank0" 2>"$tmp/err0" &
 launcher=$!
 for rank in 1 2; do
   "$distrain" ps --rank "$rank" --master-port "$port" >"$tmp/rank$rank" 2>"$tmp/err$rank" &
@@ -63,7 +63,7 @@ for rank in 1 2; do
 done
 wait_for_lines 1 step "$tmp/rank2"
 kill -STOP "${pids[2]}"
-wait_for_lines 1 lost "$tmp/out"
+wait_for_lines 1 lost "$tmp/rank0"
 "$distrain" ps --rank 2 --master-port "$port" >"$tmp/rank3" 2>"$tmp/err3" &
 pids[3]=$!
 wait_for_lines 1 step "$tmp/rank3"
@@ -72,7 +72,8 @@ wait "${pids[2]}"
 code=$?
 expect 5 "$name"
 expect_jq '.[-1] | .kind == "peer_lost" and .cause_rank == 2' "$name" "$tmp/rank2"
-expect_jq '[.[] | select(.event == "returned")] | length == 1 and .[0].returned_rank == 2 and .[0].incarnation == 1' "$name"
+expect_jq '[.[] | select(.event == "returned")] | length == 1 and .[0].returned_rank == 2 and .[0].incarnation == 1' "$name" \
+  "$tmp/rank0"
 run ps --rank 2 --master-port "$port" --join-timeout 20
 expect 3 "a third one in a place that is taken"
 grep -q 'rank: 2 has been taken already' "$tmp/err" || fail "$name: the third one is not told so"

@@ -1,5 +1,7 @@
 // ctest: timeout=120
 // A job of somebody else's, on the job kit: rows of a table on a server, a net under DDP.
+#include <future>
+#include <memory>
 #include <mutex>
 
 #include <ATen/Functions.h>
@@ -12,6 +14,7 @@
 #include "distrain/autograd/context.h"
 #include "distrain/base/random.h"
 #include "distrain/nn/module.h"
+#include "distrain/rpc/place.h"
 #include "support/scenario_job.h"
 
 namespace distrain::testing {
@@ -215,6 +218,67 @@ TEST_CASE("an optimizer that no checkpoint keeps is told of once") {
   const std::vector<Json> warnings = run_job(Place::kRanks, options).all("warn");
   REQUIRE(warnings.size() == 1);
   CHECK(contains(warnings[0]["message"].get<std::string>(), "no optimizer"));
+}
+
+TEST_CASE("a process whose place goes to one that names its rank asks for another") {
+  OwnOptions options;
+  options.epochs = 1;
+  net::Fd socket = std::move(net::listen_tcp("localhost", 0).value());
+  Job job;
+  job.name = "own";
+  job.master_port = net::local_name(socket.get()).port;
+  job.started = std::chrono::steady_clock::now();
+  job.peer_timeout_s = 0;
+  job.join_timeout_s = 60;
+  base::Promise<void> only_rank_2_is_missing;
+  std::once_flag once;
+  const auto start = [&](int rank, std::function<void(int)> placed) {
+    Job its = job;
+    its.rank = rank;
+    its.stop = std::make_shared<job::StopSignal>();
+    its.rejoins = rank == 1;  // it may come before it is seen that another one of it is gone
+    if (rank == 0) its.listen_fd = socket.release();
+    return std::async(std::launch::async, [&, its, placed = std::move(placed)] {
+      at::set_num_threads(1);
+      const auto heard = [&](const Line& line) {
+        if (line.event != "waiting" || line.fields["missing"] != Json{2}) return;
+        std::call_once(once, [&] { only_rank_2_is_missing.set(); });
+      };
+      Listener sink(events_of<OwnOptions>(), heard, placed);
+      return job_of(options).run(options, its, sink).fields;
+    });
+  };
+  rpc::AgentOptions of_first;
+  of_first.job = "distrain own";
+  of_first.rank = 1;
+  of_first.master_port = job.master_port;
+  std::unique_ptr<rpc::Agent> first;
+  std::future<void> end_of_first;
+  std::future<Json> rank_1;
+  std::vector<int> places;
+  std::future<Json> rank_0 = start(0, {});
+  std::future<Json> any = start(rpc::kAnyRank, [&](int rank) {
+    places.push_back(rank);
+    if (rank == 1) {
+      first = std::make_unique<rpc::Agent>(of_first);
+      end_of_first = std::async(std::launch::async, [&] {
+        try {
+          first->join();
+        } catch (const base::Exception&) {  // as its agent goes
+        }
+      });
+      const base::Future<void> joined = only_rank_2_is_missing.future();
+      joined.wait_until(base::deadline_after(std::chrono::seconds(50)));
+    } else {
+      first = nullptr;
+      rank_1 = start(1, {});
+    }
+  });
+  CHECK(any.get()["live_rrefs"] == 0);
+  CHECK(rank_0.get()["live_rrefs"] == 0);
+  REQUIRE(rank_1.valid());
+  CHECK(rank_1.get()["live_rrefs"] == 0);
+  CHECK(places == std::vector{1, 2});
 }
 
 }  // namespace distrain::testing

@@ -6,9 +6,9 @@
 source "$(dirname "$0")/../cli/lib.bash"
 
 export LOSSES=${LOSSES:-32} LOSSES_EVERY=2 LOSSES_IMAGES=4096 LOSSES_EPOCHS=${LOSSES_EPOCHS:-40} LOSSES_LONGEST=700 \
-  LOSSES_TRAINED=1 LOSSES_ARGUMENTS="--dropout off --lr 0.05"
-make_images "$tmp/images" $LOSSES_IMAGES 512
-for mode in async ssp; do
+  LOSSES_TRAINED=1
+make_images "$tmp/images" $LOSSES_IMAGES 512 28 bars
+for mode in ${LOSSES_MODES:-async ssp}; do
   for starter in launcher each; do
     python3 -u "$root/tests/fault/losses.py" "$distrain" "$tmp" $mode $starter "$(free_port)" ||
       fail "$mode, started again by $starter"

@@ -87,22 +87,26 @@ struct Finished {
   const Json& fields(int rank) const { return outcomes.at(rank).fields; }
 };
 
-/// Gives a rank's lines to whoever `hear` is. They have to be of these events.
+/// Gives a rank's lines to whoever `hear` is. They have to be of these events. `placed` hears which
+/// rank it is, where it was told none.
 class Listener final : public job::EventSink {
  public:
   explicit Listener(
       std::vector<job::Event> events = job::common_events(),
-      std::function<void(Line)> hear = [](const Line&) {})
-      : events_(std::move(events)), hear_(std::move(hear)) {}
+      std::function<void(Line)> hear = [](const Line&) {},
+      std::function<void(int)> placed = [](int) {})
+      : events_(std::move(events)), hear_(std::move(hear)), placed_(std::move(placed)) {}
   void emit(std::string_view event, const Json& fields) override {
     check_declared(events_, event, fields);
     hear_({0, std::string(event), fields});
   }
   void joined(std::string_view, const job::OptionMap&) override {}
+  void placed(int rank) override { placed_(rank); }
 
  private:
   const std::vector<job::Event> events_;
   const std::function<void(Line)> hear_;
+  const std::function<void(int)> placed_;
 };
 
 inline const auto& job_of(const scenario::HybridOptions&) { return scenario::hybrid_job(); }
