@@ -54,8 +54,9 @@ join timeout.)");
       .range(0, 1'000'000)
       .needs("checkpoint")
       .details(
-          R"(Needs --checkpoint, where rank 0 is. After a rank was killed or lost, or memory was short, all ranks
-are started again, and go on from the newest checkpoint. Each launcher of a job on several
+          R"(Needs --checkpoint, where rank 0 is. After a rank was killed or lost, or was short of memory, say, all
+ranks are started again, and go on from the newest checkpoint; a trainer that the job goes on without
+is started again by itself. Each launcher of a job on several
 machines starts its own: give it to all of them.)");
 
   group = "Network";

@@ -70,19 +70,23 @@ two are kept, or as many as --keep says.
 CPU in the very parameters that it would have ended in without the break. A checkpoint that is
 damaged, or of another job, is refused with exit status 7.
 
+Training goes on while files are written. What changes meanwhile is copied before: rows of tables, and the
+state of optimizers. The next save waits for the one before, and so does the end.
+
 With `--max-restarts N` the launcher starts all its ranks again, N times at most, when one of them was
-killed or lost, or short of memory; never after wrong usage, bad data or a loss that is not finite. They
-go on from the newest checkpoint, and a `restart` line says so in the place of `error`. It waits for a
+killed or lost, or short of memory or another resource; never after a crash of the program (SIGSEGV,
+SIGABRT), wrong usage, bad data, a wrong token or a loss that is not finite. They go on from the newest checkpoint, and a `restart` line says so in the place of `error`. It waits for a
 quarter of a second before, and twice as long each time that the job has got no further, up to half a
 minute. On several machines each launcher starts its own ranks again, and they meet anew at rank 0; a
 machine that does not come back is waited for until --join-timeout.
 
-Where trainers share all that they train and do not wait for each other in each step (`ps` with `--mode
-async` or `ssp`), the job goes on without one that is killed, lost or short of memory, as long as
+Where trainers share all that they train and do not wait for each other in each step (`ps` with
+`--mode async` or `ssp`), the job goes on without one that is killed, lost or short of memory, as long as
 --min-trainers are left. A `lost` line names it, and says how many steps it had made and how many it had
-begun, which go to the others. A process that is started with its --rank, or with `--rank auto`, takes the place, at
-any time before the job ends, and a `returned` line says so; one that had only been stopped finds its
-place taken and ends with exit status 5. With `--max-restarts N` the launcher starts such ranks again by themselves.
+begun, which go to the others. A process that is started with its --rank, or with `--rank auto`, takes the
+place, at any time before the job ends, and a `returned` line says so; one that had only been stopped
+finds its place taken and ends with exit status 5. With `--max-restarts N` the launcher starts such ranks
+again by themselves. A signal to one such trainer is a loss, too, if the job does not save.
 
 On SIGINT (Ctrl-C), SIGTERM or SIGHUP a job with --checkpoint finishes its step, saves, and ends
 within 60 s; a second signal, from 2 s after the first, ends it at once. What is signalled twice sooner
@@ -120,7 +124,7 @@ the clocks when all ranks are there do.
 * 1: internal error
 * 2: wrong usage
 * 3: the ranks could not be brought together: port taken, join timeout, rank taken, wrong size, options
-that differ
+that differ, another job or generation
 * 4: wrong token, version or protocol
 * 5: a peer was lost
 * 6: a function that ran on another rank failed

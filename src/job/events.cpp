@@ -138,9 +138,11 @@ std::vector<Event> common_events() {
       {"restart",
        "when the launcher starts ranks again (--max-restarts)",
        {{"ranks", kIntegers, "which: all of its own, or a trainer that the job goes on without"},
-        or_null({"generation", kInteger, "how often it has then; null where rank 0 is elsewhere"}),
+        or_null(
+            {"generation", kInteger, "how often all have then; null where rank 0 is elsewhere"}),
         {"restarts_left", kInteger, "how often it still may"},
-        or_null({"checkpoint", kText, "the newest; null: none, or rank 0 is elsewhere"}),
+        or_null({"checkpoint", kText,
+                 "the newest; null: none, rank 0 is elsewhere, or one trainer starts again"}),
         {"after_s", kNumber, "seconds that it waits before"},
         {"kind", kText, "kind of the error that ended them, as in peer_lost"},
         {"cause", kText, "what went wrong, in a line"},

@@ -123,7 +123,7 @@ class Session {
       const base::Error error = with_rank(rpc::error_in_flight(base::ErrorKind::kInternal));
       loss_watch_->end();
       // All else that a rank may be refused for Place::take() has heard.
-      const bool is_refused = !has_met_ && error.kind == base::ErrorKind::kRendezvous;
+      const bool is_refused = !agent_->has_place() && error.kind == base::ErrorKind::kRendezvous;
       if (has_asked_ && is_refused) throw PlaceIsTaken();
       if (error.rank != agent_->rank()) sink_.failing(error);
       agent_->abort(error);
@@ -135,7 +135,6 @@ class Session {
  private:
   void join(const std::function<void()>& prepare) {
     agent_->join([&] {
-      has_met_ = true;
       const OptionMap& options = agent_->job_options();
       trace_.start(options, std::max(job_.world_size, agent_->world_size()));
       if (job_.choose_devices) job_.devices = job_.choose_devices(agent_->name(), options);
@@ -188,7 +187,6 @@ class Session {
   const std::shared_ptr<LossWatch> loss_watch_ = std::make_shared<LossWatch>(sink_);
   std::unique_ptr<rpc::Agent> agent_;
   optim::UpdateCount updates_;
-  bool has_met_ = false;  // it knows who the others are
   bool joined_ = false;
 };
 
@@ -371,6 +369,7 @@ Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
       sink.placed(placed.rank);
       return run_as(placed, sink, body, std::move(place));
     } catch (const PlaceIsTaken&) {
+      sink.placed(rpc::kAnyRank);
       placed.join_timeout_s = std::max(0.001, -base::seconds_since(deadline));
     }
   }

@@ -33,6 +33,7 @@ c10::Device Agent::device() const { return core_->devices.home(); }
 std::string Agent::device_of(int rank) const { return device_text(core_->devices.home_of(rank)); }
 
 int Agent::rank() const { return core_->options.rank; }
+bool Agent::has_place() const { return core_->control->has_place(); }
 int Agent::world_size() const { return core_->world_size(); }
 const std::string& Agent::name() const { return core_->name; }
 

@@ -33,7 +33,8 @@ class EventSink {
  public:
   virtual ~EventSink() = default;
   virtual void emit(std::string_view event, const Json& fields) = 0;
-  /// Where the rank was any: which one this process is. Before joined().
+  /// Where the rank was any: which one this process is, or that it is any once more. Before
+  /// joined().
   virtual void placed(int rank) { static_cast<void>(rank); }
   /// All ranks are there: what rank 0 has told of the job, and the role that follows from it.
   virtual void joined(std::string_view role, const OptionMap& of_rank_0) = 0;

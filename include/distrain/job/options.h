@@ -126,8 +126,9 @@ struct TrainerOptions : CommonOptions, RuleOptions {
         .may_change()
         .details(
             "Not with --mode sync, nor where trainers keep replicas: there one that is lost ends "
-            "the job.\nIts steps go to the others. A process that is started with its --rank takes "
-            "its place again, and\nwith --max-restarts the launcher starts one.");
+            "the job.\nIts steps go to the others. A process that is started with its --rank, "
+            "or with --rank auto,\ntakes its place again, and with --max-restarts the launcher "
+            "starts one.");
   }
 };
 

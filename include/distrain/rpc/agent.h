@@ -247,6 +247,8 @@ class Agent {
   RRef<T> make_rref(std::shared_ptr<T> value);
 
   int rank() const;
+  /// Rank 0 has let this rank in; it may still wait for others. Not of rank 0.
+  bool has_place() const;
   int world_size() const;
   const std::string& name() const;
   /// `not_found` naming the ranks there are.

@@ -63,7 +63,7 @@ class JsonSink final : public job::EventSink {
   void placed(int rank) override {
     run_.devices->set_rank(rank);
     std::lock_guard lock(told_mutex_);
-    rank_ = rank;
+    rank_ = rank == rpc::kAnyRank ? std::nullopt : std::optional(rank);
   }
 
   void joined(std::string_view role, const job::OptionMap& of_rank_0) override {

@@ -58,6 +58,8 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   /// Instead of run(), where options.rank is wire::kAnyRank: asks rank 0, until the join timeout,
   /// for a rank that nobody else is. It is kept for this process until close(), or until it joins.
   int ask_for_place();
+  /// Rank 0 has a place for this rank, which then waits for the others.
+  bool has_place() const { return place_ != wire::kAnyRank; }
   uint16_t port() const { return port_; }
 
   /// This rank comes to `round` of the end; the sum of all ranks' numbers once all have. Fails when
@@ -169,14 +171,14 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   control::Hub* hub_ = nullptr;                 // rank 0: the same
   net::StreamPtr meeting_;                      // to rank 0, until that has proved itself
   std::optional<base::Promise<void>> joining_;  // until rank 0 has a place for this rank
-  int place_ = wire::kAnyRank;                  // the rank that it has
   std::map<control::Link, net::StreamPtr> streams_;
   control::Link next_link_ = 1;
   bool is_leaving_ = false;                // it has been told to
   bool is_closed_ = false;                 // there is no party any more, nor will there be
   std::map<int, std::string> seen_hosts_;  // rank 0: where others came from
 
-  std::atomic<base::TimePoint> began_{};  // to wait for others to join
+  std::atomic<base::TimePoint> began_{};    // to wait for others to join
+  std::atomic<int> place_{wire::kAnyRank};  // the rank that rank 0 has for this one
   base::Promise<void> met_;
   base::Promise<void> ready_;
 

@@ -19,8 +19,9 @@ using control::rendezvous_error;
 constexpr auto kWaitingInterval = std::chrono::seconds(5);
 constexpr auto kFirstRetry = std::chrono::milliseconds(20);
 constexpr auto kLongestRetry = std::chrono::milliseconds(500);
-constexpr auto kRank0SaysWho = std::chrono::seconds(1);       // is missing, to those who have come
-constexpr base::Duration kAnswers = std::chrono::seconds(5);  // who is asked for its hello
+constexpr auto kShortestTry = std::chrono::milliseconds(100);  // that says why it has failed
+constexpr auto kRank0SaysWho = std::chrono::seconds(1);        // is missing, to those who have come
+constexpr base::Duration kAnswers = std::chrono::seconds(5);   // who is asked for its hello
 constexpr auto kForEver = std::chrono::hours(24 * 365);  // that a point in time can be told from
 
 // What may be different the next time: nobody is there yet, or has no time for this rank, or no
@@ -101,14 +102,14 @@ void ControlPlane::begin_as_member(base::TimePoint deadline) {
   const base::Future<void> ready = ready_.future();
   std::optional<Error> why;
   for (;;) {
+    const bool has_time = deadline - base::Clock::now() > kShortestTry;
     const base::Status joined = try_to_join(std::min(deadline, next_report), deadline);
     if (joined.ok()) return;
     if (ready.done()) ready.wait();  // it was aborted
     const ErrorKind kind = joined.error().kind;
     if (kind != kTryAgain && kind != kNoPlace) throw base::Exception(joined.error());
     const base::TimePoint now = base::Clock::now();
-    // The last time may be too short to hear once more that there is no place.
-    if (!why || why->kind != kNoPlace || now < deadline) why = joined.error();
+    if (!why || has_time) why = joined.error();
     if (now >= deadline) {
       throw base::Exception(rendezvous_error(
           (why->kind == kNoPlace ? "no place came free within the join timeout: "
