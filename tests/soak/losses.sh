@@ -10,7 +10,7 @@ export LOSSES=${LOSSES:-32} LOSSES_EVERY=2 LOSSES_IMAGES=4096 LOSSES_EPOCHS=${LO
 make_images "$tmp/images" $LOSSES_IMAGES 512 28 bars
 for mode in ${LOSSES_MODES:-async ssp}; do
   for starter in launcher each; do
-    python3 -u "$root/tests/fault/losses.py" "$distrain" "$tmp" $mode $starter "$(free_port)" ||
+    python3 -u "$root/tests/fault/losses.py" "$distrain" "$tmp" "$mode" $starter "$(free_port)" ||
       fail "$mode, started again by $starter"
     expect_no_process "$mode, $starter"
   done
