@@ -21,7 +21,7 @@ _distrain() {
     help) ((COMP_CWORD == 2)) && options='hybrid ps rnn rl pipeline' ;;
     man) ((COMP_CWORD == 2)) && options='hybrid ps rnn rl pipeline' ;;
     completion) ((COMP_CWORD == 2)) && options='bash zsh fish' ;;
-    schema) ((COMP_CWORD == 2)) && options='start waiting ready ddp checkpoint restart warn error rank_end end step epoch eval lost returned prediction text episode split' ;;
+    schema) ((COMP_CWORD == 2)) && options='start waiting ready ddp checkpoint restart warn error rank_end end step epoch eval prediction lost returned text episode split' ;;
     '') options='hybrid ps rnn rl pipeline predict help man completion schema --help --version' ;;
   esac
   case $command/$prev in

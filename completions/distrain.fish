@@ -16,7 +16,7 @@ complete -c distrain -n '__fish_seen_subcommand_from predict' -F
 complete -c distrain -n '__fish_seen_subcommand_from help' -a 'hybrid ps rnn rl pipeline'
 complete -c distrain -n '__fish_seen_subcommand_from man' -a 'hybrid ps rnn rl pipeline'
 complete -c distrain -n '__fish_seen_subcommand_from completion' -a 'bash zsh fish'
-complete -c distrain -n '__fish_seen_subcommand_from schema' -a 'start waiting ready ddp checkpoint restart warn error rank_end end step epoch eval lost returned prediction text episode split'
+complete -c distrain -n '__fish_seen_subcommand_from schema' -a 'start waiting ready ddp checkpoint restart warn error rank_end end step epoch eval prediction lost returned text episode split'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid' -x -l num-embeddings -d 'rows of the embedding table (with --data: its words)'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid' -x -l embedding-dim -d 'numbers in a row'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid' -x -l classes -d 'classes (with --data: its labels)'

@@ -234,7 +234,7 @@ Event eval_event(std::string when, Unit unit) {
            sometimes({"lr", kNumber, "learning rate until now, where it follows from losses"})}};
 }
 
-std::vector<Event> trainer_events(Unit unit) {
+std::vector<Event> trainer_events(bool may_lose, Unit unit) {
   const std::string what = counted(unit);
   Event eval = eval_event("at the end of an epoch, or of the job", unit);
   Event end{
@@ -242,15 +242,19 @@ std::vector<Event> trainer_events(Unit unit) {
       "",
       {sometimes({"loss", kNumber, "mean over the last epoch, and over the trainers"}),
        sometimes(quality(unit)), sometimes({"eval", kObject, "the last evaluation", eval.fields}),
-       sometimes({"ddp", kText, "how trainers on GPUs average: staged or nccl"}),
-       sometimes({"lost", kInteger, "trainers that were lost, where the job can go on without"})}};
+       sometimes({"ddp", kText, "how trainers on GPUs average: staged or nccl"})}};
   end.fields[1].what = unit == Unit::kWords ? "of that loss" : "of the last evaluation";
-  return {step_event({{what + "_per_s", kNumber, what + " of this trainer a second"}}),
-          epoch_event(unit),
-          std::move(eval),
-          lost_event(),
-          returned_event(),
-          std::move(end)};
+  std::vector<Event> events{
+      step_event({{what + "_per_s", kNumber, what + " of this trainer a second"}}),
+      epoch_event(unit), std::move(eval)};
+  if (may_lose) {
+    events.push_back(lost_event());
+    events.push_back(returned_event());
+    end.fields.push_back(
+        sometimes({"lost", kInteger, "trainers that were lost, where the job can go on without"}));
+  }
+  events.push_back(std::move(end));
+  return events;
 }
 
 std::vector<Event> with_events(std::vector<Event> events, const std::vector<Event>& more) {

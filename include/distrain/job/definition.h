@@ -134,11 +134,13 @@ class Definition final : public AnyDefinition {
   Definition(std::string name, std::string summary) {
     info_.name = std::move(name);
     info_.summary = std::move(summary);
-    if constexpr (std::is_base_of_v<TrainerOptions, Options>) info_.events = trainer_events();
     describe_inherited(list_);
     list_.group("Model and data");
     Options::describe(list_);
     info_.table = list_.table();
+    if constexpr (std::is_base_of_v<TrainerOptions, Options>) {
+      info_.events = trainer_events(find_option(info_.table, "min-trainers") != nullptr);
+    }
   }
 
   // What is said is kept as JobInfo has it.

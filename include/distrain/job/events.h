@@ -64,7 +64,8 @@ Event step_event(std::vector<Field> more);
 Event eval_event(std::string when, Unit unit = Unit::kSamples);
 
 /// What a job prints whose trainers go through data in epochs, unless it says otherwise.
-std::vector<Event> trainer_events(Unit unit = Unit::kSamples);
+/// `may_lose`: it can go on without one of them.
+std::vector<Event> trainer_events(bool may_lose, Unit unit = Unit::kSamples);
 
 /// `events` with `more`, whose fields are added where there is such an event. What `end` has,
 /// `rank_end` has, too.

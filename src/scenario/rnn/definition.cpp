@@ -137,7 +137,7 @@ text, or with --generate so many words, and in `end` the perplexity of the whole
               "What the newest checkpoint in the folder saved writes after a line")
           .example("for r in 0 1; do distrain rnn --rank $r & done; wait",
                    "Two ranks that are started one by one")
-          .events(job::trainer_events(job::Unit::kWords))
+          .events(job::trainer_events(/*may_lose=*/false, job::Unit::kWords))
           .event("text", "at the end, with --generate",
                  {{"text", kText, "the prompt and what follows it"}})
           .event("end", "",
