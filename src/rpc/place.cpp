@@ -7,8 +7,6 @@
 
 namespace distrain::rpc {
 
-static_assert(kAnyRank == wire::kAnyRank);
-
 namespace {
 
 AgentOptions of_any_rank(AgentOptions options) {

@@ -4,11 +4,12 @@
 #include <vector>
 
 #include "distrain/rpc/agent.h"
+#include "distrain/wire/handshake.h"
 
 namespace distrain::rpc {
 
 /// Of a process that is to be whichever rank nobody else is.
-inline constexpr int kAnyRank = -1;
+inline constexpr int kAnyRank = wire::kAnyRank;
 
 /// A rank of a job that nobody else is, for a process that was not told which one it is to be: the
 /// place of one that was lost, say, in a job that goes on without it. Rank 0 keeps it from others
