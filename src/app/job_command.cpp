@@ -142,8 +142,8 @@ class Invocation {
       // Where the user has named an address others may join there, by the user that they are of.
       const bool is_named = options_.given("master-port") || options_.given("master-addr");
       if (job_.token.empty() && !is_named) job_.token = rpc::new_token();
-      if (job_.job_id.empty()) job_.job_id = random_id();
     }
+    if (placement_.has_rank_0() && job_.job_id.empty()) job_.job_id = random_id();
     LaunchPlan plan;
     plan.told.listen_fd = listen_for_rank_0();
     plan.told.rank_0_unix_name = job_.rank_0_unix_name;
@@ -257,11 +257,12 @@ class Invocation {
       job_.rank_0_unix_name = rpc::new_unix_name();
       return std::move(net::listen_unix(job_.rank_0_unix_name).value()).release();
     }
-    std::string host = !job_.listen_addr.empty() ? job_.listen_addr : placement_.master_addr;
+    std::string host =
+        job_.listen_addr.empty() ? net::host_to_bind(placement_.master_addr) : job_.listen_addr;
     if (host == "localhost") host = "127.0.0.1";
     const auto port = static_cast<uint16_t>(placement_.master_port);
     const net::PortRange ports = port == 0 ? job_.ports : net::PortRange{port, port};
-    net::Fd socket = std::move(net::listen_tcp(host, ports, job_.listen_addr.empty()).value());
+    net::Fd socket = std::move(net::listen_tcp(host, ports).value());
     job_.master_port = net::local_name(socket.get()).port;
     if (placement_.spawns_all() && !placement_.master_addr_given) job_.master_addr = host;
     return socket.release();

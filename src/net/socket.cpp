@@ -28,6 +28,17 @@ Error make_error(ErrorKind kind, std::string message) {
   return Error{kind, std::move(message), -1, {}};
 }
 
+// Whether a socket of this machine can be bound to it.
+bool is_local_address(const std::string& host) {
+  auto addresses = resolve(host, 0, 0);
+  if (!addresses.ok()) return false;
+  for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) {
+    Fd fd(::socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    if (fd.valid() && ::bind(fd.get(), a->ai_addr, a->ai_addrlen) == 0) return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 Error socket_error(const std::string& what, int code) {
@@ -157,21 +168,19 @@ void Fd::reset() {
   fd_ = -1;
 }
 
-base::Result<Fd> listen_tcp(const std::string& host, uint16_t port, bool else_any) {
+base::Result<Fd> listen_tcp(const std::string& host, uint16_t port) {
   const std::string where = "listening on " + endpoint_text(host, port);
   auto addresses = resolve(host, port, AI_PASSIVE);
   if (!addresses.ok()) {
     return make_error(addresses.error().kind, where + ": " + addresses.error().message);
   }
   Error error = make_error(ErrorKind::kRendezvous, where + ": no address");
-  bool is_elsewhere = false, has_v6 = false;
   // All interfaces: the v6 socket takes v4 too, where there is v6.
   for (const int family : {AF_INET6, AF_INET}) {
     for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) {
       // A name such as localhost has both: v4 first then, as clients without v6 must reach it.
       const int wanted = host.empty() ? family : family == AF_INET6 ? AF_INET : AF_INET6;
       if (a->ai_family != wanted) continue;
-      has_v6 = has_v6 || a->ai_family == AF_INET6;
       Fd fd(::socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
       if (!fd.valid()) {
         error = socket_error(where, errno);
@@ -188,21 +197,19 @@ base::Result<Fd> listen_tcp(const std::string& host, uint16_t port, bool else_an
       }
       const int code = errno;
       error = socket_error(where, code);
-      is_elsewhere = is_elsewhere || code == EADDRNOTAVAIL;
       // Not on another address of the name: clients would find whoever has taken this one.
       if (code == EADDRINUSE) return error;
     }
   }
-  if (else_any && is_elsewhere) return listen_tcp(has_v6 ? "" : "0.0.0.0", port);
   return error;
 }
 
-base::Result<Fd> listen_tcp(const std::string& host, PortRange ports, bool else_any) {
+base::Result<Fd> listen_tcp(const std::string& host, PortRange ports) {
   for (int port = ports.first; port < ports.last; ++port) {
-    base::Result<Fd> socket = listen_tcp(host, static_cast<uint16_t>(port), else_any);
+    base::Result<Fd> socket = listen_tcp(host, static_cast<uint16_t>(port));
     if (socket.ok() || socket.error().kind != ErrorKind::kRendezvous) return socket;
   }
-  base::Result<Fd> socket = listen_tcp(host, ports.last, else_any);
+  base::Result<Fd> socket = listen_tcp(host, ports.last);
   if (socket.ok() || ports.first == ports.last) return socket;
   return make_error(ErrorKind::kRendezvous, "no port from " + std::to_string(ports.first) +
                                                 " on is free: " + socket.error().message);
@@ -275,14 +282,9 @@ bool is_loopback(const std::string& host) {
   return true;
 }
 
-bool is_local_address(const std::string& host) {
-  auto addresses = resolve(host, 0, 0);
-  if (!addresses.ok()) return false;
-  for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) {
-    Fd fd(::socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    if (fd.valid() && ::bind(fd.get(), a->ai_addr, a->ai_addrlen) == 0) return true;
-  }
-  return false;
+std::string host_to_bind(const std::string& host) {
+  if (host == "localhost" || host.starts_with("127.") || host == "::1") return host;
+  return is_loopback(host) || !is_local_address(host) ? "" : host;
 }
 
 std::string host_key() {

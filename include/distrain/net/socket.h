@@ -36,10 +36,9 @@ class Fd {
 };
 
 /// A bound and listening TCP socket. `host` empty: all interfaces; `port` 0: any free one.
-/// `else_any`: all interfaces as well where `host` is no address of this machine (a service name of
-/// Kubernetes). `rendezvous` when it is taken, `resources` without descriptors. Starts no thread.
-base::Result<Fd> listen_tcp(const std::string& host, uint16_t port, bool else_any = false);
-base::Result<Fd> listen_tcp(const std::string& host, PortRange ports, bool else_any = false);
+/// `rendezvous` when it is taken, `resources` without descriptors. Starts no thread.
+base::Result<Fd> listen_tcp(const std::string& host, uint16_t port);
+base::Result<Fd> listen_tcp(const std::string& host, PortRange ports);
 /// A path that begins with '@' is a name in this network namespace, without a file.
 base::Result<Fd> listen_unix(const std::string& path);
 
@@ -73,8 +72,11 @@ std::optional<uint32_t> peer_user(int fd);
 /// Whether the name resolves to addresses of the loopback interface only. Blocks, unless it is
 /// numeric.
 bool is_loopback(const std::string& host);
-/// Whether a socket of this machine can be bound to it.
-bool is_local_address(const std::string& host);
+/// What a server listens on, as for listen_tcp(), that clients reach at `host`: that interface; all
+/// of them where the name is none of this machine's (a service of Kubernetes), or means loopback
+/// here and this machine elsewhere (Debian's /etc/hosts has 127.0.1.1 for the own name). Blocks,
+/// unless it is numeric.
+std::string host_to_bind(const std::string& host);
 
 /// Equal for two processes that share a kernel and a network namespace (boot id and inode): a unix
 /// socket may reach from one to the other. It does not if they see different folders.

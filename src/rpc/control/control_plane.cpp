@@ -20,19 +20,12 @@ constexpr auto kDoorTimeout = std::chrono::seconds(2);  // for the proof of who 
 constexpr auto kLastWords = std::chrono::seconds(1);    // of this rank, to others
 constexpr auto kLoopAnswers = std::chrono::seconds(1);  // when somebody asks it
 
-// The interface that rank 0 listens on: the one that --master-addr names. A name that means this
-// machine's loopback only here (Debian's /etc/hosts has 127.0.1.1) must be reachable from outside.
-std::string host_to_bind(const AgentOptions& options) {
-  if (!options.listen_addr.empty()) return options.listen_addr;
-  const std::string& host = options.master_addr;
-  if (host == "localhost" || host.starts_with("127.") || host == "::1") return host;
-  if (net::is_loopback(host) || !net::is_local_address(host)) return {};
-  return host;
-}
-
-net::PortRange ports_of_rank_0(const AgentOptions& options) {
-  if (options.master_port == 0) return options.ports;
-  return {options.master_port, options.master_port};
+net::Fd listen_as_rank_0(const AgentOptions& options) {
+  const std::string& told = options.listen_addr;
+  const std::string host = told.empty() ? net::host_to_bind(options.master_addr) : told;
+  const uint16_t port = options.master_port;
+  return std::move(
+      net::listen_tcp(host, port == 0 ? options.ports : net::PortRange{port, port}).value());
 }
 
 wire::Trust trust_of(const AgentOptions& options) {
@@ -67,10 +60,7 @@ ControlPlane::ControlPlane(net::Loop& loop, const AgentOptions& options, DeviceT
             job_id_of(options)},
       self_(told_) {
   if (options.rank != 0) return;
-  rank_0_socket_ =
-      options.listen_fd >= 0
-          ? net::Fd(options.listen_fd)
-          : std::move(net::listen_tcp(host_to_bind(options), ports_of_rank_0(options)).value());
+  rank_0_socket_ = options.listen_fd >= 0 ? net::Fd(options.listen_fd) : listen_as_rank_0(options);
   port_ = net::local_name(rank_0_socket_.get()).port;
 }
 

@@ -88,9 +88,6 @@ TEST_CASE("a port is free again as soon as its listener is closed") {
 
 TEST_CASE("listening on an address of another machine, or on no address at all") {
   CHECK(error_of(listen_tcp("192.0.2.1", 0)).kind == base::ErrorKind::kRendezvous);
-  const Fd any = std::move(listen_tcp("192.0.2.1", 0, /*else_any=*/true).value());
-  CHECK(local_name(any.get()).port != 0);
-  CHECK(local_name(any.get()).host == "0.0.0.0");  // as the address is of IPv4
   const base::Error error = error_of(listen_tcp("no-such-host.invalid", 29500));
   CHECK(error.kind == base::ErrorKind::kRendezvous);
   CHECK(contains(error.message, "listening on no-such-host.invalid:29500: host "));
@@ -203,9 +200,18 @@ TEST_CASE("which names are this machine's") {
   CHECK(is_loopback("127.8.9.10"));
   CHECK_FALSE(is_loopback("192.0.2.1"));
   CHECK_FALSE(is_loopback("no-such-host.invalid"));
-  CHECK(is_local_address("127.0.0.1"));
-  CHECK_FALSE(is_local_address("192.0.2.1"));
-  CHECK_FALSE(is_local_address("no-such-host.invalid"));
+}
+
+TEST_CASE("a server listens on the interface that its name means, or on all") {
+  for (const std::string host : {"localhost", "127.0.0.1", "127.8.9.10", "::1"}) {
+    CHECK(host_to_bind(host) == host);
+  }
+  CHECK(host_to_bind("192.0.2.1").empty());  // of another machine
+  CHECK(host_to_bind("no-such-host.invalid").empty());
+  // Loopback under another name: as the own name in /etc/hosts.
+  for (const char* host : {"ip6-localhost", "localhost.localdomain"}) {
+    if (is_loopback(host)) CHECK(host_to_bind(host).empty());
+  }
 }
 
 TEST_CASE("the host key is the same for the whole process and for its children") {
