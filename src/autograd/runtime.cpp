@@ -476,6 +476,10 @@ base::Future<void> backward_async(Context& context, const std::vector<at::Tensor
   return result;
 }
 
+void fail_passes(const Context& context, const base::Error& error) {
+  OwnPass(context, {}).fail(error);
+}
+
 at::Tensor gradient(rpc::Agent& agent, uint64_t id, const at::Tensor& variable) {
   const std::shared_ptr<ContextState> state = Runtime::of(agent)->find(id);
   return state ? state->gradient(variable) : at::Tensor();

@@ -2,9 +2,14 @@
 
 #include <algorithm>
 #include <mutex>
+#include <unordered_set>
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "distrain/autograd/context.h"
 #include "distrain/base/clock.h"
+#include "distrain/base/error.h"
 #include "distrain/base/trace.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/error.h"
@@ -15,15 +20,52 @@ namespace distrain::nn {
 
 namespace {
 
+using torch::autograd::Node;
+
 constexpr auto kAsLongAsItTakes = std::chrono::nanoseconds::max();
+
+std::shared_ptr<Node> node_of(const at::Tensor& tensor) {
+  return tensor.requires_grad() ? torch::autograd::impl::gradient_edge(tensor).function : nullptr;
+}
+
+/// Returns true if a backward pass from `output` reaches `node`; if `node` is null, if there is
+/// such a pass at all.
+bool reaches(const at::Tensor& output, const Node* node) {
+  const std::shared_ptr<Node> root = node_of(output);
+  if (!root || !node) return root != nullptr;
+  std::unordered_set<const Node*> seen = {root.get()};
+  for (std::vector<const Node*> left = {root.get()}; !left.empty();) {
+    const Node* const next = left.back();
+    left.pop_back();
+    if (next == node) return true;
+    for (const auto& edge : next->next_edges()) {
+      if (edge.is_valid() && seen.insert(edge.function.get()).second) {
+        left.push_back(edge.function.get());
+      }
+    }
+  }
+  return false;
+}
 
 }  // namespace
 
-struct StagePasses::State : std::enable_shared_from_this<State> {
+// What a stage does in one batch. A step belongs to the batch that its forward pass was part of,
+// and has nothing to do with a later one, however late it comes.
+struct StagePasses::Batch : std::enable_shared_from_this<Batch> {
+  Batch(std::string function_in, std::vector<PipelineStep> row)
+      : function(std::move(function_in)), steps(row), turns(std::make_shared<Turns>(row)) {}
+
   at::Tensor pass(rpc::Agent& agent, const at::Tensor& input, int64_t micro_batch,
                   const Compute& compute, const Turns::TurnPtr& turn);
   autograd::PassGuard guard(rpc::Agent& agent, int64_t micro_batch);
 
+  /// Whether the row has a step of this micro-batch in this autograd context.
+  bool has(int64_t micro_batch, uint64_t context_of_step) const {
+    return std::ranges::any_of(steps, [&](const PipelineStep& step) {
+      return step.micro_batch == micro_batch &&
+             (step.context == 0 || step.context == context_of_step);
+    });
+  }
   void hold(int64_t micro_batches) {
     std::lock_guard lock(mutex);
     held += micro_batches;
@@ -34,14 +76,24 @@ struct StagePasses::State : std::enable_shared_from_this<State> {
     if (report.compute_s) *report.compute_s += base::seconds_since(begun);
   }
 
-  std::string function;
-  Turns turns;
-  // Set between two batches.
-  uint64_t batch_context = 0;
+  const std::string function;
+  const std::vector<PipelineStep> steps;
+  const std::shared_ptr<Turns> turns;
+  uint64_t context = 0;  // gathers the gradients
   c10::Device device = c10::kCPU;
   std::mutex mutex;  // of what follows
   int64_t held = 0;
   StageReport report;
+};
+
+struct StagePasses::State {
+  std::shared_ptr<Batch> current() {
+    std::lock_guard lock(mutex);
+    return batch;
+  }
+
+  std::mutex mutex;
+  std::shared_ptr<Batch> batch;  // by mutex
 };
 
 // Steps that still wait for their turn when the agent ends would wait, and keep their stage, for
@@ -51,7 +103,7 @@ class StagePasses::OfAgent {
   ~OfAgent() {
     for (const auto& weak : stages_) {
       if (const auto stage = weak.lock()) {
-        stage->turns.fail({base::ErrorKind::kCancelled, "the job has ended", -1, {}});
+        stage->current()->turns->fail({base::ErrorKind::kCancelled, "the job has ended", -1, {}});
       }
     }
   }
@@ -72,65 +124,85 @@ class StagePasses::OfAgent {
 void StagePasses::install(rpc::Agent& agent) { agent.provide(std::make_shared<OfAgent>()); }
 
 StagePasses::StagePasses(std::string function) : state_(std::make_shared<State>()) {
-  state_->function = std::move(function);
+  state_->batch = std::make_shared<Batch>(std::move(function), std::vector<PipelineStep>());
 }
 
 void StagePasses::begin(rpc::Agent& agent, std::vector<PipelineStep> row) {
   agent.local<OfAgent>().add(state_);
-  state_->turns.begin(std::move(row));
-  state_->batch_context = rpc::current_context();
-  state_->device = agent.device();
-  std::lock_guard lock(state_->mutex);
-  state_->held = 0;
-  state_->report = {};
-  if (!rpc::is_accelerator(state_->device)) state_->report.compute_s = 0;
+  auto batch = std::make_shared<Batch>(state_->current()->function, std::move(row));
+  batch->context = rpc::current_context();
+  batch->device = agent.device();
+  if (!rpc::is_accelerator(batch->device)) batch->report.compute_s = 0;
+  {
+    std::lock_guard lock(state_->mutex);
+    batch.swap(state_->batch);
+  }
+  batch->turns->fail({base::ErrorKind::kCancelled, "another batch has begun", -1, {}});
 }
 
 StageReport StagePasses::end() {
-  rpc::StreamPoint::mark(state_->device).wait_on_host();
-  std::lock_guard lock(state_->mutex);
-  return state_->report;
+  const std::shared_ptr<Batch> batch = state_->current();
+  rpc::StreamPoint::mark(batch->device).wait_on_host();
+  std::lock_guard lock(batch->mutex);
+  return batch->report;
 }
 
 base::Future<at::Tensor> StagePasses::forward(rpc::Agent& agent, const rpc::RRef<at::Tensor>& input,
                                               int64_t micro_batch, int next_rank, Compute compute) {
+  const std::shared_ptr<Batch> batch = state_->current();
+  if (!batch->has(micro_batch, rpc::current_context())) {
+    throw base::Exception(base::Error{base::ErrorKind::kCancelled,
+                                      "micro-batch " + std::to_string(micro_batch) +
+                                          " is of another batch than this stage works on",
+                                      agent.rank(), batch->function});
+  }
   const base::Future<at::Tensor> fetched = input.to_here_async(kAsLongAsItTakes);
-  fetched.on_complete(agent.inline_executor(), [state = state_](base::Result<at::Tensor>& x) {
-    if (!x.ok()) state->turns.fail(x.error());  // its turn would never come
+  fetched.on_complete(agent.inline_executor(), [batch](base::Result<at::Tensor>& x) {
+    if (!x.ok()) batch->turns->fail(x.error());  // its turn would never come
   });
-  const auto run = [state = state_, &agent, micro_batch, next_rank, compute = std::move(compute)](
+  const auto run = [batch, &agent, micro_batch, next_rank, compute = std::move(compute)](
                        const at::Tensor& x, const Turns::TurnPtr& turn) {
     try {
-      return rpc::for_rank(agent, next_rank, state->pass(agent, x, micro_batch, compute, turn));
+      return rpc::for_rank(agent, next_rank, batch->pass(agent, x, micro_batch, compute, turn));
     } catch (...) {
       base::Error error = rpc::error_in_flight(base::ErrorKind::kRemoteFailed);
       if (error.rank < 0) error.rank = agent.rank();
-      error.op = state->function;
+      error.op = batch->function;
       turn->fail(error);
       throw base::Exception(error);
     }
   };
-  return fetched.then(agent.executor(), [state = state_, &agent, micro_batch, run](at::Tensor& x) {
-    return state->turns.enter({PipelineStep::Kind::kForward, micro_batch})
+  return fetched.then(agent.executor(), [batch, &agent, micro_batch, run](at::Tensor& x) {
+    return batch->turns->enter(PipelineStep::Kind::kForward, micro_batch)
         .then(agent.executor(), [x, run](Turns::TurnPtr& turn) { return run(x, turn); });
   });
 }
 
-at::Tensor StagePasses::State::pass(rpc::Agent& agent, const at::Tensor& input, int64_t micro_batch,
+at::Tensor StagePasses::Batch::pass(rpc::Agent& agent, const at::Tensor& input, int64_t micro_batch,
                                     const Compute& compute, const Turns::TurnPtr& turn) {
   const base::TraceScope scope("forward", "micro_batch", micro_batch);
   const base::TimePoint begun = base::Clock::now();
   hold(+1);
+  const std::shared_ptr<Node> source = node_of(input);
   at::Tensor output = compute(input);
+  if (!reaches(output, source.get())) {
+    base::invalid(
+        "the stage on rank " + std::to_string(agent.rank()) + " cuts the graph: " +
+        (source ? "its output does not depend on its input" : "its output requires no gradient") +
+        ", so its backward pass would never come (detach() or a NoGradGuard?)");
+  }
   autograd::guard_pass(agent, guard(agent, micro_batch));
   add_compute(begun);
   turn->done();
   return output;
 }
 
-// Of the backward pass of the current context through this stage.
-autograd::PassGuard StagePasses::State::guard(rpc::Agent& agent, int64_t micro_batch) {
+// Of the backward pass of the current context through this stage. Several messages may bring
+// gradients for that one step.
+autograd::PassGuard StagePasses::Batch::guard(rpc::Agent& agent, int64_t micro_batch) {
   struct Step {
+    std::mutex mutex;
+    base::Future<void> admitted;  // by mutex
     Turns::TurnPtr turn;
     base::TimePoint begun;
   };
@@ -138,48 +210,84 @@ autograd::PassGuard StagePasses::State::guard(rpc::Agent& agent, int64_t micro_b
   const auto step = std::make_shared<Step>();
   autograd::PassGuard guard;
   guard.admit = [self, &agent, micro_batch, step] {
-    return self->turns.enter({PipelineStep::Kind::kBackward, micro_batch})
-        .then(agent.executor(), [step](Turns::TurnPtr& turn) {
-          step->turn = std::move(turn);
-          step->begun = base::Clock::now();
-        });
+    std::lock_guard lock(step->mutex);
+    if (!step->admitted.valid()) {
+      step->admitted = self->turns->enter(PipelineStep::Kind::kBackward, micro_batch)
+                           .then(agent.executor(), [step](Turns::TurnPtr& turn) {
+                             step->turn = std::move(turn);
+                             step->begun = base::Clock::now();
+                           });
+    }
+    return step->admitted;
   };
-  guard.on_end = [self, &agent, step, from = rpc::current_context(), to = batch_context] {
-    autograd::move_gradients(agent, from, to);
+  guard.on_end = [self, &agent, step, from = rpc::current_context()] {
+    autograd::move_gradients(agent, from, self->context);
     self->hold(-1);
     self->add_compute(step->begun);
     step->turn->done();
   };
-  guard.on_failure = [self](const base::Error& error) { self->turns.fail(error); };
+  guard.on_failure = [self](const base::Error& error) { self->turns->fail(error); };
   return guard;
 }
 
-std::vector<at::Tensor> detail::run_passes(rpc::Agent& agent, size_t micro_batches,
-                                           const Forward& forward, const Loss& loss) {
+void detail::check_counts(const PipelineSchedule& schedule, size_t stages, size_t micro_batches) {
+  const auto check = [&](size_t planned, size_t given, const std::string& what) {
+    if (planned == given) return;
+    base::invalid("schedule " + schedule.name + " is for " + std::to_string(planned) + what +
+                  ", not for " + std::to_string(given));
+  };
+  check(schedule.stages.size(), stages, " stages");
+  check(static_cast<size_t>(schedule.micro_batches), micro_batches, " micro-batches");
+  simulate(schedule);  // refuses what would not run
+}
+
+std::vector<at::Tensor> detail::run_passes(rpc::Agent& agent, PipelineSchedule schedule,
+                                           const Begin& begin, const Forward& forward,
+                                           const Loss& loss) {
   // For as long as any pass goes on: one may have failed before the others are through.
   struct Passes {
     Loss loss;
     std::vector<std::unique_ptr<autograd::Context>> contexts;
     std::vector<at::Tensor> outputs;
   };
+  const auto micro_batches = static_cast<size_t>(schedule.micro_batches);
   const auto passes = std::make_shared<Passes>();
   passes->loss = loss;
-  passes->contexts.resize(micro_batches);
   passes->outputs.resize(micro_batches);
+  for (size_t m = 0; m < micro_batches; ++m) {
+    passes->contexts.push_back(
+        std::make_unique<autograd::Context>(agent, autograd::Context::Scope::kExplicit));
+  }
+  for (auto& row : schedule.stages) {
+    for (PipelineStep& step : row) {
+      step.context = passes->contexts[static_cast<size_t>(step.micro_batch)]->id();
+    }
+  }
+  begin(schedule);
   std::vector<base::Future<void>> done;
   for (size_t m = 0; m < micro_batches; ++m) {
-    auto& context = passes->contexts[m];
-    context = std::make_unique<autograd::Context>(agent, autograd::Context::Scope::kExplicit);
-    const rpc::ContextScope scope(agent, context->id());
+    const rpc::ContextScope scope(agent, passes->contexts[m]->id());
     done.push_back(forward(m).then(agent.executor(), [passes, m, &agent](at::Tensor& given) {
       const at::Tensor output = rpc::placed(given, agent.device());
       passes->outputs[m] = output.detach();
+      const std::shared_ptr<Node> source = node_of(output);
       const at::Tensor loss = passes->loss(m, output);
+      if (!reaches(loss, source.get())) {
+        base::invalid("the loss of micro-batch " + std::to_string(m) +
+                      " does not depend on what the last stage gave");
+      }
       return autograd::backward_async(*passes->contexts[m], {loss}, {.timeout = kAsLongAsItTakes})
           .then(agent.inline_executor(), [passes] {});
     }));
   }
-  base::wait_all(done);
+  try {
+    base::wait_all(done);
+  } catch (...) {
+    // The stages' other steps may wait for what does not come any more.
+    const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
+    for (const auto& context : passes->contexts) autograd::fail_passes(*context, error);
+    throw;
+  }
   return passes->outputs;
 }
 

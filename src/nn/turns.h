@@ -13,17 +13,15 @@
 
 namespace distrain::nn {
 
-/// The lock of a stage: one step at a time has the turn, and the steps have it in the order of the
-/// stage's row of the schedule. Whoever comes early gets a future and holds no thread. Once a step
-/// has failed nobody gets a turn any more: all are told the first failure. Thread-safe.
-class Turns {
-  struct State;
-
+/// The lock of a stage for one batch: one step at a time has the turn, and the steps have it in the
+/// order of the stage's row of the schedule. Whoever comes early gets a future and holds no thread.
+/// Once a step has failed nobody gets a turn any more: all are told the first failure. Thread-safe.
+class Turns : public std::enable_shared_from_this<Turns> {
  public:
   /// The right to run one step. If it dies before done() the step has failed.
   class Turn {
    public:
-    explicit Turn(std::shared_ptr<State> state) : state_(std::move(state)) {}
+    explicit Turn(std::shared_ptr<Turns> turns) : turns_(std::move(turns)) {}
     ~Turn();
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
@@ -32,37 +30,29 @@ class Turns {
     void fail(const base::Error& error);
 
    private:
-    std::shared_ptr<State> state_;  // null once it is over
+    std::shared_ptr<Turns> turns_;  // null once it is over
   };
   using TurnPtr = std::shared_ptr<Turn>;
 
-  /// The next batch. Steps of the last one that still wait fail.
-  void begin(std::vector<PipelineStep> row);
-  /// Done when it is the step's turn. Fails with `invalid` if it has none any more in this row.
-  base::Future<TurnPtr> enter(const PipelineStep& step);
-  /// Until the next begin().
-  void fail(const base::Error& error) { state()->fail(error); }
+  explicit Turns(std::vector<PipelineStep> row) : row_(std::move(row)) {}
+
+  /// Done when it is the step's turn. Fails with `invalid` if the row has no such step, or no more,
+  /// or if the step waits already.
+  base::Future<TurnPtr> enter(PipelineStep::Kind kind, int64_t micro_batch);
+  /// Fails the steps that wait, and those that come.
+  void fail(const base::Error& error);
 
  private:
   using Key = std::pair<PipelineStep::Kind, int64_t>;
+  static Key key_of(const PipelineStep& step) { return {step.kind, step.micro_batch}; }
+  void finish();
 
-  /// Of one batch. Outlives it, and Turns, as long as somebody has the turn.
-  struct State : std::enable_shared_from_this<State> {
-    void finish();
-    void fail(const base::Error& error);
-
-    std::mutex mutex;
-    std::vector<PipelineStep> row;
-    size_t next = 0;     // in the row: the step that has the turn, or will have it
-    bool taken = false;  // the step at `next` has it
-    std::optional<base::Error> error;
-    std::map<Key, base::Promise<TurnPtr>> waiting;
-  };
-
-  std::shared_ptr<State> state() const;
-
-  mutable std::mutex mutex_;
-  std::shared_ptr<State> state_ = std::make_shared<State>();  // by mutex_
+  std::mutex mutex_;
+  const std::vector<PipelineStep> row_;
+  size_t next_ = 0;     // in the row: the step that has the turn, or will have it
+  bool taken_ = false;  // the step at `next_` has it
+  std::optional<base::Error> error_;
+  std::map<Key, base::Promise<TurnPtr>> waiting_;
 };
 
 }  // namespace distrain::nn

@@ -112,6 +112,10 @@ void backward(Context& context, const std::vector<at::Tensor>& roots, PassOption
 base::Future<void> backward_async(Context& context, const std::vector<at::Tensor>& roots,
                                   PassOptions options = {});
 
+/// Fails the pass over a context that is under way or, if there is none, the next one, on all ranks
+/// that have a part in it: their guards are told.
+void fail_passes(const Context& context, const base::Error& error);
+
 /// The gradient that context `id` has for `variable` on the rank of `agent`; undefined if none.
 /// For handlers that are told a context's id, such as an optimizer's.
 at::Tensor gradient(rpc::Agent& agent, uint64_t id, const at::Tensor& variable);

@@ -32,6 +32,9 @@ struct StageReport {
 /// A step of the schedule runs when it has its turn: a forward pass once its input is here, a
 /// backward pass once its gradients are. Until then it holds no thread. Inputs are fetched ahead of
 /// their turn, so that a transfer and another micro-batch's computing overlap.
+///
+/// A step of an earlier batch that comes late is refused. A step whose output does not depend on
+/// its input fails with `invalid`, naming the rank.
 class StagePasses {
  public:
   /// Lets an agent have stages; before join().
@@ -54,6 +57,7 @@ class StagePasses {
                                    int64_t micro_batch, int next_rank, Compute compute);
 
  private:
+  struct Batch;
   struct State;
   class OfAgent;
   const std::shared_ptr<State> state_;
@@ -61,10 +65,13 @@ class StagePasses {
 
 namespace detail {
 
+/// Begins a batch on all stages. `schedule` names the context of each micro-batch.
+using Begin = std::function<void(const PipelineSchedule& schedule)>;
 using Forward = std::function<base::Future<at::Tensor>(size_t micro_batch)>;
 using Loss = std::function<at::Tensor(size_t micro_batch, const at::Tensor& output)>;
-std::vector<at::Tensor> run_passes(rpc::Agent& agent, size_t micro_batches, const Forward& forward,
-                                   const Loss& loss);
+void check_counts(const PipelineSchedule& schedule, size_t stages, size_t micro_batches);
+std::vector<at::Tensor> run_passes(rpc::Agent& agent, PipelineSchedule schedule, const Begin& begin,
+                                   const Forward& forward, const Loss& loss);
 
 }  // namespace detail
 
@@ -118,21 +125,26 @@ class Pipeline {
   /// Both passes of all micro-batches at once: the stages see to it that each step has its turn.
   /// `loss` of what the last stage gives is what the micro-batch adds to the batch's loss; the
   /// gradients gather in the current context. Gives back what `loss` was given, on this rank's
-  /// device. `loss` owns what it uses: if a pass fails, others may not be through when this throws.
+  /// device. `loss` owns what it uses: if a pass fails, others may not be through when this throws;
+  /// none of them waits for anything any more. Throws `invalid` if `schedule` is for other numbers
+  /// of stages or micro-batches, or cannot run, or if a stage or `loss` cuts the graph.
   std::vector<at::Tensor> train(const PipelineSchedule& schedule,
                                 const std::vector<at::Tensor>& micro_batches,
                                 const detail::Loss& loss) const {
+    detail::check_counts(schedule, size(), micro_batches.size());
     int64_t samples = 0;
     for (const at::Tensor& inputs : micro_batches) samples += inputs.size(0);
-    std::vector<base::Future<void>> begun;
-    for (size_t i = 0; i < size(); ++i) {
-      begun.push_back(call<&Stage::begin_batch>(i, schedule.stages.at(i), samples));
-    }
-    base::wait_all(begun);
+    const detail::Begin begin = [&](const PipelineSchedule& with_contexts) {
+      std::vector<base::Future<void>> begun;
+      for (size_t i = 0; i < size(); ++i) {
+        begun.push_back(call<&Stage::begin_batch>(i, with_contexts.stages[i], samples));
+      }
+      base::wait_all(begun);
+    };
     const detail::Forward forward = [&](size_t m) {
       return chain<&Stage::forward>(micro_batches[m], static_cast<int64_t>(m));
     };
-    return detail::run_passes(agent_, micro_batches.size(), forward, loss);
+    return detail::run_passes(agent_, schedule, begin, forward, loss);
   }
 
  private:

@@ -13,7 +13,10 @@ struct PipelineStep {
   enum class Kind : uint8_t { kForward = 0, kBackward = 1 };
   Kind kind = Kind::kForward;
   int64_t micro_batch = 0;  ///< from 0
-  static constexpr auto kFields = std::tuple(&PipelineStep::kind, &PipelineStep::micro_batch);
+  /// The autograd context of the micro-batch, which tells the batches of a schedule apart; 0: any.
+  uint64_t context = 0;
+  static constexpr auto kFields =
+      std::tuple(&PipelineStep::kind, &PipelineStep::micro_batch, &PipelineStep::context);
   bool operator==(const PipelineStep&) const = default;
 };
 

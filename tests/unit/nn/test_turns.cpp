@@ -13,6 +13,14 @@ using namespace distrain::nn::steps;
 
 namespace {
 
+std::shared_ptr<Turns> make_turns(std::vector<PipelineStep> row) {
+  return std::make_shared<Turns>(std::move(row));
+}
+
+base::Future<Turns::TurnPtr> enter(const std::shared_ptr<Turns>& turns, const PipelineStep& step) {
+  return turns->enter(step.kind, step.micro_batch);
+}
+
 base::ErrorKind failure(const base::Future<Turns::TurnPtr>& turn) {
   REQUIRE(turn.done());
   REQUIRE_FALSE(turn.wait_result().ok());
@@ -22,12 +30,12 @@ base::ErrorKind failure(const base::Future<Turns::TurnPtr>& turn) {
 }  // namespace
 
 TEST_CASE("steps have their turn in the order of the row") {
-  Turns turns;
-  turns.begin({F0, B0, F1, B1});
-  const auto b0 = turns.enter(B0);
-  const auto f1 = turns.enter(F1);
+  const auto turns = make_turns({F0, B0, F1, B1});
+  const auto b0 = enter(turns, B0);
+  const auto f1 = enter(turns, F1);
+  CHECK(failure(enter(turns, F1)) == base::ErrorKind::kInvalid);  // it waits already
   CHECK_FALSE(b0.done());
-  const auto f0 = turns.enter(F0);
+  const auto f0 = enter(turns, F0);
   REQUIRE(f0.done());
   CHECK_FALSE(b0.done());
   f0.wait()->done();
@@ -35,67 +43,38 @@ TEST_CASE("steps have their turn in the order of the row") {
   CHECK_FALSE(f1.done());
   b0.wait()->done();
   REQUIRE(f1.done());
-  CHECK(failure(turns.enter(F0)) == base::ErrorKind::kInvalid);  // it is over
-  CHECK(failure(turns.enter({Kind::kForward, 7})) == base::ErrorKind::kInvalid);
+  CHECK(failure(enter(turns, F0)) == base::ErrorKind::kInvalid);  // it is over
+  CHECK(failure(enter(turns, {Kind::kForward, 7})) == base::ErrorKind::kInvalid);
 }
 
 TEST_CASE("when a step dies in its turn nobody has one any more") {
-  Turns turns;
-  turns.begin({F0, B0});
-  auto b0 = turns.enter(B0);
-  turns.enter(F0).take().reset();
+  const auto turns = make_turns({F0, B0});
+  auto b0 = enter(turns, B0);
+  enter(turns, F0).take().reset();
   CHECK(failure(b0) == base::ErrorKind::kCancelled);
-  CHECK(failure(turns.enter(B0)) == base::ErrorKind::kCancelled);
-  turns.begin({F0, B0});
-  CHECK(turns.enter(F0).done());
+  CHECK(failure(enter(turns, B0)) == base::ErrorKind::kCancelled);
 }
 
 TEST_CASE("all are told the first failure, whoever comes later and whatever fails then") {
-  Turns turns;
-  turns.begin({F0, B0, F1, B1});
-  const auto b0 = turns.enter(B0);
-  const auto f0 = turns.enter(F0);
+  const auto turns = make_turns({F0, B0, F1, B1});
+  const auto b0 = enter(turns, B0);
+  const auto f0 = enter(turns, F0);
   f0.wait()->fail({base::ErrorKind::kBadData, "the first", 3, "op"});
-  turns.fail({base::ErrorKind::kInternal, "the second", 4, {}});
-  for (const auto& turn : {b0, turns.enter(F1), turns.enter(B1)}) {
+  turns->fail({base::ErrorKind::kInternal, "the second", 4, {}});
+  for (const auto& turn : {b0, enter(turns, F1), enter(turns, B1)}) {
     CHECK(failure(turn) == base::ErrorKind::kBadData);
     CHECK(turn.wait_result().error().message == "the first");
     CHECK(turn.wait_result().error().rank == 3);
   }
 }
 
-TEST_CASE("a turn of an old batch is nothing to the next one") {
-  const bool well = GENERATE(true, false);
-  Turns turns;
-  turns.begin({F0, B0});
-  Turns::TurnPtr old = turns.enter(F0).take();
-  turns.begin({F0, B0});
-  const auto b0 = turns.enter(B0);
-  const auto f0 = turns.enter(F0);
-  if (well) old->done();
-  old.reset();
-  REQUIRE(f0.done());
-  CHECK_FALSE(b0.done());
-  f0.wait()->done();
-  CHECK(b0.wait_result().ok());
-}
-
 TEST_CASE("a turn outlives the turns") {
   base::Future<Turns::TurnPtr> f0;
   {
-    Turns turns;
-    turns.begin({F0, B0});
-    f0 = turns.enter(F0);
+    const auto turns = make_turns({F0, B0});
+    f0 = enter(turns, F0);
   }
   f0.take().reset();
-}
-
-TEST_CASE("steps of a batch that was given up do not get into the next one") {
-  Turns turns;
-  turns.begin({F0, B0});
-  const auto old = turns.enter(B0);
-  turns.begin({F0, B0});
-  CHECK(failure(old) == base::ErrorKind::kCancelled);
 }
 
 TEST_CASE("one step at a time, however they come") {
@@ -106,14 +85,13 @@ TEST_CASE("one step at a time, however they come") {
     std::vector<PipelineStep> ran;
     std::atomic<int> inside{0};
     {
-      Turns turns;
-      turns.begin(row);
+      const auto turns = make_turns(row);
       std::vector<PipelineStep> arrivals = row;
       std::shuffle(arrivals.begin(), arrivals.end(), random);
       base::ThreadPool pool({.name = "turns", .size = 4});
       std::vector<base::Future<void>> done;
       for (const PipelineStep& step : arrivals) {
-        done.push_back(turns.enter(step).then(pool, [&, step](Turns::TurnPtr& turn) {
+        done.push_back(enter(turns, step).then(pool, [&, step](Turns::TurnPtr& turn) {
           if (inside.fetch_add(1) == 0) ran.push_back(step);
           inside.fetch_sub(1);
           turn->done();
