@@ -25,7 +25,9 @@ at::Tensor Dropout::masked(const at::Tensor& x, at::IntArrayRef mask_shape, doub
   if (!on_ || p == 0) return x;
   // Drawn on the CPU wherever `x` is: the same numbers everywhere.
   const at::Tensor mask = at::empty(mask_shape, x.options().requires_grad(false).device(at::kCPU));
-  return x * rpc::placed(mask.bernoulli_(1 - p, generator_).div_(1 - p), x.device());
+  mask.bernoulli_(1 - p, generator_);
+  if (p < 1) mask.div_(1 - p);  // else all of it is 0
+  return x * rpc::placed(mask, x.device());
 }
 
 at::Tensor Dropout::operator()(const at::Tensor& x, double p) { return masked(x, x.sizes(), p); }

@@ -38,7 +38,7 @@ std::vector<at::Tensor> on_their_way(const rpc::RRef<SharedModule>& module,
 
 RemoteModule<ByName>::RemoteModule(rpc::Agent& agent, const rpc::To& to, const std::string& name,
                                    const Encode& arguments)
-    : seed_(default_seed(agent.rank())), name_hash_(hash_of(name)) {
+    : random_(default_seed(agent.rank())), name_hash_(hash_of(name)) {
   if (!modules_of(agent)) {
     throw base::Exception(base::ErrorKind::kInvalid,
                           "this agent has no modules: call nn::install(agent) before join()");
@@ -57,13 +57,8 @@ RemoteModule<ByName>::RemoteModule(rpc::Agent& agent, const rpc::To& to, const s
   decoder.in.expect_end();
 }
 
-void RemoteModule<ByName>::seed(uint64_t key) {
-  seed_ = key;
-  passes_ = std::make_shared<std::atomic<uint64_t>>(0);
-}
-
 ForwardTerms RemoteModule<ByName>::next_terms() const {
-  return {training_, at::GradMode::is_enabled(), seed_ ^ name_hash_, passes_->fetch_add(1)};
+  return {training_, at::GradMode::is_enabled(), random_.key() ^ name_hash_, random_.next()};
 }
 
 at::Tensor RemoteModule<ByName>::forward_all(const std::vector<at::Tensor>& inputs) const {

@@ -12,6 +12,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "distrain/base/random.h"
 #include "distrain/nn/arguments.h"
 #include "distrain/rpc/agent.h"
 
@@ -102,6 +103,20 @@ struct ForwardTerms {
                                              &ForwardTerms::seed, &ForwardTerms::number);
 };
 
+/// The series of random numbers that the passes of a handle draw. Copies share the series; one that
+/// travels begins a series of its own, which follows from the sender's key and count, so that no
+/// two ranks draw the same numbers. Thread-safe.
+class RandomSeries {
+ public:
+  explicit RandomSeries(uint64_t key = 0) : key_(key) {}
+  uint64_t key() const { return key_; }
+  uint64_t next() const { return used_->fetch_add(1); }
+
+ private:
+  uint64_t key_;
+  std::shared_ptr<std::atomic<uint64_t>> used_ = std::make_shared<std::atomic<uint64_t>>(0);
+};
+
 /// A torch::nn module that its rank has exposed (see module.h), shared by all who name it. Each
 /// forward pass is made on one version of its parameters, so any number of ranks may train it at a
 /// time, in every mode of a DistributedOptimizer over remote_parameters().
@@ -141,8 +156,9 @@ class RemoteModule<ByName> {
 
   /// What the next passes draw, in dropout for instance, depends on `key` and on how many passes
   /// were made since, with this handle or copies of it: so a step does the same in every run. At
-  /// first the key comes from the seed of torch's default generator and this rank's number.
-  void seed(uint64_t key);
+  /// first the key comes from the seed of torch's default generator and this rank's number. A
+  /// handle that travels counts as a pass, and draws numbers of its own where it arrives.
+  void seed(uint64_t key) { random_ = RandomSeries(key); }
 
   /// References to the parameters that require a gradient, in torch's order, each once.
   std::vector<rpc::RRef<at::Tensor>> remote_parameters() const;
@@ -165,13 +181,22 @@ class RemoteModule<ByName> {
 
   rpc::RRef<SharedModule> module_;
   bool training_ = true;
-  uint64_t seed_ = 0;
+  RandomSeries random_;
   uint64_t name_hash_ = 0;  // modules with one key draw different numbers
-  std::shared_ptr<std::atomic<uint64_t>> passes_ = std::make_shared<std::atomic<uint64_t>>(0);
 
  public:
   static constexpr auto kFields = std::tuple(&RemoteModule::module_, &RemoteModule::training_,
-                                             &RemoteModule::seed_, &RemoteModule::name_hash_);
+                                             &RemoteModule::random_, &RemoteModule::name_hash_);
 };
 
 }  // namespace distrain::nn
+
+template <>
+struct distrain::rpc::Serializer<distrain::nn::RandomSeries> {
+  static void encode(Encoder& encoder, const nn::RandomSeries& series) {
+    encoder.out.put(base::Random({series.key(), series.next(), 1}).next());
+  }
+  static nn::RandomSeries decode(Decoder& decoder) {
+    return nn::RandomSeries(decoder.in.get<uint64_t>());
+  }
+};

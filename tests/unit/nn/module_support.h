@@ -9,6 +9,7 @@
 
 #include "distrain/autograd/context.h"
 #include "distrain/nn/module.h"
+#include "distrain/nn/remote_module.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "support/catch.h"
 #include "support/cluster.h"
@@ -24,12 +25,17 @@ inline int64_t address_of(const rpc::RRef<at::Tensor>& parameter) {
   return reinterpret_cast<int64_t>(parameter.local_value().data_ptr());
 }
 
+inline at::Tensor forward_of(const nn::RemoteModule<>& module, const at::Tensor& x) {
+  return module.forward(x);
+}
+
 inline void setup_modules(rpc::Agent& agent) {
   autograd::install(agent);
   optim::install(agent);
   nn::install(agent);
   agent.expose<&gradient_of>("gradient_of");
   agent.expose<&address_of>("address_of");
+  agent.expose<&forward_of>("forward_of");
 }
 
 /// A cluster whose rank 1 exposes `make` as "net".

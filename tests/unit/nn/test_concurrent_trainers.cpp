@@ -191,6 +191,27 @@ TEST_CASE("passes and replicas move no generator of the process; its seed gives 
   CHECK(dropped < 0.55);
 }
 
+TEST_CASE("a handle that travels draws numbers of its own, the same in every run") {
+  Cluster cluster = cluster_with(
+      [] { return torch::nn::Sequential(torch::nn::Linear(8, 8), torch::nn::Dropout(0.5)); });
+  const at::Tensor x = at::ones({50, 8});
+  const auto run = [&] {
+    RemoteModule net(cluster[0], 1, "net");
+    net.seed(5);
+    std::vector<at::Tensor> drawn;
+    for (int i = 0; i < 2; ++i) {
+      drawn.push_back(cluster[0].rpc_sync<&testing::forward_of>(1, net, x));
+      drawn.push_back(net.forward(x));
+    }
+    return drawn;
+  };
+  const std::vector<at::Tensor> drawn = run();
+  testing::check_equal(run(), drawn);
+  for (size_t i = 0; i < drawn.size(); ++i) {
+    for (size_t j = 0; j < i; ++j) CHECK_FALSE(at::equal(drawn[i], drawn[j]));
+  }
+}
+
 TEST_CASE("no row of a table changes while a pass looks it up") {
   constexpr int kTrainers = 3, kPasses = 200;
   Cluster cluster(1 + kTrainers, [](rpc::Agent& agent) {

@@ -54,6 +54,16 @@ TEST_CASE("what is off, or drops nothing, gives its argument back") {
   CHECK(on(x, 0).is_same(x));
 }
 
+TEST_CASE("what drops everything gives zeros, and zero gradients") {
+  const at::Tensor x = at::rand({2, 3, 4, 5}).requires_grad_();
+  Dropout drop({1});
+  const at::Tensor y = drop(x, 1), z = drop.channels(x, 1);
+  CHECK(y.eq(0).all().item<bool>());
+  CHECK(z.eq(0).all().item<bool>());
+  (y + z).sum().backward();
+  CHECK(x.grad().eq(0).all().item<bool>());
+}
+
 TEST_CASE("the gradient goes through the mask that the values went through") {
   const at::Tensor x = at::rand({30, 40}).add_(1).requires_grad_();
   const at::Tensor y = Dropout({9})(x, 0.5);
