@@ -256,9 +256,11 @@ void ContextState::on_gradient_ready(const at::Tensor& variable, ReadyHook fn) {
   hooks_.ready[variable.unsafeGetTensorImpl()].push_back(std::move(fn));
 }
 
-void ContextState::on_pass_end(std::function<void()> fn) {
+bool ContextState::on_pass_end(std::function<void()> fn, uint64_t pass) {
   std::lock_guard lock(mutex_);
+  if (pass != 0 && !runs_locked(pass)) return false;
   hooks_.end.push_back(std::move(fn));
+  return true;
 }
 
 void ContextState::set_guard(PassGuard guard) {

@@ -88,7 +88,12 @@ class ContextState {
   std::vector<std::pair<at::Tensor, at::Tensor>> take_gradients();
 
   void on_gradient_ready(const at::Tensor& variable, ReadyHook fn);
-  void on_pass_end(std::function<void()> fn);
+  /// False if `pass` is not 0 and does not run here.
+  bool on_pass_end(std::function<void()> fn, uint64_t pass = 0);
+  bool runs(uint64_t pass) const {
+    std::lock_guard lock(mutex_);
+    return runs_locked(pass);
+  }
   void set_guard(PassGuard guard);
   /// Asked before gradients from another rank enter a pass; null: they need not wait.
   std::function<base::Future<void>()> admission() const;

@@ -348,7 +348,7 @@ void Pass::announce(const std::shared_ptr<ContextState>& context, const at::Tens
   }
   const at::Tensor total = context->gradient(variable);
   for (const auto& hook : hooks) hook(total);
-  if (leaf_hook) leaf_hook->on_context_gradient(ContextRef(context), total);
+  if (leaf_hook) leaf_hook->on_context_gradient(ContextRef(context, id_), total);
 }
 
 // What this rank and all it has heard of have last to say.

@@ -373,8 +373,8 @@ void Context::on_gradient_ready(const at::Tensor& variable,
 }
 void Context::on_pass_end(std::function<void()> fn) { state_->on_pass_end(std::move(fn)); }
 
-ContextRef::ContextRef(const std::shared_ptr<ContextState>& state)
-    : id_(state->id()), state_(state) {}
+ContextRef::ContextRef(const std::shared_ptr<ContextState>& state, uint64_t pass)
+    : id_(state->id()), pass_(pass), state_(state) {}
 
 std::optional<ContextRef> ContextRef::current() {
   const uint64_t id = rpc::current_context();
@@ -391,8 +391,13 @@ std::optional<ContextRef> ContextRef::current() {
 void ContextRef::set_gradient(const at::Tensor& variable, at::Tensor gradient) const {
   if (const auto state = state_.lock()) state->set_gradient(variable, std::move(gradient));
 }
-void ContextRef::on_pass_end(std::function<void()> fn) const {
-  if (const auto state = state_.lock()) state->on_pass_end(std::move(fn));
+bool ContextRef::runs() const {
+  const auto state = state_.lock();
+  return state && state->runs(pass_);
+}
+bool ContextRef::on_pass_end(std::function<void()> fn) const {
+  const auto state = state_.lock();
+  return state && state->on_pass_end(std::move(fn), pass_);
 }
 
 namespace {

@@ -118,8 +118,9 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   void begin_locked(uint64_t pass, const collective::PassNumber& number,
                     int graph_task = kNoGraphTask);
   collective::PassNumber number_by(ForwardCount& count, uint64_t context) const;
-  void begin_of_context_locked(size_t index, const autograd::ContextRef& context);
-  void end_with(const autograd::ContextRef& context, uint64_t pass);
+  bool begin_of_context_locked(size_t index, const autograd::ContextRef& context,
+                               std::function<void()>& end);
+  std::function<void()> end_of(const autograd::ContextRef& context, uint64_t pass);
   Known* expecting_locked(uint64_t pass);
   void settle_debts_locked();
   Known* answer_expectation_locked();
@@ -151,7 +152,7 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   uint64_t unannounced_ = 0;       // the last context that took a number without
   uint64_t step_ = 0;              // of the job
   int graph_task_ = kNoGraphTask;  // of the plain pass under way
-  uint64_t context_ = 0;           // that the pass under way belongs to
+  uint64_t context_pass_ = 0;      // the autograd context's pass under way; 0: a plain one
   std::unordered_map<uint64_t, Known> contexts_;
   std::vector<Error> debts_;   // passes to be refused before the next one
   std::vector<Place> places_;  // by parameter

@@ -45,7 +45,7 @@ void Reducer::Impl::begin_locked(uint64_t pass, const collective::PassNumber& nu
   pass_ = pass;
   number_ = number;
   graph_task_ = graph_task;
-  context_ = 0;
+  context_pass_ = 0;
   started_ = 0;
   failure_.reset();
   arrival_.clear();
@@ -85,15 +85,15 @@ void Reducer::Impl::expect(const autograd::ContextRef& context) {
     pass = known.expected = ++last_pass_;
     known.count = {++announced_, 0};
   }
-  end_with(context, pass);
+  context.on_pass_end(end_of(context, pass));
 }
 
-void Reducer::Impl::end_with(const autograd::ContextRef& context, uint64_t pass) {
+std::function<void()> Reducer::Impl::end_of(const autograd::ContextRef& context, uint64_t pass) {
   auto end = std::make_shared<PassEnd<Impl>>(
       weak_from_this(), pass, [context](const at::Tensor& parameter, const at::Tensor& mean) {
         context.set_gradient(parameter, mean);
       });
-  context.on_pass_end([end] { (*end)(); });
+  return [end] { (*end)(); };
 }
 
 Reducer::Impl::Known* Reducer::Impl::expecting_locked(uint64_t pass) {
@@ -156,14 +156,19 @@ void Reducer::Impl::on_accumulated(size_t index, const at::Tensor& variable) {
 
 void Reducer::Impl::on_context_gradient(size_t index, const autograd::ContextRef& context,
                                         const at::Tensor& gradient) {
+  std::function<void()> end;  // dies outside the lock
   std::lock_guard lock(mutex_);
-  if (state_ == PassState::kIdle || context_ != context.id()) {
-    begin_of_context_locked(index, context);
+  if (state_ != PassState::kIdle && context_pass_ == context.pass()) {
+    return store_locked(index, gradient);
   }
-  store_locked(index, gradient);
+  if (begin_of_context_locked(index, context, end)) store_locked(index, gradient);
 }
 
-void Reducer::Impl::begin_of_context_locked(size_t index, const autograd::ContextRef& context) {
+// False if the context's pass has failed meanwhile: what it owes the other ranks its PassEnd has
+// seen to, and no end would come for a pass that begins now.
+bool Reducer::Impl::begin_of_context_locked(size_t index, const autograd::ContextRef& context,
+                                            std::function<void()>& end) {
+  if (!context.runs()) return false;
   const auto it = contexts_.find(context.id());
   try {
     if (it == contexts_.end()) {
@@ -173,8 +178,13 @@ void Reducer::Impl::begin_of_context_locked(size_t index, const autograd::Contex
           ", but its gradients are not averaged: call the DistributedDataParallel's forward() in "
           "that context (not its module's), while training and with gradients enabled"));
     }
-    const uint64_t expected = it->second.expected;
-    begin_locked(expected != 0 ? expected : ++last_pass_, {});
+    uint64_t pass = it->second.expected;
+    if (pass == 0) {
+      end = end_of(context, pass = ++last_pass_);
+      if (!context.on_pass_end(end)) return false;
+    }
+    begin_locked(pass, {});
+    it->second.expected = 0;
     number_ = number_by(it->second.count, context.id());
   } catch (const base::Exception& e) {
     // The other ranks wait for a pass of this one. If it is still expected, its PassEnd sees to it.
@@ -188,8 +198,8 @@ void Reducer::Impl::begin_of_context_locked(size_t index, const autograd::Contex
     }
     throw;
   }
-  context_ = context.id();
-  if (std::exchange(it->second.expected, 0) == 0) end_with(context, pass_);
+  context_pass_ = context.pass();
+  return true;
 }
 
 void Reducer::Impl::on_gradient(uint64_t pass, size_t index, const at::Tensor& gradient) {

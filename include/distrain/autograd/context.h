@@ -73,20 +73,28 @@ class Context {
 /// reference: what it does to a context that has ended is lost. Thread-safe.
 class ContextRef {
  public:
-  explicit ContextRef(const std::shared_ptr<ContextState>& state);
+  /// `pass`: the number of a pass over the context; 0: of none.
+  explicit ContextRef(const std::shared_ptr<ContextState>& state, uint64_t pass = 0);
 
   /// The current one of this thread; nothing where there is none. Throws `invalid` for one that has
   /// ended, and where the thread knows its number but not its agent (see rpc::ContextScope).
   static std::optional<ContextRef> current();
 
   uint64_t id() const { return id_; }
+  /// Of the reference that a LeafHook is given: the pass that brings the gradient.
+  uint64_t pass() const { return pass_; }
   bool ended() const { return state_.expired(); }
+  /// Returns true if this rank's part of that pass runs: it has not failed, and none is newer.
+  bool runs() const;
   /// As Context's.
   void set_gradient(const at::Tensor& variable, at::Tensor gradient) const;
-  void on_pass_end(std::function<void()> fn) const;
+  /// As Context's. Returns false, and destroys `fn`, if the context has ended, or if the reference
+  /// is of a pass that does not run.
+  bool on_pass_end(std::function<void()> fn) const;
 
  private:
   uint64_t id_;
+  uint64_t pass_;
   std::weak_ptr<ContextState> state_;
 };
 

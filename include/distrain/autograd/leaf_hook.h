@@ -13,7 +13,8 @@ namespace distrain::autograd {
 class LeafHook : public torch::autograd::PostAccumulateGradHook {
  public:
   /// Called once a pass with this rank's final gradient, on the thread that computed it, after
-  /// those of on_gradient_ready. The pass fails with what it throws.
+  /// those of on_gradient_ready. The pass fails with what it throws. It may have failed by then:
+  /// context.runs() returns false for good.
   virtual void on_context_gradient(const ContextRef& context, const at::Tensor& gradient) = 0;
 };
 

@@ -147,6 +147,32 @@ TEST_CASE("a Reducer by itself is told of a context by expect()") {
   cluster.shutdown();
 }
 
+TEST_CASE("a gradient that comes when its pass has failed begins no other pass") {
+  Cluster cluster(kTrainers, [](rpc::Agent& agent) { autograd::install(agent); });
+  cluster.on_all([](rpc::Agent& agent) {
+    const at::Tensor w = at::ones({3}).set_requires_grad(true);
+    ddp::Reducer reducer({{"w", w}}, join_group(agent));
+    for (int step = 0; step < 4; ++step) {
+      autograd::Context context(agent);
+      reducer.expect(*autograd::ContextRef::current());
+      const at::Tensor loss = (w * double(agent.rank() + step)).sum();
+      const bool fails = step == 1 || step == 2;
+      if (fails && agent.rank() == 0) {  // between the gradient and the reducer's hook
+        context.on_gradient_ready(w, [&](const at::Tensor&) {
+          autograd::fail_passes(context, {ErrorKind::kBadData, "on purpose", 0, {}});
+        });
+      }
+      const base::Error error = error_of([&] { autograd::backward(context, {loss}); });
+      if (!fails) expect(at::equal(context.gradient(w), at::full({3}, 0.5 + step)), "the mean");
+      const std::string wanted = !fails              ? kNone
+                                 : agent.rank() == 0 ? "on purpose"
+                                                     : "the backward pass of rank 0";
+      expect(contains(error.message, wanted), error.message);
+    }
+  });
+  cluster.shutdown();
+}
+
 TEST_CASE("the current context of a thread is its agent's") {
   Cluster cluster(2, [](rpc::Agent& agent) { autograd::install(agent); });
   CHECK_FALSE(autograd::ContextRef::current());
