@@ -9,8 +9,23 @@ namespace distrain::autograd {
 
 // The agent keeps its runtime.
 ParameterRead::ParameterRead(rpc::Agent& agent)
-    : runtime_(*Runtime::of(agent)), lock_(runtime_.parameters_mutex()) {
+    : runtime_(*Runtime::of(agent)),
+      lock_(runtime_.parameters_lock()),
+      outer_(base::thread_state().observer) {
   runtime_.parameter_streams().read(agent.device());
+  base::thread_state().observer = this;
+}
+
+ParameterRead::~ParameterRead() { base::thread_state().observer = outer_; }
+
+void ParameterRead::on_block() {
+  if (outer_) outer_->on_block();
+  lock_.mutex()->add_blocked_readers(+1);
+}
+
+void ParameterRead::on_unblock() {
+  lock_.mutex()->add_blocked_readers(-1);
+  if (outer_) outer_->on_unblock();
 }
 
 at::Tensor ParameterRead::version(const at::Tensor& parameter) const {
@@ -39,12 +54,12 @@ std::vector<at::Tensor> current_versions(rpc::Agent& agent,
 
 void add_version_keeper(rpc::Agent& agent, std::weak_ptr<VersionKeeper> keeper) {
   Runtime& runtime = *Runtime::of(agent);
-  const std::unique_lock lock(runtime.parameters_mutex());
+  const std::unique_lock lock(runtime.parameters_lock());
   runtime.version_keepers().push_back(std::move(keeper));
 }
 
 ParameterUpdate::ParameterUpdate(rpc::Agent& agent)
-    : runtime_(*Runtime::of(agent)), lock_(runtime_.parameters_mutex()) {
+    : runtime_(*Runtime::of(agent)), lock_(runtime_.parameters_lock()) {
   runtime_.parameter_streams().update(agent.device());
   std::erase_if(runtime_.version_keepers(), [](const std::weak_ptr<VersionKeeper>& known) {
     const auto keeper = known.lock();

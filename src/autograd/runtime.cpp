@@ -99,7 +99,7 @@ std::shared_ptr<ContextState> Runtime::take(uint64_t id) {
 }
 
 at::Tensor Runtime::hold(const at::Tensor& parameter) {
-  const std::shared_lock lock(parameters_mutex_);
+  const std::shared_lock lock(parameters_lock_);
   parameter_streams_.read(parameter);
   return parameter.variable_data();
 }

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <shared_mutex>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -35,9 +34,9 @@ class Runtime final : public rpc::AutogradHook,
 
   /// Shared by those who read parameters, held by those who change them; see
   /// parameter_versions.h.
-  std::shared_mutex& parameters_mutex() { return parameters_mutex_; }
+  ParameterLock& parameters_lock() { return parameters_lock_; }
   ParameterStreams& parameter_streams() { return parameter_streams_; }
-  /// Guarded by parameters_mutex().
+  /// Guarded by parameters_lock().
   std::vector<std::weak_ptr<VersionKeeper>>& version_keepers() { return version_keepers_; }
 
   uint64_t new_id();
@@ -76,7 +75,7 @@ class Runtime final : public rpc::AutogradHook,
   rpc::Agent& agent_;
   rpc::Channel* channel_ = nullptr;
   std::atomic<uint64_t> counter_{0};
-  std::shared_mutex parameters_mutex_;
+  ParameterLock parameters_lock_;
   ParameterStreams parameter_streams_;
   std::vector<std::weak_ptr<VersionKeeper>> version_keepers_;
   mutable std::mutex mutex_;

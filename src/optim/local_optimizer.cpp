@@ -10,21 +10,11 @@
 #include <ATen/Functions.h>
 
 #include "distrain/autograd/parameter_versions.h"
+#include "distrain/base/thread_state.h"
 
 namespace distrain::optim {
 
 namespace {
-
-// The mean in the order of the participants, so that it does not depend on who came first. One
-// without a gradient counts as zero.
-at::Tensor mean(const std::map<int, LocalOptimizer::Gradients>& gathered, size_t parameter) {
-  at::Tensor sum;
-  for (const auto& [participant, gradients] : gathered) {
-    const at::Tensor& gradient = gradients[parameter];
-    if (gradient.defined()) sum = sum.defined() ? sum_of(sum, gradient) : gradient;
-  }
-  return sum.defined() ? sum / static_cast<double>(gathered.size()) : sum;
-}
 
 // One update has one learning rate, and one limit of its norm.
 void check_same_terms(const std::map<int, StepTerms>& gathered) {
@@ -58,6 +48,20 @@ void check_scale(double scale) {
 }
 
 }  // namespace
+
+Gradients mean_of(const std::vector<const Gradients*>& gathered) {
+  if (gathered.size() == 1) return *gathered[0];
+  Gradients means;
+  for (size_t i = 0; i < gathered[0]->size(); ++i) {
+    at::Tensor sum;
+    for (const Gradients* gradients : gathered) {
+      const at::Tensor& gradient = (*gradients)[i];
+      if (gradient.defined()) sum = sum.defined() ? sum_of(sum, gradient) : gradient;
+    }
+    means.push_back(sum.defined() ? sum / static_cast<double>(gathered.size()) : sum);
+  }
+  return means;
+}
 
 void check_each_once(const std::vector<at::Tensor>& parameters,
                      const std::function<uint64_t(size_t)>& group_of) {
@@ -115,7 +119,7 @@ bool LocalOptimizer::Participant::is_lost() const {
 
 void LocalOptimizer::take_part(int participant, rpc::ProcessNumber process) {
   if (participant < 0 || participant >= terms_.participants) return;  // its steps are refused
-  std::lock_guard lock(mutex_);
+  const std::unique_lock guard = lock();
   if (lost_processes_.contains(process)) {
     throw base::Exception(participant_lost(process));
   }
@@ -134,7 +138,7 @@ template <class R, class Terms>
 void LocalOptimizer::check_all_clip(Gathering<R, Terms>& others, int participant) {
   Gathering<R, Terms> ended;
   {
-    std::lock_guard lock(mutex_);
+    const std::unique_lock guard = lock();
     if (others.terms.empty()) return;
     ended = std::exchange(others, {});
   }
@@ -176,7 +180,7 @@ base::Future<uint64_t> LocalOptimizer::step_together(const StepTerms& terms, Gra
   std::optional<base::Error> error;
   uint64_t updates = 0;
   {
-    std::lock_guard lock(mutex_);
+    const std::unique_lock guard = lock();
     future = bring(stepping_, terms, std::move(gradients));
     if (static_cast<int>(stepping_.gradients.size()) < terms_.participants) return future;
     auto all = std::exchange(stepping_, {});
@@ -209,7 +213,7 @@ base::Future<uint64_t> LocalOptimizer::step_alone(const StepTerms& terms,
   std::vector<Ahead> may_go_on;
   std::multimap<int, Ahead> stranded;
   {
-    std::lock_guard lock(mutex_);
+    const std::unique_lock guard = lock();
     Participant& its = participants_[static_cast<size_t>(terms.participant)];
     if (!its.processes.empty() && !its.has(process)) {  // what is late of one that is gone
       throw base::Exception(participant_lost(process));
@@ -259,7 +263,7 @@ base::Future<Norms> LocalOptimizer::norms_squared(const NormTerms& terms, Gradie
   base::Future<Norms> future;
   Gathering<Norms, NormTerms> all;
   {
-    std::lock_guard lock(mutex_);
+    const std::unique_lock guard = lock();
     future = bring(measuring_, terms, std::move(gradients));
     if (static_cast<int>(measuring_.gradients.size()) < terms_.participants) return future;
     all = std::exchange(measuring_, {});
@@ -283,10 +287,21 @@ base::Future<Norms> LocalOptimizer::norms_squared(const NormTerms& terms, Gradie
   return future;
 }
 
-LocalOptimizer::Gradients LocalOptimizer::means(const std::map<int, Gradients>& gathered) const {
-  Gradients all;
-  for (size_t i = 0; i < parameters_.size(); ++i) all.push_back(mean(gathered, i));
-  return all;
+// In the order of the participants, so that the result does not depend on who came first.
+Gradients LocalOptimizer::means(const std::map<int, Gradients>& gathered) const {
+  std::vector<const Gradients*> in_order;
+  for (const auto& [participant, gradients] : gathered) in_order.push_back(&gradients);
+  return mean_of(in_order);
+}
+
+// While it waits its thread counts as blocked: an update waits for readers, which may need a
+// thread.
+std::unique_lock<std::mutex> LocalOptimizer::lock() const {
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (lock) return lock;
+  const base::BlockingScope waits;
+  lock.lock();
+  return lock;
 }
 
 void LocalOptimizer::apply_locked(const Gradients& gradients, const StepTerms& terms) {
@@ -298,7 +313,7 @@ void LocalOptimizer::apply_locked(const Gradients& gradients, const StepTerms& t
   for (const auto& rule : rules_) rule->set_lr_factor(terms.lr_factor);
   const autograd::ParameterUpdate update(agent_);
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (gradients[i].defined() && !gradients[i].is_sparse()) update.unshare(parameters_[i]);
+    if (gradients[i].defined()) update.unshare(parameters_[i]);
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!gradients[i].defined()) continue;
@@ -361,7 +376,7 @@ void LocalOptimizer::check_same(const std::vector<at::Tensor>& parameters,
 void LocalOptimizer::rest(rpc::ProcessNumber process) {
   std::vector<Ahead> may_go_on;
   {
-    std::lock_guard lock(mutex_);
+    const std::unique_lock guard = lock();
     for (Participant& each : participants_) {
       if (each.has(process) && each.state == Participant::State::kStepping) {
         each.state = Participant::State::kResting;
@@ -373,14 +388,14 @@ void LocalOptimizer::rest(rpc::ProcessNumber process) {
 }
 
 bool LocalOptimizer::has(rpc::ProcessNumber process) const {
-  std::lock_guard lock(mutex_);
+  const std::unique_lock guard = lock();
   return std::ranges::any_of(participants_, [process](const Participant& each) {
     return each.processes.contains(process);
   });
 }
 
 std::optional<int64_t> LocalOptimizer::last_step_of(rpc::ProcessNumber process) const {
-  std::lock_guard lock(mutex_);
+  const std::unique_lock guard = lock();
   for (const Participant& each : participants_) {
     const auto its = each.processes.find(process);
     if (its != each.processes.end() && terms_.mode != Sharing::Mode::kSync) {
@@ -462,7 +477,7 @@ std::vector<rpc::Wait> LocalOptimizer::waits() const {
 }
 
 std::vector<ParameterState> LocalOptimizer::state() const {
-  std::lock_guard lock(mutex_);
+  const std::unique_lock guard = lock();
   const Busy busy(*this);
   // What an update keeps is in order with its parameter.
   const autograd::ParameterRead read(agent_);
@@ -483,7 +498,7 @@ void LocalOptimizer::load_state(const std::vector<ParameterState>& state) {
                           "the state of " + std::to_string(state.size()) + " parameters, not of " +
                               std::to_string(parameters_.size()));
   }
-  std::lock_guard lock(mutex_);
+  const std::unique_lock guard = lock();
   const Busy busy(*this);
   const autograd::ParameterUpdate update(agent_);
   std::vector<UpdateRule::Loaded> loaded;  // all, before any state is changed
@@ -495,7 +510,7 @@ void LocalOptimizer::load_state(const std::vector<ParameterState>& state) {
 }
 
 Progress LocalOptimizer::progress(int participant) const {
-  std::lock_guard lock(mutex_);
+  const std::unique_lock guard = lock();
   return {applied_, lead_locked(participant)};
 }
 

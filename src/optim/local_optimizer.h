@@ -70,12 +70,17 @@ struct Norms {
 void check_each_once(const std::vector<at::Tensor>& parameters,
                      const std::function<uint64_t(size_t)>& group_of);
 
+using Gradients = std::vector<at::Tensor>;  ///< by parameter; undefined: none
+
+/// Returns the mean of each parameter's gradients, summed in the order of `gathered`, of which
+/// there is at least one. An undefined gradient counts as zero; the mean of undefined ones is
+/// undefined.
+Gradients mean_of(const std::vector<const Gradients*>& gathered);
+
 /// The parameters of one rank that are optimised together, and the state of their update rule.
 /// Thread-safe: steps are applied one at a time.
 class LocalOptimizer {
  public:
-  using Gradients = std::vector<at::Tensor>;  // by parameter; undefined: none
-
   /// Counts its updates in `updates`, too.
   LocalOptimizer(rpc::Agent& agent, std::vector<at::Tensor> parameters, SharedTerms terms,
                  std::shared_ptr<std::atomic<uint64_t>> updates);
@@ -164,6 +169,7 @@ class LocalOptimizer {
     bool is_lost() const;
   };
 
+  std::unique_lock<std::mutex> lock() const;
   void check_participant(int participant, const Gradients& gradients) const;
   int64_t slowest_locked(int but) const;
   template <class R, class Terms>

@@ -4,22 +4,17 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/trace.h"
+#include "local_optimizer.h"
 
 namespace distrain::optim {
 
 namespace {
 
-using Gradients = std::vector<at::Tensor>;
-
-/// Of the trainers' gradients, in their order, as DistributedOptimizer takes it in sync mode.
+/// As DistributedOptimizer takes the mean of trainers' gradients in sync mode.
 Gradients mean(const std::vector<Gradients>& gathered) {
-  Gradients means = gathered[0];
-  if (gathered.size() == 1) return means;
-  for (size_t i = 0; i < means.size(); ++i) {
-    for (size_t t = 1; t < gathered.size(); ++t) means[i] = sum_of(means[i], gathered[t][i]);
-    means[i] = means[i] / static_cast<double>(gathered.size());
-  }
-  return means;
+  std::vector<const Gradients*> in_order;
+  for (const Gradients& gradients : gathered) in_order.push_back(&gradients);
+  return mean_of(in_order);
 }
 
 /// The `.grad` of each, which is undefined then.

@@ -7,6 +7,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "distrain/autograd/parameter_lock.h"
+#include "distrain/base/thread_state.h"
 #include "distrain/rpc/agent.h"
 
 namespace distrain::autograd {
@@ -34,13 +36,17 @@ class Runtime;
 // parameter's storage, too, and would have every update copy; so whoever keeps such versions is
 // asked to let go of them before an update looks.
 //
-// Row-wise updates of embedding tables are always made in place: the sparse backward of a lookup
-// does not save the table, and a table may be too big to copy.
+// The same holds for row-wise updates of embedding tables. A lookup with sparse gradients saves
+// nothing of its table, so the table is not copied although such passes are in flight. A pass that
+// has saved the table (weights per sample that require a gradient, a decoder that is tied to it)
+// costs a copy of all of it.
 
 /// While it lives no parameter of the agent changes. Short: take versions, or look something up.
-class ParameterRead {
+/// It ends on the thread that made it; of several on one thread the last one made ends first.
+class ParameterRead final : base::BlockObserver {
  public:
   explicit ParameterRead(rpc::Agent& agent);
+  ~ParameterRead() override;
   ParameterRead(const ParameterRead&) = delete;
   ParameterRead& operator=(const ParameterRead&) = delete;
 
@@ -53,8 +59,12 @@ class ParameterRead {
   void renew(const at::Tensor& version, const at::Tensor& parameter) const;
 
  private:
+  void on_block() override;
+  void on_unblock() override;
+
   Runtime& runtime_;
-  std::shared_lock<std::shared_mutex> lock_;
+  std::shared_lock<ParameterLock> lock_;
+  base::BlockObserver* const outer_;  // of this thread
 };
 
 /// Versions of several parameters, all of the same moment: no update lies between them.
@@ -86,7 +96,7 @@ class ParameterUpdate {
 
  private:
   Runtime& runtime_;
-  std::unique_lock<std::shared_mutex> lock_;
+  std::unique_lock<ParameterLock> lock_;
 };
 
 }  // namespace distrain::autograd

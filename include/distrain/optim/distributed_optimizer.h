@@ -76,8 +76,8 @@ struct ParameterGroup {
 /// rank that trains.) A rank may own parameters that it trains with others. Copies are one.
 /// Thread-safe: concurrent steps of one owner are applied one after the other. A pass in flight of
 /// another context is not disturbed if it works on versions of the parameters (see
-/// autograd/parameter_versions.h), or if the gradients are sparse; torch refuses to finish another
-/// one that has saved a parameter ("modified by an inplace operation").
+/// autograd/parameter_versions.h), or if it has saved none (a lookup with sparse gradients); torch
+/// refuses to finish another one that has saved a parameter ("modified by an inplace operation").
 class DistributedOptimizer {
  public:
   /// Throws `invalid` if a parameter is given twice (naming the groups, by their places from 0), or

@@ -51,6 +51,12 @@ struct Table {
   at::Tensor weight;
 };
 
+std::atomic<bool> g_occupied{false}, g_released{false};
+void occupy_worker() {
+  g_occupied = true;
+  while (!g_released) std::this_thread::yield();
+}
+
 void set_up_layers(Agent& agent) {
   if (agent.rank() == 0) g_counts.clear();
   autograd::install(agent);
@@ -60,6 +66,7 @@ void set_up_layers(Agent& agent) {
   agent.expose<&Layer::parameter>("Layer.parameter");
   agent.expose<&Layer::value>("Layer.value");
   agent.expose_class<Table>("Table");
+  agent.expose<&occupy_worker>("occupy_worker");
   agent.expose<&Table::forward>("Table.forward");
   agent.expose<&Table::parameter>("Table.parameter");
   agent.expose<&Table::value>("Table.value");
@@ -248,9 +255,9 @@ TEST_CASE("steps that a lost rank has asked for are not applied") {
   autograd::Context context(cluster[0]);
   backward_of(context, layer, 1);
 
-  std::optional<autograd::ParameterRead> reading(cluster[1]);  // an update waits for its end
-  std::thread first([&] { kept->step(context); });
-  while (cluster[1].waits().empty()) std::this_thread::yield();  // it has the only worker
+  g_occupied = g_released = false;
+  std::thread first([&] { cluster[0].rpc_sync<&occupy_worker>(1); });
+  while (!g_occupied) std::this_thread::yield();  // it has the only worker
   base::Error error;
   std::thread second([&] { error = error_of([&] { lost->step(lost_context); }); });
   while (cluster[2].waits().empty()) std::this_thread::yield();
@@ -263,8 +270,9 @@ TEST_CASE("steps that a lost rank has asked for are not applied") {
   // By its own end, or by the others that have heard of it.
   CHECK((error.kind == ErrorKind::kCancelled || error.kind == ErrorKind::kPeerLost));
   while (asked().kind == ErrorKind::kNotFound) std::this_thread::yield();
-  reading.reset();
+  g_released = true;
   first.join();
+  kept->step(context);
   CHECK(at::equal(layer.rpc_sync<&Layer::value>(), at::full({2, 1}, -1, at::kDouble)));
   CHECK(*g_counts[1] == 1);
 }

@@ -1,4 +1,5 @@
 // ctest: timeout=120
+#include <algorithm>
 #include <latch>
 #include <thread>
 
@@ -7,6 +8,7 @@
 
 #include "distrain/autograd/context.h"
 #include "distrain/autograd/parameter_versions.h"
+#include "distrain/base/thread_state.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "support/catch.h"
 #include "support/cluster.h"
@@ -47,9 +49,28 @@ struct SquareLayer {
   at::Tensor weight;
 };
 
+// Holds a read while updates wait for it, and needs another read and a thread for that.
+std::atomic<bool> g_reading{false}, g_may_call{false};
+void read_again(rpc::CallContext& call) { const autograd::ParameterRead read(call.agent); }
+void read_and_call(rpc::CallContext& call) {
+  const autograd::ParameterRead read(call.agent);
+  g_reading = true;
+  const auto update_waits = [&] {
+    const auto waits = call.agent.waits();
+    return std::ranges::any_of(
+        waits, [](const rpc::Wait& wait) { return wait.what == "an update under way here"; });
+  };
+  while (!g_may_call || !update_waits()) std::this_thread::yield();
+  call.agent.rpc_sync<&read_again>(call.agent.rank());
+}
+void allow_call() { g_may_call = true; }
+
 void set_up_square_layers(Agent& agent) {
   autograd::install(agent);
   optim::install(agent);
+  agent.expose<&read_again>("read_again");
+  agent.expose<&read_and_call>("read_and_call");
+  agent.expose<&allow_call>("allow_call");
   agent.expose_class<SquareLayer>("SquareLayer");
   agent.expose<&SquareLayer::forward>("SquareLayer.forward");
   agent.expose<&SquareLayer::forward_unversioned>("SquareLayer.forward_unversioned");
@@ -125,6 +146,68 @@ TEST_CASE("a pass that saved the parameter itself is refused, never fed another 
     autograd::backward(slow, {also_a_version ? early.sum() + other.sum() : early.sum()});
   });
   CHECK(error.message.find("modified by an inplace operation") != std::string::npos);
+}
+
+namespace {
+
+struct Blocked final : base::BlockObserver {
+  void on_block() override { is_blocked = true; }
+  void on_unblock() override { is_blocked = false; }
+  std::atomic<bool> is_blocked{false};
+};
+
+}  // namespace
+
+TEST_CASE("reads that overlap without end do not starve an update") {
+  Cluster cluster(1, set_up_square_layers);
+  std::atomic<bool> updated{false};
+  std::atomic<int> reads[2] = {0, 0};
+  Blocked readers[2];
+  std::vector<std::thread> threads;
+  for (int own : {0, 1}) {
+    threads.emplace_back([&, own, other = 1 - own] {
+      base::thread_state().observer = &readers[own];
+      while (!updated) {
+        const autograd::ParameterRead read(cluster[0]);
+        const int before = reads[other];
+        ++reads[own];
+        // The other one begins its next read before this one ends.
+        while (reads[other] == before && !readers[other].is_blocked && !updated) {
+          std::this_thread::yield();
+        }
+      }
+    });
+  }
+  while (reads[0] == 0 || reads[1] == 0) std::this_thread::yield();
+  {
+    const autograd::ParameterUpdate update(cluster[0]);
+    updated = true;
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST_CASE("updates that wait for a read leave threads and reads to its nested call") {
+  rpc::AgentOptions two_workers;
+  two_workers.worker_threads = 2;
+  Cluster cluster(2, set_up_square_layers, two_workers);
+  Agent& agent = cluster[0];
+  const auto layer = agent.remote_new<SquareLayer>(1, at::rand({3, 2}, at::kDouble));
+  const auto parameter = layer.rpc_sync<&SquareLayer::parameter>();
+  DistributedOptimizer optimizer(agent, {parameter}, optim::Sgd{.lr = 0.5});
+  autograd::Context context(agent);
+  autograd::backward(context,
+                     {layer.rpc_sync<&SquareLayer::forward>(at::rand({4, 3}, at::kDouble)).sum()});
+  g_reading = g_may_call = false;
+  const rpc::ContextScope outside(0);
+  const auto reading = agent.rpc_async<&read_and_call>(1);
+  while (!g_reading) std::this_thread::yield();
+  std::vector<std::thread> steps;
+  for (int i = 0; i < 4; ++i) steps.emplace_back([&] { optimizer.step(context); });
+  while (agent.waits().size() < 5) std::this_thread::yield();  // all have been sent
+  agent.rpc_sync<&allow_call>(1);
+  reading.wait();
+  for (std::thread& step : steps) step.join();
+  CHECK(layer.rpc_sync<&SquareLayer::progress>(0).updates == 4);
 }
 
 TEST_CASE("async trainers on a dense layer finish every pass") {

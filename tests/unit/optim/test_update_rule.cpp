@@ -12,6 +12,7 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include "distrain/optim/local_updates.h"
 #include "distrain/optim/update_rule.h"
 #include "invalid_message.h"
 #include "support/catch.h"
@@ -398,6 +399,22 @@ TEST_CASE("Options without a meaning for sparse gradients are refused") {
   CHECK(message(AdamW{.weight_decay = 0}) ==
         "adamw cannot take sparse gradients: sgd, adagrad and adam can");
   CHECK(message(RmsProp{}) == "rmsprop cannot take sparse gradients: sgd, adagrad and adam can");
+}
+
+TEST_CASE("in one process a trainer without a gradient counts as zero, as in sync mode") {
+  const bool shared = GENERATE(false, true);
+  const int without = GENERATE(0, 1);
+  at::Tensor weight = at::zeros({2}).requires_grad_(), unused = at::ones({2}).requires_grad_();
+  const NamedParameters some{{"weight", weight}, {"unused", unused}};
+  LocalUpdates updates({.options = Sgd{.lr = 1}}, "sync", shared ? some : NamedParameters{},
+                       shared ? NamedParameters{} : some);
+  for (int trainer : {0, 1}) {
+    if (trainer != without) (weight * 3).sum().backward();
+    updates.gather();
+  }
+  updates.step();
+  CHECK(at::equal(weight.detach(), at::full({2}, -1.5)));
+  CHECK(at::equal(unused.detach(), at::ones({2})));
 }
 
 }  // namespace distrain::optim
