@@ -64,6 +64,9 @@ void draw_by_key(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     const size_t first = stack->size() - arguments.size();
     for (size_t i = 0; i < arguments.size(); ++i) {
       if (!takes_generator(arguments[i]) || !(*stack)[first + i].isNone()) continue;
+      if (random->ignores_fills() && op.schema().name().ends_with('_')) {
+        return torch::jit::drop(*stack, arguments.size() - 1);  // its result is its first argument
+      }
       (*stack)[first + i] = random->generator(device_of(*stack, first));
     }
     if (op.schema().name() == "aten::native_dropout" &&
@@ -88,8 +91,12 @@ void KeyedRandom::install() {
   }();
 }
 
-KeyedRandom::KeyedRandom(uint64_t seed, uint64_t number)
-    : seed_(mixed(seed, number)), generators_(&before), previous_(t_random), included_(kKey) {
+KeyedRandom::KeyedRandom(uint64_t seed, uint64_t number, Fills fills)
+    : seed_(mixed(seed, number)),
+      fills_(fills),
+      generators_(&before),
+      previous_(t_random),
+      included_(kKey) {
   t_random = this;
 }
 

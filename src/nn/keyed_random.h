@@ -22,7 +22,11 @@ namespace distrain::nn {
 /// Makes what this thread draws depend on the key alone.
 class KeyedRandom {
  public:
-  KeyedRandom(uint64_t seed, uint64_t number);
+  /// kIgnored: operations that would fill a tensor with random numbers leave it as it is, as nobody
+  /// needs its values.
+  enum class Fills : uint8_t { kByKey, kIgnored };
+
+  KeyedRandom(uint64_t seed, uint64_t number, Fills fills = Fills::kByKey);
   ~KeyedRandom();
   KeyedRandom(const KeyedRandom&) = delete;
   KeyedRandom& operator=(const KeyedRandom&) = delete;
@@ -31,9 +35,11 @@ class KeyedRandom {
   static void install();
 
   at::Generator generator(c10::Device device);
+  bool ignores_fills() const { return fills_ == Fills::kIgnored; }
 
  private:
   const uint64_t seed_;
+  const Fills fills_;
   std::map<c10::Device, at::Generator, bool (*)(const c10::Device&, const c10::Device&)>
       generators_;
   KeyedRandom* const previous_;

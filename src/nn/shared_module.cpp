@@ -5,6 +5,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <typeinfo>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -140,14 +141,36 @@ std::string one_line(std::string text) {
   return text;
 }
 
-/// Whether a table in it has gradients of single rows.
-bool has_row_gradients(const torch::nn::Module& module) {
-  const auto parts = module.modules();
-  return std::any_of(parts.begin(), parts.end(), [](const auto& part) {
-    const auto* table = part->template as<torch::nn::EmbeddingImpl>();
-    const auto* bag = part->template as<torch::nn::EmbeddingBagImpl>();
-    return (table && table->options.sparse()) || (bag && bag->options.sparse());
-  });
+/// Whether a table in it has gradients of single rows. Throws `invalid` if a lookup changes a
+/// table.
+bool has_row_gradients(const torch::nn::Module& root, const std::string& name) {
+  bool has_rows = false;
+  const auto look = [&](const auto& item, const auto* table) {
+    if (!table) return;
+    has_rows = has_rows || table->options.sparse();
+    if (!table->options.max_norm()) return;
+    refuse("module " + item.key() + " (" + item.value()->name() +
+           ") rescales its rows in forward(): trainers that share it would write them at the same "
+           "time; leave out max_norm");
+  };
+  for (const auto& item : root.named_modules(name)) {
+    look(item, item.value()->template as<torch::nn::EmbeddingImpl>());
+    look(item, item.value()->template as<torch::nn::EmbeddingBagImpl>());
+  }
+  return has_rows;
+}
+
+/// If `net` is a plain Table, returns what makes more of them without memory for their values.
+template <class Table>
+std::function<detail::AnyNet()> maker_of_tables(const detail::AnyNet& net) {
+  const torch::nn::Module& module = *net.module;
+  if (typeid(module) != typeid(Table)) return {};
+  const auto& table = *module.as<Table>();
+  const auto one = at::empty({1, 1}, table.weight.options().requires_grad(false));
+  return [one, options = table.options]() mutable {
+    options._weight(one.expand({options.num_embeddings(), options.embedding_dim()}));
+    return detail::any_net(std::make_shared<Table>(options));
+  };
 }
 
 }  // namespace
@@ -161,37 +184,41 @@ struct SharedModule::Replica {
   std::vector<uint32_t> buffer_versions;
   uint64_t buffers_generation = 0;
   bool buffers_compared = false;
-  // Guarded by the mutex of the module.
-  bool in_forward = true;
-  bool holds_storage = true;
+  std::vector<uint32_t> parameter_versions;
+  bool holds_storage = false;  // changed under a ParameterRead by its pass, or a ParameterUpdate
+  bool in_forward = false;     // guarded by the mutex of the module
 };
 
-// A handle of a parameter that a graph has saved is not among those counted. Who lets go of one
-// does so by a release of its count; the copy reads that count by an acquire.
-bool SharedModule::is_idle(const Replica& replica) {
-  if (replica.in_forward) return false;
+// Returns whether a graph has saved a parameter: it has a handle beside those counted. Releasing a
+// handle decrements its count with release order; the copy loads the count with acquire order.
+bool SharedModule::is_saved(const Replica& replica) {
   for (size_t i = 0; i < replica.parameters.size(); ++i) {
-    if (replica.parameters[i].use_count() != replica.handles[i]) return false;
+    if (replica.parameters[i].use_count() != replica.handles[i]) return true;
   }
   for (at::Tensor parameter : replica.parameters) parameter.reset();
-  return true;
+  return false;
+}
+
+SharedModule::Replica* SharedModule::take_idle() {
+  std::lock_guard lock(mutex_);
+  for (const auto& replica : replicas_) {
+    if (replica->in_forward || is_saved(*replica)) continue;
+    replica->in_forward = true;
+    return replica.get();
+  }
+  return nullptr;
 }
 
 /// A replica for one forward pass.
 class SharedModule::Lease {
  public:
-  explicit Lease(SharedModule& module) : module_(module) {
-    {
-      std::lock_guard lock(module_.mutex_);
-      for (const auto& replica : module_.replicas_) {
-        if (!is_idle(*replica)) continue;
-        replica_ = replica.get();
-        replica_->in_forward = replica_->holds_storage = true;
-        break;
-      }
-    }
+  explicit Lease(SharedModule& module) : module_(module), replica_(module.take_idle()) {
     if (replica_) return;
+    const base::BlockingScope waits;  // for others that are made
+    std::lock_guard making(module_.making_);
+    if ((replica_ = module_.take_idle())) return;
     auto made = module_.make_replica();
+    made->in_forward = true;
     replica_ = made.get();
     std::lock_guard lock(module_.mutex_);
     module_.replicas_.push_back(std::move(made));
@@ -218,46 +245,62 @@ class SharedModule::Lease {
 
  private:
   SharedModule& module_;
-  Replica* replica_ = nullptr;
+  Replica* replica_;
 };
 
 SharedModule::SharedModule(rpc::Agent& agent, std::string name,
                            std::function<detail::AnyNet()> make)
     : agent_(agent), name_(std::move(name)), make_(std::move(make)) {
-  const detail::AnyNet net = make_();
+  detail::AnyNet net = make_();
   if (!net.module) refuse("module " + name_ + ": make() gave none");
   refuse_running_statistics(*net.module, name_);
   parameters_ = each_once(net.module->named_parameters());
   buffers_ = each_once(net.module->named_buffers());
   refuse_parameters(parameters_, buffers_, name_);
-  has_rows_ = has_row_gradients(*net.module);
+  has_rows_ = has_row_gradients(*net.module, name_);
+  if (parameters_.size() == 1 && buffers_.empty() && net.module->children().empty()) {
+    for (auto& make : {maker_of_tables<torch::nn::EmbeddingImpl>(net),
+                       maker_of_tables<torch::nn::EmbeddingBagImpl>(net)}) {
+      if (make) make_ = make;
+    }
+  }
   const at::NoGradGuard no_grad;
   const autograd::ParameterUpdate update(agent_);  // readers wait for the copies
-  for (const auto& [its_name, parameter] : parameters_) {
+  for (auto& [its_name, parameter] : parameters_) {
     settle(parameter, agent_.device());
     nothing_.push_back(at::empty({0}, parameter.options().requires_grad(false)));
+    // The values stay where they are: the net that has made them is the first replica.
+    parameter = parameter.variable_data().requires_grad_(parameter.requires_grad());
   }
   for (auto& [its_name, buffer] : buffers_) {
     buffer = rpc::placed(buffer.detach(), agent_.device());
   }
+  replicas_.push_back(replica_of(std::move(net)));
 }
 
 SharedModule::~SharedModule() = default;
 
 std::unique_ptr<SharedModule::Replica> SharedModule::make_replica() {
-  auto replica = std::make_unique<Replica>();
+  detail::AnyNet net;
   {
     const at::AutoGradMode as_at_first(true);
-    const KeyedRandom discarded(0, 0);
-    replica->net = make_();
+    const KeyedRandom discarded(0, 0, KeyedRandom::Fills::kIgnored);
+    net = make_();
   }
-  const auto parameters = each_once(replica->net.module->named_parameters());
-  replica->buffers = each_once(replica->net.module->named_buffers());
-  check_alike(parameters_, parameters, name_);
+  check_alike(parameters_, each_once(net.module->named_parameters()), name_);
   {
     const autograd::ParameterRead read(agent_);
-    check_alike(buffers_, replica->buffers, name_);
+    check_alike(buffers_, each_once(net.module->named_buffers()), name_);
   }
+  return replica_of(std::move(net));
+}
+
+// Takes the memory from its parameters: renew() gives them that of the module's.
+std::unique_ptr<SharedModule::Replica> SharedModule::replica_of(detail::AnyNet net) {
+  auto replica = std::make_unique<Replica>();
+  replica->net = std::move(net);
+  const auto parameters = each_once(replica->net.module->named_parameters());
+  replica->buffers = each_once(replica->net.module->named_buffers());
   for (size_t i = 0; i < parameters.size(); ++i) {
     at::Tensor parameter = parameters[i].tensor;
     const at::Tensor& leaf = parameters_[i].tensor;
@@ -266,6 +309,7 @@ std::unique_ptr<SharedModule::Replica> SharedModule::make_replica() {
       using namespace torch::autograd;
       impl::set_gradient_edge(parameter, impl::gradient_edge(leaf));
     }
+    point_to(parameter, nothing_[i]);
     replica->parameters.push_back(std::move(parameter));
   }
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -276,8 +320,12 @@ std::unique_ptr<SharedModule::Replica> SharedModule::make_replica() {
 }
 
 void SharedModule::renew(Replica& replica, const autograd::ParameterRead& read) {
+  const auto version = [](const at::Tensor& of) { return static_cast<uint32_t>(of._version()); };
+  replica.holds_storage = true;
+  replica.parameter_versions.clear();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     read.renew(replica.parameters[i], parameters_[i].tensor);
+    replica.parameter_versions.push_back(version(replica.parameters[i]));
   }
   if (replica.buffers_generation != buffers_generation_) {
     const at::NoGradGuard no_grad;
@@ -288,13 +336,18 @@ void SharedModule::renew(Replica& replica, const autograd::ParameterRead& read) 
   }
   replica.buffer_versions.clear();
   for (const auto& [its_name, buffer] : replica.buffers) {
-    replica.buffer_versions.push_back(static_cast<uint32_t>(buffer._version()));
+    replica.buffer_versions.push_back(version(buffer));
   }
 }
 
 // Torch counts the changes of a tensor, but for those that some of its kernels make to running
 // statistics: so the values are looked at as well, once for each replica.
-void SharedModule::check_buffers(Replica& replica, bool training) const {
+void SharedModule::check_unchanged(Replica& replica, bool training) const {
+  for (size_t i = 0; i < replica.parameters.size(); ++i) {
+    if (replica.parameters[i]._version() == replica.parameter_versions[i]) continue;
+    refuse("module " + name_ + " writes its parameter " + parameters_[i].name +
+           " in forward(): trainers that share it would write it at the same time");
+  }
   const bool compare = training && !replica.buffers_compared;
   for (size_t i = 0; i < replica.buffers.size(); ++i) {
     const auto& [its_name, buffer] = replica.buffers[i];
@@ -324,7 +377,7 @@ at::Tensor SharedModule::forward(rpc::CallContext& call, ForwardTerms terms,
     if (input.defined()) input = rpc::placed(input, agent_.device());
   }
   Lease lease(*this);
-  // Rows are updated in place, whoever looks them up: such an update waits for the pass.
+  // A table is not copied for a lookup, which saves nothing of it: updates wait for the lookup.
   std::optional<autograd::ParameterRead> read(std::in_place, agent_);
   renew(*lease, *read);
   if (!has_rows_) read.reset();
@@ -339,8 +392,8 @@ at::Tensor SharedModule::forward(rpc::CallContext& call, ForwardTerms terms,
     error.message = "module " + name_ + " (" + module.name() + "): " + one_line(error.message);
     throw base::Exception(std::move(error));
   }
+  check_unchanged(*lease, terms.training);
   read.reset();
-  check_buffers(*lease, terms.training);
   lease.end();
   if (!result.defined()) refuse("module " + name_ + " (" + module.name() + ") gave no tensor");
   return rpc::for_rank(agent_, call.caller.rank, result);
@@ -425,7 +478,9 @@ size_t SharedModule::replicas() {
 void SharedModule::let_go() {
   std::lock_guard lock(mutex_);
   for (const auto& replica : replicas_) {
-    if (!replica->holds_storage || !is_idle(*replica)) continue;
+    // A forward pass that looks up rows holds a ParameterRead: none is under way.
+    const bool in_use = (replica->in_forward && !has_rows_) || is_saved(*replica);
+    if (!replica->holds_storage || in_use) continue;
     for (size_t i = 0; i < nothing_.size(); ++i) point_to(replica->parameters[i], nothing_[i]);
     replica->holds_storage = false;
   }

@@ -50,14 +50,16 @@ class SharedModule final : public autograd::VersionKeeper {
   enum class Keep { kCopies, kVersions };
 
   NamedTensors state_of(const std::string& prefix, Keep keep);
+  Replica* take_idle();
   std::unique_ptr<Replica> make_replica();
+  std::unique_ptr<Replica> replica_of(detail::AnyNet net);
   void renew(Replica& replica, const autograd::ParameterRead& read);
-  void check_buffers(Replica& replica, bool training) const;
-  static bool is_idle(const Replica& replica);
+  void check_unchanged(Replica& replica, bool training) const;
+  static bool is_saved(const Replica& replica);
 
   rpc::Agent& agent_;
   const std::string name_;
-  const std::function<detail::AnyNet()> make_;
+  std::function<detail::AnyNet()> make_;
   std::vector<NamedTensor> parameters_;
   bool has_rows_ = false;            // tables whose rows are updated in place
   std::vector<at::Tensor> nothing_;  // for each parameter, what an idle version of it is
@@ -67,7 +69,8 @@ class SharedModule final : public autograd::VersionKeeper {
   std::vector<NamedTensor> buffers_;
   uint64_t buffers_generation_ = 1;
 
-  std::mutex mutex_;  // of the list and of what says whether a replica is idle
+  std::mutex making_;  // held while a replica is made: one at a time
+  std::mutex mutex_;   // of the list and of what says whether a replica is idle
   std::vector<std::unique_ptr<Replica>> replicas_;
 };
 

@@ -97,14 +97,17 @@ void add_factory(rpc::Agent& agent, const std::string& name, Factory factory);
 // A torch::nn module keeps its parameters in members, so two passes at a time through one module
 // use the same tensors: an update between one's forward and its backward breaks it, or, where the
 // members are pointed to other values, gives it gradients of values that it has not seen. Here
-// make() is called once for each pass in flight. The first module's parameters are the ones that
-// are optimised and saved. Those of the others, the replicas, are versions of them (see
-// autograd/parameter_versions.h), renewed at the beginning of a pass; they have no memory of their
-// own. The graph of a pass holds what it has saved of its replica, so a replica is free once
-// nobody else has a handle of any of its parameters.
+// make() is called once for each pass in flight. The values that the first module gives its
+// parameters are moved to tensors that are optimised and saved. The parameters of all modules, the
+// replicas, are versions of these (see autograd/parameter_versions.h), renewed at the beginning of
+// a pass; they have no memory of their own. Replicas are made one at a time, and their memory is
+// freed at once, so a module takes at most twice its size; an Embedding or EmbeddingBag that is the
+// whole module is made without memory for its table. The graph of a pass holds what it has saved of
+// its replica, so a replica is free once nobody else has a handle of any of its parameters.
 //
-// Rows of an Embedding or EmbeddingBag that is `sparse` are updated in place, as a table may be too
-// big to copy: so updates wait for the forward passes of a module that has one.
+// A lookup in an Embedding or EmbeddingBag that is `sparse` saves nothing of the table, which may
+// be too big to copy. So updates wait for the forward passes of a module that has one, and copy the
+// table only if a pass has saved it.
 //
 // Buffers are copied into each replica. A forward pass that changes one (BatchNorm's running
 // statistics) would change it for that replica alone, and is refused.
@@ -117,13 +120,14 @@ void add_factory(rpc::Agent& agent, const std::string& name, Factory factory);
 /// forward() takes tensors and gives one. It may have parameters, which the first RemoteModule
 /// gives: numbers, strings and whatever is Serializable. It is called on several threads, at times
 /// at once, also later, for further passes in flight, and each time makes the same but for the
-/// values of parameters and buffers; the random numbers that it draws then move no generator. The
-/// module keeps nothing of a pass in its members.
+/// values of parameters and buffers. Then the random numbers that it draws move no generator, and
+/// what fills a tensor with random numbers of the default generator (`normal_`, `uniform_`) leaves
+/// the tensor as it is. The module keeps nothing of a pass in its members.
 ///
 /// There is one module for each name and rank, made when the first asks for it, on the agent's
 /// device; it lives as long as the agent. What cannot be trained so is refused then, by `invalid`
-/// that names it: a module that keeps running statistics, parameters that share their memory or
-/// have none. A parameter may be used in several places, if it is one tensor.
+/// that names it: a module that keeps running statistics, a table with `max_norm`, parameters that
+/// share their memory or have none. A parameter may be used in several places, if it is one tensor.
 template <class Make>
 void expose_module(rpc::Agent& agent, const std::string& name, Make make) {
   detail::add_factory(agent, name, detail::factory(make, std::function(make)));

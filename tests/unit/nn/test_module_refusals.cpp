@@ -71,6 +71,15 @@ struct OddImpl : torch::nn::Module {
 };
 TORCH_MODULE(Odd);
 
+struct GrowingImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) {
+    const at::NoGradGuard no_grad;
+    return x * weight.add_(1);
+  }
+  at::Tensor weight = register_parameter("weight", at::ones({1}));
+};
+TORCH_MODULE(Growing);
+
 struct TwoImpl : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x, const at::Tensor& y) { return x + y; }
 };
@@ -125,6 +134,19 @@ TEST_CASE("a forward pass that writes a buffer is refused, and nobody sees what 
   CHECK(net.forward(x).sizes() == at::IntArrayRef({3, 4}));
 }
 
+TEST_CASE("a module whose forward pass writes its parameters is refused") {
+  const auto options = torch::nn::EmbeddingOptions(4, 2).max_norm(1);
+  const base::Error table = refusal_of([&] { return torch::nn::Embedding(options); });
+  CHECK(table.kind == ErrorKind::kInvalid);
+  CHECK(table.message.starts_with(
+      "module net (torch::nn::EmbeddingImpl) rescales its rows in forward()"));
+  Cluster cluster = cluster_with([] { return Growing(); });
+  const RemoteModule net(cluster[0], 1, "net");
+  const base::Error error = error_of([&] { net.forward(at::ones({1})); });
+  CHECK(error.kind == ErrorKind::kInvalid);
+  CHECK(error.message.starts_with("module net writes its parameter weight in forward()"));
+}
+
 TEST_CASE("parameters of which no version can be made are refused by name") {
   const auto refusal = [](const std::string& how) {
     const base::Error error = refusal_of([how] { return Odd(how); });
@@ -140,6 +162,7 @@ TEST_CASE("parameters of which no version can be made are refused by name") {
 
   Cluster cluster = cluster_with([] { return Odd("other"); });
   const RemoteModule net(cluster[0], 1, "net");
+  error_of([&] { net.forward(); });  // the first module is not used again
   const base::Error error = error_of([&] { net.forward(at::ones({1})); });
   CHECK(error.kind == ErrorKind::kInvalid);
   CHECK(error.message.starts_with("module net: make() gave another one than at first: first is"));
