@@ -84,11 +84,13 @@ bool before(const c10::Device& a, const c10::Device& b) {
 }  // namespace
 
 void KeyedRandom::install() {
-  static const torch::Library library = [] {
-    torch::Library made(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
-    made.fallback(torch::CppFunction::makeFromBoxedFunction<&draw_by_key>());
-    return made;
+  // Never destroyed, as other threads may draw until the process ends.
+  static const torch::Library& library = []() -> torch::Library& {
+    auto* const made = new torch::Library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
+    made->fallback(torch::CppFunction::makeFromBoxedFunction<&draw_by_key>());
+    return *made;
   }();
+  static_cast<void>(library);
 }
 
 KeyedRandom::KeyedRandom(uint64_t seed, uint64_t number, Fills fills)

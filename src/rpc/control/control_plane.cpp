@@ -59,6 +59,7 @@ ControlPlane::ControlPlane(net::Loop& loop, const AgentOptions& options, DeviceT
             options.generation.value_or(options.rank == 0 ? 0 : wire::kAnyGeneration),
             job_id_of(options)},
       self_(told_) {
+  identity::set_up();
   if (options.rank != 0) return;
   rank_0_socket_ = options.listen_fd >= 0 ? net::Fd(options.listen_fd) : listen_as_rank_0(options);
   port_ = net::local_name(rank_0_socket_.get()).port;

@@ -172,6 +172,8 @@ void Doorway::on_frame_on_loop(uint64_t number, const net::InFrame& frame) {
         return;
     }
   } catch (const Exception& e) {
+    // This process is about to end.
+    if (e.error().kind == ErrorKind::kCancelled) return show_the_door_on_loop(number);
     const auto stranger = strangers_.find(number);  // it may be one no more
     if (stranger != strangers_.end()) refuse_on_loop(stranger->second, e.error());
   }

@@ -2,7 +2,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <cstdlib>
 #include <memory>
+#include <mutex>
+#include <shared_mutex>
 
 #include <openssl/core_names.h>
 #include <openssl/crypto.h>
@@ -28,7 +32,42 @@ void require(bool worked, const char* what) {
   throw base::Exception(base::ErrorKind::kInternal, std::string("OpenSSL: ") + what + " failed");
 }
 
+// Note [OpenSSL at exit]
+//
+// OpenSSL frees all it has in a handler of exit(), while threads of ours may still run: those of an
+// agent that is destroyed later, or never. A program that uses OpenSSL itself may have registered
+// that handler, so asking OpenSSL not to register one (OPENSSL_INIT_NO_ATEXIT) would not be enough.
+// Instead this file registers a handler of its own, after OpenSSL's and therefore run before it,
+// that waits until no thread is in a function of this file and makes all later ones throw
+// `cancelled`: then nobody connects any more. Nothing else that the threads of an agent use is
+// destroyed at exit, so they go on until the kernel ends them.
+struct Gate {
+  std::shared_timed_mutex mutex;
+  bool is_closed = false;  // by mutex
+};
+
+Gate& gate() {
+  static Gate& only = []() -> Gate& {
+    require(OPENSSL_init_crypto(0, nullptr) == 1, "its initialization");
+    std::atexit([] {
+      constexpr auto kLongest = std::chrono::seconds(1);  // a forked process may have lost threads
+      const std::unique_lock lock(gate().mutex, kLongest);
+      gate().is_closed = true;
+    });
+    return *new Gate;  // outlives all threads
+  }();
+  return only;
+}
+
+std::shared_lock<std::shared_timed_mutex> enter() {
+  std::shared_lock lock(gate().mutex);
+  if (!gate().is_closed) return lock;
+  throw base::Exception(base::ErrorKind::kCancelled, "this process is about to end");
+}
+
 }  // namespace
+
+void set_up() { gate(); }
 
 void fill_random(std::span<uint8_t> out) {
   while (!out.empty()) {
@@ -57,6 +96,7 @@ std::string hex(std::string_view bytes) {
 }
 
 Key derive(std::string_view secret, std::string_view use) {
+  const auto inside = enter();
   if (secret.empty()) secret = std::string_view("\0", 1);  // OpenSSL takes no empty one
   const std::unique_ptr<EVP_KDF, decltype(&EVP_KDF_free)> kdf(
       EVP_KDF_fetch(nullptr, "HKDF", nullptr), &EVP_KDF_free);
@@ -74,6 +114,7 @@ Key derive(std::string_view secret, std::string_view use) {
 }
 
 wire::Proof authenticate(const Key& key, std::initializer_list<std::span<const uint8_t>> parts) {
+  const auto inside = enter();
   const std::unique_ptr<EVP_MAC, decltype(&EVP_MAC_free)> mac(
       EVP_MAC_fetch(nullptr, "HMAC", nullptr), &EVP_MAC_free);
   require(mac != nullptr, "HMAC");
@@ -97,6 +138,7 @@ bool is_equal(const wire::Proof& a, const wire::Proof& b) {
 }
 
 wire::JobId job_id_of(std::string_view name) {
+  const auto inside = enter();
   std::array<uint8_t, EVP_MAX_MD_SIZE> digest{};
   unsigned size = 0;
   require(EVP_Digest(name.data(), name.size(), digest.data(), &size, EVP_sha256(), nullptr) == 1,

@@ -13,6 +13,10 @@ namespace distrain::rpc::identity {
 /// A key of HMAC-SHA256.
 using Key = std::array<uint8_t, 32>;
 
+/// Makes OpenSSL ready. What is destroyed at the process's exit and was made after this is
+/// destroyed while OpenSSL still works: Note [OpenSSL at exit] in keys.cpp.
+void set_up();
+
 /// From the system's source: bytes that nobody can guess. `resources` if it has none.
 void fill_random(std::span<uint8_t> out);
 std::string random_bytes(size_t count);

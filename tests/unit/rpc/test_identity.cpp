@@ -1,7 +1,14 @@
 // Who is believed: the handshake of Note [Identity], field by field, and agents that do not belong
 // together.
+#include <atomic>
+#include <cstdlib>
 #include <mutex>
 #include <set>
+#include <thread>
+
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "join_support.h"
 
@@ -49,6 +56,43 @@ Words exchange(HelloPurpose purpose) {
 }
 
 }  // namespace
+
+// In a process of its own: `look` runs at its exit after all that was registered later, OpenSSL's
+// own handler included, while a thread goes on proving who it is. Does nothing when it is run for
+// the sake of its file's name.
+TEST_CASE("a process that exits while a thread uses OpenSSL", "[.][exits]") {
+  if (!std::getenv("DISTRAIN_TEST_EXIT")) return;
+  static base::Error refused;
+  static std::thread thread;
+  static std::atomic<int> rounds_left{-1};  // without end
+  const auto look = [] {
+    rounds_left = 100;
+    thread.join();
+    _exit(refused.kind == ErrorKind::kCancelled ? 0 : 1);
+  };
+  std::atexit(look);
+  rpc::identity::set_up();
+  thread = std::thread([] {
+    refused = error_of([] {
+      for (; rounds_left != 0; rounds_left -= rounds_left > 0) exchange(HelloPurpose::kPeer);
+    });
+  });
+  std::exit(2);
+}
+
+TEST_CASE("after exit() nobody proves anything, and nothing of OpenSSL is used") {
+  char program[] = "unit_rpc";
+  char test[] = "[exits]";
+  char* arguments[] = {program, test, nullptr};
+  pid_t child = 0;
+  REQUIRE(setenv("DISTRAIN_TEST_EXIT", "1", 1) == 0);
+  REQUIRE(posix_spawn(&child, "/proc/self/exe", nullptr, nullptr, arguments, environ) == 0);
+  unsetenv("DISTRAIN_TEST_EXIT");
+  int status = -1;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
+}
 
 // RFC 4231's test cases 1 and 2; HMAC fills their keys up with zeros. HKDF as Python's hmac module
 // computes it, an empty secret as one zero byte.
