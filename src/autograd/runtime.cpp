@@ -21,7 +21,7 @@ rpc::ProcessNumber maker_of(uint64_t context) { return rpc::maker_of(context) - 
 
 }  // namespace
 
-void install(rpc::Agent& agent) { std::make_shared<Runtime>(agent)->install(); }
+void install(rpc::Agent& agent) { std::make_shared<Runtime>(agent.lasting())->install(); }
 
 void Runtime::install() {
   agent_.set_autograd_hook(shared_from_this());

@@ -106,7 +106,7 @@ struct Share {
 }  // namespace
 
 UpdateCount install(rpc::Agent& agent) {
-  const auto optimizers = std::make_shared<LocalOptimizers>(agent);
+  const auto optimizers = std::make_shared<LocalOptimizers>(agent.lasting());
   agent.provide(optimizers);
   agent.expose<&attach>("distrain.optim.attach");
   agent.expose<&step_here>("distrain.optim.step");

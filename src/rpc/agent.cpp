@@ -1,5 +1,9 @@
 #include "distrain/rpc/agent.h"
 
+#include <set>
+#include <system_error>
+#include <thread>
+
 #include "agent_core.h"
 #include "trace_export.h"
 
@@ -15,17 +19,44 @@ AgentOptions checked(AgentOptions options) {
     base::invalid("an agent has a rank from 0 on, not " + std::to_string(options.rank) +
                   ": rpc::Place says which one is free");
   }
+  if (options.rank == 0 && options.names.empty()) base::invalid("rank 0 has no names of the ranks");
+  const auto named = static_cast<int>(options.names.size());
+  if (named > 0 && options.world_size != 0 && options.world_size != named) {
+    base::invalid("there are names of " + std::to_string(named) + " ranks, and the world size is " +
+                  std::to_string(options.world_size));
+  }
+  std::set<std::string_view> names;
+  for (const std::string& name : options.names) {
+    if (name.empty()) base::invalid("rank " + std::to_string(names.size()) + " has an empty name");
+    if (!names.insert(name).second) base::invalid("two ranks are named '" + name + "'");
+  }
   return options;
 }
 
 }  // namespace
 
 Agent::Agent(AgentOptions options)
-    : core_(std::make_shared<AgentCore>(*this, checked(std::move(options)))) {
-  if (tracer()) expose_trace(*this);
+    : core_(std::make_shared<AgentCore>(checked(std::move(options)))) {
+  if (tracer()) expose_trace(lasting());
 }
 
-Agent::~Agent() { core_->close(); }
+Agent::Agent(AgentCore& core) : core_(std::shared_ptr<AgentCore>(), &core) {}
+
+// A thread cannot wait for its own end. Where the system has no other one for that, the core stays.
+Agent::~Agent() {
+  if (core_.use_count() == 0) return;  // the core's own handle
+  if (!core_->runs_here()) {
+    core_->close();
+    return;
+  }
+  const auto* const core = new std::shared_ptr<AgentCore>(std::move(core_));
+  try {
+    std::thread([core] { delete core; }).detach();
+  } catch (const std::system_error&) {
+  }
+}
+
+Agent& Agent::lasting() { return core_->agent; }
 
 void Agent::join(const std::function<void()>& prepare) { core_->join(prepare); }
 void Agent::set_device(c10::Device device) { core_->set_device(device); }

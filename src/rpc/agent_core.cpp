@@ -36,9 +36,8 @@ base::Error WorkerExecutor::error_in_flight(base::ErrorKind otherwise) const {
   return rpc::error_in_flight(otherwise);
 }
 
-AgentCore::AgentCore(Agent& owner, AgentOptions given)
-    : agent(owner),
-      options(std::move(given)),
+AgentCore::AgentCore(AgentOptions given)
+    : options(std::move(given)),
       devices(options.rank, options.device, options.device_maps),
       // The number of threads of an operation is OpenMP's, which has one for each thread: without
       // at::init_num_threads(), oneDNN would take all cores in a worker, whatever was set.
@@ -61,7 +60,7 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
                     [this](ProcessNumber from, uint64_t bytes) { give_back_credit(from, bytes); }),
       early_messages(options.total_budget),
       rrefs(std::make_shared<RRefContext>(
-          owner, options.rank,
+          agent, options.rank,
           [this](int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent) {
             net::OutFrame frame;
             frame.header.kind = kind;
@@ -93,7 +92,10 @@ AgentCore::AgentCore(Agent& owner, AgentOptions given)
           },
           [this](int rank) { flow(rank).allowance.open(); }),
       loans_(options.total_budget / 4) {
-  if (options.rank == 0 && !options.names.empty()) name = options.names[0];
+  if (options.rank == 0) {
+    name = options.names[0];
+    job_options = options.job_options;
+  }
   if (options.tracer) {
     loop.post([tracer = options.tracer] { base::Tracer::bind_thread(tracer, "loop"); });
   }
@@ -127,6 +129,10 @@ AgentCore::~AgentCore() {
 }
 
 void AgentCore::close() {
+  if (loop.in_loop()) {  // which what follows waits for
+    if (!closed_) given_up_.post([this] { close(); });
+    return;
+  }
   if (!closed_.exchange(true)) {
     disconnecting_ = std::this_thread::get_id();
     disconnect();
@@ -135,7 +141,7 @@ void AgentCore::close() {
   }
   // A function that ends its own agent, or a continuation of what disconnect() fails: what is left
   // to do waits for it. The next one to come does it, the destructor at the latest.
-  if (pool.runs_here() || layers.tells_here()) return;
+  if (runs_here()) return;
   if (disconnecting_ == std::this_thread::get_id()) return;
   std::lock_guard lock(stopping_);
   if (stopped_) return;
@@ -190,10 +196,7 @@ void AgentCore::set_device(c10::Device device) {
 
 // ---- joining ----
 
-void AgentCore::join(const std::function<void()>& prepare) {
-  if (options.rank == 0) job_options = options.job_options;
-  control->run(prepare);
-}
+void AgentCore::join(const std::function<void()>& prepare) { control->run(prepare); }
 
 void AgentCore::on_directory_on_loop(const wire::Directory& directory, std::vector<Way> ways) {
   peers.learn_on_loop(directory, std::move(ways));

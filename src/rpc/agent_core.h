@@ -62,7 +62,7 @@ class ChannelImpl;
 /// Loans, SerialThread and the loop, which take none themselves.
 class AgentCore {
  public:
-  AgentCore(Agent& agent, AgentOptions options);
+  explicit AgentCore(AgentOptions options);
   ~AgentCore();
 
   void join(const std::function<void()>& prepare);
@@ -72,6 +72,10 @@ class AgentCore {
   /// All of it is done when this returns, but on a thread of the agent: there what waits for it is
   /// left to the next call.
   void close();
+  /// Whether this thread is one of the agent's own, which cannot wait for its own end.
+  bool runs_here() const {
+    return pool.runs_here() || layers.tells_here() || given_up_.runs_here() || loop.in_loop();
+  }
 
   base::Future<RawReply> call(int to, base::Duration timeout, const std::string& function,
                               const std::function<void(Encoder&)>& fill,
@@ -93,7 +97,7 @@ class AgentCore {
   base::Status send(int to, net::OutFrame frame);
   Channel& open_channel(uint16_t number);
 
-  Agent& agent;
+  Agent agent{*this};  // Agent::lasting()
   AgentOptions options;
   DeviceTable devices;
   DeviceStager stager;

@@ -121,7 +121,7 @@ class To {
 
 /// Given to an exposed function that asks for it as its first parameter.
 struct CallContext {
-  class Agent& agent;
+  class Agent& agent;  ///< Agent::lasting()
   WorkerInfo caller;
 };
 
@@ -177,7 +177,9 @@ using Handler = std::function<void(CallContext&, Decoder&, const ReplyPtr&)>;
 class Agent {
  public:
   explicit Agent(AgentOptions options);
-  /// Without shutdown() first, peers see this rank as lost.
+  /// Without shutdown() first, peers see this rank as lost. On one of the agent's own threads, as
+  /// in a continuation that held the last pointer to it, the agent ends on another thread soon
+  /// after. An agent that lives until the process exits does no harm.
   ~Agent();
   Agent(const Agent&) = delete;
   Agent& operator=(const Agent&) = delete;
@@ -217,7 +219,8 @@ class Agent {
   std::string device_of(int rank) const;
 
   /// Meets the other ranks; returns when all are connected to all. Throws rendezvous, protocol, ….
-  /// `prepare` runs once job_options() are known, before any other rank can call this one.
+  /// `prepare` runs once job_options() are known, before any other rank can call this one. Throws
+  /// `invalid` if it has been called before, whether or not that call joined.
   void join(const std::function<void()>& prepare = {});
 
   /// Calls F on `to` and waits for the result. Arguments are converted to F's parameter types,
@@ -328,10 +331,15 @@ class Agent {
   std::shared_ptr<InMessage> open(const RawReply& reply);
   Decoder decoder(InMessage& message);
   AgentCore& core() { return *core_; }
+  /// Returns a handle of this agent that is valid for as long as its threads run anything. That is
+  /// longer than this object lives if it is destroyed on one of them.
+  Agent& lasting();
 
  private:
   template <class T>
   friend class RRef;
+  friend class AgentCore;
+  explicit Agent(AgentCore& core);  // its own handle, which does not end it
   template <class R>
   base::Future<R> finish_async(const base::Future<RawReply>& reply);
   template <class R>

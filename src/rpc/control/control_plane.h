@@ -110,6 +110,7 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   void on_returned(int rank, const wire::RankDevices& devices) override;
   void on_round(uint64_t round, uint64_t sum) override;
 
+  void begin_once();
   void begin_as_hub();
   void check_options() const;
   /// The round of the end that is under way.
@@ -177,6 +178,7 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   bool is_closed_ = false;                 // there is no party any more, nor will there be
   std::map<int, std::string> seen_hosts_;  // rank 0: where others came from
 
+  std::atomic<bool> has_begun_{false};
   std::atomic<base::TimePoint> began_{};    // to wait for others to join
   std::atomic<int> place_{wire::kAnyRank};  // the rank that rank 0 has for this one
   base::Promise<void> met_;

@@ -36,7 +36,14 @@ bool is_wildcard(const std::string& host) {
 
 }  // namespace
 
+void ControlPlane::begin_once() {
+  if (!has_begun_.exchange(true)) return;
+  base::invalid("rank " + std::to_string(options_.rank) +
+                " has begun to join already: a process that is to join again makes a new agent");
+}
+
 void ControlPlane::run(const std::function<void()>& prepare) {
+  begin_once();
   const base::TimePoint deadline = base::deadline_after(options_.join_timeout);
   if (options_.rank == 0) {
     begin_as_hub();
@@ -56,6 +63,7 @@ void ControlPlane::run(const std::function<void()>& prepare) {
 }
 
 int ControlPlane::ask_for_place() {
+  begin_once();
   began_ = base::Clock::now();
   begin_as_member(base::deadline_after(options_.join_timeout));
   return place_;

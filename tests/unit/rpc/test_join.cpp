@@ -50,6 +50,32 @@ TEST_CASE("a rank that does not fit is refused, and rank 0 goes on") {
   check_comes_up(zero);
 }
 
+TEST_CASE("the names of the ranks are checked when an agent is made") {
+  const auto refusal = [](int rank, std::vector<std::string> names, int world_size) {
+    AgentOptions options;
+    options.rank = rank;
+    options.names = std::move(names);
+    options.world_size = world_size;
+    const base::Error error = error_of([&] { Agent agent(options); });
+    CHECK(error.kind == ErrorKind::kInvalid);
+    return error.message;
+  };
+  CHECK(refusal(0, {}, 2) == "rank 0 has no names of the ranks");
+  CHECK(refusal(0, {"a", "b"}, 3) == "there are names of 2 ranks, and the world size is 3");
+  CHECK(refusal(0, {"a", ""}, 0) == "rank 1 has an empty name");
+  CHECK(refusal(1, {"a", "b", "a"}, 3) == "two ranks are named 'a'");
+}
+
+TEST_CASE("a second join is refused and harms nothing") {
+  Cluster cluster(2, setup);
+  cluster.on_all([](Agent& agent) {
+    expect(error_of([&] { agent.join(); }).kind == ErrorKind::kInvalid, "a second join");
+  });
+  CHECK(cluster[0].rpc_sync<&add>(1, 1, 2) == 3);
+  CHECK(cluster[1].rpc_sync<&add>(0, 1, 2) == 3);
+  cluster.shutdown();
+}
+
 TEST_CASE("a rank can be taken only once") {
   Joining zero(options_for(0, 3));
   const uint16_t port = zero.agent().port();

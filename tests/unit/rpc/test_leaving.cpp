@@ -141,6 +141,65 @@ TEST_CASE("a continuation of what fails with an agent may end it, too") {
   g_gate = true;
 }
 
+namespace {
+
+// Tells when the agent that was provided with it has been taken apart.
+struct EndOfAgent {
+  explicit EndOfAgent(base::Promise<void>& promise) : told(promise) {}
+  ~EndOfAgent() { told.set(); }
+  EndOfAgent(const EndOfAgent&) = delete;
+  EndOfAgent& operator=(const EndOfAgent&) = delete;
+  base::Promise<void>& told;
+};
+
+struct LastOwner {
+  std::shared_ptr<Agent> agent;
+};
+void let_go(rpc::CallContext& call) { call.agent.local<LastOwner>().agent = nullptr; }
+
+}  // namespace
+
+TEST_CASE("an agent whose last owner ends on one of the agent's own threads ends on another") {
+  LastOwner last;
+  base::Promise<void> ended;
+  Cluster cluster(2, [](Agent& agent) {
+    setup_all(agent);
+    agent.expose<&let_go>("let_go");
+  });
+  last.agent = cluster.take_out(0);
+  Agent& agent = *last.agent;
+  agent.provide(std::make_shared<EndOfAgent>(ended));
+  agent.provide(std::shared_ptr<LastOwner>(&last, [](LastOwner*) {}));
+  g_gate = false;
+  const auto continuation = [&](base::Executor& executor) {
+    agent.rpc_async<&wait_at_gate>(1).on_complete(
+        executor, [&last](base::Result<base::Unit>&) { last.agent = nullptr; });
+    g_gate = true;
+  };
+  SECTION("a worker, in a continuation") { continuation(agent.executor()); }
+  SECTION("a worker, in a function") {
+    static_cast<void>(error_of([&] { cluster[1].rpc_sync<&let_go>(0); }));  // it may be answered
+  }
+  SECTION("the loop") { continuation(agent.inline_executor()); }
+  CHECK(ended.future().wait_until(base::deadline_after(60s)));
+  CHECK(error_of([&] { cluster[1].shutdown(); }).kind == ErrorKind::kPeerLost);
+}
+
+TEST_CASE("a function that ends its agent on the loop leaves it with its error") {
+  Cluster cluster(2, setup_all);
+  g_gate = false;
+  base::Promise<void> ended;
+  cluster[0].rpc_async<&wait_at_gate>(1).on_complete(cluster[0].inline_executor(),
+                                                     [&](base::Result<base::Unit>&) {
+                                                       cluster[0].abort(kNotFinite);
+                                                       ended.set();
+                                                     });
+  g_gate = true;
+  CHECK(ended.future().wait_until(base::deadline_after(60s)));
+  const base::Error left = error_of([&] { cluster[1].shutdown(); });
+  CHECK(left.kind == ErrorKind::kNotFinite);
+}
+
 TEST_CASE("who has not joined cannot leave") {
   rpc::AgentOptions options = options_for(0, 2);
   Agent agent(options);
