@@ -1,4 +1,5 @@
 #!/bin/bash
+# ctest: labels=asan
 # Bad data: exit code 7 and one error, before anything starts where that can be known.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"

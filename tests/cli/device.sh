@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: labels=noasan timeout=300
+# ctest: timeout=300
 # Where --device puts a job: a GPU that is not there ends it with exit code 9. What makes no sense is in
 # tests/unit/scenario/test_usage.cpp.
 # shellcheck source-path=SCRIPTDIR source=lib.bash

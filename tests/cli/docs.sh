@@ -1,5 +1,4 @@
 #!/bin/bash
-# ctest: labels=noasan
 # What is in man/ and completions/ is what the program prints, and a man page and a shell can read it.
 # Not under asan: texts alone, which unit_app has made under it.
 # shellcheck source-path=SCRIPTDIR source=lib.bash

@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: labels=noasan timeout=600 first
+# ctest: timeout=600 first
 # examples/ as somebody has them who has installed distrain: they build, train, join from terminals of
 # their own, go on in the same bits when they were killed, and have what distrain has.
 # shellcheck source-path=SCRIPTDIR source=lib.bash

@@ -1,5 +1,4 @@
 #!/bin/bash
-# ctest: labels=noasan
 # The scripts that tests/gpu/run compares jobs with, on programs that stand in for distrain: a job that
 # hangs, differs or is slow is told of, fails the script, and keeps the others from nothing.
 # Not under asan: nothing of ours that is compiled runs.

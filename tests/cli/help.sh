@@ -1,5 +1,4 @@
 #!/bin/bash
-# ctest: labels=noasan
 # Help and version: plain text on stdout, exit code 0.
 # Not under asan: texts alone, which unit_app has made under it.
 # shellcheck source-path=SCRIPTDIR source=lib.bash

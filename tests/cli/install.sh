@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: labels=noasan timeout=300
+# ctest: timeout=300
 # What `cmake --install` puts where is used as a stranger would: the binary, and a project of
 # somebody else's (tests/package), outside of ours.
 # shellcheck source-path=SCRIPTDIR source=lib.bash

@@ -1,5 +1,4 @@
 #!/bin/bash
-# ctest: labels=noasan
 # What does not fit into memory. Not for asan, which takes terabytes of address space for itself.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"

@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: labels=noasan timeout=300
+# ctest: timeout=300
 # Ranks 0, 1 and 2, 3 in two network namespaces, joined by a veth pair: as on two machines.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"

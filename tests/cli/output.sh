@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: labels=noasan timeout=240
+# ctest: timeout=240
 # stdout is JSON lines and nothing else, whatever it is connected to; a clean run is quiet on stderr.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"

@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: labels=noasan timeout=300
+# ctest: timeout=300
 # distrain pipeline: lines, sweeps, schedules, cuts, weights, ranks that join.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"

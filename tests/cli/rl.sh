@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: labels=noasan timeout=300
+# ctest: timeout=300
 # distrain rl: lines, the goal that is met or missed, --local, ranks that join, ends by signal.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"

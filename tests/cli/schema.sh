@@ -1,5 +1,4 @@
 #!/bin/bash
-# ctest: labels=noasan
 # `distrain schema`, and that the check of all tests' lines sees what is not as it says.
 # Not under asan: a text alone, which unit_app has made under it.
 # shellcheck source-path=SCRIPTDIR source=lib.bash

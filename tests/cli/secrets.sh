@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: labels=noasan timeout=300
+# ctest: timeout=300
 # Neither a job's token nor the secret of its connections is to be found where others look: what processes show of
 # themselves, lines, traces, checkpoints. SECURITY.md says where they are.
 # shellcheck source-path=SCRIPTDIR source=lib.bash

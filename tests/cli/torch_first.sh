@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: labels=noasan timeout=120
+# ctest: timeout=120
 # A program whose main() has used torch before app::main: it does not hang, and its ranks, started by
 # exec, are those that distrain forks.
 # shellcheck source-path=SCRIPTDIR source=lib.bash

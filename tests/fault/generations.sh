@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: labels=noasan timeout=240
+# ctest: timeout=240
 # What ranks of an earlier start of the job say comes to the ranks of a later one: late first words, late calls, all of
 # it once more, a rank that was stopped meanwhile, and ranks that join by an old count of restarts. All are refused and
 # named, and the job ends with the weights of an undisturbed run, bit by bit.

@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: labels=noasan timeout=300
+# ctest: timeout=300
 # Somebody who does not know the token comes to all ranks of a job that listen, from before they meet until they
 # end. tests/soak/impostors.sh sends 20,000 to each of the five jobs.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash

@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: timeout=240 first
+# ctest: labels=asan timeout=240 first
 # However a rank or the launcher ends: the right exit code, one end, and no process left behind.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash
 source "$(dirname "$0")/../cli/lib.bash"

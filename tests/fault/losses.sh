@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: labels=noasan timeout=300
+# ctest: timeout=300
 # A job that goes on without trainers that are killed, and takes up those that are started again in their place. When
 # it does not go on, and what becomes of one that was only stopped. More of it is tests/soak/losses.sh.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash

@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: labels=noasan timeout=300
+# ctest: timeout=300
 # Three ranks in three network namespaces with a switch between them, as on three machines, and links that
 # are cut: both ways or one, while the ranks meet or train. Nobody is told: what is sent is lost. All of it is
 # tests/soak/netns.sh.

@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: labels=noasan timeout=600 first
+# ctest: timeout=600 first
 # A network that is slow, and one that breaks: rank 1 of three reaches rank 0 through a proxy.
 # shellcheck disable=SC2317  # what in_time calls
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash

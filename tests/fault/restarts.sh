@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: labels=noasan timeout=240
+# ctest: timeout=240
 # --max-restarts: a job whose ranks are killed again and again ends as if nobody had been. When there is no
 # restart, and what becomes of signals while the launcher waits. All of it is tests/soak/restarts.sh.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash

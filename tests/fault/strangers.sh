@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: labels=noasan timeout=300
+# ctest: timeout=300
 # Strangers come to rank 0 while a rank is missing: with hellos that do not fit, with garbage, and without a word. Then
 # the job starts and ends well, and rank 0 has not grown. tests/soak/strangers.sh has 10,000.
 # shellcheck source-path=SCRIPTDIR source=../cli/lib.bash

@@ -1,4 +1,4 @@
-// ctest: labels=noasan,notsan timeout=300 first
+// ctest: labels=notsan timeout=300 first
 // Under no sanitizer, for time: test_pipeline_failures and test_pipeline_checkpoints run the same
 // code.
 #include "support/scenario_data.h"

@@ -1,4 +1,4 @@
-// ctest: labels=noasan timeout=180
+// ctest: timeout=180
 #include <algorithm>
 
 #include "support/scenario_data.h"

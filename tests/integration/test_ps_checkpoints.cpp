@@ -1,4 +1,4 @@
-// ctest: labels=noasan timeout=180 first
+// ctest: timeout=180 first
 #include "support/scenario_data.h"
 #include "support/scenario_job.h"
 

@@ -1,4 +1,4 @@
-// ctest: labels=noasan timeout=120
+// ctest: timeout=120
 #include <cmath>
 
 #include "support/scenario_job.h"

@@ -1,4 +1,4 @@
-// ctest: labels=noasan timeout=180
+// ctest: timeout=180
 #include <algorithm>
 #include <cmath>
 #include <sstream>

@@ -1,5 +1,5 @@
 #!/bin/bash
-# ctest: labels=noasan timeout=7200 serial
+# ctest: timeout=7200 serial
 # Faults in all jobs and roles, at random moments: FAULTS_COUNT of them (100), by FAULTS_SEED (1). A full disk takes
 # root, which mounts a small tmpfs. FAULTS_ONLY=NUMBER repeats one of them; FAULTS_KEEP=FOLDER keeps the output of
 # those that fail.

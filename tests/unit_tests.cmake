@@ -1,0 +1,91 @@
+# The tests of layers, of jobs whose ranks are threads of one process, on the simulated network and accelerator,
+# and the fuzz targets: no program is started.
+
+# It is operator new for all of its program: GCC must not see that where others call it.
+set_source_files_properties(${CMAKE_CURRENT_SOURCE_DIR}/unit/wire/counting_new.cpp
+                            PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+
+foreach(layer IN LISTS layers)
+  file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/unit/${layer}/*.cpp)
+  list(REMOVE_ITEM files ${symbols_test})
+  if(layer IN_LIST DISTRAIN_TORCH_FREE_LAYERS)
+    distrain_catch_tests(unit_${layer} LABELS unit ${layer} FILES ${files} LINK distrain::${layer})
+  elseif(layer STREQUAL "nn")  # what trains a module, too
+    distrain_catch_tests(unit_${layer} TORCH LABELS unit ${layer} FILES ${files}
+                         LINK distrain::${layer} distrain::optim)
+  elseif(layer STREQUAL "scenario")
+    distrain_catch_tests(unit_${layer} TORCH LABELS unit ${layer} FILES ${files} LINK distrain::app distrain::scenario)
+  else()
+    distrain_catch_tests(unit_${layer} TORCH LABELS unit ${layer} FILES ${files}
+                         LINK distrain::${layer})
+  endif()
+endforeach()
+target_include_directories(unit_rpc PRIVATE ${PROJECT_SOURCE_DIR}/src/rpc)
+target_include_directories(unit_optim PRIVATE ${PROJECT_SOURCE_DIR}/src/optim)
+
+file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/integration/*.cpp)
+distrain_catch_tests(integration TORCH LABELS integration FILES ${files} LINK distrain::app distrain::scenario)
+
+if(DISTRAIN_SANITIZER STREQUAL "tsan")
+  return()  # the rest has one thread
+endif()
+
+# With the objects of the agent; its ranks and the network between them are simulated.
+file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/simulation/*.cpp)
+distrain_catch_tests(simulation LABELS simulation FILES ${files} LINK distrain::rpc)
+target_include_directories(simulation PRIVATE ${PROJECT_SOURCE_DIR}/src/rpc)
+
+# Fuzz targets (fuzz/README.md): a program each for those with torch and without, with its own random
+# mutations or, in the `fuzz` preset, with libFuzzer. A test is one target.
+option(DISTRAIN_LIBFUZZER "Build tests/fuzz with libFuzzer (clang)" OFF)
+add_custom_target(fuzz_programs)
+
+# distrain_fuzz_program(<program> <folder> <flags> LINK <target>... TARGETS <name>...)
+function(distrain_fuzz_program program folder)
+  cmake_parse_arguments(arg "" "" "LINK;TARGETS" ${ARGN})
+  set(here ${CMAKE_CURRENT_SOURCE_DIR})
+  file(GLOB files CONFIGURE_DEPENDS ${here}/fuzz/${folder}/*.cpp)
+  add_executable(${program} ${files} support/fuzz_target.cpp support/heap_use.cpp)
+  target_include_directories(${program} PRIVATE ${here})
+  target_link_libraries(${program} PRIVATE ${arg_LINK})
+  add_dependencies(fuzz_programs ${program})
+  if(DISTRAIN_LIBFUZZER)
+    target_link_options(${program} PRIVATE -fsanitize=fuzzer)
+  else()
+    target_sources(${program} PRIVATE support/fuzz_main.cpp)
+  endif()
+  # It is malloc for all of its program.
+  set_source_files_properties(support/heap_use.cpp PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON
+                                                              SKIP_PRECOMPILE_HEADERS ON)
+  foreach(target IN LISTS arg_TARGETS)
+    if(DISTRAIN_LIBFUZZER)
+      add_test(NAME fuzz.${target} COMMAND bash ${here}/fuzz/guided.sh $<TARGET_FILE:${program}> ${target})
+    else()
+      add_test(NAME fuzz.${target} COMMAND ${program} --target=${target} ${here}/fuzz/corpus/${target})
+    endif()
+    set_tests_properties(fuzz.${target} PROPERTIES LABELS "fuzz;${folder}" TIMEOUT 240)
+  endforeach()
+endfunction()
+
+distrain_fuzz_program(fuzz_wire wire LINK distrain::net distrain_strict_flags
+                      TARGETS header tensor_desc hello join directory rank_devices all_devices error
+                              stream)
+distrain_fuzz_program(fuzz_torch torch LINK distrain::data distrain::collective ZLIB::ZLIB
+                                            distrain_test_flags
+                      TARGETS message trace collective manifest gzip idx safetensors)
+target_precompile_headers(fuzz_torch REUSE_FROM ${test_pch})
+target_include_directories(fuzz_torch PRIVATE ${PROJECT_SOURCE_DIR}/src/data)  # as its own headers see it
+
+# On the simulated accelerator, which registers itself: its objects have to be linked as they are.
+file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/support/sim_*.cpp)
+add_library(distrain_sim OBJECT ${files})
+target_include_directories(distrain_sim PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})
+target_link_libraries(distrain_sim PUBLIC distrain_torch PRIVATE distrain_flags Threads::Threads)
+distrain_use_torch_pch(distrain_sim)
+file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/sim/*.cpp)
+list(APPEND files ${CMAKE_CURRENT_SOURCE_DIR}/oracle/graphs.cpp
+                  ${CMAKE_CURRENT_SOURCE_DIR}/oracle/distrain_runtime.cpp)
+distrain_catch_tests(sim TORCH LABELS sim FILES ${files} LINK distrain::app distrain::scenario distrain_sim)
+add_test(NAME sim.mutants
+         COMMAND bash ${CMAKE_CURRENT_SOURCE_DIR}/sim/mutants.sh $<TARGET_FILE:sim> ${PROJECT_SOURCE_DIR})
+distrain_test_properties(sim.mutants ${CMAKE_CURRENT_SOURCE_DIR}/sim/mutants.sh 3600 sim soak)
