@@ -21,6 +21,7 @@ foreach(layer IN LISTS layers)
   endif()
 endforeach()
 target_include_directories(unit_rpc PRIVATE ${PROJECT_SOURCE_DIR}/src/rpc)
+target_include_directories(unit_net PRIVATE ${PROJECT_SOURCE_DIR}/src/net)
 target_include_directories(unit_optim PRIVATE ${PROJECT_SOURCE_DIR}/src/optim)
 
 file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/integration/*.cpp)

@@ -56,6 +56,7 @@ struct Loop::Impl {
 
   uv_loop_t uv;
   base::BufferPool buffers;
+  uint64_t activity = 0;  // that the loop polls after; loop thread only
 
  private:
   void run();
@@ -68,7 +69,6 @@ struct Loop::Impl {
   uv_async_t wakeup;
   uv_timer_t timer;
   std::atomic<std::thread::id> thread_id;
-  uint64_t activity = 0;
 
   std::mutex mutex;
   std::vector<base::Task> posted;  // by mutex

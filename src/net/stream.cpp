@@ -368,7 +368,6 @@ void UvStream::alloc_on_loop(uv_buf_t* buffer) {
 }
 
 void UvStream::read_on_loop(ssize_t bytes, const uv_buf_t*) {
-  loop_->note_activity_on_loop();
   if (finished_ || bytes == 0) return;
   if (bytes < 0) {
     finish_on_loop(discarding_ ? closed_here() : peer_closed(static_cast<int>(bytes)));
@@ -378,6 +377,7 @@ void UvStream::read_on_loop(ssize_t bytes, const uv_buf_t*) {
   last_heard_ = loop_->now_on_loop();
   const auto self = shared_from_this();  // a handler may let go of the stream
   if (body_) {
+    loop_->note_activity_on_loop();
     body_filled_ += static_cast<size_t>(bytes);
     if (body_filled_ == body_->size) deliver_on_loop();
   } else {
@@ -428,6 +428,8 @@ bool UvStream::begin_frame_on_loop(const uint8_t* head) {
 }
 
 void UvStream::deliver_on_loop() {
+  // Nothing follows a heartbeat: to poll after it would keep a core of rank 0 busy with them.
+  if (header_.kind != wire::FrameKind::kHeartbeat) loop_->note_activity_on_loop();
   InFrame frame;
   frame.header = header_;
   frame.body = std::move(body_);

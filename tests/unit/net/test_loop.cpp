@@ -7,6 +7,7 @@
 
 #include <sys/wait.h>
 
+#include "loop_impl.h"
 #include "net_support.h"
 
 using namespace distrain;
@@ -65,6 +66,29 @@ TEST_CASE("a task posted by a task runs after those that wait already") {
   done.future().wait();
   on_loop(loop, [] {});
   CHECK(order == std::vector<int>{0, 1, 2, 3});
+}
+
+TEST_CASE("the loop does not poll after a heartbeat, as nothing follows it") {
+  Loop loop;
+  Record record;
+  auto ends = Unix::connected();
+  const StreamPtr stream = started(loop, std::move(ends.first), record);
+  const auto activity = [&] {
+    uint64_t seen = 0;
+    on_loop(loop, [&] { seen = loop.impl()->activity; });
+    return seen;
+  };
+  const auto send_and_count = [&](wire::FrameKind kind) {
+    OutFrame frame;
+    frame.header.kind = kind;
+    const uint64_t before = activity();
+    REQUIRE(raw_write(ends.second.get(), wire_bytes(frame)));
+    REQUIRE(record.wait_frames(1));
+    record.take();
+    return activity() - before;
+  };
+  CHECK(send_and_count(wire::FrameKind::kHeartbeat) == 1);  // the question itself
+  CHECK(send_and_count(wire::FrameKind::kCall) == 2);
 }
 
 TEST_CASE("wake-ups are not lost") {
