@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <deque>
 #include <map>
+#include <utility>
 
 namespace distrain::base {
 
@@ -13,6 +14,8 @@ namespace {
 
 constexpr size_t kAlignment = 64;
 constexpr size_t kSmallest = 512;
+constexpr size_t kLargest = 4;             // times the bound, of the one block beyond it
+constexpr uint64_t kLargeIsKept = 10'000;  // blocks given back
 
 // Blocks come in sizes of four steps to the doubling, so at most a quarter is wasted.
 size_t size_class(size_t size) {
@@ -31,6 +34,7 @@ struct BufferPool::Shelf {
 
   explicit Shelf(size_t max) : max_idle_bytes(max) {}
   ~Shelf() {
+    std::free(large.data);
     for (auto& [size, blocks] : idle) {
       for (const Idle& block : blocks) std::free(block.data);
     }
@@ -39,6 +43,7 @@ struct BufferPool::Shelf {
   void* take(size_t size) {
     {
       std::lock_guard lock(mutex);
+      if (large.data && large_size == size) return std::exchange(large.data, nullptr);
       const auto it = idle.find(size);
       if (it != idle.end() && !it->second.empty()) {
         void* block = it->second.back().data;
@@ -50,15 +55,26 @@ struct BufferPool::Shelf {
     return std::aligned_alloc(kAlignment, size);
   }
 
-  // Blocks that nobody has asked for in the longest time make room for this one.
+  // Blocks that nobody has asked for in the longest time make room for this one. A block beyond
+  // the bound is kept beside the others, alone, and until others have come and gone for a while: a
+  // step that receives such a tensor each time then faults its pages in once.
   void give(void* block, size_t size) {
-    if (size > max_idle_bytes) return std::free(block);
+    if (size > kLargest * max_idle_bytes) return std::free(block);
     std::vector<void*> evicted;
     {
       std::lock_guard lock(mutex);
-      idle[size].push_back({block, given++});
-      idle_bytes += size;
+      const Idle given_now{block, given++};
+      if (size > max_idle_bytes) {
+        evicted.push_back(std::exchange(large, given_now).data);
+        large_size = size;
+      } else {
+        idle[size].push_back(given_now);
+        idle_bytes += size;
+      }
       while (idle_bytes > max_idle_bytes) evicted.push_back(evict());
+      if (large.data && given - large.since > kLargeIsKept) {
+        evicted.push_back(std::exchange(large.data, nullptr));
+      }
     }
     for (void* each : evicted) std::free(each);
   }
@@ -80,6 +96,8 @@ struct BufferPool::Shelf {
   std::mutex mutex;
   size_t idle_bytes = 0;
   uint64_t given = 0;
+  Idle large{nullptr, 0};
+  size_t large_size = 0;
   std::map<size_t, std::deque<Idle>> idle;  // by size, the oldest first
 };
 

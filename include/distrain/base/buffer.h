@@ -19,7 +19,9 @@ using BufferPtr = std::shared_ptr<Buffer>;
 /// Thread-safe. Buffers may outlive the pool object.
 class BufferPool {
  public:
-  /// At most `max_idle_bytes` are kept for reuse, those that were in use last.
+  /// At most `max_idle_bytes` are kept for reuse, those that were in use last, and one block that
+  /// is larger than that and at most four times as large: by default 256 MiB and 1 GiB, as much as
+  /// a rank lets calls take (AgentOptions::total_budget). Larger ones are rare and freed at once.
   explicit BufferPool(size_t max_idle_bytes = size_t{256} << 20);
 
   /// A buffer of `size` bytes with undefined content; nullptr when there is no memory.

@@ -70,6 +70,22 @@ TEST_CASE("the blocks that were in use last are kept") {
   CHECK(is_kept());
 }
 
+TEST_CASE("one block beyond the bound is kept beside the others, up to four times the bound") {
+  constexpr size_t kMiB = size_t{1} << 20;
+  BufferPool pool(kMiB);
+  const auto is_kept = [&pool](size_t size) {
+    {
+      const BufferPtr buffer = pool.allocate(size);
+      std::memset(buffer->data, 0x5A, size);
+    }
+    { const BufferPtr small = pool.allocate(1000); }
+    const BufferPtr again = pool.allocate(size);  // a fresh one is of zeros
+    return std::all_of(again->data, again->data + size, [](uint8_t byte) { return byte == 0x5A; });
+  };
+  CHECK(is_kept(4 * kMiB));
+  CHECK_FALSE(is_kept(64 * kMiB));
+}
+
 TEST_CASE("buffers may outlive their pool") {
   std::optional<BufferPool> pool(std::in_place);
   const BufferPtr kept = pool->allocate(5000);
