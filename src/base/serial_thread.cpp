@@ -1,60 +1,89 @@
 #include "distrain/base/serial_thread.h"
 
+#include <condition_variable>
+#include <cstddef>
+#include <iterator>
+#include <list>
+#include <mutex>
 #include <system_error>
+#include <thread>
 #include <utility>
 
 #include <pthread.h>
 
 namespace distrain::base {
 
-SerialThread::~SerialThread() {
-  {
-    std::lock_guard lock(mutex_);
-    stopping_ = true;
+struct SerialThread::State {
+  // Runs what is queued behind the first `running` tasks. A task stays in the queue while it runs,
+  // so that idle() tells of it.
+  void run_queued(std::unique_lock<std::mutex>& lock, size_t running) {
+    while (queue.size() > running) {
+      const auto task = std::next(queue.begin(), static_cast<std::ptrdiff_t>(running));
+      lock.unlock();
+      (*task)();
+      *task = Task();  // what it held goes before idle() tells
+      lock.lock();
+      queue.erase(task);
+    }
   }
-  changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
+
+  std::string name;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::list<Task> queue;  // the first one is running, if the thread is not waiting
+  bool stopping = false;
+  std::thread thread;
+};
+
+SerialThread::SerialThread(std::string name) : state_(std::make_shared<State>()) {
+  state_->name = name.substr(0, 15);
+}
+
+SerialThread::~SerialThread() {
+  const bool is_here = runs_here();
+  {
+    std::unique_lock lock(state_->mutex);
+    state_->stopping = true;
+    if (is_here) state_->run_queued(lock, 1);
+  }
+  state_->changed.notify_all();
+  if (is_here) {
+    state_->thread.detach();
+  } else if (state_->thread.joinable()) {
+    state_->thread.join();
+  }
 }
 
 void SerialThread::post(Task task) {
   {
-    std::lock_guard lock(mutex_);
-    if (!thread_.joinable()) {
+    std::lock_guard lock(state_->mutex);
+    if (!state_->thread.joinable()) {
       try {
-        thread_ = std::thread([this] { run(); });
+        state_->thread = std::thread([state = state_] {
+          pthread_setname_np(pthread_self(), state->name.c_str());
+          std::unique_lock lock(state->mutex);
+          do {
+            state->changed.wait(lock, [&] { return state->stopping || !state->queue.empty(); });
+            state->run_queued(lock, 0);
+          } while (!state->stopping);
+        });
       } catch (const std::system_error&) {
         return;  // `task` dies outside the lock, and its promise is cancelled
       }
     }
-    queue_.push_back(std::move(task));
+    state_->queue.push_back(std::move(task));
   }
-  changed_.notify_all();
+  state_->changed.notify_all();
 }
 
 bool SerialThread::idle() const {
-  std::lock_guard lock(mutex_);
-  return queue_.empty();
+  std::lock_guard lock(state_->mutex);
+  return state_->queue.empty();
 }
 
 bool SerialThread::runs_here() const {
-  std::lock_guard lock(mutex_);
-  return thread_.get_id() == std::this_thread::get_id();
-}
-
-void SerialThread::run() {
-  pthread_setname_np(pthread_self(), name_.substr(0, 15).c_str());
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
-    if (queue_.empty()) return;
-    // A task stays in the queue while it runs, so that idle() tells of it.
-    Task& task = queue_.front();
-    lock.unlock();
-    task();
-    task = Task();  // what it held goes before idle() tells
-    lock.lock();
-    queue_.pop_front();
-  }
+  std::lock_guard lock(state_->mutex);
+  return state_->thread.get_id() == std::this_thread::get_id();
 }
 
 }  // namespace distrain::base

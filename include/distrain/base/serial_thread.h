@@ -1,10 +1,7 @@
 #pragma once
 
-#include <condition_variable>
-#include <deque>
-#include <mutex>
+#include <memory>
 #include <string>
-#include <thread>
 
 #include "distrain/base/executor.h"
 
@@ -14,8 +11,11 @@ namespace distrain::base {
 /// started when first needed. Tasks may block, and must not throw.
 class SerialThread final : public Executor {
  public:
-  explicit SerialThread(std::string name) : name_(std::move(name)) {}
-  ~SerialThread() override;  ///< runs what is queued, then joins the thread
+  /// `name`: of the thread, for debuggers; at most 15 characters.
+  explicit SerialThread(std::string name);
+  /// Runs what is queued, then joins the thread. On the thread itself, in a task that held the last
+  /// owner of this object, what is queued is run at once, and the thread ends after that task.
+  ~SerialThread() override;
   SerialThread(const SerialThread&) = delete;
   SerialThread& operator=(const SerialThread&) = delete;
 
@@ -29,14 +29,8 @@ class SerialThread final : public Executor {
   bool runs_here() const;
 
  private:
-  void run();
-
-  const std::string name_;  // for debuggers; at most 15 characters
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<Task> queue_;  // the first one is running, if the thread is not waiting
-  bool stopping_ = false;
-  std::thread thread_;
+  struct State;
+  const std::shared_ptr<State> state_;  // the thread's, too
 };
 
 }  // namespace distrain::base

@@ -27,6 +27,25 @@ TEST_CASE("a serial thread runs tasks in order, also those that block") {
   CHECK(std::is_sorted(order.begin(), order.end()));
 }
 
+TEST_CASE("a serial thread whose last owner is a task of its own runs what is queued, and ends") {
+  auto thread = std::make_shared<base::SerialThread>("test");
+  const std::weak_ptr<base::SerialThread> watch = thread;
+  base::Promise<void> gate;
+  base::Promise<bool> ended;
+  std::vector<int> order;
+  thread->post([&, opened = gate.future(), last = thread]() mutable {
+    opened.wait();
+    last = nullptr;
+    ended.set(watch.expired());
+  });
+  for (int i = 0; i < 10; ++i) thread->post([&, i] { order.push_back(i); });
+  thread = nullptr;
+  gate.set();
+  CHECK(ended.future().wait());
+  CHECK(order.size() == 10);
+  CHECK(std::is_sorted(order.begin(), order.end()));
+}
+
 TEST_CASE("a serial thread is idle once its last task is gone") {
   base::SerialThread thread("test");
   for (int i = 0; i < 100; ++i) {
