@@ -20,7 +20,7 @@ constexpr wire::Limits kSendLimits;  // no peer takes more
 
 base::Status check_limits(const OutFrame& frame) {
   uint64_t payload = 0;
-  bool fits = frame.meta.size() <= kSendLimits.max_meta_bytes &&
+  bool fits = frame.meta_bytes().size() <= kSendLimits.max_meta_bytes &&
               frame.header.tensor_count <= kSendLimits.max_tensors;
   for (const auto& piece : frame.payload) {
     fits = fits && piece.size() <= kSendLimits.max_payload_bytes - payload;
@@ -29,7 +29,7 @@ base::Status check_limits(const OutFrame& frame) {
   }
   if (fits) return base::Unit{};
   return base::Error{base::ErrorKind::kInvalid,
-                     "a message beyond the limits: " + std::to_string(frame.meta.size()) +
+                     "a message beyond the limits: " + std::to_string(frame.meta_bytes().size()) +
                          " bytes besides the tensors' (at most " +
                          std::to_string(kSendLimits.max_meta_bytes) + "), " +
                          std::to_string(frame.header.tensor_count) + " tensors (at most " +
@@ -41,7 +41,7 @@ base::Status check_limits(const OutFrame& frame) {
 
 PendingFrame::PendingFrame(OutFrame frame) : frame_(std::move(frame)) {
   wire::FrameHeader& header = frame_.header;
-  header.meta_bytes = static_cast<uint32_t>(frame_.meta.size());
+  header.meta_bytes = static_cast<uint32_t>(frame_.meta_bytes().size());
   header.payload_bytes = 0;
   for (const auto& piece : frame_.payload) header.payload_bytes += piece.size();
   wire::encode_header(header, head_);
@@ -63,7 +63,7 @@ void PendingFrame::for_each_left(Add add) const {
     }
   };
   visit(head_, sizeof head_);
-  visit(frame_.meta.data(), frame_.meta.size());
+  visit(frame_.meta_bytes().data(), frame_.meta_bytes().size());
   const size_t pad = frame_.header.payload_offset() - frame_.header.meta_bytes;
   if (pad > 0) visit(kZeros, pad);
   for (const auto& piece : frame_.payload) visit(piece.data(), piece.size());

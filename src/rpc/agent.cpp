@@ -1,5 +1,6 @@
 #include "distrain/rpc/agent.h"
 
+#include <algorithm>
 #include <set>
 #include <system_error>
 #include <thread>
@@ -69,11 +70,15 @@ int Agent::world_size() const { return core_->world_size(); }
 const std::string& Agent::name() const { return core_->name; }
 
 WorkerInfo Agent::worker(const std::string& name) const {
+  const int size = core_->world_size();  // 0 until the names are known
+  const int found = size == 0 ? -1 : core_->peers.find_rank(name);
+  if (found >= 0) return worker(found);
+  constexpr int kMostNamed = 32;
   std::string known;
-  for (int rank = 0; rank < core_->world_size(); ++rank) {
-    if (core_->peers.name(rank) == name) return worker(rank);
-    known += (known.empty() ? "" : ", ") + core_->peers.name(rank);
+  for (int rank = 0; rank < std::min(size, kMostNamed); ++rank) {
+    known += (rank == 0 ? "" : ", ") + core_->peers.name(rank);
   }
+  if (size > kMostNamed) known += " and " + std::to_string(size - kMostNamed) + " more";
   throw Exception(ErrorKind::kNotFound, "no rank is named '" + name + "'; there are: " + known);
 }
 

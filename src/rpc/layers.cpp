@@ -17,7 +17,7 @@ std::vector<std::shared_ptr<Layer>> Layers::living_locked() const {
 void Layers::add(const std::weak_ptr<Layer>& layer) {
   std::lock_guard lock(mutex_);
   layers_.push_back(layer);
-  for (const Loss& loss : losses_) tell_locked(layer, loss);
+  for (const auto& [rank, loss] : losses_) tell_locked(layer, loss);
 }
 
 void Layers::tell_locked(const std::weak_ptr<Layer>& layer, const Loss& loss) {
@@ -30,16 +30,13 @@ void Layers::tell_locked(const std::weak_ptr<Layer>& layer, const Loss& loss) {
 
 void Layers::on_rank_lost(const Loss& loss) {
   std::lock_guard lock(mutex_);
-  for (const Loss& known : losses_) {
-    if (known.rank == loss.rank) return;
-  }
-  losses_.push_back(loss);
+  if (!losses_.emplace(loss.rank, loss).second) return;
   for (const auto& layer : living_locked()) tell_locked(layer, loss);
 }
 
 void Layers::on_rank_returned(int rank) {
   std::lock_guard lock(mutex_);
-  std::erase_if(losses_, [rank](const Loss& loss) { return loss.rank == rank; });
+  losses_.erase(rank);
 }
 
 void Layers::wait_until_told() {

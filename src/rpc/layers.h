@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -33,7 +34,7 @@ class Layers {
 
   mutable std::mutex mutex_;
   std::vector<std::weak_ptr<Layer>> layers_;
-  std::vector<Loss> losses_;              // of ranks that are gone now
+  std::map<int, Loss> losses_;            // of ranks that are gone now
   std::atomic<int> untold_{0};            // of a layer
   base::SerialThread teller_{"dt-lost"};  // the workers may all be busy
 };

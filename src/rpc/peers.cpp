@@ -21,6 +21,7 @@ constexpr auto kRetry = std::chrono::milliseconds(20);
 void Peers::learn_on_loop(const wire::Directory& directory, std::vector<Way> ways) {
   for (size_t rank = 0; rank < ways.size(); ++rank) {
     const wire::Directory::Entry& entry = directory.ranks[rank];
+    ranks_.emplace(entry.name, static_cast<int>(rank));
     peers_.add(std::make_unique<Peer>(entry.name, entry.incarnation, std::move(ways[rank])));
   }
   size_ = peers_.size();

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "arrivals.h"
@@ -47,6 +48,11 @@ class Peers {
   /// Zero before learn_on_loop(). For any thread.
   int size() const { return size_; }
   const std::string& name(int rank) const { return at(rank).name; }
+  /// Returns the rank of that name, or -1 if no rank has it.
+  int find_rank(const std::string& name) const {
+    const auto found = ranks_.find(name);
+    return found == ranks_.end() ? -1 : found->second;
+  }
   /// "unix", "tcp", "mixed" or "none": how they are reached.
   std::string transport() const;
 
@@ -117,6 +123,7 @@ class Peers {
   const OnFrame on_frame_;
   const std::function<base::BufferPtr(const wire::FrameHeader&)> allocate_;
   const std::function<void(int rank)> on_open_;  // a connection stands; on the loop
+  std::unordered_map<std::string, int> ranks_;   // by name; as peers_
   PerRank<Peer> peers_;       // filled on the loop when the ranks are known, before join() returns
   std::atomic<int> size_{0};  // of peers_, once that stays as it is
 };

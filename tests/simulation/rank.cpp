@@ -260,7 +260,7 @@ void Rank::go_on_introducing(End end, const Message& message) {
       introduction.has_answered = true;
       after(std::max<Duration>(kAnswers, job_.peer_timeout) + kLastLook,
             [this, end] { end_introduction(end, false); });
-      return network_.send(end, {FrameKind::kProof, 0, 0, {proof.begin(), proof.end()}});
+      return network_.send(end, {FrameKind::kProof, 0, 0, wire::Bytes(proof.begin(), proof.end())});
     }
     if (message.kind != FrameKind::kProof) wire::Reader::fail("a frame out of place");
     introduction.initiator.check(message.body);
@@ -326,7 +326,7 @@ void Rank::hear_stranger(End end, const Message& message) {
   }
   if (message.kind != FrameKind::kProof) wire::Reader::fail("a frame out of place");
   const wire::Proof proof = stranger.responder->check(message.body);
-  network_.send(end, {FrameKind::kProof, 0, 0, {proof.begin(), proof.end()}});
+  network_.send(end, {FrameKind::kProof, 0, 0, wire::Bytes(proof.begin(), proof.end())});
   stranger.is_believed = true;
   if (stranger.responder->other().purpose == wire::HelloPurpose::kJoin) return;
   const wire::Hello hello = stranger.responder->other();

@@ -148,14 +148,14 @@ void Rank::send_garbage() {
   if (links.empty()) return;
   const Link link = links[random_.below(links.size())];
   const Message garbage[] = {
-      {hub_ != nullptr ? FrameKind::kPrepared : FrameKind::kGo, 0, 0, {1, 2, 3}},
-      {FrameKind::kDirectory, 0, 0, {9}},
+      {hub_ != nullptr ? FrameKind::kPrepared : FrameKind::kGo, 0, 0, wire::Bytes{1, 2, 3}},
+      {FrameKind::kDirectory, 0, 0, wire::Bytes{9}},
       {FrameKind::kLost, uint64_t{1} << 40},
-      {FrameKind::kLost, static_cast<uint64_t>(job_.size - 1), 0, {1}},
+      {FrameKind::kLost, static_cast<uint64_t>(job_.size - 1), 0, wire::Bytes{1}},
       {FrameKind::kHello, 7},
-      {FrameKind::kJoin, 0, 0, {1}},
+      {FrameKind::kJoin, 0, 0, wire::Bytes{1}},
       {FrameKind::kReply, 7},
-      {FrameKind::kAbort, 0, 0, {1, 2}},
+      {FrameKind::kAbort, 0, 0, wire::Bytes{1, 2}},
   };
   const Message& chosen = garbage[random_.below(std::size(garbage))];
   trace("sends garbage: " + std::to_string(static_cast<int>(chosen.kind)));

@@ -316,7 +316,7 @@ void Simulation::send_stranger(int to) {
   hello.purpose = random_.below(2) == 0 ? wire::HelloPurpose::kJoin : wire::HelloPurpose::kPeer;
   hello.rank = static_cast<int>(random_.between(-2, scenario_.job.size + 2));
   const Message said[] = {{FrameKind::kHello, 0, 0, wire::encode(hello)},
-                          {FrameKind::kHello, 0, 0, {1, 2, 3}},
+                          {FrameKind::kHello, 0, 0, wire::Bytes{1, 2, 3}},
                           {FrameKind::kProof, 0, 0, wire::Bytes(32)},
                           {FrameKind::kJoin, 0, 0, wire::encode(wire::Join{kSimulatedJob})},
                           {FrameKind::kGo},

@@ -1,5 +1,8 @@
 // ctest: labels=rpc
 // Whole jobs of simulated ranks: Note [Simulation].
+#include <numeric>
+#include <utility>
+
 #include "expect.h"
 
 namespace distrain::simulation {
@@ -125,6 +128,80 @@ TEST_CASE("1,000 ranks meet with five frames each") {
   const uint64_t ending = result.frames[FrameKind::kFlush] + result.frames[FrameKind::kLeave];
   CHECK(ending <= 2 * 999 * 26);
   CHECK(result.frames_in_all() == meeting + ending + result.frames[FrameKind::kHeartbeat]);
+}
+
+namespace {
+
+// What rank 0 of a large job does to its surroundings, in numbers.
+class Counts final : public World {
+ public:
+  void send(Link, rpc::control::Message message) override {
+    ++frames[message.kind];
+    const auto& body = message.body.shared();
+    if (body && bodies.insert(body).second) bytes[message.kind] += body->size();
+  }
+  void close(Link, bool) override {}
+  void on_joined(int) override {}
+  void on_directory(const wire::Directory&) override {}
+  void on_go(std::vector<wire::RankDevices>) override {}
+  void on_failed(const Error& error) override { FAIL(error.message); }
+  void on_lost(const rpc::Loss&) override {}
+  void on_returned(int, const wire::RankDevices&) override {}
+  void on_round(uint64_t round, uint64_t) override { rounds = round + 1; }
+
+  std::map<FrameKind, uint64_t> frames;
+  std::map<FrameKind, uint64_t> bytes;  // in memory: those that messages share once
+  std::set<std::shared_ptr<const wire::Bytes>> bodies;
+  uint64_t rounds = 0;
+};
+
+}  // namespace
+
+TEST_CASE("what rank 0 of a large job does grows with the ranks, and not with their square") {
+  constexpr int kRanks = 1000;
+  constexpr uint64_t kRounds = 3;
+  Counts counts;
+  rpc::control::Settings settings;
+  settings.job = kSimulatedJob;
+  for (int rank = 0; rank < kRanks; ++rank) settings.names.push_back("w" + std::to_string(rank));
+  Hub hub(settings, counts, {});
+  hub.begin();
+  // Each asks which rank it is to be, then joins as that.
+  for (int rank = 1; rank < kRanks; ++rank) {
+    REQUIRE_FALSE(hub.keep_place(static_cast<Link>(kRanks + rank), {kSimulatedJob, 0, {}, {}}, {}));
+  }
+  CHECK(hub.looks() == kRanks - 1);
+  for (int rank = 1; rank < kRanks; ++rank) {
+    REQUIRE_FALSE(hub.join(static_cast<Link>(rank), rank, {kSimulatedJob, 0, {}, {}}, {}));
+  }
+  CHECK(counts.frames[FrameKind::kDirectory] == kRanks - 1);
+  CHECK(counts.bytes[FrameKind::kDirectory] < 100 * kRanks);
+  hub.prepared({});
+  wire::Bytes devices;
+  wire::Writer out(devices);
+  encode(wire::RankDevices{}, out);
+  for (int rank = 1; rank < kRanks; ++rank) {
+    hub.receive(static_cast<Link>(rank), {FrameKind::kPrepared, 0, 0, devices});
+  }
+  REQUIRE(hub.is_running());
+  const uint64_t before = hub.looks();
+  base::Random random({1, 2});
+  for (uint64_t round = 0; round < kRounds; ++round) {
+    std::vector<int> order(kRanks);
+    std::iota(order.begin(), order.end(), 0);
+    if (round > 0) {
+      for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random.below(i)]);
+    }
+    for (const int rank : order) {
+      if (rank == 0) {
+        hub.enter_round(round, 1);
+      } else {
+        hub.receive(static_cast<Link>(rank), {FrameKind::kFlush, round, 1});
+      }
+    }
+  }
+  CHECK(counts.rounds == kRounds);
+  CHECK(hub.looks() - before <= kRounds * 3 * kRanks);
 }
 
 }  // namespace distrain::simulation

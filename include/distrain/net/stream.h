@@ -19,8 +19,11 @@ namespace distrain::net {
 struct OutFrame {
   wire::FrameHeader header;
   wire::Bytes meta;
-  std::vector<std::span<const uint8_t>> payload;  ///< written one after the other, as they are
-  std::shared_ptr<const void> keep_alive;         ///< held until the kernel has the payload
+  std::shared_ptr<const wire::Bytes> shared_meta;  ///< in place of `meta`, for several frames
+  std::vector<std::span<const uint8_t>> payload;   ///< written one after the other, as they are
+  std::shared_ptr<const void> keep_alive;          ///< held until the kernel has the payload
+
+  const wire::Bytes& meta_bytes() const { return shared_meta ? *shared_meta : meta; }
 };
 
 /// `invalid` for a frame beyond the default wire::Limits: it would make the peer drop the

@@ -403,7 +403,7 @@ void ControlPlane::send(Link link, control::Message message) {
   frame.header.kind = message.kind;
   frame.header.call_id = message.a;
   frame.header.context_id = message.b;
-  frame.meta = std::move(message.body);
+  frame.shared_meta = message.body.shared();
   static_cast<void>(stream->second->send(std::move(frame)));  // a broken one is told by on_close
 }
 

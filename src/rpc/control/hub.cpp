@@ -38,13 +38,18 @@ std::optional<Error> Hub::join(Link link, int rank, wire::Join join, base::TimeP
 
 std::optional<Error> Hub::keep_place(Link link, const wire::Join& join, base::TimePoint now) {
   if (auto refusal = check_join(wire::kAnyRank, join)) return refusal;
-  std::erase_if(kept_, [&](const auto& kept) {
-    const bool is_over = now - kept.second.since > kPlaceIsKept;
-    if (is_over) world_.close(kept.second.link, false);
-    return is_over;
-  });
-  for (int rank = 1; rank < static_cast<int>(settings_.names.size()); ++rank) {
-    if (kept_.contains(rank) || !is_free(rank)) continue;
+  const auto size = static_cast<int>(settings_.names.size());
+  for (int looked = 1; looked < size; ++looked) {
+    const int rank = next_place_;
+    next_place_ = rank % (size - 1) + 1;
+    ++looks_;
+    const auto kept = kept_.find(rank);
+    if (kept != kept_.end()) {
+      if (now - kept->second.since <= kPlaceIsKept) continue;
+      world_.close(kept->second.link, false);
+      kept_.erase(kept);
+    }
+    if (!is_free(rank)) continue;
     kept_[rank] = {link, now};
     world_.send(link, {FrameKind::kJoined, static_cast<uint64_t>(rank)});
     return std::nullopt;
@@ -182,15 +187,17 @@ void Hub::wait_no_more_for(int rank) {
   for (const auto& [newcomer, its] : waiting) note_known(newcomer, rank);
 }
 
+bool Hub::is_missing(int rank) const {
+  ++looks_;
+  if (state_ == State::kMeeting) return rank != 0 && !joined_.contains(rank);
+  if (state_ == State::kPreparing) return !devices_.contains(rank);
+  return (is_here(rank) || newcomers_.contains(rank)) && !in_round_.contains(rank);
+}
+
 std::vector<int> Hub::missing() const {
   std::vector<int> ranks;
   for (int rank = 0; rank < static_cast<int>(settings_.names.size()); ++rank) {
-    const bool is_missing =
-        state_ == State::kMeeting ? rank != 0 && !joined_.contains(rank)
-        : state_ == State::kPreparing
-            ? !devices_.contains(rank)
-            : (is_here(rank) || newcomers_.contains(rank)) && !in_round_.contains(rank);
-    if (is_missing) ranks.push_back(rank);
+    if (is_missing(rank)) ranks.push_back(rank);
   }
   return ranks;
 }
@@ -309,9 +316,15 @@ void Hub::come_to_round(int rank, uint64_t round, uint64_t number) {
   end_round_if_all_there();
 }
 
-// Whom the job goes on without need not come, but a newcomer has to.
+// Whom the job goes on without need not come, but a newcomer has to. It is enough to know one rank
+// that is missing; when that one comes, the search for another goes on behind it. So a round takes
+// two looks at each rank, however many come: the second is when nobody is found.
 void Hub::end_round_if_all_there() {
-  if (state_ != State::kRunning || in_round_.empty() || !missing().empty()) return;
+  if (state_ != State::kRunning || in_round_.empty()) return;
+  const auto size = static_cast<int>(settings_.names.size());
+  for (int looked = 0; looked < size; ++looked, awaited_ = (awaited_ + 1) % size) {
+    if (is_missing(awaited_)) return;
+  }
   uint64_t sum = 0;
   for (const auto& [rank, number] : in_round_) sum += number;
   const uint64_t round = round_++;

@@ -30,6 +30,8 @@ class Hub final : public Party {
   void enter_round(uint64_t round, uint64_t number) override;
   std::vector<int> missing() const override;
   bool is_suspected(int) const override { return false; }
+  /// Counts the ranks that were looked at to see whether all have come, for tests.
+  uint64_t looks() const { return looks_; }
 
  private:
   struct Joined {
@@ -53,6 +55,7 @@ class Hub final : public Party {
   void find_lost(int rank, const base::Error& error) override;
   void suspect(int rank, const base::Error& error) override { find_lost(rank, error); }
   std::optional<base::Error> check_join(int rank, const wire::Join& join) const;
+  bool is_missing(int rank) const;
   bool is_free(int rank) const;
   bool is_free_again(int rank) const;
   void tell_members(const Message& message, int except = -1);
@@ -72,6 +75,7 @@ class Hub final : public Party {
 
   std::map<int, Joined> joined_;
   std::map<int, Kept> kept_;
+  int next_place_ = 1;                        // that is looked at for whoever asks for one
   std::map<int, wire::RankDevices> devices_;  // of those that are, or were, prepared
   Tolerance tolerance_;
   bool job_goes_on_ = true;  // until a loss that it cannot go on after: then all leave
@@ -79,6 +83,8 @@ class Hub final : public Party {
   std::set<int> untried_;             // who have come anew, and may not fit the job
   uint64_t round_ = 0;                // that is under way
   std::map<int, uint64_t> in_round_;  // the numbers of those who have come to it
+  int awaited_ = 0;                   // a rank that was missing when it was last looked at
+  mutable uint64_t looks_ = 0;
 };
 
 }  // namespace distrain::rpc::control

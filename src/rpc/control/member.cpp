@@ -15,10 +15,10 @@ Member::Member(Settings settings, World& world, Link hub, base::TimePoint now)
 
 void Member::prepared(wire::RankDevices devices) {
   if (state_ != State::kPreparing) return;
-  Message message{FrameKind::kPrepared};
-  wire::Writer out(message.body);
+  wire::Bytes body;
+  wire::Writer out(body);
   encode(devices, out);
-  world_.send(hub_, std::move(message));
+  world_.send(hub_, {FrameKind::kPrepared, 0, 0, std::move(body)});
 }
 
 void Member::enter_round(uint64_t round, uint64_t number) {

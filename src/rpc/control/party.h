@@ -2,9 +2,12 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "distrain/base/clock.h"
@@ -54,12 +57,28 @@ namespace distrain::rpc::control {
 /// A connection of this rank, as the World numbers it.
 using Link = uint64_t;
 
+/// Bytes of a message. Copies share them, as rank 0 sends the same message to all ranks.
+class Body {
+ public:
+  Body() = default;
+  Body(wire::Bytes bytes)  // NOLINT: implicit by design
+      : bytes_(std::make_shared<const wire::Bytes>(std::move(bytes))) {}
+  operator std::span<const uint8_t>() const {  // NOLINT
+    return bytes_ ? std::span<const uint8_t>(*bytes_) : std::span<const uint8_t>();
+  }
+  /// Null for an empty body.
+  const std::shared_ptr<const wire::Bytes>& shared() const { return bytes_; }
+
+ private:
+  std::shared_ptr<const wire::Bytes> bytes_;
+};
+
 /// A frame without a payload. `a` and `b` are its call_id and context_id.
 struct Message {
   wire::FrameKind kind = wire::FrameKind::kHeartbeat;
   uint64_t a = 0;
   uint64_t b = 0;
-  wire::Bytes body = {};
+  Body body = {};
 };
 
 /// What a Party does to its surroundings. It is called from inside the events below, and must not
