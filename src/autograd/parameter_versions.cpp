@@ -7,6 +7,47 @@
 
 namespace distrain::autograd {
 
+void ParameterLock::lock_shared() {
+  {
+    std::lock_guard lock(mutex_);
+    if (may_read_locked()) return static_cast<void>(++readers_);
+  }
+  const base::BlockingScope waits;  // takes the mutex if this thread reads already
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return may_read_locked(); });
+  ++readers_;
+}
+
+void ParameterLock::unlock_shared() {
+  std::lock_guard lock(mutex_);
+  if (--readers_ == 0) changed_.notify_all();
+}
+
+void ParameterLock::lock() {
+  {
+    std::lock_guard lock(mutex_);
+    if (may_write_locked()) return static_cast<void>(writing_ = true);
+  }
+  const base::BlockingScope waits;
+  std::unique_lock lock(mutex_);
+  ++waiting_writers_;
+  changed_.wait(lock, [this] { return may_write_locked(); });
+  --waiting_writers_;
+  writing_ = true;
+}
+
+void ParameterLock::unlock() {
+  std::lock_guard lock(mutex_);
+  writing_ = false;
+  changed_.notify_all();
+}
+
+void ParameterLock::add_blocked_readers(int change) {
+  std::lock_guard lock(mutex_);
+  blocked_readers_ += change;
+  changed_.notify_all();
+}
+
 // The agent keeps its runtime.
 ParameterRead::ParameterRead(rpc::Agent& agent)
     : runtime_(*Runtime::of(agent)),

@@ -181,10 +181,9 @@ struct SharedModule::Replica {
   // Handles of each parameter when no pass is in flight.
   std::vector<size_t> handles;
   std::vector<NamedTensor> buffers;
-  std::vector<uint32_t> buffer_versions;
+  std::vector<int64_t> changes;  // of parameters and buffers, as torch has counted them
   uint64_t buffers_generation = 0;
   bool buffers_compared = false;
-  std::vector<uint32_t> parameter_versions;
   bool holds_storage = false;  // changed under a ParameterRead by its pass, or a ParameterUpdate
   bool in_forward = false;     // guarded by the mutex of the module
 };
@@ -320,12 +319,9 @@ std::unique_ptr<SharedModule::Replica> SharedModule::replica_of(detail::AnyNet n
 }
 
 void SharedModule::renew(Replica& replica, const autograd::ParameterRead& read) {
-  const auto version = [](const at::Tensor& of) { return static_cast<uint32_t>(of._version()); };
   replica.holds_storage = true;
-  replica.parameter_versions.clear();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     read.renew(replica.parameters[i], parameters_[i].tensor);
-    replica.parameter_versions.push_back(version(replica.parameters[i]));
   }
   if (replica.buffers_generation != buffers_generation_) {
     const at::NoGradGuard no_grad;
@@ -334,9 +330,12 @@ void SharedModule::renew(Replica& replica, const autograd::ParameterRead& read) 
     }
     replica.buffers_generation = buffers_generation_;
   }
-  replica.buffer_versions.clear();
+  replica.changes.clear();
+  for (const at::Tensor& parameter : replica.parameters) {
+    replica.changes.push_back(parameter._version());
+  }
   for (const auto& [its_name, buffer] : replica.buffers) {
-    replica.buffer_versions.push_back(version(buffer));
+    replica.changes.push_back(buffer._version());
   }
 }
 
@@ -344,14 +343,14 @@ void SharedModule::renew(Replica& replica, const autograd::ParameterRead& read) 
 // statistics: so the values are looked at as well, once for each replica.
 void SharedModule::check_unchanged(Replica& replica, bool training) const {
   for (size_t i = 0; i < replica.parameters.size(); ++i) {
-    if (replica.parameters[i]._version() == replica.parameter_versions[i]) continue;
+    if (replica.parameters[i]._version() == replica.changes[i]) continue;
     refuse("module " + name_ + " writes its parameter " + parameters_[i].name +
            " in forward(): trainers that share it would write it at the same time");
   }
   const bool compare = training && !replica.buffers_compared;
   for (size_t i = 0; i < replica.buffers.size(); ++i) {
     const auto& [its_name, buffer] = replica.buffers[i];
-    bool changed = buffer._version() != replica.buffer_versions[i];
+    bool changed = buffer._version() != replica.changes[replica.parameters.size() + i];
     if (!changed && compare) {
       const autograd::ParameterRead read(agent_);
       // A load_state() meanwhile gave it other values.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -7,7 +8,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "distrain/autograd/parameter_lock.h"
 #include "distrain/base/thread_state.h"
 #include "distrain/rpc/agent.h"
 
@@ -40,6 +40,30 @@ class Runtime;
 // nothing of its table, so the table is not copied although such passes are in flight. A pass that
 // has saved the table (weights per sample that require a gradient, a decoder that is tied to it)
 // costs a copy of all of it.
+
+/// A reader-writer lock. A reader that comes while a writer waits enters after that writer, so that
+/// overlapping reads do not starve updates. A thread that waits for the lock counts as blocked
+/// (base::BlockingScope). A reader that is blocked on something else, such as a nested call, may
+/// depend on a later reader: as long as it is, new readers do not wait for waiting writers.
+class ParameterLock {
+ public:
+  void lock_shared();
+  void unlock_shared();
+  void lock();
+  void unlock();
+  void add_blocked_readers(int change);
+
+ private:
+  bool may_read_locked() const {
+    return !writing_ && (waiting_writers_ == 0 || blocked_readers_ > 0);
+  }
+  bool may_write_locked() const { return !writing_ && readers_ == 0; }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool writing_ = false;
+  int readers_ = 0, blocked_readers_ = 0, waiting_writers_ = 0;
+};
 
 /// While it lives no parameter of the agent changes. Short: take versions, or look something up.
 /// It ends on the thread that made it; of several on one thread the last one made ends first.
