@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 
 #include "distrain/autograd/context.h"
 #include "distrain/base/clock.h"
@@ -97,6 +98,14 @@ class Session {
     options.tracer = trace_.tracer();
     options.on_refused = [this](const base::Error& why) {
       agent_->executor().post([this, why] { sink_.warn(why.kind, why.message); });
+    };
+    options.on_long_wait = [this](const rpc::Wait& wait) {
+      agent_->executor().post([this, wait] {
+        sink_.warn(base::ErrorKind::kDeadline,
+                   "still waiting after " +
+                       std::to_string(std::lround(base::seconds_since(wait.since))) +
+                       " s: " + wait.what);
+      });
     };
     agent_ = std::make_unique<rpc::Agent>(std::move(options));
     agent_->add_layer(loss_watch_);

@@ -114,6 +114,7 @@ UpdateCount install(rpc::Agent& agent) {
   agent.expose<&state_here>("distrain.optim.state");
   agent.expose<&hold_state_here>("distrain.optim.hold_state");
   agent.expose<&load_state_here>("distrain.optim.load_state");
+  agent.expose<&leave_here>("distrain.optim.leave");
   agent.add_layer(optimizers);
   return optimizers->updates();
 }
@@ -219,6 +220,8 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
            std::move(share.places)});
     }
   }
+  for (const auto& [owner, share] : by_owner) owners_.insert(owner);
+  if (steps_wait() && sharing.participant != Sharing::kOnlooker) local.note_steps(owners_);
   if (own.places.empty()) return;
   own_ = {local.find_or_make(picked(tensors, own.places), SharedTerms{std::move(own.groups)},
                              LocalOptimizers::Counts::kNo),
@@ -254,6 +257,7 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts, doubl
   StepTerms terms{participant(), 1, *lr_factor_, *step_number_};
   const Scales scales = max_norm > 0 ? scales_for(contexts, max_norm) : Scales{};
   terms.scale = scales.shared;
+  if (steps_wait()) agent_.local<LocalOptimizers>().note_steps(owners_);
   std::vector<Step> steps;
   for (const Remote& remote : remote_) {
     steps.push_back({"rank " + std::to_string(remote.optimizer.owner()),

@@ -35,6 +35,13 @@ void check_same_terms(const std::map<int, StepTerms>& gathered) {
   }
 }
 
+template <class R>
+std::vector<base::Promise<R>> some(base::Promise<R> one) {
+  std::vector<base::Promise<R>> promises;
+  promises.push_back(std::move(one));
+  return promises;
+}
+
 constexpr int kNobody = -1;
 
 base::Error participant_lost(rpc::ProcessNumber process) {
@@ -79,6 +86,33 @@ void check_each_once(const std::vector<at::Tensor>& parameters,
                                     std::to_string(known->second) + ", too");
   }
 }
+
+/// Completes promises at its end, which comes behind that of a lock that is taken after it is made.
+class LocalOptimizer::Completions {
+ public:
+  Completions() = default;
+  ~Completions() {
+    for (base::Task& each : all_) each();
+  }
+  Completions(const Completions&) = delete;
+  Completions& operator=(const Completions&) = delete;
+
+  template <class R>
+  void set(std::vector<base::Promise<R>> promises, const R& value) {
+    all_.emplace_back([promises = std::move(promises), value]() mutable {
+      for (auto& promise : promises) promise.set(value);
+    });
+  }
+  template <class R>
+  void fail(std::vector<base::Promise<R>> promises, const base::Error& error) {
+    all_.emplace_back([promises = std::move(promises), error]() mutable {
+      for (auto& promise : promises) promise.fail(error);
+    });
+  }
+
+ private:
+  std::vector<base::Task> all_;
+};
 
 LocalOptimizer::LocalOptimizer(rpc::Agent& agent, std::vector<at::Tensor> parameters,
                                SharedTerms terms, std::shared_ptr<std::atomic<uint64_t>> updates)
@@ -135,20 +169,16 @@ void LocalOptimizer::take_part(int participant, rpc::ProcessNumber process) {
 // All who clip measure before any steps, and all step before any measures again: `others` are
 // empty, or end here with the error that is thrown.
 template <class R, class Terms>
-void LocalOptimizer::check_all_clip(Gathering<R, Terms>& others, int participant) {
-  Gathering<R, Terms> ended;
-  {
-    const std::unique_lock guard = lock();
-    if (others.terms.empty()) return;
-    ended = std::exchange(others, {});
-  }
+void LocalOptimizer::check_all_clip_locked(Gathering<R, Terms>& others, int participant,
+                                           Completions& done) {
+  if (others.terms.empty()) return;
   const base::Error error{base::ErrorKind::kInvalid,
-                          "participants " + std::to_string(ended.terms.begin()->first) + " and " +
+                          "participants " + std::to_string(others.terms.begin()->first) + " and " +
                               std::to_string(participant) +
                               " step together, but only one of them clips its gradients",
                           -1,
                           {}};
-  for (auto& promise : ended.waiting) promise.fail(error);
+  done.fail(std::exchange(others, {}).waiting, error);
   throw base::Exception(error);
 }
 
@@ -174,33 +204,23 @@ base::Future<uint64_t> LocalOptimizer::step(const StepTerms& terms, Gradients gr
 }
 
 base::Future<uint64_t> LocalOptimizer::step_together(const StepTerms& terms, Gradients gradients) {
-  check_all_clip(measuring_, terms.participant);
-  base::Future<uint64_t> future;
-  std::vector<base::Promise<uint64_t>> applied;
-  std::optional<base::Error> error;
-  uint64_t updates = 0;
-  {
-    const std::unique_lock guard = lock();
-    future = bring(stepping_, terms, std::move(gradients));
-    if (static_cast<int>(stepping_.gradients.size()) < terms_.participants) return future;
-    auto all = std::exchange(stepping_, {});
-    applied.swap(all.waiting);
-    const Busy busy(*this);
-    try {
-      check_same_terms(all.terms);
-      apply_locked(means(all.gradients), all.terms.begin()->second);
-      for (Participant& each : participants_) ++each.steps;
-      updates = applied_;
-    } catch (...) {
-      error = base::current_error(base::ErrorKind::kInternal);
-    }
+  Completions done;
+  const std::unique_lock guard = lock();
+  check_all_clip_locked(measuring_, terms.participant, done);
+  const auto future = bring(stepping_, terms, std::move(gradients));
+  if (static_cast<int>(stepping_.gradients.size()) < terms_.participants) {
+    fail_those_in_vain_locked(done);
+    return future;
   }
-  for (auto& promise : applied) {
-    if (error) {
-      promise.fail(*error);
-    } else {
-      promise.set(updates);
-    }
+  auto all = std::exchange(stepping_, {});
+  const Busy busy(*this);
+  try {
+    check_same_terms(all.terms);
+    apply_locked(means(all.gradients), all.terms.begin()->second);
+    for (Participant& each : participants_) ++each.steps;
+    done.set(std::move(all.waiting), applied_);
+  } catch (...) {
+    done.fail(std::move(all.waiting), base::current_error(base::ErrorKind::kInternal));
   }
   return future;
 }
@@ -210,46 +230,86 @@ base::Future<uint64_t> LocalOptimizer::step_alone(const StepTerms& terms,
                                                   rpc::ProcessNumber process) {
   base::Promise<uint64_t> own;
   const base::Future<uint64_t> future = own.future();
-  std::vector<Ahead> may_go_on;
-  std::multimap<int, Ahead> stranded;
-  {
-    const std::unique_lock guard = lock();
-    Participant& its = participants_[static_cast<size_t>(terms.participant)];
-    if (!its.processes.empty() && !its.has(process)) {  // what is late of one that is gone
-      throw base::Exception(participant_lost(process));
-    }
-    const Busy busy(*this);
-    apply_locked(gradients, terms);
-    if (its.state == Participant::State::kResting) {  // others have gone on without it
-      its.steps = std::max(its.steps, slowest_locked(terms.participant));
-      its.state = Participant::State::kStepping;
-    }
-    ++its.steps;
-    if (its.has(process)) {
-      Participant::Process& of_process = its.processes[process];
-      of_process.counts = of_process.counts && terms.number > 0;
-      of_process.last_step = std::max(of_process.last_step, terms.number);
-    }
-    ahead_.emplace(terms.participant, Ahead{std::move(own), applied_, base::Clock::now()});
-    may_go_on = take_those_who_may_go_on_locked();
-    if (lost_) stranded.swap(ahead_);
+  Completions done;
+  const std::unique_lock guard = lock();
+  Participant& its = participants_[static_cast<size_t>(terms.participant)];
+  if (!its.processes.empty() && !its.has(process)) {  // what is late of one that is gone
+    throw base::Exception(participant_lost(process));
   }
-  for (auto& [who, waiting] : stranded) waiting.promise.fail(*lost_);
-  for (Ahead& ahead : may_go_on) ahead.promise.set(ahead.updates);
+  const Busy busy(*this);
+  apply_locked(gradients, terms);
+  if (its.state == Participant::State::kResting) {  // others have gone on without it
+    its.steps = std::max(its.steps, slowest_locked(terms.participant));
+    its.state = Participant::State::kStepping;
+  }
+  ++its.steps;
+  if (its.has(process)) {
+    Participant::Process& of_process = its.processes[process];
+    of_process.counts = of_process.counts && terms.number > 0;
+    of_process.last_step = std::max(of_process.last_step, terms.number);
+  }
+  ahead_.emplace(terms.participant, Ahead{std::move(own), applied_, base::Clock::now()});
+  let_go_on_locked(done);
+  if (lost_)
+    fail_ahead_locked(
+        *lost_, [](int) { return true; }, done);
+  fail_those_in_vain_locked(done);
   return future;
 }
 
-std::vector<LocalOptimizer::Ahead> LocalOptimizer::take_those_who_may_go_on_locked() {
-  std::vector<Ahead> some;
+// Takes those of the participants that `which` picks out of ahead_.
+template <class Which, class Complete>
+void LocalOptimizer::complete_ahead_locked(const Which& which, const Complete& complete) {
   for (auto it = ahead_.begin(); it != ahead_.end();) {
-    if (terms_.mode == Sharing::Mode::kSsp && lead_locked(it->first) > terms_.staleness) {
+    if (which(it->first)) {
+      complete(some(std::move(it->second.promise)), it->second.updates);
+      it = ahead_.erase(it);
+    } else {
       ++it;
-      continue;
     }
-    some.push_back(std::move(it->second));
-    it = ahead_.erase(it);
   }
-  return some;
+}
+
+void LocalOptimizer::let_go_on_locked(Completions& done) {
+  complete_ahead_locked(
+      [this](int participant) {
+        return terms_.mode != Sharing::Mode::kSsp || lead_locked(participant) <= terms_.staleness;
+      },
+      [&done](auto promises, uint64_t updates) { done.set(std::move(promises), updates); });
+}
+
+template <class Which>
+void LocalOptimizer::fail_ahead_locked(const base::Error& error, const Which& which,
+                                       Completions& done) {
+  complete_ahead_locked(which,
+                        [&](auto promises, uint64_t) { done.fail(std::move(promises), error); });
+}
+
+void LocalOptimizer::fail_those_in_vain_locked(Completions& done) {
+  for (int left = 0; left < terms_.participants; ++left) {
+    const Participant& its = participants_[static_cast<size_t>(left)];
+    if (its.state != Participant::State::kLeft) continue;
+    const int rank = rpc::rank_of(its.processes.begin()->first);
+    const base::Error error{base::ErrorKind::kPeerLost,
+                            "participant " + std::to_string(left) + " (rank " +
+                                std::to_string(rank) + ") has entered shutdown() after " +
+                                std::to_string(its.steps) +
+                                " steps, and a step waits for one more of it",
+                            rank,
+                            {}};
+    const auto fail = [&](auto& gathering) {
+      if (gathering.terms.contains(left)) return;
+      done.fail(std::exchange(gathering, {}).waiting, error);
+    };
+    fail(stepping_);
+    fail(measuring_);
+    fail_ahead_locked(
+        error,
+        [&](int ahead) {
+          return participants_[static_cast<size_t>(ahead)].steps - its.steps > terms_.staleness;
+        },
+        done);
+  }
 }
 
 base::Future<Norms> LocalOptimizer::norms_squared(const NormTerms& terms, Gradients gradients) {
@@ -259,30 +319,23 @@ base::Future<Norms> LocalOptimizer::norms_squared(const NormTerms& terms, Gradie
     at_once.set({optim::norm_squared(gradients), terms.own});
     return at_once.future();
   }
-  check_all_clip(stepping_, terms.participant);
-  base::Future<Norms> future;
-  Gathering<Norms, NormTerms> all;
-  {
-    const std::unique_lock guard = lock();
-    future = bring(measuring_, terms, std::move(gradients));
-    if (static_cast<int>(measuring_.gradients.size()) < terms_.participants) return future;
-    all = std::exchange(measuring_, {});
+  Completions done;
+  const std::unique_lock guard = lock();
+  check_all_clip_locked(stepping_, terms.participant, done);
+  const auto future = bring(measuring_, terms, std::move(gradients));
+  if (static_cast<int>(measuring_.gradients.size()) < terms_.participants) {
+    fail_those_in_vain_locked(done);
+    return future;
   }
-  Norms norms;
-  std::optional<base::Error> error;
+  auto all = std::exchange(measuring_, {});
+  const Busy busy(*this);
   try {
-    norms.shared = optim::norm_squared(means(all.gradients));
+    Norms norms{optim::norm_squared(means(all.gradients)), 0};
     for (const auto& [participant, theirs] : all.terms) norms.own += theirs.own;
     norms.own /= static_cast<double>(all.terms.size());
+    done.set(std::move(all.waiting), norms);
   } catch (...) {
-    error = base::current_error(base::ErrorKind::kInternal);
-  }
-  for (auto& promise : all.waiting) {
-    if (error) {
-      promise.fail(*error);
-    } else {
-      promise.set(norms);
-    }
+    done.fail(std::move(all.waiting), base::current_error(base::ErrorKind::kInternal));
   }
   return future;
 }
@@ -342,14 +395,16 @@ int64_t LocalOptimizer::lead_locked(int participant) const {
   return participants_[static_cast<size_t>(participant)].steps - slowest_locked(kNobody);
 }
 
-// Of those who are stepping, `but` one of them; if there are none, as far as nobody has to wait.
+// Of those who are stepping or have left, `but` one of them; if there are none, as far as nobody
+// has to wait.
 int64_t LocalOptimizer::slowest_locked(int but) const {
   int64_t slowest = std::numeric_limits<int64_t>::max();
   int64_t fastest = 0;
   for (int each = 0; each < terms_.participants; ++each) {
     const Participant& its = participants_[static_cast<size_t>(each)];
     fastest = std::max(fastest, its.steps);
-    if (each == but || its.state != Participant::State::kStepping) continue;
+    using State = Participant::State;
+    if (each == but || (its.state != State::kStepping && its.state != State::kLeft)) continue;
     slowest = std::min(slowest, its.steps);
   }
   return std::min(slowest, fastest);
@@ -374,17 +429,24 @@ void LocalOptimizer::check_same(const std::vector<at::Tensor>& parameters,
 }
 
 void LocalOptimizer::rest(rpc::ProcessNumber process) {
-  std::vector<Ahead> may_go_on;
-  {
-    const std::unique_lock guard = lock();
-    for (Participant& each : participants_) {
-      if (each.has(process) && each.state == Participant::State::kStepping) {
-        each.state = Participant::State::kResting;
-      }
-    }
-    may_go_on = take_those_who_may_go_on_locked();
+  Completions done;
+  const std::unique_lock guard = lock();
+  stop_stepping_locked(process, Participant::State::kResting);
+  let_go_on_locked(done);
+}
+
+void LocalOptimizer::leave(rpc::ProcessNumber process) {
+  if (terms_.mode == Sharing::Mode::kAsync) return;
+  Completions done;
+  const std::unique_lock guard = lock();
+  stop_stepping_locked(process, Participant::State::kLeft);
+  fail_those_in_vain_locked(done);
+}
+
+void LocalOptimizer::stop_stepping_locked(rpc::ProcessNumber process, Participant::State state) {
+  for (Participant& each : participants_) {
+    if (each.has(process) && each.state == Participant::State::kStepping) each.state = state;
   }
-  for (Ahead& ahead : may_go_on) ahead.promise.set(ahead.updates);
 }
 
 bool LocalOptimizer::has(rpc::ProcessNumber process) const {
@@ -406,44 +468,31 @@ std::optional<int64_t> LocalOptimizer::last_step_of(rpc::ProcessNumber process) 
 }
 
 void LocalOptimizer::lose(const rpc::Loss& loss) {
-  std::vector<Ahead> may_go_on;
-  std::vector<Ahead> its_own;
-  {
-    std::lock_guard lock(mutex_);
-    lost_processes_.insert(loss.process());
-    for (int each = 0; each < terms_.participants; ++each) {
-      Participant& its = participants_[static_cast<size_t>(each)];
-      if (!its.has(loss.process())) continue;
-      its.processes[loss.process()].is_lost = true;
-      if (!its.is_lost()) continue;
-      its.state = Participant::State::kLost;
-      const auto [first, last] = ahead_.equal_range(each);
-      for (auto it = first; it != last; ++it) its_own.push_back(std::move(it->second));
-      ahead_.erase(first, last);
-    }
-    may_go_on = take_those_who_may_go_on_locked();
+  Completions done;
+  std::lock_guard lock(mutex_);
+  lost_processes_.insert(loss.process());
+  for (int each = 0; each < terms_.participants; ++each) {
+    Participant& its = participants_[static_cast<size_t>(each)];
+    if (!its.has(loss.process())) continue;
+    its.processes[loss.process()].is_lost = true;
+    if (!its.is_lost()) continue;
+    its.state = Participant::State::kLost;
+    fail_ahead_locked(
+        loss.error, [each](int ahead) { return ahead == each; }, done);
   }
-  for (Ahead& ahead : its_own) ahead.promise.fail(loss.error);
-  for (Ahead& ahead : may_go_on) ahead.promise.set(ahead.updates);
+  let_go_on_locked(done);
 }
 
 // Those who make one update together cannot do without one of them.
 void LocalOptimizer::on_rank_lost(const rpc::Loss& loss) {
   if (loss.job_goes_on && terms_.mode != Sharing::Mode::kSync) return lose(loss);
-  const base::Error& error = loss.error;
-  Gathering<uint64_t, StepTerms> stepping;
-  Gathering<Norms, NormTerms> measuring;
-  std::multimap<int, Ahead> ahead;
-  {
-    std::lock_guard lock(mutex_);
-    if (!lost_) lost_ = error;
-    stepping = std::exchange(stepping_, {});
-    measuring = std::exchange(measuring_, {});
-    ahead.swap(ahead_);
-  }
-  for (auto& promise : stepping.waiting) promise.fail(error);
-  for (auto& promise : measuring.waiting) promise.fail(error);
-  for (auto& [participant, waiting] : ahead) waiting.promise.fail(error);
+  Completions done;
+  std::lock_guard lock(mutex_);
+  if (!lost_) lost_ = loss.error;
+  done.fail(std::exchange(stepping_, {}).waiting, loss.error);
+  done.fail(std::exchange(measuring_, {}).waiting, loss.error);
+  fail_ahead_locked(
+      loss.error, [](int) { return true; }, done);
 }
 
 template <class R, class Terms>

@@ -111,6 +111,8 @@ class LocalOptimizer {
   void on_rank_lost(const rpc::Loss& loss);
   /// It makes no steps for a while: until it makes one, nobody waits for it.
   void rest(rpc::ProcessNumber process);
+  /// It makes no more steps: who waits for one, now or later, fails with `peer_lost` and its rank.
+  void leave(rpc::ProcessNumber process);
   /// Whether it is one of the participants, or was.
   bool has(rpc::ProcessNumber process) const;
   /// The number of the last step that was made here of its participant, if that counts them.
@@ -155,7 +157,7 @@ class LocalOptimizer {
 
   /// One of those who share the parameters.
   struct Participant {
-    enum class State : uint8_t { kStepping, kResting, kLost };
+    enum class State : uint8_t { kStepping, kResting, kLeft, kLost };
     struct Process {
       bool is_lost = false;
       bool counts = true;     // its steps have numbers
@@ -172,8 +174,9 @@ class LocalOptimizer {
   std::unique_lock<std::mutex> lock() const;
   void check_participant(int participant, const Gradients& gradients) const;
   int64_t slowest_locked(int but) const;
+  class Completions;
   template <class R, class Terms>
-  void check_all_clip(Gathering<R, Terms>& others, int participant);
+  void check_all_clip_locked(Gathering<R, Terms>& others, int participant, Completions& done);
   template <class R, class Terms>
   base::Future<R> bring(Gathering<R, Terms>& gathering, const Terms& terms, Gradients gradients);
   base::Future<uint64_t> step_together(const StepTerms& terms, Gradients gradients);
@@ -183,6 +186,7 @@ class LocalOptimizer {
   void apply_locked(const Gradients& gradients, const StepTerms& terms);
   base::Error half_made(size_t parameter) const;
   void lose(const rpc::Loss& loss);
+  void stop_stepping_locked(rpc::ProcessNumber process, Participant::State state);
   UpdateRule& rule_of(size_t parameter) const { return *rules_[groups_[parameter]]; }
   int64_t lead_locked(int participant) const;
 
@@ -204,7 +208,13 @@ class LocalOptimizer {
     uint64_t updates;  // its result
     base::TimePoint since;
   };
-  std::vector<Ahead> take_those_who_may_go_on_locked();
+  void let_go_on_locked(Completions& done);
+  template <class Which, class Complete>
+  void complete_ahead_locked(const Which& which, const Complete& complete);
+  template <class Which>
+  void fail_ahead_locked(const base::Error& error, const Which& which, Completions& done);
+  /// Fails what waits for a participant that has left.
+  void fail_those_in_vain_locked(Completions& done);
   std::multimap<int, Ahead> ahead_;  // kSsp: by participant
   std::optional<base::Error> lost_;  // the first; stays
 };
@@ -220,11 +230,17 @@ class LocalOptimizers final : public rpc::Layer {
                                                const SharedTerms& terms,
                                                Counts counts = Counts::kYes);
   void on_rank_lost(const rpc::Loss& loss) override;
+  /// Tells the owners that were told last of this thread's steps, see note_steps().
+  void on_shutdown() override;
   std::vector<rpc::Wait> waits() const override;
+  /// This thread makes steps that the optimizers of these ranks may have others wait for. If it is
+  /// no worker, which serves during shutdown() too, there will be none behind shutdown().
+  void note_steps(const std::set<int>& owners);
   /// From now on those that there are stay until the agent ends, whoever refers to them.
   void keep_all();
   /// As those of each of them.
   void rest(rpc::ProcessNumber process);
+  void leave(rpc::ProcessNumber process);
   std::optional<int64_t> last_step_of(rpc::ProcessNumber process) const;
   /// Null if none has it.
   std::shared_ptr<LocalOptimizer> find(const at::Tensor& parameter);
@@ -241,7 +257,11 @@ class LocalOptimizers final : public rpc::Layer {
   mutable std::mutex mutex_;
   std::map<const c10::TensorImpl*, std::weak_ptr<LocalOptimizer>> optimizers_;
   std::set<std::shared_ptr<LocalOptimizer>> kept_;
+  std::set<int> owners_;           // that hear of shutdown()
   std::optional<rpc::Loss> lost_;  // that ends the job
 };
+
+/// What LocalOptimizers::on_shutdown() calls on the owners.
+void leave_here(rpc::CallContext& call);
 
 }  // namespace distrain::optim

@@ -2,6 +2,7 @@
 #include <iterator>
 #include <utility>
 
+#include "distrain/base/thread_state.h"
 #include "local_optimizer.h"
 
 namespace distrain::optim {
@@ -62,6 +63,35 @@ void LocalOptimizers::on_rank_lost(const rpc::Loss& loss) {
 void LocalOptimizers::keep_all() {
   std::lock_guard lock(mutex_);
   kept_ = all_locked();
+}
+
+void LocalOptimizers::note_steps(const std::set<int>& owners) {
+  const bool serves = base::thread_state().observer != nullptr;
+  std::lock_guard lock(mutex_);
+  for (const int owner : owners) serves ? owners_.erase(owner) : owners_.insert(owner).second;
+}
+
+void LocalOptimizers::on_shutdown() {
+  std::unique_lock lock(mutex_);
+  const std::set<int> owners = std::exchange(owners_, {});
+  lock.unlock();
+  std::vector<base::Future<void>> told;
+  for (const int owner : owners) {
+    try {
+      told.push_back(agent_.rpc_async<&leave_here>(owner));
+    } catch (const base::Exception&) {  // it is lost
+    }
+  }
+  for (const auto& each : told) static_cast<void>(each.wait_result());
+}
+
+void leave_here(rpc::CallContext& call) {
+  call.agent.local<LocalOptimizers>().leave(
+      rpc::process_number(call.caller.rank, call.caller.incarnation));
+}
+
+void LocalOptimizers::leave(rpc::ProcessNumber process) {
+  for (const auto& optimizer : all()) optimizer->leave(process);
 }
 
 void LocalOptimizers::rest(rpc::ProcessNumber process) {

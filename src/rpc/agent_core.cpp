@@ -196,7 +196,10 @@ void AgentCore::set_device(c10::Device device) {
 
 // ---- joining ----
 
-void AgentCore::join(const std::function<void()>& prepare) { control->run(prepare); }
+void AgentCore::join(const std::function<void()>& prepare) {
+  control->run(prepare);
+  if (options.on_long_wait) loop.post([this] { watch_waits_on_loop({}); });
+}
 
 void AgentCore::on_directory_on_loop(const wire::Directory& directory, std::vector<Way> ways) {
   peers.learn_on_loop(directory, std::move(ways));
@@ -366,13 +369,31 @@ void AgentCore::tell_channels(int rank, const Error& error) {
   for (const auto& channel : channels()) channel->on_peer_lost(rank, error);
 }
 
-std::vector<Wait> AgentCore::waits() {
-  std::vector<Wait> all = pending.waits();
-  for (Wait& wait : layers.waits()) all.push_back(std::move(wait));
+std::vector<Wait> AgentCore::waits_of_layers() {
+  std::vector<Wait> all = layers.waits();
   for (const auto& channel : channels()) {
     std::vector<Wait> more = channel->waits();
     std::move(more.begin(), more.end(), std::back_inserter(all));
   }
+  return all;
+}
+
+// `told` are the long waits that have been reported, by their beginnings.
+void AgentCore::watch_waits_on_loop(std::set<base::TimePoint> told) {
+  if (closed_) return;
+  const base::TimePoint now = base::Clock::now();
+  std::set<base::TimePoint> all;
+  for (const Wait& wait : waits_of_layers()) {
+    if (now - wait.since < options.long_wait) continue;
+    all.insert(wait.since);
+    if (!told.contains(wait.since)) options.on_long_wait(wait);
+  }
+  loop.call_at(now + options.long_wait / 6, [this, all] { watch_waits_on_loop(all); });
+}
+
+std::vector<Wait> AgentCore::waits() {
+  std::vector<Wait> all = pending.waits();
+  for (Wait& wait : waits_of_layers()) all.push_back(std::move(wait));
   for (int rank = 0; rank < known_flows(); ++rank) {
     if (const auto since = flow(rank).credit.waiting_since()) {
       all.push_back({"room on rank " + std::to_string(rank) + " for one more call", *since});
@@ -410,6 +431,7 @@ void AgentCore::shutdown(const std::function<void(const std::vector<int>& missin
   constexpr uint64_t kLastRound = 24;
   constexpr auto kLongestPause = std::chrono::milliseconds(200);
   pending.drained().wait();
+  layers.on_shutdown();
   for (uint64_t round = 0, pause_ms = 0; round <= kLastRound; ++round) {
     const uint64_t live = round == 0 ? 1 : rrefs->live() + live_contexts();
     const base::Future<uint64_t> over = control->enter_round(round, live);

@@ -186,6 +186,8 @@ class AgentCore {
   /// One whose turn comes too late, or at the end, is not run.
   void execute(QueuedCall&& call);
   void await_loop();
+  std::vector<Wait> waits_of_layers();
+  void watch_waits_on_loop(std::set<base::TimePoint> told);
   std::vector<std::shared_ptr<ChannelImpl>> channels();
   void tell_channels(int rank, const base::Error& error);
   void receive_tensors(InMessage& message, uint64_t context);

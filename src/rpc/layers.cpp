@@ -39,6 +39,13 @@ void Layers::on_rank_returned(int rank) {
   losses_.erase(rank);
 }
 
+void Layers::on_shutdown() {
+  std::unique_lock lock(mutex_);
+  const auto all = living_locked();
+  lock.unlock();
+  for (const auto& layer : all) layer->on_shutdown();
+}
+
 void Layers::wait_until_told() {
   base::Promise<void> promise;
   const base::Future<void> told = promise.future();

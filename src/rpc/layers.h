@@ -20,6 +20,8 @@ class Layers {
   void on_rank_lost(const Loss& loss);
   /// A new process has its place.
   void on_rank_returned(int rank);
+  /// See Layer::on_shutdown().
+  void on_shutdown();
   /// Returns when the layers have been told of all losses so far.
   void wait_until_told();
   /// Whether there are losses that they are yet to be told of.

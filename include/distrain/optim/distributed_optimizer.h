@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -96,7 +97,9 @@ class DistributedOptimizer {
 
   /// Applies the gradients that the context has on each owner. Parameters without one are left out.
   /// Returns when this rank may begin its next step: see Sharing::Mode. If a rank is lost while
-  /// others wait for each other's steps, they fail with its error.
+  /// others wait for each other's steps, they fail with its error. In kSync and kSsp they fail with
+  /// `peer_lost`, too, if they wait for a participant that has entered Agent::shutdown(), unless
+  /// its last step was made by a function that another rank has called: that one it may call again.
   ///
   /// With `max_norm` above 0 gradients are first multiplied by max_norm / norm if their L2 norm is
   /// greater, over the parameters of all owners together; `not_finite` if that norm is not, and
@@ -186,7 +189,8 @@ class DistributedOptimizer {
   std::shared_ptr<std::atomic<int64_t>> step_number_ = std::make_shared<std::atomic<int64_t>>(0);
   size_t parameters_ = 0;
   std::vector<Remote> remote_;
-  Local shared_;  // those of the shared parameters that live here
+  std::set<int> owners_;  // of shared parameters
+  Local shared_;          // those of the shared parameters that live here
   Local own_;
 };
 

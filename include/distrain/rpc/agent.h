@@ -61,6 +61,10 @@ struct AgentOptions {
   /// Somebody came as a rank and was refused; said what is wrong, and what its user is to do. Not
   /// more often than every few seconds. On the loop thread: not to block.
   std::function<void(const base::Error& why)> on_refused;
+  /// A collective, or an update that several ranks make together, waits for other ranks for longer
+  /// than `long_wait`: told once for each such wait. On the loop thread: not to block.
+  std::function<void(const Wait& wait)> on_long_wait;
+  std::chrono::nanoseconds long_wait = std::chrono::seconds(30);
   std::chrono::nanoseconds rpc_timeout = std::chrono::seconds(60);
   std::chrono::nanoseconds join_timeout = std::chrono::seconds(300);
   /// A peer that is silent for so long is lost; zero: only a closed connection tells.

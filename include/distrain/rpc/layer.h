@@ -17,6 +17,10 @@ class Layer {
   /// layers of the agent share, so it must be quick; when this agent ends, for all that are left,
   /// with `cancelled`. Must not throw.
   virtual void on_rank_lost(const Loss& loss) = 0;
+  /// This rank has entered Agent::shutdown(), and its calls have been answered. On the thread of
+  /// shutdown(), which goes on when this returns; it may call others, which still serve. Must not
+  /// throw.
+  virtual void on_shutdown() {}
   /// What it waits for now, for Agent::waits(). Any thread; must not wait itself, nor throw.
   virtual std::vector<Wait> waits() const { return {}; }
 };

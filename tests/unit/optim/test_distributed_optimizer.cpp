@@ -211,6 +211,31 @@ TEST_CASE("an owner tells whose update it waits for") {
   CHECK(cluster[1].waits().empty());
 }
 
+TEST_CASE("a long wait for a participant is told once, while it lasts") {
+  std::atomic<int> told{0};
+  rpc::AgentOptions options;
+  options.long_wait = 1ms;
+  options.on_long_wait = [&told](const rpc::Wait& wait) {
+    if (wait.what == "an update here that wants participant 1") ++told;
+  };
+  Cluster cluster(2, set_up_layers, options);
+  const auto layer = cluster[0].remote_new<Layer>(1, at::zeros({2, 1}, at::kDouble));
+  const auto parameter = layer.rpc_sync<&Layer::parameter>();
+  const auto optimizer_of = [&](int participant) {
+    return std::make_unique<DistributedOptimizer>(
+        cluster[0], std::vector<RRef<at::Tensor>>{parameter}, optim::Sgd{.lr = 1},
+        Sharing{Sharing::Mode::kSync, 2, participant});
+  };
+  const auto first = optimizer_of(0), second = optimizer_of(1);
+  autograd::Context context(cluster[0]);
+  backward_of(context, layer, 1);
+  std::thread stepping([&] { first->step(context); });
+  while (told == 0) std::this_thread::yield();
+  second->step(context);
+  stepping.join();
+  CHECK(told == 1);
+}
+
 TEST_CASE("what an owner waits for is told during an update, too") {
   Cluster cluster(2, set_up_layers);
   const auto layer = cluster[0].remote_new<Layer>(1, at::zeros({2, 1}, at::kDouble));

@@ -217,6 +217,57 @@ TEST_CASE("where a loss ends the job all fail who wait for others") {
   CHECK(kind_of_step(shared.step(0)) == ErrorKind::kPeerLost);
 }
 
+TEST_CASE("a step that waits for a participant that has left fails, and names its rank") {
+  const auto fails = [](const auto& waits) {
+    const base::Error error = error_of([&] { waits.wait(); });
+    CHECK(error.kind == ErrorKind::kPeerLost);
+    CHECK(error.rank == 2);
+    return error.message;
+  };
+  SECTION("in sync mode") {
+    OneNumber shared(Mode::kSync, 2, 0);
+    const auto waits = shared.step(0);
+    shared.optimizer.leave(OneNumber::process(1));
+    CHECK(fails(waits) ==
+          "participant 1 (rank 2) has entered shutdown() after 0 steps, and a step waits for one "
+          "more of it");
+    fails(shared.step(0));
+    fails(shared.optimizer.norms_squared({0, 0}, {at::ones({1}, at::kDouble)}));
+    CHECK(shared.made() == 0);
+  }
+  SECTION("in sync mode with clipping") {
+    OneNumber shared(Mode::kSync, 2, 0);
+    const auto waits = shared.optimizer.norms_squared({0, 0}, {at::ones({1}, at::kDouble)});
+    shared.optimizer.leave(OneNumber::process(1));
+    fails(waits);
+  }
+  SECTION("in sync mode, but not the step that it has made") {
+    OneNumber shared(Mode::kSync, 3, 0);
+    const auto last = shared.step(1), waits = shared.step(0);
+    shared.optimizer.leave(OneNumber::process(1));
+    CHECK_FALSE(waits.done());
+    CHECK(shared.step(2).done());
+    CHECK(waits.done());
+    CHECK(last.done());
+    fails(shared.step(0));
+  }
+  SECTION("in ssp") {
+    OneNumber shared(Mode::kSsp, 2, 1);
+    CHECK(shared.step(0).done());
+    const auto waits = shared.step(0);
+    CHECK_FALSE(waits.done());
+    shared.optimizer.leave(OneNumber::process(1));
+    fails(waits);
+    fails(shared.step(0));
+  }
+  SECTION("in ssp, but not for one that rested before") {
+    OneNumber shared(Mode::kSsp, 2, 0);
+    shared.optimizer.rest(OneNumber::process(1));
+    shared.optimizer.leave(OneNumber::process(1));
+    CHECK(shared.step(0).done());
+  }
+}
+
 namespace {
 
 struct Factor {
@@ -233,12 +284,15 @@ struct Shown {
 };
 rpc::RRef<Factor> shown(rpc::CallContext& context) { return context.agent.local<Shown>().factor; }
 
+void train_one_step(rpc::CallContext& call);
+
 void set_up_factor(Agent& agent) {
   autograd::install(agent);
   optim::install(agent);
   agent.expose<&Factor::forward>("Factor.forward");
   agent.expose<&Factor::parameter>("Factor.parameter");
   agent.expose<&shown>("shown");
+  agent.expose<&train_one_step>("train_one_step");
   agent.provide(std::make_shared<Shown>());
 }
 
@@ -268,6 +322,8 @@ class Trainer {
   DistributedOptimizer optimizer_;
   int64_t steps_ = 0;
 };
+
+void train_one_step(rpc::CallContext& call) { Trainer(call.agent).step(); }
 
 void wait_until(const std::function<bool()>& holds) {
   const base::TimePoint limit = base::deadline_after(std::chrono::seconds(60));
@@ -318,4 +374,39 @@ TEST_CASE("a trainer goes on without another, and with the one that comes in its
     CHECK(cluster[rank].live_rrefs() == 0);
     CHECK(cluster[rank].live_contexts() == 0);
   }
+}
+
+TEST_CASE("shutdown() ends waits for steps of a trainer, unless others may call it for more") {
+  const bool is_called = GENERATE(false, true);
+  CAPTURE(is_called);
+  Cluster cluster(3, set_up_factor);
+  const auto factor = std::make_shared<Factor>();
+  cluster[0].local<Shown>().factor = cluster[0].make_rref(factor);
+  auto stays = std::make_unique<Trainer>(cluster[1]);
+  if (is_called) {
+    cluster[1].rpc_sync<&train_one_step>(2);
+  } else {
+    Trainer(cluster[2]).step();
+  }
+  std::thread zero([&] { cluster[0].shutdown(); }), two([&] { cluster[2].shutdown(); });
+  wait_until([&] { return !cluster[2].waits().empty(); });
+  for (int i = 0; i < 2; ++i) stays->step();
+  base::Error error;
+  std::thread ahead([&] { error = error_of([&] { stays->step(); }); });
+  if (is_called) {
+    wait_until([&] { return optim::progress_of(cluster[0], factor->weight, 0).lead == 2; });
+    cluster[1].rpc_sync<&train_one_step>(2);
+  }
+  ahead.join();
+  if (is_called) {
+    CHECK(error.message == "(no error)");
+  } else {
+    CHECK(error.kind == ErrorKind::kPeerLost);
+    CHECK(error.rank == 2);
+  }
+  stays.reset();
+  cluster[0].local<Shown>().factor = {};
+  cluster[1].shutdown();
+  zero.join();
+  two.join();
 }
