@@ -166,10 +166,12 @@ std::function<detail::AnyNet()> maker_of_tables(const detail::AnyNet& net) {
   const torch::nn::Module& module = *net.module;
   if (typeid(module) != typeid(Table)) return {};
   const auto& table = *module.as<Table>();
-  const auto one = at::empty({1, 1}, table.weight.options().requires_grad(false));
-  return [one, options = table.options]() mutable {
-    options._weight(one.expand({options.num_embeddings(), options.embedding_dim()}));
-    return detail::any_net(std::make_shared<Table>(options));
+  auto options = table.options;
+  options._weight(at::empty({1, 1}, table.weight.options().requires_grad(false)));
+  return [options] {
+    auto own = options;
+    own._weight(options._weight().expand({own.num_embeddings(), own.embedding_dim()}));
+    return detail::any_net(std::make_shared<Table>(own));
   };
 }
 
