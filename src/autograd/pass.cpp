@@ -14,6 +14,7 @@
 #include "distrain/base/trace.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/error.h"
+#include "distrain/rpc/torch_state.h"
 #include "runtime.h"
 
 namespace distrain::autograd {
@@ -159,6 +160,7 @@ void Pass::receive(const std::shared_ptr<SendNode>& node, variable_list grads,
 void Pass::run_ready() {
   const base::TraceScope scope("backward");
   const at::NoGradGuard no_grad;
+  const rpc::TorchState clean;  // for each node, whatever the hooks of the one before have left
   const auto context = context_.lock();
   for (;;) {
     std::optional<Ready> next;
@@ -191,6 +193,7 @@ void Pass::run_ready() {
       if (error.op.empty()) error.op = "backward";
       fail(error);
     }
+    clean.restore();
   }
   settle();
 }

@@ -88,6 +88,7 @@ void ThreadPool::run() {
     lock.unlock();
     task();
     task = Task();  // its captures die here, outside the lock
+    if (options_.after_task) options_.after_task();
     has_worked = true;
     lock.lock();
   }

@@ -9,6 +9,7 @@
 #include "agent_core.h"
 #include "call_trace.h"
 #include "distrain/rpc/error.h"
+#include "distrain/rpc/torch_state.h"
 
 namespace distrain::rpc {
 
@@ -528,7 +529,10 @@ void AgentCore::cancel_call(int from, uint64_t id) {
   std::optional<QueuedCall> call = queued_calls_.take(from, id);
   if (!call) return;
   call->is_given_up = true;
-  given_up_.post([this, call = std::move(*call)]() mutable { execute(std::move(call)); });
+  given_up_.post([this, call = std::move(*call)]() mutable {
+    const TorchStateGuard guard;
+    execute(std::move(call));
+  });
 }
 
 void AgentCore::execute(QueuedCall&& call) {

@@ -7,6 +7,7 @@
 #include <ATen/ThreadLocalState.h>
 
 #include "channel_impl.h"
+#include "distrain/rpc/torch_state.h"
 #include "stream_state.h"
 
 namespace distrain::rpc {
@@ -19,6 +20,12 @@ namespace {
 // A peer's word for credit is believed up to here: twice what the largest call takes.
 constexpr uint64_t kMostCredit =
     2 * (wire::Limits{}.max_payload_bytes + wire::Limits{}.max_meta_bytes + kCallCost);
+
+// The state that a worker thread has when it starts, and in which each task finds it.
+const TorchState& worker_state() {
+  thread_local const TorchState state;
+  return state;
+}
 
 }  // namespace
 
@@ -47,8 +54,10 @@ AgentCore::AgentCore(AgentOptions given)
                                     .on_thread_start =
                                         [tracer = options.tracer] {
                                           at::init_num_threads();
+                                          worker_state();
                                           base::Tracer::bind_thread(tracer, "worker");
-                                        }})),
+                                        },
+                                    .after_task = [] { worker_state().restore(); }})),
       pending(loop, executor, options.rank, options.tracer,
               [this](uint64_t id, const PendingCalls::Call& call, bool given_up) {
                 if (given_up) tell_given_up(id, call.to);

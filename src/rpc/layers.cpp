@@ -3,6 +3,7 @@
 #include <iterator>
 
 #include "distrain/base/future.h"
+#include "distrain/rpc/torch_state.h"
 
 namespace distrain::rpc {
 
@@ -23,6 +24,7 @@ void Layers::add(const std::weak_ptr<Layer>& layer) {
 void Layers::tell_locked(const std::weak_ptr<Layer>& layer, const Loss& loss) {
   ++untold_;
   teller_.post([this, layer, loss] {
+    const TorchStateGuard guard;
     if (const auto known = layer.lock()) known->on_rank_lost(loss);
     --untold_;
   });
