@@ -1,6 +1,7 @@
 #include "runtime.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include <torch/csrc/autograd/functions/utils.h>
 
@@ -12,7 +13,6 @@ namespace distrain::autograd {
 namespace {
 
 constexpr uint16_t kChannel = 1;
-constexpr size_t kRemembered = 4096;
 constexpr uint64_t kAllPasses = UINT64_MAX;
 enum : uint64_t { kReleased = 1, kPassFailed = 2, kGivenUp = 3 };
 
@@ -52,11 +52,10 @@ uint64_t Runtime::new_id() {
   return rpc::make_id(rpc::process_number(agent_.rank() + 1, agent_.incarnation()), ++counter_);
 }
 
-std::shared_ptr<ContextState> Runtime::create(uint64_t id) {
-  auto state = std::make_shared<ContextState>(id);
+std::shared_ptr<ContextState> Runtime::create() {
   std::lock_guard lock(mutex_);
-  contexts_.emplace(id, state);
-  return state;
+  const uint64_t id = new_id();  // under the lock: release() relies on the order
+  return contexts_.emplace(id, std::make_shared<ContextState>(id)).first->second;
 }
 
 std::shared_ptr<ContextState> Runtime::find(uint64_t id) const {
@@ -72,25 +71,22 @@ std::shared_ptr<ContextState> Runtime::find_or_create(uint64_t id) {
   if (const auto lost = lost_.find(maker_of(id)); lost != lost_.end()) {
     throw base::Exception(lost->second);
   }
-  if (released_.contains(id)) {
+  if (const auto range = ended_.lower_bound(id); range != ended_.end() && range->second <= id) {
     throw base::Exception(base::ErrorKind::kInvalid,
                           "the autograd context of this call has ended: wait for its calls before");
   }
   return contexts_.emplace(id, std::make_shared<ContextState>(id)).first->second;
 }
 
-std::shared_ptr<ContextState> Runtime::take(uint64_t id) {
-  std::lock_guard lock(mutex_);
-  if (!released_.contains(id)) {
-    if (released_ring_.size() < kRemembered) {
-      released_ring_.push_back(id);
-    } else {
-      released_.erase(released_ring_[released_next_]);
-      released_ring_[released_next_] = id;
-      released_next_ = (released_next_ + 1) % kRemembered;
-    }
-    released_.insert(id);
+// Contexts from `first_ended` to `id` have ended. Gives back the last one, if it is here.
+std::shared_ptr<ContextState> Runtime::take_locked(uint64_t first_ended, uint64_t id) {
+  uint64_t last = id;
+  for (auto range = ended_.lower_bound(first_ended - 1);
+       range != ended_.end() && range->second <= last + 1; range = ended_.erase(range)) {
+    first_ended = std::min(first_ended, range->second);
+    last = std::max(last, range->first);
   }
+  ended_.emplace(last, first_ended);
   const auto it = contexts_.find(id);
   if (it == contexts_.end()) return nullptr;
   std::shared_ptr<ContextState> state = std::move(it->second);
@@ -140,8 +136,18 @@ void Runtime::tell(const ContextState& context, const rpc::ChannelTag& tag,
 }
 
 void Runtime::release(uint64_t id) {
-  const std::shared_ptr<ContextState> state = take(id);
-  if (state) tell(*state, {id, kReleased, 0}, nullptr, -1);
+  std::shared_ptr<ContextState> state;
+  uint64_t first_ended = rpc::make_id(rpc::maker_of(id), 1);
+  {
+    std::lock_guard lock(mutex_);
+    const auto it = contexts_.find(id);
+    if (it == contexts_.end()) return;
+    if (it != contexts_.begin()) {
+      first_ended = std::max(first_ended, std::prev(it)->first + 1);
+    }
+    state = take_locked(first_ended, id);
+  }
+  tell(*state, {id, kReleased, first_ended}, nullptr, -1);
 }
 
 void Runtime::fail_pass(uint64_t context, uint64_t pass, const base::Error& error) {
@@ -154,7 +160,13 @@ void Runtime::fail_pass(uint64_t context, uint64_t pass, const base::Error& erro
 void Runtime::on_message_on_loop(const rpc::ChannelMessage& message) {
   const uint64_t id = message.tag.a;
   if (message.tag.b == kReleased) {
-    std::shared_ptr<ContextState> state = take(id);
+    const uint64_t first_ended = message.tag.c;
+    if (first_ended == 0 || first_ended > id || rpc::maker_of(first_ended) != rpc::maker_of(id)) {
+      wire::Reader::fail("contexts of no range have ended");
+    }
+    std::unique_lock lock(mutex_);
+    std::shared_ptr<ContextState> state = take_locked(first_ended, id);
+    lock.unlock();
     if (!state) return;  // forwarded to here on two ways
     tell(*state, message.tag, nullptr, message.from);
     throw_away(std::move(state));
@@ -309,7 +321,7 @@ Context::Context(rpc::Agent& agent) : Context(agent, Scope::kThread) {}
 namespace {
 
 /// The contexts that were made on one thread, one on top of the other. They may end in any order,
-/// and on any thread: one that has ended goes when there is none on top of it any more.
+/// and on any thread: one that has ended counts no more, and goes when there is none on top of it.
 class ThreadsContexts {
  public:
   using Ended = std::shared_ptr<std::atomic<bool>>;
@@ -323,19 +335,18 @@ class ThreadsContexts {
   Ended enter(Runtime& runtime, uint64_t id) {
     leave_ended();
     auto ended = std::make_shared<std::atomic<bool>>(false);
-    stack_.push_back({id, std::make_unique<rpc::ContextScope>(&runtime, id), ended});
+    stack_.push_back({std::make_unique<rpc::ContextScope>(&runtime, id, ended), ended});
     return ended;
   }
   void leave_ended() {
     // Within a scope of another one that scope holds.
-    while (!stack_.empty() && *stack_.back().ended && rpc::current_context() == stack_.back().id) {
+    while (!stack_.empty() && *stack_.back().ended && stack_.back().scope->is_innermost()) {
       stack_.pop_back();
     }
   }
 
  private:
   struct Entry {
-    uint64_t id;
     std::unique_ptr<rpc::ContextScope> scope;
     Ended ended;
   };
@@ -347,8 +358,8 @@ class ThreadsContexts {
 Context::Context(rpc::Agent& agent, Scope scope)
     : agent_(agent),
       runtime_(Runtime::of(agent)),
-      id_(runtime_->new_id()),
-      state_(runtime_->create(id_)),
+      state_(runtime_->create()),
+      id_(state_->id()),
       ended_(scope == Scope::kThread ? ThreadsContexts::here().enter(*runtime_, id_) : nullptr) {}
 
 Context::~Context() {

@@ -2,10 +2,9 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
-#include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "context_state.h"
@@ -22,6 +21,11 @@ namespace distrain::autograd {
 /// Messages on channel 1: tag a is the context, tag b says what: released, or a pass (tag c) that
 /// has failed, with the error as payload. A rank forwards both to those that it sent messages of
 /// the context to, once. Or that the sender has given up its call with the number of tag c.
+///
+/// What comes late for a context that was released must not make it again. Its maker tells, in tag
+/// c, from which number on all of its contexts up to this one have ended: the one before that
+/// number is its last that still lives. So a rank remembers ranges of numbers, which grow together:
+/// no more of them than there were contexts of one maker alive at a time.
 class Runtime final : public rpc::AutogradHook,
                       public rpc::Layer,
                       public std::enable_shared_from_this<Runtime> {
@@ -40,7 +44,7 @@ class Runtime final : public rpc::AutogradHook,
   std::vector<std::weak_ptr<VersionKeeper>>& version_keepers() { return version_keepers_; }
 
   uint64_t new_id();
-  std::shared_ptr<ContextState> create(uint64_t id);
+  std::shared_ptr<ContextState> create();
   std::shared_ptr<ContextState> find(uint64_t id) const;
   /// Throws `invalid` for a context that has ended.
   std::shared_ptr<ContextState> find_or_create(uint64_t id);
@@ -63,7 +67,7 @@ class Runtime final : public rpc::AutogradHook,
   void on_rank_lost(const rpc::Loss& loss) override;
 
  private:
-  std::shared_ptr<ContextState> take(uint64_t id);
+  std::shared_ptr<ContextState> take_locked(uint64_t first_ended, uint64_t id);
   void on_message_on_loop(const rpc::ChannelMessage& message);
   void on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply);
   void on_given_up_by(uint64_t context, int caller, uint64_t call);
@@ -79,12 +83,9 @@ class Runtime final : public rpc::AutogradHook,
   ParameterStreams parameter_streams_;
   std::vector<std::weak_ptr<VersionKeeper>> version_keepers_;
   mutable std::mutex mutex_;
-  std::unordered_map<uint64_t, std::shared_ptr<ContextState>> contexts_;
+  std::map<uint64_t, std::shared_ptr<ContextState>> contexts_;  // those of one maker side by side
   std::map<rpc::ProcessNumber, base::Error> lost_;  // what is late for their contexts makes none
-  // The last kRemembered released contexts: what is late for them must not make them again.
-  std::unordered_set<uint64_t> released_;
-  std::vector<uint64_t> released_ring_;
-  size_t released_next_ = 0;
+  std::map<uint64_t, uint64_t> ended_;  // ranges of released contexts, by the last: the first
   // Contexts and nodes let go on the loop thread, where graphs and hooks of the user's must not be
   // destroyed: the next thread that works for any context does it.
   std::vector<std::shared_ptr<const void>> trash_;

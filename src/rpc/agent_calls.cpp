@@ -20,8 +20,7 @@ using base::ErrorKind;
 
 enum class CallMode : uint8_t { kCall = 0, kRemote = 1 };
 
-thread_local uint64_t t_context = 0;
-thread_local AutogradHook* t_autograd = nullptr;
+thread_local const ContextScope* t_scope = nullptr;
 
 // As a call carries it.
 uint32_t wait_ms(base::Duration timeout) {
@@ -142,20 +141,29 @@ Error error_in_flight(ErrorKind otherwise) {
   }
 }
 
-uint64_t current_context() { return t_context; }
-AutogradHook* current_autograd() { return t_autograd; }
-ContextScope::ContextScope(AutogradHook* autograd, uint64_t context)
-    : previous_(t_context), previous_autograd_(t_autograd) {
-  t_context = context;
-  t_autograd = autograd;
+const ContextScope* ContextScope::current() {
+  const ContextScope* scope = t_scope;
+  while (scope && scope->ended_ && *scope->ended_) scope = scope->outer_;
+  return scope;
+}
+uint64_t current_context() {
+  const ContextScope* const scope = ContextScope::current();
+  return scope ? scope->context_ : 0;
+}
+AutogradHook* current_autograd() {
+  const ContextScope* const scope = ContextScope::current();
+  return scope ? scope->autograd_ : nullptr;
+}
+ContextScope::ContextScope(AutogradHook* autograd, uint64_t context,
+                           std::shared_ptr<const std::atomic<bool>> ended)
+    : outer_(t_scope), autograd_(autograd), context_(context), ended_(std::move(ended)) {
+  t_scope = this;
 }
 ContextScope::ContextScope(const Agent& agent, uint64_t context)
     : ContextScope(agent.autograd_hook().get(), context) {}
-ContextScope::ContextScope(uint64_t context) : ContextScope(t_autograd, context) {}
-ContextScope::~ContextScope() {
-  t_context = previous_;
-  t_autograd = previous_autograd_;
-}
+ContextScope::ContextScope(uint64_t context) : ContextScope(current_autograd(), context) {}
+ContextScope::~ContextScope() { t_scope = outer_; }
+bool ContextScope::is_innermost() const { return t_scope == this; }
 
 void Reply::store(std::shared_ptr<void> value, std::type_index type,
                   OwnedValue::EncodeFunction encode) {
@@ -175,6 +183,8 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
                                        const std::function<void(Encoder&)>& fill,
                                        const std::shared_ptr<RRefHandle>& target) {
   const uint64_t id = next_call_.fetch_add(1, std::memory_order_relaxed);
+  // What the caller does not record is no part of its context, whatever the function makes of it.
+  const uint64_t context = at::GradMode::is_enabled() ? current_context() : 0;
   base::Tracer* const tracer = tracer_of(options.tracer, function);
   CallSlice slice(tracer);
   if (slice) slice.set_name("call ", function);
@@ -196,7 +206,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   wire::FrameHeader header;
   header.kind = wire::FrameKind::kCall;
   header.call_id = id;
-  header.context_id = t_context;
+  header.context_id = context;
   net::OutFrame frame;
   uint64_t cost = kCallCost;
   std::shared_ptr<Departure> departure;  // with tensors of devices
@@ -206,7 +216,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   // What cannot be sent is found out before anybody waits for its answer.
   try {
     fill(encoder);
-    if (t_context != 0 && hook) header.autograd_id = hook->on_send(t_context, to, message.tensors);
+    if (context != 0 && hook) header.autograd_id = hook->on_send(context, to, message.tensors);
     tickets = message.rrefs;
     behind_wait = message.body.size() - wait_at;
     if (to == options.rank) {
@@ -231,7 +241,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     }
   } catch (...) {
     rrefs->retract(tickets.empty() ? message.rrefs : tickets);
-    if (hook) hook->on_failed(t_context, header.autograd_id);
+    if (hook) hook->on_failed(context, header.autograd_id);
     Error error = error_in_flight(ErrorKind::kInvalid);
     if (error.rank < 0) error.rank = options.rank;
     if (error.op.empty()) error.op = function;
@@ -248,7 +258,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   const base::Status fits = net::check_limits(frame);
   const bool has_credit = !fits.ok() || cost == 0 || flow(to).credit.try_take(cost);
   if (has_credit) call.deadline = deadline;  // otherwise who waits for credit sees to it
-  call.context = t_context;
+  call.context = context;
   call.autograd_id = header.autograd_id;
   call.is_remote = target != nullptr;
   call.holds = std::move(encoder.holds);

@@ -26,7 +26,8 @@ void install(rpc::Agent& agent);
 ///
 /// While it lives it is the current context of the thread that made it, unless a newer one is: each
 /// call made there, and each nested call of its handlers, records a pair of send and receive nodes
-/// for tensors that require a gradient. Contexts may end in any order, but those that were made
+/// for tensors that require a gradient. A call under a NoGradGuard or InferenceMode is outside of
+/// it, with all that its handler calls. Contexts may end in any order, but those that were made
 /// within an rpc::ContextScope end within it. Gradients are kept here, by variable, never in
 /// `.grad`: concurrent contexts on one module are independent. Its end releases what every rank
 /// holds for it.
@@ -64,8 +65,8 @@ class Context {
  private:
   rpc::Agent& agent_;
   const std::shared_ptr<Runtime> runtime_;
-  const uint64_t id_;
   const std::shared_ptr<ContextState> state_;
+  const uint64_t id_;
   const std::shared_ptr<std::atomic<bool>> ended_;  // for the thread that made it; null: explicit
 };
 

@@ -228,7 +228,10 @@ class Agent {
   void join(const std::function<void()>& prepare = {});
 
   /// Calls F on `to` and waits for the result. Arguments are converted to F's parameter types,
-  /// here.
+  /// here, implicitly and without loss: a double for an integer does not compile, an integer out of
+  /// range is `invalid`. Gradients flow through a call in an autograd::Context only; outside of
+  /// one, or under a NoGradGuard or InferenceMode of the caller, a tensor travels as a value and
+  /// its `requires_grad` stays behind, as in torch.distributed.rpc.
   template <auto F, class... Args>
   auto rpc_sync(const To& to, Args&&... args) -> typename FunctionTraits<F>::Result;
   /// The same without waiting: a Future of F's result (Future<void> if it has none). Tensors among

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -20,16 +22,27 @@ AutogradHook* current_autograd();
 class ContextScope {
  public:
   ContextScope(const Agent& agent, uint64_t context);
-  ContextScope(AutogradHook* autograd, uint64_t context);
+  /// Once any thread sets `ended`, the scope around this one counts in its place.
+  ContextScope(AutogradHook* autograd, uint64_t context,
+               std::shared_ptr<const std::atomic<bool>> ended = nullptr);
   /// 0 leaves all contexts. Another one is taken to be of the agent of the current one.
   explicit ContextScope(uint64_t context);
   ~ContextScope();
   ContextScope(const ContextScope&) = delete;
   ContextScope& operator=(const ContextScope&) = delete;
 
+  /// Returns true if no other scope has been opened on this thread within this one.
+  bool is_innermost() const;
+
  private:
-  uint64_t previous_;
-  AutogradHook* previous_autograd_;
+  friend uint64_t current_context();
+  friend AutogradHook* current_autograd();
+  static const ContextScope* current();
+
+  const ContextScope* const outer_;
+  AutogradHook* const autograd_;
+  const uint64_t context_;
+  const std::shared_ptr<const std::atomic<bool>> ended_;
 };
 
 /// What distributed autograd does to the messages of a context. The rpc layer calls it and knows

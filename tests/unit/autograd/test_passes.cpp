@@ -1,4 +1,5 @@
 // How contexts, and the passes over one of them, begin and end.
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <future>
@@ -11,7 +12,7 @@
 #include <ATen/Functions.h>
 
 #include "../rpc/gate.h"
-#include "../src/autograd/context_state.h"
+#include "../src/autograd/runtime.h"
 #include "distrain/autograd/context.h"
 #include "support/catch.h"
 #include "support/cluster.h"
@@ -87,6 +88,54 @@ TEST_CASE("contexts may end in another order than they began, and on another thr
     CHECK(rpc::current_context() == within.id());
   }
   CHECK(rpc::current_context() == last.id());
+}
+
+TEST_CASE("a context that another thread ends is none of its maker's any more") {
+  Cluster cluster(2, set_up);
+  Agent& agent = cluster[0];
+  const auto end_elsewhere = [](std::unique_ptr<autograd::Context>& context) {
+    std::thread([&] { context.reset(); }).join();
+  };
+  auto outer = std::make_unique<autograd::Context>(agent);
+  auto inner = std::make_unique<autograd::Context>(agent);
+  end_elsewhere(inner);
+  CHECK(rpc::current_context() == outer->id());
+  CHECK(autograd::ContextRef::current()->id() == outer->id());
+  end_elsewhere(outer);
+  CHECK(rpc::current_context() == 0);
+  CHECK_FALSE(autograd::ContextRef::current());
+  CHECK(at::equal(agent.rpc_sync<&times_two>(1, leaf()), at::full({2}, 2.0, at::kDouble)));
+}
+
+TEST_CASE("what comes late for a context that has ended does not make it again") {
+  constexpr int kContexts = 5000;
+  Cluster cluster(2, set_up);
+  const auto here = autograd::Runtime::of(cluster[0]), there = autograd::Runtime::of(cluster[1]);
+  const auto is_refused = [&](uint64_t id) {
+    return error_of([&] { there->find_or_create(id); }).kind == ErrorKind::kInvalid;
+  };
+  autograd::Context longest(cluster[0], autograd::Context::Scope::kExplicit);
+  std::vector<uint64_t> ended;
+  for (int i = 0; i < kContexts; ++i) {
+    const auto next = here->create();
+    // The other rank hears of some directly, and of the others by the next one.
+    if (i % 3 != 0) next->add_participant(1);
+    ended.push_back(next->id());
+    here->release(next->id());
+  }
+  // Released in another order than made.
+  std::vector<std::shared_ptr<ContextState>> some;
+  for (int i = 0; i < 6; ++i) some.push_back(here->create());
+  for (const int i : {4, 1, 3, 0, 5}) {
+    some[static_cast<size_t>(i)]->add_participant(1);
+    ended.push_back(some[static_cast<size_t>(i)]->id());
+    here->release(ended.back());
+  }
+  CHECK(cluster[0].rpc_sync<&times_two>(1, leaf()).defined());  // behind all of them
+  CHECK(std::ranges::all_of(ended, is_refused));
+  CHECK_FALSE(is_refused(longest.id()));
+  CHECK_FALSE(is_refused(some[2]->id()));
+  here->release(some[2]->id());
 }
 
 TEST_CASE("when the last context has ended there is none, in whatever order") {
