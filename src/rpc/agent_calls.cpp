@@ -54,7 +54,9 @@ class ReplyImpl final : public Reply {
         try {
           core.send_reply(rank_of(to_), call_id_, context_, fill);
         } catch (...) {
-          core.send_error(rank_of(to_), call_id_, error_in_flight(ErrorKind::kInternal));
+          Error error = error_in_flight(ErrorKind::kInternal);
+          if (error.op.empty()) error.op = function_;
+          core.send_error(rank_of(to_), call_id_, std::move(error));
         }
       }
       core.calls_in_work.end(call_);

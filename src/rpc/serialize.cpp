@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "device_table.h"
+#include "distrain/rpc/dtype.h"
 #include "distrain/wire/limits.h"
 
 namespace distrain::rpc {
@@ -147,6 +148,43 @@ at::Tensor Decoder::get_tensor() {
     }
   }
   wire::Reader::fail("an unknown kind of tensor");
+}
+
+// u8 wire::DType · the value, of 8 bytes a part
+void Serializer<at::Scalar>::encode(Encoder& encoder, const at::Scalar& value) {
+  if (value.isSymbolic()) {
+    throw base::Exception(base::ErrorKind::kInvalid, "a symbolic scalar cannot be sent");
+  }
+  encoder.out.put(to_dtype(value.type()));
+  if (value.isComplex()) {
+    encoder.out.put(value.toComplexDouble().real());
+    encoder.out.put(value.toComplexDouble().imag());
+  } else if (value.isFloatingPoint()) {
+    encoder.out.put(value.toDouble());
+  } else if (value.type() == at::kUInt64) {
+    encoder.out.put(value.toUInt64());
+  } else {
+    encoder.out.put(value.to<int64_t>());
+  }
+}
+
+at::Scalar Serializer<at::Scalar>::decode(Decoder& decoder) {
+  switch (decoder.in.get<wire::DType>()) {
+    case wire::DType::kBool:
+      return decoder.in.get<int64_t>() != 0;
+    case wire::DType::kInt64:
+      return decoder.in.get<int64_t>();
+    case wire::DType::kUInt64:
+      return decoder.in.get<uint64_t>();
+    case wire::DType::kFloat64:
+      return decoder.in.get<double>();
+    case wire::DType::kComplex128: {
+      const auto real = decoder.in.get<double>();
+      return c10::complex<double>(real, decoder.in.get<double>());
+    }
+    default:
+      wire::Reader::fail("an unknown type of scalar");
+  }
 }
 
 }  // namespace distrain::rpc

@@ -188,9 +188,12 @@ class Agent {
   Agent(const Agent&) = delete;
   Agent& operator=(const Agent&) = delete;
 
-  /// Makes `F` callable under `name`: a function or a member function, with parameters and result
-  /// that are Serializable (a result may also be a Future of that, and then holds no thread while
-  /// it is not there). A first parameter CallContext& is filled in here.
+  /// Makes `F` callable under `name`: a function, a member function or a lambda without captures,
+  /// with parameters and result that are Serializable (a result may also be a Future of that, and
+  /// then holds no thread while it is not there). A first parameter CallContext& is filled in here.
+  /// Callers name the same `F`, so a lambda is a constant of both: `constexpr auto kTwice = [](int
+  /// x) { return 2 * x; };`. `F` starts with torch's default thread-local state, and what it
+  /// changes of that (GradMode, autocast, at::set_num_threads) ends with it.
   template <auto F>
   void expose(const std::string& name);
   /// Makes objects of T creatable by remote_new. T::Constructor names the constructor's parameters:

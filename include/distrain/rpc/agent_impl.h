@@ -112,6 +112,10 @@ struct RunConstructor<T, T(Params...)> {
   }
 };
 
+/// Whether a parameter of type T would silently lose the fraction of an argument.
+template <class T, class Arg>
+inline constexpr bool kTruncates = std::is_integral_v<T>&& std::is_floating_point_v<Arg>;
+
 // Encodes each argument as the parameter type; binds without a copy where it is that already.
 template <class Tuple>
 struct EncodeAll;
@@ -130,7 +134,18 @@ struct EncodeAll<std::tuple<Ts...>> {
     if constexpr (std::is_same_v<T, Arg>) {
       rpc::encode<T>(encoder, arg);
     } else {
+      static_assert(std::is_convertible_v<const Arg&, T>,
+                    "an argument does not convert to the type of its parameter");
+      static_assert(!kTruncates<T, Arg>,
+                    "an argument with a fraction for an integer parameter: convert it before");
       const T converted = static_cast<T>(arg);
+      if constexpr (std::is_integral_v<T> && std::is_integral_v<Arg> && !std::is_same_v<T, bool>) {
+        if (static_cast<Arg>(converted) != arg || (converted < T()) != (arg < Arg())) {
+          throw base::Exception(base::ErrorKind::kInvalid,
+                                "the argument " + std::to_string(arg) +
+                                    " is outside the range of its parameter's type");
+        }
+      }
       rpc::encode<T>(encoder, converted);
     }
   }

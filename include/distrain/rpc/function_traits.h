@@ -45,20 +45,27 @@ struct Signature : WithoutContext<Params...> {
 };
 
 template <class F>
-struct SignatureOf;
-template <class R, class... P>
-struct SignatureOf<R (*)(P...)> : Signature<R, void, P...> {};
-template <class R, class... P>
-struct SignatureOf<R (*)(P...) noexcept> : Signature<R, void, P...> {};
-template <class R, class S, class... P>
-struct SignatureOf<R (S::*)(P...)> : Signature<R, S, P...> {};
-template <class R, class S, class... P>
-struct SignatureOf<R (S::*)(P...) const> : Signature<R, S, P...> {};
+struct SignatureOf {
+  static_assert(!std::is_same_v<F, F>,
+                "only these can be called remotely: a function, a member function without &, && or "
+                "volatile, and a lambda without captures or auto parameters");
+};
+template <class R, bool N, class... P>
+struct SignatureOf<R (*)(P...) noexcept(N)> : Signature<R, void, P...> {};
+template <class R, class S, bool N, class... P>
+struct SignatureOf<R (S::*)(P...) noexcept(N)> : Signature<R, S, P...> {};
+template <class R, class S, bool N, class... P>
+struct SignatureOf<R (S::*)(P...) const noexcept(N)> : Signature<R, S, P...> {};
+template <class F>
+requires requires { &F::operator(); }
+struct SignatureOf<F> : SignatureOf<decltype(&F::operator())> {
+  using Self = void;
+};
 
 }  // namespace detail
 
 template <auto F>
-using FunctionTraits = detail::SignatureOf<decltype(F)>;
+using FunctionTraits = detail::SignatureOf<std::remove_const_t<decltype(F)>>;
 
 /// One address for each function, the same in every translation unit: its key in the registry.
 template <auto F>

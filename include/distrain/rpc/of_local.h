@@ -10,7 +10,13 @@ namespace detail {
 
 template <auto method>
 struct OfLocal;
-template <class T, class R, class... Params, R (T::*method)(Params...)>
+template <class T, class R, bool N, class... Params, R (T::*method)(Params...) noexcept(N)>
+struct OfLocal<method> {
+  static R call(CallContext& context, Params... params) {
+    return (context.agent.local<T>().*method)(std::forward<Params>(params)...);
+  }
+};
+template <class T, class R, bool N, class... Params, R (T::*method)(Params...) const noexcept(N)>
 struct OfLocal<method> {
   static R call(CallContext& context, Params... params) {
     return (context.agent.local<T>().*method)(std::forward<Params>(params)...);

@@ -3,14 +3,17 @@
 #include <array>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <variant>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Scalar.h>
 
 #include "distrain/base/result.h"
 #include "distrain/rpc/message.h"
@@ -48,9 +51,9 @@ struct Decoder {
   size_t next_tensor = 0;
 };
 
-/// Specialised for each type that travels: tensors, arithmetic types, enums, strings; vector,
-/// array, tuple, pair, optional, variant, map and unordered_map of these; RRef<T> (rref.h); and
-/// structs that list their fields once:
+/// Specialised for each type that travels: tensors, at::Scalar, arithmetic types, enums, strings;
+/// vector, array, tuple, pair, optional, variant, set, unordered_set, map and unordered_map of
+/// these; RRef<T> (rref.h); and structs that list their fields once:
 ///
 ///   struct Point { double x, y; static constexpr auto kFields = std::tuple(&Point::x, &Point::y);
 ///   };
@@ -99,20 +102,38 @@ struct Serializer<base::Unit> {
   static base::Unit decode(Decoder&) { return {}; }
 };
 
-template <class T>
-struct Serializer<std::vector<T>> {
-  static void encode(Encoder& encoder, const std::vector<T>& value) {
+template <>
+struct Serializer<at::Scalar> {
+  static void encode(Encoder& encoder, const at::Scalar& value);
+  static at::Scalar decode(Decoder& decoder);
+};
+
+namespace detail {
+
+template <class Items>
+struct ItemsSerializer {
+  using Item = typename Items::value_type;
+  static void encode(Encoder& encoder, const Items& value) {
     encoder.out.put(static_cast<uint32_t>(value.size()));
-    for (const T& item : value) rpc::encode<T>(encoder, item);
+    for (const Item& item : value) rpc::encode<Item>(encoder, item);
   }
-  static std::vector<T> decode(Decoder& decoder) {
+  static Items decode(Decoder& decoder) {
     // Every type but an empty struct takes a byte, so the count cannot ask for more than came.
     const uint32_t count = decoder.in.get_count(1);
-    std::vector<T> value;
-    for (uint32_t i = 0; i < count; ++i) value.push_back(rpc::decode<T>(decoder));
+    Items value;
+    for (uint32_t i = 0; i < count; ++i) value.insert(value.end(), rpc::decode<Item>(decoder));
     return value;
   }
 };
+
+}  // namespace detail
+
+template <class T>
+struct Serializer<std::vector<T>> : detail::ItemsSerializer<std::vector<T>> {};
+template <class T>
+struct Serializer<std::set<T>> : detail::ItemsSerializer<std::set<T>> {};
+template <class T>
+struct Serializer<std::unordered_set<T>> : detail::ItemsSerializer<std::unordered_set<T>> {};
 
 template <class T, size_t N>
 struct Serializer<std::array<T, N>> {
