@@ -308,7 +308,7 @@ void Pass::on_acknowledged(base::Result<rpc::RawReply>& reply) {
     rpc::Decoder decoder = agent_.decoder(*message);
     reports = decode_reports(decoder);
   } catch (...) {
-    return fail(base::current_error(base::ErrorKind::kProtocol));
+    return fail(rpc::error_in_flight(base::ErrorKind::kProtocol));
   }
   {
     std::lock_guard lock(mutex_);

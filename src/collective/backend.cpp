@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <utility>
 
+#include <ATen/MemoryOverlap.h>
+
 #include "core.h"
+#include "distrain/rpc/dtype.h"
 #include "operations.h"
 #include "reduce.h"
 #include "work.h"
@@ -30,15 +33,29 @@ void check_tensor(const char* op, const at::Tensor& tensor) {
     throw base::Exception(Error{ErrorKind::kInvalid, std::string(op) + " of " + what, -1, op});
   };
   if (!tensor.defined()) refuse("an undefined tensor");
-  if (tensor.layout() != at::kStrided) refuse("a sparse tensor is not supported");
+  if (const std::string kind = rpc::kind_that_cannot_be_sent(tensor); !kind.empty()) {
+    refuse(kind + " is not supported");
+  }
+  if (tensor.is_sparse()) refuse("a sparse tensor is not supported");
   if (!tensor.device().is_cpu())
     refuse("a tensor on " + tensor.device().str() + " is not supported");
-  if (tensor.is_conj() || tensor.is_neg()) refuse("a lazily conjugated tensor is not supported");
-  if (tensor.is_quantized()) refuse("a quantised tensor is not supported");
+  if (tensor.is_conj()) refuse("a conjugated view is not supported: resolve_conj() it");
+  if (tensor.is_neg()) refuse("a negated view is not supported: resolve_neg() it");
+}
+
+// For one that is written to.
+void check_result(const char* op, const at::Tensor& tensor) {
+  check_tensor(op, tensor);
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    throw base::Exception(Error{ErrorKind::kInvalid,
+                                std::string(op) + " into an expanded tensor, whose elements share "
+                                                  "memory, is not supported: clone() it",
+                                -1, op});
+  }
 }
 
 void check_reduction(const at::Tensor& tensor, ReduceOp op) {
-  check_tensor("allreduce", tensor);
+  check_result("allreduce", tensor);
   if (can_reduce(op, tensor.scalar_type())) return;
   throw base::Exception(Error{ErrorKind::kInvalid,
                               std::string("allreduce: no such reduction of ") +
@@ -97,7 +114,7 @@ Pending Backend::allreduce(const at::Tensor& tensor, ReduceOp op, std::chrono::m
 
 Pending Backend::broadcast(const at::Tensor& tensor, int root, std::chrono::milliseconds timeout,
                            const Terms& terms) {
-  check_tensor("broadcast", tensor);
+  check_result("broadcast", tensor);
   if (root < 0 || root >= size_) {
     throw base::Exception(Error{ErrorKind::kInvalid,
                                 "broadcast: root " + std::to_string(root) + " is not in the group",
@@ -115,7 +132,7 @@ Pending Backend::allgather(const at::Tensor& input, std::vector<at::Tensor> outp
   check_tensor("allgather", input);
   bool fits = outputs.size() == static_cast<size_t>(size_);
   for (const at::Tensor& output : outputs) {
-    check_tensor("allgather", output);
+    check_result("allgather", output);
     fits = fits && output.scalar_type() == input.scalar_type() && output.numel() == input.numel();
   }
   if (!fits) {
@@ -165,7 +182,7 @@ c10::intrusive_ptr<c10d::Work> Backend::allreduce_coalesced(
 
 c10::intrusive_ptr<c10d::Work> Backend::broadcast(std::vector<at::Tensor>& tensors,
                                                   const c10d::BroadcastOptions& options) {
-  for (const at::Tensor& tensor : tensors) check_tensor("broadcast", tensor);
+  for (const at::Tensor& tensor : tensors) check_result("broadcast", tensor);
   std::vector<Pending> operations;
   for (const at::Tensor& tensor : tensors) {
     operations.push_back(broadcast(tensor, static_cast<int>(options.rootRank), options.timeout));

@@ -3,6 +3,8 @@
 #include <memory>
 #include <utility>
 
+#include "distrain/rpc/error.h"
+
 namespace distrain::collective {
 
 namespace {
@@ -55,7 +57,7 @@ base::Future<Pending> BackendLine::call_behind(rpc::StreamPoint copied,
       copied.wait_on_host();
     } catch (...) {
       // Nothing was called: the other ranks must not wait for it, nor come out of step.
-      const base::Error error = base::current_error(base::ErrorKind::kInternal);
+      const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
       backend->refuse(1, error, sequence);
       promise.fail(error);
       return;
@@ -63,7 +65,7 @@ base::Future<Pending> BackendLine::call_behind(rpc::StreamPoint copied,
     try {
       promise.set(call());
     } catch (...) {
-      promise.fail(base::current_error(base::ErrorKind::kInternal));
+      promise.fail(rpc::error_in_flight(base::ErrorKind::kInternal));
     }
   });
   return future;

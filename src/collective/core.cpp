@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "distrain/rpc/error.h"
+
 namespace distrain::collective {
 
 using base::Error;
@@ -140,7 +142,7 @@ void Core::issue(const std::shared_ptr<Operation>& operation, uint32_t sequence)
     try {
       operation->start();
     } catch (...) {
-      error = base::current_error(ErrorKind::kInternal);
+      error = rpc::error_in_flight(ErrorKind::kInternal);
     }
   }
   bool post = false;

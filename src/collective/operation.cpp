@@ -5,6 +5,7 @@
 
 #include "core.h"
 #include "distrain/base/thread_state.h"
+#include "distrain/rpc/error.h"
 
 namespace distrain::collective {
 
@@ -177,7 +178,7 @@ void Operation::run_locked(std::unique_lock<std::mutex>& lock) {
   try {
     run_step(step);
   } catch (...) {
-    error = base::current_error(ErrorKind::kInternal);
+    error = rpc::error_in_flight(ErrorKind::kInternal);
   }
   lock.lock();
   if (error && !failure_) failure_ = std::move(error);

@@ -1,5 +1,6 @@
 #include "distrain/collective/pending.h"
 
+#include "distrain/rpc/error.h"
 #include "operation.h"
 
 namespace distrain::collective {
@@ -22,7 +23,7 @@ base::Future<void> Pending::future() const {
       static_cast<void>(operation->wait_until(base::kNever));
       promise->set();
     } catch (...) {
-      promise->fail(base::current_error(base::ErrorKind::kInternal));
+      promise->fail(rpc::error_in_flight(base::ErrorKind::kInternal));
     }
   };
   if (operation_->done()) {

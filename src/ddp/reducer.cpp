@@ -11,6 +11,7 @@
 
 #include "distrain/autograd/leaf_hook.h"
 #include "distrain/collective/staged_reduce_group.h"
+#include "distrain/rpc/error.h"
 #include "reducer_impl.h"
 
 namespace distrain::ddp {
@@ -159,7 +160,7 @@ void Reducer::Impl::finish(uint64_t pass, const Deliver& deliver) {
     try {
       buckets_[i].wait();
     } catch (...) {
-      if (!error) error = base::current_error(ErrorKind::kInternal);
+      if (!error) error = rpc::error_in_flight(ErrorKind::kInternal);
     }
   }
   if (error) refuse_the_rest();
@@ -174,7 +175,7 @@ void Reducer::Impl::finish(uint64_t pass, const Deliver& deliver) {
         measured_pass_ = pass_;
       }
     } catch (...) {
-      error = base::current_error(ErrorKind::kInternal);
+      error = rpc::error_in_flight(ErrorKind::kInternal);
     }
   }
   {

@@ -9,6 +9,7 @@
 
 #include "distrain/autograd/leaf_hook.h"
 #include "distrain/rpc/channel.h"
+#include "distrain/rpc/error.h"
 #include "local_optimizer.h"
 #include "validate.h"
 
@@ -274,7 +275,7 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts, doubl
                                         own_process());
     } catch (...) {
       base::Promise<uint64_t> failed;
-      failed.fail(base::current_error(base::ErrorKind::kInternal));
+      failed.fail(rpc::error_in_flight(base::ErrorKind::kInternal));
       step.done = failed.future();
     }
   };
@@ -292,7 +293,7 @@ void DistributedOptimizer::await(const std::vector<Step>& steps) const {
   try {
     base::wait_all(all);
   } catch (...) {
-    base::Error error = base::current_error(base::ErrorKind::kInternal);
+    base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
     if (steps.size() > 1) error.message += "; " + outcome_of(steps);
     throw base::Exception(std::move(error));
   }

@@ -220,7 +220,7 @@ base::Future<uint64_t> LocalOptimizer::step_together(const StepTerms& terms, Gra
     for (Participant& each : participants_) ++each.steps;
     done.set(std::move(all.waiting), applied_);
   } catch (...) {
-    done.fail(std::move(all.waiting), base::current_error(base::ErrorKind::kInternal));
+    done.fail(std::move(all.waiting), rpc::error_in_flight(base::ErrorKind::kInternal));
   }
   return future;
 }
@@ -335,7 +335,7 @@ base::Future<Norms> LocalOptimizer::norms_squared(const NormTerms& terms, Gradie
     norms.own /= static_cast<double>(all.terms.size());
     done.set(std::move(all.waiting), norms);
   } catch (...) {
-    done.fail(std::move(all.waiting), base::current_error(base::ErrorKind::kInternal));
+    done.fail(std::move(all.waiting), rpc::error_in_flight(base::ErrorKind::kInternal));
   }
   return future;
 }
@@ -383,7 +383,7 @@ void LocalOptimizer::apply_locked(const Gradients& gradients, const StepTerms& t
 
 // Of the error in flight.
 base::Error LocalOptimizer::half_made(size_t parameter) const {
-  base::Error error = base::current_error(base::ErrorKind::kInternal);
+  base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
   error.message = "the update of rank " + std::to_string(agent_.rank()) +
                   "'s parameters is half made: it failed at parameter " +
                   std::to_string(parameter) + " of " + std::to_string(parameters_.size()) +

@@ -1,82 +1,79 @@
 #include "distrain/rpc/dtype.h"
 
+#include <algorithm>
+#include <sstream>
+#include <utility>
+
 #include "distrain/base/error.h"
 
 namespace distrain::rpc {
 
+namespace {
+
+using wire::DType;
+
+// The most common ones first.
+constexpr std::pair<at::ScalarType, DType> kDTypes[] = {
+    {at::kFloat, DType::kFloat32},
+    {at::kLong, DType::kInt64},
+    {at::kDouble, DType::kFloat64},
+    {at::kBFloat16, DType::kBFloat16},
+    {at::kHalf, DType::kFloat16},
+    {at::kByte, DType::kUInt8},
+    {at::kBool, DType::kBool},
+    {at::kInt, DType::kInt32},
+    {at::kShort, DType::kInt16},
+    {at::kChar, DType::kInt8},
+    {at::kUInt16, DType::kUInt16},
+    {at::kUInt32, DType::kUInt32},
+    {at::kUInt64, DType::kUInt64},
+    {at::kComplexFloat, DType::kComplex64},
+    {at::kComplexDouble, DType::kComplex128},
+    {at::kComplexHalf, DType::kComplex32},
+    {at::kFloat8_e5m2, DType::kFloat8E5M2},
+    {at::kFloat8_e4m3fn, DType::kFloat8E4M3},
+    {at::kFloat8_e5m2fnuz, DType::kFloat8E5M2Fnuz},
+    {at::kFloat8_e4m3fnuz, DType::kFloat8E4M3Fnuz},
+    {at::kFloat8_e8m0fnu, DType::kFloat8E8M0},
+};
+
+const auto* find(at::ScalarType type) {
+  return std::ranges::find(kDTypes, type, &std::pair<at::ScalarType, DType>::first);
+}
+
+}  // namespace
+
 wire::DType to_dtype(at::ScalarType type) {
-  switch (type) {
-    case at::kByte:
-      return wire::DType::kUInt8;
-    case at::kChar:
-      return wire::DType::kInt8;
-    case at::kShort:
-      return wire::DType::kInt16;
-    case at::kInt:
-      return wire::DType::kInt32;
-    case at::kLong:
-      return wire::DType::kInt64;
-    case at::kHalf:
-      return wire::DType::kFloat16;
-    case at::kBFloat16:
-      return wire::DType::kBFloat16;
-    case at::kFloat:
-      return wire::DType::kFloat32;
-    case at::kDouble:
-      return wire::DType::kFloat64;
-    case at::kBool:
-      return wire::DType::kBool;
-    case at::kComplexFloat:
-      return wire::DType::kComplex64;
-    case at::kComplexDouble:
-      return wire::DType::kComplex128;
-    case at::kUInt16:
-      return wire::DType::kUInt16;
-    case at::kUInt32:
-      return wire::DType::kUInt32;
-    case at::kUInt64:
-      return wire::DType::kUInt64;
-    default:
-      throw base::Exception(
-          base::ErrorKind::kInvalid,
-          std::string("tensors of dtype ") + c10::toString(type) + " cannot be sent or saved");
-  }
+  if (const auto* found = find(type); found != std::end(kDTypes)) return found->second;
+  throw base::Exception(
+      base::ErrorKind::kInvalid,
+      std::string("tensors of dtype ") + c10::toString(type) + " cannot be sent or saved");
 }
 
 at::ScalarType to_scalar_type(wire::DType dtype) {
-  switch (dtype) {
-    case wire::DType::kUInt8:
-      return at::kByte;
-    case wire::DType::kInt8:
-      return at::kChar;
-    case wire::DType::kInt16:
-      return at::kShort;
-    case wire::DType::kInt32:
-      return at::kInt;
-    case wire::DType::kInt64:
-      return at::kLong;
-    case wire::DType::kFloat16:
-      return at::kHalf;
-    case wire::DType::kBFloat16:
-      return at::kBFloat16;
-    case wire::DType::kFloat32:
-      return at::kFloat;
-    case wire::DType::kFloat64:
-      return at::kDouble;
-    case wire::DType::kBool:
-      return at::kBool;
-    case wire::DType::kComplex64:
-      return at::kComplexFloat;
-    case wire::DType::kComplex128:
-      return at::kComplexDouble;
-    case wire::DType::kUInt16:
-      return at::kUInt16;
-    case wire::DType::kUInt32:
-      return at::kUInt32;
-    case wire::DType::kUInt64:
-      return at::kUInt64;
+  const auto* found = std::ranges::find(kDTypes, dtype, &std::pair<at::ScalarType, DType>::second);
+  if (found == std::end(kDTypes)) wire::Reader::fail("an unknown tensor dtype");
+  return found->first;
+}
+
+std::string kind_that_cannot_be_sent(const at::Tensor& tensor) {
+  const bool is_sparse = tensor.layout() == at::kSparse;
+  if (tensor.is_nested()) return "a nested tensor";
+  if (!is_sparse && tensor.layout() != at::kStrided) {
+    std::ostringstream text;
+    text << "a tensor of layout " << tensor.layout();
+    return text.str();
   }
-  wire::Reader::fail("an unknown tensor dtype");
+  if (tensor.is_quantized()) return "a quantized tensor";
+  if (find(tensor.scalar_type()) == std::end(kDTypes)) {
+    return std::string("a tensor of dtype ") + c10::toString(tensor.scalar_type());
+  }
+  if (tensor.is_meta()) return "a tensor on the device meta";
+  // Wrappers such as functorch's, zeros that were never written, a storage that was resized to 0.
+  if (!is_sparse && (!tensor.has_storage() || (tensor.numel() > 0 && !tensor.storage().data()))) {
+    return "a tensor without memory";
+  }
+  return {};
 }
 
 }  // namespace distrain::rpc

@@ -90,25 +90,23 @@ void Encoder::put_tensor(const at::Tensor& tensor) {
     message.tensors.push_back(dense);
     message.requires_grad.push_back(requires_grad);
   };
-  if (!tensor.defined()) {
-    out.put(TensorTag::kUndefined);
-  } else if (tensor.layout() == at::kStrided) {
-    out.put(TensorTag::kDense);
-    add(make_plain(tensor), at::GradMode::is_enabled() && tensor.requires_grad());
-  } else if (tensor.layout() == at::kSparse) {
-    at::NoGradGuard no_grad;  // a sparse tensor is a gradient itself
-    out.put(TensorTag::kSparse);
-    out.put(tensor.is_coalesced());
-    out.put(static_cast<uint8_t>(tensor.dim()));
-    for (const int64_t size : tensor.sizes()) out.put(size);
-    add(make_plain(tensor._indices().detach()), false);
-    add(make_plain(tensor._values().detach()), false);
-  } else {
-    throw base::Exception(base::ErrorKind::kInvalid,
-                          std::string("tensors of layout ") +
-                              (tensor.layout() == at::kMkldnn ? "mkldnn" : "sparse compressed") +
-                              " cannot be sent");
+  if (!tensor.defined()) return out.put(TensorTag::kUndefined);
+  if (const std::string kind = kind_that_cannot_be_sent(tensor); !kind.empty()) {
+    throw base::Exception(base::ErrorKind::kInvalid, kind + " cannot be sent");
   }
+  const bool requires_grad = at::GradMode::is_enabled() && tensor.requires_grad();
+  if (tensor.layout() == at::kStrided) {
+    out.put(TensorTag::kDense);
+    return add(make_plain(tensor), requires_grad);
+  }
+  // The gradient goes through the values, which autograd knows of a coalesced tensor only.
+  const at::Tensor sparse = requires_grad ? tensor.coalesce() : tensor;
+  out.put(TensorTag::kSparse);
+  out.put(sparse.is_coalesced());
+  out.put(static_cast<uint8_t>(sparse.dim()));
+  for (const int64_t size : sparse.sizes()) out.put(size);
+  add(make_plain(sparse._indices().detach()), false);
+  add(make_plain(requires_grad ? sparse.values() : sparse._values().detach()), requires_grad);
 }
 
 at::Tensor Decoder::get_tensor() {
@@ -122,7 +120,6 @@ at::Tensor Decoder::get_tensor() {
     case TensorTag::kDense:
       return take();
     case TensorTag::kSparse: {
-      at::NoGradGuard no_grad;
       const bool said_coalesced = in.get<bool>();
       const std::vector<int64_t> sizes = get_sizes(in);
       const at::Tensor& indices = take();
@@ -142,6 +139,7 @@ at::Tensor Decoder::get_tensor() {
         wire::Reader::fail("a sparse tensor with an index beyond its size");
       }
       const c10::OptionalDeviceGuard guard(at::device_of(values));  // torch makes it there
+      const at::AutoGradMode recording(values.requires_grad());
       return at::_sparse_coo_tensor_unsafe(indices, values, sizes,
                                            values.options().layout(at::kSparse),
                                            said_coalesced && are_increasing(readable));

@@ -7,6 +7,11 @@ size_t element_bytes(DType dtype) {
     case DType::kUInt8:
     case DType::kInt8:
     case DType::kBool:
+    case DType::kFloat8E5M2:
+    case DType::kFloat8E4M3:
+    case DType::kFloat8E5M2Fnuz:
+    case DType::kFloat8E4M3Fnuz:
+    case DType::kFloat8E8M0:
       return 1;
     case DType::kInt16:
     case DType::kUInt16:
@@ -16,6 +21,7 @@ size_t element_bytes(DType dtype) {
     case DType::kInt32:
     case DType::kUInt32:
     case DType::kFloat32:
+    case DType::kComplex32:
       return 4;
     case DType::kInt64:
     case DType::kUInt64:

@@ -26,6 +26,12 @@ enum class DType : uint8_t {
   kUInt16 = 13,
   kUInt32 = 14,
   kUInt64 = 15,
+  kFloat8E5M2 = 16,
+  kFloat8E4M3 = 17,
+  kFloat8E5M2Fnuz = 18,
+  kFloat8E4M3Fnuz = 19,
+  kFloat8E8M0 = 20,
+  kComplex32 = 21,
 };
 
 /// Bytes an element; 0 for a number that is no DType.

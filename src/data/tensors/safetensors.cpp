@@ -31,13 +31,22 @@ struct DTypeName {
   std::string_view name;
 };
 constexpr std::array kDTypes = {
-    DTypeName{DType::kBool, "BOOL"},     DTypeName{DType::kUInt8, "U8"},
-    DTypeName{DType::kInt8, "I8"},       DTypeName{DType::kUInt16, "U16"},
-    DTypeName{DType::kInt16, "I16"},     DTypeName{DType::kUInt32, "U32"},
-    DTypeName{DType::kInt32, "I32"},     DTypeName{DType::kUInt64, "U64"},
-    DTypeName{DType::kInt64, "I64"},     DTypeName{DType::kFloat16, "F16"},
-    DTypeName{DType::kBFloat16, "BF16"}, DTypeName{DType::kFloat32, "F32"},
-    DTypeName{DType::kFloat64, "F64"},   DTypeName{DType::kComplex64, "C64"},
+    DTypeName{DType::kBool, "BOOL"},
+    DTypeName{DType::kUInt8, "U8"},
+    DTypeName{DType::kInt8, "I8"},
+    DTypeName{DType::kUInt16, "U16"},
+    DTypeName{DType::kInt16, "I16"},
+    DTypeName{DType::kUInt32, "U32"},
+    DTypeName{DType::kInt32, "I32"},
+    DTypeName{DType::kUInt64, "U64"},
+    DTypeName{DType::kInt64, "I64"},
+    DTypeName{DType::kFloat16, "F16"},
+    DTypeName{DType::kBFloat16, "BF16"},
+    DTypeName{DType::kFloat32, "F32"},
+    DTypeName{DType::kFloat64, "F64"},
+    DTypeName{DType::kComplex64, "C64"},
+    DTypeName{DType::kFloat8E5M2, "F8_E5M2"},
+    DTypeName{DType::kFloat8E4M3, "F8_E4M3"},
 };
 
 // Bytes of a tensor, or none if they can't be counted. Sizes other than 0 must have a product that

@@ -24,6 +24,8 @@ namespace {
 at::Tensor leaf(at::Tensor t) { return t.to(at::kDouble).requires_grad_(); }
 
 at::Tensor mul(at::Tensor a, at::Tensor b) { return a * b; }
+at::Tensor identity(at::Tensor a) { return a; }
+at::Tensor to_dense(at::Tensor a) { return a.to_dense(); }
 std::tuple<at::Tensor, at::Tensor> split(at::Tensor a) { return {a.sin(), a.cos()}; }
 // Calls back to the caller in the middle: A → B → A.
 at::Tensor there_and_back(rpc::CallContext& context, at::Tensor a) {
@@ -101,6 +103,8 @@ struct GivesSharedRows : torch::autograd::Function<GivesSharedRows> {
 void setup(Agent& agent) {
   autograd::install(agent);
   agent.expose<&mul>("mul");
+  agent.expose<&identity>("identity");
+  agent.expose<&to_dense>("to_dense");
   agent.expose<&mul_guarded>("mul_guarded");
   agent.expose<&split>("split");
   agent.expose<&there_and_back>("there_and_back");
@@ -157,6 +161,66 @@ TEST_CASE("gradients through one remote call, also to oneself") {
     CHECK(context.gradients().size() == 2);
   }
   check_no_leaks(cluster);
+}
+
+TEST_CASE("gradients of sparse tensors, as arguments and as results") {
+  Cluster cluster(2, setup);
+  const at::Tensor indices = at::tensor({2, 0, 2}, at::kLong).unsqueeze(0);
+  const bool coalesced = GENERATE(false, true);
+  const auto sparse_of = [&](const at::Tensor& values) {
+    const at::Tensor sparse = at::sparse_coo_tensor(indices, values, {3});
+    return coalesced ? sparse.coalesce() : sparse;
+  };
+  const at::Tensor a = leaf(at::rand({3})), b = leaf(at::rand({3}));
+  const at::Tensor s = sparse_of(a.detach()).requires_grad_();
+  const auto expected =
+      local_gradients((s.to_dense() * b).sum() + (sparse_of(a).to_dense() * b).sum(), {a, b, s});
+  for (const int to : {0, 1}) {
+    CAPTURE(coalesced, to);
+    autograd::Context context(cluster[0]);
+    const at::Tensor argument = cluster[0].rpc_sync<&to_dense>(to, s);
+    const at::Tensor result = cluster[0].rpc_sync<&identity>(to, sparse_of(a));
+    CHECK(result.is_sparse());
+    autograd::backward(context, {(argument * b).sum() + (result.to_dense() * b).sum()});
+    CHECK(at::equal(context.gradient(a), expected[0]));
+    CHECK(at::allclose(context.gradient(b), expected[1]));
+    CHECK(at::equal(context.gradient(s).to_dense(), expected[2].to_dense()));
+  }
+}
+
+TEST_CASE("a call under a guard is outside of the context") {
+  Cluster cluster(2, setup);
+  const RRef<Scale> scale = cluster[0].remote_new<Scale>(1, at::ones({3}, at::kDouble));
+  const RRef<at::Tensor> weight = scale.rpc_sync<&Scale::parameter>();
+  autograd::Context context(cluster[0]);
+  const at::Tensor x = leaf(at::rand({3}));
+  {
+    const at::NoGradGuard no_grad;
+    CHECK_FALSE(scale.rpc_sync<&Scale::forward>(x).requires_grad());
+    CHECK_FALSE(scale.remote<&Scale::forward>(x).to_here().requires_grad());
+    CHECK_FALSE(weight.to_here().requires_grad());
+    // With the calls of its handler.
+    CHECK_FALSE(cluster[0].rpc_sync<&around>(1, x, 2).requires_grad());
+  }
+  {
+    const c10::InferenceMode inference;
+    CHECK_FALSE(scale.rpc_sync<&Scale::forward>(x).requires_grad());
+  }
+  const at::Tensor y = scale.rpc_sync<&Scale::forward>(x);
+  autograd::backward(context, {y.sum()});
+  CHECK(context.gradient(x).defined());
+  CHECK(scale.rpc_sync<&Scale::gradient>(context.id()).defined());
+}
+
+TEST_CASE("a hook that changes torch's state changes it for itself only") {
+  Cluster cluster(2, setup);
+  const at::Tensor a = leaf(at::rand({2})), b = a * 2, c = b * 3;
+  c.register_hook([](const at::Tensor&) { at::GradMode::set_enabled(true); });
+  bool records = true;
+  b.register_hook([&](const at::Tensor&) { records = at::GradMode::is_enabled(); });
+  autograd::Context context(cluster[0]);
+  autograd::backward(context, {cluster[0].rpc_sync<&mul>(1, c, c).sum()});
+  CHECK_FALSE(records);
 }
 
 TEST_CASE("nested hops, shared leaves, outputs used twice") {

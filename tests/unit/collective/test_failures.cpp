@@ -211,6 +211,27 @@ TEST_CASE("wrong arguments throw at once and count for nothing") {
   const auto kind = [](auto f) { return thrown_by(f).kind; };
   CHECK(kind([&] { backend.allreduce(at::Tensor()); }) == ErrorKind::kInvalid);
   CHECK(kind([&] { backend.allreduce(at::ones({3}).to_sparse()); }) == ErrorKind::kInvalid);
+  // What cannot be sent, or not be written to, says so in one line.
+  const at::Tensor expanded = at::ones({1}).expand({3});
+  for (const auto& [tensor, what] : {
+           std::pair{expanded, "expanded"},
+           std::pair{at::_neg_view(at::ones({3})), "resolve_neg()"},
+           std::pair{at::ones({3}, at::kComplexFloat).conj(), "resolve_conj()"},
+           std::pair{at::_nested_tensor_from_tensor_list({at::ones({1}), at::ones({2})}), "nested"},
+           std::pair{at::empty({3}, at::kMeta), "meta"},
+       }) {
+    for (const bool reduces : {false, true}) {
+      const base::Error error = thrown_by([&, &argument = tensor] {
+        std::vector<at::Tensor> all{argument};
+        if (reduces) backend.allreduce(all, c10d::AllreduceOptions());
+        if (!reduces) backend.broadcast(all, c10d::BroadcastOptions());
+      });
+      CHECK(error.kind == ErrorKind::kInvalid);
+      CHECK(error.message.find(what) != std::string::npos);
+      CHECK(error.message.find('\n') == std::string::npos);
+    }
+  }
+  CHECK(kind([&] { backend.allgather(at::ones({3}), {expanded}); }) == ErrorKind::kInvalid);
   CHECK(kind([&] { backend.allreduce(at::ones({3}, at::kInt), ReduceOp::AVG); }) ==
         ErrorKind::kInvalid);
   CHECK(kind([&] { backend.allreduce(at::ones({3}), ReduceOp::BXOR); }) == ErrorKind::kInvalid);

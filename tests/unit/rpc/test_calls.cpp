@@ -1,7 +1,12 @@
 #include <atomic>
 #include <chrono>
 #include <map>
+#include <set>
 #include <thread>
+#include <unordered_set>
+
+#include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
 
 #include "distrain/rpc/of_local.h"
 #include "gate.h"
@@ -29,12 +34,52 @@ struct Point {
 };
 
 struct Account {
-  int add(int by) { return sum += by; }
+  int add(int by) noexcept { return sum += by; }
   int sum = 0;
 };
 
 at::Tensor scale(at::Tensor x, double by) { return x * by; }
 void nothing() {}
+bool is_positive(int8_t x) noexcept { return x > 0; }
+uint32_t same_count(uint32_t x) { return x; }
+constexpr auto kThrice = [](int64_t x) { return 3 * x; };
+constexpr auto kCaller = [](rpc::CallContext& context) noexcept { return context.caller.rank; };
+struct Twice {
+  int64_t operator()(int64_t x) const { return 2 * x; }
+};
+at::Scalar same_scalar(const at::Scalar& x) { return x; }
+bool are_same(const at::Scalar& x, const at::Scalar& y) {
+  if (x.type() != y.type()) return false;
+  if (x.isComplex()) return x.toComplexDouble() == y.toComplexDouble();
+  return x.type() == at::kUInt64 ? x.toUInt64() == y.toUInt64() : x.toDouble() == y.toDouble();
+}
+std::set<std::string> texts_of(const std::unordered_set<int>& numbers) {
+  std::set<std::string> texts;
+  for (const int number : numbers) texts.insert(std::to_string(number));
+  return texts;
+}
+at::Tensor compressed_rows() { return at::eye(2).to_sparse_csr(); }
+
+// What of torch's thread-local state this test changes.
+std::string torch_state() {
+  std::string state = at::GradMode::is_enabled() ? "grad" : "no grad";
+  if (at::autocast::is_autocast_enabled(at::kCPU)) state += ", autocast";
+  if (at::autocast::get_autocast_dtype(at::kCPU) != at::kBFloat16) state += " to others";
+  if (!at::autocast::is_autocast_cache_enabled()) state += ", no cache";
+  if (!at::SavedTensorDefaultHooks::is_enabled()) state += ", no hooks";
+  if (c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView))
+    state += ", no views";
+  return state + ", " + std::to_string(at::get_num_threads()) + " threads";
+}
+void change_torch_state() {
+  at::GradMode::set_enabled(false);
+  at::autocast::set_autocast_enabled(at::kCPU, true);
+  at::autocast::set_autocast_dtype(at::kCPU, at::kHalf);
+  at::autocast::set_autocast_cache_enabled(false);
+  at::SavedTensorDefaultHooks::disable("not here");
+  c10::impl::tls_set_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView, true);
+  at::set_num_threads(at::get_num_threads() + 1);
+}
 std::string whoami(rpc::CallContext& context, int) {
   return context.agent.name() + " for " + context.caller.name;
 }
@@ -78,6 +123,16 @@ void expose_calls(Agent& agent) {
   agent.expose<&scale>("scale");
   agent.expose<&add>("add");
   agent.expose<&nothing>("nothing");
+  agent.expose<&is_positive>("is_positive");
+  agent.expose<&same_count>("same_count");
+  agent.expose<kThrice>("thrice");
+  agent.expose<kCaller>("caller");
+  agent.expose<Twice{}>("twice");
+  agent.expose<&same_scalar>("same_scalar");
+  agent.expose<&texts_of>("texts_of");
+  agent.expose<&compressed_rows>("compressed_rows");
+  agent.expose<&torch_state>("torch_state");
+  agent.expose<&change_torch_state>("change_torch_state");
   agent.expose<&whoami>("whoami");
   agent.expose<&mirror>("mirror");
   agent.expose<&regroup>("regroup");
@@ -126,21 +181,61 @@ TEST_CASE("calls with all kinds of arguments and results") {
       CHECK(at::equal(groups.at("first")[0], at::full({2}, 5.0)));
       CHECK(groups.at("rest")[0].sizes() == at::IntArrayRef({0, 3}));
       CHECK(a.rpc_sync<&later>(to, 7) == 8);
+      CHECK(a.rpc_sync<kThrice>(to, 14) == 42);
+      CHECK(a.rpc_sync<kCaller>(to) == from);
+      CHECK(a.rpc_sync<Twice{}>(to, 21) == 42);
+      CHECK(a.rpc_sync<&texts_of>(to, std::unordered_set{7, 3}) == std::set<std::string>{"3", "7"});
+      for (const at::Scalar& x : {at::Scalar(true), at::Scalar(-3), at::Scalar(UINT64_MAX),
+                                  at::Scalar(0.5), at::Scalar(c10::complex<double>(1, -2))}) {
+        const at::Scalar y = a.rpc_sync<&same_scalar>(to, x);
+        CHECK(are_same(x, y));
+      }
     }
   }
   CHECK(cluster[1].transport() == transport);
   cluster.shutdown();
 }
 
+TEST_CASE("arguments are converted without loss or refused") {
+  static_assert(rpc::detail::kTruncates<int, double> && rpc::detail::kTruncates<bool, float>);
+  static_assert(!rpc::detail::kTruncates<float, double> && !rpc::detail::kTruncates<double, int>);
+  Cluster cluster(2, expose_calls);
+  Agent& a = cluster[0];
+  CHECK(a.rpc_sync<&is_positive>(1, int64_t{127}));
+  CHECK_FALSE(a.rpc_sync<&is_positive>(1, -128));
+  CHECK(a.rpc_sync<&same_count>(1, int64_t{UINT32_MAX}) == UINT32_MAX);
+  for (const int64_t number : {int64_t{-1}, int64_t{1} << 32}) {
+    const base::Error error = error_of([&] { a.rpc_sync<&same_count>(1, number); });
+    CHECK(error.kind == ErrorKind::kInvalid);
+    CHECK(error.op == "same_count");
+    CHECK(error.message.find(std::to_string(number)) != std::string::npos);
+  }
+  CHECK(error_of([&] { a.rpc_sync<&is_positive>(1, 128); }).kind == ErrorKind::kInvalid);
+}
+
+TEST_CASE("what a function or a continuation changes of torch's state ends with it") {
+  rpc::AgentOptions options;
+  options.worker_threads = 1;
+  Cluster cluster(2, expose_calls, options);
+  const std::string state = cluster[0].rpc_sync<&torch_state>(1);
+  CHECK(state.starts_with("grad, "));
+  cluster[0].rpc_sync<&change_torch_state>(1);
+  CHECK(cluster[0].rpc_sync<&torch_state>(1) == state);
+  base::Future<void>::ready({}).then(cluster[1].executor(), &change_torch_state).wait();
+  CHECK(cluster[0].rpc_sync<&torch_state>(1) == state);
+}
+
 TEST_CASE("tensors of every dtype, sparse and undefined ones") {
   Cluster cluster(2, expose_calls);
   for (const at::ScalarType type :
        {at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kHalf, at::kBFloat16, at::kFloat,
-        at::kDouble, at::kBool, at::kComplexFloat, at::kComplexDouble}) {
-    const at::Tensor x = at::ones({3, 1, 2}, type);
+        at::kDouble, at::kBool, at::kComplexFloat, at::kComplexDouble, at::kComplexHalf,
+        at::kFloat8_e5m2, at::kFloat8_e4m3fn, at::kFloat8_e5m2fnuz, at::kFloat8_e4m3fnuz,
+        at::kFloat8_e8m0fnu}) {
+    const at::Tensor x = at::ones({3, 1, 2}, at::kFloat).to(type);
     const at::Tensor y = cluster[0].rpc_sync<&identity>(1, x);
     CHECK(y.scalar_type() == type);
-    CHECK(at::equal(x, y));
+    CHECK(at::equal(x.view(at::kByte), y.view(at::kByte)));
   }
   CHECK_FALSE(cluster[0].rpc_sync<&identity>(1, at::Tensor()).defined());
   const at::Tensor indices = at::tensor({4, 0, 4}, at::kLong).unsqueeze(0);
@@ -176,6 +271,7 @@ TEST_CASE("errors keep their kind, text and rank") {
     } else {
       agent.expose<&boom>("boom");
       agent.expose<&wait_at_gate>("wait_at_gate");
+      agent.expose<&compressed_rows>("compressed_rows");
     }
   });
   Agent& a = cluster[0];
@@ -191,6 +287,10 @@ TEST_CASE("errors keep their kind, text and rank") {
   CHECK(e.kind == ErrorKind::kRemoteFailed);
   CHECK(e.message.find("size") != std::string::npos);
   CHECK(e.message.find("frame #") == std::string::npos);
+  e = error_of([&] { a.rpc_sync<&compressed_rows>(1); });
+  CHECK(e.kind == ErrorKind::kInvalid);
+  CHECK(e.rank == 1);
+  CHECK(e.op == "compressed_rows");
   CHECK(error_of([&] { a.rpc_sync<&add>(1, 1, 2); }).kind == ErrorKind::kNotFound);
   CHECK(error_of([&] { cluster[1].rpc_sync<&add>(0, 1, 2); }).kind == ErrorKind::kNotFound);
   CHECK(error_of([&] { a.rpc_sync<&boom>("nobody", 0); }).kind == ErrorKind::kNotFound);

@@ -22,7 +22,7 @@ Ref echo_late(const Ref& ref) {
 }
 int64_t with_tensor(const Ref& ref, const at::Tensor&) { return value_of(ref); }
 std::tuple<Ref, at::Tensor> result_that_cannot_travel(const Ref& ref) {
-  return {ref, at::ones({2}, at::kComplexHalf)};
+  return {ref, at::empty({2}, at::kBits8)};
 }
 int64_t seven_late() {
   wait_at_gate();
@@ -70,7 +70,7 @@ TEST_CASE("RRefs of calls that fail are let go") {
       CHECK(error_of([&] { agent.rpc_sync<&with_tensor>(to, ref, csr); }).kind ==
             ErrorKind::kInvalid);
       if (to != 0) {
-        const at::Tensor half = at::ones({2}, at::kComplexHalf);
+        const at::Tensor half = at::empty({2}, at::kBits8);
         CHECK(error_of([&] { agent.rpc_sync<&with_tensor>(to, ref, half); }).kind ==
               ErrorKind::kInvalid);
         CHECK(error_of([&] { agent.rpc_sync<&result_that_cannot_travel>(to, ref); }).kind ==
@@ -88,7 +88,7 @@ TEST_CASE("a call that cannot be sent does not wait for an answer") {
   const auto began = std::chrono::steady_clock::now();
   CHECK(error_of([&] {
           cluster[0].rpc_sync<&with_tensor>(rpc::To(1).without_deadline(), ref,
-                                            at::ones({2}, at::kComplexHalf));
+                                            at::empty({2}, at::kBits8));
         }).kind == ErrorKind::kInvalid);
   ref = Ref();
   cluster.shutdown();  // waits for calls that wait

@@ -148,7 +148,7 @@ TEST_CASE("dense tensors of a message are what they say, or refused") {
   CHECK(refused(one(DType::kInt16, {std::numeric_limits<int64_t>::max()})));
   CHECK(refused(one(DType::kUInt8, std::vector<int64_t>(wire::kMaxDimensions + 1, 1)), 1));
   // Types of elements.
-  for (const int dtype : {0, 16, 255}) {
+  for (const int dtype : {0, 22, 255}) {
     CHECK(refused(one(static_cast<DType>(dtype), {4})));
   }
   // Layouts: of another number of dimensions, unknown, and strides that torch cannot have.
@@ -177,7 +177,7 @@ TEST_CASE("dense tensors of a message are what they say, or refused") {
 }
 
 TEST_CASE("every type of elements may be in a sparse tensor, or is refused") {
-  for (int dtype = 1; dtype <= 15; ++dtype) {
+  for (int dtype = 1; dtype <= 21; ++dtype) {
     CAPTURE(dtype);
     const auto descs = std::vector{wire::TensorDesc{static_cast<wire::DType>(dtype), {2}, {}, {}}};
     const uint64_t bytes = 2 * wire::element_bytes(static_cast<wire::DType>(dtype));
