@@ -445,6 +445,7 @@ void UvStream::deliver_on_loop() {
 void UvStream::finish_on_loop(base::Error error) {
   if (finished_) return;
   finished_ = true;
+  body_ = nullptr;  // others may keep this stream for long
   if (linger_timer_ != 0) loop_->cancel(linger_timer_);
   std::deque<std::unique_ptr<PendingFrame>> dropped;
   {

@@ -1,9 +1,11 @@
 #include "distrain/rpc/message.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/MemoryFormat.h>
 #include <c10/util/strides.h>
@@ -21,6 +23,31 @@ namespace distrain::rpc {
 namespace {
 
 constexpr uint8_t kZeros[wire::kPayloadAlignment] = {};
+
+// A received tensor gets memory of its own if it is a small part of its message, so that keeping it
+// does not keep the message: to copy it must cost little beside its transfer.
+class OwnMemory {
+ public:
+  explicit OwnMemory(uint64_t message_bytes) : message_bytes_(message_bytes) {}
+
+  bool is_for(uint64_t bytes) {
+    if (message_bytes_ <= kSmallMessage || bytes > message_bytes_ / kSmallPart) return false;
+    if (bytes > kAlways && (bytes > kAtMost || copied_ + bytes > message_bytes_ / kSmallPart)) {
+      return false;
+    }
+    copied_ += bytes;
+    return true;
+  }
+
+ private:
+  static constexpr uint64_t kSmallMessage = 4096;
+  static constexpr uint64_t kSmallPart = 16;  // one sixteenth
+  static constexpr uint64_t kAlways = 4096;   // takes no longer than making a tensor
+  static constexpr uint64_t kAtMost = uint64_t{64} << 10;
+
+  const uint64_t message_bytes_;
+  uint64_t copied_ = 0;  // of those above kAlways and below
+};
 
 wire::Layout layout_of(const at::Tensor& tensor) {
   if (tensor.is_contiguous()) return wire::Layout::kRowMajor;
@@ -240,10 +267,17 @@ InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager, Arrival
                        " bytes for tensors of " + std::to_string(layout.bytes));
   }
   message.tensors.resize(count);
+  OwnMemory own_memory(frame.header.body_bytes());
   for (uint32_t i = 0, next = 0; i < count; ++i) {
     if (!descs[i].device.is_cpu()) continue;
     auto* data = const_cast<uint8_t*>(frame.payload.data()) + layout.offsets[next++];
     const auto options = at::TensorOptions(to_scalar_type(descs[i].dtype));
+    const uint64_t bytes = descs[i].bytes();
+    if (own_memory.is_for(bytes)) {
+      message.tensors[i] = at::empty_strided(descs[i].sizes, strides_of(descs[i]), options);
+      if (bytes > 0) std::memcpy(message.tensors[i].mutable_data_ptr(), data, bytes);
+      continue;
+    }
     const auto keep = [body = frame.body](void*) {};
     message.tensors[i] =
         descs[i].layout == wire::Layout::kRowMajor

@@ -52,7 +52,8 @@ struct OutMessage {
   std::vector<RRefTicket> rrefs;
 };
 
-/// What was received. Tensors for the CPU lie in the receive buffer itself and keep it alive.
+/// What was received. Tensors for the CPU lie in the receive buffer itself and keep it alive, but
+/// for those that are a small part of it.
 struct InMessage {
   wire::FrameHeader header;
   int from = -1;

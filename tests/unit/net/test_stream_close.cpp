@@ -115,6 +115,30 @@ TEMPLATE_TEST_CASE("a peer that ends in the middle of a frame is lost", "", Tcp,
   }
 }
 
+TEMPLATE_TEST_CASE("a stream that has ended keeps no half of a frame", "", Tcp, Unix) {
+  auto [ours, theirs] = TestType::connected();
+  base::BufferPool pool;
+  std::weak_ptr<base::Buffer> body;
+  base::Promise<void> begun, closed;
+  Loop loop;
+  const StreamPtr stream = adopt_socket(loop, ours.release());
+  stream->start({{},
+                 [&](const base::Error&) { closed.set(); },
+                 [&](const wire::FrameHeader& header) {
+                   base::BufferPtr buffer = pool.allocate(header.body_bytes());
+                   body = buffer;
+                   begun.set();
+                   return buffer;
+                 }},
+                {});
+  const auto bytes = wire_bytes(make_frame(1, 100, 100'000));
+  REQUIRE(raw_write(theirs.get(), std::span(bytes).first(5000)));
+  begun.future().wait();
+  theirs.reset();
+  closed.future().wait();
+  CHECK(body.expired());
+}
+
 // Writing to a connection that is gone raises SIGPIPE unless that is seen to.
 TEMPLATE_TEST_CASE("the peer ends while much is queued for it", "", Tcp, Unix) {
   for (int round = 0; round < 5; ++round) {

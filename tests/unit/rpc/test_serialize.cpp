@@ -237,6 +237,54 @@ TEST_CASE("the parts of a sparse tensor fit together and to its sizes, or are re
   CHECK(refused(row({0, 2}).to(at::kDouble), values, {3, 4}));
 }
 
+TEST_CASE("what cannot be sent is refused in one line") {
+  at::Tensor freed = at::ones({4});
+  freed.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(at::DataPtr());
+  for (const auto& [tensor, kind] : {
+           std::pair{at::_nested_tensor_from_tensor_list({at::ones({1}), at::ones({2})}), "nested"},
+           std::pair{at::quantize_per_tensor(at::ones({2}), 0.5, 0, at::kQInt8), "quantized"},
+           std::pair{at::empty({2}, at::kMeta), "meta"},
+           std::pair{at::eye(2).to_sparse_csr(), "SparseCsr"},
+           std::pair{at::empty({2}, at::kBits8), "Bits8"},
+           std::pair{at::_efficientzerotensor({2}), "without memory"},
+           std::pair{freed, "without memory"},
+       }) {
+    CAPTURE(kind);
+    rpc::OutMessage message;
+    rpc::Encoder encoder(message);
+    const base::Error error = error_of([&, &sent = tensor] { encoder.put_tensor(sent); });
+    CHECK(error.kind == ErrorKind::kInvalid);
+    CHECK(error.message.find(kind) != std::string::npos);
+    CHECK(error.message.find('\n') == std::string::npos);
+    CHECK(message.tensors.empty());
+  }
+}
+
+TEST_CASE("a tensor keeps its message only if it is no small part of it") {
+  using wire::DType;
+  // Whether the last one of these sizes does.
+  const auto keeps = [](const std::vector<int64_t>& sizes) {
+    std::vector<wire::TensorDesc> descs;
+    for (const int64_t size : sizes) {
+      descs.push_back({DType::kUInt8, {1, 2, size, 1}, wire::Layout::kChannelsLast, {}});
+    }
+    rpc::InMessage message = message_of(descs, wire::layout_payload(descs).bytes);
+    const std::weak_ptr<const void> body = message.storage;
+    const at::Tensor last = message.tensors.back();
+    message = {};
+    CHECK(last.is_contiguous(at::MemoryFormat::ChannelsLast));
+    CHECK_FALSE(last.any().item<bool>());
+    return !body.expired();
+  };
+  CHECK_FALSE(keeps({1 << 20, 4}));
+  CHECK_FALSE(keeps({1 << 20, 30'000}));
+  CHECK(keeps({1 << 20, 40'000}));
+  CHECK(keeps({1000, 4}));
+  // The copies of one message have a bound in all, beyond which only very small ones are made.
+  CHECK(keeps({1 << 18, 30'000, 30'000, 30'000}));
+  CHECK_FALSE(keeps({1 << 18, 30'000, 30'000, 30'000, 2000}));
+}
+
 TEST_CASE("a tensor that is not there, or of a kind that is none, is refused") {
   const auto refused = [](const wire::Bytes& body, std::vector<at::Tensor> tensors) {
     return is_protocol_error([&] {
