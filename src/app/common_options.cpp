@@ -81,6 +81,9 @@ protect.)");
       "between ranks; auto: a unix socket on one host, TCP between hosts")
       .offers({"auto", "tcp", "unix"});
   seconds("rpc-timeout", "60", "deadline of one remote call, in seconds");
+  add("collective-timeout", kReal, "S", "0",
+      "deadline of one collective operation, in seconds; 0: as long as its ranks live")
+      .range(0, 1e6);
   seconds("join-timeout", "300", "how long to wait for all ranks, in seconds");
   seconds("peer-timeout", "5", "seconds of silence after which a rank counts as lost");
 

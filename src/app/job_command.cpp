@@ -226,6 +226,7 @@ class Invocation {
     job.transport = options_.text("transport");
     job.started = started;
     job.rpc_timeout_s = options_.real("rpc-timeout");
+    job.collective_timeout_s = options_.real("collective-timeout");
     job.join_timeout_s = options_.real("join-timeout");
     job.peer_timeout_s = options_.real("peer-timeout");
     for (const Option& option : options_.table()) {

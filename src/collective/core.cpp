@@ -16,7 +16,8 @@ Core::Core(rpc::Channel& channel, base::Executor& executor, uint32_t group_id,
       executor_(executor),
       tracer_(channel.tracer()),
       group_id_(group_id),
-      ranks_(std::move(ranks)) {
+      ranks_(std::move(ranks)),
+      peers_(ranks_.size()) {
   for (size_t i = 0; i < ranks_.size(); ++i) {
     if (ranks_[i] < 0 || ranks_[i] >= channel_.world_size() ||
         std::count(ranks_.begin(), ranks_.end(), ranks_[i]) != 1) {
@@ -62,12 +63,22 @@ void Core::close() {
     std::lock_guard lock(mutex_);
     if (std::exchange(closed_, true)) return;
     failure_ = closed;
+    room_.notify_all();
   }
   channel_.set_handler({});
   abort(closed);
-  std::unique_lock lock(mutex_);
-  idle_.wait(lock, [this] { return active_ == 0; });
-  early_.clear();
+  {
+    std::unique_lock lock(mutex_);
+    idle_.wait(lock, [this] { return active_ == 0; });
+    early_.clear();
+  }
+  for (int to = 0; to < size(); ++to) {
+    try {
+      if (to != rank_) send(to, kClosed, 0, {}, nullptr);
+    } catch (...) {
+      // A rank that cannot be told is lost.
+    }
+  }
 }
 
 void Core::abort(const Error& error) {
@@ -75,6 +86,7 @@ void Core::abort(const Error& error) {
   std::vector<std::shared_ptr<Operation>> pending;  // failing one takes it out of the map
   for (auto& [number, operation] : pending_) pending.push_back(operation);
   for (auto& operation : pending) operation->fail_locked(error);
+  room_.notify_all();
 }
 
 uint32_t Core::new_sequence() {
@@ -116,6 +128,9 @@ std::vector<rpc::ChannelMessage> Core::take_early_locked(uint64_t number) {
   if (it == early_.end()) return {};
   std::vector<rpc::ChannelMessage> messages = std::move(it->second);
   early_.erase(it);
+  for (const auto& message : messages) {
+    peers_[static_cast<size_t>(group_rank(message.from))].early_bytes -= message.payload.size();
+  }
   return messages;
 }
 
@@ -133,6 +148,11 @@ void Core::issue(const std::shared_ptr<Operation>& operation, uint32_t sequence)
       for (auto& message : early) {
         operation->deliver_locked(group_rank(message.from), std::move(message));
       }
+      for (int from = 0; from < size(); ++from) {
+        if (peers_[static_cast<size_t>(from)].closed && operation->waits_for_locked(from)) {
+          operation->fail_locked(closed_error(from, *operation));
+        }
+      }
       start = true;
     }
   }
@@ -140,7 +160,11 @@ void Core::issue(const std::shared_ptr<Operation>& operation, uint32_t sequence)
   std::optional<Error> error;
   if (start) {
     try {
-      operation->start();
+      if (await_room(*operation)) {
+        operation->start();
+      } else {
+        send_refusals(operation->number_, 1, *operation->failure_);
+      }
     } catch (...) {
       error = rpc::error_in_flight(ErrorKind::kInternal);
     }
@@ -157,26 +181,30 @@ void Core::issue(const std::shared_ptr<Operation>& operation, uint32_t sequence)
 }
 
 void Core::refuse(int count, const Error& error, uint32_t sequence) {
-  const std::string text = encode_refusal(error);
   uint64_t first = 0;
   {
     std::lock_guard lock(mutex_);
     uint64_t& next = next_locked(sequence);
     first = next;
     next += static_cast<uint64_t>(count);
-    for (uint64_t i = first; i < next; ++i) early_.erase(i);
+    for (uint64_t i = first; i < next; ++i) take_early_locked(i);
     if (failure_) return;
     ++active_;
   }
+  send_refusals(first, count, error);
+  std::lock_guard lock(mutex_);
+  if (--active_ == 0) idle_.notify_all();
+}
+
+void Core::send_refusals(uint64_t first, int count, const Error& error) {
   try {
+    const std::string text = encode_refusal(error);
     base::BufferPtr buffer = allocate(text.size());
     std::copy(text.begin(), text.end(), buffer->data);
     for (int i = 0; i < count; ++i) send_to_all(first + static_cast<uint64_t>(i), 0, buffer);
   } catch (...) {
     // A rank that cannot be told is lost, or learns of it by its deadline.
   }
-  std::lock_guard lock(mutex_);
-  if (--active_ == 0) idle_.notify_all();
 }
 
 void Core::send(int to, uint64_t number, int step, std::span<const std::span<const uint8_t>> pieces,
@@ -211,6 +239,8 @@ void Core::on_message(rpc::ChannelMessage message) {
   bool post = false;
   {
     std::lock_guard lock(mutex_);
+    Peer& peer = peers_[static_cast<size_t>(from)];
+    const uint64_t bytes = message.payload.size();
     if (message.tag.a != group_id_) {
       failure =
           Error{ErrorKind::kInvalid,
@@ -220,10 +250,24 @@ void Core::on_message(rpc::ChannelMessage message) {
                 message.from,
                 {}};
       if (!failure_) failure_ = failure;
+    } else if (message.tag.b == kClosed) {
+      return on_closed_locked(from);
+    } else if (is_early_locked(message.tag.b) && peer.early_bytes > 0 &&
+               peer.early_bytes + bytes > 2 * window()) {
+      failure = Error{ErrorKind::kOverloaded,
+                      "rank " + std::to_string(message.from) +
+                          " has sent too much for operations that rank " +
+                          std::to_string(world_rank(rank_)) + " has not begun",
+                      message.from,
+                      {}};
+      if (!failure_) failure_ = failure;
     } else if (is_early_locked(message.tag.b)) {
+      on_answer_locked(peer, message.tag.b);
+      peer.early_bytes += bytes;
       early_[message.tag.b].push_back(std::move(message));
       return;
     } else {
+      on_answer_locked(peer, message.tag.b);
       const auto it = pending_.find(message.tag.b);
       if (it == pending_.end()) return;  // it has failed here, or was refused
       operation = it->second;
@@ -233,6 +277,71 @@ void Core::on_message(rpc::ChannelMessage message) {
   }
   if (failure) return abort(*failure);
   if (post) this->post(std::move(operation));
+}
+
+void Core::on_answer_locked(Peer& peer, uint64_t number) {
+  auto it = peer.unanswered.lower_bound(first_number(sequence_of(number)));
+  while (it != peer.unanswered.end() && it->first <= number) {
+    peer.unanswered_bytes -= it->second;
+    it = peer.unanswered.erase(it);
+  }
+  room_.notify_all();
+}
+
+void Core::on_closed_locked(int from) {
+  Peer& peer = peers_[static_cast<size_t>(from)];
+  peer = {.early_bytes = peer.early_bytes, .closed = true};
+  std::vector<std::shared_ptr<Operation>> failing;  // failing one takes it out of the map
+  for (auto& [number, operation] : pending_) {
+    if (operation->waits_for_locked(from)) failing.push_back(operation);
+  }
+  for (auto& operation : failing) operation->fail_locked(closed_error(from, *operation));
+  room_.notify_all();
+}
+
+Error Core::closed_error(int from, const Operation& operation) const {
+  const int rank = world_rank(from);
+  return {ErrorKind::kInvalid,
+          "rank " + std::to_string(rank) + " has closed the group, and takes no part in " +
+              describe(operation.spec()),
+          rank, describe(operation.spec())};
+}
+
+// On the thread that calls the operation. False if that has failed, or its deadline has passed.
+bool Core::await_room(Operation& operation) {
+  const OpSpec& spec = operation.spec();
+  const bool in_chunks = spec.kind == OpKind::kAllreduceChunked;
+  const uint64_t bytes =
+      kHeaderBytes + (in_chunks ? spec.bytes / static_cast<uint64_t>(size()) + 64 : spec.bytes);
+  const auto has_room = [&] {
+    return std::ranges::all_of(peers_, [&](const Peer& peer) {
+      return peer.unanswered.empty() || peer.unanswered_bytes + bytes <= window();
+    });
+  };
+  std::unique_lock lock(mutex_);
+  if (!has_room()) {
+    lock.unlock();
+    const base::BlockingScope blocking;
+    lock.lock();
+    const auto is_over = [&] { return failure_ || operation.failure_ || has_room(); };
+    if (operation.deadline_ == base::kNever) {
+      room_.wait(lock, is_over);
+    } else {
+      room_.wait_until(lock, operation.deadline_, is_over);
+    }
+    if (!has_room()) {
+      operation.fail_locked(failure_ ? *failure_ : operation.deadline_error_locked());
+      return false;
+    }
+  }
+  for (int to = 0; to < size(); ++to) {
+    if (!operation.expects(0, to) || operation.inbox_[static_cast<size_t>(to)].from >= 0) continue;
+    Peer& peer = peers_[static_cast<size_t>(to)];
+    if (peer.closed) continue;
+    peer.unanswered.emplace(operation.number_, bytes);
+    peer.unanswered_bytes += bytes;
+  }
+  return true;
 }
 
 std::vector<rpc::Wait> Core::waits() {

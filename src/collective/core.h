@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -24,6 +25,22 @@ constexpr uint32_t sequence_of(uint64_t number) {
   return static_cast<uint32_t>(number >> kNumberBits);
 }
 
+// Note [Window of a group]
+//
+// What a rank has sent for an operation that a peer has not begun lies in the peer's memory. The
+// peer's own message for the operation, or for a later one of the sequence, tells that it has
+// begun; until then the operation is unanswered. (Two ranks send each other a message in step 0 of
+// an operation, or neither does. Step 1 follows messages of all.) An operation is started when, for
+// each peer, the bytes of those that it has not answered and its own are at most kWindow / (n - 1),
+// or it has answered all. So the peers' messages for operations that a rank has not begun take at
+// most kWindow, or one operation of each peer. Whoever calls an operation waits for that room. The
+// rank that is last never waits: all others have sent, so that its messages are answers. A peer
+// that sends twice as much, which leaves room for refusals, is `overloaded`.
+inline constexpr uint64_t kWindow = uint64_t{64} << 20;
+
+/// In place of an operation's number: the sender has closed the group, and sends nothing more.
+inline constexpr uint64_t kClosed = UINT64_MAX;
+
 /// One group's sequences of operations, mailbox and pending operations. The handler of the channel
 /// lives here; see Note [Life of an operation] for the threads. Outlives the Backend while tasks of
 /// the executor still hold operations, but touches the channel only until close().
@@ -32,7 +49,8 @@ class Core : public std::enable_shared_from_this<Core> {
   Core(rpc::Channel& channel, base::Executor& executor, uint32_t group_id, std::vector<int> ranks);
 
   void open();
-  /// Fails what is pending with `cancelled`; no thread uses the channel when it returns.
+  /// Fails what is pending with `cancelled`, and on the other ranks what waits for this one, now or
+  /// later; no thread uses the channel when it returns.
   void close();
   /// Fails what is pending with `error`; the group stays usable.
   void abort(const base::Error& error);
@@ -67,7 +85,21 @@ class Core : public std::enable_shared_from_this<Core> {
  private:
   friend class Operation;
 
+  /// A peer in the group, by mutex_.
+  struct Peer {
+    std::map<uint64_t, uint64_t> unanswered;  // bytes, by number: see Note [Window of a group]
+    uint64_t unanswered_bytes = 0;
+    uint64_t early_bytes = 0;  // in early_
+    bool closed = false;
+  };
+
   void on_message(rpc::ChannelMessage message);
+  void on_answer_locked(Peer& peer, uint64_t number);
+  void on_closed_locked(int from);
+  base::Error closed_error(int from, const Operation& operation) const;
+  bool await_room(Operation& operation);
+  void send_refusals(uint64_t first, int count, const base::Error& error);
+  uint64_t window() const { return kWindow / static_cast<uint64_t>(std::max(size() - 1, 1)); }
   void on_peer_lost(int world_rank, const base::Error& error);
   std::vector<rpc::Wait> waits();
   void post(std::shared_ptr<Operation> operation);
@@ -92,6 +124,8 @@ class Core : public std::enable_shared_from_this<Core> {
   std::unordered_map<uint32_t, uint64_t> next_;  // by sequence
   std::unordered_map<uint64_t, std::shared_ptr<Operation>> pending_;
   std::map<uint64_t, std::vector<rpc::ChannelMessage>> early_;
+  std::vector<Peer> peers_;             // by group rank
+  std::condition_variable room_;        // or the operation that waits for it has failed
   std::optional<base::Error> failure_;  // of the group, for good: a lost rank, or closed
   bool closed_ = false;
   int active_ = 0;  // operations Starting or Running

@@ -293,6 +293,14 @@ std::vector<int> Operation::missing_ranks_locked() const {
   return ranks;
 }
 
+bool Operation::waits_for_locked(int from) const {
+  for (int step = step_; step < steps_; ++step) {
+    const size_t slot = static_cast<size_t>(step * core_->size() + from);
+    if (expects(step, from) && inbox_[slot].from < 0) return true;
+  }
+  return false;
+}
+
 rpc::Wait Operation::wait_locked() const {
   const std::vector<int> missing = missing_ranks_locked();
   const std::string why =

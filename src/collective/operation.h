@@ -108,6 +108,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   void await_change(std::unique_lock<std::mutex>& lock, base::TimePoint limit);
   bool wants_executor_locked() const;
   base::Error deadline_error_locked() const;
+  /// Whether it needs more of group rank `from`.
+  bool waits_for_locked(int from) const;
   std::string number_text() const;
   std::string name() const;
   std::vector<int> missing_ranks_locked() const;

@@ -1,5 +1,6 @@
 #include "distrain/job/rank.h"
 
+#include <cmath>
 #include <numeric>
 
 #include "distrain/base/error.h"
@@ -61,7 +62,7 @@ const Group& Rank::group(const std::string& role) {
   std::vector<int> members(static_cast<size_t>(ranks.count));
   std::iota(members.begin(), members.end(), ranks.first);
   collective::Backend::Settings settings;
-  settings.timeout = std::chrono::milliseconds(static_cast<int64_t>(job().rpc_timeout_s * 1000));
+  settings.timeout = std::chrono::milliseconds(std::llround(job().collective_timeout_s * 1000));
   const auto backend = c10::make_intrusive<collective::Backend>(
       agent_.open_channel(static_cast<uint16_t>(kFirstGroupChannel + ranks.first)),
       agent_.executor(), collective::Group{0, std::move(members)}, settings);

@@ -26,6 +26,13 @@ uint64_t default_seed(int rank) {
   return generator.current_seed() + (static_cast<uint64_t>(rank) << 32);
 }
 
+/// A call of a module that lasts as long as it takes to move a whole state.
+template <auto F, class... Args>
+auto without_deadline(const rpc::RRef<SharedModule>& module, const Args&... args) {
+  return module.handle()->agent().rpc_sync<F>(rpc::To(module.owner()).without_deadline(), module,
+                                              args...);
+}
+
 std::vector<at::Tensor> on_their_way(const rpc::RRef<SharedModule>& module,
                                      std::vector<at::Tensor> inputs) {
   for (at::Tensor& input : inputs) {
@@ -75,15 +82,15 @@ std::vector<rpc::RRef<at::Tensor>> RemoteModule<ByName>::remote_parameters() con
 }
 
 NamedTensors RemoteModule<ByName>::state() const {
-  return module_.rpc_sync<&SharedModule::state>();
+  return without_deadline<&SharedModule::state>(module_);
 }
 
 rpc::RRef<NamedTensors> RemoteModule<ByName>::held_state(const std::string& prefix) const {
-  return module_.rpc_sync<&SharedModule::held_state>(prefix);
+  return without_deadline<&SharedModule::held_state>(module_, prefix);
 }
 
 void RemoteModule<ByName>::load_state(const NamedTensors& state) const {
-  module_.rpc_sync<&SharedModule::load_state>(state);
+  without_deadline<&SharedModule::load_state>(module_, state);
 }
 
 }  // namespace distrain::nn

@@ -244,8 +244,8 @@ bool DistributedOptimizer::norms_wait() const {
   return sharing_.mode == Sharing::Mode::kSync && sharing_.participants > 1;
 }
 
-// A call that waits for other participants lasts as long as they take: the owner's and their death
-// end it.
+// A call that waits for other participants, or moves a whole state, lasts as long as that takes:
+// the owner's and the participants' death end it.
 rpc::To DistributedOptimizer::owner_of(const Remote& remote, bool waits) const {
   rpc::To owner(remote.optimizer.owner());
   if (waits) owner.without_deadline();
@@ -353,8 +353,7 @@ void DistributedOptimizer::set_lr_factor(double factor) {
 std::vector<ParameterState> DistributedOptimizer::state() const {
   std::vector<ParameterState> all(parameters_);
   for (const Remote& remote : remote_) {
-    put(all, remote.places,
-        agent_.rpc_sync<&state_here>(remote.optimizer.owner(), remote.optimizer));
+    put(all, remote.places, agent_.rpc_sync<&state_here>(owner_of(remote, true), remote.optimizer));
   }
   for (const Local& local : {shared_, own_}) {
     if (local.optimizer) put(all, local.places, local.optimizer->state());
@@ -366,7 +365,7 @@ std::vector<rpc::RRef<NamedState>> DistributedOptimizer::held_state(
     const std::vector<std::string>& names) const {
   std::vector<base::Future<rpc::RRef<NamedState>>> remote;
   for (const Remote& owner : remote_) {
-    remote.push_back(agent_.rpc_async<&hold_state_here>(owner.optimizer.owner(), owner.optimizer,
+    remote.push_back(agent_.rpc_async<&hold_state_here>(owner_of(owner, true), owner.optimizer,
                                                         picked(names, owner.places)));
   }
   std::vector<rpc::RRef<NamedState>> held;
@@ -395,7 +394,7 @@ void DistributedOptimizer::load_state(const std::vector<ParameterState>& state) 
                               std::to_string(parameters_));
   }
   for (const Remote& remote : remote_) {
-    agent_.rpc_sync<&load_state_here>(remote.optimizer.owner(), remote.optimizer,
+    agent_.rpc_sync<&load_state_here>(owner_of(remote, true), remote.optimizer,
                                       picked(state, remote.places));
   }
   for (const Local& local : {shared_, own_}) {

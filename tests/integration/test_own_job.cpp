@@ -72,6 +72,8 @@ void train_own(job::Rank& rank, const OwnOptions& options) {
   const char* const module = options.fault == "buffers" ? "normalised" : "table";
   nn::RemoteModule table(rank.agent(), "server", module, kRows, options.dim);
   ddp::DistributedDataParallel net(make_net(options), rank.group("trainer"));
+  expect(rank.group("trainer").backend->getBackendOptions()->timeout.count() == 0,
+         "collectives have a deadline that nobody asked for");
   optim::DistributedOptimizer optimizer(
       rank.agent(),
       {{table.remote_parameters(), net.parameters(), options.rule().options},

@@ -80,6 +80,7 @@ struct Job {
   std::string transport = "auto";                 ///< auto, tcp or unix
   std::chrono::steady_clock::time_point started;  ///< of the launcher, for startup_s
   double rpc_timeout_s = 60;
+  double collective_timeout_s = 0;  ///< 0: an operation waits for its ranks while they live
   double join_timeout_s = 300;
   double peer_timeout_s = 5;
   Injection inject;

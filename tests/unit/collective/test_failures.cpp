@@ -254,6 +254,84 @@ TEST_CASE("closing a group ends what is under way") {
   CHECK(thrown_by([&] { future.wait(); }).kind == ErrorKind::kCancelled);
 }
 
+TEST_CASE("a rank that closes the group fails what waits for it, now and later") {
+  const int64_t count = GENERATE(5, 100000);
+  TestGroup group(3);
+  std::vector<at::Tensor> sums;
+  std::vector<collective::Pending> done, pending;
+  for (int rank = 0; rank < 3; ++rank) {
+    sums.push_back(at::ones({count}));
+    done.push_back(group[rank].allreduce(sums.back()));
+  }
+  done[1].wait();
+  for (int rank : {0, 2}) pending.push_back(group[rank].allreduce(at::ones({count})));
+  group.backends[1].reset();
+  for (int rank : {0, 2}) {
+    done[size_t(rank)].wait();
+    CHECK(sums[size_t(rank)].eq(3).all().item<bool>());
+  }
+  for (int rank : {0, 2}) pending.push_back(group[rank].enter_barrier());
+  for (auto& one : pending) {
+    const base::Error error = thrown_by([&] { one.wait(); });
+    CHECK(error.kind == ErrorKind::kInvalid);
+    CHECK(error.rank == 1);
+    CHECK(contains(error.message, "rank 1 has closed the group, and takes no part in"));
+  }
+  // Rank 2 needs nothing of rank 1 for this.
+  const at::Tensor x = at::full({count}, 4.0F, at::kFloat), y = at::empty({count});
+  const auto sent = group[0].broadcast(x, 0);
+  group[2].broadcast(y, 0).wait();
+  CHECK(at::equal(x, y));
+  CHECK(thrown_by([&] { sent.wait(); }).rank == 1);
+}
+
+TEST_CASE("a rank that is far ahead waits until the others have begun") {
+  constexpr int kCalls = 8, kAhead = 3;  // of the size below, within 64 MiB
+  TestGroup group(2);
+  const at::Tensor x = at::zeros({20 << 20}, at::kByte), y = at::empty_like(x);
+  std::atomic<int> issued{0};
+  run_ranks(2, [&](int rank) {
+    std::vector<collective::Pending> calls;
+    for (int i = 0; i < kCalls; ++i) {
+      if (rank == 1) {
+        while (issued < std::min(i + kAhead, kCalls)) std::this_thread::yield();
+        RANK_CHECK(issued <= i + kAhead);
+      }
+      calls.push_back(group[rank].broadcast(rank == 0 ? x : y, 0));
+      if (rank == 0) ++issued;
+    }
+    for (auto& call : calls) call.wait();
+  });
+}
+
+TEST_CASE("waiting for the others to begin ends with the deadline, and with the group") {
+  TestGroup group(2);
+  const at::Tensor x = at::zeros({40 << 20}, at::kByte);
+  const auto first = group[0].broadcast(x, 0);
+  const auto late = group[0].broadcast(x, 0, milliseconds(20));
+  CHECK(thrown_by([&] { late.wait(); }).kind == ErrorKind::kDeadline);
+  std::thread closer([&] { group.backends[1].reset(); });
+  const auto third = group[0].broadcast(x, 0);
+  closer.join();
+  for (const auto& one : {first, third}) CHECK(thrown_by([&] { one.wait(); }).rank == 1);
+}
+
+TEST_CASE("a rank that sends too much for what has not begun is overloaded") {
+  FakeNetwork network(2);
+  base::ThreadPool pool({.name = "test"});
+  auto backend =
+      c10::make_intrusive<Backend>(network.channel(0), pool, collective::Group{1, {0, 1}});
+  const auto pending = backend->enter_barrier();
+  const std::vector<uint8_t> bytes(50 << 20);
+  const std::span<const uint8_t> piece(bytes);
+  for (uint64_t number : {1, 2, 3}) {
+    network.channel(1).send(0, {1, number, 0}, std::span(&piece, 1), nullptr);
+  }
+  const base::Error error = thrown_by([&] { pending.wait(); });
+  CHECK(error.kind == ErrorKind::kOverloaded);
+  CHECK(error.rank == 1);
+}
+
 TEST_CASE("bytes that are no message of ours") {
   std::mt19937 random(3);
   std::vector<uint8_t> bytes;  // the network may read them until it ends

@@ -202,6 +202,20 @@ struct CountingHook final : torch::autograd::PostAccumulateGradHook {
 
 }  // namespace
 
+TEST_CASE("a trainer whose last loss does not depend on the parameters is named when it leaves") {
+  on_trainers([](Trainer& trainer) {
+    trainer.forward(1).backward();
+    const at::Tensor loss = trainer.forward(2);
+    if (trainer.rank() == 0) {
+      const base::Error error = error_of([&] { loss.backward(); });
+      expect(error.kind == ErrorKind::kInvalid, error.message);
+      expect(error.rank == 1, "rank");
+      expect(contains(error.message, "rank 1 has closed the group"), error.message);
+    }
+    trainer.model.reset();
+  });
+}
+
 TEST_CASE("a post-accumulate hook that no pass of a context would call is refused") {
   Cluster cluster(1, [](rpc::Agent& agent) { autograd::install(agent); });
   const at::Tensor w = at::ones({3}).set_requires_grad(true);

@@ -212,6 +212,31 @@ TEST_CASE("a handle that travels draws numbers of its own, the same in every run
   }
 }
 
+namespace {
+
+void move_states(const RemoteModule<>& net) {
+  for (int i = 0; i < 20; ++i) {
+    net.load_state(net.state());
+    net.held_state("net.");
+  }
+}
+
+}  // namespace
+
+TEST_CASE("a module's whole state moves without a deadline") {
+  const auto setup = [](rpc::Agent& agent) {
+    testing::setup_modules(agent);
+    agent.expose<&move_states>("move_states");
+    nn::expose_module(agent, "net", [] { return torch::nn::Linear(8, 8); });
+  };
+  // Whatever rank 2 calls with a deadline is late.
+  Cluster cluster(3, setup, {}, [](rpc::AgentOptions& options) {
+    options.rpc_timeout = std::chrono::nanoseconds(options.rank == 2 ? 1 : 60'000'000'000);
+  });
+  cluster[0].rpc_sync<&move_states>(2, RemoteModule(cluster[0], 1, "net"));
+  cluster.shutdown();
+}
+
 TEST_CASE("no row of a table changes while a pass looks it up") {
   constexpr int kTrainers = 3, kPasses = 200;
   Cluster cluster(1 + kTrainers, [](rpc::Agent& agent) {

@@ -74,6 +74,7 @@ TEST_CASE("wrong options of hybrid are refused by name") {
           {{"--lr", "-0.1"}, "--lr must be a number from 0"},
           {{"--seed", "-1"}, "--seed must be"},
           {{"--rpc-timeout", "0"}, "--rpc-timeout must be a number above 0"},
+          {{"--collective-timeout", "-1"}, "--collective-timeout must be a number from 0"},
           {{"--master-port", "65536"}, "--master-port must be"},
           {{"--lr"}, "--lr needs a value"},
           {{"--lr="}, "--lr needs a value"},
