@@ -301,7 +301,7 @@ void Core::on_closed_locked(int from) {
 
 Error Core::closed_error(int from, const Operation& operation) const {
   const int rank = world_rank(from);
-  return {ErrorKind::kInvalid,
+  return {ErrorKind::kPeerLost,
           "rank " + std::to_string(rank) + " has closed the group, and takes no part in " +
               describe(operation.spec()),
           rank, describe(operation.spec())};

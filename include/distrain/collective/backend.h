@@ -33,7 +33,7 @@ struct Group {
 /// All ranks of the group call the same operations in the same order, those of each sequence by
 /// themselves; any number may be under way. Calls return at once, but a rank that is far ahead of
 /// others waits for them: see Note [Window of a group] in src/collective/core.h. A call that needs
-/// a rank which has closed the group is `invalid` and names it. Results are written in place.
+/// a rank which has closed the group fails with `peer_lost`. Results are written in place.
 /// Every rank gets the same bits: inputs are reduced in rank order. CPU tensors, dense, of any
 /// strides; see can_reduce in src/collective/reduce.h for the dtypes of each reduction. A tensor
 /// must not be touched until its operation is complete.

@@ -273,7 +273,7 @@ TEST_CASE("a rank that closes the group fails what waits for it, now and later")
   for (int rank : {0, 2}) pending.push_back(group[rank].enter_barrier());
   for (auto& one : pending) {
     const base::Error error = thrown_by([&] { one.wait(); });
-    CHECK(error.kind == ErrorKind::kInvalid);
+    CHECK(error.kind == ErrorKind::kPeerLost);
     CHECK(error.rank == 1);
     CHECK(contains(error.message, "rank 1 has closed the group, and takes no part in"));
   }

@@ -208,7 +208,7 @@ TEST_CASE("a trainer whose last loss does not depend on the parameters is named 
     const at::Tensor loss = trainer.forward(2);
     if (trainer.rank() == 0) {
       const base::Error error = error_of([&] { loss.backward(); });
-      expect(error.kind == ErrorKind::kInvalid, error.message);
+      expect(error.kind == ErrorKind::kPeerLost, error.message);
       expect(error.rank == 1, "rank");
       expect(contains(error.message, "rank 1 has closed the group"), error.message);
     }
