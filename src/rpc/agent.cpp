@@ -28,8 +28,9 @@ AgentOptions checked(AgentOptions options) {
   }
   std::set<std::string_view> names;
   for (const std::string& name : options.names) {
-    if (name.empty()) base::invalid("rank " + std::to_string(names.size()) + " has an empty name");
-    if (!names.insert(name).second) base::invalid("two ranks are named '" + name + "'");
+    if (!name.empty() && names.insert(name).second) continue;
+    base::invalid("rank " + std::to_string(names.size()) + " needs a name of its own, not '" +
+                  name + "'");
   }
   return options;
 }

@@ -38,8 +38,7 @@ bool is_wildcard(const std::string& host) {
 
 void ControlPlane::begin_once() {
   if (!has_begun_.exchange(true)) return;
-  base::invalid("rank " + std::to_string(options_.rank) +
-                " has begun to join already: a process that is to join again makes a new agent");
+  base::invalid(rank_text(options_.rank) + " has begun to join already: make a new agent to retry");
 }
 
 void ControlPlane::run(const std::function<void()>& prepare) {

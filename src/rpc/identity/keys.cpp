@@ -34,13 +34,12 @@ void require(bool worked, const char* what) {
 
 // Note [OpenSSL at exit]
 //
-// OpenSSL frees all it has in a handler of exit(), while threads of ours may still run: those of an
-// agent that is destroyed later, or never. A program that uses OpenSSL itself may have registered
-// that handler, so asking OpenSSL not to register one (OPENSSL_INIT_NO_ATEXIT) would not be enough.
-// Instead this file registers a handler of its own, after OpenSSL's and therefore run before it,
-// that waits until no thread is in a function of this file and makes all later ones throw
-// `cancelled`: then nobody connects any more. Nothing else that the threads of an agent use is
-// destroyed at exit, so they go on until the kernel ends them.
+// OpenSSL frees all it has in a handler of exit(), while threads of an agent that is destroyed
+// later, or never, may use it. To ask OpenSSL for no handler (OPENSSL_INIT_NO_ATEXIT) is too late
+// if the program has set it up itself. So a handler that is registered after OpenSSL's, and
+// therefore runs before it, waits until no thread is inside and makes all later ones throw
+// `cancelled`. Nothing else that an agent's threads use is destroyed at exit: they go on until the
+// kernel ends them.
 struct Gate {
   std::shared_timed_mutex mutex;
   bool is_closed = false;  // by mutex
@@ -48,10 +47,11 @@ struct Gate {
 
 Gate& gate() {
   static Gate& only = []() -> Gate& {
-    require(OPENSSL_init_crypto(0, nullptr) == 1, "its initialization");
+    // Some option, as with none of them no handler is registered.
+    require(OPENSSL_init_crypto(OPENSSL_INIT_LOAD_CRYPTO_STRINGS, nullptr) == 1, "its set-up");
     std::atexit([] {
-      constexpr auto kLongest = std::chrono::seconds(1);  // a forked process may have lost threads
-      const std::unique_lock lock(gate().mutex, kLongest);
+      // Not for ever: a forked process may have lost threads that were inside.
+      const std::unique_lock lock(gate().mutex, std::chrono::seconds(1));
       gate().is_closed = true;
     });
     return *new Gate;  // outlives all threads

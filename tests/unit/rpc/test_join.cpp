@@ -62,8 +62,8 @@ TEST_CASE("the names of the ranks are checked when an agent is made") {
   };
   CHECK(refusal(0, {}, 2) == "rank 0 has no names of the ranks");
   CHECK(refusal(0, {"a", "b"}, 3) == "there are names of 2 ranks, and the world size is 3");
-  CHECK(refusal(0, {"a", ""}, 0) == "rank 1 has an empty name");
-  CHECK(refusal(1, {"a", "b", "a"}, 3) == "two ranks are named 'a'");
+  CHECK(refusal(0, {"a", ""}, 0) == "rank 1 needs a name of its own, not ''");
+  CHECK(refusal(1, {"a", "b", "a"}, 3) == "rank 2 needs a name of its own, not 'a'");
 }
 
 TEST_CASE("a second join is refused and harms nothing") {
