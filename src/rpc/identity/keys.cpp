@@ -1,6 +1,7 @@
 #include "identity/keys.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstdlib>
@@ -42,7 +43,7 @@ void require(bool worked, const char* what) {
 // kernel ends them.
 struct Gate {
   std::shared_timed_mutex mutex;
-  bool is_closed = false;  // by mutex
+  std::atomic<bool> is_closed{false};  // read with the mutex held
 };
 
 Gate& gate() {
@@ -50,9 +51,9 @@ Gate& gate() {
     // Some option, as with none of them no handler is registered.
     require(OPENSSL_init_crypto(OPENSSL_INIT_LOAD_CRYPTO_STRINGS, nullptr) == 1, "its set-up");
     std::atexit([] {
+      gate().is_closed = true;  // first, so that no thread keeps the mutex from this one
       // Not for ever: a forked process may have lost threads that were inside.
       const std::unique_lock lock(gate().mutex, std::chrono::seconds(1));
-      gate().is_closed = true;
     });
     return *new Gate;  // outlives all threads
   }();
