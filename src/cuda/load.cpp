@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <dlfcn.h>
 #include <torch/headeronly/version.h>
 
@@ -123,6 +124,15 @@ const Plugin& load_once() {
   // Its own search path leads to NVIDIA's libraries of its install. In the global scope, because
   // the plugin takes them from there, and LibTorch's own parts each other. Never closed again.
   open_library(torch_cuda, RTLD_GLOBAL);
+  // LibTorch looks for CUDA once, the first time that anything asks, and remembers the answer.
+  if (!at::detail::getCUDAHooks().isBuilt()) {
+    throw base::Exception(
+        base::ErrorKind::kInvalid,
+        "torch::manual_seed(), backward() or torch::cuda::is_available() was called before CUDA "
+        "was "
+        "loaded, so LibTorch will find no GPU in this process: call them in a rank's function, or "
+        "distrain::cuda::load() before them");
+  }
   if (torch_cuda.parent_path() != folder) {
     // LibTorch opens these by their names when it needs them, and would look in its own folder
     // only. It says itself what it lacks if one can't be opened; the second needs a driver.

@@ -20,6 +20,12 @@ int driver_version() {
   return version;
 }
 
+/// The oldest driver that runs programs of a major version of CUDA (NVIDIA's table of minor version
+/// compatibility).
+std::string driver_for(int cuda) {
+  return cuda == 12 ? "525" : cuda == 13 ? "580" : "for CUDA " + std::to_string(cuda);
+}
+
 int runtime_version() {
   int version = 0;
   cudaRuntimeGetVersion(&version);
@@ -39,7 +45,8 @@ class CudaPlugin final : public Plugin {
     }
     if (result == cudaErrorInsufficientDriver) {
       fail("this machine's NVIDIA driver is too old: it runs programs up to CUDA " +
-           version_text(driver) + ", this one needs CUDA " + version_text(runtime_version()));
+           version_text(driver) + ", LibTorch's CUDA " + version_text(runtime_version()) +
+           " needs driver " + driver_for(runtime_version() / 1000) + " or newer");
     }
     if (result == cudaSuccess || result == cudaErrorNoDevice) {
       fail("no GPU: the NVIDIA driver shows this process none (is CUDA_VISIBLE_DEVICES empty?)");
