@@ -20,6 +20,7 @@ struct SerialThread::State {
     while (queue.size() > running) {
       const auto task = std::next(queue.begin(), static_cast<std::ptrdiff_t>(running));
       lock.unlock();
+      if (before_task) before_task();
       (*task)();
       *task = Task();  // what it held goes before idle() tells
       lock.lock();
@@ -28,6 +29,7 @@ struct SerialThread::State {
   }
 
   std::string name;
+  std::function<void()> before_task;
   std::mutex mutex;
   std::condition_variable changed;
   std::list<Task> queue;  // the first one is running, if the thread is not waiting
@@ -35,8 +37,10 @@ struct SerialThread::State {
   std::thread thread;
 };
 
-SerialThread::SerialThread(std::string name) : state_(std::make_shared<State>()) {
+SerialThread::SerialThread(std::string name, std::function<void()> before_task)
+    : state_(std::make_shared<State>()) {
   state_->name = name.substr(0, 15);
+  state_->before_task = std::move(before_task);
 }
 
 SerialThread::~SerialThread() {

@@ -86,6 +86,7 @@ void ThreadPool::run() {
     // A thread that was notified may have come late for its task: the rest needs one more.
     if (wants_thread_locked()) start_thread_locked();
     lock.unlock();
+    if (options_.before_task) options_.before_task();
     task();
     task = Task();  // its captures die here, outside the lock
     if (options_.after_task) options_.after_task();

@@ -36,7 +36,7 @@ class StagedReduceGroup::HostBuffers {
       std::erase_if(used_, [](const Used& used) { return used.copied.reached(); });
     }
     const at::NoGradGuard no_grad;
-    return rpc::pinned_bytes(tensor.device().type(), static_cast<int64_t>(tensor.nbytes()))
+    return rpc::pinned_bytes(tensor.device(), static_cast<int64_t>(tensor.nbytes()))
         .view(tensor.scalar_type())
         .view(tensor.sizes());
   }

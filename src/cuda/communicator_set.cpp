@@ -14,6 +14,13 @@ namespace {
 
 constexpr std::chrono::milliseconds kLookEvery{20};
 
+void abort_aside(const std::shared_ptr<Lane>& lane) {
+  lane->aside->run([lane] {
+    rpc::make_current(lane->stream.device());
+    lane->nccl->abort();
+  });
+}
+
 }  // namespace
 
 void Aside::run(base::Task task) noexcept {
@@ -78,8 +85,7 @@ void CommunicatorSet::add(size_t number, std::shared_ptr<Lane> lane) {
       return;
     }
   }
-  Aside& aside = *lane->aside;
-  aside.run([lane = std::move(lane)] { lane->nccl->abort(); });
+  abort_aside(lane);
 }
 
 void CommunicatorSet::end(const Error& error) {
@@ -91,9 +97,7 @@ void CommunicatorSet::end(const Error& error) {
     ended_ = true;
     lanes.swap(lanes_);
   }
-  for (auto& [number, lane] : lanes) {
-    lane->aside->run([lane = lane] { lane->nccl->abort(); });
-  }
+  for (const auto& [number, lane] : lanes) abort_aside(lane);
 }
 
 class Watch::Item {
@@ -168,6 +172,7 @@ void Watch::look() {
   }
   for (const auto& [item, done] : items) {
     std::optional<Error> error;
+    rpc::make_current(item->lane->stream.device());
     try {
       if ((done && done->reached()) || item->set->outcome()->error()) {
         forget(item);

@@ -40,7 +40,10 @@ struct Lane {
        std::shared_ptr<Aside> aside_in)
       : nccl(std::move(nccl_in)), stream(stream_in), aside(std::move(aside_in)) {}
   ~Lane() {
-    aside->run([ended = std::move(nccl)]() mutable { ended.reset(); });
+    aside->run([ended = std::move(nccl), device = stream.device()]() mutable {
+      rpc::make_current(device);
+      ended.reset();
+    });
   }
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;

@@ -204,6 +204,7 @@ class NcclReduceGroup::Impl {
 
   OverNccl::Given run(const at::Tensor& tensor, Kind kind, int root, const PassNumber& pass,
                       const rpc::StreamPoint& before) {
+    rpc::make_current(tensor.device());
     const Report report = take_late_failure();
     if (set_->outcome()->error()) renew_set();
     const size_t number = devices_.number_of(tensor.device());

@@ -14,6 +14,7 @@
 #include "distrain/base/trace.h"
 #include "distrain/data/named_tensors.h"
 #include "distrain/data/stored_tensors.h"
+#include "distrain/rpc/device.h"
 
 namespace distrain::job {
 
@@ -153,7 +154,8 @@ Checkpoints::Checkpoints(CheckpointOptions options, const Job& job, EventSink& s
     : options_(std::move(options)),
       sink_(sink),
       failed_(std::move(failed)),
-      before_save_(job.inject.before_save) {
+      before_save_(job.inject.before_save),
+      device_(job.device()) {
   if (options_.dir.empty() || options_.read_only) return;
   store_ = std::make_unique<data::CheckpointStore>(
       options_.dir, death_at(job.inject.fail_checkpoint, in_first_save_), options_.keep);
@@ -204,6 +206,7 @@ void Checkpoints::save(Snapshot snapshot, std::function<void(Snapshot&)> fill,
   try {
     thread_ = std::thread([this, save = std::move(save)]() mutable {
       pthread_setname_np(pthread_self(), "checkpoint");
+      rpc::make_current(device_);
       run(save);
     });
   } catch (const std::system_error& e) {

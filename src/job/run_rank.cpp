@@ -420,6 +420,7 @@ Outcome run_local_job(const Job& job, EventSink& sink,
   try {
     Job placed = job;
     if (job.choose_devices) placed.devices = job.choose_devices("local", {});
+    rpc::make_current(placed.device());
     outcome = run(placed);
   } catch (...) {
     const auto error = std::current_exception();

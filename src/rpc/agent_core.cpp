@@ -200,12 +200,18 @@ void AgentCore::stop() {
 
 void AgentCore::set_device(c10::Device device) {
   devices.set_home(device);
-  options.device = device;
+  enter_device();
+}
+
+void AgentCore::enter_device() {
+  executor.set_device(devices.home());
+  executor.enter_device();
 }
 
 // ---- joining ----
 
 void AgentCore::join(const std::function<void()>& prepare) {
+  enter_device();
   control->run(prepare);
   if (options.on_long_wait) loop.post([this] { watch_waits_on_loop({}); });
 }

@@ -32,11 +32,19 @@
 namespace distrain::rpc {
 
 /// The worker pool, with what has to travel with a continuation. Once the pool has stopped, what is
-/// posted is dropped.
+/// posted is dropped. Each task begins with the rank's device as its thread's current one, whatever
+/// the task before it has left.
 class WorkerExecutor final : public base::Executor {
  public:
-  explicit WorkerExecutor(base::ThreadPool::Options options) : pool_(std::move(options)) {}
+  explicit WorkerExecutor(base::ThreadPool::Options options)
+      : pool_([&] {
+          options.before_task = [this] { enter_device(); };
+          return std::move(options);
+        }()) {}
   base::ThreadPool& pool() { return pool_; }
+  void set_device(c10::Device device) { device_ = device; }
+  /// For other threads of the agent, too.
+  void enter_device() const noexcept { make_current(device_); }
   void post(base::Task task) override { post_behind(base::queued_work(), std::move(task)); }
   void post_behind(base::QueuedWorkPtr work, base::Task task) override {
     pool_.post(base::behind(std::move(work), std::move(task)));
@@ -45,6 +53,7 @@ class WorkerExecutor final : public base::Executor {
   base::Error error_in_flight(base::ErrorKind otherwise) const override;
 
  private:
+  std::atomic<c10::Device> device_{c10::kCPU};
   base::ThreadPool pool_;
 };
 
@@ -92,6 +101,8 @@ class AgentCore {
   void give_up(uint64_t id, int to);
 
   void set_device(c10::Device device);
+  /// Makes the rank's device current on this thread and, from their next task on, on the agent's.
+  void enter_device();
 
   /// `peer_lost`, or what the peer said when it left.
   base::Status send(int to, net::OutFrame frame);
@@ -109,7 +120,7 @@ class AgentCore {
   base::InlineExecutor& inline_executor = *shared_inline_executor;
   base::ThreadPool& pool = executor.pool();
   const std::shared_ptr<ReplyGate> replies = std::make_shared<ReplyGate>(*this);
-  Layers layers;
+  Layers layers{[executor = shared_executor] { executor->enter_device(); }};
   PendingCalls pending;
   CallsInWork calls_in_work;
   Loans early_messages;  // room for those of channels that nobody has opened yet
@@ -204,7 +215,9 @@ class AgentCore {
   PerRank<Flow> flows_;
   std::atomic<bool> flows_are_known_{false};
   CallQueue queued_calls_;
-  base::SerialThread given_up_{"dt-given-up"};  // lets go of calls that nobody waits for any more
+  // Lets go of calls that nobody waits for any more.
+  base::SerialThread given_up_{"dt-given-up",
+                               [executor = shared_executor] { executor->enter_device(); }};
   std::atomic<uint64_t> next_call_{1};
   std::atomic<uint64_t> next_transfer_{1};
   std::atomic<uint64_t> calls_{0};

@@ -100,7 +100,7 @@ void Arrival::copy_queued() {
         const std::span<const uint8_t> bytes = frame.payload;
         copy_locked(bytes, std::move(frame.body));
       }
-      stager_.restock(to_c10(device_).type(), frames.size());
+      stager_.restock(to_c10(device_), frames.size());
     } catch (...) {
       error_ = error_in_flight(base::ErrorKind::kInternal);
       memory_ = at::Tensor();
@@ -130,7 +130,7 @@ std::pair<at::Tensor, StreamPoint> Arrival::finish(std::span<const uint8_t> rest
   std::lock_guard copying(copy_mutex_);
   if (error_) throw base::Exception(*error_);
   // Out of the message's buffer, which is not the device's to read and goes with the message.
-  base::BufferPtr block = stager_.host_block(to_c10(device_).type(), rest.size());
+  base::BufferPtr block = stager_.host_block(to_c10(device_), rest.size());
   std::memcpy(block->data, rest.data(), rest.size());
   copy_locked({block->data, block->size}, block);
   return {memory_, StreamPoint::mark(stager_.in_stream(memory_.device()))};

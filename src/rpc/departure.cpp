@@ -83,7 +83,7 @@ void Departure::begin_copy(Piece& piece) {
   const at::NoGradGuard no_grad;
   const Transfer& transfer = transfers_[piece.transfer];
   const auto size = piece.end - piece.begin;
-  piece.block = stager_.host_block(transfer.device.type(), size);
+  piece.block = stager_.host_block(transfer.device, size);
   const c10::Stream stream = stager_.out_stream(transfer.device);
   const c10::StreamGuard guard(stream);
   uint64_t filled = piece.begin;

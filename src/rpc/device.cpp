@@ -17,6 +17,15 @@ namespace distrain::rpc {
 
 using c10::impl::VirtualGuardImpl;
 
+void make_current(c10::Device device) noexcept {
+  if (!is_accelerator(device)) return;
+  try {
+    const VirtualGuardImpl devices(device.type());
+    if (devices.getDevice() != device) devices.setDevice(device);
+  } catch (...) {  // the work that follows fails, too
+  }
+}
+
 c10::Stream current_stream(c10::Device device) {
   return VirtualGuardImpl(device.type()).getStream(device);
 }
@@ -30,8 +39,8 @@ StreamPoint StreamPoint::mark(c10::Device device) {
 }
 
 // Events of CUDA go to their stream's device and come back to the thread's by cudaSetDevice, which
-// makes a context on that one, of hundreds of megabytes: on cuda:0 for any thread that has named no
-// device. A guard's way back does not.
+// makes a context on that one, and a question about an event makes one on the thread's: on cuda:0
+// for any thread that has named no device. A guard's way back does not.
 StreamPoint StreamPoint::mark(const c10::Stream& stream) {
   const c10::DeviceGuard guard(stream.device());
   StreamPoint point;
@@ -58,19 +67,26 @@ void StreamPoint::make_current_wait(c10::Device device) const {
 }
 
 void StreamPoint::wait_on_host() const {
-  if (!event_ || event_->query()) return;
+  if (reached()) return;
   const base::BlockingScope blocking;
+  const c10::DeviceGuard guard(event_->device());
   event_->synchronize();
 }
 
 void StreamPoint::settle() const noexcept {
   try {
-    if (event_) event_->synchronize();
+    if (!event_) return;
+    const c10::DeviceGuard guard(event_->device());
+    event_->synchronize();
   } catch (...) {  // the device does no more work
   }
 }
 
-bool StreamPoint::reached() const { return !event_ || event_->query(); }
+bool StreamPoint::reached() const {
+  if (!event_) return true;
+  const c10::DeviceGuard guard(event_->device());
+  return event_->query();
+}
 
 void use_on_stream(const at::Tensor& tensor, const c10::Stream& stream) {
   if (tensor.is_sparse()) {
@@ -81,9 +97,10 @@ void use_on_stream(const at::Tensor& tensor, const c10::Stream& stream) {
   VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
 }
 
-at::Tensor pinned_bytes(c10::DeviceType type, int64_t bytes) {
+at::Tensor pinned_bytes(c10::Device device, int64_t bytes) {
+  const c10::DeviceGuard guard(device);
   c10::Allocator* const allocator =
-      at::globalContext().getAcceleratorHooksInterface(type).getPinnedMemoryAllocator();
+      at::globalContext().getAcceleratorHooksInterface(device.type()).getPinnedMemoryAllocator();
   return at::detail::empty_generic({bytes}, allocator, c10::DispatchKeySet(c10::DispatchKey::CPU),
                                    at::kByte, std::nullopt);
 }
@@ -122,10 +139,10 @@ std::vector<at::Tensor> to_host(const std::vector<at::Tensor>& tensors) {
     }
   }
   if (pieces.empty()) return results;
-  const c10::DeviceType type = pieces[0].from.device().type();
+  const c10::Device device = pieces[0].from.device();
   int64_t longest = 0;
   for (const Piece& piece : pieces) longest = std::max(longest, piece.from.numel());
-  const at::Tensor blocks[2] = {pinned_bytes(type, longest), pinned_bytes(type, longest)};
+  const at::Tensor blocks[2] = {pinned_bytes(device, longest), pinned_bytes(device, longest)};
   for (size_t i = 0; i < pieces.size(); ++i) {
     at::Tensor& from = pieces[i].from;
     blocks[i % 2].narrow(0, 0, from.numel()).copy_(from, /*non_blocking=*/true);

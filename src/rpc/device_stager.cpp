@@ -70,17 +70,17 @@ base::BufferPtr DeviceStager::idle_host_block(size_t size) {
   return block;
 }
 
-base::BufferPtr DeviceStager::host_block(c10::DeviceType type, size_t size) {
+base::BufferPtr DeviceStager::host_block(c10::Device device, size_t size) {
   sweep();
   if (auto block = take_idle_block(size)) return block;
   try {
-    return Shelf::lend(shelf_, pinned_bytes(type, static_cast<int64_t>(kChunkBytes)), size);
+    return Shelf::lend(shelf_, pinned_bytes(device, static_cast<int64_t>(kChunkBytes)), size);
   } catch (const c10::Error& e) {
     throw base::Exception(base::ErrorKind::kResources, e.what_without_backtrace());
   }
 }
 
-void DeviceStager::restock(c10::DeviceType type, size_t frames) {
+void DeviceStager::restock(c10::Device device, size_t frames) {
   size_t number = 0;
   {
     std::lock_guard lock(shelf_->mutex);
@@ -91,7 +91,7 @@ void DeviceStager::restock(c10::DeviceType type, size_t frames) {
   try {
     for (; number > 0; --number) {
       static_cast<void>(
-          Shelf::lend(shelf_, pinned_bytes(type, static_cast<int64_t>(kChunkBytes)), 0));
+          Shelf::lend(shelf_, pinned_bytes(device, static_cast<int64_t>(kChunkBytes)), 0));
     }
   } catch (const c10::Error&) {  // other memory does
   }

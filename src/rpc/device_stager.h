@@ -66,9 +66,9 @@ class DeviceStager {
   c10::Stream out_stream(c10::Device device) { return streams_of(device).out; }
   c10::Stream in_stream(c10::Device device) { return streams_of(device).in; }
 
-  /// `size` bytes, a chunk at the most, that a device copies to and from without the CPU's help.
+  /// `size` bytes, a chunk at the most, that `device` copies to and from without the CPU's help.
   /// Throws `resources`.
-  base::BufferPtr host_block(c10::DeviceType type, size_t size);
+  base::BufferPtr host_block(c10::Device device, size_t size);
   /// The same, only if there is one at hand; otherwise null. For the loop.
   base::BufferPtr idle_host_block(size_t size);
   /// Keeps `memory` until a device has come to `point`.
@@ -76,7 +76,7 @@ class DeviceStager {
 
   /// `frames` chunks have come in: for those that lay in other memory for want of an idle block,
   /// one more is made for later ones, up to a bound. On a worker.
-  void restock(c10::DeviceType type, size_t frames);
+  void restock(c10::Device device, size_t frames);
 
   std::shared_ptr<BlocksSent> new_blocks_sent() { return std::make_shared<BlocksSent>(sending_); }
   /// Nobody waits for the network any more. For the end of an agent.

@@ -49,6 +49,13 @@ int count_of(c10::DeviceType type) {
   return c10::impl::getDeviceGuardImpl(type)->deviceCount();
 }
 
+// The device `rank` computes on: one without an index is the rank's own, by its number.
+c10::Device with_index(c10::Device device, int rank) {
+  if (device.is_cpu() || device.has_index()) return device;
+  const int count = count_of(device.type());
+  return {device.type(), static_cast<c10::DeviceIndex>(count > 0 && rank > 0 ? rank % count : 0)};
+}
+
 Error invalid(std::string message, int rank) {
   return Error{ErrorKind::kInvalid, std::move(message), rank, "join"};
 }
@@ -164,7 +171,7 @@ std::optional<Error> check_device_maps(const std::vector<std::string>& names,
 }
 
 DeviceTable::DeviceTable(int rank, c10::Device home, std::vector<DeviceMap> maps)
-    : rank_(rank), home_(home), maps_(std::move(maps)) {}
+    : rank_(rank), home_(with_index(home, rank)), maps_(std::move(maps)) {}
 
 void DeviceTable::set_home(c10::Device home) {
   static_cast<void>(rpc::to_wire(home));
@@ -173,7 +180,7 @@ void DeviceTable::set_home(c10::Device home) {
     throw base::Exception(ErrorKind::kInvalid,
                           "a rank's device has to be set before its job has begun");
   }
-  home_ = home;
+  home_ = with_index(home, rank_);
 }
 
 void DeviceTable::settle() {

@@ -14,6 +14,9 @@ namespace distrain::rpc {
 /// The layers that are built on an agent. Thread-safe.
 class Layers {
  public:
+  /// Calls `before_word` on the thread that tells the layers, before each loss.
+  explicit Layers(std::function<void()> before_word = {})
+      : teller_("dt-lost", std::move(before_word)) {}
   /// It is told of losses, earlier ones included.
   void add(const std::weak_ptr<Layer>& layer);
   /// Once for each rank: one that was lost is not lost again as its agent ends.
@@ -36,9 +39,9 @@ class Layers {
 
   mutable std::mutex mutex_;
   std::vector<std::weak_ptr<Layer>> layers_;
-  std::map<int, Loss> losses_;            // of ranks that are gone now
-  std::atomic<int> untold_{0};            // of a layer
-  base::SerialThread teller_{"dt-lost"};  // the workers may all be busy
+  std::map<int, Loss> losses_;  // of ranks that are gone now
+  std::atomic<int> untold_{0};  // of a layer
+  base::SerialThread teller_;   // the workers may all be busy
 };
 
 }  // namespace distrain::rpc

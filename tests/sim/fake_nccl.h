@@ -131,6 +131,7 @@ class FakeNccl {
     Communicator(std::shared_ptr<World> world, std::shared_ptr<Room> room, int rank)
         : world_(std::move(world)), room_(std::move(room)), rank_(rank) {}
     ~Communicator() override {
+      simulated::touch(simulated::current_device());
       std::lock_guard lock(world_->mutex);
       *ended_ = true;
     }
@@ -153,6 +154,7 @@ class FakeNccl {
            [root](const std::map<int, at::Tensor>& values) { return values.at(root); });
     }
     std::optional<std::string> failure() override {
+      simulated::touch(simulated::current_device());
       std::lock_guard lock(world_->mutex);
       if (*ended_) return "the fake communicator was aborted";
       const auto it = world_->failures.find(rank_);
@@ -161,6 +163,7 @@ class FakeNccl {
       return it->second.first;
     }
     void abort() noexcept override {
+      simulated::touch(simulated::current_device());
       std::unique_lock lock(world_->mutex);
       world_->changed.wait(lock, [&] { return !world_->holds_aborts; });
       if (!std::exchange(*ended_, true)) ++world_->aborted;

@@ -33,7 +33,7 @@ TEST_CASE("a message that is not sent after all leaves no copy behind") {
   }
   std::vector<base::BufferPtr> blocks;  // those that it had among them
   for (int i = 0; i < 4; ++i) {
-    blocks.push_back(stager.host_block(sim(0).type(), rpc::kChunkBytes));
+    blocks.push_back(stager.host_block(sim(0), rpc::kChunkBytes));
     std::memset(blocks.back()->data, 5, rpc::kChunkBytes);
   }
   run_all_sim_streams();

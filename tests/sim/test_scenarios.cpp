@@ -182,6 +182,19 @@ TEST_CASE("a step of hybrid or ps makes no copy too many") {
   CHECK(copies_a_step(only(0), ps(folder)) == Copies{2 * 1, 2 * (1 + 3), 0});
 }
 
+TEST_CASE("a job on the second device makes no context on the first, whatever it saves") {
+  const Folder folder;
+  HybridOptions options = hybrid();
+  options.checkpoint = {folder.path(), 5, "auto"};
+  for (const Place place : {Place::kRanks, Place::kLocal}) {
+    reset_sim_contexts();
+    run_on(all_on_one, options, place);
+    CHECK(sim_contexts(0) == "");
+    CHECK(sim_contexts(1).find("checkpoint") != std::string::npos);
+    options.steps = 40;
+  }
+}
+
 TEST_CASE("hybrid on devices learns what it learns on the CPU") {
   HybridOptions options = hybrid();
   options.optimizer = GENERATE("sgd", "adagrad", "adam");

@@ -216,10 +216,15 @@ TEST_CASE("memory that is not pinned is staged when it is copied in") {
 
 TEST_CASE("a random tensor needs no wait, is the generator's, and comes late") {
   const Drained drained;
-  at::Generator first = at::make_generator<at::CPUGeneratorImpl>(7);
+  at::Generator first =
+      at::globalContext().getAcceleratorHooksInterface(sim().type()).getNewGenerator(sim().index());
+  first.set_current_seed(7);
   at::Generator second = at::make_generator<at::CPUGeneratorImpl>(7);
-  const at::Tensor a = at::empty({100}, at::TensorOptions().device(sim())).uniform_(-1, 1, first);
+  at::Tensor a = at::empty({100}, at::TensorOptions().device(sim())).uniform_(-1, 1, first);
   CHECK(at::equal(a.cpu(), at::empty({100}).uniform_(-1, 1, second)));
+  CHECK_THROWS_WITH(a.uniform_(-1, 1, second), Catch::Contains("for generator but found 'cpu'"));
+  CHECK_THROWS_WITH(at::empty({3}, at::TensorOptions().device(sim(1))).uniform_(-1, 1, first),
+                    Catch::Contains("for generator but found 'sim:0'"));
 }
 
 TEST_CASE("shapes that depend on values, and outputs without a shape, come right") {

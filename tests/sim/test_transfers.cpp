@@ -366,7 +366,7 @@ TEST_CASE("a device that has failed is an error and not the end of the process")
   }
   rpc::DeviceStager fresh;
   const SimFailure failure;
-  CHECK(error_of([&] { static_cast<void>(fresh.host_block(sim(0).type(), 10)); }).kind ==
+  CHECK(error_of([&] { static_cast<void>(fresh.host_block(sim(0), 10)); }).kind ==
         ErrorKind::kResources);
 }
 
@@ -410,9 +410,14 @@ TEST_CASE("points in streams make no context on a device that this thread does n
     {
       const rpc::StreamPoint point = rpc::StreamPoint::mark(first);
       point.make_wait(second);
+      CHECK_FALSE(point.reached());
+      point.settle();
       point.wait_on_host();
+      static_cast<void>(rpc::pinned_bytes(sim(2), 100));
     }
-    CHECK(sim_contexts() == 1U << 2);
+    for (int device = 0; device < kSimDevices; ++device) {
+      CHECK(sim_contexts(device).empty() == (device != 2));
+    }
   })
       .join();
 }

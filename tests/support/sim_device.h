@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include <c10/core/Device.h>
 
@@ -18,6 +19,9 @@ namespace distrain::testing {
 //  - Copies between pinned memory and a device with non_blocking are such work, too: the host's
 //    memory is read or written only when the stream comes to it. Of memory that is not pinned they
 //    wait or stage, as CUDA's do.
+//  - It has generators of its own, and takes no other device's.
+//  - Whatever CUDA does in the thread's current device makes a context there, of which is kept a
+//    record: moving to a device, events, pinned memory, device memory.
 //  - Freed memory is filled with 0xFF (NaN; -1) in the order of the stream that allocated it, which
 //    may use it again at once. Whatever touches it under another stream without recordStream or a
 //    wait finds that done already.
@@ -75,9 +79,9 @@ class SimFailure {
   SimFailure& operator=(const SimFailure&) = delete;
 };
 
-/// Bit i: since the last reset a thread has gone to device i as by cudaSetDevice, which makes a
-/// context there. The way back of a guard is none of those.
-uint32_t sim_contexts();
+/// The names of the threads that have made a context on `device` since the last reset, sorted, each
+/// once, with commas between them. The way back of a guard makes none.
+std::string sim_contexts(int device);
 void reset_sim_contexts();
 
 }  // namespace distrain::testing

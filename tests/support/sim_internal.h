@@ -84,8 +84,13 @@ void run_on_host(Queue& queue, uint64_t point);
 Queue& queue_of(const c10::Stream& stream);
 Queue& queue_of(int device, int64_t stream);
 int current_device();
-/// Random numbers are the CPU's.
+/// This thread has made a context on `device`.
+void touch(int device);
+/// Its numbers are those of a generator of the CPU.
+at::Generator make_generator(int device);
 const at::Generator& default_generator(int device);
+/// The generator of the CPU within one of `device`. Throws for any other.
+at::Generator cpu_generator(const at::Generator& generator, int device);
 c10::Stream current_stream(int device);
 Queue& current_queue(c10::Device device);
 

@@ -386,8 +386,10 @@ class Call {
                                      }));
     }
     for (size_t i = 0; i < values.size(); ++i) {
-      const bool generator = op_.schema().arguments()[i].name() == "generator";
-      if (generator && values[i].isNone()) values[i] = default_generator(launch.device().index());
+      if (op_.schema().arguments()[i].name() != "generator") continue;
+      const int device = launch.device().index();
+      values[i] = cpu_generator(
+          values[i].isNone() ? default_generator(device) : values[i].toGenerator(), device);
     }
     values = computed(std::move(values));
     if (in_place_) {

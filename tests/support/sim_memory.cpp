@@ -85,6 +85,7 @@ class SimAllocator final : public c10::DeviceAllocator {
     const int device = current_device();
     const c10::Device place = sim(device);
     if (bytes == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, place};
+    touch(device);
     Device& here = devices_.at(static_cast<size_t>(device));
     reclaim(here);
     const size_t size = size_class(bytes);
@@ -212,6 +213,7 @@ class PinnedAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, c10::kCPU};
     check_health();
+    touch(current_device());
     void* memory = nullptr;
     TORCH_CHECK(posix_memalign(&memory, 4096, bytes) == 0, "no pinned memory");
     std::memset(memory, kPoison, bytes);

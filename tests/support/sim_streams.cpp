@@ -1,6 +1,7 @@
 #include <atomic>
 #include <chrono>
 #include <mutex>
+#include <set>
 #include <thread>
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -10,6 +11,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <pthread.h>
 
 #include "support/sim_internal.h"
 
@@ -28,6 +30,7 @@ thread_local std::vector<std::function<void()>> finished;
 struct Streams {
   std::array<std::array<Queue, kStreams>, kSimDevices> queues;
   SimCounters counters;
+  std::array<std::set<std::string>, kSimDevices> contexts;  // who has made one on each device
 };
 
 Streams& streams() {
@@ -38,7 +41,6 @@ Streams& streams() {
 thread_local int device_now = 0;
 thread_local std::array<int64_t, kSimDevices> stream_now{};
 std::array<std::atomic<uint64_t>, kSimDevices> handed_out{};
-std::atomic<uint32_t> contexts{0};
 std::atomic<bool> has_failed{false};
 
 c10::Stream stream_of(int device, int64_t id) {
@@ -81,7 +83,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void setDevice(c10::Device device) const override {
     if (!device.has_index()) return;
     device_now = checked(device.index());
-    contexts |= 1U << device_now;
+    touch(device_now);
   }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     if (device.has_index() && device.index() < kSimDevices) device_now = device.index();
@@ -141,6 +143,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* event) const override {
     if (!event || wait_is_dropped()) return true;
     check_health();
+    touch(device_now);
     const Lock lock;
     const Event& point = *static_cast<Event*>(event);
     return step(*point.queue, point.point);
@@ -148,6 +151,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (!event || wait_is_dropped()) return;
     check_health();
+    touch(device_now);
     const Event point = [event] {
       const Lock lock;
       return *static_cast<Event*>(event);
@@ -191,6 +195,32 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
 };
 
+class SimGenerator final : public c10::GeneratorImpl {
+ public:
+  explicit SimGenerator(int device, at::Generator cpu = at::make_generator<at::CPUGeneratorImpl>())
+      : GeneratorImpl(sim(device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+        cpu_(std::move(cpu)) {}
+  const at::Generator& cpu() const { return cpu_; }
+  void set_current_seed(uint64_t seed) override { cpu_.set_current_seed(seed); }
+  void set_offset(uint64_t offset) override { cpu_.set_offset(offset); }
+  uint64_t get_offset() const override { return cpu_.get_offset(); }
+  uint64_t current_seed() const override { return cpu_.current_seed(); }
+  uint64_t seed() override { return cpu_.seed(); }
+  void set_state(const c10::TensorImpl& state) override {
+    cpu_.unsafeGetGeneratorImpl()->set_state(state);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return cpu_.unsafeGetGeneratorImpl()->get_state();
+  }
+
+ private:
+  SimGenerator* clone_impl() const override {
+    return new SimGenerator(device_.index(), cpu_.clone());
+  }
+
+  at::Generator cpu_;
+};
+
 class Hooks final : public at::PrivateUse1HooksInterface {
  public:
   bool isBuilt() const override { return true; }
@@ -218,8 +248,8 @@ class Hooks final : public at::PrivateUse1HooksInterface {
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
     return default_generator(device < 0 ? device_now : checked(device));
   }
-  at::Generator getNewGenerator(c10::DeviceIndex) const override {
-    return at::make_generator<at::CPUGeneratorImpl>();
+  at::Generator getNewGenerator(c10::DeviceIndex device) const override {
+    return make_generator(device < 0 ? device_now : checked(device));
   }
   bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
@@ -335,15 +365,28 @@ Queue& queue_of(const c10::Stream& stream) {
 
 int current_device() { return device_now; }
 
+void touch(int device) {
+  char name[16] = {};
+  pthread_getname_np(pthread_self(), name, sizeof name);
+  const Lock lock;
+  streams().contexts.at(static_cast<size_t>(device)).insert(name);
+}
+
+at::Generator make_generator(int device) { return at::make_generator<SimGenerator>(device); }
+
 const at::Generator& default_generator(int device) {
   static const auto& made = *new auto([] {
     std::array<at::Generator, kSimDevices> generators;
-    for (at::Generator& generator : generators) {
-      generator = at::make_generator<at::CPUGeneratorImpl>();
-    }
+    for (int i = 0; i < kSimDevices; ++i) generators[size_t(i)] = make_generator(i);
     return generators;
   }());
   return made.at(static_cast<size_t>(device));
+}
+
+at::Generator cpu_generator(const at::Generator& generator, int device) {
+  TORCH_CHECK(generator.device() == sim(device), "Expected a '", sim(device),
+              "' device for generator but found '", generator.device(), "'");
+  return static_cast<SimGenerator*>(generator.unsafeGetGeneratorImpl())->cpu();
 }
 
 c10::Stream current_stream(int device) {
@@ -370,8 +413,18 @@ void reset_sim_counters() {
   simulated::counters() = {};
 }
 
-uint32_t sim_contexts() { return simulated::contexts; }
-void reset_sim_contexts() { simulated::contexts = 0; }
+std::string sim_contexts(int device) {
+  const simulated::Lock lock;
+  std::string names;
+  for (const std::string& name : simulated::streams().contexts.at(static_cast<size_t>(device))) {
+    names += (names.empty() ? "" : ",") + name;
+  }
+  return names;
+}
+void reset_sim_contexts() {
+  const simulated::Lock lock;
+  for (auto& names : simulated::streams().contexts) names.clear();
+}
 
 SimFailure::SimFailure() { simulated::has_failed = true; }
 SimFailure::~SimFailure() { simulated::has_failed = false; }

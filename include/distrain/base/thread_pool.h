@@ -27,6 +27,7 @@ class ThreadPool final : public Executor, private BlockObserver {
     int size = 4;                   ///< threads that may run, not counting those that wait
     int cap = 512;                  ///< threads that may exist
     std::function<void()> on_thread_start = {};  ///< run first by each; must not throw
+    std::function<void()> before_task = {};      ///< run before each task; must not throw
     std::function<void()> after_task = {};       ///< run after each task; must not throw
   };
 

@@ -71,7 +71,10 @@ struct AgentOptions {
   std::chrono::nanoseconds peer_timeout = std::chrono::seconds(5);
   /// This rank's device, if it has one: tensors on it arrive on the device of the rank that they
   /// are sent to, which is then an accelerator, too. Others need a map; a tensor on a device that
-  /// has no way to its receiver is `invalid`. Nothing is ever copied to the CPU unasked.
+  /// has no way to its receiver is `invalid`. Nothing is ever copied to the CPU unasked. Without an
+  /// index it is the rank's own: its number modulo the number of devices that this process sees, as
+  /// torch.distributed takes it. It becomes the current device of the thread that calls join() and
+  /// of all threads of the agent.
   c10::Device device = c10::kCPU;
   std::vector<DeviceMap> device_maps;
   /// Fault injection: each call that this agent makes is sent so much later.

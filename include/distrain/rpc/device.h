@@ -33,6 +33,11 @@ namespace distrain::rpc {
 
 inline bool is_accelerator(const c10::Device& device) { return !device.is_cpu(); }
 
+/// Makes `device` current on this thread; does nothing on the CPU. Each thread of a rank does so
+/// before it works: CUDA otherwise takes device 0, and makes a context of hundreds of megabytes
+/// there. If the device has failed, the work that follows tells it.
+void make_current(c10::Device device) noexcept;
+
 /// The current stream of this thread on `device`, which must be an accelerator.
 c10::Stream current_stream(c10::Device device);
 
@@ -70,8 +75,9 @@ class StreamPoint {
 /// `stream` uses it too: once freed it is not reused before that has come so far.
 void use_on_stream(const at::Tensor& tensor, const c10::Stream& stream);
 
-/// Memory of the CPU, of `bytes`, that accelerators of this type copy to and from without its help.
-at::Tensor pinned_bytes(c10::DeviceType type, int64_t bytes);
+/// Memory of the CPU, of `bytes`, that `device` and others of its type copy to and from without the
+/// CPU's help.
+at::Tensor pinned_bytes(c10::Device device, int64_t bytes);
 
 /// The same values on the CPU, row-major, for files and the like: those of devices come by way of a
 /// little pinned memory, one piece while the one before is put in its place. Blocks until they are

@@ -66,6 +66,8 @@ class Communicator final : public NcclCommunicator {
   Communicator& operator=(const Communicator&) = delete;
 
   ~Communicator() override {
+    c10::OptionalDeviceGuard guard;
+    enter(guard);
     try {
       finish();
     } catch (...) {  // aborted then
@@ -126,11 +128,21 @@ class Communicator final : public NcclCommunicator {
       const std::lock_guard lock(mutex_);
       std::swap(comm, comm_);
     }
+    c10::OptionalDeviceGuard guard;
+    enter(guard);
     // Known to hang at times: without the lock, which everybody else takes.
     if (comm) ncclCommAbort(comm);
   }
 
  private:
+  /// Makes the device current. One that has failed keeps no communicator from its end.
+  void enter(c10::OptionalDeviceGuard& guard) const noexcept {
+    try {
+      guard.reset_device(device_);
+    } catch (...) {
+    }
+  }
+
   std::string making() const {
     return "making a communicator of " + std::to_string(size_) + " ranks";
   }

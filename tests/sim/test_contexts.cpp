@@ -1,0 +1,126 @@
+// Ranks with a device of their own: which one that is, and that no thread of theirs makes a context
+// on another one.
+#include <ATen/ATen.h>
+
+#include "distrain/autograd/context.h"
+#include "distrain/cuda/nccl_reduce_group.h"
+#include "distrain/optim/distributed_optimizer.h"
+#include "distrain/rpc/device.h"
+#include "sim/fake_nccl.h"
+#include "support/catch.h"
+#include "support/cluster.h"
+#include "support/sim_device.h"
+#include "unit/collective/test_group.h"
+
+using namespace distrain;
+using namespace distrain::testing;
+
+namespace {
+
+const at::TensorOptions kSomeDevice(c10::kPrivateUse1);  // the current one of the thread
+
+at::Tensor doubled(at::Tensor x) { return x * 2; }
+std::string device_of_new() { return at::empty({1}, kSomeDevice).device().str(); }
+std::string go_elsewhere() {
+  rpc::make_current(sim(3));
+  return device_of_new();
+}
+at::Tensor failing(at::Tensor x) {
+  throw base::Exception(base::ErrorKind::kInvalid, std::to_string(x.numel()));
+}
+
+void expose_places(rpc::Agent& agent) {
+  autograd::install(agent);
+  optim::install(agent);
+  agent.expose<&doubled>("doubled");
+  agent.expose<&device_of_new>("device_of_new");
+  agent.expose<&go_elsewhere>("go_elsewhere");
+  agent.expose<&failing>("failing");
+}
+
+}  // namespace
+
+TEST_CASE("a device without an index is the rank's own") {
+  rpc::AgentOptions options;
+  options.device = c10::kPrivateUse1;
+  Cluster ranks(kSimDevices + 1, {}, options);
+  for (int rank = 0; rank < ranks.size(); ++rank) {
+    CHECK(ranks[rank].device() == sim(rank % kSimDevices));
+    CHECK(ranks[0].device_of(rank) == ranks[rank].device().str());
+  }
+  ranks.shutdown();
+}
+
+TEST_CASE("the rank's device is current in join() and at the beginning of each handler") {
+  rpc::AgentOptions options;
+  options.worker_threads = 1;
+  Cluster ranks(2, expose_places, options,
+                [](rpc::AgentOptions& o) { o.device = sim(2 - o.rank); });
+  std::string after_join;
+  ranks.on_all([&](rpc::Agent& agent) {
+    if (agent.rank() == 0) after_join = device_of_new();
+  });
+  CHECK(after_join == "sim:0");  // another thread than the one that has joined
+  for (int round = 0; round < 3; ++round) {
+    CHECK(ranks[0].rpc_sync<&device_of_new>(1) == "sim:1");
+    CHECK(ranks[0].rpc_sync<&go_elsewhere>(1) == "sim:3");
+  }
+  CHECK(ranks[1].rpc_sync<&device_of_new>(0) == "sim:2");
+  ranks.shutdown();
+  std::thread([] {
+    rpc::AgentOptions alone;
+    alone.names = {"w0"};
+    rpc::Agent agent(alone);
+    agent.join([&] {
+      agent.set_device(sim(2));
+      expect(device_of_new() == "sim:2", "not current in prepare()");
+    });
+    expect(device_of_new() == "sim:2", "not current behind join()");
+    agent.shutdown();
+  }).join();
+}
+
+TEST_CASE("ranks on the second device make no context on the first") {
+  reset_sim_contexts();
+  {
+    rpc::AgentOptions options;
+    options.device = sim(1);
+    Cluster ranks(3, expose_places, options);
+    const at::Tensor x = at::ones({700'000}).to(sim(1));  // in chunks
+    at::Tensor w = at::ones({3}).to(sim(1)).requires_grad_();
+    rpc::Agent& agent = ranks[0];
+    CHECK(agent.rpc_sync<&doubled>(1, x).mean().item<float>() == 2);
+    CHECK(error_of([&] { agent.rpc_sync<&failing>(1, x); }).kind == base::ErrorKind::kInvalid);
+    CHECK(agent.rpc_async<&doubled>(1, x)
+              .then(agent.executor(), [](at::Tensor& y) { return y.sum().item<float>(); })
+              .wait() == 2 * 700'000);
+    {
+      optim::DistributedOptimizer optimizer(agent, {agent.make_rref(w)}, optim::Sgd{.lr = 0.5});
+      autograd::Context context(agent);
+      autograd::backward(context, {agent.rpc_sync<&doubled>(2, w).sum()});
+      optimizer.step(context);
+    }
+    CHECK(w.sum().item<float>() == 0);
+    ranks.kill(2);
+    CHECK(error_of([&] { agent.rpc_sync<&doubled>(2, x); }).kind == base::ErrorKind::kPeerLost);
+  }
+  {
+    FakeNccl nccl;
+    TestGroup group(2);
+    run_ranks(2, [&](int rank) {
+      cuda::NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
+      const at::Tensor tensor = at::ones({10}, at::TensorOptions(sim(1)));
+      reduce.start(tensor)->wait();
+      RANK_CHECK(tensor.sum().item<float>() == 10);
+      if (rank == 0) nccl.fail_call(0);
+      error_of([&] { reduce.start(tensor)->wait(); });  // rank 0 aborts, and rank 1 hears of it
+      error_of([&] { reduce.start(tensor)->wait(); });
+    });
+  }
+  CHECK(sim_contexts(0) == "");
+  const std::string made = sim_contexts(1);
+  CAPTURE(made);
+  for (const char* thread : {"dt-work", "distrain-nccl"}) {
+    CHECK(made.find(thread) != std::string::npos);
+  }
+}
