@@ -84,9 +84,9 @@ target_include_directories(distrain_sim PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})
 target_link_libraries(distrain_sim PUBLIC distrain_torch PRIVATE distrain_flags Threads::Threads)
 distrain_use_torch_pch(distrain_sim)
 file(GLOB files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/sim/*.cpp)
-list(APPEND files ${CMAKE_CURRENT_SOURCE_DIR}/oracle/graphs.cpp
-                  ${CMAKE_CURRENT_SOURCE_DIR}/oracle/distrain_runtime.cpp)
-distrain_catch_tests(sim TORCH LABELS sim FILES ${files} LINK distrain::app distrain::scenario distrain_sim)
+list(REMOVE_ITEM files ${device_suites})
+distrain_catch_tests(sim TORCH LABELS sim FILES ${files} SUITES ${device_suites}
+                     LINK distrain::app distrain::scenario distrain_sim)
 add_test(NAME sim.mutants
          COMMAND bash ${CMAKE_CURRENT_SOURCE_DIR}/sim/mutants.sh $<TARGET_FILE:sim> ${PROJECT_SOURCE_DIR})
 distrain_test_properties(sim.mutants ${CMAKE_CURRENT_SOURCE_DIR}/sim/mutants.sh 3600 sim soak)

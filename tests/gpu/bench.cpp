@@ -1,7 +1,8 @@
 // Echo of a 64 MiB tensor in a GPU's memory between two processes that share the GPU: distrain,
 // LibTorch's TensorPipe with its CUDA channels, and beside them what their way is made of: the
 // copies to pinned memory and back, and the same echo of a tensor on the CPU. One JSON line each,
-// then the ratios of the medians; exit code 1 if one is not what it should be.
+// then the ratios of the medians, with the speed that is wanted. The exit code does not depend on
+// it.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -215,7 +216,6 @@ int run() {
                     {"impl", "distrain-cuda"}, {"of", other},
                     {"speed", rounded(speed)}, {"wanted", wanted ? Json(*wanted) : Json()}};
     std::printf("%s\n", line.dump().c_str());
-    if (wanted && speed < *wanted && code == 0) code = 1;
   }
   return code;
 }

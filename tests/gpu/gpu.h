@@ -3,17 +3,14 @@
 
 #include <cstdlib>
 
-#include "distrain/cuda/load.h"
 #include "distrain/rpc/agent.h"
 #include "support/cluster.h"
+#include "support/test_device.h"
 
 namespace distrain::testing {
 
 /// The first GPU; throws where there is none.
-inline c10::Device gpu() {
-  static const int count = cuda::load().device_count();
-  return count > 0 ? c10::Device(c10::kCUDA, 0) : c10::Device(c10::kCPU);
-}
+inline c10::Device gpu() { return test_device(0); }
 
 /// Ranks that share the first GPU.
 inline Cluster gpu_cluster(int size, const Cluster::Setup& setup, rpc::AgentOptions options = {}) {

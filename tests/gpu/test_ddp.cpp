@@ -5,6 +5,7 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 
+#include "distrain/cuda/load.h"
 #include "distrain/cuda/nccl_reduce_group.h"
 #include "distrain/ddp/distributed_data_parallel.h"
 #include "gpu/gpu.h"
@@ -19,8 +20,14 @@ namespace {
 using GroupOf = std::function<std::shared_ptr<collective::ReduceGroup>(
     c10::intrusive_ptr<collective::Backend> backend)>;
 
+using DeviceOf = std::function<c10::Device(int rank)>;
+
+c10::Device on_cpu(int) { return c10::kCPU; }
+c10::Device on_first(int) { return gpu(); }
+
 /// The parameters of rank 0 after some steps of plain SGD, on the CPU.
-std::vector<at::Tensor> train_replicas(int size, c10::Device device, const GroupOf& group_of) {
+std::vector<at::Tensor> train_replicas(int size, const DeviceOf& device_of,
+                                       const GroupOf& group_of) {
   TestGroup group(size);
   std::vector<std::vector<at::Tensor>> results(static_cast<size_t>(size));
   std::vector<torch::nn::Sequential> modules;
@@ -34,6 +41,7 @@ std::vector<at::Tensor> train_replicas(int size, c10::Device device, const Group
   for (int i = 0; i < 10 * size; ++i) inputs.push_back(at::randn({32, 64}, at::kDouble));
   run_ranks(size, [&](int rank) {
     const auto index = static_cast<size_t>(rank);
+    const c10::Device device = device_of(rank);
     modules[index]->to(device);
     ddp::DistributedDataParallel model(modules[index], group_of(group.backends[index]));
     for (int step = 0; step < 10; ++step) {
@@ -74,9 +82,13 @@ void check_close(const std::vector<at::Tensor>& actual, const std::vector<at::Te
 }  // namespace
 
 TEST_CASE("one rank over NCCL trains as on the CPU") {
-  check_close(train_replicas(1, gpu(), nccl), train_replicas(1, c10::kCPU, staged));
+  check_close(train_replicas(1, on_first, nccl), train_replicas(1, on_cpu, staged));
 }
 
-TEST_CASE("two ranks on one GPU train_replicas as on the CPU, over staging") {
-  check_close(train_replicas(2, gpu(), staged), train_replicas(2, c10::kCPU, staged));
+TEST_CASE("two ranks on one GPU train as on the CPU, over staging") {
+  check_close(train_replicas(2, on_first, staged), train_replicas(2, on_cpu, staged));
+}
+
+TEST_CASE("two ranks on two GPUs train as on the CPU, over NCCL", "[two]") {
+  check_close(train_replicas(2, test_device, nccl), train_replicas(2, on_cpu, staged));
 }

@@ -38,7 +38,8 @@ TEST_CASE("the GPU has a name, an id and a place in the count") {
   CHECK(error_of([&] { plugin.device_name(-1); }).kind == ErrorKind::kResources);
 }
 
-TEST_CASE("a communicator of one rank reduces and broadcasts on the stream that it is given") {
+TEST_CASE("a communicator of one rank reduces and broadcasts on the stream that it is given",
+          "[memcheck]") {
   const cuda::Plugin& plugin = cuda::load();
   const auto communicator = join(plugin.new_nccl_id(), 1, 0);
   const c10::Stream stream = rpc::side_stream(kGpu);

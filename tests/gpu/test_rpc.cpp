@@ -2,6 +2,7 @@
 #include <tuple>
 
 #include <ATen/ATen.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 
 #include "gpu/gpu.h"
 #include "support/catch.h"
@@ -13,6 +14,7 @@ using testing::error_of;
 using testing::gpu;
 using testing::gpu_cluster;
 using testing::keep_busy;
+using testing::test_device;
 
 namespace {
 
@@ -71,6 +73,19 @@ TEST_CASE("tensors of a GPU arrive on the GPU, whatever their size, type and lay
   cluster.shutdown();
 }
 
+TEST_CASE("ranks on the second GPU make no context on the first", "[two]") {
+  rpc::AgentOptions options;
+  options.device = test_device(1);
+  testing::Cluster cluster(2, expose_places, options);
+  for (const int64_t size : {1, 1 << 20}) {
+    const at::Tensor tensor = at::ones({size}, at::device(test_device(1)));
+    CHECK(at::equal(cluster[0].rpc_sync<&add>("w1", tensor, tensor), tensor * 2));
+  }
+  cluster.shutdown();
+  CHECK(at::detail::getCUDAHooks().hasPrimaryContext(1));
+  CHECK_FALSE(at::detail::getCUDAHooks().hasPrimaryContext(0));
+}
+
 TEST_CASE("what is sent is what the sender's stream computes, and the reply the function's") {
   auto cluster = gpu_cluster(2, expose_places);
   Agent& agent = cluster[0];
@@ -85,7 +100,7 @@ TEST_CASE("what is sent is what the sender's stream computes, and the reply the 
   cluster.shutdown();
 }
 
-TEST_CASE("many at once") {
+TEST_CASE("many at once", "[memcheck]") {
   auto cluster = gpu_cluster(2, expose_places);
   Agent& agent = cluster[0];
   std::vector<at::Tensor> tensors;

@@ -88,7 +88,7 @@ Result train(testing::Cluster& cluster, c10::Device device,
 
 }  // namespace
 
-TEST_CASE("twenty steps of a model on two ranks equal the CPU's") {
+TEST_CASE("twenty steps of a model on two ranks equal the CPU's", "[memcheck]") {
   const std::vector<optim::OptimizerOptions> optimizers = {optim::Sgd{.lr = 0.1},
                                                            optim::Adagrad{.lr = 0.1}};
   auto on_gpu = gpu_cluster(2, expose_nets);

@@ -11,7 +11,7 @@
 #include "distrain/rpc/device.h"
 #include "support/catch.h"
 #include "support/cluster.h"
-#include "support/sim_device.h"
+#include "support/test_device.h"
 
 namespace distrain::testing {
 namespace {
@@ -40,15 +40,15 @@ struct OnTwoDevices : torch::autograd::Function<OnTwoDevices> {
   static Tensors backward(torch::autograd::AutogradContext*, const Tensors& gradients) {
     const double sum = gradients[1].sum().item<double>();
     const at::Tensor first = gradients[1] * sum;
-    const c10::Stream aside = rpc::side_stream(sim(1));
-    StreamPoint::mark(sim(1)).make_wait(aside);
+    const c10::Stream aside = rpc::side_stream(test_device(1));
+    StreamPoint::mark(test_device(1)).make_wait(aside);
     rpc::use_on_stream(first, aside);
     at::Tensor second;
     {
       const StreamGuard guard(aside);
       second = first * 2;
     }
-    StreamPoint::mark(aside).make_wait(rpc::current_stream(sim(0)));
+    StreamPoint::mark(aside).make_wait(rpc::current_stream(test_device(0)));
     return {gradients[0] * 2, second};
   }
 };
@@ -60,14 +60,14 @@ void expose_passes(rpc::Agent& agent) {
 }
 
 /// A leaf on a device, ready for any stream.
-at::Tensor leaf(const at::Tensor& values, c10::Device device = sim()) {
+at::Tensor leaf(const at::Tensor& values, c10::Device device = test_device()) {
   const at::Tensor there = values.to(device).requires_grad_();
   StreamPoint::mark(device).wait_on_host();
   return there;
 }
 
 /// A stream that has nothing to do with any other.
-c10::Stream new_stream(int device = 0) { return rpc::side_stream(sim(device)); }
+c10::Stream new_stream(int device = 0) { return rpc::side_stream(test_device(device)); }
 
 /// What `tensor` holds where `stream` has come so far.
 at::Tensor seen_from(const c10::Stream& stream, const at::Tensor& tensor) {
@@ -136,15 +136,16 @@ TEST_CASE("a graph over several devices and the CPU, each under a stream of its 
   Cluster cluster(1, expose_passes);
   for (int repeat = 0; repeat < 10; ++repeat) {
     const at::Tensor on_cpu = one_to_four().requires_grad_();
-    const at::Tensor w0 = leaf(one_to_four(), sim(0)), w1 = leaf(one_to_four() + 1, sim(1));
+    const at::Tensor w0 = leaf(one_to_four(), test_device(0)),
+                     w1 = leaf(one_to_four() + 1, test_device(1));
     const c10::Stream zero = new_stream(0), one = new_stream(1);
     Context context(cluster[0]);
     at::Tensor loss;
     {
       const StreamGuard guard_zero(zero);
       const StreamGuard guard_one(one);
-      const at::Tensor a = (w0 * on_cpu.to(sim(0))).sin();
-      const at::Tensor b = a.to(sim(1)) * w1;
+      const at::Tensor a = (w0 * on_cpu.to(test_device(0))).sin();
+      const at::Tensor b = a.to(test_device(1)) * w1;
       loss = (b.cpu() * on_cpu).sum();
     }
     autograd::backward(context, {loss});
@@ -184,8 +185,8 @@ TEST_CASE("whoever reads a gradient waits for it, under whatever stream") {
 TEST_CASE("the caller's stream is behind the whole pass") {
   Cluster cluster(1, expose_passes);
   Square square(cluster);
-  at::Tensor kept, total = at::zeros({4}, at::TensorOptions().device(sim()));
-  StreamPoint::mark(sim()).wait_on_host();
+  at::Tensor kept, total = at::zeros({4}, at::TensorOptions().device(test_device()));
+  StreamPoint::mark(test_device()).wait_on_host();
   square.context.on_gradient_ready(square.w, [&](const at::Tensor& gradient) { kept = gradient; });
   square.context.on_pass_end([&] { total.add_(kept); });
   square.backward();
@@ -195,7 +196,7 @@ TEST_CASE("the caller's stream is behind the whole pass") {
 
 TEST_CASE("the stream that began a pass is behind it when its future is") {
   AgentOptions options;
-  options.device = sim();
+  options.device = test_device();
   Cluster cluster(1, expose_passes, options);
   Square square(cluster);
   at::Tensor kept;
@@ -206,7 +207,8 @@ TEST_CASE("the stream that began a pass is behind it when its future is") {
 }
 
 TEST_CASE("a parameter that is sent has been updated") {
-  Cluster cluster(2, expose_passes, {}, [](AgentOptions& each) { each.device = sim(each.rank); });
+  Cluster cluster(2, expose_passes, {},
+                  [](AgentOptions& each) { each.device = test_device(each.rank); });
   const at::NoGradGuard no_grad;
   const at::Tensor w = leaf(one_to_four());
   {
@@ -218,14 +220,17 @@ TEST_CASE("a parameter that is sent has been updated") {
   CHECK(at::equal(cluster[0].rpc_sync<&twice>(1, w).cpu(), (one_to_four() + 10) * 2));
 }
 
-TEST_CASE("a call with tensors on several devices") {
+TEST_CASE("a call with tensors on several devices", "[two]") {
   Cluster cluster(2, expose_passes, {}, [](AgentOptions& each) {
-    each.device = sim(2 * each.rank);
+    each.device = test_device(2 * each.rank);
     each.device_maps.clear();
-    if (each.rank == 0) each.device_maps = {{"w1", {{sim(0), sim(2)}, {sim(1), sim(3)}}}};
+    if (each.rank == 0)
+      each.device_maps = {
+          {"w1", {{test_device(0), test_device(2)}, {test_device(1), test_device(3)}}}};
   });
   for (int repeat = 0; repeat < 10; ++repeat) {
-    const at::Tensor w0 = leaf(one_to_four(), sim(0)), w1 = leaf(one_to_four() + 1, sim(1));
+    const at::Tensor w0 = leaf(one_to_four(), test_device(0)),
+                     w1 = leaf(one_to_four() + 1, test_device(1));
     const c10::Stream zero = new_stream(0), one = new_stream(1);
     Context context(cluster[0]);
     at::Tensor loss;
@@ -233,7 +238,7 @@ TEST_CASE("a call with tensors on several devices") {
       const StreamGuard guard_zero(zero);
       const StreamGuard guard_one(one);
       const auto [product, triple] = cluster[0].rpc_sync<&across>(1, w0.sin(), w1.sin());
-      loss = (product + (triple * triple).to(sim(0))).sum();
+      loss = (product + (triple * triple).to(test_device(0))).sum();
     }
     autograd::backward(context, {loss});
     const StreamGuard guard_zero(new_stream(0));
@@ -251,7 +256,8 @@ TEST_CASE("a call with tensors on several devices") {
 TEST_CASE("a node with gradients on several devices finds both ready") {
   Cluster cluster(1, expose_passes);
   for (int repeat = 0; repeat < 10; ++repeat) {
-    const at::Tensor w0 = leaf(one_to_four(), sim(0)), w1 = leaf(one_to_four() + 1, sim(1));
+    const at::Tensor w0 = leaf(one_to_four(), test_device(0)),
+                     w1 = leaf(one_to_four() + 1, test_device(1));
     const c10::Stream zero = new_stream(0), one = new_stream(1);
     Context context(cluster[0]);
     at::Tensor loss;
@@ -259,7 +265,7 @@ TEST_CASE("a node with gradients on several devices finds both ready") {
       const StreamGuard guard_zero(zero);
       const StreamGuard guard_one(one);
       const auto both = OnTwoDevices::apply(w0, w1);
-      loss = (both[0] * both[0]).sum() + (both[1] * both[1]).sum().to(sim(0));
+      loss = (both[0] * both[0]).sum() + (both[1] * both[1]).sum().to(test_device(0));
     }
     autograd::backward(context, {loss});
     CHECK(at::equal(context.gradient(w1).cpu(), (one_to_four() + 1) * 4 * 28));
@@ -354,7 +360,7 @@ TEST_CASE("a gradient that was set is waited for") {
 TEST_CASE("reads and updates of parameters wait for each other's streams") {
   const bool at_home = GENERATE(true, false);
   AgentOptions options;
-  if (at_home) options.device = sim();
+  if (at_home) options.device = test_device();
   Cluster cluster(1, expose_passes, options);
   const at::NoGradGuard no_grad;
   const at::Tensor w = leaf(one_to_four());
@@ -413,7 +419,7 @@ TEST_CASE("the memory of a parameter that moves is kept for the streams that rea
   const bool reader_first = GENERATE(true, false);
   StreamPoint::mark(reader_first ? reading : updating).wait_on_host();
   const at::Tensor other = at::zeros({4}, w.options());
-  StreamPoint::mark(sim()).wait_on_host();
+  StreamPoint::mark(test_device()).wait_on_host();
   CHECK(at::equal(seen_from(updating, w), one_to_four() + 10));
   CHECK(at::equal(seen_from(reading, read), one_to_four()));
 }
@@ -424,8 +430,8 @@ TEST_CASE("sparse gradients add up under several streams") {
   const at::Tensor cpu_table = table.detach().cpu().requires_grad_();
   const at::Tensor cpu_indices = at::tensor({1, 3, 3, 0, 9, 2}, at::kLong);
   const at::Tensor cpu_offsets = at::tensor({0, 4}, at::kLong);
-  const at::Tensor indices = cpu_indices.to(sim()), offsets = cpu_offsets.to(sim());
-  StreamPoint::mark(sim()).wait_on_host();
+  const at::Tensor indices = cpu_indices.to(test_device()), offsets = cpu_offsets.to(test_device());
+  StreamPoint::mark(test_device()).wait_on_host();
   const auto bags = [](const at::Tensor& weight, const at::Tensor& i, const at::Tensor& o,
                        bool sparse) {
     const auto sums = std::get<0>(at::embedding_bag(weight, i, o, false, 0, sparse));

@@ -10,14 +10,14 @@
 #include "oracle/compare.h"
 #include "oracle/distrain_runtime.h"
 #include "oracle/graphs.h"
-#include "support/sim_device.h"
+#include "support/test_device.h"
 
 namespace distrain::oracle {
 namespace {
 
 using c10::StreamGuard;
 using rpc::StreamPoint;
-using testing::sim;
+using testing::test_device;
 
 at::Tensor to_cpu(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_sparse()) return tensor.defined() ? tensor.cpu() : tensor;
@@ -36,7 +36,9 @@ void check_same(const std::vector<at::Tensor>& actual, const std::vector<at::Ten
 
 /// Rank r has device r; with `shared`, all have the first.
 std::function<void(rpc::AgentOptions&)> on_devices(bool shared) {
-  return [shared](rpc::AgentOptions& options) { options.device = sim(shared ? 0 : options.rank); };
+  return [shared](rpc::AgentOptions& options) {
+    options.device = test_device(shared ? 0 : options.rank);
+  };
 }
 
 Graph ready_on(const Graph& graph, c10::Device device) {
@@ -116,7 +118,7 @@ TEST_CASE("gradients of ranks with devices are the CPU's") {
       DistrainRuntime runtime(world_size, on_devices(shared));
       for (const Graph& graph : all) {
         INFO(graph.name << ", " << world_size << " ranks" << (shared ? ", one device" : ""));
-        const Graph there = ready_on(graph, sim(0));
+        const Graph there = ready_on(graph, test_device(0));
         for (int repeat = 0; repeat < 3; ++repeat) {
           check_same(runtime.gradients(there), local_gradients(graph));
         }
@@ -130,11 +132,11 @@ TEST_CASE("the same from streams of the caller's own") {
   DistrainRuntime runtime(3, on_devices(false));
   for (const Graph& graph : graphs()) {
     INFO(graph.name);
-    const Graph there = hopping(ready_on(graph, sim(0)));
+    const Graph there = hopping(ready_on(graph, test_device(0)));
     const auto expected = local_gradients(graph);
     for (int repeat = 0; repeat < 3; ++repeat) {
       check_same(runtime.gradients(there), expected);
-      const StreamGuard guard(rpc::side_stream(sim(0)));
+      const StreamGuard guard(rpc::side_stream(test_device(0)));
       check_same(runtime.gradients(there), expected);
     }
   }
@@ -148,8 +150,8 @@ TEST_CASE("all graphs at once on devices, in contexts and streams of their own")
   std::vector<std::thread> threads;
   for (size_t i = 0; i < all.size(); ++i) {
     threads.emplace_back([&, i] {
-      const Graph there = ready_on(all[i], sim(0));
-      const StreamGuard guard(rpc::side_stream(sim(0)));
+      const Graph there = ready_on(all[i], test_device(0));
+      const StreamGuard guard(rpc::side_stream(test_device(0)));
       for (int repeat = 0; repeat < 3; ++repeat) {
         actual[i].clear();
         for (const at::Tensor& gradient : runtime.gradients(there)) {

@@ -15,7 +15,7 @@
 #include "distrain/rpc/device.h"
 #include "support/catch.h"
 #include "support/cluster.h"
-#include "support/sim_device.h"
+#include "support/test_device.h"
 
 namespace distrain::testing {
 namespace {
@@ -69,7 +69,7 @@ TEST_CASE("passes over a module on a device have the gradients of the parameters
   // A trainer with a device of its own, or without one.
   const bool trainer_has_device = GENERATE(false, true);
   Cluster cluster(2, expose_modules, {}, [&](rpc::AgentOptions& options) {
-    if (options.rank == 1 || trainer_has_device) options.device = sim(options.rank);
+    if (options.rank == 1 || trainer_has_device) options.device = test_device(options.rank);
   });
   rpc::Agent& agent = cluster[0];
   const RemoteModule net(agent, 1, "net");
@@ -120,34 +120,34 @@ TEST_CASE("passes over a module on a device have the gradients of the parameters
 
 TEST_CASE("what a pass on a device writes to a buffer, uncounted, is seen") {
   rpc::AgentOptions options;
-  options.device = sim(1);
+  options.device = test_device(1);
   Cluster cluster(1, expose_modules, options);
   RemoteModule net(cluster[0], 0, "uncounted");
   const at::Tensor x = at::rand({2, 3});
-  const base::Error error = error_of([&] { net.forward(x.to(sim(1))); });
+  const base::Error error = error_of([&] { net.forward(x.to(test_device(1))); });
   CHECK(error.kind == base::ErrorKind::kInvalid);
   CHECK(error.message.find("writes its buffer passes in forward()") != std::string::npos);
   net.eval();
-  CHECK(at::equal(rpc::to_host({net.forward(x.to(sim(1)))})[0], x));
+  CHECK(at::equal(rpc::to_host({net.forward(x.to(test_device(1)))})[0], x));
 }
 
 TEST_CASE("trainers under streams of their own share the module of their rank") {
   at::manual_seed(2);
   constexpr int kTrainers = 3, kSteps = 20;
   rpc::AgentOptions options;
-  options.device = sim(0);
+  options.device = test_device(0);
   Cluster cluster(1, expose_modules, options);
   const RemoteModule net(cluster[0], 0, "net");
   const at::Tensor x = at::rand({5, 4});
-  const double before = loss_of(net.forward(x.to(sim(0)))).item<double>();
+  const double before = loss_of(net.forward(x.to(test_device(0)))).item<double>();
   std::vector<std::thread> threads;
   std::vector<std::string> errors(kTrainers);
   for (int t = 0; t < kTrainers; ++t) {
     threads.emplace_back([&, t] {
       errors[static_cast<size_t>(t)] =
           error_of([&] {
-            const c10::StreamGuard guard(rpc::side_stream(sim(0)));
-            const at::Tensor input = x.to(sim(0));
+            const c10::StreamGuard guard(rpc::side_stream(test_device(0)));
+            const at::Tensor input = x.to(test_device(0));
             optim::DistributedOptimizer optimizer(cluster[0], net.remote_parameters(),
                                                   optim::Sgd{.lr = 1e-3});
             for (int step = 0; step < kSteps; ++step) {
@@ -160,7 +160,7 @@ TEST_CASE("trainers under streams of their own share the module of their rank") 
   }
   for (std::thread& thread : threads) thread.join();
   for (const std::string& error : errors) CHECK(error == "(no error)");
-  const double after = loss_of(net.forward(x.to(sim(0)))).item<double>();
+  const double after = loss_of(net.forward(x.to(test_device(0)))).item<double>();
   CHECK(std::isfinite(after));
   CHECK(after < before);
 }

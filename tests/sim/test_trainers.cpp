@@ -9,7 +9,7 @@
 #include "distrain/rpc/device.h"
 #include "support/catch.h"
 #include "support/cluster.h"
-#include "support/sim_device.h"
+#include "support/test_device.h"
 
 namespace distrain::testing {
 namespace {
@@ -40,11 +40,11 @@ class FailsOnTheDevice final : public collective::ReduceGroup {
 
 TEST_CASE("a job asks whether averages are whole when its device has done them") {
   const auto group = std::make_shared<FailsOnTheDevice>();
-  at::Tensor x = at::ones({3}, at::TensorOptions(sim(1)));
-  group->check(sim(1));
+  at::Tensor x = at::ones({3}, at::TensorOptions(test_device(1)));
+  group->check(test_device(1));
   x = x * 2 + 1;
-  group->fail_behind(rpc::StreamPoint::mark(sim(1)));
-  const base::Error error = error_of([&] { group->check(sim(1)); });
+  group->fail_behind(rpc::StreamPoint::mark(test_device(1)));
+  const base::Error error = error_of([&] { group->check(test_device(1)); });
   CHECK(error.kind == base::ErrorKind::kPeerLost);
   CHECK(error.rank == 1);
 }

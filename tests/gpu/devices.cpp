@@ -1,0 +1,25 @@
+#include <exception>
+
+#include "distrain/cuda/load.h"
+#include "support/test_device.h"
+
+namespace distrain::testing {
+namespace {
+
+// Before any test: LibTorch looks for CUDA at the first seed or backward pass, and never again.
+[[maybe_unused]] const bool loaded = [] {
+  try {
+    cuda::load();
+  } catch (const std::exception&) {  // told by the first test that asks for a GPU
+  }
+  return true;
+}();
+
+}  // namespace
+
+c10::Device test_device(int index) {
+  static const int count = cuda::load().device_count();
+  return {c10::kCUDA, static_cast<c10::DeviceIndex>(index % count)};
+}
+
+}  // namespace distrain::testing
