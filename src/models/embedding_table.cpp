@@ -27,6 +27,7 @@ at::Tensor EmbeddingTable::forward(rpc::CallContext& call, at::Tensor indices, a
 
 at::Tensor EmbeddingTable::lookup(const at::Tensor& indices, const at::Tensor& offsets) const {
   const c10::Device device = weight_.device();
+  rpc::check_rows(indices, weight_);
   return std::get<0>(at::embedding_bag(weight_, rpc::placed(indices, device),
                                        rpc::placed(offsets, device),
                                        /*scale_grad_by_freq=*/false,

@@ -42,6 +42,7 @@ WordEmbedding::WordEmbedding(int64_t words, int64_t size, uint64_t seed, c10::De
 }
 
 at::Tensor WordEmbedding::lookup(const at::Tensor& words) const {
+  rpc::check_rows(words, weight_);
   return at::embedding(weight_, rpc::placed(words, weight_.device()), /*padding_idx=*/-1,
                        /*scale_grad_by_freq=*/false,
                        /*sparse=*/true);

@@ -12,6 +12,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/instancenorm.h>
 
@@ -173,6 +174,17 @@ std::function<detail::AnyNet()> maker_of_tables(const detail::AnyNet& net) {
     own._weight(options._weight().expand({own.num_embeddings(), own.embedding_dim()}));
     return detail::any_net(std::make_shared<Table>(own));
   };
+}
+
+/// Checks the row numbers that a table, or a Sequential that begins with one, is given.
+void check_lookup(const torch::nn::Module& module, const std::vector<at::Tensor>& inputs) {
+  if (inputs.empty() || !inputs[0].defined()) return;
+  if (const auto* all = module.as<torch::nn::SequentialImpl>()) {
+    return check_lookup(*all->begin()->ptr(), inputs);
+  }
+  const auto* table = module.as<torch::nn::EmbeddingImpl>();
+  const auto* bag = module.as<torch::nn::EmbeddingBagImpl>();
+  if (table || bag) rpc::check_rows(inputs[0], table ? table->weight : bag->weight);
 }
 
 }  // namespace
@@ -374,6 +386,7 @@ void SharedModule::check_unchanged(Replica& replica, bool training) const {
 at::Tensor SharedModule::forward(rpc::CallContext& call, ForwardTerms terms,
                                  std::vector<at::Tensor> inputs) {
   const at::AutoGradMode recording(terms.recording && rpc::current_context() != 0);
+  const std::vector<at::Tensor> given = inputs;
   for (at::Tensor& input : inputs) {
     if (input.defined()) input = rpc::placed(input, agent_.device());
   }
@@ -387,6 +400,7 @@ at::Tensor SharedModule::forward(rpc::CallContext& call, ForwardTerms terms,
   at::Tensor result;
   try {
     const KeyedRandom random(terms.seed, terms.number);
+    check_lookup(module, given);
     result = (*lease).net.forward(inputs);
   } catch (...) {
     base::Error error = rpc::error_in_flight(ErrorKind::kRemoteFailed);

@@ -1,5 +1,7 @@
 #include "distrain/rpc/placed.h"
 
+#include <ATen/Functions.h>
+
 #include "distrain/base/thread_state.h"
 #include "distrain/rpc/device.h"
 
@@ -10,6 +12,14 @@ at::Tensor placed(const at::Tensor& tensor, c10::Device device) {
   if (is_accelerator(device)) return tensor.to(device, /*non_blocking=*/tensor.is_cpu());
   const base::BlockingScope waits;  // for the device
   return tensor.to(device);
+}
+
+void check_rows(const at::Tensor& index, const at::Tensor& table) {
+  if (!is_accelerator(table.device()) || index.numel() == 0) return;
+  const auto [least, most] = at::aminmax(placed(index, c10::kCPU));
+  const auto low = least.item<int64_t>(), high = most.item<int64_t>();
+  TORCH_CHECK_INDEX(low >= 0 && high < table.size(0), "a lookup of row ", low < 0 ? low : high,
+                    " of a table of ", table.size(0), " rows");
 }
 
 at::Tensor for_rank(const Agent& agent, int rank, const at::Tensor& tensor) {

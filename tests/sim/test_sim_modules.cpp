@@ -7,9 +7,12 @@
 #include <torch/autograd.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 
 #include "distrain/autograd/context.h"
+#include "distrain/models/embedding_table.h"
+#include "distrain/models/language_model.h"
 #include "distrain/nn/module.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/rpc/device.h"
@@ -163,6 +166,46 @@ TEST_CASE("trainers under streams of their own share the module of their rank") 
   const double after = loss_of(net.forward(x.to(test_device(0)))).item<double>();
   CHECK(std::isfinite(after));
   CHECK(after < before);
+}
+
+TEST_CASE("a row that a table on a device does not have is named to the caller") {
+  rpc::AgentOptions options;
+  options.device = test_device(1);
+  Cluster cluster(
+      2,
+      [](rpc::Agent& agent) {
+        expose_modules(agent);
+        nn::expose_module(agent, "table", [] { return torch::nn::Embedding(10, 3); });
+        nn::expose_module(agent, "bags", [] {
+          return torch::nn::Sequential(torch::nn::EmbeddingBag(10, 3), torch::nn::Linear(3, 2));
+        });
+      },
+      options);
+  for (const char* name : {"table", "bags"}) {
+    const RemoteModule net(cluster[0], 1, name);
+    for (const int64_t row : {int64_t{10}, int64_t{-1}}) {
+      const at::Tensor rows = at::tensor({int64_t{2}, row}).view({1, 2});
+      for (const at::Tensor& given : {rows, rows.to(test_device(1))}) {
+        const base::Error error = error_of([&] { net.forward(given); });
+        CHECK(error.kind == base::ErrorKind::kRemoteFailed);
+        CHECK_THAT(error.message, Catch::Contains("a lookup of row " + std::to_string(row) +
+                                                  " of a table of 10 rows"));
+      }
+    }
+    CHECK(net.forward(at::tensor({int64_t{0}, int64_t{9}}).view({1, 2}))
+              .isfinite()
+              .all()
+              .item<bool>());
+  }
+  cluster.shutdown();
+  const models::EmbeddingTable table(10, 3, 0, 1, test_device(1).str());
+  const at::Tensor bag = at::zeros({1}, at::kLong);
+  CHECK_THROWS_WITH(table.lookup(at::full({2}, 10, at::kLong), bag),
+                    Catch::Contains("a lookup of row 10 of a table of 10 rows"));
+  const models::WordEmbedding words(10, 3, 1, test_device(1));
+  CHECK_THROWS_WITH(words.lookup(at::full({2}, 12, at::kLong)),
+                    Catch::Contains("a lookup of row 12 of a table of 10 rows"));
+  CHECK(words.lookup(bag).isfinite().all().item<bool>());
 }
 
 }  // namespace distrain::testing

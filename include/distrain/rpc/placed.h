@@ -17,6 +17,11 @@ namespace distrain::rpc {
 /// `tensor`, which this rank got or made, where it computes.
 at::Tensor placed(const at::Tensor& tensor, c10::Device device);
 
+/// Throws torch's IndexError, as its lookups on the CPU do, if one of `index` is no row of `table`.
+/// A device fails for good over such a lookup, for all ranks that use it; so this looks at the
+/// numbers on the CPU, where `index` should still be. Does nothing for a table on the CPU.
+void check_rows(const at::Tensor& index, const at::Tensor& table);
+
 /// `tensor` as it can travel to `rank`: one of a GPU from this rank's device, or from the CPU.
 at::Tensor for_rank(const Agent& agent, int rank, const at::Tensor& tensor);
 
