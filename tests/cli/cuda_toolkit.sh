@@ -1,5 +1,4 @@
 #!/usr/bin/env bash
-# ctest: labels=noasan
 # Which CUDA Toolkit cmake/Cuda.cmake takes: only one of the major version that LibTorch was built for.
 set -euo pipefail
 here=$(dirname "$(realpath "${BASH_SOURCE[0]}")")

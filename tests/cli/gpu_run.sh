@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# ctest: labels=noasan timeout=120
+# ctest: timeout=120
 # tests/gpu/run without a GPU: its verdict, exit codes and report with programs that stand in for those that
 # it builds.
 set -euo pipefail
