@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <csignal>
+#include <filesystem>
 #include <system_error>
 #include <utility>
 
@@ -33,7 +34,8 @@ bool is_finite(const at::Tensor& tensor) {
   return true;
 }
 
-// What has diverged is not worth keeping, and must not push out what is.
+// Refuses parameters that have diverged: they are not worth keeping, and must not push out older
+// checkpoints.
 void check_finite(const std::string& name, const at::Tensor& tensor, int64_t step) {
   if (!tensor.is_floating_point() || is_finite(tensor)) return;
   throw base::Exception(base::ErrorKind::kNotFinite,
@@ -174,7 +176,13 @@ void Checkpoints::refuse_strangers() const {
   const auto newest = data::CheckpointStore::newest(options_.dir);
   if (!newest) return;
   const std::string& resume = options_.resume;
-  if (!resume.empty() && data::CheckpointStore::holds(options_.dir, resume)) return;
+  if (!resume.empty() && data::CheckpointStore::holds(options_.dir, resume)) {
+    const std::string named = std::filesystem::weakly_canonical(resume);
+    const std::string name = std::filesystem::path(*newest).filename();
+    if (named == std::filesystem::weakly_canonical(options_.dir) || named.ends_with(name)) return;
+    base::invalid("--resume " + resume + " is older than " + name + " in --checkpoint " +
+                  options_.dir + ": name a new folder to save in, or remove the newer ones first");
+  }
   base::invalid("--checkpoint " + options_.dir + " holds another run's checkpoints (" + *newest +
                 "): --resume auto goes on from it, or name a new folder");
 }
@@ -247,7 +255,10 @@ void Checkpoints::write(const Save& save) {
   for (const auto& [file, tensors] : snapshot.files) {
     auto& stored = checkpoint.files[file + kSuffix];
     for (const auto& [name, tensor] : data::on_host(tensors)) {
-      check_finite(name, tensor, snapshot.step);
+    const auto trained = snapshot.trained.find(file);
+      if (trained != snapshot.trained.end() && trained->second.contains(name)) {
+        check_finite(name, tensor, snapshot.step);
+      }
       stored[name] = data::to_stored(tensor, kept);
     }
   }

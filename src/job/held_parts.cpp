@@ -30,6 +30,9 @@ void put(const HeldPart& of, const data::NamedTensors& tensors, Snapshot& into) 
 
 void fetch(std::vector<HeldPart>& parts, Snapshot& into) {
   for (HeldPart& part : parts) {
+    for (const std::string& name : part.tensors.trained) {
+      into.trained[part.part.file].insert(part.part.stored(name, part.trainer));
+    }
     put(part, part.tensors.here, into);
     for (auto& held : part.tensors.elsewhere) {
       put(part, fetched(held), into);

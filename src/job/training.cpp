@@ -70,6 +70,16 @@ Plan Plan::of_steps(const RuleOptions& options, int64_t steps, std::string limit
 
 bool PartName::has(const std::string& tensor, int trainer) const {
   if (!name.empty() && !tensor.starts_with(name + ".")) return false;
+Held::Held(data::NamedTensors tensors) : here(std::move(tensors)) {
+  for (const auto& [name, tensor] : here) {
+    if (tensor.defined() && tensor.requires_grad()) trained.push_back(name);
+  }
+}
+
+void Held::leave_at(rpc::Agent& agent) {
+  if (!here.empty()) elsewhere.push_back(agent.make_rref(data::on_host(std::exchange(here, {}))));
+}
+
   return !each_own || tensor.ends_with(own_suffix(trainer));
 }
 
@@ -184,9 +194,7 @@ std::vector<HeldPart> TrainingPlan::held(int trainer, bool is_first) const {
   for (const Part& part : parts_) {
     if (!part.each_own && !is_first) continue;
     Held held = part.take(trainer);
-    if (agent_ && !held.here.empty()) {
-      held.elsewhere.push_back(agent_->make_rref(data::on_host(std::exchange(held.here, {}))));
-    }
+    if (agent_) held.leave_at(*agent_);
     all.push_back({part, trainer, std::move(held)});
   }
   return all;
@@ -262,7 +270,13 @@ Training::Training(Rank& rank, Plan plan)
 void Training::keep(const std::string& name, const nn::RemoteModule<>& module) {
   Part part;
   part.once = true;
-  part.take = [name, module](int) { return Held({module.held_state(name + ".")}); };
+  part.take = [name, module](int) {
+    Held held({module.held_state(name + ".")});
+    for (const std::string& each : module.parameter_names()) {
+      held.trained.push_back(name + "." + each);
+    }
+    return held;
+  };
   part.give = [name, module](int, const data::NamedTensors& saved) {
     nn::NamedTensors state;
     for (const auto& [key, tensor] : saved) state[key.substr(name.size() + 1)] = tensor;

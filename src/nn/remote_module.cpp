@@ -81,6 +81,10 @@ std::vector<rpc::RRef<at::Tensor>> RemoteModule<ByName>::remote_parameters() con
   return module_.rpc_sync<&SharedModule::parameter_rrefs>();
 }
 
+std::vector<std::string> RemoteModule<ByName>::parameter_names() const {
+  return module_.rpc_sync<&SharedModule::parameter_names>();
+}
+
 NamedTensors RemoteModule<ByName>::state() const {
   return without_deadline<&SharedModule::state>(module_);
 }

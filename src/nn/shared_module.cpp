@@ -422,6 +422,14 @@ std::vector<rpc::RRef<at::Tensor>> SharedModule::parameter_rrefs(rpc::CallContex
   return rrefs;
 }
 
+std::vector<std::string> SharedModule::parameter_names() const {
+  std::vector<std::string> names;
+  for (const auto& [its_name, parameter] : parameters_) {
+    if (parameter.requires_grad()) names.push_back(its_name);
+  }
+  return names;
+}
+
 rpc::RRef<NamedTensors> SharedModule::held_state(rpc::CallContext& call,
                                                  const std::string& prefix) {
   return call.agent.make_rref(state_of(prefix, has_rows_ ? Keep::kCopies : Keep::kVersions));

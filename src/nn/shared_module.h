@@ -34,6 +34,7 @@ class SharedModule final : public autograd::VersionKeeper {
   // What RemoteModule calls.
   at::Tensor forward(rpc::CallContext& call, ForwardTerms terms, std::vector<at::Tensor> inputs);
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
+  std::vector<std::string> parameter_names() const;
   NamedTensors state() { return state_of("", Keep::kCopies); }
   rpc::RRef<NamedTensors> held_state(rpc::CallContext& call, const std::string& prefix);
   void load_state(NamedTensors state);

@@ -56,6 +56,15 @@ for damaged in model.safetensors manifest.json; do
     expect_jq ".[-1].message | endswith(\"; the one before it is intact: --resume $(step 3)\")" "$damaged, --resume $resume"
   done
 done
+# Nothing newer goes unless the user removes it.
+run ps --local --checkpoint "$saves" --resume "$(step 3)" --steps 6
+expect 2 "newer ones in the folder"
+expect_jq '.[-1].message | contains(" is older than step-000000000005 in --checkpoint ")' \
+  "newer ones in the folder"
+[[ -d $(step 4) && -d $(step 5) ]] || fail "newer ones in the folder: removed"
+run ps --local --checkpoint "$tmp/others" --resume "$(step 3)" --steps 6
+expect 0 "from the intact one, to another folder"
+rm -r "$(step 4)" "$(step 5)"
 run ps --local --checkpoint "$saves" --resume "$(step 3)" --steps 6
 expect 0 "from the intact one"
 finish

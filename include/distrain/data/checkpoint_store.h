@@ -70,9 +70,9 @@ class CheckpointStore {
 
   /// Writes a checkpoint so that the folder holds it whole or not at all, whenever the process or
   /// the machine stops: into a temporary folder, each file and the folder fsynced, renamed, its
-  /// parent fsynced. Removes what interrupted saves left and, before the last rename, checkpoints
-  /// with a higher step: they are of a run that was resumed from before them. At the end the newest
-  /// `keep` are left. Saving the same step again replaces it. Gives back the checkpoint's path.
+  /// parent fsynced. Removes what interrupted saves left. At the end the newest `keep` are left of
+  /// those that are no newer than this one. Saving the same step again replaces it. Gives back the
+  /// checkpoint's path.
   ///
   /// Throws `resources` naming the file (disk full, no rights, the folder is gone); what was saved
   /// before stays. Throws `bad_data` when another job has saved there since, as on a file system

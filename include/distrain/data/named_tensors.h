@@ -15,7 +15,8 @@ using NamedTensors = std::map<std::string, at::Tensor>;
 
 /// Their values on the CPU, without a graph: for checkpoints.
 NamedTensors on_host(const NamedTensors& tensors);
-/// The same in memory of their own: they stay as they are when the tensors change.
+/// The same in memory of their own: they stay as they are when the tensors change. Copies of
+/// tensors that require a gradient do so, too.
 NamedTensors copies_on_host(const NamedTensors& tensors);
 
 /// Of a module, under `name`: parameters and buffers, as in "name.weight".

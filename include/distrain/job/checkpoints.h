@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -37,6 +38,8 @@ inline constexpr const char* kVocabulary = "vocabulary";
 struct Snapshot {
   int64_t step = 0;
   std::map<std::string, data::NamedTensors> files;
+  /// Of each file, the names of the tensors that are saved only if they are finite.
+  std::map<std::string, std::set<std::string>> trained;
   Json state = Json::object();
   std::string path;  ///< where it was read from
 
@@ -74,7 +77,7 @@ class Checkpoints {
 
   /// Takes the folder for as long as this lives, and tries whether it can be written. Throws
   /// `bad_data` if another job saves there, `invalid` if it holds the checkpoints of a run that
-  /// this one does not go on from.
+  /// this one does not go on from, or newer ones than the one that this one goes on from.
   Checkpoints(CheckpointOptions options, const Job& job, EventSink& sink, Failed failed = {});
   /// Waits until what is being saved is on disk: no longer than the disk takes, and what other
   /// ranks are to give takes until their loss is known.

@@ -67,13 +67,18 @@ struct PartName {
 struct Held {
   data::NamedTensors here;
   std::vector<rpc::RRef<data::NamedTensors>> elsewhere;  ///< held by their owners
-  static constexpr auto kFields = std::tuple(&Held::here, &Held::elsewhere);
+  std::vector<std::string> trained;                      ///< names of those that must be finite
+  static constexpr auto kFields = std::tuple(&Held::here, &Held::elsewhere, &Held::trained);
 
   Held() = default;
-  Held(data::NamedTensors tensors) : here(std::move(tensors)) {}  // NOLINT: implicit by design
-  Held(std::vector<rpc::RRef<data::NamedTensors>> owned)          // NOLINT
+  /// Those that require a gradient are trained.
+  Held(data::NamedTensors tensors);                       // NOLINT: implicit by design
+  Held(std::vector<rpc::RRef<data::NamedTensors>> owned)  // NOLINT
       : elsewhere(std::move(owned)) {}
 };
+
+  /// Has `agent`'s rank hold what is here until it is fetched.
+  void leave_at(rpc::Agent& agent);
 
 /// Something that a checkpoint keeps.
 struct Part : PartName {
@@ -95,8 +100,10 @@ Part part_of_words(const std::map<std::string, std::vector<std::string>>& lists)
 namespace detail {
 
 template <class T>
-rpc::RRef<data::NamedTensors> hold_parameters(rpc::CallContext& call, const rpc::RRef<T>& object) {
-  return call.agent.make_rref(data::copies_on_host(object.local_value().named_parameters()));
+Held hold_parameters(rpc::CallContext& call, const rpc::RRef<T>& object) {
+  Held held(data::copies_on_host(object.local_value().named_parameters()));
+  held.leave_at(call.agent);
+  return held;
 }
 template <class T>
 void give_parameters(const rpc::RRef<T>& object, const data::NamedTensors& saved) {
@@ -302,8 +309,8 @@ class Training : public TrainingPlan {
     Part part;
     part.once = true;
     part.take = [&agent, object](int) {
-      return Held({agent.rpc_sync<&detail::hold_parameters<T>>(
-          rpc::To(object.owner()).without_deadline(), object)});
+      return agent.rpc_sync<&detail::hold_parameters<T>>(rpc::To(object.owner()).without_deadline(),
+                                                         object);
     };
     part.give = [&agent, object](int, const data::NamedTensors& saved) {
       agent.rpc_sync<&detail::give_parameters<T>>(rpc::To(object.owner()).without_deadline(),

@@ -163,6 +163,9 @@ class RemoteModule<ByName> {
   /// References to the parameters that require a gradient, in torch's order, each once.
   std::vector<rpc::RRef<at::Tensor>> remote_parameters() const;
 
+  /// Names of the parameters that require a gradient, in the order of remote_parameters().
+  std::vector<std::string> parameter_names() const;
+
   /// Copies of parameters and buffers, on the CPU, all of one moment.
   NamedTensors state() const;
   /// The same, left on the module's rank, with `prefix` before each name.

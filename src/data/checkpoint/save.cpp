@@ -67,10 +67,7 @@ class Save {
     clean_up();
     try {
       write();
-      const bool have_another = !found_.empty() && *found_.begin() <= checkpoint_.step;
-      if (have_another) remove_abandoned();
       publish();
-      if (!have_another) remove_abandoned();
     } catch (const Exception&) {
       remove_unfinished();
       throw;
@@ -84,14 +81,13 @@ class Save {
   const OpenFolder& folder() const { return claim_.folder(); }
   std::string own_name(std::string_view prefix) const { return name_of(prefix, checkpoint_.step); }
 
-  void clean_up() {
+  void clean_up() const {
     const Saves saves = real_saves(folder());
     for (const int64_t step : saves.unfinished) remove(name_of(kUnfinished, step));
     for (const int64_t step : saves.old) remove(name_of(kOld, step));
-    found_ = saves.whole;
     for (const int64_t step : saves.replaced) {
       const std::string replaced = name_of(kReplaced, step);
-      if (found_.insert(step).second) {
+      if (!saves.whole.contains(step)) {
         folder().rename(replaced, name_of(kWhole, step));
       } else {
         retire(replaced, step);
@@ -149,17 +145,10 @@ class Save {
     }
   }
 
-  // Steps of a run only grow: higher ones are of a run that was resumed from before them, and would
-  // be taken for the newest. Before this one is there, if there is yet another to fall back on.
-  void remove_abandoned() const {
-    for (const int64_t step : found_) {
-      if (step > checkpoint_.step) retire(name_of(kWhole, step), step);
-    }
-  }
-
+  // Newer ones are another run's: neither do they count, nor do they go.
   void remove_old() const {
     auto others = real_saves(folder()).whole;
-    others.erase(checkpoint_.step);
+    others.erase(others.lower_bound(checkpoint_.step), others.end());
     while (static_cast<int64_t>(others.size()) >= keep_) {
       const int64_t step = *others.begin();
       others.erase(others.begin());
@@ -194,7 +183,6 @@ class Save {
   const int64_t keep_;
   std::map<std::string, std::string> headers_;
   Manifest manifest_;
-  std::set<int64_t> found_;  // whole checkpoints before this save
   std::optional<OpenFolder> unfinished_;
 };
 

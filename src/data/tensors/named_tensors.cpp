@@ -31,7 +31,9 @@ NamedTensors on_host(const NamedTensors& tensors) {
 NamedTensors copies_on_host(const NamedTensors& tensors) {
   NamedTensors copies = on_host(tensors);
   for (auto& [name, copy] : copies) {
-    if (tensors.at(name).defined() && tensors.at(name).is_cpu()) copy = copy.clone();
+    const at::Tensor& tensor = tensors.at(name);
+    if (tensor.defined() && tensor.is_cpu()) copy = copy.clone();
+    if (tensor.defined() && tensor.requires_grad()) copy.set_requires_grad(true);
   }
   return copies;
 }

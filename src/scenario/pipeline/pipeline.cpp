@@ -98,7 +98,11 @@ class Pipeline final : public PipelineModel {
     return at::cat(values);
   }
 
-  job::Held state() override { return stages_.call_all<&PipelineStage::hold_state>(); }
+  job::Held state() override {
+    job::Held held(stages_.call_all<&PipelineStage::hold_state>());
+    held.trained = parameter_names();
+    return held;
+  }
   void load(const data::NamedTensors& state) override {
     std::vector<base::Future<void>> loads;
     for (size_t i = 0; i < stages_.size(); ++i) {

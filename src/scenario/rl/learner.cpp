@@ -49,7 +49,13 @@ Learner::Learner(const RlOptions& options, c10::Device device, job::EventSink& s
                     static_cast<size_t>(options.envs_per_observer)) {}
 
 void Learner::keep_in(job::TrainingPlan& training) {
-  training.keep("", job::part_of(policy_.named_parameters()));
+  job::Part policy = job::part_of(policy_.named_parameters());
+  policy.take = [this](int) {
+    job::Held held(data::copies_on_host(policy_.named_parameters()));
+    held.trained = models::Policy::names();
+    return held;
+  };
+  training.keep("", std::move(policy));
   training.keep(updates_);
   training.keep("", job::part_of({{"running_reward", running_reward_}}, "state"));
 }
