@@ -48,8 +48,10 @@ std::string take_options(ParsedOptions& options, const job::Snapshot& saved, boo
   return changed;
 }
 
-/// The option's path, if there is one, must lead to a folder, or to a file with something in it.
-void check_path(const ParsedOptions& options, const std::string& name, bool is_folder) {
+/// The option's path, if there is one, must lead to a folder, or to a file with something in it. If
+/// ranks are started here, each opens the file for itself: no pipe, and nothing that is open here.
+void check_path(const ParsedOptions& options, const std::string& name, bool is_folder,
+                bool starts_ranks = false) {
   const std::string path = options.text(name);
   if (path.empty()) return;
   const auto refuse = [&](const char* why) {
@@ -59,6 +61,11 @@ void check_path(const ParsedOptions& options, const std::string& name, bool is_f
   if (stat(path.c_str(), &info) != 0 || access(path.c_str(), R_OK) != 0) refuse(strerror(errno));
   if (is_folder && !S_ISDIR(info.st_mode)) refuse("is not a directory");
   if (!is_folder && S_ISDIR(info.st_mode)) refuse("is a directory");
+  const bool is_open_here =
+      path == "/dev/stdin" || path.starts_with("/dev/fd/") || path.starts_with("/proc/");
+  if (starts_ranks && !is_folder && (!S_ISREG(info.st_mode) || is_open_here)) {
+    refuse("the ranks cannot share a pipe or an open file: name a file");
+  }
   if (S_ISREG(info.st_mode) && info.st_size == 0) refuse("the file is empty");
 }
 
@@ -118,31 +125,35 @@ void take_model_options(ParsedOptions& options, const job::Snapshot& saved) {
 
 void check_options(const ParsedOptions& options, Placement& placement) {
   check_restarts(options, placement);
-  if (!placement.has_rank_0()) return;
+  const bool has_rank_0 = placement.has_rank_0();
   // Given, taken, or found by itself: the data that is installed, say.
   const auto has = [&](const std::string& name) {
+    const Option* const option = find_option(options.table(), name);
     const std::string text = options.text(name);
-    return !text.empty() &&
-           (options.decided(name) || text != find_option(options.table(), name)->initial);
+    if (!option || text.empty()) return false;
+    return option->kind == ValueKind::kText || options.decided(name) || text != option->initial;
   };
   for (const Option& option : options.table()) {
-    if (!option.needs.empty() && options.given(option.name) && !has(option.needs)) {
+    const bool given = options.given(option.name);
+    if (has_rank_0 && given && !option.needs.empty() && !has(option.needs)) {
       invalid(fmt::format("--{} needs --{}", option.name, option.needs));
     }
     // A rank that joins does without: the data may be rank 0's to name.
     if (placement.mode == Placement::Mode::kJoin) continue;
     const bool idle = has("data") ? option.random_only : option.data_only;
-    if (options.given(option.name) && idle) {
+    if (has_rank_0 && given && idle) {
       placement.warn(fmt::format("--{} has no effect {} --data", option.name,
                                  has("data") ? "with" : "without"));
     }
-    if (option.path != Option::Path::kAny) {
-      check_path(options, option.name, option.path == Option::Path::kFolder);
+    if (option.path != Option::Path::kAny && (has_rank_0 || given)) {
+      check_path(options, option.name, option.path == Option::Path::kFolder,
+                 placement.mode == Placement::Mode::kSpawn);
     }
   }
+  if (!has_rank_0) return;
   if (options.text("resume") != "auto") {
     check_path(options, "resume", true);
-  } else if (!options.given("checkpoint")) {
+  } else if (options.text("checkpoint").empty()) {
     invalid("--resume auto needs --checkpoint");
   }
   if (options.given("trace")) check_trace(options.text("trace"));

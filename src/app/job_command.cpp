@@ -168,7 +168,7 @@ class Invocation {
     if (has_option("max-restarts")) {
       plan.max_restarts = static_cast<int>(options_.integer("max-restarts"));
     }
-    if (placement_.has_rank_0() && options_.given("checkpoint")) {
+    if (saves_here) {
       plan.newest_checkpoint = [folder = options_.text("checkpoint")] {
         return data::CheckpointStore::newest(folder);
       };
@@ -309,7 +309,7 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
                       .warn = [&](const std::string& message) { placement.warn(message); }});
     check_devices(options, definition, placement);
     check_injections(parse_injections(options.text("inject")),
-                     {.saves = options.given("checkpoint"), .stages = command.has_stages},
+                     {.saves = !options.text("checkpoint").empty(), .stages = command.has_stages},
                      placement);
     if (const auto text = definition.answer(options)) return print_text(*text);
     std::string token = take_token(options, placement);

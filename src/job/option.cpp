@@ -100,7 +100,8 @@ std::string canonical_value(const Option& option, std::string_view text, std::st
     case ValueKind::kText:
       break;
   }
-  if (text.empty()) invalid(fmt::format("{} needs a value", where));
+  const bool may_be_empty = option.may_be_empty && !option.initial.empty();
+  if (text.empty() && !may_be_empty) invalid(fmt::format("{} needs a value", where));
   return std::string(text);
 }
 

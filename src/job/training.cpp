@@ -68,8 +68,6 @@ Plan Plan::of_steps(const RuleOptions& options, int64_t steps, std::string limit
   return plan;
 }
 
-bool PartName::has(const std::string& tensor, int trainer) const {
-  if (!name.empty() && !tensor.starts_with(name + ".")) return false;
 Held::Held(data::NamedTensors tensors) : here(std::move(tensors)) {
   for (const auto& [name, tensor] : here) {
     if (tensor.defined() && tensor.requires_grad()) trained.push_back(name);
@@ -82,6 +80,8 @@ void Held::leave_at(rpc::Agent& agent) {
 
   return !each_own || tensor.ends_with(own_suffix(trainer));
 }
+bool PartName::has(const std::string& tensor, int trainer) const {
+  if (!name.empty() && !tensor.starts_with(name + ".")) return false;
 
 std::string PartName::stored(const std::string& tensor, int trainer) const {
   return each_own ? tensor + own_suffix(trainer) : tensor;

@@ -1,5 +1,6 @@
 // ctest: timeout=120
 // A job of somebody else's, on the job kit: rows of a table on a server, a net under DDP.
+#include <cmath>
 #include <future>
 #include <memory>
 #include <mutex>
@@ -64,7 +65,9 @@ torch::nn::Sequential make_net(const OwnOptions& options) {
   return seeded(options.seed, [&] {
     // One after the other: compilers initialise arguments in an order of their own.
     const torch::nn::Linear out(8, 1), hidden(options.dim, 8);
-    return torch::nn::Sequential(hidden, torch::nn::ReLU(), out);
+    torch::nn::Sequential net(hidden, torch::nn::ReLU(), out);
+    net->register_buffer("mask", at::full({2}, -INFINITY));  // saved as it is
+    return net;
   });
 }
 
@@ -110,6 +113,12 @@ void train_own(job::Rank& rank, const OwnOptions& options) {
       autograd::backward(context, {loss});
     }
     optimizer.step(context);
+    const at::NoGradGuard no_grad;
+    if (options.fault == "net.0.weight") at::Tensor(net.parameters()[0]).fill_(INFINITY);
+    if (options.fault == "table.weight") {
+      table.load_state(
+          {{"weight", at::full({kRows, options.dim}, NAN)}, {"mask", at::full({2}, -INFINITY)}});
+    }
     return job::Result{loss, kBatch};
   });
 }
@@ -123,7 +132,11 @@ const job::Definition<OwnOptions>& job_of(const OwnOptions&) {
           .role("trainer", &OwnOptions::trainers, train_own)
           .expose([](rpc::Agent& agent) {
             nn::expose_module(agent, "table", [](int64_t rows, int64_t dim) {
-              return seeded(3, [&] { return torch::nn::Embedding(rows, dim); });
+              return seeded(3, [&] {
+                torch::nn::Embedding table(rows, dim);
+                table->register_buffer("mask", at::full({2}, -INFINITY));
+                return table;
+              });
             });
             nn::expose_module(agent, "normalised", [](int64_t rows, int64_t dim) {
               return torch::nn::Sequential(torch::nn::Embedding(rows, dim),

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <optional>
 #include <string>
@@ -164,19 +165,23 @@ class Definition final : public AnyDefinition {
     return *this;
   }
 
-  /// The next ranks. With a count that is an option, which one role may have, they are numbered by
-  /// their rank, as in trainer3. `main` is what each does; without one it serves
-  /// the others until they are done.
+  /// Adds the next ranks. If `count` is an option, which one role may have, or above 1, they are
+  /// numbered by their rank, as in trainer3. `main` is what each does; without `main` a rank serves
+  /// the others until they are done. Throws `invalid` for a second role of that name, a fixed count
+  /// below 1, and a member that no option sets.
   Definition& role(std::string name, Count count, Main main = {}, Use use = Use::kCompute,
                    std::string alias = {}) {
+    const auto refuse_if = [&name](bool wrong, const char* why) {
+      if (wrong) base::invalid("the role " + name + ": " + why);
+    };
+    refuse_if(std::ranges::find(roles_, name, &RoleRow::name) != roles_.end(), "there already");
     if (const int* fixed = std::get_if<int>(&count)) {
+      refuse_if(*fixed < 1, "no rank has it");
       info_.fixed_ranks += *fixed;
     } else {
-      if (!info_.count_option.empty()) {
-        throw base::Exception(base::ErrorKind::kInternal,
-                              "a second role whose number of ranks is an option: " + name);
-      }
+      refuse_if(!info_.count_option.empty(), "the second whose number of ranks is an option");
       info_.count_option = list_.name_of(std::get<int Options::*>(count));
+      refuse_if(info_.count_option.empty(), "no option sets its number of ranks");
     }
     info_.roles.push_back({name, std::move(alias), use});
     roles_.push_back({std::move(name), count, std::move(main)});
@@ -250,7 +255,8 @@ class Definition final : public AnyDefinition {
     Roles roles;
     for (const RoleRow& row : roles_) {
       const auto* member = std::get_if<int Options::*>(&row.count);
-      roles.add(row.name, member ? options.**member : std::get<int>(row.count), member != nullptr);
+      const int count = member ? options.**member : std::get<int>(row.count);
+      roles.add(row.name, count, member != nullptr || count > 1);
     }
     return roles;
   }
@@ -319,6 +325,9 @@ class Definition final : public AnyDefinition {
     Options options = list_.read(parsed);
     if (settle_) {
       settle_(options, [&](std::string_view name) { return parsed.decided(std::string(name)); });
+    }
+    if constexpr (std::is_base_of_v<TrainerOptions, Options>) {
+      settle_limits(options, parsed, Options().epochs);
     }
     return options;
   }

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include <utility>
 #include <c10/core/Device.h>
 #include <nlohmann/json.hpp>
 

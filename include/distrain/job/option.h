@@ -55,6 +55,7 @@ struct Option {
   bool hidden = false;           ///< for tests; in no text
   bool random_only = false;      ///< without effect when there is a data file
   bool data_only = false;        ///< without effect when there is none
+  bool may_be_empty = false;     ///< a text whose default the user may switch off by ""
   bool each_own = false;         ///< unless rank 0's user gives it, each rank has its own default
   std::string initial_in_words;  ///< shown instead of `initial`
 };

@@ -42,6 +42,8 @@ class OptionRow {
   OptionRow& data_only() { return set(option_.data_only, true); }
   /// Each rank has its own default, unless rank 0's user gives a value.
   OptionRow& each_own() { return set(option_.each_own, true); }
+  /// A text whose default, if there is one, the user may switch off by "".
+  OptionRow& may_be_empty() { return set(option_.may_be_empty, true); }
   /// A job may go on from a checkpoint with another value.
   OptionRow& may_change() { return set(option_.may_change, true); }
   /// The command `predict` heeds it, though it may change.

@@ -33,6 +33,7 @@ struct CommonOptions {
     };
     list.text("checkpoint", of(&CheckpointOptions::dir), "DIR",
               "save here, so that the job can be taken up again")
+        .may_be_empty()
         .details(
             "It saves at the end, too, and on SIGINT, SIGTERM or SIGHUP. One job at a time saves "
             "in "
@@ -95,8 +96,9 @@ struct RuleOptions : optim::RuleText {
 /// Of a job whose trainers go through data in epochs.
 struct TrainerOptions : CommonOptions, RuleOptions {
   int trainers = 2;
-  int epochs = 1;
-  int64_t steps = 0;  ///< of each trainer; 0: as many as the epochs have
+  // Training ends at the smaller of these two limits.
+  int epochs = 1;     ///< 0: no limit
+  int64_t steps = 0;  ///< of each trainer; 0: no limit
   int batch_size = 32;
   std::string mode = "async";  ///< async, sync, and ssp where a job offers it
   int64_t staleness = 1;       ///< ssp: steps that a trainer may be ahead of the slowest
@@ -109,8 +111,10 @@ struct TrainerOptions : CommonOptions, RuleOptions {
   template <class Options>
   static void describe_trainer(OptionList<Options>& list) {
     list.integer("trainers", &TrainerOptions::trainers, "ranks that train").range(1, 1022);
-    list.integer("epochs", &TrainerOptions::epochs, "passes over the data")
-        .range(1, kMaxInt)
+    list.integer("epochs", &TrainerOptions::epochs, "passes over the data; 0: as --steps says")
+        .details(
+            "With --steps alone there is no limit of epochs. With both, training ends at whichever "
+            "comes\nfirst.")
         .may_change();
     list.integer("steps", &TrainerOptions::steps, "end after N steps of each trainer")
         .range(0, 1e12)
@@ -131,6 +135,10 @@ struct TrainerOptions : CommonOptions, RuleOptions {
             "starts one.");
   }
 };
+
+/// Drops the limit of training that the user has not given if the user has given the other one, and
+/// falls back on `default_epochs` if neither limit is left.
+void settle_limits(TrainerOptions& options, const ParsedOptions& parsed, int default_epochs);
 
 /// Throws `invalid` for more trainers that are to be left than there are. `told`: whether the user
 /// has said how many; `warn` hears of what has no effect.

@@ -75,11 +75,11 @@ struct Held {
   Held(data::NamedTensors tensors);                       // NOLINT: implicit by design
   Held(std::vector<rpc::RRef<data::NamedTensors>> owned)  // NOLINT
       : elsewhere(std::move(owned)) {}
-};
 
   /// Has `agent`'s rank hold what is here until it is fetched.
   void leave_at(rpc::Agent& agent);
 
+};
 /// Something that a checkpoint keeps.
 struct Part : PartName {
   bool once = false;  ///< it is one thing, which the first trainer gives for all

@@ -40,7 +40,8 @@ Vocabulary read_words(const std::string& path, int64_t max_words) {
   check(max_words == 0 || max_words >= kReservedWords,
         "a vocabulary has at least 2 words, <unk> and <eos>, or 0 for all, not ", max_words);
   return with_memory_for(path, [&] {
-    const auto text = read_file<std::string>(path);
+    InputFile file(path, InputFile::Kind::kRegular);  // the corpus is read from it, too
+    const auto text = read_to_end<std::string>(file);
     Vocabulary seen;  // by first appearance
     for (const std::string_view word : kReserved) seen.add(word);
     std::vector<int64_t> counts(kReservedWords, 0);

@@ -130,6 +130,17 @@ TEST_CASE("a line that nobody declares is refused") {
   CHECK(has(refused("step", bad), "step has another type"));
 }
 
+TEST_CASE("a default folder of checkpoints can be switched off") {
+  job::Option folder{.name = "checkpoint", .initial = "own"};
+  CHECK_THROWS_WITH(canonical_value(folder, "", "--checkpoint"), "--checkpoint needs a value");
+  folder.may_be_empty = true;
+  CHECK(canonical_value(folder, "", "--checkpoint").empty());
+  const job::OptionTable table = {folder};
+  CHECK(job::ParsedOptions(table).adopting({{"checkpoint", ""}}).text("checkpoint").empty());
+  folder.initial = "";  // nothing to switch off: a variable that is not set, perhaps
+  CHECK_THROWS_WITH(canonical_value(folder, "", "--checkpoint"), "--checkpoint needs a value");
+}
+
 TEST_CASE("what a rank derived from its own options does not outlive rank 0's") {
   job::Option mean{.name = "mean", .kind = job::ValueKind::kReal, .initial = "0.1", .max = 1};
   mean.each_own = true;

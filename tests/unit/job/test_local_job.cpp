@@ -1,11 +1,12 @@
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <string>
 
 #include <unistd.h>
 
 #include "distrain/base/trace.h"
-#include "distrain/job/job.h"
+#include "distrain/job/training.h"
 #include "support/catch.h"
 
 using namespace distrain;
