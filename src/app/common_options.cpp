@@ -58,6 +58,11 @@ join timeout.)");
 ranks are started again, and go on from the newest checkpoint; a trainer that the job goes on without
 is started again by itself. Each launcher of a job on several
 machines starts its own: give it to all of them.)");
+  add("save-timeout", kInteger, "N", "60",
+      "after a signal, end the ranks once a save makes no progress for N seconds")
+      .range(1, 1'000'000)
+      .needs("checkpoint")
+      .details("By the launcher with rank 0. A step that is under way has as long to end before.");
 
   group = "Network";
   scope = Scope::kRank;
@@ -131,7 +136,9 @@ OptionTable whole_table(const job::JobInfo& job) {
     return std::end(kFromTheEnd) - std::ranges::find(kFromTheEnd, option.group);
   });
   if (!find_option(table, "checkpoint")) {
-    std::erase_if(table, [](const Option& each) { return each.name == "max-restarts"; });
+    std::erase_if(table, [](const Option& each) {
+      return each.name == "max-restarts" || each.name == "save-timeout";
+    });
   }
   if (!job.has_local) std::erase_if(table, [](const Option& each) { return each.name == "local"; });
   if (job.change) job.change(table);

@@ -27,8 +27,8 @@ namespace {
 using base::invalid;
 using Mode = Placement::Mode;
 
-// A save may take long, and to kill a rank in the midst of it would lose what a signal asks for.
-constexpr auto kSaveGrace = std::chrono::seconds(60);
+// Of a launcher without rank 0: rank 0 may be saving, and once it has ended, so do these ranks.
+constexpr auto kAsRank0Ends = std::chrono::hours(24 * 365);
 
 /// What the `start` line shows, named with `_` as JSON lines are. `inherits`: what was not given
 /// here is rank 0's to tell.
@@ -163,8 +163,9 @@ class Invocation {
     plan.told.master_addr = job_.master_addr;
     plan.told.master_port = job_.master_port;
     plan.peer_timeout_s = job_.peer_timeout_s;
-    // Without rank 0 here, it may be saving elsewhere.
-    if (!placement_.has_rank_0() || options_.given("checkpoint")) plan.save_grace = kSaveGrace;
+    const bool saves_here = placement_.has_rank_0() && !options_.text("checkpoint").empty();
+    if (!placement_.has_rank_0()) plan.save_grace = kAsRank0Ends;
+    if (saves_here) plan.save_grace = std::chrono::seconds(options_.integer("save-timeout"));
     if (has_option("max-restarts")) {
       plan.max_restarts = static_cast<int>(options_.integer("max-restarts"));
     }

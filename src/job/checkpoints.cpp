@@ -43,10 +43,11 @@ void check_finite(const std::string& name, const at::Tensor& tensor, int64_t ste
                             ", so it was not saved: try a smaller --lr");
 }
 
-// Dies as by kill -9 at system call `at` of the first save, for the tests of what is left then.
-data::CheckpointStore::Probe death_at(int64_t at, const bool& in_first_save) {
-  if (at <= 0) return {};
-  return [at, &in_first_save, calls = int64_t{0}](const char*) mutable {
+// Tells `sink` of each system call of a save. Dies as by kill -9 at call `at` of the first save, if
+// `at` is not 0, for the tests of what is left then.
+data::CheckpointStore::Probe each_call(int64_t at, const bool& in_first_save, EventSink& sink) {
+  return [at, &in_first_save, &sink, calls = int64_t{0}](const char*) mutable {
+    sink.saving();
     if (in_first_save && ++calls == at) kill(getpid(), SIGKILL);
   };
 }
@@ -160,7 +161,7 @@ Checkpoints::Checkpoints(CheckpointOptions options, const Job& job, EventSink& s
       device_(job.device()) {
   if (options_.dir.empty() || options_.read_only) return;
   store_ = std::make_unique<data::CheckpointStore>(
-      options_.dir, death_at(job.inject.fail_checkpoint, in_first_save_), options_.keep);
+      options_.dir, each_call(job.inject.fail_checkpoint, in_first_save_, sink), options_.keep);
   store_->prepare();
   refuse_strangers();
   if (const auto reason = store_->why_no_lock()) {
@@ -230,7 +231,7 @@ void Checkpoints::run(Save& save) {
   std::optional<base::Error> error;
   try {
     const base::TraceScope scope("save");
-    if (before_save_) before_save_();
+    while (before_save_ && before_save_()) sink_.saving();
     if (save.fill) save.fill(save.snapshot);
     write(save);
   } catch (...) {
@@ -254,8 +255,8 @@ void Checkpoints::write(const Save& save) {
   checkpoint.state = snapshot.state;
   for (const auto& [file, tensors] : snapshot.files) {
     auto& stored = checkpoint.files[file + kSuffix];
-    for (const auto& [name, tensor] : data::on_host(tensors)) {
     const auto trained = snapshot.trained.find(file);
+    for (const auto& [name, tensor] : data::on_host(tensors)) {
       if (trained != snapshot.trained.end() && trained->second.contains(name)) {
         check_finite(name, tensor, snapshot.step);
       }

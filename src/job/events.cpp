@@ -60,7 +60,8 @@ Event end_event() {
        sometimes(
            or_null({"config", kObject, "as in start; of rank_end where rank 0 is elsewhere"})),
        sometimes({"restarts", kInteger, "how often ranks were started again: --max-restarts"}),
-       sometimes({"updates", kInteger, "of parameters that a rank holds for others, in this run"}),
+       sometimes({"updates", kInteger,
+                  "of parameters that ranks hold for others, in this run, all ranks together"}),
        sometimes(device_field()),
        sometimes({"device_mem_mb", kNumber, "most memory of tensors on a GPU, in MB"})}};
   append(event.fields, cause_fields());

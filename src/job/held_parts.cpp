@@ -28,7 +28,7 @@ void put(const HeldPart& of, const data::NamedTensors& tensors, Snapshot& into) 
 
 }  // namespace
 
-void fetch(std::vector<HeldPart>& parts, Snapshot& into) {
+void fetch(std::vector<HeldPart>& parts, Snapshot& into, const std::function<void()>& got_one) {
   for (HeldPart& part : parts) {
     for (const std::string& name : part.tensors.trained) {
       into.trained[part.part.file].insert(part.part.stored(name, part.trainer));
@@ -37,6 +37,7 @@ void fetch(std::vector<HeldPart>& parts, Snapshot& into) {
     for (auto& held : part.tensors.elsewhere) {
       put(part, fetched(held), into);
       held = {};
+      got_one();
     }
   }
   parts.clear();

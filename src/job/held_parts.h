@@ -21,6 +21,7 @@ struct HeldPart {
 
 /// Puts the tensors of all into the checkpoint, under the names that they have there. Those of
 /// other ranks are fetched one after the other, and each is let go there as soon as it is here.
-void fetch(std::vector<HeldPart>& parts, Snapshot& into);
+/// Calls `got_one` after each.
+void fetch(std::vector<HeldPart>& parts, Snapshot& into, const std::function<void()>& got_one);
 
 }  // namespace distrain::job

@@ -116,8 +116,13 @@ class Session {
   rpc::Agent& agent() { return *agent_; }
   /// From `prepare` on with this rank's devices.
   const Job& job() const { return job_; }
-  /// Applied to this rank's parameters so far.
-  uint64_t updates() const { return *updates_; }
+  /// Adds what the rank has done so far. Any thread.
+  void add_to(Json& fields) const {
+    const rpc::Traffic traffic = agent_->traffic();
+    fields["rpc"] = {
+        {"calls", traffic.calls}, {"bytes_out", traffic.bytes_out}, {"bytes_in", traffic.bytes_in}};
+    if (*updates_ > 0) fields["updates"] = updates_->load();  // of this rank's parameters
+  }
 
   /// Joins the other ranks, does the work of this one, and waits for the others. `prepare` as in
   /// Agent::join. If anything throws, all other ranks are told why.
@@ -162,14 +167,11 @@ class Session {
 
   void finish(Outcome& outcome) {
     // Waiting for the end of others is no trouble: it takes as long as their work does.
-    rpc::Traffic traffic;
     loss_watch_->end();  // this thread sees what happens to others from here on
     agent_->shutdown({}, [&] {
-      traffic = agent_->traffic();  // what gathers the trace is not of the job
+      add_to(outcome.fields);  // what gathers the trace is not of the job
       trace_.collect();
     });
-    outcome.fields["rpc"] = {
-        {"calls", traffic.calls}, {"bytes_out", traffic.bytes_out}, {"bytes_in", traffic.bytes_in}};
     outcome.fields["live_rrefs"] = agent_->live_rrefs();
     outcome.fields["live_contexts"] = agent_->live_contexts();
     outcome.afterwards = trace_.write();
@@ -246,10 +248,12 @@ void pass_on_signals(rpc::Agent& agent, StopSignal& stop) {
       on_rank_0([&agent] { agent.rpc_sync<rpc::of_local<&TrainingHost::request_save>>(0); }));
 }
 
-/// At its end nobody is told of signals any more.
+/// At its end nobody is told of signals any more, and what was done so far is known.
 struct Untold {
   StopSignal& stop;
+  Progress* progress = nullptr;
   ~Untold() {
+    if (progress) progress->report({});
     stop.on_request({});
     stop.on_save({});
     stop.on_question({});
@@ -283,7 +287,8 @@ bool is_utf8(const std::string& text) {
 /// How the job has ended, once all else is told.
 void conclude(Outcome& outcome, Process& process, const TrainingHost* host) {
   outcome.fields.update(process.fields());
-  if (host) host->add_to(outcome);
+  if (host) host->add_to(outcome.fields);
+  if (host) outcome.message = host->last_saved();
   outcome.stopped = process.job().stop->requested();
   outcome.goal_missed = !outcome.stopped && !process.missed_goal().empty();
   if (outcome.goal_missed) outcome.message = process.missed_goal();
@@ -351,17 +356,20 @@ Outcome run_as(const Job& job, EventSink& sink, const RankBody& body,
   };
   const auto work = [&] {
     pass_on_signals(agent, *job.stop);
+    job.progress->report([&](Json& fields) {
+      session.add_to(fields);
+      if (host) host->add_to(fields);
+    });
     body.run(*rank);
     rank->release_groups();
   };
   {
     const Settled settled{host};
-    const Untold untold{*job.stop};
+    const Untold untold{*job.stop, job.progress.get()};
     job.stop->on_question([&agent] { return agent.waits(); });
     session.run(prepare, work, outcome);
   }
   conclude(outcome, *rank, host.get());
-  if (session.updates() > 0) outcome.fields["updates"] = session.updates();
   return outcome;
 }
 
@@ -401,7 +409,8 @@ Outcome run_local(const Job& job, EventSink& sink, const std::string& cmd,
       job, sink);
   Local local(job, sink, host);
   {
-    const Untold untold{stop};
+    const Untold untold{stop, job.progress.get()};
+    job.progress->report([&host](Json& fields) { host.add_to(fields); });
     stop.on_save([&host] { host.request_save(); });
     run(local);
   }

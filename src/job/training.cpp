@@ -38,8 +38,10 @@ void Share::each_batch(int64_t n, int64_t batch_size,
 
 Plan Plan::of(const TrainerOptions& options, int64_t steps_per_epoch) {
   Plan plan;
+  const bool by_steps = options.steps > 0 &&
+                        (options.epochs == 0 || options.steps < options.epochs * steps_per_epoch);
   plan.epochs = options.epochs;
-  plan.steps = options.steps;
+  plan.steps = by_steps ? options.steps : 0;
   plan.steps_per_epoch = steps_per_epoch;
   plan.take_over = options.mode == "async";
   plan.may_lose = options.mode != "sync";
@@ -47,7 +49,7 @@ Plan Plan::of(const TrainerOptions& options, int64_t steps_per_epoch) {
   plan.lr = options.lr;
   plan.lr_schedule = options.rule().schedule.text();
   plan.log_interval = options.log_interval;
-  plan.limit = options.steps > 0 ? "--steps" : "--epochs";
+  plan.limit = by_steps ? "--steps" : "--epochs";
   return plan;
 }
 
@@ -78,10 +80,10 @@ void Held::leave_at(rpc::Agent& agent) {
   if (!here.empty()) elsewhere.push_back(agent.make_rref(data::on_host(std::exchange(here, {}))));
 }
 
-  return !each_own || tensor.ends_with(own_suffix(trainer));
-}
 bool PartName::has(const std::string& tensor, int trainer) const {
   if (!name.empty() && !tensor.starts_with(name + ".")) return false;
+  return !each_own || tensor.ends_with(own_suffix(trainer));
+}
 
 std::string PartName::stored(const std::string& tensor, int trainer) const {
   return each_own ? tensor + own_suffix(trainer) : tensor;
@@ -208,6 +210,9 @@ void TrainingPlan::make(const Step& what, const std::function<Result()>& step) {
   const Result result = step();
   const double loss = checked_loss(result.loss, what.epoch, what.number + 1);
   samples_ += result.samples;
+  const int64_t steps = result.steps * static_cast<int64_t>(own_.size());
+  steps_ += steps;
+  process_.job().progress->add(steps, log_.begun());
   log_.step(loss, result.samples, result.more);
 }
 
@@ -251,7 +256,7 @@ void TrainingPlan::end(const Task& task) {
   log_.end_epoch();
   stopped_ = task.stopped || process_.job().stop->requested();
   Json& fields = process_.fields();
-  fields["steps"] = log_.steps() * static_cast<int64_t>(own_.size());
+  fields["steps"] = steps_;
   fields["train_s"] = log_.train_s();
   // Trainers that go at one pace: the first speaks for all.
   if (plan_.unit == Unit::kWords && share_.index == 0 && log_.train_s() > 0) {

@@ -389,7 +389,9 @@ void TrainingHost::save(const Position& position) {
   const base::TimePoint since = std::exchange(saving_since_, {}).value_or(base::Clock::now());
   checkpoints_.save(
       std::move(snapshot),
-      [parts = std::exchange(gathered_, {})](Snapshot& into) mutable { fetch(parts, into); },
+      [this, parts = std::exchange(gathered_, {})](Snapshot& into) mutable {
+        fetch(parts, into, [this] { sink_.saving(); });
+      },
       since);
 }
 
@@ -404,16 +406,14 @@ void TrainingHost::on_save_failed(const base::Error& error) {
   }
 }
 
-void TrainingHost::add_to(Outcome& outcome) const {
+void TrainingHost::add_to(Json& fields) const {
+  if (!current_) return;  // what begin() does under the lock may take long
   std::lock_guard lock(mutex_);
-  outcome.fields.update(metrics_);
-  add_loss(outcome.fields);  // if it was stopped in the midst of an epoch
-  outcome.message = checkpoints_.last_saved();
+  fields.update(metrics_);
+  add_loss(fields);  // if it was stopped in the midst of an epoch
   if (!losses_) return;
-  outcome.fields["lost"] = lost_;
-  if (lost_steps_ > 0) {
-    outcome.fields["steps"] = outcome.fields.value("steps", int64_t{0}) + lost_steps_;
-  }
+  fields["lost"] = lost_;
+  if (lost_steps_ > 0) fields["steps"] = fields.value("steps", int64_t{0}) + lost_steps_;
 }
 
 }  // namespace distrain::job

@@ -98,7 +98,8 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
     return schedule ? schedule->waits() : std::vector<rpc::Wait>();
   }
   /// Adds what rank 0 knows of the training so far. Any thread.
-  void add_to(Outcome& outcome) const;
+  void add_to(Json& fields) const;
+  std::string last_saved() const { return checkpoints_.last_saved(); }
   /// The job has failed: waits until a save that is under way is written, or has failed, too.
   void settle_save() { checkpoints_.idle().wait(); }
 

@@ -17,6 +17,31 @@ expect_error 7 bad_data "--test-data" "missing --test-data"
 run hybrid --local --data "$tmp/nowhere"
 expect_error 7 bad_data "$tmp/nowhere: No such file" "--local, missing --data"
 
+# What ranks would read twice or share is refused at once, by its name.
+mkfifo "$tmp/fifo"
+shared="the ranks cannot share a pipe or an open file"
+run hybrid --data "$tmp/fifo"
+expect_error 7 bad_data "--data $tmp/fifo: $shared" "a FIFO"
+run rnn --data "$tmp/good" --test-data /dev/fd/0 <"$tmp/good"
+expect_error 7 bad_data "--test-data /dev/fd/0: $shared" "an open file"
+run rnn --ranks 1 --data "$tmp/fifo"
+expect_error 7 bad_data "--data $tmp/fifo: $shared" "a FIFO of a launcher without rank 0"
+run rnn --local --data "$tmp/fifo"
+expect 7 "a FIFO that is read twice"
+expect_jq ".[-1].message == \"$tmp/fifo: not a regular file\"" "a FIFO that is read twice"
+cat "$tmp/good" >"$tmp/fifo" &
+run hybrid --local --data "$tmp/fifo" --steps 1
+expect 0 "a FIFO that is read once"
+
+# Words that the training data does not have are told of.
+printf '__label__a one four\n__label__b five two five\n' >"$tmp/other"
+for where in "" --local; do
+  # shellcheck disable=SC2086
+  run hybrid $where --data "$tmp/good" --test-data "$tmp/other" --steps 1
+  expect 0 "unknown words $where"
+  expect_jq '.[-1].unknown_words == 3' "unknown words $where"
+done
+
 # What only reading tells: the rank says it, the launcher passes it on as the root cause.
 printf '__label__a one two\nno label here\n' >"$tmp/bad"
 for where in "" --local; do

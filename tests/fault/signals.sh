@@ -37,6 +37,25 @@ tells() { # tells <pid> <pattern>
   grep -Eq "$2" "$tmp/err"
 }
 
+# Without --checkpoint: what it has done by then.
+start
+ends_by_term "$launcher" "SIGTERM"
+expect_log "SIGTERM"
+expect_jq '(map(select(.event == "epoch")) | group_by(.rank) | map(map(.steps) | add) | add) as $told
+  | .[-1] | .steps >= $told and .train_s > 0 and .rpc.calls > .steps and .loss > 0 and .updates > 0' "SIGTERM: what was done"
+
+# A save that makes progress is waited for, longer than the limit; a step that never ends is not.
+start --checkpoint "$tmp/slow" --checkpoint-every 1000000 --save-timeout 4 --inject save=6s
+ends_by_term "$launcher" "a slow save"
+expect_jq '[.[] | select(.event == "checkpoint" and .action == "saved")] | length == 1' "a slow save"
+start --checkpoint "$tmp/never" --checkpoint-every 1000000 --save-timeout 1
+kill -STOP "$(pid_of 1)"
+kill -TERM "$launcher"
+wait "$launcher"
+code=$?
+expect 143 "a save that does not begin"
+expect_no_process "a save that does not begin"
+
 name="SIGQUIT of a rank"
 start
 wait_for "$limit" tells "$(pid_of 2)" "^distrain: rank 2 \(master\) waits" || fail "$name: no word of it"

@@ -79,6 +79,7 @@ TEST_CASE_METHOD(FewImages, "a job trains while it saves, and its next save wait
   hooks.job = [&](Job& job) {
     job.inject.before_save = [all = trained.future()] {
       all.wait_until(base::deadline_after(std::chrono::seconds(60)));
+      return false;
     };
   };
   hooks.heard = [&](const Job&, const Line& line) {

@@ -146,6 +146,49 @@ const job::Definition<OwnOptions>& job_of(const OwnOptions&) {
   return kJob;
 }
 
+TEST_CASE("the ranks of a role are numbered if there are several, or may be") {
+  const auto job = job::define<OwnOptions>("towers", "two roles")
+                       .role("server", 3)
+                       .role("master", 1)
+                       .role("trainer", &OwnOptions::trainers);
+  OwnOptions options;
+  options.trainers = 1;
+  CHECK(job.roles(options).names() ==
+        std::vector<std::string>{"server0", "server1", "server2", "master", "trainer4"});
+}
+
+TEST_CASE("a role that would have no name or number of its own is refused") {
+  struct Silent : OwnOptions {
+    static void describe(job::OptionList<Silent>& list) { list.without("trainers"); }
+  };
+  const auto refused = [](const auto& add) {
+    try {
+      add();
+    } catch (const base::Exception& e) {
+      CHECK(e.kind() == base::ErrorKind::kInvalid);
+      return e.error().message;
+    }
+    return std::string();
+  };
+  CHECK(refused([] { job::define<OwnOptions>("own", "").role("server", 1).role("server", 1); }) ==
+        "the role server: there already");
+  CHECK(refused([] { job::define<OwnOptions>("own", "").role("server", 0); }) ==
+        "the role server: no rank has it");
+  CHECK(refused([] { job::define<Silent>("own", "").role("trainer", &Silent::trainers); }) ==
+        "the role trainer: no option sets its number of ranks");
+}
+
+TEST_CASE("a parameter that is not finite is named, and not saved") {
+  const Folder folder;
+  OwnOptions options;
+  options.steps = 1;
+  options.checkpoint = {folder.path(), 0, ""};
+  options.fault = GENERATE("table.weight", "net.0.weight");
+  const base::Error error = error_of_job(base::ErrorKind::kNotFinite, Place::kRanks, options);
+  CHECK(error.message.starts_with(options.fault + " is not finite at step 1, so it was not saved"));
+  CHECK_FALSE(data::CheckpointStore::newest(folder.path()));
+}
+
 TEST_CASE("a job on the kit learns, evaluates, and says so on its lines") {
   OwnOptions options;
   options.trainers = GENERATE(1, 3);

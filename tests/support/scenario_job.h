@@ -57,8 +57,11 @@ struct Hooks {
 };
 
 /// Of each save, as of a slow disk.
-inline std::function<void()> slow_by(double seconds) {
-  return [seconds] { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); };
+inline std::function<bool()> slow_by(double seconds) {
+  return [seconds] {
+    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+    return false;
+  };
 }
 
 /// Calls of one rank wait: enough of it, and it is the slowest for sure.

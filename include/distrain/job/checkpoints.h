@@ -109,7 +109,7 @@ class Checkpoints {
   const CheckpointOptions options_;
   EventSink& sink_;
   const Failed failed_;
-  const std::function<void()> before_save_;  // to try out a slow one; may be empty
+  const std::function<bool()> before_save_;  // to try out a slow one; may be empty
   const c10::Device device_;                 // of this rank
   std::unique_ptr<data::CheckpointStore> store_;
   bool in_first_save_ = false;  // of the thread that saves

@@ -336,6 +336,7 @@ class Definition final : public AnyDefinition {
     preflight.roles = roles(options);
     if constexpr (std::is_base_of_v<RuleOptions, Options>) options.rule();
     if constexpr (std::is_base_of_v<TrainerOptions, Options>) {
+      if (options.epochs == 0 && options.steps == 0) base::invalid("--epochs 0 needs --steps");
       check_min_trainers(options, preflight.has_rank_0 && preflight.given("min-trainers"),
                          preflight.warn);
     }

@@ -1,19 +1,22 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
-#include <utility>
 #include <c10/core/Device.h>
 #include <nlohmann/json.hpp>
 
+#include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/job/stop_signal.h"
 #include "distrain/net/port_range.h"
@@ -46,10 +49,45 @@ class EventSink {
   /// From now on this rank's end does not end the job: its launcher is not to end the others.
   virtual void may_be_lost() {}
 
+  /// Called by the thread that saves, again and again: a save is under way and has got further.
+  virtual void saving() {}
+
   /// Trouble; the job goes on.
   void warn(base::ErrorKind kind, const std::string& message) {
     emit("warn", {{"kind", base::kind_name(kind)}, {"message", message}});
   }
+};
+
+/// What a rank has done so far, for its last line if it ends before its time. Thread-safe.
+class Progress {
+ public:
+  /// Adds steps that were made; the first one began at `begun`.
+  void add(int64_t steps, base::TimePoint begun) {
+    steps_ += steps;
+    train_s_ = base::seconds_since(begun);
+  }
+  /// Has fields() call `more` from now on. With an empty `more` fields() stays as it is now.
+  void report(std::function<void(Json& fields)> more) {
+    Json now = fields();
+    std::lock_guard lock(mutex_);
+    last_ = std::move(now);
+    more_ = std::move(more);
+  }
+  Json fields() const {
+    std::lock_guard lock(mutex_);
+    Json fields = last_;
+    if (!more_) return fields;
+    if (steps_ > 0) fields.update({{"steps", steps_.load()}, {"train_s", train_s_.load()}});
+    more_(fields);
+    return fields;
+  }
+
+ private:
+  std::atomic<int64_t> steps_{0};
+  std::atomic<double> train_s_{0};
+  mutable std::mutex mutex_;  // of what follows
+  std::function<void(Json&)> more_;
+  Json last_ = Json::object();
 };
 
 /// Faults of one rank, to try out what they do (`--inject`).
@@ -57,7 +95,8 @@ struct Injection {
   double call_delay_s = 0;      ///< before each call that this rank makes is sent
   double stage_sleep_s = 0;     ///< a pipeline's stage sleeps so long in place of a batch's pass
   int64_t fail_checkpoint = 0;  ///< the process dies at this system call of its first save; 0: none
-  std::function<void()> before_save;  ///< by the thread that writes a checkpoint: a slow disk
+  /// By the thread that writes a checkpoint, again while it gives true: a slow disk.
+  std::function<bool()> before_save;
 };
 
 /// What one process has to know to be one rank of a job.
@@ -92,6 +131,8 @@ struct Job {
       choose_devices;
   /// SIGINT, SIGTERM and SIGHUP, for jobs that save before they end. Never null.
   std::shared_ptr<StopSignal> stop = std::make_shared<StopSignal>();
+  /// For the last line of a process that ends before the job does. Never null.
+  std::shared_ptr<Progress> progress = std::make_shared<Progress>();
   OptionMap given;      ///< job options that the user gave to this rank
   OptionMap effective;  ///< all job options, defaults filled in, and kRunId; rank 0's hold
 

@@ -35,6 +35,7 @@ struct Result {
   at::Tensor loss;  ///< a number; one that is not finite ends the job
   int64_t samples = 0;
   Json more = Json::object();  ///< further fields of the `step` line
+  int64_t steps = 1;           ///< that it counts as in the last line
 };
 
 /// This trainer's part of an evaluation: the examples from `first(n)` to `end(n)` of n.
@@ -78,8 +79,8 @@ struct Held {
 
   /// Has `agent`'s rank hold what is here until it is fetched.
   void leave_at(rpc::Agent& agent);
-
 };
+
 /// Something that a checkpoint keeps.
 struct Part : PartName {
   bool once = false;  ///< it is one thing, which the first trainer gives for all
@@ -169,6 +170,7 @@ class TrainLog {
   int64_t total() const { return total_; }         ///< steps since the job's beginning
   int64_t steps() const { return total_ - begun_at_; }
   double train_s() const { return train_s_; }  ///< first step to last
+  base::TimePoint begun() const { return first_; }
 
  private:
   const Plan& plan_;
@@ -274,6 +276,7 @@ class TrainingPlan {
   TrainLog log_;
   std::map<int, Seat> seats_;  // of `own_`
   int64_t samples_ = 0;        // in this run
+  int64_t steps_ = 0;          // in this run, as results count them
   bool stopped_ = false;
 };
 

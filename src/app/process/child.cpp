@@ -108,6 +108,10 @@ void Child::take_line(std::string line) {
     may_be_lost_ = true;
     return;
   }
+  if (names_event(line, kSaving)) {
+    is_saving_ = true;
+    return;
+  }
   const bool is_ready = names_event(line, "ready"), is_error = names_event(line, "error");
   if (is_ready || is_error || names_event(line, "rank_end")) {
     Json json = Json::parse(line, nullptr, false);

@@ -3,6 +3,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <sys/types.h>
@@ -86,6 +87,8 @@ class Child {
   /// It is about to be killed, as it was stopped for so long that the job has gone on without it.
   bool is_given_up() const { return is_given_up_; }
   void give_up() { is_given_up_ = true; }
+  /// Returns true if a save has got further since the last call.
+  bool take_saving() { return std::exchange(is_saving_, false); }
   /// It has found all others.
   bool ready() const { return ready_; }
   /// As its lines have it; empty: not yet.
@@ -125,6 +128,7 @@ class Child {
   bool may_be_lost_ = false;
   bool is_successor_ = false;
   bool is_given_up_ = false;
+  bool is_saving_ = false;
   std::string run_id_;
 };
 

@@ -1,5 +1,6 @@
 #include "process/inject.h"
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
 
@@ -119,8 +120,13 @@ job::Injection injection_of(const std::vector<InjectedFault>& faults, int rank) 
     if (fault.kind == InjectedFault::Kind::kFail) {
       if (rank == 0) injection.fail_checkpoint = fault.system_call;
     } else if (fault.kind == InjectedFault::Kind::kSave) {
-      const std::chrono::duration<double> delay(fault.seconds);
-      if (rank == 0) injection.before_save = [delay] { std::this_thread::sleep_for(delay); };
+      if (rank != 0) continue;
+      injection.before_save = [seconds = fault.seconds, left = fault.seconds]() mutable {
+        std::this_thread::sleep_for(std::chrono::duration<double>(std::min(left, 0.1)));
+        if ((left -= 0.1) > 0) return true;
+        left = seconds;
+        return false;
+      };
     } else if (fault.rank.value_or(rank) == rank) {
       const bool is_stage = fault.kind == InjectedFault::Kind::kStage;
       (is_stage ? injection.stage_sleep_s : injection.call_delay_s) = fault.seconds;

@@ -109,6 +109,9 @@ void Summary::add(const Json& fields) {
     if (std::ranges::find(devices_, name) == devices_.end()) devices_.push_back(name);
   }
   for (const auto& [name, value] : fields.items()) {
+    if (name == "updates" && value.is_number() && metrics_.contains(name)) {
+      metrics_[name] = metrics_[name].get<int64_t>() + value.get<int64_t>();
+    }
     if (!is_common(name) && !metrics_.contains(name) && !value.is_null()) metrics_[name] = value;
   }
 }

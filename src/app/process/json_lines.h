@@ -47,9 +47,11 @@ Json error_fields(const Cause& cause, base::TimePoint started);
 
 /// What a spawned rank says to its launcher only: Child::may_be_lost().
 inline constexpr const char* kMayBeLost = "may_be_lost";
+/// The same: a save is under way and has got further.
+inline constexpr const char* kSaving = "saving";
 
 /// Merges what the ranks say in their last lines into the fields of `end`. Ranks are added in
-/// ascending order: a metric is taken from the first one that has it.
+/// ascending order: counts are summed up, a metric is taken from the first rank that has it.
 class Summary {
  public:
   void add(const Json& fields);

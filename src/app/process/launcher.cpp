@@ -250,8 +250,8 @@ class Launcher {
     } else if (!ended_by_signal_) {
       ended_by_signal_ = number;
       signalled_at_ = base::Clock::now();
-      group_->end(number, std::max<nanoseconds>(kSignalGrace, plan_.save_grace));
-    } else if (plan_.save_grace <= kSignalGrace ||
+      group_->end(number, plan_.save_grace.count() > 0 ? plan_.save_grace : kSignalGrace);
+    } else if (plan_.save_grace.count() == 0 ||
                base::Clock::now() - signalled_at_ >= job::kSameSignal) {
       stop_waiting_ = true;
       group_->kill();

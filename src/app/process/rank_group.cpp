@@ -117,6 +117,9 @@ void RankGroup::add_to(std::vector<pollfd>& items, bool lines) const {
 void RankGroup::read(bool lines) {
   for (Child& child : children_) {
     if (child.alive()) child.read_pipes(lines);
+    // A save that goes on is waited for: the limit begins anew.
+    const bool is_limited = phase_ != Phase::kKilled && deadline_ != base::kNever;
+    if (child.take_saving() && is_limited) deadline_ = base::deadline_after(grace_);
   }
 }
 
@@ -242,7 +245,8 @@ void RankGroup::on_failure(const Child& child) {
     if (phase_ == Phase::kKilled) return;
     // Sooner than a save would take: there will be none now.
     phase_ = std::max(phase_, Phase::kGrace);
-    deadline_ = std::min(deadline_, base::deadline_after(failure_grace()));
+    const nanoseconds grace = failure_grace();
+    if (base::deadline_after(grace) < deadline_) set_deadline(grace);
   } else if (phase_ == Phase::kRunning) {
     // Somebody sent a signal to a rank: the others stop, too, once rank 0 has saved.
     enter(Phase::kGrace, std::max<nanoseconds>(failure_grace(), plan_.save_grace));
@@ -267,6 +271,11 @@ nanoseconds RankGroup::failure_grace() const {
 void RankGroup::enter(Phase phase, nanoseconds grace) {
   if (phase < phase_) return;
   phase_ = phase;
+  set_deadline(grace);
+}
+
+void RankGroup::set_deadline(nanoseconds grace) {
+  grace_ = grace;
   deadline_ = base::deadline_after(grace);
 }
 

@@ -105,6 +105,7 @@ class RankGroup {
   void on_failure(const Child& child);
   std::chrono::nanoseconds failure_grace() const;
   void enter(Phase phase, std::chrono::nanoseconds grace);
+  void set_deadline(std::chrono::nanoseconds grace);
   void send_to_all(int signal);
   const Child* find(std::optional<int> rank) const;
   bool is_spared(const Child& child) const;
@@ -123,6 +124,7 @@ class RankGroup {
   std::vector<Child> children_;
   Phase phase_ = Phase::kRunning;
   base::TimePoint deadline_ = base::kNever;
+  std::chrono::nanoseconds grace_{0};  // that deadline_ follows from
   base::TimePoint kill_blamed_at_ = base::kNever;
   std::optional<base::Error> start_error_;
   double rss_mb_ = 0;

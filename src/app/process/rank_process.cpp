@@ -83,6 +83,17 @@ class JsonSink final : public job::EventSink {
     write_locked([this] { return !stop_.requested(); });
   }
 
+  /// One line a second. Waits neither for the launcher nor for whoever writes another line.
+  void saving() override {
+    if (!run_.job.spawned) return;
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    const base::TimePoint now = base::Clock::now();
+    if (!lock || finished_ || now - told_saving_ < std::chrono::seconds(1)) return;
+    told_saving_ = now;
+    push_locked(kSaving, Json::object());
+    write_locked([] { return false; });
+  }
+
   /// What rank 0 has told; empty before.
   job::OptionMap of_rank_0() const {
     std::lock_guard lock(told_mutex_);
@@ -156,6 +167,7 @@ class JsonSink final : public job::EventSink {
   std::mutex mutex_;  // held while lines are written, for as long as their reader is waited for
   OutputQueue lines_;
   bool finished_ = false;
+  base::TimePoint told_saving_{};
   std::atomic<base::TimePoint> writing_since_{};
   mutable std::mutex told_mutex_;  // of what follows
   std::string run_id_;
@@ -184,6 +196,7 @@ class RankProcess {
       fields = outcome.fields;
       cause = report(outcome);
     } catch (...) {
+      fields = run_.job.progress->fields();
       cause = report(error_of_this_rank());
     }
     if (!finish(fields, cause)) pause();  // a signal came first; its thread ends the process
@@ -308,7 +321,7 @@ class RankProcess {
         const Cause cause = own_cause(error);
         leave_after(kReaderGrace, cause);     // whoever reads its lines may sleep
         if (!tell_error_once(error)) return;  // the main thread is at it
-        if (!finish(Json::object(), cause)) return;
+        if (!finish(run_.job.progress->fields(), cause)) return;
         leave(cause.exit_code);
       }).detach();
     } catch (const std::system_error&) {  // no thread is to be had: it takes as long as it takes
@@ -330,7 +343,8 @@ class RankProcess {
     ending_ = true;
     const Cause cause = cause_by_signal(number, sink_.rank());
     leave_after(kReaderGrace, cause);
-    if (!finish(Json::object(), cause)) return;  // the body ended just now: its word holds
+    if (!finish(run_.job.progress->fields(), cause))
+      return;  // the body ended just now: its word holds
     tell(cause.message);
     leave(cause.exit_code);
   }

@@ -33,6 +33,10 @@ HybridData::HybridData(const HybridOptions& options, const job::Snapshot& snapsh
           data::Vocabulary(snapshot.words("words")), snapshot.words("labels")})),
       test_(data::read_fast_text(examples, words_, data::Labels::kSome)) {}
 
+int64_t HybridData::unknown_words() const {
+  return (valid_ ? valid_->dropped_tokens : 0) + (test_ ? test_->dropped_tokens : 0);
+}
+
 int64_t HybridData::classes() const {
   return words_ ? static_cast<int64_t>(words_->labels.size()) : options_.classes;
 }

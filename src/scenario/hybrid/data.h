@@ -34,6 +34,9 @@ class HybridData {
   /// gives a batch's scores. To outlive the training.
   void evaluate_in(job::TrainingPlan& training,
                    const std::function<at::Tensor(const data::Batch&)>& forward) const;
+  bool evaluates() const { return valid_ || test_; }
+  /// Counts the words of validation and test data that the training data does not have.
+  int64_t unknown_words() const;
   /// The share's test examples.
   void each_test_batch(const job::Share& share,
                        const std::function<void(const data::Batch&)>& use) const;

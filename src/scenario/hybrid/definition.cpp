@@ -39,6 +39,8 @@ void HybridOptions::describe(job::OptionList<HybridOptions>& list) {
 
 const job::Definition<HybridOptions>& hybrid_job() {
   using Use = cuda::DeviceRole::Use;
+  using enum job::FieldType;
+  using job::sometimes;
   static const auto kJob =
       job::define<HybridOptions>(
           "hybrid", "embeddings on a parameter server, dense layers under DDP on trainers")
@@ -67,6 +69,10 @@ data, and each may be given a path of its own.
           .example("distrain hybrid --ranks 0-1 --master-addr node0",
                    "The first two ranks, on the machine node0; --ranks 2-3 on another one starts "
                    "the others")
+          .event("end", "",
+                 {sometimes({"unknown_words", kInteger,
+                             "words that were evaluated and are not in the training data: they do "
+                             "not count"})})
           .role("trainer", &HybridOptions::trainers, train_hybrid)
           .role("master", 1, {}, Use::kNone)
           .role("ps", 1, {}, Use::kCompute, "server")

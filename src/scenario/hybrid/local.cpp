@@ -35,6 +35,7 @@ struct WholeModel {
 
 void train_hybrid_local(job::Local& local, const HybridOptions& options) {
   HybridData data(options);
+  if (data.evaluates()) local.fields()["unknown_words"] = data.unknown_words();
   const WholeModel model(options, data, local.device());
   const data::NamedTensors rows = model.table.named_parameters();
   job::LocalUpdates updates(options.rule(), options.mode, {rows.begin(), rows.end()},
@@ -59,6 +60,7 @@ void predict_hybrid(job::Predictions& predictions, const HybridOptions& options)
   const HybridData data(options, predictions.snapshot(), predictions.input());
   const WholeModel model(options, data, predictions.device());
   predictions.load(model.parameters());
+  predictions.add("unknown_words", data.unknown_words());
   // In the trainers' shares, one after the other: the same batches that they evaluated.
   for (int trainer = 0; trainer < options.trainers; ++trainer) {
     data.each_test_batch({trainer, options.trainers}, [&](const data::Batch& batch) {

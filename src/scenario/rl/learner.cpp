@@ -129,7 +129,8 @@ void Learner::report(int observer, const EnvironmentStates& ends) {
 
 job::Result Learner::end_episode() {
   std::lock_guard lock(mutex_);
-  job::Result result{learn(), episode_steps_};
+  const at::Tensor loss = learn();
+  job::Result result{.loss = loss, .samples = episode_steps_, .steps = episode_steps_};
   now_ = {now_.steps + episode_steps_, requests_, base::Clock::now()};
   if (options_.log_interval <= 0 || episode_ % options_.log_interval != 0) return result;
   job::Json fields{{"episode", episode_},

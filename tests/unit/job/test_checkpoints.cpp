@@ -39,7 +39,7 @@ class Lines final : public EventSink {
 };
 
 struct Saving {
-  explicit Saving(std::function<void()> before_save = {}) {
+  explicit Saving(std::function<bool()> before_save = {}) {
     Job job;
     job.inject.before_save = std::move(before_save);
     checkpoints.emplace(CheckpointOptions{folder.path("saves"), 0, ""}, job, lines,
@@ -110,6 +110,27 @@ TEST_CASE("what is not finite is not saved, and a later save is") {
   CHECK(saving.told.size() == 1);
 }
 
+TEST_CASE("a job that would go on from an older checkpoint than the newest is refused") {
+  Saving saving;
+  for (const int64_t step : {1, 2}) {
+    saving.checkpoints->save(Saving::snapshot(step), {}, base::Clock::now());
+    saving.checkpoints->finish();
+  }
+  saving.checkpoints.reset();
+  const std::string folder = saving.folder.path("saves"), newest = saving.newest().value();
+  const std::string older = std::filesystem::path(newest).parent_path() / "step-000000000001";
+  const auto going_on_from = [&](const std::string& resume, bool read_only = false) {
+    const Checkpoints checkpoints({folder, 0, resume, 2, read_only}, Job(), saving.lines);
+    return checkpoints.load().value().step;
+  };
+  const std::string why = error_of(base::ErrorKind::kInvalid, [&] { going_on_from(older); });
+  CHECK(why.starts_with("--resume " + older + " is older than step-000000000002 in --checkpoint "));
+  CHECK(going_on_from(older, true) == 1);
+  for (const auto& resume : {std::string("auto"), folder, newest, newest + "/"}) {
+    CHECK(going_on_from(resume) == 2);
+  }
+}
+
 TEST_CASE("what a part says that cannot be had is why the save has failed") {
   Saving saving;
   const auto fill = [](Snapshot&) {
@@ -122,7 +143,10 @@ TEST_CASE("what a part says that cannot be had is why the save has failed") {
 }
 
 TEST_CASE("whoever ends while a save is under way waits for it") {
-  Saving saving([] { std::this_thread::sleep_for(std::chrono::milliseconds(50)); });
+  Saving saving([] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    return false;
+  });
   saving.checkpoints->save(Saving::snapshot(7), {}, base::Clock::now());
   saving.checkpoints.reset();
   CHECK(saving.lines.saved().size() == 1);

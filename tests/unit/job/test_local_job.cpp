@@ -36,6 +36,54 @@ class TracePath {
 
 }  // namespace
 
+TEST_CASE("Training ends at the smaller of two limits that were given") {
+  const job::OptionTable table = {{.name = "epochs", .kind = ValueKind::kInteger},
+                                  {.name = "steps", .kind = ValueKind::kInteger}};
+  // Steps of a plan with 10 steps an epoch, 0 where the epochs are the limit. `taken`: what the
+  // checkpoint says, or the defaults.
+  const auto planned = [&](TrainerOptions taken, std::optional<int> epochs,
+                           std::optional<int64_t> steps) {
+    ParsedOptions parsed(table);
+    if (epochs) parsed.set("epochs", std::to_string(taken.epochs = *epochs));
+    if (steps) parsed.set("steps", std::to_string(taken.steps = *steps));
+    settle_limits(taken, parsed, 100);
+    const Plan plan = Plan::of(taken, 10);
+    CHECK(plan.limit == (plan.steps > 0 ? "--steps" : "--epochs"));
+    return std::pair(plan.epochs, plan.steps);
+  };
+  using Limits = std::pair<int64_t, int64_t>;
+  TrainerOptions fresh;
+  fresh.epochs = 100;
+  CHECK(planned(fresh, {}, {}) == Limits{100, 0});
+  CHECK(planned(fresh, 3, 1000) == Limits{3, 0});
+  CHECK(planned(fresh, 3, 5) == Limits{3, 5});
+  CHECK(planned(fresh, {}, 5000) == Limits{0, 5000});  // a default does not count
+  CHECK(planned(fresh, 3, 0) == Limits{3, 0});
+  TrainerOptions resumed = fresh;
+  resumed.epochs = 3;
+  resumed.steps = 50;  // both were given then
+  CHECK(planned(resumed, {}, {}) == Limits{3, 0});
+  CHECK(planned(resumed, {}, 40) == Limits{0, 40});
+  CHECK(planned(resumed, 6, {}) == Limits{6, 0});
+  resumed.epochs = 0;  // of a run with --steps alone, which are reached
+  resumed.steps = 0;
+  CHECK(planned(resumed, {}, {}) == Limits{100, 0});
+}
+
+TEST_CASE("What a process has done is known when its job has ended") {
+  Progress progress;
+  CHECK(progress.fields().empty());
+  int calls = 1;
+  progress.report([&](Json& fields) { fields["calls"] = calls; });
+  progress.add(2, base::Clock::now());
+  calls = 5;
+  CHECK(progress.fields()["calls"] == 5);
+  progress.report({});
+  calls = 7;
+  CHECK(progress.fields()["calls"] == 5);
+  CHECK(progress.fields()["steps"] == 2);
+}
+
 TEST_CASE("A local job that fails leaves its trace and its error", "[trace]") {
   const TracePath path;
   NoSink sink;
