@@ -64,7 +64,7 @@ void check_path(const ParsedOptions& options, const std::string& name, bool is_f
   const bool is_open_here =
       path == "/dev/stdin" || path.starts_with("/dev/fd/") || path.starts_with("/proc/");
   if (starts_ranks && !is_folder && (!S_ISREG(info.st_mode) || is_open_here)) {
-    refuse("the ranks cannot share a pipe or an open file: name a file");
+    refuse("not a regular file that each rank can open");
   }
   if (S_ISREG(info.st_mode) && info.st_size == 0) refuse("the file is empty");
 }

@@ -28,7 +28,7 @@ using base::invalid;
 using Mode = Placement::Mode;
 
 // Of a launcher without rank 0: rank 0 may be saving, and once it has ended, so do these ranks.
-constexpr auto kAsRank0Ends = std::chrono::hours(24 * 365);
+constexpr auto kAsRank0Ends = std::chrono::hours(24 * 7);
 
 /// What the `start` line shows, named with `_` as JSON lines are. `inherits`: what was not given
 /// here is rank 0's to tell.

@@ -19,7 +19,7 @@ expect_error 7 bad_data "$tmp/nowhere: No such file" "--local, missing --data"
 
 # What ranks would read twice or share is refused at once, by its name.
 mkfifo "$tmp/fifo"
-shared="the ranks cannot share a pipe or an open file"
+shared="not a regular file that each rank can open"
 run hybrid --data "$tmp/fifo"
 expect_error 7 bad_data "--data $tmp/fifo: $shared" "a FIFO"
 run rnn --data "$tmp/good" --test-data /dev/fd/0 <"$tmp/good"
