@@ -4,6 +4,8 @@
 #include <random>
 #include <thread>
 
+#include <netinet/tcp.h>
+
 #include "stream_support.h"
 
 using namespace distrain;
@@ -210,6 +212,19 @@ TEMPLATE_TEST_CASE("frames sent before start arrive", "", Tcp, Unix) {
   const StreamPtr b = started(loop, std::move(second), record_b);
   REQUIRE(record_b.wait_frames(kFrames));
   for (size_t i = 0; i < kFrames; ++i) CHECK(record_b.frames()[i].header.call_id == i);
+}
+
+// BBR paces: large messages take twice as long.
+TEST_CASE("a stream on loopback does not use BBR, whatever the system's default is") {
+  auto [first, second] = Tcp::connected();
+  const int fd = first.get();
+  if (setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "bbr", 3) != 0) return;  // not in this kernel
+  Loop loop;
+  const StreamPtr stream = adopt_socket(loop, first.release());
+  char name[16] = {};
+  socklen_t size = sizeof name;
+  REQUIRE(getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, &size) == 0);
+  CHECK(std::string(name) != "bbr");
 }
 
 TEMPLATE_TEST_CASE("a stream names its peer", "", Tcp, Unix) {
