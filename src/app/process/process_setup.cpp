@@ -8,13 +8,13 @@
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <malloc.h>
-#include <sched.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <time.h>
 #include <torch/version.h>
 #include <unistd.h>
 
+#include "distrain/base/cpus.h"
 #include "distrain/nn/tensor_memory.h"
 
 namespace distrain::app {
@@ -78,12 +78,9 @@ void leave_process(int exit_code) {
   _exit(exit_code);
 }
 
-int set_up_threads(int wanted, int local_ranks) {
+int set_up_threads(int wanted, int ranks) {
   if (wanted == 0 && !std::getenv("OMP_NUM_THREADS")) {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    const int cores = sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
-    wanted = std::max(1, cores / std::max(1, local_ranks));
+    wanted = std::max(1, base::available_cpus().count / std::max(1, ranks));
   }
   if (wanted > 0) at::set_num_threads(wanted);
   try {

@@ -37,9 +37,9 @@ inline constexpr int kQuestionSignal = SIGQUIT;
 /// of SIGINT, as shells expect: a loop of theirs goes on after a mere exit status.
 [[noreturn]] void leave_process(int exit_code);
 
-/// Intra-op threads of LibTorch in this process; gives back how many it has then. 0: all that
-/// OMP_NUM_THREADS allows or else a fair share of the cores among `local_ranks`.
-int set_up_threads(int wanted, int local_ranks);
+/// Sets the number of LibTorch's intra-op threads and returns it. If `wanted` is 0, the number is
+/// that of OMP_NUM_THREADS, or else a fair share of the CPUs among `ranks` that use them.
+int set_up_threads(int wanted, int ranks);
 
 std::string torch_version();
 
