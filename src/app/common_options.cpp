@@ -47,7 +47,8 @@ join timeout.)");
   add("master-addr", kText, "HOST", "localhost", "host of rank 0");
   add("master-port", kInteger, "N", "", "port of rank 0")
       .range(1, 65535)
-      .by_default("29500 when joining, any free port when spawning");
+      .by_default(
+          "any free port when spawning; when joining 29500, or what follows from the job's id");
 
   group = "Checkpoints";
   add("max-restarts", kInteger, "N", "0", "start the ranks again so often when one is lost")
@@ -67,7 +68,10 @@ machines starts its own: give it to all of them.)");
   group = "Network";
   scope = Scope::kRank;
   add("listen", kText, "ADDR", "", "address to listen on")
-      .by_default("the interface that reaches rank 0");
+      .by_default("the interface that reaches rank 0")
+      .details(
+          R"(Rank 0 listens on the address that --master-addr names, which must be one of its own host. If others
+reach it by another one, of a container's host say, `--listen 0.0.0.0` lets it listen on all.)");
   add("port-range", kText, "A-B", "", "ports to listen on")
       .by_default("any free ones")
       .details("Of rank 0 only where all ranks start here: others have to know its port.");
@@ -81,7 +85,10 @@ token, too, where others may be able to read it. See SECURITY.md for what it doe
 protect.)");
   flag("insecure", "let ranks in from anywhere, without a token");
   add("job-id", kText, "ID", "", "what this job is called: ranks of another one are refused")
-      .by_default("what torchrun, mpirun or srun calls it");
+      .by_default("what torchrun, mpirun or srun calls it")
+      .details(
+          R"(Two jobs with different ids on one host neither meet nor wait for each other: the id decides where
+ranks of one host meet and, without --master-port, which port rank 0 listens on.)");
   add("transport", kChoice, "NAME", "auto",
       "between ranks; auto: a unix socket on one host, TCP between hosts")
       .offers({"auto", "tcp", "unix"});
@@ -108,7 +115,11 @@ was given holds.)");
   scope = Scope::kRank;
   add("threads", kInteger, "N", "0", "threads of one operation")
       .range(0, 1024)
-      .by_default("cores / ranks on this host");
+      .by_default("CPUs / ranks that share them")
+      .details(
+          R"(CPUs are those of the process's affinity mask, fewer if a control group limits their time. Where
+other launchers start ranks on this host, too, the number is known once all ranks have met: `ready`
+tells it.)");
   add("inject", kText, "FAULT[,...]", "",
       "try a fault: delay=50ms@rank=2 (before each call of that rank; us, ms or s), "
       "fail=checkpoint.3 (die at the 3rd system call of the first save), save=200ms (before each "

@@ -10,6 +10,7 @@
 #include "distrain/base/text.h"
 #include "distrain/data/checkpoint_store.h"
 #include "distrain/net/socket.h"
+#include "distrain/rpc/meeting.h"
 #include "distrain/rpc/place.h"
 #include "distrain/rpc/token.h"
 #include "options.h"
@@ -80,6 +81,10 @@ class Invocation {
         local_(placement.mode == Mode::kLocal),
         job_(make_job(started)) {
     job_.token = std::move(token);
+    job_.meeting_name = meeting_name(job_.master_port);
+    if (placement.mode == Mode::kJoin && meets_by_unix_socket()) {
+      job_.rank_0_unix_name = job_.meeting_name;
+    }
   }
 
   RankRun make_run() const {
@@ -94,6 +99,9 @@ class Invocation {
     run.warning = placement_.warning;
     run.threads = static_cast<int>(options_.integer("threads"));
     run.local_ranks = placement_.local_ranks;
+    if (!local_ && !placement_.spawns_all()) {
+      run.job.share_cpus = [wanted = run.threads](int ranks) { set_up_threads(wanted, ranks); };
+    }
     if (local_) {
       run.role = "local";
       run.shown_world_size = 1;
@@ -117,6 +125,7 @@ class Invocation {
 
   /// A rank under the launcher, in a process of its own.
   int run_spawned(const SpawnedRank& spawned) {
+    job_.meeting_name = meeting_name(spawned.master_port);  // before the job has a random id
     job_.spawned = true;
     job_.rank = spawned.rank;
     job_.listen_fd = spawned.listen_fd;
@@ -198,6 +207,7 @@ class Invocation {
                     {"master_addr", placement_.master_addr},
                     {"master_port", or_null(placement_.master_port, placement_.master_port != 0)},
                     {"local_ranks", placement_.local_ranks},
+                    {"one_host", placement_.one_host},
                     {"job_id", placement_.job_id},
                     {"generation", placement_.generation ? Json(*placement_.generation) : Json()},
                     {"gpu_places", gpu_places},
@@ -243,10 +253,15 @@ class Invocation {
     return job;
   }
 
+  std::string meeting_name(uint16_t port) const {
+    return rpc::meeting_name(job_.job_id, placement_.master_addr, port);
+  }
+
   /// All ranks are here, and nobody has asked for an address.
   bool meets_by_unix_socket() const {
     const auto given = [this](const char* name) { return options_.given(name); };
-    return placement_.spawns_all() && job_.transport != "tcp" && !net::host_key().empty() &&
+    const bool is_one_host = placement_.spawns_all() || placement_.one_host;
+    return is_one_host && job_.transport != "tcp" && !net::host_key().empty() &&
            !given("master-addr") && !given("master-port") && !given("listen") &&
            !given("port-range");
   }
@@ -259,14 +274,11 @@ class Invocation {
       job_.rank_0_unix_name = rpc::new_unix_name();
       return std::move(net::listen_unix(job_.rank_0_unix_name).value()).release();
     }
-    std::string host =
-        job_.listen_addr.empty() ? net::host_to_bind(placement_.master_addr) : job_.listen_addr;
-    if (host == "localhost") host = "127.0.0.1";
-    const auto port = static_cast<uint16_t>(placement_.master_port);
-    const net::PortRange ports = port == 0 ? job_.ports : net::PortRange{port, port};
-    net::Fd socket = std::move(net::listen_tcp(host, ports).value());
-    job_.master_port = net::local_name(socket.get()).port;
-    if (placement_.spawns_all() && !placement_.master_addr_given) job_.master_addr = host;
+    net::Fd socket = rpc::listen_as_rank_0(job_.listen_addr, placement_.master_addr,
+                                           job_.master_port, job_.ports);
+    const net::SocketName name = net::local_name(socket.get());
+    job_.master_port = name.port;
+    if (placement_.spawns_all() && !placement_.master_addr_given) job_.master_addr = name.host;
     return socket.release();
   }
 

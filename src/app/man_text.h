@@ -151,12 +151,14 @@ with the other launchers, too
 The GPU of a rank with `--device cuda` comes from LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_RANK,
 MPI_LOCALRANKID or SLURM_LOCALID, when the process is one rank of a job. Others:
 
-* TORCHELASTIC_USE_AGENT_STORE: True: torchrun itself listens on MASTER_PORT, so the ranks use the port
-after it
+* TORCHELASTIC_USE_AGENT_STORE: True: torchrun itself listens on MASTER_PORT, so the ranks compute another
+port from it
+* LOCAL_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_SIZE, MPI_LOCALNRANKS, SLURM_STEP_NUM_NODES: whether all ranks are
+on this host; then nobody listens on TCP unless an option asks for it
 * OMP_NUM_THREADS: threads of one operation, unless --threads says otherwise
 * DISTRAIN_TOKEN: the job's token, without --token-file; others may be able to read it
-* TORCHELASTIC_RUN_ID, PMIX_NAMESPACE, SLURM_JOB_ID: what the launcher calls the job, unless --job-id
-does; TORCHELASTIC_RESTART_COUNT (where all ranks are on one host), SLURM_RESTART_COUNT: how often it has
+* TORCHELASTIC_RUN_ID, PMIX_NAMESPACE, SLURM_JOB_ID and SLURM_STEP_ID: what the launcher calls the job,
+unless --job-id does; TORCHELASTIC_RESTART_COUNT (where all ranks are on one host), SLURM_RESTART_COUNT: how often it has
 started the job again: ranks of another start are refused
 * NO_COLOR: no colours in the progress
 )"},

@@ -7,7 +7,9 @@
 #include <fmt/format.h>
 
 #include "distrain/base/error.h"
+#include "distrain/base/process.h"
 #include "distrain/base/text.h"
+#include "distrain/rpc/meeting.h"
 #include "distrain/rpc/place.h"
 
 namespace distrain::app {
@@ -178,7 +180,7 @@ class Placer {
   }
 
   /// Rank 0 is elsewhere, or others are: where the options do not say, the environment does.
-  void find_master() {
+  void find_address() {
     if (placement_.master_addr_given) {
       warn_if_other("--master-addr", placement_.master_addr, "MASTER_ADDR");
     } else if (const auto address = variable("MASTER_ADDR")) {
@@ -186,18 +188,28 @@ class Placer {
       placement_.master_addr = *address;
       placement_.master_addr_given = true;
     }
-    const std::optional<Setting> port = find("master-port", "MASTER_PORT");
-    placement_.master_port = port ? port->value : kJoiningPort;
-    // torchrun's agent listens on MASTER_PORT itself then; every rank takes the one beside it.
-    const bool taken = variable("TORCHELASTIC_USE_AGENT_STORE") == "True";
-    if (taken && port && port->source == "MASTER_PORT") {
-      placement_.master_port += port->value < 65535 ? 1 : -1;
-    }
   }
 
-  /// Whoever has started this process has started the others, too.
+  void find_port() {
+    // A service of Kubernetes that is called "master" sets MASTER_PORT to an address of its own.
+    const std::string in_environment = variable("MASTER_PORT").value_or("");
+    const bool is_service = in_environment.find("://") != std::string::npos;
+    const auto port = is_service ? flag_setting("master-port") : find("master-port", "MASTER_PORT");
+    // torchrun's agent listens on MASTER_PORT itself then; all ranks compute another one from it.
+    const bool is_agents =
+        variable("TORCHELASTIC_USE_AGENT_STORE") == "True" && port && port->source == "MASTER_PORT";
+    const std::string id = options_.given("job-id") ? options_.text("job-id") : placement_.job_id;
+    placement_.master_port = is_agents    ? rpc::port_of_job(id + ' ' + in_environment)
+                             : port       ? port->value
+                             : id.empty() ? kJoiningPort
+                                          : rpc::port_of_job(id);
+  }
+
+  /// All ranks that a launcher has started are one job, if it also says which rank each is.
   void find_job_id() {
+    if (!launcher_) return;
     const std::string launcher = launcher_->rank;
+    const bool is_whole = placement_.source == launcher;
     const auto restarts = [this](const char* name) {
       placement_.generation = base::number<uint32_t>(variable(name).value_or("")).value_or(0);
     };
@@ -209,14 +221,50 @@ class Placer {
       if (is_one_host) restarts("TORCHELASTIC_RESTART_COUNT");
     } else if (launcher == "OMPI_COMM_WORLD_RANK") {
       if (const auto id = variable("PMIX_NAMESPACE")) placement_.job_id = "mpirun " + *id;
-    } else if (launcher == "SLURM_PROCID") {
-      // Ranks of one job may be in several steps, and in several parts of a heterogeneous job.
-      const auto id = variable("SLURM_HET_JOB_ID");
-      if (id || variable("SLURM_JOB_ID")) {
-        placement_.job_id = "slurm " + id.value_or(variable("SLURM_JOB_ID").value_or(""));
+    } else if (launcher == "PMI_RANK") {
+      // Hydra says nothing that tells its jobs apart, but it has one proxy for each on a host.
+      const auto proxy = placement_.one_host ? base::ancestor("pmi_proxy") : std::nullopt;
+      if (proxy) {
+        placement_.job_id = fmt::format("hydra {}", *proxy);
+      } else if (variable("SLURM_STEP_ID")) {
+        find_slurm_id(is_whole);
       }
+    } else if (launcher == "SLURM_PROCID") {
+      find_slurm_id(is_whole);
       restarts("SLURM_RESTART_COUNT");
     }
+  }
+
+  /// A step is one job if Slurm says which rank a process is; otherwise ranks of one job may be in
+  /// several steps. They may be in several parts of a heterogeneous job, too.
+  void find_slurm_id(bool is_step) {
+    auto id = variable("SLURM_HET_JOB_ID");
+    if (!id) id = variable("SLURM_JOB_ID");
+    if (!id) return;
+    placement_.job_id = "slurm " + *id + (is_step ? '.' + *variable("SLURM_STEP_ID") : "");
+  }
+
+  /// How many of its ranks the launcher has started on this host, if it says so.
+  std::optional<int> told_local_ranks() const {
+    const char* name = launcher_ ? launcher_->local_size : nullptr;
+    const auto count = base::number<int>(name ? variable(name).value_or("") : "");
+    return count && *count > 0 ? count : std::nullopt;
+  }
+
+  /// Whether all ranks are on this host, if the launcher says so. Throws if others are elsewhere,
+  /// and nothing says where rank 0 is: that would cost the whole join timeout.
+  bool is_one_host() const {
+    const auto nodes = variable("SLURM_STEP_ID") ? variable("SLURM_STEP_NUM_NODES") : std::nullopt;
+    const auto local = told_local_ranks();
+    if (!local && !nodes) return false;
+    const bool is_one = local ? *local == placement_.world_size : nodes == "1";
+    if (!is_one && !placement_.master_addr_given) {
+      invalid(
+          fmt::format("ranks on several hosts, as {} says, need --master-addr HOST, the host of "
+                      "rank 0",
+                      local ? launcher_->local_size : "SLURM_STEP_NUM_NODES"));
+    }
+    return is_one;
   }
 
   void join(const Setting& rank) {
@@ -224,24 +272,18 @@ class Placer {
     placement_.rank = rank.value;
     placement_.source = rank.source;
     if (rank.value == 0) on_rank_0_();
-    settle_size(find_size(), rank.value == 0);
+    const std::optional<Setting> size = find_size();
+    settle_size(size, rank.value == 0);
     check_rank(rank.value, rank.source);
-    find_master();
-    if (launcher_) find_job_id();
-    placement_.local_ranks = ranks_on_this_host();
-  }
-
-  /// For the share of the cores; without a word from anyone, no address means one machine.
-  int ranks_on_this_host() const {
-    if (launcher_ && launcher_->local_size) {
-      const auto count = base::number<int>(variable(launcher_->local_size).value_or(""));
-      if (count && *count > 0) return *count;
-    }
-    if (placement_.master_addr_given && placement_.master_addr != "localhost" &&
-        placement_.master_addr != "127.0.0.1") {
-      return 1;
-    }
-    return placement_.world_size != 0 ? placement_.world_size : own_size();
+    // Without a word from anyone all are here, for as long as they have not met.
+    const int all = placement_.world_size != 0 ? placement_.world_size : own_size();
+    placement_.local_ranks = told_local_ranks().value_or(all);
+    const bool is_launchers =
+        launcher_ && rank.source == launcher_->rank && size && size->source == launcher_->size;
+    find_address();
+    placement_.one_host = is_launchers && is_one_host();
+    find_job_id();
+    find_port();
   }
 
   void spawn() {
@@ -258,7 +300,9 @@ class Placer {
     }
     placement_.local_ranks = static_cast<int>(placement_.ranks.size());
     // All here: what the environment says of a master is about some other job.
-    if (!placement_.spawns_all()) find_master();
+    if (placement_.spawns_all()) return;
+    find_address();
+    find_port();
   }
 
   static std::vector<int> parse_ranks(const std::string& text) {

@@ -21,9 +21,10 @@ struct Placement {
   std::string source;      ///< of the rank: a flag or a variable, empty when spawning
   std::string master_addr = "localhost";
   bool master_addr_given = false;
-  int master_port = 0;  ///< 0: any free one
-  int local_ranks = 1;  ///< on this host, as far as one can tell
-  std::string job_id;   ///< what the launcher of the ranks calls the job; empty: nothing
+  int master_port = 0;    ///< 0: any free one
+  int local_ranks = 1;    ///< on this host, as far as one can tell before the ranks have met
+  bool one_host = false;  ///< the launcher that started this rank says that all ranks are here
+  std::string job_id;     ///< what the launcher of the ranks calls the job; empty: nothing
   std::optional<uint32_t> generation;  ///< how often that launcher has started it again
   std::string warning;                 ///< for one `warn` line, empty if there is nothing to say
 

@@ -57,6 +57,15 @@ std::string host_name() {
   return name;
 }
 
+std::optional<pid_t> ancestor(std::string_view part) {
+  for (pid_t pid = getppid(); pid > 0;) {
+    const std::string status = fmt::format("/proc/{}/status", pid);
+    if (status_word(status, "Name:").find(part) != std::string::npos) return pid;
+    pid = static_cast<pid_t>(std::strtol(status_word(status, "PPid:").c_str(), nullptr, 10));
+  }
+  return std::nullopt;
+}
+
 double peak_rss_mb() {
   return std::strtod(status_word("/proc/self/status", "VmHWM:").c_str(), nullptr) / 1024;
 }

@@ -2,6 +2,8 @@
 #include <atomic>
 #include <cmath>
 
+#include <ATen/Parallel.h>
+
 #include "distrain/autograd/context.h"
 #include "distrain/base/clock.h"
 #include "distrain/base/trace.h"
@@ -31,6 +33,7 @@ rpc::AgentOptions agent_options(const Job& job, EventSink& sink) {
   options.listen_fd = job.listen_fd;
   options.listen_addr = job.listen_addr;
   options.rank_0_unix_name = job.rank_0_unix_name;
+  options.meeting_name = job.meeting_name;
   options.ports = job.ports;
   options.token = job.token;
   options.insecure = job.insecure;
@@ -43,6 +46,7 @@ rpc::AgentOptions agent_options(const Job& job, EventSink& sink) {
   options.peer_timeout = seconds(job.peer_timeout_s);
   options.call_delay = seconds(job.inject.call_delay_s);
   options.job_options = job.rank == 0 ? job.effective : job.given;
+  options.on_cpus_shared = job.share_cpus;
   options.on_waiting = [&sink](const std::vector<int>& missing, const std::string& address,
                                const std::string& reason) {
     Json fields{{"missing", missing}};
@@ -159,6 +163,7 @@ class Session {
     sink_.joined(agent_->name(), agent_->job_options());
     Json fields{{"world_size", agent_->world_size()},
                 {"transport", agent_->transport()},
+                {"threads", at::get_num_threads()},
                 {"startup_s", base::seconds_since(job_.started)}};
     if (rpc::is_accelerator(job_.device())) fields["device"] = device_names(job_.devices);
     sink_.emit("ready", fields);

@@ -16,9 +16,6 @@ namespace distrain::net {
 /// `resources` where descriptors or memory are short, else `rendezvous`: "connecting to …: why".
 base::Error socket_error(const std::string& what, int code);
 
-/// "10.0.0.2:4711", "[::1]:4711".
-std::string endpoint_text(const std::string& host, uint16_t port);
-
 using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
 /// Asks the system, blocking for as long as that takes unless `flags` have AI_NUMERICHOST.
 base::Result<AddressList> resolve(const std::string& host, uint16_t port, int flags);

@@ -28,11 +28,15 @@ Error make_error(ErrorKind kind, std::string message) {
   return Error{kind, std::move(message), -1, {}};
 }
 
-// Whether a socket of this machine can be bound to it.
-bool is_local_address(const std::string& host) {
-  auto addresses = resolve(host, 0, 0);
-  if (!addresses.ok()) return false;
-  for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) {
+// "[::1]", as IPv6 addresses stand before a port, is "::1".
+std::string without_brackets(const std::string& host) {
+  const bool has_brackets = host.starts_with('[') && host.ends_with(']');
+  return has_brackets ? host.substr(1, host.size() - 2) : host;
+}
+
+// Whether a socket of this machine can be bound to one of them.
+bool is_local(const AddressList& addresses) {
+  for (const addrinfo* a = addresses.get(); a; a = a->ai_next) {
     Fd fd(::socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (fd.valid() && ::bind(fd.get(), a->ai_addr, a->ai_addrlen) == 0) return true;
   }
@@ -47,7 +51,8 @@ Error socket_error(const std::string& what, int code) {
                     what + ": " + std::strerror(code));
 }
 
-std::string endpoint_text(const std::string& host, uint16_t port) {
+std::string endpoint_text(const std::string& given, uint16_t port) {
+  const std::string host = without_brackets(given);
   const bool is_v6 = host.find(':') != std::string::npos;
   return (is_v6 ? "[" + host + "]" : host.empty() ? "*" : host) + ":" + std::to_string(port);
 }
@@ -73,7 +78,8 @@ bool is_connected_to_itself(int fd) {
   return local.port != 0 && local.port == remote.port && local.host == remote.host;
 }
 
-base::Result<AddressList> resolve(const std::string& host, uint16_t port, int flags) {
+base::Result<AddressList> resolve(const std::string& given, uint16_t port, int flags) {
+  const std::string host = without_brackets(given);
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_NUMERICSERV | flags;
@@ -107,7 +113,7 @@ base::Result<AddressList> resolve_until(const std::string& host, uint16_t port,
 }
 
 SocketName name_of(const sockaddr_storage& address) {
-  char text[INET6_ADDRSTRLEN] = {};
+  char text[NI_MAXHOST] = {};
   if (address.ss_family == AF_INET) {
     const auto& v4 = reinterpret_cast<const sockaddr_in&>(address);
     inet_ntop(AF_INET, &v4.sin_addr, text, sizeof text);
@@ -115,7 +121,9 @@ SocketName name_of(const sockaddr_storage& address) {
   }
   if (address.ss_family == AF_INET6) {
     const auto& v6 = reinterpret_cast<const sockaddr_in6&>(address);
-    inet_ntop(AF_INET6, &v6.sin6_addr, text, sizeof text);
+    // With the interface where it is needed: fe80::1%eth0.
+    getnameinfo(reinterpret_cast<const sockaddr*>(&v6), sizeof v6, text, sizeof text, nullptr, 0,
+                NI_NUMERICHOST);
     // A v4 peer of a v6 socket: its plain address is what others connect to.
     const std::string host = text;
     return {host.starts_with("::ffff:") ? host.substr(7) : host, ntohs(v6.sin6_port)};
@@ -273,18 +281,36 @@ SocketName remote_name(int fd) {
   return name_of(address);
 }
 
-bool is_loopback(const std::string& host) {
-  auto addresses = resolve(host, 0, 0);
-  if (!addresses.ok()) return false;
-  for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) {
+namespace {
+
+bool are_loopback(const AddressList& addresses) {
+  for (const addrinfo* a = addresses.get(); a; a = a->ai_next) {
     if (!is_loopback_address(a->ai_addr)) return false;
   }
   return true;
 }
 
-std::string host_to_bind(const std::string& host) {
-  if (host == "localhost" || host.starts_with("127.") || host == "::1") return host;
-  return is_loopback(host) || !is_local_address(host) ? "" : host;
+}  // namespace
+
+bool is_loopback(const std::string& host) {
+  const auto addresses = resolve(host, 0, 0);
+  return addresses.ok() && are_loopback(addresses.unchecked());
+}
+
+base::Result<std::string> host_to_bind(const std::string& host) {
+  const bool is_numeric = resolve(host, 0, AI_NUMERICHOST).ok();
+  const auto addresses = resolve(host, 0, 0);
+  const std::string to_do =
+      ": rank 0 listens on an address of its own host, or on another one by --listen ADDR";
+  if (!addresses.ok()) {
+    return make_error(addresses.error().kind, addresses.error().message + to_do);
+  }
+  if (are_loopback(addresses.unchecked())) {
+    return is_numeric || host == "localhost" ? host : std::string();
+  }
+  if (is_local(addresses.unchecked())) return host;
+  if (!is_numeric) return std::string();
+  return make_error(ErrorKind::kRendezvous, host + " is no address of this host" + to_do);
 }
 
 std::string host_key() {

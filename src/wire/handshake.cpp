@@ -14,6 +14,7 @@ void put(Writer& out, const Endpoint& endpoint) {
   out.put(endpoint.port);
   out.put(endpoint.unix_name);
   out.put(endpoint.host_key);
+  out.put(endpoint.cpus);
 }
 
 Endpoint get_endpoint(Reader& in) {
@@ -22,6 +23,7 @@ Endpoint get_endpoint(Reader& in) {
   endpoint.port = in.get<uint16_t>();
   endpoint.unix_name = in.get_string();
   endpoint.host_key = in.get_string();
+  endpoint.cpus = in.get<uint64_t>();
   return endpoint;
 }
 
@@ -139,7 +141,7 @@ Directory decode_directory(std::span<const uint8_t> bytes) {
   Reader in(bytes);
   check_version(in.get<uint32_t>());
   Directory directory;
-  const uint32_t count = in.get_count(4 * sizeof(uint32_t) + sizeof(uint16_t));
+  const uint32_t count = in.get_count(4 * sizeof(uint32_t) + sizeof(uint16_t) + sizeof(uint64_t));
   directory.ranks.reserve(count);
   for (uint32_t i = 0; i < count; ++i) {
     Directory::Entry entry;

@@ -17,7 +17,8 @@ exec 7>"$tmp/hold"
 wait_for "$limit" test -s "$tmp/port" || fail "no port to take"
 port=$(cat "$tmp/port")
 run hybrid --epochs 1 --master-port "$port"
-expect_error 3 rendezvous "127.0.0.1:$port" "port taken, launcher"
+expect_error 3 rendezvous ":$port" "port taken, launcher"
+grep -q -e "--job-id" "$tmp/err" || fail "port taken: not said what to do: $(cat "$tmp/err")"
 run hybrid --epochs 1 --rank 0 --master-port "$port"
 expect 3 "port taken, rank 0 joining"
 expect_log "port taken, rank 0 joining"
@@ -41,6 +42,34 @@ by_environment() {
   RANK=$1 WORLD_SIZE=4 MASTER_ADDR=localhost MASTER_PORT=$port timeout "$limit" "$distrain" hybrid --epochs 2
 }
 joined "by environment" by_environment
+
+# Two steps of one allocation of Slurm, at once: neither mixes with the other nor waits for it.
+# shellcheck disable=SC2317
+by_step() {
+  SLURM_PROCID=$2 SLURM_NTASKS=4 SLURM_JOB_ID=$$ SLURM_STEP_ID=$1 SLURM_STEP_NUM_NODES=1 \
+    timeout "$limit" "$distrain" hybrid --epochs 2
+}
+for r in 1 2 3; do
+  by_step 7 "$r" >"$tmp/other$r" 2>"$tmp/err$r" &
+  pids[r]=$!
+done
+joined "by step" by_step 8
+by_step 7 0 >"$tmp/other0" 2>"$tmp/err0"
+code=$?
+expect 0 "the other step, rank 0"
+for r in 1 2 3; do
+  wait "${pids[r]}"
+  code=$?
+  expect 0 "the other step, rank $r"
+done
+cat "$tmp"/other? >"$tmp/step"
+expect_jq '[.[] | select(.event == "end").run] | unique | length == 1' "the other step" "$tmp/step"
+# On several nodes nobody would find rank 0.
+SLURM_STEP_NUM_NODES=2 SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_JOB_ID=1 SLURM_STEP_ID=1 run hybrid
+expect_error 2 invalid "need --master-addr HOST" "no address on two nodes"
+run hybrid --rank 0 --master-addr 192.0.2.1
+expect 3 "an address of another host"
+expect_jq '.[-1].message | contains("no address of this host") and contains("--listen")' "an address of another host"
 
 # Rank 0 says who is who. One more waits in vain, and says so.
 port=$(free_port)

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <initializer_list>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <signal.h>
@@ -10,6 +12,9 @@
 namespace distrain::base {
 
 std::string host_name();
+
+/// The nearest process above this one whose name holds `part`; none if there is none.
+std::optional<pid_t> ancestor(std::string_view part);
 
 /// The largest resident set of this process so far, in MB.
 double peak_rss_mb();

@@ -110,6 +110,7 @@ struct Job {
   std::string listen_addr;       ///< empty: the interface that reaches the master
   int listen_fd = -1;            ///< rank 0 of a spawned job: the launcher's listening socket
   std::string rank_0_unix_name;  ///< not empty: of that socket, and nobody listens on TCP
+  std::string meeting_name;      ///< as in rpc::AgentOptions
   net::PortRange ports;          ///< to listen on
   std::string token;             ///< as in rpc::AgentOptions, like the next four
   bool insecure = false;
@@ -129,6 +130,9 @@ struct Job {
   /// Decides it once this rank's name and rank 0's options are known; null: `devices` hold.
   std::function<std::vector<c10::Device>(const std::string& name, const OptionMap& of_rank_0)>
       choose_devices;
+  /// Sets the threads of an operation once it is known how many ranks share this one's CPUs; null:
+  /// they hold as they are.
+  std::function<void(int ranks)> share_cpus;
   /// SIGINT, SIGTERM and SIGHUP, for jobs that save before they end. Never null.
   std::shared_ptr<StopSignal> stop = std::make_shared<StopSignal>();
   /// For the last line of a process that ends before the job does. Never null.

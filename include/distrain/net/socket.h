@@ -72,11 +72,14 @@ std::optional<uint32_t> peer_user(int fd);
 /// Whether the name resolves to addresses of the loopback interface only. Blocks, unless it is
 /// numeric.
 bool is_loopback(const std::string& host);
-/// What a server listens on, as for listen_tcp(), that clients reach at `host`: that interface; all
-/// of them where the name is none of this machine's (a service of Kubernetes), or means loopback
-/// here and this machine elsewhere (Debian's /etc/hosts has 127.0.1.1 for the own name). Blocks,
-/// unless it is numeric.
-std::string host_to_bind(const std::string& host);
+/// Returns what a server listens on, as for listen_tcp(), that clients reach at `host`: that
+/// interface; all interfaces if `host` is a name that resolves to another machine (a service of
+/// Kubernetes), or to loopback here and to this machine elsewhere (Debian's /etc/hosts has
+/// 127.0.1.1 for the own name). `rendezvous` if the name does not resolve, or if `host` is the
+/// numeric address of another machine. Blocks, unless it is numeric.
+base::Result<std::string> host_to_bind(const std::string& host);
+/// "10.0.0.2:4711", "[::1]:4711".
+std::string endpoint_text(const std::string& host, uint16_t port);
 
 /// Equal for two processes that share a kernel and a network namespace (boot id and inode): a unix
 /// socket may reach from one to the other. It does not if they see different folders.

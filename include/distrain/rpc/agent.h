@@ -43,6 +43,9 @@ struct AgentOptions {
   /// All ranks are on this host, and meet at rank 0's unix socket of this name: nobody listens on
   /// TCP. Rank 0's `listen_fd` is that socket.
   std::string rank_0_unix_name;
+  /// Where ranks of rank 0's host and user look for it first, unless `transport` is tcp:
+  /// rpc/meeting.h. Empty: the name that follows from job_id, master_addr and the port.
+  std::string meeting_name;
   net::PortRange ports;            ///< to listen on; rank 0: where no master_port is given
   std::string transport = "auto";  ///< auto (unix on the same host), tcp, unix
   /// What all ranks of the job know and nobody else; whoever connects proves it. Empty: ranks
@@ -89,6 +92,9 @@ struct AgentOptions {
   int worker_threads = 4;  ///< that may run; threads that wait for a reply do not count
   /// Rank 0: the job's options, given to all. Others: those that must agree with rank 0's.
   std::map<std::string, std::string> job_options;
+  /// Called on the joining thread once all ranks are known, before any other rank can call this
+  /// one: how many ranks, this one included, share this one's CPUs.
+  std::function<void(int ranks)> on_cpus_shared;
   /// While joining, every 5 s on the joining thread: who is missing or has not reached all others
   /// yet, where rank 0 is expected, and why it could not be reached (empty once it was) or has no
   /// place.

@@ -41,7 +41,7 @@ inline constexpr uint32_t kMagic = 0x4E525444;  // "DTRN"
 inline constexpr size_t kHeaderBytes = 48;
 inline constexpr uint16_t kWithoutCredit = 1;
 inline constexpr uint16_t kWithRRefs = 1;
-inline constexpr uint32_t kProtocolVersion = 7;
+inline constexpr uint32_t kProtocolVersion = 8;
 
 enum class FrameKind : uint16_t {
   // Handshake and rendezvous (handshake.h)

@@ -91,6 +91,7 @@ struct Endpoint {
   uint16_t port = 0;      ///< TCP; 0: not by TCP
   std::string unix_name;  ///< of its unix socket; may be empty
   std::string host_key;   ///< equal for ranks that share a kernel and a network namespace
+  uint64_t cpus = 0;      ///< equal for ranks that share their CPUs
 };
 
 /// string job · i32 world_size (0: follow rank 0) · Endpoint · options (u32 count, then name,

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "device_table.h"
+#include "distrain/rpc/meeting.h"
 #include "distrain/rpc/token.h"
 #include "list_ranks.h"
 
@@ -20,12 +21,15 @@ constexpr auto kDoorTimeout = std::chrono::seconds(2);  // for the proof of who 
 constexpr auto kLastWords = std::chrono::seconds(1);    // of this rank, to others
 constexpr auto kLoopAnswers = std::chrono::seconds(1);  // when somebody asks it
 
-net::Fd listen_as_rank_0(const AgentOptions& options) {
-  const std::string& told = options.listen_addr;
-  const std::string host = told.empty() ? net::host_to_bind(options.master_addr) : told;
-  const uint16_t port = options.master_port;
-  return std::move(
-      net::listen_tcp(host, port == 0 ? options.ports : net::PortRange{port, port}).value());
+// At the name where ranks of this host look for rank 0.
+net::Fd listen_at_meeting(const std::string& name) {
+  auto socket = net::listen_unix(name);
+  if (socket.ok()) return std::move(socket.unchecked());
+  throw base::Exception(rendezvous_error(
+      "a job of this user with the same id and port meets on this host: each needs a --job-id or a "
+      "--master-port of its own (" +
+          socket.error().message + ")",
+      0));
 }
 
 wire::Trust trust_of(const AgentOptions& options) {
@@ -61,8 +65,13 @@ ControlPlane::ControlPlane(net::Loop& loop, const AgentOptions& options, DeviceT
       self_(told_) {
   identity::set_up();
   if (options.rank != 0) return;
-  rank_0_socket_ = options.listen_fd >= 0 ? net::Fd(options.listen_fd) : listen_as_rank_0(options);
+  const std::string& only = options.rank_0_unix_name;
+  rank_0_socket_ = options.listen_fd >= 0 ? net::Fd(options.listen_fd)
+                   : !only.empty()        ? listen_at_meeting(only)
+                                   : listen_as_rank_0(options.listen_addr, options.master_addr,
+                                                      options.master_port, options.ports);
   port_ = net::local_name(rank_0_socket_.get()).port;
+  if (!meeting_name().empty()) meeting_socket_ = listen_at_meeting(meeting_name());
 }
 
 ControlPlane::~ControlPlane() = default;
@@ -344,9 +353,15 @@ Way ControlPlane::way_to(int rank, const wire::Endpoint& endpoint) const {
   if (options_.transport == "unix") return way;
   way.port = rank == 0 ? options_.master_port : endpoint.port;
   way.host = endpoint.host;
-  if (!way.host.empty()) return way;
   const auto seen = seen_hosts_.find(rank);
-  way.host = seen == seen_hosts_.end() ? rank_0_host_ : seen->second;
+  const bool is_seen = seen != seen_hosts_.end() && !seen->second.empty();
+  const std::string& known = is_seen ? seen->second : rank_0_host_;
+  if (way.host.empty()) way.host = known;
+  // The interface of a link-local address is this host's, whatever the other host calls its own.
+  const size_t theirs = way.host.find('%'), own = known.find('%');
+  if (theirs != std::string::npos && own != std::string::npos) {
+    way.host.replace(theirs, std::string::npos, known, own);
+  }
   return way;
 }
 
@@ -417,6 +432,11 @@ void ControlPlane::close(Link link, bool flush) {
 
 void ControlPlane::on_directory(const wire::Directory& directory) {
   self_.incarnation = directory.ranks[static_cast<size_t>(options_.rank)].incarnation;
+  const auto& ranks = directory.ranks;
+  cpu_sharers_ = static_cast<int>(std::ranges::count_if(ranks, [&](const auto& entry) {
+    return entry.is_here &&
+           entry.endpoint.cpus == ranks[static_cast<size_t>(options_.rank)].endpoint.cpus;
+  }));
   std::vector<Way> ways(directory.ranks.size());
   for (int rank = 0; rank < static_cast<int>(ways.size()); ++rank) {
     if (rank == options_.rank) continue;

@@ -126,6 +126,8 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   bool is_put_off_on_loop(const base::Error& error) const;
   base::Error no_rank_0(const base::Error& why) const;
   void listen_by_unix_socket();
+  std::string meeting_name() const;
+  base::Result<net::Fd> connect_to_rank_0(base::TimePoint connected_by) const;
   void wait_until_ready(base::TimePoint deadline, const std::function<void()>& prepare);
   control::Settings settings() const;
   control::Introduction::Patience patience() const;
@@ -159,6 +161,7 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   const std::shared_ptr<control::Doorway> doorway_;
   uint16_t port_ = 0;
   net::Fd rank_0_socket_;    // rank 0, until run()
+  net::Fd meeting_socket_;   // the same, for ranks of this host
   std::string rank_0_host_;  // as this rank reaches it, numeric; set before the party is there
   bool listens_ = false;     // a member, to others
   std::string listen_host_;  // to be told to others, numeric; empty: as rank 0 sees it
@@ -179,6 +182,7 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   std::map<int, std::string> seen_hosts_;  // rank 0: where others came from
 
   std::atomic<bool> has_begun_{false};
+  std::atomic<int> cpu_sharers_{1};         // ranks that share this one's CPUs, once all are known
   std::atomic<base::TimePoint> began_{};    // to wait for others to join
   std::atomic<int> place_{wire::kAnyRank};  // the rank that rank 0 has for this one
   base::Promise<void> met_;

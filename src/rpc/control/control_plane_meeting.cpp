@@ -2,9 +2,13 @@
 #include <algorithm>
 #include <utility>
 
+#include <unistd.h>
+
 #include "control/control_plane.h"
 #include "control/member.h"
 #include "device_table.h"
+#include "distrain/base/cpus.h"
+#include "distrain/rpc/meeting.h"
 #include "list_ranks.h"
 
 namespace distrain::rpc {
@@ -22,6 +26,7 @@ constexpr auto kLongestRetry = std::chrono::milliseconds(500);
 constexpr auto kShortestTry = std::chrono::milliseconds(100);  // that says why it has failed
 constexpr auto kRank0SaysWho = std::chrono::seconds(1);        // is missing, to those who have come
 constexpr base::Duration kAnswers = std::chrono::seconds(5);   // who is asked for its hello
+constexpr char kThisHost[] = "127.0.0.1";
 constexpr auto kForEver = std::chrono::hours(24 * 365);  // that a point in time can be told from
 
 // What may be different the next time: nobody is there yet, or has no time for this rank, or no
@@ -49,9 +54,6 @@ void ControlPlane::run(const std::function<void()>& prepare) {
     if (prepare) prepare();
     devices_.settle();
     began_ = base::Clock::now();
-    loop_.post([self = shared_from_this()] {
-      if (self->party_) self->party_->prepared(self->devices_.tell());
-    });
   } else {
     began_ = base::Clock::now();
     begin_as_member(deadline);
@@ -75,11 +77,21 @@ void ControlPlane::listen_by_unix_socket() {
   if (!options_.rank_0_unix_name.empty()) throw base::Exception(socket.error());  // else TCP does
 }
 
+// Empty: all ranks meet at one unix socket anyway, or by TCP only.
+std::string ControlPlane::meeting_name() const {
+  if (host_key_.empty() || !options_.rank_0_unix_name.empty()) return {};
+  return options_.meeting_name.empty()
+             ? rpc::meeting_name(options_.job_id, options_.master_addr,
+                                 options_.rank == 0 ? port_ : options_.master_port)
+             : options_.meeting_name;
+}
+
 void ControlPlane::begin_as_hub() {
   if (options_.rank_0_unix_name.empty()) listen_by_unix_socket();
-  if (!is_wildcard(options_.listen_addr)) {
-    listen_host_ = net::local_name(rank_0_socket_.get()).host;
-  }
+  const std::string host = net::local_name(rank_0_socket_.get()).host;
+  if (!is_wildcard(options_.listen_addr)) listen_host_ = host;
+  if (options_.rank_0_unix_name.empty()) rank_0_host_ = is_wildcard(host) ? kThisHost : host;
+  if (meeting_socket_.valid()) doorway_->listen(std::move(meeting_socket_));
   loop_.post([self = shared_from_this()] {
     if (self->is_closed_) return;
     control::World& world = *self;
@@ -134,11 +146,18 @@ void ControlPlane::begin_as_member(base::TimePoint deadline) {
   }
 }
 
+base::Result<net::Fd> ControlPlane::connect_to_rank_0(base::TimePoint connected_by) const {
+  if (!options_.rank_0_unix_name.empty()) return net::connect_unix(options_.rank_0_unix_name);
+  if (const std::string name = meeting_name(); !name.empty()) {
+    // Another user may have taken the name: that rank 0 is not the one that is meant.
+    auto socket = net::connect_unix(name);
+    if (socket.ok() && net::peer_user(socket.unchecked().get()) == geteuid()) return socket;
+  }
+  return net::connect_tcp(options_.master_addr, options_.master_port, connected_by);
+}
+
 base::Status ControlPlane::try_to_join(base::TimePoint connected_by, base::TimePoint deadline) {
-  const std::string& unix_name = options_.rank_0_unix_name;
-  base::Result<net::Fd> socket =
-      unix_name.empty() ? net::connect_tcp(options_.master_addr, options_.master_port, connected_by)
-                        : net::connect_unix(unix_name);
+  base::Result<net::Fd> socket = connect_to_rank_0(connected_by);
   if (!socket.ok()) {
     Error error = socket.error();
     if (error.kind == ErrorKind::kRendezvous) error.kind = kTryAgain;
@@ -161,12 +180,19 @@ void ControlPlane::listen_as_member(const net::Fd& to_rank_0) {
   listen_by_unix_socket();
   if (!options_.rank_0_unix_name.empty()) return;
   rank_0_host_ = net::remote_name(to_rank_0.get()).host;
+  const bool is_same_host = rank_0_host_.empty();  // by a unix socket: as rank 0 listens, then
   const std::string& given = options_.listen_addr;
-  const std::string host = given.empty() ? net::local_name(to_rank_0.get()).host : given;
+  std::string host = given.empty() ? net::local_name(to_rank_0.get()).host : given;
+  if (host.empty()) {
+    const auto as_rank_0 = net::host_to_bind(options_.master_addr);
+    if (as_rank_0.ok()) host = as_rank_0.unchecked();
+  }
   net::Fd own = std::move(net::listen_tcp(host, options_.ports).value());
   const net::SocketName name = net::local_name(own.get());
   port_ = name.port;
-  if (!is_wildcard(given)) listen_host_ = name.host;
+  const bool is_for_all = is_wildcard(name.host);
+  if (is_same_host) rank_0_host_ = is_for_all ? kThisHost : name.host;
+  if (is_same_host ? !is_for_all : !is_wildcard(given)) listen_host_ = name.host;
   doorway_->listen(std::move(own));
 }
 
@@ -245,14 +271,17 @@ void ControlPlane::wait_until_ready(base::TimePoint deadline,
                                     const std::function<void()>& prepare) {
   const base::Future<void> met = met_.future();
   const base::Future<void> ready = ready_.future();
-  bool is_prepared = options_.rank == 0;
+  bool is_prepared = false;
   for (;;) {
     const base::Future<void>& next = is_prepared ? ready : met;
     if (next.wait_until(std::min(deadline, base::Clock::now() + kWaitingInterval))) {
       next.wait();  // throws when it failed
       if (is_prepared) return;
-      if (prepare) prepare();
-      devices_.settle();
+      if (options_.on_cpus_shared) options_.on_cpus_shared(cpu_sharers_);
+      if (options_.rank != 0) {
+        if (prepare) prepare();
+        devices_.settle();
+      }
       loop_.post([self = shared_from_this()] {
         if (self->party_) self->party_->prepared(self->devices_.tell());
       });
@@ -273,8 +302,8 @@ void ControlPlane::wait_until_ready(base::TimePoint deadline,
 
 std::string ControlPlane::rank_0_text() const {
   if (!options_.rank_0_unix_name.empty()) return options_.rank_0_unix_name;
-  return options_.master_addr + ":" +
-         std::to_string(options_.rank == 0 ? port_ : options_.master_port);
+  return net::endpoint_text(options_.master_addr,
+                            options_.rank == 0 ? port_ : options_.master_port);
 }
 
 control::Settings ControlPlane::settings() const {
@@ -283,7 +312,7 @@ control::Settings ControlPlane::settings() const {
   settings.job = options_.job;
   settings.names = options_.names;
   settings.world_size = options_.world_size;
-  settings.endpoint = {listen_host_, port_, unix_name_, host_key_};
+  settings.endpoint = {listen_host_, port_, unix_name_, host_key_, base::available_cpus().key};
   if (options_.rank == 0) settings.secret = identity::random_bytes(32);
   settings.options = options_.job_options;
   // Who keeps a place for somebody does not say that it is alive.

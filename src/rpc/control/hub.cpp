@@ -84,7 +84,9 @@ std::optional<Error> Hub::check_join(int rank, const wire::Join& join) const {
     return refuse("the job has ended before this rank came");
   }
   if (!is_any && !is_free(rank)) {
-    return refuse("rank: " + std::to_string(rank) + " has been taken already");
+    return refuse(
+        "rank: " + std::to_string(rank) +
+        " has been taken already; two jobs on a host each need a --job-id or a --master-port");
   }
   for (const auto& [name, value] : join.options) {
     const auto it = settings_.options.find(name);

@@ -2,6 +2,8 @@
 #include <csignal>
 #include <thread>
 
+#include <arpa/inet.h>
+#include <ifaddrs.h>
 #include <netinet/in.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -14,7 +16,8 @@ using testing::contains;
 
 namespace {
 
-base::Error error_of(const base::Result<Fd>& result) {
+template <class T>
+base::Error error_of(const base::Result<T>& result) {
   REQUIRE_FALSE(result.ok());
   return result.error();
 }
@@ -22,6 +25,22 @@ base::Error error_of(const base::Result<Fd>& result) {
 base::TimePoint soon() { return base::deadline_after(kLongest); }
 
 bool has_ipv6() { return listen_tcp("::1", 0).ok(); }
+
+// "fe80::1%eth0", or nothing.
+std::string link_local_address() {
+  ifaddrs* all = nullptr;
+  if (getifaddrs(&all) != 0) return {};
+  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(all, &freeifaddrs);
+  for (const ifaddrs* each = all; each; each = each->ifa_next) {
+    if (!each->ifa_addr || each->ifa_addr->sa_family != AF_INET6) continue;
+    const auto* address = reinterpret_cast<const sockaddr_in6*>(each->ifa_addr);
+    if (!IN6_IS_ADDR_LINKLOCAL(&address->sin6_addr)) continue;
+    char text[INET6_ADDRSTRLEN] = {};
+    inet_ntop(AF_INET6, &address->sin6_addr, text, sizeof text);
+    return std::string(text) + '%' + each->ifa_name;
+  }
+  return {};
+}
 
 }  // namespace
 
@@ -203,15 +222,33 @@ TEST_CASE("which names are this machine's") {
 }
 
 TEST_CASE("a server listens on the interface that its name means, or on all") {
-  for (const std::string host : {"localhost", "127.0.0.1", "127.8.9.10", "::1"}) {
-    CHECK(host_to_bind(host) == host);
+  for (const std::string host : {"localhost", "127.0.0.1", "127.8.9.10", "::1", "[::1]"}) {
+    CHECK(host_to_bind(host).value() == host);
   }
-  CHECK(host_to_bind("192.0.2.1").empty());  // of another machine
-  CHECK(host_to_bind("no-such-host.invalid").empty());
   // Loopback under another name: as the own name in /etc/hosts.
   for (const char* host : {"ip6-localhost", "localhost.localdomain"}) {
-    if (is_loopback(host)) CHECK(host_to_bind(host).empty());
+    if (is_loopback(host)) CHECK(host_to_bind(host).value().empty());
   }
+}
+
+TEST_CASE("a server refuses an address of another machine, and a name that does not resolve") {
+  CHECK(error_of(host_to_bind("192.0.2.1")).message.starts_with("192.0.2.1 is no address of this"));
+  const base::Error error = error_of(host_to_bind("no-such-host.invalid"));
+  CHECK(error.kind == base::ErrorKind::kRendezvous);
+  CHECK(error.message.find("--listen") != std::string::npos);
+}
+
+TEST_CASE("an IPv6 address may stand in brackets, and a link-local one keeps its interface") {
+  if (!has_ipv6()) return;
+  const Fd listener = std::move(listen_tcp("[::1]", 0).value());
+  const SocketName name = local_name(listener.get());
+  CHECK(name.host == "::1");
+  CHECK(endpoint_text("[::1]", 7) == "[::1]:7");
+  CHECK(connect_tcp("[::1]", name.port, base::deadline_after(std::chrono::seconds(5))).ok());
+  const std::string link_local = link_local_address();
+  if (link_local.empty()) return;
+  const Fd scoped = std::move(listen_tcp(link_local, 0).value());
+  CHECK(local_name(scoped.get()).host == link_local);
 }
 
 TEST_CASE("the host key is the same for the whole process and for its children") {

@@ -99,6 +99,27 @@ TEST_CASE("a rank can be taken only once") {
   CHECK(taken->agent().rpc_sync<&add>(2, 1, 2) == 3);
 }
 
+TEST_CASE("ranks of one host meet by the job's id and port, whatever rank 0's address is") {
+  AgentOptions options = options_for(0, 2);
+  options.job_id = "met";
+  Joining zero(options);
+  const uint16_t port = zero.agent().port();
+  AgentOptions mine = options_for(1, 2, port);
+  mine.job_id = "met";
+  mine.master_addr = "192.0.2.1";  // where nobody answers
+  std::atomic<int> sharing{0};
+  mine.on_cpus_shared = [&](int ranks) { sharing = ranks; };
+  CHECK(Joining(mine).joined());
+  CHECK(sharing == 2);
+
+  // Another job with the same id and port is told at once.
+  AgentOptions twin = options_for(0, 2);
+  twin.job_id = "met";
+  twin.listen_addr = "127.0.0.2";
+  twin.master_port = port;
+  CHECK(contains(error_of([&] { Agent agent(twin); }).message, "--job-id"));
+}
+
 TEST_CASE("jobs of 1, 8 and 16 ranks, over each transport") {
   const int size = GENERATE(1, 8, 16);
   const std::string transport = GENERATE("unix", "tcp", "auto");

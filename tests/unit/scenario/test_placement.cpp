@@ -31,7 +31,8 @@ class Variables {
                "SLURM_PROCID SLURM_NTASKS SLURM_STEP_ID LOCAL_RANK "
                "TORCHELASTIC_USE_AGENT_STORE OMPI_COMM_WORLD_LOCAL_RANK "
                "MPI_LOCALRANKID SLURM_LOCALID TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT "
-               "PMIX_NAMESPACE SLURM_JOB_ID SLURM_HET_JOB_ID SLURM_RESTART_COUNT")) {
+               "PMIX_NAMESPACE SLURM_JOB_ID SLURM_HET_JOB_ID SLURM_RESTART_COUNT "
+               "SLURM_STEP_NUM_NODES MPI_LOCALNRANKS OMPI_COMM_WORLD_LOCAL_SIZE")) {
       unsetenv(name.c_str());
     }
     for (const std::string& setting : split(settings)) {
@@ -79,7 +80,7 @@ void check_placed(const std::vector<Placed>& all) {
 
 const std::string kTorchrun = "RANK=1 WORLD_SIZE=5 MASTER_ADDR=m MASTER_PORT=1234";
 const std::string kOpenMpi =
-    "OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2";
+    "MASTER_ADDR=m OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2";
 const std::string kSlurm = "SLURM_PROCID=3 SLURM_NTASKS=6";
 
 }  // namespace
@@ -94,13 +95,47 @@ TEST_CASE("what the launcher calls the job, and how often it has started it, are
        R"({"job_id": "torchrun r9", "generation": 2})"},
       {elastic + " TORCHELASTIC_RUN_ID=none LOCAL_WORLD_SIZE=4", "", R"({"job_id": ""})"},
       // Of several hosts each counts for itself.
-      {elastic + " TORCHELASTIC_RUN_ID=r9 LOCAL_WORLD_SIZE=2", "",
+      {elastic + " TORCHELASTIC_RUN_ID=r9 LOCAL_WORLD_SIZE=2 MASTER_ADDR=m", "",
        R"({"job_id": "torchrun r9", "generation": null})"},
       {kOpenMpi + " PMIX_NAMESPACE=prterun-1@1", "", R"({"job_id": "mpirun prterun-1@1"})"},
-      {step + " SLURM_RESTART_COUNT=1", "", R"({"job_id": "slurm 77", "generation": 1})"},
-      {step + " SLURM_HET_JOB_ID=76", "", R"({"job_id": "slurm 76"})"},
+      {step + " SLURM_RESTART_COUNT=1", "", R"({"job_id": "slurm 77.3", "generation": 1})"},
+      {step + " SLURM_HET_JOB_ID=76", "", R"({"job_id": "slurm 76.3"})"},
+      {step + " PMI_RANK=1 PMI_SIZE=4", "", R"({"job_id": "slurm 77.3"})"},
       {step, "--rank 2", R"({"job_id": "slurm 77", "generation": 0})", "SLURM_PROCID=1"},
       {step, "--spawn", R"({"job_id": "", "generation": null})"},
+  });
+}
+
+// Neither 29500 nor what torchrun's agent listens on: two jobs on a host would collide there.
+TEST_CASE("a job with an id has a port of its own, which each of its ranks knows") {
+  const std::string step = "SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_JOB_ID=77 SLURM_STEP_ID=";
+  const std::string agents = " TORCHELASTIC_USE_AGENT_STORE=True";
+  check_placed({
+      {step + "3", "", R"({"master_port": 24770})"},
+      {step + "4", "", R"({"master_port": 26828})"},
+      {step + "3", "--job-id mine", R"({"master_port": 27339})"},
+      {"", "--rank 1 --job-id mine", R"({"master_port": 27339})"},
+      {"", "--ranks 2-3 --job-id mine", R"({"master_port": 27339})"},
+      {step + "3", "--master-port 99", R"({"master_port": 99})"},
+      {kTorchrun + agents, "", R"({"master_port": 20814})"},
+      {"RANK=1 WORLD_SIZE=5 MASTER_ADDR=m MASTER_PORT=1235" + agents, "",
+       R"({"master_port": 25716})"},
+      {kTorchrun + " TORCHELASTIC_USE_AGENT_STORE=False", "", R"({"master_port": 1234})"},
+      {"MASTER_PORT=tcp://10.0.0.1:80", "--rank 1", R"({"master_port": 29500})"},
+  });
+}
+
+TEST_CASE("ranks that are all on one host, as their launcher says, need no port") {
+  const std::string open_mpi = "OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4 ";
+  const std::string step = "SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_JOB_ID=77 SLURM_STEP_ID=3 ";
+  check_placed({
+      {open_mpi + "OMPI_COMM_WORLD_LOCAL_SIZE=4", "", R"({"one_host": true, "local_ranks": 4})"},
+      {kOpenMpi, "", R"({"one_host": false, "local_ranks": 2})"},
+      {open_mpi + "OMPI_COMM_WORLD_LOCAL_SIZE=4", "--rank 1", R"({"one_host": false})"},
+      {step + "SLURM_STEP_NUM_NODES=1", "", R"({"one_host": true, "local_ranks": 4})"},
+      {step + "SLURM_STEP_NUM_NODES=2", "--master-addr m", R"({"one_host": false})"},
+      {step, "", R"({"one_host": false})"},
+      {"", "--rank 1", R"({"one_host": false, "local_ranks": 4})"},
   });
 }
 
@@ -114,8 +149,6 @@ TEST_CASE("the first that says where a rank is wins") {
       {"", "--rank 1 --trainers 3", R"({"world_size": 5})"},
       {kTorchrun, "",
        R"({"rank": 1, "world_size": 5, "trainers": 3, "master_addr": "m", "master_port": 1234, "warning": ""})"},
-      {kTorchrun + " TORCHELASTIC_USE_AGENT_STORE=True", "", R"({"master_port": 1235})"},
-      {kTorchrun + " TORCHELASTIC_USE_AGENT_STORE=False", "", R"({"master_port": 1234})"},
       {kTorchrun + " TORCHELASTIC_USE_AGENT_STORE=True", "--master-port 99",
        R"({"master_port": 99})"},
       {kTorchrun, "--rank 2", R"({"rank": 2, "source": "--rank"})", "RANK=1"},
@@ -124,7 +157,7 @@ TEST_CASE("the first that says where a rank is wins") {
       {kTorchrun, "--spawn",
        R"({"mode": "spawn", "ranks": [0, 1, 2, 3], "master_port": null, "warning": ""})"},
       {kTorchrun, "--local", R"({"mode": "local", "warning": ""})"},
-      {kOpenMpi, "", R"({"rank": 2, "world_size": 4, "local_ranks": 2})"},
+      {kOpenMpi, "", R"({"rank": 2, "world_size": 4})"},
       {kOpenMpi + " " + kSlurm + " PMI_RANK=1 PMI_SIZE=5 SLURM_STEP_ID=0", "", R"({"rank": 2})"},
       {kSlurm + " PMI_RANK=1 PMI_SIZE=5 SLURM_STEP_ID=0", "", R"({"rank": 1, "world_size": 5})"},
       {kSlurm + " SLURM_STEP_ID=0", "", R"({"rank": 3, "world_size": 6})"},
@@ -178,6 +211,11 @@ TEST_CASE("an environment that makes no sense is refused by the variable's name"
       {"RANK=5 WORLD_SIZE=4", "", "there is no rank 5"},
       {"RANK=0 WORLD_SIZE=4", "--trainers 3", "WORLD_SIZE says 4"},
       {"PMI_RANK=0 PMI_SIZE=1", "", "--spawn starts every rank here"},
+      // Nobody would find rank 0.
+      {"OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2", "",
+       "need --master-addr HOST"},
+      {"SLURM_PROCID=3 SLURM_NTASKS=6 SLURM_STEP_ID=0 SLURM_STEP_NUM_NODES=2", "",
+       "as SLURM_STEP_NUM_NODES says, need --master-addr HOST"},
   };
   const app::JobCommand hybrid(scenario::hybrid_job());
   for (const auto& [settings, arguments, told] : all) {

@@ -36,7 +36,7 @@ class RandomMessages {
     return options;
   }
 
-  Endpoint endpoint() { return {text(), static_cast<uint16_t>(bits()), text(), text()}; }
+  Endpoint endpoint() { return {text(), static_cast<uint16_t>(bits()), text(), text(), bits()}; }
 
   Hello hello() {
     Hello hello;

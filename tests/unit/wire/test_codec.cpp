@@ -25,7 +25,7 @@ void flip(Header& bytes, size_t bit) { bytes[bit / 8] ^= static_cast<uint8_t>(1u
 
 bool operator_equal(const Endpoint& a, const Endpoint& b) {
   return a.host == b.host && a.port == b.port && a.unix_name == b.unix_name &&
-         a.host_key == b.host_key;
+         a.host_key == b.host_key && a.cpus == b.cpus;
 }
 
 bool same(const FrameHeader& a, const FrameHeader& b) {
@@ -135,7 +135,7 @@ TEST_CASE("the bytes of a frame header are as documented") {
   };
   CHECK(encoded(header) == expected);
   CHECK(kHeaderBytes == 48);
-  CHECK(kProtocolVersion == 7);
+  CHECK(kProtocolVersion == 8);
 }
 
 TEST_CASE("the numbers of the frame kinds do not change") {
@@ -449,7 +449,7 @@ TEST_CASE("the bytes of a hello, of a join and of an error are as documented") {
   std::iota(hello.job_id.begin(), hello.job_id.end(), uint8_t{0x10});
   std::iota(hello.nonce.begin(), hello.nonce.end(), uint8_t{0x20});
   const Bytes expected{
-      7,    0,    0,    0,                             // version
+      8,    0,    0,    0,                             // version
       2,                                               // purpose
       3,                                               // trust
       0xFE, 0xFF, 0xFF, 0xFF,                          // rank
@@ -466,15 +466,16 @@ TEST_CASE("the bytes of a hello, of a join and of an error are as documented") {
   Join join;
   join.job = "j";
   join.world_size = 4;
-  join.endpoint = {"h", 29500, "", "k"};
+  join.endpoint = {"h", 29500, "", "k", 9};
   join.options = {{"a", "b"}};
-  CHECK(encode(join) == Bytes{1,    0,    0, 0, 'j',  // job
-                              4,    0,    0, 0,       // world_size
-                              1,    0,    0, 0, 'h',  // host
-                              0x3C, 0x73,             // port
-                              0,    0,    0, 0,       // unix_name
-                              1,    0,    0, 0, 'k',  // host_key
-                              1,    0,    0, 0,       // options
+  CHECK(encode(join) == Bytes{1,    0,    0, 0, 'j',           // job
+                              4,    0,    0, 0,                // world_size
+                              1,    0,    0, 0, 'h',           // host
+                              0x3C, 0x73,                      // port
+                              0,    0,    0, 0,                // unix_name
+                              1,    0,    0, 0, 'k',           // host_key
+                              9,    0,    0, 0, 0,   0, 0, 0,  // cpus
+                              1,    0,    0, 0,                // options
                               1,    0,    0, 0, 'a', 1, 0, 0, 0, 'b'});
   CHECK(encode(base::Error{base::ErrorKind::kDeadline, "m", -1, "o"}) ==
         Bytes{12, 0, 0xFF, 0xFF, 0xFF, 0xFF, 1, 0, 0, 0, 'm', 1, 0, 0, 0, 'o'});
