@@ -1,8 +1,8 @@
 #include <array>
-#include <cinttypes>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
+#include <sstream>
 #include <string>
 
 #include <netinet/in.h>
@@ -14,66 +14,43 @@ namespace distrain::net {
 
 namespace {
 
-// An address and port as /proc/net/tcp and tcp6 print them: words in memory order.
+// An address and port as the tables of the kernel print them: words in memory order.
 struct Place {
-  std::array<uint32_t, 4> words{};
-  uint16_t port = 0;
-  bool operator==(const Place&) const = default;
+  std::string v6;
+  std::string v4;  // empty: it is no v4 address, nor one that a v6 socket uses for v4
 };
 
 Place place_of(const sockaddr_storage& address) {
-  Place place;
+  std::array<uint32_t, 4> words{0, 0, htonl(0xffff), 0};  // ::ffff:a.b.c.d
+  const auto& v4 = reinterpret_cast<const sockaddr_in&>(address);
+  const auto& v6 = reinterpret_cast<const sockaddr_in6&>(address);
   if (address.ss_family == AF_INET) {
-    const auto& v4 = reinterpret_cast<const sockaddr_in&>(address);
-    std::memcpy(place.words.data(), &v4.sin_addr, sizeof v4.sin_addr);
-    place.port = ntohs(v4.sin_port);
+    std::memcpy(&words[3], &v4.sin_addr, sizeof v4.sin_addr);
   } else {
-    const auto& v6 = reinterpret_cast<const sockaddr_in6&>(address);
-    std::memcpy(place.words.data(), &v6.sin6_addr, sizeof v6.sin6_addr);
-    place.port = ntohs(v6.sin6_port);
+    std::memcpy(words.data(), &v6.sin6_addr, sizeof v6.sin6_addr);
   }
-  return place;
-}
-
-// The same as a v6 socket sees it: ::ffff:a.b.c.d.
-Place mapped(Place place) { return {{0, 0, htonl(0xffff), place.words[0]}, place.port}; }
-
-bool is_mapped(const Place& place) {
-  return place.words[0] == 0 && place.words[1] == 0 && place.words[2] == htonl(0xffff);
-}
-
-bool read_place(const char* text, Place& place) {
-  uint32_t port = 0;
-  auto& w = place.words;
-  const bool is_v6 =
-      std::sscanf(text, "%8" SCNx32 "%8" SCNx32 "%8" SCNx32 "%8" SCNx32 ":%4" SCNx32,  // NOLINT
-                  &w[0], &w[1], &w[2], &w[3], &port) == 5;
-  if (!is_v6) w = {};
-  if (!is_v6 && std::sscanf(text, "%8" SCNx32 ":%4" SCNx32, &w[0], &port) != 2) {  // NOLINT
-    return false;
-  }
-  place.port = static_cast<uint16_t>(port);
-  return true;
+  // Both families have the port in the same place.
+  char v4_text[20], v6_text[48];
+  std::snprintf(v4_text, sizeof v4_text, "%08X:%04X", words[3], ntohs(v4.sin_port));  // NOLINT
+  std::snprintf(v6_text, sizeof v6_text, "%08X%08X%08X%s", words[0], words[1],        // NOLINT
+                words[2], v4_text);
+  const bool is_v4 = words[0] == 0 && words[1] == 0 && words[2] == htonl(0xffff);
+  return {v6_text, is_v4 ? v4_text : ""};
 }
 
 // Whose the connected socket is that has these two ends. One that is closed is nobody's. Of a
 // process on another host there is none in the tables of this one.
-std::optional<uint32_t> owner_in(const char* table, const Place& own, const Place& other) {
-  constexpr unsigned kEstablished = 1;
+std::optional<uint32_t> owner_in(const char* table, const std::string& own,
+                                 const std::string& other) {
+  const std::string row = ' ' + own + ' ' + other + " 01 ";  // of a connection
   std::ifstream in(table);
-  std::string line;
-  std::getline(in, line);  // the names of the columns
-  while (std::getline(in, line)) {
-    char local[64], remote[64];
-    unsigned state = 0;
+  for (std::string line; std::getline(in, line);) {
+    const size_t at = line.find(row);
+    if (at == std::string::npos) continue;
+    std::string queues, timer, retransmits;
     uint32_t user = 0;
-    if (std::sscanf(line.c_str(), " %*d: %63s %63s %x %*s %*s %*s %" SCNu32, local,  // NOLINT
-                    remote, &state, &user) != 4) {
-      continue;
-    }
-    Place here, there;
-    if (state != kEstablished || !read_place(local, here) || !read_place(remote, there)) continue;
-    if (here == own && there == other) return user;
+    std::istringstream rest(line.substr(at + row.size()));
+    if (rest >> queues >> timer >> retransmits >> user) return user;
   }
   return std::nullopt;
 }
@@ -92,14 +69,11 @@ std::optional<uint32_t> owner_of_tcp_peer(int fd, const sockaddr_storage& local)
   sockaddr_storage remote{};
   socklen_t size = sizeof remote;
   if (getpeername(fd, reinterpret_cast<sockaddr*>(&remote), &size) != 0) return std::nullopt;
-  const bool is_v4 = local.ss_family == AF_INET;
-  const Place here = is_v4 ? mapped(place_of(local)) : place_of(local);
-  const Place there = is_v4 ? mapped(place_of(remote)) : place_of(remote);
+  const Place here = place_of(local), there = place_of(remote);
   // Either end may be a v6 socket that is used for v4.
-  if (const auto user = owner_in("/proc/self/net/tcp6", there, here)) return user;
-  if (!is_mapped(here)) return std::nullopt;
-  const auto plain = [](const Place& place) { return Place{{place.words[3]}, place.port}; };
-  return owner_in("/proc/self/net/tcp", plain(there), plain(here));
+  if (const auto user = owner_in("/proc/self/net/tcp6", there.v6, here.v6)) return user;
+  if (here.v4.empty()) return std::nullopt;
+  return owner_in("/proc/self/net/tcp", there.v4, here.v4);
 }
 
 // In a user namespace all users who are not in it have this one number.
