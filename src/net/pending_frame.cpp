@@ -18,6 +18,12 @@ constexpr wire::Limits kSendLimits;  // no peer takes more
 
 }  // namespace
 
+uint64_t bytes_of(const OutFrame& frame) {
+  uint64_t bytes = frame.meta_bytes().size();
+  for (const auto& piece : frame.payload) bytes += piece.size();
+  return bytes;
+}
+
 base::Status check_limits(const OutFrame& frame) {
   uint64_t payload = 0;
   bool fits = frame.meta_bytes().size() <= kSendLimits.max_meta_bytes &&

@@ -428,7 +428,12 @@ bool UvStream::begin_frame_on_loop(const uint8_t* head) {
     return false;
   }
   header_ = header.unchecked();
-  if (handler_->allocate) body_ = handler_->allocate(header_);
+  try {
+    if (handler_->allocate) body_ = handler_->allocate(header_);
+  } catch (...) {
+    finish_on_loop(base::current_error(base::ErrorKind::kInternal));
+    return false;
+  }
   if (!body_) body_ = loop_->buffers.allocate(header_.body_bytes());
   if (!body_) {
     finish_on_loop(

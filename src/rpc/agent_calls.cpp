@@ -8,6 +8,7 @@
 
 #include "agent_core.h"
 #include "call_trace.h"
+#include "distrain/base/thread_state.h"
 #include "distrain/rpc/error.h"
 #include "distrain/rpc/torch_state.h"
 
@@ -27,12 +28,6 @@ uint32_t wait_ms(base::Duration timeout) {
   if (timeout == base::Duration::max()) return 0;
   const auto ms = std::chrono::ceil<std::chrono::milliseconds>(timeout).count();
   return static_cast<uint32_t>(std::clamp<int64_t>(ms, 1, UINT32_MAX));
-}
-
-uint64_t bytes_of(const net::OutFrame& frame) {
-  uint64_t bytes = frame.meta.size();
-  for (const auto& piece : frame.payload) bytes += piece.size();
-  return bytes;
 }
 
 class ReplyImpl final : public Reply {
@@ -59,7 +54,7 @@ class ReplyImpl final : public Reply {
           core.send_error(rank_of(to_), call_id_, std::move(error));
         }
       }
-      core.calls_in_work.end(call_);
+      core.tell(core.budget->end(work_));
     });
   }
 
@@ -70,13 +65,15 @@ class ReplyImpl final : public Reply {
     if (target_) target_->value.fail(error);
     gate_->enter([&](AgentCore& core) {
       if (core.is_here(to_)) core.send_error(rank_of(to_), call_id_, std::move(error));
-      core.calls_in_work.end(call_);
+      core.tell(core.budget->end(work_));
     });
   }
 
   const std::shared_ptr<OwnedValue>& target() const override { return target_; }
   /// Its call begins, which took so much credit.
-  void begin(AgentCore& core, uint64_t credit) { core.calls_in_work.begin(call_, to_, credit); }
+  void begin(AgentCore& core, uint64_t credit) {
+    core.tell(core.budget->begin(work_, to_, credit));
+  }
   void set_target(std::shared_ptr<OwnedValue> target) { target_ = std::move(target); }
   /// What failed, in errors that do not say.
   void set_function(std::string function) { function_ = std::move(function); }
@@ -89,7 +86,7 @@ class ReplyImpl final : public Reply {
   const uint64_t context_;
   std::shared_ptr<OwnedValue> target_;
   std::string function_;
-  CallsInWork::Call call_;
+  Budget::Work work_;
   std::atomic<bool> answered_{false};
 };
 
@@ -179,6 +176,30 @@ void Reply::store(std::shared_ptr<void> value, std::type_index type,
   send([](Encoder&) {});
 }
 
+struct AgentCore::OutgoingCall {
+  uint64_t id = 0;
+  int to = -1;
+  std::string function;
+  std::vector<RRefTicket> tickets;
+  base::TimePoint deadline;
+  uint64_t credit = 0;
+  Window* window = nullptr;
+  std::shared_ptr<std::atomic<bool>> was_sent;  // of a remote() call
+  size_t wait_at = 0;                           // where the body says how long its caller waits
+  size_t behind_wait = 0;                       // bytes from there to the end
+  // One of these.
+  std::shared_ptr<InMessage> own;
+  std::shared_ptr<Departure> departure;
+  net::OutFrame frame;
+
+  // It has less time left than it says.
+  void set_wait(uint8_t* wait) const {
+    if (deadline == base::kNever) return;
+    const uint32_t left = wait_ms(deadline - base::Clock::now());
+    std::memcpy(wait, &left, sizeof left);
+  }
+};
+
 // kCall's body: string function · u32 milliseconds that the caller waits, 0: without end · u8 mode
 // · (remote: u64 RRef id · u64 fork) · arguments
 base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std::string& function,
@@ -198,7 +219,8 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   encoder.to = to;
   encoder.is_argument = true;
   encoder.out.put(function);
-  const size_t wait_at = message.body.size();
+  OutgoingCall out;
+  out.wait_at = message.body.size();
   encoder.out.put(wait_ms(timeout));
   encoder.out.put(target ? CallMode::kRemote : CallMode::kCall);
   if (target) {
@@ -209,36 +231,31 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   header.kind = wire::FrameKind::kCall;
   header.call_id = id;
   header.context_id = context;
-  net::OutFrame frame;
   uint64_t cost = kCallCost;
-  std::shared_ptr<Departure> departure;  // with tensors of devices
-  std::shared_ptr<InMessage> own;
-  std::vector<RRefTicket> tickets;
-  size_t behind_wait = 0;  // bytes from there to the end
+  std::vector<RRefTicket>& tickets = out.tickets;
   // What cannot be sent is found out before anybody waits for its answer.
   try {
     fill(encoder);
     if (context != 0 && hook) header.autograd_id = hook->on_send(context, to, message.tensors);
     tickets = message.rrefs;
-    behind_wait = message.body.size() - wait_at;
+    out.behind_wait = message.body.size() - out.wait_at;
     if (to == options.rank) {
       cost += message.body.size();
       for (const at::Tensor& tensor : message.tensors) cost += tensor.nbytes();
-      own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
+      out.own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
     } else {
       hold_parameters(message);
       if (has_device_tensors(message)) {
-        cost = 0;
-        header.channel = wire::kWithoutCredit;
-        departure =
+        out.departure =
             std::make_shared<Departure>(stager, std::move(message), header, transfer_numbers());
+        cost += out.departure->bytes_left();
       } else {
         if (function == kFailFunction) {  // a word of control
           header.channel = wire::kWithoutCredit;
           cost = 0;
         }
-        frame = to_frame(std::move(message), header);
-        if (cost > 0) cost += bytes_of(frame);
+        out.frame = to_frame(std::move(message), header);
+        if (cost > 0) cost += net::bytes_of(out.frame);
       }
     }
   } catch (...) {
@@ -257,8 +274,9 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   const base::TimePoint deadline =
       timeout == base::Duration::max() ? base::kNever : call.started + timeout;
   // Before anything is taken for it, which would not come back.
-  const base::Status fits = net::check_limits(frame);
-  const bool has_credit = !fits.ok() || cost == 0 || flow(to).credit.try_take(cost);
+  const base::Status fits = net::check_limits(out.frame);
+  out.window = &window(to);
+  const bool has_credit = !fits.ok() || cost == 0 || out.window->try_take(cost);
   if (has_credit) call.deadline = deadline;  // otherwise who waits for credit sees to it
   call.context = context;
   call.autograd_id = header.autograd_id;
@@ -271,9 +289,8 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   base::Future<RawReply> reply = call.promise.future();
   reply.state()->on_cancel(
       [gate = replies, id, to] { gate->enter([&](AgentCore& core) { core.give_up(id, to); }); });
-  std::shared_ptr<std::atomic<bool>> was_sent;
   if (target) {
-    was_sent = std::make_shared<std::atomic<bool>>(false);
+    const auto was_sent = out.was_sent = std::make_shared<std::atomic<bool>>(false);
     reply.on_complete(inline_executor,
                       [this, target, function, was_sent](base::Result<RawReply>& result) {
                         if (result.ok()) return;
@@ -292,68 +309,80 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     see_to_call(id, to, function, tickets, fits);
     return reply;
   }
-  if (!has_credit) {
-    if (const base::Status may_send = wait_for_credit(to, cost, deadline); !may_send.ok()) {
-      see_to_call(id, to, function, tickets, may_send);
-      return reply;
-    }
-    pending.set_deadline(id, deadline);
-    if (!own && deadline != base::kNever) {  // of which it has less left than it says
-      const uint32_t left = wait_ms(deadline - base::Clock::now());
-      std::memcpy(frame.meta.data() + frame.meta.size() - behind_wait, &left, sizeof left);
-    }
-  }
-  const auto begin_to_send = [was_sent] {
-    if (was_sent) *was_sent = true;
-  };
-  if (own) {
-    begin_to_send();
-    QueuedCall mine;
-    mine.from = to;
-    mine.incarnation = incarnation_;
-    mine.id = id;
-    mine.message = std::move(own);
-    mine.credit = cost;
-    static_cast<void>(flow(to).allowance.on_arrived(cost));
-    queue_call(std::move(mine));
-    return reply;
-  }
-  if (departure) {  // it waits for the device, the caller does not
-    const auto still_wanted = [this, id, wait_at, deadline](wire::Bytes& body) {
-      if (!pending.is_waiting(id)) return false;
-      if (deadline != base::kNever) {  // of which it has less left than it says
-        const uint32_t left = wait_ms(deadline - base::Clock::now());
-        std::memcpy(body.data() + wait_at, &left, sizeof left);
-      }
-      return true;
-    };
-    const auto depart = [this, id, to, function, tickets = std::move(tickets), departure,
-                         begin_to_send, still_wanted] {
-      if (!pending.is_waiting(id)) return rrefs->retract(tickets);
-      begin_to_send();
-      see_to_late_call(id, to, function, tickets, send_departure(to, *departure, still_wanted));
-    };
-    if (options.call_delay > base::Duration::zero()) {
-      loop.call_at(base::deadline_after(options.call_delay), [this, depart] { pool.post(depart); });
-    } else {
-      pool.post(depart);
-    }
-  } else if (options.call_delay > base::Duration::zero()) {
-    loop.call_at(base::deadline_after(options.call_delay),
-                 [this, id, to, cost, function, tickets = std::move(tickets),
-                  frame = std::move(frame), begin_to_send]() mutable {
-                   if (!pending.is_waiting(id)) {
-                     flow(to).credit.give(cost, 0);
-                     return rrefs->retract(tickets);
-                   }
-                   begin_to_send();
-                   see_to_late_call(id, to, function, tickets, send(to, std::move(frame)));
-                 });
+  out.id = id;
+  out.to = to;
+  out.function = function;
+  out.deadline = deadline;
+  out.credit = cost;
+  if (!has_credit && base::thread_state().must_not_wait) {
+    pool.post([this, out = std::move(out)]() mutable { send_call(std::move(out), false); });
   } else {
-    begin_to_send();
-    see_to_call(id, to, function, tickets, send(to, std::move(frame)));
+    send_call(std::move(out), has_credit);
   }
   return reply;
+}
+
+void AgentCore::send_call(OutgoingCall call, bool has_credit) {
+  if (!has_credit) {
+    const base::Status may_send =
+        wait_for_credit(*call.window, call.to, call.credit, call.deadline);
+    if (!may_send.ok()) return see_to_call(call.id, call.to, call.function, call.tickets, may_send);
+    if (!pending.is_waiting(call.id)) {
+      call.window->give_back(call.credit);
+      return rrefs->retract(call.tickets);
+    }
+    pending.set_deadline(call.id, call.deadline);
+    if (!call.own && !call.departure) {
+      call.set_wait(call.frame.meta.data() + call.frame.meta.size() - call.behind_wait);
+    }
+  }
+  const bool is_delayed = !call.own && options.call_delay > base::Duration::zero();
+  if (call.departure || is_delayed) {
+    // A departure waits for the device, its caller does not.
+    const bool needs_worker = call.departure != nullptr;
+    base::Task go = [this, call = std::move(call)]() mutable { send_late_call(call); };
+    if (!is_delayed) return pool.post(std::move(go));
+    loop.call_at(base::deadline_after(options.call_delay),
+                 [this, needs_worker, go = std::move(go)]() mutable {
+                   if (needs_worker) return pool.post(std::move(go));
+                   go();
+                 });
+    return;
+  }
+  if (call.was_sent) *call.was_sent = true;
+  if (!call.own) {
+    const base::Status sent = send(call.to, std::move(call.frame));
+    return see_to_call(call.id, call.to, call.function, call.tickets, sent);
+  }
+  QueuedCall mine;
+  mine.from = call.to;
+  mine.incarnation = incarnation_;
+  mine.id = call.id;
+  mine.message = std::move(call.own);
+  mine.credit = call.credit;
+  static_cast<void>(budget->arrive(call.to, call.credit));
+  queue_call(std::move(mine));
+}
+
+// Who gives up on a call while it is being sent tells so before the call is there.
+void AgentCore::send_late_call(OutgoingCall& call) {
+  if (!pending.is_waiting(call.id)) {
+    call.window->give_back(call.credit);
+    return rrefs->retract(call.tickets);
+  }
+  if (call.was_sent) *call.was_sent = true;
+  const auto still_wanted = [&](wire::Bytes& body) {
+    if (!pending.is_waiting(call.id)) return false;
+    call.set_wait(body.data() + call.wait_at);
+    return true;
+  };
+  const base::Status sent = call.departure ? send_departure(call.to, *call.departure, still_wanted)
+                                           : send(call.to, std::move(call.frame));
+  if (call.departure && call.departure->bytes_left() > 0) {
+    call.window->give_back(kCallCost + call.departure->bytes_left());
+  }
+  see_to_call(call.id, call.to, call.function, call.tickets, sent);
+  if (sent.ok() && !pending.is_waiting(call.id)) tell_given_up(call.id, call.to);
 }
 
 // The owner may not have heard of a remote() call that has failed, but it may have of its RRef,
@@ -387,9 +416,10 @@ void AgentCore::hold_parameters(OutMessage& message) const {
   }
 }
 
-base::Status AgentCore::wait_for_credit(int to, uint64_t bytes, base::TimePoint deadline) {
+base::Status AgentCore::wait_for_credit(Window& window, int to, uint64_t bytes,
+                                        base::TimePoint deadline) {
   try {
-    const base::Status taken = flow(to).credit.take(bytes, deadline);
+    const base::Status taken = window.take(bytes, deadline);
     if (taken.ok() || taken.error().kind != ErrorKind::kOverloaded) return taken;
     Error late = taken.error();
     late.message = "rank " + std::to_string(to) + " (" + peers.name(to) +
@@ -412,19 +442,16 @@ void AgentCore::see_to_call(uint64_t id, int to, const std::string& function,
   pending.fail(id, to, std::move(error));
 }
 
-// Who gives up on a call while it is being sent tells so before the call is there.
-void AgentCore::see_to_late_call(uint64_t id, int to, const std::string& function,
-                                 const std::vector<RRefTicket>& tickets, const base::Status& sent) {
-  see_to_call(id, to, function, tickets, sent);
-  if (sent.ok() && !pending.is_waiting(id)) send_word(to, wire::FrameKind::kCancel, id);
-}
-
 // What a device could not do is this rank's trouble, whatever the rank asked for.
 base::Status AgentCore::send_departure(int to, Departure& departure,
                                        const Departure::StillWanted& still_wanted) {
   try {
-    return departure.send([&](net::OutFrame frame) { return send(to, std::move(frame)); },
-                          still_wanted);
+    return departure.send(
+        [&](net::OutFrame frame) {
+          const bool is_reply = frame.header.kind == wire::FrameKind::kReply;
+          return is_reply ? send_answer(to, std::move(frame)) : send(to, std::move(frame));
+        },
+        still_wanted);
   } catch (...) {
     Error error = error_in_flight(ErrorKind::kInternal);
     if (error.rank < 0) error.rank = options.rank;
@@ -432,8 +459,9 @@ base::Status AgentCore::send_departure(int to, Departure& departure,
   }
 }
 
-base::Status AgentCore::send_message(int to, OutMessage message, const wire::FrameHeader& header) {
-  if (!has_device_tensors(message)) return send(to, to_frame(std::move(message), header));
+base::Status AgentCore::send_reply_message(int to, OutMessage message,
+                                           const wire::FrameHeader& header) {
+  if (!has_device_tensors(message)) return send_answer(to, to_frame(std::move(message), header));
   Departure departure(stager, std::move(message), header, transfer_numbers());
   return send_departure(to, departure);
 }
@@ -508,33 +536,26 @@ void AgentCore::queue_call(QueuedCall&& call) {
   pool.post([this] { run_next_call(); });
 }
 
-// There are as many of these as there were calls; some of those may be gone.
+// There are as many of these as there were calls; some of those may be gone, or parked.
 void AgentCore::run_next_call() {
-  if (std::optional<QueuedCall> call = queued_calls_.pop()) execute(std::move(*call));
+  std::optional<QueuedCall> call =
+      queued_calls_.pop([this](int from) { return unwritten_->is_full(from); });
+  if (call) execute(std::move(*call));
 }
 
-void AgentCore::give_back_credit(ProcessNumber from, uint64_t bytes) {
-  if (!is_here(from)) return;  // its successor has an allowance of its own
-  if (flow(rank_of(from)).allowance.on_begun(bytes)) try_all_again();
-}
-
-void AgentCore::on_credit_asked(int from, uint64_t bytes, uint64_t returned) {
-  if (flow(from).allowance.on_asked(bytes, returned)) try_all_again();
-}
-
-// What was lent is back: somebody may wait for it.
-void AgentCore::try_all_again() {
-  for (bool has_more = true; has_more;) {
-    has_more = false;
-    for (int rank = 0; rank < flows_.size(); ++rank) has_more |= flow(rank).allowance.try_again();
-  }
+// One of these is under way while there is room for replies and calls are parked.
+void AgentCore::run_parked_call(int from) {
+  auto [call, has_more] =
+      queued_calls_.pop_parked(from, [this](int rank) { return unwritten_->is_full(rank); });
+  if (has_more) pool.post([this, from] { run_parked_call(from); });
+  if (call) execute(std::move(*call));
 }
 
 void AgentCore::give_up(uint64_t id, int to) { pending.give_up(id, to); }
 
 void AgentCore::tell_given_up(uint64_t id, int to) {
-  if (to != options.rank) return send_word(to, wire::FrameKind::kCancel, id);
-  cancel_call(to, id);
+  if (to == options.rank) return cancel_call(to, id);
+  static_cast<void>(send_word(to, wire::FrameKind::kCancel, id));  // a lost rank needs none
 }
 
 void AgentCore::cancel_call(int from, uint64_t id) {
@@ -560,7 +581,8 @@ void AgentCore::execute(QueuedCall&& call) {
   if (layers.is_telling() && call.incarnation > 0) layers.wait_until_told();
   const wire::FrameHeader header = message ? message->header : frame.header;
   const auto reply = std::make_shared<ReplyImpl>(*this, caller, header.call_id, header.context_id);
-  reply->begin(*this, call.credit);
+  uint64_t credit = call.credit;
+  const auto begin = [&] { reply->begin(*this, std::exchange(credit, 0)); };
   std::string function;
   CallSlice slice(options.tracer && options.tracer->on() ? options.tracer.get() : nullptr);
   try {
@@ -569,7 +591,9 @@ void AgentCore::execute(QueuedCall&& call) {
     } else {
       message = std::make_shared<InMessage>(
           from_frame(std::move(frame), from, stager, call.arrivals.get(), rrefs.get()));
+      credit += message->credit_of_arrivals;
     }
+    begin();
     const ContextScope scope(hook.get(), header.context_id);
     Decoder decoder(*message);
     function = decoder.in.get_string();
@@ -604,6 +628,7 @@ void AgentCore::execute(QueuedCall&& call) {
     CallContext context{agent, {from, peers.name(from), call.incarnation}};
     handler(context, decoder, reply);
   } catch (...) {
+    if (credit > 0) begin();
     reply->fail(error_in_flight(ErrorKind::kRemoteFailed));
   }
 }
@@ -633,7 +658,7 @@ void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
       return answer(*call, {std::move(own), {}, nullptr, to});
     }
     hold_parameters(message);
-    const base::Status sent = send_message(to, std::move(message), header);
+    const base::Status sent = send_reply_message(to, std::move(message), header);
     if (sent.ok()) return;
     rrefs->retract(tickets);
     if (hook) hook->on_failed(context, header.autograd_id);
@@ -653,7 +678,7 @@ void AgentCore::send_error(int to, uint64_t call_id, Error error) {
     frame.header.kind = wire::FrameKind::kError;
     frame.header.call_id = call_id;
     frame.meta = wire::encode(error);
-    static_cast<void>(send(to, std::move(frame)));
+    static_cast<void>(send_answer(to, std::move(frame)));
   } else {
     pending.fail(call_id, to, std::move(error));
   }

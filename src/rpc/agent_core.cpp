@@ -20,6 +20,13 @@ namespace {
 // A peer's word for credit is believed up to here: twice what the largest call takes.
 constexpr uint64_t kMostCredit =
     2 * (wire::Limits{}.max_payload_bytes + wire::Limits{}.max_meta_bytes + kCallCost);
+// Meta of a call without credit: an error's texts and the call's own words.
+constexpr uint64_t kMostWithoutCredit = wire::kMostErrorText + 4096;
+
+uint64_t credit_of_call(const wire::FrameHeader& header) {
+  if (header.channel == wire::kWithoutCredit) return 0;
+  return kCallCost + header.meta_bytes + header.payload_bytes;
+}
 
 // The state that a worker thread has when it starts, and in which each task finds it.
 const TorchState& worker_state() {
@@ -65,9 +72,6 @@ AgentCore::AgentCore(AgentOptions given)
                 hook->on_failed(call.context, call.autograd_id);
                 if (given_up) hook->on_given_up(call.context, call.to, id);
               }),
-      calls_in_work(options.total_budget,
-                    [this](ProcessNumber from, uint64_t bytes) { give_back_credit(from, bytes); }),
-      early_messages(options.total_budget),
       rrefs(std::make_shared<RRefContext>(
           agent, options.rank,
           [this](int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent) {
@@ -94,13 +98,8 @@ AgentCore::AgentCore(AgentOptions given)
       peers(
           loop, options.rank, *control,
           [this](int rank, net::InFrame frame) { on_frame_on_loop(rank, std::move(frame)); },
-          [this](const wire::FrameHeader& header) {
-            return header.kind == wire::FrameKind::kChunk
-                       ? stager.idle_host_block(header.body_bytes())
-                       : nullptr;
-          },
-          [this](int rank) { flow(rank).allowance.open(); }),
-      loans_(options.total_budget / 4) {
+          [this](int rank, const wire::FrameHeader& header) { return admit_on_loop(rank, header); },
+          [this](int rank) { tell(budget->open(peers.process(rank))); }) {
   if (options.rank == 0) {
     name = options.names[0];
     job_options = options.job_options;
@@ -166,7 +165,7 @@ void AgentCore::disconnect() {
   const Error error{ErrorKind::kCancelled, "this rank is shutting down", options.rank, {}};
   control->close();
   await_loop();
-  for (int rank = 0; rank < known_flows(); ++rank) flow(rank).credit.fail(error);
+  for (int rank = 0; rank < known_windows(); ++rank) window(rank).fail(error);
   pending.fail_all(error);
   devices.fail(error);
   rrefs->fail_unset(error);
@@ -218,8 +217,8 @@ void AgentCore::join(const std::function<void()>& prepare) {
 
 void AgentCore::on_directory_on_loop(const wire::Directory& directory, std::vector<Way> ways) {
   peers.learn_on_loop(directory, std::move(ways));
-  make_flows_on_loop();
   incarnation_ = peers.incarnation(options.rank);
+  make_windows_on_loop();
   next_call_ = make_id(process_number(0, incarnation_), 1);
   rrefs->set_incarnation(incarnation_);
   for (int rank = 0; rank < world_size(); ++rank) {
@@ -230,34 +229,53 @@ void AgentCore::on_directory_on_loop(const wire::Directory& directory, std::vect
   name = directory.ranks[static_cast<size_t>(options.rank)].name;
 }
 
-// A quarter of what may wait here in all is kept to be lent.
-std::unique_ptr<AgentCore::Flow> AgentCore::make_flow(int rank) {
-  const uint64_t others = std::max(world_size() - 1, 1);
-  const uint64_t share = std::min(options.peer_budget, options.total_budget / 4 * 3 / others);
-  const auto ask = [this, rank](uint64_t bytes, uint64_t returned) {
-    if (rank == options.rank) return on_credit_asked(rank, bytes, returned);
-    send_word(rank, wire::FrameKind::kCreditRequest, bytes, returned);
+// What it says is for one process of the rank, and reaches no later one.
+std::unique_ptr<Window> AgentCore::make_window(int rank) {
+  const auto ask = [this, rank,
+                    incarnation = peers.incarnation(rank)](const Window::Request& request) {
+    if (rank == options.rank) return tell(budget->ask(rank, request));
+    const base::Status sent = send_word(rank, wire::FrameKind::kCreditRequest, request.spent,
+                                        request.target, request.returned, incarnation);
+    if (!sent.ok() && peers.incarnation(rank) == incarnation) window(rank).fail(sent.error());
   };
-  const auto give = [this, rank](uint64_t bytes, uint64_t lent) {
-    if (rank == options.rank) return flow(rank).credit.give(bytes, lent);
-    send_word(rank, wire::FrameKind::kCredit, bytes, lent);
-  };
-  const uint64_t window = rank == options.rank ? options.peer_budget : share;
-  return std::unique_ptr<Flow>(new Flow{Credit(ask), Allowance(window, loans_, give)});
+  return std::make_unique<Window>(ask);
 }
 
-void AgentCore::make_flows_on_loop() {
-  for (int rank = 0; rank < world_size(); ++rank) flows_.add(make_flow(rank));
-  flows_are_known_ = true;
-  flow(options.rank).allowance.open();
+void AgentCore::make_windows_on_loop() {
+  budget = std::make_unique<Budget>(world_size(), options.total_budget, options.peer_budget);
+  unwritten_ = std::make_shared<UnwrittenReplies>(
+      world_size(), budget->window(), [this, executor = shared_executor](int rank) {
+        executor->post([this, rank] { run_parked_call(rank); });
+      });
+  for (int rank = 0; rank < world_size(); ++rank) {
+    if (peers.incarnation(rank) > 0) budget->renew(peers.process(rank));
+    windows_.add(make_window(rank));
+  }
+  windows_are_known_ = true;
+  tell(budget->open(peers.process(options.rank)));
 }
 
-void AgentCore::send_word(int to, wire::FrameKind kind, uint64_t number, uint64_t second) {
+void AgentCore::tell(const Budget::Grants& grants) {
+  for (const Budget::Grant& grant : grants) {
+    const int rank = rank_of(grant.to);
+    if (rank == options.rank) {
+      window(rank).grant(grant.bytes, budget->window());
+    } else {
+      static_cast<void>(send_word(rank, wire::FrameKind::kCredit, grant.bytes, budget->window(), 0,
+                                  incarnation_of(grant.to)));  // a lost rank needs none
+    }
+  }
+}
+
+base::Status AgentCore::send_word(int to, wire::FrameKind kind, uint64_t first, uint64_t second,
+                                  uint64_t third, uint32_t incarnation) {
   net::OutFrame frame;
   frame.header.kind = kind;
-  frame.header.call_id = number;
+  frame.header.channel = static_cast<uint16_t>(incarnation);
+  frame.header.call_id = first;
   frame.header.context_id = second;
-  static_cast<void>(send(to, std::move(frame)));  // a lost rank needs none
+  frame.header.autograd_id = third;
+  return send(to, std::move(frame));
 }
 
 // ---- frames, on the loop ----
@@ -275,6 +293,19 @@ void AgentCore::on_frame_on_loop(int rank, net::InFrame frame) {
   }
 }
 
+// Before there is memory for what follows the header.
+base::BufferPtr AgentCore::admit_on_loop(int rank, const wire::FrameHeader& header) {
+  const bool is_call = header.kind == wire::FrameKind::kCall;
+  const uint64_t credit = is_call ? credit_of_call(header) : credit_of_transfer(header);
+  if (credit > 0 && !budget->arrive(rank, credit)) {
+    wire::Reader::fail("more calls than it has credit for");
+  }
+  const bool is_small = header.payload_bytes == 0 && header.meta_bytes <= kMostWithoutCredit;
+  if (is_call && credit == 0 && !is_small) wire::Reader::fail("a large call without credit");
+  if (header.kind != wire::FrameKind::kChunk) return nullptr;
+  return stager.idle_host_block(header.body_bytes());
+}
+
 void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
   const wire::FrameHeader header = frame.header;
   std::shared_ptr<Arrivals>& arrivals = peers.arrivals_on_loop(rank);
@@ -286,24 +317,21 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
       call.incarnation = peers.incarnation(rank);
       call.id = header.call_id;
       call.arrivals = arrivals;
-      if (header.channel != wire::kWithoutCredit) {
-        call.credit = kCallCost + header.meta_bytes + header.payload_bytes;
-      }
+      call.credit = credit_of_call(header);
       call.frame = std::move(frame);
-      if (!flow(rank).allowance.on_arrived(call.credit)) {
-        wire::Reader::fail("more calls than it has credit for");
-      }
       return queue_call(std::move(call));
     }
     case wire::FrameKind::kCancel:
       return cancel_call(rank, header.call_id);
     case wire::FrameKind::kCredit:
-      return flow(rank).credit.give(std::min(header.call_id, kMostCredit),
-                                    std::min(header.context_id, kMostCredit));
+      if (header.channel != incarnation_) return;  // for the process before this one
+      return window(rank).grant(std::min(header.call_id, kMostCredit),
+                                std::min(header.context_id, kMostCredit));
     case wire::FrameKind::kCreditRequest:
-      if (peers.is_lost(rank)) return;
-      return on_credit_asked(rank, std::min(header.call_id, kMostCredit),
-                             std::min(header.context_id, kMostCredit));
+      if (header.channel != incarnation_) return;
+      return tell(budget->ask(
+          rank, {header.call_id, std::min(header.context_id, header.call_id + kMostCredit),
+                 header.autograd_id}));
     case wire::FrameKind::kReply:
       if (auto call = pending.take(header.call_id, rank)) {
         answer(*call, {nullptr, std::move(frame), arrivals, rank});
@@ -323,7 +351,12 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
     }
     case wire::FrameKind::kChunk:
       if (peers.is_lost(rank)) return;
-      if (!arrivals) arrivals = std::make_shared<Arrivals>(stager, rank);
+      if (!arrivals) {
+        const auto give_back = [gate = replies, from = peers.process(rank)](uint64_t bytes) {
+          gate->enter([&](AgentCore& core) { core.tell(core.budget->drop(from, bytes)); });
+        };
+        arrivals = std::make_shared<Arrivals>(stager, rank, give_back);
+      }
       if (base::Task task = arrivals->add_chunk_on_loop(std::move(frame))) {
         pool.post(std::move(task));
       }
@@ -347,9 +380,8 @@ void AgentCore::on_lost_on_loop(const Loss& loss) {
   const int rank = loss.rank;
   const Error& error = loss.error;
   peers.lose_on_loop(loss);
-  flow(rank).credit.fail(error);
-  flow(rank).allowance.close();
-  try_all_again();  // what was lent to it is there
+  window(rank).fail(error);
+  tell(budget->lose(rank));
   // Nobody waits for it, and what it would do nobody would see to.
   queued_calls_.drop_all_of(rank);
   pending.fail_all_to(rank, error);
@@ -368,9 +400,10 @@ void AgentCore::on_returned_on_loop(int rank, uint32_t incarnation, Way way) {
   if (closed_) return;
   layers.on_rank_returned(rank);
   for (const auto& channel : channels()) channel->on_peer_returned(rank);
-  flows_.replace(rank, make_flow(rank));
   rrefs->know_process(process_number(rank, incarnation));
   peers.renew_on_loop(rank, incarnation, std::move(way));
+  budget->renew(peers.process(rank));
+  windows_.replace(rank, make_window(rank));
 }
 
 std::vector<std::shared_ptr<ChannelImpl>> AgentCore::channels() {
@@ -409,8 +442,8 @@ void AgentCore::watch_waits_on_loop(std::set<base::TimePoint> told) {
 std::vector<Wait> AgentCore::waits() {
   std::vector<Wait> all = pending.waits();
   for (Wait& wait : waits_of_layers()) all.push_back(std::move(wait));
-  for (int rank = 0; rank < known_flows(); ++rank) {
-    if (const auto since = flow(rank).credit.waiting_since()) {
+  for (int rank = 0; rank < known_windows(); ++rank) {
+    if (const auto since = window(rank).waiting_since()) {
       all.push_back({"room on rank " + std::to_string(rank) + " for one more call", *since});
     }
   }
@@ -423,10 +456,15 @@ std::vector<Wait> AgentCore::waits() {
 // ---- sending ----
 
 base::Status AgentCore::send(int to, net::OutFrame frame) {
-  uint64_t bytes = wire::kHeaderBytes + frame.meta.size();
-  for (const auto& piece : frame.payload) bytes += piece.size();
-  bytes_out_.fetch_add(bytes, std::memory_order_relaxed);
+  bytes_out_.fetch_add(wire::kHeaderBytes + bytes_of(frame), std::memory_order_relaxed);
   return peers.send(to, std::move(frame));
+}
+
+// Calls of that rank wait while it does not read its replies.
+base::Status AgentCore::send_answer(int to, net::OutFrame frame) {
+  frame.keep_alive =
+      unwritten_->count(to, kCallCost + net::bytes_of(frame), std::move(frame.keep_alive));
+  return send(to, std::move(frame));
 }
 
 Channel& AgentCore::open_channel(uint16_t number) {

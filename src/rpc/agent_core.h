@@ -72,7 +72,7 @@ class ChannelImpl;
 /// Threads: frames arrive on the loop, which only looks at their header, finds the waiting call or
 /// posts the work to the pool. Encoding, decoding and user functions run on the calling thread or
 /// on the pool. Lock order: while one is held, others are taken only inside its class, and of
-/// Loans, SerialThread and the loop, which take none themselves.
+/// Budget, SerialThread and the loop, which take none themselves.
 class AgentCore {
  public:
   explicit AgentCore(AgentOptions options);
@@ -100,6 +100,8 @@ class AgentCore {
   void send_reply(int to, uint64_t call_id, uint64_t context,
                   const std::function<void(Encoder&)>& fill);
   void send_error(int to, uint64_t call_id, base::Error error);
+  /// Tells those ranks, and this one.
+  void tell(const Budget::Grants& grants);
 
   /// Nobody waits here any more for a call that this rank made.
   void give_up(uint64_t id, int to);
@@ -126,8 +128,8 @@ class AgentCore {
   const std::shared_ptr<ReplyGate> replies = std::make_shared<ReplyGate>(*this);
   Layers layers{[executor = shared_executor] { executor->enter_device(); }};
   PendingCalls pending;
-  CallsInWork calls_in_work;
-  Loans early_messages;  // room for those of channels that nobody has opened yet
+  std::unique_ptr<Budget> budget;           // made with the peers
+  std::atomic<uint64_t> early_messages{0};  // bytes of those whose channel nobody has opened yet
   std::shared_ptr<RRefContext> rrefs;
   std::shared_ptr<AutogradHook> hook;
   std::string name;
@@ -162,42 +164,40 @@ class AgentCore {
   void tell_owner(const std::shared_ptr<RRefHandle>& target, const base::Error& error,
                   bool was_sent);
   void hold_parameters(OutMessage& message) const;
-  base::Status send_message(int to, OutMessage message, const wire::FrameHeader& header);
+  base::Status send_reply_message(int to, OutMessage message, const wire::FrameHeader& header);
   base::Status send_departure(int to, Departure& departure,
                               const Departure::StillWanted& still_wanted = {});
   std::function<uint64_t()> transfer_numbers() {
     return [this] { return next_transfer_.fetch_add(1, std::memory_order_relaxed); };
   }
+  struct OutgoingCall;
+  void send_call(OutgoingCall call, bool has_credit);
+  void send_late_call(OutgoingCall& call);
   void see_to_call(uint64_t id, int to, const std::string& function,
                    const std::vector<RRefTicket>& tickets, const base::Status& sent);
-  void see_to_late_call(uint64_t id, int to, const std::string& function,
-                        const std::vector<RRefTicket>& tickets, const base::Status& sent);
   void on_directory_on_loop(const wire::Directory& directory, std::vector<Way> ways);
   void on_frame_on_loop(int rank, net::InFrame frame);
   void dispatch_on_loop(int rank, net::InFrame frame);
   void on_lost_on_loop(const Loss& loss);
   void on_returned_on_loop(int rank, uint32_t incarnation, Way way);
-  /// Between this rank and one that it calls, or is called by; itself, too.
-  struct Flow {
-    Credit credit;
-    Allowance allowance;
-  };
-  Flow& flow(int rank) const { return flows_.at(rank); }
+  /// What this rank may send to that one; to itself, too.
+  Window& window(int rank) const { return windows_.at(rank); }
   /// None before the ranks are known. For any thread.
-  int known_flows() const { return flows_are_known_ ? flows_.size() : 0; }
-  std::unique_ptr<Flow> make_flow(int rank);
-  void make_flows_on_loop();
-  void send_word(int to, wire::FrameKind kind, uint64_t number, uint64_t second = 0);
+  int known_windows() const { return windows_are_known_ ? windows_.size() : 0; }
+  std::unique_ptr<Window> make_window(int rank);
+  void make_windows_on_loop();
+  base::BufferPtr admit_on_loop(int rank, const wire::FrameHeader& header);
+  base::Status send_word(int to, wire::FrameKind kind, uint64_t first, uint64_t second = 0,
+                         uint64_t third = 0, uint32_t incarnation = 0);
+  base::Status send_answer(int to, net::OutFrame frame);
   void tell_given_up(uint64_t id, int to);
   void queue_call(QueuedCall&& call);
   void run_next_call();
-  void give_back_credit(ProcessNumber from, uint64_t bytes);
+  void run_parked_call(int from);
   void disconnect();
   void stop();
-  void on_credit_asked(int from, uint64_t bytes, uint64_t returned);
-  void try_all_again();
   void cancel_call(int from, uint64_t id);
-  base::Status wait_for_credit(int to, uint64_t bytes, base::TimePoint deadline);
+  base::Status wait_for_credit(Window& window, int to, uint64_t bytes, base::TimePoint deadline);
   /// One whose turn comes too late, or at the end, is not run.
   void execute(QueuedCall&& call);
   void await_loop();
@@ -215,9 +215,9 @@ class AgentCore {
   std::mutex channels_mutex_;
   std::unordered_map<uint16_t, std::shared_ptr<ChannelImpl>> channels_;
   // Made with the peers.
-  Loans loans_;
-  PerRank<Flow> flows_;
-  std::atomic<bool> flows_are_known_{false};
+  PerRank<Window> windows_;
+  std::shared_ptr<UnwrittenReplies> unwritten_;
+  std::atomic<bool> windows_are_known_{false};
   CallQueue queued_calls_;
   // Lets go of calls that nobody waits for any more.
   base::SerialThread given_up_{"dt-given-up",

@@ -12,9 +12,15 @@
 
 namespace distrain::rpc {
 
+uint64_t credit_of_transfer(const wire::FrameHeader& header) {
+  const bool is_first =
+      header.kind == wire::FrameKind::kChunk && header.context_id == 0 && header.payload_bytes > 0;
+  return is_first && (header.channel & wire::kOfReply) == 0 ? chunked_bytes(header.autograd_id) : 0;
+}
+
 base::Task Arrivals::add_chunk_on_loop(net::InFrame frame) {
   const wire::FrameHeader& header = frame.header;
-  const wire::DeviceRef device{static_cast<wire::DeviceType>(header.channel & 0xff),
+  const wire::DeviceRef device{static_cast<wire::DeviceType>(header.channel & 0x7f),
                                static_cast<uint8_t>(header.channel >> 8)};
   const uint64_t bytes = header.autograd_id;
   if (device.is_cpu() || device.type > wire::DeviceType::kPrivate) {
@@ -40,6 +46,7 @@ base::Task Arrivals::add_chunk_on_loop(net::InFrame frame) {
         refusal = base::Error{base::ErrorKind::kOverloaded, std::move(text), -1, {}};
       }
       arrival = std::make_shared<Arrival>(stager_, device, bytes, std::move(refusal));
+      arrival->hold_credit(credit_of_transfer(header), return_);
       open_.emplace(header.call_id, arrival);
     }
   }

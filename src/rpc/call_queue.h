@@ -28,9 +28,11 @@ struct QueuedCall {
   std::shared_ptr<Arrivals> arrivals;
   uint64_t credit = 0;       ///< that it took
   bool is_given_up = false;  ///< by its caller: only what it holds is to be let go
+  bool is_parked = false;    ///< in its queue, until its caller has read more replies
 };
 
-/// The calls that wait for a thread, in the order of their coming. Thread-safe.
+/// The calls that wait for a thread, in the order of their coming. Those of ranks that do not read
+/// their replies are parked, by rank. Thread-safe.
 class CallQueue {
  public:
   void push(QueuedCall&& call) {
@@ -43,10 +45,29 @@ class CallQueue {
     }
     if (has_index_) add_to_index_locked(std::prev(calls_.end()));
   }
-  std::optional<QueuedCall> pop() {
+  /// Takes the first call and parks those before it of ranks that are `blocked(rank)`.
+  template <class F>
+  std::optional<QueuedCall> pop(const F& blocked) {
     std::lock_guard lock(mutex_);
-    if (calls_.empty()) return std::nullopt;
-    return take_locked(calls_.begin());
+    while (!calls_.empty()) {
+      const Place first = calls_.begin();
+      const bool is_behind_others = !parked_.empty() && parked_.contains(first->from);
+      if (!is_behind_others && !blocked(first->from)) return take_locked(first);
+      first->is_parked = true;
+      std::list<QueuedCall>& parked = parked_[first->from];
+      parked.splice(parked.end(), calls_, first);
+    }
+    return std::nullopt;
+  }
+  /// Takes the first parked call of rank `from`, unless that is blocked. The second: whether there
+  /// are more of them.
+  template <class F>
+  std::pair<std::optional<QueuedCall>, bool> pop_parked(int from, const F& blocked) {
+    std::lock_guard lock(mutex_);
+    const auto parked = parked_.find(from);
+    if (parked == parked_.end() || blocked(from)) return {};
+    std::optional<QueuedCall> call = take_locked(parked->second.begin());
+    return {std::move(call), parked_.contains(from)};
   }
   /// The call `id` of rank `from`, if it is there.
   std::optional<QueuedCall> take(int from, uint64_t id) {
@@ -54,6 +75,9 @@ class CallQueue {
     if (!has_index_) {
       has_index_ = true;
       for (auto call = calls_.begin(); call != calls_.end(); ++call) add_to_index_locked(call);
+      for (auto& [rank, parked] : parked_) {
+        for (auto call = parked.begin(); call != parked.end(); ++call) add_to_index_locked(call);
+      }
     }
     const auto place = index_[from].find(id);
     if (place == index_[from].end()) return std::nullopt;
@@ -66,6 +90,10 @@ class CallQueue {
       const auto next = std::next(call);
       if (call->from == from) dropped.splice(dropped.end(), calls_, call);
       call = next;
+    }
+    if (const auto parked = parked_.find(from); parked != parked_.end()) {
+      dropped.splice(dropped.end(), parked->second);
+      parked_.erase(parked);
     }
     index_.erase(from);
   }
@@ -84,12 +112,14 @@ class CallQueue {
       // A peer may have given one id twice.
       if (known != places.end() && known->second == place) places.erase(known);
     }
+    std::list<QueuedCall>& queue = call->is_parked ? parked_[call->from] : calls_;
     if (spare_.size() < kMaxSpare) {
-      spare_.splice(spare_.begin(), calls_, place);
+      spare_.splice(spare_.begin(), queue, place);
     } else {
-      calls_.erase(place);
+      queue.erase(place);
     }
-    if (calls_.empty() && has_index_) {
+    if (call->is_parked && queue.empty()) parked_.erase(call->from);
+    if (calls_.empty() && parked_.empty() && has_index_) {
       has_index_ = false;
       index_.clear();
     }
@@ -98,7 +128,8 @@ class CallQueue {
 
   std::mutex mutex_;
   std::list<QueuedCall> calls_;
-  std::list<QueuedCall> spare_;  // empty ones, for those to come
+  std::list<QueuedCall> spare_;                            // empty ones, for those to come
+  std::unordered_map<int, std::list<QueuedCall>> parked_;  // by rank; none is empty
   // By rank and id; made when the first call is cancelled, for as long as calls wait.
   std::unordered_map<int, std::unordered_map<uint64_t, Place>> index_;
   bool has_index_ = false;

@@ -24,12 +24,12 @@ void ChannelImpl::set_handler(Handler handler) {
     handler_set_ = next == nullptr;
   }
   if (!next) {
-    for (const ChannelMessage& message : early) core_.early_messages.take_back(cost_of(message));
+    for (const ChannelMessage& message : early) core_.early_messages -= cost_of(message);
     return;
   }
   for (;;) {
     for (ChannelMessage& message : early) {
-      core_.early_messages.take_back(cost_of(message));
+      core_.early_messages -= cost_of(message);
       next->on_message(std::move(message));
     }
     early.clear();
@@ -64,7 +64,10 @@ void ChannelImpl::deliver(ChannelMessage message) {
     handler = enter();
     if (!handler) {
       if (handler_set_) return;
-      if (!core_.early_messages.lend(cost_of(message))) {
+      const uint64_t cost = cost_of(message);
+      const uint64_t before = core_.early_messages.fetch_add(cost);
+      if (before > 0 && before + cost > core_.options.total_budget) {
+        core_.early_messages -= cost;
         throw base::Exception(base::ErrorKind::kOverloaded,
                               "messages wait for channel " + std::to_string(number_) +
                                   ", which nobody has opened on rank " + std::to_string(rank()) +

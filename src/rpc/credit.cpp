@@ -4,59 +4,36 @@
 #include <utility>
 
 #include "distrain/base/thread_state.h"
+#include "distrain/wire/codec.h"
 
 namespace distrain::rpc {
 
-// ---- Credit ----
+// ---- Window ----
 
-bool Credit::try_take(uint64_t bytes) {
-  return !is_contended_.load(std::memory_order_acquire) &&
-         take_at_once(static_cast<int64_t>(bytes));
+bool Window::try_take(uint64_t bytes) {
+  return !is_contended_.load(std::memory_order_acquire) && take_at_once(bytes);
 }
 
-base::Status Credit::take(uint64_t bytes, base::TimePoint deadline) {
+base::Status Window::take(uint64_t bytes, base::TimePoint deadline) {
   if (try_take(bytes)) return base::Unit{};
-  return wait(static_cast<int64_t>(bytes), deadline);
-}
-
-base::Status Credit::wait(int64_t bytes, base::TimePoint deadline) {
   Waiter self;
   self.bytes = bytes;
   self.since = base::Clock::now();
-  {
-    std::lock_guard lock(mutex_);
-    if (failed_) return *failed_;
-    if (base::thread_state().must_not_wait) {
-      available_.fetch_sub(bytes);
-      return base::Unit{};
-    }
-    waiters_.push_back(&self);
-    is_contended_.store(true, std::memory_order_release);
-  }
-  struct Leaving {
-    Credit& credit;
-    Waiter& self;
-    ~Leaving() {
-      {
-        std::lock_guard lock(credit.mutex_);
-        auto& waiters = credit.waiters_;
-        waiters.erase(std::find(waiters.begin(), waiters.end(), &self));
-        if (!waiters.empty()) waiters.front()->turn.notify_one();
-        if (waiters.empty() && !credit.failed_) credit.is_contended_ = false;
-      }
-      credit.say_what_is_waited_for();
-    }
-  } leaving{*this, self};
   const base::BlockingScope blocking;
-  say_what_is_waited_for();
+  struct Leaving {
+    Window& window;
+    const Waiter& self;
+    ~Leaving() { window.leave(self); }
+  } const leaving{*this, self};
+  line_up(self);
   return wait_for_turn(self, deadline);
 }
 
-base::Status Credit::wait_for_turn(Waiter& self, base::TimePoint deadline) {
+base::Status Window::wait_for_turn(Waiter& self, base::TimePoint deadline) {
   std::unique_lock lock(mutex_);
   for (;;) {
     if (failed_) return *failed_;
-    if (waiters_.front() == &self && take_at_once(self.bytes)) return base::Unit{};
+    if (try_serve_locked(self)) return base::Unit{};
     if (deadline == base::kNever) {
       self.turn.wait(lock);
     } else if (base::Clock::now() >= deadline) {
@@ -70,62 +47,108 @@ base::Status Credit::wait_for_turn(Waiter& self, base::TimePoint deadline) {
   }
 }
 
+void Window::line_up(Waiter& waiter) {
+  {
+    std::lock_guard lock(mutex_);
+    waiters_.push_back(&waiter);
+    is_contended_.store(true, std::memory_order_release);
+  }
+  say();
+}
+
+bool Window::try_serve(const Waiter& waiter) {
+  std::lock_guard lock(mutex_);
+  return try_serve_locked(waiter);
+}
+
+bool Window::try_serve_locked(const Waiter& waiter) {
+  return waiters_.front() == &waiter && take_at_once(waiter.bytes);
+}
+
+void Window::leave(const Waiter& waiter) {
+  {
+    std::lock_guard lock(mutex_);
+    const auto place = std::find(waiters_.begin(), waiters_.end(), &waiter);
+    if (place != waiters_.end()) waiters_.erase(place);
+    if (!waiters_.empty()) waiters_.front()->turn.notify_one();
+    if (waiters_.empty() && !failed_) is_contended_ = false;
+  }
+  say();
+}
+
 // All or nothing: if it took some for a moment, who else looks in that moment would wait for
 // nobody.
-bool Credit::take_at_once(int64_t bytes) {
-  int64_t available = available_.load();
+bool Window::take_at_once(uint64_t bytes) {
+  uint64_t available = available_.load();
   while (available >= bytes) {
     if (available_.compare_exchange_weak(available, available - bytes)) return true;
   }
   return false;
 }
 
-// What was said last is what holds: one thread at a time says it, and looks again when it has.
-void Credit::say_what_is_waited_for() {
+void Window::give_back(uint64_t bytes) {
+  if (bytes == 0) return;
+  {
+    std::lock_guard lock(mutex_);
+    returned_ += bytes;
+  }
+  say();
+}
+
+void Window::grant(uint64_t bytes, uint64_t size) {
+  {
+    std::lock_guard lock(mutex_);
+    size_ = size;
+    granted_ += bytes;
+    available_ += bytes;
+    if (!waiters_.empty()) waiters_.front()->turn.notify_one();
+  }
+  say();
+}
+
+void Window::take_excess_locked() {
+  uint64_t available = available_;
+  while (available > size_) {
+    if (available_.compare_exchange_weak(available, size_)) {
+      returned_ += available - size_;
+      return;
+    }
+  }
+}
+
+// Nothing if the other rank knows all there is to know.
+std::optional<Window::Request> Window::next_request_locked() {
+  uint64_t target = said_.target;
+  const bool is_served = !waiters_.empty() && available_ >= waiters_.front()->bytes;
+  if (target <= granted_ && !is_served) {
+    take_excess_locked();
+    uint64_t wanted = 0;
+    for (const Waiter* waiter : waiters_) {
+      if (wanted > 0 && wanted + waiter->bytes > size_ / 8) break;
+      wanted += waiter->bytes;
+    }
+    target = wanted == 0 ? 0 : granted_ - available_ + wanted;
+  }
+  if (target == said_.target && returned_ == said_.returned) return std::nullopt;
+  said_ = {granted_ - available_, target, returned_};
+  return said_;
+}
+
+// One thread at a time, which looks again when it has: what was said last is what holds.
+void Window::say() {
   std::unique_lock lock(mutex_);
   if (std::exchange(is_saying_, true)) return;
   while (!failed_) {
-    uint64_t wanted = 0;
-    uint64_t returned = 0;
-    if (waiters_.empty()) {
-      returned = unneeded_loan_locked();
-    } else {
-      wanted = static_cast<uint64_t>(waiters_.front()->bytes);
-    }
-    if (wanted == std::exchange(asked_, wanted) && returned == 0) break;
+    const std::optional<Request> next = next_request_locked();
+    if (!next) break;
     lock.unlock();
-    ask_(wanted, returned);
+    ask_(*next);
     lock.lock();
   }
   is_saying_ = false;
 }
 
-// What is not there is in use, and paid back with the calls that use it.
-uint64_t Credit::unneeded_loan_locked() {
-  const uint64_t lent = std::exchange(lent_, 0);
-  if (lent == 0) return 0;
-  int64_t available = available_.load();
-  for (;;) {
-    const int64_t unneeded = std::min(available, static_cast<int64_t>(lent));
-    if (unneeded <= 0) return 0;
-    if (available_.compare_exchange_weak(available, available - unneeded)) {
-      return static_cast<uint64_t>(unneeded);
-    }
-  }
-}
-
-void Credit::give(uint64_t bytes, uint64_t lent) {
-  available_.fetch_add(static_cast<int64_t>(bytes));
-  {
-    std::lock_guard lock(mutex_);
-    lent_ += lent;
-    if (!waiters_.empty()) return waiters_.front()->turn.notify_one();
-    if (lent == 0) return;
-  }
-  say_what_is_waited_for();  // who asked for it has given up
-}
-
-void Credit::fail(const base::Error& error) {
+void Window::fail(const base::Error& error) {
   std::lock_guard lock(mutex_);
   if (failed_) return;
   failed_ = error;
@@ -133,167 +156,211 @@ void Credit::fail(const base::Error& error) {
   for (Waiter* waiter : waiters_) waiter->turn.notify_one();
 }
 
-std::optional<base::TimePoint> Credit::waiting_since() const {
+std::optional<base::TimePoint> Window::waiting_since() const {
   std::lock_guard lock(mutex_);
   if (waiters_.empty()) return std::nullopt;
   return waiters_.front()->since;
 }
 
-// ---- Loans ----
+// ---- Budget ----
 
-// One that is larger than all that may be lent is lent alone.
-bool Loans::lend(uint64_t bytes) {
+Budget::Budget(int ranks, uint64_t total, uint64_t per_peer)
+    : total_(std::max(total, 2 * kFirstCredit * static_cast<uint64_t>(ranks))),
+      window_(
+          std::max(kFirstCredit, std::min(per_peer, total_ / 2 / static_cast<uint64_t>(ranks)))),
+      pool_(total_ - window_ * static_cast<uint64_t>(ranks)),
+      most_(std::clamp(per_peer, window_, window_ + pool_)),
+      peers_(static_cast<size_t>(ranks)),
+      held_(kFirstCredit * static_cast<uint64_t>(ranks)) {}
+
+uint64_t Budget::held() const {
   std::lock_guard lock(mutex_);
-  if (lent_ > 0 && lent_ + bytes > limit_) return false;
-  lent_ += bytes;
+  return held_;
+}
+
+Budget::Grants Budget::open(ProcessNumber process) {
+  Grants grants;
+  std::lock_guard lock(mutex_);
+  Peer& peer = at(rank_of(process));
+  if (peer.incarnation != incarnation_of(process)) return grants;
+  peer.is_open = true;
+  settle_locked(rank_of(process), grants);
+  serve_locked(grants);
+  return grants;
+}
+
+bool Budget::arrive(int rank, uint64_t bytes) {
+  std::lock_guard lock(mutex_);
+  Peer& peer = at(rank);
+  if (!peer.is_here) return true;  // its calls are not run
+  if (bytes > peer.held() - peer.used) return false;
+  peer.used += bytes;
   return true;
 }
 
-void Loans::take_back(uint64_t bytes) {
+Budget::Grants Budget::ask(int rank, const Window::Request& request) {
+  Grants grants;
   std::lock_guard lock(mutex_);
-  lent_ -= bytes;
-}
-
-// ---- Allowance ----
-
-void Allowance::open() {
-  {
-    std::lock_guard lock(mutex_);
-    if (std::exchange(is_open_, true)) return;
+  Peer& peer = at(rank);
+  if (!peer.is_here) return grants;
+  leave_order_locked(rank);
+  const uint64_t unused = request.returned - peer.unused;
+  if (request.returned < peer.unused || unused > peer.held() - peer.used ||
+      request.spent > peer.granted) {
+    wire::Reader::fail("credit that it does not have");
   }
-  if (window_ > kFirstCredit) give_(window_ - kFirstCredit, 0);
+  peer.unused = request.returned;
+  peer.tag -= std::min(peer.tag, unused);
+  return_locked(peer, unused);
+  peer.spent = request.spent;
+  const bool is_hungry = request.target > 0;
+  if (is_hungry && !peer.is_hungry) peer.tag = std::max(peer.tag, now_);
+  peer.is_hungry = is_hungry;
+  peer.target = request.target;
+  settle_locked(rank, grants);
+  serve_locked(grants);
+  return grants;
 }
 
-bool Allowance::on_arrived(uint64_t bytes) {
+Budget::Grants Budget::drop(ProcessNumber from, uint64_t bytes) {
+  Grants grants;
   std::lock_guard lock(mutex_);
-  waiting_ += bytes;
-  return waiting_ <= 2 * window_ + lent_;  // its loop may owe some
+  take_back_locked(from, bytes, grants);
+  return grants;
 }
 
-bool Allowance::on_begun(uint64_t bytes) {
-  Owed owed;
-  {
-    std::lock_guard lock(mutex_);
-    waiting_ -= bytes;
-    unreturned_ += bytes;
-    if (asked_ == 0 && unreturned_ < window_ / 8) return false;
-    owed = owed_locked();
-  }
-  if (owed.bytes > 0) give_(owed.bytes, owed.lent);
-  return owed.repaid > 0;
-}
-
-bool Allowance::on_asked(uint64_t bytes, uint64_t returned) {
-  Owed owed;
-  {
-    std::lock_guard lock(mutex_);
-    asked_ = bytes;
-    const uint64_t repaid = repay_locked(returned);
-    unreturned_ += returned - repaid;  // calls had paid for that already
-    if (asked_ > 0) owed = owed_locked();
-    owed.repaid += repaid;
-  }
-  if (owed.bytes > 0) give_(owed.bytes, owed.lent);
-  return owed.repaid > 0;
-}
-
-bool Allowance::try_again() {
-  Owed owed;
-  {
-    std::lock_guard lock(mutex_);
-    if (asked_ > 0) owed = owed_locked();
-  }
-  if (owed.bytes > 0) give_(owed.bytes, owed.lent);
-  return owed.repaid > 0;
-}
-
-void Allowance::close() {
+// A call that is larger than all that may have begun begins alone.
+Budget::Grants Budget::begin(Work& work, ProcessNumber from, uint64_t credit) {
+  Grants grants;
+  work.from = from;
+  work.credit = credit;
+  if (credit == 0) return grants;
   std::lock_guard lock(mutex_);
-  loans_.take_back(std::exchange(lent_, 0));
-  asked_ = 0;
-}
-
-uint64_t Allowance::repay_locked(uint64_t bytes) {
-  const uint64_t repaid = std::min(lent_, bytes);
-  lent_ -= repaid;
-  if (repaid > 0) loans_.take_back(repaid);
-  return repaid;
-}
-
-// What is to be given now: all that was begun, less what pays back a loan that nobody waits for any
-// more, or more by a loan.
-Allowance::Owed Allowance::owed_locked() {
-  Owed owed{std::exchange(unreturned_, 0)};
-  if (asked_ <= window_) {
-    owed.repaid = repay_locked(owed.bytes);
-    owed.bytes -= owed.repaid;
-  } else if (waiting_ == 0 && asked_ - window_ > lent_) {
-    const uint64_t more = asked_ - window_ - lent_;
-    if (loans_.lend(more)) {
-      lent_ += more;
-      owed.bytes += more;
-      owed.lent = more;
-    }
+  work.is_kept = begun_ > 0 && begun_ + credit > total_;
+  if (work.is_kept) {
+    work.at = kept_.insert(kept_.end(), &work);
+  } else {
+    begun_ += credit;
+    take_back_locked(from, credit, grants);
   }
-  return owed;
+  return grants;
 }
 
-// ---- CallsInWork ----
-
-void CallsInWork::begin(Call& call, ProcessNumber from, uint64_t credit) {
-  call.from = from;
-  call.credit = credit;
-  if (credit == 0) return;
-  if (admit(credit)) return give_back_(from, credit);
-  {
-    std::lock_guard lock(mutex_);
-    call.was_kept = call.is_kept = true;
-    call.at = kept_.insert(kept_.end(), &call);
-    keeps_some_ = true;
+Budget::Grants Budget::end(Work& work) {
+  Grants grants;
+  if (work.credit == 0) return grants;
+  std::lock_guard lock(mutex_);
+  if (work.is_kept) {
+    kept_.erase(work.at);
+    take_back_locked(work.from, work.credit, grants);
+  } else {
+    begun_ -= work.credit;
   }
-  admit_kept();  // one that has ended meanwhile did not see it
+  while (!kept_.empty() && (begun_ == 0 || begun_ + kept_.front()->credit <= total_)) {
+    Work& first = *kept_.front();
+    kept_.pop_front();
+    first.is_kept = false;
+    begun_ += first.credit;
+    take_back_locked(first.from, first.credit, grants);
+  }
+  return grants;
 }
 
-void CallsInWork::end(Call& call) {
-  if (call.credit == 0) return;
-  if (call.was_kept) {
-    std::unique_lock lock(mutex_);
-    if (call.is_kept) {
-      kept_.erase(call.at);
-      keeps_some_ = !kept_.empty();
-      lock.unlock();
-      return give_back_(call.from, call.credit);
-    }
-  }
-  admitted_ -= call.credit;
-  if (keeps_some_) admit_kept();
+Budget::Grants Budget::lose(int rank) {
+  Grants grants;
+  std::lock_guard lock(mutex_);
+  Peer& peer = at(rank);
+  leave_order_locked(rank);
+  peer.is_here = peer.is_open = false;
+  return_locked(peer, peer.held());
+  serve_locked(grants);
+  return grants;
 }
 
-// One that is larger than all that may be there is there alone.
-bool CallsInWork::admit(uint64_t bytes) {
-  uint64_t admitted = admitted_.load();
-  while (admitted == 0 || admitted + bytes <= limit_) {
-    if (admitted_.compare_exchange_weak(admitted, admitted + bytes)) return true;
-  }
-  return false;
+void Budget::renew(ProcessNumber process) {
+  std::lock_guard lock(mutex_);
+  Peer& peer = at(rank_of(process));
+  leave_order_locked(rank_of(process));
+  return_locked(peer, peer.held());
+  peer = Peer{.incarnation = incarnation_of(process), .tag = peer.tag};
+  held_ += kFirstCredit;
 }
 
-void CallsInWork::admit_kept() {
-  for (;;) {
-    ProcessNumber from = 0;
-    uint64_t credit = 0;
-    {
-      std::lock_guard lock(mutex_);
-      if (kept_.empty() || !admit(kept_.front()->credit)) return;
-      Call& first = *kept_.front();
-      from = first.from;
-      credit = first.credit;
-      first.is_kept = false;
-      kept_.pop_front();
-      keeps_some_ = !kept_.empty();
-    }
-    give_back_(from, credit);
+void Budget::grant_locked(int rank, uint64_t bytes, Grants& grants) {
+  Peer& peer = at(rank);
+  pooled_ -= beyond_window(peer);
+  peer.granted += bytes;
+  held_ += bytes;
+  pooled_ += beyond_window(peer);
+  if (peer.is_hungry) {
+    if (order_.empty()) now_ = std::max(now_, peer.tag);
+    peer.tag += bytes;
   }
+  grants.push_back({process_number(rank, peer.incarnation), bytes});
+}
+
+void Budget::return_locked(Peer& peer, uint64_t bytes) {
+  pooled_ -= beyond_window(peer);
+  peer.returned += bytes;
+  held_ -= bytes;
+  pooled_ += beyond_window(peer);
+}
+
+void Budget::take_back_locked(ProcessNumber from, uint64_t bytes, Grants& grants) {
+  Peer& peer = at(rank_of(from));
+  if (!peer.is_here || peer.incarnation != incarnation_of(from)) return;
+  peer.used -= bytes;
+  return_locked(peer, bytes);
+  settle_locked(rank_of(from), grants);
+  serve_locked(grants);
+}
+
+// Grants what needs no pool, and puts a rank that waits for the pool into the order.
+void Budget::settle_locked(int rank, Grants& grants) {
+  Peer& peer = at(rank);
+  leave_order_locked(rank);
+  if (!peer.is_open) return;
+  const uint64_t room = window_ - std::min(window_, peer.held());
+  if (peer.target <= peer.granted) {
+    if (room > 0 && room >= window_ / 8) grant_locked(rank, room, grants);
+  } else if (peer.target - peer.granted <= room) {
+    grant_locked(rank, room, grants);
+  } else if (peer.target - peer.returned <= most_ || peer.spent <= peer.returned) {
+    order_.emplace(peer.tag, rank);
+    peer.is_in_order = true;
+  }
+}
+
+void Budget::leave_order_locked(int rank) {
+  Peer& peer = at(rank);
+  if (std::exchange(peer.is_in_order, false)) order_.erase({peer.tag, rank});
+}
+
+void Budget::serve_locked(Grants& grants) {
+  while (!order_.empty()) {
+    const auto [tag, rank] = *order_.begin();
+    Peer& peer = at(rank);
+    const uint64_t held = peer.target - peer.returned;  // afterwards
+    const uint64_t others = pooled_ - beyond_window(peer);
+    if (others > 0 && others + (held - window_) > pool_) return;
+    leave_order_locked(rank);
+    now_ = std::max(now_, tag);
+    grant_locked(rank, peer.target - peer.granted, grants);
+  }
+}
+
+// ---- UnwrittenReplies ----
+
+std::shared_ptr<const void> UnwrittenReplies::count(int rank, uint64_t bytes,
+                                                    std::shared_ptr<const void> also) {
+  bytes_[static_cast<size_t>(rank)] += bytes;
+  auto release = [self = shared_from_this(), rank, bytes,
+                  also = std::move(also)](const void*) mutable {
+    also = nullptr;
+    const uint64_t before = self->bytes_[static_cast<size_t>(rank)].fetch_sub(bytes);
+    if (before >= self->limit_ && before - bytes < self->limit_) self->on_room_(rank);
+  };
+  return {this, std::move(release)};
 }
 
 }  // namespace distrain::rpc

@@ -1,185 +1,245 @@
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <list>
+#include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
+#include <utility>
+#include <vector>
 
 #include "distrain/base/clock.h"
 #include "distrain/base/result.h"
-#include "distrain/rpc/channel.h"
 #include "distrain/rpc/incarnation.h"
 
 namespace distrain::rpc {
 
 // Note [Credit]
 //
-// What waits on a rank to be run is bounded, in bytes: a caller needs credit for a call, and waits
-// until it has it; if the call's time is over before, the call is `overloaded`. The rank that is
-// called gives it, so much to each other rank, and gives back what a call took as soon as that
-// begins, or, when those that have begun and are not answered hold as much as may be held, as soon
-// as there is room for it among them. It does so in portions, as a word for each small call
-// would cost as much as the call; who waits says for how much, and is then told of every byte,
-// until it says that it waits no more. A call that needs more than all its caller can have waits
-// until none of its calls waits there any more, and is then lent the rest; all loans of a rank
-// together are bounded, too, unless there is only one. A loan is paid back by the calls that it was
-// for, or, if there are none any more, by whoever has it.
+// A call needs credit for its bytes before its first byte is sent, and its caller waits for that
+// credit. Each rank grants credit for calls to itself from one `Budget`. A caller keeps what one
+// rank granted to it in a `Window`. Neither does I/O, so both can be simulated.
 //
-// Replies need no credit, and neither do one-way messages, words of control, and calls with tensors
-// of devices, which are bounded by the pinned memory that they go through: who waits for a reply
-// must get it, however much both have asked of each other. So two ranks that flood each other from
-// within their functions both go on: a function that waits makes room for a thread that begins the
-// next call.
+// A rank *holds* the credit that it was granted and has not returned: unspent, on the way, queued
+// at the receiver, or kept by a call that has begun. Of B bytes for N ranks, each rank may always
+// hold a window of W = min(peer budget, B/2N). What is held beyond windows comes from the pool of
+// B - N*W bytes.
+//
+// - Credit that calls return refills their rank's window in portions of W/8, because a word for
+//   each small call would cost as much as the call.
+// - When its first waiting call finds no room, a rank asks for a target: all that it wants to have
+//   been granted since the beginning, so that words that cross do no harm. Small calls ask
+//   together. A request stands until it is granted, in one grant. A rank that asks is hungry until
+//   it says that nobody waits.
+// - A request that fits in the rank's window is granted at once. The pool serves others in the
+// order
+//   of tags (start-time fair queueing; Goyal, Vin and Cheng, 1996). A rank's tag counts the bytes
+//   granted while it was hungry; when the rank becomes hungry, the tag is raised to that of the
+//   last request served. Nobody overtakes the first request, so that large calls are served, too.
+// - A request larger than the pool is granted when nobody else holds any of the pool. A rank holds
+//   at most the peer budget, or one call while no other call of it is outstanding.
+// - A rank returns what is unspent beyond its window when its first waiting call cannot use it.
+//
+// Bounded: windows take N*W and the pool's grants the rest, so ranks hold at most B together,
+// unless one call is larger than the pool. The receiver checks a header against what its rank holds
+// before it takes memory for the body.
+//
+// Nobody waits for ever: unspent credit beyond a window is returned, or is enough for the first
+// waiting call, which is then sent. So all of the pool comes back as calls begin, and the first
+// request is granted. Each grant raises its rank's tag, and no rank becomes hungry with a lower tag
+// than the last one served, so that each request becomes the first after finitely many grants.
+//
+// Fair: tags of ranks that are always hungry differ by one request and one window at most, as long
+// as the pool serves them. Windows bypass the order, but while all that is queued begins once, they
+// give a rank W at most, and its equal part of windows and pool is no less than W.
+//
+// A call returns its credit when it begins, so that two ranks that flood each other from within
+// their functions both go on: a function that waits makes room for a thread that begins the next
+// call. Calls that have begun and are not answered have returned B bytes at most; those beyond that
+// keep their credit until there is room among them, or until they are answered.
+//
+// Replies, one-way messages and words of control need no credit: who waits for a reply must get it.
+// But a call begins only while less than W bytes of replies to its caller are unwritten, and stays
+// in the queue until then. So a rank keeps at most N*W bytes of replies, and one reply for each
+// running function.
 
 /// What a call takes beside its bytes, so that there is an end to small ones, too.
 inline constexpr uint64_t kCallCost = 1024;
-/// What each rank may send to another before it is told how much it may.
-inline constexpr uint64_t kFirstCredit = uint64_t{1} << 20;
+/// What each rank holds of each other from the beginning. A budget is raised to twice this for each
+/// rank.
+inline constexpr uint64_t kFirstCredit = uint64_t{16} << 10;
 
 /// What this rank may send to one other. Thread-safe.
-class Credit {
+class Window {
  public:
-  /// Tells the other rank that so many bytes are waited for, 0: none any more; and that so many
-  /// others, which were lent, are not needed.
-  using Ask = std::function<void(uint64_t bytes, uint64_t returned)>;
+  /// In bytes since the beginning: spent or returned; wanted to be granted, 0: nobody waits;
+  /// returned without use.
+  struct Request {
+    uint64_t spent = 0;
+    uint64_t target = 0;
+    uint64_t returned = 0;
+  };
+  /// Tells the other rank. May call this object.
+  using Ask = std::function<void(const Request&)>;
 
-  explicit Credit(Ask ask) : ask_(std::move(ask)) {}
+  struct Waiter {
+    uint64_t bytes = 0;
+    base::TimePoint since;
+    std::condition_variable turn;
+  };
 
-  /// Takes `bytes` if they are there, and nobody waits for any.
+  explicit Window(Ask ask) : ask_(std::move(ask)) {}
+
+  /// Takes `bytes` if they are there and nobody waits.
   bool try_take(uint64_t bytes);
-  /// Takes `bytes`, waiting for them until `deadline`. `overloaded` or the reason of fail()
-  /// otherwise; throws `overloaded` when no thread is left that could wait. The loop does not wait,
-  /// it owes.
+  /// Takes `bytes`, waiting until `deadline`. Fails with `overloaded` or the error of fail();
+  /// throws `overloaded` when no thread is left that could wait.
   base::Status take(uint64_t bytes, base::TimePoint deadline);
-  /// The other rank gives it, or gives it back; so much of it is lent.
-  void give(uint64_t bytes, uint64_t lent);
-  /// From now on nobody gets any, nor waits for it.
+  /// Returns `bytes` that were taken for a call that is not sent.
+  void give_back(uint64_t bytes);
+  /// The other rank grants `bytes`. Its windows are of `size`.
+  void grant(uint64_t bytes, uint64_t size);
+  /// From now on nobody gets any, nor waits.
   void fail(const base::Error& error);
 
   /// Since when somebody has waited.
   std::optional<base::TimePoint> waiting_since() const;
 
- private:
-  struct Waiter {
-    int64_t bytes = 0;
-    base::TimePoint since;
-    std::condition_variable turn;
-  };
-  base::Status wait(int64_t bytes, base::TimePoint deadline);
-  base::Status wait_for_turn(Waiter& self, base::TimePoint deadline);
-  bool take_at_once(int64_t bytes);
-  void say_what_is_waited_for();
+  // The steps of take(). A waiter stays where it is until it leaves.
+  void line_up(Waiter& waiter);
+  /// Whether it was the first, and has been served.
+  bool try_serve(const Waiter& waiter);
+  void leave(const Waiter& waiter);
 
-  uint64_t unneeded_loan_locked();
+ private:
+  base::Status wait_for_turn(Waiter& self, base::TimePoint deadline);
+  bool try_serve_locked(const Waiter& waiter);
+  bool take_at_once(uint64_t bytes);
+  void take_excess_locked();
+  std::optional<Request> next_request_locked();
+  void say();
 
   const Ask ask_;
-  std::atomic<int64_t> available_{static_cast<int64_t>(kFirstCredit)};
-  std::atomic<bool> is_contended_{
-      false};  // somebody waits, or nobody gets any: look under the lock
+  std::atomic<uint64_t> available_{kFirstCredit};
+  std::atomic<bool> is_contended_{false};  // somebody waits, or it has failed: use the lock
   mutable std::mutex mutex_;
-  std::deque<Waiter*> waiters_;  // the first is the next
-  uint64_t lent_ = 0;            // of what came, at most, while somebody waits
-  std::optional<base::Error> failed_;
+  std::deque<Waiter*> waiters_;      // the first is the next
+  uint64_t granted_ = kFirstCredit;  // since the beginning
+  uint64_t returned_ = 0;            // without use, since the beginning
+  uint64_t size_ = kFirstCredit;
+  Request said_;
   bool is_saying_ = false;  // one thread tells the other rank
-  uint64_t asked_ = 0;      // what that has been told
+  std::optional<base::Error> failed_;
 };
 
-/// What is lent to all other ranks. Thread-safe.
-class Loans {
+/// What all ranks may have sent to this one, and what its calls hold. Thread-safe.
+class Budget {
  public:
-  explicit Loans(uint64_t limit) : limit_(limit) {}
-  bool lend(uint64_t bytes);
-  void take_back(uint64_t bytes);
-
- private:
-  const uint64_t limit_;
-  std::mutex mutex_;
-  uint64_t lent_ = 0;
-};
-
-/// What one other rank may send to this one. Thread-safe.
-class Allowance {
- public:
-  /// What is to be told to the other rank, at once: so many bytes more, so many of them lent.
-  using Give = std::function<void(uint64_t bytes, uint64_t lent)>;
-
-  Allowance(uint64_t window, Loans& loans, Give give)
-      : window_(std::max(window, kFirstCredit)), loans_(loans), give_(std::move(give)) {}
-
-  /// The connection stands: it is told what it may send. Once.
-  void open();
-  /// A call of it has come. False if it has sent far more than it may.
-  bool on_arrived(uint64_t bytes);
-  /// One has begun, or never will. True if that has brought back a loan, which others may wait for.
-  bool on_begun(uint64_t bytes);
-  /// It waits for `bytes`; 0: no more. It gives back a part of what was lent. True if others may
-  /// wait for that.
-  bool on_asked(uint64_t bytes, uint64_t returned);
-  /// Others have given back what was lent to them. True if it has, too.
-  bool try_again();
-  /// That rank is lost: what was lent to it is there for others.
-  void close();
-
- private:
-  struct Owed {
+  struct Grant {
+    ProcessNumber to = 0;
     uint64_t bytes = 0;
-    uint64_t lent = 0;    // of them
-    uint64_t repaid = 0;  // of a loan, and not given
   };
-  Owed owed_locked();
-  uint64_t repay_locked(uint64_t bytes);
+  /// To be told to those ranks. Mostly empty.
+  using Grants = std::vector<Grant>;
 
-  const uint64_t window_;
-  Loans& loans_;
-  const Give give_;
-  std::mutex mutex_;
-  bool is_open_ = false;
-  uint64_t waiting_ = 0;     // bytes of calls that have come and not begun
-  uint64_t unreturned_ = 0;  // of calls that have begun since the last word
-  uint64_t lent_ = 0;        // beyond the window
-  uint64_t asked_ = 0;       // what is waited for
-};
-
-/// The calls that have begun on this rank and are not answered: their functions wait for others,
-/// and hold their arguments meanwhile. Up to `limit` bytes of them have given their credit back.
-/// Thread-safe.
-class CallsInWork {
- public:
-  /// One of them. Stays where it is until its end.
-  struct Call {
+  /// A call that has begun. Stays where it is until its end.
+  struct Work {
     ProcessNumber from = 0;
     uint64_t credit = 0;
 
    private:
-    friend class CallsInWork;
-    bool was_kept = false;          // at its beginning
-    bool is_kept = false;           // by mutex_: it has its credit still
-    std::list<Call*>::iterator at;  // by mutex_: in kept_
+    friend class Budget;
+    bool is_kept = false;  // it holds its credit
+    std::list<Work*>::iterator at;
   };
-  /// What a call of `from` took goes back.
-  using GiveBack = std::function<void(ProcessNumber from, uint64_t bytes)>;
 
-  CallsInWork(uint64_t limit, GiveBack give_back)
-      : limit_(limit), give_back_(std::move(give_back)) {}
+  Budget(int ranks, uint64_t total, uint64_t per_peer);
 
-  void begin(Call& call, ProcessNumber from, uint64_t credit);
-  void end(Call& call);
+  uint64_t window() const { return window_; }
+  /// What all ranks hold.
+  uint64_t held() const;
+
+  /// The rank is connected: it learns its window.
+  Grants open(ProcessNumber process);
+  /// A call of `bytes` comes. False if its rank does not hold so much.
+  bool arrive(int rank, uint64_t bytes);
+  /// Throws `protocol` for a request that no Window makes.
+  Grants ask(int rank, const Window::Request& request);
+  /// What has come will not begin.
+  Grants drop(ProcessNumber from, uint64_t bytes);
+  Grants begin(Work& work, ProcessNumber from, uint64_t credit);
+  Grants end(Work& work);
+  /// The rank is lost: nothing is its own any more.
+  Grants lose(int rank);
+  /// A new process has its place.
+  void renew(ProcessNumber process);
 
  private:
-  bool admit(uint64_t bytes);
-  void admit_kept();
+  struct Peer {
+    uint32_t incarnation = 0;
+    bool is_here = true;
+    bool is_open = false;
+    bool is_hungry = false;
+    bool is_in_order = false;
+    uint64_t tag = 0;
+    uint64_t used = 0;  // by calls that have come
+    // Since the beginning.
+    uint64_t granted = kFirstCredit;
+    uint64_t returned = 0;
+    uint64_t unused = 0;  // returned without use
+    uint64_t spent = 0;
+    uint64_t target = 0;
 
+    uint64_t held() const { return granted - returned; }
+  };
+
+  Peer& at(int rank) { return peers_[static_cast<size_t>(rank)]; }
+  uint64_t beyond_window(const Peer& peer) const {
+    return peer.held() > window_ ? peer.held() - window_ : 0;
+  }
+  void grant_locked(int rank, uint64_t bytes, Grants& grants);
+  void return_locked(Peer& peer, uint64_t bytes);
+  void take_back_locked(ProcessNumber from, uint64_t bytes, Grants& grants);
+  void settle_locked(int rank, Grants& grants);
+  void leave_order_locked(int rank);
+  void serve_locked(Grants& grants);
+
+  const uint64_t total_;
+  const uint64_t window_;
+  const uint64_t pool_;
+  const uint64_t most_;  // that one rank holds
+  mutable std::mutex mutex_;
+  std::vector<Peer> peers_;
+  uint64_t held_;
+  uint64_t pooled_ = 0;                       // held beyond windows
+  uint64_t now_ = 0;                          // the tag of the last request that the pool served
+  std::set<std::pair<uint64_t, int>> order_;  // of ranks that wait for the pool, by tag
+  uint64_t begun_ = 0;                        // returned by calls that are not answered
+  std::list<Work*> kept_;
+};
+
+/// The replies that the kernel has not taken yet, by the rank that they go to. Thread-safe.
+class UnwrittenReplies : public std::enable_shared_from_this<UnwrittenReplies> {
+ public:
+  /// Less than `limit` bytes go to that rank by now, and were not before. Called on any thread.
+  using OnRoom = std::function<void(int rank)>;
+
+  UnwrittenReplies(int ranks, uint64_t limit, OnRoom on_room)
+      : limit_(limit), on_room_(std::move(on_room)), bytes_(static_cast<size_t>(ranks)) {}
+
+  /// Counts `bytes` to `rank` until the last copy of the result ends. That keeps `also` alive.
+  std::shared_ptr<const void> count(int rank, uint64_t bytes, std::shared_ptr<const void> also);
+  bool is_full(int rank) const { return bytes_[static_cast<size_t>(rank)] >= limit_; }
+
+ private:
   const uint64_t limit_;
-  const GiveBack give_back_;
-  std::atomic<uint64_t> admitted_{0};  // bytes of those that have given their credit back
-  std::atomic<bool> keeps_some_{false};
-  std::mutex mutex_;
-  std::list<Call*> kept_;
+  const OnRoom on_room_;
+  std::vector<std::atomic<uint64_t>> bytes_;
 };
 
 }  // namespace distrain::rpc

@@ -33,6 +33,7 @@ Departure::Departure(DeviceStager& stager, OutMessage message, wire::FrameHeader
   }
   chunks_ = pieces_.size();
   std::move(rests.begin(), rests.end(), std::back_inserter(pieces_));
+  bytes_left_ = all_bytes();
   for (const Transfer& transfer : transfers_) {
     StreamPoint::mark(transfer.device).make_wait(stager_.out_stream(transfer.device));
   }
@@ -42,6 +43,22 @@ Departure::Departure(DeviceStager& stager, OutMessage message, wire::FrameHeader
     await_copies();
     throw;
   }
+}
+
+std::vector<uint64_t> Departure::transfer_ids() const {
+  std::vector<uint64_t> ids;
+  for (const Transfer& transfer : transfers_) ids.push_back(transfer.id);
+  return ids;
+}
+
+uint64_t Departure::all_bytes() const {
+  const net::OutFrame frame = to_frame(message_, header_, transfer_ids());
+  wire::PayloadLayout payload;
+  for (const auto& piece : frame.payload) payload.bytes += piece.size();
+  for (size_t i = chunks_; i < pieces_.size(); ++i) {
+    payload.append(pieces_[i].end - pieces_[i].begin);
+  }
+  return chunks_ * kChunkBytes + frame.meta.size() + payload.bytes;
 }
 
 Departure::Transfer Departure::make_transfer(DeviceGroup group) const {
@@ -113,7 +130,8 @@ net::OutFrame Departure::chunk_of(const Transfer& transfer) const {
   frame.header.kind = wire::FrameKind::kChunk;
   const wire::DeviceRef device = transfer.group.device;
   frame.header.channel =
-      static_cast<uint16_t>(static_cast<uint16_t>(device.type) | device.index << 8);
+      static_cast<uint16_t>(static_cast<uint16_t>(device.type) | device.index << 8 |
+                            (header_.kind == wire::FrameKind::kReply ? wire::kOfReply : 0));
   frame.header.call_id = transfer.id;
   frame.header.autograd_id = transfer.group.layout.bytes;
   return frame;
@@ -149,10 +167,11 @@ base::Status Departure::send_chunks(const std::function<base::Status(net::OutFra
     frame.payload.emplace_back(piece.block->data, piece.block->size);
     frame.keep_alive = sending_->count(std::move(piece.block));
     if (base::Status sent = send(std::move(frame)); !sent.ok()) return sent;
+    if (piece.begin == 0) {
+      bytes_left_ -= chunked_bytes(transfers_[piece.transfer].group.layout.bytes);
+    }
   }
   begin_copies(pieces_.size());
-  std::vector<uint64_t> ids;
-  for (const Transfer& transfer : transfers_) ids.push_back(transfer.id);
   std::vector<base::BufferPtr> rests(transfers_.size());
   for (size_t i = chunks_; i < pieces_.size(); ++i) {
     pieces_[i].copied.wait_on_host();
@@ -162,7 +181,9 @@ base::Status Departure::send_chunks(const std::function<base::Status(net::OutFra
   if (still_wanted && !still_wanted(message_.body)) {
     return base::Error{base::ErrorKind::kCancelled, "nobody waits for it any more", -1, {}};
   }
-  return send(to_frame(std::move(message_), header_, ids, rests));
+  base::Status sent = send(to_frame(std::move(message_), header_, transfer_ids(), rests));
+  if (sent.ok()) bytes_left_ = 0;
+  return sent;
 }
 
 }  // namespace distrain::rpc

@@ -28,6 +28,9 @@ class Departure {
   Departure(const Departure&) = delete;
   Departure& operator=(const Departure&) = delete;
 
+  /// Bytes that are yet to be sent, as its receiver counts them when they come.
+  uint64_t bytes_left() const { return bytes_left_; }
+
   /// Asked when only the message itself is left to be sent, whose body it may change.
   using StillWanted = std::function<bool(wire::Bytes& body)>;
 
@@ -53,6 +56,8 @@ class Departure {
   };
 
   Transfer make_transfer(DeviceGroup group) const;
+  uint64_t all_bytes() const;
+  std::vector<uint64_t> transfer_ids() const;
   base::Status send_chunks(const std::function<base::Status(net::OutFrame)>& send,
                            const StillWanted& still_wanted);
   net::OutFrame chunk_of(const Transfer& transfer) const;
@@ -66,6 +71,7 @@ class Departure {
   std::vector<Transfer> transfers_;
   std::vector<Piece> pieces_;  // the chunks of all groups; then what goes with the message
   size_t chunks_ = 0;          // of the pieces: go in frames of their own
+  uint64_t bytes_left_ = 0;    // a transfer counts with its first chunk
   size_t begun_ = 0;           // pieces whose copy is in its stream
   const std::shared_ptr<BlocksSent> sending_;
 };

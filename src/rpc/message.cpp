@@ -287,6 +287,7 @@ InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager, Arrival
   receive_groups(message, descs, groups, taken, frame.payload, host_bytes);
   message.body = frame.meta.last(meta.left());
   message.storage = std::move(frame.body);
+  for (const ArrivalPtr& arrival : taken) message.credit_of_arrivals += arrival->take_credit();
   return message;
 }
 

@@ -213,7 +213,10 @@ net::Stream::Handler Peers::handler_on_loop(int rank, const net::StreamPtr& stre
       {[this, rank, &peer](net::InFrame frame) {
          if (&at(rank) == &peer) on_frame_(rank, std::move(frame));
        },
-       [this, rank, &peer](const Error&) { on_closed_on_loop(rank, peer); }, allocate_});
+       [this, rank, &peer](const Error&) { on_closed_on_loop(rank, peer); },
+       [this, rank, &peer](const wire::FrameHeader& header) {
+         return &at(rank) == &peer ? allocate_(rank, header) : nullptr;
+       }});
 }
 
 // Without a loss: it has left, or this rank is about to; or it is about to be told of one, and

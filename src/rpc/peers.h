@@ -31,9 +31,10 @@ class Peers {
  public:
   /// On the loop.
   using OnFrame = std::function<void(int rank, net::InFrame frame)>;
+  /// net::Stream::Handler::allocate, with the rank that sends.
+  using Allocate = std::function<base::BufferPtr(int rank, const wire::FrameHeader& header)>;
 
-  Peers(net::Loop& loop, int rank, ControlPlane& control, OnFrame on_frame,
-        std::function<base::BufferPtr(const wire::FrameHeader&)> allocate,
+  Peers(net::Loop& loop, int rank, ControlPlane& control, OnFrame on_frame, Allocate allocate,
         std::function<void(int rank)> on_open)
       : loop_(loop),
         rank_(rank),
@@ -121,7 +122,7 @@ class Peers {
   const int rank_;
   ControlPlane& control_;
   const OnFrame on_frame_;
-  const std::function<base::BufferPtr(const wire::FrameHeader&)> allocate_;
+  const Allocate allocate_;
   const std::function<void(int rank)> on_open_;  // a connection stands; on the loop
   std::unordered_map<std::string, int> ranks_;   // by name; as peers_
   PerRank<Peer> peers_;       // filled on the loop when the ranks are known, before join() returns

@@ -1,5 +1,6 @@
 // Calls with tensors of devices, on the simulated accelerator: a forgotten wait, a copy too many or
 // memory let go too early shows every time.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <set>
@@ -460,6 +461,40 @@ TEST_CASE("tensors of devices come to the CPU for a file") {
     CHECK(same_values(some[i], host[i]));
   }
   CHECK(host[0].is_same(some[0]));
+}
+
+TEST_CASE("tensors of calls take no more of a device than their receiver's budget allows") {
+  constexpr int kCalls = 40;
+  constexpr int64_t kBudget = 8 * kChunk;
+  rpc::AgentOptions options;
+  options.total_budget = kBudget;
+  DeviceCluster ranks(2, options);
+  ranks[1].provide(std::make_shared<Gate>());
+  run_all_sim_streams();
+  const int64_t before = sim_bytes_in_use(1);
+  const at::Tensor x = numbers_on(3 * kChunk / 8, sim(0));  // a chunk and half of one
+  std::atomic<int> sent{0};
+  std::vector<base::Future<at::Tensor>> replies;
+  std::thread caller([&] {
+    for (; sent < kCalls; ++sent) {
+      replies.push_back(ranks[0].rpc_async<&behind_gate>(rpc::To(1).without_deadline(), x));
+    }
+  });
+  const auto waits_for_room = [&] {
+    const std::vector<rpc::Wait> waits = ranks[0].waits();
+    return std::ranges::any_of(
+        waits, [](const auto& wait) { return wait.what.starts_with("room on rank 1"); });
+  };
+  // Those that have begun hold the budget once, and those that have not as much again.
+  while (sent < kCalls && !(sent * 3 * kChunk / 2 > kBudget && waits_for_room())) {
+    CHECK(sim_bytes_in_use(1) <= before + 2 * kBudget);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  CHECK(sent < kCalls / 2);
+  ranks[1].local<Gate>().open.set();
+  caller.join();
+  for (const auto& reply : replies) CHECK(reply.wait().numel() == x.numel());
+  ranks.shutdown();
 }
 
 TEST_CASE("a rank that dies while tensors are on their way fails the calls") {

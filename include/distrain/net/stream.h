@@ -26,6 +26,9 @@ struct OutFrame {
   const wire::Bytes& meta_bytes() const { return shared_meta ? *shared_meta : meta; }
 };
 
+/// Returns the bytes of its meta and payload.
+uint64_t bytes_of(const OutFrame& frame);
+
 /// `invalid` for a frame beyond the default wire::Limits: it would make the peer drop the
 /// connection and all that goes over it.
 base::Status check_limits(const OutFrame& frame);
@@ -53,7 +56,9 @@ class Stream {
     /// Exactly once, last: peer_lost when the other side closed, protocol for bytes that are not a
     /// frame, cancelled after our own close().
     std::function<void(const base::Error&)> on_close;
-    /// Memory for the body of a frame, of body_bytes(); null: the loop's. May be empty.
+    /// Called with each header before there is memory for its body. Returns that memory, of
+    /// body_bytes(), or null for the loop's. If it throws, the stream ends with that error. May be
+    /// empty.
     std::function<base::BufferPtr(const wire::FrameHeader&)> allocate = {};
   };
 

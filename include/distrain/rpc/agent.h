@@ -87,6 +87,8 @@ struct AgentOptions {
   /// Bytes of calls that may wait here to be run: of one other rank, and of all together. Who sends
   /// more waits, and fails with `overloaded` when the call's time is over. The same goes for calls
   /// that have begun, of all ranks, and are not answered yet; one call may be as large as it likes.
+  /// Replies that a rank does not read hold its next calls up. All ranks together may always send
+  /// half of the total, in equal parts; it is raised to 32 KiB for each rank.
   uint64_t peer_budget = uint64_t{256} << 20;
   uint64_t total_budget = uint64_t{1} << 30;
   int worker_threads = 4;  ///< that may run; threads that wait for a reply do not count

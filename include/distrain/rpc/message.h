@@ -66,6 +66,7 @@ struct InMessage {
   std::shared_ptr<const void> storage;  ///< what `body` points into
   /// By device, from when on its tensors are there.
   std::vector<std::pair<c10::Device, StreamPoint>> arrivals;
+  uint64_t credit_of_arrivals = 0;  ///< that they took ahead of a call
 
   /// This thread's current streams go on when the tensors are there. For whoever is to use them.
   void await_arrivals();

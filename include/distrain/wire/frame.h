@@ -15,13 +15,14 @@ namespace distrain::wire {
 ///        0     4  magic            "DTRN", xor a hash of the other 44 bytes (magic_of)
 ///        4     2  kind             FrameKind
 ///        6     2  channel          kOneway: the channel's number; kChunk: the device's type and,
-///                                  times 256, its index; kCall: 1 if it took no credit; kReply:
-///                                  1 if it brings RRefs; otherwise 0
+///                                  times 256, its index, and 128 if it is of a reply; kCall: 1
+///                                  if it took no credit; kReply: 1 if it brings RRefs; kCredit,
+///                                  kCreditRequest: the receiver's incarnation; otherwise 0
 ///        8     4  meta_bytes       length of meta
 ///       12     4  tensor_count     tensors in the payload; their descriptors begin meta
 ///       16     8  payload_bytes    length of the payload, paddings between tensors included
 ///       24     8  call_id          kCall, kReply, kError: pairs them; kOneway: tag a; kChunk: the
-///                                  transfer that it is of
+///                                  transfer that it is of; of kCredit and kCreditRequest see there
 ///       32     8  context_id       distributed autograd context, 0: none; kOneway: tag b; kChunk:
 ///                                  where it begins in the transfer
 ///       40     8  autograd_id      pair of send and recv nodes, 0: none; kOneway: tag c; kChunk:
@@ -41,6 +42,7 @@ inline constexpr uint32_t kMagic = 0x4E525444;  // "DTRN"
 inline constexpr size_t kHeaderBytes = 48;
 inline constexpr uint16_t kWithoutCredit = 1;
 inline constexpr uint16_t kWithRRefs = 1;
+inline constexpr uint16_t kOfReply = 128;
 inline constexpr uint32_t kProtocolVersion = 8;
 
 enum class FrameKind : uint16_t {
@@ -61,8 +63,9 @@ enum class FrameKind : uint16_t {
   kChunk = 20,   // of a message that is yet to come: Note [Tensors of devices] in rpc/message.h
   kCancel = 21,  // nobody waits any more for the call `call_id`
   // Note [Credit] in rpc/credit.h:
-  kCredit = 22,  // `call_id` bytes of calls more may be sent, `context_id` of them are a loan
-  kCreditRequest = 23,  // so many are waited for, 0: none any more; so much of a loan goes back
+  kCredit = 22,         // `call_id` bytes more are granted, in windows of `context_id` bytes
+  kCreditRequest = 23,  // `call_id` bytes are spent or returned since the beginning, `context_id`
+                        // are to be granted (0: nobody waits), `autograd_id` returned unused
   // Life of a connection, and of its ranks (handshake.h)
   kHeartbeat = 32,
   kFlush = 33,

@@ -1,6 +1,8 @@
 // ctest: timeout=120
-// What bounds the calls that wait on a rank: Note [Credit].
+// What bounds the calls that wait on a rank, and the replies that it keeps: Note [Credit].
 #include <deque>
+#include <list>
+#include <queue>
 #include <thread>
 
 #include "call_queue.h"
@@ -11,21 +13,41 @@ using namespace distrain;
 using namespace distrain::testing;
 using base::ErrorKind;
 using rpc::Agent;
-using rpc::Allowance;
-using rpc::CallsInWork;
-using rpc::Credit;
+using rpc::Budget;
+using rpc::Window;
 
 namespace {
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 
-// Both ends of a flow, with nothing but a queue between them.
-struct Flow {
-  explicit Flow(uint64_t window, rpc::Loans& loans)
-      : allowance(window, loans,
-                  [this](uint64_t bytes, uint64_t lent) { credit.give(bytes, lent); }) {}
-  Credit credit{[this](uint64_t bytes, uint64_t returned) { allowance.on_asked(bytes, returned); }};
-  Allowance allowance;
+// A receiver and the windows of its senders, with nothing between them.
+struct Flows {
+  Flows(int ranks, uint64_t total, uint64_t per_peer) : budget(ranks, total, per_peer) {
+    for (int rank = 0; rank < ranks; ++rank) {
+      windows.push_back(std::make_unique<Window>(
+          [this, rank](const Window::Request& request) { tell(budget.ask(rank, request)); }));
+    }
+    for (int rank = 0; rank < ranks; ++rank) tell(budget.open(rpc::process_number(rank, 0)));
+  }
+  Window& operator[](int rank) { return *windows[static_cast<size_t>(rank)]; }
+  void tell(const Budget::Grants& grants) {
+    for (const Budget::Grant& grant : grants) {
+      (*this)[rpc::rank_of(grant.to)].grant(grant.bytes, budget.window());
+    }
+  }
+  void send(int rank, uint64_t bytes) {
+    REQUIRE((*this)[rank].take(bytes, base::deadline_after(60s)).ok());
+    REQUIRE(budget.arrive(rank, bytes));
+  }
+  bool has_room(int rank, uint64_t bytes) {
+    const bool taken = (*this)[rank].take(bytes, base::deadline_after(1ms)).ok();
+    if (taken) (*this)[rank].give_back(bytes);
+    return taken;
+  }
+  void begin(int rank, uint64_t bytes) { tell(budget.drop(rpc::process_number(rank, 0), bytes)); }
+
+  Budget budget;
+  std::vector<std::unique_ptr<Window>> windows;
 };
 
 int64_t size_of(at::Tensor tensor) { return tensor.numel(); }
@@ -104,144 +126,359 @@ at::Tensor mebibytes(int64_t count) { return at::ones({count << 18}); }
 }  // namespace
 
 TEST_CASE("a caller waits for credit, which comes back as calls begin") {
-  rpc::Loans loans(64 * kMiB);
-  Flow flow(4 * kMiB, loans);
-  flow.allowance.open();
-  REQUIRE(flow.credit.take(3 * kMiB, base::kNever).ok());
-  REQUIRE(flow.allowance.on_arrived(3 * kMiB));
-  const base::Status late = flow.credit.take(2 * kMiB, base::deadline_after(5ms));
+  Flows flows(2, 16 * kMiB, 4 * kMiB);
+  flows.send(1, 3 * kMiB);
+  const base::Status late = flows[1].take(2 * kMiB, base::deadline_after(5ms));
   CHECK(late.error().kind == ErrorKind::kOverloaded);
-  std::thread other([&] { CHECK(flow.credit.take(2 * kMiB, base::kNever).ok()); });
-  while (!flow.credit.waiting_since()) std::this_thread::yield();
-  flow.allowance.on_begun(3 * kMiB);
+  std::thread other([&] { CHECK(flows[1].take(2 * kMiB, base::kNever).ok()); });
+  while (!flows[1].waiting_since()) std::this_thread::yield();
+  flows.begin(1, 3 * kMiB);
   other.join();
-  CHECK_FALSE(flow.credit.waiting_since());
+  CHECK_FALSE(flows[1].waiting_since());
 }
 
-TEST_CASE("a call that needs more than all credit is lent the rest, and it comes back") {
-  rpc::Loans loans(8 * kMiB);
-  Flow flow(4 * kMiB, loans);
-  Flow other(4 * kMiB, loans);
-  flow.allowance.open();
-  other.allowance.open();
+TEST_CASE("a call larger than all of the pool runs alone, and what it was granted comes back") {
+  Flows flows(3, 12 * kMiB, 64 * kMiB);  // windows of 2 MiB
   for (int i = 0; i < 3; ++i) {
-    REQUIRE(flow.credit.take(64 * kMiB, base::deadline_after(60s)).ok());
-    REQUIRE(flow.allowance.on_arrived(64 * kMiB));
-    // All that may be lent is, so another one waits until it is back.
-    CHECK_FALSE(other.credit.take(64 * kMiB, base::deadline_after(1ms)).ok());
-    CHECK(flow.allowance.on_begun(64 * kMiB));
-    other.allowance.try_again();
-    REQUIRE(other.credit.take(64 * kMiB, base::deadline_after(60s)).ok());
-    REQUIRE(other.allowance.on_arrived(64 * kMiB));
-    CHECK(other.allowance.on_begun(64 * kMiB));
+    const int rank = 1 + i % 2;
+    flows.send(rank, 64 * kMiB);
+    CHECK_FALSE(flows.has_room(3 - rank, 64 * kMiB));
+    CHECK_FALSE(flows.has_room(3 - rank, 3 * kMiB));
+    CHECK(flows.has_room(3 - rank, 2 * kMiB));  // its own window
+    flows.begin(rank, 64 * kMiB);
   }
-  // Neither has more than its window by now.
-  CHECK(flow.credit.take(4 * kMiB, base::deadline_after(60s)).ok());
-  CHECK_FALSE(flow.credit.take(1, base::deadline_after(1ms)).ok());
+  CHECK(flows.budget.held() == 6 * kMiB);
 }
 
-TEST_CASE("a loan for a call that was given up is there for others") {
-  rpc::Loans loans(8 * kMiB);
-  uint64_t on_its_way = 0;
-  Allowance allowance(kMiB, loans, [&](uint64_t bytes, uint64_t lent) {
-    CHECK(bytes == lent);
-    on_its_way += bytes;
-  });
-  std::vector<std::pair<uint64_t, uint64_t>> asked;
-  Credit late{[&](uint64_t bytes, uint64_t returned) { asked.emplace_back(bytes, returned); }};
-  CHECK_FALSE(late.take(5 * kMiB, base::deadline_after(1ms)).ok());
-  CHECK(asked == std::vector<std::pair<uint64_t, uint64_t>>{{5 * kMiB, 0}, {0, 0}});
-  allowance.open();
-  allowance.on_asked(5 * kMiB, 0);
-  CHECK(on_its_way == 4 * kMiB);
-  CHECK_FALSE(loans.lend(5 * kMiB));
-  late.give(on_its_way, on_its_way);  // it crosses with the word that nobody waits
-  CHECK(asked.back() == std::pair<uint64_t, uint64_t>{0, 4 * kMiB});
-  CHECK_FALSE(allowance.on_asked(0, 0));
-  CHECK(allowance.on_asked(0, 4 * kMiB));
-  CHECK(loans.lend(8 * kMiB));
-  CHECK(late.try_take(kMiB));  // what is its own it has kept
-  CHECK_FALSE(late.try_take(1));
+TEST_CASE("windows are never more than half of the budget, however many ranks there are") {
+  for (const int ranks : {1, 2, 769, 4096}) {
+    CAPTURE(ranks);
+    Flows flows(ranks, 1024 * kMiB, 256 * kMiB);
+    CHECK(flows.budget.window() * static_cast<uint64_t>(ranks) <= 512 * kMiB);
+    CHECK(flows.budget.held() <= 512 * kMiB);
+  }
 }
 
-TEST_CASE("a loan that is paid back as its borrower asks again is there for others") {
-  rpc::Loans loans(8 * kMiB);
-  Allowance allowance(256 * kMiB, loans, [](uint64_t, uint64_t) {});
-  allowance.open();
-  CHECK_FALSE(allowance.on_asked(260 * kMiB, 0));  // and is lent 4
-  CHECK_FALSE(allowance.on_asked(0, 0));           // others take that
-  CHECK_FALSE(loans.lend(5 * kMiB));
-  REQUIRE(allowance.on_arrived(10 * kMiB));
-  CHECK_FALSE(allowance.on_begun(10 * kMiB));  // too little for a word of its own
-  SECTION("for what it may have") { CHECK(allowance.on_asked(5 * kMiB, 0)); }
-  SECTION("for more") {
-    // The loan goes on. It is not lent twice.
-    CHECK_FALSE(allowance.on_asked(260 * kMiB, 0));
-    CHECK_FALSE(loans.lend(5 * kMiB));
-    CHECK(allowance.on_asked(0, 4 * kMiB));
+TEST_CASE("a grant for a call that was given up goes back") {
+  Budget budget(2, 16 * kMiB, 16 * kMiB);  // windows and a pool of 4 and 8 MiB
+  std::deque<Window::Request> asked;
+  Window window([&](const Window::Request& request) { asked.push_back(request); });
+  const auto tell_budget = [&] {
+    Budget::Grants grants = budget.ask(1, asked.front());
+    asked.pop_front();
+    return grants;
+  };
+  const uint64_t first = budget.open(rpc::process_number(1, 0)).at(0).bytes;
+  window.grant(first, budget.window());
+  CHECK_FALSE(window.take(9 * kMiB, base::deadline_after(1ms)).ok());
+  REQUIRE(asked.size() == 1);  // it stands until it is granted
+  const Budget::Grants grants = tell_budget();
+  REQUIRE(grants.size() == 1);
+  CHECK(grants[0].bytes == 5 * kMiB);
+  SECTION("when nobody waits any more") {
+    window.grant(grants[0].bytes, budget.window());
+    CHECK(tell_budget().empty());
+    CHECK(budget.held() == 4 * kMiB + rpc::kFirstCredit);
+    CHECK(window.try_take(4 * kMiB));  // its own it has kept
+    CHECK_FALSE(window.try_take(1));
   }
-  CHECK(loans.lend(8 * kMiB));
+  SECTION("before a larger one is asked for, as two that keep some could wait for each other") {
+    Window::Waiter larger;
+    larger.bytes = 12 * kMiB;
+    window.line_up(larger);
+    CHECK(asked.empty());
+    window.grant(grants[0].bytes, budget.window());
+    REQUIRE(asked.size() == 1);
+    CHECK(asked[0].returned == 5 * kMiB);
+    const Budget::Grants more = tell_budget();
+    REQUIRE(more.size() == 1);
+    window.grant(more[0].bytes, budget.window());
+    CHECK(window.try_serve(larger));
+    window.leave(larger);
+  }
+}
+
+TEST_CASE("small calls that wait ask for their credit together") {
+  std::vector<Window::Request> asked;
+  Window window([&](const Window::Request& request) { asked.push_back(request); });
+  window.grant(8 * kMiB - rpc::kFirstCredit, 8 * kMiB);
+  REQUIRE(window.try_take(8 * kMiB));
+  std::list<Window::Waiter> waiters(5);
+  for (Window::Waiter& waiter : waiters) {
+    waiter.bytes = kMiB / 4;
+    window.line_up(waiter);
+  }
+  REQUIRE(asked.size() == 1);
+  window.grant(kMiB / 4, 8 * kMiB);
+  CHECK(window.try_serve(waiters.front()));
+  window.leave(waiters.front());
+  REQUIRE(asked.size() == 2);
+  CHECK(asked[1].target - asked[1].spent == kMiB);  // a part of a window at the most
+  for (Window::Waiter& waiter : waiters) window.leave(waiter);
+}
+
+TEST_CASE("a large call is not overtaken in the pool by the small ones of others") {
+  Flows flows(3, 12 * kMiB, 12 * kMiB);  // windows and a pool of 2 and 6 MiB
+  flows.send(1, 2 * kMiB);
+  for (int i = 0; i < 4; ++i) flows.send(1, kMiB);
+  Window::Waiter large, small;
+  large.bytes = 7 * kMiB;
+  small.bytes = kMiB;
+  flows[2].line_up(large);
+  flows[1].line_up(small);
+  CHECK_FALSE(flows[2].try_serve(large));
+  CHECK_FALSE(flows[1].try_serve(small));  // though there is room for it
+  for (int i = 0; i < 3; ++i) flows.begin(1, kMiB);
+  CHECK(flows[2].try_serve(large));
+  flows[2].leave(large);
+  flows[1].leave(small);
+}
+
+TEST_CASE("what a lost rank held is there for others, and its successor begins anew") {
+  Flows flows(3, 12 * kMiB, 12 * kMiB);
+  flows.send(1, 8 * kMiB);
+  CHECK_FALSE(flows.has_room(2, 3 * kMiB));
+  flows.tell(flows.budget.lose(1));
+  CHECK(flows.budget.arrive(1, 64 * kMiB));  // on its way, and run by nobody
+  CHECK(flows.has_room(2, 8 * kMiB));
+  const rpc::ProcessNumber next = rpc::process_number(1, 1);
+  flows.budget.renew(next);
+  CHECK(flows.budget.open(rpc::process_number(1, 0)).empty());
+  flows.begin(1, 8 * kMiB);  // of the one before
+  CHECK(flows.budget.arrive(1, rpc::kFirstCredit));
+  CHECK_FALSE(flows.budget.arrive(1, 1));
+  CHECK(flows.budget.open(next).size() == 1);
+}
+
+TEST_CASE("a rank that claims credit that it does not have is found out") {
+  Budget budget(2, 16 * kMiB, 4 * kMiB);
+  CHECK(budget.arrive(1, rpc::kFirstCredit));
+  CHECK_FALSE(budget.arrive(1, 1));
+  for (const Window::Request& request :
+       {Window::Request{rpc::kFirstCredit + 1, 0, 0}, Window::Request{0, 0, 1}}) {
+    CHECK(error_of([&] { budget.ask(1, request); }).kind == ErrorKind::kProtocol);
+  }
 }
 
 TEST_CASE("those who wait for a rank that is lost are told") {
-  rpc::Loans loans(64 * kMiB);
-  Flow flow(kMiB, loans);
-  REQUIRE(flow.credit.take(kMiB, base::kNever).ok());
+  Flows flows(2, 16 * kMiB, kMiB);
+  flows.send(1, kMiB);
   std::thread waiting(
-      [&] { CHECK(flow.credit.take(kMiB, base::kNever).error().kind == ErrorKind::kPeerLost); });
-  while (!flow.credit.waiting_since()) std::this_thread::yield();
-  flow.credit.fail(base::Error{ErrorKind::kPeerLost, "gone", 1, {}});
+      [&] { CHECK(flows[1].take(kMiB, base::kNever).error().kind == ErrorKind::kPeerLost); });
+  while (!flows[1].waiting_since()) std::this_thread::yield();
+  flows[1].fail(base::Error{ErrorKind::kPeerLost, "gone", 1, {}});
   waiting.join();
-  CHECK(flow.credit.take(1, base::kNever).error().kind == ErrorKind::kPeerLost);
+  CHECK(flows[1].take(1, base::kNever).error().kind == ErrorKind::kPeerLost);
 }
 
 TEST_CASE("many threads, calls of all sizes: credit is neither lost nor made") {
-  rpc::Loans loans(4 * kMiB);
-  Flow flow(2 * kMiB, loans);
-  flow.allowance.open();
+  constexpr uint64_t kTotal = 6 * kMiB;
+  Flows flows(3, kTotal, 4 * kMiB);
   std::mutex mutex;
-  std::deque<uint64_t> sent;
+  std::deque<std::pair<int, uint64_t>> sent;
   std::atomic<bool> done{false};
-  std::atomic<uint64_t> most{0}, waiting{0};
+  std::atomic<uint64_t> most{0};
   std::thread worker([&] {
     for (;;) {
-      uint64_t bytes = 0;
+      std::pair<int, uint64_t> next;
       {
         std::lock_guard lock(mutex);
         if (!sent.empty()) {
-          bytes = sent.front();
+          next = sent.front();
           sent.pop_front();
         }
       }
-      if (bytes == 0 && done) return;
-      if (bytes == 0) {
+      if (next.second == 0 && done) return;
+      if (next.second == 0) {
         std::this_thread::yield();
         continue;
       }
-      waiting -= bytes;
-      if (flow.allowance.on_begun(bytes)) flow.allowance.try_again();
+      most = std::max<uint64_t>(most, flows.budget.held());
+      Budget::Work work;
+      flows.tell(flows.budget.begin(work, rpc::process_number(next.first, 0), next.second));
+      flows.tell(flows.budget.end(work));
     }
   });
   std::vector<std::thread> callers;
-  for (uint64_t caller = 0; caller < 4; ++caller) {
+  for (uint64_t caller = 0; caller < 6; ++caller) {
     callers.emplace_back([&, caller] {
-      for (uint64_t i = 0; i < 500; ++i) {
-        const uint64_t bytes = (i * 7919 + caller * 104729) % (i % 10 == 0 ? 5 * kMiB : kMiB) + 1;
-        if (!flow.credit.take(bytes, base::kNever).ok()) throw std::runtime_error("no credit");
+      const int rank = static_cast<int>(caller % 3);
+      for (uint64_t i = 0; i < 300; ++i) {
+        const uint64_t bytes = (i * 7919 + caller * 104729) % (i % 10 == 0 ? 4 * kMiB : kMiB) + 1;
+        if (!flows[rank].take(bytes, base::kNever).ok()) throw std::runtime_error("no credit");
+        if (i % 50 == 7) {
+          flows[rank].give_back(bytes);
+          continue;
+        }
+        if (!flows.budget.arrive(rank, bytes)) throw std::runtime_error("too much has come");
         std::lock_guard lock(mutex);
-        waiting += bytes;
-        most = std::max<uint64_t>(most, waiting);
-        if (!flow.allowance.on_arrived(bytes)) throw std::runtime_error("too much has come");
-        sent.push_back(bytes);
+        sent.emplace_back(rank, bytes);
       }
     });
   }
   for (std::thread& caller : callers) caller.join();
   done = true;
   worker.join();
-  CHECK(most <= 5 * kMiB);
-  CHECK(flow.credit.take(2 * kMiB, base::deadline_after(60s)).ok());
-  CHECK_FALSE(flow.credit.take(kMiB, base::deadline_after(1ms)).ok());
+  CHECK(most <= kTotal);
+  CHECK(flows.budget.held() <= 3 * flows.budget.window());
+  for (int rank = 0; rank < 3; ++rank) {
+    CHECK(flows[rank].take(flows.budget.window(), base::deadline_after(60s)).ok());
+    CHECK_FALSE(flows[rank].try_take(1));
+  }
+}
+
+namespace {
+
+// Senders that always have calls for one receiver, which begins one after the other, in virtual
+// time. Words and calls of one rank keep their order and take as long as its network does.
+class Simulation {
+ public:
+  struct Sender {
+    std::unique_ptr<Window> window;
+    std::list<Window::Waiter> waiting;
+    uint64_t size = 0;
+    uint64_t served = 0;
+    uint64_t latency = 0;
+    int idle = 0;
+    bool is_hasty = false;  // gives a waiting call up when the next one wants to be sent
+  };
+
+  Simulation(int ranks, uint64_t total, uint64_t per_peer, uint64_t seed)
+      : total_(total), budget_(ranks, total, per_peer), senders_(static_cast<size_t>(ranks)) {
+    for (int rank = 0; rank < ranks; ++rank) {
+      Sender& sender = senders_[static_cast<size_t>(rank)];
+      const uint64_t random = (seed += 0x9E3779B97F4A7C15) * 0xD1342543DE82EF95 >> 32;
+      sender.size = rpc::kCallCost + (uint64_t{120} << 10 << random % 5);  // 120 KiB to 2 MiB
+      sender.latency = 1 + random / 8 % 50;
+      sender.idle = 1 + static_cast<int>(random / 512 % 16);
+      sender.idle += static_cast<int>(4 * budget_.window() / sender.size);
+      sender.is_hasty = random / 16384 % 16 == 0;
+      sender.window = std::make_unique<Window>([this, rank](const Window::Request& request) {
+        post(at(rank).latency, [this, rank, request] { tell(budget_.ask(rank, request)); });
+      });
+      post(sender.latency, [this, rank] { tell(budget_.open(rpc::process_number(rank, 0))); });
+      post(0, [this, rank] { call(rank); });
+    }
+  }
+
+  void run_until_served(uint64_t bytes) {
+    while (served_ < bytes) step();
+  }
+  void drain() {
+    is_over_ = true;
+    while (!events_.empty()) step();
+  }
+
+  std::vector<Sender>& senders() { return senders_; }
+  Budget& budget() { return budget_; }
+  uint64_t most() const { return most_; }
+  uint64_t calls() const { return calls_; }
+
+ private:
+  struct Event {
+    uint64_t time;
+    uint64_t number;
+    std::function<void()> what;
+    bool operator<(const Event& other) const {
+      return std::pair(time, number) > std::pair(other.time, other.number);
+    }
+  };
+  Sender& at(int rank) { return senders_[static_cast<size_t>(rank)]; }
+  void post(uint64_t delay, std::function<void()> what) {
+    events_.push({now_ + delay, next_++, std::move(what)});
+  }
+  void step() {
+    if (events_.empty()) FAIL("nothing goes on");
+    const Event event = events_.top();
+    events_.pop();
+    now_ = event.time;
+    event.what();
+    most_ = std::max(most_, budget_.held());
+  }
+  void tell(const Budget::Grants& grants) {
+    for (const Budget::Grant& grant : grants) {
+      const int rank = rpc::rank_of(grant.to);
+      post(at(rank).latency, [this, rank, bytes = grant.bytes] {
+        at(rank).window->grant(bytes, budget_.window());
+        serve(rank);
+      });
+    }
+  }
+  void serve(int rank) {
+    Sender& sender = at(rank);
+    while (!sender.waiting.empty() && sender.window->try_serve(sender.waiting.front())) {
+      sender.window->leave(sender.waiting.front());
+      sender.waiting.pop_front();
+      send(rank);
+    }
+  }
+  void call(int rank) {
+    Sender& sender = at(rank);
+    if (sender.is_hasty && !sender.waiting.empty()) {
+      sender.window->leave(sender.waiting.back());
+      sender.waiting.pop_back();
+      ++sender.idle;
+      serve(rank);
+    }
+    for (; sender.idle > 0 && !is_over_; --sender.idle) {
+      if (sender.window->try_take(sender.size)) {
+        send(rank);
+      } else {
+        sender.waiting.emplace_back().bytes = sender.size;
+        sender.window->line_up(sender.waiting.back());
+      }
+    }
+  }
+  void send(int rank) {
+    post(at(rank).latency, [this, rank] {
+      if (!budget_.arrive(rank, at(rank).size)) FAIL("too much has come");
+      queue_.push_back(rank);
+      if (queue_.size() == 1) begin();
+    });
+  }
+  void begin() {
+    const int rank = queue_.front();
+    tell(budget_.begin(work_, rpc::process_number(rank, 0), at(rank).size));
+    post(1 + at(rank).size / (16 << 10), [this, rank] {
+      tell(budget_.end(work_));
+      at(rank).served += at(rank).size;
+      served_ += at(rank).size;
+      ++calls_;
+      post(at(rank).latency, [this, rank] {
+        ++at(rank).idle;
+        call(rank);
+      });
+      queue_.pop_front();
+      if (!queue_.empty()) begin();
+    });
+  }
+
+  const uint64_t total_;
+  Budget budget_;
+  std::vector<Sender> senders_;
+  std::priority_queue<Event> events_;
+  std::deque<int> queue_;
+  Budget::Work work_;
+  uint64_t now_ = 0, next_ = 0, served_ = 0, most_ = 0, calls_ = 0;
+  bool is_over_ = false;
+};
+
+}  // namespace
+
+TEST_CASE("of 4,096 ranks that always have more to send each gets its share of the bytes") {
+  constexpr int kRanks = 4096;
+  constexpr uint64_t kShare = 6 * kMiB;
+  Simulation simulation(kRanks, 1024 * kMiB, 256 * kMiB, 7);
+  simulation.run_until_served(kRanks * kShare);
+  uint64_t least = kShare;
+  for (const auto& sender : simulation.senders()) least = std::min(least, sender.served);
+  CAPTURE(least, kShare, simulation.calls());
+  CHECK(least >= kShare / 2);
+  simulation.drain();
+  CHECK(std::ranges::all_of(simulation.senders(), [](auto& each) { return each.waiting.empty(); }));
+  CHECK(simulation.most() <= 1024 * kMiB);
+  CHECK(simulation.most() >= 768 * kMiB);
+  CHECK(simulation.budget().held() <= 512 * kMiB);
 }
 
 TEST_CASE("what waits on a rank stays within its budget, and all of it is done") {
@@ -353,50 +590,33 @@ TEST_CASE("messages that came early are no debt once their channel is open") {
   cluster.shutdown();
 }
 
-TEST_CASE("calls in work keep their credit when too many hold too much, until there is room") {
-  std::vector<std::pair<int, uint64_t>> given;
-  CallsInWork calls(10, [&](int from, uint64_t bytes) { given.emplace_back(from, bytes); });
-  CallsInWork::Call a, b, c, d, none;
-  calls.begin(a, 1, 20);  // larger than all room, but alone
-  CHECK(given == std::vector<std::pair<int, uint64_t>>{{1, 20}});
-  calls.begin(b, 2, 6);
-  calls.begin(c, 3, 5);
-  calls.begin(none, 3, 0);
-  calls.begin(d, 4, 4);
-  CHECK(given.size() == 1);
-  calls.end(c);  // it had its own
-  CHECK(given.back() == std::pair<int, uint64_t>{3, 5});
-  calls.end(none);
-  CHECK(given.size() == 2);
-  calls.end(a);
-  CHECK(given.size() == 4);
-  calls.end(b);
-  calls.end(d);
-  CHECK(given.size() == 4);
-  CallsInWork::Call all;
-  calls.begin(all, 5, 10);
-  CHECK(given.size() == 5);
-}
-
-TEST_CASE("many threads: calls in work give their credit back once each") {
-  std::atomic<uint64_t> given{0};
-  CallsInWork calls(8, [&](int, uint64_t bytes) { given += bytes; });
-  std::atomic<uint64_t> taken{0};
-  std::vector<std::thread> threads;
-  for (uint64_t thread = 0; thread < 4; ++thread) {
-    threads.emplace_back([&, thread] {
-      for (uint64_t i = 0; i < 5000; ++i) {
-        CallsInWork::Call first, second;
-        calls.begin(first, 0, 1 + (i + thread) % 7);
-        calls.begin(second, 0, 1 + i % 5);
-        taken += 2 + (i + thread) % 7 + i % 5;
-        calls.end(first);
-        calls.end(second);
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  CHECK(given == taken);
+TEST_CASE("calls that have begun keep their credit when too many hold too much") {
+  Flows flows(5, 10 * kMiB, 10 * kMiB);  // windows and a pool of 1 and 5 MiB
+  const auto has_back = [&, held = flows.budget.held()](uint64_t sent) {
+    return flows.budget.held() + sent <= held;
+  };
+  Budget::Work a, b, c, d, none;
+  const auto begin = [&](Budget::Work& work, int rank, uint64_t bytes) {
+    flows.send(rank, bytes);
+    flows.tell(flows.budget.begin(work, rpc::process_number(rank, 0), bytes));
+  };
+  begin(a, 1, 20 * kMiB);  // larger than all room, but alone
+  CHECK(has_back(0));
+  begin(b, 2, 3 * kMiB);
+  begin(c, 3, 3 * kMiB);
+  flows.tell(flows.budget.begin(none, rpc::process_number(3, 0), 0));
+  CHECK(flows.budget.held() == 9 * kMiB);
+  CHECK_FALSE(flows.has_room(2, 3 * kMiB));
+  flows.tell(flows.budget.end(c));  // it had its own
+  CHECK(flows.budget.held() == 8 * kMiB);
+  flows.tell(flows.budget.end(none));
+  flows.tell(flows.budget.end(a));
+  CHECK(has_back(0));
+  CHECK(flows.has_room(2, 3 * kMiB));
+  flows.tell(flows.budget.end(b));
+  begin(d, 4, 6 * kMiB);
+  CHECK(has_back(0));
+  flows.tell(flows.budget.end(d));
 }
 
 TEST_CASE("a call that waits is found by its rank and id") {
@@ -414,8 +634,42 @@ TEST_CASE("a call that waits is found by its rank and id") {
   CHECK(queue.take(1, 8));  // given twice: the last one is the one
   queue.drop_all_of(3);
   std::vector<std::pair<int, uint64_t>> left;
-  while (auto call = queue.pop()) left.emplace_back(call->from, call->id);
+  const auto never = [](int) { return false; };
+  while (auto call = queue.pop(never)) left.emplace_back(call->from, call->id);
   CHECK(left == std::vector<std::pair<int, uint64_t>>{{1, 7}, {1, 8}, {2, 9}, {1, 9}});
+}
+
+TEST_CASE("calls of a rank that is blocked are parked in their order, and found there") {
+  rpc::CallQueue queue;
+  std::vector<int> blocked{1};
+  const auto is_blocked = [&](int rank) { return std::ranges::count(blocked, rank) > 0; };
+  const auto push = [&](int from, uint64_t id) {
+    rpc::QueuedCall call;
+    call.from = from;
+    call.id = id;
+    queue.push(std::move(call));
+  };
+  for (const uint64_t id : {1, 2, 3, 4}) push(1, id);
+  push(2, 5);
+  CHECK(queue.pop(is_blocked)->id == 5);
+  CHECK(queue.take(1, 2)->id == 2);  // by its rank and id
+  CHECK_FALSE(queue.pop_parked(1, is_blocked).first);
+  blocked.clear();
+  push(1, 6);
+  push(3, 7);
+  CHECK(queue.pop(is_blocked)->id == 7);  // 6 is behind those that are parked
+  for (const uint64_t id : {1, 3, 4, 6}) {
+    const auto [call, has_more] = queue.pop_parked(1, is_blocked);
+    CHECK(call->id == id);
+    CHECK(has_more == (id != 6));
+  }
+  blocked = {4};
+  push(4, 8);
+  CHECK_FALSE(queue.pop(is_blocked));
+  queue.drop_all_of(4);
+  CHECK_FALSE(queue.take(4, 8));
+  blocked.clear();
+  CHECK_FALSE(queue.pop_parked(4, is_blocked).first);
 }
 
 TEST_CASE("a call that is cancelled before it has left does not leave") {
@@ -533,31 +787,168 @@ TEST_CASE("a call that is cancelled is not run, and what it took is free at once
   }
 }
 
-TEST_CASE("a rank that sends more calls than it may is lost") {
+namespace {
+
+// Rank 0, and rank 1 by hand, which is connected to it.
+struct ByHand {
+  explicit ByHand(rpc::AgentOptions options) : zero(options), control(zero.agent().port()) {
+    control.join(1);
+    const auto directory = control.receive();
+    REQUIRE(directory);
+    control.send(wire::FrameKind::kPrepared, no_devices());
+    REQUIRE(zero.joined());
+    calls.emplace(zero.agent().port());
+    const std::string secret = wire::decode_directory(directory->second).secret;
+    CHECK(calls->introduce(1, wire::HelloPurpose::kPeer, secret));
+  }
+  Joining zero;
+  RawRank control;
+  std::optional<RawRank> calls;
+};
+
+std::atomic<int> g_gives{0};
+
+at::Tensor give(int64_t mib) {
+  ++g_gives;
+  return mebibytes(mib);
+}
+
+}  // namespace
+
+TEST_CASE("a rank that sends more calls than it may is lost before there is memory for them") {
   rpc::AgentOptions options = options_for(0, 2);
   options.worker_threads = 1;
   options.peer_budget = kMiB;
-  Joining zero(options);
-  const uint16_t port = zero.agent().port();
-  RawRank control(port);
-  control.join(1);
-  const auto directory = control.receive();
-  REQUIRE(directory);
-  control.send(wire::FrameKind::kPrepared, no_devices());
-  REQUIRE(zero.joined());
-  RawRank calls(port);
-  const std::string secret = wire::decode_directory(directory->second).secret;
-  CHECK(calls.introduce(1, wire::HelloPurpose::kPeer, secret));
-  zero.agent().expose<&wait_at_gate>("wait_at_gate");
+  ByHand job(options);
+  auto call = job.zero.agent().rpc_async<&add>(rpc::To(1).without_deadline(), 1, 2);
+  wire::FrameHeader header;
+  // Of each only the header comes.
+  SECTION("a large one") { header.payload_bytes = uint64_t{60} << 30; }
+  SECTION("a large one that claims to need no credit") {
+    header.channel = wire::kWithoutCredit;
+    header.payload_bytes = uint64_t{60} << 30;
+  }
+  SECTION("a transfer to a device") {
+    header.kind = wire::FrameKind::kChunk;
+    header.channel = static_cast<uint16_t>(wire::DeviceType::kCuda);
+    header.payload_bytes = kMiB;
+    header.autograd_id = uint64_t{60} << 30;
+  }
+  SECTION("credit that it does not have") {
+    header.kind = wire::FrameKind::kCreditRequest;
+    header.autograd_id = 64 * kMiB;
+  }
+  bool has_many = false;
+  SECTION("one small one after the other") { has_many = true; }
+  job.zero.agent().expose<&wait_at_gate>("wait_at_gate");
   g_gate = false;
-  auto held_up = zero.agent().rpc_async<&wait_at_gate>(0);
+  auto held_up = job.zero.agent().rpc_async<&wait_at_gate>(0);
   wait_for_call_at_gate();
-  auto call = zero.agent().rpc_async<&add>(rpc::To(1).without_deadline(), 1, 2);
-  for (int i = 0; i < 4; ++i) calls.send(wire::FrameKind::kCall, wire::Bytes(1 << 20));
+  uint8_t head[wire::kHeaderBytes];
+  wire::encode_header(header, head);
+  if (!has_many) job.calls->send_bytes(head, sizeof head);
+  for (int i = 0; has_many && i < 4; ++i) {
+    job.calls->send(wire::FrameKind::kCall, wire::Bytes(kMiB / 2));
+  }
   const base::Error e = error_of([&] { call.wait(); });
   CHECK(e.kind == ErrorKind::kProtocol);
   CHECK(e.rank == 1);
   CHECK(contains(e.message, "credit"));
   g_gate = true;
   held_up.wait();
+}
+
+TEST_CASE("calls of a rank that does not read its replies wait, and those of others do not") {
+  constexpr int kCalls = 8;
+  rpc::AgentOptions options = options_for(0, 2);
+  options.worker_threads = 1;
+  options.total_budget = kMiB;
+  ByHand job(options);
+  Agent& agent = job.zero.agent();
+  agent.expose<&give>("give");
+  g_gives = 0;
+  for (uint64_t id = 1; id <= kCalls; ++id) {
+    wire::Bytes meta;
+    wire::Writer out(meta);
+    out.put(uint32_t{0});  // no RRefs
+    out.put(std::string_view("give"));
+    out.put(uint32_t{0});  // without a deadline
+    out.put(uint8_t{0});
+    out.put(int64_t{8});
+    job.calls->send(wire::FrameKind::kCall, meta, id);
+  }
+  while (g_gives == 0) std::this_thread::sleep_for(1ms);
+  // On the one worker, behind all that have come by then.
+  for (int i = 0; i < kCalls; ++i) CHECK(agent.rpc_sync<&add>(0, 1, 2) == 3);
+  CHECK(g_gives <= 3);  // what the kernel takes, and one more
+  uint64_t next = 1;
+  while (next <= kCalls) {
+    const auto frame = job.calls->receive();
+    REQUIRE(frame);
+    if (frame->first.kind != wire::FrameKind::kReply) continue;
+    CHECK(frame->first.call_id == next++);
+    CHECK(frame->second.size() >= 8 * kMiB);
+  }
+  CHECK(g_gives == kCalls);
+}
+
+namespace {
+
+// Clients that call rank 0 without end, until that has seen enough.
+struct Race {
+  std::atomic<int> calling[4] = {};
+  std::atomic<int> done[4] = {};
+  std::atomic<int> all{0};
+  std::atomic<bool> over{false};
+};
+Race* g_race = nullptr;
+
+// Every client has a call under way all the time, as if it had many.
+void take_part(rpc::CallContext& call, at::Tensor) {
+  Race& race = *g_race;
+  while (!race.over && (!race.calling[1] || !race.calling[2] || !race.calling[3])) {
+    std::this_thread::sleep_for(100us);
+  }
+  std::this_thread::sleep_for(1ms);
+  if (race.over) return;
+  ++race.done[call.caller.rank];
+  if (++race.all == 90) race.over = true;
+}
+
+}  // namespace
+
+TEST_CASE("a client with many threads takes nothing of the share of others") {
+  const auto [greedy, others, kib] =
+      GENERATE(std::tuple(8, 1, 448), std::tuple(4, 4, 448), std::tuple(4, 1, 400));
+  CAPTURE(greedy, others, kib);
+  rpc::AgentOptions options;
+  options.total_budget = kMiB;
+  options.peer_budget = kMiB / 4;
+  Race race;
+  g_race = &race;
+  Cluster cluster(
+      4, [](Agent& agent) { agent.expose<&take_part>("take_part"); }, options);
+  const at::Tensor tensor = at::ones({kib << 8});
+  std::atomic<int> failed{0};
+  std::vector<std::thread> threads;
+  for (int client = 1; client < 4; ++client) {
+    for (int thread = 0; thread < (client == 1 ? greedy : others); ++thread) {
+      threads.emplace_back([&, client] {
+        while (!race.over) {
+          ++race.calling[client];
+          try {
+            cluster[client].rpc_sync<&take_part>(0, tensor);
+          } catch (const base::Exception&) {
+            ++failed;
+          }
+          --race.calling[client];
+        }
+      });
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+  CAPTURE(race.done[1].load(), race.done[2].load(), race.done[3].load());
+  for (int client = 1; client < 4; ++client) CHECK(race.done[client] >= 15);
+  CHECK(failed == 0);
+  cluster.shutdown();
 }
