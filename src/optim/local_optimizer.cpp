@@ -35,13 +35,6 @@ void check_same_terms(const std::map<int, StepTerms>& gathered) {
   }
 }
 
-template <class R>
-std::vector<base::Promise<R>> some(base::Promise<R> one) {
-  std::vector<base::Promise<R>> promises;
-  promises.push_back(std::move(one));
-  return promises;
-}
-
 constexpr int kNobody = -1;
 
 base::Error participant_lost(rpc::ProcessNumber process) {
@@ -90,12 +83,9 @@ void check_each_once(const std::vector<at::Tensor>& parameters,
 /// Completes promises at its end, which comes behind that of a lock that is taken after it is made.
 class LocalOptimizer::Completions {
  public:
-  Completions() = default;
   ~Completions() {
     for (base::Task& each : all_) each();
   }
-  Completions(const Completions&) = delete;
-  Completions& operator=(const Completions&) = delete;
 
   template <class R>
   void set(std::vector<base::Promise<R>> promises, const R& value) {
@@ -184,7 +174,7 @@ void LocalOptimizer::check_all_clip_locked(Gathering<R, Terms>& others, int part
 
 template <class R, class Terms>
 base::Future<R> LocalOptimizer::bring(Gathering<R, Terms>& gathering, const Terms& terms,
-                                      Gradients gradients) {
+                                      Gradients gradients, Completions& done) {
   if (lost_ && terms_.participants > 1) throw base::Exception(*lost_);
   if (!gathering.gradients.emplace(terms.participant, std::move(gradients)).second) {
     throw base::Exception(base::ErrorKind::kInvalid, "participant " +
@@ -193,7 +183,9 @@ base::Future<R> LocalOptimizer::bring(Gathering<R, Terms>& gathering, const Term
   }
   if (gathering.terms.empty()) gathering.since = base::Clock::now();
   gathering.terms.emplace(terms.participant, terms);
-  return gathering.waiting.emplace_back().future();
+  const auto future = gathering.waiting.emplace_back().future();
+  fail_if_in_vain_locked(gathering, done);
+  return future;
 }
 
 base::Future<uint64_t> LocalOptimizer::step(const StepTerms& terms, Gradients gradients,
@@ -207,11 +199,8 @@ base::Future<uint64_t> LocalOptimizer::step_together(const StepTerms& terms, Gra
   Completions done;
   const std::unique_lock guard = lock();
   check_all_clip_locked(measuring_, terms.participant, done);
-  const auto future = bring(stepping_, terms, std::move(gradients));
-  if (static_cast<int>(stepping_.gradients.size()) < terms_.participants) {
-    fail_those_in_vain_locked(done);
-    return future;
-  }
+  const auto future = bring(stepping_, terms, std::move(gradients), done);
+  if (static_cast<int>(stepping_.gradients.size()) < terms_.participants) return future;
   auto all = std::exchange(stepping_, {});
   const Busy busy(*this);
   try {
@@ -228,8 +217,6 @@ base::Future<uint64_t> LocalOptimizer::step_together(const StepTerms& terms, Gra
 base::Future<uint64_t> LocalOptimizer::step_alone(const StepTerms& terms,
                                                   const Gradients& gradients,
                                                   rpc::ProcessNumber process) {
-  base::Promise<uint64_t> own;
-  const base::Future<uint64_t> future = own.future();
   Completions done;
   const std::unique_lock guard = lock();
   Participant& its = participants_[static_cast<size_t>(terms.participant)];
@@ -248,68 +235,60 @@ base::Future<uint64_t> LocalOptimizer::step_alone(const StepTerms& terms,
     of_process.counts = of_process.counts && terms.number > 0;
     of_process.last_step = std::max(of_process.last_step, terms.number);
   }
-  ahead_.emplace(terms.participant, Ahead{std::move(own), applied_, base::Clock::now()});
-  let_go_on_locked(done);
-  if (lost_)
-    fail_ahead_locked(
-        *lost_, [](int) { return true; }, done);
-  fail_those_in_vain_locked(done);
+  Ahead& ahead = ahead_.emplace(terms.participant, Ahead{{}, applied_, base::Clock::now()})->second;
+  const auto future = ahead.waiting.emplace_back().future();
+  complete_ahead_locked(done);
   return future;
 }
 
-// Takes those of the participants that `which` picks out of ahead_.
-template <class Which, class Complete>
-void LocalOptimizer::complete_ahead_locked(const Which& which, const Complete& complete) {
+// Completes the steps of those who may go on, or never will.
+void LocalOptimizer::complete_ahead_locked(Completions& done) {
   for (auto it = ahead_.begin(); it != ahead_.end();) {
-    if (which(it->first)) {
-      complete(some(std::move(it->second.promise)), it->second.updates);
-      it = ahead_.erase(it);
-    } else {
-      ++it;
+    const Participant& its = participants_[static_cast<size_t>(it->first)];
+    const int64_t needed = its.steps - terms_.staleness;  // of each participant
+    std::optional<base::Error> error;
+    if (its.state == Participant::State::kLost) {
+      error = participant_lost(its.processes.begin()->first);
+    } else if (terms_.mode == Sharing::Mode::kSsp && slowest_locked(kNobody) < needed) {
+      error = lost_ ? lost_ : in_vain_locked([&](int other) {
+        return participants_[static_cast<size_t>(other)].steps < needed;
+      });
+      if (!error) {
+        ++it;
+        continue;
+      }
     }
+    if (error) {
+      done.fail(std::move(it->second.waiting), *error);
+    } else {
+      done.set(std::move(it->second.waiting), it->second.updates);
+    }
+    it = ahead_.erase(it);
   }
 }
 
-void LocalOptimizer::let_go_on_locked(Completions& done) {
-  complete_ahead_locked(
-      [this](int participant) {
-        return terms_.mode != Sharing::Mode::kSsp || lead_locked(participant) <= terms_.staleness;
-      },
-      [&done](auto promises, uint64_t updates) { done.set(std::move(promises), updates); });
-}
-
-template <class Which>
-void LocalOptimizer::fail_ahead_locked(const base::Error& error, const Which& which,
-                                       Completions& done) {
-  complete_ahead_locked(which,
-                        [&](auto promises, uint64_t) { done.fail(std::move(promises), error); });
-}
-
-void LocalOptimizer::fail_those_in_vain_locked(Completions& done) {
-  for (int left = 0; left < terms_.participants; ++left) {
-    const Participant& its = participants_[static_cast<size_t>(left)];
-    if (its.state != Participant::State::kLeft) continue;
+// Returns the error of a wait for a participant that has left, if there is one that `is_needed`.
+template <class IsNeeded>
+std::optional<base::Error> LocalOptimizer::in_vain_locked(const IsNeeded& is_needed) const {
+  for (int number = 0; number < terms_.participants; ++number) {
+    const Participant& its = participants_[static_cast<size_t>(number)];
+    if (its.state != Participant::State::kLeft || !is_needed(number)) continue;
     const int rank = rpc::rank_of(its.processes.begin()->first);
-    const base::Error error{base::ErrorKind::kPeerLost,
-                            "participant " + std::to_string(left) + " (rank " +
-                                std::to_string(rank) + ") has entered shutdown() after " +
-                                std::to_string(its.steps) +
-                                " steps, and a step waits for one more of it",
-                            rank,
-                            {}};
-    const auto fail = [&](auto& gathering) {
-      if (gathering.terms.contains(left)) return;
-      done.fail(std::exchange(gathering, {}).waiting, error);
-    };
-    fail(stepping_);
-    fail(measuring_);
-    fail_ahead_locked(
-        error,
-        [&](int ahead) {
-          return participants_[static_cast<size_t>(ahead)].steps - its.steps > terms_.staleness;
-        },
-        done);
+    return base::Error{base::ErrorKind::kPeerLost,
+                       "participant " + std::to_string(number) + " (rank " + std::to_string(rank) +
+                           ") has entered shutdown() after " + std::to_string(its.steps) +
+                           " steps, and a step waits for one more of it",
+                       rank,
+                       {}};
   }
+  return std::nullopt;
+}
+
+template <class R, class Terms>
+void LocalOptimizer::fail_if_in_vain_locked(Gathering<R, Terms>& gathering, Completions& done) {
+  if (gathering.terms.empty()) return;
+  const auto error = in_vain_locked([&](int other) { return !gathering.terms.contains(other); });
+  if (error) done.fail(std::exchange(gathering, {}).waiting, *error);
 }
 
 base::Future<Norms> LocalOptimizer::norms_squared(const NormTerms& terms, Gradients gradients) {
@@ -322,11 +301,8 @@ base::Future<Norms> LocalOptimizer::norms_squared(const NormTerms& terms, Gradie
   Completions done;
   const std::unique_lock guard = lock();
   check_all_clip_locked(stepping_, terms.participant, done);
-  const auto future = bring(measuring_, terms, std::move(gradients));
-  if (static_cast<int>(measuring_.gradients.size()) < terms_.participants) {
-    fail_those_in_vain_locked(done);
-    return future;
-  }
+  const auto future = bring(measuring_, terms, std::move(gradients), done);
+  if (static_cast<int>(measuring_.gradients.size()) < terms_.participants) return future;
   auto all = std::exchange(measuring_, {});
   const Busy busy(*this);
   try {
@@ -432,7 +408,7 @@ void LocalOptimizer::rest(rpc::ProcessNumber process) {
   Completions done;
   const std::unique_lock guard = lock();
   stop_stepping_locked(process, Participant::State::kResting);
-  let_go_on_locked(done);
+  complete_ahead_locked(done);
 }
 
 void LocalOptimizer::leave(rpc::ProcessNumber process) {
@@ -440,7 +416,9 @@ void LocalOptimizer::leave(rpc::ProcessNumber process) {
   Completions done;
   const std::unique_lock guard = lock();
   stop_stepping_locked(process, Participant::State::kLeft);
-  fail_those_in_vain_locked(done);
+  fail_if_in_vain_locked(stepping_, done);
+  fail_if_in_vain_locked(measuring_, done);
+  complete_ahead_locked(done);
 }
 
 void LocalOptimizer::stop_stepping_locked(rpc::ProcessNumber process, Participant::State state) {
@@ -475,12 +453,9 @@ void LocalOptimizer::lose(const rpc::Loss& loss) {
     Participant& its = participants_[static_cast<size_t>(each)];
     if (!its.has(loss.process())) continue;
     its.processes[loss.process()].is_lost = true;
-    if (!its.is_lost()) continue;
-    its.state = Participant::State::kLost;
-    fail_ahead_locked(
-        loss.error, [each](int ahead) { return ahead == each; }, done);
+    if (its.is_lost()) its.state = Participant::State::kLost;
   }
-  let_go_on_locked(done);
+  complete_ahead_locked(done);
 }
 
 // Those who make one update together cannot do without one of them.
@@ -491,8 +466,7 @@ void LocalOptimizer::on_rank_lost(const rpc::Loss& loss) {
   if (!lost_) lost_ = loss.error;
   done.fail(std::exchange(stepping_, {}).waiting, loss.error);
   done.fail(std::exchange(measuring_, {}).waiting, loss.error);
-  fail_ahead_locked(
-      loss.error, [](int) { return true; }, done);
+  complete_ahead_locked(done);
 }
 
 template <class R, class Terms>

@@ -178,7 +178,12 @@ class LocalOptimizer {
   template <class R, class Terms>
   void check_all_clip_locked(Gathering<R, Terms>& others, int participant, Completions& done);
   template <class R, class Terms>
-  base::Future<R> bring(Gathering<R, Terms>& gathering, const Terms& terms, Gradients gradients);
+  base::Future<R> bring(Gathering<R, Terms>& gathering, const Terms& terms, Gradients gradients,
+                        Completions& done);
+  template <class IsNeeded>
+  std::optional<base::Error> in_vain_locked(const IsNeeded& is_needed) const;
+  template <class R, class Terms>
+  void fail_if_in_vain_locked(Gathering<R, Terms>& gathering, Completions& done);
   base::Future<uint64_t> step_together(const StepTerms& terms, Gradients gradients);
   base::Future<uint64_t> step_alone(const StepTerms& terms, const Gradients& gradients,
                                     rpc::ProcessNumber process);
@@ -204,17 +209,11 @@ class LocalOptimizer {
   Gathering<uint64_t, StepTerms> stepping_;
   Gathering<Norms, NormTerms> measuring_;
   struct Ahead {
-    base::Promise<uint64_t> promise;
-    uint64_t updates;  // its result
+    std::vector<base::Promise<uint64_t>> waiting;  // one
+    uint64_t updates;                              // its result
     base::TimePoint since;
   };
-  void let_go_on_locked(Completions& done);
-  template <class Which, class Complete>
-  void complete_ahead_locked(const Which& which, const Complete& complete);
-  template <class Which>
-  void fail_ahead_locked(const base::Error& error, const Which& which, Completions& done);
-  /// Fails what waits for a participant that has left.
-  void fail_those_in_vain_locked(Completions& done);
+  void complete_ahead_locked(Completions& done);
   std::multimap<int, Ahead> ahead_;  // kSsp: by participant
   std::optional<base::Error> lost_;  // the first; stays
 };
