@@ -45,7 +45,7 @@ void keep_reply(rpc::CallContext&, rpc::Decoder&, const rpc::ReplyPtr& reply) {
   ++g_asked;
 }
 void take(const Unwritable&) {}
-Unwritable give() { return {}; }
+Unwritable give_unwritable() { return {}; }
 void pass_unwritable_on(rpc::CallContext& call) { call.agent.rpc_sync<&take>(2, Unwritable()); }
 Tracked make_of_text(std::string) { return Tracked(1); }
 
@@ -54,7 +54,7 @@ void expose_late(Agent& agent) {
   agent.expose<&answer_later>("answer_later");
   agent.expose_raw("keep_reply", &keep_reply);
   agent.expose<&take>("take");
-  agent.expose<&give>("give");
+  agent.expose<&give_unwritable>("give");
   agent.expose<&pass_unwritable_on>("pass_unwritable_on");
   agent.expose<&make_of_text>("make_of_text");
 }
@@ -151,7 +151,7 @@ TEST_CASE("what cannot be encoded is the fault of the rank that has it") {
   CHECK(own.rank == 0);
   CHECK(own.op == "take");
   CHECK(error_of([&] { cluster[0].rpc_sync<&pass_unwritable_on>(1); }).rank == 1);
-  CHECK(error_of([&] { cluster[0].rpc_sync<&give>(1); }).rank == 1);
+  CHECK(error_of([&] { cluster[0].rpc_sync<&give_unwritable>(1); }).rank == 1);
   CHECK(value_of(cluster[0].remote_new<Tracked>(1, 4)) == 4);  // it is not lost
 }
 
