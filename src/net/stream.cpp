@@ -77,6 +77,7 @@ class UvStream final : public Stream,
       // At once, as the caller may set others before it is open.
       set_handler_on_loop(std::move(handler));
       set_limits_on_loop(limits);
+      loop_->hold_on_loop(shared_from_this());  // a loop that stops before that finishes it
       loop_->post([self = shared_from_this()] { self->open_on_loop(); });
       return;
     }
@@ -482,6 +483,8 @@ void UvStream::finish_on_loop(base::Error error) {
       auto* self = static_cast<UvStream*>(handle->data);
       self->loop_->release_on_loop(self);
     });
+  } else {
+    loop_->release_on_loop(this);
   }
   const std::shared_ptr<Handler> handler = std::move(handler_);
   handler_ = std::make_shared<Handler>();
