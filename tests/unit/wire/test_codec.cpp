@@ -294,7 +294,7 @@ TEST_CASE("the bytes of a tensor descriptor are as documented") {
 }
 
 TEST_CASE("the numbers and sizes of the element types do not change") {
-  const size_t sizes[] = {0, 1, 1, 2, 4, 8, 2, 2, 4, 8, 1, 8, 16, 2, 4, 8};
+  const size_t sizes[] = {0, 1, 1, 2, 4, 8, 2, 2, 4, 8, 1, 8, 16, 2, 4, 8, 1, 1, 1, 1, 1, 4};
   for (int dtype = 0; dtype < 256; ++dtype) {
     CHECK(element_bytes(static_cast<DType>(dtype)) ==
           (static_cast<size_t>(dtype) < std::size(sizes) ? sizes[dtype] : 0));
@@ -306,6 +306,7 @@ TEST_CASE("the numbers and sizes of the element types do not change") {
   CHECK(static_cast<int>(DType::kFloat64) == 9);
   CHECK(static_cast<int>(DType::kBool) == 10);
   CHECK(static_cast<int>(DType::kUInt64) == 15);
+  CHECK(static_cast<int>(DType::kComplex32) == 21);
 }
 
 TEST_CASE("tensor descriptors go there and back") {
@@ -349,7 +350,7 @@ TEST_CASE("malformed tensor descriptors are refused") {
     return protocol_error_of([&in] { decode_tensor_desc(in); }).message;
   };
   refused({static_cast<DType>(0), {1}});
-  refused({static_cast<DType>(16), {1}});
+  refused({static_cast<DType>(22), {1}});
   refused({static_cast<DType>(255), {}});
   refused({DType::kUInt8, {-1}});
   refused({DType::kUInt8, {INT64_MIN}});
