@@ -15,7 +15,7 @@
 namespace distrain::testing {
 namespace {
 
-constexpr wire::DeviceRef kDevice{wire::DeviceType::kPrivate, 0};
+constexpr wire::DeviceRef kFirstDevice{wire::DeviceType::kPrivate, 0};
 
 at::Tensor numbers_on_device(int64_t n) {
   return at::arange(n, at::TensorOptions(at::kFloat)).to(sim(0));
@@ -27,7 +27,7 @@ TEST_CASE("a message that is not sent after all leaves no copy behind") {
   rpc::OutMessage message;
   message.tensors = {numbers_on_device(int64_t{1} << 20)};  // four chunks
   message.requires_grad = {false};
-  message.devices = {kDevice};
+  message.devices = {kFirstDevice};
   {
     const rpc::Departure departure(stager, std::move(message), {}, [] { return uint64_t{1}; });
   }
@@ -49,7 +49,7 @@ TEST_CASE("a stager ends when its copies are made") {
   {
     rpc::DeviceStager stager;
     const std::vector<uint8_t> bytes(1000, 3);
-    std::tie(memory, arrived) = rpc::Arrival(stager, kDevice, bytes.size()).finish(bytes);
+    std::tie(memory, arrived) = rpc::Arrival(stager, kFirstDevice, bytes.size()).finish(bytes);
   }
   CHECK(arrived.reached());
   CHECK(memory.eq(3).all().item<bool>());
