@@ -310,10 +310,18 @@ TEST_CASE("waiting for the others to begin ends with the deadline, and with the 
   const auto first = group[0].broadcast(x, 0);
   const auto late = group[0].broadcast(x, 0, milliseconds(20));
   CHECK(thrown_by([&] { late.wait(); }).kind == ErrorKind::kDeadline);
+  // Rank 1 gets a refusal in place of the bytes that had no room.
+  const at::Tensor y = at::empty_like(x);
+  group[1].broadcast(y, 0).wait();
+  const base::Error refusal = thrown_by([&] { group[1].broadcast(y, 0).wait(); });
+  CHECK(refusal.kind == ErrorKind::kDeadline);
+  CHECK(refusal.rank == 0);
+  first.wait();
+  const auto second = group[0].broadcast(x, 0);
   std::thread closer([&] { group.backends[1].reset(); });
   const auto third = group[0].broadcast(x, 0);
   closer.join();
-  for (const auto& one : {first, third}) CHECK(thrown_by([&] { one.wait(); }).rank == 1);
+  for (const auto& one : {second, third}) CHECK(thrown_by([&] { one.wait(); }).rank == 1);
 }
 
 TEST_CASE("a rank that sends too much for what has not begun is overloaded") {
