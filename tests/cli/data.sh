@@ -22,6 +22,7 @@ mkfifo "$tmp/fifo"
 shared="not a regular file that each rank can open"
 run hybrid --data "$tmp/fifo"
 expect_error 7 bad_data "--data $tmp/fifo: $shared" "a FIFO"
+# shellcheck disable=SC2094 # nothing writes to it
 run rnn --data "$tmp/good" --test-data /dev/fd/0 <"$tmp/good"
 expect_error 7 bad_data "--test-data /dev/fd/0: $shared" "an open file"
 run rnn --ranks 1 --data "$tmp/fifo"

@@ -41,6 +41,7 @@ tells() { # tells <pid> <pattern>
 start
 ends_by_term "$launcher" "SIGTERM"
 expect_log "SIGTERM"
+# shellcheck disable=SC2016 # $told is jq's
 expect_jq '(map(select(.event == "epoch")) | group_by(.rank) | map(map(.steps) | add) | add) as $told
   | .[-1] | .steps >= $told and .train_s > 0 and .rpc.calls > .steps and .loss > 0 and .updates > 0' "SIGTERM: what was done"
 

@@ -154,6 +154,9 @@ Finished try_job(Place place, const Options& options, const Hooks<Options>& hook
   const auto run = [&](Job job) {
     if (hooks.job) hooks.job(job);
     Options own = options;
+    if constexpr (requires { own.epochs, own.steps; }) {
+      if (own.steps > 0) own.epochs = 0;  // as of a command line with --steps alone
+    }
     if (hooks.options) hooks.options(job.rank, own);
     Listener sink(events, [&](Line line) {
       line.rank = job.rank;
