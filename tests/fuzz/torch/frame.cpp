@@ -32,7 +32,7 @@ std::optional<std::pair<std::vector<wire::TensorDesc>, uint64_t>> read_descs(Inp
   }
 }
 
-// Every element that the tensor has lies in `payload`.
+// Every element that the tensor has lies in `payload`, or in memory of the tensor's own.
 void check_inside(const at::Tensor& tensor, Input payload) {
   check(tensor.defined() && tensor.device().is_cpu(), "a message's tensors are there");
   if (tensor.numel() == 0) return;
@@ -43,9 +43,16 @@ void check_inside(const at::Tensor& tensor, Input payload) {
     last += static_cast<uint64_t>(tensor.size(dim) - 1) * static_cast<uint64_t>(tensor.stride(dim));
   }
   const uintptr_t end = begin + (last + 1) * tensor.element_size();
-  const auto payload_begin = reinterpret_cast<uintptr_t>(payload.data());
-  check(begin >= payload_begin && end >= begin && end <= payload_begin + payload.size(),
-        "a tensor lies in what was received");
+  const auto lies_in = [&](const void* memory, size_t bytes) {
+    const auto first = reinterpret_cast<uintptr_t>(memory);
+    return begin >= first && end >= begin && end <= first + bytes;
+  };
+  check(lies_in(payload.data(), payload.size()) ||
+            lies_in(tensor.storage().data(), tensor.storage().nbytes()),
+        "a tensor lies in what was received, or in memory of its own");
+  // Under asan that memory must be there.
+  static_cast<void>(*reinterpret_cast<const volatile uint8_t*>(begin));
+  static_cast<void>(*reinterpret_cast<const volatile uint8_t*>(end - 1));
   check(begin % wire::kPayloadAlignment == 0, "tensors are aligned");
 }
 
