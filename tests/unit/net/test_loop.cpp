@@ -69,8 +69,8 @@ TEST_CASE("a task posted by a task runs after those that wait already") {
 }
 
 TEST_CASE("the loop does not poll after a heartbeat, as nothing follows it") {
+  Record record;  // outlives the loop, which tells it of the end
   Loop loop;
-  Record record;
   auto ends = Unix::connected();
   const StreamPtr stream = started(loop, std::move(ends.first), record);
   const auto activity = [&] {
