@@ -28,7 +28,8 @@ namespace {
 using base::invalid;
 using Mode = Placement::Mode;
 
-// Of a launcher without rank 0: rank 0 may be saving, and once it has ended, so do these ranks.
+// How long a launcher without rank 0 waits after a signal. Rank 0 may be saving, and the ranks of
+// this launcher end when rank 0 has ended.
 constexpr auto kAsRank0Ends = std::chrono::hours(24 * 7);
 
 /// What the `start` line shows, named with `_` as JSON lines are. `inherits`: what was not given

@@ -22,10 +22,11 @@ namespace distrain::autograd {
 /// has failed, with the error as payload. A rank forwards both to those that it sent messages of
 /// the context to, once. Or that the sender has given up its call with the number of tag c.
 ///
-/// What comes late for a context that was released must not make it again. Its maker tells, in tag
-/// c, from which number on all of its contexts up to this one have ended: the one before that
-/// number is its last that still lives. So a rank remembers ranges of numbers, which grow together:
-/// no more of them than there were contexts of one maker alive at a time.
+/// A late message must not create a released context again. The rank that made the context sends,
+/// in tag c of the release, the first number of the run of ended contexts that this context closes;
+/// the context before that number is still alive. So each rank remembers released contexts as
+/// ranges of numbers. Adjacent ranges merge, so there are at most as many ranges as one maker had
+/// contexts alive at a time.
 class Runtime final : public rpc::AutogradHook,
                       public rpc::Layer,
                       public std::enable_shared_from_this<Runtime> {

@@ -27,7 +27,7 @@ constexpr uint32_t sequence_of(uint64_t number) {
 
 // Note [Window of a group]
 //
-// What a rank has sent for an operation that a peer has not begun lies in the peer's memory. The
+// A message for an operation that the receiving peer has not begun stays in that peer's memory. The
 // peer's own message for the operation, or for a later one of the sequence, tells that it has
 // begun; until then the operation is unanswered. (Two ranks send each other a message in step 0 of
 // an operation, or neither does. Step 1 follows messages of all.) An operation is started when, for

@@ -49,8 +49,8 @@ bool reaches(const at::Tensor& output, const Node* node) {
 
 }  // namespace
 
-// What a stage does in one batch. A step belongs to the batch that its forward pass was part of,
-// and has nothing to do with a later one, however late it comes.
+// The steps of a stage in one batch. A step belongs to the batch of its forward pass. If the step
+// comes after a later batch has begun, it does not affect that batch.
 struct StagePasses::Batch : std::enable_shared_from_this<Batch> {
   Batch(std::string function_in, std::vector<PipelineStep> row)
       : function(std::move(function_in)), steps(row), turns(std::make_shared<Turns>(row)) {}

@@ -82,7 +82,8 @@ class ContextRef {
   static std::optional<ContextRef> current();
 
   uint64_t id() const { return id_; }
-  /// Of the reference that a LeafHook is given: the pass that brings the gradient.
+  /// Returns the number of the pass that brings the gradient, if a LeafHook was given this
+  /// reference; otherwise 0.
   uint64_t pass() const { return pass_; }
   bool ended() const { return state_.expired(); }
   /// Returns true if this rank's part of that pass runs: it has not failed, and none is newer.

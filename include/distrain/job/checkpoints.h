@@ -38,7 +38,7 @@ inline constexpr const char* kVocabulary = "vocabulary";
 struct Snapshot {
   int64_t step = 0;
   std::map<std::string, data::NamedTensors> files;
-  /// Of each file, the names of the tensors that are saved only if they are finite.
+  /// Names of the trained tensors, by file. A save fails if one of these tensors is not finite.
   std::map<std::string, std::set<std::string>> trained;
   Json state = Json::object();
   std::string path;  ///< where it was read from

@@ -58,7 +58,8 @@ class EventSink {
   }
 };
 
-/// What a rank has done so far, for its last line if it ends before its time. Thread-safe.
+/// Progress of a rank: steps, training time and further fields. The rank's last line shows it if a
+/// signal or an error ends the rank. Thread-safe.
 class Progress {
  public:
   /// Adds steps that were made; the first one began at `begun`.

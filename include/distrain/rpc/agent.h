@@ -43,8 +43,9 @@ struct AgentOptions {
   /// All ranks are on this host, and meet at rank 0's unix socket of this name: nobody listens on
   /// TCP. Rank 0's `listen_fd` is that socket.
   std::string rank_0_unix_name;
-  /// Where ranks of rank 0's host and user look for it first, unless `transport` is tcp:
-  /// rpc/meeting.h. Empty: the name that follows from job_id, master_addr and the port.
+  /// Name of the unix socket at which ranks on rank 0's host, of the same user, try to join before
+  /// they use TCP (see rpc/meeting.h). Unused if `transport` is tcp. If empty, the name is derived
+  /// from job_id, master_addr and the port.
   std::string meeting_name;
   net::PortRange ports;            ///< to listen on; rank 0: where no master_port is given
   std::string transport = "auto";  ///< auto (unix on the same host), tcp, unix

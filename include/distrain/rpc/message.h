@@ -52,8 +52,8 @@ struct OutMessage {
   std::vector<RRefTicket> rrefs;
 };
 
-/// What was received. Tensors for the CPU lie in the receive buffer itself and keep it alive, but
-/// for those that are a small part of it.
+/// A received message. Its CPU tensors use the receive buffer and keep the buffer alive, except
+/// that a tensor that is a small part of the buffer has memory of its own.
 struct InMessage {
   wire::FrameHeader header;
   int from = -1;

@@ -4,11 +4,11 @@
 
 namespace distrain::rpc {
 
-/// What LibTorch keeps for a thread and what user code may leave changed on it: grad mode,
-/// inference mode, autocast, dispatch keys, hooks of saved tensors, the number of intra-op threads.
-/// Threads that run code of several users restore the state after each of them. Comparing takes
-/// about as long as a function call of torch's; only a state that was changed is written, which
-/// takes longer.
+/// A copy of LibTorch's thread-local state that user code can change: grad mode, inference mode,
+/// autocast, dispatch keys, hooks of saved tensors, the number of intra-op threads. A thread that
+/// runs code of several users restores this state after each of them. Restoring compares the state
+/// first, which takes about as long as a call of a small torch function, and writes it only if it
+/// has changed, because writing takes longer.
 class TorchState {
  public:
   /// The current state of this thread.
