@@ -91,7 +91,6 @@ void ControlPlane::begin_as_hub() {
   const std::string host = net::local_name(rank_0_socket_.get()).host;
   if (!is_wildcard(options_.listen_addr)) listen_host_ = host;
   if (options_.rank_0_unix_name.empty()) rank_0_host_ = is_wildcard(host) ? kThisHost : host;
-  if (meeting_socket_.valid()) doorway_->listen(std::move(meeting_socket_));
   loop_.post([self = shared_from_this()] {
     if (self->is_closed_) return;
     control::World& world = *self;
@@ -100,6 +99,8 @@ void ControlPlane::begin_as_hub() {
     self->begin_on_loop(std::move(hub));
     self->hub_->begin();
   });
+  // Ranks that wait in a backlog come in at once: the hub has to be there before them.
+  if (meeting_socket_.valid()) doorway_->listen(std::move(meeting_socket_));
   doorway_->listen(std::move(rank_0_socket_));
 }
 
