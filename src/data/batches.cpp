@@ -13,18 +13,12 @@
 namespace distrain::data {
 namespace {
 
-using base::ErrorKind;
-using base::Exception;
-
 // Keys of the independent random sequences that come from one seed.
 constexpr uint64_t kShuffleSequence = 1;
 constexpr uint64_t kBagSequence = 2;
 
-void check_positive(int64_t value, const char* what) {
-  if (value < 1) {
-    throw Exception(ErrorKind::kInvalid,
-                    std::string(what) + " must be at least 1, not " + std::to_string(value));
-  }
+void check_positive(int64_t value, const std::string& what) {
+  if (value < 1) base::invalid(what + " must be at least 1, not " + std::to_string(value));
 }
 
 /// A batch that is being made.
@@ -59,12 +53,12 @@ EpochSampler::EpochSampler(uint64_t seed, int64_t epoch, Shard shard, int64_t ex
   check_positive(batch_size, "the batch size");
   check_positive(shard.trainers, "the number of trainers");
   if (shard.trainer < 0 || shard.trainer >= shard.trainers) {
-    throw Exception(ErrorKind::kInvalid, "there is no trainer " + std::to_string(shard.trainer) +
-                                             " of " + std::to_string(shard.trainers));
+    base::invalid("there is no trainer " + std::to_string(shard.trainer) + " of " +
+                  std::to_string(shard.trainers));
   }
   if (examples < shard.trainers) {
-    throw Exception(ErrorKind::kBadData, std::to_string(examples) + " examples are too few for " +
-                                             std::to_string(shard.trainers) + " trainers");
+    base::bad_data(std::to_string(examples) + " examples are too few for " +
+                   std::to_string(shard.trainers) + " trainers");
   }
   std::vector<int64_t> all(static_cast<size_t>(examples));
   std::iota(all.begin(), all.end(), 0);
@@ -83,11 +77,12 @@ EpochSampler::EpochSampler(uint64_t seed, int64_t epoch, Shard shard, int64_t ex
 
 std::span<const int64_t> EpochSampler::batch(int64_t step) const {
   const int64_t first = step * batch_size_;
-  if (step < 0 || first >= shard_size()) {
-    throw Exception(ErrorKind::kInvalid, "an epoch of " + std::to_string(steps()) +
-                                             " steps has no step " + std::to_string(step));
+  const int64_t size = std::ssize(examples_);
+  if (step < 0 || first >= size) {
+    base::invalid("an epoch of " + std::to_string(steps()) + " steps has no step " +
+                  std::to_string(step));
   }
-  const int64_t count = std::min(batch_size_, shard_size() - first);
+  const int64_t count = std::min(batch_size_, size - first);
   return std::span(examples_).subspan(static_cast<size_t>(first), static_cast<size_t>(count));
 }
 

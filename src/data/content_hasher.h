@@ -2,7 +2,7 @@
 
 #include <cstdint>
 #include <memory>
-#include <string_view>
+#include <span>
 
 #include <xxhash.h>
 
@@ -11,9 +11,9 @@ namespace distrain::data {
 /// content_hash() of bytes that come piece by piece; where they are cut does not matter.
 class ContentHasher {
  public:
-  explicit ContentHasher(uint64_t seed = 0);
+  ContentHasher();
 
-  void add(std::string_view bytes);
+  void add(std::span<const uint8_t> bytes);
   /// Of the bytes so far.
   uint64_t value() const;
 

@@ -6,19 +6,17 @@
 
 namespace distrain::data {
 
-ContentHasher::ContentHasher(uint64_t seed) : state_(XXH64_createState()) {
+ContentHasher::ContentHasher() : state_(XXH64_createState()) {
   if (!state_) throw std::bad_alloc();
-  XXH64_reset(state_.get(), seed);
+  XXH64_reset(state_.get(), 0);
 }
 
-void ContentHasher::add(std::string_view bytes) {
+void ContentHasher::add(std::span<const uint8_t> bytes) {
   XXH64_update(state_.get(), bytes.data(), bytes.size());
 }
 
 uint64_t ContentHasher::value() const { return XXH64_digest(state_.get()); }
 
-uint64_t content_hash(std::string_view bytes, uint64_t seed) {
-  return XXH64(bytes.data(), bytes.size(), seed);
-}
+uint64_t content_hash(std::string_view bytes) { return XXH64(bytes.data(), bytes.size(), 0); }
 
 }  // namespace distrain::data

@@ -38,8 +38,15 @@ class Writer {
  public:
   Writer(OutputFile& file, const std::vector<RankTrace>& ranks) : file_(file) {
     text_.reserve(kBufferBytes + (size_t{64} << 10));
-    find_first(ranks);
-    find_flows(ranks);
+    for_each_event(ranks, [this](const TraceEvent& event) {
+      first_ = std::min(first_, event.start);
+      if (event.kind == Kind::kFlowOut) flows_.push_back({event.id, event.value, false});
+    });
+    std::ranges::sort(flows_, {}, &Flow::id);
+    for_each_event(ranks, [this](const TraceEvent& event) {
+      if (event.kind != Kind::kFlowIn) return;
+      if (Flow* const flow = find_flow(event.id)) flow->whole = flow->left <= event.start;
+    });
   }
 
   void write(const std::vector<RankTrace>& ranks) {
@@ -68,41 +75,17 @@ class Writer {
   };
 
   Flow* find_flow(uint64_t id) {
-    const auto it = std::lower_bound(flows_.begin(), flows_.end(), id,
-                                     [](const Flow& flow, uint64_t i) { return flow.id < i; });
+    const auto it = std::ranges::lower_bound(flows_, id, {}, &Flow::id);
     return it != flows_.end() && it->id == id ? &*it : nullptr;
   }
 
-  void find_first(const std::vector<RankTrace>& ranks) {
-    first_ = std::numeric_limits<int64_t>::max();
+  template <class F>
+  static void for_each_event(const std::vector<RankTrace>& ranks, F function) {
     for (const RankTrace& rank : ranks) {
       for (const TraceTrack& track : rank.tracks) {
-        for (const TraceEvent& event : track.events) first_ = std::min(first_, event.start);
+        std::ranges::for_each(track.events, function);
       }
     }
-  }
-
-  void find_flows(const std::vector<RankTrace>& ranks) {
-    const auto for_all = [&](Kind kind, auto fn) {
-      for (const RankTrace& rank : ranks) {
-        for (const TraceTrack& track : rank.tracks) {
-          for (const TraceEvent& event : track.events) {
-            if (event.kind == kind) fn(event);
-          }
-        }
-      }
-    };
-    size_t count = 0;
-    for_all(Kind::kFlowOut, [&](const TraceEvent&) { ++count; });
-    flows_.reserve(count);
-    for_all(Kind::kFlowOut, [&](const TraceEvent& event) {
-      flows_.push_back({event.id, event.value, false});
-    });
-    std::sort(flows_.begin(), flows_.end(),
-              [](const Flow& a, const Flow& b) { return a.id < b.id; });
-    for_all(Kind::kFlowIn, [&](const TraceEvent& event) {
-      if (Flow* const flow = find_flow(event.id)) flow->whole = flow->left <= event.start;
-    });
   }
 
   void metadata(const char* what, const std::string& thread, const char* key,
@@ -133,10 +116,11 @@ class Writer {
       const Flow* const flow = find_flow(event->id);
       if (!flow || !flow->whole) continue;
       if (event->kind == Kind::kFlowOut) {
-        arrow("s", event->value, event->id);
+        place("s", event->value);
       } else {
-        arrow("f", event->start, event->id);
+        place(R"(f","bp":"e)", event->start);
       }
+      text_ += R"(,"name":"call","cat":"rpc","id":)" + std::to_string(event->id) + '}';
     }
   }
 
@@ -150,25 +134,14 @@ class Writer {
     text_ += id + '}';
   }
 
-  void arrow(const char* phase, int64_t time, uint64_t id) {
-    begin_line();
-    text_ += R"({"ph":")";
-    text_ += phase;
-    if (*phase == 'f') text_ += R"(","bp":"e)";
-    place(time);
-    text_ += R"(,"name":"call","cat":"rpc","id":)" + std::to_string(id) + '}';
-  }
-
   void common(const char* phase, const TraceEvent& event, int64_t time) {
-    begin_line();
-    text_ += R"({"ph":")";
-    text_ += phase;
-    place(time);
+    place(phase, time);
     text_ += ",\"name\":" + text_of(event.name) + ",\"cat\":" + text_of(event.category);
   }
 
-  void place(int64_t time) {
-    text_ += R"(","pid":)" + rank_ + R"(,"tid":)" + thread_ + R"(,"ts":)";
+  void place(const std::string& phase, int64_t time) {
+    begin_line();
+    text_ += R"({"ph":")" + phase + R"(","pid":)" + rank_ + R"(,"tid":)" + thread_ + R"(,"ts":)";
     microseconds(time - first_);
   }
 
@@ -205,7 +178,7 @@ class Writer {
   std::string text_;
   std::string rank_;
   std::string thread_;
-  int64_t first_ = 0;
+  int64_t first_ = std::numeric_limits<int64_t>::max();  // when the first event started
   int64_t threads_ = 0;
   uint64_t lines_ = 0;
   std::vector<Flow> flows_;  // by id: there may be millions, and a map takes three times the memory
@@ -257,15 +230,14 @@ void check_target(const std::string& target) {
   struct stat info {};
   if (stat(target.c_str(), &info) == 0) {
     if (!S_ISREG(info.st_mode)) {
-      throw base::Exception(base::ErrorKind::kInvalid, target + ": is not a plain file");
+      base::invalid(target + ": is not a plain file");
     }
     check_replaceable(target);
   }
   const std::string unfinished = temporary(target);
   ::unlink(unfinished.c_str());
-  const int fd = ::open(unfinished.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  if (fd < 0) Disk::fail("cannot write", target);
-  ::close(fd);
+  const net::Fd fd(::open(unfinished.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
+  if (!fd.valid()) Disk::fail("cannot write", target);
   ::unlink(unfinished.c_str());
 }
 
@@ -279,10 +251,13 @@ void write_trace(const std::string& path, const std::vector<RankTrace>& ranks,
   check_target(target);
   const Disk disk(before_system_call);
   base::TemporaryPath unfinished(temporary(target));
-  OutputFile file(disk, unfinished.path());
+  OutputFile file(disk, AT_FDCWD, unfinished.path(), unfinished.path());
   Writer(file, ranks).write(ranks);
   file.finish();
-  if (!disk.rename(unfinished.path(), target)) Disk::fail("cannot rename to", target);
+  const std::string& from = unfinished.path();
+  if (disk.call("rename", [&] { return ::rename(from.c_str(), target.c_str()); }) != 0) {
+    Disk::fail("cannot rename to", target);
+  }
   unfinished.keep();
 }
 

@@ -45,14 +45,12 @@ class EpochSampler {
   /// trainers.
   EpochSampler(uint64_t seed, int64_t epoch, Shard shard, int64_t examples, int64_t batch_size);
 
-  int64_t steps() const { return (shard_size() + batch_size_ - 1) / batch_size_; }
+  int64_t steps() const { return (std::ssize(examples_) + batch_size_ - 1) / batch_size_; }
 
   /// The examples of step `step` in [0, steps()); valid as long as this object.
   std::span<const int64_t> batch(int64_t step) const;
 
  private:
-  int64_t shard_size() const { return static_cast<int64_t>(examples_.size()); }
-
   std::vector<int64_t> examples_;  // of this shard, in the order of their use
   int64_t batch_size_;
 };

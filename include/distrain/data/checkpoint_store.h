@@ -13,6 +13,8 @@
 
 namespace distrain::data {
 
+class FolderClaim;
+
 /// What is saved, or was loaded: tensors by file and name, and a manifest beside them.
 ///
 /// On disk a checkpoint is a folder `step-<12 digits>` with one safetensors file for each entry of
@@ -103,8 +105,7 @@ class CheckpointStore {
   const std::string folder_;
   const Probe before_system_call_;
   const int64_t keep_;
-  class Claimed;
-  std::unique_ptr<Claimed> claimed_;
+  std::unique_ptr<FolderClaim> claim_;  // from the first use of the folder on
 };
 
 }  // namespace distrain::data

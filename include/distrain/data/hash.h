@@ -1,12 +1,11 @@
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <string_view>
 
 namespace distrain::data {
 
 /// XXH64 (xxhash.com) of `bytes`: ranks on different machines compare what they read by it.
-uint64_t content_hash(std::string_view bytes, uint64_t seed = 0);
+uint64_t content_hash(std::string_view bytes);
 
 }  // namespace distrain::data

@@ -7,6 +7,9 @@
 
 namespace distrain::data {
 
+/// The most that is read of one set of images, decompressed.
+inline constexpr uint64_t kMaxImageBytes = uint64_t{8} << 30;
+
 /// Images with a class each: grey ones, as MNIST's IDX files hold them, or of several channels.
 struct ImageSet {
   int64_t count = 0;

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <span>
 #include <string>
 #include <vector>
@@ -27,9 +26,6 @@ struct ImageBatch {
 /// The batch of these examples (their numbers in `images`), in this order.
 ImageBatch make_batch(const ImageSet& images, std::span<const int64_t> examples,
                       const ImageForm& form);
-/// The examples [first, last) in batches of `size`, fewer in the last one, for evaluation.
-void each_batch(const ImageSet& images, int64_t first, int64_t last, int64_t size,
-                const ImageForm& form, const std::function<void(const ImageBatch&)>& use);
 
 /// Images to train with, of CIFAR-10's binary files or of IDX files, whichever `folder` has. Throws
 /// `bad_data`.

@@ -11,10 +11,10 @@
 namespace distrain::data {
 
 /// What safetensors writes of `tensor`; `kept` gets what its span points into.
-data::StoredTensor to_stored(const at::Tensor& tensor, std::vector<at::Tensor>& kept);
+StoredTensor to_stored(const at::Tensor& tensor, std::vector<at::Tensor>& kept);
 
 /// A copy, on the CPU.
-at::Tensor to_tensor(const data::StoredTensor& stored);
+at::Tensor to_tensor(const StoredTensor& stored);
 
 /// The tensors of a safetensors file, by name. Throws `bad_data`.
 NamedTensors read_tensors(const std::string& path);

@@ -31,6 +31,9 @@ struct TextDataset {
   int64_t num_classes() const { return static_cast<int64_t>(vocabulary->labels.size()); }
 };
 
+/// Whether each example must have a label; one that need not and has none is of the class -1.
+enum class Labels : uint8_t { kAll, kSome };
+
 /// Reads a file in fastText's format, `__label__NAME token token …`, one example a line.
 ///
 /// Tokens are separated by blanks, tabs, \r, \v, \f or NUL, as fastText does; other bytes are taken
@@ -39,17 +42,13 @@ struct TextDataset {
 /// UTF-8 byte order mark at the beginning is skipped. Lines may have any length, the last one needs
 /// no line end.
 ///
+/// A test file is read with the `vocabulary` of the training file: unknown words are dropped and
+/// counted, an unknown label is `bad_data`.
+///
 /// Throws `bad_data`, with file and line, for: a file that cannot be read, a line with no label or
 /// with several, a label without a name, no example at all, no word at all.
-TextDataset read_fast_text(const std::string& path);
-
-/// Whether each example must have a label; one that need not and has none is of the class -1.
-enum class Labels : uint8_t { kAll, kSome };
-
-/// Reads a test file with the vocabulary of the training file. Unknown words are dropped and
-/// counted; an unknown label is `bad_data`.
 TextDataset read_fast_text(const std::string& path,
-                           std::shared_ptr<const TextVocabulary> vocabulary,
+                           std::shared_ptr<const TextVocabulary> vocabulary = nullptr,
                            Labels labels = Labels::kAll);
 
 /// As read_fast_text, of bytes in memory; `name` stands for the file in errors. `vocabulary` may be

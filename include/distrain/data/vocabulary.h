@@ -13,7 +13,7 @@ class Vocabulary {
  public:
   static constexpr int64_t kUnknown = -1;
 
-  Vocabulary() : slots_(kFirstSlots, Slot{0, kUnknown}) {}
+  Vocabulary() = default;
   /// These, as all_words() gives them.
   explicit Vocabulary(const std::vector<std::string>& words);
 
@@ -30,16 +30,14 @@ class Vocabulary {
 
  private:
   struct Slot {
-    uint64_t hash;
-    int64_t id;  // kUnknown: free
+    uint64_t hash = 0;
+    int64_t id = kUnknown;  // then it is free
   };
-  static constexpr size_t kFirstSlots = 1024;
-
   size_t slot_of(std::string_view word, uint64_t hash) const;
   void grow();
 
   // Open addressing with linear probing, at most half full; the size is a power of two.
-  std::vector<Slot> slots_;
+  std::vector<Slot> slots_ = std::vector<Slot>(1024);
   std::string text_;          // all words, one after the other
   std::vector<size_t> ends_;  // of each word in text_
 };

@@ -2,10 +2,9 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <initializer_list>
-#include <optional>
 #include <set>
-#include <utility>
 #include <vector>
 
 #include "distrain/base/error.h"
@@ -16,8 +15,6 @@
 namespace distrain::data {
 namespace {
 
-using base::ErrorKind;
-using base::Exception;
 using Json = nlohmann::ordered_json;
 
 constexpr const char* kFormat = "distrain-checkpoint";
@@ -38,6 +35,11 @@ std::string hex(uint64_t hash) {
   return digits;
 }
 
+// What follows `text` at the manifest's end.
+std::string hash_of(std::string_view text) {
+  return std::string(kHashBegin) + hex(content_hash(text)) + std::string(kHashEnd);
+}
+
 std::string raw_text(const Manifest& manifest) {
   Json json;
   json["format"] = kFormat;
@@ -52,8 +54,7 @@ std::string raw_text(const Manifest& manifest) {
   json["state"] = manifest.state;
   std::string text = json.dump();
   text.pop_back();  // '}'
-  const uint64_t hash = content_hash(text);
-  return text.append(kHashBegin).append(hex(hash)).append(kHashEnd);
+  return text + hash_of(text);
 }
 
 class Parser {
@@ -90,9 +91,7 @@ class Parser {
     const size_t end = kHashBegin.size() + kHexDigits + kHashEnd.size();
     if (text.size() < end) fail("cut short");
     const std::string_view begin = text.substr(0, text.size() - end);
-    const std::string expected =
-        std::string(kHashBegin) + hex(content_hash(begin)) + std::string(kHashEnd);
-    if (text.substr(begin.size()) != expected) {
+    if (text.substr(begin.size()) != hash_of(begin)) {
       fail("damaged: it does not end with the xxh64 of its text");
     }
   }
@@ -129,8 +128,9 @@ class Parser {
       if (!object.contains(key)) fail(what + " has no '" + key + "'");
     }
     const bool has_more = may_have != nullptr && object.contains(may_have);
-    if (object.size() != keys.size() + (has_more ? 1 : 0))
+    if (object.size() != keys.size() + (has_more ? 1 : 0)) {
       fail(what + " has a key that is not in the format");
+    }
   }
 
   int64_t number(const Json& value, const std::string& what) const {
@@ -153,26 +153,13 @@ class Parser {
     check_keys(file, what, {"bytes", "xxh64"});
     const auto bytes = static_cast<uint64_t>(number(file["bytes"], "bytes"));
     if (!file["xxh64"].is_string()) fail(what + " has no hash");
-    const auto hash = parse_hex(file["xxh64"].get_ref<const std::string&>());
-    if (!hash) fail(what + " has no hash");
-    return {bytes, *hash};
+    const auto& digits = file["xxh64"].get_ref<const std::string&>();
+    const uint64_t hash = std::strtoull(digits.c_str(), nullptr, 16);
+    if (hex(hash) != digits) fail(what + " has no hash");
+    return {bytes, hash};
   }
 
-  static std::optional<uint64_t> parse_hex(const std::string& text) {
-    constexpr std::string_view kDigits = "0123456789abcdef";
-    if (text.size() != kHexDigits) return std::nullopt;
-    uint64_t value = 0;
-    for (const char c : text) {
-      const size_t digit = kDigits.find(c);
-      if (digit == std::string_view::npos) return std::nullopt;
-      value = value << 4 | digit;
-    }
-    return value;
-  }
-
-  [[noreturn]] void fail(const std::string& reason) const {
-    throw Exception(ErrorKind::kBadData, path_ + ": " + reason);
-  }
+  [[noreturn]] void fail(const std::string& reason) const { base::bad_data(path_ + ": " + reason); }
 
   const std::string& path_;
 };
@@ -185,10 +172,9 @@ std::string manifest_text(const Manifest& manifest) {
     parse_manifest(text, "a checkpoint that cannot be saved");
     return text;
   } catch (const Json::exception&) {
-    throw Exception(ErrorKind::kInvalid,
-                    "a checkpoint that cannot be saved: text that is not UTF-8");
-  } catch (const Exception& exception) {
-    throw Exception(ErrorKind::kInvalid, exception.error().message);
+    base::invalid("a checkpoint that cannot be saved: text that is not UTF-8");
+  } catch (const base::Exception& exception) {
+    base::invalid(exception.error().message);
   }
 }
 

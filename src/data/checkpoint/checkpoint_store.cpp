@@ -1,9 +1,7 @@
 #include "distrain/data/checkpoint_store.h"
 
-#include <algorithm>
 #include <cerrno>
 #include <filesystem>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -30,33 +28,22 @@ std::string without_slashes(std::string path) {
 // A path of the user's, which may be a link, and so may what is above it. But where a checkpoint's
 // own name stands at its end, it is that folder or nothing.
 struct UserPath {
-  explicit UserPath(const std::string& path) : own(without_slashes(path)) {
-    const size_t slash = own.find_last_of('/');
-    name = own.substr(slash + 1);  // of the whole if there is none
-    parent = slash == std::string::npos ? "." : own.substr(0, std::max<size_t>(slash, 1));
-    names_checkpoint = is_checkpoint(name);
+  explicit UserPath(const std::string& path) : folder(without_slashes(path)) {
+    const std::filesystem::path split(folder);
+    if (!is_checkpoint(split.filename().string())) return;
+    checkpoint = split.filename();
+    folder = split.has_parent_path() ? split.parent_path().string() : ".";
   }
-  std::string own;
-  std::string parent;
-  std::string name;
-  bool names_checkpoint = false;
+  std::string folder;
+  std::string checkpoint;  // in it; empty: the newest
 };
-
-[[noreturn]] void fail_open(const std::string& path) {
-  bad_data("cannot open " + path + ": " + errno_text());
-}
-
-Saves saves_in(const OpenFolder& folder) {
-  auto saves = find_saves(folder);
-  if (!saves) fail_open(folder.path());
-  return *std::move(saves);
-}
 
 // The name of the newest checkpoint in it.
 std::optional<std::string> newest_in(const OpenFolder& folder) {
-  const Saves saves = saves_in(folder);
-  const auto steps = saves.steps();
-  return steps.empty() ? std::nullopt : std::optional(saves.name(*steps.rbegin()));
+  const auto saves = find_saves(folder);
+  if (!saves) fail_open(folder.path());
+  const auto steps = saves->steps();
+  return steps.empty() ? std::nullopt : std::optional(saves->name(*steps.rbegin()));
 }
 
 std::vector<uint8_t> read_listed(const OpenFolder& checkpoint, const std::string& name,
@@ -100,9 +87,9 @@ LoadedCheckpoint load_from(const std::string& path, Depth depth) {
   return with_memory_for(path, [&] {
     const Disk disk;
     const UserPath named(path);
-    const auto opened = OpenFolder::at(disk, named.names_checkpoint ? named.parent : named.own);
-    if (opened && named.names_checkpoint) {
-      return load_one(open_save(*opened, named.name), depth);
+    const auto opened = OpenFolder::at(disk, named.folder);
+    if (opened && !named.checkpoint.empty()) {
+      return load_one(open_save(*opened, named.checkpoint), depth);
     }
     if (!opened && errno != ENOENT) fail_open(path);
     if (opened && opened->kind_of(kManifestName) != OpenFolder::Kind::kNothing) {
@@ -116,17 +103,6 @@ LoadedCheckpoint load_from(const std::string& path, Depth depth) {
 
 }  // namespace
 
-class CheckpointStore::Claimed {
- public:
-  Claimed(const std::string& folder, const Probe& probe, FolderClaim::Missing missing)
-      : disk_(probe), claim_(disk_, folder, missing) {}
-  FolderClaim& claim() { return claim_; }
-
- private:
-  const Disk disk_;
-  FolderClaim claim_;
-};
-
 CheckpointStore::CheckpointStore(std::string folder, Probe before_system_call, int64_t keep)
     : folder_(without_slashes(std::move(folder))),
       before_system_call_(std::move(before_system_call)),
@@ -135,22 +111,23 @@ CheckpointStore::CheckpointStore(std::string folder, Probe before_system_call, i
 CheckpointStore::~CheckpointStore() = default;
 
 void CheckpointStore::prepare() {
-  if (!claimed_) {
-    claimed_ = std::make_unique<Claimed>(folder_, before_system_call_, FolderClaim::Missing::kMake);
+  if (!claim_) {
+    claim_ =
+        std::make_unique<FolderClaim>(before_system_call_, folder_, FolderClaim::Missing::kMake);
   }
-  try_folder(claimed_->claim());
+  try_folder(*claim_);
 }
 
 std::optional<std::string> CheckpointStore::why_no_lock() const {
-  return claimed_ ? claimed_->claim().why_no_lock() : std::nullopt;
+  return claim_ ? claim_->why_no_lock() : std::nullopt;
 }
 
 std::string CheckpointStore::save(const Checkpoint& checkpoint) {
-  if (!claimed_) {
-    claimed_ =
-        std::make_unique<Claimed>(folder_, before_system_call_, FolderClaim::Missing::kRefuse);
+  if (!claim_) {
+    claim_ =
+        std::make_unique<FolderClaim>(before_system_call_, folder_, FolderClaim::Missing::kRefuse);
   }
-  return save_checkpoint(claimed_->claim(), checkpoint, keep_);
+  return save_checkpoint(*claim_, checkpoint, keep_);
 }
 
 bool CheckpointStore::holds(const std::string& folder, const std::string& path) {
@@ -179,7 +156,7 @@ LoadedCheckpoint CheckpointStore::look(const std::string& path) {
 std::optional<std::string> CheckpointStore::intact_before(const std::string& path) {
   const Disk disk;
   const UserPath named(path);
-  const auto folder = OpenFolder::at(disk, named.names_checkpoint ? named.parent : named.own);
+  const auto folder = OpenFolder::at(disk, named.folder);
   const auto saves = folder ? find_saves(*folder) : std::nullopt;
   if (!saves) return std::nullopt;
   const auto steps = saves->steps();
@@ -187,7 +164,9 @@ std::optional<std::string> CheckpointStore::intact_before(const std::string& pat
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
     const std::string name = saves->name(*step);
     // Before the one that is named, or else the newest.
-    if (!std::exchange(before, before || !named.names_checkpoint || name == named.name)) continue;
+    if (!std::exchange(before, before || named.checkpoint.empty() || name == named.checkpoint)) {
+      continue;
+    }
     try {
       load_one(open_save(*folder, name), Depth::kTensors);
       return folder->path_of(name);

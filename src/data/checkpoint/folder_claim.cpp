@@ -38,22 +38,16 @@ OpenFolder made(const Disk& disk, const std::string& path) {
   return opened(disk, path);
 }
 
-// A manifest that is damaged, or of before there were generations, has none.
-int64_t generation_of(const OpenFolder& folder, const std::string& save) {
-  try {
-    return read_manifest(open_save(folder, save)).generation;
-  } catch (const base::Exception&) {
-    return 0;
-  }
-}
-
 // Of all rather than of the newest step: a job may go on from an old one.
 int64_t highest_generation(const OpenFolder& folder) {
   const auto saves = find_saves(folder);
   if (!saves) Disk::fail("cannot read", folder.path());
   int64_t highest = 0;
   for (const int64_t step : saves->steps()) {
-    highest = std::max(highest, generation_of(folder, saves->name(step)));
+    try {
+      highest = std::max(highest, read_manifest(open_save(folder, saves->name(step))).generation);
+    } catch (const base::Exception&) {  // a manifest that is damaged has none
+    }
   }
   return highest;
 }
@@ -79,8 +73,9 @@ std::string owner_of_lock(int fd) {
 
 }  // namespace
 
-FolderClaim::FolderClaim(const Disk& disk, const std::string& path, Missing missing)
-    : folder_(missing == Missing::kMake ? made(disk, path) : opened(disk, path)) {
+FolderClaim::FolderClaim(Disk::Probe before_system_call, const std::string& path, Missing missing)
+    : disk_(std::move(before_system_call)),
+      folder_(missing == Missing::kMake ? made(disk_, path) : opened(disk_, path)) {
   lock();
   highest_expected_ = highest_generation(folder_);
   generation_ = highest_expected_ + 1;
@@ -89,13 +84,13 @@ FolderClaim::FolderClaim(const Disk& disk, const std::string& path, Missing miss
 void FolderClaim::lock() {
   const std::string path = folder_.path_of(kLock);
   // For NFS it must be open for writing.
-  net::Fd fd(folder_.disk().call("openat", [this] {
+  net::Fd fd(disk_.call("openat", [this] {
     return ::openat(folder_.fd(), kLock, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK,
                     0666);
   }));
   if (!fd.valid() && errno == ELOOP) base::bad_data(path + kNotFollowed);
   if (!fd.valid()) Disk::fail("cannot make", path);
-  if (folder_.disk().call("flock", [&] { return ::flock(fd.get(), LOCK_EX | LOCK_NB); }) == 0) {
+  if (disk_.call("flock", [&] { return ::flock(fd.get(), LOCK_EX | LOCK_NB); }) == 0) {
     lock_ = std::move(fd);
   } else if (errno != EWOULDBLOCK) {
     why_no_lock_ = errno_text();  // the generations have to do

@@ -31,7 +31,7 @@ class FolderClaim {
  public:
   enum class Missing { kMake, kRefuse };
   /// Throws `bad_data` if another job has it, `resources` if it cannot be opened or made.
-  FolderClaim(const Disk& disk, const std::string& path, Missing missing);
+  FolderClaim(Disk::Probe before_system_call, const std::string& path, Missing missing);
 
   const OpenFolder& folder() const { return folder_; }
   int64_t generation() const { return generation_; }
@@ -48,6 +48,7 @@ class FolderClaim {
  private:
   void lock();
 
+  const Disk disk_;
   const OpenFolder folder_;
   net::Fd lock_;  // not valid where there are no locks
   std::optional<std::string> why_no_lock_;

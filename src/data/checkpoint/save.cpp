@@ -4,7 +4,6 @@
 #include <cerrno>
 #include <map>
 #include <optional>
-#include <set>
 #include <span>
 #include <string_view>
 
@@ -107,12 +106,12 @@ class Save {
   // Gives back the hash of what was written.
   uint64_t write_file(const std::string& name, std::string_view begin,
                       const std::map<std::string, StoredTensor>& tensors) const {
-    OutputFile file(*unfinished_, name);
+    OutputFile file = unfinished_->create(name);
     ContentHasher hasher;
     const auto put = [&](std::span<const uint8_t> bytes) {
       while (!bytes.empty()) {
         const auto piece = bytes.first(std::min(bytes.size(), kPiece));
-        hasher.add({reinterpret_cast<const char*>(piece.data()), piece.size()});
+        hasher.add(piece);
         file.write(piece);
         bytes = bytes.subspan(piece.size());
       }
@@ -200,7 +199,7 @@ void try_folder(const FolderClaim& claim) {
   folder.remove_folder(trial);
   const OpenFolder made = make_and_open(folder, trial);
   try {
-    OutputFile file(made, "trial");
+    OutputFile file = made.create("trial");
     const uint8_t byte = 0;
     file.write({&byte, 1});
     file.finish();

@@ -1,10 +1,9 @@
 #include "save_folders.h"
 
-#include <cstdio>
 #include <utility>
-#include <vector>
 
 #include "distrain/base/error.h"
+#include "distrain/base/text.h"
 #include "files/file.h"
 
 namespace distrain::data {
@@ -15,12 +14,9 @@ constexpr size_t kStepDigits = 12;
 // The step of a name with this prefix.
 std::optional<int64_t> step_of(std::string_view prefix, std::string_view name) {
   if (!name.starts_with(prefix) || name.size() != prefix.size() + kStepDigits) return std::nullopt;
-  int64_t step = 0;
-  for (const char c : name.substr(prefix.size())) {
-    if (c < '0' || c > '9') return std::nullopt;
-    step = step * 10 + (c - '0');
-  }
-  return step;
+  const std::string_view digits = name.substr(prefix.size());
+  if (digits.find_first_not_of("0123456789") != std::string_view::npos) return std::nullopt;
+  return base::number<int64_t>(digits);
 }
 
 bool may_be_checkpoint(const OpenFolder& folder, const std::string& name) {
@@ -31,10 +27,8 @@ bool may_be_checkpoint(const OpenFolder& folder, const std::string& name) {
 }  // namespace
 
 std::string name_of(std::string_view prefix, int64_t step) {
-  char digits[24];
-  std::snprintf(digits, sizeof digits, "%0*lld", static_cast<int>(kStepDigits),
-                static_cast<long long>(step));
-  return std::string(prefix) + digits;
+  const std::string digits = std::to_string(step);
+  return std::string(prefix).append(kStepDigits - digits.size(), '0') + digits;
 }
 
 bool is_checkpoint(std::string_view name) { return step_of(kWhole, name).has_value(); }

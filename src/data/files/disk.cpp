@@ -1,13 +1,10 @@
 #include "disk.h"
 
-#include <cstdio>
-
 #include <fcntl.h>
 #include <unistd.h>
 
 #include "distrain/base/error.h"
 #include "file.h"
-#include "open_folder.h"
 
 namespace distrain::data {
 
@@ -15,18 +12,6 @@ void Disk::fail(const char* what, const std::string& path) {
   throw base::Exception(base::ErrorKind::kResources,
                         std::string(what) + " " + path + ": " + errno_text());
 }
-
-bool Disk::rename(const std::string& from, const std::string& to) const {
-  if (call("rename", [&] { return ::rename(from.c_str(), to.c_str()); }) == 0) return true;
-  if (errno != ENOENT) fail("cannot rename to", to);
-  return false;
-}
-
-OutputFile::OutputFile(const Disk& disk, const std::string& path)
-    : OutputFile(disk, AT_FDCWD, path, path) {}
-
-OutputFile::OutputFile(const OpenFolder& folder, const std::string& name)
-    : OutputFile(folder.disk(), folder.fd(), name, folder.path_of(name)) {}
 
 // O_EXCL follows no link.
 OutputFile::OutputFile(const Disk& disk, int folder, const std::string& name, std::string path)

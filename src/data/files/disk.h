@@ -11,8 +11,6 @@
 
 namespace distrain::data {
 
-class OpenFolder;
-
 /// The system calls of saving that change something or say what is there, each told to a probe
 /// before it is made. Failures are `resources`, with the path and the system's reason, unless said
 /// otherwise.
@@ -26,17 +24,12 @@ class Disk {
   /// What `function` gives back, -1 with errno for a failure; it is called again if interrupted.
   template <class F>
   auto call(const char* name, F function) const {
-    if (probe_) probe_(name);
-    auto result = function();
-    while (result < 0 && errno == EINTR) {
+    for (;;) {
       if (probe_) probe_(name);
-      result = function();
+      const auto result = function();
+      if (result >= 0 || errno != EINTR) return result;
     }
-    return result;
   }
-
-  /// False if there is no `from`.
-  bool rename(const std::string& from, const std::string& to) const;
 
   [[noreturn]] static void fail(const char* what, const std::string& path);
 
@@ -47,16 +40,14 @@ class Disk {
 /// A new file. Nothing is sure before finish().
 class OutputFile {
  public:
-  OutputFile(const Disk& disk, const std::string& path);
-  OutputFile(const OpenFolder& folder, const std::string& name);
+  /// `name` is relative to the folder that is open as `folder`, or AT_FDCWD; messages have `path`.
+  OutputFile(const Disk& disk, int folder, const std::string& name, std::string path);
 
   void write(std::span<const uint8_t> bytes);
   /// Waits until the file is on the disk, and closes it.
   void finish();
 
  private:
-  OutputFile(const Disk& disk, int folder, const std::string& name, std::string path);
-
   const Disk& disk_;
   const std::string path_;
   net::Fd fd_;

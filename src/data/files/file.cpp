@@ -14,10 +14,6 @@
 namespace distrain::data {
 namespace {
 
-[[noreturn]] void fail_open(const std::string& path) {
-  base::bad_data("cannot open " + path + ": " + errno_text());
-}
-
 net::Fd open_in(const OpenFolder& folder, const std::string& name) {
   net::Fd fd(::openat(folder.fd(), name.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW));
   if (fd.valid()) return fd;
@@ -30,6 +26,10 @@ net::Fd open_in(const OpenFolder& folder, const std::string& name) {
 std::string errno_text() {
   std::array<char, 128> buffer{};
   return strerror_r(errno, buffer.data(), buffer.size());
+}
+
+void fail_open(const std::string& path) {
+  base::bad_data("cannot open " + path + ": " + errno_text());
 }
 
 // Opening a pipe that nobody writes to would wait for ever.
@@ -50,7 +50,7 @@ InputFile::InputFile(net::Fd fd, std::string path, Kind kind)
   if (!regular && kind == Kind::kRegular) base::bad_data(path_ + ": not a regular file");
 }
 
-size_t InputFile::read(void* out, size_t bytes) {
+size_t InputFile::read(void* out, size_t bytes) const {
   for (;;) {
     const ssize_t got = ::read(fd_.get(), out, bytes);
     if (got >= 0) return static_cast<size_t>(got);

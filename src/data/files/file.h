@@ -18,6 +18,9 @@ class OpenFolder;
 /// What errno says.
 std::string errno_text();
 
+/// Throws `bad_data` for what could not be opened, with what errno says.
+[[noreturn]] void fail_open(const std::string& path);
+
 /// Why a link is refused where none may be.
 inline constexpr const char* kNotFollowed = ": a symbolic link, which is not followed";
 
@@ -33,7 +36,7 @@ class InputFile {
   InputFile(const OpenFolder& folder, const std::string& name);
 
   /// Some of what comes next, at most `bytes`; 0 at the end.
-  size_t read(void* out, size_t bytes);
+  size_t read(void* out, size_t bytes) const;
 
   /// 0 for what is not a regular file.
   uint64_t size() const { return size_; }
@@ -50,7 +53,7 @@ class InputFile {
 /// The whole of a file, as std::string or std::vector<uint8_t>. Reads to the end rather than by
 /// size: the path may be a pipe. Throws `bad_data` for a file of more than `limit` bytes.
 template <class Bytes>
-Bytes read_to_end(InputFile& file, size_t limit = std::numeric_limits<ptrdiff_t>::max() - 1) {
+Bytes read_to_end(const InputFile& file, size_t limit = std::numeric_limits<ptrdiff_t>::max() - 1) {
   Bytes bytes;
   bytes.resize(std::min<size_t>(file.size(), limit) + 1);  // one more, to see the end at once
   size_t used = 0;
@@ -65,12 +68,6 @@ Bytes read_to_end(InputFile& file, size_t limit = std::numeric_limits<ptrdiff_t>
   }
   bytes.resize(used);
   return bytes;
-}
-
-template <class Bytes>
-Bytes read_file(const std::string& path) {
-  InputFile file(path);
-  return read_to_end<Bytes>(file);
 }
 
 /// What `function` returns; no memory for what is in `path` becomes `resources`.

@@ -47,19 +47,17 @@ size_t GzipReader::read(uint8_t* out, size_t bytes) {
 size_t GzipReader::read_some(uint8_t* out, size_t bytes) {
   size_t done = 0;
   while (done < bytes) {
-    if (stream_.avail_in == 0 && !fill()) {
+    if (stream_.avail_in == 0) {
+      stream_.next_in = input_.data();
+      stream_.avail_in = static_cast<uInt>(file_.read(input_.data(), input_.size()));
+    }
+    if (stream_.avail_in == 0) {
       if (gzip_ && !between_members_) fail("the gzip file is cut short");
       break;
     }
     done += inflate_some(out + done, bytes - done);
   }
   return done;
-}
-
-bool GzipReader::fill() {
-  stream_.next_in = input_.data();
-  stream_.avail_in = static_cast<uInt>(file_.read(input_.data(), input_.size()));
-  return stream_.avail_in > 0;
 }
 
 size_t GzipReader::inflate_some(uint8_t* out, size_t bytes) {

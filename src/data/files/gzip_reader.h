@@ -37,7 +37,6 @@ class GzipReader {
  private:
   size_t read_some(uint8_t* out, size_t bytes);
   size_t inflate_some(uint8_t* out, size_t bytes);
-  bool fill();
   [[noreturn]] void fail(const std::string& reason) const;
 
   const std::string path_;

@@ -1,7 +1,6 @@
 #include "open_folder.h"
 
 #include <cerrno>
-#include <cstdio>
 #include <memory>
 #include <utility>
 

@@ -21,7 +21,6 @@ class OpenFolder {
   /// A folder in this one. None, and errno, if it cannot be opened.
   std::optional<OpenFolder> open(const std::string& name) const;
 
-  const Disk& disk() const { return *disk_; }
   int fd() const { return fd_.get(); }
   /// For messages.
   const std::string& path() const { return path_; }
@@ -36,6 +35,7 @@ class OpenFolder {
   /// Whether this name here is what is open as `fd`.
   bool leads_to(const std::string& name, int fd) const;
 
+  OutputFile create(const std::string& name) const { return {*disk_, fd(), name, path_of(name)}; }
   /// False if it was there.
   bool make_folder(const std::string& name) const;
   /// False if there is no `from`.

@@ -1,6 +1,7 @@
 #include "distrain/data/cifar.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <filesystem>
 #include <vector>
@@ -11,7 +12,6 @@
 #include "distrain/base/error.h"
 #include "files/file.h"
 #include "files/gzip_reader.h"
-#include "limits.h"
 
 namespace distrain::data {
 namespace {
@@ -22,9 +22,8 @@ constexpr uint8_t kClasses = 10;
 constexpr size_t kPixels = kChannels * kSide * kSide;
 constexpr size_t kRecord = 1 + kPixels;
 constexpr size_t kChunk = 1024 * kRecord;
-constexpr int kTrainingFiles = 5;
-
-std::string training_file(int number) { return "data_batch_" + std::to_string(number) + ".bin"; }
+constexpr std::array kTrainingFiles = {"data_batch_1.bin", "data_batch_2.bin", "data_batch_3.bin",
+                                       "data_batch_4.bin", "data_batch_5.bin"};
 
 // Where the file is; empty if it is neither in the folder nor in the one that the archive unpacks
 // to.
@@ -34,19 +33,6 @@ std::string find_file(const std::string& folder, const std::string& name) {
     if (access(path.c_str(), F_OK) == 0) return path;
   }
   return "";
-}
-
-void append_records(const std::string& path, const std::vector<uint8_t>& bytes, int64_t before,
-                    ImageSet& set) {
-  for (auto at = bytes.begin(); at != bytes.end(); at += kRecord) {
-    if (*at >= kClasses) {
-      base::bad_data(path + ": record " + std::to_string(set.count - before) + " has the label " +
-                     std::to_string(*at) + ", not one of 0 to 9");
-    }
-    set.labels.push_back(*at);
-    set.pixels.insert(set.pixels.end(), at + 1, at + kRecord);
-    ++set.count;
-  }
 }
 
 void append_file(const std::string& path, InputFile::Kind kind, ContentHasher& hasher,
@@ -64,8 +50,16 @@ void append_file(const std::string& path, InputFile::Kind kind, ContentHasher& h
       base::bad_data(path + ": " + std::to_string(total) +
                      " bytes are no whole number of records of " + std::to_string(kRecord));
     }
-    append_records(path, chunk, before, set);
-    hasher.add({reinterpret_cast<const char*>(chunk.data()), chunk.size()});
+    for (auto at = chunk.begin(); at != chunk.end(); at += kRecord) {
+      if (*at >= kClasses) {
+        base::bad_data(path + ": record " + std::to_string(set.count - before) + " has the label " +
+                       std::to_string(*at) + ", not one of 0 to 9");
+      }
+      set.labels.push_back(*at);
+      set.pixels.insert(set.pixels.end(), at + 1, at + kRecord);
+      ++set.count;
+    }
+    hasher.add(chunk);
   } while (chunk.size() == kChunk);
   if (set.count == before) base::bad_data(path + ": no image in this file");
 }
@@ -87,19 +81,15 @@ ImageSet read_files(const std::vector<std::string>& paths,
 }  // namespace
 
 bool has_cifar10(const std::string& folder) {
-  for (int number = 1; number <= kTrainingFiles; ++number) {
-    if (!find_file(folder, training_file(number)).empty()) return true;
-  }
-  return false;
+  return std::ranges::any_of(kTrainingFiles,
+                             [&](const char* name) { return !find_file(folder, name).empty(); });
 }
 
 ImageFolder read_cifar10(const std::string& folder) {
   std::vector<std::string> paths;
-  for (int number = 1; number <= kTrainingFiles; ++number) {
-    paths.push_back(find_file(folder, training_file(number)));
-    if (paths.back().empty()) {
-      base::bad_data(folder + ": no " + training_file(number) + " in this folder");
-    }
+  for (const std::string name : kTrainingFiles) {
+    paths.push_back(find_file(folder, name));
+    if (paths.back().empty()) base::bad_data(folder + ": no " + name + " in this folder");
   }
   ImageFolder result;
   result.train = read_files(paths);

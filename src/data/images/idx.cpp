@@ -3,17 +3,15 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <string_view>
+#include <filesystem>
 
-#include <fcntl.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "content_hasher.h"
 #include "distrain/base/error.h"
 #include "files/file.h"
 #include "files/gzip_reader.h"
-#include "limits.h"
+#include "files/open_folder.h"
 
 namespace distrain::data {
 namespace {
@@ -23,7 +21,7 @@ constexpr uint8_t kUnsignedBytes = 0x08;  // the element type
 constexpr uint64_t kMaxHeader = 16;       // of three dimensions
 
 [[noreturn]] void refuse(const std::string& path, const std::string& reason) {
-  throw base::Exception(base::ErrorKind::kBadData, path + ": " + reason);
+  base::bad_data(path + ": " + reason);
 }
 
 // One IDX file: u8 0 · u8 0 · u8 element type · u8 dimensions · dimensions × u32 size, elements.
@@ -72,7 +70,7 @@ class IdxFile {
     }
     uint8_t more;
     reader_.read(&more, 1);  // refused if there is any
-    add_to_hash(elements);
+    hasher_.add(elements);
     return elements;
   }
 
@@ -81,12 +79,7 @@ class IdxFile {
     if (reader_.read(bytes.data(), bytes.size()) < bytes.size()) {
       refuse(path_, "cut short: no whole IDX header");
     }
-    add_to_hash(bytes);
-  }
-
-  template <class Bytes>
-  void add_to_hash(const Bytes& bytes) {
-    hasher_.add({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+    hasher_.add(bytes);
   }
 
   const std::string& path_;
@@ -98,8 +91,8 @@ std::string size_of(const ImageSet& set) {
   return std::to_string(set.rows) + " x " + std::to_string(set.columns);
 }
 
-void read_pixels(const std::string& path, ContentHasher& hasher, ImageSet& set,
-                 InputFile::Kind kind = InputFile::Kind::kRegular) {
+void read_pixels(const std::string& path, InputFile::Kind kind, ContentHasher& hasher,
+                 ImageSet& set) {
   IdxFile file(path, hasher, kind);
   const auto [count, rows, columns] = file.read_sizes<3>();
   set.count = static_cast<int64_t>(count);
@@ -124,6 +117,16 @@ void read_labels(const std::string& path, const std::string& images, ContentHash
                      " images of " + images);
   }
   set.labels = file.read_elements(count);
+}
+
+ImageSet read_set(const std::string& images, InputFile::Kind kind,
+                  const std::optional<std::string>& labels = {}) {
+  ImageSet set;
+  ContentHasher hasher;
+  with_memory_for(images, [&] { read_pixels(images, kind, hasher, set); });
+  if (labels) with_memory_for(*labels, [&] { read_labels(*labels, images, hasher, set); });
+  set.content_hash = hasher.value();
+  return set;
 }
 
 // The file of this set ("train") and kind ("images", "idx3") in whichever spelling it has.
@@ -153,28 +156,15 @@ ImageSet read_pair(const std::string& folder, const std::string& set, const Pair
   return read_idx(*pair.images, *pair.labels);
 }
 
-void check_folder(const std::string& folder) {
-  const int fd = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (fd < 0) {
-    throw base::Exception(base::ErrorKind::kBadData, "cannot open " + folder + ": " + errno_text());
-  }
-  close(fd);
-}
-
 }  // namespace
 
 ImageSet read_idx(const std::string& images, const std::string& labels) {
-  ImageSet set;
-  ContentHasher hasher;
-  with_memory_for(images, [&] { read_pixels(images, hasher, set); });
-  with_memory_for(labels, [&] { read_labels(labels, images, hasher, set); });
-  set.content_hash = hasher.value();
-  return set;
+  return read_set(images, InputFile::Kind::kRegular, labels);
 }
 
 ImageSet read_images(const std::string& path) {
-  struct stat status {};
-  if (stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode)) {
+  std::error_code ignored;
+  if (std::filesystem::is_directory(path, ignored)) {
     return read_pair(path, "t10k", find_pair(path, "t10k"));
   }
   const size_t kind = path.rfind("images");
@@ -184,11 +174,7 @@ ImageSet read_images(const std::string& path) {
     labels.replace(type, 4, "idx1").replace(kind, 6, "labels");
     if (access(labels.c_str(), F_OK) == 0) return read_idx(path, labels);
   }
-  ImageSet set;
-  ContentHasher hasher;
-  with_memory_for(path, [&] { read_pixels(path, hasher, set, InputFile::Kind::kAny); });
-  set.content_hash = hasher.value();
-  return set;
+  return read_set(path, InputFile::Kind::kAny);
 }
 
 bool has_image_files(const std::string& folder) {
@@ -197,7 +183,7 @@ bool has_image_files(const std::string& folder) {
 }
 
 ImageFolder read_image_folder(const std::string& folder) {
-  check_folder(folder);
+  if (!OpenFolder::at(Disk(), folder)) fail_open(folder);
   ImageFolder result;
   result.train = read_pair(folder, "train", find_pair(folder, "train"));
   const Pair pair = find_pair(folder, "t10k");

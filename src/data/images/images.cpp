@@ -1,8 +1,6 @@
 #include "distrain/data/images.h"
 
-#include <algorithm>
 #include <filesystem>
-#include <numeric>
 
 #include <ATen/Functions.h>
 
@@ -33,15 +31,6 @@ ImageBatch make_batch(const ImageSet& set, std::span<const int64_t> examples,
   return {images.expand({-1, form.channels, -1, -1}).contiguous(),
           set.labels.empty() ? at::full({places.numel()}, -1, at::kLong)
                              : picked(set.labels, {set.count}).to(at::kLong)};
-}
-
-void each_batch(const ImageSet& images, int64_t first, int64_t last, int64_t size,
-                const ImageForm& form, const std::function<void(const ImageBatch&)>& use) {
-  for (; first < last; first += size) {
-    std::vector<int64_t> examples(static_cast<size_t>(std::min(size, last - first)));
-    std::iota(examples.begin(), examples.end(), first);
-    use(make_batch(images, examples, form));
-  }
 }
 
 ImageSet read_training_images(const std::string& folder) {

@@ -46,21 +46,18 @@ NamedTensors named_tensors(const std::string& name, const torch::nn::Module& mod
 }
 
 void copy_into(const NamedTensors& live, const NamedTensors& saved) {
-  const auto fail = [](const std::string& why) {
-    throw base::Exception(base::ErrorKind::kBadData, why);
-  };
   const at::NoGradGuard no_grad;
   for (const auto& [name, into] : live) {
     const auto it = saved.find(name);
-    if (it == saved.end()) fail("no " + name);
+    if (it == saved.end()) base::bad_data("no " + name);
     at::Tensor target = into;
     if (it->second.sizes() != target.sizes() || it->second.scalar_type() != target.scalar_type()) {
-      fail(name + " has another shape or dtype");
+      base::bad_data(name + " has another shape or dtype");
     }
     target.copy_(it->second);
   }
   for (const auto& [name, tensor] : saved) {
-    if (!live.contains(name)) fail("it has " + name + ", which the model has not");
+    if (!live.contains(name)) base::bad_data("it has " + name + ", which the model has not");
   }
 }
 
@@ -70,7 +67,7 @@ void naming_file(const std::string& path, const std::function<void()>& use) {
   } catch (const base::Exception& e) {
     const std::string& why = e.error().message;
     if (e.kind() != base::ErrorKind::kBadData || why.starts_with(path + ": ")) throw;
-    throw base::Exception(base::ErrorKind::kBadData, path + ": " + why);
+    base::bad_data(path + ": " + why);
   }
 }
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <optional>
 #include <set>
 #include <string_view>
@@ -17,8 +16,6 @@
 namespace distrain::data {
 namespace {
 
-using base::ErrorKind;
-using base::Exception;
 using wire::DType;
 using Json = nlohmann::ordered_json;
 
@@ -26,10 +23,7 @@ constexpr size_t kLengthBytes = 8;
 constexpr uint64_t kMaxHeader = uint64_t{16} << 20;
 constexpr std::string_view kMetadata = "__metadata__";
 
-struct DTypeName {
-  DType dtype;
-  std::string_view name;
-};
+using DTypeName = std::pair<DType, std::string_view>;
 constexpr std::array kDTypes = {
     DTypeName{DType::kBool, "BOOL"},
     DTypeName{DType::kUInt8, "U8"},
@@ -68,10 +62,11 @@ std::optional<uint64_t> bytes_of(DType dtype, const std::vector<int64_t>& shape)
 
 struct Entry {
   std::string name;
-  std::optional<DType> dtype;
-  std::optional<std::vector<int64_t>> shape;
-  std::optional<std::vector<int64_t>> offsets;  // begin and end among the tensors' bytes
+  DType dtype{};
+  std::vector<int64_t> shape;
+  std::vector<int64_t> offsets;  // begin and end among the tensors' bytes
 };
+constexpr std::array kEntryFields = {"dtype", "shape", "data_offsets"};
 
 // Takes the header's JSON as it is read, without a tree of it, and refuses whatever is not in the
 // format at the place where it stands: so nothing is ever nested deeper than the format.
@@ -87,20 +82,18 @@ class HeaderReader : public nlohmann::json_sax<Json> {
       case Place::kFile:
         if (!names_.insert(name).second) fail(in_quotes(name) + " is there twice");
         entry_ = Entry{name, {}, {}, {}};
+        fields_.clear();
         break;
       case Place::kMetadata:
-        if (metadata.contains(name))
+        if (metadata.contains(name)) {
           fail(in_quotes(name) + " is twice in " + std::string(kMetadata));
+        }
         break;
       default:
-        if (name != "dtype" && name != "shape" && name != "data_offsets") {
+        if (std::ranges::find(kEntryFields, name) == kEntryFields.end()) {
           fail_entry("has an unknown field " + in_quotes(name));
         }
-        if (name == "dtype"   ? entry_.dtype.has_value()
-            : name == "shape" ? entry_.shape.has_value()
-                              : entry_.offsets.has_value()) {
-          fail_entry("has its " + name + " twice");
-        }
+        if (!fields_.insert(name).second) fail_entry("has its " + name + " twice");
     }
     key_ = name;
     return true;
@@ -119,9 +112,9 @@ class HeaderReader : public nlohmann::json_sax<Json> {
 
   bool end_object() override {
     if (place_ == Place::kTensor) {
-      if (!entry_.dtype) fail_entry("has no dtype");
-      if (!entry_.shape) fail_entry("has no shape");
-      if (!entry_.offsets) fail_entry("has no data_offsets");
+      for (const std::string field : kEntryFields) {
+        if (!fields_.contains(field)) fail_entry("has no " + field);
+      }
       entries.push_back(std::move(entry_));
     }
     place_ = Place::kFile;
@@ -131,12 +124,11 @@ class HeaderReader : public nlohmann::json_sax<Json> {
   bool start_array(std::size_t) override {
     if (place_ != Place::kTensor || key_ == "dtype") fail_value();
     place_ = Place::kNumbers;
-    (key_ == "shape" ? entry_.shape : entry_.offsets).emplace();
     return true;
   }
 
   bool end_array() override {
-    if (key_ != "shape" && entry_.offsets->size() != 2) fail_value();
+    if (key_ != "shape" && entry_.offsets.size() != 2) fail_value();
     place_ = Place::kTensor;
     return true;
   }
@@ -147,16 +139,15 @@ class HeaderReader : public nlohmann::json_sax<Json> {
       return true;
     }
     if (place_ != Place::kTensor || key_ != "dtype") fail_value();
-    const auto* found = std::find_if(kDTypes.begin(), kDTypes.end(),
-                                     [&](const DTypeName& known) { return known.name == text; });
+    const auto* const found = std::ranges::find(kDTypes, text, &DTypeName::second);
     if (found == kDTypes.end()) fail_entry("has the unknown dtype " + in_quotes(text));
-    entry_.dtype = found->dtype;
+    entry_.dtype = found->first;
     return true;
   }
 
   bool number_unsigned(number_unsigned_t number) override {
     if (place_ != Place::kNumbers || number > static_cast<uint64_t>(INT64_MAX)) fail_value();
-    std::vector<int64_t>& numbers = key_ == "shape" ? *entry_.shape : *entry_.offsets;
+    std::vector<int64_t>& numbers = key_ == "shape" ? entry_.shape : entry_.offsets;
     if (numbers.size() == wire::kMaxDimensions) fail_entry("has too many dimensions");
     numbers.push_back(static_cast<int64_t>(number));
     return true;
@@ -175,9 +166,7 @@ class HeaderReader : public nlohmann::json_sax<Json> {
  private:
   enum class Place { kStart, kFile, kTensor, kNumbers, kMetadata };
 
-  [[noreturn]] void fail(const std::string& reason) const {
-    throw Exception(ErrorKind::kBadData, file_ + ": " + reason);
-  }
+  [[noreturn]] void fail(const std::string& reason) const { base::bad_data(file_ + ": " + reason); }
   [[noreturn]] void fail_entry(const std::string& reason) const {
     fail("tensor " + in_quotes(entry_.name) + " " + reason);
   }
@@ -190,8 +179,9 @@ class HeaderReader : public nlohmann::json_sax<Json> {
 
   const std::string& file_;
   Place place_ = Place::kStart;
-  std::string key_;  // the last
-  Entry entry_;      // being read
+  std::string key_;               // the last
+  Entry entry_;                   // being read
+  std::set<std::string> fields_;  // of that entry so far
   std::set<std::string> names_;
 };
 
@@ -208,14 +198,9 @@ uint64_t header_length(std::span<const uint8_t> begin, uint64_t size, const std:
   return length;
 }
 
-/// What a header says: tensors that lie one after the other and fill the rest of the file.
-struct Layout {
-  std::map<std::string, std::string> metadata;
-  std::vector<Entry> entries;  // by where they begin
-};
-
-// Of the header that begins with its length, before `size` bytes of tensors.
-Layout layout_of(std::span<const uint8_t> begin, uint64_t size, const std::string& name) {
+// Reads the header that begins with its length, before `size` bytes of tensors, which lie one after
+// the other and fill them. Entries are then in the order of their tensors.
+HeaderReader read_header(std::span<const uint8_t> begin, uint64_t size, const std::string& name) {
   const auto fail = [&](const std::string& reason) { base::bad_data(name + ": " + reason); };
   const std::string_view header(reinterpret_cast<const char*>(begin.data()) + kLengthBytes,
                                 begin.size() - kLengthBytes);
@@ -231,17 +216,17 @@ Layout layout_of(std::span<const uint8_t> begin, uint64_t size, const std::strin
 
   auto& entries = reader.entries;
   std::sort(entries.begin(), entries.end(),
-            [](const Entry& a, const Entry& b) { return *a.offsets < *b.offsets; });
+            [](const Entry& a, const Entry& b) { return a.offsets < b.offsets; });
   int64_t end = 0;
   for (const Entry& entry : entries) {
     const std::string tensor = "tensor " + in_quotes(entry.name);
-    const int64_t first = (*entry.offsets)[0];
-    const int64_t last = (*entry.offsets)[1];
+    const int64_t first = entry.offsets[0];
+    const int64_t last = entry.offsets[1];
     if (first > end) fail("nothing says what the bytes before " + tensor + " are");
     if (first < end) fail(tensor + " overlaps another one");
     if (last < first) fail(tensor + " ends before it begins");
     if (static_cast<uint64_t>(last) > size) fail(tensor + " goes beyond the file's end");
-    const auto bytes = bytes_of(*entry.dtype, *entry.shape);
+    const auto bytes = bytes_of(entry.dtype, entry.shape);
     if (!bytes) fail(tensor + " has a shape that overflows");
     if (*bytes != static_cast<uint64_t>(last - first)) {
       fail(tensor + " has " + std::to_string(last - first) + " bytes, its dtype and shape need " +
@@ -253,7 +238,7 @@ Layout layout_of(std::span<const uint8_t> begin, uint64_t size, const std::strin
     fail(std::to_string(size - static_cast<uint64_t>(end)) +
          " bytes too many after the last tensor");
   }
-  return {std::move(reader.metadata), std::move(entries)};
+  return reader;
 }
 
 // The next `count` bytes of the file, fewer at its end.
@@ -278,7 +263,7 @@ Safetensors Safetensors::read(const std::string& path) {
     const uint64_t length = header_length(bytes, file.size(), path);
     read_more(file, length, bytes);
     const uint64_t rest = file.size() - kLengthBytes - length;
-    layout_of(bytes, rest, path);
+    read_header(bytes, rest, path);
     read_more(file, rest, bytes);
     return parse(std::move(bytes), path);
   });
@@ -287,14 +272,14 @@ Safetensors Safetensors::read(const std::string& path) {
 Safetensors Safetensors::parse(std::vector<uint8_t> bytes, const std::string& name) {
   const uint64_t begin = kLengthBytes + header_length(bytes, bytes.size(), name);
   const auto all = std::span<const uint8_t>(bytes);
-  Layout layout = layout_of(all.first(begin), bytes.size() - begin, name);
+  HeaderReader header = read_header(all.first(begin), bytes.size() - begin, name);
   Safetensors result;
-  result.metadata_ = std::move(layout.metadata);
-  for (Entry& entry : layout.entries) {
-    const auto first = static_cast<size_t>((*entry.offsets)[0]);
-    const auto last = static_cast<size_t>((*entry.offsets)[1]);
+  result.metadata_ = std::move(header.metadata);
+  for (Entry& entry : header.entries) {
+    const auto first = static_cast<size_t>(entry.offsets[0]);
+    const auto last = static_cast<size_t>(entry.offsets[1]);
     result.tensors_.emplace(std::move(entry.name),
-                            StoredTensor{*entry.dtype, std::move(*entry.shape),
+                            StoredTensor{entry.dtype, std::move(entry.shape),
                                          all.subspan(begin + first, last - first)});
   }
   result.bytes_ = std::make_shared<const std::vector<uint8_t>>(std::move(bytes));
@@ -304,7 +289,7 @@ Safetensors Safetensors::parse(std::vector<uint8_t> bytes, const std::string& na
 std::string safetensors_header(const std::map<std::string, StoredTensor>& tensors,
                                const std::map<std::string, std::string>& metadata) {
   const auto fail = [](const std::string& name, const char* reason) {
-    throw Exception(ErrorKind::kInvalid, "tensor " + in_quotes(name) + " " + reason);
+    base::invalid("tensor " + in_quotes(name) + " " + reason);
   };
   std::string header(kLengthBytes, '\0');
   const auto put = [&](const std::string& name, const Json& value) {
@@ -318,9 +303,7 @@ std::string safetensors_header(const std::map<std::string, StoredTensor>& tensor
   if (!metadata.empty()) put(std::string(kMetadata), Json(metadata));
   uint64_t offset = 0;
   for (const auto& [name, tensor] : tensors) {
-    const auto* found = std::find_if(
-        kDTypes.begin(), kDTypes.end(),
-        [dtype = tensor.dtype](const DTypeName& known) { return known.dtype == dtype; });
+    const auto* const found = std::ranges::find(kDTypes, tensor.dtype, &DTypeName::first);
     if (found == kDTypes.end()) fail(name, "has a dtype that safetensors files cannot hold");
     if (name == kMetadata) fail(name, "has a name that safetensors files use otherwise");
     if (tensor.shape.size() > wire::kMaxDimensions) fail(name, "has too many dimensions");
@@ -328,7 +311,7 @@ std::string safetensors_header(const std::map<std::string, StoredTensor>& tensor
       fail(name, "has bytes that do not fit its shape");
     }
     Json entry;
-    entry["dtype"] = found->name;
+    entry["dtype"] = found->second;
     entry["shape"] = tensor.shape;
     entry["data_offsets"] = {offset, offset + tensor.bytes.size()};
     put(name, entry);
@@ -338,9 +321,7 @@ std::string safetensors_header(const std::map<std::string, StoredTensor>& tensor
   header += '}';
   header.resize((header.size() + 7) / 8 * 8, ' ');
   uint64_t length = header.size() - kLengthBytes;
-  if (length > kMaxHeader) {
-    throw Exception(ErrorKind::kInvalid, "tensors with a header of more than 16 MiB");
-  }
+  if (length > kMaxHeader) base::invalid("tensors with a header of more than 16 MiB");
   for (size_t i = 0; i < kLengthBytes; ++i, length >>= 8) header[i] = static_cast<char>(length);
   return header;
 }

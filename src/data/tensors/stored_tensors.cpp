@@ -8,7 +8,7 @@
 
 namespace distrain::data {
 
-data::StoredTensor to_stored(const at::Tensor& tensor, std::vector<at::Tensor>& kept) {
+StoredTensor to_stored(const at::Tensor& tensor, std::vector<at::Tensor>& kept) {
   const at::Tensor plain = tensor.detach().cpu().contiguous();
   kept.push_back(plain);
   return {rpc::to_dtype(plain.scalar_type()),
@@ -16,12 +16,9 @@ data::StoredTensor to_stored(const at::Tensor& tensor, std::vector<at::Tensor>& 
           {static_cast<const uint8_t*>(plain.const_data_ptr()), plain.nbytes()}};
 }
 
-at::Tensor to_tensor(const data::StoredTensor& stored) {
+at::Tensor to_tensor(const StoredTensor& stored) {
   at::Tensor tensor = at::empty(stored.shape, rpc::to_scalar_type(stored.dtype));
-  if (!stored.bytes.empty()) {
-    std::copy(stored.bytes.begin(), stored.bytes.end(),
-              static_cast<uint8_t*>(tensor.mutable_data_ptr()));
-  }
+  std::ranges::copy(stored.bytes, static_cast<uint8_t*>(tensor.mutable_data_ptr()));
   return tensor;
 }
 

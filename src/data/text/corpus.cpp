@@ -15,10 +15,8 @@
 namespace distrain::data {
 namespace {
 
-using base::ErrorKind;
-using base::Exception;
-
 constexpr std::string_view kReserved[] = {"<unk>", "<eos>"};  // kUnknownWord, kEndOfLine
+constexpr const char* kNoWord = ": no word in this file";
 constexpr int64_t kReservedWords = std::size(kReserved);
 
 int64_t number_of(std::string_view word, const Vocabulary& vocabulary) {
@@ -26,12 +24,8 @@ int64_t number_of(std::string_view word, const Vocabulary& vocabulary) {
   return id == Vocabulary::kUnknown ? kUnknownWord : id;
 }
 
-[[noreturn]] void fail_no_word(const std::string& path) {
-  throw Exception(ErrorKind::kBadData, path + ": no word in this file");
-}
-
 void check(bool right, const char* what, int64_t value) {
-  if (!right) throw Exception(ErrorKind::kInvalid, what + std::to_string(value));
+  if (!right) base::invalid(what + std::to_string(value));
 }
 
 }  // namespace
@@ -40,8 +34,8 @@ Vocabulary read_words(const std::string& path, int64_t max_words) {
   check(max_words == 0 || max_words >= kReservedWords,
         "a vocabulary has at least 2 words, <unk> and <eos>, or 0 for all, not ", max_words);
   return with_memory_for(path, [&] {
-    InputFile file(path, InputFile::Kind::kRegular);  // the corpus is read from it, too
-    const auto text = read_to_end<std::string>(file);
+    // A regular file, as the corpus is read from it, too.
+    const auto text = read_to_end<std::string>(InputFile(path, InputFile::Kind::kRegular));
     Vocabulary seen;  // by first appearance
     for (const std::string_view word : kReserved) seen.add(word);
     std::vector<int64_t> counts(kReservedWords, 0);
@@ -54,7 +48,7 @@ Vocabulary read_words(const std::string& path, int64_t max_words) {
         ++counts[id];
       });
     });
-    if (!any) fail_no_word(path);
+    if (!any) base::bad_data(path + kNoWord);
 
     std::vector<int64_t> order(counts.size());
     std::iota(order.begin(), order.end(), 0);
@@ -70,7 +64,7 @@ Vocabulary read_words(const std::string& path, int64_t max_words) {
 
 Corpus read_corpus(const std::string& path, const Vocabulary& vocabulary) {
   return with_memory_for(path, [&] {
-    const auto text = read_file<std::string>(path);
+    const auto text = read_to_end<std::string>(InputFile(path));
     Corpus corpus;
     corpus.content_hash = content_hash(text);
     for_each_line(text, [&](std::string_view line) {
@@ -80,7 +74,7 @@ Corpus read_corpus(const std::string& path, const Vocabulary& vocabulary) {
       });
       if (corpus.tokens.size() > before) corpus.tokens.push_back(kEndOfLine);
     });
-    if (corpus.tokens.empty()) fail_no_word(path);
+    if (corpus.tokens.empty()) base::bad_data(path + kNoWord);
     return corpus;
   });
 }
@@ -125,9 +119,8 @@ TokenColumns::TokenColumns(const std::vector<int64_t>& tokens, int64_t columns, 
   const auto size = static_cast<int64_t>(tokens.size());
   column_length_ = size / columns;
   if (column_length_ < 2) {
-    throw Exception(ErrorKind::kBadData, std::to_string(size) + " tokens are too few for " +
-                                             std::to_string(columns) +
-                                             " columns of at least two tokens");
+    base::bad_data(std::to_string(size) + " tokens are too few for " + std::to_string(columns) +
+                   " columns of at least two tokens");
   }
 }
 

@@ -1,9 +1,7 @@
 #include "distrain/data/text_dataset.h"
 
 #include <algorithm>
-#include <new>
-#include <numeric>
-#include <stdexcept>
+#include <map>
 #include <utility>
 
 #include "distrain/base/error.h"
@@ -14,8 +12,7 @@
 namespace distrain::data {
 namespace {
 
-using base::ErrorKind;
-using base::Exception;
+using base::bad_data;
 
 constexpr std::string_view kLabelPrefix = "__label__";
 
@@ -32,11 +29,11 @@ class Parser {
       ++line_;
       parse_line(line);
     });
-    if (data_.labels.empty()) fail(name_ + ": no example in this file");
+    if (data_.labels.empty()) bad_data(name_ + ": no example in this file");
     if (given_) {
       data_.vocabulary = std::move(given_);
     } else {
-      if (own_.words.size() == 0) fail(name_ + ": no word in any example");
+      if (own_.words.size() == 0) bad_data(name_ + ": no word in any example");
       sort_labels();
       data_.vocabulary = std::make_shared<const TextVocabulary>(std::move(own_));
     }
@@ -69,7 +66,10 @@ class Parser {
   int64_t label_of(std::string_view token) {
     const std::string_view name = token.substr(kLabelPrefix.size());
     if (name.empty()) fail_at("a label without a name: ", token);
-    if (!given_) return label_ids_.add(name);
+    if (!given_) {
+      const auto number = static_cast<int64_t>(label_numbers_.size());
+      return label_numbers_.try_emplace(std::string(name), number).first->second;
+    }
     const auto& known = given_->labels;
     const auto found = std::lower_bound(known.begin(), known.end(), name);
     if (found == known.end() || *found != name) {
@@ -93,14 +93,10 @@ class Parser {
 
   // Classes are numbered by name, so that their numbers do not depend on the order of the lines.
   void sort_labels() {
-    std::vector<int64_t> order(static_cast<size_t>(label_ids_.size()));
-    std::iota(order.begin(), order.end(), 0);
-    std::sort(order.begin(), order.end(),
-              [this](int64_t a, int64_t b) { return label_ids_.word(a) < label_ids_.word(b); });
-    std::vector<int64_t> class_of(order.size());
-    for (size_t i = 0; i < order.size(); ++i) {
-      class_of[static_cast<size_t>(order[i])] = static_cast<int64_t>(i);
-      own_.labels.emplace_back(label_ids_.word(order[i]));
+    std::vector<int64_t> class_of(label_numbers_.size());
+    for (const auto& [name, number] : label_numbers_) {
+      class_of[static_cast<size_t>(number)] = std::ssize(own_.labels);
+      own_.labels.push_back(name);
     }
     for (int64_t& label : data_.labels) label = class_of[static_cast<size_t>(label)];
   }
@@ -108,11 +104,7 @@ class Parser {
   [[noreturn]] void fail_at(std::string_view what, std::string_view text) const {
     while (!text.empty() && is_separator(text.front())) text.remove_prefix(1);
     while (!text.empty() && is_separator(text.back())) text.remove_suffix(1);
-    fail(name_ + ":" + std::to_string(line_) + ": " + std::string(what) + in_quotes(text));
-  }
-
-  [[noreturn]] static void fail(std::string message) {
-    throw Exception(ErrorKind::kBadData, std::move(message));
+    bad_data(name_ + ":" + std::to_string(line_) + ": " + std::string(what) + in_quotes(text));
   }
 
   const std::string_view text_;
@@ -120,7 +112,7 @@ class Parser {
   std::shared_ptr<const TextVocabulary> given_;
   const Labels needed_;
   TextVocabulary own_;
-  Vocabulary label_ids_;  // by first appearance
+  std::map<std::string, int64_t> label_numbers_;  // by first appearance
   TextDataset data_;
   int64_t line_ = 0;
 };
@@ -132,12 +124,11 @@ TextDataset parse_fast_text(std::string_view text, const std::string& name,
   return Parser(text, name, std::move(vocabulary), labels).parse();
 }
 
-TextDataset read_fast_text(const std::string& path) { return read_fast_text(path, nullptr); }
-
 TextDataset read_fast_text(const std::string& path,
                            std::shared_ptr<const TextVocabulary> vocabulary, Labels labels) {
   return with_memory_for(path, [&] {
-    return parse_fast_text(read_file<std::string>(path), path, std::move(vocabulary), labels);
+    return parse_fast_text(read_to_end<std::string>(InputFile(path)), path, std::move(vocabulary),
+                           labels);
   });
 }
 

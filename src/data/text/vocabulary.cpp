@@ -8,8 +8,9 @@ size_t Vocabulary::slot_of(std::string_view word, uint64_t hash) const {
   const size_t mask = slots_.size() - 1;
   size_t at = hash & mask;
   while (slots_[at].id != kUnknown &&
-         (slots_[at].hash != hash || this->word(slots_[at].id) != word))
+         (slots_[at].hash != hash || this->word(slots_[at].id) != word)) {
     at = (at + 1) & mask;
+  }
   return at;
 }
 
@@ -38,7 +39,7 @@ std::string_view Vocabulary::word(int64_t id) const {
   return std::string_view(text_).substr(begin, ends_[i] - begin);
 }
 
-Vocabulary::Vocabulary(const std::vector<std::string>& words) : Vocabulary() {
+Vocabulary::Vocabulary(const std::vector<std::string>& words) {
   for (const std::string& word : words) add(word);
 }
 
@@ -49,14 +50,10 @@ std::vector<std::string> all_words(const Vocabulary& vocabulary) {
 }
 
 void Vocabulary::grow() {
-  std::vector<Slot> old(2 * slots_.size(), Slot{0, kUnknown});
+  std::vector<Slot> old(2 * slots_.size());
   old.swap(slots_);
-  const size_t mask = slots_.size() - 1;
   for (const Slot& slot : old) {
-    if (slot.id == kUnknown) continue;
-    size_t at = slot.hash & mask;
-    while (slots_[at].id != kUnknown) at = (at + 1) & mask;
-    slots_[at] = slot;
+    if (slot.id != kUnknown) slots_[slot_of(word(slot.id), slot.hash)] = slot;
   }
 }
 

@@ -4,19 +4,6 @@
 
 namespace distrain::scenario {
 
-namespace {
-
-constexpr int64_t kTestBatch = 256;
-
-void each_batch(const data::TextDataset& set, const job::Share& share,
-                const std::function<void(const data::Batch&)>& use) {
-  share.each_batch(set.size(), kTestBatch, [&](std::span<const int64_t> examples) {
-    use(data::make_batch(set, examples));
-  });
-}
-
-}  // namespace
-
 HybridData::HybridData(const HybridOptions& options) : options_(options) {
   if (options.data.empty()) return;
   train_ = data::read_fast_text(options.data);
@@ -66,9 +53,12 @@ data::Batch HybridData::batch(const job::Step& step) {
   return data::make_batch(*train_, sampler_->batch(step.epoch, step.shard, step.number));
 }
 
-void HybridData::each_test_batch(const job::Share& share,
-                                 const std::function<void(const data::Batch&)>& use) const {
-  each_batch(*test_, share, use);
+void HybridData::each_batch(const data::TextDataset& set, const job::Share& share,
+                            const std::function<void(const data::Batch&)>& use) {
+  constexpr int64_t kBatch = 256;
+  share.each_batch(set.size(), kBatch, [&](std::span<const int64_t> examples) {
+    use(data::make_batch(set, examples));
+  });
 }
 
 void HybridData::evaluate_in(job::TrainingPlan& training,

@@ -37,9 +37,11 @@ class HybridData {
   bool evaluates() const { return valid_ || test_; }
   /// Counts the words of validation and test data that the training data does not have.
   int64_t unknown_words() const;
-  /// The share's test examples.
-  void each_test_batch(const job::Share& share,
-                       const std::function<void(const data::Batch&)>& use) const;
+  /// The examples to evaluate at the end, where there are any.
+  const data::TextDataset& test() const { return *test_; }
+  /// The share's examples of `set`.
+  static void each_batch(const data::TextDataset& set, const job::Share& share,
+                         const std::function<void(const data::Batch&)>& use);
   /// With a file only.
   const std::vector<std::string>& labels() const { return words_->labels; }
 

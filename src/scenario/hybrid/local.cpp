@@ -63,7 +63,7 @@ void predict_hybrid(job::Predictions& predictions, const HybridOptions& options)
   predictions.add("unknown_words", data.unknown_words());
   // In the trainers' shares, one after the other: the same batches that they evaluated.
   for (int trainer = 0; trainer < options.trainers; ++trainer) {
-    data.each_test_batch({trainer, options.trainers}, [&](const data::Batch& batch) {
+    data.each_batch(data.test(), {trainer, options.trainers}, [&](const data::Batch& batch) {
       predictions.tell_labels(model.forward(batch), batch.targets, data.labels());
     });
   }

@@ -26,14 +26,25 @@ constexpr const char* kRandom = "random";
 constexpr const char* kCifar = "cifar10";
 constexpr const char* kIdx = "idx";
 
-[[noreturn]] void bad_data(const std::string& message) {
-  throw base::Exception(base::ErrorKind::kBadData, message);
-}
-
 bool coloured(const data::ImageSet& images) { return images.channels == kColours; }
 
-data::ImageSet read_test_images(const std::string& path, bool cifar) {
-  return cifar ? data::read_cifar10_images(path) : data::read_images(path);
+data::ImageForm form_of(const data::ImageSet& images, int64_t side) {
+  if (!coloured(images)) return {{0.5}, {0.5}, kColours, side};
+  // CIFAR-10's training images, channel by channel.
+  return {{0.4914, 0.4822, 0.4465}, {0.2470, 0.2435, 0.2616}, kColours, side};
+}
+
+void check_labels(const data::ImageSet& images, const std::string& path, int64_t classes) {
+  const auto largest = std::ranges::max_element(images.labels);
+  if (largest == images.labels.end() || *largest < classes) return;
+  base::bad_data("--classes " + std::to_string(classes) + ", but " + path + " has the label " +
+                 std::to_string(*largest));
+}
+
+data::ImageSet read_test_images(const std::string& path, bool cifar, int64_t classes) {
+  data::ImageSet images = cifar ? data::read_cifar10_images(path) : data::read_images(path);
+  check_labels(images, path, classes);
+  return images;
 }
 
 }  // namespace
@@ -46,9 +57,14 @@ PipelineData::PipelineData(const PipelineOptions& options) : options_(options) {
   }
   if (options.data.empty()) return;
   images_ = data::read_training_images(options.data);
-  check_labels(images_, options.data);
-  if (!options.valid_data.empty()) valid_ = read_labelled(options.valid_data);
-  if (!options.test_data.empty()) test_ = read_labelled(options.test_data);
+  check_labels(images_, options.data, options.classes);
+  const auto read = [&](const std::string& folder, data::ImageSet& images) {
+    if (folder.empty()) return;
+    images = read_test_images(folder, coloured(images_), options.classes);
+    if (images.labels.empty()) base::bad_data(folder + ": images without labels");
+  };
+  read(options.valid_data, valid_);
+  read(options.test_data, test_);
 }
 
 PipelineData::PipelineData(const PipelineOptions& options, const job::Snapshot& snapshot,
@@ -56,36 +72,12 @@ PipelineData::PipelineData(const PipelineOptions& options, const job::Snapshot& 
     : options_(options) {
   const std::string kind = snapshot.agreed("format");
   if (kind == kRandom) snapshot.refuse("it was trained on random images, which have no classes");
-  test_ = read_test_images(images, kind == kCifar);
-  check_labels(test_, images);
-}
-
-/// Of the kind that the model is trained on.
-data::ImageSet PipelineData::read_labelled(const std::string& folder) const {
-  data::ImageSet images = read_test_images(folder, coloured(images_));
-  if (images.labels.empty()) bad_data(folder + ": images without labels");
-  check_labels(images, folder);
-  return images;
-}
-
-void PipelineData::check_labels(const data::ImageSet& images, const std::string& path) const {
-  const auto largest = std::ranges::max_element(images.labels);
-  if (largest == images.labels.end() || *largest < options_.classes) return;
-  bad_data("--classes " + std::to_string(options_.classes) + ", but " + path + " has the label " +
-           std::to_string(*largest));
-}
-
-data::ImageForm PipelineData::form_of(const data::ImageSet& images) const {
-  data::ImageForm form{{0.5}, {0.5}, kColours, options_.image_size};
-  if (!coloured(images)) return form;
-  form.mean = {0.4914, 0.4822, 0.4465};  // CIFAR-10's training images, channel by channel
-  form.std = {0.2470, 0.2435, 0.2616};
-  return form;
+  test_ = read_test_images(images, kind == kCifar, options.classes);
 }
 
 job::Json PipelineData::describe() const {
   if (images_.count == 0) return {{"data", kRandom}};
-  const data::ImageForm form = form_of(images_);
+  const data::ImageForm form = form_of(images_, options_.image_size);
   return {{"data", coloured(images_) ? kCifar : kIdx},
           {"images", images_.count},
           {"mean", form.mean},
@@ -96,7 +88,7 @@ data::ImageBatch PipelineData::batch(int64_t index) const {
   const int64_t size = options_.batch_size, side = options_.image_size;
   if (images_.count > 0) {
     return data::make_batch(images_, data::full_batch(options_.seed, index, images_.count, size),
-                            form_of(images_));
+                            form_of(images_, side));
   }
   const auto generator = [&](uint64_t sequence) {
     return nn::keyed_generator({options_.seed, sequence, static_cast<uint64_t>(index)});
@@ -111,8 +103,9 @@ int64_t PipelineData::batches_per_epoch() const {
 
 void PipelineData::each_batch(const data::ImageSet& images, const job::Share& share,
                               const std::function<void(const data::ImageBatch&)>& use) const {
-  data::each_batch(images, share.first(images.count), share.end(images.count), options_.batch_size,
-                   form_of(images), use);
+  share.each_batch(images.count, options_.batch_size, [&](std::span<const int64_t> examples) {
+    use(data::make_batch(images, examples, form_of(images, options_.image_size)));
+  });
 }
 
 }  // namespace distrain::scenario

@@ -48,10 +48,6 @@ class PipelineData {
   const data::NamedTensors& weights() const { return weights_; }
 
  private:
-  data::ImageSet read_labelled(const std::string& folder) const;
-  void check_labels(const data::ImageSet& images, const std::string& path) const;
-  data::ImageForm form_of(const data::ImageSet& images) const;
-
   const PipelineOptions options_;
   data::ImageSet images_;  // empty: random
   data::ImageSet valid_, test_;

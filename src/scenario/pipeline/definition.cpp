@@ -1,5 +1,6 @@
 // distrain pipeline: its options and ranks, and what can be said of it before it runs.
 
+#include <algorithm>
 #include <span>
 
 #include <unistd.h>
@@ -158,8 +159,8 @@ A line for each number of --micro-batches. Each step counts as one unit of time;
 `begin` are in such units, `bubble` is the share of the stages' time that is waiting.)");
   list.find("lr-schedule").help = lr_schedule_help("batches of a run");
   list.find("log-interval").help = "batches between 'step' lines; 0: none";
-  list.find("checkpoint-every").help = "batches between two saves";
   list.row("checkpoint-every")
+      .help("batches between two saves")
       .by_default("at the end")
       .details("With --data at the end of each epoch.");
   list.row("checkpoint")
@@ -266,15 +267,11 @@ job that is resumed ends in the same bits with the same --threads.
           })
           .has_stages()
           .change([](job::OptionTable& table) {
-            for (job::Option& option : table) {
-              if (option.name == "rpc-timeout") {
-                option.details = "What waits for a stage to compute has none.";
-              }
-              if (option.name != "inject") continue;
-              option.help +=
-                  ", stage=100ms (sleep in place of computing: so long for a batch's forward pass, "
-                  "and as long for its backward)";
-            }
+            std::ranges::find(table, "rpc-timeout", &job::Option::name)->details =
+                "What waits for a stage to compute has none.";
+            std::ranges::find(table, "inject", &job::Option::name)->help +=
+                ", stage=100ms (sleep in place of computing: so long for a batch's forward pass, "
+                "and as long for its backward)";
           });
   return kJob;
 }

@@ -46,7 +46,15 @@ class LocalModel final : public PipelineModel {
     }
     const double compute_s = base::seconds_since(begun);
     BatchResult result = judge(options_, scores, batch, index);
-    update();
+    if (options_.on_gradients) {
+      data::NamedTensors gradients;
+      for (const auto& [name, tensor] : module_->parameters()) gradients[name] = tensor.grad();
+      options_.on_gradients(data::on_host(gradients));
+    }
+    base::traced("update", [&] {
+      updates_->gather();
+      updates_->step();
+    });
     rpc::StreamPoint::mark(device_).wait_on_host();
     result.batch_s = base::seconds_since(begun);
     // A device has only been told by then what to compute.
@@ -64,17 +72,6 @@ class LocalModel final : public PipelineModel {
   void load(const data::NamedTensors& state) override { module_->load(state); }
 
  private:
-  void update() {
-    const base::TraceScope scope("update");
-    if (options_.on_gradients) {
-      data::NamedTensors gradients;
-      for (const auto& [name, tensor] : module_->parameters()) gradients[name] = tensor.grad();
-      options_.on_gradients(data::on_host(gradients));
-    }
-    updates_->gather();
-    updates_->step();
-  }
-
   const PipelineOptions& options_;
   const c10::Device device_;
   int64_t num_split_ = 1;

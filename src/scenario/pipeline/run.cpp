@@ -1,6 +1,5 @@
 #include "run.h"
 
-#include <algorithm>
 #include <utility>
 
 #include <ATen/Functions.h>

@@ -77,26 +77,17 @@ void PsData::agree(job::TrainingPlan& training) const {
   if (test_) training.alike("test-data", std::to_string(test_->content_hash));
 }
 
-data::ImageBatch PsData::batch_of(const data::ImageSet& set,
-                                  std::span<const int64_t> examples) const {
-  return data::make_batch(set, examples, {{options_.mean}, {options_.std}});
-}
-
 data::ImageBatch PsData::batch(const job::Step& step) {
   const base::TraceScope scope("data");
-  return batch_of(files_.train, sampler_.batch(step.epoch, step.shard, step.number));
+  return data::make_batch(files_.train, sampler_.batch(step.epoch, step.shard, step.number), form_);
 }
 
 void PsData::each_batch(const data::ImageSet& set, const job::Share& share,
                         const std::function<void(const data::ImageBatch&)>& use) const {
   const auto batch_size = std::clamp<int64_t>(options_.batch_size, 16, kMostAtOnce);
-  share.each_batch(set.count, batch_size,
-                   [&](std::span<const int64_t> examples) { use(batch_of(set, examples)); });
-}
-
-void PsData::each_test_batch(const job::Share& share,
-                             const std::function<void(const data::ImageBatch&)>& use) const {
-  each_batch(*test_, share, use);
+  share.each_batch(set.count, batch_size, [&](std::span<const int64_t> examples) {
+    use(data::make_batch(set, examples, form_));
+  });
 }
 
 void PsData::evaluate_in(job::TrainingPlan& training,

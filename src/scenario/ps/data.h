@@ -28,16 +28,15 @@ class PsData {
   /// gives the log-probabilities of a batch. To outlive the training.
   void evaluate_in(job::TrainingPlan& training,
                    const std::function<at::Tensor(const at::Tensor& images)>& forward) const;
-  /// The share's test images, in batches that take no more memory than those of training.
-  void each_test_batch(const job::Share& share,
-                       const std::function<void(const data::ImageBatch&)>& use) const;
-
- private:
+  /// The images to evaluate at the end, where there are any.
+  const data::ImageSet& test() const { return *test_; }
+  /// The share's images of `set`, in batches that take no more memory than those of training.
   void each_batch(const data::ImageSet& set, const job::Share& share,
                   const std::function<void(const data::ImageBatch&)>& use) const;
-  data::ImageBatch batch_of(const data::ImageSet& set, std::span<const int64_t> examples) const;
 
+ private:
   const PsOptions options_;
+  const data::ImageForm form_{{options_.mean}, {options_.std}};
   data::ImageFolder files_;
   std::optional<data::ImageSet> valid_, test_;  // to evaluate on after each epoch, at the end
   int64_t examples_ = 0;                        // to train on

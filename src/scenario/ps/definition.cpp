@@ -87,7 +87,8 @@ void PsOptions::describe(job::OptionList<PsOptions>& list) {
                "GPUs of the server: with 2 the convolutions are on cuda:0, the rest on cuda:1")
       .range(0, 2)
       .by_default("as --device says")
-      .of_predict();
+      .of_predict()
+      .details("With --local the whole job is there. The trainers are where --device says.");
   list.real("mean", &PsOptions::mean, "of the pixels, which is subtracted")
       .range(-1e6, 1e6)
       .by_default("0.1307, with Debian's Fashion-MNIST 0.286")
@@ -115,8 +116,6 @@ void PsOptions::describe(job::OptionList<PsOptions>& list) {
   list.flag("verify-grads", &PsOptions::verify_grads,
             "check at every step that the gradients arrived")
       .may_change();
-  list.row("num-gpus")
-      .details("With --local the whole job is there. The trainers are where --device says.");
   list.row("mean").details("Pixels go from 0 to 1. Mean and deviation are always rank 0's.");
   list.row("data").details(
       R"(Its files are train-images-idx3-ubyte and train-labels-idx1-ubyte, and, to evaluate on,

@@ -42,7 +42,7 @@ void predict_ps(job::Predictions& predictions, const PsOptions& options) {
   predictions.load(net.named_parameters());
   // In the trainers' shares, one after the other: the same batches that they evaluated.
   for (int trainer = 0; trainer < options.trainers; ++trainer) {
-    data.each_test_batch({trainer, options.trainers}, [&](const data::ImageBatch& batch) {
+    data.each_batch(data.test(), {trainer, options.trainers}, [&](const data::ImageBatch& batch) {
       const auto& parameters = net.parameters();
       predictions.tell_labels(models::ConvNet::forward(parameters, batch.images, nn::Dropout()),
                               batch.labels);

@@ -1,5 +1,7 @@
 // distrain rl: its options and ranks.
 
+#include <algorithm>
+
 #include "distrain/job/training.h"
 #include "distrain/scenario/rl.h"
 
@@ -111,12 +113,10 @@ finds likelier, and without dropout.)")
             job::Plan::of_steps(options, options.max_episodes);
           })
           .change([](job::OptionTable& table) {
-            for (job::Option& option : table) {
-              if (option.name != "threads") continue;
-              option.initial = "1";
-              option.initial_in_words.clear();
-              option.help += "; makes no difference here, where none is large enough";
-            }
+            const auto threads = std::ranges::find(table, "threads", &job::Option::name);
+            threads->initial = "1";
+            threads->initial_in_words.clear();
+            threads->help += "; makes no difference here, where none is large enough";
           });
   return kJob;
 }

@@ -14,12 +14,6 @@
 
 namespace distrain::scenario {
 
-namespace {
-
-constexpr double kNewShare = 0.05;  // of an episode in the running reward
-
-}  // namespace
-
 std::vector<double> discounted_returns(const std::vector<double>& rewards, double gamma) {
   std::vector<double> returns(rewards.size());
   double later = 0;
@@ -116,7 +110,7 @@ std::vector<Actions> Learner::choose(const std::vector<ActionRequest>& requests)
       trajectories_[place(request.observer, state.environment)].steps.back().action = *next++;
     }
   }
-  requests_ += static_cast<int64_t>(requests.size());
+  now_.requests += static_cast<int64_t>(requests.size());
   return answers;
 }
 
@@ -131,7 +125,8 @@ job::Result Learner::end_episode() {
   std::lock_guard lock(mutex_);
   const at::Tensor loss = learn();
   job::Result result{.loss = loss, .samples = episode_steps_, .steps = episode_steps_};
-  now_ = {now_.steps + episode_steps_, requests_, base::Clock::now()};
+  now_.steps += episode_steps_;
+  now_.at = base::Clock::now();
   if (options_.log_interval <= 0 || episode_ % options_.log_interval != 0) return result;
   job::Json fields{{"episode", episode_},
                    {"reward", reward_},
@@ -144,6 +139,7 @@ job::Result Learner::end_episode() {
 }
 
 at::Tensor Learner::learn() {
+  constexpr double kNewShare = 0.05;  // of this episode in the running reward
   std::vector<models::PolicyStep> steps;
   std::vector<double> returns;
   reward_ = std::numeric_limits<double>::infinity();

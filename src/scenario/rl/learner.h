@@ -87,9 +87,7 @@ class Learner {
 
   std::mutex mutex_;                      // of what choose() and report() write
   std::vector<Trajectory> trajectories_;  // of an observer's environments one after the other
-  int64_t requests_ = 0;
-
-  Counts begun_, logged_, now_;  // logged: at the last line
+  Counts begun_, logged_, now_;           // logged: at the last line
   int64_t episode_steps_ = 0;
 };
 

@@ -1,7 +1,5 @@
 #include "data.h"
 
-#include <algorithm>
-
 #include "distrain/base/trace.h"
 
 namespace distrain::scenario {
@@ -50,16 +48,6 @@ data::TokenColumns RnnData::columns_of(int trainer) const {
 WordBatch RnnData::batch(const job::Step& step) const {
   const base::TraceScope scope("data");
   return columns_of(step.shard).batch(step.number, options_.bptt);
-}
-
-std::optional<data::TokenColumns> evaluated_columns(const data::Corpus& text,
-                                                    const job::Share& share) {
-  constexpr int64_t kColumns = 10;  // as PyTorch's word language model
-  // A line has an end, so a text has two words at least.
-  const int64_t all = std::min(kColumns, static_cast<int64_t>(text.tokens.size()) / 2);
-  const int64_t first = share.first(all), count = share.end(all) - first;
-  if (count == 0) return std::nullopt;
-  return data::TokenColumns(text.tokens, all, first, count);
 }
 
 }  // namespace distrain::scenario

@@ -43,8 +43,4 @@ class RnnData {
   data::Corpus train_, valid_, test_;
 };
 
-/// A share of the columns of a text to evaluate; none: there are too few.
-std::optional<data::TokenColumns> evaluated_columns(const data::Corpus& text,
-                                                    const job::Share& share);
-
 }  // namespace distrain::scenario

@@ -54,7 +54,8 @@ void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
   list.without("min-trainers");  // they keep replicas
   list.integer("vocab-size", &RnnOptions::vocab_size, "words that are told apart, at most")
       .range(2, job::kMaxInt)
-      .may_change();  // it is the words themselves that have to be as many
+      .may_change()  // it is the words themselves that have to be as many
+      .details("The most frequent ones; `<unk>` is all others, `<eos>` the end of a line.");
   list.integer("embedding-dim", &RnnOptions::emsize, "numbers in a word's embedding")
       .range(1, 1048576)
       .formerly("emsize");
@@ -88,8 +89,6 @@ void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
   defaults_on_text([&](const char* name, auto, auto) {
     list.row(name).by_default(words.at(name) + " with --data, else " + list.find(name).initial);
   });
-  list.row("vocab-size")
-      .details("The most frequent ones; `<unk>` is all others, `<eos>` the end of a line.");
   list.row("data").details(
       "Each rank may be given a path of its own; one that is given none reads what "
       "rank 0 names.");

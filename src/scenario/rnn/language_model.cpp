@@ -1,5 +1,7 @@
 #include "language_model.h"
 
+#include <algorithm>
+
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
@@ -36,20 +38,21 @@ at::Tensor LanguageModel::hidden_of(const at::Tensor& words, models::LstmState& 
 }
 
 void LanguageModel::evaluate_in(job::TrainingPlan& training, const RnnData& data) const {
-  const auto of = [this](const data::Corpus& text) {
-    return [this, &text](const job::Share& share) { return evaluate(text, share); };
-  };
-  training.evaluate_epochs(of(data.valid()));
-  training.evaluate_at_end(of(data.test()));
+  training.evaluate_epochs([&](const job::Share& share) { return evaluate(data.valid(), share); });
+  training.evaluate_at_end([&](const job::Share& share) { return evaluate(data.test(), share); });
 }
 
 job::Evaluation LanguageModel::evaluate(const data::Corpus& text, const job::Share& share) const {
+  constexpr int64_t kColumns = 10;  // as PyTorch's word language model
+  // A line has an end, so a text has two words at least.
+  const int64_t all = std::min(kColumns, std::ssize(text.tokens) / 2);
+  const int64_t first = share.first(all), count = share.end(all) - first;
   job::Evaluation evaluation;
-  const auto columns = evaluated_columns(text, share);
-  if (!columns) return evaluation;
-  models::LstmState state = fresh_state(columns->count());
-  for (int64_t step = 0; step < columns->steps(options_.bptt); ++step) {
-    const WordBatch batch = columns->batch(step, options_.bptt);
+  if (count == 0) return evaluation;
+  const data::TokenColumns columns(text.tokens, all, first, count);
+  models::LstmState state = fresh_state(count);
+  for (int64_t step = 0; step < columns.steps(options_.bptt); ++step) {
+    const WordBatch batch = columns.batch(step, options_.bptt);
     const at::Tensor mean = ends_.loss(hidden_of(batch.inputs, state).flatten(0, 1), batch.targets);
     const int64_t words = batch.targets.numel();
     evaluation.samples += words;

@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <map>
 
-#include <ATen/Functions.h>
-
 #include "data.h"
 #include "language_model.h"
 

@@ -47,17 +47,6 @@ TEST_CASE("Images are resized, and one channel stands for several") {
   CHECK(batch.labels.item<int64_t>() == -1);
 }
 
-TEST_CASE("Batches for an evaluation are the examples in their order") {
-  const ImageSet set = numbered();
-  std::vector<int64_t> sizes, labels;
-  each_batch(set, 0, 3, 2, {{0}, {1}, 2}, [&](const ImageBatch& batch) {
-    sizes.push_back(batch.labels.numel());
-    for (int64_t i = 0; i < sizes.back(); ++i) labels.push_back(batch.labels[i].item<int64_t>());
-  });
-  CHECK(sizes == std::vector<int64_t>{2, 1});
-  CHECK(labels == std::vector<int64_t>{7, 8, 9});
-}
-
 TEST_CASE("A folder without images to train with is refused") {
   const Folder folder;
   CHECK(bad_data([&] { read_training_images(folder.path()); }) ==

@@ -4,6 +4,7 @@
 #include <mutex>
 #include <thread>
 
+#include "distrain/job/training.h"
 #include "schedule_simulation.h"
 #include "support/cluster.h"
 
@@ -42,6 +43,19 @@ std::vector<int64_t> totals_of(const std::vector<Saved>& saves, int trainers) {
 }
 
 }  // namespace
+
+TEST_CASE("a share of an evaluation is its part of the examples, in their order") {
+  const auto batches = [](const Share& share, int64_t n, int64_t size) {
+    std::vector<std::vector<int64_t>> all;
+    share.each_batch(n, size, [&](std::span<const int64_t> batch) {
+      all.emplace_back(batch.begin(), batch.end());
+    });
+    return all;
+  };
+  CHECK(batches({0, 1}, 3, 2) == std::vector<std::vector<int64_t>>{{0, 1}, {2}});
+  CHECK(batches({1, 2}, 7, 2) == std::vector<std::vector<int64_t>>{{3, 4}, {5, 6}});
+  CHECK(batches({0, 3}, 2, 2).empty());
+}
 
 TEST_CASE("every step is handed out once, with an evaluation after each epoch and saves in time") {
   for_each_job([](const Schedule::Terms& terms, int64_t lead) {
