@@ -126,7 +126,7 @@ at::Tensor LstmImpl::forward(at::Tensor x, LstmState& state, nn::Dropout& dropou
 }
 
 LstmState LstmImpl::zero_state(int64_t columns) const {
-  const auto options = at::TensorOptions(at::kFloat).device(device());
+  const auto options = weights_.front().options();
   return {at::zeros({layers_, columns, hidden_}, options),
           at::zeros({layers_, columns, hidden_}, options)};
 }

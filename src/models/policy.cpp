@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include "distrain/base/random.h"
 #include "distrain/optim/local_updates.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/placed.h"
@@ -21,11 +23,13 @@ base::Random random_of(const StepKey& key) {
   return base::Random({key.seed, key.observer, key.environment, key.episode, key.step});
 }
 
+using Row = std::array<float, Policy::kHidden>;
+
 /// Two hidden units for each number, 32 bits for each unit.
-std::array<float, Policy::kHidden> draw_mask(base::Random& random) {
+Row draw_mask(base::Random& random) {
   constexpr auto kBound = static_cast<uint32_t>((1 - Policy::kDropout) * 0x1p32);
   constexpr float kKept = 1 / (1 - Policy::kDropout);
-  std::array<float, Policy::kHidden> mask;
+  Row mask;
   for (size_t j = 0; j < mask.size(); j += 2) {
     const uint64_t bits = random.next();
     mask[j] = static_cast<uint32_t>(bits) < kBound ? kKept : 0.0F;
@@ -44,15 +48,82 @@ double log_probability(double preference) {
 }
 
 /// In eight parts, so that the additions need not wait for each other.
-float dot(const float* a, const std::array<float, Policy::kHidden>& b) {
+float dot(const float* a, const Row& b) {
   constexpr size_t kParts = 8;
   std::array<float, kParts> sums{};
   for (size_t j = 0; j < b.size(); j += kParts) {
     for (size_t k = 0; k < kParts; ++k) sums[k] += a[j + k] * b[j + k];
   }
-  float sum = 0;
-  for (const float part : sums) sum += part;
-  return sum;
+  return std::accumulate(sums.begin(), sums.end(), 0.0F);
+}
+
+/// What a forward pass leaves of one state.
+struct Activations {
+  alignas(64) Row mask;
+  alignas(64) Row hidden;  ///< after dropout and ReLU
+  double preference = 0;   ///< score of action 1 over action 0's
+};
+
+/// Draws the dropout from `random`.
+Activations forward(const std::vector<at::Tensor>& parameters, const PolicyInput& input,
+                    base::Random& random) {
+  const auto* const weight1 = parameters[0].const_data_ptr<float>();
+  const auto* const bias1 = parameters[1].const_data_ptr<float>();
+  const auto* const weight2 = parameters[2].const_data_ptr<float>();
+  const auto* const bias2 = parameters[3].const_data_ptr<float>();
+  Activations at;
+  at.mask = draw_mask(random);
+  const Observation& x = input.observation;
+  for (size_t j = 0; j < Policy::kHidden; ++j) {
+    const float* const w = weight1 + kInputs * j;
+    const float sum = bias1[j] + w[0] * x[0] + w[1] * x[1] + w[2] * x[2] + w[3] * x[3];
+    at.hidden[j] = std::max(sum * at.mask[j], 0.0F);
+  }
+  const double score0 = dot(weight2, at.hidden) + bias2[0];
+  at.preference = dot(weight2 + Policy::kHidden, at.hidden) + bias2[1] - score0;
+  return at;
+}
+
+/// The preferences of many states at a time, for devices: double [n], each as forward() gives it;
+/// and what each draws for its action.
+at::Tensor forward_on_device(const std::vector<at::Tensor>& parameters,
+                             const std::vector<PolicyInput>& inputs, std::vector<double>& draws) {
+  const c10::Device device = parameters[0].device();
+  const auto rows = static_cast<int64_t>(inputs.size());
+  const at::Tensor states = at::empty({rows, kInputs});
+  const at::Tensor masks = at::empty({rows, Policy::kHidden});
+  auto* to = states.mutable_data_ptr<float>();
+  auto* mask_to = masks.mutable_data_ptr<float>();
+  for (const PolicyInput& input : inputs) {
+    base::Random random = random_of(input.key);
+    mask_to = std::ranges::copy(draw_mask(random), mask_to).out;
+    to = std::ranges::copy(input.observation, to).out;
+    draws.push_back(random.unit());
+  }
+  const at::Tensor sums = at::linear(rpc::placed(states, device), parameters[0], parameters[1]);
+  const at::Tensor hidden = (sums * rpc::placed(masks, device)).relu();
+  const at::Tensor scores = at::linear(hidden, parameters[2], parameters[3]).to(at::kDouble);
+  return scores.select(1, 1) - scores.select(1, 0);
+}
+
+Policy::Loss loss_on_device(const std::vector<at::Tensor>& values,
+                            std::span<const PolicyStep> steps) {
+  const at::AutoGradMode recording(true);
+  std::vector<at::Tensor> parameters;
+  for (const at::Tensor& each : values) parameters.push_back(each.detach().requires_grad_());
+  std::vector<PolicyInput> inputs;
+  std::vector<double> signs, advantages, draws;
+  for (const PolicyStep& step : steps) {
+    inputs.push_back(step.input);
+    signs.push_back(step.action == 1 ? 1 : -1);
+    advantages.push_back(step.advantage);
+  }
+  const auto here = [&](const std::vector<double>& numbers) {
+    return rpc::placed(at::tensor(numbers), values[0].device());
+  };
+  const at::Tensor taken = forward_on_device(parameters, inputs, draws) * here(signs);
+  const at::Tensor loss = -(at::log_sigmoid(taken) * here(advantages)).sum();
+  return {loss.item<double>(), torch::autograd::grad({loss}, parameters)};
 }
 
 }  // namespace
@@ -90,24 +161,6 @@ std::array<float, Policy::kHidden> Policy::dropout_mask(const StepKey& key) {
   return draw_mask(random);
 }
 
-Policy::Activations Policy::forward(const PolicyInput& input, base::Random& random) const {
-  const auto* const weight1 = parameters_[0].const_data_ptr<float>();
-  const auto* const bias1 = parameters_[1].const_data_ptr<float>();
-  const auto* const weight2 = parameters_[2].const_data_ptr<float>();
-  const auto* const bias2 = parameters_[3].const_data_ptr<float>();
-  Activations at;
-  at.mask = draw_mask(random);
-  const Observation& x = input.observation;
-  for (size_t j = 0; j < kHidden; ++j) {
-    const float* const w = weight1 + kInputs * j;
-    const float sum = bias1[j] + w[0] * x[0] + w[1] * x[1] + w[2] * x[2] + w[3] * x[3];
-    at.hidden[j] = std::max(sum * at.mask[j], 0.0F);
-  }
-  const double score0 = dot(weight2, at.hidden) + bias2[0];
-  at.preference = dot(weight2 + kHidden, at.hidden) + bias2[1] - score0;
-  return at;
-}
-
 std::vector<int> Policy::act(std::span<const PolicyInput> inputs) const {
   std::vector<int> actions;
   actions.reserve(inputs.size());
@@ -124,7 +177,7 @@ std::vector<int> Policy::act(std::span<const PolicyInput> inputs) const {
   } else {
     for (const PolicyInput& input : inputs) {
       base::Random random = random_of(input.key);
-      const double preference = forward(input, random).preference;
+      const double preference = forward(parameters_, input, random).preference;
       choose(preference, random.unit());
     }
   }
@@ -139,7 +192,7 @@ int Policy::best(const Observation& observation) const {
 }
 
 Policy::Loss Policy::loss(std::span<const PolicyStep> steps) const {
-  if (rpc::is_accelerator(device_)) return loss_on_device(steps);
+  if (rpc::is_accelerator(device_)) return loss_on_device(parameters_, steps);
   const auto* const out = parameters_[2].const_data_ptr<float>();  // [kActions, kHidden]
   alignas(64) std::array<Row, kInputs> weight1{};
   alignas(64) Row bias1{};
@@ -148,7 +201,7 @@ Policy::Loss Policy::loss(std::span<const PolicyStep> steps) const {
   Loss loss;
   for (const PolicyStep& step : steps) {
     base::Random random = random_of(step.input.key);
-    const Activations at = forward(step.input, random);
+    const Activations at = forward(parameters_, step.input, random);
     const double taken = step.action == 1 ? at.preference : -at.preference;
     loss.value -= log_probability(taken) * step.advantage;
     // By the softmax: p(1) - [action is 1], times the advantage.
@@ -172,45 +225,6 @@ Policy::Loss Policy::loss(std::span<const PolicyStep> steps) const {
                     at::from_blob(bias1.data(), {kHidden}).clone(),
                     at::cat({-of_action_1, of_action_1}), at::cat({-rise, rise})};
   return loss;
-}
-
-at::Tensor Policy::forward_on_device(const std::vector<at::Tensor>& parameters,
-                                     const std::vector<PolicyInput>& inputs,
-                                     std::vector<double>& draws) const {
-  const auto rows = static_cast<int64_t>(inputs.size());
-  const at::Tensor states = at::empty({rows, kInputs});
-  const at::Tensor masks = at::empty({rows, kHidden});
-  auto* to = states.mutable_data_ptr<float>();
-  auto* mask_to = masks.mutable_data_ptr<float>();
-  for (const PolicyInput& input : inputs) {
-    base::Random random = random_of(input.key);
-    mask_to = std::ranges::copy(draw_mask(random), mask_to).out;
-    to = std::ranges::copy(input.observation, to).out;
-    draws.push_back(random.unit());
-  }
-  const at::Tensor sums = at::linear(rpc::placed(states, device_), parameters[0], parameters[1]);
-  const at::Tensor hidden = (sums * rpc::placed(masks, device_)).relu();
-  const at::Tensor scores = at::linear(hidden, parameters[2], parameters[3]).to(at::kDouble);
-  return scores.select(1, 1) - scores.select(1, 0);
-}
-
-Policy::Loss Policy::loss_on_device(std::span<const PolicyStep> steps) const {
-  const at::AutoGradMode recording(true);
-  std::vector<at::Tensor> parameters;
-  for (const at::Tensor& each : parameters_) parameters.push_back(each.detach().requires_grad_());
-  std::vector<PolicyInput> inputs;
-  std::vector<double> signs, advantages, draws;
-  for (const PolicyStep& step : steps) {
-    inputs.push_back(step.input);
-    signs.push_back(step.action == 1 ? 1 : -1);
-    advantages.push_back(step.advantage);
-  }
-  const auto here = [&](const std::vector<double>& values) {
-    return rpc::placed(at::tensor(values), device_);
-  };
-  const at::Tensor taken = forward_on_device(parameters, inputs, draws) * here(signs);
-  const at::Tensor loss = -(at::log_sigmoid(taken) * here(advantages)).sum();
-  return {loss.item<double>(), torch::autograd::grad({loss}, parameters)};
 }
 
 }  // namespace distrain::models

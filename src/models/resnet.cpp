@@ -24,11 +24,8 @@ constexpr int kLayers = 4;
 constexpr double kElementCost = 60;
 constexpr int64_t kImagesForOneDnn = 16;
 
+using base::bad_data;
 using base::invalid;
-
-[[noreturn]] void bad_data(const std::string& message) {
-  throw base::Exception(base::ErrorKind::kBadData, message);
-}
 
 struct Architecture {
   int64_t expansion;  // of a block's output over its width: 4 has three convolutions

@@ -1,8 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
-#include <string>
 #include <vector>
 
 #include <torch/nn/module.h>
@@ -59,7 +57,6 @@ class Decoder {
 struct LstmState {
   at::Tensor hidden;
   at::Tensor cell;
-  static constexpr auto kFields = std::tuple(&LstmState::hidden, &LstmState::cell);
 };
 
 /// On the trainers: torch.nn.LSTM by names, shapes, initialisation and result, with dropout between
@@ -72,7 +69,6 @@ class LstmImpl : public torch::nn::Module {
   /// float [length, columns, input] → [length, columns, hidden]; `state` is moved on.
   at::Tensor forward(at::Tensor x, LstmState& state, nn::Dropout& dropout);
   LstmState zero_state(int64_t columns) const;
-  c10::Device device() const { return weights_.front().device(); }
   /// As torch.nn.LSTM names them, under `rnn.`.
   data::NamedTensors named() const;
 

@@ -8,7 +8,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "distrain/base/random.h"
 #include "distrain/data/named_tensors.h"
 
 namespace distrain::models {
@@ -79,24 +78,6 @@ class Policy {
   static std::array<float, kHidden> dropout_mask(const StepKey& key);
 
  private:
-  using Row = std::array<float, kHidden>;
-
-  /// What a forward pass leaves of one state.
-  struct Activations {
-    alignas(64) Row mask;
-    alignas(64) Row hidden;  ///< after dropout and ReLU
-    double preference = 0;   ///< score of action 1 over action 0's
-  };
-  /// Draws the dropout from `random`.
-  Activations forward(const PolicyInput& input, base::Random& random) const;
-
-  /// The preferences of many states at a time, for devices: double [n], each as forward() gives it;
-  /// and what each draws for its action.
-  at::Tensor forward_on_device(const std::vector<at::Tensor>& parameters,
-                               const std::vector<PolicyInput>& inputs,
-                               std::vector<double>& draws) const;
-  Loss loss_on_device(std::span<const PolicyStep> steps) const;
-
   const c10::Device device_;
   std::vector<at::Tensor> parameters_;
 };

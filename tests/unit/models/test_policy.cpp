@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 
+#include "distrain/base/random.h"
 #include "distrain/models/policy.h"
 #include "support/catch.h"
 #include "support/torch_policy.h"
