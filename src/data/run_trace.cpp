@@ -9,16 +9,11 @@
 
 namespace distrain::data {
 
-namespace {
-
-// A million events are about 150 MB, and viewers end at a GB or two.
-constexpr size_t kEventsOfAFile = 4 * base::Tracer::kLimit;
-
-}  // namespace
-
 void RunTrace::start(const std::string& path, int world_size) {
   if (path.empty()) return;
   path_ = path;
+  // A million events are about 150 MB, and viewers end at a GB or two.
+  constexpr size_t kEventsOfAFile = 4 * base::Tracer::kLimit;
   tracer_->start(std::min(base::Tracer::kLimit, kEventsOfAFile / static_cast<size_t>(world_size)));
 }
 

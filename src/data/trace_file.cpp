@@ -185,11 +185,10 @@ class Writer {
   std::unordered_map<const char*, std::string> texts_;
 };
 
-constexpr int kMostLinks = 40;  // as the kernel has it
-
 // What `path` leads to: a link is followed, as a shell's `>` does, also to a file that is not there
 // yet. Looking at it first asks the kernel whether its links may be followed at all.
 std::string target_of(std::string path) {
+  constexpr int kMostLinks = 40;  // as the kernel has it
   struct stat info {};
   if (stat(path.c_str(), &info) != 0 && errno != ENOENT) Disk::fail("cannot write", path);
   for (int links = 0; links < kMostLinks; ++links) {

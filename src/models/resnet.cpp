@@ -207,8 +207,7 @@ std::vector<BlockRange> cut_resnet(const std::string& model, int stages,
 }
 
 void check_resnet_input(int64_t image_size, int64_t smallest_micro_batch) {
-  int64_t side = image_size;
-  for (int halving = 0; halving < 5; ++halving) side = side_after(2, side);
+  const int64_t side = side_after(32, image_size);
   if (side * side * smallest_micro_batch > 1) return;
   invalid("a micro-batch of one image of " + std::to_string(image_size) +
           " pixels leaves batch norm one value a channel: larger micro-batches (--micro-batches, "
@@ -225,16 +224,17 @@ data::NamedTensors weights_of(const std::string& model, const BlockRange& blocks
 }
 
 void check_weights(const std::string& model, int64_t classes, const data::NamedTensors& weights) {
-  data::NamedTensors left = weights;
-  const ResNetStage whole(model, classes, whole_resnet(model), 0, c10::kMeta);
-  for (const auto& [name, expected] : whole.state()) {
-    const at::Tensor* const weight = find_weight(weights, name, expected);
+  const data::NamedTensors expected =
+      ResNetStage(model, classes, whole_resnet(model), 0, c10::kMeta).state();
+  for (const auto& [name, tensor] : expected) {
+    const at::Tensor* const weight = find_weight(weights, name, tensor);
     if (weight && !weight->isfinite().all().item<bool>()) {
       bad_data(name + " has numbers that are not finite");
     }
-    left.erase(name);
   }
-  if (!left.empty()) bad_data("there is " + left.begin()->first + ", which " + model + " has not");
+  for (const auto& [name, _] : weights) {
+    if (!expected.contains(name)) bad_data("there is " + name + ", which " + model + " has not");
+  }
 }
 
 at::Tensor ConvNorm::convolve(const at::Tensor& x) const {

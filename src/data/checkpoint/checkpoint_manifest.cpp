@@ -66,14 +66,14 @@ class Parser {
     check_hash(text);
     const Json json = parse_json(text);
     check_keys(json, "the manifest", {"format", "version", "step", "files", "state", "xxh64"},
-               kGeneration);
+               json.contains(kGeneration) ? 1 : 0);
     if (json["format"] != kFormat) fail("not the manifest of a checkpoint");
     const auto version = number(json["version"], "version");
     if (version != 1) fail("of version " + std::to_string(version) + ", this program reads 1");
     Manifest manifest;
     if (json.contains(kGeneration)) {
       manifest.generation = number(json[kGeneration], kGeneration);
-      if (manifest.generation > kMaxGeneration) fail("'generation' is too large");
+      if (manifest.generation > kMaxCheckpointStep) fail("'generation' is too large");
     }
     manifest.step = number(json["step"], "step");
     if (manifest.step > kMaxCheckpointStep) fail("'step' is too large");
@@ -122,13 +122,12 @@ class Parser {
   }
 
   void check_keys(const Json& object, const std::string& what,
-                  std::initializer_list<const char*> keys, const char* may_have = nullptr) const {
+                  std::initializer_list<const char*> keys, size_t others = 0) const {
     if (!object.is_object()) fail(what + " is not an object");
     for (const char* key : keys) {
       if (!object.contains(key)) fail(what + " has no '" + key + "'");
     }
-    const bool has_more = may_have != nullptr && object.contains(may_have);
-    if (object.size() != keys.size() + (has_more ? 1 : 0)) {
+    if (object.size() != keys.size() + others) {
       fail(what + " has a key that is not in the format");
     }
   }

@@ -15,7 +15,6 @@ namespace distrain::data {
 inline constexpr const char* kManifestName = "manifest.json";
 inline constexpr size_t kMaxManifestBytes = size_t{64} << 20;
 inline constexpr int64_t kMaxCheckpointStep = 999'999'999'999;  // twelve digits
-inline constexpr int64_t kMaxGeneration = kMaxCheckpointStep;
 
 /// What manifest.json says (checkpoint_store.h).
 struct Manifest {

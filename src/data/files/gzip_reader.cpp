@@ -6,14 +6,9 @@
 #include <utility>
 
 namespace distrain::data {
-namespace {
-
-constexpr int kGzipOnly = 16 + MAX_WBITS;
-
-}  // namespace
 
 GzipReader::GzipReader(const std::string& path, Limit limit, InputFile::Kind kind)
-    : path_(path), file_(path, kind), limit_(std::move(limit)), left_(limit_.bytes) {
+    : file_(path, kind), limit_(std::move(limit)), left_(limit_.bytes) {
   stream_.next_in = input_.data();
   while (stream_.avail_in < 2) {
     const size_t got = file_.read(input_.data() + stream_.avail_in, 2 - stream_.avail_in);
@@ -21,6 +16,7 @@ GzipReader::GzipReader(const std::string& path, Limit limit, InputFile::Kind kin
     stream_.avail_in += static_cast<uInt>(got);
   }
   gzip_ = stream_.avail_in == 2 && input_[0] == 0x1F && input_[1] == 0x8B;
+  constexpr int kGzipOnly = 16 + MAX_WBITS;
   if (gzip_ && inflateInit2(&stream_, kGzipOnly) != Z_OK) throw std::bad_alloc();
 }
 
@@ -39,7 +35,8 @@ size_t GzipReader::read(uint8_t* out, size_t bytes) {
   left_ -= done;
   uint8_t more;
   if (done == allowed && allowed < bytes && read_some(&more, 1) > 0) {
-    fail("longer than the " + std::to_string(limit_.bytes) + " bytes " + limit_.whose);
+    base::bad_data(file_.path() + ": longer than the " + std::to_string(limit_.bytes) + " bytes " +
+                   limit_.whose);
   }
   return done;
 }
@@ -52,7 +49,7 @@ size_t GzipReader::read_some(uint8_t* out, size_t bytes) {
       stream_.avail_in = static_cast<uInt>(file_.read(input_.data(), input_.size()));
     }
     if (stream_.avail_in == 0) {
-      if (gzip_ && !between_members_) fail("the gzip file is cut short");
+      if (gzip_ && !between_members_) base::bad_data(file_.path() + ": the gzip file is cut short");
       break;
     }
     done += inflate_some(out + done, bytes - done);
@@ -80,11 +77,9 @@ size_t GzipReader::inflate_some(uint8_t* out, size_t bytes) {
   if (result == Z_STREAM_END) {
     between_members_ = true;
   } else if (result != Z_OK && result != Z_BUF_ERROR) {
-    fail("the gzip file is damaged");
+    base::bad_data(file_.path() + ": the gzip file is damaged");
   }
   return room - stream_.avail_out;
 }
-
-void GzipReader::fail(const std::string& reason) const { base::bad_data(path_ + ": " + reason); }
 
 }  // namespace distrain::data

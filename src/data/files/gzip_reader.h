@@ -37,9 +37,7 @@ class GzipReader {
  private:
   size_t read_some(uint8_t* out, size_t bytes);
   size_t inflate_some(uint8_t* out, size_t bytes);
-  [[noreturn]] void fail(const std::string& reason) const;
 
-  const std::string path_;
   InputFile file_;
   Limit limit_;
   uint64_t left_;  // of the limit

@@ -42,7 +42,6 @@ class Parser {
 
  private:
   void parse_line(std::string_view line) {
-    const size_t first = data_.tokens.size();
     int64_t label = Vocabulary::kUnknown;
     bool any = false;
     for_each_token(line, [&](std::string_view token) {
@@ -56,7 +55,6 @@ class Parser {
     });
     if (!any) return;
     if (label == Vocabulary::kUnknown && needed_ == Labels::kAll) {
-      data_.tokens.resize(first);
       fail_at("no __label__NAME in the line that begins with ", line);
     }
     data_.labels.push_back(label);

@@ -24,10 +24,6 @@ int64_t HybridData::unknown_words() const {
   return (valid_ ? valid_->dropped_tokens : 0) + (test_ ? test_->dropped_tokens : 0);
 }
 
-int64_t HybridData::classes() const {
-  return words_ ? static_cast<int64_t>(words_->labels.size()) : options_.classes;
-}
-
 void HybridData::agree(job::TrainingPlan& training) const {
   training.agree("rows", rows());
   training.agree("classes", classes());
@@ -38,10 +34,6 @@ void HybridData::agree(job::TrainingPlan& training) const {
   }
   if (valid_) training.alike("valid-data", std::to_string(valid_->content_hash));
   if (test_) training.alike("test-data", std::to_string(test_->content_hash));
-}
-
-int64_t HybridData::steps_per_epoch() const {
-  return sampler_ ? sampler_->steps_per_epoch() : options_.batches;
 }
 
 data::Batch HybridData::batch(const job::Step& step) {

@@ -24,10 +24,12 @@ class HybridData {
 
   /// Of the embedding table.
   int64_t rows() const { return words_ ? words_->words.size() : options_.num_embeddings; }
-  int64_t classes() const;
+  int64_t classes() const { return words_ ? std::ssize(words_->labels) : options_.classes; }
   /// What all trainers must have read alike, and what it takes to use the model.
   void agree(job::TrainingPlan& training) const;
-  int64_t steps_per_epoch() const;
+  int64_t steps_per_epoch() const {
+    return sampler_ ? sampler_->steps_per_epoch() : options_.batches;
+  }
   data::Batch batch(const job::Step& step);
 
   /// Has the validation data evaluated after each epoch and the test data at the end; `forward`

@@ -98,10 +98,8 @@ void predict_pipeline(job::Predictions& predictions, const PipelineOptions& opti
                                   models::whole_resnet(options.model), options.seed,
                                   predictions.device());
   predictions.load(model.state());
-  std::vector<std::string> classes;
-  for (int64_t i = 0; i < options.classes; ++i) classes.push_back(std::to_string(i));
   images.each_batch(images.test(), {}, [&](const data::ImageBatch& batch) {
-    predictions.tell_labels(model.forward(batch.images, false), batch.labels, classes);
+    predictions.tell_labels(model.forward(batch.images, false), batch.labels);
   });
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <thread>
 
-#include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/autograd/context.h"
@@ -24,12 +23,11 @@ void sleep_for(double seconds) {
 /// each layer from layer2 on once.
 int64_t side_before(const std::string& model, size_t block, int64_t image_size) {
   const std::vector<std::string> names = models::resnet_blocks(model);
-  int64_t side = image_size;
-  for (size_t i = 0; i < block; ++i) {
-    const bool halves = names[i].ends_with(".0") && names[i] != "layer1.0";
-    for (int times = i == 0 ? 2 : halves ? 1 : 0; times > 0; --times) side = (side + 1) / 2;
+  int64_t stride = block > 0 ? 4 : 1;
+  for (size_t i = 1; i < block; ++i) {
+    if (names[i].ends_with(".0") && names[i] != "layer1.0") stride *= 2;
   }
-  return side;
+  return (image_size + stride - 1) / stride;
 }
 
 }  // namespace

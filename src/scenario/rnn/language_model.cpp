@@ -22,7 +22,7 @@ at::Tensor LanguageModel::training_loss(const WordBatch& batch, const job::Step&
                                         models::LstmState& state) {
   const base::TraceScope scope("forward");
   // The text begins anew with each epoch; a resumed job brings the state along.
-  if (step.number == 0) state = fresh_state(batch.inputs.size(1));
+  if (step.number == 0) state = lstm_->zero_state(batch.inputs.size(1));
   nn::Dropout dropout({options_.seed, static_cast<uint64_t>(step.epoch),
                        static_cast<uint64_t>(step.shard), static_cast<uint64_t>(step.number)});
   const at::Tensor embedded = dropout(ends_.embed(batch.inputs), options_.dropout);
@@ -50,7 +50,7 @@ job::Evaluation LanguageModel::evaluate(const data::Corpus& text, const job::Sha
   job::Evaluation evaluation;
   if (count == 0) return evaluation;
   const data::TokenColumns columns(text.tokens, all, first, count);
-  models::LstmState state = fresh_state(count);
+  models::LstmState state = lstm_->zero_state(count);
   for (int64_t step = 0; step < columns.steps(options_.bptt); ++step) {
     const WordBatch batch = columns.batch(step, options_.bptt);
     const at::Tensor mean = ends_.loss(hidden_of(batch.inputs, state).flatten(0, 1), batch.targets);
@@ -78,7 +78,7 @@ std::string LanguageModel::continued(std::string text, std::vector<int64_t> word
                                      const data::Vocabulary& vocabulary) const {
   constexpr uint64_t kSampleSeed = 4;
   if (words.empty()) words.push_back(data::kEndOfLine);
-  models::LstmState state = fresh_state(1);
+  models::LstmState state = lstm_->zero_state(1);
   at::Generator generator = nn::keyed_generator({options_.seed, kSampleSeed});
   for (int i = 0; i < options_.generate; ++i) {
     at::Tensor weights = next(words, state);

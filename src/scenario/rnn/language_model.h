@@ -42,9 +42,7 @@ class LanguageModel {
   std::string continued(std::string text, std::vector<int64_t> words,
                         const data::Vocabulary& vocabulary) const;
 
-  data::NamedTensors lstm_parameters() const { return lstm_->named(); }
-  /// What is carried from batch to batch, at first.
-  models::LstmState fresh_state(int64_t columns) const { return lstm_->zero_state(columns); }
+  const models::LstmImpl& lstm() const { return *lstm_; }
 
  private:
   at::Tensor hidden_of(const at::Tensor& words, models::LstmState& state) const;

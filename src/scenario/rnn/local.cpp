@@ -31,7 +31,7 @@ struct WholeModel {
   WholeModel& operator=(const WholeModel&) = delete;
 
   data::NamedTensors parameters() const {
-    data::NamedTensors all = middle.lstm_parameters();
+    data::NamedTensors all = middle.lstm().named();
     all.merge(embedding.named_parameters());
     all.merge(decoder.named_parameters());
     return all;
@@ -58,11 +58,13 @@ void train_rnn_local(job::Local& local, const RnnOptions& options) {
   const RnnData data(options);
   WholeModel whole(options, data.words(), local.device());
   LanguageModel& model = whole.middle;
-  const data::NamedTensors lstm = model.lstm_parameters();
+  const data::NamedTensors lstm = model.lstm().named();
   job::LocalUpdates updates(options.rule(), options.mode, in_order(whole.embedding, whole.decoder),
                             {lstm.begin(), lstm.end()});
   std::map<int, models::LstmState> states;  // by trainer
-  for (int t = 0; t < options.trainers; ++t) states[t] = model.fresh_state(options.batch_size);
+  for (int t = 0; t < options.trainers; ++t) {
+    states[t] = model.lstm().zero_state(options.batch_size);
+  }
 
   job::LocalTraining training(local, data.plan(), options.trainers);
   data.agree(training);
@@ -86,7 +88,7 @@ void predict_rnn(job::Predictions& predictions, const RnnOptions& options) {
   const LanguageModel& model = whole.middle;
   predictions.load(whole.parameters());
   for (const std::vector<int64_t>& line : data.test().lines()) {
-    models::LstmState state = model.fresh_state(1);
+    models::LstmState state = model.lstm().zero_state(1);
     predictions.tell(options.generate > 0
                          ? job::Json{{"text", model.continued("", line, data.vocabulary())}}
                          : likeliest(model.next(line, state), data.vocabulary()));

@@ -72,10 +72,10 @@ void train_rnn(job::Rank& rank, const RnnOptions& options) {
       agent.rpc_sync<&ends_of_job>("ps", data.words(), options.emsize, options.nhid, options.seed);
   LanguageModel model(options, rank.device(), over_rpc(agent, remote),
                       rank.count() > 1 ? &rank.group("trainer") : nullptr);
-  models::LstmState state = model.fresh_state(options.batch_size);
+  models::LstmState state = model.lstm().zero_state(options.batch_size);
   std::vector<std::string> names = {"encoder.weight", "decoder.weight", "decoder.bias"};
   std::vector<at::Tensor> own;
-  for (const auto& [name, parameter] : model.lstm_parameters()) {
+  for (const auto& [name, parameter] : model.lstm().named()) {
     names.push_back(name);
     own.push_back(parameter);
   }
@@ -86,7 +86,7 @@ void train_rnn(job::Rank& rank, const RnnOptions& options) {
   data.agree(training);
   training.keep("encoder", remote.embedding);
   training.keep("decoder", remote.decoder);
-  training.keep("rnn", job::part_of(model.lstm_parameters()));
+  training.keep("rnn", job::part_of(model.lstm().named()));
   training.keep(optimizer, names);
   training.keep("", job::part_of_each([&](int) { return named(state); }));
   model.evaluate_in(training, data);
