@@ -3,10 +3,10 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <torch/version.h>
 
 #include "distrain/app/program.h"
 #include "options.h"
-#include "process/process_setup.h"
 
 namespace distrain::app {
 namespace {
@@ -69,7 +69,7 @@ std::string examples_text(const std::vector<job::Example>& examples) {
 }  // namespace
 
 std::string version_text() {
-  return fmt::format("distrain {} (LibTorch {})\nCUDA: {}\n", DISTRAIN_VERSION, torch_version(),
+  return fmt::format("distrain {} (LibTorch {})\nCUDA: {}\n", DISTRAIN_VERSION, TORCH_VERSION,
                      DISTRAIN_HAS_CUDA ? "compiled, never run on a GPU by us" : "not compiled");
 }
 

@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <random>
 
 #include <fcntl.h>
@@ -20,7 +19,6 @@
 #include "process/output.h"
 #include "process/rank_process.h"
 #include "process/spawned_rank.h"
-#include "token.h"
 
 namespace distrain::app {
 namespace {
@@ -66,7 +64,6 @@ int run_here(RankRun run) {
   run.last_event = "end";
   run.out_fd = fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   dup2(STDERR_FILENO, STDOUT_FILENO);
-  block_ending_signals();
   leave_process(run_rank(run));
 }
 
@@ -105,16 +102,11 @@ class Invocation {
     }
     if (local_) {
       run.role = "local";
-      run.shown_world_size = 1;
-    } else if (placement_.world_size != 0) {
-      if (job_.rank != rpc::kAnyRank) run.role = role(job_.rank);
-      run.shown_world_size = placement_.world_size;
+    } else if (job_.world_size != 0 && job_.rank != rpc::kAnyRank) {
+      run.role = role(job_.rank);
     }
     run.devices = std::make_shared<RankDevices>(options_, definition_, placement_, job_.rank);
-    run.job.choose_devices = [devices = run.devices](const std::string& name,
-                                                     const OptionMap& of_rank_0) {
-      return devices->get(name, of_rank_0);
-    };
+    run.job.choose_devices = std::bind_front(&RankDevices::get, run.devices);
     run.all_here = local_ || placement_.spawns_all();
     run.knows_devices = !run.role.empty() && (!inherits || options_.given("device"));
     run.body = [this](const job::Job& job, job::EventSink& sink) {
@@ -128,17 +120,8 @@ class Invocation {
   int run_spawned(const SpawnedRank& spawned) {
     job_.meeting_name = meeting_name(spawned.master_port);  // before the job has a random id
     job_.spawned = true;
-    job_.rank = spawned.rank;
-    job_.listen_fd = spawned.listen_fd;
-    job_.master_addr = spawned.master_addr;
-    job_.master_port = spawned.master_port;
-    job_.rank_0_unix_name = spawned.rank_0_unix_name;
-    job_.token = spawned.token;
-    job_.job_id = spawned.job_id;
-    job_.generation = spawned.generation;
-    job_.rejoins = spawned.rejoins;
+    static_cast<job::Contact&>(job_) = spawned;
     if (!spawned.resume.empty()) options_.set("resume", spawned.resume);
-    job_.started = spawned.started;
     if (!spawned.run_id.empty()) job_.effective[job::kRunId] = spawned.run_id;
     RankRun run = make_run();
     run.warning.clear();  // the launcher tells it
@@ -153,33 +136,28 @@ class Invocation {
       const bool is_named = options_.given("master-port") || options_.given("master-addr");
       if (job_.token.empty() && !is_named) job_.token = rpc::new_token();
     }
-    if (placement_.has_rank_0() && job_.job_id.empty()) job_.job_id = random_id();
     LaunchPlan plan;
-    plan.told.listen_fd = listen_for_rank_0();
-    plan.told.rank_0_unix_name = job_.rank_0_unix_name;
-    plan.told.token = job_.token;
-    plan.told.job_id = job_.job_id;
-    plan.told.generation = job_.generation;
-    if (placement_.has_rank_0()) plan.told.generation = job_.generation.value_or(0);
+    if (placement_.has_rank_0()) {
+      if (job_.job_id.empty()) job_.job_id = random_id();
+      job_.generation = job_.generation.value_or(0);
+      job_.listen_fd = listen_for_rank_0();
+      plan.told.run_id = job_.effective.at(job::kRunId);
+    } else {
+      plan.save_grace = kAsRank0Ends;
+    }
+    static_cast<job::Contact&>(plan.told) = job_;
     plan.cmd = command_.name;
-    if (placement_.has_rank_0()) plan.told.run_id = job_.effective.at(job::kRunId);
     plan.config = config_of(options_, !placement_.has_rank_0());
     plan.ranks = placement_.ranks;
     plan.role = [this](int rank) {
       return placement_.world_size != 0 ? role(rank) : std::string();
     };
     plan.rank_main = [this](const SpawnedRank& spawned) { return run_spawned(spawned); };
-    plan.told.started = job_.started;
-    plan.told.master_addr = job_.master_addr;
-    plan.told.master_port = job_.master_port;
     plan.peer_timeout_s = job_.peer_timeout_s;
     const bool saves_here = placement_.has_rank_0() && !options_.text("checkpoint").empty();
-    if (!placement_.has_rank_0()) plan.save_grace = kAsRank0Ends;
-    if (saves_here) plan.save_grace = std::chrono::seconds(options_.integer("save-timeout"));
-    if (has_option("max-restarts")) {
-      plan.max_restarts = static_cast<int>(options_.integer("max-restarts"));
-    }
+    plan.max_restarts = static_cast<int>(options_.integer("max-restarts"));
     if (saves_here) {
+      plan.save_grace = std::chrono::seconds(options_.integer("save-timeout"));
       plan.newest_checkpoint = [folder = options_.text("checkpoint")] {
         return data::CheckpointStore::newest(folder);
       };
@@ -218,25 +196,22 @@ class Invocation {
   }
 
  private:
-  bool has_option(const char* name) const { return find_option(options_.table(), name); }
-
   std::string role(int rank) const { return definition_.roles(options_).name_of(rank); }
 
   job::Job make_job(base::TimePoint started) const {
     job::Job job;
     job.name = command_.name;
     job.rank = placement_.mode == Mode::kJoin ? placement_.rank : 0;
-    job.world_size = placement_.world_size;
     job.master_addr = placement_.master_addr;
-    job.master_addr_given = placement_.master_addr_given;
     job.master_port = static_cast<uint16_t>(placement_.master_port);
+    job.job_id = options_.given("job-id") ? options_.text("job-id") : placement_.job_id;
+    job.generation = placement_.generation;
+    job.started = started;
+    job.world_size = local_ ? 1 : placement_.world_size;
     job.listen_addr = options_.text("listen");
     job.ports = port_range_of(options_.text("port-range"));
     job.insecure = options_.flag("insecure");
-    job.job_id = options_.given("job-id") ? options_.text("job-id") : placement_.job_id;
-    job.generation = placement_.generation;
     job.transport = options_.text("transport");
-    job.started = started;
     job.rpc_timeout_s = options_.real("rpc-timeout");
     job.collective_timeout_s = options_.real("collective-timeout");
     job.join_timeout_s = options_.real("join-timeout");
@@ -270,7 +245,6 @@ class Invocation {
   /// Binds before any rank is there, so that a taken port is known at once and nobody else can take
   /// it meanwhile.
   int listen_for_rank_0() {
-    if (!placement_.has_rank_0()) return -1;
     if (meets_by_unix_socket()) {
       job_.rank_0_unix_name = rpc::new_unix_name();
       return std::move(net::listen_unix(job_.rank_0_unix_name).value()).release();

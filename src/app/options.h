@@ -39,6 +39,11 @@ std::string take_resumed_options(ParsedOptions& options, const std::string& cmd)
 /// were given.
 void take_model_options(ParsedOptions& options, const job::Snapshot& saved);
 
+/// The job's token: of --token-file, or else of DISTRAIN_TOKEN, which it takes out of the
+/// environment and warns of; empty if there is none. Throws `auth` for a file that others can read,
+/// `invalid` for one that holds no token.
+std::string take_token(const ParsedOptions& options, Placement& placement);
+
 /// What can be known before any rank starts: options that need others, paths that must be there;
 /// warns of options without effect.
 void check_options(const ParsedOptions& options, Placement& placement);

@@ -1,6 +1,5 @@
 #include "placement.h"
 
-#include <charconv>
 #include <cstdlib>
 #include <set>
 
@@ -35,9 +34,9 @@ std::optional<std::string> variable(const char* name) {
 }
 
 /// What a variable that is there says in place of an option.
-Setting setting_of(const char* name, const char* option, const job::OptionTable& table) {
+Setting setting_of(const char* name, const job::Option& option) {
   const std::string where = fmt::format("the environment variable {}", name);
-  return {number_of(canonical_value(*find_option(table, option), *variable(name), where)), name};
+  return {number_of(canonical_value(option, *variable(name), where)), name};
 }
 
 /// A launcher that starts one process a rank and says so in the environment.
@@ -73,7 +72,11 @@ class Placer {
         on_rank_0_(on_rank_0) {}
 
   Placement run() {
-    check_combinations();
+    const auto exclude = [this](const char* a, const char* b) {
+      if (options_.given(a) && options_.given(b)) invalid(fmt::format("--{} excludes --{}", a, b));
+    };
+    for (const char* other : {"rank", "ranks", "spawn"}) exclude("local", other);
+    for (const char* other : {"ranks", "spawn"}) exclude("rank", other);
     if (options_.flag("local")) {
       placement_.mode = Placement::Mode::kLocal;
       on_rank_0_();
@@ -95,14 +98,6 @@ class Placer {
   }
 
  private:
-  void check_combinations() {
-    const auto exclude = [this](const char* a, const char* b) {
-      if (options_.given(a) && options_.given(b)) invalid(fmt::format("--{} excludes --{}", a, b));
-    };
-    for (const char* other : {"rank", "ranks", "spawn"}) exclude("local", other);
-    for (const char* other : {"ranks", "spawn"}) exclude("rank", other);
-  }
-
   std::optional<Setting> flag_setting(const char* name) const {
     if (!options_.given(name)) return std::nullopt;
     return Setting{number_of(options_.text(name)), fmt::format("--{}", name)};
@@ -125,7 +120,7 @@ class Placer {
       return flag;
     }
     if (!variable(name)) return std::nullopt;
-    return setting_of(name, option, options_.table());
+    return setting_of(name, *find_option(options_.table(), option));
   }
 
   std::optional<Setting> find_rank() {
@@ -339,12 +334,10 @@ Placement place(job::ParsedOptions& options, const job::JobInfo& job,
 
 std::optional<int> local_rank(const job::OptionTable& table) {
   for (const ProcessLauncher& launcher : kLaunchers) {
-    const char* name = launcher.local_rank;
-    if (!launcher.says(name)) continue;
-    Option number = *find_option(table, "rank");
+    if (!launcher.says(launcher.local_rank)) continue;
+    job::Option number = *find_option(table, "rank");
     number.choices.clear();
-    const std::string where = fmt::format("the environment variable {}", name);
-    return number_of(canonical_value(number, *variable(name), where));
+    return setting_of(launcher.local_rank, number).value;
   }
   return std::nullopt;
 }

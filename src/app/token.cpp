@@ -1,5 +1,3 @@
-#include "token.h"
-
 #include <cstdlib>
 
 #include <errno.h>
@@ -11,6 +9,7 @@
 
 #include "distrain/base/error.h"
 #include "distrain/net/socket.h"
+#include "options.h"
 
 namespace distrain::app {
 namespace {

@@ -7,13 +7,9 @@
 #include <utility>
 
 #include <pthread.h>
-#include <torch/csrc/autograd/grad_mode.h>
 #include <unistd.h>
 
-#include "distrain/base/clock.h"
-#include "distrain/base/error.h"
 #include "distrain/base/trace.h"
-#include "distrain/data/named_tensors.h"
 #include "distrain/data/stored_tensors.h"
 #include "distrain/rpc/device.h"
 
@@ -61,9 +57,7 @@ Snapshot read(const std::string& path, const char* use,
     if (e.kind() != base::ErrorKind::kBadData) throw;
     const auto before = data::CheckpointStore::intact_before(path);
     if (!before) throw;
-    throw base::Exception(
-        base::ErrorKind::kBadData,
-        e.error().message + "; the one before it is intact: " + use + ' ' + *before);
+    base::bad_data(e.error().message + "; the one before it is intact: " + use + ' ' + *before);
   }
   Snapshot snapshot;
   snapshot.step = loaded.checkpoint.step;
@@ -76,11 +70,26 @@ Snapshot read(const std::string& path, const char* use,
   return snapshot;
 }
 
+// A job that begins afresh in a folder with checkpoints would mix two lines of them.
+void refuse_strangers(const CheckpointOptions& options) {
+  if (options.resume == "auto") return;
+  const auto newest = data::CheckpointStore::newest(options.dir);
+  if (!newest) return;
+  const std::string& resume = options.resume;
+  if (!resume.empty() && data::CheckpointStore::holds(options.dir, resume)) {
+    const std::string named = std::filesystem::weakly_canonical(resume);
+    const std::string name = std::filesystem::path(*newest).filename();
+    if (named == std::filesystem::weakly_canonical(options.dir) || named.ends_with(name)) return;
+    base::invalid("--resume " + resume + " is older than " + name + " in --checkpoint " +
+                  options.dir + ": name a new folder to save in, or remove the newer ones first");
+  }
+  base::invalid("--checkpoint " + options.dir + " holds another run's checkpoints (" + *newest +
+                "): --resume auto goes on from it, or name a new folder");
+}
+
 }  // namespace
 
-void Snapshot::refuse(const std::string& why) const {
-  throw base::Exception(base::ErrorKind::kBadData, path + ": " + why);
-}
+void Snapshot::refuse(const std::string& why) const { base::bad_data(path + ": " + why); }
 
 void Snapshot::expect_cmd(const std::string& cmd) const {
   const Json was = state.value("cmd", Json());
@@ -163,29 +172,12 @@ Checkpoints::Checkpoints(CheckpointOptions options, const Job& job, EventSink& s
   store_ = std::make_unique<data::CheckpointStore>(
       options_.dir, each_call(job.inject.fail_checkpoint, in_first_save_, sink), options_.keep);
   store_->prepare();
-  refuse_strangers();
+  refuse_strangers(options_);
   if (const auto reason = store_->why_no_lock()) {
     sink_.warn(base::ErrorKind::kResources, "--checkpoint " + options_.dir + " cannot be locked (" +
                                                 *reason +
                                                 "): see to it that no other job saves there");
   }
-}
-
-// A job that begins afresh in a folder with checkpoints would mix two lines of them.
-void Checkpoints::refuse_strangers() const {
-  if (options_.resume == "auto") return;
-  const auto newest = data::CheckpointStore::newest(options_.dir);
-  if (!newest) return;
-  const std::string& resume = options_.resume;
-  if (!resume.empty() && data::CheckpointStore::holds(options_.dir, resume)) {
-    const std::string named = std::filesystem::weakly_canonical(resume);
-    const std::string name = std::filesystem::path(*newest).filename();
-    if (named == std::filesystem::weakly_canonical(options_.dir) || named.ends_with(name)) return;
-    base::invalid("--resume " + resume + " is older than " + name + " in --checkpoint " +
-                  options_.dir + ": name a new folder to save in, or remove the newer ones first");
-  }
-  base::invalid("--checkpoint " + options_.dir + " holds another run's checkpoints (" + *newest +
-                "): --resume auto goes on from it, or name a new folder");
 }
 
 std::optional<Snapshot> Checkpoints::load(const char* use) const {

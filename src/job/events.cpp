@@ -68,6 +68,47 @@ Event end_event() {
   return event;
 }
 
+Field quality(Unit unit) {
+  if (unit == Unit::kWords) return {"perplexity", kNumber, "e to the power of the loss"};
+  return {"accuracy", kNumber, "share of the examples that are right"};
+}
+
+Event epoch_event(Unit unit) {
+  const std::string what = counted(unit);
+  Event event{"epoch",
+              "at the end of an epoch, of each trainer",
+              {{"epoch", kInteger, "from 1 on"},
+               {"loss", kNumber, "mean over the epoch's steps; null if it had none"},
+               {"steps", kInteger, "of this trainer in this epoch"},
+               {what, kInteger, "that this trainer was trained on in this epoch"},
+               {"wall_s", kNumber, "seconds that the epoch took"}}};
+  if (unit == Unit::kWords) event.fields.push_back(quality(unit));
+  return event;
+}
+
+Event lost_event() {
+  return {"lost",
+          "a trainer is lost, and the job goes on without it",
+          {{"lost_rank", kInteger, "its rank"},
+           {"lost_role", kText, "its role"},
+           {"incarnation", kInteger, "processes that had the rank before it"},
+           {"kind", kText, "kind of the error, as in peer_lost"},
+           {"cause", kText, "what went wrong, in a line"},
+           {"steps_made", kInteger, "steps that it has made in all"},
+           {"steps_back", kInteger, "steps that it had begun, which go to the others"},
+           {"steps_in_doubt", kInteger,
+            "of those: may have been made, as no parameters are on rank 0 that would tell"},
+           {"trainers_left", kInteger, "trainers that are there"}}};
+}
+
+Event returned_event() {
+  return {"returned",
+          "a new process takes the place of a trainer that was lost",
+          {{"returned_rank", kInteger, "its rank"},
+           {"returned_role", kText, "its role"},
+           {"incarnation", kInteger, "processes that had the rank before it"}}};
+}
+
 }  // namespace
 
 const char* counted(Unit unit) { return unit == Unit::kWords ? "words" : "samples"; }
@@ -175,55 +216,6 @@ Event step_event(std::vector<Field> more) {
   return event;
 }
 
-namespace {
-
-Field quality(Unit unit) {
-  if (unit == Unit::kWords) return {"perplexity", kNumber, "e to the power of the loss"};
-  return {"accuracy", kNumber, "share of the examples that are right"};
-}
-
-Event epoch_event(Unit unit) {
-  const std::string what = counted(unit);
-  Event event{"epoch",
-              "at the end of an epoch, of each trainer",
-              {{"epoch", kInteger, "from 1 on"},
-               {"loss", kNumber, "mean over the epoch's steps; null if it had none"},
-               {"steps", kInteger, "of this trainer in this epoch"},
-               {what, kInteger, "that this trainer was trained on in this epoch"},
-               {"wall_s", kNumber, "seconds that the epoch took"}}};
-  if (unit == Unit::kWords) event.fields.push_back(quality(unit));
-  return event;
-}
-
-}  // namespace
-
-namespace {
-
-Event lost_event() {
-  return {"lost",
-          "a trainer is lost, and the job goes on without it",
-          {{"lost_rank", kInteger, "its rank"},
-           {"lost_role", kText, "its role"},
-           {"incarnation", kInteger, "processes that had the rank before it"},
-           {"kind", kText, "kind of the error, as in peer_lost"},
-           {"cause", kText, "what went wrong, in a line"},
-           {"steps_made", kInteger, "steps that it has made in all"},
-           {"steps_back", kInteger, "steps that it had begun, which go to the others"},
-           {"steps_in_doubt", kInteger,
-            "of those: may have been made, as no parameters are on rank 0 that would tell"},
-           {"trainers_left", kInteger, "trainers that are there"}}};
-}
-
-Event returned_event() {
-  return {"returned",
-          "a new process takes the place of a trainer that was lost",
-          {{"returned_rank", kInteger, "its rank"},
-           {"returned_role", kText, "its role"},
-           {"incarnation", kInteger, "processes that had the rank before it"}}};
-}
-
-}  // namespace
-
 Event eval_event(std::string when, Unit unit) {
   return {"eval",
           std::move(when),
@@ -261,8 +253,7 @@ std::vector<Event> trainer_events(bool may_lose, Unit unit) {
 
 std::vector<Event> with_events(std::vector<Event> events, const std::vector<Event>& more) {
   const auto find = [&events](const std::string& name) {
-    return std::find_if(events.begin(), events.end(),
-                        [&](const Event& event) { return event.name == name; });
+    return std::ranges::find(events, name, &Event::name);
   };
   for (const Event& event : more) {
     const auto there = find(event.name);

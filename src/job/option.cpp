@@ -54,11 +54,12 @@ const Option* find_option(const OptionTable& table, std::string_view name) {
 }
 
 std::string canonical_value(const Option& option, std::string_view text, std::string_view where) {
+  const bool is_word = std::ranges::find(option.choices, text) != option.choices.end();
   switch (option.kind) {
     case ValueKind::kFlag:
       return text == "false" ? "false" : "true";
     case ValueKind::kInteger: {
-      if (std::ranges::find(option.choices, text) != option.choices.end()) return std::string(text);
+      if (is_word) return std::string(text);
       const std::string words = fmt::format("{}{}a whole number", fmt::join(option.choices, ", "),
                                             option.choices.empty() ? "" : " or ");
       const auto value = number<int64_t>(text);
@@ -77,7 +78,7 @@ std::string canonical_value(const Option& option, std::string_view text, std::st
     }
     case ValueKind::kReal: {
       const bool has_words = !option.choices.empty();
-      if (std::ranges::find(option.choices, text) != option.choices.end()) return std::string(text);
+      if (is_word) return std::string(text);
       const auto value = number<double>(text);
       if (!value || !std::isfinite(*value)) {
         const std::string words = has_words ? "on, off or " : "";
@@ -87,15 +88,13 @@ std::string canonical_value(const Option& option, std::string_view text, std::st
       return has_words && *value == 0 ? "off" : shortest(*value);
     }
     case ValueKind::kChoice: {
-      if (std::find(option.choices.begin(), option.choices.end(), text) == option.choices.end()) {
-        std::string message = fmt::format("{} must be one of {}, not '{}'", where,
-                                          fmt::join(option.choices, ", "), text);
-        if (const auto meant = base::did_you_mean(text, option.choices)) {
-          message += fmt::format("; did you mean {}?", *meant);
-        }
-        invalid(std::move(message));
+      if (is_word) return std::string(text);
+      std::string message = fmt::format("{} must be one of {}, not '{}'", where,
+                                        fmt::join(option.choices, ", "), text);
+      if (const auto meant = base::did_you_mean(text, option.choices)) {
+        message += fmt::format("; did you mean {}?", *meant);
       }
-      return std::string(text);
+      invalid(std::move(message));
     }
     case ValueKind::kText:
       break;

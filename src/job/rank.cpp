@@ -8,12 +8,6 @@
 
 namespace distrain::job {
 
-namespace {
-
-constexpr uint16_t kFirstGroupChannel = 16;  // those below are the layers' below
-
-}  // namespace
-
 void Roles::add(const std::string& name, int count, bool numbered) {
   roles_.push_back({name, world_size(), count, numbered});
 }
@@ -31,7 +25,7 @@ const Roles::Role& Roles::named(const std::string& name) const {
 
 const Roles::Role& Roles::of(int rank) const {
   for (const Role& role : roles_) {
-    if (rank >= role.first && rank < role.first + role.count) return role;
+    if (role.has(rank)) return role;
   }
   throw base::Exception(base::ErrorKind::kInternal, "the job has no rank " + std::to_string(rank));
 }
@@ -53,7 +47,7 @@ Rank::Rank(rpc::Agent& agent, const Job& job, const Roles& roles, EventSink& sin
 const Group& Rank::group(const std::string& role) {
   if (const auto it = groups_.find(role); it != groups_.end()) return it->second;
   const Roles::Role& ranks = roles_.named(role);
-  if (number() < ranks.first || number() >= ranks.first + ranks.count) {
+  if (!ranks.has(number())) {
     base::invalid(name() + " is not of the role " + role + ", so not in its group");
   }
   if (groups_closed_) {
@@ -61,6 +55,7 @@ const Group& Rank::group(const std::string& role) {
   }
   std::vector<int> members(static_cast<size_t>(ranks.count));
   std::iota(members.begin(), members.end(), ranks.first);
+  constexpr int kFirstGroupChannel = 16;  // those below are the layers' below
   collective::Backend::Settings settings;
   settings.timeout = std::chrono::milliseconds(std::llround(job().collective_timeout_s * 1000));
   const auto backend = c10::make_intrusive<collective::Backend>(

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include <ATen/Parallel.h>
+#include <c10/util/ScopeExit.h>
 
 #include "distrain/autograd/context.h"
 #include "distrain/base/clock.h"
@@ -215,24 +216,6 @@ void request_stop(rpc::CallContext& call) {
   stop.request();
 }
 
-/// From now on a signal is seen to: there is something to save.
-void heed_on_all(rpc::Agent& agent) {
-  ask_all(agent,
-          [&agent](int rank) { return agent.rpc_async<rpc::of_local<&StopSignal::arm>>(rank); });
-}
-
-/// The training is over; from now on a signal ends a rank at once, unless the job is `stopped` by
-/// one. Gives back whether it is, then also by one that came to any rank meanwhile.
-bool end_on_all(rpc::Agent& agent, bool stopped) {
-  std::atomic<bool> any{false};
-  ask_all(agent, [&](int rank) {
-    return agent.rpc_async<rpc::of_local<&StopSignal::disarm>>(rank, stopped)
-        .then(agent.inline_executor(), [&any](bool told) { any = any || told; });
-  });
-  if (stopped) return true;
-  return any && end_on_all(agent, true);  // one came after the last look
-}
-
 /// Signals that any rank may get are rank 0's to see to.
 void pass_on_signals(rpc::Agent& agent, StopSignal& stop) {
   const auto on_rank_0 = [&agent](auto call) {
@@ -262,15 +245,6 @@ struct Untold {
     stop.on_request({});
     stop.on_save({});
     stop.on_question({});
-  }
-};
-
-/// At its end nothing is being saved any more. What other ranks had for it has failed by then, or
-/// is here: the agent is still whole, but has been told of the end.
-struct Settled {
-  const std::shared_ptr<TrainingHost>& host;
-  ~Settled() {
-    if (host) host->settle_save();
   }
 };
 
@@ -319,10 +293,7 @@ RankBody::Known known_options(const OptionTable& table, const OptionMap& values)
 }
 
 bool Preflight::starts(const std::string& role) const {
-  const Roles::Role& wanted = roles.named(role);
-  return local || std::ranges::any_of(ranks, [&](int rank) {
-           return rank >= wanted.first && rank < wanted.first + wanted.count;
-         });
+  return local || std::ranges::any_of(ranks, [&](int rank) { return roles.named(role).has(rank); });
 }
 
 namespace {
@@ -351,11 +322,7 @@ Outcome run_as(const Job& job, EventSink& sink, const RankBody& body,
     body.prepare(*rank);
     if (job.rank != 0) return;
     // Before the others are there: what is wrong with the folder is known at once.
-    host = std::make_shared<TrainingHost>(
-        TrainingHost::Setting{body.cmd, known, [&agent] { heed_on_all(agent); },
-                              [&agent](bool stopped) { return end_on_all(agent, stopped); },
-                              &agent},
-        session.job(), sink);
+    host = std::make_shared<TrainingHost>(body.cmd, known, &agent, session.job(), sink);
     agent.provide(host);
     agent.add_layer(host);
   };
@@ -369,7 +336,11 @@ Outcome run_as(const Job& job, EventSink& sink, const RankBody& body,
     rank->release_groups();
   };
   {
-    const Settled settled{host};
+    // What other ranks had for a save has failed by then, or is here: the agent is still whole, but
+    // has been told of the end.
+    const auto settled = c10::make_scope_exit([&host] {
+      if (host) host->await_save().wait();
+    });
     const Untold untold{*job.stop, job.progress.get()};
     job.stop->on_question([&agent] { return agent.waits(); });
     session.run(prepare, work, outcome);
@@ -409,9 +380,7 @@ Outcome outcome_without_ranks(Json fields) {
 Outcome run_local(const Job& job, EventSink& sink, const std::string& cmd,
                   const RankBody::Known& known, const std::function<void(Local&)>& run) {
   StopSignal& stop = *job.stop;
-  TrainingHost host(
-      {cmd, known, [&stop] { stop.arm(); }, [&stop](bool stopped) { return stop.disarm(stopped); }},
-      job, sink);
+  TrainingHost host(cmd, known, nullptr, job, sink);
   Local local(job, sink, host);
   {
     const Untold untold{stop, job.progress.get()};

@@ -3,22 +3,13 @@
 #include <algorithm>
 #include <numeric>
 
-#include "distrain/base/error.h"
-
 namespace distrain::job {
-
-namespace {
-
-constexpr uint64_t kMaxCount = uint64_t{1} << 40;
-
-}  // namespace
 
 Json Position::to_json() const { return {{"epoch", epoch}, {"steps", steps}, {"total", total}}; }
 
 Position Position::from_json(const Json& json, int trainers) {
-  const auto fail = [] {
-    throw base::Exception(base::ErrorKind::kBadData, "the position is not what it should be");
-  };
+  constexpr uint64_t kMaxCount = uint64_t{1} << 40;
+  const auto fail = [] { base::bad_data("the position is not what it should be"); };
   const auto count = [&](const Json& value) {
     if (!value.is_number_unsigned() || value.get<uint64_t>() > kMaxCount) fail();
     return value.get<int64_t>();
@@ -45,9 +36,7 @@ Schedule::Schedule(Terms terms, Hooks hooks)
 }
 
 void Schedule::resume(Position position) {
-  const auto fail = [](const char* why) {
-    throw base::Exception(base::ErrorKind::kBadData, std::string("the position: ") + why);
-  };
+  const auto fail = [](const char* why) { base::bad_data(std::string("the position: ") + why); };
   const int64_t whole_epoch = terms_.steps_per_epoch * terms_.trainers;
   if (position.epoch - 1 > position.total / whole_epoch)
     fail("its steps are not those of its epochs");
@@ -75,9 +64,7 @@ base::Future<Task> Schedule::next(Seat seat, bool stop, int64_t wanted) {
     if (!its.is_here || its.before != seat.before) {
       throw base::Exception(base::ErrorKind::kPeerLost, "another trainer has this place by now");
     }
-    if (waiting_.contains(seat.trainer)) {
-      throw base::Exception(base::ErrorKind::kInvalid, "a trainer waits for two tasks");
-    }
+    if (waiting_.contains(seat.trainer)) base::invalid("a trainer waits for two tasks");
     its.made += its.lease.count;
     its.lease = {};
     its.has_task = false;
@@ -87,7 +74,7 @@ base::Future<Task> Schedule::next(Seat seat, bool stop, int64_t wanted) {
       return base::Future<Task>::ready(task);
     }
     if (phase_ == Phase::kEnding) {  // it has come as the others went
-      static_cast<void>(task_locked(seat.trainer, wanted, task));
+      task_locked(seat.trainer, wanted, task);
       return base::Future<Task>::ready(task);
     }
     Request& request = waiting_[seat.trainer];
@@ -113,10 +100,6 @@ int64_t Schedule::steps_of_each() const {
   return position_.total / terms_.trainers;
 }
 
-bool Schedule::all_wait_locked() const {
-  return !waiting_.empty() && static_cast<int>(waiting_.size()) == here_locked();
-}
-
 // All who are there wait, so nothing changes but by this thread, by who is lost or comes anew, and
 // by what is requested from outside.
 void Schedule::advance() {
@@ -125,7 +108,8 @@ void Schedule::advance() {
     bool again = false;
     {
       std::lock_guard lock(mutex_);
-      if (failed_ || is_advancing_ || !all_wait_locked()) return;
+      const bool all_wait = static_cast<int>(waiting_.size()) == here_locked();
+      if (failed_ || is_advancing_ || waiting_.empty() || !all_wait) return;
       is_advancing_ = true;
       before = phase_;
       again = std::exchange(again_, false);
@@ -196,7 +180,7 @@ void Schedule::go_on() {
 Seat Schedule::take_seat(int trainer) {
   std::lock_guard lock(mutex_);
   Place& its = place(trainer);
-  if (its.is_here) throw base::Exception(base::ErrorKind::kInvalid, "this place is taken");
+  if (its.is_here) base::invalid("this place is taken");
   const int64_t taken = its.taken;
   its = Place{.before = its.before + 1, .taken = taken};
   return {trainer, its.before};
@@ -238,7 +222,7 @@ void Schedule::request_save() {
 }
 
 void Schedule::fail(const base::Error& error) {
-  Waiting waiting;
+  std::map<int, Request> waiting;
   {
     std::lock_guard lock(mutex_);
     failed_ = error;
@@ -256,26 +240,30 @@ int64_t Schedule::remaining_locked(int shard) const {
   return terms_.steps_per_epoch - position_.steps[static_cast<size_t>(shard)];
 }
 
+bool Schedule::take_locked(int trainer, int64_t wanted, Task& task) {
+  Place& its = place(trainer);
+  its.lease =
+      given_back_.empty() ? take_new_locked(trainer, wanted) : take_given_back_locked(wanted);
+  its.has_task = its.lease.count > 0;
+  task.kind = Task::Kind::kTrain;
+  task.epoch = position_.epoch;
+  task.shard = its.lease.shard;
+  task.step = its.lease.step;
+  task.count = its.lease.count;
+  return its.has_task;
+}
+
 // They were counted when they were handed out first.
-bool Schedule::take_given_back_locked(int trainer, int64_t wanted, Task& task) {
-  if (given_back_.empty()) return false;
+Schedule::Range Schedule::take_given_back_locked(int64_t wanted) {
   Range& first = given_back_.front();
-  Range& lease = place(trainer).lease;
-  lease = {first.shard, first.step, std::min(wanted, first.count)};
+  const Range lease = {first.shard, first.step, std::min(wanted, first.count)};
   first.step += lease.count;
   first.count -= lease.count;
   if (first.count == 0) given_back_.erase(given_back_.begin());
-  task.kind = Task::Kind::kTrain;
-  task.epoch = position_.epoch;
-  task.shard = lease.shard;
-  task.step = lease.step;
-  task.count = lease.count;
-  place(trainer).has_task = true;
-  return true;
+  return lease;
 }
 
-bool Schedule::take_locked(int trainer, int64_t wanted, Task& task) {
-  if (take_given_back_locked(trainer, wanted, task)) return true;
+Schedule::Range Schedule::take_new_locked(int trainer, int64_t wanted) {
   Place& its = place(trainer);
   const int64_t gate = gate_locked();
   int64_t allowed = kNever;
@@ -294,34 +282,23 @@ bool Schedule::take_locked(int trainer, int64_t wanted, Task& task) {
     }
   }
   const int64_t count = std::min({wanted, allowed, remaining_locked(shard)});
-  if (count <= 0) return false;
+  if (count <= 0) return {};
   int64_t& steps = position_.steps[static_cast<size_t>(shard)];
-  task.kind = Task::Kind::kTrain;
-  task.epoch = position_.epoch;
-  task.shard = shard;
-  task.step = steps;
-  task.count = count;
-  its.lease = {shard, steps, count};
-  its.has_task = true;
+  const Range lease = {shard, steps, count};
   its.taken += count;
   steps += count;
   position_.total += count;
-  return true;
+  return lease;
 }
 
 bool Schedule::epoch_over() const {
-  return std::all_of(position_.steps.begin(), position_.steps.end(),
-                     [this](int64_t steps) { return steps >= terms_.steps_per_epoch; });
+  return std::ranges::min(position_.steps) >= terms_.steps_per_epoch;
 }
 
 bool Schedule::job_over() const {
   if (finish_at_ != kNever && position_.total >= finish_at_ * terms_.trainers) return true;
   if (terms_.steps > 0) return position_.total >= terms_.steps * terms_.trainers;
   return position_.epoch > terms_.epochs;
-}
-
-bool Schedule::over_after_evaluation() const {
-  return job_over() || (terms_.steps == 0 && epoch_over() && position_.epoch >= terms_.epochs);
 }
 
 Schedule::Phase Schedule::after_training() const {
@@ -405,7 +382,9 @@ bool Schedule::task_locked(int trainer, int64_t wanted, Task& task) {
                                            : Task::Kind::kEnd;
   task.epoch = position_.epoch;
   task.shard = trainer;
-  task.last = phase_ == Phase::kEvaluating && over_after_evaluation();
+  const bool over =
+      job_over() || (terms_.steps == 0 && epoch_over() && position_.epoch >= terms_.epochs);
+  task.last = phase_ == Phase::kEvaluating && over;
   task.stopped = stopped();
   return true;
 }

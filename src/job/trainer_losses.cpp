@@ -73,10 +73,6 @@ std::optional<int> TrainerLosses::trainer_of(int rank) const {
   return trainer >= 0 && trainer < trainers_ ? std::optional(trainer) : std::nullopt;
 }
 
-std::optional<int64_t> TrainerLosses::last_step_of(const rpc::Loss& loss) const {
-  return optim::last_step_of(agent_, loss.process());
-}
-
 // Nobody waits for the answers: who is lost has none, and whoever waits for that trainer's steps
 // hears of it in time.
 void TrainerLosses::rest(int trainer) const {

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <optional>
 
 #include "distrain/job/job.h"
@@ -25,8 +24,6 @@ class TrainerLosses {
   void end();
   /// The trainer that a rank is; none.
   std::optional<int> trainer_of(int rank) const;
-  /// The last of its steps that parameters of this rank have seen; none: this rank cannot tell.
-  std::optional<int64_t> last_step_of(const rpc::Loss& loss) const;
   /// No rank waits for that trainer's steps until it makes one.
   void rest(int trainer) const;
 

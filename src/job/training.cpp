@@ -1,7 +1,6 @@
 #include "distrain/job/training.h"
 
 #include <algorithm>
-#include <memory>
 #include <numeric>
 
 #include <ATen/Functions.h>
@@ -10,7 +9,6 @@
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
 #include "distrain/base/trace.h"
-#include "distrain/job/checkpoints.h"
 #include "distrain/job/local_training.h"
 #include "training_host.h"
 
@@ -119,11 +117,11 @@ TrainingPlan::TrainingPlan(Plan plan, Process& process, std::vector<int> own, Sh
                            rpc::Agent* agent, TrainingHost* host)
     : plan_(std::move(plan)),
       own_(std::move(own)),
+      host_(host),
       lr_schedule_(optim::Schedule::parse(plan_.lr_schedule)),
       process_(process),
       share_(share),
       agent_(agent),
-      host_(host),
       log_(plan_, process.sink()) {}
 
 void TrainingPlan::keep(LocalUpdates& optimizer) {
@@ -346,8 +344,7 @@ void Training::train(const Task& task, const std::function<Result(const Step&)>&
 }
 
 LocalTraining::LocalTraining(Local& local, Plan plan, int trainers)
-    : TrainingPlan(std::move(plan), local, {}, {0, 1}, nullptr, &local.host()),
-      host_(local.host()) {
+    : TrainingPlan(std::move(plan), local, {}, {0, 1}, nullptr, &local.host()) {
   plan_.trainers = trainers;
   own_.resize(static_cast<size_t>(trainers));
   std::iota(own_.begin(), own_.end(), 0);
@@ -360,7 +357,7 @@ void LocalTraining::run(const std::function<Result(const std::vector<Step>&)>& s
   for (Task task; task.kind != Task::Kind::kEnd;) {
     for (int trainer = 0; trainer < plan_.trainers; ++trainer) {
       if (pending.contains(trainer)) continue;
-      pending.emplace(trainer, host_.next(seat(trainer), false, reached(), 1));
+      pending.emplace(trainer, host_->next(seat(trainer), false, reached(), 1));
     }
     std::vector<Step> steps;
     for (auto it = pending.begin(); it != pending.end();) {

@@ -5,8 +5,6 @@
 
 #include <ATen/Parallel.h>
 
-#include "distrain/base/error.h"
-
 namespace distrain::job {
 
 namespace {
@@ -28,13 +26,71 @@ std::string difference(const Plan& first, const Plan& other, int rank) {
   return who + " has a group of the trainers and others have none, or the other way round";
 }
 
+data::NamedTensors fetched(const rpc::RRef<data::NamedTensors>& held) {
+  if (held.is_owner()) return held.local_value();
+  return held.to_here_async(std::chrono::nanoseconds::max()).take();
+}
+
+void put(const HeldPart& of, const data::NamedTensors& tensors, Snapshot& into) {
+  auto& file = into.files[of.part.file];
+  for (const auto& [name, tensor] : tensors) {
+    const std::string stored = of.part.stored(name, of.trainer);
+    if (of.part.has(stored, of.trainer) && file.emplace(stored, tensor).second) continue;
+    throw base::Exception(base::ErrorKind::kInternal,
+                          "a checkpoint's part '" + of.part.name + "' has the tensor " + name +
+                              ", which is not named by it or is another's, too");
+  }
+}
+
+/// Puts the tensors of all into the checkpoint, under the names that they have there. Those of
+/// other ranks are fetched one after the other, and each is let go there as soon as it is here.
+void fetch(std::vector<HeldPart>& parts, Snapshot& into, EventSink& sink) {
+  for (HeldPart& part : parts) {
+    for (const std::string& name : part.tensors.trained) {
+      into.trained[part.part.file].insert(part.part.stored(name, part.trainer));
+    }
+    put(part, part.tensors.here, into);
+    for (auto& held : part.tensors.elsewhere) {
+      put(part, fetched(held), into);
+      held = {};
+      sink.saving();
+    }
+  }
+  parts.clear();
+}
+
+/// From now on a signal is seen to: there is something to save.
+void heed_on_all(rpc::Agent* agent, StopSignal& stop) {
+  if (!agent) return stop.arm();
+  ask_all(*agent,
+          [agent](int rank) { return agent->rpc_async<rpc::of_local<&StopSignal::arm>>(rank); });
+}
+
+/// The training is over; from now on a signal ends a rank at once, unless the job is `stopped` by
+/// one, or by one that came to any rank meanwhile.
+void end_on_all(rpc::Agent* agent, StopSignal& stop, bool stopped) {
+  if (!agent) {
+    stop.disarm(stopped);
+    return;
+  }
+  std::atomic<bool> any{false};
+  ask_all(*agent, [&](int rank) {
+    return agent->rpc_async<rpc::of_local<&StopSignal::disarm>>(rank, stopped)
+        .then(agent->inline_executor(), [&any](bool told) { any = any || told; });
+  });
+  if (any && !stopped) end_on_all(agent, stop, true);  // one came after the last look
+}
+
 }  // namespace
 
-TrainingHost::TrainingHost(Setting setting, const Job& job, EventSink& sink)
-    : setting_(std::move(setting)),
+TrainingHost::TrainingHost(std::string cmd, RankBody::Known known, rpc::Agent* agent,
+                           const Job& job, EventSink& sink)
+    : cmd_(std::move(cmd)),
+      known_(std::move(known)),
+      agent_(agent),
       sink_(sink),
       stop_(job.stop),
-      checkpoints_(setting_.known.checkpoint, job, sink,
+      checkpoints_(known_.checkpoint, job, sink,
                    std::bind_front(&TrainingHost::on_save_failed, this)) {}
 
 void TrainingHost::expose(rpc::Agent& agent) {
@@ -74,9 +130,9 @@ Attached TrainingHost::attach(const Plan& plan, int trainer, uint32_t incarnatio
     attached.is_late = true;
     untried_[trainer] = 0;
     const Json fields{{"returned_rank", rank},
-                      {"returned_role", setting_.agent->worker(rank).name},
+                      {"returned_role", agent_->worker(rank).name},
                       {"incarnation", incarnation}};
-    setting_.agent->executor().post(
+    agent_->executor().post(
         [this, self = shared_from_this(), fields] { sink_.emit("returned", fields); });
   }
   trainers_.emplace(trainer, attached.seat);
@@ -86,10 +142,10 @@ Attached TrainingHost::attach(const Plan& plan, int trainer, uint32_t incarnatio
 void TrainingHost::begin(const Plan& plan) {
   plan_ = plan;
   plan_->save = checkpoints_.saving() && !plan.eval_only;
-  plan_->save_every = setting_.known.checkpoint.every;
+  plan_->save_every = known_.checkpoint.every;
   lr_schedule_ = optim::Schedule::parse(plan.lr_schedule);
-  if (plan.may_lose && setting_.agent && plan.trainers > 1) {
-    losses_.emplace(*setting_.agent, plan.first_rank, plan.trainers, setting_.known.min_trainers);
+  if (plan.may_lose && agent_ && plan.trainers > 1) {
+    losses_.emplace(*agent_, plan.first_rank, plan.trainers, known_.min_trainers);
   }
   current_ = nullptr;
   schedule_.emplace(*plan_, hooks());
@@ -114,7 +170,7 @@ Schedule::Hooks TrainingHost::hooks() {
       std::lock_guard lock(mutex_);
       resumed_.reset();
     }
-    if (plan_->save) setting_.heed();
+    if (plan_->save) heed_on_all(agent_, *stop_);
     if (losses_) losses_->begin();
   };
   hooks.on_evaluated = std::bind_front(&TrainingHost::on_evaluated, this);
@@ -122,7 +178,7 @@ Schedule::Hooks TrainingHost::hooks() {
   hooks.on_end = [this](bool stopped) {
     if (losses_) losses_->end();
     checkpoints_.finish();
-    if (plan_->save) setting_.end(stopped);
+    if (plan_->save) end_on_all(agent_, *stop_, stopped);
   };
   hooks.on_again = [this] {
     std::lock_guard lock(mutex_);
@@ -139,12 +195,11 @@ Schedule::Hooks TrainingHost::hooks() {
 void TrainingHost::load() {
   resumed_ = checkpoints_.load();
   if (!resumed_ && plan_->eval_only) {
-    throw base::Exception(base::ErrorKind::kBadData,
-                          "--eval-only: no checkpoint in " + setting_.known.checkpoint.dir);
+    base::bad_data("--eval-only: no checkpoint in " + known_.checkpoint.dir);
   }
   if (!resumed_) return;
   const Snapshot& snapshot = *resumed_;
-  snapshot.expect_cmd(setting_.cmd);
+  snapshot.expect_cmd(cmd_);
   const Json agreed = snapshot.state.value("agreed", Json());
   if (!agreed.is_object()) snapshot.refuse("it is of an older version of distrain");
   for (const auto& [name, value] : agreed.items()) {
@@ -155,8 +210,8 @@ void TrainingHost::load() {
   if (agreed.value("data", "") != (data == plan_->agreed.end() ? "" : data->second)) {
     snapshot.refuse("saved while training on other data");
   }
-  for (const std::string& name : setting_.known.must_agree) {
-    snapshot.expect_option(name, setting_.known.options.at(name));
+  for (const std::string& name : known_.must_agree) {
+    snapshot.expect_option(name, known_.options.at(name));
   }
   for (const auto& [name, value] : plan_->agreed) {
     const std::string was = agreed.value(name, "");
@@ -172,7 +227,7 @@ void TrainingHost::load() {
 // What is in the files and of no part is of another model.
 void TrainingHost::check_all_taken() const {
   const auto known = [&](const std::string& file, const std::string& tensor) {
-    return std::any_of(plan_->parts.begin(), plan_->parts.end(), [&](const auto& part) {
+    return std::ranges::any_of(plan_->parts, [&](const PartName& part) {
       if (part.file != file) return false;
       for (int trainer = 0; trainer < plan_->trainers; ++trainer) {
         if (part.has(tensor, trainer)) return true;
@@ -242,7 +297,7 @@ base::Future<Lease> TrainingHost::next(Seat seat, bool stop, bool last, int64_t 
     // It has done what it asked for first.
     const auto untried = untried_.find(seat.trainer);
     if (untried != untried_.end() && untried->second++ > 0) {
-      setting_.agent->note_of_use(plan_->first_rank + seat.trainer);
+      agent_->note_of_use(plan_->first_rank + seat.trainer);
       untried_.erase(untried);
     }
   }
@@ -268,7 +323,8 @@ void TrainingHost::on_rank_lost(const rpc::Loss& loss) {
 }
 
 void TrainingHost::lose(int trainer, const rpc::Loss& loss) {
-  const std::optional<int64_t> made = losses_->last_step_of(loss);
+  // The last of its steps that parameters of this rank have seen; none: this rank cannot tell.
+  const auto made = optim::last_step_of(*agent_, loss.process());
   bool was_there = false;  // otherwise it has come and gone before it had asked for anything
   {
     std::lock_guard lock(mutex_);
@@ -283,22 +339,18 @@ void TrainingHost::lose(int trainer, const rpc::Loss& loss) {
     lost_steps_ += lost.made;
   }
   // To tell of it may take its time, and so may what all do next.
-  setting_.agent->executor().post([this, self = shared_from_this(), loss, lost] {
-    tell_lost(loss, lost);
+  agent_->executor().post([this, self = shared_from_this(), loss, lost] {
+    sink_.emit("lost", {{"lost_rank", loss.rank},
+                        {"lost_role", agent_->worker(loss.rank).name},
+                        {"incarnation", loss.incarnation},
+                        {"kind", base::kind_name(loss.error.kind)},
+                        {"cause", loss.error.message},
+                        {"steps_made", lost.made},
+                        {"steps_back", lost.back},
+                        {"steps_in_doubt", lost.in_doubt},
+                        {"trainers_left", schedule_->trainers_left()}});
     schedule_->go_on();
   });
-}
-
-void TrainingHost::tell_lost(const rpc::Loss& loss, const Schedule::Lost& lost) {
-  sink_.emit("lost", {{"lost_rank", loss.rank},
-                      {"lost_role", setting_.agent->worker(loss.rank).name},
-                      {"incarnation", loss.incarnation},
-                      {"kind", base::kind_name(loss.error.kind)},
-                      {"cause", loss.error.message},
-                      {"steps_made", lost.made},
-                      {"steps_back", lost.back},
-                      {"steps_in_doubt", lost.in_doubt},
-                      {"trainers_left", schedule_->trainers_left()}});
 }
 
 void TrainingHost::request_save() {
@@ -313,9 +365,7 @@ void TrainingHost::report(Seat seat, const Report& report) {
   total_.valid.add(report.valid);
   total_.test.add(report.test);
   for (const auto& [name, value] : report.maxima) {
-    int64_t& greatest = maxima_.try_emplace(name, value).first->second;
-    greatest = std::max(greatest, value);
-    metrics_[name] = greatest;
+    metrics_[name] = std::max(value, metrics_.value(name, value));
   }
 }
 
@@ -356,8 +406,7 @@ void TrainingHost::tell_evaluation(const char* set, const Evaluation& evaluation
   Json fields = fields_of(evaluation, plan_->unit);
   fields["set"] = set;
   // Of a job that has just gone on, or is over, the next epoch has begun with no step.
-  const bool between = std::all_of(position.steps.begin(), position.steps.end(),
-                                   [](int64_t steps) { return steps == 0; });
+  const bool between = std::ranges::max(position.steps) == 0;
   fields["epoch"] = position.epoch - (between && position.epoch > 1 ? 1 : 0);
   fields["step"] = position.total / plan_->trainers;
   if (lr_schedule_.observes()) fields["lr"] = plan_->lr * lr_schedule_.state().factor;
@@ -376,8 +425,8 @@ void TrainingHost::save(const Position& position) {
   std::lock_guard lock(mutex_);
   Snapshot snapshot;
   snapshot.step = position.total / plan_->trainers;
-  snapshot.state["cmd"] = setting_.cmd;
-  snapshot.state["options"] = setting_.known.options;
+  snapshot.state["cmd"] = cmd_;
+  snapshot.state["options"] = known_.options;
   snapshot.state["agreed"] = plan_->agreed;
   snapshot.state["position"] = position.to_json();
   snapshot.state["threads"] = at::get_num_threads();
@@ -390,7 +439,7 @@ void TrainingHost::save(const Position& position) {
   checkpoints_.save(
       std::move(snapshot),
       [this, parts = std::exchange(gathered_, {})](Snapshot& into) mutable {
-        fetch(parts, into, [this] { sink_.saving(); });
+        fetch(parts, into, sink_);
       },
       since);
 }

@@ -14,7 +14,6 @@
 #include "distrain/job/checkpoints.h"
 #include "distrain/job/definition.h"
 #include "distrain/rpc/of_local.h"
-#include "held_parts.h"
 #include "trainer_losses.h"
 
 namespace distrain::job {
@@ -49,22 +48,23 @@ struct Report {
       std::tuple(&Report::loss, &Report::steps, &Report::valid, &Report::test, &Report::maxima);
 };
 
+/// A trainer's part of a checkpoint that is being made.
+struct HeldPart {
+  PartName part;
+  int32_t trainer = 0;
+  Held tensors;
+  static constexpr auto kFields =
+      std::tuple(&HeldPart::part, &HeldPart::trainer, &HeldPart::tensors);
+};
+
 /// What a job's training has one of, on rank 0: schedule, learning rate, evaluation, checkpoints,
 /// the end. Thread-safe.
 class TrainingHost final : public rpc::Layer, public std::enable_shared_from_this<TrainingHost> {
  public:
-  struct Setting {
-    std::string cmd;
-    RankBody::Known known;
-    std::function<void()> heed;  ///< on all ranks: a signal is seen to from now on
-    /// On all ranks: a signal ends the process again, unless the job is stopped. Whether it is,
-    /// then.
-    std::function<bool(bool stopped)> end;
-    rpc::Agent* agent = nullptr;  ///< null: all trainers are in this process
-  };
-
-  /// Tries whether the folder of checkpoints can be written, and is this job's.
-  TrainingHost(Setting setting, const Job& job, EventSink& sink);
+  /// Tries whether the folder of checkpoints can be written, and is this job's. `agent`: null if
+  /// all trainers are in this process.
+  TrainingHost(std::string cmd, RankBody::Known known, rpc::Agent* agent, const Job& job,
+               EventSink& sink);
 
   /// What trainers call on rank 0. Before join().
   static void expose(rpc::Agent& agent);
@@ -76,8 +76,8 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   data::NamedTensors saved_part(const PartName& part, int trainer);
   base::Future<Lease> next(Seat seat, bool stop, bool last, int64_t wanted);
   void report(Seat seat, const Report& report);
-  /// On a task to save, before its parts are taken: done when the save before is written, so that
-  /// no more than one is in memory.
+  /// Done when no save is under way. On a task to save, before its parts are taken, so that no more
+  /// than one is in memory.
   base::Future<void> await_save() { return checkpoints_.idle(); }
   /// On a task to save: a trainer's parts.
   void contribute(Seat seat, const std::vector<HeldPart>& parts);
@@ -100,8 +100,6 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   /// Adds what rank 0 knows of the training so far. Any thread.
   void add_to(Json& fields) const;
   std::string last_saved() const { return checkpoints_.last_saved(); }
-  /// The job has failed: waits until a save that is under way is written, or has failed, too.
-  void settle_save() { checkpoints_.idle().wait(); }
 
  private:
   void begin(const Plan& plan);
@@ -109,7 +107,6 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   void load();
   void check_seat_locked(Seat seat) const;
   void lose(int trainer, const rpc::Loss& loss);
-  void tell_lost(const rpc::Loss& loss, const Schedule::Lost& lost);
   void read_position(const Snapshot& snapshot);
   void check_all_taken() const;
   void add_loss(Json& fields) const;
@@ -118,7 +115,9 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   void save(const Position& position);
   void on_save_failed(const base::Error& error);
 
-  const Setting setting_;
+  const std::string cmd_;
+  const RankBody::Known known_;
+  rpc::Agent* const agent_;
   EventSink& sink_;
   const std::shared_ptr<StopSignal> stop_;
 
@@ -139,8 +138,7 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   optim::Schedule lr_schedule_;
   std::optional<Snapshot> resumed_;  // until all have taken their parts of it
   int64_t steps_made_ = 0;
-  Report total_;  // of the reports since the last evaluation
-  std::map<std::string, int64_t> maxima_;
+  Report total_;                                 // of the reports since the last evaluation
   std::optional<base::TimePoint> saving_since_;  // all have come to a save
   std::vector<HeldPart> gathered_;
   Json metrics_ = Json::object();

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -102,7 +101,6 @@ class Checkpoints {
 
  private:
   struct Save;
-  void refuse_strangers() const;
   void run(Save& save);
   void write(const Save& save);
 

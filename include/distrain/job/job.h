@@ -1,7 +1,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -100,27 +99,30 @@ struct Injection {
   std::function<bool()> before_save;
 };
 
-/// What one process has to know to be one rank of a job.
-struct Job {
-  std::string name;    ///< ranks of another one are refused
-  int rank = 0;        ///< rpc::kAnyRank: whichever nobody else is, as rank 0 says
-  int world_size = 0;  ///< 0: follow rank 0
+/// Which rank a process is, and how it reaches the others.
+struct Contact {
+  int rank = 0;  ///< rpc::kAnyRank: whichever nobody else is, as rank 0 says
   std::string master_addr = "localhost";
-  bool master_addr_given = false;  ///< by flag or environment
   uint16_t master_port = 29500;
-  std::string listen_addr;       ///< empty: the interface that reaches the master
   int listen_fd = -1;            ///< rank 0 of a spawned job: the launcher's listening socket
   std::string rank_0_unix_name;  ///< not empty: of that socket, and nobody listens on TCP
-  std::string meeting_name;      ///< as in rpc::AgentOptions
-  net::PortRange ports;          ///< to listen on
-  std::string token;             ///< as in rpc::AgentOptions, like the next four
-  bool insecure = false;
+  std::string token;             ///< as in rpc::AgentOptions, like the next three
   std::string job_id;
   std::optional<uint32_t> generation;
   bool rejoins = false;
-  bool spawned = false;                           ///< by our launcher; otherwise this rank joined
-  std::string transport = "auto";                 ///< auto, tcp or unix
-  std::chrono::steady_clock::time_point started;  ///< of the launcher, for startup_s
+  base::TimePoint started;  ///< of the launcher, for startup_s
+};
+
+/// What one process has to know to be one rank of a job.
+struct Job : Contact {
+  std::string name;                ///< ranks of another one are refused
+  int world_size = 0;              ///< 0: follow rank 0
+  std::string listen_addr;         ///< empty: the interface that reaches the master
+  std::string meeting_name;        ///< as in rpc::AgentOptions
+  net::PortRange ports;            ///< to listen on
+  bool insecure = false;           ///< as in rpc::AgentOptions
+  bool spawned = false;            ///< by our launcher; otherwise this rank joined
+  std::string transport = "auto";  ///< auto, tcp or unix
   double rpc_timeout_s = 60;
   double collective_timeout_s = 0;  ///< 0: an operation waits for its ranks while they live
   double join_timeout_s = 300;

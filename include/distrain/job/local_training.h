@@ -34,9 +34,6 @@ class LocalTraining : public TrainingPlan {
   void run(const std::function<Result(const std::vector<Step>& steps)>& step);
   /// `step` makes one trainer's forward pass; its backward pass follows, and the updates of all.
   void run(LocalUpdates& updates, const std::function<Result(const Step& step)>& step);
-
- private:
-  TrainingHost& host_;
 };
 
 }  // namespace distrain::job

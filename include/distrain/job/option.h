@@ -28,7 +28,7 @@ enum class Scope {
 /// and the agreement between ranks have to know of it. See OptionList for how to declare one.
 struct Option {
   std::string name;      ///< without dashes; the spelling with `_` comes by itself
-  std::string old_name;  ///< accepted, and in no text; may be empty
+  std::string old_name;  ///< goes on to be accepted, and is in no text; may be empty
   ValueKind kind = ValueKind::kText;
   std::string value_name;  ///< N, FILE, …; empty for a flag
   std::string initial;     ///< the default in canonical form, empty: none or it depends
@@ -53,8 +53,8 @@ struct Option {
   bool of_training = false;      ///< `predict` has no use for it, though it may not change
   bool step_limit = false;       ///< a job that has reached it goes on without it
   bool hidden = false;           ///< for tests; in no text
-  bool random_only = false;      ///< without effect when there is a data file
-  bool data_only = false;        ///< without effect when there is none
+  bool random_only = false;      ///< without effect where `--data` is given
+  bool data_only = false;        ///< without effect where it is not
   bool may_be_empty = false;     ///< a text whose default the user may switch off by ""
   bool each_own = false;         ///< unless rank 0's user gives it, each rank has its own default
   std::string initial_in_words;  ///< shown instead of `initial`

@@ -1,8 +1,6 @@
 #pragma once
 
-#include <cstdint>
 #include <functional>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -15,7 +13,8 @@ namespace distrain::job {
 
 inline constexpr double kMaxInt = 2147483647.0;
 
-/// What is said of an option beside its name, member and help; each gives back itself.
+/// What is said of an option beside its name, member and help: fields of Option say what each
+/// means. Each gives back itself.
 class OptionRow {
  public:
   explicit OptionRow(Option& option) : option_(option) {}
@@ -32,23 +31,14 @@ class OptionRow {
   OptionRow& below(double min, double max) { return set(option_.below_max, true).range(min, max); }
   /// What the help shows as the default, where that is not one value.
   OptionRow& by_default(const std::string& words) { return set(option_.initial_in_words, words); }
-  /// Another spelling that goes on to be accepted.
   OptionRow& formerly(const std::string& old_name) { return set(option_.old_name, old_name); }
-  /// It makes no sense unless this other option is given.
   OptionRow& needs(const std::string& other) { return set(option_.needs, other); }
-  /// Without effect where `--data` is given.
   OptionRow& random_only() { return set(option_.random_only, true); }
-  /// Without effect where it is not.
   OptionRow& data_only() { return set(option_.data_only, true); }
-  /// Each rank has its own default, unless rank 0's user gives a value.
   OptionRow& each_own() { return set(option_.each_own, true); }
-  /// A text whose default, if there is one, the user may switch off by "".
   OptionRow& may_be_empty() { return set(option_.may_be_empty, true); }
-  /// A job may go on from a checkpoint with another value.
   OptionRow& may_change() { return set(option_.may_change, true); }
-  /// The command `predict` heeds it, though it may change.
   OptionRow& of_predict() { return set(option_.of_predict, true).may_change(); }
-  /// How the model is trained: the command `predict` has no use for it, though it may not change.
   OptionRow& of_training() { return set(option_.of_training, true); }
   /// The step that ends the run, 0: none. A job that has got there goes on without it.
   OptionRow& step_limit() { return set(option_.step_limit, true).may_change(); }
@@ -57,7 +47,6 @@ class OptionRow {
   OptionRow& value_name(const std::string& name) { return set(option_.value_name, name); }
   /// In place of the help that an inherited option has.
   OptionRow& help(const std::string& text) { return set(option_.help, text); }
-  /// What the man page says besides.
   OptionRow& details(const std::string& text) {
     const std::string before = option_.details.empty() ? "" : option_.details + '\n';
     return set(option_.details, before + text);

@@ -23,6 +23,8 @@ class Roles {
     int first = 0;  ///< rank
     int count = 1;
     bool numbered = false;  ///< its ranks are called by its name and their number: trainer3
+
+    bool has(int rank) const { return rank >= first && rank < first + count; }
   };
 
   void add(const std::string& name, int count, bool numbered);

@@ -154,7 +154,6 @@ class Schedule {
     int64_t wanted = 1;
     base::TimePoint since = base::Clock::now();
   };
-  using Waiting = std::map<int, Request>;
   static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
   /// Steps of a shard in the epoch under way that follow each other.
@@ -176,17 +175,16 @@ class Schedule {
   Place& place(int trainer) { return places_[static_cast<size_t>(trainer)]; }
   const Place& place(int trainer) const { return places_[static_cast<size_t>(trainer)]; }
   int here_locked() const;
-  bool all_wait_locked() const;
   bool task_locked(int trainer, int64_t wanted, Task& task);
   bool take_locked(int trainer, int64_t wanted, Task& task);
-  bool take_given_back_locked(int trainer, int64_t wanted, Task& task);
+  Range take_given_back_locked(int64_t wanted);
+  Range take_new_locked(int trainer, int64_t wanted);
   int64_t furthest_locked() const;
   int64_t remaining_locked(int shard) const;
   int64_t next_save() const;
   int64_t gate_locked() const;
   bool epoch_over() const;
   bool job_over() const;
-  bool over_after_evaluation() const;
   bool stopped() const { return stop_at_ != kNever; }
   void tell_who_rests();
   void advance();
@@ -211,7 +209,7 @@ class Schedule {
   int64_t save_at_ = kNever;
   int64_t finish_at_ = kNever;
   std::optional<base::Error> failed_;
-  Waiting waiting_;
+  std::map<int, Request> waiting_;  // by trainer
 };
 
 }  // namespace distrain::job

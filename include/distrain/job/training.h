@@ -252,6 +252,7 @@ class TrainingPlan {
 
   Plan plan_;
   std::vector<int> own_;
+  TrainingHost* const host_;
   optim::Schedule lr_schedule_;
   /// For each optimizer, before a step: the learning rate's factor, and the step's number in this
   /// run, from 1 on.
@@ -268,7 +269,6 @@ class TrainingPlan {
   Process& process_;
   const Share share_;
   rpc::Agent* const agent_;
-  TrainingHost* const host_;
   std::vector<Part> parts_;
   Evaluate evaluate_epoch_, evaluate_end_;
   std::function<bool()> reached_;

@@ -17,6 +17,7 @@ using base::invalid;
 
 constexpr std::string_view kRankMark = "@rank=";
 constexpr std::string_view kCheckpoint = "checkpoint.";
+constexpr std::string_view kKinds[] = {"delay", "stage", "fail", "save"};  // as Kind has them
 
 /// "50ms" → 0.05. The range is that of an option in seconds.
 double parse_time(std::string_view value, const std::string& where) {
@@ -55,20 +56,16 @@ InjectedFault parse_fault(const std::string& text) {
   if (equals == std::string_view::npos) invalid(where + ": a fault is KIND=VALUE");
   const std::string_view kind = rest.substr(0, equals);
   const std::string_view value = rest.substr(equals + 1);
-  if (kind == "delay") {
-    fault.seconds = parse_time(value, where + ": the delay");
-  } else if (kind == "stage") {
-    fault.kind = InjectedFault::Kind::kStage;
-    fault.seconds = parse_time(value, where + ": the time");
-  } else if (kind == "fail") {
-    fault.kind = InjectedFault::Kind::kFail;
-    fault.system_call = parse_system_call(value, where + ": what fails");
-  } else if (kind == "save") {
-    fault.kind = InjectedFault::Kind::kSave;
-    fault.seconds = parse_time(value, where + ": the time");
-  } else {
+  const auto known = std::ranges::find(kKinds, kind);
+  if (known == std::end(kKinds)) {
     invalid(
         fmt::format("{}: unknown fault '{}'; there are delay, stage, fail and save", where, kind));
+  }
+  fault.kind = static_cast<InjectedFault::Kind>(known - kKinds);
+  if (fault.kind == InjectedFault::Kind::kFail) {
+    fault.system_call = parse_system_call(value, where + ": what fails");
+  } else {
+    fault.seconds = parse_time(value, where + (kind == "delay" ? ": the delay" : ": the time"));
   }
   return fault;
 }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <optional>
 #include <utility>
 
 #include <errno.h>
@@ -117,12 +116,11 @@ class Launcher {
   bool prepare_restart(Verdict& verdict) {
     const std::optional<std::string> newest = newest_checkpoint();
     const bool got_further = plan_.newest_checkpoint ? newest != newest_ : group_->has_met();
-    pause_ = got_further || generation_ == 0 ? nanoseconds(kFirstPause)
-                                             : std::min<nanoseconds>(pause_ * 2, kLongestPause);
+    pause_ = got_further ? kFirstPause : longer(pause_);
     ++restarts_;
     ++generation_;
-    tell_restart(plan_.ranks, newest, pause_, verdict.cause);
-    say_restart(verdict.cause, "the job starts again" + (newest ? " from " + *newest : ""));
+    tell_restart(plan_.ranks, newest, pause_, verdict.cause,
+                 "the job starts again" + (newest ? " from " + *newest : ""));
     const base::TimePoint then = base::deadline_after(pause_);
     while (base::Clock::now() < then && !ended_by_signal_ && !write_error_) {
       wake_at_ = then;
@@ -133,8 +131,12 @@ class Launcher {
     return !ended_by_signal_ && !write_error_;
   }
 
+  static nanoseconds longer(nanoseconds pause) {
+    return std::clamp<nanoseconds>(pause * 2, kFirstPause, kLongestPause);
+  }
+
   void tell_restart(const std::vector<int>& ranks, const std::optional<std::string>& checkpoint,
-                    nanoseconds pause, const Cause& cause) {
+                    nanoseconds pause, const Cause& cause, const std::string& what) {
     const std::optional<uint32_t> generation = told().generation;
     tell("restart", {{"ranks", ranks},
                      {"generation", generation ? Json(*generation) : Json()},
@@ -144,9 +146,6 @@ class Launcher {
                      {"kind", cause.kind},
                      {"cause", cause.message},
                      {"cause_rank", cause.rank ? Json(*cause.rank) : Json()}});
-  }
-
-  void say_restart(const Cause& cause, const std::string& what) {
     progress_.clear();
     say(fmt::format("{}: {} ({} of {})", cause.message, what, restarts_, plan_.max_restarts));
   }
@@ -161,9 +160,7 @@ class Launcher {
     const bool found_no_place = child->is_successor() && !child->ready() && !child->signal();
     if (restarts_ >= plan_.max_restarts || is_crash(child->signal()) || found_no_place) return;
     const bool lasted = base::Clock::now() - its.started >= kLasts;
-    its.pause = lasted || its.pause == nanoseconds(0)
-                    ? nanoseconds(kFirstPause)
-                    : std::min<nanoseconds>(its.pause * 2, kLongestPause);
+    its.pause = lasted ? kFirstPause : longer(its.pause);
     its.cause = group_->cause_of_loss(rank);
     its.at = base::deadline_after(its.pause);
   }
@@ -183,8 +180,8 @@ class Launcher {
       if (!its.is_told) {
         if (restarts_ >= plan_.max_restarts) continue;
         ++restarts_;
-        tell_restart({rank}, std::nullopt, its.pause, its.cause);
-        say_restart(its.cause, "it is started again, the job goes on");
+        tell_restart({rank}, std::nullopt, its.pause, its.cause,
+                     "it is started again, the job goes on");
       }
       SpawnedRank spawned = told();
       spawned.rank = rank;
@@ -192,7 +189,7 @@ class Launcher {
       spawned.rejoins = true;
       if (!group_->start_again(spawned, in_child())) {  // no process is to be had now
         its.is_told = true;
-        its.pause = std::min<nanoseconds>(its.pause * 2, kLongestPause);
+        its.pause = longer(its.pause);
         its.at = base::deadline_after(its.pause);
         continue;
       }

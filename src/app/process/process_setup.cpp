@@ -8,10 +8,8 @@
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <malloc.h>
-#include <signal.h>
 #include <sys/resource.h>
 #include <time.h>
-#include <torch/version.h>
 #include <unistd.h>
 
 #include "distrain/base/cpus.h"
@@ -89,7 +87,5 @@ int set_up_threads(int wanted, int ranks) {
   }
   return at::get_num_threads();
 }
-
-std::string torch_version() { return TORCH_VERSION; }
 
 }  // namespace distrain::app

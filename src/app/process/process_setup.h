@@ -1,7 +1,5 @@
 #pragma once
 
-#include <string>
-
 #include <signal.h>
 
 #include "distrain/base/clock.h"
@@ -40,7 +38,5 @@ inline constexpr int kQuestionSignal = SIGQUIT;
 /// Sets the number of LibTorch's intra-op threads and returns it. If `wanted` is 0, the number is
 /// that of OMP_NUM_THREADS, or else a fair share of the CPUs among `ranks` that use them.
 int set_up_threads(int wanted, int ranks);
-
-std::string torch_version();
 
 }  // namespace distrain::app

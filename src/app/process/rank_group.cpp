@@ -163,13 +163,6 @@ bool RankGroup::is_over() const {
                              [](const Child& child) { return !child.alive() && !child.failed(); });
 }
 
-/// Somebody who has failed puts it down to this one.
-bool RankGroup::is_blamed(const Child& child) const {
-  return std::ranges::any_of(children_, [&](const Child& other) {
-    return other.failed() && !is_spared(other) && blamed_rank(other) == child.rank();
-  });
-}
-
 /// The job was over before they were in it: they look for a rank 0 that is no more.
 void RankGroup::end_late_successors() {
   const auto looks = [](const Child& child) { return child.is_successor() && !child.ready(); };
@@ -188,7 +181,11 @@ base::TimePoint RankGroup::next_deadline() const {
 }
 
 void RankGroup::on_time() {
-  if (base::Clock::now() >= kill_blamed_at_) kill_blamed();
+  if (base::Clock::now() >= kill_blamed_at_) {
+    kill_blamed_at_ = base::kNever;
+    // It is stopped, or cut off, and there is nobody left to wait for a word of it.
+    if (Child* const blamed = blamed_by_all()) blamed->send(SIGKILL);
+  }
   kill_stopped();
   if (base::Clock::now() < deadline_) return;
   if (phase_ != Phase::kGrace) return kill();
@@ -202,20 +199,13 @@ Child* RankGroup::blamed_by_all() {
   for (const Child& child : children_) {
     if (child.failed() && is_secondary(child)) rank = blamed_rank(child);
   }
-  const auto blamed =
-      std::ranges::find_if(children_, [&](const Child& child) { return child.rank() == rank; });
+  const auto blamed = std::ranges::find(children_, rank, &Child::rank);
   if (!rank || blamed == children_.end() || !blamed->alive()) return nullptr;
   const bool by_all = std::ranges::all_of(children_, [&](const Child& child) {
     return &child == &*blamed || is_spared(child) ||
            (child.failed() && is_secondary(child) && blamed_rank(child) == rank);
   });
   return by_all ? &*blamed : nullptr;
-}
-
-/// It is stopped, or cut off, and there is nobody left to wait for a word of it.
-void RankGroup::kill_blamed() {
-  kill_blamed_at_ = base::kNever;
-  if (Child* const blamed = blamed_by_all()) blamed->send(SIGKILL);
 }
 
 /// Until when others may take a rank that is stopped for one that is there. While they meet they
@@ -321,30 +311,32 @@ void RankGroup::go_on(base::Duration stopped) {
 
 /// Null for a rank that is not here.
 const Child* RankGroup::find(std::optional<int> rank) const {
-  const auto child =
-      std::ranges::find_if(children_, [rank](const Child& each) { return each.rank() == rank; });
+  const auto child = std::ranges::find(children_, rank, &Child::rank);
   return child == children_.end() ? nullptr : &*child;
 }
 
 /// For another reason than that we asked for it: a save that failed is one, or a crash, whatever
 /// signal of ours came while it was at its core dump.
 bool RankGroup::failed_itself(const Child& child) const {
-  if (is_spared(child)) return is_blamed(child);
+  if (is_spared(child)) {  // unless somebody who has failed puts it down to this one
+    return std::ranges::any_of(children_, [&](const Child& other) {
+      return other.failed() && !is_spared(other) && blamed_rank(other) == child.rank();
+    });
+  }
   const bool failed_to_save =
       plan_.save_grace.count() > 0 && !child.error().empty() && !is_secondary(child);
   return child.failed() && (!child.ended_by_us() || failed_to_save || is_crash(child.signal()));
 }
 
-/// Whether it blames another of our ranks, which has a reason of its own: even if that ends
-/// later.
-bool RankGroup::blames_another(const Child& child) const {
-  const Child* const other = find(blamed_rank(child));
-  return other && failed_itself(*other) && !is_secondary(*other);
-}
-
 /// Null if none failed by itself.
 const Child* RankGroup::root_cause() const {
-  const auto order = [this](const Child& child) {
+  // One that blames another of our ranks, which has a reason of its own, comes after that, even if
+  // that ends later.
+  const auto blames_another = [this](const Child& child) {
+    const Child* const other = find(blamed_rank(child));
+    return other && failed_itself(*other) && !is_secondary(*other);
+  };
+  const auto order = [&](const Child& child) {
     return std::tuple(!failed_itself(child), is_secondary(child), blames_another(child),
                       child.ended_at());
   };
@@ -401,14 +393,15 @@ Cause RankGroup::cause_from(const Child& child) const {
 }
 
 Cause RankGroup::cause_of_stopped(const Child& child) const {
-  return {.rank = child.rank(),
-          .role = child.role(),
-          .host = host_name(),
-          .kind = std::string(base::kind_name(base::ErrorKind::kPeerLost)),
-          .message = fmt::format("{} is lost: it was stopped, for longer than {} s", name_of(child),
-                                 plan_.peer_timeout_s),
-          .stderr_tail = child.stderr_tail(),
-          .exit_code = base::exit_code(base::ErrorKind::kPeerLost)};
+  Cause cause = cause_of({base::ErrorKind::kPeerLost,
+                          fmt::format("{} is lost: it was stopped, for longer than {} s",
+                                      name_of(child), plan_.peer_timeout_s),
+                          child.rank(),
+                          {}});
+  cause.role = child.role();
+  cause.host = host_name();
+  cause.stderr_tail = child.stderr_tail();
+  return cause;
 }
 
 std::optional<Verdict> RankGroup::verdict(int ended_by) const {

@@ -99,7 +99,6 @@ class RankGroup {
 
   void start_rank(SpawnedRank spawned, bool by_exec, const std::function<void(int)>& in_child);
   Child* blamed_by_all();
-  void kill_blamed();
   base::TimePoint stopped_until(const Child& child) const;
   void kill_stopped();
   void on_failure(const Child& child);
@@ -110,10 +109,8 @@ class RankGroup {
   const Child* find(std::optional<int> rank) const;
   bool is_spared(const Child& child) const;
   bool never_met(const Child& child) const;
-  bool is_blamed(const Child& child) const;
   void end_late_successors();
   bool failed_itself(const Child& child) const;
-  bool blames_another(const Child& child) const;
   const Child* root_cause() const;
   std::optional<Verdict> verdict_by_signal(int number) const;
   Cause cause_from(const Child& child) const;

@@ -10,6 +10,7 @@
 #include <fmt/format.h>
 #include <poll.h>
 #include <signal.h>
+#include <torch/version.h>
 #include <unistd.h>
 
 #include "distrain/base/clock.h"
@@ -34,6 +35,16 @@ sigset_t awaited_signals() {
   sigaddset(&set, kSaveSignal);
   sigaddset(&set, kQuestionSignal);
   return set;
+}
+
+/// On a thread that nobody joins. Returns false if none is to be had.
+bool run_aside(std::function<void()> what) {
+  try {
+    std::thread(std::move(what)).detach();
+  } catch (const std::system_error&) {
+    return false;
+  }
+  return true;
 }
 
 /// A rank's JSON lines. The job waits for a slow reader, unless it is to stop, and to save before:
@@ -76,11 +87,7 @@ class JsonSink final : public job::EventSink {
   void failing(const base::Error& error) override { on_failing_(error); }
 
   void may_be_lost() override {
-    if (!run_.job.spawned) return;
-    std::lock_guard lock(mutex_);
-    if (finished_) return;
-    push_locked(kMayBeLost, Json::object());
-    write_locked([this] { return !stop_.requested(); });
+    if (run_.job.spawned) emit(kMayBeLost, Json::object());
   }
 
   /// One line a second. Waits neither for the launcher nor for whoever writes another line.
@@ -186,7 +193,8 @@ class RankProcess {
             [this](const base::Error& error) { leave_if_it_takes_long(error); }) {}
 
   int run() {
-    block_ending_signals();
+    // In all threads that there are, and those they start.
+    base::block_in_all_threads(awaited_signals());
     // Never joined: the process leaves by _exit.
     std::thread([this] { end_by_signal(); }).detach();
     Json fields = Json::object();
@@ -216,11 +224,11 @@ class RankProcess {
     }
     const Json config = run_.config({});
     sink_.emit("start",
-               {{"world_size", run_.shown_world_size ? Json(*run_.shown_world_size) : Json()},
+               {{"world_size", run_.job.world_size != 0 ? Json(run_.job.world_size) : Json()},
                 {"pid", getpid()},
                 {"host", host_name()},
                 {"version", DISTRAIN_VERSION},
-                {"torch", torch_version()},
+                {"torch", TORCH_VERSION},
                 {"seed", config.value("seed", Json())},
                 {"threads", threads},
                 {"device", run_.devices->names()},
@@ -260,9 +268,8 @@ class RankProcess {
   }
 
   Cause report(const base::Error& error) {
-    const Cause cause = own_cause(error);
-    static_cast<void>(tell_error_once(error));
-    return cause;
+    tell_error_once(error);
+    return own_cause(error);
   }
 
   Cause own_cause(const base::Error& error) const {
@@ -315,17 +322,13 @@ class RankProcess {
   /// worker is in: neither can be ended. It tells what is to be told, and the process leaves.
   void leave_if_it_takes_long(const base::Error& error) {
     if (is_unwinding_.exchange(true)) return;
-    try {
-      std::thread([this, error] {
-        std::this_thread::sleep_for(kUnwinding);
-        const Cause cause = own_cause(error);
-        leave_after(kReaderGrace, cause);     // whoever reads its lines may sleep
-        if (!tell_error_once(error)) return;  // the main thread is at it
-        if (!finish(run_.job.progress->fields(), cause)) return;
-        leave(cause.exit_code);
-      }).detach();
-    } catch (const std::system_error&) {  // no thread is to be had: it takes as long as it takes
-    }
+    run_aside([this, error] {  // without a thread it takes as long as it takes
+      std::this_thread::sleep_for(kUnwinding);
+      const Cause cause = own_cause(error);
+      leave_in_time(cause);                 // whoever reads its lines may sleep
+      if (!tell_error_once(error)) return;  // the main thread is at it
+      if (finish(run_.job.progress->fields(), cause)) leave(cause.exit_code);
+    });
   }
 
   /// Waits for a signal that ends the process and says so in the last line. Without this a rank
@@ -342,9 +345,8 @@ class RankProcess {
              stop_.heeds(number, base::Clock::now()));
     ending_ = true;
     const Cause cause = cause_by_signal(number, sink_.rank());
-    leave_after(kReaderGrace, cause);
-    if (!finish(run_.job.progress->fields(), cause))
-      return;  // the body ended just now: its word holds
+    leave_in_time(cause);
+    if (!finish(run_.job.progress->fields(), cause)) return;  // the body's word holds
     tell(cause.message);
     leave(cause.exit_code);
   }
@@ -370,25 +372,18 @@ class RankProcess {
       }
       telling_ = false;
     };
-    try {
-      std::thread(say_so).detach();
-    } catch (const std::system_error&) {  // no thread is to be had
-      telling_ = false;
-    }
+    if (!run_aside(say_so)) telling_ = false;
   }
 
   /// Whatever becomes of the last line: where the reader of stdout sleeps, the thread that writes
   /// to it holds the sink.
-  void leave_after(base::Duration time, const Cause& cause) {
-    try {
-      std::thread([this, time, cause] {
-        std::this_thread::sleep_for(time);
-        pollfd item{STDERR_FILENO, POLLOUT, 0};
-        if (poll(&item, 1, 0) == 1) tell(cause.message);
-        leave(cause.exit_code);
-      }).detach();
-    } catch (const std::system_error&) {  // no thread is to be had: the line is waited for
-    }
+  void leave_in_time(const Cause& cause) {
+    run_aside([this, cause] {  // without a thread the line is waited for
+      std::this_thread::sleep_for(kReaderGrace);
+      pollfd item{STDERR_FILENO, POLLOUT, 0};
+      if (poll(&item, 1, 0) == 1) tell(cause.message);
+      leave(cause.exit_code);
+    });
   }
 
   void on_unheard(int error) {
@@ -441,8 +436,6 @@ class RankProcess {
 };
 
 }  // namespace
-
-void block_ending_signals() { base::block_in_all_threads(awaited_signals()); }
 
 int run_rank(const RankRun& run) {
   // Never destroyed: the thread that waits for signals is there until the process leaves.

@@ -2,7 +2,6 @@
 
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 
 #include "devices.h"
@@ -20,7 +19,6 @@ struct RankRun {
   std::string warning;
   int threads = 0;
   int local_ranks = 1;
-  std::optional<int> shown_world_size;
   std::shared_ptr<RankDevices> devices;
   bool knows_devices = false;  ///< without rank 0
   bool all_here = false;       ///< all ranks are under this launcher, which ends them together
@@ -29,16 +27,13 @@ struct RankRun {
   std::function<job::Outcome(const job::Job&, job::EventSink&)> body;
 };
 
-/// Blocks the signals that end a rank, in all threads that there are and those they start: a thread
-/// of run_rank takes them.
-void block_ending_signals();
-
-/// Emits `start`, runs the body, emits `error` if it throws and the last line. A body that stopped
-/// by a signal ends as by that signal. When its lines cannot be written any more, a job that saves
-/// is told to stop, too; another one ends the process. Gives back the exit code; the process has to
-/// leave by `_exit` or leave_process() then, because threads may still run. The `start` line comes
-/// before rank 0 is asked, so that it is the first line whatever happens: on a rank that joined,
-/// `world_size`, `role`, the inherited part of `config` and, with that, `device` are null there.
+/// Blocks the signals that end a rank, which a thread of its own takes; emits `start`, runs the
+/// body, emits `error` if it throws and the last line. A body that stopped by a signal ends as by
+/// that signal. When its lines cannot be written any more, a job that saves is told to stop, too;
+/// another one ends the process. Gives back the exit code; the process has to leave by `_exit` or
+/// leave_process() then, because threads may still run. The `start` line comes before rank 0 is
+/// asked, so that it is the first line whatever happens: on a rank that joined, `world_size`,
+/// `role`, the inherited part of `config` and, with that, `device` are null there.
 int run_rank(const RankRun& run);
 
 }  // namespace distrain::app

@@ -24,26 +24,28 @@ namespace {
 constexpr char kVariable[] = "DISTRAIN_SPAWNED_RANK";
 constexpr char kProgram[] = "/proc/self/exe";  // even if its file was replaced meanwhile
 
-nlohmann::json number_or_null(std::optional<uint32_t> number) {
-  return number ? nlohmann::json(*number) : nlohmann::json();
+/// Calls `use` with each field that travels as it is, and its name.
+template <class Rank, class Use>
+void each_field(Rank& rank, const Use& use) {
+  use("rank", rank.rank);
+  use("out_fd", rank.out_fd);
+  use("listen_fd", rank.listen_fd);
+  use("master_addr", rank.master_addr);
+  use("master_port", rank.master_port);
+  use("run_id", rank.run_id);
+  use("rank_0_unix_name", rank.rank_0_unix_name);
+  use("job_id", rank.job_id);
+  use("rejoins", rank.rejoins);
+  use("resume", rank.resume);
 }
 
 /// The launcher's number tells a rank from a program that has inherited the variable otherwise.
 std::string variable_for(const SpawnedRank& rank, int token_fd) {
-  const nlohmann::json told{{"launcher", getpid()},
-                            {"rank", rank.rank},
-                            {"out_fd", rank.out_fd},
-                            {"listen_fd", rank.listen_fd},
-                            {"master_addr", rank.master_addr},
-                            {"master_port", rank.master_port},
-                            {"started", rank.started.time_since_epoch().count()},
-                            {"run_id", rank.run_id},
-                            {"rank_0_unix_name", rank.rank_0_unix_name},
-                            {"token_fd", token_fd},
-                            {"job_id", rank.job_id},
-                            {"generation", number_or_null(rank.generation)},
-                            {"rejoins", rank.rejoins},
-                            {"resume", rank.resume}};
+  nlohmann::json told{{"launcher", getpid()},
+                      {"started", rank.started.time_since_epoch().count()},
+                      {"token_fd", token_fd}};
+  if (rank.generation) told["generation"] = *rank.generation;
+  each_field(rank, [&told](const char* name, const auto& value) { told[name] = value; });
   return std::string(kVariable) + '=' + told.dump();
 }
 
@@ -65,26 +67,14 @@ std::string take_token(const net::Fd& file) {
   return token;
 }
 
-std::optional<uint32_t> generation_in(const nlohmann::json& told) {
-  const auto& number = told.at("generation");
-  return number.is_null() ? std::nullopt : std::optional(number.get<uint32_t>());
-}
-
 SpawnedRank spawned_rank_of(const nlohmann::json& told) {
-  return {.rank = told.at("rank"),
-          .out_fd = told.at("out_fd"),
-          .listen_fd = told.at("listen_fd"),
-          .master_addr = told.at("master_addr"),
-          .master_port = told.at("master_port"),
-          // One clock for all processes of the machine.
-          .started = base::TimePoint(base::Duration(told.at("started").get<int64_t>())),
-          .run_id = told.at("run_id"),
-          .rank_0_unix_name = told.at("rank_0_unix_name"),
-          .token = take_token(net::Fd(told.at("token_fd"))),
-          .job_id = told.at("job_id"),
-          .generation = generation_in(told),
-          .rejoins = told.at("rejoins"),
-          .resume = told.at("resume")};
+  SpawnedRank rank;
+  each_field(rank, [&told](const char* name, auto& value) { told.at(name).get_to(value); });
+  // One clock for all processes of the machine.
+  rank.started = base::TimePoint(base::Duration(told.at("started").get<int64_t>()));
+  if (told.contains("generation")) rank.generation = told["generation"].get<uint32_t>();
+  rank.token = take_token(net::Fd(told.at("token_fd")));
+  return rank;
 }
 
 }  // namespace

@@ -1,29 +1,18 @@
 #pragma once
 
-#include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
 
-#include "distrain/base/clock.h"
+#include "distrain/job/job.h"
 
 namespace distrain::app {
 
 /// What a rank of the launcher's is told beside the command line, which it shares with it.
-struct SpawnedRank {
-  int rank = 0;
+struct SpawnedRank : job::Contact {
   int out_fd = -1;     ///< for its JSON lines
-  int listen_fd = -1;  ///< rank 0's listening socket; -1 for the others
-  std::string master_addr;
-  uint16_t master_port = 0;
-  base::TimePoint started;       ///< when the launcher was
-  std::string run_id;            ///< empty: rank 0 is elsewhere
-  std::string rank_0_unix_name;  ///< of rank 0's listening socket; empty: it is a TCP one
-  std::string token;
-  std::string job_id;
-  std::optional<uint32_t> generation;  ///< of the job; none: rank 0's, which is elsewhere
-  bool rejoins = false;                ///< it has been started again, and rank 0 is elsewhere
-  std::string resume;                  ///< in place of the user's --resume; empty: that holds
+  std::string run_id;  ///< empty: rank 0 is elsewhere
+  std::string resume;  ///< in place of the user's --resume; empty: that holds
 };
 
 /// This program once more, from its main(), as a rank: instead of a mere fork, which leaves behind
