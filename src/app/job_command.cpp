@@ -61,7 +61,6 @@ net::PortRange port_range_of(const std::string& text) {
 /// The whole process is one rank, or the job. Its lines go to a copy of stdout, and stdout itself
 /// becomes stderr: what a library prints must not get between them.
 int run_here(RankRun run) {
-  run.last_event = "end";
   run.out_fd = fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
   dup2(STDERR_FILENO, STDOUT_FILENO);
   leave_process(run_rank(run));
@@ -94,7 +93,7 @@ class Invocation {
       if (of_rank_0.empty()) return config_of(options_, inherits);
       return config_of(options_.adopting(of_rank_0), false);
     };
-    run.warning = placement_.warning;
+    if (!job_.spawned) run.warning = placement_.warning;  // else the launcher tells it
     run.threads = static_cast<int>(options_.integer("threads"));
     run.local_ranks = placement_.local_ranks;
     if (!local_ && !placement_.spawns_all()) {
@@ -124,8 +123,6 @@ class Invocation {
     if (!spawned.resume.empty()) options_.set("resume", spawned.resume);
     if (!spawned.run_id.empty()) job_.effective[job::kRunId] = spawned.run_id;
     RankRun run = make_run();
-    run.warning.clear();  // the launcher tells it
-    run.last_event = "rank_end";
     run.out_fd = spawned.out_fd;
     return run_rank(run);
   }

@@ -126,7 +126,7 @@ void Schedule::advance() {
 // Where trainers keep pace, those who wait for the others here must not be waited for there, once
 // some may make more steps than others.
 void Schedule::tell_who_rests() {
-  if (!hooks_.on_rest || terms_.take_over) return;
+  if (terms_.take_over) return;
   std::vector<int> resting;
   {
     std::lock_guard lock(mutex_);
@@ -191,7 +191,7 @@ std::vector<rpc::Wait> Schedule::waits() const {
   if (waiting_.empty()) return {};
   std::string missing;
   for (int trainer = 0; trainer < terms_.trainers; ++trainer) {
-    if (waiting_.contains(trainer) || !place(trainer).is_here) continue;
+    if (waiting_.contains(trainer) || !places_[static_cast<size_t>(trainer)].is_here) continue;
     missing += (missing.empty() ? "" : ", ") + std::to_string(trainer);
   }
   base::TimePoint since = base::kNever;
@@ -295,7 +295,7 @@ bool Schedule::epoch_over() const {
   return std::ranges::min(position_.steps) >= terms_.steps_per_epoch;
 }
 
-bool Schedule::job_over() const {
+bool Schedule::over() const {
   if (finish_at_ != kNever && position_.total >= finish_at_ * terms_.trainers) return true;
   if (terms_.steps > 0) return position_.total >= terms_.steps * terms_.trainers;
   return position_.epoch > terms_.epochs;
@@ -303,7 +303,7 @@ bool Schedule::job_over() const {
 
 Schedule::Phase Schedule::after_training() const {
   if (!given_back_.empty()) return Phase::kTraining;
-  if (epoch_over() || job_over()) return Phase::kEvaluating;
+  if (epoch_over() || over()) return Phase::kEvaluating;
   return stopped() || gate_locked() <= position_.total / terms_.trainers ? Phase::kSaving
                                                                          : Phase::kTraining;
 }
@@ -317,20 +317,15 @@ Schedule::Phase Schedule::after_evaluation() {
   const bool due =
       save_at_ != kNever ||
       (terms_.save_every == 0 ? whole_epoch : position_.total / terms_.trainers >= next_save());
-  if (terms_.save && (due || job_over() || stopped())) return Phase::kSaving;
-  return job_over() ? Phase::kEnding : Phase::kTraining;
+  if (terms_.save && (due || over() || stopped())) return Phase::kSaving;
+  return over() ? Phase::kEnding : Phase::kTraining;
 }
 
 void Schedule::enter_next_phase(Phase before, bool again) {
-  if (again) {
-    if (hooks_.on_again) hooks_.on_again();
-    return;
-  }
-  if (before == Phase::kBeginning && hooks_.on_begin) hooks_.on_begin();
-  if (before == Phase::kEvaluating && hooks_.on_evaluated) {
-    hooks_.on_evaluated(position_, epoch_over());
-  }
-  if (before == Phase::kSaving && hooks_.on_save) hooks_.on_save(position_);
+  if (again) return hooks_.on_again();
+  if (before == Phase::kBeginning) hooks_.on_begin();
+  if (before == Phase::kEvaluating) hooks_.on_evaluated(position_, epoch_over());
+  if (before == Phase::kSaving) hooks_.on_save(position_);
   {
     std::lock_guard lock(mutex_);
     switch (before) {
@@ -344,13 +339,13 @@ void Schedule::enter_next_phase(Phase before, bool again) {
       case Phase::kSaving:
         saved_ = position_.total / terms_.trainers;
         save_at_ = kNever;
-        phase_ = job_over() || stopped() ? Phase::kEnding : Phase::kTraining;
+        phase_ = over() || stopped() ? Phase::kEnding : Phase::kTraining;
         break;
       case Phase::kEnding:
         break;
     }
   }
-  if (phase_ == Phase::kEnding && hooks_.on_end) hooks_.on_end(stopped());
+  if (phase_ == Phase::kEnding) hooks_.on_end(stopped());
 }
 
 // First it is settled for all who waits on and who does not: somebody with a task may come back
@@ -382,9 +377,9 @@ bool Schedule::task_locked(int trainer, int64_t wanted, Task& task) {
                                            : Task::Kind::kEnd;
   task.epoch = position_.epoch;
   task.shard = trainer;
-  const bool over =
-      job_over() || (terms_.steps == 0 && epoch_over() && position_.epoch >= terms_.epochs);
-  task.last = phase_ == Phase::kEvaluating && over;
+  const bool is_last =
+      over() || (terms_.steps == 0 && epoch_over() && position_.epoch >= terms_.epochs);
+  task.last = phase_ == Phase::kEvaluating && is_last;
   task.stopped = stopped();
   return true;
 }

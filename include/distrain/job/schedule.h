@@ -79,8 +79,7 @@ struct Position {
 /// take the lost one's place: it gets a seat of its own, and what the old one still says is
 /// refused.
 ///
-/// Thread-safe. The hooks, any of which may be empty, run on the thread of whoever comes last,
-/// while all trainers wait.
+/// Thread-safe. The hooks run on the thread of whoever comes last, while all trainers wait.
 class Schedule {
  public:
   struct Terms {
@@ -97,16 +96,16 @@ class Schedule {
     bool may_lose = false;
   };
   struct Hooks {
-    std::function<void()> on_begin;  ///< all trainers are there
+    std::function<void()> on_begin = [] {};  ///< all trainers are there
     /// `whole_epoch`: not only the end of the job, in the middle of one.
-    std::function<void(const Position&, bool whole_epoch)> on_evaluated;
-    std::function<void(const Position&)> on_save;
-    std::function<void(bool stopped)> on_end;
+    std::function<void(const Position&, bool whole_epoch)> on_evaluated = [](auto&, bool) {};
+    std::function<void(const Position&)> on_save = [](auto&) {};
+    std::function<void(bool stopped)> on_end = [](bool) {};
     /// What trainers have said since they were handed their parts of an evaluation or a save does
     /// not count: one of them is lost, and all begin it again.
-    std::function<void()> on_again = {};
+    std::function<void()> on_again = [] {};
     /// That trainer waits for others from here on, and others may make more steps than it does.
-    std::function<void(int trainer)> on_rest = {};
+    std::function<void(int trainer)> on_rest = [](int) {};
   };
 
   Schedule(Terms terms, Hooks hooks);
@@ -114,7 +113,7 @@ class Schedule {
   /// Before the first next(). Throws `bad_data` for one that cannot be of this job.
   void resume(Position position);
   /// All steps had been made by then.
-  bool over() const { return job_over(); }
+  bool over() const;
 
   /// The trainer has finished what it had. Done when there is something for it; fails for all when
   /// a hook throws. `stop`: it was told to end, so all are to save and end. `wanted`: so many steps
@@ -173,7 +172,6 @@ class Schedule {
   };
 
   Place& place(int trainer) { return places_[static_cast<size_t>(trainer)]; }
-  const Place& place(int trainer) const { return places_[static_cast<size_t>(trainer)]; }
   int here_locked() const;
   bool task_locked(int trainer, int64_t wanted, Task& task);
   bool take_locked(int trainer, int64_t wanted, Task& task);
@@ -184,7 +182,6 @@ class Schedule {
   int64_t next_save() const;
   int64_t gate_locked() const;
   bool epoch_over() const;
-  bool job_over() const;
   bool stopped() const { return stop_at_ != kNever; }
   void tell_who_rests();
   void advance();

@@ -71,22 +71,17 @@ class Launcher {
   std::optional<Verdict> run_ranks() {
     newest_ = newest_checkpoint();
     if (restarts_ == 0) newest_at_first_ = newest_;
-    group_.emplace(plan_, handlers_);
+    group_.emplace(plan_, handlers_, [this](int rank) {  // what is not for the rank that is forked
+      signals_.reset();
+      if (rank != 0) listener_.reset();
+    });
     lost_.clear();
-    group_->start(told(), in_child());
+    group_->start(told());
     if (restarts_ == plan_.max_restarts) listener_.reset();
     while (group_->any_alive() || has_lost_to_start()) wait_once();
     has_met_ = has_met_ || group_->has_met();
     hear_of_run();
     return group_->verdict(ended_by_signal_);
-  }
-
-  /// What is not for the rank that is forked.
-  std::function<void(int rank)> in_child() {
-    return [this](int rank) {
-      signals_.reset();
-      if (rank != 0) listener_.reset();
-    };
   }
 
   SpawnedRank told() const {
@@ -184,10 +179,8 @@ class Launcher {
                      "it is started again, the job goes on");
       }
       SpawnedRank spawned = told();
-      spawned.rank = rank;
-      spawned.listen_fd = -1;
       spawned.rejoins = true;
-      if (!group_->start_again(spawned, in_child())) {  // no process is to be had now
+      if (!group_->start_again(spawned, rank)) {  // no process is to be had now
         its.is_told = true;
         its.pause = longer(its.pause);
         its.at = base::deadline_after(its.pause);

@@ -37,9 +37,8 @@ struct LaunchPlan {
 /// that has threads starts them by exec as well (rank_image), which takes longer. Gives back the
 /// exit code. Everything happens on the calling thread.
 ///
-/// When the ranks fail for a reason that may pass (a rank was lost or killed, memory was short),
-/// they are all started again, `max_restarts` times at most, and go on from the newest checkpoint:
-/// after a quarter of a second, which doubles up to half a minute while the job gets no further.
+/// Ranks that fail for a reason that may pass are started again, `max_restarts` times at most,
+/// after a pause that grows while the job gets no further.
 int run_launcher(const LaunchPlan& plan);
 
 }  // namespace distrain::app

@@ -54,50 +54,46 @@ bool is_crash(int signal) {
          signal == SIGILL;
 }
 
-RankGroup::RankGroup(const LaunchPlan& plan, const Child::Handlers& handlers)
-    : plan_(plan), handlers_(handlers) {}
+RankGroup::RankGroup(const LaunchPlan& plan, const Child::Handlers& handlers,
+                     std::function<void(int rank)> in_child)
+    : plan_(plan), handlers_(handlers), in_child_(std::move(in_child)) {}
 
 // ---- start ----
 
-void RankGroup::start(const SpawnedRank& told, const std::function<void(int)>& in_child) {
+void RankGroup::start(const SpawnedRank& told) {
   try {
-    const bool by_exec = !base::other_threads().empty();
-    for (const int rank : plan_.ranks) {
-      SpawnedRank spawned = told;
-      spawned.rank = rank;
-      if (rank != 0) spawned.listen_fd = -1;
-      start_rank(std::move(spawned), by_exec, in_child);
-    }
+    for (const int rank : plan_.ranks) start_rank(told, rank);
   } catch (const base::Exception& e) {
     start_error_ = e.error();
     kill();
   }
 }
 
-bool RankGroup::start_again(const SpawnedRank& told, const std::function<void(int)>& in_child) {
+bool RankGroup::start_again(const SpawnedRank& told, int rank) {
   const size_t others = children_.size();
   try {
-    start_rank(told, !base::other_threads().empty(), in_child);
+    start_rank(told, rank);
   } catch (const base::Exception&) {
     return false;
   }
   children_.back().set_successor();
-  const auto before = std::ranges::find(children_, told.rank, &Child::rank);
+  const auto before = std::ranges::find(children_, rank, &Child::rank);
   if (before != children_.begin() + static_cast<std::ptrdiff_t>(others)) children_.erase(before);
   std::ranges::sort(children_, {}, &Child::rank);
   return true;
 }
 
-void RankGroup::start_rank(SpawnedRank spawned, bool by_exec,
-                           const std::function<void(int)>& in_child) {
-  Child child(spawned.rank, plan_.role(spawned.rank), handlers_);
+void RankGroup::start_rank(SpawnedRank spawned, int rank) {
+  Child child(rank, plan_.role(rank), handlers_);
+  spawned.rank = rank;
   spawned.out_fd = child.lines_fd();
+  if (rank != 0) spawned.listen_fd = -1;
   const auto forked = [&] {
     children_.clear();  // with the pipes of the other ranks, which this one must not keep
-    in_child(spawned.rank);
+    in_child_(rank);
     return plan_.rank_main(spawned);
   };
-  child.start(by_exec ? rank_image(spawned) : forked);
+  child.start(base::other_threads().empty() ? forked : rank_image(spawned));
   children_.push_back(std::move(child));
 }
 

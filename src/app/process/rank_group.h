@@ -36,16 +36,17 @@ struct Verdict {
 /// others say that they end because of it.
 class RankGroup {
  public:
-  RankGroup(const LaunchPlan& plan, const Child::Handlers& handlers);
+  /// `in_child` is called in each rank that is forked, to close what is not for it.
+  RankGroup(const LaunchPlan& plan, const Child::Handlers& handlers,
+            std::function<void(int rank)> in_child);
 
-  /// Forks them. `told` is what all are told; rank 0 gets its `listen_fd`. `in_child` is called in
-  /// each rank that is forked, to close what is not for it. Where one cannot be started the others
-  /// are killed.
-  void start(const SpawnedRank& told, const std::function<void(int rank)>& in_child);
+  /// Forks them. `told` is what all are told; rank 0 gets its `listen_fd`. Where one cannot be
+  /// started the others are killed.
+  void start(const SpawnedRank& told);
 
   /// Starts a rank that is lost once more, in the midst of the job. False: it cannot be started
   /// now.
-  bool start_again(const SpawnedRank& told, const std::function<void(int rank)>& in_child);
+  bool start_again(const SpawnedRank& told, int rank);
 
   bool any_alive() const;
   /// All ranks of the job have found each other.
@@ -97,7 +98,7 @@ class RankGroup {
     kKilled,
   };
 
-  void start_rank(SpawnedRank spawned, bool by_exec, const std::function<void(int)>& in_child);
+  void start_rank(SpawnedRank spawned, int rank);
   Child* blamed_by_all();
   base::TimePoint stopped_until(const Child& child) const;
   void kill_stopped();
@@ -118,6 +119,7 @@ class RankGroup {
 
   const LaunchPlan& plan_;
   const Child::Handlers& handlers_;
+  const std::function<void(int rank)> in_child_;
   std::vector<Child> children_;
   Phase phase_ = Phase::kRunning;
   base::TimePoint deadline_ = base::kNever;

@@ -132,7 +132,7 @@ class JsonSink final : public job::EventSink {
     std::lock_guard lock(mutex_);
     if (finished_) return false;
     finished_ = true;
-    push_locked(run_.last_event, fields);
+    push_locked(run_.job.spawned ? "rank_end" : "end", fields);
     size_t left = lines_.bytes();
     base::TimePoint taken = base::Clock::now();
     write_locked([&] {
@@ -209,7 +209,7 @@ class RankProcess {
     }
     if (!finish(fields, cause)) pause();  // a signal came first; its thread ends the process
     std::fflush(nullptr);
-    if (const int error = unheard()) return tell_unheard(error);
+    if (const int error = unheard()) return exit_code_of_write_error(error, !run_.job.spawned);
     return cause ? cause->exit_code : 0;
   }
 
@@ -396,16 +396,13 @@ class RankProcess {
   /// What stdout failed with, unless a signal came as well: then that is why the job ends.
   int unheard() const { return stop_.number() == 0 ? write_error_.load() : 0; }
 
-  /// Gives back the exit code.
-  int tell_unheard(int error) const { return exit_code_of_write_error(error, !run_.job.spawned); }
-
   /// Ctrl-C ends stdout's reader, too, and a terminal that closes takes stdout with it: whichever
   /// is noticed first, the signal is why the process ends.
   [[noreturn]] void leave_unheard(int error) {
     const sigset_t set = ending_signals();
     const timespec now{};
     const int number = sigtimedwait(&set, nullptr, &now);
-    if (number <= 0) leave(tell_unheard(error));
+    if (number <= 0) leave(exit_code_of_write_error(error, !run_.job.spawned));
     const Cause cause = cause_by_signal(number, sink_.rank());
     tell(cause.message);
     leave(cause.exit_code);

@@ -22,7 +22,6 @@ struct RankRun {
   std::shared_ptr<RankDevices> devices;
   bool knows_devices = false;  ///< without rank 0
   bool all_here = false;       ///< all ranks are under this launcher, which ends them together
-  std::string last_event;      ///< "rank_end" or "end"
   int out_fd = -1;
   std::function<job::Outcome(const job::Job&, job::EventSink&)> body;
 };
