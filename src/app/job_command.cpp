@@ -88,7 +88,7 @@ class Invocation {
     const bool inherits = !local_ && job_.rank != 0 && !placement_.spawns_all();
     RankRun run;
     run.job = job_;
-    run.job.inject = injection_of(parse_injections(options_.text("inject")), job_.rank);
+    run.job.inject = injection_of(options_, job_.rank);
     run.config = [this, inherits](const OptionMap& of_rank_0) {
       if (of_rank_0.empty()) return config_of(options_, inherits);
       return config_of(options_.adopting(of_rank_0), false);
@@ -293,9 +293,7 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
                       .ranks = placement.here(),
                       .warn = [&](const std::string& message) { placement.warn(message); }});
     check_devices(options, definition, placement);
-    check_injections(parse_injections(options.text("inject")),
-                     {.saves = !options.text("checkpoint").empty(), .stages = command.has_stages},
-                     placement);
+    check_injections(options, command.has_stages, placement);
     if (const auto text = definition.answer(options)) return print_text(*text);
     std::string token = take_token(options, placement);
     Invocation invocation(command, options, placement, started, std::move(token));

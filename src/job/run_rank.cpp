@@ -248,13 +248,6 @@ struct Untold {
   }
 };
 
-/// The rank that rank 0 keeps for this process.
-int take_place(rpc::Place& place, StopSignal& stop) {
-  const Untold untold{stop};
-  stop.on_question([&place] { return place.waits(); });
-  return place.take();
-}
-
 bool is_utf8(const std::string& text) {
   try {
     return !Json(text).dump().empty();
@@ -358,7 +351,11 @@ Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
   for (;;) {
     try {
       auto place = std::make_unique<rpc::Place>(agent_options(placed, sink));
-      placed.rank = take_place(*place, *job.stop);
+      {
+        const Untold untold{*job.stop};
+        job.stop->on_question([&place] { return place->waits(); });
+        placed.rank = place->take();
+      }
       sink.placed(placed.rank);
       return run_as(placed, sink, body, std::move(place));
     } catch (const PlaceIsTaken&) {

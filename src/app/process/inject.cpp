@@ -2,7 +2,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
+#include <string>
+#include <string_view>
 #include <thread>
+#include <vector>
 
 #include <fmt/format.h>
 
@@ -18,6 +22,21 @@ using base::invalid;
 constexpr std::string_view kRankMark = "@rank=";
 constexpr std::string_view kCheckpoint = "checkpoint.";
 constexpr std::string_view kKinds[] = {"delay", "stage", "fail", "save"};  // as Kind has them
+
+/// One fault, with the rank that it is for.
+struct InjectedFault {
+  enum class Kind {
+    kDelay,  // `delay=50ms`: before each call
+    kStage,  // `stage=100ms`: a pipeline's stage sleeps in place of computing
+    kFail,   // `fail=checkpoint.3`: at that system call of the first save
+    kSave,   // `save=200ms`: before each checkpoint is written
+  };
+  std::string text;  // as it was given
+  Kind kind = Kind::kDelay;
+  double seconds = 0;  // kDelay, kStage, kSave
+  int64_t system_call = 0;
+  std::optional<int> rank;  // none: each rank that the fault is possible on
+};
 
 /// "50ms" → 0.05. The range is that of an option in seconds.
 double parse_time(std::string_view value, const std::string& where) {
@@ -70,19 +89,19 @@ InjectedFault parse_fault(const std::string& text) {
   return fault;
 }
 
-}  // namespace
-
-std::vector<InjectedFault> parse_injections(std::string_view text) {
+std::vector<InjectedFault> faults_of(const ParsedOptions& options) {
   std::vector<InjectedFault> faults;
+  const std::string text = options.text("inject");
   if (text.empty()) return faults;
   for (const auto part : base::split(text, ',')) faults.push_back(parse_fault(std::string(part)));
   return faults;
 }
 
-void check_injections(const std::vector<InjectedFault>& faults, Injectable job,
-                      Placement& placement) {
+}  // namespace
+
+void check_injections(const ParsedOptions& options, bool has_stages, Placement& placement) {
   const bool local = placement.mode == Placement::Mode::kLocal;
-  for (const InjectedFault& fault : faults) {
+  for (const InjectedFault& fault : faults_of(options)) {
     const std::string where = "--inject " + fault.text;
     const bool is_stage = fault.kind == InjectedFault::Kind::kStage;
     const bool of_saves =
@@ -95,10 +114,12 @@ void check_injections(const std::vector<InjectedFault>& faults, Injectable job,
       invalid(fmt::format("{}: there is no rank {} in a world of {} ranks", where, rank,
                           placement.world_size));
     }
-    if (is_stage && !job.stages) invalid(where + ": this job has no stages");
+    if (is_stage && !has_stages) invalid(where + ": this job has no stages");
     if (is_stage && rank == 0) invalid(where + ": rank 0 is the master, no stage");
     if (of_saves && rank != 0) invalid(where + ": rank 0 alone saves checkpoints");
-    if (of_saves && !job.saves) placement.warn(where + " has no effect without --checkpoint");
+    if (of_saves && options.text("checkpoint").empty()) {
+      placement.warn(where + " has no effect without --checkpoint");
+    }
     const bool stage_here = placement.mode == Placement::Mode::kSpawn ? placement.ranks.back() > 0
                                                                       : placement.rank != 0;
     if (is_stage && !local && !stage_here) {
@@ -111,9 +132,9 @@ void check_injections(const std::vector<InjectedFault>& faults, Injectable job,
   }
 }
 
-job::Injection injection_of(const std::vector<InjectedFault>& faults, int rank) {
+job::Injection injection_of(const ParsedOptions& options, int rank) {
   job::Injection injection;
-  for (const InjectedFault& fault : faults) {
+  for (const InjectedFault& fault : faults_of(options)) {
     if (fault.kind == InjectedFault::Kind::kFail) {
       if (rank == 0) injection.fail_checkpoint = fault.system_call;
     } else if (fault.kind == InjectedFault::Kind::kSave) {

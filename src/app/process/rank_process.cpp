@@ -58,9 +58,9 @@ class JsonSink final : public job::EventSink {
         stop_(*run.job.stop),
         on_failure_(std::move(on_failure)),
         on_failing_(std::move(on_failing)),
-        lines_(run.out_fd),
-        role_(run.role) {
-    if (run.job.rank != rpc::kAnyRank) rank_ = run.job.rank;
+        lines_(run.out_fd) {
+    identity_.role = run.role;
+    if (run.job.rank != rpc::kAnyRank) identity_.rank = run.job.rank;
     take_run_id(run.job.effective);
   }
 
@@ -73,14 +73,14 @@ class JsonSink final : public job::EventSink {
 
   void placed(int rank) override {
     run_.devices->set_rank(rank);
-    std::lock_guard lock(told_mutex_);
-    rank_ = rank == rpc::kAnyRank ? std::nullopt : std::optional(rank);
+    std::lock_guard lock(identity_mutex_);
+    identity_.rank = rank == rpc::kAnyRank ? std::nullopt : std::optional(rank);
   }
 
   void joined(std::string_view role, const job::OptionMap& of_rank_0) override {
-    std::lock_guard lock(told_mutex_);
-    role_ = role;
-    of_rank_0_ = of_rank_0;
+    std::lock_guard lock(identity_mutex_);
+    identity_.role = role;
+    identity_.of_rank_0 = of_rank_0;
     take_run_id(of_rank_0);
   }
 
@@ -101,21 +101,16 @@ class JsonSink final : public job::EventSink {
     write_locked([] { return false; });
   }
 
-  /// What rank 0 has told; empty before.
-  job::OptionMap of_rank_0() const {
-    std::lock_guard lock(told_mutex_);
-    return of_rank_0_;
-  }
-
-  std::string role() const {
-    std::lock_guard lock(told_mutex_);
-    return role_;
-  }
-
-  /// Nothing before rank 0 has told, where the rank was any.
-  std::optional<int> rank() const {
-    std::lock_guard lock(told_mutex_);
-    return rank_;
+  /// Who this rank is.
+  struct Identity {
+    std::string run_id;
+    std::optional<int> rank;  ///< none: it was any, and rank 0 has yet to tell
+    std::string role;
+    job::OptionMap of_rank_0;  ///< what rank 0 has told; empty before
+  };
+  Identity identity() const {
+    std::lock_guard lock(identity_mutex_);
+    return identity_;
   }
 
   /// For whoever reads the lines, if a write waits for that.
@@ -144,12 +139,14 @@ class JsonSink final : public job::EventSink {
 
  private:
   void take_run_id(const job::OptionMap& options) {
-    if (const auto id = options.find(job::kRunId); id != options.end()) run_id_ = id->second;
+    if (const auto id = options.find(job::kRunId); id != options.end())
+      identity_.run_id = id->second;
   }
 
   void push_locked(std::string_view event, const Json& fields) {
-    std::lock_guard told(told_mutex_);
-    lines_.push(json_line(event, run_id_, run_.job.name, rank_, role_, fields));
+    std::lock_guard lock(identity_mutex_);
+    const auto& [run_id, rank, role, of_rank_0] = identity_;
+    lines_.push(json_line(event, run_id, run_.job.name, rank, role, fields));
   }
 
   /// What the reader takes, and all of it for as long as one `waits` for him.
@@ -176,11 +173,8 @@ class JsonSink final : public job::EventSink {
   bool finished_ = false;
   base::TimePoint told_saving_{};
   std::atomic<base::TimePoint> writing_since_{};
-  mutable std::mutex told_mutex_;  // of what follows
-  std::string run_id_;
-  std::optional<int> rank_;
-  std::string role_;
-  job::OptionMap of_rank_0_;
+  mutable std::mutex identity_mutex_;
+  Identity identity_;  // by identity_mutex_
 };
 
 class RankProcess {
@@ -248,11 +242,11 @@ class RankProcess {
     std::optional<Cause> cause;
     if (outcome.stopped) {
       const int number = stop_.number();
-      cause = cause_by_signal(number != 0 ? number : SIGTERM, sink_.rank());
+      cause = cause_by_signal(number != 0 ? number : SIGTERM, sink_.identity().rank);
       if (!outcome.message.empty()) cause->message = outcome.message;
       if (!unheard()) tell(cause->message);
     } else if (outcome.goal_missed) {  // no base::Error: the program did as it should
-      cause = Cause{.rank = sink_.rank(),
+      cause = Cause{.rank = sink_.identity().rank,
                     .host = host_name(),
                     .kind = "goal_not_reached",
                     .message = outcome.message,
@@ -274,7 +268,7 @@ class RankProcess {
 
   Cause own_cause(const base::Error& error) const {
     Cause cause = cause_of(error);
-    const std::optional<int> own = sink_.rank();
+    const std::optional<int> own = sink_.identity().rank;
     if (!cause.rank || cause.rank == own) {
       cause.rank = own;
       cause.host = host_name();
@@ -298,7 +292,7 @@ class RankProcess {
   base::Error error_of_this_rank() const {
     base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
     if (error.rank >= 0) return error;
-    error.rank = sink_.rank().value_or(-1);
+    error.rank = sink_.identity().rank.value_or(-1);
     const bool of_device =
         error.kind == base::ErrorKind::kResources && run_.devices->has_accelerator();
     return of_device ? cuda::error_of_rank(std::move(error), error.rank, run_.role) : error;
@@ -312,7 +306,7 @@ class RankProcess {
     summary.add(run_.devices->usage());
     Json end = summary.end_fields(run_.job.started, cause);
     // A launcher with rank 0 knows it by itself; another one hears of it here.
-    const job::OptionMap of_rank_0 = sink_.of_rank_0();
+    const job::OptionMap of_rank_0 = sink_.identity().of_rank_0;
     const bool known = of_rank_0.empty() || run_.job.effective.contains(job::kRunId);
     if (!run_.job.spawned || !known) tell_config(run_.config(of_rank_0), end);
     return sink_.finish(end);
@@ -344,7 +338,7 @@ class RankProcess {
     } while (number == kSaveSignal || number == kQuestionSignal ||
              stop_.heeds(number, base::Clock::now()));
     ending_ = true;
-    const Cause cause = cause_by_signal(number, sink_.rank());
+    const Cause cause = cause_by_signal(number, sink_.identity().rank);
     leave_in_time(cause);
     if (!finish(run_.job.progress->fields(), cause)) return;  // the body's word holds
     tell(cause.message);
@@ -356,8 +350,7 @@ class RankProcess {
   void tell_waits() {
     if (telling_.exchange(true)) return;
     const auto say_so = [this] {
-      const std::string role = sink_.role();
-      const std::optional<int> rank = sink_.rank();
+      const auto [run_id, rank, role, of_rank_0] = sink_.identity();
       const std::string who = (rank ? fmt::format("rank {}", *rank) : "a new rank") +
                               (role.empty() ? "" : " (" + role + ")");
       try {
@@ -403,7 +396,7 @@ class RankProcess {
     const timespec now{};
     const int number = sigtimedwait(&set, nullptr, &now);
     if (number <= 0) leave(exit_code_of_write_error(error, !run_.job.spawned));
-    const Cause cause = cause_by_signal(number, sink_.rank());
+    const Cause cause = cause_by_signal(number, sink_.identity().rank);
     tell(cause.message);
     leave(cause.exit_code);
   }
