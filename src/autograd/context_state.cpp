@@ -118,8 +118,7 @@ bool ContextState::transition_locked(PassEvent event, uint64_t id) {
 void ContextState::begin_pass(std::shared_ptr<Pass> pass) {
   std::lock_guard lock(mutex_);
   if (!transition_locked(PassEvent::kBegin, pass->id())) {
-    throw base::Exception(base::ErrorKind::kInvalid,
-                          "another backward pass over this context is under way: one at a time");
+    base::invalid("another backward pass over this context is under way: one at a time");
   }
   pass_.swap(pass);
 }
@@ -149,7 +148,7 @@ std::shared_ptr<Pass> ContextState::pass_or(uint64_t id,
     }
     before = std::exchange(pass_, made);
   }
-  if (before) before->end({base::ErrorKind::kCancelled, "a newer pass has begun", -1, {}});
+  if (before) before->end({base::ErrorKind::kCancelled, "a newer pass has begun"});
   return made;
 }
 

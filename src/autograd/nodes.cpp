@@ -20,10 +20,9 @@ void RecvNode::attach(const std::shared_ptr<RecvNode>& self, std::vector<at::Ten
 }
 
 torch::autograd::variable_list RecvNode::apply(torch::autograd::variable_list&&) {
-  throw base::Exception(base::ErrorKind::kInvalid,
-                        "this graph goes on on rank " + std::to_string(from_) +
-                            ": use distrain::autograd::backward(context, {loss}) in place of "
-                            "loss.backward()");
+  base::invalid("this graph goes on on rank " + std::to_string(from_) +
+                ": use distrain::autograd::backward(context, {loss}) in place of "
+                "loss.backward()");
 }
 
 }  // namespace distrain::autograd

@@ -136,8 +136,7 @@ void Pass::receive(const std::shared_ptr<SendNode>& node, variable_list grads,
     } else if (it == waiting_.end() || it->second.dependencies == 0) {
       failed = base::Error{base::ErrorKind::kInvalid,
                            "a gradient for a tensor that was sent after backward() began, or twice",
-                           agent_.rank(),
-                           {}};
+                           agent_.rank()};
     } else {
       it->second.dependencies = 0;
       --sends_waiting_;
@@ -268,9 +267,8 @@ void Pass::deliver_locked(const Edge& edge, at::Tensor gradient,
 void Pass::execute_recv(RecvNode& node, variable_list grads) {
   const auto context = context_.lock();
   if (!context || node.context() != context->id()) {
-    throw base::Exception(base::ErrorKind::kInvalid,
-                          "the roots depend on a tensor that came from rank " +
-                              std::to_string(node.from()) + " in another context");
+    base::invalid("the roots depend on a tensor that came from rank " +
+                  std::to_string(node.from()) + " in another context");
   }
   {
     std::lock_guard lock(mutex_);
@@ -347,7 +345,7 @@ void Pass::announce(const std::shared_ptr<ContextState>& context, const at::Tens
     text << "a leaf of shape " << variable.sizes()
          << " has a post-accumulate hook, which no pass of a context calls: use "
             "Context::on_gradient_ready in its place";
-    throw base::Exception(base::ErrorKind::kInvalid, text.str());
+    base::invalid(text.str());
   }
   const at::Tensor total = context->gradient(variable);
   for (const auto& hook : hooks) hook(total);

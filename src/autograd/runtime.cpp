@@ -41,9 +41,7 @@ void Runtime::install() {
 std::shared_ptr<Runtime> Runtime::of(rpc::Agent& agent) {
   auto runtime = std::dynamic_pointer_cast<Runtime>(agent.autograd_hook());
   if (!runtime) {
-    throw base::Exception(
-        base::ErrorKind::kInvalid,
-        "this agent has no autograd: call autograd::install(agent) before join()");
+    base::invalid("this agent has no autograd: call autograd::install(agent) before join()");
   }
   return runtime;
 }
@@ -72,8 +70,7 @@ std::shared_ptr<ContextState> Runtime::find_or_create(uint64_t id) {
     throw base::Exception(lost->second);
   }
   if (const auto range = ended_.lower_bound(id); range != ended_.end() && range->second <= id) {
-    throw base::Exception(base::ErrorKind::kInvalid,
-                          "the autograd context of this call has ended: wait for its calls before");
+    base::invalid("the autograd context of this call has ended: wait for its calls before");
   }
   return contexts_.emplace(id, std::make_shared<ContextState>(id)).first->second;
 }
@@ -180,7 +177,7 @@ void Runtime::on_message_on_loop(const rpc::ChannelMessage& message) {
     tell(*state, message.tag,
          std::make_shared<const wire::Bytes>(message.payload.begin(), message.payload.end()),
          message.from);
-    base::Error error{base::ErrorKind::kInternal, "the pass failed", message.from, {}};
+    base::Error error{base::ErrorKind::kInternal, "the pass failed", message.from};
     try {
       error = wire::decode_error(message.payload);
     } catch (const base::Exception&) {
@@ -286,10 +283,8 @@ void Runtime::on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply) {
   const std::shared_ptr<ContextState> state = find(context);
   const std::shared_ptr<SendNode> node = state ? state->send(autograd_id) : nullptr;
   if (!node) {
-    throw base::Exception(
-        base::ErrorKind::kInvalid,
-        "gradients for a context that has ended, or a call that has failed, on rank " +
-            std::to_string(agent_.rank()));
+    base::invalid("gradients for a context that has ended, or a call that has failed, on rank " +
+                  std::to_string(agent_.rank()));
   }
   auto receive = [this, state, node, pass_id, options, reply, grads = std::move(grads)]() mutable {
     const std::shared_ptr<Pass> pass = state->pass_or(pass_id, [&] {
@@ -392,9 +387,9 @@ std::optional<ContextRef> ContextRef::current() {
   if (id == 0) return std::nullopt;
   auto* runtime = dynamic_cast<Runtime*>(rpc::current_autograd());
   if (!runtime) {
-    throw base::Exception(base::ErrorKind::kInvalid,
-                          "this thread is in an autograd context of an unknown agent: make it the "
-                          "current one by rpc::ContextScope(agent, context.id())");
+    base::invalid(
+        "this thread is in an autograd context of an unknown agent: make it the "
+        "current one by rpc::ContextScope(agent, context.id())");
   }
   return ContextRef(runtime->find_or_create(id));
 }
@@ -444,8 +439,7 @@ class OwnPass {
 void check_roots(const std::vector<at::Tensor>& roots) {
   for (const at::Tensor& root : roots) {
     if (!root.defined() || !root.requires_grad()) {
-      throw base::Exception(base::ErrorKind::kInvalid,
-                            "backward: a root does not require a gradient");
+      base::invalid("backward: a root does not require a gradient");
     }
   }
 }
@@ -507,9 +501,9 @@ void move_gradients(rpc::Agent& agent, uint64_t from, uint64_t to) {
   if (!source) return;
   const std::shared_ptr<ContextState> target = runtime->find(to);
   if (!target) {
-    throw base::Exception(base::ErrorKind::kInvalid,
-                          "gradients are to be added to those of a context that this rank does not "
-                          "know, or that has ended");
+    base::invalid(
+        "gradients are to be added to those of a context that this rank does not "
+        "know, or that has ended");
   }
   const at::NoGradGuard no_grad;
   for (auto& [variable, gradient] : source->take_gradients()) {
@@ -520,7 +514,7 @@ void move_gradients(rpc::Agent& agent, uint64_t from, uint64_t to) {
 void guard_pass(rpc::Agent& agent, PassGuard guard) {
   const uint64_t context = rpc::current_context();
   if (context == 0) {
-    throw base::Exception(base::ErrorKind::kInvalid, "guard_pass: there is no current context");
+    base::invalid("guard_pass: there is no current context");
   }
   Runtime::of(agent)->find_or_create(context)->set_guard(std::move(guard));
 }

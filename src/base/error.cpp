@@ -83,11 +83,11 @@ Error current_error(ErrorKind otherwise) {
   } catch (const Exception& e) {
     return e.error();
   } catch (const std::bad_alloc&) {
-    return Error{ErrorKind::kResources, "out of memory", -1, {}};
+    return Error{ErrorKind::kResources, "out of memory"};
   } catch (const std::exception& e) {
-    return Error{otherwise, e.what(), -1, {}};
+    return Error{otherwise, e.what()};
   } catch (...) {
-    return Error{otherwise, "an exception that is not a std::exception", -1, {}};
+    return Error{otherwise, "an exception that is not a std::exception"};
   }
 }
 

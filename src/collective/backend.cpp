@@ -159,7 +159,7 @@ std::optional<Error> Backend::failure() const { return core_->failure(); }
 uint64_t Backend::getSequenceNumberForGroup() { return core_->next_number(); }
 
 void Backend::abort() {
-  core_->abort({ErrorKind::kCancelled, "the collectives of this rank were aborted", -1, {}});
+  core_->abort({ErrorKind::kCancelled, "the collectives of this rank were aborted"});
 }
 
 void Backend::shutdown() { core_->close(); }

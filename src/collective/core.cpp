@@ -21,15 +21,13 @@ Core::Core(rpc::Channel& channel, base::Executor& executor, uint32_t group_id,
   for (size_t i = 0; i < ranks_.size(); ++i) {
     if (ranks_[i] < 0 || ranks_[i] >= channel_.world_size() ||
         std::count(ranks_.begin(), ranks_.end(), ranks_[i]) != 1) {
-      throw base::Exception(ErrorKind::kInvalid,
-                            "rank " + std::to_string(ranks_[i]) +
-                                " in a group: not a rank of this job, or listed twice");
+      base::invalid("rank " + std::to_string(ranks_[i]) +
+                    " in a group: not a rank of this job, or listed twice");
     }
   }
   rank_ = group_rank(channel_.rank());
   if (rank_ < 0) {
-    throw base::Exception(ErrorKind::kInvalid, "rank " + std::to_string(channel_.rank()) +
-                                                   " is not in the group that it joins");
+    base::invalid("rank " + std::to_string(channel_.rank()) + " is not in the group that it joins");
   }
 }
 
@@ -58,7 +56,7 @@ void Core::open() {
 }
 
 void Core::close() {
-  const Error closed{ErrorKind::kCancelled, "the collective group is closed", -1, {}};
+  const Error closed{ErrorKind::kCancelled, "the collective group is closed"};
   {
     std::lock_guard lock(mutex_);
     if (std::exchange(closed_, true)) return;
@@ -247,8 +245,7 @@ void Core::on_message(rpc::ChannelMessage message) {
                 "rank " + std::to_string(message.from) + " has group " +
                     std::to_string(message.tag.a) + " on the channel where rank " +
                     std::to_string(world_rank(rank_)) + " has group " + std::to_string(group_id_),
-                message.from,
-                {}};
+                message.from};
       if (!failure_) failure_ = failure;
     } else if (message.tag.b == kClosed) {
       return on_closed_locked(from);
@@ -258,8 +255,7 @@ void Core::on_message(rpc::ChannelMessage message) {
                       "rank " + std::to_string(message.from) +
                           " has sent too much for operations that rank " +
                           std::to_string(world_rank(rank_)) + " has not begun",
-                      message.from,
-                      {}};
+                      message.from};
       if (!failure_) failure_ = failure;
     } else if (is_early_locked(message.tag.b)) {
       on_answer_locked(peer, message.tag.b);

@@ -33,8 +33,7 @@ std::optional<base::Error> pass_error(const RankInPass& a, const RankInPass& b) 
                          ", rank " + std::to_string(behind.rank) + " in " + behind.pass.text() +
                          ": rank " + std::to_string(ahead.rank) +
                          " has left out a backward pass, or made a forward() more",
-                     ahead.rank,
-                     {}};
+                     ahead.rank};
 }
 
 }  // namespace distrain::collective

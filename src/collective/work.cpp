@@ -54,7 +54,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
 
 void Work::abort() {
   for (const Pending& operation : operations_) {
-    operation.fail({base::ErrorKind::kCancelled, "the collective was aborted", rank_, {}});
+    operation.fail({base::ErrorKind::kCancelled, "the collective was aborted", rank_});
   }
 }
 

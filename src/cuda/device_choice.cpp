@@ -13,9 +13,7 @@ namespace {
 
 constexpr int kMostDevices = 127;  // that c10's index can tell apart
 
-[[noreturn]] void refuse(const std::string& message) {
-  throw base::Exception(base::ErrorKind::kInvalid, "--device " + message);
-}
+[[noreturn]] void refuse(const std::string& message) { base::invalid("--device " + message); }
 
 std::string name_of(c10::DeviceType type) { return c10::DeviceTypeName(type, /*lower_case=*/true); }
 

@@ -126,8 +126,7 @@ const Plugin& load_once() {
   open_library(torch_cuda, RTLD_GLOBAL);
   // LibTorch looks for CUDA once, the first time that anything asks, and remembers the answer.
   if (!at::detail::getCUDAHooks().isBuilt()) {
-    throw base::Exception(
-        base::ErrorKind::kInvalid,
+    base::invalid(
         "torch::manual_seed(), backward() or torch::cuda::is_available() was called before CUDA "
         "was "
         "loaded, so LibTorch will find no GPU in this process: call them in a rank's function, or "

@@ -40,9 +40,7 @@ base::Status check_limits(const OutFrame& frame) {
                          std::to_string(kSendLimits.max_meta_bytes) + "), " +
                          std::to_string(frame.header.tensor_count) + " tensors (at most " +
                          std::to_string(kSendLimits.max_tensors) + ") of at most " +
-                         std::to_string(kSendLimits.max_payload_bytes) + " bytes together",
-                     -1,
-                     {}};
+                         std::to_string(kSendLimits.max_payload_bytes) + " bytes together"};
 }
 
 PendingFrame::PendingFrame(OutFrame frame) : frame_(std::move(frame)) {

@@ -24,9 +24,7 @@ using base::ErrorKind;
 
 namespace {
 
-Error make_error(ErrorKind kind, std::string message) {
-  return Error{kind, std::move(message), -1, {}};
-}
+Error make_error(ErrorKind kind, std::string message) { return Error{kind, std::move(message)}; }
 
 // "[::1]", as IPv6 addresses stand before a port, is "::1".
 std::string without_brackets(const std::string& host) {

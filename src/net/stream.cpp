@@ -41,12 +41,12 @@ void avoid_bbr(int fd) {
 }
 
 base::Error closed_here() {
-  return base::Error{base::ErrorKind::kCancelled, "closed on this side", -1, {}};
+  return base::Error{base::ErrorKind::kCancelled, "closed on this side"};
 }
 
 base::Error peer_closed(int uv_code) {
   const std::string how = uv_code == UV_EOF ? "closed the connection" : uv_strerror(uv_code);
-  return base::Error{base::ErrorKind::kPeerLost, "the peer: " + how, -1, {}};
+  return base::Error{base::ErrorKind::kPeerLost, "the peer: " + how};
 }
 
 class UvStream final : public Stream,
@@ -108,7 +108,7 @@ class UvStream final : public Stream,
     return fd_ < 0 ? std::nullopt : peer_user(fd_);
   }
   void shut_down_on_loop() override {
-    finish_on_loop(base::Error{base::ErrorKind::kCancelled, "this side is closing", -1, {}});
+    finish_on_loop(base::Error{base::ErrorKind::kCancelled, "this side is closing"});
   }
 
  private:
@@ -172,7 +172,7 @@ base::Status UvStream::send(OutFrame frame) {
   {
     std::lock_guard lock(send_mutex_);
     if (send_state_ == SendState::kClosing || send_state_ == SendState::kClosed) {
-      return base::Error{base::ErrorKind::kPeerLost, "the connection is closed", -1, {}};
+      return base::Error{base::ErrorKind::kPeerLost, "the connection is closed"};
     }
     if (send_state_ == SendState::kDraining || caller_writes_) {
       queue_.push_back(std::move(pending));
@@ -437,11 +437,9 @@ bool UvStream::begin_frame_on_loop(const uint8_t* head) {
   }
   if (!body_) body_ = loop_->buffers.allocate(header_.body_bytes());
   if (!body_) {
-    finish_on_loop(
-        base::Error{base::ErrorKind::kResources,
-                    "no memory for a message of " + std::to_string(header_.body_bytes()) + " bytes",
-                    -1,
-                    {}});
+    finish_on_loop(base::Error{
+        base::ErrorKind::kResources,
+        "no memory for a message of " + std::to_string(header_.body_bytes()) + " bytes"});
     return false;
   }
   return true;

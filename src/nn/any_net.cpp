@@ -30,9 +30,8 @@ AnyValue call(AnyModule& module, const std::vector<at::Tensor>& inputs) {
   }
   (std::make_index_sequence<kMostInputs + 1>());
   if (inputs.size() >= kCalls.size()) {
-    throw base::Exception(base::ErrorKind::kInvalid,
-                          "forward() of a module takes at most " + std::to_string(kMostInputs) +
-                              " tensors, not " + std::to_string(inputs.size()));
+    base::invalid("forward() of a module takes at most " + std::to_string(kMostInputs) +
+                  " tensors, not " + std::to_string(inputs.size()));
   }
   return kCalls[inputs.size()](module, inputs);
 }
@@ -40,15 +39,14 @@ AnyValue call(AnyModule& module, const std::vector<at::Tensor>& inputs) {
 at::Tensor tensor_of(AnyValue& value) {
   const at::Tensor* tensor = value.try_get<at::Tensor>();
   if (tensor) return *tensor;
-  throw base::Exception(
-      base::ErrorKind::kInvalid,
-      "its forward() gives " + c10::demangle(value.type_info().name()) + ", not a tensor");
+  base::invalid("its forward() gives " + c10::demangle(value.type_info().name()) +
+                ", not a tensor");
 }
 
 }  // namespace
 
 AnyNet any_net(AnyModule module) {
-  if (module.is_empty()) throw base::Exception(base::ErrorKind::kInvalid, "make() gave no module");
+  if (module.is_empty()) base::invalid("make() gave no module");
   const std::shared_ptr<torch::nn::Module> pointer = module.ptr();
   return {pointer, [module](const std::vector<at::Tensor>& inputs) mutable {
             AnyValue value = call(module, inputs);
@@ -59,7 +57,7 @@ AnyNet any_net(AnyModule module) {
 // As SequentialImpl::forward().
 AnyNet any_net(torch::nn::Sequential module) {
   if (module->is_empty()) {
-    throw base::Exception(base::ErrorKind::kInvalid, "make() gave a Sequential without modules");
+    base::invalid("make() gave a Sequential without modules");
   }
   return {module.ptr(), [module](const std::vector<at::Tensor>& inputs) mutable {
             auto it = module->begin();

@@ -27,13 +27,13 @@ std::string kind_name(ArgumentKind kind) {
 }
 
 void refuse_argument(size_t number, const std::string& given, const std::type_info& wanted) {
-  throw base::Exception(base::ErrorKind::kInvalid, "argument " + std::to_string(number) + " is " +
-                                                       given + ", not " + type_name(wanted.name()));
+  base::invalid("argument " + std::to_string(number) + " is " + given + ", not " +
+                type_name(wanted.name()));
 }
 
 void refuse_count(size_t given, size_t wanted) {
-  throw base::Exception(base::ErrorKind::kInvalid, "it is made with " + std::to_string(wanted) +
-                                                       " arguments, not " + std::to_string(given));
+  base::invalid("it is made with " + std::to_string(wanted) + " arguments, not " +
+                std::to_string(given));
 }
 
 }  // namespace distrain::nn::detail

@@ -13,7 +13,7 @@ void Modules::add(const std::string& name, detail::Factory factory) {
   entry->factory = std::move(factory);
   std::lock_guard lock(mutex_);
   if (!entries_.emplace(name, std::move(entry)).second) {
-    throw base::Exception(ErrorKind::kInvalid, "a module '" + name + "' is exposed already");
+    base::invalid("a module '" + name + "' is exposed already");
   }
 }
 
@@ -49,8 +49,7 @@ std::shared_ptr<SharedModule> Modules::find_or_make(rpc::Agent& agent, rpc::Deco
     entry->module = std::move(module);
     entry->arguments = std::move(recipe.arguments);
   } else if (!entry->factory.same_arguments(recipe.arguments, entry->arguments)) {
-    throw base::Exception(ErrorKind::kInvalid,
-                          "module " + name + " is there already, made with other arguments");
+    base::invalid("module " + name + " is there already, made with other arguments");
   }
   return entry->module;
 }

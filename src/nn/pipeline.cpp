@@ -103,7 +103,7 @@ class StagePasses::OfAgent {
   ~OfAgent() {
     for (const auto& weak : stages_) {
       if (const auto stage = weak.lock()) {
-        stage->current()->turns->fail({base::ErrorKind::kCancelled, "the job has ended", -1, {}});
+        stage->current()->turns->fail({base::ErrorKind::kCancelled, "the job has ended"});
       }
     }
   }
@@ -137,7 +137,7 @@ void StagePasses::begin(rpc::Agent& agent, std::vector<PipelineStep> row) {
     std::lock_guard lock(state_->mutex);
     batch.swap(state_->batch);
   }
-  batch->turns->fail({base::ErrorKind::kCancelled, "another batch has begun", -1, {}});
+  batch->turns->fail({base::ErrorKind::kCancelled, "another batch has begun"});
 }
 
 StageReport StagePasses::end() {

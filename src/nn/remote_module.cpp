@@ -47,8 +47,7 @@ RemoteModule<ByName>::RemoteModule(rpc::Agent& agent, const rpc::To& to, const s
                                    const Encode& arguments)
     : random_(default_seed(agent.rank())), name_hash_(hash_of(name)) {
   if (!modules_of(agent)) {
-    throw base::Exception(base::ErrorKind::kInvalid,
-                          "this agent has no modules: call nn::install(agent) before join()");
+    base::invalid("this agent has no modules: call nn::install(agent) before join()");
   }
   const rpc::ContextScope outside(0);  // tensors among the arguments are values
   const rpc::RawReply reply = agent

@@ -29,9 +29,7 @@ namespace {
 
 using base::ErrorKind;
 
-[[noreturn]] void refuse(const std::string& what) {
-  throw base::Exception(ErrorKind::kInvalid, what);
-}
+[[noreturn]] void refuse(const std::string& what) { base::invalid(what); }
 
 template <class Items>
 std::vector<NamedTensor> each_once(const Items& items) {
@@ -462,7 +460,7 @@ void SharedModule::load_state(NamedTensors state) {
   const at::NoGradGuard no_grad;
   const autograd::ParameterUpdate update(agent_);
   const auto differ = [this](const std::string& how) {
-    throw base::Exception(ErrorKind::kBadData, "the state is not of module " + name_ + ": " + how);
+    base::bad_data("the state is not of module " + name_ + ": " + how);
   };
   for (const auto* items : {&parameters_, &buffers_}) {
     for (const auto& [its_name, tensor] : *items) {

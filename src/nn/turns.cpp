@@ -4,9 +4,7 @@
 
 namespace distrain::nn {
 
-Turns::Turn::~Turn() {
-  fail({base::ErrorKind::kCancelled, "a step of this stage was abandoned", -1, {}});
-}
+Turns::Turn::~Turn() { fail({base::ErrorKind::kCancelled, "a step of this stage was abandoned"}); }
 
 void Turns::Turn::done() { std::exchange(turns_, nullptr)->finish(); }
 
@@ -24,7 +22,7 @@ base::Future<Turns::TurnPtr> Turns::enter(PipelineStep::Kind kind, int64_t micro
     if (waiting_.contains(key) ||
         std::none_of(left, row_.end(), [&](const auto& step) { return key_of(step) == key; })) {
       return base::Future<TurnPtr>::failed(
-          {base::ErrorKind::kInvalid, "the schedule of this stage has no such step left", -1, {}});
+          {base::ErrorKind::kInvalid, "the schedule of this stage has no such step left"});
     }
     if (taken_ || key_of(row_[next_]) != key) return waiting_[key].future();
     taken_ = true;

@@ -162,10 +162,9 @@ void refuse_replica(const at::Tensor& value, uint64_t group) {
   if (!value.defined()) return;
   const auto& hook = torch::autograd::impl::post_acc_grad_hooks(value);
   if (!dynamic_cast<const autograd::LeafHook*>(hook.get())) return;
-  throw base::Exception(base::ErrorKind::kInvalid,
-                        "a shared parameter of group " + std::to_string(group) +
-                            " is this rank's replica of a DistributedDataParallel: it goes among "
-                            "the rank's own parameters");
+  base::invalid("a shared parameter of group " + std::to_string(group) +
+                " is this rank's replica of a DistributedDataParallel: it goes among "
+                "the rank's own parameters");
 }
 
 }  // namespace
@@ -189,9 +188,8 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
       tensors.push_back(value);
       if (&share != &own && rref.owner() != agent.rank()) return;
       if (!value.defined()) {
-        throw base::Exception(
-            base::ErrorKind::kInvalid,
-            "a parameter of group " + std::to_string(terms.number) + " is an undefined tensor");
+        base::invalid("a parameter of group " + std::to_string(terms.number) +
+                      " is an undefined tensor");
       }
       here.push_back(value);
       groups_here.push_back(terms.number);
@@ -231,7 +229,7 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
 
 int DistributedOptimizer::participant() const {
   if (sharing_.participant == Sharing::kOnlooker) {
-    throw base::Exception(base::ErrorKind::kInvalid, "an onlooker makes no steps");
+    base::invalid("an onlooker makes no steps");
   }
   return sharing_.participant;
 }
@@ -389,9 +387,8 @@ void DistributedOptimizer::load_local_state(const std::vector<ParameterState>& s
 
 void DistributedOptimizer::load_state(const std::vector<ParameterState>& state) {
   if (state.size() != parameters_) {
-    throw base::Exception(base::ErrorKind::kBadData,
-                          "the state of " + std::to_string(state.size()) + " parameters, not of " +
-                              std::to_string(parameters_));
+    base::bad_data("the state of " + std::to_string(state.size()) + " parameters, not of " +
+                   std::to_string(parameters_));
   }
   for (const Remote& remote : remote_) {
     agent_.rpc_sync<&load_state_here>(owner_of(remote, true), remote.optimizer,

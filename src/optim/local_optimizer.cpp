@@ -31,20 +31,19 @@ void check_same_terms(const std::map<int, StepTerms>& gathered) {
     } else {
       continue;
     }
-    throw base::Exception(base::ErrorKind::kInvalid, message.str());
+    base::invalid(message.str());
   }
 }
 
 constexpr int kNobody = -1;
 
 base::Error participant_lost(rpc::ProcessNumber process) {
-  return {base::ErrorKind::kPeerLost, "this participant is lost", rpc::rank_of(process), {}};
+  return {base::ErrorKind::kPeerLost, "this participant is lost", rpc::rank_of(process)};
 }
 
 void check_scale(double scale) {
   if (scale >= 0 && scale <= 1) return;
-  throw base::Exception(base::ErrorKind::kInvalid, "gradients cannot be clipped to " +
-                                                       std::to_string(scale) + " of themselves");
+  base::invalid("gradients cannot be clipped to " + std::to_string(scale) + " of themselves");
 }
 
 }  // namespace
@@ -71,12 +70,11 @@ void check_each_once(const std::vector<at::Tensor>& parameters,
     const auto [known, first] =
         groups.emplace(parameters[i].storage().unsafeGetStorageImpl(), group);
     if (first) continue;
-    throw base::Exception(base::ErrorKind::kInvalid,
-                          known->second == group
-                              ? "two of the parameters of group " + std::to_string(group) +
-                                    " share their memory: give a tied one once"
-                              : "a parameter of group " + std::to_string(group) + " is in group " +
-                                    std::to_string(known->second) + ", too");
+    base::invalid(known->second == group
+                      ? "two of the parameters of group " + std::to_string(group) +
+                            " share their memory: give a tied one once"
+                      : "a parameter of group " + std::to_string(group) + " is in group " +
+                            std::to_string(known->second) + ", too");
   }
 }
 
@@ -113,7 +111,7 @@ LocalOptimizer::LocalOptimizer(rpc::Agent& agent, std::vector<at::Tensor> parame
       participants_(static_cast<size_t>(std::max(terms_.participants, 0))) {
   const auto check = [](bool good) {
     if (good) return;
-    throw base::Exception(base::ErrorKind::kInvalid, "the groups are not those of the parameters");
+    base::invalid("the groups are not those of the parameters");
   };
   for (const GroupTerms& group : terms_.groups) {
     check(group.parameters <= parameters_.size() - groups_.size());
@@ -127,7 +125,7 @@ LocalOptimizer::LocalOptimizer(rpc::Agent& agent, std::vector<at::Tensor> parame
 void LocalOptimizer::check_participant(int participant, const Gradients& gradients) const {
   if (participant < 0 || participant >= terms_.participants ||
       gradients.size() != parameters_.size()) {
-    throw base::Exception(base::ErrorKind::kInvalid, "a step of an unknown participant");
+    base::invalid("a step of an unknown participant");
   }
 }
 
@@ -165,9 +163,7 @@ void LocalOptimizer::check_all_clip_locked(Gathering<R, Terms>& others, int part
   const base::Error error{base::ErrorKind::kInvalid,
                           "participants " + std::to_string(others.terms.begin()->first) + " and " +
                               std::to_string(participant) +
-                              " step together, but only one of them clips its gradients",
-                          -1,
-                          {}};
+                              " step together, but only one of them clips its gradients"};
   done.fail(std::exchange(others, {}).waiting, error);
   throw base::Exception(error);
 }
@@ -177,9 +173,8 @@ base::Future<R> LocalOptimizer::bring(Gathering<R, Terms>& gathering, const Term
                                       Gradients gradients, Completions& done) {
   if (lost_ && terms_.participants > 1) throw base::Exception(*lost_);
   if (!gathering.gradients.emplace(terms.participant, std::move(gradients)).second) {
-    throw base::Exception(base::ErrorKind::kInvalid, "participant " +
-                                                         std::to_string(terms.participant) +
-                                                         " made two steps before all had made one");
+    base::invalid("participant " + std::to_string(terms.participant) +
+                  " made two steps before all had made one");
   }
   if (gathering.terms.empty()) gathering.since = base::Clock::now();
   gathering.terms.emplace(terms.participant, terms);
@@ -278,8 +273,7 @@ std::optional<base::Error> LocalOptimizer::in_vain_locked(const IsNeeded& is_nee
                        "participant " + std::to_string(number) + " (rank " + std::to_string(rank) +
                            ") has entered shutdown() after " + std::to_string(its.steps) +
                            " steps, and a step waits for one more of it",
-                       rank,
-                       {}};
+                       rank};
   }
   return std::nullopt;
 }
@@ -389,8 +383,7 @@ int64_t LocalOptimizer::slowest_locked(int but) const {
 void LocalOptimizer::check_same(const std::vector<at::Tensor>& parameters,
                                 const SharedTerms& terms) const {
   const auto differ = [](const std::string& what) {
-    throw base::Exception(base::ErrorKind::kInvalid,
-                          "these parameters have an optimizer already, with other " + what);
+    base::invalid("these parameters have an optimizer already, with other " + what);
   };
   if (parameters.size() != parameters_.size()) differ("parameters beside them");
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -517,9 +510,8 @@ std::vector<ParameterState> LocalOptimizer::state() const {
 
 void LocalOptimizer::load_state(const std::vector<ParameterState>& state) {
   if (state.size() != parameters_.size()) {
-    throw base::Exception(base::ErrorKind::kBadData,
-                          "the state of " + std::to_string(state.size()) + " parameters, not of " +
-                              std::to_string(parameters_.size()));
+    base::bad_data("the state of " + std::to_string(state.size()) + " parameters, not of " +
+                   std::to_string(parameters_.size()));
   }
   const std::unique_lock guard = lock();
   const Busy busy(*this);

@@ -12,8 +12,7 @@ Rule make_rule(const RuleText& text) {
   // An optimizer without momentum has a momentum of 0.
   if (text.momentum != 0) fields.values["momentum"] = text.momentum;
   if (!std::isfinite(text.clip) || text.clip < 0) {
-    throw base::Exception(base::ErrorKind::kInvalid,
-                          "gradients cannot be clipped to a norm of " + std::to_string(text.clip));
+    base::invalid("gradients cannot be clipped to a norm of " + std::to_string(text.clip));
   }
   return {from_fields(fields), Schedule::parse(text.lr_schedule), text.clip};
 }

@@ -249,8 +249,7 @@ void Schedule::load_state(const ScheduleState& state) {
   const bool sound = state.factor >= 0 && state.factor <= 1 && state.bad >= 0 &&
                      (!state.best || !std::isnan(*state.best));
   if (!sound || (!observes() && !(state == ScheduleState()))) {
-    throw base::Exception(base::ErrorKind::kBadData,
-                          "the state of another schedule than " + text());
+    base::bad_data("the state of another schedule than " + text());
   }
   state_ = state;
 }

@@ -22,7 +22,7 @@ template <class... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
   std::ostringstream message;
   (message << ... << parts);
-  throw Exception(ErrorKind::kInvalid, message.str());
+  base::invalid(message.str());
 }
 
 // The rows of a sparse gradient, each once. `coalesced` keeps them alive.
@@ -253,8 +253,7 @@ class RmsPropRule final : public UpdateRule {
 };
 
 [[noreturn]] void bad_state(size_t i, const std::string& what) {
-  throw Exception(ErrorKind::kBadData,
-                  "the optimizer's state of parameter " + std::to_string(i) + ": " + what);
+  base::bad_data("the optimizer's state of parameter " + std::to_string(i) + ": " + what);
 }
 
 int64_t step_in(size_t i, const ParameterState& state) {
@@ -344,8 +343,7 @@ std::vector<ParameterState> unflatten(const std::vector<std::string>& parameters
     const size_t dot = key.rfind('.');
     const auto it = std::find(parameters.begin(), parameters.end(), key.substr(0, dot));
     if (dot == std::string::npos || it == parameters.end()) {
-      throw Exception(ErrorKind::kBadData,
-                      "the optimizer's state has " + key + ", which is of no parameter");
+      base::bad_data("the optimizer's state has " + key + ", which is of no parameter");
     }
     states[static_cast<size_t>(it - parameters.begin())][key.substr(dot + 1)] = value;
   }

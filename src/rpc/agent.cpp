@@ -135,7 +135,7 @@ const std::shared_ptr<AutogradHook>& Agent::autograd_hook() const { return core_
 void Agent::expose_raw(const std::string& name, Handler handler) {
   std::unique_lock lock(core_->registry_mutex);
   if (!core_->handlers.emplace(name, std::move(handler)).second) {
-    throw Exception(ErrorKind::kInvalid, "a function '" + name + "' is exposed already");
+    base::invalid("a function '" + name + "' is exposed already");
   }
 }
 

@@ -39,7 +39,7 @@ class ReplyImpl final : public Reply {
         call_id_(call_id),
         context_(context) {}
   ~ReplyImpl() override {
-    fail(Error{ErrorKind::kCancelled, "the function gave no answer", rank_, {}});
+    fail(Error{ErrorKind::kCancelled, "the function gave no answer", rank_});
   }
 
   void send(const std::function<void(Encoder&)>& fill) override {
@@ -129,12 +129,12 @@ Error error_in_flight(ErrorKind otherwise) {
   } catch (const c10::OutOfMemoryError& e) {
     // Its first sentence says of what and how much, the others give hints for other programs.
     const std::string text = e.what_without_backtrace();
-    return Error{ErrorKind::kResources, text.substr(0, text.find(". ")), -1, {}};
+    return Error{ErrorKind::kResources, text.substr(0, text.find(". "))};
   } catch (const c10::AcceleratorError& e) {  // its driver's or runtime's; hints come in more lines
     const std::string text = e.what_without_backtrace();
-    return Error{ErrorKind::kResources, text.substr(0, text.find('\n')), -1, {}};
+    return Error{ErrorKind::kResources, text.substr(0, text.find('\n'))};
   } catch (const c10::Error& e) {
-    return Error{otherwise, e.what_without_backtrace(), -1, {}};
+    return Error{otherwise, e.what_without_backtrace()};
   } catch (...) {
     return base::current_error(otherwise);
   }
@@ -168,7 +168,7 @@ void Reply::store(std::shared_ptr<void> value, std::type_index type,
                   OwnedValue::EncodeFunction encode) {
   const std::shared_ptr<OwnedValue> owned = target();
   if (!owned) {
-    throw base::Exception(ErrorKind::kInvalid, "this function makes an object: use remote_new()");
+    base::invalid("this function makes an object: use remote_new()");
   }
   owned->type = type;
   owned->encode = encode;

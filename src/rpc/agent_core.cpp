@@ -122,9 +122,7 @@ AgentCore::AgentCore(AgentOptions given)
           if (!owned->encode) {
             return reply->fail(Error{ErrorKind::kInvalid,
                                      "an object of this type does not travel: call its functions "
-                                     "where it is instead of to_here()",
-                                     -1,
-                                     {}});
+                                     "where it is instead of to_here()"});
           }
           reply->send([&](Encoder& encoder) { owned->encode(encoder, value.unchecked().get()); });
         });
@@ -162,7 +160,7 @@ void AgentCore::close() {
 void AgentCore::disconnect() {
   last_live_rrefs_ = rrefs->live();
   last_live_contexts_ = hook ? hook->live_contexts() : 0;
-  const Error error{ErrorKind::kCancelled, "this rank is shutting down", options.rank, {}};
+  const Error error{ErrorKind::kCancelled, "this rank is shutting down", options.rank};
   control->close();
   await_loop();
   for (int rank = 0; rank < known_windows(); ++rank) window(rank).fail(error);

@@ -43,7 +43,7 @@ base::Task Arrivals::add_chunk_on_loop(net::InFrame frame) {
       if (open_.size() >= kMaxOpenTransfers) {
         std::string text = "rank " + std::to_string(from_) + " has too many transfers open: ";
         text += std::to_string(open_.size());
-        refusal = base::Error{base::ErrorKind::kOverloaded, std::move(text), -1, {}};
+        refusal = base::Error{base::ErrorKind::kOverloaded, std::move(text)};
       }
       arrival = std::make_shared<Arrival>(stager_, device, bytes, std::move(refusal));
       arrival->hold_credit(credit_of_transfer(header), return_);

@@ -38,9 +38,7 @@ base::Status Window::wait_for_turn(Waiter& self, base::TimePoint deadline) {
       self.turn.wait(lock);
     } else if (base::Clock::now() >= deadline) {
       return base::Error{base::ErrorKind::kOverloaded,
-                         "it has not begun, or not answered, enough of the calls before",
-                         -1,
-                         {}};
+                         "it has not begun, or not answered, enough of the calls before"};
     } else {
       self.turn.wait_until(lock, deadline);
     }

@@ -64,10 +64,9 @@ uint64_t Departure::all_bytes() const {
 Departure::Transfer Departure::make_transfer(DeviceGroup group) const {
   const uint64_t bytes = group.layout.bytes;
   if (bytes > wire::Limits{}.max_payload_bytes) {
-    throw base::Exception(base::ErrorKind::kInvalid,
-                          "tensors of " + std::to_string(bytes) +
-                              " bytes for one device in one message (at most " +
-                              std::to_string(wire::Limits{}.max_payload_bytes) + ")");
+    base::invalid("tensors of " + std::to_string(bytes) +
+                  " bytes for one device in one message (at most " +
+                  std::to_string(wire::Limits{}.max_payload_bytes) + ")");
   }
   const c10::Device device = message_.tensors[group.tensors[0]].device();
   Transfer transfer{std::move(group), 0, device, {}};
@@ -179,7 +178,7 @@ base::Status Departure::send_chunks(const std::function<base::Status(net::OutFra
     rests[pieces_[i].transfer] = std::move(pieces_[i].block);
   }
   if (still_wanted && !still_wanted(message_.body)) {
-    return base::Error{base::ErrorKind::kCancelled, "nobody waits for it any more", -1, {}};
+    return base::Error{base::ErrorKind::kCancelled, "nobody waits for it any more"};
   }
   base::Status sent = send(to_frame(std::move(message_), header_, transfer_ids(), rests));
   if (sent.ok()) bytes_left_ = 0;

@@ -26,9 +26,8 @@ DeviceType to_wire(c10::DeviceType type) {
     case c10::DeviceType::PrivateUse1:
       return DeviceType::kPrivate;
     default:
-      throw base::Exception(
-          ErrorKind::kInvalid,
-          "tensors on a device of type " + c10::DeviceTypeName(type, true) + " cannot be sent");
+      base::invalid("tensors on a device of type " + c10::DeviceTypeName(type, true) +
+                    " cannot be sent");
   }
 }
 
@@ -177,8 +176,7 @@ void DeviceTable::set_home(c10::Device home) {
   static_cast<void>(rpc::to_wire(home));
   std::lock_guard lock(mutex_);
   if (own_) {
-    throw base::Exception(ErrorKind::kInvalid,
-                          "a rank's device has to be set before its job has begun");
+    base::invalid("a rank's device has to be set before its job has begun");
   }
   home_ = with_index(home, rank_);
 }
@@ -272,8 +270,7 @@ DeviceRef DeviceTable::target(int to, c10::Device device) const {
                 who(names_, static_cast<size_t>(to)) + ": give rank " + std::to_string(rank_) +
                 " one, as in AgentOptions::device_maps = {{\"" + peer + "\", {{\"" + device.str() +
                 "\", \"" + device_text({own.type, 0}) + "\"}}}}, or send tensor.cpu()",
-            rank_,
-            {}});
+            rank_});
 }
 
 }  // namespace distrain::rpc

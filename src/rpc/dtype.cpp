@@ -45,9 +45,8 @@ const auto* find(at::ScalarType type) {
 
 wire::DType to_dtype(at::ScalarType type) {
   if (const auto* found = find(type); found != std::end(kDTypes)) return found->second;
-  throw base::Exception(
-      base::ErrorKind::kInvalid,
-      std::string("tensors of dtype ") + c10::toString(type) + " cannot be sent or saved");
+  base::invalid(std::string("tensors of dtype ") + c10::toString(type) +
+                " cannot be sent or saved");
 }
 
 at::ScalarType to_scalar_type(wire::DType dtype) {

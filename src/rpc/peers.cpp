@@ -83,9 +83,7 @@ Error Peers::loss_of(int rank, const Peer& peer) const {
   std::lock_guard lock(peer.mutex);
   if (peer.state == State::kLost) return peer.loss;
   return Error{ErrorKind::kPeerLost,
-               "rank " + std::to_string(rank) + " (" + peer.name + ") has left",
-               rank,
-               {}};
+               "rank " + std::to_string(rank) + " (" + peer.name + ") has left", rank};
 }
 
 // ---- connecting, on the loop ----
@@ -193,9 +191,7 @@ std::optional<Error> Peers::accept_on_loop(int rank, const net::StreamPtr& strea
   Peer& peer = at(rank);
   if (peer.accepted) {
     return Error{ErrorKind::kProtocol,
-                 "rank " + std::to_string(rank) + " has connected to this rank already",
-                 -1,
-                 {}};
+                 "rank " + std::to_string(rank) + " has connected to this rank already"};
   }
   peer.accepted = stream;
   stream->set_limits_on_loop(wire::Limits{});

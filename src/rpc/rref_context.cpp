@@ -27,16 +27,14 @@ Agent& RRefHandle::agent() const { return context_->agent(); }
 
 std::shared_ptr<void> RRefHandle::local(std::type_index type) const {
   if (!owned_) {
-    throw base::Exception(base::ErrorKind::kInvalid, "the value of this RRef lives on rank " +
-                                                         std::to_string(owner()) +
-                                                         ": use to_here() or call it there");
+    base::invalid("the value of this RRef lives on rank " + std::to_string(owner()) +
+                  ": use to_here() or call it there");
   }
   const std::shared_ptr<void> value = owned_->value.future().wait();
   follow_workers();
   if (owned_->type != type) {
-    throw base::Exception(
-        base::ErrorKind::kInvalid,
-        std::string("this RRef refers to a ") + owned_->type.name() + ", not to a " + type.name());
+    base::invalid(std::string("this RRef refers to a ") + owned_->type.name() + ", not to a " +
+                  type.name());
   }
   return value;
 }
@@ -222,7 +220,7 @@ void RRefContext::on_handle_gone(uint64_t id, uint64_t fork, ProcessNumber owner
 
 void RRefContext::encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle) {
   if (!handle) {
-    throw base::Exception(base::ErrorKind::kInvalid, "an empty RRef cannot be sent");
+    base::invalid("an empty RRef cannot be sent");
   }
   const int owner = handle->owner();
   {
@@ -288,8 +286,7 @@ std::shared_ptr<RRefHandle> RRefContext::receive(const RRefTicket& ticket) {
                         : gone_value(ticket.id, {base::ErrorKind::kPeerLost,
                                                  "the value of this RRef has gone with a process "
                                                  "that had this rank before",
-                                                 rank_,
-                                                 {}});
+                                                 rank_});
       if (mode == Mode::kLocalHoldAccept) {
         send(ticket.parent, wire::FrameKind::kRRefAccept, ticket.id, ticket.fork, 0);
       }
@@ -313,8 +310,7 @@ std::shared_ptr<RRefHandle> RRefContext::received_by_owner(uint64_t id) {
   base::Error why{base::ErrorKind::kNotFound,
                   "the value of this RRef is gone: its last reference ended before this "
                   "call was looked at",
-                  rank_,
-                  {}};
+                  rank_};
   {
     std::lock_guard lock(mutex_);
     if (!is_freed_locked(id)) {

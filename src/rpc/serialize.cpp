@@ -35,8 +35,7 @@ at::Tensor make_plain(const at::Tensor& tensor) {
 wire::DeviceRef arrival_of(const at::Tensor& tensor, const DeviceTable* devices, int to) {
   if (!is_accelerator(tensor.device())) return {};
   if (devices) return devices->target(to, tensor.device());
-  throw base::Exception(base::ErrorKind::kInvalid,
-                        "a tensor on " + tensor.device().str() + " where only the CPU's travel");
+  base::invalid("a tensor on " + tensor.device().str() + " where only the CPU's travel");
 }
 
 // The sizes of a sparse tensor, which torch multiplies as they come, those of no element too.
@@ -92,7 +91,7 @@ void Encoder::put_tensor(const at::Tensor& tensor) {
   };
   if (!tensor.defined()) return out.put(TensorTag::kUndefined);
   if (const std::string kind = kind_that_cannot_be_sent(tensor); !kind.empty()) {
-    throw base::Exception(base::ErrorKind::kInvalid, kind + " cannot be sent");
+    base::invalid(kind + " cannot be sent");
   }
   const bool requires_grad = at::GradMode::is_enabled() && tensor.requires_grad();
   if (tensor.layout() == at::kStrided) {
@@ -151,7 +150,7 @@ at::Tensor Decoder::get_tensor() {
 // u8 wire::DType · the value, of 8 bytes a part
 void Serializer<at::Scalar>::encode(Encoder& encoder, const at::Scalar& value) {
   if (value.isSymbolic()) {
-    throw base::Exception(base::ErrorKind::kInvalid, "a symbolic scalar cannot be sent");
+    base::invalid("a symbolic scalar cannot be sent");
   }
   encoder.out.put(to_dtype(value.type()));
   if (value.isComplex()) {

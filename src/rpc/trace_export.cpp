@@ -24,7 +24,7 @@ class TraceExport {
       flatten(tracer);
     }
     if (!events_.defined() || first > static_cast<uint64_t>(events_.size(0))) {
-      throw base::Exception(base::ErrorKind::kInvalid, "no such part of the trace");
+      base::invalid("no such part of the trace");
     }
     TraceChunk chunk;
     if (first == 0) chunk = std::move(head_);

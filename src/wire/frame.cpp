@@ -77,7 +77,7 @@ bool is_known(FrameKind kind) {
 }
 
 base::Error protocol_error(std::string message) {
-  return base::Error{base::ErrorKind::kProtocol, std::move(message), -1, {}};
+  return base::Error{base::ErrorKind::kProtocol, std::move(message)};
 }
 
 }  // namespace

@@ -37,17 +37,16 @@ bool is_known_kind(uint16_t value);
 
 struct Error {
   ErrorKind kind = ErrorKind::kInternal;
-  std::string message;
+  std::string message{};
   int32_t rank = -1;  ///< the rank that caused it, -1 when not known
-  std::string op;     ///< the function or phase it happened in, may be empty
+  std::string op{};   ///< the function or phase it happened in, may be empty
 };
 
 /// `Error` as an exception. The API throws nothing else for failures of the runtime.
 class Exception : public std::runtime_error {
  public:
   explicit Exception(Error error) : std::runtime_error(error.message), error_(std::move(error)) {}
-  Exception(ErrorKind kind, std::string message)
-      : Exception(Error{kind, std::move(message), -1, {}}) {}
+  Exception(ErrorKind kind, std::string message) : Exception(Error{kind, std::move(message)}) {}
 
   const Error& error() const { return error_; }
   ErrorKind kind() const { return error_.kind; }

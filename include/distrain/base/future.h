@@ -70,7 +70,7 @@ class FutureState {
 
   void cancel() {
     OnCancel tell;
-    Error error{ErrorKind::kCancelled, "it was cancelled", -1, {}};
+    Error error{ErrorKind::kCancelled, "it was cancelled"};
     if (complete(std::move(error), nullptr, tell, true) && tell) tell();
   }
 
@@ -270,7 +270,7 @@ class Promise {
  private:
   void abandon() {
     if (state_ && !state_->ready()) {
-      fail(Error{ErrorKind::kCancelled, "the operation was abandoned", -1, {}});
+      fail(Error{ErrorKind::kCancelled, "the operation was abandoned"});
     }
   }
 

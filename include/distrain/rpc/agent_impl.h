@@ -30,8 +30,7 @@ void answer(const ReplyPtr& reply, R value) {
   } else if constexpr (Serializable<R>) {
     reply->send([&value](Encoder& encoder) { rpc::encode<R>(encoder, value); });
   } else {
-    throw base::Exception(base::ErrorKind::kInvalid,
-                          "the function's result does not travel: call it with remote()");
+    base::invalid("the function's result does not travel: call it with remote()");
   }
 }
 
@@ -141,9 +140,8 @@ struct EncodeAll<std::tuple<Ts...>> {
       const T converted = static_cast<T>(arg);
       if constexpr (std::is_integral_v<T> && std::is_integral_v<Arg> && !std::is_same_v<T, bool>) {
         if (static_cast<Arg>(converted) != arg || (converted < T()) != (arg < Arg())) {
-          throw base::Exception(base::ErrorKind::kInvalid,
-                                "the argument " + std::to_string(arg) +
-                                    " is outside the range of its parameter's type");
+          base::invalid("the argument " + std::to_string(arg) +
+                        " is outside the range of its parameter's type");
         }
       }
       rpc::encode<T>(encoder, converted);

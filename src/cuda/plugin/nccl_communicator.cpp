@@ -35,9 +35,8 @@ ncclDataType_t to_nccl(at::ScalarType type) {
     case at::kBFloat16:
       return ncclBfloat16;
     default:
-      throw base::Exception(base::ErrorKind::kInvalid,
-                            std::string("NCCL can't take the mean of tensors of type ") +
-                                c10::toString(type) + ": float, double, half or bfloat16");
+      base::invalid(std::string("NCCL can't take the mean of tensors of type ") +
+                    c10::toString(type) + ": float, double, half or bfloat16");
   }
 }
 
@@ -103,8 +102,7 @@ class Communicator final : public NcclCommunicator {
   void broadcast(const at::Tensor& tensor, int root, const c10::Stream& stream) override {
     check_tensor(tensor);
     if (root < 0 || root >= size_) {
-      throw base::Exception(base::ErrorKind::kInvalid,
-                            "broadcast: the group has no rank " + std::to_string(root));
+      base::invalid("broadcast: the group has no rank " + std::to_string(root));
     }
     call("broadcast", stream, [&](cudaStream_t cuda_stream) {
       return ncclBroadcast(tensor.const_data_ptr(), tensor.mutable_data_ptr(), tensor.nbytes(),
@@ -149,9 +147,8 @@ class Communicator final : public NcclCommunicator {
 
   void check_tensor(const at::Tensor& tensor) const {
     if (tensor.device() == device_ && tensor.is_contiguous()) return;
-    throw base::Exception(base::ErrorKind::kInvalid,
-                          "this communicator takes contiguous tensors on " + device_.str() +
-                              ", not one on " + tensor.device().str());
+    base::invalid("this communicator takes contiguous tensors on " + device_.str() +
+                  ", not one on " + tensor.device().str());
   }
 
   std::string text_of(ncclResult_t result) const {

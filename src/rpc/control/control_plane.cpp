@@ -90,7 +90,7 @@ base::Future<uint64_t> ControlPlane::enter_round(uint64_t round, uint64_t number
     if (self->party_ && self->party_->is_running()) {
       return self->party_->enter_round(round, number);
     }
-    self->fail_round({ErrorKind::kInvalid, "this rank has not joined", self->options_.rank, {}});
+    self->fail_round({ErrorKind::kInvalid, "this rank has not joined", self->options_.rank});
   });
   return future;
 }
@@ -389,8 +389,7 @@ void ControlPlane::introduce_on_loop(int rank, const net::StreamPtr& stream,
         done(Error{is_it ? ErrorKind::kPeerLost : ErrorKind::kAuth,
                    "rank " + std::to_string(hello.rank) + " is there" +
                        (is_it ? ", but another process of it" : ""),
-                   rank,
-                   {}});
+                   rank});
       });
 }
 

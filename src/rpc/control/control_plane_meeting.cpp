@@ -110,9 +110,8 @@ void ControlPlane::check_options() const {
   for (const auto& [name, value] : options_.job_options) bytes += name.size() + value.size() + 8;
   constexpr size_t kMost = wire::kJoinLimits.max_meta_bytes / 2;  // the rest of it is short
   if (bytes <= kMost) return;
-  throw base::Exception(base::ErrorKind::kInvalid,
-                        "the options that ranks have to agree on take " + std::to_string(bytes) +
-                            " bytes, not at most " + std::to_string(kMost));
+  base::invalid("the options that ranks have to agree on take " + std::to_string(bytes) +
+                " bytes, not at most " + std::to_string(kMost));
 }
 
 void ControlPlane::begin_as_member(base::TimePoint deadline) {
@@ -172,7 +171,7 @@ base::Status ControlPlane::try_to_join(base::TimePoint connected_by, base::TimeP
     self->meet_rank_0_on_loop(stream, std::move(met));
   });
   if (told.wait_until(deadline)) return told.wait_result();
-  return Error{kTryAgain, rank_0_text() + ": it does not answer", 0, {}};
+  return Error{kTryAgain, rank_0_text() + ": it does not answer", 0};
 }
 
 // Once: the way back from rank 0 is the same each time.
@@ -245,9 +244,7 @@ base::Status ControlPlane::join_on_loop(const net::StreamPtr& stream, const wire
   if (rank_0.rank != 0) return rendezvous_error("only rank 0 can be joined", 0);
   if (self_.generation != wire::kAnyGeneration && rank_0.generation < self_.generation) {
     return Error{kTryAgain,
-                 "rank 0 there is still of generation " + std::to_string(rank_0.generation),
-                 0,
-                 {}};
+                 "rank 0 there is still of generation " + std::to_string(rank_0.generation), 0};
   }
   if (auto why = identity::mismatch(self_, rank_0)) return *why;
   self_.job_id = rank_0.job_id;

@@ -88,7 +88,7 @@ void Doorway::on_closed_on_loop(uint64_t number, const Error& error) {
   // Who has a secret does not prove it to a rank that has none.
   const auto stranger = strangers_.find(number);
   if (stranger != strangers_.end() && is_of_other_trust_on_loop(stranger->second)) {
-    report_on_loop(stranger->second, {ErrorKind::kAuth, "another kind of trust", -1, {}});
+    report_on_loop(stranger->second, {ErrorKind::kAuth, "another kind of trust"});
   }
   show_the_door_on_loop(number);
 }

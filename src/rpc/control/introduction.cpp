@@ -52,7 +52,7 @@ void Introduction::end_after_on_loop(base::Duration patience, bool looks_once_mo
         const auto self = weak.lock();
         if (!self) return;
         if (looks_once_more) return self->end_after_on_loop(kLastLook, false);
-        self->end_on_loop(Error{ErrorKind::kPeerLost, "it does not answer", -1, {}});
+        self->end_on_loop(Error{ErrorKind::kPeerLost, "it does not answer"});
       });
 }
 

@@ -64,9 +64,7 @@ void Party::know(wire::Directory directory) {
     if (entry.is_here) continue;
     losses_[rank] = {
         ErrorKind::kPeerLost,
-        "rank " + std::to_string(rank) + name_of(rank) + " was lost before this rank came",
-        rank,
-        {}};
+        "rank " + std::to_string(rank) + name_of(rank) + " was lost before this rank came", rank};
   }
   state_ = State::kPreparing;
   world_.on_directory(directory_);
@@ -117,17 +115,16 @@ std::optional<Error> Party::check_peer(int rank, uint32_t incarnation) const {
     return Error{ErrorKind::kPeerLost,
                  who + " has lost its place to a new process: this is its number " +
                      std::to_string(incarnation) + ", that is number " + std::to_string(known),
-                 rank,
-                 {}};
+                 rank};
   }
   if (presence_[static_cast<size_t>(rank)] == Presence::kHere) return std::nullopt;
-  return Error{ErrorKind::kPeerLost, who + " has left this job", rank, {}};
+  return Error{ErrorKind::kPeerLost, who + " has left this job", rank};
 }
 
 Error Party::why_over() const {
   if (last_word_.kind == FrameKind::kAbort) return wire::decode_error(last_word_.body);
   const std::string who = "rank " + std::to_string(settings_.rank) + name_of(settings_.rank);
-  return {ErrorKind::kPeerLost, who + " has left", settings_.rank, {}};
+  return {ErrorKind::kPeerLost, who + " has left", settings_.rank};
 }
 
 void Party::report(int rank, Error error) {
@@ -250,7 +247,7 @@ base::TimePoint Party::tick(base::TimePoint now) {
     if (found == connections_.end()) continue;  // with its rank
     const auto seconds =
         std::chrono::duration_cast<std::chrono::seconds>(now - found->second.heard).count();
-    const Error error{ErrorKind::kPeerLost, "silent for " + std::to_string(seconds) + " s", -1, {}};
+    const Error error{ErrorKind::kPeerLost, "silent for " + std::to_string(seconds) + " s"};
     const int rank = found->second.rank;
     if (state_ == State::kRunning) {
       find_lost(rank, loss(rank, error));

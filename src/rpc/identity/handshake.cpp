@@ -138,9 +138,7 @@ std::string why_not_believed(const Self& self, const wire::Hello& other) {
 
 Error refusal() {
   return {ErrorKind::kProtocol,
-          "refused; this side speaks protocol version " + std::to_string(wire::kProtocolVersion),
-          -1,
-          {}};
+          "refused; this side speaks protocol version " + std::to_string(wire::kProtocolVersion)};
 }
 
 }  // namespace distrain::rpc::identity
