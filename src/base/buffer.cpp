@@ -83,9 +83,7 @@ struct BufferPool::Shelf {
     const auto since = [](const auto& shelf) {
       return shelf.second.empty() ? UINT64_MAX : shelf.second.front().since;
     };
-    const auto oldest =
-        std::min_element(idle.begin(), idle.end(),
-                         [&](const auto& a, const auto& b) { return since(a) < since(b); });
+    const auto oldest = std::ranges::min_element(idle, {}, since);
     void* const block = oldest->second.front().data;
     oldest->second.pop_front();
     idle_bytes -= oldest->first;

@@ -1,77 +1,42 @@
 #include "distrain/base/error.h"
 
+#include <iterator>
 #include <utility>
 
 namespace distrain::base {
 
-std::string_view kind_name(ErrorKind kind) {
-  switch (kind) {
-    case ErrorKind::kInternal:
-      return "internal";
-    case ErrorKind::kInvalid:
-      return "invalid";
-    case ErrorKind::kRendezvous:
-      return "rendezvous";
-    case ErrorKind::kAuth:
-      return "auth";
-    case ErrorKind::kProtocol:
-      return "protocol";
-    case ErrorKind::kPeerLost:
-      return "peer_lost";
-    case ErrorKind::kRemoteFailed:
-      return "remote_failed";
-    case ErrorKind::kBadData:
-      return "bad_data";
-    case ErrorKind::kNotFinite:
-      return "not_finite";
-    case ErrorKind::kResources:
-      return "resources";
-    case ErrorKind::kOverloaded:
-      return "overloaded";
-    case ErrorKind::kDeadline:
-      return "deadline";
-    case ErrorKind::kNotFound:
-      return "not_found";
-    case ErrorKind::kCancelled:
-      return "cancelled";
-  }
-  return "internal";
+namespace {
+
+struct Kind {
+  ErrorKind kind;
+  std::string_view name;
+  int exit_code;
+};
+
+// In the order of their numbers, which begin with 1.
+constexpr Kind kKinds[] = {
+    {ErrorKind::kInternal, "internal", 1},          {ErrorKind::kInvalid, "invalid", 2},
+    {ErrorKind::kRendezvous, "rendezvous", 3},      {ErrorKind::kAuth, "auth", 4},
+    {ErrorKind::kProtocol, "protocol", 4},          {ErrorKind::kPeerLost, "peer_lost", 5},
+    {ErrorKind::kRemoteFailed, "remote_failed", 6}, {ErrorKind::kBadData, "bad_data", 7},
+    {ErrorKind::kNotFinite, "not_finite", 8},       {ErrorKind::kResources, "resources", 9},
+    {ErrorKind::kOverloaded, "overloaded", 9},      {ErrorKind::kDeadline, "deadline", 10},
+    {ErrorKind::kNotFound, "not_found", 1},         {ErrorKind::kCancelled, "cancelled", 1},
+};
+
+// The entry of `kInternal` if the number is unknown.
+const Kind& entry_of(ErrorKind kind) {
+  const auto number = static_cast<uint16_t>(kind);
+  return kKinds[is_known_kind(number) ? number - 1 : 0];
 }
 
-int exit_code(ErrorKind kind) {
-  switch (kind) {
-    case ErrorKind::kInvalid:
-      return 2;
-    case ErrorKind::kRendezvous:
-      return 3;
-    case ErrorKind::kAuth:
-    case ErrorKind::kProtocol:
-      return 4;
-    case ErrorKind::kPeerLost:
-      return 5;
-    case ErrorKind::kRemoteFailed:
-      return 6;
-    case ErrorKind::kBadData:
-      return 7;
-    case ErrorKind::kNotFinite:
-      return 8;
-    case ErrorKind::kResources:
-    case ErrorKind::kOverloaded:
-      return 9;
-    case ErrorKind::kDeadline:
-      return 10;
-    case ErrorKind::kInternal:
-    case ErrorKind::kNotFound:
-    case ErrorKind::kCancelled:
-      return 1;
-  }
-  return 1;
-}
+}  // namespace
 
-bool is_known_kind(uint16_t value) {
-  return value >= static_cast<uint16_t>(ErrorKind::kInternal) &&
-         value <= static_cast<uint16_t>(ErrorKind::kCancelled);
-}
+std::string_view kind_name(ErrorKind kind) { return entry_of(kind).name; }
+
+int exit_code(ErrorKind kind) { return entry_of(kind).exit_code; }
+
+bool is_known_kind(uint16_t value) { return value >= 1 && value <= std::size(kKinds); }
 
 void invalid(std::string message) { throw Exception(ErrorKind::kInvalid, std::move(message)); }
 

@@ -17,11 +17,7 @@ namespace {
 /// Holds the tracer of a thread that is bound to it, and gives the lane back when the thread ends.
 struct Bound {
   std::shared_ptr<Tracer> tracer;
-  void (*give_back)(Tracer&, TraceLane&) = nullptr;
-  ~Bound() {
-    if (tracer) give_back(*tracer, *detail::trace_lane);
-    detail::trace_lane = nullptr;
-  }
+  ~Bound() { Tracer::bind_thread(nullptr, ""); }
 };
 
 thread_local Bound t_bound;
@@ -89,13 +85,11 @@ int64_t Tracer::shown(int64_t ns) const {
 bool Tracer::settle(Duration limit) const {
   const TimePoint deadline = deadline_after(limit);
   for (;;) {
-    bool open = false;
     {
       std::lock_guard lock(mutex_);
-      for (const auto& lane : lanes_)
-        open = open || lane->open_.load(std::memory_order_acquire) > 0;
+      const auto is_open = [](const auto& lane) { return lane->open_.load() > 0; };
+      if (std::ranges::none_of(lanes_, is_open)) return true;
     }
-    if (!open) return true;
     if (Clock::now() >= deadline) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
@@ -137,8 +131,7 @@ TraceLane& Tracer::lane() {
 
 TraceLane& Tracer::take_lane(const char* name) {
   std::lock_guard lock(mutex_);
-  const auto it = std::find_if(free_.begin(), free_.end(),
-                               [name](const TraceLane* lane) { return lane->name_ == name; });
+  const auto it = std::ranges::find(free_, name, &TraceLane::name_);
   if (it != free_.end()) {
     TraceLane& lane = **it;
     free_.erase(it);
@@ -152,8 +145,7 @@ void Tracer::give_back(TraceLane& lane) {
   std::lock_guard lock(mutex_);
   free_.push_back(&lane);
   // The next one takes the lane that was first: few threads at a time, few tracks.
-  std::sort(free_.begin(), free_.end(),
-            [](const TraceLane* a, const TraceLane* b) { return a->number_ < b->number_; });
+  std::ranges::sort(free_, {}, &TraceLane::number_);
 }
 
 void Tracer::record(const TraceEvent& event) { lane().record(event); }
@@ -174,13 +166,11 @@ std::vector<TraceTrack> Tracer::tracks() const {
   for (const auto& lane : lanes_) {
     TraceTrack track{lane->name_, {}};
     size_t count = 0;
-    for (const auto* block = lane->first_.load(std::memory_order_acquire); block;
-         block = block->next.load(std::memory_order_acquire)) {
-      count += block->used.load(std::memory_order_acquire);
+    for (const auto* block = lane->first_.load(); block; block = block->next.load()) {
+      count += block->used.load();
     }
     track.events.reserve(count);
-    for (const auto* block = lane->first_.load(std::memory_order_acquire); block;
-         block = block->next.load(std::memory_order_acquire)) {
+    for (const auto* block = lane->first_.load(); block; block = block->next.load()) {
       const size_t used = block->used.load(std::memory_order_acquire);
       for (size_t i = 0; i < used; ++i) {
         TraceEvent& event = track.events.emplace_back(block->events[i]);
@@ -206,7 +196,6 @@ uint64_t Tracer::dropped() const {
 void Tracer::bind_thread(std::shared_ptr<Tracer> tracer, const char* name) {
   if (t_bound.tracer) t_bound.tracer->give_back(*detail::trace_lane);
   detail::trace_lane = tracer ? &tracer->take_lane(name) : nullptr;
-  t_bound.give_back = [](Tracer& its, TraceLane& lane) { its.give_back(lane); };
   t_bound.tracer = std::move(tracer);
 }
 
@@ -225,14 +214,8 @@ TraceBinding::~TraceBinding() {
 }
 
 void TraceScope::end() {
-  TraceEvent event;
-  event.name = label_.name;
-  event.category = "compute";
-  event.key = label_.key;
-  event.value = label_.value;
-  event.start = start_;
-  event.end = Tracer::now();
-  lane_->record(event);
+  lane_->record({TraceEvent::Kind::kSlice, label_.name, "compute", label_.key, label_.value, start_,
+                 Tracer::now()});
   lane_->close();
 }
 

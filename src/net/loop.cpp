@@ -1,5 +1,6 @@
 #include "distrain/net/loop.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 
@@ -135,13 +136,12 @@ void Loop::Impl::cancel(uint64_t id) {
 }
 
 bool Loop::Impl::remove_timer_on_loop(uint64_t id) {
-  for (auto it = timers.begin(); it != timers.end(); ++it) {
-    if (it->second.first != id) continue;
-    const base::Task dropped = std::move(it->second.second);  // dies when `timers` is at rest again
-    timers.erase(it);
-    return true;
-  }
-  return false;
+  const auto it =
+      std::ranges::find_if(timers, [id](const auto& t) { return t.second.first == id; });
+  if (it == timers.end()) return false;
+  const base::Task dropped = std::move(it->second.second);  // dies when `timers` is at rest again
+  timers.erase(it);
+  return true;
 }
 
 void Loop::Impl::arm_timer_on_loop() {
@@ -178,12 +178,8 @@ void Loop::Impl::hold_on_loop(std::shared_ptr<LoopResource> resource) {
 
 void Loop::Impl::release_on_loop(LoopResource* resource) {
   assert_in_loop();
-  for (auto it = resources.begin(); it != resources.end(); ++it) {
-    if (it->get() == resource) {
-      resources.erase(it);
-      return;
-    }
-  }
+  const auto it = std::ranges::find(resources, resource, &std::shared_ptr<LoopResource>::get);
+  if (it != resources.end()) resources.erase(it);
 }
 
 void Loop::Impl::begin_stop_on_loop() {

@@ -1,10 +1,10 @@
 #include <array>
-#include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <sstream>
 #include <string>
 
+#include <fmt/format.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 
@@ -30,12 +30,10 @@ Place place_of(const sockaddr_storage& address) {
     std::memcpy(words.data(), &v6.sin6_addr, sizeof v6.sin6_addr);
   }
   // Both families have the port in the same place.
-  char v4_text[20], v6_text[48];
-  std::snprintf(v4_text, sizeof v4_text, "%08X:%04X", words[3], ntohs(v4.sin_port));  // NOLINT
-  std::snprintf(v6_text, sizeof v6_text, "%08X%08X%08X%s", words[0], words[1],        // NOLINT
-                words[2], v4_text);
+  const std::string v4_text = fmt::format("{:08X}:{:04X}", words[3], ntohs(v4.sin_port));
   const bool is_v4 = words[0] == 0 && words[1] == 0 && words[2] == htonl(0xffff);
-  return {v6_text, is_v4 ? v4_text : ""};
+  return {fmt::format("{:08X}{:08X}{:08X}", words[0], words[1], words[2]) + v4_text,
+          is_v4 ? v4_text : ""};
 }
 
 // Whose the connected socket is that has these two ends. One that is closed is nobody's. Of a

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <string>
 
+#include <fmt/format.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -34,13 +34,12 @@ base::Status check_limits(const OutFrame& frame) {
     payload += piece.size();
   }
   if (fits) return base::Unit{};
-  return base::Error{base::ErrorKind::kInvalid,
-                     "a message beyond the limits: " + std::to_string(frame.meta_bytes().size()) +
-                         " bytes besides the tensors' (at most " +
-                         std::to_string(kSendLimits.max_meta_bytes) + "), " +
-                         std::to_string(frame.header.tensor_count) + " tensors (at most " +
-                         std::to_string(kSendLimits.max_tensors) + ") of at most " +
-                         std::to_string(kSendLimits.max_payload_bytes) + " bytes together"};
+  return base::Error{
+      base::ErrorKind::kInvalid,
+      fmt::format("a message beyond the limits: {} bytes besides the tensors' (at most {}), {} "
+                  "tensors (at most {}) of at most {} bytes together",
+                  frame.meta_bytes().size(), kSendLimits.max_meta_bytes, frame.header.tensor_count,
+                  kSendLimits.max_tensors, kSendLimits.max_payload_bytes)};
 }
 
 PendingFrame::PendingFrame(OutFrame frame) : frame_(std::move(frame)) {

@@ -110,23 +110,20 @@ base::Result<AddressList> resolve_until(const std::string& host, uint16_t port,
   return make_error(ErrorKind::kRendezvous, "host '" + host + "': the name server does not answer");
 }
 
-SocketName name_of(const sockaddr_storage& address) {
+// The name of one end of a socket; `ask` is getsockname() or getpeername().
+template <class Ask>
+SocketName name_of(int fd, Ask ask) {
+  sockaddr_storage address{};
+  socklen_t size = sizeof address;
+  auto* const any = reinterpret_cast<sockaddr*>(&address);
+  if (ask(fd, any, &size) != 0 || address.ss_family == AF_UNIX) return {};
+  // With the interface where it is needed: fe80::1%eth0.
   char text[NI_MAXHOST] = {};
-  if (address.ss_family == AF_INET) {
-    const auto& v4 = reinterpret_cast<const sockaddr_in&>(address);
-    inet_ntop(AF_INET, &v4.sin_addr, text, sizeof text);
-    return {text, ntohs(v4.sin_port)};
-  }
-  if (address.ss_family == AF_INET6) {
-    const auto& v6 = reinterpret_cast<const sockaddr_in6&>(address);
-    // With the interface where it is needed: fe80::1%eth0.
-    getnameinfo(reinterpret_cast<const sockaddr*>(&v6), sizeof v6, text, sizeof text, nullptr, 0,
-                NI_NUMERICHOST);
-    // A v4 peer of a v6 socket: its plain address is what others connect to.
-    const std::string host = text;
-    return {host.starts_with("::ffff:") ? host.substr(7) : host, ntohs(v6.sin6_port)};
-  }
-  return {};
+  getnameinfo(any, size, text, sizeof text, nullptr, 0, NI_NUMERICHOST);
+  // A v4 peer of a v6 socket: its plain address is what others connect to.
+  const std::string host = text;
+  const auto& v4 = reinterpret_cast<const sockaddr_in&>(address);  // v6 has its port there, too
+  return {host.starts_with("::ffff:") ? host.substr(7) : host, ntohs(v4.sin_port)};
 }
 
 bool is_loopback_address(const sockaddr* address) {
@@ -138,6 +135,13 @@ bool is_loopback_address(const sockaddr* address) {
     return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
   }
   return false;
+}
+
+bool are_loopback(const AddressList& addresses) {
+  for (const addrinfo* a = addresses.get(); a; a = a->ai_next) {
+    if (!is_loopback_address(a->ai_addr)) return false;
+  }
+  return true;
 }
 
 // The errno of the attempt, 0 when connected.
@@ -265,30 +269,8 @@ base::Result<Fd> connect_unix(const std::string& path) {
   return socket_error("connecting to " + path, errno);
 }
 
-SocketName local_name(int fd) {
-  sockaddr_storage address{};
-  socklen_t size = sizeof address;
-  if (getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) return {};
-  return name_of(address);
-}
-
-SocketName remote_name(int fd) {
-  sockaddr_storage address{};
-  socklen_t size = sizeof address;
-  if (getpeername(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) return {};
-  return name_of(address);
-}
-
-namespace {
-
-bool are_loopback(const AddressList& addresses) {
-  for (const addrinfo* a = addresses.get(); a; a = a->ai_next) {
-    if (!is_loopback_address(a->ai_addr)) return false;
-  }
-  return true;
-}
-
-}  // namespace
+SocketName local_name(int fd) { return name_of(fd, ::getsockname); }
+SocketName remote_name(int fd) { return name_of(fd, ::getpeername); }
 
 bool is_loopback(const std::string& host) {
   const auto addresses = resolve(host, 0, 0);

@@ -43,37 +43,11 @@ Words load(std::span<const uint8_t, kHeaderBytes> bytes) {
   return words;
 }
 
+// The numbers of the kinds lie in four ranges without gaps.
 bool is_known(FrameKind kind) {
-  switch (kind) {
-    case FrameKind::kHello:
-    case FrameKind::kReject:
-    case FrameKind::kDirectory:
-    case FrameKind::kPrepared:
-    case FrameKind::kGo:
-    case FrameKind::kProof:
-    case FrameKind::kJoin:
-    case FrameKind::kJoined:
-    case FrameKind::kCall:
-    case FrameKind::kReply:
-    case FrameKind::kError:
-    case FrameKind::kOneway:
-    case FrameKind::kChunk:
-    case FrameKind::kCancel:
-    case FrameKind::kCredit:
-    case FrameKind::kCreditRequest:
-    case FrameKind::kHeartbeat:
-    case FrameKind::kFlush:
-    case FrameKind::kAbort:
-    case FrameKind::kLost:
-    case FrameKind::kLeave:
-    case FrameKind::kReturned:
-    case FrameKind::kKnown:
-    case FrameKind::kRRefFork:
-    case FrameKind::kRRefAccept:
-    case FrameKind::kRRefDelete:
-      return true;
-  }
-  return false;
+  using enum FrameKind;
+  return (kind >= kHello && kind <= kJoined) || (kind >= kCall && kind <= kCreditRequest) ||
+         (kind >= kHeartbeat && kind <= kKnown) || (kind >= kRRefFork && kind <= kRRefDelete);
 }
 
 base::Error protocol_error(std::string message) {

@@ -9,6 +9,25 @@ namespace {
 
 using Options = std::map<std::string, std::string>;
 
+// A value on its way out and in, for each type that a message is made of.
+template <class T>
+void put(Writer& out, const T& value) {
+  out.put(value);
+}
+template <size_t N>
+void put(Writer& out, const std::array<uint8_t, N>& bytes) {
+  for (const uint8_t byte : bytes) out.put(byte);
+}
+template <Scalar T>
+void get(Reader& in, T& value) {
+  value = in.get<T>();
+}
+template <size_t N>
+void get(Reader& in, std::array<uint8_t, N>& bytes) {
+  in.copy_to(bytes);
+}
+void get(Reader& in, std::string& text) { text = in.get_string(); }
+
 void put(Writer& out, const Endpoint& endpoint) {
   out.put(endpoint.host);
   out.put(endpoint.port);
@@ -16,15 +35,12 @@ void put(Writer& out, const Endpoint& endpoint) {
   out.put(endpoint.host_key);
   out.put(endpoint.cpus);
 }
-
-Endpoint get_endpoint(Reader& in) {
-  Endpoint endpoint;
-  endpoint.host = in.get_string();
-  endpoint.port = in.get<uint16_t>();
-  endpoint.unix_name = in.get_string();
-  endpoint.host_key = in.get_string();
-  endpoint.cpus = in.get<uint64_t>();
-  return endpoint;
+void get(Reader& in, Endpoint& endpoint) {
+  get(in, endpoint.host);
+  get(in, endpoint.port);
+  get(in, endpoint.unix_name);
+  get(in, endpoint.host_key);
+  get(in, endpoint.cpus);
 }
 
 void put(Writer& out, const Options& options) {
@@ -34,9 +50,7 @@ void put(Writer& out, const Options& options) {
     out.put(value);
   }
 }
-
-Options get_options(Reader& in) {
-  Options options;
+void get(Reader& in, Options& options) {
   const uint32_t count = in.get_count(2 * sizeof(uint32_t));
   for (uint32_t i = 0; i < count; ++i) {
     std::string name(in.get_string());
@@ -44,7 +58,24 @@ Options get_options(Reader& in) {
       Reader::fail("an option twice");
     }
   }
-  return options;
+}
+
+void put(Writer& out, const RankDevices& devices) { encode(devices, out); }
+void get(Reader& in, RankDevices& devices) { devices = decode_rank_devices(in); }
+
+template <class... T>
+Bytes encode_all(const T&... values) {
+  Bytes bytes;
+  Writer out(bytes);
+  (put(out, values), ...);
+  return bytes;
+}
+
+// Of a whole message: nothing may follow the last value.
+template <class... T>
+void decode_all(Reader& in, T&... values) {
+  (get(in, values), ...);
+  in.expect_end();
 }
 
 void check_version(uint32_t version) {
@@ -58,17 +89,8 @@ void check_version(uint32_t version) {
 }  // namespace
 
 Bytes encode(const Hello& hello) {
-  Bytes bytes;
-  Writer out(bytes);
-  out.put(kProtocolVersion);
-  out.put(hello.purpose);
-  out.put(hello.trust);
-  out.put(hello.rank);
-  out.put(hello.generation);
-  out.put(hello.incarnation);
-  bytes.insert(bytes.end(), hello.job_id.begin(), hello.job_id.end());
-  bytes.insert(bytes.end(), hello.nonce.begin(), hello.nonce.end());
-  return bytes;
+  return encode_all(kProtocolVersion, hello.purpose, hello.trust, hello.rank, hello.generation,
+                    hello.incarnation, hello.job_id, hello.nonce);
 }
 
 Hello decode_hello(std::span<const uint8_t> bytes) {
@@ -83,41 +105,25 @@ Hello decode_hello(std::span<const uint8_t> bytes) {
   if (hello.trust < Trust::kToken || hello.trust > Trust::kAnybody) {
     Reader::fail("an unknown kind of trust");
   }
-  hello.rank = in.get<int32_t>();
-  hello.generation = in.get<uint32_t>();
-  hello.incarnation = in.get<uint32_t>();
-  in.copy_to(hello.job_id);
-  in.copy_to(hello.nonce);
-  in.expect_end();
+  decode_all(in, hello.rank, hello.generation, hello.incarnation, hello.job_id, hello.nonce);
   return hello;
 }
 
 Proof decode_proof(std::span<const uint8_t> bytes) {
   Reader in(bytes);
   Proof proof;
-  in.copy_to(proof);
-  in.expect_end();
+  decode_all(in, proof);
   return proof;
 }
 
 Bytes encode(const Join& join) {
-  Bytes bytes;
-  Writer out(bytes);
-  out.put(join.job);
-  out.put(join.world_size);
-  put(out, join.endpoint);
-  put(out, join.options);
-  return bytes;
+  return encode_all(join.job, join.world_size, join.endpoint, join.options);
 }
 
 Join decode_join(std::span<const uint8_t> bytes) {
   Reader in(bytes);
   Join join;
-  join.job = in.get_string();
-  join.world_size = in.get<int32_t>();
-  join.endpoint = get_endpoint(in);
-  join.options = get_options(in);
-  in.expect_end();
+  decode_all(in, join.job, join.world_size, join.endpoint, join.options);
   return join;
 }
 
@@ -146,31 +152,21 @@ Directory decode_directory(std::span<const uint8_t> bytes) {
   for (uint32_t i = 0; i < count; ++i) {
     Directory::Entry entry;
     entry.name = in.get_string();
-    entry.endpoint = get_endpoint(in);
+    get(in, entry.endpoint);
     entry.incarnation = in.get<uint32_t>();
     entry.is_here = in.get<bool>();
     directory.ranks.push_back(std::move(entry));
   }
-  directory.options = get_options(in);
-  directory.secret = in.get_string();
-  in.expect_end();
+  decode_all(in, directory.options, directory.secret);
   return directory;
 }
 
-Bytes encode(const Returned& returned) {
-  Bytes bytes;
-  Writer out(bytes);
-  put(out, returned.endpoint);
-  encode(returned.devices, out);
-  return bytes;
-}
+Bytes encode(const Returned& returned) { return encode_all(returned.endpoint, returned.devices); }
 
 Returned decode_returned(std::span<const uint8_t> bytes) {
   Reader in(bytes);
   Returned returned;
-  returned.endpoint = get_endpoint(in);
-  returned.devices = decode_rank_devices(in);
-  in.expect_end();
+  decode_all(in, returned.endpoint, returned.devices);
   return returned;
 }
 
@@ -228,13 +224,7 @@ Bytes encode(const base::Error& error) {
     while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;  // UTF-8
     return text.substr(0, end) + " …";
   };
-  Bytes bytes;
-  Writer out(bytes);
-  out.put(static_cast<uint16_t>(error.kind));
-  out.put(error.rank);
-  out.put(std::string_view(start(error.message)));
-  out.put(std::string_view(start(error.op)));
-  return bytes;
+  return encode_all(error.kind, error.rank, start(error.message), start(error.op));
 }
 
 base::Error decode_error(std::span<const uint8_t> bytes) {
@@ -243,10 +233,7 @@ base::Error decode_error(std::span<const uint8_t> bytes) {
   const uint16_t kind = in.get<uint16_t>();
   if (!base::is_known_kind(kind)) Reader::fail("an unknown error kind");
   error.kind = static_cast<base::ErrorKind>(kind);
-  error.rank = in.get<int32_t>();
-  error.message = in.get_string();
-  error.op = in.get_string();
-  in.expect_end();
+  decode_all(in, error.rank, error.message, error.op);
   return error;
 }
 

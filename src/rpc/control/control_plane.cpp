@@ -57,7 +57,12 @@ ControlPlane::ControlPlane(net::Loop& loop, const AgentOptions& options, DeviceT
       unix_name_(!options.rank_0_unix_name.empty() && options.rank == 0 ? options.rank_0_unix_name
                  : host_key_.empty()                                    ? std::string()
                                                                         : new_unix_name()),
-      doorway_(std::make_shared<control::Doorway>(loop, kDoorTimeout, at_the_door())),
+      doorway_(std::make_shared<control::Doorway>(
+          loop, kDoorTimeout,
+          control::Doorway::Callbacks{
+              std::bind_front(&ControlPlane::credentials_on_loop, this),
+              std::bind_front(&ControlPlane::admit_on_loop, this),
+              std::bind_front(&ControlPlane::tell_of_refused_on_loop, this)})),
       port_(options.master_port),
       told_{options.rank, trust_of(options),
             options.generation.value_or(options.rank == 0 ? 0 : wire::kAnyGeneration),
@@ -90,18 +95,16 @@ base::Future<uint64_t> ControlPlane::enter_round(uint64_t round, uint64_t number
     if (self->party_ && self->party_->is_running()) {
       return self->party_->enter_round(round, number);
     }
-    self->fail_round({ErrorKind::kInvalid, "this rank has not joined", self->options_.rank});
+    if (auto ended = self->take_round()) {
+      ended->fail({ErrorKind::kInvalid, "this rank has not joined", self->options_.rank});
+    }
   });
   return future;
 }
 
-void ControlPlane::fail_round(const Error& error) {
-  std::optional<base::Promise<uint64_t>> round;
-  {
-    std::lock_guard lock(mutex_);
-    round.swap(round_);
-  }
-  if (round) round->fail(error);
+std::optional<base::Promise<uint64_t>> ControlPlane::take_round() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(round_, std::nullopt);
 }
 
 void ControlPlane::end_rounds(const Error& error) {
@@ -109,7 +112,7 @@ void ControlPlane::end_rounds(const Error& error) {
     std::lock_guard lock(mutex_);
     if (!failed_) failed_ = error;
   }
-  fail_round(error);
+  if (auto round = take_round()) round->fail(error);
 }
 
 std::vector<int> ControlPlane::missing() {
@@ -118,9 +121,8 @@ std::vector<int> ControlPlane::missing() {
   loop_.post([self = shared_from_this(), asked = std::move(asked)]() mutable {
     asked.set(self->party_ ? self->party_->missing() : std::vector<int>{0});
   });
-  if (!answer.wait_until(base::deadline_after(kLoopAnswers))) return {};
-  const auto& ranks = answer.wait_result();
-  return ranks.ok() ? ranks.unchecked() : std::vector<int>{};
+  const bool is_told = answer.wait_until(base::deadline_after(kLoopAnswers));
+  return is_told && answer.wait_result().ok() ? answer.wait() : std::vector<int>{};
 }
 
 std::optional<Wait> ControlPlane::wait() {
@@ -264,14 +266,6 @@ void ControlPlane::receive_on_loop(Link link, const net::InFrame& frame) {
 
 void ControlPlane::report_on_loop(int rank, Error error) {
   if (party_) party_->report(rank, std::move(error));
-}
-
-control::Doorway::Callbacks ControlPlane::at_the_door() {
-  return {[this](wire::HelloPurpose purpose) { return credentials_on_loop(purpose); },
-          [this](const net::StreamPtr& stream, control::Doorway::Visitor visitor) {
-            return admit_on_loop(stream, std::move(visitor));
-          },
-          [this](const control::Doorway::Refused& refused) { tell_of_refused_on_loop(refused); }};
 }
 
 std::optional<identity::Credentials> ControlPlane::credentials_on_loop(
@@ -496,12 +490,7 @@ void ControlPlane::on_returned(int rank, const wire::RankDevices& devices) {
 }
 
 void ControlPlane::on_round(uint64_t, uint64_t sum) {
-  std::optional<base::Promise<uint64_t>> round;
-  {
-    std::lock_guard lock(mutex_);
-    round.swap(round_);
-  }
-  if (round) round->set(sum);
+  if (auto round = take_round()) round->set(sum);
 }
 
 }  // namespace distrain::rpc

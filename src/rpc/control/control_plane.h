@@ -112,10 +112,9 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
 
   void begin_once();
   void begin_as_hub();
-  void check_options() const;
-  /// The round of the end that is under way.
-  void fail_round(const base::Error& error);
-  /// That, and all that come.
+  /// The promise of the round of the end that is under way, if one is.
+  std::optional<base::Promise<uint64_t>> take_round();
+  /// Fails that one, and all that come.
   void end_rounds(const base::Error& error);
   void begin_as_member(base::TimePoint deadline);
   void listen_as_member(const net::Fd& to_rank_0);
@@ -124,7 +123,6 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   base::Status join_on_loop(const net::StreamPtr& stream, const wire::Hello& rank_0);
   void end_joining_on_loop(const base::Status& joined);
   bool is_put_off_on_loop(const base::Error& error) const;
-  base::Error no_rank_0(const base::Error& why) const;
   void listen_by_unix_socket();
   std::string meeting_name() const;
   base::Result<net::Fd> connect_to_rank_0(base::TimePoint connected_by) const;
@@ -135,7 +133,6 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   std::string rank_0_text() const;
   Way way_to(int rank, const wire::Endpoint& endpoint) const;
 
-  control::Doorway::Callbacks at_the_door();
   std::optional<identity::Credentials> credentials_on_loop(wire::HelloPurpose purpose) const;
   std::optional<base::Error> admit_on_loop(const net::StreamPtr& stream,
                                            control::Doorway::Visitor visitor);

@@ -27,7 +27,8 @@ constexpr auto kShortestTry = std::chrono::milliseconds(100);  // that says why 
 constexpr auto kRank0SaysWho = std::chrono::seconds(1);        // is missing, to those who have come
 constexpr base::Duration kAnswers = std::chrono::seconds(5);   // who is asked for its hello
 constexpr char kThisHost[] = "127.0.0.1";
-constexpr auto kForEver = std::chrono::hours(24 * 365);  // that a point in time can be told from
+// That a point in time can be told from.
+constexpr base::Duration kForEver = std::chrono::hours(24 * 365);
 
 // What may be different the next time: nobody is there yet, or has no time for this rank, or no
 // place.
@@ -37,6 +38,16 @@ constexpr ErrorKind kNoPlace = ErrorKind::kOverloaded;
 // Nobody can connect to "all interfaces": others then use the address that they see.
 bool is_wildcard(const std::string& host) {
   return host.empty() || host == "0.0.0.0" || host == "::" || host == "*";
+}
+
+// Rank 0 believes no more of who joins than this.
+void check_options(const std::map<std::string, std::string>& options) {
+  size_t bytes = 0;
+  for (const auto& [name, value] : options) bytes += name.size() + value.size() + 8;
+  constexpr size_t kMost = wire::kJoinLimits.max_meta_bytes / 2;  // the rest of it is short
+  if (bytes <= kMost) return;
+  base::invalid("the options that ranks have to agree on take " + std::to_string(bytes) +
+                " bytes, not at most " + std::to_string(kMost));
 }
 
 }  // namespace
@@ -104,18 +115,8 @@ void ControlPlane::begin_as_hub() {
   doorway_->listen(std::move(rank_0_socket_));
 }
 
-// Rank 0 believes no more of who joins than this.
-void ControlPlane::check_options() const {
-  size_t bytes = 0;
-  for (const auto& [name, value] : options_.job_options) bytes += name.size() + value.size() + 8;
-  constexpr size_t kMost = wire::kJoinLimits.max_meta_bytes / 2;  // the rest of it is short
-  if (bytes <= kMost) return;
-  base::invalid("the options that ranks have to agree on take " + std::to_string(bytes) +
-                " bytes, not at most " + std::to_string(kMost));
-}
-
 void ControlPlane::begin_as_member(base::TimePoint deadline) {
-  check_options();
+  check_options(options_.job_options);
   base::TimePoint next_report = base::Clock::now() + kWaitingInterval;
   auto pause = std::chrono::duration_cast<base::Duration>(kFirstRetry);
   const base::Future<void> ready = ready_.future();
@@ -209,8 +210,10 @@ void ControlPlane::meet_rank_0_on_loop(const net::StreamPtr& stream, base::Promi
       loop_, stream, {self_, options_.token}, wire::HelloPurpose::kJoin, patience(),
       [self = shared_from_this(), stream](const base::Result<wire::Hello>& rank_0) {
         self->meeting_ = nullptr;
-        const base::Status joins = rank_0.ok() ? self->join_on_loop(stream, rank_0.unchecked())
-                                               : base::Status(self->no_rank_0(rank_0.error()));
+        const base::Status joins =
+            rank_0.ok() ? self->join_on_loop(stream, rank_0.unchecked())
+                        : Error{rank_0.error().kind,
+                                self->rank_0_text() + ": " + rank_0.error().message, 0, "join"};
         if (joins.ok()) return;  // what rank 0 answers is still to come
         stream->close();
         self->end_joining_on_loop(joins);
@@ -255,14 +258,6 @@ base::Status ControlPlane::join_on_loop(const net::StreamPtr& stream, const wire
   control::World& world = *this;
   begin_on_loop(std::make_unique<control::Member>(settings(), world, link, base::Clock::now()));
   return base::Unit{};
-}
-
-Error ControlPlane::no_rank_0(const Error& why) const {
-  Error error = why;
-  error.rank = 0;
-  error.op = "join";
-  error.message = rank_0_text() + ": " + error.message;
-  return error;
 }
 
 void ControlPlane::wait_until_ready(base::TimePoint deadline,
@@ -316,8 +311,7 @@ control::Settings ControlPlane::settings() const {
   // Who keeps a place for somebody does not say that it is alive.
   const bool judges = options_.rank != wire::kAnyRank;
   settings.peer_timeout =
-      std::chrono::duration_cast<base::Duration>(std::min<std::chrono::nanoseconds>(
-          judges ? options_.peer_timeout : std::chrono::nanoseconds(0), kForEver));
+      judges ? std::min<base::Duration>(options_.peer_timeout, kForEver) : base::Duration(0);
   return settings;
 }
 
@@ -325,9 +319,8 @@ control::Settings ControlPlane::settings() const {
 // is silent as one that is lost.
 control::Introduction::Patience ControlPlane::patience() const {
   const bool judges = options_.peer_timeout > std::chrono::nanoseconds::zero();
-  const auto silence = std::chrono::duration_cast<base::Duration>(
-      std::min<std::chrono::nanoseconds>(options_.peer_timeout, kForEver));
-  return {kAnswers, judges ? std::max(kAnswers, silence) : base::Duration(kForEver)};
+  const auto silence = std::min<base::Duration>(options_.peer_timeout, kForEver);
+  return {kAnswers, judges ? std::max(kAnswers, silence) : kForEver};
 }
 
 Error ControlPlane::left_already() const {

@@ -87,22 +87,22 @@ void Doorway::on_closed_on_loop(uint64_t number, const Error& error) {
   }
   // Who has a secret does not prove it to a rank that has none.
   const auto stranger = strangers_.find(number);
-  if (stranger != strangers_.end() && is_of_other_trust_on_loop(stranger->second)) {
-    report_on_loop(stranger->second, {ErrorKind::kAuth, "another kind of trust"});
+  if (stranger != strangers_.end() && stranger->second.stage == Stage::kProof) {
+    const wire::Hello& other = stranger->second.responder->other();
+    const auto credentials = callbacks_.credentials(other.purpose);
+    if (credentials && other.trust != credentials->self.trust) {
+      report_on_loop(stranger->second, {ErrorKind::kAuth, "another kind of trust"});
+    }
   }
   show_the_door_on_loop(number);
 }
 
-bool Doorway::is_of_other_trust_on_loop(const Stranger& stranger) const {
-  if (stranger.stage != Stage::kProof) return false;
-  const wire::Hello& other = stranger.responder->other();
-  const auto credentials = callbacks_.credentials(other.purpose);
-  return credentials && other.trust != credentials->self.trust;
-}
-
 void Doorway::see_to_crowd_on_loop() {
   const bool was_full = std::exchange(is_full_, strangers_.size() >= most_);
-  if (is_full_ || was_full) set_accepting_on_loop(!is_full_);
+  if (is_full_ || was_full) {
+    std::lock_guard lock(mutex_);
+    for (const auto& listener : listeners_) listener->set_accepting_on_loop(!is_full_);
+  }
   if (crowd_timer_ != 0) loop_.cancel(std::exchange(crowd_timer_, 0));
   if (!is_full_) return;
   const auto oldest = strangers_.begin();
@@ -113,15 +113,6 @@ void Doorway::see_to_crowd_on_loop() {
                                  self->crowd_timer_ = 0;
                                  self->show_the_door_on_loop(number);
                                });
-}
-
-void Doorway::set_accepting_on_loop(bool accepts) {
-  std::vector<std::shared_ptr<net::Listener>> listeners;
-  {
-    std::lock_guard lock(mutex_);
-    listeners = listeners_;
-  }
-  for (const auto& listener : listeners) listener->set_accepting_on_loop(accepts);
 }
 
 net::StreamPtr Doorway::take_on_loop(uint64_t number) {
@@ -163,14 +154,9 @@ void Doorway::on_frame_on_loop(uint64_t number, const net::InFrame& frame) {
   const auto it = strangers_.find(number);
   if (it == strangers_.end()) return;
   try {
-    switch (it->second.stage) {
-      case Stage::kHello:
-        return on_hello_on_loop(it->second, frame);
-      case Stage::kProof:
-        return on_proof_on_loop(number, it->second, frame);
-      case Stage::kRefused:
-        return;
-    }
+    const Stage stage = it->second.stage;
+    if (stage == Stage::kHello) return on_hello_on_loop(it->second, frame);
+    if (stage == Stage::kProof) return on_proof_on_loop(number, it->second, frame);
   } catch (const Exception& e) {
     // This process is about to end.
     if (e.error().kind == ErrorKind::kCancelled) return show_the_door_on_loop(number);
@@ -195,7 +181,14 @@ void Doorway::on_proof_on_loop(uint64_t number, Stranger& stranger, const net::I
   const wire::Hello hello = stranger.responder->other();
   const auto credentials = callbacks_.credentials(hello.purpose);
   if (!credentials) return show_the_door_on_loop(number);  // this rank is leaving
-  const wire::Proof own = check_on_loop(stranger, credentials->self, frame.meta);
+  const wire::Proof own = stranger.responder->check(frame.meta);
+  const wire::Trust trust = credentials->self.trust;
+  const bool is_local_only =
+      trust == wire::Trust::kSameUser && hello.purpose == wire::HelloPurpose::kJoin;
+  if (hello.trust != trust ||
+      (is_local_only && stranger.stream->peer_user_on_loop() != geteuid())) {
+    throw Exception(ErrorKind::kAuth, "somebody whom this rank does not trust");
+  }
   say(stranger.stream, wire::FrameKind::kProof, {own.begin(), own.end()});
   if (const auto why = identity::mismatch(credentials->self, hello)) {
     report_on_loop(stranger, *why);
@@ -210,19 +203,6 @@ void Doorway::on_proof_on_loop(uint64_t number, Stranger& stranger, const net::I
   loop_.cancel(timer);
   believed_.at(number).timer = show_the_door_later_on_loop(number, kLongestJoin);
   see_to_crowd_on_loop();
-}
-
-wire::Proof Doorway::check_on_loop(const Stranger& stranger, const identity::Self& self,
-                                   std::span<const uint8_t> proof) const {
-  const wire::Hello& other = stranger.responder->other();
-  const wire::Proof own = stranger.responder->check(proof);
-  const bool is_other_trust = other.trust != self.trust;
-  const bool is_local_only =
-      self.trust == wire::Trust::kSameUser && other.purpose == wire::HelloPurpose::kJoin;
-  if (is_other_trust || (is_local_only && stranger.stream->peer_user_on_loop() != geteuid())) {
-    throw Exception(ErrorKind::kAuth, "somebody whom this rank does not trust");
-  }
-  return own;
 }
 
 void Doorway::on_join_on_loop(uint64_t number, const net::InFrame& frame) {

@@ -5,7 +5,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -68,9 +67,7 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
 
   void on_connection_on_loop(net::Fd socket);
   void on_closed_on_loop(uint64_t number, const base::Error& error);
-  bool is_of_other_trust_on_loop(const Stranger& stranger) const;
   void see_to_crowd_on_loop();
-  void set_accepting_on_loop(bool accepts);
   /// Null if it stands here no more: a stream may still say something after that.
   net::StreamPtr take_on_loop(uint64_t number);
   uint64_t show_the_door_later_on_loop(uint64_t number, base::Duration patience);
@@ -79,9 +76,6 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
   void on_frame_on_loop(uint64_t number, const net::InFrame& frame);
   void on_hello_on_loop(Stranger& stranger, const net::InFrame& frame);
   void on_proof_on_loop(uint64_t number, Stranger& stranger, const net::InFrame& frame);
-  /// Gives back this rank's own proof.
-  wire::Proof check_on_loop(const Stranger& stranger, const identity::Self& self,
-                            std::span<const uint8_t> proof) const;
   void on_join_on_loop(uint64_t number, const net::InFrame& frame);
   void admit_on_loop(const net::StreamPtr& stream, Visitor visitor);
 

@@ -129,10 +129,7 @@ void Hub::take_prepared(int rank, wire::RankDevices devices) {
 // ---- one that comes later ----
 
 bool Hub::is_free(int rank) const {
-  return state_ == State::kMeeting ? !joined_.contains(rank) : is_free_again(rank);
-}
-
-bool Hub::is_free_again(int rank) const {
+  if (state_ == State::kMeeting) return !joined_.contains(rank);
   return state_ == State::kRunning && job_goes_on_ && tolerance_.may_return &&
          tolerance_.ranks.contains(rank) &&
          presence_[static_cast<size_t>(rank)] == Presence::kLost && !newcomers_.contains(rank) &&
@@ -148,7 +145,8 @@ void Hub::welcome(int rank) {
   }
   directory.ranks[at].endpoint = joined_.at(rank).endpoint;
   directory.ranks[at].is_here = true;
-  newcomers_[rank].incarnation = ++directory.ranks[at].incarnation;
+  ++directory.ranks[at].incarnation;
+  newcomers_[rank] = {};
   world_.send(joined_.at(rank).link, {FrameKind::kDirectory, 0, 0, wire::encode(directory)});
 }
 
@@ -164,9 +162,10 @@ void Hub::introduce(int rank, wire::RankDevices devices) {
   untried_.insert(rank);
   devices_[rank] = devices;
   const wire::Returned returned{joined_.at(rank).endpoint, std::move(devices)};
-  const Message word{FrameKind::kReturned, static_cast<uint64_t>(rank), newcomer.incarnation,
+  const uint32_t incarnation = directory_.ranks[static_cast<size_t>(rank)].incarnation + 1;
+  const Message word{FrameKind::kReturned, static_cast<uint64_t>(rank), incarnation,
                      wire::encode(returned)};
-  take_back(rank, newcomer.incarnation, returned);
+  take_back(rank, incarnation, returned);
   tell_members(word, rank);
   if (newcomer.yet_to_know.empty()) let_go_on(rank);
 }
@@ -264,7 +263,7 @@ void Hub::on_control_lost(int rank, const Error& error) {
 void Hub::find_lost(int rank, const Error& error) {
   const auto newcomer = newcomers_.find(rank);
   if (newcomer != newcomers_.end() && !newcomer->second.is_prepared) {
-    directory_.ranks[static_cast<size_t>(rank)].incarnation = newcomer->second.incarnation;
+    ++directory_.ranks[static_cast<size_t>(rank)].incarnation;
     forget(rank);
     cut_off(rank, error);
     wait_no_more_for(rank);

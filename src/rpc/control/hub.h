@@ -45,7 +45,6 @@ class Hub final : public Party {
   };
   /// A new process in the place of one that was lost, until it hears go.
   struct Newcomer {
-    uint32_t incarnation = 0;
     bool is_prepared = false;
     std::set<int> yet_to_know;  ///< of it, once it is prepared
   };
@@ -57,7 +56,6 @@ class Hub final : public Party {
   std::optional<base::Error> check_join(int rank, const wire::Join& join) const;
   bool is_missing(int rank) const;
   bool is_free(int rank) const;
-  bool is_free_again(int rank) const;
   void tell_members(const Message& message, int except = -1);
   void meet_if_all_joined();
   void take_prepared(int rank, wire::RankDevices devices);

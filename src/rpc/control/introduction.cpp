@@ -59,18 +59,10 @@ void Introduction::end_after_on_loop(base::Duration patience, bool looks_once_mo
 void Introduction::on_frame_on_loop(const net::InFrame& frame) {
   if (!done_) return;
   try {
-    switch (frame.header.kind) {
-      case wire::FrameKind::kReject:
-        return on_reject_on_loop(frame);
-      case wire::FrameKind::kHello:
-        if (!has_answered_) return on_hello_on_loop(frame);
-        break;
-      case wire::FrameKind::kProof:
-        if (has_answered_) return on_proof_on_loop(frame);
-        break;
-      default:
-        break;
-    }
+    const wire::FrameKind kind = frame.header.kind;
+    if (kind == wire::FrameKind::kReject) return on_reject_on_loop(frame);
+    if (kind == wire::FrameKind::kHello && !has_answered_) return on_hello_on_loop(frame);
+    if (kind == wire::FrameKind::kProof && has_answered_) return on_proof_on_loop(frame);
     wire::Reader::fail("a frame out of place");
   } catch (const Exception& e) {
     end_on_loop(e.error());

@@ -62,9 +62,7 @@ void Party::know(wire::Directory directory) {
     const wire::Directory::Entry& entry = directory_.ranks[static_cast<size_t>(rank)];
     presence_.push_back(entry.is_here ? Presence::kHere : Presence::kLost);
     if (entry.is_here) continue;
-    losses_[rank] = {
-        ErrorKind::kPeerLost,
-        "rank " + std::to_string(rank) + name_of(rank) + " was lost before this rank came", rank};
+    losses_[rank] = {ErrorKind::kPeerLost, text_of(rank) + " was lost before this rank came", rank};
   }
   state_ = State::kPreparing;
   world_.on_directory(directory_);
@@ -123,8 +121,7 @@ std::optional<Error> Party::check_peer(int rank, uint32_t incarnation) const {
 
 Error Party::why_over() const {
   if (last_word_.kind == FrameKind::kAbort) return wire::decode_error(last_word_.body);
-  const std::string who = "rank " + std::to_string(settings_.rank) + name_of(settings_.rank);
-  return {ErrorKind::kPeerLost, who + " has left", settings_.rank};
+  return {ErrorKind::kPeerLost, text_of(settings_.rank) + " has left", settings_.rank};
 }
 
 void Party::report(int rank, Error error) {
@@ -140,17 +137,13 @@ void Party::receive(Link link, const Message& message) {
   Connection& from = found->second;
   const int rank = from.rank;
   try {
-    switch (message.kind) {
-      case FrameKind::kHeartbeat:
-        return;
-      case FrameKind::kLeave:
-        from.is_leaving = true;
-        if (from.is_control && state_ == State::kRunning) {
-          presence_[static_cast<size_t>(rank)] = Presence::kLeft;
-        }
-        return;
-      default:
-        break;
+    if (message.kind == FrameKind::kHeartbeat) return;
+    if (message.kind == FrameKind::kLeave) {
+      from.is_leaving = true;
+      if (from.is_control && state_ == State::kRunning) {
+        presence_[static_cast<size_t>(rank)] = Presence::kLeft;
+      }
+      return;
     }
     if (from.is_control) return on_control(rank, message);
     if (message.kind == FrameKind::kAbort || message.kind == FrameKind::kReject) {
@@ -160,7 +153,7 @@ void Party::receive(Link link, const Message& message) {
   } catch (const base::Exception& e) {
     Error error = e.error();
     if (error.rank < 0) error.rank = rank;
-    broken(link, error);
+    closed(link, error);
   }
 }
 
@@ -169,9 +162,7 @@ void Party::heard(Link link, base::TimePoint when) {
   if (found != connections_.end()) found->second.heard = std::max(found->second.heard, when);
 }
 
-void Party::closed(Link link, const Error& error) { broken(link, error); }
-
-void Party::broken(Link link, const Error& error) {
+void Party::closed(Link link, const Error& error) {
   const auto found = connections_.find(link);
   if (found == connections_.end()) return;
   const Connection from = found->second;
@@ -181,32 +172,30 @@ void Party::broken(Link link, const Error& error) {
     const bool is_proof = from.is_control || error.kind != ErrorKind::kPeerLost;
     if (!from.is_leaving) is_proof ? find_lost(from.rank, why) : suspect(from.rank, why);
   } else if (from.is_control) {
-    on_control_lost(from.rank, left_early(from.rank, error));
+    Error why = loss(from.rank, error);
+    if (error.kind == ErrorKind::kPeerLost) {
+      why.message = text_of(from.rank) + " left before all ranks were ready: " + error.message;
+      why.op = "join";
+    }
+    on_control_lost(from.rank, why);
   }
   // It is there, but nobody listens to it any more.
-  if (connections_.contains(link)) dismiss(link, loss(from.rank, error));
+  if (connections_.contains(link)) dismiss(link, loss(from.rank, error), true);
 }
 
-void Party::dismiss(Link link, const Error& why) {
+void Party::dismiss(Link link, const Error& why, bool flush) {
   world_.send(link, {FrameKind::kAbort, 0, 0, wire::encode(why)});
-  drop(link, true);
-}
-
-void Party::drop(Link link, bool flush) {
   connections_.erase(link);
   world_.close(link, flush);
 }
 
-bool Party::lose(int rank, const Error& error, bool job_goes_on) {
-  if (state_ == State::kOver || presence_[static_cast<size_t>(rank)] != Presence::kHere) {
-    return false;
-  }
+void Party::lose(int rank, const Error& error, bool job_goes_on) {
+  if (state_ == State::kOver || presence_[static_cast<size_t>(rank)] != Presence::kHere) return;
   presence_[static_cast<size_t>(rank)] = Presence::kLost;
   losses_[rank] = error;
   cut_off(rank, error);
   world_.on_lost(
       {rank, error, job_goes_on, directory_.ranks[static_cast<size_t>(rank)].incarnation});
-  return true;
 }
 
 void Party::take_back(int rank, uint32_t incarnation, const wire::Returned& returned) {
@@ -220,15 +209,11 @@ void Party::take_back(int rank, uint32_t incarnation, const wire::Returned& retu
 
 // If it is not as dead as it looks, it hears why nobody talks to it any more.
 void Party::cut_off(int rank, const Error& error) {
-  const Message why{FrameKind::kAbort, 0, 0, wire::encode(error)};
   std::vector<Link> links;
   for (const auto& [link, connection] : connections_) {
     if (connection.rank == rank) links.push_back(link);
   }
-  for (const Link link : links) {
-    world_.send(link, why);
-    drop(link, false);
-  }
+  for (const Link link : links) dismiss(link, error, false);
 }
 
 base::TimePoint Party::tick(base::TimePoint now) {
@@ -253,7 +238,7 @@ base::TimePoint Party::tick(base::TimePoint now) {
       find_lost(rank, loss(rank, error));
     } else {
       const bool is_control = found->second.is_control;
-      dismiss(link, loss(rank, error));
+      dismiss(link, loss(rank, error), true);
       if (is_control) on_control_lost(rank, loss(rank, error));
     }
     if (state_ == State::kOver) return base::kNever;
@@ -276,33 +261,26 @@ base::TimePoint Party::tick(base::TimePoint now) {
 Error Party::loss(int rank, const Error& error) const {
   Error loss = error;
   if (loss.kind == ErrorKind::kPeerLost) {
-    loss.message = "rank " + std::to_string(rank) + name_of(rank) + " is lost: " + error.message;
+    loss.message = text_of(rank) + " is lost: " + error.message;
   }
   loss.rank = loss.kind == ErrorKind::kResources ? settings_.rank : rank;
   return loss;
-}
-
-Error Party::left_early(int rank, const Error& error) const {
-  if (error.kind != ErrorKind::kPeerLost) return loss(rank, error);
-  return Error{ErrorKind::kPeerLost,
-               "rank " + std::to_string(rank) + name_of(rank) +
-                   " left before all ranks were ready: " + error.message,
-               rank, "join"};
 }
 
 Error Party::reason_of(int rank, const Message& message) const {
   Error error = wire::decode_error(message.body);
   if (error.rank < 0) error.rank = rank;
   if (error.rank == settings_.rank && error.kind == ErrorKind::kPeerLost) {
-    error.message = "rank " + std::to_string(rank) + name_of(rank) + " says: " + error.message;
+    error.message = text_of(rank) + " says: " + error.message;
   }
   return error;
 }
 
-std::string Party::name_of(int rank) const {
+std::string Party::text_of(int rank) const {
   const auto at = static_cast<size_t>(rank);
-  if (at < directory_.ranks.size()) return " (" + directory_.ranks[at].name + ")";
-  return at < settings_.names.size() ? " (" + settings_.names[at] + ")" : "";
+  const std::string text = "rank " + std::to_string(rank);
+  if (at < directory_.ranks.size()) return text + " (" + directory_.ranks[at].name + ")";
+  return at < settings_.names.size() ? text + " (" + settings_.names[at] + ")" : text;
 }
 
 }  // namespace distrain::rpc::control

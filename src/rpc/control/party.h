@@ -198,12 +198,11 @@ class Party {
   void add_control(int rank, Link link, base::TimePoint now) {
     connections_[link] = {rank, true, now, false};
   }
-  void drop(Link link, bool flush);
   /// False when it could not, and has failed.
   bool begin_running(std::vector<wire::RankDevices> devices);
   void know(wire::Directory directory);
-  /// False if it is not here.
-  bool lose(int rank, const base::Error& error, bool job_goes_on);
+  /// Does nothing if it is not here.
+  void lose(int rank, const base::Error& error, bool job_goes_on);
   /// Nothing is heard of it any more, nor said to it but why.
   void cut_off(int rank, const base::Error& why);
   /// A new process has its place.
@@ -212,7 +211,8 @@ class Party {
   /// Why `rank` leaves, or another does, as it says. If that is the loss of this one it is taken at
   /// its word, which is told as such: who was stopped for a while cannot know better.
   base::Error reason_of(int rank, const Message& message) const;
-  std::string name_of(int rank) const;
+  /// "rank 3 (trainer 2)", without the name if that is not known.
+  std::string text_of(int rank) const;
 
   const Settings settings_;
   World& world_;
@@ -225,10 +225,8 @@ class Party {
  private:
   void tell_all(Message message);
   base::Error why_over() const;
-  void broken(Link link, const base::Error& error);
-  base::Error left_early(int rank, const base::Error& error) const;
-  /// The other end hears why this one closes.
-  void dismiss(Link link, const base::Error& why);
+  /// The other end hears why this one closes, for certain if `flush`.
+  void dismiss(Link link, const base::Error& why, bool flush);
 
   Message last_word_;              // once it is over
   const base::Duration interval_;  // of heartbeats
