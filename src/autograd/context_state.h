@@ -75,11 +75,10 @@ class ContextState {
   std::optional<Failing> begin_failing(uint64_t id);
 
   /// Gradients come under the current stream of their device, and those given out are ready there.
-  /// Takes a gradient over, or a copy where somebody else has it, too: what is done to one leaf's
-  /// gradient is not done to another's.
+  /// Takes a gradient over, or copies a shared one: leaves do not share gradients.
   void accumulate(const at::Tensor& variable, at::Tensor gradient);
-  /// The same, for a pass; false if it does not run here any more: a gradient of a pass that has
-  /// failed is none of the next one's.
+  /// The same, for a pass; false if it no longer runs here, so that no later pass gets its
+  /// gradient.
   bool accumulate_in(uint64_t pass, const at::Tensor& variable, at::Tensor gradient);
   at::Tensor gradient(const at::Tensor& variable) const;
   void set_gradient(const at::Tensor& variable, at::Tensor gradient);

@@ -37,8 +37,8 @@ class ContextState;
 // When is it over? Dijkstra and Scholten's termination detection (Inf. Proc. Letters 11, 1980): the
 // message that wakes an idle rank is acknowledged only when the rank is idle again (nothing ready,
 // nothing running) and all its own messages are acknowledged; any other message at once. The
-// initiator wakes itself, and when it is idle the whole job is. No rank ever blocks a thread, so
-// cycles A → B → A are harmless.
+// initiator wakes itself, and when it is idle the whole job is. No thread blocks, so cycles are
+// harmless.
 //
 // An acknowledgement tells how many send nodes still wait for a gradient, of the rank and of all it
 // has heard of; each such count has a version, and the newest wins. The last word of each rank
@@ -74,8 +74,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
 
   /// Ends the pass here, with the context's hooks; nothing if the context has a newer one.
   void fail(const base::Error& error);
-  /// For the context: whoever waits for this pass gets the error, another rank before `between` is
-  /// called, the initiator after it.
+  /// Fails all who wait for this pass: other ranks before `between` is called, the initiator after.
   void end(const base::Error& error, const std::function<void()>& between = {});
 
   /// Makes this thread's current streams wait for all that the pass has done on this rank.

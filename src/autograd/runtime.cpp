@@ -268,8 +268,7 @@ size_t Runtime::live_contexts() const {
   return contexts_.size();
 }
 
-// u64 context · u64 pass · u64 autograd id · bool retain graph · i64 timeout in ns · vector of
-// gradients
+// u64 context · u64 pass · u64 autograd id · bool retain graph · i64 timeout in ns · gradients
 void Runtime::on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply) {
   empty_trash();
   const auto context = in.in.get<uint64_t>();

@@ -25,8 +25,7 @@ namespace distrain::autograd {
 /// A late message must not create a released context again. The rank that made the context sends,
 /// in tag c of the release, the first number of the run of ended contexts that this context closes;
 /// the context before that number is still alive. So each rank remembers released contexts as
-/// ranges of numbers. Adjacent ranges merge, so there are at most as many ranges as one maker had
-/// contexts alive at a time.
+/// ranges of numbers. Adjacent ranges merge: no more ranges than contexts alive at one time.
 class Runtime final : public rpc::AutogradHook,
                       public rpc::Layer,
                       public std::enable_shared_from_this<Runtime> {
@@ -37,8 +36,7 @@ class Runtime final : public rpc::AutogradHook,
   void install();
   static std::shared_ptr<Runtime> of(rpc::Agent& agent);
 
-  /// Shared by those who read parameters, held by those who change them; see
-  /// parameter_versions.h.
+  /// Shared by those who read parameters, held by those who change them; see parameter_versions.h.
   ParameterLock& parameters_lock() { return parameters_lock_; }
   ParameterStreams& parameter_streams() { return parameter_streams_; }
   /// Guarded by parameters_lock().

@@ -21,12 +21,10 @@ namespace distrain::autograd {
 // caller's for the roots, the one that has waited for their arrival for those of other ranks.
 //
 // A node has one stream. If it gets gradients on several devices (one that stands for a call with
-// tensors on each), its stream waits for all, and the current stream of each other device, which is
-// what the node finds there, too.
+// tensors on each), its stream waits for all, and so do the other devices' current streams.
 //
 // On the CPU all of this is a look at the device of each input of a node. Torch's Node::stream()
-// would ask which accelerator there is, which torch remembers for good: also that there is none,
-// before its library is loaded.
+// would ask for the accelerator, and torch remembers for good that there is none yet.
 
 /// What `node` runs under: the stream of its first output on an accelerator, in the forward pass.
 std::optional<c10::Stream> stream_of(const torch::autograd::Node& node);
@@ -42,8 +40,7 @@ void await_inputs(const torch::autograd::InputBuffer& inputs,
 /// The stream that has been given the making of `tensor`, just now; none on the CPU.
 std::optional<c10::Stream> made_under(const at::Tensor& tensor);
 
-/// Makes this thread's current stream wait for `tensor`, which was made under `made`. Gives back
-/// whether it is another one.
+/// Has this thread's current stream wait for `tensor`, made under `made`. True if they differ.
 bool follow(const at::Tensor& tensor, const std::optional<c10::Stream>& made);
 
 /// Makes this thread's current streams wait for all that `streams` have been given.

@@ -57,11 +57,9 @@ class Core : public std::enable_shared_from_this<Core> {
 
   /// Of a sequence that is nobody else's.
   uint32_t new_sequence();
-  /// Gives the operation the next number of the sequence and starts it. Never throws: a failure
-  /// becomes the operation's error.
+  /// Starts the operation as the sequence's next. Never throws: it fails the operation instead.
   void issue(const std::shared_ptr<Operation>& operation, uint32_t sequence);
-  /// Takes the next `count` numbers of the sequence; tells the other ranks that these fail with
-  /// `error`.
+  /// Takes the sequence's next `count` numbers; tells other ranks that these fail with `error`.
   void refuse(int count, const base::Error& error, uint32_t sequence);
 
   int rank() const { return rank_; }

@@ -59,8 +59,7 @@ const char* kind_name(OpKind kind);
 ///       48      8  pass: autograd context
 ///       56      8  zero
 ///
-/// The data follows: a tensor or a chunk of it. A refusal is followed by the error kind (2 bytes)
-/// and the text.
+/// A tensor or a chunk of it follows; behind a refusal the error kind (2 bytes) and the text.
 inline constexpr size_t kHeaderBytes = 64;
 
 void encode_header(const OpSpec& spec, int step, uint8_t* out);

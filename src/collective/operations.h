@@ -36,8 +36,7 @@ namespace distrain::collective {
 // Direct is better while what it sends beyond chunked, (n-1)(n-2)/n * B a rank, and its n-fold
 // reduction cost less than the n(n-1) messages and the hop that it saves. With n = 8 ranks on two
 // cores: 56 messages of 5 µs against 8 * 5.25 * B at about 4 GB/s: equal near 16 KiB. With n = 2
-// the bytes are the same and only B/2 more is reduced and copied, at 10 GB/s: 20 µs pay for 64 KiB
-// with room to spare.
+// the bytes are the same; only B/2 more is reduced and copied, at 10 GB/s: 20 µs pay for 64 KiB.
 inline constexpr size_t kDirectBytes = size_t{16} << 10;
 inline constexpr size_t kDirectBytesOfTwo = size_t{64} << 10;
 

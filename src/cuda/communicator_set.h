@@ -20,8 +20,8 @@
 
 namespace distrain::cuda {
 
-/// Does what NCCL may never come back from, an abort above all: each on a thread of its own that
-/// nobody joins. Thread-safe.
+/// Runs each call that NCCL may never return from (an abort) on a thread that nobody joins.
+/// Thread-safe.
 class Aside : public std::enable_shared_from_this<Aside> {
  public:
   void run(base::Task task) noexcept;
@@ -54,8 +54,7 @@ struct Lane {
   std::mutex in_use;  // NcclCommunicator's functions, but abort()
 };
 
-/// Why the communicators of a set were ended before their work was, and whether anybody has been
-/// told. Thread-safe.
+/// Why a set's communicators ended before their work, and whether that was told. Thread-safe.
 class Outcome {
  public:
   /// False if it has failed before: the first error is kept.
@@ -98,8 +97,7 @@ class Watch {
   struct Terms {
     std::function<std::optional<base::Error>()> lost;  ///< a rank of the group
     std::chrono::milliseconds timeout;                 ///< 0 is none
-    /// NCCL may notice a lost rank before the group does, and names nobody: so long is waited for
-    /// the group to tell.
+    /// NCCL may notice a loss first, but names nobody: how long the group has to name the rank.
     std::chrono::milliseconds loss_grace;
     int world_rank;  ///< this one
   };

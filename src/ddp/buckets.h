@@ -15,15 +15,13 @@ namespace distrain::ddp {
 
 /// Indices into `parameters`, bucket by bucket: those of one dtype and device in the order of
 /// `order`, cut before a bucket would exceed the cap (the first of each kind: `first_bytes`); the
-/// buckets in the order in which their last member comes. Never empty buckets; a parameter larger
-/// than the cap has one for itself.
+/// buckets in the order in which their last member comes. A parameter above the cap has its own.
 std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& parameters,
                                                 const std::vector<int64_t>& order,
                                                 size_t first_bytes, size_t cap_bytes);
 
 /// The gradients of some parameters side by side in one flat tensor on their device. One thread at
-/// a time; each function works in that thread's current stream, and they are in order across
-/// streams.
+/// a time; functions work in its current stream, in order across streams.
 class Bucket {
  public:
   Bucket(std::vector<size_t> members, const std::vector<at::Tensor>& parameters);

@@ -203,8 +203,7 @@ void Reducer::Impl::hand_out(const Deliver& deliver) {
 }
 
 // The order in which gradients came may differ between ranks; rank 0's is as good as any. By a
-// mean, of which doubles give rank 0's numbers exactly: unlike a broadcast it succeeds on all
-// ranks, or on none.
+// mean, exact in doubles: unlike a broadcast it succeeds on all ranks, or on none.
 std::vector<int64_t> Reducer::Impl::agreed_order() {
   const at::Tensor shared = at::zeros({static_cast<int64_t>(parameters_.size())}, at::kDouble);
   auto* const values = shared.data_ptr<double>();

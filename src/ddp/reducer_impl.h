@@ -54,8 +54,7 @@ using base::ErrorKind;
 //
 // The order of collectives alone would pair any pass of a rank with any of another's: that of a
 // rank which leaves one out with the others' one before. So a pass carries a number
-// (collective::PassNumber) that follows from what all ranks do alike, not from the passes that this
-// rank has made:
+// (collective::PassNumber) that follows from what all ranks do alike:
 //
 //   a plain pass     the number of plain forwards until it began;
 //   a context's      the number of the forward by which its context was announced, among such ones.

@@ -22,8 +22,7 @@ namespace distrain::nn {
 /// Makes what this thread draws depend on the key alone.
 class KeyedRandom {
  public:
-  /// kIgnored: operations that would fill a tensor with random numbers leave it as it is, as nobody
-  /// needs its values.
+  /// kIgnored: operations do not fill tensors with random numbers, as nobody needs their values.
   enum class Fills : uint8_t { kByKey, kIgnored };
 
   KeyedRandom(uint64_t seed, uint64_t number, Fills fills = Fills::kByKey);

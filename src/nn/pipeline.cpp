@@ -28,8 +28,7 @@ std::shared_ptr<Node> node_of(const at::Tensor& tensor) {
   return tensor.requires_grad() ? torch::autograd::impl::gradient_edge(tensor).function : nullptr;
 }
 
-/// Returns true if a backward pass from `output` reaches `node`; if `node` is null, if there is
-/// such a pass at all.
+/// Returns true if a backward pass from `output` reaches `node`, or if `node` is null, exists.
 bool reaches(const at::Tensor& output, const Node* node) {
   const std::shared_ptr<Node> root = node_of(output);
   if (!root || !node) return root != nullptr;
@@ -96,8 +95,7 @@ struct StagePasses::State {
   std::shared_ptr<Batch> batch;  // by mutex
 };
 
-// Steps that still wait for their turn when the agent ends would wait, and keep their stage, for
-// ever.
+// Otherwise steps that wait for their turn when the agent ends would keep their stage for ever.
 class StagePasses::OfAgent {
  public:
   ~OfAgent() {
@@ -197,8 +195,7 @@ at::Tensor StagePasses::Batch::pass(rpc::Agent& agent, const at::Tensor& input, 
   return output;
 }
 
-// Of the backward pass of the current context through this stage. Several messages may bring
-// gradients for that one step.
+// Of the current context's backward pass here; several messages may bring its gradients.
 autograd::PassGuard StagePasses::Batch::guard(rpc::Agent& agent, int64_t micro_batch) {
   struct Step {
     std::mutex mutex;

@@ -100,8 +100,7 @@ void point_to(const at::Tensor& tensor, const at::Tensor& values) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
 }
 
-// To the device, and into memory of its own, which is what tells versions in flight. Nobody has
-// used the parameter yet.
+// To the device, and into memory of its own, by which versions in flight are known.
 void settle(const at::Tensor& parameter, c10::Device device) {
   if (parameter.device() != device) {
     point_to(parameter, rpc::placed(parameter.detach(), device));
@@ -140,8 +139,7 @@ std::string one_line(std::string text) {
   return text;
 }
 
-/// Whether a table in it has gradients of single rows. Throws `invalid` if a lookup changes a
-/// table.
+/// Whether a table in it has sparse gradients. Throws `invalid` if a lookup changes a table.
 bool has_row_gradients(const torch::nn::Module& root, const std::string& name) {
   bool has_rows = false;
   const auto look = [&](const auto& item, const auto* table) {

@@ -17,8 +17,7 @@
 
 namespace distrain::nn {
 
-/// What a module consists of. A tensor that it uses in several places is there once, by the first
-/// of its names.
+/// What a module consists of. A tensor that it uses twice is there once, by its first name.
 struct NamedTensor {
   std::string name;
   at::Tensor tensor;

@@ -30,8 +30,7 @@ size_t max_idle() {
   return std::max(size_t{1} << 28, memory / 8);
 }
 
-/// Eight sizes for each power of two: at most an eighth of a block is not asked for, and not
-/// touched either.
+/// Eight sizes for each power of two: at most an eighth of a block is unused, and not touched.
 size_t rounded(size_t bytes) {
   const size_t step = std::bit_floor(bytes) / 8;
   return (bytes + step - 1) / step * step;
@@ -50,8 +49,7 @@ class TensorMemory final : public c10::Allocator {
     default_copy_data(to, from, bytes);
   }
 
-  /// Deleters are plain functions: they find their allocator here. Never destroyed, as tensors may
-  /// outlive everything else.
+  /// Deleters, plain functions, find their allocator here. Never destroyed: tensors may come last.
   static TensorMemory* instance;
 
  private:

@@ -317,8 +317,7 @@ Gradients LocalOptimizer::means(const std::map<int, Gradients>& gathered) const 
   return mean_of(in_order);
 }
 
-// While it waits its thread counts as blocked: an update waits for readers, which may need a
-// thread.
+// While it waits its thread counts as blocked: an update waits for readers that may need one.
 std::unique_lock<std::mutex> LocalOptimizer::lock() const {
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (lock) return lock;
@@ -365,8 +364,7 @@ int64_t LocalOptimizer::lead_locked(int participant) const {
   return participants_[static_cast<size_t>(participant)].steps - slowest_locked(kNobody);
 }
 
-// Of those who are stepping or have left, `but` one of them; if there are none, as far as nobody
-// has to wait.
+// Of those that step or have left, `but` one; if there are none, the fastest's.
 int64_t LocalOptimizer::slowest_locked(int but) const {
   int64_t slowest = std::numeric_limits<int64_t>::max();
   int64_t fastest = 0;
@@ -501,8 +499,7 @@ std::vector<ParameterState> LocalOptimizer::state() const {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     read.version(parameters_[i]);
     all.push_back(rule_of(i).state(i));
-    // Copies: the next step writes to what the rule keeps. On the CPU, as checkpoints have them and
-    // every rank can be sent them.
+    // Copies, as the next step writes there; on the CPU, where checkpoints have them.
     for (auto& [name, value] : all.back()) value = value.is_cpu() ? value.clone() : value.cpu();
   }
   return all;

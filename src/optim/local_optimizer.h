@@ -65,16 +65,14 @@ struct Norms {
   static constexpr auto kFields = std::tuple(&Norms::shared, &Norms::own);
 };
 
-/// Throws `invalid` where two of the parameters share their memory. `group_of` gives the number of
-/// the group of one.
+/// Throws `invalid` if two parameters share their memory. `group_of` returns one's group.
 void check_each_once(const std::vector<at::Tensor>& parameters,
                      const std::function<uint64_t(size_t)>& group_of);
 
 using Gradients = std::vector<at::Tensor>;  ///< by parameter; undefined: none
 
 /// Returns the mean of each parameter's gradients, summed in the order of `gathered`, of which
-/// there is at least one. An undefined gradient counts as zero; the mean of undefined ones is
-/// undefined.
+/// there is at least one. Undefined ones count as zero, if not all are.
 Gradients mean_of(const std::vector<const Gradients*>& gathered);
 
 /// The parameters of one rank that are optimised together, and the state of their update rule.
@@ -85,15 +83,13 @@ class LocalOptimizer {
   LocalOptimizer(rpc::Agent& agent, std::vector<at::Tensor> parameters, SharedTerms terms,
                  std::shared_ptr<std::atomic<uint64_t>> updates);
 
-  /// From now on this process is the participant, in place of one that is lost: as far as the
-  /// slowest of the others.
+  /// From now on this process is the participant, in place of a lost one, as far as the slowest.
   void take_part(int participant, rpc::ProcessNumber process);
 
   /// A participant's gradients. Done when the participant may go on to its next step: kAsync, when
   /// they have been applied; kSync, when the mean of all participants' has been; kSsp, when it is
-  /// not too far ahead of the slowest.
-  /// Gives back how many updates there had been when it was applied, itself included.
-  /// `peer_lost` if `process` is the participant no more.
+  /// not too far ahead of the slowest. Gives back how many updates there had been when it was
+  /// applied, itself included. `peer_lost` if `process` is the participant no more.
   base::Future<uint64_t> step(const StepTerms& terms, Gradients gradients,
                               rpc::ProcessNumber process);
 

@@ -72,8 +72,7 @@ void LocalUpdates::gather() {
   }
 }
 
-// Clips as DistributedOptimizer does: each update by its own norm, the replicas with it where there
-// is one.
+// Clips as DistributedOptimizer does: by each update's norm, the replicas with it if there is one.
 void LocalUpdates::step() {
   const base::TraceScope scope("update");
   const at::NoGradGuard no_grad;

@@ -21,16 +21,15 @@ class Runtime;
 /// Gives `agent` distributed autograd. Once, before join(), on every rank of the job.
 void install(rpc::Agent& agent);
 
-/// One distributed forward pass, and one or (with retain_graph) several backward passes over it,
-/// whose gradients add up.
+/// One distributed forward pass and its backward pass (several with retain_graph: gradients add
+/// up).
 ///
 /// While it lives it is the current context of the thread that made it, unless a newer one is: each
 /// call made there, and each nested call of its handlers, records a pair of send and receive nodes
 /// for tensors that require a gradient. A call under a NoGradGuard or InferenceMode is outside of
 /// it, with all that its handler calls. Contexts may end in any order, but those that were made
 /// within an rpc::ContextScope end within it. Gradients are kept here, by variable, never in
-/// `.grad`: concurrent contexts on one module are independent. Its end releases what every rank
-/// holds for it.
+/// `.grad`: concurrent contexts on one module are independent. Its end releases it on all ranks.
 class Context {
  public:
   explicit Context(rpc::Agent& agent);
@@ -55,8 +54,8 @@ class Context {
   /// thread that computed it, while the rest of the pass goes on; not at all if there is none.
   void on_gradient_ready(const at::Tensor& variable, std::function<void(const at::Tensor&)> fn);
   /// For the next pass: `fn` is called once when this rank's part of the graph has run; it may
-  /// block, and backward() returns after it and throws what it throws. A pass that fails destroys
-  /// `fn` without calling it.
+  /// block, and backward() returns after it and throws what it throws. A failed pass only destroys
+  /// `fn`.
   void on_pass_end(std::function<void()> fn);
 
   const std::shared_ptr<ContextState>& state() const { return state_; }
@@ -82,16 +81,15 @@ class ContextRef {
   static std::optional<ContextRef> current();
 
   uint64_t id() const { return id_; }
-  /// Returns the number of the pass that brings the gradient, if a LeafHook was given this
-  /// reference; otherwise 0.
+  /// Returns the number of the pass that gave a LeafHook this reference, else 0.
   uint64_t pass() const { return pass_; }
   bool ended() const { return state_.expired(); }
   /// Returns true if this rank's part of that pass runs: it has not failed, and none is newer.
   bool runs() const;
   /// As Context's.
   void set_gradient(const at::Tensor& variable, at::Tensor gradient) const;
-  /// As Context's. Returns false, and destroys `fn`, if the context has ended, or if the reference
-  /// is of a pass that does not run.
+  /// As Context's. Returns false, and destroys `fn`, if the context or the reference's pass has
+  /// ended.
   bool on_pass_end(std::function<void()> fn) const;
 
  private:
@@ -102,8 +100,7 @@ class ContextRef {
 
 struct PassOptions {
   bool retain_graph = false;
-  /// Of each message with gradients, from its sending until all that follows from it is done.
-  /// max(): as long as its peer lives.
+  /// For a message with gradients until all that follows is done. max(): while its peer lives.
   std::chrono::nanoseconds timeout = rpc::kAgentsTimeout;
 };
 
@@ -117,8 +114,7 @@ struct PassOptions {
 /// one does not, `invalid` names a rank that waited for its gradient. A call that has failed counts
 /// for nothing; one that its own handler made, and that did not fail, still counts.
 void backward(Context& context, const std::vector<at::Tensor>& roots, PassOptions options = {});
-/// The same without waiting for other ranks; this one's first part is run by the caller. The
-/// context must outlive the pass.
+/// Runs the first part on the caller's thread and waits for no rank. The context outlives the pass.
 base::Future<void> backward_async(Context& context, const std::vector<at::Tensor>& roots,
                                   PassOptions options = {});
 

@@ -38,8 +38,7 @@ class Runtime;
 //
 // The same holds for row-wise updates of embedding tables. A lookup with sparse gradients saves
 // nothing of its table, so the table is not copied although such passes are in flight. A pass that
-// has saved the table (weights per sample that require a gradient, a decoder that is tied to it)
-// costs a copy of all of it.
+// has saved the table (trained weights per sample, a tied decoder) costs a copy.
 
 /// A reader-writer lock. A reader that comes while a writer waits enters after that writer, so that
 /// overlapping reads do not starve updates. A thread that waits for the lock counts as blocked
@@ -99,8 +98,7 @@ std::vector<at::Tensor> current_versions(rpc::Agent& agent,
 class VersionKeeper {
  public:
   virtual ~VersionKeeper() = default;
-  /// Takes the storage from the versions that no pass uses. No version is taken or renewed
-  /// meanwhile.
+  /// Takes the storage from versions that no pass uses, while none is taken or renewed.
   virtual void let_go() = 0;
 };
 

@@ -21,8 +21,7 @@ namespace distrain::collective {
 class Core;
 
 /// The ranks that take part, by their numbers in the job and in the same order everywhere; a rank's
-/// place in the list is its rank within the group. `id` tells groups apart in error messages and on
-/// the wire.
+/// place in the list is its rank in the group. `id` tells groups apart on the wire.
 struct Group {
   uint32_t id = 0;
   std::vector<int> ranks;
@@ -39,8 +38,7 @@ struct Group {
 /// must not be touched until its operation is complete.
 ///
 /// The algorithms are in Note [Algorithms] in src/collective/operations.h, the threads in Note
-/// [Life of an operation] in src/collective/operation.h. Thread-safe, but the order of calls is the
-/// user's.
+/// [Life of an operation] in src/collective/operation.h. Thread-safe; calls keep the user's order.
 class Backend final : public c10d::Backend {
  public:
   struct Settings {
@@ -61,8 +59,7 @@ class Backend final : public c10d::Backend {
   using ReduceOp = c10d::ReduceOp::RedOpType;
   static constexpr std::chrono::milliseconds kDefault{-1};  ///< the timeout of the settings
 
-  /// The number of a sequence that is nobody else's; 0 is everybody's. On all ranks, in the same
-  /// order.
+  /// Returns a new sequence's number; 0 is everybody's. All ranks call it in the same order.
   uint32_t new_sequence();
 
   struct Terms {
@@ -89,8 +86,7 @@ class Backend final : public c10d::Backend {
   Pending enter_barrier(std::chrono::milliseconds timeout = kDefault);
 
   /// Takes the place of the next `count` operations of a sequence: on the other ranks they fail
-  /// with `error`, which names this one. For a rank that cannot do its part; the group stays in
-  /// step.
+  /// with `error`, which names this one. For a rank that cannot do its part.
   void refuse(int count, const base::Error& error, uint32_t sequence = 0);
 
   int world_rank(int rank) const;

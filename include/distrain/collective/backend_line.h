@@ -19,8 +19,7 @@ namespace distrain::collective {
 /// Thread-safe, but the order is the user's. The destructor sees to all that was asked for.
 class BackendLine {
  public:
-  /// `name`: of the thread, at most 15 characters.
-  /// `sequence`: of the Backend, that the calls are in.
+  /// `name`: of the thread, at most 15 characters. `sequence`: the calls' sequence in the Backend.
   BackendLine(c10::intrusive_ptr<Backend> backend, std::string name, uint32_t sequence = 0);
 
   // Of tensors of the CPU.

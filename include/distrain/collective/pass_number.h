@@ -31,8 +31,8 @@ struct RankInPass {
   int rank = -1;
   PassNumber pass;
 };
-/// `invalid` if they do not agree, naming the rank that is ahead: it has left a pass out, or made a
-/// forward that the other has not.
+/// `invalid` if they differ, naming the rank that is ahead: it left out a pass or made a forward
+/// more.
 std::optional<base::Error> pass_error(const RankInPass& a, const RankInPass& b);
 
 }  // namespace distrain::collective

@@ -42,8 +42,7 @@ class ReduceGroup {
   /// there is but one order. On all ranks, in the same order.
   virtual std::shared_ptr<ReduceGroup> fork() = 0;
 
-  /// Replaces `bucket` by its mean over the ranks. `invalid`, naming the rank that is ahead, if
-  /// their passes do not agree.
+  /// Replaces `bucket` by its mean over the ranks. `invalid` if their passes do not agree.
   virtual WorkPtr start(const at::Tensor& bucket, const PassNumber& pass) = 0;
   WorkPtr start(const at::Tensor& bucket) { return start(bucket, PassNumber{}); }
   /// `root` is a rank within the group.

@@ -15,8 +15,7 @@ struct DeviceReduceGroup {
   std::string how;  ///< nccl, or staged (over the CPU); empty where this rank is on the CPU
 };
 
-/// Over NCCL where each rank of `backend` has a GPU to itself. Collective, with the same answer on
-/// all of them; after Agent::join().
+/// Over NCCL if each rank of `backend` has its own GPU. Collective; after Agent::join().
 DeviceReduceGroup make_reduce_group(rpc::Agent& agent,
                                     const c10::intrusive_ptr<collective::Backend>& backend);
 

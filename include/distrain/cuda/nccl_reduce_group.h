@@ -11,15 +11,13 @@
 
 namespace distrain::cuda {
 
-/// A ReduceGroup whose ranks have a GPU each: NCCL moves tensors of devices, our own Backend those
-/// of the CPU.
+/// A ReduceGroup of ranks with a GPU each: NCCL moves device tensors, our Backend CPU tensors.
 ///
 /// The Backend also keeps the ranks together: they agree on each operation there before NCCL is
 /// given it, so that one that refuses, dies, is late or calls something else is noticed as ever,
 /// and an error comes out of wait(). What goes wrong later, once wait() has put NCCL's work into
-/// the order of a stream, failure() tells, and the next operation fails with it on all ranks.
-/// Whatever goes wrong ends the communicators of all ranks; the operation after that makes new
-/// ones.
+/// the order of a stream, failure() tells, and the next operation fails with it on all ranks. Any
+/// failure ends the communicators of all ranks; the next operation makes new ones.
 class NcclReduceGroup final : public collective::ReduceGroup {
  public:
   struct Nccl {

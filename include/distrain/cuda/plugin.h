@@ -10,16 +10,14 @@
 
 namespace distrain::cuda {
 
-/// What the ranks of a group must have in common before they can make a communicator: made by one
-/// of them, told to the others.
+/// One rank of a group makes it and tells the others; with it all make their communicator.
 using NcclId = std::array<char, 128>;
 
 /// One rank's part of a group of GPUs, over NCCL. Every function but abort() is called by one
 /// thread at a time; work is only put into `stream`.
 class NcclCommunicator {
  public:
-  /// Lets work under way end, for some seconds, unless that has failed. May block for as long as
-  /// NCCL does.
+  /// Lets work under way end, for some seconds. May block for as long as NCCL does.
   virtual ~NcclCommunicator() = default;
 
   /// Whether all ranks have come; to be asked until they have, and before anything else. Does not
@@ -32,9 +30,8 @@ class NcclCommunicator {
   virtual void broadcast(const at::Tensor& tensor, int root, const c10::Stream& stream) = 0;
   /// What has gone wrong beside the calls, if anything.
   virtual std::optional<std::string> failure() = 0;
-  /// Ends all work of this communicator that is under way, also where other ranks never come; it
-  /// is of no use afterwards. Any thread. May block for as long as NCCL does, but other functions
-  /// do not wait for it.
+  /// Ends all work of this communicator that is under way, also where other ranks never come; it is
+  /// of no use afterwards. Any thread. May block as NCCL does; other functions do not wait for it.
   virtual void abort() noexcept = 0;
 };
 
@@ -44,8 +41,8 @@ class Plugin {
  public:
   virtual ~Plugin() = default;
 
-  /// GPUs of this process (after CUDA_VISIBLE_DEVICES), at least one. Throws where there is no
-  /// driver, one too old, or no GPU.
+  /// GPUs of this process (after CUDA_VISIBLE_DEVICES). Throws without a GPU or a new enough
+  /// driver.
   virtual int device_count() const = 0;
   virtual std::string device_name(int index) const = 0;
   /// Tells GPUs of one host apart, also in processes that number them otherwise.
@@ -54,15 +51,13 @@ class Plugin {
   virtual std::string versions() const = 0;
 
   virtual NcclId new_nccl_id() const = 0;
-  /// Collective: all `size` ranks call it with the same `id`. Waits for none of them; see
-  /// NcclCommunicator::joined().
+  /// All `size` ranks call it with the same `id`; it does not wait: see NcclCommunicator::joined().
   virtual std::unique_ptr<NcclCommunicator> make_communicator(const NcclId& id, int size, int rank,
                                                               int device_index) const = 0;
 };
 
 /// The one function that libdistrain_cuda.so exports, by the name kPluginEntry: the plugin, or null
-/// where it was built for another `interface` than the caller's kPluginInterface. Throws as the
-/// plugin does.
+/// if it was built for another kPluginInterface.
 using PluginEntry = const Plugin* (*)(int interface);
 inline constexpr char kPluginEntry[] = "distrain_cuda_plugin";
 /// To be raised with every change of the classes above.

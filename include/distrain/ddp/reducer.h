@@ -26,25 +26,22 @@ struct NamedParameter {
 /// Parameters are put into buckets of one dtype and device each, in the reverse order of their
 /// registration, the first bucket small; after the first pass anew, in the order in which rank 0
 /// saw their gradients come. A bucket's allreduce starts when all its gradients are there, always
-/// in the order of the buckets. (Li et al., "PyTorch Distributed: Experiences on Accelerating Data
-/// Parallel Training", VLDB 2020.)
+/// in the order of the buckets. (Li et al., "PyTorch Distributed", VLDB 2020.)
 ///
 /// A plain `loss.backward()` needs nothing else: hooks on the parameters feed the reducer, and
 /// backward() returns with the mean in `.grad`. For passes of an autograd context the reducer has
 /// to be told of the context by expect(), which DistributedDataParallel::forward does: a pass of
-/// another one that reaches a parameter fails with `invalid`, on all ranks.
-/// Every rank must run the same passes in the same order. One pass at a time: a second one beside
-/// it fails with `invalid`. Reducers of one group are independent of each other where that has
-/// more than one order (StagedReduceGroup; not NcclReduceGroup), but for the first pass of each,
-/// which has to end in the same order on all ranks.
+/// another one that reaches a parameter fails with `invalid`, on all ranks. Every rank must run the
+/// same passes in the same order. One pass at a time: a second one beside it fails with `invalid`.
+/// Reducers of one group are independent of each other where that has more than one order
+/// (StagedReduceGroup only), but their first passes have to end in the same order on all ranks.
 ///
 /// Passes are numbered by the forwards that count_forward() and expect() are told of, which are
 /// DistributedDataParallel's while training and with gradients enabled, and by set_step(). A rank
 /// that has left out a backward is not averaged with another's next pass: backward() throws
 /// `invalid` on all ranks, naming that rank and both passes, in that pass and, as the ranks stay
 /// apart, in those after it. Forwards in eval mode or without gradients do not count, so ranks may
-/// make as many of them as they like. Those outside of all contexts and those that announce a
-/// context are counted apart.
+/// make as many of them as they like. Passes with and without a context count apart.
 ///
 /// backward() throws `invalid` on every rank when a parameter got no gradient or a sparse one on
 /// some rank, naming that rank and all such parameters; what else a collective can throw; and
@@ -93,8 +90,7 @@ class Reducer {
   /// Where it averages.
   collective::ReduceGroup& group() const;
 
-  /// Reduces the gradients of this pass of another engine, too. To be called before its backward,
-  /// on each rank.
+  /// Reduces the gradients of another engine's pass, too. Each rank calls it before its backward.
   void attach(GradientPass& pass);
 
   /// The names in each bucket, for tests and diagnosis.

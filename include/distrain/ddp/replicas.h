@@ -16,8 +16,7 @@ void check_same_everywhere(const std::vector<NamedParameter>& tensors,
                            collective::ReduceGroup& group);
 
 /// Overwrites the values of `tensors` (dense) by those of the group's rank 0, in order with this
-/// thread's current streams. Autograd takes no notice. A collective call; one message for all that
-/// are on one device.
+/// thread's current streams. Autograd takes no notice. Collective; one message for each device.
 void broadcast_values(const std::vector<at::Tensor>& tensors, collective::ReduceGroup& group);
 
 }  // namespace distrain::ddp

@@ -117,8 +117,7 @@ class Schedule {
 
   /// The trainer has finished what it had. Done when there is something for it; fails for all when
   /// a hook throws. `stop`: it was told to end, so all are to save and end. `wanted`: so many steps
-  /// at a time, or fewer.
-  /// `peer_lost` for a seat that another has taken.
+  /// at a time, or fewer. `peer_lost` for a seat that another has taken.
   base::Future<Task> next(Seat seat, bool stop, int64_t wanted = 1);
 
   /// A new process takes the place of a trainer that is lost.

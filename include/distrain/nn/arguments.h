@@ -13,8 +13,7 @@
 namespace distrain::nn {
 
 // Arguments for a function that the sender does not see, only its name: each travels with what it
-// is, and is read as what the function takes. Numbers are converted; anything else has to be of
-// the very type.
+// is, and is read as what the function takes. Numbers are converted, other types must match.
 //
 // On the wire: u32 count, and for each: u8 kind · for kOther the name of its type · its value.
 

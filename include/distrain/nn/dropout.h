@@ -17,8 +17,7 @@ class Dropout {
   explicit Dropout(std::initializer_list<uint64_t> key);
 
   bool on() const { return on_; }
-  /// Each element becomes 0 with probability `p`, the others are divided by 1 - p. As
-  /// torch.nn.functional.dropout.
+  /// As torch.nn.functional.dropout: zeroes with probability `p`, divides the rest by 1 - p.
   at::Tensor operator()(const at::Tensor& x, double p);
   /// Whole channels of [n, channels, height, width]. As torch.nn.functional.dropout2d.
   at::Tensor channels(const at::Tensor& x, double p);

@@ -51,9 +51,8 @@ PipelineTimeline simulate(const PipelineSchedule& schedule);
 /// Its timeline for people: a line for each stage, a column for each unit of time.
 std::string to_text(const PipelineSchedule& schedule);
 
-/// Cuts layers in a row, which take so long each, into so many stages, from 1 to as many as there
-/// are layers, so that the slowest is as quick as can be: the first layer of each stage but the
-/// first.
+/// Cuts a row of layers, by the time of each, into `stages` stages so that the slowest is as quick
+/// as can be. Returns the first layer of each stage but the first.
 std::vector<size_t> balanced_cuts(const std::vector<double>& costs, size_t stages);
 
 }  // namespace distrain::nn

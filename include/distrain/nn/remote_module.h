@@ -76,8 +76,7 @@ class RemoteModule {
     return module_.template rpc_async<&Module::forward>(std::forward<Args>(args)...);
   }
 
-  /// References to the parameters, in the order of Module::parameters(): for a
-  /// DistributedOptimizer.
+  /// References to the parameters for a DistributedOptimizer, in Module::parameters()' order.
   std::vector<rpc::RRef<at::Tensor>> remote_parameters() const {
     return module_.handle()->agent().template rpc_sync<&detail::share_parameters<Module>>(
         module_.owner(), module_);
@@ -121,9 +120,8 @@ class RandomSeries {
 /// forward pass is made on one version of its parameters, so any number of ranks may train it at a
 /// time, in every mode of a DistributedOptimizer over remote_parameters().
 ///
-/// A cheap handle, which can be an argument of a call. Whether its passes train and which random
-/// numbers they draw is the handle's own: others are not concerned. Thread-safe but for train(),
-/// eval() and seed().
+/// A cheap handle, which can be an argument of a call. Training mode and random numbers are each
+/// handle's own. Thread-safe but for train(), eval() and seed().
 template <>
 class RemoteModule<ByName> {
  public:
@@ -170,8 +168,8 @@ class RemoteModule<ByName> {
   NamedTensors state() const;
   /// The same, left on the module's rank, with `prefix` before each name.
   rpc::RRef<NamedTensors> held_state(const std::string& prefix) const;
-  /// Puts copies there, all at one moment. Throws `bad_data`, before anything is changed, if names,
-  /// shapes or dtypes are others.
+  /// Copies all at one moment. Throws `bad_data`, changing nothing, for other names, shapes or
+  /// dtypes.
   void load_state(const NamedTensors& state) const;
 
   int owner() const { return module_.owner(); }

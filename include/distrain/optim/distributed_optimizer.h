@@ -52,9 +52,8 @@ void keep_optimizers(rpc::Agent& agent);
 /// That process makes no steps for a while: until it makes one, no other waits for it in kSsp.
 void rest(rpc::Agent& agent, rpc::ProcessNumber process);
 /// The number (DistributedOptimizer::set_step_number) of the last step of that process which has
-/// been applied to parameters of this rank; none if it is no participant of their optimizers, or
-/// if these differ. Of one that is lost nothing is applied any more once a later rpc::Layer hears
-/// of it.
+/// been applied to parameters of this rank; none if it is no participant of their optimizers, or if
+/// these differ. Once a later rpc::Layer hears of a loss, no step of that process is applied.
 std::optional<int64_t> last_step_of(rpc::Agent& agent, rpc::ProcessNumber process);
 
 /// On the rank that owns `parameter`: of the optimizer that updates it. `not_found` if none does.
@@ -90,8 +89,7 @@ class DistributedOptimizer {
   /// One group of shared parameters.
   DistributedOptimizer(rpc::Agent& agent, const std::vector<rpc::RRef<at::Tensor>>& shared,
                        const OptimizerOptions& options, Sharing sharing = {});
-  /// One group, by the rule; step() clips as it says. Its schedule is for the caller to follow:
-  /// see set_lr_factor().
+  /// One group by `rule`, clipped as it says. The caller follows its schedule: set_lr_factor().
   DistributedOptimizer(rpc::Agent& agent, const std::vector<rpc::RRef<at::Tensor>>& shared,
                        const std::vector<at::Tensor>& own, const Rule& rule, Sharing sharing = {});
 

@@ -70,8 +70,7 @@ struct ScheduleState {
 ///
 /// Its text is `constant`, `step:SIZE[,GAMMA]`, `cosine:LENGTH[,FLOOR]` or
 /// `plateau:PATIENCE[,FACTOR[,FLOOR[,THRESHOLD]]]`, with `warmup:LENGTH+` before it or
-/// `warmup:LENGTH` alone. Sizes and lengths are steps, with an `e` behind them epochs:
-/// `warmup:5e+step:30e,0.1`.
+/// `warmup:LENGTH` alone. Lengths are steps, with an `e` epochs: `warmup:5e+step:30e,0.1`.
 class Schedule {
  public:
   using Shape = std::variant<Constant, StepDecay, Cosine, Plateau>;
@@ -92,8 +91,7 @@ class Schedule {
   bool counts_epochs() const;
   /// Whether it is to be told of metrics.
   bool observes() const { return std::holds_alternative<Plateau>(shape_); }
-  /// One evaluation's metric. Nothing to schedules that do not observe. One that is not a number is
-  /// no better than any.
+  /// Notes one evaluation's metric, if this schedule observes. NaN is no better than any number.
   void observe(double metric);
 
   const ScheduleState& state() const { return state_; }

@@ -42,9 +42,8 @@ struct Adam {
   bool amsgrad = false;
 };
 
-/// Options of torch.optim.AdamW: as Adam, but each update first shrinks the parameter itself by
-/// lr * weight_decay (Loshchilov and Hutter, "Decoupled Weight Decay Regularization"). No sparse
-/// gradients.
+/// Options of torch.optim.AdamW: as Adam, but each update first shrinks the parameter itself by lr
+/// * weight_decay (Loshchilov and Hutter, 2019). No sparse gradients.
 struct AdamW {
   double lr = 1e-3;
   double beta1 = 0.9;
@@ -75,20 +74,17 @@ struct OptimizerFields {
   static constexpr auto kFields = std::tuple(&OptimizerFields::name, &OptimizerFields::values);
 };
 
-/// What an optimizer keeps for one parameter, by the names of PyTorch's optimizers: `step` (int64
-/// scalar, on the CPU), `momentum_buffer`, `sum`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq`,
-/// `square_avg`, `grad_avg`.
+/// An optimizer's state of one parameter, by PyTorch's names: `step` (int64 scalar, on the CPU),
+/// `momentum_buffer`, `sum`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq`, `square_avg`, `grad_avg`.
 using ParameterState = std::map<std::string, at::Tensor>;
 
-/// The state of all as tensors named "<parameter>.<name>", and back. The second throws `bad_data`
-/// for names of no parameter.
+/// The states as tensors named "<parameter>.<name>", and back: `bad_data` for unknown parameters.
 std::map<std::string, at::Tensor> flatten(const std::vector<std::string>& parameters,
                                           const std::vector<ParameterState>& states);
 std::vector<ParameterState> unflatten(const std::vector<std::string>& parameters,
                                       const std::map<std::string, at::Tensor>& flat);
 
-/// The squared L2 norm of all of them together, in double; undefined ones are left out, repeated
-/// rows of a sparse one count summed.
+/// The squared L2 norm of all together, in double; a sparse gradient's repeated rows are summed.
 double norm_squared(const std::vector<at::Tensor>& gradients);
 
 /// What gradients of this squared norm are multiplied by, so that their norm is at most `max_norm`;
@@ -100,8 +96,7 @@ at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b);
 
 OptimizerFields to_fields(const OptimizerOptions& options);
 
-/// Fields that are not given keep their defaults. Throws `invalid` for an unknown name or field and
-/// for a value out of range.
+/// Other fields keep their defaults. Throws `invalid` for unknown names and values out of range.
 OptimizerOptions from_fields(const OptimizerFields& fields);
 
 /// What one local optimizer does with one gradient at a time, in place; it owns the state that the

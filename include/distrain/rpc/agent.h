@@ -295,10 +295,9 @@ class Agent {
 
   /// Waits until every rank has come here, for as long as that takes, serving calls meanwhile; then
   /// until references and contexts are released everywhere; then disconnects. Throws peer_lost if a
-  /// rank dies instead. Nothing may be called afterwards.
-  /// `on_waiting` as in AgentOptions, with the ranks that have not come yet. `at_rest` is run when
-  /// all have come: the last moment to call others, which wait for it. Once, and not behind
-  /// abort(): that is `cancelled`.
+  /// rank dies instead. Nothing may be called afterwards. `on_waiting` as in AgentOptions, with the
+  /// ranks that have not come yet. `at_rest` is run when all have come: the last moment to call
+  /// others, which wait for it. Once, and not behind abort(): that is `cancelled`.
   void shutdown(std::function<void(const std::vector<int>& missing)> on_waiting = {},
                 const std::function<void()>& at_rest = {});
   /// Tells all peers why this rank leaves, and disconnects: what waits for others fails here, a

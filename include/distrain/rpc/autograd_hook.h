@@ -14,8 +14,7 @@ class AutogradHook;
 
 /// The distributed autograd context that calls of this thread belong to; 0: none.
 uint64_t current_context();
-/// The autograd of the agent whose context that is; null: none, or not known. Valid while the agent
-/// lives.
+/// The autograd of that context's agent; null: not known. Valid while the agent lives.
 AutogradHook* current_autograd();
 
 /// Sets the current context while the object lives, not longer than its agent.
@@ -46,8 +45,8 @@ class ContextScope {
 };
 
 /// What distributed autograd does to the messages of a context. The rpc layer calls it and knows
-/// nothing else of autograd. Thread-safe; called on the threads that encode and decode, and on the
-/// loop only where it says so.
+/// nothing else of autograd. Thread-safe; called where messages are encoded and decoded, on the
+/// loop only where stated.
 class AutogradHook {
  public:
   virtual ~AutogradHook() = default;

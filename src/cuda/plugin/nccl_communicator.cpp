@@ -43,8 +43,7 @@ ncclDataType_t to_nccl(at::ScalarType type) {
 // NCCL's communicators are made non-blocking: no call of NCCL then waits for another rank. A thread
 // that has to wait asks ncclCommGetAsyncError() again and again, with the lock free in between, so
 // that abort() gets in at any time; a communicator is used by one thread of ours at a time. In a
-// blocking communicator the first collective, which connects the ranks, would sit inside NCCL for
-// as long as a lost rank stays away.
+// blocking one the first collective would sit inside NCCL while a lost rank stays away.
 class Communicator final : public NcclCommunicator {
  public:
   Communicator(const NcclId& id, int size, int rank, int device_index)
@@ -56,8 +55,7 @@ class Communicator final : public NcclCommunicator {
     config.blocking = 0;
     check_cuda(cudaEventCreateWithFlags(&last_work_, cudaEventDisableTiming),
                "making an event for NCCL");
-    // Told by joined(): what there is of a communicator that failed is to be aborted, which is for
-    // the destructor to do.
+    // Told by joined(); the destructor aborts what there is of it.
     made_ = ncclCommInitRankConfig(&comm_, size, nccl_id, rank, &config);
   }
 
@@ -171,8 +169,7 @@ class Communicator final : public NcclCommunicator {
   }
 
   /// Waits until NCCL has done what a call that gave `result` asked for: for a collective that is
-  /// to put its work into the stream. Throws when that failed or took too long, or abort() was
-  /// called meanwhile.
+  /// to put its work into the stream. Throws if that failed, took too long or was aborted.
   void settle(ncclResult_t result, const std::string& what, base::TimePoint deadline,
               std::unique_lock<std::mutex>& lock) {
     for (microseconds pause{5}; result == ncclInProgress;) {

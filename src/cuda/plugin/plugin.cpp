@@ -20,8 +20,7 @@ int driver_version() {
   return version;
 }
 
-/// The oldest driver that runs programs of a major version of CUDA (NVIDIA's table of minor version
-/// compatibility).
+/// The oldest driver for a major version of CUDA (NVIDIA's table of minor version compatibility).
 std::string driver_for(int cuda) {
   return cuda == 12 ? "525" : cuda == 13 ? "580" : "for CUDA " + std::to_string(cuda);
 }
