@@ -47,7 +47,7 @@ class SgdRule final : public UpdateRule {
     at::Tensor direction = gradient;
     if (options_.weight_decay != 0) direction = direction.add(parameter, options_.weight_decay);
     if (options_.momentum != 0) {
-      at::Tensor& velocity = kept(i, "momentum_buffer");
+      at::Tensor& velocity = kept(i, "momentum_buffer", parameter);
       if (step == 1) {
         velocity = direction.clone();
       } else {
@@ -84,7 +84,7 @@ class AdagradRule final : public UpdateRule {
                    const at::Tensor& gradient) override {
     at::Tensor direction = gradient;
     if (options_.weight_decay != 0) direction = direction.add(parameter, options_.weight_decay);
-    at::Tensor& sum = squares_of(i, parameter);
+    at::Tensor& sum = kept(i, "sum", parameter, options_.initial_accumulator_value);
     sum.addcmul_(direction, direction);
     parameter.addcdiv_(direction, sum.sqrt().add_(options_.eps), -rate(step));
   }
@@ -92,7 +92,7 @@ class AdagradRule final : public UpdateRule {
   void apply_sparse(size_t i, int64_t step, at::Tensor& parameter,
                     const at::Tensor& gradient) override {
     const Rows rows(gradient);
-    at::Tensor& sum = squares_of(i, parameter);
+    at::Tensor& sum = kept(i, "sum", parameter, options_.initial_accumulator_value);
     at::Tensor row_sum = sum.index_select(0, rows.numbers).addcmul_(rows.values, rows.values);
     sum.index_copy_(0, rows.numbers, row_sum);
     const at::Tensor scale = row_sum.sqrt_().add_(options_.eps);
@@ -109,12 +109,6 @@ class AdagradRule final : public UpdateRule {
     return lr() / (1 + static_cast<double>(step - 1) * options_.lr_decay);
   }
 
-  at::Tensor& squares_of(size_t i, const at::Tensor& parameter) {
-    at::Tensor& sum = kept(i, "sum");
-    if (!sum.defined()) sum = at::full_like(parameter, options_.initial_accumulator_value);
-    return sum;
-  }
-
   std::vector<std::string> kept_names() const override { return {"sum"}; }
 
   const Adagrad options_;
@@ -129,11 +123,6 @@ class AdamRule final : public UpdateRule {
       : UpdateRule(options.lr), options_(options), decay_(decay) {}
 
  private:
-  struct Moments {
-    at::Tensor& first;
-    at::Tensor& second;
-  };
-
   void apply_dense(size_t i, int64_t step, at::Tensor& parameter,
                    const at::Tensor& gradient) override {
     at::Tensor direction = gradient;
@@ -144,31 +133,31 @@ class AdamRule final : public UpdateRule {
         direction = direction.add(parameter, options_.weight_decay);
       }
     }
-    const Moments moments = moments_of(i, parameter);
-    moments.first.mul_(options_.beta1).add_(direction, 1 - options_.beta1);
-    moments.second.mul_(options_.beta2).addcmul_(direction, direction, 1 - options_.beta2);
-    at::Tensor second = moments.second;
+    at::Tensor& first = kept(i, "exp_avg", parameter);
+    first.mul_(options_.beta1).add_(direction, 1 - options_.beta1);
+    at::Tensor second = kept(i, "exp_avg_sq", parameter);
+    second.mul_(options_.beta2).addcmul_(direction, direction, 1 - options_.beta2);
     if (options_.amsgrad) {
-      at::Tensor& largest = kept(i, "max_exp_avg_sq");
-      if (!largest.defined()) largest = at::zeros_like(parameter);
-      second = at::maximum_out(largest, largest, moments.second);
+      at::Tensor& largest = kept(i, "max_exp_avg_sq", parameter);
+      second = at::maximum_out(largest, largest, second);
     }
     const at::Tensor scale =
         second.sqrt().div_(std::sqrt(correction(options_.beta2, step))).add_(options_.eps);
-    parameter.addcdiv_(moments.first, scale, -lr() / correction(options_.beta1, step));
+    parameter.addcdiv_(first, scale, -lr() / correction(options_.beta1, step));
   }
 
   // SparseAdam: eps is added before the bias correction, unlike above.
   void apply_sparse(size_t i, int64_t step, at::Tensor& parameter,
                     const at::Tensor& gradient) override {
     const Rows rows(gradient);
-    const Moments moments = moments_of(i, parameter);
-    at::Tensor first = moments.first.index_select(0, rows.numbers);
+    at::Tensor& all_first = kept(i, "exp_avg", parameter);
+    at::Tensor first = all_first.index_select(0, rows.numbers);
     first.mul_(options_.beta1).add_(rows.values, 1 - options_.beta1);
-    moments.first.index_copy_(0, rows.numbers, first);
-    at::Tensor second = moments.second.index_select(0, rows.numbers);
+    all_first.index_copy_(0, rows.numbers, first);
+    at::Tensor& all_second = kept(i, "exp_avg_sq", parameter);
+    at::Tensor second = all_second.index_select(0, rows.numbers);
     second.mul_(options_.beta2).addcmul_(rows.values, rows.values, 1 - options_.beta2);
-    moments.second.index_copy_(0, rows.numbers, second);
+    all_second.index_copy_(0, rows.numbers, second);
     const double rate =
         lr() * std::sqrt(correction(options_.beta2, step)) / correction(options_.beta1, step);
     parameter.index_add_(0, rows.numbers, first.div_(second.sqrt_().add_(options_.eps)), -rate);
@@ -184,15 +173,6 @@ class AdamRule final : public UpdateRule {
 
   static double correction(double beta, int64_t step) {
     return 1 - std::pow(beta, static_cast<double>(step));
-  }
-
-  Moments moments_of(size_t i, const at::Tensor& parameter) {
-    const Moments moments{kept(i, "exp_avg"), kept(i, "exp_avg_sq")};
-    if (!moments.first.defined()) {
-      moments.first = at::zeros_like(parameter);
-      moments.second = at::zeros_like(parameter);
-    }
-    return moments;
   }
 
   std::vector<std::string> kept_names() const override {
@@ -212,17 +192,17 @@ class RmsPropRule final : public UpdateRule {
   void apply_dense(size_t i, int64_t, at::Tensor& parameter, const at::Tensor& gradient) override {
     at::Tensor direction = gradient;
     if (options_.weight_decay != 0) direction = direction.add(parameter, options_.weight_decay);
-    at::Tensor& squares = zeros_at_first(i, "square_avg", parameter);
+    at::Tensor& squares = kept(i, "square_avg", parameter);
     squares.mul_(options_.alpha).addcmul_(direction, direction, 1 - options_.alpha);
     at::Tensor scale = squares;
     if (options_.centered) {
-      at::Tensor& mean = zeros_at_first(i, "grad_avg", parameter);
+      at::Tensor& mean = kept(i, "grad_avg", parameter);
       mean.mul_(options_.alpha).add_(direction, 1 - options_.alpha);
       scale = squares.addcmul(mean, mean, -1);
     }
     scale = scale.sqrt().add_(options_.eps);
     if (options_.momentum != 0) {
-      at::Tensor& velocity = zeros_at_first(i, "momentum_buffer", parameter);
+      at::Tensor& velocity = kept(i, "momentum_buffer", parameter);
       velocity.mul_(options_.momentum).addcdiv_(direction, scale);
       parameter.add_(velocity, -lr());
     } else {
@@ -234,12 +214,6 @@ class RmsPropRule final : public UpdateRule {
 
   void check_sparse() const override {
     refuse("rmsprop cannot take sparse gradients: sgd, adagrad and adam can");
-  }
-
-  at::Tensor& zeros_at_first(size_t i, const char* name, const at::Tensor& parameter) {
-    at::Tensor& value = kept(i, name);
-    if (!value.defined()) value = at::zeros_like(parameter);
-    return value;
   }
 
   std::vector<std::string> kept_names() const override {
@@ -270,9 +244,12 @@ int64_t step_in(size_t i, const ParameterState& state) {
 
 }  // namespace
 
-at::Tensor& UpdateRule::kept(size_t i, const char* name) {
+at::Tensor& UpdateRule::kept(size_t i, const char* name, const at::Tensor& parameter,
+                             double at_first) {
   if (kept_.size() <= i) kept_.resize(i + 1);
-  return kept_[i][name];
+  at::Tensor& value = kept_[i][name];
+  if (!value.defined()) value = at::full_like(parameter, at_first);
+  return value;
 }
 
 void UpdateRule::set_lr_factor(double factor) {

@@ -142,8 +142,9 @@ class UpdateRule {
 
   double lr() const { return lr_ * lr_factor_; }
 
-  /// What is kept for parameter `i` under one of kept_names(); undefined at first.
-  at::Tensor& kept(size_t i, const char* name);
+  /// What is kept for parameter `i` under one of kept_names(): at first like `parameter`, full of
+  /// `at_first`.
+  at::Tensor& kept(size_t i, const char* name, const at::Tensor& parameter, double at_first = 0);
   virtual std::vector<std::string> kept_names() const = 0;
 
   /// `step` counts from 1.
