@@ -55,7 +55,7 @@ void check_path(const ParsedOptions& options, const std::string& name, bool is_f
   const std::string path = options.text(name);
   if (path.empty()) return;
   const auto refuse = [&](const char* why) {
-    throw base::Exception(base::ErrorKind::kBadData, fmt::format("--{} {}: {}", name, path, why));
+    base::bad_data(fmt::format("--{} {}: {}", name, path, why));
   };
   struct stat info {};
   if (stat(path.c_str(), &info) != 0 || access(path.c_str(), R_OK) != 0) refuse(strerror(errno));

@@ -13,8 +13,7 @@
 
 namespace distrain::app {
 
-/// Throws `invalid` for a `--device` that makes no sense, as far as it can be known before any rank
-/// starts.
+/// Throws `invalid` for a `--device` that makes no sense, as far as is known before ranks start.
 void check_devices(const job::ParsedOptions& options, const job::AnyDefinition& job,
                    const Placement& placement);
 
@@ -36,8 +35,7 @@ class RankDevices {
   /// Before get(), where the rank was not known before.
   void set_rank(int rank) { rank_ = rank; }
   /// Loads what GPUs need, if they are asked for: not before a process that forks has forked.
-  /// Throws `resources`, naming the rank, where there are none; and again what the first call
-  /// threw.
+  /// Throws `resources`, naming the rank, without GPUs, each time.
   const std::vector<c10::Device>& get(const std::string& rank_name,
                                       const job::OptionMap& of_rank_0);
   /// As JSON lines have them; null if they are not known, or not there.

@@ -30,8 +30,7 @@ using Mode = Placement::Mode;
 // this launcher end when rank 0 has ended.
 constexpr auto kAsRank0Ends = std::chrono::hours(24 * 7);
 
-/// What the `start` line shows, named with `_` as JSON lines are. `inherits`: what was not given
-/// here is rank 0's to tell.
+/// What the `start` line shows. `inherits`: rank 0 tells what was not given here.
 Json config_of(const ParsedOptions& options, bool inherits) {
   Json config = Json::object();
   for (const Option& option : options.table()) {
@@ -239,8 +238,7 @@ class Invocation {
            !given("port-range");
   }
 
-  /// Binds before any rank is there, so that a taken port is known at once and nobody else can take
-  /// it meanwhile.
+  /// Binds before any rank is there: a taken port is known at once, and nobody else takes it.
   int listen_for_rank_0() {
     if (meets_by_unix_socket()) {
       job_.rank_0_unix_name = rpc::new_unix_name();

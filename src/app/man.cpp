@@ -16,8 +16,7 @@ namespace distrain::app {
 namespace {
 
 // Texts are paragraphs with an empty line between. Lines that begin with four spaces are shown as
-// they are; lines that begin with "* term: " are a list of terms. `Words` in backticks and options
-// (--rank) become bold.
+// they are; "* term: " begins a term. `Words` in backticks and options (--rank) become bold.
 
 // Where bold begins and ends, in text that is yet to be escaped.
 constexpr char kBold = '\1', kRoman = '\2';

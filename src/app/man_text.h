@@ -2,8 +2,7 @@
 
 namespace distrain::app {
 
-// What the man pages of all programs have in common, in the form that man.cpp says. PROGRAM stands
-// for the program's name.
+// What all man pages have in common, in man.cpp's form. PROGRAM stands for the program's name.
 
 /// The end of each DESCRIPTION: of the program's page, of a job's.
 inline constexpr const char* kProgramDescription = R"(

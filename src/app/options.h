@@ -32,11 +32,9 @@ inline std::string default_in_words(const Option& option) {
 }
 
 /// Takes the options that the user did not give from the checkpoint of `--resume`, if there is one
-/// yet. Gives back in words which of those that were given are others now. Throws `bad_data` for
-/// one that has to be the same.
+/// yet. Returns in words which given ones differ. Throws `bad_data` for one that must not.
 std::string take_resumed_options(ParsedOptions& options, const std::string& cmd);
-/// The same for `predict`, with those that the model depends on. Throws `invalid` for others that
-/// were given.
+/// The same for `predict`, of those that the model depends on. Throws `invalid` for others given.
 void take_model_options(ParsedOptions& options, const job::Snapshot& saved);
 
 /// The job's token: of --token-file, or else of DISTRAIN_TOKEN, which it takes out of the
@@ -44,8 +42,7 @@ void take_model_options(ParsedOptions& options, const job::Snapshot& saved);
 /// `invalid` for one that holds no token.
 std::string take_token(const ParsedOptions& options, Placement& placement);
 
-/// What can be known before any rank starts: options that need others, paths that must be there;
-/// warns of options without effect.
+/// Checks before any rank starts: options that need others, paths; warns of options without effect.
 void check_options(const ParsedOptions& options, Placement& placement);
 
 }  // namespace distrain::app

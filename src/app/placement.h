@@ -46,8 +46,7 @@ struct Placement {
 Placement place(job::ParsedOptions& options, const job::JobInfo& job,
                 const std::function<void()>& on_rank_0);
 
-/// The number of this process among those of its host, as the launcher that started it says.
-/// Throws `invalid`.
+/// The number of this process among its host's, as its launcher says. Throws `invalid`.
 std::optional<int> local_rank(const job::OptionTable& table);
 
 }  // namespace distrain::app

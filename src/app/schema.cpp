@@ -76,8 +76,7 @@ Json line_of(const Event& event) {
   return line;
 }
 
-/// Adds the lines of the event `name` that a command prints: to those of other commands, where
-/// these are alike.
+/// Adds a command's lines of the event `name`: to those of other commands, where they are alike.
 void add_lines(std::vector<std::pair<Json, Json>>& lines, const std::string& name,
                const std::vector<Event>& events, const Json& cmd) {
   for (const Event& event : events) {

@@ -139,9 +139,7 @@ void Runtime::release(uint64_t id) {
     std::lock_guard lock(mutex_);
     const auto it = contexts_.find(id);
     if (it == contexts_.end()) return;
-    if (it != contexts_.begin()) {
-      first_ended = std::max(first_ended, std::prev(it)->first + 1);
-    }
+    if (it != contexts_.begin()) first_ended = std::max(first_ended, std::prev(it)->first + 1);
     state = take_locked(first_ended, id);
   }
   tell(*state, {id, kReleased, first_ended}, nullptr, -1);
@@ -258,9 +256,7 @@ void Runtime::on_rank_lost(const rpc::Loss& loss) {
     }
     for (const auto& state : orphans) contexts_.erase(state->id());
   }
-  for (const auto& state : orphans) {
-    state->fail_pass(kAllPasses, error);
-  }
+  for (const auto& state : orphans) state->fail_pass(kAllPasses, error);
 }
 
 size_t Runtime::live_contexts() const {
@@ -512,9 +508,7 @@ void move_gradients(rpc::Agent& agent, uint64_t from, uint64_t to) {
 
 void guard_pass(rpc::Agent& agent, PassGuard guard) {
   const uint64_t context = rpc::current_context();
-  if (context == 0) {
-    base::invalid("guard_pass: there is no current context");
-  }
+  if (context == 0) base::invalid("guard_pass: there is no current context");
   Runtime::of(agent)->find_or_create(context)->set_guard(std::move(guard));
 }
 

@@ -82,9 +82,7 @@ class Writer {
   template <class F>
   static void for_each_event(const std::vector<RankTrace>& ranks, F function) {
     for (const RankTrace& rank : ranks) {
-      for (const TraceTrack& track : rank.tracks) {
-        std::ranges::for_each(track.events, function);
-      }
+      for (const TraceTrack& track : rank.tracks) std::ranges::for_each(track.events, function);
     }
   }
 
@@ -201,8 +199,7 @@ std::string target_of(std::string path) {
   Disk::fail("cannot write", path);
 }
 
-// Beside `target`, from where it can be renamed. The name is as long in every process, and not too
-// long if the target's is not.
+// Beside `target`, to be renamed. The name is as long in every process, and not too long.
 std::string temporary(const std::string& target) {
   std::string number = std::to_string(getpid());
   number.insert(0, 7 - std::min<size_t>(7, number.size()), '0');
@@ -228,9 +225,7 @@ void check_replaceable(const std::string& target) {
 void check_target(const std::string& target) {
   struct stat info {};
   if (stat(target.c_str(), &info) == 0) {
-    if (!S_ISREG(info.st_mode)) {
-      base::invalid(target + ": is not a plain file");
-    }
+    if (!S_ISREG(info.st_mode)) base::invalid(target + ": is not a plain file");
     check_replaceable(target);
   }
   const std::string unfinished = temporary(target);

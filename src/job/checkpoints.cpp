@@ -30,8 +30,7 @@ bool is_finite(const at::Tensor& tensor) {
   return true;
 }
 
-// Refuses parameters that have diverged: they are not worth keeping, and must not push out older
-// checkpoints.
+// Refuses parameters that have diverged: they must not push out older checkpoints.
 void check_finite(const std::string& name, const at::Tensor& tensor, int64_t step) {
   if (!tensor.is_floating_point() || is_finite(tensor)) return;
   throw base::Exception(base::ErrorKind::kNotFinite,

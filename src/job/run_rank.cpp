@@ -90,11 +90,10 @@ class LossWatch final : public rpc::Layer {
 /// The place that rank 0 kept for this process has gone to one that names its rank.
 struct PlaceIsTaken {};
 
-/// The agent of one rank, from the job's description to its last counters: what every job does
-/// before and after its own work.
+/// The agent of one rank, and what every job does before and after its own work.
 class Session {
  public:
-  /// `names` are the ranks' roles; rank 0's hold. `has_asked`: for a place; then run() may throw
+  /// `names`: the ranks' roles; rank 0's hold. `has_asked` for a place: run() may throw
   /// PlaceIsTaken.
   Session(const Job& job, std::vector<std::string> names, EventSink& sink, bool has_asked)
       : job_(job), sink_(sink), has_asked_(has_asked), trace_(sink) {
@@ -229,9 +228,7 @@ void pass_on_signals(rpc::Agent& agent, StopSignal& stop) {
     };
   };
   // Rank 0 itself looks at its own when a trainer asks for a step.
-  if (agent.rank() != 0) {
-    stop.on_request(on_rank_0([&agent] { agent.rpc_sync<&request_stop>(0); }));
-  }
+  if (agent.rank() != 0) stop.on_request(on_rank_0([&agent] { agent.rpc_sync<&request_stop>(0); }));
   stop.on_save(
       on_rank_0([&agent] { agent.rpc_sync<rpc::of_local<&TrainingHost::request_save>>(0); }));
 }
@@ -329,8 +326,7 @@ Outcome run_as(const Job& job, EventSink& sink, const RankBody& body,
     rank->release_groups();
   };
   {
-    // What other ranks had for a save has failed by then, or is here: the agent is still whole, but
-    // has been told of the end.
+    // Other ranks' parts of a save have failed or are here; the agent has been told of the end.
     const auto settled = c10::make_scope_exit([&host] {
       if (host) host->await_save().wait();
     });

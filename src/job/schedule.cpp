@@ -100,8 +100,8 @@ int64_t Schedule::steps_of_each() const {
   return position_.total / terms_.trainers;
 }
 
-// All who are there wait, so nothing changes but by this thread, by who is lost or comes anew, and
-// by what is requested from outside.
+// All trainers wait: only this thread, losses, new trainers and requests from outside change
+// anything.
 void Schedule::advance() {
   for (;;) {
     Phase before{};
@@ -161,7 +161,7 @@ Schedule::Lost Schedule::lose(int trainer, std::optional<int64_t> made) {
       waiting_.erase(waiting);
     }
   }
-  if (request) request->promise.fail({base::ErrorKind::kPeerLost, "it is lost", -1, {}});
+  if (request) request->promise.fail({base::ErrorKind::kPeerLost, "it is lost"});
   return lost;
 }
 

@@ -73,8 +73,7 @@ std::optional<int> TrainerLosses::trainer_of(int rank) const {
   return trainer >= 0 && trainer < trainers_ ? std::optional(trainer) : std::nullopt;
 }
 
-// Nobody waits for the answers: who is lost has none, and whoever waits for that trainer's steps
-// hears of it in time.
+// Nobody waits for answers: a lost rank has none, and who waits for its steps hears of it.
 void TrainerLosses::rest(int trainer) const {
   const int rank = first_rank_ + trainer;
   const uint32_t process = rpc::process_number(rank, agent_.worker(rank).incarnation);

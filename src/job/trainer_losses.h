@@ -8,8 +8,7 @@
 
 namespace distrain::job {
 
-/// Of a job that goes on without a trainer that is lost: what rank 0 has to do with the other
-/// ranks. Thread-safe.
+/// What rank 0 does with other ranks when a job goes on without a lost trainer. Thread-safe.
 class TrainerLosses {
  public:
   /// Trainers are ranks from `first_rank` on; `least` of them are to be left.
@@ -36,8 +35,7 @@ class TrainerLosses {
   const int least_;
 };
 
-/// Calls `ask` with each rank, and waits for its answers. One that the job goes on without has
-/// none.
+/// Calls `ask` with each rank and waits for the answers; a rank that the job does without has none.
 void ask_all(rpc::Agent& agent, const std::function<base::Future<void>(int rank)>& ask);
 
 }  // namespace distrain::job

@@ -155,8 +155,7 @@ auto TrainingPlan::ask(const Args&... args) const {
 
 void TrainingPlan::attach() {
   plan_.parts.assign(parts_.begin(), parts_.end());
-  // What is shared outlives a trainer; with nothing that is known to be, all may be a trainer's
-  // own.
+  // What is shared outlives a trainer; if nothing is known to be, all may be a trainer's own.
   const bool all_shared = !parts_.empty() && std::ranges::all_of(parts_, &Part::once);
   if (agent_) plan_.may_lose = plan_.may_lose && all_shared;
   Attached attached;
@@ -248,9 +247,7 @@ Report TrainingPlan::close_epoch(const Task& task) {
 }
 
 void TrainingPlan::end(const Task& task) {
-  if (log_.epoch_steps() > 0) {
-    ask<&TrainingHost::report>(seat(own_.front()), close_epoch(task));
-  }
+  if (log_.epoch_steps() > 0) ask<&TrainingHost::report>(seat(own_.front()), close_epoch(task));
   log_.end_epoch();
   stopped_ = task.stopped || process_.job().stop->requested();
   Json& fields = process_.fields();

@@ -444,9 +444,8 @@ void TrainingHost::save(const Position& position) {
       since);
 }
 
-// On the thread that saves. A part that is lost with its rank is no reason to end: whether the job
-// can do without that rank is decided where its loss is heard of. If no save follows, the end says
-// that the last one failed.
+// On the thread that saves. A part that is lost with its rank is no reason to end: its loss is
+// dealt with elsewhere. If no save follows, the end says that the last one failed.
 void TrainingHost::on_save_failed(const base::Error& error) {
   if (error.kind == base::ErrorKind::kPeerLost) {
     sink_.warn(error.kind, "a checkpoint was given up: " + error.message);

@@ -57,12 +57,11 @@ struct HeldPart {
       std::tuple(&HeldPart::part, &HeldPart::trainer, &HeldPart::tensors);
 };
 
-/// What a job's training has one of, on rank 0: schedule, learning rate, evaluation, checkpoints,
-/// the end. Thread-safe.
+/// A training's schedule, learning rate, evaluation, checkpoints and end, on rank 0. Thread-safe.
 class TrainingHost final : public rpc::Layer, public std::enable_shared_from_this<TrainingHost> {
  public:
-  /// Tries whether the folder of checkpoints can be written, and is this job's. `agent`: null if
-  /// all trainers are in this process.
+  /// Tries whether the folder of checkpoints can be written. `agent`: null if all trainers are
+  /// here.
   TrainingHost(std::string cmd, RankBody::Known known, rpc::Agent* agent, const Job& job,
                EventSink& sink);
 
@@ -76,8 +75,7 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   data::NamedTensors saved_part(const PartName& part, int trainer);
   base::Future<Lease> next(Seat seat, bool stop, bool last, int64_t wanted);
   void report(Seat seat, const Report& report);
-  /// Done when no save is under way. On a task to save, before its parts are taken, so that no more
-  /// than one is in memory.
+  /// Done when no save is under way. A new save waits for it, so that one is in memory at a time.
   base::Future<void> await_save() { return checkpoints_.idle(); }
   /// On a task to save: a trainer's parts.
   void contribute(Seat seat, const std::vector<HeldPart>& parts);

@@ -19,8 +19,7 @@ constexpr double kInitialRange = 0.1;
 enum : uint64_t { kEncoderSeed = 1, kDecoderSeed = 2, kLstmSeed = 3 };
 
 /// cuDNN would have all weights of an LSTM in one piece of memory and warns that it copies them
-/// there. Each is a parameter of its own here, for optimizers and versions. Other warnings go on to
-/// whoever has them without this.
+/// there. Each is a parameter here. Other warnings pass.
 class NoWordOfCopies final : public c10::WarningHandler {
  public:
   void process(const c10::Warning& warning) override {
@@ -102,8 +101,7 @@ LstmImpl::LstmImpl(int64_t input, int64_t hidden, int64_t layers, double dropout
 }
 
 at::Tensor LstmImpl::forward(at::Tensor x, LstmState& state, nn::Dropout& dropout) {
-  // A GPU keeps what the backward pass needs when it trains only. There is no dropout inside, so it
-  // makes no other difference.
+  // A GPU keeps what the backward pass needs only in training, which here makes no difference else.
   const bool train = rpc::is_accelerator(x.device()) && at::GradMode::is_enabled();
   NoWordOfCopies quiet;
   std::optional<c10::WarningUtils::WarningHandlerGuard> guard;

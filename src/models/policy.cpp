@@ -129,8 +129,7 @@ Policy::Loss loss_on_device(const std::vector<at::Tensor>& values,
 }  // namespace
 
 Policy::Policy(uint64_t seed, c10::Device device) : device_(device) {
-  // As torch's Linear begins, but not by uniform_(): that rounds otherwise on other processors, and
-  // the episodes are then others.
+  // As torch's Linear begins, but not by uniform_(), which rounds otherwise on other processors.
   base::Random random({seed});
   const auto layer = [&](int64_t inputs, int64_t outputs) {
     const double bound = 1 / std::sqrt(static_cast<double>(inputs));

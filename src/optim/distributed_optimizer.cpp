@@ -228,9 +228,7 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
 }
 
 int DistributedOptimizer::participant() const {
-  if (sharing_.participant == Sharing::kOnlooker) {
-    base::invalid("an onlooker makes no steps");
-  }
+  if (sharing_.participant == Sharing::kOnlooker) base::invalid("an onlooker makes no steps");
   return sharing_.participant;
 }
 

@@ -142,9 +142,7 @@ bool LocalOptimizer::Participant::is_lost() const {
 void LocalOptimizer::take_part(int participant, rpc::ProcessNumber process) {
   if (participant < 0 || participant >= terms_.participants) return;  // its steps are refused
   const std::unique_lock guard = lock();
-  if (lost_processes_.contains(process)) {
-    throw base::Exception(participant_lost(process));
-  }
+  if (lost_processes_.contains(process)) throw base::Exception(participant_lost(process));
   Participant& its = participants_[static_cast<size_t>(participant)];
   if (its.is_lost()) {
     its.processes.clear();

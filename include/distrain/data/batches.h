@@ -12,8 +12,7 @@
 namespace distrain::data {
 
 /// What one step of a bag-of-words model eats, as at::embedding_bag wants it: bag b holds
-/// indices[offsets[b] .. offsets[b + 1]), the last one goes to the end. Bags may be empty. All
-/// int64.
+/// indices[offsets[b] .. offsets[b + 1]); the last goes to the end. All int64.
 struct Batch {
   at::Tensor indices;
   at::Tensor offsets;  ///< one a bag, offsets[0] = 0, rising
@@ -41,8 +40,7 @@ struct Shard {
 /// batch_size, fewer in the last step only.
 class EpochSampler {
  public:
-  /// Throws `invalid` for arguments out of range, `bad_data` when there are fewer examples than
-  /// trainers.
+  /// Throws `invalid` for arguments out of range, `bad_data` for fewer examples than trainers.
   EpochSampler(uint64_t seed, int64_t epoch, Shard shard, int64_t examples, int64_t batch_size);
 
   int64_t steps() const { return (std::ssize(examples_) + batch_size_ - 1) / batch_size_; }

@@ -11,8 +11,7 @@ namespace distrain::data {
 /// and the cart within 2.4 m of the middle; after 500 steps an episode ends anyhow.
 ///
 /// The dynamics of Barto, Sutton and Anderson 1983 as Gymnasium computes them: in double, by
-/// Euler's method, each expression in its order, because a pole makes a rounding error grow
-/// fourfold in a third of a second.
+/// Euler's method, each expression in its order: rounding errors grow fast.
 class CartPole {
  public:
   /// x in m, its speed, the pole's angle in radians, its speed.

@@ -50,8 +50,7 @@ struct LoadedCheckpoint {
 /// load() as well. Not to be forked: the child would keep the folder. One thread at a time.
 class CheckpointStore {
  public:
-  /// `before_system_call` is told before each system call of a save, with its name: for the tests
-  /// that end the process there.
+  /// `before_system_call` hears each system call of a save by name: for tests that end the process.
   using Probe = std::function<void(const char* name)>;
 
   /// `keep`: so many checkpoints are left after a save, at least one.
@@ -73,8 +72,7 @@ class CheckpointStore {
   /// Writes a checkpoint so that the folder holds it whole or not at all, whenever the process or
   /// the machine stops: into a temporary folder, each file and the folder fsynced, renamed, its
   /// parent fsynced. Removes what interrupted saves left. At the end the newest `keep` are left of
-  /// those that are no newer than this one. Saving the same step again replaces it. Gives back the
-  /// checkpoint's path.
+  /// those that are no newer than this one. Replaces the same step. Returns the path.
   ///
   /// Throws `resources` naming the file (disk full, no rights, the folder is gone); what was saved
   /// before stays. Throws `bad_data` when another job has saved there since, as on a file system

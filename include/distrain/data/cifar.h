@@ -6,8 +6,7 @@
 
 namespace distrain::data {
 
-/// Whether `folder`, or `cifar-10-batches-bin` in it, has any of the files data_batch_1.bin to
-/// data_batch_5.bin.
+/// Whether `folder`, or `cifar-10-batches-bin` in it, has any of data_batch_1.bin to _5.bin.
 bool has_cifar10(const std::string& folder);
 
 /// Reads CIFAR-10's binary version (cs.toronto.edu/~kriz/cifar.html): data_batch_1.bin to
@@ -17,8 +16,7 @@ bool has_cifar10(const std::string& folder);
 /// missing, unreadable, damaged, empty, not whole records, other labels, more than 8 GiB.
 ImageFolder read_cifar10(const std::string& folder);
 
-/// Images to look at: a file of such records, which may be a pipe, or the test_batch.bin of a
-/// folder. Throws as read_cifar10().
+/// Images to look at: a file or pipe of such records, or a folder's test_batch.bin. Throws alike.
 ImageSet read_cifar10_images(const std::string& path);
 
 }  // namespace distrain::data

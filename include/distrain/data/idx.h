@@ -23,8 +23,7 @@ struct ImageSet {
 
 /// Reads a pair of IDX files (yann.lecun.com/exdb/mnist: big-endian magic 0x803 and 0x801), each
 /// plain or gzip, whatever its name. Throws `bad_data`, with the file and the reason: unreadable,
-/// damaged, not IDX, a wrong element type, cut short, longer than its header says, no image, image
-/// and label counts that differ.
+/// damaged, not IDX, a wrong element type, a length or counts that do not fit.
 ImageSet read_idx(const std::string& images, const std::string& labels);
 
 struct ImageFolder {

@@ -27,8 +27,7 @@ struct ImageBatch {
 ImageBatch make_batch(const ImageSet& images, std::span<const int64_t> examples,
                       const ImageForm& form);
 
-/// Images to train with, of CIFAR-10's binary files or of IDX files, whichever `folder` has. Throws
-/// `bad_data`.
+/// Images to train with: `folder` has CIFAR-10's binary or IDX files. Throws `bad_data`.
 ImageSet read_training_images(const std::string& folder);
 
 }  // namespace distrain::data

@@ -22,15 +22,13 @@ class RunTrace {
 
   const std::shared_ptr<base::Tracer>& tracer() const { return tracer_; }
 
-  /// Records from here on, for the file `path`; nothing if that is empty. `world_size` ranks share
-  /// what a file can hold.
+  /// Records from here on for the file `path`, if not empty, which `world_size` ranks share.
   void start(const std::string& path, int world_size);
   /// Once all ranks are there.
   void begin(rpc::Agent& agent);
   /// Of a run without other ranks.
   void begin_alone() { begun_ = true; }
-  /// Rank 0, while the others wait for it in Agent::shutdown. Keeps what goes wrong for write(),
-  /// and this rank's part then.
+  /// Rank 0, while others wait in Agent::shutdown. Keeps errors for write(), and this rank's part.
   void collect();
   /// Rank 0: what was collected. Gives back what went wrong, if anything.
   std::optional<base::Error> write();

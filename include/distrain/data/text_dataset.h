@@ -10,8 +10,7 @@
 
 namespace distrain::data {
 
-/// What a training file defines: its words in the order of their first appearance, and its labels
-/// sorted by their bytes.
+/// What a training file defines: its words by first appearance, its labels sorted by bytes.
 struct TextVocabulary {
   Vocabulary words;
   std::vector<std::string> labels;
@@ -39,8 +38,7 @@ enum class Labels : uint8_t { kAll, kSome };
 /// Tokens are separated by blanks, tabs, \r, \v, \f or NUL, as fastText does; other bytes are taken
 /// as they are, valid UTF-8 or not. The label may stand anywhere in its line; there must be exactly
 /// one. A label without a token is an example (an empty bag); a line with neither is skipped. A
-/// UTF-8 byte order mark at the beginning is skipped. Lines may have any length, the last one needs
-/// no line end.
+/// byte order mark is skipped. Lines may have any length, the last needs no end.
 ///
 /// A test file is read with the `vocabulary` of the training file: unknown words are dropped and
 /// counted, an unknown label is `bad_data`.
@@ -51,8 +49,7 @@ TextDataset read_fast_text(const std::string& path,
                            std::shared_ptr<const TextVocabulary> vocabulary = nullptr,
                            Labels labels = Labels::kAll);
 
-/// As read_fast_text, of bytes in memory; `name` stands for the file in errors. `vocabulary` may be
-/// null: then the text defines it.
+/// As read_fast_text, of bytes in memory; `name` stands for the file. Null: the text's vocabulary.
 TextDataset parse_fast_text(std::string_view text, const std::string& name,
                             std::shared_ptr<const TextVocabulary> vocabulary = nullptr,
                             Labels labels = Labels::kAll);

@@ -268,8 +268,7 @@ class Definition final : public AnyDefinition {
       return options;
     });
   }
-  /// The same without a command line. `adopt` makes the options of another rank of rank 0's; empty:
-  /// its own hold.
+  /// The same without a command line. `adopt` makes another rank's options of rank 0's, if given.
   Outcome run(
       Options options, const Job& job, EventSink& sink,
       const std::function<Options(int rank, const OptionMap& of_rank_0)>& adopt = {}) const {

@@ -9,8 +9,7 @@
 
 namespace distrain::job {
 
-// What the JSON lines of a job hold, declared once: the schema, the man pages and the tests of
-// every line come from it.
+// What a job's JSON lines hold, declared once for the schema, the man pages and tests.
 
 /// What losses are of: words have a perplexity, others an accuracy.
 enum class Unit : uint8_t { kSamples, kWords };
@@ -47,8 +46,7 @@ struct Field {
 Field sometimes(Field field);
 Field or_null(Field field);
 
-/// A kind of line: its fields beside those that all lines have (v, ts, run, event, cmd, rank,
-/// role).
+/// A kind of line: its fields beside those of all (v, ts, run, event, cmd, rank, role).
 struct Event {
   std::string name;
   std::string when;  ///< it comes; empty: more fields of an event that there is
@@ -67,8 +65,7 @@ Event eval_event(std::string when, Unit unit = Unit::kSamples);
 /// `may_lose`: it can go on without one of them.
 std::vector<Event> trainer_events(bool may_lose, Unit unit = Unit::kSamples);
 
-/// `events` with `more`, whose fields are added where there is such an event. What `end` has,
-/// `rank_end` has, too.
+/// `events` with `more`, whose fields are added to such events; those of `end` to `rank_end`, too.
 std::vector<Event> with_events(std::vector<Event> events, const std::vector<Event>& more);
 
 }  // namespace distrain::job

@@ -36,8 +36,7 @@ class EventSink {
  public:
   virtual ~EventSink() = default;
   virtual void emit(std::string_view event, const Json& fields) = 0;
-  /// Where the rank was any: which one this process is, or that it is any once more. Before
-  /// joined().
+  /// Where the rank was any: this process's rank, or any once more. Before joined().
   virtual void placed(int rank) { static_cast<void>(rank); }
   /// All ranks are there: what rank 0 has told of the job, and the role that follows from it.
   virtual void joined(std::string_view role, const OptionMap& of_rank_0) = 0;
@@ -133,8 +132,7 @@ struct Job : Contact {
   /// Decides it once this rank's name and rank 0's options are known; null: `devices` hold.
   std::function<std::vector<c10::Device>(const std::string& name, const OptionMap& of_rank_0)>
       choose_devices;
-  /// Sets the threads of an operation once it is known how many ranks share this one's CPUs; null:
-  /// they hold as they are.
+  /// Sets an operation's threads once the ranks that share this one's CPUs are known; may be null.
   std::function<void(int ranks)> share_cpus;
   /// SIGINT, SIGTERM and SIGHUP, for jobs that save before they end. Never null.
   std::shared_ptr<StopSignal> stop = std::make_shared<StopSignal>();
@@ -149,8 +147,7 @@ struct Job : Contact {
 /// What `end` and `rank_end` say beyond the common fields: counters and the job's metrics.
 struct Outcome {
   Json fields = Json::object();
-  /// The job saw to a signal to stop: it saved what it had and ended in good order. `message` says
-  /// where.
+  /// The job saved what it had at a signal to stop, and ended in good order. `message` says where.
   bool stopped = false;
   /// The job ended in good order, but without what it was for. `message` says what is missing.
   bool goal_missed = false;

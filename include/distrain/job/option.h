@@ -40,8 +40,8 @@ struct Option {
   double max = 0;
   bool above_min = false;  ///< `min` itself is not allowed
   bool below_max = false;  ///< nor is `max`
-  /// All of a kChoice; of a text some that a shell offers; of a number the words that may stand in
-  /// its place: of a kReal on and off.
+  /// All of a kChoice; some of a text, for a shell; words in place of a number: for a kReal on,
+  /// off.
   std::vector<std::string> choices;
   char short_name = 0;
   /// What a path must lead to, which is seen before any rank starts.
@@ -102,8 +102,7 @@ class ParsedOptions {
   /// Given, or taken.
   bool decided(const std::string& name) const { return given(name) || taken_.contains(name); }
   const OptionTable& table() const { return *table_; }
-  /// Rank 0's over these: kRank options stay this rank's, kInput ones too if they were given here.
-  /// Throws `invalid`.
+  /// Rank 0's over these, but for kRank options, and kInput ones given here. Throws `invalid`.
   ParsedOptions adopting(const OptionMap& of_rank_0) const;
 
  private:

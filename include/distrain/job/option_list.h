@@ -13,8 +13,7 @@ namespace distrain::job {
 
 inline constexpr double kMaxInt = 2147483647.0;
 
-/// What is said of an option beside its name, member and help: fields of Option say what each
-/// means. Each gives back itself.
+/// An option beside its name, member and help: see Option's fields. Each returns itself.
 class OptionRow {
  public:
   explicit OptionRow(Option& option) : option_(option) {}
@@ -103,8 +102,7 @@ class OptionList {
   OptionRow text(std::string name, Member member, const std::string& value_name, std::string help) {
     return add(std::move(name), ValueKind::kText, member, std::move(help)).value_name(value_name);
   }
-  /// The path of a file to read, which each rank may be given for itself. That it is there is seen
-  /// before any rank starts.
+  /// The path of a file to read, which may differ by rank. It is looked for before any rank starts.
   template <class Member>
   OptionRow file(std::string name, Member member, std::string help) {
     return path(std::move(name), member, "FILE", std::move(help), Option::Path::kFile);
@@ -121,8 +119,7 @@ class OptionList {
     rows_.back().option.choices = std::move(choices);
     return row.value_name("NAME");
   }
-  /// A std::optional<double>: how much, or `off`, which is 0, or `on`, where it is empty and the
-  /// job knows how much.
+  /// A std::optional<double>: how much, `off` (0), or `on` (empty: the job knows how much).
   template <class Member>
   OptionRow on_off_or_real(std::string name, Member member, std::string help) {
     OptionRow row = add(std::move(name), ValueKind::kReal, member, std::move(help), "on", "off");

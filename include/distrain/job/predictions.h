@@ -30,9 +30,8 @@ class Predictions {
 
   /// A `prediction` line, of the next example.
   void tell(const Json& fields);
-  /// One for each row of `scores` [n, labels], with the label that has most, and their softmax.
-  /// `targets` [n] are the right ones, below 0 where they are not known. Without `labels` they are
-  /// numbers.
+  /// One for each row of `scores` [n, labels]: the best label, and the softmax. `targets` [n] are
+  /// right, below 0: unknown. No `labels`: numbers.
   void tell_labels(const at::Tensor& scores, const at::Tensor& targets,
                    const std::vector<std::string>& labels = {});
   /// A field of the last line, which the job declares.

@@ -61,8 +61,7 @@ class Process {
   EventSink& sink() const { return sink_; }
   c10::Device device() const { return job_.device(); }
 
-  /// Fields of this process's last line. In the job's last line a field is that of the first rank
-  /// that has it.
+  /// Fields of this process's last line. The job's last line has those of the first rank with each.
   Json& fields() { return fields_; }
   /// The job ends in good order, but without what it was for: exit code 11, with this message. To
   /// be said by rank 0; nothing if the job is stopped by a signal.

@@ -38,8 +38,7 @@ struct Task {
                  &Task::stopped, &Task::part, &Task::parts);
 };
 
-/// A trainer, and how many have had its place before: what is late of one that is lost is not its
-/// successor's.
+/// A trainer, and how many had its place before, so that late words of a lost one are known.
 struct Seat {
   Seat(int trainer_number = 0, int64_t taken_before = 0)  // NOLINT: a trainer's first one
       : trainer(trainer_number), before(taken_before) {}
@@ -76,8 +75,7 @@ struct Position {
 /// whatever all are to meet for, so that at each meeting all steps handed out have been made; and
 /// an evaluation or a save that it had a part in begins again with those who are left. From then on
 /// they take over steps of its shard, too, as there is nobody else to make them. A new process can
-/// take the lost one's place: it gets a seat of its own, and what the old one still says is
-/// refused.
+/// take the lost one's place, in a seat of its own; the old one is refused.
 ///
 /// Thread-safe. The hooks run on the thread of whoever comes last, while all trainers wait.
 class Schedule {

@@ -19,8 +19,7 @@ namespace distrain::job {
 inline constexpr auto kSameSignal = std::chrono::seconds(2);
 
 /// How SIGINT, SIGTERM and SIGHUP reach a job that wants to save before it ends, SIGUSR1 one that
-/// saves and goes on, and SIGQUIT one that is to tell what it waits for. Thread-safe, but for
-/// heeds().
+/// saves and goes on, and SIGQUIT one that tells its waits. Thread-safe, but for heeds().
 class StopSignal {
  public:
   /// From now on the job looks at requested() at every step and ends by itself. Before, and for
@@ -30,8 +29,7 @@ class StopSignal {
     state_.compare_exchange_strong(expected, State::kArmed);
   }
   /// All is saved. From now on the signal ends the process at once again, unless the job is
-  /// `stopped` by one anyway: all ranks get it, this one perhaps later than it is told of it. Gives
-  /// back requested().
+  /// `stopped` by one, which this rank may get late. Returns requested().
   bool disarm(bool stopped) {
     State state = state_;
     while (!state_.compare_exchange_weak(
@@ -40,8 +38,8 @@ class StopSignal {
     return requested();
   }
 
-  /// The job is to stop: the signal has come, here or on another rank. False if the job will not
-  /// see to it, or does already.
+  /// The signal has come, here or on another rank. False if the job does not see to it, or does
+  /// already.
   bool request() {
     State expected = State::kArmed;
     if (!state_.compare_exchange_strong(expected, State::kStopping)) return false;
@@ -83,8 +81,8 @@ class StopSignal {
   /// The signal that this process has got itself, if the job saw to it; 0 where another rank told.
   int number() const { return number_; }
 
-  /// This process has got the signal `number`. True if the job sees to it; otherwise it ends the
-  /// process. Called by one thread.
+  /// The signal `number` has come. True if the job sees to it, else it ends the process. One
+  /// thread.
   bool heeds(int number, base::TimePoint now) {
     const bool is_first = heeded_ == base::TimePoint{};
     if (is_first) number_ = number;  // before request(), or the job might end without it

@@ -208,8 +208,7 @@ class TrainingPlan {
   /// What must be the same on all trainers only.
   void alike(const std::string& name, const std::string& value) { plan_.alike[name] = value; }
 
-  /// What a checkpoint keeps, under a name that it has there. All trainers name the same, in the
-  /// same order.
+  /// What a checkpoint keeps, by name. All trainers name the same, in the same order.
   void keep(const std::string& name, Part part) {
     part.name = name;
     parts_.push_back(std::move(part));
@@ -217,8 +216,7 @@ class TrainingPlan {
   /// The state of updates that this process makes by itself; as with a DistributedOptimizer.
   void keep(LocalUpdates& optimizer);
 
-  /// The job has reached its goal, and ends before its last step, once this holds on some trainer
-  /// when it asks for further steps.
+  /// The job ends before its last step once this holds on a trainer that asks for further steps.
   void end_when(std::function<bool()> reached) { reached_ = std::move(reached); }
 
   using Evaluate = std::function<Evaluation(const Share&)>;
@@ -235,8 +233,7 @@ class TrainingPlan {
   int64_t steps_made() const { return log_.total(); }
 
  protected:
-  /// `own`: the trainers whose steps this process makes. It calls the host by `agent`, or without
-  /// one has it here.
+  /// `own`: the trainers of this process. It calls the host by `agent`; null: it is here.
   TrainingPlan(Plan plan, Process& process, std::vector<int> own, Share share, rpc::Agent* agent,
                TrainingHost* host);
   ~TrainingPlan() = default;
@@ -254,8 +251,7 @@ class TrainingPlan {
   std::vector<int> own_;
   TrainingHost* const host_;
   optim::Schedule lr_schedule_;
-  /// For each optimizer, before a step: the learning rate's factor, and the step's number in this
-  /// run, from 1 on.
+  /// For each optimizer, before a step: the learning rate's factor, and the step's number from 1.
   std::vector<std::function<void(double lr_factor, int64_t number)>> begin_step_;
 
  private:
@@ -326,9 +322,8 @@ class Training : public TrainingPlan {
   void keep(const std::string& name, ddp::DistributedDataParallel<Module>& module) {
     keep(name, part_of(data::named_tensors(name, *module.module())));
   }
-  /// The state of all its parameters, in files by these names: those that are shared first, as the
-  /// optimizer got them. Without names they are numbered. Its learning rate follows the plan's
-  /// schedule from here on.
+  /// The state of all its parameters, in files by these names: shared ones first, as the optimizer
+  /// got them. Without names they are numbered. Its learning rate follows the plan's schedule.
   void keep(optim::DistributedOptimizer& optimizer, std::vector<std::string> parameters = {});
 
   /// Trains, as the job's other trainers do, to its end. Throws what `step` throws; `not_finite`.

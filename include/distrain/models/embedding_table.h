@@ -17,8 +17,7 @@ namespace distrain::models {
 /// Its gradient is sparse: only the rows that were looked up travel and change.
 class EmbeddingTable {
  public:
-  /// `range` 0: rows from N(0, 1), as torch.nn.EmbeddingBag's; else uniform in ±range. `device` is
-  /// one of the rank that makes it.
+  /// `range` 0: rows from N(0, 1), as torch.nn.EmbeddingBag's; else uniform in ±range, on `device`.
   using Constructor = EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t seed,
                                      std::string device);
   EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t seed, const std::string& device);

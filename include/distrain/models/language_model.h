@@ -12,8 +12,7 @@
 
 namespace distrain::models {
 
-/// On the parameter server: word number → vector. Its gradient is sparse: only rows that were
-/// looked up travel and change.
+/// On the parameter server: word number → vector, with a sparse gradient of the rows looked up.
 class WordEmbedding {
  public:
   WordEmbedding(int64_t words, int64_t size, uint64_t seed, c10::Device device);

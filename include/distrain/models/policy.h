@@ -16,8 +16,7 @@ namespace distrain::models {
 using Observation = std::array<float, 4>;
 
 /// What the random numbers of one step are drawn from: its dropout and its action. Nothing else
-/// decides them, so neither the order in which steps are asked for nor what is asked for together
-/// with them matters.
+/// decides them, whatever is asked for before or together with them.
 struct StepKey {
   uint64_t seed = 0;
   uint64_t observer = 0;
@@ -43,9 +42,8 @@ struct PolicyStep {
 ///
 /// On the CPU it computes in plain loops, row by row. A row's result must not depend on how many
 /// others come with it, or on the number of threads, and LibTorch's matrix products promise
-/// neither; and for a net of this size they take longer than the loops. On another device the same
-/// is done in matrix products, with the same random numbers. Concurrent calls of const functions
-/// are fine.
+/// neither; and for a net of this size they take longer than the loops. Other devices use matrix
+/// products, with the same random numbers. const functions are thread-safe.
 class Policy {
  public:
   static constexpr int kHidden = 128;

@@ -11,8 +11,7 @@
 namespace distrain::scenario {
 
 /// Options of `distrain pipeline`; the defaults are the PyTorch tutorial's ("Distributed Pipeline
-/// Parallelism Using RPC"), but for num_split, which is the number of micro-batches here. Steps are
-/// batches.
+/// Parallelism Using RPC"), but for num_split, here micro-batches. Steps are batches.
 struct PipelineOptions : job::CommonOptions, job::RuleOptions {
   PipelineOptions();
   static void describe(job::OptionList<PipelineOptions>& list);
@@ -33,8 +32,7 @@ struct PipelineOptions : job::CommonOptions, job::RuleOptions {
   std::string valid_data, test_data;  ///< folders with test images; empty: no such evaluation
   std::string weights;   ///< safetensors file to begin with; empty: torchvision's initialisation
   bool explain = false;  ///< the schedule in place of the job
-  /// Not an option of the command line: told the gradients of each batch, by parameter, on the
-  /// master, before they are applied.
+  /// Not on the command line: hears each batch's gradients on the master, before they are applied.
   std::function<void(const data::NamedTensors&)> on_gradients;
 };
 

@@ -53,12 +53,10 @@ class Child {
   /// which stops the rank once its pipe is full.
   void read_pipes(bool lines);
 
-  /// Notes the end of the process, if it has ended, and takes the rest of its words; or that it has
-  /// been stopped, or goes on.
+  /// Notes that the process has ended, and takes the rest of its words, was stopped, or goes on.
   bool reap();
 
-  /// To the whole process group. A rank that ends afterwards is no cause of anything, unless it has
-  /// said before what went wrong.
+  /// To the process group. A rank that ends afterwards is no cause, unless it has said so before.
   void send(int signal);
   /// Stops the whole process group, or has it go on.
   void stop(bool stopped);

@@ -97,8 +97,7 @@ class Launcher {
     return plan_.newest_checkpoint ? plan_.newest_checkpoint() : std::nullopt;
   }
 
-  /// Whether it may go better the next time. What ranks are short of, memory say, may be there then
-  /// if it was there once.
+  /// Whether it may go better the next time. What ranks had once, memory say, may be there again.
   bool may_restart(const Verdict& verdict) const {
     using base::ErrorKind;
     const auto is = [&](ErrorKind kind) { return verdict.cause.kind == base::kind_name(kind); };

@@ -22,8 +22,7 @@ struct LaunchPlan {
   /// Runs in the child; gives its exit code.
   std::function<int(const SpawnedRank&)> rank_main;
   double peer_timeout_s = 5;
-  /// How long the ranks may take without progress of a save when a signal ends them; 0: they save
-  /// none.
+  /// How long the ranks may take after a signal without progress of a save; 0: they save none.
   std::chrono::seconds save_grace{0};
   int max_restarts = 0;
   /// Where rank 0 saves, the newest checkpoint there; null: rank 0 is elsewhere.

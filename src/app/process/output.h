@@ -23,8 +23,7 @@ inline constexpr auto kReaderGrace = std::chrono::seconds(2);
 
 /// Lines waiting for their reader, so that a slow one stops the output but not who writes, who
 /// still has to take signals. The descriptor stays in blocking mode: it may be shared with a shell.
-/// So into a pipe goes no more at once than it surely takes: a long line in several writes unless
-/// the pipe is empty.
+/// So a pipe gets no more at once than it surely takes: a long line in several writes.
 class OutputQueue {
  public:
   explicit OutputQueue(int fd);

@@ -50,8 +50,7 @@ void set_up_process() {
   mallopt(M_MMAP_THRESHOLD, 32 << 20);
   mallopt(M_TRIM_THRESHOLD, 512 << 20);
   // Heaps of other threads than the first are given back whenever 64 MiB of one are free: half a
-  // million page faults in 150 steps of a ConvNet that a worker trains, against 60,000 with one
-  // heap for all.
+  // million page faults in 150 steps of a ConvNet, against 60,000 with one heap.
   mallopt(M_ARENA_MAX, 1);
   nn::reuse_tensor_memory();
 }

@@ -14,15 +14,13 @@ using base::peak_rss_mb;
 /// of a small job's start, so it counts. To be called first in main.
 base::TimePoint process_start();
 
-/// Opens /dev/null where stdin or stderr is closed, so that no socket becomes fd 0 or 2.
-/// False when stdout is closed.
+/// Opens /dev/null as fd 0 and 2 where they are closed. False when stdout is closed.
 bool secure_standard_fds();
 
 /// Signals, allocators: what should hold before the first thread and the first big block.
 void set_up_process();
 
-/// The signals that end a job or a rank: SIGINT, SIGTERM, and SIGHUP unless nohup(1) had it
-/// ignored.
+/// The signals that end a job or a rank: SIGINT, SIGTERM, and SIGHUP unless nohup(1) ignores it.
 sigset_t ending_signals();
 
 /// The signal by which a job saves and goes on.

@@ -326,8 +326,7 @@ bool RankGroup::failed_itself(const Child& child) const {
 
 /// Null if none failed by itself.
 const Child* RankGroup::root_cause() const {
-  // One that blames another of our ranks, which has a reason of its own, comes after that, even if
-  // that ends later.
+  // A rank that blames another of ours with a reason of its own comes after that one.
   const auto blames_another = [this](const Child& child) {
     const Child* const other = find(blamed_rank(child));
     return other && failed_itself(*other) && !is_secondary(*other);
@@ -392,8 +391,7 @@ Cause RankGroup::cause_of_stopped(const Child& child) const {
   Cause cause = cause_of({base::ErrorKind::kPeerLost,
                           fmt::format("{} is lost: it was stopped, for longer than {} s",
                                       name_of(child), plan_.peer_timeout_s),
-                          child.rank(),
-                          {}});
+                          child.rank()});
   cause.role = child.role();
   cause.host = host_name();
   cause.stderr_tail = child.stderr_tail();

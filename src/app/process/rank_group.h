@@ -40,12 +40,11 @@ class RankGroup {
   RankGroup(const LaunchPlan& plan, const Child::Handlers& handlers,
             std::function<void(int rank)> in_child);
 
-  /// Forks them. `told` is what all are told; rank 0 gets its `listen_fd`. Where one cannot be
-  /// started the others are killed.
+  /// Forks them. All are told `told`, rank 0 its `listen_fd`. If one does not start, kills the
+  /// others.
   void start(const SpawnedRank& told);
 
-  /// Starts a rank that is lost once more, in the midst of the job. False: it cannot be started
-  /// now.
+  /// Starts a lost rank once more, in the midst of the job. False: it cannot be started now.
   bool start_again(const SpawnedRank& told, int rank);
 
   bool any_alive() const;

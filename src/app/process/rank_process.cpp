@@ -121,8 +121,7 @@ class JsonSink final : public job::EventSink {
   }
 
   /// The last line: whatever another thread emits afterwards is dropped. False when there was a
-  /// last line before. A launcher reads them all; another reader may sleep, and who ends by a
-  /// signal does not wait for that.
+  /// last line before. A launcher reads all; after a signal no other reader is waited for.
   bool finish(const Json& fields) {
     std::lock_guard lock(mutex_);
     if (finished_) return false;
@@ -232,9 +231,7 @@ class RankProcess {
                                                   : "user"},
                 {"config", config}});
     if (run_.all_here) run_.devices->get(run_.role, {});  // else the others are to hear of it
-    if (!run_.warning.empty()) {
-      sink_.emit("warn", {{"kind", "invalid"}, {"message", run_.warning}});
-    }
+    if (!run_.warning.empty()) sink_.emit("warn", {{"kind", "invalid"}, {"message", run_.warning}});
     return run_.body(run_.job, sink_);
   }
 
@@ -368,8 +365,7 @@ class RankProcess {
     if (!run_aside(say_so)) telling_ = false;
   }
 
-  /// Whatever becomes of the last line: where the reader of stdout sleeps, the thread that writes
-  /// to it holds the sink.
+  /// Whatever becomes of the last line: where stdout's reader sleeps, its writer holds the sink.
   void leave_in_time(const Cause& cause) {
     run_aside([this, cause] {  // without a thread the line is waited for
       std::this_thread::sleep_for(kReaderGrace);

@@ -127,9 +127,7 @@ class Parser {
     for (const char* key : keys) {
       if (!object.contains(key)) fail(what + " has no '" + key + "'");
     }
-    if (object.size() != keys.size() + others) {
-      fail(what + " has a key that is not in the format");
-    }
+    if (object.size() != keys.size() + others) fail(what + " has a key that is not in the format");
   }
 
   int64_t number(const Json& value, const std::string& what) const {

@@ -12,8 +12,7 @@
 namespace distrain::data {
 
 /// The system calls of saving that change something or say what is there, each told to a probe
-/// before it is made. Failures are `resources`, with the path and the system's reason, unless said
-/// otherwise.
+/// before it is made. Failures are `resources` with path and reason, unless said otherwise.
 class Disk {
  public:
   using Probe = std::function<void(const char* name)>;

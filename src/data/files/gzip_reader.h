@@ -30,8 +30,7 @@ class GzipReader {
   /// From now on: of what follows.
   void limit(Limit limit);
   /// The next `bytes` bytes, fewer at the end only. There every check sum has been checked. Refuses
-  /// a file that is longer than the limit when it is asked for more, and then has handed out no
-  /// more.
+  /// a longer file than the limit when it is asked for more.
   size_t read(uint8_t* out, size_t bytes);
 
  private:

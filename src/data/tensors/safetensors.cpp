@@ -205,9 +205,7 @@ HeaderReader read_header(std::span<const uint8_t> begin, uint64_t size, const st
   const std::string_view header(reinterpret_cast<const char*>(begin.data()) + kLengthBytes,
                                 begin.size() - kLengthBytes);
   // The JSON parser would skip a byte order mark, and take a NUL for the end.
-  if (!header.starts_with('{')) {
-    fail("not a safetensors file: its header does not begin with '{'");
-  }
+  if (!header.starts_with('{')) fail("not a safetensors file: its header does not begin with '{'");
   if (header.find('\0') != std::string_view::npos) {
     fail("not a safetensors file: a NUL in its header");
   }

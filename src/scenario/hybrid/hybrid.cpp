@@ -22,8 +22,7 @@ namespace {
 
 using RemoteTable = nn::RemoteModule<models::EmbeddingTable>;
 
-/// On the master: the table, which the first trainer that asks for it has made on the server, until
-/// all have it.
+/// On the master: the table that the first trainer had the server make, until all have it.
 struct Master {
   std::mutex mutex;
   std::optional<RemoteTable> table;

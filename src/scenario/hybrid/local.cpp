@@ -1,5 +1,4 @@
-// distrain hybrid in one process, without RPC: --local, with the same batches and updates, and
-// predict.
+// distrain hybrid in one process, without RPC: --local, with the same updates, and predict.
 
 #include <ATen/Functions.h>
 

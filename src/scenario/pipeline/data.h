@@ -16,8 +16,7 @@ namespace distrain::scenario {
 ///
 /// Random: as in the tutorial, pixels of a standard normal distribution and labels below `classes`,
 /// by (seed, batch) and nothing else. Images: epoch after epoch, see data::full_batch(); CIFAR-10
-/// normalised by its channels' mean and deviation, grey images by 0.5 and 0.5, the one channel
-/// repeated.
+/// normalised by channel, grey images by 0.5 and 0.5, the one channel repeated.
 class PipelineData {
  public:
   /// Reads the files; throws bad_data.
@@ -31,16 +30,15 @@ class PipelineData {
   /// That its images fill, at least 1. Not of random data.
   int64_t batches_per_epoch() const;
 
-  /// Images to evaluate on after each epoch, and at the end: those of the second constructor. None
-  /// where they are not asked for.
+  /// Images to evaluate on after each epoch and at the end, if the second constructor was given
+  /// any.
   const data::ImageSet& valid() const { return valid_; }
   const data::ImageSet& test() const { return test_; }
   /// A share of such images in batches; labels are -1 where there are none.
   void each_batch(const data::ImageSet& images, const job::Share& share,
                   const std::function<void(const data::ImageBatch&)>& use) const;
 
-  /// For checkpoints: data (random, cifar10, idx); for images also how many there are and how they
-  /// are normalised.
+  /// For checkpoints: data (random, cifar10, idx); for images also their number and normalisation.
   job::Json describe() const;
   /// Of the files' bytes; 0 of random data.
   uint64_t content_hash() const { return images_.content_hash; }

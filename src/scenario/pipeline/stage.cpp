@@ -19,8 +19,7 @@ void sleep_for(double seconds) {
   std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
 }
 
-/// Pixels of the side of what this block takes. The stem halves images twice, the first block of
-/// each layer from layer2 on once.
+/// The side of what this block takes: the stem halves images twice, layer2 to layer4 once each.
 int64_t side_before(const std::string& model, size_t block, int64_t image_size) {
   const std::vector<std::string> names = models::resnet_blocks(model);
   int64_t stride = block > 0 ? 4 : 1;
@@ -42,8 +41,7 @@ PipelineStage::PipelineStage(const std::string& model, int64_t classes, int64_t 
       is_first_(first_block == 0),
       is_last_(static_cast<size_t>(last_block) == models::whole_resnet(model).last) {}
 
-// The buffers copied, as training passes write to them. Parameters are held by who has them: an
-// update moves to a copy.
+// The buffers copied, as training passes write to them. An update of held parameters moves away.
 rpc::RRef<data::NamedTensors> PipelineStage::hold_state(rpc::CallContext& call) const {
   data::NamedTensors all = data::on_host(module_.state());
   for (const auto& [name, buffer] : module_.buffers()) {
@@ -76,8 +74,7 @@ at::Tensor PipelineStage::compute(const at::Tensor& input) const {
       input.view({-1, 1, 1, 1}).expand({-1, input_side_, input_side_, channels}).contiguous());
 }
 
-// Forward and, when the gradient comes, backward. Gives next to nothing, with a gradient for its
-// input and for one parameter.
+// Forward and backward: gives next to nothing, with a gradient for its input and one parameter.
 at::Tensor PipelineStage::sleep(const at::Tensor& input, double seconds) const {
   sleep_for(seconds);
   const auto size = [](const auto& named) { return named.second.numel(); };

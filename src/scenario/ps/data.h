@@ -11,8 +11,7 @@
 
 namespace distrain::scenario {
 
-/// The batches of the job, from IDX files of 28 × 28 images in ten classes. They are float,
-/// normalised.
+/// The job's batches, float and normalised, from IDX files of 28 × 28 images in ten classes.
 class PsData {
  public:
   /// Reads the files; throws bad_data.

@@ -46,8 +46,7 @@ void check_gpus(const PsOptions& options, const job::Preflight& preflight) {
 void check(const PsOptions& options, const job::Preflight& preflight) {
   const bool adopted = preflight.of_rank_0 != nullptr;
   if (!adopted) check_gpus(options, preflight);
-  // The trainers read the data, the server does not. One that joins without --data is yet to hear
-  // from rank 0 where it is.
+  // The trainers read the data. One that joins without --data is yet to hear from rank 0 where.
   const bool final = preflight.has_rank_0 || adopted;
   if (final && preflight.starts("trainer") && options.data.empty()) {
     base::bad_data(

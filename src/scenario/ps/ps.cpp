@@ -76,8 +76,7 @@ void train_ps(job::Rank& rank, const PsOptions& options) {
     if (options.verify_grads) verify_gradients(net, context, rank.number());
     const uint64_t updates = optimizer.step(context);
     training.note_max("staleness", forward.staleness);
-    // In sync mode one update is that of all; otherwise those between the pass and its update are
-    // others'.
+    // In sync mode one update is all trainers'; else those between pass and update are others'.
     return job::Result{loss,
                        batch.labels.numel(),
                        {{"staleness", forward.staleness},

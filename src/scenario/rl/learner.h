@@ -24,11 +24,9 @@ std::vector<double> discounted_returns(const std::vector<double>& rewards, doubl
 /// To mean 0 and (sample) deviation 1; a single one becomes 0.
 void normalise(std::vector<double>& values);
 
-/// The policy of a job and what is learned of its episodes: held by the agent, or by the one
-/// process of `--local`.
+/// A job's policy and what is learned of its episodes: on the agent, or in `--local`'s process.
 ///
-/// One thread begins and ends the episodes. In between, choose() and report() may be called from
-/// any thread.
+/// One thread begins and ends episodes; in between any thread may call choose() and report().
 class Learner {
  public:
   Learner(const RlOptions& options, c10::Device device, job::EventSink& sink);

@@ -1,5 +1,4 @@
-// distrain rl: observers play CartPole and ask an agent for each action; the agent learns from
-// their episodes by REINFORCE.
+// distrain rl: observers play CartPole and ask an agent for each action; it learns by REINFORCE.
 //
 // After PyTorch's tutorial "Getting Started with Distributed RPC Framework" (its first part).
 //

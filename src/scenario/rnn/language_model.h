@@ -37,8 +37,7 @@ class LanguageModel {
 
   /// What may follow these words: the probability of each of the vocabulary.
   at::Tensor next(const std::vector<int64_t>& words, models::LstmState& state) const;
-  /// `text` and what `--generate` words more make of it, drawn by their probabilities. `words` are
-  /// the text's.
+  /// `text` and `--generate` words more, drawn by their probabilities. `words` are the text's.
   std::string continued(std::string text, std::vector<int64_t> words,
                         const data::Vocabulary& vocabulary) const;
 

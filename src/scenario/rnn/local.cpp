@@ -1,5 +1,4 @@
-// distrain rnn in one process, without RPC: --local, with the same batches and updates, and
-// predict.
+// distrain rnn in one process, without RPC: --local, with the same updates, and predict.
 
 #include <algorithm>
 #include <map>

@@ -1,8 +1,6 @@
-// distrain rnn: a word language model, embedding and decoder on a parameter server, LSTM on the
-// trainers.
+// distrain rnn: a word language model, its embedding and decoder on a server, LSTM on trainers.
 //
-// After PyTorch's tutorial "Getting Started with Distributed RPC Framework" (its second part) and
-// PyTorch's word language model.
+// After PyTorch's "Getting Started with Distributed RPC Framework" and its word language model.
 
 #include "data.h"
 #include "distrain/autograd/context.h"
