@@ -30,6 +30,13 @@ uint32_t wait_ms(base::Duration timeout) {
   return static_cast<uint32_t>(std::clamp<int64_t>(ms, 1, UINT32_MAX));
 }
 
+// `error`, as one of this rank and function where it names no others.
+Error with_origin(Error error, int rank, const std::string& op) {
+  if (error.rank < 0) error.rank = rank;
+  if (error.op.empty()) error.op = op;
+  return error;
+}
+
 class ReplyImpl final : public Reply {
  public:
   ReplyImpl(AgentCore& core, ProcessNumber to, uint64_t call_id, uint64_t context)
@@ -49,9 +56,8 @@ class ReplyImpl final : public Reply {
         try {
           core.send_reply(rank_of(to_), call_id_, context_, fill);
         } catch (...) {
-          Error error = error_in_flight(ErrorKind::kInternal);
-          if (error.op.empty()) error.op = function_;
-          core.send_error(rank_of(to_), call_id_, std::move(error));
+          core.send_error(rank_of(to_), call_id_,
+                          with_origin(error_in_flight(ErrorKind::kInternal), rank_, function_));
         }
       }
       core.tell(core.budget->end(work_));
@@ -60,8 +66,7 @@ class ReplyImpl final : public Reply {
 
   void fail(Error error) override {
     if (answered_.exchange(true)) return;
-    if (error.rank < 0) error.rank = rank_;
-    if (error.op.empty()) error.op = function_;
+    error = with_origin(std::move(error), rank_, function_);
     if (target_) target_->value.fail(error);
     gate_->enter([&](AgentCore& core) {
       if (core.is_here(to_)) core.send_error(rank_of(to_), call_id_, std::move(error));
@@ -220,6 +225,9 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   encoder.is_argument = true;
   encoder.out.put(function);
   OutgoingCall out;
+  out.id = id;
+  out.to = to;
+  out.function = function;
   out.wait_at = message.body.size();
   encoder.out.put(wait_ms(timeout));
   encoder.out.put(target ? CallMode::kRemote : CallMode::kCall);
@@ -261,10 +269,8 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   } catch (...) {
     rrefs->retract(tickets.empty() ? message.rrefs : tickets);
     if (hook) hook->on_failed(context, header.autograd_id);
-    Error error = error_in_flight(ErrorKind::kInvalid);
-    if (error.rank < 0) error.rank = options.rank;
-    if (error.op.empty()) error.op = function;
-    throw base::Exception(std::move(error));
+    throw base::Exception(
+        with_origin(error_in_flight(ErrorKind::kInvalid), options.rank, function));
   }
 
   PendingCalls::Call call;
@@ -275,7 +281,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
       timeout == base::Duration::max() ? base::kNever : call.started + timeout;
   // Before anything is taken for it, which would not come back.
   const base::Status fits = net::check_limits(out.frame);
-  out.window = &window(to);
+  out.window = &windows_.at(to);
   const bool has_credit = !fits.ok() || cost == 0 || out.window->try_take(cost);
   if (has_credit) call.deadline = deadline;  // otherwise who waits for credit sees to it
   call.context = context;
@@ -287,8 +293,9 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     call.traced_as = tracer->intern({}, function);
   }
   base::Future<RawReply> reply = call.promise.future();
-  reply.state()->on_cancel(
-      [gate = replies, id, to] { gate->enter([&](AgentCore& core) { core.give_up(id, to); }); });
+  reply.state()->on_cancel([gate = replies, id, to] {
+    gate->enter([&](AgentCore& core) { core.pending.give_up(id, to); });
+  });
   if (target) {
     const auto was_sent = out.was_sent = std::make_shared<std::atomic<bool>>(false);
     reply.on_complete(inline_executor,
@@ -306,12 +313,9 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     return reply;
   }
   if (!fits.ok()) {
-    see_to_call(id, to, function, tickets, fits);
+    see_to_call(out, fits);
     return reply;
   }
-  out.id = id;
-  out.to = to;
-  out.function = function;
   out.deadline = deadline;
   out.credit = cost;
   if (!has_credit && base::thread_state().must_not_wait) {
@@ -326,7 +330,7 @@ void AgentCore::send_call(OutgoingCall call, bool has_credit) {
   if (!has_credit) {
     const base::Status may_send =
         wait_for_credit(*call.window, call.to, call.credit, call.deadline);
-    if (!may_send.ok()) return see_to_call(call.id, call.to, call.function, call.tickets, may_send);
+    if (!may_send.ok()) return see_to_call(call, may_send);
     if (!pending.is_waiting(call.id)) {
       call.window->give_back(call.credit);
       return rrefs->retract(call.tickets);
@@ -352,7 +356,7 @@ void AgentCore::send_call(OutgoingCall call, bool has_credit) {
   if (call.was_sent) *call.was_sent = true;
   if (!call.own) {
     const base::Status sent = send(call.to, std::move(call.frame));
-    return see_to_call(call.id, call.to, call.function, call.tickets, sent);
+    return see_to_call(call, sent);
   }
   QueuedCall mine;
   mine.from = call.to;
@@ -381,7 +385,7 @@ void AgentCore::send_late_call(OutgoingCall& call) {
   if (call.departure && call.departure->bytes_left() > 0) {
     call.window->give_back(kCallCost + call.departure->bytes_left());
   }
-  see_to_call(call.id, call.to, call.function, call.tickets, sent);
+  see_to_call(call, sent);
   if (sent.ok() && !pending.is_waiting(call.id)) tell_given_up(call.id, call.to);
 }
 
@@ -432,14 +436,13 @@ base::Status AgentCore::wait_for_credit(Window& window, int to, uint64_t bytes,
 }
 
 // A call that could not be sent fails at once.
-void AgentCore::see_to_call(uint64_t id, int to, const std::string& function,
-                            const std::vector<RRefTicket>& tickets, const base::Status& sent) {
+void AgentCore::see_to_call(const OutgoingCall& call, const base::Status& sent) {
   if (sent.ok()) return;
-  rrefs->retract(tickets);
+  rrefs->retract(call.tickets);
   Error error = sent.error();
   if (error.rank < 0) error.rank = options.rank;
-  error.op = function;
-  pending.fail(id, to, std::move(error));
+  error.op = call.function;
+  pending.fail(call.id, call.to, std::move(error));
 }
 
 // What a device could not do is this rank's trouble, whatever the rank asked for.
@@ -453,17 +456,8 @@ base::Status AgentCore::send_departure(int to, Departure& departure,
         },
         still_wanted);
   } catch (...) {
-    Error error = error_in_flight(ErrorKind::kInternal);
-    if (error.rank < 0) error.rank = options.rank;
-    return error;
+    return with_origin(error_in_flight(ErrorKind::kInternal), options.rank, {});
   }
-}
-
-base::Status AgentCore::send_reply_message(int to, OutMessage message,
-                                           const wire::FrameHeader& header) {
-  if (!has_device_tensors(message)) return send_answer(to, to_frame(std::move(message), header));
-  Departure departure(stager, std::move(message), header, transfer_numbers());
-  return send_departure(to, departure);
 }
 
 void AgentCore::receive_tensors(InMessage& message, uint64_t context) {
@@ -521,10 +515,8 @@ std::shared_ptr<InMessage> AgentCore::open(const RawReply& reply) {
     receive_tensors(*message, reply.context);
     return message;
   } catch (...) {
-    Error error = error_in_flight(ErrorKind::kInternal);
-    if (error.rank < 0) error.rank = options.rank;
-    if (error.op.empty()) error.op = reply.function;
-    throw base::Exception(std::move(error));
+    throw base::Exception(
+        with_origin(error_in_flight(ErrorKind::kInternal), options.rank, reply.function));
   }
 }
 
@@ -551,8 +543,6 @@ void AgentCore::run_parked_call(int from) {
   if (call) execute(std::move(*call));
 }
 
-void AgentCore::give_up(uint64_t id, int to) { pending.give_up(id, to); }
-
 void AgentCore::tell_given_up(uint64_t id, int to) {
   if (to == options.rank) return cancel_call(to, id);
   static_cast<void>(send_word(to, wire::FrameKind::kCancel, id));  // a lost rank needs none
@@ -571,15 +561,13 @@ void AgentCore::cancel_call(int from, uint64_t id) {
 void AgentCore::execute(QueuedCall&& call) {
   if (closed_) return;  // who waits for it hears that this rank is gone, and why
   const int from = call.from;
-  const base::TimePoint arrived = call.arrived;
   std::shared_ptr<InMessage> message = std::move(call.message);
-  net::InFrame frame = std::move(call.frame);
   // Nobody waits for it, and what it would do nobody would see to.
   const ProcessNumber caller = process_number(from, call.incarnation);
   if (!is_here(caller)) return;
   // The loss of the process before it: by then the layers keep nothing of that one's any more.
   if (layers.is_telling() && call.incarnation > 0) layers.wait_until_told();
-  const wire::FrameHeader header = message ? message->header : frame.header;
+  const wire::FrameHeader header = message ? message->header : call.frame.header;
   const auto reply = std::make_shared<ReplyImpl>(*this, caller, header.call_id, header.context_id);
   uint64_t credit = call.credit;
   const auto begin = [&] { reply->begin(*this, std::exchange(credit, 0)); };
@@ -590,7 +578,7 @@ void AgentCore::execute(QueuedCall&& call) {
       rrefs->receive(*message);
     } else {
       message = std::make_shared<InMessage>(
-          from_frame(std::move(frame), from, stager, call.arrivals.get(), rrefs.get()));
+          from_frame(std::move(call.frame), from, stager, call.arrivals.get(), rrefs.get()));
       credit += message->credit_of_arrivals;
     }
     begin();
@@ -609,7 +597,7 @@ void AgentCore::execute(QueuedCall&& call) {
       const auto fork = decoder.in.get<uint64_t>();
       reply->set_target(rrefs->target(id, fork, from));
     }
-    const bool is_late = wait.count() > 0 && base::Clock::now() - arrived > wait;
+    const bool is_late = wait.count() > 0 && base::Clock::now() - call.arrived > wait;
     if (is_late || call.is_given_up) {
       throw base::Exception(ErrorKind::kDeadline, "its turn came when its caller had given up");
     }
@@ -658,7 +646,13 @@ void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
       return answer(*call, {std::move(own), {}, nullptr, to});
     }
     hold_parameters(message);
-    const base::Status sent = send_reply_message(to, std::move(message), header);
+    base::Status sent = base::Unit{};
+    if (has_device_tensors(message)) {
+      Departure departure(stager, std::move(message), header, transfer_numbers());
+      sent = send_departure(to, departure);
+    } else {
+      sent = send_answer(to, to_frame(std::move(message), header));
+    }
     if (sent.ok()) return;
     rrefs->retract(tickets);
     if (hook) hook->on_failed(context, header.autograd_id);

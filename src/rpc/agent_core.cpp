@@ -75,12 +75,7 @@ AgentCore::AgentCore(AgentOptions given)
       rrefs(std::make_shared<RRefContext>(
           agent, options.rank,
           [this](int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent) {
-            net::OutFrame frame;
-            frame.header.kind = kind;
-            frame.header.call_id = id;
-            frame.header.context_id = fork;
-            frame.header.autograd_id = parent;
-            static_cast<void>(send(to, std::move(frame)));  // a lost owner needs no message
+            static_cast<void>(send_word(to, kind, id, fork, parent));  // a lost owner needs none
           },
           executor)),
       control(std::make_shared<ControlPlane>(
@@ -163,7 +158,7 @@ void AgentCore::disconnect() {
   const Error error{ErrorKind::kCancelled, "this rank is shutting down", options.rank};
   control->close();
   await_loop();
-  for (int rank = 0; rank < known_windows(); ++rank) window(rank).fail(error);
+  for (int rank = 0; rank < known_windows(); ++rank) windows_.at(rank).fail(error);
   pending.fail_all(error);
   devices.fail(error);
   rrefs->fail_unset(error);
@@ -234,7 +229,7 @@ std::unique_ptr<Window> AgentCore::make_window(int rank) {
     if (rank == options.rank) return tell(budget->ask(rank, request));
     const base::Status sent = send_word(rank, wire::FrameKind::kCreditRequest, request.spent,
                                         request.target, request.returned, incarnation);
-    if (!sent.ok() && peers.incarnation(rank) == incarnation) window(rank).fail(sent.error());
+    if (!sent.ok() && peers.incarnation(rank) == incarnation) windows_.at(rank).fail(sent.error());
   };
   return std::make_unique<Window>(ask);
 }
@@ -257,7 +252,7 @@ void AgentCore::tell(const Budget::Grants& grants) {
   for (const Budget::Grant& grant : grants) {
     const int rank = rank_of(grant.to);
     if (rank == options.rank) {
-      window(rank).grant(grant.bytes, budget->window());
+      windows_.at(rank).grant(grant.bytes, budget->window());
     } else {
       static_cast<void>(send_word(rank, wire::FrameKind::kCredit, grant.bytes, budget->window(), 0,
                                   incarnation_of(grant.to)));  // a lost rank needs none
@@ -323,8 +318,8 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
       return cancel_call(rank, header.call_id);
     case wire::FrameKind::kCredit:
       if (header.channel != incarnation_) return;  // for the process before this one
-      return window(rank).grant(std::min(header.call_id, kMostCredit),
-                                std::min(header.context_id, kMostCredit));
+      return windows_.at(rank).grant(std::min(header.call_id, kMostCredit),
+                                     std::min(header.context_id, kMostCredit));
     case wire::FrameKind::kCreditRequest:
       if (header.channel != incarnation_) return;
       return tell(budget->ask(
@@ -378,7 +373,7 @@ void AgentCore::on_lost_on_loop(const Loss& loss) {
   const int rank = loss.rank;
   const Error& error = loss.error;
   peers.lose_on_loop(loss);
-  window(rank).fail(error);
+  windows_.at(rank).fail(error);
   tell(budget->lose(rank));
   // Nobody waits for it, and what it would do nobody would see to.
   queued_calls_.drop_all_of(rank);
@@ -441,7 +436,7 @@ std::vector<Wait> AgentCore::waits() {
   std::vector<Wait> all = pending.waits();
   for (Wait& wait : waits_of_layers()) all.push_back(std::move(wait));
   for (int rank = 0; rank < known_windows(); ++rank) {
-    if (const auto since = window(rank).waiting_since()) {
+    if (const auto since = windows_.at(rank).waiting_since()) {
       all.push_back({"room on rank " + std::to_string(rank) + " for one more call", *since});
     }
   }

@@ -1,11 +1,9 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
-#include <span>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -103,9 +101,6 @@ class AgentCore {
   /// Tells those ranks, and this one.
   void tell(const Budget::Grants& grants);
 
-  /// Nobody waits here any more for a call that this rank made.
-  void give_up(uint64_t id, int to);
-
   void set_device(c10::Device device);
   /// Makes the rank's device current on this thread and, from their next task on, on the agent's.
   void enter_device();
@@ -164,7 +159,6 @@ class AgentCore {
   void tell_owner(const std::shared_ptr<RRefHandle>& target, const base::Error& error,
                   bool was_sent);
   void hold_parameters(OutMessage& message) const;
-  base::Status send_reply_message(int to, OutMessage message, const wire::FrameHeader& header);
   base::Status send_departure(int to, Departure& departure,
                               const Departure::StillWanted& still_wanted = {});
   std::function<uint64_t()> transfer_numbers() {
@@ -173,15 +167,12 @@ class AgentCore {
   struct OutgoingCall;
   void send_call(OutgoingCall call, bool has_credit);
   void send_late_call(OutgoingCall& call);
-  void see_to_call(uint64_t id, int to, const std::string& function,
-                   const std::vector<RRefTicket>& tickets, const base::Status& sent);
+  void see_to_call(const OutgoingCall& call, const base::Status& sent);
   void on_directory_on_loop(const wire::Directory& directory, std::vector<Way> ways);
   void on_frame_on_loop(int rank, net::InFrame frame);
   void dispatch_on_loop(int rank, net::InFrame frame);
   void on_lost_on_loop(const Loss& loss);
   void on_returned_on_loop(int rank, uint32_t incarnation, Way way);
-  /// What this rank may send to that one; to itself, too.
-  Window& window(int rank) const { return windows_.at(rank); }
   /// None before the ranks are known. For any thread.
   int known_windows() const { return windows_are_known_ ? windows_.size() : 0; }
   std::unique_ptr<Window> make_window(int rank);
@@ -214,7 +205,7 @@ class AgentCore {
   std::atomic<size_t> last_live_contexts_{0};
   std::mutex channels_mutex_;
   std::unordered_map<uint16_t, std::shared_ptr<ChannelImpl>> channels_;
-  // Made with the peers.
+  // Made with the peers. What this rank may send to each one, and to itself.
   PerRank<Window> windows_;
   std::shared_ptr<UnwrittenReplies> unwritten_;
   std::atomic<bool> windows_are_known_{false};

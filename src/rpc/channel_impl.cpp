@@ -47,21 +47,21 @@ void ChannelImpl::set_handler(Handler handler) {
   }
 }
 
-std::shared_ptr<ChannelImpl::Handler> ChannelImpl::enter() {
+ChannelImpl::Running ChannelImpl::enter_locked() {
   if (handler_) ++running_;
-  return handler_;
+  return {handler_.get(), {this, handler_}};
 }
 
-void ChannelImpl::leave() noexcept {
-  std::lock_guard lock(mutex_);
-  if (--running_ == 0) idle_.notify_all();
+void ChannelImpl::Leave::operator()(Handler*) const noexcept {
+  std::lock_guard lock(channel->mutex_);
+  if (--channel->running_ == 0) channel->idle_.notify_all();
 }
 
 void ChannelImpl::deliver(ChannelMessage message) {
-  std::shared_ptr<Handler> handler;
+  Running handler;
   {
     std::lock_guard lock(mutex_);
-    handler = enter();
+    handler = enter_locked();
     if (!handler) {
       if (handler_set_) return;
       const uint64_t cost = cost_of(message);
@@ -79,19 +79,17 @@ void ChannelImpl::deliver(ChannelMessage message) {
       return;
     }
   }
-  const Left left_at_the_end(this);
   handler->on_message(std::move(message));
 }
 
 void ChannelImpl::on_peer_lost(int rank, const base::Error& error) {
-  std::shared_ptr<Handler> handler;
+  Running handler;
   {
     std::lock_guard lock(mutex_);
     lost_.emplace_back(rank, error);
-    handler = enter();
+    handler = enter_locked();
     if (!handler) return;
   }
-  const Left left_at_the_end(this);
   if (handler->on_peer_lost) handler->on_peer_lost(rank, error);
 }
 
@@ -101,13 +99,12 @@ void ChannelImpl::on_peer_returned(int rank) {
 }
 
 std::vector<Wait> ChannelImpl::waits() {
-  std::shared_ptr<Handler> handler;
+  Running handler;
   {
     std::lock_guard lock(mutex_);
-    handler = enter();
+    handler = enter_locked();
     if (!handler) return {};
   }
-  const Left left_at_the_end(this);
   return handler->waits ? handler->waits() : std::vector<Wait>();
 }
 

@@ -28,17 +28,13 @@ class ChannelImpl final : public Channel {
 
  private:
   // The handler is called outside the lock; `running_` lets set_handler wait for it.
-  std::shared_ptr<Handler> enter();
-  void leave() noexcept;
-  struct Left {  // at the end of a scope
-    explicit Left(ChannelImpl* channel) : channel_(channel) {}
-    ~Left() { channel_->leave(); }
-    Left(const Left&) = delete;
-    Left& operator=(const Left&) = delete;
-
-   private:
-    ChannelImpl* channel_;
+  struct Leave {
+    ChannelImpl* channel = nullptr;
+    std::shared_ptr<Handler> handler;  // it may be replaced meanwhile
+    void operator()(Handler*) const noexcept;
   };
+  using Running = std::unique_ptr<Handler, Leave>;
+  Running enter_locked();
 
   AgentCore& core_;
   const uint16_t number_;

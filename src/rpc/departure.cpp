@@ -37,12 +37,7 @@ Departure::Departure(DeviceStager& stager, OutMessage message, wire::FrameHeader
   for (const Transfer& transfer : transfers_) {
     StreamPoint::mark(transfer.device).make_wait(stager_.out_stream(transfer.device));
   }
-  try {
-    begin_copies(kCopiesAhead);
-  } catch (...) {
-    await_copies();
-    throw;
-  }
+  begin_copies(kCopiesAhead);
 }
 
 std::vector<uint64_t> Departure::transfer_ids() const {
@@ -82,13 +77,6 @@ Departure::Transfer Departure::make_transfer(DeviceGroup group) const {
                                  : tensor.as_strided({tensor.numel()}, {1}).view(at::kByte));
   }
   return transfer;
-}
-
-// The tensors, and the blocks that are written to, are needed until then.
-Departure::~Departure() { await_copies(); }
-
-void Departure::await_copies() const noexcept {
-  for (const Piece& piece : pieces_) piece.copied.settle();
 }
 
 void Departure::begin_copies(size_t until) {

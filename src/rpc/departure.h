@@ -24,7 +24,6 @@ class Departure {
   /// receiver takes.
   Departure(DeviceStager& stager, OutMessage message, wire::FrameHeader header,
             const std::function<uint64_t()>& new_transfer);
-  ~Departure();
   Departure(const Departure&) = delete;
   Departure& operator=(const Departure&) = delete;
 
@@ -41,7 +40,9 @@ class Departure {
                     const StillWanted& still_wanted = {});
 
  private:
-  struct Piece {  // of a transfer
+  // Of a transfer. The tensors, and the block that is written to, are needed until it is copied.
+  struct Piece {
+    ~Piece() { copied.settle(); }
     size_t transfer = 0;
     uint64_t begin = 0;
     uint64_t end = 0;
@@ -62,7 +63,6 @@ class Departure {
                            const StillWanted& still_wanted);
   net::OutFrame chunk_of(const Transfer& transfer) const;
   void begin_copy(Piece& piece);
-  void await_copies() const noexcept;
   void begin_copies(size_t until);
 
   DeviceStager& stager_;

@@ -17,31 +17,21 @@ using wire::DeviceRef;
 using wire::DeviceType;
 using wire::RankDevices;
 
+constexpr std::pair<c10::DeviceType, DeviceType> kTypes[] = {
+    {c10::kCPU, DeviceType::kCpu},
+    {c10::kCUDA, DeviceType::kCuda},
+    {c10::kPrivateUse1, DeviceType::kPrivate},
+};
+
 DeviceType to_wire(c10::DeviceType type) {
-  switch (type) {
-    case c10::DeviceType::CPU:
-      return DeviceType::kCpu;
-    case c10::DeviceType::CUDA:
-      return DeviceType::kCuda;
-    case c10::DeviceType::PrivateUse1:
-      return DeviceType::kPrivate;
-    default:
-      base::invalid("tensors on a device of type " + c10::DeviceTypeName(type, true) +
-                    " cannot be sent");
+  for (const auto& [known, on_wire] : kTypes) {
+    if (known == type) return on_wire;
   }
+  base::invalid("tensors on a device of type " + c10::DeviceTypeName(type, true) +
+                " cannot be sent");
 }
 
-c10::DeviceType c10_type(DeviceType type) {
-  switch (type) {
-    case DeviceType::kCuda:
-      return c10::DeviceType::CUDA;
-    case DeviceType::kPrivate:
-      return c10::DeviceType::PrivateUse1;
-    case DeviceType::kCpu:
-      break;
-  }
-  return c10::DeviceType::CPU;
-}
+c10::DeviceType c10_type(DeviceType type) { return kTypes[static_cast<size_t>(type)].first; }
 
 int count_of(c10::DeviceType type) {
   if (type == c10::DeviceType::CPU || !c10::impl::hasDeviceGuardImpl(type)) return 0;
@@ -68,25 +58,17 @@ std::string who(const std::vector<std::string>& names, size_t rank) {
   return "rank " + std::to_string(rank) + " (" + names[rank] + ")";
 }
 
-std::optional<DeviceRef> mapped(const RankDevices& from, const std::string& peer,
-                                DeviceRef device) {
-  for (const RankDevices::Map& map : from.maps) {
-    if (map.peer == peer && map.from == device) return map.to;
-  }
-  return std::nullopt;
-}
-
-std::optional<DeviceRef> mapped_back(const RankDevices& by, const std::string& own,
-                                     DeviceRef device) {
-  for (const RankDevices::Map& map : by.maps) {
-    if (map.peer == own && map.to == device) return map.from;
-  }
-  return std::nullopt;
+// The first entry for `peer` with `device` as that member; null: it has none.
+const RankDevices::Map* find_map(const RankDevices& of, const std::string& peer,
+                                 DeviceRef RankDevices::Map::*member, DeviceRef device) {
+  const auto map = std::ranges::find_if(of.maps, [&](const RankDevices::Map& entry) {
+    return entry.peer == peer && entry.*member == device;
+  });
+  return map == of.maps.end() ? nullptr : &*map;
 }
 
 bool maps_to(const RankDevices& from, const std::string& peer) {
-  return std::any_of(from.maps.begin(), from.maps.end(),
-                     [&](const RankDevices::Map& map) { return map.peer == peer; });
+  return std::ranges::find(from.maps, peer, &RankDevices::Map::peer) != from.maps.end();
 }
 
 // Whether tensors of each rank's own device go to the other's without being asked: not where a map
@@ -96,9 +78,8 @@ bool homes_meet(const RankDevices& a, const std::string& a_name, const RankDevic
   if (a.home.is_cpu() || b.home.is_cpu()) return false;
   const auto names = [](const RankDevices& from, const std::string& peer, DeviceRef home,
                         DeviceRef other) {
-    return std::any_of(from.maps.begin(), from.maps.end(), [&](const RankDevices::Map& map) {
-      return map.peer == peer && (map.from == home || map.to == other);
-    });
+    return find_map(from, peer, &RankDevices::Map::from, home) ||
+           find_map(from, peer, &RankDevices::Map::to, other);
   };
   return !names(a, b_name, a.home, b.home) && !names(b, a_name, b.home, a.home);
 }
@@ -126,7 +107,8 @@ std::optional<Error> check_map(const std::vector<std::string>& names,
     }
   }
   // Replies go by the peer's own map, if it has one for this rank, else by this one backwards.
-  if (maps_to(devices[peer], names[rank]) && !mapped(devices[peer], names[rank], map.to)) {
+  if (maps_to(devices[peer], names[rank]) &&
+      !find_map(devices[peer], names[rank], &RankDevices::Map::from, map.to)) {
     return refuse("no way back for a reply, as the map of " + who(names, peer) + " for '" +
                   names[rank] + "' has no " + device_text(map.to));
   }
@@ -259,9 +241,9 @@ DeviceRef DeviceTable::target(int to, c10::Device device) const {
   const std::string& peer = names_[static_cast<size_t>(to)];
   const std::string& name = names_[static_cast<size_t>(rank_)];
   if (maps_to(of(rank_), peer)) {
-    if (const auto there = mapped(of(rank_), peer, own)) return *there;
-  } else if (const auto there = mapped_back(of(to), name, own)) {
-    return *there;
+    if (const auto* map = find_map(of(rank_), peer, &RankDevices::Map::from, own)) return map->to;
+  } else if (const auto* map = find_map(of(to), name, &RankDevices::Map::to, own)) {
+    return map->from;
   }
   if (own == of(rank_).home && homes_meet(of(rank_), name, of(to), peer)) return of(to).home;
   throw base::Exception(

@@ -24,31 +24,6 @@ namespace {
 
 constexpr uint8_t kZeros[wire::kPayloadAlignment] = {};
 
-// A received tensor gets memory of its own if it is a small part of its message, so that keeping it
-// does not keep the message: to copy it must cost little beside its transfer.
-class OwnMemory {
- public:
-  explicit OwnMemory(uint64_t message_bytes) : message_bytes_(message_bytes) {}
-
-  bool is_for(uint64_t bytes) {
-    if (message_bytes_ <= kSmallMessage || bytes > message_bytes_ / kSmallPart) return false;
-    if (bytes > kAlways && (bytes > kAtMost || copied_ + bytes > message_bytes_ / kSmallPart)) {
-      return false;
-    }
-    copied_ += bytes;
-    return true;
-  }
-
- private:
-  static constexpr uint64_t kSmallMessage = 4096;
-  static constexpr uint64_t kSmallPart = 16;  // one sixteenth
-  static constexpr uint64_t kAlways = 4096;   // takes no longer than making a tensor
-  static constexpr uint64_t kAtMost = uint64_t{64} << 10;
-
-  const uint64_t message_bytes_;
-  uint64_t copied_ = 0;  // of those above kAlways and below
-};
-
 wire::Layout layout_of(const at::Tensor& tensor) {
   if (tensor.is_contiguous()) return wire::Layout::kRowMajor;
   return tensor.dim() == 4 ? wire::Layout::kChannelsLast : wire::Layout::kChannelsLast3d;
@@ -267,13 +242,22 @@ InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager, Arrival
                        " bytes for tensors of " + std::to_string(layout.bytes));
   }
   message.tensors.resize(count);
-  OwnMemory own_memory(frame.header.body_bytes());
+  // A tensor that is a small part of its message is copied, so that keeping it does not keep the
+  // message. Up to 4 KiB that takes no longer than making a tensor; of larger ones, which have
+  // 64 KiB at most, no more is copied than a small part of the message.
+  const uint64_t message_bytes = frame.header.body_bytes(), small_part = message_bytes / 16;
+  uint64_t copied = 0;
+  const auto is_copied = [&](uint64_t bytes) {
+    if (message_bytes <= 4096 || bytes > small_part) return false;
+    return bytes <= 4096 || (bytes <= 65536 && copied + bytes <= small_part);
+  };
   for (uint32_t i = 0, next = 0; i < count; ++i) {
     if (!descs[i].device.is_cpu()) continue;
     auto* data = const_cast<uint8_t*>(frame.payload.data()) + layout.offsets[next++];
     const auto options = at::TensorOptions(to_scalar_type(descs[i].dtype));
     const uint64_t bytes = descs[i].bytes();
-    if (own_memory.is_for(bytes)) {
+    if (is_copied(bytes)) {
+      copied += bytes;
       message.tensors[i] = at::empty_strided(descs[i].sizes, strides_of(descs[i]), options);
       if (bytes > 0) std::memcpy(message.tensors[i].mutable_data_ptr(), data, bytes);
       continue;

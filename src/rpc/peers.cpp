@@ -64,19 +64,13 @@ base::Status Peers::send_unconnected(int to, Peer& peer, net::OutFrame frame) {
       peer.waiting.push_back(std::move(frame));
     }
   }
-  switch (state) {
-    case State::kUnconnected:
-      loop_.post([this, to, &peer] { connect_on_loop(to, peer); });
-      return base::Unit{};
-    case State::kConnecting:
-      return base::Unit{};
-    case State::kConnected:
-      return send(to, std::move(frame));
-    case State::kLeft:
-    case State::kLost:
-      break;
+  if (state == State::kUnconnected) {
+    loop_.post([this, to, &peer] {
+      connect_until_on_loop(to, peer, base::deadline_after(kLongestReach));
+    });
   }
-  return loss_of(to, peer);
+  if (state == State::kUnconnected || state == State::kConnecting) return base::Unit{};
+  return state == State::kConnected ? send(to, std::move(frame)) : loss_of(to, peer);
 }
 
 Error Peers::loss_of(int rank, const Peer& peer) const {
@@ -89,10 +83,6 @@ Error Peers::loss_of(int rank, const Peer& peer) const {
 // ---- connecting, on the loop ----
 
 // All of it is of one process of the rank: when another has its place, it ends.
-
-void Peers::connect_on_loop(int rank, Peer& peer) {
-  connect_until_on_loop(rank, peer, base::deadline_after(kLongestReach));
-}
 
 bool Peers::is_connecting_on_loop(int rank, const Peer& peer) const {
   return &at(rank) == &peer && peer.state == State::kConnecting;

@@ -68,7 +68,6 @@ class Peers {
     const Peer& peer = at(rank_of(process));
     return peer.incarnation == incarnation_of(process) && peer.state != State::kLost;
   }
-  base::Error loss_of(int rank) const { return loss_of(rank, at(rank)); }
 
   /// A connection that another rank has made. Gives back why it is not wanted.
   std::optional<base::Error> accept_on_loop(int rank, const net::StreamPtr& stream);
@@ -106,7 +105,6 @@ class Peers {
   Peer& at(int rank) const { return peers_.at(rank); }
   base::Error loss_of(int rank, const Peer& peer) const;
   base::Status send_unconnected(int to, Peer& peer, net::OutFrame frame);
-  void connect_on_loop(int rank, Peer& peer);
   bool is_connecting_on_loop(int rank, const Peer& peer) const;
   void connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline);
   void connect_by_tcp_on_loop(int rank, Peer& peer, base::TimePoint deadline);

@@ -44,21 +44,43 @@ void PendingCalls::arm_locked() {
   loop_.call_at(armed_for_, [this, when = armed_for_] { expire_on_loop(when); });
 }
 
+std::pair<uint64_t, PendingCalls::Call> PendingCalls::take_locked(Calls::iterator it) {
+  const uint64_t id = it->first;
+  Call call = std::move(it->second);
+  calls_.erase(it);
+  if (call.deadline != base::kNever) deadlines_.erase({call.deadline, id});
+  trace_end(id, call);
+  return {id, std::move(call)};
+}
+
 std::optional<PendingCalls::Call> PendingCalls::take(uint64_t id, int from) {
   std::optional<base::Promise<void>> drained;
-  std::optional<Call> call;
-  {
-    std::lock_guard lock(mutex_);
-    const auto it = calls_.find(id);
-    if (it == calls_.end() || it->second.to != from) return std::nullopt;
-    call = std::move(it->second);
-    if (call->deadline != base::kNever) deadlines_.erase({call->deadline, id});
-    calls_.erase(it);
-    if (calls_.empty()) drained_.swap(drained);
-  }
-  trace_end(id, *call);
+  std::unique_lock lock(mutex_);
+  const auto it = calls_.find(id);
+  if (it == calls_.end() || it->second.to != from) return std::nullopt;
+  std::optional<Call> call = take_locked(it).second;
+  if (calls_.empty()) drained_.swap(drained);
+  lock.unlock();
   if (drained) drained->set();
   return call;
+}
+
+std::vector<std::pair<uint64_t, PendingCalls::Call>> PendingCalls::take_all(int rank) {
+  std::vector<std::pair<uint64_t, Call>> taken;
+  std::lock_guard lock(mutex_);
+  for (auto it = calls_.begin(); it != calls_.end();) {
+    const auto call = it++;
+    if (rank < 0 || call->second.to == rank) taken.push_back(take_locked(call));
+  }
+  return taken;
+}
+
+void PendingCalls::tell_if_drained() {
+  std::optional<base::Promise<void>> drained;
+  std::unique_lock lock(mutex_);
+  if (calls_.empty()) drained_.swap(drained);
+  lock.unlock();
+  if (drained) drained->set();
 }
 
 void PendingCalls::fail(uint64_t id, int from, base::Error error) {
@@ -106,10 +128,7 @@ void PendingCalls::expire_on_loop(base::TimePoint when) {
     const base::TimePoint now = base::Clock::now();
     while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
       const auto it = calls_.find(deadlines_.begin()->second);
-      trace_end(it->first, it->second);
-      expired.emplace_back(it->first, std::move(it->second));
-      deadlines_.erase(deadlines_.begin());
-      calls_.erase(it);
+      expired.push_back(take_locked(it));
     }
     arm_locked();
   }
@@ -126,55 +145,25 @@ void PendingCalls::expire_on_loop(base::TimePoint when) {
   if (expired.empty()) return;
   // Values of the user's may end with what their arguments referred to: not on the loop.
   executor_.post([expired = std::move(expired)]() mutable { expired.clear(); });
-  std::optional<base::Promise<void>> drained;
-  {
-    std::lock_guard lock(mutex_);
-    if (calls_.empty()) drained_.swap(drained);
-  }
-  if (drained) drained->set();
+  tell_if_drained();
 }
 
 void PendingCalls::fail_all_to(int rank, const base::Error& error) {
-  std::vector<std::pair<uint64_t, Call>> failed;
-  std::optional<base::Promise<void>> drained;
-  {
-    std::lock_guard lock(mutex_);
-    for (auto it = calls_.begin(); it != calls_.end();) {
-      const auto next = std::next(it);
-      if (it->second.to == rank) {
-        trace_end(it->first, it->second);
-        const Call& call = it->second;
-        if (call.deadline != base::kNever) deadlines_.erase({call.deadline, it->first});
-        failed.emplace_back(it->first, std::move(it->second));
-        calls_.erase(it);
-      }
-      it = next;
-    }
-    if (calls_.empty()) drained_.swap(drained);
-  }
-  for (auto& [id, call] : failed) {
+  for (auto& [id, call] : take_all(rank)) {
     base::Error own = error;
     own.op = call.function;
     fail_taken(id, call, std::move(own));
   }
-  if (drained) drained->set();
+  tell_if_drained();
 }
 
 void PendingCalls::fail_all(const base::Error& error) {
-  std::unordered_map<uint64_t, Call> failed;
-  std::optional<base::Promise<void>> drained;
   {
     std::lock_guard lock(mutex_);
     closed_ = error;
-    failed.swap(calls_);
-    deadlines_.clear();
-    drained_.swap(drained);
   }
-  for (auto& [id, call] : failed) {
-    trace_end(id, call);
-    fail_taken(id, call, error);
-  }
-  if (drained) drained->set();
+  for (auto& [id, call] : take_all(-1)) fail_taken(id, call, error);
+  tell_if_drained();
 }
 
 base::Future<void> PendingCalls::drained() {

@@ -70,8 +70,15 @@ class PendingCalls {
   base::Future<void> drained();
 
  private:
+  using Calls = std::unordered_map<uint64_t, Call>;
+
   void expire_on_loop(base::TimePoint when);
   void arm_locked();
+  /// Takes a call out of the calls that wait, and ends it in the trace.
+  std::pair<uint64_t, Call> take_locked(Calls::iterator it);
+  /// Takes out the calls to `rank`, or all calls if it is -1.
+  std::vector<std::pair<uint64_t, Call>> take_all(int rank);
+  void tell_if_drained();
   void fail_taken(uint64_t id, Call& call, base::Error error, bool given_up = false);
   void trace_end(uint64_t id, const Call& call) const;
 
@@ -81,7 +88,7 @@ class PendingCalls {
   const std::shared_ptr<base::Tracer> tracer_;
   const OnFailure on_failure_;
   mutable std::mutex mutex_;
-  std::unordered_map<uint64_t, Call> calls_;
+  Calls calls_;
   std::set<std::pair<base::TimePoint, uint64_t>> deadlines_;
   base::TimePoint armed_for_ = base::kNever;
   std::optional<base::Error> closed_;

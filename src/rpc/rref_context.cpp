@@ -132,22 +132,16 @@ bool RRefContext::is_freed_locked(uint64_t id) const {
   return it->second.value.expired() && (it->second.made || freed_.contains(id));
 }
 
-std::shared_ptr<RRefHandle> RRefContext::owner_handle(uint64_t id) {
-  std::shared_ptr<OwnedValue> value;
-  {
-    std::lock_guard lock(mutex_);
-    value = value_locked(id);
-  }
+std::shared_ptr<RRefHandle> RRefContext::owner_handle(uint64_t id,
+                                                      std::shared_ptr<OwnedValue> value) {
   return std::make_shared<RRefHandle>(shared_from_this(), id, 0, self_, std::move(value));
 }
 
 std::shared_ptr<RRefHandle> RRefContext::new_local() {
   const uint64_t id = next_id();
-  {
-    std::lock_guard lock(mutex_);
-    owned_[id].made = true;
-  }
-  return owner_handle(id);
+  std::lock_guard lock(mutex_);
+  owned_[id].made = true;
+  return owner_handle(id, value_locked(id));
 }
 
 std::shared_ptr<RRefHandle> RRefContext::new_remote(int owner) {
@@ -314,7 +308,7 @@ std::shared_ptr<RRefHandle> RRefContext::received_by_owner(uint64_t id) {
   {
     std::lock_guard lock(mutex_);
     if (!is_freed_locked(id)) {
-      return std::make_shared<RRefHandle>(shared_from_this(), id, 0, self_, value_locked(id));
+      return owner_handle(id, value_locked(id));
     }
     // It went with a rank that had given it to another, of which the owner had yet to hear.
     if (!lost_.empty()) why = lost_.begin()->second;
@@ -325,7 +319,7 @@ std::shared_ptr<RRefHandle> RRefContext::received_by_owner(uint64_t id) {
 std::shared_ptr<RRefHandle> RRefContext::gone_value(uint64_t id, base::Error why) {
   auto gone = std::make_shared<OwnedValue>();
   gone->value.fail(std::move(why));
-  return std::make_shared<RRefHandle>(shared_from_this(), id, 0, self_, std::move(gone));
+  return owner_handle(id, std::move(gone));
 }
 
 void RRefContext::on_control(wire::FrameKind kind, uint64_t id, uint64_t fork, int from,

@@ -128,9 +128,9 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   uint64_t next_id() { return make_id(self_, ++counter_); }
   std::shared_ptr<RRefHandle> user_handle(uint64_t id, uint64_t fork, ProcessNumber owner);
   ProcessNumber newest_locked(int rank) const;
-  std::shared_ptr<RRefHandle> owner_handle(uint64_t id);
   std::shared_ptr<OwnedValue> value_locked(uint64_t id);
   bool is_freed_locked(uint64_t id) const;
+  std::shared_ptr<RRefHandle> owner_handle(uint64_t id, std::shared_ptr<OwnedValue> value);
   std::shared_ptr<RRefHandle> received_by_owner(uint64_t id);
   std::shared_ptr<RRefHandle> gone_value(uint64_t id, base::Error why);
   std::shared_ptr<RRefHandle> receive(const RRefTicket& ticket);

@@ -22,8 +22,6 @@ TorchState::Flags::Flags() {
   threads = at::get_num_threads();
 }
 
-TorchState::TorchState() = default;
-
 void TorchState::restore() const {
   const Flags now;
   if (now == flags_) return;

@@ -28,17 +28,13 @@ base::RankTrace own_trace(Agent& agent) {
 
 TraceCollector::TraceCollector(Agent& agent)
     : agent_(agent), clocks_(static_cast<size_t>(agent.world_size())) {
-  ask_domains();
-  read_clocks();
-}
-
-void TraceCollector::ask_domains() {
   std::vector<base::Future<ClockAnswer>> answers;
   for (int rank = 1; rank < agent_.world_size(); ++rank) {
     answers.push_back(agent_.rpc_async<&read_trace_clock>(To(rank).without_deadline()));
   }
   clocks_[0].domain = agent_.tracer()->clock_domain();
   for (size_t i = 0; i < answers.size(); ++i) clocks_[i + 1].domain = answers[i].take().domain;
+  read_clocks();
 }
 
 // Of each clock but our own, on the first rank that has it.

@@ -1,37 +1,14 @@
 #include "distrain/wire/tensor_desc.h"
 
+#include <iterator>
+
 namespace distrain::wire {
 
 size_t element_bytes(DType dtype) {
-  switch (dtype) {
-    case DType::kUInt8:
-    case DType::kInt8:
-    case DType::kBool:
-    case DType::kFloat8E5M2:
-    case DType::kFloat8E4M3:
-    case DType::kFloat8E5M2Fnuz:
-    case DType::kFloat8E4M3Fnuz:
-    case DType::kFloat8E8M0:
-      return 1;
-    case DType::kInt16:
-    case DType::kUInt16:
-    case DType::kFloat16:
-    case DType::kBFloat16:
-      return 2;
-    case DType::kInt32:
-    case DType::kUInt32:
-    case DType::kFloat32:
-    case DType::kComplex32:
-      return 4;
-    case DType::kInt64:
-    case DType::kUInt64:
-    case DType::kFloat64:
-    case DType::kComplex64:
-      return 8;
-    case DType::kComplex128:
-      return 16;
-  }
-  return 0;
+  // By number, from kUInt8 = 1 to kComplex32 = 21.
+  constexpr uint8_t kBytes[] = {0, 1, 1, 2, 4, 8, 2, 2, 4, 8, 1, 8, 16, 2, 4, 8, 1, 1, 1, 1, 1, 4};
+  const auto number = static_cast<size_t>(dtype);
+  return number < std::size(kBytes) ? kBytes[number] : 0;
 }
 
 uint64_t TensorDesc::bytes() const {

@@ -4,15 +4,13 @@
 
 namespace distrain::rpc {
 
-/// A copy of LibTorch's thread-local state that user code can change: grad mode, inference mode,
-/// autocast, dispatch keys, hooks of saved tensors, the number of intra-op threads. A thread that
-/// runs code of several users restores this state after each of them. Restoring compares the state
-/// first, which takes about as long as a call of a small torch function, and writes it only if it
-/// has changed, because writing takes longer.
+/// A copy of the current thread's LibTorch state that user code can change: grad mode, inference
+/// mode, autocast, dispatch keys, hooks of saved tensors, the number of intra-op threads. A thread
+/// that runs code of several users restores this state after each of them. Restoring compares the
+/// state first, which takes about as long as a call of a small torch function, and writes it only
+/// if it has changed, because writing takes longer.
 class TorchState {
  public:
-  /// The current state of this thread.
-  TorchState();
   /// Sets the state of this thread, which must be the one that this object was made on.
   void restore() const;
 
@@ -33,15 +31,8 @@ class TorchState {
 };
 
 /// Restores the state of this thread at the end of a scope in which user code runs.
-class TorchStateGuard {
- public:
-  TorchStateGuard() = default;
-  ~TorchStateGuard() { before_.restore(); }
-  TorchStateGuard(const TorchStateGuard&) = delete;
-  TorchStateGuard& operator=(const TorchStateGuard&) = delete;
-
- private:
-  const TorchState before_;
+struct TorchStateGuard : TorchState {
+  ~TorchStateGuard() { restore(); }
 };
 
 }  // namespace distrain::rpc

@@ -40,7 +40,6 @@ class TraceCollector {
   std::vector<base::RankTrace> collect();
 
  private:
-  void ask_domains();
   void read_clocks();
   ClockReading read_clock(int rank);
   base::RankTrace collect_from(int rank);
