@@ -6,6 +6,7 @@
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim.h>
 
+#include "agent_core.h"
 #include "distrain/autograd/context.h"
 #include "distrain/autograd/parameter_versions.h"
 #include "distrain/base/thread_state.h"
@@ -382,6 +383,23 @@ TEST_CASE("an optimizer that was given the state of another goes on as that one 
   other = state;
   other[1].erase("step");
   CHECK(error_of([&] { more.load_state(other); }).kind == base::ErrorKind::kBadData);
+}
+
+TEST_CASE("an optimizer's whole state moves without a deadline") {
+  Cluster cluster(2, set_up_square_layers);
+  Agent& agent = cluster[0];
+  const auto layer = agent.remote_new<SquareLayer>(1, at::rand({3, 2}, at::kDouble));
+  DistributedOptimizer optimizer(agent, {layer.rpc_sync<&SquareLayer::parameter>()}, optim::Adam{});
+  // Every call with the default deadline is late from now on.
+  const auto timeout = std::exchange(agent.core().options.rpc_timeout, 1ns);
+  CHECK(error_of([&] { layer.rpc_sync<&SquareLayer::value>(); }).kind ==
+        base::ErrorKind::kDeadline);
+  for (int i = 0; i < 20; ++i) {
+    optimizer.load_state(optimizer.state());
+    optimizer.held_state({"weight"});
+  }
+  agent.core().options.rpc_timeout = timeout;
+  cluster.shutdown();
 }
 
 TEST_CASE("an onlooker shares the optimizer of its own parameters and makes no steps") {

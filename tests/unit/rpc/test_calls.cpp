@@ -225,6 +225,22 @@ TEST_CASE("what a function or a continuation changes of torch's state ends with 
   CHECK(cluster[0].rpc_sync<&torch_state>(1) == state);
 }
 
+TEST_CASE("what a layer changes of torch's state when a rank is lost ends with it") {
+  struct Changing final : rpc::Layer {
+    void on_rank_lost(const rpc::Loss&) override {
+      found.set(torch_state());
+      change_torch_state();
+    }
+    base::Promise<std::string> found;
+  };
+  Cluster cluster(2, expose_calls);
+  const auto first = std::make_shared<Changing>(), second = std::make_shared<Changing>();
+  cluster[0].add_layer(first);
+  cluster[0].add_layer(second);
+  cluster.kill(1);
+  CHECK(second->found.future().wait() == first->found.future().wait());
+}
+
 TEST_CASE("tensors of every dtype, sparse and undefined ones") {
   Cluster cluster(2, expose_calls);
   for (const at::ScalarType type :
