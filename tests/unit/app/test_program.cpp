@@ -1,6 +1,9 @@
 // What a program says of itself: help, man pages, completions, schema.
 #include <string>
 
+#include "../src/app/options.h"
+#include "../src/app/placement.h"
+#include "../src/app/process/json_lines.h"
 #include "distrain/app/program.h"
 #include "distrain/job/definition.h"
 #include "support/catch.h"
@@ -139,6 +142,43 @@ TEST_CASE("a default folder of checkpoints can be switched off") {
   CHECK(job::ParsedOptions(table).adopting({{"checkpoint", ""}}).text("checkpoint").empty());
   folder.initial = "";  // nothing to switch off: a variable that is not set, perhaps
   CHECK_THROWS_WITH(canonical_value(folder, "", "--checkpoint"), "--checkpoint needs a value");
+}
+
+namespace {
+
+struct Saving : job::TrainerOptions {
+  Saving() { checkpoint.dir = "saves_of_this_job"; }
+  static void describe(job::OptionList<Saving>&) {}
+};
+
+}  // namespace
+
+TEST_CASE("a job's own default folder of checkpoints counts as one that the user gave") {
+  const JobCommand command(
+      job::define<Saving>("saving", "saves").role("trainer", &Saving::trainers));
+  const auto check = [&](const std::vector<std::string>& args) {
+    Placement placement;
+    placement.ranks = {0, 1};
+    placement.world_size = 2;
+    check_options(parse_options(command.table, args), placement);
+  };
+  for (const std::string option : {"--checkpoint-every", "--keep", "--save-timeout"}) {
+    check({option, "5"});
+    CHECK_THROWS_WITH(check({"--checkpoint", "", option, "5"}), option + " needs --checkpoint");
+  }
+  check({"--resume", "auto"});
+  CHECK_THROWS_WITH(check({"--checkpoint", "", "--resume", "auto"}),
+                    "--resume auto needs --checkpoint");
+}
+
+TEST_CASE("the end line adds up the updates of all ranks") {
+  Summary summary;
+  summary.add({{"updates", 3}, {"loss", 0.5}});
+  summary.add({{"steps", 2}});
+  summary.add({{"updates", 4}, {"loss", 0.25}});
+  const Json fields = summary.end_fields(base::Clock::now(), std::nullopt);
+  CHECK(fields["updates"] == 7);
+  CHECK(fields["loss"] == 0.5);
 }
 
 TEST_CASE("what a rank derived from its own options does not outlive rank 0's") {
