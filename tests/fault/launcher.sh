@@ -51,6 +51,13 @@ await_end "$name"
 expect_log "$name"
 expect_no_process "$name"
 
+name="a collective operation beyond its deadline"
+run hybrid --mode sync --collective-timeout 0.2 --inject delay=2s@rank=1 --steps 4
+expect 10 "$name"
+expect_log "$name"
+expect_jq '.[-1].kind == "deadline"' "$name"
+expect_no_process "$name"
+
 # While ranks meet nobody misses one, as it may yet come from elsewhere: that is the launcher's.
 name="SIGSTOP of a rank while another is missing"
 : >"$tmp/out"

@@ -75,8 +75,9 @@ void train_own(job::Rank& rank, const OwnOptions& options) {
   const char* const module = options.fault == "buffers" ? "normalised" : "table";
   nn::RemoteModule table(rank.agent(), "server", module, kRows, options.dim);
   ddp::DistributedDataParallel net(make_net(options), rank.group("trainer"));
-  expect(rank.group("trainer").backend->getBackendOptions()->timeout.count() == 0,
-         "collectives have a deadline that nobody asked for");
+  const auto timeout = rank.group("trainer").backend->getBackendOptions()->timeout;
+  expect(timeout.count() == std::llround(rank.job().collective_timeout_s * 1000),
+         "collectives have another deadline than the one that the user asked for");
   optim::DistributedOptimizer optimizer(
       rank.agent(),
       {{table.remote_parameters(), net.parameters(), options.rule().options},
@@ -250,6 +251,15 @@ TEST_CASE("a job on the kit that is told to save does so, and goes on") {
   CHECK(saves[0]["step"] >= 12);
   CHECK(saves[0]["step"] < 240);
   CHECK(saves[1]["step"] == 240);
+}
+
+TEST_CASE("collectives have the deadline that the user asks for, by default none") {
+  CHECK(Job().collective_timeout_s == 0);
+  OwnOptions options;
+  options.steps = 1;
+  Hooks<OwnOptions> hooks;
+  hooks.job = [](Job& job) { job.collective_timeout_s = 3600.5; };
+  run_job(Place::kRanks, options, hooks);
 }
 
 TEST_CASE("what the author of a job forgets is told in a line") {
