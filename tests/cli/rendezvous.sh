@@ -39,9 +39,16 @@ joined "by flag" by_flag
 port=$(free_port)
 # shellcheck disable=SC2317
 by_environment() {
-  RANK=$1 WORLD_SIZE=4 MASTER_ADDR=localhost MASTER_PORT=$port timeout "$limit" "$distrain" hybrid --epochs 2
+  RANK=$1 WORLD_SIZE=4 LOCAL_WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=$port \
+    timeout "$limit" "$distrain" hybrid --epochs 2
 }
 joined "by environment" by_environment
+# Each rank believes that it is alone on its host until all have met.
+for r in 0 1 2 3; do
+  # shellcheck disable=SC2016 # $alone and $shared are jq's
+  expect_jq '[.[] | select(.event == "start" or .event == "ready").threads] as [$alone, $shared]
+    | $shared == ([1, ($alone / 4 | floor)] | max)' "by environment: threads of rank $r" "$tmp/rank$r"
+done
 
 # Two steps of one allocation of Slurm, at once: neither mixes with the other nor waits for it.
 # shellcheck disable=SC2317
