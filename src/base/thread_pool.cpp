@@ -95,9 +95,7 @@ void ThreadPool::run() {
   }
 leave:
   --alive_;
-  const auto self = std::find_if(threads_.begin(), threads_.end(), [](const std::thread& t) {
-    return t.get_id() == std::this_thread::get_id();
-  });
+  const auto self = std::ranges::find(threads_, std::this_thread::get_id(), &std::thread::get_id);
   if (self != threads_.end()) {
     finished_.push_back(std::move(*self));
     threads_.erase(self);

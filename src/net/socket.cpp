@@ -24,8 +24,6 @@ using base::ErrorKind;
 
 namespace {
 
-Error make_error(ErrorKind kind, std::string message) { return Error{kind, std::move(message)}; }
-
 // "[::1]", as IPv6 addresses stand before a port, is "::1".
 std::string without_brackets(const std::string& host) {
   const bool has_brackets = host.starts_with('[') && host.ends_with(']');
@@ -45,8 +43,8 @@ bool is_local(const AddressList& addresses) {
 
 Error socket_error(const std::string& what, int code) {
   const bool exhausted = code == EMFILE || code == ENFILE || code == ENOMEM || code == ENOBUFS;
-  return make_error(exhausted ? ErrorKind::kResources : ErrorKind::kRendezvous,
-                    what + ": " + std::strerror(code));
+  return Error{exhausted ? ErrorKind::kResources : ErrorKind::kRendezvous,
+               what + ": " + std::strerror(code)};
 }
 
 std::string endpoint_text(const std::string& given, uint16_t port) {
@@ -59,7 +57,7 @@ base::Result<UnixAddress> unix_address(const std::string& path) {
   UnixAddress made;
   made.address.sun_family = AF_UNIX;
   if (path.size() >= sizeof made.address.sun_path) {
-    return make_error(ErrorKind::kRendezvous, "the path of a unix socket is too long: " + path);
+    return Error{ErrorKind::kRendezvous, "the path of a unix socket is too long: " + path};
   }
   std::memcpy(made.address.sun_path, path.data(), path.size());
   made.size = sizeof made.address;
@@ -85,7 +83,7 @@ base::Result<AddressList> resolve(const std::string& given, uint16_t port, int f
   const int code = getaddrinfo(host.empty() ? nullptr : host.c_str(), std::to_string(port).c_str(),
                                &hints, &found);
   if (code != 0) {
-    return make_error(ErrorKind::kRendezvous, "host '" + host + "': " + gai_strerror(code));
+    return Error{ErrorKind::kRendezvous, "host '" + host + "': " + gai_strerror(code)};
   }
   return AddressList(found, &freeaddrinfo);
 }
@@ -104,10 +102,10 @@ base::Result<AddressList> resolve_until(const std::string& host, uint16_t port,
       promise.complete(resolve(host, port, 0));
     }).detach();
   } catch (const std::system_error&) {
-    return make_error(ErrorKind::kResources, "host '" + host + "': no thread to look for it");
+    return Error{ErrorKind::kResources, "host '" + host + "': no thread to look for it"};
   }
   if (found.wait_until(deadline)) return std::move(found.state()->result());
-  return make_error(ErrorKind::kRendezvous, "host '" + host + "': the name server does not answer");
+  return Error{ErrorKind::kRendezvous, "host '" + host + "': the name server does not answer"};
 }
 
 // The name of one end of a socket; `ask` is getsockname() or getpeername().
@@ -166,10 +164,7 @@ int connect_until(int fd, const sockaddr* address, socklen_t size, base::TimePoi
 }  // namespace
 
 Fd& Fd::operator=(Fd&& other) noexcept {
-  if (this != &other) {
-    reset();
-    fd_ = other.release();
-  }
+  const Fd old(std::exchange(fd_, other.release()));
   return *this;
 }
 
@@ -182,9 +177,9 @@ base::Result<Fd> listen_tcp(const std::string& host, uint16_t port) {
   const std::string where = "listening on " + endpoint_text(host, port);
   auto addresses = resolve(host, port, AI_PASSIVE);
   if (!addresses.ok()) {
-    return make_error(addresses.error().kind, where + ": " + addresses.error().message);
+    return Error{addresses.error().kind, where + ": " + addresses.error().message};
   }
-  Error error = make_error(ErrorKind::kRendezvous, where + ": no address");
+  Error error{ErrorKind::kRendezvous, where + ": no address"};
   // All interfaces: the v6 socket takes v4 too, where there is v6.
   for (const int family : {AF_INET6, AF_INET}) {
     for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) {
@@ -221,8 +216,8 @@ base::Result<Fd> listen_tcp(const std::string& host, PortRange ports) {
   }
   base::Result<Fd> socket = listen_tcp(host, ports.last);
   if (socket.ok() || ports.first == ports.last) return socket;
-  return make_error(ErrorKind::kRendezvous, "no port from " + std::to_string(ports.first) +
-                                                " on is free: " + socket.error().message);
+  return Error{ErrorKind::kRendezvous, "no port from " + std::to_string(ports.first) +
+                                           " on is free: " + socket.error().message};
 }
 
 base::Result<Fd> listen_unix(const std::string& path) {
@@ -242,7 +237,7 @@ base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimeP
   auto addresses = resolve_until(host, port, deadline);
   if (!addresses.ok()) return addresses.error();
   const std::string where = "connecting to " + endpoint_text(host, port);
-  Error error = make_error(ErrorKind::kRendezvous, where + ": no address");
+  Error error{ErrorKind::kRendezvous, where + ": no address"};
   int addresses_left = 0;
   for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) ++addresses_left;
   for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next, --addresses_left) {
@@ -283,14 +278,14 @@ base::Result<std::string> host_to_bind(const std::string& host) {
   const std::string to_do =
       ": rank 0 listens on an address of its own host, or on another one by --listen ADDR";
   if (!addresses.ok()) {
-    return make_error(addresses.error().kind, addresses.error().message + to_do);
+    return Error{addresses.error().kind, addresses.error().message + to_do};
   }
   if (are_loopback(addresses.unchecked())) {
     return is_numeric || host == "localhost" ? host : std::string();
   }
   if (is_local(addresses.unchecked())) return host;
   if (!is_numeric) return std::string();
-  return make_error(ErrorKind::kRendezvous, host + " is no address of this host" + to_do);
+  return Error{ErrorKind::kRendezvous, host + " is no address of this host" + to_do};
 }
 
 std::string host_key() {

@@ -235,10 +235,7 @@ void UvStream::drain_on_loop() {
     }
     if (pieces.empty() && send_state_ != SendState::kClosing) return;
   }
-  if (pieces.empty()) {
-    linger_on_loop();
-    return;
-  }
+  if (pieces.empty()) return linger_on_loop();
   write_size_ = 0;
   for (const uv_buf_t& piece : pieces) write_size_ += piece.len;
   writing_ = true;
@@ -255,14 +252,8 @@ void UvStream::drain_on_loop() {
 
 void UvStream::wrote_on_loop(int status) {
   writing_ = false;
-  if (finished_) {
-    drop_queue();
-    return;
-  }
-  if (status < 0) {
-    write_failed_on_loop(status);
-    return;
-  }
+  if (finished_) return drop_queue();
+  if (status < 0) return write_failed_on_loop(status);
   std::unique_ptr<PendingFrame> done;  // its tensors are let go outside the lock
   {
     std::lock_guard lock(send_mutex_);
@@ -385,8 +376,7 @@ void UvStream::alloc_on_loop(uv_buf_t* buffer) {
 void UvStream::read_on_loop(ssize_t bytes, const uv_buf_t*) {
   if (finished_ || bytes == 0) return;
   if (bytes < 0) {
-    finish_on_loop(discarding_ ? closed_here() : peer_closed(static_cast<int>(bytes)));
-    return;
+    return finish_on_loop(discarding_ ? closed_here() : peer_closed(static_cast<int>(bytes)));
   }
   if (discarding_) return;
   last_heard_ = loop_->now_on_loop();

@@ -28,7 +28,9 @@ template <class T>
 using Stored = std::conditional_t<std::is_void_v<T>, Unit, T>;
 
 template <class T>
-struct IsFuture : std::false_type {};
+struct IsFuture : std::false_type {
+  using Value = T;
+};
 template <class T>
 struct IsFuture<Future<T>> : std::true_type {
   using Value = T;
@@ -174,11 +176,7 @@ class [[nodiscard]] Future {
   /// Never call it on the loop thread (checked: fatal). On a pool thread the pool grows meanwhile.
   T wait() const {
     state_->wait_until(kNever);
-    if constexpr (std::is_void_v<T>) {
-      static_cast<void>(state_->use_result().value());
-    } else {
-      return state_->use_result().value();
-    }
+    return static_cast<T>(state_->use_result().value());
   }
 
   /// As wait(), but moves the value out: for one owner, once.
@@ -288,17 +286,9 @@ auto Future<T>::then(Executor& executor, F fn) const {
       return f(value);
     }
   };
-  using Returned = decltype(call(fn, std::declval<Stored&>()));
-  constexpr bool kNested = detail::IsFuture<std::decay_t<Returned>>::value;
-  using Value = typename std::conditional_t<kNested, detail::IsFuture<std::decay_t<Returned>>,
-                                            std::type_identity<std::decay_t<Returned>>>;
-  using U = typename decltype([] {
-    if constexpr (kNested) {
-      return std::type_identity<typename Value::Value>{};
-    } else {
-      return std::type_identity<typename Value::type>{};
-    }
-  }())::type;
+  using Returned = detail::IsFuture<std::decay_t<decltype(call(fn, std::declval<Stored&>()))>>;
+  using U = typename Returned::Value;
+  constexpr bool kNested = Returned::value;
 
   auto promise = std::make_shared<Promise<U>>();
   Future<U> future = promise->future();

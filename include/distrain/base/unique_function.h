@@ -27,9 +27,9 @@ class UniqueFunction<R(Args...)> {
       new (memory_) Function(std::forward<F>(f));
       operations_ = &kOperations<Function>;
     } else {
-      using Held = Large<Function>;
-      new (memory_) Held{std::make_unique<Function>(std::forward<F>(f))};
-      operations_ = &kOperations<Held>;
+      *this = [held = std::make_unique<Function>(std::forward<F>(f))](Args... args) -> R {
+        return static_cast<R>((*held)(std::forward<Args>(args)...));
+      };
     }
   }
   UniqueFunction(UniqueFunction&& other) noexcept { take(other); }
@@ -51,15 +51,6 @@ class UniqueFunction<R(Args...)> {
   static constexpr bool kFits =
       sizeof(F) <= kSize && alignof(F) <= alignof(void*) && std::is_nothrow_move_constructible_v<F>;
 
-  template <class F>
-  struct Large {
-    std::unique_ptr<F> function;
-    template <class... A>
-    decltype(auto) operator()(A&&... args) {
-      return (*function)(std::forward<A>(args)...);
-    }
-  };
-
   struct Operations {
     R (*call)(void* function, Args&&... args);
     void (*move)(void* from, void* to) noexcept;  // and destroys `from`
@@ -68,11 +59,8 @@ class UniqueFunction<R(Args...)> {
   template <class F>
   static constexpr Operations kOperations = {
       [](void* function, Args&&... args) -> R {
-        if constexpr (std::is_void_v<R>) {
-          (*static_cast<F*>(function))(std::forward<Args>(args)...);  // its result is nobody's
-        } else {
-          return (*static_cast<F*>(function))(std::forward<Args>(args)...);
-        }
+        // If R is void the result is nobody's.
+        return static_cast<R>((*static_cast<F*>(function))(std::forward<Args>(args)...));
       },
       [](void* from, void* to) noexcept {
         new (to) F(std::move(*static_cast<F*>(from)));

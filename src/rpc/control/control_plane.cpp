@@ -79,8 +79,6 @@ ControlPlane::ControlPlane(net::Loop& loop, const AgentOptions& options, DeviceT
   if (!meeting_name().empty()) meeting_socket_ = listen_at_meeting(meeting_name());
 }
 
-ControlPlane::~ControlPlane() = default;
-
 // ---- what other threads ask for ----
 
 base::Future<uint64_t> ControlPlane::enter_round(uint64_t round, uint64_t number) {

@@ -50,7 +50,6 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   /// Rank 0 binds its socket here.
   ControlPlane(net::Loop& loop, const AgentOptions& options, DeviceTable& devices,
                Callbacks callbacks);
-  ~ControlPlane() override;
 
   /// Returns when every rank can be called. Throws otherwise. `prepare` is called when rank 0's
   /// options are known, before any other rank can call this one.

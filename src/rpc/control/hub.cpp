@@ -15,11 +15,6 @@ constexpr auto kPlaceIsKept = std::chrono::minutes(1);
 
 }  // namespace
 
-Hub::Hub(Settings settings, World& world, base::TimePoint now)
-    : Party(std::move(settings), world, now) {}
-
-void Hub::begin() { meet_if_all_joined(); }
-
 // ---- meeting ----
 
 std::optional<Error> Hub::join(Link link, int rank, wire::Join join, base::TimePoint now) {

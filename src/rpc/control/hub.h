@@ -9,7 +9,7 @@ namespace distrain::rpc::control {
 /// Rank 0: Note [Control plane].
 class Hub final : public Party {
  public:
-  Hub(Settings settings, World& world, base::TimePoint now);
+  using Party::Party;
 
   /// A rank wants to join on `link`. Gives back why it is refused, if it is: the first field that
   /// does not agree, with both values.
@@ -20,7 +20,7 @@ class Hub final : public Party {
   std::optional<base::Error> keep_place(Link link, const wire::Join& join, base::TimePoint now);
   void keep_no_more(Link link);
   /// To be called once, when this rank can take part: one that is alone meets nobody.
-  void begin();
+  void begin() { meet_if_all_joined(); }
   /// From here on, in place of what was said before.
   void tolerate(Tolerance tolerance) { tolerance_ = std::move(tolerance); }
   /// A rank that is there again is of use: from here on what it fails with counts for all.
