@@ -28,9 +28,13 @@ c10::intrusive_ptr<c10d::Backend::Options> make_options(const Group& group,
   return options;
 }
 
+[[noreturn]] void refuse_call(const char* op, const std::string& message) {
+  throw base::Exception(Error{.kind = ErrorKind::kInvalid, .message = message, .op = op});
+}
+
 void check_tensor(const char* op, const at::Tensor& tensor) {
   const auto refuse = [op](const std::string& what) {
-    throw base::Exception(Error{ErrorKind::kInvalid, std::string(op) + " of " + what, -1, op});
+    refuse_call(op, std::string(op) + " of " + what);
   };
   if (!tensor.defined()) refuse("an undefined tensor");
   if (const std::string kind = rpc::kind_that_cannot_be_sent(tensor); !kind.empty()) {
@@ -47,21 +51,18 @@ void check_tensor(const char* op, const at::Tensor& tensor) {
 void check_result(const char* op, const at::Tensor& tensor) {
   check_tensor(op, tensor);
   if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
-    throw base::Exception(Error{ErrorKind::kInvalid,
-                                std::string(op) + " into an expanded tensor, whose elements share "
-                                                  "memory, is not supported: clone() it",
-                                -1, op});
+    refuse_call(op, std::string(op) +
+                        " into an expanded tensor, whose elements share memory, is "
+                        "not supported: clone() it");
   }
 }
 
 void check_reduction(const at::Tensor& tensor, ReduceOp op) {
   check_result("allreduce", tensor);
   if (can_reduce(op, tensor.scalar_type())) return;
-  throw base::Exception(Error{ErrorKind::kInvalid,
-                              std::string("allreduce: no such reduction of ") +
-                                  c10::toString(tensor.scalar_type()) + " (operation number " +
-                                  std::to_string(int(op)) + ")",
-                              -1, "allreduce"});
+  refuse_call("allreduce", std::string("allreduce: no such reduction of ") +
+                               c10::toString(tensor.scalar_type()) + " (operation number " +
+                               std::to_string(int(op)) + ")");
 }
 
 OpSpec spec_of(OpKind kind, const at::Tensor& tensor) {
@@ -116,9 +117,7 @@ Pending Backend::broadcast(const at::Tensor& tensor, int root, std::chrono::mill
                            const Terms& terms) {
   check_result("broadcast", tensor);
   if (root < 0 || root >= size_) {
-    throw base::Exception(Error{ErrorKind::kInvalid,
-                                "broadcast: root " + std::to_string(root) + " is not in the group",
-                                -1, "broadcast"});
+    refuse_call("broadcast", "broadcast: root " + std::to_string(root) + " is not in the group");
   }
   OpSpec spec = spec_of(OpKind::kBroadcast, tensor);
   spec.root = static_cast<uint32_t>(root);
@@ -136,9 +135,7 @@ Pending Backend::allgather(const at::Tensor& input, std::vector<at::Tensor> outp
     fits = fits && output.scalar_type() == input.scalar_type() && output.numel() == input.numel();
   }
   if (!fits) {
-    throw base::Exception(Error{ErrorKind::kInvalid,
-                                "allgather: needs one output a rank, of the input's dtype and size",
-                                -1, "allgather"});
+    refuse_call("allgather", "allgather: needs one output a rank, of the input's dtype and size");
   }
   return issue(std::make_shared<AllgatherOperation>(spec_of(OpKind::kAllgather, input),
                                                     deadline(timeout), input, std::move(outputs)));
@@ -194,9 +191,7 @@ c10::intrusive_ptr<c10d::Work> Backend::allgather(std::vector<std::vector<at::Te
                                                   std::vector<at::Tensor>& inputs,
                                                   const c10d::AllgatherOptions& options) {
   if (outputs.size() != inputs.size()) {
-    throw base::Exception(Error{ErrorKind::kInvalid,
-                                "allgather: needs one list of outputs for each input", -1,
-                                "allgather"});
+    refuse_call("allgather", "allgather: needs one list of outputs for each input");
   }
   std::vector<Pending> operations;
   std::vector<at::Tensor> results;
@@ -212,10 +207,9 @@ c10::intrusive_ptr<c10d::Work> Backend::_allgather_base(at::Tensor& output, at::
                                                         const c10d::AllgatherOptions& options) {
   check_tensor("allgather", output);
   if (!output.is_contiguous() || output.numel() != input.numel() * size_) {
-    throw base::Exception(Error{ErrorKind::kInvalid,
-                                "_allgather_base: needs a contiguous output of the input's size "
-                                "times the number of ranks",
-                                -1, "allgather"});
+    refuse_call("allgather",
+                "_allgather_base: needs a contiguous output of the input's size times the number "
+                "of ranks");
   }
   const at::Tensor rows = output.detach().view({size_, input.numel()});
   std::vector<Pending> operations = {allgather(input, rows.unbind(0), options.timeout)};

@@ -246,7 +246,6 @@ void Core::on_message(rpc::ChannelMessage message) {
                     std::to_string(message.tag.a) + " on the channel where rank " +
                     std::to_string(world_rank(rank_)) + " has group " + std::to_string(group_id_),
                 message.from};
-      if (!failure_) failure_ = failure;
     } else if (message.tag.b == kClosed) {
       return on_closed_locked(from);
     } else if (is_early_locked(message.tag.b) && peer.early_bytes > 0 &&
@@ -256,7 +255,6 @@ void Core::on_message(rpc::ChannelMessage message) {
                           " has sent too much for operations that rank " +
                           std::to_string(world_rank(rank_)) + " has not begun",
                       message.from};
-      if (!failure_) failure_ = failure;
     } else if (is_early_locked(message.tag.b)) {
       on_answer_locked(peer, message.tag.b);
       peer.early_bytes += bytes;
@@ -270,6 +268,7 @@ void Core::on_message(rpc::ChannelMessage message) {
       operation->deliver_locked(from, std::move(message));
       post = operation->wants_executor_locked();
     }
+    if (failure && !failure_) failure_ = failure;
   }
   if (failure) return abort(*failure);
   if (post) this->post(std::move(operation));
@@ -331,7 +330,7 @@ bool Core::await_room(Operation& operation) {
     }
   }
   for (int to = 0; to < size(); ++to) {
-    if (!operation.expects(0, to) || operation.inbox_[static_cast<size_t>(to)].from >= 0) continue;
+    if (!operation.lacks_locked(0, to)) continue;
     Peer& peer = peers_[static_cast<size_t>(to)];
     if (peer.closed) continue;
     peer.unanswered.emplace(operation.number_, bytes);

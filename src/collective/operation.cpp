@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "core.h"
 #include "distrain/base/thread_state.h"
 #include "distrain/rpc/error.h"
+#include "operations.h"
 
 namespace distrain::collective {
 
@@ -18,17 +18,20 @@ constexpr bool is_allowed(OperationState from, OperationState to) {
   using enum OperationState;
   switch (from) {
     case kStarting:
+    case kRunning:
       return to == kCollecting || to == kReady || to == kDone;
     case kCollecting:
       return to == kReady || to == kDone;
     case kReady:
       return to == kRunning || to == kDone;
-    case kRunning:
-      return to == kCollecting || to == kReady || to == kDone;
     case kDone:
       return false;
   }
   return false;
+}
+
+bool is_active(OperationState state) {
+  return state == OperationState::kStarting || state == OperationState::kRunning;
 }
 
 std::string listed(const std::vector<int>& ranks) {
@@ -39,8 +42,10 @@ std::string listed(const std::vector<int>& ranks) {
 
 }  // namespace
 
-Operation::Operation(const OpSpec& spec, int steps, bool lazy, base::TimePoint deadline)
-    : spec_(spec), steps_(steps), lazy_(lazy), deadline_(deadline) {}
+Operation::Operation(const OpSpec& spec, base::TimePoint deadline, int steps)
+    : spec_(spec), steps_(steps), deadline_(deadline) {}
+
+bool Operation::expects(int, int from) const { return from != core_->rank(); }
 
 void Operation::transition_locked(OperationState to) {
   const OperationState from = state_.load(std::memory_order_relaxed);
@@ -49,9 +54,6 @@ void Operation::transition_locked(OperationState to) {
                                                     std::to_string(int(from)) + " to " +
                                                     std::to_string(int(to)));
   }
-  const auto is_active = [](OperationState state) {
-    return state == OperationState::kStarting || state == OperationState::kRunning;
-  };
   if (is_active(to)) ++core_->active_;
   if (is_active(from) && --core_->active_ == 0) core_->idle_.notify_all();
   state_.store(to, std::memory_order_release);
@@ -101,8 +103,7 @@ std::optional<Error> Operation::check_locked(int from, const rpc::ChannelMessage
     }
   }
   const auto step = static_cast<int>(std::min<uint64_t>(message.tag.c, 2));
-  const size_t slot = static_cast<size_t>(step * core_->size() + from);
-  if (!theirs || step >= steps_ || !expects(step, from) || inbox_[slot].from >= 0 ||
+  if (!theirs || step >= steps_ || !lacks_locked(step, from) ||
       message.payload.size() - kHeaderBytes != expected_bytes(step, from)) {
     return Error{ErrorKind::kProtocol,
                  name() + ": a malformed message from rank " + std::to_string(world_rank),
@@ -124,17 +125,11 @@ void Operation::deliver_locked(int from, rpc::ChannelMessage message) {
 }
 
 void Operation::fail_locked(Error error) {
-  switch (state_.load(std::memory_order_relaxed)) {
-    case OperationState::kStarting:
-    case OperationState::kRunning:
-      if (!failure_) failure_ = std::move(error);
-      break;
-    case OperationState::kCollecting:
-    case OperationState::kReady:
-      end_locked(std::move(error));
-      break;
-    case OperationState::kDone:
-      break;
+  const OperationState state = state_.load(std::memory_order_relaxed);
+  if (is_active(state)) {
+    if (!failure_) failure_ = std::move(error);
+  } else if (state != OperationState::kDone) {
+    end_locked(std::move(error));
   }
 }
 
@@ -164,8 +159,7 @@ void Operation::settle_locked() {
   if (step_ == steps_) return end_locked(std::nullopt);
   missing_ = 0;
   for (int from = 0; from < core_->size(); ++from) {
-    const size_t slot = static_cast<size_t>(step_ * core_->size() + from);
-    if (expects(step_, from) && inbox_[slot].from < 0) ++missing_;
+    if (lacks_locked(step_, from)) ++missing_;
   }
   transition_locked(missing_ == 0 ? OperationState::kReady : OperationState::kCollecting);
 }
@@ -217,7 +211,7 @@ base::Executor& Operation::executor() { return core_->executor(); }
 
 bool Operation::wants_executor_locked() const {
   return state_.load(std::memory_order_relaxed) == OperationState::kReady && waiters_ == 0 &&
-         !(lazy_ && is_last_step());
+         !(steps_ == 1 && spec_.bytes <= kDirectBytes);
 }
 
 bool Operation::wait_until(base::TimePoint limit) {
@@ -287,16 +281,19 @@ Error Operation::deadline_error_locked() const {
 std::vector<int> Operation::missing_ranks_locked() const {
   std::vector<int> ranks;
   for (int from = 0; from < core_->size(); ++from) {
-    const size_t slot = static_cast<size_t>(step_ * core_->size() + from);
-    if (expects(step_, from) && inbox_[slot].from < 0) ranks.push_back(core_->world_rank(from));
+    if (lacks_locked(step_, from)) ranks.push_back(core_->world_rank(from));
   }
   return ranks;
 }
 
+bool Operation::lacks_locked(int step, int from) const {
+  const size_t slot = static_cast<size_t>(step * core_->size() + from);
+  return expects(step, from) && inbox_[slot].from < 0;
+}
+
 bool Operation::waits_for_locked(int from) const {
   for (int step = step_; step < steps_; ++step) {
-    const size_t slot = static_cast<size_t>(step * core_->size() + from);
-    if (expects(step, from) && inbox_[slot].from < 0) return true;
+    if (lacks_locked(step, from)) return true;
   }
   return false;
 }

@@ -52,8 +52,8 @@ enum class OperationState : uint8_t { kStarting, kCollecting, kReady, kRunning, 
 
 class Operation : public std::enable_shared_from_this<Operation> {
  public:
-  /// `steps` is 1 or 2; `lazy`: the last step may be left to the thread that waits.
-  Operation(const OpSpec& spec, int steps, bool lazy, base::TimePoint deadline);
+  /// `steps` is 1 or 2.
+  Operation(const OpSpec& spec, base::TimePoint deadline, int steps = 1);
   virtual ~Operation() = default;
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
@@ -74,9 +74,10 @@ class Operation : public std::enable_shared_from_this<Operation> {
   Core& core() const { return *core_; }
   uint64_t number() const { return number_; }
 
-  /// Whether `step` needs a message of group rank `from`, and how many bytes of data it carries.
-  virtual bool expects(int step, int from) const = 0;
-  virtual size_t expected_bytes(int step, int from) const = 0;
+  /// Whether `step` needs a message of group rank `from`, and how many bytes of data it carries:
+  /// unless overridden, the whole tensor of each other rank.
+  virtual bool expects(int step, int from) const;
+  virtual size_t expected_bytes(int, int) const { return spec_.bytes; }
 
   /// Sends the messages of step 0. On the caller's thread.
   virtual void start() = 0;
@@ -108,6 +109,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   void await_change(std::unique_lock<std::mutex>& lock, base::TimePoint limit);
   bool wants_executor_locked() const;
   base::Error deadline_error_locked() const;
+  /// Whether `step` needs a message of group rank `from` that has not come.
+  bool lacks_locked(int step, int from) const;
   /// Whether it needs more of group rank `from`.
   bool waits_for_locked(int from) const;
   std::string number_text() const;
@@ -116,7 +119,6 @@ class Operation : public std::enable_shared_from_this<Operation> {
 
   const OpSpec spec_;
   const int steps_;
-  const bool lazy_;
   const base::TimePoint deadline_;
   const base::TimePoint begun_ = base::Clock::now();
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <utility>
 
 #include <ATen/core/grad_mode.h>
 
@@ -11,8 +10,6 @@
 namespace distrain::collective {
 
 namespace {
-
-bool is_lazy(const OpSpec& spec) { return spec.bytes <= kDirectBytes; }
 
 uint8_t* bytes_of(const at::Tensor& tensor) { return static_cast<uint8_t*>(tensor.data_ptr()); }
 
@@ -49,16 +46,7 @@ base::BufferPtr header_only(Core& core, const OpSpec& spec, int step) {
 
 }  // namespace
 
-BarrierOperation::BarrierOperation(const OpSpec& spec, base::TimePoint deadline)
-    : Operation(spec, 1, true, deadline) {}
-
-bool BarrierOperation::expects(int, int from) const { return from != core().rank(); }
-
 void BarrierOperation::start() { core().send_to_all(number(), 0, header_only(core(), spec(), 0)); }
-
-BroadcastOperation::BroadcastOperation(const OpSpec& spec, base::TimePoint deadline,
-                                       at::Tensor tensor)
-    : Operation(spec, 1, is_lazy(spec), deadline), tensor_(std::move(tensor)) {}
 
 bool BroadcastOperation::is_root() const { return core().rank() == static_cast<int>(spec().root); }
 
@@ -82,14 +70,6 @@ void BroadcastOperation::run_step(int step) {
   if (!is_root()) write_tensor(tensor_, input(step, static_cast<int>(spec().root)));
 }
 
-AllgatherOperation::AllgatherOperation(const OpSpec& spec, base::TimePoint deadline,
-                                       at::Tensor input, std::vector<at::Tensor> outputs)
-    : Operation(spec, 1, is_lazy(spec), deadline),
-      input_(std::move(input)),
-      outputs_(std::move(outputs)) {}
-
-bool AllgatherOperation::expects(int, int from) const { return from != core().rank(); }
-
 void AllgatherOperation::start() {
   sent_ = pack(core(), spec(), input_);
   core().send_to_all(number(), 0, sent_);
@@ -102,11 +82,6 @@ void AllgatherOperation::run_step(int step) {
                  from == core().rank() ? own : input(step, from));
   }
 }
-
-DirectAllreduce::DirectAllreduce(const OpSpec& spec, base::TimePoint deadline, at::Tensor tensor)
-    : Operation(spec, 1, is_lazy(spec), deadline), tensor_(std::move(tensor)) {}
-
-bool DirectAllreduce::expects(int, int from) const { return from != core().rank(); }
 
 void DirectAllreduce::start() {
   sent_ = pack(core(), spec(), tensor_);
@@ -129,9 +104,6 @@ void DirectAllreduce::run_step(int step) {
   }
 }
 
-ChunkedAllreduce::ChunkedAllreduce(const OpSpec& spec, base::TimePoint deadline, at::Tensor tensor)
-    : Operation(spec, 2, false, deadline), tensor_(std::move(tensor)) {}
-
 // Equal parts, begun at multiples of 64 bytes; the last ones may be short or empty.
 ChunkedAllreduce::Range ChunkedAllreduce::chunk(int rank) const {
   const size_t item = c10::elementSize(spec().dtype);
@@ -142,8 +114,6 @@ ChunkedAllreduce::Range ChunkedAllreduce::chunk(int rank) const {
   const size_t begin = std::min(total, static_cast<size_t>(rank) * each);
   return {begin, std::min(each, total - begin)};
 }
-
-bool ChunkedAllreduce::expects(int, int from) const { return from != core().rank(); }
 
 size_t ChunkedAllreduce::expected_bytes(int step, int from) const {
   return chunk(step == 0 ? core().rank() : from).count * c10::elementSize(spec().dtype);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -47,18 +48,17 @@ inline constexpr size_t kDirectBytesOfTwo = size_t{64} << 10;
 
 class BarrierOperation final : public Operation {
  public:
-  BarrierOperation(const OpSpec& spec, base::TimePoint deadline);
+  using Operation::Operation;
 
  private:
-  bool expects(int step, int from) const override;
-  size_t expected_bytes(int, int) const override { return 0; }
   void start() override;
   void run_step(int) override {}
 };
 
 class BroadcastOperation final : public Operation {
  public:
-  BroadcastOperation(const OpSpec& spec, base::TimePoint deadline, at::Tensor tensor);
+  BroadcastOperation(const OpSpec& spec, base::TimePoint deadline, at::Tensor tensor)
+      : Operation(spec, deadline), tensor_(std::move(tensor)) {}
 
  private:
   bool is_root() const;
@@ -74,11 +74,10 @@ class AllgatherOperation final : public Operation {
  public:
   /// One output a rank, each of the input's size.
   AllgatherOperation(const OpSpec& spec, base::TimePoint deadline, at::Tensor input,
-                     std::vector<at::Tensor> outputs);
+                     std::vector<at::Tensor> outputs)
+      : Operation(spec, deadline), input_(std::move(input)), outputs_(std::move(outputs)) {}
 
  private:
-  bool expects(int step, int from) const override;
-  size_t expected_bytes(int, int) const override { return spec().bytes; }
   void start() override;
   void run_step(int step) override;
 
@@ -89,11 +88,10 @@ class AllgatherOperation final : public Operation {
 
 class DirectAllreduce final : public Operation {
  public:
-  DirectAllreduce(const OpSpec& spec, base::TimePoint deadline, at::Tensor tensor);
+  DirectAllreduce(const OpSpec& spec, base::TimePoint deadline, at::Tensor tensor)
+      : Operation(spec, deadline), tensor_(std::move(tensor)) {}
 
  private:
-  bool expects(int step, int from) const override;
-  size_t expected_bytes(int, int) const override { return spec().bytes; }
   void start() override;
   void run_step(int step) override;
 
@@ -103,7 +101,8 @@ class DirectAllreduce final : public Operation {
 
 class ChunkedAllreduce final : public Operation {
  public:
-  ChunkedAllreduce(const OpSpec& spec, base::TimePoint deadline, at::Tensor tensor);
+  ChunkedAllreduce(const OpSpec& spec, base::TimePoint deadline, at::Tensor tensor)
+      : Operation(spec, deadline, 2), tensor_(std::move(tensor)) {}
 
  private:
   struct Range {
@@ -111,7 +110,6 @@ class ChunkedAllreduce final : public Operation {
     size_t count = 0;
   };
   Range chunk(int rank) const;
-  bool expects(int step, int from) const override;
   size_t expected_bytes(int step, int from) const override;
   void start() override;
   void run_step(int step) override;

@@ -1,5 +1,6 @@
 #include "work.h"
 
+#include <algorithm>
 #include <atomic>
 #include <utility>
 
@@ -12,12 +13,7 @@ Work::Work(int rank, c10d::OpType type, std::vector<Pending> operations,
            std::vector<at::Tensor> results)
     : c10d::Work(rank, type), operations_(std::move(operations)), results_(std::move(results)) {}
 
-bool Work::isCompleted() {
-  for (const Pending& operation : operations_) {
-    if (!operation.done()) return false;
-  }
-  return true;
-}
+bool Work::isCompleted() { return std::ranges::all_of(operations_, &Pending::done); }
 
 std::exception_ptr Work::exception() const {
   for (const Pending& operation : operations_) {
@@ -32,10 +28,7 @@ std::exception_ptr Work::exception() const {
 }
 
 bool Work::isSuccess() const {
-  for (const Pending& operation : operations_) {
-    if (!operation.done()) return false;
-  }
-  return exception() == nullptr;
+  return std::ranges::all_of(operations_, &Pending::done) && exception() == nullptr;
 }
 
 bool Work::wait(std::chrono::milliseconds timeout) {

@@ -80,7 +80,7 @@ std::shared_ptr<Lane> CommunicatorSet::find(size_t number) const {
 void CommunicatorSet::add(size_t number, std::shared_ptr<Lane> lane) {
   {
     std::lock_guard lock(mutex_);
-    if (!ended_) {
+    if (!outcome_->error()) {
       lanes_[number] = std::move(lane);
       return;
     }
@@ -94,26 +94,18 @@ void CommunicatorSet::end(const Error& error) {
   std::map<size_t, std::shared_ptr<Lane>> lanes;
   {
     std::lock_guard lock(mutex_);
-    ended_ = true;
     lanes.swap(lanes_);
   }
   for (const auto& [number, lane] : lanes) abort_aside(lane);
 }
 
-class Watch::Item {
- public:
-  Item(std::shared_ptr<CommunicatorSet> set_in, std::shared_ptr<Lane> lane_in, std::string op_in)
-      : set(std::move(set_in)),
-        lane(std::move(lane_in)),
-        op(std::move(op_in)),
-        since(base::Clock::now()) {}
-
+struct Watch::Item {
   const std::shared_ptr<CommunicatorSet> set;
   const std::shared_ptr<Lane> lane;
   const std::string op;
-  const base::TimePoint since;
-  std::optional<rpc::StreamPoint> done;        // guarded by the Watch's mutex
-  std::optional<base::TimePoint> nccl_failed;  // its thread's
+  const base::TimePoint since = base::Clock::now();
+  std::optional<rpc::StreamPoint> done{};        // guarded by the Watch's mutex
+  std::optional<base::TimePoint> nccl_failed{};  // its thread's
 };
 
 Watch::Watch(Terms terms) : terms_(std::move(terms)) {}
@@ -129,7 +121,7 @@ Watch::~Watch() {
 
 std::shared_ptr<Watch::Item> Watch::begin(std::shared_ptr<CommunicatorSet> set,
                                           std::shared_ptr<Lane> lane, std::string op) {
-  auto item = std::make_shared<Item>(std::move(set), std::move(lane), std::move(op));
+  auto item = std::make_shared<Item>(Item{std::move(set), std::move(lane), std::move(op)});
   std::lock_guard lock(mutex_);
   if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
   items_.push_back(item);

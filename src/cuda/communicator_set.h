@@ -86,7 +86,6 @@ class CommunicatorSet {
   const std::shared_ptr<Outcome> outcome_ = std::make_shared<Outcome>();
   mutable std::mutex mutex_;
   std::map<size_t, std::shared_ptr<Lane>> lanes_;
-  bool ended_ = false;
 };
 
 /// Looks after work that NCCL was given and that other ranks may never take part in: a thread of
@@ -107,7 +106,7 @@ class Watch {
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
 
-  class Item;
+  struct Item;
   /// From before NCCL is called until `done` is reached. `op`: for error messages.
   std::shared_ptr<Item> begin(std::shared_ptr<CommunicatorSet> set, std::shared_ptr<Lane> lane,
                               std::string op);

@@ -128,9 +128,8 @@ const Plugin& load_once() {
   if (!at::detail::getCUDAHooks().isBuilt()) {
     base::invalid(
         "torch::manual_seed(), backward() or torch::cuda::is_available() was called before CUDA "
-        "was "
-        "loaded, so LibTorch will find no GPU in this process: call them in a rank's function, or "
-        "distrain::cuda::load() before them");
+        "was loaded, so LibTorch will find no GPU in this process: call them in a rank's function, "
+        "or distrain::cuda::load() before them");
   }
   if (torch_cuda.parent_path() != folder) {
     // LibTorch opens these by their names when it needs them, and would look in its own folder

@@ -77,10 +77,6 @@ void draw_by_key(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
 }
 
-bool before(const c10::Device& a, const c10::Device& b) {
-  return std::pair(a.type(), a.index()) < std::pair(b.type(), b.index());
-}
-
 }  // namespace
 
 void KeyedRandom::install() {
@@ -94,11 +90,7 @@ void KeyedRandom::install() {
 }
 
 KeyedRandom::KeyedRandom(uint64_t seed, uint64_t number, Fills fills)
-    : seed_(mixed(seed, number)),
-      fills_(fills),
-      generators_(&before),
-      previous_(t_random),
-      included_(kKey) {
+    : seed_(mixed(seed, number)), fills_(fills), previous_(t_random), included_(kKey) {
   t_random = this;
 }
 

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
+#include <unordered_map>
 
 #include <ATen/core/Generator.h>
 #include <c10/core/Device.h>
@@ -39,8 +39,7 @@ class KeyedRandom {
  private:
   const uint64_t seed_;
   const Fills fills_;
-  std::map<c10::Device, at::Generator, bool (*)(const c10::Device&, const c10::Device&)>
-      generators_;
+  std::unordered_map<c10::Device, at::Generator> generators_;
   KeyedRandom* const previous_;
   const c10::impl::IncludeDispatchKeyGuard included_;
 };

@@ -460,25 +460,17 @@ void SharedModule::load_state(NamedTensors state) {
   const auto differ = [this](const std::string& how) {
     base::bad_data("the state is not of module " + name_ + ": " + how);
   };
+  NamedTensors unknown = state;
   for (const auto* items : {&parameters_, &buffers_}) {
     for (const auto& [its_name, tensor] : *items) {
+      unknown.erase(its_name);
       const auto it = state.find(its_name);
       if (it == state.end()) differ("it has no " + its_name);
       const std::string given = it->second.defined() ? text_of(it->second) : "undefined";
       if (given != text_of(tensor)) differ(its_name + " is " + given + ", not " + text_of(tensor));
     }
   }
-  if (state.size() != parameters_.size() + buffers_.size()) {
-    for (const auto& [its_name, tensor] : state) {
-      const auto is_it = [&name = its_name](const NamedTensor& known) {
-        return known.name == name;
-      };
-      if (std::none_of(parameters_.begin(), parameters_.end(), is_it) &&
-          std::none_of(buffers_.begin(), buffers_.end(), is_it)) {
-        differ("there is no " + its_name);
-      }
-    }
-  }
+  if (!unknown.empty()) differ("there is no " + unknown.begin()->first);
   for (const auto& [its_name, parameter] : parameters_) {
     update.unshare(parameter);
     at::Tensor(parameter).copy_(state.at(its_name));
