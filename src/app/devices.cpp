@@ -46,8 +46,7 @@ std::optional<int> place_in_turn(const ParsedOptions& options, const job::AnyDef
   if (job.gpus(options, name) || spec.of(name) != kAnyGpu) return std::nullopt;
   if (placement.mode == Placement::Mode::kLocal) return 0;
   // Among those of its host that do so. Where nobody says which ranks are on this host, all are
-  // counted: the place is taken modulo the number of GPUs, so neighbours by number get GPUs side by
-  // side.
+  // counted: the place is modulo the number of GPUs, so neighbours get GPUs side by side.
   std::vector<int> neighbours = placement.ranks;
   if (placement.mode == Placement::Mode::kJoin) {
     if (const auto told = local_rank(options.table())) return *told;

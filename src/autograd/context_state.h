@@ -77,8 +77,7 @@ class ContextState {
   /// Gradients come under the current stream of their device, and those given out are ready there.
   /// Takes a gradient over, or copies a shared one: leaves do not share gradients.
   void accumulate(const at::Tensor& variable, at::Tensor gradient);
-  /// The same, for a pass; false if it no longer runs here, so that no later pass gets its
-  /// gradient.
+  /// The same for a pass; false if it no longer runs here: no later pass gets its gradient.
   bool accumulate_in(uint64_t pass, const at::Tensor& variable, at::Tensor gradient);
   at::Tensor gradient(const at::Tensor& variable) const;
   void set_gradient(const at::Tensor& variable, at::Tensor gradient);

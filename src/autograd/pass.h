@@ -37,8 +37,7 @@ class ContextState;
 // When is it over? Dijkstra and Scholten's termination detection (Inf. Proc. Letters 11, 1980): the
 // message that wakes an idle rank is acknowledged only when the rank is idle again (nothing ready,
 // nothing running) and all its own messages are acknowledged; any other message at once. The
-// initiator wakes itself, and when it is idle the whole job is. No thread blocks, so cycles are
-// harmless.
+// initiator wakes itself, and when it is idle the whole job is. Cycles are harmless.
 //
 // An acknowledgement tells how many send nodes still wait for a gradient, of the rank and of all it
 // has heard of; each such count has a version, and the newest wins. The last word of each rank

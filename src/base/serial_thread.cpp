@@ -14,8 +14,7 @@
 namespace distrain::base {
 
 struct SerialThread::State {
-  // Runs what is queued behind the first `running` tasks. A task stays in the queue while it runs,
-  // so that idle() tells of it.
+  // Runs what is queued behind `running` tasks. A running task stays in the queue, for idle().
   void run_queued(std::unique_lock<std::mutex>& lock, size_t running) {
     while (queue.size() > running) {
       const auto task = std::next(queue.begin(), static_cast<std::ptrdiff_t>(running));

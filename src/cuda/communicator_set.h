@@ -20,8 +20,7 @@
 
 namespace distrain::cuda {
 
-/// Runs each call that NCCL may never return from (an abort) on a thread that nobody joins.
-/// Thread-safe.
+/// Runs calls that NCCL may never return from on threads that nobody joins. Thread-safe.
 class Aside : public std::enable_shared_from_this<Aside> {
  public:
   void run(base::Task task) noexcept;

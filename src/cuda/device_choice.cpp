@@ -79,9 +79,7 @@ void DeviceSpec::add(std::string_view role, std::string_view device, c10::Device
     number = role.substr(beginning.size());
     found = number.empty() ? nullptr : class_of(beginning);
   }
-  if (!found) {
-    refuse("names the role '" + std::string(role) + "', but there are " + known_roles());
-  }
+  if (!found) refuse("names the role '" + std::string(role) + "', but there are " + known_roles());
   if (choice.accelerator && found->use == DeviceRole::Use::kNone) {
     refuse("names " + std::string(role) + ", which computes nothing that a GPU could");
   }

@@ -275,9 +275,7 @@ class NcclReduceGroup::Impl {
     for (int i = 0; i < control_->getSize(); ++i) tensors.push_back(to_tensor({}));
     control_->allgather(to_tensor(mine), tensors).wait();
     std::vector<T> all(tensors.size());
-    for (size_t i = 0; i < all.size(); ++i) {
-      std::memcpy(&all[i], tensors[i].data_ptr(), sizeof(T));
-    }
+    for (size_t i = 0; i < all.size(); ++i) std::memcpy(&all[i], tensors[i].data_ptr(), sizeof(T));
     return all;
   }
 

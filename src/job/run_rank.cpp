@@ -93,8 +93,7 @@ struct PlaceIsTaken {};
 /// The agent of one rank, and what every job does before and after its own work.
 class Session {
  public:
-  /// `names`: the ranks' roles; rank 0's hold. `has_asked` for a place: run() may throw
-  /// PlaceIsTaken.
+  /// `names`: the ranks' roles. `has_asked` for a place: run() may throw PlaceIsTaken.
   Session(const Job& job, std::vector<std::string> names, EventSink& sink, bool has_asked)
       : job_(job), sink_(sink), has_asked_(has_asked), trace_(sink) {
     rpc::AgentOptions options = agent_options(job, sink);

@@ -100,8 +100,7 @@ int64_t Schedule::steps_of_each() const {
   return position_.total / terms_.trainers;
 }
 
-// All trainers wait: only this thread, losses, new trainers and requests from outside change
-// anything.
+// All trainers wait: only this thread, losses, new trainers and outside requests change anything.
 void Schedule::advance() {
   for (;;) {
     Phase before{};

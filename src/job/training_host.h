@@ -60,8 +60,7 @@ struct HeldPart {
 /// A training's schedule, learning rate, evaluation, checkpoints and end, on rank 0. Thread-safe.
 class TrainingHost final : public rpc::Layer, public std::enable_shared_from_this<TrainingHost> {
  public:
-  /// Tries whether the folder of checkpoints can be written. `agent`: null if all trainers are
-  /// here.
+  /// Tries to write to the folder of checkpoints. `agent`: null if all trainers are here.
   TrainingHost(std::string cmd, RankBody::Known known, rpc::Agent* agent, const Job& job,
                EventSink& sink);
 

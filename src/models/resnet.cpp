@@ -79,8 +79,7 @@ std::vector<ResidualBlock> residual_blocks(const Architecture& shape) {
   return blocks;
 }
 
-// The side of what a convolution or a pool makes of images of this side: all of them are padded by
-// half their kernel.
+// The side that a convolution or pool, padded by half its kernel, makes of this side.
 int64_t side_after(int64_t stride, int64_t side) { return (side - 1) / stride + 1; }
 
 // Of `layer`, for images of this side; moves `side` on.
@@ -98,8 +97,7 @@ double cost(const ResidualBlock& block, int64_t& side) {
   return sum;
 }
 
-// What `weights` have for `expected`; null for a missing num_batches_tracked, which files of old
-// versions of PyTorch lack.
+// What `weights` have for `expected`; null for num_batches_tracked, which old files lack.
 const at::Tensor* find_weight(const data::NamedTensors& weights, const std::string& name,
                               const at::Tensor& expected) {
   const auto it = weights.find(name);

@@ -17,8 +17,7 @@ namespace {
 // A unix socket does not say when there is room in its listener's backlog.
 constexpr auto kBacklogPause = std::chrono::milliseconds(5);
 
-/// One attempt to connect to one address. States: trying → waiting (for the socket, or for the
-/// backlog) → ended.
+/// One attempt to connect to one address. States: trying → waiting (socket or backlog) → ended.
 class Connector final : public LoopResource, public std::enable_shared_from_this<Connector> {
  public:
   Connector(std::shared_ptr<Loop::Impl> loop, std::string where, sockaddr_storage address,

@@ -22,8 +22,7 @@ class LoopResource {
   virtual void shut_down_on_loop() = 0;
 };
 
-/// Shared with streams and listeners, so that they may outlive the Loop: after stop() nothing that
-/// is posted runs.
+/// Shared with streams and listeners, which may outlive the Loop: after stop() nothing runs.
 struct Loop::Impl {
   Impl();
   void stop();

@@ -82,9 +82,7 @@ base::Result<AddressList> resolve(const std::string& given, uint16_t port, int f
   addrinfo* found = nullptr;
   const int code = getaddrinfo(host.empty() ? nullptr : host.c_str(), std::to_string(port).c_str(),
                                &hints, &found);
-  if (code != 0) {
-    return Error{ErrorKind::kRendezvous, "host '" + host + "': " + gai_strerror(code)};
-  }
+  if (code != 0) return Error{ErrorKind::kRendezvous, "host '" + host + "': " + gai_strerror(code)};
   return AddressList(found, &freeaddrinfo);
 }
 
@@ -277,9 +275,7 @@ base::Result<std::string> host_to_bind(const std::string& host) {
   const auto addresses = resolve(host, 0, 0);
   const std::string to_do =
       ": rank 0 listens on an address of its own host, or on another one by --listen ADDR";
-  if (!addresses.ok()) {
-    return Error{addresses.error().kind, addresses.error().message + to_do};
-  }
+  if (!addresses.ok()) return Error{addresses.error().kind, addresses.error().message + to_do};
   if (are_loopback(addresses.unchecked())) {
     return is_numeric || host == "localhost" ? host : std::string();
   }

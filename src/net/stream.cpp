@@ -28,8 +28,7 @@ constexpr auto kLongestLinger = std::chrono::seconds(1);
 // What a caller writes between two looks at whether the stream is closed.
 constexpr size_t kSlice = size_t{1} << 20;
 
-// BBR paces what it sends. Within one host that takes twice as long for large messages, and there
-// is no network to be gentle to.
+// BBR paces what it sends: within one host large messages take twice as long for no benefit.
 void avoid_bbr(int fd) {
   char name[16] = {};
   socklen_t size = sizeof name;
@@ -393,8 +392,7 @@ void UvStream::read_on_loop(ssize_t bytes, const uv_buf_t*) {
   }
 }
 
-// Takes one frame, or what there is of it, from the front of `unread`. False when more bytes have
-// to come first.
+// Takes what there is of one frame from the front of `unread`. False if more has to come first.
 bool UvStream::consume_on_loop(std::span<const uint8_t>& unread) {
   if (unread.size() < wire::kHeaderBytes) {
     head_filled_ = unread.size();

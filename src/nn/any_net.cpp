@@ -56,9 +56,7 @@ AnyNet any_net(AnyModule module) {
 
 // As SequentialImpl::forward().
 AnyNet any_net(torch::nn::Sequential module) {
-  if (module->is_empty()) {
-    base::invalid("make() gave a Sequential without modules");
-  }
+  if (module->is_empty()) base::invalid("make() gave a Sequential without modules");
   return {module.ptr(), [module](const std::vector<at::Tensor>& inputs) mutable {
             auto it = module->begin();
             AnyValue value = call(*it, inputs);

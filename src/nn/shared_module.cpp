@@ -281,9 +281,7 @@ SharedModule::SharedModule(rpc::Agent& agent, std::string name,
     // The values stay where they are: the net that has made them is the first replica.
     parameter = parameter.variable_data().requires_grad_(parameter.requires_grad());
   }
-  for (auto& [its_name, buffer] : buffers_) {
-    buffer = rpc::placed(buffer.detach(), agent_.device());
-  }
+  for (auto& [its_name, buffer] : buffers_) buffer = rpc::placed(buffer.detach(), agent_.device());
   replicas_.push_back(replica_of(std::move(net)));
 }
 

@@ -36,8 +36,7 @@ class Turns : public std::enable_shared_from_this<Turns> {
 
   explicit Turns(std::vector<PipelineStep> row) : row_(std::move(row)) {}
 
-  /// Done when it is the step's turn. `invalid` if the row has no such step left, or it waits
-  /// already.
+  /// Done at the step's turn. `invalid` if the row has no such step left, or it waits already.
   base::Future<TurnPtr> enter(PipelineStep::Kind kind, int64_t micro_batch);
   /// Fails the steps that wait, and those that come.
   void fail(const base::Error& error);

@@ -99,8 +99,7 @@ const wire::FrameHeader& header_of(const RawReply& reply) {
   return reply.message ? reply.message->header : reply.frame.header;
 }
 
-// References, half of a pair of autograd nodes, or what was sent ahead for a device. Most replies
-// bring none.
+// References, half of a pair of autograd nodes, or what was sent ahead; most bring none.
 bool brings_something(const RawReply& reply) {
   if (reply.sent != 0 || header_of(reply).autograd_id != 0 || reply.arrivals) return true;
   return reply.message ? !reply.message->tickets.empty()
@@ -172,9 +171,7 @@ bool ContextScope::is_innermost() const { return t_scope == this; }
 void Reply::store(std::shared_ptr<void> value, std::type_index type,
                   OwnedValue::EncodeFunction encode) {
   const std::shared_ptr<OwnedValue> owned = target();
-  if (!owned) {
-    base::invalid("this function makes an object: use remote_new()");
-  }
+  if (!owned) base::invalid("this function makes an object: use remote_new()");
   owned->type = type;
   owned->encode = encode;
   owned->value.set(std::move(value));
@@ -508,9 +505,7 @@ std::shared_ptr<InMessage> AgentCore::read(const RawReply& reply) {
 
 std::shared_ptr<InMessage> AgentCore::open(const RawReply& reply) {
   try {
-    if (!reply.open()) {
-      throw base::Exception(ErrorKind::kCancelled, "the call was given up");
-    }
+    if (!reply.open()) throw base::Exception(ErrorKind::kCancelled, "the call was given up");
     std::shared_ptr<InMessage> message = read(reply);
     receive_tensors(*message, reply.context);
     return message;

@@ -166,9 +166,7 @@ void AgentCore::disconnect() {
     if (rank != options.rank) tell_channels(rank, error);
   }
   for (int rank = 0; rank < world_size(); ++rank) {  // nothing that they do reaches others now
-    if (rank != options.rank) {
-      layers.on_rank_lost({rank, error, false, peers.incarnation(rank)});
-    }
+    if (rank != options.rank) layers.on_rank_lost({rank, error, false, peers.incarnation(rank)});
   }
   stager.stop_waiting();
 }
@@ -470,8 +468,7 @@ Channel& AgentCore::open_channel(uint16_t number) {
 // ---- the end ----
 
 // Round 0: everybody is done. Then rounds until nobody counts a reference or a context any more.
-// Words that are under way meanwhile are no matter: whoever is to hear one, or has said it, counts
-// what it is about until then.
+// Messages under way do not matter: their sender or receiver counts what they are about.
 void AgentCore::shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting,
                          const std::function<void()>& at_rest) {
   constexpr uint64_t kLastRound = 24;

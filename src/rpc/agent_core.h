@@ -30,8 +30,7 @@
 namespace distrain::rpc {
 
 /// The worker pool, with what has to travel with a continuation. Once the pool has stopped, what is
-/// posted is dropped. Each task begins with the rank's device as its thread's current one, whatever
-/// the task before it has left.
+/// posted is dropped. Each task begins with the rank's device as its thread's current one.
 class WorkerExecutor final : public base::Executor {
  public:
   explicit WorkerExecutor(base::ThreadPool::Options options)
@@ -59,8 +58,7 @@ class WorkerExecutor final : public base::Executor {
   base::ThreadPool pool_;
 };
 
-/// A remote() call of it stands in for one that could not be sent, or read: it fails what that one
-/// was to make.
+/// Stands in for a remote() that could not be sent or read: it fails what that was to make.
 inline constexpr char kFailFunction[] = "distrain.rref.fail";
 
 class ChannelImpl;
@@ -80,8 +78,7 @@ class AgentCore {
   void shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting,
                 const std::function<void()>& at_rest);
   void abort(const base::Error& error);
-  /// All of it is done when this returns, but on a thread of the agent: there what waits for it is
-  /// left to the next call.
+  /// All is done on return, but on a thread of the agent, which leaves some to the next call.
   void close();
   /// Whether this thread is one of the agent's own, which cannot wait for its own end.
   bool runs_here() const {

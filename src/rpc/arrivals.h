@@ -17,8 +17,7 @@
 
 namespace distrain::rpc {
 
-/// Transfers of one rank that may be open at a time. A call that brings one more is answered
-/// `overloaded`.
+/// Open transfers of one rank at a time; a call that brings one more is `overloaded`.
 inline constexpr size_t kMaxOpenTransfers = 1024;
 
 /// A transfer on its way in: its chunks go to the device as they come.
@@ -93,8 +92,7 @@ class Arrivals {
   /// A chunk has come; throws `protocol` for one that does not fit. Gives back what is to be done
   /// about it on a worker, if it is not being done already. The loop lets go of no device's memory.
   base::Task add_chunk_on_loop(net::InFrame frame);
-  /// The transfer `id`, whose chunks have all come. Throws `protocol` if they have not, or if it is
-  /// another one than the message says.
+  /// The complete transfer `id`. Throws `protocol` if chunks are missing or another was told.
   std::shared_ptr<Arrival> take(uint64_t id, wire::DeviceRef device, uint64_t bytes);
   /// Lets go of what has come in part, when no more will come.
   void drop_parts();

@@ -59,8 +59,7 @@ class CallQueue {
     }
     return std::nullopt;
   }
-  /// Takes the first parked call of rank `from`, unless that is blocked. The second: whether there
-  /// are more of them.
+  /// Takes the first parked call of rank `from`, unless blocked. Second: whether there are more.
   template <class F>
   std::pair<std::optional<QueuedCall>, bool> pop_parked(int from, const F& blocked) {
     std::lock_guard lock(mutex_);

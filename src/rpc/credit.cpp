@@ -74,8 +74,7 @@ void Window::leave(const Waiter& waiter) {
   say();
 }
 
-// All or nothing: if it took some for a moment, who else looks in that moment would wait for
-// nobody.
+// All or nothing: a thread that looks while it took some for a moment would wait for nobody.
 bool Window::take_at_once(uint64_t bytes) {
   uint64_t available = available_.load();
   while (available >= bytes) {

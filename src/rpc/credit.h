@@ -27,8 +27,7 @@ namespace distrain::rpc {
 //
 // A rank *holds* the credit that it was granted and has not returned: unspent, on the way, queued
 // at the receiver, or kept by a call that has begun. Of B bytes for N ranks, each rank may always
-// hold a window of W = min(peer budget, B/2N). What is held beyond windows comes from the pool of
-// B - N*W bytes.
+// hold a window of W = min(peer budget, B/2N). Beyond windows there is a pool of B - N*W.
 //
 // - Credit that calls return refills their rank's window in portions of W/8, because a word for
 //   each small call would cost as much as the call.
@@ -65,20 +64,18 @@ namespace distrain::rpc {
 //
 // Replies, one-way messages and words of control need no credit: who waits for a reply must get it.
 // But a call begins only while less than W bytes of replies to its caller are unwritten, and stays
-// in the queue until then. So a rank keeps at most N*W bytes of replies, and one reply for each
-// running function.
+// in the queue until then. So a rank keeps at most N*W bytes of replies and one per running
+// function.
 
 /// What a call takes beside its bytes, so that there is an end to small ones, too.
 inline constexpr uint64_t kCallCost = 1024;
-/// What each rank holds of each other from the beginning. A budget is raised to twice this for each
-/// rank.
+/// What each rank holds of each other at first. A budget is at least twice this for each rank.
 inline constexpr uint64_t kFirstCredit = uint64_t{16} << 10;
 
 /// What this rank may send to one other. Thread-safe.
 class Window {
  public:
-  /// In bytes since the beginning: spent or returned; wanted to be granted, 0: nobody waits;
-  /// returned without use.
+  /// Bytes since the beginning: spent or returned; wanted (0: nobody waits); returned unused.
   struct Request {
     uint64_t spent = 0;
     uint64_t target = 0;

@@ -20,8 +20,7 @@ inline constexpr size_t kMaxSending = 8;
 class Departure {
  public:
   /// Puts the first copies into the devices' streams, behind what this thread's current streams
-  /// have been given. `new_transfer` numbers transfers. Throws `invalid` for more bytes than the
-  /// receiver takes.
+  /// have been given. `new_transfer` numbers transfers. Throws `invalid` for too many bytes.
   Departure(DeviceStager& stager, OutMessage message, wire::FrameHeader header,
             const std::function<uint64_t()>& new_transfer);
   Departure(const Departure&) = delete;
@@ -33,9 +32,8 @@ class Departure {
   /// Asked when only the message itself is left to be sent, whose body it may change.
   using StillWanted = std::function<bool(wire::Bytes& body)>;
 
-  /// Sends the chunks as their copies are done, and the message. Blocks as long as the devices and
-  /// the network need: not on the loop. `cancelled` when it is not wanted any more. Throws what a
-  /// copy throws.
+  /// Sends the chunks as their copies are done, and the message. Blocks: not on the loop.
+  /// `cancelled` when it is not wanted any more. Throws what a copy throws.
   base::Status send(const std::function<base::Status(net::OutFrame)>& send,
                     const StillWanted& still_wanted = {});
 

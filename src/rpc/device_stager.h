@@ -66,8 +66,7 @@ class DeviceStager {
   c10::Stream out_stream(c10::Device device) { return streams_of(device).out; }
   c10::Stream in_stream(c10::Device device) { return streams_of(device).in; }
 
-  /// `size` bytes, a chunk at the most, that `device` copies to and from without the CPU's help.
-  /// Throws `resources`.
+  /// At most a chunk that `device` copies to and from without the CPU's help. Throws `resources`.
   base::BufferPtr host_block(c10::Device device, size_t size);
   /// The same, only if there is one at hand; otherwise null. For the loop.
   base::BufferPtr idle_host_block(size_t size);

@@ -157,9 +157,7 @@ DeviceTable::DeviceTable(int rank, c10::Device home, std::vector<DeviceMap> maps
 void DeviceTable::set_home(c10::Device home) {
   static_cast<void>(rpc::to_wire(home));
   std::lock_guard lock(mutex_);
-  if (own_) {
-    base::invalid("a rank's device has to be set before its job has begun");
-  }
+  if (own_) base::invalid("a rank's device has to be set before its job has begun");
   home_ = with_index(home, rank_);
 }
 

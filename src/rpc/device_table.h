@@ -24,8 +24,7 @@ std::string device_text(wire::DeviceRef device);
 std::optional<base::Error> check_device_maps(const std::vector<std::string>& names,
                                              const std::vector<wire::RankDevices>& devices);
 
-/// Where tensors of this rank's devices go: its own device and maps, and those of all ranks once
-/// they are connected. Thread-safe.
+/// Where tensors of devices go: by this rank's device and maps, and all ranks' later. Thread-safe.
 class DeviceTable {
  public:
   DeviceTable(int rank, c10::Device home, std::vector<DeviceMap> maps);

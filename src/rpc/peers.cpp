@@ -45,8 +45,7 @@ base::Status Peers::send(int to, net::OutFrame frame) {
   }
   base::Status sent = peer.stream->send(std::move(frame));
   if (sent.ok() || sent.error().kind != ErrorKind::kPeerLost) return sent;
-  // It has just broken. What that means is told to those who wait for an answer, as to those whose
-  // frames were on their way.
+  // It has just broken: tells those who wait for an answer, or whose frames were on their way.
   const State state = peer.state;
   if (state == State::kConnected || state == State::kConnecting) return base::Unit{};
   return loss_of(to, peer);
@@ -143,8 +142,7 @@ void Peers::on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::Tim
   });
 }
 
-// Who closes without a word has no time for this rank now, as strangers take it; or is no more,
-// which rank 0 is about to say.
+// A peer that closes without a word has no time for this rank now, or rank 0 says that it is lost.
 void Peers::on_not_believed_on_loop(int rank, Peer& peer, const Error& error,
                                     base::TimePoint deadline) {
   const base::TimePoint next = base::deadline_after(kRetry);
@@ -205,8 +203,7 @@ net::Stream::Handler Peers::handler_on_loop(int rank, const net::StreamPtr& stre
        }});
 }
 
-// Without a loss: it has left, or this rank is about to; or it is about to be told of one, and
-// until then what is sent waits.
+// Without a loss: one of the two leaves, or a loss is about to be told, until which frames wait.
 void Peers::on_closed_on_loop(int rank, Peer& peer) {
   std::lock_guard lock(peer.mutex);
   if (peer.state == State::kLost) return;

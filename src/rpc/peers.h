@@ -17,8 +17,7 @@
 
 namespace distrain::rpc {
 
-/// The other ranks as this one talks to them: by connections that are made when there is first
-/// something to send.
+/// The other ranks, with connections that are made when there is first something to send.
 ///
 /// States of a peer: unconnected → connecting (what is sent is kept until the connection stands) →
 /// connected; from each of them left (it said that it leaves) or lost. When a connection breaks

@@ -36,8 +36,7 @@ bool PendingCalls::is_waiting(uint64_t id) const {
 }
 
 // One timer counts, for the earliest deadline there was when it was set: a call with the usual
-// timeout is due later than that, so it costs no wake-up of the loop. Those set before are left to
-// pass.
+// timeout is due later than that, so it costs no wake-up of the loop. Older ones pass.
 void PendingCalls::arm_locked() {
   if (deadlines_.empty() || deadlines_.begin()->first >= armed_for_) return;
   armed_for_ = deadlines_.begin()->first;

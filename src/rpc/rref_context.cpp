@@ -109,8 +109,7 @@ std::shared_ptr<OwnedValue> RRefContext::value_locked(uint64_t id) {
   Record& record = entry->second;
   std::shared_ptr<OwnedValue> value = record.value.lock();
   if (!value) {
-    // Whoever holds it last, also if that is none of our handles, has the entry forgotten. Never
-    // under our lock.
+    // The last holder, a handle or not, has the entry forgotten. Never under our lock.
     value =
         std::shared_ptr<OwnedValue>(new OwnedValue, [weak = weak_from_this(), id](OwnedValue* v) {
           delete v;
@@ -156,8 +155,7 @@ std::shared_ptr<RRefHandle> RRefContext::new_remote(int owner) {
 }
 
 std::shared_ptr<OwnedValue> RRefContext::target(uint64_t id, uint64_t fork, int caller) {
-  // A call to oneself has a local hold already, and no fork.
-  // Nor has one that is lost, whoever has its place by now.
+  // No fork: a call to oneself has a local hold, and a lost rank none, whoever has its place now.
   const auto is_lost = [&] {
     std::lock_guard lock(mutex_);
     return lost_.contains(maker_of(id));
@@ -213,9 +211,7 @@ void RRefContext::on_handle_gone(uint64_t id, uint64_t fork, ProcessNumber owner
 }
 
 void RRefContext::encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle) {
-  if (!handle) {
-    base::invalid("an empty RRef cannot be sent");
-  }
+  if (!handle) base::invalid("an empty RRef cannot be sent");
   const int owner = handle->owner();
   {
     std::lock_guard lock(mutex_);
@@ -307,9 +303,7 @@ std::shared_ptr<RRefHandle> RRefContext::received_by_owner(uint64_t id) {
                   rank_};
   {
     std::lock_guard lock(mutex_);
-    if (!is_freed_locked(id)) {
-      return owner_handle(id, value_locked(id));
-    }
+    if (!is_freed_locked(id)) return owner_handle(id, value_locked(id));
     // It went with a rank that had given it to another, of which the owner had yet to hear.
     if (!lost_.empty()) why = lost_.begin()->second;
   }

@@ -15,12 +15,10 @@ namespace distrain::rpc {
 
 namespace {
 
-// u8: how a tensor stands in the body. Its elements are the next tensor, or tensors, of the
-// message.
+// u8: how a tensor stands in the body. Its elements are the message's next tensor, or tensors.
 enum class TensorTag : uint8_t { kUndefined = 0, kDense = 1, kSparse = 2 };
 
-// What the wire takes: without gaps, row-major or channels-last, with no lazy conjugation or
-// negation.
+// What the wire takes: without gaps, row-major or channels-last, not lazily conjugated or negated.
 at::Tensor make_plain(const at::Tensor& tensor) {
   const bool has_layout =
       tensor.is_contiguous() ||
@@ -54,8 +52,7 @@ std::vector<int64_t> get_sizes(wire::Reader& in) {
   return sizes;
 }
 
-// Whether each index is one of its dimension's. Torch's own kernels read and write by them as they
-// are.
+// Whether each index is one of its dimension's: torch's own kernels do not check them.
 bool are_in_range(const at::Tensor& indices, std::span<const int64_t> sizes) {
   const int64_t count = indices.size(1);
   const int64_t* at = indices.const_data_ptr<int64_t>();
@@ -149,9 +146,7 @@ at::Tensor Decoder::get_tensor() {
 
 // u8 wire::DType · the value, of 8 bytes a part
 void Serializer<at::Scalar>::encode(Encoder& encoder, const at::Scalar& value) {
-  if (value.isSymbolic()) {
-    base::invalid("a symbolic scalar cannot be sent");
-  }
+  if (value.isSymbolic()) base::invalid("a symbolic scalar cannot be sent");
   encoder.out.put(to_dtype(value.type()));
   if (value.isComplex()) {
     encoder.out.put(value.toComplexDouble().real());

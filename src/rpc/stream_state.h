@@ -17,8 +17,7 @@ void use_streams_of(c10::DeviceType type);
 /// A continuation that is registered by this thread: it runs under its streams.
 base::Task under_this_thread(base::Task task);
 
-/// This thread's own streams, if it has any, go on behind what workers have computed, which is in
-/// the devices' default streams.
+/// This thread's own streams go on behind what workers computed in the devices' default streams.
 void follow_workers() noexcept;
 
 }  // namespace distrain::rpc

@@ -192,8 +192,7 @@ void align_traces(std::vector<RankTrace>& ranks, const std::vector<RankClock>& c
     const auto [it, is_new] = known.try_emplace(clocks[r].domain, known.size());
     domains.push_back(it->second);
   }
-  // Ranks with one clock are told apart from rank 0's by the same readings, so that they stay
-  // together.
+  // Ranks with one clock are aligned to rank 0's by the same readings, so they stay together.
   std::vector<const RankClock*> first_of(known.size(), nullptr);
   for (size_t r = 0; r < ranks.size(); ++r) {
     const RankClock*& first = first_of[domains[r]];

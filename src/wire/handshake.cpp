@@ -54,9 +54,7 @@ void get(Reader& in, Options& options) {
   const uint32_t count = in.get_count(2 * sizeof(uint32_t));
   for (uint32_t i = 0; i < count; ++i) {
     std::string name(in.get_string());
-    if (!options.emplace(std::move(name), in.get_string()).second) {
-      Reader::fail("an option twice");
-    }
+    if (!options.emplace(std::move(name), in.get_string()).second) Reader::fail("an option twice");
   }
 }
 

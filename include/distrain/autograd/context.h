@@ -21,8 +21,7 @@ class Runtime;
 /// Gives `agent` distributed autograd. Once, before join(), on every rank of the job.
 void install(rpc::Agent& agent);
 
-/// One distributed forward pass and its backward pass (several with retain_graph: gradients add
-/// up).
+/// One distributed forward pass and its backward passes (with retain_graph gradients add up).
 ///
 /// While it lives it is the current context of the thread that made it, unless a newer one is: each
 /// call made there, and each nested call of its handlers, records a pair of send and receive nodes
@@ -54,8 +53,7 @@ class Context {
   /// thread that computed it, while the rest of the pass goes on; not at all if there is none.
   void on_gradient_ready(const at::Tensor& variable, std::function<void(const at::Tensor&)> fn);
   /// For the next pass: `fn` is called once when this rank's part of the graph has run; it may
-  /// block, and backward() returns after it and throws what it throws. A failed pass only destroys
-  /// `fn`.
+  /// block, and backward() returns after it and throws what it throws. Failed passes drop it.
   void on_pass_end(std::function<void()> fn);
 
   const std::shared_ptr<ContextState>& state() const { return state_; }
@@ -88,7 +86,7 @@ class ContextRef {
   bool runs() const;
   /// As Context's.
   void set_gradient(const at::Tensor& variable, at::Tensor gradient) const;
-  /// As Context's. Returns false, and destroys `fn`, if the context or the reference's pass has
+  /// As Context's. Returns false, and drops `fn`, if the context or this reference's pass has
   /// ended.
   bool on_pass_end(std::function<void()> fn) const;
 

@@ -8,8 +8,7 @@
 namespace distrain::autograd {
 
 /// A leaf's post-accumulate hook that sees the leaf's gradients in passes of a context, too, where
-/// AccumulateGrad does not run. Any other hook there is an error, but for
-/// Context::on_gradient_ready.
+/// AccumulateGrad does not run. Other hooks than this and Context::on_gradient_ready's fail there.
 class LeafHook : public torch::autograd::PostAccumulateGradHook {
  public:
   /// Called once a pass with this rank's final gradient, on the thread that computed it, after

@@ -60,8 +60,7 @@ class Exception : public std::runtime_error {
 /// The same of kind kBadData.
 [[noreturn]] void bad_data(std::string message);
 
-/// The error of the exception in flight: an `Exception`'s own, or `otherwise` with its text.
-/// To be called inside a catch block only.
+/// In a catch block: the error of the exception in flight, or `otherwise` with its text.
 Error current_error(ErrorKind otherwise);
 
 }  // namespace distrain::base

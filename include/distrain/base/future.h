@@ -151,8 +151,7 @@ class FutureState {
 
 }  // namespace detail
 
-/// A value that another thread will bring, or the error that stands in its place. A handle: copies
-/// share one state. Thread-safe.
+/// A value that another thread will bring, or an error. A handle: copies share it. Thread-safe.
 template <class T>
 class [[nodiscard]] Future {
  public:
@@ -220,8 +219,7 @@ class [[nodiscard]] Future {
     });
   }
 
-  /// The future of `fn(value)`; an error goes past `fn`. If `fn` returns a Future, that one's
-  /// value.
+  /// The future of `fn(value)`, also if `fn` returns a Future; an error goes past `fn`.
   template <class F>
   auto then(Executor& executor, F fn) const;
 

@@ -12,8 +12,7 @@ namespace distrain::base {
 /// started when first needed. Tasks may block, and must not throw.
 class SerialThread final : public Executor {
  public:
-  /// `name`: of the thread, for debuggers; at most 15 characters. `before_task` is called before
-  /// each task; it must not throw.
+  /// `name`: at most 15 characters. `before_task`, called before each task, must not throw.
   explicit SerialThread(std::string name, std::function<void()> before_task = {});
   /// Runs what is queued, then joins the thread. On the thread itself, in a task that held the last
   /// owner of this object, what is queued is run at once, and the thread ends after that task.

@@ -5,8 +5,7 @@
 
 namespace distrain::base {
 
-/// A file or folder that is removed with this object, or by remove_all() if the process leaves
-/// first.
+/// A file or folder that is removed with this object, or by remove_all() when the process ends.
 class TemporaryPath {
  public:
   TemporaryPath() = default;

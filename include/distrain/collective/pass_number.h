@@ -31,8 +31,7 @@ struct RankInPass {
   int rank = -1;
   PassNumber pass;
 };
-/// `invalid` if they differ, naming the rank that is ahead: it left out a pass or made a forward
-/// more.
+/// `invalid` if they differ, naming the rank that is ahead, which left out a pass.
 std::optional<base::Error> pass_error(const RankInPass& a, const RankInPass& b);
 
 }  // namespace distrain::collective

@@ -41,8 +41,7 @@ class Plugin {
  public:
   virtual ~Plugin() = default;
 
-  /// GPUs of this process (after CUDA_VISIBLE_DEVICES). Throws without a GPU or a new enough
-  /// driver.
+  /// GPUs of this process (after CUDA_VISIBLE_DEVICES). Throws without a GPU or a fit driver.
   virtual int device_count() const = 0;
   virtual std::string device_name(int index) const = 0;
   /// Tells GPUs of one host apart, also in processes that number them otherwise.

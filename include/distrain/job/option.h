@@ -40,8 +40,7 @@ struct Option {
   double max = 0;
   bool above_min = false;  ///< `min` itself is not allowed
   bool below_max = false;  ///< nor is `max`
-  /// All of a kChoice; some of a text, for a shell; words in place of a number: for a kReal on,
-  /// off.
+  /// All of a kChoice; some of a text, for a shell; words in place of a number: on and off.
   std::vector<std::string> choices;
   char short_name = 0;
   /// What a path must lead to, which is seen before any rank starts.

@@ -38,7 +38,7 @@ class StopSignal {
     return requested();
   }
 
-  /// The signal has come, here or on another rank. False if the job does not see to it, or does
+  /// The signal has come, here or on another rank. False if the job does not heed it, or does
   /// already.
   bool request() {
     State expected = State::kArmed;
@@ -81,8 +81,7 @@ class StopSignal {
   /// The signal that this process has got itself, if the job saw to it; 0 where another rank told.
   int number() const { return number_; }
 
-  /// The signal `number` has come. True if the job sees to it, else it ends the process. One
-  /// thread.
+  /// The signal `number` has come. True if the job heeds it, else it ends the process.
   bool heeds(int number, base::TimePoint now) {
     const bool is_first = heeded_ == base::TimePoint{};
     if (is_first) number_ = number;  // before request(), or the job might end without it

@@ -24,8 +24,7 @@ struct PsForward {
 /// evaluates is said with each pass, so trainers do not get into each other's way.
 class ConvNet {
  public:
-  /// Initialised as torch.nn's Conv2d and Linear are. The convolutions are on the first device, the
-  /// rest on the last.
+  /// Initialised as torch.nn does. The convolutions are on the first device, the rest on the last.
   explicit ConvNet(uint64_t seed, const std::vector<c10::Device>& devices = {c10::kCPU});
 
   /// Images [n, 1, 28, 28] → log-probabilities [n, 10]. `parameters` in the order of names(), on

@@ -14,8 +14,7 @@
 namespace distrain::models {
 
 /// The blocks that a ResNet can be cut between, in order: stem (conv1, bn1, ReLU, max pool),
-/// layer1.0, …, layer4.2, head (average pool, fc). `model` is resnet18 or resnet50 here and below;
-/// another throws `invalid`.
+/// layer1.0, …, layer4.2, head (average pool, fc). `model` is resnet18 or resnet50, else `invalid`.
 std::vector<std::string> resnet_blocks(const std::string& model);
 
 /// Estimated time of each block for one image, forward, on one thread of a CPU, in the order of
@@ -77,17 +76,14 @@ struct ResidualBlock {
 
 /// Some blocks in a row of a ResNet (He et al., CVPR 2016), as torchvision's v1.5, which has the
 /// stride in the 3x3 convolution. Stages in a row are the whole model, whatever the cut: the same
-/// names, initial values and results. Not thread-safe: in training a forward pass changes the
-/// running statistics.
+/// names, initial values and results. Not thread-safe: training changes running statistics.
 ///
 /// Weights and activations lie in memory channels last (NHWC), which takes a third less time on a
-/// CPU than NCHW; the sizes of weights are torchvision's. Between stages activations travel as
-/// [n, h, w, channels]: contiguous, so neither sender nor receiver has to copy them, forward or
-/// backward.
+/// CPU than NCHW; the sizes of weights are torchvision's. Between stages activations travel as [n,
+/// h, w, channels]: contiguous, so that nobody has to copy them.
 class ResNetStage {
  public:
-  /// Initialised as torchvision does it, each tensor from `seed` and its name; on c10::kMeta, only
-  /// names, shapes and dtypes.
+  /// Initialised as torchvision's, from `seed` and each name; on c10::kMeta only shapes and dtypes.
   ResNetStage(const std::string& model, int64_t classes, BlockRange blocks, uint64_t seed,
               c10::Device device = c10::kCPU);
 
@@ -106,8 +102,7 @@ class ResNetStage {
   data::NamedTensors state() const;
 
   /// Copies what belongs to these blocks out of a whole state_dict. Throws `bad_data`, before it
-  /// changes anything, for a missing name (but for num_batches_tracked, which is left), a wrong
-  /// shape or dtype.
+  /// changes anything, for a missing name (but for num_batches_tracked) or a wrong tensor.
   void load(const data::NamedTensors& weights);
 
  private:

@@ -15,8 +15,7 @@ namespace distrain::net {
 /// Listener and every timed task runs on this thread, one at a time, and must not block, throw or
 /// do tensor work. All other functions of this layer are thread-safe.
 ///
-/// After activity it polls for up to 50 µs before it blocks (base::AdaptivePoll says why); idle, it
-/// uses no CPU.
+/// After activity it polls for up to 50 µs before it blocks (see base::AdaptivePoll).
 class Loop {
  public:
   Loop();

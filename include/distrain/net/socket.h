@@ -46,8 +46,7 @@ base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimeP
 /// Connects to a unix socket at once, or not at all.
 base::Result<Fd> connect_unix(const std::string& path);
 
-/// As connect_tcp() without blocking, for a numeric `host`; `done` is told on the loop, unless that
-/// ends before. On the loop thread.
+/// As connect_tcp() for a numeric `host`, on the loop thread, which calls `done` unless it ends.
 using OnConnected = std::function<void(base::Result<Fd>)>;
 void connect_tcp_on_loop(Loop& loop, const std::string& host, uint16_t port,
                          base::TimePoint deadline, OnConnected done);
@@ -66,8 +65,7 @@ SocketName remote_name(int fd);
 /// cannot be told: the other end is on another host or in another network namespace, or closed.
 std::optional<uint32_t> peer_user(int fd);
 
-/// Whether the name resolves to addresses of the loopback interface only. Blocks, unless it is
-/// numeric.
+/// Whether the name resolves to loopback addresses only. Blocks, unless it is numeric.
 bool is_loopback(const std::string& host);
 /// Returns what a server listens on, as for listen_tcp(), that clients reach at `host`: that
 /// interface; all interfaces if `host` is a name that resolves to another machine (a service of

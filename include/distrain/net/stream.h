@@ -57,8 +57,7 @@ class Stream {
     /// frame, cancelled after our own close().
     std::function<void(const base::Error&)> on_close;
     /// Called with each header before there is memory for its body. Returns that memory, of
-    /// body_bytes(), or null for the loop's. If it throws, the stream ends with that error. May be
-    /// empty.
+    /// body_bytes(), or null for the loop's. If it throws, the stream ends with that. May be empty.
     std::function<base::BufferPtr(const wire::FrameHeader&)> allocate = {};
   };
 
@@ -80,8 +79,7 @@ class Stream {
   /// may still be delivered until on_close.
   virtual void close(bool flush = true) = 0;
 
-  /// When the last bytes came, parts of frames included; before any, when it was started. On the
-  /// loop thread.
+  /// When the last bytes came; before any, when the stream was started. On the loop thread.
   virtual base::TimePoint last_heard_on_loop() const = 0;
 
   /// The other side's address, for messages: "10.0.0.2:4711" or "unix".

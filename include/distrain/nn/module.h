@@ -106,8 +106,7 @@ void add_factory(rpc::Agent& agent, const std::string& name, Factory factory);
 // its replica, so a replica is free once nobody else has a handle of any of its parameters.
 //
 // A lookup in an Embedding or EmbeddingBag that is `sparse` saves nothing of the table, which may
-// be too big to copy. So updates wait for forward passes of its module, and copy only a table that
-// a pass has saved.
+// be too big to copy. So updates wait for its module's forward passes, and copy only a saved table.
 //
 // Buffers are copied into each replica. A forward pass that changes one (BatchNorm's running
 // statistics) would change it for that replica alone, and is refused.

@@ -168,8 +168,7 @@ class RemoteModule<ByName> {
   NamedTensors state() const;
   /// The same, left on the module's rank, with `prefix` before each name.
   rpc::RRef<NamedTensors> held_state(const std::string& prefix) const;
-  /// Copies all at one moment. Throws `bad_data`, changing nothing, for other names, shapes or
-  /// dtypes.
+  /// Copies all at once, or throws `bad_data` for other names, shapes or dtypes.
   void load_state(const NamedTensors& state) const;
 
   int owner() const { return module_.owner(); }

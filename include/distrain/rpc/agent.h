@@ -23,8 +23,7 @@ namespace distrain::rpc {
 class AgentCore;
 
 /// Where tensors on devices of this rank arrive on another one: own device, the peer's. One to one;
-/// what the peer sends back, in replies and gradients, goes the same way. CPU tensors always arrive
-/// on the CPU.
+/// replies and gradients go the same way back. CPU tensors arrive on the CPU.
 struct DeviceMap {
   std::string peer;  ///< a rank's name
   std::vector<std::pair<c10::Device, c10::Device>> devices;
@@ -53,11 +52,9 @@ struct AgentOptions {
   /// believe processes of this user on this host, and with `insecure` anybody.
   std::string token;
   bool insecure = false;
-  /// Tells this job from others at the same address: what its launcher calls it, say. Empty: that
-  /// of rank 0, which makes one.
+  /// Tells this job from others at the same address. Empty: rank 0 makes one for all.
   std::string job_id;
-  /// How often the job was started again: ranks of another generation are refused. None: rank 0's,
-  /// where it is 0.
+  /// How often the job was restarted: ranks of other generations are refused. None: rank 0's (0).
   std::optional<uint32_t> generation;
   /// The job is being started again, and this rank may be sooner than rank 0: while that has no
   /// place for it, it is asked again, until the join timeout.
@@ -77,8 +74,7 @@ struct AgentOptions {
   /// are sent to, which is then an accelerator, too. Others need a map; a tensor on a device that
   /// has no way to its receiver is `invalid`. Nothing is ever copied to the CPU unasked. Without an
   /// index it is the rank's own: its number modulo the number of devices that this process sees, as
-  /// torch.distributed takes it. It becomes the current device of the thread that calls join() and
-  /// of all threads of the agent.
+  /// torch.distributed takes it. It becomes the current device of join()'s thread and the agent's.
   c10::Device device = c10::kCPU;
   std::vector<DeviceMap> device_maps;
   /// Fault injection: each call that this agent makes is sent so much later.
@@ -99,8 +95,7 @@ struct AgentOptions {
   /// one: how many ranks, this one included, share this one's CPUs.
   std::function<void(int ranks)> on_cpus_shared;
   /// While joining, every 5 s on the joining thread: who is missing or has not reached all others
-  /// yet, where rank 0 is expected, and why it could not be reached (empty once it was) or has no
-  /// place.
+  /// yet, where rank 0 is expected, and why it was not reached, or has no place (else empty).
   std::function<void(const std::vector<int>& missing, const std::string& address,
                      const std::string& reason)>
       on_waiting;
@@ -156,20 +151,17 @@ struct RawReply {
   uint64_t context = 0;
   uint64_t sent = 0;  ///< in the context, the pair of autograd nodes of the call's arguments
   std::string function;
-  /// Until it is opened, or given up; the end of the last copy gives it up. Null: then there is
-  /// nothing to be done.
+  /// Until it is opened or given up, at the latest with its last copy. Null: nothing is to be done.
   std::shared_ptr<class UnopenedReply> unopened;
 
-  /// To be read by this thread. False when it was, or was given up. Also for one that nobody needs
-  /// to read.
+  /// Opens it for this thread. False if it was opened or given up before.
   bool open() const;
   /// What it brings is let go, and its call counts as given up, unless it has been opened.
   void give_up() const;
 };
 
 /// The answer to one call, on the rank that runs the function. Whoever completes it first wins; one
-/// that is never completed answers `cancelled`. May be kept beyond the agent's end; then nobody is
-/// answered. Thread-safe.
+/// that is never completed answers `cancelled`. May outlive the agent. Thread-safe.
 class Reply {
  public:
   virtual ~Reply() = default;
@@ -279,8 +271,7 @@ class Agent {
   /// `not_found` naming the ranks there are.
   WorkerInfo worker(const std::string& name) const;
   WorkerInfo worker(int rank) const;
-  /// This rank's own process, among those that have had its rank: 0 but in a job that went on
-  /// without the one before.
+  /// The number of this process among those that have had its rank in this job, from 0.
   uint32_t incarnation() const;
   /// Whether the rank's newest process is not lost, as far as this one knows.
   bool is_here(int rank) const;
@@ -301,8 +292,7 @@ class Agent {
   void shutdown(std::function<void(const std::vector<int>& missing)> on_waiting = {},
                 const std::function<void()>& at_rest = {});
   /// Tells all peers why this rank leaves, and disconnects: what waits for others fails here, a
-  /// shutdown() on another thread too. From inside a function of the agent the destructor does the
-  /// rest.
+  /// shutdown() on another thread too. In a function of the agent, the destructor does the rest.
   void abort(const base::Error& error);
 
   /// On rank 0, once all have joined: from now on the job goes on without those of `ranks` that are
@@ -338,8 +328,7 @@ class Agent {
   /// From now on it hears who is lost, those that were before included, for as long as it lives.
   void add_layer(const std::weak_ptr<Layer>& layer);
 
-  /// The lane `number` for one-way messages; see Channel. Lane 1 is autograd's, 2 the collectives',
-  /// those from 16 on the jobs'.
+  /// The lane `number` for one-way messages: 1 autograd, 2 collectives, from 16 on jobs.
   Channel& open_channel(uint16_t number);
   void set_autograd_hook(std::shared_ptr<AutogradHook> hook);
   const std::shared_ptr<AutogradHook>& autograd_hook() const;

@@ -45,8 +45,7 @@ class ContextScope {
 };
 
 /// What distributed autograd does to the messages of a context. The rpc layer calls it and knows
-/// nothing else of autograd. Thread-safe; called where messages are encoded and decoded, on the
-/// loop only where stated.
+/// nothing else of autograd. Thread-safe; called off the loop unless stated.
 class AutogradHook {
  public:
   virtual ~AutogradHook() = default;

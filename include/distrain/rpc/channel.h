@@ -28,8 +28,7 @@ struct Wait {
   base::TimePoint since;
 };
 
-/// A message as it arrived. `payload` points into `body`, is aligned to 64 bytes, and lives as long
-/// as `body` does.
+/// A message as it arrived. `payload` points into `body` and is aligned to 64 bytes.
 struct ChannelMessage {
   int from = -1;
   ChannelTag tag;
@@ -43,8 +42,7 @@ struct ChannelMessage {
 class Channel {
  public:
   struct Handler {
-    /// On the loop thread (or, for a message to oneself, on the sender's): must be quick, must not
-    /// block and must not throw.
+    /// On the loop thread (to oneself: the sender's): must be quick, not block and not throw.
     std::function<void(ChannelMessage)> on_message;
     /// Rank `rank` is gone, for `error.kind` peer_lost or the reason it gave. On the loop thread.
     /// From here on nothing comes from it and sends to it fail.

@@ -75,8 +75,7 @@ class StreamPoint {
 /// `stream` uses it too: once freed it is not reused before that has come so far.
 void use_on_stream(const at::Tensor& tensor, const c10::Stream& stream);
 
-/// Memory of the CPU, of `bytes`, that `device` and others of its type copy to and from without the
-/// CPU's help.
+/// CPU memory of `bytes` that devices of `device`'s type copy to and from on their own.
 at::Tensor pinned_bytes(c10::Device device, int64_t bytes);
 
 /// The same values on the CPU, row-major, for files and the like: those of devices come by way of a

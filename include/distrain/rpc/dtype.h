@@ -8,8 +8,7 @@
 
 namespace distrain::rpc {
 
-/// Element types as they are written down. Throws `invalid` for those that are not (quantized
-/// ones).
+/// Element types as they are written down. Throws `invalid` for others (quantized ones).
 wire::DType to_dtype(at::ScalarType type);
 /// Throws `protocol` for a number that is none.
 at::ScalarType to_scalar_type(wire::DType dtype);

@@ -9,9 +9,8 @@ namespace distrain::rpc {
 // Note [Incarnations]
 //
 // A job may go on without a rank that is lost, and a new process may take its place: the next
-// incarnation of that rank, counted from 0. Calls, references and contexts of the one before may
-// still be in the hands of threads, here and on other ranks. So that nothing of a dead process is
-// taken for the new one's,
+// incarnation of that rank, counted from 0. Threads of all ranks may still have calls, references
+// and contexts of the one before. So that these are not taken for the new one's,
 //
 //  - each id begins with the process that made it: 12 bits of incarnation, 12 of rank (0 in those
 //    of calls, whose rank is known by the connection), 40 of a number of its own. A reply to a call

@@ -13,8 +13,7 @@ namespace distrain::rpc {
 /// a job without an id the address of rank 0 is in the name, too.
 std::string meeting_name(const std::string& job_id, const std::string& master_addr, uint16_t port);
 
-/// Returns the port of a job for which no port was given: 20000 to 28999. All ranks that know the
-/// id compute the same port.
+/// Returns the port (20000 to 28999) that all ranks of a job without a given port compute.
 uint16_t port_of_job(const std::string& job_id);
 
 /// Opens rank 0's TCP socket at `listen_addr`, or at the interface that `master_addr` names if that

@@ -42,8 +42,7 @@ struct RRefTicket {
 };
 
 /// What is sent: bytes, and beside them the tensors and RRefs that the bytes refer to by position.
-/// Tensors are dense and without gaps by then; only their own elements travel, never the whole
-/// storage of a view.
+/// Tensors are dense and without gaps by then, never a view's whole storage.
 struct OutMessage {
   wire::Bytes body;
   std::vector<at::Tensor> tensors;
@@ -85,9 +84,8 @@ net::OutFrame to_frame(OutMessage message, wire::FrameHeader header,
                        const std::vector<base::BufferPtr>& rests = {});
 
 /// Throws `protocol` if descriptors and payload do not fit together. Makes tensors: not on the
-/// loop. `arrivals`: what rank `from` sent ahead; null where it sent nothing. Those of the message
-/// are taken out, and its RRefs received if there is a `receiver`, whatever goes wrong with the
-/// tensors of devices.
+/// loop. `arrivals`: what rank `from` sent ahead; null where it sent nothing. Takes out those of
+/// the message, and receives its RRefs if there is a `receiver`, even if it throws.
 InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager, Arrivals* arrivals,
                      class RRefContext* receiver = nullptr);
 

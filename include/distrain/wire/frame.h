@@ -33,11 +33,9 @@ namespace distrain::wire {
 ///        +        payload          the tensors' elements, each at a multiple of 64, zeros between
 ///
 /// A header that was damaged on the way would otherwise be another, valid one: a reply to a call
-/// that nobody made, say, while who made the right one waits for ever. What follows it has no check
-/// sum.
+/// that nobody made, say, while the right caller waits for ever. The body has no check sum.
 ///
-/// The receiver reads meta and payload into one buffer that is aligned to 64, so that tensors are
-/// used where they were received.
+/// The receiver reads meta and payload into one buffer aligned to 64: tensors are used in place.
 inline constexpr uint32_t kMagic = 0x4E525444;  // "DTRN"
 inline constexpr size_t kHeaderBytes = 48;
 inline constexpr uint16_t kWithoutCredit = 1;

@@ -14,8 +14,7 @@ namespace distrain::wire {
 
 // The life of a job's connections; `r` and `s` are any ranks but 0.
 //
-// Each begins with a proof, which Note [Identity] in rpc/identity/handshake.h explains; `i` is who
-// connects:
+// Each begins with the proof of Note [Identity] in rpc/identity/handshake.h; `i` connects:
 //
 //   i → s  kHello   who I am, with a nonce
 //   s → i  kHello   the same of s
@@ -23,8 +22,7 @@ namespace distrain::wire {
 //   s → i  kProof   that I do, too
 //   s → i  kReject  instead of its hello or its proof, and says nothing but the protocol version
 //
-// Control, between rank 0 and each other rank, from the first moment to the last: it is never
-// behind the bytes of calls.
+// Control, between rank 0 and each other rank all the time: never behind the bytes of calls.
 //
 //   r → 0  kJoin          what I was told, where I can be reached
 //   0 → r  kJoined        r has its place, and waits for the others. A rank that says kAnyRank does
@@ -52,8 +50,7 @@ namespace distrain::wire {
 //   kAbort                I leave, because of the error in the body
 //   kLeave                I leave, as all is done
 //
-// The bodies of hello and directory begin with the protocol version, so that a later version can
-// still be named.
+// The bodies of hello and directory begin with the protocol version, so that it can be named.
 
 enum class HelloPurpose : uint8_t { kJoin = 1, kPeer = 2 };
 
@@ -94,8 +91,7 @@ struct Endpoint {
   uint64_t cpus = 0;      ///< equal for ranks that share their CPUs
 };
 
-/// string job · i32 world_size (0: follow rank 0) · Endpoint · options (u32 count, then name,
-/// value)
+/// string job · i32 world_size (0: rank 0's) · Endpoint · options (u32 count, then name, value)
 struct Join {
   std::string job;  ///< what job this is: the name of its command
   int32_t world_size = 0;
@@ -103,8 +99,8 @@ struct Join {
   std::map<std::string, std::string> options;  ///< job options that this rank was given
 };
 
-/// u32 version · u32 count · count × (string name · Endpoint · u32 incarnation · u8 is_here) ·
-/// options of rank 0 · string secret
+/// u32 version · u32 n · n × (string name · Endpoint · u32 incarnation · u8 here) · options ·
+/// secret
 struct Directory {
   struct Entry {
     std::string name;
@@ -152,8 +148,7 @@ Bytes encode(const Join& join);
 Bytes encode(const Directory& directory);
 Bytes encode(const Returned& returned);
 
-/// u16 kind · i32 rank · string message · string op, which are cut at kMostErrorText. The body of
-/// kReject, kError, kAbort and kLost.
+/// The body of kReject, kError, kAbort and kLost: u16 kind · i32 rank · string message · string op.
 Bytes encode(const base::Error& error);
 
 // Each throws `protocol` if the bytes are malformed, and for another protocol version names both.

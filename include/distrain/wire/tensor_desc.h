@@ -84,8 +84,7 @@ void encode(const TensorDesc& desc, Writer& out);
 /// dimensions, a negative size or a product of sizes that does not fit.
 TensorDesc decode_tensor_desc(Reader& in);
 
-/// Byte offsets of tensors that lie one after the other, each at a multiple of 64, and the length
-/// of it all.
+/// Byte offsets of tensors one after the other, each at a multiple of 64, and their length.
 struct PayloadLayout {
   std::vector<uint64_t> offsets;
   uint64_t bytes = 0;

@@ -40,8 +40,7 @@ class RankGroup {
   RankGroup(const LaunchPlan& plan, const Child::Handlers& handlers,
             std::function<void(int rank)> in_child);
 
-  /// Forks them. All are told `told`, rank 0 its `listen_fd`. If one does not start, kills the
-  /// others.
+  /// Forks them, or none. All are told `told`, rank 0 its `listen_fd`.
   void start(const SpawnedRank& told);
 
   /// Starts a lost rank once more, in the midst of the job. False: it cannot be started now.

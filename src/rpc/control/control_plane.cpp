@@ -90,9 +90,7 @@ base::Future<uint64_t> ControlPlane::enter_round(uint64_t round, uint64_t number
     round_began_ = base::Clock::now();
   }
   loop_.post([self = shared_from_this(), round, number] {
-    if (self->party_ && self->party_->is_running()) {
-      return self->party_->enter_round(round, number);
-    }
+    if (self->party_ && self->party_->is_running()) return self->party_->enter_round(round, number);
     if (auto ended = self->take_round()) {
       ended->fail({ErrorKind::kInvalid, "this rank has not joined", self->options_.rank});
     }
@@ -269,9 +267,7 @@ void ControlPlane::report_on_loop(int rank, Error error) {
 std::optional<identity::Credentials> ControlPlane::credentials_on_loop(
     wire::HelloPurpose purpose) const {
   if (!party_) return std::nullopt;
-  if (purpose == wire::HelloPurpose::kJoin) {
-    return identity::Credentials{self_, options_.token};
-  }
+  if (purpose == wire::HelloPurpose::kJoin) return identity::Credentials{self_, options_.token};
   if (party_->secret().empty()) return std::nullopt;
   return identity::Credentials{self_, party_->secret() + options_.token};
 }

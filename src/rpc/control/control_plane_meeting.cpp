@@ -30,8 +30,7 @@ constexpr char kThisHost[] = "127.0.0.1";
 // That a point in time can be told from.
 constexpr base::Duration kForEver = std::chrono::hours(24 * 365);
 
-// What may be different the next time: nobody is there yet, or has no time for this rank, or no
-// place.
+// Worth another try: nobody is there yet, or has no time for this rank, or no place.
 constexpr ErrorKind kTryAgain = ErrorKind::kPeerLost;
 constexpr ErrorKind kNoPlace = ErrorKind::kOverloaded;
 
@@ -315,8 +314,7 @@ control::Settings ControlPlane::settings() const {
   return settings;
 }
 
-// Who does not answer is asked again; but who may have taken the connection, and says nothing more,
-// is silent as one that is lost.
+// A peer that does not answer is asked again; one that may have taken the connection is lost.
 control::Introduction::Patience ControlPlane::patience() const {
   const bool judges = options_.peer_timeout > std::chrono::nanoseconds::zero();
   const auto silence = std::min<base::Duration>(options_.peer_timeout, kForEver);

@@ -18,9 +18,8 @@ namespace distrain::rpc::control {
 
 /// Where connections to this rank come in, and prove who they are: the responder of Note
 /// [Identity]. Before the proof it gives none of them more than a hello, a proof and two seconds.
-/// When all places are taken others wait in the kernel's backlog, and the one that has stood there
-/// longest goes as soon as it has had a fair time. It admits on the loop; listen() and close() are
-/// for any thread.
+/// When all places are taken others wait in the kernel's backlog, and the oldest goes after a fair
+/// time. It admits on the loop; listen() and close() are for any thread.
 class Doorway : public std::enable_shared_from_this<Doorway> {
  public:
   /// Who has proved itself.

@@ -285,8 +285,7 @@ void Hub::forget(int rank) {
 }
 
 // Who is gone, or has run out of something, may be done without. Who has found data that is wrong,
-// say, or a loss that is no number, has found it for all; but one that has just come in the midst
-// of the job only says so of itself.
+// say, or a loss that is no number, has found it for all; a newcomer only of itself.
 bool Hub::goes_on_without(int rank, Error& error) const {
   const bool is_its_own = error.kind == ErrorKind::kPeerLost ||
                           (error.kind == ErrorKind::kResources && error.rank == rank) ||

@@ -11,8 +11,7 @@ class Hub final : public Party {
  public:
   using Party::Party;
 
-  /// A rank wants to join on `link`. Gives back why it is refused, if it is: the first field that
-  /// does not agree, with both values.
+  /// A rank wants to join on `link`. Returns why it is refused: the first field that differs.
   std::optional<base::Error> join(Link link, int rank, wire::Join join, base::TimePoint now);
   /// Somebody on `link` asks for a rank that nobody else is, and joins as that soon: until then it
   /// is kept from others who ask, for a minute at most or until keep_no_more(). Gives back why it

@@ -244,9 +244,7 @@ base::TimePoint Party::tick(base::TimePoint now) {
     if (state_ == State::kOver) return base::kNever;
   }
   if (now >= next_beat_) {
-    for (const auto& [link, connection] : connections_) {
-      world_.send(link, {FrameKind::kHeartbeat});
-    }
+    for (const auto& [link, connection] : connections_) world_.send(link, {FrameKind::kHeartbeat});
     next_beat_ = now + interval_;
   }
   wake_at_ = next_beat_;

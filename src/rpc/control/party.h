@@ -43,8 +43,7 @@ namespace distrain::rpc::control {
 //
 // All of it is in Hub (rank 0) and Member (any other), which do no I/O, have no clock and no
 // thread: an event comes in by a function call with the time, what is to be done goes out through
-// World. So one hundred ranks can be played through in a test, with every message delayed, lost or
-// late.
+// World. So a test can play one hundred ranks, with messages late or lost.
 //
 // States of a rank, and what takes it on:
 //
@@ -166,8 +165,7 @@ class Party {
   /// Bytes came from there, of whatever kind.
   void heard(Link link, base::TimePoint when);
   void closed(Link link, const base::Error& error);
-  /// Says that this rank is alive and looks who is silent. Gives back when it wants to be called
-  /// again.
+  /// Says that this rank is alive and looks who is silent. Returns when to call it again.
   base::TimePoint tick(base::TimePoint now);
 
   bool is_running() const { return state_ == State::kRunning; }

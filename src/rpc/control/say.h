@@ -6,8 +6,7 @@
 
 namespace distrain::rpc::control {
 
-/// A frame that is nothing but a kind and a body. That the stream is broken is told by its
-/// on_close.
+/// Sends a frame of a kind and a body. A broken stream tells its on_close.
 inline void say(const net::StreamPtr& stream, wire::FrameKind kind, wire::Bytes body) {
   net::OutFrame frame;
   frame.header.kind = kind;

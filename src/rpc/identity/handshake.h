@@ -14,8 +14,7 @@ namespace distrain::rpc::identity {
 // Note [Identity]
 //
 // Who is at the other end of a connection, before anything is believed of it. Each end says who it
-// is in a hello with a fresh nonce, then shows that it knows the connection's key: the initiator,
-// which has connected, goes first.
+// is in a hello with a fresh nonce, then shows that it knows the key, the initiator first.
 //
 //   proof of a side = HMAC-SHA256(key of that side, the initiator's hello · the responder's hello)
 //   key of a side   = HKDF-SHA256(secret, "join initiator", "peer responder", …)
@@ -37,8 +36,7 @@ namespace distrain::rpc::identity {
 // made that secret for this job, and gives it to ranks that have proved themselves.
 //
 // Besides its own hello, which is no secret, a responder tells a stranger nothing but the protocol
-// version: refusal(). Who has proved itself and still does not belong, as its job or its generation
-// is another, hears why: mismatch().
+// version: refusal(). A proved rank of another job or generation hears why: mismatch().
 
 /// What a rank says of itself in every hello.
 struct Self {
@@ -105,8 +103,7 @@ class Responder {
 /// `self`, which is rank 0 if the purpose is to join, and of `other`.
 std::optional<base::Error> mismatch(const Self& self, const wire::Hello& other);
 
-/// Why `other`, whose proof does not fit or whom `self` does not trust, is not believed, and what
-/// its user is to do.
+/// Why `other` is not believed (its proof, or its trust), and what its user is to do.
 std::string why_not_believed(const Self& self, const wire::Hello& other);
 
 /// All that a stranger hears.

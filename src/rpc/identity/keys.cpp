@@ -39,8 +39,7 @@ void require(bool worked, const char* what) {
 // later, or never, may use it. To ask OpenSSL for no handler (OPENSSL_INIT_NO_ATEXIT) is too late
 // if the program has set it up itself. So a handler that is registered after OpenSSL's, and
 // therefore runs before it, waits until no thread is inside and makes all later ones throw
-// `cancelled`. Nothing else that an agent's threads use is destroyed at exit: they go on until the
-// kernel ends them.
+// `cancelled`. Nothing else of those threads is destroyed at exit.
 struct Gate {
   std::shared_timed_mutex mutex;
   std::atomic<bool> is_closed{false};  // read with the mutex held

@@ -30,8 +30,7 @@ class PipelineData {
   /// That its images fill, at least 1. Not of random data.
   int64_t batches_per_epoch() const;
 
-  /// Images to evaluate on after each epoch and at the end, if the second constructor was given
-  /// any.
+  /// Images to evaluate on after each epoch and at the end, if there are any.
   const data::ImageSet& valid() const { return valid_; }
   const data::ImageSet& test() const { return test_; }
   /// A share of such images in batches; labels are -1 where there are none.
