@@ -184,7 +184,7 @@ struct AgentCore::OutgoingCall {
   std::string function;
   std::vector<RRefTicket> tickets;
   base::TimePoint deadline;
-  uint64_t credit = 0;
+  uint64_t credit = kCallCost;
   Window* window = nullptr;
   std::shared_ptr<std::atomic<bool>> was_sent;  // of a remote() call
   size_t wait_at = 0;                           // where the body says how long its caller waits
@@ -236,7 +236,6 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   header.kind = wire::FrameKind::kCall;
   header.call_id = id;
   header.context_id = context;
-  uint64_t cost = kCallCost;
   std::vector<RRefTicket>& tickets = out.tickets;
   // What cannot be sent is found out before anybody waits for its answer.
   try {
@@ -245,22 +244,22 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     tickets = message.rrefs;
     out.behind_wait = message.body.size() - out.wait_at;
     if (to == options.rank) {
-      cost += message.body.size();
-      for (const at::Tensor& tensor : message.tensors) cost += tensor.nbytes();
+      out.credit += message.body.size();
+      for (const at::Tensor& tensor : message.tensors) out.credit += tensor.nbytes();
       out.own = std::make_shared<InMessage>(to_self(std::move(message), header, to));
     } else {
       hold_parameters(message);
       if (has_device_tensors(message)) {
         out.departure =
             std::make_shared<Departure>(stager, std::move(message), header, transfer_numbers());
-        cost += out.departure->bytes_left();
+        out.credit += out.departure->bytes_left();
       } else {
         if (function == kFailFunction) {  // a word of control
           header.channel = wire::kWithoutCredit;
-          cost = 0;
+          out.credit = 0;
         }
         out.frame = to_frame(std::move(message), header);
-        if (cost > 0) cost += net::bytes_of(out.frame);
+        if (out.credit > 0) out.credit += net::bytes_of(out.frame);
       }
     }
   } catch (...) {
@@ -274,13 +273,12 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   call.to = to;
   call.function = function;
   call.started = base::Clock::now();
-  const base::TimePoint deadline =
-      timeout == base::Duration::max() ? base::kNever : call.started + timeout;
+  out.deadline = timeout == base::Duration::max() ? base::kNever : call.started + timeout;
   // Before anything is taken for it, which would not come back.
   const base::Status fits = net::check_limits(out.frame);
   out.window = &windows_.at(to);
-  const bool has_credit = !fits.ok() || cost == 0 || out.window->try_take(cost);
-  if (has_credit) call.deadline = deadline;  // otherwise who waits for credit sees to it
+  const bool has_credit = !fits.ok() || out.credit == 0 || out.window->try_take(out.credit);
+  if (has_credit) call.deadline = out.deadline;  // otherwise who waits for credit sees to it
   call.context = context;
   call.autograd_id = header.autograd_id;
   call.is_remote = target != nullptr;
@@ -313,8 +311,6 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
     see_to_call(out, fits);
     return reply;
   }
-  out.deadline = deadline;
-  out.credit = cost;
   if (!has_credit && base::thread_state().must_not_wait) {
     pool.post([this, out = std::move(out)]() mutable { send_call(std::move(out), false); });
   } else {

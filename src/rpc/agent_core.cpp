@@ -157,7 +157,7 @@ void AgentCore::disconnect() {
   last_live_contexts_ = hook ? hook->live_contexts() : 0;
   const Error error{ErrorKind::kCancelled, "this rank is shutting down", options.rank};
   control->close();
-  await_loop();
+  wait_for_posted(loop);
   for (int rank = 0; rank < known_windows(); ++rank) windows_.at(rank).fail(error);
   pending.fail_all(error);
   devices.fail(error);
@@ -175,10 +175,7 @@ void AgentCore::disconnect() {
 void AgentCore::stop() {
   layers.wait_until_told();
   pool.stop();  // handlers that wait for others have been failed; one may be disconnecting still
-  base::Promise<void> all_let_go;
-  const base::Future<void> let_go = all_let_go.future();
-  given_up_.post([all_let_go = std::move(all_let_go)]() mutable { all_let_go.set(); });
-  static_cast<void>(let_go.wait_result());
+  wait_for_posted(given_up_);
   control->wait_until_flushed();
   rrefs->close();
   replies->close();
@@ -492,14 +489,6 @@ void AgentCore::shutdown(const std::function<void(const std::vector<int>& missin
   }
   control->leave();
   close();
-}
-
-// What was posted before has been done.
-void AgentCore::await_loop() {
-  base::Promise<void> reached;
-  const base::Future<void> future = reached.future();
-  loop.post([reached = std::move(reached)]() mutable { reached.set(); });
-  future.wait();
 }
 
 void AgentCore::abort(const Error& error) {

@@ -188,7 +188,6 @@ class AgentCore {
   base::Status wait_for_credit(Window& window, int to, uint64_t bytes, base::TimePoint deadline);
   /// One whose turn comes too late, or at the end, is not run.
   void execute(QueuedCall&& call);
-  void await_loop();
   std::vector<Wait> waits_of_layers();
   void watch_waits_on_loop(std::set<base::TimePoint> told);
   std::vector<std::shared_ptr<ChannelImpl>> channels();

@@ -26,10 +26,6 @@ base::Status Window::take(uint64_t bytes, base::TimePoint deadline) {
     ~Leaving() { window.leave(self); }
   } const leaving{*this, self};
   line_up(self);
-  return wait_for_turn(self, deadline);
-}
-
-base::Status Window::wait_for_turn(Waiter& self, base::TimePoint deadline) {
   std::unique_lock lock(mutex_);
   for (;;) {
     if (failed_) return *failed_;

@@ -35,9 +35,8 @@ namespace distrain::rpc {
 //   been granted since the beginning, so that words that cross do no harm. Small calls ask
 //   together. A request stands until it is granted, in one grant. A rank that asks is hungry until
 //   it says that nobody waits.
-// - A request that fits in the rank's window is granted at once. The pool serves others in the
-// order
-//   of tags (start-time fair queueing; Goyal, Vin and Cheng, 1996). A rank's tag counts the bytes
+// - A request that fits in the rank's window is granted at once. The pool serves others in order of
+//   tags (start-time fair queueing; Goyal, Vin and Cheng, 1996). A rank's tag counts the bytes
 //   granted while it was hungry; when the rank becomes hungry, the tag is raised to that of the
 //   last request served. Nobody overtakes the first request, so that large calls are served, too.
 // - A request larger than the pool is granted when nobody else holds any of the pool. A rank holds
@@ -114,7 +113,6 @@ class Window {
   void leave(const Waiter& waiter);
 
  private:
-  base::Status wait_for_turn(Waiter& self, base::TimePoint deadline);
   bool try_serve_locked(const Waiter& waiter);
   bool take_at_once(uint64_t bytes);
   void take_excess_locked();

@@ -33,20 +33,17 @@ struct DeviceStager::Shelf {
   }
 };
 
-std::shared_ptr<DeviceStager::Shelf> DeviceStager::make_shelf() {
-  return std::make_shared<Shelf>();
-}
+DeviceStager::DeviceStager() : shelf_(std::make_shared<Shelf>()) {}
 
 DeviceStager::~DeviceStager() {
   for (const auto& [point, memory] : released_) point.settle();
 }
 
 DeviceStager::Streams DeviceStager::streams_of(c10::Device device) {
-  const std::pair key(device.type(), device.index());
   std::lock_guard lock(mutex_);
-  auto it = streams_.find(key);
+  auto it = streams_.find(device);
   if (it == streams_.end()) {
-    it = streams_.emplace(key, Streams{side_stream(device), side_stream(device)}).first;
+    it = streams_.emplace(device, Streams{side_stream(device), side_stream(device)}).first;
   }
   return it->second;
 }

@@ -2,9 +2,9 @@
 
 #include <condition_variable>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -57,7 +57,7 @@ class BlocksSent : public std::enable_shared_from_this<BlocksSent> {
 /// beside the computing. One for each agent. Thread-safe; nothing of it blocks the loop.
 class DeviceStager {
  public:
-  DeviceStager() = default;
+  DeviceStager();
   /// Waits for the copies under way: their memory is this object's.
   ~DeviceStager();
   DeviceStager(const DeviceStager&) = delete;
@@ -93,10 +93,9 @@ class DeviceStager {
   base::BufferPtr take_idle_block(size_t size);
 
   std::mutex mutex_;
-  std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, Streams> streams_;
+  std::unordered_map<c10::Device, Streams> streams_;
   std::vector<std::pair<StreamPoint, base::BufferPtr>> released_;
-  const std::shared_ptr<Shelf> shelf_ = make_shelf();
-  static std::shared_ptr<Shelf> make_shelf();
+  const std::shared_ptr<Shelf> shelf_;
   const std::shared_ptr<BlocksSent::Gate> sending_ = std::make_shared<BlocksSent::Gate>();
 };
 

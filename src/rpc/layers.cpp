@@ -2,12 +2,12 @@
 
 #include <iterator>
 
-#include "distrain/base/future.h"
 #include "distrain/rpc/torch_state.h"
 
 namespace distrain::rpc {
 
-std::vector<std::shared_ptr<Layer>> Layers::living_locked() const {
+std::vector<std::shared_ptr<Layer>> Layers::living() const {
+  std::lock_guard lock(mutex_);
   std::vector<std::shared_ptr<Layer>> all;
   for (const auto& known : layers_) {
     if (auto layer = known.lock()) all.push_back(std::move(layer));
@@ -33,7 +33,7 @@ void Layers::tell_locked(const std::weak_ptr<Layer>& layer, const Loss& loss) {
 void Layers::on_rank_lost(const Loss& loss) {
   std::lock_guard lock(mutex_);
   if (!losses_.emplace(loss.rank, loss).second) return;
-  for (const auto& layer : living_locked()) tell_locked(layer, loss);
+  for (const auto& layer : layers_) tell_locked(layer, loss);
 }
 
 void Layers::on_rank_returned(int rank) {
@@ -42,25 +42,12 @@ void Layers::on_rank_returned(int rank) {
 }
 
 void Layers::on_shutdown() {
-  std::unique_lock lock(mutex_);
-  const auto all = living_locked();
-  lock.unlock();
-  for (const auto& layer : all) layer->on_shutdown();
-}
-
-void Layers::wait_until_told() {
-  base::Promise<void> promise;
-  const base::Future<void> told = promise.future();
-  teller_.post([promise = std::move(promise)]() mutable { promise.set(); });
-  static_cast<void>(told.wait_result());
+  for (const auto& layer : living()) layer->on_shutdown();
 }
 
 std::vector<Wait> Layers::waits() const {
-  std::unique_lock lock(mutex_);
-  const auto all = living_locked();
-  lock.unlock();
   std::vector<Wait> waits;
-  for (const auto& layer : all) {
+  for (const auto& layer : living()) {
     std::vector<Wait> more = layer->waits();
     std::move(more.begin(), more.end(), std::back_inserter(waits));
   }

@@ -6,10 +6,20 @@
 #include <mutex>
 #include <vector>
 
+#include "distrain/base/future.h"
 #include "distrain/base/serial_thread.h"
 #include "distrain/rpc/layer.h"
 
 namespace distrain::rpc {
+
+/// Returns when `thread` has run, or dropped, all that was posted to it before.
+template <class Thread>
+void wait_for_posted(Thread& thread) {
+  base::Promise<void> promise;
+  const base::Future<void> reached = promise.future();
+  thread.post([promise = std::move(promise)]() mutable { promise.set(); });
+  static_cast<void>(reached.wait_result());
+}
 
 /// The layers that are built on an agent. Thread-safe.
 class Layers {
@@ -26,7 +36,7 @@ class Layers {
   /// See Layer::on_shutdown().
   void on_shutdown();
   /// Returns when the layers have been told of all losses so far.
-  void wait_until_told();
+  void wait_until_told() { wait_for_posted(teller_); }
   /// Whether there are losses that they are yet to be told of.
   bool is_telling() const { return untold_ > 0; }
   /// Whether this thread is the one that tells them.
@@ -34,7 +44,7 @@ class Layers {
   std::vector<Wait> waits() const;
 
  private:
-  std::vector<std::shared_ptr<Layer>> living_locked() const;
+  std::vector<std::shared_ptr<Layer>> living() const;
   void tell_locked(const std::weak_ptr<Layer>& layer, const Loss& loss);
 
   mutable std::mutex mutex_;

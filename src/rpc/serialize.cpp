@@ -9,7 +9,7 @@
 
 #include "device_table.h"
 #include "distrain/rpc/dtype.h"
-#include "distrain/wire/limits.h"
+#include "distrain/wire/tensor_desc.h"
 
 namespace distrain::rpc {
 
@@ -34,22 +34,6 @@ wire::DeviceRef arrival_of(const at::Tensor& tensor, const DeviceTable* devices,
   if (!is_accelerator(tensor.device())) return {};
   if (devices) return devices->target(to, tensor.device());
   base::invalid("a tensor on " + tensor.device().str() + " where only the CPU's travel");
-}
-
-// The sizes of a sparse tensor, which torch multiplies as they come, those of no element too.
-std::vector<int64_t> get_sizes(wire::Reader& in) {
-  const size_t dimensions = in.get<uint8_t>();
-  if (dimensions > wire::kMaxDimensions) wire::Reader::fail("a tensor of too many dimensions");
-  std::vector<int64_t> sizes(dimensions);
-  int64_t elements = 1;
-  for (int64_t& size : sizes) {
-    size = in.get<int64_t>();
-    if (size < 0) wire::Reader::fail("a negative tensor size");
-    if (size != 0 && __builtin_mul_overflow(elements, size, &elements)) {
-      wire::Reader::fail("a tensor size that overflows");
-    }
-  }
-  return sizes;
 }
 
 // Whether each index is one of its dimension's: torch's own kernels do not check them.
@@ -117,7 +101,7 @@ at::Tensor Decoder::get_tensor() {
       return take();
     case TensorTag::kSparse: {
       const bool said_coalesced = in.get<bool>();
-      const std::vector<int64_t> sizes = get_sizes(in);
+      const std::vector<int64_t> sizes = wire::decode_sizes(in, wire::decode_dimensions(in), 1);
       const at::Tensor& indices = take();
       const at::Tensor& values = take();
       // What torch's own constructor would check, and cheaper.

@@ -39,30 +39,38 @@ void encode(const TensorDesc& desc, Writer& out) {
   for (const int64_t size : desc.sizes) out.put(size);
 }
 
+size_t decode_dimensions(Reader& in) {
+  const size_t dimensions = in.get<uint8_t>();
+  if (dimensions > kMaxDimensions) Reader::fail("a tensor of too many dimensions");
+  return dimensions;
+}
+
+std::vector<int64_t> decode_sizes(Reader& in, size_t dimensions, uint64_t bytes) {
+  std::vector<int64_t> sizes(dimensions);
+  for (int64_t& size : sizes) {
+    size = in.get<int64_t>();
+    if (size < 0) Reader::fail("a negative tensor size");
+    if (size != 0 && (__builtin_mul_overflow(bytes, static_cast<uint64_t>(size), &bytes) ||
+                      bytes > static_cast<uint64_t>(INT64_MAX))) {
+      Reader::fail("a tensor size that overflows");
+    }
+  }
+  return sizes;
+}
+
 TensorDesc decode_tensor_desc(Reader& in) {
   TensorDesc desc;
   desc.dtype = static_cast<DType>(in.get<uint8_t>());
-  uint64_t bytes = element_bytes(desc.dtype);
+  const uint64_t bytes = element_bytes(desc.dtype);
   if (bytes == 0) Reader::fail("an unknown tensor dtype");
-  const size_t dimensions = in.get<uint8_t>();
-  if (dimensions > kMaxDimensions) Reader::fail("a tensor of too many dimensions");
+  const size_t dimensions = decode_dimensions(in);
   desc.layout = in.get<Layout>();
   const bool fits = desc.layout == Layout::kRowMajor ||
                     (desc.layout == Layout::kChannelsLast && dimensions == 4) ||
                     (desc.layout == Layout::kChannelsLast3d && dimensions == 5);
   if (!fits) Reader::fail("an unknown layout, or one of other dimensions");
   desc.device = decode_device(in);
-  desc.sizes.reserve(dimensions);
-  // The sizes other than 0 must have a product that fits, as torch computes strides from them.
-  for (size_t i = 0; i < dimensions; ++i) {
-    const int64_t size = in.get<int64_t>();
-    if (size < 0) Reader::fail("a negative tensor size");
-    desc.sizes.push_back(size);
-    if (size != 0 && (__builtin_mul_overflow(bytes, static_cast<uint64_t>(size), &bytes) ||
-                      bytes > static_cast<uint64_t>(INT64_MAX))) {
-      Reader::fail("a tensor size that overflows");
-    }
-  }
+  desc.sizes = decode_sizes(in, dimensions, bytes);
   return desc;
 }
 

@@ -10,14 +10,11 @@ namespace distrain::rpc {
 namespace detail {
 
 template <class T>
-void encode_erased(Encoder& encoder, const void* value) {
-  rpc::encode<T>(encoder, *static_cast<const T*>(value));
-}
-
-template <class T>
 constexpr OwnedValue::EncodeFunction encode_function() {
   if constexpr (Serializable<T>) {
-    return &encode_erased<T>;
+    return [](Encoder& encoder, const void* value) {
+      rpc::encode<T>(encoder, *static_cast<const T*>(value));
+    };
   } else {
     return nullptr;
   }
@@ -34,22 +31,12 @@ void answer(const ReplyPtr& reply, R value) {
   }
 }
 
-// Braces evaluate from left to right, as the caller encoded.
-template <class Tuple>
-struct DecodeAll;
-template <class... Ts>
-struct DecodeAll<std::tuple<Ts...>> {
-  static std::tuple<Ts...> decode(Decoder& decoder) {
-    return std::tuple<Ts...>{rpc::decode<Ts>(decoder)...};
-  }
-};
-
 template <auto F>
 void run_exposed(CallContext& context, Decoder& decoder, const ReplyPtr& reply) {
   using Traits = FunctionTraits<F>;
   using Self = typename Traits::Self;
   const auto invoke = [&](const auto&... bound) -> typename Traits::Returned {
-    auto args = DecodeAll<typename Traits::Args>::decode(decoder);
+    auto args = rpc::decode<typename Traits::Args>(decoder);
     decoder.in.expect_end();
     return std::apply(
         [&](auto&... values) -> typename Traits::Returned {
@@ -103,7 +90,7 @@ template <class T, class... Params>
 struct RunConstructor<T, T(Params...)> {
   using Args = std::tuple<std::decay_t<Params>...>;
   static void run(CallContext&, Decoder& decoder, const ReplyPtr& reply) {
-    auto args = DecodeAll<Args>::decode(decoder);
+    auto args = rpc::decode<Args>(decoder);
     decoder.in.expect_end();
     auto object =
         std::apply([](auto&... values) { return std::make_shared<T>(std::move(values)...); }, args);

@@ -134,6 +134,10 @@ template <class T>
 struct Serializer<std::set<T>> : detail::ItemsSerializer<std::set<T>> {};
 template <class T>
 struct Serializer<std::unordered_set<T>> : detail::ItemsSerializer<std::unordered_set<T>> {};
+template <class K, class V>
+struct Serializer<std::map<K, V>> : detail::ItemsSerializer<std::map<K, V>> {};
+template <class K, class V>
+struct Serializer<std::unordered_map<K, V>> : detail::ItemsSerializer<std::unordered_map<K, V>> {};
 
 template <class T, size_t N>
 struct Serializer<std::array<T, N>> {
@@ -159,12 +163,13 @@ struct Serializer<std::tuple<Ts...>> {
 
 template <class A, class B>
 struct Serializer<std::pair<A, B>> {
+  using First = std::remove_const_t<A>;  // an item of a map has a constant key
   static void encode(Encoder& encoder, const std::pair<A, B>& value) {
-    rpc::encode<A>(encoder, value.first);
+    rpc::encode<First>(encoder, value.first);
     rpc::encode<B>(encoder, value.second);
   }
   static std::pair<A, B> decode(Decoder& decoder) {
-    return std::pair<A, B>{rpc::decode<A>(decoder), rpc::decode<B>(decoder)};
+    return std::pair<A, B>{rpc::decode<First>(decoder), rpc::decode<B>(decoder)};
   }
 };
 
@@ -198,37 +203,6 @@ struct Serializer<std::variant<Ts...>> {
     return *std::move(value);
   }
 };
-
-namespace detail {
-
-template <class Map>
-struct MapSerializer {
-  using Key = typename Map::key_type;
-  using Mapped = typename Map::mapped_type;
-  static void encode(Encoder& encoder, const Map& value) {
-    encoder.out.put(static_cast<uint32_t>(value.size()));
-    for (const auto& [key, mapped] : value) {
-      rpc::encode<Key>(encoder, key);
-      rpc::encode<Mapped>(encoder, mapped);
-    }
-  }
-  static Map decode(Decoder& decoder) {
-    const uint32_t count = decoder.in.get_count(1);
-    Map value;
-    for (uint32_t i = 0; i < count; ++i) {
-      Key key = rpc::decode<Key>(decoder);
-      value.emplace(std::move(key), rpc::decode<Mapped>(decoder));
-    }
-    return value;
-  }
-};
-
-}  // namespace detail
-
-template <class K, class V>
-struct Serializer<std::map<K, V>> : detail::MapSerializer<std::map<K, V>> {};
-template <class K, class V>
-struct Serializer<std::unordered_map<K, V>> : detail::MapSerializer<std::unordered_map<K, V>> {};
 
 template <class T>
 requires requires { T::kFields; }

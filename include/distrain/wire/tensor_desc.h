@@ -80,6 +80,12 @@ inline constexpr size_t kMinTensorDescBytes = 5;
 
 void encode(const TensorDesc& desc, Writer& out);
 
+/// Reads how many dimensions a tensor has, as a u8. Throws `protocol` for too many.
+size_t decode_dimensions(Reader& in);
+/// Reads so many sizes. Throws `protocol` if one is negative, or if `bytes` times the sizes other
+/// than 0 does not fit, because torch computes strides from that product.
+std::vector<int64_t> decode_sizes(Reader& in, size_t dimensions, uint64_t bytes);
+
 /// Throws `protocol` for an unknown dtype, layout or device, too many dimensions, a layout of other
 /// dimensions, a negative size or a product of sizes that does not fit.
 TensorDesc decode_tensor_desc(Reader& in);
