@@ -30,7 +30,7 @@ using Mode = Placement::Mode;
 // this launcher end when rank 0 has ended.
 constexpr auto kAsRank0Ends = std::chrono::hours(24 * 7);
 
-/// What the `start` line shows. `inherits`: rank 0 tells what was not given here.
+/// Returns the options for the `start` line; with `inherits` null for those that rank 0 tells.
 Json config_of(const ParsedOptions& options, bool inherits) {
   Json config = Json::object();
   for (const Option& option : options.table()) {

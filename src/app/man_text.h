@@ -2,7 +2,7 @@
 
 namespace distrain::app {
 
-// What all man pages have in common, in man.cpp's form. PROGRAM stands for the program's name.
+// The common parts of all man pages, in man.cpp's form. PROGRAM stands for the program's name.
 
 /// The end of each DESCRIPTION: of the program's page, of a job's.
 inline constexpr const char* kProgramDescription = R"(

@@ -103,7 +103,7 @@ class Tracer {
   std::vector<TraceTrack> tracks() const;
   uint64_t dropped() const;
 
-  /// What this thread does from now on belongs to `tracer` (null: to none), on the track `name`.
+  /// Records this thread's events from now on in `tracer` (null: nowhere), on the track `name`.
   static void bind_thread(std::shared_ptr<Tracer> tracer, const char* name);
   /// What this thread is bound to; null: to none.
   static std::shared_ptr<Tracer> of_thread();

@@ -10,7 +10,7 @@
 
 namespace distrain::data {
 
-/// What a training file defines: its words by first appearance, its labels sorted by bytes.
+/// A training file's words, by first appearance, and its labels, sorted by bytes.
 struct TextVocabulary {
   Vocabulary words;
   std::vector<std::string> labels;

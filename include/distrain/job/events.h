@@ -9,7 +9,7 @@
 
 namespace distrain::job {
 
-// What a job's JSON lines hold, declared once for the schema, the man pages and tests.
+// The fields of a job's JSON lines, declared once for the schema, the man pages and tests.
 
 /// What losses are of: words have a perplexity, others an accuracy.
 enum class Unit : uint8_t { kSamples, kWords };

@@ -36,7 +36,7 @@ class EventSink {
  public:
   virtual ~EventSink() = default;
   virtual void emit(std::string_view event, const Json& fields) = 0;
-  /// Where the rank was any: this process's rank, or any once more. Before joined().
+  /// Called before joined() if the rank was any: with this process's rank, or any once more.
   virtual void placed(int rank) { static_cast<void>(rank); }
   /// All ranks are there: what rank 0 has told of the job, and the role that follows from it.
   virtual void joined(std::string_view role, const OptionMap& of_rank_0) = 0;
@@ -112,7 +112,7 @@ struct Contact {
   base::TimePoint started;  ///< of the launcher, for startup_s
 };
 
-/// What one process has to know to be one rank of a job.
+/// A job as one of its ranks knows it.
 struct Job : Contact {
   std::string name;                ///< ranks of another one are refused
   int world_size = 0;              ///< 0: follow rank 0

@@ -208,7 +208,7 @@ class TrainingPlan {
   /// What must be the same on all trainers only.
   void alike(const std::string& name, const std::string& value) { plan_.alike[name] = value; }
 
-  /// What a checkpoint keeps, by name. All trainers name the same, in the same order.
+  /// Adds a part to each checkpoint. All trainers add the same names, in the same order.
   void keep(const std::string& name, Part part) {
     part.name = name;
     parts_.push_back(std::move(part));

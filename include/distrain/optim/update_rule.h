@@ -142,7 +142,7 @@ class UpdateRule {
 
   double lr() const { return lr_ * lr_factor_; }
 
-  /// What is kept for parameter `i` by this name: at first like `parameter`, full of `at_first`.
+  /// Returns parameter `i`'s state of this name, at first like `parameter` and full of `at_first`.
   at::Tensor& kept(size_t i, const char* name, const at::Tensor& parameter, double at_first = 0);
   virtual std::vector<std::string> kept_names() const = 0;
 

@@ -5,8 +5,8 @@
 
 namespace distrain::app {
 
-/// Of `--inject KIND=VALUE[@rank=N][,...]`: throws `invalid` for a part that is wrong, or a rank
-/// that the job has not; warns of what has no effect. `has_stages`: ranks from 1 on are stages.
+/// Checks `--inject KIND=VALUE[@rank=N][,...]`: throws `invalid` for a wrong part or unknown rank;
+/// warns of parts without effect. `has_stages`: ranks from 1 on are stages.
 void check_injections(const ParsedOptions& options, bool has_stages, Placement& placement);
 
 /// What meets this rank. Of two that say the same thing the last one holds.
