@@ -34,6 +34,9 @@ _distrain() {
     */--optimizer)
       mapfile -t COMPREPLY < <(compgen -W 'sgd adagrad adam adamw rmsprop' -- "$cur"); return
       ;;
+    */--log-interval | */--rank)
+      mapfile -t COMPREPLY < <(compgen -W 'auto' -- "$cur"); return
+      ;;
     */--checkpoint | ps/--data | pipeline/--data | ps/--valid-data | pipeline/--valid-data | ps/--test-data | pipeline/--test-data)
       compopt -o filenames; mapfile -t COMPREPLY < <(compgen -d -- "$cur"); return
       ;;
@@ -42,9 +45,6 @@ _distrain() {
       ;;
     hybrid/--eval-only | ps/--eval-only | rnn/--eval-only | */--local | */--spawn | */--insecure | */--quiet | */--help | ps/--verify-grads | pipeline/--explain)
       :
-      ;;
-    */--rank)
-      mapfile -t COMPREPLY < <(compgen -W 'auto' -- "$cur"); return
       ;;
     */--master-addr)
       mapfile -t COMPREPLY < <(compgen -A hostname -- "$cur"); return

@@ -48,7 +48,8 @@ void add_fields(Json& object, const std::vector<Field>& fields) {
 
 FieldType type_of(const Option& option) {
   using enum FieldType;
-  if (option.kind == ValueKind::kReal && !option.choices.empty()) return kNumberOrText;
+  const bool is_number = option.kind == ValueKind::kReal || option.kind == ValueKind::kInteger;
+  if (is_number && !option.choices.empty()) return kNumberOrText;
   constexpr FieldType kTypes[] = {kFlag, kInteger, kIntegers, kNumber, kText, kText};
   return kTypes[static_cast<size_t>(option.kind)];  // in the order in which they are declared
 }

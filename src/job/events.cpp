@@ -208,10 +208,11 @@ std::vector<Event> common_events() {
 
 Event step_event(std::vector<Field> more) {
   Event event{"step",
-              "every --log-interval steps, of each trainer",
+              "after a step of a trainer, as --log-interval says",
               {{"epoch", kInteger, "from 1 on"},
                {"step", kInteger, "of this trainer, from 1 on; those before a resume count"},
-               {"loss", kNumber, "of the step's batch"}}};
+               {"loss", kNumber, "of the step's batch"},
+               {"lr", kNumber, "learning rate that the step used"}}};
   append(event.fields, std::move(more));
   return event;
 }

@@ -16,6 +16,25 @@ double checked_loss(const at::Tensor& loss, int64_t epoch, int64_t step) {
                             std::to_string(step) + ": try a smaller --lr");
 }
 
+bool StepLines::add(int64_t number, std::function<Json()> fields) {
+  constexpr auto kInterval = std::chrono::seconds(5);
+  const base::TimePoint now = base::Clock::now();
+  const bool is_due = interval_ ? *interval_ > 0 && number % *interval_ == 0 : now >= next_;
+  if (is_due) {
+    pending_ = nullptr;
+    next_ = now + kInterval;
+    sink_.emit(event_, fields());
+  } else if (!interval_) {
+    pending_ = std::move(fields);
+  }
+  return is_due;
+}
+
+void StepLines::end() {
+  if (const auto fields = std::exchange(pending_, nullptr)) sink_.emit(event_, fields());
+  next_ = {};
+}
+
 void TrainLog::begin_epoch(int64_t epoch) {
   epoch_ = epoch;
   epoch_start_ = last_line_ = base::Clock::now();
@@ -24,23 +43,27 @@ void TrainLog::begin_epoch(int64_t epoch) {
   loss_sum_ = 0;
 }
 
-void TrainLog::step(double loss, int64_t samples, const Json& more) {
+void TrainLog::step(double loss, double lr, int64_t samples, const Json& more) {
   ++steps_;
   ++total_;
   samples_ += samples;
   line_samples_ += samples;
   loss_sum_ += loss;
-  if (!plan_.log || plan_.log_interval <= 0 || total_ % plan_.log_interval != 0) return;
-  const base::TimePoint since = std::exchange(last_line_, base::Clock::now());
-  Json fields{{"epoch", epoch_}, {"step", total_}, {"loss", loss}};
-  fields[plan_.unit == Unit::kWords ? "words_per_s" : "samples_per_s"] =
-      static_cast<double>(line_samples_) / base::seconds_since(since);
-  fields.update(more);
-  sink_.emit("step", fields);
+  if (!plan_.log) return;
+  const double rate = static_cast<double>(line_samples_) / base::seconds_since(last_line_);
+  const auto fields = [this, epoch = epoch_, step = total_, loss, lr, rate, more] {
+    Json all{{"epoch", epoch}, {"step", step}, {"loss", loss}, {"lr", lr}};
+    all[std::string(counted(plan_.unit)) + "_per_s"] = rate;
+    all.update(more);
+    return all;
+  };
+  if (!lines_.add(total_, fields)) return;
+  last_line_ = base::Clock::now();
   line_samples_ = 0;
 }
 
-void TrainLog::end_epoch() {
+void TrainLog::end_epoch(bool is_last) {
+  if (is_last) lines_.end();
   if (epoch_ == 0) return;
   if (steps_ > 0) {
     train_s_ = base::seconds_since(first_);

@@ -210,7 +210,7 @@ void TrainingPlan::make(const Step& what, const std::function<Result()>& step) {
   const int64_t steps = result.steps * static_cast<int64_t>(own_.size());
   steps_ += steps;
   process_.job().progress->add(steps, log_.begun());
-  log_.step(loss, result.samples, result.more);
+  log_.step(loss, plan_.lr * factor, result.samples, result.more);
 }
 
 void TrainingPlan::meet(const Task& task) {
@@ -234,7 +234,7 @@ void TrainingPlan::meet(const Task& task) {
 Report TrainingPlan::close_epoch(const Task& task) {
   Report report;
   if (plan_.log) report.steps = log_.epoch_steps();
-  log_.end_epoch();
+  log_.end_epoch(task.last || task.stopped || task.kind == Task::Kind::kEnd);
   report.loss = log_.last_loss();
   report.maxima = maxima_;
   if (task.kind != Task::Kind::kEvaluate) return report;
@@ -248,7 +248,7 @@ Report TrainingPlan::close_epoch(const Task& task) {
 
 void TrainingPlan::end(const Task& task) {
   if (log_.epoch_steps() > 0) ask<&TrainingHost::report>(seat(own_.front()), close_epoch(task));
-  log_.end_epoch();
+  log_.end_epoch(true);
   stopped_ = task.stopped || process_.job().stop->requested();
   Json& fields = process_.fields();
   fields["steps"] = steps_;

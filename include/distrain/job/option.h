@@ -139,6 +139,10 @@ void read_value(const std::string& text, std::optional<T>& value) {
   if (!text.empty()) read_value(text, value.emplace());
 }
 template <class T>
+void read_value(const std::string& text, std::optional<T>& value, const std::string& unset) {
+  read_value(text == unset ? std::string() : text, value);
+}
+template <class T>
 void read_value(const std::string& text, std::vector<T>& value) {
   value.clear();
   if (text.empty()) return;
@@ -166,6 +170,10 @@ inline std::string write_value(const std::optional<double>& value, const char* o
 template <class T>
 std::string write_value(const std::optional<T>& value) {
   return value ? write_value(*value) : std::string();
+}
+template <class T>
+std::string write_value(const std::optional<T>& value, const std::string& unset) {
+  return value ? write_value(*value) : unset;
 }
 template <class T>
 std::string write_value(const std::vector<T>& values) {

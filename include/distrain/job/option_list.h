@@ -85,6 +85,13 @@ class OptionList {
     OptionRow row = add(std::move(name), ValueKind::kInteger, member, std::move(help));
     return row.value_name("N").range(0, kMaxInt);
   }
+  /// A std::optional<int>: as integer(), or `word`, which stands for an empty one.
+  template <class Member>
+  OptionRow integer_or(std::string name, Member member, const std::string& word, std::string help) {
+    OptionRow row = add(std::move(name), ValueKind::kInteger, member, std::move(help), word);
+    rows_.back().option.choices = {word};
+    return row.value_name("N|" + word).range(0, kMaxInt);
+  }
   /// One or more, with commas between.
   template <class Member>
   OptionRow integers(std::string name, Member member, std::string help) {

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 
 #include "distrain/job/checkpoints.h"
@@ -16,15 +17,18 @@ namespace distrain::job {
 /// Of every job.
 struct CommonOptions {
   uint64_t seed = 1;
-  int log_interval = 0;  ///< steps between `step` lines; 0: none
+  std::optional<int> log_interval;  ///< steps between `step` lines, 0: none; see StepLines
   CheckpointOptions checkpoint;
 
   template <class Options>
   static void describe_common(OptionList<Options>& list) {
     list.integer("seed", &CommonOptions::seed, "of parameters, data and shuffling")
         .range(0, 9007199254740991.0);
-    list.integer("log-interval", &CommonOptions::log_interval,
-                 "steps between 'step' lines; 0: none")
+    list.integer_or("log-interval", &CommonOptions::log_interval, "auto",
+                    "steps between 'step' lines; 0: none; auto: by time")
+        .details(
+            "`auto` prints a line for the first and the last one, and at most one line every 5 s "
+            "between\nthem.")
         .may_change();
     list.group("Checkpoints");
     const auto of = [](auto member) {

@@ -16,6 +16,7 @@
 #include "distrain/job/options.h"
 #include "distrain/job/rank.h"
 #include "distrain/job/schedule.h"
+#include "distrain/job/step_lines.h"
 #include "distrain/nn/remote_module.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/optim/local_updates.h"
@@ -127,7 +128,7 @@ struct Plan : Schedule::Terms {
   double lr = 0;
   std::string lr_schedule;  ///< optim::Schedule::parse
   Unit unit = Unit::kSamples;
-  int log_interval = 0;
+  std::optional<int> log_interval;            ///< see StepLines
   std::string limit;                          ///< the option that says how long to train
   bool log = true;                            ///< `step` and `epoch` lines, the last epoch's loss
   int64_t steps_at_once = 1'000'000;          ///< that are handed out together, at most
@@ -153,16 +154,17 @@ struct Plan : Schedule::Terms {
 /// Emits a trainer's `step` and `epoch` lines, and counts for `end`.
 class TrainLog {
  public:
-  TrainLog(const Plan& plan, EventSink& sink) : plan_(plan), sink_(sink) {}
+  TrainLog(const Plan& plan, EventSink& sink)
+      : plan_(plan), sink_(sink), lines_(sink, "step", plan.log_interval) {}
 
   /// For a job that goes on where a checkpoint left off.
   void resume_after(int64_t steps) { total_ = begun_at_ = steps; }
 
   void begin_epoch(int64_t epoch);
-  /// `more`: further fields of the `step` line.
-  void step(double loss, int64_t samples, const Json& more = Json::object());
-  /// Does nothing when no epoch has begun.
-  void end_epoch();
+  /// `lr`: the learning rate that the step used; `more`: further fields of the `step` line.
+  void step(double loss, double lr, int64_t samples, const Json& more);
+  /// Emits the `epoch` line if an epoch has begun. `is_last`: after the line of the last step.
+  void end_epoch(bool is_last);
 
   int64_t epoch() const { return epoch_; }         ///< that has begun; 0: none
   int64_t epoch_steps() const { return steps_; }   ///< of that epoch so far
@@ -175,6 +177,7 @@ class TrainLog {
  private:
   const Plan& plan_;
   EventSink& sink_;
+  StepLines lines_;
   base::TimePoint first_{}, epoch_start_, last_line_;
   int64_t epoch_ = 0;
   int64_t begun_at_ = 0;  // steps before this run

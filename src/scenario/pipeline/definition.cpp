@@ -158,7 +158,7 @@ p - s + 1 at most; it takes as long.)");
 A line for each number of --micro-batches. Each step counts as one unit of time; `length` and
 `begin` are in such units, `bubble` is the share of the stages' time that is waiting.)");
   list.find("lr-schedule").help = lr_schedule_help("batches of a run");
-  list.find("log-interval").help = "batches between 'step' lines; 0: none";
+  list.find("log-interval").help = "batches between 'step' lines; 0: none; auto: by time";
   list.row("checkpoint-every")
       .help("batches between two saves")
       .by_default("at the end")

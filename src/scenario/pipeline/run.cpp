@@ -43,6 +43,7 @@ PipelineRun::PipelineRun(const PipelineOptions& options, const PipelineData& dat
       data_(data),
       model_(model),
       sink_(sink),
+      lines_(sink, "step", options.log_interval),
       lr_schedule_(options.rule().schedule) {
   begin(options.num_split.front());
 }
@@ -109,27 +110,29 @@ job::Result PipelineRun::step(const job::Step& step) {
     if (steps_ == 0) begun_ = split_begun_;
   }
   const data::ImageBatch batch = base::traced("data", [&] { return data_.batch(index); });
-  model_.set_lr_factor(lr_schedule_.factor(index, 0));  // each model's from its beginning
+  const double factor = lr_schedule_.factor(index, 0);  // each model's from its beginning
+  model_.set_lr_factor(factor);
   results_.push_back(model_.train(batch, index));
   ++steps_;
-  log(results_.back(), index);
+  log(results_.back(), index, options_.lr * factor);
   return {at::scalar_tensor(results_.back().loss, at::kDouble), options_.batch_size};
 }
 
-void PipelineRun::log(const BatchResult& result, int64_t index) {
-  if (options_.log_interval == 0 || (index + 1) % options_.log_interval != 0) return;
+void PipelineRun::log(const BatchResult& result, int64_t index, double lr) {
   job::Json fields{{"epoch", options_.data.empty() ? 1 : 1 + index / data_.batches_per_epoch()},
                    {"step", index + 1},
                    {"num_split", options_.num_split[*split_]},
-                   {"loss", result.loss}};
+                   {"loss", result.loss},
+                   {"lr", lr}};
   if (result.accuracy) fields["accuracy"] = *result.accuracy;
   fields["batch_s"] = result.batch_s;
   fields["samples_per_s"] = static_cast<double>(options_.batch_size) / result.batch_s;
-  sink_.emit("step", fields);
+  lines_.add(index + 1, [fields] { return fields; });
 }
 
 void PipelineRun::end_split() {
   if (results_.empty()) return;
+  lines_.end();
   train_s_ = base::seconds_since(begun_);
   const std::vector<BatchResult> results = std::exchange(results_, {});
   const auto median_of = [&](const auto& value) {

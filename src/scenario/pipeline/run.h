@@ -69,13 +69,14 @@ class PipelineRun {
  private:
   int64_t batches() const;  // of each run
   void begin(int64_t num_split);
-  void log(const BatchResult& result, int64_t index);
+  void log(const BatchResult& result, int64_t index, double lr);
   void end_split();
 
   const PipelineOptions& options_;
   const PipelineData& data_;
   PipelineModel& model_;
   job::EventSink& sink_;
+  job::StepLines lines_;
   const optim::Schedule lr_schedule_;
   int64_t steps_ = 0;
   base::TimePoint begun_;

@@ -69,10 +69,7 @@ std::optional<int> gpus_of(const PsOptions& options, const std::string& rank_nam
 
 }  // namespace
 
-PsOptions::PsOptions() {
-  lr = 0.03;
-  log_interval = 5;
-}
+PsOptions::PsOptions() { lr = 0.03; }
 
 void PsOptions::describe(job::OptionList<PsOptions>& list) {
   list.integer("limit", &PsOptions::limit, "train on the first N examples; 0: on all")

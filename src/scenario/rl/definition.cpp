@@ -9,7 +9,6 @@ namespace distrain::scenario {
 
 RlOptions::RlOptions() {
   optimizer = "adam";
-  log_interval = 10;
   checkpoint.every = 100;
 }
 
@@ -35,7 +34,7 @@ void RlOptions::describe(job::OptionList<RlOptions>& list) {
       .step_limit();
   list.row("seed").help("of parameters, environments and actions");
   list.row("lr-schedule").help(lr_schedule_help("episodes"));
-  list.row("log-interval").help("episodes between 'episode' lines; 0: none");
+  list.row("log-interval").help("episodes between 'episode' lines; 0: none; auto: by time");
   list.row("checkpoint-every")
       .help("episodes between two saves; 0: at the end only")
       .by_default("");
@@ -78,7 +77,8 @@ heeded after the episode.
 `distrain predict CHECKPOINT` plays ten episodes, or --max-episodes, with the action that the policy
 finds likelier, and without dropout.)")
           .example(
-              "distrain rl | jq -r 'select(.event == \"episode\") | [.episode, .running_reward] | "
+              "distrain rl --log-interval 10 | jq -r 'select(.episode) | [.episode, "
+              ".running_reward] | "
               "@tsv'",
               "How the reward grows")
           .example("distrain rl --observers 10 | jq 'select(.event == \"end\").requests_per_s'",
@@ -87,7 +87,7 @@ finds likelier, and without dropout.)")
                    "Whether it takes more than 2000")
           .example("for r in 0 1 2; do distrain rl --rank $r --world-size 3 & done; wait",
                    "Three ranks that are started one by one")
-          .event("episode", "every --log-interval episodes, of the agent",
+          .event("episode", "after an episode, of the agent, as --log-interval says",
                  {{"episode", kInteger, "from 1 on; those before a resume count"},
                   {"reward", kNumber, "of the environment where it was smallest"},
                   {"running_reward", kNumber, "the running mean of that"},

@@ -34,7 +34,7 @@ void normalise(std::vector<double>& values) {
 
 Learner::Learner(const RlOptions& options, c10::Device device, job::EventSink& sink)
     : options_(options),
-      sink_(sink),
+      lines_(sink, "episode", options.log_interval),
       policy_(options.seed, device),
       updates_(options.rule(), "async",
                optim::named(models::Policy::names(), policy_.parameters())),
@@ -127,14 +127,12 @@ job::Result Learner::end_episode() {
   job::Result result{.loss = loss, .samples = episode_steps_, .steps = episode_steps_};
   now_.steps += episode_steps_;
   now_.at = base::Clock::now();
-  if (options_.log_interval <= 0 || episode_ % options_.log_interval != 0) return result;
   job::Json fields{{"episode", episode_},
                    {"reward", reward_},
                    {"running_reward", running_reward()},
                    {"steps", episode_steps_}};
   fields.update(rates_since(logged_));
-  sink_.emit("episode", fields);
-  logged_ = now_;
+  if (lines_.add(episode_, [fields] { return fields; })) logged_ = now_;
   return result;
 }
 
@@ -182,7 +180,8 @@ job::Json Learner::rates_since(const Counts& then) const {
           {"requests_per_s", a_second(now_.requests - then.requests)}};
 }
 
-void Learner::add_to(job::Json& fields, int64_t episodes) const {
+void Learner::add_to(job::Json& fields, int64_t episodes) {
+  lines_.end();
   fields.update({{"episodes", episodes},
                  {"solved", solved()},
                  {"running_reward", running_reward()},

@@ -48,8 +48,8 @@ class Learner {
   job::Result end_episode();
 
   bool solved() const { return running_reward() > options_.threshold; }
-  /// For `end`, after so many episodes of this run and those before it.
-  void add_to(job::Json& fields, int64_t episodes) const;
+  /// Ends the lines. For `end`, after so many episodes of this run and those before it.
+  void add_to(job::Json& fields, int64_t episodes);
   /// Why the goal is missed.
   std::string what_is_missing(int64_t episodes) const;
 
@@ -76,7 +76,7 @@ class Learner {
   double running_reward() const { return running_reward_.item<double>(); }
 
   const RlOptions options_;
-  job::EventSink& sink_;
+  job::StepLines lines_;
   models::Policy policy_;
   job::LocalUpdates updates_;
   int64_t episode_ = 0;              // that was begun last

@@ -21,7 +21,6 @@ void defaults_on_text(const Tell& tell) {
   tell("lr", &RnnOptions::lr, 20);
   tell("lr-schedule", &RnnOptions::lr_schedule, "plateau:0,0.25,0,0");
   tell("clip", &RnnOptions::clip, 0.25);
-  tell("log-interval", &RnnOptions::log_interval, 200);
 }
 
 void settle(RnnOptions& options, const std::function<bool(std::string_view)>& given) {

@@ -84,6 +84,38 @@ TEST_CASE("What a process has done is known when its job has ended") {
   CHECK(progress.fields()["steps"] == 2);
 }
 
+TEST_CASE("--log-interval says which steps print a line") {
+  struct Sink final : EventSink {
+    void emit(std::string_view event, const Json& fields) override {
+      CHECK(event == "step");
+      steps.push_back(fields["step"]);
+    }
+    void joined(std::string_view, const OptionMap&) override {}
+    std::vector<int64_t> steps;
+  };
+  const auto printed = [](std::optional<int> interval) {
+    Sink sink;
+    StepLines lines(sink, "step", interval);
+    for (int run = 0; run < 2; ++run) {
+      for (int64_t step = 1; step <= 5; ++step) {
+        lines.add(step, [step] { return Json{{"step", step}}; });
+      }
+      lines.end();
+      lines.end();
+    }
+    return sink.steps;
+  };
+  using Steps = std::vector<int64_t>;
+  CHECK(printed(2) == Steps{2, 4, 2, 4});
+  CHECK(printed(5) == Steps{5, 5});
+  CHECK(printed(0).empty());
+  const base::TimePoint begun = base::Clock::now();
+  const Steps by_time = printed({});
+  if (base::seconds_since(begun) < 5) CHECK(by_time == Steps{1, 5, 1, 5});
+  CHECK(by_time.front() == 1);
+  CHECK(by_time.back() == 5);
+}
+
 TEST_CASE("A local job that fails leaves its trace and its error", "[trace]") {
   const TracePath path;
   NoSink sink;
