@@ -46,10 +46,10 @@ for page in "$root"/man/*.1; do
     [[ -z $warnings ]] || fail "$page: $warnings"
   fi
 done
-# README and man page say which devices there are.
-for text in "$(sed -n '/^## CPU and GPU/,/^## The/p' "$root/README.md")" \
+# The documentation and the man page say which devices there are.
+for text in "$(cat "$root/docs/gpu.md")" \
   "$(sed -n '/^\.SH "DEVICES"/,/^\.SH "CHECKPOINTS"/p' "$root/man/distrain.1")"; do
-  [[ $text == *CPU* && $text == *CUDA* ]] || fail "README or man/distrain.1 does not say what computes where"
+  [[ $text == *CPU* && $text == *CUDA* ]] || fail "docs/gpu.md or man/distrain.1 does not say what computes where"
 done
 
 bash -n "$root/completions/distrain.bash" || fail "distrain.bash does not parse"

@@ -1,0 +1,84 @@
+#!/bin/bash
+# ctest: timeout=300
+# Runs every fenced block of README.md and docs/*.md from the files themselves: see docs_blocks.py. With pages as
+# further arguments, runs those of these pages alone.
+# shellcheck source-path=SCRIPTDIR source=lib.bash
+source "$(dirname "$0")/lib.bash"
+
+# What a clone has after ./run demo and ./run demo rnn, made up and small.
+scratch=$tmp/scratch
+mkdir -p "$scratch/.deps/data" "$tmp/bin"
+python3 - "$scratch/.deps/data" <<'PYTHON'
+import random, sys
+random.seed(1)
+labels = ["earn", "acq", "crude", "trade", "money-fx", "interest", "ship", "grain"]
+for name, count in (("r8.train", 800), ("r8.test", 200)):
+    with open(f"{sys.argv[1]}/{name}", "w") as file:
+        for _ in range(count):
+            label = random.randrange(8)
+            words = [f"w{random.randrange(20) * 8 + (label if random.random() < 0.7 else random.randrange(8))}"
+                     for _ in range(20)]
+            file.write(f"__label__{labels[label]} {' '.join(words)}\n")
+PYTHON
+make_text 300 >"$scratch/.deps/data/kjv.train"
+make_text 30 >"$scratch/.deps/data/kjv.valid"
+sed -i '1s/^/in the beginning god said , /' "$scratch/.deps/data/kjv.train"
+make_images "$scratch/mnist" 640 100 28 bars
+mkdir "$scratch/cifar"
+python3 - "$scratch/cifar" <<'PYTHON'
+import random, sys
+random.seed(1)
+for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
+    with open(f"{sys.argv[1]}/{name}.bin", "wb") as file:
+        for _ in range(16):
+            label = random.randrange(10)
+            file.write(bytes([label]) + bytes(20 * label + each % 32 for each in random.randbytes(3072)))
+PYTHON
+make_token "$scratch/job.token"
+cp -r "$root/examples" "$scratch/examples"
+
+# Launchers, which start all ranks here with the environment that the real ones make.
+cat >"$tmp/launch" <<'END'
+#!/bin/bash
+# Reads the options of torchrun, mpirun or srun up to the program, then starts its ranks.
+nodes=1 each=0 count=0
+while (($#)); do
+  case $1 in
+    --nnodes | -N) nodes=$2; shift ;;
+    --nnodes=*) nodes=${1#*=} ;;
+    --nproc-per-node | --ntasks-per-node) each=$2; shift ;;
+    --nproc-per-node=* | --ntasks-per-node=*) each=${1#*=} ;;
+    -n | -np | --ntasks) count=$2; shift ;;
+    --ntasks=*) count=${1#*=} ;;
+    -x | --rdzv-backend | --rdzv-endpoint | --rdzv-id | --node-rank | --host | -H | --max-restarts) shift ;;
+    -*) ;;
+    *) break ;;
+  esac
+  shift
+done
+((count)) || count=$((nodes * (each ? each : 1)))
+job=$$
+for ((r = 0; r < count; ++r)); do
+  case ${0##*/} in
+    torchrun) env RANK=$r LOCAL_RANK=$r WORLD_SIZE=$count LOCAL_WORLD_SIZE=$count MASTER_ADDR=localhost \
+      MASTER_PORT="$port" TORCHELASTIC_RUN_ID=$job "$@" & ;;
+    mpirun) env OMPI_COMM_WORLD_RANK=$r OMPI_COMM_WORLD_SIZE=$count OMPI_COMM_WORLD_LOCAL_RANK=$r \
+      OMPI_COMM_WORLD_LOCAL_SIZE=$count PMIX_NAMESPACE=$job "$@" & ;;
+    srun) env SLURM_PROCID=$r SLURM_NTASKS=$count SLURM_LOCALID=$r SLURM_JOB_ID=$job SLURM_STEP_ID=0 \
+      SLURM_STEP_NUM_NODES="$nodes" "$@" & ;;
+  esac
+  pids[r]=$!
+done
+for pid in "${pids[@]}"; do wait "$pid" || exit; done
+END
+port=$(free_port)
+sed -i "s/^job=/port=$port\njob=/" "$tmp/launch"
+chmod +x "$tmp/launch"
+for name in torchrun mpirun srun; do cp "$tmp/launch" "$tmp/bin/$name"; done
+printf '#!/bin/sh\necho localhost\n' >"$tmp/bin/scontrol"
+chmod +x "$tmp/bin/scontrol"
+ln -s "$distrain" "$tmp/bin/distrain"
+
+PATH=$tmp/bin:$PATH NO_COLOR=1 python3 "$here/docs_blocks.py" "$root" "$scratch" "${@:2}" || failures=1
+expect_no_process "after all blocks"
+finish
