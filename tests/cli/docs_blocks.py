@@ -1,8 +1,9 @@
 """Runs every fenced block of README.md and docs/*.md, from the files themselves.
 
-usage: docs_blocks.py ROOT SCRATCH [PAGE...]
+usage: docs_blocks.py [--update] ROOT SCRATCH [PAGE...]
 
-SCRATCH is a folder with the data that the pages name; each page gets a copy of it. Blocks are marked by their
+SCRATCH is a folder with the data that the pages name; each page gets a copy of it. --update writes the real outputs
+into the pages, apart from those that contain "...". Blocks are marked by their
 tag and by HTML comments directly above the fence:
 
   ```sh                        bash runs the block in the page's folder. It must exit with 0 and print nothing
@@ -139,13 +140,22 @@ def excerpt(text, lines=12):
     return "".join(f"    {line[:300]}\n" for line in all_lines[:lines]) + ("    ...\n" if len(all_lines) > lines else "")
 
 
-def check_page(root, scratch, page):
+def write_outputs(root, page, updates):
+    """Replaces outputs, the last one first so that line numbers stay."""
+    lines = (root / page).read_text().splitlines()
+    for block, actual in reversed(updates):
+        if "..." not in block.text:
+            lines[block.line:block.line + block.text.count("\n")] = actual.splitlines()
+    (root / page).write_text("\n".join(lines) + "\n")
+
+
+def check_page(root, scratch, page, update=False):
     """Returns (blocks that ran, blocks, problems, what it took)."""
     blocks, problems = blocks_of(root, page)
     folder = scratch.parent / ("page-" + page.replace("/", "-"))
     shutil.copytree(scratch, folder, symlinks=True)
     ran = counted = 0
-    took = []
+    took, updates = [], []
     last = None
     for block in blocks:
         if "not run" in block.marks:
@@ -167,7 +177,9 @@ def check_page(root, scratch, page):
             if last[0] != expected:
                 continue
             actual = last[1] if block.marks["output"] != "stderr" else last[2]
-            if not same(block.text, actual):
+            if update:
+                updates.append((block, actual))
+            elif not same(block.text, actual):
                 problems.append(f"{block}: the block above prints something else:\n{excerpt(actual)}")
         elif block.tag == "sh":
             counted += 1
@@ -188,6 +200,8 @@ def check_page(root, scratch, page):
             counted += 1
             problems.append(f"{block}: a {block.tag} block needs <!-- from: FILE --> or <!-- not run: REASON -->")
     shutil.rmtree(folder, ignore_errors=True)
+    if updates:
+        write_outputs(root, page, updates)
     return ran, counted, problems, took
 
 
@@ -211,10 +225,12 @@ def check_links(root, page):
 
 
 def main():
-    root, scratch = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
-    pages = sys.argv[3:] or ["README.md"] + sorted(f"docs/{file.name}" for file in (root / "docs").glob("*.md"))
+    update = "--update" in sys.argv
+    root, scratch, *named = [each for each in sys.argv[1:] if each != "--update"]
+    root, scratch = pathlib.Path(root), pathlib.Path(scratch)
+    pages = named or ["README.md"] + sorted(f"docs/{file.name}" for file in (root / "docs").glob("*.md"))
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        results = list(pool.map(lambda page: check_page(root, scratch, page), pages))
+        results = list(pool.map(lambda page: check_page(root, scratch, page, update), pages))
     problems = []
     for page, (ran, counted, page_problems, _) in zip(pages, results):
         print(f"{page}: {ran} of {counted}")
@@ -229,7 +245,7 @@ def main():
     ran, counted = sum(result[0] for result in results), sum(result[1] for result in results)
     percent = 100 * ran // max(counted, 1)
     print(f"{ran} of {counted} blocks ran ({percent} %)")
-    if percent < 90:
+    if percent < 90 and not named:
         problems.append(f"only {percent} % of the blocks ran, not 90 %")
     for problem in problems:
         print(f"FAILED: {problem}")

@@ -37,7 +37,7 @@ PYTHON
 make_token "$scratch/job.token"
 cp -r "$root/examples" "$scratch/examples"
 
-# Launchers, which start all ranks here with the environment that the real ones make.
+# Launchers, which start all ranks here with the environment that the real ones make, and ssh.
 cat >"$tmp/launch" <<'END'
 #!/bin/bash
 # Reads the options of torchrun, mpirun or srun up to the program, then starts its ranks.
@@ -76,7 +76,8 @@ sed -i "s/^job=/port=$port\njob=/" "$tmp/launch"
 chmod +x "$tmp/launch"
 for name in torchrun mpirun srun; do cp "$tmp/launch" "$tmp/bin/$name"; done
 printf '#!/bin/sh\necho localhost\n' >"$tmp/bin/scontrol"
-chmod +x "$tmp/bin/scontrol"
+printf '#!/bin/sh\nshift\nexec "$@"\n' >"$tmp/bin/ssh"
+chmod +x "$tmp/bin/scontrol" "$tmp/bin/ssh"
 ln -s "$distrain" "$tmp/bin/distrain"
 
 PATH=$tmp/bin:$PATH NO_COLOR=1 python3 "$here/docs_blocks.py" "$root" "$scratch" "${@:2}" || failures=1
