@@ -25,7 +25,10 @@ _distrain() {
     '') options='hybrid ps rnn rl pipeline predict help man completion schema --help --version' ;;
   esac
   case $command/$prev in
-    hybrid/--data | rnn/--data | hybrid/--valid-data | rnn/--valid-data | hybrid/--test-data | rnn/--test-data | */--token-file | */--trace | pipeline/--weights)
+    hybrid/--data)
+      compopt -o filenames; mapfile -t COMPREPLY < <(compgen -W 'teacher' -- "$cur"; compgen -f -- "$cur"); return
+      ;;
+    hybrid/--valid-data | rnn/--valid-data | hybrid/--test-data | rnn/--test-data | */--token-file | */--trace | rnn/--data | pipeline/--weights)
       compopt -o filenames; mapfile -t COMPREPLY < <(compgen -f -- "$cur"); return
       ;;
     hybrid/--mode | rnn/--mode)

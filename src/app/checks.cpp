@@ -130,22 +130,28 @@ void check_options(const ParsedOptions& options, Placement& placement) {
   const auto has = [&](const std::string& name) {
     const Option* const option = find_option(options.table(), name);
     const std::string text = options.text(name);
-    if (!option || text.empty()) return false;
+    if (!option || !is_path(*option, text)) return false;
     return option->kind == ValueKind::kText || options.decided(name) || text != option->initial;
   };
+  // Data that the job makes itself, if it does.
+  const std::string made = has("data") ? "" : options.text("data");
   for (const Option& option : options.table()) {
     const bool given = options.given(option.name);
     if (has_rank_0 && given && !option.needs.empty() && !has(option.needs)) {
-      invalid(fmt::format("--{} needs --{}", option.name, option.needs));
+      invalid(fmt::format("--{} needs --{}{}", option.name, option.needs,
+                          made.empty() || option.needs != "data" ? "" : " FILE, not " + made));
     }
     // A rank that joins does without: the data may be rank 0's to name.
     if (placement.mode == Placement::Mode::kJoin) continue;
     const bool idle = has("data") ? option.random_only : option.data_only;
     if (has_rank_0 && given && idle) {
-      placement.warn(fmt::format("--{} has no effect {} --data", option.name,
-                                 has("data") ? "with" : "without"));
+      const std::string data = made.empty() ? "" : ' ' + made;
+      placement.warn(fmt::format("--{} has no effect {} --data{}", option.name,
+                                 has("data") || !data.empty() ? "with" : "without", data));
     }
-    if (option.path != Option::Path::kAny && (has_rank_0 || given)) {
+    const bool has_path =
+        option.path != Option::Path::kAny && is_path(option, options.text(option.name));
+    if (has_path && (has_rank_0 || given)) {
       check_path(options, option.name, option.path == Option::Path::kFolder,
                  placement.mode == Placement::Mode::kSpawn);
     }

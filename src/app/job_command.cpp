@@ -41,6 +41,14 @@ Json config_of(const ParsedOptions& options, bool inherits) {
   return config;
 }
 
+/// Returns what the job trains on, in words if it is random; null if rank 0 tells it later.
+Json data_of(const ParsedOptions& options, bool inherits) {
+  const Option* const option = find_option(options.table(), "data");
+  if (!option || (inherits && !options.given("data"))) return {};
+  const std::string value = options.text("data");
+  return value.empty() ? option->initial_in_words : value;
+}
+
 /// Of a run: 16 hexadecimal digits.
 std::string random_id() {
   std::random_device random;
@@ -92,6 +100,7 @@ class Invocation {
       if (of_rank_0.empty()) return config_of(options_, inherits);
       return config_of(options_.adopting(of_rank_0), false);
     };
+    run.data = data_of(options_, inherits);
     if (!job_.spawned) run.warning = placement_.warning;  // else the launcher tells it
     run.threads = static_cast<int>(options_.integer("threads"));
     run.local_ranks = placement_.local_ranks;

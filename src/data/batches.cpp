@@ -16,6 +16,7 @@ namespace {
 // Keys of the independent random sequences that come from one seed.
 constexpr uint64_t kShuffleSequence = 1;
 constexpr uint64_t kBagSequence = 2;
+constexpr uint64_t kTeacherSequence = 3;
 
 void check_positive(int64_t value, const std::string& what) {
   if (value < 1) base::invalid(what + " must be at least 1, not " + std::to_string(value));
@@ -127,9 +128,22 @@ Batch RandomBags::batch(int trainer, int64_t epoch, int64_t step) const {
     bags.offsets.push_back(start);
   }
   for (size_t i = 0; i < bags.offsets.size(); ++i) {
-    bags.targets.push_back(random.between(0, classes - 1));
+    const int64_t first = bags.offsets[i];
+    const int64_t end = i + 1 < bags.offsets.size() ? bags.offsets[i + 1] : count;
+    const auto bag = std::span(bags.indices).subspan(first, end - first);
+    bags.targets.push_back(has_teacher ? taught(bag) : random.between(0, classes - 1));
   }
   return bags.batch();
+}
+
+int64_t RandomBags::taught(std::span<const int64_t> bag) const {
+  std::map<int64_t, double> weights;
+  for (const int64_t index : bag) {
+    base::Random random({seed, kTeacherSequence, static_cast<uint64_t>(index)});
+    const int64_t label = random.between(0, classes - 1);
+    weights[label] += random.unit();
+  }
+  return std::ranges::max_element(weights, {}, [](const auto& each) { return each.second; })->first;
 }
 
 }  // namespace distrain::data

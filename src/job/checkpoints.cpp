@@ -126,7 +126,8 @@ std::string Snapshot::agreed(const std::string& name) const {
 
 std::vector<std::string> Snapshot::words(const std::string& list) const {
   const auto file = files.find(kVocabulary);
-  if (file == files.end() || !file->second.contains(list)) refuse("it has no words to read with");
+  if (file == files.end() || !file->second.contains(list))
+    refuse("its model was not trained on text (--data FILE)");
   const at::Tensor& text = file->second.at(list);
   if (text.scalar_type() != at::kByte) refuse("its words are no text");
   return data::words_of_tensor(text);

@@ -154,6 +154,10 @@ std::vector<Event> common_events() {
         {"trust", kText,
          "who is let in as a rank: token (who knows it), user (this one's processes on this host) "
          "or anybody"},
+        or_null({"data", kText,
+                 "what the job trains on: the path in --data or, without a path, what is made up: "
+                 "teacher, random batches, labels or images; null if the job has no data, or if "
+                 "rank 0 has not sent it yet"}),
         {"config", kObject, "the job's options; null where rank 0 is yet to tell them"}}},
       {"waiting",
        "every 5 s while ranks are missing, or while all are there and one more is to be any of "

@@ -267,7 +267,7 @@ void conclude(Outcome& outcome, Process& process, const TrainingHost* host) {
 RankBody::Known known_options(const OptionTable& table, const OptionMap& values) {
   RankBody::Known known;
   const auto data = values.find("data");
-  const bool has_data = data != values.end() && !data->second.empty();
+  const bool has_data = data != values.end() && is_path(*find_option(table, "data"), data->second);
   for (const Option& option : table) {
     // How often to save, but neither where to nor what to go on from.
     const bool saved_where = option.group == "Checkpoints" && option.needs != "checkpoint";

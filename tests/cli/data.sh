@@ -43,6 +43,30 @@ for where in "" --local; do
   expect_jq '.[-1].unknown_words == 3' "unknown words $where"
 done
 
+# Labels of a hidden teacher: no file, so what is for files has no effect; ./teacher is a file.
+for where in "" --local; do
+  # shellcheck disable=SC2086
+  run hybrid $where --data teacher --batches-per-epoch 2 --epochs 1 --batch-size 7 \
+    --checkpoint "$tmp/taught$where"
+  expect 0 "--data teacher $where"
+  expect_jq 'any(.[]; .data == "teacher") and .[-1].steps == 4 and .[-1].eval.samples >= 1000 and
+    any(.[]; .message == "--batch-size has no effect with --data teacher")' "--data teacher $where"
+done
+run hybrid --data teacher --valid-data "$tmp/good"
+expect_error 2 invalid "--valid-data needs --data FILE, not teacher" "--data teacher and a file"
+run predict "$tmp/taught" "$tmp/good"
+expect 7 "a teacher's model does not read text"
+expect_jq '.[-1].message | endswith("its model was not trained on text (--data FILE)")' \
+  "a teacher's model does not read text"
+cp "$tmp/good" "$tmp/teacher"
+cd "$tmp" || exit
+run hybrid --local --data ./teacher --steps 1
+expect 0 "./teacher"
+expect_jq '.[0].data == "./teacher" and (.[-1] | .steps == 2 and has("eval") == false)' "./teacher"
+cd "$OLDPWD" || exit
+run hybrid --local --epochs 1
+expect_jq '.[0].data == "random batches with random labels"' "random labels"
+
 # What only reading tells: the rank says it, the launcher passes it on as the root cause.
 printf '__label__a one two\nno label here\n' >"$tmp/bad"
 for where in "" --local; do

@@ -183,7 +183,7 @@ run hybrid --local --epochs 1 --checkpoint "$tmp/random"
 expect 0 "random batches"
 run predict "$tmp/random" "$tmp/test"
 expect 7 "a model without words"
-expect_jq '.[-1].message | endswith(": it has no words to read with")' "a model without words"
+expect_jq '.[-1].message | endswith(": its model was not trained on text (--data FILE)")' "a model without words"
 for where in "" --local; do
   # shellcheck disable=SC2086
   run hybrid $where --resume "$tmp/random" --eval-only

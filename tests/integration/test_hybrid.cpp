@@ -96,6 +96,36 @@ TEST_CASE("a hybrid job evaluates one set after each epoch, another at the end")
   CHECK(job.fields(0)["accuracy"] == lines[2]["accuracy"]);
 }
 
+TEST_CASE("a hidden teacher's labels are learned, by ranks as in one process") {
+  HybridOptions options;
+  options.data = HybridOptions::kTeacher;
+  options.mode = "sync";
+  options.epochs = 40;
+  options.lr = 0.2;
+  const Trained trained = train_hybrid(Place::kRanks, options);
+  check_as_local(trained, options);
+  const std::vector<Json> lines = trained.job.all("eval", 0);
+  REQUIRE(lines.size() == 40);
+  CHECK(lines.front()["accuracy"] < 0.4);
+  CHECK(lines.back()["accuracy"] > 0.75);
+  CHECK(lines.back()["loss"] < lines.front()["loss"]);
+  CHECK(trained.job.fields(0)["accuracy"] == lines.back()["accuracy"]);
+  CHECK_FALSE(trained.job.fields(0).contains("unknown_words"));
+}
+
+TEST_CASE("a hybrid job with a teacher goes on exactly, and not on random labels") {
+  HybridOptions options;
+  options.mode = "sync";
+  options.data = HybridOptions::kTeacher;
+  check_resume_is_exact(GENERATE(Place::kRanks, Place::kLocal), options, 12, 24);
+  const Folder folder;
+  options.checkpoint = {folder.path(), kSaveAtEndOnly, ""};
+  options.steps = 3;
+  run_job(Place::kLocal, options);
+  options.data.clear();
+  check_resume_refused(Place::kLocal, options, folder.path(), "saved while training on other data");
+}
+
 TEST_CASE("a hybrid job goes on from the middle of an epoch exactly") {
   HybridOptions options;
   options.mode = "sync";

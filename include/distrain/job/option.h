@@ -46,6 +46,7 @@ struct Option {
   /// What a path must lead to, which is seen before any rank starts.
   enum class Path { kAny, kFile, kFolder };
   Path path = Path::kAny;
+  std::string path_word;         ///< a value that names no path: data that the job makes itself
   std::string needs;             ///< another option, without which it makes no sense
   bool may_change = false;       ///< a job may go on from a checkpoint with another value
   bool of_predict = false;       ///< `predict` heeds it, though it may change
@@ -58,6 +59,10 @@ struct Option {
   bool each_own = false;         ///< unless rank 0's user gives it, each rank has its own default
   std::string initial_in_words;  ///< shown instead of `initial`
 };
+/// Whether `value` of a path option names a path.
+inline bool is_path(const Option& option, const std::string& value) {
+  return !value.empty() && value != option.path_word;
+}
 using OptionTable = std::vector<Option>;
 
 /// By its name or its old one.

@@ -38,6 +38,11 @@ class OptionRow {
   OptionRow& may_be_empty() { return set(option_.may_be_empty, true); }
   OptionRow& may_change() { return set(option_.may_change, true); }
   OptionRow& of_predict() { return set(option_.of_predict, true).may_change(); }
+  /// Takes `word`, too, in place of a path. A file of that name is ./WORD.
+  OptionRow& or_word(const std::string& word) {
+    set(option_.path_word, word).value_name(option_.value_name + '|' + word);
+    return offers({word});
+  }
   OptionRow& of_training() { return set(option_.of_training, true); }
   /// The step that ends the run, 0: none. A job that has got there goes on without it.
   OptionRow& step_limit() { return set(option_.step_limit, true).may_change(); }

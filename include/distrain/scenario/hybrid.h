@@ -11,15 +11,20 @@ struct HybridOptions : job::TrainerOptions {
   HybridOptions();
   static void describe(job::OptionList<HybridOptions>& list);
 
-  int batches = 10;          ///< an epoch and trainer, random data only
-  int num_embeddings = 100;  ///< random data only; with a file: its words
+  int batches = 10;          ///< an epoch and trainer, not with a file
+  int num_embeddings = 100;  ///< with a file: its words
   int embedding_dim = 16;
-  int classes = 8;                    ///< random data only; with a file: its labels
-  std::string data;                   ///< fastText-format file; empty: random batches
+  int classes = 8;   ///< with a file: its labels
+  std::string data;  ///< fastText-format file; empty: random batches; kTeacher: with its labels
   std::string valid_data, test_data;  ///< as data; empty: no such evaluation
 
-  /// Of the table at first. As fastText's for real text, so that the sum over a long one does not
-  /// drown the rest; the tutorial's for random batches.
+  /// `data` for random batches whose labels a hidden teacher makes.
+  static constexpr const char* kTeacher = "teacher";
+  bool has_teacher() const { return data == kTeacher; }
+  bool has_text() const { return !data.empty() && !has_teacher(); }
+
+  /// Of the table at first. As fastText's for what can be learned, so that the sum over a long text
+  /// does not drown the rest; the tutorial's for random labels.
   double embedding_range() const { return data.empty() ? 0.0 : 1.0 / embedding_dim; }
 };
 

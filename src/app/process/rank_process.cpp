@@ -229,6 +229,7 @@ class RankProcess {
                 {"trust", !run_.job.token.empty() ? "token"
                           : run_.job.insecure     ? "anybody"
                                                   : "user"},
+                {"data", run_.data},
                 {"config", config}});
     if (run_.all_here) run_.devices->get(run_.role, {});  // else the others are to hear of it
     if (!run_.warning.empty()) sink_.emit("warn", {{"kind", "invalid"}, {"message", run_.warning}});

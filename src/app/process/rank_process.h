@@ -16,6 +16,7 @@ struct RankRun {
   job::Job job;
   /// Of `start` and `end`: null where rank 0 will tell, what it has told where that is known.
   std::function<job::Json(const job::OptionMap& of_rank_0)> config;
+  job::Json data;  ///< what the job trains on, for `start`
   std::string warning;
   int threads = 0;
   int local_ranks = 1;

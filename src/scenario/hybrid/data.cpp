@@ -4,8 +4,30 @@
 
 namespace distrain::scenario {
 
+namespace {
+
+/// Returns at least 1,000 examples of epoch 0, in which nobody trains.
+data::TextDataset held_out(const data::RandomBags& bags) {
+  data::TextDataset set;
+  for (int64_t step = 0; set.size() < 1000; ++step) {
+    const data::Batch batch = bags.batch(0, 0, step);
+    const auto append = [](std::vector<int64_t>& to, const at::Tensor& from, int64_t add = 0) {
+      const auto* const first = from.const_data_ptr<int64_t>();
+      for (int64_t i = 0; i < from.numel(); ++i) to.push_back(first[i] + add);
+    };
+    append(set.offsets, batch.offsets, std::ssize(set.tokens));
+    append(set.tokens, batch.indices);
+    append(set.labels, batch.targets);
+  }
+  set.offsets.push_back(std::ssize(set.tokens));
+  return set;
+}
+
+}  // namespace
+
 HybridData::HybridData(const HybridOptions& options) : options_(options) {
-  if (options.data.empty()) return;
+  if (options.has_teacher()) valid_ = held_out(bags_);
+  if (!options.has_text()) return;
   train_ = data::read_fast_text(options.data);
   words_ = train_->vocabulary;
   sampler_.emplace(options.seed, options.trainers, train_->size(), options.batch_size);
@@ -27,6 +49,7 @@ int64_t HybridData::unknown_words() const {
 void HybridData::agree(job::TrainingPlan& training) const {
   training.agree("rows", rows());
   training.agree("classes", classes());
+  if (options_.has_teacher()) training.agree("data", options_.data);
   if (train_) {
     training.agree("data", std::to_string(train_->content_hash));
     training.keep("", job::part_of_words(
@@ -38,10 +61,7 @@ void HybridData::agree(job::TrainingPlan& training) const {
 
 data::Batch HybridData::batch(const job::Step& step) {
   const base::TraceScope scope("data");
-  if (!train_) {
-    const data::RandomBags bags{options_.seed, options_.num_embeddings, options_.classes};
-    return bags.batch(step.shard, step.epoch, step.number);
-  }
+  if (!train_) return bags_.batch(step.shard, step.epoch, step.number);
   return data::make_batch(*train_, sampler_->batch(step.epoch, step.shard, step.number));
 }
 

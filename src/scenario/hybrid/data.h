@@ -13,7 +13,8 @@
 
 namespace distrain::scenario {
 
-/// The batches of the job: random, or of a file in fastText's format.
+/// The batches of the job: random, with random labels or a teacher's, or of a file in fastText's
+/// format.
 class HybridData {
  public:
   /// Reads the files; throws bad_data.
@@ -36,7 +37,7 @@ class HybridData {
   /// gives a batch's scores. To outlive the training.
   void evaluate_in(job::TrainingPlan& training,
                    const std::function<at::Tensor(const data::Batch&)>& forward) const;
-  bool evaluates() const { return valid_ || test_; }
+  bool evaluates_text() const { return words_ && (valid_ || test_); }
   /// Counts the words of validation and test data that the training data does not have.
   int64_t unknown_words() const;
   /// The examples to evaluate at the end, where there are any.
@@ -49,6 +50,8 @@ class HybridData {
 
  private:
   const HybridOptions options_;
+  const data::RandomBags bags_{options_.seed, options_.num_embeddings, options_.classes,
+                               options_.has_teacher()};
   std::shared_ptr<const data::TextVocabulary> words_;  // null: there is no file
   std::optional<data::TextDataset> train_, valid_, test_;
   std::optional<data::Sampler> sampler_;  // of what is read

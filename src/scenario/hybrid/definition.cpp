@@ -13,28 +13,37 @@ HybridOptions::HybridOptions() {
 void HybridOptions::describe(job::OptionList<HybridOptions>& list) {
   list.without("min-trainers");  // they keep replicas
   list.integer("num-embeddings", &HybridOptions::num_embeddings,
-               "rows of the embedding table (with --data: its words)")
+               "rows of the embedding table (with a file: its words)")
       .range(1, job::kMaxInt)
       .random_only();
   list.integer("embedding-dim", &HybridOptions::embedding_dim, "numbers in a row")
       .range(1, 1048576);
-  list.integer("classes", &HybridOptions::classes, "classes (with --data: its labels)")
+  list.integer("classes", &HybridOptions::classes, "classes (with a file: its labels)")
       .range(1, 1048576)
       .random_only();
   list.file("data", &HybridOptions::data,
-            "train on text: '__label__X word word ...', one example a line")
-      .by_default("random batches")
-      .details("An example has its labels and words between blanks, as fastText has them.");
+            "train on text: '__label__X word word ...', one example a line; teacher: on random "
+            "batches whose labels a hidden teacher makes from the words")
+      .or_word(HybridOptions::kTeacher)
+      .by_default("random batches with random labels")
+      .details(
+          "In a file, an example has its label and words separated by blanks, as in fastText.\n"
+          "Random labels are the tutorial's: nothing can be learned, and the loss stays near the\n"
+          "logarithm of --classes. The labels of `teacher` can be learned: the teacher follows "
+          "from\n"
+          "--seed, and 1,000 other examples are evaluated after each epoch. A file that is called\n"
+          "teacher is ./teacher.");
   list.file("valid-data", &HybridOptions::valid_data, "evaluate on this file after each epoch")
       .needs("data");
   list.file("test-data", &HybridOptions::test_data, "evaluate on this file at the end")
       .needs("data");
   list.group("Training");
-  list.integer("batches-per-epoch", &HybridOptions::batches, "of each trainer, random data only")
+  list.integer("batches-per-epoch", &HybridOptions::batches,
+               "of each trainer, not with a file in --data")
       .range(1, job::kMaxInt)
       .formerly("batches")
       .random_only();
-  list.row("batch-size").help("examples a batch and trainer, with --data").data_only();
+  list.row("batch-size").help("examples a batch and trainer, with a file in --data").data_only();
 }
 
 const job::Definition<HybridOptions>& hybrid_job() {
@@ -55,7 +64,9 @@ data, and each may be given a path of its own.
 
 `distrain predict CHECKPOINT [FILE]` gives the labels of examples, which are written as those of
 --data, with a label or without. Words that were not there in training do not count.)")
-          .example("distrain hybrid", "The tutorial's job")
+          .example("distrain hybrid --data teacher",
+                   "Learn labels that a hidden teacher makes, without any file")
+          .example("distrain hybrid", "The tutorial's job: random labels, so nothing is learned")
           .example("distrain hybrid --epochs 20 --mode sync",
                    "The trainers in step with each other")
           .example(

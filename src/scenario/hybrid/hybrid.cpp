@@ -51,7 +51,7 @@ void expose_hybrid(rpc::Agent& agent) {
 void train_hybrid(job::Rank& rank, const HybridOptions& options) {
   const c10::Device device = rank.device();
   HybridData data(options);
-  if (data.evaluates()) rank.fields()["unknown_words"] = data.unknown_words();
+  if (data.evaluates_text()) rank.fields()["unknown_words"] = data.unknown_words();
   const auto table = rank.agent().rpc_sync<&table_of_job>(
       rpc::To("master").without_deadline(), data.rows(), options.embedding_dim,
       options.embedding_range(), options.seed, options.trainers);

@@ -34,7 +34,7 @@ struct WholeModel {
 
 void train_hybrid_local(job::Local& local, const HybridOptions& options) {
   HybridData data(options);
-  if (data.evaluates()) local.fields()["unknown_words"] = data.unknown_words();
+  if (data.evaluates_text()) local.fields()["unknown_words"] = data.unknown_words();
   const WholeModel model(options, data, local.device());
   const data::NamedTensors rows = model.table.named_parameters();
   job::LocalUpdates updates(options.rule(), options.mode, {rows.begin(), rows.end()},

@@ -176,4 +176,25 @@ TEST_CASE("Random bags depend on seed, trainer, epoch and step alone") {
   CHECK_THROWS_AS((RandomBags{1, 100, 0}.batch(0, 0, 0)), base::Exception);
 }
 
+TEST_CASE("a hidden teacher labels the same bags, by their indices and the seed alone") {
+  const RandomBags bags{1, 100, 8, true};
+  const Batch taught = bags.batch(1, 2, 3), random = RandomBags{1, 100, 8}.batch(1, 2, 3);
+  const Ints indices = ints(taught.indices), offsets = ints(taught.offsets);
+  CHECK((indices == ints(random.indices) && offsets == ints(random.offsets)));
+  CHECK(ints(taught.targets) != ints(random.targets));
+  const std::span<const int64_t> first(indices.data(), static_cast<size_t>(offsets[1]));
+  CHECK(bags.taught(first) == ints(taught.targets)[0]);
+  std::set<int64_t> labels;
+  bool depends_on_seed = false;
+  for (int64_t index = 0; index < 100; ++index) {
+    const Ints once{index}, thrice{index, index, index};
+    labels.insert(bags.taught(once));
+    CHECK(bags.taught(thrice) == bags.taught(once));
+    depends_on_seed =
+        depends_on_seed || RandomBags{2, 100, 8, true}.taught(once) != bags.taught(once);
+  }
+  CHECK(labels.size() == 8);
+  CHECK(depends_on_seed);
+}
+
 }  // namespace distrain::data
