@@ -35,6 +35,16 @@ expect 0 xor
 expect_log xor
 expect_jq '.[-1].loss < 0.4' xor
 
+# The library without the kit.
+port=$(free_port)
+terminals=()
+for rank in 0 1 2; do
+  timeout "$limit" build/runtime "$rank" "$port" >"$tmp/runtime$rank" 2>&1 &
+  terminals+=($!)
+done
+for terminal in "${terminals[@]}"; do wait "$terminal" || fail "runtime: exit code $?"; done
+grep -qx 'weight 2.000' "$tmp/runtime1" || fail "runtime: $(cat "$tmp"/runtime?)"
+
 python3 examples/make_data.py . || fail "make_data.py: exit code $?"
 for job in "recommender 3" "matrix_factorization 2 --data ratings.txt" "mlp 4 --data digits"; do # four ranks each
   read -r name trainers data <<<"$job"
