@@ -34,6 +34,8 @@ run --trainers 3 --epochs 5 --lr 0.3
 expect 0 xor
 expect_log xor
 expect_jq '.[-1].loss < 0.4' xor
+check_lines
+rm -f "$tmp"/{.seen,out}
 
 # The library without the kit.
 port=$(free_port)
@@ -50,7 +52,7 @@ for job in "recommender 3" "matrix_factorization 2 --data ratings.txt" "mlp 4 --
   read -r name trainers data <<<"$job"
   read -ra data <<<"$data"
   data+=(--trainers "$trainers")
-  distrain=$tmp/build/$name programs=$name
+  distrain=$tmp/build/$name programs=${name:0:15} # as much of it as the kernel keeps
 
   run "${data[@]}" --trace "$tmp/trace.json"
   expect 0 "$name"
@@ -61,7 +63,7 @@ for job in "recommender 3" "matrix_factorization 2 --data ratings.txt" "mlp 4 --
       least=$("$reference" clicks.txt $((32 * trainers)) 10 0.01)
       expect_jq "$least > 0.8 and .[-1].accuracy >= $least - 0.01" "$name" ;;
     matrix_factorization) # the ratings have a variance of 0.89 and noise of 0.04
-      expect_jq 'map(select(.event == "eval"))[-1].loss < 0.12' "$name" ;;
+      expect_jq 'map(select(.event == "eval"))[-1].loss < 0.2' "$name" ;;
     mlp) expect_jq '.[-1].accuracy > 0.8' "$name" ;;
   esac
   problems=$(python3 "$here/check_trace.py" "$tmp/trace.json" 4 step@3 backward@3 2>&1) ||
@@ -135,4 +137,10 @@ for job in "recommender 3" "matrix_factorization 2 --data ratings.txt" "mlp 4 --
   check_lines
   rm -rf "$tmp"/{.seen,out*,killed,whole,parts,local,trace.json}
 done
+
+# What docs/write-a-job.md shows.
+mkdir tour
+(cd tour && ln -s ../examples . && PATH=$tmp/build:$PATH timeout 120 bash examples/tour.sh >"$tmp/tour.out" 2>"$tmp/tour.err") ||
+  fail "tour.sh: exit code $?: $(tail -n 3 "$tmp/tour.err")"
+expect_jq 'map(select(.accuracy > 0.8)) | length == 2' "tour.sh" "$tmp/tour.out"
 finish
