@@ -16,10 +16,10 @@ using base::invalid;
 using base::number;
 using base::shortest;
 
-/// " from 1 to 65535", " of 1 or more", " above 0 and up to 1e+06", " from 0 to below 1".
+/// " from 1 to 65535", " of 1 or more", " above 0 and up to 1000000", " from 0 to below 1".
 std::string range_words(const Option& option) {
-  const std::string min = shortest(option.min);
-  const std::string max = (option.below_max ? "below " : "") + shortest(option.max);
+  const std::string min = fmt::format("{:.16g}", option.min);
+  const std::string max = fmt::format("{}{:.16g}", option.below_max ? "below " : "", option.max);
   const bool open = option.max >= 9e18;
   if (option.above_min) {
     return open ? fmt::format(" above {}", min) : fmt::format(" above {} and up to {}", min, max);
@@ -28,13 +28,15 @@ std::string range_words(const Option& option) {
   return fmt::format(" from {} to {}", min, max);
 }
 
-void check_range(const Option& option, double value, std::string_view text, std::string_view where,
-                 std::string_view what) {
-  const bool low = option.above_min ? value <= option.min : value < option.min;
-  const bool high = option.below_max ? value >= option.max : value > option.max;
-  if (low || high) {
-    invalid(fmt::format("{} must be {}{}, not {}", where, what, range_words(option), text));
-  }
+/// Returns `text` as a number of the option's range. Throws `invalid` naming `where` otherwise.
+template <class T>
+T checked_number(const Option& option, std::string_view text, std::string_view where) {
+  const std::optional<T> value = number<T>(text);
+  const double real = value ? static_cast<double>(*value) : NAN;
+  const bool above = option.above_min ? real > option.min : real >= option.min;
+  const bool below = option.below_max ? real < option.max : real <= option.max;
+  if (above && below && std::isfinite(real)) return *value;
+  invalid(fmt::format("{} must be {}, not '{}'", where, allowed_values(option), text));
 }
 
 }  // namespace
@@ -53,20 +55,23 @@ const Option* find_option(const OptionTable& table, std::string_view name) {
   return it == table.end() ? nullptr : &*it;
 }
 
+std::string allowed_values(const Option& option) {
+  const std::string words = fmt::format("{}", fmt::join(option.choices, ", "));
+  if (option.kind == ValueKind::kChoice) return "one of " + words;
+  if (option.kind == ValueKind::kText) return option.value_name;
+  return fmt::format("{}{}{}{}", words, words.empty() ? "" : " or ",
+                     option.kind == ValueKind::kReal ? "a number" : "a whole number",
+                     range_words(option));
+}
+
 std::string canonical_value(const Option& option, std::string_view text, std::string_view where) {
   const bool is_word = std::ranges::find(option.choices, text) != option.choices.end();
   switch (option.kind) {
     case ValueKind::kFlag:
       return text == "false" ? "false" : "true";
-    case ValueKind::kInteger: {
+    case ValueKind::kInteger:
       if (is_word) return std::string(text);
-      const std::string words = fmt::format("{}{}a whole number", fmt::join(option.choices, ", "),
-                                            option.choices.empty() ? "" : " or ");
-      const auto value = number<int64_t>(text);
-      if (!value) invalid(fmt::format("{} must be {}, not '{}'", where, words, text));
-      check_range(option, static_cast<double>(*value), text, where, words);
-      return fmt::format("{}", *value);
-    }
+      return fmt::format("{}", checked_number<int64_t>(option, text, where));
     case ValueKind::kIntegers: {
       Option one = option;
       one.kind = ValueKind::kInteger;
@@ -77,20 +82,14 @@ std::string canonical_value(const Option& option, std::string_view text, std::st
       return detail::write_value(values);
     }
     case ValueKind::kReal: {
-      const bool has_words = !option.choices.empty();
       if (is_word) return std::string(text);
-      const auto value = number<double>(text);
-      if (!value || !std::isfinite(*value)) {
-        const std::string words = has_words ? "on, off or " : "";
-        invalid(fmt::format("{} must be {}a finite number, not '{}'", where, words, text));
-      }
-      check_range(option, *value, text, where, has_words ? "on, off or a number" : "a number");
-      return has_words && *value == 0 ? "off" : shortest(*value);
+      const double value = checked_number<double>(option, text, where);
+      return !option.choices.empty() && value == 0 ? "off" : shortest(value);
     }
     case ValueKind::kChoice: {
       if (is_word) return std::string(text);
-      std::string message = fmt::format("{} must be one of {}, not '{}'", where,
-                                        fmt::join(option.choices, ", "), text);
+      std::string message =
+          fmt::format("{} must be {}, not '{}'", where, allowed_values(option), text);
       if (const auto meant = base::did_you_mean(text, option.choices)) {
         message += fmt::format("; did you mean {}?", *meant);
       }
@@ -100,7 +99,9 @@ std::string canonical_value(const Option& option, std::string_view text, std::st
       break;
   }
   const bool may_be_empty = option.may_be_empty && !option.initial.empty();
-  if (text.empty() && !may_be_empty) invalid(fmt::format("{} needs a value", where));
+  if (text.empty() && !may_be_empty) {
+    invalid(fmt::format("{} needs a value: {}", where, allowed_values(option)));
+  }
   return std::string(text);
 }
 

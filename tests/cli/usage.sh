@@ -18,7 +18,7 @@ wrong "did you mean hybrid?" hybird
 wrong "did you mean rnn?" rrnn
 wrong "unknown command 'foo'" help foo
 wrong "unknown option '--bogus'" --bogus
-wrong "--lr must be a finite number" hybrid --lr nan
+wrong "--lr must be a number from 0 to 1000000, not 'nan'" hybrid --lr nan
 wrong "unexpected argument 'pipeline'" help rl pipeline
 
 # A placement that fails shows an option's value without starting anything.

@@ -48,8 +48,9 @@ struct Option {
   Path path = Path::kAny;
   std::string path_word;         ///< a value that names no path: data that the job makes itself
   std::string needs;             ///< another option, without which it makes no sense
+  bool is_required = false;      ///< it has no default: the user or the checkpoint sets it
   bool may_change = false;       ///< a job may go on from a checkpoint with another value
-  bool of_predict = false;       ///< `predict` heeds it, though it may change
+  bool of_predict = false;       ///< `predict` heeds it, though it may change; in predict's help
   bool of_training = false;      ///< `predict` has no use for it, though it may not change
   bool step_limit = false;       ///< a job that has reached it goes on without it
   bool hidden = false;           ///< for tests; in no text
@@ -71,6 +72,9 @@ const Option* find_option(const OptionTable& table, std::string_view name);
 /// The value as it is compared and sent ("5e-2" → "0.05"). Throws `invalid` naming `where` (the
 /// option or environment variable) when it is not one of the option's.
 std::string canonical_value(const Option& option, std::string_view text, std::string_view where);
+
+/// Describes the values that the option accepts: "a whole number from 1 to 64", "FILE".
+std::string allowed_values(const Option& option);
 
 /// Whether it is one of the job's, which `start` lines show.
 inline bool is_job_option(const Option& option) {
