@@ -12,14 +12,14 @@ _distrain() {
   prev=${prev//_/-}
   ((COMP_CWORD > 1)) && command=${COMP_WORDS[1]}
   case $command in
-    hybrid) options='--num-embeddings --embedding-dim --classes --data --valid-data --test-data --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --batches-per-epoch --checkpoint --checkpoint-every --resume --keep --eval-only --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help' ;;
-    ps) options='--limit --dropout --num-gpus --mean --std --data --valid-data --test-data --trainers --epochs --steps --batch-size --mode --min-trainers --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --staleness --verify-grads --checkpoint --checkpoint-every --resume --keep --eval-only --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help' ;;
-    rnn) options='--vocab-size --embedding-dim --nhid --nlayers --dropout --data --valid-data --test-data --generate --prompt --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --batches-per-epoch --bptt --checkpoint --checkpoint-every --resume --keep --eval-only --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help' ;;
-    rl) options='--observers --envs-per-observer --max-steps --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --gamma --threshold --max-episodes --checkpoint --checkpoint-every --resume --keep --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help' ;;
-    pipeline) options='--model --stages --split --image-size --classes --data --valid-data --test-data --weights --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --micro-batches --schedule --batches --epochs --batch-size --loss --checkpoint --checkpoint-every --resume --keep --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --explain --device --trace --threads --inject --quiet --help' ;;
-    predict) compopt -o filenames; mapfile -t COMPREPLY < <(compgen -f -- "$cur"); return ;;
-    help) ((COMP_CWORD == 2)) && options='hybrid ps rnn rl pipeline' ;;
-    man) ((COMP_CWORD == 2)) && options='hybrid ps rnn rl pipeline' ;;
+    hybrid) options='--num-embeddings --embedding-dim --classes --data --valid-data --test-data --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --batches-per-epoch --checkpoint --checkpoint-every --resume --keep --eval-only --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help --version' ;;
+    ps) options='--limit --dropout --num-gpus --mean --std --data --valid-data --test-data --trainers --epochs --steps --batch-size --mode --min-trainers --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --staleness --verify-grads --checkpoint --checkpoint-every --resume --keep --eval-only --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help --version' ;;
+    rnn) options='--vocab-size --embedding-dim --nhid --nlayers --dropout --data --valid-data --test-data --generate --prompt --trainers --epochs --steps --batch-size --mode --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --batches-per-epoch --bptt --checkpoint --checkpoint-every --resume --keep --eval-only --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help --version' ;;
+    rl) options='--observers --envs-per-observer --max-steps --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --gamma --threshold --max-episodes --checkpoint --checkpoint-every --resume --keep --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --device --trace --threads --inject --quiet --help --version' ;;
+    pipeline) options='--model --stages --split --image-size --classes --data --valid-data --test-data --weights --optimizer --lr --momentum --weight-decay --lr-schedule --clip --seed --log-interval --micro-batches --schedule --batches --epochs --batch-size --loss --checkpoint --checkpoint-every --resume --keep --max-restarts --save-timeout --local --rank --ranks --spawn --world-size --master-addr --master-port --listen --port-range --token-file --insecure --job-id --transport --rpc-timeout --collective-timeout --join-timeout --peer-timeout --explain --device --trace --threads --inject --quiet --help --version' ;;
+    predict) options='--num-gpus --generate --max-episodes --device --trace --threads --help' ;;
+    help) ((COMP_CWORD == 2)) && options='hybrid ps rnn rl pipeline predict help man completion schema' ;;
+    man) ((COMP_CWORD == 2)) && options='hybrid ps rnn rl pipeline predict help man completion schema' ;;
     completion) ((COMP_CWORD == 2)) && options='bash zsh fish' ;;
     schema) ((COMP_CWORD == 2)) && options='start waiting ready ddp checkpoint restart warn error rank_end end step epoch eval prediction lost returned text episode split' ;;
     '') options='hybrid ps rnn rl pipeline predict help man completion schema --help --version' ;;
@@ -44,9 +44,9 @@ _distrain() {
       compopt -o filenames; mapfile -t COMPREPLY < <(compgen -d -- "$cur"); return
       ;;
     */--resume)
-      compopt -o filenames; mapfile -t COMPREPLY < <(compgen -W 'auto' -- "$cur"; compgen -f -- "$cur"); return
+      compopt -o filenames; mapfile -t COMPREPLY < <(compgen -W 'auto' -- "$cur"; compgen -d -- "$cur"); return
       ;;
-    hybrid/--eval-only | ps/--eval-only | rnn/--eval-only | */--local | */--spawn | */--insecure | */--quiet | */--help | ps/--verify-grads | pipeline/--explain)
+    hybrid/--eval-only | ps/--eval-only | rnn/--eval-only | */--local | */--spawn | */--insecure | */--quiet | */--help | */--version | ps/--verify-grads | pipeline/--explain)
       :
       ;;
     */--master-addr)
@@ -74,6 +74,15 @@ _distrain() {
       mapfile -t COMPREPLY < <(compgen -W 'mse ce' -- "$cur"); return
       ;;
     */--*) return ;; # text and numbers
+    predict/*)
+      if [[ $cur != -* ]]; then
+        local kind=-f
+        ((COMP_CWORD == 2)) && kind=-d # the checkpoint
+        compopt -o filenames
+        mapfile -t COMPREPLY < <(compgen $kind -- "$cur")
+        return
+      fi
+      ;;
   esac
   mapfile -t COMPREPLY < <(compgen -W "$options" -- "$cur")
 }

@@ -1,5 +1,7 @@
 // What is known of options before any rank starts: from checkpoints, and by what they name.
 
+#include <filesystem>
+
 #include <errno.h>
 #include <fmt/format.h>
 #include <string.h>
@@ -59,14 +61,24 @@ void check_path(const ParsedOptions& options, const std::string& name, bool is_f
   };
   struct stat info {};
   if (stat(path.c_str(), &info) != 0 || access(path.c_str(), R_OK) != 0) refuse(strerror(errno));
-  if (is_folder && !S_ISDIR(info.st_mode)) refuse("is not a directory");
-  if (!is_folder && S_ISDIR(info.st_mode)) refuse("is a directory");
+  if (is_folder && !S_ISDIR(info.st_mode)) refuse("is a file, a folder is needed");
+  if (!is_folder && S_ISDIR(info.st_mode)) refuse("is a folder, a file is needed");
   const bool is_open_here =
       path == "/dev/stdin" || path.starts_with("/dev/fd/") || path.starts_with("/proc/");
   if (starts_ranks && !is_folder && (!S_ISREG(info.st_mode) || is_open_here)) {
     refuse("not a regular file that each rank can open");
   }
   if (S_ISREG(info.st_mode) && info.st_size == 0) refuse("the file is empty");
+}
+
+void check_required(const ParsedOptions& options) {
+  std::string missing;
+  for (const Option& option : options.table()) {
+    const bool is_taken = options.decided(option.name) && !options.text(option.name).empty();
+    if (!option.is_required || options.given(option.name) || is_taken) continue;
+    missing += fmt::format("{}--{}", missing.empty() ? "" : ", ", option.name);
+  }
+  if (!missing.empty()) invalid(missing + " must be given");
 }
 
 void check_trace(const std::string& path) {
@@ -94,6 +106,8 @@ std::string take_resumed_options(ParsedOptions& options, const std::string& cmd)
   const std::string resume = options.text("resume");
   const std::string folder = options.text("checkpoint");
   if (resume == "auto" && folder.empty()) return {};  // which is refused
+  std::error_code error;
+  if (std::filesystem::exists(folder, error)) check_path(options, "checkpoint", true);
   if (resume != "auto") check_path(options, "resume", true);
   const auto path = job::checkpoint_to_resume({folder, 0, resume});
   if (!path) return {};
@@ -108,8 +122,7 @@ void take_model_options(ParsedOptions& options, const job::Snapshot& saved) {
   for (const Option& option : options.table()) {
     const bool of_model = is_job_option(option) && option.group != "Checkpoints" &&
                           !option.may_change && !option.of_training;
-    const bool heeded = of_model || option.of_predict || option.name == "threads";
-    if (options.given(option.name) && !heeded) {
+    if (options.given(option.name) && !of_model && !option.of_predict) {
       invalid(fmt::format("--{} has no effect on predict", option.name));
     }
   }
@@ -126,6 +139,7 @@ void take_model_options(ParsedOptions& options, const job::Snapshot& saved) {
 void check_options(const ParsedOptions& options, Placement& placement) {
   check_restarts(options, placement);
   const bool has_rank_0 = placement.has_rank_0();
+  if (has_rank_0) check_required(options);
   // Given, taken, or found by itself: the data that is installed, say.
   const auto has = [&](const std::string& name) {
     const Option* const option = find_option(options.table(), name);

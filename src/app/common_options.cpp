@@ -1,4 +1,8 @@
 #include <algorithm>
+#include <set>
+#include <tuple>
+
+#include <fmt/format.h>
 
 #include "options.h"
 
@@ -105,17 +109,20 @@ ranks of one host meet and, without --master-port, which port rank 0 listens on.
       "where ranks compute: cpu, cuda (each host's GPUs in turn), cuda:N, or ROLE=DEVICE[,...], "
       "the other roles on the CPU")
       .offers({"cpu", "cuda"})
+      .of_predict()
       .details(
           R"(`cuda` is the GPU of the local rank where torchrun, mpirun or srun says which that is, else
 the GPUs in turn; ranks may share one. A rank that joins may name its own, otherwise what rank 0
 was given holds.)");
   scope = Scope::kJob;
   add("trace", kText, "FILE", "", "write what all ranks did here, for ui.perfetto.dev")
+      .of_predict()
       .details("On rank 0's machine; see TRACES in the program's own page.");
   scope = Scope::kRank;
   add("threads", kInteger, "N", "0", "threads of one operation")
       .range(0, 1024)
       .by_default("CPUs / ranks that share them")
+      .of_predict()
       .details(
           R"(CPUs are those of the process's affinity mask, fewer if a control group limits their time. Where
 other launchers start ranks on this host, too, the number is known once all ranks have met: `ready`
@@ -130,19 +137,41 @@ call of its first save.)");
   flag("quiet", "no progress display");
   table.back().short_name = 'q';
   scope = Scope::kInfo;
-  flag("help", "a summary of the options");
+  flag("help", "a summary of the options").of_predict();
   table.back().short_name = 'h';
+  flag("version", "the versions of the program, of distrain and of LibTorch");
+  table.back().short_name = 'V';
   flag("dump-placement", "which ranks would run where, as JSON");
   table.back().hidden = true;
 }
 
+/// Returns the first mistake in the names of options; empty if there is none. The first `own`
+/// options are the job's own.
+std::string naming_mistake(const OptionTable& table, size_t own) {
+  std::set<std::string> names;
+  for (size_t i = 0; i < table.size(); ++i) {
+    const auto& [name, old_name] = std::tie(table[i].name, table[i].old_name);
+    if (name.find('_') != std::string::npos) {
+      return fmt::format("declare --{} with '-': a user may write '_' for it", name);
+    }
+    if (names.insert(name).second && (old_name.empty() || names.insert(old_name).second)) continue;
+    if (i >= own) return fmt::format("every job has an option --{}: rename the job's own", name);
+    return fmt::format(
+        "--{} is declared twice: change the first one with list.row(), list.find() or "
+        "list.without()",
+        name);
+  }
+  return {};
+}
+
 }  // namespace
 
-OptionTable whole_table(const job::JobInfo& job) {
+OptionTable whole_table(job::JobInfo& job) {
   static constexpr std::string_view kFromTheEnd[] = {"Run", "Network", "Ranks", "Checkpoints",
                                                      "Training"};
   OptionTable table = job.table;
   append_common(table);
+  if (job.mistake.empty()) job.mistake = naming_mistake(table, job.table.size());
   std::ranges::stable_sort(table, {}, [](const Option& option) {
     return std::end(kFromTheEnd) - std::ranges::find(kFromTheEnd, option.group);
   });
@@ -152,7 +181,10 @@ OptionTable whole_table(const job::JobInfo& job) {
     });
   }
   if (!job.has_local) std::erase_if(table, [](const Option& each) { return each.name == "local"; });
-  if (job.change) job.change(table);
+  if (job.change && job.mistake.empty()) job.change(table);
+  for (Option& option : table) {
+    if (option.is_required) option.help += " (required)";
+  }
   return table;
 }
 

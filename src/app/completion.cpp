@@ -19,8 +19,8 @@ Source source_of(const Option& option) {
   const auto takes = [&option](const char* what) {
     return option.value_name.find(what) != std::string::npos;
   };
-  if (takes("FILE") || takes("PATH")) return kFiles;
-  if (takes("DIR")) return kFolders;
+  if (takes("FILE")) return kFiles;
+  if (takes("DIR") || takes("PATH")) return kFolders;  // a checkpoint is a folder
   return takes("HOST") ? kHosts : kNothing;
 }
 
@@ -33,14 +33,30 @@ void add(Rows& rows, const std::string& row, const std::string& command) {
   if (same->second.empty() || same->second.back() != command) same->second.push_back(command);
 }
 
+/// The options of each command that has some: of the jobs, then of `predict`.
+std::vector<std::pair<std::string, OptionTable>> tables_of(const Program& program) {
+  std::vector<std::pair<std::string, OptionTable>> tables;
+  for (const JobCommand& job : program.commands) tables.emplace_back(job.name, job.table);
+  for (const TextCommand& text : text_commands(program)) {
+    if (!text.options.empty()) tables.emplace_back(text.name, text.options);
+  }
+  for (auto& [name, table] : tables) std::erase_if(table, &Option::hidden);
+  return tables;
+}
+
 Rows rows_of(const Program& program, std::string (*row)(const Option&)) {
   Rows rows;
-  for (const JobCommand& command : program.commands) {
-    for (const Option& option : command.table) {
-      if (!option.hidden) add(rows, row(option), command.name);
-    }
+  for (const auto& [name, table] : tables_of(program)) {
+    for (const Option& option : table) add(rows, row(option), name);
   }
   return rows;
+}
+
+/// Returns true if all jobs are among `commands`.
+bool has_all_jobs(const Program& program, const std::vector<std::string>& commands) {
+  return std::ranges::all_of(program.commands, [&](const JobCommand& job) {
+    return std::ranges::count(commands, job.name) > 0;
+  });
 }
 
 /// In single quotes; `quote` stands for one in the text.
@@ -102,25 +118,20 @@ std::string bash(const Program& program) {
   prev=${prev//_/-}
   ((COMP_CWORD > 1)) && command=${COMP_WORDS[1]}
 )";
-  const size_t jobs = program.commands.size();
-  if (jobs == 1) {  // its name can be left out
+  if (program.has_one_job()) {  // its name can be left out
     out += fmt::format("  [[ ${{COMP_WORDS[1]}} != -* ]] || command={}\n",
                        program.commands.front().name);
   }
   out += "  case $command in\n";
-  for (const JobCommand& command : program.commands) {
+  for (const auto& [command, table] : tables_of(program)) {
     std::vector<std::string> names;
-    for (const Option& option : command.table) {
-      if (!option.hidden) names.push_back("--" + option.name);
-    }
-    out += fmt::format("    {}) options='{}' ;;\n", command.name, joined(names));
+    for (const Option& option : table) names.push_back("--" + option.name);
+    out += fmt::format("    {}) options='{}' ;;\n", command, joined(names));
   }
   for (const TextCommand& command : text_commands(program)) {
-    const std::string files =
-        "compopt -o filenames; mapfile -t COMPREPLY < <(compgen -f -- \"$cur\"); return";
-    const std::string words =
-        fmt::format("((COMP_CWORD == 2)) && options='{}'", joined(command.choices));
-    out += fmt::format("    {}) {} ;;\n", command.name, command.text ? words : files);
+    if (!command.text) continue;
+    out += fmt::format("    {}) ((COMP_CWORD == 2)) && options='{}' ;;\n", command.name,
+                       joined(command.choices));
   }
   out += "    '') options='";
   for (const auto& [name, summary] : subcommands(program)) out += name + ' ';
@@ -131,13 +142,22 @@ std::string bash(const Program& program) {
     const std::string name = row.substr(0, end), action = row.substr(end + 1);
     if (action == "return") continue;
     for (const std::string& command : commands) {
-      add(actions, action, (commands.size() == jobs ? "*" : command) + '/' + name);
+      add(actions, action, (has_all_jobs(program, commands) ? "*" : command) + '/' + name);
     }
   }
   for (const auto& [action, patterns] : actions) {
     out += fmt::format("    {})\n      {}\n      ;;\n", joined(patterns, " | "), action);
   }
   return out + R"(    */--*) return ;; # text and numbers
+    predict/*)
+      if [[ $cur != -* ]]; then
+        local kind=-f
+        ((COMP_CWORD == 2)) && kind=-d # the checkpoint
+        compopt -o filenames
+        mapfile -t COMPREPLY < <(compgen $kind -- "$cur")
+        return
+      fi
+      ;;
   esac
   mapfile -t COMPREPLY < <(compgen -W "$options" -- "$cur")
 }
@@ -153,8 +173,8 @@ std::string zsh_row(const Option& option) {
   const Source source = source_of(option);
   const std::string words = '(' + joined(option.choices) + ')';
   std::string value = option.choices.empty() ? kSources[source] : words;
-  if (!option.choices.empty() && source == kFiles) {  // the first space: called as it stands
-    value = fmt::format(" _alternative \"words\\:word\\:{}\" \"files\\:file\\:_files\"", words);
+  if (!option.choices.empty() && source == kFolders) {  // the first space: called as it stands
+    value = fmt::format(" _alternative \"words\\:word\\:{}\" \"files\\:file\\:_files -/\"", words);
   }
   std::string row = '[' + marked(option.help, "]\\") + ']';
   if (option.kind != ValueKind::kFlag) row += ":value:" + value;
@@ -167,13 +187,13 @@ std::string zsh(const Program& program) {
   std::string out = "#compdef " + program.name + '\n' + head(program, "zsh");
   const Rows rows = rows_of(program, zsh_row);
   std::vector<std::string> lists = {"common"};
-  for (const JobCommand& command : program.commands) lists.push_back(command.name);
+  for (const auto& [command, table] : tables_of(program)) lists.push_back(command);
   out += "local -a " + joined(lists, "_options ") + "_options\n";
   for (const std::string& list : lists) {
     out += list + "_options=(\n";
     for (const auto& [row, commands] : rows) {
-      const bool common = commands.size() == program.commands.size();
-      const bool listed = common ? list == "common" : std::ranges::count(commands, list) > 0;
+      const bool is_common = has_all_jobs(program, commands) && list != "predict";
+      const bool listed = is_common ? list == "common" : std::ranges::count(commands, list) > 0;
       if (listed) out += "  " + row + '\n';
     }
     out += ")\n";
@@ -182,7 +202,7 @@ std::string zsh(const Program& program) {
 local context state line
 _arguments -C \
   '(- *)'{-h,--help}'[a summary of the commands]' \
-  '(- *)--version[the versions of distrain and of LibTorch]' \
+  '(- *)'{-V,--version}'[the versions of distrain and of LibTorch]' \
 )";
   // The name of a program's one job can be left out; all options are common to it.
   if (program.commands.size() == 1) out += "  $common_options \\\n";
@@ -200,9 +220,10 @@ case $line[1] in
     out += fmt::format("  {0}) _arguments ${0}_options $common_options ;;\n", command.name);
   }
   for (const TextCommand& command : text_commands(program)) {
-    const std::string words = "1:value:(" + joined(command.choices) + ')';
-    out += fmt::format("  {}) _arguments '{}' ;;\n", command.name,
-                       command.text ? words : "*:file:_files");
+    const std::string words = "'1:value:(" + joined(command.choices) + ")'";
+    out += fmt::format(
+        "  {}) _arguments {} ;;\n", command.name,
+        command.text ? words : "'1:checkpoint:_files -/' '2:file:_files' $predict_options");
   }
   return out + "esac\n";
 }
@@ -231,7 +252,7 @@ std::string fish(const Program& program) {
   for (const auto& [name, summary] : subcommands(program)) {
     out += fmt::format("{}-a {} -d {}\n", first, name, fish_quoted(summary));
   }
-  out += first + "-l version -d 'the versions of distrain and of LibTorch'\n";
+  out += first + "-s V -l version -d 'the versions of distrain and of LibTorch'\n";
   out += first + "-s h -l help -d 'a summary of the commands'\n";
   for (const TextCommand& command : text_commands(program)) {
     out += fmt::format("{}-n '__fish_seen_subcommand_from {}' {}\n", complete, command.name,

@@ -15,10 +15,10 @@ constexpr size_t kHelpColumn = 26;
 constexpr size_t kWidth = 90;
 
 constexpr const char* kOfPredict =
-    R"(CHECKPOINT is one that a job has saved, or a folder of them, whose newest counts. Examples
-come from FILE or standard input; the job's own page says what they are. Options are the
-job's: those that the checkpoint keeps have to be as they were, and one that a resumed job may
-change, as --lr, is refused.
+    R"(CHECKPOINT is a folder that a job has saved, or a folder of checkpoints, which stands for the
+newest in it. The examples come from FILE or, without FILE or with -, from standard input; the page of
+the job describes them. What the model depends on comes from the checkpoint: such an option of the
+job, as --embedding-dim of hybrid, is accepted if it has the value that the checkpoint has.
 )";
 
 /// `text` in lines of at most kWidth, the first one starting at column `used`.
@@ -41,74 +41,104 @@ std::string wrapped(const std::string& text, size_t used) {
   return out + '\n';
 }
 
-std::string option_line(const Option& option) {
-  std::string left = option.short_name ? fmt::format("  -{}, --{}", option.short_name, option.name)
-                                       : fmt::format("      --{}", option.name);
+/// "--rows N", "--mode async|sync", "--local".
+std::string call_of(const Option& option) {
   const bool is_choice = option.kind == ValueKind::kChoice;
   const std::string value =
       is_choice ? fmt::format("{}", fmt::join(option.choices, "|")) : option.value_name;
-  if (!value.empty()) left += ' ' + value;
-  const std::string shown = default_in_words(option);
-  return left + wrapped(option.help + (shown.empty() ? "" : " [" + shown + "]"), left.size());
+  return fmt::format("--{}{}{}", option.name, value.empty() ? "" : " ", value);
 }
 
-/// "a, b or c".
-std::string listed(const std::vector<std::string>& words) {
-  std::string out = fmt::format("{}", fmt::join(words, ", "));
-  if (const size_t last = out.rfind(", "); last != std::string::npos) out.replace(last, 2, " or ");
+std::string options_text(const OptionTable& table) {
+  std::string out, group;
+  for (const Option& option : table) {
+    if (option.hidden) continue;
+    if (option.group != group) out += fmt::format("\n{}:\n", option.group);
+    group = option.group;
+    const std::string left =
+        (option.short_name ? fmt::format("  -{}, ", option.short_name) : std::string(6, ' ')) +
+        call_of(option);
+    const std::string shown = default_in_words(option);
+    out += left + wrapped(option.help + (shown.empty() ? "" : " [" + shown + "]"), left.size());
+  }
   return out;
 }
 
 std::string examples_text(const std::vector<job::Example>& examples) {
-  if (examples.empty()) return {};
-  std::string out = "\nExamples:\n";
-  for (const job::Example& example : examples) out += fmt::format("  {}\n", example.command);
+  std::string out = examples.empty() ? "" : "\nExamples:\n";
+  for (const job::Example& example : examples) {
+    if (!example.what.empty()) out += fmt::format("  # {}\n", example.what);
+    out += fmt::format("  {}\n", example.command);
+  }
   return out;
+}
+
+/// Returns what `text` makes of the command of that name, or of none if `name` is empty.
+template <class Text>
+std::string of_command(const Program& program, const std::string& name, const Text& text) {
+  if (const JobCommand* job = program.find(name)) return text(*job);
+  for (const TextCommand& command : text_commands(program)) {
+    if (command.name == name) return text(command);
+  }
+  return text();
+}
+
+/// Returns the options that `predict` offers, of all jobs that have it.
+OptionTable predict_options(const Program& program) {
+  OptionTable table;
+  for (const JobCommand& job : program.commands) {
+    for (const Option& option : job.table) {
+      if (!job.has_predict || !option.of_predict || job::find_option(table, option.name)) continue;
+      table.push_back(option);
+    }
+  }
+  std::stable_partition(table.begin(), table.end(),
+                        [](const Option& option) { return option.group != "Run"; });
+  return table;
 }
 
 }  // namespace
 
-std::string version_text() {
-  return fmt::format("distrain {} (LibTorch {})\nCUDA: {}\n", DISTRAIN_VERSION, TORCH_VERSION,
+std::string version_text(const Program& program) {
+  const std::string& version = program.about.version;
+  const std::string own = program.name + (version.empty() ? "" : " ") + version + " (";
+  const bool is_own = program.name != "distrain";
+  return fmt::format("{}distrain {}{}LibTorch {})\nCUDA: {}\n", is_own ? own : "", DISTRAIN_VERSION,
+                     is_own ? ", " : " (", TORCH_VERSION,
                      DISTRAIN_HAS_CUDA ? "compiled, never run on a GPU by us" : "not compiled");
 }
 
 std::string help_text(const Program& program) {
+  if (program.has_one_job()) return help_text(program, program.commands.front());
   std::string out = program.name;
   if (!program.about.summary.empty()) out += " - " + program.about.summary;
-  out += fmt::format("\n\nUsage: {} COMMAND [OPTION]...\n\nCommands:\n", program.name);
+  out += fmt::format("\n\nUsage: {} COMMAND [OPTION]...\n\nJobs:\n", program.name);
   for (const auto& [name, summary] : subcommands(program)) {
+    if (name == text_commands(program).front().name) out += "\nOther commands:\n";
     out += fmt::format("  {:<11} {}\n", name, summary);
   }
-  return out + R"(
-Options:
-  -h, --help     this text
-      --version  the version of distrain and of LibTorch
-
-Without --rank a command starts every rank of the job here and supervises them; with it, or
-under torchrun, mpirun or srun, the process is one rank. stdout is one JSON object a line.
-)" + examples_text(program.about.examples);
+  std::vector<job::Example> examples = program.about.examples;
+  examples.resize(std::min<size_t>(examples.size(), 3));
+  return fmt::format(
+      "{1}{2}\n{0} COMMAND --help shows the options of a command, {0} man | man -l - the manual,\n"
+      "{0} --version the versions of distrain and of LibTorch.\n",
+      program.name, out, examples_text(examples));
 }
 
 std::string help_text(const Program& program, const JobCommand& command) {
-  std::string out = fmt::format("{0} - {1}\n\nUsage: {0} [OPTION]...\n", program.call_of(command),
-                                command.summary);
-  if (program.commands.size() == 1) {  // this is all the help there is
+  std::string required;
+  for (const Option& option : command.table) {
+    if (option.is_required) required += call_of(option) + ' ';
+  }
+  std::string out = fmt::format("{0} - {1}\n\nUsage: {0} {2}[OPTION]...\n",
+                                program.call_of(command), command.summary, required);
+  if (program.has_one_job()) {  // this is all the help there is
     std::vector<std::string> others;
     for (const TextCommand& other : text_commands(program)) others.push_back(other.name);
     out += fmt::format("       {} {}\n", program.name, fmt::join(others, "|"));
   }
   if (!command.description.empty()) out += '\n' + command.description + '\n';
-  std::string group;
-  for (const Option& option : command.table) {
-    if (option.hidden) continue;
-    if (option.group != group) {
-      group = option.group;
-      out += fmt::format("\n{}:\n", group);
-    }
-    out += option_line(option);
-  }
-  return out + examples_text(command.examples);
+  return out + options_text(command.table) + examples_text(command.examples);
 }
 
 std::string help_text(const Program& program, const TextCommand& command) {
@@ -116,9 +146,10 @@ std::string help_text(const Program& program, const TextCommand& command) {
       command.needs_argument ? command.argument : '[' + command.argument + ']';
   std::string out = fmt::format("{0} {1} - {2}\n\nUsage: {0} {1} {3}\n\n", program.name,
                                 command.name, command.summary, argument);
-  if (!command.description.empty()) return out + command.description;
+  out += command.description;
+  if (!command.description.empty()) return out + options_text(command.options);
   const std::string left = "  " + command.argument;
-  return out + left + wrapped(listed(command.choices), left.size());
+  return out + left + wrapped(fmt::format("{}", fmt::join(command.choices, ", ")), left.size());
 }
 
 const JobCommand* Program::find(const std::string& job) const {
@@ -127,33 +158,36 @@ const JobCommand* Program::find(const std::string& job) const {
 }
 
 std::vector<TextCommand> text_commands(const Program& program) {
-  std::vector<std::string> jobs;
-  for (const JobCommand& command : program.commands) jobs.push_back(command.name);
   const auto help = [](const Program& of, const std::string& name) {
-    const JobCommand* job = of.find(name);
-    return job ? help_text(of, *job) : help_text(of);
+    return of_command(of, name, [&](const auto&... command) { return help_text(of, command...); });
   };
   const auto man = [](const Program& of, const std::string& name) {
-    const JobCommand* job = of.find(name);
-    return job ? man_page(of, *job) : man_page(of);
+    return of_command(of, name, [&](const auto&... command) { return man_page(of, command...); });
   };
   const std::vector<std::string> shells = {"bash", "zsh", "fish"};
   std::vector<TextCommand> commands = {
       {"predict",
-       "what a trained model makes of examples, a line each",
+       "apply a saved model to examples, one JSON line for each",
        "CHECKPOINT [FILE] [OPTION]...",
        {},
        true,
        {},
-       kOfPredict},
-      {"help", "how to use a command", "COMMAND", jobs, false, help},
-      {"man", "the man page of a command, or of all", "COMMAND", jobs, false, man},
-      {"completion", "a script that completes command lines", "SHELL", shells, true, completion},
-      {"schema", "the JSON Schema of the lines that jobs print", "EVENT", event_names(program),
+       kOfPredict,
+       predict_options(program)},
+      {"help", "show the usage of a command", "COMMAND", {}, false, help},
+      {"man", "print a manual page in roff: pipe it to man -l -", "COMMAND", {}, false, man},
+      {"completion", "print a shell's completion script", "SHELL", shells, true, completion},
+      {"schema", "print the JSON Schema of the lines on stdout", "EVENT", event_names(program),
        false, schema},
   };
   if (std::ranges::none_of(program.commands, &JobCommand::has_predict)) {
     commands.erase(commands.begin());
+  }
+  std::vector<std::string> names;
+  for (const JobCommand& job : program.commands) names.push_back(job.name);
+  for (const TextCommand& command : commands) names.push_back(command.name);
+  for (TextCommand& command : commands) {
+    if (command.argument == "COMMAND") command.choices = names;
   }
   return commands;
 }

@@ -274,6 +274,7 @@ class Invocation {
 JobCommand::JobCommand(std::shared_ptr<const job::AnyDefinition> of)
     : job::JobInfo(of->info()), definition(std::move(of)) {
   table = whole_table(*this);
+  if (roles.empty() && mistake.empty()) mistake = "it has no role";
 }
 
 int run_job_command(const JobCommand& command, const std::vector<std::string>& args,
@@ -314,7 +315,10 @@ int run_predict_command(const Program& program, const std::vector<std::string>& 
                         base::TimePoint started) {
   std::string cmd;
   try {
-    if (args.empty() || args[0].starts_with('-')) invalid("predict needs a checkpoint");
+    if (args.empty() || args[0].starts_with('-')) {
+      invalid(fmt::format("predict needs a checkpoint: {} predict CHECKPOINT [FILE] [OPTION]...",
+                          program.name));
+    }
     const bool has_file = args.size() > 1 && (args[1] == "-" || !args[1].starts_with('-'));
     const std::string input = has_file && args[1] != "-" ? args[1] : job::kStandardInput;
     const job::Snapshot saved = job::read_manifest(args[0], "predict");
@@ -350,6 +354,7 @@ int report_failure(const std::string& cmd, const base::Error& error, base::TimeP
       json_line("error", {}, cmd, std::nullopt, "launcher", error_fields(cause, started)),
       json_line("end", {}, cmd, std::nullopt, "launcher", summary.end_fields(started, cause))};
   say(error.message);
+  if (isatty(STDOUT_FILENO)) return cause.exit_code;  // say() has told a person all there is
   for (const std::string& line : lines) {
     const int failed = write_all(STDOUT_FILENO, line);
     if (failed) return exit_code_of_write_error(failed, false);

@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <unistd.h>
 
 #include "distrain/app/program.h"
 #include "distrain/base/error.h"
@@ -18,9 +19,9 @@ namespace {
 
 using base::invalid;
 
-bool asks_for_help(const std::vector<std::string>& args) {
-  return std::any_of(args.begin(), args.end(),
-                     [](const std::string& arg) { return arg == "--help" || arg == "-h"; });
+bool asks(const std::vector<std::string>& args, const char* option, const char* short_option) {
+  return std::ranges::any_of(
+      args, [&](const std::string& arg) { return arg == option || arg == short_option; });
 }
 
 std::string meant(const std::string& word, const std::vector<std::string>& candidates,
@@ -45,33 +46,55 @@ std::string text_of(const Program& program, const TextCommand& command,
   return command.text(program, args.empty() ? std::string() : args[0]);
 }
 
-int run_command(const Program& program, const std::vector<std::string>& args,
-                base::TimePoint started) try {
-  const auto run_job = [&](const JobCommand& job, const std::vector<std::string>& of_job) {
-    if (asks_for_help(of_job)) return print_text(help_text(program, job));
-    return run_job_command(job, of_job, started);
-  };
-  const bool has_one_job = program.commands.size() == 1;
-  if (has_one_job && (args.empty() || (args[0].starts_with('-') && args[0] != "--version"))) {
-    return run_job(program.commands.front(), args);
-  }
-  if (args.empty()) invalid(fmt::format("no command given; see {} --help", program.name));
-
-  const std::string& name = args[0];
-  const std::vector<std::string> rest(args.begin() + 1, args.end());
-  if (name == "--version") return print_text(version_text());
-  if (name == "--help" || name == "-h") return print_text(help_text(program));
-  if (const JobCommand* job = program.find(name)) return run_job(*job, rest);
-  for (const TextCommand& command : text_commands(program)) {
-    if (command.name != name) continue;
-    if (asks_for_help(rest)) return print_text(help_text(program, command));
-    if (!command.text) return run_predict_command(program, rest, started);
-    return print_text(text_of(program, command, rest));
+[[noreturn]] void refuse_word(const Program& program, const std::string& word) {
+  const std::string option = word.substr(0, word.find('='));
+  for (const JobCommand& job : program.commands) {
+    if (!option.starts_with("--") || !job::find_option(job.table, option.substr(2))) continue;
+    invalid(
+        fmt::format("{0} must follow the command: {1} {2} {0}", option, program.name, job.name));
   }
   std::vector<std::string> names;
   for (const auto& [each, summary] : subcommands(program)) names.push_back(each);
-  invalid(fmt::format("unknown {} '{}'{}", name[0] == '-' ? "option" : "command", name,
-                      meant(name, names, fmt::format("; see {} --help", program.name))));
+  invalid(fmt::format("unknown {} '{}'{}", word[0] == '-' ? "option" : "command", word,
+                      meant(word, names, fmt::format("; see {} --help", program.name))));
+}
+
+int run_command(const Program& program, std::vector<std::string> args,
+                base::TimePoint started) try {
+  for (const JobCommand& job : program.commands) {
+    if (job.mistake.empty()) continue;
+    throw base::Exception(base::ErrorKind::kInternal, "the job " + job.name + ": " + job.mistake);
+  }
+  // `--help COMMAND` is `help COMMAND`.
+  const bool is_help = !args.empty() && (args[0] == "--help" || args[0] == "-h");
+  if (is_help && (args.size() == 1 || !args[1].starts_with('-'))) args[0] = "help";
+
+  const bool has_name = !args.empty() && !args[0].starts_with('-');
+  const std::string name = has_name ? args[0] : "";
+  const std::vector<std::string> rest(args.begin() + (has_name ? 1 : 0), args.end());
+  const auto texts = text_commands(program);
+  const auto text = std::ranges::find(texts, name, &TextCommand::name);
+  const JobCommand* job = program.find(name);
+  if (!has_name && program.has_one_job()) job = &program.commands.front();
+  if (has_name && !job && text == texts.end()) refuse_word(program, name);
+
+  const bool takes_help = text != texts.end() && std::ranges::count(text->choices, "help") > 0;
+  if (asks(rest, "--help", "-h") || (rest.size() == 1 && rest[0] == "help" && !takes_help)) {
+    const auto help = std::ranges::find(texts, "help", &TextCommand::name);
+    return print_text(help->text(program, name));
+  }
+  if (asks(rest, "--version", "-V")) return print_text(version_text(program));
+  if (job) return run_job_command(*job, rest, started);
+  if (text != texts.end()) {
+    if (!text->text) return run_predict_command(program, rest, started);
+    return print_text(text_of(program, *text, rest));
+  }
+  if (!args.empty()) refuse_word(program, args[0]);
+  if (!isatty(STDOUT_FILENO)) {
+    invalid(fmt::format("no command given; see {} --help", program.name));
+  }
+  const int code = print_text(help_text(program));
+  return code == 0 ? base::exit_code(base::ErrorKind::kInvalid) : code;
 } catch (const base::Exception& e) {
   return report_failure("", e.error(), started);
 }

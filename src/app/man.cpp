@@ -78,12 +78,14 @@ std::string paragraphs_of(const Program& program, std::string text) {
   return paragraphs(text);
 }
 
-std::string title(const std::string& page, const std::string& summary) {
+std::string title(const Program& program, const std::string& page, const std::string& summary) {
   std::string upper = page;
   std::transform(upper.begin(), upper.end(), upper.begin(), ::toupper);
+  const std::string& own = program.about.version;
   return fmt::format(
-      ".TH {} 1 \"\" \"distrain {}\" \"User Commands\"\n.SH NAME\n{}{}{}\n.SH SYNOPSIS\n", upper,
-      DISTRAIN_VERSION, escaped(page), summary.empty() ? "" : " \\- ", escaped(summary));
+      ".TH {} 1 \"\" \"{}\" \"User Commands\"\n.SH NAME\n{}{}{}\n.SH SYNOPSIS\n", upper,
+      own.empty() ? fmt::format("distrain {}", DISTRAIN_VERSION) : program.name + ' ' + own,
+      escaped(page), summary.empty() ? "" : " \\- ", escaped(summary));
 }
 
 std::string item(const std::string& term, const std::string& text) {
@@ -124,15 +126,29 @@ std::string option_item(const Option& option, const std::vector<cuda::DeviceRole
                         paragraphs(more));
 }
 
-std::string options(const JobCommand& command) {
+std::string options(const OptionTable& table, const std::vector<cuda::DeviceRole>& roles = {}) {
   std::string out = ".SH OPTIONS\n", group;
-  for (const Option& option : command.table) {
+  for (const Option& option : table) {
     if (option.hidden) continue;
     if (option.group != group) out += fmt::format(".SS \"{}\"\n", option.group);
     group = option.group;
-    out += option_item(option, command.roles);
+    out += option_item(option, roles);
   }
   return out;
+}
+
+std::string about_job(const JobCommand& command) {
+  return command.description + "\n\n" + command.details + '\n' + kJobDescription;
+}
+
+std::string synopsis(const std::string& call) {
+  return fmt::format("{} [{}]...\n", bold(call), italic("option"));
+}
+
+std::string synopsis(const Program& program, const TextCommand& command) {
+  std::string argument = italic(command.argument);
+  if (!command.needs_argument) argument = '[' + argument + ']';
+  return fmt::format("{} {}\n", bold(program.name + ' ' + command.name), argument);
 }
 
 std::string fields(const std::vector<job::Field>& all) {
@@ -171,48 +187,64 @@ std::string examples(const std::vector<job::Example>& all) {
 }  // namespace
 
 std::string man_page(const Program& program) {
-  std::string out = title(program.name, program.about.summary);
-  out += fmt::format("{} {} [{}]...\n", bold(program.name), italic("command"), italic("option"));
+  const JobCommand* only = program.has_one_job() ? &program.commands.front() : nullptr;
+  const About& about = program.about;
+  std::string out =
+      title(program, program.name, only && about.summary.empty() ? only->summary : about.summary);
+  out += synopsis(only ? program.name : program.name + " COMMAND");
   std::string commands, pages;
+  const auto add = [&](const std::string& name, const std::string& summary, bool has_page) {
+    const std::string page = reference(program.name + '-' + name);
+    commands += item(bold(name),
+                     line_of(summary + (has_page ? "; see" : "")) + (has_page ? page + '\n' : ""));
+    if (has_page) pages += page + ",\n";
+  };
   for (const JobCommand& command : program.commands) {
-    const std::string page = program.name + '-' + command.name;
-    commands +=
-        item(bold(command.name), line_of(command.summary + "; see") + reference(page) + '\n');
-    pages += reference(page) + ",\n";
+    if (!only) add(command.name, command.summary, true);
   }
   for (const TextCommand& command : text_commands(program)) {
-    std::string argument = italic(command.argument);
-    if (!command.needs_argument) argument = '[' + argument + ']';
-    out += fmt::format(".br\n{} {}\n", bold(program.name + ' ' + command.name), argument);
-    commands += item(bold(command.name),
-                     line_of(command.summary + (command.description.empty() ? "" : ".")) +
-                         paragraphs(command.description));
+    out += ".br\n" + synopsis(program, command);
+    add(command.name, command.summary, !command.options.empty());
   }
   out += fmt::format(".br\n{}\n.SH DESCRIPTION\n", bold(program.name + " --version"));
-  out += paragraphs(program.about.description + kProgramDescription);
-  out += ".SH COMMANDS\n" + commands + ".SH OPTIONS\n";
-  out += item(bold("-h") + ", " + bold("--help"), "a summary of the commands, or of one\n");
-  out += item(bold("--version"), "the versions of distrain and of LibTorch\n");
-  out += ".SH OUTPUT\n" + paragraphs_of(program, kOutput);
-  out += events(job::common_events()) + paragraphs(kOutputEnd, false);
+  out += paragraphs(about.description + (only ? "\n\n" + about_job(*only) : kProgramDescription));
+  out += ".SH COMMANDS\n" + commands;
+  out += only ? options(only->table, only->roles)
+              : ".SH OPTIONS\n" +
+                    item(bold("-h, --help"), "a summary of the commands, or of one\n") +
+                    item(bold("-V, --version"), "the versions of distrain and of LibTorch\n");
+  out += ".SH OUTPUT\n" + paragraphs_of(program, kOutput) + events(job::common_events());
+  if (only) out += events(only->events);
+  out += paragraphs(kOutputEnd, false);
   for (const auto& section : kSections) {
     out += fmt::format(".SH \"{}\"\n", section.title) + paragraphs_of(program, section.text);
   }
-  return out + examples(program.about.examples) + ".SH \"SEE ALSO\"\n" + pages + reference("jq") +
-         '\n';
+  std::vector<job::Example> shown = about.examples;
+  if (only) shown.insert(shown.end(), only->examples.begin(), only->examples.end());
+  return out + examples(shown) + ".SH \"SEE ALSO\"\n" + pages + reference("jq") + '\n';
 }
 
 std::string man_page(const Program& program, const JobCommand& command) {
-  std::string out = title(program.name + '-' + command.name, command.summary);
-  out += fmt::format("{} [{}]...\n.SH DESCRIPTION\n", bold(program.call_of(command)),
-                     italic("option"));
-  out += paragraphs(command.description + "\n\n" + command.details + '\n' + kJobDescription);
-  out += options(command);
+  if (program.has_one_job()) return man_page(program);
+  std::string out = title(program, program.name + '-' + command.name, command.summary);
+  out += synopsis(program.call_of(command)) + ".SH DESCRIPTION\n";
+  out += paragraphs(about_job(command));
+  out += options(command.table, command.roles);
   const std::string main_page = reference(program.name) + '\n';
   out += ".SH OUTPUT\nJSON lines, as\n" + main_page + "says.";
   out += command.events.empty() ? "\n" : " Of this command:\n" + events(command.events);
   out += ".SH \"EXIT STATUS\"\nAs in\n" + reference(program.name) + ".\n";
   return out + examples(command.examples) + ".SH \"SEE ALSO\"\n" + main_page;
+}
+
+std::string man_page(const Program& program, const TextCommand& command) {
+  std::string out = title(program, program.name + '-' + command.name, command.summary);
+  out += synopsis(program, command) + ".SH DESCRIPTION\n";
+  out += command.description.empty()
+             ? item(italic(command.argument), fmt::format("{}\n", fmt::join(command.choices, ", ")))
+             : paragraphs(command.description);
+  if (!command.options.empty()) out += options(command.options);
+  return out + ".SH \"SEE ALSO\"\n" + reference(program.name) + '\n';
 }
 
 }  // namespace distrain::app

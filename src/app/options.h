@@ -19,18 +19,18 @@ using job::ParsedOptions;
 using job::Scope;
 using job::ValueKind;
 
-/// The job's own with those of every job: ranks, network, run. By group, the job's own first.
-OptionTable whole_table(const job::JobInfo& job);
+/// Returns the job's options and those of every job (ranks, network, run) by group, the job's own
+/// first. Sets the job's mistake if two options have the same name or a name is not valid.
+OptionTable whole_table(job::JobInfo& job);
 
 /// Throws `invalid` for whatever is wrong with `args` (without program and command name).
 ParsedOptions parse_options(const OptionTable& table, const std::vector<std::string>& args);
 
-/// What help and man page show as the default; empty: nothing.
+/// Returns what help and man page show as the default; empty if there is nothing to show.
 inline std::string default_in_words(const Option& option) {
-  if (option.kind == ValueKind::kFlag) return {};
+  if (option.kind == ValueKind::kFlag || option.is_required) return {};
   return option.initial_in_words.empty() ? option.initial : option.initial_in_words;
 }
-
 /// Takes the options that the user did not give from the checkpoint of `--resume`, if there is one
 /// yet. Returns in words which given ones differ. Throws `bad_data` for one that must not.
 std::string take_resumed_options(ParsedOptions& options, const std::string& cmd);

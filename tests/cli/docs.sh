@@ -28,12 +28,12 @@ same() { # same <file> <args>...: the program prints it
 mapfile -t jobs < <("$distrain" schema end | jq -r '.oneOf[].properties.cmd.enum[] | values')
 ((${#jobs[@]} == 5)) || fail "distrain schema end names ${#jobs[@]} jobs"
 same man/distrain.1 man
-for job in "${jobs[@]}"; do same "man/distrain-$job.1" man "$job"; done
+for command in "${jobs[@]}" predict; do same "man/distrain-$command.1" man "$command"; done
 same completions/distrain.bash completion bash
 same completions/_distrain completion zsh
 same completions/distrain.fish completion fish
 others=$(cd "$root" && echo man/* completions/* | wc -w)
-((others == ${#jobs[@]} + 4)) || fail "man/ and completions/ hold $others files"
+((others == ${#jobs[@]} + 5)) || fail "man/ and completions/ hold $others files"
 
 for page in "$root"/man/*.1; do
   if command -v groff >/dev/null; then
@@ -64,9 +64,20 @@ offers ssp distrain ps --mode ss
 offers --embedding-dim distrain hybrid --embe
 offers "cpu cuda" distrain rl --device ""
 offers auto distrain rl --resume aut
+mkdir "$tmp/run1" && : >"$tmp/run1.txt"
+for words in predict "hybrid --resume" "ps --checkpoint" "rl --resume ="; do
+  # shellcheck disable=SC2086
+  offers "$tmp/run1" distrain $words "$tmp/ru"
+done
+offers "$tmp/run1 $tmp/run1.txt" distrain predict "$tmp/run1" "$tmp/ru"
+offers "--generate" distrain predict "$tmp/run1" --g
+offers "" distrain predict "$tmp/run1" --lr
+offers "cpu cuda" distrain predict "$tmp/run1" --device ""
+offers predict distrain help pre
+offers help distrain man he
 offers "$root/README.md" distrain hybrid --test_data "$root/READ"
 offers "$root/tests" distrain ps --data "$root/tes"
-offers --verify-grads distrain ps --local --ver
+offers --verify-grads distrain ps --local --verif
 offers rnn distrain help rn
 offers pipeline distrain man pip
 offers zsh distrain completion z

@@ -14,8 +14,11 @@ text() { # text <name> <words in it>... : the last command printed it and nothin
   done
 }
 
-run --version
-text version distrain LibTorch
+for args in -V "hybrid --version" "predict -V" --version; do
+  # shellcheck disable=SC2086
+  run $args
+  text "$args" distrain LibTorch
+done
 grep -qE '^distrain [0-9]+\.[0-9]+\.[0-9]+ \(LibTorch [0-9.]+\)$' "$tmp/out" || fail "version: format"
 built="not compiled"
 [[ ! -e $(dirname "$distrain")/libdistrain_cuda.so ]] || built="compiled, never run on a GPU by us"
@@ -28,7 +31,7 @@ declare -A words=([hybrid]="--trainers --mode async|sync" [ps]="--trainers --mod
   [rnn]="--trainers --mode async|sync" [rl]="--observers --threshold --max-episodes"
   [pipeline]="--stages --micro-batches --schedule gpipe|1f1b|naive")
 for command in "${!words[@]}"; do
-  for args in "$command --help" "$command -h" "help $command" "$command --bogus --help"; do
+  for args in "$command --help" "--help $command" "help $command" "$command help" "$command --bogus -h"; do
     # shellcheck disable=SC2086
     run $args
     # shellcheck disable=SC2086
@@ -37,6 +40,18 @@ for command in "${!words[@]}"; do
   grep -qF -- --config "$tmp/out" && fail "$command --help names --config, which does not exist"
   awk 'length > 100 { exit 1 }' "$tmp/out" || fail "$command --help has lines over 100 columns"
 done
+for command in predict help man completion schema; do
+  for args in "help $command" "$command --help" "-h $command"; do
+    # shellcheck disable=SC2086
+    run $args
+    text "$args" "Usage: distrain $command "
+  done
+  run man "$command"
+  text "man $command" ".TH DISTRAIN-${command^^} 1 "
+done
+run predict help
+text "predict help" CHECKPOINT --generate --device --threads
+grep -qe "--lr " "$tmp/out" && fail "predict help: has --lr, which has no effect on it"
 run hybrid --help
 text "hybrid --help" "[0.05]"
 run ps --help

@@ -130,7 +130,7 @@ expect_error 7 bad_data "--valid-data $tmp/nowhere: No such file" "missing --val
 run ps --data "$tmp/nowhere"
 expect_error 7 bad_data "--data $tmp/nowhere: No such file" "missing --data"
 run ps --data "$0"
-expect_error 7 bad_data "is not a directory" "--data is a file"
+expect_error 7 bad_data "is a file, a folder is needed" "--data is a file"
 
 bad() { # bad <words> <file to be spoilt> <command that writes another to stdout>...
   local words=$1 file=$2

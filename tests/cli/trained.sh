@@ -128,7 +128,7 @@ expect 2 "predict, of rl, of a file"
 run predict
 expect_error 2 invalid "predict needs a checkpoint" predict
 run predict "$tmp/nowhere"
-expect_error 7 bad_data "$tmp/nowhere: no checkpoint in this folder" "no checkpoint"
+expect_error 7 bad_data "cannot open $tmp/nowhere: No such file or directory" "no checkpoint"
 run predict "$tmp/hybrid" "$tmp/nowhere"
 expect 7 "no input"
 run predict "$tmp/hybrid" "$tmp/test" --embedding-dim 3

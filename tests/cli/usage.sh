@@ -20,6 +20,25 @@ wrong "unknown command 'foo'" help foo
 wrong "unknown option '--bogus'" --bogus
 wrong "--lr must be a number from 0 to 1000000, not 'nan'" hybrid --lr nan
 wrong "unexpected argument 'pipeline'" help rl pipeline
+wrong "--lr must follow the command: distrain hybrid --lr" --lr=3 hybrid
+
+: >"$tmp/file"
+for resume in "" auto; do
+  run hybrid --checkpoint "$tmp/file" ${resume:+--resume} $resume
+  expect_error 7 bad_data "--checkpoint $tmp/file: is a file, a folder is needed" "--checkpoint FILE $resume"
+done
+
+# A person at a terminal is told once, in one line; without a command, how the program is used.
+if command -v script >/dev/null; then
+  for words in "--bogus" "hybrid --bogus" "hybrid --data '$tmp/nowhere'" "predict '$tmp/nowhere'"; do
+    on_terminal "'$distrain' $words; echo \"code \$?\""
+    [[ $(wc -l <"$tmp/tty") == 2 && $(head -n 1 "$tmp/tty") == distrain:* ]] ||
+      fail "$words, on a terminal: $(head -c 300 "$tmp/tty")"
+  done
+  on_terminal "'$distrain'; echo \"code \$?\""
+  "$distrain" --help >"$tmp/out"
+  diff <(cat "$tmp/out" && echo "code 2") "$tmp/tty" >/dev/null || fail "no command, on a terminal: $(cat "$tmp/tty")"
+fi
 
 # A placement that fails shows an option's value without starting anything.
 same() { # same <jq filter> <args>...

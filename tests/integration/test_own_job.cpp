@@ -160,27 +160,6 @@ TEST_CASE("the ranks of a role are numbered if there are several, or may be") {
         std::vector<std::string>{"server0", "server1", "server2", "master", "trainer4"});
 }
 
-TEST_CASE("a role that would have no name or number of its own is refused") {
-  struct Silent : OwnOptions {
-    static void describe(job::OptionList<Silent>& list) { list.without("trainers"); }
-  };
-  const auto refused = [](const auto& add) {
-    try {
-      add();
-    } catch (const base::Exception& e) {
-      CHECK(e.kind() == base::ErrorKind::kInvalid);
-      return e.error().message;
-    }
-    return std::string();
-  };
-  CHECK(refused([] { job::define<OwnOptions>("own", "").role("server", 1).role("server", 1); }) ==
-        "the role server: there already");
-  CHECK(refused([] { job::define<OwnOptions>("own", "").role("server", 0); }) ==
-        "the role server: no rank has it");
-  CHECK(refused([] { job::define<Silent>("own", "").role("trainer", &Silent::trainers); }) ==
-        "the role trainer: no option sets its number of ranks");
-}
-
 TEST_CASE("a parameter that is not finite is named, and not saved") {
   const Folder folder;
   OwnOptions options;

@@ -18,11 +18,12 @@ struct JobCommand : job::JobInfo {
   std::shared_ptr<const job::AnyDefinition> definition;
 };
 
-/// What help and man page say of a program as a whole.
+/// Describes a program as a whole in its help, man page and --version.
 struct About {
-  std::string summary;      ///< in a line
-  std::string description;  ///< a paragraph
-  std::vector<job::Example> examples;
+  std::string summary;                 ///< in a line
+  std::string description;             ///< a paragraph
+  std::vector<job::Example> examples;  ///< the help has the first three, the man page all
+  std::string version = {};            ///< the program's own
 };
 
 /// The whole of a program whose subcommands are jobs: the command line, the launcher, the ranks.

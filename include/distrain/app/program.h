@@ -19,9 +19,10 @@ struct Program {
 
   /// Null if there is no such job.
   const JobCommand* find(const std::string& job) const;
-  /// How the job is called: that of a program with one job is the program.
+  bool has_one_job() const { return commands.size() == 1; }
+  /// Returns how a user calls the job: the job of a program with one job is the program.
   std::string call_of(const JobCommand& command) const {
-    return commands.size() == 1 ? name : name + ' ' + command.name;
+    return has_one_job() ? name : name + ' ' + command.name;
   }
 };
 
@@ -32,27 +33,31 @@ struct TextCommand {
   std::string argument;  ///< SHELL, …
   std::vector<std::string> choices;
   bool needs_argument = false;
-  /// With an empty argument where there was none. Of `predict` it is empty.
+  /// Called with an empty argument if none is given. Empty for `predict`.
   std::function<std::string(const Program&, const std::string& argument)> text = {};
-  std::string description = {};  ///< in place of the choices
+  std::string description = {};   ///< in place of the choices
+  job::OptionTable options = {};  ///< those of `predict`
 };
-/// help, man, completion and schema, and predict if a job has it.
+/// Returns help, man, completion and schema, and predict if a job has it.
 std::vector<TextCommand> text_commands(const Program& program);
 /// The name of each subcommand and what it does in a line, jobs first.
 std::vector<std::pair<std::string, std::string>> subcommands(const Program& program);
 
-/// distrain's, whatever the program.
-std::string version_text();
+/// Returns the text of --version: the program's own version, then the versions of distrain and
+/// LibTorch.
+std::string version_text(const Program& program);
 
 /// What --help prints: of the program, of a job (usage, description, options by group with their
-/// defaults, examples), of what prints a text.
+/// defaults, examples), of another command. A program with one job has that job's help.
 std::string help_text(const Program& program);
 std::string help_text(const Program& program, const JobCommand& command);
 std::string help_text(const Program& program, const TextCommand& command);
 
-/// The man page of the program, or of a job, as roff.
+/// The man page of the program, or of a command, as roff. The page of a program with one job is
+/// that job's page, too.
 std::string man_page(const Program& program);
 std::string man_page(const Program& program, const JobCommand& command);
+std::string man_page(const Program& program, const TextCommand& command);
 
 /// A completion script for bash, zsh or fish.
 std::string completion(const Program& program, const std::string& shell);
@@ -71,7 +76,8 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
 int run_predict_command(const Program& program, const std::vector<std::string>& args,
                         base::TimePoint started);
 
-/// A failure before any rank ran: `error` and `end` on stdout, one line on stderr.
+/// Reports a failure before any rank ran: one line on stderr, and `error` and `end` on stdout
+/// unless stdout is a terminal. Returns the exit code.
 int report_failure(const std::string& cmd, const base::Error& error, base::TimePoint started);
 /// Text that goes to stdout instead of JSON lines. Gives back the exit code.
 int print_text(const std::string& text);

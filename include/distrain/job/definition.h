@@ -62,6 +62,9 @@ struct JobInfo {
   bool has_local = false;
   bool has_predict = false;
   bool has_stages = false;  ///< `--inject stage=...` has something to do
+  /// The first mistake of the job's author in the declaration, which main() reports; empty if there
+  /// is none. Such a job does not run.
+  std::string mistake;
 };
 
 /// A Definition, whatever its options are.
@@ -135,9 +138,11 @@ class Definition final : public AnyDefinition {
   Definition(std::string name, std::string summary) {
     info_.name = std::move(name);
     info_.summary = std::move(summary);
-    describe_inherited(list_);
-    list_.group("Model and data");
-    Options::describe(list_);
+    declare([this] {
+      describe_inherited(list_);
+      list_.group("Model and data");
+      Options::describe(list_);
+    });
     info_.table = list_.table();
     if constexpr (std::is_base_of_v<TrainerOptions, Options>) {
       info_.events = trainer_events(find_option(info_.table, "min-trainers") != nullptr);
@@ -167,25 +172,26 @@ class Definition final : public AnyDefinition {
 
   /// Adds the next ranks. If `count` is an option, which one role may have, or above 1, they are
   /// numbered by their rank, as in trainer3. `main` is what each does; without `main` a rank serves
-  /// the others until they are done. Throws `invalid` for a second role of that name, a fixed count
-  /// below 1, and a member that no option sets.
+  /// the others until they are done. A second role of that name, a fixed count below 1, and a
+  /// member that no option sets are mistakes: see JobInfo.
   Definition& role(std::string name, Count count, Main main = {}, Use use = Use::kCompute,
                    std::string alias = {}) {
-    const auto refuse_if = [&name](bool wrong, const char* why) {
-      if (wrong) base::invalid("the role " + name + ": " + why);
-    };
-    refuse_if(std::ranges::find(roles_, name, &RoleRow::name) != roles_.end(), "there already");
-    if (const int* fixed = std::get_if<int>(&count)) {
-      refuse_if(*fixed < 1, "no rank has it");
-      info_.fixed_ranks += *fixed;
-    } else {
-      refuse_if(!info_.count_option.empty(), "the second whose number of ranks is an option");
-      info_.count_option = list_.name_of(std::get<int Options::*>(count));
-      refuse_if(info_.count_option.empty(), "no option sets its number of ranks");
-    }
-    info_.roles.push_back({name, std::move(alias), use});
-    roles_.push_back({std::move(name), count, std::move(main)});
-    return *this;
+    return declare([&] {
+      const auto refuse_if = [&name](bool wrong, const char* why) {
+        if (wrong) base::invalid("the role " + name + ": " + why);
+      };
+      refuse_if(std::ranges::find(roles_, name, &RoleRow::name) != roles_.end(), "declared twice");
+      if (const int* fixed = std::get_if<int>(&count)) {
+        refuse_if(*fixed < 1, "it needs at least one rank");
+        info_.fixed_ranks += *fixed;
+      } else {
+        refuse_if(!info_.count_option.empty(), "an option already sets another role's ranks");
+        info_.count_option = list_.name_of(std::get<int Options::*>(count));
+        refuse_if(info_.count_option.empty(), "no option sets its number of ranks");
+      }
+      info_.roles.push_back({name, std::move(alias), use});
+      roles_.push_back({std::move(name), count, std::move(main)});
+    });
   }
 
   /// Makes Module usable as nn::RemoteModule<Module>.
@@ -313,6 +319,17 @@ class Definition final : public AnyDefinition {
     Count count;
     Main main;
   };
+
+  /// Keeps the message of an exception of `part`, because main() is not there yet to catch it.
+  template <class F>
+  Definition& declare(const F& part) {
+    try {
+      part();
+    } catch (const base::Exception& e) {
+      if (info_.mistake.empty()) info_.mistake = e.error().message;
+    }
+    return *this;
+  }
 
   template <class T>
   Definition& set(T& what, T value) {

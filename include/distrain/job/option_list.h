@@ -32,6 +32,9 @@ class OptionRow {
   OptionRow& by_default(const std::string& words) { return set(option_.initial_in_words, words); }
   OptionRow& formerly(const std::string& old_name) { return set(option_.old_name, old_name); }
   OptionRow& needs(const std::string& other) { return set(option_.needs, other); }
+  /// The user must give the option, unless the job resumes from a checkpoint that has its value.
+  /// Ranks that join inherit the value from rank 0. The member's initial value is not a default.
+  OptionRow& required() { return set(option_.is_required, true); }
   OptionRow& random_only() { return set(option_.random_only, true); }
   OptionRow& data_only() { return set(option_.data_only, true); }
   OptionRow& each_own() { return set(option_.each_own, true); }

@@ -88,14 +88,12 @@ LoadedCheckpoint load_from(const std::string& path, Depth depth) {
     const Disk disk;
     const UserPath named(path);
     const auto opened = OpenFolder::at(disk, named.folder);
-    if (opened && !named.checkpoint.empty()) {
-      return load_one(open_save(*opened, named.checkpoint), depth);
-    }
-    if (!opened && errno != ENOENT) fail_open(path);
-    if (opened && opened->kind_of(kManifestName) != OpenFolder::Kind::kNothing) {
+    if (!opened) fail_open(path);
+    if (!named.checkpoint.empty()) return load_one(open_save(*opened, named.checkpoint), depth);
+    if (opened->kind_of(kManifestName) != OpenFolder::Kind::kNothing) {
       return load_one(*opened, depth);
     }
-    const auto newest = opened ? newest_in(*opened) : std::nullopt;
+    const auto newest = newest_in(*opened);
     if (!newest) bad_data(path + ": no checkpoint in this folder");
     return load_one(open_save(*opened, *newest), depth);
   });

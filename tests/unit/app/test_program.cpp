@@ -40,6 +40,9 @@ job::Definition<Options> clicks() {
 
 const std::vector<JobCommand> kCommands = {clicks()};
 const Program kShop{"shop", kCommands, {"sells things", "Trains the shop's models.", {}}};
+const std::vector<JobCommand> kTwoCommands = {clicks(),
+                                              job::define<Options>("views", "").role("trainer", 2)};
+const Program kMall{"shop", kTwoCommands, kShop.about};
 
 bool has(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
@@ -51,20 +54,20 @@ Json schema_of(const std::string& event) { return Json::parse(schema(kShop, even
 }  // namespace
 
 TEST_CASE("a program's texts are its own") {
-  for (const TextCommand& command : text_commands(kShop)) {
+  for (const TextCommand& command : text_commands(kMall)) {
     for (const std::string& choice : command.choices) {
-      const std::string text = command.text(kShop, choice);
+      const std::string text = command.text(kMall, choice);
       CAPTURE(command.name, choice);
       CHECK(has(text, "shop"));
       CHECK_FALSE(has(text, "hybrid"));
     }
-    CHECK(has(help_text(kShop, command), "Usage: shop " + command.name));
+    CHECK(has(help_text(kMall, command), "Usage: shop " + command.name));
   }
-  CHECK(has(man_page(kShop), "\\fBshop\\-clicks\\fR(1)"));
+  CHECK(has(man_page(kMall), "\\fBshop\\-clicks\\fR(1)"));
 }
 
 TEST_CASE("a man page has options, their details, lines and examples as roff") {
-  const std::string page = man_page(kShop, kCommands[0]);
+  const std::string page = man_page(kMall, kTwoCommands[0]);
   CHECK(has(page, ".TH SHOP-CLICKS 1 "));
   CHECK(has(page,
             ".TP\n\\fB\\-\\-rows\\-per\\-rank\\fR \\fIN\\fR\nrows [of a table] (default: 100).\n"
@@ -73,6 +76,162 @@ TEST_CASE("a man page has options, their details, lines and examples as roff") {
   CHECK(has(page, "\\fBclicks_per_s\\fR\nclicks a second\n"));
   CHECK(has(page, "A small table:\n.PP\n.RS 4\n.nf\nshop clicks \\-\\-rows 3\n"));
   CHECK_FALSE(has(page, "dump\\-placement"));  // it is hidden
+}
+
+TEST_CASE("help and manual of every command are printed, also of help itself") {
+  const TextCommand help = text_commands(kShop)[0], man = text_commands(kShop)[1];
+  REQUIRE(help.name == "help");
+  REQUIRE(man.name == "man");
+  CHECK(help.choices == std::vector<std::string>{"clicks", "help", "man", "completion", "schema"});
+  CHECK(man.choices == help.choices);
+  CHECK(has(help.text(kShop, "man"), "Usage: shop man [COMMAND]\n"));
+  CHECK(has(man.text(kShop, "schema"), ".TH SHOP-SCHEMA 1 "));
+}
+
+TEST_CASE("a program with one job has one manual page, with its own summary and version") {
+  const Program shop{"shop", kCommands, {"sells things", "Trains models.", {}, "1.2"}};
+  const std::string page = man_page(shop);
+  CHECK(has(page, ".TH SHOP 1 \"\" \"shop 1.2\""));
+  CHECK(has(page, "shop \\- sells things\n.SH SYNOPSIS\n\\fBshop\\fR [\\fIoption\\fR]...\n"));
+  CHECK(has(page, ".SH DESCRIPTION\nTrains models.\n.PP\nTwo towers.\n"));
+  CHECK(has(page, "\\fB\\-\\-rows\\-per\\-rank\\fR"));
+  CHECK(has(page, ".SH \"CHECKPOINTS\"\n"));
+  CHECK(man_page(shop, kCommands[0]) == page);
+  const Program bare{"shop", kCommands, {}};
+  CHECK(has(man_page(bare), "shop \\- learns what is clicked\n"));
+  CHECK(version_text(shop).starts_with("shop 1.2 (distrain "));
+  CHECK(version_text(bare).starts_with("shop (distrain "));
+  CHECK(version_text({"distrain", kCommands, {}}).starts_with("distrain "));
+}
+
+namespace {
+
+struct Required {
+  int rows = 0;
+  std::string table;
+
+  static void describe(job::OptionList<Required>& list) {
+    list.integer("rows", &Required::rows, "rows of the table").range(1, 9).required();
+    list.text("table", &Required::table, "NAME", "what it is called").required().may_change();
+  }
+};
+
+}  // namespace
+
+TEST_CASE("an option that is required must be given, unless a checkpoint or rank 0 has it") {
+  const std::vector<JobCommand> commands = {job::define<Required>("fill", "").role("master", 1)};
+  const auto check = [&](const std::vector<std::string>& args, Placement::Mode mode, int rank,
+                         const std::map<std::string, std::string>& saved = {}) {
+    ParsedOptions options = parse_options(commands[0].table, args);
+    for (const auto& [name, value] : saved) options.take(name, value);
+    commands[0].definition->complete(options);
+    Placement placement;
+    placement.mode = mode;
+    placement.rank = rank;
+    placement.ranks = {0};
+    check_options(options, placement);
+  };
+  using enum Placement::Mode;
+  for (const auto mode : {kSpawn, kLocal, kJoin}) {
+    CHECK_THROWS_WITH(check({}, mode, 0), "--rows, --table must be given");
+    CHECK_THROWS_WITH(check({"--rows=1"}, mode, 0), "--table must be given");
+    CHECK_NOTHROW(check({"--rows", "1", "--table", "a"}, mode, 0));
+  }
+  CHECK_NOTHROW(check({}, kJoin, 1));
+  CHECK_NOTHROW(check({"--table", "a"}, kSpawn, 0, {{"rows", "3"}}));
+  CHECK_THROWS_WITH(check({"--rows", "2"}, kSpawn, 0, {{"table", ""}}), "--table must be given");
+
+  const Program program{"fill", commands, {}};
+  CHECK(has(help_text(program), "Usage: fill --rows N --table NAME [OPTION]...\n"));
+  CHECK(has(help_text(program), "--rows N            rows of the table (required)\n"));
+  CHECK(has(man_page(program), "\nrows of the table (required)\n"));
+  CHECK(has(completion(program, "zsh"), "--rows[rows of the table (required)]"));
+  CHECK(has(schema(program, "start"), "rows of the table (required)"));
+}
+
+namespace {
+
+struct Again : job::TrainerOptions {
+  static void describe(job::OptionList<Again>& list) {
+    list.choice("mode", &Again::mode, {"sync"}, "again");
+  }
+};
+template <int kind>
+struct Wrong {
+  int count = 1;
+  static void describe(job::OptionList<Wrong>& list) {
+    if (kind == 0) list.row("size").help("which is not there");
+    if (kind != 0) list.integer(kind == 1 ? "threads" : "num_rows", &Wrong::count, "");
+  }
+};
+
+template <class Options>
+std::string mistake_of(const job::Definition<Options>& definition) {
+  return JobCommand(definition).mistake;
+}
+
+}  // namespace
+
+TEST_CASE("a mistake in a job's declaration is kept for one clear line at the start") {
+  CHECK(clicks().info().mistake.empty());
+  CHECK(mistake_of(job::define<Again>("own", "").role("trainer", 2)) ==
+        "--mode is declared twice: change the first one with list.row(), list.find() or "
+        "list.without()");
+  CHECK(mistake_of(job::define<Wrong<0>>("own", "").role("trainer", 2)) ==
+        "no option is named size");
+  CHECK(mistake_of(job::define<Wrong<1>>("own", "").role("trainer", 2)) ==
+        "every job has an option --threads: rename the job's own");
+  CHECK(mistake_of(job::define<Wrong<2>>("own", "").role("trainer", 2)) ==
+        "declare --num_rows with '-': a user may write '_' for it");
+  CHECK(mistake_of(job::define<Options>("own", "")) == "it has no role");
+  CHECK(mistake_of(job::define<Options>("own", "").role("a", 1).role("a", 1)) ==
+        "the role a: declared twice");
+  CHECK(mistake_of(job::define<Options>("own", "").role("a", 0)) ==
+        "the role a: it needs at least one rank");
+  CHECK(mistake_of(job::define<Required>("own", "").role("a", &Required::rows)).empty());
+  struct Silent : job::TrainerOptions {
+    static void describe(job::OptionList<Silent>& list) { list.without("trainers"); }
+  };
+  CHECK(mistake_of(job::define<Silent>("own", "").role("trainer", &Silent::trainers)) ==
+        "the role trainer: no option sets its number of ranks");
+}
+
+TEST_CASE("messages name the option, its value and what is allowed") {
+  const job::OptionTable& table = kCommands[0].table;
+  const auto refused = [&](const std::vector<std::string>& args) {
+    try {
+      parse_options(table, args);
+    } catch (const base::Exception& e) {
+      return e.error().message;
+    }
+    return std::string();
+  };
+  CHECK(refused({"--rows_per_rank=x"}) ==
+        "--rows-per-rank must be a whole number from 1 to 1000, not 'x'");
+  CHECK(refused({"--rows-per-rank", "1001"}) ==
+        "--rows-per-rank must be a whole number from 1 to 1000, not '1001'");
+  CHECK(refused({"--rows-per-rank"}) ==
+        "--rows-per-rank needs a value: a whole number from 1 to 1000");
+  CHECK(refused({"--tower", "wdie"}) == "--tower must be one of deep, wide, not 'wdie'");
+  CHECK(refused({"--tower", "wid"}) ==
+        "--tower must be one of deep, wide, not 'wid'; did you mean wide?");
+  CHECK(refused({"--tower=", "deep"}) == "--tower needs a value: one of deep, wide");
+  CHECK(refused({"--clicks", "--quiet"}) == "--clicks needs a value: FILE");
+  CHECK(refused({"--rpc-timeout", "0"}) ==
+        "--rpc-timeout must be a number above 0 and up to 1000000, not '0'");
+  CHECK(refused({"--rank", "none"}) ==
+        "--rank must be auto or a whole number from 0 to 1023, not 'none'");
+  CHECK(refused({"--insecure", "yes"}) == "unexpected argument 'yes': --insecure takes no value");
+  CHECK(refused({"file.txt"}) == "unexpected argument 'file.txt': every option begins with --");
+  CHECK(refused({"-x=3"}) == "unknown option -x");
+  CHECK(refused({"-q=3"}) == "--quiet takes no value");
+  CHECK(refused({"--=3"}) == "unknown option --");
+  CHECK(refused({"-tower", "deep"}) == "unknown option -tower; did you mean --tower?");
+  const ParsedOptions options =
+      parse_options(table, {"-q", "--tower", "wide", "--tower=deep", "--rows_per_rank", "3"});
+  CHECK(options.flag("quiet"));
+  CHECK(options.text("tower") == "deep");
+  CHECK(options.integer("rows-per-rank") == 3);
 }
 
 TEST_CASE("completions quote what a shell would take for its own") {
@@ -111,7 +270,7 @@ TEST_CASE("the schema is closed and says what is always there") {
 
 TEST_CASE("a line that nobody declares is refused") {
   const std::vector<job::Event> events = events_of(kCommands[0]);
-  const Json good{{"epoch", 1}, {"step", 1}, {"loss", nullptr}, {"clicks_per_s", 2.5}};
+  const Json good{{"epoch", 1}, {"step", 1}, {"loss", nullptr}, {"lr", 0.1}, {"clicks_per_s", 2.5}};
   const auto refused = [&](const char* event, const Json& fields) {
     try {
       testing::check_declared(events, event, fields);
@@ -135,13 +294,13 @@ TEST_CASE("a line that nobody declares is refused") {
 
 TEST_CASE("a default folder of checkpoints can be switched off") {
   job::Option folder{.name = "checkpoint", .initial = "own"};
-  CHECK_THROWS_WITH(canonical_value(folder, "", "--checkpoint"), "--checkpoint needs a value");
+  CHECK_THROWS_WITH(canonical_value(folder, "", "--checkpoint"), "--checkpoint needs a value: ");
   folder.may_be_empty = true;
   CHECK(canonical_value(folder, "", "--checkpoint").empty());
   const job::OptionTable table = {folder};
   CHECK(job::ParsedOptions(table).adopting({{"checkpoint", ""}}).text("checkpoint").empty());
   folder.initial = "";  // nothing to switch off: a variable that is not set, perhaps
-  CHECK_THROWS_WITH(canonical_value(folder, "", "--checkpoint"), "--checkpoint needs a value");
+  CHECK_THROWS_WITH(canonical_value(folder, "", "--checkpoint"), "--checkpoint needs a value: ");
 }
 
 namespace {
