@@ -16,7 +16,8 @@ namespace distrain::job {
 
 namespace {
 
-constexpr double kLease_s = 0.25;                // of steps that are handed out together
+constexpr double kLease_s = 0.25;  // of steps that are handed out together
+constexpr auto kShowInterval = std::chrono::milliseconds(500);
 constexpr int64_t kEndless = 1'000'000'000'000;  // steps: more than any job can make
 
 rpc::To host() { return rpc::To(kHostRank).without_deadline(); }
@@ -211,6 +212,26 @@ void TrainingPlan::make(const Step& what, const std::function<Result()>& step) {
   steps_ += steps;
   process_.job().progress->add(steps, log_.begun());
   log_.step(loss, plan_.lr * factor, result.samples, result.more);
+  show(what.epoch, loss, plan_.lr * factor, result.progress);
+}
+
+/// Reports how far training is, at most twice a second: a clock is all that most steps look at.
+void TrainingPlan::show(int64_t epoch, double loss, double lr, const Json& more) {
+  const base::TimePoint now = base::Clock::now();
+  if (now - shown_ < kShowInterval) return;
+  shown_ = now;
+  const auto own = static_cast<int64_t>(own_.size());
+  const bool is_endless = plan_.steps == 0 && plan_.steps_per_epoch == kEndless;
+  const int64_t steps = plan_.steps > 0 ? plan_.steps : plan_.epochs * plan_.steps_per_epoch;
+  Json fields{{"epoch", epoch},
+              {"epochs", plan_.epochs},
+              {"step", log_.total() * own},
+              {"steps", is_endless ? 0 : steps * own},
+              {"trainers", plan_.trainers / own},
+              {"loss", loss},
+              {"lr", lr}};
+  fields.update(more);
+  process_.sink().progress(fields);
 }
 
 void TrainingPlan::meet(const Task& task) {

@@ -44,6 +44,11 @@ class EventSink {
   /// process that is to leave in time does not wait for that. Any thread.
   virtual void failing(const base::Error& error) { static_cast<void>(error); }
 
+  /// Called about twice a second by each trainer, for displays: `step` of `steps` that the trainer
+  /// makes (0 if unknown) of `trainers`, `epoch` of `epochs`, `loss`, `lr` and the fields of
+  /// Result::progress; or a `note`, one line of text. Never waits for a reader.
+  virtual void progress(const Json& fields) { static_cast<void>(fields); }
+
   /// From now on this rank's end does not end the job: its launcher is not to end the others.
   virtual void may_be_lost() {}
 

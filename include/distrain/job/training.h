@@ -35,8 +35,9 @@ struct Step {
 struct Result {
   at::Tensor loss;  ///< a number; one that is not finite ends the job
   int64_t samples = 0;
-  Json more = Json::object();  ///< further fields of the `step` line
-  int64_t steps = 1;           ///< that it counts as in the last line
+  Json more = Json::object();      ///< further fields of the `step` line
+  int64_t steps = 1;               ///< that it counts as in the last line
+  Json progress = Json::object();  ///< further fields of EventSink::progress()
 };
 
 /// This trainer's part of an evaluation: the examples from `first(n)` to `end(n)` of n.
@@ -264,6 +265,7 @@ class TrainingPlan {
   std::vector<HeldPart> held(int trainer, bool is_first) const;
   void give(int trainer, const std::string& checkpoint) const;
   void end(const Task& task);
+  void show(int64_t epoch, double loss, double lr, const Json& more);
 
   Process& process_;
   const Share share_;
@@ -276,6 +278,7 @@ class TrainingPlan {
   std::map<int, Seat> seats_;  // of `own_`
   int64_t samples_ = 0;        // in this run
   int64_t steps_ = 0;          // in this run, as results count them
+  base::TimePoint shown_{};    // last, by show()
   bool stopped_ = false;
 };
 

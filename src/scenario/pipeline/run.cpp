@@ -3,6 +3,7 @@
 #include <utility>
 
 #include <ATen/Functions.h>
+#include <fmt/format.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/trace.h"
@@ -45,6 +46,11 @@ PipelineRun::PipelineRun(const PipelineOptions& options, const PipelineData& dat
       sink_(sink),
       lines_(sink, "step", options.log_interval),
       lr_schedule_(options.rule().schedule) {
+  if (const size_t models = options.num_split.size(); models > 1) {
+    sink.progress({{"note", fmt::format("trains {} models in turn, {} batches each: one for each "
+                                        "--num-split",
+                                        models, batches())}});
+  }
   begin(options.num_split.front());
 }
 
@@ -115,7 +121,9 @@ job::Result PipelineRun::step(const job::Step& step) {
   results_.push_back(model_.train(batch, index));
   ++steps_;
   log(results_.back(), index, options_.lr * factor);
-  return {at::scalar_tensor(results_.back().loss, at::kDouble), options_.batch_size};
+  return {.loss = at::scalar_tensor(results_.back().loss, at::kDouble),
+          .samples = options_.batch_size,
+          .progress = {{"num_split", options_.num_split[split]}}};
 }
 
 void PipelineRun::log(const BatchResult& result, int64_t index, double lr) {

@@ -124,7 +124,10 @@ void Learner::report(int observer, const EnvironmentStates& ends) {
 job::Result Learner::end_episode() {
   std::lock_guard lock(mutex_);
   const at::Tensor loss = learn();
-  job::Result result{.loss = loss, .samples = episode_steps_, .steps = episode_steps_};
+  job::Result result{.loss = loss,
+                     .samples = episode_steps_,
+                     .steps = episode_steps_,
+                     .progress = {{"running_reward", running_reward()}}};
   now_.steps += episode_steps_;
   now_.at = base::Clock::now();
   job::Json fields{{"episode", episode_},
