@@ -30,7 +30,8 @@ struct Options : job::TrainerOptions {
     epochs = 10;
   }
   static void describe(job::OptionList<Options>& list) {
-    list.file("data", &Options::data, "ratings: a user, an item and a rating in each line");
+    list.file("data", &Options::data, "ratings: a user, an item and a rating in each line")
+        .required();
     list.integer("dim", &Options::dim, "numbers in a row").range(1, 4096);
     list.find("optimizer").choices = {"sgd", "adagrad", "adam"};  // those for sparse gradients
   }

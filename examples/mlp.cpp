@@ -31,7 +31,7 @@ struct Options : job::TrainerOptions {
     epochs = 10;
   }
   static void describe(job::OptionList<Options>& list) {
-    list.folder("data", &Options::data, "images in the format of MNIST");
+    list.folder("data", &Options::data, "images in the format of MNIST").required();
     list.integer("hidden", &Options::hidden, "hidden units").range(1, 65536);
     list.without("mode");          // replicas are always updated together
     list.without("min-trainers");  // the job cannot continue without a trainer
