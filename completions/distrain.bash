@@ -28,34 +28,34 @@ _distrain() {
     hybrid/--data)
       compopt -o filenames; mapfile -t COMPREPLY < <(compgen -W 'teacher' -- "$cur"; compgen -f -- "$cur"); return
       ;;
-    hybrid/--valid-data | rnn/--valid-data | hybrid/--test-data | rnn/--test-data | */--token-file | */--trace | rnn/--data | pipeline/--weights)
+    hybrid/--valid-data | hybrid/--test-data | hybrid/--token-file | hybrid/--trace | ps/--token-file | ps/--trace | rnn/--data | rnn/--valid-data | rnn/--test-data | rnn/--token-file | rnn/--trace | rl/--token-file | rl/--trace | pipeline/--weights | pipeline/--token-file | pipeline/--trace | predict/--trace)
       compopt -o filenames; mapfile -t COMPREPLY < <(compgen -f -- "$cur"); return
       ;;
     hybrid/--mode | rnn/--mode)
       mapfile -t COMPREPLY < <(compgen -W 'async sync' -- "$cur"); return
       ;;
-    */--optimizer)
+    hybrid/--optimizer | ps/--optimizer | rnn/--optimizer | rl/--optimizer | pipeline/--optimizer)
       mapfile -t COMPREPLY < <(compgen -W 'sgd adagrad adam adamw rmsprop' -- "$cur"); return
       ;;
-    */--log-interval | */--rank)
+    hybrid/--log-interval | hybrid/--rank | ps/--log-interval | ps/--rank | rnn/--log-interval | rnn/--rank | rl/--log-interval | rl/--rank | pipeline/--log-interval | pipeline/--rank)
       mapfile -t COMPREPLY < <(compgen -W 'auto' -- "$cur"); return
       ;;
-    */--checkpoint | ps/--data | pipeline/--data | ps/--valid-data | pipeline/--valid-data | ps/--test-data | pipeline/--test-data)
+    hybrid/--checkpoint | ps/--data | ps/--valid-data | ps/--test-data | ps/--checkpoint | rnn/--checkpoint | rl/--checkpoint | pipeline/--data | pipeline/--valid-data | pipeline/--test-data | pipeline/--checkpoint)
       compopt -o filenames; mapfile -t COMPREPLY < <(compgen -d -- "$cur"); return
       ;;
-    */--resume)
+    hybrid/--resume | ps/--resume | rnn/--resume | rl/--resume | pipeline/--resume)
       compopt -o filenames; mapfile -t COMPREPLY < <(compgen -W 'auto' -- "$cur"; compgen -d -- "$cur"); return
       ;;
-    hybrid/--eval-only | ps/--eval-only | rnn/--eval-only | */--local | */--spawn | */--insecure | */--quiet | */--help | */--version | ps/--verify-grads | pipeline/--explain)
+    hybrid/--eval-only | hybrid/--local | hybrid/--spawn | hybrid/--insecure | hybrid/--quiet | hybrid/--help | hybrid/--version | ps/--verify-grads | ps/--eval-only | ps/--local | ps/--spawn | ps/--insecure | ps/--quiet | ps/--help | ps/--version | rnn/--eval-only | rnn/--local | rnn/--spawn | rnn/--insecure | rnn/--quiet | rnn/--help | rnn/--version | rl/--local | rl/--spawn | rl/--insecure | rl/--quiet | rl/--help | rl/--version | pipeline/--local | pipeline/--spawn | pipeline/--insecure | pipeline/--explain | pipeline/--quiet | pipeline/--help | pipeline/--version | predict/--help)
       :
       ;;
-    */--master-addr)
+    hybrid/--master-addr | ps/--master-addr | rnn/--master-addr | rl/--master-addr | pipeline/--master-addr)
       mapfile -t COMPREPLY < <(compgen -A hostname -- "$cur"); return
       ;;
-    */--transport)
+    hybrid/--transport | ps/--transport | rnn/--transport | rl/--transport | pipeline/--transport)
       mapfile -t COMPREPLY < <(compgen -W 'auto tcp unix' -- "$cur"); return
       ;;
-    */--device)
+    hybrid/--device | ps/--device | rnn/--device | rl/--device | pipeline/--device | predict/--device)
       mapfile -t COMPREPLY < <(compgen -W 'cpu cuda' -- "$cur"); return
       ;;
     ps/--dropout)

@@ -44,21 +44,6 @@ std::vector<std::pair<std::string, OptionTable>> tables_of(const Program& progra
   return tables;
 }
 
-Rows rows_of(const Program& program, std::string (*row)(const Option&)) {
-  Rows rows;
-  for (const auto& [name, table] : tables_of(program)) {
-    for (const Option& option : table) add(rows, row(option), name);
-  }
-  return rows;
-}
-
-/// Returns true if all jobs are among `commands`.
-bool has_all_jobs(const Program& program, const std::vector<std::string>& commands) {
-  return std::ranges::all_of(program.commands, [&](const JobCommand& job) {
-    return std::ranges::count(commands, job.name) > 0;
-  });
-}
-
 /// In single quotes; `quote` stands for one in the text.
 std::string quoted(std::string text, const char* quote) {
   c10::ReplaceAll(text, "'", quote);
@@ -84,19 +69,19 @@ std::string joined(const std::vector<std::string>& words, const char* by = " ") 
 
 // ---- bash ----
 
-/// The option, and what is done for its value; "return": text and numbers, nothing to offer.
-std::string bash_row(const Option& option) {
-  const std::string name = "--" + option.name + ' ';
-  if (option.kind == ValueKind::kFlag) return name + ':';  // the next word is an option again
+/// Returns what is done for the option's value; empty for text and numbers, for which there is
+/// nothing to offer.
+std::string bash_action(const Option& option) {
+  if (option.kind == ValueKind::kFlag) return ":";  // the next word is an option again
   constexpr const char* kSources[] = {"", "-f", "-d", "-A hostname"};
   const Source source = source_of(option);
   std::vector<std::string> calls;
   if (!option.choices.empty()) calls.push_back("-W '" + joined(option.choices) + "'");
   if (source != kNothing) calls.emplace_back(kSources[source]);
-  if (calls.empty()) return name + "return";
+  if (calls.empty()) return {};
   for (std::string& call : calls) call = "compgen " + call + " -- \"$cur\"";
   const bool paths = source == kFiles || source == kFolders;
-  return fmt::format("{}{}mapfile -t COMPREPLY < <({}); return", name,
+  return fmt::format("{}mapfile -t COMPREPLY < <({}); return",
                      paths ? "compopt -o filenames; " : "", joined(calls, "; "));
 }
 
@@ -137,12 +122,10 @@ std::string bash(const Program& program) {
   for (const auto& [name, summary] : subcommands(program)) out += name + ' ';
   out += "--help --version' ;;\n  esac\n  case $command/$prev in\n";
   Rows actions;  // with the patterns of all options that have the same
-  for (const auto& [row, commands] : rows_of(program, bash_row)) {
-    const size_t end = row.find(' ');
-    const std::string name = row.substr(0, end), action = row.substr(end + 1);
-    if (action == "return") continue;
-    for (const std::string& command : commands) {
-      add(actions, action, (has_all_jobs(program, commands) ? "*" : command) + '/' + name);
+  for (const auto& [command, table] : tables_of(program)) {
+    for (const Option& option : table) {
+      const std::string action = bash_action(option);
+      if (!action.empty()) add(actions, action, command + "/--" + option.name);
     }
   }
   for (const auto& [action, patterns] : actions) {
@@ -185,17 +168,9 @@ std::string zsh_row(const Option& option) {
 
 std::string zsh(const Program& program) {
   std::string out = "#compdef " + program.name + '\n' + head(program, "zsh");
-  const Rows rows = rows_of(program, zsh_row);
-  std::vector<std::string> lists = {"common"};
-  for (const auto& [command, table] : tables_of(program)) lists.push_back(command);
-  out += "local -a " + joined(lists, "_options ") + "_options\n";
-  for (const std::string& list : lists) {
-    out += list + "_options=(\n";
-    for (const auto& [row, commands] : rows) {
-      const bool is_common = has_all_jobs(program, commands) && list != "predict";
-      const bool listed = is_common ? list == "common" : std::ranges::count(commands, list) > 0;
-      if (listed) out += "  " + row + '\n';
-    }
+  for (const auto& [command, table] : tables_of(program)) {
+    out += "local -a " + command + "_options=(\n";
+    for (const Option& option : table) out += "  " + zsh_row(option) + '\n';
     out += ")\n";
   }
   out += R"(
@@ -204,8 +179,10 @@ _arguments -C \
   '(- *)'{-h,--help}'[a summary of the commands]' \
   '(- *)'{-V,--version}'[the versions of distrain and of LibTorch]' \
 )";
-  // The name of a program's one job can be left out; all options are common to it.
-  if (program.commands.size() == 1) out += "  $common_options \\\n";
+  // The name of a program's one job can be left out.
+  if (program.has_one_job()) {
+    out += fmt::format("  ${}_options \\\n", program.commands.front().name);
+  }
   std::string commands;  // one word with a description each
   for (const auto& [name, summary] : subcommands(program)) {
     commands += fmt::format(" {}\\:\"{}\"", name, marked(summary, "\"\\"));
@@ -217,7 +194,7 @@ _arguments -C \
 case $line[1] in
 )";
   for (const JobCommand& command : program.commands) {
-    out += fmt::format("  {0}) _arguments ${0}_options $common_options ;;\n", command.name);
+    out += fmt::format("  {0}) _arguments ${0}_options ;;\n", command.name);
   }
   for (const TextCommand& command : text_commands(program)) {
     const std::string words = "'1:value:(" + joined(command.choices) + ")'";
@@ -258,7 +235,11 @@ std::string fish(const Program& program) {
     out += fmt::format("{}-n '__fish_seen_subcommand_from {}' {}\n", complete, command.name,
                        command.text ? "-a '" + joined(command.choices) + "'" : "-F");
   }
-  for (const auto& [row, commands] : rows_of(program, fish_row)) {
+  Rows rows;
+  for (const auto& [command, table] : tables_of(program)) {
+    for (const Option& option : table) add(rows, fish_row(option), command);
+  }
+  for (const auto& [row, commands] : rows) {
     out += complete;
     // The name of a program's one job can be left out.
     if (program.commands.size() > 1) {

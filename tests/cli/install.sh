@@ -9,7 +9,7 @@ build=$(dirname "$distrain")/..
 install_build || finish
 libraries=$prefix/$(sed -n 's/^CMAKE_INSTALL_LIBDIR:[A-Z]*=//p' "$build/CMakeCache.txt")
 for file in bin/distrain include/distrain/{base/error,rpc/agent,app/main}.h \
-  share/man/man1/distrain{,-hybrid}.1 share/bash-completion/completions/distrain \
+  share/man/man1/distrain{,-hybrid,-predict}.1 share/bash-completion/completions/distrain \
   share/zsh/site-functions/_distrain share/fish/vendor_completions.d/distrain.fish; do
   [[ -f $prefix/$file ]] || fail "$file is not installed"
 done
