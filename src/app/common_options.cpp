@@ -30,118 +30,115 @@ void append_common(OptionTable& table) {
   const auto seconds = [&](const char* name, const char* initial, const char* help) {
     add(name, kReal, "S", initial, help).above(0, 1e6);
   };
-  flag("local", "the whole job in this process, without RPC: the reference")
-      .details("The same model, the same batches, the same lines.");
-  add("rank", kInteger, "N|auto", "", "be this one rank of a job whose others start elsewhere")
+  flag("local", "run the whole job in this process, without RPC, as a reference")
+      .details("The model, the batches and the output lines are those of the distributed job.");
+  add("rank", kInteger, "N|auto", "",
+      "run only rank N of a job whose other ranks start elsewhere; auto takes a free rank")
       .range(0, 1023)
       .offers({"auto"})
       .by_default("from the environment, if it names one")
       .details(
-          R"(`auto`: whichever rank nobody else is. Rank 0 says which, before the others are there, or when one
-of them is lost and the job goes on without it; until then the process waits, for as long as the
-join timeout.)");
+          R"(With `auto`, rank 0 assigns a rank that no other process has: one that has not joined yet, or one
+that was lost while the job continues without it. The process waits up to --join-timeout for a rank.)");
   add("ranks", kText, "LIST", "",
-      "start these ranks here (0-3 or 0,2-3), the others start elsewhere");
-  flag("spawn", "start every rank here, even when the environment names a rank");
-  add("world-size", kInteger, "N", "", "number of ranks; the size of the job follows")
+      "start only these ranks here, such as 0-3 or 0,2-3; the other ranks start elsewhere");
+  flag("spawn", "start every rank here, even if the environment names a rank");
+  add("world-size", kInteger, "N", "", "run N ranks in total")
       .range(1, 1024)
-      .by_default("follows from the options, or from rank 0")
-      .details(
-          "The option that sets the number of ranks follows from it, and the other way round.");
-  add("master-addr", kText, "HOST", "localhost", "host of rank 0");
-  add("master-port", kInteger, "N", "", "port of rank 0")
+      .by_default("from the job's options, or from rank 0")
+      .details("N sets the job's own option for a number of ranks, and vice versa.");
+  add("master-addr", kText, "HOST", "localhost", "reach rank 0 at HOST");
+  add("master-port", kInteger, "N", "", "reach rank 0 at port N")
       .range(1, 65535)
       .by_default(
-          "any free port when spawning; when joining 29500, or what follows from the job's id");
+          "a free port if all ranks start here, otherwise derived from the job id or 29500");
 
   group = "Checkpoints";
-  add("max-restarts", kInteger, "N", "0", "start the ranks again so often when one is lost")
+  add("max-restarts", kInteger, "N", "0", "restart the ranks up to N times after a rank is lost")
       .range(0, 1'000'000)
       .needs("checkpoint")
       .details(
-          R"(Needs --checkpoint, where rank 0 is. After a rank was killed or lost, or was short of memory, say, all
-ranks are started again, and go on from the newest checkpoint; a trainer that the job goes on without
-is started again by itself. Each launcher of a job on several
-machines starts its own: give it to all of them.)");
+          R"(If a rank is killed, is lost or runs out of a resource such as memory, all ranks restart from the newest
+checkpoint. If the job continues without a lost trainer, only that trainer restarts. On several machines,
+give this option to every launcher, because each one restarts its own ranks; the launcher with rank 0
+needs --checkpoint.)");
   add("save-timeout", kInteger, "N", "60",
-      "after a signal, end the ranks once a save makes no progress for N seconds")
+      "after a signal, kill the ranks if a save makes no progress for N seconds")
       .range(1, 1'000'000)
       .needs("checkpoint")
-      .details("By the launcher with rank 0. A step that is under way has as long to end before.");
+      .details("The launcher of rank 0 applies it. A step in progress has as long to end.");
 
   group = "Network";
   scope = Scope::kRank;
-  add("listen", kText, "ADDR", "", "address to listen on")
+  add("listen", kText, "ADDR", "", "listen on ADDR")
       .by_default("the interface that reaches rank 0")
       .details(
-          R"(Rank 0 listens on the address that --master-addr names, which must be one of its own host. If others
-reach it by another one, of a container's host say, `--listen 0.0.0.0` lets it listen on all.)");
-  add("port-range", kText, "A-B", "", "ports to listen on")
-      .by_default("any free ones")
-      .details("Of rank 0 only where all ranks start here: others have to know its port.");
+          R"(Rank 0 listens on the address of --master-addr, which must belong to its host. If other ranks reach
+rank 0 through another address, such as that of a container's host, use `--listen 0.0.0.0`.)");
+  add("port-range", kText, "A-B", "", "listen on ports from A to B")
+      .by_default("any free port")
+      .details("Rank 0 uses it only if all ranks start here, because others must know its port.");
   add("token-file", kText, "FILE", "",
-      "what the job's ranks know and nobody else: a file of mode 0600, the same on each host")
-      .by_default("ranks of this user on this host are let in")
+      "admit only ranks that know the token in FILE (mode 0600, the same on each host)")
+      .by_default("admit ranks of this user on this host")
       .details(
-          R"(Ranks of several hosts, or of several users, need one: each proves to the others that it knows
-it. `(umask 077; head -c 32 /dev/urandom | base64 > job.token)` makes one. DISTRAIN_TOKEN holds a
-token, too, where others may be able to read it. See SECURITY.md for what it does and does not
-protect.)");
-  flag("insecure", "let ranks in from anywhere, without a token");
-  add("job-id", kText, "ID", "", "what this job is called: ranks of another one are refused")
-      .by_default("what torchrun, mpirun or srun calls it")
+          R"(Ranks of several hosts or several users need a token; each rank proves to the others that it knows
+the token. `(umask 077; head -c 32 /dev/urandom | base64 > job.token)` creates one. The environment
+variable DISTRAIN_TOKEN can hold the token instead, but other processes may be able to read it.
+SECURITY.md says what a token does and does not protect.)");
+  flag("insecure", "admit ranks from anywhere, without a token");
+  add("job-id", kText, "ID", "", "identify the job as ID and refuse ranks of other jobs")
+      .by_default("the id from torchrun, mpirun or srun")
       .details(
-          R"(Two jobs with different ids on one host neither meet nor wait for each other: the id decides where
-ranks of one host meet and, without --master-port, which port rank 0 listens on.)");
+          R"(Jobs with different ids can start on one host at the same time: the ranks on one host find each
+other by the id, and without --master-port the port of rank 0 is derived from it.)");
   add("transport", kChoice, "NAME", "auto",
-      "between ranks; auto: a unix socket on one host, TCP between hosts")
+      "connect ranks by this transport; auto is unix on one host and tcp between hosts")
       .offers({"auto", "tcp", "unix"});
-  seconds("rpc-timeout", "60", "deadline of one remote call, in seconds");
+  seconds("rpc-timeout", "60", "fail a remote call after S seconds");
   add("collective-timeout", kReal, "S", "0",
-      "deadline of one collective operation, in seconds; 0: as long as its ranks live")
+      "fail a collective operation after S seconds; 0 waits as long as its ranks live")
       .range(0, 1e6);
-  seconds("join-timeout", "300", "how long to wait for all ranks, in seconds");
-  seconds("peer-timeout", "5", "seconds of silence after which a rank counts as lost");
+  seconds("join-timeout", "300", "wait up to S seconds for all ranks to join");
+  seconds("peer-timeout", "5", "treat a rank as lost after S seconds of silence");
 
   group = "Run";
   scope = Scope::kInput;
   add("device", kText, "DEVICE", "cpu",
-      "where ranks compute: cpu, cuda (each host's GPUs in turn), cuda:N, or ROLE=DEVICE[,...], "
-      "the other roles on the CPU")
+      "compute on cpu, cuda (each host's GPUs in turn), cuda:N, or per role: ROLE=DEVICE[,...]")
       .offers({"cpu", "cuda"})
       .of_predict()
       .details(
-          R"(`cuda` is the GPU of the local rank where torchrun, mpirun or srun says which that is, else
-the GPUs in turn; ranks may share one. A rank that joins may name its own, otherwise what rank 0
-was given holds.)");
+          R"(`cuda` takes the GPU of the local rank if torchrun, mpirun or srun set it, and otherwise the
+host's GPUs in turn; ranks may share a GPU. Roles that are not named compute on the CPU. A rank that
+joins without --device inherits it from rank 0.)");
   scope = Scope::kJob;
-  add("trace", kText, "FILE", "", "write what all ranks did here, for ui.perfetto.dev")
+  add("trace", kText, "FILE", "", "write a timeline of all ranks to FILE, for ui.perfetto.dev")
       .of_predict()
-      .details("On rank 0's machine; see TRACES in the program's own page.");
+      .details("Rank 0 writes the file; see TRACES in the program's own man page.");
   scope = Scope::kRank;
-  add("threads", kInteger, "N", "0", "threads of one operation")
+  add("threads", kInteger, "N", "0",
+      "use N threads for each operation; 0 divides the CPUs among the host's ranks")
       .range(0, 1024)
-      .by_default("CPUs / ranks that share them")
       .of_predict()
       .details(
-          R"(CPUs are those of the process's affinity mask, fewer if a control group limits their time. Where
-other launchers start ranks on this host, too, the number is known once all ranks have met: `ready`
-tells it.)");
+          R"(The CPUs are those of the process's affinity mask, or fewer if a control group limits CPU time. If
+several launchers start ranks on this host, the number is known only when all ranks have joined; the
+`ready` line reports it.)");
   add("inject", kText, "FAULT[,...]", "",
-      "try a fault: delay=50ms@rank=2 (before each call of that rank; us, ms or s), "
-      "fail=checkpoint.3 (die at the 3rd system call of the first save), save=200ms (before each "
-      "checkpoint is written)")
+      "inject faults for tests: delay=50ms@rank=2, fail=checkpoint.3, save=200ms")
       .details(
-          R"(Without `@rank` every rank is delayed. Of `fail=checkpoint.N` rank 0 dies, at the Nth system
-call of its first save.)");
-  flag("quiet", "no progress display");
+          R"(`delay` delays each call of the rank, or of every rank without `@rank`; `fail=checkpoint.N` kills
+rank 0 at the Nth system call of its first save; `save` delays the writing of each checkpoint.
+Times are in us, ms or s.)");
+  flag("quiet", "show no progress on standard error");
   table.back().short_name = 'q';
   scope = Scope::kInfo;
-  flag("help", "a summary of the options").of_predict();
+  flag("help", "print this summary").of_predict();
   table.back().short_name = 'h';
-  flag("version", "the versions of the program, of distrain and of LibTorch");
+  flag("version", "print the versions of the program, distrain and LibTorch");
   table.back().short_name = 'V';
-  flag("dump-placement", "which ranks would run where, as JSON");
+  flag("dump-placement", "print which ranks would run where, as JSON");
   table.back().hidden = true;
 }
 

@@ -15,10 +15,10 @@ constexpr size_t kHelpColumn = 26;
 constexpr size_t kWidth = 90;
 
 constexpr const char* kOfPredict =
-    R"(CHECKPOINT is a folder that a job has saved, or a folder of checkpoints, which stands for the
-newest in it. The examples come from FILE or, without FILE or with -, from standard input; the page of
-the job describes them. What the model depends on comes from the checkpoint: such an option of the
-job, as --embedding-dim of hybrid, is accepted if it has the value that the checkpoint has.
+    R"(CHECKPOINT is a checkpoint of a job, or a folder of checkpoints, which means its newest one.
+Examples are read from FILE, or from standard input if FILE is - or missing; the man page of
+the job describes their format. Options that define the model come from the checkpoint, and
+giving one of them another value is refused.
 )";
 
 /// `text` in lines of at most kWidth, the first one starting at column `used`.
@@ -120,8 +120,8 @@ std::string help_text(const Program& program) {
   std::vector<job::Example> examples = program.about.examples;
   examples.resize(std::min<size_t>(examples.size(), 3));
   return fmt::format(
-      "{1}{2}\n{0} COMMAND --help shows the options of a command, {0} man | man -l - the manual,\n"
-      "{0} --version the versions of distrain and of LibTorch.\n",
+      "{1}{2}\n{0} COMMAND --help shows the options of a command, {0} man | man -l - shows the\n"
+      "manual, and {0} --version prints the versions of distrain and LibTorch.\n",
       program.name, out, examples_text(examples));
 }
 
@@ -174,9 +174,9 @@ std::vector<TextCommand> text_commands(const Program& program) {
        {},
        kOfPredict,
        predict_options(program)},
-      {"help", "show the usage of a command", "COMMAND", {}, false, help},
-      {"man", "print a manual page in roff: pipe it to man -l -", "COMMAND", {}, false, man},
-      {"completion", "print a shell's completion script", "SHELL", shells, true, completion},
+      {"help", "print the help of a command", "COMMAND", {}, false, help},
+      {"man", "print a man page; pipe it to man -l -", "COMMAND", {}, false, man},
+      {"completion", "print the completion script of a shell", "SHELL", shells, true, completion},
       {"schema", "print the JSON Schema of the lines on stdout", "EVENT", event_names(program),
        false, schema},
   };

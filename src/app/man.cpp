@@ -98,15 +98,14 @@ std::string names_of(const std::vector<cuda::DeviceRole>& roles) {
   std::string out, idle;
   for (const cuda::DeviceRole& role : roles) {
     if (role.use == cuda::DeviceRole::Use::kNone) {
-      idle += fmt::format(" On the CPU in any case: {}.", role.name);
+      idle += fmt::format(" Always on the CPU: {}.", role.name);
       continue;
     }
     out += (out.empty() ? "Roles: " : "; ") + role.name;
     if (!role.alias.empty()) out += " or " + role.alias;
-    if (role.use == cuda::DeviceRole::Use::kIfNamed) out += " (on the CPU unless it is named)";
+    if (role.use == cuda::DeviceRole::Use::kIfNamed) out += " (on the CPU unless named)";
   }
-  return out.empty() ? out
-                     : out + ". The ranks of a role have its name and a number." + idle + '\n';
+  return out.empty() ? out : out + ". ROLE may also name a single rank." + idle + '\n';
 }
 
 std::string option_item(const Option& option, const std::vector<cuda::DeviceRole>& roles) {
@@ -167,13 +166,13 @@ std::string events(const std::vector<job::Event>& all) {
       out += item(bold(event.name), line_of(event.when + ", with the fields of `end`"));
       continue;
     }
-    const std::string when = event.when.empty() ? "has these, too, if there are such" : event.when;
+    const std::string when = event.when.empty() ? "has these additional fields" : event.when;
     out += item(bold(event.name), line_of(when) + ".RS\n" + fields(event.fields) + ".RE\n");
   }
   return out;
 }
 
-/// Each with what it shows, if that is said.
+/// Returns each example below its caption, if it has one.
 std::string examples(const std::vector<job::Example>& all) {
   if (all.empty()) return {};
   std::string text;
@@ -211,8 +210,8 @@ std::string man_page(const Program& program) {
   out += ".SH COMMANDS\n" + commands;
   out += only ? options(only->table, only->roles)
               : ".SH OPTIONS\n" +
-                    item(bold("-h, --help"), "a summary of the commands, or of one\n") +
-                    item(bold("-V, --version"), "the versions of distrain and of LibTorch\n");
+                    item(bold("-h, --help"), "print a summary of all commands or of one\n") +
+                    item(bold("-V, --version"), "print the versions of distrain and LibTorch\n");
   out += ".SH OUTPUT\n" + paragraphs_of(program, kOutput) + events(job::common_events());
   if (only) out += events(only->events);
   out += paragraphs(kOutputEnd, false);
@@ -231,9 +230,10 @@ std::string man_page(const Program& program, const JobCommand& command) {
   out += paragraphs(about_job(command));
   out += options(command.table, command.roles);
   const std::string main_page = reference(program.name) + '\n';
-  out += ".SH OUTPUT\nJSON lines, as\n" + main_page + "says.";
-  out += command.events.empty() ? "\n" : " Of this command:\n" + events(command.events);
-  out += ".SH \"EXIT STATUS\"\nAs in\n" + reference(program.name) + ".\n";
+  out += ".SH OUTPUT\nStandard output is JSON lines, which are described in\n" +
+         reference(program.name) + ".\n";
+  if (!command.events.empty()) out += "This command adds:\n" + events(command.events);
+  out += ".SH \"EXIT STATUS\"\nSee\n" + reference(program.name) + ".\n";
   return out + examples(command.examples) + ".SH \"SEE ALSO\"\n" + main_page;
 }
 

@@ -58,16 +58,16 @@ FieldType type_of(const Option& option) {
 Json line_of(const Event& event) {
   Json line{{"title", event.name}, {"description", event.when}, {"type", "object"}};
   add_fields(line, {{"v", FieldType::kInteger, "version of the format"},
-                    {"ts", FieldType::kNumber, "when it was written, in seconds since 1970"},
+                    {"ts", FieldType::kNumber, "time of the line in seconds since 1970"},
                     job::or_null({"run", FieldType::kText,
-                                  "id of the run, the same on all ranks; null where rank 0 is yet "
-                                  "to tell it"}),
-                    {"event", FieldType::kText, "what kind of line it is"},
-                    {"cmd", FieldType::kText, "the subcommand; null where none was named"},
+                                  "id of the run, the same on all ranks; null until they meet"}),
+                    {"event", FieldType::kText, "kind of the line"},
+                    {"cmd", FieldType::kText, "subcommand; null if none was given"},
                     job::or_null({"rank", FieldType::kInteger,
-                                  "whose line; null: the launcher's, or of a rank that is yet to "
-                                  "hear which it is"}),
-                    job::or_null({"role", FieldType::kText, "of the rank; null: not known yet"})});
+                                  "rank that printed the line; null for the launcher, or if the "
+                                  "rank is not known yet"}),
+                    job::or_null({"role", FieldType::kText,
+                                  "role of the rank, or launcher; null if it is not known yet"})});
   Json& properties = line["properties"];
   properties["v"]["const"] = 1;
   properties["event"]["const"] = event.name;
@@ -131,7 +131,7 @@ std::string schema(const Program& program, const std::string& only) {
     }
   }
   return Json{{"$schema", "https://json-schema.org/draft/2020-12/schema"},
-              {"title", "the JSON lines of " + program.name},
+              {"title", "JSON lines of " + program.name},
               {"oneOf", std::move(all)}}
              .dump(1) +
          '\n';

@@ -14,24 +14,23 @@ void append(std::vector<Field>& fields, std::vector<Field> more) {
 }
 
 Field device_field() {
-  return {"device", kNames,
-          "where the rank computes, as in cpu or cuda:0; a list where it is several"};
+  return {"device", kNames, "device of the rank, such as cpu or cuda:0; a list if it has several"};
 }
 
 /// Of a job that failed: where it failed first.
 std::vector<Field> cause_fields() {
   std::vector<Field> fields = {
-      {"kind", kText, "kind of the error, as in peer_lost"},
-      {"message", kText, "what went wrong, in a line"},
-      or_null({"cause_rank", kInteger, "rank where it went wrong first"}),
+      {"kind", kText, "kind of the error, such as peer_lost"},
+      {"message", kText, "error message in one line"},
+      or_null({"cause_rank", kInteger, "rank that failed first"}),
       or_null({"cause_role", kText, "role of that rank"}),
       or_null({"host", kText, "host of that rank"}),
-      or_null({"signal", kText, "signal that ended it, as in SIGKILL"}),
-      {"stderr_tail", kTexts, "the last lines that it wrote on standard error"},
+      or_null({"signal", kText, "signal that ended that rank, such as SIGKILL"}),
+      {"stderr_tail", kTexts, "last lines that the rank wrote on standard error"},
   };
   for (Field& field : fields) {
     field.is_sometimes = true;
-    field.what += "; of a job that failed or was stopped";
+    field.what += ", if the job failed or was stopped";
   }
   return fields;
 }
@@ -39,74 +38,74 @@ std::vector<Field> cause_fields() {
 Event end_event() {
   Event event{
       "end",
-      "the last line of all, once: the launcher's, or that of a rank that was started by itself",
+      "printed as the last line of each command",
       {{"status", kText, "ok or failed"},
        {"exit_code", kInteger, "exit status of the process"},
        {"wall_s", kNumber, "seconds from the start of the process to its end"},
        {"train_s", kNumber,
-        "seconds from the first step to the last, of the rank that took longest"},
-       {"steps", kInteger, "steps of all trainers together"},
+        "seconds from the first step to the last, on the rank that took longest"},
+       {"steps", kInteger, "steps of all trainers"},
        {"steps_per_s", kNumber, "steps / train_s"},
        {"rpc",
         kObject,
-        "remote calls of the job, all ranks together",
-        {{"calls", kInteger, "calls that were made"},
-         {"bytes_out", kInteger, "bytes that were sent"},
-         {"bytes_in", kInteger, "bytes that were received"}}},
-       {"rss_mb", kNumber, "most memory of a rank, in MB"},
-       {"live_rrefs", kInteger, "remote references that were never given back; 0 of a clean job"},
-       {"live_contexts", kInteger, "autograd contexts that never ended; 0 of a clean job"},
-       sometimes(or_null({"seed", kInteger, "as in start; of rank_end where rank 0 is elsewhere"})),
+        "RPC traffic of all ranks",
+        {{"calls", kInteger, "calls made"},
+         {"bytes_out", kInteger, "bytes sent"},
+         {"bytes_in", kInteger, "bytes received"}}},
+       {"rss_mb", kNumber, "peak resident memory of the largest rank, in MB"},
+       {"live_rrefs", kInteger, "remote references that were not released; 0 after a clean job"},
+       {"live_contexts", kInteger, "autograd contexts that were not closed; 0 after a clean job"},
        sometimes(
-           or_null({"config", kObject, "as in start; of rank_end where rank 0 is elsewhere"})),
-       sometimes({"restarts", kInteger, "how often ranks were started again: --max-restarts"}),
-       sometimes({"updates", kInteger,
-                  "of parameters that ranks hold for others, in this run, all ranks together"}),
+           or_null({"seed", kInteger, "as in `start`, if rank 0 runs under another launcher"})),
+       sometimes(
+           or_null({"config", kObject, "as in `start`, if rank 0 runs under another launcher"})),
+       sometimes({"restarts", kInteger, "number of restarts, with --max-restarts"}),
+       sometimes({"updates", kInteger, "updates of remote parameters in this run, on all ranks"}),
        sometimes(device_field()),
-       sometimes({"device_mem_mb", kNumber, "most memory of tensors on a GPU, in MB"})}};
+       sometimes({"device_mem_mb", kNumber, "peak memory of tensors on a GPU, in MB"})}};
   append(event.fields, cause_fields());
   return event;
 }
 
 Field quality(Unit unit) {
-  if (unit == Unit::kWords) return {"perplexity", kNumber, "e to the power of the loss"};
-  return {"accuracy", kNumber, "share of the examples that are right"};
+  if (unit == Unit::kWords) return {"perplexity", kNumber, "exp(loss)"};
+  return {"accuracy", kNumber, "share of correctly predicted examples"};
 }
 
 Event epoch_event(Unit unit) {
   const std::string what = counted(unit);
   Event event{"epoch",
-              "at the end of an epoch, of each trainer",
-              {{"epoch", kInteger, "from 1 on"},
-               {"loss", kNumber, "mean over the epoch's steps; null if it had none"},
-               {"steps", kInteger, "of this trainer in this epoch"},
-               {what, kInteger, "that this trainer was trained on in this epoch"},
-               {"wall_s", kNumber, "seconds that the epoch took"}}};
+              "printed by each trainer at the end of an epoch",
+              {{"epoch", kInteger, "number of the epoch, from 1"},
+               {"loss", kNumber, "mean loss of the epoch's steps; null if there were none"},
+               {"steps", kInteger, "steps of this trainer in the epoch"},
+               {what, kInteger, what + " of this trainer in the epoch"},
+               {"wall_s", kNumber, "duration of the epoch in seconds"}}};
   if (unit == Unit::kWords) event.fields.push_back(quality(unit));
   return event;
 }
 
 Event lost_event() {
   return {"lost",
-          "a trainer is lost, and the job goes on without it",
-          {{"lost_rank", kInteger, "its rank"},
-           {"lost_role", kText, "its role"},
-           {"incarnation", kInteger, "processes that had the rank before it"},
-           {"kind", kText, "kind of the error, as in peer_lost"},
-           {"cause", kText, "what went wrong, in a line"},
-           {"steps_made", kInteger, "steps that it has made in all"},
-           {"steps_back", kInteger, "steps that it had begun, which go to the others"},
+          "printed when a trainer is lost and the job continues without it",
+          {{"lost_rank", kInteger, "rank of the lost trainer"},
+           {"lost_role", kText, "role of the lost trainer"},
+           {"incarnation", kInteger, "number of earlier processes with this rank"},
+           {"kind", kText, "kind of the error, such as peer_lost"},
+           {"cause", kText, "error message in one line"},
+           {"steps_made", kInteger, "steps that the trainer completed"},
+           {"steps_back", kInteger, "steps that the trainer had begun and that go to the others"},
            {"steps_in_doubt", kInteger,
-            "of those: may have been made, as no parameters are on rank 0 that would tell"},
-           {"trainers_left", kInteger, "trainers that are there"}}};
+            "part of steps_back that may have been applied, if rank 0 holds no parameters"},
+           {"trainers_left", kInteger, "number of remaining trainers"}}};
 }
 
 Event returned_event() {
   return {"returned",
-          "a new process takes the place of a trainer that was lost",
-          {{"returned_rank", kInteger, "its rank"},
-           {"returned_role", kText, "its role"},
-           {"incarnation", kInteger, "processes that had the rank before it"}}};
+          "printed when a new process replaces a lost trainer",
+          {{"returned_rank", kInteger, "rank of the trainer"},
+           {"returned_role", kText, "role of the trainer"},
+           {"incarnation", kInteger, "number of earlier processes with this rank"}}};
 }
 
 }  // namespace
@@ -138,73 +137,71 @@ Field or_null(Field field) {
 std::vector<Event> common_events() {
   Event rank_end = end_event();
   rank_end.name = "rank_end";
-  rank_end.when = "the last line of a rank that the launcher started: its own figures";
+  rank_end.when = "printed as the last line of each rank that a launcher started";
   return {
       {"start",
-       "the first line of each rank",
-       {or_null({"world_size", kInteger, "ranks of the job; null where rank 0 is yet to tell it"}),
-        {"pid", kInteger, "process of the rank"},
-        {"host", kText, "where it runs"},
-        {"version", kText, "of distrain"},
+       "printed as the first line of each rank",
+       {or_null({"world_size", kInteger, "number of ranks; null until rank 0 has sent it"}),
+        {"pid", kInteger, "process id of the rank"},
+        {"host", kText, "host of the rank"},
+        {"version", kText, "version of distrain"},
         {"torch", kText, "version of LibTorch"},
-        or_null({"seed", kInteger, "of all random numbers; null where rank 0 is yet to tell it"}),
-        {"threads", kInteger, "threads of one operation, until `ready` says how many"},
+        or_null({"seed", kInteger, "value of --seed; null until rank 0 has sent it"}),
+        {"threads", kInteger, "threads per operation; `ready` has the final number"},
         or_null(device_field()),
-        {"transport", kText, "between the ranks, as the options ask for it"},
+        {"transport", kText, "transport that --transport asks for"},
         {"trust", kText,
-         "who is let in as a rank: token (who knows it), user (this one's processes on this host) "
-         "or anybody"},
-        or_null({"data", kText,
-                 "what the job trains on: the path in --data or, without a path, what is made up: "
-                 "teacher, random batches, labels or images; null if the job has no data, or if "
-                 "rank 0 has not sent it yet"}),
-        {"config", kObject, "the job's options; null where rank 0 is yet to tell them"}}},
+         "ranks that are admitted: token (they know it), user (same user and host) or anybody"},
+        or_null(
+            {"data", kText,
+             "value of --data, or the generated data: random batches, labels or images; null if "
+             "there is none, or until rank 0 has sent it"}),
+        {"config", kObject, "options of the job; each is null until rank 0 has sent it"}}},
       {"waiting",
-       "every 5 s while ranks are missing, or while all are there and one more is to be any of "
-       "them",
-       {{"missing", kIntegers, "ranks that have not joined, or not reached all others"},
-        sometimes({"address", kText, "where rank 0 is expected"}),
-        sometimes({"reason", kText, "why rank 0 could not be reached, or has no place"})}},
+       "printed every 5 s while ranks are missing, or while `--rank auto` waits for a free rank",
+       {{"missing", kIntegers, "ranks that have not joined or not connected to all others"},
+        sometimes({"address", kText, "expected address of rank 0"}),
+        sometimes({"reason", kText, "why rank 0 cannot be reached, or that no rank is free"})}},
       {"ready",
-       "when all ranks are there",
-       {{"world_size", kInteger, "ranks of the job"},
-        {"transport", kText, "between this rank and the others"},
-        {"threads", kInteger, "threads of one operation: CPUs by the ranks that share them"},
-        {"startup_s", kNumber, "seconds since the job was started"},
+       "printed by each rank when all ranks have joined",
+       {{"world_size", kInteger, "number of ranks"},
+        {"transport", kText, "transport between this rank and the others"},
+        {"threads", kInteger, "threads per operation"},
+        {"startup_s", kNumber, "seconds since the start of the process or its launcher"},
         sometimes(device_field())}},
       {"ddp",
-       "how trainers on GPUs average their gradients",
-       {{"ddp", kText, "staged (over the CPU) or nccl"}}},
+       "tells how trainers on GPUs average their gradients",
+       {{"ddp", kText, "staged (through CPU memory) or nccl"}}},
       {"checkpoint",
-       "when one was saved or loaded",
+       "printed when a checkpoint was saved or loaded",
        {{"action", kText, "saved or loaded"},
-        {"path", kText, "its folder"},
-        {"step", kInteger, "steps, batches or episodes that had been made"},
-        {"wall_s", kNumber, "seconds that it took"},
-        sometimes({"held_s", kNumber, "seconds of these that the job stood still; when saved"})}},
+        {"path", kText, "folder of the checkpoint"},
+        {"step", kInteger, "number of completed steps, batches or episodes"},
+        {"wall_s", kNumber, "duration of the save or load in seconds"},
+        sometimes({"held_s", kNumber, "seconds that training paused for the save"})}},
       {"restart",
-       "when the launcher starts ranks again (--max-restarts)",
-       {{"ranks", kIntegers, "which: all of its own, or a trainer that the job goes on without"},
+       "printed when the launcher restarts ranks (--max-restarts)",
+       {{"ranks", kIntegers, "ranks that restart: all of this launcher's, or one lost trainer"},
+        or_null({"generation", kInteger,
+                 "restarts of the whole job; null if rank 0 runs under another launcher"}),
+        {"restarts_left", kInteger, "number of restarts that are left"},
         or_null(
-            {"generation", kInteger, "how often all have then; null where rank 0 is elsewhere"}),
-        {"restarts_left", kInteger, "how often it still may"},
-        or_null({"checkpoint", kText,
-                 "the newest; null: none, rank 0 is elsewhere, or one trainer starts again"}),
-        {"after_s", kNumber, "seconds that it waits before"},
-        {"kind", kText, "kind of the error that ended them, as in peer_lost"},
-        {"cause", kText, "what went wrong, in a line"},
-        or_null({"cause_rank", kInteger, "rank where it went wrong"})}},
+            {"checkpoint", kText, "newest checkpoint, from which the whole job resumes, if any"}),
+        {"after_s", kNumber, "delay before the restart in seconds"},
+        {"kind", kText, "kind of the error, such as peer_lost"},
+        {"cause", kText, "error message in one line"},
+        or_null({"cause_rank", kInteger, "rank that failed"})}},
       {"warn",
-       "something to know of; the job goes on",
-       {{"kind", kText, "kind of the trouble"}, {"message", kText, "in a line"}}},
+       "printed to warn of a problem that does not end the job",
+       {{"kind", kText, "kind of the problem"}, {"message", kText, "warning in one line"}}},
       {"error",
-       "what failed, by each rank that notices",
-       {{"kind", kText, "kind of the error, as in peer_lost"},
-        {"message", kText, "what went wrong, in a line"},
-        or_null({"cause_rank", kInteger, "rank where it went wrong"}),
-        or_null({"op", kText, "the operation that failed"}),
-        {"elapsed_s", kNumber, "seconds since the job was started"},
-        {"exit_code", kInteger, "exit status that belongs to the kind"}}},
+       "printed by each rank that fails or notices a failure",
+       {{"kind", kText, "kind of the error, such as peer_lost"},
+        {"message", kText, "error message in one line"},
+        or_null({"cause_rank", kInteger, "rank that failed first"}),
+        or_null({"op", kText, "operation that failed"}),
+        {"elapsed_s", kNumber, "seconds since the start of the process or its launcher"},
+        {"exit_code", kInteger, "exit status for this kind of error"}}},
       std::move(rank_end),
       end_event(),
   };
@@ -212,11 +209,11 @@ std::vector<Event> common_events() {
 
 Event step_event(std::vector<Field> more) {
   Event event{"step",
-              "after a step of a trainer, as --log-interval says",
-              {{"epoch", kInteger, "from 1 on"},
-               {"step", kInteger, "of this trainer, from 1 on; those before a resume count"},
-               {"loss", kNumber, "of the step's batch"},
-               {"lr", kNumber, "learning rate that the step used"}}};
+              "printed after a step, as --log-interval says",
+              {{"epoch", kInteger, "number of the epoch, from 1"},
+               {"step", kInteger, "number of the step, from 1, including steps before a resume"},
+               {"loss", kNumber, "loss of the step's batch"},
+               {"lr", kNumber, "learning rate of the step"}}};
   append(event.fields, std::move(more));
   return event;
 }
@@ -224,33 +221,33 @@ Event step_event(std::vector<Field> more) {
 Event eval_event(std::string when, Unit unit) {
   return {"eval",
           std::move(when),
-          {{"set", kText, "valid (of each epoch) or test (at the end)"},
-           {"epoch", kInteger, "that has ended, or in which the job did"},
-           {"step", kInteger, "of each trainer, from 1 on"},
-           {"loss", kNumber, "mean over all that was evaluated"},
+          {{"set", kText, "valid (after each epoch) or test (at the end)"},
+           {"epoch", kInteger, "number of the epoch that ended or was stopped, from 1"},
+           {"step", kInteger, "steps of each trainer so far"},
+           {"loss", kNumber, "mean loss of the evaluated data"},
            quality(unit),
-           {counted(unit), kInteger, "how many were evaluated"},
-           sometimes({"lr", kNumber, "learning rate until now, where it follows from losses"})}};
+           {counted(unit), kInteger, std::string("number of evaluated ") + counted(unit)},
+           sometimes({"lr", kNumber, "learning rate so far, with the plateau schedule"})}};
 }
 
 std::vector<Event> trainer_events(bool may_lose, Unit unit) {
   const std::string what = counted(unit);
-  Event eval = eval_event("at the end of an epoch, or of the job", unit);
+  Event eval = eval_event("printed at the end of an epoch or of the job", unit);
   Event end{
       "end",
       "",
-      {sometimes({"loss", kNumber, "mean over the last epoch, and over the trainers"}),
-       sometimes(quality(unit)), sometimes({"eval", kObject, "the last evaluation", eval.fields}),
-       sometimes({"ddp", kText, "how trainers on GPUs average: staged or nccl"})}};
-  end.fields[1].what = unit == Unit::kWords ? "of that loss" : "of the last evaluation";
+      {sometimes({"loss", kNumber, "mean loss of all trainers in the last epoch"}),
+       sometimes(quality(unit)), sometimes({"eval", kObject, "last `eval` line", eval.fields}),
+       sometimes({"ddp", kText, "how trainers on GPUs average gradients: staged or nccl"})}};
+  end.fields[1].what = unit == Unit::kWords ? "exp(loss)" : "accuracy of the last evaluation";
   std::vector<Event> events{
-      step_event({{what + "_per_s", kNumber, what + " of this trainer a second"}}),
+      step_event({{what + "_per_s", kNumber, what + " per second of this trainer"}}),
       epoch_event(unit), std::move(eval)};
   if (may_lose) {
     events.push_back(lost_event());
     events.push_back(returned_event());
-    end.fields.push_back(
-        sometimes({"lost", kInteger, "trainers that were lost, where the job can go on without"}));
+    end.fields.push_back(sometimes(
+        {"lost", kInteger, "number of lost trainers, if the job can continue without them"}));
   }
   events.push_back(std::move(end));
   return events;

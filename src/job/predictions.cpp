@@ -59,15 +59,16 @@ Json Predictions::fields() const {
 }
 
 std::vector<Field> label_fields() {
-  return {{"label", kText, "the one that is most likely"},
-          {"scores", kNumbers, "probability of each label, in the order of their names"},
-          sometimes({"expected", kText, "the label in the input, if it has one"})};
+  return {{"label", kText, "most likely label"},
+          {"scores", kNumbers, "probability of each label, ordered by name"},
+          sometimes({"expected", kText, "label in the input, if there is one"})};
 }
 
 std::vector<Event> prediction_events(std::vector<Field> fields) {
-  fields.insert(fields.begin(), Field{"index", kInteger, "of the example in the input, from 0 on"});
-  return {{"prediction", "of each example, by the command predict", std::move(fields)},
-          {"end", "", {sometimes({"predicted", kInteger, "examples, by the command predict"})}}};
+  fields.insert(fields.begin(),
+                Field{"index", kInteger, "number of the example in the input, from 0"});
+  return {{"prediction", "printed by predict for each example", std::move(fields)},
+          {"end", "", {sometimes({"predicted", kInteger, "number of predicted examples"})}}};
 }
 
 Outcome run_predict(const Job& job, EventSink& sink, const std::string& checkpoint,

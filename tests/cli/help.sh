@@ -58,9 +58,9 @@ run ps --help
 text "ps --help" "async|sync|ssp" "[0.03]" "0.286"
 grep -F -- "--verify-grads" "$tmp/out" | grep -qF "[" && fail "ps --help shows a default for a flag"
 run rl --help
-text "rl --help" "episodes between two saves; 0: at the end only" "[100]" "makes no difference here"
+text "rl --help" "save every N episodes; 0 saves only at the end" "[100]" "rl gains nothing from more than 1"
 run pipeline --help
-text "pipeline --help" "batches between two saves" "[at the end]"
+text "pipeline --help" "save every N batches; 0 saves at the end of each epoch"
 run rnn --help
-text "rnn --help" "[20 with --data, else 5]"
+text "rnn --help" "[20 with --data, otherwise 5]"
 finish

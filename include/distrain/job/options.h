@@ -22,43 +22,41 @@ struct CommonOptions {
 
   template <class Options>
   static void describe_common(OptionList<Options>& list) {
-    list.integer("seed", &CommonOptions::seed, "of parameters, data and shuffling")
+    list.integer("seed", &CommonOptions::seed, "seed the parameters, data and shuffling")
         .range(0, 9007199254740991.0);
     list.integer_or("log-interval", &CommonOptions::log_interval, "auto",
-                    "steps between 'step' lines; 0: none; auto: by time")
-        .details(
-            "`auto` prints a line for the first and the last one, and at most one line every 5 s "
-            "between\nthem.")
+                    "print a line every N steps; 0 prints none; auto prints one every 5 s")
+        .details("`auto` also prints a line for the first and the last step.")
         .may_change();
     list.group("Checkpoints");
     const auto of = [](auto member) {
       return [member](auto& options) -> auto& { return options.checkpoint.*member; };
     };
     list.text("checkpoint", of(&CheckpointOptions::dir), "DIR",
-              "save here, so that the job can be taken up again")
+              "save checkpoints in DIR, each in a folder of its own")
         .may_be_empty()
-        .details(
-            "It saves at the end, too, and on SIGINT, SIGTERM or SIGHUP. One job at a time saves "
-            "in "
-            "a folder:\nanother one is refused.")
+        .details(R"(
+The job also saves at its end and on SIGINT, SIGTERM or SIGHUP. Only one job at a time can save in
+DIR; a second one is refused.)")
         .may_change();
-    list.integer("checkpoint-every", of(&CheckpointOptions::every), "steps between two saves")
+    list.integer("checkpoint-every", of(&CheckpointOptions::every),
+                 "save every N steps; 0 saves at the end of each epoch")
         .range(0, 1e12)
-        .by_default("each epoch's end")
         .needs("checkpoint")
         .details("Needs --checkpoint.")
         .may_change();
-    list.text("resume", of(&CheckpointOptions::resume), "auto|PATH",
-              "go on from this checkpoint; auto: from the newest of --checkpoint, if any")
-        .details(
-            "A folder of checkpoints stands for the newest in it. `auto` needs --checkpoint; if "
-            "there\nis none yet, the job starts afresh. Options that are not given are those that "
-            "it was saved\nwith, but for a limit of steps that it has reached. Of those that are "
-            "given, some may be others\n(--lr, --epochs), which a `warn` line tells.")
+    list.text(
+            "resume", of(&CheckpointOptions::resume), "auto|PATH",
+            "resume from this checkpoint; auto resumes from the newest one in --checkpoint, if any")
+        .details(R"(
+PATH is a checkpoint, or a folder of checkpoints, which means its newest one. `auto` needs
+--checkpoint and starts a new job if that folder has no checkpoint. Options that are not given keep
+their saved values, except a limit of steps that the saved job has reached. Some options, such as --lr
+and --epochs, may be given another value; a `warn` line reports the change.)")
         .offers({"auto"})
         .may_change();
     list.integer("keep", of(&CheckpointOptions::keep),
-                 "checkpoints that are left; older ones are removed")
+                 "keep the newest N checkpoints and remove older ones")
         .range(1, kMaxInt)
         .needs("checkpoint")
         .may_change();
@@ -67,11 +65,10 @@ struct CommonOptions {
 
 /// How parameters are updated.
 struct RuleOptions : optim::RuleText {
-  /// What `--lr-schedule` takes, with what its lengths are; `more`: where epochs are evaluated.
+  /// Returns the help of `--lr-schedule`; `more` has the schedules that need evaluations.
   static std::string lr_schedule_help(const std::string& lengths, const std::string& more = {}) {
-    return "of the learning rate: constant, step:SIZE[,GAMMA]" + more +
-           " or cosine:LENGTH[,FLOOR], after warmup:LENGTH+ if there is one; lengths are " +
-           lengths;
+    return "vary the learning rate: constant, step:SIZE[,GAMMA]" + more +
+           " or cosine:LENGTH[,FLOOR]; lengths are in " + lengths;
   }
 
   /// Throws `invalid` for what no rule can be made of.
@@ -81,18 +78,22 @@ struct RuleOptions : optim::RuleText {
   static void describe_rule(OptionList<Options>& list) {
     list.choice("optimizer", &RuleOptions::optimizer,
                 {"sgd", "adagrad", "adam", "adamw", "rmsprop"},
-                "of all parameters, remote and local")
+                "update all parameters, remote and local, with this rule")
         .of_training();
-    list.real("lr", &RuleOptions::lr, "learning rate").may_change();
-    list.real("momentum", &RuleOptions::momentum, "of sgd and rmsprop").of_training();
-    list.real("weight-decay", &RuleOptions::weight_decay, "of the optimizer")
-        .by_default("0.01 of adamw, else 0")
+    list.real("lr", &RuleOptions::lr, "set the learning rate").may_change();
+    list.real("momentum", &RuleOptions::momentum, "set momentum for sgd and rmsprop").of_training();
+    list.real("weight-decay", &RuleOptions::weight_decay, "set the weight decay")
+        .by_default("0.01 for adamw, otherwise 0")
         .of_training();
-    list.text(
-            "lr-schedule", &RuleOptions::lr_schedule, "SCHEDULE",
-            lr_schedule_help("steps, with an e behind them epochs", ", plateau:PATIENCE[,FACTOR]"))
+    list.text("lr-schedule", &RuleOptions::lr_schedule, "SCHEDULE",
+              lr_schedule_help("steps, or epochs (5e)", ", plateau:PATIENCE[,FACTOR]"))
+        .details(R"(
+`warmup:LENGTH+` before a schedule first raises the rate linearly, as in `warmup:100+step:1000`. The
+schedules are torch.optim's LinearLR (warmup), StepLR, CosineAnnealingLR and, in jobs that evaluate,
+ReduceLROnPlateau. FLOOR is a fraction of --lr.)")
         .may_change();
-    list.real("clip", &RuleOptions::clip, "limit of the gradient's norm; 0: none").of_training();
+    list.real("clip", &RuleOptions::clip, "clip the gradient norm to X; 0 disables clipping")
+        .of_training();
   }
 };
 
@@ -113,29 +114,29 @@ struct TrainerOptions : CommonOptions, RuleOptions {
 
   template <class Options>
   static void describe_trainer(OptionList<Options>& list) {
-    list.integer("trainers", &TrainerOptions::trainers, "ranks that train").range(1, 1022);
-    list.integer("epochs", &TrainerOptions::epochs, "passes over the data; 0: as --steps says")
+    list.integer("trainers", &TrainerOptions::trainers, "run N trainers").range(1, 1022);
+    list.integer("epochs", &TrainerOptions::epochs, "train for N epochs; 0 trains until --steps")
         .details(
-            "With --steps alone there is no limit of epochs. With both, training ends at whichever "
-            "comes\nfirst.")
+            "If --steps is given, too, training ends at the limit that comes first; --steps alone "
+            "sets "
+            "no\nlimit of epochs.")
         .may_change();
-    list.integer("steps", &TrainerOptions::steps, "end after N steps of each trainer")
+    list.integer("steps", &TrainerOptions::steps,
+                 "stop after N steps of each trainer; 0 trains for --epochs")
         .range(0, 1e12)
-        .by_default("as many as the epochs have")
         .step_limit();
-    list.integer("batch-size", &TrainerOptions::batch_size, "examples a batch and trainer")
+    list.integer("batch-size", &TrainerOptions::batch_size, "use N examples per trainer and batch")
         .range(1, kMaxInt);
     list.choice("mode", &TrainerOptions::mode, {"async", "sync"},
-                "async: each trainer's update as it comes; sync: one mean update a step");
+                "async: apply each update as it arrives; sync: apply one averaged update per step");
     list.integer("min-trainers", &TrainerOptions::min_trainers,
-                 "go on without trainers that are lost as long as N are left")
+                 "continue without lost trainers as long as N are left")
         .range(1, kMaxInt)
         .may_change()
-        .details(
-            "Not with --mode sync, nor where trainers keep replicas: there one that is lost ends "
-            "the job.\nIts steps go to the others. A process that is started with its --rank, "
-            "or with --rank auto,\ntakes its place again, and with --max-restarts the launcher "
-            "starts one.");
+        .details(R"(
+A lost trainer's steps go to the others. A new process with the same --rank, or with --rank auto,
+replaces the trainer; with --max-restarts the launcher starts that process. With --mode sync, or if
+trainers keep replicas, the loss of a trainer ends the job in any case.)");
   }
 };
 
@@ -159,7 +160,7 @@ void describe_inherited(OptionList<Options>& list) {
   if constexpr (std::is_base_of_v<CommonOptions, Options>) CommonOptions::describe_common(list);
   if constexpr (std::is_base_of_v<TrainerOptions, Options>) {
     list.flag("eval-only", &TrainerOptions::eval_only,
-              "evaluate the model of --resume, train nothing and save nothing")
+              "evaluate the checkpoint of --resume; train nothing and save nothing")
         .needs("resume");
   }
 }

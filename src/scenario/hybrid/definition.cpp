@@ -13,37 +13,33 @@ HybridOptions::HybridOptions() {
 void HybridOptions::describe(job::OptionList<HybridOptions>& list) {
   list.without("min-trainers");  // they keep replicas
   list.integer("num-embeddings", &HybridOptions::num_embeddings,
-               "rows of the embedding table (with a file: its words)")
+               "give the embedding table N rows, or with a file one for each word")
       .range(1, job::kMaxInt)
       .random_only();
-  list.integer("embedding-dim", &HybridOptions::embedding_dim, "numbers in a row")
+  list.integer("embedding-dim", &HybridOptions::embedding_dim, "give each row N numbers")
       .range(1, 1048576);
-  list.integer("classes", &HybridOptions::classes, "classes (with a file: its labels)")
+  list.integer("classes", &HybridOptions::classes, "predict N classes, or with a file its labels")
       .range(1, 1048576)
       .random_only();
   list.file("data", &HybridOptions::data,
-            "train on text: '__label__X word word ...', one example a line; teacher: on random "
-            "batches whose labels a hidden teacher makes from the words")
+            "train on lines of '__label__X word word ...'; teacher makes learnable random batches")
       .or_word(HybridOptions::kTeacher)
       .by_default("random batches with random labels")
-      .details(
-          "In a file, an example has its label and words separated by blanks, as in fastText.\n"
-          "Random labels are the tutorial's: nothing can be learned, and the loss stays near the\n"
-          "logarithm of --classes. The labels of `teacher` can be learned: the teacher follows "
-          "from\n"
-          "--seed, and 1,000 other examples are evaluated after each epoch. A file that is called\n"
-          "teacher is ./teacher.");
-  list.file("valid-data", &HybridOptions::valid_data, "evaluate on this file after each epoch")
+      .details(R"(
+The format of a file is fastText's: each line has a label and words separated by blanks. With `teacher`,
+batches are random, and a hidden teacher derived from --seed makes their labels; 1,000 other examples
+are evaluated after each epoch. Random labels are those of the PyTorch tutorial: nothing can be
+learned, and the loss stays near the logarithm of --classes. Use ./teacher for a file of that name.)");
+  list.file("valid-data", &HybridOptions::valid_data, "evaluate on FILE after each epoch")
       .needs("data");
-  list.file("test-data", &HybridOptions::test_data, "evaluate on this file at the end")
-      .needs("data");
+  list.file("test-data", &HybridOptions::test_data, "evaluate on FILE at the end").needs("data");
   list.group("Training");
   list.integer("batches-per-epoch", &HybridOptions::batches,
-               "of each trainer, not with a file in --data")
+               "use N generated batches per epoch and trainer")
       .range(1, job::kMaxInt)
       .formerly("batches")
       .random_only();
-  list.row("batch-size").help("examples a batch and trainer, with a file in --data").data_only();
+  list.row("batch-size").help("use N examples per trainer and batch, with a file").data_only();
 }
 
 const job::Definition<HybridOptions>& hybrid_job() {
@@ -52,38 +48,37 @@ const job::Definition<HybridOptions>& hybrid_job() {
   using job::sometimes;
   static const auto kJob =
       job::define<HybridOptions>(
-          "hybrid", "embeddings on a parameter server, dense layers under DDP on trainers")
+          "hybrid", "train embeddings on a parameter server and dense layers under DDP")
           .describe(
-              R"(Trains a text classifier: an EmbeddingBag held by a parameter server, which the trainers
-look up over RPC, and a Linear layer that they share by DistributedDataParallel. Ranks
-0 to T-1 are the trainers, T is the master, T+1 the parameter server.)")
+              R"(Trains a text classifier. Its EmbeddingBag is on a parameter server, and trainers look
+up rows over RPC. Its Linear layer is replicated on the trainers with
+DistributedDataParallel. Ranks 0 to T-1 are the trainers, rank T is the master, and rank
+T+1 is the parameter server.)")
           .details(
-              R"(The table is on the parameter server; a trainer sends the gradient of what it looked up back.
-`trainer0`, `trainer1`, ..., `master` and `ps` are the ranks' roles. Only the trainers read the
-data, and each may be given a path of its own.
+              R"(Distributed autograd sends the gradients of the rows back to the server. The ranks' roles are
+`trainer0`, `trainer1`, ..., `master` and `ps`. Only the trainers read the data, and each trainer
+may be given its own path.
 
-`distrain predict CHECKPOINT [FILE]` gives the labels of examples, which are written as those of
---data, with a label or without. Words that were not there in training do not count.)")
-          .example("distrain hybrid --data teacher",
-                   "Learn labels that a hidden teacher makes, without any file")
-          .example("distrain hybrid", "The tutorial's job: random labels, so nothing is learned")
+`distrain predict CHECKPOINT [FILE]` prints the labels of examples in the format of --data, with or
+without a label. Words that are not in the training data are ignored.)")
+          .example("distrain hybrid --data teacher", "Learn the labels of a hidden teacher")
+          .example("distrain hybrid", "Run the tutorial's job; nothing can be learned")
           .example("distrain hybrid --epochs 20 --mode sync",
-                   "The trainers in step with each other")
+                   "Keep the trainers in step with each other")
           .example(
               "distrain hybrid --data r8.train --test-data r8.test --optimizer adagrad "
               "--epochs 15",
-              "Text")
+              "Train on text")
           .example("distrain predict saved r8.test | jq -r .label//empty",
-                   "What the newest checkpoint in the folder saved makes of a text")
+                   "Label texts with the newest checkpoint in the folder saved")
           .example("for r in 0 1 2 3; do distrain hybrid --rank $r & done; wait",
-                   "Four ranks that are started one by one")
+                   "Start four ranks one by one")
           .example("distrain hybrid --ranks 0-1 --master-addr node0",
-                   "The first two ranks, on the machine node0; --ranks 2-3 on another one starts "
-                   "the others")
+                   "Start the first two ranks on node0; on another machine give --ranks 2-3")
           .event("end", "",
-                 {sometimes({"unknown_words", kInteger,
-                             "words that were evaluated and are not in the training data: they do "
-                             "not count"})})
+                 {sometimes(
+                     {"unknown_words", kInteger,
+                      "ignored words of the evaluated texts: the training data has none of them"})})
           .role("trainer", &HybridOptions::trainers, train_hybrid)
           .role("master", 1, {}, Use::kNone)
           .role("ps", 1, {}, Use::kCompute, "server")

@@ -90,83 +90,84 @@ PipelineOptions::PipelineOptions() { lr = 0.05; }
 
 void PipelineOptions::describe(job::OptionList<PipelineOptions>& list) {
   list.choice("model", &PipelineOptions::model, {"resnet50", "resnet18"},
-              "torchvision's, with its names");
-  list.integer("stages", &PipelineOptions::stages, "stages of the model; the job has one rank more")
+              "train this torchvision model");
+  list.integer("stages", &PipelineOptions::stages, "cut the model into N stages on N + 1 ranks")
       .range(1, kMaxStages)
       .may_change();
   list.text("split", &PipelineOptions::split, "BLOCK[,...]",
-            "the last block of each stage but the last (layer2, layer3.2)")
-      .by_default("layer2 with 2 stages, else by estimated cost")
+            "end each stage but the last one with a BLOCK, such as layer2 or layer3.2")
+      .by_default("layer2 for 2 stages, otherwise by estimated cost")
       .may_change()
       .details(R"(
-A block (layer3.2), a layer (layer2: its last block) or the stem (the first convolution with
-its pooling, also conv1). One name less than there are stages.)");
-  list.integer("image-size", &PipelineOptions::image_size, "pixels of an image's side")
+A BLOCK is a block (layer3.2), a layer (layer2, which means its last block) or the stem (the first
+convolution with its pooling, also called conv1). S stages need S - 1 names.)");
+  list.integer("image-size", &PipelineOptions::image_size, "resize images to N x N pixels")
       .range(1, 8192);
-  list.integer("classes", &PipelineOptions::classes, "scores of an image").range(1, 1048576);
+  list.integer("classes", &PipelineOptions::classes, "predict one of N classes").range(1, 1048576);
   list.folder("data", &PipelineOptions::data,
-              "folder with CIFAR-10's binary files or MNIST's IDX files")
+              "train on CIFAR-10's binary files or MNIST's IDX files in DIR")
       .by_default("random images")
       .details(R"(
-Pixels go from 0 to 1 and are normalised by CIFAR-10's mean and deviation of each channel, or
-grey ones by 0.5 and 0.5 and repeated to three channels; then images are resized.)");
+Pixels range from 0 to 1 and are normalised: colour images with CIFAR-10's mean and deviation of each
+channel, grey images with 0.5 and 0.5, repeated in three channels. Then the images are resized.)");
   list.folder("valid-data", &PipelineOptions::valid_data,
-              "evaluate on this folder's test images at the end of each epoch")
+              "evaluate on the test images in DIR at the end of each epoch")
       .needs("data")
-      .details("Needs --data and one --micro-batches. It may be the same folder.");
+      .details("Needs --data and a single number in --micro-batches. DIR may be that of --data.");
   list.folder("test-data", &PipelineOptions::test_data,
-              "evaluate on this folder's test images at the end")
+              "evaluate on the test images in DIR at the end")
       .needs("data")
-      .details("As --valid-data.");
-  list.file("weights", &PipelineOptions::weights, "safetensors file with the weights to begin with")
+      .details("See --valid-data.");
+  list.file("weights", &PipelineOptions::weights, "start from the weights in a safetensors file")
       .by_default("torchvision's initialisation")
       .details(R"(
-All parameters and buffers, by torchvision's names. A checkpoint that --resume loads counts
-instead.)");
+The file has all parameters and buffers under torchvision's names. If --resume loads a checkpoint,
+the job uses that instead.)");
   list.group("Training");
   list.integers("micro-batches", &PipelineOptions::num_split,
-                "micro-batches of a batch; each number is a run of its own with a fresh model")
+                "cut each batch into N micro-batches; each N is a separate run with a new model")
       .range(1, job::kMaxInt)
       .formerly("num-split")
       .details(R"(
-Each ends in a `split` line. A batch that does not divide evenly has micro-batches that differ
-by one image.)");
+Each run prints a `split` line. If a batch does not divide evenly, its micro-batches differ in size
+by one image. N is a number of micro-batches, not the size of one as in the PyTorch tutorial.)");
   list.choice("schedule", &PipelineOptions::schedule, {"gpipe", "1f1b", "naive"},
-              "gpipe: all forward passes first; 1f1b: as few activations as can be; "
-              "naive: one micro-batch at a time")
+              "gpipe: run all forward passes first; 1f1b: hold the fewest activations; "
+              "naive: run one micro-batch at a time")
       .may_change()
       .details(R"(
-With gpipe a stage holds the activations of all micro-batches, with 1f1b stage s of p those of
-p - s + 1 at most; it takes as long.)");
-  list.integer("batches", &PipelineOptions::batches, "of each run")
+With gpipe each stage holds the activations of all micro-batches. With 1f1b stage s of p holds those
+of at most p - s + 1 micro-batches. Both take the same time.)");
+  list.integer("batches", &PipelineOptions::batches, "train for N batches in each run")
       .range(1, job::kMaxInt)
       .may_change();
-  list.integer("epochs", &PipelineOptions::epochs, "passes over the images, in place of --batches")
+  list.integer("epochs", &PipelineOptions::epochs, "train for N epochs instead of --batches")
       .range(0, job::kMaxInt)
-      .by_default("--batches")
+      .by_default("from --batches")
       .needs("data")
       .may_change()
-      .details("An epoch counts as many batches as its images fill.");
-  list.integer("batch-size", &PipelineOptions::batch_size, "images a batch").range(1, job::kMaxInt);
+      .details("An epoch has as many batches as its images fill.");
+  list.integer("batch-size", &PipelineOptions::batch_size, "use N images per batch")
+      .range(1, job::kMaxInt);
   list.choice("loss", &PipelineOptions::loss, {"mse", "ce"},
-              "mse: against one-hot; ce: cross entropy");
+              "mse: compare scores with one-hot labels; ce: compute the cross entropy");
   list.group("Run");
   list.flag("explain", &PipelineOptions::explain,
-            "the schedule's table as JSON, on a terminal as a timeline; no training")
+            "print the schedule as JSON, or as a timeline on a terminal; train nothing")
       .of_this_rank()
       .details(R"(
-A line for each number of --micro-batches. Each step counts as one unit of time; `length` and
-`begin` are in such units, `bubble` is the share of the stages' time that is waiting.)");
+There is a line for each number in --micro-batches. A pass of a micro-batch through a stage takes one unit
+of time; `length` and `begin` are in these units, and `bubble` is the share of time that stages wait.)");
   list.find("lr-schedule").help = lr_schedule_help("batches of a run");
-  list.find("log-interval").help = "batches between 'step' lines; 0: none; auto: by time";
+  list.find("log-interval").help =
+      "print a line every N batches; 0 prints none; auto prints one every 5 s";
   list.row("checkpoint-every")
-      .help("batches between two saves")
-      .by_default("at the end")
-      .details("With --data at the end of each epoch.");
+      .help("save every N batches; 0 saves at the end of each epoch")
+      .details("Random images have no epochs, so 0 saves only at the end.");
   list.row("checkpoint")
       .details(
-          "Needs one number in --micro-batches. The file serves as --weights, too. Stages, split "
-          "and schedule\nmay be others when the job goes on.");
+          "Needs a single number in --micro-batches. --weights can read model.safetensors of a "
+          "checkpoint.\n--stages, --split and --schedule may change when the job resumes.");
 }
 
 const job::Definition<PipelineOptions>& pipeline_job() {
@@ -175,77 +176,78 @@ const job::Definition<PipelineOptions>& pipeline_job() {
   using job::sometimes;
   const auto with_data = [](const char* of) {
     return sometimes(
-        {"accuracy", kNumber, std::string("share of right classes ") + of + "; with --data"});
+        {"accuracy", kNumber, std::string("share of right classes ") + of + ", with --data"});
   };
-  const job::Field samples_per_s = {"samples_per_s", kNumber, "images a second"};
+  const job::Field samples_per_s = {"samples_per_s", kNumber, "images per second"};
   static const auto kJob =
       job::define<PipelineOptions>("pipeline",
-                                   "a ResNet cut into stages, micro-batches flowing through them")
+                                   "train a ResNet in stages through which micro-batches flow")
           .describe(
-              R"(Trains a ResNet whose layers are spread over several ranks. Each batch is cut into
-micro-batches, so that the stages work at the same time; activations go from stage to
-stage, gradients back. Rank 0 is the master, ranks 1 to S are the stages.)")
+              R"(Trains a ResNet whose layers are spread over several ranks, the stages. Each batch is
+cut into micro-batches so that the stages work at the same time. Activations flow from
+stage to stage, and gradients flow back. Rank 0 is the master, and ranks 1 to S are the
+stages.)")
           .details(R"(
-Activations never go through the master, which reads the data, cuts the batches and takes the
-loss; all micro-batches of a batch make one update. `master`, `worker1`, `worker2`, ... are the
-ranks' roles.
+The master reads the data, cuts the batches and computes the loss; activations between stages do not
+pass through it. All micro-batches of a batch make one update. The ranks' roles are `master`,
+`worker1`, `worker2`, ....
 
-Batch norm takes the mean and deviation of each micro-batch by itself, as all pipelines do: so
-another --micro-batches gives somewhat other losses, and --local with the same gives the same ones. A
-job that is resumed ends in the same bits with the same --threads.
+Batch norm uses the mean and deviation of each micro-batch, as in other pipelines. The losses
+therefore depend on --micro-batches; --local with the same number gives the same losses. With the same
+--threads a resumed job ends with bit-identical parameters.
 
-`distrain predict CHECKPOINT [FILE]` gives the classes of images: of a file of those that --data takes
-(test_batch.bin, t10k-images-idx3-ubyte), or of a folder with it.)")
+`distrain predict CHECKPOINT [FILE]` prints the classes of images. FILE is a data file such as
+test_batch.bin or t10k-images-idx3-ubyte, or a folder with such a file.)")
           .example(
               "distrain pipeline --micro-batches 1,2,4,8 | jq -r 'select(.event == \"split\") | "
               ".batch_s'",
-              "Which number of micro-batches is best here")
+              "Find the best number of micro-batches")
           .example("distrain pipeline --explain --stages 4 --schedule 1f1b --micro-batches 8",
-                   "What a schedule looks like")
+                   "Show a schedule")
           .example("distrain pipeline --stages 3 --inject stage=100ms",
-                   "Whether the stages wait no longer than the schedule says")
+                   "Check that the stages wait no longer than the schedule says")
           .example(
               "distrain pipeline --data cifar --valid-data cifar --loss ce --micro-batches 8 "
               "--epochs 5",
-              "Real images, and how well it does on others")
+              "Train on real images and evaluate after each epoch")
           .example("for r in 0 1 2; do distrain pipeline --rank $r & done; wait",
-                   "Three ranks that are started one by one")
+                   "Start three ranks one by one")
           .events(
               {job::step_event(
-                   {{"num_split", kInteger, "micro-batches of a batch"},
-                    {"batch_s", kNumber, "seconds from the cutting of the batch to its update"},
+                   {{"num_split", kInteger, "micro-batches per batch"},
+                    {"batch_s", kNumber, "seconds from the cut of the batch to its update"},
                     samples_per_s,
-                    with_data("in the batch")}),
+                    with_data("of the batch")}),
                job::eval_event(
-                   "at the end of an epoch, or of the job, with --valid-data or --test-data"),
+                   "printed at the end of each epoch (--valid-data) or of the job (--test-data)"),
                {"split",
-                "at the end of the run of a number of --micro-batches",
-                {{"num_split", kInteger, "micro-batches of a batch"},
-                 {"schedule", kText, "--schedule"},
-                 {"batches", kInteger, "of this run"},
-                 {"batch_size", kInteger, "images a batch"},
+                "printed at the end of the run for each number in --micro-batches",
+                {{"num_split", kInteger, "micro-batches per batch"},
+                 {"schedule", kText, "schedule of the run (--schedule)"},
+                 {"batches", kInteger, "batches of the run"},
+                 {"batch_size", kInteger, "images per batch"},
                  {"wall_s", kNumber, "seconds that the run took"},
-                 {"batch_s", kNumber, "seconds of a batch: the median without the first"},
+                 {"batch_s", kNumber, "median seconds per batch, without the first batch"},
                  {"stage_s", kNumbers,
-                  "seconds that each stage itself computed a batch; null on a GPU"},
+                  "median seconds per batch that each stage computed; null on a GPU"},
                  {"activations", kIntegers,
-                  "micro-batches that each stage held at most between forward and backward pass, "
-                  "without those that it fetched ahead"},
+                  "most micro-batches that each stage held between forward and backward pass, "
+                  "without prefetched ones"},
                  samples_per_s,
-                 {"loss", kNumber, "of the last batch"},
-                 with_data("in the last batch")}},
+                 {"loss", kNumber, "loss of the last batch"},
+                 with_data("of the last batch")}},
                {"end",
                 "",
-                {sometimes({"loss", kNumber, "of the last batch"}),
-                 sometimes({"num_split", kInteger, "of the last run"}),
-                 sometimes({"batch_s", kNumber, "of the last run"}), sometimes(samples_per_s),
-                 with_data("of the last evaluation, or in the last batch"),
+                {sometimes({"loss", kNumber, "loss of the last batch"}),
+                 sometimes({"num_split", kInteger, "micro-batches per batch of the last run"}),
+                 sometimes({"batch_s", kNumber, "median seconds per batch of the last run"}),
+                 sometimes(samples_per_s), with_data("of the last evaluation or batch"),
                  sometimes({"eval", kObject, "the last evaluation", job::eval_event("").fields}),
                  sometimes({"best",
                             kObject,
-                            "the quickest run",
-                            {{"num_split", kInteger, "its micro-batches"},
-                             {"batch_s", kNumber, "its seconds a batch"}}})}}})
+                            "the fastest run",
+                            {{"num_split", kInteger, "micro-batches per batch"},
+                             {"batch_s", kNumber, "median seconds per batch"}}})}}})
           .role("master", 1, train_pipeline, Use::kIfNamed)
           .role("worker", &PipelineOptions::stages, {}, Use::kCompute, "stage")
           .expose(PipelineStage::expose)
@@ -268,10 +270,11 @@ job that is resumed ends in the same bits with the same --threads.
           .has_stages()
           .change([](job::OptionTable& table) {
             std::ranges::find(table, "rpc-timeout", &job::Option::name)->details =
-                "What waits for a stage to compute has none.";
-            std::ranges::find(table, "inject", &job::Option::name)->help +=
-                ", stage=100ms (sleep in place of computing: so long for a batch's forward pass, "
-                "and as long for its backward)";
+                "Calls that wait for a stage to compute have no deadline.";
+            std::ranges::find(table, "inject", &job::Option::name)->help += ", stage=100ms";
+            std::ranges::find(table, "inject", &job::Option::name)->details +=
+                "\n`stage` makes each stage sleep for this time instead of computing a batch's "
+                "forward pass, and\nagain instead of its backward pass.";
           });
   return kJob;
 }

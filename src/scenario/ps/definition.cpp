@@ -72,56 +72,55 @@ std::optional<int> gpus_of(const PsOptions& options, const std::string& rank_nam
 PsOptions::PsOptions() { lr = 0.03; }
 
 void PsOptions::describe(job::OptionList<PsOptions>& list) {
-  list.integer("limit", &PsOptions::limit, "train on the first N examples; 0: on all")
+  list.integer("limit", &PsOptions::limit, "train on the first N examples; 0 trains on all")
       .may_change();  // it is the examples that have to be as many
   list.on_off_or_real("dropout", &PsOptions::dropout,
-                      "share of channels and numbers set to 0 in training; on: the tutorial's, "
-                      "0.25 and 0.5")
+                      "drop activations with probability P in training; on means 0.25 and 0.5")
       .value_name("on|off|P")
       .below(0, 1);
   list.integer("num-gpus", &PsOptions::num_gpus,
-               "GPUs of the server: with 2 the convolutions are on cuda:0, the rest on cuda:1")
+               "put the server on N GPUs; 2 puts convolutions on cuda:0 and the rest on cuda:1")
       .range(0, 2)
-      .by_default("as --device says")
+      .by_default("from --device")
       .of_predict()
-      .details("With --local the whole job is there. The trainers are where --device says.");
-  list.real("mean", &PsOptions::mean, "of the pixels, which is subtracted")
+      .details("With --local the whole job uses them; otherwise --device places the trainers.");
+  list.real("mean", &PsOptions::mean, "subtract this mean from the pixels")
       .range(-1e6, 1e6)
-      .by_default("0.1307, with Debian's Fashion-MNIST 0.286")
+      .by_default("0.1307, or 0.286 for Debian's Fashion-MNIST")
       .each_own();
-  list.real("std", &PsOptions::std, "deviation of the pixels, divided by")
+  list.real("std", &PsOptions::std, "divide the pixels by this standard deviation")
       .above(0, 1e6)
-      .by_default("0.3081, with Debian's Fashion-MNIST 0.353")
+      .by_default("0.3081, or 0.353 for Debian's Fashion-MNIST")
       .each_own();
-  list.folder("data", &PsOptions::data, "folder with MNIST's IDX files, plain or gzip")
+  list.folder("data", &PsOptions::data, "train on MNIST's IDX files in DIR, plain or gzip")
       .by_default("Debian's dataset-fashion-mnist, if installed");
   list.folder("valid-data", &PsOptions::valid_data,
-              "evaluate on this folder's test images after each epoch")
-      .by_default("those of --data")
+              "evaluate on the test images in DIR after each epoch")
+      .by_default("the folder of --data")
       .needs("data");
-  list.folder("test-data", &PsOptions::test_data,
-              "evaluate on this folder's test images at the end")
+  list.folder("test-data", &PsOptions::test_data, "evaluate on the test images in DIR at the end")
       .needs("data");
   list.group("Training");
-  list.row("trainers").help("trainers; the job has one rank more").range(1, 1023);
+  list.row("trainers").help("run N trainers; the job has N + 1 ranks").range(1, 1023);
   list.find("mode").choices.push_back("ssp");
-  list.find("mode").help += "; ssp: async, but no trainer gets far ahead";
+  list.find("mode").help += "; ssp: async within --staleness";
   list.integer("staleness", &PsOptions::staleness,
-               "with --mode ssp: steps a trainer may be ahead of the slowest")
+               "with --mode ssp: let a trainer be at most N steps ahead of the slowest")
       .may_change();
   list.flag("verify-grads", &PsOptions::verify_grads,
-            "check at every step that the gradients arrived")
+            "check at each step that every gradient reached the server and is finite")
       .may_change();
-  list.row("mean").details("Pixels go from 0 to 1. Mean and deviation are always rank 0's.");
+  list.row("mean").details("Pixels range from 0 to 1. All ranks use --mean and --std of rank 0.");
   list.row("data").details(
-      R"(Its files are train-images-idx3-ubyte and train-labels-idx1-ubyte, and, to evaluate on,
-t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte; each may end in .gz. Debian's are in
-/usr/share/datasets/fashion-mnist. A trainer that joins without --data looks in the folder
-that rank 0 names, and only if rank 0 has none in its own Debian folder.)");
-  list.row("valid-data").details("Such files as in --data, normalised as those.");
-  list.row("test-data").details("As --valid-data.");
-  list.row("staleness").details("0 keeps them abreast.");
-  list.row("verify-grads").details("When they have not, the job ends with exit status 1.");
+      R"(The training files are train-images-idx3-ubyte and train-labels-idx1-ubyte, and the test files are
+t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte; each may end in .gz. Debian's files are in
+/usr/share/datasets/fashion-mnist. A trainer that joins without --data reads the folder that rank 0
+names, or Debian's folder if rank 0 names none.)");
+  list.row("valid-data").details("The files are named and normalised as those of --data.");
+  list.row("test-data").details("See --valid-data.");
+  list.row("staleness").details("0 keeps the trainers in step.");
+  list.row("verify-grads")
+      .details("A missing gradient ends the job with exit status 1, a non-finite one with 8.");
 }
 
 const job::Definition<PsOptions>& ps_job() {
@@ -129,37 +128,36 @@ const job::Definition<PsOptions>& ps_job() {
   using enum job::FieldType;
   static const auto kJob =
       job::define<PsOptions>(
-          "ps", "a convolutional net on a parameter server, trained by several trainers")
+          "ps", "train a convolutional net on a parameter server with several trainers")
           .describe(
-              R"(Trains an image classifier that a parameter server holds whole: the trainers send it
-their batches over RPC, which it passes through the net, and the gradients come about in
-distributed autograd. Rank 0 is the server, ranks 1 to T are the trainers.)")
+              R"(Trains an image classifier on a parameter server that holds the whole net. Trainers send
+their batches to the server over RPC, the server runs the forward pass, and distributed
+autograd runs the backward pass. Rank 0 is the server, and ranks 1 to T are the trainers.)")
           .details(
-              R"(The net has two convolutions, max pooling and two linear layers. Several trainers' passes run
-at the same time, each with the parameters as they were when it began. `parameter_server`,
-`trainer1`, `trainer2`, ... are the ranks' roles. The server does not read the data.
+              R"(The net has two convolutions, max pooling and two linear layers. The passes of several trainers
+run at the same time; each pass uses the parameters of the moment when it began. The ranks' roles
+are `parameter_server`, `trainer1`, `trainer2`, .... Only the trainers read the data.
 
-`distrain predict CHECKPOINT [FILE]` gives the classes, 0 to 9, of the images in an IDX file,
-plain or gzip, or of those to evaluate on in a folder. Where there is a file of labels beside it
-it says how many are right.)")
-          .example(
-              "distrain ps | jq -c 'select(.event == \"eval\" or .event == \"end\")'",
-              "Fashion-MNIST as Debian's dataset-fashion-mnist has it: one epoch, two trainers")
-          .example("distrain ps --data mnist --trainers 3", "MNIST in the folder mnist")
+`distrain predict CHECKPOINT [FILE]` prints the classes, 0 to 9, of the images in an IDX file, plain
+or gzip, or of the test images in a folder. If there is a file of labels beside the images, `end`
+has the accuracy.)")
+          .example("distrain ps | jq -c 'select(.event == \"eval\" or .event == \"end\")'",
+                   "Train on Debian's Fashion-MNIST for one epoch with two trainers")
+          .example("distrain ps --data mnist --trainers 3", "Train on MNIST in the folder mnist")
           .example("distrain ps --checkpoint saved --checkpoint-every 200 --resume auto",
-                   "A job that may be ended by a signal and goes on where it was")
+                   "Save on a signal and resume when started again")
           .example("distrain predict saved t10k-images-idx3-ubyte",
-                   "What the newest checkpoint in the folder saved makes of images")
+                   "Classify images with the newest checkpoint in the folder saved")
           .example("for r in 0 1 2; do distrain ps --rank $r & done; wait",
-                   "Three ranks that are started one by one")
+                   "Start three ranks one by one")
           .example("distrain ps --mode ssp --staleness 4 --trainers 3 --inject delay=50ms@rank=2",
-                   "What a slow trainer does to the others")
+                   "See what a slow trainer does to the others")
           .event("step", "",
                  {{"staleness", kInteger,
                    "steps that this trainer was ahead of the slowest when the step began"},
-                  {"version", kInteger,
-                   "updates that the parameters of its forward pass had had in this run"},
-                  {"delay", kInteger, "updates of others between that and the step's own"}})
+                  {"version", kInteger, "number of updates in this run before the forward pass"},
+                  {"delay", kInteger,
+                   "updates by other trainers between the forward pass and the step's own"}})
           .event("end", "",
                  {job::sometimes({"staleness", kInteger,
                                   "most steps that a trainer was ahead of the slowest"})})

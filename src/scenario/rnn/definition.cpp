@@ -51,34 +51,36 @@ RnnOptions::RnnOptions() {
 
 void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
   list.without("min-trainers");  // they keep replicas
-  list.integer("vocab-size", &RnnOptions::vocab_size, "words that are told apart, at most")
+  list.integer("vocab-size", &RnnOptions::vocab_size, "give the vocabulary at most N words")
       .range(2, job::kMaxInt)
       .may_change()  // it is the words themselves that have to be as many
-      .details("The most frequent ones; `<unk>` is all others, `<eos>` the end of a line.");
-  list.integer("embedding-dim", &RnnOptions::emsize, "numbers in a word's embedding")
+      .details("It has the most frequent words, `<unk>` for others and `<eos>` for line ends.");
+  list.integer("embedding-dim", &RnnOptions::emsize, "use embeddings of N numbers")
       .range(1, 1048576)
       .formerly("emsize");
-  list.integer("nhid", &RnnOptions::nhid, "numbers in the LSTM's hidden state").range(1, 1048576);
-  list.integer("nlayers", &RnnOptions::nlayers, "layers of the LSTM").range(1, 1024);
-  list.real("dropout", &RnnOptions::dropout, "share of numbers set to 0 in training").below(0, 1);
-  list.file("data", &RnnOptions::data, "train on this text, words between blanks")
+  list.integer("nhid", &RnnOptions::nhid, "give the LSTM N hidden units").range(1, 1048576);
+  list.integer("nlayers", &RnnOptions::nlayers, "stack N LSTM layers").range(1, 1024);
+  list.real("dropout", &RnnOptions::dropout, "drop activations with probability X").below(0, 1);
+  list.file("data", &RnnOptions::data, "train on the text in FILE, with words separated by blanks")
       .by_default("random batches");
-  list.file("valid-data", &RnnOptions::valid_data, "evaluate on this text after each epoch")
+  list.file("valid-data", &RnnOptions::valid_data, "evaluate on FILE after each epoch")
       .needs("data");
-  list.file("test-data", &RnnOptions::test_data, "evaluate on this text at the end").needs("data");
+  list.file("test-data", &RnnOptions::test_data, "evaluate on FILE at the end").needs("data");
   list.group("Training");
-  list.row("trainers").help("trainers; the job has one rank more").range(1, 1023);
-  list.integer("batches-per-epoch", &RnnOptions::batches, "of each trainer, random data only")
+  list.row("trainers").help("run N trainers; the job has N + 1 ranks").range(1, 1023);
+  list.integer("batches-per-epoch", &RnnOptions::batches,
+               "use N random batches per epoch and trainer")
       .range(1, job::kMaxInt)
       .formerly("batches")
       .random_only();
-  list.integer("bptt", &RnnOptions::bptt, "words a batch and column").range(1, job::kMaxInt);
+  list.integer("bptt", &RnnOptions::bptt, "use N words of each column per batch")
+      .range(1, job::kMaxInt);
   list.group("Sample");
-  list.integer("generate", &RnnOptions::generate, "words to write at the end")
+  list.integer("generate", &RnnOptions::generate, "write N words at the end")
       .range(0, 1048576)
       .data_only()
       .of_predict();
-  list.text("prompt", &RnnOptions::prompt, "TEXT", "words that the sample begins with")
+  list.text("prompt", &RnnOptions::prompt, "TEXT", "begin the sample with TEXT")
       .needs("generate")
       .data_only()
       .may_change();
@@ -86,18 +88,15 @@ void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
   defaults_on_text([&](auto, auto member, auto value) { on_text.*member = value; });
   const job::OptionMap words = list.write(on_text);
   defaults_on_text([&](const char* name, auto, auto) {
-    list.row(name).by_default(words.at(name) + " with --data, else " + list.find(name).initial);
+    list.row(name).by_default(words.at(name) + " with --data, otherwise " +
+                              list.find(name).initial);
   });
-  list.row("data").details(
-      "Each rank may be given a path of its own; one that is given none reads what "
-      "rank 0 names.");
+  list.row("data").details("A rank that is not given a path reads the file that rank 0 names.");
   for (const char* name : {"valid-data", "test-data"}) list.row(name).details("Needs --data.");
-  list.row("batch-size")
-      .help("columns of text a trainer")
-      .details("A trainer reads them side by side.");
-  list.row("bptt").details("So far the gradients go back.");
-  list.row("clip").details("The norm is over the parameters of all ranks together.");
-  list.row("generate").details("They come as a `text` line.");
+  list.row("batch-size").help("use N columns of text per trainer");
+  list.row("bptt").details("Gradients are backpropagated through N words.");
+  list.row("clip").details("The norm is that of the parameters of all ranks together.");
+  list.row("generate").details("The words are in the `text` line.");
   list.row("prompt").details("Needs --generate.");
 }
 
@@ -107,47 +106,46 @@ const job::Definition<RnnOptions>& rnn_job() {
   using job::sometimes;
   static const auto kJob =
       job::define<RnnOptions>(
-          "rnn", "a language model: embedding and decoder on a server, LSTM on trainers")
+          "rnn", "train a language model: embedding and decoder on a server, LSTM on trainers")
           .describe(
-              R"(Trains a word language model whose embedding table and decoder a parameter server holds,
-while the LSTM between them is the trainers', who share it by DistributedDataParallel
-when there are several. Rank 0 is the server, ranks 1 to T are the trainers.)")
+              R"(Trains a word language model. The embedding table and the decoder are on a parameter
+server. The LSTM between them is on the trainers; several trainers replicate it with
+DistributedDataParallel. Rank 0 is the server, and ranks 1 to T are the trainers.)")
           .details(
-              R"(Each step goes to the server twice over RPC, and a distributed optimizer updates the parameters
-where they are. `ps`, `trainer1`, `trainer2`, ... are the ranks' roles.
+              R"(Each step calls the server twice over RPC, and a distributed optimizer updates each parameter on
+the rank that holds it. The ranks' roles are `ps`, `trainer1`, `trainer2`, ....
 
-Without --data it is a tiny model on random batches, that of the PyTorch RPC tutorial; with it, a
-language model of use. Most defaults differ between the two.
+Without --data the job trains the tiny model of the PyTorch RPC tutorial on random batches. With
+--data it trains a real language model, with other defaults.
 
-`distrain predict CHECKPOINT [FILE]` gives the words that are likeliest to follow each line of a
-text, or with --generate so many words, and in `end` the perplexity of the whole text.)")
-          .example("distrain rnn", "The tutorial's job")
+`distrain predict CHECKPOINT [FILE]` prints the words that most likely follow each line of a text,
+or with --generate N the next N words. `end` has the perplexity of the text.)")
+          .example("distrain rnn", "Run the tutorial's job")
           .example(
               "distrain rnn --data train.txt --valid-data valid.txt --epochs 2 --mode sync "
               "--trainers 2",
-              "Two trainers, in step with each other")
+              "Train with two trainers in step with each other")
           .example(
               "distrain rnn --data train.txt --generate 40 --prompt 'in the beginning' | jq -r "
               ".text//empty",
-              "A few words in the way of the text")
+              "Write a few words in the style of the text")
           .example(
               "echo in the beginning | distrain predict saved - --generate 20 | jq -r .text//empty",
-              "What the newest checkpoint in the folder saved writes after a line")
+              "Continue a line with the newest checkpoint in the folder saved")
           .example("for r in 0 1; do distrain rnn --rank $r & done; wait",
-                   "Two ranks that are started one by one")
+                   "Start two ranks one by one")
           .events(job::trainer_events(/*may_lose=*/false, job::Unit::kWords))
-          .event("text", "at the end, with --generate",
-                 {{"text", kText, "the prompt and what follows it"}})
+          .event("text", "printed at the end of the job, with --generate",
+                 {{"text", kText, "prompt and the words that follow it"}})
           .event("end", "",
-                 {sometimes({"words_per_s", kNumber, "words a second of the first trainer"})})
+                 {sometimes({"words_per_s", kNumber, "words per second of all trainers"})})
           .role("ps", 1, {}, Use::kCompute, "server")
           .role("trainer", &RnnOptions::trainers, train_rnn)
           .expose(expose_rnn)
           .local(train_rnn_local)
-          .predict(predict_rnn,
-                   {sometimes({"words", kTexts, "the likeliest next words, the first one most"}),
-                    sometimes({"scores", kNumbers, "their probabilities"}),
-                    sometimes({"text", kText, "what follows, with --generate"})})
+          .predict(predict_rnn, {sometimes({"words", kTexts, "most likely next words, best first"}),
+                                 sometimes({"scores", kNumbers, "probabilities of the words"}),
+                                 sometimes({"text", kText, "text that follows, with --generate"})})
           .settle(settle)
           .check(check);
   return kJob;
