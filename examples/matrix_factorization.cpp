@@ -30,9 +30,9 @@ struct Options : job::TrainerOptions {
     epochs = 10;
   }
   static void describe(job::OptionList<Options>& list) {
-    list.file("data", &Options::data, "ratings: a user, an item and a rating in each line")
+    list.file("data", &Options::data, "train on FILE: a user, an item and a rating in each line")
         .required();
-    list.integer("dim", &Options::dim, "numbers in a row").range(1, 4096);
+    list.integer("dim", &Options::dim, "use N numbers per row").range(1, 4096);
     list.find("optimizer").choices = {"sgd", "adagrad", "adam"};  // those for sparse gradients
   }
 };
@@ -116,7 +116,8 @@ int main(int argc, char** argv) {
   return app::main(
       argc, argv,
       {job::define<Options>("matrix_factorization", "predict ratings with tables on two servers")
-           .example("matrix_factorization --data ratings.txt --trainers 3", "Three trainers")
+           .example("matrix_factorization --data ratings.txt --trainers 3",
+                    "Train with three trainers")
            .role("user_server", 1)
            .role("item_server", 1)
            .role("trainer", &Options::trainers, train)

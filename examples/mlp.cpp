@@ -31,8 +31,8 @@ struct Options : job::TrainerOptions {
     epochs = 10;
   }
   static void describe(job::OptionList<Options>& list) {
-    list.folder("data", &Options::data, "images in the format of MNIST").required();
-    list.integer("hidden", &Options::hidden, "hidden units").range(1, 65536);
+    list.folder("data", &Options::data, "train on the IDX files in DIR").required();
+    list.integer("hidden", &Options::hidden, "use N hidden units").range(1, 65536);
     list.without("mode");          // replicas are always updated together
     list.without("min-trainers");  // the job cannot continue without a trainer
   }
@@ -127,7 +127,7 @@ void predict(job::Predictions& predictions, const Options& options) {
 int main(int argc, char** argv) {
   return app::main(argc, argv,
                    {job::define<Options>("mlp", "read digits with replicas under DDP")
-                        .example("mlp --data digits --trainers 3", "Three replicas")
+                        .example("mlp --data digits --trainers 3", "Train three replicas")
                         .role("trainer", &Options::trainers, train)
                         .local(train_locally)
                         .predict(predict)});

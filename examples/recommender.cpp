@@ -1,5 +1,5 @@
-// A recommender: who clicks on what. Each user and each item has a row in a table on a server,
-// where the trainers look them up; the net that judges two rows is theirs, kept equal by DDP.
+// Predicts clicks: each user and each item has a row in a table on a server. Each trainer
+// has a replica of the net that judges two rows; DDP keeps the replicas equal.
 //
 //   ./recommender --trainers 3 | jq -c 'select(.event=="eval")'
 //   for rank in 0 1 2 3; do ./recommender --trainers 3 --rank $rank & done; wait
@@ -31,13 +31,14 @@ struct Options : job::TrainerOptions {
   }
   static void describe(job::OptionList<Options>& list) {
     list.text("data", &Options::data, "FILE",
-              "lines of 1 or 0 (a click or none), a user and an item; made if it is not there");
-    list.integer("rows", &Options::rows, "users and items").range(2, 1 << 24);
-    list.integer("dim", &Options::dim, "numbers in a row").range(1, 4096);
+              "train on FILE: 1 (a click) or 0, a user and an item in each line; FILE is made if "
+              "missing");
+    list.integer("rows", &Options::rows, "make clicks of N users and items").range(2, 1 << 24);
+    list.integer("dim", &Options::dim, "use N numbers per row").range(1, 4096);
   }
 };
 
-// A user is for what has the same parity, nearly always. Each trainer may make the file.
+// Makes clicks of users on items of the same parity, and 5 % noise. Any trainer may make the file.
 void make_clicks(const Options& options, const std::string& own) {
   std::ofstream file(options.data + own);
   base::Random random({options.seed});
@@ -48,7 +49,7 @@ void make_clicks(const Options& options, const std::string& own) {
     file << clicks << ' ' << user << ' ' << users + item << '\n';
   }
   file.close();
-  if (file) std::filesystem::rename(options.data + own, options.data);  // whole at once
+  if (file) std::filesystem::rename(options.data + own, options.data);  // atomically
 }
 
 struct Clicks {
@@ -112,8 +113,9 @@ void train(job::Rank& rank, const Options& options) {
 int main(int argc, char** argv) {
   return app::main(
       argc, argv,
-      {job::define<Options>("recommender", "who clicks on what, its rows on a server")
-           .example("recommender --trainers 3 --epochs 20", "Three trainers")
+      {job::define<Options>("recommender",
+                            "predict clicks with a table on a server and replicas under DDP")
+           .example("recommender --trainers 3 --epochs 20", "Train with three trainers")
            .role("server", 1)
            .role("trainer", &Options::trainers, train)
            .expose([](rpc::Agent& agent) { nn::expose_module(agent, "table", make_table); })});
