@@ -141,7 +141,9 @@ std::optional<Wait> ControlPlane::wait() {
 void ControlPlane::abort(const Error& error) {
   loop_.post([self = shared_from_this(), error] {
     self->is_leaving_ = true;
-    if (self->party_) {
+    // Rank 0 has put this rank off: the party is over, and the next attempt to join is to come.
+    const bool is_put_off = self->party_ && self->party_->is_over() && !self->met_.future().done();
+    if (self->party_ && !is_put_off) {
       self->party_->abort(error);
     } else {
       self->on_failed(error);

@@ -169,6 +169,7 @@ class Party {
   base::TimePoint tick(base::TimePoint now);
 
   bool is_running() const { return state_ == State::kRunning; }
+  bool is_over() const { return state_ == State::kOver; }
   /// Empty before it is known.
   const wire::Directory& directory() const { return directory_; }
   const std::string& secret() const { return directory_.secret; }

@@ -392,8 +392,10 @@ TEST_CASE("an optimizer's whole state moves without a deadline") {
   DistributedOptimizer optimizer(agent, {layer.rpc_sync<&SquareLayer::parameter>()}, optim::Adam{});
   // Every call with the default deadline is late from now on.
   const auto timeout = std::exchange(agent.core().options.rpc_timeout, 1ns);
-  CHECK(error_of([&] { layer.rpc_sync<&SquareLayer::value>(); }).kind ==
-        base::ErrorKind::kDeadline);
+  // A reply may still come before the loop looks at the clock.
+  while (error_of([&] { layer.rpc_sync<&SquareLayer::value>(); }).kind !=
+         base::ErrorKind::kDeadline) {
+  }
   for (int i = 0; i < 20; ++i) {
     optimizer.load_state(optimizer.state());
     optimizer.held_state({"weight"});
