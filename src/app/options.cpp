@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include <CLI/CLI.hpp>
 #include <fmt/format.h>
 
 #include "distrain/base/error.h"
@@ -12,43 +13,52 @@ namespace {
 
 using base::invalid;
 
+std::string spellings(const Option& option) {
+  std::string names = "--" + option.name;
+  for (std::string name : {option.name, option.old_name}) {
+    if (name == option.old_name && !name.empty()) names += ",--" + name;
+    if (name.find('-') == std::string::npos) continue;
+    std::replace(name.begin(), name.end(), '-', '_');  // as the tutorials have it
+    names += ",--" + name;
+  }
+  if (option.short_name) names += std::string(",-") + option.short_name;
+  return names;
+}
+
 /// The option that an argument names, without dashes and value: "--batch_size=3" → "batch-size".
 std::string named_in(const std::string& arg) {
   std::string name = arg.substr(std::min(arg.find_first_not_of('-'), arg.size()));
   name = name.substr(0, name.find('='));
-  std::replace(name.begin(), name.end(), '_', '-');  // as the tutorials have it
+  std::replace(name.begin(), name.end(), '_', '-');
   return name;
 }
 
-/// Returns null if `arg` names no option.
-const Option* option_of(const OptionTable& table, const std::string& arg) {
-  if (arg.starts_with("--")) return find_option(table, named_in(arg));
-  const bool is_short = arg.size() > 1 && arg[0] == '-' && arg.substr(0, arg.find('=')).size() == 2;
-  const auto it = std::ranges::find(table, is_short ? arg[1] : '-', &Option::short_name);
-  return it == table.end() ? nullptr : &*it;
-}
-
-[[noreturn]] void refuse(const OptionTable& table, const std::string& arg) {
-  if (arg.size() < 2 || arg[0] != '-') {
-    invalid(fmt::format("unexpected argument '{}': every option begins with --", arg));
+[[noreturn]] void refuse(const OptionTable& table, const std::vector<std::string>& extras) {
+  const auto option = std::ranges::find_if(
+      extras, [](const std::string& arg) { return arg.size() > 1 && arg[0] == '-'; });
+  if (option == extras.end()) {
+    invalid(fmt::format("unexpected argument '{}': every option begins with --", extras.front()));
   }
   std::vector<std::string> names;
-  for (const Option& option : table) {
-    if (!option.hidden) names.push_back(option.name);
+  for (const Option& each : table) {
+    if (!each.hidden) names.push_back(each.name);
   }
-  const auto meant = base::did_you_mean(named_in(arg), names);
-  invalid(fmt::format("unknown option {}{}", arg.substr(0, arg.find('=')),
+  const auto meant = base::did_you_mean(named_in(*option), names);
+  invalid(fmt::format("unknown option {}{}", option->substr(0, option->find('=')),
                       meant ? fmt::format("; did you mean --{}?", *meant) : ""));
 }
 
-}  // namespace
-
-ParsedOptions parse_options(const OptionTable& table, const std::vector<std::string>& args) {
-  ParsedOptions parsed(table);
+/// Refuses what CLI11 would read in another way than the user means: it takes another option as a
+/// value, and the argument behind `--name=`, too.
+void check_values(const OptionTable& table, const std::vector<std::string>& args) {
   for (size_t i = 0; i < args.size(); ++i) {
-    const Option* option = option_of(table, args[i]);
-    if (!option) refuse(table, args[i]);
     const size_t equals = args[i].find('=');
+    if (equals == 2 && args[i][0] == '-') {
+      invalid(fmt::format("write {} without '='", args[i].substr(0, equals)));
+    }
+    const Option* option =
+        args[i].starts_with("--") ? find_option(table, named_in(args[i])) : nullptr;
+    if (!option) continue;
     const bool has_next = i + 1 < args.size();
     if (option->kind == ValueKind::kFlag) {
       if (equals != std::string::npos) invalid(fmt::format("--{} takes no value", option->name));
@@ -56,7 +66,6 @@ ParsedOptions parse_options(const OptionTable& table, const std::vector<std::str
         invalid(fmt::format("unexpected argument '{}': --{} takes no value", args[i + 1],
                             option->name));
       }
-      parsed.set(option->name, "true");
       continue;
     }
     const bool missing = equals == std::string::npos ? !has_next || args[i + 1].starts_with("--")
@@ -64,10 +73,39 @@ ParsedOptions parse_options(const OptionTable& table, const std::vector<std::str
     if (missing) {
       invalid(fmt::format("--{} needs a value: {}", option->name, job::allowed_values(*option)));
     }
-    const std::string value = equals == std::string::npos ? args[++i] : args[i].substr(equals + 1);
-    // The last one holds, so that a sweep can append to a command line.
-    parsed.set(option->name, canonical_value(*option, value, "--" + option->name));
+    if (equals == std::string::npos) ++i;
   }
+}
+
+}  // namespace
+
+ParsedOptions parse_options(const OptionTable& table, const std::vector<std::string>& args) {
+  ParsedOptions parsed(table);
+  CLI::App app;
+  app.set_help_flag();
+  app.allow_extras();
+  for (const Option& option : table) {
+    if (option.kind == ValueKind::kFlag) {
+      app.add_flag_function(spellings(option), [&parsed, &option](int64_t count) {
+        if (count > 0) parsed.set(option.name, "true");
+      });
+      continue;
+    }
+    // The last one holds, so that a sweep can append to a command line.
+    app.add_option_function<std::string>(
+           spellings(option),
+           [&parsed, &option](const std::string& value) {
+             parsed.set(option.name, canonical_value(option, value, "--" + option.name));
+           })
+        ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  }
+  check_values(table, args);
+  try {
+    app.parse(std::vector<std::string>(args.rbegin(), args.rend()));  // CLI11 takes them reversed
+  } catch (const CLI::ParseError& e) {
+    invalid(e.what());
+  }
+  if (const auto extras = app.remaining(); !extras.empty()) refuse(table, extras);
   return parsed;
 }
 
