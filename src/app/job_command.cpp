@@ -326,7 +326,7 @@ int run_predict_command(const Program& program, const std::vector<std::string>& 
     const JobCommand* command = program.find(name.is_string() ? name.get<std::string>() : "");
     if (!command) saved.refuse("not a checkpoint of this program's jobs");
     cmd = command->name;
-    if (!command->has_predict) invalid("predict has no use for a checkpoint of " + cmd);
+    if (!command->has_predict) invalid("predict does not support checkpoints of " + cmd);
 
     ParsedOptions options =
         parse_options(command->table, {args.begin() + (has_file ? 2 : 1), args.end()});

@@ -56,9 +56,9 @@ Event end_event() {
        {"live_rrefs", kInteger, "remote references that were not released; 0 after a clean job"},
        {"live_contexts", kInteger, "autograd contexts that were not closed; 0 after a clean job"},
        sometimes(
-           or_null({"seed", kInteger, "as in `start`, if rank 0 runs under another launcher"})),
+           or_null({"seed", kInteger, "value of --seed, if another launcher started rank 0"})),
        sometimes(
-           or_null({"config", kObject, "as in `start`, if rank 0 runs under another launcher"})),
+           or_null({"config", kObject, "options of the job, if another launcher started rank 0"})),
        sometimes({"restarts", kInteger, "number of restarts, with --max-restarts"}),
        sometimes({"updates", kInteger, "updates of remote parameters in this run, on all ranks"}),
        sometimes(device_field()),
@@ -183,7 +183,7 @@ std::vector<Event> common_events() {
        "printed when the launcher restarts ranks (--max-restarts)",
        {{"ranks", kIntegers, "ranks that restart: all of this launcher's, or one lost trainer"},
         or_null({"generation", kInteger,
-                 "restarts of the whole job; null if rank 0 runs under another launcher"}),
+                 "restarts of the whole job; null if another launcher started rank 0"}),
         {"restarts_left", kInteger, "number of restarts that are left"},
         or_null(
             {"checkpoint", kText, "newest checkpoint, from which the whole job resumes, if any"}),

@@ -115,14 +115,14 @@ struct TrainerOptions : CommonOptions, RuleOptions {
   template <class Options>
   static void describe_trainer(OptionList<Options>& list) {
     list.integer("trainers", &TrainerOptions::trainers, "run N trainers").range(1, 1022);
-    list.integer("epochs", &TrainerOptions::epochs, "train for N epochs; 0 trains until --steps")
+    list.integer("epochs", &TrainerOptions::epochs, "train for N epochs; 0 sets no limit")
         .details(
             "If --steps is given, too, training ends at the limit that comes first; --steps alone "
             "sets "
             "no\nlimit of epochs.")
         .may_change();
     list.integer("steps", &TrainerOptions::steps,
-                 "stop after N steps of each trainer; 0 trains for --epochs")
+                 "stop after N steps of each trainer; 0 sets no limit")
         .range(0, 1e12)
         .step_limit();
     list.integer("batch-size", &TrainerOptions::batch_size, "use N examples per trainer and batch")

@@ -65,20 +65,20 @@ InjectedFault parse_fault(const std::string& text) {
   const std::string where = fmt::format("--inject {}", text);
   if (const size_t at = rest.find('@'); at != std::string_view::npos) {
     const std::string_view mark = rest.substr(at);
-    if (!mark.starts_with(kRankMark)) invalid(where + ": what follows the @ must be rank=N");
+    if (!mark.starts_with(kRankMark)) invalid(where + ": @ must be followed by rank=N");
     const Option option = {.kind = ValueKind::kInteger, .max = 1023};
     fault.rank =
         std::stoi(canonical_value(option, mark.substr(kRankMark.size()), where + ": the rank"));
     rest = rest.substr(0, at);
   }
   const size_t equals = rest.find('=');
-  if (equals == std::string_view::npos) invalid(where + ": a fault is KIND=VALUE");
+  if (equals == std::string_view::npos) invalid(where + ": a fault has the form KIND=VALUE");
   const std::string_view kind = rest.substr(0, equals);
   const std::string_view value = rest.substr(equals + 1);
   const auto known = std::ranges::find(kKinds, kind);
   if (known == std::end(kKinds)) {
-    invalid(
-        fmt::format("{}: unknown fault '{}'; there are delay, stage, fail and save", where, kind));
+    invalid(fmt::format("{}: unknown fault '{}'; the faults are delay, stage, fail and save", where,
+                        kind));
   }
   fault.kind = static_cast<InjectedFault::Kind>(known - kKinds);
   if (fault.kind == InjectedFault::Kind::kFail) {
@@ -108,15 +108,15 @@ void check_injections(const ParsedOptions& options, bool has_stages, Placement& 
         fault.kind == InjectedFault::Kind::kFail || fault.kind == InjectedFault::Kind::kSave;
     const int rank = fault.rank.value_or(is_stage ? 1 : 0);
     if (fault.rank && placement.mode == Placement::Mode::kJoin && placement.rank == rpc::kAnyRank) {
-      invalid(where + ": which rank this process is rank 0 has yet to say");
+      invalid(where + ": with --rank auto, rank 0 assigns the rank later");
     }
     if (placement.world_size != 0 && rank >= placement.world_size) {
       invalid(fmt::format("{}: there is no rank {} in a world of {} ranks", where, rank,
                           placement.world_size));
     }
     if (is_stage && !has_stages) invalid(where + ": this job has no stages");
-    if (is_stage && rank == 0) invalid(where + ": rank 0 is the master, no stage");
-    if (of_saves && rank != 0) invalid(where + ": rank 0 alone saves checkpoints");
+    if (is_stage && rank == 0) invalid(where + ": rank 0 is the master, not a stage");
+    if (of_saves && rank != 0) invalid(where + ": only rank 0 saves checkpoints");
     if (of_saves && options.text("checkpoint").empty()) {
       placement.warn(where + " has no effect without --checkpoint");
     }

@@ -78,7 +78,7 @@ without a label. Words that are not in the training data are ignored.)")
           .event("end", "",
                  {sometimes(
                      {"unknown_words", kInteger,
-                      "ignored words of the evaluated texts: the training data has none of them"})})
+                      "evaluated words that are ignored because the training data lacks them"})})
           .role("trainer", &HybridOptions::trainers, train_hybrid)
           .role("master", 1, {}, Use::kNone)
           .role("ps", 1, {}, Use::kCompute, "server")

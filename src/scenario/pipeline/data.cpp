@@ -61,7 +61,7 @@ PipelineData::PipelineData(const PipelineOptions& options) : options_(options) {
   const auto read = [&](const std::string& folder, data::ImageSet& images) {
     if (folder.empty()) return;
     images = read_test_images(folder, coloured(images_), options.classes);
-    if (images.labels.empty()) base::bad_data(folder + ": images without labels");
+    if (images.labels.empty()) base::bad_data(folder + ": the images have no labels");
   };
   read(options.valid_data, valid_);
   read(options.test_data, test_);
@@ -71,7 +71,7 @@ PipelineData::PipelineData(const PipelineOptions& options, const job::Snapshot& 
                            const std::string& images)
     : options_(options) {
   const std::string kind = snapshot.agreed("format");
-  if (kind == kRandom) snapshot.refuse("it was trained on random images, which have no classes");
+  if (kind == kRandom) snapshot.refuse("it was trained on random labels");
   test_ = read_test_images(images, kind == kCifar, options.classes);
 }
 

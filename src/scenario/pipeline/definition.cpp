@@ -61,12 +61,12 @@ void check_pipeline(const PipelineOptions& options) {
     invalid(std::string(saves                         ? "--checkpoint and --resume need"
                         : !options.valid_data.empty() ? "--valid-data needs"
                                                       : "--test-data needs") +
-            " one --micro-batches, not several: each number trains a model of its own");
+            " a single number in --micro-batches: each number trains a separate model");
   }
   for (const int64_t num_split : options.num_split) {
     if (num_split > options.batch_size) {
-      invalid("--micro-batches " + std::to_string(num_split) + ": there are only " +
-              std::to_string(options.batch_size) + " samples in a batch (--batch-size)");
+      invalid("--micro-batches " + std::to_string(num_split) + ": a batch has only " +
+              std::to_string(options.batch_size) + " images (--batch-size)");
     }
     models::check_resnet_input(options.image_size, options.batch_size / num_split);
     nn::simulate(nn::make_schedule(options.schedule, options.stages, num_split));
@@ -136,8 +136,8 @@ by one image. N is a number of micro-batches, not the size of one as in the PyTo
               "naive: run one micro-batch at a time")
       .may_change()
       .details(R"(
-With gpipe each stage holds the activations of all micro-batches. With 1f1b stage s of p holds those
-of at most p - s + 1 micro-batches. Both take the same time.)");
+With gpipe each stage holds the activations of all micro-batches. With 1f1b, stage s of p stages holds
+the activations of at most p - s + 1 micro-batches. Both take the same time.)");
   list.integer("batches", &PipelineOptions::batches, "train for N batches in each run")
       .range(1, job::kMaxInt)
       .may_change();
@@ -176,7 +176,7 @@ const job::Definition<PipelineOptions>& pipeline_job() {
   using job::sometimes;
   const auto with_data = [](const char* of) {
     return sometimes(
-        {"accuracy", kNumber, std::string("share of right classes ") + of + ", with --data"});
+        {"accuracy", kNumber, std::string("share of correct classes ") + of + ", with --data"});
   };
   const job::Field samples_per_s = {"samples_per_s", kNumber, "images per second"};
   static const auto kJob =
@@ -229,7 +229,7 @@ test_batch.bin or t10k-images-idx3-ubyte, or a folder with such a file.)")
                  {"wall_s", kNumber, "seconds that the run took"},
                  {"batch_s", kNumber, "median seconds per batch, without the first batch"},
                  {"stage_s", kNumbers,
-                  "median seconds per batch that each stage computed; null on a GPU"},
+                  "median compute time of each stage per batch in seconds; null on a GPU"},
                  {"activations", kIntegers,
                   "most micro-batches that each stage held between forward and backward pass, "
                   "without prefetched ones"},
@@ -259,7 +259,7 @@ test_batch.bin or t10k-images-idx3-ubyte, or a folder with such a file.)")
           .predict(predict_pipeline)
           .check([](const PipelineOptions& options, const job::Preflight& preflight) {
             if (preflight.given("batches") && options.epochs > 0) {
-              invalid("--epochs and --batches both say how long to train: give one of them");
+              invalid("--epochs and --batches both limit the training: give one of them");
             }
             if (preflight.has_rank_0) check_pipeline(options);  // it sees to it
           })

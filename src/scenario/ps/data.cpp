@@ -26,7 +26,7 @@ void check_images(const std::string& path, const data::ImageSet& images) {
         fmt::format("{}: images of {} x {}, not 28 x 28", path, images.rows, images.columns));
   }
   for (const int label : images.labels) {
-    if (label >= kClasses) base::bad_data(fmt::format("{}: class {} of ten (0 to 9)", path, label));
+    if (label >= kClasses) base::bad_data(fmt::format("{}: label {}, not 0 to 9", path, label));
   }
 }
 
@@ -38,7 +38,7 @@ data::ImageSet read_test_images(const std::string& path) {
 
 data::ImageSet read_labelled(const std::string& path) {
   data::ImageSet images = read_test_images(path);
-  if (images.labels.empty()) base::bad_data(path + ": images without labels");
+  if (images.labels.empty()) base::bad_data(path + ": the images have no labels");
   return images;
 }
 

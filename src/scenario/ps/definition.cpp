@@ -58,7 +58,7 @@ void check(const PsOptions& options, const job::Preflight& preflight) {
     preflight.warn("--staleness has no effect without --mode ssp");
   }
   if (preflight.local && options.verify_grads) {
-    preflight.warn("--verify-grads has no effect with --local: no gradient travels");
+    preflight.warn("--verify-grads has no effect with --local, which sends no gradients");
   }
 }
 

@@ -39,7 +39,7 @@ void train_rl_local(job::Local& local, const RlOptions& options) {
 
 void predict_rl(job::Predictions& predictions, const RlOptions& options) {
   if (predictions.input() != job::kStandardInput) {
-    base::invalid("predict reads no file for rl: it plays");
+    base::invalid("predict takes no FILE for rl, because it plays episodes");
   }
   constexpr int64_t kEpisodes = 10;
   const int64_t episodes = options.max_episodes > 0 ? options.max_episodes : kEpisodes;

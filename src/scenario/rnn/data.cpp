@@ -19,7 +19,7 @@ RnnData::RnnData(const RnnOptions& options) : options_(options) {
 
 RnnData::RnnData(const RnnOptions& options, const job::Snapshot& snapshot, const std::string& text)
     : options_(options), vocabulary_(snapshot.words("words")) {
-  if (words() < 2) snapshot.refuse("its vocabulary has not even the end of a line");
+  if (words() < 2) snapshot.refuse("its vocabulary has fewer than two words");
   test_ = data::read_corpus(text, *vocabulary_);
 }
 

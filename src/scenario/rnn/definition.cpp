@@ -37,7 +37,7 @@ void check(const RnnOptions&, const job::Preflight& preflight) {
   const auto data = preflight.of_rank_0->find("data");
   if (data != preflight.of_rank_0->end() && !data->second.empty()) return;
   throw base::Exception(base::ErrorKind::kRendezvous,
-                        "--data is given here, but not to rank 0, which trains on random batches");
+                        "--data is given here but not to rank 0, which trains on random batches");
 }
 
 }  // namespace
