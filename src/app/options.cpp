@@ -48,16 +48,21 @@ std::string named_in(const std::string& arg) {
                       meant ? fmt::format("; did you mean --{}?", *meant) : ""));
 }
 
+/// Returns null if no option is spelled so.
+const Option* find_by_spelling(const OptionTable& table, const std::string& spelling) {
+  if (spelling.starts_with("--")) return find_option(table, named_in(spelling));
+  const auto it = std::ranges::find_if(table, [&](const Option& option) {
+    return option.short_name && spelling == std::string("-") + option.short_name;
+  });
+  return it == table.end() ? nullptr : &*it;
+}
+
 /// Refuses what CLI11 would read in another way than the user means: it takes another option as a
 /// value, and the argument behind `--name=`, too.
 void check_values(const OptionTable& table, const std::vector<std::string>& args) {
   for (size_t i = 0; i < args.size(); ++i) {
     const size_t equals = args[i].find('=');
-    if (equals == 2 && args[i][0] == '-') {
-      invalid(fmt::format("write {} without '='", args[i].substr(0, equals)));
-    }
-    const Option* option =
-        args[i].starts_with("--") ? find_option(table, named_in(args[i])) : nullptr;
+    const Option* option = find_by_spelling(table, args[i].substr(0, equals));
     if (!option) continue;
     const bool has_next = i + 1 < args.size();
     if (option->kind == ValueKind::kFlag) {
