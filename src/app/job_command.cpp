@@ -319,8 +319,6 @@ int run_predict_command(const Program& program, const std::vector<std::string>& 
       invalid(fmt::format("predict needs a checkpoint: {} predict CHECKPOINT [FILE] [OPTION]...",
                           program.name));
     }
-    const bool has_file = args.size() > 1 && (args[1] == "-" || !args[1].starts_with('-'));
-    const std::string input = has_file && args[1] != "-" ? args[1] : job::kStandardInput;
     const job::Snapshot saved = job::read_manifest(args[0], "predict");
     const Json name = saved.state.value("cmd", Json());
     const JobCommand* command = program.find(name.is_string() ? name.get<std::string>() : "");
@@ -328,8 +326,9 @@ int run_predict_command(const Program& program, const std::vector<std::string>& 
     cmd = command->name;
     if (!command->has_predict) invalid("predict does not support checkpoints of " + cmd);
 
-    ParsedOptions options =
-        parse_options(command->table, {args.begin() + (has_file ? 2 : 1), args.end()});
+    std::string input;
+    ParsedOptions options = parse_options(command->table, {args.begin() + 1, args.end()}, &input);
+    if (input.empty() || input == "-") input = job::kStandardInput;
     take_model_options(options, saved);
     command->definition->complete(options);
     Placement placement;

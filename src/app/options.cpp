@@ -59,7 +59,8 @@ const Option* find_by_spelling(const OptionTable& table, const std::string& spel
 
 /// Refuses what CLI11 would read in another way than the user means: it takes another option as a
 /// value, and the argument behind `--name=`, too.
-void check_values(const OptionTable& table, const std::vector<std::string>& args) {
+void check_values(const OptionTable& table, const std::vector<std::string>& args,
+                  bool has_operand) {
   for (size_t i = 0; i < args.size(); ++i) {
     const size_t equals = args[i].find('=');
     const Option* option = find_by_spelling(table, args[i].substr(0, equals));
@@ -67,7 +68,7 @@ void check_values(const OptionTable& table, const std::vector<std::string>& args
     const bool has_next = i + 1 < args.size();
     if (option->kind == ValueKind::kFlag) {
       if (equals != std::string::npos) invalid(fmt::format("--{} takes no value", option->name));
-      if (has_next && !args[i + 1].starts_with('-')) {
+      if (has_next && !has_operand && !args[i + 1].starts_with('-')) {
         invalid(fmt::format("unexpected argument '{}': --{} takes no value", args[i + 1],
                             option->name));
       }
@@ -84,7 +85,8 @@ void check_values(const OptionTable& table, const std::vector<std::string>& args
 
 }  // namespace
 
-ParsedOptions parse_options(const OptionTable& table, const std::vector<std::string>& args) {
+ParsedOptions parse_options(const OptionTable& table, const std::vector<std::string>& args,
+                            std::string* operand) {
   ParsedOptions parsed(table);
   CLI::App app;
   app.set_help_flag();
@@ -104,13 +106,18 @@ ParsedOptions parse_options(const OptionTable& table, const std::vector<std::str
            })
         ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   }
-  check_values(table, args);
+  check_values(table, args, operand != nullptr);
   try {
     app.parse(std::vector<std::string>(args.rbegin(), args.rend()));  // CLI11 takes them reversed
   } catch (const CLI::ParseError& e) {
     invalid(e.what());
   }
-  if (const auto extras = app.remaining(); !extras.empty()) refuse(table, extras);
+  std::vector<std::string> extras = app.remaining();
+  if (operand && !extras.empty() && (extras[0] == "-" || !extras[0].starts_with('-'))) {
+    *operand = extras[0];
+    extras.erase(extras.begin());
+  }
+  if (!extras.empty()) refuse(table, extras);
   return parsed;
 }
 

@@ -23,8 +23,10 @@ using job::ValueKind;
 /// first. Sets the job's mistake if two options have the same name or a name is not valid.
 OptionTable whole_table(job::JobInfo& job);
 
-/// Throws `invalid` for whatever is wrong with `args` (without program and command name).
-ParsedOptions parse_options(const OptionTable& table, const std::vector<std::string>& args);
+/// Throws `invalid` for whatever is wrong with `args` (without program and command name). One
+/// argument that is no option goes to `operand`, unless `operand` is null.
+ParsedOptions parse_options(const OptionTable& table, const std::vector<std::string>& args,
+                            std::string* operand = nullptr);
 
 /// Returns what help and man page show as the default; empty if there is nothing to show.
 inline std::string default_in_words(const Option& option) {

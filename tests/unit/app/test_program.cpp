@@ -227,6 +227,12 @@ TEST_CASE("messages name the option, its value and what is allowed") {
   CHECK(refused({"-q=3"}) == "--quiet takes no value");
   CHECK(refused({"--=3"}) == "unknown option --");
   CHECK(refused({"-tower", "deep"}) == "unknown option -tower; did you mean --tower?");
+  for (const std::vector<std::string>& args : std::vector<std::vector<std::string>>{
+           {"file", "-q"}, {"-q", "file"}, {"--tower", "deep", "file"}}) {
+    std::string operand;
+    parse_options(table, args, &operand);
+    CHECK(operand == "file");
+  }
   const ParsedOptions options =
       parse_options(table, {"-q", "--tower", "wide", "--tower=deep", "--rows_per_rank", "3"});
   CHECK(options.flag("quiet"));
