@@ -46,7 +46,7 @@ that was lost while the job continues without it. The process waits up to --join
   add("world-size", kInteger, "N", "", "run N ranks in total")
       .range(1, 1024)
       .by_default("from the job's options, or from rank 0")
-      .details("N sets the job's own option for a number of ranks, and vice versa.");
+      .details("This also sets the job's own option for a number of ranks, such as --trainers.");
   add("master-addr", kText, "HOST", "localhost", "reach rank 0 at HOST");
   add("master-port", kInteger, "N", "", "reach rank 0 at port N")
       .range(1, 65535)
@@ -77,7 +77,7 @@ needs --checkpoint.)");
 rank 0 through another address, such as that of a container's host, use `--listen 0.0.0.0`.)");
   add("port-range", kText, "A-B", "", "listen on ports from A to B")
       .by_default("any free port")
-      .details("Rank 0 uses it only if all ranks start here, because others must know its port.");
+      .details("Rank 0 uses it only if all ranks start here; otherwise others must know its port.");
   add("token-file", kText, "FILE", "",
       "admit only ranks that know the token in FILE (mode 0600, the same on each host)")
       .by_default("admit ranks of this user on this host")

@@ -65,7 +65,7 @@ With `--checkpoint DIR` rank 0 writes each checkpoint to a new folder in DIR:
 Parameters have the names that PyTorch's modules give them, and any safetensors reader can open the
 files. The manifest has the sizes and checksums of the files, the counters, the position in the data and
 the state of the random numbers. A folder appears complete or not at all, even if the process is killed.
-The newest two checkpoints are kept, or as many as --keep says.
+The newest two checkpoints are kept, or the number that --keep gives.
 
 --resume continues from a checkpoint. With the same options and `--mode sync` or --local, a resumed job
 ends on the CPU with exactly the parameters of an uninterrupted one. A checkpoint that is damaged or
@@ -88,8 +88,8 @@ or `ssp`), the job continues without a trainer that is killed, is lost or runs o
 it had begun go to the others. A process that is started with the same --rank, or with `--rank auto`,
 replaces the lost trainer at any time before the job ends, and a `returned` line reports it. If the lost
 process had only been stopped, it ends with exit status 5 when it continues. With `--max-restarts N` the
-launcher restarts such a trainer by itself. If the job does not save, a signal to one such trainer
-counts as its loss.
+launcher restarts only that trainer. In such a job without --checkpoint, a signal to a trainer counts as
+the loss of that trainer.
 
 On SIGINT (Ctrl-C), SIGTERM or SIGHUP a job with --checkpoint finishes its step, saves and ends. The
 launcher kills the ranks if the save makes no progress for --save-timeout seconds. A second signal, at

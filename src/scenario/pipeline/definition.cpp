@@ -95,7 +95,7 @@ void PipelineOptions::describe(job::OptionList<PipelineOptions>& list) {
       .range(1, kMaxStages)
       .may_change();
   list.text("split", &PipelineOptions::split, "BLOCK[,...]",
-            "end each stage but the last one with a BLOCK, such as layer2 or layer3.2")
+            "end each stage except the last one with a BLOCK, such as layer2 or layer3.2")
       .by_default("layer2 for 2 stages, otherwise by estimated cost")
       .may_change()
       .details(R"(
@@ -141,9 +141,8 @@ the activations of at most p - s + 1 micro-batches. Both take the same time.)");
   list.integer("batches", &PipelineOptions::batches, "train for N batches in each run")
       .range(1, job::kMaxInt)
       .may_change();
-  list.integer("epochs", &PipelineOptions::epochs, "train for N epochs instead of --batches")
+  list.integer("epochs", &PipelineOptions::epochs, "train for N epochs; 0 trains for --batches")
       .range(0, job::kMaxInt)
-      .by_default("from --batches")
       .needs("data")
       .may_change()
       .details("An epoch has as many batches as its images fill.");
@@ -231,8 +230,8 @@ test_batch.bin or t10k-images-idx3-ubyte, or a folder with such a file.)")
                  {"stage_s", kNumbers,
                   "median compute time of each stage per batch in seconds; null on a GPU"},
                  {"activations", kIntegers,
-                  "most micro-batches that each stage held between forward and backward pass, "
-                  "without prefetched ones"},
+                  "largest number of micro-batches whose activations each stage held, without "
+                  "prefetched ones"},
                  samples_per_s,
                  {"loss", kNumber, "loss of the last batch"},
                  with_data("of the last batch")}},

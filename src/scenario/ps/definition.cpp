@@ -135,7 +135,7 @@ their batches to the server over RPC, the server runs the forward pass, and dist
 autograd runs the backward pass. Rank 0 is the server, and ranks 1 to T are the trainers.)")
           .details(
               R"(The net has two convolutions, max pooling and two linear layers. The passes of several trainers
-run at the same time; each pass uses the parameters of the moment when it began. The ranks' roles
+run at the same time; each pass uses the parameters that were current at its start. The ranks' roles
 are `parameter_server`, `trainer1`, `trainer2`, .... Only the trainers read the data.
 
 `distrain predict CHECKPOINT [FILE]` prints the classes, 0 to 9, of the images in an IDX file, plain

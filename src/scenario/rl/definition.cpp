@@ -23,7 +23,7 @@ void RlOptions::describe(job::OptionList<RlOptions>& list) {
       .range(1, job::kMaxInt);
   list.group("Training");
   list.real("gamma", &RlOptions::gamma, "discount rewards by the factor X per step").range(0, 1);
-  list.real("threshold", &RlOptions::threshold, "stop as solved above a running reward of X")
+  list.real("threshold", &RlOptions::threshold, "stop when the running reward exceeds X")
       .range(-1e9, 1e9)
       .may_change();
   list.integer("max-episodes", &RlOptions::max_episodes,
@@ -67,8 +67,8 @@ by one, only the agent does.
 
 The ranks' roles are `agent`, `observer1`, `observer2`, .... All random numbers are derived from the
 seed, the observer, the environment, the episode and the step. Two runs with the same options
-therefore give the same results, and so does a resumed run. After a signal the job finishes its
-episode.
+therefore give the same results, and so does a resumed run. After a signal, a job with --checkpoint
+finishes its episode.
 
 `distrain predict CHECKPOINT` plays ten episodes, or --max-episodes. It always takes the likelier
 action and uses no dropout.)")
