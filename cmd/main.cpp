@@ -7,7 +7,7 @@ int main(int argc, char** argv) {
       argc, argv, distrain::cmd::jobs(),
       {"train PyTorch models across processes, in C++ on LibTorch",
        "Trains models across processes and machines.",
-       {{"distrain hybrid", "Train on four ranks of this machine"},
+       {{"distrain hybrid --data teacher", "Train on four ranks of this machine"},
         {"distrain ps --checkpoint saved --resume auto",
          "Save checkpoints; the same command resumes from the newest"},
         {"distrain hybrid --rank 0 --master-addr node0",
