@@ -20,8 +20,8 @@ std::string difference(const Plan& first, const Plan& other, int rank) {
   const auto rest = [](const Plan& p) {
     return std::tie(p.trainers, p.epochs, p.steps, p.eval_only, p.lr, p.lr_schedule, p.unit);
   };
-  if (rest(first) != rest(other)) return who + " has other terms of training than the others";
-  if (first.parts != other.parts) return who + " keeps other parts in a checkpoint than the others";
+  if (rest(first) != rest(other)) return who + " has different training options from the others";
+  if (first.parts != other.parts) return who + " keeps different parts from the others";
   if (first.take_over == other.take_over && first.may_lose == other.may_lose) return {};
   return who + " has a group of the trainers and others have none, or the other way round";
 }
@@ -111,7 +111,7 @@ Attached TrainingHost::attach(const Plan& plan, int trainer, uint32_t incarnatio
     throw base::Exception(base::Error{kind, why, rank, "attach"});
   };
   if (plan.trainers < 1 || trainer < 0 || trainer >= plan.trainers || plan.steps_per_epoch < 1) {
-    refuse(base::ErrorKind::kInvalid, "rank " + std::to_string(rank) + " cannot train so");
+    refuse(base::ErrorKind::kInvalid, "rank " + std::to_string(rank) + " has an invalid plan");
   }
   if (trainers_.contains(trainer)) {
     refuse(base::ErrorKind::kInvalid, "a job has one Training, and a rank runs it once");
@@ -159,8 +159,8 @@ void TrainingHost::begin(const Plan& plan) {
   current_ = &*schedule_;
   if (!resumed_ || plan.eval_only || !schedule_->over()) return;
   sink_.warn(base::ErrorKind::kInvalid,
-             resumed_->path + " is of a job at its end: nothing is left to train" +
-                 (plan.limit.empty() ? "" : " without a greater " + plan.limit));
+             resumed_->path + " is of a finished job: nothing is left to train" +
+                 (plan.limit.empty() ? "" : " without a larger " + plan.limit));
 }
 
 Schedule::Hooks TrainingHost::hooks() {
@@ -201,9 +201,9 @@ void TrainingHost::load() {
   const Snapshot& snapshot = *resumed_;
   snapshot.expect_cmd(cmd_);
   const Json agreed = snapshot.state.value("agreed", Json());
-  if (!agreed.is_object()) snapshot.refuse("it is of an older version of distrain");
+  if (!agreed.is_object()) snapshot.refuse("an older version of distrain wrote it");
   for (const auto& [name, value] : agreed.items()) {
-    if (!value.is_string()) snapshot.refuse("what it says of " + name + " is no text");
+    if (!value.is_string()) snapshot.refuse("its value of " + name + " is not a text");
   }
   // Other data has other options, too.
   const auto data = plan_->agreed.find("data");
@@ -390,8 +390,8 @@ void TrainingHost::on_evaluated(const Position& position, bool whole_epoch) {
     if (whole_epoch) lr_schedule_.observe(total_.valid.loss());
   } else if (lr_schedule_.observes() && whole_epoch && !told_of_schedule_) {
     told_of_schedule_ = true;
-    sink_.warn(base::ErrorKind::kInvalid, "--lr-schedule " + plan_->lr_schedule +
-                                              " has nothing to go by: no epoch is evaluated");
+    sink_.warn(base::ErrorKind::kInvalid,
+               "--lr-schedule " + plan_->lr_schedule + " has no effect: no epoch is evaluated");
   }
   total_ = {};
 }
@@ -448,7 +448,7 @@ void TrainingHost::save(const Position& position) {
 // dealt with elsewhere. If no save follows, the end says that the last one failed.
 void TrainingHost::on_save_failed(const base::Error& error) {
   if (error.kind == base::ErrorKind::kPeerLost) {
-    sink_.warn(error.kind, "a checkpoint was given up: " + error.message);
+    sink_.warn(error.kind, "a checkpoint was abandoned: " + error.message);
   } else if (Schedule* const schedule = current_) {
     schedule->fail(error);
   }

@@ -62,7 +62,7 @@ TEST_CASE_METHOD(FewPsImages, "a job that is over goes on to its end at once") {
   CHECK(again.all("eval").size() == 1);
   REQUIRE(again.all("warn").size() == 1);
   CHECK(contains(again.all("warn")[0]["message"],
-                 "nothing is left to train without a greater --epochs"));
+                 "nothing is left to train without a larger --epochs"));
   check_same(newest_checkpoint(folder.path()), before);
 }
 
