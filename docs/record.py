@@ -3,7 +3,7 @@
 
 usage: docs/record.py [BINARY [DATA-FOLDER]]
 
-BINARY is build/release/bin/distrain and DATA-FOLDER is .deps/data unless given. Needs tmux and jq. The picture plays
+BINARY is build/release/bin/distrain and DATA-FOLDER is .deps/data unless given. Needs tmux. The picture plays
 once and stays on its last screen, which is also what a viewer without animation shows.
 """
 
@@ -17,12 +17,12 @@ import sys
 import tempfile
 import time
 
-COLUMNS, ROWS = 80, 18
+COLUMNS, ROWS = 80, 20
 COMMANDS = [
-    "distrain hybrid --data r8.train --test-data r8.test --optimizer adagrad --epochs 15 > log",
-    "jq -c 'select(.event==\"end\") | {loss, accuracy, steps, steps_per_s}' log",
+    "distrain hybrid --data r8.train --test-data r8.test --optimizer adagrad \\\n"
+    "    --epochs 12 --pretty",
 ]
-FRAME_S = 0.1
+FRAME_S = 0.25
 WIDTH, HEIGHT, LEFT, TOP = 8.4, 19, 14, 24  # of a character, and of the margins
 COLORS = {"31": "#ff7b72", "32": "#7ee787", "33": "#e3b341", "36": "#79c0ff", "2": "#8b949e", "90": "#8b949e"}
 
@@ -50,7 +50,7 @@ def record(binary, data):
     (folder / "bin").mkdir()
     (folder / "bin/distrain").symlink_to(binary.resolve())
     (folder / "rc").write_text(
-        f"PS1='$ '; PATH={folder}/bin:$PATH; n=0; cd {folder}; unset HISTFILE\n"
+        f"PS1='$ ' PS2=; PATH={folder}/bin:$PATH; n=0; cd {folder}; unset HISTFILE\n"
         "PROMPT_COMMAND='[ $n = 0 ] || touch ended$n; n=$((n + 1))'\nclear\n")
     frames = []
     tmux("new-session", "-d", "-x", str(COLUMNS), "-y", str(ROWS), f"bash --noprofile --rcfile {folder}/rc")
