@@ -1,8 +1,8 @@
 # fish completion of distrain, written by `distrain completion fish`
 complete -c distrain -f
-complete -c distrain -n __fish_use_subcommand -a hybrid -d 'train embeddings on a parameter server and dense layers under DDP'
-complete -c distrain -n __fish_use_subcommand -a ps -d 'train a convolutional net on a parameter server with several trainers'
-complete -c distrain -n __fish_use_subcommand -a rnn -d 'train a language model: embedding and decoder on a server, LSTM on trainers'
+complete -c distrain -n __fish_use_subcommand -a hybrid -d 'train embeddings on a parameter server, dense layers under DDP'
+complete -c distrain -n __fish_use_subcommand -a ps -d 'train a ConvNet on a parameter server with several trainers'
+complete -c distrain -n __fish_use_subcommand -a rnn -d 'train a language model: embeddings on a server, LSTM on trainers'
 complete -c distrain -n __fish_use_subcommand -a rl -d 'train an agent on CartPole from the episodes of observers'
 complete -c distrain -n __fish_use_subcommand -a pipeline -d 'train a ResNet in stages through which micro-batches flow'
 complete -c distrain -n __fish_use_subcommand -a predict -d 'apply a saved model to examples, one JSON line for each'

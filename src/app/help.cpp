@@ -12,13 +12,13 @@ namespace distrain::app {
 namespace {
 
 constexpr size_t kHelpColumn = 26;
-constexpr size_t kWidth = 90;
+constexpr size_t kWidth = 80;
 
 constexpr const char* kOfPredict =
-    R"(CHECKPOINT is a checkpoint of a job, or a folder of checkpoints, which means its newest one.
-Examples are read from FILE, or from standard input if FILE is - or missing; the man page of
-the job describes their format. Options that define the model come from the checkpoint, and
-giving one of them another value is refused.
+    R"(CHECKPOINT is a checkpoint of a job, or a folder of checkpoints, which means its
+newest one. Examples are read from FILE, or from standard input if FILE is - or
+missing; the man page of the job describes their format. Options that define the
+model come from the checkpoint, and giving one of them another value is refused.
 )";
 
 /// `text` in lines of at most kWidth, the first one starting at column `used`.
@@ -120,8 +120,8 @@ std::string help_text(const Program& program) {
   std::vector<job::Example> examples = program.about.examples;
   examples.resize(std::min<size_t>(examples.size(), 3));
   return fmt::format(
-      "{1}{2}\n{0} COMMAND --help shows the options of a command, {0} man | man -l - shows the\n"
-      "manual, and {0} --version prints the versions of distrain and LibTorch.\n",
+      "{1}{2}\n{0} COMMAND --help shows the options of a command, {0} man | man -l -\n"
+      "the manual, and {0} --version the versions of distrain and LibTorch.\n",
       program.name, out, examples_text(examples));
 }
 

@@ -47,13 +47,13 @@ const job::Definition<HybridOptions>& hybrid_job() {
   using enum job::FieldType;
   using job::sometimes;
   static const auto kJob =
-      job::define<HybridOptions>(
-          "hybrid", "train embeddings on a parameter server and dense layers under DDP")
+      job::define<HybridOptions>("hybrid",
+                                 "train embeddings on a parameter server, dense layers under DDP")
           .describe(
-              R"(Trains a text classifier. Its EmbeddingBag is on a parameter server, and trainers look
-up rows over RPC. Its Linear layer is replicated on the trainers with
-DistributedDataParallel. Ranks 0 to T-1 are the trainers, rank T is the master, and rank
-T+1 is the parameter server.)")
+              R"(Trains a text classifier. Its EmbeddingBag is on a parameter server, and
+trainers look up rows over RPC. Its Linear layer is replicated on the trainers
+with DistributedDataParallel. Ranks 0 to T-1 are the trainers, rank T is the
+master, and rank T+1 is the parameter server.)")
           .details(
               R"(Distributed autograd sends the gradients of the rows back to the server. The ranks' roles are
 `trainer0`, `trainer1`, ..., `master` and `ps`. Only the trainers read the data, and each trainer

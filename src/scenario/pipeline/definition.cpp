@@ -182,10 +182,10 @@ const job::Definition<PipelineOptions>& pipeline_job() {
       job::define<PipelineOptions>("pipeline",
                                    "train a ResNet in stages through which micro-batches flow")
           .describe(
-              R"(Trains a ResNet whose layers are spread over several ranks, the stages. Each batch is
-cut into micro-batches so that the stages work at the same time. Activations flow from
-stage to stage, and gradients flow back. Rank 0 is the master, and ranks 1 to S are the
-stages.)")
+              R"(Trains a ResNet whose layers are spread over several ranks, the stages. Each
+batch is cut into micro-batches so that the stages work at the same time.
+Activations flow from stage to stage, and gradients flow back. Rank 0 is the
+master, and ranks 1 to S are the stages.)")
           .details(R"(
 The master reads the data, cuts the batches and computes the loss; activations between stages do not
 pass through it. All micro-batches of a batch make one update. The ranks' roles are `master`,

@@ -127,12 +127,12 @@ const job::Definition<PsOptions>& ps_job() {
   using Use = cuda::DeviceRole::Use;
   using enum job::FieldType;
   static const auto kJob =
-      job::define<PsOptions>(
-          "ps", "train a convolutional net on a parameter server with several trainers")
+      job::define<PsOptions>("ps", "train a ConvNet on a parameter server with several trainers")
           .describe(
-              R"(Trains an image classifier on a parameter server that holds the whole net. Trainers send
-their batches to the server over RPC, the server runs the forward pass, and distributed
-autograd runs the backward pass. Rank 0 is the server, and ranks 1 to T are the trainers.)")
+              R"(Trains an image classifier on a parameter server that holds the whole net.
+Trainers send their batches to the server over RPC, the server runs the forward
+pass, and distributed autograd runs the backward pass. Rank 0 is the server, and
+ranks 1 to T are the trainers.)")
           .details(
               R"(The net has two convolutions, max pooling and two linear layers. The passes of several trainers
 run at the same time; each pass uses the parameters that were current at its start. The ranks' roles

@@ -51,9 +51,10 @@ const job::Definition<RlOptions>& rl_job() {
   static const auto kJob =
       job::define<RlOptions>("rl", "train an agent on CartPole from the episodes of observers")
           .describe(
-              R"(Balances a pole on a cart (CartPole-v1) by reinforcement learning. Observers play and
-ask the agent for each action over RPC; after each episode the agent updates its policy
-with REINFORCE. Rank 0 is the agent, and ranks 1 to N are the observers.)")
+              R"(Balances a pole on a cart (CartPole-v1) by reinforcement learning. Observers
+play and ask the agent for each action over RPC; after each episode the agent
+updates its policy with REINFORCE. Rank 0 is the agent, and ranks 1 to N are the
+observers.)")
           .details(
               R"(The agent answers all waiting observers with one forward pass of its policy: two linear layers with
 128 hidden units and a dropout of 0.6. When the episode has ended in all environments, the agent

@@ -105,12 +105,13 @@ const job::Definition<RnnOptions>& rnn_job() {
   using enum job::FieldType;
   using job::sometimes;
   static const auto kJob =
-      job::define<RnnOptions>(
-          "rnn", "train a language model: embedding and decoder on a server, LSTM on trainers")
+      job::define<RnnOptions>("rnn",
+                              "train a language model: embeddings on a server, LSTM on trainers")
           .describe(
-              R"(Trains a word language model. The embedding table and the decoder are on a parameter
-server. The LSTM between them is on the trainers; several trainers replicate it with
-DistributedDataParallel. Rank 0 is the server, and ranks 1 to T are the trainers.)")
+              R"(Trains a word language model. The embedding table and the decoder are on a
+parameter server. The LSTM between them is on the trainers; several trainers
+replicate it with DistributedDataParallel. Rank 0 is the server, and ranks 1 to
+T are the trainers.)")
           .details(
               R"(Each step calls the server twice over RPC, and a distributed optimizer updates each parameter on
 the rank that holds it. The ranks' roles are `ps`, `trainer1`, `trainer2`, ....
