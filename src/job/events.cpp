@@ -121,6 +121,10 @@ Json fields_of(const Evaluation& evaluation, Unit unit) {
     fields["accuracy"] = evaluation.accuracy();
   }
   fields[counted(unit)] = evaluation.samples;
+  for (const auto& [name, sum] : evaluation.sums) fields[name] = sum;
+  for (const auto& [name, sum] : evaluation.means) {
+    fields[name] = sum / static_cast<double>(evaluation.samples);
+  }
   return fields;
 }
 
@@ -251,6 +255,20 @@ std::vector<Event> trainer_events(bool may_lose, Unit unit) {
   }
   events.push_back(std::move(end));
   return events;
+}
+
+void add_metric(std::vector<Event>& events, const std::string& name, std::string what) {
+  const auto eval = std::ranges::find(events, "eval", &Event::name);
+  const bool is_missing = eval == events.end();
+  if (is_missing || std::ranges::find(eval->fields, name, &Field::name) != eval->fields.end()) {
+    base::invalid("the metric " + name + ": eval lines " +
+                  (is_missing ? "are none of this job's" : "have a field of that name"));
+  }
+  eval->fields.push_back({name, kNumber, std::move(what)});
+  for (Event& event : events) {
+    const auto last = std::ranges::find(event.fields, "eval", &Field::name);
+    if (last != event.fields.end()) last->fields = eval->fields;
+  }
 }
 
 std::vector<Event> with_events(std::vector<Event> events, const std::vector<Event>& more) {

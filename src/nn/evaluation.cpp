@@ -18,6 +18,8 @@ void Evaluation::add(const Evaluation& other) {
   samples += other.samples;
   right += other.right;
   loss_sum += other.loss_sum;
+  for (const auto& [name, sum] : other.sums) sums[name] += sum;
+  for (const auto& [name, sum] : other.means) means[name] += sum;
 }
 
 void Evaluation::add(const at::Tensor& scores, const at::Tensor& targets, double more_loss) {

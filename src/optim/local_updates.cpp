@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
+#include <torch/nn/module.h>
 
 #include "distrain/base/trace.h"
 #include "local_optimizer.h"
@@ -25,6 +26,14 @@ Gradients take_gradients(const std::vector<at::Tensor>& parameters) {
     parameter.mutable_grad() = at::Tensor();
   }
   return gradients;
+}
+
+NamedParameters numbered(const torch::nn::Module& module) {
+  NamedParameters result;
+  for (const at::Tensor& parameter : module.parameters()) {
+    result.emplace_back(std::to_string(result.size()), parameter);
+  }
+  return result;
 }
 
 }  // namespace
@@ -63,6 +72,11 @@ LocalUpdates::LocalUpdates(const Rule& rule, const std::string& mode, Named shar
       sync_(mode == "sync"),
       shared_(std::make_unique<Some>(rule, shared)),
       replicated_(std::make_unique<Some>(rule, replicated)) {}
+
+LocalUpdates::LocalUpdates(const torch::nn::Module& module, const Rule& rule,
+                           const std::string& mode)
+    : LocalUpdates(rule, mode, mode.empty() ? Named() : numbered(module),
+                   mode.empty() ? numbered(module) : Named()) {}
 
 LocalUpdates::~LocalUpdates() = default;
 

@@ -98,8 +98,11 @@ void train_own(job::Rank& rank, const OwnOptions& options) {
     const at::Tensor labels = ids.remainder(2).eq(0).to(at::kFloat);
     const at::Tensor loss =
         at::binary_cross_entropy_with_logits(scores, labels, {}, {}, at::Reduction::Sum);
-    return job::Evaluation{ids.numel(), (scores > 0).eq(labels > 0).sum().item<int64_t>(),
-                           loss.item<double>()};
+    job::Evaluation evaluation{ids.numel(), (scores > 0).eq(labels > 0).sum().item<int64_t>(),
+                               loss.item<double>()};
+    evaluation.sums["liked"] = labels.sum().item<double>();
+    evaluation.means["mean_id"] = ids.sum().item<double>();
+    return evaluation;
   };
   // An evaluation of a model that has diverged fails before the save does.
   if (!options.fault.ends_with(".weight")) training.evaluate_epochs(evaluate);
@@ -131,6 +134,8 @@ void train_own(job::Rank& rank, const OwnOptions& options) {
 const job::Definition<OwnOptions>& job_of(const OwnOptions&) {
   static const auto kJob =
       job::define<OwnOptions>("own", "a job of somebody else's")
+          .metric("liked", "rows that are liked")
+          .metric("mean_id", "mean number of a row")
           .role("server", 1)
           .role("trainer", &OwnOptions::trainers, train_own)
           .expose([](rpc::Agent& agent) {
@@ -181,6 +186,9 @@ TEST_CASE("a job on the kit learns, evaluates, and says so on its lines") {
   REQUIRE(evaluations.size() == 6);
   CHECK(evaluations.back()["samples"] == kRows);
   CHECK(evaluations.back()["accuracy"] == 1.0);
+  CHECK(evaluations.back()["liked"] == 10);  // of all trainers' shares
+  CHECK(evaluations.back()["mean_id"] == 9.5);
+  CHECK(job.fields(0)["eval"]["mean_id"] == 9.5);
   CHECK(job.fields(0)["accuracy"] == 1.0);
   CHECK(job.all("step").size() == static_cast<size_t>(options.trainers) * 12);
   for (int trainer = 1; trainer <= options.trainers; ++trainer) {

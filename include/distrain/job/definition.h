@@ -170,6 +170,11 @@ class Definition final : public AnyDefinition {
     return *this;
   }
 
+  /// A metric that the job's evaluations have: see nn::Evaluation. To be called after events().
+  Definition& metric(const std::string& name, std::string what) {
+    return declare([&] { add_metric(info_.events, name, std::move(what)); });
+  }
+
   /// Adds the next ranks. If `count` is an option, which one role may have, or above 1, they are
   /// numbered by their rank, as in trainer3. `main` is what each does; without `main` a rank serves
   /// the others until they are done. A second role of that name, a fixed count below 1, and a

@@ -17,7 +17,8 @@ enum class Unit : uint8_t { kSamples, kWords };
 const char* counted(Unit unit);
 
 using nn::Evaluation;
-/// loss, accuracy or perplexity, samples or words; empty where there are none.
+/// loss, accuracy or perplexity, samples or words, and the job's own metrics; empty where there are
+/// no samples.
 Json fields_of(const Evaluation& evaluation, Unit unit);
 
 /// As JSON has neither NaN nor infinity, a kNumber may be null, and so may one of kNumbers.
@@ -64,6 +65,10 @@ Event eval_event(std::string when, Unit unit = Unit::kSamples);
 /// What a job prints whose trainers go through data in epochs, unless it says otherwise.
 /// `may_lose`: it can go on without one of them.
 std::vector<Event> trainer_events(bool may_lose, Unit unit = Unit::kSamples);
+
+/// Adds a metric of a job's own to its `eval` lines and to `eval` of `end`. Throws `invalid` if
+/// there are no such lines, or if they have a field of that name.
+void add_metric(std::vector<Event>& events, const std::string& name, std::string what);
 
 /// `events` with `more`, whose fields are added to such events; those of `end` to `rank_end`, too.
 std::vector<Event> with_events(std::vector<Event> events, const std::vector<Event>& more);

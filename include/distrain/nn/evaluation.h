@@ -1,19 +1,30 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <string>
 #include <tuple>
 
 #include <ATen/core/Tensor.h>
 
 namespace distrain::nn {
 
-/// How many of some examples a model gets right, and the sum of their losses.
+/// How many of some examples a model gets right, the sum of their losses, and metrics of a job's
+/// own, which its definition declares:
+///
+///   auto evaluation = job::Evaluation::of(scores, targets);
+///   evaluation.means["abs_error"] = (scores - targets).abs().sum().item<double>();
+///   definition.metric("abs_error", "mean absolute error");  // a field of `eval` and of `end.eval`
 struct Evaluation {
   int64_t samples = 0;
   int64_t right = 0;  ///< not of words
   double loss_sum = 0;
+  /// Sums over the examples, by the metric's name. All trainers' are added up; what is in `means`
+  /// is divided by their `samples` then.
+  std::map<std::string, double> sums{}, means{};
   static constexpr auto kFields =
-      std::tuple(&Evaluation::samples, &Evaluation::right, &Evaluation::loss_sum);
+      std::tuple(&Evaluation::samples, &Evaluation::right, &Evaluation::loss_sum, &Evaluation::sums,
+                 &Evaluation::means);
   /// By cross-entropy, of `scores` [n, classes] and int64 `targets` [n], wherever these are.
   static Evaluation of(const at::Tensor& scores, const at::Tensor& targets);
   void add(const Evaluation& other);

@@ -8,6 +8,10 @@
 
 #include "distrain/optim/rule.h"
 
+namespace torch::nn {
+class Module;
+}
+
 namespace distrain::optim {
 
 /// Parameters with their names, in order.
@@ -16,6 +20,10 @@ NamedParameters named(const std::vector<std::string>& names,
                       const std::vector<at::Tensor>& parameters);
 
 /// What the DistributedOptimizers of all trainers do together, in one process.
+///
+///   job::LocalUpdates updates(*net, options.rule());  // the net is replicated, as under DDP
+///   training.keep(updates);
+///   training.run(updates, [&](const job::Step& step) { ...; return job::Result{loss, samples}; });
 class LocalUpdates {
  public:
   using Named = NamedParameters;
@@ -23,6 +31,11 @@ class LocalUpdates {
   /// `shared` is updated by the mean over the trainers in `sync` mode, otherwise by one after the
   /// other; `replicated` by the mean always, as under DDP.
   LocalUpdates(const Rule& rule, const std::string& mode, Named shared, Named replicated = {});
+  /// The parameters of `module`, replicated on the trainers as under DDP or, if `mode` is given,
+  /// shared by them as those of a RemoteModule. They are numbered, as Training::keep() numbers
+  /// those of a DistributedOptimizer without names, so each job can go on from the other's
+  /// checkpoint.
+  LocalUpdates(const torch::nn::Module& module, const Rule& rule, const std::string& mode = {});
   ~LocalUpdates();
 
   /// After one trainer's backward(): takes the `.grad` of all.

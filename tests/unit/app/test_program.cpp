@@ -188,12 +188,16 @@ TEST_CASE("a mistake in a job's declaration is kept for one clear line at the st
         "the role a: declared twice");
   CHECK(mistake_of(job::define<Options>("own", "").role("a", 0)) ==
         "the role a: it needs at least one rank");
+  CHECK(mistake_of(job::define<Options>("own", "").metric("auc", "area").role("a", 1)) ==
+        "the metric auc: eval lines are none of this job's");
   CHECK(mistake_of(job::define<Required>("own", "").role("a", &Required::rows)).empty());
   struct Silent : job::TrainerOptions {
     static void describe(job::OptionList<Silent>& list) { list.without("trainers"); }
   };
   CHECK(mistake_of(job::define<Silent>("own", "").role("trainer", &Silent::trainers)) ==
         "the role trainer: no option sets its number of ranks");
+  CHECK(mistake_of(job::define<Silent>("own", "").metric("loss", "").role("trainer", 2)) ==
+        "the metric loss: eval lines have a field of that name");
 }
 
 TEST_CASE("messages name the option, its value and what is allowed") {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -415,6 +416,22 @@ TEST_CASE("in one process a trainer without a gradient counts as zero, as in syn
   updates.step();
   CHECK(at::equal(weight.detach(), at::full({2}, -1.5)));
   CHECK(at::equal(unused.detach(), at::ones({2})));
+}
+
+TEST_CASE("a module's parameters are replicas, or shared if a mode is given, and are numbered") {
+  const torch::nn::Linear net(2, 1);
+  const at::Tensor before = net->weight.detach().clone();
+  const std::string mode = GENERATE("", "sync", "async");
+  CAPTURE(mode);
+  LocalUpdates updates(*net, {.options = Sgd{.lr = 1}}, mode);
+  CHECK(updates.names() == std::vector<std::string>{"0", "1"});
+  CHECK(updates.has_replicas() == mode.empty());
+  for (const double gradient : {1, 3}) {
+    (net->weight * gradient).sum().backward();
+    updates.gather();
+  }
+  updates.step();
+  CHECK(at::allclose(net->weight, before - (mode == "async" ? 4 : 2)));
 }
 
 }  // namespace distrain::optim
