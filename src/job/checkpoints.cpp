@@ -180,11 +180,12 @@ Checkpoints::Checkpoints(CheckpointOptions options, const Job& job, EventSink& s
   }
 }
 
-std::optional<Snapshot> Checkpoints::load(const char* use) const {
+std::optional<Snapshot> Checkpoints::load(const char* use) {
   const auto path = checkpoint_to_resume(options_);
   if (!path) return std::nullopt;
   const auto started = base::Clock::now();
   Snapshot snapshot = read_checkpoint(*path, use);
+  last_good_ = snapshot.path;
   sink_.emit("checkpoint", {{"action", "loaded"},
                             {"path", snapshot.path},
                             {"step", snapshot.step},
@@ -229,9 +230,18 @@ void Checkpoints::run(Save& save) {
   } catch (...) {
     error = base::current_error(base::ErrorKind::kInternal);
   }
-  save.snapshot = {};  // before the next one comes
+  const int64_t step = std::exchange(save.snapshot, {}).step;  // before the next one comes
   save.fill = {};
-  if (error && failed_) failed_(*error);
+  if (error && error->kind == base::ErrorKind::kResources) {
+    error->message = "saving step " + std::to_string(step) + " in " + options_.dir +
+                     " failed: " + error->message + "; the last good checkpoint is " +
+                     (last_good_.empty() ? "none" : last_good_);
+  }
+  if (error && error->kind == base::ErrorKind::kResources && options_.on_save_error != "stop") {
+    sink_.warn(error->kind, error->message + "; the job goes on and tries its next save");
+  } else if (error && failed_) {
+    failed_(*error);
+  }
   {
     std::lock_guard lock(mutex_);
     error_ = std::move(error);
@@ -256,7 +266,7 @@ void Checkpoints::write(const Save& save) {
     }
   }
   in_first_save_ = last_saved().empty();
-  const std::string path = store_->save(checkpoint);
+  const std::string path = last_good_ = store_->save(checkpoint);
   in_first_save_ = false;
   {
     std::lock_guard lock(mutex_);

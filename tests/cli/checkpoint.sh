@@ -234,6 +234,24 @@ for rank in 0 1; do
   unheard "rank $rank without a reader"
 done
 
+# Without room for a checkpoint a job trains on, and ends with 9 as its last save fails.
+for where in --local ""; do
+  (
+    ulimit -f 64
+    # shellcheck disable=SC2086  # words
+    timeout "$limit" "$distrain" ps ${arguments[ps]} $where --steps 3 --checkpoint "$tmp/room$where" \
+      --checkpoint-every 1 >"$tmp/out" 2>"$tmp/err"
+  )
+  code=$?
+  expect 9 "no room $where"
+  expect_log "no room $where"
+  expect_jq '[.[] | select(.event == "warn").message] | length == 3 and (.[1] | startswith("saving step 2 in ")
+    and endswith("checkpoint is none; the job goes on and tries its next save"))' "no room $where"
+  expect_jq '.[-1] | .kind == "resources" and (.message | startswith("saving step 3 in "))' "no room $where"
+  [[ -z $(newest "$tmp/room$where") && $(ls -A "$tmp/room$where") == .lock ]] ||
+    fail "no room $where: left behind: $(ls -A "$tmp/room$where")"
+done
+
 # A save that is cut short leaves the checkpoint before it, or the new one.
 stride=5
 sanitized && stride=15

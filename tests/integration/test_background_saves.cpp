@@ -98,13 +98,88 @@ TEST_CASE_METHOD(FewImages, "a job trains while it saves, and its next save wait
   CHECK(contains(job.outcomes.at(0).message, "step 6"));
 }
 
-TEST_CASE_METHOD(FewImages, "a save that fails ends a job that has long gone on") {
+namespace {
+
+/// The folder of checkpoints is gone from the first save on, until a save has failed.
+template <class Options>
+Hooks<Options> without_folder(const Folder& folder) {
+  Hooks<Options> hooks;
+  hooks.heard = [&folder](const Job&, const Line& line) {
+    const bool first = line.event == "checkpoint" && line.fields["step"] == 2;
+    if (first) std::filesystem::rename(folder.path("saves"), folder.path("moved"));
+    if (line.event == "warn") std::filesystem::rename(folder.path("moved"), folder.path("saves"));
+  };
+  return hooks;
+}
+
+template <class Options>
+void check_goes_on_after_failed_save(Place place, Options options,
+                                     int64_t Options::*steps = &Options::steps) {
+  CAPTURE(place, job_of(options).info().name);
+  const Folder folder;
+  options.checkpoint = {folder.path("saves"), 2, "", 10};
+  options.*steps = 6;
+  const Finished job = run_job(place, options, without_folder<Options>(folder));
+  const std::vector<Json> warnings = job.all("warn");
+  std::vector<int64_t> saved;
+  for (const Json& line : job.all("checkpoint")) saved.push_back(line["step"]);
+  CHECK(saved == std::vector<int64_t>{2, 6});
+  REQUIRE(warnings.size() == 1);
+  CHECK(warnings[0]["kind"] == "resources");
+  CHECK(contains(warnings[0]["message"].template get<std::string>(), "saving step 4 in"));
+}
+
+}  // namespace
+
+TEST_CASE_METHOD(FewImages, "a job whose save fails goes on and saves again") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  check_goes_on_after_failed_save(place, options());
+  scenario::HybridOptions hybrid;
+  hybrid.mode = "sync";
+  check_goes_on_after_failed_save(place, hybrid);
+  check_goes_on_after_failed_save(place, scenario::RlOptions(), &scenario::RlOptions::max_episodes);
+  scenario::PipelineOptions pipeline = small_pipeline(6, 1);
+  pipeline.num_split = {2};
+  check_goes_on_after_failed_save(place, pipeline, &scenario::PipelineOptions::batches);
+}
+
+TEST_CASE_METHOD(FewImages,
+                 "a job whose last save fails ends with that, stopped by a signal or not") {
+  const Place place = GENERATE(Place::kRanks, Place::kLocal);
+  const bool by_signal = GENERATE(false, true);
+  CAPTURE(place, by_signal);
+  scenario::PsOptions options = this->options();
+  options.steps = by_signal ? 1'000'000 : 4;
+  options.epochs = 1'000'000;
+  const Folder folder;
+  options.checkpoint = {folder.path("saves"), by_signal ? 1'000'000 : 2, "", 10};
+  StopSignals signals;
+  Hooks<scenario::PsOptions> hooks;
+  hooks.job = [&](Job& job) { signals.keep(job); };
+  std::once_flag once;
+  hooks.heard = [&](const Job&, const Line& line) {
+    const bool is_time = by_signal ? line.event == "step" : line.event == "checkpoint";
+    if (!is_time) return;
+    std::call_once(once, [&] {
+      std::filesystem::rename(folder.path("saves"), folder.path("moved"));
+      if (by_signal) signals.of(0).request();
+    });
+  };
+  const base::Error error = error_of_job(base::ErrorKind::kResources, place, options, hooks);
+  CHECK(contains(error.message, "in " + folder.path("saves") + " failed: cannot save in "));
+  CHECK(error.message.ends_with(by_signal ? "checkpoint is none"
+                                          : "checkpoint is " + folder.path("saves") +
+                                                "/step-000000000002"));
+}
+
+TEST_CASE_METHOD(FewImages, "a save that fails ends a job at once with --on-save-error stop") {
   const Place place = GENERATE(Place::kRanks, Place::kLocal);
   CAPTURE(place);
   scenario::PsOptions options = this->options();
   options.steps = 1'000'000;
   const Folder folder;
   options.checkpoint = {folder.path("saves"), 4, "", 10};
+  options.checkpoint.on_save_error = "stop";
   options.epochs = 1'000'000;
   Hooks<scenario::PsOptions> hooks;
   hooks.job = [](Job& job) { job.inject.before_save = slow_by(0.1); };

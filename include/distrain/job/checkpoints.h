@@ -20,14 +20,16 @@
 
 namespace distrain::job {
 
-/// `--checkpoint`, `--checkpoint-every`, `--resume` and `--keep`, as every job takes them. Rank 0
-/// reads and writes the files; the other ranks only have to know whether and when there are any.
+/// `--checkpoint`, `--checkpoint-every`, `--resume`, `--keep` and `--on-save-error`, as every job
+/// takes them. Rank 0 reads and writes the files; the other ranks only have to know whether and
+/// when there are any.
 struct CheckpointOptions {
   std::string dir;     ///< empty: nothing is saved
   int64_t every = 0;   ///< steps of each trainer; 0: at the end of each epoch
   std::string resume;  ///< empty: start afresh; "auto": the newest in `dir`, if any; else a path
   int64_t keep = 2;    ///< checkpoints that are left in `dir`
-  bool read_only = false;  ///< nothing is saved: another job may save in `dir`
+  bool read_only = false;                  ///< nothing is saved: another job may save in `dir`
+  std::string on_save_error = "continue";  ///< or "stop"
 };
 
 /// The file of words, beside `model`, `optimizer` and `state`.
@@ -71,7 +73,8 @@ std::optional<std::string> checkpoint_to_resume(const CheckpointOptions& options
 /// of its own, one at a time, while the job goes on.
 class Checkpoints {
  public:
-  /// Hears, on that thread, why a save has failed.
+  /// Hears, on that thread, why a save has failed, unless the job goes on: where it is for want of
+  /// resources, say on a full disk, only with `on_save_error` "stop".
   using Failed = std::function<void(const base::Error&)>;
 
   /// Takes the folder for as long as this lives, and tries whether it can be written. Throws
@@ -87,7 +90,7 @@ class Checkpoints {
   bool saving() const { return store_ != nullptr; }
 
   /// What the job is to go on from, if it is; emits a `checkpoint` line. `use`: read_checkpoint().
-  std::optional<Snapshot> load(const char* use = "--resume") const;
+  std::optional<Snapshot> load(const char* use = "--resume");
   /// Begins to save; emits a `checkpoint` line once it is on disk. Nobody writes to the snapshot's
   /// tensors any more; `fill`, if there is one, adds what it takes time to fetch. The job has stood
   /// still since `since`, and goes on when this returns. Not before idle(); one thread at a time.
@@ -117,6 +120,7 @@ class Checkpoints {
   base::Future<void> idle_ = base::Future<void>::ready({});
   std::optional<base::Error> error_;  // of the last save
   std::string last_saved_;
+  std::string last_good_;  // the path of what was saved or loaded last; of the thread that saves
 };
 
 }  // namespace distrain::job

@@ -2,12 +2,16 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <csignal>
 #include <filesystem>
 #include <functional>
 #include <limits>
+#include <set>
 #include <thread>
+#include <utility>
 
 #include <ATen/Functions.h>
+#include <sys/resource.h>
 
 #include "distrain/base/clock.h"
 #include "distrain/job/checkpoints.h"
@@ -26,23 +30,32 @@ class Lines final : public EventSink {
   void emit(std::string_view event, const Json& fields) override {
     std::lock_guard lock(mutex_);
     if (event == "checkpoint") saved_.push_back(fields);
+    if (event == "warn") warnings_.push_back(fields["message"]);
   }
   void joined(std::string_view, const OptionMap&) override {}
   std::vector<Json> saved() const {
     std::lock_guard lock(mutex_);
     return saved_;
   }
+  std::vector<std::string> warnings() const {
+    std::lock_guard lock(mutex_);
+    return warnings_;
+  }
 
  private:
   mutable std::mutex mutex_;
   std::vector<Json> saved_;
+  std::vector<std::string> warnings_;
 };
 
 struct Saving {
-  explicit Saving(std::function<bool()> before_save = {}) {
+  explicit Saving(std::function<bool()> before_save = {},
+                  const std::string& on_save_error = "continue") {
     Job job;
     job.inject.before_save = std::move(before_save);
-    checkpoints.emplace(CheckpointOptions{folder.path("saves"), 0, ""}, job, lines,
+    CheckpointOptions options{folder.path("saves"), 0, ""};
+    options.on_save_error = on_save_error;
+    checkpoints.emplace(options, job, lines,
                         [this](const base::Error& error) { told.push_back(error); });
   }
 
@@ -110,6 +123,48 @@ TEST_CASE("what is not finite is not saved, and a later save is") {
   CHECK(saving.told.size() == 1);
 }
 
+TEST_CASE("a save that fails on a full disk leaves the older checkpoint, and the next one works") {
+  const std::string on_save_error = GENERATE("continue", "stop");
+  CAPTURE(on_save_error);
+  Saving saving({}, on_save_error);
+  const auto save = [&](int64_t step) {
+    saving.checkpoints->save(Saving::snapshot(step), {}, base::Clock::now());
+    saving.checkpoints->finish();
+  };
+  save(1);
+  const std::string saves = saving.folder.path("saves"), first = saving.newest().value();
+  // As on a full disk, a write in the middle of a file fails.
+  const auto handler = signal(SIGXFSZ, SIG_IGN);
+  rlimit limit{};
+  getrlimit(RLIMIT_FSIZE, &limit);
+  const rlim_t before = std::exchange(limit.rlim_cur, 100'000);
+  setrlimit(RLIMIT_FSIZE, &limit);
+  const std::string why = error_of(base::ErrorKind::kResources, [&] { save(2); });
+  limit.rlim_cur = before;
+  setrlimit(RLIMIT_FSIZE, &limit);
+  signal(SIGXFSZ, handler);
+  CHECK(why == "saving step 2 in " + saves + " failed: cannot write " + saves +
+                   "/.tmp-step-000000000002/model.safetensors: File too large; the last good "
+                   "checkpoint is " +
+                   first);
+  CHECK(saving.newest() == first);
+  std::set<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(saves)) {
+    names.insert(entry.path().filename());
+  }
+  CHECK(names == std::set<std::string>{".lock", "step-000000000001"});
+  if (on_save_error == "stop") {
+    REQUIRE(saving.told.size() == 1);
+    CHECK(saving.told[0].message == why);
+  } else {
+    CHECK(saving.told.empty());
+    CHECK(saving.lines.warnings() ==
+          std::vector{why + "; the job goes on and tries its next save"});
+  }
+  save(3);
+  CHECK(read_checkpoint(saves).step == 3);
+}
+
 TEST_CASE("a job that would go on from an older checkpoint than the newest is refused") {
   Saving saving;
   for (const int64_t step : {1, 2}) {
@@ -120,7 +175,7 @@ TEST_CASE("a job that would go on from an older checkpoint than the newest is re
   const std::string folder = saving.folder.path("saves"), newest = saving.newest().value();
   const std::string older = std::filesystem::path(newest).parent_path() / "step-000000000001";
   const auto going_on_from = [&](const std::string& resume, bool read_only = false) {
-    const Checkpoints checkpoints({folder, 0, resume, 2, read_only}, Job(), saving.lines);
+    Checkpoints checkpoints({folder, 0, resume, 2, read_only}, Job(), saving.lines);
     return checkpoints.load().value().step;
   };
   const std::string why = error_of(base::ErrorKind::kInvalid, [&] { going_on_from(older); });
