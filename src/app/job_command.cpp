@@ -30,13 +30,18 @@ using Mode = Placement::Mode;
 // this launcher end when rank 0 has ended.
 constexpr auto kAsRank0Ends = std::chrono::hours(24 * 7);
 
-/// Returns the options for the `start` line; with `inherits` null for those that rank 0 tells.
+/// Returns the options for the `start` line; null for those without effect on this data and, with
+/// `inherits`, for those that rank 0 tells.
 Json config_of(const ParsedOptions& options, bool inherits) {
   Json config = Json::object();
+  const Option* const data = find_option(options.table(), "data");
+  const bool has_data = data && is_path(*data, options.text("data"));
   for (const Option& option : options.table()) {
     if (!is_job_option(option)) continue;
     const bool untold = inherits && !options.given(option.name);
-    config[json_name(option)] = untold ? Json() : json_value(option, options.text(option.name));
+    const bool is_idle = has_data ? option.random_only : option.data_only;
+    config[json_name(option)] =
+        untold || is_idle ? Json() : json_value(option, options.text(option.name));
   }
   return config;
 }
@@ -113,6 +118,10 @@ class Invocation {
       run.role = role(job_.rank);
     }
     run.devices = std::make_shared<RankDevices>(options_, definition_, placement_, job_.rank);
+    run.job.add_usage = [devices = run.devices](Json& fields) {
+      fields["rss_mb"] = peak_rss_mb();
+      fields.update(devices->usage());
+    };
     run.job.choose_devices = std::bind_front(&RankDevices::get, run.devices);
     run.all_here = local_ || placement_.spawns_all();
     run.knows_devices = !run.role.empty() && (!inherits || options_.given("device"));
@@ -351,7 +360,8 @@ int report_failure(const std::string& cmd, const base::Error& error, base::TimeP
   cause.host = host_name();
   const std::string lines[] = {
       json_line("error", {}, cmd, std::nullopt, "launcher", error_fields(cause, started)),
-      json_line("end", {}, cmd, std::nullopt, "launcher", summary.end_fields(started, cause))};
+      json_line("end", {}, cmd, std::nullopt, "launcher",
+                summary.end_fields("job", started, cause))};
   say(error.message);
   if (isatty(STDOUT_FILENO)) return cause.exit_code;  // say() has told a person all there is
   for (const std::string& line : lines) {

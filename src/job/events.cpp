@@ -41,26 +41,32 @@ Event end_event() {
       "printed as the last line of each command",
       {{"status", kText, "ok or failed"},
        {"exit_code", kInteger, "exit status of the process"},
+       {"scope", kText,
+        "job: sums up all ranks, or all known ones if the job failed; rank: sums up the ranks of "
+        "this process; live_rrefs and live_contexts always count the latter"},
        {"wall_s", kNumber, "seconds from the start of the process to its end"},
        {"train_s", kNumber,
         "seconds from the first step to the last, on the rank that took longest"},
-       {"steps", kInteger, "steps of all trainers"},
+       {"steps", kInteger, "steps of all trainers in the scope"},
        {"steps_per_s", kNumber, "steps / train_s"},
        {"rpc",
         kObject,
-        "RPC traffic of all ranks",
+        "RPC traffic of all ranks in the scope",
         {{"calls", kInteger, "calls made"},
          {"bytes_out", kInteger, "bytes sent"},
          {"bytes_in", kInteger, "bytes received"}}},
-       {"rss_mb", kNumber, "peak resident memory of the largest rank, in MB"},
+       {"rss_mb", kNumber, "peak resident memory of the largest rank in the scope, in MB"},
        {"live_rrefs", kInteger, "remote references that were not released; 0 after a clean job"},
        {"live_contexts", kInteger, "autograd contexts that were not closed; 0 after a clean job"},
-       sometimes(
-           or_null({"seed", kInteger, "value of --seed, if another launcher started rank 0"})),
-       sometimes(
-           or_null({"config", kObject, "options of the job, if another launcher started rank 0"})),
+       sometimes(or_null({"seed", kInteger,
+                          "value of --seed; in `rank_end` only of rank 0 or if another launcher "
+                          "started rank 0"})),
+       sometimes(or_null({"config", kObject,
+                          "options of the job, as in `start`, but with the numbers that the data "
+                          "sets: rows, classes, words"})),
        sometimes({"restarts", kInteger, "number of restarts, with --max-restarts"}),
-       sometimes({"updates", kInteger, "updates of remote parameters in this run, on all ranks"}),
+       sometimes({"updates", kInteger,
+                  "updates of remote parameters in this run, on all ranks in the scope"}),
        sometimes(device_field()),
        sometimes({"device_mem_mb", kNumber, "peak memory of tensors on a GPU, in MB"})}};
   append(event.fields, cause_fields());

@@ -87,6 +87,12 @@ class LossWatch final : public rpc::Layer {
   std::atomic<bool> is_over_{false};
 };
 
+/// Returns what the called rank has done so far, as JSON.
+std::string figures(rpc::CallContext& call) {
+  const Json fields = call.agent.local<Job>().progress->fields();
+  return fields.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
 /// The place that rank 0 kept for this process has gone to one that names its rank.
 struct PlaceIsTaken {};
 
@@ -125,6 +131,7 @@ class Session {
     fields["rpc"] = {
         {"calls", traffic.calls}, {"bytes_out", traffic.bytes_out}, {"bytes_in", traffic.bytes_in}};
     if (*updates_ > 0) fields["updates"] = updates_->load();  // of this rank's parameters
+    if (job_.add_usage) job_.add_usage(fields);
   }
 
   /// Joins the other ranks, does the work of this one, and waits for the others. `prepare` as in
@@ -173,12 +180,29 @@ class Session {
     // Waiting for the end of others is no trouble: it takes as long as their work does.
     loss_watch_->end();  // this thread sees what happens to others from here on
     agent_->shutdown({}, [&] {
-      add_to(outcome.fields);  // what gathers the trace is not of the job
+      add_to(outcome.fields);  // what gathers the others' figures and the trace is not of the job
+      if (agent_->rank() == 0) outcome.others = figures_of_others();
       trace_.collect();
     });
     outcome.fields["live_rrefs"] = agent_->live_rrefs();
     outcome.fields["live_contexts"] = agent_->live_contexts();
     outcome.afterwards = trace_.write();
+  }
+
+  /// Asks each other rank that is still there. A rank that is lost now, or does not answer before
+  /// the deadline of a call, is left out.
+  std::map<int, Json> figures_of_others() const {
+    std::map<int, base::Future<std::string>> asked;
+    for (int rank = 1; rank < agent_->world_size(); ++rank) {
+      if (!agent_->is_done_without(rank)) asked[rank] = agent_->rpc_async<&figures>(rank);
+    }
+    std::map<int, Json> told;
+    for (const auto& [rank, answer] : asked) {
+      const auto& text = answer.wait_result();
+      const Json fields = text.ok() ? Json::parse(text.value(), nullptr, false) : Json();
+      if (fields.is_object()) told[rank] = fields;
+    }
+    return told;
   }
 
   /// An error names its rank as the cause, and what a device could not do in its message, too.
@@ -296,6 +320,7 @@ Outcome run_as(const Job& job, EventSink& sink, const RankBody& body,
   TrainerLosses::expose(agent, sink);
   agent.expose<rpc::of_local<&StopSignal::arm>>("job.heed_stop");
   agent.expose<&request_stop>("job.request_stop");
+  agent.expose<&figures>("job.figures");
   agent.expose<rpc::of_local<&StopSignal::disarm>>("job.end_training");
   for (const auto& expose : body.exposures) expose(agent);
   agent.provide(job.stop);
@@ -317,12 +342,18 @@ Outcome run_as(const Job& job, EventSink& sink, const RankBody& body,
   };
   const auto work = [&] {
     pass_on_signals(agent, *job.stop);
-    job.progress->report([&](Json& fields) {
-      session.add_to(fields);
-      if (host) host->add_to(fields);
-    });
+    const auto report = [&](const Json& own) {
+      job.progress->report([&job, &session, &host, own](Json& fields) {
+        fields.update(own);
+        session.add_to(fields);
+        if (host) host->add_to(fields);
+        if (host && !job.spawned) host->add_steps_to(fields);  // in the last line of the job
+      });
+    };
+    report(Json::object());
     body.run(*rank);
     rank->release_groups();
+    report(rank->fields());
   };
   {
     // Other ranks' parts of a save have failed or are here; the agent has been told of the end.

@@ -100,6 +100,13 @@ int64_t Schedule::steps_of_each() const {
   return position_.total / terms_.trainers;
 }
 
+int64_t Schedule::steps_made() const {
+  std::lock_guard lock(mutex_);
+  int64_t made = 0;
+  for (const Place& each : places_) made += each.is_here ? each.made : 0;
+  return made;
+}
+
 // All trainers wait: only this thread, losses, new trainers and outside requests change anything.
 void Schedule::advance() {
   for (;;) {

@@ -166,6 +166,7 @@ void TrainingPlan::attach() {
     seats_[trainer] = attached.seat;
   }
   log_.resume_after(attached.steps_made);
+  process_.sink().used(plan_.used);
   if (attached.is_late && attached.saves) process_.job().stop->arm();  // as the others did long ago
   if (attached.saves && begin_step_.empty() && own_.front() == 0) {
     process_.sink().warn(base::ErrorKind::kInvalid,

@@ -157,6 +157,7 @@ void TrainingHost::begin(const Plan& plan) {
     throw;
   }
   current_ = &*schedule_;
+  sink_.used(plan.used);
   if (!resumed_ || plan.eval_only || !schedule_->over()) return;
   sink_.warn(base::ErrorKind::kInvalid,
              resumed_->path + " is of a finished job: nothing is left to train" +
@@ -452,6 +453,13 @@ void TrainingHost::on_save_failed(const base::Error& error) {
   } else if (Schedule* const schedule = current_) {
     schedule->fail(error);
   }
+}
+
+void TrainingHost::add_steps_to(Json& fields) const {
+  if (!current_) return;
+  std::lock_guard lock(mutex_);
+  const int64_t known = schedule_->steps_made() + lost_steps_;
+  fields["steps"] = std::max(fields.value("steps", int64_t{0}), known);
 }
 
 void TrainingHost::add_to(Json& fields) const {

@@ -96,6 +96,8 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   }
   /// Adds what rank 0 knows of the training so far. Any thread.
   void add_to(Json& fields) const;
+  /// Raises `steps` to those that rank 0 knows of all trainers.
+  void add_steps_to(Json& fields) const;
   std::string last_saved() const { return checkpoints_.last_saved(); }
 
  private:

@@ -41,6 +41,8 @@ for where in "" --local; do
   run hybrid $where --data "$tmp/good" --test-data "$tmp/other" --steps 1
   expect 0 "unknown words $where"
   expect_jq '.[-1].unknown_words == 3' "unknown words $where"
+  expect_jq '[.[0, -1].config | [.num_embeddings, .classes, .batches_per_epoch, .batch_size]] ==
+    [[null, null, null, 32], [3, 2, null, 32]]' "recorded config $where"
 done
 
 # Labels of a hidden teacher: no file, so what is for files has no effect; ./teacher is a file.
@@ -66,6 +68,12 @@ expect_jq '.[0].data == "./teacher" and (.[-1] | .steps == 2 and has("eval") == 
 cd "$OLDPWD" || exit
 run hybrid --local --epochs 1
 expect_jq '.[0].data == "random batches with random labels"' "random labels"
+
+printf 'one two three\n' >"$tmp/text"
+run rnn --data "$tmp/text" --batch-size 1 --steps 1
+expect 0 "recorded vocabulary"
+expect_jq '[.[] | select(.event == "start")][0].config.vocab_size == 10000 and
+  .[-1].config.vocab_size == 5' "recorded vocabulary"
 
 # What only reading tells: the rank says it, the launcher passes it on as the root cause.
 printf '__label__a one two\nno label here\n' >"$tmp/bad"

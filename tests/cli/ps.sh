@@ -108,6 +108,26 @@ for r in 1 2; do
 done
 expect_jq '.[-1] | .rank == 1 and .status == "ok" and .steps == 3' "ranks that join" "$tmp/rank1"
 
+# Ranks that end before the job is done say how far they were; rank 0 makes no step itself.
+port=$(free_port)
+pids=()
+for r in 1 2; do
+  timeout "$limit" "$distrain" ps --rank $r --master-port "$port" --data "$tmp/data" >"$tmp/rank$r" 2>"$tmp/err" &
+  pids+=($!)
+done
+"$distrain" ps --rank 0 --master-port "$port" --mode sync --epochs 1000000 --log-interval 1 >"$tmp/rank0" 2>"$tmp/err" &
+server=$!
+for r in 1 2; do wait_for "$limit" grep -q '"step":8,' "$tmp/rank$r" || fail "trainer $r makes no steps"; done
+kill -TERM "$server"
+wait "$server" "${pids[@]}"
+expect_log "ended by a signal, rank 0" "$tmp/rank0"
+expect_jq '.[-1] | .status == "failed" and .signal == "SIGTERM" and .scope == "job" and .steps >= 6' \
+  "ended by a signal, rank 0" "$tmp/rank0"
+for r in 1 2; do
+  expect_jq '.[-1] | .status == "failed" and .scope == "rank" and .steps >= 8 and .train_s > 0' \
+    "rank 0 is lost, rank $r" "$tmp/rank$r"
+done
+
 # Other folders to evaluate on.
 make_images "$tmp/valid" 1 12
 make_images "$tmp/test" 1 10

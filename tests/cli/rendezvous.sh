@@ -43,6 +43,12 @@ by_environment() {
     timeout "$limit" "$distrain" hybrid --epochs 2
 }
 joined "by environment" by_environment
+# Rank 0's last line sums up all ranks.
+expect_jq '.[-1] | .scope == "job" and .steps == 40 and .updates == 40 and .train_s > 0 and .loss > 0' \
+  "by environment: end of rank 0" "$tmp/rank0"
+sums=$(for r in 0 1 2 3; do tail -n 1 "$tmp/rank$r"; done |
+  jq -cs '[.[0].rpc.calls >= ([.[1:][].rpc.calls] | add) + 60, [.[1:][] | [.scope, .steps]]]')
+[[ $sums == '[true,[["rank",20],["rank",0],["rank",0]]]' ]] || fail "by environment: ends: $sums"
 # Each rank believes that it is alone on its host until all have met.
 for r in 0 1 2 3; do
   # shellcheck disable=SC2016 # $alone and $shared are jq's
@@ -136,6 +142,9 @@ expect_log "--ranks 0-1"
 expect_log "--ranks 2-3" "$tmp/b"
 expect_jq '[.[] | select(.event == "rank_end").rank] | sort == [0,1]' "--ranks 0-1"
 expect_jq '[.[] | select(.event == "rank_end").rank] | sort == [2,3]' "--ranks 2-3" "$tmp/b"
+expect_jq '.[-1] | .scope == "job" and .steps == 40 and .updates == 40' "--ranks 0-1"
+expect_jq '.[-1] | .scope == "rank" and .steps == 0 and .updates == 40' "--ranks 2-3" "$tmp/b"
+expect_jq '[.[] | select(.event == "rank_end") | [.scope, .steps]] == [["rank", 20], ["rank", 20]]' "--ranks 0-1"
 # Each tells of the run as rank 0 knows it.
 of_run='[.run, .seed, .config] | if any(. == null) then error("null") else . end'
 told=$(tail -n 1 "$tmp/out" | jq -c "$of_run") || fail "--ranks 0-1: end: $(tail -n 1 "$tmp/out")"

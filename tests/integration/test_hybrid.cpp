@@ -52,6 +52,12 @@ TEST_CASE("async training applies one update for each trainer and step") {
   const int ps = scenario::hybrid_job().roles(options).world_size() - 1;
   CHECK(trained.job.fields(ps)["updates"] == 50 * options.trainers);
   CHECK(trained.job.fields(0)["steps"] == 50);
+  // Rank 0 has what the others did.
+  const std::map<int, Json>& others = trained.job.outcomes.at(0).others;
+  CHECK(std::ssize(others) == ps);
+  CHECK(others.at(ps)["updates"] == 50 * options.trainers);
+  CHECK(others.at(1).value("steps", 0) == (options.trainers > 1 ? 50 : 0));
+  CHECK(trained.job.outcomes.at(ps).others.empty());
   // Lookup, backward, update: at least three calls for each step.
   CHECK(trained.job.fields(0)["rpc"]["calls"] >= 150);
   if (options.trainers == 1) check_as_local(trained, options);

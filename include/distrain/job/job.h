@@ -52,6 +52,9 @@ class EventSink {
   /// From now on this rank's end does not end the job: its launcher is not to end the others.
   virtual void may_be_lost() {}
 
+  /// What options turned out to be with the job's data, as the recorded `config` names them.
+  virtual void used(const Json& config) { static_cast<void>(config); }
+
   /// Called by the thread that saves, again and again: a save is under way and has got further.
   virtual void saving() {}
 
@@ -72,7 +75,7 @@ class Progress {
   }
   /// Has fields() call `more` from now on. With an empty `more` fields() stays as it is now.
   void report(std::function<void(Json& fields)> more) {
-    Json now = fields();
+    Json now = more ? Json::object() : fields();
     std::lock_guard lock(mutex_);
     last_ = std::move(now);
     more_ = std::move(more);
@@ -137,6 +140,8 @@ struct Job : Contact {
   /// Decides it once this rank's name and rank 0's options are known; null: `devices` hold.
   std::function<std::vector<c10::Device>(const std::string& name, const OptionMap& of_rank_0)>
       choose_devices;
+  /// Adds what this process has used so far to its figures, memory and devices say; may be null.
+  std::function<void(Json& fields)> add_usage;
   /// Sets an operation's threads once the ranks that share this one's CPUs are known; may be null.
   std::function<void(int ranks)> share_cpus;
   /// SIGINT, SIGTERM and SIGHUP, for jobs that save before they end. Never null.
@@ -152,6 +157,8 @@ struct Job : Contact {
 /// What `end` and `rank_end` say beyond the common fields: counters and the job's metrics.
 struct Outcome {
   Json fields = Json::object();
+  /// On rank 0: such fields of each other rank that was there at the end.
+  std::map<int, Json> others = {};
   /// The job saved what it had at a signal to stop, and ended in good order. `message` says where.
   bool stopped = false;
   /// The job ended in good order, but without what it was for. `message` says what is missing.

@@ -142,14 +142,11 @@ inline void read_value(const std::string& text, std::optional<double>& value, co
   value.reset();
   if (text != on) value = base::number<double>(text).value_or(0);
 }
+/// `unset`: the word for an empty one.
 template <class T>
-void read_value(const std::string& text, std::optional<T>& value) {
+void read_value(const std::string& text, std::optional<T>& value, const std::string& unset = {}) {
   value.reset();
-  if (!text.empty()) read_value(text, value.emplace());
-}
-template <class T>
-void read_value(const std::string& text, std::optional<T>& value, const std::string& unset) {
-  read_value(text == unset ? std::string() : text, value);
+  if (!text.empty() && text != unset) read_value(text, value.emplace());
 }
 template <class T>
 void read_value(const std::string& text, std::vector<T>& value) {
@@ -177,11 +174,7 @@ inline std::string write_value(const std::optional<double>& value, const char* o
   return !value ? on : *value == 0 ? off : write_value(*value);
 }
 template <class T>
-std::string write_value(const std::optional<T>& value) {
-  return value ? write_value(*value) : std::string();
-}
-template <class T>
-std::string write_value(const std::optional<T>& value, const std::string& unset) {
+std::string write_value(const std::optional<T>& value, const std::string& unset = {}) {
   return value ? write_value(*value) : unset;
 }
 template <class T>

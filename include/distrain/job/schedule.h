@@ -134,6 +134,8 @@ class Schedule {
   int trainers_left() const;
   /// Steps of each trainer since the job's beginning, as if all had made as many.
   int64_t steps_of_each() const;
+  /// Steps in this run that trainers which are there have reported.
+  int64_t steps_made() const;
   /// All are to save as soon as they can, and to go on. Nothing in a job that does not save.
   void request_save();
   /// Nothing more is to be trained than what others have begun: then it is as after the last step.

@@ -16,7 +16,6 @@
 #include "distrain/job/options.h"
 #include "distrain/job/rank.h"
 #include "distrain/job/schedule.h"
-#include "distrain/job/step_lines.h"
 #include "distrain/nn/remote_module.h"
 #include "distrain/optim/distributed_optimizer.h"
 #include "distrain/optim/local_updates.h"
@@ -139,17 +138,46 @@ struct Plan : Schedule::Terms {
   int first_rank = 0;
   std::map<std::string, std::string> agreed;  ///< with the checkpoint, too
   std::map<std::string, std::string> alike;
+  std::map<std::string, int64_t> used;  ///< EventSink::used()
   std::vector<PartName> parts;
-  static constexpr auto kFields = std::tuple(
-      &Plan::trainers, &Plan::epochs, &Plan::steps, &Plan::steps_per_epoch, &Plan::take_over,
-      &Plan::may_lose, &Plan::eval_only, &Plan::lr, &Plan::lr_schedule, &Plan::unit, &Plan::limit,
-      &Plan::what_must_agree, &Plan::first_rank, &Plan::agreed, &Plan::alike, &Plan::parts);
+  static constexpr auto kFields =
+      std::tuple(&Plan::trainers, &Plan::epochs, &Plan::steps, &Plan::steps_per_epoch,
+                 &Plan::take_over, &Plan::may_lose, &Plan::eval_only, &Plan::lr, &Plan::lr_schedule,
+                 &Plan::unit, &Plan::limit, &Plan::what_must_agree, &Plan::first_rank,
+                 &Plan::agreed, &Plan::alike, &Plan::used, &Plan::parts);
 
   Plan() { take_over = true; }
   static Plan of(const TrainerOptions& options, int64_t steps_per_epoch);
   /// Of one trainer that has no epochs, and lines of its own. Without end if `steps`, which the
   /// option `limit` says, is 0. Throws `invalid` for a schedule that counts epochs or evaluations.
   static Plan of_steps(const RuleOptions& options, int64_t steps, std::string limit = "");
+};
+
+/// Decides which steps of a run print a line, as `--log-interval` says: every Nth step or, by time,
+/// the first step, the last one, and at most one step every 5 s between them.
+///
+///   StepLines lines(sink, "step", options.log_interval);
+///   lines.add(number, [loss] { return Json{{"loss", loss}}; });  // after each step
+///   lines.end();
+class StepLines {
+ public:
+  /// `event`: the kind of the lines. `interval`: steps from one line to the next, 0 for no lines;
+  /// by time if unset.
+  StepLines(EventSink& sink, std::string event, std::optional<int> interval)
+      : sink_(sink), event_(std::move(event)), interval_(interval) {}
+
+  /// Emits the line of step `number`, counted from 1, and returns true if the line is due.
+  /// Otherwise keeps `fields` for end(), because the step may be the last one.
+  bool add(int64_t number, std::function<Json()> fields);
+  /// Ends the run: emits the last step's line if there is none yet. Another run may follow.
+  void end();
+
+ private:
+  EventSink& sink_;
+  const std::string event_;
+  const std::optional<int> interval_;
+  base::TimePoint next_{};         // by time: when the next line is due
+  std::function<Json()> pending_;  // by time: the fields of the last step if it has no line
 };
 
 /// Emits a trainer's `step` and `epoch` lines, and counts for `end`.
@@ -208,7 +236,11 @@ class TrainingPlan {
   /// What must be the same on all trainers, and in the checkpoint that a job goes on from: what was
   /// read of the data, say. A name that begins with `--` is that of an option which each_own.
   void agree(const std::string& name, const std::string& value) { plan_.agreed[name] = value; }
-  void agree(const std::string& name, int64_t value) { agree(name, std::to_string(value)); }
+  /// The recorded `config` shows `value` in its field `used_as`, if that is not empty.
+  void agree(const std::string& name, int64_t value, const std::string& used_as = {}) {
+    agree(name, std::to_string(value));
+    if (!used_as.empty()) plan_.used[used_as] = value;
+  }
   /// What must be the same on all trainers only.
   void alike(const std::string& name, const std::string& value) { plan_.alike[name] = value; }
 

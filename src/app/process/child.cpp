@@ -112,6 +112,10 @@ void Child::take_line(std::string line) {
     is_saving_ = true;
     return;
   }
+  if (names_event(line, kFigures)) {
+    figures_ = Json::parse(line)["ranks"];
+    return;
+  }
   const bool is_ready = names_event(line, "ready"), is_error = names_event(line, "error");
   if (is_ready || is_error || names_event(line, "rank_end")) {
     Json json = Json::parse(line, nullptr, false);

@@ -101,6 +101,8 @@ class Child {
   /// ranks fail for the same reason, and one error is to be told once.
   const Json& rank_end() const { return rank_end_; }
   const Json& error() const { return error_; }
+  /// Pairs of a rank and its fields, if this is rank 0: kFigures.
+  const Json& figures() const { return figures_; }
   const std::vector<std::string>& stderr_tail() const { return tail_; }
 
  private:
@@ -116,6 +118,7 @@ class Child {
   std::vector<std::string> tail_;
   Json rank_end_ = Json::object();
   Json error_ = Json::object();
+  Json figures_ = Json::array();
   std::optional<int> status_;
   std::optional<base::TimePoint> stopped_since_;
   base::TimePoint ended_at_;

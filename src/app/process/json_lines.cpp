@@ -32,11 +32,11 @@ void sum_up(const Json& fields, Json& sums) {
 /// Fields of a rank's last line that are not metrics of the job.
 bool is_common(const std::string& name) {
   static const std::set<std::string> kCommon = {
-      "v",       "ts",         "run",           "seed",    "config",       "event",
-      "cmd",     "rank",       "role",          "status",  "wall_s",       "exit_code",
-      "train_s", "steps",      "steps_per_s",   "rpc",     "rss_mb",       "kind",
-      "signal",  "live_rrefs", "live_contexts", "message", "host",         "cause_rank",
-      "op",      "cause_role", "stderr_tail",   "device",  "device_mem_mb"};
+      "v",       "ts",         "run",           "seed",        "config", "event",
+      "cmd",     "rank",       "role",          "status",      "wall_s", "exit_code",
+      "train_s", "steps",      "steps_per_s",   "rpc",         "rss_mb", "kind",
+      "signal",  "live_rrefs", "live_contexts", "message",     "host",   "cause_rank",
+      "op",      "cause_role", "scope",         "stderr_tail", "device", "device_mem_mb"};
   return kCommon.contains(name);
 }
 
@@ -116,7 +116,8 @@ void Summary::add(const Json& fields) {
   }
 }
 
-Json Summary::end_fields(base::TimePoint started, const std::optional<Cause>& cause) const {
+Json Summary::end_fields(const char* scope, base::TimePoint started,
+                         const std::optional<Cause>& cause) const {
   const auto most = [this](const char* name) {
     const auto found = most_.find(name);
     return found == most_.end() ? 0 : found->second;
@@ -124,6 +125,7 @@ Json Summary::end_fields(base::TimePoint started, const std::optional<Cause>& ca
   const double train_s = most("train_s");
   Json fields{{"status", cause ? "failed" : "ok"},
               {"exit_code", cause ? cause->exit_code : 0},
+              {"scope", scope},
               {"wall_s", whole_microseconds(base::seconds_since(started))},
               {"train_s", most_.contains("train_s") ? whole_microseconds(train_s) : Json()},
               {"steps", sums_["steps"]},

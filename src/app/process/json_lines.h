@@ -49,6 +49,8 @@ Json error_fields(const Cause& cause, base::TimePoint started);
 inline constexpr const char* kMayBeLost = "may_be_lost";
 /// The same: a save is under way and has got further.
 inline constexpr const char* kSaving = "saving";
+/// The same, of rank 0: what each other rank has done (job::Outcome::others).
+inline constexpr const char* kFigures = "figures";
 
 /// Merges what the ranks say in their last lines into the fields of `end`. Ranks are added in
 /// ascending order: counts are summed up, a metric is taken from the first rank that has it.
@@ -56,7 +58,9 @@ class Summary {
  public:
   void add(const Json& fields);
 
-  Json end_fields(base::TimePoint started, const std::optional<Cause>& cause) const;
+  /// `scope`: job or rank.
+  Json end_fields(const char* scope, base::TimePoint started,
+                  const std::optional<Cause>& cause) const;
 
  private:
   Json sums_{{"steps", 0}, {"live_rrefs", 0}, {"live_contexts", 0}};

@@ -276,7 +276,10 @@ class Launcher {
   void hear_of_run() {
     for (const Child& child : group_->ranks()) {
       if (run_id_.empty()) run_id_ = child.run_id();
-      config_ = child.rank_end().value("config", config_);
+      const Json told = child.rank_end().value("config", Json::object());
+      for (const auto& [option, value] : told.items()) {
+        if (!value.is_null()) config_[option] = value;
+      }
     }
     rss_mb_ = std::max(rss_mb_, group_->rss_mb());
   }
@@ -288,8 +291,14 @@ class Launcher {
     if (verdict && !verdict->by_signal) tell_error(*verdict);
     Summary summary;
     for (const Child& child : group_->ranks()) summary.add(child.rank_end());
+    for (const Child& child : group_->ranks()) {
+      for (const Json& other : child.figures()) {
+        if (std::ranges::count(plan_.ranks, other[0].get<int>()) == 0) summary.add(other[1]);
+      }
+    }
     summary.add({{"rss_mb", rss_mb_}});
-    Json end = summary.end_fields(plan_.told.started, cause);
+    const bool has_rank_0 = std::ranges::count(plan_.ranks, 0) > 0;
+    Json end = summary.end_fields(has_rank_0 ? "job" : "rank", plan_.told.started, cause);
     if (plan_.max_restarts > 0) end["restarts"] = restarts_;
     tell_config(config_, end);
     tell("end", end);

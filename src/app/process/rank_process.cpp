@@ -86,6 +86,11 @@ class JsonSink final : public job::EventSink {
 
   void failing(const base::Error& error) override { on_failing_(error); }
 
+  void used(const Json& config) override {
+    std::lock_guard lock(identity_mutex_);
+    identity_.used.update(config);
+  }
+
   void may_be_lost() override {
     if (run_.job.spawned) emit(kMayBeLost, Json::object());
   }
@@ -106,7 +111,8 @@ class JsonSink final : public job::EventSink {
     std::string run_id;
     std::optional<int> rank;  ///< none: it was any, and rank 0 has yet to tell
     std::string role;
-    job::OptionMap of_rank_0;  ///< what rank 0 has told; empty before
+    job::OptionMap of_rank_0;    ///< what rank 0 has told; empty before
+    Json used = Json::object();  ///< in `config`, in place of what the options say
   };
   Identity identity() const {
     std::lock_guard lock(identity_mutex_);
@@ -144,7 +150,7 @@ class JsonSink final : public job::EventSink {
 
   void push_locked(std::string_view event, const Json& fields) {
     std::lock_guard lock(identity_mutex_);
-    const auto& [run_id, rank, role, of_rank_0] = identity_;
+    const auto& [run_id, rank, role, of_rank_0, used] = identity_;
     lines_.push(json_line(event, run_id, run_.job.name, rank, role, fields));
   }
 
@@ -190,17 +196,17 @@ class RankProcess {
     base::block_in_all_threads(awaited_signals());
     // Never joined: the process leaves by _exit.
     std::thread([this] { end_by_signal(); }).detach();
-    Json fields = Json::object();
+    job::Outcome outcome;
     std::optional<Cause> cause;
     try {
-      const job::Outcome outcome = run_body();
-      fields = outcome.fields;
+      outcome = run_body();
       cause = report(outcome);
     } catch (...) {
-      fields = run_.job.progress->fields();
+      outcome.fields = run_.job.progress->fields();
       cause = report(error_of_this_rank());
     }
-    if (!finish(fields, cause)) pause();  // a signal came first; its thread ends the process
+    if (!finish(outcome.fields, cause, outcome.others))
+      pause();  // a signal came first; its thread ends the process
     std::fflush(nullptr);
     if (const int error = unheard()) return exit_code_of_write_error(error, !run_.job.spawned);
     return cause ? cause->exit_code : 0;
@@ -296,17 +302,31 @@ class RankProcess {
     return of_device ? cuda::error_of_rank(std::move(error), error.rank, run_.role) : error;
   }
 
-  /// Writes the last line. False when there was one before.
-  bool finish(const Json& fields, const std::optional<Cause>& cause) {
+  /// Writes the last line, which sums up `others` if this is rank 0. False when there was one
+  /// before.
+  bool finish(const Json& fields, const std::optional<Cause>& cause,
+              const std::map<int, Json>& others = {}) {
+    const bool spawned = run_.job.spawned;
+    Json usage = Json::object();
+    run_.job.add_usage(usage);
     Summary summary;
     summary.add(fields);
-    summary.add({{"rss_mb", peak_rss_mb()}});
-    summary.add(run_.devices->usage());
-    Json end = summary.end_fields(run_.job.started, cause);
-    // A launcher with rank 0 knows it by itself; another one hears of it here.
-    const job::OptionMap of_rank_0 = sink_.identity().of_rank_0;
-    const bool known = of_rank_0.empty() || run_.job.effective.contains(job::kRunId);
-    if (!run_.job.spawned || !known) tell_config(run_.config(of_rank_0), end);
+    summary.add(usage);
+    for (const auto& [rank, its_fields] : others) {
+      if (!spawned) summary.add(its_fields);
+    }
+    // The launcher sums up its own ranks.
+    if (spawned && !run_.all_here && !others.empty()) sink_.emit(kFigures, {{"ranks", others}});
+    const JsonSink::Identity identity = sink_.identity();
+    Json end = summary.end_fields(!spawned && identity.rank == 0 ? "job" : "rank", run_.job.started,
+                                  cause);
+    // A launcher with rank 0 knows it by itself, but what the data made of it; another one hears.
+    const bool known = identity.of_rank_0.empty() || run_.job.effective.contains(job::kRunId);
+    if (!spawned || !known || (identity.rank == 0 && !identity.used.empty())) {
+      Json config = run_.config(identity.of_rank_0);
+      config.update(identity.used);
+      tell_config(config, end);
+    }
     return sink_.finish(end);
   }
 
@@ -348,7 +368,7 @@ class RankProcess {
   void tell_waits() {
     if (telling_.exchange(true)) return;
     const auto say_so = [this] {
-      const auto [run_id, rank, role, of_rank_0] = sink_.identity();
+      const auto [run_id, rank, role, of_rank_0, used] = sink_.identity();
       const std::string who = (rank ? fmt::format("rank {}", *rank) : "a new rank") +
                               (role.empty() ? "" : " (" + role + ")");
       try {

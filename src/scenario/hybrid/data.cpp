@@ -47,8 +47,8 @@ int64_t HybridData::unknown_words() const {
 }
 
 void HybridData::agree(job::TrainingPlan& training) const {
-  training.agree("rows", rows());
-  training.agree("classes", classes());
+  training.agree("rows", rows(), "num_embeddings");
+  training.agree("classes", classes(), "classes");
   if (options_.has_teacher()) training.agree("data", options_.data);
   if (train_) {
     training.agree("data", std::to_string(train_->content_hash));

@@ -63,6 +63,7 @@ job::Plan PipelineRun::plan() const {
   job::Plan plan =
       job::Plan::of_steps(options_, batches() * static_cast<int64_t>(options_.num_split.size()),
                           options_.epochs > 0 ? "--epochs" : "--batches");
+  plan.used["batches"] = batches();
   if (!options_.data.empty() && options_.num_split.size() == 1) {
     plan.steps_per_epoch = data_.batches_per_epoch();
     plan.epochs = (plan.steps + plan.steps_per_epoch - 1) / plan.steps_per_epoch;

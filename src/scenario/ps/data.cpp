@@ -70,7 +70,7 @@ job::Plan PsData::plan() const {
 
 void PsData::agree(job::TrainingPlan& training) const {
   training.agree("data", std::to_string(files_.train.content_hash));
-  training.agree("examples", examples_);
+  training.agree("examples", examples_, "limit");
   training.agree("--mean", job::Json(options_.mean).dump());
   training.agree("--std", job::Json(options_.std).dump());
   if (valid_) training.alike("valid-data", std::to_string(valid_->content_hash));

@@ -31,7 +31,7 @@ job::Plan RnnData::plan() const {
 }
 
 void RnnData::agree(job::TrainingPlan& training) const {
-  training.agree("words", words());
+  training.agree("words", words(), "vocab_size");
   if (vocabulary_) {
     training.agree("data", std::to_string(train_.content_hash));
     training.keep("", job::part_of_words({{"words", data::all_words(*vocabulary_)}}));

@@ -340,12 +340,29 @@ TEST_CASE("a job's own default folder of checkpoints counts as one that the user
                     "--resume auto needs --checkpoint");
 }
 
+TEST_CASE("--log-interval is a number of steps, or auto") {
+  job::OptionList<Saving> list;
+  job::describe_inherited(list);
+  const job::OptionTable table = list.table();
+  const auto read = [&](const std::vector<std::string>& args) {
+    return list.read(parse_options(table, args)).log_interval;
+  };
+  CHECK_FALSE(read({}));
+  CHECK(read({"--log-interval", "7"}) == 7);
+  CHECK(read({"--log-interval", "0"}) == 0);
+  CHECK_FALSE(read({"--log-interval", "7", "--log-interval", "auto"}));
+  CHECK(list.write(Saving()).at("log-interval") == "auto");
+  CHECK_THROWS_WITH(read({"--log-interval", "-1"}),
+                    "--log-interval must be auto or a whole number from 0 to 2147483647, not '-1'");
+}
+
 TEST_CASE("the end line adds up the updates of all ranks") {
   Summary summary;
   summary.add({{"updates", 3}, {"loss", 0.5}});
   summary.add({{"steps", 2}});
   summary.add({{"updates", 4}, {"loss", 0.25}});
-  const Json fields = summary.end_fields(base::Clock::now(), std::nullopt);
+  const Json fields = summary.end_fields("job", base::Clock::now(), std::nullopt);
+  CHECK(fields["scope"] == "job");
   CHECK(fields["updates"] == 7);
   CHECK(fields["loss"] == 0.5);
 }
