@@ -39,7 +39,7 @@ complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn' -x -l log-in
 complete -c distrain -n '__fish_seen_subcommand_from hybrid' -x -l batches-per-epoch -d 'use N generated batches per epoch and trainer'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn rl pipeline' -r -F -l checkpoint -d 'save checkpoints in DIR, each in a folder of its own'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn' -x -l checkpoint-every -d 'save every N steps; 0 saves at the end of each epoch'
-complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn rl pipeline' -x -l on-save-error -a 'continue stop' -d 'if a save fails, on a full disk for example: train on and try the next save, or stop'
+complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn rl pipeline' -x -l on-save-error -a 'continue stop' -d 'continue: train on after a failed save and try the next one; stop: end the job'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn rl pipeline' -r -F -l resume -a 'auto' -d 'resume from this checkpoint; auto resumes from the newest one in --checkpoint, if any'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn rl pipeline' -x -l keep -d 'keep the newest N checkpoints and remove older ones'
 complete -c distrain -n '__fish_seen_subcommand_from hybrid ps rnn' -l eval-only -d 'evaluate the checkpoint of --resume; train nothing and save nothing'

@@ -100,8 +100,8 @@ cannot write to standard output, because the reader is gone or the disk is full.
 )"},
     {"SIGNALS", R"(
 SIGINT, SIGTERM and SIGHUP end a job; see CHECKPOINTS. On SIGUSR1 a job with --checkpoint saves and
-continues. On SIGQUIT (Ctrl-\) each rank prints to standard error what it waits for, the longest wait
-first: calls, collectives, updates and missing ranks. The job continues. The launcher passes these
+continues. On SIGQUIT (Ctrl-\) each rank prints to standard error the calls, collectives, updates and
+ranks that it waits for, the longest wait first, and the job continues. The launcher passes these
 signals on to its ranks.
 
 Ctrl-Z (SIGTSTP) stops the launcher and its ranks until SIGCONT. Deadlines of their calls keep running

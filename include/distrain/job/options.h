@@ -46,12 +46,11 @@ DIR; a second one is refused.)")
         .details("Needs --checkpoint.")
         .may_change();
     list.choice("on-save-error", of(&CheckpointOptions::on_save_error), {"continue", "stop"},
-                "if a save fails, on a full disk for example: train on and try the next save, or "
-                "stop")
+                "continue: train on after a failed save and try the next one; stop: end the job")
         .needs("checkpoint")
         .details(R"(
 Needs --checkpoint. A failed save prints a `warn` line and keeps the older checkpoints. The job ends
-with exit code 9 if its last save fails.)")
+with exit status 9 if its last save fails.)")
         .may_change();
     list.text(
             "resume", of(&CheckpointOptions::resume), "auto|PATH",
