@@ -90,10 +90,10 @@ struct RandomBags {
   /// 20 to 50 indices, offsets from 0 in random steps of 1 to 10 (so no bag is empty), and targets.
   /// Depends on the numbers given and nothing else.
   Batch batch(int trainer, int64_t epoch, int64_t step) const;
-  /// Returns the label that the hidden teacher gives a bag. The teacher draws a class and a weight
-  /// for each index; the label is the class with the largest total weight. A sum of embeddings and
-  /// a linear layer can represent the teacher if a row has at least as many numbers as there are
-  /// classes.
+  /// Returns the label that the hidden teacher gives to `bag`. The teacher draws a class and a
+  /// weight for each index; the label is the class with the largest total weight. A sum of
+  /// embeddings and a linear layer can represent the teacher if a row has at least as many numbers
+  /// as there are classes.
   int64_t taught(std::span<const int64_t> bag) const;
 };
 

@@ -73,8 +73,8 @@ std::optional<std::string> checkpoint_to_resume(const CheckpointOptions& options
 /// of its own, one at a time, while the job goes on.
 class Checkpoints {
  public:
-  /// Hears, on that thread, why a save has failed, unless the job goes on: where it is for want of
-  /// resources, say on a full disk, only with `on_save_error` "stop".
+  /// Called on that thread with the error of a failed save. It is not called with a `resources`
+  /// error, of a full disk for example, unless `on_save_error` is "stop", because the job goes on.
   using Failed = std::function<void(const base::Error&)>;
 
   /// Takes the folder for as long as this lives, and tries whether it can be written. Throws
@@ -120,7 +120,7 @@ class Checkpoints {
   base::Future<void> idle_ = base::Future<void>::ready({});
   std::optional<base::Error> error_;  // of the last save
   std::string last_saved_;
-  std::string last_good_;  // the path of what was saved or loaded last; of the thread that saves
+  std::string last_good_;  // path of the checkpoint saved or loaded last; for the saving thread
 };
 
 }  // namespace distrain::job

@@ -170,7 +170,7 @@ class Definition final : public AnyDefinition {
     return *this;
   }
 
-  /// A metric that the job's evaluations have: see nn::Evaluation. To be called after events().
+  /// Declares a metric of the job's evaluations: see nn::Evaluation. Call it after events().
   Definition& metric(const std::string& name, std::string what) {
     return declare([&] { add_metric(info_.events, name, std::move(what)); });
   }

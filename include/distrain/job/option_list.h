@@ -41,7 +41,7 @@ class OptionRow {
   OptionRow& may_be_empty() { return set(option_.may_be_empty, true); }
   OptionRow& may_change() { return set(option_.may_change, true); }
   OptionRow& of_predict() { return set(option_.of_predict, true).may_change(); }
-  /// Takes `word`, too, in place of a path. A file of that name is ./WORD.
+  /// Also accepts `word` instead of a path. ./WORD names a file that is called `word`.
   OptionRow& or_word(const std::string& word) {
     set(option_.path_word, word).value_name(option_.value_name + '|' + word);
     return offers({word});

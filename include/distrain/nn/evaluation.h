@@ -19,8 +19,8 @@ struct Evaluation {
   int64_t samples = 0;
   int64_t right = 0;  ///< not of words
   double loss_sum = 0;
-  /// Sums over the examples, by the metric's name. All trainers' are added up; what is in `means`
-  /// is divided by their `samples` then.
+  /// Sums over the examples, by the metric's name. They are added up over all trainers; the totals
+  /// in `means` are then divided by the total of `samples`.
   std::map<std::string, double> sums{}, means{};
   static constexpr auto kFields =
       std::tuple(&Evaluation::samples, &Evaluation::right, &Evaluation::loss_sum, &Evaluation::sums,

@@ -31,10 +31,9 @@ class LocalUpdates {
   /// `shared` is updated by the mean over the trainers in `sync` mode, otherwise by one after the
   /// other; `replicated` by the mean always, as under DDP.
   LocalUpdates(const Rule& rule, const std::string& mode, Named shared, Named replicated = {});
-  /// The parameters of `module`, replicated on the trainers as under DDP or, if `mode` is given,
-  /// shared by them as those of a RemoteModule. They are numbered, as Training::keep() numbers
-  /// those of a DistributedOptimizer without names, so each job can go on from the other's
-  /// checkpoint.
+  /// Updates the parameters of `module` as replicas under DDP or, if `mode` is given, as parameters
+  /// of a RemoteModule that trainers share. Names them by number, as Training::keep() does without
+  /// names, so that a job and its `--local` run can resume from each other's checkpoints.
   LocalUpdates(const torch::nn::Module& module, const Rule& rule, const std::string& mode = {});
   ~LocalUpdates();
 
