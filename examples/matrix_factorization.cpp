@@ -100,6 +100,7 @@ void train(job::Rank& rank, const Options& options) {  // runs on each trainer
     job::Evaluation evaluation;
     evaluation.samples = mine.numel();
     evaluation.loss_sum = errors.pow(2).sum().item<double>();
+    evaluation.means["abs_error"] = errors.abs().sum().item<double>();
     return evaluation;
   });
   training.run([&](const job::Step& step) {
@@ -118,6 +119,7 @@ int main(int argc, char** argv) {
       {job::define<Options>("matrix_factorization", "predict ratings with tables on two servers")
            .example("matrix_factorization --data ratings.txt --trainers 3",
                     "Train with three trainers")
+           .metric("abs_error", "mean absolute error of a rating")
            .role("user_server", 1)
            .role("item_server", 1)
            .role("trainer", &Options::trainers, train)

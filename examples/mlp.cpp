@@ -98,10 +98,7 @@ void train(job::Rank& rank, const Options& options) {  // runs on each trainer
 void train_locally(job::Local& local, const Options& options) {  // runs with --local
   Digits digits(options);
   torch::nn::Sequential net = make_net(digits.pixels(), options);
-  optim::NamedParameters parameters;
-  for (const auto& each : net->named_parameters())
-    parameters.emplace_back("net." + each.key(), each.value());
-  optim::LocalUpdates updates(options.rule(), options.mode, {}, parameters);
+  job::LocalUpdates updates(*net, options.rule());
 
   job::LocalTraining training(local, options, digits.sampler.steps_per_epoch());
   describe(training, digits, net);

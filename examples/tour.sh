@@ -6,7 +6,7 @@ set -eo pipefail
 python3 examples/make_data.py
 
 matrix_factorization --data ratings.txt |
-  jq -c 'select(.event == "eval") | {epoch, loss}'
+  jq -c 'select(.event == "eval") | {epoch, loss, abs_error}'
 
 for rank in 0 1 2 3; do
   matrix_factorization --data ratings.txt --epochs 2 --rank $rank >rank$rank.jsonl &
