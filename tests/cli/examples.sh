@@ -127,7 +127,7 @@ for job in "recommender 3" "matrix_factorization 2 --data ratings.txt" "mlp 4 --
 
   run --help
   expect 0 "$name --help"
-  for words in "Usage: $name [OPTION]..." --trainers --rank --resume --trace "help|man|completion|schema"; do
+  for words in "Usage: $name " "[OPTION]..." --trainers --rank --resume --trace "help|man|completion|schema"; do
     grep -qF -- "$words" "$tmp/out" || fail "$name --help does not say '$words'"
   done
   "$distrain" completion bash >"$tmp/completion"
@@ -142,6 +142,6 @@ done
 mkdir tour
 (cd tour && ln -s ../examples . && PATH=$tmp/build:$PATH timeout 120 bash examples/tour.sh >"$tmp/tour.out" 2>"$tmp/tour.err") ||
   fail "tour.sh: exit code $?: $(tail -n 3 "$tmp/tour.err")"
-expect_jq 'map(select(.accuracy > 0.8)) | length == 2' "tour.sh" "$tmp/tour.out"
+expect_jq 'map(objects | select(.accuracy > 0.8)) | length == 2' "tour.sh" "$tmp/tour.out"
 rm -r tour # its lines are of several programs
 finish
