@@ -131,7 +131,21 @@ several launchers start ranks on this host, the number is known only when all ra
           R"(`delay` delays each call of the rank, or of every rank without `@rank`; `fail=checkpoint.N` kills
 rank 0 at the Nth system call of its first save; `save` delays the writing of each checkpoint.
 Times are in us, ms or s.)");
-  flag("quiet", "show no progress on standard error");
+  flag("pretty", "print lines for people on standard output in place of JSON")
+      .details(
+          "The environment variable DISTRAIN_PRETTY=1 does so if standard output is a terminal.")
+      .of_predict();
+  add("progress", kChoice, "WHEN", "auto",
+      "show progress on standard error: auto, if it is a terminal; plain, as whole lines, wherever "
+      "they go; none")
+      .offers({"auto", "plain", "none"})
+      .details(
+          R"(With `auto` a progress bar is drawn if standard output is a file or /dev/null. If standard output is
+a pipe, only whole lines are printed, because the pipe's reader may write to the same terminal. If
+standard output is a terminal, only warnings are printed. `plain` prints a progress line every 30 s.
+A job in the background draws nothing.)")
+      .of_predict();
+  flag("quiet", "show no progress on standard error; the same as --progress none").of_predict();
   table.back().short_name = 'q';
   scope = Scope::kInfo;
   flag("help", "print this summary").of_predict();

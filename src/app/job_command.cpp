@@ -1,11 +1,16 @@
+#include <algorithm>
+#include <fstream>
+#include <map>
 #include <random>
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <unistd.h>
 
 #include "devices.h"
 #include "distrain/app/program.h"
+#include "distrain/base/cpus.h"
 #include "distrain/base/text.h"
 #include "distrain/data/checkpoint_store.h"
 #include "distrain/net/socket.h"
@@ -132,6 +137,13 @@ class Invocation {
     return run;
   }
 
+  /// This process, which has no launcher.
+  RankRun make_run_here() const {
+    RankRun run = make_run();
+    run.display = display();
+    return run;
+  }
+
   /// A rank under the launcher, in a process of its own.
   int run_spawned(const SpawnedRank& spawned) {
     job_.meeting_name = meeting_name(spawned.master_port);  // before the job has a random id
@@ -141,6 +153,7 @@ class Invocation {
     if (!spawned.run_id.empty()) job_.effective[job::kRunId] = spawned.run_id;
     RankRun run = make_run();
     run.out_fd = spawned.out_fd;
+    run.shows_progress = spawned.shows_progress;
     return run_rank(run);
   }
 
@@ -177,9 +190,23 @@ class Invocation {
       };
     }
     plan.warning = placement_.warning;
-    plan.progress = !options_.flag("quiet");
-    plan.epochs = static_cast<int>(options_.integer("epochs"));
+    plan.display = display();
     return run_launcher(plan);
+  }
+
+  /// What people see of the job.
+  DisplayPlan display() const {
+    const bool is_leader = placement_.mode != Mode::kJoin || getpgrp() == getpid();
+    const bool is_first = local_ || placement_.has_rank_0();
+    DisplayPlan plan = plan_display(options_.flag("quiet") ? "none" : options_.text("progress"),
+                                    options_.flag("pretty"), is_first, is_leader);
+    plan.has_rank_0 = is_first;
+    plan.header = header(is_first);
+    if (!local_ && !placement_.spawns_all()) {
+      plan.address = fmt::format("{}:{}", job_.master_addr, job_.master_port);
+    }
+    if (is_first && !options_.text("checkpoint").empty()) plan.to_go_on = command_to_go_on();
+    return plan;
   }
 
   std::string dump() const {
@@ -210,6 +237,49 @@ class Invocation {
   }
 
  private:
+  /// "ps  server, 2 trainers, async  -  FOLDER  -  run 0123abcd"
+  std::string header(bool has_rank_0) const {
+    std::string text = command_.name + "  ";
+    if (!has_rank_0) return text + fmt::format("rank {}", fmt::join(placement_.here(), ","));
+    std::map<std::string, int> counts;  // of each role
+    for (const std::string& name : definition_.roles(options_).names()) {
+      ++counts[name.substr(0, name.find_last_not_of("0123456789") + 1)];
+    }
+    for (const auto& [name, count] : counts) {
+      text += count == 1 ? name + ", " : fmt::format("{} {}s, ", count, name);
+    }
+    if (local_) text = command_.name + "  one process, ";
+    if (const std::string mode = options_.text("mode"); !mode.empty()) text += mode + ", ";
+    text.resize(text.size() - 2);
+    if (const Option* const data = find_option(options_.table(), "data")) {
+      const std::string given = options_.text("data");
+      text += "  -  " + (given.empty() ? data->initial_in_words : given);
+      if (given.empty() && text.ends_with("random labels")) text += ": nothing can be learned";
+    }
+    return text + "  -  run " + job_.effective.at(job::kRunId).substr(0, 8);
+  }
+
+  /// The command line that goes on from this job's checkpoints. They hold the job's options.
+  std::string command_to_go_on() const {
+    std::ifstream file("/proc/self/cmdline");
+    std::string text, name;
+    std::getline(file, text, '\0');
+    if (std::getline(file, name, '\0') && name == command_.name) text += ' ' + name;
+    const auto add = [&text](const std::string& word) {
+      const bool is_plain = word.find_first_of(" \t\n'\"\\$`!*?[](){}<>|&;#~") == word.npos;
+      text += is_plain && !word.empty() ? ' ' + word : " '" + word + '\'';
+    };
+    for (const Option& option : options_.table()) {
+      const bool is_own = option.scope == Scope::kPlacement || option.scope == Scope::kRank;
+      if (!is_own || !options_.given(option.name)) continue;
+      add("--" + option.name);
+      if (option.kind != ValueKind::kFlag) add(options_.text(option.name));
+    }
+    add("--checkpoint");
+    add(options_.text("checkpoint"));
+    return text + " --resume auto";
+  }
+
   std::string role(int rank) const { return definition_.roles(options_).name_of(rank); }
 
   job::Job make_job(base::TimePoint started) const {
@@ -304,6 +374,10 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
       _exit(Invocation(command, options, placement, spawned->started).run_spawned(*spawned));
     }
     check_options(options, placement);
+    if (const int cpus = base::available_cpus().count; options.integer("threads") > cpus) {
+      placement.warn(fmt::format("--threads {}: this process may use {} CPU{}",
+                                 options.text("threads"), cpus, cpus == 1 ? "" : "s"));
+    }
     definition.check({.options = options,
                       .local = placement.mode == Mode::kLocal,
                       .has_rank_0 = placement.has_rank_0(),
@@ -314,7 +388,8 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
     if (const auto text = definition.answer(options)) return print_text(*text);
     std::string token = take_token(options, placement);
     Invocation invocation(command, options, placement, started, std::move(token));
-    return placement.mode == Mode::kSpawn ? invocation.launch() : run_here(invocation.make_run());
+    return placement.mode == Mode::kSpawn ? invocation.launch()
+                                          : run_here(invocation.make_run_here());
   } catch (const base::Exception& e) {
     return report_failure(command.name, e.error(), started);
   }
@@ -343,7 +418,12 @@ int run_predict_command(const Program& program, const std::vector<std::string>& 
     Placement placement;
     placement.mode = Mode::kLocal;
     const Invocation invocation(*command, options, placement, started);
-    RankRun run = invocation.make_run();
+    RankRun run = invocation.make_run_here();
+    run.display.header.clear();
+    run.display.has_rank_0 = false;  // nothing is to be gone on with
+    run.display.mode =
+        std::min(run.display.mode,
+                 run.display.pretty ? DisplayPlan::Mode::kLines : DisplayPlan::Mode::kWarnings);
     run.body = [&](const job::Job& job, job::EventSink& sink) {
       return command->definition->run_predict(options, job, saved.path, input, sink);
     };

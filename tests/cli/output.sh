@@ -86,21 +86,55 @@ for _ in 1 2 3; do
 done
 [[ -z $(ls "$tmp/tmpdir") ]] || fail "left in TMPDIR: $(ls "$tmp/tmpdir")"
 
-# The progress: only when stderr is a terminal and stdout is a file or /dev/null.
+# What people see: terminal.sh has whole sessions. timeout(1) would put the job in the background.
 if command -v script >/dev/null; then
-  short_run="timeout $limit '$distrain' hybrid ${short[*]}"
+  short_run="timeout --foreground $limit '$distrain' hybrid ${short[*]}"
+  export TERM=xterm
   on_terminal "$short_run >'$tmp/out'"
   grep -q 'done: ' "$tmp/tty" || fail "no progress on a terminal"
+  grep -qF $'\x1b[J' "$tmp/tty" || fail "no bar on a terminal"
   on_terminal "$short_run >/dev/null"
   grep -q 'done: ' "$tmp/tty" || fail "no progress on a terminal with >/dev/null"
+  on_terminal "TERM=dumb $short_run >/dev/null"
+  grep -q 'done: ' "$tmp/tty" || fail "no progress on a dumb terminal"
+  grep -qF $'\x1b' "$tmp/tty" && fail "escapes on a dumb terminal"
   on_terminal "NO_COLOR=1 $short_run >'$tmp/out'"
   grep -qF $'\x1b[3' "$tmp/tty" && fail "colours in spite of NO_COLOR"
-  on_terminal "$short_run -q >'$tmp/out'"
-  [[ -s $tmp/tty ]] && fail "-q: wrote to the terminal: $(head -c 200 "$tmp/tty")"
+  for none in -q --quiet "--progress none"; do
+    on_terminal "$short_run $none >'$tmp/out'"
+    [[ -s $tmp/tty ]] && fail "$none: wrote to the terminal: $(head -c 200 "$tmp/tty")"
+  done
+  on_terminal "timeout $limit '$distrain' hybrid ${short[*]} >'$tmp/out'"
+  [[ -s $tmp/tty ]] && fail "in the background: wrote to the terminal: $(head -c 200 "$tmp/tty")"
   on_terminal "$short_run"
+  [[ $(tail -n 1 "$tmp/tty") == hint:*--pretty* ]] || fail "no hint: $(tail -n 1 "$tmp/tty" | cut -c1-200)"
+  sed -i '$d' "$tmp/tty"
   expect_log "both on a terminal" "$tmp/tty"
-  # What reads a pipe writes to the terminal itself: nothing of ours may come between.
+  # What reads a pipe writes to the terminal itself: only whole lines come between.
   on_terminal "$short_run | cat"
-  expect_log "stdout to a pipe whose reader writes to the terminal" "$tmp/tty"
+  grep -qF $'\x1b[J' "$tmp/tty" && fail "a bar where a pipe's reader writes to the terminal"
+  grep -av '^{"v":' "$tmp/tty" | grep -q 'done: ' || fail "no lines where stdout is a pipe"
+  grep -a '^{"v":.*}$' "$tmp/tty" >"$tmp/tty.json"
+  expect_log "stdout to a pipe whose reader writes to the terminal" "$tmp/tty.json"
+  DISTRAIN_PRETTY=1 on_terminal "$short_run"
+  grep -q '^{' "$tmp/tty" && fail "DISTRAIN_PRETTY=1: JSON on a terminal"
+  grep -q 'done: ' "$tmp/tty" || fail "DISTRAIN_PRETTY=1: no lines on a terminal"
 fi
+DISTRAIN_PRETTY=1 run hybrid "${short[@]}"
+expect_log "DISTRAIN_PRETTY=1, but not on a terminal"
+for where in "" --local; do
+  # shellcheck disable=SC2086  # none or one
+  run hybrid "${short[@]}" --pretty $where
+  expect 0 "--pretty $where"
+  [[ -s $tmp/err ]] && fail "--pretty $where: wrote to stderr"
+  [[ $(head -n 1 "$tmp/out") == "hybrid  "*"nothing can be learned"*"run "* &&
+    $(tail -n 1 "$tmp/out") == "done: 24 steps in "* && $(grep -c '^ epoch' "$tmp/out") == 3 ]] ||
+    fail "--pretty $where: $(cat "$tmp/out")"
+  # shellcheck disable=SC2086
+  run hybrid "${short[@]}" --progress plain $where
+  expect_log "--progress plain $where"
+  grep -q '^done: 24 steps' "$tmp/err" || fail "--progress plain $where: $(cat "$tmp/err")"
+done
+run hybrid "${short[@]}" --threads "$(($(nproc) + 1))"
+expect_jq '[.[] | select(.event == "warn")] | length == 1 and (.[0].message | test("--threads [0-9]+: this process may use"))' "too many threads"
 finish

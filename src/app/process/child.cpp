@@ -116,6 +116,7 @@ void Child::take_line(std::string line) {
     figures_ = Json::parse(line)["ranks"];
     return;
   }
+  if (names_event(line, kProgress)) return handlers_->on_progress(line);
   const bool is_ready = names_event(line, "ready"), is_error = names_event(line, "error");
   if (is_ready || is_error || names_event(line, "rank_end")) {
     Json json = Json::parse(line, nullptr, false);

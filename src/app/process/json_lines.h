@@ -52,6 +52,9 @@ inline constexpr const char* kSaving = "saving";
 /// The same, of rank 0: what each other rank has done (job::Outcome::others).
 inline constexpr const char* kFigures = "figures";
 
+/// The same: how far its training is, if the launcher shows that (EventSink::progress).
+inline constexpr const char* kProgress = "progress";
+
 /// Merges what the ranks say in their last lines into the fields of `end`. Ranks are added in
 /// ascending order: counts are summed up, a metric is taken from the first rank that has it.
 class Summary {

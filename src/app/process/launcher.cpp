@@ -16,7 +16,6 @@
 #include "process/json_lines.h"
 #include "process/output.h"
 #include "process/process_setup.h"
-#include "process/progress.h"
 #include "process/rank_group.h"
 
 namespace distrain::app {
@@ -37,14 +36,11 @@ class Launcher {
         config_(plan.config),
         listener_(plan.told.listen_fd),
         output_(STDOUT_FILENO),
-        progress_(plan.progress, plan.epochs),
-        handlers_{[this](std::string line) {
-                    if (write_error_) return;
-                    progress_.on_line(line);
-                    output_.push(std::move(line));
-                  },
+        display_(plan.display, screen()),
+        handlers_{[this](std::string line) { print(std::move(line)); },
+                  [this](const std::string& line) { display_.on_line(line); },
                   [this](const std::string& line) {
-                    progress_.clear();
+                    clear_display();
                     write_all(STDERR_FILENO, line);
                   }} {}
 
@@ -56,6 +52,7 @@ class Launcher {
     sigaddset(&awaited, SIGTSTP);
     base::block_in_all_threads(awaited);
     signals_ = net::Fd(signalfd(-1, &awaited, SFD_CLOEXEC | SFD_NONBLOCK));
+    display_.begin();
     if (!plan_.warning.empty()) tell("warn", {{"kind", "invalid"}, {"message", plan_.warning}});
     std::optional<Verdict> verdict;
     do {
@@ -86,6 +83,7 @@ class Launcher {
 
   SpawnedRank told() const {
     SpawnedRank told = plan_.told;
+    told.shows_progress = plan_.display.mode >= DisplayPlan::Mode::kLines;
     if (generation_ == 0) return told;
     if (told.generation) *told.generation += generation_;
     told.rejoins = !plan_.newest_checkpoint;
@@ -140,7 +138,7 @@ class Launcher {
                      {"kind", cause.kind},
                      {"cause", cause.message},
                      {"cause_rank", cause.rank ? Json(*cause.rank) : Json()}});
-    progress_.clear();
+    clear_display();
     say(fmt::format("{}: {} ({} of {})", cause.message, what, restarts_, plan_.max_restarts));
   }
 
@@ -205,6 +203,7 @@ class Launcher {
     on_signals();
     for (const int rank : group_->reap()) on_lost(rank);
     start_lost_again();
+    display_.tick();
     pump();
     group_->on_time();
   }
@@ -213,7 +212,7 @@ class Launcher {
   bool takes_lines() const { return write_error_ || group_->is_ending() || !output_.full(); }
 
   int poll_timeout_ms() const {
-    base::TimePoint next = std::min(wake_at_, group_->next_deadline());
+    base::TimePoint next = std::min({wake_at_, group_->next_deadline(), display_.next_tick()});
     for (const auto& [rank, its] : lost_) next = std::min(next, its.at);
     if (next == base::kNever) return -1;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - base::Clock::now());
@@ -252,6 +251,7 @@ class Launcher {
   void stop_for_a_while() {
     const base::TimePoint since = base::Clock::now();
     group_->stop();
+    clear_display();
     const sigset_t set = base::signal_set({SIGTSTP});
     raise(SIGTSTP);
     pthread_sigmask(SIG_UNBLOCK, &set, nullptr);  // until somebody sends SIGCONT
@@ -302,14 +302,16 @@ class Launcher {
     if (plan_.max_restarts > 0) end["restarts"] = restarts_;
     tell_config(config_, end);
     tell("end", end);
+    if (display_.pretty()) display_.finish(end);
     pump();
     await_reader();
-    progress_.finish(end);
+    const bool is_told = display_.tells_signal(end);
+    display_.finish(end);
     // The signal that ended us may have ended stdout's reader, too, or a terminal's end was both.
     const bool took_reader =
         cause && ended_by_signal_ && (write_error_ == EPIPE || write_error_ == EIO);
     if (write_error_ && !took_reader) return exit_code_of_write_error(write_error_);
-    if (cause) say(cause->message);
+    if (cause && !is_told) say(cause->message);
     return cause ? cause->exit_code : 0;
   }
 
@@ -317,7 +319,7 @@ class Launcher {
     if (verdict.error.is_null()) {
       tell("error", error_fields(verdict.cause, plan_.told.started));
     } else {
-      output_.push(verdict.error.dump() + '\n');
+      print(verdict.error.dump() + '\n');
     }
   }
 
@@ -337,7 +339,31 @@ class Launcher {
   }
 
   void tell(const char* event, const Json& fields) {
-    output_.push(json_line(event, run_id_, plan_.cmd, std::nullopt, "launcher", fields));
+    print(json_line(event, run_id_, plan_.cmd, std::nullopt, "launcher", fields));
+  }
+
+  /// Passes a JSON line on to whoever reads it, program or person.
+  void print(std::string line) {
+    if (write_error_) return;
+    display_.on_line(line);
+    if (!display_.pretty()) output_.push(std::move(line));
+  }
+
+  /// Where the display writes: the lines' own way out if it replaces them.
+  Screen screen() {
+    if (!plan_.display.pretty) return screen_of(STDERR_FILENO);
+    Screen screen;
+    screen.write = [this](std::string text) {
+      if (!write_error_) output_.push(std::move(text));
+    };
+    screen.may_draw = [this] { return output_.empty() && is_foreground(STDOUT_FILENO); };
+    screen.width = [] { return columns_of(STDOUT_FILENO); };
+    return screen;
+  }
+
+  void clear_display() {
+    display_.clear();
+    if (display_.pretty()) pump();
   }
 
   const LaunchPlan& plan_;
@@ -346,7 +372,7 @@ class Launcher {
   net::Fd listener_;
   net::Fd signals_;
   OutputQueue output_;
-  Progress progress_;
+  Display display_;
   const Child::Handlers handlers_;
   std::optional<RankGroup> group_;  // of the newest start
   double rss_mb_ = 0;               // of the largest rank of any start

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "distrain/job/job.h"
+#include "process/display.h"
 #include "process/spawned_rank.h"
 
 namespace distrain::app {
@@ -28,8 +29,7 @@ struct LaunchPlan {
   /// Where rank 0 saves, the newest checkpoint there; null: rank 0 is elsewhere.
   std::function<std::optional<std::string>()> newest_checkpoint;
   std::string warning;
-  bool progress = false;  ///< if there is a terminal to show it on
-  int epochs = 0;
+  DisplayPlan display;
 };
 
 /// Forks the ranks, carries their lines to stdout, and ends when all of them have ended. A process

@@ -28,6 +28,7 @@ namespace {
 constexpr int kGoalNotReached = 11;
 // Of who fails: most are through with it in a tenth of that, and others wait for them.
 constexpr auto kUnwinding = std::chrono::milliseconds(700);
+constexpr auto kDisplayTick = std::chrono::milliseconds(500);
 constexpr int kLookAgainMs = 100;  // whether the job is to stop, while a reader sleeps
 
 sigset_t awaited_signals() {
@@ -58,7 +59,8 @@ class JsonSink final : public job::EventSink {
         stop_(*run.job.stop),
         on_failure_(std::move(on_failure)),
         on_failing_(std::move(on_failing)),
-        lines_(run.out_fd) {
+        lines_(run.out_fd),
+        display_(run.display, screen()) {
     identity_.role = run.role;
     if (run.job.rank != rpc::kAnyRank) identity_.rank = run.job.rank;
     take_run_id(run.job.effective);
@@ -106,6 +108,22 @@ class JsonSink final : public job::EventSink {
     write_locked([] { return false; });
   }
 
+  void progress(const Json& fields) override {
+    if (!run_.shows_progress && !display_.is_on()) return;
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock || finished_ || !lines_.empty()) return;
+    push_locked(kProgress, fields);
+    write_locked([] { return false; });
+  }
+
+  /// Does `what` with the display, unless a write waits for its reader.
+  void show(const std::function<void(Display&)>& what) {
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock) return;
+    what(display_);
+    if (display_.pretty()) write_locked([] { return false; });
+  }
+
   /// Who this rank is.
   struct Identity {
     std::string run_id;
@@ -133,12 +151,14 @@ class JsonSink final : public job::EventSink {
     if (finished_) return false;
     finished_ = true;
     push_locked(run_.job.spawned ? "rank_end" : "end", fields);
+    if (display_.pretty()) display_.finish(fields);
     size_t left = lines_.bytes();
     base::TimePoint taken = base::Clock::now();
     write_locked([&] {
       if (std::exchange(left, lines_.bytes()) != left) taken = base::Clock::now();
       return run_.job.spawned || !stop_.requested() || base::Clock::now() - taken < kReaderGrace;
     });
+    display_.finish(fields);
     return true;
   }
 
@@ -151,7 +171,20 @@ class JsonSink final : public job::EventSink {
   void push_locked(std::string_view event, const Json& fields) {
     std::lock_guard lock(identity_mutex_);
     const auto& [run_id, rank, role, of_rank_0, used] = identity_;
-    lines_.push(json_line(event, run_id, run_.job.name, rank, role, fields));
+    std::string line = json_line(event, run_id, run_.job.name, rank, role, fields);
+    display_.on_line(line);
+    if (run_.job.spawned || (event != kProgress && !display_.pretty()))
+      lines_.push(std::move(line));
+  }
+
+  Screen screen() {
+    Screen screen;
+    if (run_.display.mode == DisplayPlan::Mode::kNone) return screen;
+    if (!run_.display.pretty) return screen_of(STDERR_FILENO);
+    screen.write = [this](std::string text) { lines_.push(std::move(text)); };
+    screen.may_draw = [this] { return lines_.empty() && is_foreground(lines_.fd()); };
+    screen.width = [this] { return columns_of(lines_.fd()); };
+    return screen;
   }
 
   /// What the reader takes, and all of it for as long as one `waits` for him.
@@ -175,6 +208,7 @@ class JsonSink final : public job::EventSink {
   const std::function<void(const base::Error&)> on_failing_;
   std::mutex mutex_;  // held while lines are written, for as long as their reader is waited for
   OutputQueue lines_;
+  Display display_;
   bool finished_ = false;
   base::TimePoint told_saving_{};
   std::atomic<base::TimePoint> writing_since_{};
@@ -196,6 +230,13 @@ class RankProcess {
     base::block_in_all_threads(awaited_signals());
     // Never joined: the process leaves by _exit.
     std::thread([this] { end_by_signal(); }).detach();
+    if (run_.display.mode != DisplayPlan::Mode::kNone) {
+      sink_.show([](Display& display) { display.begin(); });
+      run_aside([this] {
+        for (;; std::this_thread::sleep_for(kDisplayTick))
+          sink_.show([](Display& each) { each.tick(); });
+      });
+    }
     job::Outcome outcome;
     std::optional<Cause> cause;
     try {
@@ -248,7 +289,7 @@ class RankProcess {
       const int number = stop_.number();
       cause = cause_by_signal(number != 0 ? number : SIGTERM, sink_.identity().rank);
       if (!outcome.message.empty()) cause->message = outcome.message;
-      if (!unheard()) tell(cause->message);
+      if (!unheard()) tell(*cause);
     } else if (outcome.goal_missed) {  // no base::Error: the program did as it should
       cause = Cause{.rank = sink_.identity().rank,
                     .host = host_name(),
@@ -289,7 +330,7 @@ class RankProcess {
 
   void tell_error(const Cause& cause) {
     sink_.emit("error", error_fields(cause, run_.job.started));
-    tell(cause.message);
+    tell(cause);
   }
 
   /// The error in flight: whatever names no other rank went wrong on this one.
@@ -359,7 +400,7 @@ class RankProcess {
     const Cause cause = cause_by_signal(number, sink_.identity().rank);
     leave_in_time(cause);
     if (!finish(run_.job.progress->fields(), cause)) return;  // the body's word holds
-    tell(cause.message);
+    tell(cause);
     leave(cause.exit_code);
   }
 
@@ -391,7 +432,7 @@ class RankProcess {
     run_aside([this, cause] {  // without a thread the line is waited for
       std::this_thread::sleep_for(kReaderGrace);
       pollfd item{STDERR_FILENO, POLLOUT, 0};
-      if (poll(&item, 1, 0) == 1) tell(cause.message);
+      if (poll(&item, 1, 0) == 1) tell(cause);
       leave(cause.exit_code);
     });
   }
@@ -414,13 +455,19 @@ class RankProcess {
     const int number = sigtimedwait(&set, nullptr, &now);
     if (number <= 0) leave(exit_code_of_write_error(error, !run_.job.spawned));
     const Cause cause = cause_by_signal(number, sink_.identity().rank);
-    tell(cause.message);
+    say(cause.message);
     leave(cause.exit_code);
   }
 
   /// A spawned rank leaves the words to the launcher, which knows the root cause.
-  void tell(const std::string& message) const {
-    if (!run_.job.spawned) say(message);
+  void tell(const Cause& cause) {
+    if (run_.job.spawned) return;
+    bool is_told = false;
+    sink_.show([&](Display& display) {
+      display.clear();
+      is_told = display.tells_signal({{"kind", cause.kind}, {"signal", cause.signal}});
+    });
+    if (!is_told) say(cause.message);
   }
 
   /// From any thread, whatever the others are at.

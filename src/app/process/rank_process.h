@@ -6,6 +6,7 @@
 
 #include "devices.h"
 #include "distrain/job/job.h"
+#include "process/display.h"
 #include "process/process_setup.h"
 
 namespace distrain::app {
@@ -24,6 +25,8 @@ struct RankRun {
   bool knows_devices = false;  ///< without rank 0
   bool all_here = false;       ///< all ranks are under this launcher, which ends them together
   int out_fd = -1;
+  bool shows_progress = false;  ///< spawned: by the launcher
+  DisplayPlan display;          ///< of a rank that is not spawned
   std::function<job::Outcome(const job::Job&, job::EventSink&)> body;
 };
 

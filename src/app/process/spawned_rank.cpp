@@ -36,6 +36,7 @@ void each_field(Rank& rank, const Use& use) {
   use("rank_0_unix_name", rank.rank_0_unix_name);
   use("job_id", rank.job_id);
   use("rejoins", rank.rejoins);
+  use("shows_progress", rank.shows_progress);
   use("resume", rank.resume);
 }
 

@@ -10,9 +10,10 @@ namespace distrain::app {
 
 /// What a rank of the launcher's is told beside the command line, which it shares with it.
 struct SpawnedRank : job::Contact {
-  int out_fd = -1;     ///< for its JSON lines
-  std::string run_id;  ///< empty: rank 0 is elsewhere
-  std::string resume;  ///< in place of the user's --resume; empty: that holds
+  int out_fd = -1;              ///< for its JSON lines
+  std::string run_id;           ///< empty: rank 0 is elsewhere
+  bool shows_progress = false;  ///< the launcher shows how far the ranks are
+  std::string resume;           ///< in place of the user's --resume; empty: that holds
 };
 
 /// This program once more, from its main(), as a rank: instead of a mere fork, which leaves behind

@@ -106,7 +106,7 @@ convolution with its pooling, also called conv1). S stages need S - 1 names.)");
   list.integer("classes", &PipelineOptions::classes, "predict one of N classes").range(1, 1048576);
   list.folder("data", &PipelineOptions::data,
               "train on CIFAR-10's binary files or MNIST's IDX files in DIR")
-      .by_default("random images")
+      .by_default("random images with random labels")
       .details(R"(
 Pixels range from 0 to 1 and are normalised: colour images with CIFAR-10's mean and deviation of each
 channel, grey images with 0.5 and 0.5, repeated in three channels. Then the images are resized.)");

@@ -48,7 +48,7 @@ PipelineRun::PipelineRun(const PipelineOptions& options, const PipelineData& dat
       lr_schedule_(options.rule().schedule) {
   if (const size_t models = options.num_split.size(); models > 1) {
     sink.progress({{"note", fmt::format("trains {} models in turn, {} batches each: one for each "
-                                        "--num-split",
+                                        "number in --micro-batches",
                                         models, batches())}});
   }
   begin(options.num_split.front());

@@ -62,7 +62,7 @@ void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
   list.integer("nlayers", &RnnOptions::nlayers, "stack N LSTM layers").range(1, 1024);
   list.real("dropout", &RnnOptions::dropout, "drop activations with probability X").below(0, 1);
   list.file("data", &RnnOptions::data, "train on the text in FILE, with words separated by blanks")
-      .by_default("random batches");
+      .by_default("random batches with random labels");
   list.file("valid-data", &RnnOptions::valid_data, "evaluate on FILE after each epoch")
       .needs("data");
   list.file("test-data", &RnnOptions::test_data, "evaluate on FILE at the end").needs("data");

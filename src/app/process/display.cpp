@@ -1,0 +1,493 @@
+#include "process/display.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string_view>
+#include <utility>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <poll.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#include "distrain/net/socket.h"
+#include "process/json_lines.h"
+
+namespace distrain::app {
+namespace {
+
+constexpr auto kDrawInterval = std::chrono::milliseconds(100);
+constexpr auto kTick = std::chrono::seconds(1);
+constexpr auto kLineInterval = std::chrono::seconds(30);
+constexpr size_t kMostWaiting = 1 << 16;  // bytes of lines, while a terminal takes none
+constexpr char kYellow[] = "\x1b[33m", kGreen[] = "\x1b[32m", kCyan[] = "\x1b[36m";
+
+double seconds_between(base::TimePoint from, base::TimePoint to) {
+  return std::chrono::duration<double>(to - from).count();
+}
+
+/// "1:02:03" or "0:07".
+std::string clock_text(double seconds) {
+  const auto all = static_cast<int64_t>(seconds);
+  if (all < 3600) return fmt::format("{}:{:02}", all / 60, all % 60);
+  return fmt::format("{}:{:02}:{:02}", all / 3600, all / 60 % 60, all % 60);
+}
+
+std::string text_in(const Json& json, const char* name) {
+  const auto value = json.find(name);
+  return value != json.end() && value->is_string() ? value->get<std::string>() : std::string();
+}
+
+int64_t integer_in(const Json& json, const char* name) {
+  return static_cast<int64_t>(number_in(json, name).value_or(0));
+}
+
+/// Returns how good the model is, as far as the event says so.
+std::string quality_in(const Json& json) {
+  if (const auto accuracy = number_in(json, "accuracy")) {
+    return fmt::format("accuracy {:.2f} %", *accuracy * 100);
+  }
+  if (const auto perplexity = number_in(json, "perplexity")) {
+    return fmt::format("perplexity {:.1f}", *perplexity);
+  }
+  const auto reward = number_in(json, "running_reward");
+  return reward ? fmt::format("running reward {:.1f}", *reward) : "";
+}
+
+/// Returns the fields that only this event has, as "name value" pairs.
+std::string pairs_of(const Json& event) {
+  static const std::set<std::string> kCommon = {"v", "ts", "run", "event", "cmd", "rank", "role"};
+  std::string text;
+  for (const auto& [name, value] : event.items()) {
+    if (kCommon.contains(name)) continue;
+    text += "  " + name + ' ' + (value.is_string() ? value.get<std::string>() : value.dump());
+  }
+  return text;
+}
+
+bool is_set(const char* name) {
+  const char* const value = std::getenv(name);
+  return value && *value;
+}
+
+bool wants_pretty() {
+  const char* const value = std::getenv("DISTRAIN_PRETTY");
+  return value && std::strcmp(value, "1") == 0;
+}
+
+}  // namespace
+
+size_t columns_of(int fd) {
+  winsize size{};
+  ioctl(fd, TIOCGWINSZ, &size);
+  return size.ws_col > 0 ? size.ws_col : 80;
+}
+
+bool is_foreground(int fd) {
+  const pid_t group = tcgetpgrp(fd);
+  return group < 0 ? errno == ENOTTY : group == getpgrp();
+}
+
+Screen screen_of(int fd) {
+  struct Output {
+    int fd;
+    net::Fd own;          // non-blocking, which the shell's descriptor must not become
+    std::string pending;  // of a text that was taken in part
+    bool pump() {
+      pollfd item{fd, POLLOUT, 0};
+      if (poll(&item, 1, 0) != 1 || !(item.revents & POLLOUT)) return false;
+      const ssize_t written = ::write(fd, pending.data(), pending.size());
+      if (written < 0 && errno != EAGAIN && errno != EINTR) pending.clear();
+      if (written > 0) pending.erase(0, static_cast<size_t>(written));
+      return pending.empty();
+    }
+  };
+  const auto output = std::make_shared<Output>(Output{fd, {}, {}});
+  struct stat info {};
+  if (fstat(fd, &info) == 0 && (S_ISCHR(info.st_mode) || S_ISFIFO(info.st_mode))) {
+    const std::string path = "/proc/self/fd/" + std::to_string(fd);
+    output->own = net::Fd(open(path.c_str(), O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
+    if (output->own.valid()) output->fd = output->own.get();
+  }
+  const auto is_free = [output] { return is_foreground(output->fd) && output->pump(); };
+  return {.write =
+              [output](const std::string& text) {
+                output->pending += text;
+                output->pump();
+              },
+          .is_free = is_free,
+          .may_draw = [] { return true; },
+          .width = [fd] { return columns_of(fd); }};
+}
+
+DisplayPlan plan_display(const std::string& progress, bool pretty, bool is_first, bool is_leader) {
+  using enum DisplayPlan::Mode;
+  DisplayPlan plan;
+  const bool out_is_terminal = isatty(STDOUT_FILENO);
+  plan.pretty = pretty || (out_is_terminal && wants_pretty());
+  const int fd = plan.pretty ? STDOUT_FILENO : STDERR_FILENO;
+  const bool is_terminal = isatty(fd);
+  const char* const term = std::getenv("TERM");
+  const bool draws = is_terminal && is_leader && term && *term && std::strcmp(term, "dumb") != 0;
+  struct stat out {};
+  const bool to_file =
+      fstat(STDOUT_FILENO, &out) == 0 &&
+      (S_ISREG(out.st_mode) || (S_ISCHR(out.st_mode) && out.st_rdev == makedev(1, 3)));
+  plan.colours = draws && !is_set("NO_COLOR");
+  plan.hint = is_leader;
+  if (progress == "plain") {
+    plan.mode = kLines;
+  } else if (plan.pretty) {
+    plan.mode = draws && progress != "none" ? kFull : kLines;
+  } else if (progress == "none" || !is_terminal) {
+    plan.mode = kNone;
+  } else if (out_is_terminal || !(is_first || is_leader)) {
+    plan.mode = kWarnings;
+  } else {
+    plan.mode = draws && to_file ? kFull : kLines;
+  }
+  return plan;
+}
+
+Display::Display(DisplayPlan plan, Screen screen)
+    : plan_(std::move(plan)),
+      screen_(std::move(screen)),
+      begun_(screen_.now()),
+      line_at_(begun_),
+      address_(plan_.address) {}
+
+void Display::begin() {
+  if (plan_.mode < Mode::kLines) return;
+  if (!plan_.header.empty()) stay(plan_.header);
+  show(true);
+}
+
+void Display::on_line(const std::string& json_line) {
+  if (!is_on()) return;
+  const Json event = Json::parse(json_line, nullptr, false);
+  if (event.is_object()) on_event(event);
+}
+
+void Display::on_event(const Json& event) {
+  if (!is_on() || is_over_) return;
+  const std::string name = text_in(event, "event");
+  const auto rank = static_cast<int>(number_in(event, "rank").value_or(0));
+  const auto epoch = integer_in(event, "epoch");
+  if (name == "warn") {
+    stay_if_new("warn: " + text_in(event, "message"));
+  } else if (name == "lost") {
+    Trainer& lost = trainers_[static_cast<int>(integer_in(event, "lost_rank"))];
+    lost.lost = true;
+    lost.name = text_in(event, "lost_role");
+    const auto back = integer_in(event, "steps_back"), left = integer_in(event, "trainers_left");
+    stay(fmt::format("warn: {} lost ({}); {} step{} go to others, {} trainer{} left", lost.name,
+                     text_in(event, "cause"), back, back == 1 ? "" : "s", left,
+                     left == 1 ? "" : "s"),
+         kYellow);
+  } else if (name == "returned") {
+    trainers_[static_cast<int>(integer_in(event, "returned_rank"))].lost = false;
+    stay(text_in(event, "returned_role") + " is back");
+  } else if (name == "checkpoint") {
+    const std::string path = text_in(event, "path");
+    saved_ = fmt::format("{}, step {}", path, integer_in(event, "step"));
+    if (plan_.mode == Mode::kWarnings) return;
+    end_epochs(false, true);
+    if (text_in(event, "action") == "saved") {
+      stay(fmt::format(" saved {}  {:.2f} s", path, number_in(event, "wall_s").value_or(0)));
+    } else {
+      stay(" goes on from " + std::exchange(saved_, {}));
+    }
+  } else if (plan_.mode == Mode::kWarnings) {
+    return;
+  } else if (name == "progress") {
+    on_progress(event);
+  } else if (name == "waiting") {
+    const auto missing = event.value("missing", std::vector<int>());
+    missing_ = fmt::format("{}", fmt::join(missing, ","));
+    if (const std::string address = text_in(event, "address"); !address.empty()) address_ = address;
+    const bool is_new = said_.insert(missing_).second;
+    if (plan_.mode == Mode::kLines && is_new && !is_ready_) stay(waiting(std::string::npos));
+  } else if (name == "ready") {
+    is_ready_ = true;
+  } else if (name == "restart") {
+    ended_ = 0;
+  } else if (name == "epoch" && epoch > ended_) {
+    Epoch& its = pending_[epoch];
+    const double steps = number_in(event, "steps").value_or(0);
+    its.ranks.insert(rank);
+    its.loss += number_in(event, "loss").value_or(0) * steps;
+    its.steps += steps;
+    its.seconds = std::max(its.seconds, number_in(event, "wall_s").value_or(0));
+    end_epochs(false);
+  } else if (name == "eval") {
+    const std::string words = fmt::format("{} {:.4f}  {}", text_in(event, "set"),
+                                          number_in(event, "loss").value_or(0), quality_in(event));
+    if (text_in(event, "set") == "valid" && epoch > ended_) {
+      pending_[epoch].evaluation = words;
+      end_epochs(false);
+    } else {
+      end_epochs(true);
+      stay(" " + words);
+    }
+  } else if (name == "split") {
+    stay(fmt::format(" {} micro-batches  {:.2f} s a batch  loss {:.4f}",
+                     integer_in(event, "num_split"), number_in(event, "batch_s").value_or(0),
+                     number_in(event, "loss").value_or(0)));
+  } else if (name == "episode") {
+    stay(fmt::format(" episode {}  {}", integer_in(event, "episode"), quality_in(event)));
+  } else if (name == "text") {
+    stay(" text  " + text_in(event, "text"));
+  } else if (plan_.pretty) {
+    static const std::set<std::string> kKnown = {"start", "step",  "rank_end", "error",
+                                                 "ddp",   "epoch", "restart",  "end"};
+    if (!kKnown.contains(name)) stay((name == "prediction" ? "" : name) + pairs_of(event));
+  }
+  show(false);
+}
+
+void Display::on_progress(const Json& event) {
+  if (const std::string note = text_in(event, "note"); !note.empty()) return stay_if_new(note);
+  const base::TimePoint now = screen_.now();
+  is_ready_ = true;
+  Trainer& its = trainers_[static_cast<int>(number_in(event, "rank").value_or(0))];
+  if (its.name.empty()) its.name = text_in(event, "role");
+  const int64_t step = integer_in(event, "step");
+  const double passed = seconds_between(its.since, now);
+  if (its.since != base::TimePoint{} && passed > 0 && step >= its.step) {
+    const double rate = static_cast<double>(step - its.step) / passed;
+    its.rate = its.rate > 0 ? 0.7 * its.rate + 0.3 * rate : rate;
+  }
+  its.since = now;
+  its.step = step;
+  its.steps = integer_in(event, "steps");
+  its.lost = false;
+  epoch_ = std::max(epoch_, integer_in(event, "epoch"));
+  epochs_ = integer_in(event, "epochs");
+  count_ = plan_.address.empty() ? integer_in(event, "trainers") : 1;
+  if (const auto loss = number_in(event, "loss")) loss_ = loss;
+  quality_ = quality_in(event);
+  if (const auto split = integer_in(event, "num_split")) {
+    quality_ = fmt::format("{} micro-batches", split);
+  }
+  if (trained_since_ == base::TimePoint{}) trained_since_ = now;
+  end_epochs(false);
+}
+
+/// Writes the lines of epochs that all trainers have ended; if `all`, those of open epochs, too.
+/// `is_next`: training is past the evaluation of the newest epoch, if there is one.
+void Display::end_epochs(bool all, bool is_next) {
+  const base::TimePoint now = screen_.now();
+  const auto lost = std::ranges::count_if(trainers_, [](auto& each) { return each.second.lost; });
+  while (!pending_.empty()) {
+    const int64_t number = pending_.begin()->first;
+    const Epoch& epoch = pending_.begin()->second;
+    const int64_t ended = std::ssize(epoch.ranks) + lost;
+    const bool by_all = ended >= std::max<int64_t>(count_, std::ssize(trainers_));
+    const bool is_over = is_next || epoch_ > number || pending_.size() > 1;
+    const bool is_known = !epoch.evaluation.empty() ? by_all || is_over : by_all && is_over;
+    if (!all && !is_known && pending_.size() < 3) return;
+    const bool is_due = epochs_ <= 100 || now - epoch_at_ >= kTick || all;
+    if (is_due) {
+      std::string line = fmt::format(" epoch {}", number);
+      if (epochs_ > 0) line += fmt::format("/{}", epochs_);
+      if (epoch.steps > 0) line += fmt::format("  loss {:.4f}", epoch.loss / epoch.steps);
+      if (!epoch.evaluation.empty()) line += "  " + epoch.evaluation;
+      if (epoch.steps > 0) line += fmt::format("  {:.2f} s", epoch.seconds);
+      epoch_at_ = now;
+      stay(line);
+    }
+    ended_ = number;
+    pending_.erase(pending_.begin());
+  }
+}
+
+// ---- what it looks like ----
+
+std::string Display::coloured(const char* colour, const std::string& text) const {
+  return plan_.colours && *colour ? colour + text + "\x1b[0m" : text;
+}
+
+void Display::stay(const std::string& line, const char* colour) {
+  if (lines_.size() < kMostWaiting) lines_ += coloured(colour, line) + '\n';
+  line_at_ = screen_.now();
+  show(true);
+}
+
+void Display::stay_if_new(const std::string& line) {
+  if (said_.insert(line).second) stay(line, line.starts_with("warn") ? kYellow : "");
+}
+
+std::string Display::waiting(size_t width) const {
+  const double waited = seconds_between(begun_, screen_.now());
+  if (address_.empty() && missing_.empty()) return "starting  " + clock_text(waited);
+  std::string ranks = "the other ranks";
+  if (!missing_.empty())
+    ranks = (missing_.find(',') < missing_.npos ? "ranks " : "rank ") + missing_;
+  const std::string time = fmt::format(" ({:.0f} s)", waited), at = " at " + address_;
+  const std::string line = "waiting for " + ranks + (address_.empty() ? "" : at) + time;
+  return line.size() <= width ? line : "waiting for " + ranks + time;
+}
+
+std::string Display::status(size_t width) const {
+  if (!is_ready_) return waiting(width).substr(0, width);
+  const double trained = seconds_between(trained_since_, screen_.now());
+  if (trainers_.empty()) {
+    return fmt::format("running  {}", clock_text(seconds_between(begun_, screen_.now())));
+  }
+  int64_t made = 0, each = 0;
+  double rate = 0;
+  for (const auto& [rank, its] : trainers_) {
+    made += its.step;
+    each = std::max(each, its.steps);
+    if (!its.lost) rate += its.rate;
+  }
+  const bool plays = quality_.starts_with("running reward");  // it ends when it plays well
+  const int64_t all = plays ? 0 : each * std::max<int64_t>(count_, std::ssize(trainers_));
+  made = all > 0 ? std::min(made, all) : made;
+  // In the order that they stand in; the greatest number goes first where columns are few.
+  std::vector<std::pair<int, std::string>> parts;
+  if (epochs_ > 1) parts.emplace_back(3, fmt::format("epoch {}/{}", epoch_, epochs_));
+  if (all > 0) parts.emplace_back(1, fmt::format("{:2} %", made * 100 / all));
+  parts.emplace_back(2, all > 0 ? fmt::format("{}/{}", made, all)
+                                : fmt::format("{} {}", plays ? "episode" : "step", made));
+  if (loss_) parts.emplace_back(0, fmt::format("loss {:.4f}", *loss_));
+  if (!quality_.empty()) parts.emplace_back(plays ? 0 : 4, quality_);
+  if (rate > 0) parts.emplace_back(6, fmt::format("{:.{}f}/s", rate, rate < 10 ? 1 : 0));
+  std::string time = clock_text(trained);
+  if (all > 0 && rate > 0) time += "<" + clock_text(static_cast<double>(all - made) / rate);
+  parts.emplace_back(5, time);
+  const auto length = [&parts] {
+    size_t sum = 0;
+    for (const auto& [order, text] : parts) sum += text.size() + 2;
+    return sum - 2;
+  };
+  const size_t whole = parts.size();
+  while (length() > width && parts.size() > 1) parts.erase(std::ranges::max_element(parts));
+  if (all > 0 && parts.size() == whole && length() + 10 <= width) {
+    const size_t bar = std::min<size_t>(width - length() - 4, 20);
+    const std::string done(bar * static_cast<size_t>(made) / static_cast<size_t>(all), '#');
+    parts.emplace(parts.begin() + (epochs_ > 1 ? 1 : 0), 7, fmt::format("[{:.<{}}]", done, bar));
+  }
+  std::string line;
+  for (const auto& [order, text] : parts) line += (line.empty() ? "" : "  ") + text;
+  return line.substr(0, width);
+}
+
+/// One line for all trainers: each of them, or if that is too long, who is slow and who is lost.
+std::string Display::ranks(size_t width) const {
+  std::string all, lost;
+  const Trainer* slowest = nullptr;
+  for (const auto& [rank, its] : trainers_) {
+    const std::string words = its.lost ? fmt::format("{} lost at step {}", its.name, its.step)
+                                       : fmt::format("{} {} {:.{}f}/s", its.name, its.step,
+                                                     its.rate, its.rate < 10 ? 1 : 0);
+    all += (all.empty() ? "" : "    ") + words;
+    if (its.lost) lost += (lost.empty() ? "" : ",") + its.name;
+    if (!its.lost && (!slowest || its.step < slowest->step)) slowest = &its;
+  }
+  if (all.size() > width) {
+    all = lost.empty() ? fmt::format("{} trainers", trainers_.size()) : "lost " + lost;
+    if (slowest) all += fmt::format(", slowest {} {}", slowest->name, slowest->step);
+  }
+  return all.substr(0, width);
+}
+
+/// Returns what erases the live region. A window that got narrower has wrapped its lines.
+std::string Display::erased() {
+  if (drawn_.empty()) return {};
+  const size_t width = std::max<size_t>(screen_.width(), 1);
+  size_t rows = 0;
+  for (const size_t length : drawn_) rows += std::max<size_t>((length + width - 1) / width, 1);
+  drawn_.clear();
+  return rows > 1 ? fmt::format("\r\x1b[{}A\x1b[J", rows - 1) : "\r\x1b[J";
+}
+
+void Display::show(bool at_once) {
+  const base::TimePoint now = screen_.now();
+  if (!at_once && now - shown_ < kDrawInterval) return;
+  if (!screen_.is_free()) return;
+  shown_ = now;
+  std::string text;
+  if (plan_.mode == Mode::kFull && !is_over_ && screen_.may_draw()) {
+    const size_t width = std::max<size_t>(screen_.width(), 4) - 3;  // Ctrl-C's echo wraps nothing
+    text = erased() + std::exchange(lines_, {});
+    const std::string first = status(width);
+    text += coloured(kCyan, first);
+    drawn_ = {first.size()};
+    if (trainers_.size() > 1) {
+      const std::string second = ranks(width);
+      text += '\n' + second;
+      drawn_.push_back(second.size());
+    }
+  } else if (!lines_.empty()) {
+    text = erased() + std::exchange(lines_, {});
+  }
+  if (!text.empty()) screen_.write(std::move(text));
+}
+
+void Display::clear() {
+  if (!drawn_.empty() && screen_.is_free()) screen_.write(erased());
+}
+
+base::TimePoint Display::next_tick() const {
+  if (is_over_ || plan_.mode < Mode::kLines) return base::kNever;
+  return plan_.mode == Mode::kFull ? shown_ + kTick : line_at_ + kLineInterval;
+}
+
+void Display::tick() {
+  if (screen_.now() < next_tick()) return;
+  if (plan_.mode == Mode::kLines) {
+    stay(" " + status(79));
+  } else {
+    shown_ = screen_.now();  // in the background, too
+    show(true);
+  }
+}
+
+bool Display::tells_signal(const Json& end) const {
+  const bool by_signal = text_in(end, "kind") == "cancelled" && !text_in(end, "signal").empty();
+  return by_signal && plan_.has_rank_0 && is_on() && !plan_.pretty && screen_.is_free();
+}
+
+void Display::finish(const Json& end) {
+  if (!is_on() || is_over_) return;
+  const bool lasts = plan_.mode >= Mode::kLines;
+  if (lasts) end_epochs(true);
+  is_over_ = true;
+  std::string figures;
+  double steps = number_in(end, "steps").value_or(0);
+  if (steps == 0) {
+    for (const auto& [rank, its] : trainers_) steps += static_cast<double>(its.step);
+  }
+  if (end.contains("steps")) figures += fmt::format("{:.0f} steps", steps);
+  if (const auto wall = number_in(end, "wall_s")) figures += fmt::format(" in {:.2f} s", *wall);
+  if (const auto loss = number_in(end, "loss")) loss_ = loss;
+  if (loss_) figures += fmt::format(", loss {:.4f}", *loss_);
+  if (const std::string words = quality_in(end); !words.empty()) figures += ", " + words;
+  if (text_in(end, "status") == "ok") {
+    if (lasts) stay("done: " + figures, kGreen);
+  } else if (plan_.has_rank_0 && text_in(end, "kind") == "cancelled") {
+    if (plan_.to_go_on.empty()) {
+      stay("nothing saved: no --checkpoint; " + figures, kYellow);
+    } else if (saved_.empty()) {
+      stay("nothing saved yet; " + figures, kYellow);
+    } else {
+      stay("saved " + saved_ + "; to go on:", kYellow);
+      stay("  " + plan_.to_go_on);
+    }
+  }
+  if (plan_.mode == Mode::kWarnings && plan_.hint) {
+    stay("hint: --pretty prints lines for people in place of JSON");
+  }
+  show(true);
+  clear();
+}
+
+}  // namespace distrain::app

@@ -1,0 +1,122 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "distrain/base/clock.h"
+#include "distrain/job/job.h"
+
+namespace distrain::app {
+
+using job::Json;
+
+/// Where a Display writes. No function waits for a reader.
+struct Screen {
+  std::function<void(std::string text)> write;
+  /// Returns true if lines may be written now: otherwise they wait.
+  std::function<bool()> is_free = [] { return true; };
+  /// Returns true if a live region may be drawn now.
+  std::function<bool()> may_draw = [] { return true; };
+  std::function<size_t()> width = [] { return size_t{80}; };
+  std::function<base::TimePoint()> now = base::Clock::now;
+};
+
+/// Columns of the terminal `fd`, 80 if unknown.
+size_t columns_of(int fd);
+/// Returns true unless `fd` is the controlling terminal of this process, which runs in background.
+bool is_foreground(int fd);
+/// A terminal, pipe or file. Whoever stops a terminal (Ctrl-S) does not stop the writer.
+Screen screen_of(int fd);
+
+/// What a Display shows, and what it knows before the first event.
+struct DisplayPlan {
+  enum class Mode {
+    kNone,
+    kWarnings,  ///< JSON lines go to the same terminal: warnings, losses and one hint
+    kLines,     ///< whole lines only
+    kFull,      ///< lines, and below them a live region with a bar
+  };
+  Mode mode = Mode::kNone;
+  bool pretty = false;   ///< on stdout in place of JSON lines
+  bool colours = false;  ///< of a terminal
+  bool hint = false;     ///< kWarnings: names --pretty at the end
+  std::string header;    ///< the first line
+  std::string address;   ///< of rank 0, if ranks start elsewhere
+  bool has_rank_0 = true;
+  std::string to_go_on;  ///< command line that resumes the job; empty: the job saves nothing
+};
+
+/// Chooses the mode by what stdout and stderr are. `progress`: auto, plain or none. `is_first`:
+/// this process is rank 0 or runs all ranks; `is_leader`: nobody else of its group draws a bar.
+DisplayPlan plan_display(const std::string& progress, bool pretty, bool is_first, bool is_leader);
+
+/// Shows people how a job goes, by its events and those of EventSink::progress(): a header, lines
+/// that stay, and a live region that is drawn anew at most 10 times a second. For one thread.
+class Display {
+ public:
+  Display(DisplayPlan plan, Screen screen);
+
+  void begin();
+  void on_event(const Json& event);
+  void on_line(const std::string& json_line);
+  /// Shows what changes by itself. To be called at next_tick(), which is kNever if nothing does.
+  void tick();
+  base::TimePoint next_tick() const;
+  /// Removes the live region, so that other text can be written to the terminal.
+  void clear();
+  /// Shows how the job ended. Nothing more is shown then.
+  void finish(const Json& end);
+  /// Returns true if finish() tells on stderr that a signal ended the job.
+  bool tells_signal(const Json& end) const;
+  bool pretty() const { return plan_.pretty; }
+  bool is_on() const { return plan_.mode != Mode::kNone; }
+
+ private:
+  using Mode = DisplayPlan::Mode;
+  struct Trainer {
+    std::string name;
+    int64_t step = 0, steps = 0;
+    double rate = 0;  // steps a second
+    bool lost = false;
+    base::TimePoint since{};
+  };
+  struct Epoch {
+    std::set<int> ranks;
+    double loss = 0, steps = 0, seconds = 0;
+    std::string evaluation;
+  };
+
+  void on_progress(const Json& event);
+  void stay(const std::string& line, const char* colour = "");
+  void stay_if_new(const std::string& line);
+  void end_epochs(bool all, bool is_next = false);
+  std::string waiting(size_t width) const;
+  std::string status(size_t width) const;
+  std::string ranks(size_t width) const;
+  std::string erased();
+  void show(bool at_once);
+  std::string coloured(const char* colour, const std::string& text) const;
+
+  const DisplayPlan plan_;
+  const Screen screen_;
+  const base::TimePoint begun_;
+  base::TimePoint shown_{}, line_at_{}, epoch_at_{}, trained_since_{};
+  std::string lines_;          // that wait to be written
+  std::vector<size_t> drawn_;  // lengths of the live region's lines
+  std::set<std::string> said_;
+  bool is_ready_ = false, is_over_ = false;
+  std::string missing_, address_, saved_;  // ranks; where they are waited for; what was saved
+  std::map<int, Trainer> trainers_;        // by rank
+  std::map<int64_t, Epoch> pending_;       // epochs without their line yet
+  int64_t ended_ = 0;                      // newest epoch that has its line
+  int64_t epoch_ = 0, epochs_ = 0, count_ = 0;
+  std::optional<double> loss_;
+  std::string quality_;  // of the model, or what is trained
+};
+
+}  // namespace distrain::app
