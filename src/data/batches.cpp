@@ -33,6 +33,14 @@ struct Bags {
 
 }  // namespace
 
+void check_enough(const std::string& path, int64_t examples, int trainers) {
+  if (examples >= trainers) return;
+  base::bad_data((path.empty() ? "" : path + ": ") + std::to_string(examples) +
+                 (examples == 1 ? " example is too few for " : " examples are too few for ") +
+                 std::to_string(trainers) + " trainers: --trainers can be " +
+                 std::to_string(examples) + " at most");
+}
+
 Batch make_batch(const TextDataset& dataset, std::span<const int64_t> examples) {
   Bags bags;
   bags.offsets.reserve(examples.size());
@@ -57,10 +65,7 @@ EpochSampler::EpochSampler(uint64_t seed, int64_t epoch, Shard shard, int64_t ex
     base::invalid("there is no trainer " + std::to_string(shard.trainer) + " of " +
                   std::to_string(shard.trainers));
   }
-  if (examples < shard.trainers) {
-    base::bad_data(std::to_string(examples) + " examples are too few for " +
-                   std::to_string(shard.trainers) + " trainers");
-  }
+  check_enough("", examples, shard.trainers);
   std::vector<int64_t> all(static_cast<size_t>(examples));
   std::iota(all.begin(), all.end(), 0);
   base::Random random({seed, kShuffleSequence, static_cast<uint64_t>(epoch)});

@@ -1,5 +1,8 @@
+#include <algorithm>
 #include <cmath>
 #include <utility>
+
+#include <fmt/format.h>
 
 #include "distrain/base/clock.h"
 #include "distrain/base/error.h"
@@ -49,6 +52,7 @@ void TrainLog::step(double loss, double lr, int64_t samples, const Json& more) {
   samples_ += samples;
   line_samples_ += samples;
   loss_sum_ += loss;
+  if (steps() == 1) first_loss_ = loss;
   if (!plan_.log) return;
   const double rate = static_cast<double>(line_samples_) / base::seconds_since(last_line_);
   const auto fields = [this, epoch = epoch_, step = total_, loss, lr, rate, more] {
@@ -60,6 +64,16 @@ void TrainLog::step(double loss, double lr, int64_t samples, const Json& more) {
   if (!lines_.add(total_, fields)) return;
   last_line_ = base::Clock::now();
   line_samples_ = 0;
+}
+
+std::optional<std::string> TrainLog::take_warning() {
+  constexpr double kFarAbove = 1000;
+  if (has_warned_ || last_loss_ <= kFarAbove * std::max(1.0, first_loss_)) return std::nullopt;
+  has_warned_ = true;
+  return fmt::format(
+      "the loss grows: {:.3g} in the last epoch, {:.3g} in the first step: try a "
+      "smaller --lr",
+      last_loss_, first_loss_);
 }
 
 void TrainLog::end_epoch(bool is_last) {

@@ -141,6 +141,12 @@ void TrainingPlan::keep(LocalUpdates& optimizer) {
   keep("", std::move(part));
 }
 
+void TrainingPlan::warn_of_one_label(const std::string& path, const std::string& label) {
+  if (own_.front() != 0) return;
+  process_.sink().warn(base::ErrorKind::kBadData, path + ": all examples have the label " + label +
+                                                      ": nothing can be learned");
+}
+
 void TrainingPlan::note_max(const std::string& name, int64_t value) {
   int64_t& greatest = maxima_.try_emplace(name, value).first->second;
   greatest = std::max(greatest, value);
@@ -257,6 +263,8 @@ Report TrainingPlan::close_epoch(const Task& task) {
   Report report;
   if (plan_.log) report.steps = log_.epoch_steps();
   log_.end_epoch(task.last || task.stopped || task.kind == Task::Kind::kEnd);
+  const auto warning = own_.front() == 0 ? log_.take_warning() : std::nullopt;
+  if (warning) process_.sink().warn(base::ErrorKind::kNotFinite, *warning);
   report.loss = log_.last_loss();
   report.maxima = maxima_;
   if (task.kind != Task::Kind::kEvaluate) return report;

@@ -34,6 +34,24 @@ cat "$tmp/good" >"$tmp/fifo" &
 run hybrid --local --data "$tmp/fifo" --steps 1
 expect 0 "a FIFO that is read once"
 
+gzip -c "$tmp/good" >"$tmp/good.gz"
+run hybrid --data "$tmp/good.gz" --epochs 1
+expect 7 "gzip"
+expect_jq ".[-1].message | endswith(\"$tmp/good.gz: compressed with gzip: unpack it first with gunzip\")" "gzip"
+printf '__label__a one\n' >"$tmp/one"
+run hybrid --data "$tmp/one" --epochs 1
+expect 7 "one example for two trainers"
+expect_jq ".[-1].message == \"$tmp/one: 1 example is too few for 2 trainers: --trainers can be 1 at most\"" "one example"
+
+# Training that cannot work goes on with one warning.
+run hybrid --data "$tmp/one" --trainers 1 --epochs 1
+expect 0 "a single label"
+expect_jq "[.[] | select(.event == \"warn\").message] ==
+  [\"$tmp/one: all examples have the label a: nothing can be learned\"]" "a single label"
+run hybrid --local --data teacher --epochs 1 --lr 30
+expect 0 "a loss that grows"
+expect_jq '[.[] | select(.event == "warn").message] | length == 1 and (.[0] | startswith("the loss grows: "))' "a loss that grows"
+
 # Words that the training data does not have are told of.
 printf '__label__a one four\n__label__b five two five\n' >"$tmp/other"
 for where in "" --local; do

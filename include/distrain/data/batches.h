@@ -53,6 +53,9 @@ class EpochSampler {
   int64_t batch_size_;
 };
 
+/// Throws `bad_data`, with the path, if there are fewer examples than trainers.
+void check_enough(const std::string& path, int64_t examples, int trainers);
+
 /// EpochSampler::steps() without making one.
 int64_t steps_per_epoch(int64_t examples, int trainers, int64_t batch_size);
 

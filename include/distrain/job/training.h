@@ -201,6 +201,8 @@ class TrainLog {
   int64_t total() const { return total_; }         ///< steps since the job's beginning
   int64_t steps() const { return total_ - begun_at_; }
   double train_s() const { return train_s_; }  ///< first step to last
+  /// Returns, once, that the last epoch's mean loss is far above the first step's.
+  std::optional<std::string> take_warning();
   base::TimePoint begun() const { return first_; }
 
  private:
@@ -216,6 +218,8 @@ class TrainLog {
   int64_t line_samples_ = 0;  // since the last line
   double loss_sum_ = 0;
   double last_loss_ = 0;
+  double first_loss_ = 0;  // of the first step of this run
+  bool has_warned_ = false;
   double train_s_ = 0;
 };
 
@@ -260,6 +264,8 @@ class TrainingPlan {
   void evaluate_epochs(Evaluate evaluate) { evaluate_epoch_ = std::move(evaluate); }
   /// At the end of the job only: of the test data.
   void evaluate_at_end(Evaluate evaluate) { evaluate_end_ = std::move(evaluate); }
+  /// Prints a `warn` line of trainer 0: the training data in `path` has no label but this one.
+  void warn_of_one_label(const std::string& path, const std::string& label);
   /// A number for the last line; of all trainers' the greatest.
   void note_max(const std::string& name, int64_t value);
 

@@ -35,7 +35,7 @@ Vocabulary read_words(const std::string& path, int64_t max_words) {
         "a vocabulary has at least 2 words, <unk> and <eos>, or 0 for all, not ", max_words);
   return with_memory_for(path, [&] {
     // A regular file, as the corpus is read from it, too.
-    const auto text = read_to_end<std::string>(InputFile(path, InputFile::Kind::kRegular));
+    const auto text = read_text(InputFile(path, InputFile::Kind::kRegular));
     Vocabulary seen;  // by first appearance
     for (const std::string_view word : kReserved) seen.add(word);
     std::vector<int64_t> counts(kReservedWords, 0);
@@ -64,7 +64,7 @@ Vocabulary read_words(const std::string& path, int64_t max_words) {
 
 Corpus read_corpus(const std::string& path, const Vocabulary& vocabulary) {
   return with_memory_for(path, [&] {
-    const auto text = read_to_end<std::string>(InputFile(path));
+    const auto text = read_text(InputFile(path));
     Corpus corpus;
     corpus.content_hash = content_hash(text);
     for_each_line(text, [&](std::string_view line) {
@@ -120,7 +120,7 @@ TokenColumns::TokenColumns(const std::vector<int64_t>& tokens, int64_t columns, 
   column_length_ = size / columns;
   if (column_length_ < 2) {
     base::bad_data(std::to_string(size) + " tokens are too few for " + std::to_string(columns) +
-                   " columns of at least two tokens");
+                   " columns of at least two tokens: a smaller --batch-size makes fewer columns");
   }
 }
 

@@ -5,6 +5,8 @@
 #include <string>
 #include <string_view>
 
+#include "files/file.h"
+
 namespace distrain::data {
 
 inline constexpr std::array<bool, 256> kSeparators = [] {
@@ -42,6 +44,9 @@ void for_each_line(std::string_view text, F function) {
     text.remove_prefix(std::min(end + 1, text.size()));
   }
 }
+
+/// Reads a whole text. Throws `bad_data` if the file is compressed, UTF-16 or binary.
+std::string read_text(const InputFile& file);
 
 /// `text` for a message: quoted, one line, not too long.
 std::string in_quotes(std::string_view text);

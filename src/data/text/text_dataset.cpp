@@ -125,8 +125,7 @@ TextDataset parse_fast_text(std::string_view text, const std::string& name,
 TextDataset read_fast_text(const std::string& path,
                            std::shared_ptr<const TextVocabulary> vocabulary, Labels labels) {
   return with_memory_for(path, [&] {
-    return parse_fast_text(read_to_end<std::string>(InputFile(path)), path, std::move(vocabulary),
-                           labels);
+    return parse_fast_text(read_text(InputFile(path)), path, std::move(vocabulary), labels);
   });
 }
 

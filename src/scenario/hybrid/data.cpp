@@ -29,6 +29,7 @@ HybridData::HybridData(const HybridOptions& options) : options_(options) {
   if (options.has_teacher()) valid_ = held_out(bags_);
   if (!options.has_text()) return;
   train_ = data::read_fast_text(options.data);
+  data::check_enough(options.data, train_->size(), options.trainers);
   words_ = train_->vocabulary;
   sampler_.emplace(options.seed, options.trainers, train_->size(), options.batch_size);
   if (!options.valid_data.empty()) valid_ = data::read_fast_text(options.valid_data, words_);
@@ -52,6 +53,7 @@ void HybridData::agree(job::TrainingPlan& training) const {
   if (options_.has_teacher()) training.agree("data", options_.data);
   if (train_) {
     training.agree("data", std::to_string(train_->content_hash));
+    if (classes() == 1) training.warn_of_one_label(options_.data, labels()[0]);
     training.keep("", job::part_of_words(
                           {{"words", data::all_words(words_->words)}, {"labels", words_->labels}}));
   }

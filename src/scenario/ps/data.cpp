@@ -1,6 +1,7 @@
 #include "data.h"
 
 #include <algorithm>
+#include <span>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -51,6 +52,7 @@ PsData::PsData(const PsOptions& options)
                                   : files_.train.count),
       sampler_(options.seed, options.trainers, examples_, options.batch_size) {
   check_images(options.data, files_.train);
+  data::check_enough(options.data, examples_, options.trainers);
   if (files_.test) check_images(options.data, *files_.test);
   valid_ = std::exchange(files_.test, std::nullopt);
   if (!options.valid_data.empty()) valid_ = read_labelled(options.valid_data);
@@ -71,6 +73,10 @@ job::Plan PsData::plan() const {
 void PsData::agree(job::TrainingPlan& training) const {
   training.agree("data", std::to_string(files_.train.content_hash));
   training.agree("examples", examples_, "limit");
+  const auto labels = std::span(files_.train.labels).first(static_cast<size_t>(examples_));
+  if (std::ranges::count(labels, labels[0]) == examples_) {
+    training.warn_of_one_label(options_.data, std::to_string(labels[0]));
+  }
   training.agree("--mean", job::Json(options_.mean).dump());
   training.agree("--std", job::Json(options_.std).dump());
   if (valid_) training.alike("valid-data", std::to_string(valid_->content_hash));

@@ -33,6 +33,20 @@ Ints epoch_of(const EpochSampler& sampler) {
 
 }  // namespace
 
+TEST_CASE("Fewer examples than trainers are an error with the file and the option") {
+  check_enough("f", 2, 2);
+  const auto why = [](const std::string& path, int64_t examples) {
+    try {
+      check_enough(path, examples, 3);
+    } catch (const base::Exception& exception) {
+      return exception.error().message;
+    }
+    return std::string();
+  };
+  CHECK(why("f", 1) == "f: 1 example is too few for 3 trainers: --trainers can be 1 at most");
+  CHECK(why("", 2) == "2 examples are too few for 3 trainers: --trainers can be 2 at most");
+}
+
 TEST_CASE("An epoch has every example once, disjoint over the trainers") {
   const int trainers = GENERATE(1, 2, 3, 5);
   const int64_t examples = GENERATE(5, 30, 31, 97);

@@ -4,6 +4,7 @@
 
 #include "distrain/data/corpus.h"
 #include "distrain/data/hash.h"
+#include "distrain/data/text_dataset.h"
 #include "files.h"
 #include "support/catch.h"
 
@@ -56,11 +57,30 @@ TEST_CASE("Each line that has a word ends with <eos>") {
   const auto words = read_words(folder.write("train", "one two two\n"), 0);
   const Ints expected{3, 2, kEndOfLine, kUnknownWord, kEndOfLine};
   for (const auto& text : {"one two\nnew\n"s, "one two\nnew"s, "\n\none\ttwo \r\n \t\n\nnew\r\n\n"s,
-                           "\xEF\xBB\xBFone two\nnew\n"s, "one\0two\n\vnew\f\n"s}) {
+                           "\xEF\xBB\xBFone two\nnew\n"s, "one\ftwo\n\vnew\f\n"s}) {
     const Corpus corpus = read_corpus(folder.write("text", text), words);
     CHECK(corpus.tokens == expected);
     CHECK(corpus.content_hash == content_hash(text));
   }
+}
+
+TEST_CASE("A file that is no plain text is refused, with what to do") {
+  const Folder folder;
+  const auto why = [&](const std::string& bytes) {
+    const auto path = folder.write("file", bytes);
+    const std::string message = bad_data([&] { read_words(path, 0); });
+    CHECK(bad_data([&] { read_corpus(path, Vocabulary()); }) == message);
+    CHECK(bad_data([&] { read_fast_text(path); }) == message);
+    CHECK(message.starts_with(path + ": "));
+    return message.substr(path.size() + 2);
+  };
+  CHECK(why("\x1F\x8B\x08 word\n") == "compressed with gzip: unpack it first with gunzip");
+  const auto utf_16 = "UTF-16 text: convert it to UTF-8 first with iconv -f UTF-16 -t UTF-8";
+  CHECK(why("\xFF\xFEw\0"s) == utf_16);
+  CHECK(why("\xFE\xFF\0w"s) == utf_16);
+  CHECK(why("__label__a w\0"s) == "a binary file, not text: byte 13 is zero");
+  const auto late = folder.write("late", std::string(8000, 'w') + "\0w\n"s);
+  CHECK(read_words(late, 0).size() == 4);
 }
 
 TEST_CASE("A prompt has its words and no <eos>") {
@@ -99,7 +119,7 @@ TEST_CASE("A text that cannot be read or has no word is an error with its name")
   const std::string no_file = "cannot open " + missing + ": No such file or directory";
   CHECK(bad_data([&] { read_words(missing, 0); }) == no_file);
   CHECK(bad_data([&] { read_corpus(missing, words); }) == no_file);
-  for (const auto& text : {""s, "\n"s, " \r\n\t\n"s, "\xEF\xBB\xBF"s, "\0"s}) {
+  for (const auto& text : {""s, "\n"s, " \r\n\t\n"s, "\xEF\xBB\xBF"s}) {
     const auto path = folder.write("empty", text);
     CHECK(bad_data([&] { read_words(path, 0); }) == path + ": no word in this file");
     CHECK(bad_data([&] { read_corpus(path, words); }) == path + ": no word in this file");
@@ -163,7 +183,8 @@ TEST_CASE("The batches of a column are all its words, once") {
 TEST_CASE("Columns that are not there are refused") {
   const Ints tokens = count_to(10);
   CHECK(bad_data([&] { TokenColumns(tokens, 6, 0, 1); }) ==
-        "10 tokens are too few for 6 columns of at least two tokens");
+        "10 tokens are too few for 6 columns of at least two tokens: a smaller --batch-size makes "
+        "fewer columns");
   CHECK(bad_data([&] { TokenColumns({}, 1, 0, 1); }).starts_with("0 tokens are too few"));
   CHECK(bad_data([&] {
           TokenColumns(tokens, INT64_MAX, INT64_MAX - 1, 1);
