@@ -44,6 +44,8 @@ std::string take_options(ParsedOptions& options, const job::Snapshot& saved, boo
     const std::string now = options.text(option.name);
     if (now == was) continue;
     if (!option.may_change) saved.expect_option(option.name, now);
+    // Rank 0 compares the content of what is read there, and refuses any other.
+    if (saved.state.value("agreed", Json::object()).contains(option.name)) continue;
     changed += fmt::format("{}--{} {} in place of {}", changed.empty() ? "" : ", ", option.name,
                            now, was.empty() ? "none" : was);
   }
@@ -66,7 +68,9 @@ void check_path(const ParsedOptions& options, const std::string& name, bool is_f
   const bool is_open_here =
       path == "/dev/stdin" || path.starts_with("/dev/fd/") || path.starts_with("/proc/");
   if (starts_ranks && !is_folder && (!S_ISREG(info.st_mode) || is_open_here)) {
-    refuse("not a regular file that each rank can open");
+    refuse(
+        "not a regular file that each rank can open: save what comes from there in a file, or "
+        "use --local");
   }
   if (S_ISREG(info.st_mode) && info.st_size == 0) refuse("the file is empty");
 }

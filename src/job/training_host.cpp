@@ -209,7 +209,13 @@ void TrainingHost::load() {
   // Other data has other options, too.
   const auto data = plan_->agreed.find("data");
   if (agreed.value("data", "") != (data == plan_->agreed.end() ? "" : data->second)) {
-    snapshot.refuse("saved while training on other data");
+    const auto now = known_.options.find("data");
+    const bool has_path = now != known_.options.end() && !now->second.empty();
+    const std::string was = snapshot.option("data").value_or("");
+    snapshot.refuse("saved while training on other data" +
+                    (has_path ? " than there is in --data " + now->second : "") +
+                    ": resume with the data that it was trained on" +
+                    (was.empty() ? "" : ", --data " + was) + ", or train anew without --resume");
   }
   for (const std::string& name : known_.must_agree) {
     snapshot.expect_option(name, known_.options.at(name));

@@ -44,6 +44,12 @@ expect_error 7 bad_data "saved with --mean 0.5, not 0.25" "another mean"
 run ps --resume "$saves" --world-size 3
 expect 7 "another number of ranks"
 expect_jq '.[-1].message | test("saved with --trainers 3, not 2")' "another number of ranks"
+make_images "$tmp/other" 32 8
+run ps --resume "$saves" --data "$tmp/other" --steps 9
+expect 7 "other data"
+expect_jq "([.[] | select(.event == \"warn\").message] | all(contains(\"--data\") | not)) and (.[-1].message | contains(
+  \"saved while training on other data than there is in --data $tmp/other: resume with the data that it was trained on, --data $tmp/data, or\"))" \
+  "other data"
 run rl --resume "$saves"
 expect_error 7 bad_data "a checkpoint of ps, not of rl" "another command's"
 
