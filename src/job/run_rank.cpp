@@ -205,7 +205,7 @@ class Session {
     return told;
   }
 
-  /// An error names its rank as the cause, and what a device could not do in its message, too.
+  /// An error names its rank as the cause; one for want of memory names it in its message, too.
   base::Error with_rank(base::Error error) const {
     if (error.rank < 0) error.rank = agent_->rank();
     const int rank = error.rank;
@@ -213,8 +213,6 @@ class Session {
     // Where others compute is known once all are there.
     const bool is_known = is_own || (joined_ && rank < agent_->world_size());
     if (error.kind != base::ErrorKind::kResources || !is_known) return error;
-    const auto device = is_own ? job_.device() : c10::Device(agent_->device_of(rank));
-    if (device.is_cpu()) return error;
     const std::string name = is_own ? agent_->name() : agent_->worker(rank).name;
     return cuda::error_of_rank(std::move(error), rank, name);
   }

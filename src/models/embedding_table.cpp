@@ -7,6 +7,7 @@
 
 #include "distrain/autograd/parameter_versions.h"
 #include "distrain/nn/dropout.h"
+#include "distrain/nn/tensor_memory.h"
 #include "distrain/rpc/placed.h"
 
 namespace distrain::models {
@@ -15,8 +16,10 @@ EmbeddingTable::EmbeddingTable(int64_t rows, int64_t dim, double range, uint64_t
                                const std::string& device) {
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
   const c10::Device where(device);
-  weight_ = range > 0 ? nn::uniform({rows, dim}, range, generator, where)
-                      : rpc::placed(at::randn({rows, dim}, generator), where);
+  weight_ = nn::sized_by("--num-embeddings or --embedding-dim", [&] {
+    return range > 0 ? nn::uniform({rows, dim}, range, generator, where)
+                     : rpc::placed(at::randn({rows, dim}, generator), where);
+  });
   weight_.requires_grad_();
 }
 

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/autograd/parameter_versions.h"
+#include "distrain/nn/tensor_memory.h"
 #include "distrain/rpc/device.h"
 #include "distrain/rpc/placed.h"
 
@@ -32,11 +33,17 @@ class NoWordOfCopies final : public c10::WarningHandler {
   c10::WarningHandler& next_ = *c10::WarningUtils::get_warning_handler();
 };
 
+at::Tensor initial_weight(at::IntArrayRef sizes, std::initializer_list<uint64_t> key,
+                          c10::Device device) {
+  return nn::sized_by("--vocab-size, --embedding-dim or --nhid", [&] {
+    return nn::uniform(sizes, kInitialRange, nn::keyed_generator(key), device);
+  });
+}
+
 }  // namespace
 
 WordEmbedding::WordEmbedding(int64_t words, int64_t size, uint64_t seed, c10::Device device)
-    : weight_(nn::uniform({words, size}, kInitialRange, nn::keyed_generator({seed, kEncoderSeed}),
-                          device)) {
+    : weight_(initial_weight({words, size}, {seed, kEncoderSeed}, device)) {
   weight_.requires_grad_();
 }
 
@@ -53,8 +60,7 @@ at::Tensor WordEmbedding::forward(rpc::CallContext& call, at::Tensor words) {
 }
 
 Decoder::Decoder(int64_t words, int64_t hidden, uint64_t seed, c10::Device device)
-    : weight_(nn::uniform({words, hidden}, kInitialRange, nn::keyed_generator({seed, kDecoderSeed}),
-                          device)),
+    : weight_(initial_weight({words, hidden}, {seed, kDecoderSeed}, device)),
       bias_(rpc::placed(at::zeros({words}, at::kFloat), device)) {
   weight_.requires_grad_();
   bias_.requires_grad_();

@@ -139,6 +139,16 @@ std::string one_line(std::string text) {
   return text;
 }
 
+/// Returns dtypes and shapes: "; its inputs: Float [2, 3], Long [2]".
+std::string inputs_text(const std::vector<at::Tensor>& inputs) {
+  std::string text;
+  for (const at::Tensor& input : inputs) {
+    text += (text.empty() ? "; its inputs: " : ", ");
+    text += input.defined() ? text_of(input) : "an undefined tensor";
+  }
+  return text;
+}
+
 /// Whether a table in it has sparse gradients. Throws `invalid` if a lookup changes a table.
 bool has_row_gradients(const torch::nn::Module& root, const std::string& name) {
   bool has_rows = false;
@@ -172,15 +182,16 @@ std::function<detail::AnyNet()> maker_of_tables(const detail::AnyNet& net) {
   };
 }
 
-/// Checks the row numbers that a table, or a Sequential that begins with one, is given.
-void check_lookup(const torch::nn::Module& module, const std::vector<at::Tensor>& inputs) {
+/// Passes the row numbers that a table, or a Sequential that begins with one, is given to `check`.
+void check_lookup(const torch::nn::Module& module, const std::vector<at::Tensor>& inputs,
+                  void (*check)(const at::Tensor& index, const at::Tensor& table)) {
   if (inputs.empty() || !inputs[0].defined()) return;
   if (const auto* all = module.as<torch::nn::SequentialImpl>()) {
-    return check_lookup(*all->begin()->ptr(), inputs);
+    return check_lookup(*all->begin()->ptr(), inputs, check);
   }
   const auto* table = module.as<torch::nn::EmbeddingImpl>();
   const auto* bag = module.as<torch::nn::EmbeddingBagImpl>();
-  if (table || bag) rpc::check_rows(inputs[0], table ? table->weight : bag->weight);
+  if (table || bag) check(inputs[0], table ? table->weight : bag->weight);
 }
 
 }  // namespace
@@ -394,11 +405,18 @@ at::Tensor SharedModule::forward(rpc::CallContext& call, ForwardTerms terms,
   at::Tensor result;
   try {
     const KeyedRandom random(terms.seed, terms.number);
-    check_lookup(module, given);
+    check_lookup(module, given, &rpc::check_rows);
     result = (*lease).net.forward(inputs);
   } catch (...) {
     base::Error error = rpc::error_in_flight(ErrorKind::kRemoteFailed);
-    error.message = "module " + name_ + " (" + module.name() + "): " + one_line(error.message);
+    const std::string where = "module '" + name_ + "' on " + agent_.name() + " (rank " +
+                              std::to_string(agent_.rank()) + "): ";
+    try {  // in place of torch's "index out of range in self"
+      check_lookup(module, given, &rpc::expect_rows);
+      error.message = where + one_line(error.message) + inputs_text(given);
+    } catch (const c10::Error& e) {
+      error.message = where + e.what_without_backtrace();
+    }
     throw base::Exception(std::move(error));
   }
   check_unchanged(*lease, terms.training);

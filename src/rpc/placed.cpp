@@ -15,11 +15,15 @@ at::Tensor placed(const at::Tensor& tensor, c10::Device device) {
 }
 
 void check_rows(const at::Tensor& index, const at::Tensor& table) {
-  if (!is_accelerator(table.device()) || index.numel() == 0) return;
+  if (is_accelerator(table.device())) expect_rows(index, table);
+}
+
+void expect_rows(const at::Tensor& index, const at::Tensor& table) {
+  if (index.numel() == 0 || !at::isIntegralType(index.scalar_type(), false)) return;
   const auto [least, most] = at::aminmax(placed(index, c10::kCPU));
   const auto low = least.item<int64_t>(), high = most.item<int64_t>();
-  TORCH_CHECK_INDEX(low >= 0 && high < table.size(0), "a lookup of row ", low < 0 ? low : high,
-                    " of a table of ", table.size(0), " rows");
+  TORCH_CHECK_INDEX(low >= 0 && high < table.size(0), "index ", low < 0 ? low : high,
+                    " is out of range, the table has ", table.size(0), " rows");
 }
 
 at::Tensor for_rank(const Agent& agent, int rank, const at::Tensor& tensor) {

@@ -21,6 +21,8 @@ at::Tensor placed(const at::Tensor& tensor, c10::Device device);
 /// A device fails for good over such a lookup, for all ranks that use it; so this looks at the
 /// numbers on the CPU, where `index` should still be. Does nothing for a table on the CPU.
 void check_rows(const at::Tensor& index, const at::Tensor& table);
+/// As check_rows(), for a table on any device. Does nothing if `index` has no integers.
+void expect_rows(const at::Tensor& index, const at::Tensor& table);
 
 /// `tensor` as it can travel to `rank`: one of a GPU from this rank's device, or from the CPU.
 at::Tensor for_rank(const Agent& agent, int rank, const at::Tensor& tensor);

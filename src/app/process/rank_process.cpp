@@ -338,9 +338,8 @@ class RankProcess {
     base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
     if (error.rank >= 0) return error;
     error.rank = sink_.identity().rank.value_or(-1);
-    const bool of_device =
-        error.kind == base::ErrorKind::kResources && run_.devices->has_accelerator();
-    return of_device ? cuda::error_of_rank(std::move(error), error.rank, run_.role) : error;
+    const bool is_short = error.kind == base::ErrorKind::kResources && error.rank >= 0;
+    return is_short ? cuda::error_of_rank(std::move(error), error.rank, run_.role) : error;
   }
 
   /// Writes the last line, which sums up `others` if this is rank 0. False when there was one

@@ -8,6 +8,7 @@
 
 #include "distrain/base/trace.h"
 #include "distrain/models/resnet.h"
+#include "distrain/nn/tensor_memory.h"
 #include "distrain/rpc/placed.h"
 
 namespace distrain::scenario {
@@ -116,10 +117,14 @@ job::Result PipelineRun::step(const job::Step& step) {
     split_begun_ = base::Clock::now();
     if (steps_ == 0) begun_ = split_begun_;
   }
-  const data::ImageBatch batch = base::traced("data", [&] { return data_.batch(index); });
+  const auto sized = [](const auto& make) {
+    return nn::sized_by("--batch-size or --image-size, or more --micro-batches,", make);
+  };
+  const data::ImageBatch batch =
+      base::traced("data", [&] { return sized([&] { return data_.batch(index); }); });
   const double factor = lr_schedule_.factor(index, 0);  // each model's from its beginning
   model_.set_lr_factor(factor);
-  results_.push_back(model_.train(batch, index));
+  results_.push_back(sized([&] { return model_.train(batch, index); }));
   ++steps_;
   log(results_.back(), index, options_.lr * factor);
   return {.loss = at::scalar_tensor(results_.back().loss, at::kDouble),

@@ -194,14 +194,16 @@ TEST_CASE("what a module cannot make of its inputs is said with its name, and it
     nn::expose_module(agent, "two", [] { return Two(); });
     nn::expose_module(agent, "net", [] { return PlainNet(); });
     nn::expose_module(agent, "lstm", [] { return torch::nn::AnyModule(torch::nn::LSTM(2, 2)); });
+    nn::expose_module(agent, "table", [] { return torch::nn::Embedding(400, 2); });
   });
+  const std::string there = "' on " + cluster[1].name() + " (rank 1): ";
   const RemoteModule two(cluster[0], 1, "two"), net(cluster[0], 1, "net"),
       lstm(cluster[0], 1, "lstm");
   const at::Tensor x = at::ones({2, 2});
   const base::Error count = error_of([&] { two.forward(x); });
   CHECK(count.kind == ErrorKind::kRemoteFailed);
   CHECK(count.rank == 1);
-  CHECK(count.message.starts_with("module two ("));
+  CHECK(count.message.starts_with("module 'two" + there));
   CHECK(count.message.find("forward() method expects 2 argument(s), but received 1.") !=
         std::string::npos);
   CHECK(count.message.find('\n') == std::string::npos);
@@ -209,10 +211,17 @@ TEST_CASE("what a module cannot make of its inputs is said with its name, and it
 
   const base::Error shape = error_of([&] { net.forward(x); });
   CHECK(shape.kind == ErrorKind::kRemoteFailed);
-  CHECK(shape.message.starts_with("module net ("));
+  CHECK(shape.message.starts_with("module 'net" + there));
+  CHECK(shape.message.ends_with("; its inputs: Float [2, 2]"));
   CHECK(net.forward(at::rand({5, 8})).sizes() == at::IntArrayRef({5, 3}));
 
   const base::Error result = error_of([&] { lstm.forward(at::rand({1, 1, 2})); });
   CHECK(result.kind == ErrorKind::kInvalid);
-  CHECK(result.message.starts_with("module lstm (torch::nn::LSTMImpl): its forward() gives "));
+  CHECK(result.message.starts_with("module 'lstm" + there + "its forward() gives "));
+
+  const RemoteModule table(cluster[0], 1, "table");
+  const base::Error row = error_of([&] { table.forward(at::tensor({int64_t{1}, int64_t{400}})); });
+  CHECK(row.message ==
+        "module 'table" + there + "index 400 is out of range, the table has 400 rows");
+  CHECK(error_of([&] { table.forward(x); }).message.ends_with("; its inputs: Float [2, 2]"));
 }
