@@ -22,6 +22,7 @@
 #include "process/json_lines.h"
 #include "process/launcher.h"
 #include "process/output.h"
+#include "process/process_setup.h"
 #include "process/rank_process.h"
 #include "process/spawned_rank.h"
 
@@ -31,9 +32,10 @@ namespace {
 using base::invalid;
 using Mode = Placement::Mode;
 
-// How long a launcher without rank 0 waits after a signal. Rank 0 may be saving, and the ranks of
-// this launcher end when rank 0 has ended.
-constexpr auto kAsRank0Ends = std::chrono::hours(24 * 7);
+// How long a launcher without rank 0 waits after a signal. Its ranks end once rank 0 has saved, has
+// ended or is silent for --peer-timeout. An hour is longer than the largest save takes, so the
+// limit is for ranks that are stuck.
+constexpr auto kAsRank0Ends = std::chrono::hours(1);
 
 /// Returns the options for the `start` line; null for those without effect on this data and, with
 /// `inherits`, for those that rank 0 tells.
@@ -360,6 +362,7 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
                     base::TimePoint started) {
   const std::optional<SpawnedRank> spawned = take_spawned_rank();
   try {
+    expect_working_directory();
     const job::AnyDefinition& definition = *command.definition;
     ParsedOptions options = parse_options(command.table, args);
     std::string changed;
@@ -399,6 +402,7 @@ int run_predict_command(const Program& program, const std::vector<std::string>& 
                         base::TimePoint started) {
   std::string cmd;
   try {
+    expect_working_directory();
     if (args.empty() || args[0].starts_with('-')) {
       invalid(fmt::format("predict needs a checkpoint: {} predict CHECKPOINT [FILE] [OPTION]...",
                           program.name));

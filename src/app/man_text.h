@@ -150,10 +150,12 @@ If no option sets them, the rank, the number of ranks and the address come from 
 groups that is set:
 
 * RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: torchrun and Kubernetes; the address is also used with the
-other launchers
+other launchers; a MASTER_PORT like tcp://10.0.0.1:29500, which Kubernetes sets for a service called
+master, is ignored
 * OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE: Open MPI
 * PMI_RANK, PMI_SIZE: MPICH's Hydra and others
 * SLURM_PROCID, SLURM_NTASKS: Slurm, only inside a step (SLURM_STEP_ID)
+* JOB_COMPLETION_INDEX, WORLD_SIZE: an Indexed Job of Kubernetes, only with --master-addr or MASTER_ADDR
 
 With `--device cuda`, a process that is one rank takes its GPU from LOCAL_RANK,
 OMPI_COMM_WORLD_LOCAL_RANK, MPI_LOCALRANKID or SLURM_LOCALID. Other variables:

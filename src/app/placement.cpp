@@ -62,6 +62,11 @@ constexpr ProcessLauncher kLaunchers[] = {
     {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", nullptr, "SLURM_STEP_ID"},
 };
 
+/// A pod of an Indexed Job of Kubernetes. Other jobs may have an index, too, so it counts only if
+/// an address of rank 0 is given.
+constexpr ProcessLauncher kIndexedJob = {"JOB_COMPLETION_INDEX", "WORLD_SIZE", "LOCAL_RANK",
+                                         nullptr, nullptr};
+
 class Placer {
  public:
   Placer(job::ParsedOptions& options, const job::JobInfo& job,
@@ -89,6 +94,8 @@ class Placer {
     for (const ProcessLauncher& launcher : kLaunchers) {
       if (!launcher_ && launcher.says(launcher.rank)) launcher_ = &launcher;
     }
+    const bool has_address = placement_.master_addr_given || variable("MASTER_ADDR");
+    if (!launcher_ && has_address && kIndexedJob.says(kIndexedJob.rank)) launcher_ = &kIndexedJob;
     if (const std::optional<Setting> rank = find_rank()) {
       join(*rank);
     } else {

@@ -233,7 +233,11 @@ base::Result<Fd> listen_unix(const std::string& path) {
 
 base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimePoint deadline) {
   auto addresses = resolve_until(host, port, deadline);
-  if (!addresses.ok()) return addresses.error();
+  if (!addresses.ok()) {
+    Error error = addresses.error();
+    error.op = kResolve;
+    return error;
+  }
   const std::string where = "connecting to " + endpoint_text(host, port);
   Error error{ErrorKind::kRendezvous, where + ": no address"};
   int addresses_left = 0;

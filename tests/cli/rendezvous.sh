@@ -32,6 +32,20 @@ expect 3 "nobody there"
 expect_log "nobody there"
 ((SECONDS - start < 15)) || fail "nobody there: took $((SECONDS - start)) s"
 
+expect_jq '.[-1].message | contains("--join-timeout") and contains("see its output") and contains("--master-addr")' "nobody there"
+# A name without an address is told of before the first interval of 5 s is over.
+run hybrid --rank 1 --master-addr no-such-host.invalid --join-timeout 2
+expect 3 "a host without an address"
+expect_jq '[.[] | select(.event == "waiting").reason] | length == 1 and (.[0] | contains("no-such-host.invalid"))' \
+  "a host without an address"
+# A pod of a Kubernetes Indexed Job; its neighbours are elsewhere.
+JOB_COMPLETION_INDEX=0 MASTER_ADDR=localhost run hybrid --world-size 4 --master-port "$(free_port)" --join-timeout 1
+expect 3 "JOB_COMPLETION_INDEX"
+expect_jq '.[-1] | .rank == 0 and (.message | contains("missing: 1, 2, 3; rank 0 listens on 127.0.0.1, which only this host reaches"))' \
+  "JOB_COMPLETION_INDEX"
+JOB_COMPLETION_INDEX=1 run hybrid --epochs 1
+expect 0 "an index alone is no rank"
+
 port=$(free_port)
 # shellcheck disable=SC2317  # called through joined
 by_flag() { timeout "$limit" "$distrain" hybrid --epochs 2 --rank "$1" --master-port "$port"; }

@@ -22,6 +22,13 @@ wrong "--lr must be a number from 0 to 1000000, not 'nan'" hybrid --lr nan
 wrong "unexpected argument 'pipeline'" help rl pipeline
 wrong "--lr must follow the command: distrain hybrid --lr" --lr=3 hybrid
 
+mkdir "$tmp/gone"
+pushd "$tmp/gone" >/dev/null || exit 1
+rmdir "$tmp/gone"
+wrong "the working directory has been deleted: change to one that exists" hybrid --epochs 1
+wrong "the working directory has been deleted" predict x
+popd >/dev/null || exit 1
+
 : >"$tmp/file"
 for resume in "" auto; do
   run hybrid --checkpoint "$tmp/file" ${resume:+--resume} $resume

@@ -39,8 +39,10 @@ base::Result<Fd> listen_tcp(const std::string& host, PortRange ports);
 /// A path that begins with '@' is a name in this network namespace, without a file.
 base::Result<Fd> listen_unix(const std::string& path);
 
+inline constexpr const char* kResolve = "resolve";
 /// Connects to a TCP `host:port`, blocking the calling thread until `deadline` at the latest. All
-/// addresses of the name are tried in turn.
+/// addresses of the name are tried in turn. An error with the `op` kResolve means that the name has
+/// no address.
 base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimePoint deadline);
 
 /// Connects to a unix socket at once, or not at all.

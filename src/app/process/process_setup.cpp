@@ -1,21 +1,74 @@
 #include "process/process_setup.h"
 
 #include <algorithm>
+#include <cerrno>
+#include <climits>
 #include <cstdio>
 #include <cstdlib>
+#include <exception>
+#include <new>
+#include <system_error>
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <malloc.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "distrain/base/cpus.h"
+#include "distrain/base/error.h"
 #include "distrain/nn/tensor_memory.h"
+#include "process/output.h"
 
 namespace distrain::app {
+
+namespace {
+
+bool is_directory_gone = false;
+
+// What cannot be caught, as memory runs out while libraries are set up or on a thread of theirs, is
+// told in a line. Other exceptions abort, as they do by default.
+[[noreturn]] void end_unhandled() noexcept {
+  try {
+    if (std::current_exception()) throw;
+  } catch (const std::bad_alloc&) {
+    say("out of memory: is ulimit -v too small?");
+    _exit(base::exit_code(base::ErrorKind::kResources));
+  } catch (const std::system_error& e) {
+    if (e.code() == std::errc::resource_unavailable_try_again) {
+      say("no thread can be started: is ulimit -v or ulimit -u too small?");
+      _exit(base::exit_code(base::ErrorKind::kResources));
+    }
+    say(e.what());
+  } catch (const std::exception& e) {
+    say(e.what());
+  } catch (...) {
+  }
+  std::abort();
+}
+
+// Called before the constructors of shared libraries. oneMKL's ends a process whose working
+// directory has been deleted, so this process leaves the directory, and says so in main(). The
+// attributes and system calls are for the sanitizers, which may not be set up yet.
+__attribute__((no_sanitize("address"))) __attribute__((no_sanitize("thread"))) void
+begin_before_libraries() {
+  std::set_terminate(end_unhandled);
+  char path[PATH_MAX];
+  if (syscall(SYS_getcwd, path, sizeof path) >= 0 || errno != ENOENT) return;
+  is_directory_gone = syscall(SYS_chdir, "/") == 0;
+}
+
+[[gnu::section(".preinit_array"), gnu::used]] void (*before_libraries)() = begin_before_libraries;
+
+}  // namespace
+
+void expect_working_directory() {
+  if (!is_directory_gone) return;
+  base::invalid("the working directory has been deleted: change to one that exists");
+}
 
 base::TimePoint process_start() {
   // Loading is bound by the processor, so the time used until now is the time since exec. The

@@ -10,6 +10,9 @@ namespace distrain::app {
 using base::host_name;
 using base::peak_rss_mb;
 
+/// Throws `invalid` if the working directory of this process had been deleted when it began.
+void expect_working_directory();
+
 /// When this process began, for wall_s and startup_s: loading LibTorch takes longer than the rest
 /// of a small job's start, so it counts. To be called first in main.
 base::TimePoint process_start();

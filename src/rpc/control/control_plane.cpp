@@ -453,6 +453,9 @@ void ControlPlane::on_go(std::vector<wire::RankDevices> devices) {
 void ControlPlane::on_failed(const Error& error) {
   Error told = error;
   if (told.op.empty()) told.op = "join";
+  if (joining_ && told.kind == ErrorKind::kRendezvous) {
+    told.message = "rank 0 at " + rank_0_text() + " refuses: " + told.message;
+  }
   if (is_put_off_on_loop(error)) {
     loop_.post([self = shared_from_this()] { self->party_ = nullptr; });  // it is what calls this
     if (told.kind == ErrorKind::kRendezvous) told.kind = ErrorKind::kPeerLost;

@@ -158,6 +158,7 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   uint16_t port_ = 0;
   net::Fd rank_0_socket_;    // rank 0, until run()
   net::Fd meeting_socket_;   // the same, for ranks of this host
+  std::string hint_;         // rank 0: why ranks on other hosts cannot reach it, if so
   std::string rank_0_host_;  // as this rank reaches it, numeric; set before the party is there
   bool listens_ = false;     // a member, to others
   std::string listen_host_;  // to be told to others, numeric; empty: as rank 0 sees it

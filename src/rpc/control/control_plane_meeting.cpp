@@ -27,6 +27,9 @@ constexpr auto kShortestTry = std::chrono::milliseconds(100);  // that says why 
 constexpr auto kRank0SaysWho = std::chrono::seconds(1);        // is missing, to those who have come
 constexpr base::Duration kAnswers = std::chrono::seconds(5);   // who is asked for its hello
 constexpr char kThisHost[] = "127.0.0.1";
+constexpr char kWhereToLook[] =
+    "; rank 0 is not there yet, or has failed: see its output, and whether --master-addr and "
+    "--master-port are the same on all ranks";
 // That a point in time can be told from.
 constexpr base::Duration kForEver = std::chrono::hours(24 * 365);
 
@@ -100,6 +103,11 @@ void ControlPlane::begin_as_hub() {
   if (options_.rank_0_unix_name.empty()) listen_by_unix_socket();
   const std::string host = net::local_name(rank_0_socket_.get()).host;
   if (!is_wildcard(options_.listen_addr)) listen_host_ = host;
+  if (!host.empty() && net::is_loopback(host)) {
+    hint_ = "rank 0 listens on " + host +
+            ", which only this host reaches: ranks on other hosts "
+            "need its address in --master-addr on all ranks, or --listen ADDR on rank 0";
+  }
   if (options_.rank_0_unix_name.empty()) rank_0_host_ = is_wildcard(host) ? kThisHost : host;
   loop_.post([self = shared_from_this()] {
     if (self->is_closed_) return;
@@ -120,6 +128,7 @@ void ControlPlane::begin_as_member(base::TimePoint deadline) {
   auto pause = std::chrono::duration_cast<base::Duration>(kFirstRetry);
   const base::Future<void> ready = ready_.future();
   std::optional<Error> why;
+  bool has_told = false;
   for (;;) {
     const bool has_time = deadline - base::Clock::now() > kShortestTry;
     const base::Status joined = try_to_join(std::min(deadline, next_report), deadline);
@@ -131,14 +140,18 @@ void ControlPlane::begin_as_member(base::TimePoint deadline) {
     if (!why || has_time) why = joined.error();
     if (now >= deadline) {
       throw base::Exception(rendezvous_error(
-          (why->kind == kNoPlace ? "no place came free within the join timeout: "
-                                 : "rank 0 was not found within the join timeout: ") +
-              why->message,
+          why->kind == kNoPlace
+              ? "no place came free within the join timeout: " + why->message
+              : "rank 0 was not found within the join timeout (--join-timeout): " + why->message +
+                    kWhereToLook,
           0));
     }
-    if (now >= next_report) {
+    // A name without an address is told of at once: it may be misspelled, or may yet appear.
+    const bool is_unknown = why->op == net::kResolve;
+    if (now >= next_report || (is_unknown && !std::exchange(has_told, true))) {
       const std::vector<int> missing(why->kind == kNoPlace ? 0 : 1, 0);
-      if (options_.on_waiting) options_.on_waiting(missing, rank_0_text(), why->message);
+      const std::string reason = why->message + (why->kind == kNoPlace ? "" : kWhereToLook);
+      if (options_.on_waiting) options_.on_waiting(missing, rank_0_text(), reason);
       next_report = now + kWaitingInterval;
     }
     if (ready.wait_until(now + std::min(pause, deadline - now))) ready.wait();
@@ -209,10 +222,16 @@ void ControlPlane::meet_rank_0_on_loop(const net::StreamPtr& stream, base::Promi
       loop_, stream, {self_, options_.token}, wire::HelloPurpose::kJoin, patience(),
       [self = shared_from_this(), stream](const base::Result<wire::Hello>& rank_0) {
         self->meeting_ = nullptr;
-        const base::Status joins =
-            rank_0.ok() ? self->join_on_loop(stream, rank_0.unchecked())
-                        : Error{rank_0.error().kind,
-                                self->rank_0_text() + ": " + rank_0.error().message, 0, "join"};
+        base::Status joins = base::Unit{};
+        if (rank_0.ok()) {
+          joins = self->join_on_loop(stream, rank_0.unchecked());
+        } else {
+          Error error = rank_0.error();
+          const bool is_strange = error.kind == ErrorKind::kProtocol;
+          error.message = self->rank_0_text() + ": " + error.message +
+                          (is_strange ? ": another program may listen there" : "");
+          joins = Error{error.kind, error.message, 0, "join"};
+        }
         if (joins.ok()) return;  // what rank 0 answers is still to come
         stream->close();
         self->end_joining_on_loop(joins);
@@ -243,7 +262,11 @@ bool ControlPlane::is_put_off_on_loop(const Error& error) const {
 // Rank 0 has proved itself.
 base::Status ControlPlane::join_on_loop(const net::StreamPtr& stream, const wire::Hello& rank_0) {
   if (is_closed_) return left_already();
-  if (rank_0.rank != 0) return rendezvous_error("only rank 0 can be joined", 0);
+  if (rank_0.rank != 0) {
+    return rendezvous_error(rank_0_text() + " is rank " + std::to_string(rank_0.rank) +
+                                ", not rank 0, whose --master-addr and --master-port ranks need",
+                            0);
+  }
   if (self_.generation != wire::kAnyGeneration && rank_0.generation < self_.generation) {
     return Error{kTryAgain,
                  "rank 0 there is still of generation " + std::to_string(rank_0.generation), 0};
@@ -283,12 +306,13 @@ void ControlPlane::wait_until_ready(base::TimePoint deadline,
     const std::vector<int> ranks = missing();
     if (base::Clock::now() >= deadline) {
       Error error = rendezvous_error("not all ranks were there within the join timeout; missing: " +
-                                         (ranks.empty() ? "rank 0 knows who" : list_ranks(ranks)),
+                                         (ranks.empty() ? "rank 0 knows who" : list_ranks(ranks)) +
+                                         (hint_.empty() ? "" : "; " + hint_),
                                      ranks.empty() ? -1 : ranks.front());
       abort(error);
       throw base::Exception(std::move(error));
     }
-    if (options_.on_waiting) options_.on_waiting(ranks, rank_0_text(), {});
+    if (options_.on_waiting) options_.on_waiting(ranks, rank_0_text(), hint_);
   }
 }
 

@@ -81,7 +81,8 @@ std::optional<Error> Hub::check_join(int rank, const wire::Join& join) const {
   if (!is_any && !is_free(rank)) {
     return refuse(
         "rank: " + std::to_string(rank) +
-        " has been taken already; two jobs on a host each need a --job-id or a --master-port");
+        " has been taken already: if another job meets at this address, give each a --job-id or "
+        "a --master-port of its own");
   }
   for (const auto& [name, value] : join.options) {
     const auto it = settings_.options.find(name);

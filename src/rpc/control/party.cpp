@@ -232,7 +232,8 @@ base::TimePoint Party::tick(base::TimePoint now) {
     if (found == connections_.end()) continue;  // with its rank
     const auto seconds =
         std::chrono::duration_cast<std::chrono::seconds>(now - found->second.heard).count();
-    const Error error{ErrorKind::kPeerLost, "silent for " + std::to_string(seconds) + " s"};
+    const Error error{ErrorKind::kPeerLost, "silent for " + std::to_string(seconds) +
+                                                " s, longer than --peer-timeout allows"};
     const int rank = found->second.rank;
     if (state_ == State::kRunning) {
       find_lost(rank, loss(rank, error));

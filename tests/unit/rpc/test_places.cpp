@@ -101,13 +101,14 @@ TEST_CASE("who asks too soon finds rank 0 once it is there") {
 TEST_CASE("who does not fit the job is refused at once") {
   Joining rank_0(options_for(0, 2));
   const uint16_t port = rank_0.agent().port();
+  const std::string refuses = "rank 0 at localhost:" + std::to_string(port) + " refuses: ";
   rpc::AgentOptions other = options_for_any(2, port);
   other.job = "another";
   base::Error why = error_of([&] { Place(other).take(); });
   CHECK(why.kind == ErrorKind::kRendezvous);
-  CHECK(why.message == "job: a new rank belongs to 'another', rank 0 to 'distrain'");
+  CHECK(why.message == refuses + "job: a new rank belongs to 'another', rank 0 to 'distrain'");
   why = error_of([&] { Place(options_for_any(5, port)).take(); });
-  CHECK(why.message == "world size: 5 on a new rank, 2 on rank 0");
+  CHECK(why.message == refuses + "world size: 5 on a new rank, 2 on rank 0");
   other = options_for_any(2, port);
   other.token = "a token that nobody knows";
   why = error_of([&] { Place(other).take(); });
