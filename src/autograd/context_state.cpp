@@ -1,7 +1,6 @@
 #include "context_state.h"
 
 #include <algorithm>
-#include <utility>
 
 #include <ATen/SparseTensorImpl.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
@@ -50,11 +49,8 @@ bool ContextState::add_send(uint64_t autograd_id, const std::shared_ptr<SendNode
 
 std::shared_ptr<SendNode> ContextState::remove_send(uint64_t autograd_id) {
   std::lock_guard lock(mutex_);
-  const auto it = sends_.find(autograd_id);
-  if (it == sends_.end()) return nullptr;
-  std::shared_ptr<SendNode> node = std::move(it->second);
-  sends_.erase(it);
-  return node;
+  auto taken = sends_.extract(autograd_id);
+  return taken ? std::move(taken.mapped()) : nullptr;
 }
 
 std::shared_ptr<SendNode> ContextState::give_up(int caller, uint64_t call) {
@@ -63,10 +59,7 @@ std::shared_ptr<SendNode> ContextState::give_up(int caller, uint64_t call) {
   const auto it = std::find_if(sends_.begin(), sends_.end(), [&](const auto& send) {
     return send.second->to() == caller && send.second->answered() == call;
   });
-  if (it == sends_.end()) return nullptr;
-  std::shared_ptr<SendNode> node = std::move(it->second);
-  sends_.erase(it);
-  return node;
+  return it == sends_.end() ? nullptr : std::move(sends_.extract(it).mapped());
 }
 
 std::shared_ptr<SendNode> ContextState::send(uint64_t autograd_id) const {
@@ -276,11 +269,8 @@ std::vector<ContextState::ReadyHook> ContextState::take_ready_hooks(uint64_t pas
                                                                     const at::Tensor& variable) {
   std::lock_guard lock(mutex_);
   if (!runs_locked(pass)) return {};
-  const auto it = hooks_.ready.find(variable.unsafeGetTensorImpl());
-  if (it == hooks_.ready.end()) return {};
-  std::vector<ReadyHook> hooks = std::move(it->second);
-  hooks_.ready.erase(it);
-  return hooks;
+  auto taken = hooks_.ready.extract(variable.unsafeGetTensorImpl());
+  return taken ? std::move(taken.mapped()) : std::vector<ReadyHook>();
 }
 
 std::vector<std::function<void()>> ContextState::end_hooks_of(uint64_t pass) {

@@ -1,9 +1,10 @@
 #include "pass.h"
 
 #include <algorithm>
-#include <sstream>
 
 #include <c10/core/StreamGuard.h>
+#include <c10/util/StringUtil.h>
+#include <fmt/format.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -22,7 +23,6 @@ namespace distrain::autograd {
 namespace {
 
 using torch::autograd::Edge;
-using torch::autograd::InputBuffer;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
@@ -37,28 +37,6 @@ void call_pre_hooks(Node& node, variable_list& grads) {
   for (const auto& hook : node.tensor_pre_hooks()) grads = (*hook)(grads);
   for (const auto& [output, hook] : node.retains_grad_hooks()) grads = (*hook)(grads);
   for (const auto& hook : node.pre_hooks()) grads = (*hook)(grads);
-}
-
-void encode_reports(rpc::Encoder& encoder, const PassReports& reports) {
-  encoder.out.put(static_cast<uint32_t>(reports.size()));
-  for (const auto& [rank, report] : reports) {
-    encoder.out.put(rank);
-    encoder.out.put(report.version);
-    encoder.out.put(report.waiting);
-  }
-}
-
-PassReports decode_reports(rpc::Decoder& decoder) {
-  PassReports reports;
-  const uint32_t count =
-      decoder.in.get_count(sizeof(int32_t) + sizeof(uint64_t) + sizeof(uint32_t));
-  for (uint32_t i = 0; i < count; ++i) {
-    const auto rank = decoder.in.get<int32_t>();
-    const auto version = decoder.in.get<uint64_t>();
-    reports[rank] = {version, decoder.in.get<uint32_t>()};
-  }
-  decoder.in.expect_end();
-  return reports;
 }
 
 }  // namespace
@@ -116,7 +94,7 @@ void Pass::receive(const std::shared_ptr<SendNode>& node, variable_list grads,
   torch::autograd::validate_outputs(metadata, grads, [](const std::string& text) {
     return "a gradient that came from another rank: " + text;
   });
-  std::optional<InputBuffer> inputs;
+  std::optional<torch::autograd::InputBuffer> inputs;
   if (stream_of(*node)) {
     inputs.emplace(grads.size());
     for (uint32_t i = 0; i < node->num_inputs(); ++i) {
@@ -152,7 +130,8 @@ void Pass::receive(const std::shared_ptr<SendNode>& node, variable_list grads,
     }
   }
   if (failed) return reply->fail(*failed);
-  if (acknowledge) reply->send([](rpc::Encoder& encoder) { encode_reports(encoder, {}); });
+  if (acknowledge)
+    reply->send([](rpc::Encoder& encoder) { rpc::encode<PassReports>(encoder, {}); });
   if (run) run_ready();
 }
 
@@ -304,7 +283,8 @@ void Pass::on_acknowledged(base::Result<rpc::RawReply>& reply) {
   try {
     const auto message = agent_.open(reply.unchecked());
     rpc::Decoder decoder = agent_.decoder(*message);
-    reports = decode_reports(decoder);
+    reports = rpc::decode<PassReports>(decoder);
+    decoder.in.expect_end();
   } catch (...) {
     return fail(rpc::error_in_flight(base::ErrorKind::kProtocol));
   }
@@ -341,21 +321,13 @@ void Pass::announce(const std::shared_ptr<ContextState>& context, const at::Tens
   if (hooks.empty() && !post_hook) return;
   auto* const leaf_hook = dynamic_cast<LeafHook*>(post_hook);
   if (hooks.empty() && !leaf_hook) {
-    std::ostringstream text;
-    text << "a leaf of shape " << variable.sizes()
-         << " has a post-accumulate hook, which no pass of a context calls: use "
-            "Context::on_gradient_ready in its place";
-    base::invalid(text.str());
+    base::invalid(c10::str("a leaf of shape ", variable.sizes(),
+                           " has a post-accumulate hook, which no pass of a context calls: use "
+                           "Context::on_gradient_ready in its place"));
   }
   const at::Tensor total = context->gradient(variable);
   for (const auto& hook : hooks) hook(total);
   if (leaf_hook) leaf_hook->on_context_gradient(ContextRef(context, id_), total);
-}
-
-// What this rank and all it has heard of have last to say.
-PassReports Pass::reports_locked() {
-  heard_[agent_.rank()] = {++version_, sends_waiting_};
-  return heard_;
 }
 
 // If this rank has become idle: acknowledges the message that woke it, or ends the pass.
@@ -370,24 +342,25 @@ void Pass::settle() {
     }
     waker = std::move(*waker_);
     waker_.reset();
-    reports = reports_locked();
+    heard_[agent_.rank()] = {++version_, sends_waiting_};
+    reports = heard_;  // what this rank and all it has heard of have last to say
     if (!waker) {
       done = std::move(done_);
       done_.reset();
     }
   }
   if (waker) {
-    waker->send([&](rpc::Encoder& encoder) { encode_reports(encoder, reports); });
+    waker->send([&](rpc::Encoder& encoder) { rpc::encode<PassReports>(encoder, reports); });
     return;
   }
   for (const auto& [rank, report] : reports) {
     if (report.waiting == 0) continue;
-    done->fail(base::Error{
-        base::ErrorKind::kInvalid,
-        "rank " + std::to_string(rank) + " got no gradient for " + std::to_string(report.waiting) +
-            " of the messages it sent in this context: the roots must depend on every tensor that "
-            "a call takes or returns and that requires a gradient (detach() the others)",
-        rank, "backward"});
+    done->fail({base::ErrorKind::kInvalid,
+                fmt::format("rank {} got no gradient for {} of the messages it sent in this "
+                            "context: the roots must depend on every tensor that a call takes or "
+                            "returns and that requires a gradient (detach() the others)",
+                            rank, report.waiting),
+                rank, "backward"});
     return;
   }
   done->set();

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -48,6 +49,7 @@ class ContextState;
 struct PassReport {
   uint64_t version = 0;
   uint32_t waiting = 0;  ///< send nodes without a gradient
+  static constexpr auto kFields = std::tuple(&PassReport::version, &PassReport::waiting);
 };
 using PassReports = std::map<int32_t, PassReport>;
 
@@ -100,7 +102,6 @@ class Pass : public std::enable_shared_from_this<Pass> {
                       const std::optional<c10::Stream>& producer);
   void on_acknowledged(base::Result<rpc::RawReply>& reply);
   void settle();
-  PassReports reports_locked();
 
   rpc::Agent& agent_;
   const uint64_t id_;

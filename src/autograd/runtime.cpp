@@ -19,6 +19,75 @@ enum : uint64_t { kReleased = 1, kPassFailed = 2, kGivenUp = 3 };
 // 0 is no context: rank 0 is called 1 there.
 rpc::ProcessNumber maker_of(uint64_t context) { return rpc::maker_of(context) - 1; }
 
+/// The contexts that were made on one thread, one on top of the other. They may end in any order,
+/// and on any thread: one that has ended counts no more, and goes when there is none on top of it.
+class ThreadsContexts {
+ public:
+  using Ended = std::shared_ptr<std::atomic<bool>>;
+
+  static ThreadsContexts& here() {
+    thread_local ThreadsContexts contexts;
+    return contexts;
+  }
+
+  /// Makes it the thread's current one. To be told of its end.
+  Ended enter(Runtime& runtime, uint64_t id) {
+    leave_ended();
+    auto ended = std::make_shared<std::atomic<bool>>(false);
+    stack_.push_back({std::make_unique<rpc::ContextScope>(&runtime, id, ended), ended});
+    return ended;
+  }
+  void leave_ended() {
+    // Within a scope of another one that scope holds.
+    while (!stack_.empty() && *stack_.back().ended && stack_.back().scope->is_innermost()) {
+      stack_.pop_back();
+    }
+  }
+
+ private:
+  struct Entry {
+    std::unique_ptr<rpc::ContextScope> scope;
+    Ended ended;
+  };
+  std::vector<Entry> stack_;
+};
+
+/// A pass as its initiator sees it.
+class OwnPass {
+ public:
+  OwnPass(const Context& context, PassOptions options)
+      : runtime_(Runtime::of(context.agent())),
+        state_(context.state()),
+        pass_(std::make_shared<Pass>(context.agent(), runtime_->new_id(), options)) {}
+
+  /// Throws `invalid` if another one is under way; then this one is none.
+  void begin() { state_->begin_pass(pass_); }
+  base::Future<void> run(const std::vector<at::Tensor>& roots) {
+    pass_->prepare(state_, roots);
+    return pass_->run_roots(roots);
+  }
+  void end() { state_->finish_pass(pass_->id()); }
+  void join_streams() { pass_->join_streams(); }
+  /// Not on the loop: hooks of the user's are destroyed.
+  void fail(const base::Error& error) {
+    state_->fail_pass(pass_->id(), error);
+    runtime_->fail_pass(state_->id(), pass_->id(), error);
+  }
+
+ private:
+  std::shared_ptr<Runtime> runtime_;
+  std::shared_ptr<ContextState> state_;
+  std::shared_ptr<Pass> pass_;
+};
+
+void check_roots(const std::vector<at::Tensor>& roots) {
+  for (const at::Tensor& root : roots) {
+    if (!root.defined() || !root.requires_grad()) {
+      base::invalid("backward: a root does not require a gradient");
+    }
+  }
+}
+
 }  // namespace
 
 void install(rpc::Agent& agent) { std::make_shared<Runtime>(agent.lasting())->install(); }
@@ -84,11 +153,8 @@ std::shared_ptr<ContextState> Runtime::take_locked(uint64_t first_ended, uint64_
     last = std::max(last, range->first);
   }
   ended_.emplace(last, first_ended);
-  const auto it = contexts_.find(id);
-  if (it == contexts_.end()) return nullptr;
-  std::shared_ptr<ContextState> state = std::move(it->second);
-  contexts_.erase(it);
-  return state;
+  auto taken = contexts_.extract(id);
+  return taken ? std::move(taken.mapped()) : nullptr;
 }
 
 at::Tensor Runtime::hold(const at::Tensor& parameter) {
@@ -308,43 +374,6 @@ void Runtime::on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply) {
 
 Context::Context(rpc::Agent& agent) : Context(agent, Scope::kThread) {}
 
-namespace {
-
-/// The contexts that were made on one thread, one on top of the other. They may end in any order,
-/// and on any thread: one that has ended counts no more, and goes when there is none on top of it.
-class ThreadsContexts {
- public:
-  using Ended = std::shared_ptr<std::atomic<bool>>;
-
-  static ThreadsContexts& here() {
-    thread_local ThreadsContexts contexts;
-    return contexts;
-  }
-
-  /// Makes it the thread's current one. To be told of its end.
-  Ended enter(Runtime& runtime, uint64_t id) {
-    leave_ended();
-    auto ended = std::make_shared<std::atomic<bool>>(false);
-    stack_.push_back({std::make_unique<rpc::ContextScope>(&runtime, id, ended), ended});
-    return ended;
-  }
-  void leave_ended() {
-    // Within a scope of another one that scope holds.
-    while (!stack_.empty() && *stack_.back().ended && stack_.back().scope->is_innermost()) {
-      stack_.pop_back();
-    }
-  }
-
- private:
-  struct Entry {
-    std::unique_ptr<rpc::ContextScope> scope;
-    Ended ended;
-  };
-  std::vector<Entry> stack_;
-};
-
-}  // namespace
-
 Context::Context(rpc::Agent& agent, Scope scope)
     : agent_(agent),
       runtime_(Runtime::of(agent)),
@@ -400,46 +429,6 @@ bool ContextRef::on_pass_end(std::function<void()> fn) const {
   const auto state = state_.lock();
   return state && state->on_pass_end(std::move(fn), pass_);
 }
-
-namespace {
-
-/// A pass as its initiator sees it.
-class OwnPass {
- public:
-  OwnPass(const Context& context, PassOptions options)
-      : runtime_(Runtime::of(context.agent())),
-        state_(context.state()),
-        pass_(std::make_shared<Pass>(context.agent(), runtime_->new_id(), options)) {}
-
-  /// Throws `invalid` if another one is under way; then this one is none.
-  void begin() { state_->begin_pass(pass_); }
-  base::Future<void> run(const std::vector<at::Tensor>& roots) {
-    pass_->prepare(state_, roots);
-    return pass_->run_roots(roots);
-  }
-  void end() { state_->finish_pass(pass_->id()); }
-  void join_streams() { pass_->join_streams(); }
-  /// Not on the loop: hooks of the user's are destroyed.
-  void fail(const base::Error& error) {
-    state_->fail_pass(pass_->id(), error);
-    runtime_->fail_pass(state_->id(), pass_->id(), error);
-  }
-
- private:
-  std::shared_ptr<Runtime> runtime_;
-  std::shared_ptr<ContextState> state_;
-  std::shared_ptr<Pass> pass_;
-};
-
-void check_roots(const std::vector<at::Tensor>& roots) {
-  for (const at::Tensor& root : roots) {
-    if (!root.defined() || !root.requires_grad()) {
-      base::invalid("backward: a root does not require a gradient");
-    }
-  }
-}
-
-}  // namespace
 
 void backward(Context& context, const std::vector<at::Tensor>& roots, PassOptions options) {
   check_roots(roots);

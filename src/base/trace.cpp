@@ -123,8 +123,8 @@ TraceLane& Tracer::lane() {
   std::lock_guard lock(mutex_);
   TraceLane*& stranger = strangers_[std::this_thread::get_id()];
   if (!stranger) {
-    lanes_.push_back(std::make_unique<TraceLane>(*this, "thread", lanes_.size()));
-    stranger = lanes_.back().get();
+    stranger =
+        lanes_.emplace_back(std::make_unique<TraceLane>(*this, "thread", lanes_.size())).get();
   }
   return *stranger;
 }
@@ -137,8 +137,7 @@ TraceLane& Tracer::take_lane(const char* name) {
     free_.erase(it);
     return lane;
   }
-  lanes_.push_back(std::make_unique<TraceLane>(*this, name, lanes_.size()));
-  return *lanes_.back();
+  return *lanes_.emplace_back(std::make_unique<TraceLane>(*this, name, lanes_.size()));
 }
 
 void Tracer::give_back(TraceLane& lane) {

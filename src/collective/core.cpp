@@ -1,7 +1,8 @@
 #include "core.h"
 
-#include <algorithm>
 #include <utility>
+
+#include <fmt/format.h>
 
 #include "distrain/rpc/error.h"
 
@@ -122,14 +123,12 @@ bool Core::is_early_locked(uint64_t number) const {
 }
 
 std::vector<rpc::ChannelMessage> Core::take_early_locked(uint64_t number) {
-  const auto it = early_.find(number);
-  if (it == early_.end()) return {};
-  std::vector<rpc::ChannelMessage> messages = std::move(it->second);
-  early_.erase(it);
-  for (const auto& message : messages) {
+  auto taken = early_.extract(number);
+  if (!taken) return {};
+  for (const auto& message : taken.mapped()) {
     peers_[static_cast<size_t>(group_rank(message.from))].early_bytes -= message.payload.size();
   }
-  return messages;
+  return std::move(taken.mapped());
 }
 
 void Core::issue(const std::shared_ptr<Operation>& operation, uint32_t sequence) {
@@ -240,20 +239,18 @@ void Core::on_message(rpc::ChannelMessage message) {
     Peer& peer = peers_[static_cast<size_t>(from)];
     const uint64_t bytes = message.payload.size();
     if (message.tag.a != group_id_) {
-      failure =
-          Error{ErrorKind::kInvalid,
-                "rank " + std::to_string(message.from) + " has group " +
-                    std::to_string(message.tag.a) + " on the channel where rank " +
-                    std::to_string(world_rank(rank_)) + " has group " + std::to_string(group_id_),
-                message.from};
+      failure = Error{ErrorKind::kInvalid,
+                      fmt::format("rank {} has group {} on the channel where rank {} has group {}",
+                                  message.from, message.tag.a, world_rank(rank_), group_id_),
+                      message.from};
     } else if (message.tag.b == kClosed) {
       return on_closed_locked(from);
     } else if (is_early_locked(message.tag.b) && peer.early_bytes > 0 &&
                peer.early_bytes + bytes > 2 * window()) {
       failure = Error{ErrorKind::kOverloaded,
-                      "rank " + std::to_string(message.from) +
-                          " has sent too much for operations that rank " +
-                          std::to_string(world_rank(rank_)) + " has not begun",
+                      fmt::format("rank {} has sent too much for operations that rank {} has not "
+                                  "begun",
+                                  message.from, world_rank(rank_)),
                       message.from};
     } else if (is_early_locked(message.tag.b)) {
       on_answer_locked(peer, message.tag.b);

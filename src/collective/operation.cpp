@@ -1,7 +1,9 @@
 #include "operation.h"
 
 #include <algorithm>
-#include <cstdio>
+
+#include <c10/util/StringUtil.h>
+#include <fmt/format.h>
 
 #include "distrain/base/thread_state.h"
 #include "distrain/rpc/error.h"
@@ -34,12 +36,6 @@ bool is_active(OperationState state) {
   return state == OperationState::kStarting || state == OperationState::kRunning;
 }
 
-std::string listed(const std::vector<int>& ranks) {
-  std::string text;
-  for (const int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
-  return text;
-}
-
 }  // namespace
 
 Operation::Operation(const OpSpec& spec, base::TimePoint deadline, int steps)
@@ -50,14 +46,14 @@ bool Operation::expects(int, int from) const { return from != core_->rank(); }
 void Operation::transition_locked(OperationState to) {
   const OperationState from = state_.load(std::memory_order_relaxed);
   if (!is_allowed(from, to)) {
-    throw base::Exception(ErrorKind::kInternal, name() + ": impossible change of state " +
-                                                    std::to_string(int(from)) + " to " +
-                                                    std::to_string(int(to)));
+    throw base::Exception(
+        ErrorKind::kInternal,
+        fmt::format("{}: impossible change of state {} to {}", name(), int(from), int(to)));
   }
   if (is_active(to)) ++core_->active_;
   if (is_active(from) && --core_->active_ == 0) core_->idle_.notify_all();
   state_.store(to, std::memory_order_release);
-  const bool complete = to == OperationState::kReady && is_last_step();
+  const bool complete = to == OperationState::kReady && step_ + 1 == steps_;
   if (complete || to == OperationState::kDone) core_->forget_locked(*this);
   if (sleepers_ > 0 && (to == OperationState::kReady || to == OperationState::kDone)) {
     changed_.notify_all();
@@ -91,11 +87,11 @@ std::optional<Error> Operation::check_locked(int from, const rpc::ChannelMessage
     OpSpec same = *theirs;
     same.pass = spec_.pass;
     if (same != spec_) {
-      return Error{ErrorKind::kInvalid,
-                   "rank " + std::to_string(world_rank) + " called " + describe(*theirs) +
-                       " where rank " + std::to_string(own_rank) + " called " + describe(spec_) +
-                       " (" + number_text() + " of the group)",
-                   world_rank, describe(spec_)};
+      return Error{
+          ErrorKind::kInvalid,
+          fmt::format("rank {} called {} where rank {} called {} ({} of the group)", world_rank,
+                      describe(*theirs), own_rank, describe(spec_), number_text()),
+          world_rank, describe(spec_)};
     }
     if (auto error = pass_error({world_rank, theirs->pass}, {own_rank, spec_.pass})) {
       error->op = describe(spec_);
@@ -136,21 +132,12 @@ void Operation::fail_locked(Error error) {
 void Operation::end_locked(std::optional<Error> error) {
   error_ = std::move(error);
   transition_locked(OperationState::kDone);
-  if (traced_from_ != 0) trace_locked();
-}
-
-void Operation::trace_locked() const {
+  if (traced_from_ == 0) return;
   base::Tracer& tracer = *core_->tracer();
-  base::TraceEvent event;
-  event.kind = base::TraceEvent::Kind::kAsync;
-  event.name = kind_name(spec_.kind);
-  event.category = "collective";
-  event.key = "bytes";
-  event.value = static_cast<int64_t>(spec_.bytes);
-  event.start = traced_from_;
-  event.end = base::Tracer::now();
-  event.id = static_cast<uint64_t>(core_->world_rank(core_->rank())) << 40 | tracer.next_id();
-  tracer.record(event);
+  const auto rank = static_cast<uint64_t>(core_->world_rank(core_->rank()));
+  tracer.record({base::TraceEvent::Kind::kAsync, kind_name(spec_.kind), "collective", "bytes",
+                 static_cast<int64_t>(spec_.bytes), traced_from_, base::Tracer::now(),
+                 rank << 40 | tracer.next_id()});
 }
 
 // Leaves Starting or Running when step `step_` is the next to collect, or the end is reached.
@@ -273,7 +260,8 @@ void Operation::await_change(std::unique_lock<std::mutex>& lock, base::TimePoint
 Error Operation::deadline_error_locked() const {
   const std::vector<int> missing = missing_ranks_locked();
   return Error{ErrorKind::kDeadline,
-               name() + ": the deadline passed, nothing came from rank " + listed(missing) +
+               name() + ": the deadline passed, nothing came from rank " +
+                   c10::Join(", ", missing) +
                    (steps_ > 1 ? " (step " + std::to_string(step_ + 1) + " of 2)" : ""),
                missing.empty() ? -1 : missing.front(), describe(spec_)};
 }
@@ -301,7 +289,7 @@ bool Operation::waits_for_locked(int from) const {
 rpc::Wait Operation::wait_locked() const {
   const std::vector<int> missing = missing_ranks_locked();
   const std::string why =
-      missing.empty() ? "all is here" : "nothing yet from rank " + listed(missing);
+      missing.empty() ? "all is here" : "nothing yet from rank " + c10::Join(", ", missing);
   return {name() + ": " + why, begun_};
 }
 

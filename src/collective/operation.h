@@ -55,8 +55,6 @@ class Operation : public std::enable_shared_from_this<Operation> {
   /// `steps` is 1 or 2.
   Operation(const OpSpec& spec, base::TimePoint deadline, int steps = 1);
   virtual ~Operation() = default;
-  Operation(const Operation&) = delete;
-  Operation& operator=(const Operation&) = delete;
 
   /// As Pending's functions of these names; wait_until throws the operation's error.
   bool done();
@@ -91,7 +89,6 @@ class Operation : public std::enable_shared_from_this<Operation> {
  private:
   friend class Core;
 
-  bool is_last_step() const { return step_ + 1 == steps_; }
   bool ready_or_done() const {
     const OperationState state = state_.load(std::memory_order_acquire);
     return state == OperationState::kReady || state == OperationState::kDone;
@@ -103,7 +100,6 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::optional<base::Error> check_locked(int from, const rpc::ChannelMessage& message) const;
   void fail_locked(base::Error error);
   void end_locked(std::optional<base::Error> error);
-  void trace_locked() const;
   void settle_locked();
   void run_locked(std::unique_lock<std::mutex>& lock);
   void await_change(std::unique_lock<std::mutex>& lock, base::TimePoint limit);

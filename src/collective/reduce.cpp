@@ -1,6 +1,5 @@
 #include "reduce.h"
 
-#include <algorithm>
 #include <type_traits>
 
 #include <c10/util/BFloat16.h>

@@ -1,7 +1,6 @@
 #include "distrain/collective/staged_reduce_group.h"
 
 #include <mutex>
-#include <utility>
 #include <vector>
 
 #include <ATen/ATen.h>

@@ -44,8 +44,6 @@ struct Lane {
       ended.reset();
     });
   }
-  Lane(const Lane&) = delete;
-  Lane& operator=(const Lane&) = delete;
 
   std::unique_ptr<NcclCommunicator> nccl;
   const c10::Stream stream;
@@ -102,8 +100,6 @@ class Watch {
   explicit Watch(Terms terms);
   /// After one last look.
   ~Watch();
-  Watch(const Watch&) = delete;
-  Watch& operator=(const Watch&) = delete;
 
   struct Item;
   /// From before NCCL is called until `done` is reached. `op`: for error messages.

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include <c10/core/DeviceType.h>
+#include <c10/util/StringUtil.h>
 
 #include "distrain/base/text.h"
 #include "distrain/rpc/error.h"
@@ -54,7 +55,7 @@ DeviceSpec::DeviceSpec(std::string_view text, c10::DeviceType accelerator,
 }
 
 const DeviceRole* DeviceSpec::class_of(std::string_view name) const {
-  const auto it = std::find_if(roles_.begin(), roles_.end(), [&](const DeviceRole& role) {
+  const auto it = std::ranges::find_if(roles_, [&](const DeviceRole& role) {
     return name == role.name || (!role.alias.empty() && name == role.alias);
   });
   return it == roles_.end() ? nullptr : &*it;
@@ -108,9 +109,7 @@ void DeviceSpec::check_ranks(const std::vector<std::string>& rank_names) const {
   for (const auto& [name, choice] : by_name_) {
     if (class_of(name) || std::find(rank_names.begin(), rank_names.end(), name) != rank_names.end())
       continue;
-    std::string known;
-    for (const std::string& each : rank_names) known += (known.empty() ? "" : ", ") + each;
-    refuse("names " + name + ", but the ranks are " + known);
+    refuse("names " + name + ", but the ranks are " + c10::Join(", ", rank_names));
   }
 }
 

@@ -5,7 +5,6 @@
 #include <fstream>
 #include <optional>
 #include <system_error>
-#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -38,11 +37,10 @@ fs::path real_path(const fs::path& path) {
   return error ? path : real;
 }
 
-/// The folder of the library that this is part of, or of the program.
-fs::path own_folder() {
-  static const char kHere = 0;
+/// The folder of the library that has this symbol, or of the program; empty if that can't be told.
+fs::path folder_of(const void* symbol) {
   Dl_info info{};
-  if (!dladdr(&kHere, &info) || !info.dli_fname) return {};
+  if (!dladdr(symbol, &info) || !info.dli_fname) return {};
   return real_path(info.dli_fname).parent_path();
 }
 
@@ -53,7 +51,9 @@ fs::path find_plugin() {
   }
   const fs::path folder = real_path("/proc/self/exe").parent_path();
   // Built, beside the program or the library; installed, in the folder of libraries.
-  for (const fs::path& place : {folder, own_folder(), folder.parent_path() / DISTRAIN_LIBDIR}) {
+  static const char kHere = 0;
+  for (const fs::path& place :
+       {folder, folder_of(&kHere), folder.parent_path() / DISTRAIN_LIBDIR}) {
     if (is_file(place / kPluginName)) return place / kPluginName;
   }
   fail(
@@ -75,15 +75,6 @@ std::optional<std::string> torch_version_of(const fs::path& folder) {
     return line.substr(0, line.find('+'));
   }
   return std::nullopt;
-}
-
-/// The folder of the LibTorch that this process runs on.
-fs::path torch_folder() {
-  Dl_info info{};
-  if (!dladdr(reinterpret_cast<void*>(&at::globalContext), &info) || !info.dli_fname) {
-    fail("can't tell where LibTorch lies");
-  }
-  return real_path(info.dli_fname).parent_path();
 }
 
 /// libtorch_cuda.so that belongs to the LibTorch in `folder`.
@@ -119,7 +110,8 @@ void* open_library(const fs::path& path, int flags) {
 
 const Plugin& load_once() {
   const fs::path plugin_path = find_plugin();
-  const fs::path folder = torch_folder();
+  const fs::path folder = folder_of(reinterpret_cast<void*>(&at::globalContext));
+  if (folder.empty()) fail("can't tell where LibTorch lies");
   const fs::path torch_cuda = find_torch_cuda(folder);
   // Its own search path leads to NVIDIA's libraries of its install. In the global scope, because
   // the plugin takes them from there, and LibTorch's own parts each other. Never closed again.

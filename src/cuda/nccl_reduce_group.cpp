@@ -23,7 +23,6 @@ using base::ErrorKind;
 using collective::Backend;
 using collective::PassNumber;
 using collective::ReduceGroup;
-using collective::ReduceWork;
 
 // Note [Operations over NCCL]
 //
@@ -90,7 +89,7 @@ constexpr std::chrono::milliseconds kTellEvery{20};
 /// Longer than the plugin's communicators let their work go on.
 constexpr std::chrono::seconds kEndTimeout{12};
 
-class OverNccl final : public ReduceWork {
+class OverNccl final : public collective::ReduceWork {
  public:
   /// Where NCCL's work ends, and whether it did.
   struct Given {

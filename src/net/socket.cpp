@@ -4,7 +4,6 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
-#include <memory>
 #include <system_error>
 #include <thread>
 
@@ -38,55 +37,6 @@ bool is_local(const AddressList& addresses) {
   }
   return false;
 }
-
-}  // namespace
-
-Error socket_error(const std::string& what, int code) {
-  const bool exhausted = code == EMFILE || code == ENFILE || code == ENOMEM || code == ENOBUFS;
-  return Error{exhausted ? ErrorKind::kResources : ErrorKind::kRendezvous,
-               what + ": " + std::strerror(code)};
-}
-
-std::string endpoint_text(const std::string& given, uint16_t port) {
-  const std::string host = without_brackets(given);
-  const bool is_v6 = host.find(':') != std::string::npos;
-  return (is_v6 ? "[" + host + "]" : host.empty() ? "*" : host) + ":" + std::to_string(port);
-}
-
-base::Result<UnixAddress> unix_address(const std::string& path) {
-  UnixAddress made;
-  made.address.sun_family = AF_UNIX;
-  if (path.size() >= sizeof made.address.sun_path) {
-    return Error{ErrorKind::kRendezvous, "the path of a unix socket is too long: " + path};
-  }
-  std::memcpy(made.address.sun_path, path.data(), path.size());
-  made.size = sizeof made.address;
-  if (path.starts_with('@')) {  // a name without a file, which ends where the address does
-    made.address.sun_path[0] = '\0';
-    made.size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + path.size());
-  }
-  return made;
-}
-
-bool is_connected_to_itself(int fd) {
-  const SocketName local = local_name(fd);
-  const SocketName remote = remote_name(fd);
-  return local.port != 0 && local.port == remote.port && local.host == remote.host;
-}
-
-base::Result<AddressList> resolve(const std::string& given, uint16_t port, int flags) {
-  const std::string host = without_brackets(given);
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_NUMERICSERV | flags;
-  addrinfo* found = nullptr;
-  const int code = getaddrinfo(host.empty() ? nullptr : host.c_str(), std::to_string(port).c_str(),
-                               &hints, &found);
-  if (code != 0) return Error{ErrorKind::kRendezvous, "host '" + host + "': " + gai_strerror(code)};
-  return AddressList(found, &freeaddrinfo);
-}
-
-namespace {
 
 // A name server may keep getaddrinfo() for half a minute, and nothing ends it. Who gives up on it
 // leaves it behind, on a thread that ends with it.
@@ -160,6 +110,51 @@ int connect_until(int fd, const sockaddr* address, socklen_t size, base::TimePoi
 }
 
 }  // namespace
+
+Error socket_error(const std::string& what, int code) {
+  const bool exhausted = code == EMFILE || code == ENFILE || code == ENOMEM || code == ENOBUFS;
+  return Error{exhausted ? ErrorKind::kResources : ErrorKind::kRendezvous,
+               what + ": " + std::strerror(code)};
+}
+
+std::string endpoint_text(const std::string& given, uint16_t port) {
+  const std::string host = without_brackets(given);
+  const bool is_v6 = host.find(':') != std::string::npos;
+  return (is_v6 ? "[" + host + "]" : host.empty() ? "*" : host) + ":" + std::to_string(port);
+}
+
+base::Result<UnixAddress> unix_address(const std::string& path) {
+  UnixAddress made;
+  made.address.sun_family = AF_UNIX;
+  if (path.size() >= sizeof made.address.sun_path) {
+    return Error{ErrorKind::kRendezvous, "the path of a unix socket is too long: " + path};
+  }
+  std::memcpy(made.address.sun_path, path.data(), path.size());
+  made.size = sizeof made.address;
+  if (path.starts_with('@')) {  // a name without a file, which ends where the address does
+    made.address.sun_path[0] = '\0';
+    made.size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + path.size());
+  }
+  return made;
+}
+
+bool is_connected_to_itself(int fd) {
+  const SocketName local = local_name(fd);
+  const SocketName remote = remote_name(fd);
+  return local.port != 0 && local.port == remote.port && local.host == remote.host;
+}
+
+base::Result<AddressList> resolve(const std::string& given, uint16_t port, int flags) {
+  const std::string host = without_brackets(given);
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICSERV | flags;
+  addrinfo* found = nullptr;
+  const int code = getaddrinfo(host.empty() ? nullptr : host.c_str(), std::to_string(port).c_str(),
+                               &hints, &found);
+  if (code != 0) return Error{ErrorKind::kRendezvous, "host '" + host + "': " + gai_strerror(code)};
+  return AddressList(found, &freeaddrinfo);
+}
 
 Fd& Fd::operator=(Fd&& other) noexcept {
   const Fd old(std::exchange(fd_, other.release()));

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <deque>
 #include <mutex>
-#include <span>
 #include <string_view>
 #include <utility>
 

@@ -27,8 +27,6 @@ namespace distrain::nn {
 
 namespace {
 
-using base::ErrorKind;
-
 [[noreturn]] void refuse(const std::string& what) { base::invalid(what); }
 
 template <class Items>
@@ -248,8 +246,7 @@ class SharedModule::Lease {
     if (!replica_) return;
     std::unique_ptr<Replica> dropped;
     std::lock_guard lock(module_.mutex_);
-    const auto it = std::find_if(module_.replicas_.begin(), module_.replicas_.end(),
-                                 [&](const auto& known) { return known.get() == replica_; });
+    const auto it = std::ranges::find(module_.replicas_, replica_, &std::unique_ptr<Replica>::get);
     dropped = std::move(*it);
     module_.replicas_.erase(it);
   }
@@ -408,7 +405,7 @@ at::Tensor SharedModule::forward(rpc::CallContext& call, ForwardTerms terms,
     check_lookup(module, given, &rpc::check_rows);
     result = (*lease).net.forward(inputs);
   } catch (...) {
-    base::Error error = rpc::error_in_flight(ErrorKind::kRemoteFailed);
+    base::Error error = rpc::error_in_flight(base::ErrorKind::kRemoteFailed);
     const std::string where = "module '" + name_ + "' on " + agent_.name() + " (rank " +
                               std::to_string(agent_.rank()) + "): ";
     try {  // in place of torch's "index out of range in self"
@@ -495,11 +492,6 @@ void SharedModule::load_state(NamedTensors state) {
     buffer = at::empty_like(buffer).copy_(state.at(its_name));
   }
   ++buffers_generation_;
-}
-
-size_t SharedModule::replicas() {
-  std::lock_guard lock(mutex_);
-  return replicas_.size();
 }
 
 void SharedModule::let_go() {

@@ -37,8 +37,6 @@ class SharedModule final : public autograd::VersionKeeper {
   NamedTensors state() { return state_of("", Keep::kCopies); }
   rpc::RRef<NamedTensors> held_state(rpc::CallContext& call, const std::string& prefix);
   void load_state(NamedTensors state);
-  /// There are so many: at most as many as passes were in flight at a time.
-  size_t replicas();
 
   void let_go() override;
 

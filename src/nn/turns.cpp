@@ -31,19 +31,17 @@ base::Future<Turns::TurnPtr> Turns::enter(PipelineStep::Kind kind, int64_t micro
 }
 
 void Turns::finish() {
-  std::optional<base::Promise<TurnPtr>> promise;
+  decltype(waiting_)::node_type next;
   {
     std::lock_guard lock(mutex_);
     taken_ = false;
     ++next_;
     if (error_ || next_ >= row_.size()) return;
-    const auto it = waiting_.find(key_of(row_[next_]));
-    if (it == waiting_.end()) return;
-    promise = std::move(it->second);
-    waiting_.erase(it);
+    next = waiting_.extract(key_of(row_[next_]));
+    if (!next) return;
     taken_ = true;
   }
-  promise->set(std::make_shared<Turn>(shared_from_this()));
+  next.mapped().set(std::make_shared<Turn>(shared_from_this()));
 }
 
 void Turns::fail(const base::Error& why) {

@@ -1,7 +1,6 @@
 #include "distrain/optim/distributed_optimizer.h"
 
 #include <map>
-#include <string>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -63,21 +62,12 @@ base::Future<Norms> norms_here(rpc::CallContext& context,
   return here.norms_squared(terms, gradients_of(context.agent, here, contexts));
 }
 
-std::vector<ParameterState> state_here(const rpc::RRef<LocalOptimizer>& optimizer) {
-  return optimizer.local_value().state();
-}
-
 using NamedState = std::map<std::string, at::Tensor>;
 
 rpc::RRef<NamedState> hold_state_here(rpc::CallContext& context,
                                       const rpc::RRef<LocalOptimizer>& optimizer,
                                       const std::vector<std::string>& names) {
   return context.agent.make_rref(flatten(names, optimizer.local_value().state()));
-}
-
-void load_state_here(const rpc::RRef<LocalOptimizer>& optimizer,
-                     const std::vector<ParameterState>& state) {
-  optimizer.local_value().load_state(state);
 }
 
 template <class T>
@@ -90,6 +80,16 @@ std::vector<T> picked(const std::vector<T>& from, const std::vector<size_t>& pla
 void put(std::vector<ParameterState>& into, const std::vector<size_t>& places,
          std::vector<ParameterState> states) {
   for (size_t i = 0; i < places.size(); ++i) into[places[i]] = std::move(states.at(i));
+}
+
+// As a shared parameter it would wait for other trainers, each of which steps a replica of its own.
+void refuse_replica(const at::Tensor& value, uint64_t group) {
+  if (!value.defined()) return;
+  const auto& hook = torch::autograd::impl::post_acc_grad_hooks(value);
+  if (!dynamic_cast<const autograd::LeafHook*>(hook.get())) return;
+  base::invalid("a shared parameter of group " + std::to_string(group) +
+                " is this rank's replica of a DistributedDataParallel: it goes among "
+                "the rank's own parameters");
 }
 
 // The parameters that live on one rank, with the groups that they are of.
@@ -112,9 +112,9 @@ UpdateCount install(rpc::Agent& agent) {
   agent.expose<&attach>("distrain.optim.attach");
   agent.expose<&step_here>("distrain.optim.step");
   agent.expose<&norms_here>("distrain.optim.norm");
-  agent.expose<&state_here>("distrain.optim.state");
+  agent.expose<&LocalOptimizer::state>("distrain.optim.state");
   agent.expose<&hold_state_here>("distrain.optim.hold_state");
-  agent.expose<&load_state_here>("distrain.optim.load_state");
+  agent.expose<&LocalOptimizer::load_state>("distrain.optim.load_state");
   agent.expose<&leave_here>("distrain.optim.leave");
   agent.add_layer(optimizers);
   return optimizers->updates();
@@ -137,37 +137,6 @@ Progress progress_of(rpc::Agent& agent, const at::Tensor& parameter, int partici
   }
   return optimizer->progress(participant);
 }
-
-DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
-                                           const std::vector<ParameterGroup>& groups,
-                                           Sharing sharing)
-    : DistributedOptimizer(agent, groups, 0, sharing) {}
-
-DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
-                                           const std::vector<rpc::RRef<at::Tensor>>& shared,
-                                           const OptimizerOptions& options, Sharing sharing)
-    : DistributedOptimizer(agent, {ParameterGroup{shared, {}, options}}, 0, sharing) {}
-
-DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
-                                           const std::vector<rpc::RRef<at::Tensor>>& shared,
-                                           const std::vector<at::Tensor>& own, const Rule& rule,
-                                           Sharing sharing)
-    : DistributedOptimizer(agent, {ParameterGroup{shared, own, rule.options}}, rule.max_norm,
-                           sharing) {}
-
-namespace {
-
-// As a shared parameter it would wait for other trainers, each of which steps a replica of its own.
-void refuse_replica(const at::Tensor& value, uint64_t group) {
-  if (!value.defined()) return;
-  const auto& hook = torch::autograd::impl::post_acc_grad_hooks(value);
-  if (!dynamic_cast<const autograd::LeafHook*>(hook.get())) return;
-  base::invalid("a shared parameter of group " + std::to_string(group) +
-                " is this rank's replica of a DistributedDataParallel: it goes among "
-                "the rank's own parameters");
-}
-
-}  // namespace
 
 DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
                                            const std::vector<ParameterGroup>& groups,
@@ -234,10 +203,6 @@ int DistributedOptimizer::participant() const {
 
 bool DistributedOptimizer::steps_wait() const {
   return sharing_.mode != Sharing::Mode::kAsync && sharing_.participants > 1;
-}
-
-bool DistributedOptimizer::norms_wait() const {
-  return sharing_.mode == Sharing::Mode::kSync && sharing_.participants > 1;
 }
 
 // A call that waits for other participants, or moves a whole state, lasts as long as that takes:
@@ -315,11 +280,13 @@ DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<
   const double own =
       own_.optimizer ? norm_squared(gradients_of(agent_, *own_.optimizer, contexts)) : 0;
   const NormTerms terms{participant(), own};
+  const bool is_sync = sharing_.mode == Sharing::Mode::kSync;
+  const bool waits = is_sync && sharing_.participants > 1;
   std::map<int, base::Future<Norms>> by_owner;
   for (const Remote& remote : remote_) {
-    by_owner.emplace(remote.optimizer.owner(),
-                     agent_.rpc_async<&norms_here>(owner_of(remote, norms_wait()), remote.optimizer,
-                                                   contexts, terms));
+    by_owner.emplace(
+        remote.optimizer.owner(),
+        agent_.rpc_async<&norms_here>(owner_of(remote, waits), remote.optimizer, contexts, terms));
   }
   if (shared_.optimizer) {
     by_owner.emplace(agent_.rank(), shared_.optimizer->norms_squared(
@@ -333,7 +300,7 @@ DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<
   const double total = shared + (all.empty() ? own : all.front().wait().own);
   const double scale = clip_scale(total, max_norm);
   // Replicas stay equal: this participant's norm says nothing of the others'.
-  const bool is_everyones = sharing_.mode == Sharing::Mode::kSync || sharing_.participants <= 1;
+  const bool is_everyones = is_sync || sharing_.participants <= 1;
   return {scale, is_everyones ? scale : clip_scale(own, max_norm)};
 }
 
@@ -349,7 +316,8 @@ void DistributedOptimizer::set_lr_factor(double factor) {
 std::vector<ParameterState> DistributedOptimizer::state() const {
   std::vector<ParameterState> all(parameters_);
   for (const Remote& remote : remote_) {
-    put(all, remote.places, agent_.rpc_sync<&state_here>(owner_of(remote, true), remote.optimizer));
+    put(all, remote.places,
+        agent_.rpc_sync<&LocalOptimizer::state>(owner_of(remote, true), remote.optimizer));
   }
   for (const Local& local : {shared_, own_}) {
     if (local.optimizer) put(all, local.places, local.optimizer->state());
@@ -389,8 +357,8 @@ void DistributedOptimizer::load_state(const std::vector<ParameterState>& state) 
                    std::to_string(parameters_));
   }
   for (const Remote& remote : remote_) {
-    agent_.rpc_sync<&load_state_here>(owner_of(remote, true), remote.optimizer,
-                                      picked(state, remote.places));
+    agent_.rpc_sync<&LocalOptimizer::load_state>(owner_of(remote, true), remote.optimizer,
+                                                 picked(state, remote.places));
   }
   for (const Local& local : {shared_, own_}) {
     if (local.optimizer) local.optimizer->load_state(picked(state, local.places));

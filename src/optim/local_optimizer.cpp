@@ -2,12 +2,13 @@
 
 #include <algorithm>
 #include <limits>
-#include <sstream>
-#include <string>
 #include <thread>
+#include <type_traits>
 #include <utility>
 
 #include <ATen/Functions.h>
+#include <c10/util/StringUtil.h>
+#include <fmt/format.h>
 
 #include "distrain/autograd/parameter_versions.h"
 #include "distrain/base/thread_state.h"
@@ -20,18 +21,16 @@ namespace {
 void check_same_terms(const std::map<int, StepTerms>& gathered) {
   const StepTerms& first = gathered.begin()->second;
   for (const auto& [participant, terms] : gathered) {
-    std::ostringstream message;
-    message << "participants " << first.participant << " and " << participant << " step with ";
+    const auto refuse = [&, participant = participant](const char* how, double own, double other,
+                                                       const char* of) {
+      base::invalid(fmt::format("participants {} and {} step with {} {:g} and {:g} of {}",
+                                first.participant, participant, how, own, other, of));
+    };
     if (terms.lr_factor != first.lr_factor) {
-      message << "different learning rates: " << first.lr_factor << " and " << terms.lr_factor
-              << " of the groups' own";
+      refuse("different learning rates:", first.lr_factor, terms.lr_factor, "the groups' own");
     } else if (terms.scale != first.scale) {
-      message << "gradients that are clipped differently: to " << first.scale << " and "
-              << terms.scale << " of themselves";
-    } else {
-      continue;
+      refuse("gradients that are clipped differently: to", first.scale, terms.scale, "themselves");
     }
-    base::invalid(message.str());
   }
 }
 
@@ -41,20 +40,22 @@ base::Error participant_lost(rpc::ProcessNumber process) {
   return {base::ErrorKind::kPeerLost, "this participant is lost", rpc::rank_of(process)};
 }
 
-void check_scale(double scale) {
-  if (scale >= 0 && scale <= 1) return;
-  base::invalid("gradients cannot be clipped to " + std::to_string(scale) + " of themselves");
+// In the order of the participants, so that the result does not depend on who came first.
+Gradients means(const std::map<int, Gradients>& gathered) {
+  std::vector<Gradients> in_order;
+  for (const auto& [participant, gradients] : gathered) in_order.push_back(gradients);
+  return mean_of(in_order);
 }
 
 }  // namespace
 
-Gradients mean_of(const std::vector<const Gradients*>& gathered) {
-  if (gathered.size() == 1) return *gathered[0];
+Gradients mean_of(const std::vector<Gradients>& gathered) {
+  if (gathered.size() == 1) return gathered[0];
   Gradients means;
-  for (size_t i = 0; i < gathered[0]->size(); ++i) {
+  for (size_t i = 0; i < gathered[0].size(); ++i) {
     at::Tensor sum;
-    for (const Gradients* gradients : gathered) {
-      const at::Tensor& gradient = (*gradients)[i];
+    for (const Gradients& gradients : gathered) {
+      const at::Tensor& gradient = gradients[i];
       if (gradient.defined()) sum = sum.defined() ? sum_of(sum, gradient) : gradient;
     }
     means.push_back(sum.defined() ? sum / static_cast<double>(gathered.size()) : sum);
@@ -86,15 +87,9 @@ class LocalOptimizer::Completions {
   }
 
   template <class R>
-  void set(std::vector<base::Promise<R>> promises, const R& value) {
-    all_.emplace_back([promises = std::move(promises), value]() mutable {
-      for (auto& promise : promises) promise.set(value);
-    });
-  }
-  template <class R>
-  void fail(std::vector<base::Promise<R>> promises, const base::Error& error) {
-    all_.emplace_back([promises = std::move(promises), error]() mutable {
-      for (auto& promise : promises) promise.fail(error);
+  void add(std::vector<base::Promise<R>> promises, std::type_identity_t<base::Result<R>> result) {
+    all_.emplace_back([promises = std::move(promises), result = std::move(result)]() mutable {
+      for (auto& promise : promises) promise.complete(result);
     });
   }
 
@@ -158,11 +153,11 @@ template <class R, class Terms>
 void LocalOptimizer::check_all_clip_locked(Gathering<R, Terms>& others, int participant,
                                            Completions& done) {
   if (others.terms.empty()) return;
-  const base::Error error{base::ErrorKind::kInvalid,
-                          "participants " + std::to_string(others.terms.begin()->first) + " and " +
-                              std::to_string(participant) +
-                              " step together, but only one of them clips its gradients"};
-  done.fail(std::exchange(others, {}).waiting, error);
+  const base::Error error{
+      base::ErrorKind::kInvalid,
+      fmt::format("participants {} and {} step together, but only one of them clips its gradients",
+                  others.terms.begin()->first, participant)};
+  done.add(std::exchange(others, {}).waiting, error);
   throw base::Exception(error);
 }
 
@@ -200,9 +195,9 @@ base::Future<uint64_t> LocalOptimizer::step_together(const StepTerms& terms, Gra
     check_same_terms(all.terms);
     apply_locked(means(all.gradients), all.terms.begin()->second);
     for (Participant& each : participants_) ++each.steps;
-    done.set(std::move(all.waiting), applied_);
+    done.add(std::move(all.waiting), applied_);
   } catch (...) {
-    done.fail(std::move(all.waiting), rpc::error_in_flight(base::ErrorKind::kInternal));
+    done.add(std::move(all.waiting), rpc::error_in_flight(base::ErrorKind::kInternal));
   }
   return future;
 }
@@ -251,11 +246,8 @@ void LocalOptimizer::complete_ahead_locked(Completions& done) {
         continue;
       }
     }
-    if (error) {
-      done.fail(std::move(it->second.waiting), *error);
-    } else {
-      done.set(std::move(it->second.waiting), it->second.updates);
-    }
+    done.add(std::move(it->second.waiting),
+             error ? base::Result<uint64_t>(*error) : it->second.updates);
     it = ahead_.erase(it);
   }
 }
@@ -267,11 +259,12 @@ std::optional<base::Error> LocalOptimizer::in_vain_locked(const IsNeeded& is_nee
     const Participant& its = participants_[static_cast<size_t>(number)];
     if (its.state != Participant::State::kLeft || !is_needed(number)) continue;
     const int rank = rpc::rank_of(its.processes.begin()->first);
-    return base::Error{base::ErrorKind::kPeerLost,
-                       "participant " + std::to_string(number) + " (rank " + std::to_string(rank) +
-                           ") has entered shutdown() after " + std::to_string(its.steps) +
-                           " steps, and a step waits for one more of it",
-                       rank};
+    return base::Error{
+        base::ErrorKind::kPeerLost,
+        fmt::format("participant {} (rank {}) has entered shutdown() after {} steps, "
+                    "and a step waits for one more of it",
+                    number, rank, its.steps),
+        rank};
   }
   return std::nullopt;
 }
@@ -280,7 +273,7 @@ template <class R, class Terms>
 void LocalOptimizer::fail_if_in_vain_locked(Gathering<R, Terms>& gathering, Completions& done) {
   if (gathering.terms.empty()) return;
   const auto error = in_vain_locked([&](int other) { return !gathering.terms.contains(other); });
-  if (error) done.fail(std::exchange(gathering, {}).waiting, *error);
+  if (error) done.add(std::exchange(gathering, {}).waiting, *error);
 }
 
 base::Future<Norms> LocalOptimizer::norms_squared(const NormTerms& terms, Gradients gradients) {
@@ -301,18 +294,11 @@ base::Future<Norms> LocalOptimizer::norms_squared(const NormTerms& terms, Gradie
     Norms norms{optim::norm_squared(means(all.gradients)), 0};
     for (const auto& [participant, theirs] : all.terms) norms.own += theirs.own;
     norms.own /= static_cast<double>(all.terms.size());
-    done.set(std::move(all.waiting), norms);
+    done.add(std::move(all.waiting), norms);
   } catch (...) {
-    done.fail(std::move(all.waiting), rpc::error_in_flight(base::ErrorKind::kInternal));
+    done.add(std::move(all.waiting), rpc::error_in_flight(base::ErrorKind::kInternal));
   }
   return future;
-}
-
-// In the order of the participants, so that the result does not depend on who came first.
-Gradients LocalOptimizer::means(const std::map<int, Gradients>& gathered) const {
-  std::vector<const Gradients*> in_order;
-  for (const auto& [participant, gradients] : gathered) in_order.push_back(&gradients);
-  return mean_of(in_order);
 }
 
 // While it waits its thread counts as blocked: an update waits for readers that may need one.
@@ -329,7 +315,9 @@ void LocalOptimizer::apply_locked(const Gradients& gradients, const StepTerms& t
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (gradients[i].defined()) rule_of(i).check(i, parameters_[i], gradients[i]);
   }
-  check_scale(terms.scale);
+  if (!(terms.scale >= 0 && terms.scale <= 1)) {
+    base::invalid(fmt::format("gradients cannot be clipped to {:f} of themselves", terms.scale));
+  }
   for (const auto& rule : rules_) rule->set_lr_factor(terms.lr_factor);
   const autograd::ParameterUpdate update(agent_);
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -341,21 +329,16 @@ void LocalOptimizer::apply_locked(const Gradients& gradients, const StepTerms& t
       rule_of(i).apply(i, parameters_[i],
                        terms.scale == 1 ? gradients[i] : gradients[i] * terms.scale);
     } catch (...) {
-      throw base::Exception(half_made(i));
+      base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
+      error.message = fmt::format(
+          "the update of rank {}'s parameters is half made: it failed at parameter {} of {}, those "
+          "before it are updated: {}",
+          agent_.rank(), i, parameters_.size(), error.message);
+      throw base::Exception(std::move(error));
     }
   }
   ++applied_;
   if (updates_) updates_->fetch_add(1);
-}
-
-// Of the error in flight.
-base::Error LocalOptimizer::half_made(size_t parameter) const {
-  base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
-  error.message = "the update of rank " + std::to_string(agent_.rank()) +
-                  "'s parameters is half made: it failed at parameter " +
-                  std::to_string(parameter) + " of " + std::to_string(parameters_.size()) +
-                  ", those before it are updated: " + error.message;
-  return error;
 }
 
 int64_t LocalOptimizer::lead_locked(int participant) const {
@@ -453,21 +436,9 @@ void LocalOptimizer::on_rank_lost(const rpc::Loss& loss) {
   Completions done;
   std::lock_guard lock(mutex_);
   if (!lost_) lost_ = loss.error;
-  done.fail(std::exchange(stepping_, {}).waiting, loss.error);
-  done.fail(std::exchange(measuring_, {}).waiting, loss.error);
+  done.add(std::exchange(stepping_, {}).waiting, loss.error);
+  done.add(std::exchange(measuring_, {}).waiting, loss.error);
   complete_ahead_locked(done);
-}
-
-template <class R, class Terms>
-void LocalOptimizer::tell_locked(const Gathering<R, Terms>& gathering, const char* what,
-                                 std::vector<rpc::Wait>& waits) const {
-  if (gathering.terms.empty()) return;
-  std::string missing;
-  for (int participant = 0; participant < terms_.participants; ++participant) {
-    if (gathering.terms.contains(participant)) continue;
-    missing += (missing.empty() ? "" : ", ") + std::to_string(participant);
-  }
-  waits.push_back({what + (" that wants participant " + missing), gathering.since});
 }
 
 std::vector<rpc::Wait> LocalOptimizer::waits() const {
@@ -478,12 +449,21 @@ std::vector<rpc::Wait> LocalOptimizer::waits() const {
     std::this_thread::yield();  // whoever has it has it for a moment
   }
   std::vector<rpc::Wait> all;
-  tell_locked(stepping_, "an update here", all);
-  tell_locked(measuring_, "a gradient norm here", all);
+  const auto tell = [&](const auto& gathering, const char* what) {
+    if (gathering.terms.empty()) return;
+    std::vector<int> missing;
+    for (int participant = 0; participant < terms_.participants; ++participant) {
+      if (!gathering.terms.contains(participant)) missing.push_back(participant);
+    }
+    all.push_back({fmt::format("{} that wants participant {}", what, c10::Join(", ", missing)),
+                   gathering.since});
+  };
+  tell(stepping_, "an update here");
+  tell(measuring_, "a gradient norm here");
   for (const auto& [participant, waiting] : ahead_) {
-    all.push_back({"participant " + std::to_string(participant) + " is ahead by " +
-                       std::to_string(lead_locked(participant)) + " steps",
-                   waiting.since});
+    all.push_back(
+        {fmt::format("participant {} is ahead by {} steps", participant, lead_locked(participant)),
+         waiting.since});
   }
   return all;
 }

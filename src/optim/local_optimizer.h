@@ -8,7 +8,6 @@
 #include <mutex>
 #include <optional>
 #include <set>
-#include <string>
 #include <vector>
 
 #include "distrain/base/future.h"
@@ -73,7 +72,7 @@ using Gradients = std::vector<at::Tensor>;  ///< by parameter; undefined: none
 
 /// Returns the mean of each parameter's gradients, summed in the order of `gathered`, of which
 /// there is at least one. Undefined ones count as zero, if not all are.
-Gradients mean_of(const std::vector<const Gradients*>& gathered);
+Gradients mean_of(const std::vector<Gradients>& gathered);
 
 /// The parameters of one rank that are optimised together, and the state of their update rule.
 /// Thread-safe: steps are applied one at a time.
@@ -133,9 +132,6 @@ class LocalOptimizer {
     std::vector<base::Promise<R>> waiting;
     base::TimePoint since;  // the first one came
   };
-  template <class R, class Terms>
-  void tell_locked(const Gathering<R, Terms>& gathering, const char* what,
-                   std::vector<rpc::Wait>& waits) const;
 
   /// While it lives the lock is held for long.
   class Busy {
@@ -183,9 +179,7 @@ class LocalOptimizer {
   base::Future<uint64_t> step_together(const StepTerms& terms, Gradients gradients);
   base::Future<uint64_t> step_alone(const StepTerms& terms, const Gradients& gradients,
                                     rpc::ProcessNumber process);
-  Gradients means(const std::map<int, Gradients>& gathered) const;
   void apply_locked(const Gradients& gradients, const StepTerms& terms);
-  base::Error half_made(size_t parameter) const;
   void lose(const rpc::Loss& loss);
   void stop_stepping_locked(rpc::ProcessNumber process, Participant::State state);
   UpdateRule& rule_of(size_t parameter) const { return *rules_[groups_[parameter]]; }

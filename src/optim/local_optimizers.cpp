@@ -44,8 +44,7 @@ std::set<std::shared_ptr<LocalOptimizer>> LocalOptimizers::all() const {
 std::vector<rpc::Wait> LocalOptimizers::waits() const {
   std::vector<rpc::Wait> waits;
   for (const auto& optimizer : all()) {
-    std::vector<rpc::Wait> more = optimizer->waits();
-    std::move(more.begin(), more.end(), std::back_inserter(waits));
+    for (rpc::Wait& wait : optimizer->waits()) waits.push_back(std::move(wait));
   }
   return waits;
 }

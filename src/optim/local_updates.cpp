@@ -11,13 +11,6 @@ namespace distrain::optim {
 
 namespace {
 
-/// As DistributedOptimizer takes the mean of trainers' gradients in sync mode.
-Gradients mean(const std::vector<Gradients>& gathered) {
-  std::vector<const Gradients*> in_order;
-  for (const Gradients& gradients : gathered) in_order.push_back(&gradients);
-  return mean_of(in_order);
-}
-
 /// The `.grad` of each, which is undefined then.
 Gradients take_gradients(const std::vector<at::Tensor>& parameters) {
   Gradients gradients;
@@ -91,8 +84,8 @@ void LocalUpdates::step() {
   const base::TraceScope scope("update");
   const at::NoGradGuard no_grad;
   std::vector<Gradients> updates = std::exchange(shared_->gathered, {});
-  const Gradients replicated = mean(std::exchange(replicated_->gathered, {}));
-  if (sync_) updates = {mean(updates)};
+  const Gradients replicated = mean_of(std::exchange(replicated_->gathered, {}));
+  if (sync_) updates = {mean_of(updates)};
   const auto scale_of = [this](double squared) {
     return max_norm_ > 0 ? clip_scale(squared, max_norm_) : 1;
   };

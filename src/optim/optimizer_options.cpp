@@ -1,7 +1,6 @@
 #include <cmath>
 #include <string>
 #include <type_traits>
-#include <utility>
 
 #include "distrain/base/error.h"
 #include "validate.h"

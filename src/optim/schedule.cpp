@@ -76,13 +76,12 @@ double shape_factor(const Schedule::Shape& shape, const ScheduleState& state, in
 // ---- the text ----
 
 using base::number;
-using base::split;
 
 // `name:value,value,…`, read in order.
 class Part {
  public:
   explicit Part(std::string_view text) : text_(text), name_(text.substr(0, text.find(':'))) {
-    if (name_.size() < text.size()) values_ = split(text.substr(name_.size() + 1), ',');
+    if (name_.size() < text.size()) values_ = base::split(text.substr(name_.size() + 1), ',');
   }
 
   std::string_view name() const { return name_; }

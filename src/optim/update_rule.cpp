@@ -2,12 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
-#include <sstream>
-#include <string>
 #include <utility>
 
 #include <ATen/ATen.h>
+#include <c10/util/StringUtil.h>
 
 #include "distrain/base/error.h"
 #include "validate.h"
@@ -15,14 +13,9 @@
 namespace distrain::optim {
 namespace {
 
-using base::ErrorKind;
-using base::Exception;
-
 template <class... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
-  std::ostringstream message;
-  (message << ... << parts);
-  base::invalid(message.str());
+  base::invalid(c10::str(parts...));
 }
 
 // The rows of a sparse gradient, each once. `coalesced` keeps them alive.
@@ -298,8 +291,8 @@ at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b) {
 double clip_scale(double norm_squared, double max_norm) {
   constexpr double kEpsilon = 1e-6;
   if (!std::isfinite(norm_squared)) {
-    throw Exception(ErrorKind::kNotFinite,
-                    "the norm of the gradients is not finite: they cannot be clipped");
+    throw base::Exception(base::ErrorKind::kNotFinite,
+                          "the norm of the gradients is not finite: they cannot be clipped");
   }
   return std::min(1.0, max_norm / (std::sqrt(norm_squared) + kEpsilon));
 }

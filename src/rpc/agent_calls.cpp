@@ -516,14 +516,11 @@ std::shared_ptr<InMessage> AgentCore::open(const RawReply& reply) {
 void AgentCore::queue_call(QueuedCall&& call) {
   call.arrived = base::Clock::now();
   queued_calls_.push(std::move(call));
-  pool.post([this] { run_next_call(); });
-}
-
-// There are as many of these as there were calls; some of those may be gone, or parked.
-void AgentCore::run_next_call() {
-  std::optional<QueuedCall> call =
-      queued_calls_.pop([this](int from) { return unwritten_->is_full(from); });
-  if (call) execute(std::move(*call));
+  // There are as many of these as there were calls; some of those may be gone, or parked.
+  pool.post([this] {
+    auto next = queued_calls_.pop([this](int from) { return unwritten_->is_full(from); });
+    if (next) execute(std::move(*next));
+  });
 }
 
 // One of these is under way while there is room for replies and calls are parked.

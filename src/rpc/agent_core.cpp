@@ -206,7 +206,17 @@ void AgentCore::join(const std::function<void()>& prepare) {
 void AgentCore::on_directory_on_loop(const wire::Directory& directory, std::vector<Way> ways) {
   peers.learn_on_loop(directory, std::move(ways));
   incarnation_ = peers.incarnation(options.rank);
-  make_windows_on_loop();
+  budget = std::make_unique<Budget>(world_size(), options.total_budget, options.peer_budget);
+  unwritten_ = std::make_shared<UnwrittenReplies>(
+      world_size(), budget->window(), [this, executor = shared_executor](int rank) {
+        executor->post([this, rank] { run_parked_call(rank); });
+      });
+  for (int rank = 0; rank < world_size(); ++rank) {
+    if (peers.incarnation(rank) > 0) budget->renew(peers.process(rank));
+    windows_.add(make_window(rank));
+  }
+  windows_are_known_ = true;
+  tell(budget->open(peers.process(options.rank)));
   next_call_ = make_id(process_number(0, incarnation_), 1);
   rrefs->set_incarnation(incarnation_);
   for (int rank = 0; rank < world_size(); ++rank) {
@@ -227,20 +237,6 @@ std::unique_ptr<Window> AgentCore::make_window(int rank) {
     if (!sent.ok() && peers.incarnation(rank) == incarnation) windows_.at(rank).fail(sent.error());
   };
   return std::make_unique<Window>(ask);
-}
-
-void AgentCore::make_windows_on_loop() {
-  budget = std::make_unique<Budget>(world_size(), options.total_budget, options.peer_budget);
-  unwritten_ = std::make_shared<UnwrittenReplies>(
-      world_size(), budget->window(), [this, executor = shared_executor](int rank) {
-        executor->post([this, rank] { run_parked_call(rank); });
-      });
-  for (int rank = 0; rank < world_size(); ++rank) {
-    if (peers.incarnation(rank) > 0) budget->renew(peers.process(rank));
-    windows_.add(make_window(rank));
-  }
-  windows_are_known_ = true;
-  tell(budget->open(peers.process(options.rank)));
 }
 
 void AgentCore::tell(const Budget::Grants& grants) {
@@ -408,8 +404,7 @@ void AgentCore::tell_channels(int rank, const Error& error) {
 std::vector<Wait> AgentCore::waits_of_layers() {
   std::vector<Wait> all = layers.waits();
   for (const auto& channel : channels()) {
-    std::vector<Wait> more = channel->waits();
-    std::move(more.begin(), more.end(), std::back_inserter(all));
+    for (Wait& wait : channel->waits()) all.push_back(std::move(wait));
   }
   return all;
 }

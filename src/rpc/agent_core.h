@@ -173,14 +173,12 @@ class AgentCore {
   /// None before the ranks are known. For any thread.
   int known_windows() const { return windows_are_known_ ? windows_.size() : 0; }
   std::unique_ptr<Window> make_window(int rank);
-  void make_windows_on_loop();
   base::BufferPtr admit_on_loop(int rank, const wire::FrameHeader& header);
   base::Status send_word(int to, wire::FrameKind kind, uint64_t first, uint64_t second = 0,
                          uint64_t third = 0, uint32_t incarnation = 0);
   base::Status send_answer(int to, net::OutFrame frame);
   void tell_given_up(uint64_t id, int to);
   void queue_call(QueuedCall&& call);
-  void run_next_call();
   void run_parked_call(int from);
   void disconnect();
   void stop();

@@ -60,14 +60,13 @@ base::Task Arrivals::add_chunk_on_loop(net::InFrame frame) {
 }
 
 std::shared_ptr<Arrival> Arrivals::take(uint64_t id, wire::DeviceRef device, uint64_t bytes) {
-  std::shared_ptr<Arrival> arrival;
+  decltype(open_)::node_type taken;
   {
     std::lock_guard lock(mutex_);
-    const auto it = open_.find(id);
-    if (it == open_.end()) wire::Reader::fail("a transfer that has not come");
-    arrival = std::move(it->second);
-    open_.erase(it);
+    taken = open_.extract(id);
   }
+  if (!taken) wire::Reader::fail("a transfer that has not come");
+  const std::shared_ptr<Arrival> arrival = std::move(taken.mapped());
   if (!(arrival->device() == device) || arrival->bytes() != bytes || !arrival->has_come()) {
     wire::Reader::fail("a transfer that is not the message's");
   }

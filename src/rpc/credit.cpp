@@ -1,7 +1,6 @@
 #include "credit.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "distrain/base/thread_state.h"
 #include "distrain/wire/codec.h"

@@ -60,8 +60,6 @@ class DeviceStager {
   DeviceStager();
   /// Waits for the copies under way: their memory is this object's.
   ~DeviceStager();
-  DeviceStager(const DeviceStager&) = delete;
-  DeviceStager& operator=(const DeviceStager&) = delete;
 
   c10::Stream out_stream(c10::Device device) { return streams_of(device).out; }
   c10::Stream in_stream(c10::Device device) { return streams_of(device).in; }

@@ -48,8 +48,7 @@ void Layers::on_shutdown() {
 std::vector<Wait> Layers::waits() const {
   std::vector<Wait> waits;
   for (const auto& layer : living()) {
-    std::vector<Wait> more = layer->waits();
-    std::move(more.begin(), more.end(), std::back_inserter(waits));
+    for (Wait& wait : layer->waits()) waits.push_back(std::move(wait));
   }
   return waits;
 }

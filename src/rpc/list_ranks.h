@@ -3,6 +3,8 @@
 #include <string>
 #include <vector>
 
+#include <c10/util/StringUtil.h>
+
 #include "distrain/wire/handshake.h"
 
 namespace distrain::rpc {
@@ -13,10 +15,6 @@ inline std::string rank_text(int rank) {
 }
 
 /// "1, 2".
-inline std::string list_ranks(const std::vector<int>& ranks) {
-  std::string text;
-  for (const int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
-  return text;
-}
+inline std::string list_ranks(const std::vector<int>& ranks) { return c10::Join(", ", ranks); }
 
 }  // namespace distrain::rpc

@@ -15,7 +15,6 @@
 #include "device_stager.h"
 #include "device_table.h"
 #include "distrain/rpc/dtype.h"
-#include "distrain/wire/tensor_desc.h"
 #include "rref_context.h"
 
 namespace distrain::rpc {

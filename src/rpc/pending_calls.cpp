@@ -48,7 +48,11 @@ std::pair<uint64_t, PendingCalls::Call> PendingCalls::take_locked(Calls::iterato
   Call call = std::move(it->second);
   calls_.erase(it);
   if (call.deadline != base::kNever) deadlines_.erase({call.deadline, id});
-  trace_end(id, call);
+  if (call.traced_as) {
+    tracer_->record({base::TraceEvent::Kind::kAsync, call.traced_as, "rpc", "to", call.to,
+                     call.started.time_since_epoch().count(), base::Tracer::now(),
+                     flow_id(rank_, id)});
+  }
   return {id, std::move(call)};
 }
 
@@ -102,20 +106,6 @@ std::vector<Wait> PendingCalls::waits() {
     waits.push_back({call.function + ", called on rank " + std::to_string(call.to), call.started});
   }
   return waits;
-}
-
-void PendingCalls::trace_end(uint64_t id, const Call& call) const {
-  if (!call.traced_as) return;
-  base::TraceEvent event;
-  event.kind = base::TraceEvent::Kind::kAsync;
-  event.name = call.traced_as;
-  event.category = "rpc";
-  event.key = "to";
-  event.value = call.to;
-  event.start = call.started.time_since_epoch().count();
-  event.end = base::Tracer::now();
-  event.id = flow_id(rank_, id);
-  tracer_->record(event);
 }
 
 void PendingCalls::expire_on_loop(base::TimePoint when) {

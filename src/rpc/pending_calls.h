@@ -80,7 +80,6 @@ class PendingCalls {
   std::vector<std::pair<uint64_t, Call>> take_all(int rank);
   void tell_if_drained();
   void fail_taken(uint64_t id, Call& call, base::Error error, bool given_up = false);
-  void trace_end(uint64_t id, const Call& call) const;
 
   net::Loop& loop_;
   base::Executor& executor_;

@@ -322,12 +322,9 @@ void RRefContext::on_control(wire::FrameKind kind, uint64_t id, uint64_t fork, i
     add_fork(id, fork, from);
     send(parent, wire::FrameKind::kRRefAccept, id, fork, 0);
   } else if (kind == wire::FrameKind::kRRefAccept) {
-    std::shared_ptr<RRefHandle> held;  // dies outside the lock: its end may send a Delete
+    decltype(pending_children_)::node_type held;  // dies outside the lock: may send a Delete
     std::lock_guard lock(mutex_);
-    const auto it = pending_children_.find(fork);
-    if (it == pending_children_.end()) return;
-    held = std::move(it->second.first);
-    pending_children_.erase(it);
+    held = pending_children_.extract(fork);
   } else if (kind == wire::FrameKind::kRRefDelete) {
     {
       std::lock_guard lock(mutex_);

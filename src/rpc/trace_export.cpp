@@ -74,9 +74,7 @@ class TraceExport {
 
 ClockAnswer read_trace_clock(CallContext& call) {
   const base::Tracer& tracer = *call.agent.tracer();
-  ClockAnswer answer{tracer.clock_domain(), 0};
-  answer.now = tracer.shown(base::Tracer::now());
-  return answer;
+  return {tracer.clock_domain(), tracer.shown(base::Tracer::now())};
 }
 
 TraceChunk read_trace(CallContext& call, uint64_t first) {
@@ -124,15 +122,9 @@ void TraceImport::add(const at::Tensor& events) {
     if (track_ == tracks_.size() || !is_known || !is_slice || leaves_later) {
       wire::Reader::fail("a malformed event in a trace");
     }
-    base::TraceEvent& event = tracks_[track_].events.emplace_back();
-    event.kind = static_cast<Kind>(row[0]);
-    event.name = text(row[1]);
-    event.category = text(row[2]);
-    event.key = row[3] < 0 ? nullptr : text(row[3]);
-    event.value = row[4];
-    event.start = row[5];
-    event.end = row[6];
-    event.id = static_cast<uint64_t>(row[7]);
+    tracks_[track_].events.push_back({static_cast<Kind>(row[0]), text(row[1]), text(row[2]),
+                                      row[3] < 0 ? nullptr : text(row[3]), row[4], row[5], row[6],
+                                      static_cast<uint64_t>(row[7])});
     ++events_;
   }
 }

@@ -1,6 +1,5 @@
 #include "distrain/wire/frame.h"
 
-#include <array>
 #include <cstring>
 #include <string>
 

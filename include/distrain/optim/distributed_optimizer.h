@@ -85,13 +85,17 @@ class DistributedOptimizer {
   /// groups, by other options; or for a shared parameter that is a DistributedDataParallel's
   /// replica on this rank. A group may be empty.
   DistributedOptimizer(rpc::Agent& agent, const std::vector<ParameterGroup>& groups,
-                       Sharing sharing = {});
+                       Sharing sharing = {})
+      : DistributedOptimizer(agent, groups, 0, sharing) {}
   /// One group of shared parameters.
   DistributedOptimizer(rpc::Agent& agent, const std::vector<rpc::RRef<at::Tensor>>& shared,
-                       const OptimizerOptions& options, Sharing sharing = {});
+                       const OptimizerOptions& options, Sharing sharing = {})
+      : DistributedOptimizer(agent, {ParameterGroup{shared, {}, options}}, 0, sharing) {}
   /// One group by `rule`, clipped as it says. The caller follows its schedule: set_lr_factor().
   DistributedOptimizer(rpc::Agent& agent, const std::vector<rpc::RRef<at::Tensor>>& shared,
-                       const std::vector<at::Tensor>& own, const Rule& rule, Sharing sharing = {});
+                       const std::vector<at::Tensor>& own, const Rule& rule, Sharing sharing = {})
+      : DistributedOptimizer(agent, {ParameterGroup{shared, own, rule.options}}, rule.max_norm,
+                             sharing) {}
 
   /// Applies the gradients that the context has on each owner. Parameters without one are left out.
   /// Returns when this rank may begin its next step: see Sharing::Mode. If a rank is lost while
@@ -177,7 +181,6 @@ class DistributedOptimizer {
   int participant() const;
   rpc::ProcessNumber own_process() const;
   bool steps_wait() const;
-  bool norms_wait() const;
   rpc::To owner_of(const Remote& remote, bool waits) const;
 
   rpc::Agent& agent_;

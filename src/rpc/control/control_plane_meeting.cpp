@@ -17,7 +17,6 @@ namespace {
 
 using base::Error;
 using base::ErrorKind;
-using control::Link;
 using control::rendezvous_error;
 
 constexpr auto kWaitingInterval = std::chrono::seconds(5);
@@ -274,7 +273,7 @@ base::Status ControlPlane::join_on_loop(const net::StreamPtr& stream, const wire
   if (auto why = identity::mismatch(self_, rank_0)) return *why;
   self_.job_id = rank_0.job_id;
   self_.generation = rank_0.generation;
-  const Link link = hold_on_loop(stream);
+  const control::Link link = hold_on_loop(stream);
   stream->set_limits_on_loop(wire::kControlLimits);
   stream->set_handler_on_loop(control_handler(link));
   control::World& world = *this;

@@ -3,7 +3,6 @@
 namespace distrain::rpc::control {
 
 using base::Error;
-using base::ErrorKind;
 using wire::FrameKind;
 
 Member::Member(Settings settings, World& world, Link hub, base::TimePoint now)
