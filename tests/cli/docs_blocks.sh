@@ -2,6 +2,12 @@
 # ctest: timeout=300
 # Runs every fenced block of README.md and docs/*.md from the files themselves: see docs_blocks.py. With pages as
 # further arguments, runs those of these pages alone.
+
+# In a network of its own, if this user may make one: the pages name ports that other jobs of this host may use.
+if [[ -z ${own_network:-} ]] && unshare -n ip link set lo up 2>/dev/null; then
+  exec env own_network=1 unshare -n bash -c 'ip link set lo up && exec bash "$@"' bash "$0" "$@"
+fi
+
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 

