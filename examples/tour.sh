@@ -25,7 +25,7 @@ matrix_factorization --data ratings.txt --epochs 2 --trainers 4 --min-trainers 2
 
 mlp --data digits --checkpoint run3 |
   jq -c 'select(.event == "end" and .scope == "job") | {steps, loss, accuracy}'
-mlp --data digits --local |
+mlp --data digits --local --threads 1 |
   jq -c 'select(.event == "end") | {steps, loss, accuracy}'
 
 mlp predict run3 digits |
