@@ -249,7 +249,7 @@ class RankProcess {
     if (!finish(outcome.fields, cause, outcome.others))
       pause();  // a signal came first; its thread ends the process
     std::fflush(nullptr);
-    if (const int error = unheard()) return exit_code_of_write_error(error, !run_.job.spawned);
+    if (const int error = unheard()) leave_unheard(error);
     return cause ? cause->exit_code : 0;
   }
 
