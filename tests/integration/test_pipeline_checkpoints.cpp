@@ -41,7 +41,7 @@ TEST_CASE("a pipeline that was taken up again ends in the same bits, however it 
   // There is nothing left to do, and nothing else to say.
   const Finished nothing = run_job(Place::kRanks, options);
   REQUIRE(nothing.all("warn").size() == 1);
-  CHECK(contains(nothing.all("warn")[0]["message"], "a greater --batches"));
+  CHECK(contains(nothing.all("warn")[0]["message"], "a larger --batches"));
   CHECK(nothing.all("split").empty());
   CHECK(nothing.fields(0)["steps"] == 0);
 }
