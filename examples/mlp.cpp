@@ -61,7 +61,7 @@ torch::nn::Sequential make_net(int64_t pixels, const Options& options) {
                                torch::nn::Linear(options.hidden, 10));
 }
 
-// What the trainers and --local have in common.
+// Declares the data check and the evaluation, for trainers and for --local.
 void describe(job::TrainingPlan& training, const Digits& digits, torch::nn::Sequential& net) {
   training.agree("images", digits.images.train.count);
   training.evaluate_epochs([&digits, net](const job::Share& share) mutable {

@@ -196,7 +196,7 @@ class Invocation {
     return run_launcher(plan);
   }
 
-  /// What people see of the job.
+  /// Returns how this process displays the job to people.
   DisplayPlan display() const {
     const bool is_leader = placement_.mode != Mode::kJoin || getpgrp() == getpid();
     const bool is_first = local_ || placement_.has_rank_0();

@@ -52,7 +52,7 @@ class EventSink {
   /// From now on this rank's end does not end the job: its launcher is not to end the others.
   virtual void may_be_lost() {}
 
-  /// What options turned out to be with the job's data, as the recorded `config` names them.
+  /// Records values of options that follow from the job's data, by their names in `config`.
   virtual void used(const Json& config) { static_cast<void>(config); }
 
   /// Called by the thread that saves, again and again: a save is under way and has got further.

@@ -23,8 +23,8 @@ struct HybridOptions : job::TrainerOptions {
   bool has_teacher() const { return data == kTeacher; }
   bool has_text() const { return !data.empty() && !has_teacher(); }
 
-  /// Of the table at first. As fastText's for what can be learned, so that the sum over a long text
-  /// does not drown the rest; the tutorial's for random labels.
+  /// Bound of the table's initial values. With data it is fastText's, so that the sum over a long
+  /// text does not dominate; with random labels it is the tutorial's.
   double embedding_range() const { return data.empty() ? 0.0 : 1.0 / embedding_dim; }
 };
 

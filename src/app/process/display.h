@@ -15,7 +15,7 @@ namespace distrain::app {
 
 using job::Json;
 
-/// Where a Display writes. No function waits for a reader.
+/// Output of a Display. No function waits for a reader.
 struct Screen {
   std::function<void(std::string text)> write;
   /// Returns true if lines may be written now: otherwise they wait.
@@ -33,7 +33,7 @@ bool is_foreground(int fd);
 /// A terminal, pipe or file. Whoever stops a terminal (Ctrl-S) does not stop the writer.
 Screen screen_of(int fd);
 
-/// What a Display shows, and what it knows before the first event.
+/// Settings of a Display, and facts that it needs before the first event.
 struct DisplayPlan {
   enum class Mode {
     kNone,

@@ -45,14 +45,16 @@ std::string signal_name(int number);
 /// The fields of an `error` line.
 Json error_fields(const Cause& cause, base::TimePoint started);
 
-/// What a spawned rank says to its launcher only: Child::may_be_lost().
+/// Line from a spawned rank to its launcher only: the job goes on if the rank is lost
+/// (Child::may_be_lost).
 inline constexpr const char* kMayBeLost = "may_be_lost";
-/// The same: a save is under way and has got further.
+/// Line from a spawned rank to its launcher only: a save in progress has advanced.
 inline constexpr const char* kSaving = "saving";
-/// The same, of rank 0: what each other rank has done (job::Outcome::others).
+/// Line from a spawned rank 0 to its launcher only: figures of each other rank
+/// (job::Outcome::others).
 inline constexpr const char* kFigures = "figures";
 
-/// The same: how far its training is, if the launcher shows that (EventSink::progress).
+/// Line from a spawned rank to its launcher only: its training progress (EventSink::progress).
 inline constexpr const char* kProgress = "progress";
 
 /// Merges what the ranks say in their last lines into the fields of `end`. Ranks are added in

@@ -349,7 +349,7 @@ class Launcher {
     if (!display_.pretty()) output_.push(std::move(line));
   }
 
-  /// Where the display writes: the lines' own way out if it replaces them.
+  /// Returns the display's output: stdout's queue under --pretty, otherwise stderr.
   Screen screen() {
     if (!plan_.display.pretty) return screen_of(STDERR_FILENO);
     Screen screen;

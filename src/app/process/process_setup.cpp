@@ -29,8 +29,8 @@ namespace {
 
 bool is_directory_gone = false;
 
-// What cannot be caught, as memory runs out while libraries are set up or on a thread of theirs, is
-// told in a line. Other exceptions abort, as they do by default.
+// Prints one line if memory or threads run out where no handler can catch it: while libraries are
+// set up, or on a thread of a library. Other exceptions abort, as they do by default.
 [[noreturn]] void end_unhandled() noexcept {
   try {
     if (std::current_exception()) throw;

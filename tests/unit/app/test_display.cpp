@@ -1,4 +1,4 @@
-// What people see of a job, by its events.
+// Tests the lines and the bar that a Display prints for the events of a job.
 #include <string>
 
 #include "../src/app/process/display.h"
@@ -31,7 +31,7 @@ struct Shown {
     now_ += std::chrono::milliseconds(200);
     display_.on_line(json);
   }
-  /// What was written since the last call.
+  /// Returns the text that the display has written since the last call.
   std::string take() { return std::exchange(text_, {}); }
   /// The live region's first line as it was drawn last.
   std::string bar() {
