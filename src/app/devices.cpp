@@ -76,18 +76,12 @@ std::vector<c10::Device> RankDevices::choose(const ParsedOptions& options,
 
 const std::vector<c10::Device>& RankDevices::get(const std::string& rank_name,
                                                  const job::OptionMap& of_rank_0) {
-  if (devices_.empty() && !error_) {
-    try {
-      const ParsedOptions options = options_.adopting(of_rank_0);
-      std::vector<c10::Device> chosen =
-          cuda::naming_rank(rank_, rank_name, [&] { return choose(options, rank_name); });
-      const std::lock_guard lock(mutex_);
-      devices_ = std::move(chosen);
-    } catch (...) {
-      error_ = std::current_exception();
-    }
-  }
-  if (error_) std::rethrow_exception(error_);
+  if (!devices_.empty()) return devices_;
+  const ParsedOptions options = options_.adopting(of_rank_0);
+  std::vector<c10::Device> chosen =
+      cuda::naming_rank(rank_, rank_name, [&] { return choose(options, rank_name); });
+  const std::lock_guard lock(mutex_);
+  devices_ = std::move(chosen);
   return devices_;
 }
 

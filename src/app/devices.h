@@ -1,6 +1,5 @@
 #pragma once
 
-#include <exception>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -54,7 +53,6 @@ class RankDevices {
   int rank_;
   mutable std::mutex mutex_;
   std::vector<c10::Device> devices_;  // once there are some they stay; written under the mutex
-  std::exception_ptr error_;
 };
 
 }  // namespace distrain::app

@@ -113,7 +113,10 @@ class Invocation {
       return config_of(options_.adopting(of_rank_0), false);
     };
     run.data = data_of(options_, inherits);
-    if (!job_.spawned) run.warning = placement_.warning;  // else the launcher tells it
+    if (!job_.spawned) {  // else they are the launcher's
+      run.warning = placement_.warning;
+      run.display = display();
+    }
     run.threads = static_cast<int>(options_.integer("threads"));
     run.local_ranks = placement_.local_ranks;
     if (!local_ && !placement_.spawns_all()) {
@@ -136,13 +139,6 @@ class Invocation {
       return local_ ? definition_.run_local(options_, job, sink)
                     : definition_.run(options_, job, sink);
     };
-    return run;
-  }
-
-  /// This process, which has no launcher.
-  RankRun make_run_here() const {
-    RankRun run = make_run();
-    run.display = display();
     return run;
   }
 
@@ -178,9 +174,7 @@ class Invocation {
     plan.cmd = command_.name;
     plan.config = config_of(options_, !placement_.has_rank_0());
     plan.ranks = placement_.ranks;
-    plan.role = [this](int rank) {
-      return placement_.world_size != 0 ? role(rank) : std::string();
-    };
+    plan.role = [this](int rank) { return placement_.world_size != 0 ? role(rank) : ""; };
     plan.rank_main = [this](const SpawnedRank& spawned) { return run_spawned(spawned); };
     plan.peer_timeout_s = job_.peer_timeout_s;
     const bool saves_here = placement_.has_rank_0() && !options_.text("checkpoint").empty();
@@ -253,10 +247,10 @@ class Invocation {
     if (local_) text = command_.name + "  one process, ";
     if (const std::string mode = options_.text("mode"); !mode.empty()) text += mode + ", ";
     text.resize(text.size() - 2);
-    if (const Option* const data = find_option(options_.table(), "data")) {
-      const std::string given = options_.text("data");
-      text += "  -  " + (given.empty() ? data->initial_in_words : given);
-      if (given.empty() && text.ends_with("random labels")) text += ": nothing can be learned";
+    if (const Json data = data_of(options_, false); data.is_string()) {
+      text += "  -  " + data.get<std::string>();
+      const bool is_random = options_.text("data").empty() && text.ends_with("random labels");
+      if (is_random) text += ": nothing can be learned";
     }
     return text + "  -  run " + job_.effective.at(job::kRunId).substr(0, 8);
   }
@@ -391,8 +385,7 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
     if (const auto text = definition.answer(options)) return print_text(*text);
     std::string token = take_token(options, placement);
     Invocation invocation(command, options, placement, started, std::move(token));
-    return placement.mode == Mode::kSpawn ? invocation.launch()
-                                          : run_here(invocation.make_run_here());
+    return placement.mode == Mode::kSpawn ? invocation.launch() : run_here(invocation.make_run());
   } catch (const base::Exception& e) {
     return report_failure(command.name, e.error(), started);
   }
@@ -422,7 +415,7 @@ int run_predict_command(const Program& program, const std::vector<std::string>& 
     Placement placement;
     placement.mode = Mode::kLocal;
     const Invocation invocation(*command, options, placement, started);
-    RankRun run = invocation.make_run_here();
+    RankRun run = invocation.make_run();
     run.display.header.clear();
     run.display.has_rank_0 = false;  // nothing is to be gone on with
     run.display.mode =

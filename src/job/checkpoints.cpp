@@ -19,32 +19,17 @@ namespace {
 
 constexpr const char* kSuffix = ".safetensors";
 
-// In pieces that torch does not spread over threads: they have the training to do.
-bool is_finite(const at::Tensor& tensor) {
-  constexpr int64_t kPiece = 16'384;
-  const at::Tensor flat = tensor.contiguous().view(-1);
-  for (int64_t at = 0; at < flat.numel(); at += kPiece) {
-    const at::Tensor piece = flat.narrow(0, at, std::min(kPiece, flat.numel() - at));
-    if (!piece.isfinite().all().item<bool>()) return false;
-  }
-  return true;
-}
-
-// Refuses parameters that have diverged: they must not push out older checkpoints.
+// Refuses parameters that have diverged: they must not push out older checkpoints. Looks at them in
+// pieces that torch does not spread over threads: they have the training to do.
 void check_finite(const std::string& name, const at::Tensor& tensor, int64_t step) {
-  if (!tensor.is_floating_point() || is_finite(tensor)) return;
-  throw base::Exception(base::ErrorKind::kNotFinite,
-                        name + " is not finite at step " + std::to_string(step) +
-                            ", so it was not saved: try a smaller --lr");
-}
-
-// Tells `sink` of each system call of a save. Dies as by kill -9 at call `at` of the first save, if
-// `at` is not 0, for the tests of what is left then.
-data::CheckpointStore::Probe each_call(int64_t at, const bool& in_first_save, EventSink& sink) {
-  return [at, &in_first_save, &sink, calls = int64_t{0}](const char*) mutable {
-    sink.saving();
-    if (in_first_save && ++calls == at) kill(getpid(), SIGKILL);
-  };
+  constexpr int64_t kPiece = 16'384;
+  if (!tensor.is_floating_point()) return;
+  for (const at::Tensor& piece : tensor.contiguous().view(-1).split(kPiece)) {
+    if (piece.isfinite().all().item<bool>()) continue;
+    throw base::Exception(base::ErrorKind::kNotFinite,
+                          name + " is not finite at step " + std::to_string(step) +
+                              ", so it was not saved: try a smaller --lr");
+  }
 }
 
 Snapshot read(const std::string& path, const char* use,
@@ -169,8 +154,13 @@ Checkpoints::Checkpoints(CheckpointOptions options, const Job& job, EventSink& s
       before_save_(job.inject.before_save),
       device_(job.device()) {
   if (options_.dir.empty() || options_.read_only) return;
-  store_ = std::make_unique<data::CheckpointStore>(
-      options_.dir, each_call(job.inject.fail_checkpoint, in_first_save_, sink), options_.keep);
+  // Dies as by kill -9 at system call `at` of the first save, if `at` is not 0.
+  auto each_call = [this, at = job.inject.fail_checkpoint,
+                    calls = int64_t{0}](const char*) mutable {
+    sink_.saving();
+    if (in_first_save_ && ++calls == at) kill(getpid(), SIGKILL);
+  };
+  store_ = std::make_unique<data::CheckpointStore>(options_.dir, each_call, options_.keep);
   store_->prepare();
   refuse_strangers(options_);
   if (const auto reason = store_->why_no_lock()) {

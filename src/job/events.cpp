@@ -9,30 +9,12 @@ namespace {
 
 using enum FieldType;
 
-void append(std::vector<Field>& fields, std::vector<Field> more) {
-  for (Field& field : more) fields.push_back(std::move(field));
+void append(std::vector<Field>& fields, const std::vector<Field>& more) {
+  fields.insert(fields.end(), more.begin(), more.end());
 }
 
 Field device_field() {
   return {"device", kNames, "device of the rank, such as cpu or cuda:0; a list if it has several"};
-}
-
-/// Of a job that failed: where it failed first.
-std::vector<Field> cause_fields() {
-  std::vector<Field> fields = {
-      {"kind", kText, "kind of the error, such as peer_lost"},
-      {"message", kText, "error message in one line"},
-      or_null({"cause_rank", kInteger, "rank that failed first"}),
-      or_null({"cause_role", kText, "role of that rank"}),
-      or_null({"host", kText, "host of that rank"}),
-      or_null({"signal", kText, "signal that ended that rank, such as SIGKILL"}),
-      {"stderr_tail", kTexts, "last lines that the rank wrote on standard error"},
-  };
-  for (Field& field : fields) {
-    field.is_sometimes = true;
-    field.what += ", if the job failed or was stopped";
-  }
-  return fields;
 }
 
 Event end_event() {
@@ -69,7 +51,20 @@ Event end_event() {
                   "updates of remote parameters in this run, on all ranks in the scope"}),
        sometimes(device_field()),
        sometimes({"device_mem_mb", kNumber, "peak memory of tensors on a GPU, in MB"})}};
-  append(event.fields, cause_fields());
+  // Where it failed first.
+  std::vector<Field> of_cause = {
+      {"kind", kText, "kind of the error, such as peer_lost"},
+      {"message", kText, "error message in one line"},
+      or_null({"cause_rank", kInteger, "rank that failed first"}),
+      or_null({"cause_role", kText, "role of that rank"}),
+      or_null({"host", kText, "host of that rank"}),
+      or_null({"signal", kText, "signal that ended that rank, such as SIGKILL"}),
+      {"stderr_tail", kTexts, "last lines that the rank wrote on standard error"},
+  };
+  for (Field& field : of_cause) {
+    field.what += ", if the job failed or was stopped";
+    event.fields.push_back(sometimes(std::move(field)));
+  }
   return event;
 }
 
@@ -89,29 +84,6 @@ Event epoch_event(Unit unit) {
                {"wall_s", kNumber, "duration of the epoch in seconds"}}};
   if (unit == Unit::kWords) event.fields.push_back(quality(unit));
   return event;
-}
-
-Event lost_event() {
-  return {"lost",
-          "printed when a trainer is lost and the job continues without it",
-          {{"lost_rank", kInteger, "rank of the lost trainer"},
-           {"lost_role", kText, "role of the lost trainer"},
-           {"incarnation", kInteger, "number of earlier processes with this rank"},
-           {"kind", kText, "kind of the error, such as peer_lost"},
-           {"cause", kText, "error message in one line"},
-           {"steps_made", kInteger, "steps that the trainer completed"},
-           {"steps_back", kInteger, "steps that the trainer had begun and that go to the others"},
-           {"steps_in_doubt", kInteger,
-            "part of steps_back that may have been applied, if rank 0 holds no parameters"},
-           {"trainers_left", kInteger, "number of remaining trainers"}}};
-}
-
-Event returned_event() {
-  return {"returned",
-          "printed when a new process replaces a lost trainer",
-          {{"returned_rank", kInteger, "rank of the trainer"},
-           {"returned_role", kText, "role of the trainer"},
-           {"incarnation", kInteger, "number of earlier processes with this rank"}}};
 }
 
 }  // namespace
@@ -224,7 +196,7 @@ Event step_event(std::vector<Field> more) {
                {"step", kInteger, "number of the step, from 1, including steps before a resume"},
                {"loss", kNumber, "loss of the step's batch"},
                {"lr", kNumber, "learning rate of the step"}}};
-  append(event.fields, std::move(more));
+  append(event.fields, more);
   return event;
 }
 
@@ -254,8 +226,24 @@ std::vector<Event> trainer_events(bool may_lose, Unit unit) {
       step_event({{what + "_per_s", kNumber, what + " per second of this trainer"}}),
       epoch_event(unit), std::move(eval)};
   if (may_lose) {
-    events.push_back(lost_event());
-    events.push_back(returned_event());
+    events.push_back(
+        {"lost",
+         "printed when a trainer is lost and the job continues without it",
+         {{"lost_rank", kInteger, "rank of the lost trainer"},
+          {"lost_role", kText, "role of the lost trainer"},
+          {"incarnation", kInteger, "number of earlier processes with this rank"},
+          {"kind", kText, "kind of the error, such as peer_lost"},
+          {"cause", kText, "error message in one line"},
+          {"steps_made", kInteger, "steps that the trainer completed"},
+          {"steps_back", kInteger, "steps that the trainer had begun and that go to the others"},
+          {"steps_in_doubt", kInteger,
+           "part of steps_back that may have been applied, if rank 0 holds no parameters"},
+          {"trainers_left", kInteger, "number of remaining trainers"}}});
+    events.push_back({"returned",
+                      "printed when a new process replaces a lost trainer",
+                      {{"returned_rank", kInteger, "rank of the trainer"},
+                       {"returned_role", kText, "role of the trainer"},
+                       {"incarnation", kInteger, "number of earlier processes with this rank"}}});
     end.fields.push_back(sometimes(
         {"lost", kInteger, "number of lost trainers, if the job can continue without them"}));
   }

@@ -107,25 +107,18 @@ std::string canonical_value(const Option& option, std::string_view text, std::st
 
 Json json_value(const Option& option, const std::string& canonical) {
   if (canonical.empty()) return Json();
-  switch (option.kind) {
-    case ValueKind::kInteger: {
-      const auto value = number<int64_t>(canonical);
-      return value ? Json(*value) : Json(canonical);  // a word
-    }
-    case ValueKind::kIntegers: {
-      std::vector<int64_t> values;
-      detail::read_value(canonical, values);
-      return values;
-    }
-    case ValueKind::kReal: {
-      const auto value = number<double>(canonical);
-      return value ? Json(*value) : Json(canonical);  // a word
-    }
-    case ValueKind::kFlag:
-      return canonical == "true";
-    default:
-      return canonical;
+  if (option.kind == ValueKind::kFlag) return canonical == "true";
+  if (option.kind == ValueKind::kIntegers) {
+    std::vector<int64_t> values;
+    detail::read_value(canonical, values);
+    return values;
   }
+  if (option.kind == ValueKind::kInteger) {
+    if (const auto value = number<int64_t>(canonical)) return *value;
+  } else if (option.kind == ValueKind::kReal) {
+    if (const auto value = number<double>(canonical)) return *value;
+  }
+  return canonical;  // a text, or a word in place of a number
 }
 
 std::string ParsedOptions::text(std::string_view name) const {

@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 
 #include <ATen/Parallel.h>
 #include <c10/util/ScopeExit.h>
+#include <fmt/format.h>
 
 #include "distrain/autograd/context.h"
 #include "distrain/base/clock.h"
@@ -110,10 +110,9 @@ class Session {
     };
     options.on_long_wait = [this](const rpc::Wait& wait) {
       agent_->executor().post([this, wait] {
+        const double waited = base::seconds_since(wait.since);
         sink_.warn(base::ErrorKind::kDeadline,
-                   "still waiting after " +
-                       std::to_string(std::lround(base::seconds_since(wait.since))) +
-                       " s: " + wait.what);
+                   fmt::format("still waiting after {:.0f} s: {}", waited, wait.what));
       });
     };
     agent_ = std::make_unique<rpc::Agent>(std::move(options));
@@ -314,8 +313,7 @@ Outcome run_as(const Job& job, EventSink& sink, const RankBody& body,
                std::unique_ptr<rpc::Place> place) {
   Session session(job, body.roles.names(), sink, place != nullptr);
   rpc::Agent& agent = session.agent();
-  TrainingHost::expose(agent);
-  TrainerLosses::expose(agent, sink);
+  TrainingHost::expose(agent, sink);
   agent.expose<rpc::of_local<&StopSignal::arm>>("job.heed_stop");
   agent.expose<&request_stop>("job.request_stop");
   agent.expose<&figures>("job.figures");
@@ -344,8 +342,7 @@ Outcome run_as(const Job& job, EventSink& sink, const RankBody& body,
       job.progress->report([&job, &session, &host, own](Json& fields) {
         fields.update(own);
         session.add_to(fields);
-        if (host) host->add_to(fields);
-        if (host && !job.spawned) host->add_steps_to(fields);  // in the last line of the job
+        if (host) host->add_to(fields, !job.spawned);  // the last line of the job
       });
     };
     report(Json::object());

@@ -14,9 +14,8 @@ double checked_loss(const at::Tensor& loss, int64_t epoch, int64_t step) {
   const double value = loss.item<double>();
   if (std::isfinite(value)) return value;
   throw base::Exception(base::ErrorKind::kNotFinite,
-                        "the loss is " + std::string(std::isnan(value) ? "NaN" : "infinite") +
-                            " at epoch " + std::to_string(epoch) + ", step " +
-                            std::to_string(step) + ": try a smaller --lr");
+                        fmt::format("the loss is {} at epoch {}, step {}: try a smaller --lr",
+                                    std::isnan(value) ? "NaN" : "infinite", epoch, step));
 }
 
 bool StepLines::add(int64_t number, std::function<Json()> fields) {

@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include <ATen/Parallel.h>
+
+#include "distrain/optim/distributed_optimizer.h"
 
 namespace distrain::job {
 
@@ -59,6 +62,30 @@ void fetch(std::vector<HeldPart>& parts, Snapshot& into, EventSink& sink) {
   parts.clear();
 }
 
+/// On each rank: what is to be done there before trainers may be lost.
+struct LossPreparation {
+  rpc::Agent& agent;
+  EventSink& sink;
+
+  void prepare(bool may_be_lost) {
+    optim::keep_optimizers(agent);
+    if (may_be_lost) sink.may_be_lost();
+  }
+  void rest(uint32_t process) { optim::rest(agent, process); }
+};
+
+/// Calls `ask` with each rank and waits for the answers; a rank that the job does without has none.
+void ask_all(rpc::Agent& agent, const std::function<base::Future<void>(int rank)>& ask) {
+  std::vector<std::pair<int, base::Future<void>>> asked;
+  for (int rank = 0; rank < agent.world_size(); ++rank) {
+    if (!agent.is_done_without(rank)) asked.emplace_back(rank, ask(rank));
+  }
+  for (const auto& [rank, answer] : asked) {
+    const auto& result = answer.wait_result();
+    if (!result.ok() && !agent.is_done_without(rank)) throw base::Exception(result.error());
+  }
+}
+
 /// From now on a signal is seen to: there is something to save.
 void heed_on_all(rpc::Agent* agent, StopSignal& stop) {
   if (!agent) return stop.arm();
@@ -81,6 +108,25 @@ void end_on_all(rpc::Agent* agent, StopSignal& stop, bool stopped) {
   if (any && !stopped) end_on_all(agent, stop, true);  // one came after the last look
 }
 
+/// What is in the files and of no part is of another model.
+void check_all_taken(const Snapshot& snapshot, const Plan& plan) {
+  const auto is_known = [&](const std::string& file, const std::string& tensor) {
+    return std::ranges::any_of(plan.parts, [&](const PartName& part) {
+      if (part.file != file) return false;
+      for (int trainer = 0; trainer < plan.trainers; ++trainer) {
+        if (part.has(tensor, trainer)) return true;
+      }
+      return false;
+    });
+  };
+  for (const auto& [file, tensors] : snapshot.files) {
+    for (const auto& [tensor, value] : tensors) {
+      if (is_known(file, tensor)) continue;
+      snapshot.refuse(file + ".safetensors has " + tensor + ", which the model has not");
+    }
+  }
+}
+
 }  // namespace
 
 TrainingHost::TrainingHost(std::string cmd, RankBody::Known known, rpc::Agent* agent,
@@ -90,10 +136,20 @@ TrainingHost::TrainingHost(std::string cmd, RankBody::Known known, rpc::Agent* a
       agent_(agent),
       sink_(sink),
       stop_(job.stop),
-      checkpoints_(known_.checkpoint, job, sink,
-                   std::bind_front(&TrainingHost::on_save_failed, this)) {}
+      checkpoints_(known_.checkpoint, job, sink, [this](const base::Error& error) {
+        // A part that is lost with its rank is no reason to end: its loss is dealt with elsewhere.
+        // If no save follows, the end says that the last one failed.
+        if (error.kind == base::ErrorKind::kPeerLost) {
+          sink_.warn(error.kind, "a checkpoint was abandoned: " + error.message);
+        } else if (Schedule* const schedule = current_) {
+          schedule->fail(error);
+        }
+      }) {}
 
-void TrainingHost::expose(rpc::Agent& agent) {
+void TrainingHost::expose(rpc::Agent& agent, EventSink& sink) {
+  agent.provide(std::make_shared<LossPreparation>(LossPreparation{agent, sink}));
+  agent.expose<rpc::of_local<&LossPreparation::prepare>>("job.prepare_for_losses");
+  agent.expose<rpc::of_local<&LossPreparation::rest>>("job.rest");
   agent.expose<rpc::of_local<&TrainingHost::attach>>("job.attach");
   agent.expose<rpc::of_local<&TrainingHost::saved_part>>("job.saved_part");
   agent.expose<rpc::of_local<&TrainingHost::next>>("job.next");
@@ -144,11 +200,38 @@ void TrainingHost::begin(const Plan& plan) {
   plan_->save = checkpoints_.saving() && !plan.eval_only;
   plan_->save_every = known_.checkpoint.every;
   lr_schedule_ = optim::Schedule::parse(plan.lr_schedule);
-  if (plan.may_lose && agent_ && plan.trainers > 1) {
-    losses_.emplace(*agent_, plan.first_rank, plan.trainers, known_.min_trainers);
-  }
+  may_lose_ = plan.may_lose && agent_ && plan.trainers > 1;
   current_ = nullptr;
-  schedule_.emplace(*plan_, hooks());
+  Schedule::Hooks hooks;
+  hooks.on_begin = [this] {
+    {
+      std::lock_guard lock(mutex_);
+      resumed_.reset();
+    }
+    if (plan_->save) heed_on_all(agent_, *stop_);
+    if (!may_lose_) return;
+    // From here on a loss does not end the job.
+    ask_all(*agent_, [this](int rank) {
+      return agent_->rpc_async<rpc::of_local<&LossPreparation::prepare>>(
+          rank, rank != 0 && trainer_of(rank).has_value());
+    });
+    go_on_without_any(true);
+  };
+  hooks.on_evaluated = std::bind_front(&TrainingHost::on_evaluated, this);
+  hooks.on_save = std::bind_front(&TrainingHost::save, this);
+  hooks.on_end = [this](bool stopped) {
+    if (may_lose_) go_on_without_any(false);  // nobody comes any more in the place of one
+    checkpoints_.finish();
+    if (plan_->save) end_on_all(agent_, *stop_, stopped);
+  };
+  hooks.on_again = [this] {
+    std::lock_guard lock(mutex_);
+    total_.valid = total_.test = {};
+    gathered_.clear();
+    saving_since_.reset();
+  };
+  hooks.on_rest = std::bind_front(&TrainingHost::rest, this);
+  schedule_.emplace(*plan_, std::move(hooks));
   if (plan.eval_only) schedule_->finish();
   try {
     load();
@@ -164,33 +247,32 @@ void TrainingHost::begin(const Plan& plan) {
                  (plan.limit.empty() ? "" : " without a larger " + plan.limit));
 }
 
-Schedule::Hooks TrainingHost::hooks() {
-  Schedule::Hooks hooks;
-  hooks.on_begin = [this] {
-    {
-      std::lock_guard lock(mutex_);
-      resumed_.reset();
-    }
-    if (plan_->save) heed_on_all(agent_, *stop_);
-    if (losses_) losses_->begin();
-  };
-  hooks.on_evaluated = std::bind_front(&TrainingHost::on_evaluated, this);
-  hooks.on_save = std::bind_front(&TrainingHost::save, this);
-  hooks.on_end = [this](bool stopped) {
-    if (losses_) losses_->end();
-    checkpoints_.finish();
-    if (plan_->save) end_on_all(agent_, *stop_, stopped);
-  };
-  hooks.on_again = [this] {
-    std::lock_guard lock(mutex_);
-    total_.valid = total_.test = {};
-    gathered_.clear();
-    saving_since_.reset();
-  };
-  hooks.on_rest = [this](int trainer) {
-    if (losses_) losses_->rest(trainer);
-  };
-  return hooks;
+/// The trainer that a rank is; none.
+std::optional<int> TrainingHost::trainer_of(int rank) const {
+  const int trainer = rank - plan_->first_rank;
+  return trainer >= 0 && trainer < plan_->trainers ? std::optional(trainer) : std::nullopt;
+}
+
+// Rank 0 itself cannot be done without.
+void TrainingHost::go_on_without_any(bool may_return) const {
+  const int least = known_.min_trainers;
+  std::vector<int> ranks(static_cast<size_t>(plan_->trainers));
+  std::iota(ranks.begin(), ranks.end(), plan_->first_rank);
+  agent_->go_on_without(ranks, least,
+                        "fewer trainers are left than --min-trainers " + std::to_string(least),
+                        may_return);
+}
+
+/// No rank waits for that trainer's steps until it makes one. Nobody waits for answers: a lost rank
+/// has none, and who waits for its steps hears of it.
+void TrainingHost::rest(int trainer) const {
+  if (!may_lose_) return;
+  const int rank = plan_->first_rank + trainer;
+  const uint32_t process = rpc::process_number(rank, agent_->worker(rank).incarnation);
+  for (int other = 0; other < agent_->world_size(); ++other) {
+    if (!agent_->is_here(other)) continue;
+    static_cast<void>(agent_->rpc_async<rpc::of_local<&LossPreparation::rest>>(other, process));
+  }
 }
 
 void TrainingHost::load() {
@@ -227,28 +309,8 @@ void TrainingHost::load() {
   for (const auto& [name, value] : agreed.items()) {
     if (!plan_->agreed.contains(name)) snapshot.refuse("saved with " + name + ", not without");
   }
-  check_all_taken();
+  check_all_taken(snapshot, *plan_);
   data::naming_file(snapshot.path, [&] { read_position(snapshot); });
-}
-
-// What is in the files and of no part is of another model.
-void TrainingHost::check_all_taken() const {
-  const auto known = [&](const std::string& file, const std::string& tensor) {
-    return std::ranges::any_of(plan_->parts, [&](const PartName& part) {
-      if (part.file != file) return false;
-      for (int trainer = 0; trainer < plan_->trainers; ++trainer) {
-        if (part.has(tensor, trainer)) return true;
-      }
-      return false;
-    });
-  };
-  for (const auto& [file, tensors] : resumed_->files) {
-    for (const auto& [tensor, value] : tensors) {
-      if (!known(file, tensor)) {
-        resumed_->refuse(file + ".safetensors has " + tensor + ", which the model has not");
-      }
-    }
-  }
 }
 
 void TrainingHost::read_position(const Snapshot& snapshot) {
@@ -321,7 +383,7 @@ void TrainingHost::on_rank_lost(const rpc::Loss& loss) {
   std::optional<int> trainer;
   {
     std::lock_guard lock(mutex_);
-    if (losses_ && loss.job_goes_on) trainer = losses_->trainer_of(loss.rank);
+    if (may_lose_ && loss.job_goes_on) trainer = trainer_of(loss.rank);
     if (!trainer) failed_ = loss.error;
     if (!schedule_) return;
   }
@@ -451,31 +513,15 @@ void TrainingHost::save(const Position& position) {
       since);
 }
 
-// On the thread that saves. A part that is lost with its rank is no reason to end: its loss is
-// dealt with elsewhere. If no save follows, the end says that the last one failed.
-void TrainingHost::on_save_failed(const base::Error& error) {
-  if (error.kind == base::ErrorKind::kPeerLost) {
-    sink_.warn(error.kind, "a checkpoint was abandoned: " + error.message);
-  } else if (Schedule* const schedule = current_) {
-    schedule->fail(error);
-  }
-}
-
-void TrainingHost::add_steps_to(Json& fields) const {
-  if (!current_) return;
-  std::lock_guard lock(mutex_);
-  const int64_t known = schedule_->steps_made() + lost_steps_;
-  fields["steps"] = std::max(fields.value("steps", int64_t{0}), known);
-}
-
-void TrainingHost::add_to(Json& fields) const {
+void TrainingHost::add_to(Json& fields, bool all_steps) const {
   if (!current_) return;  // what begin() does under the lock may take long
   std::lock_guard lock(mutex_);
   fields.update(metrics_);
   add_loss(fields);  // if it was stopped in the midst of an epoch
-  if (!losses_) return;
-  fields["lost"] = lost_;
-  if (lost_steps_ > 0) fields["steps"] = fields.value("steps", int64_t{0}) + lost_steps_;
+  if (may_lose_) fields["lost"] = lost_;
+  const int64_t own = fields.value("steps", int64_t{0}) + lost_steps_;
+  const int64_t all = all_steps ? schedule_->steps_made() + lost_steps_ : 0;
+  if (all_steps || lost_steps_ > 0) fields["steps"] = std::max(own, all);
 }
 
 }  // namespace distrain::job

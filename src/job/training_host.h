@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -14,7 +13,6 @@
 #include "distrain/job/checkpoints.h"
 #include "distrain/job/definition.h"
 #include "distrain/rpc/of_local.h"
-#include "trainer_losses.h"
 
 namespace distrain::job {
 
@@ -64,8 +62,9 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   TrainingHost(std::string cmd, RankBody::Known known, rpc::Agent* agent, const Job& job,
                EventSink& sink);
 
-  /// What trainers call on rank 0. Before join().
-  static void expose(rpc::Agent& agent);
+  /// What trainers call on rank 0, and rank 0 on each rank, whose sink is told that its rank may be
+  /// lost. Before join().
+  static void expose(rpc::Agent& agent, EventSink& sink);
 
   /// The first one makes the schedule, and reads the checkpoint if there is one to go on from.
   /// `incarnation`: of the trainer's rank.
@@ -94,25 +93,24 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
     const Schedule* const schedule = current_;
     return schedule ? schedule->waits() : std::vector<rpc::Wait>();
   }
-  /// Adds what rank 0 knows of the training so far. Any thread.
-  void add_to(Json& fields) const;
-  /// Raises `steps` to those that rank 0 knows of all trainers.
-  void add_steps_to(Json& fields) const;
+  /// Adds what rank 0 knows of the training so far, `steps` too if `all_steps`: those of all
+  /// trainers. Any thread.
+  void add_to(Json& fields, bool all_steps = false) const;
   std::string last_saved() const { return checkpoints_.last_saved(); }
 
  private:
   void begin(const Plan& plan);
-  Schedule::Hooks hooks();
+  std::optional<int> trainer_of(int rank) const;
+  void go_on_without_any(bool may_return) const;
+  void rest(int trainer) const;
   void load();
   void check_seat_locked(Seat seat) const;
   void lose(int trainer, const rpc::Loss& loss);
   void read_position(const Snapshot& snapshot);
-  void check_all_taken() const;
   void add_loss(Json& fields) const;
   void on_evaluated(const Position& position, bool whole_epoch);
   void tell_evaluation(const char* set, const Evaluation& evaluation, const Position& position);
   void save(const Position& position);
-  void on_save_failed(const base::Error& error);
 
   const std::string cmd_;
   const RankBody::Known known_;
@@ -127,7 +125,7 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   std::map<int, Seat> trainers_;         // that are there
   std::map<int, int> untried_;           // who have come late: what they have asked for so far
   std::map<int, uint32_t> lost_before_;  // of each trainer that was lost: its next incarnation
-  std::optional<TrainerLosses> losses_;  // if the job may lose trainers
+  bool may_lose_ = false;                // the job may lose trainers
   int64_t lost_steps_ = 0;               // that those who are lost have made
   int64_t lost_ = 0;                     // how many are
   bool told_of_schedule_ = false;

@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
-#include <string_view>
 #include <utility>
 
 #include <errno.h>
@@ -19,6 +17,7 @@
 
 #include "distrain/net/socket.h"
 #include "process/json_lines.h"
+#include "process/output.h"
 
 namespace distrain::app {
 namespace {
@@ -72,75 +71,79 @@ std::string pairs_of(const Json& event) {
   return text;
 }
 
-bool is_set(const char* name) {
+/// Returns an environment variable, empty if it is not set.
+std::string in_environment(const char* name) {
   const char* const value = std::getenv(name);
-  return value && *value;
+  return value ? value : "";
 }
 
-bool wants_pretty() {
-  const char* const value = std::getenv("DISTRAIN_PRETTY");
-  return value && std::strcmp(value, "1") == 0;
-}
-
-}  // namespace
-
+/// Columns of the terminal `fd`, 80 if unknown.
 size_t columns_of(int fd) {
   winsize size{};
   ioctl(fd, TIOCGWINSZ, &size);
   return size.ws_col > 0 ? size.ws_col : 80;
 }
 
+/// Returns true unless `fd` is the controlling terminal of this process, which runs in background.
 bool is_foreground(int fd) {
   const pid_t group = tcgetpgrp(fd);
   return group < 0 ? errno == ENOTTY : group == getpgrp();
 }
 
-Screen screen_of(int fd) {
-  struct Output {
-    int fd;
-    net::Fd own;          // non-blocking, which the shell's descriptor must not become
-    std::string pending;  // of a text that was taken in part
-    bool pump() {
-      pollfd item{fd, POLLOUT, 0};
-      if (poll(&item, 1, 0) != 1 || !(item.revents & POLLOUT)) return false;
-      const ssize_t written = ::write(fd, pending.data(), pending.size());
-      if (written < 0 && errno != EAGAIN && errno != EINTR) pending.clear();
-      if (written > 0) pending.erase(0, static_cast<size_t>(written));
-      return pending.empty();
-    }
-  };
-  const auto output = std::make_shared<Output>(Output{fd, {}, {}});
+/// Stderr, as a terminal, pipe or file.
+struct Stderr {
+  int fd = STDERR_FILENO;
+  net::Fd own = {};          // non-blocking, which the shell's descriptor must not become
+  std::string pending = {};  // of a text that was taken in part
+
+  bool pump() {
+    pollfd item{fd, POLLOUT, 0};
+    if (poll(&item, 1, 0) != 1 || !(item.revents & POLLOUT)) return false;
+    const ssize_t written = ::write(fd, pending.data(), pending.size());
+    if (written < 0 && errno != EAGAIN && errno != EINTR) pending.clear();
+    if (written > 0) pending.erase(0, static_cast<size_t>(written));
+    return pending.empty();
+  }
+};
+
+}  // namespace
+
+Screen screen_of(const DisplayPlan& plan, OutputQueue& lines) {
+  if (plan.mode == DisplayPlan::Mode::kNone) return {};
+  if (plan.pretty) {
+    return {.write = [&lines](std::string text) { lines.push(std::move(text)); },
+            .may_draw = [&lines] { return lines.empty() && is_foreground(lines.fd()); },
+            .width = [&lines] { return columns_of(lines.fd()); }};
+  }
+  const auto output = std::make_shared<Stderr>();
   struct stat info {};
-  if (fstat(fd, &info) == 0 && (S_ISCHR(info.st_mode) || S_ISFIFO(info.st_mode))) {
-    const std::string path = "/proc/self/fd/" + std::to_string(fd);
-    output->own = net::Fd(open(path.c_str(), O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
+  if (fstat(output->fd, &info) == 0 && (S_ISCHR(info.st_mode) || S_ISFIFO(info.st_mode))) {
+    output->own = net::Fd(open("/proc/self/fd/2", O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
     if (output->own.valid()) output->fd = output->own.get();
   }
-  const auto is_free = [output] { return is_foreground(output->fd) && output->pump(); };
   return {.write =
               [output](const std::string& text) {
                 output->pending += text;
                 output->pump();
               },
-          .is_free = is_free,
-          .may_draw = [] { return true; },
-          .width = [fd] { return columns_of(fd); }};
+          .is_free = [output] { return is_foreground(output->fd) && output->pump(); },
+          .width = [] { return columns_of(STDERR_FILENO); }};
 }
 
 DisplayPlan plan_display(const std::string& progress, bool pretty, bool is_first, bool is_leader) {
   using enum DisplayPlan::Mode;
   DisplayPlan plan;
   const bool out_is_terminal = isatty(STDOUT_FILENO);
-  plan.pretty = pretty || (out_is_terminal && wants_pretty());
+  plan.pretty = pretty || (out_is_terminal && in_environment("DISTRAIN_PRETTY") == "1");
   const int fd = plan.pretty ? STDOUT_FILENO : STDERR_FILENO;
   const bool is_terminal = isatty(fd);
-  const char* const term = std::getenv("TERM");
-  const bool draws = is_terminal && is_leader && term && *term && std::strcmp(term, "dumb") != 0;
+  const std::string term = in_environment("TERM");
+  const bool draws = is_terminal && is_leader && !term.empty() && term != "dumb";
   struct stat out {};
   const bool to_file =
       fstat(STDOUT_FILENO, &out) == 0 &&
       (S_ISREG(out.st_mode) || (S_ISCHR(out.st_mode) && out.st_rdev == makedev(1, 3)));
-  plan.colours = draws && !is_set("NO_COLOR");
+  plan.colours = draws && in_environment("NO_COLOR").empty();
   plan.hint = is_leader;
   if (progress == "plain") {
     plan.mode = kLines;
@@ -170,26 +173,26 @@ void Display::begin() {
 }
 
 void Display::on_line(const std::string& json_line) {
-  if (!is_on()) return;
-  const Json event = Json::parse(json_line, nullptr, false);
-  if (event.is_object()) on_event(event);
-}
-
-void Display::on_event(const Json& event) {
   if (!is_on() || is_over_) return;
+  const Json event = Json::parse(json_line, nullptr, false);
+  if (!event.is_object()) return;
   const std::string name = text_in(event, "event");
   const auto rank = static_cast<int>(number_in(event, "rank").value_or(0));
   const auto epoch = integer_in(event, "epoch");
   if (name == "warn") {
-    stay_if_new("warn: " + text_in(event, "message"));
+    const std::string line = "warn: " + text_in(event, "message");
+    if (said_.insert(line).second) stay(line, kYellow);
   } else if (name == "lost") {
     Trainer& lost = trainers_[static_cast<int>(integer_in(event, "lost_rank"))];
     lost.lost = true;
     lost.name = text_in(event, "lost_role");
-    const auto back = integer_in(event, "steps_back"), left = integer_in(event, "trainers_left");
-    stay(fmt::format("warn: {} lost ({}); {} step{} go to others, {} trainer{} left", lost.name,
-                     text_in(event, "cause"), back, back == 1 ? "" : "s", left,
-                     left == 1 ? "" : "s"),
+    const auto counted = [&event](const char* field, const char* what) {
+      const int64_t count = integer_in(event, field);
+      return fmt::format("{} {}{}", count, what, count == 1 ? "" : "s");
+    };
+    stay(fmt::format("warn: {} lost ({}); {} go to others, {} left", lost.name,
+                     text_in(event, "cause"), counted("steps_back", "step"),
+                     counted("trainers_left", "trainer")),
          kYellow);
   } else if (name == "returned") {
     trainers_[static_cast<int>(integer_in(event, "returned_rank"))].lost = false;
@@ -253,7 +256,10 @@ void Display::on_event(const Json& event) {
 }
 
 void Display::on_progress(const Json& event) {
-  if (const std::string note = text_in(event, "note"); !note.empty()) return stay_if_new(note);
+  if (const std::string note = text_in(event, "note"); !note.empty()) {
+    if (said_.insert(note).second) stay(note);
+    return;
+  }
   const base::TimePoint now = screen_.now();
   is_ready_ = true;
   Trainer& its = trainers_[static_cast<int>(number_in(event, "rank").value_or(0))];
@@ -320,10 +326,6 @@ void Display::stay(const std::string& line, const char* colour) {
   show(true);
 }
 
-void Display::stay_if_new(const std::string& line) {
-  if (said_.insert(line).second) stay(line, line.starts_with("warn") ? kYellow : "");
-}
-
 std::string Display::waiting(size_t width) const {
   const double waited = seconds_between(begun_, screen_.now());
   if (address_.empty() && missing_.empty()) return "starting  " + clock_text(waited);
@@ -363,21 +365,20 @@ std::string Display::status(size_t width) const {
   std::string time = clock_text(trained);
   if (all > 0 && rate > 0) time += "<" + clock_text(static_cast<double>(all - made) / rate);
   parts.emplace_back(5, time);
-  const auto length = [&parts] {
-    size_t sum = 0;
-    for (const auto& [order, text] : parts) sum += text.size() + 2;
-    return sum - 2;
+  const auto line = [&parts] {
+    std::string text;
+    for (const auto& [order, part] : parts) text += (text.empty() ? "" : "  ") + part;
+    return text;
   };
   const size_t whole = parts.size();
-  while (length() > width && parts.size() > 1) parts.erase(std::ranges::max_element(parts));
-  if (all > 0 && parts.size() == whole && length() + 10 <= width) {
-    const size_t bar = std::min<size_t>(width - length() - 4, 20);
+  while (line().size() > width && parts.size() > 1) parts.erase(std::ranges::max_element(parts));
+  const size_t length = line().size();
+  if (all > 0 && parts.size() == whole && length + 10 <= width) {
+    const size_t bar = std::min<size_t>(width - length - 4, 20);
     const std::string done(bar * static_cast<size_t>(made) / static_cast<size_t>(all), '#');
     parts.emplace(parts.begin() + (epochs_ > 1 ? 1 : 0), 7, fmt::format("[{:.<{}}]", done, bar));
   }
-  std::string line;
-  for (const auto& [order, text] : parts) line += (line.empty() ? "" : "  ") + text;
-  return line.substr(0, width);
+  return line().substr(0, width);
 }
 
 /// One line for all trainers: each of them, or if that is too long, who is slow and who is lost.
@@ -474,10 +475,9 @@ void Display::finish(const Json& end) {
   if (text_in(end, "status") == "ok") {
     if (lasts) stay("done: " + figures, kGreen);
   } else if (plan_.has_rank_0 && text_in(end, "kind") == "cancelled") {
-    if (plan_.to_go_on.empty()) {
-      stay("nothing saved: no --checkpoint; " + figures, kYellow);
-    } else if (saved_.empty()) {
-      stay("nothing saved yet; " + figures, kYellow);
+    if (plan_.to_go_on.empty() || saved_.empty()) {
+      const char* const why = plan_.to_go_on.empty() ? ": no --checkpoint" : " yet";
+      stay(fmt::format("nothing saved{}; {}", why, figures), kYellow);
     } else {
       stay("saved " + saved_ + "; to go on:", kYellow);
       stay("  " + plan_.to_go_on);

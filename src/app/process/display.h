@@ -15,6 +15,8 @@ namespace distrain::app {
 
 using job::Json;
 
+class OutputQueue;
+
 /// Output of a Display. No function waits for a reader.
 struct Screen {
   std::function<void(std::string text)> write;
@@ -25,13 +27,6 @@ struct Screen {
   std::function<size_t()> width = [] { return size_t{80}; };
   std::function<base::TimePoint()> now = base::Clock::now;
 };
-
-/// Columns of the terminal `fd`, 80 if unknown.
-size_t columns_of(int fd);
-/// Returns true unless `fd` is the controlling terminal of this process, which runs in background.
-bool is_foreground(int fd);
-/// A terminal, pipe or file. Whoever stops a terminal (Ctrl-S) does not stop the writer.
-Screen screen_of(int fd);
 
 /// Settings of a Display, and facts that it needs before the first event.
 struct DisplayPlan {
@@ -51,6 +46,10 @@ struct DisplayPlan {
   std::string to_go_on;  ///< command line that resumes the job; empty: the job saves nothing
 };
 
+/// Returns stderr, or, where people read stdout, what writes the lines there. Whoever stops a
+/// terminal (Ctrl-S) does not stop the writer.
+Screen screen_of(const DisplayPlan& plan, OutputQueue& lines);
+
 /// Chooses the mode by what stdout and stderr are. `progress`: auto, plain or none. `is_first`:
 /// this process is rank 0 or runs all ranks; `is_leader`: nobody else of its group draws a bar.
 DisplayPlan plan_display(const std::string& progress, bool pretty, bool is_first, bool is_leader);
@@ -62,7 +61,6 @@ class Display {
   Display(DisplayPlan plan, Screen screen);
 
   void begin();
-  void on_event(const Json& event);
   void on_line(const std::string& json_line);
   /// Shows what changes by itself. To be called at next_tick(), which is kNever if nothing does.
   void tick();
@@ -93,7 +91,6 @@ class Display {
 
   void on_progress(const Json& event);
   void stay(const std::string& line, const char* colour = "");
-  void stay_if_new(const std::string& line);
   void end_epochs(bool all, bool is_next = false);
   std::string waiting(size_t width) const;
   std::string status(size_t width) const;

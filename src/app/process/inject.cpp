@@ -21,20 +21,17 @@ using base::invalid;
 
 constexpr std::string_view kRankMark = "@rank=";
 constexpr std::string_view kCheckpoint = "checkpoint.";
-constexpr std::string_view kKinds[] = {"delay", "stage", "fail", "save"};  // as Kind has them
+// `delay=50ms`: before each call. `stage=100ms`: a pipeline's stage sleeps in place of computing.
+// `fail=checkpoint.3`: at that system call of the first save. `save=200ms`: before each checkpoint
+// is written.
+constexpr std::string_view kKinds[] = {"delay", "stage", "fail", "save"};
 
 /// One fault, with the rank that it is for.
 struct InjectedFault {
-  enum class Kind {
-    kDelay,  // `delay=50ms`: before each call
-    kStage,  // `stage=100ms`: a pipeline's stage sleeps in place of computing
-    kFail,   // `fail=checkpoint.3`: at that system call of the first save
-    kSave,   // `save=200ms`: before each checkpoint is written
-  };
-  std::string text;  // as it was given
-  Kind kind = Kind::kDelay;
-  double seconds = 0;  // kDelay, kStage, kSave
-  int64_t system_call = 0;
+  std::string text;         // as it was given
+  std::string kind;         // of kKinds
+  double seconds = 0;       // of all but `fail`
+  int64_t system_call = 0;  // of `fail`
   std::optional<int> rank;  // none: each rank that the fault is possible on
 };
 
@@ -73,18 +70,17 @@ InjectedFault parse_fault(const std::string& text) {
   }
   const size_t equals = rest.find('=');
   if (equals == std::string_view::npos) invalid(where + ": a fault has the form KIND=VALUE");
-  const std::string_view kind = rest.substr(0, equals);
+  fault.kind = rest.substr(0, equals);
   const std::string_view value = rest.substr(equals + 1);
-  const auto known = std::ranges::find(kKinds, kind);
-  if (known == std::end(kKinds)) {
+  if (std::ranges::find(kKinds, fault.kind) == std::end(kKinds)) {
     invalid(fmt::format("{}: unknown fault '{}'; the faults are delay, stage, fail and save", where,
-                        kind));
+                        fault.kind));
   }
-  fault.kind = static_cast<InjectedFault::Kind>(known - kKinds);
-  if (fault.kind == InjectedFault::Kind::kFail) {
+  if (fault.kind == "fail") {
     fault.system_call = parse_system_call(value, where + ": what fails");
   } else {
-    fault.seconds = parse_time(value, where + (kind == "delay" ? ": the delay" : ": the time"));
+    const bool is_delay = fault.kind == "delay";
+    fault.seconds = parse_time(value, where + (is_delay ? ": the delay" : ": the time"));
   }
   return fault;
 }
@@ -103,9 +99,8 @@ void check_injections(const ParsedOptions& options, bool has_stages, Placement& 
   const bool local = placement.mode == Placement::Mode::kLocal;
   for (const InjectedFault& fault : faults_of(options)) {
     const std::string where = "--inject " + fault.text;
-    const bool is_stage = fault.kind == InjectedFault::Kind::kStage;
-    const bool of_saves =
-        fault.kind == InjectedFault::Kind::kFail || fault.kind == InjectedFault::Kind::kSave;
+    const bool is_stage = fault.kind == "stage";
+    const bool of_saves = fault.kind == "fail" || fault.kind == "save";
     const int rank = fault.rank.value_or(is_stage ? 1 : 0);
     if (fault.rank && placement.mode == Placement::Mode::kJoin && placement.rank == rpc::kAnyRank) {
       invalid(where + ": with --rank auto, rank 0 assigns the rank later");
@@ -135,9 +130,9 @@ void check_injections(const ParsedOptions& options, bool has_stages, Placement& 
 job::Injection injection_of(const ParsedOptions& options, int rank) {
   job::Injection injection;
   for (const InjectedFault& fault : faults_of(options)) {
-    if (fault.kind == InjectedFault::Kind::kFail) {
+    if (fault.kind == "fail") {
       if (rank == 0) injection.fail_checkpoint = fault.system_call;
-    } else if (fault.kind == InjectedFault::Kind::kSave) {
+    } else if (fault.kind == "save") {
       if (rank != 0) continue;
       injection.before_save = [seconds = fault.seconds, left = fault.seconds]() mutable {
         std::this_thread::sleep_for(std::chrono::duration<double>(std::min(left, 0.1)));
@@ -146,8 +141,7 @@ job::Injection injection_of(const ParsedOptions& options, int rank) {
         return false;
       };
     } else if (fault.rank.value_or(rank) == rank) {
-      const bool is_stage = fault.kind == InjectedFault::Kind::kStage;
-      (is_stage ? injection.stage_sleep_s : injection.call_delay_s) = fault.seconds;
+      (fault.kind == "stage" ? injection.stage_sleep_s : injection.call_delay_s) = fault.seconds;
     }
   }
   return injection;

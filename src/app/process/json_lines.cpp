@@ -150,9 +150,4 @@ Json Summary::end_fields(const char* scope, base::TimePoint started,
   return fields;
 }
 
-void tell_config(const Json& config, Json& fields) {
-  fields["seed"] = config.value("seed", Json());
-  fields["config"] = config;
-}
-
 }  // namespace distrain::app

@@ -75,7 +75,4 @@ class Summary {
   Json metrics_ = Json::object();
 };
 
-/// Adds what the job was started with to the fields of `end`.
-void tell_config(const Json& config, Json& fields);
-
 }  // namespace distrain::app

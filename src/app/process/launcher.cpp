@@ -36,7 +36,7 @@ class Launcher {
         config_(plan.config),
         listener_(plan.told.listen_fd),
         output_(STDOUT_FILENO),
-        display_(plan.display, screen()),
+        display_(plan.display, screen_of(plan.display, output_)),
         handlers_{[this](std::string line) { print(std::move(line)); },
                   [this](const std::string& line) { display_.on_line(line); },
                   [this](const std::string& line) {
@@ -200,7 +200,10 @@ class Launcher {
     poll(items.data(), items.size(), poll_timeout_ms());
     if (items[1].revents & (POLLERR | POLLHUP | POLLNVAL)) on_write_error(EPIPE);
     group_->read(takes_lines());
-    on_signals();
+    signalfd_siginfo info;
+    while (read(signals_.get(), &info, sizeof(info)) == sizeof(info)) {
+      if (info.ssi_signo != SIGCHLD) on_signal(static_cast<int>(info.ssi_signo));
+    }
     for (const int rank : group_->reap()) on_lost(rank);
     start_lost_again();
     display_.tick();
@@ -217,13 +220,6 @@ class Launcher {
     if (next == base::kNever) return -1;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - base::Clock::now());
     return static_cast<int>(std::max<int64_t>(0, left.count()));
-  }
-
-  void on_signals() {
-    signalfd_siginfo info;
-    while (read(signals_.get(), &info, sizeof(info)) == sizeof(info)) {
-      if (info.ssi_signo != SIGCHLD) on_signal(static_cast<int>(info.ssi_signo));
-    }
   }
 
   void on_signal(int number) {
@@ -288,7 +284,11 @@ class Launcher {
     is_finishing_ = true;
     std::optional<Cause> cause;
     if (verdict) cause = verdict->cause;
-    if (verdict && !verdict->by_signal) tell_error(*verdict);
+    if (verdict && !verdict->error.is_null()) {
+      print(verdict->error.dump() + '\n');
+    } else if (verdict && !verdict->by_signal) {
+      tell("error", error_fields(*cause, plan_.told.started));
+    }
     Summary summary;
     for (const Child& child : group_->ranks()) summary.add(child.rank_end());
     for (const Child& child : group_->ranks()) {
@@ -300,7 +300,7 @@ class Launcher {
     const bool has_rank_0 = std::ranges::count(plan_.ranks, 0) > 0;
     Json end = summary.end_fields(has_rank_0 ? "job" : "rank", plan_.told.started, cause);
     if (plan_.max_restarts > 0) end["restarts"] = restarts_;
-    tell_config(config_, end);
+    end.update({{"seed", config_.value("seed", Json())}, {"config", config_}});
     tell("end", end);
     if (display_.pretty()) display_.finish(end);
     pump();
@@ -315,26 +315,13 @@ class Launcher {
     return cause ? cause->exit_code : 0;
   }
 
-  void tell_error(const Verdict& verdict) {
-    if (verdict.error.is_null()) {
-      tell("error", error_fields(verdict.cause, plan_.told.started));
-    } else {
-      print(verdict.error.dump() + '\n');
-    }
-  }
-
   /// Until stdout's reader has all lines, or takes none when a signal has ended the job.
   void await_reader() {
-    size_t left = output_.bytes();
-    base::TimePoint taken = base::Clock::now();
-    while (left > 0 && !write_error_ && !stop_waiting_) {
-      wake_at_ = ended_by_signal_ ? taken + kReaderGrace : base::kNever;
+    const base::TimePoint since = base::Clock::now();
+    while (!output_.empty() && !write_error_ && !stop_waiting_) {
+      wake_at_ = ended_by_signal_ ? output_.given_up_at(since) : base::kNever;
+      if (base::Clock::now() >= wake_at_) return;
       wait_once();
-      if (std::exchange(left, output_.bytes()) != output_.bytes()) {
-        taken = base::Clock::now();
-      } else if (ended_by_signal_ && base::Clock::now() - taken >= kReaderGrace) {
-        return;
-      }
     }
   }
 
@@ -347,18 +334,6 @@ class Launcher {
     if (write_error_) return;
     display_.on_line(line);
     if (!display_.pretty()) output_.push(std::move(line));
-  }
-
-  /// Returns the display's output: stdout's queue under --pretty, otherwise stderr.
-  Screen screen() {
-    if (!plan_.display.pretty) return screen_of(STDERR_FILENO);
-    Screen screen;
-    screen.write = [this](std::string text) {
-      if (!write_error_) output_.push(std::move(text));
-    };
-    screen.may_draw = [this] { return output_.empty() && is_foreground(STDOUT_FILENO); };
-    screen.width = [] { return columns_of(STDOUT_FILENO); };
-    return screen;
   }
 
   void clear_display() {

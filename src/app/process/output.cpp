@@ -65,6 +65,7 @@ int OutputQueue::pump() {
     const auto next = std::string_view(lines_.front()).substr(written_, taken_at_once());
     if (const int error = write_all(fd_, next)) return error;
     written_ += next.size();
+    taken_at_ = base::Clock::now();
     if (written_ < lines_.front().size()) continue;
     bytes_ -= written_;
     written_ = 0;

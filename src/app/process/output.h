@@ -1,10 +1,13 @@
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <deque>
 #include <string>
 #include <string_view>
+
+#include "distrain/base/clock.h"
 
 namespace distrain::app {
 
@@ -35,8 +38,10 @@ class OutputQueue {
   bool empty() const { return lines_.empty(); }
   /// Nothing more should be pushed before some of it is gone.
   bool full() const { return bytes_ > kMaxBytes; }
-  /// So much waits.
-  size_t bytes() const { return bytes_ - written_; }
+  /// When who ends by a signal, and waits since `since`, waits for the reader no more.
+  base::TimePoint given_up_at(base::TimePoint since) const {
+    return std::max(since, taken_at_) + kReaderGrace;
+  }
   int fd() const { return fd_; }
 
   /// Writes while the descriptor is writable. Gives back 0 or errno.
@@ -53,6 +58,7 @@ class OutputQueue {
   size_t pipe_ = 0;     // bytes that it holds; 0: no pipe
   size_t written_ = 0;  // of the first line
   size_t bytes_ = 0;
+  base::TimePoint taken_at_{};  // the reader took some
   std::deque<std::string> lines_;
 };
 

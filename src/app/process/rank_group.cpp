@@ -130,7 +130,11 @@ std::vector<int> RankGroup::reap() {
       on_failure(child);
     }
   }
-  end_late_successors();
+  // Successors that were late look for a rank 0 that is no more.
+  const auto is_there = [](const Child& child) {
+    return child.alive() && (!child.is_successor() || child.ready());
+  };
+  if (is_over() && std::ranges::none_of(children_, is_there)) send_to_all(SIGKILL);
   return lost;
 }
 
@@ -159,17 +163,6 @@ bool RankGroup::is_over() const {
                              [](const Child& child) { return !child.alive() && !child.failed(); });
 }
 
-/// The job was over before they were in it: they look for a rank 0 that is no more.
-void RankGroup::end_late_successors() {
-  const auto looks = [](const Child& child) { return child.is_successor() && !child.ready(); };
-  const bool others_alive = std::ranges::any_of(
-      children_, [&](const Child& child) { return child.alive() && !looks(child); });
-  if (others_alive || !is_over()) return;
-  for (Child& child : children_) {
-    if (child.alive()) child.send(SIGKILL);
-  }
-}
-
 base::TimePoint RankGroup::next_deadline() const {
   base::TimePoint next = std::min(deadline_, kill_blamed_at_);
   for (const Child& child : children_) next = std::min(next, stopped_until(child));
@@ -182,7 +175,15 @@ void RankGroup::on_time() {
     // It is stopped, or cut off, and there is nobody left to wait for a word of it.
     if (Child* const blamed = blamed_by_all()) blamed->send(SIGKILL);
   }
-  kill_stopped();
+  for (Child& child : children_) {
+    if (base::Clock::now() < stopped_until(child)) continue;
+    if (child.may_be_lost()) {
+      child.give_up();
+    } else if (!stopped_rank_ && phase_ == Phase::kRunning) {
+      stopped_rank_ = child.rank();
+    }
+    child.send(SIGKILL);
+  }
   if (base::Clock::now() < deadline_) return;
   if (phase_ != Phase::kGrace) return kill();
   send_to_all(SIGTERM);
@@ -211,18 +212,6 @@ base::TimePoint RankGroup::stopped_until(const Child& child) const {
   const bool counts =
       child.alive() && !child.killed() && child.stopped_since() && limit.count() > 0;
   return counts ? *child.stopped_since() + limit + kStoppedGrace : base::kNever;
-}
-
-void RankGroup::kill_stopped() {
-  for (Child& child : children_) {
-    if (base::Clock::now() < stopped_until(child)) continue;
-    if (child.may_be_lost()) {
-      child.give_up();
-    } else if (!stopped_rank_ && phase_ == Phase::kRunning) {
-      stopped_rank_ = child.rank();
-    }
-    child.send(SIGKILL);
-  }
 }
 
 void RankGroup::on_failure(const Child& child) {

@@ -99,7 +99,6 @@ class RankGroup {
   void start_rank(SpawnedRank spawned, int rank);
   Child* blamed_by_all();
   base::TimePoint stopped_until(const Child& child) const;
-  void kill_stopped();
   void on_failure(const Child& child);
   std::chrono::nanoseconds failure_grace() const;
   void enter(Phase phase, std::chrono::nanoseconds grace);
@@ -108,7 +107,6 @@ class RankGroup {
   const Child* find(std::optional<int> rank) const;
   bool is_spared(const Child& child) const;
   bool never_met(const Child& child) const;
-  void end_late_successors();
   bool failed_itself(const Child& child) const;
   const Child* root_cause() const;
   std::optional<Verdict> verdict_by_signal(int number) const;

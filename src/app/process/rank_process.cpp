@@ -60,7 +60,7 @@ class JsonSink final : public job::EventSink {
         on_failure_(std::move(on_failure)),
         on_failing_(std::move(on_failing)),
         lines_(run.out_fd),
-        display_(run.display, screen()) {
+        display_(run.display, screen_of(run.display, lines_)) {
     identity_.role = run.role;
     if (run.job.rank != rpc::kAnyRank) identity_.rank = run.job.rank;
     take_run_id(run.job.effective);
@@ -152,11 +152,9 @@ class JsonSink final : public job::EventSink {
     finished_ = true;
     push_locked(run_.job.spawned ? "rank_end" : "end", fields);
     if (display_.pretty()) display_.finish(fields);
-    size_t left = lines_.bytes();
-    base::TimePoint taken = base::Clock::now();
-    write_locked([&] {
-      if (std::exchange(left, lines_.bytes()) != left) taken = base::Clock::now();
-      return run_.job.spawned || !stop_.requested() || base::Clock::now() - taken < kReaderGrace;
+    write_locked([this, since = base::Clock::now()] {
+      return run_.job.spawned || !stop_.requested() ||
+             base::Clock::now() < lines_.given_up_at(since);
     });
     display_.finish(fields);
     return true;
@@ -175,16 +173,6 @@ class JsonSink final : public job::EventSink {
     display_.on_line(line);
     if (run_.job.spawned || (event != kProgress && !display_.pretty()))
       lines_.push(std::move(line));
-  }
-
-  Screen screen() {
-    Screen screen;
-    if (run_.display.mode == DisplayPlan::Mode::kNone) return screen;
-    if (!run_.display.pretty) return screen_of(STDERR_FILENO);
-    screen.write = [this](std::string text) { lines_.push(std::move(text)); };
-    screen.may_draw = [this] { return lines_.empty() && is_foreground(lines_.fd()); };
-    screen.width = [this] { return columns_of(lines_.fd()); };
-    return screen;
   }
 
   /// What the reader takes, and all of it for as long as one `waits` for him.
@@ -259,7 +247,7 @@ class RankProcess {
     if (run_.knows_devices) {
       try {  // for the first line; that there is none is told after it
         run_.devices->get(run_.role, {});
-      } catch (...) {  // kept, and thrown again
+      } catch (...) {  // thrown again
       }
     }
     const Json config = run_.config({});
@@ -365,7 +353,7 @@ class RankProcess {
     if (!spawned || !known || (identity.rank == 0 && !identity.used.empty())) {
       Json config = run_.config(identity.of_rank_0);
       config.update(identity.used);
-      tell_config(config, end);
+      end.update({{"seed", config.value("seed", Json())}, {"config", config}});
     }
     return sink_.finish(end);
   }

@@ -124,24 +124,21 @@ job::Result PipelineRun::step(const job::Step& step) {
       base::traced("data", [&] { return sized([&] { return data_.batch(index); }); });
   const double factor = lr_schedule_.factor(index, 0);  // each model's from its beginning
   model_.set_lr_factor(factor);
-  results_.push_back(sized([&] { return model_.train(batch, index); }));
+  const BatchResult& result =
+      results_.emplace_back(sized([&] { return model_.train(batch, index); }));
   ++steps_;
-  log(results_.back(), index, options_.lr * factor);
-  return {.loss = at::scalar_tensor(results_.back().loss, at::kDouble),
-          .samples = options_.batch_size,
-          .progress = {{"num_split", options_.num_split[split]}}};
-}
-
-void PipelineRun::log(const BatchResult& result, int64_t index, double lr) {
   job::Json fields{{"epoch", options_.data.empty() ? 1 : 1 + index / data_.batches_per_epoch()},
                    {"step", index + 1},
-                   {"num_split", options_.num_split[*split_]},
+                   {"num_split", options_.num_split[split]},
                    {"loss", result.loss},
-                   {"lr", lr}};
+                   {"lr", options_.lr * factor}};
   if (result.accuracy) fields["accuracy"] = *result.accuracy;
   fields["batch_s"] = result.batch_s;
   fields["samples_per_s"] = static_cast<double>(options_.batch_size) / result.batch_s;
   lines_.add(index + 1, [fields] { return fields; });
+  return {.loss = at::scalar_tensor(result.loss, at::kDouble),
+          .samples = options_.batch_size,
+          .progress = {{"num_split", options_.num_split[split]}}};
 }
 
 void PipelineRun::end_split() {

@@ -69,7 +69,6 @@ class PipelineRun {
  private:
   int64_t batches() const;  // of each run
   void begin(int64_t num_split);
-  void log(const BatchResult& result, int64_t index, double lr);
   void end_split();
 
   const PipelineOptions& options_;
