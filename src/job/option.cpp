@@ -160,17 +160,6 @@ void settle_limits(TrainerOptions& options, const ParsedOptions& parsed, int def
   if (!by_epochs && options.epochs == 0 && options.steps == 0) options.epochs = default_epochs;
 }
 
-void check_min_trainers(const TrainerOptions& options, bool told,
-                        const std::function<void(const std::string&)>& warn) {
-  if (options.min_trainers > options.trainers) {
-    base::invalid("--min-trainers " + std::to_string(options.min_trainers) +
-                  ": the job has no more than --trainers " + std::to_string(options.trainers));
-  }
-  if (told && options.mode == "sync") {
-    warn("--min-trainers has no effect with --mode sync: a trainer that is lost ends the job");
-  }
-}
-
 optim::Sharing TrainerOptions::sharing(int participant) const {
   using Mode = optim::Sharing::Mode;
   optim::Sharing sharing;

@@ -358,8 +358,14 @@ class Definition final : public AnyDefinition {
     if constexpr (std::is_base_of_v<RuleOptions, Options>) options.rule();
     if constexpr (std::is_base_of_v<TrainerOptions, Options>) {
       if (options.epochs == 0 && options.steps == 0) base::invalid("--epochs 0 needs --steps");
-      check_min_trainers(options, preflight.has_rank_0 && preflight.given("min-trainers"),
-                         preflight.warn);
+      if (options.min_trainers > options.trainers) {
+        base::invalid("--min-trainers " + std::to_string(options.min_trainers) +
+                      ": the job has no more than --trainers " + std::to_string(options.trainers));
+      }
+      if (preflight.has_rank_0 && preflight.given("min-trainers") && options.mode == "sync") {
+        preflight.warn(
+            "--min-trainers has no effect with --mode sync: a trainer that is lost ends the job");
+      }
     }
     if (check_) check_(options, preflight);
   }

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <string>
 
@@ -150,11 +149,6 @@ trainers keep replicas, the loss of a trainer ends the job in any case.)");
 /// Drops the limit of training that the user has not given if the user has given the other one, and
 /// falls back on `default_epochs` if neither limit is left.
 void settle_limits(TrainerOptions& options, const ParsedOptions& parsed, int default_epochs);
-
-/// Throws `invalid` for more trainers that are to be left than there are. `told`: whether the user
-/// has said how many; `warn` hears of what has no effect.
-void check_min_trainers(const TrainerOptions& options, bool told,
-                        const std::function<void(const std::string&)>& warn);
 
 /// All rows that `Options` has from the structures above, in the order of the help.
 template <class Options>
