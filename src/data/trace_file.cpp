@@ -2,11 +2,14 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <iterator>
 #include <limits>
 #include <system_error>
 #include <unordered_map>
+#include <utility>
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <limits.h>
 #include <nlohmann/json.hpp>
 #include <sys/stat.h>
@@ -51,15 +54,16 @@ class Writer {
 
   void write(const std::vector<RankTrace>& ranks) {
     text_ += "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n";
+    // Numbers that no process has: a thread of a process's number counts as its main thread.
+    thread_ = static_cast<int64_t>(ranks.size());
     for (const RankTrace& rank : ranks) {
-      rank_ = std::to_string(rank.rank);
-      metadata("process_name", "0", "name", quoted(rank.role));
-      metadata("process_sort_index", "0", "sort_index", rank_);
-      // Numbers that no process has: a thread of a process's number counts as its main thread.
+      rank_ = rank.rank;
+      metadata("process_name", 0, "name", quoted(rank.role));
+      metadata("process_sort_index", 0, "sort_index", std::to_string(rank_));
       for (const TraceTrack& track : rank.tracks) {
-        thread_ = std::to_string(static_cast<int64_t>(ranks.size()) + ++threads_);
+        ++thread_;
         metadata("thread_name", thread_, "name", quoted(track.name));
-        metadata("thread_sort_index", thread_, "sort_index", thread_);
+        metadata("thread_sort_index", thread_, "sort_index", std::to_string(thread_));
         write(track);
       }
     }
@@ -79,37 +83,41 @@ class Writer {
     return it != flows_.end() && it->id == id ? &*it : nullptr;
   }
 
-  template <class F>
-  static void for_each_event(const std::vector<RankTrace>& ranks, F function) {
+  static void for_each_event(const std::vector<RankTrace>& ranks, auto function) {
     for (const RankTrace& rank : ranks) {
       for (const TraceTrack& track : rank.tracks) std::ranges::for_each(track.events, function);
     }
   }
 
-  void metadata(const char* what, const std::string& thread, const char* key,
-                const std::string& value) {
+  template <class... Args>
+  void put(fmt::format_string<Args...> format, Args&&... args) {
+    fmt::format_to(std::back_inserter(text_), format, std::forward<Args>(args)...);
+  }
+
+  void metadata(const char* what, int64_t thread, const char* key, const std::string& value) {
     begin_line();
-    text_ += R"({"ph":"M","pid":)" + rank_ + R"(,"tid":)" + thread + R"(,"name":")" + what +
-             R"(","args":{")" + key + "\":" + value + "}}";
+    put(R"({{"ph":"M","pid":{},"tid":{},"name":"{}","args":{{"{}":{}}}}})", rank_, thread, what,
+        key, value);
   }
 
   void write(const TraceTrack& track) {
     std::vector<const TraceEvent*> events;
     events.reserve(track.events.size());
     for (const TraceEvent& event : track.events) events.push_back(&event);
-    std::stable_sort(events.begin(), events.end(), [](const TraceEvent* a, const TraceEvent* b) {
+    std::ranges::stable_sort(events, [](const TraceEvent* a, const TraceEvent* b) {
       return a->start != b->start ? a->start < b->start : a->end > b->end;
     });
     for (const TraceEvent* event : events) {
       if (event->kind == Kind::kAsync) {
-        async(*event);
+        common("b", *event, event->start);
+        put(R"(,"id":"{}"{}}})", event->id, arguments(*event));
+        common("e", *event, event->end);
+        put(R"(,"id":"{}"}})", event->id);
         continue;
       }
       common("X", *event, event->start);
-      text_ += ",\"dur\":";
-      microseconds(event->end - event->start);
-      arguments(*event);
-      text_ += '}';
+      const int64_t ns = event->end - event->start;
+      put(R"(,"dur":{}.{:03}{}}})", ns / 1000, ns % 1000, arguments(*event));
       if (event->kind == Kind::kSlice) continue;
       const Flow* const flow = find_flow(event->id);
       if (!flow || !flow->whole) continue;
@@ -118,41 +126,25 @@ class Writer {
       } else {
         place(R"(f","bp":"e)", event->start);
       }
-      text_ += R"(,"name":"call","cat":"rpc","id":)" + std::to_string(event->id) + '}';
+      put(R"(,"name":"call","cat":"rpc","id":{}}})", event->id);
     }
-  }
-
-  void async(const TraceEvent& event) {
-    const std::string id = ",\"id\":\"" + std::to_string(event.id) + '"';
-    common("b", event, event.start);
-    text_ += id;
-    arguments(event);
-    text_ += '}';
-    common("e", event, event.end);
-    text_ += id + '}';
   }
 
   void common(const char* phase, const TraceEvent& event, int64_t time) {
     place(phase, time);
-    text_ += ",\"name\":" + text_of(event.name) + ",\"cat\":" + text_of(event.category);
+    put(R"(,"name":{},"cat":{})", text_of(event.name), text_of(event.category));
   }
 
-  void place(const std::string& phase, int64_t time) {
+  void place(const char* phase, int64_t time) {
     begin_line();
-    text_ += R"({"ph":")" + phase + R"(","pid":)" + rank_ + R"(,"tid":)" + thread_ + R"(,"ts":)";
-    microseconds(time - first_);
+    const int64_t ns = time - first_;
+    put(R"({{"ph":"{}","pid":{},"tid":{},"ts":{}.{:03})", phase, rank_, thread_, ns / 1000,
+        ns % 1000);
   }
 
-  void arguments(const TraceEvent& event) {
-    if (!event.key) return;
-    text_ += ",\"args\":{" + text_of(event.key) + ':' + std::to_string(event.value) + '}';
-  }
-
-  void microseconds(int64_t ns) {
-    text_ += std::to_string(ns / 1000);
-    const std::string rest = std::to_string(1000 + ns % 1000);
-    text_ += '.';
-    text_.append(rest, 1, 3);
+  std::string arguments(const TraceEvent& event) {
+    if (!event.key) return {};
+    return fmt::format(R"(,"args":{{{}:{}}})", text_of(event.key), event.value);
   }
 
   // Texts are few, and each is at one place.
@@ -174,10 +166,9 @@ class Writer {
 
   OutputFile& file_;
   std::string text_;
-  std::string rank_;
-  std::string thread_;
+  int rank_ = 0;
+  int64_t thread_ = 0;
   int64_t first_ = std::numeric_limits<int64_t>::max();  // when the first event started
-  int64_t threads_ = 0;
   uint64_t lines_ = 0;
   std::vector<Flow> flows_;  // by id: there may be millions, and a map takes three times the memory
   std::unordered_map<const char*, std::string> texts_;
@@ -201,9 +192,7 @@ std::string target_of(std::string path) {
 
 // Beside `target`, to be renamed. The name is as long in every process, and not too long.
 std::string temporary(const std::string& target) {
-  std::string number = std::to_string(getpid());
-  number.insert(0, 7 - std::min<size_t>(7, number.size()), '0');
-  const std::string ending = ".tmp-" + number;
+  const std::string ending = fmt::format(".tmp-{:07}", getpid());
   const std::filesystem::path path(target);
   return path.parent_path() /
          (path.filename().string().substr(0, NAME_MAX - ending.size()) + ending);

@@ -57,8 +57,6 @@ class CheckpointStore {
   explicit CheckpointStore(std::string folder, Probe before_system_call = {}, int64_t keep = 2);
 
   ~CheckpointStore();
-  CheckpointStore(const CheckpointStore&) = delete;
-  CheckpointStore& operator=(const CheckpointStore&) = delete;
 
   /// Makes the folder if it is not there, and tries whether it can be written, so that a job does
   /// not find out after hours. Throws `resources`, or `bad_data` as above.

@@ -1,11 +1,12 @@
 #include "checkpoint_manifest.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <cstdlib>
 #include <initializer_list>
 #include <set>
 #include <vector>
+
+#include <fmt/format.h>
 
 #include "distrain/base/error.h"
 #include "distrain/data/hash.h"
@@ -29,11 +30,7 @@ constexpr std::string_view kHashBegin = ",\"xxh64\":\"";
 constexpr size_t kHexDigits = 16;
 constexpr std::string_view kHashEnd = "\"}\n";
 
-std::string hex(uint64_t hash) {
-  char digits[kHexDigits + 1];
-  std::snprintf(digits, sizeof digits, "%016llx", static_cast<unsigned long long>(hash));
-  return digits;
-}
+std::string hex(uint64_t hash) { return fmt::format("{:016x}", hash); }
 
 // What follows `text` at the manifest's end.
 std::string hash_of(std::string_view text) {

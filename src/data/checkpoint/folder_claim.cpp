@@ -2,11 +2,12 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
+#include <cstring>
 #include <fstream>
 #include <utility>
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
@@ -57,9 +58,8 @@ int64_t highest_generation(const OpenFolder& folder) {
 std::string owner_of_lock(int fd) {
   struct stat info {};
   if (::fstat(fd, &info) != 0) return {};
-  char file[64];
-  std::snprintf(file, sizeof file, "%02x:%02x:%llu", major(info.st_dev), minor(info.st_dev),
-                static_cast<unsigned long long>(info.st_ino));
+  const std::string file =
+      fmt::format("{:02x}:{:02x}:{}", major(info.st_dev), minor(info.st_dev), info.st_ino);
   std::ifstream locks("/proc/locks");
   std::string number, type, kind, access, process, locked, range;
   while (locks >> number >> type >> kind >> access >> process >> locked && getline(locks, range)) {
@@ -93,7 +93,7 @@ void FolderClaim::lock() {
   if (disk_.call("flock", [&] { return ::flock(fd.get(), LOCK_EX | LOCK_NB); }) == 0) {
     lock_ = std::move(fd);
   } else if (errno != EWOULDBLOCK) {
-    why_no_lock_ = errno_text();  // the generations have to do
+    why_no_lock_ = std::strerror(errno);  // the generations have to do
   } else {
     base::bad_data("another job saves in this folder: " + folder_.path() + owner_of_lock(fd.get()));
   }

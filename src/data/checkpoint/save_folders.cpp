@@ -1,5 +1,7 @@
 #include "save_folders.h"
 
+#include <cerrno>
+#include <cstring>
 #include <utility>
 
 #include "distrain/base/error.h"
@@ -61,7 +63,7 @@ std::optional<Saves> find_saves(const OpenFolder& folder) {
 
 OpenFolder open_save(const OpenFolder& folder, const std::string& name) {
   if (auto save = folder.open(name)) return *std::move(save);
-  const std::string reason = errno_text();
+  const std::string reason = std::strerror(errno);
   if (folder.kind_of(name) == OpenFolder::Kind::kLink) {
     base::bad_data(folder.path_of(name) + kNotFollowed);
   }

@@ -1,16 +1,17 @@
 #include "disk.h"
 
+#include <cstring>
+
 #include <fcntl.h>
 #include <unistd.h>
 
 #include "distrain/base/error.h"
-#include "file.h"
 
 namespace distrain::data {
 
 void Disk::fail(const char* what, const std::string& path) {
   throw base::Exception(base::ErrorKind::kResources,
-                        std::string(what) + " " + path + ": " + errno_text());
+                        std::string(what) + " " + path + ": " + std::strerror(errno));
 }
 
 // O_EXCL follows no link.

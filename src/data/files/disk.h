@@ -18,11 +18,9 @@ class Disk {
   using Probe = std::function<void(const char* name)>;
   explicit Disk(Probe before_system_call = {}) : probe_(std::move(before_system_call)) {}
   Disk(const Disk&) = delete;
-  Disk& operator=(const Disk&) = delete;
 
   /// What `function` gives back, -1 with errno for a failure; it is called again if interrupted.
-  template <class F>
-  auto call(const char* name, F function) const {
+  auto call(const char* name, auto function) const {
     for (;;) {
       if (probe_) probe_(name);
       const auto result = function();

@@ -1,6 +1,5 @@
 #include "file.h"
 
-#include <array>
 #include <cerrno>
 #include <cstring>
 #include <utility>
@@ -23,13 +22,8 @@ net::Fd open_in(const OpenFolder& folder, const std::string& name) {
 
 }  // namespace
 
-std::string errno_text() {
-  std::array<char, 128> buffer{};
-  return strerror_r(errno, buffer.data(), buffer.size());
-}
-
 void fail_open(const std::string& path) {
-  base::bad_data("cannot open " + path + ": " + errno_text());
+  base::bad_data("cannot open " + path + ": " + std::strerror(errno));
 }
 
 // Opening a pipe that nobody writes to would wait for ever.
@@ -54,7 +48,7 @@ size_t InputFile::read(void* out, size_t bytes) const {
   for (;;) {
     const ssize_t got = ::read(fd_.get(), out, bytes);
     if (got >= 0) return static_cast<size_t>(got);
-    if (errno != EINTR) base::bad_data("cannot read " + path_ + ": " + errno_text());
+    if (errno != EINTR) base::bad_data("cannot read " + path_ + ": " + std::strerror(errno));
   }
 }
 

@@ -15,9 +15,6 @@ namespace distrain::data {
 
 class OpenFolder;
 
-/// What errno says.
-std::string errno_text();
-
 /// Throws `bad_data` for what could not be opened, with what errno says.
 [[noreturn]] void fail_open(const std::string& path);
 
@@ -71,8 +68,7 @@ Bytes read_to_end(const InputFile& file, size_t limit = std::numeric_limits<ptrd
 }
 
 /// What `function` returns; no memory for what is in `path` becomes `resources`.
-template <class F>
-auto with_memory_for(const std::string& path, F function) {
+auto with_memory_for(const std::string& path, auto function) {
   try {
     return function();
   } catch (const std::length_error&) {

@@ -24,8 +24,6 @@ class GzipReader {
   GzipReader(const std::string& path, Limit limit,
              InputFile::Kind kind = InputFile::Kind::kRegular);
   ~GzipReader();
-  GzipReader(const GzipReader&) = delete;
-  GzipReader& operator=(const GzipReader&) = delete;
 
   /// From now on: of what follows.
   void limit(Limit limit);

@@ -19,8 +19,7 @@ inline constexpr std::array<bool, 256> kSeparators = [] {
 inline bool is_separator(char c) { return kSeparators[static_cast<unsigned char>(c)]; }
 
 /// Calls `function` with each word of `line`.
-template <class F>
-void for_each_token(std::string_view line, F function) {
+void for_each_token(std::string_view line, auto function) {
   const char* at = line.data();
   const char* const end = at + line.size();
   for (;;) {
@@ -34,8 +33,7 @@ void for_each_token(std::string_view line, F function) {
 
 /// Calls `function` with each line of `text`, without its \n and without a UTF-8 byte order mark at
 /// the beginning. The last line needs no \n.
-template <class F>
-void for_each_line(std::string_view text, F function) {
+void for_each_line(std::string_view text, auto function) {
   constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
   if (text.starts_with(kByteOrderMark)) text.remove_prefix(kByteOrderMark.size());
   while (!text.empty()) {
