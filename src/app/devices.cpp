@@ -95,15 +95,11 @@ job::Json RankDevices::names() const {
   return devices.empty() ? job::Json() : job::device_names(devices);
 }
 
-bool RankDevices::has_accelerator() const {
-  const std::vector<c10::Device> devices = known();
-  return !devices.empty() && rpc::is_accelerator(devices.front());
-}
-
 job::Json RankDevices::usage() const {
-  if (!has_accelerator()) return job::Json::object();
+  const std::vector<c10::Device> devices = known();
+  if (devices.empty() || !rpc::is_accelerator(devices.front())) return job::Json::object();
   int64_t most = 0;
-  for (const c10::Device& device : known()) most = std::max(most, rpc::peak_device_bytes(device));
+  for (const c10::Device& device : devices) most = std::max(most, rpc::peak_device_bytes(device));
   return {{"device", names()}, {"device_mem_mb", static_cast<double>(most) / kMegabyte}};
 }
 

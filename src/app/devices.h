@@ -39,7 +39,6 @@ class RankDevices {
                                       const job::OptionMap& of_rank_0);
   /// As JSON lines have them; null if they are not known, or not there.
   job::Json names() const;
-  bool has_accelerator() const;
   /// `device` and `device_mem_mb`, the most that tensors took on one of them; empty on the CPU.
   job::Json usage() const;
 

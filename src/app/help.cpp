@@ -74,8 +74,7 @@ std::string examples_text(const std::vector<job::Example>& examples) {
 }
 
 /// Returns what `text` makes of the command of that name, or of none if `name` is empty.
-template <class Text>
-std::string of_command(const Program& program, const std::string& name, const Text& text) {
+std::string of_command(const Program& program, const std::string& name, const auto& text) {
   if (const JobCommand* job = program.find(name)) return text(*job);
   for (const TextCommand& command : text_commands(program)) {
     if (command.name == name) return text(command);

@@ -71,10 +71,7 @@ class Placer {
  public:
   Placer(job::ParsedOptions& options, const job::JobInfo& job,
          const std::function<void()>& on_rank_0)
-      : options_(options),
-        size_option_(job.count_option),
-        other_ranks_(job.fixed_ranks),
-        on_rank_0_(on_rank_0) {}
+      : options_(options), job_(job), on_rank_0_(on_rank_0) {}
 
   Placement run() {
     const auto exclude = [this](const char* a, const char* b) {
@@ -111,7 +108,9 @@ class Placer {
   }
 
   /// As many ranks as the options make.
-  int own_size() const { return static_cast<int>(options_.integer(size_option_)) + other_ranks_; }
+  int own_size() const {
+    return static_cast<int>(options_.integer(job_.count_option)) + job_.fixed_ranks;
+  }
 
   void warn_if_other(const std::string& flag, const std::string& value, const char* name) {
     const std::optional<std::string> other = variable(name);
@@ -141,9 +140,9 @@ class Placer {
   std::optional<Setting> find_size() {
     const char* name = launcher_ ? launcher_->size : "WORLD_SIZE";
     const std::string own = std::to_string(own_size());
-    if (options_.given(size_option_) && options_.given("rank") && !options_.given("world-size") &&
-        variable(name).value_or(own) != own) {
-      warn_if_other(fmt::format("--{} makes a world of", size_option_), own, name);
+    if (options_.given(job_.count_option) && options_.given("rank") &&
+        !options_.given("world-size") && variable(name).value_or(own) != own) {
+      warn_if_other(fmt::format("--{} makes a world of", job_.count_option), own, name);
       return std::nullopt;
     }
     return find("world-size", name);
@@ -152,32 +151,27 @@ class Placer {
   /// World size and the size option follow from each other. `known`: the default counts, because
   /// rank 0 is here; otherwise rank 0 will tell.
   void settle_size(const std::optional<Setting>& size, bool known) {
-    const bool given = options_.given(size_option_);
+    const bool given = options_.given(job_.count_option);
     if (!size) {
       if (known || given) placement_.world_size = own_size();
     } else {
-      if (size->value <= other_ranks_) {
+      if (size->value <= job_.fixed_ranks) {
         invalid(fmt::format("{} {} is too small: the job needs {} ranks beside its {}{}",
-                            size->source, size->value, other_ranks_, size_option_,
+                            size->source, size->value, job_.fixed_ranks, job_.count_option,
                             size->source[0] == '-' ? "" : " (--spawn starts every rank here)"));
       }
       if (given && own_size() != size->value) {
-        invalid(fmt::format("--{} {} makes a world of {} ranks, {} says {}", size_option_,
-                            options_.text(size_option_), own_size(), size->source, size->value));
+        invalid(fmt::format("--{} {} makes a world of {} ranks, {} says {}", job_.count_option,
+                            options_.text(job_.count_option), own_size(), size->source,
+                            size->value));
       }
       placement_.world_size = size->value;
-      if (!given) options_.derive(size_option_, std::to_string(size->value - other_ranks_));
+      if (!given)
+        options_.derive(job_.count_option, std::to_string(size->value - job_.fixed_ranks));
     }
     if (placement_.world_size > kMaxWorld) {
       invalid(fmt::format("a world of {} ranks is too large: {} at most", placement_.world_size,
                           kMaxWorld));
-    }
-  }
-
-  void check_rank(int rank, const std::string& source) const {
-    if (placement_.world_size != 0 && rank >= placement_.world_size) {
-      invalid(fmt::format("{}: there is no rank {} in a world of {} ranks", source, rank,
-                          placement_.world_size));
     }
   }
 
@@ -276,7 +270,7 @@ class Placer {
     if (rank.value == 0) on_rank_0_();
     const std::optional<Setting> size = find_size();
     settle_size(size, rank.value == 0);
-    check_rank(rank.value, rank.source);
+    placement_.check_rank(rank.value, rank.source);
     // Without a word from anyone all are here, for as long as they have not met.
     const int all = placement_.world_size != 0 ? placement_.world_size : own_size();
     placement_.local_ranks = told_local_ranks().value_or(all);
@@ -294,7 +288,7 @@ class Placer {
       placement_.ranks = parse_ranks(options_.text("ranks"));
       if (placement_.ranks.front() == 0) on_rank_0_();
       settle_size(size, placement_.ranks.front() == 0);
-      check_rank(placement_.ranks.back(), "--ranks");
+      placement_.check_rank(placement_.ranks.back(), "--ranks");
     } else {
       on_rank_0_();
       settle_size(size, true);
@@ -325,14 +319,18 @@ class Placer {
   }
 
   job::ParsedOptions& options_;
-  const std::string size_option_;
-  const int other_ranks_;
+  const job::JobInfo& job_;
   const std::function<void()>& on_rank_0_;
   const ProcessLauncher* launcher_ = nullptr;
   Placement placement_;
 };
 
 }  // namespace
+
+void Placement::check_rank(int number, const std::string& where) const {
+  if (world_size == 0 || number < world_size) return;
+  invalid(fmt::format("{}: there is no rank {} in a world of {} ranks", where, number, world_size));
+}
 
 Placement place(job::ParsedOptions& options, const job::JobInfo& job,
                 const std::function<void()>& on_rank_0) {

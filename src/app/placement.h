@@ -29,6 +29,9 @@ struct Placement {
   std::string warning;                 ///< for one `warn` line, empty if there is nothing to say
 
   void warn(const std::string& message) { warning += (warning.empty() ? "" : "; ") + message; }
+  /// Throws `invalid` naming `where` if the world has no rank `number`, as far as its size is
+  /// known.
+  void check_rank(int number, const std::string& where) const;
   /// Those in or under this process, whatever the mode; kLocal: rank 0.
   std::vector<int> here() const {
     if (mode == Mode::kSpawn) return ranks;

@@ -5,10 +5,6 @@
 
 namespace distrain::job {
 
-namespace {
-using enum FieldType;
-}
-
 void Predictions::load(const data::NamedTensors& model) const {
   const data::NamedTensors& saved = snapshot_.file("model");
   data::naming_file(snapshot_.path, [&] { data::copy_into(model, saved); });
@@ -59,12 +55,14 @@ Json Predictions::fields() const {
 }
 
 std::vector<Field> label_fields() {
+  using enum FieldType;
   return {{"label", kText, "most likely label"},
           {"scores", kNumbers, "probability of each label, ordered by name"},
           sometimes({"expected", kText, "label in the input, if there is one"})};
 }
 
 std::vector<Event> prediction_events(std::vector<Field> fields) {
+  using enum FieldType;
   fields.insert(fields.begin(),
                 Field{"index", kInteger, "number of the example in the input, from 0"});
   return {{"prediction", "printed by predict for each example", std::move(fields)},

@@ -248,8 +248,15 @@ int64_t Schedule::remaining_locked(int shard) const {
 
 bool Schedule::take_locked(int trainer, int64_t wanted, Task& task) {
   Place& its = place(trainer);
-  its.lease =
-      given_back_.empty() ? take_new_locked(trainer, wanted) : take_given_back_locked(wanted);
+  if (given_back_.empty()) {
+    its.lease = take_new_locked(trainer, wanted);
+  } else {  // steps that were counted when they were handed out first
+    Range& first = given_back_.front();
+    its.lease = {first.shard, first.step, std::min(wanted, first.count)};
+    first.step += its.lease.count;
+    first.count -= its.lease.count;
+    if (first.count == 0) given_back_.erase(given_back_.begin());
+  }
   its.has_task = its.lease.count > 0;
   task.kind = Task::Kind::kTrain;
   task.epoch = position_.epoch;
@@ -257,16 +264,6 @@ bool Schedule::take_locked(int trainer, int64_t wanted, Task& task) {
   task.step = its.lease.step;
   task.count = its.lease.count;
   return its.has_task;
-}
-
-// They were counted when they were handed out first.
-Schedule::Range Schedule::take_given_back_locked(int64_t wanted) {
-  Range& first = given_back_.front();
-  const Range lease = {first.shard, first.step, std::min(wanted, first.count)};
-  first.step += lease.count;
-  first.count -= lease.count;
-  if (first.count == 0) given_back_.erase(given_back_.begin());
-  return lease;
 }
 
 Schedule::Range Schedule::take_new_locked(int trainer, int64_t wanted) {

@@ -180,31 +180,16 @@ void TrainingPlan::attach() {
                          "from one begins with fresh momentum and moments");
   }
   if (attached.path.empty()) return;
-  for (const int trainer : own_) give(trainer, attached.path);
-}
-
-/// Gives each part what the checkpoint has for it.
-void TrainingPlan::give(int trainer, const std::string& checkpoint) const {
-  for (const Part& part : parts_) {
-    if (part.once && trainer != 0) continue;
-    data::naming_file(checkpoint, [&] {
-      const PartName& name = part;
-      const data::NamedTensors tensors = ask<&TrainingHost::saved_part>(name, trainer);
-      data::naming_file(part.file + ".safetensors", [&] { part.give(trainer, tensors); });
-    });
+  for (const int trainer : own_) {
+    for (const Part& part : parts_) {
+      if (part.once && trainer != 0) continue;
+      data::naming_file(attached.path, [&] {
+        const PartName& name = part;
+        const data::NamedTensors tensors = ask<&TrainingHost::saved_part>(name, trainer);
+        data::naming_file(part.file + ".safetensors", [&] { part.give(trainer, tensors); });
+      });
+    }
   }
-}
-
-/// What a trainer has for a checkpoint. Its own tensors stay here, too, until rank 0 fetches them.
-std::vector<HeldPart> TrainingPlan::held(int trainer, bool is_first) const {
-  std::vector<HeldPart> all;
-  for (const Part& part : parts_) {
-    if (!part.each_own && !is_first) continue;
-    Held held = part.take(trainer);
-    if (agent_) held.leave_at(*agent_);
-    all.push_back({part, trainer, std::move(held)});
-  }
-  return all;
 }
 
 void TrainingPlan::make(const Step& what, const std::function<Result()>& step) {
@@ -254,7 +239,14 @@ void TrainingPlan::meet(const Task& task) {
   }
   for (const int trainer : own_) {
     const bool is_first = agent_ ? task.part == 0 : trainer == own_.front();
-    ask<&TrainingHost::contribute>(seat(trainer), held(trainer, is_first));
+    std::vector<HeldPart> held;
+    for (const Part& part : parts_) {
+      if (!part.each_own && !is_first) continue;
+      Held tensors = part.take(trainer);
+      if (agent_) tensors.leave_at(*agent_);  // until rank 0 fetches them
+      held.push_back({part, trainer, std::move(tensors)});
+    }
+    ask<&TrainingHost::contribute>(seat(trainer), held);
   }
 }
 

@@ -387,22 +387,18 @@ void TrainingHost::on_rank_lost(const rpc::Loss& loss) {
     if (!trainer) failed_ = loss.error;
     if (!schedule_) return;
   }
-  if (trainer) return lose(*trainer, loss);
-  schedule_->fail(loss.error);
-}
-
-void TrainingHost::lose(int trainer, const rpc::Loss& loss) {
+  if (!trainer) return schedule_->fail(loss.error);
   // The last of its steps that parameters of this rank have seen; none: this rank cannot tell.
   const auto made = optim::last_step_of(*agent_, loss.process());
   bool was_there = false;  // otherwise it has come and gone before it had asked for anything
   {
     std::lock_guard lock(mutex_);
-    lost_before_[trainer] = loss.incarnation + 1;
+    lost_before_[*trainer] = loss.incarnation + 1;
     ++lost_;
-    was_there = trainers_.erase(trainer) > 0;
-    untried_.erase(trainer);
+    was_there = trainers_.erase(*trainer) > 0;
+    untried_.erase(*trainer);
   }
-  const Schedule::Lost lost = was_there ? schedule_->lose(trainer, made) : Schedule::Lost{};
+  const Schedule::Lost lost = was_there ? schedule_->lose(*trainer, made) : Schedule::Lost{};
   {
     std::lock_guard lock(mutex_);
     lost_steps_ += lost.made;

@@ -105,7 +105,6 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   void rest(int trainer) const;
   void load();
   void check_seat_locked(Seat seat) const;
-  void lose(int trainer, const rpc::Loss& loss);
   void read_position(const Snapshot& snapshot);
   void add_loss(Json& fields) const;
   void on_evaluated(const Position& position, bool whole_epoch);

@@ -84,8 +84,6 @@ class Checkpoints {
   /// Waits until what is being saved is on disk: no longer than the disk takes, and what other
   /// ranks are to give takes until their loss is known.
   ~Checkpoints();
-  Checkpoints(const Checkpoints&) = delete;
-  Checkpoints& operator=(const Checkpoints&) = delete;
 
   bool saving() const { return store_ != nullptr; }
 

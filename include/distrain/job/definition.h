@@ -326,8 +326,7 @@ class Definition final : public AnyDefinition {
   };
 
   /// Keeps the message of an exception of `part`, because main() is not there yet to catch it.
-  template <class F>
-  Definition& declare(const F& part) {
+  Definition& declare(const auto& part) {
     try {
       part();
     } catch (const base::Exception& e) {

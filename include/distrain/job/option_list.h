@@ -88,61 +88,51 @@ class OptionList {
   // reference into one. An optional that is empty stands for no value.
 
   /// A whole number of 0 and more, unless a range is given.
-  template <class Member>
-  OptionRow integer(std::string name, Member member, std::string help) {
+  OptionRow integer(std::string name, auto member, std::string help) {
     OptionRow row = add(std::move(name), ValueKind::kInteger, member, std::move(help));
     return row.value_name("N").range(0, kMaxInt);
   }
   /// A std::optional<int>: as integer(), or `word`, which stands for an empty one.
-  template <class Member>
-  OptionRow integer_or(std::string name, Member member, const std::string& word, std::string help) {
+  OptionRow integer_or(std::string name, auto member, const std::string& word, std::string help) {
     OptionRow row = add(std::move(name), ValueKind::kInteger, member, std::move(help), word);
     rows_.back().option.choices = {word};
     return row.value_name("N|" + word).range(0, kMaxInt);
   }
   /// One or more, with commas between.
-  template <class Member>
-  OptionRow integers(std::string name, Member member, std::string help) {
+  OptionRow integers(std::string name, auto member, std::string help) {
     OptionRow row = add(std::move(name), ValueKind::kIntegers, member, std::move(help));
     return row.value_name("N[,...]").range(0, kMaxInt);
   }
   /// Finite, of 0 and more unless a range is given.
-  template <class Member>
-  OptionRow real(std::string name, Member member, std::string help) {
+  OptionRow real(std::string name, auto member, std::string help) {
     OptionRow row = add(std::move(name), ValueKind::kReal, member, std::move(help));
     return row.value_name("X").range(0, 1e6);
   }
   /// A std::string, or a vector of them: words with commas between.
-  template <class Member>
-  OptionRow text(std::string name, Member member, const std::string& value_name, std::string help) {
+  OptionRow text(std::string name, auto member, const std::string& value_name, std::string help) {
     return add(std::move(name), ValueKind::kText, member, std::move(help)).value_name(value_name);
   }
   /// The path of a file to read, which may differ by rank. It is looked for before any rank starts.
-  template <class Member>
-  OptionRow file(std::string name, Member member, std::string help) {
+  OptionRow file(std::string name, auto member, std::string help) {
     return path(std::move(name), member, "FILE", std::move(help), Option::Path::kFile);
   }
   /// The same of a folder.
-  template <class Member>
-  OptionRow folder(std::string name, Member member, std::string help) {
+  OptionRow folder(std::string name, auto member, std::string help) {
     return path(std::move(name), member, "DIR", std::move(help), Option::Path::kFolder);
   }
-  template <class Member>
-  OptionRow choice(std::string name, Member member, std::vector<std::string> choices,
+  OptionRow choice(std::string name, auto member, std::vector<std::string> choices,
                    std::string help) {
     OptionRow row = add(std::move(name), ValueKind::kChoice, member, std::move(help));
     rows_.back().option.choices = std::move(choices);
     return row.value_name("NAME");
   }
   /// A std::optional<double>: how much, `off` (0), or `on` (empty: the job knows how much).
-  template <class Member>
-  OptionRow on_off_or_real(std::string name, Member member, std::string help) {
+  OptionRow on_off_or_real(std::string name, auto member, std::string help) {
     OptionRow row = add(std::move(name), ValueKind::kReal, member, std::move(help), "on", "off");
     rows_.back().option.choices = {"on", "off"};
     return row.value_name("on|off|X").range(0, 1e6);
   }
-  template <class Member>
-  OptionRow flag(std::string name, Member member, std::string help) {
+  OptionRow flag(std::string name, auto member, std::string help) {
     return add(std::move(name), ValueKind::kFlag, member, std::move(help), "true", "false");
   }
 
@@ -195,8 +185,7 @@ class OptionList {
     int Options::*whole = nullptr;  // the member, if it is an int
   };
 
-  template <class Member, class... Words>
-  OptionRow add(std::string name, ValueKind kind, Member member, std::string help, Words... words) {
+  OptionRow add(std::string name, ValueKind kind, auto member, std::string help, auto... words) {
     Row row;
     row.read = [member, words...](Options& options, const std::string& text) {
       detail::read_value(text, std::invoke(member, options), words...);
@@ -204,7 +193,7 @@ class OptionList {
     row.write = [member, words...](const Options& options) {
       return detail::write_value(std::invoke(member, options), words...);
     };
-    if constexpr (std::is_convertible_v<Member, int Options::*>) row.whole = member;
+    if constexpr (std::is_convertible_v<decltype(member), int Options::*>) row.whole = member;
     row.option.name = std::move(name);
     row.option.kind = kind;
     row.option.group = group_;
@@ -213,8 +202,7 @@ class OptionList {
     rows_.push_back(std::move(row));
     return OptionRow(rows_.back().option);
   }
-  template <class Member>
-  OptionRow path(std::string name, Member member, const char* what, std::string help,
+  OptionRow path(std::string name, auto member, const char* what, std::string help,
                  Option::Path kind) {
     OptionRow row = add(std::move(name), ValueKind::kText, member, std::move(help));
     Option& option = rows_.back().option;

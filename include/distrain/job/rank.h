@@ -54,7 +54,6 @@ class Process {
  public:
   Process(const Job& job, EventSink& sink) : job_(job), sink_(sink) {}
   Process(const Process&) = delete;
-  Process& operator=(const Process&) = delete;
 
   /// On a rank other ranks' calls have it as call.agent.local<job::Job>().
   const Job& job() const { return job_; }

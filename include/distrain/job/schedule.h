@@ -174,7 +174,6 @@ class Schedule {
   int here_locked() const;
   bool task_locked(int trainer, int64_t wanted, Task& task);
   bool take_locked(int trainer, int64_t wanted, Task& task);
-  Range take_given_back_locked(int64_t wanted);
   Range take_new_locked(int trainer, int64_t wanted);
   int64_t furthest_locked() const;
   int64_t remaining_locked(int shard) const;

@@ -228,14 +228,12 @@ double checked_loss(const at::Tensor& loss, int64_t epoch, int64_t step);
 
 using LocalUpdates = optim::LocalUpdates;
 class TrainingHost;
-struct HeldPart;
 struct Report;
 
 /// What Training and LocalTraining have in common: what is told of a job's training before it runs.
 class TrainingPlan {
  public:
   TrainingPlan(const TrainingPlan&) = delete;
-  TrainingPlan& operator=(const TrainingPlan&) = delete;
 
   /// What must be the same on all trainers, and in the checkpoint that a job goes on from: what was
   /// read of the data, say. A name that begins with `--` is that of an option which each_own.
@@ -300,8 +298,6 @@ class TrainingPlan {
   template <auto method, class... Args>
   auto ask(const Args&... args) const;
   Report close_epoch(const Task& task);
-  std::vector<HeldPart> held(int trainer, bool is_first) const;
-  void give(int trainer, const std::string& checkpoint) const;
   void end(const Task& task);
   void show(int64_t epoch, double loss, double lr, const Json& more);
 

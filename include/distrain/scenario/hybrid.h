@@ -8,7 +8,10 @@ namespace distrain::scenario {
 
 /// Options of `distrain hybrid`; the defaults are the PyTorch tutorial's.
 struct HybridOptions : job::TrainerOptions {
-  HybridOptions();
+  HybridOptions() {
+    epochs = 100;
+    lr = 0.05;
+  }
   static void describe(job::OptionList<HybridOptions>& list);
 
   int batches = 10;          ///< an epoch and trainer, not with a file

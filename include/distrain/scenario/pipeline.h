@@ -13,7 +13,7 @@ namespace distrain::scenario {
 /// Options of `distrain pipeline`; the defaults are the PyTorch tutorial's ("Distributed Pipeline
 /// Parallelism Using RPC"), but for num_split, here micro-batches. Steps are batches.
 struct PipelineOptions : job::CommonOptions, job::RuleOptions {
-  PipelineOptions();
+  PipelineOptions() { lr = 0.05; }
   static void describe(job::OptionList<PipelineOptions>& list);
 
   int stages = 2;

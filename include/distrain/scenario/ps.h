@@ -9,7 +9,7 @@ namespace distrain::scenario {
 
 /// Options of `distrain ps`; the defaults are the PyTorch tutorial's.
 struct PsOptions : job::TrainerOptions {
-  PsOptions();
+  PsOptions() { lr = 0.03; }
   static void describe(job::OptionList<PsOptions>& list);
 
   std::optional<double> dropout;  ///< of both layers; none: the tutorial's 0.25 and 0.5

@@ -6,7 +6,10 @@ namespace distrain::scenario {
 
 /// Options of `distrain rl`; the defaults are the PyTorch tutorial's. Steps are episodes.
 struct RlOptions : job::CommonOptions, job::RuleOptions {
-  RlOptions();
+  RlOptions() {
+    optimizer = "adam";
+    checkpoint.every = 100;
+  }
   static void describe(job::OptionList<RlOptions>& list);
 
   int observers = 1;

@@ -9,7 +9,12 @@ namespace distrain::scenario {
 /// Options of `distrain rnn`; the defaults are the PyTorch tutorial's, for random batches. With
 /// `data` the command line has others (those of PyTorch's word language model).
 struct RnnOptions : job::TrainerOptions {
-  RnnOptions();
+  RnnOptions() {
+    trainers = 1;
+    epochs = 10;
+    batch_size = 5;
+    lr = 0.05;
+  }
   static void describe(job::OptionList<RnnOptions>& list);
 
   int batches = 5;      ///< an epoch, random data only

@@ -47,14 +47,6 @@ double parse_time(std::string_view value, const std::string& where) {
   invalid(fmt::format("{} must be a time in us, ms or s (50ms), not '{}'", where, value));
 }
 
-int64_t parse_system_call(std::string_view value, const std::string& where) {
-  if (!value.starts_with(kCheckpoint)) {
-    invalid(fmt::format("{} must be checkpoint.N, not '{}'", where, value));
-  }
-  const Option option = {.kind = ValueKind::kInteger, .min = 1, .max = job::kMaxInt};
-  return std::stoll(canonical_value(option, value.substr(kCheckpoint.size()), where));
-}
-
 InjectedFault parse_fault(const std::string& text) {
   InjectedFault fault;
   fault.text = text;
@@ -77,7 +69,12 @@ InjectedFault parse_fault(const std::string& text) {
                         fault.kind));
   }
   if (fault.kind == "fail") {
-    fault.system_call = parse_system_call(value, where + ": what fails");
+    if (!value.starts_with(kCheckpoint)) {
+      invalid(fmt::format("{}: what fails must be checkpoint.N, not '{}'", where, value));
+    }
+    const Option option = {.kind = ValueKind::kInteger, .min = 1, .max = job::kMaxInt};
+    fault.system_call = std::stoll(
+        canonical_value(option, value.substr(kCheckpoint.size()), where + ": what fails"));
   } else {
     const bool is_delay = fault.kind == "delay";
     fault.seconds = parse_time(value, where + (is_delay ? ": the delay" : ": the time"));
@@ -105,10 +102,7 @@ void check_injections(const ParsedOptions& options, bool has_stages, Placement& 
     if (fault.rank && placement.mode == Placement::Mode::kJoin && placement.rank == rpc::kAnyRank) {
       invalid(where + ": with --rank auto, rank 0 assigns the rank later");
     }
-    if (placement.world_size != 0 && rank >= placement.world_size) {
-      invalid(fmt::format("{}: there is no rank {} in a world of {} ranks", where, rank,
-                          placement.world_size));
-    }
+    placement.check_rank(rank, where);
     if (is_stage && !has_stages) invalid(where + ": this job has no stages");
     if (is_stage && rank == 0) invalid(where + ": rank 0 is the master, not a stage");
     if (of_saves && rank != 0) invalid(where + ": only rank 0 saves checkpoints");

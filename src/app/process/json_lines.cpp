@@ -18,8 +18,6 @@ Json or_null(std::optional<int> number) { return number ? Json(*number) : Json()
 
 double rounded(double value, double parts) { return std::round(value * parts) / parts; }
 
-Json whole_microseconds(double seconds) { return rounded(seconds, 1e6); }
-
 /// Adds the fields to those of the same name.
 void sum_up(const Json& fields, Json& sums) {
   for (const auto& [name, sum] : sums.items()) {
@@ -92,7 +90,7 @@ Json error_fields(const Cause& cause, base::TimePoint started) {
           {"message", cause.message},
           {"cause_rank", or_null(cause.rank)},
           {"op", or_null(cause.op)},
-          {"elapsed_s", whole_microseconds(base::seconds_since(started))},
+          {"elapsed_s", rounded(base::seconds_since(started), 1e6)},
           {"exit_code", cause.exit_code}};
 }
 
@@ -126,8 +124,8 @@ Json Summary::end_fields(const char* scope, base::TimePoint started,
   Json fields{{"status", cause ? "failed" : "ok"},
               {"exit_code", cause ? cause->exit_code : 0},
               {"scope", scope},
-              {"wall_s", whole_microseconds(base::seconds_since(started))},
-              {"train_s", most_.contains("train_s") ? whole_microseconds(train_s) : Json()},
+              {"wall_s", rounded(base::seconds_since(started), 1e6)},
+              {"train_s", most_.contains("train_s") ? Json(rounded(train_s, 1e6)) : Json()},
               {"steps", sums_["steps"]},
               {"steps_per_s", train_s > 0 ? Json(sums_["steps"].get<double>() / train_s) : Json()},
               {"rpc", rpc_},

@@ -19,34 +19,24 @@
 #include "process/output.h"
 
 namespace distrain::app {
+
+// The fields that travel as they are.
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SpawnedRank, rank, out_fd, listen_fd, master_addr, master_port,
+                                   run_id, rank_0_unix_name, job_id, rejoins, shows_progress,
+                                   resume)
+
 namespace {
 
 constexpr char kVariable[] = "DISTRAIN_SPAWNED_RANK";
 constexpr char kProgram[] = "/proc/self/exe";  // even if its file was replaced meanwhile
 
-/// Calls `use` with each field that travels as it is, and its name.
-template <class Rank, class Use>
-void each_field(Rank& rank, const Use& use) {
-  use("rank", rank.rank);
-  use("out_fd", rank.out_fd);
-  use("listen_fd", rank.listen_fd);
-  use("master_addr", rank.master_addr);
-  use("master_port", rank.master_port);
-  use("run_id", rank.run_id);
-  use("rank_0_unix_name", rank.rank_0_unix_name);
-  use("job_id", rank.job_id);
-  use("rejoins", rank.rejoins);
-  use("shows_progress", rank.shows_progress);
-  use("resume", rank.resume);
-}
-
 /// The launcher's number tells a rank from a program that has inherited the variable otherwise.
 std::string variable_for(const SpawnedRank& rank, int token_fd) {
-  nlohmann::json told{{"launcher", getpid()},
-                      {"started", rank.started.time_since_epoch().count()},
-                      {"token_fd", token_fd}};
+  nlohmann::json told = rank;
+  told["launcher"] = getpid();
+  told["started"] = rank.started.time_since_epoch().count();
+  told["token_fd"] = token_fd;
   if (rank.generation) told["generation"] = *rank.generation;
-  each_field(rank, [&told](const char* name, const auto& value) { told[name] = value; });
   return std::string(kVariable) + '=' + told.dump();
 }
 
@@ -69,8 +59,7 @@ std::string take_token(const net::Fd& file) {
 }
 
 SpawnedRank spawned_rank_of(const nlohmann::json& told) {
-  SpawnedRank rank;
-  each_field(rank, [&told](const char* name, auto& value) { told.at(name).get_to(value); });
+  auto rank = told.get<SpawnedRank>();
   // One clock for all processes of the machine.
   rank.started = base::TimePoint(base::Duration(told.at("started").get<int64_t>()));
   if (told.contains("generation")) rank.generation = told["generation"].get<uint32_t>();

@@ -5,11 +5,6 @@
 
 namespace distrain::scenario {
 
-HybridOptions::HybridOptions() {
-  epochs = 100;
-  lr = 0.05;
-}
-
 void HybridOptions::describe(job::OptionList<HybridOptions>& list) {
   list.without("min-trainers");  // they keep replicas
   list.integer("num-embeddings", &HybridOptions::num_embeddings,

@@ -86,8 +86,6 @@ std::string explain_pipeline(const PipelineOptions& options, bool for_people) {
   return text;
 }
 
-PipelineOptions::PipelineOptions() { lr = 0.05; }
-
 void PipelineOptions::describe(job::OptionList<PipelineOptions>& list) {
   list.choice("model", &PipelineOptions::model, {"resnet50", "resnet18"},
               "train this torchvision model");

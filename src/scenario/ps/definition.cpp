@@ -69,8 +69,6 @@ std::optional<int> gpus_of(const PsOptions& options, const std::string& rank_nam
 
 }  // namespace
 
-PsOptions::PsOptions() { lr = 0.03; }
-
 void PsOptions::describe(job::OptionList<PsOptions>& list) {
   list.integer("limit", &PsOptions::limit, "train on the first N examples; 0 trains on all")
       .may_change();  // it is the examples that have to be as many

@@ -7,11 +7,6 @@
 
 namespace distrain::scenario {
 
-RlOptions::RlOptions() {
-  optimizer = "adam";
-  checkpoint.every = 100;
-}
-
 void RlOptions::describe(job::OptionList<RlOptions>& list) {
   list.group("Environments");
   list.integer("observers", &RlOptions::observers, "run N observers; the job has N + 1 ranks")

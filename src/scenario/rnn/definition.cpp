@@ -9,8 +9,7 @@ namespace {
 
 /// The defaults that are others on a text: those of PyTorch's word language model, where a learning
 /// rate is divided by 4 as soon as the validation gets no better.
-template <class Tell>
-void defaults_on_text(const Tell& tell) {
+void defaults_on_text(const auto& tell) {
   tell("vocab-size", &RnnOptions::vocab_size, 10000);
   tell("embedding-dim", &RnnOptions::emsize, 200);
   tell("nhid", &RnnOptions::nhid, 200);
@@ -41,13 +40,6 @@ void check(const RnnOptions&, const job::Preflight& preflight) {
 }
 
 }  // namespace
-
-RnnOptions::RnnOptions() {
-  trainers = 1;
-  epochs = 10;
-  batch_size = 5;
-  lr = 0.05;
-}
 
 void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
   list.without("min-trainers");  // they keep replicas

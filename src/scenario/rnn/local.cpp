@@ -27,7 +27,6 @@ struct WholeModel {
                   return models::Decoder::scores_of(decoder.weight(), decoder.bias(), hidden);
                 }}) {}
   WholeModel(const WholeModel&) = delete;
-  WholeModel& operator=(const WholeModel&) = delete;
 
   data::NamedTensors parameters() const {
     data::NamedTensors all = middle.lstm().named();
