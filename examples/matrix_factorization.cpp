@@ -4,6 +4,7 @@
 //   python3 make_data.py .
 //   ./matrix_factorization --data ratings.txt | jq -c 'select(.event == "eval")'
 #include <fstream>
+#include <memory>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -66,9 +67,13 @@ torch::nn::Embedding make_table(int64_t rows, int64_t dim, uint64_t seed) {
   return table;
 }
 
+void read_ratings(job::Rank& rank, const Options& options) {  // on each rank, before the ranks meet
+  if (rank.role() == "trainer") rank.agent().provide(std::make_shared<Ratings>(options.data));
+}
+
 void train(job::Rank& rank, const Options& options) {  // runs on each trainer
   rpc::Agent& agent = rank.agent();
-  const Ratings ratings(options.data);
+  const Ratings& ratings = agent.local<Ratings>();
   const auto table = [&](const char* server, const at::Tensor& ids, uint64_t seed) {
     const auto rows = ids.max().item<int64_t>() + 1;
     return nn::RemoteModule(agent, server, "table", rows, options.dim, seed);
@@ -123,5 +128,6 @@ int main(int argc, char** argv) {
            .role("user_server", 1)
            .role("item_server", 1)
            .role("trainer", &Options::trainers, train)
+           .prepare(read_ratings)
            .expose([](rpc::Agent& agent) { nn::expose_module(agent, "table", make_table); })});
 }

@@ -11,7 +11,7 @@ fi
 # shellcheck source-path=SCRIPTDIR source=lib.bash
 source "$(dirname "$0")/lib.bash"
 
-# What a clone has after ./run demo and ./run demo rnn, made up and small.
+# What a machine has after ./run demo, ./run demo ps and ./run demo rnn, made up and small.
 scratch=$tmp/scratch
 mkdir -p "$scratch/.deps/data" "$tmp/bin"
 python3 - "$scratch/.deps/data" <<'PYTHON'
@@ -29,18 +29,7 @@ PYTHON
 make_text 300 >"$scratch/.deps/data/kjv.train"
 make_text 30 >"$scratch/.deps/data/kjv.valid"
 sed -i '1s/^/in the beginning god said , /' "$scratch/.deps/data/kjv.train"
-make_images "$scratch/mnist" 640 100 28 bars
-mkdir "$scratch/cifar"
-python3 - "$scratch/cifar" <<'PYTHON'
-import random, sys
-random.seed(1)
-for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
-    with open(f"{sys.argv[1]}/{name}.bin", "wb") as file:
-        for _ in range(16):
-            label = random.randrange(10)
-            file.write(bytes([label]) + bytes(20 * label + each % 32 for each in random.randbytes(3072)))
-PYTHON
-make_token "$scratch/job.token"
+make_images "$tmp/images" 640 100 28 bars
 cp -r "$root/examples" "$scratch/examples"
 
 # Launchers, which start all ranks here with the environment that the real ones make, and ssh.
@@ -84,7 +73,13 @@ for name in torchrun mpirun srun; do cp "$tmp/launch" "$tmp/bin/$name"; done
 printf '#!/bin/sh\necho localhost\n' >"$tmp/bin/scontrol"
 printf '#!/bin/sh\nshift\nexec "$@"\n' >"$tmp/bin/ssh"
 chmod +x "$tmp/bin/scontrol" "$tmp/bin/ssh"
-ln -s "$distrain" "$tmp/bin/distrain"
+# Small images in place of those that ps finds by itself.
+cat >"$tmp/bin/distrain" <<END
+#!/bin/bash
+[[ \$1 != ps || \$* == *--data* || \$* == *--resume* ]] || set -- "\$@" --data "$tmp/images"
+exec -a "\$0" "$distrain" "\$@"
+END
+chmod +x "$tmp/bin/distrain"
 
 PATH=$tmp/bin:$PATH NO_COLOR=1 python3 "$here/docs_blocks.py" "$root" "$scratch" "${@:2}" || failures=1
 expect_no_process "after all blocks"
