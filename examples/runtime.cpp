@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <string>
+#include <vector>
 
 #include <ATen/Functions.h>
 #include <torch/nn/modules/embedding.h>
@@ -88,6 +90,11 @@ void run(int rank, uint16_t port) {
   options.rank = rank;
   options.names = {"server", "trainer1", "trainer2"};  // those of rank 0 count
   options.master_port = port;
+  options.on_waiting = [](const std::vector<int>& missing, const std::string& address,
+                          const std::string& reason) {  // every 5 s in join()
+    std::fprintf(stderr, "waiting for %zu ranks at %s: %s\n", missing.size(), address.c_str(),
+                 reason.c_str());
+  };
   rpc::Agent agent(options);
   autograd::install(agent);  // on every rank, before join()
   optim::install(agent);
