@@ -25,13 +25,7 @@ Source source_of(const Option& option) {
 }
 
 /// What is alike for several commands comes once, with their names: in the order of the first.
-using Rows = std::vector<std::pair<std::string, std::vector<std::string>>>;
-
-void add(Rows& rows, const std::string& row, const std::string& command) {
-  auto same = std::ranges::find(rows, row, &Rows::value_type::first);
-  if (same == rows.end()) same = rows.insert(same, {row, {}});
-  if (same->second.empty() || same->second.back() != command) same->second.push_back(command);
-}
+using Rows = nlohmann::ordered_map<std::string, std::vector<std::string>>;
 
 /// The options of each command that has some: of the jobs, then of `predict`.
 std::vector<std::pair<std::string, OptionTable>> tables_of(const Program& program) {
@@ -125,7 +119,7 @@ std::string bash(const Program& program) {
   for (const auto& [command, table] : tables_of(program)) {
     for (const Option& option : table) {
       const std::string action = bash_action(option);
-      if (!action.empty()) add(actions, action, command + "/--" + option.name);
+      if (!action.empty()) actions[action].push_back(command + "/--" + option.name);
     }
   }
   for (const auto& [action, patterns] : actions) {
@@ -237,7 +231,7 @@ std::string fish(const Program& program) {
   }
   Rows rows;
   for (const auto& [command, table] : tables_of(program)) {
-    for (const Option& option : table) add(rows, fish_row(option), command);
+    for (const Option& option : table) rows[fish_row(option)].push_back(command);
   }
   for (const auto& [row, commands] : rows) {
     out += complete;

@@ -1,5 +1,3 @@
-#include <algorithm>
-
 #include "distrain/app/program.h"
 #include "options.h"
 
@@ -77,18 +75,6 @@ Json line_of(const Event& event) {
   return line;
 }
 
-/// Adds a command's lines of the event `name`: to those of other commands, where they are alike.
-void add_lines(std::vector<std::pair<Json, Json>>& lines, const std::string& name,
-               const std::vector<Event>& events, const Json& cmd) {
-  for (const Event& event : events) {
-    if (event.name != name) continue;
-    const Json line = line_of(event);
-    auto same = std::ranges::find(lines, line, &std::pair<Json, Json>::first);
-    if (same == lines.end()) same = lines.emplace(same, line, Json::array());
-    same->second.push_back(cmd);
-  }
-}
-
 }  // namespace
 
 std::vector<Event> events_of(const JobCommand& command) {
@@ -119,15 +105,17 @@ std::string schema(const Program& program, const std::string& only) {
   Json all = Json::array();
   for (const std::string& name : event_names(program)) {
     if (!only.empty() && name != only) continue;
-    std::vector<std::pair<Json, Json>> lines;  // with the commands that print them
+    nlohmann::ordered_map<Json, Json> lines;  // with the commands that print them
+    const auto add = [&](const std::vector<Event>& events, const Json& cmd) {
+      for (const Event& event : events) {
+        if (event.name == name) lines[line_of(event)].push_back(cmd);
+      }
+    };
     // What goes wrong before a command is known.
-    if (name == "error" || name == "end") add_lines(lines, name, job::common_events(), nullptr);
-    for (const JobCommand& command : program.commands) {
-      add_lines(lines, name, events_of(command), command.name);
-    }
-    for (auto& [line, cmds] : lines) {
-      line["properties"]["cmd"]["enum"] = std::move(cmds);
-      all.push_back(std::move(line));
+    if (name == "error" || name == "end") add(job::common_events(), nullptr);
+    for (const JobCommand& command : program.commands) add(events_of(command), command.name);
+    for (const auto& [line, cmds] : lines) {
+      all.emplace_back(line)["properties"]["cmd"]["enum"] = cmds;
     }
   }
   return Json{{"$schema", "https://json-schema.org/draft/2020-12/schema"},

@@ -1,6 +1,5 @@
 #include "distrain/job/checkpoints.h"
 
-#include <algorithm>
 #include <csignal>
 #include <filesystem>
 #include <system_error>

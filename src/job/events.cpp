@@ -73,19 +73,6 @@ Field quality(Unit unit) {
   return {"accuracy", kNumber, "share of correctly predicted examples"};
 }
 
-Event epoch_event(Unit unit) {
-  const std::string what = counted(unit);
-  Event event{"epoch",
-              "printed by each trainer at the end of an epoch",
-              {{"epoch", kInteger, "number of the epoch, from 1"},
-               {"loss", kNumber, "mean loss of the epoch's steps; null if there were none"},
-               {"steps", kInteger, "steps of this trainer in the epoch"},
-               {what, kInteger, what + " of this trainer in the epoch"},
-               {"wall_s", kNumber, "duration of the epoch in seconds"}}};
-  if (unit == Unit::kWords) event.fields.push_back(quality(unit));
-  return event;
-}
-
 }  // namespace
 
 const char* counted(Unit unit) { return unit == Unit::kWords ? "words" : "samples"; }
@@ -214,6 +201,14 @@ Event eval_event(std::string when, Unit unit) {
 
 std::vector<Event> trainer_events(bool may_lose, Unit unit) {
   const std::string what = counted(unit);
+  Event epoch{"epoch",
+              "printed by each trainer at the end of an epoch",
+              {{"epoch", kInteger, "number of the epoch, from 1"},
+               {"loss", kNumber, "mean loss of the epoch's steps; null if there were none"},
+               {"steps", kInteger, "steps of this trainer in the epoch"},
+               {what, kInteger, what + " of this trainer in the epoch"},
+               {"wall_s", kNumber, "duration of the epoch in seconds"}}};
+  if (unit == Unit::kWords) epoch.fields.push_back(quality(unit));
   Event eval = eval_event("printed at the end of an epoch or of the job", unit);
   Event end{
       "end",
@@ -224,7 +219,7 @@ std::vector<Event> trainer_events(bool may_lose, Unit unit) {
   end.fields[1].what = unit == Unit::kWords ? "exp(loss)" : "accuracy of the last evaluation";
   std::vector<Event> events{
       step_event({{what + "_per_s", kNumber, what + " per second of this trainer"}}),
-      epoch_event(unit), std::move(eval)};
+      std::move(epoch), std::move(eval)};
   if (may_lose) {
     events.push_back(
         {"lost",

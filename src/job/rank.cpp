@@ -69,8 +69,4 @@ const Group& Rank::group(const std::string& role) {
   return groups_.emplace(role, Group{backend, std::move(reduce)}).first->second;
 }
 
-void Rank::check_groups() const {
-  for (const auto& [role, group] : groups_) group.reduce->check(device());
-}
-
 }  // namespace distrain::job

@@ -96,136 +96,6 @@ std::string figures(rpc::CallContext& call) {
 /// The place that rank 0 kept for this process has gone to one that names its rank.
 struct PlaceIsTaken {};
 
-/// The agent of one rank, and what every job does before and after its own work.
-class Session {
- public:
-  /// `names`: the ranks' roles. `has_asked` for a place: run() may throw PlaceIsTaken.
-  Session(const Job& job, std::vector<std::string> names, EventSink& sink, bool has_asked)
-      : job_(job), sink_(sink), has_asked_(has_asked), trace_(sink) {
-    rpc::AgentOptions options = agent_options(job, sink);
-    options.names = std::move(names);
-    options.tracer = trace_.tracer();
-    options.on_refused = [this](const base::Error& why) {
-      agent_->executor().post([this, why] { sink_.warn(why.kind, why.message); });
-    };
-    options.on_long_wait = [this](const rpc::Wait& wait) {
-      agent_->executor().post([this, wait] {
-        const double waited = base::seconds_since(wait.since);
-        sink_.warn(base::ErrorKind::kDeadline,
-                   fmt::format("still waiting after {:.0f} s: {}", waited, wait.what));
-      });
-    };
-    agent_ = std::make_unique<rpc::Agent>(std::move(options));
-    agent_->add_layer(loss_watch_);
-    autograd::install(*agent_);
-    updates_ = optim::install(*agent_);
-  }
-
-  rpc::Agent& agent() { return *agent_; }
-  /// From `prepare` on with this rank's devices.
-  const Job& job() const { return job_; }
-  /// Adds what the rank has done so far. Any thread.
-  void add_to(Json& fields) const {
-    const rpc::Traffic traffic = agent_->traffic();
-    fields["rpc"] = {
-        {"calls", traffic.calls}, {"bytes_out", traffic.bytes_out}, {"bytes_in", traffic.bytes_in}};
-    if (*updates_ > 0) fields["updates"] = updates_->load();  // of this rank's parameters
-    if (job_.add_usage) job_.add_usage(fields);
-  }
-
-  /// Joins the other ranks, does the work of this one, and waits for the others. `prepare` as in
-  /// Agent::join. If anything throws, all other ranks are told why.
-  void run(const std::function<void()>& prepare, const std::function<void()>& work,
-           Outcome& outcome) {
-    const base::TraceBinding binding(trace_.tracer(), "main");
-    try {
-      join(prepare);
-      work();
-      finish(outcome);
-    } catch (...) {
-      const base::Error error = with_rank(rpc::error_in_flight(base::ErrorKind::kInternal));
-      loss_watch_->end();
-      // All else that a rank may be refused for Place::take() has heard.
-      const bool is_refused = !agent_->has_place() && error.kind == base::ErrorKind::kRendezvous;
-      if (has_asked_ && is_refused) throw PlaceIsTaken();
-      if (error.rank != agent_->rank()) sink_.failing(error);
-      agent_->abort(error);
-      trace_.write_own(agent_->rank(), agent_->name());  // rank 0's part is better than none
-      throw base::Exception(error);
-    }
-  }
-
- private:
-  void join(const std::function<void()>& prepare) {
-    agent_->join([&] {
-      const OptionMap& options = agent_->job_options();
-      trace_.start(options, std::max(job_.world_size, agent_->world_size()));
-      if (job_.choose_devices) job_.devices = job_.choose_devices(agent_->name(), options);
-      agent_->set_device(job_.device());
-      prepare();
-    });
-    joined_ = true;
-    sink_.joined(agent_->name(), agent_->job_options());
-    Json fields{{"world_size", agent_->world_size()},
-                {"transport", agent_->transport()},
-                {"threads", at::get_num_threads()},
-                {"startup_s", base::seconds_since(job_.started)}};
-    if (rpc::is_accelerator(job_.device())) fields["device"] = device_names(job_.devices);
-    sink_.emit("ready", fields);
-    trace_.begin(*agent_);
-  }
-
-  void finish(Outcome& outcome) {
-    // Waiting for the end of others is no trouble: it takes as long as their work does.
-    loss_watch_->end();  // this thread sees what happens to others from here on
-    agent_->shutdown({}, [&] {
-      add_to(outcome.fields);  // what gathers the others' figures and the trace is not of the job
-      if (agent_->rank() == 0) outcome.others = figures_of_others();
-      trace_.collect();
-    });
-    outcome.fields["live_rrefs"] = agent_->live_rrefs();
-    outcome.fields["live_contexts"] = agent_->live_contexts();
-    outcome.afterwards = trace_.write();
-  }
-
-  /// Asks each other rank that is still there. A rank that is lost now, or does not answer before
-  /// the deadline of a call, is left out.
-  std::map<int, Json> figures_of_others() const {
-    std::map<int, base::Future<std::string>> asked;
-    for (int rank = 1; rank < agent_->world_size(); ++rank) {
-      if (!agent_->is_done_without(rank)) asked[rank] = agent_->rpc_async<&figures>(rank);
-    }
-    std::map<int, Json> told;
-    for (const auto& [rank, answer] : asked) {
-      const auto& text = answer.wait_result();
-      const Json fields = text.ok() ? Json::parse(text.value(), nullptr, false) : Json();
-      if (fields.is_object()) told[rank] = fields;
-    }
-    return told;
-  }
-
-  /// An error names its rank as the cause; one for want of memory names it in its message, too.
-  base::Error with_rank(base::Error error) const {
-    if (error.rank < 0) error.rank = agent_->rank();
-    const int rank = error.rank;
-    const bool is_own = rank == agent_->rank();
-    // Where others compute is known once all are there.
-    const bool is_known = is_own || (joined_ && rank < agent_->world_size());
-    if (error.kind != base::ErrorKind::kResources || !is_known) return error;
-    const std::string name = is_own ? agent_->name() : agent_->worker(rank).name;
-    return cuda::error_of_rank(std::move(error), rank, name);
-  }
-
-  Job job_;
-  EventSink& sink_;
-  const bool has_asked_;
-  JobTrace trace_;
-  const std::shared_ptr<LossWatch> loss_watch_ = std::make_shared<LossWatch>(sink_);
-  std::unique_ptr<rpc::Agent> agent_;
-  optim::UpdateCount updates_;
-  bool joined_ = false;
-};
-
 // Where a signal to stop is heard of. Any rank may get it; rank 0 sees to it.
 
 /// On rank 0: another rank was told to end.
@@ -283,6 +153,183 @@ void conclude(Outcome& outcome, Process& process, const TrainingHost* host) {
   if (outcome.goal_missed) outcome.message = process.missed_goal();
 }
 
+/// One rank of a job: its agent, and what every job does before and after the rank's own work.
+class RankRunner {
+ public:
+  /// The rank is the one that the job names. `place`: what was kept for it, and run() may throw
+  /// PlaceIsTaken; null: it was told its rank.
+  RankRunner(const Job& job, EventSink& sink, const RankBody& body,
+             std::unique_ptr<rpc::Place> place)
+      : job_(job),
+        sink_(sink),
+        body_(body),
+        has_asked_(place != nullptr),
+        place_(std::move(place)),
+        trace_(sink) {
+    rpc::AgentOptions options = agent_options(job, sink);
+    options.names = body.roles.names();
+    options.tracer = trace_.tracer();
+    options.on_refused = [this](const base::Error& why) {
+      agent_->executor().post([this, why] { sink_.warn(why.kind, why.message); });
+    };
+    options.on_long_wait = [this](const rpc::Wait& wait) {
+      agent_->executor().post([this, wait] {
+        const double waited = base::seconds_since(wait.since);
+        sink_.warn(base::ErrorKind::kDeadline,
+                   fmt::format("still waiting after {:.0f} s: {}", waited, wait.what));
+      });
+    };
+    agent_ = std::make_unique<rpc::Agent>(std::move(options));
+    agent_->add_layer(loss_watch_);
+    autograd::install(*agent_);
+    updates_ = optim::install(*agent_);
+    TrainingHost::expose(*agent_, sink);
+    agent_->expose<rpc::of_local<&StopSignal::arm>>("job.heed_stop");
+    agent_->expose<&request_stop>("job.request_stop");
+    agent_->expose<&figures>("job.figures");
+    agent_->expose<rpc::of_local<&StopSignal::disarm>>("job.end_training");
+    for (const auto& expose : body.exposures) expose(*agent_);
+    agent_->provide(job.stop);
+  }
+
+  /// Joins the other ranks, does the work of this one, and waits for the others. If anything
+  /// throws, all other ranks are told why.
+  Outcome run() {
+    Outcome outcome;
+    {
+      // Other ranks' parts of a save have failed or are here; the agent has been told of the end.
+      const auto settled = c10::make_scope_exit([this] {
+        if (host_) host_->await_save().wait();
+      });
+      const Untold untold{*job_.stop, job_.progress.get()};
+      job_.stop->on_question([this] { return agent_->waits(); });
+      const base::TraceBinding binding(trace_.tracer(), "main");
+      try {
+        join();
+        pass_on_signals(*agent_, *job_.stop);
+        report(Json::object());
+        body_.run(*rank_);
+        rank_->release_groups();
+        report(rank_->fields());
+        finish(outcome);
+      } catch (...) {
+        const base::Error error = with_rank(rpc::error_in_flight(base::ErrorKind::kInternal));
+        loss_watch_->end();
+        // All else that a rank may be refused for Place::take() has heard.
+        const bool is_refused = !agent_->has_place() && error.kind == base::ErrorKind::kRendezvous;
+        if (has_asked_ && is_refused) throw PlaceIsTaken();
+        if (error.rank != agent_->rank()) sink_.failing(error);
+        agent_->abort(error);
+        trace_.write_own(agent_->rank(), agent_->name());  // rank 0's part is better than none
+        throw base::Exception(error);
+      }
+    }
+    conclude(outcome, *rank_, host_.get());
+    return outcome;
+  }
+
+ private:
+  void join() {
+    agent_->join([this] {
+      const OptionMap& options = agent_->job_options();
+      trace_.start(options, std::max(job_.world_size, agent_->world_size()));
+      if (job_.choose_devices) job_.devices = job_.choose_devices(agent_->name(), options);
+      agent_->set_device(job_.device());
+      place_ = nullptr;  // the rank has joined
+      const RankBody::Known known = body_.adopt(agent_->rank(), options);
+      rank_.emplace(*agent_, job_, known.roles, sink_);
+      agent_->provide(std::make_shared<Job>(job_));
+      body_.prepare(*rank_);
+      if (job_.rank != 0) return;
+      // Before the others are there: what is wrong with the folder is known at once.
+      host_ = std::make_shared<TrainingHost>(body_.cmd, known, agent_.get(), job_, sink_);
+      agent_->provide(host_);
+      agent_->add_layer(host_);
+    });
+    joined_ = true;
+    sink_.joined(agent_->name(), agent_->job_options());
+    Json fields{{"world_size", agent_->world_size()},
+                {"transport", agent_->transport()},
+                {"threads", at::get_num_threads()},
+                {"startup_s", base::seconds_since(job_.started)}};
+    if (rpc::is_accelerator(job_.device())) fields["device"] = device_names(job_.devices);
+    sink_.emit("ready", fields);
+    trace_.begin(*agent_);
+  }
+
+  /// Has the rank's progress show `own`, the fields of its last line, and all else that is known.
+  void report(const Json& own) {
+    job_.progress->report([this, own](Json& fields) {
+      fields.update(own);
+      add_to(fields);
+      if (host_) host_->add_to(fields, !job_.spawned);  // the last line of the job
+    });
+  }
+
+  /// Adds what the rank has done so far. Any thread.
+  void add_to(Json& fields) const {
+    const rpc::Traffic traffic = agent_->traffic();
+    fields["rpc"] = {
+        {"calls", traffic.calls}, {"bytes_out", traffic.bytes_out}, {"bytes_in", traffic.bytes_in}};
+    if (*updates_ > 0) fields["updates"] = updates_->load();  // of this rank's parameters
+    if (job_.add_usage) job_.add_usage(fields);
+  }
+
+  void finish(Outcome& outcome) {
+    // Waiting for the end of others is no trouble: it takes as long as their work does.
+    loss_watch_->end();  // this thread sees what happens to others from here on
+    agent_->shutdown({}, [&] {
+      add_to(outcome.fields);  // what gathers the others' figures and the trace is not of the job
+      if (agent_->rank() == 0) outcome.others = figures_of_others();
+      trace_.collect();
+    });
+    outcome.fields["live_rrefs"] = agent_->live_rrefs();
+    outcome.fields["live_contexts"] = agent_->live_contexts();
+    outcome.afterwards = trace_.write();
+  }
+
+  /// Asks each other rank that is still there. A rank that is lost now, or does not answer before
+  /// the deadline of a call, is left out.
+  std::map<int, Json> figures_of_others() const {
+    std::map<int, base::Future<std::string>> asked;
+    for (int rank = 1; rank < agent_->world_size(); ++rank) {
+      if (!agent_->is_done_without(rank)) asked[rank] = agent_->rpc_async<&figures>(rank);
+    }
+    std::map<int, Json> told;
+    for (const auto& [rank, answer] : asked) {
+      const auto& text = answer.wait_result();
+      const Json fields = text.ok() ? Json::parse(text.value(), nullptr, false) : Json();
+      if (fields.is_object()) told[rank] = fields;
+    }
+    return told;
+  }
+
+  /// An error names its rank as the cause; one for want of memory names it in its message, too.
+  base::Error with_rank(base::Error error) const {
+    if (error.rank < 0) error.rank = agent_->rank();
+    const int rank = error.rank;
+    const bool is_own = rank == agent_->rank();
+    // Where others compute is known once all are there.
+    const bool is_known = is_own || (joined_ && rank < agent_->world_size());
+    if (error.kind != base::ErrorKind::kResources || !is_known) return error;
+    const std::string name = is_own ? agent_->name() : agent_->worker(rank).name;
+    return cuda::error_of_rank(std::move(error), rank, name);
+  }
+
+  Job job_;  // from join() on with this rank's devices
+  EventSink& sink_;
+  const RankBody& body_;
+  const bool has_asked_;
+  std::unique_ptr<rpc::Place> place_;
+  JobTrace trace_;
+  const std::shared_ptr<LossWatch> loss_watch_ = std::make_shared<LossWatch>(sink_);
+  std::unique_ptr<rpc::Agent> agent_;
+  optim::UpdateCount updates_;
+  bool joined_ = false;
+  std::optional<Rank> rank_;
+  std::shared_ptr<TrainingHost> host_;
+};
+
 }  // namespace
 
 RankBody::Known known_options(const OptionTable& table, const OptionMap& values) {
@@ -306,67 +353,8 @@ bool Preflight::starts(const std::string& role) const {
   return local || std::ranges::any_of(ranks, [&](int rank) { return roles.named(role).has(rank); });
 }
 
-namespace {
-
-/// As the rank that the job names. `place`: what was kept for it; null: it was told its rank.
-Outcome run_as(const Job& job, EventSink& sink, const RankBody& body,
-               std::unique_ptr<rpc::Place> place) {
-  Session session(job, body.roles.names(), sink, place != nullptr);
-  rpc::Agent& agent = session.agent();
-  TrainingHost::expose(agent, sink);
-  agent.expose<rpc::of_local<&StopSignal::arm>>("job.heed_stop");
-  agent.expose<&request_stop>("job.request_stop");
-  agent.expose<&figures>("job.figures");
-  agent.expose<rpc::of_local<&StopSignal::disarm>>("job.end_training");
-  for (const auto& expose : body.exposures) expose(agent);
-  agent.provide(job.stop);
-
-  std::optional<Rank> rank;
-  std::shared_ptr<TrainingHost> host;
-  Outcome outcome;
-  const auto prepare = [&] {
-    place = nullptr;  // the rank has joined
-    const RankBody::Known known = body.adopt(agent.rank(), agent.job_options());
-    rank.emplace(agent, session.job(), known.roles, sink);
-    agent.provide(std::make_shared<Job>(session.job()));
-    body.prepare(*rank);
-    if (job.rank != 0) return;
-    // Before the others are there: what is wrong with the folder is known at once.
-    host = std::make_shared<TrainingHost>(body.cmd, known, &agent, session.job(), sink);
-    agent.provide(host);
-    agent.add_layer(host);
-  };
-  const auto work = [&] {
-    pass_on_signals(agent, *job.stop);
-    const auto report = [&](const Json& own) {
-      job.progress->report([&job, &session, &host, own](Json& fields) {
-        fields.update(own);
-        session.add_to(fields);
-        if (host) host->add_to(fields, !job.spawned);  // the last line of the job
-      });
-    };
-    report(Json::object());
-    body.run(*rank);
-    rank->release_groups();
-    report(rank->fields());
-  };
-  {
-    // Other ranks' parts of a save have failed or are here; the agent has been told of the end.
-    const auto settled = c10::make_scope_exit([&host] {
-      if (host) host->await_save().wait();
-    });
-    const Untold untold{*job.stop, job.progress.get()};
-    job.stop->on_question([&agent] { return agent.waits(); });
-    session.run(prepare, work, outcome);
-  }
-  conclude(outcome, *rank, host.get());
-  return outcome;
-}
-
-}  // namespace
-
 Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
-  if (job.rank != rpc::kAnyRank) return run_as(job, sink, body, nullptr);
+  if (job.rank != rpc::kAnyRank) return RankRunner(job, sink, body, nullptr).run();
   const base::TimePoint deadline = base::deadline_after(seconds(job.join_timeout_s));
   Job placed = job;
   for (;;) {
@@ -378,7 +366,7 @@ Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body) {
         placed.rank = place->take();
       }
       sink.placed(placed.rank);
-      return run_as(placed, sink, body, std::move(place));
+      return RankRunner(placed, sink, body, std::move(place)).run();
     } catch (const PlaceIsTaken&) {
       sink.placed(rpc::kAnyRank);
       placed.join_timeout_s = std::max(0.001, -base::seconds_since(deadline));

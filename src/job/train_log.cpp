@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -37,24 +36,24 @@ void StepLines::end() {
   next_ = {};
 }
 
-void TrainLog::begin_epoch(int64_t epoch) {
+void TrainingPlan::begin_epoch(int64_t epoch) {
   epoch_ = epoch;
   epoch_start_ = last_line_ = base::Clock::now();
-  if (steps() == 0) first_ = epoch_start_;
-  steps_ = samples_ = line_samples_ = 0;
-  loss_sum_ = 0;
+  if (run_steps() == 0) first_ = epoch_start_;
+  epoch_steps_ = epoch_samples_ = line_samples_ = 0;
+  epoch_loss_ = 0;
 }
 
-void TrainLog::step(double loss, double lr, int64_t samples, const Json& more) {
-  ++steps_;
+void TrainingPlan::log_step(const Result& result, double loss, double lr) {
+  ++epoch_steps_;
   ++total_;
-  samples_ += samples;
-  line_samples_ += samples;
-  loss_sum_ += loss;
-  if (steps() == 1) first_loss_ = loss;
+  epoch_samples_ += result.samples;
+  line_samples_ += result.samples;
+  epoch_loss_ += loss;
+  if (run_steps() == 1) first_loss_ = loss;
   if (!plan_.log) return;
   const double rate = static_cast<double>(line_samples_) / base::seconds_since(last_line_);
-  const auto fields = [this, epoch = epoch_, step = total_, loss, lr, rate, more] {
+  const auto fields = [this, epoch = epoch_, step = total_, loss, lr, rate, more = result.more] {
     Json all{{"epoch", epoch}, {"step", step}, {"loss", loss}, {"lr", lr}};
     all[std::string(counted(plan_.unit)) + "_per_s"] = rate;
     all.update(more);
@@ -65,31 +64,21 @@ void TrainLog::step(double loss, double lr, int64_t samples, const Json& more) {
   line_samples_ = 0;
 }
 
-std::optional<std::string> TrainLog::take_warning() {
-  constexpr double kFarAbove = 1000;
-  if (has_warned_ || last_loss_ <= kFarAbove * std::max(1.0, first_loss_)) return std::nullopt;
-  has_warned_ = true;
-  return fmt::format(
-      "the loss grows: {:.3g} in the last epoch, {:.3g} in the first step: try a "
-      "smaller --lr",
-      last_loss_, first_loss_);
-}
-
-void TrainLog::end_epoch(bool is_last) {
+void TrainingPlan::end_epoch(bool is_last) {
   if (is_last) lines_.end();
   if (epoch_ == 0) return;
-  if (steps_ > 0) {
+  if (epoch_steps_ > 0) {
     train_s_ = base::seconds_since(first_);
-    last_loss_ = loss_sum_ / static_cast<double>(steps_);
+    last_loss_ = epoch_loss_ / static_cast<double>(epoch_steps_);
   }
-  Json fields{{"epoch", epoch_}, {"loss", steps_ > 0 ? Json(last_loss_) : Json()}};
+  Json fields{{"epoch", epoch_}, {"loss", epoch_steps_ > 0 ? Json(last_loss_) : Json()}};
   if (plan_.unit == Unit::kWords)
-    fields["perplexity"] = steps_ > 0 ? Json(std::exp(last_loss_)) : Json();
-  fields["steps"] = steps_;
-  fields[counted(plan_.unit)] = samples_;
+    fields["perplexity"] = epoch_steps_ > 0 ? Json(std::exp(last_loss_)) : Json();
+  fields["steps"] = epoch_steps_;
+  fields[counted(plan_.unit)] = epoch_samples_;
   fields["wall_s"] = base::seconds_since(epoch_start_);
-  if (plan_.log) sink_.emit("epoch", fields);
-  epoch_ = steps_ = samples_ = 0;
+  if (plan_.log) process_.sink().emit("epoch", fields);
+  epoch_ = epoch_steps_ = epoch_samples_ = 0;
 }
 
 }  // namespace distrain::job

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include <ATen/Functions.h>
+#include <fmt/format.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "distrain/base/clock.h"
@@ -19,6 +20,7 @@ namespace {
 constexpr double kLease_s = 0.25;  // of steps that are handed out together
 constexpr auto kShowInterval = std::chrono::milliseconds(500);
 constexpr int64_t kEndless = 1'000'000'000'000;  // steps: more than any job can make
+constexpr double kFarAbove = 1000;               // the first loss: training has diverged
 
 rpc::To host() { return rpc::To(kHostRank).without_deadline(); }
 
@@ -123,7 +125,7 @@ TrainingPlan::TrainingPlan(Plan plan, Process& process, std::vector<int> own, Sh
       process_(process),
       share_(share),
       agent_(agent),
-      log_(plan_, process.sink()) {}
+      lines_(process.sink(), "step", plan_.log_interval) {}
 
 void TrainingPlan::keep(LocalUpdates& optimizer) {
   begin_step_.emplace_back(
@@ -171,7 +173,7 @@ void TrainingPlan::attach() {
         ask<&TrainingHost::attach>(plan_, trainer, agent_ ? agent_->incarnation() : uint32_t{0});
     seats_[trainer] = attached.seat;
   }
-  log_.resume_after(attached.steps_made);
+  total_ = begun_at_ = attached.steps_made;
   process_.sink().used(plan_.used);
   if (attached.is_late && attached.saves) process_.job().stop->arm();  // as the others did long ago
   if (attached.saves && begin_step_.empty() && own_.front() == 0) {
@@ -194,16 +196,16 @@ void TrainingPlan::attach() {
 
 void TrainingPlan::make(const Step& what, const std::function<Result()>& step) {
   const base::TraceScope scope("step", "step", steps_made());
-  if (log_.epoch() != what.epoch) log_.begin_epoch(what.epoch);
+  if (epoch_ != what.epoch) begin_epoch(what.epoch);
   const double factor = lr_schedule_.factor(steps_made(), what.epoch - 1);
-  for (const auto& begin : begin_step_) begin(factor, log_.steps() + 1);
+  for (const auto& begin : begin_step_) begin(factor, run_steps() + 1);
   const Result result = step();
   const double loss = checked_loss(result.loss, what.epoch, what.number + 1);
   samples_ += result.samples;
   const int64_t steps = result.steps * static_cast<int64_t>(own_.size());
   steps_ += steps;
-  process_.job().progress->add(steps, log_.begun());
-  log_.step(loss, plan_.lr * factor, result.samples, result.more);
+  process_.job().progress->add(steps, first_);
+  log_step(result, loss, plan_.lr * factor);
   show(what.epoch, loss, plan_.lr * factor, result.progress);
 }
 
@@ -217,7 +219,7 @@ void TrainingPlan::show(int64_t epoch, double loss, double lr, const Json& more)
   const int64_t steps = plan_.steps > 0 ? plan_.steps : plan_.epochs * plan_.steps_per_epoch;
   Json fields{{"epoch", epoch},
               {"epochs", plan_.epochs},
-              {"step", log_.total() * own},
+              {"step", total_ * own},
               {"steps", is_endless ? 0 : steps * own},
               {"trainers", plan_.trainers / own},
               {"loss", loss},
@@ -253,11 +255,17 @@ void TrainingPlan::meet(const Task& task) {
 /// How the epoch went, with this process's share of an evaluation.
 Report TrainingPlan::close_epoch(const Task& task) {
   Report report;
-  if (plan_.log) report.steps = log_.epoch_steps();
-  log_.end_epoch(task.last || task.stopped || task.kind == Task::Kind::kEnd);
-  const auto warning = own_.front() == 0 ? log_.take_warning() : std::nullopt;
-  if (warning) process_.sink().warn(base::ErrorKind::kNotFinite, *warning);
-  report.loss = log_.last_loss();
+  if (plan_.log) report.steps = epoch_steps_;
+  end_epoch(task.last || task.stopped || task.kind == Task::Kind::kEnd);
+  if (own_.front() == 0 && !has_warned_ && last_loss_ > kFarAbove * std::max(1.0, first_loss_)) {
+    has_warned_ = true;
+    process_.sink().warn(
+        base::ErrorKind::kNotFinite,
+        fmt::format("the loss grows: {:.3g} in the last epoch, {:.3g} in the first step: try a "
+                    "smaller --lr",
+                    last_loss_, first_loss_));
+  }
+  report.loss = last_loss_;
   report.maxima = maxima_;
   if (task.kind != Task::Kind::kEvaluate) return report;
   const base::TraceScope scope("evaluate");
@@ -269,15 +277,15 @@ Report TrainingPlan::close_epoch(const Task& task) {
 }
 
 void TrainingPlan::end(const Task& task) {
-  if (log_.epoch_steps() > 0) ask<&TrainingHost::report>(seat(own_.front()), close_epoch(task));
-  log_.end_epoch(true);
+  if (epoch_steps_ > 0) ask<&TrainingHost::report>(seat(own_.front()), close_epoch(task));
+  end_epoch(true);
   stopped_ = task.stopped || process_.job().stop->requested();
   Json& fields = process_.fields();
   fields["steps"] = steps_;
-  fields["train_s"] = log_.train_s();
+  fields["train_s"] = train_s_;
   // Trainers that go at one pace: the first speaks for all.
-  if (plan_.unit == Unit::kWords && share_.index == 0 && log_.train_s() > 0) {
-    fields["words_per_s"] = static_cast<double>(samples_ * share_.count) / log_.train_s();
+  if (plan_.unit == Unit::kWords && share_.index == 0 && train_s_ > 0) {
+    fields["words_per_s"] = static_cast<double>(samples_ * share_.count) / train_s_;
   }
 }
 

@@ -98,7 +98,9 @@ class Rank : public Process {
   /// The training begins: whether its trainers go at one pace is settled.
   void close_groups() { groups_closed_ = true; }
   /// Of all groups: ReduceGroup::check().
-  void check_groups() const;
+  void check_groups() const {
+    for (const auto& [role, group] : groups_) group.reduce->check(device());
+  }
   void release_groups() { groups_.clear(); }
 
  private:

@@ -180,49 +180,6 @@ class StepLines {
   std::function<Json()> pending_;  // by time: the fields of the last step if it has no line
 };
 
-/// Emits a trainer's `step` and `epoch` lines, and counts for `end`.
-class TrainLog {
- public:
-  TrainLog(const Plan& plan, EventSink& sink)
-      : plan_(plan), sink_(sink), lines_(sink, "step", plan.log_interval) {}
-
-  /// For a job that goes on where a checkpoint left off.
-  void resume_after(int64_t steps) { total_ = begun_at_ = steps; }
-
-  void begin_epoch(int64_t epoch);
-  /// `lr`: the learning rate that the step used; `more`: further fields of the `step` line.
-  void step(double loss, double lr, int64_t samples, const Json& more);
-  /// Emits the `epoch` line if an epoch has begun. `is_last`: after the line of the last step.
-  void end_epoch(bool is_last);
-
-  int64_t epoch() const { return epoch_; }         ///< that has begun; 0: none
-  int64_t epoch_steps() const { return steps_; }   ///< of that epoch so far
-  double last_loss() const { return last_loss_; }  ///< mean of the last epoch
-  int64_t total() const { return total_; }         ///< steps since the job's beginning
-  int64_t steps() const { return total_ - begun_at_; }
-  double train_s() const { return train_s_; }  ///< first step to last
-  /// Returns, once, that the last epoch's mean loss is far above the first step's.
-  std::optional<std::string> take_warning();
-  base::TimePoint begun() const { return first_; }
-
- private:
-  const Plan& plan_;
-  EventSink& sink_;
-  StepLines lines_;
-  base::TimePoint first_{}, epoch_start_, last_line_;
-  int64_t epoch_ = 0;
-  int64_t begun_at_ = 0;  // steps before this run
-  int64_t total_ = 0;
-  int64_t steps_ = 0;         // of this epoch
-  int64_t samples_ = 0;       // of this epoch
-  int64_t line_samples_ = 0;  // since the last line
-  double loss_sum_ = 0;
-  double last_loss_ = 0;
-  double first_loss_ = 0;  // of the first step of this run
-  bool has_warned_ = false;
-  double train_s_ = 0;
-};
-
 /// `not_finite`, naming where, unless it is a number.
 double checked_loss(const at::Tensor& loss, int64_t epoch, int64_t step);
 
@@ -270,7 +227,7 @@ class TrainingPlan {
   /// The job was told to end before its time. Known when run() is over.
   bool stopped() const { return stopped_; }
   /// Steps that this trainer has made since the job's beginning.
-  int64_t steps_made() const { return log_.total(); }
+  int64_t steps_made() const { return total_; }
 
  protected:
   /// `own`: the trainers of this process. It calls the host by `agent`; null: it is here.
@@ -297,6 +254,13 @@ class TrainingPlan {
  private:
   template <auto method, class... Args>
   auto ask(const Args&... args) const;
+  /// Steps that this trainer has made in this run.
+  int64_t run_steps() const { return total_ - begun_at_; }
+  void begin_epoch(int64_t epoch);
+  /// Counts a step and emits its `step` line if that is due.
+  void log_step(const Result& result, double loss, double lr);
+  /// Emits the `epoch` line if an epoch has begun. `is_last`: after the line of the last step.
+  void end_epoch(bool is_last);
   Report close_epoch(const Task& task);
   void end(const Task& task);
   void show(int64_t epoch, double loss, double lr, const Json& more);
@@ -308,7 +272,18 @@ class TrainingPlan {
   Evaluate evaluate_epoch_, evaluate_end_;
   std::function<bool()> reached_;
   std::map<std::string, int64_t> maxima_;
-  TrainLog log_;
+  StepLines lines_;
+  base::TimePoint first_{}, epoch_start_, last_line_;
+  int64_t epoch_ = 0;     // that has begun; 0: none
+  int64_t begun_at_ = 0;  // steps before this run
+  int64_t total_ = 0;     // steps since the job's beginning
+  int64_t epoch_steps_ = 0, epoch_samples_ = 0;
+  int64_t line_samples_ = 0;  // since the last line
+  double epoch_loss_ = 0;     // sum of its steps
+  double last_loss_ = 0;      // mean of the last epoch
+  double first_loss_ = 0;     // of the first step of this run
+  double train_s_ = 0;        // first step to last
+  bool has_warned_ = false;
   std::map<int, Seat> seats_;  // of `own_`
   int64_t samples_ = 0;        // in this run
   int64_t steps_ = 0;          // in this run, as results count them

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <set>
 
 #include <fmt/format.h>
 #include <string.h>
@@ -28,15 +27,12 @@ void sum_up(const Json& fields, Json& sums) {
 }
 
 /// Fields of a rank's last line that are not metrics of the job.
-bool is_common(const std::string& name) {
-  static const std::set<std::string> kCommon = {
-      "v",       "ts",         "run",           "seed",        "config", "event",
-      "cmd",     "rank",       "role",          "status",      "wall_s", "exit_code",
-      "train_s", "steps",      "steps_per_s",   "rpc",         "rss_mb", "kind",
-      "signal",  "live_rrefs", "live_contexts", "message",     "host",   "cause_rank",
-      "op",      "cause_role", "scope",         "stderr_tail", "device", "device_mem_mb"};
-  return kCommon.contains(name);
-}
+constexpr std::string_view kCommon[] = {
+    "v",       "ts",         "run",           "seed",        "config", "event",
+    "cmd",     "rank",       "role",          "status",      "wall_s", "exit_code",
+    "train_s", "steps",      "steps_per_s",   "rpc",         "rss_mb", "kind",
+    "signal",  "live_rrefs", "live_contexts", "message",     "host",   "cause_rank",
+    "op",      "cause_role", "scope",         "stderr_tail", "device", "device_mem_mb"};
 
 }  // namespace
 
@@ -110,7 +106,8 @@ void Summary::add(const Json& fields) {
     if (name == "updates" && value.is_number() && metrics_.contains(name)) {
       metrics_[name] = metrics_[name].get<int64_t>() + value.get<int64_t>();
     }
-    if (!is_common(name) && !metrics_.contains(name) && !value.is_null()) metrics_[name] = value;
+    const bool is_metric = std::ranges::find(kCommon, name) == std::end(kCommon);
+    if (is_metric && !metrics_.contains(name) && !value.is_null()) metrics_[name] = value;
   }
 }
 

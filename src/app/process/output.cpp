@@ -46,13 +46,6 @@ OutputQueue::OutputQueue(int fd) : fd_(fd) {
   pipe_ = static_cast<size_t>(std::max(fcntl(fd, F_GETPIPE_SZ), PIPE_BUF));
 }
 
-// A pipe that poll() calls writable takes PIPE_BUF bytes without blocking.
-size_t OutputQueue::taken_at_once() const {
-  if (pipe_ == 0) return std::string::npos;
-  int waiting = 0;
-  return ioctl(fd_, FIONREAD, &waiting) == 0 && waiting == 0 ? pipe_ : PIPE_BUF;
-}
-
 void OutputQueue::clear() {
   lines_.clear();
   bytes_ = written_ = 0;
@@ -62,7 +55,11 @@ int OutputQueue::pump() {
   while (!lines_.empty()) {
     pollfd item{fd_, POLLOUT, 0};
     if (poll(&item, 1, 0) <= 0) return 0;
-    const auto next = std::string_view(lines_.front()).substr(written_, taken_at_once());
+    // A pipe that poll() calls writable takes PIPE_BUF bytes without blocking; all if it is empty.
+    int waiting = 0;
+    const bool is_empty = ioctl(fd_, FIONREAD, &waiting) == 0 && waiting == 0;
+    const size_t at_once = pipe_ == 0 ? std::string::npos : is_empty ? pipe_ : PIPE_BUF;
+    const auto next = std::string_view(lines_.front()).substr(written_, at_once);
     if (const int error = write_all(fd_, next)) return error;
     written_ += next.size();
     taken_at_ = base::Clock::now();

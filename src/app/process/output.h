@@ -50,8 +50,6 @@ class OutputQueue {
   void clear();
 
  private:
-  size_t taken_at_once() const;
-
   static constexpr size_t kMaxBytes = 1 << 20;
 
   int fd_;

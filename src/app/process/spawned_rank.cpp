@@ -30,24 +30,6 @@ namespace {
 constexpr char kVariable[] = "DISTRAIN_SPAWNED_RANK";
 constexpr char kProgram[] = "/proc/self/exe";  // even if its file was replaced meanwhile
 
-/// The launcher's number tells a rank from a program that has inherited the variable otherwise.
-std::string variable_for(const SpawnedRank& rank, int token_fd) {
-  nlohmann::json told = rank;
-  told["launcher"] = getpid();
-  told["started"] = rank.started.time_since_epoch().count();
-  told["token_fd"] = token_fd;
-  if (rank.generation) told["generation"] = *rank.generation;
-  return std::string(kVariable) + '=' + told.dump();
-}
-
-// In memory, as others may read the environment of a process.
-net::Fd keep_token(const std::string& token) {
-  net::Fd file(memfd_create("token", MFD_CLOEXEC));
-  if (file.valid() && write_all(file.get(), token) == 0) return file;
-  throw base::Exception(base::ErrorKind::kResources,
-                        std::string("cannot start a rank: ") + strerror(errno));
-}
-
 std::string take_token(const net::Fd& file) {
   std::string token;
   char bytes[256];
@@ -56,15 +38,6 @@ std::string take_token(const net::Fd& file) {
     token.append(bytes, static_cast<size_t>(size));
   }
   return token;
-}
-
-SpawnedRank spawned_rank_of(const nlohmann::json& told) {
-  auto rank = told.get<SpawnedRank>();
-  // One clock for all processes of the machine.
-  rank.started = base::TimePoint(base::Duration(told.at("started").get<int64_t>()));
-  if (told.contains("generation")) rank.generation = told["generation"].get<uint32_t>();
-  rank.token = take_token(net::Fd(told.at("token_fd")));
-  return rank;
 }
 
 }  // namespace
@@ -83,8 +56,18 @@ std::function<int()> rank_image(const SpawnedRank& rank) {
     throw base::Exception(base::ErrorKind::kResources,
                           "cannot start a rank: /proc/self/cmdline is empty");
   }
-  texts->token = keep_token(rank.token);
-  texts->variable = variable_for(rank, texts->token.get());
+  // In memory, as others may read the environment of a process.
+  texts->token = net::Fd(memfd_create("token", MFD_CLOEXEC));
+  if (!texts->token.valid() || write_all(texts->token.get(), rank.token) != 0) {
+    throw base::Exception(base::ErrorKind::kResources,
+                          std::string("cannot start a rank: ") + strerror(errno));
+  }
+  nlohmann::json told = rank;
+  told["launcher"] = getpid();  // tells a rank from a program that has inherited the variable
+  told["started"] = rank.started.time_since_epoch().count();
+  told["token_fd"] = texts->token.get();
+  if (rank.generation) told["generation"] = *rank.generation;
+  texts->variable = std::string(kVariable) + '=' + told.dump();
   char* const end = texts->arguments.data() + texts->arguments.size();
   for (char* argument = texts->arguments.data(); argument < end; argument += strlen(argument) + 1) {
     texts->argv.push_back(argument);
@@ -115,7 +98,11 @@ std::optional<SpawnedRank> take_spawned_rank() {
     const nlohmann::json told = nlohmann::json::parse(text);
     unsetenv(kVariable);
     if (told.at("launcher") != getppid()) return std::nullopt;
-    rank = spawned_rank_of(told);
+    told.get_to(rank);
+    // One clock for all processes of the machine.
+    rank.started = base::TimePoint(base::Duration(told.at("started").get<int64_t>()));
+    if (told.contains("generation")) rank.generation = told["generation"].get<uint32_t>();
+    rank.token = take_token(net::Fd(told.at("token_fd")));
   } catch (const nlohmann::json::exception&) {  // what a launcher sets is whole
     unsetenv(kVariable);
     return std::nullopt;

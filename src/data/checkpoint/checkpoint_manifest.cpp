@@ -60,7 +60,12 @@ class Parser {
 
   Manifest parse(std::string_view text) const {
     if (text.size() > kMaxManifestBytes) fail("more than 64 MiB");
-    check_hash(text);
+    const size_t end = kHashBegin.size() + kHexDigits + kHashEnd.size();
+    if (text.size() < end) fail("cut short");
+    const std::string_view begin = text.substr(0, text.size() - end);
+    if (text.substr(begin.size()) != hash_of(begin)) {
+      fail("damaged: it does not end with the xxh64 of its text");
+    }
     const Json json = parse_json(text);
     check_keys(json, "the manifest", {"format", "version", "step", "files", "state", "xxh64"},
                json.contains(kGeneration) ? 1 : 0);
@@ -84,15 +89,6 @@ class Parser {
   }
 
  private:
-  void check_hash(std::string_view text) const {
-    const size_t end = kHashBegin.size() + kHexDigits + kHashEnd.size();
-    if (text.size() < end) fail("cut short");
-    const std::string_view begin = text.substr(0, text.size() - end);
-    if (text.substr(begin.size()) != hash_of(begin)) {
-      fail("damaged: it does not end with the xxh64 of its text");
-    }
-  }
-
   Json parse_json(std::string_view text) const {
     // The JSON parser would skip a byte order mark, and take a NUL for the end.
     if (!text.starts_with('{') || text.find('\0') != std::string_view::npos) fail("not JSON");

@@ -68,7 +68,9 @@ class Save {
       write();
       publish();
     } catch (const Exception&) {
-      remove_unfinished();
+      // A full disk needs the space. Not what another job may write under the same name.
+      const std::string name = own_name(kUnfinished);
+      if (unfinished_ && folder().leads_to(name, unfinished_->fd())) folder().remove_folder(name);
       throw;
     }
     retire(own_name(kReplaced), checkpoint_.step);
@@ -169,12 +171,6 @@ class Save {
   void remove(const std::string& name) const {
     claim_.check();
     folder().remove_folder(name);
-  }
-
-  // A full disk needs it. Not what another job may write under the same name.
-  void remove_unfinished() const {
-    const std::string name = own_name(kUnfinished);
-    if (unfinished_ && folder().leads_to(name, unfinished_->fd())) folder().remove_folder(name);
   }
 
   FolderClaim& claim_;

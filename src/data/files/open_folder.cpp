@@ -14,8 +14,13 @@ namespace {
 
 constexpr int kFolder = O_RDONLY | O_DIRECTORY | O_CLOEXEC;
 
-bool is_same(const struct stat& a, const struct stat& b) {
-  return a.st_dev == b.st_dev && a.st_ino == b.st_ino;
+// Whether `name` in `folder` leads to what is open as `fd`. False, and errno, if to nothing.
+bool leads(int folder, const std::string& name, int flags, int fd) {
+  struct stat open {};
+  struct stat there {};
+  if (::fstat(fd, &open) != 0 || ::fstatat(folder, name.c_str(), &there, flags) != 0) return false;
+  errno = 0;
+  return open.st_dev == there.st_dev && open.st_ino == there.st_ino;
 }
 
 }  // namespace
@@ -60,20 +65,10 @@ std::optional<std::vector<std::string>> OpenFolder::names() const {
   return names;
 }
 
-bool OpenFolder::is_at_its_path() const {
-  struct stat own {};
-  struct stat there {};
-  if (::fstat(fd_.get(), &own) != 0 || ::stat(path_.c_str(), &there) != 0) return false;
-  errno = 0;
-  return is_same(own, there);
-}
+bool OpenFolder::is_at_its_path() const { return leads(AT_FDCWD, path_, 0, fd_.get()); }
 
 bool OpenFolder::leads_to(const std::string& name, int fd) const {
-  struct stat open {};
-  struct stat there {};
-  return ::fstat(fd, &open) == 0 &&
-         ::fstatat(fd_.get(), name.c_str(), &there, AT_SYMLINK_NOFOLLOW) == 0 &&
-         is_same(open, there);
+  return leads(fd_.get(), name, AT_SYMLINK_NOFOLLOW, fd);
 }
 
 bool OpenFolder::make_folder(const std::string& name) const {

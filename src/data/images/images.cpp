@@ -16,15 +16,12 @@ ImageBatch make_batch(const ImageSet& set, std::span<const int64_t> examples,
     return at::from_blob(const_cast<uint8_t*>(bytes.data()), sizes, at::kByte)
         .index_select(0, places);
   };
-  const auto by_channel = [&](const auto& value) {
-    at::Tensor values = at::empty({static_cast<int64_t>(form.mean.size()), 1, 1}, at::kFloat);
-    for (size_t i = 0; i < form.mean.size(); ++i) values[static_cast<int64_t>(i)].fill_(value(i));
-    return values;
-  };
+  const at::Tensor mean = at::tensor(form.mean).view({-1, 1, 1});
+  const at::Tensor deviation = at::tensor(form.std).view({-1, 1, 1});
   at::Tensor images = picked(set.pixels, {set.count, set.channels, set.rows, set.columns});
   images = images.to(at::kFloat)
-               .mul_(by_channel([&](size_t i) { return 1 / (255 * form.std[i]); }))
-               .sub_(by_channel([&](size_t i) { return form.mean[i] / form.std[i]; }));
+               .mul_((1 / (255 * deviation)).to(at::kFloat))
+               .sub_((mean / deviation).to(at::kFloat));
   if (form.side > 0 && (set.rows != form.side || set.columns != form.side)) {
     images = at::_upsample_bilinear2d_aa(images, {form.side, form.side}, false);
   }
