@@ -223,8 +223,9 @@ void Checkpoints::run(Save& save) {
   save.fill = {};
   if (error && error->kind == base::ErrorKind::kResources) {
     error->message = "saving step " + std::to_string(step) + " in " + options_.dir +
-                     " failed: " + error->message + "; the last good checkpoint is " +
-                     (last_good_.empty() ? "none" : last_good_);
+                     " failed: " + error->message +
+                     (last_good_.empty() ? "; there is no earlier checkpoint"
+                                         : "; the last good checkpoint is " + last_good_);
   }
   if (error && error->kind == base::ErrorKind::kResources && options_.on_save_error != "stop") {
     sink_.warn(error->kind, error->message + "; the job goes on and tries its next save");

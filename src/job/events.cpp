@@ -70,7 +70,8 @@ Event end_event() {
 
 Field quality(Unit unit) {
   if (unit == Unit::kWords) return {"perplexity", kNumber, "exp(loss)"};
-  return {"accuracy", kNumber, "share of correctly predicted examples"};
+  return sometimes(
+      {"accuracy", kNumber, "share of correctly predicted examples, if the job counts them"});
 }
 
 }  // namespace
@@ -82,8 +83,9 @@ Json fields_of(const Evaluation& evaluation, Unit unit) {
   Json fields{{"loss", evaluation.loss()}};
   if (unit == Unit::kWords) {
     fields["perplexity"] = std::exp(evaluation.loss());
-  } else {
-    fields["accuracy"] = evaluation.accuracy();
+  } else if (evaluation.right) {
+    fields["accuracy"] =
+        static_cast<double>(*evaluation.right) / static_cast<double>(evaluation.samples);
   }
   fields[counted(unit)] = evaluation.samples;
   for (const auto& [name, sum] : evaluation.sums) fields[name] = sum;
@@ -207,7 +209,8 @@ std::vector<Event> trainer_events(bool may_lose, Unit unit) {
                {"loss", kNumber, "mean loss of the epoch's steps; null if there were none"},
                {"steps", kInteger, "steps of this trainer in the epoch"},
                {what, kInteger, what + " of this trainer in the epoch"},
-               {"wall_s", kNumber, "duration of the epoch in seconds"}}};
+               {"wall_s", kNumber, "duration of the epoch in seconds"},
+               sometimes({"partial", kFlag, "true if the job ended within the epoch"})}};
   if (unit == Unit::kWords) epoch.fields.push_back(quality(unit));
   Event eval = eval_event("printed at the end of an epoch or of the job", unit);
   Event end{

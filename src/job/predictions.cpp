@@ -33,7 +33,7 @@ void Predictions::tell_labels(const at::Tensor& scores, const at::Tensor& target
     if (target >= 0) {
       fields["expected"] = name_of(target);
       ++evaluation_.samples;
-      evaluation_.right += label == target ? 1 : 0;
+      evaluation_.right = evaluation_.right.value_or(0) + (label == target ? 1 : 0);
     }
     tell(fields);
   }

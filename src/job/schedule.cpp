@@ -383,6 +383,7 @@ bool Schedule::task_locked(int trainer, int64_t wanted, Task& task) {
   const bool is_last =
       over() || (terms_.steps == 0 && epoch_over() && position_.epoch >= terms_.epochs);
   task.last = phase_ == Phase::kEvaluating && is_last;
+  task.partial = !epoch_over();
   task.stopped = stopped();
   return true;
 }

@@ -64,7 +64,7 @@ void TrainingPlan::log_step(const Result& result, double loss, double lr) {
   line_samples_ = 0;
 }
 
-void TrainingPlan::end_epoch(bool is_last) {
+void TrainingPlan::end_epoch(bool is_last, bool is_partial) {
   if (is_last) lines_.end();
   if (epoch_ == 0) return;
   if (epoch_steps_ > 0) {
@@ -77,6 +77,7 @@ void TrainingPlan::end_epoch(bool is_last) {
   fields["steps"] = epoch_steps_;
   fields[counted(plan_.unit)] = epoch_samples_;
   fields["wall_s"] = base::seconds_since(epoch_start_);
+  if (is_partial) fields["partial"] = true;
   if (plan_.log) process_.sink().emit("epoch", fields);
   epoch_ = epoch_steps_ = epoch_samples_ = 0;
 }

@@ -214,14 +214,14 @@ void TrainingPlan::show(int64_t epoch, double loss, double lr, const Json& more)
   const base::TimePoint now = base::Clock::now();
   if (now - shown_ < kShowInterval) return;
   shown_ = now;
-  const auto own = static_cast<int64_t>(own_.size());
   const bool is_endless = plan_.steps == 0 && plan_.steps_per_epoch == kEndless;
   const int64_t steps = plan_.steps > 0 ? plan_.steps : plan_.epochs * plan_.steps_per_epoch;
   Json fields{{"epoch", epoch},
               {"epochs", plan_.epochs},
-              {"step", total_ * own},
-              {"steps", is_endless ? 0 : steps * own},
-              {"trainers", plan_.trainers / own},
+              {"step", total_},
+              {"steps", is_endless ? 0 : steps},
+              {"processes", plan_.trainers / static_cast<int64_t>(own_.size())},
+              {"trainers", plan_.trainers},
               {"loss", loss},
               {"lr", lr}};
   fields.update(more);
@@ -256,7 +256,7 @@ void TrainingPlan::meet(const Task& task) {
 Report TrainingPlan::close_epoch(const Task& task) {
   Report report;
   if (plan_.log) report.steps = epoch_steps_;
-  end_epoch(task.last || task.stopped || task.kind == Task::Kind::kEnd);
+  end_epoch(task.last || task.stopped || task.kind == Task::Kind::kEnd, task.partial);
   if (own_.front() == 0 && !has_warned_ && last_loss_ > kFarAbove * std::max(1.0, first_loss_)) {
     has_warned_ = true;
     process_.sink().warn(

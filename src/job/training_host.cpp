@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include <ATen/Parallel.h>
+#include <fmt/format.h>
 
 #include "distrain/optim/distributed_optimizer.h"
 
@@ -243,7 +244,7 @@ void TrainingHost::begin(const Plan& plan) {
   sink_.used(plan.used);
   if (!resumed_ || plan.eval_only || !schedule_->over()) return;
   sink_.warn(base::ErrorKind::kInvalid,
-             resumed_->path + " is of a finished job: nothing is left to train" +
+             fmt::format("{}, step {}: nothing is left to train", resumed_->path, resumed_->step) +
                  (plan.limit.empty() ? "" : " without a larger " + plan.limit));
 }
 

@@ -16,7 +16,7 @@ Evaluation Evaluation::of(const at::Tensor& scores, const at::Tensor& targets) {
 
 void Evaluation::add(const Evaluation& other) {
   samples += other.samples;
-  right += other.right;
+  if (other.right) right = right.value_or(0) + *other.right;
   loss_sum += other.loss_sum;
   for (const auto& [name, sum] : other.sums) sums[name] += sum;
   for (const auto& [name, sum] : other.means) means[name] += sum;
@@ -24,7 +24,7 @@ void Evaluation::add(const Evaluation& other) {
 
 void Evaluation::add(const at::Tensor& scores, const at::Tensor& targets, double more_loss) {
   samples += targets.numel();
-  right += (scores.argmax(1) == targets).sum().item<int64_t>();
+  right = right.value_or(0) + (scores.argmax(1) == targets).sum().item<int64_t>();
   loss_sum += more_loss;
 }
 

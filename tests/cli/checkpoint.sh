@@ -246,7 +246,7 @@ for where in --local ""; do
   expect 9 "no room $where"
   expect_log "no room $where"
   expect_jq '[.[] | select(.event == "warn").message] | length == 3 and (.[1] | startswith("saving step 2 in ")
-    and endswith("checkpoint is none; the job goes on and tries its next save"))' "no room $where"
+    and endswith("there is no earlier checkpoint; the job goes on and tries its next save"))' "no room $where"
   expect_jq '.[-1] | .kind == "resources" and (.message | contains("saving step 3 in "))' "no room $where"
   [[ -z $(newest "$tmp/room$where") && $(ls -A "$tmp/room$where") == .lock ]] ||
     fail "no room $where: left behind: $(ls -A "$tmp/room$where")"

@@ -35,7 +35,7 @@ run ps --resume "$saves" --steps 4
 expect 0 "nothing is left to train"
 expect_jq '.[-1].steps == 0' "nothing is left to train"
 expect_jq '[.[] | select(.event == "warn").message] | length == 2
-  and any(.[]; endswith(" is of a finished job: nothing is left to train without a larger --steps"))' "nothing is left to train"
+  and any(.[]; test(", step [0-9]+: nothing is left to train without a larger --steps$"))' "nothing is left to train"
 
 run ps --resume "$saves" --mode async
 expect_error 7 bad_data "saved with --mode sync, not async" "another mode"

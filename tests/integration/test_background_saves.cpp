@@ -167,7 +167,7 @@ TEST_CASE_METHOD(FewImages,
   };
   const base::Error error = error_of_job(base::ErrorKind::kResources, place, options, hooks);
   CHECK(contains(error.message, "in " + folder.path("saves") + " failed: cannot save in "));
-  CHECK(error.message.ends_with(by_signal ? "checkpoint is none"
+  CHECK(error.message.ends_with(by_signal ? "; there is no earlier checkpoint"
                                           : "checkpoint is " + folder.path("saves") +
                                                 "/step-000000000002"));
 }

@@ -29,13 +29,14 @@ struct Task {
   int64_t step = 0;      ///< kTrain: the first, of that shard in the epoch, from 0
   int64_t count = 1;     ///< kTrain: how many, one after the other
   bool last = false;     ///< kEvaluate: the job is over then
+  bool partial = true;   ///< the epoch is not over
   bool stopped = false;  ///< kEnd: before its time, by a signal
   /// kEvaluate, kSave: its place among the trainers that do so together, and how many they are.
   int32_t part = 0;
   int32_t parts = 1;
   static constexpr auto kFields =
       std::tuple(&Task::kind, &Task::epoch, &Task::shard, &Task::step, &Task::count, &Task::last,
-                 &Task::stopped, &Task::part, &Task::parts);
+                 &Task::partial, &Task::stopped, &Task::part, &Task::parts);
 };
 
 /// A trainer, and how many had its place before, so that late words of a lost one are known.

@@ -259,8 +259,9 @@ class TrainingPlan {
   void begin_epoch(int64_t epoch);
   /// Counts a step and emits its `step` line if that is due.
   void log_step(const Result& result, double loss, double lr);
-  /// Emits the `epoch` line if an epoch has begun. `is_last`: after the line of the last step.
-  void end_epoch(bool is_last);
+  /// Emits the `epoch` line if an epoch has begun. `is_last`: after the line of the last step;
+  /// `is_partial`: the job ends within the epoch.
+  void end_epoch(bool is_last, bool is_partial = false);
   Report close_epoch(const Task& task);
   void end(const Task& task);
   void show(int64_t epoch, double loss, double lr, const Json& more);

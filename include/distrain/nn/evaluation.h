@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <tuple>
 
@@ -17,7 +18,7 @@ namespace distrain::nn {
 ///   definition.metric("abs_error", "mean absolute error");  // a field of `eval` and of `end.eval`
 struct Evaluation {
   int64_t samples = 0;
-  int64_t right = 0;  ///< not of words
+  std::optional<int64_t> right{};  ///< unset if the job counts none: it has no accuracy then
   double loss_sum = 0;
   /// Sums over the examples, by the metric's name. They are added up over all trainers; the totals
   /// in `means` are then divided by the total of `samples`.
@@ -31,7 +32,6 @@ struct Evaluation {
   /// `scores` [n, classes], the sum of whose losses is `loss_sum`; int64 `targets` [n].
   void add(const at::Tensor& scores, const at::Tensor& targets, double loss_sum);
   double loss() const { return loss_sum / static_cast<double>(samples); }
-  double accuracy() const { return static_cast<double>(right) / static_cast<double>(samples); }
 };
 
 }  // namespace distrain::nn

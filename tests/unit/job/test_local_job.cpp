@@ -116,6 +116,17 @@ TEST_CASE("--log-interval says which steps print a line") {
   CHECK(by_time.back() == 5);
 }
 
+TEST_CASE("An evaluation has an accuracy only if the job counts right answers") {
+  Evaluation evaluation;
+  Evaluation share{.samples = 4, .loss_sum = 2, .means = {{"abs_error", 1}}};
+  evaluation.add(share);
+  CHECK(fields_of(evaluation, Unit::kSamples) ==
+        Json{{"loss", 0.5}, {"samples", 4}, {"abs_error", 0.25}});
+  share.right = 0;
+  evaluation.add(share);
+  CHECK(fields_of(evaluation, Unit::kSamples)["accuracy"] == 0);
+}
+
 TEST_CASE("A local job that fails leaves its trace and its error", "[trace]") {
   const TracePath path;
   NoSink sink;
