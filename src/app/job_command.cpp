@@ -255,25 +255,15 @@ class Invocation {
     return text + "  -  run " + job_.effective.at(job::kRunId).substr(0, 8);
   }
 
-  /// The command line that goes on from this job's checkpoints. They hold the job's options.
-  std::string command_to_go_on() const {
+  /// This command line, on from the newest checkpoint.
+  static std::string command_to_go_on() {
     std::ifstream file("/proc/self/cmdline");
-    std::string text, name;
-    std::getline(file, text, '\0');
-    if (std::getline(file, name, '\0') && name == command_.name) text += ' ' + name;
-    const auto add = [&text](const std::string& word) {
+    std::string text;
+    for (std::string word; std::getline(file, word, '\0');) {
       const bool is_plain = word.find_first_of(" \t\n'\"\\$`!*?[](){}<>|&;#~") == word.npos;
-      text += is_plain && !word.empty() ? ' ' + word : " '" + word + '\'';
-    };
-    for (const Option& option : options_.table()) {
-      const bool is_own = option.scope == Scope::kPlacement || option.scope == Scope::kRank;
-      if (!is_own || !options_.given(option.name)) continue;
-      add("--" + option.name);
-      if (option.kind != ValueKind::kFlag) add(options_.text(option.name));
+      text += (is_plain && !word.empty() ? word : '\'' + word + '\'') + ' ';
     }
-    add("--checkpoint");
-    add(options_.text("checkpoint"));
-    return text + " --resume auto";
+    return text + (text.ends_with("--resume auto ") ? "" : "--resume auto");
   }
 
   std::string role(int rank) const { return definition_.roles(options_).name_of(rank); }
@@ -387,7 +377,7 @@ int run_job_command(const JobCommand& command, const std::vector<std::string>& a
     Invocation invocation(command, options, placement, started, std::move(token));
     return placement.mode == Mode::kSpawn ? invocation.launch() : run_here(invocation.make_run());
   } catch (const base::Exception& e) {
-    return report_failure(command.name, e.error(), started);
+    return report_failure(command.name, e.error(), started, args);
   }
 }
 
@@ -410,6 +400,10 @@ int run_predict_command(const Program& program, const std::vector<std::string>& 
     std::string input;
     ParsedOptions options = parse_options(command->table, {args.begin() + 1, args.end()}, &input);
     if (input.empty() || input == "-") input = job::kStandardInput;
+    const bool reads = find_option(command->table, "data");
+    if (reads && input == job::kStandardInput && isatty(STDIN_FILENO)) {
+      say("reading examples from standard input; end with Ctrl-D");
+    }
     take_model_options(options, saved);
     command->definition->complete(options);
     Placement placement;
@@ -426,11 +420,12 @@ int run_predict_command(const Program& program, const std::vector<std::string>& 
     };
     return run_here(std::move(run));
   } catch (const base::Exception& e) {
-    return report_failure(cmd, e.error(), started);
+    return report_failure(cmd, e.error(), started, args);
   }
 }
 
-int report_failure(const std::string& cmd, const base::Error& error, base::TimePoint started) {
+int report_failure(const std::string& cmd, const base::Error& error, base::TimePoint started,
+                   const std::vector<std::string>& args) {
   Summary summary;
   summary.add({{"rss_mb", peak_rss_mb()}});
   Cause cause = cause_of(error);
@@ -440,7 +435,8 @@ int report_failure(const std::string& cmd, const base::Error& error, base::TimeP
       json_line("end", {}, cmd, std::nullopt, "launcher",
                 summary.end_fields("job", started, cause))};
   say(error.message);
-  if (isatty(STDOUT_FILENO)) return cause.exit_code;  // say() has told a person all there is
+  const bool for_people = isatty(STDOUT_FILENO) || std::ranges::count(args, "--pretty") > 0;
+  if (for_people) return cause.exit_code;  // say() has told them all there is
   for (const std::string& line : lines) {
     const int failed = write_all(STDOUT_FILENO, line);
     if (failed) return exit_code_of_write_error(failed, false);

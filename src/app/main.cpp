@@ -96,7 +96,7 @@ int run_command(const Program& program, std::vector<std::string> args,
   const int code = print_text(help_text(program));
   return code == 0 ? base::exit_code(base::ErrorKind::kInvalid) : code;
 } catch (const base::Exception& e) {
-  return report_failure("", e.error(), started);
+  return report_failure("", e.error(), started, args);
 }
 
 }  // namespace

@@ -110,6 +110,11 @@ if command -v script >/dev/null; then
   [[ $(tail -n 1 "$tmp/tty") == hint:*--pretty* ]] || fail "no hint: $(tail -n 1 "$tmp/tty" | cut -c1-200)"
   sed -i '$d' "$tmp/tty"
   expect_log "both on a terminal" "$tmp/tty"
+  # What went wrong is told last, below the JSON lines.
+  for where in "" --local "--rank 1 --master-addr 127.0.0.1 --master-port 9 --join-timeout 1"; do
+    on_terminal "timeout --foreground $limit '$distrain' rl --max-episodes 1 $where"
+    [[ $(tail -n 1 "$tmp/tty") == distrain:* ]] || fail "a failure, $where: $(tail -n 1 "$tmp/tty" | cut -c1-200)"
+  done
   # What reads a pipe writes to the terminal itself: only whole lines come between.
   on_terminal "$short_run | cat"
   grep -qF $'\x1b[J' "$tmp/tty" && fail "a bar where a pipe's reader writes to the terminal"
@@ -120,6 +125,17 @@ if command -v script >/dev/null; then
   grep -q '^{' "$tmp/tty" && fail "DISTRAIN_PRETTY=1: JSON on a terminal"
   grep -q 'done: ' "$tmp/tty" || fail "DISTRAIN_PRETTY=1: no lines on a terminal"
 fi
+# All of stdout is for people then, whatever goes wrong.
+for wrong in --bogus "--trainers 0" "--data $tmp/none"; do
+  # shellcheck disable=SC2086  # an option and its value
+  run hybrid --pretty $wrong
+  [[ ! -s $tmp/out && $(wc -l <"$tmp/err") == 1 ]] || fail "--pretty $wrong: $(cat "$tmp/out")"
+done
+# The steps of an epoch that the job ends in are told as what they are.
+run hybrid "${short[@]}" --steps 6
+expect_jq '[.[] | select(.event == "epoch")] | length > 2 and all(.[]; (.epoch == 2) == (.partial == true))' "an epoch in part"
+run hybrid "${short[@]}" --steps 6 --pretty
+grep -q '^ 2 steps of epoch 2/3  loss' "$tmp/out" || fail "an epoch in part: $(cat "$tmp/out")"
 DISTRAIN_PRETTY=1 run hybrid "${short[@]}"
 expect_log "DISTRAIN_PRETTY=1, but not on a terminal"
 for where in "" --local; do
@@ -128,7 +144,7 @@ for where in "" --local; do
   expect 0 "--pretty $where"
   [[ -s $tmp/err ]] && fail "--pretty $where: wrote to stderr"
   [[ $(head -n 1 "$tmp/out") == "hybrid  "*"nothing can be learned"*"run "* &&
-    $(tail -n 1 "$tmp/out") == "done: 24 steps in "* && $(grep -c '^ epoch' "$tmp/out") == 3 ]] ||
+    $(tail -n 1 "$tmp/out") == "done: 24 steps of 2 trainers in "* && $(grep -c '^ epoch' "$tmp/out") == 3 ]] ||
     fail "--pretty $where: $(cat "$tmp/out")"
   # shellcheck disable=SC2086
   run hybrid "${short[@]}" --progress plain $where

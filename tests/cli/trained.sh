@@ -70,6 +70,12 @@ for command in hybrid ps rnn; do
   [[ $(predictions "$tmp/out") == "$(cat "$tmp/$command.file")" ]] || fail "$name from stdin: others"
 done
 
+# Whoever gives no file is told that it is read from the terminal.
+if command -v script >/dev/null; then
+  on_terminal "timeout --foreground $limit '$distrain' predict '$tmp/hybrid'"
+  grep -q 'reading examples from standard input; end with Ctrl-D' "$tmp/tty" || fail "predict from a terminal: $(cat "$tmp/tty")"
+fi
+
 # Without labels: the same, but nobody knows how good they are.
 sed 's/__label__[abc] //' "$tmp/test" >"$tmp/unlabelled"
 run predict "$tmp/hybrid" "$tmp/unlabelled"

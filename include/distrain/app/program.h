@@ -77,8 +77,9 @@ int run_predict_command(const Program& program, const std::vector<std::string>& 
                         base::TimePoint started);
 
 /// Reports a failure before any rank ran: one line on stderr, and `error` and `end` on stdout
-/// unless stdout is a terminal. Returns the exit code.
-int report_failure(const std::string& cmd, const base::Error& error, base::TimePoint started);
+/// unless stdout is for people: a terminal, or with --pretty in `args`. Returns the exit code.
+int report_failure(const std::string& cmd, const base::Error& error, base::TimePoint started,
+                   const std::vector<std::string>& args);
 /// Text that goes to stdout instead of JSON lines. Gives back the exit code.
 int print_text(const std::string& text);
 

@@ -26,6 +26,7 @@ constexpr auto kDrawInterval = std::chrono::milliseconds(100);
 constexpr auto kTick = std::chrono::seconds(1);
 constexpr auto kLineInterval = std::chrono::seconds(30);
 constexpr size_t kMostWaiting = 1 << 16;  // bytes of lines, while a terminal takes none
+constexpr int kUnthinned = 20;            // lines of a kind, before the rest of them is thinned
 constexpr char kYellow[] = "\x1b[33m", kGreen[] = "\x1b[32m", kCyan[] = "\x1b[36m";
 
 double seconds_between(base::TimePoint from, base::TimePoint to) {
@@ -44,31 +45,49 @@ std::string text_in(const Json& json, const char* name) {
   return value != json.end() && value->is_string() ? value->get<std::string>() : std::string();
 }
 
+std::string counted(int64_t count, const char* what) {
+  return fmt::format("{} {}{}", count, what, count == 1 ? "" : "s");
+}
+
 int64_t integer_in(const Json& json, const char* name) {
   return static_cast<int64_t>(number_in(json, name).value_or(0));
 }
 
-/// Returns how good the model is, as far as the event says so.
-std::string quality_in(const Json& json) {
-  if (const auto accuracy = number_in(json, "accuracy")) {
-    return fmt::format("accuracy {:.2f} %", *accuracy * 100);
-  }
-  if (const auto perplexity = number_in(json, "perplexity")) {
-    return fmt::format("perplexity {:.1f}", *perplexity);
-  }
-  const auto reward = number_in(json, "running_reward");
-  return reward ? fmt::format("running reward {:.1f}", *reward) : "";
+/// Returns a value for people: numbers with 4 significant digits.
+std::string text_of(const Json& value) {
+  if (value.is_string()) return value.get<std::string>();
+  if (value.is_number_float()) return fmt::format("{:.4g}", value.get<double>());
+  if (!value.is_array()) return value.dump();
+  std::vector<std::string> texts;
+  for (const Json& each : value) texts.push_back(text_of(each));
+  return fmt::format("[{}]", fmt::join(texts, ", "));
 }
 
-/// Returns the fields that only this event has, as "name value" pairs.
-std::string pairs_of(const Json& event) {
-  static const std::set<std::string> kCommon = {"v", "ts", "run", "event", "cmd", "rank", "role"};
+/// Returns the fields that only this event has, or none of the common ones of `eval`, as "name
+/// value" pairs.
+std::string pairs_of(const Json& event, bool of_eval, const char* before = "  ") {
+  static const std::set<std::string> kAll = {"v", "ts", "run", "event", "cmd", "rank", "role"};
+  static const std::set<std::string> kEval = {"set",     "epoch", "step",     "loss",      "lr",
+                                              "samples", "words", "accuracy", "perplexity"};
   std::string text;
   for (const auto& [name, value] : event.items()) {
-    if (kCommon.contains(name)) continue;
-    text += "  " + name + ' ' + (value.is_string() ? value.get<std::string>() : value.dump());
+    if (kAll.contains(name) || (of_eval && kEval.contains(name))) continue;
+    text += before + name + ' ' + text_of(value);
   }
   return text;
+}
+
+/// Returns how good the model is, as far as the fields say so.
+std::string quality_in(const Json& fields, const char* before = "  ") {
+  std::string text;
+  if (const auto accuracy = number_in(fields, "accuracy")) {
+    text += fmt::format("{}accuracy {:.2f} %", before, *accuracy * 100);
+  }
+  if (const auto perplexity = number_in(fields, "perplexity")) {
+    text += fmt::format("{}perplexity {:.1f}", before, *perplexity);
+  }
+  const auto reward = number_in(fields, "running_reward");
+  return reward ? text + fmt::format("{}running reward {:.1f}", before, *reward) : text;
 }
 
 /// Returns an environment variable, empty if it is not set.
@@ -145,6 +164,7 @@ DisplayPlan plan_display(const std::string& progress, bool pretty, bool is_first
       (S_ISREG(out.st_mode) || (S_ISCHR(out.st_mode) && out.st_rdev == makedev(1, 3)));
   plan.colours = draws && in_environment("NO_COLOR").empty();
   plan.hint = is_leader;
+  plan.on_terminal = is_terminal;
   if (progress == "plain") {
     plan.mode = kLines;
   } else if (plan.pretty) {
@@ -180,47 +200,48 @@ void Display::on_line(const std::string& json_line) {
   const auto rank = static_cast<int>(number_in(event, "rank").value_or(0));
   const auto epoch = integer_in(event, "epoch");
   if (name == "warn") {
-    const std::string line = "warn: " + text_in(event, "message");
-    if (said_.insert(line).second) stay(line, kYellow);
+    Cause cause{.role = text_in(event, "role"), .message = text_in(event, "message")};
+    if (number_in(event, "rank")) cause.rank = rank;
+    if (said_.insert(cause.message).second) stay("warn: " + message_of(cause), kYellow);
   } else if (name == "lost") {
     Trainer& lost = trainers_[static_cast<int>(integer_in(event, "lost_rank"))];
     lost.lost = true;
     lost.name = text_in(event, "lost_role");
-    const auto counted = [&event](const char* field, const char* what) {
-      const int64_t count = integer_in(event, field);
-      return fmt::format("{} {}{}", count, what, count == 1 ? "" : "s");
-    };
     stay(fmt::format("warn: {} lost ({}); {} go to others, {} left", lost.name,
-                     text_in(event, "cause"), counted("steps_back", "step"),
-                     counted("trainers_left", "trainer")),
+                     text_in(event, "cause"), counted(integer_in(event, "steps_back"), "step"),
+                     counted(integer_in(event, "trainers_left"), "trainer")),
          kYellow);
   } else if (name == "returned") {
     trainers_[static_cast<int>(integer_in(event, "returned_rank"))].lost = false;
     stay(text_in(event, "returned_role") + " is back");
   } else if (name == "checkpoint") {
     const std::string path = text_in(event, "path");
-    saved_ = fmt::format("{}, step {}", path, integer_in(event, "step"));
-    if (plan_.mode == Mode::kWarnings) return;
+    const bool is_saved = text_in(event, "action") == "saved";
+    is_saved_ = is_saved_ || is_saved;
     end_epochs(false, true);
-    if (text_in(event, "action") == "saved") {
-      stay(fmt::format(" saved {}  {:.2f} s", path, number_in(event, "wall_s").value_or(0)));
-    } else {
-      stay(" goes on from " + std::exchange(saved_, {}));
+    if (is_saved) {
+      thin(saves_,
+           fmt::format(" saved {}  {:.2f} s", path, number_in(event, "wall_s").value_or(0)));
+    } else if (plan_.mode != Mode::kWarnings) {
+      stay(fmt::format(" goes on from {}, step {}", path, integer_in(event, "step")));
     }
   } else if (plan_.mode == Mode::kWarnings) {
     return;
   } else if (name == "progress") {
-    on_progress(event);
+    on_progress(event, rank);
   } else if (name == "waiting") {
     const auto missing = event.value("missing", std::vector<int>());
     missing_ = fmt::format("{}", fmt::join(missing, ","));
+    reason_ = text_in(event, "reason");
     if (const std::string address = text_in(event, "address"); !address.empty()) address_ = address;
-    const bool is_new = said_.insert(missing_).second;
+    const bool is_new = said_.insert(missing_ + reason_).second;
     if (plan_.mode == Mode::kLines && is_new && !is_ready_) stay(waiting(std::string::npos));
   } else if (name == "ready") {
     is_ready_ = true;
   } else if (name == "restart") {
     ended_ = 0;
+    trainers_.clear();
+    trained_since_ = {};
   } else if (name == "epoch" && epoch > ended_) {
     Epoch& its = pending_[epoch];
     const double steps = number_in(event, "steps").value_or(0);
@@ -228,10 +249,12 @@ void Display::on_line(const std::string& json_line) {
     its.loss += number_in(event, "loss").value_or(0) * steps;
     its.steps += steps;
     its.seconds = std::max(its.seconds, number_in(event, "wall_s").value_or(0));
+    its.is_partial = event.value("partial", false);
     end_epochs(false);
   } else if (name == "eval") {
-    const std::string words = fmt::format("{} {:.4f}  {}", text_in(event, "set"),
-                                          number_in(event, "loss").value_or(0), quality_in(event));
+    const std::string words =
+        fmt::format("{} {:.4f}{}{}", text_in(event, "set"), number_in(event, "loss").value_or(0),
+                    quality_in(event), pairs_of(event, true));
     if (text_in(event, "set") == "valid" && epoch > ended_) {
       pending_[epoch].evaluation = words;
       end_epochs(false);
@@ -244,71 +267,64 @@ void Display::on_line(const std::string& json_line) {
                      integer_in(event, "num_split"), number_in(event, "batch_s").value_or(0),
                      number_in(event, "loss").value_or(0)));
   } else if (name == "episode") {
-    stay(fmt::format(" episode {}  {}", integer_in(event, "episode"), quality_in(event)));
+    stay(fmt::format(" episode {}{}", integer_in(event, "episode"), quality_in(event)));
   } else if (name == "text") {
     stay(" text  " + text_in(event, "text"));
   } else if (plan_.pretty) {
     static const std::set<std::string> kKnown = {"start", "step",  "rank_end", "error",
                                                  "ddp",   "epoch", "restart",  "end"};
-    if (!kKnown.contains(name)) stay((name == "prediction" ? "" : name) + pairs_of(event));
+    if (!kKnown.contains(name)) stay((name == "prediction" ? "" : name) + pairs_of(event, false));
   }
   show(false);
 }
 
-void Display::on_progress(const Json& event) {
+void Display::on_progress(const Json& event, int rank) {
   if (const std::string note = text_in(event, "note"); !note.empty()) {
     if (said_.insert(note).second) stay(note);
     return;
   }
-  const base::TimePoint now = screen_.now();
   is_ready_ = true;
-  Trainer& its = trainers_[static_cast<int>(number_in(event, "rank").value_or(0))];
-  if (its.name.empty()) its.name = text_in(event, "role");
   const int64_t step = integer_in(event, "step");
-  const double passed = seconds_between(its.since, now);
-  if (its.since != base::TimePoint{} && passed > 0 && step >= its.step) {
-    const double rate = static_cast<double>(step - its.step) / passed;
-    its.rate = its.rate > 0 ? 0.7 * its.rate + 0.3 * rate : rate;
-  }
-  its.since = now;
+  Trainer& its = trainers_.try_emplace(rank, Trainer{.first = step}).first->second;
+  if (its.name.empty()) its.name = text_in(event, "role");
   its.step = step;
   its.steps = integer_in(event, "steps");
   its.lost = false;
   epoch_ = std::max(epoch_, integer_in(event, "epoch"));
   epochs_ = integer_in(event, "epochs");
-  count_ = plan_.address.empty() ? integer_in(event, "trainers") : 1;
+  count_ = plan_.address.empty() ? integer_in(event, "processes") : 1;
+  trainers_of_job_ = integer_in(event, "trainers");
   if (const auto loss = number_in(event, "loss")) loss_ = loss;
   quality_ = quality_in(event);
   if (const auto split = integer_in(event, "num_split")) {
-    quality_ = fmt::format("{} micro-batches", split);
+    quality_ = fmt::format("  {} micro-batches", split);
   }
-  if (trained_since_ == base::TimePoint{}) trained_since_ = now;
+  if (trained_since_ == base::TimePoint{}) trained_since_ = screen_.now();
   end_epochs(false);
 }
 
 /// Writes the lines of epochs that all trainers have ended; if `all`, those of open epochs, too.
 /// `is_next`: training is past the evaluation of the newest epoch, if there is one.
 void Display::end_epochs(bool all, bool is_next) {
-  const base::TimePoint now = screen_.now();
   const auto lost = std::ranges::count_if(trainers_, [](auto& each) { return each.second.lost; });
   while (!pending_.empty()) {
     const int64_t number = pending_.begin()->first;
     const Epoch& epoch = pending_.begin()->second;
     const int64_t ended = std::ssize(epoch.ranks) + lost;
-    const bool by_all = ended >= std::max<int64_t>(count_, std::ssize(trainers_));
+    const bool by_all = ended >= count();
     const bool is_over = is_next || epoch_ > number || pending_.size() > 1;
-    const bool is_known = !epoch.evaluation.empty() ? by_all || is_over : by_all && is_over;
-    if (!all && !is_known && pending_.size() < 3) return;
-    const bool is_due = epochs_ <= 100 || now - epoch_at_ >= kTick || all;
-    if (is_due) {
-      std::string line = fmt::format(" epoch {}", number);
-      if (epochs_ > 0) line += fmt::format("/{}", epochs_);
-      if (epoch.steps > 0) line += fmt::format("  loss {:.4f}", epoch.loss / epoch.steps);
-      if (!epoch.evaluation.empty()) line += "  " + epoch.evaluation;
-      if (epoch.steps > 0) line += fmt::format("  {:.2f} s", epoch.seconds);
-      epoch_at_ = now;
-      stay(line);
+    const int signs = by_all + is_over + !epoch.evaluation.empty();  // that nothing more is to come
+    if (!all && signs < 2 && pending_.size() < 3) return;
+    std::string line = fmt::format(" epoch {}", number);
+    if (epochs_ > 0) line += fmt::format("/{}", epochs_);
+    if (epoch.is_partial) {
+      const auto of_each = static_cast<int64_t>(epoch.steps) / std::ssize(epoch.ranks);
+      line = " " + counted(of_each, "step") + " of" + line;
     }
+    if (epoch.steps > 0) line += fmt::format("  loss {:.4f}", epoch.loss / epoch.steps);
+    if (!epoch.evaluation.empty()) line += "  " + epoch.evaluation;
+    if (epoch.steps > 0) line += fmt::format("  {:.2f} s", epoch.seconds);
+    thin(epoch_lines_, line);
     ended_ = number;
     pending_.erase(pending_.begin());
   }
@@ -326,33 +342,46 @@ void Display::stay(const std::string& line, const char* colour) {
   show(true);
 }
 
+/// Writes the first lines of a kind, then one a second, and, in finish(), the last one.
+void Display::thin(Thinned& kind, const std::string& line) {
+  const base::TimePoint now = screen_.now();
+  kind.held = line;
+  if (plan_.mode == Mode::kWarnings) return;
+  if (kind.shown >= kUnthinned && now - kind.at < kTick) return;
+  ++kind.shown;
+  kind.at = now;
+  stay(std::exchange(kind.held, {}));
+}
+
+/// Cut at the end if it is too long; the ranks come first.
 std::string Display::waiting(size_t width) const {
   const double waited = seconds_between(begun_, screen_.now());
   if (address_.empty() && missing_.empty()) return "starting  " + clock_text(waited);
   std::string ranks = "the other ranks";
   if (!missing_.empty())
     ranks = (missing_.find(',') < missing_.npos ? "ranks " : "rank ") + missing_;
-  const std::string time = fmt::format(" ({:.0f} s)", waited), at = " at " + address_;
-  const std::string line = "waiting for " + ranks + (address_.empty() ? "" : at) + time;
-  return line.size() <= width ? line : "waiting for " + ranks + time;
+  const std::string time = fmt::format(" ({:.0f} s)", waited), at = " at " + address_,
+                    why = reason_.empty() ? "" : ": " + reason_;
+  const std::string line = "waiting for " + ranks + (address_.empty() ? "" : at) + time + why;
+  return line.size() <= width ? line : ("waiting for " + ranks + time + why).substr(0, width);
 }
 
 std::string Display::status(size_t width) const {
-  if (!is_ready_) return waiting(width).substr(0, width);
+  if (!is_ready_) return waiting(width);
   const double trained = seconds_between(trained_since_, screen_.now());
   if (trainers_.empty()) {
     return fmt::format("running  {}", clock_text(seconds_between(begun_, screen_.now())));
   }
-  int64_t made = 0, each = 0;
-  double rate = 0;
+  int64_t made = 0, here = 0, all = 0;
   for (const auto& [rank, its] : trainers_) {
     made += its.step;
-    each = std::max(each, its.steps);
-    if (!its.lost) rate += its.rate;
+    here += its.step - its.first;
+    all = std::max(all, its.steps);
   }
-  const bool plays = quality_.starts_with("running reward");  // it ends when it plays well
-  const int64_t all = plays ? 0 : each * std::max<int64_t>(count_, std::ssize(trainers_));
-  made = all > 0 ? std::min(made, all) : made;
+  const bool plays = quality_.starts_with("  running reward");  // it ends when it plays well
+  if (plays) all = 0;
+  made = all > 0 ? std::min(made / count(), all) : made / count();  // by each trainer
+  const double rate = here > 0 ? static_cast<double>(here) / count() / trained : 0;
   // In the order that they stand in; the greatest number goes first where columns are few.
   std::vector<std::pair<int, std::string>> parts;
   if (epochs_ > 1) parts.emplace_back(3, fmt::format("epoch {}/{}", epoch_, epochs_));
@@ -360,7 +389,7 @@ std::string Display::status(size_t width) const {
   parts.emplace_back(2, all > 0 ? fmt::format("{}/{}", made, all)
                                 : fmt::format("{} {}", plays ? "episode" : "step", made));
   if (loss_) parts.emplace_back(0, fmt::format("loss {:.4f}", *loss_));
-  if (!quality_.empty()) parts.emplace_back(plays ? 0 : 4, quality_);
+  if (!quality_.empty()) parts.emplace_back(plays ? 0 : 4, quality_.substr(2));
   if (rate > 0) parts.emplace_back(6, fmt::format("{:.{}f}/s", rate, rate < 10 ? 1 : 0));
   std::string time = clock_text(trained);
   if (all > 0 && rate > 0) time += "<" + clock_text(static_cast<double>(all - made) / rate);
@@ -381,23 +410,18 @@ std::string Display::status(size_t width) const {
   return line().substr(0, width);
 }
 
-/// One line for all trainers: each of them, or if that is too long, who is slow and who is lost.
+/// One line for all trainers: each of them, or if that is too long, who is lost and who is slow.
 std::string Display::ranks(size_t width) const {
-  std::string all, lost;
+  std::vector<std::string> all, few;
   const Trainer* slowest = nullptr;
   for (const auto& [rank, its] : trainers_) {
-    const std::string words = its.lost ? fmt::format("{} lost at step {}", its.name, its.step)
-                                       : fmt::format("{} {} {:.{}f}/s", its.name, its.step,
-                                                     its.rate, its.rate < 10 ? 1 : 0);
-    all += (all.empty() ? "" : "    ") + words;
-    if (its.lost) lost += (lost.empty() ? "" : ",") + its.name;
+    all.push_back(fmt::format("{} {}{}", its.name, its.lost ? "lost at step " : "", its.step));
+    if (its.lost) few.push_back("lost " + its.name);
     if (!its.lost && (!slowest || its.step < slowest->step)) slowest = &its;
   }
-  if (all.size() > width) {
-    all = lost.empty() ? fmt::format("{} trainers", trainers_.size()) : "lost " + lost;
-    if (slowest) all += fmt::format(", slowest {} {}", slowest->name, slowest->step);
-  }
-  return all.substr(0, width);
+  if (slowest) few.push_back(fmt::format("slowest {} {}", slowest->name, slowest->step));
+  const std::string line = fmt::format("{}", fmt::join(all, "    "));
+  return line.size() <= width ? line : fmt::format("{}", fmt::join(few, "  ")).substr(0, width);
 }
 
 /// Returns what erases the live region. A window that got narrower has wrapped its lines.
@@ -415,10 +439,11 @@ void Display::show(bool at_once) {
   if (!at_once && now - shown_ < kDrawInterval) return;
   if (!screen_.is_free()) return;
   shown_ = now;
-  std::string text;
-  if (plan_.mode == Mode::kFull && !is_over_ && screen_.may_draw()) {
+  const bool draws = plan_.mode == Mode::kFull && !is_over_ && screen_.may_draw();
+  if (!draws && lines_.empty()) return;
+  std::string text = erased() + std::exchange(lines_, {});
+  if (draws) {
     const size_t width = std::max<size_t>(screen_.width(), 4) - 3;  // Ctrl-C's echo wraps nothing
-    text = erased() + std::exchange(lines_, {});
     const std::string first = status(width);
     text += coloured(kCyan, first);
     drawn_ = {first.size()};
@@ -427,10 +452,8 @@ void Display::show(bool at_once) {
       text += '\n' + second;
       drawn_.push_back(second.size());
     }
-  } else if (!lines_.empty()) {
-    text = erased() + std::exchange(lines_, {});
   }
-  if (!text.empty()) screen_.write(std::move(text));
+  screen_.write(std::move(text));
 }
 
 void Display::clear() {
@@ -452,38 +475,35 @@ void Display::tick() {
   }
 }
 
-bool Display::tells_signal(const Json& end) const {
-  const bool by_signal = text_in(end, "kind") == "cancelled" && !text_in(end, "signal").empty();
-  return by_signal && plan_.has_rank_0 && is_on() && !plan_.pretty && screen_.is_free();
-}
-
 void Display::finish(const Json& end) {
   if (!is_on() || is_over_) return;
   const bool lasts = plan_.mode >= Mode::kLines;
+  const bool is_ok = text_in(end, "status") == "ok";
+  const bool by_signal = plan_.has_rank_0 && text_in(end, "kind") == "cancelled";
   if (lasts) end_epochs(true);
-  is_over_ = true;
-  std::string figures;
-  double steps = number_in(end, "steps").value_or(0);
-  if (steps == 0) {
-    for (const auto& [rank, its] : trainers_) steps += static_cast<double>(its.step);
+  for (const Thinned& kind : {epoch_lines_, saves_}) {
+    if (!kind.held.empty() && (lasts || by_signal)) stay(kind.held);
   }
-  if (end.contains("steps")) figures += fmt::format("{:.0f} steps", steps);
+  is_over_ = true;
+  is_told_ = by_signal && screen_.is_free() && (!plan_.pretty || plan_.on_terminal);
+  std::string figures;
+  if (end.contains("steps")) figures = counted(integer_in(end, "steps"), "step");
+  if (end.contains("predicted")) figures = counted(integer_in(end, "predicted"), "example");
+  if (trainers_of_job_ > 1) figures += fmt::format(" of {} trainers", trainers_of_job_);
   if (const auto wall = number_in(end, "wall_s")) figures += fmt::format(" in {:.2f} s", *wall);
   if (const auto loss = number_in(end, "loss")) loss_ = loss;
   if (loss_) figures += fmt::format(", loss {:.4f}", *loss_);
-  if (const std::string words = quality_in(end); !words.empty()) figures += ", " + words;
-  if (text_in(end, "status") == "ok") {
-    if (lasts) stay("done: " + figures, kGreen);
-  } else if (plan_.has_rank_0 && text_in(end, "kind") == "cancelled") {
-    if (plan_.to_go_on.empty() || saved_.empty()) {
-      const char* const why = plan_.to_go_on.empty() ? ": no --checkpoint" : " yet";
-      stay(fmt::format("nothing saved{}; {}", why, figures), kYellow);
-    } else {
-      stay("saved " + saved_ + "; to go on:", kYellow);
-      stay("  " + plan_.to_go_on);
-    }
+  figures += quality_in(end, ", ") + pairs_of(end.value("eval", Json::object()), true, ", ");
+  if (is_ok && lasts) {
+    stay("done: " + figures, kGreen);
+  } else if (by_signal && !plan_.to_go_on.empty() && is_saved_) {
+    stay(fmt::format("stopped: {}; to go on:", figures), kYellow);
+    stay("  " + plan_.to_go_on);
+  } else if (by_signal) {
+    const char* const why = plan_.to_go_on.empty() ? ": no --checkpoint" : " yet";
+    stay(fmt::format("nothing saved{}; {}", why, figures), kYellow);
   }
-  if (plan_.mode == Mode::kWarnings && plan_.hint) {
+  if (plan_.mode == Mode::kWarnings && plan_.hint && is_ok) {
     stay("hint: --pretty prints lines for people in place of JSON");
   }
   show(true);

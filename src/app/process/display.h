@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -39,9 +40,10 @@ struct DisplayPlan {
   Mode mode = Mode::kNone;
   bool pretty = false;   ///< on stdout in place of JSON lines
   bool colours = false;  ///< of a terminal
-  bool hint = false;     ///< kWarnings: names --pretty at the end
-  std::string header;    ///< the first line
-  std::string address;   ///< of rank 0, if ranks start elsewhere
+  bool hint = false;     ///< kWarnings: names --pretty at the end of a job that ends well
+  bool on_terminal = false;
+  std::string header;   ///< the first line
+  std::string address;  ///< of rank 0, if ranks start elsewhere
   bool has_rank_0 = true;
   std::string to_go_on;  ///< command line that resumes the job; empty: the job saves nothing
 };
@@ -69,28 +71,34 @@ class Display {
   void clear();
   /// Shows how the job ended. Nothing more is shown then.
   void finish(const Json& end);
-  /// Returns true if finish() tells on stderr that a signal ended the job.
-  bool tells_signal(const Json& end) const;
+  /// Returns true if finish() has told people that a signal ended the job.
+  bool is_told() const { return is_told_; }
   bool pretty() const { return plan_.pretty; }
   bool is_on() const { return plan_.mode != Mode::kNone; }
 
  private:
   using Mode = DisplayPlan::Mode;
   struct Trainer {
-    std::string name;
-    int64_t step = 0, steps = 0;
-    double rate = 0;  // steps a second
+    std::string name = {};
+    int64_t first = 0, step = 0, steps = 0;  // made at first and by now, and to be made
     bool lost = false;
-    base::TimePoint since{};
   };
   struct Epoch {
     std::set<int> ranks;
     double loss = 0, steps = 0, seconds = 0;
     std::string evaluation;
+    bool is_partial = false;
+  };
+  struct Thinned {  // lines of one kind
+    int shown = 0;
+    base::TimePoint at{};
+    std::string held;  // the newest line, if it was not shown
   };
 
-  void on_progress(const Json& event);
+  void on_progress(const Json& event, int rank);
+  int64_t count() const { return std::max<int64_t>(count_, std::ssize(trainers_)); }
   void stay(const std::string& line, const char* colour = "");
+  void thin(Thinned& kind, const std::string& line);
   void end_epochs(bool all, bool is_next = false);
   std::string waiting(size_t width) const;
   std::string status(size_t width) const;
@@ -102,16 +110,18 @@ class Display {
   const DisplayPlan plan_;
   const Screen screen_;
   const base::TimePoint begun_;
-  base::TimePoint shown_{}, line_at_{}, epoch_at_{}, trained_since_{};
+  base::TimePoint shown_{}, line_at_{}, trained_since_{};
   std::string lines_;          // that wait to be written
   std::vector<size_t> drawn_;  // lengths of the live region's lines
   std::set<std::string> said_;
-  bool is_ready_ = false, is_over_ = false;
-  std::string missing_, address_, saved_;  // ranks; where they are waited for; what was saved
-  std::map<int, Trainer> trainers_;        // by rank
-  std::map<int64_t, Epoch> pending_;       // epochs without their line yet
-  int64_t ended_ = 0;                      // newest epoch that has its line
-  int64_t epoch_ = 0, epochs_ = 0, count_ = 0;
+  bool is_ready_ = false, is_over_ = false, is_told_ = false, is_saved_ = false;
+  std::string missing_, address_, reason_;  // ranks; where they are waited for, and why
+  Thinned epoch_lines_, saves_;
+  std::map<int, Trainer> trainers_;   // by rank
+  std::map<int64_t, Epoch> pending_;  // epochs without their line yet
+  int64_t ended_ = 0;                 // newest epoch that has its line
+  int64_t epoch_ = 0, epochs_ = 0;
+  int64_t count_ = 0, trainers_of_job_ = 0;  // processes that train here, and trainers in all
   std::optional<double> loss_;
   std::string quality_;  // of the model, or what is trained
 };

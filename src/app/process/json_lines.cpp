@@ -76,6 +76,18 @@ Cause cause_by_signal(int number, std::optional<int> rank) {
           .exit_code = 128 + number};
 }
 
+std::string rank_name(int rank, const std::string& role) {
+  return fmt::format("rank {}{}", rank, role.empty() ? "" : " (" + role + ")");
+}
+
+std::string message_of(const Cause& cause) {
+  const bool is_of_job = !cause.rank || cause.role == "local" || cause.kind == kGoalNotReached ||
+                         cause.kind == base::kind_name(base::ErrorKind::kCancelled);
+  const bool is_named =
+      is_of_job || cause.message.find(rank_name(*cause.rank, "")) != std::string::npos;
+  return is_named ? cause.message : rank_name(*cause.rank, cause.role) + ": " + cause.message;
+}
+
 std::string signal_name(int number) {
   const char* name = sigabbrev_np(number);
   return name ? fmt::format("SIG{}", name) : fmt::format("signal {}", number);

@@ -39,8 +39,18 @@ Cause cause_of(const base::Error& error);
 /// Of what this process was ended by, or told to end by; `rank` is its own, if it has one.
 Cause cause_by_signal(int number, std::optional<int> rank = {});
 
+/// "rank 1 (trainer1)", or "rank 1" without a role.
+std::string rank_name(int rank, const std::string& role);
+/// Returns the message for people, after the name of its rank. Not named are a rank that the
+/// message names, the only rank of a job, and that of a job that was stopped or has missed its
+/// goal.
+std::string message_of(const Cause& cause);
+
 /// "SIGKILL" for 9.
 std::string signal_name(int number);
+
+/// The kind of a job that ran well and did not learn what it was to.
+inline constexpr const char* kGoalNotReached = "goal_not_reached";
 
 /// The fields of an `error` line.
 Json error_fields(const Cause& cause, base::TimePoint started);

@@ -139,7 +139,7 @@ class Launcher {
                      {"cause", cause.message},
                      {"cause_rank", cause.rank ? Json(*cause.rank) : Json()}});
     clear_display();
-    say(fmt::format("{}: {} ({} of {})", cause.message, what, restarts_, plan_.max_restarts));
+    say(fmt::format("{}: {} ({} of {})", message_of(cause), what, restarts_, plan_.max_restarts));
   }
 
   // ---- ranks that the job goes on without ----
@@ -305,13 +305,12 @@ class Launcher {
     if (display_.pretty()) display_.finish(end);
     pump();
     await_reader();
-    const bool is_told = display_.tells_signal(end);
     display_.finish(end);
     // The signal that ended us may have ended stdout's reader, too, or a terminal's end was both.
     const bool took_reader =
         cause && ended_by_signal_ && (write_error_ == EPIPE || write_error_ == EIO);
     if (write_error_ && !took_reader) return exit_code_of_write_error(write_error_);
-    if (cause && !is_told) say(cause->message);
+    if (cause && !display_.is_told()) say(message_of(*cause));
     return cause ? cause->exit_code : 0;
   }
 

@@ -40,11 +40,6 @@ std::optional<int> blamed_rank(const Child& child) {
   return rank.get<int>();
 }
 
-std::string name_of(const Child& child) {
-  return child.role().empty() ? fmt::format("rank {}", child.rank())
-                              : fmt::format("rank {} ({})", child.rank(), child.role());
-}
-
 nanoseconds as_time(double seconds) { return nanoseconds(static_cast<int64_t>(seconds * 1e9)); }
 
 }  // namespace
@@ -352,9 +347,14 @@ Cause RankGroup::cause_from(const Child& child) const {
               .host = host_name(),
               .kind = std::string(base::kind_name(base::ErrorKind::kInternal)),
               .exit_code = child.exit_code()};
-  const std::string name = name_of(child);
+  const std::string name = rank_name(child.rank(), child.role());
   const Json& told = reason(child);
-  if (const int number = child.signal(); number && child.error().empty()) {
+  if (child.is_given_up() || child.rank() == stopped_rank_) {
+    cause.kind = base::kind_name(base::ErrorKind::kPeerLost);
+    cause.exit_code = base::exit_code(base::ErrorKind::kPeerLost);
+    cause.message =
+        fmt::format("{} is lost: it was stopped, for longer than {} s", name, plan_.peer_timeout_s);
+  } else if (const int number = child.signal(); number && child.error().empty()) {
     cause.signal = signal_name(number);
     if (!is_crash(number)) cause.kind = base::kind_name(base::ErrorKind::kPeerLost);
     cause.message = fmt::format("{} was killed by {}{}", name, cause.signal,
@@ -376,21 +376,10 @@ Cause RankGroup::cause_from(const Child& child) const {
   return cause;
 }
 
-Cause RankGroup::cause_of_stopped(const Child& child) const {
-  Cause cause = cause_of({base::ErrorKind::kPeerLost,
-                          fmt::format("{} is lost: it was stopped, for longer than {} s",
-                                      name_of(child), plan_.peer_timeout_s),
-                          child.rank()});
-  cause.role = child.role();
-  cause.host = host_name();
-  cause.stderr_tail = child.stderr_tail();
-  return cause;
-}
-
 std::optional<Verdict> RankGroup::verdict(int ended_by) const {
   if (start_error_) return Verdict{cause_of(*start_error_), false, {}};
   const Child* const child = root_cause();
-  if (!child && stopped_rank_) return Verdict{cause_of_stopped(*find(stopped_rank_)), false, {}};
+  if (!child && stopped_rank_) return Verdict{cause_from(*find(stopped_rank_)), false, {}};
   const bool all_stopped = std::ranges::all_of(children_, &Child::stopped_by);
   if (!child && !all_stopped && !is_over() && ended_by == 0) {  // none is left to go on
     const auto last = std::ranges::max_element(children_, {}, [this](const Child& each) {
@@ -399,7 +388,7 @@ std::optional<Verdict> RankGroup::verdict(int ended_by) const {
     if (last != children_.end() && is_spared(*last)) return Verdict{cause_from(*last), false, {}};
   }
   if (!child || all_stopped) return verdict_by_signal(ended_by);
-  Verdict verdict{child->is_given_up() ? cause_of_stopped(*child) : cause_from(*child), false, {}};
+  Verdict verdict{cause_from(*child), false, {}};
   // A rank that threw has said so in its own line, best the one that is the cause itself.
   const Child* const named = find(verdict.cause.rank);
   const Child* teller = named && !named->error().empty() ? named : child;

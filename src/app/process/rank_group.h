@@ -111,7 +111,6 @@ class RankGroup {
   const Child* root_cause() const;
   std::optional<Verdict> verdict_by_signal(int number) const;
   Cause cause_from(const Child& child) const;
-  Cause cause_of_stopped(const Child& child) const;
 
   const LaunchPlan& plan_;
   const Child::Handlers& handlers_;

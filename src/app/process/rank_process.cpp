@@ -25,7 +25,7 @@
 namespace distrain::app {
 namespace {
 
-constexpr int kGoalNotReached = 11;
+constexpr int kGoalExitCode = 11;
 // Of who fails: most are through with it in a tenth of that, and others wait for them.
 constexpr auto kUnwinding = std::chrono::milliseconds(700);
 constexpr auto kDisplayTick = std::chrono::milliseconds(500);
@@ -277,14 +277,13 @@ class RankProcess {
       const int number = stop_.number();
       cause = cause_by_signal(number != 0 ? number : SIGTERM, sink_.identity().rank);
       if (!outcome.message.empty()) cause->message = outcome.message;
-      if (!unheard()) tell(*cause);
     } else if (outcome.goal_missed) {  // no base::Error: the program did as it should
       cause = Cause{.rank = sink_.identity().rank,
                     .host = host_name(),
-                    .kind = "goal_not_reached",
+                    .kind = kGoalNotReached,
                     .message = outcome.message,
-                    .exit_code = kGoalNotReached};
-      tell_error(*cause);
+                    .exit_code = kGoalExitCode};
+      sink_.emit("error", error_fields(*cause, run_.job.started));
     }
     if (outcome.afterwards && !cause) return report(*outcome.afterwards);
     if (outcome.afterwards) {  // the code and the error are those of what came first
@@ -301,9 +300,10 @@ class RankProcess {
 
   Cause own_cause(const base::Error& error) const {
     Cause cause = cause_of(error);
-    const std::optional<int> own = sink_.identity().rank;
-    if (!cause.rank || cause.rank == own) {
-      cause.rank = own;
+    const JsonSink::Identity own = sink_.identity();
+    if (!cause.rank || cause.rank == own.rank) {
+      cause.rank = own.rank;
+      cause.role = own.role;
       cause.host = host_name();
     }
     return cause;
@@ -312,13 +312,8 @@ class RankProcess {
   bool tell_error_once(const base::Error& error) {
     std::lock_guard lock(told_error_mutex_);
     if (std::exchange(told_error_, true)) return false;
-    tell_error(cause_of(error));
+    sink_.emit("error", error_fields(cause_of(error), run_.job.started));
     return true;
-  }
-
-  void tell_error(const Cause& cause) {
-    sink_.emit("error", error_fields(cause, run_.job.started));
-    tell(cause);
   }
 
   /// The error in flight: whatever names no other rank went wrong on this one.
@@ -330,8 +325,8 @@ class RankProcess {
     return is_short ? cuda::error_of_rank(std::move(error), error.rank, run_.role) : error;
   }
 
-  /// Writes the last line, which sums up `others` if this is rank 0. False when there was one
-  /// before.
+  /// Writes the last line, which sums up `others` if this is rank 0, and after it the cause on
+  /// stderr. Returns false if there was a last line before.
   bool finish(const Json& fields, const std::optional<Cause>& cause,
               const std::map<int, Json>& others = {}) {
     const bool spawned = run_.job.spawned;
@@ -355,7 +350,10 @@ class RankProcess {
       config.update(identity.used);
       end.update({{"seed", config.value("seed", Json())}, {"config", config}});
     }
-    return sink_.finish(end);
+    if (!sink_.finish(end)) return false;
+    const bool is_cancelled = cause && cause->kind == base::kind_name(base::ErrorKind::kCancelled);
+    if (cause && !(is_cancelled && unheard())) tell(*cause);
+    return true;
   }
 
   /// The rank fails, and its main thread may be in the midst of a step, or may wait for one that a
@@ -386,9 +384,7 @@ class RankProcess {
     ending_ = true;
     const Cause cause = cause_by_signal(number, sink_.identity().rank);
     leave_in_time(cause);
-    if (!finish(run_.job.progress->fields(), cause)) return;  // the body's word holds
-    tell(cause);
-    leave(cause.exit_code);
+    if (finish(run_.job.progress->fields(), cause)) leave(cause.exit_code);  // else the body does
   }
 
   /// A line a wait. On a thread of its own: neither a lock that is never given back nor a reader of
@@ -397,8 +393,7 @@ class RankProcess {
     if (telling_.exchange(true)) return;
     const auto say_so = [this] {
       const auto [run_id, rank, role, of_rank_0, used] = sink_.identity();
-      const std::string who = (rank ? fmt::format("rank {}", *rank) : "a new rank") +
-                              (role.empty() ? "" : " (" + role + ")");
+      const std::string who = rank ? rank_name(*rank, role) : "a new rank";
       try {
         std::vector<rpc::Wait> waits = stop_.waits();
         if (const auto reader = sink_.wait()) waits.push_back(*reader);
@@ -452,9 +447,9 @@ class RankProcess {
     bool is_told = false;
     sink_.show([&](Display& display) {
       display.clear();
-      is_told = display.tells_signal({{"kind", cause.kind}, {"signal", cause.signal}});
+      is_told = display.is_told();
     });
-    if (!is_told) say(cause.message);
+    if (!is_told) say(message_of(cause));
   }
 
   /// From any thread, whatever the others are at.

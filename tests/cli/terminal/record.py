@@ -43,13 +43,13 @@ jobs = {
         quick="distrain ps --data images --threads 1 --limit 80 --batch-size 10 --epochs 2",
         slow="distrain ps --data images --threads 1 --trainers 3 --batch-size 1 --epochs 50 "
         "--inject delay=50ms,delay=100ms@rank=1",
-        bar=("epoch 1/50  [BAR]  PERCENT  N/50100  loss #.####  RATE  TIME\n"
-             "trainer1 N RATE    trainer2 N RATE    trainer3 N RATE\n",
-             "PERCENT  N/50100  loss #.####\n3 trainers, slowest trainer1 N\n"),
+        bar=("epoch 1/50  [BAR]  PERCENT  N/16700  loss #.####  RATE  TIME\n"
+             "trainer1 N    trainer2 N    trainer3 N\n",
+             "PERCENT  N/16700  loss #.####\nslowest trainer1 N\n"),
         lost_rank=2,
-        after_loss=("epoch 1/50  [BAR]  PERCENT  N/50100  loss #.####  RATE  TIME\n"
-                    "trainer1 N RATE    trainer2 lost at step N    trainer3 N RATE\n",
-                    "PERCENT  N/50100  loss #.####\nlost trainer2, slowest trainer1 N\n"),
+        after_loss=("epoch 1/50  [BAR]  PERCENT  N/16700  loss #.####  RATE  TIME\n"
+                    "trainer1 N    trainer2 lost at step N    trainer3 N\n",
+                    "PERCENT  N/16700  loss #.####\nlost trainer2  slowest trainer1 N\n"),
     ),
     "rl": Job(
         quick="distrain rl --threshold 3 --log-interval 1",
@@ -72,9 +72,9 @@ jobs = {
     "hybrid": Job(
         quick=f"{hybrid} --epochs 3",
         slow=f"{slow_hybrid} --inject delay=20ms,delay=50ms@rank=0",
-        bar=("epoch 1/3  [BAR]  PERCENT  N/900000  loss #.####  RATE  TIME\n"
-             "trainer0 N RATE    trainer1 N RATE    trainer2 N RATE\n",
-             "PERCENT  N/900000  loss #.####\n3 trainers, slowest trainer0 N\n"),
+        bar=("epoch 1/3  [BAR]  PERCENT  N/300000  loss #.####  RATE  TIME\n"
+             "trainer0 N    trainer1 N    trainer2 N\n",
+             "PERCENT  N/300000  loss #.####\nslowest trainer0 N\n"),
         lost_rank=4,
         present="--ranks 0-1",
     ),
@@ -141,7 +141,7 @@ masks = [
     (r"step-\d+", "step-STEP"),
     (r"\b\d+(?=/\d{3,} )", "N"),
     (r"^(nothing saved.*; |stopped: )[1-9]\d* steps?", r"\1N steps"),
-    (r"\d+ steps? go", "N steps go"),
+    (r"\d+ steps? (?=go|of epoch)", "N steps "),
     (r"^episode \d+", "episode N"),
     (r"(step|trainer\d) \d+", r"\1 N"),
     (r"-?\d+\.(\d+)", lambda figure: "#." + "#" * len(figure[1])),

@@ -1,7 +1,9 @@
 // Tests the lines and the bar that a Display prints for the events of a job.
+#include <algorithm>
 #include <string>
 
 #include "../src/app/process/display.h"
+#include "../src/app/process/json_lines.h"
 #include "support/catch.h"
 
 using namespace distrain;
@@ -49,9 +51,10 @@ struct Shown {
 };
 
 std::string progress(int rank, int step, int steps, int epoch = 1, int trainers = 1) {
-  Json json{{"event", "progress"}, {"rank", rank},   {"role", "trainer" + std::to_string(rank)},
-            {"epoch", epoch},      {"epochs", 3},    {"step", step},
-            {"steps", steps},      {"loss", 0.4821}, {"trainers", trainers}};
+  Json json{{"event", "progress"},  {"rank", rank},   {"role", "trainer" + std::to_string(rank)},
+            {"epoch", epoch},       {"epochs", 3},    {"step", step},
+            {"steps", steps},       {"loss", 0.4821}, {"trainers", trainers},
+            {"processes", trainers}};
   return json.dump();
 }
 
@@ -64,7 +67,7 @@ DisplayPlan plan(Mode mode) {
 
 }  // namespace
 
-TEST_CASE("the bar counts the steps of all trainers") {
+TEST_CASE("the bar counts the steps of each trainer") {
   Shown shown(plan(Mode::kFull));
   CHECK(shown.bar() == "starting  0:00");
   shown.event(progress(1, 1, 100));
@@ -73,6 +76,8 @@ TEST_CASE("the bar counts the steps of all trainers") {
   shown.event(progress(1, 50, 100));
   CHECK(shown.bar() ==
         "epoch 1/3  [#########..........]  50 %  50/100  loss 0.4821  4.8/s  0:10<0:10");
+  shown.event(progress(2, 10, 100, 1, 2));
+  CHECK(shown.take().find("30 %  30/100") != std::string::npos);
 }
 
 TEST_CASE("narrow terminals lose the bar first and the loss never") {
@@ -93,15 +98,19 @@ TEST_CASE("several trainers have a line that says who is slow, lost and back") {
   Shown shown(plan(Mode::kFull));
   shown.event(progress(1, 20, 100, 1, 2));
   shown.event(progress(2, 10, 100, 1, 2));
-  CHECK(shown.bar() == "trainer1 20 0.0/s    trainer2 10 0.0/s");
+  CHECK(shown.bar() == "trainer1 20    trainer2 10");
   shown.event(
       R"({"event":"lost","lost_rank":2,"lost_role":"trainer2","cause":"gone","steps_back":3,)"
       R"("trainers_left":1})");
   const std::string text = shown.take();
   CHECK(text.find("warn: trainer2 lost (gone); 3 steps go to others, 1 trainer left\n") !=
         text.npos);
-  CHECK(text.ends_with("trainer1 20 0.0/s    trainer2 lost at step 10"));
-  CHECK(text.find("30/200") != text.npos);
+  CHECK(text.ends_with("trainer1 20    trainer2 lost at step 10"));
+  CHECK(text.find("15/100") != text.npos);
+  shown.columns_ = 40;  // not enough for both: who is lost comes first
+  shown.event(progress(1, 21, 100, 1, 2));
+  CHECK(shown.bar() == "lost trainer2  slowest trainer1 21");
+  shown.columns_ = 80;
   shown.event(R"({"event":"returned","returned_rank":2,"returned_role":"trainer2"})");
   CHECK(shown.take().find("trainer2 is back\n") != std::string::npos);
 }
@@ -122,11 +131,86 @@ TEST_CASE("an epoch's line has the mean of its trainers and its evaluation") {
     shown.event(progress(1, 31, 30, 2));
     CHECK(shown.take() == " epoch 1/3  loss 1.2500  1.50 s\n");
   }
+  SECTION("with the job's own metrics in place of an accuracy") {
+    shown.event(R"({"event":"eval","rank":0,"set":"valid","epoch":1,"step":20,"loss":0.5,)"
+                R"("samples":9,"abs_error":0.123456})");
+    CHECK(shown.take() == " epoch 1/3  loss 1.2500  valid 0.5000  abs_error 0.1235  1.50 s\n");
+    shown.display_.finish(
+        {{"status", "ok"}, {"steps", 40}, {"eval", {{"loss", 0.5}, {"abs_error", 0.123456}}}});
+    CHECK(shown.take() == "done: 40 steps, loss 0.4821, abs_error 0.1235\n");
+  }
   SECTION("the last one") {
     shown.display_.finish({{"status", "ok"}, {"steps", 40}, {"wall_s", 2}, {"loss", 1.25}});
     CHECK(shown.take() ==
           " epoch 1/3  loss 1.2500  1.50 s\ndone: 40 steps in 2.00 s, loss 1.2500\n");
   }
+}
+
+TEST_CASE("an epoch that the job has cut off tells the steps of each trainer") {
+  Shown shown(plan(Mode::kLines));
+  shown.event(progress(1, 5, 30));
+  shown.take();
+  for (int rank = 1; rank < 3; ++rank) {
+    shown.event(R"({"event":"epoch","rank":)" + std::to_string(rank) +
+                R"(,"epoch":1,"loss":2.0,"steps":10,"wall_s":1.5,"partial":true})");
+  }
+  shown.display_.finish({{"status", "ok"}, {"steps", 20}});
+  CHECK(shown.take() ==
+        " 10 steps of epoch 1/3  loss 2.0000  1.50 s\ndone: 20 steps, loss 0.4821\n");
+}
+
+TEST_CASE("lines of short epochs and of their checkpoints are thinned, but for the last ones") {
+  Shown shown(plan(Mode::kLines));
+  shown.take();
+  std::string text;
+  for (int epoch = 1; epoch <= 100; ++epoch) {  // one in 0.4 s
+    const std::string number = std::to_string(epoch);
+    shown.event(R"({"event":"epoch","rank":1,"epoch":)" + number + R"(,"loss":2,"steps":1})");
+    shown.event(R"({"event":"checkpoint","action":"saved","path":"x/)" + number + "\"}");
+    text += shown.take();
+  }
+  const auto lines = [&text] { return std::ranges::count(text, '\n'); };
+  CHECK(text.find("epoch 20  ") != text.npos);
+  CHECK(text.find("epoch 21  ") == text.npos);
+  CHECK(lines() < 2 * (20 + 80 * 2 / 5 + 2));
+  shown.display_.finish({{"status", "ok"}});
+  text += shown.take();
+  CHECK(text.find("epoch 100  ") != text.npos);
+  CHECK(text.find(" saved x/100  ") != text.npos);
+}
+
+TEST_CASE("a wait tells its ranks first and then its reason, as far as columns allow") {
+  const std::string event =
+      R"({"event":"waiting","missing":[1,2],"address":"node1:29500","reason":"no route to host"})";
+  Shown wide(plan(Mode::kFull));
+  wide.event(event);
+  CHECK(wide.bar() == "waiting for ranks 1,2 at node1:29500 (0 s): no route to host");
+  Shown narrow(plan(Mode::kFull), 40);
+  narrow.event(event);
+  CHECK(narrow.bar() == "waiting for ranks 1,2 (0 s): no route");
+}
+
+TEST_CASE("a warning names its rank unless there is only one") {
+  Shown shown(plan(Mode::kLines));
+  shown.take();
+  shown.event(R"({"event":"warn","rank":2,"role":"trainer2","message":"look out"})");
+  shown.event(R"({"event":"warn","rank":1,"role":"trainer1","message":"look out"})");
+  shown.event(R"({"event":"warn","rank":1,"role":"trainer1","message":"rank 1 is slow"})");
+  shown.event(R"({"event":"warn","rank":0,"role":"local","message":"alone"})");
+  CHECK(shown.take() == "warn: rank 2 (trainer2): look out\nwarn: rank 1 is slow\nwarn: alone\n");
+  Cause cause{.rank = 1, .role = "trainer1", .kind = "internal", .message = "out of range"};
+  CHECK(message_of(cause) == "rank 1 (trainer1): out of range");
+  cause.kind = kGoalNotReached;
+  CHECK(message_of(cause) == "out of range");
+}
+
+TEST_CASE("numbers of a prediction have 4 digits for people") {
+  DisplayPlan pretty = plan(Mode::kLines);
+  pretty.pretty = true;
+  Shown shown(pretty);
+  shown.take();
+  shown.event(R"({"event":"prediction","rank":0,"index":3,"scores":[0.12345678901234567,1e-9]})");
+  CHECK(shown.take() == "  index 3  scores [0.1235, 1e-09]\n");
 }
 
 TEST_CASE("a window that gets narrower leaves no residue") {
@@ -171,9 +255,16 @@ TEST_CASE("a job that a signal ends tells what is saved and how to go on") {
   SECTION("without --checkpoint") {
     Shown shown(to_go_on);
     shown.take();
-    CHECK(shown.display_.tells_signal(end));
     shown.display_.finish(end);
+    CHECK(shown.display_.is_told());
     CHECK(shown.take() == "nothing saved: no --checkpoint; 7 steps\n");
+  }
+  SECTION("with --pretty, where stdout is no terminal, stderr tells it") {
+    to_go_on.pretty = true;
+    to_go_on.on_terminal = GENERATE(false, true);
+    Shown shown(to_go_on);
+    shown.display_.finish(end);
+    CHECK(shown.display_.is_told() == to_go_on.on_terminal);
   }
   to_go_on.to_go_on = "distrain ps --checkpoint run1 --resume auto";
   Shown shown(to_go_on);
@@ -184,7 +275,18 @@ TEST_CASE("a job that a signal ends tells what is saved and how to go on") {
     CHECK(shown.take() == " saved run1/x  0.01 s\n");
     shown.display_.finish(end);
     CHECK(shown.take() ==
-          "saved run1/x, step 7; to go on:\n  distrain ps --checkpoint run1 --resume auto\n");
+          "stopped: 7 steps; to go on:\n  distrain ps --checkpoint run1 --resume auto\n");
+  }
+  SECTION("with one, where JSON lines go to the same terminal") {
+    to_go_on.mode = Mode::kWarnings;
+    to_go_on.hint = true;
+    Shown warnings(to_go_on);
+    warnings.event(R"({"event":"checkpoint","action":"saved","path":"run1/x","wall_s":0.01})");
+    CHECK(warnings.take().empty());
+    warnings.display_.finish(end);
+    CHECK(warnings.take() ==
+          " saved run1/x  0.01 s\nstopped: 7 steps; to go on:\n"
+          "  distrain ps --checkpoint run1 --resume auto\n");
   }
   SECTION("before the first save") {
     shown.display_.finish(end);
