@@ -1,15 +1,18 @@
 #include "distrain/collective/backend.h"
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include <ATen/MemoryOverlap.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "core.h"
 #include "distrain/rpc/dtype.h"
 #include "operations.h"
 #include "reduce.h"
-#include "work.h"
 
 namespace distrain::collective {
 
@@ -72,6 +75,79 @@ OpSpec spec_of(OpKind kind, const at::Tensor& tensor) {
 int index_of(const std::vector<int>& ranks, int rank) {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
+
+/// Our operations as c10d knows them. Complete when all of `operations` are.
+class Work final : public c10d::Work {
+ public:
+  Work(int rank, c10d::OpType type, std::vector<Pending> operations,
+       std::vector<at::Tensor> results)
+      : c10d::Work(rank, type), operations_(std::move(operations)), results_(std::move(results)) {}
+
+  bool isCompleted() override { return std::ranges::all_of(operations_, &Pending::done); }
+  bool isSuccess() const override {
+    return std::ranges::all_of(operations_, &Pending::done) && exception() == nullptr;
+  }
+
+  std::exception_ptr exception() const override {
+    for (const Pending& operation : operations_) {
+      if (!operation.done()) continue;
+      try {
+        operation.wait();
+      } catch (...) {
+        return std::current_exception();
+      }
+    }
+    return nullptr;
+  }
+
+  std::vector<at::Tensor> result() override { return results_; }
+  void synchronize() override { wait(kNoTimeout); }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    const bool has_limit = timeout != kNoTimeout;
+    const base::TimePoint limit = has_limit ? base::deadline_after(timeout) : base::kNever;
+    for (const Pending& operation : operations_) {
+      if (operation.wait_until(limit)) continue;
+      operation.expire();
+      operation.wait();
+    }
+    return true;
+  }
+
+  void abort() override {
+    for (const Pending& operation : operations_) {
+      operation.fail({ErrorKind::kCancelled, "the collective was aborted", rank_});
+    }
+  }
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    auto future =
+        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    struct Progress {
+      std::atomic<size_t> missing;
+      std::atomic<bool> failed{false};
+    };
+    auto progress = std::make_shared<Progress>();
+    progress->missing = operations_.size();
+    if (operations_.empty()) future->markCompleted(c10::IValue(results_));
+    for (const Pending& operation : operations_) {
+      operation.future().state()->on_ready(
+          [future, progress, results = results_](base::Result<base::Unit>& result) {
+            if (!result.ok() && !progress->failed.exchange(true)) {
+              future->setError(std::make_exception_ptr(base::Exception(result.error())));
+            }
+            if (--progress->missing == 0 && !progress->failed) {
+              future->markCompleted(c10::IValue(results));
+            }
+          });
+    }
+    return future;
+  }
+
+ private:
+  const std::vector<Pending> operations_;
+  const std::vector<at::Tensor> results_;
+};
 
 }  // namespace
 

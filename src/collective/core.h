@@ -101,7 +101,6 @@ class Core : public std::enable_shared_from_this<Core> {
   void on_peer_lost(int world_rank, const base::Error& error);
   std::vector<rpc::Wait> waits();
   void post(std::shared_ptr<Operation> operation);
-  void forget_locked(const Operation& operation) { pending_.erase(operation.number_); }
   int group_rank(int world_rank) const;
   /// The number of the next operation of a sequence, to be counted up.
   uint64_t& next_locked(uint32_t sequence);

@@ -43,20 +43,9 @@ std::string dtype_name(c10::ScalarType dtype) {
 }  // namespace
 
 const char* kind_name(OpKind kind) {
-  switch (kind) {
-    case OpKind::kBarrier:
-      return "barrier";
-    case OpKind::kBroadcast:
-      return "broadcast";
-    case OpKind::kAllgather:
-      return "allgather";
-    case OpKind::kAllreduceDirect:
-    case OpKind::kAllreduceChunked:
-      return "allreduce";
-    case OpKind::kRefusal:
-      break;
-  }
-  return "collective";
+  constexpr std::array kNames = {"barrier", "broadcast", "allgather", "allreduce", "allreduce"};
+  const auto place = static_cast<size_t>(kind) - static_cast<size_t>(OpKind::kBarrier);
+  return place < kNames.size() ? kNames[place] : "collective";
 }
 
 std::string describe(const OpSpec& spec) {

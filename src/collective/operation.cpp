@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "distrain/base/thread_state.h"
+#include "distrain/collective/pending.h"
 #include "distrain/rpc/error.h"
 #include "operations.h"
 
@@ -15,22 +16,6 @@ using base::Error;
 using base::ErrorKind;
 
 namespace {
-
-constexpr bool is_allowed(OperationState from, OperationState to) {
-  using enum OperationState;
-  switch (from) {
-    case kStarting:
-    case kRunning:
-      return to == kCollecting || to == kReady || to == kDone;
-    case kCollecting:
-      return to == kReady || to == kDone;
-    case kReady:
-      return to == kRunning || to == kDone;
-    case kDone:
-      return false;
-  }
-  return false;
-}
 
 bool is_active(OperationState state) {
   return state == OperationState::kStarting || state == OperationState::kRunning;
@@ -44,8 +29,13 @@ Operation::Operation(const OpSpec& spec, base::TimePoint deadline, int steps)
 bool Operation::expects(int, int from) const { return from != core_->rank(); }
 
 void Operation::transition_locked(OperationState to) {
+  using enum OperationState;
+  static constexpr std::pair<OperationState, OperationState> kAllowed[] = {
+      {kStarting, kCollecting}, {kStarting, kReady}, {kStarting, kDone},    {kRunning, kCollecting},
+      {kRunning, kReady},       {kRunning, kDone},   {kCollecting, kReady}, {kCollecting, kDone},
+      {kReady, kRunning},       {kReady, kDone}};
   const OperationState from = state_.load(std::memory_order_relaxed);
-  if (!is_allowed(from, to)) {
+  if (std::ranges::find(kAllowed, std::pair(from, to)) == std::end(kAllowed)) {
     throw base::Exception(
         ErrorKind::kInternal,
         fmt::format("{}: impossible change of state {} to {}", name(), int(from), int(to)));
@@ -53,9 +43,9 @@ void Operation::transition_locked(OperationState to) {
   if (is_active(to)) ++core_->active_;
   if (is_active(from) && --core_->active_ == 0) core_->idle_.notify_all();
   state_.store(to, std::memory_order_release);
-  const bool complete = to == OperationState::kReady && step_ + 1 == steps_;
-  if (complete || to == OperationState::kDone) core_->forget_locked(*this);
-  if (sleepers_ > 0 && (to == OperationState::kReady || to == OperationState::kDone)) {
+  const bool complete = to == kReady && step_ + 1 == steps_;
+  if (complete || to == kDone) core_->pending_.erase(number_);
+  if (sleepers_ > 0 && (to == kReady || to == kDone)) {
     changed_.notify_all();
   }
 }
@@ -300,5 +290,36 @@ std::string Operation::number_text() const {
 }
 
 std::string Operation::name() const { return describe(spec_) + ", " + number_text(); }
+
+// ---- the handle ----
+
+bool Pending::done() const { return operation_->done(); }
+
+void Pending::wait() const { static_cast<void>(operation_->wait_until(base::kNever)); }
+
+bool Pending::wait_until(base::TimePoint limit) const { return operation_->wait_until(limit); }
+
+void Pending::expire() const { operation_->expire(); }
+
+void Pending::fail(base::Error error) const { operation_->fail(std::move(error)); }
+
+base::Future<void> Pending::future() const {
+  auto promise = std::make_shared<base::Promise<void>>();
+  base::Future<void> future = promise->future();
+  auto complete = [operation = operation_, promise] {
+    try {
+      static_cast<void>(operation->wait_until(base::kNever));
+      promise->set();
+    } catch (...) {
+      promise->fail(rpc::error_in_flight(base::ErrorKind::kInternal));
+    }
+  };
+  if (operation_->done()) {
+    complete();
+  } else {
+    operation_->executor().post(std::move(complete));
+  }
+  return future;
+}
 
 }  // namespace distrain::collective

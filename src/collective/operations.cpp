@@ -139,24 +139,21 @@ void ChunkedAllreduce::start() {
   }
 }
 
-void ChunkedAllreduce::run_step(int step) { step == 0 ? reduce_own_chunk() : collect_chunks(); }
-
-void ChunkedAllreduce::reduce_own_chunk() {
+// In step 0 reduces its own chunk and sends it to all, in step 1 collects the others'.
+void ChunkedAllreduce::run_step(int step) {
   const size_t item = c10::elementSize(spec().dtype);
-  const Range own = chunk(core().rank());
-  std::vector<const uint8_t*> inputs;
-  for (int from = 0; from < core().size(); ++from) {
-    inputs.push_back(from == core().rank() ? bytes_of(work_) + own.begin * item
-                                           : input(0, from).data());
+  if (step == 0) {
+    const Range own = chunk(core().rank());
+    std::vector<const uint8_t*> inputs;
+    for (int from = 0; from < core().size(); ++from) {
+      inputs.push_back(from == core().rank() ? bytes_of(work_) + own.begin * item
+                                             : input(0, from).data());
+    }
+    sent_ = core().allocate(kHeaderBytes + own.count * item);
+    encode_header(spec(), 1, sent_->data);
+    reduce(spec().reduce_op, spec().dtype, inputs, own.count, sent_->data + kHeaderBytes);
+    return core().send_to_all(number(), 1, sent_);
   }
-  sent_ = core().allocate(kHeaderBytes + own.count * item);
-  encode_header(spec(), 1, sent_->data);
-  reduce(spec().reduce_op, spec().dtype, inputs, own.count, sent_->data + kHeaderBytes);
-  core().send_to_all(number(), 1, sent_);
-}
-
-void ChunkedAllreduce::collect_chunks() {
-  const size_t item = c10::elementSize(spec().dtype);
   for (int from = 0; from < core().size(); ++from) {
     const Range range = chunk(from);
     const std::span<const uint8_t> own(sent_->data + kHeaderBytes, range.count * item);

@@ -113,8 +113,6 @@ class ChunkedAllreduce final : public Operation {
   size_t expected_bytes(int step, int from) const override;
   void start() override;
   void run_step(int step) override;
-  void reduce_own_chunk();
-  void collect_chunks();
 
   const at::Tensor tensor_;  // the caller's
   at::Tensor work_;          // the same if that is contiguous

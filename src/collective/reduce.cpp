@@ -1,9 +1,10 @@
 #include "reduce.h"
 
+#include <algorithm>
+#include <array>
 #include <type_traits>
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
+#include <ATen/Dispatch_v2.h>
 
 namespace distrain::collective {
 
@@ -123,68 +124,30 @@ void reduce_typed(ReduceOp op, std::span<const uint8_t* const> inputs, size_t co
 }  // namespace
 
 bool can_reduce(ReduceOp op, c10::ScalarType dtype) {
-  switch (dtype) {
-    case c10::ScalarType::Double:
-    case c10::ScalarType::Float:
-    case c10::ScalarType::Half:
-    case c10::ScalarType::BFloat16:
-      return op <= ReduceOp::MAX;
-    case c10::ScalarType::ComplexFloat:
-    case c10::ScalarType::ComplexDouble:
-      return op == ReduceOp::SUM || op == ReduceOp::AVG;
-    case c10::ScalarType::Char:
-    case c10::ScalarType::Short:
-    case c10::ScalarType::Int:
-    case c10::ScalarType::Long:
-    case c10::ScalarType::Byte:
-    case c10::ScalarType::UInt16:
-    case c10::ScalarType::UInt32:
-    case c10::ScalarType::UInt64:
-    case c10::ScalarType::Bool:
-      return op <= ReduceOp::MAX && op != ReduceOp::AVG;
-    default:
-      return false;
+  using enum c10::ScalarType;
+  constexpr std::array kReal = {Double, Float, Half, BFloat16};
+  if (std::ranges::find(kReal, dtype) != kReal.end()) return op <= ReduceOp::MAX;
+  if (dtype == ComplexFloat || dtype == ComplexDouble) {
+    return op == ReduceOp::SUM || op == ReduceOp::AVG;
   }
+  return c10::isIntegralType(dtype, /*includeBool=*/true) && op <= ReduceOp::MAX &&
+         op != ReduceOp::AVG;
 }
 
 void reduce(ReduceOp op, c10::ScalarType dtype, std::span<const uint8_t* const> inputs,
             size_t count, uint8_t* out) {
-  switch (dtype) {
-    case c10::ScalarType::Double:
-      return reduce_typed<double>(op, inputs, count, out);
-    case c10::ScalarType::Float:
-      return reduce_typed<float>(op, inputs, count, out);
-    case c10::ScalarType::Half:
-      return reduce_typed<c10::Half>(op, inputs, count, out);
-    case c10::ScalarType::BFloat16:
-      return reduce_typed<c10::BFloat16>(op, inputs, count, out);
-    case c10::ScalarType::ComplexFloat:
-      return reduce_typed<float>(op, inputs, 2 * count, out);
-    case c10::ScalarType::ComplexDouble:
-      return reduce_typed<double>(op, inputs, 2 * count, out);
-    case c10::ScalarType::Char:
-      return reduce_typed<int8_t>(op, inputs, count, out);
-    case c10::ScalarType::Short:
-      return reduce_typed<int16_t>(op, inputs, count, out);
-    case c10::ScalarType::Int:
-      return reduce_typed<int32_t>(op, inputs, count, out);
-    case c10::ScalarType::Long:
-      return reduce_typed<int64_t>(op, inputs, count, out);
-    case c10::ScalarType::Byte:
-      return reduce_typed<uint8_t>(op, inputs, count, out);
-    case c10::ScalarType::UInt16:
-      return reduce_typed<uint16_t>(op, inputs, count, out);
-    case c10::ScalarType::UInt32:
-      return reduce_typed<uint32_t>(op, inputs, count, out);
-    case c10::ScalarType::UInt64:
-      return reduce_typed<uint64_t>(op, inputs, count, out);
-    case c10::ScalarType::Bool:
-      return op == ReduceOp::SUM || op == ReduceOp::MAX
-                 ? reduce_all<uint8_t, Or>(inputs, count, false, out)
-                 : reduce_all<uint8_t, And>(inputs, count, false, out);
-    default:
-      throw base::Exception(base::ErrorKind::kInternal, "reduce: unchecked dtype");
+  if (c10::isComplexType(dtype)) {
+    dtype = c10::toRealValueType(dtype);
+    count *= 2;
   }
+  if (dtype == c10::ScalarType::Bool) {
+    return op == ReduceOp::SUM || op == ReduceOp::MAX
+               ? reduce_all<uint8_t, Or>(inputs, count, false, out)
+               : reduce_all<uint8_t, And>(inputs, count, false, out);
+  }
+  AT_DISPATCH_V2(dtype, "reduce", AT_WRAP([&] { reduce_typed<scalar_t>(op, inputs, count, out); }),
+                 AT_EXPAND(AT_ALL_TYPES), AT_EXPAND(AT_BAREBONES_UNSIGNED_TYPES), at::kHalf,
+                 at::kBFloat16);
 }
 
 }  // namespace distrain::collective

@@ -113,7 +113,7 @@ StagedReduceGroup::StagedReduceGroup(c10::intrusive_ptr<Backend> backend, uint32
 StagedReduceGroup::~StagedReduceGroup() = default;
 
 std::shared_ptr<ReduceGroup> StagedReduceGroup::fork() {
-  return std::shared_ptr<ReduceGroup>(new StagedReduceGroup(backend_, backend_->new_sequence()));
+  return std::make_shared<StagedReduceGroup>(backend_, backend_->new_sequence());
 }
 
 ReduceGroup::WorkPtr StagedReduceGroup::start(const at::Tensor& bucket, const PassNumber& pass) {

@@ -27,6 +27,18 @@ struct Group {
   std::vector<int> ranks;
 };
 
+struct BackendSettings {
+  std::chrono::milliseconds timeout = kBackendDefaultTimeout;  ///< 0: until a peer is lost
+  /// The largest allreduce that takes one hop; -1 chooses by the number of ranks. Equal on all.
+  int64_t direct_bytes = -1;
+};
+
+/// Which operations a call is in order with.
+struct OperationTerms {
+  uint32_t sequence = 0;
+  PassNumber pass = {};  ///< must agree on all ranks
+};
+
 /// Collective operations of a group of ranks over one channel, which belongs to this group alone.
 ///
 /// All ranks of the group call the same operations in the same order, those of each sequence by
@@ -41,16 +53,11 @@ struct Group {
 /// [Life of an operation] in src/collective/operation.h. Thread-safe; calls keep the user's order.
 class Backend final : public c10d::Backend {
  public:
-  struct Settings {
-    std::chrono::milliseconds timeout = kBackendDefaultTimeout;  ///< 0: until a peer is lost
-    /// The largest allreduce that takes one hop; -1 chooses by the number of ranks. Equal on all.
-    int64_t direct_bytes = -1;
-  };
+  using Settings = BackendSettings;
+  using Terms = OperationTerms;
 
   /// `channel` and `executor` must outlive this object. Throws `invalid` if the group is not one.
-  Backend(rpc::Channel& channel, base::Executor& executor, Group group, Settings settings);
-  Backend(rpc::Channel& channel, base::Executor& executor, Group group)
-      : Backend(channel, executor, std::move(group), Settings{}) {}
+  Backend(rpc::Channel& channel, base::Executor& executor, Group group, Settings settings = {});
   ~Backend() override;
 
   // For our own code. A wrong argument throws `invalid` and takes no part in the order of calls;
@@ -62,24 +69,11 @@ class Backend final : public c10d::Backend {
   /// Returns a new sequence's number; 0 is everybody's. All ranks call it in the same order.
   uint32_t new_sequence();
 
-  struct Terms {
-    uint32_t sequence = 0;
-    PassNumber pass = {};  ///< must agree on all ranks
-  };
-
   Pending allreduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::SUM,
-                    std::chrono::milliseconds timeout = kDefault) {
-    return allreduce(tensor, op, timeout, Terms{});
-  }
-  Pending allreduce(const at::Tensor& tensor, ReduceOp op, std::chrono::milliseconds timeout,
-                    const Terms& terms);
+                    std::chrono::milliseconds timeout = kDefault, const Terms& terms = {});
   /// `root` is a rank within the group.
   Pending broadcast(const at::Tensor& tensor, int root = 0,
-                    std::chrono::milliseconds timeout = kDefault) {
-    return broadcast(tensor, root, timeout, Terms{});
-  }
-  Pending broadcast(const at::Tensor& tensor, int root, std::chrono::milliseconds timeout,
-                    const Terms& terms);
+                    std::chrono::milliseconds timeout = kDefault, const Terms& terms = {});
   /// `outputs[i]`, of the size and dtype of `input`, receives that of rank i.
   Pending allgather(const at::Tensor& input, std::vector<at::Tensor> outputs,
                     std::chrono::milliseconds timeout = kDefault);

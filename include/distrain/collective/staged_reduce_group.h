@@ -18,9 +18,8 @@ namespace distrain::collective {
 /// those behind it wait, too. The destructor sees to all that was called.
 class StagedReduceGroup final : public ReduceGroup {
  public:
-  /// Its operations are in one order with the Backend's own.
-  explicit StagedReduceGroup(c10::intrusive_ptr<Backend> backend)
-      : StagedReduceGroup(std::move(backend), 0) {}
+  /// `sequence`: that of its operations; 0: they are in one order with the Backend's own.
+  explicit StagedReduceGroup(c10::intrusive_ptr<Backend> backend, uint32_t sequence = 0);
   ~StagedReduceGroup() override;
 
   int rank() const override { return backend_->getRank(); }
@@ -37,8 +36,6 @@ class StagedReduceGroup final : public ReduceGroup {
  private:
   class HostBuffers;
   class Staged;
-
-  StagedReduceGroup(c10::intrusive_ptr<Backend> backend, uint32_t sequence);
 
   const c10::intrusive_ptr<Backend> backend_;
   const uint32_t sequence_;
