@@ -41,7 +41,7 @@ bool each_has_a_gpu(rpc::Agent& agent, collective::Backend& backend) {
 DeviceReduceGroup make_reduce_group(rpc::Agent& agent,
                                     const c10::intrusive_ptr<collective::Backend>& backend) {
   if (each_has_a_gpu(agent, *backend)) {
-    return {std::make_shared<NcclReduceGroup>(backend, load()), "nccl"};
+    return {make_nccl_reduce_group(backend, load()), "nccl"};
   }
   return {std::make_shared<collective::StagedReduceGroup>(backend),
           rpc::is_accelerator(agent.device()) ? "staged" : ""};

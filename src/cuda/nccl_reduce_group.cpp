@@ -111,11 +111,9 @@ class OverNccl final : public collective::ReduceWork {
   const base::Future<Given> given_;
 };
 
-}  // namespace
-
-class NcclReduceGroup::Impl {
+class NcclReduceGroup final : public ReduceGroup {
  public:
-  Impl(c10::intrusive_ptr<Backend> control, Nccl nccl)
+  NcclReduceGroup(c10::intrusive_ptr<Backend> control, Nccl nccl)
       : control_(std::move(control)), nccl_(std::move(nccl)) {
     renew_set();
     watch_.emplace(Watch::Terms{.lost = [backend = control_.get()] { return backend->failure(); },
@@ -125,7 +123,7 @@ class NcclReduceGroup::Impl {
     line_.emplace(control_, "distrain-nccl");
   }
 
-  ~Impl() {
+  ~NcclReduceGroup() override {
     line_.reset();
     if (const auto lost = control_->failure()) set_->end(*lost);
     watch_.reset();
@@ -133,18 +131,21 @@ class NcclReduceGroup::Impl {
     aside_->wait_until(base::deadline_after(kEndTimeout));
   }
 
-  const Backend& control() const { return *control_; }
+  int rank() const override { return control_->getRank(); }
+  int size() const override { return control_->getSize(); }
+  int world_rank(int rank) const override { return control_->world_rank(rank); }
+  std::shared_ptr<ReduceGroup> fork() override { return nullptr; }
 
-  WorkPtr start(const at::Tensor& tensor, const PassNumber& pass) {
+  WorkPtr start(const at::Tensor& tensor, const PassNumber& pass) override {
     return tensor.device().is_cpu() ? line_->mean(tensor, pass) : put(tensor, Kind::kMean, 0, pass);
   }
 
-  WorkPtr broadcast(const at::Tensor& tensor, int root) {
+  WorkPtr broadcast(const at::Tensor& tensor, int root) override {
     return tensor.device().is_cpu() ? line_->broadcast(tensor, root)
                                     : put(tensor, Kind::kBroadcast, root, {});
   }
 
-  void refuse(int count, const Error& error) {
+  void refuse(int count, const Error& error) override {
     if (count == 0) return;
     line_->post([this, count, error] {
       control_->refuse(count, error);
@@ -152,7 +153,7 @@ class NcclReduceGroup::Impl {
     });
   }
 
-  std::optional<Error> failure() const {
+  std::optional<Error> failure() const override {
     std::lock_guard lock(outcomes_mutex_);
     for (const auto& outcome : outcomes_) {
       if (auto error = outcome->untold()) return error;
@@ -271,14 +272,14 @@ class NcclReduceGroup::Impl {
       return tensor;
     };
     std::vector<at::Tensor> tensors;
-    for (int i = 0; i < control_->getSize(); ++i) tensors.push_back(to_tensor({}));
+    for (int i = 0; i < size(); ++i) tensors.push_back(to_tensor({}));
     control_->allgather(to_tensor(mine), tensors).wait();
     std::vector<T> all(tensors.size());
     for (size_t i = 0; i < all.size(); ++i) std::memcpy(&all[i], tensors[i].data_ptr(), sizeof(T));
     return all;
   }
 
-  int own_rank() const { return control_->world_rank(control_->getRank()); }
+  int own_rank() const { return world_rank(rank()); }
 
   // Returns when all ranks have come with the same plan and none has anything to tell.
   void agree(const Plan& mine, const Report& report) {
@@ -293,10 +294,10 @@ class NcclReduceGroup::Impl {
       error->op = mine.text();
       give_up(*error);
     }
-    for (int i = 0; i < control_->getSize(); ++i) {
+    for (int i = 0; i < size(); ++i) {
       Plan theirs = arrivals[static_cast<size_t>(i)].plan;
       if (theirs == mine) continue;
-      const std::string who = "rank " + std::to_string(control_->world_rank(i));
+      const std::string who = "rank " + std::to_string(world_rank(i));
       const std::string self = "rank " + std::to_string(own_rank());
       const int64_t has_communicator =
           std::exchange(theirs.has_communicator, mine.has_communicator);
@@ -305,10 +306,9 @@ class NcclReduceGroup::Impl {
         throw base::Exception(
             Error{ErrorKind::kInvalid,
                   who + " called " + theirs.text() + " where " + self + " called " + mine.text(),
-                  control_->world_rank(i), mine.text()});
+                  world_rank(i), mine.text()});
       }
-      if (auto error =
-              collective::pass_error({control_->world_rank(i), pass}, {own_rank(), mine.pass})) {
+      if (auto error = collective::pass_error({world_rank(i), pass}, {own_rank(), mine.pass})) {
         error->op = mine.text();
         throw base::Exception(*error);
       }
@@ -316,7 +316,7 @@ class NcclReduceGroup::Impl {
       give_up({ErrorKind::kCancelled,
                (has_communicator ? self : who) +
                    " gave up an earlier operation over NCCL that other ranks had begun",
-               control_->world_rank(i), mine.text()});
+               world_rank(i), mine.text()});
     }
   }
 
@@ -331,7 +331,7 @@ class NcclReduceGroup::Impl {
     for (size_t i = 0; i < reports.size(); ++i) {
       const Report& report = reports[i];
       if (report.state != Report::State::kFailed) continue;
-      const int rank = control_->world_rank(static_cast<int>(i));
+      const int rank = world_rank(static_cast<int>(i));
       const std::string text =
           "rank " + std::to_string(rank) + ": " +
           std::string(report.text.data(), strnlen(report.text.data(), report.text.size()));
@@ -356,8 +356,7 @@ class NcclReduceGroup::Impl {
       Report mine;
       try {
         if (!lane) {
-          auto nccl =
-              nccl_.make_communicator(id, control_->getSize(), control_->getRank(), device.index());
+          auto nccl = nccl_.make_communicator(id, size(), rank(), device.index());
           lane = std::make_shared<Lane>(std::move(nccl), rpc::side_stream(device), aside_);
         }
         if (joined_soon(*lane->nccl)) {
@@ -387,7 +386,7 @@ class NcclReduceGroup::Impl {
   // Rank 0's, on all ranks.
   NcclId get_id() {
     NcclId id{};
-    if (control_->getRank() == 0) {
+    if (rank() == 0) {
       try {
         id = nccl_.new_id();
       } catch (...) {
@@ -422,32 +421,20 @@ class NcclReduceGroup::Impl {
   std::optional<collective::BackendLine> line_;
 };
 
-NcclReduceGroup::NcclReduceGroup(c10::intrusive_ptr<Backend> control, Nccl nccl)
-    : impl_(std::make_unique<Impl>(std::move(control), std::move(nccl))) {}
+}  // namespace
 
-NcclReduceGroup::NcclReduceGroup(c10::intrusive_ptr<Backend> control, const Plugin& plugin)
-    : NcclReduceGroup(std::move(control),
-                      Nccl{[&plugin] { return plugin.new_nccl_id(); },
-                           [&plugin](const NcclId& id, int size, int rank, int device_index) {
-                             return plugin.make_communicator(id, size, rank, device_index);
-                           }}) {}
-
-NcclReduceGroup::~NcclReduceGroup() = default;
-
-int NcclReduceGroup::rank() const { return impl_->control().getRank(); }
-int NcclReduceGroup::size() const { return impl_->control().getSize(); }
-int NcclReduceGroup::world_rank(int rank) const { return impl_->control().world_rank(rank); }
-
-ReduceGroup::WorkPtr NcclReduceGroup::start(const at::Tensor& bucket, const PassNumber& pass) {
-  return impl_->start(bucket, pass);
+std::unique_ptr<ReduceGroup> make_nccl_reduce_group(c10::intrusive_ptr<Backend> control,
+                                                    Nccl nccl) {
+  return std::make_unique<NcclReduceGroup>(std::move(control), std::move(nccl));
 }
 
-ReduceGroup::WorkPtr NcclReduceGroup::broadcast(const at::Tensor& tensor, int root) {
-  return impl_->broadcast(tensor, root);
+std::unique_ptr<ReduceGroup> make_nccl_reduce_group(c10::intrusive_ptr<Backend> control,
+                                                    const Plugin& plugin) {
+  return make_nccl_reduce_group(
+      std::move(control), Nccl{[&plugin] { return plugin.new_nccl_id(); },
+                               [&plugin](const NcclId& id, int size, int rank, int device_index) {
+                                 return plugin.make_communicator(id, size, rank, device_index);
+                               }});
 }
-
-void NcclReduceGroup::refuse(int count, const Error& error) { impl_->refuse(count, error); }
-
-std::optional<Error> NcclReduceGroup::failure() const { return impl_->failure(); }
 
 }  // namespace distrain::cuda

@@ -69,7 +69,7 @@ std::shared_ptr<collective::ReduceGroup> staged(c10::intrusive_ptr<collective::B
 }
 
 std::shared_ptr<collective::ReduceGroup> nccl(c10::intrusive_ptr<collective::Backend> backend) {
-  return std::make_shared<cuda::NcclReduceGroup>(std::move(backend), cuda::load());
+  return cuda::make_nccl_reduce_group(std::move(backend), cuda::load());
 }
 
 void check_close(const std::vector<at::Tensor>& actual, const std::vector<at::Tensor>& expected) {

@@ -27,8 +27,8 @@ namespace distrain::testing {
 /// tensor as it is. Ranks learn nothing of each other.
 class FakeNccl {
  public:
-  cuda::NcclReduceGroup::Nccl functions() {
-    cuda::NcclReduceGroup::Nccl nccl;
+  cuda::Nccl functions() {
+    cuda::Nccl nccl;
     nccl.new_id = [this] { return new_id(); };
     nccl.make_communicator = [this](const cuda::NcclId& id, int size, int rank,
                                     int) -> std::unique_ptr<cuda::NcclCommunicator> {

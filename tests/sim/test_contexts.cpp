@@ -108,7 +108,9 @@ TEST_CASE("ranks on the second device make no context on the first") {
     FakeNccl nccl;
     TestGroup group(2);
     run_ranks(2, [&](int rank) {
-      cuda::NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
+      const auto made =
+          cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl.functions());
+      collective::ReduceGroup& reduce = *made;
       const at::Tensor tensor = at::ones({10}, at::TensorOptions(sim(1)));
       reduce.start(tensor)->wait();
       RANK_CHECK(tensor.sum().item<float>() == 10);

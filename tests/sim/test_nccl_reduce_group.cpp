@@ -15,7 +15,6 @@ using namespace distrain;
 using namespace distrain::testing;
 using base::ErrorKind;
 using collective::ReduceGroup;
-using cuda::NcclReduceGroup;
 using std::chrono::milliseconds;
 
 namespace {
@@ -29,7 +28,7 @@ at::Tensor filled(double value, c10::Device device, int64_t count = 100) {
 bool holds(const at::Tensor& tensor, double value) { return tensor.eq(value).all().item<bool>(); }
 
 // One operation that has to go well.
-void check_mean(NcclReduceGroup& reduce) {
+void check_mean(ReduceGroup& reduce) {
   const at::Tensor x = filled(reduce.rank(), sim(reduce.rank()));
   reduce.start(x)->wait();
   RANK_CHECK(holds(x * 2, reduce.size() - 1));
@@ -56,7 +55,7 @@ struct Pair {
       auto functions = nccl.functions();
       functions.loss_grace = loss_grace;
       group[rank].setTimeout(timeout);
-      groups[rank] = std::make_unique<NcclReduceGroup>(group.backends[size_t(rank)], functions);
+      groups[rank] = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], functions);
       group[rank].setTimeout(kGroupLimit);
       if (timeout == kGroupLimit) check_mean(*groups[rank]);
     });
@@ -81,7 +80,7 @@ struct Pair {
 
   FakeNccl nccl;
   TestGroup group;
-  std::unique_ptr<NcclReduceGroup> groups[2];
+  std::unique_ptr<ReduceGroup> groups[2];
   ReduceGroup::WorkPtr work;  // rank 0's
 };
 
@@ -92,7 +91,8 @@ TEST_CASE("NCCL moves what is on devices, the Backend what is on the CPU, in one
   FakeNccl nccl;
   TestGroup group(size, {.timeout = kGroupLimit});
   run_ranks(size, [&](int rank) {
-    NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
+    const auto made = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl.functions());
+    collective::ReduceGroup& reduce = *made;
     RANK_CHECK(reduce.rank() == rank);
     RANK_CHECK(reduce.size() == size);
     RANK_CHECK(reduce.world_rank(rank) == rank);
@@ -118,7 +118,8 @@ TEST_CASE("NCCL's stream is in order with the caller's and the waiter's") {
   FakeNccl nccl;
   TestGroup group(2, {.timeout = kGroupLimit});
   run_ranks(2, [&](int rank) {
-    NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
+    const auto made = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl.functions());
+    collective::ReduceGroup& reduce = *made;
     const c10::Device device = sim(rank);
     for (int round = 0; round < 40; ++round) {
       at::Tensor x;
@@ -141,7 +142,8 @@ TEST_CASE("memory that NCCL still works on is not given away") {
   FakeNccl nccl;
   TestGroup group(2, {.timeout = kGroupLimit});
   run_ranks(2, [&](int rank) {
-    NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
+    const auto made = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl.functions());
+    collective::ReduceGroup& reduce = *made;
     const c10::Device device = sim(rank);
     const c10::Stream made_in = rpc::side_stream(device);
     const c10::StreamGuard guard(made_in);
@@ -172,7 +174,7 @@ TEST_CASE("DDP over NCCL equals DDP over the Backend") {
       const c10::Device device = on_devices ? sim(rank) : c10::Device(at::kCPU);
       std::shared_ptr<ReduceGroup> reduce;
       if (on_devices) {
-        reduce = std::make_shared<NcclReduceGroup>(group.backends[size_t(rank)], nccl.functions());
+        reduce = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl.functions());
       } else {
         reduce = std::make_shared<collective::StagedReduceGroup>(group.backends[size_t(rank)]);
       }
@@ -212,7 +214,8 @@ TEST_CASE("a rank that refuses is named, what was before is whole, and new commu
   FakeNccl nccl;
   TestGroup group(3, {.timeout = kGroupLimit});
   run_ranks(3, [&](int rank) {
-    NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
+    const auto made = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl.functions());
+    collective::ReduceGroup& reduce = *made;
     for (int round = 0; round < 5; ++round) {
       const at::Tensor before = filled(rank, sim(rank));
       const auto work = reduce.start(before);
@@ -240,7 +243,8 @@ TEST_CASE("ranks that call different operations are told so before NCCL hears of
   FakeNccl nccl;
   TestGroup group(2, {.timeout = kGroupLimit});
   run_ranks(2, [&](int rank) {
-    NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
+    const auto made = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl.functions());
+    collective::ReduceGroup& reduce = *made;
     const c10::Device device = sim(rank);
     check_mean(reduce);
     const auto fails = [&](const ReduceGroup::WorkPtr& work, const std::string& mine,
@@ -411,7 +415,8 @@ TEST_CASE("a rank that comes and does nothing") {
 TEST_CASE("a rank that never comes") {
   FakeNccl nccl;
   TestGroup group(2, {.timeout = milliseconds(30)});
-  NcclReduceGroup reduce(group.backends[0], nccl.functions());
+  const auto made = cuda::make_nccl_reduce_group(group.backends[0], nccl.functions());
+  collective::ReduceGroup& reduce = *made;
   const base::Error error = thrown_by([&] { check_mean(reduce); });
   CHECK(error.kind == ErrorKind::kDeadline);
   CHECK(error.rank == 1);
@@ -421,7 +426,8 @@ TEST_CASE("a communicator that one rank cannot make") {
   FakeNccl nccl;
   TestGroup group(3, {.timeout = kGroupLimit});
   run_ranks(3, [&](int rank) {
-    NcclReduceGroup reduce(group.backends[size_t(rank)], nccl.functions());
+    const auto made = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], nccl.functions());
+    collective::ReduceGroup& reduce = *made;
     if (rank == 0) nccl.fail_id();
     const base::Error id_error = thrown_by([&] { check_mean(reduce); });
     RANK_CHECK(id_error.kind == ErrorKind::kResources);
@@ -447,7 +453,8 @@ TEST_CASE("a communicator that does not come about") {
   run_ranks(2, [&](int rank) {
     auto functions = nccl.functions();
     functions.join_timeout = killed ? 2 * kGroupLimit : milliseconds(50);
-    NcclReduceGroup reduce(group.backends[size_t(rank)], functions);
+    const auto made = cuda::make_nccl_reduce_group(group.backends[size_t(rank)], functions);
+    collective::ReduceGroup& reduce = *made;
     const auto work = reduce.start(filled(0, sim(rank)));
     if (killed) {
       RANK_CHECK(comes([&] { return nccl.joining() == 2; }));
