@@ -96,8 +96,39 @@ class UvStream final : public Stream,
     handler_ = std::make_shared<Handler>(std::move(handler));
   }
 
-  base::Status send(OutFrame frame) override;
-  void close(bool flush) override;
+  base::Status send(OutFrame frame) override {
+    if (const base::Status fits = check_limits(frame); !fits.ok()) return fits;
+    auto pending = std::make_unique<PendingFrame>(std::move(frame));
+    {
+      std::lock_guard lock(send_mutex_);
+      if (send_state_ == SendState::kClosing || send_state_ == SendState::kClosed) {
+        return base::Error{base::ErrorKind::kPeerLost, "the connection is closed"};
+      }
+      if (send_state_ == SendState::kDraining || caller_writes_) {
+        queue_.push_back(std::move(pending));
+        return base::Unit{};
+      }
+      caller_writes_ = true;
+    }
+    write_and_leave(std::move(pending));
+    return base::Unit{};
+  }
+
+  void close(bool flush) override {
+    {
+      std::lock_guard lock(send_mutex_);
+      if (send_state_ == SendState::kClosed) return;
+      send_state_ = SendState::kClosing;
+    }
+    loop_->post([self = shared_from_this(), flush] {
+      if (flush) {
+        self->drain_on_loop();
+      } else {
+        self->shut_down_on_loop();
+      }
+    });
+  }
+
   base::TimePoint last_heard_on_loop() const override { return last_heard_; }
   const std::string& peer_name() const override { return peer_name_; }
   std::optional<uint32_t> peer_user_on_loop() override {
@@ -112,20 +143,289 @@ class UvStream final : public Stream,
  private:
   enum class SendState { kIdle, kDraining, kClosing, kClosed };
 
-  void write_and_leave(std::unique_ptr<PendingFrame> frame);
-  void open_on_loop();
-  void drain_on_loop();
-  void wrote_on_loop(int status);
-  void write_failed_on_loop(int code);
-  void drop_queue();
-  void linger_on_loop();
-  void alloc_on_loop(uv_buf_t* buffer);
-  void read_on_loop(ssize_t bytes, const uv_buf_t* buffer);
-  bool consume_on_loop(std::span<const uint8_t>& unread);
-  bool begin_frame_on_loop(const uint8_t* head);
-  void deliver_on_loop();
-  void finish_on_loop(base::Error error);
   uv_stream_t* uv_stream() { return reinterpret_cast<uv_stream_t*>(&handle_); }
+
+  // ---- sending ----
+
+  // Not under the lock, as to write a large frame takes long, and others have something to queue
+  // meanwhile: the loop its heartbeats. What the socket does not take is left to the loop, which is
+  // woken for that; a few small frames of others are not worth it.
+  void write_and_leave(std::unique_ptr<PendingFrame> frame) {
+    std::unique_ptr<PendingFrame> done;  // its tensors are let go outside the lock
+    size_t of_others = 0;
+    for (;;) {
+      done = nullptr;
+      const bool is_full = !frame->write_to(fd_, kSlice);
+      std::lock_guard lock(send_mutex_);
+      if (send_state_ == SendState::kClosed) {
+        caller_writes_ = false;
+        caller_left_.notify_all();
+        done = std::move(frame);
+        return;
+      }
+      // The loop has others to see to.
+      if (!is_full && !frame->done() && !loop_->in_loop()) continue;
+      if (frame->done()) {
+        done = std::move(frame);
+        if (!queue_.empty() && of_others + queue_.front()->bytes_left() <= kSlice) {
+          frame = std::move(queue_.front());
+          queue_.pop_front();
+          of_others += frame->bytes_left();
+          continue;
+        }
+      } else {
+        queue_.push_front(std::move(frame));
+      }
+      caller_writes_ = false;
+      if (queue_.empty() && send_state_ == SendState::kIdle) return;
+      if (send_state_ == SendState::kIdle) send_state_ = SendState::kDraining;
+      break;
+    }
+    loop_->post([self = shared_from_this()] { self->drain_on_loop(); });
+  }
+
+  void drain_on_loop() {
+    if (writing_ || write_failed_ || finished_ || !opened_) return;
+    std::vector<uv_buf_t> pieces;
+    {
+      std::lock_guard lock(send_mutex_);
+      if (caller_writes_) return;  // it calls again
+      if (queue_.empty()) {
+        if (send_state_ == SendState::kDraining) send_state_ = SendState::kIdle;
+      } else {
+        // The front frame stays where it is until its write is done.
+        pieces = queue_.front()->next_pieces();
+      }
+      if (pieces.empty() && send_state_ != SendState::kClosing) return;
+    }
+    if (pieces.empty()) return linger_on_loop();
+    write_size_ = 0;
+    for (const uv_buf_t& piece : pieces) write_size_ += piece.len;
+    writing_ = true;
+    const int code =
+        uv_write(&write_request_, uv_stream(), pieces.data(), static_cast<unsigned>(pieces.size()),
+                 [](uv_write_t* request, int status) noexcept {
+                   static_cast<UvStream*>(request->handle->data)->wrote_on_loop(status);
+                 });
+    if (code < 0) {
+      writing_ = false;
+      write_failed_on_loop(code);
+    }
+  }
+
+  void wrote_on_loop(int status) {
+    writing_ = false;
+    if (finished_) return drop_queue();
+    if (status < 0) return write_failed_on_loop(status);
+    std::unique_ptr<PendingFrame> done;  // its tensors are let go outside the lock
+    {
+      std::lock_guard lock(send_mutex_);
+      PendingFrame& front = *queue_.front();
+      front.wrote(write_size_);
+      if (front.done()) {
+        done = std::move(queue_.front());
+        queue_.pop_front();
+      }
+    }
+    drain_on_loop();
+  }
+
+  // The peer does not read any more, but may have said why before it closed: its bytes are still to
+  // be read, and their end ends the stream.
+  void write_failed_on_loop(int code) {
+    write_failed_ = true;
+    {
+      std::lock_guard lock(send_mutex_);
+      if (send_state_ == SendState::kDraining) send_state_ = SendState::kClosing;
+    }
+    drop_queue();
+    linger_timer_ =
+        loop_->call_at(base::Clock::now() + kLongestLinger, [self = shared_from_this(), code] {
+          // A late loop runs its timers before it looks at its sockets; between two tasks it looks.
+          self->loop_->post([self, code] {
+            self->loop_->post([self, code] { self->finish_on_loop(peer_closed(code)); });
+          });
+        });
+  }
+
+  // Everything is written, to the kernel. Closing a TCP socket that holds unread bytes would reset
+  // the connection and drop what the kernel has not sent yet. So only our direction is shut down;
+  // what still comes is thrown away until the peer has closed its own, or for a second.
+  void linger_on_loop() {
+    if (discarding_) return;
+    discarding_ = true;
+    body_ = nullptr;
+    head_filled_ = 0;
+    ::shutdown(fd_, SHUT_WR);
+    linger_timer_ =
+        loop_->call_at(base::Clock::now() + kLongestLinger,
+                       [self = shared_from_this()] { self->finish_on_loop(closed_here()); });
+  }
+
+  void drop_queue() {
+    std::deque<std::unique_ptr<PendingFrame>> dropped;  // let go outside the lock
+    std::lock_guard lock(send_mutex_);
+    dropped.swap(queue_);
+  }
+
+  // ---- receiving ----
+
+  void open_on_loop() {
+    if (finished_) {  // closed before it was started
+      const std::shared_ptr<Handler> handler = std::exchange(handler_, std::make_shared<Handler>());
+      if (handler->on_close) handler->on_close(closed_here());
+      return;
+    }
+    last_heard_ = loop_->now_on_loop();
+    loop_->scratch_on_loop();  // not first in a callback of libuv, which can tell of no failure
+    int code = 0;
+    if (is_tcp_) {
+      uv_tcp_init(&loop_->uv, &handle_.tcp);
+      code = uv_tcp_open(&handle_.tcp, fd_);
+    } else {
+      uv_pipe_init(&loop_->uv, &handle_.pipe, 0);
+      code = uv_pipe_open(&handle_.pipe, fd_);
+    }
+    uv_stream()->data = this;
+    opened_ = true;
+    owns_fd_ = code < 0;
+    if (code == 0) {
+      code = uv_read_start(
+          uv_stream(),
+          [](uv_handle_t* handle, size_t, uv_buf_t* buffer) noexcept {
+            static_cast<UvStream*>(handle->data)->alloc_on_loop(buffer);
+          },
+          [](uv_stream_t* stream, ssize_t bytes, const uv_buf_t* buffer) noexcept {
+            static_cast<UvStream*>(stream->data)->read_on_loop(bytes, buffer);
+          });
+    }
+    loop_->hold_on_loop(shared_from_this());
+    if (code < 0) {
+      finish_on_loop(peer_closed(code));
+    } else {
+      drain_on_loop();  // what was sent before
+    }
+  }
+
+  void alloc_on_loop(uv_buf_t* buffer) {
+    if (body_) {
+      const size_t left = std::min(body_->size - body_filled_, size_t{1} << 30);
+      *buffer = uv_buf_init(reinterpret_cast<char*>(body_->data) + body_filled_,
+                            static_cast<unsigned>(left));
+    } else {
+      // Between this and read_on_loop() the loop's scratch is nobody else's.
+      const std::span<uint8_t> scratch = loop_->scratch_on_loop();
+      std::copy_n(head_.begin(), head_filled_, scratch.begin());
+      const std::span<uint8_t> room = scratch.subspan(head_filled_);
+      *buffer =
+          uv_buf_init(reinterpret_cast<char*>(room.data()), static_cast<unsigned>(room.size()));
+    }
+  }
+
+  void read_on_loop(ssize_t bytes, const uv_buf_t*) {
+    if (finished_ || bytes == 0) return;
+    if (bytes < 0) {
+      return finish_on_loop(discarding_ ? closed_here() : peer_closed(static_cast<int>(bytes)));
+    }
+    if (discarding_) return;
+    last_heard_ = loop_->now_on_loop();
+    const auto self = shared_from_this();  // a handler may let go of the stream
+    if (body_) {
+      loop_->note_activity_on_loop();
+      body_filled_ += static_cast<size_t>(bytes);
+      if (body_filled_ == body_->size) deliver_on_loop();
+    } else {
+      const size_t have = std::exchange(head_filled_, 0) + static_cast<size_t>(bytes);
+      std::span<const uint8_t> unread = loop_->scratch_on_loop().first(have);
+      while (!finished_ && consume_on_loop(unread)) {
+      }
+    }
+  }
+
+  // Takes what there is of one frame from the front of `unread`. False if more has to come first.
+  bool consume_on_loop(std::span<const uint8_t>& unread) {
+    if (unread.size() < wire::kHeaderBytes) {
+      head_filled_ = unread.size();
+      std::copy(unread.begin(), unread.end(), head_.begin());
+      return false;
+    }
+    if (!begin_frame_on_loop(unread.data())) return false;
+    const size_t taken = std::min(unread.size() - wire::kHeaderBytes, body_->size);
+    if (taken > 0) std::memcpy(body_->data, unread.data() + wire::kHeaderBytes, taken);
+    body_filled_ = taken;
+    unread = unread.subspan(wire::kHeaderBytes + taken);
+    if (body_filled_ < body_->size) return false;
+    deliver_on_loop();
+    return !unread.empty();
+  }
+
+  bool begin_frame_on_loop(const uint8_t* head) {
+    base::Result<wire::FrameHeader> header = wire::decode_header(
+        std::span<const uint8_t, wire::kHeaderBytes>(head, wire::kHeaderBytes), limits_);
+    if (!header.ok()) {
+      finish_on_loop(header.error());
+      return false;
+    }
+    header_ = header.unchecked();
+    try {
+      if (handler_->allocate) body_ = handler_->allocate(header_);
+    } catch (...) {
+      finish_on_loop(base::current_error(base::ErrorKind::kInternal));
+      return false;
+    }
+    if (!body_) body_ = loop_->buffers.allocate(header_.body_bytes());
+    if (!body_) {
+      finish_on_loop(base::Error{
+          base::ErrorKind::kResources,
+          "no memory for a message of " + std::to_string(header_.body_bytes()) + " bytes"});
+      return false;
+    }
+    return true;
+  }
+
+  void deliver_on_loop() {
+    // Nothing follows a heartbeat: to poll after it would keep a core of rank 0 busy with them.
+    if (header_.kind != wire::FrameKind::kHeartbeat) loop_->note_activity_on_loop();
+    InFrame frame;
+    frame.header = header_;
+    frame.body = std::move(body_);
+    body_ = nullptr;
+    frame.meta = {frame.body->data, header_.meta_bytes};
+    frame.payload = {frame.body->data + header_.payload_offset(), header_.payload_bytes};
+    const std::shared_ptr<Handler> handler = handler_;  // it may replace itself
+    if (handler->on_frame) handler->on_frame(std::move(frame));
+  }
+
+  // ---- the end ----
+
+  void finish_on_loop(base::Error error) {
+    if (finished_) return;
+    finished_ = true;
+    body_ = nullptr;  // others may keep this stream for long
+    if (linger_timer_ != 0) loop_->cancel(linger_timer_);
+    std::deque<std::unique_ptr<PendingFrame>> dropped;
+    {
+      std::unique_lock lock(send_mutex_);
+      send_state_ = SendState::kClosed;
+      // For the rest of a slice at the longest.
+      caller_left_.wait(lock, [this] { return !caller_writes_; });
+      if (owns_fd_) ::close(fd_);
+      fd_ = -1;
+      // libuv may still hold the front one's memory, until wrote_on_loop().
+      if (!writing_) dropped.swap(queue_);
+    }
+    if (opened_) {
+      uv_close(reinterpret_cast<uv_handle_t*>(uv_stream()), [](uv_handle_t* handle) noexcept {
+        auto* self = static_cast<UvStream*>(handle->data);
+        self->loop_->release_on_loop(self);
+      });
+    } else {
+      loop_->release_on_loop(this);
+    }
+    const std::shared_ptr<Handler> handler = std::move(handler_);
+    handler_ = std::make_shared<Handler>();
+    if (handler->on_close) handler->on_close(error);
+  }
 
   const std::shared_ptr<Loop::Impl> loop_;
   std::string peer_name_ = "unix";
@@ -161,320 +461,6 @@ class UvStream final : public Stream,
   base::BufferPtr body_;
   size_t body_filled_ = 0;
 };
-
-// ---- sending ----
-
-base::Status UvStream::send(OutFrame frame) {
-  if (const base::Status fits = check_limits(frame); !fits.ok()) return fits;
-  auto pending = std::make_unique<PendingFrame>(std::move(frame));
-  {
-    std::lock_guard lock(send_mutex_);
-    if (send_state_ == SendState::kClosing || send_state_ == SendState::kClosed) {
-      return base::Error{base::ErrorKind::kPeerLost, "the connection is closed"};
-    }
-    if (send_state_ == SendState::kDraining || caller_writes_) {
-      queue_.push_back(std::move(pending));
-      return base::Unit{};
-    }
-    caller_writes_ = true;
-  }
-  write_and_leave(std::move(pending));
-  return base::Unit{};
-}
-
-// Not under the lock, as to write a large frame takes long, and others have something to queue
-// meanwhile: the loop its heartbeats. What the socket does not take is left to the loop, which is
-// woken for that; a few small frames of others are not worth it.
-void UvStream::write_and_leave(std::unique_ptr<PendingFrame> frame) {
-  std::unique_ptr<PendingFrame> done;  // its tensors are let go outside the lock
-  size_t of_others = 0;
-  for (;;) {
-    done = nullptr;
-    const bool is_full = !frame->write_to(fd_, kSlice);
-    std::lock_guard lock(send_mutex_);
-    if (send_state_ == SendState::kClosed) {
-      caller_writes_ = false;
-      caller_left_.notify_all();
-      done = std::move(frame);
-      return;
-    }
-    // The loop has others to see to.
-    if (!is_full && !frame->done() && !loop_->in_loop()) continue;
-    if (frame->done()) {
-      done = std::move(frame);
-      if (!queue_.empty() && of_others + queue_.front()->bytes_left() <= kSlice) {
-        frame = std::move(queue_.front());
-        queue_.pop_front();
-        of_others += frame->bytes_left();
-        continue;
-      }
-    } else {
-      queue_.push_front(std::move(frame));
-    }
-    caller_writes_ = false;
-    if (queue_.empty() && send_state_ == SendState::kIdle) return;
-    if (send_state_ == SendState::kIdle) send_state_ = SendState::kDraining;
-    break;
-  }
-  loop_->post([self = shared_from_this()] { self->drain_on_loop(); });
-}
-
-void UvStream::drain_on_loop() {
-  if (writing_ || write_failed_ || finished_ || !opened_) return;
-  std::vector<uv_buf_t> pieces;
-  {
-    std::lock_guard lock(send_mutex_);
-    if (caller_writes_) return;  // it calls again
-    if (queue_.empty()) {
-      if (send_state_ == SendState::kDraining) send_state_ = SendState::kIdle;
-    } else {
-      // The front frame stays where it is until its write is done.
-      pieces = queue_.front()->next_pieces();
-    }
-    if (pieces.empty() && send_state_ != SendState::kClosing) return;
-  }
-  if (pieces.empty()) return linger_on_loop();
-  write_size_ = 0;
-  for (const uv_buf_t& piece : pieces) write_size_ += piece.len;
-  writing_ = true;
-  const int code =
-      uv_write(&write_request_, uv_stream(), pieces.data(), static_cast<unsigned>(pieces.size()),
-               [](uv_write_t* request, int status) noexcept {
-                 static_cast<UvStream*>(request->handle->data)->wrote_on_loop(status);
-               });
-  if (code < 0) {
-    writing_ = false;
-    write_failed_on_loop(code);
-  }
-}
-
-void UvStream::wrote_on_loop(int status) {
-  writing_ = false;
-  if (finished_) return drop_queue();
-  if (status < 0) return write_failed_on_loop(status);
-  std::unique_ptr<PendingFrame> done;  // its tensors are let go outside the lock
-  {
-    std::lock_guard lock(send_mutex_);
-    PendingFrame& front = *queue_.front();
-    front.wrote(write_size_);
-    if (front.done()) {
-      done = std::move(queue_.front());
-      queue_.pop_front();
-    }
-  }
-  drain_on_loop();
-}
-
-// The peer does not read any more, but may have said why before it closed: its bytes are still to
-// be read, and their end ends the stream.
-void UvStream::write_failed_on_loop(int code) {
-  write_failed_ = true;
-  {
-    std::lock_guard lock(send_mutex_);
-    if (send_state_ == SendState::kDraining) send_state_ = SendState::kClosing;
-  }
-  drop_queue();
-  linger_timer_ =
-      loop_->call_at(base::Clock::now() + kLongestLinger, [self = shared_from_this(), code] {
-        // A late loop runs its timers before it looks at its sockets; between two tasks it looks.
-        self->loop_->post([self, code] {
-          self->loop_->post([self, code] { self->finish_on_loop(peer_closed(code)); });
-        });
-      });
-}
-
-// Everything is written, to the kernel. Closing a TCP socket that holds unread bytes would reset
-// the connection and drop what the kernel has not sent yet. So only our direction is shut down;
-// what still comes is thrown away until the peer has closed its own, or for a second.
-void UvStream::linger_on_loop() {
-  if (discarding_) return;
-  discarding_ = true;
-  body_ = nullptr;
-  head_filled_ = 0;
-  ::shutdown(fd_, SHUT_WR);
-  linger_timer_ = loop_->call_at(base::Clock::now() + kLongestLinger, [self = shared_from_this()] {
-    self->finish_on_loop(closed_here());
-  });
-}
-
-void UvStream::drop_queue() {
-  std::deque<std::unique_ptr<PendingFrame>> dropped;  // let go outside the lock
-  std::lock_guard lock(send_mutex_);
-  dropped.swap(queue_);
-}
-
-void UvStream::close(bool flush) {
-  {
-    std::lock_guard lock(send_mutex_);
-    if (send_state_ == SendState::kClosed) return;
-    send_state_ = SendState::kClosing;
-  }
-  loop_->post([self = shared_from_this(), flush] {
-    if (flush) {
-      self->drain_on_loop();
-    } else {
-      self->shut_down_on_loop();
-    }
-  });
-}
-
-// ---- receiving ----
-
-void UvStream::open_on_loop() {
-  if (finished_) {  // closed before it was started
-    const std::shared_ptr<Handler> handler = std::exchange(handler_, std::make_shared<Handler>());
-    if (handler->on_close) handler->on_close(closed_here());
-    return;
-  }
-  last_heard_ = loop_->now_on_loop();
-  loop_->scratch_on_loop();  // not first in a callback of libuv, which can tell of no failure
-  int code = 0;
-  if (is_tcp_) {
-    uv_tcp_init(&loop_->uv, &handle_.tcp);
-    code = uv_tcp_open(&handle_.tcp, fd_);
-  } else {
-    uv_pipe_init(&loop_->uv, &handle_.pipe, 0);
-    code = uv_pipe_open(&handle_.pipe, fd_);
-  }
-  uv_stream()->data = this;
-  opened_ = true;
-  owns_fd_ = code < 0;
-  if (code == 0) {
-    code = uv_read_start(
-        uv_stream(),
-        [](uv_handle_t* handle, size_t, uv_buf_t* buffer) noexcept {
-          static_cast<UvStream*>(handle->data)->alloc_on_loop(buffer);
-        },
-        [](uv_stream_t* stream, ssize_t bytes, const uv_buf_t* buffer) noexcept {
-          static_cast<UvStream*>(stream->data)->read_on_loop(bytes, buffer);
-        });
-  }
-  loop_->hold_on_loop(shared_from_this());
-  if (code < 0) {
-    finish_on_loop(peer_closed(code));
-  } else {
-    drain_on_loop();  // what was sent before
-  }
-}
-
-void UvStream::alloc_on_loop(uv_buf_t* buffer) {
-  if (body_) {
-    const size_t left = std::min(body_->size - body_filled_, size_t{1} << 30);
-    *buffer = uv_buf_init(reinterpret_cast<char*>(body_->data) + body_filled_,
-                          static_cast<unsigned>(left));
-  } else {
-    // Between this and read_on_loop() the loop's scratch is nobody else's.
-    const std::span<uint8_t> scratch = loop_->scratch_on_loop();
-    std::copy_n(head_.begin(), head_filled_, scratch.begin());
-    const std::span<uint8_t> room = scratch.subspan(head_filled_);
-    *buffer = uv_buf_init(reinterpret_cast<char*>(room.data()), static_cast<unsigned>(room.size()));
-  }
-}
-
-void UvStream::read_on_loop(ssize_t bytes, const uv_buf_t*) {
-  if (finished_ || bytes == 0) return;
-  if (bytes < 0) {
-    return finish_on_loop(discarding_ ? closed_here() : peer_closed(static_cast<int>(bytes)));
-  }
-  if (discarding_) return;
-  last_heard_ = loop_->now_on_loop();
-  const auto self = shared_from_this();  // a handler may let go of the stream
-  if (body_) {
-    loop_->note_activity_on_loop();
-    body_filled_ += static_cast<size_t>(bytes);
-    if (body_filled_ == body_->size) deliver_on_loop();
-  } else {
-    const size_t have = std::exchange(head_filled_, 0) + static_cast<size_t>(bytes);
-    std::span<const uint8_t> unread = loop_->scratch_on_loop().first(have);
-    while (!finished_ && consume_on_loop(unread)) {
-    }
-  }
-}
-
-// Takes what there is of one frame from the front of `unread`. False if more has to come first.
-bool UvStream::consume_on_loop(std::span<const uint8_t>& unread) {
-  if (unread.size() < wire::kHeaderBytes) {
-    head_filled_ = unread.size();
-    std::copy(unread.begin(), unread.end(), head_.begin());
-    return false;
-  }
-  if (!begin_frame_on_loop(unread.data())) return false;
-  const size_t taken = std::min(unread.size() - wire::kHeaderBytes, body_->size);
-  if (taken > 0) std::memcpy(body_->data, unread.data() + wire::kHeaderBytes, taken);
-  body_filled_ = taken;
-  unread = unread.subspan(wire::kHeaderBytes + taken);
-  if (body_filled_ < body_->size) return false;
-  deliver_on_loop();
-  return !unread.empty();
-}
-
-bool UvStream::begin_frame_on_loop(const uint8_t* head) {
-  base::Result<wire::FrameHeader> header = wire::decode_header(
-      std::span<const uint8_t, wire::kHeaderBytes>(head, wire::kHeaderBytes), limits_);
-  if (!header.ok()) {
-    finish_on_loop(header.error());
-    return false;
-  }
-  header_ = header.unchecked();
-  try {
-    if (handler_->allocate) body_ = handler_->allocate(header_);
-  } catch (...) {
-    finish_on_loop(base::current_error(base::ErrorKind::kInternal));
-    return false;
-  }
-  if (!body_) body_ = loop_->buffers.allocate(header_.body_bytes());
-  if (!body_) {
-    finish_on_loop(base::Error{
-        base::ErrorKind::kResources,
-        "no memory for a message of " + std::to_string(header_.body_bytes()) + " bytes"});
-    return false;
-  }
-  return true;
-}
-
-void UvStream::deliver_on_loop() {
-  // Nothing follows a heartbeat: to poll after it would keep a core of rank 0 busy with them.
-  if (header_.kind != wire::FrameKind::kHeartbeat) loop_->note_activity_on_loop();
-  InFrame frame;
-  frame.header = header_;
-  frame.body = std::move(body_);
-  body_ = nullptr;
-  frame.meta = {frame.body->data, header_.meta_bytes};
-  frame.payload = {frame.body->data + header_.payload_offset(), header_.payload_bytes};
-  const std::shared_ptr<Handler> handler = handler_;  // it may replace itself
-  if (handler->on_frame) handler->on_frame(std::move(frame));
-}
-
-// ---- the end ----
-
-void UvStream::finish_on_loop(base::Error error) {
-  if (finished_) return;
-  finished_ = true;
-  body_ = nullptr;  // others may keep this stream for long
-  if (linger_timer_ != 0) loop_->cancel(linger_timer_);
-  std::deque<std::unique_ptr<PendingFrame>> dropped;
-  {
-    std::unique_lock lock(send_mutex_);
-    send_state_ = SendState::kClosed;
-    // For the rest of a slice at the longest.
-    caller_left_.wait(lock, [this] { return !caller_writes_; });
-    if (owns_fd_) ::close(fd_);
-    fd_ = -1;
-    // libuv may still hold the front one's memory, until wrote_on_loop().
-    if (!writing_) dropped.swap(queue_);
-  }
-  if (opened_) {
-    uv_close(reinterpret_cast<uv_handle_t*>(uv_stream()), [](uv_handle_t* handle) noexcept {
-      auto* self = static_cast<UvStream*>(handle->data);
-      self->loop_->release_on_loop(self);
-    });
-  } else {
-    loop_->release_on_loop(this);
-  }
-  const std::shared_ptr<Handler> handler = std::move(handler_);
-  handler_ = std::make_shared<Handler>();
-  if (handler->on_close) handler->on_close(error);
-}
 
 }  // namespace
 
