@@ -122,14 +122,6 @@ UpdateCount install(rpc::Agent& agent) {
 
 void keep_optimizers(rpc::Agent& agent) { agent.local<LocalOptimizers>().keep_all(); }
 
-void rest(rpc::Agent& agent, rpc::ProcessNumber process) {
-  agent.local<LocalOptimizers>().rest(process);
-}
-
-std::optional<int64_t> last_step_of(rpc::Agent& agent, rpc::ProcessNumber process) {
-  return agent.local<LocalOptimizers>().last_step_of(process);
-}
-
 Progress progress_of(rpc::Agent& agent, const at::Tensor& parameter, int participant) {
   const auto optimizer = agent.local<LocalOptimizers>().find(parameter);
   if (!optimizer) {

@@ -147,23 +147,23 @@ void LocalOptimizer::take_part(int participant, rpc::ProcessNumber process) {
   its.state = Participant::State::kStepping;
 }
 
+// What all participants bring is turned into one result by `compute` when the last one has come.
 // All who clip measure before any steps, and all step before any measures again: `others` are
 // empty, or end here with the error that is thrown.
-template <class R, class Terms>
-void LocalOptimizer::check_all_clip_locked(Gathering<R, Terms>& others, int participant,
-                                           Completions& done) {
-  if (others.terms.empty()) return;
-  const base::Error error{
-      base::ErrorKind::kInvalid,
-      fmt::format("participants {} and {} step together, but only one of them clips its gradients",
-                  others.terms.begin()->first, participant)};
-  done.add(std::exchange(others, {}).waiting, error);
-  throw base::Exception(error);
-}
-
-template <class R, class Terms>
-base::Future<R> LocalOptimizer::bring(Gathering<R, Terms>& gathering, const Terms& terms,
-                                      Gradients gradients, Completions& done) {
+template <class R, class Terms, class Others, class Compute>
+base::Future<R> LocalOptimizer::together(Gathering<R, Terms>& gathering, Others& others,
+                                         const Terms& terms, Gradients gradients,
+                                         const Compute& compute) {
+  Completions done;
+  const std::unique_lock guard = lock();
+  if (!others.terms.empty()) {
+    const base::Error error{base::ErrorKind::kInvalid,
+                            fmt::format("participants {} and {} step together, but only one of "
+                                        "them clips its gradients",
+                                        others.terms.begin()->first, terms.participant)};
+    done.add(std::exchange(others, {}).waiting, error);
+    throw base::Exception(error);
+  }
   if (lost_ && terms_.participants > 1) throw base::Exception(*lost_);
   if (!gathering.gradients.emplace(terms.participant, std::move(gradients)).second) {
     base::invalid("participant " + std::to_string(terms.participant) +
@@ -173,33 +173,28 @@ base::Future<R> LocalOptimizer::bring(Gathering<R, Terms>& gathering, const Term
   gathering.terms.emplace(terms.participant, terms);
   const auto future = gathering.waiting.emplace_back().future();
   fail_if_in_vain_locked(gathering, done);
+  if (static_cast<int>(gathering.gradients.size()) < terms_.participants) return future;
+  auto all = std::exchange(gathering, {});
+  const Busy busy(*this);
+  try {
+    const R result = compute(all);
+    done.add(std::move(all.waiting), result);
+  } catch (...) {
+    done.add(std::move(all.waiting), rpc::error_in_flight(base::ErrorKind::kInternal));
+  }
   return future;
 }
 
 base::Future<uint64_t> LocalOptimizer::step(const StepTerms& terms, Gradients gradients,
                                             rpc::ProcessNumber process) {
   check_participant(terms.participant, gradients);
-  return terms_.mode == Sharing::Mode::kSync ? step_together(terms, std::move(gradients))
-                                             : step_alone(terms, gradients, process);
-}
-
-base::Future<uint64_t> LocalOptimizer::step_together(const StepTerms& terms, Gradients gradients) {
-  Completions done;
-  const std::unique_lock guard = lock();
-  check_all_clip_locked(measuring_, terms.participant, done);
-  const auto future = bring(stepping_, terms, std::move(gradients), done);
-  if (static_cast<int>(stepping_.gradients.size()) < terms_.participants) return future;
-  auto all = std::exchange(stepping_, {});
-  const Busy busy(*this);
-  try {
+  if (terms_.mode != Sharing::Mode::kSync) return step_alone(terms, gradients, process);
+  return together(stepping_, measuring_, terms, std::move(gradients), [this](const auto& all) {
     check_same_terms(all.terms);
     apply_locked(means(all.gradients), all.terms.begin()->second);
     for (Participant& each : participants_) ++each.steps;
-    done.add(std::move(all.waiting), applied_);
-  } catch (...) {
-    done.add(std::move(all.waiting), rpc::error_in_flight(base::ErrorKind::kInternal));
-  }
-  return future;
+    return applied_;
+  });
 }
 
 base::Future<uint64_t> LocalOptimizer::step_alone(const StepTerms& terms,
@@ -283,22 +278,12 @@ base::Future<Norms> LocalOptimizer::norms_squared(const NormTerms& terms, Gradie
     at_once.set({optim::norm_squared(gradients), terms.own});
     return at_once.future();
   }
-  Completions done;
-  const std::unique_lock guard = lock();
-  check_all_clip_locked(stepping_, terms.participant, done);
-  const auto future = bring(measuring_, terms, std::move(gradients), done);
-  if (static_cast<int>(measuring_.gradients.size()) < terms_.participants) return future;
-  auto all = std::exchange(measuring_, {});
-  const Busy busy(*this);
-  try {
+  return together(measuring_, stepping_, terms, std::move(gradients), [](const auto& all) {
     Norms norms{optim::norm_squared(means(all.gradients)), 0};
     for (const auto& [participant, theirs] : all.terms) norms.own += theirs.own;
     norms.own /= static_cast<double>(all.terms.size());
-    done.add(std::move(all.waiting), norms);
-  } catch (...) {
-    done.add(std::move(all.waiting), rpc::error_in_flight(base::ErrorKind::kInternal));
-  }
-  return future;
+    return norms;
+  });
 }
 
 // While it waits its thread counts as blocked: an update waits for readers that may need one.
@@ -417,27 +402,22 @@ std::optional<int64_t> LocalOptimizer::last_step_of(rpc::ProcessNumber process) 
   return std::nullopt;
 }
 
-void LocalOptimizer::lose(const rpc::Loss& loss) {
-  Completions done;
-  std::lock_guard lock(mutex_);
-  lost_processes_.insert(loss.process());
-  for (int each = 0; each < terms_.participants; ++each) {
-    Participant& its = participants_[static_cast<size_t>(each)];
-    if (!its.has(loss.process())) continue;
-    its.processes[loss.process()].is_lost = true;
-    if (its.is_lost()) its.state = Participant::State::kLost;
-  }
-  complete_ahead_locked(done);
-}
-
 // Those who make one update together cannot do without one of them.
 void LocalOptimizer::on_rank_lost(const rpc::Loss& loss) {
-  if (loss.job_goes_on && terms_.mode != Sharing::Mode::kSync) return lose(loss);
   Completions done;
   std::lock_guard lock(mutex_);
-  if (!lost_) lost_ = loss.error;
-  done.add(std::exchange(stepping_, {}).waiting, loss.error);
-  done.add(std::exchange(measuring_, {}).waiting, loss.error);
+  if (loss.job_goes_on && terms_.mode != Sharing::Mode::kSync) {
+    lost_processes_.insert(loss.process());
+    for (Participant& its : participants_) {
+      if (!its.has(loss.process())) continue;
+      its.processes[loss.process()].is_lost = true;
+      if (its.is_lost()) its.state = Participant::State::kLost;
+    }
+  } else {
+    if (!lost_) lost_ = loss.error;
+    done.add(std::exchange(stepping_, {}).waiting, loss.error);
+    done.add(std::exchange(measuring_, {}).waiting, loss.error);
+  }
   complete_ahead_locked(done);
 }
 

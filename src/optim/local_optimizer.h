@@ -167,20 +167,16 @@ class LocalOptimizer {
   void check_participant(int participant, const Gradients& gradients) const;
   int64_t slowest_locked(int but) const;
   class Completions;
-  template <class R, class Terms>
-  void check_all_clip_locked(Gathering<R, Terms>& others, int participant, Completions& done);
-  template <class R, class Terms>
-  base::Future<R> bring(Gathering<R, Terms>& gathering, const Terms& terms, Gradients gradients,
-                        Completions& done);
+  template <class R, class Terms, class Others, class Compute>
+  base::Future<R> together(Gathering<R, Terms>& gathering, Others& others, const Terms& terms,
+                           Gradients gradients, const Compute& compute);
   template <class IsNeeded>
   std::optional<base::Error> in_vain_locked(const IsNeeded& is_needed) const;
   template <class R, class Terms>
   void fail_if_in_vain_locked(Gathering<R, Terms>& gathering, Completions& done);
-  base::Future<uint64_t> step_together(const StepTerms& terms, Gradients gradients);
   base::Future<uint64_t> step_alone(const StepTerms& terms, const Gradients& gradients,
                                     rpc::ProcessNumber process);
   void apply_locked(const Gradients& gradients, const StepTerms& terms);
-  void lose(const rpc::Loss& loss);
   void stop_stepping_locked(rpc::ProcessNumber process, Participant::State state);
   UpdateRule& rule_of(size_t parameter) const { return *rules_[groups_[parameter]]; }
   int64_t lead_locked(int participant) const;
@@ -227,10 +223,7 @@ class LocalOptimizers final : public rpc::Layer {
   void note_steps(const std::set<int>& owners);
   /// From now on those that there are stay until the agent ends, whoever refers to them.
   void keep_all();
-  /// As those of each of them.
-  void rest(rpc::ProcessNumber process);
-  void leave(rpc::ProcessNumber process);
-  std::optional<int64_t> last_step_of(rpc::ProcessNumber process) const;
+  std::set<std::shared_ptr<LocalOptimizer>> all() const;
   /// Null if none has it.
   std::shared_ptr<LocalOptimizer> find(const at::Tensor& parameter);
   /// Of all of them, those that are gone included.
@@ -238,7 +231,6 @@ class LocalOptimizers final : public rpc::Layer {
 
  private:
   std::set<std::shared_ptr<LocalOptimizer>> all_locked() const;
-  std::set<std::shared_ptr<LocalOptimizer>> all() const;
 
   rpc::Agent& agent_;
   const std::shared_ptr<std::atomic<uint64_t>> updates_ =

@@ -1,5 +1,4 @@
 // The local optimizers of one agent: which there are, and what concerns all of them.
-#include <iterator>
 #include <utility>
 
 #include "distrain/base/thread_state.h"
@@ -85,21 +84,17 @@ void LocalOptimizers::on_shutdown() {
 }
 
 void leave_here(rpc::CallContext& call) {
-  call.agent.local<LocalOptimizers>().leave(
-      rpc::process_number(call.caller.rank, call.caller.incarnation));
+  const auto process = rpc::process_number(call.caller.rank, call.caller.incarnation);
+  for (const auto& optimizer : call.agent.local<LocalOptimizers>().all()) optimizer->leave(process);
 }
 
-void LocalOptimizers::leave(rpc::ProcessNumber process) {
-  for (const auto& optimizer : all()) optimizer->leave(process);
+void rest(rpc::Agent& agent, rpc::ProcessNumber process) {
+  for (const auto& optimizer : agent.local<LocalOptimizers>().all()) optimizer->rest(process);
 }
 
-void LocalOptimizers::rest(rpc::ProcessNumber process) {
-  for (const auto& optimizer : all()) optimizer->rest(process);
-}
-
-std::optional<int64_t> LocalOptimizers::last_step_of(rpc::ProcessNumber process) const {
+std::optional<int64_t> last_step_of(rpc::Agent& agent, rpc::ProcessNumber process) {
   std::optional<int64_t> last;
-  for (const auto& optimizer : all()) {
+  for (const auto& optimizer : agent.local<LocalOptimizers>().all()) {
     if (!optimizer->has(process)) continue;
     const std::optional<int64_t> its = optimizer->last_step_of(process);
     if (!its || (last && last != its)) return std::nullopt;  // a step may be half made

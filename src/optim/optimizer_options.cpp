@@ -10,11 +10,8 @@ namespace {
 
 using base::invalid;
 
-const char* name_of(const Sgd&) { return "sgd"; }
-const char* name_of(const Adagrad&) { return "adagrad"; }
-const char* name_of(const Adam&) { return "adam"; }
-const char* name_of(const AdamW&) { return "adamw"; }
-const char* name_of(const RmsProp&) { return "rmsprop"; }
+// In the order of OptimizerOptions.
+constexpr const char* kNames[] = {"sgd", "adagrad", "adam", "adamw", "rmsprop"};
 
 // Each struct lists its fields once; O may be const.
 template <class O, class F>
@@ -66,10 +63,9 @@ OptimizerOptions read_fields(const OptimizerFields& fields) {
 }  // namespace
 
 OptimizerFields to_fields(const OptimizerOptions& options) {
-  OptimizerFields fields;
+  OptimizerFields fields{kNames[options.index()], {}};
   std::visit(
       [&](const auto& chosen) {
-        fields.name = name_of(chosen);
         visit_fields(chosen, [&](const char* field, auto value) {
           fields.values[field] = static_cast<double>(value);
         });

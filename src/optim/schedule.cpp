@@ -92,20 +92,11 @@ class Part {
       unit = ScheduleUnit::kEpochs;
       text.remove_suffix(1);
     }
-    const auto value = number<int64_t>(text);
-    if (!value) refuse(what, "a whole number of steps (500) or of epochs (5e)");
-    into = *value;
+    read(what, text, "a whole number of steps (500) or of epochs (5e)", into);
   }
-  void count(const char* what, int64_t& into) {
-    const auto value = number<int64_t>(take(what));
-    if (!value) refuse(what, "a whole number");
-    into = *value;
-  }
+  void count(const char* what, int64_t& into) { read(what, take(what), "a whole number", into); }
   void optional_real(const char* what, double& into) {
-    if (next_ == values_.size()) return;
-    const auto value = number<double>(take(what));
-    if (!value) refuse(what, "a number");
-    into = *value;
+    if (next_ < values_.size()) read(what, take(what), "a number", into);
   }
   void end() const {
     if (next_ == values_.size()) return;
@@ -118,9 +109,14 @@ class Part {
     if (next_ == values_.size()) invalid(said() + "it wants a " + what);
     return values_[next_++];
   }
-  [[noreturn]] void refuse(const char* what, const char* wanted) const {
-    invalid(said() + "its " + what + " is '" + std::string(values_[next_ - 1]) + "', not " +
-            wanted);
+  template <class T>
+  void read(const char* what, std::string_view text, const char* wanted, T& into) const {
+    const auto value = number<T>(text);
+    if (!value) {
+      invalid(said() + "its " + what + " is '" + std::string(values_[next_ - 1]) + "', not " +
+              wanted);
+    }
+    into = *value;
   }
 
   std::string_view text_;
