@@ -18,6 +18,16 @@ bool is_plain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
+// Of the same shape, dtype and device.
+void copy_values(const at::Tensor& from, const at::Tensor& to) {
+  if (from.is_cpu() && is_plain(from) && is_plain(to)) {
+    if (to.nbytes() > 0) std::memcpy(to.data_ptr(), from.data_ptr(), to.nbytes());
+  } else {
+    const at::NoGradGuard no_grad;
+    to.copy_(from);
+  }
+}
+
 }  // namespace
 
 std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& parameters,
@@ -97,14 +107,8 @@ void Bucket::make_writer(const c10::Stream& stream) {
 }
 
 void Bucket::store(size_t slot, const at::Tensor& gradient) {
-  const at::Tensor& view = views_[slot];
-  if (device_.is_cpu() && is_plain(gradient)) {
-    if (view.nbytes() > 0) std::memcpy(view.data_ptr(), gradient.data_ptr(), view.nbytes());
-  } else {
-    if (!device_.is_cpu()) make_writer(rpc::current_stream(device_));
-    const at::NoGradGuard no_grad;
-    view.copy_(gradient);
-  }
+  if (!device_.is_cpu()) make_writer(rpc::current_stream(device_));
+  copy_values(gradient, views_[slot]);
   --missing_;
 }
 
@@ -122,15 +126,7 @@ void Bucket::start(collective::ReduceGroup& group, const collective::PassNumber&
 
 void Bucket::wait() { std::exchange(work_, nullptr)->wait(); }
 
-void Bucket::load(size_t slot, const at::Tensor& to) const {
-  const at::Tensor& view = views_[slot];
-  if (device_.is_cpu() && is_plain(to)) {
-    if (view.nbytes() > 0) std::memcpy(to.data_ptr(), view.data_ptr(), view.nbytes());
-  } else {
-    const at::NoGradGuard no_grad;
-    to.copy_(view);
-  }
-}
+void Bucket::load(size_t slot, const at::Tensor& to) const { copy_values(views_[slot], to); }
 
 void Bucket::end() {
   if (device_.is_cpu()) return;

@@ -18,21 +18,6 @@ namespace distrain::ddp {
 
 namespace {
 
-constexpr bool is_allowed(PassState from, PassState to) {
-  using enum PassState;
-  switch (from) {
-    case kIdle:
-      return to == kAccumulating;
-    case kAccumulating:
-      return to == kReducing || to == kFinalising;
-    case kReducing:
-      return to == kFinalising;
-    case kFinalising:
-      return to == kIdle;
-  }
-  return false;
-}
-
 // Where a group has but one order, all share it.
 std::shared_ptr<collective::ReduceGroup> in_own_order(
     std::shared_ptr<collective::ReduceGroup> group) {
@@ -77,19 +62,6 @@ Reducer::Impl::Impl(const std::vector<NamedParameter>& parameters,
   make_buckets(order);
 }
 
-void Reducer::Impl::install_hooks() {
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    torch::autograd::impl::set_post_acc_grad_hooks(parameters_[i],
-                                                   std::make_unique<Hook>(weak_from_this(), i));
-  }
-}
-
-void Reducer::Impl::remove_hooks() {
-  for (const at::Tensor& parameter : parameters_) {
-    torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr);
-  }
-}
-
 void Reducer::Impl::make_buckets(const std::vector<int64_t>& order) {
   buckets_.clear();
   places_.assign(parameters_.size(), {});
@@ -103,7 +75,13 @@ void Reducer::Impl::make_buckets(const std::vector<int64_t>& order) {
 }
 
 void Reducer::Impl::transition_locked(PassState to) {
-  if (!is_allowed(state_, to)) {
+  using enum PassState;
+  static constexpr std::pair<PassState, PassState> kAllowed[] = {{kIdle, kAccumulating},
+                                                                 {kAccumulating, kReducing},
+                                                                 {kAccumulating, kFinalising},
+                                                                 {kReducing, kFinalising},
+                                                                 {kFinalising, kIdle}};
+  if (std::ranges::find(kAllowed, std::pair(state_, to)) == std::end(kAllowed)) {
     throw base::Exception(ErrorKind::kInternal, "Reducer: impossible change of state " +
                                                     std::to_string(int(state_)) + " to " +
                                                     std::to_string(int(to)));
@@ -127,14 +105,9 @@ void Reducer::Impl::store_locked(size_t index, const at::Tensor& gradient) {
   }
   arrival_.push_back(static_cast<int64_t>(index));
   buckets_[place.bucket].store(place.slot, gradient);
-  start_complete_buckets_locked();
-}
-
-void Reducer::Impl::start_complete_buckets_locked() {
-  while (started_ < buckets_.size() && buckets_[started_].complete()) {
+  for (; started_ < buckets_.size() && buckets_[started_].complete(); ++started_) {
     if (state_ == PassState::kAccumulating) transition_locked(PassState::kReducing);
     buckets_[started_].start(*group_, number_);
-    ++started_;
   }
 }
 
@@ -244,20 +217,13 @@ std::string Reducer::Impl::place_text() const {
   return " in the backward pass of rank " + std::to_string(world_rank());
 }
 
-std::vector<std::vector<std::string>> Reducer::Impl::bucket_names() const {
-  std::lock_guard lock(mutex_);
-  std::vector<std::vector<std::string>> result;
-  for (const Bucket& bucket : buckets_) {
-    result.emplace_back();
-    for (size_t index : bucket.members()) result.back().push_back(names_[index]);
-  }
-  return result;
-}
-
 Reducer::Reducer(const std::vector<NamedParameter>& parameters,
                  std::shared_ptr<collective::ReduceGroup> group, Options options)
     : impl_(std::make_shared<Impl>(parameters, std::move(group), options)) {
-  impl_->install_hooks();
+  for (size_t i = 0; i < impl_->parameters_.size(); ++i) {
+    torch::autograd::impl::set_post_acc_grad_hooks(impl_->parameters_[i],
+                                                   std::make_unique<Hook>(impl_, i));
+  }
 }
 
 Reducer::Reducer(const std::vector<NamedParameter>& parameters,
@@ -266,20 +232,47 @@ Reducer::Reducer(const std::vector<NamedParameter>& parameters,
               options) {}
 
 Reducer::~Reducer() {
-  impl_->remove_hooks();
-  impl_->give_up_all("ended with its Reducer");
+  for (const at::Tensor& parameter : impl_->parameters_) {
+    torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr);
+  }
+  constexpr auto kWhy = "ended with its Reducer";
+  std::unique_lock lock(impl_->mutex_);
+  const uint64_t pass = impl_->pass_;
+  lock.unlock();
+  impl_->give_up(pass, kWhy);
+  lock.lock();
+  for (auto& [id, known] : impl_->contexts_) {
+    if (std::exchange(known.expected, 0) != 0) {
+      impl_->debts_.push_back(impl_->given_up_error(kWhy));
+    }
+  }
+  impl_->settle_debts_locked();
 }
 
 void Reducer::attach(GradientPass& pass) { impl_->attach(pass); }
 
 void Reducer::expect(const autograd::ContextRef& context) { impl_->expect(context); }
 
-void Reducer::count_forward() { impl_->count_forward(); }
+void Reducer::count_forward() {
+  std::lock_guard lock(impl_->mutex_);
+  impl_->plain_ = {impl_->plain_.forward + 1, 0};
+}
 
-void Reducer::set_step(uint64_t step) { impl_->set_step(step); }
+void Reducer::set_step(uint64_t step) {
+  std::lock_guard lock(impl_->mutex_);
+  impl_->step_ = step;
+}
 
-collective::ReduceGroup& Reducer::group() const { return impl_->group(); }
+collective::ReduceGroup& Reducer::group() const { return *impl_->group_; }
 
-std::vector<std::vector<std::string>> Reducer::buckets() const { return impl_->bucket_names(); }
+std::vector<std::vector<std::string>> Reducer::buckets() const {
+  std::lock_guard lock(impl_->mutex_);
+  std::vector<std::vector<std::string>> result;
+  for (const Bucket& bucket : impl_->buckets_) {
+    result.emplace_back();
+    for (size_t index : bucket.members()) result.back().push_back(impl_->names_[index]);
+  }
+  return result;
+}
 
 }  // namespace distrain::ddp

@@ -41,14 +41,14 @@ using base::ErrorKind;
 // succeeded in one more, on the order of the gradients. One that cannot refuses:
 // ReduceGroup::refuse takes the place of all that it has not started, so the other ranks get its
 // error there and the group stays in step. This covers a parameter without
-// gradient, a sparse gradient, and a pass that dies by an exception: its callback is destroyed
-// without being called, and with it the PassEnd that it owns.
+// gradient, a sparse gradient, and a pass that dies by an exception: its end_of() is destroyed
+// without being called.
 //
-// expect() gives a context a PassEnd before its pass begins. One that is destroyed with the context
-// tells of a forward whose backward never came. This rank then owes the others a refusal. It is not
-// sent there and then: a context may end on any thread, between whatever collectives, and while an
-// exception is on its way that says better what went wrong. It is sent where all ranks come to in
-// the same order: before the next pass, or the next expect(), or by the destructor.
+// expect() gives a context an end_of() before its pass begins. One that is destroyed with the
+// context tells of a forward whose backward never came. This rank then owes the others a refusal.
+// It is not sent there and then: a context may end on any thread, between whatever collectives, and
+// while an exception is on its way that says better what went wrong. It is sent where all ranks
+// come to in the same order: before the next pass, or the next expect(), or by the destructor.
 //
 // Note [Numbers of passes]
 //
@@ -75,23 +75,17 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   Impl(const std::vector<NamedParameter>& parameters,
        std::shared_ptr<collective::ReduceGroup> group, Options options);
 
-  void install_hooks();
-  void remove_hooks();
   void attach(GradientPass& source);
   void expect(const autograd::ContextRef& context);
-  void count_forward();
-  void set_step(uint64_t step);
-  collective::ReduceGroup& group() const { return *group_; }
   void on_accumulated(size_t index, const at::Tensor& variable);
-  void on_gradient(uint64_t pass, size_t index, const at::Tensor& gradient);
   void on_context_gradient(size_t index, const autograd::ContextRef& context,
                            const at::Tensor& gradient);
   void finish(uint64_t pass, const Deliver& deliver);
   void give_up(uint64_t pass, const char* why);
-  void give_up_all(const char* why);
-  std::vector<std::vector<std::string>> bucket_names() const;
 
  private:
+  friend class Reducer;
+
   struct Place {
     size_t bucket = 0;
     size_t slot = 0;
@@ -119,12 +113,11 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   collective::PassNumber number_by(ForwardCount& count, uint64_t context) const;
   bool begin_of_context_locked(size_t index, const autograd::ContextRef& context,
                                std::function<void()>& end);
-  std::function<void()> end_of(const autograd::ContextRef& context, uint64_t pass);
+  std::function<void()> end_of(uint64_t pass, Deliver deliver);
   Known* expecting_locked(uint64_t pass);
   void settle_debts_locked();
   Known* answer_expectation_locked();
   void store_locked(size_t index, const at::Tensor& gradient);
-  void start_complete_buckets_locked();
   void make_buckets(const std::vector<int64_t>& order);
   void hand_out(const Deliver& deliver);
   int collectives_left_locked() const;

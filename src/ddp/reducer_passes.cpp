@@ -10,27 +10,11 @@ namespace distrain::ddp {
 
 namespace {
 
-/// Owned by what will end a pass; if that dies first, so does the pass.
-template <class Impl>
-class PassEnd {
- public:
-  PassEnd(std::weak_ptr<Impl> impl, uint64_t pass, Deliver deliver)
-      : impl_(std::move(impl)), pass_(pass), deliver_(std::move(deliver)) {}
-  ~PassEnd() {
-    if (auto impl = impl_.lock()) impl->give_up(pass_, "failed before its end");
-  }
-  PassEnd(const PassEnd&) = delete;
-  PassEnd& operator=(const PassEnd&) = delete;
-
-  void operator()() {
-    if (auto impl = impl_.lock()) impl->finish(pass_, deliver_);
-  }
-
- private:
-  std::weak_ptr<Impl> impl_;
-  const uint64_t pass_;
-  const Deliver deliver_;
-};
+Deliver into(const autograd::ContextRef& context) {
+  return [context](const at::Tensor& parameter, const at::Tensor& mean) {
+    context.set_gradient(parameter, mean);
+  };
+}
 
 }  // namespace
 
@@ -59,17 +43,18 @@ void Reducer::Impl::attach(GradientPass& source) {
     begin_locked(++last_pass_, {.step = step_});
     pass = pass_;
   }
-  auto end = std::make_shared<PassEnd<Impl>>(
-      weak_from_this(), pass, [&source](const at::Tensor& parameter, const at::Tensor& mean) {
-        source.set_gradient(parameter, mean);
-      });
   for (size_t i = 0; i < parameters_.size(); ++i) {
     source.on_gradient_ready(parameters_[i],
                              [weak = weak_from_this(), pass, i](const at::Tensor& gradient) {
-                               if (auto impl = weak.lock()) impl->on_gradient(pass, i, gradient);
+                               const auto impl = weak.lock();
+                               if (!impl) return;
+                               std::lock_guard lock(impl->mutex_);
+                               if (pass == impl->pass_) impl->store_locked(i, gradient);
                              });
   }
-  source.on_pass_end([end] { (*end)(); });
+  source.on_pass_end(end_of(pass, [&source](const at::Tensor& parameter, const at::Tensor& mean) {
+    source.set_gradient(parameter, mean);
+  }));
 }
 
 void Reducer::Impl::expect(const autograd::ContextRef& context) {
@@ -85,15 +70,18 @@ void Reducer::Impl::expect(const autograd::ContextRef& context) {
     pass = known.expected = ++last_pass_;
     known.count = {++announced_, 0};
   }
-  context.on_pass_end(end_of(context, pass));
+  context.on_pass_end(end_of(pass, into(context)));
 }
 
-std::function<void()> Reducer::Impl::end_of(const autograd::ContextRef& context, uint64_t pass) {
-  auto end = std::make_shared<PassEnd<Impl>>(
-      weak_from_this(), pass, [context](const at::Tensor& parameter, const at::Tensor& mean) {
-        context.set_gradient(parameter, mean);
-      });
-  return [end] { (*end)(); };
+// Owned by what will end a pass; if the last copy dies before it was called, so does the pass.
+std::function<void()> Reducer::Impl::end_of(uint64_t pass, Deliver deliver) {
+  const std::weak_ptr<Impl> weak = weak_from_this();
+  std::shared_ptr<void> open(nullptr, [weak, pass](void*) {
+    if (const auto impl = weak.lock()) impl->give_up(pass, "failed before its end");
+  });
+  return [weak, pass, open = std::move(open), deliver = std::move(deliver)] {
+    if (const auto impl = weak.lock()) impl->finish(pass, deliver);
+  };
 }
 
 Reducer::Impl::Known* Reducer::Impl::expecting_locked(uint64_t pass) {
@@ -123,16 +111,6 @@ Reducer::Impl::Known* Reducer::Impl::answer_expectation_locked() {
   return &it->second;
 }
 
-void Reducer::Impl::count_forward() {
-  std::lock_guard lock(mutex_);
-  plain_ = {plain_.forward + 1, 0};
-}
-
-void Reducer::Impl::set_step(uint64_t step) {
-  std::lock_guard lock(mutex_);
-  step_ = step;
-}
-
 collective::PassNumber Reducer::Impl::number_by(ForwardCount& count, uint64_t context) const {
   return {step_, count.forward, count.passes++, context};
 }
@@ -148,8 +126,7 @@ void Reducer::Impl::on_accumulated(size_t index, const at::Tensor& variable) {
       number_ = number_by(plain_, 0);
       plain_numbered_ = plain_.forward;
     }
-    auto end = std::make_shared<PassEnd<Impl>>(weak_from_this(), pass_, nullptr);
-    torch::autograd::Engine::get_default_engine().queue_callback([end] { (*end)(); });
+    torch::autograd::Engine::get_default_engine().queue_callback(end_of(pass_, nullptr));
   }
   store_locked(index, variable.grad());
 }
@@ -164,7 +141,7 @@ void Reducer::Impl::on_context_gradient(size_t index, const autograd::ContextRef
   if (begin_of_context_locked(index, context, end)) store_locked(index, gradient);
 }
 
-// False if the context's pass has failed meanwhile: what it owes the other ranks its PassEnd has
+// False if the context's pass has failed meanwhile: what it owes the other ranks its end_of() has
 // seen to, and no end would come for a pass that begins now.
 bool Reducer::Impl::begin_of_context_locked(size_t index, const autograd::ContextRef& context,
                                             std::function<void()>& end) {
@@ -180,14 +157,16 @@ bool Reducer::Impl::begin_of_context_locked(size_t index, const autograd::Contex
     }
     uint64_t pass = it->second.expected;
     if (pass == 0) {
-      end = end_of(context, pass = ++last_pass_);
+      pass = ++last_pass_;
+      end = end_of(pass, into(context));
       if (!context.on_pass_end(end)) return false;
     }
     begin_locked(pass, {});
     it->second.expected = 0;
     number_ = number_by(it->second.count, context.id());
   } catch (const base::Exception& e) {
-    // The other ranks wait for a pass of this one. If it is still expected, its PassEnd sees to it.
+    // The other ranks wait for a pass of this one. If it is still expected, its end_of() sees to
+    // it.
     if (it == contexts_.end() && std::exchange(unannounced_, context.id()) != context.id()) {
       ++announced_;
       plain_.forward = plain_numbered_;  // a forward out of the context was meant for it
@@ -200,11 +179,6 @@ bool Reducer::Impl::begin_of_context_locked(size_t index, const autograd::Contex
   }
   context_pass_ = context.pass();
   return true;
-}
-
-void Reducer::Impl::on_gradient(uint64_t pass, size_t index, const at::Tensor& gradient) {
-  std::lock_guard lock(mutex_);
-  if (pass == pass_) store_locked(index, gradient);
 }
 
 void Reducer::Impl::give_up(uint64_t pass, const char* why) {
@@ -228,20 +202,6 @@ void Reducer::Impl::give_up(uint64_t pass, const char* why) {
   std::lock_guard lock(mutex_);
   for (Bucket& bucket : buckets_) bucket.drop();
   transition_locked(PassState::kIdle);
-}
-
-void Reducer::Impl::give_up_all(const char* why) {
-  uint64_t pass = 0;
-  {
-    std::lock_guard lock(mutex_);
-    pass = pass_;
-  }
-  give_up(pass, why);
-  std::lock_guard lock(mutex_);
-  for (auto& [id, known] : contexts_) {
-    if (std::exchange(known.expected, 0) != 0) debts_.push_back(given_up_error(why));
-  }
-  settle_debts_locked();
 }
 
 Error Reducer::Impl::given_up_error(const char* why) const {

@@ -8,6 +8,7 @@
 #include <ATen/ATen.h>
 
 #include "distrain/base/error.h"
+#include "distrain/base/random.h"
 #include "distrain/collective/device_numbers.h"
 
 namespace distrain::ddp {
@@ -34,13 +35,6 @@ std::string describe(const NamedParameter& parameter, DeviceNumbers& devices) {
 
 /// No list of parameters and buffers takes more.
 constexpr int64_t kLongestText = int64_t{64} << 20;
-
-// FNV-1a
-uint64_t hash_of(const std::string& text) {
-  uint64_t hash = 0xcbf29ce484222325u;
-  for (char c : text) hash = (hash ^ static_cast<uint8_t>(c)) * 0x100000001b3u;
-  return hash;
-}
 
 std::string line_of(const std::string& text, size_t number) {
   std::istringstream lines(text);
@@ -104,7 +98,7 @@ void check_same_everywhere(const std::vector<NamedParameter>& tensors,
   DeviceNumbers devices;
   for (const NamedParameter& tensor : tensors) text += describe(tensor, devices) + "\n";
   const at::Tensor mine = at::empty({2}, at::kLong);
-  mine.data_ptr<int64_t>()[0] = static_cast<int64_t>(hash_of(text));
+  mine.data_ptr<int64_t>()[0] = static_cast<int64_t>(base::hash_of(text));
   mine.data_ptr<int64_t>()[1] = static_cast<int64_t>(text.size());
   int64_t longest = 0;
   bool equal = true;

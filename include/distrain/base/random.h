@@ -2,8 +2,16 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <string_view>
 
 namespace distrain::base {
+
+/// FNV-1a: the same number in all processes.
+inline uint64_t hash_of(std::string_view text) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (const char c : text) hash = (hash ^ static_cast<uint8_t>(c)) * 0x100000001b3u;
+  return hash;
+}
 
 /// A random generator whose numbers depend on nothing but its key: not on the standard library,
 /// the machine or the order in which others were used.

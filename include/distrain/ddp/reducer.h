@@ -20,6 +20,11 @@ struct NamedParameter {
   at::Tensor tensor;
 };
 
+struct ReducerOptions {
+  size_t bucket_cap_bytes = size_t{25} << 20;
+  size_t first_bucket_bytes = size_t{1} << 20;
+};
+
 /// Replaces the gradients of a model's parameters by their mean over the ranks of a group, while
 /// the backward pass that computes them still runs.
 ///
@@ -48,25 +53,16 @@ struct NamedParameter {
 /// `remote_failed` when the pass of another rank failed. Gradients are then left as they were.
 class Reducer {
  public:
-  struct Options {
-    size_t bucket_cap_bytes = size_t{25} << 20;
-    size_t first_bucket_bytes = size_t{1} << 20;
-  };
+  using Options = ReducerOptions;
 
   /// Those that require no gradient are left out. Same parameters in the same order on all ranks,
   /// and the Reducers of one group are made in the same order.
   /// Throws `invalid` if one is not a dense leaf, or has a post-accumulate hook already.
   Reducer(const std::vector<NamedParameter>& parameters,
-          std::shared_ptr<collective::ReduceGroup> group, Options options);
-  Reducer(const std::vector<NamedParameter>& parameters,
-          std::shared_ptr<collective::ReduceGroup> group)
-      : Reducer(parameters, std::move(group), Options{}) {}
+          std::shared_ptr<collective::ReduceGroup> group, Options options = {});
   /// Over a StagedReduceGroup.
   Reducer(const std::vector<NamedParameter>& parameters,
-          c10::intrusive_ptr<collective::Backend> backend, Options options);
-  Reducer(const std::vector<NamedParameter>& parameters,
-          c10::intrusive_ptr<collective::Backend> backend)
-      : Reducer(parameters, std::move(backend), Options{}) {}
+          c10::intrusive_ptr<collective::Backend> backend, Options options = {});
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
