@@ -80,10 +80,8 @@ bool ContextState::transition_locked(PassEvent event, uint64_t id) {
   const bool is_newest = id == newest_;
   switch (event) {
     case PassEvent::kBegin:
-      if (id <= newest_ || pass_state_ == kRunning || pass_state_ == kRan) return false;
-      newest_ = id;
-      pass_state_ = kRunning;
-      return true;
+      if (pass_state_ == kRunning || pass_state_ == kRan) return false;
+      [[fallthrough]];
     case PassEvent::kBeginByGradients:
       if (id <= newest_) return false;
       newest_ = id;
@@ -150,8 +148,8 @@ std::optional<ContextState::Failing> ContextState::begin_failing(uint64_t id) {
   const bool has_run = id == newest_ && pass_state_ == PassState::kRan;
   if (!transition_locked(PassEvent::kFail, id)) return std::nullopt;
   Failing failing;
-  failing.pass_.swap(pass_);
-  if (!has_run) std::swap(failing.hooks_, hooks_);
+  failing.pass.swap(pass_);
+  if (!has_run) std::swap(failing.hooks, hooks_);
   return failing;
 }
 
@@ -163,11 +161,11 @@ bool ContextState::fail_pass(uint64_t id, const base::Error& error) {
 
 void ContextState::Failing::end(const base::Error& error) {
   const auto tell_hooks = [this, &error] {
-    const Hooks hooks = std::exchange(hooks_, {});
-    if (hooks.guard.on_failure) hooks.guard.on_failure(error);
+    const Hooks told = std::exchange(hooks, {});
+    if (told.guard.on_failure) told.guard.on_failure(error);
   };
-  if (const auto pass = std::exchange(pass_, nullptr)) {
-    pass->end(error, tell_hooks);
+  if (const auto ended = std::exchange(pass, nullptr)) {
+    ended->end(error, tell_hooks);
   } else {
     tell_hooks();
   }
@@ -178,19 +176,9 @@ const at::Tensor& ContextState::read(const Entry& entry) {
   return entry.gradient;
 }
 
-void ContextState::accumulate(const at::Tensor& variable, at::Tensor gradient) {
+bool ContextState::accumulate(const at::Tensor& variable, at::Tensor gradient, uint64_t pass) {
   std::lock_guard lock(mutex_);
-  accumulate_locked(variable, std::move(gradient));
-}
-
-bool ContextState::accumulate_in(uint64_t pass, const at::Tensor& variable, at::Tensor gradient) {
-  std::lock_guard lock(mutex_);
-  if (!runs_locked(pass)) return false;
-  accumulate_locked(variable, std::move(gradient));
-  return true;
-}
-
-void ContextState::accumulate_locked(const at::Tensor& variable, at::Tensor gradient) {
+  if (pass != 0 && !runs_locked(pass)) return false;
   Entry& entry = gradients_[variable.unsafeGetTensorImpl()];
   if (!entry.gradient.defined()) {
     if (!is_own(gradient)) {
@@ -200,7 +188,7 @@ void ContextState::accumulate_locked(const at::Tensor& variable, at::Tensor grad
     }
     const auto made = made_under(gradient);
     entry = {variable, std::move(gradient), made};
-    return;
+    return true;
   }
   // Nor does the device still read it for somebody who has seen it.
   const bool in_place = !entry.followed && !entry.gradient.is_sparse() && is_own(entry.gradient);
@@ -214,6 +202,7 @@ void ContextState::accumulate_locked(const at::Tensor& variable, at::Tensor grad
   }
   entry.followed = false;
   entry.made = made_under(entry.gradient);
+  return true;
 }
 
 at::Tensor ContextState::gradient(const at::Tensor& variable) const {

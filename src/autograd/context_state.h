@@ -71,14 +71,13 @@ class ContextState {
   /// is over, or was told before: nothing happens. Not on the loop.
   bool fail_pass(uint64_t id, const base::Error& error);
   /// The same in two parts, the first of which may be run on the loop.
-  class Failing;
+  struct Failing;
   std::optional<Failing> begin_failing(uint64_t id);
 
   /// Gradients come under the current stream of their device, and those given out are ready there.
   /// Takes a gradient over, or copies a shared one: leaves do not share gradients.
-  void accumulate(const at::Tensor& variable, at::Tensor gradient);
-  /// The same for a pass; false if it no longer runs here: no later pass gets its gradient.
-  bool accumulate_in(uint64_t pass, const at::Tensor& variable, at::Tensor gradient);
+  /// False if `pass` is not 0 and no longer runs here: no later pass gets its gradient.
+  bool accumulate(const at::Tensor& variable, at::Tensor gradient, uint64_t pass = 0);
   at::Tensor gradient(const at::Tensor& variable) const;
   void set_gradient(const at::Tensor& variable, at::Tensor gradient);
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients() const;
@@ -119,7 +118,6 @@ class ContextState {
   bool runs_locked(uint64_t pass) const {
     return pass == newest_ && pass_state_ == PassState::kRunning;
   }
-  void accumulate_locked(const at::Tensor& variable, at::Tensor gradient);
 
   const uint64_t id_;
   mutable std::mutex mutex_;
@@ -134,15 +132,12 @@ class ContextState {
 };
 
 /// What a pass that has failed leaves to be ended.
-class ContextState::Failing {
- public:
+struct ContextState::Failing {
   /// Not on the loop.
   void end(const base::Error& error);
 
- private:
-  friend class ContextState;
-  std::shared_ptr<Pass> pass_;
-  Hooks hooks_;
+  std::shared_ptr<Pass> pass;
+  Hooks hooks;
 };
 
 }  // namespace distrain::autograd

@@ -4,6 +4,9 @@
 #include <vector>
 
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "distrain/base/error.h"
 
 namespace distrain::autograd {
 
@@ -12,7 +15,13 @@ class SendNode final : public torch::autograd::Node {
  public:
   /// An input and an edge for each of `tensors`. `answered`: the call of rank `to` that they
   /// answer; 0: they are a call's arguments.
-  SendNode(int to, uint64_t answered, const std::vector<at::Tensor>& tensors);
+  SendNode(int to, uint64_t answered, const std::vector<at::Tensor>& tensors)
+      : to_(to), answered_(answered) {
+    for (const at::Tensor& tensor : tensors) {
+      add_input_metadata(tensor);
+      add_next_edge(torch::autograd::impl::gradient_edge(tensor));
+    }
+  }
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     return std::move(grads);
@@ -33,10 +42,11 @@ class RecvNode final : public torch::autograd::Node {
   RecvNode(uint64_t context, uint64_t autograd_id, int from)
       : context_(context), autograd_id_(autograd_id), from_(from) {}
 
-  /// Makes `tensors` outputs of this node. `self` is this node.
-  static void attach(const std::shared_ptr<RecvNode>& self, std::vector<at::Tensor>& tensors);
-
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
+    base::invalid("this graph goes on on rank " + std::to_string(from_) +
+                  ": use distrain::autograd::backward(context, {loss}) in place of "
+                  "loss.backward()");
+  }
   std::string name() const override { return "distrain::RecvBackward"; }
 
   uint64_t context() const { return context_; }

@@ -51,9 +51,9 @@ void ParameterLock::add_blocked_readers(int change) {
 // The agent keeps its runtime.
 ParameterRead::ParameterRead(rpc::Agent& agent)
     : runtime_(*Runtime::of(agent)),
-      lock_(runtime_.parameters_lock()),
+      lock_(runtime_.parameters_lock),
       outer_(base::thread_state().observer) {
-  runtime_.parameter_streams().read(agent.device());
+  runtime_.parameter_streams.read(agent.device());
   base::thread_state().observer = this;
 }
 
@@ -70,7 +70,7 @@ void ParameterRead::on_unblock() {
 }
 
 at::Tensor ParameterRead::version(const at::Tensor& parameter) const {
-  runtime_.parameter_streams().read(parameter);
+  runtime_.parameter_streams.read(parameter);
   at::Tensor version = parameter.variable_data();
   if (parameter.requires_grad() && at::GradMode::is_enabled()) {
     torch::autograd::impl::set_gradient_edge(version,
@@ -80,7 +80,7 @@ at::Tensor ParameterRead::version(const at::Tensor& parameter) const {
 }
 
 void ParameterRead::renew(const at::Tensor& version, const at::Tensor& parameter) const {
-  runtime_.parameter_streams().read(parameter);
+  runtime_.parameter_streams.read(parameter);
   version.unsafeGetTensorImpl()->shallow_copy_from(parameter.variable_data().getIntrusivePtr());
 }
 
@@ -95,14 +95,14 @@ std::vector<at::Tensor> current_versions(rpc::Agent& agent,
 
 void add_version_keeper(rpc::Agent& agent, std::weak_ptr<VersionKeeper> keeper) {
   Runtime& runtime = *Runtime::of(agent);
-  const std::unique_lock lock(runtime.parameters_lock());
-  runtime.version_keepers().push_back(std::move(keeper));
+  const std::unique_lock lock(runtime.parameters_lock);
+  runtime.version_keepers.push_back(std::move(keeper));
 }
 
 ParameterUpdate::ParameterUpdate(rpc::Agent& agent)
-    : runtime_(*Runtime::of(agent)), lock_(runtime_.parameters_lock()) {
-  runtime_.parameter_streams().update(agent.device());
-  std::erase_if(runtime_.version_keepers(), [](const std::weak_ptr<VersionKeeper>& known) {
+    : runtime_(*Runtime::of(agent)), lock_(runtime_.parameters_lock) {
+  runtime_.parameter_streams.update(agent.device());
+  std::erase_if(runtime_.version_keepers, [](const std::weak_ptr<VersionKeeper>& known) {
     const auto keeper = known.lock();
     if (keeper) keeper->let_go();
     return !keeper;
@@ -110,7 +110,7 @@ ParameterUpdate::ParameterUpdate(rpc::Agent& agent)
 }
 
 bool ParameterUpdate::unshare(const at::Tensor& parameter) const {
-  runtime_.parameter_streams().update(parameter);
+  runtime_.parameter_streams.update(parameter);
   if (parameter.storage().use_count() <= 1) return false;
   const at::NoGradGuard no_grad;
   at::Tensor moved = parameter;

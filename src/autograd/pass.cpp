@@ -80,7 +80,7 @@ base::Future<void> Pass::run_roots(const std::vector<at::Tensor>& roots) {
     for (size_t i = 0; i < roots.size(); ++i) {
       deliver_locked(roots_[i], at::ones_like(roots[i]), std::nullopt);
     }
-    runner_ = Owner::kRunner;
+    is_running_ = true;
   }
   run_ready();
   return done;
@@ -125,8 +125,7 @@ void Pass::receive(const std::shared_ptr<SendNode>& node, variable_list grads,
       } else {
         waker_ = reply;
       }
-      run = runner_ == Owner::kNobody;
-      if (run) runner_ = Owner::kRunner;
+      run = !std::exchange(is_running_, true);
     }
   }
   if (failed) return reply->fail(*failed);
@@ -153,7 +152,7 @@ void Pass::run_ready() {
         end_hooks_due_ = false;
         end_hooks = true;
       } else {
-        runner_ = Owner::kNobody;
+        is_running_ = false;
         break;
       }
     }
@@ -282,7 +281,7 @@ void Pass::on_acknowledged(base::Result<rpc::RawReply>& reply) {
   PassReports reports;
   try {
     const auto message = agent_.open(reply.unchecked());
-    rpc::Decoder decoder = agent_.decoder(*message);
+    rpc::Decoder decoder(*message);
     reports = rpc::decode<PassReports>(decoder);
     decoder.in.expect_end();
   } catch (...) {
@@ -308,7 +307,7 @@ void Pass::capture(Node& accumulate, variable_list grads) {
   // The hooks' gradient is theirs: with one of them the context takes a copy.
   at::Tensor gradient = accumulate.post_hooks().empty() ? std::move(grads[0]) : grads[0];
   if (gradient.defined()) {
-    if (!context->accumulate_in(id_, variable, std::move(gradient))) return;
+    if (!context->accumulate(variable, std::move(gradient), id_)) return;
     announce(context, variable);
   }
   // As torch's DistEngine calls them: without outputs, and also where there is no gradient.
@@ -337,7 +336,7 @@ void Pass::settle() {
   PassReports reports;
   {
     std::lock_guard lock(mutex_);
-    if (!waker_ || error_ || runner_ != Owner::kNobody || !ready_.empty() || unacknowledged_ > 0) {
+    if (!waker_ || error_ || is_running_ || !ready_.empty() || unacknowledged_ > 0) {
       return;
     }
     waker = std::move(*waker_);

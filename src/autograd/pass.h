@@ -90,7 +90,6 @@ class Pass : public std::enable_shared_from_this<Pass> {
     int dependencies = 0;  // gradients that have not come yet
     std::optional<torch::autograd::InputBuffer> inputs;
   };
-  enum class Owner { kNobody, kRunner };
 
   void run_ready();
   void execute(Ready ready);
@@ -117,7 +116,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   uint32_t sends_waiting_ = 0;
   size_t nodes_left_ = 0;             // that have not run
   std::vector<c10::Stream> streams_;  // of nodes and hooks that have run
-  Owner runner_ = Owner::kNobody;
+  bool is_running_ = false;           // a thread runs the ready nodes
   int unacknowledged_ = 0;
   std::optional<rpc::ReplyPtr> waker_;       // awake: whom to acknowledge; null: the initiator
   std::optional<base::Promise<void>> done_;  // the initiator's

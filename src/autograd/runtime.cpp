@@ -53,31 +53,26 @@ class ThreadsContexts {
 };
 
 /// A pass as its initiator sees it.
-class OwnPass {
- public:
+struct OwnPass {
   OwnPass(const Context& context, PassOptions options)
-      : runtime_(Runtime::of(context.agent())),
-        state_(context.state()),
-        pass_(std::make_shared<Pass>(context.agent(), runtime_->new_id(), options)) {}
+      : runtime(Runtime::of(context.agent())),
+        state(context.state()),
+        pass(std::make_shared<Pass>(context.agent(), runtime->new_id(), options)) {}
 
-  /// Throws `invalid` if another one is under way; then this one is none.
-  void begin() { state_->begin_pass(pass_); }
   base::Future<void> run(const std::vector<at::Tensor>& roots) {
-    pass_->prepare(state_, roots);
-    return pass_->run_roots(roots);
+    pass->prepare(state, roots);
+    return pass->run_roots(roots);
   }
-  void end() { state_->finish_pass(pass_->id()); }
-  void join_streams() { pass_->join_streams(); }
+  void end() { state->finish_pass(pass->id()); }
   /// Not on the loop: hooks of the user's are destroyed.
   void fail(const base::Error& error) {
-    state_->fail_pass(pass_->id(), error);
-    runtime_->fail_pass(state_->id(), pass_->id(), error);
+    state->fail_pass(pass->id(), error);
+    runtime->fail_pass(state->id(), pass->id(), error);
   }
 
- private:
-  std::shared_ptr<Runtime> runtime_;
-  std::shared_ptr<ContextState> state_;
-  std::shared_ptr<Pass> pass_;
+  std::shared_ptr<Runtime> runtime;
+  std::shared_ptr<ContextState> state;
+  std::shared_ptr<Pass> pass;
 };
 
 void check_roots(const std::vector<at::Tensor>& roots) {
@@ -158,8 +153,8 @@ std::shared_ptr<ContextState> Runtime::take_locked(uint64_t first_ended, uint64_
 }
 
 at::Tensor Runtime::hold(const at::Tensor& parameter) {
-  const std::shared_lock lock(parameters_lock_);
-  parameter_streams_.read(parameter);
+  const std::shared_lock lock(parameters_lock);
+  parameter_streams.read(parameter);
   return parameter.variable_data();
 }
 
@@ -253,12 +248,8 @@ void Runtime::on_message_on_loop(const rpc::ChannelMessage& message) {
   }
 }
 
-uint64_t Runtime::on_send(uint64_t context, int to, const std::vector<at::Tensor>& tensors) {
-  return on_answer(context, to, 0, tensors);
-}
-
-uint64_t Runtime::on_answer(uint64_t context, int to, uint64_t call,
-                            const std::vector<at::Tensor>& tensors) {
+uint64_t Runtime::on_send(uint64_t context, int to, uint64_t answered,
+                          const std::vector<at::Tensor>& tensors) {
   empty_trash();
   std::vector<at::Tensor> wanted;
   if (at::GradMode::is_enabled()) {
@@ -270,7 +261,7 @@ uint64_t Runtime::on_answer(uint64_t context, int to, uint64_t call,
   state->add_participant(to);
   if (wanted.empty()) return 0;
   const uint64_t id = new_id();
-  return state->add_send(id, std::make_shared<SendNode>(to, call, wanted)) ? id : 0;
+  return state->add_send(id, std::make_shared<SendNode>(to, answered, wanted)) ? id : 0;
 }
 
 void Runtime::on_failed(uint64_t context, uint64_t autograd_id) {
@@ -308,7 +299,7 @@ void Runtime::on_receive(uint64_t context, uint64_t autograd_id, int from,
   const std::shared_ptr<ContextState> state = find_or_create(context);
   state->add_participant(from);
   const auto node = std::make_shared<RecvNode>(context, autograd_id, from);
-  RecvNode::attach(node, wanted);  // the tensors' own: `wanted` shares them
+  torch::autograd::set_history(wanted, node);  // the tensors' own: `wanted` shares them
 }
 
 void Runtime::on_rank_lost(const rpc::Loss& loss) {
@@ -372,8 +363,6 @@ void Runtime::on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply) {
 
 // ---- the public face ----
 
-Context::Context(rpc::Agent& agent) : Context(agent, Scope::kThread) {}
-
 Context::Context(rpc::Agent& agent, Scope scope)
     : agent_(agent),
       runtime_(Runtime::of(agent)),
@@ -432,39 +421,39 @@ bool ContextRef::on_pass_end(std::function<void()> fn) const {
 
 void backward(Context& context, const std::vector<at::Tensor>& roots, PassOptions options) {
   check_roots(roots);
-  OwnPass pass(context, options);
-  pass.begin();
+  OwnPass own(context, options);
+  own.state->begin_pass(own.pass);
   try {
-    pass.run(roots).wait();
+    own.run(roots).wait();
   } catch (...) {
     const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
-    pass.fail(error);
+    own.fail(error);
     throw base::Exception(error);
   }
-  pass.end();
-  pass.join_streams();
+  own.end();
+  own.pass->join_streams();
 }
 
 base::Future<void> backward_async(Context& context, const std::vector<at::Tensor>& roots,
                                   PassOptions options) {
   check_roots(roots);
-  OwnPass pass(context, options);
-  pass.begin();
+  OwnPass own(context, options);
+  own.state->begin_pass(own.pass);
   auto ended = std::make_shared<base::Promise<void>>();
   base::Future<void> result = ended->future();
   try {
-    pass.run(roots).on_complete(context.agent().executor(),
-                                [pass, ended](base::Result<base::Unit>& outcome) mutable {
-                                  if (outcome.ok()) {
-                                    pass.end();
-                                  } else {
-                                    pass.fail(outcome.error());
-                                  }
-                                  ended->complete(outcome);
-                                });
+    own.run(roots).on_complete(context.agent().executor(),
+                               [own, ended](base::Result<base::Unit>& outcome) mutable {
+                                 if (outcome.ok()) {
+                                   own.end();
+                                 } else {
+                                   own.fail(outcome.error());
+                                 }
+                                 ended->complete(outcome);
+                               });
   } catch (...) {
     const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
-    pass.fail(error);
+    own.fail(error);
     throw base::Exception(error);
   }
   return result;

@@ -37,10 +37,9 @@ class Runtime final : public rpc::AutogradHook,
   static std::shared_ptr<Runtime> of(rpc::Agent& agent);
 
   /// Shared by those who read parameters, held by those who change them; see parameter_versions.h.
-  ParameterLock& parameters_lock() { return parameters_lock_; }
-  ParameterStreams& parameter_streams() { return parameter_streams_; }
-  /// Guarded by parameters_lock().
-  std::vector<std::weak_ptr<VersionKeeper>>& version_keepers() { return version_keepers_; }
+  ParameterLock parameters_lock;
+  ParameterStreams parameter_streams;
+  std::vector<std::weak_ptr<VersionKeeper>> version_keepers;  // guarded by parameters_lock
 
   uint64_t new_id();
   std::shared_ptr<ContextState> create();
@@ -52,9 +51,8 @@ class Runtime final : public rpc::AutogradHook,
   /// Ends the pass here and there.
   void fail_pass(uint64_t context, uint64_t pass, const base::Error& error);
 
-  uint64_t on_send(uint64_t context, int to, const std::vector<at::Tensor>& tensors) override;
-  uint64_t on_answer(uint64_t context, int to, uint64_t call,
-                     const std::vector<at::Tensor>& tensors) override;
+  uint64_t on_send(uint64_t context, int to, uint64_t answered,
+                   const std::vector<at::Tensor>& tensors) override;
   void on_failed(uint64_t context, uint64_t autograd_id) override;
   void on_given_up(uint64_t context, int to, uint64_t call) override;
   void on_receive(uint64_t context, uint64_t autograd_id, int from,
@@ -78,9 +76,6 @@ class Runtime final : public rpc::AutogradHook,
   rpc::Agent& agent_;
   rpc::Channel* channel_ = nullptr;
   std::atomic<uint64_t> counter_{0};
-  ParameterLock parameters_lock_;
-  ParameterStreams parameter_streams_;
-  std::vector<std::weak_ptr<VersionKeeper>> version_keepers_;
   mutable std::mutex mutex_;
   std::map<uint64_t, std::shared_ptr<ContextState>> contexts_;  // those of one maker side by side
   std::map<rpc::ProcessNumber, base::Error> lost_;  // what is late for their contexts makes none

@@ -59,23 +59,15 @@ bool follow(const at::Tensor& tensor, const std::optional<c10::Stream>& made) {
   return true;
 }
 
-void follow(const std::vector<c10::Stream>& streams) {
+void follow(const std::vector<c10::Stream>& streams, std::optional<c10::Device> only) {
   for (const c10::Stream& stream : streams) {
-    if (rpc::current_stream(stream.device()) == stream) continue;
+    if ((only && stream.device() != *only) || rpc::current_stream(stream.device()) == stream)
+      continue;
     rpc::StreamPoint::mark(stream).make_current_wait(stream.device());
   }
 }
 
 namespace {
-
-void follow(const std::vector<c10::Stream>& streams, c10::Device device) {
-  const c10::Stream current = rpc::current_stream(device);
-  for (const c10::Stream& stream : streams) {
-    if (stream.device() == device && stream != current) {
-      rpc::StreamPoint::mark(stream).make_wait(current);
-    }
-  }
-}
 
 void use_under_current(const at::Tensor& tensor) {
   if (const auto stream = made_under(tensor)) rpc::use_on_stream(tensor, *stream);

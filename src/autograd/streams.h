@@ -43,8 +43,10 @@ std::optional<c10::Stream> made_under(const at::Tensor& tensor);
 /// Has this thread's current stream wait for `tensor`, made under `made`. True if they differ.
 bool follow(const at::Tensor& tensor, const std::optional<c10::Stream>& made);
 
-/// Makes this thread's current streams wait for all that `streams` have been given.
-void follow(const std::vector<c10::Stream>& streams);
+/// Makes this thread's current streams, or that of one device only, wait for all that `streams` (of
+/// that device) have been given.
+void follow(const std::vector<c10::Stream>& streams,
+            std::optional<c10::Device> only = std::nullopt);
 
 void insert(std::vector<c10::Stream>& streams, const c10::Stream& stream);
 

@@ -1,5 +1,7 @@
 #include "distrain/nn/arguments.h"
 
+#include <array>
+
 #include <c10/util/Type.h>
 
 #include "distrain/base/error.h"
@@ -11,19 +13,9 @@ std::string type_name(std::string_view mangled) {
 }
 
 std::string kind_name(ArgumentKind kind) {
-  switch (kind) {
-    case ArgumentKind::kBool:
-      return "a bool";
-    case ArgumentKind::kInteger:
-      return "an integer";
-    case ArgumentKind::kReal:
-      return "a floating-point number";
-    case ArgumentKind::kText:
-      return "a text";
-    case ArgumentKind::kOther:
-      break;
-  }
-  return "of an unknown kind";
+  constexpr std::array kNames = {"a bool", "an integer", "a floating-point number", "a text"};
+  const auto number = static_cast<size_t>(kind);
+  return number < kNames.size() ? kNames[number] : "of an unknown kind";
 }
 
 void refuse_argument(size_t number, const std::string& given, const std::type_info& wanted) {

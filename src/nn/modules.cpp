@@ -1,70 +1,98 @@
 #include "modules.h"
 
+#include <any>
+#include <map>
+#include <mutex>
+
 #include "distrain/base/error.h"
 #include "distrain/base/thread_state.h"
+#include "distrain/nn/module.h"
 #include "keyed_random.h"
+#include "shared_module.h"
 
 namespace distrain::nn {
 
 using base::ErrorKind;
 
-void Modules::add(const std::string& name, detail::Factory factory) {
-  auto entry = std::make_shared<Entry>();
-  entry->factory = std::move(factory);
-  std::lock_guard lock(mutex_);
-  if (!entries_.emplace(name, std::move(entry)).second) {
-    base::invalid("a module '" + name + "' is exposed already");
-  }
-}
+namespace {
 
-std::shared_ptr<SharedModule> Modules::find_or_make(rpc::Agent& agent, rpc::Decoder& request) {
-  const auto name = rpc::decode<std::string>(request);
-  std::shared_ptr<Entry> entry;
-  {
+/// The modules that one rank has exposed. Thread-safe.
+class Modules {
+ public:
+  void add(const std::string& name, detail::Factory factory) {
+    auto entry = std::make_shared<Entry>();
+    entry->factory = std::move(factory);
     std::lock_guard lock(mutex_);
-    const auto it = entries_.find(name);
-    if (it != entries_.end()) {
-      entry = it->second;
-    } else {
-      std::string known;
-      for (const auto& item : entries_) known += (known.empty() ? "" : ", ") + item.first;
-      throw base::Exception(ErrorKind::kNotFound, agent.name() + " exposes no module '" + name +
-                                                      "', but " +
-                                                      (known.empty() ? "none at all" : known));
+    if (!entries_.emplace(name, std::move(entry)).second) {
+      base::invalid("a module '" + name + "' is exposed already");
     }
   }
-  detail::Recipe recipe;
-  try {
-    recipe = entry->factory.read(request);
-  } catch (const base::Exception& e) {
-    base::Error error = e.error();
-    if (error.kind == ErrorKind::kInvalid) error.message = "module " + name + ": " + error.message;
-    throw base::Exception(std::move(error));
-  }
-  const base::BlockingScope waits;  // for another who makes it
-  std::lock_guard lock(entry->mutex);
-  if (!entry->module) {
-    auto module = std::make_shared<SharedModule>(agent, name, std::move(recipe.make));
-    autograd::add_version_keeper(agent, module);
-    entry->module = std::move(module);
-    entry->arguments = std::move(recipe.arguments);
-  } else if (!entry->factory.same_arguments(recipe.arguments, entry->arguments)) {
-    base::invalid("module " + name + " is there already, made with other arguments");
-  }
-  return entry->module;
-}
 
-Modules* modules_of(rpc::Agent& agent) {
+  /// The one that is asked for. Made here if it is not there.
+  std::shared_ptr<SharedModule> find_or_make(rpc::Agent& agent, rpc::Decoder& request) {
+    const auto name = rpc::decode<std::string>(request);
+    std::shared_ptr<Entry> entry;
+    {
+      std::lock_guard lock(mutex_);
+      const auto it = entries_.find(name);
+      if (it != entries_.end()) {
+        entry = it->second;
+      } else {
+        std::string known;
+        for (const auto& item : entries_) known += (known.empty() ? "" : ", ") + item.first;
+        throw base::Exception(ErrorKind::kNotFound, agent.name() + " exposes no module '" + name +
+                                                        "', but " +
+                                                        (known.empty() ? "none at all" : known));
+      }
+    }
+    detail::Recipe recipe;
+    try {
+      recipe = entry->factory.read(request);
+    } catch (const base::Exception& e) {
+      base::Error error = e.error();
+      if (error.kind == ErrorKind::kInvalid)
+        error.message = "module " + name + ": " + error.message;
+      throw base::Exception(std::move(error));
+    }
+    const base::BlockingScope waits;  // for another who makes it
+    std::lock_guard lock(entry->mutex);
+    if (!entry->module) {
+      auto module = std::make_shared<SharedModule>(agent, name, std::move(recipe.make));
+      autograd::add_version_keeper(agent, module);
+      entry->module = std::move(module);
+      entry->arguments = std::move(recipe.arguments);
+    } else if (!entry->factory.same_arguments(recipe.arguments, entry->arguments)) {
+      base::invalid("module " + name + " is there already, made with other arguments");
+    }
+    return entry->module;
+  }
+
+ private:
+  struct Entry {
+    detail::Factory factory;
+    std::mutex mutex;  // of what follows
+    std::any arguments;
+    std::shared_ptr<SharedModule> module;
+  };
+
+  std::mutex mutex_;
+  std::map<std::string, std::shared_ptr<Entry>> entries_;
+};
+
+}  // namespace
+
+bool is_installed(rpc::Agent& agent) {
   try {
-    return &agent.local<Modules>();
+    agent.local<Modules>();
+    return true;
   } catch (const base::Exception& e) {
     if (e.kind() != ErrorKind::kNotFound) throw;
-    return nullptr;
+    return false;
   }
 }
 
 void install(rpc::Agent& agent) {
-  if (modules_of(agent)) return;
+  if (is_installed(agent)) return;
   KeyedRandom::install();
   agent.provide(std::make_shared<Modules>());
   agent.expose_raw(kAttachFunction, [](rpc::CallContext& call, rpc::Decoder& request,
@@ -86,7 +114,7 @@ namespace detail {
 
 void add_factory(rpc::Agent& agent, const std::string& name, Factory factory) {
   install(agent);
-  modules_of(agent)->add(name, std::move(factory));
+  agent.local<Modules>().add(name, std::move(factory));
 }
 
 }  // namespace detail

@@ -8,17 +8,11 @@
 #include "distrain/base/error.h"
 #include "distrain/rpc/placed.h"
 #include "modules.h"
+#include "shared_module.h"
 
 namespace distrain::nn {
 
 namespace {
-
-// FNV-1a.
-uint64_t hash_of(const std::string& text) {
-  uint64_t hash = 0xcbf29ce484222325ULL;
-  for (const char c : text) hash = (hash ^ static_cast<uint8_t>(c)) * 0x100000001b3ULL;
-  return hash;
-}
 
 uint64_t default_seed(int rank) {
   at::Generator generator = at::detail::getDefaultCPUGenerator();
@@ -45,8 +39,8 @@ std::vector<at::Tensor> on_their_way(const rpc::RRef<SharedModule>& module,
 
 RemoteModule<ByName>::RemoteModule(rpc::Agent& agent, const rpc::To& to, const std::string& name,
                                    const Encode& arguments)
-    : random_(default_seed(agent.rank())), name_hash_(hash_of(name)) {
-  if (!modules_of(agent)) {
+    : random_(default_seed(agent.rank())), name_hash_(base::hash_of(name)) {
+  if (!is_installed(agent)) {
     base::invalid("this agent has no modules: call nn::install(agent) before join()");
   }
   const rpc::ContextScope outside(0);  // tensors among the arguments are values
@@ -58,7 +52,7 @@ RemoteModule<ByName>::RemoteModule(rpc::Agent& agent, const rpc::To& to, const s
                                             })
                                   .take();
   const auto message = agent.open(reply);
-  rpc::Decoder decoder = agent.decoder(*message);
+  rpc::Decoder decoder(*message);
   module_ = rpc::decode<rpc::RRef<SharedModule>>(decoder);
   decoder.in.expect_end();
 }

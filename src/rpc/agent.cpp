@@ -198,8 +198,6 @@ base::Future<RawReply> Agent::call_raw(const To& to, const std::string& function
 
 std::shared_ptr<InMessage> Agent::open(const RawReply& reply) { return core_->open(reply); }
 
-Decoder Agent::decoder(InMessage& message) { return Decoder(message); }
-
 std::shared_ptr<RRefHandle> Agent::new_remote_handle(int owner) {
   return core_->rrefs->new_remote(owner);
 }

@@ -240,7 +240,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   // What cannot be sent is found out before anybody waits for its answer.
   try {
     fill(encoder);
-    if (context != 0 && hook) header.autograd_id = hook->on_send(context, to, message.tensors);
+    if (context != 0 && hook) header.autograd_id = hook->on_send(context, to, 0, message.tensors);
     tickets = message.rrefs;
     out.behind_wait = message.body.size() - out.wait_at;
     if (to == options.rank) {
@@ -624,7 +624,7 @@ void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
   try {
     fill(encoder);
     if (context != 0 && hook) {
-      header.autograd_id = hook->on_answer(context, to, call_id, message.tensors);
+      header.autograd_id = hook->on_send(context, to, call_id, message.tensors);
     }
     tickets = message.rrefs;
     if (to == options.rank) {

@@ -1,7 +1,6 @@
 #include "agent_core.h"
 
 #include <algorithm>
-#include <iterator>
 
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>

@@ -90,30 +90,22 @@ bool Peers::is_connecting_on_loop(int rank, const Peer& peer) const {
 void Peers::connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline) {
   if (!is_connecting_on_loop(rank, peer)) return;
   if (peer.accepted) return begin_to_send_on_loop(rank, peer.accepted);
-  if (peer.way.unix_name.empty()) return connect_by_tcp_on_loop(rank, peer, deadline);
+  const auto on_socket = [this, rank, &peer, deadline](base::Result<net::Fd> socket) {
+    if (!socket.ok()) return on_unreachable_on_loop(rank, peer, socket.error());
+    on_connected_on_loop(rank, peer, std::move(socket.unchecked()), deadline);
+  };
+  const auto connect_by_tcp = [this, &peer, deadline, on_socket] {
+    net::connect_tcp_on_loop(loop_, peer.way.host, peer.way.port, deadline, on_socket);
+  };
+  if (peer.way.unix_name.empty()) return connect_by_tcp();
   net::connect_unix_on_loop(loop_, peer.way.unix_name, deadline,
-                            [this, rank, &peer, deadline](base::Result<net::Fd> socket) {
-                              if (socket.ok()) {
-                                on_connected_on_loop(rank, peer, std::move(socket.unchecked()),
-                                                     deadline);
-                              } else if (peer.way.host.empty()) {
-                                on_unreachable_on_loop(rank, peer, socket.error());
+                            [&peer, on_socket, connect_by_tcp](base::Result<net::Fd> socket) {
+                              if (socket.ok() || peer.way.host.empty()) {
+                                on_socket(std::move(socket));
                               } else {
-                                connect_by_tcp_on_loop(rank, peer, deadline);
+                                connect_by_tcp();
                               }
                             });
-}
-
-void Peers::connect_by_tcp_on_loop(int rank, Peer& peer, base::TimePoint deadline) {
-  net::connect_tcp_on_loop(loop_, peer.way.host, peer.way.port, deadline,
-                           [this, rank, &peer, deadline](base::Result<net::Fd> socket) {
-                             if (socket.ok()) {
-                               on_connected_on_loop(rank, peer, std::move(socket.unchecked()),
-                                                    deadline);
-                             } else {
-                               on_unreachable_on_loop(rank, peer, socket.error());
-                             }
-                           });
 }
 
 void Peers::on_unreachable_on_loop(int rank, Peer& peer, const Error& error) {

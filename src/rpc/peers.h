@@ -106,7 +106,6 @@ class Peers {
   base::Status send_unconnected(int to, Peer& peer, net::OutFrame frame);
   bool is_connecting_on_loop(int rank, const Peer& peer) const;
   void connect_until_on_loop(int rank, Peer& peer, base::TimePoint deadline);
-  void connect_by_tcp_on_loop(int rank, Peer& peer, base::TimePoint deadline);
   void on_unreachable_on_loop(int rank, Peer& peer, const base::Error& error);
   void on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::TimePoint deadline);
   void on_not_believed_on_loop(int rank, Peer& peer, const base::Error& error,

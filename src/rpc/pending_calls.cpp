@@ -1,6 +1,6 @@
 #include "pending_calls.h"
 
-#include <cstdio>
+#include <fmt/format.h>
 
 #include "call_trace.h"
 
@@ -122,12 +122,10 @@ void PendingCalls::expire_on_loop(base::TimePoint when) {
     arm_locked();
   }
   for (auto& [id, call] : expired) {
-    char text[64];
-    std::snprintf(text, sizeof text, "%.3g s", base::seconds_since(call.started));
     fail_taken(id, call,
                base::Error{base::ErrorKind::kDeadline,
-                           "rank " + std::to_string(call.to) + " did not answer '" + call.function +
-                               "' within " + text,
+                           fmt::format("rank {} did not answer '{}' within {:.3g} s", call.to,
+                                       call.function, base::seconds_since(call.started)),
                            call.to, call.function},
                true);
   }

@@ -271,12 +271,7 @@ std::shared_ptr<RRefHandle> RRefContext::receive(const RRefTicket& ticket) {
     case Mode::kLocalHold:
     case Mode::kLocalHoldAccept: {
       if (!is_owner) wire::Reader::fail("an RRef sent to the wrong owner");
-      auto handle = ticket.owner == self_
-                        ? received_by_owner(ticket.id)
-                        : gone_value(ticket.id, {base::ErrorKind::kPeerLost,
-                                                 "the value of this RRef has gone with a process "
-                                                 "that had this rank before",
-                                                 rank_});
+      auto handle = received_by_owner(ticket);
       if (mode == Mode::kLocalHoldAccept) {
         send(ticket.parent, wire::FrameKind::kRRefAccept, ticket.id, ticket.fork, 0);
       }
@@ -296,21 +291,20 @@ std::shared_ptr<RRefHandle> RRefContext::receive(const RRefTicket& ticket) {
   wire::Reader::fail("an unknown kind of RRef");
 }
 
-std::shared_ptr<RRefHandle> RRefContext::received_by_owner(uint64_t id) {
-  base::Error why{base::ErrorKind::kNotFound,
-                  "the value of this RRef is gone: its last reference ended before this "
-                  "call was looked at",
+std::shared_ptr<RRefHandle> RRefContext::received_by_owner(const RRefTicket& ticket) {
+  const uint64_t id = ticket.id;
+  base::Error why{base::ErrorKind::kPeerLost,
+                  "the value of this RRef has gone with a process that had this rank before",
                   rank_};
-  {
+  if (ticket.owner == self_) {
     std::lock_guard lock(mutex_);
     if (!is_freed_locked(id)) return owner_handle(id, value_locked(id));
+    why.kind = base::ErrorKind::kNotFound;
+    why.message =
+        "the value of this RRef is gone: its last reference ended before this call was looked at";
     // It went with a rank that had given it to another, of which the owner had yet to hear.
     if (!lost_.empty()) why = lost_.begin()->second;
   }
-  return gone_value(id, std::move(why));
-}
-
-std::shared_ptr<RRefHandle> RRefContext::gone_value(uint64_t id, base::Error why) {
   auto gone = std::make_shared<OwnedValue>();
   gone->value.fail(std::move(why));
   return owner_handle(id, std::move(gone));

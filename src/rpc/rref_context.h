@@ -130,8 +130,7 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   std::shared_ptr<OwnedValue> value_locked(uint64_t id);
   bool is_freed_locked(uint64_t id) const;
   std::shared_ptr<RRefHandle> owner_handle(uint64_t id, std::shared_ptr<OwnedValue> value);
-  std::shared_ptr<RRefHandle> received_by_owner(uint64_t id);
-  std::shared_ptr<RRefHandle> gone_value(uint64_t id, base::Error why);
+  std::shared_ptr<RRefHandle> received_by_owner(const RRefTicket& ticket);
   std::shared_ptr<RRefHandle> receive(const RRefTicket& ticket);
   void fail_unset(const base::Error& error, const std::function<bool(uint64_t id)>& which);
   void add_fork(uint64_t id, uint64_t fork, int holder);

@@ -19,6 +19,36 @@ constexpr int kExchanges = 16;
   throw base::Exception(error);
 }
 
+// As NTP does: of several exchanges, the one with the shortest way there and back says most.
+ClockReading read_clock(Agent& agent, int rank) try {
+  const base::Tracer& tracer = *agent.tracer();
+  ClockReading best;
+  for (int i = 0; i < kExchanges; ++i) {
+    const int64_t asked = tracer.shown(base::Tracer::now());
+    const ClockAnswer answer = agent.rpc_sync<&read_trace_clock>(To(rank).without_deadline());
+    if (!is_time(answer.now)) wire::Reader::fail("a clock beyond what clocks show");
+    const int64_t heard = tracer.shown(base::Tracer::now());
+    const int64_t round_trip = heard - asked;
+    if (i > 0 && round_trip >= best.round_trip) continue;
+    best = {answer.now, asked + round_trip / 2 - answer.now, round_trip};
+  }
+  return best;
+} catch (...) {
+  rethrow_naming(rank);
+}
+
+base::RankTrace collect_from(Agent& agent, int rank) try {
+  TraceChunk chunk = agent.rpc_sync<&read_trace>(To(rank).without_deadline(), uint64_t{0});
+  TraceImport import(*agent.tracer(), chunk);
+  import.add(chunk.events);
+  while (!import.complete()) {
+    import.add(agent.rpc_sync<&read_trace>(To(rank).without_deadline(), import.events()).events);
+  }
+  return {rank, agent.worker(rank).name, import.take(), chunk.dropped};
+} catch (...) {
+  rethrow_naming(rank);
+}
+
 }  // namespace
 
 base::RankTrace own_trace(Agent& agent) {
@@ -47,27 +77,9 @@ void TraceCollector::read_clocks() {
       return other.domain == clock.domain &&
              !agent_.is_done_without(static_cast<int>(&other - &clocks_[0]));
     });
-    clock.readings.push_back(&*first == &clock ? read_clock(static_cast<int>(rank))
+    clock.readings.push_back(&*first == &clock ? read_clock(agent_, static_cast<int>(rank))
                                                : first->readings.back());
   }
-}
-
-// As NTP does: of several exchanges, the one with the shortest way there and back says most.
-ClockReading TraceCollector::read_clock(int rank) try {
-  const base::Tracer& tracer = *agent_.tracer();
-  ClockReading best;
-  for (int i = 0; i < kExchanges; ++i) {
-    const int64_t asked = tracer.shown(base::Tracer::now());
-    const ClockAnswer answer = agent_.rpc_sync<&read_trace_clock>(To(rank).without_deadline());
-    if (!is_time(answer.now)) wire::Reader::fail("a clock beyond what clocks show");
-    const int64_t heard = tracer.shown(base::Tracer::now());
-    const int64_t round_trip = heard - asked;
-    if (i > 0 && round_trip >= best.round_trip) continue;
-    best = {answer.now, asked + round_trip / 2 - answer.now, round_trip};
-  }
-  return best;
-} catch (...) {
-  rethrow_naming(rank);
 }
 
 std::vector<base::RankTrace> TraceCollector::collect() {
@@ -80,7 +92,7 @@ std::vector<base::RankTrace> TraceCollector::collect() {
   for (int rank = 1; rank < agent_.world_size(); ++rank) {
     try {
       if (agent_.is_done_without(rank)) continue;  // what it did has gone with it
-      ranks.push_back(collect_from(rank));
+      ranks.push_back(collect_from(agent_, rank));
       clocks.push_back(clocks_[static_cast<size_t>(rank)]);
     } catch (const base::Exception&) {
       if (!agent_.is_done_without(rank)) throw;
@@ -88,18 +100,6 @@ std::vector<base::RankTrace> TraceCollector::collect() {
   }
   align_traces(ranks, clocks);
   return ranks;
-}
-
-base::RankTrace TraceCollector::collect_from(int rank) try {
-  TraceChunk chunk = agent_.rpc_sync<&read_trace>(To(rank).without_deadline(), uint64_t{0});
-  TraceImport import(*agent_.tracer(), chunk);
-  import.add(chunk.events);
-  while (!import.complete()) {
-    import.add(agent_.rpc_sync<&read_trace>(To(rank).without_deadline(), import.events()).events);
-  }
-  return {rank, agent_.worker(rank).name, import.take(), chunk.dropped};
-} catch (...) {
-  rethrow_naming(rank);
 }
 
 }  // namespace distrain::rpc

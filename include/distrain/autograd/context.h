@@ -31,11 +31,10 @@ void install(rpc::Agent& agent);
 /// `.grad`: concurrent contexts on one module are independent. Its end releases it on all ranks.
 class Context {
  public:
-  explicit Context(rpc::Agent& agent);
-  /// Not the thread's current context: calls belong to it where an rpc::ContextScope of its id says
-  /// so. For several passes at a time, such as one for each micro-batch.
+  /// kExplicit: not the thread's current context: calls belong to it where an rpc::ContextScope of
+  /// its id says so. For several passes at a time, such as one for each micro-batch.
   enum class Scope { kThread, kExplicit };
-  Context(rpc::Agent& agent, Scope scope);
+  explicit Context(rpc::Agent& agent, Scope scope = Scope::kThread);
   ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;

@@ -339,7 +339,6 @@ class Agent {
                                   const std::shared_ptr<RRefHandle>& target = nullptr);
   /// Makes a message of a reply, with its autograd node. Not on the loop.
   std::shared_ptr<InMessage> open(const RawReply& reply);
-  Decoder decoder(InMessage& message);
   AgentCore& core() { return *core_; }
   /// Returns a handle of this agent that is valid for as long as its threads run anything. That is
   /// longer than this object lives if it is destroyed on one of them.

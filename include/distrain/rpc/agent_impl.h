@@ -175,7 +175,7 @@ base::Future<RawReply> Agent::call(const To& to, const std::shared_ptr<RRefHandl
 template <class R>
 R Agent::finish(const RawReply& reply) {
   const std::shared_ptr<InMessage> message = open(reply);
-  Decoder in = decoder(*message);
+  Decoder in(*message);
   R value = rpc::decode<R>(in);
   in.in.expect_end();
   return value;

@@ -50,12 +50,11 @@ class AutogradHook {
  public:
   virtual ~AutogradHook() = default;
 
-  /// A message of `context` is about to go to rank `to`. Records a send node for those tensors that
-  /// require a gradient and returns its id; 0 when there is none.
-  virtual uint64_t on_send(uint64_t context, int to, const std::vector<at::Tensor>& tensors) = 0;
-  /// The same of the answer to call `call` of rank `to`.
-  virtual uint64_t on_answer(uint64_t context, int to, uint64_t call,
-                             const std::vector<at::Tensor>& tensors) = 0;
+  /// A message of `context` is about to go to rank `to`: the answer to its call `answered`, or a
+  /// call (0). Records a send node for those tensors that require a gradient and returns its id; 0
+  /// when there is none.
+  virtual uint64_t on_send(uint64_t context, int to, uint64_t answered,
+                           const std::vector<at::Tensor>& tensors) = 0;
   /// A message has come to nothing: it was not sent, or its call has failed. No gradient comes for
   /// the node `autograd_id`; 0: it has none. The loop, too.
   virtual void on_failed(uint64_t context, uint64_t autograd_id) = 0;

@@ -41,8 +41,6 @@ class TraceCollector {
 
  private:
   void read_clocks();
-  ClockReading read_clock(int rank);
-  base::RankTrace collect_from(int rank);
 
   Agent& agent_;
   std::vector<RankClock> clocks_;

@@ -10,13 +10,8 @@ namespace {
 using base::Error;
 using base::ErrorKind;
 
-enum class Side { kInitiator, kResponder };
-
-Key key_of(Side side, wire::HelloPurpose purpose, std::string_view secret) {
-  const bool joins = purpose == wire::HelloPurpose::kJoin;
-  const bool begins = side == Side::kInitiator;
-  return derive(secret, joins ? (begins ? "join initiator" : "join responder")
-                              : (begins ? "peer initiator" : "peer responder"));
+Key key_of(const std::string& side, wire::HelloPurpose purpose, std::string_view secret) {
+  return derive(secret, (purpose == wire::HelloPurpose::kJoin ? "join " : "peer ") + side);
 }
 
 wire::Bytes new_hello(const Self& self, wire::HelloPurpose purpose) {
@@ -57,8 +52,8 @@ void check_proof(const Key& key, const wire::Bytes& first, const wire::Bytes& se
 
 Initiator::Initiator(const Credentials& credentials, wire::HelloPurpose purpose)
     : purpose_(purpose),
-      own_key_(key_of(Side::kInitiator, purpose, credentials.secret)),
-      other_key_(key_of(Side::kResponder, purpose, credentials.secret)),
+      own_key_(key_of("initiator", purpose, credentials.secret)),
+      other_key_(key_of("responder", purpose, credentials.secret)),
       own_(new_hello(credentials.self, purpose)) {}
 
 wire::Proof Initiator::answer(std::span<const uint8_t> hello) {
@@ -76,8 +71,8 @@ void Initiator::check(std::span<const uint8_t> proof) const {
 
 Responder::Responder(const Credentials& credentials, const wire::Hello& hello)
     : other_(hello),
-      own_key_(key_of(Side::kResponder, hello.purpose, credentials.secret)),
-      other_key_(key_of(Side::kInitiator, hello.purpose, credentials.secret)),
+      own_key_(key_of("responder", hello.purpose, credentials.secret)),
+      other_key_(key_of("initiator", hello.purpose, credentials.secret)),
       own_(new_hello(credentials.self, hello.purpose)),
       theirs_(wire::encode(hello)) {}
 

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <shared_mutex>
 
+#include <fmt/format.h>
 #include <openssl/core_names.h>
 #include <openssl/crypto.h>
 #include <openssl/evp.h>
@@ -86,12 +87,8 @@ std::string random_bytes(size_t count) {
 }
 
 std::string hex(std::string_view bytes) {
-  static constexpr char kDigits[] = "0123456789abcdef";
   std::string text;
-  for (const char byte : bytes) {
-    text += kDigits[static_cast<unsigned char>(byte) >> 4];
-    text += kDigits[static_cast<unsigned char>(byte) & 15];
-  }
+  for (const char byte : bytes) text += fmt::format("{:02x}", static_cast<uint8_t>(byte));
   return text;
 }
 
@@ -115,21 +112,13 @@ Key derive(std::string_view secret, std::string_view use) {
 
 wire::Proof authenticate(const Key& key, std::initializer_list<std::span<const uint8_t>> parts) {
   const auto inside = enter();
-  const std::unique_ptr<EVP_MAC, decltype(&EVP_MAC_free)> mac(
-      EVP_MAC_fetch(nullptr, "HMAC", nullptr), &EVP_MAC_free);
-  require(mac != nullptr, "HMAC");
-  const std::unique_ptr<EVP_MAC_CTX, decltype(&EVP_MAC_CTX_free)> context(
-      EVP_MAC_CTX_new(mac.get()), &EVP_MAC_CTX_free);
-  require(context != nullptr, "HMAC");
-  const OSSL_PARAM params[] = {text(OSSL_MAC_PARAM_DIGEST, "SHA256"), OSSL_PARAM_construct_end()};
-  require(EVP_MAC_init(context.get(), key.data(), key.size(), params) == 1, "HMAC");
-  for (const std::span<const uint8_t> part : parts) {
-    require(EVP_MAC_update(context.get(), part.data(), part.size()) == 1, "HMAC");
-  }
+  wire::Bytes all;
+  for (const std::span<const uint8_t> part : parts) all.insert(all.end(), part.begin(), part.end());
   wire::Proof proof{};
   size_t size = 0;
-  require(EVP_MAC_final(context.get(), proof.data(), &size, proof.size()) == 1, "HMAC");
-  require(size == proof.size(), "HMAC");
+  const bool worked = EVP_Q_mac(nullptr, "HMAC", nullptr, "SHA256", nullptr, key.data(), key.size(),
+                                all.data(), all.size(), proof.data(), proof.size(), &size);
+  require(worked && size == proof.size(), "HMAC");
   return proof;
 }
 

@@ -236,13 +236,13 @@ TEST_CASE("a gradient of a pass that has failed is none of the next one's") {
   Guarded context(cluster[0]);
   const at::Tensor a = leaf();
   context.begin(1);
-  CHECK(context.state->accumulate_in(1, a, at::ones({2}, at::kDouble)));
+  CHECK(context.state->accumulate(a, at::ones({2}, at::kDouble), 1));
   context.state->fail_pass(1, kBroken);
   context.state->take_gradients();
   int called = 0;
   context.state->on_gradient_ready(a, [&](const at::Tensor&) { ++called; });
   context.begin(2);
-  CHECK_FALSE(context.state->accumulate_in(1, a, at::ones({2}, at::kDouble)));
+  CHECK_FALSE(context.state->accumulate(a, at::ones({2}, at::kDouble), 1));
   CHECK(context.state->take_ready_hooks(1, a).empty());
   CHECK_FALSE(context.state->gradient(a).defined());
   CHECK(context.state->take_ready_hooks(2, a).size() == 1);

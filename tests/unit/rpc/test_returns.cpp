@@ -300,7 +300,7 @@ TEST_CASE("an answer to a call of a lost process is not taken by the new one") {
   CHECK_FALSE(after.done());
   own->send([](rpc::Encoder& out) { out.out.put(int64_t{8}); });
   const auto message = cluster[2].open(after.wait());
-  CHECK(cluster[2].decoder(*message).in.get<int64_t>() == 8);
+  CHECK(rpc::Decoder(*message).in.get<int64_t>() == 8);
   check_all_gone_and_shutdown(cluster);
 }
 
