@@ -93,7 +93,10 @@ class Placer {
     }
     const bool has_address = placement_.master_addr_given || variable("MASTER_ADDR");
     if (!launcher_ && has_address && kIndexedJob.says(kIndexedJob.rank)) launcher_ = &kIndexedJob;
-    if (const std::optional<Setting> rank = find_rank()) {
+    const char* name = launcher_ ? launcher_->rank : "RANK";
+    if (options_.given("ranks")) warn_if_other("--ranks", options_.text("ranks"), name);
+    const bool spawns = options_.given("spawn") || options_.given("ranks");
+    if (const auto rank = spawns ? std::nullopt : find("rank", name)) {
       join(*rank);
     } else {
       spawn();
@@ -127,13 +130,6 @@ class Placer {
     }
     if (!variable(name)) return std::nullopt;
     return setting_of(name, *find_option(options_.table(), option));
-  }
-
-  std::optional<Setting> find_rank() {
-    const char* name = launcher_ ? launcher_->rank : "RANK";
-    if (options_.given("ranks")) warn_if_other("--ranks", options_.text("ranks"), name);
-    if (options_.given("spawn") || options_.given("ranks")) return std::nullopt;
-    return find("rank", name);
   }
 
   /// A size that the environment names counts for a process that is one rank only.

@@ -3,8 +3,6 @@
 #include <cmath>
 #include <numbers>
 
-#include "distrain/base/random.h"
-
 namespace distrain::data {
 
 namespace {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "distrain/base/error.h"
 #include "distrain/data/trace_file.h"
 #include "distrain/rpc/error.h"
 

@@ -135,14 +135,6 @@ struct Untold {
   }
 };
 
-bool is_utf8(const std::string& text) {
-  try {
-    return !Json(text).dump().empty();
-  } catch (const Json::type_error&) {
-    return false;
-  }
-}
-
 /// How the job has ended, once all else is told.
 void conclude(Outcome& outcome, Process& process, const TrainingHost* host) {
   outcome.fields.update(process.fields());
@@ -342,7 +334,11 @@ RankBody::Known known_options(const OptionTable& table, const OptionMap& values)
     const bool has_effect = !(has_data ? option.random_only : option.data_only);
     if (!is_job_option(option) || saved_where || !has_effect || option.each_own) continue;
     const std::string& value = values.at(option.name);
-    if (!is_utf8(value)) continue;  // of a path: no checkpoint could say it
+    try {
+      static_cast<void>(Json(value).dump());
+    } catch (const Json::type_error&) {
+      continue;  // a path that is not UTF-8: no checkpoint could say it
+    }
     known.options[option.name] = value;
     if (!option.may_change) known.must_agree.push_back(option.name);
   }

@@ -30,11 +30,6 @@ std::string difference(const Plan& first, const Plan& other, int rank) {
   return who + " has a group of the trainers and others have none, or the other way round";
 }
 
-data::NamedTensors fetched(const rpc::RRef<data::NamedTensors>& held) {
-  if (held.is_owner()) return held.local_value();
-  return held.to_here_async(std::chrono::nanoseconds::max()).take();
-}
-
 void put(const HeldPart& of, const data::NamedTensors& tensors, Snapshot& into) {
   auto& file = into.files[of.part.file];
   for (const auto& [name, tensor] : tensors) {
@@ -55,7 +50,10 @@ void fetch(std::vector<HeldPart>& parts, Snapshot& into, EventSink& sink) {
     }
     put(part, part.tensors.here, into);
     for (auto& held : part.tensors.elsewhere) {
-      put(part, fetched(held), into);
+      put(part,
+          held.is_owner() ? held.local_value()
+                          : held.to_here_async(std::chrono::nanoseconds::max()).take(),
+          into);
       held = {};
       sink.saving();
     }
@@ -85,13 +83,6 @@ void ask_all(rpc::Agent& agent, const std::function<base::Future<void>(int rank)
     const auto& result = answer.wait_result();
     if (!result.ok() && !agent.is_done_without(rank)) throw base::Exception(result.error());
   }
-}
-
-/// From now on a signal is seen to: there is something to save.
-void heed_on_all(rpc::Agent* agent, StopSignal& stop) {
-  if (!agent) return stop.arm();
-  ask_all(*agent,
-          [agent](int rank) { return agent->rpc_async<rpc::of_local<&StopSignal::arm>>(rank); });
 }
 
 /// The training is over; from now on a signal ends a rank at once, unless the job is `stopped` by
@@ -209,7 +200,13 @@ void TrainingHost::begin(const Plan& plan) {
       std::lock_guard lock(mutex_);
       resumed_.reset();
     }
-    if (plan_->save) heed_on_all(agent_, *stop_);
+    // From here on a signal is seen to: there is something to save.
+    if (plan_->save && !agent_) stop_->arm();
+    if (plan_->save && agent_) {
+      ask_all(*agent_, [this](int rank) {
+        return agent_->rpc_async<rpc::of_local<&StopSignal::arm>>(rank);
+      });
+    }
     if (!may_lose_) return;
     // From here on a loss does not end the job.
     ask_all(*agent_, [this](int rank) {

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -122,66 +121,49 @@ class ParsedOptions {
 
 namespace detail {
 
-// A member of an options structure from a canonical value, and back. Empty: an optional that is not
-// there, a list of nothing. Of a bool `yes` and `no` are the words, of a number that may be `on` or
-// `off` those: it is not there, or 0.
+// A member of an options structure from a canonical value, and back. `first` and `second` are the
+// words for true and false of a bool, and for no value and 0 of an optional; otherwise an optional
+// without a value, and a list of nothing, are empty texts.
 
 template <class T>
-void read_value(const std::string& text, T& value) {
-  if constexpr (std::is_arithmetic_v<T>) {
+void read_value(const std::string& text, T& value, const std::string& first = {},
+                const std::string& second = {}) {
+  if constexpr (std::is_same_v<T, bool>) {
+    value = text == first;
+  } else if constexpr (std::is_arithmetic_v<T>) {
     value = base::number<T>(text).value_or(0);
-  } else {
+  } else if constexpr (std::is_same_v<T, std::string>) {
     value = text;
+  } else if constexpr (requires { value.reset(); }) {
+    value.reset();
+    if (!text.empty() && text != first) read_value(text == second ? "0" : text, value.emplace());
+  } else {
+    value.clear();
+    for (const auto part : base::split(text, ',')) {
+      if (!text.empty()) read_value(std::string(part), value.emplace_back());
+    }
   }
 }
-inline void read_value(const std::string& text, bool& value, const char* yes, const char*) {
-  value = text == yes;
-}
-inline void read_value(const std::string& text, std::optional<double>& value, const char* on,
-                       const char*) {
-  value.reset();
-  if (text != on) value = base::number<double>(text).value_or(0);
-}
-/// `unset`: the word for an empty one.
-template <class T>
-void read_value(const std::string& text, std::optional<T>& value, const std::string& unset = {}) {
-  value.reset();
-  if (!text.empty() && text != unset) read_value(text, value.emplace());
-}
-template <class T>
-void read_value(const std::string& text, std::vector<T>& value) {
-  value.clear();
-  if (text.empty()) return;
-  for (const auto part : base::split(text, ','))
-    read_value(std::string(part), value.emplace_back());
-}
 
 template <class T>
-std::string write_value(const T& value) {
-  if constexpr (std::is_floating_point_v<T>) {
+std::string write_value(const T& value, const std::string& first = {},
+                        const std::string& second = {}) {
+  if constexpr (std::is_same_v<T, bool>) {
+    return value ? first : second;
+  } else if constexpr (std::is_floating_point_v<T>) {
     return base::shortest(value);
   } else if constexpr (std::is_arithmetic_v<T>) {
     return std::to_string(value);
-  } else {
+  } else if constexpr (std::is_same_v<T, std::string>) {
     return value;
+  } else if constexpr (requires { value.has_value(); }) {
+    const std::string text = value ? write_value(*value) : first;
+    return text == "0" && !second.empty() ? second : text;
+  } else {
+    std::string text;
+    for (size_t i = 0; i < value.size(); ++i) text += (i == 0 ? "" : ",") + write_value(value[i]);
+    return text;
   }
-}
-inline std::string write_value(bool value, const char* yes, const char* no) {
-  return value ? yes : no;
-}
-inline std::string write_value(const std::optional<double>& value, const char* on,
-                               const char* off) {
-  return !value ? on : *value == 0 ? off : write_value(*value);
-}
-template <class T>
-std::string write_value(const std::optional<T>& value, const std::string& unset = {}) {
-  return value ? write_value(*value) : unset;
-}
-template <class T>
-std::string write_value(const std::vector<T>& values) {
-  std::string text;
-  for (size_t i = 0; i < values.size(); ++i) text += (i == 0 ? "" : ",") + write_value(values[i]);
-  return text;
 }
 
 }  // namespace detail

@@ -19,8 +19,7 @@ struct CommonOptions {
   std::optional<int> log_interval;  ///< steps between `step` lines, 0: none; see StepLines
   CheckpointOptions checkpoint;
 
-  template <class Options>
-  static void describe_common(OptionList<Options>& list) {
+  static void describe_common(auto& list) {
     list.integer("seed", &CommonOptions::seed, "seed the parameters, data and shuffling")
         .range(0, 9007199254740991.0);
     list.integer_or("log-interval", &CommonOptions::log_interval, "auto",
@@ -80,8 +79,7 @@ struct RuleOptions : optim::RuleText {
   /// Throws `invalid` for what no rule can be made of.
   optim::Rule rule() const { return optim::make_rule(*this); }
 
-  template <class Options>
-  static void describe_rule(OptionList<Options>& list) {
+  static void describe_rule(auto& list) {
     list.choice("optimizer", &RuleOptions::optimizer,
                 {"sgd", "adagrad", "adam", "adamw", "rmsprop"},
                 "update all parameters, remote and local, with this rule")
@@ -118,8 +116,7 @@ struct TrainerOptions : CommonOptions, RuleOptions {
   /// How trainer `participant`, from 0, shares parameters with the others.
   optim::Sharing sharing(int participant) const;
 
-  template <class Options>
-  static void describe_trainer(OptionList<Options>& list) {
+  static void describe_trainer(auto& list) {
     list.integer("trainers", &TrainerOptions::trainers, "run N trainers").range(1, 1022);
     list.integer("epochs", &TrainerOptions::epochs, "train for N epochs; 0 sets no limit")
         .details(

@@ -38,9 +38,13 @@ void become_rank(pid_t launcher, int err_fd) {
   sigprocmask(SIG_UNBLOCK, &set, nullptr);
 }
 
-bool names_event(const std::string& line, const char* event) {
-  // Our own lines only; the event stands among the first fields.
-  return line.substr(0, 96).find(fmt::format("\"event\":\"{}\"", event)) != std::string::npos;
+/// Returns the event of a line of ours, in which it stands among the first fields.
+std::string_view event_of(std::string_view line) {
+  constexpr std::string_view kKey = "\"event\":\"";
+  const size_t key = line.substr(0, 96).find(kKey);
+  if (key == line.npos) return {};
+  line.remove_prefix(key + kKey.size());
+  return line.substr(0, line.find('"'));
 }
 
 }  // namespace
@@ -104,21 +108,14 @@ void Child::read_pipes(bool lines) {
 }
 
 void Child::take_line(std::string line) {
-  if (names_event(line, kMayBeLost)) {
-    may_be_lost_ = true;
-    return;
-  }
-  if (names_event(line, kSaving)) {
-    is_saving_ = true;
-    return;
-  }
-  if (names_event(line, kFigures)) {
-    figures_ = Json::parse(line)["ranks"];
-    return;
-  }
-  if (names_event(line, kProgress)) return handlers_->on_progress(line);
-  const bool is_ready = names_event(line, "ready"), is_error = names_event(line, "error");
-  if (is_ready || is_error || names_event(line, "rank_end")) {
+  const std::string_view event = event_of(line);
+  may_be_lost_ = may_be_lost_ || event == kMayBeLost;
+  is_saving_ = is_saving_ || event == kSaving;
+  if (event == kFigures) figures_ = Json::parse(line)["ranks"];
+  if (event == kMayBeLost || event == kSaving || event == kFigures) return;
+  if (event == kProgress) return handlers_->on_progress(line);
+  const bool is_ready = event == "ready", is_error = event == "error";
+  if (is_ready || is_error || event == "rank_end") {
     Json json = Json::parse(line, nullptr, false);
     if (json.is_object()) {
       if (const Json role = json.value("role", Json()); role.is_string()) role_ = role;

@@ -1,7 +1,5 @@
 #include "process/output.h"
 
-#include <algorithm>
-
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>

@@ -2,7 +2,6 @@
 
 #include <cerrno>
 #include <memory>
-#include <utility>
 
 #include <dirent.h>
 #include <fcntl.h>

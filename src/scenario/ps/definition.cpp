@@ -62,11 +62,6 @@ void check(const PsOptions& options, const job::Preflight& preflight) {
   }
 }
 
-/// Of the server, or of the whole job with --local.
-std::optional<int> gpus_of(const PsOptions& options, const std::string& rank_name) {
-  return rank_name.starts_with("trainer") ? std::nullopt : options.num_gpus;
-}
-
 }  // namespace
 
 void PsOptions::describe(job::OptionList<PsOptions>& list) {
@@ -166,7 +161,10 @@ has the accuracy.)")
           .predict(predict_ps)
           .settle(settle)
           .check(check)
-          .gpus(gpus_of);
+          .gpus([](const PsOptions& options, const std::string& rank) {
+            // Of the server, or of the whole job with --local.
+            return rank.starts_with("trainer") ? std::nullopt : options.num_gpus;
+          });
   return kJob;
 }
 
