@@ -1,6 +1,7 @@
 #include "distrain/base/error.h"
 
 #include <iterator>
+#include <system_error>
 #include <utility>
 
 namespace distrain::base {
@@ -49,6 +50,10 @@ Error current_error(ErrorKind otherwise) {
     return e.error();
   } catch (const std::bad_alloc&) {
     return Error{ErrorKind::kResources, "out of memory"};
+  } catch (const std::system_error& e) {
+    if (e.code() != std::errc::resource_unavailable_try_again) return Error{otherwise, e.what()};
+    return Error{ErrorKind::kResources,
+                 "no thread can be started: is ulimit -v or ulimit -u too small?"};
   } catch (const std::exception& e) {
     return Error{otherwise, e.what()};
   } catch (...) {

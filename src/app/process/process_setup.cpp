@@ -6,13 +6,17 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <future>
 #include <new>
-#include <system_error>
+#include <string_view>
+#include <thread>
+#include <vector>
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <malloc.h>
+#include <string.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -35,17 +39,15 @@ bool is_directory_gone = false;
   try {
     if (std::current_exception()) throw;
   } catch (const std::bad_alloc&) {
-    say("out of memory: is ulimit -v too small?");
+    // say() would allocate, fail as well, and come back here until the stack is full.
+    constexpr std::string_view kLine = ": out of memory: is ulimit -v too small?\n";
+    const char* const name = program_invocation_short_name;
+    if (write(STDERR_FILENO, name, strlen(name)) > 0) write_all(STDERR_FILENO, kLine);
     _exit(base::exit_code(base::ErrorKind::kResources));
-  } catch (const std::system_error& e) {
-    if (e.code() == std::errc::resource_unavailable_try_again) {
-      say("no thread can be started: is ulimit -v or ulimit -u too small?");
-      _exit(base::exit_code(base::ErrorKind::kResources));
-    }
-    say(e.what());
-  } catch (const std::exception& e) {
-    say(e.what());
   } catch (...) {
+    const base::Error error = base::current_error(base::ErrorKind::kInternal);
+    say(error.message);
+    if (error.kind == base::ErrorKind::kResources) _exit(base::exit_code(error.kind));
   }
   std::abort();
 }
@@ -128,10 +130,24 @@ void leave_process(int exit_code) {
   _exit(exit_code);
 }
 
+namespace {
+
+/// Throws unless this process can start so many more threads: LibTorch waits forever for a thread
+/// of its pool that could not be started.
+void expect_threads(int count) {
+  std::vector<std::jthread> threads;
+  std::promise<void> all;  // destroyed first, which ends the threads' wait
+  const std::shared_future<void> end = all.get_future().share();
+  while (count-- > 0) threads.emplace_back([end] { end.wait(); });
+}
+
+}  // namespace
+
 int set_up_threads(int wanted, int ranks) {
   if (wanted == 0 && !std::getenv("OMP_NUM_THREADS")) {
     wanted = std::max(1, base::available_cpus().count / std::max(1, ranks));
   }
+  if (wanted > 1) expect_threads(wanted - 1);
   if (wanted > 0) at::set_num_threads(wanted);
   try {
     at::set_num_interop_threads(1);  // no scenario uses torch's own inter-op pool
