@@ -2,6 +2,8 @@
 include(CMakePackageConfigHelpers)
 include(GNUInstallDirs)
 option(DISTRAIN_INSTALL "Rules for cmake --install" ${PROJECT_IS_TOP_LEVEL})
+set(distrain_package ${CMAKE_INSTALL_LIBDIR}/cmake/distrain)
+set(distrain_program_source ${PROJECT_SOURCE_DIR}/cmd/openmp_wait.cpp)  # a part of each program
 
 # libdistrain.so: all of the given layers. Their objects are those of the programs as well: these are
 # compiled as for a shared library anyway.
@@ -28,6 +30,9 @@ function(distrain_shared_library)
     distrain_shared INTERFACE $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
                               $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
   target_compile_features(distrain_shared INTERFACE cxx_std_20)
+  target_sources(
+    distrain_shared
+    INTERFACE $<$<STREQUAL:$<TARGET_PROPERTY:TYPE>,EXECUTABLE>:$<BUILD_INTERFACE:${distrain_program_source}>$<INSTALL_INTERFACE:$<INSTALL_PREFIX>/${distrain_package}/openmp_wait.cpp>>)
   # As LibTorch and ourselves: the layout of at::RecordFunction depends on it.
   target_compile_definitions(distrain_shared INTERFACE NDEBUG)
   if(TARGET distrain_cuda_plugin)
@@ -37,8 +42,12 @@ endfunction()
 
 # distrain_install(<layer>...): the layers whose headers are for others.
 function(distrain_install)
-  set(package ${CMAKE_INSTALL_LIBDIR}/cmake/distrain)
   set(targets distrain distrain_shared)
+  # './run demo' builds the program alone.
+  install(CODE "if(NOT EXISTS \"$<TARGET_FILE:distrain_shared>\")
+    execute_process(COMMAND \"${CMAKE_COMMAND}\" --build \"${PROJECT_BINARY_DIR}\" --target ${targets}
+                    COMMAND_ERROR_IS_FATAL ANY)
+  endif()")
   if(TARGET distrain_cuda_plugin)
     list(APPEND targets distrain_cuda_plugin)
     install(TARGETS distrain_cuda_plugin LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
@@ -48,22 +57,24 @@ function(distrain_install)
   install(TARGETS distrain RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
   install(TARGETS distrain_shared EXPORT distrainTargets
           LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+  install(FILES ${PROJECT_SOURCE_DIR}/include/distrain/distrain.h
+          DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/distrain)
   foreach(layer IN LISTS ARGN)
     install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/distrain/${layer}
             DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/distrain)
   endforeach()
 
-  install(EXPORT distrainTargets NAMESPACE distrain:: DESTINATION ${package})
+  install(EXPORT distrainTargets NAMESPACE distrain:: DESTINATION ${distrain_package})
   distrain_check_torch(lacking)  # sets torch_version, which the package asks for
-  configure_package_config_file(
-    ${PROJECT_SOURCE_DIR}/cmake/distrainConfig.cmake.in ${PROJECT_BINARY_DIR}/distrainConfig.cmake
-    INSTALL_DESTINATION ${package})
-  write_basic_package_version_file(${PROJECT_BINARY_DIR}/distrainConfigVersion.cmake
-                                   COMPATIBILITY SameMinorVersion)
-  install(FILES ${PROJECT_BINARY_DIR}/distrainConfig.cmake
-                ${PROJECT_BINARY_DIR}/distrainConfigVersion.cmake
-                ${PROJECT_SOURCE_DIR}/cmake/LibTorch.cmake
-          DESTINATION ${package})
+  # In a folder where find_package() does not look if build/<preset>/bin is in PATH.
+  set(config ${PROJECT_BINARY_DIR}/package/distrainConfig)
+  file(REMOVE ${PROJECT_BINARY_DIR}/distrainConfig.cmake)  # of an earlier version
+  configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/distrainConfig.cmake.in ${config}.cmake
+                                INSTALL_DESTINATION ${distrain_package})
+  write_basic_package_version_file(${config}Version.cmake COMPATIBILITY SameMinorVersion)
+  install(FILES ${config}.cmake ${config}Version.cmake ${PROJECT_SOURCE_DIR}/cmake/LibTorch.cmake
+                ${distrain_program_source}
+          DESTINATION ${distrain_package})
 
   install(DIRECTORY ${PROJECT_SOURCE_DIR}/man/ DESTINATION ${CMAKE_INSTALL_MANDIR}/man1)
   set(completions ${PROJECT_SOURCE_DIR}/completions)

@@ -1,14 +1,7 @@
 // The smallest job: a net on a server, trained by any number of trainers.
 //
 //   ./xor --trainers 3 --epochs 5 --lr 0.3 | jq -c 'select(.event=="end").loss'
-#include <ATen/Functions.h>
-#include <torch/nn/modules/activation.h>
-#include <torch/nn/modules/container/sequential.h>
-#include <torch/nn/modules/linear.h>
-
-#include <distrain/app/main.h>
-#include <distrain/job/training.h>
-#include <distrain/nn/module.h>
+#include <distrain/distrain.h>
 
 using namespace distrain;
 

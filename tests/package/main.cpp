@@ -6,13 +6,10 @@
 #include <exception>
 #include <string_view>
 
-#include <ATen/Functions.h>
 #include <dlfcn.h>
 
-#include <distrain/app/main.h>
-#include <distrain/autograd/context.h>
 #include <distrain/cuda/load.h>
-#include <distrain/rpc/agent.h>
+#include <distrain/distrain.h>
 
 using namespace distrain;
 
