@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "distrain/base/error.h"
+#include "distrain/base/text.h"
 #include "distrain/data/trace_file.h"
 #include "distrain/rpc/place.h"
 #include "options.h"
@@ -43,7 +44,9 @@ std::string take_options(ParsedOptions& options, const job::Snapshot& saved, boo
     }
     const std::string now = options.text(option.name);
     if (now == was) continue;
-    if (!option.may_change) saved.expect_option(option.name, now);
+    if (!option.may_change) {
+      saved.expect_option(option.name, now, of_model_only ? "" : job::kTrainAnew);
+    }
     // Rank 0 compares the content of what is read there, and refuses any other.
     if (saved.state.value("agreed", Json::object()).contains(option.name)) continue;
     changed += fmt::format("{}--{} {} in place of {}", changed.empty() ? "" : ", ", option.name,
@@ -58,11 +61,15 @@ void check_path(const ParsedOptions& options, const std::string& name, bool is_f
                 bool starts_ranks = false) {
   const std::string path = options.text(name);
   if (path.empty()) return;
-  const auto refuse = [&](const char* why) {
+  const auto refuse = [&](const std::string& why) {
     base::bad_data(fmt::format("--{} {}: {}", name, path, why));
   };
   struct stat info {};
-  if (stat(path.c_str(), &info) != 0 || access(path.c_str(), R_OK) != 0) refuse(strerror(errno));
+  if (stat(path.c_str(), &info) != 0 || access(path.c_str(), R_OK) != 0) {
+    const std::string why = strerror(errno);
+    const auto meant = base::did_you_mean(path, {find_option(options.table(), name)->path_word});
+    refuse(why + (meant ? "; did you mean " + *meant + "?" : ""));
+  }
   if (is_folder && !S_ISDIR(info.st_mode)) refuse("is a file, a folder is needed");
   if (!is_folder && S_ISDIR(info.st_mode)) refuse("is a folder, a file is needed");
   const bool is_open_here =
@@ -93,9 +100,17 @@ void check_trace(const std::string& path) {
   }
 }
 
-/// Only a launcher starts ranks again.
+/// Only a launcher starts ranks again: all of them from a checkpoint, or a trainer that the job
+/// goes on without.
 void check_restarts(const ParsedOptions& options, const Placement& placement) {
-  if (placement.mode == Placement::Mode::kSpawn || !options.given("max-restarts")) return;
+  if (!options.given("max-restarts")) return;
+  if (placement.mode == Placement::Mode::kSpawn) {
+    const bool may_lose = find_option(options.table(), "min-trainers");
+    const bool is_sync = options.text("mode") == "sync";
+    const bool saves = !options.text("checkpoint").empty() || !placement.has_rank_0();
+    if (saves || (may_lose && !is_sync)) return;
+    invalid(fmt::format("--max-restarts needs --checkpoint{}", may_lose ? " in --mode sync" : ""));
+  }
   if (placement.mode == Placement::Mode::kLocal) invalid("--max-restarts has no effect on --local");
   const std::string& source = placement.source;
   const bool is_any = placement.rank == rpc::kAnyRank;

@@ -56,12 +56,12 @@ that was lost while the job continues without it. The process waits up to --join
   group = "Checkpoints";
   add("max-restarts", kInteger, "N", "0", "restart the ranks up to N times after a rank is lost")
       .range(0, 1'000'000)
-      .needs("checkpoint")
       .details(
           R"(If a rank is killed, is lost or runs out of a resource such as memory, all ranks restart from the newest
 checkpoint. If the job continues without a lost trainer, only that trainer restarts. On several machines,
-give this option to every launcher, because each one restarts its own ranks; the launcher with rank 0
-needs --checkpoint.)");
+give this option to every launcher, because each one restarts its own ranks. The launcher with rank 0
+needs --checkpoint, unless the job can continue without a lost trainer; without a checkpoint, the loss of
+any other rank ends the job.)");
   add("save-timeout", kInteger, "N", "60",
       "after a signal, kill the ranks if a save makes no progress for N seconds")
       .range(1, 1'000'000)

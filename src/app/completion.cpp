@@ -150,8 +150,9 @@ std::string zsh_row(const Option& option) {
   const Source source = source_of(option);
   const std::string words = '(' + joined(option.choices) + ')';
   std::string value = option.choices.empty() ? kSources[source] : words;
-  if (!option.choices.empty() && source == kFolders) {  // the first space: called as it stands
-    value = fmt::format(" _alternative \"words\\:word\\:{}\" \"files\\:file\\:_files -/\"", words);
+  if (!option.choices.empty() && (source == kFiles || source == kFolders)) {
+    value = fmt::format(" _alternative \"words\\:word\\:{}\" \"files\\:file\\:{}\"", words,
+                        kSources[source]);  // the first space: called as it stands
   }
   std::string row = '[' + marked(option.help, "]\\") + ']';
   if (option.kind != ValueKind::kFlag) row += ":value:" + value;

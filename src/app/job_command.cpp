@@ -343,12 +343,12 @@ JobCommand::JobCommand(std::shared_ptr<const job::AnyDefinition> of)
 }
 
 int run_job_command(const JobCommand& command, const std::vector<std::string>& args,
-                    base::TimePoint started) {
+                    base::TimePoint started, const Program* program) {
   const std::optional<SpawnedRank> spawned = take_spawned_rank();
   try {
     expect_working_directory();
     const job::AnyDefinition& definition = *command.definition;
-    ParsedOptions options = parse_options(command.table, args);
+    ParsedOptions options = parse_options(command.table, args, nullptr, program);
     std::string changed;
     Placement placement =
         place(options, command, [&] { changed = take_resumed_options(options, command.name); });
@@ -398,7 +398,8 @@ int run_predict_command(const Program& program, const std::vector<std::string>& 
     if (!command->has_predict) invalid("predict does not support checkpoints of " + cmd);
 
     std::string input;
-    ParsedOptions options = parse_options(command->table, {args.begin() + 1, args.end()}, &input);
+    ParsedOptions options =
+        parse_options(command->table, {args.begin() + 1, args.end()}, &input, &program);
     if (input.empty() || input == "-") input = job::kStandardInput;
     const bool reads = find_option(command->table, "data");
     if (reads && input == job::kStandardInput && isatty(STDIN_FILENO)) {

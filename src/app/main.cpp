@@ -41,7 +41,8 @@ std::string text_of(const Program& program, const TextCommand& command,
     invalid(fmt::format("{} needs a {}: {}", command.name, argument, fmt::join(choices, ", ")));
   }
   if (!args.empty() && std::ranges::find(choices, args[0]) == choices.end()) {
-    invalid(fmt::format("unknown {} '{}'{}", argument, args[0], meant(args[0], choices, "")));
+    const std::string all = fmt::format(": must be one of {}", fmt::join(choices, ", "));
+    invalid(fmt::format("unknown {} '{}'{}", argument, args[0], meant(args[0], choices, all)));
   }
   return command.text(program, args.empty() ? std::string() : args[0]);
 }
@@ -84,7 +85,7 @@ int run_command(const Program& program, std::vector<std::string> args,
     return print_text(help->text(program, name));
   }
   if (asks(rest, "--version", "-V")) return print_text(version_text(program));
-  if (job) return run_job_command(*job, rest, started);
+  if (job) return run_job_command(*job, rest, started, &program);
   if (text != texts.end()) {
     if (!text->text) return run_predict_command(program, rest, started);
     return print_text(text_of(program, *text, rest));

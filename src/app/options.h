@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "distrain/app/program.h"
 #include "distrain/job/checkpoints.h"
 #include "distrain/job/definition.h"
 #include "placement.h"
@@ -24,9 +25,10 @@ using job::ValueKind;
 OptionTable whole_table(job::JobInfo& job);
 
 /// Throws `invalid` for whatever is wrong with `args` (without program and command name). One
-/// argument that is no option goes to `operand`, unless `operand` is null.
+/// argument that is no option goes to `operand`, unless `operand` is null. The message about an
+/// unknown option names the help and the other jobs of `program`, unless `program` is null.
 ParsedOptions parse_options(const OptionTable& table, const std::vector<std::string>& args,
-                            std::string* operand = nullptr);
+                            std::string* operand = nullptr, const Program* program = nullptr);
 
 /// Returns what help and man page show as the default; empty if there is nothing to show.
 inline std::string default_in_words(const Option& option) {

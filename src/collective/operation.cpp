@@ -278,8 +278,8 @@ bool Operation::waits_for_locked(int from) const {
 
 rpc::Wait Operation::wait_locked() const {
   const std::vector<int> missing = missing_ranks_locked();
-  const std::string why =
-      missing.empty() ? "all is here" : "nothing yet from rank " + c10::Join(", ", missing);
+  const std::string why = missing.empty() ? "every rank has sent its part"
+                                          : "nothing yet from rank " + c10::Join(", ", missing);
   return {name() + ": " + why, begun_};
 }
 

@@ -92,13 +92,15 @@ std::optional<std::string> Snapshot::option(const std::string& name) const {
   return std::nullopt;
 }
 
-void Snapshot::expect_option(const std::string& name, const std::string& value) const {
+void Snapshot::expect_option(const std::string& name, const std::string& value,
+                             const std::string& otherwise) const {
   const auto saved = option(name);
   if (!saved) refuse("it does not say its --" + name);
   if (*saved == value) return;
-  refuse(saved->empty()  ? "saved without --" + name + ", not with " + value
-         : value.empty() ? "saved with --" + name + " " + *saved + ", not without"
-                         : "saved with --" + name + " " + *saved + ", not " + value);
+  const std::string remedy = ": leave --" + name + " out" + otherwise;
+  refuse(saved->empty()  ? "saved without --" + name + ", not with " + value + remedy
+         : value.empty() ? "saved with --" + name + " " + *saved + ", not without" + remedy
+                         : "saved with --" + name + " " + *saved + ", not " + value + remedy);
 }
 
 std::string Snapshot::agreed(const std::string& name) const {

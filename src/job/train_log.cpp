@@ -10,6 +10,12 @@
 namespace distrain::job {
 
 double checked_loss(const at::Tensor& loss, int64_t epoch, int64_t step) {
+  if (!loss.defined() || loss.numel() != 1) {
+    base::invalid(
+        fmt::format("the loss at epoch {}, step {} is not one number: return its mean or "
+                    "sum, such as loss.mean()",
+                    epoch, step));
+  }
   const double value = loss.item<double>();
   if (std::isfinite(value)) return value;
   throw base::Exception(base::ErrorKind::kNotFinite,

@@ -412,7 +412,7 @@ void LocalTraining::run(LocalUpdates& updates, const std::function<Result(const 
     double loss_sum = 0;
     for (const Step& each : steps) {
       const Result one = step(each);
-      loss_sum += one.loss.item<double>();
+      loss_sum += checked_loss(one.loss, each.epoch, each.number + 1);
       all.samples += one.samples;
       if (all.more.empty()) all.more = one.more;
       base::traced("backward", [&] { one.loss.backward(); });

@@ -295,17 +295,20 @@ void TrainingHost::load() {
     snapshot.refuse("saved while training on other data" +
                     (has_path ? " than there is in --data " + now->second : "") +
                     ": resume with the data that it was trained on" +
-                    (was.empty() ? "" : ", --data " + was) + ", or train anew without --resume");
+                    (was.empty() ? "" : ", --data " + was) + kTrainAnew);
   }
   for (const std::string& name : known_.must_agree) {
     snapshot.expect_option(name, known_.options.at(name));
   }
+  const auto refuse = [&](const std::string& why) {
+    snapshot.refuse(why + ": resume with the data and options that it was saved with" + kTrainAnew);
+  };
   for (const auto& [name, value] : plan_->agreed) {
     const std::string was = agreed.value(name, "");
-    if (was != value) snapshot.refuse("saved with " + name + " " + was + ", not " + value);
+    if (was != value) refuse("saved with " + name + " " + was + ", not " + value);
   }
   for (const auto& [name, value] : agreed.items()) {
-    if (!plan_->agreed.contains(name)) snapshot.refuse("saved with " + name + ", not without");
+    if (!plan_->agreed.contains(name)) refuse("saved with " + name + ", not without");
   }
   check_all_taken(snapshot, *plan_);
   data::naming_file(snapshot.path, [&] { read_position(snapshot); });

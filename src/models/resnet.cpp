@@ -207,9 +207,8 @@ std::vector<BlockRange> cut_resnet(const std::string& model, int stages,
 void check_resnet_input(int64_t image_size, int64_t smallest_micro_batch) {
   const int64_t side = side_after(32, image_size);
   if (side * side * smallest_micro_batch > 1) return;
-  invalid("a micro-batch of one image of " + std::to_string(image_size) +
-          " pixels leaves batch norm one value a channel: larger micro-batches (--micro-batches, "
-          "--batch-size), or --image-size 33 and above");
+  invalid("batch norm cannot train on micro-batches of one image of " + std::to_string(image_size) +
+          " pixels: give fewer --micro-batches, a larger --batch-size, or --image-size 33 or more");
 }
 
 data::NamedTensors weights_of(const std::string& model, const BlockRange& blocks,

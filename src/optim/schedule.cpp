@@ -16,14 +16,16 @@ using base::invalid;
 
 constexpr const char* kForms =
     "constant, step:SIZE[,GAMMA], cosine:LENGTH[,FLOOR] or "
-    "plateau:PATIENCE[,FACTOR[,FLOOR[,THRESHOLD]]], after warmup:LENGTH+ or not";
+    "plateau:PATIENCE[,FACTOR[,FLOOR[,THRESHOLD]]], optionally after warmup:LENGTH+";
 
 std::string to_text(int64_t count, ScheduleUnit unit) {
   return std::to_string(count) + (unit == ScheduleUnit::kEpochs ? "e" : "");
 }
 
 void check(bool good, const char* what, double value, const char* range) {
-  if (!good) invalid(std::string(what) + " cannot be " + base::shortest(value) + ": " + range);
+  if (!good)
+    invalid("--lr-schedule: " + std::string(what) + " cannot be " + base::shortest(value) + ": " +
+            range);
 }
 
 void check_length(const char* what, int64_t length) {
@@ -104,7 +106,7 @@ class Part {
   }
 
  private:
-  std::string said() const { return "schedule '" + std::string(text_) + "': "; }
+  std::string said() const { return "--lr-schedule " + std::string(text_) + ": "; }
   std::string_view take(const char* what) {
     if (next_ == values_.size()) invalid(said() + "it wants a " + what);
     return values_[next_++];
@@ -142,7 +144,8 @@ Schedule::Shape parse_shape(Part part) {
     part.optional_real("floor", plateau.floor);
     part.optional_real("threshold", plateau.threshold);
   } else if (part.name() != "constant") {
-    invalid("no schedule '" + std::string(part.name()) + "': " + kForms);
+    invalid("--lr-schedule: unknown schedule '" + std::string(part.name()) + "': must be " +
+            kForms);
   }
   part.end();
   return shape;
@@ -182,8 +185,8 @@ Schedule::Schedule(const Shape& shape, WarmUp warm_up) : shape_(shape), warm_up_
   if (warm_up_.length == 0) warm_up_ = {};
   const auto unit = unit_of(shape_);
   if (warm_up_.length > 0 && unit && *unit != warm_up_.unit) {
-    invalid("schedule '" + text() +
-            "': give both in steps or both in epochs (5e), as one begins where the other ends");
+    invalid("--lr-schedule " + text() +
+            ": give both in steps or both in epochs (5e), as one begins where the other ends");
   }
 }
 

@@ -89,10 +89,17 @@ refuse() { # refuse <words> <args>...
   expect_error 2 invalid "$1" "${*:2}"
 }
 refuse "completion needs a shell: bash, zsh, fish" completion
-refuse "unknown shell 'tcsh'" completion tcsh
+refuse "unknown shell 'tcsh': must be one of bash, zsh, fish" completion tcsh
+refuse "unknown event 'foo': must be one of start, " schema foo
 refuse "unknown event 'eval2'; did you mean eval?" schema eval2
 refuse "unknown command 'rrnn'; did you mean rnn?" man rrnn
 refuse "unexpected argument 'rl'" man rnn rl
+
+"$root/run" hlep >"$tmp/out" 2>"$tmp/err"
+code=$?
+expect 2 "./run hlep"
+[[ ! -s $tmp/out && $(cat "$tmp/err") == "run: unknown command 'hlep': must be one of demo, "* ]] ||
+  fail "./run hlep: $(head -n 3 "$tmp/err")"
 for command in man completion schema; do
   run "$command" --help
   expect 0 "$command --help"

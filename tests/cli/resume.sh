@@ -38,7 +38,7 @@ expect_jq '[.[] | select(.event == "warn").message] | length == 2
   and any(.[]; test(", step [0-9]+: nothing is left to train without a larger --steps$"))' "nothing is left to train"
 
 run ps --resume "$saves" --mode async
-expect_error 7 bad_data "saved with --mode sync, not async" "another mode"
+expect_error 7 bad_data "saved with --mode sync, not async: leave --mode out, or train anew without --resume, in" "another mode"
 run ps --resume "$saves" --mean 0.25
 expect_error 7 bad_data "saved with --mean 0.5, not 0.25" "another mean"
 run ps --resume "$saves" --world-size 3

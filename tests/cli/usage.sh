@@ -18,9 +18,15 @@ wrong "did you mean hybrid?" hybird
 wrong "did you mean rnn?" rrnn
 wrong "unknown command 'foo'" help foo
 wrong "unknown option '--bogus'" --bogus
+wrong "unknown option --bogus; see distrain hybrid --help" hybrid --bogus
+wrong "unknown option --micro-batches: it is an option of pipeline; see distrain ps --help" ps --micro-batches=3
+wrong "unknown option --trainer; did you mean --trainers?" ps --trainer 3
 wrong "--lr must be a number from 0 to 1000000, not 'nan'" hybrid --lr nan
 wrong "unexpected argument 'pipeline'" help rl pipeline
 wrong "--lr must follow the command: distrain hybrid --lr" --lr=3 hybrid
+
+run hybrid --data teachr
+expect_error 7 bad_data "--data teachr: No such file or directory; did you mean teacher?" "--data teachr"
 
 mkdir "$tmp/gone"
 pushd "$tmp/gone" >/dev/null || exit 1

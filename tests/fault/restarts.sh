@@ -85,8 +85,23 @@ run ps --data "$tmp/bad" --checkpoint "$tmp/none" --max-restarts 5
 expect 7 "$name"
 expect_jq 'all(.[]; .event != "restart")' "$name"
 
-run ps --max-restarts 5
-expect_error 2 invalid "--max-restarts needs --checkpoint" "without --checkpoint"
+name="a lost trainer needs no checkpoint, a lost server does"
+rm -f "$tmp/out"
+"$distrain" ps --mode async --data "$tmp/images" --epochs 1000000 --max-restarts 5 --log-interval 1 \
+  --peer-timeout 60 >"$tmp/out" 2>"$tmp/err" &
+launcher=$!
+wait_for_lines 4 step "$tmp/out"
+kill -9 "$(pid_of 1)"
+wait_for_lines 1 returned "$tmp/out"
+kill -9 "$(pid_of 0)"
+await_end
+expect 137 "$name"
+expect_jq '[.[] | select(.event == "restart")] | length == 1 and .[0].ranks == [1] and .[0].checkpoint == null' "$name"
+expect_jq '.[-1] | .cause_rank == 0 and .restarts == 1' "$name"
+expect_no_process "$name"
+
+run ps --mode sync --max-restarts 5
+expect_error 2 invalid "--max-restarts needs --checkpoint in --mode sync" "without --checkpoint"
 run ps --rank 1 --max-restarts 5
 expect_error 2 invalid "--max-restarts needs a launcher: --ranks 1 in place of --rank 1" "of one rank"
 RANK=1 WORLD_SIZE=3 run ps --max-restarts 5

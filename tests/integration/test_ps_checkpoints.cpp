@@ -171,7 +171,9 @@ TEST_CASE_METHOD(FewPsImages, "another job's checkpoint on images is refused, wi
   refused([](auto& o) { o.trainers = 3; }, "saved with --trainers 2, not 3");
   refused([](auto& o) { o.mode = "async"; }, "saved with --mode sync, not async");
   refused([](auto& o) { o.seed = 2; }, "saved with --seed 1, not 2");
-  refused([](auto& o) { o.limit = 50; }, "saved with examples 96, not 50");
+  refused([](auto& o) { o.limit = 50; },
+          "saved with examples 96, not 50: resume with the data and options that it was saved "
+          "with, or ");
   refused([](auto& o) { o.mean = 0.5; }, "saved with --mean 0.1307, not 0.5");
   refused([](auto& o) { o.dropout = 0; }, "saved with --dropout on, not off");
   refused([](auto& o) { o.dropout = 0.3; }, "saved with --dropout on, not 0.3");

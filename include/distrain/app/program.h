@@ -69,9 +69,10 @@ std::vector<std::string> event_names(const Program& program);
 /// The JSON Schema of the program's JSON lines, or of those of one event.
 std::string schema(const Program& program, const std::string& event);
 
-/// Parses `args`, finds out which ranks run here, and runs them. Gives back the exit code.
+/// Parses `args`, finds out which ranks run here, and runs them. Gives back the exit code. Messages
+/// about options refer to `program`, unless it is null.
 int run_job_command(const JobCommand& command, const std::vector<std::string>& args,
-                    base::TimePoint started);
+                    base::TimePoint started, const Program* program = nullptr);
 /// The command `predict`: CHECKPOINT [FILE] [OPTION]..., of whichever of the jobs saved it.
 int run_predict_command(const Program& program, const std::vector<std::string>& args,
                         base::TimePoint started);

@@ -35,6 +35,10 @@ struct CheckpointOptions {
 /// The file of words, beside `model`, `optimizer` and `state`.
 inline constexpr const char* kVocabulary = "vocabulary";
 
+/// The end of messages about a checkpoint that does not fit the job's options.
+inline constexpr const char* kTrainAnew =
+    ", or train anew without --resume, in another --checkpoint folder";
+
 /// What a checkpoint holds: tensors by file (`model`, `optimizer`, …) and name, and the rest.
 struct Snapshot {
   int64_t step = 0;
@@ -50,8 +54,10 @@ struct Snapshot {
   void expect_cmd(const std::string& cmd) const;
   /// An option that it was saved with, in canonical form; none: it does not say.
   std::optional<std::string> option(const std::string& name) const;
-  /// Refuses unless that is `value`: "saved with --trainers 2, not 3".
-  void expect_option(const std::string& name, const std::string& value) const;
+  /// Throws `bad_data` unless that is `value`: "saved with --trainers 2, not 3: leave --trainers
+  /// out", and `otherwise`.
+  void expect_option(const std::string& name, const std::string& value,
+                     const std::string& otherwise = kTrainAnew) const;
   /// What all trainers agreed upon under this name; refuses if there was no such thing.
   std::string agreed(const std::string& name) const;
   /// The tensors of `file`; refuses if there are none.

@@ -180,7 +180,8 @@ class StepLines {
   std::function<Json()> pending_;  // by time: the fields of the last step if it has no line
 };
 
-/// `not_finite`, naming where, unless it is a number.
+/// Returns the loss of a step. Throws `not_finite` for NaN and infinity, and `invalid` if `loss` is
+/// not one number; both messages name the epoch and the step.
 double checked_loss(const at::Tensor& loss, int64_t epoch, int64_t step);
 
 using LocalUpdates = optim::LocalUpdates;

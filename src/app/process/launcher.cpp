@@ -100,8 +100,9 @@ class Launcher {
     using base::ErrorKind;
     const auto is = [&](ErrorKind kind) { return verdict.cause.kind == base::kind_name(kind); };
     const bool may_pass = is(ErrorKind::kPeerLost) || (is(ErrorKind::kResources) && has_met_);
-    return may_pass && !verdict.by_signal && restarts_ < plan_.max_restarts && !write_error_ &&
-           !ended_by_signal_;
+    const bool can_go_on = plan_.newest_checkpoint || !plan_.display.has_rank_0;
+    return may_pass && can_go_on && !verdict.by_signal && restarts_ < plan_.max_restarts &&
+           !write_error_ && !ended_by_signal_;
   }
 
   /// Tells of it, and waits a while. False when a signal came meanwhile, or the reader has gone.

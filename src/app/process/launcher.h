@@ -26,7 +26,7 @@ struct LaunchPlan {
   /// How long the ranks may take after a signal without progress of a save; 0: they save none.
   std::chrono::seconds save_grace{0};
   int max_restarts = 0;
-  /// Where rank 0 saves, the newest checkpoint there; null: rank 0 is elsewhere.
+  /// Returns the newest checkpoint that rank 0 saved; null if rank 0 is elsewhere or saves none.
   std::function<std::optional<std::string>()> newest_checkpoint;
   std::string warning;
   DisplayPlan display;

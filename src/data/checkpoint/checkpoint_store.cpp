@@ -58,7 +58,7 @@ std::vector<uint8_t> read_listed(const OpenFolder& checkpoint, const std::string
   auto bytes = read_to_end<std::vector<uint8_t>>(file, listed.bytes);
   check_size(bytes.size());
   if (content_hash({reinterpret_cast<const char*>(bytes.data()), bytes.size()}) != listed.hash) {
-    bad_data(file.path() + ": damaged: its xxh64 is not the manifest's");
+    bad_data(file.path() + ": damaged: its checksum differs from the one in manifest.json");
   }
   return bytes;
 }

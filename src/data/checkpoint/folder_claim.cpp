@@ -89,7 +89,7 @@ void FolderClaim::lock() {
                     0666);
   }));
   if (!fd.valid() && errno == ELOOP) base::bad_data(path + kNotFollowed);
-  if (!fd.valid()) Disk::fail("cannot make", path);
+  if (!fd.valid()) Disk::fail("cannot create", path);
   if (disk_.call("flock", [&] { return ::flock(fd.get(), LOCK_EX | LOCK_NB); }) == 0) {
     lock_ = std::move(fd);
   } else if (errno != EWOULDBLOCK) {

@@ -38,7 +38,7 @@ Saves real_saves(const OpenFolder& folder) {
 OpenFolder make_and_open(const OpenFolder& folder, const std::string& name) {
   if (!folder.make_folder(name)) {
     errno = EEXIST;
-    Disk::fail("cannot make", folder.path_of(name));
+    Disk::fail("cannot create", folder.path_of(name));
   }
   auto made = folder.open(name);
   if (!made) Disk::fail("cannot open", folder.path_of(name));

@@ -74,7 +74,7 @@ bool OpenFolder::make_folder(const std::string& name) const {
   if (disk_->call("mkdirat", [&] { return ::mkdirat(fd_.get(), name.c_str(), 0777); }) == 0) {
     return true;
   }
-  if (errno != EEXIST) Disk::fail("cannot make", path_of(name));
+  if (errno != EEXIST) Disk::fail("cannot create the folder", path_of(name));
   return false;
 }
 

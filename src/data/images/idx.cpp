@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstdio>
 #include <filesystem>
 
 #include <unistd.h>
@@ -35,14 +36,13 @@ class IdxFile {
   std::array<uint64_t, N> read_sizes() {
     std::array<uint8_t, 4> magic;
     read_header(magic);
-    if (magic[0] != 0 || magic[1] != 0) refuse(path_, "not an IDX file");
-    if (magic[2] != kUnsignedBytes) {
-      refuse(path_, "an IDX file of elements of type " + std::to_string(magic[2]) +
-                        ", not of unsigned bytes (8)");
-    }
-    if (magic[3] != N) {
-      refuse(path_, "an IDX file of " + std::to_string(magic[3]) + " dimensions, not " +
-                        std::to_string(N));
+    if (magic != std::array<uint8_t, 4>{0, 0, kUnsignedBytes, N}) {
+      char begin[9];
+      std::snprintf(begin, sizeof begin, "%02x%02x%02x%02x", magic[0], magic[1], magic[2],
+                    magic[3]);
+      refuse(path_, std::string("not an IDX file of ") + (N == 3 ? "images" : "labels") +
+                        ": it begins with " + begin +
+                        ", but a file of images begins with 00000803, one of labels with 00000801");
     }
     std::array<uint64_t, N> sizes;
     for (uint64_t& size : sizes) {

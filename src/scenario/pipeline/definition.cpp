@@ -66,7 +66,7 @@ void check_pipeline(const PipelineOptions& options) {
   for (const int64_t num_split : options.num_split) {
     if (num_split > options.batch_size) {
       invalid("--micro-batches " + std::to_string(num_split) + ": a batch has only " +
-              std::to_string(options.batch_size) + " images (--batch-size)");
+              std::to_string(options.batch_size) + " images: give fewer, or a larger --batch-size");
     }
     models::check_resnet_input(options.image_size, options.batch_size / num_split);
     nn::simulate(nn::make_schedule(options.schedule, options.stages, num_split));

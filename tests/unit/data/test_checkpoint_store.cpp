@@ -146,10 +146,10 @@ TEST_CASE("A folder that cannot be made or written is found out before") {
         "cannot open " + file + "/x: Not a directory");
   CHECK(no_resources([&] {
           CheckpointStore("/proc/nothing/x").prepare();
-        }).starts_with("cannot make /proc/nothing: "));
+        }).starts_with("cannot create the folder /proc/nothing: "));
   CHECK(no_resources([&] {
           CheckpointStore("/proc").prepare();
-        }).starts_with("cannot make /proc/.lock: "));
+        }).starts_with("cannot create /proc/.lock: "));
   no_resources([&] { CheckpointStore("").prepare(); });
 
   const auto missing = folder.path("missing");
@@ -261,7 +261,7 @@ TEST_CASE("Files that do not fit the manifest are named with what is wrong") {
   changed.back() ^= 1;
   write_text(model, changed);
   CHECK(bad_data([&] { CheckpointStore::load(path); }) ==
-        model + ": damaged: its xxh64 is not the manifest's");
+        model + ": damaged: its checksum differs from the one in manifest.json");
   // A file of the right size and hash that is no safetensors file.
   write_text(model, whole);
   std::string manifest = read_text(path + "/manifest.json");

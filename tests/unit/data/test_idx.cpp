@@ -159,12 +159,15 @@ TEST_CASE("A changed bit of a gzip file's data is found, or changes nothing") {
 
 TEST_CASE("What is not an IDX file of bytes is refused") {
   const Files files;
-  CHECK(files.bad_images("\x89PNG\r\n\x1a\n") == "not an IDX file");
-  CHECK(files.bad_images(gzip("hello world, this is text")) == "not an IDX file");
-  CHECK(files.bad_images(big_endian(0xD03) + kImages.substr(4)) ==
-        "an IDX file of elements of type 13, not of unsigned bytes (8)");
-  CHECK(files.bad_images(kLabels) == "an IDX file of 1 dimensions, not 3");
-  CHECK(files.bad_labels(kImages) == "an IDX file of 3 dimensions, not 1");
+  const auto told = [](const std::string& wanted, const std::string& begin) {
+    return "not an IDX file of " + wanted + ": it begins with " + begin +
+           ", but a file of images begins with 00000803, one of labels with 00000801";
+  };
+  CHECK(files.bad_images("\x89PNG\r\n\x1a\n") == told("images", "89504e47"));
+  CHECK(files.bad_images(gzip("hello world, this is text")) == told("images", "68656c6c"));
+  CHECK(files.bad_images(big_endian(0xD03) + kImages.substr(4)) == told("images", "00000d03"));
+  CHECK(files.bad_images(kLabels) == told("images", "00000801"));
+  CHECK(files.bad_labels(kImages) == told("labels", "00000803"));
   CHECK(files.bad_images(images(0, 2, 2, "")) == "no image in this file");
   CHECK(files.bad_images(images(3, 0, 2, "")) == "images of 0 x 2 pixels");
   CHECK(files.bad_images(images(3, 2, 0, "")) == "images of 2 x 0 pixels");

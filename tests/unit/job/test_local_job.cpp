@@ -148,3 +148,11 @@ TEST_CASE("A local job that fails leaves its trace and its error", "[trace]") {
   CHECK(outcome.afterwards->kind == base::ErrorKind::kResources);
   CHECK(outcome.afterwards->message == "cannot write /nowhere/t.json: No such file or directory");
 }
+
+TEST_CASE("a loss that is not one number is refused by its epoch and step") {
+  CHECK(checked_loss(at::full({1}, 0.5), 1, 1) == 0.5);
+  CHECK_THROWS_WITH(checked_loss(at::zeros({32}), 2, 7),
+                    "the loss at epoch 2, step 7 is not one number: return its mean or sum, such "
+                    "as loss.mean()");
+  CHECK_THROWS(checked_loss({}, 1, 1));
+}

@@ -210,8 +210,8 @@ TEST_CASE("one value a channel is too few to train batch norm") {
           forward(net, at::randn({1, 3, 32, 32}));
         }) == "batch norm layer4.0.bn1 cannot train on one value a channel");
   CHECK(refused([] { check_resnet_input(32, 1); }) ==
-        "a micro-batch of one image of 32 pixels leaves batch norm one value a channel: larger "
-        "micro-batches (--micro-batches, --batch-size), or --image-size 33 and above");
+        "batch norm cannot train on micro-batches of one image of 32 pixels: give fewer "
+        "--micro-batches, a larger --batch-size, or --image-size 33 or more");
   CHECK_THROWS(check_resnet_input(1, 1));
   for (const auto& [size, samples] : {std::pair{32, 2}, {33, 1}, {1, 2}}) {
     CAPTURE(size, samples);

@@ -34,7 +34,7 @@ TEST_CASE("A rule is made of what a command line says") {
   CHECK(message({"adam", 0.1, 0.9}) == "adam has no option 'momentum'");
   CHECK(message({"lamb"}) == "no optimizer 'lamb': sgd, adagrad, adam, adamw or rmsprop");
   CHECK(message({"sgd", -1}) == "sgd: lr cannot be -1.000000");
-  CHECK(message({"sgd", 1, 0, 0, "step"}) == "schedule 'step': it wants a size");
+  CHECK(message({"sgd", 1, 0, 0, "step"}) == "--lr-schedule step: it wants a size");
   CHECK(message({"sgd", 1, 0, 0, "constant", -1}) ==
         "gradients cannot be clipped to a norm of -1.000000");
 }

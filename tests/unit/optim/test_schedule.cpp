@@ -229,37 +229,42 @@ TEST_CASE("A schedule counts epochs if its lengths do") {
 
 TEST_CASE("A text that is no schedule is refused in a line that says why") {
   const std::string forms =
-      ": constant, step:SIZE[,GAMMA], cosine:LENGTH[,FLOOR] or "
-      "plateau:PATIENCE[,FACTOR[,FLOOR[,THRESHOLD]]], after warmup:LENGTH+ or not";
-  CHECK(refused("") == "no schedule ''" + forms);
-  CHECK(refused("linear:5") == "no schedule 'linear'" + forms);
-  CHECK(refused("warmup:5+warmup:5") == "no schedule 'warmup'" + forms);
-  CHECK(refused("warmup:5+") == "no schedule ''" + forms);
+      ": must be constant, step:SIZE[,GAMMA], cosine:LENGTH[,FLOOR] or "
+      "plateau:PATIENCE[,FACTOR[,FLOOR[,THRESHOLD]]], optionally after warmup:LENGTH+";
+  CHECK(refused("") == "--lr-schedule: unknown schedule ''" + forms);
+  CHECK(refused("linear:5") == "--lr-schedule: unknown schedule 'linear'" + forms);
+  CHECK(refused("warmup:5+warmup:5") == "--lr-schedule: unknown schedule 'warmup'" + forms);
+  CHECK(refused("warmup:5+") == "--lr-schedule: unknown schedule ''" + forms);
   CHECK(refused("cosine:5+warmup:5") ==
-        "schedule 'cosine:5+warmup:5': its length is '5+warmup:5', not a whole number of steps "
+        "--lr-schedule cosine:5+warmup:5: its length is '5+warmup:5', not a whole number of steps "
         "(500) or of epochs (5e)");
-  CHECK(refused("step") == "schedule 'step': it wants a size");
+  CHECK(refused("step") == "--lr-schedule step: it wants a size");
   CHECK(refused("step:") ==
-        "schedule 'step:': its size is '', not a whole number of steps (500) or of epochs (5e)");
+        "--lr-schedule step:: its size is '', not a whole number of steps (500) or of epochs (5e)");
   refused("step:1.5");
   refused("step:99999999999999999999");
-  CHECK(refused("step:5,x") == "schedule 'step:5,x': its gamma is 'x', not a number");
-  CHECK(refused("step:5,0.1,7") == "schedule 'step:5,0.1,7': 7 is one value too many");
-  CHECK(refused("constant:1") == "schedule 'constant:1': 1 is one value too many");
-  CHECK(refused("step:0") == "a step schedule's size cannot be 0: at least 1");
-  CHECK(refused("step:5,0") == "a step schedule's gamma cannot be 0: above 0");
+  CHECK(refused("step:5,x") == "--lr-schedule step:5,x: its gamma is 'x', not a number");
+  CHECK(refused("step:5,0.1,7") == "--lr-schedule step:5,0.1,7: 7 is one value too many");
+  CHECK(refused("constant:1") == "--lr-schedule constant:1: 1 is one value too many");
+  CHECK(refused("step:0") == "--lr-schedule: a step schedule's size cannot be 0: at least 1");
+  CHECK(refused("step:5,0") == "--lr-schedule: a step schedule's gamma cannot be 0: above 0");
   refused("step:5,inf");
   refused("step:5,nan");
   CHECK(refused("cosine:5,2") ==
-        "a cosine schedule's floor cannot be 2: from 0 to 1, as a part of the learning rate");
-  CHECK(refused("warmup:0+cosine:5") == "a warm-up's length cannot be 0: at least 1");
-  CHECK(refused("plateau:2e") == "schedule 'plateau:2e': its patience is '2e', not a whole number");
-  CHECK(refused("plateau:-1") == "a plateau schedule's patience cannot be -1: at least 0");
-  CHECK(refused("plateau:1,1") == "a plateau schedule's factor cannot be 1: between 0 and 1");
+        "--lr-schedule: a cosine schedule's floor cannot be 2: from 0 to 1, as a part of the "
+        "learning rate");
+  CHECK(refused("warmup:0+cosine:5") ==
+        "--lr-schedule: a warm-up's length cannot be 0: at least 1");
+  CHECK(refused("plateau:2e") ==
+        "--lr-schedule plateau:2e: its patience is '2e', not a whole number");
+  CHECK(refused("plateau:-1") ==
+        "--lr-schedule: a plateau schedule's patience cannot be -1: at least 0");
+  CHECK(refused("plateau:1,1") ==
+        "--lr-schedule: a plateau schedule's factor cannot be 1: between 0 and 1");
   refused("plateau:1,0.5,-1");
   refused("plateau:1,0.5,0,1");
   CHECK(refused("warmup:500+step:30e,0.1") ==
-        "schedule 'warmup:500+step:30e,0.1': give both in steps or both in epochs (5e), as one "
+        "--lr-schedule warmup:500+step:30e,0.1: give both in steps or both in epochs (5e), as one "
         "begins where the other ends");
 }
 
