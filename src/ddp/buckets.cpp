@@ -83,19 +83,17 @@ void Bucket::allocate() {
   }
 }
 
-// Views are handed out as gradients, and a failed allreduce may still be sending from `flat`.
-bool Bucket::is_shared() const {
-  return flat_.use_count() > 1 || flat_.storage().use_count() > 1 + views_.size() ||
-         std::any_of(views_.begin(), views_.end(),
-                     [](const at::Tensor& view) { return view.use_count() > 1; });
-}
-
 void Bucket::begin() {
   work_ = nullptr;
   writers_.clear();
   missing_ = members_.size();
   free_.make_current_wait(device_);
-  if (!flat_.defined() || is_shared()) allocate();
+  // Views are handed out as gradients, and a failed allreduce may still be sending from `flat`.
+  const bool is_shared =
+      flat_.defined() &&
+      (flat_.use_count() > 1 || flat_.storage().use_count() > 1 + views_.size() ||
+       std::ranges::any_of(views_, [](const at::Tensor& view) { return view.use_count() > 1; }));
+  if (!flat_.defined() || is_shared) allocate();
   free_ = rpc::StreamPoint::mark(device_);
 }
 

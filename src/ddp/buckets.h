@@ -50,7 +50,6 @@ class Bucket {
  private:
   void allocate();
   void make_writer(const c10::Stream& stream);
-  bool is_shared() const;
 
   std::vector<size_t> members_;
   std::vector<at::Tensor> like_;  // the parameters

@@ -36,7 +36,15 @@ Loop::Impl::Impl() {
 }
 
 void Loop::Impl::stop() {
-  post([this] { begin_stop_on_loop(); });
+  post([this] {
+    stop_begun = true;
+    const auto dropped = std::move(timers);
+    timers.clear();
+    const std::vector<std::shared_ptr<LoopResource>> open(resources.begin(), resources.end());
+    for (const auto& resource : open) resource->shut_down_on_loop();
+    uv_close(reinterpret_cast<uv_handle_t*>(&wakeup), nullptr);
+    uv_close(reinterpret_cast<uv_handle_t*>(&timer), nullptr);
+  });
   {
     std::lock_guard lock(mutex);
     stopping = true;
@@ -180,16 +188,6 @@ void Loop::Impl::release_on_loop(LoopResource* resource) {
   assert_in_loop();
   const auto it = std::ranges::find(resources, resource, &std::shared_ptr<LoopResource>::get);
   if (it != resources.end()) resources.erase(it);
-}
-
-void Loop::Impl::begin_stop_on_loop() {
-  stop_begun = true;
-  const auto dropped = std::move(timers);
-  timers.clear();
-  const std::vector<std::shared_ptr<LoopResource>> open(resources.begin(), resources.end());
-  for (const auto& resource : open) resource->shut_down_on_loop();
-  uv_close(reinterpret_cast<uv_handle_t*>(&wakeup), nullptr);
-  uv_close(reinterpret_cast<uv_handle_t*>(&timer), nullptr);
 }
 
 Loop::Loop() : impl_(std::make_shared<Impl>()) {}

@@ -63,7 +63,6 @@ struct Loop::Impl {
   void run_timers_on_loop();
   bool remove_timer_on_loop(uint64_t id);
   void arm_timer_on_loop();
-  void begin_stop_on_loop();
 
   uv_async_t wakeup;
   uv_timer_t timer;

@@ -98,22 +98,16 @@ void Window::grant(uint64_t bytes, uint64_t size) {
   say();
 }
 
-void Window::take_excess_locked() {
-  uint64_t available = available_;
-  while (available > size_) {
-    if (available_.compare_exchange_weak(available, size_)) {
-      returned_ += available - size_;
-      return;
-    }
-  }
-}
-
 // Nothing if the other rank knows all there is to know.
 std::optional<Window::Request> Window::next_request_locked() {
   uint64_t target = said_.target;
   const bool is_served = !waiters_.empty() && available_ >= waiters_.front()->bytes;
   if (target <= granted_ && !is_served) {
-    take_excess_locked();
+    for (uint64_t available = available_; available > size_;) {
+      if (!available_.compare_exchange_weak(available, size_)) continue;
+      returned_ += available - size_;
+      break;
+    }
     uint64_t wanted = 0;
     for (const Waiter* waiter : waiters_) {
       if (wanted > 0 && wanted + waiter->bytes > size_ / 8) break;

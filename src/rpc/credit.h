@@ -115,7 +115,6 @@ class Window {
  private:
   bool try_serve_locked(const Waiter& waiter);
   bool take_at_once(uint64_t bytes);
-  void take_excess_locked();
   std::optional<Request> next_request_locked();
   void say();
 

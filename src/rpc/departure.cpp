@@ -33,7 +33,13 @@ Departure::Departure(DeviceStager& stager, OutMessage message, wire::FrameHeader
   }
   chunks_ = pieces_.size();
   std::move(rests.begin(), rests.end(), std::back_inserter(pieces_));
-  bytes_left_ = all_bytes();
+  const net::OutFrame frame = to_frame(message_, header_, transfer_ids());
+  wire::PayloadLayout payload;
+  for (const auto& piece : frame.payload) payload.bytes += piece.size();
+  for (size_t i = chunks_; i < pieces_.size(); ++i) {
+    payload.append(pieces_[i].end - pieces_[i].begin);
+  }
+  bytes_left_ = chunks_ * kChunkBytes + frame.meta.size() + payload.bytes;
   for (const Transfer& transfer : transfers_) {
     StreamPoint::mark(transfer.device).make_wait(stager_.out_stream(transfer.device));
   }
@@ -44,16 +50,6 @@ std::vector<uint64_t> Departure::transfer_ids() const {
   std::vector<uint64_t> ids;
   for (const Transfer& transfer : transfers_) ids.push_back(transfer.id);
   return ids;
-}
-
-uint64_t Departure::all_bytes() const {
-  const net::OutFrame frame = to_frame(message_, header_, transfer_ids());
-  wire::PayloadLayout payload;
-  for (const auto& piece : frame.payload) payload.bytes += piece.size();
-  for (size_t i = chunks_; i < pieces_.size(); ++i) {
-    payload.append(pieces_[i].end - pieces_[i].begin);
-  }
-  return chunks_ * kChunkBytes + frame.meta.size() + payload.bytes;
 }
 
 Departure::Transfer Departure::make_transfer(DeviceGroup group) const {

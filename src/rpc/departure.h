@@ -55,7 +55,6 @@ class Departure {
   };
 
   Transfer make_transfer(DeviceGroup group) const;
-  uint64_t all_bytes() const;
   std::vector<uint64_t> transfer_ids() const;
   base::Status send_chunks(const std::function<base::Status(net::OutFrame)>& send,
                            const StillWanted& still_wanted);

@@ -21,7 +21,11 @@ RRefHandle::RRefHandle(std::shared_ptr<RRefContext> context, uint64_t id, uint64
                        ProcessNumber owner, std::shared_ptr<OwnedValue> owned)
     : context_(std::move(context)), id_(id), fork_(fork), owner_(owner), owned_(std::move(owned)) {}
 
-RRefHandle::~RRefHandle() { context_->on_handle_gone(id_, fork_, owner_, std::move(owned_)); }
+RRefHandle::~RRefHandle() {
+  if (owned_) return;
+  context_->send(owner(), wire::FrameKind::kRRefDelete, id_, fork_, 0);
+  --context_->user_handles_;
+}
 
 Agent& RRefHandle::agent() const { return context_->agent(); }
 
@@ -201,13 +205,6 @@ void RRefContext::sweep(uint64_t id) {
   if (it->second.made) freed_.insert(id);
   if (!it->second.made) --unmade_;
   owned_.erase(it);
-}
-
-void RRefContext::on_handle_gone(uint64_t id, uint64_t fork, ProcessNumber owner,
-                                 std::shared_ptr<OwnedValue> owned) {
-  if (owned) return owned.reset();
-  send(rank_of(owner), wire::FrameKind::kRRefDelete, id, fork, 0);
-  --user_handles_;
 }
 
 void RRefContext::encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle) {

@@ -135,8 +135,6 @@ class RRefContext : public std::enable_shared_from_this<RRefContext> {
   void fail_unset(const base::Error& error, const std::function<bool(uint64_t id)>& which);
   void add_fork(uint64_t id, uint64_t fork, int holder);
   void drop_forks(uint64_t id, const std::function<bool(uint64_t fork, int holder)>& which);
-  void on_handle_gone(uint64_t id, uint64_t fork, ProcessNumber owner,
-                      std::shared_ptr<OwnedValue> owned);
   void sweep(uint64_t id);
   void send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork, uint64_t parent);
 

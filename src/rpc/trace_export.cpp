@@ -98,18 +98,17 @@ TraceImport::TraceImport(base::Tracer& tracer, const TraceChunk& first) {
   }
 }
 
-const char* TraceImport::text(int64_t place) const {
-  if (place < 0 || place >= static_cast<int64_t>(texts_.size())) {
-    wire::Reader::fail("a trace with a text that is not there");
-  }
-  return texts_[static_cast<size_t>(place)];
-}
-
 void TraceImport::add(const at::Tensor& events) {
   if (!events.defined() || events.scalar_type() != at::kLong || events.dim() != 2 ||
       events.size(1) != kTraceColumns || (events.size(0) == 0 && !complete())) {
     wire::Reader::fail("a malformed part of a trace");
   }
+  const auto text = [this](int64_t place) {
+    if (place < 0 || place >= static_cast<int64_t>(texts_.size())) {
+      wire::Reader::fail("a trace with a text that is not there");
+    }
+    return texts_[static_cast<size_t>(place)];
+  };
   const at::Tensor rows = events.contiguous();
   const auto* row = rows.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < rows.size(0); ++i, row += kTraceColumns) {

@@ -61,8 +61,6 @@ class TraceImport {
   std::vector<base::TraceTrack> take() { return std::move(tracks_); }
 
  private:
-  const char* text(int64_t place) const;
-
   std::vector<const char*> texts_;
   std::vector<base::TraceTrack> tracks_;
   std::vector<uint64_t> wanted_;  // of each track
