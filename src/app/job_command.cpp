@@ -261,6 +261,9 @@ class Invocation {
     std::string text;
     for (std::string word; std::getline(file, word, '\0');) {
       const bool is_plain = word.find_first_of(" \t\n'\"\\$`!*?[](){}<>|&;#~") == word.npos;
+      for (size_t at = 0; (at = word.find('\'', at)) != word.npos; at += 4) {
+        word.replace(at, 1, "'\\''");
+      }
       text += (is_plain && !word.empty() ? word : '\'' + word + '\'') + ' ';
     }
     return text + (text.ends_with("--resume auto ") ? "" : "--resume auto");

@@ -45,8 +45,8 @@ std::string text_in(const Json& json, const char* name) {
   return value != json.end() && value->is_string() ? value->get<std::string>() : std::string();
 }
 
-std::string counted(int64_t count, const char* what) {
-  return fmt::format("{} {}{}", count, what, count == 1 ? "" : "s");
+std::string counted(int64_t count, std::string_view what) {
+  return fmt::format("{} {}{}", count, what, count == 1 ? "" : what.ends_with("ch") ? "es" : "s");
 }
 
 int64_t integer_in(const Json& json, const char* name) {
@@ -207,8 +207,11 @@ void Display::on_line(const std::string& json_line) {
     Trainer& lost = trainers_[static_cast<int>(integer_in(event, "lost_rank"))];
     lost.lost = true;
     lost.name = text_in(event, "lost_role");
-    stay(fmt::format("warn: {} lost ({}); {} go to others, {} left", lost.name,
-                     text_in(event, "cause"), counted(integer_in(event, "steps_back"), "step"),
+    const std::string cause = text_in(event, "cause"), named = " is lost: ";
+    const size_t at = cause.find(named);  // the line names the rank already
+    stay(fmt::format("warn: {} lost ({}); others take over {}, {} left", lost.name,
+                     cause.substr(at == cause.npos ? 0 : at + named.size()),
+                     counted(integer_in(event, "steps_back"), "step"),
                      counted(integer_in(event, "trainers_left"), "trainer")),
          kYellow);
   } else if (name == "returned") {
@@ -263,8 +266,9 @@ void Display::on_line(const std::string& json_line) {
       stay(" " + words);
     }
   } else if (name == "split") {
-    stay(fmt::format(" {} micro-batches  {:.2f} s a batch  loss {:.4f}",
-                     integer_in(event, "num_split"), number_in(event, "batch_s").value_or(0),
+    stay(fmt::format(" {}  {:.2f} s a batch  loss {:.4f}",
+                     counted(integer_in(event, "num_split"), "micro-batch"),
+                     number_in(event, "batch_s").value_or(0),
                      number_in(event, "loss").value_or(0)));
   } else if (name == "episode") {
     stay(fmt::format(" episode {}{}", integer_in(event, "episode"), quality_in(event)));
@@ -297,7 +301,7 @@ void Display::on_progress(const Json& event, int rank) {
   if (const auto loss = number_in(event, "loss")) loss_ = loss;
   quality_ = quality_in(event);
   if (const auto split = integer_in(event, "num_split")) {
-    quality_ = fmt::format("  {} micro-batches", split);
+    quality_ = "  " + counted(split, "micro-batch");
   }
   if (trained_since_ == base::TimePoint{}) trained_since_ = screen_.now();
   end_epochs(false);
@@ -353,17 +357,20 @@ void Display::thin(Thinned& kind, const std::string& line) {
   stay(std::exchange(kind.held, {}));
 }
 
-/// Cut at the end if it is too long; the ranks come first.
+/// Leaves out the address, then the last words of the reason, if the line is too long.
 std::string Display::waiting(size_t width) const {
   const double waited = seconds_between(begun_, screen_.now());
   if (address_.empty() && missing_.empty()) return "starting  " + clock_text(waited);
   std::string ranks = "the other ranks";
   if (!missing_.empty())
     ranks = (missing_.find(',') < missing_.npos ? "ranks " : "rank ") + missing_;
-  const std::string time = fmt::format(" ({:.0f} s)", waited), at = " at " + address_,
-                    why = reason_.empty() ? "" : ": " + reason_;
-  const std::string line = "waiting for " + ranks + (address_.empty() ? "" : at) + time + why;
-  return line.size() <= width ? line : ("waiting for " + ranks + time + why).substr(0, width);
+  const std::string time = fmt::format(" ({:.0f} s)", waited), at = " at " + address_;
+  std::string line = "waiting for " + ranks + (address_.empty() ? "" : at) + time;
+  if (line.size() > width) line = ("waiting for " + ranks + time).substr(0, width);
+  const std::string all = line + (reason_.empty() ? "" : ": " + reason_);
+  if (all.size() <= width) return all;
+  const size_t end = all.rfind(' ', std::max<size_t>(width, 4) - 4);
+  return end > line.size() + 1 && end < all.npos ? all.substr(0, end) + " ..." : line;
 }
 
 std::string Display::status(size_t width) const {
@@ -493,7 +500,9 @@ void Display::finish(const Json& end) {
   if (const auto wall = number_in(end, "wall_s")) figures += fmt::format(" in {:.2f} s", *wall);
   if (const auto loss = number_in(end, "loss")) loss_ = loss;
   if (loss_) figures += fmt::format(", loss {:.4f}", *loss_);
-  figures += quality_in(end, ", ") + pairs_of(end.value("eval", Json::object()), true, ", ");
+  std::string quality = quality_in(end, ", ");
+  if (quality.empty() && quality_.starts_with("  running")) quality = ", " + quality_.substr(2);
+  figures += quality + pairs_of(end.value("eval", Json::object()), true, ", ");
   if (is_ok && lasts) {
     stay("done: " + figures, kGreen);
   } else if (by_signal && !plan_.to_go_on.empty() && is_saved_) {

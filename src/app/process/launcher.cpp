@@ -332,7 +332,9 @@ class Launcher {
   /// Passes a JSON line on to whoever reads it, program or person.
   void print(std::string line) {
     if (write_error_) return;
-    display_.on_line(line);
+    // A rank that obeys the signal before rank 0 does is no loss.
+    const bool obeys = ended_by_signal_ && line.find(R"("event":"lost")") != line.npos;
+    if (!obeys) display_.on_line(line);
     if (!display_.pretty()) output_.push(std::move(line));
   }
 

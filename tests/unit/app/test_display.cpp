@@ -99,11 +99,10 @@ TEST_CASE("several trainers have a line that says who is slow, lost and back") {
   shown.event(progress(1, 20, 100, 1, 2));
   shown.event(progress(2, 10, 100, 1, 2));
   CHECK(shown.bar() == "trainer1 20    trainer2 10");
-  shown.event(
-      R"({"event":"lost","lost_rank":2,"lost_role":"trainer2","cause":"gone","steps_back":3,)"
-      R"("trainers_left":1})");
+  shown.event(R"({"event":"lost","lost_rank":2,"lost_role":"trainer2","steps_back":1,)"
+              R"("cause":"rank 2 (trainer2) is lost: gone","trainers_left":1})");
   const std::string text = shown.take();
-  CHECK(text.find("warn: trainer2 lost (gone); 3 steps go to others, 1 trainer left\n") !=
+  CHECK(text.find("warn: trainer2 lost (gone); others take over 1 step, 1 trainer left\n") !=
         text.npos);
   CHECK(text.ends_with("trainer1 20    trainer2 lost at step 10"));
   CHECK(text.find("15/100") != text.npos);
@@ -187,7 +186,7 @@ TEST_CASE("a wait tells its ranks first and then its reason, as far as columns a
   CHECK(wide.bar() == "waiting for ranks 1,2 at node1:29500 (0 s): no route to host");
   Shown narrow(plan(Mode::kFull), 40);
   narrow.event(event);
-  CHECK(narrow.bar() == "waiting for ranks 1,2 (0 s): no route");
+  CHECK(narrow.bar() == "waiting for ranks 1,2 (0 s): no ...");
 }
 
 TEST_CASE("a warning names its rank unless there is only one") {
@@ -258,6 +257,14 @@ TEST_CASE("a job that a signal ends tells what is saved and how to go on") {
     shown.display_.finish(end);
     CHECK(shown.display_.is_told());
     CHECK(shown.take() == "nothing saved: no --checkpoint; 7 steps\n");
+  }
+  SECTION("with the reward of a job that plays") {
+    Shown shown(to_go_on);
+    shown.event(R"({"event":"progress","rank":1,"step":3,"running_reward":2.25,"loss":0.5})");
+    shown.take();
+    shown.display_.finish(end);
+    CHECK(shown.take() ==
+          "nothing saved: no --checkpoint; 7 steps, loss 0.5000, running reward 2.2\n");
   }
   SECTION("with --pretty, where stdout is no terminal, stderr tells it") {
     to_go_on.pretty = true;
