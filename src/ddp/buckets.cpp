@@ -18,9 +18,9 @@ bool is_plain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
-// Of the same shape, dtype and device.
+// Copies between tensors of one shape and device, and converts if the user has changed a dtype.
 void copy_values(const at::Tensor& from, const at::Tensor& to) {
-  if (from.is_cpu() && is_plain(from) && is_plain(to)) {
+  if (from.is_cpu() && from.scalar_type() == to.scalar_type() && is_plain(from) && is_plain(to)) {
     if (to.nbytes() > 0) std::memcpy(to.data_ptr(), from.data_ptr(), to.nbytes());
   } else {
     const at::NoGradGuard no_grad;

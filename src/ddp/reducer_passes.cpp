@@ -43,6 +43,10 @@ void Reducer::Impl::attach(GradientPass& source) {
     begin_locked(++last_pass_, {.step = step_});
     pass = pass_;
   }
+  // Made first: if a registration throws, destroying `end` gives the pass up.
+  auto end = end_of(pass, [&source](const at::Tensor& parameter, const at::Tensor& mean) {
+    source.set_gradient(parameter, mean);
+  });
   for (size_t i = 0; i < parameters_.size(); ++i) {
     source.on_gradient_ready(parameters_[i],
                              [weak = weak_from_this(), pass, i](const at::Tensor& gradient) {
@@ -52,9 +56,7 @@ void Reducer::Impl::attach(GradientPass& source) {
                                if (pass == impl->pass_) impl->store_locked(i, gradient);
                              });
   }
-  source.on_pass_end(end_of(pass, [&source](const at::Tensor& parameter, const at::Tensor& mean) {
-    source.set_gradient(parameter, mean);
-  }));
+  source.on_pass_end(std::move(end));
 }
 
 void Reducer::Impl::expect(const autograd::ContextRef& context) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 #include <functional>
 #include <utility>
 #include <vector>
@@ -8,6 +9,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "distrain/base/error.h"
 #include "distrain/ddp/gradient_source.h"
 
 namespace distrain::testing {
@@ -22,9 +24,12 @@ class FakePass final : public ddp::GradientPass {
   }
   void on_gradient_ready(const at::Tensor& variable,
                          std::function<void(const at::Tensor&)> fn) override {
+    if (ready_.size() == refuses_after) base::invalid("this pass takes no more variables");
     ready_.emplace_back(variable, std::move(fn));
   }
   void on_pass_end(std::function<void()> fn) override { end_ = std::move(fn); }
+
+  size_t refuses_after = SIZE_MAX;  ///< number of variables
 
   /// `order`: indices of the variables in the order of their registration.
   void backward(const at::Tensor& loss, const std::vector<size_t>& order) {

@@ -292,6 +292,18 @@ TEST_CASE("a second pass beside the first is refused") {
         ErrorKind::kInvalid);
 }
 
+TEST_CASE("a pass that refuses a variable leaves the Reducer free for the next pass") {
+  TestGroup group(1);
+  const PlainModel model;
+  Reducer reducer(model.parameters, group.backends[0]);
+  FakePass refusing;
+  refusing.refuses_after = 2;
+  CHECK(thrown_by([&] { reducer.attach(refusing); }).kind == ErrorKind::kInvalid);
+  FakePass next;
+  reducer.attach(next);
+  next.backward(model.loss(input_of(0, 0)));
+}
+
 TEST_CASE("gradients accumulate over backward passes as without a Reducer") {
   TestGroup group(2);
   run_ranks(2, [&](int rank) {
