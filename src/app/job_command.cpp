@@ -196,7 +196,6 @@ class Invocation {
     const bool is_first = local_ || placement_.has_rank_0();
     DisplayPlan plan = plan_display(options_.flag("quiet") ? "none" : options_.text("progress"),
                                     options_.flag("pretty"), is_first, is_leader);
-    plan.has_rank_0 = is_first;
     plan.header = header(is_first);
     if (!local_ && !placement_.spawns_all()) {
       plan.address = fmt::format("{}:{}", job_.master_addr, job_.master_port);

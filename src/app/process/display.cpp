@@ -164,6 +164,7 @@ DisplayPlan plan_display(const std::string& progress, bool pretty, bool is_first
       (S_ISREG(out.st_mode) || (S_ISCHR(out.st_mode) && out.st_rdev == makedev(1, 3)));
   plan.colours = draws && in_environment("NO_COLOR").empty();
   plan.hint = is_leader;
+  plan.has_rank_0 = is_first;
   plan.on_terminal = is_terminal;
   if (progress == "plain") {
     plan.mode = kLines;

@@ -45,11 +45,7 @@ class Launcher {
                   }} {}
 
   int run() {
-    sigset_t awaited = ending_signals();
-    sigaddset(&awaited, SIGCHLD);
-    sigaddset(&awaited, kSaveSignal);
-    sigaddset(&awaited, kQuestionSignal);
-    sigaddset(&awaited, SIGTSTP);
+    const sigset_t awaited = ending_signals({SIGCHLD, kSaveSignal, kQuestionSignal, SIGTSTP});
     base::block_in_all_threads(awaited);
     signals_ = net::Fd(signalfd(-1, &awaited, SFD_CLOEXEC | SFD_NONBLOCK));
     display_.begin();

@@ -110,13 +110,15 @@ void set_up_process() {
   nn::reuse_tensor_memory();
 }
 
-sigset_t ending_signals() {
+sigset_t ending_signals(std::initializer_list<int> more) {
   // A blocked signal is delivered to sigwait and signalfd even when it is ignored, so it matters.
   // Not for SIGINT: a script's `distrain hybrid &` ignores it too, and is still to be ended by one.
   struct sigaction hangup {};
   sigaction(SIGHUP, nullptr, &hangup);
-  if (hangup.sa_handler == SIG_IGN) return base::signal_set({SIGINT, SIGTERM});
-  return base::signal_set({SIGINT, SIGTERM, SIGHUP});
+  sigset_t set = base::signal_set(more);
+  for (const int number : {SIGINT, SIGTERM}) sigaddset(&set, number);
+  if (hangup.sa_handler != SIG_IGN) sigaddset(&set, SIGHUP);
+  return set;
 }
 
 void leave_process(int exit_code) {

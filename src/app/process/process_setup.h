@@ -23,8 +23,9 @@ bool secure_standard_fds();
 /// Signals, allocators: what should hold before the first thread and the first big block.
 void set_up_process();
 
-/// The signals that end a job or a rank: SIGINT, SIGTERM, and SIGHUP unless nohup(1) ignores it.
-sigset_t ending_signals();
+/// The signals that end a job or a rank: SIGINT, SIGTERM, and SIGHUP unless nohup(1) ignores it;
+/// and `more`.
+sigset_t ending_signals(std::initializer_list<int> more = {});
 
 /// The signal by which a job saves and goes on.
 inline constexpr int kSaveSignal = SIGUSR1;

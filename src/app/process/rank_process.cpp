@@ -31,12 +31,7 @@ constexpr auto kUnwinding = std::chrono::milliseconds(700);
 constexpr auto kDisplayTick = std::chrono::milliseconds(500);
 constexpr int kLookAgainMs = 100;  // whether the job is to stop, while a reader sleeps
 
-sigset_t awaited_signals() {
-  sigset_t set = ending_signals();
-  sigaddset(&set, kSaveSignal);
-  sigaddset(&set, kQuestionSignal);
-  return set;
-}
+sigset_t awaited_signals() { return ending_signals({kSaveSignal, kQuestionSignal}); }
 
 /// On a thread that nobody joins. Returns false if none is to be had.
 bool run_aside(std::function<void()> what) {
