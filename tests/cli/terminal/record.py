@@ -32,7 +32,6 @@ class Job:
     bar: tuple  # the live region at 80 and 40 columns once training is well under way, masked
     lost_rank: int  # the rank to kill
     after_loss: tuple = ()  # the live region after that; empty: the loss ends the job
-    present: str = "--rank 0"  # the ranks that wait for the others
 
 
 pipeline = "distrain pipeline --model resnet18 --image-size 32 --batch-size 4 --threads 1"
@@ -76,7 +75,6 @@ jobs = {
              "trainer0 N    trainer1 N    trainer2 N\n",
              "PERCENT  N/300000  loss #.####\nslowest trainer0 N\n"),
         lost_rank=4,
-        present="--ranks 0-1",
     ),
 }
 
@@ -98,7 +96,7 @@ def ways(job):
         "interrupted": [f"{job.slow} > out", "bar:", "shot:", "key:C-c", "end:", "shot:"],
         "saved": [f"{job.slow} --checkpoint \"bob's runs\" > out", "bar:", "key:C-c", "end:", "shot:"],
         "lost": [f"{job.slow} > out", "bar:", f"kill:{job.lost_rank}", *loss, "end:", "shot:"],
-        "waiting": [f"{job.quick} {job.present} --master-port $port > out", r"wait:^waiting for ranks? \d.*SECONDS\)",
+        "waiting": [f"{job.quick} --rank 0 --master-port $port > out", r"wait:^waiting for ranks? \d.*SECONDS\)",
                     "shot:", "key:C-c", "end:", "shot:"],
     }
 
