@@ -4,6 +4,8 @@
 #include <map>
 #include <mutex>
 
+#include <c10/util/StringUtil.h>
+
 #include "distrain/base/error.h"
 #include "distrain/base/thread_state.h"
 #include "distrain/nn/module.h"
@@ -29,7 +31,8 @@ class Modules {
   }
 
   /// The one that is asked for. Made here if it is not there.
-  std::shared_ptr<SharedModule> find_or_make(rpc::Agent& agent, rpc::Decoder& request) {
+  std::shared_ptr<SharedModule> find_or_make(rpc::CallContext& call, rpc::Decoder& request) {
+    rpc::Agent& agent = call.agent;
     const auto name = rpc::decode<std::string>(request);
     std::shared_ptr<Entry> entry;
     {
@@ -61,10 +64,14 @@ class Modules {
       autograd::add_version_keeper(agent, module);
       entry->module = std::move(module);
       entry->arguments = std::move(recipe.arguments);
-    } else if (!entry->factory.same_arguments(recipe.arguments, entry->arguments)) {
-      base::invalid("module " + name + " is there already, made with other arguments");
+      entry->made_for = call.caller.rank;
+      return entry->module;
     }
-    return entry->module;
+    const std::string other = entry->factory.difference(entry->arguments, recipe.arguments);
+    if (other.empty()) return entry->module;
+    base::invalid(c10::str("module ", name, " on rank ", agent.rank(), " was made for rank ",
+                           entry->made_for, " with other arguments than rank ", call.caller.rank,
+                           " gives: ", other));
   }
 
  private:
@@ -72,6 +79,7 @@ class Modules {
     detail::Factory factory;
     std::mutex mutex;  // of what follows
     std::any arguments;
+    int made_for = 0;  // the rank that asked first
     std::shared_ptr<SharedModule> module;
   };
 
@@ -95,13 +103,13 @@ void install(rpc::Agent& agent) {
   if (is_installed(agent)) return;
   KeyedRandom::install();
   agent.provide(std::make_shared<Modules>());
-  agent.expose_raw(kAttachFunction, [](rpc::CallContext& call, rpc::Decoder& request,
-                                       const rpc::ReplyPtr& reply) {
-    const auto module = call.agent.local<Modules>().find_or_make(call.agent, request);
-    reply->send([&](rpc::Encoder& encoder) {
-      rpc::encode<rpc::RRef<SharedModule>>(encoder, call.agent.make_rref(module));
-    });
-  });
+  agent.expose_raw(kAttachFunction,
+                   [](rpc::CallContext& call, rpc::Decoder& request, const rpc::ReplyPtr& reply) {
+                     const auto module = call.agent.local<Modules>().find_or_make(call, request);
+                     reply->send([&](rpc::Encoder& encoder) {
+                       rpc::encode<rpc::RRef<SharedModule>>(encoder, call.agent.make_rref(module));
+                     });
+                   });
   agent.expose<&SharedModule::forward>("distrain.nn.forward");
   agent.expose<&SharedModule::parameter_rrefs>("distrain.nn.parameters");
   agent.expose<&SharedModule::parameter_names>("distrain.nn.parameter_names");

@@ -57,16 +57,20 @@ struct Recipe {
 
 struct Factory {
   std::function<Recipe(rpc::Decoder&)> read;
-  std::function<bool(const std::any&, const std::any&)> same_arguments;
+  /// Returns how the arguments `asked` differ from `made`, or "".
+  std::function<std::string(const std::any& made, const std::any& asked)> difference;
 };
 
 template <class T>
-bool same_argument(const T& a, const T& b) {
+std::string difference_of(size_t number, const T& made, const T& asked) {
   if constexpr (std::equality_comparable<T>) {
-    return a == b;
-  } else {
-    return true;  // nobody can tell
+    if (made == asked) return {};
+    if constexpr (std::is_arithmetic_v<T> || std::is_convertible_v<T, std::string>) {
+      return c10::str("argument ", number, " is ", asked, ", not ", made);
+    }
+    return c10::str("argument ", number, " is another one");
   }
+  return {};  // nobody can tell
 }
 
 template <class Make, class R, class... Params>
@@ -77,13 +81,16 @@ Factory factory(Make make, const std::function<R(Params...)>&) {
     auto arguments = decode_arguments<std::decay_t<Params>...>(decoder);
     return Recipe{[make, arguments] { return any_net(std::apply(make, arguments)); }, arguments};
   };
-  result.same_arguments = [](const std::any& a, const std::any& b) {
-    const auto same = [&]<size_t... I>(std::index_sequence<I...>) {
-      [[maybe_unused]] const auto& x = *std::any_cast<Arguments>(&a);
-      [[maybe_unused]] const auto& y = *std::any_cast<Arguments>(&b);
-      return (same_argument(std::get<I>(x), std::get<I>(y)) && ...);
+  result.difference = [](const std::any& made, const std::any& asked) {
+    const auto first = [&]<size_t... I>(std::index_sequence<I...>) {
+      [[maybe_unused]] const auto& x = *std::any_cast<Arguments>(&made);
+      [[maybe_unused]] const auto& y = *std::any_cast<Arguments>(&asked);
+      std::string text;
+      static_cast<void>(
+          (... || !(text = difference_of(I + 1, std::get<I>(x), std::get<I>(y))).empty()));
+      return text;
     };
-    return same(std::index_sequence_for<Params...>());
+    return first(std::index_sequence_for<Params...>());
   };
   return result;
 }

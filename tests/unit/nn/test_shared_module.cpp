@@ -487,13 +487,17 @@ TEST_CASE("who names a module gets the same one; its handle travels and outlives
       at::equal(RemoteModule(cluster[0], 0, "net", 12, 2.0, "out", sizes, true).forward(x), first));
 
   const auto refusal = [&](auto... args) {
-    const base::Error error = error_of([&] { RemoteModule(cluster[0], 1, "net", args...); });
+    const base::Error error = error_of([&] { RemoteModule(cluster[2], 1, "net", args...); });
     CHECK(error.kind == ErrorKind::kInvalid);
     CHECK(error.rank == 1);
     return error.message;
   };
-  CHECK(refusal(13, 2, "out", sizes, true) ==
-        "module net is there already, made with other arguments");
+  CHECK(
+      refusal(13, 2, "out", sizes, true) ==
+      "module net on rank 1 was made for rank 0 with other arguments than rank 2 gives: argument 1 "
+      "is 13, not 12");
+  CHECK(refusal(12, 2, "out", std::vector<int64_t>{1}, true)
+            .ends_with(": argument 4 is another one"));
   CHECK(refusal(12, 2, "out", sizes) == "module net: it is made with 5 arguments, not 4");
   CHECK(refusal(12.5, 2, "out", sizes, true) ==
         "module net: argument 1 is a floating-point number, not long");
