@@ -42,11 +42,6 @@ base::Error closed_here() {
   return base::Error{base::ErrorKind::kCancelled, "closed on this side"};
 }
 
-base::Error peer_closed(int uv_code) {
-  const std::string how = uv_code == UV_EOF ? "closed the connection" : uv_strerror(uv_code);
-  return base::Error{base::ErrorKind::kPeerLost, "the peer: " + how};
-}
-
 class UvStream final : public Stream,
                        public LoopResource,
                        public std::enable_shared_from_this<UvStream> {
@@ -143,6 +138,11 @@ class UvStream final : public Stream,
  private:
   enum class SendState { kIdle, kDraining, kClosing, kClosed };
 
+  base::Error peer_closed(int uv_code) const {
+    const std::string who = is_tcp_ ? peer_name_ : "the other process";
+    return {base::ErrorKind::kPeerLost,
+            uv_code == UV_EOF ? who + " closed the connection" : who + ": " + uv_strerror(uv_code)};
+  }
   uv_stream_t* uv_stream() { return reinterpret_cast<uv_stream_t*>(&handle_); }
 
   // ---- sending ----
@@ -243,7 +243,7 @@ class UvStream final : public Stream,
         loop_->call_at(base::Clock::now() + kLongestLinger, [self = shared_from_this(), code] {
           // A late loop runs its timers before it looks at its sockets; between two tasks it looks.
           self->loop_->post([self, code] {
-            self->loop_->post([self, code] { self->finish_on_loop(peer_closed(code)); });
+            self->loop_->post([self, code] { self->finish_on_loop(self->peer_closed(code)); });
           });
         });
   }
