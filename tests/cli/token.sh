@@ -88,7 +88,7 @@ run hybrid --ranks 0-2 --epochs 2 --master-port "$port" --job-id B
 expect_error 3 rendezvous ":$port" "rank 0 of another job"
 run hybrid --ranks 3 --epochs 2 --master-port "$port" --job-id B
 expect 3 "rank 3 of another job"
-expect_jq '.[-1].message | contains("job id: rank 0 belongs to job ")' "rank 3 of another job"
+expect_jq '.[-1].message | contains("rank 0 belongs to job ")' "rank 3 of another job"
 run hybrid --ranks 3 --epochs 2 --master-port "$port" --job-id A
 expect 0 "rank 3 of the job"
 wait "$first"

@@ -281,7 +281,7 @@ def calls_late():
     say_again("calls, at work", run.port, run.gate.passages)
     stale = {"SLURM_PROCID": "1", "SLURM_NTASKS": "3", "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "0"}
     Process("--master-port", run.port, "--job-id", "nightly", environment=stale).end(
-        [3], "generation: rank 0 is of generation 1, rank 1 of 0")
+        [3], "rank 0 is of generation 1, rank 1 of 0")
     run.finish()
 
 
@@ -307,10 +307,10 @@ def two_generations():
 
     zero = start(0, 1, *JOB, "--checkpoint", f"{folder}/two")
     zero.wait_for("start")
-    start(1, 0).end([3], "generation: rank 0 is of generation 1, rank 1 of 0")
-    zero.await_refusal("generation: rank 1 is of generation 0, rank 0 of 1: the job has been started again since")
+    start(1, 0).end([3], "rank 0 is of generation 1, rank 1 of 0")
+    zero.await_refusal("rank 1 is of generation 0, rank 0 of 1: the job has been started again since")
     # It might be for rank 0 to be started again: this one asks until its time is over.
-    start(1, 2, "--join-timeout", 2).end([3], "rank 0 was not found within the join timeout")
+    start(1, 2, "--join-timeout", 2).end([3], "--join-timeout): rank 0 there is still of generation 1")
     others = [start(1, 1), start(2, 1)]
     for each in (*others, zero):
         each.end([0])

@@ -76,7 +76,7 @@ expect_jq '[.[] | select(.event == "returned")] | length == 1 and .[0].returned_
   "$tmp/rank0"
 run ps --rank 2 --master-port "$port" --join-timeout 20
 expect 3 "a third one in a place that is taken"
-grep -q 'rank: 2 has been taken already' "$tmp/err" || fail "$name: the third one is not told so"
+grep -q 'rank 2 has been taken already' "$tmp/err" || fail "$name: the third one is not told so"
 kill -TERM "$launcher" 2>/dev/null
 wait "$launcher" "${pids[@]}" 2>/dev/null
 expect_no_process "$name"

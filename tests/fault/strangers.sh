@@ -21,6 +21,11 @@ start_rank 1
 # shellcheck disable=SC2317  # called by wait_for
 waits_for_two() { jq -es 'any(.[]; .event == "waiting" and .missing == [2, 3])' "$tmp/rank0" >/dev/null 2>&1; }
 wait_for "$limit" waits_for_two || fail "rank 0 does not wait for ranks 2 and 3"
+# shellcheck disable=SC2317
+waits_for_rank_0() { # and does not know for whom that waits
+  jq -es 'any(.[]; .event == "waiting" and .missing == [0] and (.reason | endswith("names them")))' "$tmp/rank1" >/dev/null 2>&1
+}
+wait_for "$limit" waits_for_rank_0 || fail "rank 1 does not say that it waits for rank 0"
 server=$(jq -rs 'map(select(.event == "start"))[0].pid' "$tmp/rank0")
 before=$(memory VmRSS)
 coproc strangers { python3 "$root/tests/support/strangers.py" "$port" "$count" 2 "${DISTRAIN_SEED:-1}" 2>"$tmp/strangers"; }

@@ -29,6 +29,8 @@ struct DeviceMap {
   std::vector<std::pair<c10::Device, c10::Device>> devices;
 };
 
+/// Errors and warnings name the options of the command: `--master-port` is `master_port` here,
+/// `--listen` is `listen_addr`, `--token-file` a file that holds the `token`, and so on.
 struct AgentOptions {
   int rank = 0;  ///< not any: a Place says which
   /// Rank 0: names of all ranks, so also how many there are. Others take theirs from rank 0.
@@ -59,8 +61,8 @@ struct AgentOptions {
   /// The job is being started again, and this rank may be sooner than rank 0: while that has no
   /// place for it, it is asked again, until the join timeout.
   bool rejoins = false;
-  /// Somebody came as a rank and was refused; said what is wrong, and what its user is to do. Not
-  /// more often than every few seconds. On the loop thread: not to block.
+  /// Called when a process that claims to be rank `why.rank` is refused; `why` says what its user
+  /// is to do; once for each rank and reason. On the loop thread: must not block.
   std::function<void(const base::Error& why)> on_refused;
   /// A collective, or an update that several ranks make together, waits for other ranks for longer
   /// than `long_wait`: told once for each such wait. On the loop thread: not to block.
@@ -94,8 +96,10 @@ struct AgentOptions {
   /// Called on the joining thread once all ranks are known, before any other rank can call this
   /// one: how many ranks, this one included, share this one's CPUs.
   std::function<void(int ranks)> on_cpus_shared;
-  /// While joining, every 5 s on the joining thread: who is missing or has not reached all others
-  /// yet, where rank 0 is expected, and why it was not reached, or has no place (else empty).
+  /// Called every 5 s on the joining thread while join() waits, which is silent without it; see
+  /// examples/runtime.cpp. `missing`: on rank 0 the ranks that have not joined or are not ready; on
+  /// others rank 0, which alone knows them. `address`: of rank 0. `reason`: why ranks were refused,
+  /// or why this rank cannot join rank 0; may be empty.
   std::function<void(const std::vector<int>& missing, const std::string& address,
                      const std::string& reason)>
       on_waiting;

@@ -234,6 +234,7 @@ void Display::on_line(const std::string& json_line) {
   } else if (name == "progress") {
     on_progress(event, rank);
   } else if (name == "waiting") {
+    if (rank != 0 && !missing_.empty() && missing_ != "0") return;  // rank 0 has named all
     const auto missing = event.value("missing", std::vector<int>());
     missing_ = fmt::format("{}", fmt::join(missing, ","));
     reason_ = text_in(event, "reason");

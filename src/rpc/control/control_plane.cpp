@@ -59,15 +59,15 @@ ControlPlane::ControlPlane(net::Loop& loop, const AgentOptions& options, DeviceT
                                                                         : new_unix_name()),
       doorway_(std::make_shared<control::Doorway>(
           loop, kDoorTimeout,
-          control::Doorway::Callbacks{
-              std::bind_front(&ControlPlane::credentials_on_loop, this),
-              std::bind_front(&ControlPlane::admit_on_loop, this),
-              std::bind_front(&ControlPlane::tell_of_refused_on_loop, this)})),
+          control::Doorway::Callbacks{std::bind_front(&ControlPlane::credentials_on_loop, this),
+                                      std::bind_front(&ControlPlane::admit_on_loop, this),
+                                      std::bind_front(&ControlPlane::note_refused_on_loop, this)})),
       port_(options.master_port),
       told_{options.rank, trust_of(options),
             options.generation.value_or(options.rank == 0 ? 0 : wire::kAnyGeneration),
             job_id_of(options)},
-      self_(told_) {
+      self_(told_),
+      refusals_(options.names.size()) {
   identity::set_up();
   if (options.rank != 0) return;
   const std::string& only = options.rank_0_unix_name;
@@ -122,14 +122,10 @@ std::vector<int> ControlPlane::missing() {
 }
 
 std::optional<Wait> ControlPlane::wait() {
-  const base::TimePoint began = began_;
-  base::TimePoint since{};
-  bool is_ending = false;
-  {
-    std::lock_guard lock(mutex_);
-    is_ending = round_.has_value();
-    since = is_ending ? round_began_ : began;
-  }
+  std::unique_lock lock(mutex_);
+  const bool is_ending = round_.has_value();
+  const base::TimePoint since = is_ending ? round_began_ : began_.load();
+  lock.unlock();
   if (since == base::TimePoint{}) return std::nullopt;
   const std::vector<int> ranks = missing();
   const std::string who = ranks.empty() ? "the others" : "rank " + list_ranks(ranks);
@@ -277,7 +273,13 @@ std::optional<identity::Credentials> ControlPlane::credentials_on_loop(
 std::optional<Error> ControlPlane::admit_on_loop(const net::StreamPtr& stream,
                                                  control::Doorway::Visitor visitor) {
   if (!party_) return rendezvous_error("this rank is leaving");
-  if (visitor.purpose == wire::HelloPurpose::kJoin) return admit_member_on_loop(stream, visitor);
+  if (visitor.purpose == wire::HelloPurpose::kJoin) {
+    const int rank = visitor.rank;
+    auto refusal = admit_member_on_loop(stream, visitor);
+    const bool is_final = refusal && refusal->kind != ErrorKind::kOverloaded;
+    if (is_final && !met_.future().done()) note_refused_on_loop(rank, stream, *refusal);
+    return refusal;
+  }
   if (auto refusal = party_->check_peer(visitor.rank, visitor.incarnation)) return refusal;
   return callbacks_.on_peer(visitor.rank, stream);
 }
@@ -304,6 +306,8 @@ std::optional<Error> ControlPlane::admit_member_on_loop(const net::StreamPtr& st
   }
   stream->set_limits_on_loop(wire::kControlLimits);
   stream->set_handler_on_loop(control_handler(link));
+  std::lock_guard lock(mutex_);
+  refusals_.forget(rank);
   return std::nullopt;
 }
 
@@ -322,18 +326,16 @@ std::optional<Error> ControlPlane::keep_place_on_loop(const net::StreamPtr& stre
   return std::nullopt;
 }
 
-void ControlPlane::tell_of_refused_on_loop(const control::Doorway::Refused& refused) const {
-  if (!options_.on_refused) return;
-  Error error = refused.why;
-  const bool is_believed = error.kind != ErrorKind::kAuth;
-  if (!is_believed) error.message = identity::why_not_believed(self_, refused.hello);
-  error.rank = refused.hello.rank;
-  error.message =
-      "refused " + rank_text(refused.hello.rank) + " from " + refused.where + ": " + error.message;
-  if (refused.count > 1) {
-    error.message += " (and " + std::to_string(refused.count - 1) + " more were refused)";
-  }
-  options_.on_refused(error);
+void ControlPlane::note_refused_on_loop(int rank, const net::StreamPtr& stream, Error why) {
+  const std::string& where = stream->peer_name();
+  const std::string reason = why.message;
+  why.rank = rank;
+  why.message = "refused " + rank_text(rank) + " from " + (where == "unix" ? "this host" : where) +
+                ": " + reason;
+  std::unique_lock lock(mutex_);
+  const bool is_new = refusals_.add(rank, reason, why.message);
+  lock.unlock();
+  if (is_new && options_.on_refused) options_.on_refused(why);
 }
 
 Way ControlPlane::way_to(int rank, const wire::Endpoint& endpoint) const {
@@ -454,11 +456,11 @@ void ControlPlane::on_failed(const Error& error) {
   Error told = error;
   if (told.op.empty()) told.op = "join";
   if (joining_ && told.kind == ErrorKind::kRendezvous) {
-    told.message = "rank 0 at " + rank_0_text() + " refuses: " + told.message;
+    told.message = "rank 0 at " + rank_0_text() + " refuses this rank: " + told.message;
   }
   if (is_put_off_on_loop(error)) {
     loop_.post([self = shared_from_this()] { self->party_ = nullptr; });  // it is what calls this
-    if (told.kind == ErrorKind::kRendezvous) told.kind = ErrorKind::kPeerLost;
+    if (told.kind == ErrorKind::kRendezvous) told.kind = ErrorKind::kOverloaded;
     return end_joining_on_loop(told);
   }
   is_closed_ = true;

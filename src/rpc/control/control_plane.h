@@ -139,7 +139,7 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
                                                   control::Doorway::Visitor& visitor);
   std::optional<base::Error> keep_place_on_loop(const net::StreamPtr& stream,
                                                 const wire::Join& join);
-  void tell_of_refused_on_loop(const control::Doorway::Refused& refused) const;
+  void note_refused_on_loop(int rank, const net::StreamPtr& stream, base::Error why);
   control::Link hold_on_loop(const net::StreamPtr& stream);
   void let_go_on_loop(control::Link link);
   void receive_on_loop(control::Link link, const net::InFrame& frame);
@@ -186,6 +186,7 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   base::Promise<void> ready_;
 
   std::mutex mutex_;
+  control::Refusals refusals_;  // by mutex_
   std::condition_variable stream_closed_;
   int open_streams_ = 0;                          // by mutex_
   std::optional<base::Promise<uint64_t>> round_;  // by mutex_: the one under way

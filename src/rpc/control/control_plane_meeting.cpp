@@ -28,7 +28,7 @@ constexpr base::Duration kAnswers = std::chrono::seconds(5);   // who is asked f
 constexpr char kThisHost[] = "127.0.0.1";
 constexpr char kWhereToLook[] =
     "; rank 0 is not there yet, or has failed: see its output, and whether --master-addr and "
-    "--master-port are the same on all ranks";
+    "--master-port (MASTER_ADDR and MASTER_PORT) are the same on all ranks";
 // That a point in time can be told from.
 constexpr base::Duration kForEver = std::chrono::hours(24 * 365);
 
@@ -127,7 +127,6 @@ void ControlPlane::begin_as_member(base::TimePoint deadline) {
   auto pause = std::chrono::duration_cast<base::Duration>(kFirstRetry);
   const base::Future<void> ready = ready_.future();
   std::optional<Error> why;
-  bool has_told = false;
   for (;;) {
     const bool has_time = deadline - base::Clock::now() > kShortestTry;
     const base::Status joined = try_to_join(std::min(deadline, next_report), deadline);
@@ -136,21 +135,21 @@ void ControlPlane::begin_as_member(base::TimePoint deadline) {
     const ErrorKind kind = joined.error().kind;
     if (kind != kTryAgain && kind != kNoPlace) throw base::Exception(joined.error());
     const base::TimePoint now = base::Clock::now();
-    if (!why || has_time) why = joined.error();
+    const bool is_first = !why;
+    if (is_first || has_time) why = joined.error();
+    const bool is_unknown = why->op == net::kResolve;
+    std::string reason = why->message;
+    if (why->kind == kTryAgain) {
+      reason += is_unknown ? "; check --master-addr (MASTER_ADDR)" : kWhereToLook;
+    }
     if (now >= deadline) {
+      const std::string what = why->kind == kTryAgain ? "was not found" : "had no free place";
       throw base::Exception(rendezvous_error(
-          why->kind == kNoPlace
-              ? "no place came free within the join timeout: " + why->message
-              : "rank 0 was not found within the join timeout (--join-timeout): " + why->message +
-                    kWhereToLook,
-          0));
+          "rank 0 " + what + " within the join timeout (--join-timeout): " + reason, 0));
     }
     // A name without an address is told of at once: it may be misspelled, or may yet appear.
-    const bool is_unknown = why->op == net::kResolve;
-    if (now >= next_report || (is_unknown && !std::exchange(has_told, true))) {
-      const std::vector<int> missing(why->kind == kNoPlace ? 0 : 1, 0);
-      const std::string reason = why->message + (why->kind == kNoPlace ? "" : kWhereToLook);
-      if (options_.on_waiting) options_.on_waiting(missing, rank_0_text(), reason);
+    if (now >= next_report || (is_unknown && is_first)) {
+      if (options_.on_waiting) options_.on_waiting({0}, rank_0_text(), reason);
       next_report = now + kWaitingInterval;
     }
     if (ready.wait_until(now + std::min(pause, deadline - now))) ready.wait();
@@ -263,11 +262,11 @@ base::Status ControlPlane::join_on_loop(const net::StreamPtr& stream, const wire
   if (is_closed_) return left_already();
   if (rank_0.rank != 0) {
     return rendezvous_error(rank_0_text() + " is rank " + std::to_string(rank_0.rank) +
-                                ", not rank 0, whose --master-addr and --master-port ranks need",
+                                ": --master-addr and --master-port have to be rank 0's",
                             0);
   }
   if (self_.generation != wire::kAnyGeneration && rank_0.generation < self_.generation) {
-    return Error{kTryAgain,
+    return Error{kNoPlace,
                  "rank 0 there is still of generation " + std::to_string(rank_0.generation), 0};
   }
   if (auto why = identity::mismatch(self_, rank_0)) return *why;
@@ -303,15 +302,26 @@ void ControlPlane::wait_until_ready(base::TimePoint deadline,
       continue;
     }
     const std::vector<int> ranks = missing();
+    std::string why = options_.rank == 0 ? "" : "rank 0 waits for others: its output names them";
+    if (options_.rank == 0 && !is_prepared) {
+      std::lock_guard lock(mutex_);
+      why = refusals_.text();
+      if (why.empty()) why = hint_;
+    }
     if (base::Clock::now() >= deadline) {
-      Error error = rendezvous_error("not all ranks were there within the join timeout; missing: " +
-                                         (ranks.empty() ? "rank 0 knows who" : list_ranks(ranks)) +
-                                         (hint_.empty() ? "" : "; " + hint_),
-                                     ranks.empty() ? -1 : ranks.front());
+      Error error =
+          rendezvous_error("not all ranks were there within the join timeout (--join-timeout)" +
+                               (ranks.empty() ? "" : "; missing: " + list_ranks(ranks)) +
+                               (why.empty() ? "" : "; " + why),
+                           ranks.empty() ? -1 : ranks.front());
       abort(error);
       throw base::Exception(std::move(error));
     }
-    if (options_.on_waiting) options_.on_waiting(ranks, rank_0_text(), hint_);
+    // Rank 0 alone knows who is missing.
+    const auto& waited_for = options_.rank == 0 ? ranks : std::vector<int>{0};
+    if (options_.on_waiting && !waited_for.empty()) {
+      options_.on_waiting(waited_for, rank_0_text(), why);
+    }
   }
 }
 

@@ -6,8 +6,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include "control/last_look.h"
-#include "control/say.h"
+#include "control/greeting.h"
 
 namespace distrain::rpc::control {
 
@@ -19,7 +18,6 @@ using base::Exception;
 
 constexpr auto kCrowded = std::chrono::milliseconds(100);  // until the oldest one goes
 constexpr auto kLongestJoin = std::chrono::seconds(60);    // of who has proved itself
-constexpr auto kBetweenReports = std::chrono::seconds(5);
 // Whoever stands here holds a descriptor that this process needs for other things.
 constexpr rlim_t kMaxStrangers = 64;
 
@@ -240,12 +238,13 @@ void Doorway::refuse_on_loop(Stranger& stranger, const Error& why) {
   reject_on_loop(stranger.stream, identity::refusal());
 }
 
-void Doorway::report_on_loop(const Stranger& stranger, const Error& why) {
-  ++refused_;
-  if (!callbacks_.on_refused || base::Clock::now() < next_report_) return;
-  next_report_ = base::deadline_after(kBetweenReports);
+void Doorway::report_on_loop(const Stranger& stranger, Error why) {
   const wire::Hello& other = stranger.responder->other();
-  callbacks_.on_refused({why, other, stranger.stream->peer_name(), std::exchange(refused_, 0)});
+  const auto credentials = callbacks_.credentials(other.purpose);
+  if (why.kind == ErrorKind::kAuth && credentials) {
+    why.message = identity::why_not_believed(credentials->self, other);
+  }
+  callbacks_.on_refused(other.rank, stranger.stream, std::move(why));
 }
 
 }  // namespace distrain::rpc::control

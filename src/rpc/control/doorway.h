@@ -5,7 +5,9 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "distrain/base/clock.h"
@@ -15,6 +17,46 @@
 #include "identity/handshake.h"
 
 namespace distrain::rpc::control {
+
+/// Why rank 0 refused ranks, by the rank that each one claimed to be. A stranger can claim any rank
+/// as often as it likes, so ranks that the job does not have share entry 0, and an entry holds at
+/// most eight reasons. Not thread-safe.
+class Refusals {
+ public:
+  explicit Refusals(size_t world_size) : world_size_(world_size) {}
+
+  /// Returns true if `rank` was not refused for this `reason` before: then the user is to be told.
+  /// `text` is the sentence that text() repeats.
+  bool add(int rank, const std::string& reason, std::string text) {
+    Entry& entry = entries_[key(rank)];
+    entry.text = std::move(text);
+    return entry.reasons.size() < 8 && entry.reasons.insert(reason).second;
+  }
+  /// Called when `rank` has joined.
+  void forget(int rank) {
+    entries_.erase(key(rank));
+    entries_.erase(0);
+  }
+  /// Returns the newest text of each entry, of the first ones if there are many.
+  std::string text() const {
+    std::string all;
+    for (const auto& [rank, entry] : entries_) {
+      if (all.size() > 1000) return all + "; and more";
+      all += (all.empty() ? "" : "; ") + entry.text;
+    }
+    return all;
+  }
+
+ private:
+  struct Entry {
+    std::string text;
+    std::set<std::string> reasons;
+  };
+  int key(int rank) const { return rank > 0 && std::cmp_less(rank, world_size_) ? rank : 0; }
+
+  const size_t world_size_;
+  std::map<int, Entry> entries_;
+};
 
 /// Where connections to this rank come in, and prove who they are: the responder of Note
 /// [Identity]. Before the proof it gives none of them more than a hello, a proof and two seconds.
@@ -29,21 +71,14 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
     uint32_t incarnation = 0;
     wire::Join join = {};  ///< of who joins
   };
-  /// Who has not.
-  struct Refused {
-    base::Error why;
-    wire::Hello hello;   ///< what it says that it is
-    std::string where;   ///< its address
-    uint64_t count = 0;  ///< with those that nobody was told of
-  };
   /// All on the loop.
   struct Callbacks {
     /// What connections for that purpose prove here; nothing: there are none now.
     std::function<std::optional<identity::Credentials>(wire::HelloPurpose)> credentials;
     /// Takes the connection, with a handler of its own, or gives back why it is refused.
     std::function<std::optional<base::Error>(const net::StreamPtr& stream, Visitor visitor)> admit;
-    /// Somebody was refused who came as a rank. Not more often than every few seconds.
-    std::function<void(const Refused& refused)> on_refused;
+    /// Called when a process that claims to be `rank` is refused before admit().
+    std::function<void(int rank, const net::StreamPtr& stream, base::Error why)> on_refused;
   };
 
   /// `patience`: for the proof of one connection.
@@ -80,7 +115,7 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
 
   void reject_on_loop(const net::StreamPtr& stream, base::Error why);
   void refuse_on_loop(Stranger& stranger, const base::Error& why);
-  void report_on_loop(const Stranger& stranger, const base::Error& why);
+  void report_on_loop(const Stranger& stranger, base::Error why);
 
   net::Loop& loop_;
   const base::Duration patience_;
@@ -93,8 +128,6 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
   uint64_t newest_ = 0;
   bool is_full_ = false;
   uint64_t crowd_timer_ = 0;  // when the oldest goes; 0: none
-  base::TimePoint next_report_{};
-  uint64_t refused_ = 0;  // since the last report
 
   std::mutex mutex_;
   bool is_closed_ = false;                                 // by mutex_

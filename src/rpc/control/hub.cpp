@@ -63,32 +63,30 @@ std::optional<Error> Hub::check_join(int rank, const wire::Join& join) const {
   const bool is_any = rank == wire::kAnyRank;
   const std::string who = rank_text(rank);
   if (join.job != settings_.job) {
-    return refuse("job: " + who + " belongs to '" + join.job + "', rank 0 to '" + settings_.job +
-                  "'");
+    return refuse(who + " belongs to '" + join.job + "', rank 0 to '" + settings_.job + "'");
   }
   if (join.world_size != 0 && join.world_size != size) {
-    return refuse("world size: " + std::to_string(join.world_size) + " on " + who + ", " +
-                  std::to_string(size) + " on rank 0");
+    return refuse(who + " expects a world size of " + std::to_string(join.world_size) +
+                  " (--world-size), rank 0 has " + std::to_string(size) + " ranks");
   }
   if (!is_any && (rank < 1 || rank >= size)) {
-    return refuse("rank: " + std::to_string(rank) + " is outside this job's 0 to " +
-                  std::to_string(size - 1));
+    return refuse("there is no " + who + ": this job has ranks 0 to " + std::to_string(size - 1));
   }
   // After the first round of the end nobody waits for one who has yet to come to it.
   if (state_ == State::kOver || round_ > 0) {
     return refuse("the job has ended before this rank came");
   }
   if (!is_any && !is_free(rank)) {
-    return refuse(
-        "rank: " + std::to_string(rank) +
-        " has been taken already: if another job meets at this address, give each a --job-id or "
-        "a --master-port of its own");
+    return refuse(who +
+                  " has been taken already by another process: each needs a --rank of its own, and "
+                  "each job that meets at this address a --job-id or --master-port of its own");
   }
   for (const auto& [name, value] : join.options) {
     const auto it = settings_.options.find(name);
     if (it != settings_.options.end() && it->second != value) {
       const std::string own = it->second.empty() ? "none" : it->second;
-      return refuse("--" + name + ": " + value + " on " + who + ", " + own + " on rank 0");
+      return refuse("--" + name + " is " + value + " on " + who + ", " + own +
+                    " on rank 0: give all ranks the same value, or only rank 0");
     }
   }
   return std::nullopt;

@@ -4,8 +4,7 @@
 
 #include <unistd.h>
 
-#include "control/last_look.h"
-#include "control/say.h"
+#include "control/greeting.h"
 
 namespace distrain::rpc::control {
 

@@ -89,13 +89,13 @@ std::optional<Error> mismatch(const Self& self, const wire::Hello& other) {
   const std::string own = rank_text(self.rank);
   constexpr wire::JobId kNone{};
   if (other.job_id != self.job_id && other.job_id != kNone && self.job_id != kNone) {
-    return refuse("job id: " + who + " belongs to job " + short_text(other.job_id) + ", " + own +
-                  " to " + short_text(self.job_id) +
+    return refuse(who + " belongs to job " + short_text(other.job_id) + ", " + own + " to " +
+                  short_text(self.job_id) +
                   ": give all ranks of a job the same --job-id, and each job its own port");
   }
   if (is_other_generation(self, other)) {
     return refuse(
-        "generation: " + who + " is " + both_generations(self, other) +
+        who + " is " + both_generations(self, other) +
         (other.generation < self.generation ? ": the job has been started again since" : ""));
   }
   return std::nullopt;
@@ -127,8 +127,8 @@ std::string why_not_believed(const Self& self, const wire::Hello& other) {
   return it +
          " is no process of this user on this host. Ranks of several hosts or users need a token: "
          "make one with `(umask 077; head -c 32 /dev/urandom | base64 > job.token)`, copy it to "
-         "each host, and start every rank with --token-file job.token, there with --rank N "
-         "--master-addr HOST";
+         "each host, and start every rank with --token-file job.token --rank N --master-addr HOST, "
+         "where HOST is the address of rank 0";
 }
 
 Error refusal() {

@@ -133,7 +133,7 @@ masks = [
     (r"\[1\] \d+", "[1] PID"),
     (r"\d+(\.\d+)?/s", "RATE"),
     (r"^ ?\d+ %|(?<= ) ?\d+ %", "PERCENT"),
-    (r"(the other process|the peer|\S+): (closed the connection|connection reset by peer)", "CAUSE"),
+    (r"(the other process|\S+)(:? closed the connection|: connection reset by peer)", "CAUSE"),
     (r"\(\d+ s\)(: .*)?", "(SECONDS)"),  # how much of the reason there is depends on the figure
     (r"(localhost:|port[ =])\d+", r"\1PORT"),
     (r"step-\d+", "step-STEP"),

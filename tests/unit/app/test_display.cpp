@@ -67,6 +67,23 @@ DisplayPlan plan(Mode mode) {
 
 }  // namespace
 
+TEST_CASE("a person reads for whom a rank waits, and why") {
+  const std::string rank_0 = R"({"event": "waiting", "rank": 0, "missing": [1, 3], "address": "a:1",
+                                 "reason": "refused rank 1"})";
+  const std::string rank_2 = R"({"event": "waiting", "rank": 2, "missing": [0], "address": "a:1",
+                                 "reason": "nobody there"})";
+  Shown lines(plan(Mode::kLines));
+  lines.take();
+  lines.pass(5);
+  lines.event(rank_2);
+  CHECK(lines.take() == "waiting for rank 0 at a:1 (5 s): nobody there\n");
+  lines.event(rank_0);
+  CHECK(lines.take() == "waiting for ranks 1,3 at a:1 (5 s): refused rank 1\n");
+  lines.event(rank_2);  // which knows less
+  lines.event(rank_0);
+  CHECK(lines.take().empty());
+}
+
 TEST_CASE("the bar counts the steps of each trainer") {
   Shown shown(plan(Mode::kFull));
   CHECK(shown.bar() == "starting  0:00");

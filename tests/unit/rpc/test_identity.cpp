@@ -11,6 +11,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "control/doorway.h"
 #include "join_support.h"
 
 using namespace distrain;
@@ -224,7 +225,7 @@ TEST_CASE("another job or another generation is named") {
   other.job_id = {};  // it knows none yet
   CHECK_FALSE(rpc::identity::mismatch(self, other));
   other.job_id = {9};
-  CHECK(contains(rpc::identity::mismatch(self, other)->message, "job id: rank 1"));
+  CHECK(contains(rpc::identity::mismatch(self, other)->message, "rank 1 belongs to job 09000000"));
   other.job_id = self.job_id;
   other.generation = 3;
   CHECK(contains(rpc::identity::mismatch(self, other)->message, "is of generation 3, rank 0 of 4"));
@@ -258,6 +259,10 @@ struct Refusals {
   std::string first() {
     std::lock_guard lock(mutex);
     return all.empty() ? "" : all.front().message;
+  }
+  std::vector<base::Error> told() {
+    std::lock_guard lock(mutex);
+    return all;
   }
 };
 
@@ -328,6 +333,75 @@ TEST_CASE("a rank that rank 0 does not believe is refused on both sides, and the
   other.join();
 }
 
+TEST_CASE("rank 0 tells of each rank that it refuses, and why it waits for it") {
+  base::Error error;
+  std::vector<base::Error> told;
+  for (const auto timeout : {1s, 4s, 16s, 64s}) {  // those who come are to be there in time
+    AgentOptions options = options_for(0, 4);
+    options.token = "the right token of it";
+    options.join_timeout = timeout;
+    options.job_options = {{"lr", "0.05"}};
+    Refusals refusals;
+    refusals.listen(options);
+    Joining zero(options);
+    AgentOptions right = options_for(1, 4, zero.agent().port());
+    right.token = options.token;
+    const auto refuse = [&](auto change) {
+      AgentOptions mine = right;
+      change(mine);
+      Joining(mine).result();
+    };
+    const auto has_another_lr = [](AgentOptions& o) { o.job_options = {{"lr", "0.5"}}; };
+    refuse(has_another_lr);
+    refuse(has_another_lr);
+    refuse([](AgentOptions& o) { o.token = "a wrong token"; });
+    refuse([](AgentOptions& o) { o.rank = 2, o.world_size = 3; });
+    refuse([](AgentOptions& o) { o.rank = 3, o.token = ""; });
+    refuse([](AgentOptions& o) { o.rank = 7, o.world_size = 0; });
+    Joining one(right);  // whose refusals are of no interest any more
+    while (!one.agent().has_place() && !one.ended()) std::this_thread::sleep_for(1ms);
+    refuse([](AgentOptions& o) { o.rank = 1; });
+    error = zero.result();
+    told = refusals.told();
+    if (contains(error.message, "missing: 2, 3") && told.size() == 6) break;
+  }
+  const std::vector<std::string> why{
+      "1 from this host: --lr is 0.5 on rank 1, 0.05 on rank 0: give all ranks the same value, or "
+      "only rank 0",
+      "1 from this host: rank 1 has another token than rank 0: start both with the same "
+      "--token-file",
+      "2 from this host: rank 2 expects a world size of 3 (--world-size), rank 0 has 4 ranks",
+      "3 from this host: rank 3 has no token, rank 0 has one: start it with the same --token-file",
+      "7 from this host: there is no rank 7: this job has ranks 0 to 3",
+      "1 from this host: rank 1 has been taken already by another process: each needs a --rank of "
+      "its own, and each job that meets at this address a --job-id or --master-port of its own"};
+  REQUIRE(told.size() == why.size());
+  for (size_t i = 0; i < why.size(); ++i) {
+    CHECK(told[i].message == "refused rank " + why[i]);
+    CHECK(told[i].rank == why[i][0] - '0');
+  }
+  CHECK(error.message ==
+        "not all ranks were there within the join timeout (--join-timeout); missing: 2, 3; refused "
+        "rank " +
+            why[5] + "; refused rank " + why[2] + "; refused rank " + why[3]);
+}
+
+TEST_CASE("what strangers claim takes little room, and few lines") {
+  rpc::control::Refusals refusals(3);
+  int told = 0;
+  for (int rank = -5000; rank < 5000; ++rank) {
+    const std::string text = "refused rank " + std::to_string(rank);
+    told += refusals.add(rank, text, text) ? 1 : 0;
+  }
+  CHECK(told == 8 + 2);  // of all that are none, and of ranks 1 and 2
+  CHECK(refusals.text() == "refused rank 4999; refused rank 1; refused rank 2");
+  CHECK_FALSE(refusals.add(1, "refused rank 1", "again"));
+  CHECK(refusals.text() == "refused rank 4999; again; refused rank 2");
+  CHECK(refusals.add(1, "another reason", ""));
+  refusals.forget(1);  // it has joined
+  CHECK(refusals.text() == "refused rank 2");
+}
+
 TEST_CASE("a rank of another job or of an earlier generation is refused") {
   AgentOptions options = options_for(0, 2);
   options.job_id = "job 1";
@@ -340,11 +414,11 @@ TEST_CASE("a rank of another job or of an earlier generation is refused") {
   std::string said;
   SECTION("another job") {
     mine.job_id = "job 2";
-    said = "job id: rank 0 belongs to job ";
+    said = "rank 0 belongs to job ";
   }
   SECTION("an earlier generation") {
     mine.generation = 1;
-    said = "generation: rank 0 is of generation 2, rank 1 of 1";
+    said = "rank 0 is of generation 2, rank 1 of 1";
   }
   const base::Error error = Joining(mine).result();
   INFO(error.message);

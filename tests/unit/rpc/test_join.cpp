@@ -31,7 +31,7 @@ TEST_CASE("a rank that does not fit is refused, and rank 0 goes on") {
 
   e = refused([](AgentOptions& o) { o.rank = 2, o.world_size = 0; });
   CHECK(e.kind == ErrorKind::kRendezvous);
-  CHECK(contains(e.message, "rank: 2"));
+  CHECK(contains(e.message, "there is no rank 2: this job has ranks 0 to 1"));
 
   e = refused([](AgentOptions& o) { o.rank = 1000000, o.world_size = 0; });
   CHECK(e.kind == ErrorKind::kRendezvous);

@@ -61,8 +61,10 @@ TEST_CASE("a place is kept until whoever has asked is gone") {
   impatient.join_timeout = 300ms;
   const base::Error none = error_of([&] { Place(impatient).take(); });
   CHECK(none.kind == ErrorKind::kRendezvous);
-  CHECK(none.message ==
-        "no place came free within the join timeout: each rank of the job has been taken");
+  CHECK(
+      none.message ==
+      "rank 0 had no free place within the join timeout (--join-timeout): each rank of the job has "
+      "been taken");
   Asking third(options_for_any(3, port));
   first.reset();
   CHECK(third.rank() == 1);
@@ -101,14 +103,16 @@ TEST_CASE("who asks too soon finds rank 0 once it is there") {
 TEST_CASE("who does not fit the job is refused at once") {
   Joining rank_0(options_for(0, 2));
   const uint16_t port = rank_0.agent().port();
-  const std::string refuses = "rank 0 at localhost:" + std::to_string(port) + " refuses: ";
+  const std::string refuses =
+      "rank 0 at localhost:" + std::to_string(port) + " refuses this rank: ";
   rpc::AgentOptions other = options_for_any(2, port);
   other.job = "another";
   base::Error why = error_of([&] { Place(other).take(); });
   CHECK(why.kind == ErrorKind::kRendezvous);
-  CHECK(why.message == refuses + "job: a new rank belongs to 'another', rank 0 to 'distrain'");
+  CHECK(why.message == refuses + "a new rank belongs to 'another', rank 0 to 'distrain'");
   why = error_of([&] { Place(options_for_any(5, port)).take(); });
-  CHECK(why.message == refuses + "world size: 5 on a new rank, 2 on rank 0");
+  CHECK(why.message ==
+        refuses + "a new rank expects a world size of 5 (--world-size), rank 0 has 2 ranks");
   other = options_for_any(2, port);
   other.token = "a token that nobody knows";
   why = error_of([&] { Place(other).take(); });
