@@ -1,7 +1,5 @@
 #include "pass.h"
 
-#include <algorithm>
-
 #include <c10/core/StreamGuard.h>
 #include <c10/util/StringUtil.h>
 #include <fmt/format.h>

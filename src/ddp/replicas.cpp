@@ -1,7 +1,6 @@
 #include "distrain/ddp/replicas.h"
 
 #include <algorithm>
-#include <cstring>
 #include <sstream>
 #include <string>
 

@@ -82,11 +82,4 @@ void PayloadLayout::append(uint64_t more) {
   }
 }
 
-PayloadLayout layout_payload(const std::vector<TensorDesc>& tensors) {
-  PayloadLayout layout;
-  layout.offsets.reserve(tensors.size());
-  for (const TensorDesc& tensor : tensors) layout.append(tensor.bytes());
-  return layout;
-}
-
 }  // namespace distrain::wire

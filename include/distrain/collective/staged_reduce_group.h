@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <utility>
 
 #include "distrain/collective/backend.h"
 #include "distrain/collective/backend_line.h"

@@ -3,7 +3,6 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <typeindex>
 
 #include "distrain/base/future.h"

@@ -98,6 +98,5 @@ struct PayloadLayout {
   /// Puts `more` bytes behind. Throws `protocol` on overflow.
   void append(uint64_t more);
 };
-PayloadLayout layout_payload(const std::vector<TensorDesc>& tensors);
 
 }  // namespace distrain::wire

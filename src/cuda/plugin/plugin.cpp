@@ -1,7 +1,5 @@
 #include "distrain/cuda/plugin.h"
 
-#include <cstring>
-
 #include "check.h"
 #include "nccl_communicator.h"
 

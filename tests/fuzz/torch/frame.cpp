@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "../src/rpc/device_stager.h"
+#include "support/payload.h"
 
 namespace distrain::fuzz {
 
@@ -25,7 +26,7 @@ std::optional<std::pair<std::vector<wire::TensorDesc>, uint64_t>> read_descs(Inp
     wire::Reader reader(meta);
     std::vector<wire::TensorDesc> descs;
     for (uint32_t i = 0; i < count; ++i) descs.push_back(wire::decode_tensor_desc(reader));
-    const uint64_t bytes = wire::layout_payload(descs).bytes;
+    const uint64_t bytes = testing::layout_payload(descs).bytes;
     return std::pair(std::move(descs), bytes);
   } catch (const base::Exception&) {
     return std::nullopt;

@@ -8,6 +8,7 @@
 #include "distrain/rpc/serialize.h"
 #include "support/catch.h"
 #include "support/cluster.h"
+#include "support/payload.h"
 
 using namespace distrain;
 using namespace distrain::testing;
@@ -268,7 +269,7 @@ TEST_CASE("a tensor keeps its message only if it is no small part of it") {
     for (const int64_t size : sizes) {
       descs.push_back({DType::kUInt8, {1, 2, size, 1}, wire::Layout::kChannelsLast, {}});
     }
-    rpc::InMessage message = message_of(descs, wire::layout_payload(descs).bytes);
+    rpc::InMessage message = message_of(descs, layout_payload(descs).bytes);
     const std::weak_ptr<const void> body = message.storage;
     const at::Tensor last = message.tensors.back();
     message = {};

@@ -8,6 +8,7 @@
 #include "distrain/wire/frame.h"
 #include "distrain/wire/handshake.h"
 #include "distrain/wire/tensor_desc.h"
+#include "support/payload.h"
 
 namespace distrain::wire {
 
@@ -55,7 +56,7 @@ inline bool try_tensor_descs(std::span<const uint8_t> in) {
     tensors.push_back(decode_tensor_desc(reader));
     if (tensors.back().sizes.size() > kMaxDimensions) __builtin_trap();
   }
-  const PayloadLayout layout = layout_payload(tensors);
+  const PayloadLayout layout = testing::layout_payload(tensors);
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (layout.offsets[i] % kPayloadAlignment != 0 ||
         layout.offsets[i] + tensors[i].bytes() > layout.bytes) {

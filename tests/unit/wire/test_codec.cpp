@@ -7,6 +7,7 @@
 #include "counting_new.h"
 #include "random_messages.h"
 #include "support/catch.h"
+#include "support/payload.h"
 
 using namespace distrain;
 using namespace distrain::wire;
@@ -373,17 +374,17 @@ TEST_CASE("malformed tensor descriptors are refused") {
 }
 
 TEST_CASE("tensors in a payload begin at multiples of 64") {
-  CHECK(layout_payload({}).bytes == 0);
-  const PayloadLayout layout = layout_payload({{DType::kFloat32, {3}},
-                                               {DType::kUInt8, {0}},
-                                               {DType::kUInt8, {64}},
-                                               {DType::kUInt8, {65}},
-                                               {DType::kFloat64, {}}});
+  CHECK(testing::layout_payload({}).bytes == 0);
+  const PayloadLayout layout = testing::layout_payload({{DType::kFloat32, {3}},
+                                                        {DType::kUInt8, {0}},
+                                                        {DType::kUInt8, {64}},
+                                                        {DType::kUInt8, {65}},
+                                                        {DType::kFloat64, {}}});
   CHECK(layout.offsets == std::vector<uint64_t>{0, 64, 64, 128, 256});
   CHECK(layout.bytes == 264);
 
   const std::vector<TensorDesc> three(3, TensorDesc{DType::kUInt8, {INT64_MAX}});
-  protocol_error_of([&] { layout_payload(three); });
+  protocol_error_of([&] { testing::layout_payload(three); });
 }
 
 TEST_CASE("hellos go there and back") {
