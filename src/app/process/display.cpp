@@ -216,8 +216,10 @@ void Display::on_line(const std::string& json_line) {
                      counted(integer_in(event, "trainers_left"), "trainer")),
          kYellow);
   } else if (name == "returned") {
-    trainers_[static_cast<int>(integer_in(event, "returned_rank"))].lost = false;
-    stay(text_in(event, "returned_role") + " is back");
+    Trainer& back = trainers_[static_cast<int>(integer_in(event, "returned_rank"))];
+    back.lost = false;
+    back.name = text_in(event, "returned_role");
+    stay(back.name + " is back");
   } else if (name == "checkpoint") {
     const std::string path = text_in(event, "path");
     const bool is_saved = text_in(event, "action") == "saved";
@@ -244,9 +246,15 @@ void Display::on_line(const std::string& json_line) {
   } else if (name == "ready") {
     is_ready_ = true;
   } else if (name == "restart") {
-    ended_ = 0;
-    trainers_.clear();
-    trained_since_ = {};
+    const auto ranks = event.value("ranks", std::vector<int>());
+    const bool of_all = std::ranges::all_of(
+        trainers_, [&](auto& each) { return std::ranges::count(ranks, each.first) > 0; });
+    if (of_all) {  // otherwise the job goes on, and a lost trainer starts again
+      ended_ = epoch_ = 0;
+      pending_.clear();
+      trainers_.clear();
+      trained_since_ = {};
+    }
   } else if (name == "epoch" && epoch > ended_) {
     Epoch& its = pending_[epoch];
     const double steps = number_in(event, "steps").value_or(0);
@@ -275,6 +283,7 @@ void Display::on_line(const std::string& json_line) {
   } else if (name == "episode") {
     stay(fmt::format(" episode {}{}", integer_in(event, "episode"), quality_in(event)));
   } else if (name == "text") {
+    end_epochs(true);
     stay(" text  " + text_in(event, "text"));
   } else if (plan_.pretty) {
     static const std::set<std::string> kKnown = {"start", "step",  "rank_end", "error",
@@ -291,7 +300,8 @@ void Display::on_progress(const Json& event, int rank) {
   }
   is_ready_ = true;
   const int64_t step = integer_in(event, "step");
-  Trainer& its = trainers_.try_emplace(rank, Trainer{.first = step}).first->second;
+  Trainer& its = trainers_[rank];
+  if (!its.first) its.first = step;
   if (its.name.empty()) its.name = text_in(event, "role");
   its.step = step;
   its.steps = integer_in(event, "steps");
@@ -334,6 +344,7 @@ void Display::end_epochs(bool all, bool is_next) {
     ended_ = number;
     pending_.erase(pending_.begin());
   }
+  if (all && !epoch_lines_.held.empty()) stay(std::exchange(epoch_lines_.held, {}));
 }
 
 // ---- what it looks like ----
@@ -379,12 +390,12 @@ std::string Display::status(size_t width) const {
   if (!is_ready_) return waiting(width);
   const double trained = seconds_between(trained_since_, screen_.now());
   if (trainers_.empty()) {
-    return fmt::format("running  {}", clock_text(seconds_between(begun_, screen_.now())));
+    return "running  " + clock_text(seconds_between(begun_, screen_.now()));
   }
   int64_t made = 0, here = 0, all = 0;
   for (const auto& [rank, its] : trainers_) {
     made += its.step;
-    here += its.step - its.first;
+    here += its.step - its.first.value_or(its.step);
     all = std::max(all, its.steps);
   }
   const bool plays = quality_.starts_with("  running reward");  // it ends when it plays well
@@ -490,15 +501,15 @@ void Display::finish(const Json& end) {
   const bool is_ok = text_in(end, "status") == "ok";
   const bool by_signal = plan_.has_rank_0 && text_in(end, "kind") == "cancelled";
   if (lasts) end_epochs(true);
-  for (const Thinned& kind : {epoch_lines_, saves_}) {
-    if (!kind.held.empty() && (lasts || by_signal)) stay(kind.held);
-  }
+  if (!saves_.held.empty() && (lasts || by_signal)) stay(saves_.held);
   is_over_ = true;
   is_told_ = by_signal && screen_.is_free() && (!plan_.pretty || plan_.on_terminal);
   std::string figures;
   if (end.contains("steps")) figures = counted(integer_in(end, "steps"), "step");
   if (end.contains("predicted")) figures = counted(integer_in(end, "predicted"), "example");
-  if (trainers_of_job_ > 1) figures += fmt::format(" of {} trainers", trainers_of_job_);
+  if (trainers_of_job_ > 1 && text_in(end, "scope") != "rank") {
+    figures += fmt::format(" of {} trainers", trainers_of_job_);
+  }
   if (const auto wall = number_in(end, "wall_s")) figures += fmt::format(" in {:.2f} s", *wall);
   if (const auto loss = number_in(end, "loss")) loss_ = loss;
   if (loss_) figures += fmt::format(", loss {:.4f}", *loss_);

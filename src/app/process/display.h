@@ -80,7 +80,8 @@ class Display {
   using Mode = DisplayPlan::Mode;
   struct Trainer {
     std::string name = {};
-    int64_t first = 0, step = 0, steps = 0;  // made at first and by now, and to be made
+    std::optional<int64_t> first;  // step of its first report
+    int64_t step = 0, steps = 0;   // made, and to be made
     bool lost = false;
   };
   struct Epoch {

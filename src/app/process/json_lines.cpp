@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <regex>
 
 #include <fmt/format.h>
 #include <string.h>
@@ -84,7 +85,7 @@ std::string message_of(const Cause& cause) {
   const bool is_of_job = !cause.rank || cause.role == "local" || cause.kind == kGoalNotReached ||
                          cause.kind == base::kind_name(base::ErrorKind::kCancelled);
   const bool is_named =
-      is_of_job || cause.message.find(rank_name(*cause.rank, "")) != std::string::npos;
+      is_of_job || std::regex_search(cause.message, std::regex(rank_name(*cause.rank, "") + "\\b"));
   return is_named ? cause.message : rank_name(*cause.rank, cause.role) + ": " + cause.message;
 }
 

@@ -131,6 +131,23 @@ TEST_CASE("several trainers have a line that says who is slow, lost and back") {
   CHECK(shown.take().find("trainer2 is back\n") != std::string::npos);
 }
 
+TEST_CASE(
+    "the restart of a lost trainer keeps the display of the job, that of all ranks resets it") {
+  Shown shown(plan(Mode::kFull));
+  shown.event(progress(1, 20, 100, 2, 2));
+  shown.event(progress(2, 10, 100, 2, 2));
+  shown.event(R"({"event":"lost","lost_rank":2,"lost_role":"trainer2","cause":"gone"})");
+  shown.event(R"({"event":"restart","ranks":[2]})");
+  shown.event(progress(1, 21, 100, 2, 2));
+  CHECK(shown.bar() == "trainer1 21    trainer2 lost at step 10");
+  shown.event(R"({"event":"epoch","rank":1,"epoch":1,"loss":8,"steps":1})");
+  shown.event(R"({"event":"restart","ranks":[0,1,2]})");
+  shown.take();
+  shown.event(R"({"event":"epoch","rank":1,"epoch":1,"loss":2,"steps":1})");
+  shown.event(progress(1, 1, 100, 2));
+  CHECK(shown.take().find(" epoch 1/3  loss 2.0000") != std::string::npos);
+}
+
 TEST_CASE("an epoch's line has the mean of its trainers and its evaluation") {
   Shown shown(plan(Mode::kLines));
   CHECK(shown.take() == "ps  header\n");
@@ -195,6 +212,17 @@ TEST_CASE("lines of short epochs and of their checkpoints are thinned, but for t
   CHECK(text.find(" saved x/100  ") != text.npos);
 }
 
+TEST_CASE("the line of the last epoch comes before the test's line") {
+  Shown shown(plan(Mode::kLines));
+  for (int epoch = 1; epoch <= 30; ++epoch) {
+    shown.event(R"({"event":"epoch","rank":1,"epoch":)" + std::to_string(epoch) +
+                R"(,"loss":2,"steps":1})");
+  }
+  shown.event(R"({"event":"eval","set":"test","loss":3})");
+  const std::string text = shown.take();
+  CHECK(text.find(" epoch 30  ") < text.find(" test 3.0000"));
+}
+
 TEST_CASE("a wait tells its ranks first and then its reason, as far as columns allow") {
   const std::string event =
       R"({"event":"waiting","missing":[1,2],"address":"node1:29500","reason":"no route to host"})";
@@ -218,6 +246,8 @@ TEST_CASE("a warning names its rank unless there is only one") {
   CHECK(message_of(cause) == "rank 1 (trainer1): out of range");
   cause.kind = kGoalNotReached;
   CHECK(message_of(cause) == "out of range");
+  cause = {.rank = 1, .role = "trainer1", .kind = "internal", .message = "no answer of rank 12"};
+  CHECK(message_of(cause) == "rank 1 (trainer1): no answer of rank 12");
 }
 
 TEST_CASE("numbers of a prediction have 4 digits for people") {
