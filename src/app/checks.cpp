@@ -108,8 +108,13 @@ void check_restarts(const ParsedOptions& options, const Placement& placement) {
     const bool may_lose = find_option(options.table(), "min-trainers");
     const bool is_sync = options.text("mode") == "sync";
     const bool saves = !options.text("checkpoint").empty() || !placement.has_rank_0();
-    if (saves || (may_lose && !is_sync)) return;
-    invalid(fmt::format("--max-restarts needs --checkpoint{}", may_lose ? " in --mode sync" : ""));
+    const bool has_spare =
+        may_lose && options.integer("min-trainers") < options.integer("trainers");
+    if (saves || (has_spare && !is_sync)) return;
+    invalid(fmt::format("--max-restarts needs --checkpoint{}",
+                        !may_lose ? ""
+                        : is_sync ? " in --mode sync"
+                                  : ", or more --trainers than --min-trainers"));
   }
   if (placement.mode == Placement::Mode::kLocal) invalid("--max-restarts has no effect on --local");
   const std::string& source = placement.source;

@@ -60,8 +60,8 @@ that was lost while the job continues without it. The process waits up to --join
           R"(If a rank is killed, is lost or runs out of a resource such as memory, all ranks restart from the newest
 checkpoint. If the job continues without a lost trainer, only that trainer restarts. On several machines,
 give this option to every launcher, because each one restarts its own ranks. The launcher with rank 0
-needs --checkpoint, unless the job can continue without a lost trainer; without a checkpoint, the loss of
-any other rank ends the job.)");
+needs --checkpoint, unless the job can continue without a lost trainer. Without a checkpoint, only a lost
+trainer restarts; the loss of a rank that does not train ends the job.)");
   add("save-timeout", kInteger, "N", "60",
       "after a signal, kill the ranks if a save makes no progress for N seconds")
       .range(1, 1'000'000)

@@ -108,6 +108,8 @@ TEST_CASE("wrong options of ps are refused by name") {
           {{"--mode", "SSP"}, "must be one of async, sync, ssp, not 'SSP'; did you mean ssp?"},
           {{"--mode", "sync", "--max-restarts", "1"},
            "--max-restarts needs --checkpoint in --mode sync"},
+          {{"--trainers", "1", "--max-restarts", "1"},
+           "--max-restarts needs --checkpoint, or more --trainers than --min-trainers"},
           {{"--dropout", "1"}, "--dropout must be on, off or a number from 0 to below 1"},
           {{"--dropout", "-0.1"}, "--dropout must be on, off or a number from 0 to below 1"},
           {{"--dropout", "onn"}, "--dropout must be on, off or a number from 0 to below 1, not '"},
