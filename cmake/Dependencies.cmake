@@ -1,11 +1,11 @@
 # Third-party libraries. Everything of Debian's comes by its package; LibTorch by ./run or LIBTORCH=<dir>.
 find_package(Threads REQUIRED)
+find_package(CLI11 REQUIRED)
 find_package(nlohmann_json REQUIRED)
 find_package(ZLIB REQUIRED)
 find_package(OpenSSL 3.0 REQUIRED COMPONENTS Crypto)
 if(DISTRAIN_TESTS)
   find_package(Catch2 REQUIRED)
-  find_package(CLI11 REQUIRED)  # of benchmark programs
 endif()
 
 # fmt, header-only: LibTorch carries a newer fmt whose headers win where torch is included.
@@ -24,7 +24,7 @@ include(Uv)
 
 # What the command line is made with.
 add_library(distrain_cli INTERFACE)
-target_link_libraries(distrain_cli INTERFACE nlohmann_json::nlohmann_json distrain_fmt)
+target_link_libraries(distrain_cli INTERFACE CLI11::CLI11 nlohmann_json::nlohmann_json distrain_fmt)
 
 include(LibTorch)
 set(LIBTORCH "$ENV{LIBTORCH}" CACHE PATH "A LibTorch folder (include/, lib/) to use instead of .deps")

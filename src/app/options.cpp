@@ -1,8 +1,8 @@
 #include "options.h"
 
 #include <algorithm>
-#include <utility>
 
+#include <CLI/CLI.hpp>
 #include <fmt/format.h>
 
 #include "distrain/base/error.h"
@@ -12,6 +12,18 @@ namespace distrain::app {
 namespace {
 
 using base::invalid;
+
+std::string spellings(const Option& option) {
+  std::string names = "--" + option.name;
+  for (std::string name : {option.name, option.old_name}) {
+    if (name == option.old_name && !name.empty()) names += ",--" + name;
+    if (name.find('-') == std::string::npos) continue;
+    std::replace(name.begin(), name.end(), '-', '_');  // as the tutorials have it
+    names += ",--" + name;
+  }
+  if (option.short_name) names += std::string(",-") + option.short_name;
+  return names;
+}
 
 /// The option that an argument names, without dashes and value: "--batch_size=3" → "batch-size".
 std::string named_in(const std::string& arg) {
@@ -34,22 +46,26 @@ std::string hint_of(const Program& program, const OptionTable& table, const std:
   return fmt::format("{}; see {} --help", owners, call);
 }
 
-[[noreturn]] void refuse(const OptionTable& table, const std::string& arg, const Program* program,
-                         bool is_predict) {
+[[noreturn]] void refuse(const OptionTable& table, const std::vector<std::string>& extras,
+                         const Program* program, bool is_predict) {
+  const auto option = std::ranges::find_if(
+      extras, [](const std::string& arg) { return arg.size() > 1 && arg[0] == '-'; });
+  if (option == extras.end()) {
+    invalid(fmt::format("unexpected argument '{}': every option begins with --", extras.front()));
+  }
   std::vector<std::string> names;
   for (const Option& each : table) {
     if (!each.hidden) names.push_back(each.name);
   }
-  const std::string name = named_in(arg);
+  const std::string name = named_in(*option);
   const auto meant = base::did_you_mean(name, names);
   std::string hint = program ? hint_of(*program, table, name, is_predict) : "";
   if (meant && !hint.starts_with(':')) hint = fmt::format("; did you mean --{}?", *meant);
-  invalid(fmt::format("unknown option {}{}", arg.substr(0, arg.find('=')), hint));
+  invalid(fmt::format("unknown option {}{}", option->substr(0, option->find('=')), hint));
 }
 
 /// Returns null if no option is spelled so.
 const Option* find_by_spelling(const OptionTable& table, const std::string& spelling) {
-  if (spelling.starts_with("---")) return nullptr;
   if (spelling.starts_with("--")) return find_option(table, named_in(spelling));
   const auto it = std::ranges::find_if(table, [&](const Option& option) {
     return option.short_name && spelling == std::string("-") + option.short_name;
@@ -57,43 +73,67 @@ const Option* find_by_spelling(const OptionTable& table, const std::string& spel
   return it == table.end() ? nullptr : &*it;
 }
 
+/// Refuses what CLI11 would read in another way than the user means: it takes another option as a
+/// value, and the argument behind `--name=`, too.
+void check_values(const OptionTable& table, const std::vector<std::string>& args,
+                  bool has_operand) {
+  for (size_t i = 0; i < args.size(); ++i) {
+    const size_t equals = args[i].find('=');
+    const Option* option = find_by_spelling(table, args[i].substr(0, equals));
+    if (!option) continue;
+    const bool has_next = i + 1 < args.size();
+    if (option->kind == ValueKind::kFlag) {
+      if (equals != std::string::npos) invalid(fmt::format("--{} takes no value", option->name));
+      if (has_next && !has_operand && !args[i + 1].starts_with('-')) {
+        invalid(fmt::format("unexpected argument '{}': --{} takes no value", args[i + 1],
+                            option->name));
+      }
+      continue;
+    }
+    const bool missing = equals == std::string::npos ? !has_next || args[i + 1].starts_with("--")
+                                                     : equals + 1 == args[i].size();
+    if (missing) {
+      invalid(fmt::format("--{} needs a value: {}", option->name, job::allowed_values(*option)));
+    }
+    if (equals == std::string::npos) ++i;
+  }
+}
+
 }  // namespace
 
 ParsedOptions parse_options(const OptionTable& table, const std::vector<std::string>& args,
                             std::string* operand, const Program* program) {
   ParsedOptions parsed(table);
-  bool has_operand = false;
-  for (size_t i = 0; i < args.size(); ++i) {
-    const std::string& arg = args[i];
-    if (arg.size() < 2 || arg[0] != '-') {
-      if (!operand || std::exchange(has_operand, true)) {
-        invalid(fmt::format("unexpected argument '{}': every option begins with --", arg));
-      }
-      *operand = arg;
+  CLI::App app;
+  app.set_help_flag();
+  app.allow_extras();
+  for (const Option& option : table) {
+    if (option.kind == ValueKind::kFlag) {
+      app.add_flag_function(spellings(option), [&parsed, &option](int64_t count) {
+        if (count > 0) parsed.set(option.name, "true");
+      });
       continue;
     }
-    const size_t equals = arg.find('=');
-    const Option* const option = find_by_spelling(table, arg.substr(0, equals));
-    if (!option) refuse(table, arg, program, operand != nullptr);
-    const std::string* const next = i + 1 < args.size() ? &args[i + 1] : nullptr;
-    if (option->kind == ValueKind::kFlag) {
-      if (equals != arg.npos) invalid(fmt::format("--{} takes no value", option->name));
-      if (next && !operand && !next->starts_with('-')) {
-        invalid(fmt::format("unexpected argument '{}': --{} takes no value", *next, option->name));
-      }
-      parsed.set(option->name, "true");
-      continue;
-    }
-    // Another option is not taken as the value of this one.
-    const bool missing =
-        equals == arg.npos ? !next || next->starts_with("--") : equals + 1 == arg.size();
-    if (missing) {
-      invalid(fmt::format("--{} needs a value: {}", option->name, job::allowed_values(*option)));
-    }
-    const std::string value = equals == arg.npos ? args[++i] : arg.substr(equals + 1);
     // The last one holds, so that a sweep can append to a command line.
-    parsed.set(option->name, canonical_value(*option, value, "--" + option->name));
+    app.add_option_function<std::string>(
+           spellings(option),
+           [&parsed, &option](const std::string& value) {
+             parsed.set(option.name, canonical_value(option, value, "--" + option.name));
+           })
+        ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   }
+  check_values(table, args, operand != nullptr);
+  try {
+    app.parse(std::vector<std::string>(args.rbegin(), args.rend()));  // CLI11 takes them reversed
+  } catch (const CLI::ParseError& e) {
+    invalid(e.what());
+  }
+  std::vector<std::string> extras = app.remaining();
+  if (operand && !extras.empty() && (extras[0] == "-" || !extras[0].starts_with('-'))) {
+    *operand = extras[0];
+    extras.erase(extras.begin());
+  }
+  if (!extras.empty()) refuse(table, extras, program, operand != nullptr);
   return parsed;
 }
 
