@@ -72,10 +72,6 @@ OpSpec spec_of(OpKind kind, const at::Tensor& tensor) {
   return {.kind = kind, .dtype = tensor.scalar_type(), .bytes = tensor.nbytes()};
 }
 
-int index_of(const std::vector<int>& ranks, int rank) {
-  return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
-}
-
 /// Our operations as c10d knows them. Complete when all of `operations` are.
 class Work final : public c10d::Work {
  public:
@@ -152,7 +148,9 @@ class Work final : public c10d::Work {
 }  // namespace
 
 Backend::Backend(rpc::Channel& channel, base::Executor& executor, Group group, Settings settings)
-    : c10d::Backend(index_of(group.ranks, channel.rank()), static_cast<int>(group.ranks.size())),
+    : c10d::Backend(
+          static_cast<int>(std::ranges::find(group.ranks, channel.rank()) - group.ranks.begin()),
+          static_cast<int>(group.ranks.size())),
       options_(make_options(group, settings)),
       core_(std::make_shared<Core>(channel, executor, group.id, std::move(group.ranks))) {
   direct_bytes_ = settings.direct_bytes >= 0 ? static_cast<size_t>(settings.direct_bytes)

@@ -12,10 +12,6 @@ bool PassNumber::agrees_with(const PassNumber& other) const {
   return forward == other.forward || (context != 0 && context == other.context);
 }
 
-bool PassNumber::is_ahead_of(const PassNumber& other) const {
-  return std::tie(step, forward, again) > std::tie(other.step, other.forward, other.again);
-}
-
 std::string PassNumber::text() const {
   std::string text = "the backward pass";
   if (forward != 0) text += " of forward " + std::to_string(forward);
@@ -26,7 +22,10 @@ std::string PassNumber::text() const {
 
 std::optional<base::Error> pass_error(const RankInPass& a, const RankInPass& b) {
   if (a.pass.agrees_with(b.pass)) return std::nullopt;
-  const RankInPass& ahead = a.pass.is_ahead_of(b.pass) ? a : b;
+  const auto position = [](const PassNumber& of) {
+    return std::tie(of.step, of.forward, of.again);
+  };
+  const RankInPass& ahead = position(a.pass) > position(b.pass) ? a : b;
   const RankInPass& behind = &ahead == &a ? b : a;
   return base::Error{base::ErrorKind::kInvalid,
                      "rank " + std::to_string(ahead.rank) + " is in " + ahead.pass.text() +

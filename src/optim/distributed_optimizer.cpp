@@ -172,7 +172,8 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
     if (owner == agent.rank()) {
       shared_ = {local.find_or_make(picked(tensors, share.places), terms), std::move(share.places)};
       if (sharing.participant != Sharing::kOnlooker) {
-        shared_.optimizer->take_part(sharing.participant, own_process());
+        shared_.optimizer->take_part(sharing.participant,
+                                     rpc::process_number(agent_.rank(), agent_.incarnation()));
       }
     } else {
       remote_.push_back(
@@ -225,7 +226,7 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts, doubl
     step.where = "rank " + std::to_string(agent_.rank()) + which;
     try {
       step.done = local.optimizer->step(how, gradients_of(agent_, *local.optimizer, contexts),
-                                        own_process());
+                                        rpc::process_number(agent_.rank(), agent_.incarnation()));
     } catch (...) {
       base::Promise<uint64_t> failed;
       failed.fail(rpc::error_in_flight(base::ErrorKind::kInternal));
@@ -236,11 +237,6 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts, doubl
   terms.participant = 0;  // the only one
   terms.scale = scales.own;
   step_locally(own_, terms, " (its own)");
-  await(steps);
-  return steps.empty() ? 0 : steps.front().done.wait();
-}
-
-void DistributedOptimizer::await(const std::vector<Step>& steps) const {
   std::vector<base::Future<uint64_t>> all;
   for (const Step& step : steps) all.push_back(step.done);
   try {
@@ -250,6 +246,7 @@ void DistributedOptimizer::await(const std::vector<Step>& steps) const {
     if (steps.size() > 1) error.message += "; " + outcome_of(steps);
     throw base::Exception(std::move(error));
   }
+  return steps.empty() ? 0 : steps.front().done.wait();
 }
 
 // After a failure. Owners that may wait for other participants are not waited for.
@@ -294,10 +291,6 @@ DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<
   // Replicas stay equal: this participant's norm says nothing of the others'.
   const bool is_everyones = is_sync || sharing_.participants <= 1;
   return {scale, is_everyones ? scale : clip_scale(own, max_norm)};
-}
-
-rpc::ProcessNumber DistributedOptimizer::own_process() const {
-  return rpc::process_number(agent_.rank(), agent_.incarnation());
 }
 
 void DistributedOptimizer::set_lr_factor(double factor) {

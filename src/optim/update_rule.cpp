@@ -32,13 +32,13 @@ struct Rows {
 
 class SgdRule final : public UpdateRule {
  public:
-  explicit SgdRule(const Sgd& options) : UpdateRule(options.lr), options_(options) {}
+  explicit SgdRule(const Sgd& options)
+      : UpdateRule(options.lr, options.weight_decay), options_(options) {}
 
  private:
   void apply_dense(size_t i, int64_t step, at::Tensor& parameter,
                    const at::Tensor& gradient) override {
     at::Tensor direction = gradient;
-    if (options_.weight_decay != 0) direction = direction.add(parameter, options_.weight_decay);
     if (options_.momentum != 0) {
       at::Tensor& velocity = kept(i, "momentum_buffer", parameter);
       if (step == 1) {
@@ -70,16 +70,15 @@ class SgdRule final : public UpdateRule {
 
 class AdagradRule final : public UpdateRule {
  public:
-  explicit AdagradRule(const Adagrad& options) : UpdateRule(options.lr), options_(options) {}
+  explicit AdagradRule(const Adagrad& options)
+      : UpdateRule(options.lr, options.weight_decay), options_(options) {}
 
  private:
   void apply_dense(size_t i, int64_t step, at::Tensor& parameter,
                    const at::Tensor& gradient) override {
-    at::Tensor direction = gradient;
-    if (options_.weight_decay != 0) direction = direction.add(parameter, options_.weight_decay);
     at::Tensor& sum = kept(i, "sum", parameter, options_.initial_accumulator_value);
-    sum.addcmul_(direction, direction);
-    parameter.addcdiv_(direction, sum.sqrt().add_(options_.eps), -rate(step));
+    sum.addcmul_(gradient, gradient);
+    parameter.addcdiv_(gradient, sum.sqrt().add_(options_.eps), -rate(step));
   }
 
   void apply_sparse(size_t i, int64_t step, at::Tensor& parameter,
@@ -110,26 +109,19 @@ class AdagradRule final : public UpdateRule {
 // Adam, and AdamW: they differ in what the weight decay changes.
 class AdamRule final : public UpdateRule {
  public:
-  enum class Decay { kOfGradient, kOfParameter };
-
-  AdamRule(const Adam& options, Decay decay)
-      : UpdateRule(options.lr), options_(options), decay_(decay) {}
+  AdamRule(const Adam& options, bool is_adamw)
+      : UpdateRule(options.lr, is_adamw ? 0 : options.weight_decay),
+        options_(options),
+        is_adamw_(is_adamw) {}
 
  private:
   void apply_dense(size_t i, int64_t step, at::Tensor& parameter,
                    const at::Tensor& gradient) override {
-    at::Tensor direction = gradient;
-    if (options_.weight_decay != 0) {
-      if (decay_ == Decay::kOfParameter) {
-        parameter.mul_(1 - lr() * options_.weight_decay);
-      } else {
-        direction = direction.add(parameter, options_.weight_decay);
-      }
-    }
+    if (is_adamw_ && options_.weight_decay != 0) parameter.mul_(1 - lr() * options_.weight_decay);
     at::Tensor& first = kept(i, "exp_avg", parameter);
-    first.mul_(options_.beta1).add_(direction, 1 - options_.beta1);
+    first.mul_(options_.beta1).add_(gradient, 1 - options_.beta1);
     at::Tensor second = kept(i, "exp_avg_sq", parameter);
-    second.mul_(options_.beta2).addcmul_(direction, direction, 1 - options_.beta2);
+    second.mul_(options_.beta2).addcmul_(gradient, gradient, 1 - options_.beta2);
     if (options_.amsgrad) {
       at::Tensor& largest = kept(i, "max_exp_avg_sq", parameter);
       second = at::maximum_out(largest, largest, second);
@@ -157,9 +149,7 @@ class AdamRule final : public UpdateRule {
   }
 
   void check_sparse() const override {
-    if (decay_ == Decay::kOfParameter) {
-      refuse("adamw cannot take sparse gradients: sgd, adagrad and adam can");
-    }
+    if (is_adamw_) refuse("adamw cannot take sparse gradients: sgd, adagrad and adam can");
     if (options_.weight_decay != 0) refuse("adam with weight_decay cannot take sparse gradients");
     if (options_.amsgrad) refuse("adam with amsgrad cannot take sparse gradients");
   }
@@ -174,32 +164,31 @@ class AdamRule final : public UpdateRule {
   }
 
   const Adam options_;
-  const Decay decay_;
+  const bool is_adamw_;
 };
 
 class RmsPropRule final : public UpdateRule {
  public:
-  explicit RmsPropRule(const RmsProp& options) : UpdateRule(options.lr), options_(options) {}
+  explicit RmsPropRule(const RmsProp& options)
+      : UpdateRule(options.lr, options.weight_decay), options_(options) {}
 
  private:
   void apply_dense(size_t i, int64_t, at::Tensor& parameter, const at::Tensor& gradient) override {
-    at::Tensor direction = gradient;
-    if (options_.weight_decay != 0) direction = direction.add(parameter, options_.weight_decay);
     at::Tensor& squares = kept(i, "square_avg", parameter);
-    squares.mul_(options_.alpha).addcmul_(direction, direction, 1 - options_.alpha);
+    squares.mul_(options_.alpha).addcmul_(gradient, gradient, 1 - options_.alpha);
     at::Tensor scale = squares;
     if (options_.centered) {
       at::Tensor& mean = kept(i, "grad_avg", parameter);
-      mean.mul_(options_.alpha).add_(direction, 1 - options_.alpha);
+      mean.mul_(options_.alpha).add_(gradient, 1 - options_.alpha);
       scale = squares.addcmul(mean, mean, -1);
     }
     scale = scale.sqrt().add_(options_.eps);
     if (options_.momentum != 0) {
       at::Tensor& velocity = kept(i, "momentum_buffer", parameter);
-      velocity.mul_(options_.momentum).addcdiv_(direction, scale);
+      velocity.mul_(options_.momentum).addcdiv_(gradient, scale);
       parameter.add_(velocity, -lr());
     } else {
-      parameter.addcdiv_(direction, scale, -lr());
+      parameter.addcdiv_(gradient, scale, -lr());
     }
   }
 
@@ -221,18 +210,6 @@ class RmsPropRule final : public UpdateRule {
 
 [[noreturn]] void bad_state(size_t i, const std::string& what) {
   base::bad_data("the optimizer's state of parameter " + std::to_string(i) + ": " + what);
-}
-
-int64_t step_in(size_t i, const ParameterState& state) {
-  const auto it = state.find("step");
-  if (it == state.end()) bad_state(i, "no step");
-  const at::Tensor& step = it->second;
-  if (!step.defined() || step.scalar_type() != at::kLong || step.numel() != 1) {
-    bad_state(i, "step is no integer");
-  }
-  const auto count = step.item<int64_t>();
-  if (count < 0) bad_state(i, "a step below 0");
-  return count;
 }
 
 }  // namespace
@@ -258,7 +235,14 @@ ParameterState UpdateRule::state(size_t i) const {
 
 UpdateRule::Loaded UpdateRule::load(size_t i, const at::Tensor& parameter,
                                     const ParameterState& state) const {
-  const int64_t steps = step_in(i, state);
+  const auto found = state.find("step");
+  if (found == state.end()) bad_state(i, "no step");
+  const at::Tensor& step = found->second;
+  if (!step.defined() || step.scalar_type() != at::kLong || step.numel() != 1) {
+    bad_state(i, "step is no integer");
+  }
+  const auto steps = step.item<int64_t>();
+  if (steps < 0) bad_state(i, "a step below 0");
   ParameterState kept;
   for (const std::string& name : kept_names()) {
     const auto it = state.find(name);
@@ -373,6 +357,8 @@ void UpdateRule::apply(size_t i, at::Tensor& parameter, const at::Tensor& gradie
   const int64_t step = ++steps_[i];
   if (gradient.is_sparse()) {
     apply_sparse(i, step, parameter, gradient);
+  } else if (weight_decay_ != 0) {
+    apply_dense(i, step, parameter, gradient.add(parameter, weight_decay_));
   } else {
     apply_dense(i, step, parameter, gradient);
   }
@@ -387,13 +373,12 @@ std::unique_ptr<UpdateRule> make_update_rule(const OptimizerOptions& options) {
   if (const RmsProp* rmsprop = std::get_if<RmsProp>(&options)) {
     return std::make_unique<RmsPropRule>(*rmsprop);
   }
-  using Decay = AdamRule::Decay;
   if (const AdamW* adamw = std::get_if<AdamW>(&options)) {
     const Adam moments{adamw->lr,  adamw->beta1,        adamw->beta2,
                        adamw->eps, adamw->weight_decay, adamw->amsgrad};
-    return std::make_unique<AdamRule>(moments, Decay::kOfParameter);
+    return std::make_unique<AdamRule>(moments, /*is_adamw=*/true);
   }
-  return std::make_unique<AdamRule>(std::get<Adam>(options), Decay::kOfGradient);
+  return std::make_unique<AdamRule>(std::get<Adam>(options), /*is_adamw=*/false);
 }
 
 }  // namespace distrain::optim

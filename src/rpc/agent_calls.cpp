@@ -99,13 +99,6 @@ const wire::FrameHeader& header_of(const RawReply& reply) {
   return reply.message ? reply.message->header : reply.frame.header;
 }
 
-// References, half of a pair of autograd nodes, or what was sent ahead; most bring none.
-bool brings_something(const RawReply& reply) {
-  if (reply.sent != 0 || header_of(reply).autograd_id != 0 || reply.arrivals) return true;
-  return reply.message ? !reply.message->tickets.empty()
-                       : reply.frame.header.channel == wire::kWithRRefs;
-}
-
 }  // namespace
 
 /// Sees to it that a reply which nobody opens, as its caller gave up at the moment that it came,
@@ -465,7 +458,10 @@ void AgentCore::answer(PendingCalls::Call& call, RawReply reply) {
   reply.context = call.context;
   reply.sent = call.autograd_id;
   reply.function = std::move(call.function);
-  if (!call.is_remote && brings_something(reply)) {
+  const bool has_references = reply.message ? !reply.message->tickets.empty()
+                                            : reply.frame.header.channel == wire::kWithRRefs;
+  const bool has_nodes = reply.sent != 0 || header_of(reply).autograd_id != 0;
+  if (!call.is_remote && (has_references || has_nodes || reply.arrivals)) {
     reply.unopened = std::make_shared<UnopenedReply>(replies, reply);
   }
   call.promise.set(std::move(reply));

@@ -106,7 +106,7 @@ TEST_CASE("a state of the CPU is loaded to the device of the parameter, in its l
   for (int step = 0; step < 3; ++step) {
     here.rule->apply(0, here.parameter, at::randn(initial.sizes()));
   }
-  there.rule->load_state(0, there.parameter, here.rule->state(0));
+  there.rule->adopt(0, there.rule->load(0, there.parameter, here.rule->state(0)));
   const at::NoGradGuard no_grad;
   there.parameter.copy_(here.parameter);
   check_state(there, here);

@@ -20,8 +20,6 @@ struct PassNumber {
   /// Whether both may be of one pass: nothing that both know tells otherwise. Calls for one context
   /// of another rank may come to the ranks in any order, so there its id decides.
   bool agrees_with(const PassNumber& other) const;
-  /// Whether this rank has come further. Of two that do not agree one has.
-  bool is_ahead_of(const PassNumber& other) const;
   /// "the backward pass of forward 3 in step 7", as far as it is known.
   std::string text() const;
 };

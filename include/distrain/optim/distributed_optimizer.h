@@ -176,10 +176,8 @@ class DistributedOptimizer {
     base::Future<uint64_t> done;
   };
   Scales scales_for(const std::vector<uint64_t>& contexts, double max_norm) const;
-  void await(const std::vector<Step>& steps) const;
   std::string outcome_of(const std::vector<Step>& steps) const;
   int participant() const;
-  rpc::ProcessNumber own_process() const;
   bool steps_wait() const;
   rpc::To owner_of(const Remote& remote, bool waits) const;
 

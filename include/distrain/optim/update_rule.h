@@ -133,12 +133,10 @@ class UpdateRule {
   };
   Loaded load(size_t i, const at::Tensor& parameter, const ParameterState& state) const;
   void adopt(size_t i, Loaded loaded);
-  void load_state(size_t i, const at::Tensor& parameter, const ParameterState& state) {
-    adopt(i, load(i, parameter, state));
-  }
 
  protected:
-  explicit UpdateRule(double lr) : lr_(lr) {}
+  /// `weight_decay` times the parameter is added to each dense gradient.
+  UpdateRule(double lr, double weight_decay) : lr_(lr), weight_decay_(weight_decay) {}
 
   double lr() const { return lr_ * lr_factor_; }
 
@@ -157,6 +155,7 @@ class UpdateRule {
 
  private:
   const double lr_;
+  const double weight_decay_;
   double lr_factor_ = 1;
   std::vector<int64_t> steps_;
   std::vector<ParameterState> kept_;

@@ -31,9 +31,8 @@ struct WithoutContext {
   using Args = std::tuple<std::decay_t<Params>...>;
 };
 template <class... Params>
-struct WithoutContext<CallContext&, Params...> {
+struct WithoutContext<CallContext&, Params...> : WithoutContext<Params...> {
   static constexpr bool kTakesContext = true;
-  using Args = std::tuple<std::decay_t<Params>...>;
 };
 
 template <class R, class S, class... Params>

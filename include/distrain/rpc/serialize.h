@@ -108,10 +108,12 @@ struct Serializer<at::Scalar> {
   static at::Scalar decode(Decoder& decoder);
 };
 
-namespace detail {
-
+/// Containers of the standard library.
 template <class Items>
-struct ItemsSerializer {
+requires requires(Items items, typename Items::value_type item) {
+  items.insert(items.end(), std::move(item));
+}
+struct Serializer<Items> {
   using Item = typename Items::value_type;
   static void encode(Encoder& encoder, const Items& value) {
     encoder.out.put(static_cast<uint32_t>(value.size()));
@@ -125,19 +127,6 @@ struct ItemsSerializer {
     return value;
   }
 };
-
-}  // namespace detail
-
-template <class T>
-struct Serializer<std::vector<T>> : detail::ItemsSerializer<std::vector<T>> {};
-template <class T>
-struct Serializer<std::set<T>> : detail::ItemsSerializer<std::set<T>> {};
-template <class T>
-struct Serializer<std::unordered_set<T>> : detail::ItemsSerializer<std::unordered_set<T>> {};
-template <class K, class V>
-struct Serializer<std::map<K, V>> : detail::ItemsSerializer<std::map<K, V>> {};
-template <class K, class V>
-struct Serializer<std::unordered_map<K, V>> : detail::ItemsSerializer<std::unordered_map<K, V>> {};
 
 template <class T, size_t N>
 struct Serializer<std::array<T, N>> {

@@ -30,16 +30,6 @@ namespace {
 constexpr char kVariable[] = "DISTRAIN_SPAWNED_RANK";
 constexpr char kProgram[] = "/proc/self/exe";  // even if its file was replaced meanwhile
 
-std::string take_token(const net::Fd& file) {
-  std::string token;
-  char bytes[256];
-  ssize_t size = 0;
-  while ((size = pread(file.get(), bytes, sizeof bytes, static_cast<off_t>(token.size()))) > 0) {
-    token.append(bytes, static_cast<size_t>(size));
-  }
-  return token;
-}
-
 }  // namespace
 
 std::function<int()> rank_image(const SpawnedRank& rank) {
@@ -102,7 +92,9 @@ std::optional<SpawnedRank> take_spawned_rank() {
     // One clock for all processes of the machine.
     rank.started = base::TimePoint(base::Duration(told.at("started").get<int64_t>()));
     if (told.contains("generation")) rank.generation = told["generation"].get<uint32_t>();
-    rank.token = take_token(net::Fd(told.at("token_fd")));
+    const net::Fd token(told.at("token_fd"));
+    std::ifstream file("/proc/self/fd/" + std::to_string(token.get()));
+    rank.token.assign(std::istreambuf_iterator<char>(file), {});
   } catch (const nlohmann::json::exception&) {  // what a launcher sets is whole
     unsetenv(kVariable);
     return std::nullopt;

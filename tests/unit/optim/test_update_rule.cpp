@@ -226,7 +226,7 @@ TEST_CASE("What is kept has PyTorch's names, and training goes on from it in the
 
   const auto second = make_update_rule(each.options);
   at::Tensor copy = parameter.clone();
-  second->load_state(0, copy, first->state(0));
+  second->adopt(0, second->load(0, copy, first->state(0)));
   for (int step = 0; step < 3; ++step) {
     const at::Tensor gradient = at::randn({4, 3});
     first->apply(0, parameter, gradient);
@@ -299,7 +299,7 @@ TEST_CASE("A sparse gradient without rows counts as a step, as torch's does, and
   CHECK(at::equal(parameter, before));
   CHECK(rule->step_count(0) == 1);
   // What is kept is whole.
-  make_update_rule(options)->load_state(0, parameter, rule->state(0));
+  make_update_rule(options)->load(0, parameter, rule->state(0));
   rule->apply(0, parameter, sparse({0}, at::ones({1, 2}), {4, 2}));
   CHECK(rule->step_count(0) == 2);
 }
