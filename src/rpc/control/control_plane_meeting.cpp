@@ -22,9 +22,9 @@ using control::rendezvous_error;
 constexpr auto kWaitingInterval = std::chrono::seconds(5);
 constexpr auto kFirstRetry = std::chrono::milliseconds(20);
 constexpr auto kLongestRetry = std::chrono::milliseconds(500);
-constexpr auto kShortestTry = std::chrono::milliseconds(100);  // that says why it has failed
-constexpr auto kRank0SaysWho = std::chrono::seconds(1);        // is missing, to those who have come
-constexpr base::Duration kAnswers = std::chrono::seconds(5);   // who is asked for its hello
+constexpr auto kShortestTry = std::chrono::seconds(1);        // that says why it has failed
+constexpr auto kRank0SaysWho = std::chrono::seconds(1);       // is missing, to those who have come
+constexpr base::Duration kAnswers = std::chrono::seconds(5);  // who is asked for its hello
 constexpr char kThisHost[] = "127.0.0.1";
 constexpr char kWhereToLook[] =
     "; rank 0 is not there yet, or has failed: see its output, and whether --master-addr and "
@@ -128,8 +128,10 @@ void ControlPlane::begin_as_member(base::TimePoint deadline) {
   const base::Future<void> ready = ready_.future();
   std::optional<Error> why;
   for (;;) {
-    const bool has_time = deadline - base::Clock::now() > kShortestTry;
-    const base::Status joined = try_to_join(std::min(deadline, next_report), deadline);
+    const base::TimePoint soonest = base::Clock::now() + kShortestTry;
+    const bool has_time = soonest < deadline;
+    const base::TimePoint connected_by = std::min(deadline, std::max(next_report, soonest));
+    const base::Status joined = try_to_join(connected_by, deadline);
     if (joined.ok()) return;
     if (ready.done()) ready.wait();  // it was aborted
     const ErrorKind kind = joined.error().kind;
