@@ -143,6 +143,7 @@ wait "$nobody"
 code=$?
 expect 3 "nobody there"
 expect_log "nobody there" "$tmp/nobody"
+# shellcheck disable=SC2016 # the variables are of jq
 expect_jq '[.[] | select(.event == "waiting")] as $waiting | ($waiting | length > 0 and all(.missing == [0])) and
   all($waiting[].reason, .[-1].message; contains("rank 0 is not there yet, or has failed: see its output"))' \
   "nobody there" "$tmp/nobody"
@@ -176,6 +177,7 @@ other=$!
 run hybrid --rank 0 --master-port "$port" --lr 0.25 --join-timeout 20
 expect 3 "--lr differs"
 expect_log "--lr differs"
+# shellcheck disable=SC2016 # the variables are of jq
 expect_jq '"rank [1-3] from (this host|127.0.0.1:[0-9]+): --lr is 0.5 on rank [1-3], 0.25 on rank 0" as $why |
   ([.[] | select(.event == "warn").message] | length > 0 and all(test("^refused " + $why))) and
   ([.[] | select(.event == "waiting").reason] | length > 0 and all(test("^refused " + $why))) and
