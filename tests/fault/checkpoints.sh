@@ -80,7 +80,7 @@ else
     expect_log "$name" "$tmp/first"
     expect_jq '[.[] | select(.event == "checkpoint" and .action == "saved")] | length == 1' "$name: it saves" "$tmp/first"
     expect_jq '.[-1] | .kind == "bad_data" and (.message | test("^another job has taken over .*/saves: "))' "$name" "$tmp/first"
-    [[ $(grep -cE '^distrain: (rank 0 \([a-z0-9]+\): )?another job has taken over ' "$tmp/first.err") == 1 ]] || fail "$name: not one line on stderr"
+    [[ $(grep -cE '^distrain: (rank 0 \([a-z0-9_]+\): )?another job has taken over ' "$tmp/first.err") == 1 ]] || fail "$name: not one line on stderr"
     listing "$tmp/saves" | cmp -s - "$tmp/before" || fail "$name: it has changed something:
 $(listing "$tmp/saves" | diff "$tmp/before" -)"
     expect_no_process "$name"
