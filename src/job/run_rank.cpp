@@ -96,7 +96,7 @@ std::string figures(rpc::CallContext& call) {
 /// The place that rank 0 kept for this process has gone to one that names its rank.
 struct PlaceIsTaken {};
 
-// Where a signal to stop is heard of. Any rank may get it; rank 0 sees to it.
+// Functions that carry a signal to stop between ranks. Any rank may receive it; rank 0 acts on it.
 
 /// On rank 0: another rank was told to end.
 void request_stop(rpc::CallContext& call) {

@@ -100,7 +100,7 @@ void end_on_all(rpc::Agent* agent, StopSignal& stop, bool stopped) {
   if (any && !stopped) end_on_all(agent, stop, true);  // one came after the last look
 }
 
-/// What is in the files and of no part is of another model.
+/// Throws if the checkpoint has a tensor that belongs to no part of `plan`: it is of another model.
 void check_all_taken(const Snapshot& snapshot, const Plan& plan) {
   const auto is_known = [&](const std::string& file, const std::string& tensor) {
     return std::ranges::any_of(plan.parts, [&](const PartName& part) {

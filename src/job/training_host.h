@@ -62,8 +62,8 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   TrainingHost(std::string cmd, RankBody::Known known, rpc::Agent* agent, const Job& job,
                EventSink& sink);
 
-  /// What trainers call on rank 0, and rank 0 on each rank, whose sink is told that its rank may be
-  /// lost. Before join().
+  /// Exposes the functions that trainers call on rank 0, and those by which rank 0 tells the `sink`
+  /// of each rank that the job may continue without it. Must be called before join().
   static void expose(rpc::Agent& agent, EventSink& sink);
 
   /// The first one makes the schedule, and reads the checkpoint if there is one to go on from.

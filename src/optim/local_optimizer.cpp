@@ -147,9 +147,9 @@ void LocalOptimizer::take_part(int participant, rpc::ProcessNumber process) {
   its.state = Participant::State::kStepping;
 }
 
-// What all participants bring is turned into one result by `compute` when the last one has come.
-// All who clip measure before any steps, and all step before any measures again: `others` are
-// empty, or end here with the error that is thrown.
+// Collects the gradients of all participants; the last participant calls `compute` on them for one
+// result. All participants that clip measure norms before any of them steps, and all step before
+// any measures again. If `others` has a waiting participant, it fails with the error thrown here.
 template <class R, class Terms, class Others, class Compute>
 base::Future<R> LocalOptimizer::together(Gathering<R, Terms>& gathering, Others& others,
                                          const Terms& terms, Gradients gradients,

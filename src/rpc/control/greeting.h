@@ -1,4 +1,4 @@
-// What Doorway and Introduction, the two sides of a handshake, have in common.
+// The time and the function that Doorway and Introduction, the sides of a handshake, share.
 #pragma once
 
 #include <chrono>
@@ -8,8 +8,8 @@
 
 namespace distrain::rpc::control {
 
-/// A loop that was late, as its process was stopped, runs its timers before it looks at its
-/// sockets, where what was waited for may be. So who has waited long enough waits so much longer.
+/// Added to each deadline of a handshake, because a loop whose process was stopped runs its timers
+/// before it reads its sockets, where the awaited bytes may already be.
 inline constexpr auto kLastLook = std::chrono::milliseconds(50);
 
 /// Sends a frame of a kind and a body. A broken stream tells its on_close.

@@ -162,7 +162,7 @@ has the accuracy.)")
           .settle(settle)
           .check(check)
           .gpus([](const PsOptions& options, const std::string& rank) {
-            // Of the server, or of the whole job with --local.
+            // Only the server has GPUs; with --local it is the process of the whole job.
             return rank.starts_with("trainer") ? std::nullopt : options.num_gpus;
           });
   return kJob;
