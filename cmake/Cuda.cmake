@@ -85,5 +85,6 @@ function(distrain_cuda_plugin)
   target_include_directories(
     distrain_cuda_plugin SYSTEM PRIVATE ${DISTRAIN_CUDA_RUNTIME_INCLUDE} ${DISTRAIN_NCCL_INCLUDE})
   target_link_libraries(distrain_cuda_plugin PRIVATE distrain::base distrain_torch distrain_flags)
+  target_compile_definitions(distrain_cuda_plugin PRIVATE FMT_HEADER_ONLY)
   target_link_options(distrain_cuda_plugin PRIVATE -Wl,--version-script=${exports})
 endfunction()

@@ -8,7 +8,8 @@ if(DISTRAIN_TESTS)
   find_package(Catch2 REQUIRED)
 endif()
 
-# fmt, header-only: LibTorch carries a newer fmt whose headers win where torch is included.
+# Debian's fmt, header-only, for units without torch. Units with torch find the newer fmt that LibTorch
+# carries, and link distrain_torch_fmt.
 find_path(DISTRAIN_FMT_INCLUDE fmt/format.h REQUIRED)
 add_library(distrain_fmt INTERFACE)
 target_compile_definitions(distrain_fmt INTERFACE FMT_HEADER_ONLY)
@@ -24,7 +25,7 @@ include(Uv)
 
 # What the command line is made with.
 add_library(distrain_cli INTERFACE)
-target_link_libraries(distrain_cli INTERFACE CLI11::CLI11 nlohmann_json::nlohmann_json distrain_fmt)
+target_link_libraries(distrain_cli INTERFACE CLI11::CLI11 nlohmann_json::nlohmann_json)
 
 include(LibTorch)
 set(LIBTORCH "$ENV{LIBTORCH}" CACHE PATH "A LibTorch folder (include/, lib/) to use instead of .deps")

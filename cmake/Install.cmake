@@ -33,8 +33,9 @@ function(distrain_shared_library)
   target_sources(
     distrain_shared
     INTERFACE $<$<STREQUAL:$<TARGET_PROPERTY:TYPE>,EXECUTABLE>:$<BUILD_INTERFACE:${distrain_program_source}>$<INSTALL_INTERFACE:$<INSTALL_PREFIX>/${distrain_package}/openmp_wait.cpp>>)
-  # As LibTorch and ourselves: the layout of at::RecordFunction depends on it.
-  target_compile_definitions(distrain_shared INTERFACE NDEBUG)
+  # NDEBUG as in LibTorch, because the layout of at::RecordFunction depends on it. LibTorch's headers
+  # include its fmt, which no library exports.
+  target_compile_definitions(distrain_shared INTERFACE NDEBUG FMT_HEADER_ONLY)
   if(TARGET distrain_cuda_plugin)
     add_dependencies(distrain_shared distrain_cuda_plugin)
   endif()

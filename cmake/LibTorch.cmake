@@ -27,7 +27,7 @@ function(distrain_import_torch)
     distrain_torch
     PROPERTIES IMPORTED_LOCATION ${torch_root}/lib/libtorch_cpu.so
                IMPORTED_LINK_INTERFACE_LIBRARIES "distrain_c10;Threads::Threads"
-               INTERFACE_COMPILE_DEFINITIONS "_GLIBCXX_USE_CXX11_ABI=1;FMT_HEADER_ONLY")
+               INTERFACE_COMPILE_DEFINITIONS _GLIBCXX_USE_CXX11_ABI=1)
   target_include_directories(
     distrain_torch SYSTEM INTERFACE ${torch_root}/include
                                     ${torch_root}/include/torch/csrc/api/include)
