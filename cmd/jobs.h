@@ -14,7 +14,12 @@ namespace distrain::cmd {
 /// The subcommands that are jobs.
 inline std::vector<app::JobCommand> jobs() {
   using namespace scenario;
-  return {hybrid_job(), ps_job(), rnn_job(), rl_job(), pipeline_job()};
+  // The definitions live until the program exits, so nobody has to own them.
+  const auto refer = [](const job::AnyDefinition& definition) {
+    return app::JobCommand({std::shared_ptr<void>(), &definition});
+  };
+  return {refer(hybrid_job()), refer(ps_job()), refer(rnn_job()), refer(rl_job()),
+          refer(pipeline_job())};
 }
 
 }  // namespace distrain::cmd
