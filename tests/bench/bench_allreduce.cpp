@@ -64,13 +64,14 @@ void run(rpc::Agent& agent) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  at::set_num_threads(1);
   rpc::AgentOptions options;
   options.names = {"a", "b"};
   if (argc > 1) options.transport = argv[1];
   int port[2];
   if (pipe(port) != 0) return 1;
   const pid_t child = fork();
+  // After the fork: LibTorch replaces a thread pool of before the fork, and not safely in two threads.
+  at::set_num_threads(1);
   if (child == 0) {
     options.rank = 1;
     if (read(port[0], &options.master_port, sizeof options.master_port) <= 0) _exit(1);
