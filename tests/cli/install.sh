@@ -48,7 +48,7 @@ tr -s ' \n' ' ' <"$tmp/log" | grep -q 'No LibTorch in /nowhere: there is no .*Se
   fail "not said: that there is no LibTorch"
 rm -rf "$tmp/build"
 build_outside "$root/tests/package" -DCMAKE_BUILD_TYPE=Release || finish
-package=$tmp/build/package
+package=$tmp/build/my_job
 uv=$("$package" symbols)
 spins=$(OMP_DISPLAY_ENV=verbose "$package" symbols 2>&1 | grep GOMP_SPINCOUNT)
 [[ $spins == *"'3000'" ]] || fail "the package: idle threads spin as long as by default: $spins"

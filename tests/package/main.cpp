@@ -1,6 +1,6 @@
-// Two ranks, `package 0 PORT` and `package 1 PORT`: the second asks the first for a sum and for its
-// gradient. `package symbols`: libtorch_cpu has a libuv that all can see, and there must be no
-// other. `package cuda` says why there is no CUDA; it looks for libdistrain_cuda.so first.
+// Two ranks, `my_job 0 PORT` and `my_job 1 PORT`: the second asks the first for a sum and for its
+// gradient. `my_job symbols`: libtorch_cpu has a libuv that all can see, and there must be no
+// other. `my_job cuda` says why there is no CUDA; it looks for libdistrain_cuda.so first.
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -55,6 +55,6 @@ int main(int argc, char** argv) try {
   if (argc == 3) return run_rank(std::atoi(argv[1]), static_cast<uint16_t>(std::atoi(argv[2])));
   return app::main(argc, argv, {});
 } catch (const std::exception& e) {
-  std::fprintf(stderr, "package: %s\n", e.what());
+  std::fprintf(stderr, "my_job: %s\n", e.what());
   return 1;
 }
