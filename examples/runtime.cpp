@@ -67,7 +67,7 @@ void train_weight(rpc::Agent& agent) {
 }
 
 void train_table_and_net(rpc::Agent& agent) {  // on both trainers
-  const nn::RemoteModule table(agent, "server", "table", int64_t{100}, int64_t{8});
+  const nn::RemoteModule table(agent, "server", "table", 100, 8);
   const auto backend = c10::make_intrusive<collective::Backend>(
       agent.open_channel(16), agent.executor(), collective::Group{.id = 1, .ranks = {1, 2}});
   ddp::DistributedDataParallel net(torch::nn::Linear(8, 2), backend);
