@@ -13,7 +13,7 @@
 namespace distrain::data {
 namespace {
 
-// Keys of the independent random sequences that come from one seed.
+// Keys that derive independent random sequences from one seed.
 constexpr uint64_t kShuffleSequence = 1;
 constexpr uint64_t kBagSequence = 2;
 constexpr uint64_t kTeacherSequence = 3;
@@ -22,7 +22,7 @@ void check_positive(int64_t value, const std::string& what) {
   if (value < 1) base::invalid(what + " must be at least 1, not " + std::to_string(value));
 }
 
-/// A batch that is being made.
+/// A batch under construction.
 struct Bags {
   std::vector<int64_t> indices, offsets, targets;
   Batch batch() const {
@@ -110,7 +110,7 @@ std::span<const int64_t> Sampler::batch(int64_t epoch, int shard, int64_t step) 
 std::vector<int64_t> full_batch(uint64_t seed, int64_t index, int64_t examples,
                                 int64_t batch_size) {
   std::vector<int64_t> batch;
-  int64_t place = index * batch_size;  // in all epochs
+  int64_t place = index * batch_size;  // position in the sequence of epochs
   while (place < (index + 1) * batch_size) {
     const EpochSampler epoch(seed, place / examples, {}, examples, examples);
     const auto rest = epoch.batch(0).subspan(static_cast<size_t>(place % examples));

@@ -11,7 +11,7 @@ namespace distrain::data {
 void RunTrace::start(const std::string& path, int world_size) {
   if (path.empty()) return;
   path_ = path;
-  // A million events are about 150 MB, and viewers end at a GB or two.
+  // A million events take about 150 MB, and viewers fail at one or two GB.
   constexpr size_t kEventsOfAFile = 4 * base::Tracer::kLimit;
   tracer_->start(std::min(base::Tracer::kLimit, kEventsOfAFile / static_cast<size_t>(world_size)));
 }
@@ -28,14 +28,14 @@ void RunTrace::collect() {
     ranks_ = collector_->collect();
   } catch (...) {
     error_ = rpc::error_in_flight(base::ErrorKind::kInternal);
-    ranks_ = {rpc::own_trace(*agent_)};  // better than none
+    ranks_ = {rpc::own_trace(*agent_)};  // its own trace is better than none
   }
 }
 
 std::optional<base::Error> RunTrace::write() {
   if (ranks_.empty()) return std::nullopt;
   const std::vector<base::RankTrace> ranks = std::exchange(ranks_, {});
-  const std::string path = std::exchange(path_, {});  // once: less would not be better
+  const std::string path = std::exchange(path_, {});  // write_own() must not replace the file
   try {
     write_trace(path, ranks);
   } catch (...) {

@@ -34,9 +34,9 @@ std::string quoted(const std::string& text) {
   return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
-// The rules of the format that are not obvious: slices ("X") of one thread lie within each other or
-// apart. A flow's "s" and "f" (with bp "e") belong to the slice of their thread that is open at
-// their time, and of events of one time the file's order counts: so they come right after theirs.
+// The format requires that slices ("X") of one thread nest or do not overlap. The ends of a flow,
+// "s" and "f" (with bp "e"), belong to the slice of their thread that is open at their time. Events
+// of equal time count in file order, so each end directly follows its slice.
 class Writer {
  public:
   Writer(OutputFile& file, const std::vector<RankTrace>& ranks) : file_(file) {
@@ -54,7 +54,8 @@ class Writer {
 
   void write(const std::vector<RankTrace>& ranks) {
     text_ += "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n";
-    // Numbers that no process has: a thread of a process's number counts as its main thread.
+    // Thread numbers start above all process numbers: a viewer takes a thread with its process's
+    // number for the main thread.
     thread_ = static_cast<int64_t>(ranks.size());
     for (const RankTrace& rank : ranks) {
       rank_ = rank.rank;
@@ -147,7 +148,7 @@ class Writer {
     return fmt::format(R"(,"args":{{{}:{}}})", text_of(event.key), event.value);
   }
 
-  // Texts are few, and each is at one place.
+  // Caches by address, because texts are few and each has one address.
   const std::string& text_of(const char* text) {
     std::string& known = texts_[text];
     if (known.empty()) known = quoted(text);
@@ -168,16 +169,16 @@ class Writer {
   std::string text_;
   int rank_ = 0;
   int64_t thread_ = 0;
-  int64_t first_ = std::numeric_limits<int64_t>::max();  // when the first event started
+  int64_t first_ = std::numeric_limits<int64_t>::max();  // start of the first event
   uint64_t lines_ = 0;
-  std::vector<Flow> flows_;  // by id: there may be millions, and a map takes three times the memory
+  std::vector<Flow> flows_;  // sorted by id; a map of millions would take three times the memory
   std::unordered_map<const char*, std::string> texts_;
 };
 
-// What `path` leads to: a link is followed, as a shell's `>` does, also to a file that is not there
-// yet. Looking at it first asks the kernel whether its links may be followed at all.
+// Follows `path` through symbolic links, even to a file that does not exist, as a shell's `>` does.
+// The initial stat() lets the kernel decide whether the links may be followed.
 std::string target_of(std::string path) {
-  constexpr int kMostLinks = 40;  // as the kernel has it
+  constexpr int kMostLinks = 40;  // the limit of the kernel
   struct stat info {};
   if (stat(path.c_str(), &info) != 0 && errno != ENOENT) Disk::fail("cannot write", path);
   for (int links = 0; links < kMostLinks; ++links) {
@@ -190,7 +191,7 @@ std::string target_of(std::string path) {
   Disk::fail("cannot write", path);
 }
 
-// Beside `target`, to be renamed. The name is as long in every process, and not too long.
+// Returns a path beside `target`. Its file name is at most NAME_MAX long, whatever the process id.
 std::string temporary(const std::string& target) {
   const std::string ending = fmt::format(".tmp-{:07}", getpid());
   const std::filesystem::path path(target);
@@ -198,14 +199,14 @@ std::string temporary(const std::string& target) {
          (path.filename().string().substr(0, NAME_MAX - ending.size()) + ending);
 }
 
-// A file in a folder where everybody may write (sticky) can be replaced by its owner only, one that
-// is immutable by nobody. rmdir() goes through the same checks of the kernel before it finds that a
-// plain file is no folder: it removes nothing.
+// In a sticky folder only the owner can replace a file, and nobody can replace an immutable one.
+// rmdir() makes the same checks before it fails because a regular file is not a folder, so it
+// removes nothing.
 void check_replaceable(const std::string& target) {
   struct statx info {};
   if (statx(AT_FDCWD, target.c_str(), AT_SYMLINK_NOFOLLOW, STATX_BASIC_STATS, &info) == 0 &&
       (info.stx_attributes & STATX_ATTR_MOUNT_ROOT) != 0) {
-    errno = EBUSY;  // a file mounted by itself, into a container say
+    errno = EBUSY;  // such as a file that is mounted into a container
     Disk::fail("cannot replace", target);
   }
   if (rmdir(target.c_str()) != 0 && errno != ENOTDIR) Disk::fail("cannot replace", target);

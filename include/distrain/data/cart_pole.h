@@ -6,31 +6,31 @@
 
 namespace distrain::data {
 
-/// CartPole-v1: a pole on a cart that is pushed to the left (action 0) or to the right (1), 10 N
-/// for 20 ms a step. A step gives a reward of 1. The pole must stay within 12 degrees of upright
-/// and the cart within 2.4 m of the middle; after 500 steps an episode ends anyhow.
+/// CartPole-v1: a pole on a cart that is pushed left (action 0) or right (1) with 10 N for 20 ms
+/// per step. Each step has a reward of 1. An episode ends if the pole is over 12 degrees from
+/// upright or the cart over 2.4 m from the center, or after 500 steps.
 ///
-/// The dynamics of Barto, Sutton and Anderson 1983 as Gymnasium computes them: in double, by
-/// Euler's method, each expression in its order: rounding errors grow fast.
+/// The dynamics are from Barto, Sutton and Anderson (1983). Rounding errors grow fast, so this
+/// class computes in Gymnasium's order: double precision, Euler's method.
 class CartPole {
  public:
-  /// x in m, its speed, the pole's angle in radians, its speed.
+  /// Cart position in m, its velocity in m/s, pole angle in rad, its velocity in rad/s.
   using State = std::array<double, 4>;
-  /// The same, rounded.
+  /// A State rounded to float.
   using Observation = std::array<float, 4>;
   struct Step {
     Observation observation{};
     double reward = 0;
-    bool terminated = false;  ///< the episode is over by the rules
-    bool truncated = false;   ///< or by the limit of steps
+    bool terminated = false;  ///< the pole or the cart left its range
+    bool truncated = false;   ///< the episode reached the step limit
     bool over() const { return terminated || truncated; }
   };
 
-  /// Begins an episode, near the middle.
+  /// Starts an episode from a random state near the center.
   Observation reset(base::Random random);
-  /// The same, from here.
+  /// Starts an episode from `state`.
   Observation begin(const State& state);
-  /// Not after the episode is over.
+  /// Must not be called after the end of the episode.
   Step step(int action);
 
  private:

@@ -6,17 +6,18 @@
 
 namespace distrain::data {
 
-/// Whether `folder`, or `cifar-10-batches-bin` in it, has any of data_batch_1.bin to _5.bin.
+/// Returns true if `folder` or its `cifar-10-batches-bin` has any of data_batch_1.bin to _5.bin.
 bool has_cifar10(const std::string& folder);
 
-/// Reads CIFAR-10's binary version (cs.toronto.edu/~kriz/cifar.html): data_batch_1.bin to
-/// data_batch_5.bin to train with, and test_batch.bin if it is there, from `folder` or from
-/// `cifar-10-batches-bin` in it; each plain or gzip. A record is a label of 0 to 9 and the red,
-/// green and blue planes of 32 x 32 bytes. Throws `bad_data`, with the file and the reason:
-/// missing, unreadable, damaged, empty, not whole records, other labels, more than 8 GiB.
+/// Reads the binary version of CIFAR-10 (cs.toronto.edu/~kriz/cifar.html): data_batch_1.bin to
+/// _5.bin for training and test_batch.bin, if it exists, from `folder` or its
+/// `cifar-10-batches-bin`; each plain or gzip. A record is a label from 0 to 9 and the red, green
+/// and blue planes of 32 x 32 bytes. Throws `bad_data`, with the file and the reason, for a
+/// missing, unreadable, damaged or empty file, a partial record, another label, and more than 8
+/// GiB.
 ImageFolder read_cifar10(const std::string& folder);
 
-/// Images to look at: a file or pipe of such records, or a folder's test_batch.bin. Throws alike.
+/// Reads a file or pipe of records, or the test_batch.bin of a folder. Throws as read_cifar10().
 ImageSet read_cifar10_images(const std::string& path);
 
 }  // namespace distrain::data

@@ -5,7 +5,7 @@
 
 namespace distrain::data {
 
-/// XXH64 (xxhash.com) of `bytes`: ranks on different machines compare what they read by it.
+/// Returns the XXH64 hash (xxhash.com) of `bytes`. Ranks compare their data by it.
 uint64_t content_hash(std::string_view bytes);
 
 }  // namespace distrain::data

@@ -10,23 +10,22 @@
 
 namespace distrain::data {
 
-/// Parameters by the names that PyTorch's modules give them.
+/// Tensors by name, as in "fc.weight".
 using NamedTensors = std::map<std::string, at::Tensor>;
 
-/// Their values on the CPU, without a graph: for checkpoints.
+/// Returns the tensors detached, on the CPU; those that are there already share their memory.
 NamedTensors on_host(const NamedTensors& tensors);
-/// The same in memory of their own: they stay as they are when the tensors change. Copies of
-/// tensors that require a gradient do so, too.
+/// Returns copies on the CPU, which later updates do not change. Copies keep requires_grad.
 NamedTensors copies_on_host(const NamedTensors& tensors);
 
-/// Of a module, under `name`: parameters and buffers, as in "name.weight".
+/// Returns the parameters and buffers of a module, prefixed by `name`, as in "name.weight".
 NamedTensors named_tensors(const std::string& name, const torch::nn::Module& module);
-/// Copies values into tensors of these names, shapes and dtypes. `bad_data` for another set.
+/// Copies `saved` into `live`. Throws `bad_data` if names, shapes or dtypes differ.
 void copy_into(const NamedTensors& live, const NamedTensors& saved);
-/// Runs `use`, of what was read from `path`; what it throws as `bad_data` names that.
+/// Calls `use`, and adds `path` to the message if it throws `bad_data`.
 void naming_file(const std::string& path, const std::function<void()>& use);
 
-/// Words, none of which has a line break in it, as a tensor of bytes; and back.
+/// Encodes words without line breaks as a tensor of bytes, and decodes them.
 at::Tensor tensor_of_words(const std::vector<std::string>& words);
 std::vector<std::string> words_of_tensor(const at::Tensor& text);
 

@@ -13,32 +13,33 @@
 
 namespace distrain::data {
 
-/// The trace of a whole run: each rank records, rank 0 gathers and writes.
+/// The trace of a whole run: each rank records events; rank 0 gathers and writes them.
 class RunTrace {
  public:
-  /// `warn` hears it if events were too many for the file, whose path the message begins with.
+  /// `warn` is called with a message that begins with the path if the file lacks dropped events.
   explicit RunTrace(std::function<void(const std::string& message)> warn)
       : warn_(std::move(warn)) {}
 
   const std::shared_ptr<base::Tracer>& tracer() const { return tracer_; }
 
-  /// Records from here on for the file `path`, if not empty, which `world_size` ranks share.
+  /// Starts recording for the file `path`, unless empty; `world_size` ranks share its size limit.
   void start(const std::string& path, int world_size);
-  /// Once all ranks are there.
+  /// Must be called when all ranks have joined.
   void begin(rpc::Agent& agent);
-  /// Of a run without other ranks.
+  /// As begin(), for a run without other ranks.
   void begin_alone() { begun_ = true; }
-  /// Rank 0, while others wait in Agent::shutdown. Keeps errors for write(), and this rank's part.
+  /// Gathers all traces on rank 0 while the others wait in Agent::shutdown. Keeps errors for
+  /// write().
   void collect();
-  /// Rank 0: what was collected. Gives back what went wrong, if anything.
+  /// Writes the collected traces on rank 0. Returns the first error of collect() and write().
   std::optional<base::Error> write();
-  /// Of a run that failed, or that has no other ranks: rank 0's part, if there is any. As write().
+  /// Writes rank 0's own trace, for a run that failed or has no other ranks. Returns as write().
   std::optional<base::Error> write_own(int rank, const std::string& role);
 
  private:
   const std::function<void(const std::string&)> warn_;
   const std::shared_ptr<base::Tracer> tracer_ = std::make_shared<base::Tracer>();
-  std::string path_;  // empty: no trace, or none any more
+  std::string path_;  // empty: no trace is to be written (any more)
   bool begun_ = false;
   rpc::Agent* agent_ = nullptr;
   std::optional<base::Error> error_;

@@ -11,7 +11,7 @@
 
 namespace distrain::data {
 
-/// A dense, contiguous tensor in memory that somebody else owns.
+/// A dense, contiguous tensor in memory that another object owns.
 struct StoredTensor {
   wire::DType dtype = wire::DType::kFloat32;
   std::vector<int64_t> shape;
@@ -19,20 +19,20 @@ struct StoredTensor {
 };
 
 /// The tensors of a file in the safetensors format (github.com/huggingface/safetensors): 8 bytes
-/// header length, a JSON header, the tensors' bytes. Torch-free; nothing in the bytes can run.
+/// header length, a JSON header, the tensors' bytes. Does not need torch.
 class Safetensors {
  public:
-  /// Throws `bad_data`, with the file and the reason, for whatever is not whole and exact: a header
-  /// longer than 16 MiB or than the file, JSON that is none or has a key twice, unknown fields or
-  /// dtypes, shapes whose product overflows, offsets that overlap, leave holes or are out of
-  /// bounds, sizes that do not fit dtype and shape, bytes after the last tensor.
+  /// Throws `bad_data`, with the file and the reason, for a header longer than 16 MiB or than the
+  /// file, invalid JSON, duplicate keys, unknown fields or dtypes, a shape that overflows, offsets
+  /// that overlap, leave gaps, are out of bounds or do not match dtype and shape, and bytes after
+  /// the last tensor.
   static Safetensors read(const std::string& path);
-  /// As read(), of bytes in memory; `name` stands for the file in errors.
+  /// As read(), for bytes in memory; error messages show `name` as the path.
   static Safetensors parse(std::vector<uint8_t> bytes, const std::string& name);
 
-  /// By name. Their bytes are valid as long as this object or a copy of it.
+  /// The bytes of the tensors are valid as long as this object or a copy of it.
   const std::map<std::string, StoredTensor>& tensors() const { return tensors_; }
-  /// `__metadata__`
+  /// The entries of `__metadata__`.
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
 
  private:
@@ -41,10 +41,10 @@ class Safetensors {
   std::map<std::string, std::string> metadata_;
 };
 
-/// What comes before the tensors' bytes in a file with these tensors, which follow in the order of
-/// `tensors` without gaps. The header is padded with blanks to a multiple of 8 bytes. Throws
-/// `invalid` for what the format does not have: the dtype kComplex128, names that are not UTF-8, a
-/// header of over 16 MiB; and for a tensor whose bytes do not fit its shape.
+/// Returns the header of a file with these tensors, preceded by its length and padded with blanks
+/// to a multiple of 8 bytes. The bytes of the tensors follow in the order of `tensors`, without
+/// gaps. Throws `invalid` for the dtype kComplex128, a name that is not UTF-8, a header of over 16
+/// MiB, and a tensor whose bytes do not match its shape.
 std::string safetensors_header(const std::map<std::string, StoredTensor>& tensors,
                                const std::map<std::string, std::string>& metadata = {});
 

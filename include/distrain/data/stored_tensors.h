@@ -10,13 +10,12 @@
 
 namespace distrain::data {
 
-/// What safetensors writes of `tensor`; `kept` gets what its span points into.
+/// Returns `tensor` for a safetensors file, and appends the owner of its bytes to `kept`.
 StoredTensor to_stored(const at::Tensor& tensor, std::vector<at::Tensor>& kept);
 
-/// A copy, on the CPU.
 at::Tensor to_tensor(const StoredTensor& stored);
 
-/// The tensors of a safetensors file, by name. Throws `bad_data`.
+/// Reads the tensors of a safetensors file. Throws `bad_data`.
 NamedTensors read_tensors(const std::string& path);
 
 }  // namespace distrain::data

@@ -19,20 +19,20 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr const char* kFormat = "distrain-checkpoint";
-constexpr const char* kGeneration = "generation";  // those of older versions have none
+constexpr const char* kGeneration = "generation";  // missing in manifests of older versions
 constexpr size_t kMaxDepth = 64;
-// An ordered_json object is a list: that many keys cost their square.
+// An ordered_json object is a list, so its insertions take quadratic time.
 constexpr size_t kMaxKeys = 4096;
 constexpr size_t kMaxFileName = 255;
 
-// The text ends with the hash of all that comes before this, so a change of any byte is seen.
+// The text ends with the hash of all text before it, so a change of any byte is detected.
 constexpr std::string_view kHashBegin = ",\"xxh64\":\"";
 constexpr size_t kHexDigits = 16;
 constexpr std::string_view kHashEnd = "\"}\n";
 
 std::string hex(uint64_t hash) { return fmt::format("{:016x}", hash); }
 
-// What follows `text` at the manifest's end.
+// Returns the end of a manifest that begins with `text`.
 std::string hash_of(std::string_view text) {
   return std::string(kHashBegin) + hex(content_hash(text)) + std::string(kHashEnd);
 }
@@ -90,9 +90,9 @@ class Parser {
 
  private:
   Json parse_json(std::string_view text) const {
-    // The JSON parser would skip a byte order mark, and take a NUL for the end.
+    // The JSON parser would skip a byte order mark and stop at a NUL.
     if (!text.starts_with('{') || text.find('\0') != std::string_view::npos) fail("not JSON");
-    std::vector<std::set<std::string>> open;  // the keys so far of each object or array
+    std::vector<std::set<std::string>> open;  // keys seen in each open object or array
     const auto look = [&](int, Json::parse_event_t event, Json& value) {
       using Event = Json::parse_event_t;
       if (event == Event::object_start || event == Event::array_start) {
@@ -130,7 +130,7 @@ class Parser {
     return value.get<int64_t>();
   }
 
-  // Only plain names, so that nothing outside the checkpoint's folder is ever opened.
+  // Accepts only plain names, so that no file outside of the checkpoint is opened.
   Manifest::File parse_file(const std::string& name, const Json& file) const {
     const std::string what = "file " + in_quotes(name);
     const bool plain = std::none_of(name.begin(), name.end(), [](char c) {

@@ -16,13 +16,13 @@ inline constexpr const char* kManifestName = "manifest.json";
 inline constexpr size_t kMaxManifestBytes = size_t{64} << 20;
 inline constexpr int64_t kMaxCheckpointStep = 999'999'999'999;  // twelve digits
 
-/// What manifest.json says (checkpoint_store.h).
+/// The content of manifest.json: see checkpoint_store.h.
 struct Manifest {
   struct File {
     uint64_t bytes = 0;
     uint64_t hash = 0;
   };
-  int64_t generation = 0;  ///< of the job that saved it: Note [One job saves in a folder]
+  int64_t generation = 0;  ///< of the saving job: Note [One job saves in a folder]
   int64_t step = 0;
   std::map<std::string, File> files;
   nlohmann::ordered_json state = nlohmann::ordered_json::object();
@@ -31,10 +31,10 @@ struct Manifest {
 /// Throws `invalid` for a manifest that parse_manifest would refuse.
 std::string manifest_text(const Manifest& manifest);
 
-/// Throws `bad_data`, `path` stands for the file.
+/// Throws `bad_data`; error messages show `path`.
 Manifest parse_manifest(std::string_view text, const std::string& path);
 
-/// Of the checkpoint in this folder. Throws `bad_data`.
+/// Reads the manifest of a checkpoint. Throws `bad_data`.
 Manifest read_manifest(const OpenFolder& checkpoint);
 
 }  // namespace distrain::data

@@ -25,8 +25,8 @@ std::string without_slashes(std::string path) {
   return path;
 }
 
-// A path of the user's, which may be a link, and so may what is above it. But where a checkpoint's
-// own name stands at its end, it is that folder or nothing.
+// A path from the user, which may be or contain symbolic links. If it ends in a checkpoint's name,
+// the last component must be a folder.
 struct UserPath {
   explicit UserPath(const std::string& path) : folder(without_slashes(path)) {
     const std::filesystem::path split(folder);
@@ -35,10 +35,9 @@ struct UserPath {
     folder = split.has_parent_path() ? split.parent_path().string() : ".";
   }
   std::string folder;
-  std::string checkpoint;  // in it; empty: the newest
+  std::string checkpoint;  // name in `folder`; empty: the newest
 };
 
-// The name of the newest checkpoint in it.
 std::optional<std::string> newest_in(const OpenFolder& folder) {
   const auto saves = find_saves(folder);
   if (!saves) fail_open(folder.path());
@@ -161,7 +160,7 @@ std::optional<std::string> CheckpointStore::intact_before(const std::string& pat
   bool before = false;
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
     const std::string name = saves->name(*step);
-    // Before the one that is named, or else the newest.
+    // Skips the named checkpoint, or the newest if none is named, and all newer ones.
     if (!std::exchange(before, before || named.checkpoint.empty() || name == named.checkpoint)) {
       continue;
     }

@@ -28,7 +28,7 @@ OpenFolder opened(const Disk& disk, const std::string& path) {
   return *std::move(folder);
 }
 
-// As mkdir -p does.
+// Creates parent folders as needed.
 OpenFolder made(const Disk& disk, const std::string& path) {
   if (auto folder = OpenFolder::at(disk, path)) return *std::move(folder);
   if (errno != ENOENT || path == ".") Disk::fail("cannot open", path);
@@ -39,7 +39,7 @@ OpenFolder made(const Disk& disk, const std::string& path) {
   return opened(disk, path);
 }
 
-// Of all rather than of the newest step: a job may go on from an old one.
+// Reads all checkpoints, because a job may resume from one that is not the newest.
 int64_t highest_generation(const OpenFolder& folder) {
   const auto saves = find_saves(folder);
   if (!saves) Disk::fail("cannot read", folder.path());
@@ -47,13 +47,13 @@ int64_t highest_generation(const OpenFolder& folder) {
   for (const int64_t step : saves->steps()) {
     try {
       highest = std::max(highest, read_manifest(open_save(folder, saves->name(step))).generation);
-    } catch (const base::Exception&) {  // a manifest that is damaged has none
+    } catch (const base::Exception&) {  // a damaged manifest has no generation
     }
   }
   return highest;
 }
 
-// " (process 1234)", as far as the kernel tells: /proc/locks has lines like
+// Returns " (process 1234)", or "" if the kernel does not tell. Lines of /proc/locks look like
 //   1: FLOCK  ADVISORY  WRITE 1234 08:01:131075 0 EOF
 std::string owner_of_lock(int fd) {
   struct stat info {};
@@ -83,7 +83,7 @@ FolderClaim::FolderClaim(Disk::Probe before_system_call, const std::string& path
 
 void FolderClaim::lock() {
   const std::string path = folder_.path_of(kLock);
-  // For NFS it must be open for writing.
+  // NFS requires write access for an exclusive lock.
   net::Fd fd(disk_.call("openat", [this] {
     return ::openat(folder_.fd(), kLock, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK,
                     0666);
@@ -93,7 +93,7 @@ void FolderClaim::lock() {
   if (disk_.call("flock", [&] { return ::flock(fd.get(), LOCK_EX | LOCK_NB); }) == 0) {
     lock_ = std::move(fd);
   } else if (errno != EWOULDBLOCK) {
-    why_no_lock_ = std::strerror(errno);  // the generations have to do
+    why_no_lock_ = std::strerror(errno);  // only the generations protect the folder
   } else {
     base::bad_data("another job saves in this folder: " + folder_.path() + owner_of_lock(fd.get()));
   }
@@ -105,7 +105,7 @@ void FolderClaim::check() {
     throw base::Exception(base::ErrorKind::kResources,
                           folder_.path() + ": another folder stands where this job has saved");
   }
-  // Whoever removes the file lets another job in.
+  // If the lock file was removed, another job could lock a new one.
   if (lock_.valid() && !folder_.leads_to(kLock, lock_.get())) lock();
   const int64_t highest = highest_generation(folder_);
   if (highest <= highest_expected_) return;

@@ -18,9 +18,9 @@ namespace {
 
 using base::Exception;
 
-constexpr size_t kPiece = size_t{4} << 20;  // hashed and written while it is in the cache
+constexpr size_t kPiece = size_t{4} << 20;  // small enough to be hashed and written from the cache
 
-// What is in the folder; a link in place of a checkpoint is refused.
+// Lists the checkpoints. Throws `bad_data` if one is a symbolic link.
 Saves real_saves(const OpenFolder& folder) {
   auto saves = find_saves(folder);
   if (!saves) Disk::fail("cannot read", folder.path());
@@ -58,7 +58,7 @@ class Save {
       for (const auto& [_, tensor] : tensors) bytes += tensor.bytes.size();
       manifest_.files[name].bytes = bytes;
     }
-    manifest_text(manifest_);  // refuses what could not be loaded, before anything is written
+    manifest_text(manifest_);  // throws early if load() would refuse the checkpoint
   }
 
   std::string run() {
@@ -68,7 +68,7 @@ class Save {
       write();
       publish();
     } catch (const Exception&) {
-      // A full disk needs the space. Not what another job may write under the same name.
+      // Frees disk space, but keeps what another job has written under this name.
       const std::string name = own_name(kUnfinished);
       if (unfinished_ && folder().leads_to(name, unfinished_->fd())) folder().remove_folder(name);
       throw;
@@ -105,7 +105,7 @@ class Save {
     unfinished_->sync();
   }
 
-  // Gives back the hash of what was written.
+  // Returns the hash of the file.
   uint64_t write_file(const std::string& name, std::string_view begin,
                       const std::map<std::string, StoredTensor>& tensors) const {
     OutputFile file = unfinished_->create(name);
@@ -140,13 +140,13 @@ class Save {
       throw;
     }
     folder().sync();
-    // Whoever may write to the folder may have put something else in the place of ours.
+    // Another user who can write to the folder may have replaced the new checkpoint.
     if (!folder().leads_to(whole, unfinished_->fd())) {
       base::bad_data(folder().path_of(whole) + ": not the folder that was written");
     }
   }
 
-  // Newer ones are another run's: neither do they count, nor do they go.
+  // Newer checkpoints belong to another run: they are neither counted nor removed.
   void remove_old() const {
     auto others = real_saves(folder()).whole;
     others.erase(others.lower_bound(checkpoint_.step), others.end());
@@ -157,8 +157,8 @@ class Save {
     }
   }
 
-  // The new checkpoint is safe whether this works or not, and the next save tries again: no error,
-  // unless the folder is another job's by now.
+  // Ignores errors, because the new checkpoint is safe in any case and the next save tries again.
+  // Throws only if another job has taken over the folder.
   void retire(const std::string& name, int64_t step) const {
     claim_.check();
     const std::string old = name_of(kOld, step);
@@ -190,7 +190,7 @@ std::string save_checkpoint(FolderClaim& claim, const Checkpoint& checkpoint, in
 void try_folder(const FolderClaim& claim) {
   const OpenFolder& folder = claim.folder();
   real_saves(folder);
-  // A name that the next save clears away, should this process end here.
+  // If the process dies here, the next save removes this name.
   const std::string trial = name_of(kUnfinished, 0);
   folder.remove_folder(trial);
   const OpenFolder made = make_and_open(folder, trial);

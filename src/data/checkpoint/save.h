@@ -8,10 +8,10 @@
 
 namespace distrain::data {
 
-/// CheckpointStore::save() in a folder that is claimed. Gives back the checkpoint's path.
+/// Performs CheckpointStore::save() in a claimed folder. Returns the path of the checkpoint.
 std::string save_checkpoint(FolderClaim& claim, const Checkpoint& checkpoint, int64_t keep);
 
-/// Tries whether the folder can be saved in, and refuses links in place of checkpoints.
+/// Checks that the folder can be written, and throws `bad_data` if a checkpoint is a symbolic link.
 void try_folder(const FolderClaim& claim);
 
 }  // namespace distrain::data

@@ -13,7 +13,7 @@ namespace {
 
 constexpr size_t kStepDigits = 12;
 
-// The step of a name with this prefix.
+// Returns the step in `name` if it has this prefix.
 std::optional<int64_t> step_of(std::string_view prefix, std::string_view name) {
   if (!name.starts_with(prefix) || name.size() != prefix.size() + kStepDigits) return std::nullopt;
   const std::string_view digits = name.substr(prefix.size());

@@ -14,7 +14,7 @@ void Disk::fail(const char* what, const std::string& path) {
                         std::string(what) + " " + path + ": " + std::strerror(errno));
 }
 
-// O_EXCL follows no link.
+// O_EXCL prevents following a link.
 OutputFile::OutputFile(const Disk& disk, int folder, const std::string& name, std::string path)
     : disk_(disk), path_(std::move(path)), fd_(disk.call("openat", [&] {
         return ::openat(folder, name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
@@ -36,7 +36,7 @@ void OutputFile::finish() {
     Disk::fail("cannot write", path_);
   }
   const int fd = fd_.release();
-  // Linux closes the file even when close() is interrupted: it must not be called again.
+  // Linux closes the file even if close() is interrupted, so close() must not be retried.
   const int result = disk_.call("close", [&] {
     const int closed = ::close(fd);
     return closed != 0 && errno == EINTR ? 0 : closed;

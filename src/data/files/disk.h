@@ -11,15 +11,15 @@
 
 namespace distrain::data {
 
-/// The system calls of saving that change something or say what is there, each told to a probe
-/// before it is made. Failures are `resources` with path and reason, unless said otherwise.
+/// Makes the system calls of a save, and calls a probe before each. Unless stated otherwise,
+/// failures throw `resources` with path and reason.
 class Disk {
  public:
   using Probe = std::function<void(const char* name)>;
   explicit Disk(Probe before_system_call = {}) : probe_(std::move(before_system_call)) {}
   Disk(const Disk&) = delete;
 
-  /// What `function` gives back, -1 with errno for a failure; it is called again if interrupted.
+  /// Returns the result of `function`; -1 means failure, with errno. Retries if interrupted.
   auto call(const char* name, auto function) const {
     for (;;) {
       if (probe_) probe_(name);
@@ -34,14 +34,14 @@ class Disk {
   const Probe probe_;
 };
 
-/// A new file. Nothing is sure before finish().
+/// A new file. Its content is on disk only after finish().
 class OutputFile {
  public:
-  /// `name` is relative to the folder that is open as `folder`, or AT_FDCWD; messages have `path`.
+  /// `name` is relative to the open `folder`, which may be AT_FDCWD. Error messages show `path`.
   OutputFile(const Disk& disk, int folder, const std::string& name, std::string path);
 
   void write(std::span<const uint8_t> bytes);
-  /// Waits until the file is on the disk, and closes it.
+  /// Syncs the file to disk and closes it.
   void finish();
 
  private:

@@ -26,7 +26,7 @@ void fail_open(const std::string& path) {
   base::bad_data("cannot open " + path + ": " + std::strerror(errno));
 }
 
-// Opening a pipe that nobody writes to would wait for ever.
+// O_NONBLOCK, because opening a pipe without a writer would block for ever.
 InputFile::InputFile(const std::string& path, Kind kind)
     : InputFile(net::Fd(::open(path.c_str(),
                                O_RDONLY | O_CLOEXEC | (kind == Kind::kRegular ? O_NONBLOCK : 0))),

@@ -15,27 +15,27 @@ namespace distrain::data {
 
 class OpenFolder;
 
-/// Throws `bad_data` for what could not be opened, with what errno says.
+/// Throws `bad_data` with the reason in errno.
 [[noreturn]] void fail_open(const std::string& path);
 
-/// Why a link is refused where none may be.
+/// The end of the error message for a link.
 inline constexpr const char* kNotFollowed = ": a symbolic link, which is not followed";
 
-/// A file open for reading. Every failure is `bad_data` with its path and the system's reason.
+/// A file open for reading. Failures throw `bad_data` with the path and the reason.
 class InputFile {
  public:
   enum class Kind {
-    kAny,      ///< a pipe, too
-    kRegular,  ///< whatever else is there is refused, and never waited for
+    kAny,      ///< may be a pipe
+    kRegular,  ///< anything else is refused, and never waited for
   };
   explicit InputFile(const std::string& path, Kind kind = Kind::kAny);
-  /// A regular file in this folder; a link is refused.
+  /// Opens a regular file in `folder`. Refuses a link.
   InputFile(const OpenFolder& folder, const std::string& name);
 
-  /// Some of what comes next, at most `bytes`; 0 at the end.
+  /// Reads at most `bytes` bytes and returns their number; 0 at the end.
   size_t read(void* out, size_t bytes) const;
 
-  /// 0 for what is not a regular file.
+  /// The size of a regular file; 0 for a pipe.
   uint64_t size() const { return size_; }
   const std::string& path() const { return path_; }
 
@@ -47,12 +47,12 @@ class InputFile {
   uint64_t size_ = 0;
 };
 
-/// The whole of a file, as std::string or std::vector<uint8_t>. Reads to the end rather than by
-/// size: the path may be a pipe. Throws `bad_data` for a file of more than `limit` bytes.
+/// Reads a whole file into a std::string or std::vector<uint8_t>. Reads to the end rather than by
+/// size, because the path may be a pipe. Throws `bad_data` for a file of more than `limit` bytes.
 template <class Bytes>
 Bytes read_to_end(const InputFile& file, size_t limit = std::numeric_limits<ptrdiff_t>::max() - 1) {
   Bytes bytes;
-  bytes.resize(std::min<size_t>(file.size(), limit) + 1);  // one more, to see the end at once
+  bytes.resize(std::min<size_t>(file.size(), limit) + 1);  // one more, to detect the end at once
   size_t used = 0;
   while (const size_t got = file.read(bytes.data() + used, bytes.size() - used)) {
     used += got;
@@ -67,7 +67,7 @@ Bytes read_to_end(const InputFile& file, size_t limit = std::numeric_limits<ptrd
   return bytes;
 }
 
-/// What `function` returns; no memory for what is in `path` becomes `resources`.
+/// Returns the result of `function`. Throws `resources`, naming `path`, if it runs out of memory.
 auto with_memory_for(const std::string& path, auto function) {
   try {
     return function();

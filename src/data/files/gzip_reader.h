@@ -11,13 +11,13 @@
 
 namespace distrain::data {
 
-/// Reads a file, decompressing it if it is gzip (its first bytes tell, not its name). A small file
-/// may decompress to a thousand times its size: so who reads it says how long it may be.
+/// Reads a file and decompresses it if its first bytes are those of gzip. The caller limits the
+/// length, because a small file may decompress to a thousand times its size.
 class GzipReader {
  public:
   struct Limit {
     uint64_t bytes = 0;
-    std::string whose;  ///< for the message, "that its header says"
+    std::string whose;  ///< explains the limit in messages, as in "that its header says"
   };
 
   /// Throws `bad_data`, as read() does.
@@ -25,10 +25,10 @@ class GzipReader {
              InputFile::Kind kind = InputFile::Kind::kRegular);
   ~GzipReader();
 
-  /// From now on: of what follows.
+  /// Limits the bytes that follow.
   void limit(Limit limit);
-  /// The next `bytes` bytes, fewer at the end only. There every check sum has been checked. Refuses
-  /// a longer file than the limit when it is asked for more.
+  /// Reads `bytes` bytes, or fewer at the end, after verifying all checksums. Throws `bad_data` if
+  /// it would read beyond the limit and the file is longer.
   size_t read(uint8_t* out, size_t bytes);
 
  private:
@@ -37,11 +37,11 @@ class GzipReader {
 
   InputFile file_;
   Limit limit_;
-  uint64_t left_;  // of the limit
+  uint64_t left_;  // what is left of the limit
   std::array<uint8_t, 64 * 1024> input_;
-  z_stream stream_{};  // next_in and avail_in say what of input_ is left, whether gzip or not
+  z_stream stream_{};  // next_in and avail_in: unread input_, gzip or not
   bool gzip_ = false;
-  bool between_members_ = false;  // a gzip file may be several, one after the other
+  bool between_members_ = false;  // a gzip file may have several members
 };
 
 }  // namespace distrain::data

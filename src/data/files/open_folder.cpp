@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kFolder = O_RDONLY | O_DIRECTORY | O_CLOEXEC;
 
-// Whether `name` in `folder` leads to what is open as `fd`. False, and errno, if to nothing.
+// Returns true if `name` in `folder` is the open file `fd`; sets errno, 0 if it is another file.
 bool leads(int folder, const std::string& name, int flags, int fd) {
   struct stat open {};
   struct stat there {};
@@ -47,7 +47,7 @@ OpenFolder::Kind OpenFolder::kind_of(const std::string& name) const {
 }
 
 std::optional<std::vector<std::string>> OpenFolder::names() const {
-  // Not of a duplicate of ours, which would go on where the last one has read to.
+  // Opens the folder again, because a duplicate of fd_ would share its read position.
   net::Fd fd(::openat(fd_.get(), ".", kFolder));
   if (!fd.valid()) return std::nullopt;
   const std::unique_ptr<DIR, int (*)(DIR*)> stream(::fdopendir(fd.get()), &::closedir);

@@ -10,40 +10,39 @@
 
 namespace distrain::data {
 
-/// A folder that is open. What is in it is named relative to it, by names without a '/', and no
-/// link there is followed: whoever may write to the folder can put a link anywhere in it, even as
-/// we go, and leads us nowhere. Failures are as Disk's.
+/// An open folder. Names in it are relative to it, contain no '/', and are never followed as links:
+/// another user who can write to the folder could otherwise redirect the job by a link at any time.
+/// Failures are as those of Disk.
 class OpenFolder {
  public:
-  /// By a path of the user's, whose links are followed, also the last: a folder of checkpoints may
-  /// well be a link to one on a large disk. None, and errno, if it cannot be opened.
+  /// Opens a user-supplied path. Follows links, because a folder of checkpoints may be a link to a
+  /// large disk. Returns nullopt with errno if it cannot be opened.
   static std::optional<OpenFolder> at(const Disk& disk, const std::string& path);
-  /// A folder in this one. None, and errno, if it cannot be opened.
+  /// Opens a folder in this one. Returns nullopt with errno if it cannot be opened.
   std::optional<OpenFolder> open(const std::string& name) const;
 
   int fd() const { return fd_.get(); }
-  /// For messages.
   const std::string& path() const { return path_; }
   std::string path_of(const std::string& name) const;
 
   enum class Kind { kNothing, kFolder, kLink, kOther };
   Kind kind_of(const std::string& name) const;
-  /// None, and errno, if it cannot be read.
+  /// Lists the folder. Returns nullopt with errno if it cannot be read.
   std::optional<std::vector<std::string>> names() const;
-  /// Whether the path that it was opened by leads to it still. False, and errno, if to nothing.
+  /// Returns true if the path still leads to this folder; errno is 0 if it leads elsewhere.
   bool is_at_its_path() const;
-  /// Whether this name here is what is open as `fd`.
+  /// Returns true if `name` is the file that is open as `fd`.
   bool leads_to(const std::string& name, int fd) const;
 
   OutputFile create(const std::string& name) const { return {*disk_, fd(), name, path_of(name)}; }
-  /// False if it was there.
+  /// Returns false if it exists.
   bool make_folder(const std::string& name) const;
-  /// False if there is no `from`.
+  /// Returns false if `from` does not exist.
   bool rename(const std::string& from, const std::string& to) const;
-  /// Makes what was created, renamed or removed in this folder last.
+  /// Syncs the folder, so that what was created, renamed or removed in it stays so after a crash.
   void sync() const;
-  /// Removes a folder of files, or as much of it as can be: no error. Of a link, be it in the
-  /// folder or in its place, the link itself goes.
+  /// Removes a folder of files, or as much of it as possible, without an error. Removes links
+  /// themselves.
   void remove_folder(const std::string& name) const;
 
  private:

@@ -25,7 +25,7 @@ constexpr size_t kChunk = 1024 * kRecord;
 constexpr std::array kTrainingFiles = {"data_batch_1.bin", "data_batch_2.bin", "data_batch_3.bin",
                                        "data_batch_4.bin", "data_batch_5.bin"};
 
-// Where the file is: in the folder or the one that the archive unpacks to; else empty.
+// Returns the path in `folder` or in the folder of the unpacked archive; empty if missing.
 std::string find_file(const std::string& folder, const std::string& name) {
   for (const char* between : {"/", "/cifar-10-batches-bin/"}) {
     std::string path = folder + between + name;

@@ -18,8 +18,8 @@ namespace distrain::data {
 namespace {
 
 constexpr size_t kFirstBytes = size_t{1} << 20;
-constexpr uint8_t kUnsignedBytes = 0x08;  // the element type
-constexpr uint64_t kMaxHeader = 16;       // of three dimensions
+constexpr uint8_t kUnsignedBytes = 0x08;  // element type
+constexpr uint64_t kMaxHeader = 16;       // for three dimensions
 
 [[noreturn]] void refuse(const std::string& path, const std::string& reason) {
   base::bad_data(path + ": " + reason);
@@ -54,8 +54,8 @@ class IdxFile {
     return sizes;
   }
 
-  // What follows the header, which must be just `total` bytes. The memory grows with what comes: a
-  // header may promise more than its file has.
+  // Reads the rest of the file, which must have exactly `total` bytes. The buffer grows as data
+  // arrives, because the header may promise more than the file has.
   std::vector<uint8_t> read_elements(uint64_t total) {
     reader_.limit({total, "that its header says"});
     std::vector<uint8_t> elements;
@@ -69,7 +69,7 @@ class IdxFile {
       }
     }
     uint8_t more;
-    reader_.read(&more, 1);  // refused if there is any
+    reader_.read(&more, 1);  // throws if the file has more bytes
     hasher_.add(elements);
     return elements;
   }
@@ -100,7 +100,7 @@ void read_pixels(const std::string& path, InputFile::Kind kind, ContentHasher& h
   set.columns = static_cast<int64_t>(columns);
   if (count == 0) refuse(path, "no image in this file");
   if (rows == 0 || columns == 0) refuse(path, "images of " + size_of(set) + " pixels");
-  // rows * columns fits: each is below 2^32.
+  // rows * columns does not overflow, because each is below 2^32.
   if (rows * columns > kMaxImageBytes || count > kMaxImageBytes / (rows * columns)) {
     refuse(path, std::to_string(count) + " images of " + size_of(set) +
                      " pixels are more than the 8 GiB that are read");
@@ -129,7 +129,7 @@ ImageSet read_set(const std::string& images, InputFile::Kind kind,
   return set;
 }
 
-// The file of this set ("train") and kind ("images", "idx3") in whichever spelling it has.
+// Returns the file of a set ("train"), kind ("images") and type ("idx3") in any accepted spelling.
 std::optional<std::string> find_file(const std::string& folder, const std::string& set,
                                      const std::string& kind, const std::string& type) {
   for (const char* separator : {"-", "."}) {

@@ -43,8 +43,8 @@ constexpr std::array kDTypes = {
     DTypeName{DType::kFloat8E4M3, "F8_E4M3"},
 };
 
-// Bytes of a tensor, or none if they can't be counted. Sizes other than 0 must have a product that
-// fits, as torch computes strides from them.
+// Returns the size of a tensor in bytes, or nullopt if it overflows. The product of the sizes other
+// than 0 must not overflow, even if another size is 0, because torch computes strides from it.
 std::optional<uint64_t> bytes_of(DType dtype, const std::vector<int64_t>& shape) {
   uint64_t bytes = wire::element_bytes(dtype);
   bool empty = false;
@@ -64,12 +64,12 @@ struct Entry {
   std::string name;
   DType dtype{};
   std::vector<int64_t> shape;
-  std::vector<int64_t> offsets;  // begin and end among the tensors' bytes
+  std::vector<int64_t> offsets;  // begin and end in the tensor data
 };
 constexpr std::array kEntryFields = {"dtype", "shape", "data_offsets"};
 
-// Takes the header's JSON as it is read, without a tree of it, and refuses whatever is not in the
-// format at the place where it stands: so nothing is ever nested deeper than the format.
+// Parses the header without building a JSON tree. Refuses each value that the format does not allow
+// where it occurs, which also limits the depth.
 class HeaderReader : public nlohmann::json_sax<Json> {
  public:
   explicit HeaderReader(const std::string& file) : file_(file) {}
@@ -179,13 +179,13 @@ class HeaderReader : public nlohmann::json_sax<Json> {
 
   const std::string& file_;
   Place place_ = Place::kStart;
-  std::string key_;               // the last
-  Entry entry_;                   // being read
-  std::set<std::string> fields_;  // of that entry so far
+  std::string key_;               // key of the current value
+  Entry entry_;                   // the entry being parsed
+  std::set<std::string> fields_;  // fields of `entry_` so far
   std::set<std::string> names_;
 };
 
-// How long the header is of a file of `size` bytes that begins with these.
+// Returns the length of the header of a file of `size` bytes that starts with `begin`.
 uint64_t header_length(std::span<const uint8_t> begin, uint64_t size, const std::string& name) {
   const auto fail = [&](const char* reason) {
     base::bad_data(name + ": not a safetensors file: " + reason);
@@ -198,13 +198,13 @@ uint64_t header_length(std::span<const uint8_t> begin, uint64_t size, const std:
   return length;
 }
 
-// Reads the header that begins with its length, before `size` bytes of tensors, which lie one after
-// the other and fill them. Entries are then in the order of their tensors.
+// Parses `begin`, the header and its length, which `size` bytes of tensors follow. The tensors must
+// fill these bytes without gaps. Sorts the entries by offset.
 HeaderReader read_header(std::span<const uint8_t> begin, uint64_t size, const std::string& name) {
   const auto fail = [&](const std::string& reason) { base::bad_data(name + ": " + reason); };
   const std::string_view header(reinterpret_cast<const char*>(begin.data()) + kLengthBytes,
                                 begin.size() - kLengthBytes);
-  // The JSON parser would skip a byte order mark, and take a NUL for the end.
+  // The JSON parser would skip a byte order mark and stop at a NUL.
   if (!header.starts_with('{')) fail("not a safetensors file: its header does not begin with '{'");
   if (header.find('\0') != std::string_view::npos) {
     fail("not a safetensors file: a NUL in its header");
@@ -239,7 +239,7 @@ HeaderReader read_header(std::span<const uint8_t> begin, uint64_t size, const st
   return reader;
 }
 
-// The next `count` bytes of the file, fewer at its end.
+// Appends the next `count` bytes of the file, or all that are left.
 void read_more(InputFile& file, uint64_t count, std::vector<uint8_t>& bytes) {
   size_t used = bytes.size();
   bytes.resize(used + count);
@@ -252,7 +252,7 @@ void read_more(InputFile& file, uint64_t count, std::vector<uint8_t>& bytes) {
 
 }  // namespace
 
-// Only what the header speaks of is given memory: the file may be a large one of something else.
+// Checks the header before it allocates the rest: the file may be a large one of another format.
 Safetensors Safetensors::read(const std::string& path) {
   return with_memory_for(path, [&] {
     InputFile file(path, InputFile::Kind::kRegular);
