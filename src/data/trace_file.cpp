@@ -148,7 +148,7 @@ class Writer {
     return fmt::format(R"(,"args":{{{}:{}}})", text_of(event.key), event.value);
   }
 
-  // Caches by address, because texts are few and each has one address.
+  // Caches quoted texts by address: there are few, and each has one address.
   const std::string& text_of(const char* text) {
     std::string& known = texts_[text];
     if (known.empty()) known = quoted(text);

@@ -15,7 +15,7 @@ namespace distrain::data {
 
 class OpenFolder;
 
-/// Throws `bad_data` with the reason in errno.
+/// Throws `bad_data`: `path` cannot be opened, for the reason in errno.
 [[noreturn]] void fail_open(const std::string& path);
 
 /// The end of the error message for a link.

@@ -35,9 +35,9 @@ class OpenFolder {
   bool leads_to(const std::string& name, int fd) const;
 
   OutputFile create(const std::string& name) const { return {*disk_, fd(), name, path_of(name)}; }
-  /// Returns false if it exists.
+  /// Creates a folder. Returns false if `name` exists.
   bool make_folder(const std::string& name) const;
-  /// Returns false if `from` does not exist.
+  /// Renames a file or folder. Returns false if `from` does not exist.
   bool rename(const std::string& from, const std::string& to) const;
   /// Syncs the folder, so that what was created, renamed or removed in it stays so after a crash.
   void sync() const;

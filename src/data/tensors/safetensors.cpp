@@ -198,8 +198,8 @@ uint64_t header_length(std::span<const uint8_t> begin, uint64_t size, const std:
   return length;
 }
 
-// Parses `begin`, the header and its length, which `size` bytes of tensors follow. The tensors must
-// fill these bytes without gaps. Sorts the entries by offset.
+// Parses the length and header in `begin`, which `size` bytes of tensor data follow. The tensors
+// must fill the data without gaps. Sorts the entries by offset.
 HeaderReader read_header(std::span<const uint8_t> begin, uint64_t size, const std::string& name) {
   const auto fail = [&](const std::string& reason) { base::bad_data(name + ": " + reason); };
   const std::string_view header(reinterpret_cast<const char*>(begin.data()) + kLengthBytes,
