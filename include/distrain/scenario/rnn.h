@@ -6,8 +6,8 @@
 
 namespace distrain::scenario {
 
-/// Options of `distrain rnn`; the defaults are the PyTorch tutorial's, for random batches. With
-/// `data` the command line has others (those of PyTorch's word language model).
+/// Options of `distrain rnn`. The defaults are those of the PyTorch RPC tutorial, for random
+/// batches. With `data` the command line uses those of PyTorch's word language model.
 struct RnnOptions : job::TrainerOptions {
   RnnOptions() {
     trainers = 1;
@@ -17,26 +17,26 @@ struct RnnOptions : job::TrainerOptions {
   }
   static void describe(job::OptionList<RnnOptions>& list);
 
-  int batches = 5;      ///< an epoch, random data only
-  int bptt = 10;        ///< words a batch and column; random data: rows
-  int vocab_size = 10;  ///< words that are told apart, `<unk>` and `<eos>` included
+  int batches = 5;      ///< per epoch; random data only
+  int bptt = 10;        ///< words per column in a batch; random data: rows
+  int vocab_size = 10;  ///< including `<unk>` and `<eos>`
   int emsize = 2;
   int nhid = 3;
   int nlayers = 4;
   double dropout = 0.5;
-  std::string data;                   ///< text; empty: random batches
-  std::string valid_data, test_data;  ///< as data; empty: no such evaluation
-  int generate = 0;                   ///< words of a sample at the end
+  std::string data;                   ///< text file; empty: random batches
+  std::string valid_data, test_data;  ///< as `data`; empty: no such evaluation
+  int generate = 0;                   ///< number of words of the final sample
   std::string prompt;
 };
 
-/// What a trainer does.
+/// Runs a trainer.
 void train_rnn(job::Rank& rank, const RnnOptions& options);
-/// What the server does for the trainers.
+/// Exposes the functions of the server.
 void expose_rnn(rpc::Agent& agent);
-/// The same training in one process without RPC: the reference for correctness and speed.
+/// Trains in one process without RPC: the reference for correctness and speed.
 void train_rnn_local(job::Local& local, const RnnOptions& options);
-/// Says what may follow lines of text with the model of a checkpoint.
+/// Predicts the words that follow lines of text, with the model of a checkpoint.
 void predict_rnn(job::Predictions& predictions, const RnnOptions& options);
 
 /// Rank 0 is the parameter server, ranks 1..T the trainers.

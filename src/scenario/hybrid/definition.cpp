@@ -6,7 +6,7 @@
 namespace distrain::scenario {
 
 void HybridOptions::describe(job::OptionList<HybridOptions>& list) {
-  list.without("min-trainers");  // they keep replicas
+  list.without("min-trainers");  // the trainers keep replicas
   list.integer("num-embeddings", &HybridOptions::num_embeddings,
                "give the embedding table N rows, or with a file one for each word")
       .range(1, job::kMaxInt)

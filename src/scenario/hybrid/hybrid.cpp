@@ -22,7 +22,7 @@ namespace {
 
 using RemoteTable = nn::RemoteModule<models::EmbeddingTable>;
 
-/// On the master: the table that the first trainer had the server make, until all have it.
+/// On the master: the table, from the request of the first trainer until all trainers have it.
 struct Master {
   std::mutex mutex;
   std::optional<RemoteTable> table;

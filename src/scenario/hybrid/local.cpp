@@ -1,4 +1,4 @@
-// distrain hybrid in one process, without RPC: --local, with the same updates, and predict.
+// distrain hybrid in one process without RPC (--local, with the same updates), and predict.
 
 #include <ATen/Functions.h>
 
@@ -60,7 +60,7 @@ void predict_hybrid(job::Predictions& predictions, const HybridOptions& options)
   const WholeModel model(options, data, predictions.device());
   predictions.load(model.parameters());
   predictions.add("unknown_words", data.unknown_words());
-  // In the trainers' shares, one after the other: the same batches that they evaluated.
+  // Uses the shares of the trainers in turn, so that the batches are those of the evaluation.
   for (int trainer = 0; trainer < options.trainers; ++trainer) {
     data.each_batch(data.test(), {trainer, options.trainers}, [&](const data::Batch& batch) {
       predictions.tell_labels(model.forward(batch), batch.targets, data.labels());

@@ -16,12 +16,12 @@ namespace distrain::scenario {
 
 namespace {
 
-// Keys of the independent random sequences that come from one seed.
+// Keys that derive independent random sequences from one seed.
 constexpr uint64_t kPixelSequence = 1;
 constexpr uint64_t kLabelSequence = 2;
 constexpr int64_t kColours = 3;
 
-// Kinds of data.
+// Formats of the data.
 constexpr const char* kRandom = "random";
 constexpr const char* kCifar = "cifar10";
 constexpr const char* kIdx = "idx";
@@ -30,7 +30,7 @@ bool coloured(const data::ImageSet& images) { return images.channels == kColours
 
 data::ImageForm form_of(const data::ImageSet& images, int64_t side) {
   if (!coloured(images)) return {{0.5}, {0.5}, kColours, side};
-  // CIFAR-10's training images, channel by channel.
+  // Mean and deviation of each channel of CIFAR-10's training images.
   return {{0.4914, 0.4822, 0.4465}, {0.2470, 0.2435, 0.2616}, kColours, side};
 }
 

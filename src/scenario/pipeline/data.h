@@ -11,42 +11,42 @@
 
 namespace distrain::scenario {
 
-/// What the job reads before anything begins, and its batches: random ones (without `data`), or
-/// images of CIFAR-10 or in IDX files.
+/// The batches of the job and its initial weights: random images without `data`, otherwise images
+/// from CIFAR-10 or IDX files.
 ///
-/// Random: as in the tutorial, pixels of a standard normal distribution and labels below `classes`,
-/// by (seed, batch) and nothing else. Images: epoch after epoch, see data::full_batch(); CIFAR-10
-/// normalised by channel, grey images by 0.5 and 0.5, the one channel repeated.
+/// Random images have, as in the tutorial, standard normal pixels and labels below `classes`; they
+/// depend only on the seed and the batch. Files are read epoch after epoch: see data::full_batch().
+/// CIFAR-10 is normalised by channel, grey images by 0.5 and 0.5, with the channel repeated.
 class PipelineData {
  public:
-  /// Reads the files; throws bad_data.
+  /// Reads the files. Throws `bad_data`.
   explicit PipelineData(const PipelineOptions& options);
-  /// Images to classify, of the kind that the checkpoint's model was trained on.
+  /// Reads images to classify, in the format that the model of the checkpoint was trained on.
   PipelineData(const PipelineOptions& options, const job::Snapshot& snapshot,
                const std::string& images);
 
-  /// The batch with this number, from 0 on; always of `batch_size` images.
+  /// Returns batch `index`, from 0, which always has `batch_size` images.
   data::ImageBatch batch(int64_t index) const;
-  /// That its images fill, at least 1. Not of random data.
+  /// Returns the number of full batches per epoch, at least 1. Not for random data.
   int64_t batches_per_epoch() const;
 
-  /// Images to evaluate on after each epoch and at the end, if there are any.
+  /// The images to evaluate after each epoch and at the end; may be empty.
   const data::ImageSet& valid() const { return valid_; }
   const data::ImageSet& test() const { return test_; }
-  /// A share of such images in batches; labels are -1 where there are none.
+  /// Calls `use` with batches of the share; labels are -1 if the images have none.
   void each_batch(const data::ImageSet& images, const job::Share& share,
                   const std::function<void(const data::ImageBatch&)>& use) const;
 
-  /// For checkpoints: data (random, cifar10, idx); for images also their number and normalisation.
+  /// Returns the format (random, cifar10, idx), and the number and normalisation of images.
   job::Json describe() const;
-  /// Of the files' bytes; 0 of random data.
+  /// The hash of the files; 0 for random data.
   uint64_t content_hash() const { return images_.content_hash; }
-  /// That the model begins with; none: as it begins by itself.
+  /// The initial weights; empty: the model initialises itself.
   const data::NamedTensors& weights() const { return weights_; }
 
  private:
   const PipelineOptions options_;
-  data::ImageSet images_;  // empty: random
+  data::ImageSet images_;  // empty: random images
   data::ImageSet valid_, test_;
   data::NamedTensors weights_;
 };

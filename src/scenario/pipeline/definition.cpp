@@ -1,4 +1,4 @@
-// distrain pipeline: its options and ranks, and what can be said of it before it runs.
+// distrain pipeline: its options and ranks, and --explain.
 
 #include <algorithm>
 #include <span>
@@ -25,7 +25,7 @@ std::vector<models::BlockRange> cut(const PipelineOptions& options) {
                             options.image_size);
 }
 
-/// The table and its timeline, for scripts.
+/// Returns the schedule and its timeline as JSON.
 job::Json explain(const PipelineOptions& options, const nn::PipelineSchedule& schedule) {
   const nn::PipelineTimeline timeline = nn::simulate(schedule);
   const std::vector<std::string> blocks = models::resnet_blocks(options.model);
@@ -51,8 +51,8 @@ job::Json explain(const PipelineOptions& options, const nn::PipelineSchedule& sc
           {"bubble", timeline.bubble},           {"table", std::move(rows)}};
 }
 
-/// Throws `invalid` for options that do not go together: more micro-batches than samples, a split
-/// that does not fit the model or the stages, a schedule that could not run.
+/// Throws `invalid` if options contradict each other: more micro-batches than images, a split that
+/// does not match the model or the stages, a schedule that cannot run.
 void check_pipeline(const PipelineOptions& options) {
   cut(options);
   const bool saves = !options.checkpoint.dir.empty() || !options.checkpoint.resume.empty();
@@ -258,7 +258,7 @@ test_batch.bin or t10k-images-idx3-ubyte, or a folder with such a file.)")
             if (preflight.given("batches") && options.epochs > 0) {
               invalid("--epochs and --batches both limit the training: give one of them");
             }
-            if (preflight.has_rank_0) check_pipeline(options);  // it sees to it
+            if (preflight.has_rank_0) check_pipeline(options);  // rank 0 checks for all ranks
           })
           .answer([](const PipelineOptions& options) -> std::optional<std::string> {
             if (!options.explain) return std::nullopt;

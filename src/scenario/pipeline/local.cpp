@@ -1,5 +1,4 @@
-// distrain pipeline --local: the same model, micro-batches and updates in one process; and what
-// `distrain predict` does with a checkpoint.
+// distrain pipeline in one process without RPC (--local, with the same updates), and predict.
 
 #include <optional>
 
@@ -29,7 +28,7 @@ class LocalModel final : public PipelineModel {
     updates_.emplace(options_.rule(), "async", module_->parameters());
   }
 
-  /// Of the model that was begun last, whichever that is by then.
+  /// After begin() the same reference leads to the updates of the new model.
   job::LocalUpdates& updates() { return *updates_; }
   void set_lr_factor(double factor) override { updates_->set_lr_factor(factor); }
 
@@ -57,7 +56,7 @@ class LocalModel final : public PipelineModel {
     });
     rpc::StreamPoint::mark(device_).wait_on_host();
     result.batch_s = base::seconds_since(begun);
-    // A device has only been told by then what to compute.
+    // A device computes asynchronously, so the host time says nothing about it.
     result.stage_s = {rpc::is_accelerator(device_) ? std::nullopt : std::optional(compute_s)};
     result.activations = {1};
     return result;

@@ -1,6 +1,4 @@
-// distrain pipeline: a ResNet cut into stages, one on each worker, micro-batches flowing through.
-//
-// After PyTorch's tutorial "Distributed Pipeline Parallelism Using RPC".
+// distrain pipeline: a ResNet cut into stages, one per worker, through which micro-batches flow.
 
 #include "distrain/nn/pipeline.h"
 
@@ -23,7 +21,7 @@ namespace distrain::scenario {
 
 namespace {
 
-/// What F gives of all stages, in one.
+/// Calls F on all stages and joins the results.
 template <auto F>
 auto joined(const nn::Pipeline<PipelineStage>& stages) {
   auto all = stages.call_all<F>();
@@ -45,8 +43,8 @@ class Pipeline final : public PipelineModel {
 
   void begin(int64_t num_split) override {
     schedule_ = nn::make_schedule(options_.schedule, options_.stages, num_split);
-    nn::simulate(schedule_);  // refuses what would not run
-    optimizer_.reset();       // not two models at a time
+    nn::simulate(schedule_);  // throws if the schedule cannot run
+    optimizer_.reset();       // before the next model, to save memory
     stages_.clear();
     for (size_t i = 0; i < cut_.size(); ++i) {
       const int rank = static_cast<int>(i) + 1;
@@ -60,14 +58,14 @@ class Pipeline final : public PipelineModel {
   std::vector<std::string> parameter_names() {
     return joined<&PipelineStage::parameter_names>(stages_);
   }
-  /// Of the model that was begun last, whichever that is by then.
+  /// After begin() the same reference leads to the optimizer of the new model.
   optim::DistributedOptimizer& optimizer() { return *optimizer_; }
   void set_lr_factor(double factor) override { optimizer_->set_lr_factor(factor); }
 
-  /// One update by the gradients of all micro-batches.
+  /// Makes one update by the gradients of all micro-batches.
   BatchResult train(const data::ImageBatch& batch, int64_t index) override {
     const base::TimePoint begun = base::Clock::now();
-    const autograd::Context whole(agent_);  // gathers the gradients
+    const autograd::Context whole(agent_);  // collects the gradients of all micro-batches
     const auto loss =
         [options = options_, labels = batch.labels.tensor_split(schedule_.micro_batches)](
             size_t m, const at::Tensor& scores) { return loss_share(options, scores, labels[m]); };

@@ -109,7 +109,7 @@ job::Result PipelineRun::step(const job::Step& step) {
   const auto split = static_cast<size_t>(step.total / batches());
   const int64_t index = step.total % batches();
   if (split_ != split) {
-    if (split_) {  // the first one has begun
+    if (split_) {  // the constructor has begun the first split
       end_split();
       begin(options_.num_split[split]);
     }
@@ -122,7 +122,7 @@ job::Result PipelineRun::step(const job::Step& step) {
   };
   const data::ImageBatch batch =
       base::traced("data", [&] { return sized([&] { return data_.batch(index); }); });
-  const double factor = lr_schedule_.factor(index, 0);  // each model's from its beginning
+  const double factor = lr_schedule_.factor(index, 0);  // each model starts the schedule anew
   model_.set_lr_factor(factor);
   const BatchResult& result =
       results_.emplace_back(sized([&] { return model_.train(batch, index); }));
@@ -149,7 +149,7 @@ void PipelineRun::end_split() {
   const auto median_of = [&](const auto& value) {
     std::vector<double> values;
     for (const BatchResult& result : results) values.push_back(value(result));
-    // The first batch pays for what is done once; one alone has to do.
+    // Omits the first batch, which includes one-time costs, unless it is the only one.
     if (values.size() > 1) values.erase(values.begin());
     return at::tensor(values).quantile(0.5).item<double>();
   };

@@ -19,7 +19,7 @@ void sleep_for(double seconds) {
   std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
 }
 
-/// The side of what this block takes: the stem halves images twice, layer2 to layer4 once each.
+/// Returns the size of a block's input in pixels: the stem quarters it, layer2 to layer4 halve it.
 int64_t side_before(const std::string& model, size_t block, int64_t image_size) {
   const std::vector<std::string> names = models::resnet_blocks(model);
   int64_t stride = block > 0 ? 4 : 1;
@@ -41,7 +41,7 @@ PipelineStage::PipelineStage(const std::string& model, int64_t classes, int64_t 
       is_first_(first_block == 0),
       is_last_(static_cast<size_t>(last_block) == models::whole_resnet(model).last) {}
 
-// The buffers copied, as training passes write to them. An update of held parameters moves away.
+// Copies only the buffers: passes write to them, but an update replaces parameters that are held.
 rpc::RRef<data::NamedTensors> PipelineStage::hold_state(rpc::CallContext& call) const {
   data::NamedTensors all = data::on_host(module_.state());
   for (const auto& [name, buffer] : module_.buffers()) {
@@ -68,13 +68,13 @@ base::Future<at::Tensor> PipelineStage::forward(rpc::CallContext& call,
 at::Tensor PipelineStage::compute(const at::Tensor& input) const {
   if (sleep_s_ > 0) return sleep(input, sleep_s_ * static_cast<double>(input.size(0)));
   if (is_first_ || input.dim() != 2) return module_.forward(input);
-  // The stage before has slept.
+  // The previous stage slept, so its output has another shape.
   const int64_t channels = module_.parameters()[0].second.size(1);
   return module_.forward(
       input.view({-1, 1, 1, 1}).expand({-1, input_side_, input_side_, channels}).contiguous());
 }
 
-// Forward and backward: gives next to nothing, with a gradient for its input and one parameter.
+// Sleeps in both passes. The output is cheap, and has gradients for its input and one parameter.
 at::Tensor PipelineStage::sleep(const at::Tensor& input, double seconds) const {
   sleep_for(seconds);
   const auto size = [](const auto& named) { return named.second.numel(); };

@@ -12,12 +12,12 @@
 
 namespace distrain::scenario {
 
-/// A stage of the pipeline on its worker, used through an RRef; see nn::StagePasses. With
-/// `--inject stage=…` it sleeps in place of computing.
+/// A stage of the pipeline on its worker, used through an RRef; see nn::StagePasses. With `--inject
+/// stage=…` it sleeps instead of computing.
 class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
  public:
-  /// Model, classes, pixels of an image's side, first and last block, seed: see ResNetStage. The
-  /// device is that of the rank which makes it.
+  /// The arguments are the model, classes, image size in pixels, first and last block, and seed:
+  /// see ResNetStage. `device` belongs to the rank that creates the stage.
   using Constructor = PipelineStage(std::string, int64_t, int64_t, int64_t, int64_t, uint64_t,
                                     std::string);
   PipelineStage(const std::string& model, int64_t classes, int64_t image_size, int64_t first_block,
@@ -28,16 +28,16 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
   base::Future<at::Tensor> forward(rpc::CallContext& call, const rpc::RRef<at::Tensor>& input,
                                    int64_t micro_batch);
 
-  /// Not in a context: passes `input` through by the statistics that batch norm has gathered.
+  /// Runs `input` through the stage with the running statistics of batch norm. Needs no context.
   base::Future<at::Tensor> infer(rpc::CallContext& call, const rpc::RRef<at::Tensor>& input);
 
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
   std::vector<std::string> parameter_names() const;
-  /// Those of the current context, by parameter, on the CPU.
+  /// Returns the gradients in the current context, by parameter, on the CPU.
   data::NamedTensors gradients(rpc::CallContext& call);
-  /// Parameters and buffers as they are now, on the CPU. They stay so.
+  /// Returns a snapshot of parameters and buffers on the CPU.
   rpc::RRef<data::NamedTensors> hold_state(rpc::CallContext& call) const;
-  /// What belongs to this stage of a whole state_dict.
+  /// Loads the part of this stage in a complete state_dict.
   void load(const data::NamedTensors& weights) { module_.load(weights); }
 
   static void expose(rpc::Agent& agent);
@@ -45,15 +45,15 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
  private:
   at::Tensor compute(const at::Tensor& input) const;
   at::Tensor sleep(const at::Tensor& input, double seconds) const;
-  /// The rank that takes what this stage gives.
+  /// Returns the rank that receives the output of this stage.
   int next_rank(const rpc::Agent& agent) const { return is_last_ ? 0 : agent.rank() + 1; }
 
   models::ResNetStage module_;
   const int64_t classes_;
-  const int64_t input_side_;  // pixels of what it takes
+  const int64_t input_side_;  // size of the input in pixels
   const bool is_first_, is_last_;
   nn::StagePasses passes_{"PipelineStage.forward"};
-  double sleep_s_ = 0;  // for a sample's pass; set between two batches
+  double sleep_s_ = 0;  // per sample and pass; set between batches
 };
 
 }  // namespace distrain::scenario

@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kSide = 28;
 constexpr int kClasses = 10;
-// Of an evaluation's examples: its largest activation stays below glibc's limit for the heap.
+// Largest evaluation batch. Its largest activation stays below glibc's limit for the heap.
 constexpr int64_t kMostAtOnce = 128;
 
 void check_images(const std::string& path, const data::ImageSet& images) {

@@ -11,25 +11,25 @@
 
 namespace distrain::scenario {
 
-/// The job's batches, float and normalised, from IDX files of 28 × 28 images in ten classes.
+/// Batches of normalised 28 × 28 float images in ten classes, from IDX files.
 class PsData {
  public:
-  /// Reads the files; throws bad_data.
+  /// Reads the files. Throws `bad_data`.
   explicit PsData(const PsOptions& options);
-  /// Test images; they need no labels.
+  /// Reads test images, which need no labels.
   PsData(const PsOptions& options, const std::string& images);
 
   job::Plan plan() const;
-  /// What all trainers must have read alike.
+  /// Adds the properties of the data that all trainers must share.
   void agree(job::TrainingPlan& training) const;
   data::ImageBatch batch(const job::Step& step);
-  /// Has the validation images evaluated after each epoch and the test images at the end; `forward`
-  /// gives the log-probabilities of a batch. To outlive the training.
+  /// Has `training` evaluate the validation images after each epoch and the test images at the end.
+  /// `forward` returns the log-probabilities of a batch. This object must outlive the training.
   void evaluate_in(job::TrainingPlan& training,
                    const std::function<at::Tensor(const at::Tensor& images)>& forward) const;
-  /// The images to evaluate at the end, where there are any.
+  /// The test images. Must exist.
   const data::ImageSet& test() const { return *test_; }
-  /// The share's images of `set`, in batches that take no more memory than those of training.
+  /// Calls `use` with batches of `share`, which take no more memory than training batches.
   void each_batch(const data::ImageSet& set, const job::Share& share,
                   const std::function<void(const data::ImageBatch&)>& use) const;
 
@@ -37,12 +37,12 @@ class PsData {
   const PsOptions options_;
   const data::ImageForm form_{{options_.mean}, {options_.std}};
   data::ImageFolder files_;
-  std::optional<data::ImageSet> valid_, test_;  // to evaluate on after each epoch, at the end
-  int64_t examples_ = 0;                        // to train on
+  std::optional<data::ImageSet> valid_, test_;  // evaluated after each epoch; at the end
+  int64_t examples_ = 0;                        // number of training examples
   data::Sampler sampler_;
 };
 
-/// The random numbers of one training step.
+/// Returns the random key of dropout in one training step, or nullopt without dropout.
 std::optional<uint64_t> dropout_key(const PsOptions& options, const job::Step& step);
 
 }  // namespace distrain::scenario

@@ -11,13 +11,13 @@ namespace distrain::scenario {
 
 namespace {
 
-/// Of Debian's package dataset-fashion-mnist, with the mean and deviation of its training images.
+/// The Debian package dataset-fashion-mnist, and the mean and deviation of its training images.
 constexpr const char* kDebianFolder = "/usr/share/datasets/fashion-mnist";
 constexpr double kDebianMean = 0.286;
 constexpr double kDebianStd = 0.353;
 
-/// Debian's Fashion-MNIST where it is installed, and its normalisation where it is used: that
-/// follows from the data that this rank reads, whatever rank 0 has.
+/// Uses Debian's Fashion-MNIST as the default if it is installed. The default normalisation follows
+/// from the data that this rank reads, even if rank 0 has other data.
 void settle(PsOptions& options, const std::function<bool(std::string_view)>& given) {
   namespace fs = std::filesystem;
   std::error_code ignored;
@@ -29,7 +29,7 @@ void settle(PsOptions& options, const std::function<bool(std::string_view)>& giv
   if (!given("std")) options.std = kDebianStd;
 }
 
-/// Of what the two options say of the server, if both say something.
+/// Throws `invalid` if `--num-gpus` and `--device` contradict each other about the server.
 void check_gpus(const PsOptions& options, const job::Preflight& preflight) {
   if (!options.num_gpus || !preflight.given("device")) return;
   const std::string device = preflight.text("device");
@@ -46,7 +46,7 @@ void check_gpus(const PsOptions& options, const job::Preflight& preflight) {
 void check(const PsOptions& options, const job::Preflight& preflight) {
   const bool adopted = preflight.of_rank_0 != nullptr;
   if (!adopted) check_gpus(options, preflight);
-  // The trainers read the data. One that joins without --data is yet to hear from rank 0 where.
+  // Only trainers read the data. A rank that joins without --data gets the path from rank 0 later.
   const bool final = preflight.has_rank_0 || adopted;
   if (final && preflight.starts("trainer") && options.data.empty()) {
     base::bad_data(
@@ -66,7 +66,7 @@ void check(const PsOptions& options, const job::Preflight& preflight) {
 
 void PsOptions::describe(job::OptionList<PsOptions>& list) {
   list.integer("limit", &PsOptions::limit, "train on the first N examples; 0 trains on all")
-      .may_change();  // it is the examples that have to be as many
+      .may_change();  // the number of examples must match instead
   list.on_off_or_real("dropout", &PsOptions::dropout,
                       "drop activations with probability P in training; on means 0.25 and 0.5")
       .value_name("on|off|P")
@@ -162,7 +162,7 @@ has the accuracy.)")
           .settle(settle)
           .check(check)
           .gpus([](const PsOptions& options, const std::string& rank) {
-            // Only the server has GPUs; with --local it is the process of the whole job.
+            // Only the server uses GPUs; with --local that is the only process.
             return rank.starts_with("trainer") ? std::nullopt : options.num_gpus;
           });
   return kJob;

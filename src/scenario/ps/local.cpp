@@ -1,4 +1,4 @@
-// distrain ps in one process, without RPC: --local, with the same batches and updates, and predict.
+// distrain ps in one process without RPC (--local, with the same batches and updates), and predict.
 
 #include <ATen/Functions.h>
 
@@ -40,7 +40,7 @@ void predict_ps(job::Predictions& predictions, const PsOptions& options) {
   const PsData data(options, predictions.input());
   const models::ConvNet net(options.seed, {predictions.device()});
   predictions.load(net.named_parameters());
-  // In the trainers' shares, one after the other: the same batches that they evaluated.
+  // Uses the shares of the trainers in turn, so that the batches are those of the evaluation.
   for (int trainer = 0; trainer < options.trainers; ++trainer) {
     data.each_batch(data.test(), {trainer, options.trainers}, [&](const data::ImageBatch& batch) {
       const auto& parameters = net.parameters();

@@ -18,13 +18,13 @@ namespace {
 
 using models::ConvNet;
 
-/// On the server: the net, which the first trainer that asks for it has made.
+/// On the server: returns the net. The first call creates it.
 rpc::RRef<ConvNet> net_of_job(rpc::CallContext& call, uint64_t seed) {
   const auto& devices = call.agent.local<job::Job>().devices;
   return call.agent.make_rref(call.agent.shared<ConvNet>(seed, devices));
 }
 
-/// The tutorial's check: the gradients of this step are on the server.
+/// Checks, as the tutorial does, that the gradients of this step are on the server and finite.
 void verify_gradients(const rpc::RRef<ConvNet>& net, const autograd::Context& context, int rank) {
   const auto gradients = net.rpc_sync<&ConvNet::gradients>(context.id());
   for (size_t i = 0; i < gradients.size(); ++i) {
@@ -76,7 +76,7 @@ void train_ps(job::Rank& rank, const PsOptions& options) {
     if (options.verify_grads) verify_gradients(net, context, rank.number());
     const uint64_t updates = optimizer.step(context);
     training.note_max("staleness", forward.staleness);
-    // In sync mode one update is all trainers'; else those between pass and update are others'.
+    // Counts updates by others since the forward pass: none in sync mode, where all share one.
     return job::Result{loss,
                        batch.labels.numel(),
                        {{"staleness", forward.staleness},

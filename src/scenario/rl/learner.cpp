@@ -140,7 +140,7 @@ job::Result Learner::end_episode() {
 }
 
 at::Tensor Learner::learn() {
-  constexpr double kNewShare = 0.05;  // of this episode in the running reward
+  constexpr double kNewShare = 0.05;  // weight of this episode in the running reward
   std::vector<models::PolicyStep> steps;
   std::vector<double> returns;
   reward_ = std::numeric_limits<double>::infinity();

@@ -13,57 +13,57 @@
 
 namespace distrain::scenario {
 
-/// The states of one observer's environments, whose actions are wanted.
+/// A request for actions, with the states of one observer's environments.
 struct ActionRequest {
   int observer = 0;          ///< from 0
-  EnvironmentStates states;  ///< by environment, ascending
+  EnvironmentStates states;  ///< in ascending order of environments
 };
 
-/// Rewards, each with what the later ones are worth discounted by `gamma` a step.
+/// Returns for each reward the sum of it and all later ones, discounted by `gamma` per step.
 std::vector<double> discounted_returns(const std::vector<double>& rewards, double gamma);
-/// To mean 0 and (sample) deviation 1; a single one becomes 0.
+/// Normalises to mean 0 and sample deviation 1; a single value becomes 0.
 void normalise(std::vector<double>& values);
 
-/// A job's policy and what is learned of its episodes: on the agent, or in `--local`'s process.
+/// The policy of a job and its training: on the agent, or in the process of `--local`.
 ///
-/// One thread begins and ends episodes; in between any thread may call choose() and report().
+/// One thread begins and ends episodes. In between any thread may call choose() and report().
 class Learner {
  public:
   Learner(const RlOptions& options, c10::Device device, job::EventSink& sink);
 
-  /// What a checkpoint keeps of it.
+  /// Adds the policy, its updates and the running reward to checkpoints.
   void keep_in(job::TrainingPlan& training);
 
-  /// `episode`: its number, from 1.
+  /// Starts episode number `episode`, from 1.
   void begin_episode(int64_t episode);
-  /// Throws `invalid` for a request that choose() must not be given: of no observer, or of an
-  /// environment that it does not have or has twice. From any thread, at any time.
+  /// Throws `invalid` if choose() must not get the request: it has no valid observer, or an
+  /// environment that does not exist or occurs twice. May be called by any thread at any time.
   void check(const ActionRequest& request) const;
-  /// Actions by the policy, in one pass over all requests, and keeps what is needed to learn from
-  /// them. An observer asks no more before it has its answer.
+  /// Chooses actions by one pass over all requests, and records what learning needs. An observer
+  /// must not send another request before it has its answer.
   std::vector<Actions> choose(const std::vector<ActionRequest>& requests);
-  /// Where the episodes of an observer ended.
+  /// Records the end states of an observer's episode.
   void report(int observer, const EnvironmentStates& ends);
-  /// Once all observers have reported: learns, and says so.
+  /// Updates the policy when all observers have reported, and prints the `episode` line.
   job::Result end_episode();
 
   bool solved() const { return running_reward() > options_.threshold; }
-  /// Ends the lines. For `end`, after so many episodes of this run and those before it.
+  /// Prints the last line and adds the fields of `end`. `episodes` includes those before a resume.
   void add_to(job::Json& fields, int64_t episodes);
-  /// Why the goal is missed.
+  /// Returns the message of a missed goal.
   std::string what_is_missing(int64_t episodes) const;
 
   const models::Policy& policy() const { return policy_; }
   const job::LocalUpdates& updates() const { return updates_; }
 
  private:
-  /// An environment's episode.
+  /// The current episode of one environment.
   struct Trajectory {
     std::vector<models::PolicyStep> steps;
     std::vector<double> rewards;
   };
 
-  // In this run so far.
+  // Counts in this run up to the time `at`.
   struct Counts {
     int64_t steps = 0;  // of all environments
     int64_t requests = 0;
@@ -79,13 +79,13 @@ class Learner {
   job::StepLines lines_;
   models::Policy policy_;
   job::LocalUpdates updates_;
-  int64_t episode_ = 0;              // that was begun last
-  double reward_ = 0;                // of that episode, the smallest of all environments
-  const at::Tensor running_reward_;  // a number, which a checkpoint keeps
+  int64_t episode_ = 0;              // number of the current or last episode
+  double reward_ = 0;                // smallest of all environments in that episode
+  const at::Tensor running_reward_;  // a scalar, as checkpoints keep tensors
 
-  std::mutex mutex_;                      // of what choose() and report() write
-  std::vector<Trajectory> trajectories_;  // of an observer's environments one after the other
-  Counts begun_, logged_, now_;           // logged: at the last line
+  std::mutex mutex_;  // guards the members below, which choose() and report() write
+  std::vector<Trajectory> trajectories_;  // by observer, then by environment
+  Counts begun_, logged_, now_;           // `logged_`: at the last line
   int64_t episode_steps_ = 0;
 };
 

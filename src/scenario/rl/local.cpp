@@ -1,5 +1,5 @@
-// distrain rl in one process, without RPC: --local, with the same episodes and updates, and
-// predict, where the policy plays in worlds that it did not learn in.
+// distrain rl in one process without RPC (--local, with the same episodes and updates), and
+// predict, which plays in environments that were not used in training.
 
 #include "distrain/base/error.h"
 #include "distrain/job/local_training.h"
@@ -22,7 +22,7 @@ void train_rl_local(job::Local& local, const RlOptions& options) {
   training.run([&](const std::vector<job::Step>& steps) {
     const int64_t episode = steps[0].total + 1;
     learner.begin_episode(episode);
-    // One after the other: no action depends on what is asked together with it.
+    // The observers may play in turn, because no action depends on other requests in its pass.
     for (int o = 0; o < options.observers; ++o) {
       observers[static_cast<size_t>(o)].play(
           static_cast<uint64_t>(episode),
@@ -45,7 +45,7 @@ void predict_rl(job::Predictions& predictions, const RlOptions& options) {
   const int64_t episodes = options.max_episodes > 0 ? options.max_episodes : kEpisodes;
   models::Policy policy(options.seed, predictions.device());
   predictions.load(policy.named_parameters());
-  Environments environment(options.seed, 1, options.max_steps);  // observers have seed + rank
+  Environments environment(options.seed, 1, options.max_steps);  // training uses seed + rank
   double total = 0;
   for (int64_t episode = 1; episode <= episodes; ++episode) {
     double reward = 0;

@@ -6,14 +6,14 @@
 //     run_episode ------------------------------------> plays …
 //     waits                     select_actions <------- … asks, waits
 //                               one pass for all
-//                               that wait ------------> … makes a step
+//                               waiting requests -----> … makes a step
 //                               report_rewards <------- … is done
 //     learns <----------------------------------------- the call returns
 //
-// A call of run_episode takes as long as an episode, so it has no deadline: it ends when the
-// episode does or the observer is lost. An observer's question ends when the agent answers or is
-// lost, or by its deadline, --rpc-timeout, which then ends the job. Between two episodes nobody
-// asks, so the parameters never change during a pass.
+// A call of run_episode takes as long as an episode, so it has no deadline: it ends with the
+// episode or when the observer is lost. A request for actions ends when the agent answers or is
+// lost, or at its deadline, --rpc-timeout, which then ends the job. There are no requests between
+// episodes, so the parameters never change during a pass.
 
 #include <memory>
 #include <vector>
@@ -27,7 +27,7 @@ namespace distrain::scenario {
 
 namespace {
 
-/// What the observers call, on rank 0.
+/// The object on rank 0 that the observers call.
 class PolicyAgent {
  public:
   PolicyAgent(std::shared_ptr<Learner> learner, base::Executor& executor)
@@ -37,7 +37,7 @@ class PolicyAgent {
 
   base::Future<Actions> select_actions(rpc::CallContext& call, EnvironmentStates states) {
     ActionRequest request{call.caller.rank - 1, std::move(states)};
-    learner_->check(request);  // here, so that it does not spoil the pass for others
+    learner_->check(request);  // here, so that an invalid request does not fail the pass for others
     return batcher_.ask(std::move(request));
   }
   void report_rewards(rpc::CallContext& call, const EnvironmentStates& ends) {
@@ -49,7 +49,7 @@ class PolicyAgent {
   rpc::Batcher<ActionRequest, Actions> batcher_;
 };
 
-/// Made by the agent on each of the other ranks.
+/// Plays episodes. The agent creates one on each other rank.
 class Observer {
  public:
   using Constructor = Observer(rpc::RRef<PolicyAgent> agent, uint64_t seed, int64_t environments,

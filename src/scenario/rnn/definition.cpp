@@ -7,8 +7,8 @@ namespace distrain::scenario {
 
 namespace {
 
-/// The defaults that are others on a text: those of PyTorch's word language model, where a learning
-/// rate is divided by 4 as soon as the validation gets no better.
+/// Calls `tell` with each option whose default differs for text: those of PyTorch's word language
+/// model, which divides the learning rate by 4 when the validation loss does not improve.
 void defaults_on_text(const auto& tell) {
   tell("vocab-size", &RnnOptions::vocab_size, 10000);
   tell("embedding-dim", &RnnOptions::emsize, 200);
@@ -30,7 +30,7 @@ void settle(RnnOptions& options, const std::function<bool(std::string_view)>& gi
   if (options.valid_data.empty() && !given("lr-schedule")) options.lr_schedule = "constant";
 }
 
-/// The model's size follows from whether rank 0 has data.
+/// Throws if this rank has data and rank 0 has none, because rank 0 determines the model size.
 void check(const RnnOptions&, const job::Preflight& preflight) {
   if (!preflight.of_rank_0 || !preflight.given("data")) return;
   const auto data = preflight.of_rank_0->find("data");
@@ -42,10 +42,10 @@ void check(const RnnOptions&, const job::Preflight& preflight) {
 }  // namespace
 
 void RnnOptions::describe(job::OptionList<RnnOptions>& list) {
-  list.without("min-trainers");  // they keep replicas
+  list.without("min-trainers");  // the trainers keep replicas
   list.integer("vocab-size", &RnnOptions::vocab_size, "give the vocabulary at most N words")
       .range(2, job::kMaxInt)
-      .may_change()  // it is the words themselves that have to be as many
+      .may_change()  // the words must match instead, and so their number
       .details("It has the most frequent words, `<unk>` for others and `<eos>` for line ends.");
   list.integer("embedding-dim", &RnnOptions::emsize, "use embeddings of N numbers")
       .range(1, 1048576)

@@ -21,7 +21,7 @@ LanguageModel::LanguageModel(const RnnOptions& options, c10::Device device, Ends
 at::Tensor LanguageModel::training_loss(const WordBatch& batch, const job::Step& step,
                                         models::LstmState& state) {
   const base::TraceScope scope("forward");
-  // The text begins anew with each epoch; a resumed job brings the state along.
+  // Each epoch starts the text again. A resumed job restores the state.
   if (step.number == 0) state = lstm_->zero_state(batch.inputs.size(1));
   nn::Dropout dropout({options_.seed, static_cast<uint64_t>(step.epoch),
                        static_cast<uint64_t>(step.shard), static_cast<uint64_t>(step.number)});
@@ -31,7 +31,7 @@ at::Tensor LanguageModel::training_loss(const WordBatch& batch, const job::Step&
   return ends_.loss(dropout(hidden, options_.dropout).flatten(0, 1), batch.targets);
 }
 
-/// Without dropout.
+/// Computes the hidden states without dropout.
 at::Tensor LanguageModel::hidden_of(const at::Tensor& words, models::LstmState& state) const {
   nn::Dropout none;
   return lstm_->forward(ends_.embed(words), state, none);
@@ -43,8 +43,8 @@ void LanguageModel::evaluate_in(job::TrainingPlan& training, const RnnData& data
 }
 
 job::Evaluation LanguageModel::evaluate(const data::Corpus& text, const job::Share& share) const {
-  constexpr int64_t kColumns = 10;  // as PyTorch's word language model
-  // A line has an end, so a text has two words at least.
+  constexpr int64_t kColumns = 10;  // as in PyTorch's word language model
+  // A line has a word and an end, so a text has at least two tokens.
   const int64_t all = std::min(kColumns, std::ssize(text.tokens) / 2);
   const int64_t first = share.first(all), count = share.end(all) - first;
   job::Evaluation evaluation;

@@ -12,32 +12,32 @@
 
 namespace distrain::scenario {
 
-/// What a trainer makes of its LSTM and of the two ends of the model, wherever they are.
+/// A language model of a local LSTM and two ends, which may be remote.
 class LanguageModel {
  public:
-  /// The embedding and the decoder: over RPC, or directly in one process.
+  /// The embedding and the decoder, called over RPC or directly.
   struct Ends {
     std::function<at::Tensor(const at::Tensor& words)> embed;
     std::function<at::Tensor(const at::Tensor& hidden, const at::Tensor& targets)> loss;
     std::function<at::Tensor(const at::Tensor& hidden)> scores;
   };
 
-  /// With a `group` all its trainers share the LSTM, by DistributedDataParallel.
+  /// With a `group`, its trainers replicate the LSTM by DistributedDataParallel.
   LanguageModel(const RnnOptions& options, c10::Device device, Ends ends,
                 const job::Group* group = nullptr);
 
-  /// The loss of a training batch; carries the state on to the next.
+  /// Returns the loss of a training batch, and updates the state for the next batch.
   at::Tensor training_loss(const WordBatch& batch, const job::Step& step, models::LstmState& state);
-  /// Has the texts of both evaluations evaluated. To outlive the training, as the data.
+  /// Adds the evaluations of both texts. This object and `data` must outlive the training.
   void evaluate_in(job::TrainingPlan& training, const RnnData& data) const;
-  /// From a fresh state, without gradients.
+  /// Evaluates a share of `text` from a zero state, without gradients.
   job::Evaluation evaluate(const data::Corpus& text, const job::Share& share) const;
-  /// The `text` line, if one is asked for and there are words to write with.
+  /// Prints the `text` line, if --generate asks for it and there is a vocabulary.
   void tell_sample(const RnnData& data, job::EventSink& sink) const;
 
-  /// What may follow these words: the probability of each of the vocabulary.
+  /// Returns the probability of each word of the vocabulary to follow `words`.
   at::Tensor next(const std::vector<int64_t>& words, models::LstmState& state) const;
-  /// `text` and `--generate` words more, drawn by their probabilities. `words` are the text's.
+  /// Returns `text` (as tokens: `words`) and `--generate` more words, sampled by probability.
   std::string continued(std::string text, std::vector<int64_t> words,
                         const data::Vocabulary& vocabulary) const;
 
@@ -52,12 +52,12 @@ class LanguageModel {
   std::optional<ddp::DistributedDataParallel<models::Lstm>> parallel_;
 };
 
-/// For a checkpoint.
+/// Names the tensors of a state for checkpoints.
 inline data::NamedTensors named(const models::LstmState& state) {
   return {{"hidden", state.hidden}, {"cell", state.cell}};
 }
 
-/// The server's parameters in the order of the optimizer.
+/// Returns the parameters of the server in the order of the optimizer.
 optim::NamedParameters in_order(const models::WordEmbedding& embedding,
                                 const models::Decoder& decoder);
 

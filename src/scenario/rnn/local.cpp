@@ -1,4 +1,4 @@
-// distrain rnn in one process, without RPC: --local, with the same updates, and predict.
+// distrain rnn in one process without RPC (--local, with the same updates), and predict.
 
 #include <algorithm>
 #include <map>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kLikeliest = 5;
 
-/// With both ends here.
+/// The whole model in this process.
 struct WholeModel {
   WholeModel(const RnnOptions& options, int64_t words, c10::Device device)
       : embedding(words, options.emsize, options.seed, device),
@@ -91,7 +91,7 @@ void predict_rnn(job::Predictions& predictions, const RnnOptions& options) {
                          ? job::Json{{"text", model.continued("", line, data.vocabulary())}}
                          : likeliest(model.next(line, state), data.vocabulary()));
   }
-  // In the shares of the trainers, as they evaluated it: sums depend on that.
+  // Uses the shares of the trainers, as the evaluation did, because sums depend on them.
   job::Evaluation evaluation;
   for (int trainer = 0; trainer < options.trainers; ++trainer) {
     evaluation.add(model.evaluate(data.test(), {trainer, options.trainers}));

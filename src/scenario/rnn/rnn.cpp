@@ -15,7 +15,7 @@ namespace {
 using models::Decoder;
 using models::WordEmbedding;
 
-/// What a trainer needs of the two ends of the model.
+/// References to the ends of the model on the server.
 struct RemoteEnds {
   rpc::RRef<WordEmbedding> embedding;
   rpc::RRef<Decoder> decoder;
@@ -24,7 +24,7 @@ struct RemoteEnds {
       std::tuple(&RemoteEnds::embedding, &RemoteEnds::decoder, &RemoteEnds::parameters);
 };
 
-/// On the server: the first trainer that asks for them has them made.
+/// On the server: returns the ends. The first call creates them.
 RemoteEnds ends_of_job(rpc::CallContext& call, int64_t words, int64_t emsize, int64_t nhid,
                        uint64_t seed) {
   rpc::Agent& agent = call.agent;
