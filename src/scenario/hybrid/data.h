@@ -39,7 +39,7 @@ class HybridData {
   bool evaluates_text() const { return words_ && (valid_ || test_); }
   /// Counts the words of validation and test data that the training data does not have.
   int64_t unknown_words() const;
-  /// The test examples. Must exist.
+  /// The test examples. Must not be called without any.
   const data::TextDataset& test() const { return *test_; }
   /// Calls `use` with batches of the examples of `share`.
   static void each_batch(const data::TextDataset& set, const job::Share& share,

@@ -27,7 +27,7 @@ class PsData {
   /// `forward` returns the log-probabilities of a batch. This object must outlive the training.
   void evaluate_in(job::TrainingPlan& training,
                    const std::function<at::Tensor(const at::Tensor& images)>& forward) const;
-  /// The test images. Must exist.
+  /// The test images. Must not be called without any.
   const data::ImageSet& test() const { return *test_; }
   /// Calls `use` with batches of `share`, which take no more memory than training batches.
   void each_batch(const data::ImageSet& set, const job::Share& share,

@@ -44,7 +44,7 @@ class Learner {
   std::vector<Actions> choose(const std::vector<ActionRequest>& requests);
   /// Records the end states of an observer's episode.
   void report(int observer, const EnvironmentStates& ends);
-  /// Updates the policy when all observers have reported, and prints the `episode` line.
+  /// Updates the policy and prints the `episode` line, after all observers have reported.
   job::Result end_episode();
 
   bool solved() const { return running_reward() > options_.threshold; }

@@ -12,7 +12,7 @@
 
 namespace distrain::scenario {
 
-/// A language model of a local LSTM and two ends, which may be remote.
+/// A language model: an LSTM in this process, and an embedding and a decoder that may be remote.
 class LanguageModel {
  public:
   /// The embedding and the decoder, called over RPC or directly.
