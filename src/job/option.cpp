@@ -16,7 +16,7 @@ using base::invalid;
 using base::number;
 using base::shortest;
 
-/// " from 1 to 65535", " of 1 or more", " above 0 and up to 1000000", " from 0 to below 1".
+/// Returns the range in words: " from 1 to 65535", " of 1 or more", " above 0 and up to 1000000".
 std::string range_words(const Option& option) {
   const std::string min = fmt::format("{:.16g}", option.min);
   const std::string max = fmt::format("{}{:.16g}", option.below_max ? "below " : "", option.max);
@@ -118,7 +118,7 @@ Json json_value(const Option& option, const std::string& canonical) {
   } else if (option.kind == ValueKind::kReal) {
     if (const auto value = number<double>(canonical)) return *value;
   }
-  return canonical;  // a text, or a word in place of a number
+  return canonical;  // a text, or a word that replaces a number
 }
 
 std::string ParsedOptions::text(std::string_view name) const {
@@ -144,7 +144,7 @@ ParsedOptions ParsedOptions::adopting(const OptionMap& of_rank_0) const {
     if (!is_job_option(option) || it == of_rank_0.end()) continue;
     if (option.scope == Scope::kInput && given(option.name)) continue;
     if (it->second.empty() && (option.initial.empty() || option.each_own)) {
-      // What this rank derived followed from its own options.
+      // Discards the value that this rank derived from its own options.
       if (!given(option.name)) adopted.derive(option.name, option.initial);
       continue;
     }

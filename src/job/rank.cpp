@@ -55,7 +55,7 @@ const Group& Rank::group(const std::string& role) {
   }
   std::vector<int> members(static_cast<size_t>(ranks.count));
   std::iota(members.begin(), members.end(), ranks.first);
-  constexpr int kFirstGroupChannel = 16;  // those below are the layers' below
+  constexpr int kFirstGroupChannel = 16;  // the layers below use the lower channels
   collective::Backend::Settings settings;
   settings.timeout = std::chrono::milliseconds(std::llround(job().collective_timeout_s * 1000));
   const auto backend = c10::make_intrusive<collective::Backend>(

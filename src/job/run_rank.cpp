@@ -58,7 +58,7 @@ rpc::AgentOptions agent_options(const Job& job, EventSink& sink) {
   return options;
 }
 
-/// `--trace`, as rank 0's options have it.
+/// The trace that rank 0 requests by `--trace`.
 class JobTrace : public data::RunTrace {
  public:
   explicit JobTrace(EventSink& sink)
@@ -71,15 +71,15 @@ class JobTrace : public data::RunTrace {
   }
 };
 
-/// Ends the rank when another one is lost that the job cannot do without, whatever it is at: a step
-/// of a large net takes longer than others are to wait.
+/// Ends this rank, even within a step, when the job fails because another rank is lost: a step of a
+/// large net may take longer than the other ranks should wait.
 class LossWatch final : public rpc::Layer {
  public:
   explicit LossWatch(EventSink& sink) : sink_(sink) {}
   void on_rank_lost(const rpc::Loss& loss) override {
     if (!is_over_ && !loss.job_goes_on) sink_.failing(loss.error);
   }
-  /// From now on it is no loss if others go.
+  /// Ignores losses from now on.
   void end() { is_over_ = true; }
 
  private:
@@ -87,25 +87,25 @@ class LossWatch final : public rpc::Layer {
   std::atomic<bool> is_over_{false};
 };
 
-/// Returns what the called rank has done so far, as JSON.
+/// Returns the statistics of the called rank so far, as JSON.
 std::string figures(rpc::CallContext& call) {
   const Json fields = call.agent.local<Job>().progress->fields();
   return fields.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
-/// The place that rank 0 kept for this process has gone to one that names its rank.
+/// Thrown if the rank reserved for this process went to a process that named the rank explicitly.
 struct PlaceIsTaken {};
 
 // Functions that carry a signal to stop between ranks. Any rank may receive it; rank 0 acts on it.
 
-/// On rank 0: another rank was told to end.
+/// On rank 0: another rank received a signal to stop.
 void request_stop(rpc::CallContext& call) {
   auto& stop = call.agent.local<StopSignal>();
-  stop.arm();  // it may not have heard yet that there is something to save
+  stop.arm();  // rank 0 may not be armed yet
   stop.request();
 }
 
-/// Signals that any rank may get are rank 0's to see to.
+/// Forwards the signals of this rank to rank 0.
 void pass_on_signals(rpc::Agent& agent, StopSignal& stop) {
   const auto on_rank_0 = [&agent](auto call) {
     return [&agent, call] {
@@ -117,13 +117,13 @@ void pass_on_signals(rpc::Agent& agent, StopSignal& stop) {
       });
     };
   };
-  // Rank 0 itself looks at its own when a trainer asks for a step.
+  // Rank 0 checks its own signals when a trainer requests a task.
   if (agent.rank() != 0) stop.on_request(on_rank_0([&agent] { agent.rpc_sync<&request_stop>(0); }));
   stop.on_save(
       on_rank_0([&agent] { agent.rpc_sync<rpc::of_local<&TrainingHost::request_save>>(0); }));
 }
 
-/// At its end nobody is told of signals any more, and what was done so far is known.
+/// Removes the signal handlers and freezes the progress when it goes out of scope.
 struct Untold {
   StopSignal& stop;
   Progress* progress = nullptr;
@@ -135,7 +135,7 @@ struct Untold {
   }
 };
 
-/// How the job has ended, once all else is told.
+/// Adds to `outcome` how the job ended.
 void conclude(Outcome& outcome, Process& process, const TrainingHost* host) {
   outcome.fields.update(process.fields());
   if (host) host->add_to(outcome.fields);
@@ -145,11 +145,11 @@ void conclude(Outcome& outcome, Process& process, const TrainingHost* host) {
   if (outcome.goal_missed) outcome.message = process.missed_goal();
 }
 
-/// One rank of a job: its agent, and what every job does before and after the rank's own work.
+/// One rank of a job: its agent, and what all jobs do before and after the work of the rank.
 class RankRunner {
  public:
-  /// The rank is the one that the job names. `place`: what was kept for it, and run() may throw
-  /// PlaceIsTaken; null: it was told its rank.
+  /// `place` is the reservation of `job.rank` if rank 0 assigned it; run() may then throw
+  /// PlaceIsTaken. Null if the user gave the rank.
   RankRunner(const Job& job, EventSink& sink, const RankBody& body,
              std::unique_ptr<rpc::Place> place)
       : job_(job),
@@ -184,12 +184,12 @@ class RankRunner {
     agent_->provide(job.stop);
   }
 
-  /// Joins the other ranks, does the work of this one, and waits for the others. If anything
-  /// throws, all other ranks are told why.
+  /// Joins the other ranks, runs the body, and waits for the other ranks. If anything throws, sends
+  /// the error to all other ranks.
   Outcome run() {
     Outcome outcome;
     {
-      // Other ranks' parts of a save have failed or are here; the agent has been told of the end.
+      // The agent has ended by then, so fetches from other ranks have completed or failed.
       const auto settled = c10::make_scope_exit([this] {
         if (host_) host_->await_save().wait();
       });
@@ -207,12 +207,12 @@ class RankRunner {
       } catch (...) {
         const base::Error error = with_rank(rpc::error_in_flight(base::ErrorKind::kInternal));
         loss_watch_->end();
-        // All else that a rank may be refused for Place::take() has heard.
+        // Place::take() would have received any other reason for a refusal.
         const bool is_refused = !agent_->has_place() && error.kind == base::ErrorKind::kRendezvous;
         if (has_asked_ && is_refused) throw PlaceIsTaken();
         if (error.rank != agent_->rank()) sink_.failing(error);
         agent_->abort(error);
-        trace_.write_own(agent_->rank(), agent_->name());  // rank 0's part is better than none
+        trace_.write_own(agent_->rank(), agent_->name());  // keeps rank 0's own trace
         throw base::Exception(error);
       }
     }
@@ -233,7 +233,7 @@ class RankRunner {
       agent_->provide(std::make_shared<Job>(job_));
       body_.prepare(*rank_);
       if (job_.rank != 0) return;
-      // Before the others are there: what is wrong with the folder is known at once.
+      // Before the other ranks join, so that a problem with the folder is reported at once.
       host_ = std::make_shared<TrainingHost>(body_.cmd, known, agent_.get(), job_, sink_);
       agent_->provide(host_);
       agent_->add_layer(host_);
@@ -249,29 +249,29 @@ class RankRunner {
     trace_.begin(*agent_);
   }
 
-  /// Has the rank's progress show `own`, the fields of its last line, and all else that is known.
+  /// Makes the progress report `own`, the fields of the last line, and the current statistics.
   void report(const Json& own) {
     job_.progress->report([this, own](Json& fields) {
       fields.update(own);
       add_to(fields);
-      if (host_) host_->add_to(fields, !job_.spawned);  // the last line of the job
+      if (host_) host_->add_to(fields, !job_.spawned);  // all steps, for the last line of the job
     });
   }
 
-  /// Adds what the rank has done so far. Any thread.
+  /// Adds the statistics of this rank so far. May be called by any thread.
   void add_to(Json& fields) const {
     const rpc::Traffic traffic = agent_->traffic();
     fields["rpc"] = {
         {"calls", traffic.calls}, {"bytes_out", traffic.bytes_out}, {"bytes_in", traffic.bytes_in}};
-    if (*updates_ > 0) fields["updates"] = updates_->load();  // of this rank's parameters
+    if (*updates_ > 0) fields["updates"] = updates_->load();  // of parameters on this rank
     if (job_.add_usage) job_.add_usage(fields);
   }
 
   void finish(Outcome& outcome) {
-    // Waiting for the end of others is no trouble: it takes as long as their work does.
-    loss_watch_->end();  // this thread sees what happens to others from here on
+    // Stops the watch, because shutdown() notices losses and may take as long as others work.
+    loss_watch_->end();
     agent_->shutdown({}, [&] {
-      add_to(outcome.fields);  // what gathers the others' figures and the trace is not of the job
+      add_to(outcome.fields);  // first, so that the calls below are not counted
       if (agent_->rank() == 0) outcome.others = figures_of_others();
       trace_.collect();
     });
@@ -280,8 +280,8 @@ class RankRunner {
     outcome.afterwards = trace_.write();
   }
 
-  /// Asks each other rank that is still there. A rank that is lost now, or does not answer before
-  /// the deadline of a call, is left out.
+  /// Requests the statistics of all other ranks. Omits a rank that is lost or does not answer
+  /// before the call deadline.
   std::map<int, Json> figures_of_others() const {
     std::map<int, base::Future<std::string>> asked;
     for (int rank = 1; rank < agent_->world_size(); ++rank) {
@@ -296,19 +296,19 @@ class RankRunner {
     return told;
   }
 
-  /// An error names its rank as the cause; one for want of memory names it in its message, too.
+  /// Adds the causing rank to an error, and its name to the message of a `resources` error.
   base::Error with_rank(base::Error error) const {
     if (error.rank < 0) error.rank = agent_->rank();
     const int rank = error.rank;
     const bool is_own = rank == agent_->rank();
-    // Where others compute is known once all are there.
+    // The names of other ranks are known only after all have joined.
     const bool is_known = is_own || (joined_ && rank < agent_->world_size());
     if (error.kind != base::ErrorKind::kResources || !is_known) return error;
     const std::string name = is_own ? agent_->name() : agent_->worker(rank).name;
     return cuda::error_of_rank(std::move(error), rank, name);
   }
 
-  Job job_;  // from join() on with this rank's devices
+  Job job_;  // has the devices of this rank after join()
   EventSink& sink_;
   const RankBody& body_;
   const bool has_asked_;
@@ -329,7 +329,7 @@ RankBody::Known known_options(const OptionTable& table, const OptionMap& values)
   const auto data = values.find("data");
   const bool has_data = data != values.end() && is_path(*find_option(table, "data"), data->second);
   for (const Option& option : table) {
-    // How often to save, but neither where to nor what to go on from.
+    // Checkpoints record how often to save, but neither the folder nor what to resume.
     const bool saved_where = option.group == "Checkpoints" && option.needs != "checkpoint";
     const bool has_effect = !(has_data ? option.random_only : option.data_only);
     if (!is_job_option(option) || saved_where || !has_effect || option.each_own) continue;
@@ -337,7 +337,7 @@ RankBody::Known known_options(const OptionTable& table, const OptionMap& values)
     try {
       static_cast<void>(Json(value).dump());
     } catch (const Json::type_error&) {
-      continue;  // a path that is not UTF-8: no checkpoint could say it
+      continue;  // a path that is not UTF-8 cannot be in a manifest
     }
     known.options[option.name] = value;
     if (!option.may_change) known.must_agree.push_back(option.name);
@@ -409,7 +409,7 @@ Outcome run_local_job(const Job& job, EventSink& sink,
     outcome = run(placed);
   } catch (...) {
     const auto error = std::current_exception();
-    // What came first counts. And what failed before it began leaves the file that may be there.
+    // Keeps the first error. A job that failed before it recorded anything keeps an existing file.
     if (!trace.tracer()->tracks().empty()) trace.write_own(job.rank, "local");
     std::rethrow_exception(error);
   }

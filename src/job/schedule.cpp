@@ -73,7 +73,7 @@ base::Future<Task> Schedule::next(Seat seat, bool stop, int64_t wanted) {
     if (!is_advancing_ && phase_ == Phase::kTraining && take_locked(seat.trainer, wanted, task)) {
       return base::Future<Task>::ready(task);
     }
-    if (phase_ == Phase::kEnding) {  // it has come as the others went
+    if (phase_ == Phase::kEnding) {  // a new trainer came while the others ended
       task_locked(seat.trainer, wanted, task);
       return base::Future<Task>::ready(task);
     }
@@ -107,7 +107,7 @@ int64_t Schedule::steps_made() const {
   return made;
 }
 
-// All trainers wait: only this thread, losses, new trainers and outside requests change anything.
+// When all trainers wait, only this thread, losses, joins and outside requests change the state.
 void Schedule::advance() {
   for (;;) {
     Phase before{};
@@ -129,8 +129,8 @@ void Schedule::advance() {
   }
 }
 
-// Where trainers keep pace, those who wait for the others here must not be waited for there, once
-// some may make more steps than others.
+// Once a loss lets trainers differ in their numbers of steps, other ranks must stop waiting for the
+// steps of a trainer that waits here.
 void Schedule::tell_who_rests() {
   if (terms_.take_over) return;
   std::vector<int> resting;
@@ -142,7 +142,7 @@ void Schedule::tell_who_rests() {
   for (const int trainer : resting) hooks_.on_rest(trainer);
 }
 
-// ---- who is lost, and who takes the place ----
+// ---- lost trainers and their replacements ----
 
 Schedule::Lost Schedule::lose(int trainer, std::optional<int64_t> made) {
   std::optional<Request> request;
@@ -171,7 +171,7 @@ Schedule::Lost Schedule::lose(int trainer, std::optional<int64_t> made) {
   return lost;
 }
 
-// Steps may have been given back while others wait.
+// Hands out returned steps first, because other trainers may wait for them.
 void Schedule::go_on() {
   const auto may_hand_out = [this] {
     std::lock_guard lock(mutex_);
@@ -205,18 +205,18 @@ std::vector<rpc::Wait> Schedule::waits() const {
   return {{"the next task of all, which wants trainer " + missing, since}};
 }
 
-// Steps of each trainer, a multiple of the interval whenever the last one was.
+// Returns the steps per trainer at the next periodic save, a multiple of the interval.
 int64_t Schedule::next_save() const { return (saved_ / terms_.save_every + 1) * terms_.save_every; }
 
-// How many steps each trainer may have made until all meet for something.
+// Returns the steps per trainer after which all trainers meet next.
 int64_t Schedule::gate_locked() const {
   const int64_t last = terms_.steps > 0 ? terms_.steps : kNever;
   const int64_t save = terms_.save && terms_.save_every > 0 ? next_save() : kNever;
   return std::min({last, save, save_at_, stop_at_, finish_at_});
 }
 
-// Where trainers wait for each other's steps, in sync and ssp, all of them must be allowed as many:
-// otherwise one would wait here for one that waits for it.
+// In sync and ssp modes trainers wait for each other's steps, so all must reach the steps of the
+// furthest trainer before they meet; otherwise they could deadlock.
 int64_t Schedule::furthest_locked() const {
   if (takes_over_) return 0;
   return std::ranges::max(places_, {}, &Place::taken).taken;
@@ -250,7 +250,7 @@ bool Schedule::take_locked(int trainer, int64_t wanted, Task& task) {
   Place& its = place(trainer);
   if (given_back_.empty()) {
     its.lease = take_new_locked(trainer, wanted);
-  } else {  // steps that were counted when they were handed out first
+  } else {  // these were counted when first handed out
     Range& first = given_back_.front();
     its.lease = {first.shard, first.step, std::min(wanted, first.count)};
     first.step += its.lease.count;
@@ -272,7 +272,7 @@ Schedule::Range Schedule::take_new_locked(int trainer, int64_t wanted) {
   int64_t allowed = kNever;
   if (gate != kNever) {
     allowed = gate - its.taken;
-    if (takes_over_) {  // of what is left for all of them this one's share
+    if (takes_over_) {  // this trainer's share of the remaining steps
       const int64_t left = gate * terms_.trainers - position_.total;
       const int64_t all = std::max(here_locked(), 1);
       allowed = (left + all - 1) / all;
@@ -351,8 +351,8 @@ void Schedule::enter_next_phase(Phase before, bool again) {
   if (phase_ == Phase::kEnding) hooks_.on_end(stopped());
 }
 
-// First it is settled for all who waits on and who does not: somebody with a task may come back
-// with it done before the next one has his.
+// Assigns all tasks before it delivers any, because a trainer may finish its task before the next
+// trainer has one.
 void Schedule::hand_out() {
   std::vector<std::pair<base::Promise<Task>, Task>> tasks;
   {

@@ -17,10 +17,10 @@ namespace distrain::job {
 
 namespace {
 
-constexpr double kLease_s = 0.25;  // of steps that are handed out together
+constexpr double kLease_s = 0.25;  // target duration of the steps of a lease
 constexpr auto kShowInterval = std::chrono::milliseconds(500);
 constexpr int64_t kEndless = 1'000'000'000'000;  // steps: more than any job can make
-constexpr double kFarAbove = 1000;               // the first loss: training has diverged
+constexpr double kFarAbove = 1000;               // times the first loss: training has diverged
 
 rpc::To host() { return rpc::To(kHostRank).without_deadline(); }
 
@@ -130,7 +130,7 @@ TrainingPlan::TrainingPlan(Plan plan, Process& process, std::vector<int> own, Sh
 void TrainingPlan::keep(LocalUpdates& optimizer) {
   begin_step_.emplace_back(
       [&optimizer](double factor, int64_t) { optimizer.set_lr_factor(factor); });
-  plan_.take_over = plan_.take_over && !optimizer.has_replicas();  // as the group's trainers
+  plan_.take_over = plan_.take_over && !optimizer.has_replicas();  // equal steps, as in groups
   Part part;
   part.file = "optimizer";
   part.once = true;
@@ -164,7 +164,7 @@ auto TrainingPlan::ask(const Args&... args) const {
 
 void TrainingPlan::attach() {
   plan_.parts.assign(parts_.begin(), parts_.end());
-  // What is shared outlives a trainer; if nothing is known to be, all may be a trainer's own.
+  // Only shared parts survive a lost trainer. Without parts, all state may be local to trainers.
   const bool all_shared = !parts_.empty() && std::ranges::all_of(parts_, &Part::once);
   if (agent_) plan_.may_lose = plan_.may_lose && all_shared;
   Attached attached;
@@ -175,7 +175,7 @@ void TrainingPlan::attach() {
   }
   total_ = begun_at_ = attached.steps_made;
   process_.sink().used(plan_.used);
-  if (attached.is_late && attached.saves) process_.job().stop->arm();  // as the others did long ago
+  if (attached.is_late && attached.saves) process_.job().stop->arm();  // others are armed already
   if (attached.saves && begin_step_.empty() && own_.front() == 0) {
     process_.sink().warn(base::ErrorKind::kInvalid,
                          "the checkpoints keep no optimizer (Training::keep): a job that goes on "
@@ -209,7 +209,7 @@ void TrainingPlan::make(const Step& what, const std::function<Result()>& step) {
   show(what.epoch, loss, plan_.lr * factor, result.progress);
 }
 
-/// Reports how far training is, at most twice a second: a clock is all that most steps look at.
+/// Reports progress at most twice a second, so that most steps only read the clock.
 void TrainingPlan::show(int64_t epoch, double loss, double lr, const Json& more) {
   const base::TimePoint now = base::Clock::now();
   if (now - shown_ < kShowInterval) return;
@@ -252,7 +252,7 @@ void TrainingPlan::meet(const Task& task) {
   }
 }
 
-/// How the epoch went, with this process's share of an evaluation.
+/// Ends the epoch. Returns its report, with this process's share of an evaluation.
 Report TrainingPlan::close_epoch(const Task& task) {
   Report report;
   if (plan_.log) report.steps = epoch_steps_;
@@ -283,7 +283,7 @@ void TrainingPlan::end(const Task& task) {
   Json& fields = process_.fields();
   fields["steps"] = steps_;
   fields["train_s"] = train_s_;
-  // Trainers that go at one pace: the first speaks for all.
+  // All trainers make equal steps, so the first one reports the rate of all.
   if (plan_.unit == Unit::kWords && share_.index == 0 && train_s_ > 0) {
     fields["words_per_s"] = static_cast<double>(samples_ * share_.count) / train_s_;
   }
@@ -330,7 +330,7 @@ void Training::keep(optim::DistributedOptimizer& optimizer, std::vector<std::str
   part.give = [&optimizer, parameters](int trainer, const data::NamedTensors& saved) {
     const std::vector<optim::ParameterState> states = optim::unflatten(parameters, saved);
     if (trainer == 0) return optimizer.load_state(states);
-    // The shared ones are the first's to give.
+    // Only trainer 0 restores the shared parameters.
     const auto own = static_cast<std::ptrdiff_t>(optimizer.local_state().size());
     optimizer.load_local_state({states.end() - own, states.end()});
   };
@@ -363,8 +363,8 @@ void Training::train(const Task& task, const std::function<Result(const Step&)>&
     const Step what = {task.epoch, task.shard, number, steps_made()};
     make(what, [&] { return step(what); });
   }
-  // So many at once as take their time at the pace of the last ones, but no more than twice as
-  // many: steps may come to take longer.
+  // Requests as many steps as take kLease_s at the current pace, but at most twice the last number,
+  // because steps may become slower.
   const double pace = static_cast<double>(task.count) / std::max(base::seconds_since(begun), 1e-6);
   wanted_ = std::clamp(static_cast<int64_t>(pace * kLease_s), int64_t{1},
                        std::min(2 * task.count, plan_.steps_at_once));
@@ -377,10 +377,10 @@ LocalTraining::LocalTraining(Local& local, Plan plan, int trainers)
   std::iota(own_.begin(), own_.end(), 0);
 }
 
-// Rounds of one step for each trainer that has one, and between them what all do together.
+// Makes rounds of one step per trainer that has one; all other tasks come between rounds.
 void LocalTraining::run(const std::function<Result(const std::vector<Step>&)>& step) {
   attach();
-  std::map<int, base::Future<Lease>> pending;  // those that still have steps in an epoch go first
+  std::map<int, base::Future<Lease>> pending;  // by trainer; done first if its shard has steps left
   for (Task task; task.kind != Task::Kind::kEnd;) {
     for (int trainer = 0; trainer < plan_.trainers; ++trainer) {
       if (pending.contains(trainer)) continue;

@@ -13,7 +13,7 @@ namespace distrain::job {
 
 namespace {
 
-/// What the trainer of `rank` has other than the first one; empty: nothing.
+/// Returns how the plan of `rank` differs from that of the first trainer; empty if it does not.
 std::string difference(const Plan& first, const Plan& other, int rank) {
   const std::string who = "trainer " + std::to_string(rank);
   const auto read = [](const Plan& p) { return std::tie(p.steps_per_epoch, p.agreed, p.alike); };
@@ -41,8 +41,8 @@ void put(const HeldPart& of, const data::NamedTensors& tensors, Snapshot& into) 
   }
 }
 
-/// Puts the tensors of all into the checkpoint, under the names that they have there. Those of
-/// other ranks are fetched one after the other, and each is let go there as soon as it is here.
+/// Adds the tensors of all parts to the checkpoint under their stored names. Fetches remote tensors
+/// one by one, and releases each when it has arrived.
 void fetch(std::vector<HeldPart>& parts, Snapshot& into, EventSink& sink) {
   for (HeldPart& part : parts) {
     for (const std::string& name : part.tensors.trained) {
@@ -61,7 +61,6 @@ void fetch(std::vector<HeldPart>& parts, Snapshot& into, EventSink& sink) {
   parts.clear();
 }
 
-/// On each rank: what is to be done there before trainers may be lost.
 struct LossPreparation {
   rpc::Agent& agent;
   EventSink& sink;
@@ -73,7 +72,8 @@ struct LossPreparation {
   void rest(uint32_t process) { optim::rest(agent, process); }
 };
 
-/// Calls `ask` with each rank and waits for the answers; a rank that the job does without has none.
+/// Calls `ask` for each rank and waits for the answers. Ignores ranks that the job continues
+/// without.
 void ask_all(rpc::Agent& agent, const std::function<base::Future<void>(int rank)>& ask) {
   std::vector<std::pair<int, base::Future<void>>> asked;
   for (int rank = 0; rank < agent.world_size(); ++rank) {
@@ -85,8 +85,8 @@ void ask_all(rpc::Agent& agent, const std::function<base::Future<void>(int rank)
   }
 }
 
-/// The training is over; from now on a signal ends a rank at once, unless the job is `stopped` by
-/// one, or by one that came to any rank meanwhile.
+/// Ends the training on all ranks: from now on a signal ends a rank at once, unless a signal has
+/// already stopped the job (`stopped`) or does so concurrently on any rank.
 void end_on_all(rpc::Agent* agent, StopSignal& stop, bool stopped) {
   if (!agent) {
     stop.disarm(stopped);
@@ -97,10 +97,10 @@ void end_on_all(rpc::Agent* agent, StopSignal& stop, bool stopped) {
     return agent->rpc_async<rpc::of_local<&StopSignal::disarm>>(rank, stopped)
         .then(agent->inline_executor(), [&any](bool told) { any = any || told; });
   });
-  if (any && !stopped) end_on_all(agent, stop, true);  // one came after the last look
+  if (any && !stopped) end_on_all(agent, stop, true);  // a signal came after the last check
 }
 
-/// Throws if the checkpoint has a tensor that belongs to no part of `plan`: it is of another model.
+/// Throws if the checkpoint has a tensor of no part of `plan`, which means another model.
 void check_all_taken(const Snapshot& snapshot, const Plan& plan) {
   const auto is_known = [&](const std::string& file, const std::string& tensor) {
     return std::ranges::any_of(plan.parts, [&](const PartName& part) {
@@ -129,8 +129,8 @@ TrainingHost::TrainingHost(std::string cmd, RankBody::Known known, rpc::Agent* a
       sink_(sink),
       stop_(job.stop),
       checkpoints_(known_.checkpoint, job, sink, [this](const base::Error& error) {
-        // A part that is lost with its rank is no reason to end: its loss is dealt with elsewhere.
-        // If no save follows, the end says that the last one failed.
+        // A save that fails because a rank is lost does not end the job: the loss is handled
+        // elsewhere. If no save follows, the end reports the failure.
         if (error.kind == base::ErrorKind::kPeerLost) {
           sink_.warn(error.kind, "a checkpoint was abandoned: " + error.message);
         } else if (Schedule* const schedule = current_) {
@@ -200,7 +200,7 @@ void TrainingHost::begin(const Plan& plan) {
       std::lock_guard lock(mutex_);
       resumed_.reset();
     }
-    // From here on a signal is seen to: there is something to save.
+    // From here on a signal stops the job in order, because there is something to save.
     if (plan_->save && !agent_) stop_->arm();
     if (plan_->save && agent_) {
       ask_all(*agent_, [this](int rank) {
@@ -218,7 +218,7 @@ void TrainingHost::begin(const Plan& plan) {
   hooks.on_evaluated = std::bind_front(&TrainingHost::on_evaluated, this);
   hooks.on_save = std::bind_front(&TrainingHost::save, this);
   hooks.on_end = [this](bool stopped) {
-    if (may_lose_) go_on_without_any(false);  // nobody comes any more in the place of one
+    if (may_lose_) go_on_without_any(false);  // no replacement may join any more
     checkpoints_.finish();
     if (plan_->save) end_on_all(agent_, *stop_, stopped);
   };
@@ -234,7 +234,7 @@ void TrainingHost::begin(const Plan& plan) {
   try {
     load();
   } catch (...) {
-    plan_.reset();  // the next one is to hear the same
+    plan_.reset();  // so that the next trainer gets the same error
     throw;
   }
   current_ = &*schedule_;
@@ -245,13 +245,12 @@ void TrainingHost::begin(const Plan& plan) {
                  (plan.limit.empty() ? "" : " without a larger " + plan.limit));
 }
 
-/// The trainer that a rank is; none.
 std::optional<int> TrainingHost::trainer_of(int rank) const {
   const int trainer = rank - plan_->first_rank;
   return trainer >= 0 && trainer < plan_->trainers ? std::optional(trainer) : std::nullopt;
 }
 
-// Rank 0 itself cannot be done without.
+// Lets the job continue without lost trainers, but never without rank 0.
 void TrainingHost::go_on_without_any(bool may_return) const {
   const int least = known_.min_trainers;
   std::vector<int> ranks(static_cast<size_t>(plan_->trainers));
@@ -261,8 +260,8 @@ void TrainingHost::go_on_without_any(bool may_return) const {
                         may_return);
 }
 
-/// No rank waits for that trainer's steps until it makes one. Nobody waits for answers: a lost rank
-/// has none, and who waits for its steps hears of it.
+/// Tells all ranks not to wait for a trainer's steps until it makes one. Ignores the answers: a
+/// lost rank sends none, and ranks that wait for its steps are notified of its loss.
 void TrainingHost::rest(int trainer) const {
   if (!may_lose_) return;
   const int rank = plan_->first_rank + trainer;
@@ -286,7 +285,7 @@ void TrainingHost::load() {
   for (const auto& [name, value] : agreed.items()) {
     if (!value.is_string()) snapshot.refuse("its value of " + name + " is not a text");
   }
-  // Other data has other options, too.
+  // Checks the data first, because other data implies other options.
   const auto data = plan_->agreed.find("data");
   if (agreed.value("data", "") != (data == plan_->agreed.end() ? "" : data->second)) {
     const auto now = known_.options.find("data");
@@ -319,7 +318,7 @@ void TrainingHost::read_position(const Snapshot& snapshot) {
   const Position position = Position::from_json(state.value("position", Json()), plan_->trainers);
   const Json lr = state.value("lr", Json());
   if (!lr.is_number()) snapshot.refuse("no lr");
-  // With another --lr or --lr-schedule than the saved run had, the user's begin anew.
+  // If the user has changed --lr or --lr-schedule, the schedule starts anew.
   if (lr == Json(plan_->lr) && state.value("lr_schedule", Json()) == Json(plan_->lr_schedule)) {
     const Json kept = state.value("lr_state", Json());
     optim::ScheduleState schedule;
@@ -349,7 +348,7 @@ data::NamedTensors TrainingHost::saved_part(const PartName& part, int trainer) {
   return found;
 }
 
-// What is late of one that is lost is not its successor's.
+// Refuses late calls from a lost trainer, even if it has been replaced.
 void TrainingHost::check_seat_locked(Seat seat) const {
   const auto its = trainers_.find(seat.trainer);
   if (its != trainers_.end() && its->second.before == seat.before) return;
@@ -364,7 +363,7 @@ base::Future<Lease> TrainingHost::next(Seat seat, bool stop, bool last, int64_t 
   {
     std::lock_guard lock(mutex_);
     check_seat_locked(seat);
-    // It has done what it asked for first.
+    // With its second request a replacement has finished its first task.
     const auto untried = untried_.find(seat.trainer);
     if (untried != untried_.end() && untried->second++ > 0) {
       agent_->note_of_use(plan_->first_rank + seat.trainer);
@@ -389,9 +388,9 @@ void TrainingHost::on_rank_lost(const rpc::Loss& loss) {
     if (!schedule_) return;
   }
   if (!trainer) return schedule_->fail(loss.error);
-  // The last of its steps that parameters of this rank have seen; none: this rank cannot tell.
+  // Its last step that was applied to parameters of this rank; nullopt if unknown.
   const auto made = optim::last_step_of(*agent_, loss.process());
-  bool was_there = false;  // otherwise it has come and gone before it had asked for anything
+  bool was_there = false;  // false: it was lost before it attached
   {
     std::lock_guard lock(mutex_);
     lost_before_[*trainer] = loss.incarnation + 1;
@@ -404,7 +403,7 @@ void TrainingHost::on_rank_lost(const rpc::Loss& loss) {
     std::lock_guard lock(mutex_);
     lost_steps_ += lost.made;
   }
-  // To tell of it may take its time, and so may what all do next.
+  // Posted, because the output and the next phase may take long.
   agent_->executor().post([this, self = shared_from_this(), loss, lost] {
     sink_.emit("lost", {{"lost_rank", loss.rank},
                         {"lost_role", agent_->worker(loss.rank).name},
@@ -435,7 +434,7 @@ void TrainingHost::report(Seat seat, const Report& report) {
   }
 }
 
-/// The mean of the steps since the last evaluation, if there were any.
+/// Adds the mean loss of the steps since the last evaluation, if there were any.
 void TrainingHost::add_loss(Json& fields) const {
   if (total_.steps == 0) return;
   const double loss = total_.loss / static_cast<double>(total_.steps);
@@ -452,7 +451,7 @@ void TrainingHost::on_evaluated(const Position& position, bool whole_epoch) {
     base::invalid("--eval-only: the job has no data to evaluate on");
   }
   if (total_.valid.samples > 0) {
-    // Where a job was cut off, one that goes on must not see it.
+    // An evaluation at an interruption must not affect the schedule of the resumed job.
     if (whole_epoch) lr_schedule_.observe(total_.valid.loss());
   } else if (lr_schedule_.observes() && whole_epoch && !told_of_schedule_) {
     told_of_schedule_ = true;
@@ -471,7 +470,7 @@ void TrainingHost::tell_evaluation(const char* set, const Evaluation& evaluation
   }
   Json fields = fields_of(evaluation, plan_->unit);
   fields["set"] = set;
-  // Of a job that has just gone on, or is over, the next epoch has begun with no step.
+  // Without a step in this epoch, after a resume or at the end, the previous epoch was evaluated.
   const bool between = std::ranges::max(position.steps) == 0;
   fields["epoch"] = position.epoch - (between && position.epoch > 1 ? 1 : 0);
   fields["step"] = position.total / plan_->trainers;
@@ -511,10 +510,10 @@ void TrainingHost::save(const Position& position) {
 }
 
 void TrainingHost::add_to(Json& fields, bool all_steps) const {
-  if (!current_) return;  // what begin() does under the lock may take long
+  if (!current_) return;  // begin() may hold the lock for long
   std::lock_guard lock(mutex_);
   fields.update(metrics_);
-  add_loss(fields);  // if it was stopped in the midst of an epoch
+  add_loss(fields);  // if the job was stopped within an epoch
   if (may_lose_) fields["lost"] = lost_;
   const int64_t own = fields.value("steps", int64_t{0}) + lost_steps_;
   const int64_t all = all_steps ? schedule_->steps_made() + lost_steps_ : 0;

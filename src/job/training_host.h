@@ -18,35 +18,35 @@ namespace distrain::job {
 
 inline constexpr int kHostRank = 0;
 
-/// What a trainer hears before it trains.
+/// The reply to a trainer that attaches.
 struct Attached {
-  std::string path;        ///< of the checkpoint that the job goes on from; empty: afresh
-  int64_t steps_made = 0;  ///< by each trainer
-  bool saves = false;      ///< the job
+  std::string path;        ///< checkpoint to resume from; empty: none
+  int64_t steps_made = 0;  ///< steps that each trainer has made so far
+  bool saves = false;      ///< whether the job saves checkpoints
   Seat seat;
-  bool is_late = false;  ///< it takes the place of a trainer that was lost, in the midst of the job
+  bool is_late = false;  ///< the trainer replaces a lost one in a running job
   static constexpr auto kFields = std::tuple(&Attached::path, &Attached::steps_made,
                                              &Attached::saves, &Attached::seat, &Attached::is_late);
 };
 
-/// What a trainer is to do next, and how far the learning rate's schedule has come.
+/// The next task of a trainer, and the state of the learning rate schedule.
 struct Lease {
   Task task;
   optim::ScheduleState schedule;
   static constexpr auto kFields = std::tuple(&Lease::task, &Lease::schedule);
 };
 
-/// How a trainer's epoch went, and its share of an evaluation.
+/// The result of a trainer's epoch, and its share of an evaluation.
 struct Report {
   double loss = 0;  ///< mean of its steps
   int64_t steps = 0;
-  Evaluation valid, test;  ///< of an epoch; of the job's end
+  Evaluation valid, test;  ///< at the end of an epoch; of the job
   std::map<std::string, int64_t> maxima;
   static constexpr auto kFields =
       std::tuple(&Report::loss, &Report::steps, &Report::valid, &Report::test, &Report::maxima);
 };
 
-/// A trainer's part of a checkpoint that is being made.
+/// A trainer's part of a checkpoint in progress.
 struct HeldPart {
   PartName part;
   int32_t trainer = 0;
@@ -55,10 +55,10 @@ struct HeldPart {
       std::tuple(&HeldPart::part, &HeldPart::trainer, &HeldPart::tensors);
 };
 
-/// A training's schedule, learning rate, evaluation, checkpoints and end, on rank 0. Thread-safe.
+/// Runs a training from rank 0: schedule, learning rate, evaluation, checkpoints. Thread-safe.
 class TrainingHost final : public rpc::Layer, public std::enable_shared_from_this<TrainingHost> {
  public:
-  /// Tries to write to the folder of checkpoints. `agent`: null if all trainers are here.
+  /// Checks that checkpoints can be written. `agent` is null if all trainers are in this process.
   TrainingHost(std::string cmd, RankBody::Known known, rpc::Agent* agent, const Job& job,
                EventSink& sink);
 
@@ -66,35 +66,35 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   /// of each rank that the job may continue without it. Must be called before join().
   static void expose(rpc::Agent& agent, EventSink& sink);
 
-  /// The first one makes the schedule, and reads the checkpoint if there is one to go on from.
-  /// `incarnation`: of the trainer's rank.
+  /// Registers a trainer of the rank process `incarnation`. The first call creates the schedule and
+  /// reads the checkpoint to resume from, if any.
   Attached attach(const Plan& plan, int trainer, uint32_t incarnation);
-  /// Of the checkpoint that the job goes on from.
+  /// Returns a part of the checkpoint that the job resumes from.
   data::NamedTensors saved_part(const PartName& part, int trainer);
   base::Future<Lease> next(Seat seat, bool stop, bool last, int64_t wanted);
   void report(Seat seat, const Report& report);
-  /// Done when no save is under way. A new save waits for it, so that one is in memory at a time.
+  /// Completes when no save is in progress. A new save waits for it, so that only one is in memory.
   base::Future<void> await_save() { return checkpoints_.idle(); }
-  /// On a task to save: a trainer's parts.
+  /// Adds the parts of a trainer to the current save.
   void contribute(Seat seat, const std::vector<HeldPart>& parts);
 
   // Note [Who waits on rank 0]
   //
-  // Trainers wait on rank 0 for each other's next step. A call to another rank fails when that rank
-  // is lost; here it is a third one that does not come, and one of those who wait may be on rank 0
-  // itself. So the host hears of each loss, and tells all who wait; or, where the job goes on
-  // without that rank, waits for it no more: Note [Leases].
+  // Trainers wait on rank 0 for each other's next step. A call to a rank fails when that rank is
+  // lost; here a trainer may wait for a third rank, and may itself be on rank 0. The host therefore
+  // receives each loss. It then fails all waiting trainers or, if the job continues without the
+  // lost rank, stops waiting for it: Note [Leases].
   void on_rank_lost(const rpc::Loss& loss) override;
 
-  /// All are to save as soon as they can, and to go on. Takes no lock, so that a line that cannot
-  /// be written, which asks for a stop, may come from under it.
+  /// Makes all trainers save as soon as possible and continue. Takes no lock, because a failed
+  /// write of a line under the lock may call it.
   void request_save();
   std::vector<rpc::Wait> waits() const override {
     const Schedule* const schedule = current_;
     return schedule ? schedule->waits() : std::vector<rpc::Wait>();
   }
-  /// Adds what rank 0 knows of the training so far, `steps` too if `all_steps`: those of all
-  /// trainers. Any thread.
+  /// Adds the metrics of the training so far, and the steps of all trainers if `all_steps`. May be
+  /// called by any thread.
   void add_to(Json& fields, bool all_steps = false) const;
   std::string last_saved() const { return checkpoints_.last_saved(); }
 
@@ -119,27 +119,27 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
 
   base::InlineExecutor executor_;
 
-  mutable std::mutex mutex_;  // of what follows, but the schedule, which locks itself
+  mutable std::mutex mutex_;  // guards what follows, except the schedule, which locks itself
   std::optional<Plan> plan_;
-  std::map<int, Seat> trainers_;         // that are there
-  std::map<int, int> untried_;           // who have come late: what they have asked for so far
-  std::map<int, uint32_t> lost_before_;  // of each trainer that was lost: its next incarnation
-  bool may_lose_ = false;                // the job may lose trainers
-  int64_t lost_steps_ = 0;               // that those who are lost have made
-  int64_t lost_ = 0;                     // how many are
+  std::map<int, Seat> trainers_;         // attached and not lost
+  std::map<int, int> untried_;           // requests of each replacement in its first task
+  std::map<int, uint32_t> lost_before_;  // next incarnation of each lost trainer
+  bool may_lose_ = false;                // the job continues without lost trainers
+  int64_t lost_steps_ = 0;               // made by lost trainers
+  int64_t lost_ = 0;                     // number of losses
   bool told_of_schedule_ = false;
   std::optional<Schedule> schedule_;
-  std::atomic<Schedule*> current_{nullptr};  // once it is ready
+  std::atomic<Schedule*> current_{nullptr};  // null until the schedule is ready
   std::optional<base::Error> failed_;
   optim::Schedule lr_schedule_;
-  std::optional<Snapshot> resumed_;  // until all have taken their parts of it
+  std::optional<Snapshot> resumed_;  // set until all trainers have loaded their parts
   int64_t steps_made_ = 0;
-  Report total_;                                 // of the reports since the last evaluation
-  std::optional<base::TimePoint> saving_since_;  // all have come to a save
+  Report total_;                                 // sum of the reports since the last evaluation
+  std::optional<base::TimePoint> saving_since_;  // start of the current save
   std::vector<HeldPart> gathered_;
   Json metrics_ = Json::object();
 
-  Checkpoints checkpoints_;  // the last: its thread ends before what it tells of a failure
+  Checkpoints checkpoints_;  // last, so that its thread ends before what its error handler uses
 };
 
 }  // namespace distrain::job
