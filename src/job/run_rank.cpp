@@ -96,7 +96,7 @@ std::string figures(rpc::CallContext& call) {
 /// Thrown if the rank reserved for this process went to a process that named the rank explicitly.
 struct PlaceIsTaken {};
 
-// Functions that carry a signal to stop between ranks. Any rank may receive it; rank 0 acts on it.
+// Functions that forward a signal to stop. Any rank may receive one; rank 0 acts on it.
 
 /// On rank 0: another rank received a signal to stop.
 void request_stop(rpc::CallContext& call) {
@@ -189,7 +189,7 @@ class RankRunner {
   Outcome run() {
     Outcome outcome;
     {
-      // The agent has ended by then, so fetches from other ranks have completed or failed.
+      // At the end of this scope the agent has ended, so no fetch from another rank is pending.
       const auto settled = c10::make_scope_exit([this] {
         if (host_) host_->await_save().wait();
       });

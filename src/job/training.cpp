@@ -130,7 +130,7 @@ TrainingPlan::TrainingPlan(Plan plan, Process& process, std::vector<int> own, Sh
 void TrainingPlan::keep(LocalUpdates& optimizer) {
   begin_step_.emplace_back(
       [&optimizer](double factor, int64_t) { optimizer.set_lr_factor(factor); });
-  plan_.take_over = plan_.take_over && !optimizer.has_replicas();  // equal steps, as in groups
+  plan_.take_over = plan_.take_over && !optimizer.has_replicas();  // replicas need equal steps
   Part part;
   part.file = "optimizer";
   part.once = true;
@@ -154,7 +154,6 @@ void TrainingPlan::note_max(const std::string& name, int64_t value) {
   greatest = std::max(greatest, value);
 }
 
-/// Calls a function of the TrainingHost.
 template <auto method, class... Args>
 auto TrainingPlan::ask(const Args&... args) const {
   using R = std::invoke_result_t<decltype(method), TrainingHost&, Args...>;
@@ -380,7 +379,7 @@ LocalTraining::LocalTraining(Local& local, Plan plan, int trainers)
 // Makes rounds of one step per trainer that has one; all other tasks come between rounds.
 void LocalTraining::run(const std::function<Result(const std::vector<Step>&)>& step) {
   attach();
-  std::map<int, base::Future<Lease>> pending;  // by trainer; done first if its shard has steps left
+  std::map<int, base::Future<Lease>> pending;  // by trainer; pending while others have steps left
   for (Task task; task.kind != Task::Kind::kEnd;) {
     for (int trainer = 0; trainer < plan_.trainers; ++trainer) {
       if (pending.contains(trainer)) continue;

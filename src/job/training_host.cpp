@@ -363,7 +363,7 @@ base::Future<Lease> TrainingHost::next(Seat seat, bool stop, bool last, int64_t 
   {
     std::lock_guard lock(mutex_);
     check_seat_locked(seat);
-    // With its second request a replacement has finished its first task.
+    // A replacement has finished its first task when it makes its second request.
     const auto untried = untried_.find(seat.trainer);
     if (untried != untried_.end() && untried->second++ > 0) {
       agent_->note_of_use(plan_->first_rank + seat.trainer);

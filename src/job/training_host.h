@@ -66,8 +66,8 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
   /// of each rank that the job may continue without it. Must be called before join().
   static void expose(rpc::Agent& agent, EventSink& sink);
 
-  /// Registers a trainer of the rank process `incarnation`. The first call creates the schedule and
-  /// reads the checkpoint to resume from, if any.
+  /// Registers a trainer, process `incarnation` of its rank. The first call creates the schedule
+  /// and reads the checkpoint to resume from, if any.
   Attached attach(const Plan& plan, int trainer, uint32_t incarnation);
   /// Returns a part of the checkpoint that the job resumes from.
   data::NamedTensors saved_part(const PartName& part, int trainer);
@@ -80,10 +80,10 @@ class TrainingHost final : public rpc::Layer, public std::enable_shared_from_thi
 
   // Note [Who waits on rank 0]
   //
-  // Trainers wait on rank 0 for each other's next step. A call to a rank fails when that rank is
-  // lost; here a trainer may wait for a third rank, and may itself be on rank 0. The host therefore
-  // receives each loss. It then fails all waiting trainers or, if the job continues without the
-  // lost rank, stops waiting for it: Note [Leases].
+  // Trainers wait on rank 0 for each other's next step. A call fails only if the called rank is
+  // lost. Here the lost rank may be a third one, and the waiting trainer may be on rank 0 itself.
+  // The host therefore receives each loss. It then fails all waiting trainers or, if the job
+  // continues without the lost rank, stops waiting for it: Note [Leases].
   void on_rank_lost(const rpc::Loss& loss) override;
 
   /// Makes all trainers save as soon as possible and continue. Takes no lock, because a failed
