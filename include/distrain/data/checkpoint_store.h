@@ -50,7 +50,8 @@ struct LoadedCheckpoint {
 /// the folder locked. Not thread-safe.
 class CheckpointStore {
  public:
-  /// Tests end the process in `before_system_call`, which precedes each system call of a save.
+  /// Called with the name of each system call of a save, before the call. Tests end the process in
+  /// it.
   using Probe = std::function<void(const char* name)>;
 
   /// `keep`: the number of checkpoints that remain after a save, at least one.

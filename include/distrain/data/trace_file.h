@@ -18,7 +18,7 @@ void check_trace_path(const std::string& path);
 /// Each rank is a process and each track a thread with a number unique in the file; times are in us
 /// since the first event. A flow is omitted unless both ends are recorded in order. The file
 /// appears complete: it is written beside `path`, or beside the target of a link, and renamed.
-/// Throws as check_trace_path(). `before_system_call` lets tests interrupt each system call.
+/// Throws as check_trace_path(). For tests, `before_system_call` is called before each system call.
 void write_trace(const std::string& path, const std::vector<base::RankTrace>& ranks,
                  const std::function<void(const char* name)>& before_system_call = {});
 

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kFolder = O_RDONLY | O_DIRECTORY | O_CLOEXEC;
 
-// Returns true if `name` in `folder` is the open file `fd`; sets errno, 0 if it is another file.
+// Returns true if `name` in `folder` is the open file `fd`. Otherwise errno is 0 for another file.
 bool leads(int folder, const std::string& name, int flags, int fd) {
   struct stat open {};
   struct stat there {};
