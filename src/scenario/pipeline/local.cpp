@@ -28,7 +28,7 @@ class LocalModel final : public PipelineModel {
     updates_.emplace(options_.rule(), "async", module_->parameters());
   }
 
-  /// After begin() the same reference leads to the updates of the new model.
+  /// The reference stays valid after begin(), and then refers to the updates of the new model.
   job::LocalUpdates& updates() { return *updates_; }
   void set_lr_factor(double factor) override { updates_->set_lr_factor(factor); }
 

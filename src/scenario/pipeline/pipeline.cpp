@@ -58,7 +58,7 @@ class Pipeline final : public PipelineModel {
   std::vector<std::string> parameter_names() {
     return joined<&PipelineStage::parameter_names>(stages_);
   }
-  /// After begin() the same reference leads to the optimizer of the new model.
+  /// The reference stays valid after begin(), and then refers to the optimizer of the new model.
   optim::DistributedOptimizer& optimizer() { return *optimizer_; }
   void set_lr_factor(double factor) override { optimizer_->set_lr_factor(factor); }
 

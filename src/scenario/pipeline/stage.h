@@ -16,8 +16,8 @@ namespace distrain::scenario {
 /// stage=…` it sleeps instead of computing.
 class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
  public:
-  /// The arguments are the model, classes, image size in pixels, first and last block, and seed:
-  /// see ResNetStage. `device` belongs to the rank that creates the stage.
+  /// The arguments are the model, classes, image size in pixels, first and last block, seed, and
+  /// the device of the rank that holds the stage: see ResNetStage.
   using Constructor = PipelineStage(std::string, int64_t, int64_t, int64_t, int64_t, uint64_t,
                                     std::string);
   PipelineStage(const std::string& model, int64_t classes, int64_t image_size, int64_t first_block,
@@ -28,7 +28,7 @@ class PipelineStage : public std::enable_shared_from_this<PipelineStage> {
   base::Future<at::Tensor> forward(rpc::CallContext& call, const rpc::RRef<at::Tensor>& input,
                                    int64_t micro_batch);
 
-  /// Runs `input` through the stage with the running statistics of batch norm. Needs no context.
+  /// Runs `input` through the stage outside of a context, by the running statistics of batch norm.
   base::Future<at::Tensor> infer(rpc::CallContext& call, const rpc::RRef<at::Tensor>& input);
 
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
