@@ -42,8 +42,8 @@ class OpenFolder {
   bool rename(const std::string& from, const std::string& to) const;
   /// Syncs the folder, so that what was created, renamed or removed in it stays so after a crash.
   void sync() const;
-  /// Removes a folder of files, or as much of it as possible, without an error. Removes links
-  /// themselves.
+  /// Removes a folder of files, as much of it as possible, without an error. If the folder or a
+  /// file is a link, removes the link itself.
   void remove_folder(const std::string& name) const;
 
  private:
