@@ -11,10 +11,10 @@
 
 namespace distrain::cmd {
 
-/// The subcommands that are jobs.
+/// Returns the subcommands that run a job.
 inline std::vector<app::JobCommand> jobs() {
   using namespace scenario;
-  // The definitions live until the program exits, so nobody has to own them.
+  // The pointers own nothing, because the definitions live until the program exits.
   const auto refer = [](const job::AnyDefinition& definition) {
     return app::JobCommand({std::shared_ptr<void>(), &definition});
   };

@@ -3,8 +3,8 @@
 // `--local` with two threads took ten times as long as with one. 3,000 spins take about as long as
 // it takes to wake a thread, so they cost nothing on idle CPUs.
 //
-// libgomp reads its variables when it is loaded, before main(). There is no room for another
-// variable in the environment then, so a variable that no library reads lends its slot until
+// libgomp reads its variables when it is loaded, before main(). The environment has no room for
+// another variable then, so this file overwrites one that no library reads, and restores it before
 // main().
 namespace {
 
@@ -12,7 +12,7 @@ char spins[] = "GOMP_SPINCOUNT=3000";
 char** slot = nullptr;
 char* kept = nullptr;
 
-// Like the function below, it may run before a sanitizer is set up.
+// May run before a sanitizer is set up, as before_libraries() does.
 __attribute__((no_sanitize("address"))) bool sets(const char* variable, const char* name) {
   while (*name && *variable == *name) ++variable, ++name;
   return !*name && *variable == '=';
