@@ -13,10 +13,10 @@ namespace {
 
 constexpr size_t kAlignment = 64;
 constexpr size_t kSmallest = 512;
-constexpr size_t kLargest = 4;             // times the bound, of the one block beyond it
-constexpr uint64_t kLargeIsKept = 10'000;  // blocks given back
+constexpr size_t kLargest = 4;             // size limit of the one large block, in max_idle_bytes
+constexpr uint64_t kLargeIsKept = 10'000;  // for so many returned blocks
 
-// Blocks come in sizes of four steps to the doubling, so at most a quarter is wasted.
+// Rounds `size` up to one of four steps per power of two, so at most a quarter of it is wasted.
 size_t size_class(size_t size) {
   size = std::max(size, kSmallest);
   const size_t step = std::bit_floor(size) / 4;
@@ -28,7 +28,7 @@ size_t size_class(size_t size) {
 struct BufferPool::Shelf {
   struct Idle {
     void* data;
-    uint64_t since;  // how many had been given before it
+    uint64_t since;  // number of blocks returned before this one
   };
 
   explicit Shelf(size_t max) : max_idle_bytes(max) {}
@@ -54,9 +54,9 @@ struct BufferPool::Shelf {
     return std::aligned_alloc(kAlignment, size);
   }
 
-  // Blocks that nobody has asked for in the longest time make room for this one. A block beyond
-  // the bound is kept beside the others, alone, and until others have come and gone for a while: a
-  // step that receives such a tensor each time then faults its pages in once.
+  // Keeps `block` for reuse and frees the blocks that have been idle longest. One block above
+  // `max_idle_bytes` is kept apart until kLargeIsKept others have been returned: if each training
+  // step receives a tensor of that size, its pages are faulted in only once.
   void give(void* block, size_t size) {
     if (size > kLargest * max_idle_bytes) return std::free(block);
     std::vector<void*> evicted;
@@ -95,13 +95,13 @@ struct BufferPool::Shelf {
   uint64_t given = 0;
   Idle large{nullptr, 0};
   size_t large_size = 0;
-  std::map<size_t, std::deque<Idle>> idle;  // by size, the oldest first
+  std::map<size_t, std::deque<Idle>> idle;  // by size; the oldest first
 };
 
 BufferPool::BufferPool(size_t max_idle_bytes) : shelf_(std::make_shared<Shelf>(max_idle_bytes)) {}
 
 BufferPtr BufferPool::allocate(size_t size) {
-  if (size > PTRDIFF_MAX) return nullptr;  // rounded up it would be a small one
+  if (size > PTRDIFF_MAX) return nullptr;  // size_class() could overflow
   const size_t block_size = size_class(size);
   void* block = shelf_->take(block_size);
   if (!block) return nullptr;

@@ -15,10 +15,10 @@ namespace {
 
 struct Limit {
   double cpus = std::numeric_limits<double>::infinity();
-  std::string group;  ///< the folder of the control group that has this quota
+  std::string group;  ///< path of the cgroup that has this quota
 };
 
-/// Reads the quota of a group, as version 2 or 1 has it. "max" and -1 mean that it has none.
+/// Lowers `smallest` to the quota of a cgroup, v2 or v1. "max" and -1 mean that it has no quota.
 void read_quota(const std::string& group, Limit& smallest) {
   double time = 0, period = 0;
   if (std::ifstream v2(group + "/cpu.max"); v2) {
@@ -40,7 +40,7 @@ Limit smallest_quota(const std::string& root) {
     const bool is_v1 = std::ranges::find(controllers, "cpu") != controllers.end();
     if (!is_v1 && !parts[1].empty()) continue;
     const std::string mount = root + (is_v1 ? "/sys/fs/cgroup/cpu" : "/sys/fs/cgroup");
-    // A container may see its own group as the root, whatever its path is: the last one read here.
+    // A container may see its own cgroup as the root, whatever its path, so the root is read, too.
     std::string path(parts[2]);
     while (!path.empty()) {
       read_quota(mount + path, smallest);

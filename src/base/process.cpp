@@ -17,20 +17,20 @@
 namespace distrain::base {
 namespace {
 
-constexpr auto kAnswerTime = std::chrono::seconds(1);  // of a thread that may sleep in the kernel
-constexpr int kQuestion = SIGURG;                      // nobody minds one more
+constexpr auto kAnswerTime = std::chrono::seconds(1);  // a thread in the kernel does not answer
+constexpr int kQuestion = SIGURG;                      // ignored by default
 
 sigset_t asked_to_block;
 std::atomic<int> answers{0};
 
-/// In another thread: what it blocks once it has left the handler.
+/// Signal handler: its thread blocks `asked_to_block` from when the handler returns.
 void block_what_is_asked(int, siginfo_t*, void* context) {
   sigset_t& mask = static_cast<ucontext_t*>(context)->uc_sigmask;
   sigorset(&mask, &mask, &asked_to_block);
   ++answers;
 }
 
-/// The word after `name` in a status file of /proc; empty if there is none.
+/// Returns the word after `name` in a status file of /proc, or an empty text.
 std::string status_word(const std::string& path, std::string_view name) {
   std::ifstream status(path);
   for (std::string word; status >> word;) {
@@ -39,7 +39,7 @@ std::string status_word(const std::string& path, std::string_view name) {
   return {};
 }
 
-/// Whether the thread blocks all of `set`, as the kernel tells. One that is gone does.
+/// Returns true if /proc says that `thread` blocks all of `set`, or if the thread has exited.
 bool blocks(pid_t thread, const sigset_t& set) {
   const std::string text = status_word(fmt::format("/proc/self/task/{}/status", thread), "SigBlk:");
   const uint64_t mask = text.empty() ? ~uint64_t{0} : std::stoull(text, nullptr, 16);
@@ -72,7 +72,7 @@ double peak_rss_mb() {
 
 std::vector<pid_t> other_threads() {
   std::vector<pid_t> threads;
-  std::error_code error;  // without /proc there is one thread, as far as one can tell
+  std::error_code error;  // without /proc, only the calling thread is known
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task", error)) {
     const pid_t thread = std::stoi(entry.path().filename());
     if (thread != gettid()) threads.push_back(thread);
@@ -93,7 +93,7 @@ void block_in_all_threads(const sigset_t& set) {
   std::erase_if(open, [&set](pid_t thread) { return blocks(thread, set); });
   if (open.empty()) return;
 
-  // A thread's mask is its own: each is asked, by a signal.
+  // Only a thread itself can change its mask, so each thread gets a signal whose handler does.
   asked_to_block = set;
   answers = 0;
   struct sigaction ask {};

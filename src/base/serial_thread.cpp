@@ -14,14 +14,14 @@
 namespace distrain::base {
 
 struct SerialThread::State {
-  // Runs what is queued behind `running` tasks. A running task stays in the queue, for idle().
+  // Runs the tasks behind the first `running` ones. A running task stays queued, for idle().
   void run_queued(std::unique_lock<std::mutex>& lock, size_t running) {
     while (queue.size() > running) {
       const auto task = std::next(queue.begin(), static_cast<std::ptrdiff_t>(running));
       lock.unlock();
       if (before_task) before_task();
       (*task)();
-      *task = Task();  // what it held goes before idle() tells
+      *task = Task();  // destroys its captures before idle() returns true
       lock.lock();
       queue.erase(task);
     }
@@ -31,7 +31,7 @@ struct SerialThread::State {
   std::function<void()> before_task;
   std::mutex mutex;
   std::condition_variable changed;
-  std::list<Task> queue;  // the first one is running, if the thread is not waiting
+  std::list<Task> queue;  // the first task is running, unless the thread waits
   bool stopping = false;
   std::thread thread;
 };
@@ -71,7 +71,7 @@ void SerialThread::post(Task task) {
           } while (!state->stopping);
         });
       } catch (const std::system_error&) {
-        return;  // `task` dies outside the lock, and its promise is cancelled
+        return;  // `task` is destroyed outside the lock, which cancels its promise
       }
     }
     state_->queue.push_back(std::move(task));

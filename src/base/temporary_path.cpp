@@ -8,7 +8,7 @@ namespace distrain::base {
 
 namespace {
 
-/// All that are there. Never destroyed: threads may still be at work when the process ends.
+/// The paths of all objects. Never destroyed, because threads may still run when the process exits.
 struct Paths {
   std::mutex mutex;
   std::set<std::string> all;

@@ -8,7 +8,7 @@ namespace distrain::base {
 
 namespace {
 
-// Letters that differ only in case count as equal.
+// Returns the Levenshtein distance, ignoring case.
 size_t edit_distance(std::string_view a, std::string_view b) {
   std::vector<size_t> row(b.size() + 1);
   std::iota(row.begin(), row.end(), size_t{0});

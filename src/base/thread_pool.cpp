@@ -13,13 +13,13 @@ ThreadPool::ThreadPool(Options options) : options_(std::move(options)) {}
 
 ThreadPool::~ThreadPool() { stop(); }
 
-// A queued task has nobody coming for it, no thread is idle, and fewer than `size` run.
+// Returns true if a queued task needs one more thread, and `size` and `cap` allow it.
 bool ThreadPool::wants_thread_locked() const {
   return queue_.size() > coming_ && idle_.empty() && alive_ - blocked_ < options_.size &&
          alive_ < options_.cap;
 }
 
-// False when the system has no thread to give: those that exist go on with the queue.
+// Returns false if the system cannot start a thread; the existing threads then run the queue.
 bool ThreadPool::start_thread_locked() {
   ++alive_;
   try {
@@ -36,12 +36,12 @@ void ThreadPool::post(Task task) {
   if (stopping_) return;
   queue_.push_back(std::move(task));
   if (polling_ && !called_.load(std::memory_order_relaxed)) {
-    // It looks at the queue under the lock when it ends, even if it does not see this in time.
+    // The polling thread looks at the queue once more when it ends, so it cannot miss this task.
     called_.store(true, std::memory_order_release);
   } else if (!idle_.empty()) {
     wake_locked();
   } else if (wants_thread_locked() && !start_thread_locked() && alive_ == 0) {
-    // Nobody would ever run it: dropped, outside the lock, so that its promise is cancelled.
+    // No thread will ever run the task: destroy it outside the lock, which cancels its promise.
     task = std::move(queue_.back());
     queue_.pop_back();
   }
@@ -63,7 +63,7 @@ void ThreadPool::run() {
   std::unique_lock lock(mutex_);
   for (;;) {
     while (queue_.empty() && !stopping_) {
-      // Beyond `size`: it was started for a thread that then blocked and has come back.
+      // This thread was started while another one was blocked, which has resumed since.
       if (alive_ - blocked_ > options_.size) goto leave;
       if (has_worked && !polling_) {
         has_worked = false;
@@ -83,12 +83,12 @@ void ThreadPool::run() {
     if (queue_.empty()) break;
     Task task = std::move(queue_.front());
     queue_.pop_front();
-    // A thread that was notified may have come late for its task: the rest needs one more.
+    // More tasks may be queued than threads are coming for, because this thread may have come late.
     if (wants_thread_locked()) start_thread_locked();
     lock.unlock();
     if (options_.before_task) options_.before_task();
     task();
-    task = Task();  // its captures die here, outside the lock
+    task = Task();  // destroys its captures outside the lock
     if (options_.after_task) options_.after_task();
     has_worked = true;
     lock.lock();

@@ -14,7 +14,7 @@ namespace distrain::base {
 
 namespace {
 
-/// Holds the tracer of a thread that is bound to it, and gives the lane back when the thread ends.
+/// Holds the tracer that a thread is bound to, and returns the lane when the thread exits.
 struct Bound {
   std::shared_ptr<Tracer> tracer;
   ~Bound() { Tracer::bind_thread(nullptr, ""); }
@@ -80,8 +80,8 @@ int64_t Tracer::shown(int64_t ns) const {
   return ns + clock_.ahead + std::llround(static_cast<double>(ns - born_) * clock_.drift);
 }
 
-// A slice that is under way ends within microseconds where all ranks are at rest, unless its thread
-// has lost its core: looking again is enough.
+// Polling is enough: when all ranks are idle, an open slice ends within microseconds unless its
+// thread is preempted.
 bool Tracer::settle(Duration limit) const {
   const TimePoint deadline = deadline_after(limit);
   for (;;) {
@@ -95,13 +95,13 @@ bool Tracer::settle(Duration limit) const {
   }
 }
 
-// The monotonic clock begins with the boot; a time namespace may shift it.
+// The monotonic clock starts at boot, and a time namespace may shift it.
 std::string Tracer::clock_domain() const {
   if (!clock_.domain.empty()) return clock_.domain;
   std::string boot;
   std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
   char name[PATH_MAX] = "";
-  if (boot.empty()) {  // no way to tell: nobody else's
+  if (boot.empty()) {  // unknown, so different from all other ranks'
     std::random_device random;
     return "alone:" + std::to_string(random()) + std::to_string(random());
   }
@@ -143,7 +143,7 @@ TraceLane& Tracer::take_lane(const char* name) {
 void Tracer::give_back(TraceLane& lane) {
   std::lock_guard lock(mutex_);
   free_.push_back(&lane);
-  // The next one takes the lane that was first: few threads at a time, few tracks.
+  // Reuse the lowest lane first, so that few tracks hold the events.
   std::ranges::sort(free_, {}, &TraceLane::number_);
 }
 

@@ -8,13 +8,12 @@
 
 namespace distrain::base {
 
-/// Polling with sched_yield before a wait blocks, one object per thread.
+/// Polls with sched_yield() before a wait blocks; each thread has its own object.
 ///
-/// Waking a thread on another, sleeping core costs 20 to 40 µs in a virtual machine: more than a
-/// whole small call. So a wait first looks for up to `kWindow` whether its event has come, and
-/// yields between the looks, so that on a busy core the thread that makes the event runs at once.
-/// When a yield takes long the cores are busy and polling only takes time from others: it is then
-/// switched off on this thread, for 20 ms first, doubling up to 1 s while that goes on.
+/// Waking a thread on a sleeping core takes 20 to 40 µs in a virtual machine, longer than a small
+/// call. So a wait first polls for up to `kWindow`, and yields between polls to let the other
+/// thread run on this core. If a yield takes longer than `kSlowYield`, the cores are busy, so the
+/// thread stops polling for 20 ms. Each further slow yield doubles that pause, up to 1 s.
 class AdaptivePoll {
  public:
   static constexpr Duration kWindow = std::chrono::microseconds(50);
@@ -22,7 +21,7 @@ class AdaptivePoll {
   static constexpr Duration kFirstPause = std::chrono::milliseconds(20);
   static constexpr Duration kLongestPause = std::chrono::seconds(1);
 
-  /// True as soon as `done()` is; false when the window has passed or polling is switched off.
+  /// Returns true as soon as `done()` does; false if the window passes or polling is paused.
   template <class Done>
   bool poll(Done done) {
     if (done()) return true;
@@ -37,10 +36,10 @@ class AdaptivePoll {
     return false;
   }
 
-  /// Whether polling is switched on at `now`.
+  /// Returns true if polling is not paused at `now`.
   bool allowed(TimePoint now) const { return now >= paused_until_; }
 
-  /// One yield; returns the time after it and switches polling off when it took too long.
+  /// Yields once and returns the time afterwards; pauses polling if the yield took too long.
   TimePoint yield(TimePoint before) {
     sched_yield();
     const TimePoint after = Clock::now();
@@ -48,7 +47,7 @@ class AdaptivePoll {
       paused_until_ = after + pause_;
       pause_ = std::min(pause_ * 2, kLongestPause);
     } else if (pause_ > kFirstPause) {
-      pause_ -= pause_ / 1024;  // forgets a busy time within a few thousand quick yields
+      pause_ -= pause_ / 1024;  // recovers from a busy time within a few thousand quick yields
     }
     return after;
   }

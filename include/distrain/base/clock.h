@@ -4,15 +4,15 @@
 
 namespace distrain::base {
 
-/// All deadlines are on the monotonic clock.
+/// The monotonic clock, which all deadlines use.
 using Clock = std::chrono::steady_clock;
 using TimePoint = Clock::time_point;
 using Duration = Clock::duration;
 
-/// "No deadline": the wait lives as long as the peer it waits for.
+/// No deadline: a wait ends only with its event or with the loss of the peer that it waits for.
 inline constexpr TimePoint kNever = TimePoint::max();
 
-/// kNever if that is further away than the clock reaches.
+/// Returns the time `timeout` from now, or kNever if the clock cannot represent that time.
 inline TimePoint deadline_after(std::chrono::nanoseconds timeout) {
   const TimePoint now = Clock::now();
   return timeout < kNever - now ? now + std::chrono::duration_cast<Duration>(timeout) : kNever;

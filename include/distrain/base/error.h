@@ -7,39 +7,39 @@
 
 namespace distrain::base {
 
-/// What went wrong, as a value that crosses the wire. No code matches on an error's text.
-/// The numbers are part of the wire format: append, never renumber.
+/// The kind of an error. Code decides by the kind, never by an error's text. The numbers are part
+/// of the wire format: append, never renumber.
 enum class ErrorKind : uint16_t {
   kInternal = 1,
   kInvalid = 2,       ///< a wrong argument or option
-  kRendezvous = 3,    ///< the ranks could not be brought together
-  kAuth = 4,          ///< a wrong token
-  kProtocol = 5,      ///< bytes that are not ours: magic, version, malformed frame
-  kPeerLost = 6,      ///< a rank died, stopped or was cut off
+  kRendezvous = 3,    ///< the ranks could not find or accept each other
+  kAuth = 4,          ///< authentication failed, for example because of a wrong token
+  kProtocol = 5,      ///< unexpected bytes: wrong magic, wrong version, malformed frame
+  kPeerLost = 6,      ///< a rank died, stopped responding or was disconnected
   kRemoteFailed = 7,  ///< a user function threw on the rank that ran it
   kBadData = 8,       ///< an unreadable data set or checkpoint
   kNotFinite = 9,     ///< a NaN or infinite loss
-  kResources = 10,    ///< no memory, disk, file descriptor, device
-  kOverloaded = 11,   ///< a cap of ours was reached
+  kResources = 10,    ///< out of memory, disk space, file descriptors or devices
+  kOverloaded = 11,   ///< a limit of the runtime was reached
   kDeadline = 12,     ///< a call's deadline passed
   kNotFound = 13,     ///< no such function, worker or object
-  kCancelled = 14,    ///< given up because this side is closing
+  kCancelled = 14,    ///< cancelled by the user, or because this side is closing
 };
 
-/// `peer_lost`, `bad_data`, … as it stands in the JSON `error` line.
+/// Returns `peer_lost`, `bad_data`, … as printed in the JSON `error` line.
 std::string_view kind_name(ErrorKind kind);
 
-/// The process exit code of the command line for this kind of error.
+/// Returns the process exit code of the command line for this kind of error.
 int exit_code(ErrorKind kind);
 
-/// True for the numbers above; a peer may send anything.
+/// Returns true if `value` is an ErrorKind; a peer may send any number.
 bool is_known_kind(uint16_t value);
 
 struct Error {
   ErrorKind kind = ErrorKind::kInternal;
   std::string message{};
-  int32_t rank = -1;  ///< the rank that caused it, -1 when not known
-  std::string op{};   ///< the function or phase it happened in, may be empty
+  int32_t rank = -1;  ///< the rank that caused the error; -1 if unknown
+  std::string op{};   ///< the function or phase that failed; may be empty
 };
 
 /// `Error` as an exception. The API throws nothing else for failures of the runtime.
@@ -57,10 +57,10 @@ class Exception : public std::runtime_error {
 
 /// Throws an `Exception` of kind kInvalid.
 [[noreturn]] void invalid(std::string message);
-/// The same of kind kBadData.
+/// Throws an `Exception` of kind kBadData.
 [[noreturn]] void bad_data(std::string message);
 
-/// In a catch block: the error of the exception in flight, or `otherwise` with its text.
+/// In a catch block: returns the exception as an Error, of kind `otherwise` if it has no kind.
 Error current_error(ErrorKind otherwise);
 
 }  // namespace distrain::base

@@ -11,7 +11,7 @@ namespace distrain::base {
 
 using Task = UniqueFunction<void()>;
 
-/// `task`, which runs behind `work`; mostly there is none.
+/// Returns a task that orders its thread's device work after `work` (null: none) and runs `task`.
 inline Task behind(QueuedWorkPtr work, Task task) {
   if (!work) return task;
   return [work = std::move(work), task = std::move(task)]() mutable {
@@ -21,31 +21,31 @@ inline Task behind(QueuedWorkPtr work, Task task) {
   };
 }
 
-/// Where continuations and handlers run. One that is owned by shared pointers lives as long as a
-/// continuation of it waits for its value, which may be longer than its owner does.
+/// Runs continuations and handlers. If shared pointers own the executor, each future that has a
+/// continuation on it keeps it alive until the future is done.
 class Executor : public std::enable_shared_from_this<Executor> {
  public:
   virtual ~Executor() = default;
 
-  /// Runs `task` some time soon, on a thread of this executor. Thread-safe; never throws.
+  /// Schedules `task` on a thread of this executor. Thread-safe; never throws.
   virtual void post(Task task) = 0;
 
-  /// The same, for a task that uses a value which is there when `work` is done.
+  /// Schedules `task`, which uses a value that becomes valid when `work` is done.
   virtual void post_behind(QueuedWorkPtr work, Task task) {
     post(behind(std::move(work), std::move(task)));
   }
 
-  /// Called on the thread that registers a continuation: gives back `task` wrapped with the
-  /// thread-local state that has to travel with it (the autograd context, torch's own).
+  /// Returns `task` wrapped with the thread-local state that it needs (the autograd context,
+  /// torch's own). Called on the thread that registers a continuation.
   virtual Task bind(Task task) { return task; }
 
-  /// Inside a catch block: the exception that a continuation of this executor threw, of kind
-  /// `otherwise` unless it is a base::Exception.
+  /// Returns the exception that a continuation threw as an Error, of kind `otherwise` unless it is
+  /// a base::Exception. Called in a catch block.
   virtual Error error_in_flight(ErrorKind otherwise) const { return current_error(otherwise); }
 };
 
-/// Runs a task at once on the thread that completes the future. For continuations that are a few
-/// instructions long and take no lock.
+/// Runs each task at once on the thread that completes the future. For continuations of a few
+/// instructions that take no lock.
 class InlineExecutor final : public Executor {
  public:
   void post(Task task) override { task(); }

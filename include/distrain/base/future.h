@@ -23,7 +23,7 @@ class Future;
 
 namespace detail {
 
-/// `void` is not a value: a Future<void> holds a Unit.
+/// The type that a future stores: Unit for a Future<void>, else `T`.
 template <class T>
 using Stored = std::conditional_t<std::is_void_v<T>, Unit, T>;
 
@@ -45,19 +45,19 @@ class FutureState {
 
   bool ready() const { return ready_.load(std::memory_order_acquire); }
 
-  /// False when it was completed before: the first one wins. The value is there when what this
-  /// thread has given to devices is done.
+  /// Completes the future and returns true, or returns false if it was complete before. A value
+  /// becomes valid when the device work of this thread so far is done.
   bool complete(Result<V> result) {
     QueuedWorkPtr before = result.ok() ? base::queued_work() : nullptr;
     return complete(std::move(result), std::move(before));
   }
-  /// The same, for a value that is there when `before` is done.
+  /// Completes the future with a value that becomes valid when `before` is done.
   bool complete(Result<V> result, QueuedWorkPtr before) {
     OnCancel unneeded;
     return complete(std::move(result), std::move(before), unneeded, false);
   }
 
-  /// What cancel() does to whoever is to bring the value.
+  /// Sets the function by which cancel() stops the producer of the value.
   void on_cancel(OnCancel tell) {
     {
       std::lock_guard lock(mutex_);
@@ -87,7 +87,7 @@ class FutureState {
     callback(*result_);
   }
 
-  /// False when `deadline` passed first.
+  /// Blocks until the future is done; returns false if `deadline` passes first.
   bool wait_until(TimePoint deadline) {
     if (ready()) return true;
     check_may_wait("Future::wait");
@@ -106,18 +106,18 @@ class FutureState {
     return completed;
   }
 
-  /// To be called when ready only.
+  /// Returns the result. Call it only when ready() is true.
   Result<V>& result() { return *result_; }
-  /// The same, for use on this thread.
+  /// Returns the result and orders this thread's device work after `queued_work()`.
   Result<V>& use_result() {
     if (queued_work_) queued_work_->precede_this_thread();
     return *result_;
   }
-  /// When ready: what has to be done before the value is there, mostly null.
+  /// Returns the device work that produces the value, null in most cases. Call it when ready().
   const QueuedWorkPtr& queued_work() const { return queued_work_; }
 
  private:
-  /// Gives back what cancel() would have told, so that it is called, or dies, outside the lock.
+  /// Moves the cancel function to `tell`, so that the caller runs or destroys it outside the lock.
   bool complete(Result<V> result, QueuedWorkPtr before, OnCancel& tell, bool cancelled) {
     std::vector<Callback> callbacks;
     bool wake = false;
@@ -131,7 +131,7 @@ class FutureState {
       callbacks.swap(callbacks_);
       wake = waiters_ > 0;
       ready_.store(true, std::memory_order_release);
-      // Notified under the lock: the last waiter may destroy this state right after it.
+      // Notify under the lock: the last waiter may destroy this state right after it wakes.
       if (wake) condition_.notify_all();
     }
     for (Callback& callback : callbacks) callback(*result_);
@@ -146,12 +146,12 @@ class FutureState {
   QueuedWorkPtr queued_work_;  // written before ready_
   std::vector<Callback> callbacks_;
   OnCancel on_cancel_;
-  bool cancelled_ = false;  // by cancel()
+  bool cancelled_ = false;  // completed by cancel()
 };
 
 }  // namespace detail
 
-/// A value that another thread will bring, or an error. A handle: copies share it. Thread-safe.
+/// A value, or an error, that another thread will produce. Copies share one state. Thread-safe.
 template <class T>
 class [[nodiscard]] Future {
  public:
@@ -171,34 +171,34 @@ class [[nodiscard]] Future {
   bool valid() const { return state_ != nullptr; }
   bool done() const { return state_->ready(); }
 
-  /// Blocks until there is a result; throws `Exception` with its error, if it is one.
-  /// Never call it on the loop thread (checked: fatal). On a pool thread the pool grows meanwhile.
+  /// Blocks until the future is done and returns its value; throws `Exception` if it has an error.
+  /// Aborts the process on the loop thread. A thread pool can grow while its threads wait.
   T wait() const {
     state_->wait_until(kNever);
     return static_cast<T>(state_->use_result().value());
   }
 
-  /// As wait(), but moves the value out: for one owner, once.
+  /// Waits as wait() does, then moves the value out. Call it once, if nobody else reads the value.
   Stored take() const {
     state_->wait_until(kNever);
     return std::move(state_->use_result().value());
   }
 
-  /// Blocks until there is a result and gives it back, error or not.
+  /// Blocks until the future is done and returns its result, a value or an error.
   const Result<Stored>& wait_result() const {
     state_->wait_until(kNever);
     return state_->use_result();
   }
 
-  /// False when `deadline` passed first; the future stays usable.
+  /// Blocks until the future is done; returns false if `deadline` passes first.
   bool wait_until(TimePoint deadline) const { return state_->wait_until(deadline); }
 
-  /// Nobody wants the value any more: unless it is there, this and all copies fail with
-  /// `cancelled`, and what was to bring it is told, as is what this one was made from by then(). A
-  /// remote call that has not begun is not run; one that runs is not ended.
+  /// Fails this future and its copies with `cancelled` unless they are done, and notifies the
+  /// producer of the value. If then() made this future, also cancels the source future. A remote
+  /// call that has not begun is not run; a remote call that is running is not interrupted.
   void cancel() const { state_->cancel(); }
 
-  /// The same value for one of several who wait for it: its cancel() leaves this one as it is.
+  /// Returns a future of the same value whose cancel() does not cancel this future.
   Future shared() const {
     auto state = std::make_shared<detail::FutureState<Stored>>();
     state_->on_ready([state, source = state_.get()](Result<Stored>& result) {
@@ -207,8 +207,8 @@ class [[nodiscard]] Future {
     return Future(std::move(state));
   }
 
-  /// Calls `fn(Result<Stored>&)` on `executor` once there is a result, with the thread-local state
-  /// of the thread that calls this (see Executor::bind).
+  /// Calls `fn(Result<Stored>&)` on `executor` when the future is done, with the thread-local state
+  /// of the thread that calls on_complete() (see Executor::bind).
   template <class F>
   void on_complete(Executor& executor, F fn) const {
     auto state = state_;
@@ -219,7 +219,7 @@ class [[nodiscard]] Future {
     });
   }
 
-  /// The future of `fn(value)`, also if `fn` returns a Future; an error goes past `fn`.
+  /// Returns the future of `fn(value)`, flattened if `fn` returns a Future. An error skips `fn`.
   template <class F>
   auto then(Executor& executor, F fn) const;
 
@@ -229,7 +229,7 @@ class [[nodiscard]] Future {
   std::shared_ptr<detail::FutureState<Stored>> state_;
 };
 
-/// The writing end. A promise that is destroyed unfulfilled fails its futures with `cancelled`.
+/// The producer's end of a Future. Destroying an incomplete promise fails it with `cancelled`.
 template <class T>
 class Promise {
  public:
@@ -248,16 +248,16 @@ class Promise {
 
   Future<T> future() const { return Future<T>(state_); }
 
-  /// Each gives back false when the promise had been completed before. The promise may be destroyed
-  /// as soon as its future is done, even while the call is still returning on another thread.
+  /// These functions return false if the promise was complete before. The promise may be destroyed
+  /// as soon as its future is done, even if the call has not returned yet on another thread.
   bool set(Stored value) { return complete(Result<Stored>(std::move(value))); }
   bool set() requires std::is_void_v<T> { return set(Unit{}); }
   bool fail(Error error) { return complete(Result<Stored>(std::move(error))); }
   bool complete(Result<Stored> result) {
-    const auto state = state_;  // ours may be gone before the callbacks have run
+    const auto state = state_;  // callbacks, or another thread, may destroy this promise
     return state->complete(std::move(result));
   }
-  /// For the value of another future, which is there when `before` is done.
+  /// Completes the promise with another future's value, which becomes valid when `before` is done.
   bool complete(Result<Stored> result, QueuedWorkPtr before) {
     const auto state = state_;
     return state->complete(std::move(result), std::move(before));
@@ -296,7 +296,7 @@ auto Future<T>::then(Executor& executor, F fn) const {
   });
   Task task = executor.bind([state, promise, &executor, fn = std::move(fn), call]() mutable {
     Result<Stored>& result = state->result();
-    // Told already, or cancelled; `fn` only dies here.
+    // The error was passed on already, or this future was cancelled.
     if (!result.ok() || promise->future().done()) return;
     try {
       if constexpr (kNested) {
@@ -319,15 +319,15 @@ auto Future<T>::then(Executor& executor, F fn) const {
   });
   state_->on_ready([&executor, kept = executor.weak_from_this().lock(), promise,
                     state = state_.get(), task = std::move(task)](Result<Stored>& result) mutable {
-    // An error does not wait for a thread of the executor: all of them may be waiting for it.
+    // Pass an error on at once, because all threads of the executor may be waiting for it.
     if (!result.ok()) promise->fail(result.error());
     executor.post_behind(state->queued_work(), std::move(task));
   });
   return future;
 }
 
-/// Returns when all have a value; throws as soon as one has failed, the first to do so: one that
-/// fails may be what the others would wait for.
+/// Blocks until all futures have values. Throws the first error as soon as a future fails, because
+/// the other futures may never be done without it.
 template <class T>
 void wait_all(std::span<const Future<T>> futures) {
   if (futures.size() == 1) return static_cast<void>(futures[0].wait_result().value());

@@ -13,19 +13,19 @@ namespace distrain::base {
 
 std::string host_name();
 
-/// The nearest process above this one whose name holds `part`; none if there is none.
+/// Returns the nearest ancestor process whose name contains `part`, if there is one.
 std::optional<pid_t> ancestor(std::string_view part);
 
-/// The largest resident set of this process so far, in MB.
+/// Returns the peak resident set size of this process in MiB.
 double peak_rss_mb();
 
-/// Threads of this process beside the caller's: a program may have had some before it called us.
+/// Returns the ids of this process's threads, except the calling thread.
 std::vector<pid_t> other_threads();
 
 sigset_t signal_set(std::initializer_list<int> numbers);
 
-/// Blocks the signals in this thread and in those that there are: else they would come to one of
-/// these, and end the process, where sigwait or a signalfd is to have them.
+/// Blocks the signals in all threads of this process. The kernel may deliver a signal to any thread
+/// that does not block it, so one such thread would take it from sigwait() or a signalfd.
 void block_in_all_threads(const sigset_t& set);
 
 }  // namespace distrain::base

@@ -6,18 +6,18 @@
 
 namespace distrain::base {
 
-/// FNV-1a: the same number in all processes.
+/// Returns the FNV-1a hash of `text`, which is the same in all processes.
 inline uint64_t hash_of(std::string_view text) {
   uint64_t hash = 0xcbf29ce484222325u;
   for (const char c : text) hash = (hash ^ static_cast<uint8_t>(c)) * 0x100000001b3u;
   return hash;
 }
 
-/// A random generator whose numbers depend on nothing but its key: not on the standard library,
-/// the machine or the order in which others were used.
+/// A random generator whose numbers depend only on its key: not on the standard library, the
+/// machine or other generators.
 ///
-/// SplitMix64 (Steele, Lea, Flood 2014): the state advances by the golden ratio, the output is a
-/// mix of it. The key's numbers are mixed into the first state one after the other.
+/// SplitMix64 (Steele, Lea, Flood 2014): the state advances by a constant, the output is a hash of
+/// the state. The constructor hashes the key's numbers into the state one after the other.
 class Random {
  public:
   explicit Random(std::initializer_list<uint64_t> key) {
@@ -26,7 +26,7 @@ class Random {
 
   uint64_t next() { return mix(state_ += kStep); }
 
-  /// Uniform in [0, bound), without bias (Lemire 2019); `bound` must be above 0.
+  /// Returns a uniform number in [0, bound), without bias (Lemire 2019); `bound` must be above 0.
   uint64_t below(uint64_t bound) {
     Wide product = Wide{next()} * bound;
     if (static_cast<uint64_t>(product) < bound) {
@@ -36,10 +36,10 @@ class Random {
     return static_cast<uint64_t>(product >> 64);
   }
 
-  /// Uniform in [0, 1), a multiple of 2^-53.
+  /// Returns a uniform number in [0, 1), a multiple of 2^-53.
   double unit() { return static_cast<double>(next() >> 11) * 0x1p-53; }
 
-  /// Uniform in [first, last], both included.
+  /// Returns a uniform number in [first, last], both included.
   int64_t between(int64_t first, int64_t last) {
     return first + static_cast<int64_t>(below(static_cast<uint64_t>(last - first) + 1));
   }

@@ -7,10 +7,10 @@
 
 namespace distrain::base {
 
-/// Stands where a `void` cannot: `Result<Unit>`, `Future<Unit>`.
+/// A value in place of `void`: `Result<Unit>`, `Future<Unit>`.
 struct Unit {};
 
-/// A value or the error that stands in its place. (GCC 12 in C++20 mode has no std::expected.)
+/// A value or an error. (GCC 12 in C++20 mode has no std::expected.)
 template <class T>
 class [[nodiscard]] Result {
  public:
@@ -24,7 +24,7 @@ class [[nodiscard]] Result {
   T& unchecked() { return *std::get_if<0>(&state_); }
   const T& unchecked() const { return *std::get_if<0>(&state_); }
 
-  /// The value; throws `Exception` when there is none.
+  /// Returns the value; throws the error as an `Exception` if there is no value.
   T& value() {
     if (!ok()) throw Exception(error());
     return unchecked();

@@ -8,30 +8,30 @@
 
 namespace distrain::base {
 
-/// Runs tasks one after the other, in the order of their posting, on a thread of its own, which is
-/// started when first needed. Tasks may block, and must not throw.
+/// Runs tasks one at a time, in posting order, on one thread, which the first post() starts. Tasks
+/// may block and must not throw.
 class SerialThread final : public Executor {
  public:
-  /// `name`: at most 15 characters. `before_task`, called before each task, must not throw.
+  /// `name` is truncated to 15 characters. `before_task` runs before each task; must not throw.
   explicit SerialThread(std::string name, std::function<void()> before_task = {});
-  /// Runs what is queued, then joins the thread. On the thread itself, in a task that held the last
-  /// owner of this object, what is queued is run at once, and the thread ends after that task.
+  /// Runs the queued tasks, then joins the thread. If a task destroys this object on the thread
+  /// itself, the destructor runs the queued tasks and the thread exits after that task.
   ~SerialThread() override;
   SerialThread(const SerialThread&) = delete;
   SerialThread& operator=(const SerialThread&) = delete;
 
-  /// A task that the system has no thread for is dropped.
+  /// Drops `task` if the system cannot start the thread.
   void post(Task task) override;
 
-  /// Whether all tasks have run.
+  /// Returns true if all tasks have run.
   bool idle() const;
 
-  /// Whether this thread is the one that runs them.
+  /// Returns true if called on the thread that runs the tasks.
   bool runs_here() const;
 
  private:
   struct State;
-  const std::shared_ptr<State> state_;  // the thread's, too
+  const std::shared_ptr<State> state_;  // shared with the thread
 };
 
 }  // namespace distrain::base

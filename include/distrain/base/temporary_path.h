@@ -5,11 +5,11 @@
 
 namespace distrain::base {
 
-/// A file or folder that is removed with this object, or by remove_all() when the process ends.
+/// A file or folder that is removed with this object, or by remove_all() when the process exits.
 class TemporaryPath {
  public:
   TemporaryPath() = default;
-  /// What is there, or is about to be made there.
+  /// Takes ownership of `path`, which exists or is about to be created.
   explicit TemporaryPath(std::string path);
 
   ~TemporaryPath() { remove(); }
@@ -21,14 +21,14 @@ class TemporaryPath {
     return *this;
   }
 
-  /// Empty if there is none, or none any more.
+  /// Returns the path, or an empty text if this object owns none.
   const std::string& path() const { return path_; }
   void remove();
-  /// It is there to stay, or is not there any more.
+  /// Releases the path without removing it, for example because it was renamed.
   void keep();
 
-  /// Removes all that are there now. For a process that leaves by _exit, which destroys no objects:
-  /// while it has what is given back, no further one comes.
+  /// Removes the paths of all objects, for a process that calls _exit(), which runs no destructors.
+  /// While the caller holds the returned lock, no new object can be made.
   [[nodiscard]] static std::unique_lock<std::mutex> remove_all();
 
  private:

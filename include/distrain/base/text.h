@@ -8,7 +8,7 @@
 
 namespace distrain::base {
 
-/// All of `text` as a number; none if it is none, or too big.
+/// Parses all of `text` as a number; returns nothing if it is malformed or out of range.
 template <class T>
 std::optional<T> number(std::string_view text) {
   T value{};
@@ -17,13 +17,13 @@ std::optional<T> number(std::string_view text) {
   return value;
 }
 
-/// The shortest text of which number() makes the same.
+/// Returns the shortest text that number() parses to exactly `value`.
 std::string shortest(double value);
 
-/// "a,b" by ',' → "a" and "b"; an empty text is one empty part. Into `text`.
+/// Splits `text` into parts that point into it: "a,b" by ',' gives "a" and "b"; "" gives "".
 std::vector<std::string_view> split(std::string_view text, char by);
 
-/// The nearest of `candidates`, if it is near enough to be what was meant.
+/// Returns the candidate nearest to `word`, if `word` is probably a typo of it.
 std::optional<std::string> did_you_mean(std::string_view word,
                                         const std::vector<std::string>& candidates);
 

@@ -14,35 +14,35 @@
 
 namespace distrain::base {
 
-/// Threads that run tasks in the order of their posting, and that grow while tasks wait.
+/// A thread pool that starts tasks in posting order and grows while tasks block.
 ///
-/// Nested and cyclic calls cannot deadlock it: a task that blocks (Future::wait tells through
-/// BlockObserver) stops counting against `size`, so another thread takes the next task. At most
-/// `cap` threads exist; a wait that would need one more fails with `overloaded`.
-/// Threads are started when first needed. One beyond `size` ends as soon as it has nothing to do.
+/// Nested and cyclic calls cannot deadlock the pool: a thread that blocks (Future::wait reports it
+/// to the BlockObserver) does not count against `size`, so another thread takes the next task. At
+/// most `cap` threads exist; if all of them would block, the wait fails with `overloaded`. Threads
+/// start when first needed. A thread beyond `size` exits when it has no task.
 class ThreadPool final : public Executor, private BlockObserver {
  public:
   struct Options {
-    std::string name = "distrain";  ///< of the threads, for debuggers; at most 15 characters
-    int size = 4;                   ///< threads that may run, not counting those that wait
-    int cap = 512;                  ///< threads that may exist
-    std::function<void()> on_thread_start = {};  ///< run first by each; must not throw
+    std::string name = "distrain";  ///< of the threads; truncated to 15 characters
+    int size = 4;                   ///< threads that may run, not counting blocked threads
+    int cap = 512;                  ///< threads that may exist, blocked or not
+    std::function<void()> on_thread_start = {};  ///< run first on each thread; must not throw
     std::function<void()> before_task = {};      ///< run before each task; must not throw
     std::function<void()> after_task = {};       ///< run after each task; must not throw
   };
 
   explicit ThreadPool(Options options);
-  ~ThreadPool() override;  ///< as stop()
+  ~ThreadPool() override;  ///< calls stop()
 
   void post(Task task) override;
 
-  /// Runs what is queued, then ends and joins all threads. Tasks posted later are dropped.
+  /// Runs the queued tasks, then ends and joins all threads. Drops tasks that are posted later.
   void stop();
 
-  /// Threads that exist now.
+  /// Returns the number of threads that exist.
   int threads() const;
 
-  /// Whether this thread is one of them.
+  /// Returns true if called on a thread of this pool.
   bool runs_here() const { return thread_state().observer == this; }
 
  private:
@@ -57,23 +57,23 @@ class ThreadPool final : public Executor, private BlockObserver {
   mutable std::mutex mutex_;
   std::condition_variable ended_;
   std::deque<Task> queue_;
-  std::vector<std::thread> finished_;  // ended on their own, to be joined
+  std::vector<std::thread> finished_;  // have exited and are to be joined
   std::vector<std::thread> threads_;
-  // Threads that wait for work. The last to come is the first to go: what it worked on lately, and
-  // what libraries keep for each thread, is still in its caches.
+  // Threads that wait for a task. The last one to become idle is woken first, because its working
+  // set is still in the caches of its core.
   struct Idle {
     std::condition_variable wake;
     bool woken = false;
   };
   std::vector<Idle*> idle_;
-  size_t coming_ = 0;  // woken, but not there yet
+  size_t coming_ = 0;  // threads that were woken but do not run yet
   int alive_ = 0;
   int blocked_ = 0;  // inside a BlockingScope
   bool stopping_ = false;
-  // One thread that has just worked looks for more for a moment before it blocks (AdaptivePoll):
-  // calls tend to come one after the other.
+  // True while a thread that has just run a task polls for the next one before it blocks
+  // (AdaptivePoll), because calls tend to come one after the other.
   bool polling_ = false;
-  std::atomic<bool> called_{false};  // there is a task for the polling thread
+  std::atomic<bool> called_{false};  // a task is queued for the polling thread
 };
 
 }  // namespace distrain::base

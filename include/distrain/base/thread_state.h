@@ -4,17 +4,17 @@
 
 namespace distrain::base {
 
-/// Told by a wait that its thread is about to block and that it goes on. A pool grows by it.
+/// Notified when a thread is about to block and when it resumes, so that a pool can grow.
 class BlockObserver {
  public:
   virtual ~BlockObserver() = default;
-  virtual void on_block() = 0;  ///< may throw `overloaded`: then the wait fails with it
+  virtual void on_block() = 0;  ///< may throw `overloaded`, which fails the wait
   virtual void on_unblock() = 0;
 };
 
-/// What the runtime knows of the current thread.
+/// The runtime's state of the current thread.
 struct ThreadState {
-  /// Set on the loop thread: a wait there could never end, so it is a fatal error.
+  /// Set on the loop thread, where a wait would never end, so that check_may_wait() aborts.
   bool must_not_wait = false;
   BlockObserver* observer = nullptr;
   AdaptivePoll poll;
@@ -22,10 +22,10 @@ struct ThreadState {
 
 ThreadState& thread_state();
 
-/// Ends the process with a message if this thread must not wait.
+/// Aborts the process with a message that names `what` if this thread must not wait.
 void check_may_wait(const char* what);
 
-/// Tells the thread's observer, if any, that it blocks while this object lives.
+/// Notifies the thread's observer, if it has one, that the thread blocks while this object lives.
 class BlockingScope {
  public:
   BlockingScope() : observer_(thread_state().observer) {

@@ -18,28 +18,28 @@
 
 namespace distrain::base {
 
-/// One thing that took time. Texts are literals, or of Tracer::intern().
+/// A recorded time span. Texts are literals or come from Tracer::intern().
 struct TraceEvent {
   enum class Kind : uint8_t {
-    kSlice,    ///< what a thread did; those of one thread lie within each other or apart
-    kFlowOut,  ///< a slice that caused another one: `id` left it at the time `value`
-    kFlowIn,   ///< the slice that was caused by it, from its first moment on
-    kAsync,    ///< something under way beside what threads do, such as a call; `id` is its own
+    kSlice,    ///< work of one thread; slices of a thread are nested or disjoint
+    kFlowOut,  ///< a slice that caused another slice: flow `id` leaves it at time `value`
+    kFlowIn,   ///< a slice that flow `id` caused; the flow enters at its start
+    kAsync,    ///< an operation that no thread runs, such as a call; `id` is unique
   };
   Kind kind = Kind::kSlice;
   const char* name = "";
   const char* category = "";
-  const char* key = nullptr;  ///< of `value`, to be shown with the event
+  const char* key = nullptr;  ///< label of `value`; null if `value` is not shown
   int64_t value = 0;
-  int64_t start = 0;  ///< ns of base::Clock
+  int64_t start = 0;  ///< in ns of base::Clock
   int64_t end = 0;
-  uint64_t id = 0;  ///< the same on both sides of a flow, unique in the job
+  uint64_t id = 0;  ///< equal on both sides of a flow, unique in the job
 };
 
-/// The events of one thread, or of several that lived one after the other.
+/// The events of one thread, or of successive threads of the same name.
 struct TraceTrack {
   std::string name;
-  std::vector<TraceEvent> events;  ///< by the time of their end
+  std::vector<TraceEvent> events;  ///< in order of their ends
 };
 
 /// One rank's part of a trace.
@@ -47,26 +47,25 @@ struct RankTrace {
   int rank = 0;
   std::string role;
   std::vector<TraceTrack> tracks;
-  uint64_t dropped = 0;  ///< events beyond the limit
+  uint64_t dropped = 0;  ///< number of events beyond the limit
 };
 
 class TraceLane;
 
-/// Records what one rank does, for `--trace`.
+/// Records the events of one rank, for `--trace`. Each agent has its own tracer.
 ///
-/// An object, not a singleton: each agent has its own. It records nothing before start() and after
-/// stop(), and then costs next to nothing. Threads write to lanes of their own without a lock,
-/// about 100 ns an event; a thread that is bound has its own lane at hand. Lanes of threads that
-/// have ended are used again by the next of that name. Thread-safe. Texts live as long as it does.
+/// Records only between start() and stop(), and costs almost nothing otherwise. Each thread writes
+/// to its own lane without a lock, in about 100 ns an event. A new thread reuses the lane of an
+/// exited thread of the same name. Thread-safe. Interned texts live as long as the tracer.
 class Tracer {
  public:
-  static constexpr size_t kLimit = 1'000'000;  ///< that no rank goes beyond
+  static constexpr size_t kLimit = 1'000'000;  ///< the most events that a rank records
 
-  /// For tests: the clock of another machine.
+  /// A simulated clock of another machine, for tests.
   struct FalseClock {
     std::string domain;  ///< empty: this machine's clock
     int64_t ahead = 0;   ///< ns
-    double drift = 0;    ///< ns gained each ns, from the tracer's birth on
+    double drift = 0;    ///< ns gained per ns since the tracer was created
   };
 
   Tracer();
@@ -75,37 +74,37 @@ class Tracer {
   Tracer(const Tracer&) = delete;
   Tracer& operator=(const Tracer&) = delete;
 
-  /// From here on at most `limit` events are recorded; more are counted only.
+  /// Starts recording. After `limit` events, further events are only counted, in dropped().
   void start(size_t limit = kLimit);
   void stop() { on_.store(false, std::memory_order_relaxed); }
-  /// After stop(): waits until the slices that are under way have ended and are recorded. False if
-  /// some are not after `limit`. Not from within a slice.
+  /// Waits, after stop(), until the open slices have ended and are recorded. Returns false if some
+  /// are still open after `limit`. Must not be called within a slice.
   bool settle(Duration limit) const;
   bool on() const { return on_.load(std::memory_order_relaxed); }
 
-  /// Of base::Clock, in ns: what events carry.
+  /// Returns the time of base::Clock in ns, as events store it.
   static int64_t now() { return Clock::now().time_since_epoch().count(); }
-  /// The same moment as told to other ranks and as tracks() has it: differs with a FalseClock.
+  /// Converts a time to the one that other ranks and tracks() see; only a FalseClock changes it.
   int64_t shown(int64_t ns) const;
-  /// Ranks with the same one have the same base::Clock.
+  /// Returns a text that is equal for ranks that share one base::Clock.
   std::string clock_domain() const;
 
-  /// Records in the lane of this thread.
+  /// Records `event` in the lane of the calling thread.
   void record(const TraceEvent& event);
-  /// Where this thread writes.
+  /// Returns the lane of the calling thread.
   TraceLane& lane();
-  /// `prefix` and `text` as one text that stays.
+  /// Returns `prefix` + `text` as a string that lives as long as the tracer.
   const char* intern(std::string_view prefix, std::string_view text);
-  /// For kAsync: another one each time, below 2^40.
+  /// Returns a new id for a kAsync event. Callers put the rank into the bits from 2^40 on.
   uint64_t next_id() { return next_id_.fetch_add(1, std::memory_order_relaxed); }
 
-  /// What was recorded so far, with texts that live as long as this; threads may go on meanwhile.
+  /// Returns a copy of the events so far. Other threads may record concurrently.
   std::vector<TraceTrack> tracks() const;
   uint64_t dropped() const;
 
-  /// Records this thread's events from now on in `tracer` (null: nowhere), on the track `name`.
+  /// Records this thread's further events in `tracer`, on track `name`; null unbinds the thread.
   static void bind_thread(std::shared_ptr<Tracer> tracer, const char* name);
-  /// What this thread is bound to; null: to none.
+  /// Returns the tracer that this thread is bound to, or null.
   static std::shared_ptr<Tracer> of_thread();
 
  private:
@@ -120,14 +119,14 @@ class Tracer {
   std::atomic<bool> on_{false};
   std::atomic<size_t> left_{0};  // events that may still be recorded
   std::atomic<uint64_t> next_id_{1};
-  mutable std::mutex mutex_;
-  std::vector<std::unique_ptr<TraceLane>> lanes_;              // by mutex_
-  std::vector<TraceLane*> free_;                               // by mutex_
-  std::unordered_map<std::thread::id, TraceLane*> strangers_;  // by mutex_: threads not bound here
-  std::unordered_set<std::string> texts_;                      // by mutex_
+  mutable std::mutex mutex_;  // guards all below
+  std::vector<std::unique_ptr<TraceLane>> lanes_;
+  std::vector<TraceLane*> free_;
+  std::unordered_map<std::thread::id, TraceLane*> strangers_;  // of threads not bound here
+  std::unordered_set<std::string> texts_;
 };
 
-/// Where one thread writes. Others read it meanwhile: what `used` of a block counts is written.
+/// The events of one thread. Other threads may concurrently read a block's first `used` events.
 class TraceLane {
  public:
   TraceLane(Tracer& tracer, std::string name, size_t number);
@@ -137,7 +136,7 @@ class TraceLane {
   void record(const TraceEvent& event);
   const char* intern(std::string_view text);
 
-  /// A slice of this thread is under way, from open() to close(): settle() waits for it.
+  /// Opens a slice of this thread; Tracer::settle() waits until it is closed.
   void open() { add_open(1); }
   void close() { add_open(-1); }
 
@@ -151,7 +150,7 @@ class TraceLane {
   };
 
   bool grow();
-  // Only the lane's thread writes.
+  // A load and a store are enough, because only the lane's thread writes `open_`.
   void add_open(int change) {
     open_.store(open_.load(std::memory_order_relaxed) + change, std::memory_order_release);
   }
@@ -163,14 +162,14 @@ class TraceLane {
   Block* last_ = nullptr;
   std::atomic<uint64_t> dropped_{0};
   std::atomic<int> open_{0};
-  std::unordered_map<std::string_view, const char*> texts_;  // those this thread has asked for
+  std::unordered_map<std::string_view, const char*> texts_;  // cache of the tracer's texts
 };
 
 namespace detail {
 inline constinit thread_local TraceLane* trace_lane = nullptr;
 }
 
-/// bind_thread() while this object lives; then as it was before.
+/// Binds this thread to a tracer, and restores the previous binding when destroyed.
 class TraceBinding {
  public:
   TraceBinding(std::shared_ptr<Tracer> tracer, const char* name);
@@ -183,9 +182,9 @@ class TraceBinding {
   TraceLane* previous_lane_;
 };
 
-/// A slice of this thread, from here to the end of the block: `base::TraceScope scope("forward");`
-/// or with a number to show: `base::TraceScope scope("forward", "micro_batch", m);`. Names are
-/// literals. Costs one look at a thread-local variable where nothing is traced.
+/// Records a slice of this thread until the end of the block: `base::TraceScope s("forward");`
+/// `base::TraceScope s("forward", "micro_batch", m);` also shows `m`. Names are literals. Costs one
+/// read of a thread-local variable if the thread is not bound.
 class TraceScope {
  public:
   template <size_t N>
@@ -221,7 +220,7 @@ class TraceScope {
   int64_t start_ = 0;
 };
 
-/// `fn()` in a TraceScope: `const at::Tensor loss = base::traced("loss", [&] { … });`
+/// Returns `fn()`, run in a TraceScope: `at::Tensor loss = base::traced("loss", [&] { … });`
 template <size_t N, class F>
 auto traced(const char (&name)[N], F&& fn) {
   const TraceScope scope(name);

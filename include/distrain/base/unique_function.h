@@ -11,8 +11,8 @@ namespace distrain::base {
 template <class Signature>
 class UniqueFunction;
 
-/// A move-only std::function, for closures that own what cannot be copied. Small ones take no
-/// memory beside it: every call makes some.
+/// A move-only std::function, for closures that own values that cannot be copied. Small closures
+/// are stored inline, without an allocation, because every call makes some.
 template <class R, class... Args>
 class UniqueFunction<R(Args...)> {
  public:
@@ -35,7 +35,7 @@ class UniqueFunction<R(Args...)> {
   UniqueFunction(UniqueFunction&& other) noexcept { take(other); }
   UniqueFunction& operator=(UniqueFunction&& other) noexcept {
     if (this == &other) return *this;
-    // What is destroyed may use this function, which must be empty by then, or the new one.
+    // The old closure's destructor may use this function, so it runs when the new one is in place.
     UniqueFunction old(std::move(*this));
     take(other);
     return *this;
@@ -59,7 +59,7 @@ class UniqueFunction<R(Args...)> {
   template <class F>
   static constexpr Operations kOperations = {
       [](void* function, Args&&... args) -> R {
-        // If R is void the result is nobody's.
+        // Discards the result if R is void.
         return static_cast<R>((*static_cast<F*>(function))(std::forward<Args>(args)...));
       },
       [](void* from, void* to) noexcept {
