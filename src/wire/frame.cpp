@@ -8,17 +8,17 @@ namespace distrain::wire {
 namespace {
 
 // Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014): eleven
-// multiplications that do not wait for each other. If one or two bits of the words are others, the
-// sum changes by ±k << a or ±k << a ± l << b. For these constants, the digits of pi, that is never
-// within 2^32 of a multiple of 2^64, so the upper half of the sum changes; nor is the first of them
-// of ±2^(32 + j), so a bit of the magic does not make up for it.
+// independent multiplications. Flipping one or two bits of the words changes the sum by ±k << a or
+// ±k << a ± l << b. With these constants, the digits of pi, that change is never within 2^32 of a
+// multiple of 2^64, so the upper half of the sum changes. Nor is a change of ±k << a within 2^32 of
+// ±2^(32 + j), so flipping a bit of the magic as well does not hide it.
 constexpr uint64_t kFactors[] = {
     0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89,
     0x452821E638D01377, 0xBE5466CF34E90C6C, 0xC0AC29B7C97C50DD, 0x3F84D5B5B5470917,
     0x9216D5D98979FB1B, 0xD1310BA698DFB5AC, 0x2FFD72DBD01ADFB7,
 };
 
-// A header in registers: what reads back at once what it has just written in other widths waits.
+// A header in registers: reading bytes just written with another width would stall the CPU.
 using Words = std::array<uint64_t, kHeaderBytes / sizeof(uint64_t)>;
 
 constexpr uint64_t pack(uint64_t low, uint64_t high) { return low | high << 32; }
@@ -42,7 +42,7 @@ Words load(std::span<const uint8_t, kHeaderBytes> bytes) {
   return words;
 }
 
-// The numbers of the kinds lie in four ranges without gaps.
+// Returns true if `kind` is in one of the four ranges of numbers in use.
 bool is_known(FrameKind kind) {
   using enum FrameKind;
   return (kind >= kHello && kind <= kJoined) || (kind >= kCall && kind <= kCreditRequest) ||

@@ -9,7 +9,7 @@ namespace distrain::wire {
 
 namespace {
 
-// The fields of each struct, in the order in which they travel.
+// The fields of each struct, in wire order.
 template <class T>
 constexpr auto kFields = nullptr;
 template <>
@@ -79,7 +79,7 @@ void check(bool is_known, const char* what) {
   if (!is_known) Reader::fail(std::string("an unknown ") + what);
 }
 
-// Enumerations are checked when they are read.
+// Reads `value`. Throws `protocol` for unknown enumerators.
 template <class T>
 void get(Reader& in, T& value) {
   if constexpr (HasFields<T>) {
@@ -106,7 +106,7 @@ void get(Reader& in, T& value) {
   } else if constexpr (std::is_same_v<T, std::string>) {
     value = in.get_string();
   } else if constexpr (IsVector<T>) {
-    // Every item takes a byte or more, so the count cannot ask for more than has come.
+    // Each item takes at least one byte, so the received bytes bound the count.
     for (uint32_t count = in.get_count(1); count > 0; --count) get(in, value.emplace_back());
   } else {
     in.copy_to(value);
@@ -121,7 +121,7 @@ Bytes encode_all(const T&... values) {
   return bytes;
 }
 
-// Reads the last value of a message: nothing may follow it.
+// Reads the last value of a message. Throws `protocol` if bytes follow it.
 template <class T>
 T decode_last(Reader in) {
   T value{};
@@ -148,7 +148,7 @@ Bytes encode(const std::vector<RankDevices>& devices) { return encode_all(device
 void encode(const RankDevices& devices, Writer& out) { put(out, devices); }
 
 Bytes encode(const base::Error& error) {
-  const auto start = [](const std::string& text) {  // of a text that nobody reads to its end
+  const auto start = [](const std::string& text) {  // truncates a long text
     if (text.size() <= kMostErrorText) return text;
     size_t end = kMostErrorText;
     while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;  // UTF-8

@@ -5,7 +5,7 @@
 namespace distrain::wire {
 
 size_t element_bytes(DType dtype) {
-  // By number, from kUInt8 = 1 to kComplex32 = 21.
+  // Indexed by DType, from kUInt8 = 1 to kComplex32 = 21.
   constexpr uint8_t kBytes[] = {0, 1, 1, 2, 4, 8, 2, 2, 4, 8, 1, 8, 16, 2, 4, 8, 1, 1, 1, 1, 1, 4};
   const auto number = static_cast<size_t>(dtype);
   return number < std::size(kBytes) ? kBytes[number] : 0;

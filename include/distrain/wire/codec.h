@@ -45,8 +45,8 @@ class Writer {
   Bytes& out_;
 };
 
-/// Reads what a Writer wrote. Anything that does not fit throws `protocol`; a length is checked
-/// against the bytes that are left before anything is allocated for it.
+/// Reads values in the format of Writer. Throws `protocol` if the bytes do not fit. A length is
+/// checked against the bytes that are left before memory is allocated for it.
 class Reader {
  public:
   explicit Reader(std::span<const uint8_t> in) : in_(in) {}
@@ -69,13 +69,13 @@ class Reader {
     return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
   }
 
-  /// As many bytes as `out` holds.
+  /// Reads `out.size()` bytes into `out`.
   void copy_to(std::span<uint8_t> out) {
     const std::span<const uint8_t> bytes = take(out.size());
     std::copy(bytes.begin(), bytes.end(), out.begin());
   }
 
-  /// A count of items that take at least `min_item_bytes` each.
+  /// Reads a count of items, and checks that as many items of `min_item_bytes` or more can follow.
   uint32_t get_count(size_t min_item_bytes) {
     const uint32_t count = get<uint32_t>();
     if (min_item_bytes != 0 && count > left() / min_item_bytes) fail("a count beyond the message");
@@ -84,7 +84,7 @@ class Reader {
 
   size_t left() const { return in_.size(); }
 
-  /// To be called after the last value: bytes that nobody asked for are an error too.
+  /// Throws `protocol` if any bytes are left. Call it after the last value.
   void expect_end() const {
     if (!in_.empty()) fail(std::to_string(in_.size()) + " bytes too many");
   }

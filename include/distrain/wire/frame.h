@@ -9,22 +9,22 @@
 
 namespace distrain::wire {
 
-/// Frame, the unit of everything on a connection. All integers little-endian.
+/// Frame, the unit of all traffic on a connection. All integers are little-endian.
 ///
 ///   offset  size  field
-///        0     4  magic            "DTRN", xor a hash of the other 44 bytes (magic_of)
+///        0     4  magic            "DTRN" xor a hash of the other 44 bytes (magic_of)
 ///        4     2  kind             FrameKind
-///        6     2  channel          kOneway: the channel's number; kChunk: the device's type and,
-///                                  times 256, its index, and 128 if it is of a reply; kCall: 1
-///                                  if it took no credit; kReply: 1 if it brings RRefs; kCredit,
+///        6     2  channel          kOneway: channel number; kChunk: device type + 256 * device
+///                                  index, + kOfReply if it belongs to a reply; kCall:
+///                                  kWithoutCredit or 0; kReply: kWithRRefs or 0; kCredit,
 ///                                  kCreditRequest: the receiver's incarnation; otherwise 0
 ///        8     4  meta_bytes       length of meta
-///       12     4  tensor_count     tensors in the payload; their descriptors begin meta
-///       16     8  payload_bytes    length of the payload, paddings between tensors included
-///       24     8  call_id          kCall, kReply, kError: pairs them; kOneway: tag a; kChunk: the
-///                                  transfer that it is of; of kCredit and kCreditRequest see there
+///       12     4  tensor_count     number of tensor descriptors at the start of meta
+///       16     8  payload_bytes    length of the payload, including padding between tensors
+///       24     8  call_id          kCall, kReply, kError: matches a reply with its call; kOneway:
+///                                  tag a; kChunk: transfer id; kCredit, kCreditRequest: see below
 ///       32     8  context_id       distributed autograd context, 0: none; kOneway: tag b; kChunk:
-///                                  where it begins in the transfer
+///                                  offset in the transfer
 ///       40     8  autograd_id      pair of send and recv nodes, 0: none; kOneway: tag c; kChunk:
 ///                                  bytes of the whole transfer
 ///       48        meta             `tensor_count` TensorDescs (tensor_desc.h), then the body
@@ -32,10 +32,10 @@ namespace distrain::wire {
 ///                                  payload_bytes > 0
 ///        +        payload          the tensors' elements, each at a multiple of 64, zeros between
 ///
-/// A header that was damaged on the way would otherwise be another, valid one: a reply to a call
-/// that nobody made, say, while the right caller waits for ever. The body has no check sum.
+/// The hash detects a corrupted header, which could otherwise be valid: as a reply to an unknown
+/// call, it would leave the real caller waiting forever. Meta and payload have no checksum.
 ///
-/// The receiver reads meta and payload into one buffer aligned to 64: tensors are used in place.
+/// The receiver reads meta and payload into one 64-byte aligned buffer, where tensors are used.
 inline constexpr uint32_t kMagic = 0x4E525444;  // "DTRN"
 inline constexpr size_t kHeaderBytes = 48;
 inline constexpr uint16_t kWithoutCredit = 1;
@@ -58,13 +58,13 @@ enum class FrameKind : uint16_t {
   kReply = 17,
   kError = 18,
   kOneway = 19,
-  kChunk = 20,   // of a message that is yet to come: Note [Tensors of devices] in rpc/message.h
-  kCancel = 21,  // nobody waits any more for the call `call_id`
+  kChunk = 20,   // a part of a message to come: Note [Tensors of devices] in rpc/message.h
+  kCancel = 21,  // the caller of call `call_id` no longer waits
   // Note [Credit] in rpc/credit.h:
-  kCredit = 22,         // `call_id` bytes more are granted, in windows of `context_id` bytes
-  kCreditRequest = 23,  // `call_id` bytes are spent or returned since the beginning, `context_id`
-                        // are to be granted (0: nobody waits), `autograd_id` returned unused
-  // Life of a connection, and of its ranks (handshake.h)
+  kCredit = 22,         // grants `call_id` bytes more; windows have `context_id` bytes
+  kCreditRequest = 23,  // totals in bytes: `call_id` spent or returned, `context_id` wanted
+                        // (0: no call waits), `autograd_id` returned unused
+  // Liveness of connections and ranks (handshake.h)
   kHeartbeat = 32,
   kFlush = 33,
   kAbort = 34,
@@ -88,26 +88,25 @@ struct FrameHeader {
   uint64_t context_id = 0;
   uint64_t autograd_id = 0;
 
-  /// Where the payload begins, counted from the end of the header.
+  /// Returns the offset of the payload from the end of the header.
   uint64_t payload_offset() const {
     return payload_bytes == 0 ? meta_bytes : align_payload(meta_bytes);
   }
-  /// Bytes that follow the header.
+  /// Returns the number of bytes after the header.
   uint64_t body_bytes() const { return payload_offset() + payload_bytes; }
 };
 
-/// What the first four bytes of this header have to be. For w[1] to w[11], its other bytes as u32:
+/// Returns the magic of a header whose other bytes, as u32, are w[1] to w[11]:
 ///
 ///   kMagic ^ ((w[1] * k[1] + ... + w[11] * k[11]) mod 2^64) >> 32
 ///
-/// with the constants of frame.cpp. Any one or two bits that are others make another header of it,
-/// which does not fit, whatever the rest is.
+/// with the constants of frame.cpp. If one or two bits of a header are flipped, it does not match.
 uint32_t magic_of(std::span<const uint8_t, kHeaderBytes> header);
 
 void encode_header(const FrameHeader& header, std::span<uint8_t, kHeaderBytes> out);
 
-/// `protocol` for a wrong magic, an unknown kind or a length beyond `limits`. A kHello or kReject
-/// may have kMagic itself, as earlier versions of the protocol do: so that they can be named.
+/// Returns `protocol` for a wrong magic, an unknown kind or a length beyond `limits`. A kHello or
+/// kReject may have kMagic itself, as in earlier versions, so that an error can name the version.
 base::Result<FrameHeader> decode_header(std::span<const uint8_t, kHeaderBytes> in,
                                         const Limits& limits);
 

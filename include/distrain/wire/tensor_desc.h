@@ -9,7 +9,7 @@
 
 namespace distrain::wire {
 
-/// Element types, with numbers of our own: torch's may change from version to version.
+/// Element types. The numbers are not torch's, which may change from version to version.
 enum class DType : uint8_t {
   kUInt8 = 1,
   kInt8 = 2,
@@ -34,19 +34,19 @@ enum class DType : uint8_t {
   kComplex32 = 21,
 };
 
-/// Bytes an element; 0 for a number that is no DType.
+/// Returns the bytes per element; 0 if `dtype` is unknown.
 size_t element_bytes(DType dtype);
 
-/// The order in which a tensor's elements travel and lie in the receiver's memory.
+/// The order of a tensor's elements on the wire and in the receiver's memory.
 enum class Layout : uint8_t {
   kRowMajor = 0,
-  kChannelsLast = 1,    ///< torch's, of four dimensions: N, H, W, C
-  kChannelsLast3d = 2,  ///< of five: N, D, H, W, C
+  kChannelsLast = 1,    ///< as in torch, for four dimensions: N, H, W, C
+  kChannelsLast3d = 2,  ///< as in torch, for five dimensions: N, D, H, W, C
 };
 
 enum class DeviceType : uint8_t { kCpu = 0, kCuda = 1, kPrivate = 2 };
 
-/// A device of the receiver: u8 type · u8 index.
+/// A device of the receiver, on the wire u8 type · u8 index.
 struct DeviceRef {
   DeviceType type = DeviceType::kCpu;
   uint8_t index = 0;
@@ -56,46 +56,46 @@ struct DeviceRef {
 };
 
 void encode(DeviceRef device, Writer& out);
-/// Throws `protocol` for an unknown type, and for a CPU with an index.
+/// Throws `protocol` if the type is unknown or a CPU has an index.
 DeviceRef decode_device(Reader& in);
 
-/// A dense tensor without gaps, as it travels.
+/// Describes a dense tensor without gaps. On the wire:
 ///
 ///   u8 dtype · u8 dimensions · u8 layout · DeviceRef · dimensions × i64 size
 ///
-/// The elements of those that go to the CPU lie in the frame's payload in the order of their
-/// layout, the first at the payload's start, each further one at the next multiple of 64. For those
-/// that go to another device see Note [Tensors of devices] in rpc/message.h.
+/// The elements of tensors for the CPU lie in the frame's payload: the first tensor at its start,
+/// each further tensor at the next multiple of 64. For tensors of other devices see Note [Tensors
+/// of devices] in rpc/message.h.
 struct TensorDesc {
   DType dtype = DType::kFloat32;
   std::vector<int64_t> sizes;
   Layout layout = Layout::kRowMajor;
   DeviceRef device;
 
-  uint64_t bytes() const;  ///< of its elements
+  uint64_t bytes() const;  ///< size of all elements
 };
 
-/// The fewest bytes that a descriptor takes.
+/// The size of the smallest descriptor.
 inline constexpr size_t kMinTensorDescBytes = 5;
 
 void encode(const TensorDesc& desc, Writer& out);
 
-/// Reads how many dimensions a tensor has, as a u8. Throws `protocol` for too many.
+/// Reads the number of dimensions, a u8. Throws `protocol` if it is above kMaxDimensions.
 size_t decode_dimensions(Reader& in);
-/// Reads so many sizes. Throws `protocol` if one is negative, or if `bytes` times the sizes other
-/// than 0 does not fit, because torch computes strides from that product.
+/// Reads `dimensions` sizes. Throws `protocol` if a size is negative or if `bytes` times the sizes
+/// other than 0 overflows an int64, because torch computes strides from that product.
 std::vector<int64_t> decode_sizes(Reader& in, size_t dimensions, uint64_t bytes);
 
-/// Throws `protocol` for an unknown dtype, layout or device, too many dimensions, a layout of other
-/// dimensions, a negative size or a product of sizes that does not fit.
+/// Throws `protocol` for an unknown dtype, layout or device, too many dimensions, a layout for
+/// another number of dimensions, or sizes that decode_sizes() refuses.
 TensorDesc decode_tensor_desc(Reader& in);
 
-/// Byte offsets of tensors one after the other, each at a multiple of 64, and their length.
+/// Byte offsets of consecutive tensors, each a multiple of 64, and their total length.
 struct PayloadLayout {
   std::vector<uint64_t> offsets;
   uint64_t bytes = 0;
 
-  /// Puts `more` bytes behind. Throws `protocol` on overflow.
+  /// Appends a tensor of `more` bytes. Throws `protocol` on overflow.
   void append(uint64_t more);
 };
 
