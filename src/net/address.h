@@ -11,13 +11,13 @@
 
 namespace distrain::net {
 
-// What sockets that block and sockets of the loop have in common.
+// Helpers for both blocking sockets and sockets of the loop.
 
-/// `resources` where descriptors or memory are short, else `rendezvous`: "connecting to …: why".
+/// Returns `resources` if descriptors or memory are exhausted, else `rendezvous`: "`what`: why".
 base::Error socket_error(const std::string& what, int code);
 
 using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
-/// Asks the system, blocking for as long as that takes unless `flags` have AI_NUMERICHOST.
+/// Calls getaddrinfo(), which may block for long unless `flags` include AI_NUMERICHOST.
 base::Result<AddressList> resolve(const std::string& host, uint16_t port, int flags);
 
 struct UnixAddress {
@@ -26,8 +26,8 @@ struct UnixAddress {
 };
 base::Result<UnixAddress> unix_address(const std::string& path);
 
-/// Where nobody listens on a port of the ephemeral range, the kernel may choose just that port for
-/// the connecting socket, which then finds itself.
+/// Detects a socket that is connected to itself: if nobody listens on a port of the ephemeral
+/// range, the kernel may choose that port for the connecting socket.
 bool is_connected_to_itself(int fd);
 
 }  // namespace distrain::net

@@ -1,5 +1,3 @@
-// Connections that are made on the loop.
-
 #include <cerrno>
 #include <cstring>
 
@@ -14,7 +12,7 @@ namespace distrain::net {
 
 namespace {
 
-// A unix socket does not say when there is room in its listener's backlog.
+// The retry interval, because poll() does not report room in the backlog of a unix listener.
 constexpr auto kBacklogPause = std::chrono::milliseconds(5);
 
 /// One attempt to connect to one address. States: trying → waiting (socket or backlog) → ended.
@@ -42,7 +40,7 @@ class Connector final : public LoopResource, public std::enable_shared_from_this
   }
 
   void shut_down_on_loop() override {
-    done_ = {};  // nobody is there to be told
+    done_ = {};  // the loop ends without calling it
     end_on_loop(ECANCELED);
   }
 
@@ -78,7 +76,7 @@ class Connector final : public LoopResource, public std::enable_shared_from_this
     loop_->cancel(timer_);
     if (code == 0 && is_connected_to_itself(socket_.get())) code = ECONNREFUSED;
     code_ = code;
-    // The socket is told of when the handle has let go of it.
+    // Pass the socket on in the close callback, when libuv does not use it any more.
     uv_close(reinterpret_cast<uv_handle_t*>(&poll_), [](uv_handle_t* handle) noexcept {
       auto* self = static_cast<Connector*>(handle->data);
       const auto kept = self->shared_from_this();

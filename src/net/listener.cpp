@@ -8,7 +8,7 @@
 
 namespace distrain::net {
 
-// Without a descriptor for it a connection stays in the backlog, and the socket readable.
+// If no descriptor is left, the connection stays in the backlog and the socket stays readable.
 constexpr auto kPauseWithoutDescriptors = std::chrono::milliseconds(100);
 
 struct Listener::State final : LoopResource, std::enable_shared_from_this<Listener::State> {

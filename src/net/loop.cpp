@@ -15,7 +15,7 @@ namespace distrain::net {
 
 namespace {
 
-// Only fails for lack of file descriptors or memory.
+// Throws `resources`: libuv's calls fail here only if file descriptors or memory are exhausted.
 void check_uv(int code, const char* what) {
   if (code >= 0) return;
   throw base::Exception(base::ErrorKind::kResources, std::string(what) + ": " + uv_strerror(code));
@@ -50,10 +50,10 @@ void Loop::Impl::stop() {
     stopping = true;
   }
   thread.join();
-  // A task may have run, and led to this, before the post() that brought it has returned.
+  // The task that led to this stop() may have run before its post() returned on another thread.
   while (wakers.load(std::memory_order_acquire) > 0) std::this_thread::yield();
   uv_loop_close(&uv);
-  // Streams in tasks that never ran would hold this, and this them.
+  // Destroy the tasks that never ran, because streams in them hold this object, a reference cycle.
   std::vector<base::Task> dropped;
   {
     std::lock_guard lock(mutex);
@@ -70,7 +70,7 @@ void Loop::Impl::assert_in_loop() const {
 void Loop::Impl::run() {
   thread_id = std::this_thread::get_id();
   pthread_setname_np(pthread_self(), "dt-loop");
-  // libuv writes without MSG_NOSIGNAL: a peer that is gone must not end the process.
+  // libuv writes without MSG_NOSIGNAL, and a closed peer must not end the process.
   sigset_t signals;
   sigemptyset(&signals);
   sigaddset(&signals, SIGPIPE);
@@ -79,7 +79,7 @@ void Loop::Impl::run() {
   base::AdaptivePoll& poll = base::thread_state().poll;
   uint64_t seen = activity;
   base::TimePoint poll_until{};
-  // Until the handles are closed: uv_run returns 0 when none is left.
+  // Runs until stop() has closed all handles: uv_run() then returns 0.
   for (;;) {
     base::TimePoint now = base::Clock::now();
     if (activity != seen) {
@@ -100,7 +100,7 @@ void Loop::Impl::post(base::Task task) {
     std::lock_guard lock(mutex);
     if (stopping) return;
     posted.push_back(std::move(task));
-    if (posted.size() > 1) return;  // the wake-up for the first one is on its way
+    if (posted.size() > 1) return;  // the first task has sent the wake-up
     wakers.fetch_add(1, std::memory_order_relaxed);
   }
   uv_async_send(&wakeup);
@@ -132,8 +132,8 @@ uint64_t Loop::Impl::call_at(base::TimePoint when, base::Task task) {
   return id;
 }
 
-// A timer that the loop does not find has run, or its addition is still posted: that one then has
-// to know, and what is posted now comes after it.
+// If the timer is not found, it has run or its addition is still posted. cancelled_early suppresses
+// that addition, and the task posted here cleans up after it.
 void Loop::Impl::cancel(uint64_t id) {
   if (!in_loop()) {
     post([this, id] { remove_timer_on_loop(id); });
@@ -147,7 +147,8 @@ bool Loop::Impl::remove_timer_on_loop(uint64_t id) {
   const auto it =
       std::ranges::find_if(timers, [id](const auto& t) { return t.second.first == id; });
   if (it == timers.end()) return false;
-  const base::Task dropped = std::move(it->second.second);  // dies when `timers` is at rest again
+  const base::Task dropped =
+      std::move(it->second.second);  // destroyed after the change of `timers`
   timers.erase(it);
   return true;
 }

@@ -15,14 +15,14 @@
 
 namespace distrain::net {
 
-/// Something with open libuv handles, to be closed when the loop ends.
+/// An object with open libuv handles, which are closed when the loop ends.
 class LoopResource {
  public:
   virtual ~LoopResource() = default;
   virtual void shut_down_on_loop() = 0;
 };
 
-/// Shared with streams and listeners, which may outlive the Loop: after stop() nothing runs.
+/// Shared with streams and listeners, which may outlive the Loop; after stop() no task runs.
 struct Loop::Impl {
   Impl();
   void stop();
@@ -32,19 +32,19 @@ struct Loop::Impl {
   void cancel(uint64_t id);
   void assert_in_loop() const;
 
-  // The loop holds each open resource until it takes itself out when its handles are closed.
+  // The loop owns a resource until release_on_loop(), which it calls when its handles are closed.
   void hold_on_loop(std::shared_ptr<LoopResource> resource);
   void release_on_loop(LoopResource* resource);
   void note_activity_on_loop() { ++activity; }
-  /// What its streams read into until they know where a frame's body goes: one for all, as a stream
-  /// is done with it before the next one reads.
+  /// Returns the buffer into which streams read before they know a frame's size. All share it,
+  /// because each stream consumes its bytes before another one reads.
   std::span<uint8_t> scratch_on_loop() {
     constexpr size_t kBytes = 64 * 1024;
     if (!scratch) scratch = std::make_unique_for_overwrite<uint8_t[]>(kBytes);
     return {scratch.get(), kBytes};
   }
 
-  /// As of when the loop last woke up, in milliseconds: libuv's clock is ours.
+  /// Returns the time of the last wake-up, in whole milliseconds. libuv's clock is base::Clock.
   base::TimePoint now_on_loop() const {
     return base::TimePoint(std::chrono::milliseconds(uv_now(&uv)));
   }
@@ -55,7 +55,7 @@ struct Loop::Impl {
 
   uv_loop_t uv;
   base::BufferPool buffers;
-  uint64_t activity = 0;  // that the loop polls after; loop thread only
+  uint64_t activity = 0;  // counts events after which the loop polls; loop thread only
 
  private:
   void run();
@@ -69,8 +69,8 @@ struct Loop::Impl {
   std::atomic<std::thread::id> thread_id;
 
   std::mutex mutex;
-  std::vector<base::Task> posted;  // by mutex
-  bool stopping = false;           // by mutex: nothing is posted any more
+  std::vector<base::Task> posted;  // guarded by mutex
+  bool stopping = false;           // guarded by mutex; tasks are dropped from now on
   std::atomic<int> wakers{0};      // threads inside uv_async_send
   std::atomic<uint64_t> next_timer{1};
 
@@ -78,7 +78,7 @@ struct Loop::Impl {
   bool stop_begun = false;
   std::unique_ptr<uint8_t[]> scratch;
   std::multimap<base::TimePoint, std::pair<uint64_t, base::Task>> timers;
-  std::unordered_set<uint64_t> cancelled_early;  // before they were seen here
+  std::unordered_set<uint64_t> cancelled_early;  // ids of timers that are not added yet
   base::TimePoint armed_for = base::kNever;
   std::unordered_set<std::shared_ptr<LoopResource>> resources;
   std::thread thread;

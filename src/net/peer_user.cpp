@@ -14,10 +14,10 @@ namespace distrain::net {
 
 namespace {
 
-// An address and port as the tables of the kernel print them: words in memory order.
+// An address and port in the format of /proc/net/tcp: hexadecimal words in memory order.
 struct Place {
   std::string v6;
-  std::string v4;  // empty: it is no v4 address, nor one that a v6 socket uses for v4
+  std::string v4;  // empty if the address is neither IPv4 nor an IPv4-mapped IPv6 address
 };
 
 Place place_of(const sockaddr_storage& address) {
@@ -29,18 +29,18 @@ Place place_of(const sockaddr_storage& address) {
   } else {
     std::memcpy(words.data(), &v6.sin6_addr, sizeof v6.sin6_addr);
   }
-  // Both families have the port in the same place.
+  // Both families have the port at the same offset.
   const std::string v4_text = fmt::format("{:08X}:{:04X}", words[3], ntohs(v4.sin_port));
   const bool is_v4 = words[0] == 0 && words[1] == 0 && words[2] == htonl(0xffff);
   return {fmt::format("{:08X}{:08X}{:08X}", words[0], words[1], words[2]) + v4_text,
           is_v4 ? v4_text : ""};
 }
 
-// Whose the connected socket is that has these two ends. One that is closed is nobody's. Of a
-// process on another host there is none in the tables of this one.
+// Returns the user who owns the connected socket with these two ends, or nothing if it is closed or
+// belongs to a process on another host.
 std::optional<uint32_t> owner_in(const char* table, const std::string& own,
                                  const std::string& other) {
-  const std::string row = ' ' + own + ' ' + other + " 01 ";  // of a connection
+  const std::string row = ' ' + own + ' ' + other + " 01 ";  // 01: established
   std::ifstream in(table);
   for (std::string line; std::getline(in, line);) {
     const size_t at = line.find(row);
@@ -61,20 +61,20 @@ std::optional<uint32_t> owner_of_unix_peer(int fd) {
 }
 
 std::optional<uint32_t> owner_of_tcp_peer(int fd, const sockaddr_storage& local) {
-  // From one address of this host to another one of it only over loopback.
+  // Two different addresses of one host are only connected over loopback.
   const std::string other_host = remote_name(fd).host;
   if (other_host != local_name(fd).host && !is_loopback(other_host)) return std::nullopt;
   sockaddr_storage remote{};
   socklen_t size = sizeof remote;
   if (getpeername(fd, reinterpret_cast<sockaddr*>(&remote), &size) != 0) return std::nullopt;
   const Place here = place_of(local), there = place_of(remote);
-  // Either end may be a v6 socket that is used for v4.
+  // Either end may be an IPv6 socket with an IPv4-mapped address.
   if (const auto user = owner_in("/proc/self/net/tcp6", there.v6, here.v6)) return user;
   if (here.v4.empty()) return std::nullopt;
   return owner_in("/proc/self/net/tcp", there.v4, here.v4);
 }
 
-// In a user namespace all users who are not in it have this one number.
+// Returns true for the number that stands for all users outside of a user namespace.
 bool is_of_outside(uint32_t user) {
   uint32_t overflow = 0, first = 0, outside = 0, count = 0;
   std::ifstream("/proc/sys/kernel/overflowuid") >> overflow;

@@ -11,10 +11,10 @@ namespace distrain::net {
 
 namespace {
 
-constexpr size_t kMaxPieces = 512;                  // of one gather-write; IOV_MAX is 1024
-constexpr size_t kMaxPieceBytes = size_t{1} << 30;  // uv_buf_init takes 32 bits of it
+constexpr size_t kMaxPieces = 512;                  // per gather-write; IOV_MAX is 1024
+constexpr size_t kMaxPieceBytes = size_t{1} << 30;  // uv_buf_init() takes 32 bits
 constexpr uint8_t kZeros[wire::kPayloadAlignment] = {};
-constexpr wire::Limits kSendLimits;  // no peer takes more
+constexpr wire::Limits kSendLimits;  // every receiver's limits
 
 }  // namespace
 
@@ -51,7 +51,7 @@ PendingFrame::PendingFrame(OutFrame frame) : frame_(std::move(frame)) {
   total_ = wire::kHeaderBytes + header.body_bytes();
 }
 
-// The pieces from `written_` on, `kMaxPieces` at the most.
+// Calls `add` with each unwritten piece, up to `kMaxPieces`.
 template <class Add>
 void PendingFrame::for_each_left(Add add) const {
   size_t skip = written_;
@@ -103,7 +103,7 @@ std::vector<uv_buf_t> PendingFrame::next_pieces() const {
     pieces.push_back(uv_buf_init(reinterpret_cast<char*>(data),
                                  static_cast<unsigned>(std::min(size, kMaxPieceBytes))));
   });
-  // What comes after a piece that was cut belongs to a later write.
+  // The bytes after a truncated piece belong to a later write.
   for (size_t i = 0; i < pieces.size(); ++i) {
     if (pieces[i].len == kMaxPieceBytes) pieces.resize(i + 1);
   }

@@ -8,16 +8,16 @@
 
 namespace distrain::net {
 
-/// A frame on its way out: its header encoded, and how much of it is written.
+/// An outgoing frame with its encoded header and the number of bytes written so far.
 class PendingFrame {
  public:
   explicit PendingFrame(OutFrame frame);
 
-  /// Writes what the socket takes, and not much more than `limit` bytes. False when it takes no
-  /// more for now; an error is left to the next write, which meets it again.
+  /// Writes until about `limit` bytes are written. Returns false if the socket takes no more for
+  /// now or has failed; the next write meets the error again.
   bool write_to(int fd, size_t limit);
 
-  /// What one uv_write is to write next. The memory is the frame's.
+  /// Returns the pieces for the next uv_write(). They point into the frame.
   std::vector<uv_buf_t> next_pieces() const;
   void wrote(size_t bytes) { written_ += bytes; }
   bool done() const { return written_ == total_; }

@@ -23,13 +23,13 @@ using base::ErrorKind;
 
 namespace {
 
-// "[::1]", as IPv6 addresses stand before a port, is "::1".
+// Removes the brackets that an IPv6 address has before a port: "[::1]" becomes "::1".
 std::string without_brackets(const std::string& host) {
   const bool has_brackets = host.starts_with('[') && host.ends_with(']');
   return has_brackets ? host.substr(1, host.size() - 2) : host;
 }
 
-// Whether a socket of this machine can be bound to one of them.
+// Returns true if one of `addresses` is this machine's, so that a socket can be bound to it.
 bool is_local(const AddressList& addresses) {
   for (const addrinfo* a = addresses.get(); a; a = a->ai_next) {
     Fd fd(::socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
@@ -38,8 +38,8 @@ bool is_local(const AddressList& addresses) {
   return false;
 }
 
-// A name server may keep getaddrinfo() for half a minute, and nothing ends it. Who gives up on it
-// leaves it behind, on a thread that ends with it.
+// Resolves `host` on a detached thread, because getaddrinfo() may block for half a minute and
+// cannot be cancelled. The thread is abandoned if it does not answer by `deadline`.
 base::Result<AddressList> resolve_until(const std::string& host, uint16_t port,
                                         base::TimePoint deadline) {
   if (auto numeric = resolve(host, port, AI_NUMERICHOST); numeric.ok()) return numeric;
@@ -56,19 +56,19 @@ base::Result<AddressList> resolve_until(const std::string& host, uint16_t port,
   return Error{ErrorKind::kRendezvous, "host '" + host + "': the name server does not answer"};
 }
 
-// The name of one end of a socket; `ask` is getsockname() or getpeername().
+// Returns the name of one end of a socket; `ask` is getsockname() or getpeername().
 template <class Ask>
 SocketName name_of(int fd, Ask ask) {
   sockaddr_storage address{};
   socklen_t size = sizeof address;
   auto* const any = reinterpret_cast<sockaddr*>(&address);
   if (ask(fd, any, &size) != 0 || address.ss_family == AF_UNIX) return {};
-  // With the interface where it is needed: fe80::1%eth0.
+  // getnameinfo() adds the interface of a link-local address: fe80::1%eth0.
   char text[NI_MAXHOST] = {};
   getnameinfo(any, size, text, sizeof text, nullptr, 0, NI_NUMERICHOST);
-  // A v4 peer of a v6 socket: its plain address is what others connect to.
+  // Report an IPv4-mapped address as IPv4, because other hosts connect to that.
   const std::string host = text;
-  const auto& v4 = reinterpret_cast<const sockaddr_in&>(address);  // v6 has its port there, too
+  const auto& v4 = reinterpret_cast<const sockaddr_in&>(address);  // IPv6 has its port there, too
   return {host.starts_with("::ffff:") ? host.substr(7) : host, ntohs(v4.sin_port)};
 }
 
@@ -90,7 +90,7 @@ bool are_loopback(const AddressList& addresses) {
   return true;
 }
 
-// The errno of the attempt, 0 when connected.
+// Returns the errno of the attempt, or 0 if connected.
 int connect_until(int fd, const sockaddr* address, socklen_t size, base::TimePoint deadline) {
   if (::connect(fd, address, size) == 0) return 0;
   if (errno != EINPROGRESS && errno != EINTR) return errno;
@@ -131,7 +131,7 @@ base::Result<UnixAddress> unix_address(const std::string& path) {
   }
   std::memcpy(made.address.sun_path, path.data(), path.size());
   made.size = sizeof made.address;
-  if (path.starts_with('@')) {  // a name without a file, which ends where the address does
+  if (path.starts_with('@')) {  // an abstract name, which ends where the address does
     made.address.sun_path[0] = '\0';
     made.size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + path.size());
   }
@@ -173,10 +173,10 @@ base::Result<Fd> listen_tcp(const std::string& host, uint16_t port) {
     return Error{addresses.error().kind, where + ": " + addresses.error().message};
   }
   Error error{ErrorKind::kRendezvous, where + ": no address"};
-  // All interfaces: the v6 socket takes v4 too, where there is v6.
+  // For all interfaces: prefer IPv6, because such a socket accepts IPv4, too.
   for (const int family : {AF_INET6, AF_INET}) {
     for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) {
-      // A name such as localhost has both: v4 first then, as clients without v6 must reach it.
+      // A name such as localhost has both: prefer IPv4, because clients without IPv6 must reach it.
       const int wanted = host.empty() ? family : family == AF_INET6 ? AF_INET : AF_INET6;
       if (a->ai_family != wanted) continue;
       Fd fd(::socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -186,7 +186,7 @@ base::Result<Fd> listen_tcp(const std::string& host, uint16_t port) {
       }
       const int one = 1;
       setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
-      const int v6_only = host.empty() ? 0 : 1;  // whatever the system's default is
+      const int v6_only = host.empty() ? 0 : 1;  // overrides the system's default
       if (a->ai_family == AF_INET6) {
         setsockopt(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, &v6_only, sizeof v6_only);
       }
@@ -195,7 +195,7 @@ base::Result<Fd> listen_tcp(const std::string& host, uint16_t port) {
       }
       const int code = errno;
       error = socket_error(where, code);
-      // Not on another address of the name: clients would find whoever has taken this one.
+      // Do not try other addresses of the name: clients would reach the server that has this one.
       if (code == EADDRINUSE) return error;
     }
   }
@@ -239,7 +239,7 @@ base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimeP
   for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) ++addresses_left;
   for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next, --addresses_left) {
     Fd fd(::socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    // Its share of the time: an address that does not answer must leave some for the next one.
+    // Each address gets its share of the time, so that one without an answer leaves some to others.
     const base::TimePoint now = base::Clock::now();
     const base::TimePoint until = now + (deadline - now) / addresses_left;
     int code = fd.valid() ? connect_until(fd.get(), a->ai_addr, a->ai_addrlen, until) : errno;
@@ -286,7 +286,7 @@ base::Result<std::string> host_to_bind(const std::string& host) {
 std::string host_key() {
   std::string key;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> key;
-  if (key.empty()) return {};  // no way to tell: never the same host
+  if (key.empty()) return {};  // unknown: never the same host
   struct stat info {};
   if (::stat("/proc/self/ns/net", &info) != 0) return {};
   return key + "/" + std::to_string(info.st_ino);

@@ -4,7 +4,7 @@
 
 namespace distrain::net {
 
-/// Ports to listen on, the first of them that is free. Both zero: any.
+/// Ports to try in order until one is free. Both zero: any port.
 struct PortRange {
   uint16_t first = 0;
   uint16_t last = 0;
