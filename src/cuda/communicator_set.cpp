@@ -31,14 +31,14 @@ void Aside::run(base::Task task) noexcept {
   const auto shared = std::make_shared<base::Task>(std::move(task));
   const auto work = [self = shared_from_this(), shared] {
     (*shared)();
-    *shared = base::Task();  // what it held goes before it is counted as done
+    *shared = base::Task();  // destroys its captures before it counts as done
     std::lock_guard lock(self->mutex_);
     --self->running_;
     self->changed_.notify_all();
   };
   try {
     std::thread(work).detach();
-  } catch (...) {  // no thread to be had
+  } catch (...) {  // the system cannot start a thread
     work();
   }
 }
@@ -89,7 +89,7 @@ void CommunicatorSet::add(size_t number, std::shared_ptr<Lane> lane) {
 }
 
 void CommunicatorSet::end(const Error& error) {
-  // Known before any stream goes on, and while an abort hangs.
+  // Set the error first: an abort lets streams go on, or may hang.
   if (!outcome_->fail(error)) return;
   std::map<size_t, std::shared_ptr<Lane>> lanes;
   {
@@ -105,7 +105,7 @@ struct Watch::Item {
   const std::string op;
   const base::TimePoint since = base::Clock::now();
   std::optional<rpc::StreamPoint> done{};        // guarded by the Watch's mutex
-  std::optional<base::TimePoint> nccl_failed{};  // its thread's
+  std::optional<base::TimePoint> nccl_failed{};  // used by the Watch's thread only
 };
 
 Watch::Watch(Terms terms) : terms_(std::move(terms)) {}
@@ -149,13 +149,13 @@ void Watch::run() noexcept {
     lock.unlock();
     try {
       look();
-    } catch (...) {  // no memory: looked again
+    } catch (...) {  // out of memory: retry
     }
     lock.lock();
   }
 }
 
-// Devices, NCCL and the group are asked without the lock.
+// Queries devices, NCCL and the group without holding the lock.
 void Watch::look() {
   std::vector<std::pair<std::shared_ptr<Item>, std::optional<rpc::StreamPoint>>> items;
   {

@@ -20,11 +20,11 @@
 
 namespace distrain::cuda {
 
-/// Runs calls that NCCL may never return from on threads that nobody joins. Thread-safe.
+/// Runs calls that may never return from NCCL on detached threads. Thread-safe.
 class Aside : public std::enable_shared_from_this<Aside> {
  public:
   void run(base::Task task) noexcept;
-  /// Returns when all has come back, or `limit` has passed.
+  /// Returns when all tasks have returned or `limit` has passed.
   void wait_until(base::TimePoint limit);
 
  private:
@@ -33,7 +33,7 @@ class Aside : public std::enable_shared_from_this<Aside> {
   int running_ = 0;
 };
 
-/// A communicator and the stream that its work goes into. Ended aside.
+/// A communicator and the stream for its work. An Aside thread destroys the communicator.
 struct Lane {
   Lane(std::unique_ptr<NcclCommunicator> nccl_in, c10::Stream stream_in,
        std::shared_ptr<Aside> aside_in)
@@ -48,18 +48,18 @@ struct Lane {
   std::unique_ptr<NcclCommunicator> nccl;
   const c10::Stream stream;
   const std::shared_ptr<Aside> aside;
-  std::mutex in_use;  // NcclCommunicator's functions, but abort()
+  std::mutex in_use;  // held for calls of `nccl`, except abort()
 };
 
-/// Why a set's communicators ended before their work, and whether that was told. Thread-safe.
+/// The error that ended a set's communicators, and whether it was reported. Thread-safe.
 class Outcome {
  public:
-  /// False if it has failed before: the first error is kept.
+  /// Sets the error and returns true; returns false and keeps the first error if there is one.
   bool fail(const base::Error& error);
   std::optional<base::Error> error() const;
-  /// The error, for somebody who is told by it.
+  /// Returns the error, if any, and marks it as reported.
   std::optional<base::Error> tell();
-  /// The error, if nobody has been told.
+  /// Returns the error if it was not reported yet.
   std::optional<base::Error> untold() const;
 
  private:
@@ -68,14 +68,14 @@ class Outcome {
   bool told_ = false;
 };
 
-/// The communicators of a group, one for each device, which end together. Thread-safe.
+/// The communicators of a group, one per device, which end together. Thread-safe.
 class CommunicatorSet {
  public:
-  /// Null if there is none yet, or no more. `number`: of the device among those of the group.
+  /// Returns null if the device has no communicator. `number` is the device's number in the group.
   std::shared_ptr<Lane> find(size_t number) const;
   void add(size_t number, std::shared_ptr<Lane> lane);
 
-  /// Aborts all work under way, for good; does not wait for that.
+  /// Aborts all work, for good. Does not wait for the aborts.
   void end(const base::Error& error);
   const std::shared_ptr<Outcome>& outcome() const { return outcome_; }
 
@@ -85,29 +85,29 @@ class CommunicatorSet {
   std::map<size_t, std::shared_ptr<Lane>> lanes_;
 };
 
-/// Looks after work that NCCL was given and that other ranks may never take part in: a thread of
-/// its own asks every few milliseconds, while there is such work, whether the group has lost a
-/// rank, NCCL or the device has failed or the work is overdue, and ends the communicators then.
+/// Watches work of NCCL in which other ranks may never take part. While there is such work, a
+/// thread checks every few milliseconds whether the group has lost a rank, NCCL or the device has
+/// failed, or the work is overdue. If so, it ends the communicators.
 class Watch {
  public:
   struct Terms {
-    std::function<std::optional<base::Error>()> lost;  ///< a rank of the group
-    std::chrono::milliseconds timeout;                 ///< 0 is none
-    /// NCCL may notice a loss first, but names nobody: how long the group has to name the rank.
+    std::function<std::optional<base::Error>()> lost;  ///< returns the loss of a rank of the group
+    std::chrono::milliseconds timeout;                 ///< 0: none
+    /// How long the group has to find a lost rank when NCCL has reported an error.
     std::chrono::milliseconds loss_grace;
-    int world_rank;  ///< this one
+    int world_rank;  ///< of this rank
   };
   explicit Watch(Terms terms);
-  /// After one last look.
+  /// Checks one last time, then joins the thread.
   ~Watch();
 
   struct Item;
-  /// From before NCCL is called until `done` is reached. `op`: for error messages.
+  /// Watches an operation from before NCCL is called until `done` is reached. `op` is for messages.
   std::shared_ptr<Item> begin(std::shared_ptr<CommunicatorSet> set, std::shared_ptr<Lane> lane,
                               std::string op);
-  /// NCCL's work ends at `done`.
+  /// Sets `done`, where NCCL's work ends.
   void enqueued(const std::shared_ptr<Item>& item, rpc::StreamPoint done);
-  /// There will be no work.
+  /// Stops watching `item`.
   void forget(const std::shared_ptr<Item>& item);
 
  private:

@@ -12,7 +12,7 @@ namespace distrain::cuda {
 
 namespace {
 
-constexpr int kMostDevices = 127;  // that c10's index can tell apart
+constexpr int kMostDevices = 127;  // limit of c10::DeviceIndex
 
 [[noreturn]] void refuse(const std::string& message) { base::invalid("--device " + message); }
 
@@ -75,7 +75,7 @@ void DeviceSpec::add(std::string_view role, std::string_view device, c10::Device
   const DeviceChoice choice = parse_device(device, accelerator);
   const DeviceRole* found = class_of(role);
   std::string number;
-  if (!found) {  // one rank: trainer1, or stage1 for worker1
+  if (!found) {  // a rank: trainer1, or by alias stage1 for worker1
     const std::string_view beginning = without_number(role);
     number = role.substr(beginning.size());
     found = number.empty() ? nullptr : class_of(beginning);

@@ -14,9 +14,9 @@ namespace distrain::cuda {
 
 namespace {
 
-constexpr int64_t kIdBytes = 64;  // of a GPU's id, cut off or filled up
+constexpr int64_t kIdBytes = 64;  // of a GPU's id, truncated or padded
 
-/// Whether NCCL can reduce: it refuses two ranks on one GPU.
+/// Returns true if NCCL can reduce, which refuses two ranks on one GPU.
 bool each_has_a_gpu(rpc::Agent& agent, collective::Backend& backend) {
   std::vector<at::Tensor> ids;
   for (int rank = 0; rank < backend.getSize(); ++rank) {

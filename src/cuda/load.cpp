@@ -30,14 +30,14 @@ bool is_file(const fs::path& path) {
   return fs::is_regular_file(path, error);
 }
 
-/// Where a file lies, links followed.
+/// Returns `path` with its links resolved, if it exists.
 fs::path real_path(const fs::path& path) {
   std::error_code error;
   fs::path real = fs::canonical(path, error);
   return error ? path : real;
 }
 
-/// The folder of the library that has this symbol, or of the program; empty if that can't be told.
+/// Returns the folder of the library or program that has this symbol; empty if unknown.
 fs::path folder_of(const void* symbol) {
   Dl_info info{};
   if (!dladdr(symbol, &info) || !info.dli_fname) return {};
@@ -50,7 +50,7 @@ fs::path find_plugin() {
     return given;
   }
   const fs::path folder = real_path("/proc/self/exe").parent_path();
-  // Built, beside the program or the library; installed, in the folder of libraries.
+  // A build puts the plugin beside the program or library, an installation into the library folder.
   static const char kHere = 0;
   for (const fs::path& place :
        {folder, folder_of(&kHere), folder.parent_path() / DISTRAIN_LIBDIR}) {
@@ -61,7 +61,7 @@ fs::path find_plugin() {
       "where the CUDA Toolkit and NCCL are, or name that file in DISTRAIN_CUDA_LIBRARY");
 }
 
-/// The version of the LibTorch that `folder` (its lib/) is of: the wheel's or the archive's file.
+/// Returns the version of the LibTorch in `folder` (lib/), from a file of its wheel or archive.
 std::optional<std::string> torch_version_of(const fs::path& folder) {
   std::string line;
   for (std::ifstream file(folder.parent_path() / "version.py"); std::getline(file, line);) {
@@ -77,13 +77,13 @@ std::optional<std::string> torch_version_of(const fs::path& folder) {
   return std::nullopt;
 }
 
-/// libtorch_cuda.so that belongs to the LibTorch in `folder`.
+/// Returns the libtorch_cuda.so that belongs to the LibTorch in `folder`.
 fs::path find_torch_cuda(const fs::path& folder) {
-  // .deps/site/torch/lib and .deps/cuda/torch/lib: beside each other, as `./run` lays them.
+  // `./run` puts .deps/site/torch/lib and .deps/cuda/torch/lib beside each other.
   const fs::path fetched = folder.parent_path().parent_path().parent_path() / "cuda/torch/lib";
   for (const fs::path& place : {folder, fetched}) {
     if (!is_file(place / kTorchName)) continue;
-    // What lies in one folder came as one, whether or not it says its version.
+    // Libraries in one folder have the same version, even if no file tells the version.
     const std::string version =
         torch_version_of(place).value_or(place == folder ? TORCH_VERSION : "of an unknown version");
     if (version == TORCH_VERSION) return place / kTorchName;
@@ -113,10 +113,10 @@ const Plugin& load_once() {
   const fs::path folder = folder_of(reinterpret_cast<void*>(&at::globalContext));
   if (folder.empty()) fail("can't tell where LibTorch lies");
   const fs::path torch_cuda = find_torch_cuda(folder);
-  // Its own search path leads to NVIDIA's libraries of its install. In the global scope, because
-  // the plugin takes them from there, and LibTorch's own parts each other. Never closed again.
+  // Its search path leads to the NVIDIA libraries of its installation. The scope is global because
+  // the plugin and LibTorch's own parts find its symbols there. It is never closed.
   open_library(torch_cuda, RTLD_GLOBAL);
-  // LibTorch looks for CUDA once, the first time that anything asks, and remembers the answer.
+  // LibTorch looks for CUDA once, at the first query, and keeps the answer.
   if (!at::detail::getCUDAHooks().isBuilt()) {
     base::invalid(
         "torch::manual_seed(), backward() or torch::cuda::is_available() was called before CUDA "
@@ -124,8 +124,8 @@ const Plugin& load_once() {
         "or distrain::cuda::load() before them");
   }
   if (torch_cuda.parent_path() != folder) {
-    // LibTorch opens these by their names when it needs them, and would look in its own folder
-    // only. It says itself what it lacks if one can't be opened; the second needs a driver.
+    // LibTorch opens these libraries by name when it needs them, and only looks in its own folder.
+    // A failure is ignored, because LibTorch reports it later; the second library needs a driver.
     for (const char* name : {"libtorch_cuda_linalg.so", "libcaffe2_nvrtc.so"}) {
       dlopen((torch_cuda.parent_path() / name).c_str(), RTLD_LAZY | RTLD_LOCAL);
     }
@@ -140,7 +140,7 @@ const Plugin& load_once() {
 }  // namespace
 
 const Plugin& load() {
-  static const Plugin& plugin = load_once();  // tried again after a throw
+  static const Plugin& plugin = load_once();  // runs again after an exception
   return plugin;
 }
 

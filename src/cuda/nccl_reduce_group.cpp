@@ -26,37 +26,35 @@ using collective::ReduceGroup;
 
 // Note [Operations over NCCL]
 //
-//   the caller  marks its current stream and puts the operation into the line.
-//   the line    a thread of the group, one operation after the other: an allgather on the Backend
-//               of what this rank is about to do. When all ranks have come and are about to do the
-//               same, it gives the operation to NCCL, in the communicator's stream, behind the
-//               caller's mark.
-//   the waiter  waits for the line, and makes its current stream wait for NCCL's work.
+//   caller  marks its current stream and puts the operation into the line.
+//   line    the group's thread, which runs one operation at a time. It sends this rank's plan in an
+//           allgather on the Backend. If all ranks have sent the same plan, it gives the operation
+//           to NCCL, in the communicator's stream, behind the caller's mark.
+//   waiter  waits for the line, and orders its current stream behind NCCL's work.
 //
-// So NCCL is only ever given what all ranks have agreed to. A rank that refuses, or whose agreement
-// fails, leaves its communicators to end when their work has, without giving them more. Where the
-// ranks come out of step all the same (one ran into its deadline just before the last one came),
-// some have communicators and some have none: the next agreement shows that, and all end theirs.
-// What NCCL was given and another rank never does, because it died or gave up, the Watch finds. If
-// wait() has returned by then, nobody has been told: this rank says so in the next agreement, which
-// fails with that error on all ranks.
+// So NCCL only gets operations on which all ranks have agreed. A rank that refuses, or whose
+// agreement fails, drops its communicators: work that they have ends, and they get no more. Ranks
+// may still come out of step, for example if one reaches its deadline just before the last rank
+// comes. Then some ranks have communicators and some have none; the next agreement finds that, and
+// all drop theirs. If a rank dies or gives up after the agreement, the Watch notices the unfinished
+// work. If wait() has returned by then, nobody has received the error, so this rank sends it in
+// the next agreement, which fails with that error on all ranks.
 //
-// A communicator is made by the first operation on a device: after its agreement, which says that
-// all ranks make one, rank 0's id is broadcast. Then, again and again until all ranks have joined
-// or one cannot, they tell each other how far they are. So each hears why another one fails, or
-// that it is lost, while NCCL still waits for it.
+// The first operation on a device creates its communicator. After the agreement on that, rank 0
+// broadcasts an id. Then the ranks exchange reports until all have joined or one has failed. So
+// each rank learns of a failure or loss of another rank while NCCL still waits for that rank.
 
 namespace {
 
 enum class Kind : int64_t { kMean, kBroadcast };
 
-/// What the ranks agree on.
+/// The description of an operation on which the ranks agree.
 struct Plan {
   Kind kind;
   int64_t root;
   int64_t dtype;
   int64_t bytes;
-  int64_t device;  // its number among those that the group has met
+  int64_t device;  // in order of the group's first use of each device
   int64_t has_communicator;
   collective::PassNumber pass;
 
@@ -70,11 +68,11 @@ struct Plan {
   }
 };
 
-/// How a rank is; crosses the wire.
+/// The state of a rank, as sent to the other ranks.
 struct Report {
   enum class State : int32_t { kBusy, kReady, kFailed };
   State state = State::kBusy;
-  int32_t rank = -1;  // of the job: who is the cause of a failure
+  int32_t rank = -1;  // world rank of the rank that caused the failure
   uint16_t kind = 0;
   std::array<char, 246> text{};
 
@@ -86,12 +84,12 @@ struct Report {
 };
 
 constexpr std::chrono::milliseconds kTellEvery{20};
-/// Longer than the plugin's communicators let their work go on.
+/// Longer than kDrainTimeout of the plugin's communicators.
 constexpr std::chrono::seconds kEndTimeout{12};
 
 class OverNccl final : public collective::ReduceWork {
  public:
-  /// Where NCCL's work ends, and whether it did.
+  /// The end of NCCL's work in its stream, and whether the work failed.
   struct Given {
     rpc::StreamPoint done;
     std::shared_ptr<Outcome> outcome;
@@ -176,9 +174,9 @@ class NcclReduceGroup final : public ReduceGroup {
     return work;
   }
 
-  // All below: on the line.
+  // The functions below run on the line.
 
-  // What NCCL has been given is still done.
+  // Work that NCCL has from the old set still ends.
   void renew_set() {
     set_ = std::make_shared<CommunicatorSet>();
     std::lock_guard lock(outcomes_mutex_);
@@ -188,7 +186,7 @@ class NcclReduceGroup final : public ReduceGroup {
     outcomes_.push_back(set_->outcome());
   }
 
-  // What went wrong after wait() had returned, to be told now.
+  // Takes an error that occurred after wait() had returned, to send it to all ranks.
   Report take_late_failure() {
     std::optional<Error> late;
     {
@@ -236,7 +234,7 @@ class NcclReduceGroup final : public ReduceGroup {
     }
   }
 
-  // Of a failure in giving NCCL work: the lost rank where there is one.
+  // Returns the cause of a failure to enqueue work: a lost rank if there is one, else `error`.
   Error cause_of(Error error, const Plan& plan) const {
     if (error.kind == ErrorKind::kResources) {
       const base::TimePoint limit = base::deadline_after(nccl_.loss_grace);
@@ -263,7 +261,7 @@ class NcclReduceGroup final : public ReduceGroup {
     return rpc::StreamPoint::mark(lane.stream);
   }
 
-  // What each rank tells the others; one operation of the Backend.
+  // Exchanges a value with all ranks, in one operation of the Backend.
   template <class T>
   std::vector<T> gather(const T& mine) {
     const auto to_tensor = [](const T& value) {
@@ -281,7 +279,7 @@ class NcclReduceGroup final : public ReduceGroup {
 
   int own_rank() const { return world_rank(rank()); }
 
-  // Returns when all ranks have come with the same plan and none has anything to tell.
+  // Returns if all ranks have sent the same plan and none reports a failure; throws otherwise.
   void agree(const Plan& mine, const Report& report) {
     struct Arrival {
       Plan plan;
@@ -322,10 +320,10 @@ class NcclReduceGroup final : public ReduceGroup {
 
   [[noreturn]] void give_up(const Error& error) {
     set_->end(error);
-    throw base::Exception(*set_->outcome()->tell());  // the Watch's if it came first
+    throw base::Exception(*set_->outcome()->tell());  // the Watch's error if that came first
   }
 
-  // What each says, where several have failed.
+  // Returns the ranks' errors as one error.
   std::optional<Error> failure_in(const std::vector<Report>& reports) const {
     std::optional<Error> failed;
     for (size_t i = 0; i < reports.size(); ++i) {
@@ -383,7 +381,7 @@ class NcclReduceGroup final : public ReduceGroup {
     return lane;
   }
 
-  // Rank 0's, on all ranks.
+  // Returns rank 0's new id on all ranks.
   NcclId get_id() {
     NcclId id{};
     if (rank() == 0) {

@@ -13,50 +13,50 @@
 
 namespace distrain::cuda {
 
-/// A class of a job's ranks, as `--device` may name it.
+/// A role of a job's ranks that `--device` can name.
 struct DeviceRole {
   enum class Use {
-    kCompute,  ///< it is on a GPU when the job is
-    kIfNamed,  ///< it is on the CPU unless it is named
-    kNone,     ///< it computes nothing that a GPU could
+    kCompute,  ///< the role is on a GPU if the job is
+    kIfNamed,  ///< the role is on the CPU unless `--device` names it
+    kNone,     ///< the role computes nothing that a GPU could
   };
 
-  std::string name;   ///< "trainer": of the ranks trainer, trainer0, trainer1, …
-  std::string alias;  ///< another name of it, may be empty
+  std::string name;   ///< "trainer" stands for the ranks trainer, trainer0, trainer1, …
+  std::string alias;  ///< another name of the role; may be empty
   Use use = Use::kCompute;
 };
 
-/// A device as a user asks for it.
+/// A device that the user has asked for.
 struct DeviceChoice {
   bool accelerator = false;
-  std::optional<int> index;  ///< of the accelerator; none: by the rank's place on its host
+  std::optional<int> index;  ///< of the accelerator; unset: chosen by the rank's place on its host
   bool operator==(const DeviceChoice&) const = default;
 };
 
-/// Which accelerators this process has: the GPUs, or what a test puts in their place.
+/// The accelerators of this process: its GPUs, or a fake in tests.
 class Accelerators {
  public:
   virtual ~Accelerators() = default;
-  /// By which it is named, too: "cuda".
+  /// Returns the type, whose name `--device` takes: "cuda".
   virtual c10::DeviceType type() const = 0;
-  /// At least one; throws `resources` where there is none. The first call may take its time.
+  /// Returns a number above 0; throws `resources` if there is none. The first call may take long.
   virtual int count() const = 0;
 };
 
-/// What `--device` says: `cpu`, `cuda` or `cuda:1` for the whole job, or ROLE=DEVICE[,…], where the
-/// roles that are not named are on the CPU.
+/// The value of `--device`: `cpu`, `cuda` or `cuda:1` for the whole job, or ROLE=DEVICE[,…], which
+/// leaves all other roles on the CPU.
 class DeviceSpec {
  public:
-  /// Throws `invalid`. `accelerator`: the kind that there is beside the CPU.
+  /// Throws `invalid` if `text` is malformed. `accelerator` is the type of device besides the CPU.
   DeviceSpec(std::string_view text, c10::DeviceType accelerator, std::vector<DeviceRole> roles);
 
-  /// Of the rank with this name ("trainer1"), by that name or that of its class.
+  /// Returns the device for rank `rank_name` ("trainer1"), chosen by that name or by its role.
   DeviceChoice of(const std::string& rank_name) const;
-  /// The same if the rank or its class is named.
+  /// Returns the device for the rank if `--device` names the rank or its role, else nothing.
   std::optional<DeviceChoice> named(const std::string& rank_name) const;
-  /// The one device of the whole job, unless roles are named.
+  /// Returns the device for the whole job, or nothing if `--device` names roles.
   const std::optional<DeviceChoice>& for_all() const { return for_all_; }
-  /// Throws `invalid` if a rank is named that is not among these.
+  /// Throws `invalid` if `--device` names a rank that is not in `rank_names`.
   void check_ranks(const std::vector<std::string>& rank_names) const;
 
  private:
@@ -66,19 +66,19 @@ class DeviceSpec {
 
   std::vector<DeviceRole> roles_;
   std::optional<DeviceChoice> for_all_;
-  std::map<std::string, DeviceChoice> by_name_;  // of a class, or a rank: never an alias
+  std::map<std::string, DeviceChoice> by_name_;  // by role or rank, never by alias
 };
 
-/// The device that is meant. `place`: the rank's among those of its host that share the
-/// accelerators; one without an index is taken in turn, so that ranks may have to share it. Throws
-/// `resources` if there is none, or none with that index.
+/// Returns the device that `choice` means. `place` numbers the ranks of a host that share its
+/// accelerators. Without an index, ranks take the accelerators in turn and may have to share them.
+/// Throws `resources` if there is no accelerator, or none with that index.
 c10::Device resolve(const DeviceChoice& choice, const Accelerators& accelerators, int place);
 
-/// `error` as one of this rank: its message begins with "rank 2 (trainer1): ", unless it does so
-/// already, and the rank is the cause.
+/// Returns `error` with this rank as its cause. Its message begins with "rank 2 (trainer1): ",
+/// which is added unless the message names the rank already.
 base::Error error_of_rank(base::Error error, int rank, const std::string& name);
 
-/// Runs `choose`; what it throws, LibTorch's errors too, is an error_of_rank().
+/// Calls `choose`. Rethrows its exceptions, including LibTorch's, as error_of_rank().
 std::vector<c10::Device> naming_rank(int rank, const std::string& name,
                                      const std::function<std::vector<c10::Device>()>& choose);
 

@@ -9,13 +9,13 @@
 
 namespace distrain::cuda {
 
-/// What averages tensors wherever the ranks of a group have them.
+/// A ReduceGroup for the devices of a group's ranks.
 struct DeviceReduceGroup {
   std::shared_ptr<collective::ReduceGroup> group;
-  std::string how;  ///< nccl, or staged (over the CPU); empty where this rank is on the CPU
+  std::string how;  ///< `nccl`, `staged` (over the CPU), or empty if this rank is on the CPU
 };
 
-/// Over NCCL if each rank of `backend` has its own GPU. Collective; after Agent::join().
+/// Uses NCCL if each rank of `backend` has its own GPU. Collective; call it after Agent::join().
 DeviceReduceGroup make_reduce_group(rpc::Agent& agent,
                                     const c10::intrusive_ptr<collective::Backend>& backend);
 

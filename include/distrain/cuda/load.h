@@ -4,13 +4,13 @@
 
 namespace distrain::cuda {
 
-/// Loads LibTorch's CUDA library with NVIDIA's libraries that belong to it, then
-/// libdistrain_cuda.so, the first time; from then on c10 knows CUDA devices. Throws `resources`,
-/// and says how to get what is missing. That there is a GPU is for Plugin::device_count() to say.
-/// Throws `invalid` if torch::manual_seed(), backward() or the like ran before: from then on
-/// LibTorch finds no CUDA in this process. Thread-safe.
+/// Loads LibTorch's CUDA library, its NVIDIA libraries and libdistrain_cuda.so at the first call.
+/// From then on c10 knows CUDA devices. Does not look for a GPU (see Plugin::device_count()).
+/// Throws `resources` if a library is missing; the message says how to get it. Throws `invalid` if
+/// torch::manual_seed(), backward() or the like ran before, because LibTorch then finds no CUDA in
+/// this process. Thread-safe.
 ///
-/// Not to be called by a process that forks afterwards: CUDA does not survive that.
+/// Must not be called by a process that forks afterwards, because CUDA does not survive a fork.
 const Plugin& load();
 
 }  // namespace distrain::cuda

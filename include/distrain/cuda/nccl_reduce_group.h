@@ -10,29 +10,29 @@
 
 namespace distrain::cuda {
 
-/// How a group over NCCL makes its communicators.
+/// How a group over NCCL creates its communicators.
 struct Nccl {
-  // Plugin's functions of these names.
+  // Plugin::new_nccl_id() and Plugin::make_communicator().
   std::function<NcclId()> new_id;
   std::function<std::unique_ptr<NcclCommunicator>(const NcclId& id, int size, int rank,
                                                   int device_index)>
       make_communicator;
-  /// How long the ranks of a new communicator, which have agreed to make it, wait for each other.
+  /// How long the ranks wait for each other in a new communicator, once all have agreed to make it.
   std::chrono::milliseconds join_timeout{60000};
-  /// How long what NCCL says is held back, for the group to name a lost rank as its cause.
+  /// How long an error of NCCL is held back, so that the group can report a lost rank as its cause.
   std::chrono::milliseconds loss_grace{1000};
 };
 
-/// Creates a ReduceGroup of ranks with a GPU each: NCCL moves device tensors, our Backend CPU
-/// tensors. It cannot fork: the order of all operations is that in which the ranks agree on them.
+/// Creates a ReduceGroup for ranks with a GPU each. NCCL moves device tensors, `control` CPU
+/// tensors. The group cannot fork: all operations run in the order on which the ranks agree.
 ///
-/// The Backend also keeps the ranks together: they agree on each operation there before NCCL is
-/// given it, so that one that refuses, dies, is late or calls something else is noticed as ever,
-/// and an error comes out of wait(). What goes wrong later, once wait() has put NCCL's work into
-/// the order of a stream, failure() tells, and the next operation fails with it on all ranks. Any
-/// failure ends the communicators of all ranks; the next operation makes new ones.
+/// The ranks agree on each operation through `control` before it is given to NCCL. So a rank that
+/// refuses, dies, is late or calls another operation is noticed, and wait() throws the error. If
+/// NCCL fails after wait() has ordered a stream behind its work, failure() returns the error, and
+/// the next operation throws it on all ranks. A failure ends the communicators of all ranks; the
+/// next operation creates new ones.
 ///
-/// The group's destructor sees to all that was called, and waits some seconds for NCCL to end its
+/// The group's destructor finishes all operations, and waits some seconds for NCCL to end the
 /// communicators.
 std::unique_ptr<collective::ReduceGroup> make_nccl_reduce_group(
     c10::intrusive_ptr<collective::Backend> control, Nccl nccl);

@@ -12,10 +12,10 @@ namespace distrain::cuda {
   throw base::Exception(base::ErrorKind::kResources, std::move(message));
 }
 
-/// `what` is what was being done: "reading the GPU's name".
+/// Throws if `result` is an error. `what` is the operation: "reading the GPU's name".
 inline void check_cuda(cudaError_t result, const std::string& what) {
   if (result == cudaSuccess) return;
-  cudaGetLastError();  // torch would find it later, and blame a kernel of its own
+  cudaGetLastError();  // clears the error, which torch would take for one of its own kernels'
   fail("CUDA failed " + what + ": " + cudaGetErrorString(result) + " (" + cudaGetErrorName(result) +
        ")");
 }

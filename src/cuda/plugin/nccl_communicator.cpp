@@ -20,10 +20,10 @@ using std::chrono::seconds;
 
 static_assert(sizeof(ncclUniqueId) == sizeof(NcclId));
 
-/// How long a communicator that goes away lets its last work run, here and for the other ranks.
+/// How long the destructor lets the last work run, here and on the other ranks.
 constexpr seconds kDrainTimeout{10};
 
-/// NCCL's names of element types that a mean makes sense of.
+/// Returns NCCL's name for an element type. Throws `invalid` if a mean of that type makes no sense.
 ncclDataType_t to_nccl(at::ScalarType type) {
   switch (type) {
     case at::kFloat:
@@ -40,10 +40,9 @@ ncclDataType_t to_nccl(at::ScalarType type) {
   }
 }
 
-// NCCL's communicators are made non-blocking: no call of NCCL then waits for another rank. A thread
-// that has to wait asks ncclCommGetAsyncError() again and again, with the lock free in between, so
-// that abort() gets in at any time; a communicator is used by one thread of ours at a time. In a
-// blocking one the first collective would sit inside NCCL while a lost rank stays away.
+// The NCCL communicator is non-blocking, so no call of NCCL waits for another rank. A thread that
+// waits polls ncclCommGetAsyncError() and releases the lock between polls, so that abort() can take
+// it. With a blocking communicator, the first collective would hang inside NCCL if a rank is lost.
 class Communicator final : public NcclCommunicator {
  public:
   Communicator(const NcclId& id, int size, int rank, int device_index)
@@ -55,7 +54,7 @@ class Communicator final : public NcclCommunicator {
     config.blocking = 0;
     check_cuda(cudaEventCreateWithFlags(&last_work_, cudaEventDisableTiming),
                "making an event for NCCL");
-    // Told by joined(); the destructor aborts what there is of it.
+    // joined() reports an error; the destructor aborts a partial communicator.
     made_ = ncclCommInitRankConfig(&comm_, size, nccl_id, rank, &config);
   }
 
@@ -67,7 +66,7 @@ class Communicator final : public NcclCommunicator {
     enter(guard);
     try {
       finish();
-    } catch (...) {  // aborted then
+    } catch (...) {  // abort() ends it
     }
     abort();
     cudaEventDestroy(last_work_);
@@ -126,12 +125,12 @@ class Communicator final : public NcclCommunicator {
     }
     c10::OptionalDeviceGuard guard;
     enter(guard);
-    // Known to hang at times: without the lock, which everybody else takes.
+    // Without the lock, which all other functions take, because ncclCommAbort() sometimes hangs.
     if (comm) ncclCommAbort(comm);
   }
 
  private:
-  /// Makes the device current. One that has failed keeps no communicator from its end.
+  /// Makes the device current. Ignores errors, because a failed device must not block the cleanup.
   void enter(c10::OptionalDeviceGuard& guard) const noexcept {
     try {
       guard.reset_device(device_);
@@ -156,7 +155,7 @@ class Communicator final : public NcclCommunicator {
     return text;
   }
 
-  /// `start` puts work into the stream that it is given.
+  /// Calls `start`, which enqueues work on the stream that it gets, and waits until that is done.
   template <typename Start>
   void call(const char* what, const c10::Stream& stream, Start start) {
     const c10::DeviceGuard guard(device_);
@@ -168,8 +167,8 @@ class Communicator final : public NcclCommunicator {
     has_work_ = true;
   }
 
-  /// Waits until NCCL has done what a call that gave `result` asked for: for a collective that is
-  /// to put its work into the stream. Throws if that failed, took too long or was aborted.
+  /// Waits until NCCL has finished a call that returned `result`; a collective has then enqueued
+  /// its work. Throws if the call fails, exceeds `deadline` or is aborted.
   void settle(ncclResult_t result, const std::string& what, base::TimePoint deadline,
               std::unique_lock<std::mutex>& lock) {
     for (microseconds pause{5}; result == ncclInProgress;) {
@@ -187,8 +186,8 @@ class Communicator final : public NcclCommunicator {
     if (result != ncclSuccess) fail("NCCL: " + what + ": " + text_of(result));
   }
 
-  /// Ends the communicator in order: what this rank's device has done may still be on its way to
-  /// the others. Throws, or leaves it as it is, where that can't be had.
+  /// Ends the communicator in order, because work of this rank may still be in flight to other
+  /// ranks. Throws, or returns early, if that is not possible.
   void finish() {
     {
       const std::lock_guard lock(mutex_);

@@ -6,19 +6,19 @@
 namespace distrain::cuda {
 namespace {
 
-/// CUDA's way to number its versions: 13000 is 13.0.
+/// Formats a version of CUDA: 13000 is 13.0.
 std::string version_text(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
-/// The newest CUDA that this machine's driver can run; 0 without a driver.
+/// Returns the newest CUDA that this machine's driver supports; 0 without a driver.
 int driver_version() {
   int version = 0;
   cudaDriverGetVersion(&version);
   return version;
 }
 
-/// The oldest driver for a major version of CUDA (NVIDIA's table of minor version compatibility).
+/// Returns the oldest driver for a major version of CUDA (NVIDIA's minor version compatibility).
 std::string driver_for(int cuda) {
   return cuda == 12 ? "525" : cuda == 13 ? "580" : "for CUDA " + std::to_string(cuda);
 }
@@ -35,7 +35,7 @@ class CudaPlugin final : public Plugin {
     int count = 0;
     const cudaError_t result = cudaGetDeviceCount(&count);
     if (result == cudaSuccess && count > 0) return count;
-    cudaGetLastError();  // it is told here, once
+    cudaGetLastError();  // clears the error, which is reported here
     const int driver = driver_version();
     if (driver == 0 || result == cudaErrorStubLibrary) {
       fail("there is no NVIDIA driver on this machine, so no GPU can be used");
@@ -97,7 +97,7 @@ class CudaPlugin final : public Plugin {
   }
 };
 
-/// What was compiled in is only right for libraries of the same major version.
+/// Throws if CUDA's major version is not the one for which this library was compiled.
 void check_libraries() {
   if (runtime_version() / 1000 != CUDART_VERSION / 1000) {
     fail("libdistrain_cuda.so was built for CUDA " + version_text(CUDART_VERSION) +
