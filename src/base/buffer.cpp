@@ -14,7 +14,7 @@ namespace {
 constexpr size_t kAlignment = 64;
 constexpr size_t kSmallest = 512;
 constexpr size_t kLargest = 4;             // size limit of the one large block, in max_idle_bytes
-constexpr uint64_t kLargeIsKept = 10'000;  // for so many returned blocks
+constexpr uint64_t kLargeIsKept = 10'000;  // kept until so many blocks are returned
 
 // Rounds `size` up to one of four steps per power of two, so at most a quarter of it is wasted.
 size_t size_class(size_t size) {

@@ -17,13 +17,13 @@
 namespace distrain::base {
 namespace {
 
-constexpr auto kAnswerTime = std::chrono::seconds(1);  // a thread in the kernel does not answer
+constexpr auto kAnswerTime = std::chrono::seconds(1);  // a thread may be blocked in the kernel
 constexpr int kQuestion = SIGURG;                      // ignored by default
 
 sigset_t asked_to_block;
 std::atomic<int> answers{0};
 
-/// Signal handler: its thread blocks `asked_to_block` from when the handler returns.
+/// Signal handler: blocks `asked_to_block` in its thread as soon as the handler returns.
 void block_what_is_asked(int, siginfo_t*, void* context) {
   sigset_t& mask = static_cast<ucontext_t*>(context)->uc_sigmask;
   sigorset(&mask, &mask, &asked_to_block);
@@ -93,7 +93,7 @@ void block_in_all_threads(const sigset_t& set) {
   std::erase_if(open, [&set](pid_t thread) { return blocks(thread, set); });
   if (open.empty()) return;
 
-  // Only a thread itself can change its mask, so each thread gets a signal whose handler does.
+  // Only a thread itself can change its mask, so signal each one; its handler changes it.
   asked_to_block = set;
   answers = 0;
   struct sigaction ask {};

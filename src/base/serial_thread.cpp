@@ -14,7 +14,7 @@
 namespace distrain::base {
 
 struct SerialThread::State {
-  // Runs the tasks behind the first `running` ones. A running task stays queued, for idle().
+  // Runs all queued tasks but the first `running` ones. A task stays queued while it runs.
   void run_queued(std::unique_lock<std::mutex>& lock, size_t running) {
     while (queue.size() > running) {
       const auto task = std::next(queue.begin(), static_cast<std::ptrdiff_t>(running));

@@ -63,7 +63,7 @@ void ThreadPool::run() {
   std::unique_lock lock(mutex_);
   for (;;) {
     while (queue_.empty() && !stopping_) {
-      // This thread was started while another one was blocked, which has resumed since.
+      // This thread was started in place of a blocked thread, which has resumed since.
       if (alive_ - blocked_ > options_.size) goto leave;
       if (has_worked && !polling_) {
         has_worked = false;
@@ -83,7 +83,7 @@ void ThreadPool::run() {
     if (queue_.empty()) break;
     Task task = std::move(queue_.front());
     queue_.pop_front();
-    // More tasks may be queued than threads are coming for, because this thread may have come late.
+    // If this thread has come late, several tasks may be queued by now: start another thread.
     if (wants_thread_locked()) start_thread_locked();
     lock.unlock();
     if (options_.before_task) options_.before_task();

@@ -19,7 +19,7 @@ using BufferPtr = std::shared_ptr<Buffer>;
 /// transfer. Thread-safe. Buffers may outlive the pool object.
 class BufferPool {
  public:
-  /// Keeps the most recently used blocks of up to `max_idle_bytes` in total, and one larger block
+  /// Keeps recently used blocks, of up to `max_idle_bytes` in total, and one larger block
   /// of up to four times `max_idle_bytes` (by default 1 GiB, as AgentOptions::total_budget). Frees
   /// larger blocks at once.
   explicit BufferPool(size_t max_idle_bytes = size_t{256} << 20);

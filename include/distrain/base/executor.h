@@ -21,8 +21,8 @@ inline Task behind(QueuedWorkPtr work, Task task) {
   };
 }
 
-/// Runs continuations and handlers. If shared pointers own the executor, each future that has a
-/// continuation on it keeps it alive until the future is done.
+/// Runs continuations and handlers. If shared pointers own an executor, a future that has one of
+/// the executor's continuations keeps the executor alive until the future is done.
 class Executor : public std::enable_shared_from_this<Executor> {
  public:
   virtual ~Executor() = default;

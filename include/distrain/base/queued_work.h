@@ -23,7 +23,7 @@ namespace detail {
 inline constinit std::atomic<FindQueuedWork> find_queued_work{nullptr};
 }  // namespace detail
 
-/// Called by the layer that knows devices when the first device is used. Thread-safe.
+/// Sets the function behind queued_work(). Called when a device is first used. Thread-safe.
 inline void set_queued_work_finder(FindQueuedWork find) { detail::find_queued_work = find; }
 
 /// Returns this thread's device work so far; null if no device is in use.

@@ -12,7 +12,7 @@ namespace distrain::base {
 /// may block and must not throw.
 class SerialThread final : public Executor {
  public:
-  /// `name` is truncated to 15 characters. `before_task` runs before each task; must not throw.
+  /// `name` is truncated to 15 characters. `before_task` must not throw.
   explicit SerialThread(std::string name, std::function<void()> before_task = {});
   /// Runs the queued tasks, then joins the thread. If a task destroys this object on the thread
   /// itself, the destructor runs the queued tasks and the thread exits after that task.

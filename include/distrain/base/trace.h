@@ -84,7 +84,7 @@ class Tracer {
 
   /// Returns the time of base::Clock in ns, as events store it.
   static int64_t now() { return Clock::now().time_since_epoch().count(); }
-  /// Converts a time to the one that other ranks and tracks() see; only a FalseClock changes it.
+  /// Converts a time to the clock that other ranks see: base::Clock, or the FalseClock in tests.
   int64_t shown(int64_t ns) const;
   /// Returns a text that is equal for ranks that share one base::Clock.
   std::string clock_domain() const;
@@ -119,7 +119,7 @@ class Tracer {
   std::atomic<bool> on_{false};
   std::atomic<size_t> left_{0};  // events that may still be recorded
   std::atomic<uint64_t> next_id_{1};
-  mutable std::mutex mutex_;  // guards all below
+  mutable std::mutex mutex_;  // guards the members below
   std::vector<std::unique_ptr<TraceLane>> lanes_;
   std::vector<TraceLane*> free_;
   std::unordered_map<std::thread::id, TraceLane*> strangers_;  // of threads not bound here
