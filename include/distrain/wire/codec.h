@@ -75,7 +75,7 @@ class Reader {
     std::copy(bytes.begin(), bytes.end(), out.begin());
   }
 
-  /// Reads a count of items, and checks that as many items of `min_item_bytes` or more can follow.
+  /// Reads a count. Throws `protocol` if fewer than count * `min_item_bytes` bytes are left.
   uint32_t get_count(size_t min_item_bytes) {
     const uint32_t count = get<uint32_t>();
     if (min_item_bytes != 0 && count > left() / min_item_bytes) fail("a count beyond the message");

@@ -35,7 +35,7 @@ namespace distrain::wire {
 /// The hash detects a corrupted header, which could otherwise be valid: as a reply to an unknown
 /// call, it would leave the real caller waiting forever. Meta and payload have no checksum.
 ///
-/// The receiver reads meta and payload into one 64-byte aligned buffer, where tensors are used.
+/// The receiver reads meta and payload into one 64-byte aligned buffer: tensors stay in place.
 inline constexpr uint32_t kMagic = 0x4E525444;  // "DTRN"
 inline constexpr size_t kHeaderBytes = 48;
 inline constexpr uint16_t kWithoutCredit = 1;

@@ -53,11 +53,11 @@ namespace distrain::wire {
 
 enum class HelloPurpose : uint8_t { kJoin = 1, kPeer = 2 };
 
-/// What a rank requires of others besides the proof.
+/// The condition on which a rank trusts a peer, besides the peer's proof.
 enum class Trust : uint8_t {
-  kToken = 1,     ///< the others know the job's token
-  kSameUser = 2,  ///< their processes belong to this user, on this host
-  kAnybody = 3,   ///< nothing
+  kToken = 1,     ///< the peer knows the job's token
+  kSameUser = 2,  ///< the peer's process is on this host and belongs to this user
+  kAnybody = 3,   ///< no condition
 };
 
 using JobId = std::array<uint8_t, 16>;
@@ -70,8 +70,8 @@ inline constexpr int32_t kAnyRank = -1;
 /// The generation of a rank that does not know it yet and takes rank 0's.
 inline constexpr uint32_t kAnyGeneration = 0xFFFF'FFFF;
 
-/// u32 version · u8 purpose · u8 trust · i32 rank · u32 generation · u32 incarnation · job_id ·
-/// nonce: 66 bytes. Both ends send the purpose of the end that connects.
+/// Wire format, 66 bytes: u32 version · u8 purpose · u8 trust · i32 rank · u32 generation · u32
+/// incarnation · job_id · nonce. Both ends send the purpose of the end that connects.
 struct Hello {
   HelloPurpose purpose = HelloPurpose::kJoin;
   Trust trust = Trust::kToken;
@@ -83,14 +83,14 @@ struct Hello {
 };
 
 struct Endpoint {
-  std::string host;       ///< numeric address for others; empty: the address of rank 0
+  std::string host;       ///< numeric address for connections; empty: rank 0's address
   uint16_t port = 0;      ///< TCP port; 0: no TCP
   std::string unix_name;  ///< name of its unix socket; may be empty
   std::string host_key;   ///< equal for ranks that share a kernel and a network namespace
   uint64_t cpus = 0;      ///< equal for ranks that share their CPUs
 };
 
-/// string job · i32 world_size (0: rank 0's) · Endpoint · options (u32 count, then name, value)
+/// Wire format: string job · i32 world_size (0: rank 0's) · Endpoint · u32 n · n × (name, value)
 struct Join {
   std::string job;  ///< the name of the job's command
   int32_t world_size = 0;
@@ -98,8 +98,8 @@ struct Join {
   std::map<std::string, std::string> options;  ///< the job options that this rank was given
 };
 
-/// u32 version · u32 n · n × (string name · Endpoint · u32 incarnation · u8 here) · options ·
-/// secret
+/// Wire format: u32 version · u32 n · n × (string name · Endpoint · u32 incarnation · u8 is_here) ·
+/// options · secret
 struct Directory {
   struct Entry {
     std::string name;
@@ -112,7 +112,7 @@ struct Directory {
   std::string secret;  ///< 32 random bytes that rank 0 made for this job's ranks
 };
 
-/// The devices of a rank: where tensors of others arrive, and where its own tensors go.
+/// The devices of a rank, and the devices of peers to which it maps its own. On the wire:
 ///
 ///   device home · device type of `count` (as u8) · u8 count · u32 maps, each: string peer · device
 ///   from · device to
@@ -123,7 +123,7 @@ struct RankDevices {
     DeviceRef to;      ///< of the peer
   };
 
-  DeviceRef home;                      ///< where tensors arrive unless a map says otherwise
+  DeviceRef home;                      ///< receives tensors unless a map names another device
   DeviceType type = DeviceType::kCpu;  ///< the rank has `count` devices of this type
   uint8_t count = 0;
   std::vector<Map> maps;
@@ -150,7 +150,7 @@ Bytes encode(const Returned& returned);
 /// The body of kReject, kError, kAbort and kLost: u16 kind · i32 rank · string message · string op.
 Bytes encode(const base::Error& error);
 
-// The decode functions throw `protocol` if the bytes are malformed or of another protocol version.
+// The decode functions throw `protocol` for malformed bytes or another protocol version.
 Hello decode_hello(std::span<const uint8_t> in);
 Proof decode_proof(std::span<const uint8_t> in);
 Join decode_join(std::span<const uint8_t> in);

@@ -12,8 +12,8 @@ struct Limits {
   uint64_t max_payload_bytes = uint64_t{64} << 30;
 };
 
-/// Limits before the peer's proof: a hello and a proof are at most 256 bytes with their headers. A
-/// later version's hello may be longer than this version's.
+/// Limits before a peer has proved its identity: a hello and a proof, at most 256 bytes with their
+/// headers. A later version's hello may be longer than this version's.
 inline constexpr Limits kHelloLimits{128, 0, 0};
 inline constexpr Limits kProofLimits{32, 0, 0};
 
@@ -23,7 +23,7 @@ inline constexpr Limits kJoinLimits{16 * 1024, 0, 0};
 /// Limits for a rank that has joined, on its connection to rank 0: directories may be large.
 inline constexpr Limits kControlLimits{uint32_t{16} << 20, 0, 0};
 
-/// Each text of an error is truncated to so many bytes, so that every receiver accepts it.
+/// Each text of an error is truncated to this many bytes, so that every receiver accepts it.
 inline constexpr size_t kMostErrorText = 64 * 1024;
 
 inline constexpr size_t kMaxDimensions = 64;
