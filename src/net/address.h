@@ -13,7 +13,8 @@ namespace distrain::net {
 
 // Helpers for both blocking sockets and sockets of the loop.
 
-/// Returns `resources` if descriptors or memory are exhausted, else `rendezvous`: "`what`: why".
+/// Returns an error for errno `code`: `resources` if descriptors or memory are exhausted, else
+/// `rendezvous`. The message is "`what`: " and the reason.
 base::Error socket_error(const std::string& what, int code);
 
 using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
@@ -26,7 +27,7 @@ struct UnixAddress {
 };
 base::Result<UnixAddress> unix_address(const std::string& path);
 
-/// Detects a socket that is connected to itself: if nobody listens on a port of the ephemeral
+/// Returns true if a socket is connected to itself: if nobody listens on a port of the ephemeral
 /// range, the kernel may choose that port for the connecting socket.
 bool is_connected_to_itself(int fd);
 

@@ -50,10 +50,10 @@ void Loop::Impl::stop() {
     stopping = true;
   }
   thread.join();
-  // The task that led to this stop() may have run before its post() returned on another thread.
+  // Wait for all post() calls: the task that led to this stop() may run before its post() returns.
   while (wakers.load(std::memory_order_acquire) > 0) std::this_thread::yield();
   uv_loop_close(&uv);
-  // Destroy the tasks that never ran, because streams in them hold this object, a reference cycle.
+  // Destroy the tasks that never ran: streams in them hold this object, which holds the tasks.
   std::vector<base::Task> dropped;
   {
     std::lock_guard lock(mutex);
@@ -147,8 +147,7 @@ bool Loop::Impl::remove_timer_on_loop(uint64_t id) {
   const auto it =
       std::ranges::find_if(timers, [id](const auto& t) { return t.second.first == id; });
   if (it == timers.end()) return false;
-  const base::Task dropped =
-      std::move(it->second.second);  // destroyed after the change of `timers`
+  const base::Task dropped = std::move(it->second.second);  // destroyed after `timers` changes
   timers.erase(it);
   return true;
 }

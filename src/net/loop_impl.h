@@ -22,7 +22,7 @@ class LoopResource {
   virtual void shut_down_on_loop() = 0;
 };
 
-/// Shared with streams and listeners, which may outlive the Loop; after stop() no task runs.
+/// State shared with streams and listeners, which may outlive the Loop. After stop() no task runs.
 struct Loop::Impl {
   Impl();
   void stop();

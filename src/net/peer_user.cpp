@@ -61,7 +61,7 @@ std::optional<uint32_t> owner_of_unix_peer(int fd) {
 }
 
 std::optional<uint32_t> owner_of_tcp_peer(int fd, const sockaddr_storage& local) {
-  // Two different addresses of one host are only connected over loopback.
+  // If the two addresses differ, the peer is on this host only if its address is loopback.
   const std::string other_host = remote_name(fd).host;
   if (other_host != local_name(fd).host && !is_loopback(other_host)) return std::nullopt;
   sockaddr_storage remote{};
@@ -74,7 +74,7 @@ std::optional<uint32_t> owner_of_tcp_peer(int fd, const sockaddr_storage& local)
   return owner_in("/proc/self/net/tcp", there.v4, here.v4);
 }
 
-// Returns true for the number that stands for all users outside of a user namespace.
+// Returns true if `user` is the overflow uid, which stands for all users outside this namespace.
 bool is_of_outside(uint32_t user) {
   uint32_t overflow = 0, first = 0, outside = 0, count = 0;
   std::ifstream("/proc/sys/kernel/overflowuid") >> overflow;

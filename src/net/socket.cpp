@@ -90,7 +90,7 @@ bool are_loopback(const AddressList& addresses) {
   return true;
 }
 
-// Returns the errno of the attempt, or 0 if connected.
+// Connects by `deadline`. Returns an errno, or 0 if connected.
 int connect_until(int fd, const sockaddr* address, socklen_t size, base::TimePoint deadline) {
   if (::connect(fd, address, size) == 0) return 0;
   if (errno != EINPROGRESS && errno != EINTR) return errno;
@@ -131,7 +131,7 @@ base::Result<UnixAddress> unix_address(const std::string& path) {
   }
   std::memcpy(made.address.sun_path, path.data(), path.size());
   made.size = sizeof made.address;
-  if (path.starts_with('@')) {  // an abstract name, which ends where the address does
+  if (path.starts_with('@')) {  // an abstract name, which has no null at its end
     made.address.sun_path[0] = '\0';
     made.size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + path.size());
   }
@@ -239,7 +239,7 @@ base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimeP
   for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next) ++addresses_left;
   for (const addrinfo* a = addresses.unchecked().get(); a; a = a->ai_next, --addresses_left) {
     Fd fd(::socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    // Each address gets its share of the time, so that one without an answer leaves some to others.
+    // Each address gets a share of the time, so that a silent one leaves time for the next ones.
     const base::TimePoint now = base::Clock::now();
     const base::TimePoint until = now + (deadline - now) / addresses_left;
     int code = fd.valid() ? connect_until(fd.get(), a->ai_addr, a->ai_addrlen, until) : errno;

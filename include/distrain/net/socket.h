@@ -47,7 +47,7 @@ base::Result<Fd> connect_tcp(const std::string& host, uint16_t port, base::TimeP
 /// Connects to a unix socket without blocking: fails if that is not possible at once.
 base::Result<Fd> connect_unix(const std::string& path);
 
-/// Connects to a numeric `host` on the loop thread. Calls `done` there, unless the loop ends first.
+/// Connects on the loop thread; `host` must be numeric. Calls `done` unless the loop ends first.
 using OnConnected = std::function<void(base::Result<Fd>)>;
 void connect_tcp_on_loop(Loop& loop, const std::string& host, uint16_t port,
                          base::TimePoint deadline, OnConnected done);
