@@ -105,7 +105,7 @@ class Watch {
   /// Watches an operation from before NCCL is called until `done` is reached. `op` is for messages.
   std::shared_ptr<Item> begin(std::shared_ptr<CommunicatorSet> set, std::shared_ptr<Lane> lane,
                               std::string op);
-  /// Sets `done`, where NCCL's work ends.
+  /// Sets the point at which NCCL's work for `item` ends.
   void enqueued(const std::shared_ptr<Item>& item, rpc::StreamPoint done);
   /// Stops watching `item`.
   void forget(const std::shared_ptr<Item>& item);

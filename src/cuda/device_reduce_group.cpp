@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kIdBytes = 64;  // of a GPU's id, truncated or padded
 
-/// Returns true if NCCL can reduce, which refuses two ranks on one GPU.
+/// Returns true if each rank has its own GPU, because NCCL refuses two ranks on one GPU.
 bool each_has_a_gpu(rpc::Agent& agent, collective::Backend& backend) {
   std::vector<at::Tensor> ids;
   for (int rank = 0; rank < backend.getSize(); ++rank) {

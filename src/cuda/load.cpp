@@ -65,7 +65,7 @@ fs::path find_plugin() {
 std::optional<std::string> torch_version_of(const fs::path& folder) {
   std::string line;
   for (std::ifstream file(folder.parent_path() / "version.py"); std::getline(file, line);) {
-    // __version__ = '2.11.0+cu130'
+    // For example: __version__ = '2.11.0+cu130'
     if (line.rfind("__version__", 0) != 0) continue;
     const size_t from = line.find_first_of("'\"");
     if (from == std::string::npos) continue;
@@ -83,7 +83,7 @@ fs::path find_torch_cuda(const fs::path& folder) {
   const fs::path fetched = folder.parent_path().parent_path().parent_path() / "cuda/torch/lib";
   for (const fs::path& place : {folder, fetched}) {
     if (!is_file(place / kTorchName)) continue;
-    // Libraries in one folder have the same version, even if no file tells the version.
+    // Libraries in one folder have the same version, even if no file states it.
     const std::string version =
         torch_version_of(place).value_or(place == folder ? TORCH_VERSION : "of an unknown version");
     if (version == TORCH_VERSION) return place / kTorchName;
@@ -113,8 +113,8 @@ const Plugin& load_once() {
   const fs::path folder = folder_of(reinterpret_cast<void*>(&at::globalContext));
   if (folder.empty()) fail("can't tell where LibTorch lies");
   const fs::path torch_cuda = find_torch_cuda(folder);
-  // Its search path leads to the NVIDIA libraries of its installation. The scope is global because
-  // the plugin and LibTorch's own parts find its symbols there. It is never closed.
+  // The library's search path leads to its NVIDIA libraries. The scope is global because the plugin
+  // and other libraries of LibTorch find their symbols there. The library is never closed.
   open_library(torch_cuda, RTLD_GLOBAL);
   // LibTorch looks for CUDA once, at the first query, and keeps the answer.
   if (!at::detail::getCUDAHooks().isBuilt()) {

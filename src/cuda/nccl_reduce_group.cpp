@@ -174,9 +174,9 @@ class NcclReduceGroup final : public ReduceGroup {
     return work;
   }
 
-  // The functions below run on the line.
+  // All functions below run on the line's thread.
 
-  // Work that NCCL has from the old set still ends.
+  // Replaces the set of communicators. Work that NCCL got from the old set still completes.
   void renew_set() {
     set_ = std::make_shared<CommunicatorSet>();
     std::lock_guard lock(outcomes_mutex_);
@@ -381,7 +381,7 @@ class NcclReduceGroup final : public ReduceGroup {
     return lane;
   }
 
-  // Returns rank 0's new id on all ranks.
+  // Creates an id on rank 0 and broadcasts it.
   NcclId get_id() {
     NcclId id{};
     if (rank() == 0) {

@@ -37,9 +37,9 @@ struct DeviceChoice {
 class Accelerators {
  public:
   virtual ~Accelerators() = default;
-  /// Returns the type, whose name `--device` takes: "cuda".
+  /// Returns the type; its name is a value of `--device`: "cuda".
   virtual c10::DeviceType type() const = 0;
-  /// Returns a number above 0; throws `resources` if there is none. The first call may take long.
+  /// Returns the number of devices; throws `resources` if there is none. May be slow at first.
   virtual int count() const = 0;
 };
 
@@ -47,7 +47,7 @@ class Accelerators {
 /// leaves all other roles on the CPU.
 class DeviceSpec {
  public:
-  /// Throws `invalid` if `text` is malformed. `accelerator` is the type of device besides the CPU.
+  /// Throws `invalid` for a malformed `text` or unknown role. `accelerator` is the non-CPU type.
   DeviceSpec(std::string_view text, c10::DeviceType accelerator, std::vector<DeviceRole> roles);
 
   /// Returns the device for rank `rank_name` ("trainer1"), chosen by that name or by its role.

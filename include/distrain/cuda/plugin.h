@@ -41,7 +41,7 @@ class Plugin {
  public:
   virtual ~Plugin() = default;
 
-  /// Returns the number of GPUs in CUDA_VISIBLE_DEVICES. Throws without a GPU or a suitable driver.
+  /// Returns the number of GPUs that this process sees. Throws if it sees none or has no driver.
   virtual int device_count() const = 0;
   virtual std::string device_name(int index) const = 0;
   /// Returns an id of the GPU that is the same in all processes, however they number the GPUs.

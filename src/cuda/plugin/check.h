@@ -15,7 +15,7 @@ namespace distrain::cuda {
 /// Throws if `result` is an error. `what` is the operation: "reading the GPU's name".
 inline void check_cuda(cudaError_t result, const std::string& what) {
   if (result == cudaSuccess) return;
-  cudaGetLastError();  // clears the error, which torch would take for one of its own kernels'
+  cudaGetLastError();  // otherwise torch would report this error for one of its kernels
   fail("CUDA failed " + what + ": " + cudaGetErrorString(result) + " (" + cudaGetErrorName(result) +
        ")");
 }

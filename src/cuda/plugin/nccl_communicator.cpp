@@ -125,7 +125,7 @@ class Communicator final : public NcclCommunicator {
     }
     c10::OptionalDeviceGuard guard;
     enter(guard);
-    // Without the lock, which all other functions take, because ncclCommAbort() sometimes hangs.
+    // ncclCommAbort() may hang, so call it without the lock, which all other functions take.
     if (comm) ncclCommAbort(comm);
   }
 

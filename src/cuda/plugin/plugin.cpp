@@ -18,7 +18,7 @@ int driver_version() {
   return version;
 }
 
-/// Returns the oldest driver for a major version of CUDA (NVIDIA's minor version compatibility).
+/// Returns the oldest driver for CUDA's major version `cuda` (NVIDIA's compatibility table).
 std::string driver_for(int cuda) {
   return cuda == 12 ? "525" : cuda == 13 ? "580" : "for CUDA " + std::to_string(cuda);
 }
