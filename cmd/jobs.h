@@ -11,7 +11,6 @@
 
 namespace distrain::cmd {
 
-/// Returns the subcommands that run a job.
 inline std::vector<app::JobCommand> jobs() {
   using namespace scenario;
   // The pointers own nothing, because the definitions live until the program exits.
