@@ -113,7 +113,8 @@ class FutureState {
     if (queued_work_) queued_work_->precede_this_thread();
     return *result_;
   }
-  /// Returns the device work that produces the value, null in most cases. Call it when ready().
+  /// Returns the device work that produces the value, mostly null. Call it only when ready() is
+  /// true.
   const QueuedWorkPtr& queued_work() const { return queued_work_; }
 
  private:

@@ -24,8 +24,8 @@ std::vector<pid_t> other_threads();
 
 sigset_t signal_set(std::initializer_list<int> numbers);
 
-/// Blocks the signals in all threads of this process. The kernel may deliver a signal to any thread
-/// that does not block it, so such a thread would take it from sigwait() or a signalfd.
+/// Blocks the signals in all existing threads. The kernel may deliver a signal to any thread that
+/// does not block it, so such a thread would take it from sigwait() or a signalfd.
 void block_in_all_threads(const sigset_t& set);
 
 }  // namespace distrain::base

@@ -12,7 +12,6 @@ class BlockObserver {
   virtual void on_unblock() = 0;
 };
 
-/// The runtime's state of the current thread.
 struct ThreadState {
   /// Set on the loop thread, where a wait would never end, so that check_may_wait() aborts.
   bool must_not_wait = false;

@@ -42,7 +42,6 @@ struct TraceTrack {
   std::vector<TraceEvent> events;  ///< in order of their ends
 };
 
-/// One rank's part of a trace.
 struct RankTrace {
   int rank = 0;
   std::string role;
