@@ -11,8 +11,6 @@
 
 namespace distrain::net {
 
-// Helpers for both blocking sockets and sockets of the loop.
-
 /// Returns an error for errno `code`: `resources` if descriptors or memory are exhausted, else
 /// `rendezvous`. The message is "`what`: " and the reason.
 base::Error socket_error(const std::string& what, int code);
