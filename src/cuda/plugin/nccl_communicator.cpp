@@ -186,7 +186,7 @@ class Communicator final : public NcclCommunicator {
     if (result != ncclSuccess) fail("NCCL: " + what + ": " + text_of(result));
   }
 
-  /// Ends the communicator in order, because work of this rank may still be in flight to other
+  /// Ends the communicator gracefully, because work of this rank may still be in flight to other
   /// ranks. Throws, or returns early, if that is not possible.
   void finish() {
     {
