@@ -16,11 +16,11 @@ bool is_own_memory(const at::Tensor& tensor) {
   return tensor.storage().use_count() == 1 && tensor.is_non_overlapping_and_dense();
 }
 
-// Nobody else has this tensor or its memory, and each of its elements is there once.
+// Returns true if nothing else refers to `tensor` or its memory, and no two elements share memory.
 bool is_own(const at::Tensor& tensor) {
   if (tensor.use_count() > 1) return false;
   if (!tensor.is_sparse()) return is_own_memory(tensor);
-  // Not _indices() and _values(): those give aliases, whose own counts tell nothing.
+  // _indices() and _values() would return aliases with use counts of their own.
   const auto* const sparse = static_cast<at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
   const at::Tensor indices = sparse->indices(), values = sparse->values();
   constexpr size_t kHereAndInTensor = 2;
@@ -133,7 +133,7 @@ std::shared_ptr<Pass> ContextState::pass_or(uint64_t id,
   std::shared_ptr<Pass> before;
   {
     std::lock_guard lock(mutex_);
-    if (auto known = known_locked()) return known;  // another gradient's thread was quicker
+    if (auto known = known_locked()) return known;  // another thread has created it meanwhile
     if (!transition_locked(PassEvent::kBeginByGradients, id)) {
       throw base::Exception(base::ErrorKind::kCancelled, "this pass has ended");
     }
@@ -190,7 +190,7 @@ bool ContextState::accumulate(const at::Tensor& variable, at::Tensor gradient, u
     entry = {variable, std::move(gradient), made};
     return true;
   }
-  // Nor does the device still read it for somebody who has seen it.
+  // `followed` means that another stream may still read the gradient.
   const bool in_place = !entry.followed && !entry.gradient.is_sparse() && is_own(entry.gradient);
   follow(entry.gradient, entry.made);
   if (entry.gradient.is_sparse() && !gradient.is_sparse()) {

@@ -10,11 +10,11 @@
 
 namespace distrain::autograd {
 
-/// Stands where tensors left this rank: the gradients that come back for them enter the graph here.
+/// Represents tensors that this rank sent. Their gradients enter the graph here.
 class SendNode final : public torch::autograd::Node {
  public:
-  /// An input and an edge for each of `tensors`. `answered`: the call of rank `to` that they
-  /// answer; 0: they are a call's arguments.
+  /// `answered` is the number of the call of rank `to` that `tensors` answer, or 0 if they are
+  /// arguments of a call.
   SendNode(int to, uint64_t answered, const std::vector<at::Tensor>& tensors)
       : to_(to), answered_(answered) {
     for (const at::Tensor& tensor : tensors) {
@@ -35,8 +35,8 @@ class SendNode final : public torch::autograd::Node {
   const uint64_t answered_;
 };
 
-/// Stands where tensors came from another rank: their gradients leave the graph here. The engine
-/// sends them; torch's own engine cannot, which is what apply() says.
+/// Represents tensors that came from another rank. Pass sends their gradients back to that rank.
+/// Torch's own engine cannot do so, so apply() throws.
 class RecvNode final : public torch::autograd::Node {
  public:
   RecvNode(uint64_t context, uint64_t autograd_id, int from)

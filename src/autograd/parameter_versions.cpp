@@ -12,7 +12,7 @@ void ParameterLock::lock_shared() {
     std::lock_guard lock(mutex_);
     if (may_read_locked()) return static_cast<void>(++readers_);
   }
-  const base::BlockingScope waits;  // takes the mutex if this thread reads already
+  const base::BlockingScope waits;  // locks `mutex_` if this thread already has a ParameterRead
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return may_read_locked(); });
   ++readers_;
@@ -48,7 +48,7 @@ void ParameterLock::add_blocked_readers(int change) {
   changed_.notify_all();
 }
 
-// The agent keeps its runtime.
+// Holding a plain reference is safe because the agent owns its Runtime.
 ParameterRead::ParameterRead(rpc::Agent& agent)
     : runtime_(*Runtime::of(agent)),
       lock_(runtime_.parameters_lock),
@@ -115,7 +115,7 @@ bool ParameterUpdate::unshare(const at::Tensor& parameter) const {
   const at::NoGradGuard no_grad;
   at::Tensor moved = parameter;
   moved.set_data(parameter.detach().clone());
-  // A graph that saved the parameter itself, not a version, must not be fed the copy unnoticed.
+  // Makes a graph that saved the parameter itself, not a version, fail instead of using the copy.
   torch::autograd::impl::bump_version(moved);
   return true;
 }

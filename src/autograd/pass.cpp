@@ -24,8 +24,8 @@ using torch::autograd::Edge;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// Torch's own engine orders its queue so too; AccumulateGrad's number is the highest of all, so
-// that gradients are handed out, and reduced, as early as can be.
+// Orders nodes as torch's engine does. AccumulateGrad has the highest sequence number, so hooks
+// get, and can reduce, a leaf's gradient as early as possible.
 template <class Ready>
 bool runs_later(const Ready& a, const Ready& b) {
   return a.node->sequence_nr() < b.node->sequence_nr();
@@ -135,7 +135,7 @@ void Pass::receive(const std::shared_ptr<SendNode>& node, variable_list grads,
 void Pass::run_ready() {
   const base::TraceScope scope("backward");
   const at::NoGradGuard no_grad;
-  const rpc::TorchState clean;  // for each node, whatever the hooks of the one before have left
+  const rpc::TorchState clean;  // restored after each node, because hooks may change it
   const auto context = context_.lock();
   for (;;) {
     std::optional<Ready> next;
@@ -161,7 +161,7 @@ void Pass::run_ready() {
         execute(std::move(*next));
       }
     } catch (...) {
-      // On the initiator it is the caller's own; elsewhere it failed for somebody else.
+      // The kind of an exception of torch: the initiator's own failure, elsewhere a remote one.
       base::Error error = rpc::error_in_flight(roots_.empty() ? base::ErrorKind::kRemoteFailed
                                                               : base::ErrorKind::kInternal);
       if (error.rank < 0) error.rank = agent_.rank();
@@ -173,7 +173,7 @@ void Pass::run_ready() {
   settle();
 }
 
-// Hooks find all gradients ready, whatever the streams of the leaves and of this thread.
+// Joins all streams first, so that the hooks can use all gradients in the current streams.
 void Pass::call_end_hooks(ContextState& context) {
   join_streams();
   for (const auto& hook : context.end_hooks_of(id_)) hook();
@@ -250,7 +250,7 @@ void Pass::execute_recv(RecvNode& node, variable_list grads) {
     std::lock_guard lock(mutex_);
     ++unacknowledged_;
   }
-  const rpc::ContextScope outside(0);  // gradients have no gradients
+  const rpc::ContextScope outside(0);  // the backward pass itself is not recorded
   agent_
       .call_raw(rpc::To(node.from()).timeout(options_.timeout), kGradientsFunction,
                 [&](rpc::Encoder& encoder) {
@@ -267,10 +267,11 @@ void Pass::execute_recv(RecvNode& node, variable_list grads) {
                    });
 }
 
-// On the loop; an acknowledgement has no tensors.
+// Runs on the loop thread, which is safe because an acknowledgement has no tensors.
 void Pass::on_acknowledged(base::Result<rpc::RawReply>& reply) {
   const auto fail = [this](base::Error error) {
-    // It destroys hooks of the user's: not here, unless the pool has ended and drops the task.
+    // A worker does it, because it destroys the user's hooks. If the pool has ended and drops the
+    // task, the destructor of `failing` does it.
     std::shared_ptr<void> failing(nullptr,
                                   [self = shared_from_this(), error](void*) { self->fail(error); });
     agent_.executor().post([failing = std::move(failing)]() mutable { failing.reset(); });
@@ -300,15 +301,15 @@ void Pass::capture(Node& accumulate, variable_list grads) {
   const at::Tensor& variable = static_cast<torch::autograd::AccumulateGrad&>(accumulate).variable;
   const auto context = context_.lock();
   if (!context) return;
-  const rpc::ContextScope inside(agent_, context->id());  // hooks may ask which it is
+  const rpc::ContextScope inside(agent_, context->id());  // for ContextRef::current() in hooks
   call_pre_hooks(accumulate, grads);
-  // The hooks' gradient is theirs: with one of them the context takes a copy.
+  // If there are post-hooks, `grads` keeps a reference for them, so the context makes a copy.
   at::Tensor gradient = accumulate.post_hooks().empty() ? std::move(grads[0]) : grads[0];
   if (gradient.defined()) {
     if (!context->accumulate(variable, std::move(gradient), id_)) return;
     announce(context, variable);
   }
-  // As torch's DistEngine calls them: without outputs, and also where there is no gradient.
+  // Torch's DistEngine also calls them without outputs, and even if there is no gradient.
   for (const auto& hook : accumulate.post_hooks()) (*hook)({}, grads);
 }
 
@@ -327,7 +328,7 @@ void Pass::announce(const std::shared_ptr<ContextState>& context, const at::Tens
   if (leaf_hook) leaf_hook->on_context_gradient(ContextRef(context, id_), total);
 }
 
-// If this rank has become idle: acknowledges the message that woke it, or ends the pass.
+// If this rank is idle, acknowledges the message that woke it; on the initiator, ends the pass.
 void Pass::settle() {
   rpc::ReplyPtr waker;
   std::optional<base::Promise<void>> done;
@@ -340,7 +341,7 @@ void Pass::settle() {
     waker = std::move(*waker_);
     waker_.reset();
     heard_[agent_.rank()] = {++version_, sends_waiting_};
-    reports = heard_;  // what this rank and all it has heard of have last to say
+    reports = heard_;
     if (!waker) {
       done = std::move(done_);
       done_.reset();

@@ -24,28 +24,28 @@ class ContextState;
 
 // Note [Distributed backward]
 //
-// Each rank runs its own part of the graph, between its send and receive nodes. FAST mode: before
-// anything runs, a rank counts for each of its nodes the edges that lead to it from all of the
-// context's send nodes here (on the initiator: from the roots too), and takes it for granted that
-// every send node will be given a gradient. A node runs when it has got as many as were counted.
+// Each rank runs its own part of the graph, between its send and receive nodes. In FAST mode, a
+// rank first counts for each node the edges that reach it from the context's send nodes on this
+// rank and, on the initiator, from the roots. It assumes that every send node will get a gradient.
+// A node runs when it has received a gradient over each counted edge.
 //
-//  - A receive node sends its gradients to the rank the tensors came from: a call, answered by an
-//    acknowledgement.
-//  - A leaf's gradient is captured in the context; AccumulateGrad itself never runs. Its hooks do:
-//    those before it change the gradient, those behind it (post_hooks()) are called without outputs
-//    when the context has the gradient, as torch's DistEngine calls them.
+//  - A receive node sends its gradients to the rank that the tensors came from, by a call whose
+//    reply is the acknowledgement.
+//  - The context captures a leaf's gradient; AccumulateGrad itself never runs, but its hooks do.
+//    Pre-hooks change the gradient. Post-hooks are called without outputs after the context has the
+//    gradient, as in torch's DistEngine.
 //
-// When is it over? Dijkstra and Scholten's termination detection (Inf. Proc. Letters 11, 1980): the
-// message that wakes an idle rank is acknowledged only when the rank is idle again (nothing ready,
-// nothing running) and all its own messages are acknowledged; any other message at once. The
-// initiator wakes itself, and when it is idle the whole job is. Cycles are harmless.
+// The end of a pass is found by Dijkstra and Scholten's termination detection (Inf. Proc. Letters
+// 11, 1980). A rank acknowledges the message that woke it when it is idle again (no node is ready
+// or runs) and all of its own messages are acknowledged. It acknowledges other messages at once.
+// The initiator wakes itself; when it is idle, all ranks are. Cycles between ranks do no harm.
 //
-// An acknowledgement tells how many send nodes still wait for a gradient, of the rank and of all it
-// has heard of; each such count has a version, and the newest wins. The last word of each rank
-// reaches the initiator, as a rank that sends its last word has a waker that has not sent its own
-// yet. So a count above zero at the end is an output that the roots do not depend on.
+// An acknowledgement carries, for each rank that its sender knows of, the number of send nodes that
+// wait for a gradient, with a version; the newest version wins. The last report of each rank
+// reaches the initiator, because the rank's waker has not sent its own last report by then. If a
+// count is above zero at the end, the roots do not depend on a tensor that the rank has sent.
 
-/// What a rank's last acknowledgement says of it.
+/// The state of one rank in an acknowledgement.
 struct PassReport {
   uint64_t version = 0;
   uint32_t waiting = 0;  ///< send nodes without a gradient
@@ -53,9 +53,9 @@ struct PassReport {
 };
 using PassReports = std::map<int32_t, PassReport>;
 
-/// One backward pass on one rank. Thread-safe: any thread may bring gradients; whoever finds no one
-/// running the ready nodes does it, so nodes of a pass run one at a time, as in torch on the CPU.
-/// What they put into streams runs as Note [Streams of a backward pass] has it.
+/// One backward pass on one rank. Thread-safe: any thread may bring gradients. If no thread runs
+/// the ready nodes, that thread does, so nodes of a pass run one at a time, as in torch on the CPU.
+/// See Note [Streams of a backward pass] for accelerators.
 class Pass : public std::enable_shared_from_this<Pass> {
  public:
   Pass(rpc::Agent& agent, uint64_t id, PassOptions options)
@@ -63,22 +63,22 @@ class Pass : public std::enable_shared_from_this<Pass> {
 
   uint64_t id() const { return id_; }
 
-  /// Counts the dependencies: first of all, once. `roots` are the initiator's.
+  /// Counts the dependencies before the pass runs. `roots` is empty except on the initiator.
   void prepare(const std::shared_ptr<ContextState>& context, const std::vector<at::Tensor>& roots);
 
-  /// On the initiator: runs its part and is done when the whole pass is. Blocks as a hook does.
+  /// Runs the initiator's ready nodes and hooks. The future is done when all ranks are.
   base::Future<void> run_roots(const std::vector<at::Tensor>& roots);
 
-  /// Gradients for a send node have come; `reply` acknowledges them in time.
+  /// Takes the gradients of a send node and acknowledges them by `reply`, now or later.
   void receive(const std::shared_ptr<SendNode>& node, torch::autograd::variable_list grads,
                rpc::ReplyPtr reply);
 
-  /// Ends the pass here, with the context's hooks; nothing if the context has a newer one.
+  /// Fails the pass and the context's hooks for it; no effect if the context has a newer pass.
   void fail(const base::Error& error);
-  /// Fails all who wait for this pass: other ranks before `between` is called, the initiator after.
+  /// Stops the pass: fails `waker_`, calls `between`, then fails the future of run_roots().
   void end(const base::Error& error, const std::function<void()>& between = {});
 
-  /// Makes this thread's current streams wait for all that the pass has done on this rank.
+  /// Makes this thread's current streams wait for all work of the pass on this rank.
   void join_streams();
 
  private:
@@ -87,7 +87,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
     torch::autograd::InputBuffer inputs;
   };
   struct Waiting {
-    int dependencies = 0;  // gradients that have not come yet
+    int dependencies = 0;  // missing gradients
     std::optional<torch::autograd::InputBuffer> inputs;
   };
 
@@ -108,18 +108,18 @@ class Pass : public std::enable_shared_from_this<Pass> {
   std::weak_ptr<ContextState> context_;
 
   std::mutex mutex_;
-  // The initiator's. A leaf's edge is all that keeps its AccumulateGrad.
+  // Empty except on the initiator. A leaf's edge is the only owner of its AccumulateGrad.
   std::vector<torch::autograd::Edge> roots_;
-  // A node is kept alive by the graph, which the context's send nodes and the roots hold.
+  // Plain pointers are safe because the context's send nodes and the roots own the graph.
   std::unordered_map<torch::autograd::Node*, Waiting> waiting_;
-  std::vector<Ready> ready_;  // a heap: later in the forward pass first, as torch does
+  std::vector<Ready> ready_;  // a heap by runs_later()
   uint32_t sends_waiting_ = 0;
-  size_t nodes_left_ = 0;             // that have not run
-  std::vector<c10::Stream> streams_;  // of nodes and hooks that have run
+  size_t nodes_left_ = 0;             // nodes that have not run
+  std::vector<c10::Stream> streams_;  // streams of the nodes and hooks that have run
   bool is_running_ = false;           // a thread runs the ready nodes
   int unacknowledged_ = 0;
-  std::optional<rpc::ReplyPtr> waker_;       // awake: whom to acknowledge; null: the initiator
-  std::optional<base::Promise<void>> done_;  // the initiator's
+  std::optional<rpc::ReplyPtr> waker_;  // set while awake: the waker's reply; null on the initiator
+  std::optional<base::Promise<void>> done_;  // of run_roots()
   bool end_hooks_due_ = false;
   std::optional<base::Error> error_;
   uint64_t version_ = 0;

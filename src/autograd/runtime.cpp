@@ -16,11 +16,11 @@ constexpr uint16_t kChannel = 1;
 constexpr uint64_t kAllPasses = UINT64_MAX;
 enum : uint64_t { kReleased = 1, kPassFailed = 2, kGivenUp = 3 };
 
-// 0 is no context: rank 0 is called 1 there.
+// Context ids contain the rank plus 1, because 0 means no context.
 rpc::ProcessNumber maker_of(uint64_t context) { return rpc::maker_of(context) - 1; }
 
-/// The contexts that were made on one thread, one on top of the other. They may end in any order,
-/// and on any thread: one that has ended counts no more, and goes when there is none on top of it.
+/// The stack of contexts that one thread has created. They may end in any order and on any thread:
+/// an ended context no longer counts, and is removed when it is on top.
 class ThreadsContexts {
  public:
   using Ended = std::shared_ptr<std::atomic<bool>>;
@@ -30,7 +30,7 @@ class ThreadsContexts {
     return contexts;
   }
 
-  /// Makes it the thread's current one. To be told of its end.
+  /// Makes the context current on this thread. The caller sets the result to true when it ends.
   Ended enter(Runtime& runtime, uint64_t id) {
     leave_ended();
     auto ended = std::make_shared<std::atomic<bool>>(false);
@@ -38,7 +38,7 @@ class ThreadsContexts {
     return ended;
   }
   void leave_ended() {
-    // Within a scope of another one that scope holds.
+    // An entry with a newer rpc::ContextScope inside it must stay.
     while (!stack_.empty() && *stack_.back().ended && stack_.back().scope->is_innermost()) {
       stack_.pop_back();
     }
@@ -52,7 +52,7 @@ class ThreadsContexts {
   std::vector<Entry> stack_;
 };
 
-/// A pass as its initiator sees it.
+/// A pass on its initiator.
 struct OwnPass {
   OwnPass(const Context& context, PassOptions options)
       : runtime(Runtime::of(context.agent())),
@@ -64,7 +64,7 @@ struct OwnPass {
     return pass->run_roots(roots);
   }
   void end() { state->finish_pass(pass->id()); }
-  /// Not on the loop: hooks of the user's are destroyed.
+  /// Must not run on the loop thread, because it destroys the user's hooks.
   void fail(const base::Error& error) {
     state->fail_pass(pass->id(), error);
     runtime->fail_pass(state->id(), pass->id(), error);
@@ -139,7 +139,7 @@ std::shared_ptr<ContextState> Runtime::find_or_create(uint64_t id) {
   return contexts_.emplace(id, std::make_shared<ContextState>(id)).first->second;
 }
 
-// Contexts from `first_ended` to `id` have ended. Gives back the last one, if it is here.
+// Marks the contexts from `first_ended` to `id` as ended. Returns context `id` if it is here.
 std::shared_ptr<ContextState> Runtime::take_locked(uint64_t first_ended, uint64_t id) {
   uint64_t last = id;
   for (auto range = ended_.lower_bound(first_ended - 1);
@@ -179,7 +179,7 @@ void Runtime::tell(const ContextState& context, const rpc::ChannelTag& tag,
           payload ? std::span<const uint8_t>(*payload) : std::span<const uint8_t>();
       channel_->send(rank, tag, {&piece, 1}, payload);
       return true;
-    } catch (const base::Exception&) {  // a lost rank holds nothing any more
+    } catch (const base::Exception&) {  // the rank is lost
       return false;
     }
   };
@@ -187,7 +187,7 @@ void Runtime::tell(const ContextState& context, const rpc::ChannelTag& tag,
   bool sent_to_all = true;
   for (const int rank : participants) sent_to_all = is_sent(rank) && sent_to_all;
   if (sent_to_all) return;
-  // The one that is lost would have passed it on.
+  // A lost participant would have forwarded the message, so send it to all ranks.
   for (int rank = 0; rank < agent_.world_size(); ++rank) {
     if (!participants.contains(rank)) is_sent(rank);
   }
@@ -223,14 +223,14 @@ void Runtime::on_message_on_loop(const rpc::ChannelMessage& message) {
     std::unique_lock lock(mutex_);
     std::shared_ptr<ContextState> state = take_locked(first_ended, id);
     lock.unlock();
-    if (!state) return;  // forwarded to here on two ways
+    if (!state) return;  // unknown here, or already released by another rank's message
     tell(*state, message.tag, nullptr, message.from);
     throw_away(std::move(state));
   } else if (message.tag.b == kPassFailed) {
     const std::shared_ptr<ContextState> state = find(id);
     if (!state) return;
-    // Here, and passed on, before the next pass can come; once, as the pass has failed then. What
-    // it leaves are hooks of the user's: not to be destroyed here.
+    // The pass fails and is forwarded on this thread, before a message of the next pass arrives. A
+    // worker does the rest, because it destroys the user's hooks.
     auto failing = state->begin_failing(message.tag.c);
     if (!failing) return;
     tell(*state, message.tag,
@@ -274,13 +274,13 @@ void Runtime::on_given_up(uint64_t context, int to, uint64_t call) {
   if (!find(context)) return;
   try {
     channel_->send(to, {context, kGivenUp, call}, {}, nullptr);
-  } catch (const base::Exception&) {  // it is lost, and answers nothing
+  } catch (const base::Exception&) {  // the rank is lost and will not answer
   }
 }
 
 void Runtime::on_given_up_by(uint64_t context, int caller, uint64_t call) {
   try {
-    // Its turn may come yet, and be the first thing of the context here.
+    // Creates the context if needed, because the call may still run here.
     throw_away(find_or_create(context)->give_up(caller, call));
   } catch (const base::Exception&) {  // the context has ended
   }
@@ -299,7 +299,7 @@ void Runtime::on_receive(uint64_t context, uint64_t autograd_id, int from,
   const std::shared_ptr<ContextState> state = find_or_create(context);
   state->add_participant(from);
   const auto node = std::make_shared<RecvNode>(context, autograd_id, from);
-  torch::autograd::set_history(wanted, node);  // the tensors' own: `wanted` shares them
+  torch::autograd::set_history(wanted, node);  // also of `tensors`, which share the impl
 }
 
 void Runtime::on_rank_lost(const rpc::Loss& loss) {
@@ -321,7 +321,7 @@ size_t Runtime::live_contexts() const {
   return contexts_.size();
 }
 
-// u64 context · u64 pass · u64 autograd id · bool retain graph · i64 timeout in ns · gradients
+// Body: u64 context · u64 pass · u64 autograd id · bool retain graph · i64 timeout ns · gradients
 void Runtime::on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply) {
   empty_trash();
   const auto context = in.in.get<uint64_t>();
@@ -361,7 +361,7 @@ void Runtime::on_gradients(rpc::Decoder& in, const rpc::ReplyPtr& reply) {
       });
 }
 
-// ---- the public face ----
+// ---- public functions ----
 
 Context::Context(rpc::Agent& agent, Scope scope)
     : agent_(agent),

@@ -16,27 +16,27 @@
 
 namespace distrain::autograd {
 
-/// Distributed autograd of one agent: its contexts, and what it does to messages.
+/// Distributed autograd of one agent: its contexts and its hook for messages.
 ///
-/// Messages on channel 1: tag a is the context, tag b says what: released, or a pass (tag c) that
-/// has failed, with the error as payload. A rank forwards both to those that it sent messages of
-/// the context to, once. Or that the sender has given up its call with the number of tag c.
+/// On channel 1, tag a is the context and tag b the message:
+///   kReleased    tag c is the start of a range of ended contexts, see below.
+///   kPassFailed  tag c is the pass; the payload is the error.
+///   kGivenUp     tag c is the number of a call that the sender has given up.
+/// A rank forwards the first two once to each rank that it exchanged messages of the context with.
 ///
-/// A late message must not create a released context again. The rank that made the context sends,
-/// in tag c of the release, the first number of the run of ended contexts that this context closes;
-/// the context before that number is still alive. So each rank remembers released contexts as
-/// ranges of numbers. Adjacent ranges merge: no more ranges than contexts alive at one time.
+/// A late message must not create a released context again. So the release of a context carries
+/// the first number of the consecutive range of ended contexts that the context completes, and each
+/// rank remembers these ranges. Adjacent ranges merge, so there are at most as many ranges as
+/// contexts alive at one time.
 class Runtime final : public rpc::AutogradHook,
                       public rpc::Layer,
                       public std::enable_shared_from_this<Runtime> {
  public:
   explicit Runtime(rpc::Agent& agent) : agent_(agent) {}
 
-  /// Exposes the engine's functions and opens the channel.
   void install();
   static std::shared_ptr<Runtime> of(rpc::Agent& agent);
 
-  /// Shared by those who read parameters, held by those who change them; see parameter_versions.h.
   ParameterLock parameters_lock;
   ParameterStreams parameter_streams;
   std::vector<std::weak_ptr<VersionKeeper>> version_keepers;  // guarded by parameters_lock
@@ -44,11 +44,11 @@ class Runtime final : public rpc::AutogradHook,
   uint64_t new_id();
   std::shared_ptr<ContextState> create();
   std::shared_ptr<ContextState> find(uint64_t id) const;
-  /// Throws `invalid` for a context that has ended.
+  /// Throws `invalid` if the context has ended, or the error of the loss if its creator is lost.
   std::shared_ptr<ContextState> find_or_create(uint64_t id);
-  /// Forgets the context here and on all ranks that have heard of it from this one.
+  /// Releases the context on all ranks that have a part of it.
   void release(uint64_t id);
-  /// Ends the pass here and there.
+  /// Fails the pass on all other ranks that have a part of the context.
   void fail_pass(uint64_t context, uint64_t pass, const base::Error& error);
 
   uint64_t on_send(uint64_t context, int to, uint64_t answered,
@@ -60,7 +60,7 @@ class Runtime final : public rpc::AutogradHook,
                   const std::vector<bool>& requires_grad) override;
   at::Tensor hold(const at::Tensor& parameter) override;
   size_t live_contexts() const override;
-  /// Its contexts end: who is held up in one hears why.
+  /// Ends the contexts that the lost rank created and fails their passes.
   void on_rank_lost(const rpc::Loss& loss) override;
 
  private:
@@ -77,15 +77,15 @@ class Runtime final : public rpc::AutogradHook,
   rpc::Channel* channel_ = nullptr;
   std::atomic<uint64_t> counter_{0};
   mutable std::mutex mutex_;
-  std::map<uint64_t, std::shared_ptr<ContextState>> contexts_;  // those of one maker side by side
-  std::map<rpc::ProcessNumber, base::Error> lost_;  // what is late for their contexts makes none
-  std::map<uint64_t, uint64_t> ended_;  // ranges of released contexts, by the last: the first
-  // Contexts and nodes let go on the loop thread, where graphs and hooks of the user's must not be
-  // destroyed: the next thread that works for any context does it.
+  std::map<uint64_t, std::shared_ptr<ContextState>> contexts_;  // release() relies on the order
+  std::map<rpc::ProcessNumber, base::Error> lost_;  // lost ranks, whose contexts are refused
+  std::map<uint64_t, uint64_t> ended_;              // last -> first of a range of ended contexts
+  // Contexts and nodes that the loop thread released. on_send() and on_gradients() destroy them,
+  // because the user's graphs and hooks must not be destroyed on the loop thread.
   std::vector<std::shared_ptr<const void>> trash_;
 };
 
-/// The function that takes gradients for a send node.
+/// The remote function that receives gradients for a send node.
 inline constexpr const char* kGradientsFunction = "distrain.autograd.gradients";
 
 }  // namespace distrain::autograd

@@ -26,7 +26,7 @@ void add_gradient(InputBuffer& inputs, Node& node, uint32_t input, at::Tensor gr
     return;
   }
   const c10::Stream made = producer ? *producer : rpc::current_stream(device);
-  // Without the node, which it has only to warn of leaves that are used under several streams.
+  // InputBuffer uses the node only to warn about leaves that several streams use.
   inputs.add(input, std::move(gradient), made, stream_of(node), nullptr);
 }
 
@@ -75,8 +75,8 @@ void use_under_current(const at::Tensor& tensor) {
 
 }  // namespace
 
-// A stream is asked for all that it has been given when another waits for it: later work of readers
-// is with versions that an update leaves alone.
+// A wait covers the work that the stream has at that time. Later work of readers need not be waited
+// for, because it uses versions that an update does not change.
 void ParameterStreams::read(c10::Device device) {
   if (!rpc::is_accelerator(device)) return;
   std::lock_guard lock(mutex_);

@@ -14,50 +14,50 @@ namespace distrain::autograd {
 
 // Note [Streams of a backward pass]
 //
-// As in torch's engine, a node runs under the device and stream of its forward, and each gradient
-// travels with the stream that it was made in: torch's InputBuffer records an event there if the
-// node that gets it has another one, and adds up under the stream of that node; the node waits for
-// the events before it runs. Gradients enter a pass under this thread's current stream: the
-// caller's for the roots, the one that has waited for their arrival for those of other ranks.
+// As in torch's engine, a node runs in the device and stream of its forward function, and each
+// gradient travels with the stream that computed it. If the receiving node has another stream,
+// torch's InputBuffer records an event, and sums up gradients in the receiving node's stream. The
+// node waits for the events before it runs. Gradients enter a pass in the thread's current stream,
+// which has waited for the arrival of those of other ranks.
 //
-// A node has one stream. If it gets gradients on several devices (one that stands for a call with
-// tensors on each), its stream waits for all, and so do the other devices' current streams.
+// A node has one stream. If a node gets gradients on several devices (a call with tensors on each
+// of them), the node's stream and the other devices' current streams wait for all gradients.
 //
-// On the CPU all of this is a look at the device of each input of a node. Torch's Node::stream()
-// would ask for the accelerator, and torch remembers for good that there is none yet.
+// On the CPU all of this costs one check of the device of each input of a node. Node::stream() is
+// not used, because it would make torch decide for good that there is no accelerator.
 
-/// What `node` runs under: the stream of its first output on an accelerator, in the forward pass.
+/// Returns the stream of the first accelerator output of `node`, in which the node runs.
 std::optional<c10::Stream> stream_of(const torch::autograd::Node& node);
 
-/// Gives `node` a gradient, which `producer` has made or, if there is none, the current stream.
+/// Adds to the inputs of `node` a gradient that `producer`, or else the current stream, computes.
 void add_gradient(torch::autograd::InputBuffer& inputs, torch::autograd::Node& node, uint32_t input,
                   at::Tensor gradient, const std::optional<c10::Stream>& producer);
 
-/// Lets `own`, the stream that the node with these inputs runs under, wait for them.
+/// Makes `own`, the stream of the node with these inputs, wait for them.
 void await_inputs(const torch::autograd::InputBuffer& inputs,
                   const std::optional<c10::Stream>& own);
 
-/// The stream that has been given the making of `tensor`, just now; none on the CPU.
+/// Returns the current stream of the device of a `tensor` just computed; none on the CPU.
 std::optional<c10::Stream> made_under(const at::Tensor& tensor);
 
-/// Has this thread's current stream wait for `tensor`, made under `made`. True if they differ.
+/// Makes this thread's current stream wait for `made`, the stream that computes `tensor`. Returns
+/// true if the two streams differ.
 bool follow(const at::Tensor& tensor, const std::optional<c10::Stream>& made);
 
-/// Makes this thread's current streams, or that of one device only, wait for all that `streams` (of
-/// that device) have been given.
+/// Makes this thread's current streams wait for all work in `streams`, on device `only` if given.
 void follow(const std::vector<c10::Stream>& streams,
             std::optional<c10::Device> only = std::nullopt);
 
 void insert(std::vector<c10::Stream>& streams, const c10::Stream& stream);
 
-/// Keeps what many streams do with the parameters of a rank in order. Thread-safe.
+/// Orders the streams that read and update the parameters of a rank. Thread-safe.
 class ParameterStreams {
  public:
-  /// This thread's current stream is going to read parameters on `device`.
+  /// Makes this thread's current stream wait for earlier updates of parameters on `device`.
   void read(c10::Device device);
-  /// The same of one of them, whose memory it may still need when the parameter has moved.
+  /// Also keeps the parameter's memory for the stream if the parameter moves.
   void read(const at::Tensor& parameter);
-  /// It is going to change some.
+  /// Makes this thread's current stream wait for earlier reads and updates on `device`.
   void update(c10::Device device);
   void update(const at::Tensor& parameter);
 

@@ -18,21 +18,21 @@ namespace distrain::autograd {
 class ContextState;
 class Runtime;
 
-/// Gives `agent` distributed autograd. Once, before join(), on every rank of the job.
+/// Adds distributed autograd to `agent`. Call it once on every rank of the job, before join().
 void install(rpc::Agent& agent);
 
-/// One distributed forward pass and its backward passes (with retain_graph gradients add up).
+/// One distributed forward pass and its backward passes (with retain_graph their gradients add up).
 ///
-/// While it lives it is the current context of the thread that made it, unless a newer one is: each
-/// call made there, and each nested call of its handlers, records a pair of send and receive nodes
-/// for tensors that require a gradient. A call under a NoGradGuard or InferenceMode is outside of
-/// it, with all that its handler calls. Contexts may end in any order, but those that were made
-/// within an rpc::ContextScope end within it. Gradients are kept here, by variable, never in
-/// `.grad`: concurrent contexts on one module are independent. Its end releases it on all ranks.
+/// The newest live context that a thread has created is the thread's current context. Calls of the
+/// thread and their nested calls record send and receive nodes for tensors that require a gradient,
+/// except under a NoGradGuard or InferenceMode. Contexts may end in any order, but a context that
+/// was created within an rpc::ContextScope must end within that scope. A context keeps its
+/// gradients and never writes `.grad`, so concurrent contexts on one module are independent. The
+/// destructor releases the context on all ranks.
 class Context {
  public:
-  /// kExplicit: not the thread's current context: calls belong to it where an rpc::ContextScope of
-  /// its id says so. For several passes at a time, such as one for each micro-batch.
+  /// A kExplicit context never becomes the thread's current context by itself: only an
+  /// rpc::ContextScope with its id does that. It serves concurrent passes, such as micro-batches.
   enum class Scope { kThread, kExplicit };
   explicit Context(rpc::Agent& agent, Scope scope = Scope::kThread);
   ~Context();
@@ -41,18 +41,18 @@ class Context {
 
   uint64_t id() const { return id_; }
 
-  /// Variable and gradient, for the leaves on this rank that the passes have reached.
+  /// Returns (variable, gradient) for each leaf on this rank that the passes have reached.
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients() const;
-  /// Undefined when there is none.
+  /// Returns an undefined tensor if the context has no gradient for `variable`.
   at::Tensor gradient(const at::Tensor& variable) const;
-  /// In place of what the passes have for `variable`.
+  /// Replaces the gradient of `variable`.
   void set_gradient(const at::Tensor& variable, at::Tensor gradient);
 
-  /// For the next pass: `fn` is called once with this rank's final gradient of `variable`, on the
-  /// thread that computed it, while the rest of the pass goes on; not at all if there is none.
+  /// Registers `fn` for the next pass. It is called once with this rank's final gradient of
+  /// `variable`, on the thread that computed the gradient, and not at all if there is no gradient.
   void on_gradient_ready(const at::Tensor& variable, std::function<void(const at::Tensor&)> fn);
-  /// For the next pass: `fn` is called once when this rank's part of the graph has run; it may
-  /// block, and backward() returns after it and throws what it throws. Failed passes drop it.
+  /// Registers `fn` for the next pass. It is called once when this rank's part of the graph has
+  /// run, unless the pass fails. `fn` may block; backward() waits for `fn` and throws its error.
   void on_pass_end(std::function<void()> fn);
 
   const std::shared_ptr<ContextState>& state() const { return state_; }
@@ -63,30 +63,28 @@ class Context {
   const std::shared_ptr<Runtime> runtime_;
   const std::shared_ptr<ContextState> state_;
   const uint64_t id_;
-  const std::shared_ptr<std::atomic<bool>> ended_;  // for the thread that made it; null: explicit
+  const std::shared_ptr<std::atomic<bool>> ended_;  // shared with the creating thread's stack
 };
 
-/// A context on this rank, for code that is not given the Context, or may outlive it. A weak
-/// reference: what it does to a context that has ended is lost. Thread-safe.
+/// A weak reference to a context on this rank, for code that has no Context or may outlive it.
+/// Calls on a context that has ended do nothing. Thread-safe.
 class ContextRef {
  public:
-  /// `pass`: the number of a pass over the context; 0: of none.
+  /// `pass` is the number of a pass over the context, or 0.
   explicit ContextRef(const std::shared_ptr<ContextState>& state, uint64_t pass = 0);
 
-  /// The current one of this thread; nothing where there is none. Throws `invalid` for one that has
-  /// ended, and where the thread knows its number but not its agent (see rpc::ContextScope).
+  /// Returns this thread's current context, if any. Throws `invalid` if the context has ended or
+  /// its agent is unknown (see rpc::ContextScope), and the loss's error if its creator is lost.
   static std::optional<ContextRef> current();
 
   uint64_t id() const { return id_; }
-  /// Returns the number of the pass that gave a LeafHook this reference, else 0.
+  /// Returns the number of the pass that passed this reference to a LeafHook, otherwise 0.
   uint64_t pass() const { return pass_; }
   bool ended() const { return state_.expired(); }
-  /// Returns true if this rank's part of that pass runs: it has not failed, and none is newer.
+  /// Returns true while this rank's part of pass() runs.
   bool runs() const;
-  /// As Context's.
   void set_gradient(const at::Tensor& variable, at::Tensor gradient) const;
-  /// As Context's. Returns false, and drops `fn`, if the context or this reference's pass has
-  /// ended.
+  /// Registers `fn` as Context::on_pass_end does. Returns false if the context or pass() has ended.
   bool on_pass_end(std::function<void()> fn) const;
 
  private:
@@ -97,49 +95,50 @@ class ContextRef {
 
 struct PassOptions {
   bool retain_graph = false;
-  /// For a message with gradients until all that follows is done. max(): while its peer lives.
+  /// Limit for each message with gradients, until all work that follows from it is done. max(): no
+  /// limit, until the peer is lost.
   std::chrono::nanoseconds timeout = rpc::kAgentsTimeout;
 };
 
-/// Computes the gradients of the sum of `roots` (scalars, or any shape with a gradient of ones)
-/// with respect to all leaves that took part, on all ranks, and leaves them in the context of each
-/// rank. Returns when all ranks are done; throws what went wrong on any of them. One pass over a
-/// context at a time: a second one beside it is `invalid`.
+/// Computes the gradients of the sum of all elements of `roots` with respect to all leaves on all
+/// ranks, and stores them in the context on each rank. Returns when all ranks are done. Throws the
+/// error of any rank, and `invalid` if another pass over `context` is in flight.
 ///
-/// FAST mode, as PyTorch calls it (pytorch.org, "Distributed Autograd Design"): every tensor that a
-/// call of this context sent or returned and that requires a gradient has to reach the roots. If
-/// one does not, `invalid` names a rank that waited for its gradient. A call that has failed counts
-/// for nothing; one that its own handler made, and that did not fail, still counts.
+/// Implements the FAST mode of PyTorch ("Distributed Autograd Design"): the roots must depend on
+/// each tensor that requires a gradient and that a call of this context sent or returned. Otherwise
+/// backward() throws `invalid`, naming a rank that waited for a gradient. Tensors of failed calls
+/// are exempt, but those of nested calls that succeeded before their handler failed are not.
 void backward(Context& context, const std::vector<at::Tensor>& roots, PassOptions options = {});
-/// Runs the first part on the caller's thread and waits for no rank. The context outlives the pass.
+/// Starts a pass and returns without waiting for other ranks; the nodes that need no gradient of
+/// another rank run on the caller's thread. `context` must outlive the pass.
 base::Future<void> backward_async(Context& context, const std::vector<at::Tensor>& roots,
                                   PassOptions options = {});
 
-/// Fails the pass over a context that is under way or, if there is none, the next one, on all ranks
-/// that have a part in it: their guards are told.
+/// Fails the in-flight pass over `context` on all ranks that take part in it. Also drops the hooks
+/// for the next pass and calls the `on_failure` of its guards.
 void fail_passes(const Context& context, const base::Error& error);
 
-/// The gradient that context `id` has for `variable` on the rank of `agent`; undefined if none.
-/// For handlers that are told a context's id, such as an optimizer's.
+/// Returns the gradient of `variable` in context `id` on the rank of `agent`, or an undefined
+/// tensor. For handlers that receive a context's id, such as an optimizer's.
 at::Tensor gradient(rpc::Agent& agent, uint64_t id, const at::Tensor& variable);
 
-/// Adds what context `from` has gathered on the rank of `agent` to context `to`; `from` has nothing
-/// there then. So the contexts of many micro-batches keep one set of gradients.
+/// Moves the gradients of context `from` on the rank of `agent` into context `to` by addition, so
+/// that many micro-batches keep one set of gradients. Throws `invalid` if `to` is unknown here.
 void move_gradients(rpc::Agent& agent, uint64_t from, uint64_t to);
 
-/// How the next pass over a context goes on one rank.
+/// Callbacks of one rank for the next pass over a context.
 struct PassGuard {
-  /// Asked when gradients come from another rank: they wait until the future is done.
+  /// Called when gradients arrive from another rank; they enter the pass when the future is done.
   std::function<base::Future<void>()> admit;
-  /// As Context::on_pass_end.
+  /// Called as a Context::on_pass_end hook, after all others.
   std::function<void()> on_end;
-  /// In place of on_end, with the reason.
+  /// Called if the pass fails, or `on_end` throws.
   std::function<void(const base::Error&)> on_failure;
 };
 
-/// For handlers: of the current context, which must be one. All three functions are kept until the
-/// pass has ended here or the context has. That may be after its initiator heard of a failure, and
-/// so after the last RRef to the handler's object is gone: they hold what they use.
+/// Sets the guard of the current context. Throws `invalid` if there is no current context. The
+/// functions must own what they use: they are kept until the pass or the context ends on this rank,
+/// which may be after the last RRef to the handler's object is gone.
 void guard_pass(rpc::Agent& agent, PassGuard guard);
 
 }  // namespace distrain::autograd

@@ -7,13 +7,13 @@
 
 namespace distrain::autograd {
 
-/// A leaf's post-accumulate hook that sees the leaf's gradients in passes of a context, too, where
-/// AccumulateGrad does not run. Other hooks than this and Context::on_gradient_ready's fail there.
+/// A post-accumulate hook that passes of a context call, although AccumulateGrad does not run in
+/// them. Leaves with other post-accumulate hooks make such a pass fail.
 class LeafHook : public torch::autograd::PostAccumulateGradHook {
  public:
-  /// Called once a pass with this rank's final gradient, on the thread that computed it, after
-  /// those of on_gradient_ready. The pass fails with what it throws. It may have failed by then:
-  /// context.runs() returns false for good.
+  /// Called once per pass with this rank's final gradient, on the thread that computed it and after
+  /// the hooks of on_gradient_ready. An exception fails the pass. If the pass fails concurrently,
+  /// `context.runs()` returns false.
   virtual void on_context_gradient(const ContextRef& context, const at::Tensor& gradient) = 0;
 };
 

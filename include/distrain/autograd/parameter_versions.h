@@ -17,33 +17,32 @@ class Runtime;
 
 // Note [Parameter versions]
 //
-// Torch's graph keeps the parameters that its backward will need, and refuses to use one that was
-// changed since. So an update that comes between another trainer's forward and backward pass breaks
-// that pass. Here a forward pass over shared parameters works on versions of them: tensors that lie
-// in the same storage, with a version counter of their own, whose gradient is the parameter's.
-// Nothing is copied for that. An update looks at how many tensors lie in the parameter's storage:
-// if it is alone it writes in place; otherwise some pass in flight has saved a version, and the
-// parameter moves to a copy, while that pass keeps what it was built on until it ends.
+// Torch's graph saves the parameters that its backward needs, and fails if one of them has changed
+// since. An update between another trainer's forward and backward pass would therefore break that
+// pass. So a forward pass over shared parameters works on versions of them: tensors that share the
+// parameter's storage and gradient edge, with a version counter of their own. An update counts the
+// tensors in the parameter's storage. If the parameter is the only one, the update writes in place.
+// Otherwise an in-flight pass has saved a version: the parameter moves to a copy, and the pass
+// keeps the old storage until it ends.
 //
-// So a parameter must lie in its storage alone: a view of it that somebody keeps, or a tied weight
-// in another tensor, would be left behind with the old values.
+// A parameter must therefore own its storage alone: a view of the parameter, or a tied weight in
+// another tensor, would keep the old values.
 //
-// On an accelerator reads and updates wait for each other's streams: for those of the parameters on
-// the agent's device from the start, for those of others from version() and unshare() on.
+// On an accelerator, reads and updates wait for each other's streams: from the constructors on for
+// parameters on the agent's device, from version() and unshare() on for parameters elsewhere.
 //
-// What is to be a version again and again, such as a parameter of a module that is kept for many
-// passes, is renewed: it may be as soon as no graph has saved it. One that is idle lies in the
-// parameter's storage, too, and would have every update copy; so whoever keeps such versions is
-// asked to let go of them before an update looks.
+// A module that is reused for many passes renews its versions when no graph has saved them. An idle
+// version would make every update copy the parameter, because it shares the storage. So an update
+// first asks each VersionKeeper to release its idle versions.
 //
-// The same holds for row-wise updates of embedding tables. A lookup with sparse gradients saves
-// nothing of its table, so the table is not copied although such passes are in flight. A pass that
-// has saved the table (trained weights per sample, a tied decoder) costs a copy.
+// Row-wise updates of embedding tables work in the same way. A lookup with sparse gradients does
+// not save its table, so in-flight lookups cause no copy. A pass that has saved the table (trained
+// per-sample weights, a tied decoder) does.
 
-/// A reader-writer lock. A reader that comes while a writer waits enters after that writer, so that
+/// A reader-writer lock. A reader that arrives while a writer waits enters after that writer, so
 /// overlapping reads do not starve updates. A thread that waits for the lock counts as blocked
-/// (base::BlockingScope). A reader that is blocked on something else, such as a nested call, may
-/// depend on a later reader: as long as it is, new readers do not wait for waiting writers.
+/// (base::BlockingScope). A reader that is blocked elsewhere, such as in a nested call, may depend
+/// on a later reader: until it goes on, new readers do not queue behind waiting writers.
 class ParameterLock {
  public:
   void lock_shared();
@@ -64,8 +63,8 @@ class ParameterLock {
   int readers_ = 0, blocked_readers_ = 0, waiting_writers_ = 0;
 };
 
-/// While it lives no parameter of the agent changes. Short: take versions, or look something up.
-/// It ends on the thread that made it; of several on one thread the last one made ends first.
+/// Keeps the parameters of the agent unchanged while it lives. Keep its lifetime short. Objects on
+/// one thread must be destroyed on that thread, in reverse order.
 class ParameterRead final : base::BlockObserver {
  public:
   explicit ParameterRead(rpc::Agent& agent);
@@ -73,12 +72,12 @@ class ParameterRead final : base::BlockObserver {
   ParameterRead(const ParameterRead&) = delete;
   ParameterRead& operator=(const ParameterRead&) = delete;
 
-  /// `parameter` (a leaf) as it is now, for one forward pass; see the note. A leaf that requires no
-  /// gradient gives one that requires none either.
+  /// Returns a version of the leaf `parameter` for one forward pass; see Note [Parameter versions].
+  /// The version requires a gradient if `parameter` does and gradients are enabled.
   at::Tensor version(const at::Tensor& parameter) const;
 
-  /// Makes `version`, a tensor that no graph has saved any more, one of `parameter` as it is now.
-  /// Where its gradient goes is not changed.
+  /// Makes `version`, which no graph may have saved, share the current storage of `parameter`.
+  /// Keeps the gradient edge of `version`.
   void renew(const at::Tensor& version, const at::Tensor& parameter) const;
 
  private:
@@ -90,30 +89,31 @@ class ParameterRead final : base::BlockObserver {
   base::BlockObserver* const outer_;  // of this thread
 };
 
-/// Versions of several parameters, all of the same moment: no update lies between them.
+/// Returns a consistent snapshot of versions: no update happens between them.
 std::vector<at::Tensor> current_versions(rpc::Agent& agent,
                                          const std::vector<at::Tensor>& parameters);
 
-/// Keeps versions from pass to pass.
+/// An owner of versions that are reused by several passes.
 class VersionKeeper {
  public:
   virtual ~VersionKeeper() = default;
-  /// Takes the storage from versions that no pass uses, while none is taken or renewed.
+  /// Releases the storage of the versions that no pass uses. Called while the parameters are locked
+  /// for an update.
   virtual void let_go() = 0;
 };
 
-/// Has it asked before every update from now on, as long as it lives.
+/// Registers `keeper`: let_go() is called before each update as long as the object lives.
 void add_version_keeper(rpc::Agent& agent, std::weak_ptr<VersionKeeper> keeper);
 
-/// To be held by whoever changes parameters of the agent.
+/// Locks the agent's parameters for writing while it lives.
 class ParameterUpdate {
  public:
   explicit ParameterUpdate(rpc::Agent& agent);
   ParameterUpdate(const ParameterUpdate&) = delete;
   ParameterUpdate& operator=(const ParameterUpdate&) = delete;
 
-  /// Makes it safe to write to all of `parameter` in place: it moves to a copy if a pass in flight
-  /// has saved a version of it. Gives back whether it moved.
+  /// Makes it safe to write `parameter` in place: moves it to a copy if an in-flight pass has saved
+  /// a version of it. Returns true if it was moved.
   bool unshare(const at::Tensor& parameter) const;
 
  private:
