@@ -50,7 +50,7 @@ void check_tensor(const char* op, const at::Tensor& tensor) {
   if (tensor.is_neg()) refuse("a negated view is not supported: resolve_neg() it");
 }
 
-// For one that is written to.
+// Checks a tensor that the operation writes to.
 void check_result(const char* op, const at::Tensor& tensor) {
   check_tensor(op, tensor);
   if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
@@ -72,7 +72,7 @@ OpSpec spec_of(OpKind kind, const at::Tensor& tensor) {
   return {.kind = kind, .dtype = tensor.scalar_type(), .bytes = tensor.nbytes()};
 }
 
-/// Our operations as c10d knows them. Complete when all of `operations` are.
+/// A c10d::Work that is complete when all of `operations` are.
 class Work final : public c10d::Work {
  public:
   Work(int rank, c10d::OpType type, std::vector<Pending> operations,
@@ -237,7 +237,7 @@ void Backend::shutdown() { core_->close(); }
 
 c10::intrusive_ptr<c10d::Work> Backend::allreduce(std::vector<at::Tensor>& tensors,
                                                   const c10d::AllreduceOptions& options) {
-  // All or none: a half-issued list would put this rank out of step.
+  // Checks all tensors first, because a partly issued list would put this rank out of step.
   for (const at::Tensor& tensor : tensors) check_reduction(tensor, options.reduceOp.op_);
   std::vector<Pending> operations;
   for (const at::Tensor& tensor : tensors) {

@@ -56,7 +56,7 @@ base::Future<Pending> BackendLine::call_behind(rpc::StreamPoint copied,
     try {
       copied.wait_on_host();
     } catch (...) {
-      // Nothing was called: the other ranks must not wait for it, nor come out of step.
+      // Refuses the operation, so that the other ranks neither wait for it nor get out of step.
       const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
       backend->refuse(1, error, sequence);
       promise.fail(error);

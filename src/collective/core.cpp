@@ -75,14 +75,14 @@ void Core::close() {
     try {
       if (to != rank_) send(to, kClosed, 0, {}, nullptr);
     } catch (...) {
-      // A rank that cannot be told is lost.
+      // The rank is lost.
     }
   }
 }
 
 void Core::abort(const Error& error) {
   std::lock_guard lock(mutex_);
-  std::vector<std::shared_ptr<Operation>> pending;  // failing one takes it out of the map
+  std::vector<std::shared_ptr<Operation>> pending;  // a copy: fail_locked() changes `pending_`
   for (auto& [number, operation] : pending_) pending.push_back(operation);
   for (auto& operation : pending) operation->fail_locked(error);
   room_.notify_all();
@@ -153,7 +153,7 @@ void Core::issue(const std::shared_ptr<Operation>& operation, uint32_t sequence)
       start = true;
     }
   }
-  // Sent even when an early message has failed it already: the others need ours to fail, too.
+  // Starts even if an early message has failed the operation, so that it fails on the other ranks.
   std::optional<Error> error;
   if (start) {
     try {
@@ -200,7 +200,7 @@ void Core::send_refusals(uint64_t first, int count, const Error& error) {
     std::copy(text.begin(), text.end(), buffer->data);
     for (int i = 0; i < count; ++i) send_to_all(first + static_cast<uint64_t>(i), 0, buffer);
   } catch (...) {
-    // A rank that cannot be told is lost, or learns of it by its deadline.
+    // A rank that gets no refusal is lost, or its operation fails by the deadline.
   }
 }
 
@@ -212,7 +212,7 @@ void Core::send(int to, uint64_t number, int step, std::span<const std::span<con
 
 void Core::send_to_all(uint64_t number, int step, const base::BufferPtr& buffer) {
   const std::span<const uint8_t> piece(buffer->data, buffer->size);
-  // Starting behind oneself spreads the load; a rank that is lost must not keep the others waiting.
+  // Starts with the next rank to spread the load. Skips lost ranks, because the others wait.
   std::exception_ptr failure;
   for (int i = 1; i < size(); ++i) {
     try {
@@ -260,7 +260,7 @@ void Core::on_message(rpc::ChannelMessage message) {
     } else {
       on_answer_locked(peer, message.tag.b);
       const auto it = pending_.find(message.tag.b);
-      if (it == pending_.end()) return;  // it has failed here, or was refused
+      if (it == pending_.end()) return;  // the operation has failed or was refused here
       operation = it->second;
       operation->deliver_locked(from, std::move(message));
       post = operation->wants_executor_locked();
@@ -283,7 +283,7 @@ void Core::on_answer_locked(Peer& peer, uint64_t number) {
 void Core::on_closed_locked(int from) {
   Peer& peer = peers_[static_cast<size_t>(from)];
   peer = {.early_bytes = peer.early_bytes, .closed = true};
-  std::vector<std::shared_ptr<Operation>> failing;  // failing one takes it out of the map
+  std::vector<std::shared_ptr<Operation>> failing;  // a copy: fail_locked() changes `pending_`
   for (auto& [number, operation] : pending_) {
     if (operation->waits_for_locked(from)) failing.push_back(operation);
   }
@@ -299,7 +299,7 @@ Error Core::closed_error(int from, const Operation& operation) const {
           rank, describe(operation.spec())};
 }
 
-// On the thread that calls the operation. False if that has failed, or its deadline has passed.
+// Waits for room in the windows. Returns false if the operation fails or expires before.
 bool Core::await_room(Operation& operation) {
   const OpSpec& spec = operation.spec();
   const bool in_chunks = spec.kind == OpKind::kAllreduceChunked;
@@ -346,7 +346,7 @@ std::vector<rpc::Wait> Core::waits() {
 void Core::on_peer_lost(int world_rank, const Error& error) {
   if (group_rank(world_rank) < 0) return;
   Error lost = error;
-  if (lost.rank < 0) lost.rank = world_rank;  // else it left because of that one
+  if (lost.rank < 0) lost.rank = world_rank;  // otherwise the rank that caused the loss
   {
     std::lock_guard lock(mutex_);
     if (!failure_) failure_ = lost;

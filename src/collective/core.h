@@ -18,7 +18,7 @@
 
 namespace distrain::collective {
 
-// An operation's number has its sequence in the upper bits, and counts up within it in the lower.
+// An operation's number has its sequence in the upper bits and a counter in the lower kNumberBits.
 constexpr int kNumberBits = 40;
 constexpr uint64_t first_number(uint32_t sequence) { return uint64_t{sequence} << kNumberBits; }
 constexpr uint32_t sequence_of(uint64_t number) {
@@ -27,67 +27,65 @@ constexpr uint32_t sequence_of(uint64_t number) {
 
 // Note [Window of a group]
 //
-// A message for an operation that the receiving peer has not begun stays in that peer's memory. The
-// peer's own message for the operation, or for a later one of the sequence, tells that it has
-// begun; until then the operation is unanswered. (Two ranks send each other a message in step 0 of
-// an operation, or neither does. Step 1 follows messages of all.) An operation is started when, for
-// each peer, the bytes of those that it has not answered and its own are at most kWindow / (n - 1),
-// or it has answered all. So the peers' messages for operations that a rank has not begun take at
-// most kWindow, or one operation of each peer. Whoever calls an operation waits for that room. The
-// rank that is last never waits: all others have sent, so that its messages are answers. A peer
-// that sends twice as much, which leaves room for refusals, is `overloaded`.
+// A message for an operation that the receiver has not begun stays in the receiver's memory. A peer
+// answers an operation by its own message for that operation or a later one of the sequence, which
+// shows that the peer has begun it. (In step 0, two ranks send each other a message or neither
+// does. Step 1 follows messages of all ranks.) A call waits until each peer has answered all
+// operations, or the unanswered ones and the new one have at most kWindow / (n - 1) bytes. So early
+// messages take at most kWindow on a rank, or one operation of each peer. The slowest rank never
+// waits: all others have sent, so its messages are answers. If a peer's early messages exceed twice
+// its share, which leaves room for refusals, the group fails with `overloaded`.
 inline constexpr uint64_t kWindow = uint64_t{64} << 20;
 
-/// In place of an operation's number: the sender has closed the group, and sends nothing more.
+/// Replaces the operation's number in the last message of a rank that has closed the group.
 inline constexpr uint64_t kClosed = UINT64_MAX;
 
-/// One group's sequences of operations, mailbox and pending operations. The handler of the channel
-/// lives here; see Note [Life of an operation] for the threads. Outlives the Backend while tasks of
-/// the executor still hold operations, but touches the channel only until close().
+/// The state of a group: its sequences, early messages and pending operations. Handles the
+/// channel's messages; see Note [Life of an operation] for the threads. May outlive the Backend
+/// while tasks of the executor hold operations, but does not use the channel after close().
 class Core : public std::enable_shared_from_this<Core> {
  public:
   Core(rpc::Channel& channel, base::Executor& executor, uint32_t group_id, std::vector<int> ranks);
 
   void open();
-  /// Fails what is pending with `cancelled`, and on the other ranks what waits for this one, now or
-  /// later; no thread uses the channel when it returns.
+  /// Fails pending operations with `cancelled`, and notifies the other ranks, whose operations that
+  /// need this rank fail. When close() returns, no thread uses the channel.
   void close();
-  /// Fails what is pending with `error`; the group stays usable.
+  /// Fails pending operations with `error`; the group stays usable.
   void abort(const base::Error& error);
 
-  /// Of a sequence that is nobody else's.
   uint32_t new_sequence();
-  /// Starts the operation as the sequence's next. Never throws: it fails the operation instead.
+  /// Starts `operation` as the next of its sequence. Never throws; fails the operation instead.
   void issue(const std::shared_ptr<Operation>& operation, uint32_t sequence);
-  /// Takes the sequence's next `count` numbers; tells other ranks that these fail with `error`.
+  /// Skips the sequence's next `count` numbers and sends `error` for them to the other ranks.
   void refuse(int count, const base::Error& error, uint32_t sequence);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
   int world_rank(int rank) const { return ranks_[static_cast<size_t>(rank)]; }
   base::Executor& executor() { return executor_; }
-  /// Of the sequence that is everybody's.
+  /// Returns the number of the next operation of sequence 0.
   uint64_t next_number() const;
   std::optional<base::Error> failure() const;
   const std::shared_ptr<base::Tracer>& tracer() const { return tracer_; }
 
-  /// A buffer of `size` bytes; throws `resources`.
+  /// Returns a buffer of `size` bytes. Throws `resources` if there is no memory.
   base::BufferPtr allocate(size_t size);
 
-  /// Sends to group rank `to`. To be called while Starting or Running, without the lock.
+  /// Sends to group rank `to`. Called without the lock, by a thread that `active_` counts.
   void send(int to, uint64_t number, int step, std::span<const std::span<const uint8_t>> pieces,
             std::shared_ptr<const void> keep_alive);
-  /// Sends one and the same buffer to all other ranks.
+  /// Sends the same buffer to all other ranks.
   void send_to_all(uint64_t number, int step, const base::BufferPtr& buffer);
 
  private:
   friend class Operation;
 
-  /// A peer in the group, by mutex_.
+  /// The state of a peer, guarded by `mutex_`. See Note [Window of a group].
   struct Peer {
-    std::map<uint64_t, uint64_t> unanswered;  // bytes, by number: see Note [Window of a group]
+    std::map<uint64_t, uint64_t> unanswered;  // operation number -> bytes
     uint64_t unanswered_bytes = 0;
-    uint64_t early_bytes = 0;  // in early_
+    uint64_t early_bytes = 0;  // of the peer's messages in `early_`
     bool closed = false;
   };
 
@@ -102,10 +100,10 @@ class Core : public std::enable_shared_from_this<Core> {
   std::vector<rpc::Wait> waits();
   void post(std::shared_ptr<Operation> operation);
   int group_rank(int world_rank) const;
-  /// The number of the next operation of a sequence, to be counted up.
+  /// Returns the number of the next operation of a sequence; the caller increments it.
   uint64_t& next_locked(uint32_t sequence);
   bool is_early_locked(uint64_t number) const;
-  /// Takes the messages that came before this number was used here.
+  /// Removes and returns the messages that arrived before operation `number` began here.
   std::vector<rpc::ChannelMessage> take_early_locked(uint64_t number);
 
   rpc::Channel& channel_;
@@ -122,10 +120,10 @@ class Core : public std::enable_shared_from_this<Core> {
   std::unordered_map<uint64_t, std::shared_ptr<Operation>> pending_;
   std::map<uint64_t, std::vector<rpc::ChannelMessage>> early_;
   std::vector<Peer> peers_;             // by group rank
-  std::condition_variable room_;        // or the operation that waits for it has failed
-  std::optional<base::Error> failure_;  // of the group, for good: a lost rank, or closed
+  std::condition_variable room_;        // notified when there may be room, or operations fail
+  std::optional<base::Error> failure_;  // permanent failure of the group
   bool closed_ = false;
-  int active_ = 0;  // operations Starting or Running
+  int active_ = 0;  // operations in Starting or Running, and running calls of refuse()
   std::condition_variable idle_;
 };
 

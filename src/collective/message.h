@@ -16,33 +16,33 @@ namespace distrain::collective {
 
 using ReduceOp = c10d::ReduceOp::RedOpType;
 
-/// What an operation is, the algorithm included. The numbers are part of the wire format.
+/// The kind of an operation, including the algorithm. The numbers are part of the wire format.
 enum class OpKind : uint8_t {
   kBarrier = 1,
   kBroadcast = 2,
   kAllgather = 3,
   kAllreduceDirect = 4,
   kAllreduceChunked = 5,
-  kRefusal = 6,  ///< in place of an operation: its sender takes no part, for the error that follows
+  kRefusal = 6,  ///< an error, from a rank that does not take part in the operation
 };
 
-/// What all ranks must agree on for one operation.
+/// The parameters of an operation, on which all ranks must agree.
 struct OpSpec {
   OpKind kind = OpKind::kBarrier;
   ReduceOp reduce_op = ReduceOp::UNUSED;
   c10::ScalarType dtype = c10::ScalarType::Undefined;
-  uint32_t root = 0;   ///< rank within the group; 0 where there is none
-  uint64_t bytes = 0;  ///< of the whole tensor on one rank
-  PassNumber pass;     ///< only has to agree
+  uint32_t root = 0;   ///< rank within the group; 0 if the operation has no root
+  uint64_t bytes = 0;  ///< size of the whole tensor on one rank
+  PassNumber pass;     ///< need not be equal: see PassNumber::agrees_with
   friend bool operator==(const OpSpec&, const OpSpec&) = default;
 };
 
-/// "allreduce(sum, Float, 544 bytes)"
+/// Returns text such as "allreduce(sum, Float, 544 bytes)".
 std::string describe(const OpSpec& spec);
-/// The operation alone: "allreduce", however it is done.
+/// Returns the name without the algorithm: "allreduce".
 const char* kind_name(OpKind kind);
 
-/// Each message starts with these 64 bytes, so that the data behind stays aligned (little-endian):
+/// Each message starts with this little-endian header, whose size keeps the data aligned:
 ///
 ///   offset  bytes  field
 ///        0      4  magic "dcol"
@@ -53,24 +53,24 @@ const char* kind_name(OpKind kind);
 ///        8      4  root
 ///       12      4  zero
 ///       16      8  bytes
-///       24      8  pass: step of the job; 0 where it is not known, as each of these
+///       24      8  pass: step of the job; as all numbers of the pass, 0 if unknown
 ///       32      8  pass: forward
 ///       40      8  pass: passes since that forward
 ///       48      8  pass: autograd context
 ///       56      8  zero
 ///
-/// A tensor or a chunk of it follows; behind a refusal the error kind (2 bytes) and the text.
+/// The data of a tensor or chunk follows; in a refusal, the error kind (2 bytes) and the message.
 inline constexpr size_t kHeaderBytes = 64;
 
 void encode_header(const OpSpec& spec, int step, uint8_t* out);
 
-/// The specification of a received message, or nothing when its first 64 bytes are not a header.
+/// Returns the specification of a received message, or nothing if it does not begin with a header.
 std::optional<OpSpec> decode_header(std::span<const uint8_t> payload);
 
-/// The whole payload of a refusal.
+/// Returns the whole payload of a refusal.
 std::string encode_refusal(const base::Error& error);
 
-/// The error in a refusal's payload.
+/// Returns the error in a refusal's payload.
 base::Error decode_refusal(std::span<const uint8_t> payload);
 
 }  // namespace distrain::collective

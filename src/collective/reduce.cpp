@@ -10,10 +10,10 @@ namespace distrain::collective {
 
 namespace {
 
-// Small enough for the first-level cache; a constant trip count lets -O2 vectorise.
+// Fits in the first-level cache. The constant trip count lets -O2 vectorise.
 constexpr size_t kBlock = 512;
 
-// Wide enough that neither promotion to int nor overflow is undefined.
+// Unsigned and at least as wide as int, so that integer arithmetic wraps around on overflow.
 template <class T>
 using Wide = std::conditional_t<(sizeof(T) > 4), uint64_t, uint32_t>;
 
@@ -39,7 +39,7 @@ struct Product {
   }
 };
 
-// `a != a` is true of a NaN alone.
+// `a != a` is true only for NaN.
 struct Min {
   template <class T>
   static T apply(T a, T b) {
@@ -54,7 +54,7 @@ struct Max {
   }
 };
 
-// On the bytes of a bool, whatever a peer put there.
+// Reduces bools as bytes, because a peer may send other bytes than 0 and 1.
 struct Or {
   template <class T>
   static T apply(T a, T b) {

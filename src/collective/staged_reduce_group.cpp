@@ -13,22 +13,21 @@ namespace distrain::collective {
 
 // Note [Staged operations]
 //
-//   the caller    puts the copy to the host into a side stream, behind its own current stream, and
-//                 the operation into the line.
-//   the line      waits for the copy, then calls the Backend. Its order is that of the calls, so
-//   all
-//                 ranks call their Backends in the same order, whose copies are done first.
-//   the waiter    waits for the Backend, puts the copy back into the same side stream, and makes
+//   the caller    enqueues the copy to the host in a side stream, after its own current stream,
+//                 and the operation in `line_`.
+//   the line      waits for the copy, then calls the Backend. It keeps the order of the calls, so
+//                 all ranks call their Backends in the same order.
+//   the waiter    waits for the Backend, enqueues the copy back in the same side stream, and makes
 //                 its current stream wait for it.
 
-/// Pinned memory, kept until the copies out of it have been made.
+/// Keeps pinned buffers until the device has copied from them.
 class StagedReduceGroup::HostBuffers {
  public:
   ~HostBuffers() {
     for (const Used& used : used_) used.copied.settle();
   }
 
-  /// Of the size and dtype of `tensor`, which is on a device.
+  /// Returns a pinned buffer of the size and dtype of `tensor`, which is on a device.
   at::Tensor like(const at::Tensor& tensor) {
     {
       std::lock_guard lock(mutex_);
@@ -119,7 +118,7 @@ std::shared_ptr<ReduceGroup> StagedReduceGroup::fork() {
 ReduceGroup::WorkPtr StagedReduceGroup::start(const at::Tensor& bucket, const PassNumber& pass) {
   if (bucket.device().is_cpu()) return line_.mean(bucket, pass);
   auto staged = std::make_shared<Staged>(bucket, buffers_);
-  // The step holds `staged`: tensor and host memory must outlive the copy.
+  // `call` owns `staged`, because the tensor and the host memory must outlive the copy.
   auto call = [backend = backend_.get(), staged, terms = Backend::Terms{sequence_, pass}] {
     return backend->allreduce(staged->host(), Backend::ReduceOp::AVG, Backend::kDefault, terms);
   };

@@ -20,53 +20,52 @@ namespace distrain::collective {
 
 class Core;
 
-/// The ranks that take part, by their numbers in the job and in the same order everywhere; a rank's
-/// place in the list is its rank in the group. `id` tells groups apart on the wire.
+/// A group of ranks. `ranks` has their numbers in the job, in the same order on all ranks; a rank's
+/// index in it is its rank within the group. `id` identifies the group on the wire.
 struct Group {
   uint32_t id = 0;
   std::vector<int> ranks;
 };
 
 struct BackendSettings {
-  std::chrono::milliseconds timeout = kBackendDefaultTimeout;  ///< 0: until a peer is lost
-  /// The largest allreduce that takes one hop; -1 chooses by the number of ranks. Equal on all.
+  std::chrono::milliseconds timeout = kBackendDefaultTimeout;  ///< 0: no limit
+  /// Largest allreduce in one hop; -1 chooses by the number of ranks. Must be equal on all ranks.
   int64_t direct_bytes = -1;
 };
 
-/// Which operations a call is in order with.
+/// The place of an operation in the order of calls.
 struct OperationTerms {
   uint32_t sequence = 0;
   PassNumber pass = {};  ///< must agree on all ranks
 };
 
-/// Collective operations of a group of ranks over one channel, which belongs to this group alone.
+/// Collective operations of a group of ranks over a channel that only this group uses.
 ///
-/// All ranks of the group call the same operations in the same order, those of each sequence by
-/// themselves; any number may be under way. Calls return at once, but a rank that is far ahead of
-/// others waits for them: see Note [Window of a group] in src/collective/core.h. A call that needs
-/// a rank which has closed the group fails with `peer_lost`. Results are written in place.
-/// Every rank gets the same bits: inputs are reduced in rank order. CPU tensors, dense, of any
-/// strides; see can_reduce in src/collective/reduce.h for the dtypes of each reduction. A tensor
-/// must not be touched until its operation is complete.
+/// All ranks call the same operations of each sequence in the same order; any number may be in
+/// flight. Calls return at once, except that a rank far ahead of the others waits for them: see
+/// Note [Window of a group] in src/collective/core.h. If a rank has closed the group, operations
+/// that need it fail with `peer_lost`. Results are written in place. All ranks get the same bits,
+/// because inputs are reduced in rank order. Tensors are dense CPU tensors of any strides and the
+/// dtypes of can_reduce() in src/collective/reduce.h, and are the Backend's until completion.
 ///
-/// The algorithms are in Note [Algorithms] in src/collective/operations.h, the threads in Note
-/// [Life of an operation] in src/collective/operation.h. Thread-safe; calls keep the user's order.
+/// See Note [Algorithms] in src/collective/operations.h and Note [Life of an operation] in
+/// src/collective/operation.h. Thread-safe; the caller determines the order of calls.
 class Backend final : public c10d::Backend {
  public:
   using Settings = BackendSettings;
   using Terms = OperationTerms;
 
-  /// `channel` and `executor` must outlive this object. Throws `invalid` if the group is not one.
+  /// `channel` and `executor` must outlive this object. Throws `invalid` if `group` lists an
+  /// unknown rank, a rank twice, or not this rank.
   Backend(rpc::Channel& channel, base::Executor& executor, Group group, Settings settings = {});
   ~Backend() override;
 
-  // For our own code. A wrong argument throws `invalid` and takes no part in the order of calls;
-  // every other failure is thrown by Pending::wait.
+  // Wrong arguments throw `invalid` and start no operation. Pending::wait throws other failures.
 
   using ReduceOp = c10d::ReduceOp::RedOpType;
-  static constexpr std::chrono::milliseconds kDefault{-1};  ///< the timeout of the settings
+  static constexpr std::chrono::milliseconds kDefault{-1};  ///< BackendSettings::timeout
 
-  /// Returns a new sequence's number; 0 is everybody's. All ranks call it in the same order.
+  /// Returns a new sequence's number; 0 always exists. All ranks call it in the same order.
   uint32_t new_sequence();
 
   Pending allreduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::SUM,
@@ -74,21 +73,21 @@ class Backend final : public c10d::Backend {
   /// `root` is a rank within the group.
   Pending broadcast(const at::Tensor& tensor, int root = 0,
                     std::chrono::milliseconds timeout = kDefault, const Terms& terms = {});
-  /// `outputs[i]`, of the size and dtype of `input`, receives that of rank i.
+  /// `outputs[i]`, of the size and dtype of `input`, receives the input of group rank i.
   Pending allgather(const at::Tensor& input, std::vector<at::Tensor> outputs,
                     std::chrono::milliseconds timeout = kDefault);
   Pending enter_barrier(std::chrono::milliseconds timeout = kDefault);
 
-  /// Takes the place of the next `count` operations of a sequence: on the other ranks they fail
-  /// with `error`, which names this one. For a rank that cannot do its part.
+  /// Refuses the next `count` operations of a sequence, for a rank that cannot take part: they fail
+  /// on the other ranks with `error`, which then names this rank.
   void refuse(int count, const base::Error& error, uint32_t sequence = 0);
 
   int world_rank(int rank) const;
 
-  /// Why every operation fails from now on, if so: a rank is lost, or the group is closed.
+  /// Returns the error of all further operations if the group has failed or is closed.
   std::optional<base::Error> failure() const;
 
-  // c10d's interface. wait() of the Works throws base::Exception.
+  // c10d's interface. c10d::Work::wait() throws base::Exception.
 
   const std::string getBackendName() const override { return "distrain"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
@@ -108,9 +107,9 @@ class Backend final : public c10d::Backend {
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
 
-  /// Fails what is under way with `cancelled`.
+  /// Fails all in-flight operations with `cancelled`; the group stays usable.
   void abort() override;
-  /// As abort(), and no operation can follow. The destructor does it, too.
+  /// Closes the group, as the destructor does: in-flight and later operations fail (`cancelled`).
   void shutdown() override;
 
  private:

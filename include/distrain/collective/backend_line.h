@@ -12,25 +12,25 @@
 
 namespace distrain::collective {
 
-/// Calls of a Backend in the order in which they are asked for. One that has something to wait for
-/// is made by a thread of the line, and so are those behind it. While the line is empty, what has
-/// nothing to wait for is called at once, so that CPU users neither start nor meet a thread.
+/// A queue of Backend calls. A call that must wait for a copy runs on the queue's thread, and so do
+/// the calls behind it. While the queue is empty, a call without a copy runs on the caller's
+/// thread, so users of CPU tensors never start the queue's thread.
 ///
-/// Thread-safe, but the order is the user's. The destructor sees to all that was asked for.
+/// Thread-safe; the caller determines the order of calls. The destructor runs all queued calls.
 class BackendLine {
  public:
-  /// `name`: of the thread, at most 15 characters. `sequence`: the calls' sequence in the Backend.
+  /// `name` is the thread's name, of at most 15 characters; `sequence` is used for all calls.
   BackendLine(c10::intrusive_ptr<Backend> backend, std::string name, uint32_t sequence = 0);
 
-  // Of tensors of the CPU.
+  // CPU tensors only.
   ReduceGroup::WorkPtr mean(const at::Tensor& tensor, const PassNumber& pass);
   ReduceGroup::WorkPtr broadcast(const at::Tensor& tensor, int root);
 
   void refuse(int count, const base::Error& error);
 
-  /// What `call` asks of the Backend, once `copied` is reached. If that fails this rank refuses.
+  /// Queues `call`, which runs when `copied` is reached. If the copy fails, refuses one operation.
   base::Future<Pending> call_behind(rpc::StreamPoint copied, std::function<Pending()> call);
-  /// In its turn, on the thread of the line. Must not throw.
+  /// Queues `task` for the queue's thread. `task` must not throw.
   void post(base::Task task) { line_.post(std::move(task)); }
 
  private:

@@ -8,8 +8,8 @@
 
 namespace distrain::collective {
 
-/// Devices by the order in which they are met: what ranks can compare. Which devices there are may
-/// differ between ranks; which tensors share one may not.
+/// Numbers devices in the order of their first use, so that ranks can compare which tensors share a
+/// device although their devices differ.
 class DeviceNumbers {
  public:
   size_t number_of(c10::Device device) {

@@ -9,10 +9,10 @@ namespace distrain::collective {
 
 class Operation;
 
-/// A collective operation under way. A handle: copies share it. Thread-safe.
+/// A handle of an in-flight collective operation; copies share the operation. Thread-safe.
 ///
-/// Keep it and wait for it: the result of a small operation is computed by the thread that waits,
-/// so that it needs no other thread; if nobody waits, the result is never written.
+/// Call wait(): the waiting thread computes the result of a small operation, which saves waking
+/// another thread. If no thread waits, that result is never written.
 class Pending {
  public:
   Pending() = default;
@@ -20,24 +20,24 @@ class Pending {
 
   bool valid() const { return operation_ != nullptr; }
 
-  /// Whether wait() would return or throw at once. Computes what can be computed.
+  /// Returns true if wait() would return or throw at once. Runs the steps that are ready.
   bool done() const;
 
-  /// Blocks until the result is in the tensors of the call. Throws `Exception`: peer_lost naming
-  /// the rank, deadline naming the ranks that did not send, invalid when the ranks called different
-  /// operations (naming both), or the error with which a rank refused to take part.
+  /// Blocks until the result is in the tensors of the call. Throws `peer_lost` with the lost rank,
+  /// `deadline` with the ranks that sent nothing, `invalid` if the ranks called different
+  /// operations (naming both), or the error of a rank that refused to take part.
   void wait() const;
 
-  /// False when `limit` passed first; the operation stays under way. Throws as wait().
+  /// Returns false if `limit` passes first; the operation goes on. Throws as wait() does.
   bool wait_until(base::TimePoint limit) const;
 
-  /// Ends an operation that is not complete yet as if its own deadline had passed.
+  /// Ends an incomplete operation as if its deadline had passed.
   void expire() const;
 
-  /// Ends an operation that is not complete yet with `error` on this rank.
+  /// Fails an incomplete operation with `error` on this rank.
   void fail(base::Error error) const;
 
-  /// For those who cannot wait: a thread of the backend's executor waits in their place.
+  /// Returns a future for callers that cannot block; a thread of the backend's executor waits.
   base::Future<void> future() const;
 
  private:

@@ -11,22 +11,23 @@
 
 namespace distrain::collective {
 
-/// What a ReduceGroup has started. Keep it and wait for it; one thread at a time.
+/// An operation that a ReduceGroup has started. Call wait(), from one thread at a time.
 class ReduceWork {
  public:
   virtual ~ReduceWork() = default;
 
-  /// Returns when this thread's current stream of the tensor's device is in order behind the
-  /// result; on the CPU, when the result is there. Throws as Pending::wait does.
+  /// Orders this thread's current stream of the tensor's device after the result; on the CPU,
+  /// blocks until the result is in the tensor. Throws as Pending::wait does.
   virtual void wait() = 0;
 };
 
-/// What a reducer needs of a group of ranks, whatever moves the bytes.
+/// The collective operations of a Reducer, independent of the transport.
 ///
-/// All ranks call the same operations in the same order; calls return at once as a rule, and any
-/// number may be under way. Results are written in place. Tensors are dense and contiguous; what
-/// they hold is taken behind all that the caller's current stream has been given, and they must not
-/// be touched until the operation is complete. Thread-safe, but the order of calls is the user's.
+/// All ranks call the same operations in the same order. Most calls return at once, and any number
+/// of operations may be in flight. Results are written in place. Tensors are dense and contiguous.
+/// An operation reads its tensor after all work that is in the caller's current stream, and the
+/// tensor must not be touched until the operation is complete. Thread-safe; the caller determines
+/// the order of calls.
 class ReduceGroup {
  public:
   using WorkPtr = std::shared_ptr<ReduceWork>;
@@ -35,27 +36,27 @@ class ReduceGroup {
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  /// The number in the job of a rank within the group.
+  /// Returns the rank in the job of group rank `rank`.
   virtual int world_rank(int rank) const = 0;
 
-  /// The same ranks with operations of their own, which are in order among themselves only; null:
-  /// there is but one order. On all ranks, in the same order.
+  /// Returns a group of the same ranks whose operations have an order of their own, or null if the
+  /// group supports one order only. All ranks call it in the same order.
   virtual std::shared_ptr<ReduceGroup> fork() = 0;
 
-  /// Replaces `bucket` by its mean over the ranks. `invalid` if their passes do not agree.
+  /// Replaces `bucket` by its mean over the ranks; fails with `invalid` if their passes disagree.
   virtual WorkPtr start(const at::Tensor& bucket, const PassNumber& pass) = 0;
   WorkPtr start(const at::Tensor& bucket) { return start(bucket, PassNumber{}); }
   /// `root` is a rank within the group.
   virtual WorkPtr broadcast(const at::Tensor& tensor, int root) = 0;
-  /// Takes the place of the next `count` operations: on the other ranks they fail with `error`.
+  /// Refuses the next `count` operations: they fail with `error` on the other ranks.
   virtual void refuse(int count, const base::Error& error) = 0;
-  /// Why an operation that wait() has only put into the order of a stream did not come to its end
-  /// after all, until somebody has been told: the next operation on a device throws it, too. To be
-  /// asked before results are kept, when they have been waited for on the host. Any thread.
+  /// Returns the error of a device operation that failed after its wait() had returned, until the
+  /// next device operation has thrown that error. Call it after waiting for the device on the host,
+  /// before results are kept. Any thread.
   virtual std::optional<base::Error> failure() const = 0;
 
-  /// Before what was averaged is kept or judged: waits until `device` has done what it was given,
-  /// and throws a failure(). Nothing on CPUs.
+  /// Waits until `device` has done all its work, then throws failure() if there is one. Call it
+  /// before averaged results are kept or evaluated. Does nothing on the CPU.
   void check(c10::Device device) const {
     if (!rpc::is_accelerator(device)) return;
     rpc::StreamPoint::mark(device).wait_on_host();

@@ -10,14 +10,14 @@
 
 namespace distrain::collective {
 
-/// A ReduceGroup over our own Backend. Tensors of the CPU are the Backend's at once. Those of a
-/// device are copied to pinned memory beside the computing, reduced on the CPU, and copied back.
+/// A ReduceGroup over Backend. Tensors of a device are copied to pinned memory in a side stream,
+/// reduced on the CPU, and copied back.
 ///
-/// The order of operations is that of the calls for all of them: one that waits for its copy makes
-/// those behind it wait, too. The destructor sees to all that was called.
+/// Operations on CPU and device tensors share one order, so an operation that waits for its copy
+/// delays the operations behind it. The destructor runs all operations that have been called.
 class StagedReduceGroup final : public ReduceGroup {
  public:
-  /// `sequence`: that of its operations; 0: they are in one order with the Backend's own.
+  /// `sequence` is the Backend's sequence of all operations; 0 shares the order of direct calls.
   explicit StagedReduceGroup(c10::intrusive_ptr<Backend> backend, uint32_t sequence = 0);
   ~StagedReduceGroup() override;
 
@@ -29,7 +29,7 @@ class StagedReduceGroup final : public ReduceGroup {
   WorkPtr start(const at::Tensor& bucket, const PassNumber& pass) override;
   WorkPtr broadcast(const at::Tensor& tensor, int root) override;
   void refuse(int count, const base::Error& error) override;
-  /// None: wait() knows all that can go wrong with what the Backend moves.
+  /// Always empty, because wait() throws all failures.
   std::optional<base::Error> failure() const override { return std::nullopt; }
 
  private:
