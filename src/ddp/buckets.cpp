@@ -18,7 +18,7 @@ bool is_plain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
-// Copies between tensors of one shape and device, and converts if the user has changed a dtype.
+// Copies between tensors of one shape and device. Converts the dtype if the user has changed it.
 void copy_values(const at::Tensor& from, const at::Tensor& to) {
   if (from.is_cpu() && from.scalar_type() == to.scalar_type() && is_plain(from) && is_plain(to)) {
     if (to.nbytes() > 0) std::memcpy(to.data_ptr(), from.data_ptr(), to.nbytes());
@@ -70,7 +70,7 @@ Bucket::Bucket(std::vector<size_t> members, const std::vector<at::Tensor>& param
 }
 
 void Bucket::allocate() {
-  // Plain aliases: what autograd knows as a view would own `flat_`.
+  // Creates plain aliases, because an autograd view would hold a reference to `flat_`.
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   int64_t total = 0;
   for (const at::Tensor& parameter : like_) total += parameter.numel();
@@ -88,7 +88,7 @@ void Bucket::begin() {
   writers_.clear();
   missing_ = members_.size();
   free_.make_current_wait(device_);
-  // Views are handed out as gradients, and a failed allreduce may still be sending from `flat`.
+  // Views are handed out as gradients, and a failed allreduce may still send from `flat_`.
   const bool is_shared =
       flat_.defined() &&
       (flat_.use_count() > 1 || flat_.storage().use_count() > 1 + views_.size() ||
@@ -115,7 +115,7 @@ void Bucket::start(collective::ReduceGroup& group, const collective::PassNumber&
     work_ = group.start(flat_, pass);
     return;
   }
-  // Not under the current stream: what it computes next need not wait for the other writers.
+  // Uses a side stream, so that later work of the current stream does not wait for other writers.
   const c10::Stream side = rpc::side_stream(device_);
   for (const c10::Stream& writer : writers_) rpc::StreamPoint::mark(writer).make_wait(side);
   const c10::StreamGuard guard(side);

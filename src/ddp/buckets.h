@@ -13,38 +13,38 @@
 
 namespace distrain::ddp {
 
-/// Indices into `parameters`, bucket by bucket: those of one dtype and device in the order of
-/// `order`, cut before a bucket would exceed the cap (the first of each kind: `first_bytes`); the
-/// buckets in the order in which their last member comes. A parameter above the cap has its own.
+/// Returns buckets of indices into `parameters`. Fills a bucket for each dtype and device in the
+/// order of `order`, up to `cap_bytes` (the first bucket: `first_bytes`); a larger parameter gets a
+/// bucket of its own. Sorts the buckets by the place of their last member in `order`.
 std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& parameters,
                                                 const std::vector<int64_t>& order,
                                                 size_t first_bytes, size_t cap_bytes);
 
-/// The gradients of some parameters side by side in one flat tensor on their device. One thread at
-/// a time; functions work in its current stream, in order across streams.
+/// The gradients of several parameters in one flat tensor on their device. Used by one thread at a
+/// time; functions work in the thread's current stream and wait for the streams of earlier calls.
 class Bucket {
  public:
   Bucket(std::vector<size_t> members, const std::vector<at::Tensor>& parameters);
 
   const std::vector<size_t>& members() const { return members_; }
   const at::Tensor& flat() const { return flat_; }
-  /// The gradient of member `slot`, of its parameter's shape, within `flat`.
+  /// Returns the part of flat() for member `slot`, in the shape of the member's parameter.
   const at::Tensor& view(size_t slot) const { return views_[slot]; }
 
-  /// Prepares for a pass. Takes new memory if views given away in an earlier one are still in use.
+  /// Prepares for a pass. Allocates new memory if views of an earlier pass are still in use.
   void begin();
-  /// `gradient` is of the parameter's shape and dtype.
+  /// Copies `gradient`, of the parameter's shape and dtype, into flat().
   void store(size_t slot, const at::Tensor& gradient);
   bool complete() const { return missing_ == 0; }
-  /// To be called when complete: starts the mean over the group behind what all threads stored.
+  /// Starts the mean over the group, after the work of all store() calls. Requires complete().
   void start(collective::ReduceGroup& group, const collective::PassNumber& pass);
   /// Waits for the mean. Throws as ReduceWork::wait does.
   void wait();
-  /// Copies the mean of member `slot` to `to`, of the same shape and dtype.
+  /// Copies the mean of member `slot` to `to`, of the same shape.
   void load(size_t slot, const at::Tensor& to) const;
-  /// Ends a pass: memory is used again behind what this thread's current stream was given.
+  /// Ends a pass. The next pass uses the memory after the work of this thread's current stream.
   void end();
-  /// Ends a pass that failed: the memory may still be in use and is taken no more.
+  /// Ends a failed pass. Releases the memory, because the failed operation may still use it.
   void drop();
 
  private:
@@ -57,10 +57,9 @@ class Bucket {
   std::vector<at::Tensor> views_;
   size_t missing_ = 0;
   collective::ReduceGroup::WorkPtr work_;
-  // Of a device only.
   c10::Device device_;
-  rpc::StreamPoint free_;             // what the last pass did with the memory
-  std::vector<c10::Stream> writers_;  // that gradients of this pass were stored in
+  rpc::StreamPoint free_;             // end of the last pass's work on the memory
+  std::vector<c10::Stream> writers_;  // streams that store gradients of this pass
 };
 
 }  // namespace distrain::ddp

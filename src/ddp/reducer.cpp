@@ -18,7 +18,7 @@ namespace distrain::ddp {
 
 namespace {
 
-// Where a group has but one order, all share it.
+// Returns a fork of the group, or the group itself if it cannot fork.
 std::shared_ptr<collective::ReduceGroup> in_own_order(
     std::shared_ptr<collective::ReduceGroup> group) {
   auto own = group->fork();
@@ -116,12 +116,13 @@ void Reducer::Impl::finish(uint64_t pass, const Deliver& deliver) {
   int left = 0;
   {
     std::lock_guard lock(mutex_);
-    if (Known* const known = expecting_locked(pass)) {  // none of the parameters was reached
+    if (Known* const known = expecting_locked(pass)) {  // the pass has reached no parameter
       begin_locked(pass, number_by(known->count, known->context.id()));
       known->expected = 0;
     }
     if (pass != pass_ || state_ == PassState::kIdle || state_ == PassState::kFinalising) return;
-    if (!deliver) answer_expectation_locked();  // where it began on a device's thread
+    // A plain pass may have begun on an engine thread, which has no current context.
+    if (!deliver) answer_expectation_locked();
     transition_locked(PassState::kFinalising);
     error = std::move(failure_);
     if (!error && started_ < buckets_.size()) error = missing_error_locked();
@@ -175,8 +176,8 @@ void Reducer::Impl::hand_out(const Deliver& deliver) {
   }
 }
 
-// The order in which gradients came may differ between ranks; rank 0's is as good as any. By a
-// mean, exact in doubles: unlike a broadcast it succeeds on all ranks, or on none.
+// Returns rank 0's arrival order on all ranks, because the ranks' orders may differ. Uses a mean,
+// exact in doubles, because a mean, unlike a broadcast, succeeds on all ranks or on none.
 std::vector<int64_t> Reducer::Impl::agreed_order() {
   const at::Tensor shared = at::zeros({static_cast<int64_t>(parameters_.size())}, at::kDouble);
   auto* const values = shared.data_ptr<double>();

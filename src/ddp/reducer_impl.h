@@ -26,48 +26,46 @@ using base::ErrorKind;
 //   Idle ───> Accumulating ───> Reducing ───> Finalising ───> Idle
 //                   └──────────────────────────────^
 //
-//   Idle          no pass. The first gradient of a plain pass or of one of a context, or attach(),
+//   Idle          no pass. The first gradient of a plain pass or a context's pass, or attach(),
 //                 begins one.
-//   Accumulating  gradients are copied into their buckets; no bucket is complete.
-//   Reducing      the allreduce of at least one bucket has started.
+//   Accumulating  gradients are copied into their buckets; no allreduce has started.
+//   Reducing      at least one allreduce has started.
 //   Finalising    the pass has ended: one thread waits for the allreduces and hands out the means,
-//                 or gives up. It alone touches the pass.
+//                 or gives up. No other thread touches the pass.
 //
-// Threads: gradients come on whatever thread computed them; `mutex_` guards all, also while an
-// allreduce is started, because the order of the buckets must be the same on all ranks. The end of
-// a pass runs on the thread of its backward, and waits without the lock.
+// Gradients arrive on any thread, under `mutex_`. Allreduces are started under `mutex_`, too,
+// because all ranks must start them in the same order. A pass ends on the thread of its backward(),
+// which waits without the lock.
 //
-// Every rank takes part in exactly one collective for each bucket and pass, and until a pass has
-// succeeded in one more, on the order of the gradients. One that cannot refuses:
-// ReduceGroup::refuse takes the place of all that it has not started, so the other ranks get its
-// error there and the group stays in step. This covers a parameter without
-// gradient, a sparse gradient, and a pass that dies by an exception: its end_of() is destroyed
-// without being called.
+// In each pass, every rank takes part in one collective for each bucket and, until a pass has
+// succeeded, in one more that agrees on the order of gradients. If a rank gets no gradient or a
+// sparse one for a parameter, or if its pass throws an exception, which destroys the function of
+// end_of() uncalled, the rank refuses the collectives that it has not started
+// (ReduceGroup::refuse). So the other ranks get its error, and the group stays in step.
 //
-// expect() gives a context an end_of() before its pass begins. One that is destroyed with the
-// context tells of a forward whose backward never came. This rank then owes the others a refusal.
-// It is not sent there and then: a context may end on any thread, between whatever collectives, and
-// while an exception is on its way that says better what went wrong. It is sent where all ranks
-// come to in the same order: before the next pass, or the next expect(), or by the destructor.
+// expect() gives a context the function of end_of() before the pass begins. If the context destroys
+// it uncalled, a forward had no backward, and this rank owes the other ranks a refusal. The rank
+// sends it before its next pass or expect(), or in the destructor, because all ranks come there in
+// the same order; a context may end on any thread, between any collectives, or by an exception.
 //
 // Note [Numbers of passes]
 //
-// The order of collectives alone would pair any pass of a rank with any of another's: that of a
-// rank which leaves one out with the others' one before. So a pass carries a number
-// (collective::PassNumber) that follows from what all ranks do alike:
+// If a rank leaves out a pass, the order of collectives alone would average its next pass with an
+// older pass of the other ranks. So a pass carries a collective::PassNumber, which all ranks count
+// in the same way:
 //
-//   a plain pass     the number of plain forwards until it began;
-//   a context's      the number of the forward by which its context was announced, among such ones.
-//                    A context that was not announced, which is an error, takes the number that
-//                    it would have got, so that the ranks agree again after it;
-//   both             the passes since that forward, as one graph may be used twice, and the step of
-//                    the job if the user has told it.
+//   plain pass      the number of plain forwards so far;
+//   context's pass  the number of forwards that had announced a context when its own did. A context
+//                   that was not announced is an error, but takes a number, so that later passes
+//                   agree again;
+//   both            the number of earlier passes since that forward, because a graph may be used
+//                   twice, and the job's step if set_step() was called.
 //
-// Forwards are counted while training and with gradients enabled only: evaluations differ between
-// ranks. Without a forward, as where a Reducer is used by itself, plain passes have no number.
+// Only forwards in training mode with gradients enabled count, because evaluations differ between
+// ranks. If a Reducer is used without forwards, plain passes have no number.
 enum class PassState { kIdle, kAccumulating, kReducing, kFinalising };
 
-/// Puts the mean of a parameter's gradients where the pass has its own; null: into `.grad`.
+/// Stores a parameter's mean gradient for the pass. If null, the mean goes to `.grad`.
 using Deliver = std::function<void(const at::Tensor& parameter, const at::Tensor& mean)>;
 
 class Reducer::Impl : public std::enable_shared_from_this<Impl> {
@@ -89,19 +87,19 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
   struct Place {
     size_t bucket = 0;
     size_t slot = 0;
-    uint64_t last_pass = 0;  // the one that it last got a gradient in
+    uint64_t last_pass = 0;  // the last pass in which the parameter got a gradient
   };
 
-  /// The forwards that passes are numbered by, of a kind. See Note [Numbers of passes].
+  /// The number of a forward and its passes so far. See Note [Numbers of passes].
   struct ForwardCount {
     uint64_t forward = 0;
-    uint64_t passes = 0;  // since
+    uint64_t passes = 0;
   };
 
-  /// A context that expect() was told of.
+  /// A context that expect() has announced.
   struct Known {
     autograd::ContextRef context;
-    uint64_t expected = 0;  // the pass that has to come; 0: none has to
+    uint64_t expected = 0;  // the pass that must come next; 0: none
     ForwardCount count = {};
   };
 
@@ -135,24 +133,24 @@ class Reducer::Impl : public std::enable_shared_from_this<Impl> {
 
   mutable std::mutex mutex_;
   PassState state_ = PassState::kIdle;
-  uint64_t pass_ = 0;              // the one under way, or the last
-  uint64_t last_pass_ = 0;         // that was begun or is expected
-  collective::PassNumber number_;  // of the one under way, for the other ranks
+  uint64_t pass_ = 0;              // the current pass, or the last one if there is none
+  uint64_t last_pass_ = 0;         // the newest pass that has begun or is expected
+  collective::PassNumber number_;  // the current pass's number for the other ranks
   ForwardCount plain_;
   uint64_t plain_numbered_ = 0;    // the forward of the last plain pass
   uint64_t announced_ = 0;         // forwards that have announced a context
-  uint64_t unannounced_ = 0;       // the last context that took a number without
-  uint64_t step_ = 0;              // of the job
-  int graph_task_ = kNoGraphTask;  // of the plain pass under way
-  uint64_t context_pass_ = 0;      // the autograd context's pass under way; 0: a plain one
+  uint64_t unannounced_ = 0;       // the last context that took a number without being announced
+  uint64_t step_ = 0;              // the job's step
+  int graph_task_ = kNoGraphTask;  // torch's id of the current plain pass
+  uint64_t context_pass_ = 0;      // the context's number of the current pass; 0: a plain pass
   std::unordered_map<uint64_t, Known> contexts_;
-  std::vector<Error> debts_;   // passes to be refused before the next one
+  std::vector<Error> debts_;   // errors of passes to refuse before the next pass
   std::vector<Place> places_;  // by parameter
   std::vector<Bucket> buckets_;
   size_t started_ = 0;            // buckets whose allreduce has started
-  std::optional<Error> failure_;  // of this rank, in this pass
-  std::vector<int64_t> arrival_;  // parameters in the order of their gradients
-  uint64_t measured_pass_ = 0;    // the pass that the buckets were built from; 0: none yet
+  std::optional<Error> failure_;  // this rank's error in the current pass
+  std::vector<int64_t> arrival_;  // parameters in the order in which their gradients arrived
+  uint64_t measured_pass_ = 0;    // the pass whose arrival order built the buckets; 0: none yet
 };
 
 }  // namespace distrain::ddp

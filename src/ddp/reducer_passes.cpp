@@ -1,4 +1,4 @@
-// How passes begin and how they are given up.
+// Begins passes and gives them up.
 #include <utility>
 
 #include <torch/csrc/autograd/engine.h>
@@ -43,7 +43,7 @@ void Reducer::Impl::attach(GradientPass& source) {
     begin_locked(++last_pass_, {.step = step_});
     pass = pass_;
   }
-  // Made first: if a registration throws, destroying `end` gives the pass up.
+  // Created first: if a registration throws, the destruction of `end` gives up the pass.
   auto end = end_of(pass, [&source](const at::Tensor& parameter, const at::Tensor& mean) {
     source.set_gradient(parameter, mean);
   });
@@ -75,7 +75,7 @@ void Reducer::Impl::expect(const autograd::ContextRef& context) {
   context.on_pass_end(end_of(pass, into(context)));
 }
 
-// Owned by what will end a pass; if the last copy dies before it was called, so does the pass.
+// Returns the function that ends a pass. Gives up the pass if its last copy is destroyed uncalled.
 std::function<void()> Reducer::Impl::end_of(uint64_t pass, Deliver deliver) {
   const std::weak_ptr<Impl> weak = weak_from_this();
   std::shared_ptr<void> open(nullptr, [weak, pass](void*) {
@@ -93,20 +93,20 @@ Reducer::Impl::Known* Reducer::Impl::expecting_locked(uint64_t pass) {
   return nullptr;
 }
 
-// Of the pass under way, those that are not started.
+// Returns the number of collectives of the current pass that have not started.
 int Reducer::Impl::collectives_left_locked() const {
   const bool measures = measured_pass_ == 0 && buckets_.size() > 1;
   return static_cast<int>(buckets_.size() - started_) + (measures ? 1 : 0);
 }
 
 void Reducer::Impl::settle_debts_locked() {
-  started_ = 0;  // of a pass that does not take place
+  started_ = 0;  // refuses all collectives of a pass
   for (const Error& error : std::exchange(debts_, {})) {
     group_->refuse(collectives_left_locked(), error);
   }
 }
 
-// A plain pass inside a context is the one that was expected.
+// If this thread's current context expects a pass, takes the plain pass for it.
 Reducer::Impl::Known* Reducer::Impl::answer_expectation_locked() {
   const auto it = contexts_.find(rpc::current_context());
   if (it == contexts_.end() || std::exchange(it->second.expected, 0) == 0) return nullptr;
@@ -135,7 +135,7 @@ void Reducer::Impl::on_accumulated(size_t index, const at::Tensor& variable) {
 
 void Reducer::Impl::on_context_gradient(size_t index, const autograd::ContextRef& context,
                                         const at::Tensor& gradient) {
-  std::function<void()> end;  // dies outside the lock
+  std::function<void()> end;  // before `lock`, so that it is destroyed without the lock
   std::lock_guard lock(mutex_);
   if (state_ != PassState::kIdle && context_pass_ == context.pass()) {
     return store_locked(index, gradient);
@@ -143,8 +143,8 @@ void Reducer::Impl::on_context_gradient(size_t index, const autograd::ContextRef
   if (begin_of_context_locked(index, context, end)) store_locked(index, gradient);
 }
 
-// False if the context's pass has failed meanwhile: what it owes the other ranks its end_of() has
-// seen to, and no end would come for a pass that begins now.
+// Returns false if the context's pass has failed: its end_of() has refused the collectives, and
+// nothing would end a pass that begins now.
 bool Reducer::Impl::begin_of_context_locked(size_t index, const autograd::ContextRef& context,
                                             std::function<void()>& end) {
   if (!context.runs()) return false;
@@ -167,11 +167,10 @@ bool Reducer::Impl::begin_of_context_locked(size_t index, const autograd::Contex
     it->second.expected = 0;
     number_ = number_by(it->second.count, context.id());
   } catch (const base::Exception& e) {
-    // The other ranks wait for a pass of this one. If it is still expected, its end_of() sees to
-    // it.
+    // The other ranks wait for this rank's pass. If it is still expected, its end_of() refuses it.
     if (it == contexts_.end() && std::exchange(unannounced_, context.id()) != context.id()) {
       ++announced_;
-      plain_.forward = plain_numbered_;  // a forward out of the context was meant for it
+      plain_.forward = plain_numbered_;  // drops plain forwards, which were meant for the context
     }
     if (it == contexts_.end() || it->second.expected == 0) {
       debts_.push_back(e.error());
@@ -199,7 +198,7 @@ void Reducer::Impl::give_up(uint64_t pass, const char* why) {
     transition_locked(PassState::kFinalising);
     left = collectives_left_locked();
   }
-  // What has started goes on without us: other ranks may need our part of it.
+  // Started allreduces go on, because other ranks may need this rank's data.
   group_->refuse(left, given_up_error(why));
   std::lock_guard lock(mutex_);
   for (Bucket& bucket : buckets_) bucket.drop();

@@ -32,7 +32,7 @@ std::string describe(const NamedParameter& parameter, DeviceNumbers& devices) {
                                     "DistributedDataParallel"});
 }
 
-/// No list of parameters and buffers takes more.
+/// Upper bound of the text that lists a model's parameters and buffers, in bytes.
 constexpr int64_t kLongestText = int64_t{64} << 20;
 
 std::string line_of(const std::string& text, size_t number) {
@@ -61,7 +61,7 @@ int64_t padded_bytes(const at::Tensor& tensor) {
   return (static_cast<int64_t>(tensor.nbytes()) + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-// The bytes of `flat` from `begin` as a tensor of the shape and dtype of `like`.
+// Returns the bytes of `flat` from `begin` as a tensor of the shape and dtype of `like`.
 at::Tensor shaped(const at::Tensor& flat, int64_t begin, const at::Tensor& like) {
   return flat.narrow(0, begin, static_cast<int64_t>(like.nbytes()))
       .view(like.scalar_type())
@@ -83,7 +83,7 @@ void broadcast_on_device(const std::vector<at::Tensor>& tensors, collective::Red
   if (sends) for_each([](const at::Tensor& tensor, at::Tensor place) { place.copy_(tensor); });
   group.broadcast(flat, 0)->wait();
   if (sends) return;
-  // Written through an alias: a new version would fail a graph in flight.
+  // Writes through aliases, because new tensor versions would make in-flight graphs fail.
   for_each([](const at::Tensor& tensor, const at::Tensor& place) {
     tensor.variable_data().copy_(place);
   });
@@ -114,7 +114,7 @@ void check_same_everywhere(const std::vector<NamedParameter>& tensors,
   }
   if (equal) return;
 
-  // Every rank has seen the same hashes, so all come here or none.
+  // All ranks have seen the same hashes, so all ranks get here or none does.
   const at::Tensor padded = at::zeros({longest}, at::kByte);
   std::copy(text.begin(), text.end(), padded.data_ptr<uint8_t>());
   std::vector<std::string> texts;

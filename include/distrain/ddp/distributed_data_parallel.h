@@ -18,9 +18,9 @@ namespace distrain::ddp {
 /// A replica of `Module` on each rank of a group, kept equal by averaging the gradients.
 ///
 /// `Module` is a torch module holder (`torch::nn::Linear`) or a shared_ptr to a module. The
-/// constructor checks that all ranks have the same parameters and buffers (`invalid` if not) and
-/// takes the values of rank 0; it, forward() while training and each backward pass are collective.
-/// Such a forward() first takes the buffers of rank 0, if there are any.
+/// constructor throws `invalid` unless all ranks have the same parameters and buffers, and copies
+/// the values of rank 0. forward() in training mode first copies the buffers of rank 0. The
+/// constructor, such a forward() and each backward pass are collective.
 ///
 ///   DistributedDataParallel model(torch::nn::Linear(16, 8), backend);
 ///   loss(model.forward(x)).backward();            // gradients in .grad are means over the ranks
@@ -28,11 +28,10 @@ namespace distrain::ddp {
 ///   autograd::Context context(agent);             // the same in a distributed pass:
 ///   autograd::backward(context, {loss(model.forward(x))});  // the context's gradients are means
 ///
-/// A forward() while training, and with gradients enabled, tells the reducer of this thread's
-/// current autograd context; see Reducer::expect for what follows. Any number of them may come
-/// before a backward pass, and contexts may be under way together, such as those of micro-batches.
-/// A pass over parameters that were used otherwise, through module() or in eval mode, is an error.
-/// These forwards number the passes; see Reducer for what becomes of a rank that leaves one out.
+/// forward() in training mode with gradients enabled announces a pass of the thread's current
+/// context (Reducer::expect) or a plain one (Reducer::count_forward). Several forwards may precede
+/// a backward pass, and several contexts may live at once, such as those of micro-batches. A pass
+/// of a context that used the parameters only by module() or in eval mode is an error.
 template <class Module>
 class DistributedDataParallel {
  public:
@@ -42,14 +41,13 @@ class DistributedDataParallel {
         group_(std::move(group)),
         has_buffers_(!module_->buffers().empty()),
         reducer_(make_equal(), group_, options) {}
-  /// Over a StagedReduceGroup.
+  /// Averages by a StagedReduceGroup over `backend`.
   DistributedDataParallel(Module module, c10::intrusive_ptr<collective::Backend> backend,
                           Reducer::Options options = {})
       : DistributedDataParallel(std::move(module),
                                 std::make_shared<collective::StagedReduceGroup>(std::move(backend)),
                                 options) {}
 
-  /// As the module's.
   template <class... Args>
   auto forward(Args&&... args) {
     if (module_->is_training()) {

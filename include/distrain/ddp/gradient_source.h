@@ -6,27 +6,26 @@
 
 namespace distrain::ddp {
 
-/// One backward pass of an engine that is neither torch's nor distrain's, as seen by what reduces
-/// its gradients: AccumulateGrad's hooks do not fire in such a pass.
+/// One backward pass of an engine other than torch's and distrain's, in which AccumulateGrad's
+/// hooks do not run.
 class GradientPass {
  public:
   virtual ~GradientPass() = default;
 
-  /// The gradient that this pass has for `variable`; undefined when it has none. Thread-safe.
+  /// Returns the pass's gradient of `variable`, or an undefined tensor. Thread-safe.
   virtual at::Tensor gradient(const at::Tensor& variable) = 0;
 
-  /// Puts `gradient` in the place of what the pass has for `variable`. Thread-safe.
+  /// Replaces the pass's gradient of `variable`. Thread-safe.
   virtual void set_gradient(const at::Tensor& variable, at::Tensor gradient) = 0;
 
-  /// To be registered before the pass runs. `fn` is called once, with the final local gradient of
-  /// `variable`, on the thread that computed it; not at all if the pass has no gradient for it.
+  /// Registers `fn` before the pass runs. It is called once, with the final local gradient of
+  /// `variable`, on the thread that computed it, and not at all if there is no gradient.
   virtual void on_gradient_ready(const at::Tensor& variable,
                                  std::function<void(const at::Tensor& gradient)> fn) = 0;
 
-  /// To be registered before the pass runs. `fn` is called once, after the last on_gradient_ready
-  /// of this rank, on a thread that may block; backward() returns after it and throws what it
-  /// throws. A pass that fails before its end destroys `fn` without calling it: that tells the
-  /// reducer to give up its part, so it must not be put off.
+  /// Registers `fn` before the pass runs. It is called once, after this rank's last
+  /// on_gradient_ready hook, on a thread that may block; backward() waits for `fn` and throws its
+  /// error. A failed pass must destroy `fn` at once, because that makes the reducer give it up.
   virtual void on_pass_end(std::function<void()> fn) = 0;
 };
 

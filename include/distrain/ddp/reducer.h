@@ -25,71 +25,68 @@ struct ReducerOptions {
   size_t first_bucket_bytes = size_t{1} << 20;
 };
 
-/// Replaces the gradients of a model's parameters by their mean over the ranks of a group, while
-/// the backward pass that computes them still runs.
+/// Averages the gradients of a model's parameters over the ranks of a group, while the backward
+/// pass still runs.
 ///
-/// Parameters are put into buckets of one dtype and device each, in the reverse order of their
-/// registration, the first bucket small; after the first pass anew, in the order in which rank 0
-/// saw their gradients come. A bucket's allreduce starts when all its gradients are there, always
-/// in the order of the buckets. (Li et al., "PyTorch Distributed", VLDB 2020.)
+/// Each bucket holds parameters of one dtype and device, in reverse order of registration; the
+/// first bucket is small. After the first pass the buckets are rebuilt in the order in which rank 0
+/// received the gradients. A bucket's allreduce starts when its gradients are complete and the
+/// allreduces of all earlier buckets have started. (Li et al., "PyTorch Distributed", VLDB 2020.)
 ///
-/// A plain `loss.backward()` needs nothing else: hooks on the parameters feed the reducer, and
-/// backward() returns with the mean in `.grad`. For passes of an autograd context the reducer has
-/// to be told of the context by expect(), which DistributedDataParallel::forward does: a pass of
-/// another one that reaches a parameter fails with `invalid`, on all ranks. Every rank must run the
-/// same passes in the same order. One pass at a time: a second one beside it fails with `invalid`.
-/// Reducers of one group are independent of each other where that has more than one order
-/// (StagedReduceGroup only), but their first passes have to end in the same order on all ranks.
+/// A plain `loss.backward()` needs no other call: hooks on the parameters feed the reducer, and
+/// backward() returns with the means in `.grad`. An autograd context must be announced by expect();
+/// if a pass of another context reaches a parameter, it fails with `invalid` on all ranks. All
+/// ranks must run the same passes in the same order, one at a time; a concurrent pass fails with
+/// `invalid`. If the group can fork (StagedReduceGroup), its Reducers are independent of each
+/// other, but their first passes must end in the same order on all ranks.
 ///
-/// Passes are numbered by the forwards that count_forward() and expect() are told of, which are
-/// DistributedDataParallel's while training and with gradients enabled, and by set_step(). A rank
-/// that has left out a backward is not averaged with another's next pass: backward() throws
-/// `invalid` on all ranks, naming that rank and both passes, in that pass and, as the ranks stay
-/// apart, in those after it. Forwards in eval mode or without gradients do not count, so ranks may
-/// make as many of them as they like. Passes with and without a context count apart.
+/// count_forward(), expect() and set_step() number the passes. If a rank has left out a backward
+/// pass, its next pass is not averaged with a different pass of the other ranks: backward() throws
+/// `invalid` on all ranks, naming that rank and both passes, in this pass and all later ones.
+/// Forwards in eval mode or without gradients do not count, so their number may differ between
+/// ranks. Passes with and without a context count apart.
 ///
-/// backward() throws `invalid` on every rank when a parameter got no gradient or a sparse one on
-/// some rank, naming that rank and all such parameters; what else a collective can throw; and
-/// `remote_failed` when the pass of another rank failed. Gradients are then left as they were.
+/// If a parameter got no gradient, or a sparse one, on some rank, backward() throws `invalid` on
+/// all ranks, naming the rank and the parameter. If the pass of another rank failed, it throws
+/// `remote_failed`. It also throws the errors of the collectives. Gradients are then unchanged.
 class Reducer {
  public:
   using Options = ReducerOptions;
 
-  /// Those that require no gradient are left out. Same parameters in the same order on all ranks,
-  /// and the Reducers of one group are made in the same order.
-  /// Throws `invalid` if one is not a dense leaf, or has a post-accumulate hook already.
+  /// Skips parameters that require no gradient. All ranks pass the same parameters in the same
+  /// order and create the Reducers of a group in the same order. Throws `invalid` if a parameter is
+  /// not a dense leaf or already has a post-accumulate hook.
   Reducer(const std::vector<NamedParameter>& parameters,
           std::shared_ptr<collective::ReduceGroup> group, Options options = {});
-  /// Over a StagedReduceGroup.
+  /// Averages by a StagedReduceGroup over `backend`.
   Reducer(const std::vector<NamedParameter>& parameters,
           c10::intrusive_ptr<collective::Backend> backend, Options options = {});
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  /// From now on reduces the gradients of the passes of this context, on this rank, that reach the
-  /// parameters. The next one has to: it fails with `invalid` if it reaches none. If none comes
-  /// until the context ends, that counts for a failed pass of this rank: nothing happens if it is
-  /// so on all ranks; otherwise the backward() of those that ran theirs throws `remote_failed`
-  /// naming this one, when this one comes to its next expect() or pass. A plain backward() of the
-  /// thread whose current context it is will do, too. Thread-safe.
+  /// Announces `context`: reduces the gradients of its passes that reach the parameters. The next
+  /// pass, which may be a plain backward() in the context, fails with `invalid` if it reaches none.
+  /// If the context ends before that pass on all ranks, there is no error. If it ends on this rank
+  /// only, backward() of the other ranks throws `remote_failed` with this rank, when this rank
+  /// begins its next pass or calls expect(). Thread-safe.
   void expect(const autograd::ContextRef& context);
 
-  /// A forward outside of all contexts, whose backward is to come: the passes until the next one
-  /// are of this one. On all ranks, or on none. Thread-safe.
+  /// Counts a forward outside of contexts, to which the plain passes until the next call belong.
+  /// Called on all ranks or on none. Thread-safe.
   void count_forward();
 
-  /// The passes from now on are of this step of the job, from 1; 0: of no known one. With it a rank
-  /// that leaves out forward and backward is noticed, too. Thread-safe.
+  /// Sets the job's step of later passes, from 1; 0 is unknown. With known steps, a rank that
+  /// leaves out a forward and its backward is detected, too. Thread-safe.
   void set_step(uint64_t step);
 
-  /// Where it averages.
+  /// Returns a fork of the constructor's group, or that group itself if it cannot fork.
   collective::ReduceGroup& group() const;
 
-  /// Reduces the gradients of another engine's pass, too. Each rank calls it before its backward.
+  /// Also reduces the gradients of another engine's pass. All ranks call it before the pass.
   void attach(GradientPass& pass);
 
-  /// The names in each bucket, for tests and diagnosis.
+  /// Returns the names of the parameters in each bucket, for tests and diagnosis.
   std::vector<std::vector<std::string>> buckets() const;
 
  private:

@@ -9,14 +9,14 @@
 
 namespace distrain::ddp {
 
-/// Throws `invalid` on every rank of the group unless all have the same list: names, shapes, dtypes
-/// which require a gradient, and which are on one device. Names the first rank and entry that
-/// differ from rank 0's. A collective call.
+/// Throws `invalid` on all ranks unless the names, shapes, dtypes and requires_grad of `tensors`,
+/// and which of them share a device, are equal on all ranks. The error names the first rank and
+/// tensor that differ from rank 0's. A collective call.
 void check_same_everywhere(const std::vector<NamedParameter>& tensors,
                            collective::ReduceGroup& group);
 
-/// Overwrites the values of `tensors` (dense) by those of the group's rank 0, in order with this
-/// thread's current streams. Autograd takes no notice. Collective; one message for each device.
+/// Copies the values of dense `tensors` from group rank 0 to the other ranks, in the order of this
+/// thread's current streams, hidden from autograd. A collective call; one message for each device.
 void broadcast_values(const std::vector<at::Tensor>& tensors, collective::ReduceGroup& group);
 
 }  // namespace distrain::ddp
