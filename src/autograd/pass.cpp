@@ -161,7 +161,7 @@ void Pass::run_ready() {
         execute(std::move(*next));
       }
     } catch (...) {
-      // The kind of an exception of torch: the initiator's own failure, elsewhere a remote one.
+      // Exceptions without a kind are `internal` on the initiator and `remote_failed` elsewhere.
       base::Error error = rpc::error_in_flight(roots_.empty() ? base::ErrorKind::kRemoteFailed
                                                               : base::ErrorKind::kInternal);
       if (error.rank < 0) error.rank = agent_.rank();
@@ -270,8 +270,8 @@ void Pass::execute_recv(RecvNode& node, variable_list grads) {
 // Runs on the loop thread, which is safe because an acknowledgement has no tensors.
 void Pass::on_acknowledged(base::Result<rpc::RawReply>& reply) {
   const auto fail = [this](base::Error error) {
-    // A worker does it, because it destroys the user's hooks. If the pool has ended and drops the
-    // task, the destructor of `failing` does it.
+    // A worker fails the pass, because that destroys the user's hooks. If the pool has ended and
+    // drops the task, the destructor of `failing` fails the pass.
     std::shared_ptr<void> failing(nullptr,
                                   [self = shared_from_this(), error](void*) { self->fail(error); });
     agent_.executor().post([failing = std::move(failing)]() mutable { failing.reset(); });

@@ -45,7 +45,7 @@ class ContextState;
 // reaches the initiator, because the rank's waker has not sent its own last report by then. If a
 // count is above zero at the end, the roots do not depend on a tensor that the rank has sent.
 
-/// The state of one rank in an acknowledgement.
+/// The state of one rank, sent in acknowledgements.
 struct PassReport {
   uint64_t version = 0;
   uint32_t waiting = 0;  ///< send nodes without a gradient
@@ -53,9 +53,9 @@ struct PassReport {
 };
 using PassReports = std::map<int32_t, PassReport>;
 
-/// One backward pass on one rank. Thread-safe: any thread may bring gradients. If no thread runs
-/// the ready nodes, that thread does, so nodes of a pass run one at a time, as in torch on the CPU.
-/// See Note [Streams of a backward pass] for accelerators.
+/// One backward pass on one rank. Thread-safe: any thread may bring gradients, and then runs the
+/// ready nodes unless another thread does. So the nodes of a pass run one at a time, as in torch on
+/// the CPU. See Note [Streams of a backward pass] for accelerators.
 class Pass : public std::enable_shared_from_this<Pass> {
  public:
   Pass(rpc::Agent& agent, uint64_t id, PassOptions options)

@@ -52,7 +52,7 @@ class ThreadsContexts {
   std::vector<Entry> stack_;
 };
 
-/// A pass on its initiator.
+/// A pass that this rank has initiated.
 struct OwnPass {
   OwnPass(const Context& context, PassOptions options)
       : runtime(Runtime::of(context.agent())),

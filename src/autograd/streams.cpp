@@ -75,8 +75,8 @@ void use_under_current(const at::Tensor& tensor) {
 
 }  // namespace
 
-// A wait covers the work that the stream has at that time. Later work of readers need not be waited
-// for, because it uses versions that an update does not change.
+// A wait for a stream covers the work that the stream has at that time. Updates need not wait for
+// later work of readers, because that work uses versions that the update does not change.
 void ParameterStreams::read(c10::Device device) {
   if (!rpc::is_accelerator(device)) return;
   std::lock_guard lock(mutex_);

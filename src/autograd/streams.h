@@ -29,7 +29,8 @@ namespace distrain::autograd {
 /// Returns the stream of the first accelerator output of `node`, in which the node runs.
 std::optional<c10::Stream> stream_of(const torch::autograd::Node& node);
 
-/// Adds to the inputs of `node` a gradient that `producer`, or else the current stream, computes.
+/// Adds `gradient` to input `input` of `node`. The stream `producer` computes the gradient; if
+/// `producer` is unset, the current stream does.
 void add_gradient(torch::autograd::InputBuffer& inputs, torch::autograd::Node& node, uint32_t input,
                   at::Tensor gradient, const std::optional<c10::Stream>& producer);
 
@@ -37,14 +38,15 @@ void add_gradient(torch::autograd::InputBuffer& inputs, torch::autograd::Node& n
 void await_inputs(const torch::autograd::InputBuffer& inputs,
                   const std::optional<c10::Stream>& own);
 
-/// Returns the current stream of the device of a `tensor` just computed; none on the CPU.
+/// Returns the stream in which this thread has just computed `tensor`; none on the CPU.
 std::optional<c10::Stream> made_under(const at::Tensor& tensor);
 
 /// Makes this thread's current stream wait for `made`, the stream that computes `tensor`. Returns
 /// true if the two streams differ.
 bool follow(const at::Tensor& tensor, const std::optional<c10::Stream>& made);
 
-/// Makes this thread's current streams wait for all work in `streams`, on device `only` if given.
+/// Makes this thread's current streams wait for all work in `streams`. If `only` is given, skips
+/// the streams of other devices.
 void follow(const std::vector<c10::Stream>& streams,
             std::optional<c10::Device> only = std::nullopt);
 

@@ -299,7 +299,7 @@ Error Core::closed_error(int from, const Operation& operation) const {
           rank, describe(operation.spec())};
 }
 
-// Waits for room in the windows. Returns false if the operation fails or expires before.
+// Waits for room as in Note [Window of a group]. Returns false if the operation fails or expires.
 bool Core::await_room(Operation& operation) {
   const OpSpec& spec = operation.spec();
   const bool in_chunks = spec.kind == OpKind::kAllreduceChunked;

@@ -13,9 +13,9 @@
 
 namespace distrain::ddp {
 
-/// Returns buckets of indices into `parameters`. Fills a bucket for each dtype and device in the
-/// order of `order`, up to `cap_bytes` (the first bucket: `first_bytes`); a larger parameter gets a
-/// bucket of its own. Sorts the buckets by the place of their last member in `order`.
+/// Returns buckets of indices into `parameters`. A bucket has parameters of one dtype and device in
+/// the order of `order`, with at most `cap_bytes` (the first bucket of a dtype and device: with
+/// `first_bytes`) or one larger parameter. Sorts the buckets by their last member's place.
 std::vector<std::vector<size_t>> assign_buckets(const std::vector<at::Tensor>& parameters,
                                                 const std::vector<int64_t>& order,
                                                 size_t first_bytes, size_t cap_bytes);

@@ -106,7 +106,7 @@ void Reducer::Impl::settle_debts_locked() {
   }
 }
 
-// If this thread's current context expects a pass, takes the plain pass for it.
+// If this thread's current context expects a pass, counts the current plain pass as that pass.
 Reducer::Impl::Known* Reducer::Impl::answer_expectation_locked() {
   const auto it = contexts_.find(rpc::current_context());
   if (it == contexts_.end() || std::exchange(it->second.expected, 0) == 0) return nullptr;

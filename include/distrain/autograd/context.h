@@ -78,7 +78,7 @@ class ContextRef {
   static std::optional<ContextRef> current();
 
   uint64_t id() const { return id_; }
-  /// Returns the number of the pass that passed this reference to a LeafHook, otherwise 0.
+  /// Returns the number of the pass in which a LeafHook got this reference, otherwise 0.
   uint64_t pass() const { return pass_; }
   bool ended() const { return state_.expired(); }
   /// Returns true while this rank's part of pass() runs.
@@ -95,8 +95,8 @@ class ContextRef {
 
 struct PassOptions {
   bool retain_graph = false;
-  /// Limit for each message with gradients, until all work that follows from it is done. max(): no
-  /// limit, until the peer is lost.
+  /// Time limit for each message with gradients and all work that follows from the message. max()
+  /// waits until the peer is lost.
   std::chrono::nanoseconds timeout = rpc::kAgentsTimeout;
 };
 
@@ -130,7 +130,7 @@ void move_gradients(rpc::Agent& agent, uint64_t from, uint64_t to);
 struct PassGuard {
   /// Called when gradients arrive from another rank; they enter the pass when the future is done.
   std::function<base::Future<void>()> admit;
-  /// Called as a Context::on_pass_end hook, after all others.
+  /// Called when this rank's part of the pass has run, after all Context::on_pass_end hooks.
   std::function<void()> on_end;
   /// Called if the pass fails, or `on_end` throws.
   std::function<void(const base::Error&)> on_failure;

@@ -7,8 +7,8 @@
 
 namespace distrain::autograd {
 
-/// A post-accumulate hook that passes of a context call, although AccumulateGrad does not run in
-/// them. Leaves with other post-accumulate hooks make such a pass fail.
+/// A post-accumulate hook that is also called in passes of a context, in which AccumulateGrad does
+/// not run. Post-accumulate hooks of other types make such a pass fail.
 class LeafHook : public torch::autograd::PostAccumulateGradHook {
  public:
   /// Called once per pass with this rank's final gradient, on the thread that computed it and after

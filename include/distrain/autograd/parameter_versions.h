@@ -36,13 +36,13 @@ class Runtime;
 // first asks each VersionKeeper to release its idle versions.
 //
 // Row-wise updates of embedding tables work in the same way. A lookup with sparse gradients does
-// not save its table, so in-flight lookups cause no copy. A pass that has saved the table (trained
-// per-sample weights, a tied decoder) does.
+// not save its table, so in-flight lookups cause no copy. An in-flight pass that has saved the
+// table (trained per-sample weights, a tied decoder) causes one.
 
 /// A reader-writer lock. A reader that arrives while a writer waits enters after that writer, so
 /// overlapping reads do not starve updates. A thread that waits for the lock counts as blocked
 /// (base::BlockingScope). A reader that is blocked elsewhere, such as in a nested call, may depend
-/// on a later reader: until it goes on, new readers do not queue behind waiting writers.
+/// on a later reader: while it is blocked, new readers do not queue behind waiting writers.
 class ParameterLock {
  public:
   void lock_shared();
@@ -93,7 +93,7 @@ class ParameterRead final : base::BlockObserver {
 std::vector<at::Tensor> current_versions(rpc::Agent& agent,
                                          const std::vector<at::Tensor>& parameters);
 
-/// An owner of versions that are reused by several passes.
+/// An owner of versions that several passes use; see Note [Parameter versions].
 class VersionKeeper {
  public:
   virtual ~VersionKeeper() = default;

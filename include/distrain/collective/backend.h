@@ -29,7 +29,7 @@ struct Group {
 
 struct BackendSettings {
   std::chrono::milliseconds timeout = kBackendDefaultTimeout;  ///< 0: no limit
-  /// Largest allreduce in one hop; -1 chooses by the number of ranks. Must be equal on all ranks.
+  /// Maximum bytes of a one-hop allreduce; -1 chooses by group size. Must be equal on all ranks.
   int64_t direct_bytes = -1;
 };
 
