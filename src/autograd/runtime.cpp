@@ -30,7 +30,7 @@ class ThreadsContexts {
     return contexts;
   }
 
-  /// Makes the context current on this thread. The caller sets the result to true when it ends.
+  /// Makes the context current on this thread. Returns a flag to set when the context ends.
   Ended enter(Runtime& runtime, uint64_t id) {
     leave_ended();
     auto ended = std::make_shared<std::atomic<bool>>(false);

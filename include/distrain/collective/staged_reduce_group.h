@@ -17,7 +17,7 @@ namespace distrain::collective {
 /// delays the operations behind it. The destructor runs all operations that have been called.
 class StagedReduceGroup final : public ReduceGroup {
  public:
-  /// `sequence` is the Backend's sequence of all operations; 0 shares the order of direct calls.
+  /// `sequence` numbers the operations in `backend`; 0 shares the order of direct calls to it.
   explicit StagedReduceGroup(c10::intrusive_ptr<Backend> backend, uint32_t sequence = 0);
   ~StagedReduceGroup() override;
 
