@@ -1,6 +1,6 @@
 #pragma once
 
-// The templates of agent.h and rref.h.
+// Templates of agent.h and rref.h.
 
 #include "distrain/rpc/agent.h"
 #include "distrain/rpc/error.h"
@@ -53,10 +53,10 @@ void run_exposed(CallContext& context, Decoder& decoder, const ReplyPtr& reply) 
       const auto object = std::make_tuple(bound...);
       invoke(bound...).on_complete(
           context.agent.executor(), [reply, object](base::Result<typename Traits::Result>& result) {
-            static_cast<void>(object);  // it lives as long as the call
+            static_cast<void>(object);  // keeps the object alive until the call is answered
             if (!result.ok()) {
               base::Error error = result.error();
-              // What a continuation threw here; other ranks' errors have their kinds already.
+              // A continuation failed here; errors of other ranks already have their kinds.
               if (error.rank < 0 && error.kind == base::ErrorKind::kInternal) {
                 error.kind = base::ErrorKind::kRemoteFailed;
               }
@@ -98,11 +98,11 @@ struct RunConstructor<T, T(Params...)> {
   }
 };
 
-/// Whether a parameter of type T would silently lose the fraction of an argument.
+/// True if converting an argument to T would silently drop its fraction.
 template <class T, class Arg>
 inline constexpr bool kTruncates = std::is_integral_v<T>&& std::is_floating_point_v<Arg>;
 
-// Encodes each argument as the parameter type; binds without a copy where it is that already.
+// Encodes each argument as its parameter's type, without a copy if it already has that type.
 template <class Tuple>
 struct EncodeAll;
 template <class... Ts>
@@ -136,7 +136,7 @@ struct EncodeAll<std::tuple<Ts...>> {
   }
 };
 
-// The arguments of a call of F: for a member function the object's RRef comes first.
+// The arguments of a call of F; a call of a member function begins with the object's RRef.
 template <class Self, class Args>
 struct CallArgs {
   using type =
@@ -188,7 +188,7 @@ base::Future<R> Agent::finish_async(const base::Future<RawReply>& reply) {
     const auto known = source.lock();
     if (!known) return;
     known->cancel();
-    // It may have come, and wait for a thread that reads it.
+    // The reply may have arrived, and wait for a thread that decodes it.
     if (known->result().ok()) known->result().unchecked().give_up();
   });
   return result;
@@ -214,7 +214,7 @@ auto Agent::rpc_async(const To& to, Args&&... args) {
 template <auto F, class... Args>
 auto Agent::remote(const To& to, Args&&... args) -> RRef<typename FunctionTraits<F>::Result> {
   std::shared_ptr<RRefHandle> handle = new_remote_handle(rank_of(to));
-  static_cast<void>(call<F>(to, handle, std::forward<Args>(args)...));  // as above
+  static_cast<void>(call<F>(to, handle, std::forward<Args>(args)...));  // the handle gets its error
   return RRef<typename FunctionTraits<F>::Result>(std::move(handle));
 }
 
@@ -224,7 +224,7 @@ RRef<T> Agent::remote_new(const To& to, Args&&... args) {
   const auto fill = [&](Encoder& encoder) {
     detail::EncodeConstructor<T>::encode_all(encoder, args...);
   };
-  // The handle learns of a failure.
+  // The handle gets the call's error.
   static_cast<void>(call_raw(to, name_of(&ClassTag<T>::kTag, "this class"), fill, handle));
   return RRef<T>(std::move(handle));
 }
@@ -239,7 +239,7 @@ RRef<T> Agent::make_rref(std::shared_ptr<T> value) {
   return RRef<T>(std::move(handle));
 }
 
-/// The function every agent exposes for RRef::to_here.
+/// The function that every agent exposes for RRef::to_here().
 inline constexpr const char* kFetchFunction = "distrain.rref.fetch";
 
 namespace detail {

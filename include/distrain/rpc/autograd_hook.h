@@ -12,25 +12,25 @@ namespace distrain::rpc {
 class Agent;
 class AutogradHook;
 
-/// The distributed autograd context that calls of this thread belong to; 0: none.
+/// Returns the distributed autograd context of this thread's calls, or 0 if there is none.
 uint64_t current_context();
-/// The autograd of that context's agent; null: not known. Valid while the agent lives.
+/// Returns the autograd hook of that context's agent; null if unknown. Valid while the agent lives.
 AutogradHook* current_autograd();
 
-/// Sets the current context while the object lives, not longer than its agent.
+/// Sets the current context while the object lives. Must not outlive its agent.
 class ContextScope {
  public:
   ContextScope(const Agent& agent, uint64_t context);
-  /// Once any thread sets `ended`, the scope around this one counts in its place.
+  /// After any thread has set `ended`, the enclosing scope is current instead of this one.
   ContextScope(AutogradHook* autograd, uint64_t context,
                std::shared_ptr<const std::atomic<bool>> ended = nullptr);
-  /// 0 leaves all contexts. Another one is taken to be of the agent of the current one.
+  /// Sets a context of the current context's agent; 0 leaves all contexts.
   explicit ContextScope(uint64_t context);
   ~ContextScope();
   ContextScope(const ContextScope&) = delete;
   ContextScope& operator=(const ContextScope&) = delete;
 
-  /// Returns true if no other scope has been opened on this thread within this one.
+  /// Returns true if this thread has opened no other scope inside this one.
   bool is_innermost() const;
 
  private:
@@ -44,34 +44,34 @@ class ContextScope {
   const std::shared_ptr<const std::atomic<bool>> ended_;
 };
 
-/// What distributed autograd does to the messages of a context. The rpc layer calls it and knows
-/// nothing else of autograd. Thread-safe; called off the loop unless stated.
+/// Distributed autograd's part in sending and receiving messages. The rpc layer knows autograd only
+/// through this interface. Thread-safe; called off the loop unless stated otherwise.
 class AutogradHook {
  public:
   virtual ~AutogradHook() = default;
 
-  /// A message of `context` is about to go to rank `to`: the answer to its call `answered`, or a
-  /// call (0). Records a send node for those tensors that require a gradient and returns its id; 0
-  /// when there is none.
+  /// Called before a message of `context` is sent to rank `to`: the reply to that rank's call
+  /// `answered`, or a call if `answered` is 0. Records a send node for the tensors that require a
+  /// gradient and returns its id, or 0 if no tensor does.
   virtual uint64_t on_send(uint64_t context, int to, uint64_t answered,
                            const std::vector<at::Tensor>& tensors) = 0;
-  /// A message has come to nothing: it was not sent, or its call has failed. No gradient comes for
-  /// the node `autograd_id`; 0: it has none. The loop, too.
+  /// Called if a message was not sent or its call has failed: no gradient will arrive for the node
+  /// `autograd_id` (0: the message has none). May be called on the loop.
   virtual void on_failed(uint64_t context, uint64_t autograd_id) = 0;
-  /// This rank does not wait for the answer of its call `call` to rank `to` any more: if one comes
-  /// yet, no gradient will come for it. The loop, too.
+  /// Called if this rank no longer waits for the reply to its call `call` to rank `to`: if a reply
+  /// still arrives, this rank sends no gradient for it. May be called on the loop.
   virtual void on_given_up(uint64_t context, int to, uint64_t call) = 0;
 
-  /// The pair of on_send: makes the tensors marked in `requires_grad` outputs of a receive node.
+  /// Counterpart of on_send(): makes tensors with `requires_grad` outputs of a receive node.
   virtual void on_receive(uint64_t context, uint64_t autograd_id, int from,
                           std::vector<at::Tensor>& tensors,
                           const std::vector<bool>& requires_grad) = 0;
 
-  /// A parameter as it is now, in the same memory, which no update writes to while this is held,
-  /// but for those of single rows (sparse gradients).
+  /// Returns a tensor with the current value of `parameter`, in the same memory. While the result
+  /// is alive, no update writes to that memory, except sparse updates of single rows.
   virtual at::Tensor hold(const at::Tensor& parameter) = 0;
 
-  /// Contexts that this rank still holds something of.
+  /// Returns the number of contexts of which this rank still holds state.
   virtual size_t live_contexts() const = 0;
 };
 

@@ -13,24 +13,24 @@
 
 namespace distrain::rpc {
 
-/// Answers requests from many threads in passes over all that wait.
+/// Answers requests from many threads in batches.
 ///
-/// Nobody waits for company: who asks while no pass runs makes one at once, on the own thread, and
-/// what comes meanwhile goes into the next, all of it in one. So the batches are as large as the
-/// passes are slow, and a single asker never waits.
+/// A thread that asks while no pass is running makes a pass at once, with its own request. The next
+/// pass answers all requests that arrive meanwhile. So batches grow with the duration of a pass,
+/// and a single thread never waits for others.
 ///
-///   kIdle     nothing waits. ask() → kRunning, and the asker makes a pass over its own request.
-///   kRunning  one thread makes passes, always the only one; ask() puts its request on the list.
-///             When a pass is over and nothing waits: → kIdle. Else the next pass is the
-///             executor's, because the asker has its answer and wants to go.
+///   kIdle     No request waits. ask() → kRunning, and the asking thread makes a pass.
+///   kRunning  Exactly one thread makes passes; ask() appends its request to the list.
+///             If no request waits after a pass: → kIdle. Otherwise the executor makes the
+///             next pass, because the asking thread already has its answer.
 ///
-/// A pass that throws fails the requests it was for, and no others; a pass that the executor drops
-/// cancels them, and → kIdle. `executor` must outlive the batcher, and the batcher its futures:
-/// with the last of them it may go, so that their completion is the last thing a pass does.
+/// If a pass throws, its requests fail, and no others. If the executor drops a pass, the waiting
+/// requests are cancelled, and → kIdle. `executor` must outlive the batcher, and the batcher its
+/// futures. Completing them is the last step of a pass, so the batcher may end with the last one.
 template <class Request, class Answer>
 class Batcher {
  public:
-  /// One answer for each request, in their order. Never runs twice at the same time.
+  /// Returns one answer for each request, in the same order. Never runs concurrently with itself.
   using Pass = std::function<std::vector<Answer>(const std::vector<Request>&)>;
 
   Batcher(base::Executor& executor, Pass pass) : executor_(executor), pass_(std::move(pass)) {}
@@ -52,7 +52,7 @@ class Batcher {
  private:
   enum class State { kIdle, kRunning };
 
-  /// The right to make the next pass, which a task carries. Destroyed unused, it gives up.
+  /// Owned by the task of the next pass: cancels the waiting requests if the task is dropped.
   struct GiveUp {
     void operator()(Batcher* batcher) const { batcher->cancel_waiting(); }
   };
@@ -79,7 +79,7 @@ class Batcher {
       more = !requests_.empty();
       if (!more) state_ = State::kIdle;
     }
-    // Outside the lock: an executor that has stopped destroys the task at once.
+    // Without the lock, because an executor that has stopped destroys the task at once.
     if (more) executor_.post([turn = Turn(this)]() mutable { turn.release()->make_pass(); });
     if (error) {
       for (auto& promise : promises) promise.fail(*error);
@@ -89,7 +89,7 @@ class Batcher {
   }
 
   void cancel_waiting() {
-    std::vector<base::Promise<Answer>> promises;  // destroyed unfulfilled, outside the lock
+    std::vector<base::Promise<Answer>> promises;  // cancelled without the lock
     std::lock_guard lock(mutex_);
     requests_.clear();
     promises.swap(promises_);
@@ -101,7 +101,7 @@ class Batcher {
   std::mutex mutex_;
   State state_ = State::kIdle;
   std::vector<Request> requests_;
-  std::vector<base::Promise<Answer>> promises_;  // of the requests, in their order
+  std::vector<base::Promise<Answer>> promises_;  // one for each request
 };
 
 }  // namespace distrain::rpc

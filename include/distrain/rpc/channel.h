@@ -14,7 +14,7 @@
 
 namespace distrain::rpc {
 
-/// Names a message within a channel; the layer above gives the three numbers their meaning.
+/// Identifies a message within a channel; the layer above defines the three numbers.
 struct ChannelTag {
   uint64_t a = 0;
   uint64_t b = 0;
@@ -22,13 +22,13 @@ struct ChannelTag {
   friend bool operator==(const ChannelTag&, const ChannelTag&) = default;
 };
 
-/// Something that a rank waits for, in words for people: see Agent::waits().
+/// An operation that a rank waits for, described for people: see Agent::waits().
 struct Wait {
-  std::string what;  ///< with the ranks that it is for
+  std::string what;  ///< names the ranks that are waited for
   base::TimePoint since;
 };
 
-/// A message as it arrived. `payload` points into `body` and is aligned to 64 bytes.
+/// A received message. `payload` points into `body` and is aligned to 64 bytes.
 struct ChannelMessage {
   int from = -1;
   ChannelTag tag;
@@ -36,33 +36,35 @@ struct ChannelMessage {
   base::BufferPtr body;
 };
 
-/// One-way messages between the ranks of a job, beside the calls: in order for each pair of ranks,
-/// delivered on the loop thread without a worker in between. What collectives are made of.
-/// Obtained from Agent::open_channel; the agent owns it. Thread-safe.
+/// Sends one-way messages between the ranks of a job, in order for each pair of ranks, and delivers
+/// them on the loop thread without a worker in between. Collectives are built on it. Obtained from
+/// Agent::open_channel(); owned by the agent. Thread-safe.
 class Channel {
  public:
   struct Handler {
-    /// On the loop thread (to oneself: the sender's): must be quick, not block and not throw.
+    /// Must be quick and neither block nor throw. Called on the loop thread, on the sender's for a
+    /// message to itself, or in set_handler() for messages that came earlier.
     std::function<void(ChannelMessage)> on_message;
-    /// Rank `rank` is gone, for `error.kind` peer_lost or the reason it gave. On the loop thread.
-    /// From here on nothing comes from it and sends to it fail.
+    /// Called when `rank` is lost, with peer_lost or the reason that it sent: no message of it
+    /// follows, and sending to it fails. Called on the loop thread, in set_handler() or when the
+    /// agent ends.
     std::function<void(int rank, const base::Error& error)> on_peer_lost;
-    /// What the layer above waits for now; empty: it does not tell. Any thread.
+    /// Returns the waits of the layer above; may be empty. Called on any thread.
     std::function<std::vector<Wait>()> waits = {};
   };
 
   virtual ~Channel() = default;
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
-  /// What records this rank's part of the job; may be null.
+  /// Returns the tracer of this rank; may be null.
   virtual std::shared_ptr<base::Tracer> tracer() const { return nullptr; }
 
-  /// Replaces the handler. Messages that came before the first one are kept for it. With an empty
-  /// handler the channel drops what comes; returns only when no old handler runs any more.
+  /// Replaces the handler, and delivers messages that came before the first one to it. With an
+  /// empty handler the channel drops messages. Returns when no previous handler is running.
   virtual void set_handler(Handler handler) = 0;
 
-  /// Sends the pieces as one payload, in order. Returns when they are written or queued;
-  /// `keep_alive` is held until the kernel has them all. Throws peer_lost naming the rank.
+  /// Sends `pieces`, concatenated, as one payload. Returns when it is written or queued;
+  /// `keep_alive` is held until the kernel has taken it. Throws peer_lost, which names the rank.
   virtual void send(int to, const ChannelTag& tag, std::span<const std::span<const uint8_t>> pieces,
                     std::shared_ptr<const void> keep_alive) = 0;
 };

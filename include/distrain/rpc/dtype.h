@@ -8,13 +8,12 @@
 
 namespace distrain::rpc {
 
-/// Element types as they are written down. Throws `invalid` for others (quantized ones).
+/// Returns the wire's number of an element type. Throws `invalid` if it cannot be sent (quantized).
 wire::DType to_dtype(at::ScalarType type);
-/// Throws `protocol` for a number that is none.
+/// Returns the element type for a wire format's number. Throws `protocol` if the number is unknown.
 at::ScalarType to_scalar_type(wire::DType dtype);
 
-/// Returns what kind of tensor this is if its elements cannot be sent to another rank, such as "a
-/// nested tensor"; otherwise an empty string.
+/// Returns a description such as "a nested tensor" if `tensor` cannot be sent; otherwise "".
 std::string kind_that_cannot_be_sent(const at::Tensor& tensor);
 
 }  // namespace distrain::rpc

@@ -9,7 +9,7 @@ namespace distrain::rpc {
 
 struct CallContext;
 
-/// Takes a function apart: what it wants from the caller and what it gives back.
+/// Deduces the parameters and the result of an exposed function from its type.
 namespace detail {
 
 template <class R>
@@ -37,8 +37,8 @@ struct WithoutContext<CallContext&, Params...> : WithoutContext<Params...> {
 
 template <class R, class S, class... Params>
 struct Signature : WithoutContext<Params...> {
-  using Returned = R;                          ///< as declared, may be a Future or void
-  using Result = typename Unwrapped<R>::type;  ///< what travels; Unit for void
+  using Returned = R;                          ///< as declared; may be a Future or void
+  using Result = typename Unwrapped<R>::type;  ///< the value that is sent back; Unit for void
   using Self = S;                              ///< the class of a member function, or void
   static constexpr bool kReturnsFuture = base::detail::IsFuture<R>::value;
 };
@@ -66,7 +66,7 @@ struct SignatureOf<F> : SignatureOf<decltype(&F::operator())> {
 template <auto F>
 using FunctionTraits = detail::SignatureOf<std::remove_const_t<decltype(F)>>;
 
-/// One address for each function, the same in every translation unit: its key in the registry.
+/// Its address, one for each function in all translation units, is the function's registry key.
 template <auto F>
 struct FunctionTag {
   static constexpr char kTag = 0;

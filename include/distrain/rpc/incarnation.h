@@ -8,23 +8,23 @@ namespace distrain::rpc {
 
 // Note [Incarnations]
 //
-// A job may go on without a rank that is lost, and a new process may take its place: the next
-// incarnation of that rank, counted from 0. Threads of all ranks may still have calls, references
-// and contexts of the one before. So that these are not taken for the new one's,
+// A job may continue without a rank that is lost, and a new process may then replace that rank: it
+// is the rank's next incarnation, counted from 0. Threads of all ranks may still hold calls,
+// references and contexts of the lost process. These are not mistaken for the new one's, because
 //
-//  - each id begins with the process that made it: 12 bits of incarnation, 12 of rank (0 in those
-//    of calls, whose rank is known by the connection), 40 of a number of its own. A reply to a call
-//    of the dead one finds no call of that id;
-//  - what a rank keeps for another one (connection, credit, queued calls) is of one incarnation,
-//    and is made anew for the next;
-//  - a reference names its owner by rank and incarnation: its value has gone with the process;
-//  - the hello of a connection between ranks says both: Note [Identity].
+//  - each id contains the process that made it: 12 bits of incarnation, 12 bits of rank (0 in call
+//    ids, because the connection identifies the rank), 40 bits of a counter. So a reply to a call
+//    of the lost process matches no call of the new one;
+//  - the state that a rank keeps for another rank (connection, credit, queued calls) belongs to
+//    one incarnation and is created anew for the next;
+//  - a reference names its owner by rank and incarnation, so it does not refer to the new process;
+//  - the hello on a connection between ranks contains both numbers: Note [Identity].
 
 inline constexpr int kMaxRanks = 4095;
-/// Processes that a rank's place can have one after the other.
+/// The number of processes that can have the same rank, one after the other.
 inline constexpr uint32_t kMaxIncarnations = 4096;
 
-/// One process of a job: its incarnation and its rank in one number.
+/// Identifies one process of a job: its incarnation and its rank in one number.
 using ProcessNumber = uint32_t;
 
 constexpr ProcessNumber process_number(int rank, uint32_t incarnation) {
@@ -38,13 +38,13 @@ constexpr uint64_t make_id(ProcessNumber maker, uint64_t number) {
 }
 constexpr ProcessNumber maker_of(uint64_t id) { return static_cast<ProcessNumber>(id >> 40); }
 
-/// A rank that is gone.
+/// The loss of one process of a rank.
 struct Loss {
   int rank = -1;
-  base::Error error;  ///< peer_lost, or the reason that it gave
-  /// The rest of the job goes on: a new process may take its place. Otherwise all ranks end.
+  base::Error error;  ///< peer_lost, or the reason that the rank sent when it left
+  /// True if the job continues and a new process may replace the rank; false if all ranks end.
   bool job_goes_on = false;
-  uint32_t incarnation = 0;  ///< of the process that is gone
+  uint32_t incarnation = 0;  ///< of the lost process
 
   ProcessNumber process() const { return process_number(rank, incarnation); }
 };

@@ -7,19 +7,19 @@
 
 namespace distrain::rpc {
 
-/// What is built on an agent and keeps something of other ranks': contexts, steps, who waits for
-/// whom. Known to the agent by Agent::add_layer.
+/// A component that is built on an agent and keeps state about other ranks, such as autograd
+/// contexts or operations that wait for a rank. Registered with Agent::add_layer().
 class Layer {
  public:
   virtual ~Layer() = default;
-  /// A rank is gone: what is kept of it is let go of, and whoever waits for it hears `loss.error`.
-  /// Once for each of its processes, before any call of the next one is run. On a thread of all
-  /// layers, so it must be quick; when this agent ends, for all left, with `cancelled`.
+  /// Called once for each lost process of another rank, before any call of the rank's next process
+  /// is run; when this agent ends, for each remaining rank, with `cancelled`. Releases the state
+  /// kept for it and fails its waits with `loss.error`. Must be quick: one thread calls all layers.
   virtual void on_rank_lost(const Loss& loss) = 0;
-  /// This rank has entered Agent::shutdown(), and its calls have been answered. On the thread of
-  /// shutdown(), which waits for it; it may call others, which still serve.
+  /// Called on the thread of Agent::shutdown(), when this rank's own calls have been answered. May
+  /// still call other ranks.
   virtual void on_shutdown() {}
-  /// What it waits for now, for Agent::waits(). Any thread; must not wait itself, nor throw.
+  /// Returns current waits, for Agent::waits(). Called on any thread; must neither block nor throw.
   virtual std::vector<Wait> waits() const { return {}; }
 };
 

@@ -23,73 +23,75 @@ class RRefHandle;
 
 // Note [Tensors of devices]
 //
-// A tensor's descriptor says on which device of the receiver it is to arrive. Those for the CPU lie
-// in the frame's payload. Those for one other device lie packed as one transfer: all of it but the
-// last megabyte at the most goes ahead of the message, in kChunk frames of a megabyte each, which
-// other frames may come between; the rest goes in the message's payload, behind the tensors for the
-// CPU. So the copy of one chunk from the sender's device, the way of the one before over the
-// network, and the copy of the one before that to the receiver's device go on at the same time.
-// Behind the descriptors and gradient bits of the message stands each transfer's number (u64; 0: it
-// had no chunks), in the order in which their devices first come up.
+// A tensor's descriptor names the receiver's device on which the tensor arrives. CPU tensors lie in
+// the frame's payload. The tensors for one other device are packed into one transfer. All of a
+// transfer but the last megabyte at most precedes the message in kChunk frames of one megabyte,
+// between which other frames may be sent; the rest follows the CPU tensors in the payload. So
+// copying a chunk from the sender's device, sending the previous chunk and copying the one before
+// that to the receiver's device overlap. In the message's meta, each transfer's number (u64; 0 if
+// it has no chunks) follows the descriptors and gradient bits, in the order in which the
+// descriptors first name the devices.
 
-/// An RRef on its way: see Note [RRef protocol] in src/rpc/rref_context.h.
+/// A reference to an RRef inside a message: see Note [RRef protocol] in src/rpc/rref_context.h.
 struct RRefTicket {
   uint64_t id = 0;
-  uint32_t owner = 0;  ///< its process: Note [Incarnations]
+  uint32_t owner = 0;  ///< the owning process: Note [Incarnations]
   uint8_t mode = 0;
-  uint64_t fork = 0;    ///< the receiver's
-  int32_t parent = -1;  ///< the rank that sends it
+  uint64_t fork = 0;    ///< the receiver's fork
+  int32_t parent = -1;  ///< the rank that sent the ticket
 };
 
-/// What is sent: bytes, and beside them the tensors and RRefs that the bytes refer to by position.
-/// Tensors are dense and without gaps by then, never a view's whole storage.
+/// A message to send: a body, and the tensors and RRefs that the body refers to by position. The
+/// tensors are dense and without gaps, so a view is sent without the rest of its storage.
 struct OutMessage {
   wire::Bytes body;
   std::vector<at::Tensor> tensors;
-  std::vector<wire::DeviceRef> devices;  ///< by tensor: where it arrives
-  std::vector<bool> requires_grad;       ///< by tensor, as the sender had it
+  std::vector<wire::DeviceRef> devices;  ///< for each tensor: where it arrives
+  std::vector<bool> requires_grad;       ///< for each tensor, on the sender
   std::vector<RRefTicket> rrefs;
 };
 
-/// A received message. Its CPU tensors use the receive buffer and keep the buffer alive, except
-/// that a tensor that is a small part of the buffer has memory of its own.
+/// A received message. Its CPU tensors share the receive buffer and keep it alive; a tensor that is
+/// only a small part of the buffer has memory of its own.
 struct InMessage {
   wire::FrameHeader header;
   int from = -1;
   std::span<const uint8_t> body;
   std::vector<at::Tensor> tensors;
-  std::vector<bool> requires_grad;  ///< by tensor; empty without an autograd id
+  std::vector<bool> requires_grad;  ///< for each tensor; empty without an autograd id
   std::vector<RRefTicket> tickets;
-  /// Those of the tickets, once received. What nobody decodes is let go with the message.
+  /// Handles of `tickets`, once received. Handles that are not decoded end with the message.
   std::vector<std::shared_ptr<RRefHandle>> rrefs;
-  std::shared_ptr<const void> storage;  ///< what `body` points into
-  /// By device, from when on its tensors are there.
+  std::shared_ptr<const void> storage;  ///< owns the memory of `body`
+  /// For each device: the point after which its tensors are complete.
   std::vector<std::pair<c10::Device, StreamPoint>> arrivals;
-  uint64_t credit_of_arrivals = 0;  ///< that they took ahead of a call
+  uint64_t credit_of_arrivals = 0;  ///< of transfers that preceded a call
 
-  /// This thread's current streams go on when the tensors are there. For whoever is to use them.
+  /// Makes this thread's current streams wait until the device tensors are complete.
   void await_arrivals();
 };
 
-/// Whether any of its tensors is not on the CPU.
+/// Returns true if a tensor of `message` is not on the CPU.
 bool has_device_tensors(const OutMessage& message);
 std::vector<wire::TensorDesc> describe(const OutMessage& message);
 
-/// Makes the frame: meta is the tensors' descriptors, with an autograd id one bit a tensor (does it
-/// require a gradient), the transfers' numbers, then the RRefs (u32 count, for each u64 id · i32
-/// owner · u8 mode · u64 fork · i32 parent), then the body. Tensors stay alive until they are
-/// written. `transfers` and `rests` are those of Note [Tensors of devices], by device.
+/// Encodes a frame. Meta: the tensors' descriptors; with an autograd id one bit a tensor (whether
+/// it requires a gradient); the transfers' numbers; the RRefs (u32 count, for each u64 id · u32
+/// owner · u8 mode · u64 fork · i32 parent); the body. The frame keeps the tensors alive.
+/// `transfers` and `rests`: each device's transfer number and last bytes (Note [Tensors of
+/// devices]).
 net::OutFrame to_frame(OutMessage message, wire::FrameHeader header,
                        const std::vector<uint64_t>& transfers = {},
                        const std::vector<base::BufferPtr>& rests = {});
 
-/// Throws `protocol` if descriptors and payload do not fit together. Makes tensors: not on the
-/// loop. `arrivals`: what rank `from` sent ahead; null where it sent nothing. Takes out those of
-/// the message, and receives its RRefs if there is a `receiver`, even if it throws.
+/// Decodes a frame. Throws `protocol` if descriptors and payload do not match. Allocates tensors,
+/// so it must not run on the loop. Takes the message's transfers out of `arrivals`, which is null
+/// if rank `from` has sent none, and its RRefs into `receiver`, if given, even if decoding fails
+/// later.
 InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager, Arrivals* arrivals,
                      class RRefContext* receiver = nullptr);
 
-/// The same without a wire, for a message to oneself; tensors are copied as a wire would.
+/// Converts a message that a rank sends to itself. The tensors are copied, as sending would do.
 InMessage to_self(OutMessage message, wire::FrameHeader header, int rank);
 
 }  // namespace distrain::rpc

@@ -25,7 +25,8 @@ struct OfLocal<method> {
 
 }  // namespace detail
 
-/// A member function of what each rank has provided, as one to expose and to call:
+/// A function to expose and to call, made of a member function of the object that each rank
+/// provides:
 ///
 ///   agent.provide(std::make_shared<Counter>());
 ///   agent.expose<of_local<&Counter::add>>("Counter.add");

@@ -8,24 +8,24 @@
 
 namespace distrain::rpc {
 
-/// Of a process that is to be whichever rank nobody else is.
+/// The rank in the options of a process that takes any free rank.
 inline constexpr int kAnyRank = wire::kAnyRank;
 
-/// A rank of a job that nobody else is, for a process that was not told which one it is to be: the
-/// place of one that was lost, say, in a job that goes on without it. Rank 0 keeps it from others
-/// who ask until this process has joined as that rank, or this object is gone.
+/// Reserves a free rank of a job, for a process that was not assigned one: for example the rank of
+/// a lost process, in a job that continues without it. Rank 0 gives the rank to no other process
+/// until this process has joined as that rank or this object is destroyed.
 class Place {
  public:
-  /// `options` as of the agent that is to join; their rank does not count.
+  /// `options` are the options of the agent that is going to join; their `rank` is ignored.
   explicit Place(AgentOptions options);
   ~Place();
   Place(const Place&) = delete;
   Place& operator=(const Place&) = delete;
 
-  /// Asks rank 0, and while that is not there or has no place, again and again until the join
-  /// timeout. Blocks; once. Throws as Agent::join() does, `rendezvous` too if there was no place.
+  /// Returns a free rank, given by rank 0. Retries until the join timeout. Blocks; call it once.
+  /// Throws the errors of Agent::join(), and `rendezvous` if no rank was free.
   int take();
-  /// What take() waits for. Thread-safe.
+  /// Returns the wait of take(), if take() is running. Thread-safe.
   std::vector<Wait> waits() const;
 
  private:

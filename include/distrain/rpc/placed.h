@@ -6,25 +6,26 @@
 
 namespace distrain::rpc {
 
-// Note [Tensors on their way]
+// Note [Moving tensors between ranks]
 //
-// A rank computes on its device. Tensors of a GPU arrive on the other rank's GPU, those of the CPU
-// on the CPU. So what was made on the CPU is sent as it is, and whoever computes with it moves it
-// to its device; and a rank with a GPU moves what it sends to one without to the CPU. Both say so
-// by the functions below, which do nothing where there is nothing to do. They leave a node in the
-// graph, so gradients come back on the device of what was moved.
+// A tensor on a GPU arrives on the receiver's GPU, a CPU tensor arrives on the CPU. So a CPU tensor
+// is sent as it is, and the receiver moves it to its device with placed(). A rank with a GPU moves
+// a tensor to the CPU with for_rank() before it sends the tensor to a rank without a GPU. Both
+// functions do nothing if there is nothing to move. Autograd records a move, so the gradient
+// returns to the device that the tensor came from.
 
-/// `tensor`, which this rank got or made, where it computes.
+/// Returns `tensor` on `device`, copied if necessary.
 at::Tensor placed(const at::Tensor& tensor, c10::Device device);
 
-/// Throws torch's IndexError, as its lookups on the CPU do, if one of `index` is no row of `table`.
-/// A device fails for good over such a lookup, for all ranks that use it; so this looks at the
-/// numbers on the CPU, where `index` should still be. Does nothing for a table on the CPU.
+/// Throws torch's IndexError, as CPU lookups do, if an element of `index` is not a row of `table`.
+/// A wrong index makes a GPU unusable for all ranks of this process, so the values are checked on
+/// the CPU, where `index` should still be. Does nothing for a table on the CPU.
 void check_rows(const at::Tensor& index, const at::Tensor& table);
-/// As check_rows(), for a table on any device. Does nothing if `index` has no integers.
+/// Does the same for a table on any device. Does nothing if `index` is not of an integer dtype.
 void expect_rows(const at::Tensor& index, const at::Tensor& table);
 
-/// `tensor` as it can travel to `rank`: one of a GPU from this rank's device, or from the CPU.
+/// Returns `tensor` on a device from which it can be sent to `rank`: this rank's device if `rank`
+/// has an accelerator, otherwise the CPU. A CPU tensor is returned unchanged.
 at::Tensor for_rank(const Agent& agent, int rank, const at::Tensor& tensor);
 
 }  // namespace distrain::rpc

@@ -14,21 +14,21 @@ namespace distrain::rpc {
 class Agent;
 class RRefContext;
 
-/// In place of a call's own timeout: the agent's rpc_timeout.
+/// A timeout that stands for the agent's rpc_timeout.
 inline constexpr std::chrono::nanoseconds kAgentsTimeout{-1};
 
-/// A value that this rank owns, or will own once the call that makes it has run. Type-erased.
+/// A value that this rank owns, or will own when the call that creates it has run. Type-erased.
 struct OwnedValue {
   using EncodeFunction = void (*)(Encoder&, const void*);
 
   base::Promise<std::shared_ptr<void>> value;
-  // Written before `value` is set, read after.
+  // Both are written before `value` is set and read after it is set.
   std::type_index type = typeid(void);
-  EncodeFunction encode = nullptr;  ///< null when the type does not travel
+  EncodeFunction encode = nullptr;  ///< null if the type is not serializable
 };
 
-/// One fork of an RRef on this rank: copies of an RRef<T> share it. Destroying the last copy on a
-/// rank that is not the owner tells the owner. See Note [RRef protocol] in src/rpc/rref_context.h.
+/// One fork of an RRef on this rank, shared by copies of the RRef<T>. The destructor notifies the
+/// owner, unless this rank is the owner. See Note [RRef protocol] in src/rpc/rref_context.h.
 class RRefHandle {
  public:
   RRefHandle(std::shared_ptr<RRefContext> context, uint64_t id, uint64_t fork, ProcessNumber owner,
@@ -40,16 +40,17 @@ class RRefHandle {
   uint64_t id() const { return id_; }
   uint64_t fork() const { return fork_; }
   int owner() const { return rank_of(owner_); }
-  /// The process that has the value: it ends with that.
+  /// Returns the process that owns the value. The value is lost with that process.
   ProcessNumber owning_process() const { return owner_; }
   bool is_owner() const { return owned_ != nullptr; }
   const std::shared_ptr<OwnedValue>& owned() const { return owned_; }
   Agent& agent() const;
 
-  /// The value as T, waiting until it is there. Owner only.
+  /// Returns the value, waiting until it exists. Throws `invalid` if it is not on this rank or not
+  /// of `type`.
   std::shared_ptr<void> local(std::type_index type) const;
 
-  /// For a user whose creating call failed: to_here() then throws it.
+  /// Called if the call that was to create the value has failed. to_here() then throws `error`.
   void set_creation_error(base::Error error);
   base::Status creation_status() const;
 
@@ -58,7 +59,7 @@ class RRefHandle {
   const uint64_t id_;
   const uint64_t fork_;
   const ProcessNumber owner_;
-  std::shared_ptr<OwnedValue> owned_;  // owner only
+  std::shared_ptr<OwnedValue> owned_;  // null unless this rank is the owner
   mutable std::mutex mutex_;
   base::Status creation_status_ = base::Unit{};
 };
@@ -66,8 +67,8 @@ class RRefHandle {
 void encode_rref(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle);
 std::shared_ptr<RRefHandle> decode_rref(Decoder& decoder);
 
-/// A reference to a value that lives on one rank, its owner, for as long as any rank holds a copy
-/// of the reference. Can be an argument or a result of any call. A cheap handle; thread-safe.
+/// A reference to a value on one rank, its owner. The value lives while any rank holds a copy of
+/// the reference. An RRef can be an argument or a result of any call. A cheap handle; thread-safe.
 template <class T>
 class RRef {
  public:
@@ -78,22 +79,22 @@ class RRef {
   int owner() const { return handle_->owner(); }
   bool is_owner() const { return handle_->is_owner(); }
 
-  /// A copy of the value, fetched from its owner. Tensors carry gradients inside a context.
-  /// Throws what the call that should have made the value threw.
+  /// Returns a copy of the value, fetched from its owner. Inside an autograd context, gradients
+  /// flow through the tensors in it. Throws the error of the call that was to create the value.
   T to_here() const requires Serializable<T>;
-  /// The same without waiting. `timeout` as To::timeout: max() for a value that may take as long as
-  /// its owner lives. On the owner there is none.
+  /// Does the same without waiting. `timeout` is as in To::timeout(). There is none on the owner.
   base::Future<T> to_here_async(std::chrono::nanoseconds timeout = kAgentsTimeout) const requires
       Serializable<T>;
 
-  /// The value itself; waits until it is there. `invalid` on a rank that does not own it.
+  /// Returns the value itself, waiting until it exists. Throws `invalid` if this rank is not its
+  /// owner.
   T& local_value() const { return *static_cast<T*>(handle_->local(typeid(T)).get()); }
-  /// The same as a shared pointer, for keeping it beyond the RRef.
+  /// Returns the value as a shared pointer, which keeps it alive after the RRef is destroyed.
   std::shared_ptr<T> local_pointer() const {
     return std::static_pointer_cast<T>(handle_->local(typeid(T)));
   }
 
-  // Calls of a member function on the owner: as Agent's functions of the same names.
+  // Call a member function of the value on its owner, like Agent's functions of the same names.
   template <auto F, class... Args>
   auto rpc_sync(Args&&... args) const;
   template <auto F, class... Args>

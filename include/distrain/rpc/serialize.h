@@ -24,7 +24,7 @@ namespace distrain::rpc {
 class DeviceTable;
 class RRefContext;
 
-/// Where values are written to on their way out.
+/// The destination of values that are written to a message.
 struct Encoder {
   explicit Encoder(OutMessage& m) : message(m), out(m.body) {}
 
@@ -33,14 +33,14 @@ struct Encoder {
   OutMessage& message;
   wire::Writer out;
   RRefContext* rrefs = nullptr;          ///< of the sending agent
-  const DeviceTable* devices = nullptr;  ///< likewise; null: only tensors on the CPU travel
-  int to = -1;                           ///< the rank that will read it
-  bool is_argument = false;  ///< of a call, which keeps what it sends alive until the reply
-  /// What must live until the call is answered.
+  const DeviceTable* devices = nullptr;  ///< likewise; null: CPU tensors only
+  int to = -1;                           ///< the rank that will read the message
+  bool is_argument = false;  ///< the message is a call, which keeps `holds` until its reply
+  /// Objects that must live until the call is answered.
   std::vector<std::shared_ptr<const void>> holds;
 };
 
-/// Where values are read from. Every read throws `protocol` when the bytes are not what was meant.
+/// The source of values that are read. A read throws `protocol` if the bytes are not such a value.
 struct Decoder {
   explicit Decoder(InMessage& m) : message(m), in(m.body) {}
 
@@ -51,9 +51,9 @@ struct Decoder {
   size_t next_tensor = 0;
 };
 
-/// Specialised for each type that travels: tensors, at::Scalar, arithmetic types, enums, strings;
-/// vector, array, tuple, pair, optional, variant, set, unordered_set, map and unordered_map of
-/// these; RRef<T> (rref.h); and structs that list their fields once:
+/// Specialised for each type that can be sent: tensors, at::Scalar, arithmetic types, enums,
+/// strings; vector, array, tuple, pair, optional, variant, set, unordered_set, map and
+/// unordered_map of these; RRef<T> (rref.h); and structs that list their fields:
 ///
 ///   struct Point { double x, y; static constexpr auto kFields = std::tuple(&Point::x, &Point::y);
 ///   };
@@ -108,7 +108,7 @@ struct Serializer<at::Scalar> {
   static at::Scalar decode(Decoder& decoder);
 };
 
-/// Containers of the standard library.
+/// Standard containers.
 template <class Items>
 requires requires(Items items, typename Items::value_type item) {
   items.insert(items.end(), std::move(item));
@@ -120,7 +120,7 @@ struct Serializer<Items> {
     for (const Item& item : value) rpc::encode<Item>(encoder, item);
   }
   static Items decode(Decoder& decoder) {
-    // Every type but an empty struct takes a byte, so the count cannot ask for more than came.
+    // Every type but an empty struct takes a byte, so a count is at most the bytes that are left.
     const uint32_t count = decoder.in.get_count(1);
     Items value;
     for (uint32_t i = 0; i < count; ++i) value.insert(value.end(), rpc::decode<Item>(decoder));
@@ -146,13 +146,13 @@ struct Serializer<std::tuple<Ts...>> {
     std::apply([&encoder](const Ts&... items) { (rpc::encode<Ts>(encoder, items), ...); }, value);
   }
   static std::tuple<Ts...> decode(Decoder& decoder) {
-    return std::tuple<Ts...>{rpc::decode<Ts>(decoder)...};  // braces: from left to right
+    return std::tuple<Ts...>{rpc::decode<Ts>(decoder)...};  // braces evaluate from left to right
   }
 };
 
 template <class A, class B>
 struct Serializer<std::pair<A, B>> {
-  using First = std::remove_const_t<A>;  // an item of a map has a constant key
+  using First = std::remove_const_t<A>;  // the key of a map's item is const
   static void encode(Encoder& encoder, const std::pair<A, B>& value) {
     rpc::encode<First>(encoder, value.first);
     rpc::encode<B>(encoder, value.second);

@@ -4,11 +4,11 @@
 
 namespace distrain::rpc {
 
-/// A token that nobody can guess, for AgentOptions::token of all ranks of a job. Whoever forks them
-/// makes it before that: then OpenSSL is set up once, and not by each of them.
+/// Returns a random token for AgentOptions::token of all ranks of a job. A program that forks its
+/// ranks calls this before it forks, so that OpenSSL is initialized only once.
 std::string new_token();
 
-/// A name for a unix socket that nobody else has; it ends with its socket.
+/// Returns a new, random name for an abstract unix socket.
 std::string new_unix_name();
 
 }  // namespace distrain::rpc

@@ -6,9 +6,9 @@ namespace distrain::rpc {
 
 /// A copy of the current thread's LibTorch state that user code can change: grad mode, inference
 /// mode, autocast, dispatch keys, hooks of saved tensors, the number of intra-op threads. A thread
-/// that runs code of several users restores this state after each of them. Restoring compares the
-/// state first, which takes about as long as a call of a small torch function, and writes it only
-/// if it has changed, because writing takes longer.
+/// that runs code of several users restores this state after each of them. Restoring writes the
+/// state only if it has changed, because comparing it takes about as long as a call of a small
+/// torch function, and writing it takes longer.
 class TorchState {
  public:
   /// Sets the state of this thread, which must be the one that this object was made on.

@@ -9,34 +9,34 @@
 
 namespace distrain::rpc {
 
-/// How far another rank's clock is from rank 0's, by one exchange of messages.
+/// The offset between another rank's clock and rank 0's, from one exchange of messages.
 struct ClockReading {
-  int64_t at = 0;          ///< ns on that rank's clock
-  int64_t offset = 0;      ///< to be added to it, for rank 0's
-  int64_t round_trip = 0;  ///< of the exchange: the offset is off by half of it at most
+  int64_t at = 0;          ///< ns on the other rank's clock
+  int64_t offset = 0;      ///< ns to add to the other rank's clock for rank 0's
+  int64_t round_trip = 0;  ///< ns of the exchange: the error of `offset` is at most half of it
 };
 
-/// What is known of the clock of one rank.
+/// The readings of one rank's clock.
 struct RankClock {
-  std::string domain;                  ///< ranks with the same one have one clock
-  std::vector<ClockReading> readings;  ///< from first to last; none: the clock is rank 0's
+  std::string domain;                  ///< ranks with the same domain share a clock
+  std::vector<ClockReading> readings;  ///< in order of time; empty: the clock is rank 0's
 };
 
-/// Brings the times of all ranks to one clock: by the readings first, then so that no flow's end
-/// comes before its start. `clocks` in the order of `ranks`. Times of one rank keep their order.
-/// See Note [One clock] in src/rpc/trace_align.cpp.
+/// Converts the times of all ranks to one clock: first by the readings, then so that no flow ends
+/// before it starts. `clocks` has the order of `ranks`. Events of one rank keep their order. See
+/// Note [One clock] in src/rpc/trace_align.cpp.
 void align_traces(std::vector<base::RankTrace>& ranks, const std::vector<RankClock>& clocks);
 
-/// On rank 0 of a job whose agents all have a tracer: gathers what they recorded.
+/// Gathers the traces of all ranks, on rank 0 of a job whose agents all have a tracer.
 ///
-/// Make it once all have joined, and call collect() in the `at_rest` of Agent::shutdown: both read
-/// the other clocks that there are. Throws what the calls throw, and `protocol` for an answer that
-/// does not fit; the message names the rank.
+/// Create it when all ranks have joined, and call collect() in `at_rest` of Agent::shutdown(): both
+/// read the clocks of the other ranks. Throws the errors of its calls, and `protocol` if an answer
+/// is malformed; the message names the rank.
 class TraceCollector {
  public:
   explicit TraceCollector(Agent& agent);
 
-  /// Stops the tracers of all ranks. Texts live as long as the agent's tracer.
+  /// Stops the tracers of all ranks and returns their traces. Texts live as long as this tracer.
   std::vector<base::RankTrace> collect();
 
  private:
@@ -46,7 +46,7 @@ class TraceCollector {
   std::vector<RankClock> clocks_;
 };
 
-/// What the tracer of one rank has, without asking anybody.
+/// Returns the trace of this rank, without calling other ranks.
 base::RankTrace own_trace(Agent& agent);
 
 }  // namespace distrain::rpc
