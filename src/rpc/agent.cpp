@@ -44,9 +44,9 @@ Agent::Agent(AgentOptions options)
 
 Agent::Agent(AgentCore& core) : core_(std::shared_ptr<AgentCore>(), &core) {}
 
-// A thread cannot wait for its own end. Where the system has no other one for that, the core stays.
+// An agent's own thread cannot wait for its own end. If no other thread can start, the core leaks.
 Agent::~Agent() {
-  if (core_.use_count() == 0) return;  // the core's own handle
+  if (core_.use_count() == 0) return;  // it is the core's own handle
   if (!core_->runs_here()) {
     core_->close();
     return;

@@ -1,4 +1,4 @@
-// The calls of AgentCore: encoded and sent, received and run, answered.
+// How AgentCore sends, receives, runs and answers calls.
 
 #include <algorithm>
 #include <chrono>
@@ -23,14 +23,14 @@ enum class CallMode : uint8_t { kCall = 0, kRemote = 1 };
 
 thread_local const ContextScope* t_scope = nullptr;
 
-// As a call carries it.
+// Returns `timeout` as a call encodes it.
 uint32_t wait_ms(base::Duration timeout) {
   if (timeout == base::Duration::max()) return 0;
   const auto ms = std::chrono::ceil<std::chrono::milliseconds>(timeout).count();
   return static_cast<uint32_t>(std::clamp<int64_t>(ms, 1, UINT32_MAX));
 }
 
-// `error`, as one of this rank and function where it names no others.
+// Returns `error` with this rank and function as origin, unless it has another origin.
 Error with_origin(Error error, int rank, const std::string& op) {
   if (error.rank < 0) error.rank = rank;
   if (error.op.empty()) error.op = op;
@@ -75,12 +75,12 @@ class ReplyImpl final : public Reply {
   }
 
   const std::shared_ptr<OwnedValue>& target() const override { return target_; }
-  /// Its call begins, which took so much credit.
+  /// Takes the call's credit when the call begins.
   void begin(AgentCore& core, uint64_t credit) {
     core.tell(core.budget->begin(work_, to_, credit));
   }
   void set_target(std::shared_ptr<OwnedValue> target) { target_ = std::move(target); }
-  /// What failed, in errors that do not say.
+  /// Sets the function that is named in errors without one.
   void set_function(std::string function) { function_ = std::move(function); }
 
  private:
@@ -101,8 +101,7 @@ const wire::FrameHeader& header_of(const RawReply& reply) {
 
 }  // namespace
 
-/// Sees to it that a reply which nobody opens, as its caller gave up at the moment that it came,
-/// ends as one that came too late. Thread-safe.
+/// Releases a reply that nobody opens because its caller gave up as it arrived. Thread-safe.
 class UnopenedReply {
  public:
   UnopenedReply(std::shared_ptr<ReplyGate> gate, RawReply reply)
@@ -124,10 +123,10 @@ Error error_in_flight(ErrorKind otherwise) {
   try {
     throw;
   } catch (const c10::OutOfMemoryError& e) {
-    // Its first sentence says of what and how much, the others give hints for other programs.
+    // Its first sentence says what failed and how much memory was requested; the rest are hints.
     const std::string text = e.what_without_backtrace();
     return Error{ErrorKind::kResources, text.substr(0, text.find(". "))};
-  } catch (const c10::AcceleratorError& e) {  // its driver's or runtime's; hints come in more lines
+  } catch (const c10::AcceleratorError& e) {  // only its first line is not a hint
     const std::string text = e.what_without_backtrace();
     return Error{ErrorKind::kResources, text.substr(0, text.find('\n'))};
   } catch (const c10::Error& e) {
@@ -180,14 +179,14 @@ struct AgentCore::OutgoingCall {
   uint64_t credit = kCallCost;
   Window* window = nullptr;
   std::shared_ptr<std::atomic<bool>> was_sent;  // of a remote() call
-  size_t wait_at = 0;                           // where the body says how long its caller waits
-  size_t behind_wait = 0;                       // bytes from there to the end
-  // One of these.
+  size_t wait_at = 0;                           // offset of the caller's timeout in the body
+  size_t behind_wait = 0;                       // bytes from `wait_at` to the end
+  // Exactly one of these is set.
   std::shared_ptr<InMessage> own;
   std::shared_ptr<Departure> departure;
   net::OutFrame frame;
 
-  // It has less time left than it says.
+  // Replaces the timeout in the body by the time that is left.
   void set_wait(uint8_t* wait) const {
     if (deadline == base::kNever) return;
     const uint32_t left = wait_ms(deadline - base::Clock::now());
@@ -195,13 +194,13 @@ struct AgentCore::OutgoingCall {
   }
 };
 
-// kCall's body: string function · u32 milliseconds that the caller waits, 0: without end · u8 mode
-// · (remote: u64 RRef id · u64 fork) · arguments
+// Body of kCall: string function · u32 milliseconds that the caller waits (0: for ever) · u8 mode ·
+// (remote: u64 RRef id · u64 fork) · arguments
 base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std::string& function,
                                        const std::function<void(Encoder&)>& fill,
                                        const std::shared_ptr<RRefHandle>& target) {
   const uint64_t id = next_call_.fetch_add(1, std::memory_order_relaxed);
-  // What the caller does not record is no part of its context, whatever the function makes of it.
+  // With gradients disabled, the caller records nothing, so the call is not part of its context.
   const uint64_t context = at::GradMode::is_enabled() ? current_context() : 0;
   base::Tracer* const tracer = tracer_of(options.tracer, function);
   CallSlice slice(tracer);
@@ -230,7 +229,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   header.call_id = id;
   header.context_id = context;
   std::vector<RRefTicket>& tickets = out.tickets;
-  // What cannot be sent is found out before anybody waits for its answer.
+  // A call that cannot be encoded throws here, before anybody waits for its answer.
   try {
     fill(encoder);
     if (context != 0 && hook) header.autograd_id = hook->on_send(context, to, 0, message.tensors);
@@ -247,7 +246,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
             std::make_shared<Departure>(stager, std::move(message), header, transfer_numbers());
         out.credit += out.departure->bytes_left();
       } else {
-        if (function == kFailFunction) {  // a word of control
+        if (function == kFailFunction) {  // a control message
           header.channel = wire::kWithoutCredit;
           out.credit = 0;
         }
@@ -267,11 +266,11 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   call.function = function;
   call.started = base::Clock::now();
   out.deadline = timeout == base::Duration::max() ? base::kNever : call.started + timeout;
-  // Before anything is taken for it, which would not come back.
+  // Checked before credit is taken, because a call that is too large would not return it.
   const base::Status fits = net::check_limits(out.frame);
   out.window = &windows_.at(to);
   const bool has_credit = !fits.ok() || out.credit == 0 || out.window->try_take(out.credit);
-  if (has_credit) call.deadline = out.deadline;  // otherwise who waits for credit sees to it
+  if (has_credit) call.deadline = out.deadline;  // otherwise send_call() sets it
   call.context = context;
   call.autograd_id = header.autograd_id;
   call.is_remote = target != nullptr;
@@ -328,7 +327,7 @@ void AgentCore::send_call(OutgoingCall call, bool has_credit) {
   }
   const bool is_delayed = !call.own && options.call_delay > base::Duration::zero();
   if (call.departure || is_delayed) {
-    // A departure waits for the device, its caller does not.
+    // A departure waits for the device, so a worker sends it and its caller does not wait.
     const bool needs_worker = call.departure != nullptr;
     base::Task go = [this, call = std::move(call)]() mutable { send_late_call(call); };
     if (!is_delayed) return pool.post(std::move(go));
@@ -354,7 +353,7 @@ void AgentCore::send_call(OutgoingCall call, bool has_credit) {
   queue_call(std::move(mine));
 }
 
-// Who gives up on a call while it is being sent tells so before the call is there.
+// A call may be given up while it is being sent: the cancel message must then follow the call.
 void AgentCore::send_late_call(OutgoingCall& call) {
   if (!pending.is_waiting(call.id)) {
     call.window->give_back(call.credit);
@@ -375,8 +374,8 @@ void AgentCore::send_late_call(OutgoingCall& call) {
   if (sent.ok() && !pending.is_waiting(call.id)) tell_given_up(call.id, call.to);
 }
 
-// The owner may not have heard of a remote() call that has failed, but it may have of its RRef,
-// from ranks that wait for the value.
+// The owner may not know of a remote() call that failed, but of its RRef: ranks that wait there for
+// the value must get the error.
 void AgentCore::tell_owner(const std::shared_ptr<RRefHandle>& target, const Error& error,
                            bool was_sent) {
   const bool is_given_up =
@@ -398,7 +397,7 @@ void AgentCore::tell_owner(const std::shared_ptr<RRefHandle>& target, const Erro
   });
 }
 
-// An update may write to a parameter, or move it to other memory, while its frame waits to be sent.
+// Protects parameters from updates while their frame waits to be sent.
 void AgentCore::hold_parameters(OutMessage& message) const {
   if (!hook) return;
   for (at::Tensor& tensor : message.tensors) {
@@ -421,7 +420,7 @@ base::Status AgentCore::wait_for_credit(Window& window, int to, uint64_t bytes,
   }
 }
 
-// A call that could not be sent fails at once.
+// Fails a call that could not be sent.
 void AgentCore::see_to_call(const OutgoingCall& call, const base::Status& sent) {
   if (sent.ok()) return;
   rrefs->retract(call.tickets);
@@ -431,7 +430,7 @@ void AgentCore::see_to_call(const OutgoingCall& call, const base::Status& sent) 
   pending.fail(call.id, call.to, std::move(error));
 }
 
-// What a device could not do is this rank's trouble, whatever the rank asked for.
+// Returns a failure of a device as this rank's, whichever rank made the call.
 base::Status AgentCore::send_departure(int to, Departure& departure,
                                        const Departure::StillWanted& still_wanted) {
   try {
@@ -474,14 +473,14 @@ void RawReply::give_up() const {
 }
 
 void AgentCore::let_go(RawReply reply) {
-  if (reply.context != 0 && hook) {  // both pairs of nodes stay halves
+  if (reply.context != 0 && hook) {  // both pairs of nodes stay incomplete
     hook->on_failed(reply.context, reply.sent);
     hook->on_given_up(reply.context, reply.from, header_of(reply).call_id);
   }
   pool.post([this, reply = std::move(reply)] {
     try {
-      static_cast<void>(read(reply));  // its RRefs, which go with it
-    } catch (...) {                    // nobody is there to be told
+      static_cast<void>(read(reply));  // releases its RRefs
+    } catch (...) {                    // nobody waits for the error
     }
   });
 }
@@ -512,14 +511,14 @@ std::shared_ptr<InMessage> AgentCore::open(const RawReply& reply) {
 void AgentCore::queue_call(QueuedCall&& call) {
   call.arrived = base::Clock::now();
   queued_calls_.push(std::move(call));
-  // There are as many of these as there were calls; some of those may be gone, or parked.
+  // Posts one task for each call. A task may find no call, because calls are cancelled or parked.
   pool.post([this] {
     auto next = queued_calls_.pop([this](int from) { return unwritten_->is_full(from); });
     if (next) execute(std::move(*next));
   });
 }
 
-// One of these is under way while there is room for replies and calls are parked.
+// Runs one parked call of rank `from`, and then the next, while there is room for replies.
 void AgentCore::run_parked_call(int from) {
   auto [call, has_more] =
       queued_calls_.pop_parked(from, [this](int rank) { return unwritten_->is_full(rank); });
@@ -529,7 +528,7 @@ void AgentCore::run_parked_call(int from) {
 
 void AgentCore::tell_given_up(uint64_t id, int to) {
   if (to == options.rank) return cancel_call(to, id);
-  static_cast<void>(send_word(to, wire::FrameKind::kCancel, id));  // a lost rank needs none
+  static_cast<void>(send_word(to, wire::FrameKind::kCancel, id));  // a lost rank needs no message
 }
 
 void AgentCore::cancel_call(int from, uint64_t id) {
@@ -543,13 +542,13 @@ void AgentCore::cancel_call(int from, uint64_t id) {
 }
 
 void AgentCore::execute(QueuedCall&& call) {
-  if (closed_) return;  // who waits for it hears that this rank is gone, and why
+  if (closed_) return;  // callers learn of this rank's loss
   const int from = call.from;
   std::shared_ptr<InMessage> message = std::move(call.message);
-  // Nobody waits for it, and what it would do nobody would see to.
+  // The caller is lost: nobody waits for the result.
   const ProcessNumber caller = process_number(from, call.incarnation);
   if (!is_here(caller)) return;
-  // The loss of the process before it: by then the layers keep nothing of that one's any more.
+  // Before a call of a new process, the layers must have released the state of the lost one.
   if (layers.is_telling() && call.incarnation > 0) layers.wait_until_told();
   const wire::FrameHeader header = message ? message->header : call.frame.header;
   const auto reply = std::make_shared<ReplyImpl>(*this, caller, header.call_id, header.context_id);
@@ -640,7 +639,7 @@ void AgentCore::send_reply(int to, uint64_t call_id, uint64_t context,
     if (sent.ok()) return;
     rrefs->retract(tickets);
     if (hook) hook->on_failed(context, header.autograd_id);
-    // If the caller is lost, no matter.
+    // A lost caller needs no error.
     if (sent.error().kind != ErrorKind::kPeerLost) send_error(to, call_id, sent.error());
   } catch (...) {
     rrefs->retract(tickets.empty() ? message.rrefs : tickets);

@@ -16,10 +16,10 @@ using base::ErrorKind;
 
 namespace {
 
-// A peer's word for credit is believed up to here: twice what the largest call takes.
+// The largest credit that a peer may grant or request: twice that of the largest call.
 constexpr uint64_t kMostCredit =
     2 * (wire::Limits{}.max_payload_bytes + wire::Limits{}.max_meta_bytes + kCallCost);
-// Meta of a call without credit: an error's texts and the call's own words.
+// The largest meta of a call without credit: the texts of an error, and the rest of the call.
 constexpr uint64_t kMostWithoutCredit = wire::kMostErrorText + 4096;
 
 uint64_t credit_of_call(const wire::FrameHeader& header) {
@@ -27,7 +27,7 @@ uint64_t credit_of_call(const wire::FrameHeader& header) {
   return kCallCost + header.meta_bytes + header.payload_bytes;
 }
 
-// The state that a worker thread has when it starts, and in which each task finds it.
+// The state of a worker thread when it started, which is restored after each task.
 const TorchState& worker_state() {
   thread_local const TorchState state;
   return state;
@@ -52,8 +52,8 @@ base::Error WorkerExecutor::error_in_flight(base::ErrorKind otherwise) const {
 AgentCore::AgentCore(AgentOptions given)
     : options(std::move(given)),
       devices(options.rank, options.device, options.device_maps),
-      // The number of threads of an operation is OpenMP's, which has one for each thread: without
-      // at::init_num_threads(), oneDNN would take all cores in a worker, whatever was set.
+      // Without at::init_num_threads(), oneDNN would use all cores in a worker, whatever number was
+      // set, because OpenMP keeps the number of intra-op threads for each thread.
       shared_executor(std::make_shared<WorkerExecutor>(
           base::ThreadPool::Options{.name = "dt-work",
                                     .size = options.worker_threads,
@@ -125,11 +125,11 @@ AgentCore::AgentCore(AgentOptions given)
 
 AgentCore::~AgentCore() {
   close();
-  hook = nullptr;  // while the channels that it uses are there
+  hook = nullptr;  // while the channels that it uses exist
 }
 
 void AgentCore::close() {
-  if (loop.in_loop()) {  // which what follows waits for
+  if (loop.in_loop()) {  // disconnect() waits for the loop
     if (!closed_) given_up_.post([this] { close(); });
     return;
   }
@@ -139,8 +139,8 @@ void AgentCore::close() {
     disconnecting_ = std::thread::id();
     disconnected_.set();
   }
-  // A function that ends its own agent, or a continuation of what disconnect() fails: what is left
-  // to do waits for it. The next one to come does it, the destructor at the latest.
+  // stop() would wait for this thread if a function, or a continuation of a call that disconnect()
+  // fails, ends its agent. The next close() then calls it, at the latest the destructor's.
   if (runs_here()) return;
   if (disconnecting_ == std::this_thread::get_id()) return;
   std::lock_guard lock(stopping_);
@@ -150,7 +150,7 @@ void AgentCore::close() {
   stop();
 }
 
-// Fails all that waits for others.
+// Fails all waits for other ranks.
 void AgentCore::disconnect() {
   last_live_rrefs_ = rrefs->live();
   last_live_contexts_ = hook ? hook->live_contexts() : 0;
@@ -164,21 +164,21 @@ void AgentCore::disconnect() {
   for (int rank = 0; rank < world_size(); ++rank) {
     if (rank != options.rank) tell_channels(rank, error);
   }
-  for (int rank = 0; rank < world_size(); ++rank) {  // nothing that they do reaches others now
+  for (int rank = 0; rank < world_size(); ++rank) {  // their calls reach no other rank now
     if (rank != options.rank) layers.on_rank_lost({rank, error, false, peers.incarnation(rank)});
   }
   stager.stop_waiting();
 }
 
-// Ends all threads but the loop, and lets go of what users gave to this agent.
+// Ends all threads but the loop, and releases user objects.
 void AgentCore::stop() {
   layers.wait_until_told();
-  pool.stop();  // handlers that wait for others have been failed; one may be disconnecting still
+  pool.stop();  // handlers that wait for others have failed; one may be in disconnect()
   wait_for_posted(given_up_);
   control->wait_until_flushed();
   rrefs->close();
   replies->close();
-  decltype(provided) objects;  // die outside the lock, while the channels they use are there
+  decltype(provided) objects;  // destroyed without the lock, while the channels that they use exist
   std::unique_lock lock(registry_mutex);
   objects.swap(provided);
   handlers.clear();
@@ -221,12 +221,12 @@ void AgentCore::on_directory_on_loop(const wire::Directory& directory, std::vect
   for (int rank = 0; rank < world_size(); ++rank) {
     if (rank != options.rank) rrefs->know_process(peers.process(rank));
   }
-  if (options.rank == 0) return;  // it knows both, and may be reading them
+  if (options.rank == 0) return;  // rank 0 knows both, and another thread may be reading them
   job_options = directory.options;
   name = directory.ranks[static_cast<size_t>(options.rank)].name;
 }
 
-// What it says is for one process of the rank, and reaches no later one.
+// A window is for one process of a rank, and its requests reach no later process.
 std::unique_ptr<Window> AgentCore::make_window(int rank) {
   const auto ask = [this, rank,
                     incarnation = peers.incarnation(rank)](const Window::Request& request) {
@@ -245,7 +245,7 @@ void AgentCore::tell(const Budget::Grants& grants) {
       windows_.at(rank).grant(grant.bytes, budget->window());
     } else {
       static_cast<void>(send_word(rank, wire::FrameKind::kCredit, grant.bytes, budget->window(), 0,
-                                  incarnation_of(grant.to)));  // a lost rank needs none
+                                  incarnation_of(grant.to)));  // a lost rank needs no grant
     }
   }
 }
@@ -269,14 +269,14 @@ void AgentCore::on_frame_on_loop(int rank, net::InFrame frame) {
   try {
     dispatch_on_loop(rank, std::move(frame));
   } catch (...) {
-    // What it sent cannot be read: its fault. All else went wrong here, with what it had sent.
+    // An unreadable frame is the sender's fault. Any other error is this rank's.
     Error error = error_in_flight(ErrorKind::kInternal);
     if (error.rank < 0) error.rank = error.kind == ErrorKind::kProtocol ? rank : options.rank;
     control->report_on_loop(rank, std::move(error));
   }
 }
 
-// Before there is memory for what follows the header.
+// Checks a frame's header, before memory is allocated for the rest of the frame.
 base::BufferPtr AgentCore::admit_on_loop(int rank, const wire::FrameHeader& header) {
   const bool is_call = header.kind == wire::FrameKind::kCall;
   const uint64_t credit = is_call ? credit_of_call(header) : credit_of_transfer(header);
@@ -307,7 +307,7 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
     case wire::FrameKind::kCancel:
       return cancel_call(rank, header.call_id);
     case wire::FrameKind::kCredit:
-      if (header.channel != incarnation_) return;  // for the process before this one
+      if (header.channel != incarnation_) return;  // sent to this rank's previous process
       return windows_.at(rank).grant(std::min(header.call_id, kMostCredit),
                                      std::min(header.context_id, kMostCredit));
     case wire::FrameKind::kCreditRequest:
@@ -318,7 +318,7 @@ void AgentCore::dispatch_on_loop(int rank, net::InFrame frame) {
     case wire::FrameKind::kReply:
       if (auto call = pending.take(header.call_id, rank)) {
         answer(*call, {nullptr, std::move(frame), arrivals, rank});
-      } else {  // its caller has given up on it
+      } else {  // its caller has given up
         let_go({nullptr, std::move(frame), arrivals, rank});
       }
       return;
@@ -365,20 +365,20 @@ void AgentCore::on_lost_on_loop(const Loss& loss) {
   peers.lose_on_loop(loss);
   windows_.at(rank).fail(error);
   tell(budget->lose(rank));
-  // Nobody waits for it, and what it would do nobody would see to.
+  // The caller is lost: nobody waits for the results.
   queued_calls_.drop_all_of(rank);
   pending.fail_all_to(rank, error);
   tell_channels(rank, error);
   layers.on_rank_lost(loss);
   rrefs->on_peer_lost(loss.process(), error);
   if (auto& arrivals =
-          peers.arrivals_on_loop(rank)) {  // a device's memory is not the loop's to free
+          peers.arrivals_on_loop(rank)) {  // device memory must not be freed on the loop
     pool.post([arrivals = std::move(arrivals)] { arrivals->drop_parts(); });
   }
 }
 
-// Threads that still work for the process that was lost find that it is not this one, by what each
-// of them has of it: its call, its credit, its references.
+// Threads that still work for the lost process notice, because its calls, credit and references
+// name its incarnation.
 void AgentCore::on_returned_on_loop(int rank, uint32_t incarnation, Way way) {
   if (closed_) return;
   layers.on_rank_returned(rank);
@@ -408,7 +408,7 @@ std::vector<Wait> AgentCore::waits_of_layers() {
   return all;
 }
 
-// `told` are the long waits that have been reported, by their beginnings.
+// `told` contains the start times of the waits that have been reported.
 void AgentCore::watch_waits_on_loop(std::set<base::TimePoint> told) {
   if (closed_) return;
   const base::TimePoint now = base::Clock::now();
@@ -442,7 +442,7 @@ base::Status AgentCore::send(int to, net::OutFrame frame) {
   return peers.send(to, std::move(frame));
 }
 
-// Calls of that rank wait while it does not read its replies.
+// Sends a reply. While too many replies to a rank are unwritten, calls of that rank do not begin.
 base::Status AgentCore::send_answer(int to, net::OutFrame frame) {
   frame.keep_alive =
       unwritten_->count(to, kCallCost + net::bytes_of(frame), std::move(frame.keep_alive));
@@ -458,8 +458,9 @@ Channel& AgentCore::open_channel(uint16_t number) {
 
 // ---- the end ----
 
-// Round 0: everybody is done. Then rounds until nobody counts a reference or a context any more.
-// Messages under way do not matter: their sender or receiver counts what they are about.
+// Round 0 ends when all ranks have called shutdown(). Further rounds follow until no rank counts a
+// live reference or context. Messages in transit need no extra count, because their sender or
+// receiver counts the references and contexts that they concern.
 void AgentCore::shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting,
                          const std::function<void()>& at_rest) {
   constexpr uint64_t kLastRound = 24;
@@ -474,7 +475,7 @@ void AgentCore::shutdown(const std::function<void(const std::vector<int>& missin
     }
     if (over.wait() == 0) break;
     if (round == 0) {
-      if (at_rest) at_rest();  // the others are in round 1 until this rank comes
+      if (at_rest) at_rest();  // the other ranks wait in round 1 for this rank
       continue;
     }
     std::this_thread::sleep_for(

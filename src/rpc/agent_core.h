@@ -29,8 +29,8 @@
 
 namespace distrain::rpc {
 
-/// The worker pool, with what has to travel with a continuation. Once the pool has stopped, what is
-/// posted is dropped. Each task begins with the rank's device as its thread's current one.
+/// The worker pool. A continuation keeps the context of the thread that registered it. A task
+/// begins with the rank's device as current device, and is dropped if the pool has stopped.
 class WorkerExecutor final : public base::Executor {
  public:
   explicit WorkerExecutor(base::ThreadPool::Options options)
@@ -43,7 +43,7 @@ class WorkerExecutor final : public base::Executor {
     index_ = device.index();
     type_ = device.type();
   }
-  /// For other threads of the agent, too.
+  /// Makes the rank's device current on this thread, which need not be a worker.
   void enter_device() const noexcept { make_current({type_, index_}); }
   void post(base::Task task) override { post_behind(base::queued_work(), std::move(task)); }
   void post_behind(base::QueuedWorkPtr work, base::Task task) override {
@@ -58,17 +58,17 @@ class WorkerExecutor final : public base::Executor {
   base::ThreadPool pool_;
 };
 
-/// Stands in for a remote() that could not be sent or read: it fails what that was to make.
+/// Called in place of a remote() call that could not be sent or read: fails the value to create.
 inline constexpr char kFailFunction[] = "distrain.rref.fail";
 
 class ChannelImpl;
 
-/// What is behind an Agent.
+/// The implementation of Agent.
 ///
-/// Threads: frames arrive on the loop, which only looks at their header, finds the waiting call or
+/// Threads: frames arrive on the loop, which only reads their headers and finds the waiting call or
 /// posts the work to the pool. Encoding, decoding and user functions run on the calling thread or
-/// on the pool. Lock order: while one is held, others are taken only inside its class, and of
-/// Budget, SerialThread and the loop, which take none themselves.
+/// on the pool. Lock order: a class that holds its lock calls no class that locks, except Budget,
+/// SerialThread and the loop, which call none.
 class AgentCore {
  public:
   explicit AgentCore(AgentOptions options);
@@ -78,9 +78,9 @@ class AgentCore {
   void shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting,
                 const std::function<void()>& at_rest);
   void abort(const base::Error& error);
-  /// All is done on return, but on a thread of the agent, which leaves some to the next call.
+  /// Ends the agent. On one of the agent's own threads some work is left to the next call.
   void close();
-  /// Whether this thread is one of the agent's own, which cannot wait for its own end.
+  /// Returns true on the agent's own threads, which cannot wait for their own end.
   bool runs_here() const {
     return pool.runs_here() || layers.tells_here() || given_up_.runs_here() || loop.in_loop();
   }
@@ -89,28 +89,28 @@ class AgentCore {
                               const std::function<void(Encoder&)>& fill,
                               const std::shared_ptr<RRefHandle>& target);
   std::shared_ptr<InMessage> open(const RawReply& reply);
-  /// What a reply brings ends with it, as nobody opens it.
+  /// Releases the contents of a reply that nobody opens.
   void let_go(RawReply reply);
-  /// Encodes and sends the reply of a call that rank `to` made.
+  /// Sends the reply to the call `call_id` of rank `to`.
   void send_reply(int to, uint64_t call_id, uint64_t context,
                   const std::function<void(Encoder&)>& fill);
   void send_error(int to, uint64_t call_id, base::Error error);
-  /// Tells those ranks, and this one.
+  /// Sends each grant to its rank, or gives it to this rank's own window.
   void tell(const Budget::Grants& grants);
 
   void set_device(c10::Device device);
   /// Makes the rank's device current on this thread and, from their next task on, on the agent's.
   void enter_device();
 
-  /// `peer_lost`, or what the peer said when it left.
+  /// Fails with `peer_lost`, or with the reason that the peer sent when it left.
   base::Status send(int to, net::OutFrame frame);
   Channel& open_channel(uint16_t number);
 
-  Agent agent{*this};  // Agent::lasting()
+  Agent agent{*this};
   AgentOptions options;
   DeviceTable devices;
   DeviceStager stager;
-  // Continuations of futures that others complete keep them beyond the agent's end.
+  // Shared, because continuations of futures outlive the agent.
   const std::shared_ptr<WorkerExecutor> shared_executor;
   const std::shared_ptr<base::InlineExecutor> shared_inline_executor =
       std::make_shared<base::InlineExecutor>();
@@ -120,33 +120,33 @@ class AgentCore {
   const std::shared_ptr<ReplyGate> replies = std::make_shared<ReplyGate>(*this);
   Layers layers{[executor = shared_executor] { executor->enter_device(); }};
   PendingCalls pending;
-  std::unique_ptr<Budget> budget;           // made with the peers
-  std::atomic<uint64_t> early_messages{0};  // bytes of those whose channel nobody has opened yet
+  std::unique_ptr<Budget> budget;           // created when the ranks are known
+  std::atomic<uint64_t> early_messages{0};  // bytes for channels that are not open yet
   std::shared_ptr<RRefContext> rrefs;
   std::shared_ptr<AutogradHook> hook;
   std::string name;
 
-  // The functions that this agent exposes, and the names of those that it can call.
+  // The functions that this agent exposes, and the names of the functions that it can call.
   mutable std::shared_mutex registry_mutex;
   std::unordered_map<std::string, Handler> handlers;
   std::unordered_map<const void*, std::string> names;
   std::unordered_map<std::type_index, std::shared_ptr<void>> provided;
-  std::mutex making_mutex;  // of what is made when it is first asked for
+  std::mutex making_mutex;  // serializes Agent::shared()
 
   const std::shared_ptr<ControlPlane> control;
   Peers peers;
   std::map<std::string, std::string> job_options;
 
   int world_size() const { return peers.size(); }
-  /// Whether that process of a rank is there: the newest one, and not lost. This one is.
+  /// Returns true if `process` is the newest one of its rank and not lost. True for this process.
   bool is_here(ProcessNumber process) const {
     return rank_of(process) == options.rank || peers.is_here(process);
   }
-  /// Of this rank's process.
   uint32_t incarnation() const { return incarnation_; }
   Traffic traffic() const;
   std::vector<Wait> waits();
-  /// As they are, or once closed as they were then: what close() clears away was a leak.
+  /// Return the current numbers; after close() the numbers before it, because close() releases
+  /// leaks.
   size_t live_rrefs() const { return closed_ ? last_live_rrefs_.load() : rrefs->live(); }
   size_t live_contexts() const {
     return closed_ ? last_live_contexts_.load() : hook ? hook->live_contexts() : 0;
@@ -170,7 +170,7 @@ class AgentCore {
   void dispatch_on_loop(int rank, net::InFrame frame);
   void on_lost_on_loop(const Loss& loss);
   void on_returned_on_loop(int rank, uint32_t incarnation, Way way);
-  /// None before the ranks are known. For any thread.
+  /// Returns 0 before the ranks are known. For any thread.
   int known_windows() const { return windows_are_known_ ? windows_.size() : 0; }
   std::unique_ptr<Window> make_window(int rank);
   base::BufferPtr admit_on_loop(int rank, const wire::FrameHeader& header);
@@ -184,7 +184,7 @@ class AgentCore {
   void stop();
   void cancel_call(int from, uint64_t id);
   base::Status wait_for_credit(Window& window, int to, uint64_t bytes, base::TimePoint deadline);
-  /// One whose turn comes too late, or at the end, is not run.
+  /// Runs a call, or fails it if its caller has given up. Does nothing if this agent has ended.
   void execute(QueuedCall&& call);
   std::vector<Wait> waits_of_layers();
   void watch_waits_on_loop(std::set<base::TimePoint> told);
@@ -199,12 +199,12 @@ class AgentCore {
   std::atomic<size_t> last_live_contexts_{0};
   std::mutex channels_mutex_;
   std::unordered_map<uint16_t, std::shared_ptr<ChannelImpl>> channels_;
-  // Made with the peers. What this rank may send to each one, and to itself.
+  // Created when the ranks are known. What this rank may send to each rank, itself included.
   PerRank<Window> windows_;
   std::shared_ptr<UnwrittenReplies> unwritten_;
   std::atomic<bool> windows_are_known_{false};
   CallQueue queued_calls_;
-  // Lets go of calls that nobody waits for any more.
+  // Releases calls that their callers have given up.
   base::SerialThread given_up_{"dt-given-up",
                                [executor = shared_executor] { executor->enter_device(); }};
   std::atomic<uint64_t> next_call_{1};
@@ -212,15 +212,15 @@ class AgentCore {
   std::atomic<uint64_t> calls_{0};
   std::atomic<uint64_t> bytes_out_{0};
   std::atomic<uint64_t> bytes_in_{0};
-  std::atomic<bool> closed_{false};  // nothing more is said to others
+  std::atomic<bool> closed_{false};  // nothing more is sent
   std::atomic<std::thread::id> disconnecting_{};
-  base::Promise<void> disconnected_;  // and all that waited for them has failed
-  // One thread at a time; objects of the user's that end meanwhile may come back.
+  base::Promise<void> disconnected_;  // set when disconnect() has failed all waits
+  // Held by one thread at a time. Recursive, because destructors of user objects may call close().
   std::recursive_mutex stopping_;
-  bool stopped_ = false;  // by stopping_: none of its threads runs anything any more
+  bool stopped_ = false;  // by stopping_: no thread but the loop runs anything
 
  public:
-  /// Last: its thread ends before what its handlers use is gone.
+  /// Last, so that its thread ends before the members that its handlers use are destroyed.
   net::Loop loop;
 };
 

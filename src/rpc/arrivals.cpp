@@ -30,7 +30,7 @@ base::Task Arrivals::add_chunk_on_loop(net::InFrame frame) {
   std::shared_ptr<Arrival> arrival;
   {
     std::lock_guard lock(mutex_);
-    if (header.payload_bytes == 0) {  // its sender has given up on it
+    if (header.payload_bytes == 0) {  // the sender has given up on it
       auto given_up = open_.extract(header.call_id);
       if (given_up.empty()) return {};
       return [arrival = std::move(given_up.mapped())]() mutable { arrival.reset(); };
@@ -74,7 +74,7 @@ std::shared_ptr<Arrival> Arrivals::take(uint64_t id, wire::DeviceRef device, uin
 }
 
 void Arrivals::drop_parts() {
-  std::vector<std::shared_ptr<Arrival>> gone;  // let go outside the lock
+  std::vector<std::shared_ptr<Arrival>> gone;  // released without the lock
   std::lock_guard lock(mutex_);
   for (auto it = open_.begin(); it != open_.end();) {
     const bool is_part = !it->second->has_come();
@@ -135,7 +135,7 @@ std::pair<at::Tensor, StreamPoint> Arrival::finish(std::span<const uint8_t> rest
   copy_queued();
   std::lock_guard copying(copy_mutex_);
   if (error_) throw base::Exception(*error_);
-  // Out of the message's buffer, which is not the device's to read and goes with the message.
+  // Copied, because the message's buffer is not pinned and may be freed before the device reads it.
   base::BufferPtr block = stager_.host_block(to_c10(device_), rest.size());
   std::memcpy(block->data, rest.data(), rest.size());
   copy_locked({block->data, block->size}, block);

@@ -17,22 +17,22 @@ namespace distrain::rpc {
 
 class Arrivals;
 
-/// A call that has come and not begun.
+/// A call that has arrived and not begun.
 struct QueuedCall {
   int from = -1;
-  uint32_t incarnation = 0;  ///< of the rank that it comes from
+  uint32_t incarnation = 0;  ///< of the calling rank
   uint64_t id = 0;
   base::TimePoint arrived;
-  std::shared_ptr<InMessage> message;  ///< of this rank to itself
+  std::shared_ptr<InMessage> message;  ///< if this rank called itself
   net::InFrame frame;                  ///< otherwise
   std::shared_ptr<Arrivals> arrivals;
-  uint64_t credit = 0;       ///< that it took
-  bool is_given_up = false;  ///< by its caller: only what it holds is to be let go
+  uint64_t credit = 0;       ///< that the call took
+  bool is_given_up = false;  ///< by its caller: the call only has to be released
   bool is_parked = false;    ///< in its queue, until its caller has read more replies
 };
 
-/// The calls that wait for a thread, in the order of their coming. Those of ranks that do not read
-/// their replies are parked, by rank. Thread-safe.
+/// The calls that wait for a thread, in order of arrival. Calls of ranks that do not read their
+/// replies are parked, for each rank. Thread-safe.
 class CallQueue {
  public:
   void push(QueuedCall&& call) {
@@ -45,7 +45,7 @@ class CallQueue {
     }
     if (has_index_) add_to_index_locked(std::prev(calls_.end()));
   }
-  /// Takes the first call and parks those before it of ranks that are `blocked(rank)`.
+  /// Takes the first call whose rank is not `blocked(rank)`, and parks the calls before it.
   template <class F>
   std::optional<QueuedCall> pop(const F& blocked) {
     std::lock_guard lock(mutex_);
@@ -59,7 +59,8 @@ class CallQueue {
     }
     return std::nullopt;
   }
-  /// Takes the first parked call of rank `from`, unless blocked. Second: whether there are more.
+  /// Takes the first parked call of rank `from`, unless blocked; also returns whether more are
+  /// parked.
   template <class F>
   std::pair<std::optional<QueuedCall>, bool> pop_parked(int from, const F& blocked) {
     std::lock_guard lock(mutex_);
@@ -68,7 +69,7 @@ class CallQueue {
     std::optional<QueuedCall> call = take_locked(parked->second.begin());
     return {std::move(call), parked_.contains(from)};
   }
-  /// The call `id` of rank `from`, if it is there.
+  /// Takes the call `id` of rank `from`, if it is queued.
   std::optional<QueuedCall> take(int from, uint64_t id) {
     std::lock_guard lock(mutex_);
     if (!has_index_) {
@@ -83,7 +84,7 @@ class CallQueue {
     return take_locked(place->second);
   }
   void drop_all_of(int from) {
-    std::list<QueuedCall> dropped;  // die outside the lock
+    std::list<QueuedCall> dropped;  // destroyed without the lock
     std::lock_guard lock(mutex_);
     for (auto call = calls_.begin(); call != calls_.end();) {
       const auto next = std::next(call);
@@ -108,7 +109,7 @@ class CallQueue {
     if (has_index_) {
       auto& places = index_[call->from];
       const auto known = places.find(call->id);
-      // A peer may have given one id twice.
+      // A faulty peer may have used one id twice.
       if (known != places.end() && known->second == place) places.erase(known);
     }
     std::list<QueuedCall>& queue = call->is_parked ? parked_[call->from] : calls_;
@@ -127,9 +128,9 @@ class CallQueue {
 
   std::mutex mutex_;
   std::list<QueuedCall> calls_;
-  std::list<QueuedCall> spare_;                            // empty ones, for those to come
-  std::unordered_map<int, std::list<QueuedCall>> parked_;  // by rank; none is empty
-  // By rank and id; made when the first call is cancelled, for as long as calls wait.
+  std::list<QueuedCall> spare_;                            // empty nodes for reuse
+  std::unordered_map<int, std::list<QueuedCall>> parked_;  // by rank; no list is empty
+  // By rank and id. Built when the first call is cancelled, and kept while calls wait.
   std::unordered_map<int, std::unordered_map<uint64_t, Place>> index_;
   bool has_index_ = false;
 };

@@ -7,22 +7,22 @@
 
 namespace distrain::rpc {
 
-/// What the trace calls itself by: not in the trace.
+/// Prefix of the functions that collect the trace; their calls are not traced.
 inline constexpr std::string_view kTraceFunctions = "distrain.trace.";
 
-/// `tracer` if it is to record calls of this function.
+/// Returns `tracer` if it records calls of `function`; otherwise null.
 inline base::Tracer* tracer_of(const std::shared_ptr<base::Tracer>& tracer,
                                std::string_view function) {
   if (!tracer || !tracer->on() || function.starts_with(kTraceFunctions)) return nullptr;
   return tracer.get();
 }
 
-/// Both sides of a call know its number and its caller: the flow's id, and the call's.
+/// Returns the id of a call in the trace, which both of its sides can compute.
 inline uint64_t flow_id(int caller, uint64_t call_id) {
   return (static_cast<uint64_t>(caller) << 40) | call_id;
 }
 
-/// A slice of this thread for one side of a call, with the flow's end in it.
+/// Records one side of a call as a slice of this thread, with that side's end of the flow.
 class CallSlice {
  public:
   explicit CallSlice(base::Tracer* tracer) : lane_(tracer ? &tracer->lane() : nullptr) {
@@ -41,7 +41,7 @@ class CallSlice {
   CallSlice(const CallSlice&) = delete;
   CallSlice& operator=(const CallSlice&) = delete;
 
-  /// Not to be recorded after all.
+  /// Discards the slice.
   void drop() {
     if (lane_) lane_->close();
     lane_ = nullptr;

@@ -20,7 +20,7 @@ void ChannelImpl::set_handler(Handler handler) {
     handler_ = nullptr;
     idle_.wait(lock, [this] { return running_ == 0; });
     early.swap(early_);
-    // Until what came early is delivered, what comes now has to queue behind it.
+    // Until the early messages are delivered, new messages must be queued behind them.
     handler_set_ = next == nullptr;
   }
   if (!next) {
@@ -36,7 +36,7 @@ void ChannelImpl::set_handler(Handler handler) {
     std::lock_guard lock(mutex_);
     if (early_.empty()) {
       handler_ = next;
-      lost = lost_;  // from here on the handler is told by on_peer_lost()
+      lost = lost_;  // on_peer_lost() reports later losses
       handler_set_ = true;
       break;
     }

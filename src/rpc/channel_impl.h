@@ -20,17 +20,17 @@ class ChannelImpl final : public Channel {
   void send(int to, const ChannelTag& tag, std::span<const std::span<const uint8_t>> pieces,
             std::shared_ptr<const void> keep_alive) override;
 
-  /// Throws `overloaded` when too much has come that nobody here has opened a channel for.
+  /// Throws `overloaded` if too many messages wait for channels that are not open yet.
   void deliver(ChannelMessage message);
   void on_peer_lost(int rank, const base::Error& error);
   void on_peer_returned(int rank);
   std::vector<Wait> waits();
 
  private:
-  // The handler is called outside the lock; `running_` lets set_handler wait for it.
+  // A handler runs without the lock; set_handler() waits until `running_` is 0.
   struct Leave {
     ChannelImpl* channel = nullptr;
-    std::shared_ptr<Handler> handler;  // it may be replaced meanwhile
+    std::shared_ptr<Handler> handler;  // set_handler() may replace it meanwhile
     void operator()(Handler*) const noexcept;
   };
   using Running = std::unique_ptr<Handler, Leave>;
@@ -43,7 +43,7 @@ class ChannelImpl final : public Channel {
   std::shared_ptr<Handler> handler_;
   bool handler_set_ = false;
   int running_ = 0;
-  std::vector<ChannelMessage> early_;  // paid for by early_messages of the core
+  std::vector<ChannelMessage> early_;  // counted in early_messages of the core
   std::vector<std::pair<int, base::Error>> lost_;
 };
 

@@ -69,7 +69,7 @@ void Window::leave(const Waiter& waiter) {
   say();
 }
 
-// All or nothing: a thread that looks while it took some for a moment would wait for nobody.
+// Takes all or nothing, because a thread that sees a part taken for a moment would wait in vain.
 bool Window::take_at_once(uint64_t bytes) {
   uint64_t available = available_.load();
   while (available >= bytes) {
@@ -98,7 +98,7 @@ void Window::grant(uint64_t bytes, uint64_t size) {
   say();
 }
 
-// Nothing if the other rank knows all there is to know.
+// Returns nothing if the other rank is up to date.
 std::optional<Window::Request> Window::next_request_locked() {
   uint64_t target = said_.target;
   const bool is_served = !waiters_.empty() && available_ >= waiters_.front()->bytes;
@@ -120,7 +120,7 @@ std::optional<Window::Request> Window::next_request_locked() {
   return said_;
 }
 
-// One thread at a time, which looks again when it has: what was said last is what holds.
+// Sends requests on one thread, which checks again afterwards, so the last request is current.
 void Window::say() {
   std::unique_lock lock(mutex_);
   if (std::exchange(is_saying_, true)) return;
@@ -215,7 +215,7 @@ Budget::Grants Budget::drop(ProcessNumber from, uint64_t bytes) {
   return grants;
 }
 
-// A call that is larger than all that may have begun begins alone.
+// A call larger than the limit begins when no other call has begun.
 Budget::Grants Budget::begin(Work& work, ProcessNumber from, uint64_t credit) {
   Grants grants;
   work.from = from;
@@ -301,7 +301,7 @@ void Budget::take_back_locked(ProcessNumber from, uint64_t bytes, Grants& grants
   serve_locked(grants);
 }
 
-// Grants what needs no pool, and puts a rank that waits for the pool into the order.
+// Grants credit within the rank's window, or puts a rank that waits for the pool into the order.
 void Budget::settle_locked(int rank, Grants& grants) {
   Peer& peer = at(rank);
   leave_order_locked(rank);

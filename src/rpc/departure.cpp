@@ -17,7 +17,7 @@ Departure::Departure(DeviceStager& stager, OutMessage message, wire::FrameHeader
       message_(std::move(message)),
       header_(header),
       sending_(stager.new_blocks_sent()) {
-  // Plain aliases, which autograd does not see.
+  // Aliases that autograd does not record.
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   std::vector<Piece> rests;
   for (DeviceGroup& group : group_by_device(describe(message_))) {
@@ -63,7 +63,7 @@ Departure::Transfer Departure::make_transfer(DeviceGroup group) const {
   Transfer transfer{std::move(group), 0, device, {}};
   for (const size_t i : transfer.group.tensors) {
     const at::Tensor& tensor = message_.tensors[i];
-    if (tensor.device() != device) {  // only one would be waited for
+    if (tensor.device() != device) {  // only `device` is waited for
       throw base::Exception(base::ErrorKind::kInternal, "tensors of " + device.str() + " and of " +
                                                             tensor.device().str() +
                                                             " are to go to the same device");
@@ -87,7 +87,7 @@ void Departure::begin_copy(Piece& piece) {
   const c10::Stream stream = stager_.out_stream(transfer.device);
   const c10::StreamGuard guard(stream);
   uint64_t filled = piece.begin;
-  const auto fill_gap = [&](uint64_t until) {  // of what lay in the block before
+  const auto fill_gap = [&](uint64_t until) {  // zeroes what an earlier message left in the block
     if (until > filled) std::memset(piece.block->data + (filled - piece.begin), 0, until - filled);
   };
   for (size_t k = 0; k < transfer.bytes.size(); ++k) {
@@ -122,7 +122,7 @@ net::OutFrame Departure::chunk_of(const Transfer& transfer) const {
 
 base::Status Departure::send(const std::function<base::Status(net::OutFrame)>& send,
                              const StillWanted& still_wanted) {
-  const auto give_up = [&] {  // an empty chunk: the message will not come
+  const auto give_up = [&] {  // an empty chunk tells the receiver that the message will not come
     for (const Transfer& transfer : transfers_) {
       if (transfer.id != 0) static_cast<void>(send(chunk_of(transfer)));
     }

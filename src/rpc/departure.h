@@ -12,33 +12,33 @@
 
 namespace distrain::rpc {
 
-/// Blocks of one message that may be in use at a time: being copied to, and waiting in the network.
+/// Limits for the blocks of one message: those being copied to, and those queued in the network.
 inline constexpr size_t kCopiesAhead = 8;
 inline constexpr size_t kMaxSending = 8;
 
-/// A message with tensors on devices, on its way out.
+/// Sends a message with tensors on devices.
 class Departure {
  public:
-  /// Puts the first copies into the devices' streams, behind what this thread's current streams
-  /// have been given. `new_transfer` numbers transfers. Throws `invalid` for too many bytes.
+  /// Enqueues the first copies, after the work in this thread's current streams. `new_transfer`
+  /// returns the number of a new transfer. Throws `invalid` if a transfer is too large.
   Departure(DeviceStager& stager, OutMessage message, wire::FrameHeader header,
             const std::function<uint64_t()>& new_transfer);
   Departure(const Departure&) = delete;
   Departure& operator=(const Departure&) = delete;
 
-  /// Bytes that are yet to be sent, as its receiver counts them when they come.
+  /// Returns the bytes that are not sent yet, as the receiver counts them for credit.
   uint64_t bytes_left() const { return bytes_left_; }
 
-  /// Asked when only the message itself is left to be sent, whose body it may change.
+  /// Called before the message itself is sent, whose body it may change; false cancels the message.
   using StillWanted = std::function<bool(wire::Bytes& body)>;
 
-  /// Sends the chunks as their copies are done, and the message. Blocks: not on the loop.
-  /// `cancelled` when it is not wanted any more. Throws what a copy throws.
+  /// Sends the chunks as their copies complete, then the message. Blocks, so it must not run on the
+  /// loop. Returns `cancelled` if `still_wanted` is false. Throws the error of a failed copy.
   base::Status send(const std::function<base::Status(net::OutFrame)>& send,
                     const StillWanted& still_wanted = {});
 
  private:
-  // Of a transfer. The tensors, and the block that is written to, are needed until it is copied.
+  // A part of a transfer. Waits in its destructor because a copy uses the tensors and the block.
   struct Piece {
     ~Piece() { copied.settle(); }
     size_t transfer = 0;
@@ -51,7 +51,7 @@ class Departure {
     DeviceGroup group;
     uint64_t id = 0;
     c10::Device device;             // of the sender
-    std::vector<at::Tensor> bytes;  // each tensor's, flat
+    std::vector<at::Tensor> bytes;  // each tensor as flat bytes
   };
 
   Transfer make_transfer(DeviceGroup group) const;
@@ -66,10 +66,10 @@ class Departure {
   OutMessage message_;
   const wire::FrameHeader header_;
   std::vector<Transfer> transfers_;
-  std::vector<Piece> pieces_;  // the chunks of all groups; then what goes with the message
-  size_t chunks_ = 0;          // of the pieces: go in frames of their own
+  std::vector<Piece> pieces_;  // the chunks of all transfers, then the last piece of each
+  size_t chunks_ = 0;          // number of the pieces that are chunks
   uint64_t bytes_left_ = 0;    // a transfer counts with its first chunk
-  size_t begun_ = 0;           // pieces whose copy is in its stream
+  size_t begun_ = 0;           // pieces whose copy is enqueued
   const std::shared_ptr<BlocksSent> sending_;
 };
 

@@ -38,9 +38,9 @@ StreamPoint StreamPoint::mark(c10::Device device) {
   return is_accelerator(device) ? mark(current_stream(device)) : StreamPoint();
 }
 
-// Events of CUDA go to their stream's device and come back to the thread's by cudaSetDevice, which
-// makes a context on that one, and a question about an event makes one on the thread's: on cuda:0
-// for any thread that has named no device. A guard's way back does not.
+// Creating, recording or destroying a CUDA event restores the thread's device by cudaSetDevice, and
+// querying an event uses the thread's device. On a thread that has set no device, each creates a
+// context on cuda:0. A DeviceGuard around the call avoids that.
 StreamPoint StreamPoint::mark(const c10::Stream& stream) {
   const c10::DeviceGuard guard(stream.device());
   StreamPoint point;
@@ -49,7 +49,7 @@ StreamPoint StreamPoint::mark(const c10::Stream& stream) {
         try {
           const c10::DeviceGuard there(device);
           delete event;
-        } catch (const c10::Error&) {  // the device has failed for good: its event is no matter
+        } catch (const c10::Error&) {  // the device has failed, so its event need not be destroyed
         }
       });
   point.event_->record(stream);
@@ -78,7 +78,7 @@ void StreamPoint::settle() const noexcept {
     if (!event_) return;
     const c10::DeviceGuard guard(event_->device());
     event_->synchronize();
-  } catch (...) {  // the device does no more work
+  } catch (...) {  // a failed device does no more work
   }
 }
 

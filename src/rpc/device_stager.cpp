@@ -11,17 +11,17 @@ namespace distrain::rpc {
 namespace {
 
 constexpr size_t kMaxIdleBlocks = 256;  // kept for reuse
-constexpr size_t kMaxRestocked = 64;    // made for what a rank receives; the network is no faster
-constexpr size_t kMaxReleased = 16;     // kept before anybody looks which copies are made
+constexpr size_t kMaxRestocked = 64;    // for received chunks
+constexpr size_t kMaxReleased = 16;     // before release_at() looks for completed copies
 
 }  // namespace
 
-/// Pinned memory is dear to get and to give back.
+/// The idle host blocks, kept because pinned memory is expensive to allocate and to free.
 struct DeviceStager::Shelf {
   std::mutex mutex;
   std::vector<at::Tensor> idle;  // uint8 [kChunkBytes] each
-  size_t missed = 0;             // frames that found none
-  size_t restocked = 0;          // blocks made for such
+  size_t missed = 0;             // frames that found no idle block
+  size_t restocked = 0;          // blocks allocated by restock()
 
   static base::BufferPtr lend(const std::shared_ptr<Shelf>& shelf, at::Tensor block, size_t size) {
     auto* buffer = new base::Buffer{block.mutable_data_ptr<uint8_t>(), size};
@@ -90,7 +90,7 @@ void DeviceStager::restock(c10::Device device, size_t frames) {
       static_cast<void>(
           Shelf::lend(shelf_, pinned_bytes(device, static_cast<int64_t>(kChunkBytes)), 0));
     }
-  } catch (const c10::Error&) {  // other memory does
+  } catch (const c10::Error&) {  // pageable memory serves as well
   }
 }
 
@@ -136,7 +136,7 @@ void DeviceStager::release_at(StreamPoint point, base::BufferPtr memory) {
 }
 
 void DeviceStager::sweep() {
-  std::vector<base::BufferPtr> done;  // let go outside the lock
+  std::vector<base::BufferPtr> done;  // released without the lock
   std::lock_guard lock(mutex_);
   const auto end = std::remove_if(released_.begin(), released_.end(), [&](auto& entry) {
     if (!entry.first.reached()) return false;

@@ -38,7 +38,7 @@ int count_of(c10::DeviceType type) {
   return c10::impl::getDeviceGuardImpl(type)->deviceCount();
 }
 
-// The device `rank` computes on: one without an index is the rank's own, by its number.
+// Returns `device` with an index: its own, or one chosen by `rank`.
 c10::Device with_index(c10::Device device, int rank) {
   if (device.is_cpu() || device.has_index()) return device;
   const int count = count_of(device.type());
@@ -53,12 +53,11 @@ bool has(const RankDevices& devices, DeviceRef device) {
   return device.type == devices.type && device.index < devices.count && !device.is_cpu();
 }
 
-// "rank 2 (ps)"
 std::string who(const std::vector<std::string>& names, size_t rank) {
   return "rank " + std::to_string(rank) + " (" + names[rank] + ")";
 }
 
-// The first entry for `peer` with `device` as that member; null: it has none.
+// Returns the first map for `peer` whose `member` is `device`, or null.
 const RankDevices::Map* find_map(const RankDevices& of, const std::string& peer,
                                  DeviceRef RankDevices::Map::*member, DeviceRef device) {
   const auto map = std::ranges::find_if(of.maps, [&](const RankDevices::Map& entry) {
@@ -71,8 +70,8 @@ bool maps_to(const RankDevices& from, const std::string& peer) {
   return std::ranges::find(from.maps, peer, &RankDevices::Map::peer) != from.maps.end();
 }
 
-// Whether tensors of each rank's own device go to the other's without being asked: not where a map
-// between the two says anything else of one of these devices.
+// Returns true if each rank's own device is mapped to the other's by default: both are
+// accelerators, and no map between the two ranks names either.
 bool homes_meet(const RankDevices& a, const std::string& a_name, const RankDevices& b,
                 const std::string& b_name) {
   if (a.home.is_cpu() || b.home.is_cpu()) return false;
@@ -106,7 +105,7 @@ std::optional<Error> check_map(const std::vector<std::string>& names,
       return refuse("another entry has one of the two: maps are one to one");
     }
   }
-  // Replies go by the peer's own map, if it has one for this rank, else by this one backwards.
+  // A reply uses the peer's map for this rank, if there is one; otherwise this map in reverse.
   if (maps_to(devices[peer], names[rank]) &&
       !find_map(devices[peer], names[rank], &RankDevices::Map::from, map.to)) {
     return refuse("no way back for a reply, as the map of " + who(names, peer) + " for '" +
@@ -172,7 +171,7 @@ void DeviceTable::settle() {
       own.maps.push_back({map.peer, rpc::to_wire(from), rpc::to_wire(to)});
     }
   }
-  // Without a word of its own, another rank's map may still name one of its devices.
+  // Without a map of its own, this rank may still be named by other ranks' maps.
   for (const auto known : {c10::DeviceType::CUDA, c10::DeviceType::PrivateUse1}) {
     if (type == c10::DeviceType::CPU && count_of(known) > 0) type = known;
   }
@@ -204,7 +203,7 @@ void DeviceTable::learn(std::vector<std::string> names, std::vector<RankDevices>
 }
 
 void DeviceTable::learn_again(int rank, RankDevices devices) {
-  if (!known_.done()) return;  // they will be among all of them
+  if (!known_.done()) return;  // learn() will get the new devices
   All changed = *all();
   changed.at(static_cast<size_t>(rank)) = std::move(devices);
   if (const auto error = check_device_maps(names_, changed)) throw base::Exception(*error);

@@ -12,7 +12,7 @@ namespace {
 
 using wire::DType;
 
-// The most common ones first.
+// The most common types first, because find() is a linear search.
 constexpr std::pair<at::ScalarType, DType> kDTypes[] = {
     {at::kFloat, DType::kFloat32},
     {at::kLong, DType::kInt64},
@@ -68,7 +68,7 @@ std::string kind_that_cannot_be_sent(const at::Tensor& tensor) {
     return std::string("a tensor of dtype ") + c10::toString(tensor.scalar_type());
   }
   if (tensor.is_meta()) return "a tensor on the device meta";
-  // Wrappers such as functorch's, zeros that were never written, a storage that was resized to 0.
+  // For example functorch's wrappers, lazily allocated zeros, and storage that was resized to 0.
   if (!is_sparse && (!tensor.has_storage() || (tensor.numel() > 0 && !tensor.storage().data()))) {
     return "a tensor without memory";
   }

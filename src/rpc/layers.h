@@ -12,7 +12,7 @@
 
 namespace distrain::rpc {
 
-/// Returns when `thread` has run, or dropped, all that was posted to it before.
+/// Returns when `thread` has run, or dropped, all tasks posted before.
 template <class Thread>
 void wait_for_posted(Thread& thread) {
   base::Promise<void> promise;
@@ -21,25 +21,24 @@ void wait_for_posted(Thread& thread) {
   static_cast<void>(reached.wait_result());
 }
 
-/// The layers that are built on an agent. Thread-safe.
+/// The layers of an agent. Notifies them of losses on a thread of its own. Thread-safe.
 class Layers {
  public:
-  /// Calls `before_word` on the thread that tells the layers, before each loss.
+  /// Calls `before_word` on the notifying thread before each notification.
   explicit Layers(std::function<void()> before_word = {})
       : teller_("dt-lost", std::move(before_word)) {}
-  /// It is told of losses, earlier ones included.
+  /// Notifies `layer` of losses, including earlier ones.
   void add(const std::weak_ptr<Layer>& layer);
-  /// Once for each rank: one that was lost is not lost again as its agent ends.
+  /// Does nothing if the rank is lost already: the end of the agent is not another loss.
   void on_rank_lost(const Loss& loss);
-  /// A new process has its place.
+  /// Called when a new process replaces `rank`.
   void on_rank_returned(int rank);
-  /// See Layer::on_shutdown().
   void on_shutdown();
-  /// Returns when the layers have been told of all losses so far.
+  /// Returns when the layers have been notified of all losses so far.
   void wait_until_told() { wait_for_posted(teller_); }
-  /// Whether there are losses that they are yet to be told of.
+  /// Returns true if notifications of losses are outstanding.
   bool is_telling() const { return untold_ > 0; }
-  /// Whether this thread is the one that tells them.
+  /// Returns true on the notifying thread.
   bool tells_here() const { return teller_.runs_here(); }
   std::vector<Wait> waits() const;
 
@@ -49,9 +48,9 @@ class Layers {
 
   mutable std::mutex mutex_;
   std::vector<std::weak_ptr<Layer>> layers_;
-  std::map<int, Loss> losses_;  // of ranks that are gone now
-  std::atomic<int> untold_{0};  // of a layer
-  base::SerialThread teller_;   // the workers may all be busy
+  std::map<int, Loss> losses_;  // of ranks that are lost now
+  std::atomic<int> untold_{0};  // notifications that are outstanding
+  base::SerialThread teller_;   // not a worker, because all workers may be busy
 };
 
 }  // namespace distrain::rpc

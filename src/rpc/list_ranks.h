@@ -9,12 +9,12 @@
 
 namespace distrain::rpc {
 
-/// "rank 3", or who has yet to get a number.
+/// Returns "rank 3", or "a new rank" if the number is kAnyRank.
 inline std::string rank_text(int rank) {
   return rank == wire::kAnyRank ? "a new rank" : "rank " + std::to_string(rank);
 }
 
-/// "1, 2".
+/// Returns a list such as "1, 2".
 inline std::string list_ranks(const std::vector<int>& ranks) { return c10::Join(", ", ranks); }
 
 }  // namespace distrain::rpc

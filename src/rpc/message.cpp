@@ -49,7 +49,7 @@ wire::TensorDesc desc_of(const OutMessage& message, size_t i) {
 
 using ArrivalPtr = std::shared_ptr<Arrival>;
 
-// All of them, before anything can go wrong with one: nobody else would.
+// Takes all transfers before decoding any, because nobody would take them after an error.
 std::vector<ArrivalPtr> take_arrivals(const std::vector<DeviceGroup>& groups,
                                       const std::vector<uint64_t>& transfers, DeviceStager& stager,
                                       Arrivals* arrivals) {
@@ -82,11 +82,11 @@ std::vector<RRefTicket> read_tickets(wire::Reader& meta) {
   return tickets;
 }
 
-// The tensors of a message that are on devices, out of its transfers.
+// Makes the device tensors of a message out of its transfers.
 void receive_groups(InMessage& message, const std::vector<wire::TensorDesc>& descs,
                     const std::vector<DeviceGroup>& groups, const std::vector<ArrivalPtr>& arrivals,
                     std::span<const uint8_t> payload, uint64_t begin) {
-  const at::AutoDispatchBelowADInplaceOrView no_autograd;  // plain aliases
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;  // aliases that autograd does not record
   for (size_t g = 0; g < groups.size(); ++g) {
     const DeviceGroup& group = groups[g];
     const ArrivalPtr& arrival = arrivals[g];
@@ -165,7 +165,7 @@ net::OutFrame to_frame(OutMessage message, wire::FrameHeader header,
     if (message.devices[i].is_cpu()) {
       append(static_cast<const uint8_t*>(tensor.const_data_ptr()), tensor.nbytes());
     } else {
-      message.tensors[i] = at::Tensor();  // it is copied: the loop must not be the one to free it
+      message.tensors[i] = at::Tensor();  // copied already; the loop must not free it
     }
   }
   for (const base::BufferPtr& rest : rests) {
@@ -205,7 +205,7 @@ InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager, Arrival
   message.from = from;
   const uint32_t count = frame.header.tensor_count;
   wire::Reader meta(frame.meta);
-  // A larger count is a lie, found before allocating.
+  // A larger count cannot be right; found before memory is allocated for it.
   if (count > frame.meta.size() / wire::kMinTensorDescBytes) {
     wire::Reader::fail("more tensors than the message has room for");
   }
@@ -234,16 +234,16 @@ InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager, Arrival
   for (size_t g = 0; g < groups.size(); ++g) transfers.push_back(meta.get<uint64_t>());
   const std::vector<ArrivalPtr> taken = take_arrivals(groups, transfers, stager, arrivals);
   message.tickets = read_tickets(meta);
-  // Whatever a device has no room for, their senders keep an account of them.
+  // Before tensors are allocated, because RRefs must be received even if a device has no memory.
   if (receiver) receiver->receive(message);
   if (layout.bytes != frame.payload.size()) {
     wire::Reader::fail("a payload of " + std::to_string(frame.payload.size()) +
                        " bytes for tensors of " + std::to_string(layout.bytes));
   }
   message.tensors.resize(count);
-  // A tensor that is a small part of its message is copied, so that keeping it does not keep the
-  // message. Up to 4 KiB that takes no longer than making a tensor; of larger ones, which have
-  // 64 KiB at most, no more is copied than a small part of the message.
+  // A small tensor of a large message is copied, so that keeping it does not keep the message.
+  // Copying 4 KiB takes no longer than making a tensor; of larger tensors, up to 64 KiB each, at
+  // most a sixteenth of the message is copied.
   const uint64_t message_bytes = frame.header.body_bytes(), small_part = message_bytes / 16;
   uint64_t copied = 0;
   const auto is_copied = [&](uint64_t bytes) {

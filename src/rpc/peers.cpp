@@ -9,10 +9,10 @@ namespace {
 using base::Error;
 using base::ErrorKind;
 
-// All listen when they are told of each other, and a kernel answers for a process that is busy: who
-// has not been reached by then is behind something that drops what is sent to it.
+// All ranks listen before they learn of each other, and the kernel accepts for a busy process. So a
+// rank that is not reached in this time is behind something that drops packets.
 constexpr auto kLongestReach = std::chrono::seconds(20);
-// Who refuses a connection has most likely just died, or left: rank 0 is about to say why.
+// A rank that refuses connections has probably just died or left, and rank 0 is about to tell why.
 constexpr auto kRank0Tells = std::chrono::seconds(1);
 constexpr auto kRetry = std::chrono::milliseconds(20);
 
@@ -45,14 +45,14 @@ base::Status Peers::send(int to, net::OutFrame frame) {
   }
   base::Status sent = peer.stream->send(std::move(frame));
   if (sent.ok() || sent.error().kind != ErrorKind::kPeerLost) return sent;
-  // It has just broken: tells those who wait for an answer, or whose frames were on their way.
+  // The connection just broke. Pending calls fail if rank 0 reports a loss, so this is no error.
   const State state = peer.state;
   if (state == State::kConnected || state == State::kConnecting) return base::Unit{};
   return loss_of(to, peer);
 }
 
 base::Status Peers::send_unconnected(int to, Peer& peer, net::OutFrame frame) {
-  // Later nobody would be told.
+  // Checked here, because frames are queued without an error.
   if (const base::Status fits = net::check_limits(frame); !fits.ok()) return fits;
   State state = State::kUnconnected;
   {
@@ -81,7 +81,7 @@ Error Peers::loss_of(int rank, const Peer& peer) const {
 
 // ---- connecting, on the loop ----
 
-// All of it is of one process of the rank: when another has its place, it ends.
+// A peer is one process of its rank: connecting ends when a new process replaces it.
 
 bool Peers::is_connecting_on_loop(int rank, const Peer& peer) const {
   return &at(rank) == &peer && peer.state == State::kConnecting;
@@ -122,7 +122,7 @@ void Peers::on_unreachable_on_loop(int rank, Peer& peer, const Error& error) {
 }
 
 void Peers::on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::TimePoint deadline) {
-  if (!is_connecting_on_loop(rank, peer)) return;  // lost meanwhile
+  if (!is_connecting_on_loop(rank, peer)) return;  // lost in the meantime
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
   control_.introduce_on_loop(rank, stream, [this, rank, &peer, stream, deadline](base::Status is) {
     if (!is.ok()) return on_not_believed_on_loop(rank, peer, is.error(), deadline);
@@ -134,7 +134,7 @@ void Peers::on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::Tim
   });
 }
 
-// A peer that closes without a word has no time for this rank now, or rank 0 says that it is lost.
+// A peer that closes without a message is busy, or rank 0 is about to report its loss.
 void Peers::on_not_believed_on_loop(int rank, Peer& peer, const Error& error,
                                     base::TimePoint deadline) {
   const base::TimePoint next = base::deadline_after(kRetry);
@@ -146,7 +146,7 @@ void Peers::on_not_believed_on_loop(int rank, Peer& peer, const Error& error,
   }
 }
 
-// What other threads send meanwhile comes behind what waits.
+// Frames that other threads send meanwhile are queued behind the waiting ones.
 void Peers::begin_to_send_on_loop(int rank, net::StreamPtr stream) {
   Peer& peer = at(rank);
   peer.stream = std::move(stream);
@@ -162,7 +162,7 @@ void Peers::begin_to_send_on_loop(int rank, net::StreamPtr stream) {
       waiting.swap(peer.waiting);
     }
     for (net::OutFrame& frame : waiting) {
-      static_cast<void>(peer.stream->send(std::move(frame)));  // its end is told by on_close
+      static_cast<void>(peer.stream->send(std::move(frame)));  // on_close reports errors
     }
   }
 }
@@ -181,7 +181,7 @@ std::optional<Error> Peers::accept_on_loop(int rank, const net::StreamPtr& strea
   return std::nullopt;
 }
 
-// What a process that has lost its place still says is not its successor's.
+// Ignores what a replaced process still sends.
 net::Stream::Handler Peers::handler_on_loop(int rank, const net::StreamPtr& stream) {
   Peer& peer = at(rank);
   return control_.watch_peer_on_loop(
@@ -195,7 +195,8 @@ net::Stream::Handler Peers::handler_on_loop(int rank, const net::StreamPtr& stre
        }});
 }
 
-// Without a loss: one of the two leaves, or a loss is about to be told, until which frames wait.
+// The connection closed without a loss: a side is leaving, or a loss is suspected. In the latter
+// case, frames are queued until rank 0 has decided.
 void Peers::on_closed_on_loop(int rank, Peer& peer) {
   std::lock_guard lock(peer.mutex);
   if (peer.state == State::kLost) return;

@@ -17,20 +17,19 @@
 
 namespace distrain::rpc {
 
-/// The other ranks, with connections that are made when there is first something to send.
+/// The connections to the other ranks, which are made when there is first something to send.
 ///
-/// States of a peer: unconnected → connecting (what is sent is kept until the connection stands) →
-/// connected; from each of them left (it said that it leaves) or lost. When a connection breaks
-/// without a word, back to connecting, until rank 0 has said what that means. A new process of a
-/// rank that was lost is a new peer: Note [Incarnations].
+/// A peer is unconnected → connecting (frames to it are queued) → connected; from each of these,
+/// left (it said so) or lost. A connection that breaks without a message is connecting until rank 0
+/// has decided what that means. A new process of a lost rank is a new peer: Note [Incarnations].
 ///
-/// Both ranks may begin at the same moment. Then there are two connections: each rank sends on the
-/// one that it made, and hears both. So what one rank sends to another keeps its order.
+/// If both ranks connect at the same moment, there are two connections: each rank sends on the one
+/// that it made and receives on both. So the messages from one rank to another keep their order.
 class Peers {
  public:
-  /// On the loop.
+  /// Called on the loop.
   using OnFrame = std::function<void(int rank, net::InFrame frame)>;
-  /// net::Stream::Handler::allocate, with the rank that sends.
+  /// As net::Stream::Handler::allocate, with the sending rank.
   using Allocate = std::function<base::BufferPtr(int rank, const wire::FrameHeader& header)>;
 
   Peers(net::Loop& loop, int rank, ControlPlane& control, OnFrame on_frame, Allocate allocate,
@@ -42,10 +41,10 @@ class Peers {
         allocate_(std::move(allocate)),
         on_open_(std::move(on_open)) {}
 
-  /// Once, before anything else: who they are, and how they are reached.
+  /// Sets the ranks and how to reach them. Called once, before all other functions.
   void learn_on_loop(const wire::Directory& directory, std::vector<Way> ways);
 
-  /// Zero before learn_on_loop(). For any thread.
+  /// Returns 0 before learn_on_loop(). For any thread.
   int size() const { return size_; }
   const std::string& name(int rank) const { return at(rank).name; }
   /// Returns the rank of that name, or -1 if no rank has it.
@@ -53,33 +52,34 @@ class Peers {
     const auto found = ranks_.find(name);
     return found == ranks_.end() ? -1 : found->second;
   }
-  /// "unix", "tcp", "mixed" or "none": how they are reached.
+  /// Returns how the peers are reached: "unix", "tcp", "mixed" or "none".
   std::string transport() const;
 
-  /// Returns when the frame is written or queued. `peer_lost`, or what the peer said when it left.
+  /// Returns when the frame is written or queued. Fails with `peer_lost` or the reason that the
+  /// peer sent when it left.
   base::Status send(int to, net::OutFrame frame);
   bool is_lost(int rank) const { return at(rank).state == State::kLost; }
-  /// Of its newest process that this rank knows of.
+  /// Returns the incarnation of the newest process of `rank` that this rank knows.
   uint32_t incarnation(int rank) const { return at(rank).incarnation; }
   ProcessNumber process(int rank) const { return process_number(rank, incarnation(rank)); }
-  /// That process is not lost.
+  /// Returns true if `process` is the newest one of its rank and not lost.
   bool is_here(ProcessNumber process) const {
     const Peer& peer = at(rank_of(process));
     return peer.incarnation == incarnation_of(process) && peer.state != State::kLost;
   }
 
-  /// A connection that another rank has made. Gives back why it is not wanted.
+  /// Takes a connection that `rank` has made. Returns an error if it is refused.
   std::optional<base::Error> accept_on_loop(int rank, const net::StreamPtr& stream);
-  /// It is lost: what waits to be sent to it is dropped.
+  /// Marks a rank as lost and drops the frames that are queued for it.
   void lose_on_loop(const Loss& loss);
-  /// It is lost, and the job goes on without it.
+  /// Returns true if the rank is lost and the job continues without it.
   bool is_done_without(int rank) const {
     return at(rank).state == State::kLost && at(rank).is_done_without;
   }
-  /// A new process has its place, and is reached by `way`.
+  /// Replaces a lost rank by a new process.
   void renew_on_loop(int rank, uint32_t incarnation, Way way);
 
-  /// Of chunks from it that are yet to be whole. Loop thread only.
+  /// Returns the incomplete transfers of `rank`. Loop thread only.
   std::shared_ptr<Arrivals>& arrivals_on_loop(int rank) { return at(rank).arrivals; }
 
  private:
@@ -92,12 +92,12 @@ class Peers {
     const Way way;
     std::atomic<State> state{State::kUnconnected};
     std::atomic<bool> is_done_without{false};  // written before kLost
-    net::StreamPtr stream;  // that this rank sends on; written before kConnected, read after
+    net::StreamPtr stream;  // to send on; written before kConnected, read after it
     mutable std::mutex mutex;
     std::deque<net::OutFrame> waiting;  // by mutex, while connecting
     base::Error loss;                   // by mutex, once lost
     // Loop thread only.
-    net::StreamPtr accepted;  // that the peer made
+    net::StreamPtr accepted;  // made by the peer
     std::shared_ptr<Arrivals> arrivals;
   };
 
@@ -119,10 +119,10 @@ class Peers {
   ControlPlane& control_;
   const OnFrame on_frame_;
   const Allocate allocate_;
-  const std::function<void(int rank)> on_open_;  // a connection stands; on the loop
-  std::unordered_map<std::string, int> ranks_;   // by name; as peers_
+  const std::function<void(int rank)> on_open_;  // called on the loop when a connection is ready
+  std::unordered_map<std::string, int> ranks_;   // by name; filled with peers_
   PerRank<Peer> peers_;       // filled on the loop when the ranks are known, before join() returns
-  std::atomic<int> size_{0};  // of peers_, once that stays as it is
+  std::atomic<int> size_{0};  // of peers_, when it is filled
 };
 
 }  // namespace distrain::rpc

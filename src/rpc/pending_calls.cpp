@@ -35,8 +35,8 @@ bool PendingCalls::is_waiting(uint64_t id) const {
   return calls_.contains(id);
 }
 
-// One timer counts, for the earliest deadline there was when it was set: a call with the usual
-// timeout is due later than that, so it costs no wake-up of the loop. Older ones pass.
+// One timer is active, for the earliest deadline when it was set. A call with the usual timeout is
+// due later, so it does not wake up the loop. Older timers expire without effect.
 void PendingCalls::arm_locked() {
   if (deadlines_.empty() || deadlines_.begin()->first >= armed_for_) return;
   armed_for_ = deadlines_.begin()->first;
@@ -130,7 +130,7 @@ void PendingCalls::expire_on_loop(base::TimePoint when) {
                true);
   }
   if (expired.empty()) return;
-  // Values of the user's may end with what their arguments referred to: not on the loop.
+  // Arguments may own user objects, which must not be destroyed on the loop.
   executor_.post([expired = std::move(expired)]() mutable { expired.clear(); });
   tell_if_drained();
 }

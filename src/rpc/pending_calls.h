@@ -17,8 +17,8 @@
 
 namespace distrain::rpc {
 
-/// The calls of this rank that wait for their reply. Each ends once: by the reply, its deadline or
-/// its peer's loss, whichever takes it out first. Thread-safe.
+/// The calls of this rank that wait for their reply. Each ends once: by its reply, its deadline or
+/// the loss of its peer, whichever is first. Thread-safe.
 class PendingCalls {
  public:
   struct Call {
@@ -28,14 +28,14 @@ class PendingCalls {
     base::TimePoint started;
     base::TimePoint deadline = base::kNever;
     uint64_t context = 0;
-    uint64_t autograd_id = 0;                        // of its arguments, in the context
-    bool is_remote = false;                          // nobody reads its reply
-    const char* traced_as = nullptr;                 // not null: the call is to be in the trace
-    std::vector<std::shared_ptr<const void>> holds;  // what the arguments refer to
+    uint64_t autograd_id = 0;         // of its arguments, in the context
+    bool is_remote = false;           // its reply has no value
+    const char* traced_as = nullptr;  // the function's name if the call is traced, else null
+    std::vector<std::shared_ptr<const void>> holds;  // keeps alive what the arguments refer to
   };
 
-  /// Is told of each call that fails before those who wait for it are. On the loop, too.
-  /// `given_up`: nobody waits any more, but its peer may still be at it.
+  /// Called for each call that fails, before its future fails. May be called on the loop.
+  /// `given_up`: this rank no longer waits, but the peer may still run the call.
   using OnFailure = std::function<void(uint64_t id, const Call& call, bool given_up)>;
 
   PendingCalls(net::Loop& loop, base::Executor& executor, int rank,
@@ -46,27 +46,27 @@ class PendingCalls {
         tracer_(std::move(tracer)),
         on_failure_(std::move(on_failure)) {}
 
-  /// False, with the call failed, after fail_all().
+  /// Returns false, and fails the call, after fail_all().
   bool add(uint64_t id, Call call);
-  /// The call `id`, if it went to `from` and is still waiting.
+  /// Takes out the call `id` if it went to `from` and still waits.
   std::optional<Call> take(uint64_t id, int from);
-  /// Fails the call `id`, if it went to `from` and is still waiting.
+  /// Fails the call `id` if it went to `from` and still waits.
   void fail(uint64_t id, int from, base::Error error);
 
-  /// Of the call `id`, if it is still waiting; it had none before.
+  /// Sets the deadline of the call `id`, which had none, if it still waits.
   void set_deadline(uint64_t id, base::TimePoint deadline);
   bool is_waiting(uint64_t id) const;
 
-  /// Whoever waited for the call `id` does so no more.
+  /// Called when nobody waits for the future of the call `id` any more.
   void give_up(uint64_t id, int to);
 
   std::vector<Wait> waits();
 
   void fail_all_to(int rank, const base::Error& error);
-  /// Those that come later fail at once.
+  /// Also makes later calls fail at once.
   void fail_all(const base::Error& error);
 
-  /// Done when no call waits (any more). One at a time.
+  /// Returns a future that is complete when no call waits. One at a time.
   base::Future<void> drained();
 
  private:
@@ -74,9 +74,9 @@ class PendingCalls {
 
   void expire_on_loop(base::TimePoint when);
   void arm_locked();
-  /// Takes a call out of the calls that wait, and ends it in the trace.
+  /// Takes a call out of `calls_` and ends it in the trace.
   std::pair<uint64_t, Call> take_locked(Calls::iterator it);
-  /// Takes out the calls to `rank`, or all calls if it is -1.
+  /// Takes out the calls to `rank`; if it is -1, all calls.
   std::vector<std::pair<uint64_t, Call>> take_all(int rank);
   void tell_if_drained();
   void fail_taken(uint64_t id, Call& call, base::Error error, bool given_up = false);

@@ -6,9 +6,9 @@
 
 namespace distrain::rpc {
 
-/// An object for each rank, of its newest process; those of processes before it stay until the end,
-/// as threads may still be in them: some hundred bytes for each rank that was lost and is there
-/// again. Filled and changed by one thread; once filled, read by any.
+/// An object for the newest process of each rank. Objects of earlier processes (some hundred bytes
+/// each) are kept until the end, because threads may still use them. One thread fills and changes
+/// it; when it is filled, any thread may read it.
 template <class T>
 class PerRank {
  public:
@@ -16,7 +16,7 @@ class PerRank {
     current_.push_back(std::make_unique<std::atomic<T*>>(object.get()));
     all_.push_back(std::move(object));
   }
-  /// Of the rank's next process.
+  /// Replaces the object of `rank` by that of the rank's next process.
   void replace(int rank, std::unique_ptr<T> object) {
     T* const next = object.get();
     all_.push_back(std::move(object));

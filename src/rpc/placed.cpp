@@ -10,7 +10,7 @@ namespace distrain::rpc {
 at::Tensor placed(const at::Tensor& tensor, c10::Device device) {
   if (tensor.device() == device) return tensor;
   if (is_accelerator(device)) return tensor.to(device, /*non_blocking=*/tensor.is_cpu());
-  const base::BlockingScope waits;  // for the device
+  const base::BlockingScope waits;  // for the copy to complete
   return tensor.to(device);
 }
 

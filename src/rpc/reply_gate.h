@@ -7,17 +7,17 @@ namespace distrain::rpc {
 
 class AgentCore;
 
-/// What leads a late answer to its agent, or nowhere once that has ended. Thread-safe.
+/// Gives replies access to their agent until it ends; a reply may outlive its agent. Thread-safe.
 class ReplyGate {
  public:
   explicit ReplyGate(AgentCore& core) : core_(&core) {}
-  /// Calls `use(core)` unless the agent has ended, which it does not meanwhile.
+  /// Calls `use(core)` if the agent has not ended, and delays its end meanwhile.
   template <class F>
   void enter(const F& use) {
     std::shared_lock lock(mutex_);
     if (core_) use(*core_);
   }
-  /// Returns when nobody is in it any more.
+  /// Ends the access; returns when no enter() is running.
   void close() {
     std::lock_guard lock(mutex_);
     core_ = nullptr;

@@ -9,8 +9,8 @@ namespace distrain::rpc {
 
 namespace {
 
-// Of values that others refer to and nobody has called for yet: a moment's worth.
-// More than one rank's credit admits of the smallest calls that make them.
+// Limit for values that are referred to but not created yet: more than the smallest creating calls
+// for which one rank has credit.
 constexpr size_t kMaxUnmade = size_t{1} << 18;
 
 }  // namespace
@@ -57,7 +57,7 @@ void encode_rref(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle) {
   encoder.rrefs->encode(encoder, handle);
 }
 
-// u32 position among the message's RRefs; each is decoded once
+// Position among the message's RRefs (u32); each can be decoded once.
 std::shared_ptr<RRefHandle> decode_rref(Decoder& decoder) {
   const auto position = decoder.in.get<uint32_t>();
   auto& received = decoder.message.rrefs;
@@ -82,7 +82,7 @@ void RRefContext::send(int to, wire::FrameKind kind, uint64_t id, uint64_t fork,
     if (!closed_) on_control(kind, id, fork, rank_, static_cast<int>(parent));
     return;
   }
-  // close() waits for it: what send_ uses may be gone after that.
+  // close() waits for this send, because `send_` must not be used after it.
   std::shared_lock lock(closing_);
   if (!closed_) send_(to, kind, id, fork, parent);
 }
@@ -113,17 +113,18 @@ std::shared_ptr<OwnedValue> RRefContext::value_locked(uint64_t id) {
   Record& record = entry->second;
   std::shared_ptr<OwnedValue> value = record.value.lock();
   if (!value) {
-    // The last holder, a handle or not, has the entry forgotten. Never under our lock.
+    // The deleter of the last holder removes the entry. It locks, so it must not run under the
+    // lock.
     value =
         std::shared_ptr<OwnedValue>(new OwnedValue, [weak = weak_from_this(), id](OwnedValue* v) {
           delete v;
           if (const auto self = weak.lock()) self->sweep(id);
         });
     record.value = value;
-    // The call that was to make it came from a rank that is lost: it is not run any more.
+    // The creating call came from a lost rank, so it will not be run.
     const auto lost = record.made ? lost_.end() : lost_.find(maker_of(id));
     if (lost != lost_.end()) value->value.fail(lost->second);
-    if (ended_ && !record.made) value->value.fail(*ended_);  // nor is any other
+    if (ended_ && !record.made) value->value.fail(*ended_);  // no creating call is run any more
   }
   return value;
 }
@@ -131,7 +132,7 @@ std::shared_ptr<OwnedValue> RRefContext::value_locked(uint64_t id) {
 bool RRefContext::is_freed_locked(uint64_t id) const {
   const auto it = owned_.find(id);
   if (it == owned_.end()) return freed_.contains(id);
-  // In its deleter, perhaps: that waits for our lock.
+  // Its deleter may be waiting for this lock.
   return it->second.value.expired() && (it->second.made || freed_.contains(id));
 }
 
@@ -159,7 +160,7 @@ std::shared_ptr<RRefHandle> RRefContext::new_remote(int owner) {
 }
 
 std::shared_ptr<OwnedValue> RRefContext::target(uint64_t id, uint64_t fork, int caller) {
-  // No fork: a call to oneself has a local hold, and a lost rank none, whoever has its place now.
+  // No fork is added for a call to oneself, which has a local hold, nor for a lost process.
   const auto is_lost = [&] {
     std::lock_guard lock(mutex_);
     return lost_.contains(maker_of(id));
@@ -193,11 +194,11 @@ void RRefContext::drop_forks(uint64_t id,
     if (!record.forks.empty()) return;
     released = std::move(record.kept);
   }
-  // The value is the user's: its end is not for the loop thread, which may be the one that is here.
+  // User code may run in the value's destructor, so a worker runs it: this may be the loop thread.
   if (released) executor_.post([released = std::move(released)]() mutable { released.reset(); });
 }
 
-// Forgets the entry of a value that is gone.
+// Removes the entry of a value that was destroyed.
 void RRefContext::sweep(uint64_t id) {
   std::lock_guard lock(mutex_);
   const auto it = owned_.find(id);
@@ -214,7 +215,7 @@ void RRefContext::encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& ha
     std::lock_guard lock(mutex_);
     const ProcessNumber process = handle->owning_process();
     const auto lost = lost_.find(process);
-    // Its successor would wait for a value of that id.
+    // The owner's new process would wait for a value of that id.
     if (lost != lost_.end() && newest_locked(owner) != process) throw base::Exception(lost->second);
   }
   Mode mode;
@@ -230,7 +231,7 @@ void RRefContext::encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& ha
     } else {
       mode = encoder.to == owner ? Mode::kLocalHoldAccept : Mode::kUnconfirmed;
       std::lock_guard lock(mutex_);
-      // Of a value that is gone nobody says Accept, and there is nothing to keep alive.
+      // The owner of a lost value sends no Accept, and there is nothing to keep alive.
       if (!lost_.contains(handle->owning_process())) {
         pending_children_.emplace(fork, std::pair(handle, encoder.to));
       }
@@ -299,7 +300,7 @@ std::shared_ptr<RRefHandle> RRefContext::received_by_owner(const RRefTicket& tic
     why.kind = base::ErrorKind::kNotFound;
     why.message =
         "the value of this RRef is gone: its last reference ended before this call was looked at";
-    // It went with a rank that had given it to another, of which the owner had yet to hear.
+    // It was freed when a rank was lost that had shared it before the owner knew of the new fork.
     if (!lost_.empty()) why = lost_.begin()->second;
   }
   auto gone = std::make_shared<OwnedValue>();
@@ -313,7 +314,7 @@ void RRefContext::on_control(wire::FrameKind kind, uint64_t id, uint64_t fork, i
     add_fork(id, fork, from);
     send(parent, wire::FrameKind::kRRefAccept, id, fork, 0);
   } else if (kind == wire::FrameKind::kRRefAccept) {
-    decltype(pending_children_)::node_type held;  // dies outside the lock: may send a Delete
+    decltype(pending_children_)::node_type held;  // destroyed without the lock: may send a Delete
     std::lock_guard lock(mutex_);
     held = pending_children_.extract(fork);
   } else if (kind == wire::FrameKind::kRRefDelete) {
@@ -335,7 +336,7 @@ void RRefContext::on_peer_lost(ProcessNumber process, const base::Error& error) 
     lost_.emplace(process, error);
     for (const auto& [id, record] : owned_) ids.push_back(id);
     for (auto it = pending_children_.begin(); it != pending_children_.end();) {
-      // An Accept comes from the owner, on behalf of the rank that was to get the fork.
+      // The Accept, which comes from the owner after the receiver's Fork, will not come.
       const bool hopeless = it->second.second == rank || it->second.first->owner() == rank;
       if (hopeless) held.push_back(std::move(it->second.first));
       it = hopeless ? pending_children_.erase(it) : std::next(it);
@@ -368,7 +369,7 @@ void RRefContext::fail_unset(const base::Error& error,
   for (const auto& value : values) {
     if (!value->value.future().done()) value->value.fail(error);
   }
-  // One of these may be the last hold on a value of the user's by now.
+  // One of these may be the last owner of a user's value, which must not be destroyed on the loop.
   if (!values.empty()) executor_.post([values = std::move(values)]() mutable { values.clear(); });
 }
 

@@ -15,42 +15,41 @@ namespace distrain::rpc {
 
 namespace {
 
-// u8: how a tensor stands in the body. Its elements are the message's next tensor, or tensors.
+// u8 that precedes a tensor in the body. Its elements are the message's next one or two tensors.
 enum class TensorTag : uint8_t { kUndefined = 0, kDense = 1, kSparse = 2 };
 
-// What the wire takes: without gaps, row-major or channels-last, not lazily conjugated or negated.
+// Returns `tensor` without gaps, row-major or channels-last, and not lazily conjugated or negated.
 at::Tensor make_plain(const at::Tensor& tensor) {
   const bool has_layout =
       tensor.is_contiguous() ||
       (tensor.dim() == 4 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast)) ||
       (tensor.dim() == 5 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast3d));
   if (has_layout && !tensor.is_conj() && !tensor.is_neg()) return tensor;
-  // Under the caller's grad mode: the send node is put behind what these record.
+  // Recorded by autograd in the caller's grad mode: the send node follows these operations.
   return tensor.resolve_conj().resolve_neg().contiguous();
 }
 
-// Where on rank `to` it arrives.
+// Returns the device on which `tensor` arrives on rank `to`.
 wire::DeviceRef arrival_of(const at::Tensor& tensor, const DeviceTable* devices, int to) {
   if (!is_accelerator(tensor.device())) return {};
   if (devices) return devices->target(to, tensor.device());
   base::invalid("a tensor on " + tensor.device().str() + " where only the CPU's travel");
 }
 
-// Whether each index is one of its dimension's: torch's own kernels do not check them.
+// Returns true if each index is within its dimension, which torch's own kernels do not check.
 bool are_in_range(const at::Tensor& indices, std::span<const int64_t> sizes) {
   const int64_t count = indices.size(1);
   const int64_t* at = indices.const_data_ptr<int64_t>();
   for (int64_t dim = 0; dim < indices.size(0); ++dim, at += count) {
     const auto size = static_cast<uint64_t>(sizes[static_cast<size_t>(dim)]);
-    bool fits = true;  // no early exit, so that the compiler can take many at once
+    bool fits = true;  // no early exit, so that the loop can be vectorized
     for (int64_t i = 0; i < count; ++i) fits &= static_cast<uint64_t>(at[i]) < size;
     if (!fits) return false;
   }
   return true;
 }
 
-// Whether each place comes once, and in order: what "coalesced" means to torch's kernels, some of
-// which then write to places in parallel.
+// Returns true if indices are unique and sorted, as kernels that write in parallel rely on.
 bool are_increasing(const at::Tensor& indices) {
   const int64_t count = indices.size(1);
   const int64_t* at = indices.const_data_ptr<int64_t>();
@@ -79,7 +78,7 @@ void Encoder::put_tensor(const at::Tensor& tensor) {
     out.put(TensorTag::kDense);
     return add(make_plain(tensor), requires_grad);
   }
-  // The gradient goes through the values, which autograd knows of a coalesced tensor only.
+  // The gradient flows through the values, which autograd provides for coalesced tensors only.
   const at::Tensor sparse = requires_grad ? tensor.coalesce() : tensor;
   out.put(TensorTag::kSparse);
   out.put(sparse.is_coalesced());
@@ -104,7 +103,7 @@ at::Tensor Decoder::get_tensor() {
       const std::vector<int64_t> sizes = wire::decode_sizes(in, wire::decode_dimensions(in), 1);
       const at::Tensor& indices = take();
       const at::Tensor& values = take();
-      // What torch's own constructor would check, and cheaper.
+      // The checks of torch's own constructor, at less cost.
       const auto dims = static_cast<int64_t>(sizes.size());
       bool fits = indices.device() == values.device() && indices.dim() == 2 &&
                   indices.scalar_type() == at::kLong && values.dim() >= 1 &&
@@ -118,7 +117,7 @@ at::Tensor Decoder::get_tensor() {
       if (!are_in_range(readable, sizes)) {
         wire::Reader::fail("a sparse tensor with an index beyond its size");
       }
-      const c10::OptionalDeviceGuard guard(at::device_of(values));  // torch makes it there
+      const c10::OptionalDeviceGuard guard(at::device_of(values));  // the current device gets it
       const at::AutoGradMode recording(values.requires_grad());
       return at::_sparse_coo_tensor_unsafe(indices, values, sizes,
                                            values.options().layout(at::kSparse),
@@ -128,7 +127,7 @@ at::Tensor Decoder::get_tensor() {
   wire::Reader::fail("an unknown kind of tensor");
 }
 
-// u8 wire::DType · the value, of 8 bytes a part
+// u8 wire::DType · the value, 8 bytes a part
 void Serializer<at::Scalar>::encode(Encoder& encoder, const at::Scalar& value) {
   if (value.isSymbolic()) base::invalid("a symbolic scalar cannot be sent");
   encoder.out.put(to_dtype(value.type()));

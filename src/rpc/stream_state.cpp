@@ -14,9 +14,9 @@ namespace distrain::rpc {
 
 namespace {
 
-std::atomic<c10::DeviceType> type_in_use{c10::DeviceType::CPU};  // none
+std::atomic<c10::DeviceType> type_in_use{c10::DeviceType::CPU};  // CPU: none in use
 
-// Those of this thread's current streams that are not their device's default one.
+// Returns this thread's current streams, without those that are their device's default stream.
 std::vector<c10::Stream> own_streams() {
   const c10::DeviceType type = type_in_use;
   if (type == c10::DeviceType::CPU) return {};
@@ -39,7 +39,7 @@ class StreamWork final : public base::QueuedWork {
   void precede_this_thread() const noexcept override {
     try {
       for (const auto& [device, point] : points_) point.make_current_wait(device);
-    } catch (...) {  // the device has failed: so does whatever uses the value
+    } catch (...) {  // the device has failed, so using the value fails too
     }
   }
 
@@ -52,7 +52,7 @@ base::QueuedWorkPtr find_queued_work() noexcept {
   try {
     const std::vector<c10::Stream> streams = own_streams();
     if (!streams.empty()) return std::make_shared<StreamWork>(streams);
-  } catch (...) {  // as above
+  } catch (...) {  // the device has failed
   }
   return nullptr;
 }
@@ -63,7 +63,7 @@ void follow_default_streams(const std::vector<c10::Stream>& streams) noexcept {
       const c10::impl::VirtualGuardImpl devices(stream.device_type());
       StreamPoint::mark(devices.getDefaultStream(stream.device())).make_wait(stream);
     }
-  } catch (...) {  // as above
+  } catch (...) {  // the device has failed
   }
 }
 
@@ -79,7 +79,7 @@ base::Task under_this_thread(base::Task task) {
   std::vector<c10::Stream> streams = own_streams();
   if (streams.empty()) return task;
   return [streams = std::move(streams), task = std::move(task)]() mutable {
-    // What has completed the future is behind the worker's own stream by now.
+    // The work that completed the future precedes the worker's default stream by now.
     follow_default_streams(streams);
     const c10::MultiStreamGuard guard(streams);
     task();
@@ -90,7 +90,7 @@ base::Task under_this_thread(base::Task task) {
 void follow_workers() noexcept {
   try {
     follow_default_streams(own_streams());
-  } catch (...) {  // as above
+  } catch (...) {  // the device has failed
   }
 }
 

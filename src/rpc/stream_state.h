@@ -6,18 +6,18 @@
 
 namespace distrain::rpc {
 
-// These take care that work which goes from one thread to another stays in order on the devices:
-// see Note [Streams] in distrain/rpc/device.h. Where no device is in use, and where threads have
-// left their current streams at the defaults, there is nothing to do. Thread-safe.
+// These functions keep work that passes from one thread to another in order on the devices: Note
+// [Streams] in distrain/rpc/device.h. They do nothing if no device is in use or the thread's
+// current streams are the default ones. Thread-safe.
 
-/// From now on the streams of devices of this type are looked at, here and by whoever completes a
-/// future. A process has accelerators of one type.
+/// From now on, also when a future is completed, considers the streams of devices of this type. A
+/// process uses accelerators of one type.
 void use_streams_of(c10::DeviceType type);
 
-/// A continuation that is registered by this thread: it runs under its streams.
+/// Wraps a continuation so that it runs with the streams of the thread that registers it.
 base::Task under_this_thread(base::Task task);
 
-/// This thread's own streams go on behind what workers computed in the devices' default streams.
+/// Orders this thread's own streams after the work that workers put into the default streams.
 void follow_workers() noexcept;
 
 }  // namespace distrain::rpc

@@ -11,15 +11,15 @@ namespace {
 
 constexpr int kExchanges = 16;
 
-// The error in flight, as one of asking that rank for its trace.
+// Rethrows the current exception as one of collecting the trace of `rank`.
 [[noreturn]] void rethrow_naming(int rank) {
   base::Error error = error_in_flight(base::ErrorKind::kInternal);
   error.message = "the trace of rank " + std::to_string(rank) + ": " + error.message;
-  if (error.kind == base::ErrorKind::kProtocol) error.rank = rank;  // it sent what does not fit
+  if (error.kind == base::ErrorKind::kProtocol) error.rank = rank;  // its answer is malformed
   throw base::Exception(error);
 }
 
-// As NTP does: of several exchanges, the one with the shortest way there and back says most.
+// Reads a clock as NTP does: the exchange with the shortest round trip is the most exact one.
 ClockReading read_clock(Agent& agent, int rank) try {
   const base::Tracer& tracer = *agent.tracer();
   ClockReading best;
@@ -67,7 +67,7 @@ TraceCollector::TraceCollector(Agent& agent)
   read_clocks();
 }
 
-// Of each clock but our own, on the first rank that has it.
+// Reads each clock but this rank's, on the first rank that has it.
 void TraceCollector::read_clocks() {
   for (size_t rank = 1; rank < clocks_.size(); ++rank) {
     RankClock& clock = clocks_[rank];
@@ -91,7 +91,7 @@ std::vector<base::RankTrace> TraceCollector::collect() {
   std::vector<RankClock> clocks = {clocks_[0]};
   for (int rank = 1; rank < agent_.world_size(); ++rank) {
     try {
-      if (agent_.is_done_without(rank)) continue;  // what it did has gone with it
+      if (agent_.is_done_without(rank)) continue;  // its trace is lost
       ranks.push_back(collect_from(agent_, rank));
       clocks.push_back(clocks_[static_cast<size_t>(rank)]);
     } catch (const base::Exception&) {

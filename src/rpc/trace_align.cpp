@@ -1,29 +1,28 @@
 // Note [One clock]
 //
-// The monotonic clocks of machines begin at different moments and run at slightly different speeds.
-// Ranks on one machine have one clock (a "domain" below): their times are right as they are.
+// The monotonic clocks of machines start at different times and drift. Ranks on one machine share a
+// clock (a "domain" below), so their times need no alignment.
 //
-// 1. Estimate. For each clock but rank 0's there are two readings of the offset, from the beginning
-//    and the end of the job, which all ranks with that clock share. In between it is interpolated,
-//    which takes care of a constant drift; outside, the nearer one holds. Each reading is off by
-//    half its round trip at most, say 50 us, which is more than a call takes one way: arrows could
-//    point backwards.
+// 1. Estimate. For each clock but rank 0's, the offset is read at the beginning and at the end of
+// the job, by one rank for all that share the clock. Between the readings it is interpolated, which
+// corrects a constant drift; outside, the nearer reading is used. The error of a reading is at most
+// half its round trip, say 50 us, which is more than a call takes one way: some flows could point
+// backwards.
 //
-// 2. Repair. A flow that leaves domain a at t_a and arrives in b at t_b says that b's clock must be
-//    ahead by c_b - c_a >= t_a - t_b, with c the correction of each domain. The largest of these
-//    differences for each pair of domains is the weight of an edge from a to b, and the smallest
-//    corrections that satisfy all are the longest paths from anywhere with c = 0: Bellman and
-//    Ford's relaxation, done after as many rounds as there are domains unless a cycle has a sum
-//    above zero. For clocks whose drift is constant there is none, since the true offsets satisfy
-//    every flow.
+// 2. Repair. A flow that leaves domain a at t_a and arrives in b at t_b requires c_b - c_a >= t_a -
+// t_b, where c is the correction of a domain. For each pair of domains, the largest such difference
+// is the weight of an edge from a to b. The smallest corrections that satisfy all flows are the
+// longest paths from any domain with c = 0. Bellman-Ford relaxation finds them in as many rounds as
+// there are domains, unless a cycle has a positive sum. Clocks with constant drift have no such
+// cycle, since the true offsets satisfy every flow.
 //
-// 3. If there is such a cycle (a clock was slewed meanwhile), no constant will do. Then the
-//    corrections become functions of time that only grow, by steps (a "controlled logical clock",
-//    Rabenseifner 1997, without its smoothing): the flows' ends are looked at in an order in which
-//    everything comes after what caused it, and where one still arrives too early, its domain is
-//    late from there on. That always succeeds, as effects never caused their causes.
+// 3. If there is such a cycle (a clock was slewed), no constant corrections exist. Then a
+// correction is a growing step function of time (a "controlled logical clock", Rabenseifner 1997,
+// without its smoothing): the ends of flows are processed in causal order, and if a flow arrives
+// too early, the correction of its domain grows from there on. This always succeeds, because
+// effects never precede their causes.
 //
-// All maps of times are monotonic, so that slices of a thread stay within each other or apart.
+// All these maps of times are monotonic, so slices of a thread stay nested or disjoint.
 
 #include <algorithm>
 #include <cmath>
@@ -41,8 +40,8 @@ using base::RankTrace;
 using base::TraceEvent;
 using Kind = TraceEvent::Kind;
 
-// Ranks may say of their clocks what they like (within kMostTime). What comes of that beyond this
-// is as good as any other time, and stays where further sums fit.
+// Limit of aligned times, so that sums do not overflow. Other ranks may send any clock values
+// within kMostTime; beyond this limit their times are meaningless anyway.
 constexpr int64_t kMostAligned = 2 * kMostTime;
 int64_t clamped(int64_t time) { return std::clamp(time, -kMostAligned, kMostAligned); }
 
@@ -63,7 +62,7 @@ void estimate(RankTrace& rank, const RankClock& clock) {
   const ClockReading& last = clock.readings.back();
   const auto span = static_cast<double>(last.at - first.at);
   const auto gained = static_cast<double>(last.offset - first.offset);
-  if (span <= 0 || std::abs(gained) > span / 2) {  // too short a time to tell a drift
+  if (span <= 0 || std::abs(gained) > span / 2) {  // too short to measure drift
     const ClockReading& best = last.round_trip < first.round_trip ? last : first;
     return map_times(rank, [&](int64_t t) { return clamped(t + best.offset); });
   }
@@ -74,13 +73,13 @@ void estimate(RankTrace& rank, const RankClock& clock) {
 }
 
 struct Flow {
-  size_t from = 0;  // domains
+  size_t from = 0;  // `from` and `to` are domains
   size_t to = 0;
   int64_t left = 0;
   int64_t arrived = 0;
 };
 
-/// The flows from one clock to another that have both ends.
+/// Returns the flows between different clocks whose both ends are known.
 std::vector<Flow> flows_between(const std::vector<RankTrace>& ranks,
                                 const std::vector<size_t>& domains) {
   std::unordered_map<uint64_t, Flow> begun;
@@ -107,7 +106,7 @@ std::vector<Flow> flows_between(const std::vector<RankTrace>& ranks,
   return flows;
 }
 
-/// Step 2. False if there is no solution, or none of clocks that there are.
+/// Step 2. Returns false if there is no solution, or none within kMostAligned.
 bool relax(const std::vector<Flow>& flows, std::vector<int64_t>& corrections) {
   const size_t domains = corrections.size();
   constexpr int64_t kNone = std::numeric_limits<int64_t>::min();
@@ -132,7 +131,7 @@ bool relax(const std::vector<Flow>& flows, std::vector<int64_t>& corrections) {
   return false;
 }
 
-/// A correction that holds from `from` on.
+/// A correction that applies from time `from` on.
 struct Step {
   int64_t from = 0;
   int64_t correction = 0;
@@ -144,11 +143,11 @@ int64_t correction_at(const std::vector<Step>& steps, int64_t time) {
   return after == steps.begin() ? 0 : std::prev(after)->correction;
 }
 
-/// Step 3: the steps of each domain.
+/// Step 3: returns the steps of each domain.
 std::vector<std::vector<Step>> follow(const std::vector<Flow>& flows, size_t domains) {
   struct End {
     int64_t time;
-    bool leaves;  // at the same time: what arrives comes first, as its step holds there already
+    bool leaves;  // at the same time arrivals come first, because their step already applies then
     size_t flow;
   };
   std::vector<std::vector<End>> ends(domains);
@@ -173,7 +172,7 @@ std::vector<std::vector<Step>> follow(const std::vector<Flow>& flows, size_t dom
         if (end.leaves) {
           left[end.flow] = clamped(end.time + correction);
         } else if (left[end.flow] == std::numeric_limits<int64_t>::max()) {
-          break;  // it has not been looked at where it left
+          break;  // its departure has not been processed yet
         } else if (left[end.flow] > end.time + correction) {
           steps[d].push_back({end.time, left[end.flow] - end.time});
         }
@@ -192,7 +191,7 @@ void align_traces(std::vector<RankTrace>& ranks, const std::vector<RankClock>& c
     const auto [it, is_new] = known.try_emplace(clocks[r].domain, known.size());
     domains.push_back(it->second);
   }
-  // Ranks with one clock are aligned to rank 0's by the same readings, so they stay together.
+  // Ranks that share a clock use the same readings, so they stay aligned to each other.
   std::vector<const RankClock*> first_of(known.size(), nullptr);
   for (size_t r = 0; r < ranks.size(); ++r) {
     const RankClock*& first = first_of[domains[r]];

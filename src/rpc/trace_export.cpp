@@ -13,7 +13,7 @@ using Kind = base::TraceEvent::Kind;
 
 constexpr int64_t kChunk = 1 << 16;  // 4 MiB
 
-/// What this rank has recorded, as it travels.
+/// Encodes the events of this rank as chunks.
 class TraceExport {
  public:
   TraceChunk chunk(base::Tracer& tracer, uint64_t first) {
@@ -115,7 +115,7 @@ void TraceImport::add(const at::Tensor& events) {
     while (track_ < tracks_.size() && tracks_[track_].events.size() == wanted_[track_]) ++track_;
     const bool is_known = row[0] >= 0 && row[0] <= static_cast<int64_t>(Kind::kAsync);
     const bool is_slice = is_time(row[5]) && is_time(row[6]) && row[5] <= row[6];
-    // What leaves a slice leaves it while it lasts.
+    // A flow must leave during its slice.
     const bool leaves_later =
         row[0] == static_cast<int64_t>(Kind::kFlowOut) && (row[4] < row[5] || row[4] > row[6]);
     if (track_ == tracks_.size() || !is_known || !is_slice || leaves_later) {

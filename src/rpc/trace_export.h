@@ -12,16 +12,16 @@
 
 namespace distrain::rpc {
 
-/// A clock that is read for another rank.
+/// A reading of this rank's clock, for rank 0.
 struct ClockAnswer {
   std::string domain;
   int64_t now = 0;
   static constexpr auto kFields = std::tuple(&ClockAnswer::domain, &ClockAnswer::now);
 };
 
-/// Some of the events of a rank: int64 [n, kTraceColumns], in the order of the columns kind · name
-/// · category · key · value · start · end · id. Names and categories are places in `texts`, a key
-/// is too, or -1. The first chunk has the texts, the tracks' names and numbers of events, in order.
+/// A part of a rank's events: int64 [n, kTraceColumns] with the columns kind · name · category ·
+/// key · value · start · end · id. Name, category and key are indices into `texts`; a key may be
+/// -1. The first chunk contains the texts, and the names and event counts of the tracks, in order.
 struct TraceChunk {
   uint64_t dropped = 0;
   std::vector<std::string> texts;
@@ -32,27 +32,27 @@ struct TraceChunk {
 };
 inline constexpr int64_t kTraceColumns = 8;
 
-/// What the times of a peer lie within, ns on either side of 0: 36 years, longer than a monotonic
-/// clock has run, or a job. Sums and differences of up to seven of them fit.
+/// Limit for the times of a peer, ns on either side of 0: 36 years, longer than any monotonic clock
+/// has run. Sums and differences of up to seven such times do not overflow.
 inline constexpr int64_t kMostTime = int64_t{1} << 60;
 inline bool is_time(int64_t ns) { return -kMostTime <= ns && ns <= kMostTime; }
 
-/// How long a rank waits for slices that are still under way when its trace is asked for: those
-/// whose reply has been heard already, but which their threads have not ended yet.
+/// How long a rank waits, when its trace is read, for threads to end the slices of calls that have
+/// been answered already.
 inline constexpr base::Duration kTraceSettles = std::chrono::seconds(2);
 
-// What rank 0 asks for.
+// The functions that rank 0 calls.
 ClockAnswer read_trace_clock(CallContext& call);
-/// The events from `first` on. Number 0 stops the tracer.
+/// Returns the events from index `first` on; 0 stops the tracer.
 TraceChunk read_trace(CallContext& call, uint64_t first);
 
-/// Makes these callable. For an agent with a tracer.
+/// Exposes these functions on an agent with a tracer.
 void expose_trace(Agent& agent);
 
-/// The tracks of a rank from its chunks in turn. Throws `protocol` if they do not fit together.
+/// Assembles the tracks of a rank from its chunks. Throws `protocol` if they do not fit together.
 class TraceImport {
  public:
-  /// Texts are kept by `tracer`.
+  /// `tracer` owns the texts.
   TraceImport(base::Tracer& tracer, const TraceChunk& first);
 
   void add(const at::Tensor& events);
@@ -63,7 +63,7 @@ class TraceImport {
  private:
   std::vector<const char*> texts_;
   std::vector<base::TraceTrack> tracks_;
-  std::vector<uint64_t> wanted_;  // of each track
+  std::vector<uint64_t> wanted_;  // number of events of each track
   size_t track_ = 0;
   uint64_t events_ = 0;
   uint64_t total_ = 0;
