@@ -36,7 +36,7 @@ std::string both_generations(const Self& self, const wire::Hello& other) {
          " of " + std::to_string(self.generation);
 }
 
-// What came late from an earlier generation proves nothing, but says which one it is of.
+// A late message of an earlier generation has no valid proof, but it names its generation.
 std::string claimed_generation(const Self& self, const wire::Hello& other) {
   if (!is_other_generation(self, other)) return {};
   return " (it says that it is " + both_generations(self, other) + ")";

@@ -13,41 +13,41 @@ namespace distrain::rpc::identity {
 
 // Note [Identity]
 //
-// Who is at the other end of a connection, before anything is believed of it. Each end says who it
-// is in a hello with a fresh nonce, then shows that it knows the key, the initiator first.
+// Each side of a new connection proves its identity before the other side trusts it: each sends a
+// hello with its identity and a fresh nonce, then proves to know the key, the initiator first.
 //
 //   proof of a side = HMAC-SHA256(key of that side, the initiator's hello · the responder's hello)
 //   key of a side   = HKDF-SHA256(secret, "join initiator", "peer responder", …)
 //
-// Both hellos are in what is proved, byte by byte: version, purpose, trust, rank, generation,
-// incarnation, job and nonce. So no field can be changed on the way; a proof of another connection
-// does not fit, as its nonces are others; and one that is sent back to its maker does not fit
-// either, as the sides have keys of their own.
+// A proof covers all bytes of both hellos: version, purpose, trust, rank, generation, incarnation,
+// job and nonce. So no field can be changed in transit. The nonces prevent the replay of another
+// connection's proof. The sides have different keys, so a proof sent back to its maker is invalid.
 //
-// What the secret of a connection to rank 0 (join) is depends on what ranks trust:
+// The secret of a connection to rank 0 (join) depends on what the ranks trust:
 //
 //   token      the job's token, which only its ranks know
-//   same user  none. The kernel says whose process is at the other end: of a unix socket by
-//              SO_PEERCRED, of TCP by the owner of the peer's socket, which is then one of this
-//              host and this network namespace. Each side looks.
+//   same user  none. Each side asks the kernel for the owner of the peer process: on a unix socket
+//              by SO_PEERCRED, on TCP by the owner of the peer's socket, which must be on this host
+//              and in this network namespace.
 //   anybody    none (--insecure)
 //
-// Of a connection between two ranks (peer) it is the directory's secret and the token: rank 0 has
-// made that secret for this job, and gives it to ranks that have proved themselves.
+// The secret of a connection for calls (peer) is the directory's secret and the token. Rank 0 makes
+// the directory's secret, and sends it to ranks that have proved themselves.
 //
-// Besides its own hello, which is no secret, a responder tells a stranger nothing but the protocol
-// version: refusal(). A proved rank of another job or generation hears why: mismatch().
+// Besides its own hello, which is not secret, a responder tells an unproved peer nothing but the
+// protocol version: refusal(). A proved rank of another job or generation is told why it is
+// refused: mismatch().
 
-/// What a rank says of itself in every hello.
+/// A rank's identity, as its hellos state it.
 struct Self {
   int rank = 0;
   wire::Trust trust = wire::Trust::kSameUser;
   uint32_t generation = 0;   ///< wire::kAnyGeneration: not known yet
   wire::JobId job_id{};      ///< zero: not known yet
-  uint32_t incarnation = 0;  ///< of the rank; rank 0 says which, so 0 where it joins
+  uint32_t incarnation = 0;  ///< 0 when joining, because rank 0 assigns it
 };
 
-/// What one side of a connection proves itself with.
+/// The identity of a side, and the secret that it proves to know.
 struct Credentials {
   Self self;
   std::string secret;  ///< may be empty
@@ -58,15 +58,15 @@ class Initiator {
  public:
   Initiator(const Credentials& credentials, wire::HelloPurpose purpose);
 
-  /// What it begins with.
+  /// Returns the hello to send first.
   const wire::Bytes& hello() const { return own_; }
-  /// Takes the other side's hello, and gives back what is to be said to it. `protocol` for bytes
-  /// that are no hello, `auth` for a hello that does not answer this one.
+  /// Takes the responder's hello and returns the proof to send. Throws `protocol` if the bytes are
+  /// no hello, `auth` if the hello is for another purpose.
   wire::Proof answer(std::span<const uint8_t> hello);
-  /// Takes the other side's proof. `auth` if it is none: the other side does not know the secret.
+  /// Checks the responder's proof. Throws `auth` if the responder does not know the secret.
   void check(std::span<const uint8_t> proof) const;
 
-  /// Who the other side says it is; believed once check() has returned.
+  /// Returns the responder's hello; to be trusted only after check() has returned.
   const wire::Hello& other() const { return other_; }
 
  private:
@@ -78,15 +78,15 @@ class Initiator {
   wire::Hello other_;
 };
 
-/// The side that is connected to. Not thread-safe.
+/// The side that accepts the connection. Not thread-safe.
 class Responder {
  public:
-  /// `hello` is what the other side has said; the credentials are those for its purpose.
+  /// `hello` is the initiator's; `credentials` are those for its purpose.
   Responder(const Credentials& credentials, const wire::Hello& hello);
 
-  /// What it answers.
+  /// Returns the hello to send.
   const wire::Bytes& hello() const { return own_; }
-  /// Takes the other side's proof, and gives back its own. `auth` if it is none.
+  /// Checks the initiator's proof and returns the proof to send. Throws `auth` if it is wrong.
   wire::Proof check(std::span<const uint8_t> proof) const;
 
   const wire::Hello& other() const { return other_; }
@@ -99,14 +99,13 @@ class Responder {
   wire::Bytes theirs_;
 };
 
-/// Why two sides that know the same secret are not of the same job after all, if they are not: of
-/// `self`, which is rank 0 if the purpose is to join, and of `other`.
+/// Returns an error if `other`, which knows the secret, is of another job or generation.
 std::optional<base::Error> mismatch(const Self& self, const wire::Hello& other);
 
-/// Why `other` is not believed (its proof, or its trust), and what its user is to do.
+/// Returns why `other` is not trusted (its proof, or its kind of trust), and what its user can do.
 std::string why_not_believed(const Self& self, const wire::Hello& other);
 
-/// All that a stranger hears.
+/// Returns the only error that an unproved peer is sent.
 base::Error refusal();
 
 }  // namespace distrain::rpc::identity

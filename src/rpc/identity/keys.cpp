@@ -21,7 +21,7 @@ namespace distrain::rpc::identity {
 
 namespace {
 
-// OpenSSL wants what it only reads by pointers that it could write to.
+// OpenSSL takes pointers to non-const, although it only reads these parameters.
 OSSL_PARAM text(const char* name, const char* value) {
   return OSSL_PARAM_construct_utf8_string(name, const_cast<char*>(value), 0);
 }
@@ -36,11 +36,11 @@ void require(bool worked, const char* what) {
 
 // Note [OpenSSL at exit]
 //
-// OpenSSL frees all it has in a handler of exit(), while threads of an agent that is destroyed
-// later, or never, may use it. To ask OpenSSL for no handler (OPENSSL_INIT_NO_ATEXIT) is too late
-// if the program has set it up itself. So a handler that is registered after OpenSSL's, and
-// therefore runs before it, waits until no thread is inside and makes all later ones throw
-// `cancelled`. Nothing else of those threads is destroyed at exit.
+// OpenSSL frees its data in an exit() handler, while threads of an agent that is destroyed later,
+// or never, may still use it. OPENSSL_INIT_NO_ATEXIT, which omits that handler, has no effect if
+// the program has initialized OpenSSL before. So a handler that is registered after OpenSSL's, and
+// therefore runs before it, waits until no thread is inside OpenSSL and makes later calls throw
+// `cancelled`.
 struct Gate {
   std::shared_timed_mutex mutex;
   std::atomic<bool> is_closed{false};  // read with the mutex held
@@ -48,14 +48,14 @@ struct Gate {
 
 Gate& gate() {
   static Gate& only = []() -> Gate& {
-    // Some option, as with none of them no handler is registered.
+    // With no option at all, OpenSSL would not register its handler.
     require(OPENSSL_init_crypto(OPENSSL_INIT_LOAD_CRYPTO_STRINGS, nullptr) == 1, "its set-up");
     std::atexit([] {
-      gate().is_closed = true;  // first, so that no thread keeps the mutex from this one
-      // Not for ever: a forked process may have lost threads that were inside.
+      gate().is_closed = true;  // first, so that no new thread delays the lock below
+      // With a timeout, because threads inside OpenSSL do not exist in a forked process.
       const std::unique_lock lock(gate().mutex, std::chrono::seconds(1));
     });
-    return *new Gate;  // outlives all threads
+    return *new Gate;  // never destroyed, because threads may use it
   }();
   return only;
 }
@@ -94,7 +94,7 @@ std::string hex(std::string_view bytes) {
 
 Key derive(std::string_view secret, std::string_view use) {
   const auto inside = enter();
-  if (secret.empty()) secret = std::string_view("\0", 1);  // OpenSSL takes no empty one
+  if (secret.empty()) secret = std::string_view("\0", 1);  // OpenSSL refuses an empty key
   const std::unique_ptr<EVP_KDF, decltype(&EVP_KDF_free)> kdf(
       EVP_KDF_fetch(nullptr, "HKDF", nullptr), &EVP_KDF_free);
   require(kdf != nullptr, "HKDF");

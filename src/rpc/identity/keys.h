@@ -10,27 +10,27 @@
 
 namespace distrain::rpc::identity {
 
-/// A key of HMAC-SHA256.
+/// A key for HMAC-SHA256.
 using Key = std::array<uint8_t, 32>;
 
-/// Makes OpenSSL ready. What is destroyed at the process's exit and was made after this is
-/// destroyed while OpenSSL still works: Note [OpenSSL at exit] in keys.cpp.
+/// Initializes OpenSSL. Static objects constructed after this call are destroyed at exit while
+/// OpenSSL still works: Note [OpenSSL at exit] in keys.cpp.
 void set_up();
 
-/// From the system's source: bytes that nobody can guess. `resources` if it has none.
+/// Fills `out` from the system's random source. Throws `resources` if it fails.
 void fill_random(std::span<uint8_t> out);
 std::string random_bytes(size_t count);
-/// Two digits each.
+/// Returns two hexadecimal digits for each byte.
 std::string hex(std::string_view bytes);
 
-/// HKDF-SHA256 (RFC 5869) of `secret`, which may be empty, for what `use` says.
+/// Returns the HKDF-SHA256 (RFC 5869) of `secret`, which may be empty, with `use` as info.
 Key derive(std::string_view secret, std::string_view use);
-/// HMAC-SHA256 over the parts, one after the other.
+/// Returns the HMAC-SHA256 of the concatenated `parts`.
 wire::Proof authenticate(const Key& key, std::initializer_list<std::span<const uint8_t>> parts);
-/// Takes as long for different ones as for equal ones.
+/// Compares in constant time.
 bool is_equal(const wire::Proof& a, const wire::Proof& b);
 
-/// The number of the job that is called so by whoever runs it: a part of its SHA-256.
+/// Returns the number of a job out of its name: the first bytes of the name's SHA-256.
 wire::JobId job_id_of(std::string_view name);
 
 }  // namespace distrain::rpc::identity
