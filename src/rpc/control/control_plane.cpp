@@ -17,11 +17,11 @@ using base::ErrorKind;
 using control::Link;
 using control::rendezvous_error;
 
-constexpr auto kDoorTimeout = std::chrono::seconds(2);  // for the proof of who connects
-constexpr auto kLastWords = std::chrono::seconds(1);    // of this rank, to others
-constexpr auto kLoopAnswers = std::chrono::seconds(1);  // when somebody asks it
+constexpr auto kDoorTimeout = std::chrono::seconds(2);  // for a connection's proof of identity
+constexpr auto kLastWords = std::chrono::seconds(1);    // for this rank's last messages
+constexpr auto kLoopAnswers = std::chrono::seconds(1);  // for an answer of the loop
 
-// At the name where ranks of this host look for rank 0.
+// Listens at the name where ranks of this host look for rank 0.
 net::Fd listen_at_meeting(const std::string& name) {
   auto socket = net::listen_unix(name);
   if (socket.ok()) return std::move(socket.unchecked());
@@ -37,7 +37,7 @@ wire::Trust trust_of(const AgentOptions& options) {
   return options.insecure ? wire::Trust::kAnybody : wire::Trust::kSameUser;
 }
 
-// Rank 0 makes the number of its job where nobody has said what it is called.
+// Returns the job's id; if it has no name, rank 0 makes a random one.
 wire::JobId job_id_of(const AgentOptions& options) {
   wire::JobId id{};
   if (!options.job_id.empty()) return identity::job_id_of(options.job_id);
@@ -79,7 +79,7 @@ ControlPlane::ControlPlane(net::Loop& loop, const AgentOptions& options, DeviceT
   if (!meeting_name().empty()) meeting_socket_ = listen_at_meeting(meeting_name());
 }
 
-// ---- what other threads ask for ----
+// ---- for other threads ----
 
 base::Future<uint64_t> ControlPlane::enter_round(uint64_t round, uint64_t number) {
   base::Future<uint64_t> future;
@@ -137,7 +137,7 @@ std::optional<Wait> ControlPlane::wait() {
 void ControlPlane::abort(const Error& error) {
   loop_.post([self = shared_from_this(), error] {
     self->is_leaving_ = true;
-    // Rank 0 has put this rank off: the party is over, and the next attempt to join is to come.
+    // Rank 0 has put this rank off: the party is over, and the next attempt has not begun.
     const bool is_put_off = self->party_ && self->party_->is_over() && !self->met_.future().done();
     if (self->party_ && !is_put_off) {
       self->party_->abort(error);
@@ -169,7 +169,7 @@ void ControlPlane::close() {
   });
 }
 
-// The loop would drop what is queued for a slow peer, such as why this rank leaves.
+// The loop would drop messages that are queued for a slow peer, such as why this rank leaves.
 void ControlPlane::wait_until_flushed() {
   std::unique_lock lock(mutex_);
   stream_closed_.wait_for(lock, kLastWords, [this] { return open_streams_ == 0; });
@@ -289,8 +289,8 @@ std::optional<Error> ControlPlane::admit_member_on_loop(const net::StreamPtr& st
   if (!hub_) return rendezvous_error("only rank 0 can be joined");
   if (visitor.rank == wire::kAnyRank) return keep_place_on_loop(stream, visitor.join);
   const int rank = visitor.rank;
-  // How others reach it: as rank 0 sees it, unless it says otherwise. A rank seen on loopback is on
-  // rank 0's machine, so it is reached where rank 0 is; one that has come by a unix socket, too.
+  // Others reach a rank at the address that rank 0 sees, unless the rank gives another one. A rank
+  // seen on loopback or on a unix socket is on rank 0's host, so its address is rank 0's.
   const std::string& seen = stream->peer_name();
   const size_t colon = seen.rfind(':');
   const std::string host = colon == std::string::npos ? "" : seen.substr(0, colon);
@@ -318,7 +318,7 @@ std::optional<Error> ControlPlane::keep_place_on_loop(const net::StreamPtr& stre
     let_go_on_loop(link);
     return refusal;
   }
-  // It says nothing more but that it is alive.
+  // The process only keeps the connection open.
   stream->set_handler_on_loop(watched(link, {[](const net::InFrame&) {},
                                              [self = shared_from_this(), link](const Error&) {
                                                if (self->hub_) self->hub_->keep_no_more(link);
@@ -349,7 +349,7 @@ Way ControlPlane::way_to(int rank, const wire::Endpoint& endpoint) const {
   const bool is_seen = seen != seen_hosts_.end() && !seen->second.empty();
   const std::string& known = is_seen ? seen->second : rank_0_host_;
   if (way.host.empty()) way.host = known;
-  // The interface of a link-local address is this host's, whatever the other host calls its own.
+  // The interface of a link-local address is named by this host, whatever its name on the other.
   const size_t theirs = way.host.find('%'), own = known.find('%');
   if (theirs != std::string::npos && own != std::string::npos) {
     way.host.replace(theirs, std::string::npos, known, own);
@@ -377,7 +377,7 @@ void ControlPlane::introduce_on_loop(int rank, const net::StreamPtr& stream,
           return done(base::Unit{});
         }
         stream->close(false);
-        // One of its processes is gone: rank 0 is about to say so.
+        // One of the two processes is lost; rank 0 is about to say which.
         done(Error{is_it ? ErrorKind::kPeerLost : ErrorKind::kAuth,
                    "rank " + std::to_string(hello.rank) + " is there" +
                        (is_it ? ", but another process of it" : ""),
@@ -400,7 +400,7 @@ void ControlPlane::tick_on_loop(uint64_t party) {
   });
 }
 
-// ---- what the party does ----
+// ---- control::World ----
 
 void ControlPlane::send(Link link, control::Message message) {
   const auto stream = streams_.find(link);
@@ -410,7 +410,7 @@ void ControlPlane::send(Link link, control::Message message) {
   frame.header.call_id = message.a;
   frame.header.context_id = message.b;
   frame.shared_meta = message.body.shared();
-  static_cast<void>(stream->second->send(std::move(frame)));  // a broken one is told by on_close
+  static_cast<void>(stream->second->send(std::move(frame)));  // on_close reports errors
 }
 
 void ControlPlane::close(Link link, bool flush) {
@@ -459,7 +459,8 @@ void ControlPlane::on_failed(const Error& error) {
     told.message = "rank 0 at " + rank_0_text() + " refuses this rank: " + told.message;
   }
   if (is_put_off_on_loop(error)) {
-    loop_.post([self = shared_from_this()] { self->party_ = nullptr; });  // it is what calls this
+    loop_.post([self = shared_from_this()] { self->party_ = nullptr; });  // the party is calling
+                                                                          // this
     if (told.kind == ErrorKind::kRendezvous) told.kind = ErrorKind::kOverloaded;
     return end_joining_on_loop(told);
   }
@@ -481,7 +482,7 @@ void ControlPlane::on_returned(int rank, const wire::RankDevices& devices) {
   try {
     devices_.learn_again(rank, devices);
   } catch (const base::Exception& e) {
-    // Its devices do not go with the others': rank 0 does without it, and all hear that.
+    // The devices do not fit the other ranks'. Rank 0 reports the rank as lost to all.
     if (hub_)
       loop_.post([self = shared_from_this(), rank, error = e.error()] {
         self->report_on_loop(rank, error);

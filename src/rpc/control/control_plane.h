@@ -22,28 +22,28 @@ namespace distrain::rpc {
 
 class DeviceTable;
 
-/// How this rank reaches another one.
+/// How this rank connects to another one.
 struct Way {
-  std::string unix_name;  ///< not empty: by this unix socket, else by TCP
-  std::string host;       ///< numeric; empty: not by TCP
+  std::string unix_name;  ///< if not empty, this unix socket is used first
+  std::string host;       ///< numeric; empty: TCP is not used
   uint16_t port = 0;
 };
 
-/// What carries the events of this rank's control::Party: its sockets, its timer, the threads that
-/// wait. The exchange is in wire/handshake.h.
+/// Runs this rank's control::Party: provides its sockets, its timer and the threads that wait for
+/// it. The protocol is in wire/handshake.h.
 ///
-/// Threads: run() blocks the joining thread, enter_round() gives back a future; the party and all
-/// connections are the loop's. Functions without `_on_loop` are for any thread.
+/// Threads: run() blocks the joining thread; the party and all connections belong to the loop.
+/// Functions without `_on_loop` are for any thread.
 class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
                            private control::World {
  public:
-  /// What is told on the loop.
+  /// Called on the loop.
   struct Callbacks {
     std::function<void(const wire::Directory& directory, std::vector<Way> ways)> on_directory;
     std::function<void(const Loss& loss)> on_lost;
-    /// A rank that was lost is there again, in a new process.
+    /// A new process has replaced a lost rank.
     std::function<void(int rank, uint32_t incarnation, Way way)> on_returned;
-    /// A connection for calls that another rank has made; gives back why it is not wanted.
+    /// Another rank has made a connection for calls. Returns an error to refuse it.
     std::function<std::optional<base::Error>(int rank, const net::StreamPtr& stream)> on_peer;
   };
 
@@ -51,49 +51,49 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   ControlPlane(net::Loop& loop, const AgentOptions& options, DeviceTable& devices,
                Callbacks callbacks);
 
-  /// Returns when every rank can be called. Throws otherwise. `prepare` is called when rank 0's
+  /// Returns when every rank can be called, otherwise throws. `prepare` is called when rank 0's
   /// options are known, before any other rank can call this one.
   void run(const std::function<void()>& prepare);
-  /// Instead of run(), where options.rank is wire::kAnyRank: asks rank 0, until the join timeout,
-  /// for a rank that nobody else is. It is kept for this process until close(), or until it joins.
+  /// Called instead of run() if options.rank is wire::kAnyRank: returns a free rank, which rank 0
+  /// reserves until this process has joined or close() is called. Retries until the join timeout.
   int ask_for_place();
-  /// Rank 0 has a place for this rank, which then waits for the others.
+  /// Returns true when rank 0 has admitted this rank, which then waits for the others.
   bool has_place() const { return place_ != wire::kAnyRank; }
   uint16_t port() const { return port_; }
 
-  /// This rank comes to `round` of the end; the sum of all ranks' numbers once all have. Fails when
-  /// a rank is lost, and when this one is not there, or not any more.
+  /// Comes to `round` of the end. The result is the sum of all ranks' `number`, when all have come.
+  /// Fails if a rank is lost, or if this rank has not joined or has ended.
   base::Future<uint64_t> enter_round(uint64_t round, uint64_t number);
-  /// Ranks that this one waits for, as far as it knows; not on the loop.
+  /// Returns the ranks that this one waits for, as far as it knows. Not on the loop.
   std::vector<int> missing();
-  /// For ranks that are to join, or to end.
+  /// Returns the wait for ranks to join or to end, if there is one.
   std::optional<Wait> wait();
 
-  /// This rank leaves, and tells all others why. Its connections are closed behind that.
+  /// Tells all ranks why this one leaves, then closes the connections.
   void abort(const base::Error& error);
-  /// The same, as all is done.
+  /// Does the same with no error.
   void leave();
-  /// Closes what is open, and lets nobody in any more.
+  /// Closes all connections and refuses new ones.
   void close();
-  /// Rank 0: who may be lost from now on. Done when that holds.
+  /// Rank 0: sets the tolerated losses. The result is complete when they are in effect.
   base::Future<void> tolerate(control::Tolerance tolerance);
-  /// Rank 0: one that came in the midst of the job does its part.
+  /// Rank 0: the new process of `rank` is useful.
   void note_of_use(int rank);
-  /// Until what was said last has gone out, for a second at most.
+  /// Waits until the last messages are sent, for a second at most.
   void wait_until_flushed();
 
   // ---- connections for calls, on the loop ----
 
-  /// From here on the other end is watched, with what is given back as the stream's handler, which
-  /// leaves to `handler` what calls are made of.
+  /// Monitors the other end. Returns the handler to set on the stream, which passes frames of calls
+  /// to `handler`.
   net::Stream::Handler watch_peer_on_loop(int rank, const net::StreamPtr& stream,
                                           net::Stream::Handler handler);
-  /// It seems lost, and if it is that is about to be told.
+  /// Returns true if `rank` seems lost and rank 0 has not decided yet.
   bool is_suspected_on_loop(int rank) const { return party_ && party_->is_suspected(rank); }
-  /// It cannot be reached, or what it says cannot be read.
+  /// Reports that `rank` cannot be reached, or that it has sent malformed data.
   void report_on_loop(int rank, base::Error error);
-  /// Proves to `rank`, on a connection that this rank has made for calls, who this one is, and has
-  /// it proved. `done` as Introduction's.
+  /// Runs the handshake with `rank` on a connection that this rank has made for calls. `done` is
+  /// called as Introduction::Done.
   void introduce_on_loop(int rank, const net::StreamPtr& stream,
                          std::function<void(base::Status believed)> done);
 
@@ -111,9 +111,9 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
 
   void begin_once();
   void begin_as_hub();
-  /// The promise of the round of the end that is under way, if one is.
+  /// Returns the promise of the current round of the end, if there is one.
   std::optional<base::Promise<uint64_t>> take_round();
-  /// Fails that one, and all that come.
+  /// Fails the current round and all later ones.
   void end_rounds(const base::Error& error);
   void begin_as_member(base::TimePoint deadline);
   void listen_as_member(const net::Fd& to_rank_0);
@@ -157,31 +157,31 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   const std::shared_ptr<control::Doorway> doorway_;
   uint16_t port_ = 0;
   net::Fd rank_0_socket_;    // rank 0, until run()
-  net::Fd meeting_socket_;   // the same, for ranks of this host
-  std::string hint_;         // rank 0: why ranks on other hosts cannot reach it, if so
-  std::string rank_0_host_;  // as this rank reaches it, numeric; set before the party is there
-  bool listens_ = false;     // a member, to others
-  std::string listen_host_;  // to be told to others, numeric; empty: as rank 0 sees it
+  net::Fd meeting_socket_;   // likewise, for ranks of this host
+  std::string hint_;         // rank 0: why other hosts cannot reach it, if they cannot
+  std::string rank_0_host_;  // as this rank reaches it, numeric; set before party_
+  bool listens_ = false;     // a member accepts connections
+  std::string listen_host_;  // sent to others, numeric; empty: the address that rank 0 sees
 
-  const identity::Self told_;  // of this rank, before it has met rank 0
+  const identity::Self told_;  // this rank's identity before it has met rank 0
 
   // Loop thread only.
-  identity::Self self_;  // its job's number and generation are rank 0's once that has proved itself
-  std::unique_ptr<control::Party> party_;       // from the joining on, until the end
-  uint64_t parties_ = 0;                        // there have been: it may take several to join
-  control::Hub* hub_ = nullptr;                 // rank 0: the same
-  net::StreamPtr meeting_;                      // to rank 0, until that has proved itself
-  std::optional<base::Promise<void>> joining_;  // until rank 0 has a place for this rank
+  identity::Self self_;  // with rank 0's job id and generation, once rank 0 has proved itself
+  std::unique_ptr<control::Party> party_;  // from joining until the end
+  uint64_t parties_ = 0;                   // number of parties so far: joining may take several
+  control::Hub* hub_ = nullptr;            // rank 0: party_
+  net::StreamPtr meeting_;                 // to rank 0, until it has proved itself
+  std::optional<base::Promise<void>> joining_;  // until rank 0 has admitted this rank
   std::map<control::Link, net::StreamPtr> streams_;
   control::Link next_link_ = 1;
-  bool is_leaving_ = false;                // it has been told to
-  bool is_closed_ = false;                 // there is no party any more, nor will there be
-  std::map<int, std::string> seen_hosts_;  // rank 0: where others came from
+  bool is_leaving_ = false;                // abort() was called
+  bool is_closed_ = false;                 // no party exists, nor will exist
+  std::map<int, std::string> seen_hosts_;  // rank 0: addresses of other ranks
 
   std::atomic<bool> has_begun_{false};
-  std::atomic<int> cpu_sharers_{1};         // ranks that share this one's CPUs, once all are known
-  std::atomic<base::TimePoint> began_{};    // to wait for others to join
-  std::atomic<int> place_{wire::kAnyRank};  // the rank that rank 0 has for this one
+  std::atomic<int> cpu_sharers_{1};         // ranks with the same CPUs as this one
+  std::atomic<base::TimePoint> began_{};    // since when this rank waits for others to join
+  std::atomic<int> place_{wire::kAnyRank};  // the rank that rank 0 has assigned
   base::Promise<void> met_;
   base::Promise<void> ready_;
 
@@ -189,9 +189,9 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   control::Refusals refusals_;  // by mutex_
   std::condition_variable stream_closed_;
   int open_streams_ = 0;                          // by mutex_
-  std::optional<base::Promise<uint64_t>> round_;  // by mutex_: the one under way
+  std::optional<base::Promise<uint64_t>> round_;  // by mutex_: the current one
   base::TimePoint round_began_{};                 // by mutex_
-  std::optional<base::Error> failed_;             // by mutex_: no round ends any more
+  std::optional<base::Error> failed_;             // by mutex_: fails all rounds
 };
 
 }  // namespace distrain::rpc

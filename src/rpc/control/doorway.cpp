@@ -16,9 +16,9 @@ using base::Error;
 using base::ErrorKind;
 using base::Exception;
 
-constexpr auto kCrowded = std::chrono::milliseconds(100);  // until the oldest one goes
-constexpr auto kLongestJoin = std::chrono::seconds(60);    // of who has proved itself
-// Whoever stands here holds a descriptor that this process needs for other things.
+constexpr auto kCrowded = std::chrono::milliseconds(100);  // until the oldest connection is closed
+constexpr auto kLongestJoin = std::chrono::seconds(60);    // for a proved rank's join message
+// Each open connection uses a descriptor that this process needs for other purposes.
 constexpr rlim_t kMaxStrangers = 64;
 
 size_t most_strangers() {
@@ -58,7 +58,7 @@ void Doorway::close() {
   });
 }
 
-// ---- who comes and goes ----
+// ---- connections come and go ----
 
 void Doorway::on_connection_on_loop(net::Fd socket) {
   const net::StreamPtr stream = net::adopt_socket(loop_, socket.release());
@@ -81,9 +81,9 @@ void Doorway::on_connection_on_loop(net::Fd socket) {
 void Doorway::on_closed_on_loop(uint64_t number, const Error& error) {
   const auto believed = believed_.find(number);
   if (believed != believed_.end() && error.kind == ErrorKind::kProtocol) {
-    report_on_loop(believed->second, error);  // what a rank has said was damaged on the way
+    report_on_loop(believed->second, error);  // a proved rank's frame was corrupted
   }
-  // Who has a secret does not prove it to a rank that has none.
+  // A process with a token does not prove it to a rank that has none, and closes instead.
   const auto stranger = strangers_.find(number);
   if (stranger != strangers_.end() && stranger->second.stage == Stage::kProof) {
     const wire::Hello& other = stranger->second.responder->other();
@@ -145,7 +145,7 @@ void Doorway::show_the_door_on_loop(uint64_t number) {
   if (const net::StreamPtr stream = take_on_loop(number)) stream->close(false);
 }
 
-// ---- what they say ----
+// ---- frames ----
 
 void Doorway::on_frame_on_loop(uint64_t number, const net::InFrame& frame) {
   if (believed_.contains(number)) return on_join_on_loop(number, frame);
@@ -158,7 +158,7 @@ void Doorway::on_frame_on_loop(uint64_t number, const net::InFrame& frame) {
   } catch (const Exception& e) {
     // This process is about to end.
     if (e.error().kind == ErrorKind::kCancelled) return show_the_door_on_loop(number);
-    const auto stranger = strangers_.find(number);  // it may be one no more
+    const auto stranger = strangers_.find(number);  // it may have been removed
     if (stranger != strangers_.end()) refuse_on_loop(stranger->second, e.error());
   }
 }
@@ -223,7 +223,7 @@ void Doorway::admit_on_loop(const net::StreamPtr& stream, Visitor visitor) {
   }
 }
 
-// ---- who is refused ----
+// ---- refusals ----
 
 void Doorway::reject_on_loop(const net::StreamPtr& stream, Error why) {
   if (why.op.empty()) why.op = "join";
@@ -231,7 +231,7 @@ void Doorway::reject_on_loop(const net::StreamPtr& stream, Error why) {
   stream->close();
 }
 
-// It counts as one that stands here until it is gone.
+// The connection counts as open until it is closed.
 void Doorway::refuse_on_loop(Stranger& stranger, const Error& why) {
   if (why.kind == ErrorKind::kAuth) report_on_loop(stranger, why);
   stranger.stage = Stage::kRefused;

@@ -18,15 +18,15 @@
 
 namespace distrain::rpc::control {
 
-/// Why rank 0 refused ranks, by the rank that each one claimed to be. A stranger can claim any rank
-/// as often as it likes, so ranks that the job does not have share entry 0, and an entry holds at
-/// most eight reasons. Not thread-safe.
+/// The reasons for which rank 0 refused ranks, by the claimed rank. An unproved peer can claim any
+/// rank, so ranks that the job does not have share entry 0, and an entry holds at most eight
+/// reasons. Not thread-safe.
 class Refusals {
  public:
   explicit Refusals(size_t world_size) : world_size_(world_size) {}
 
-  /// Returns true if `rank` was not refused for this `reason` before: then the user is to be told.
-  /// `text` is the sentence that text() repeats.
+  /// Adds a refusal, and `text` for text(). Returns true if `reason` is new for `rank`, to be
+  /// reported.
   bool add(int rank, const std::string& reason, std::string text) {
     Entry& entry = entries_[key(rank)];
     entry.text = std::move(text);
@@ -37,7 +37,7 @@ class Refusals {
     entries_.erase(key(rank));
     entries_.erase(0);
   }
-  /// Returns the newest text of each entry, of the first ones if there are many.
+  /// Returns the newest text of each entry, for the first entries if there are many.
   std::string text() const {
     std::string all;
     for (const auto& [rank, entry] : entries_) {
@@ -58,34 +58,34 @@ class Refusals {
   std::map<int, Entry> entries_;
 };
 
-/// Where connections to this rank come in, and prove who they are: the responder of Note
-/// [Identity]. Before the proof it gives none of them more than a hello, a proof and two seconds.
-/// When all places are taken others wait in the kernel's backlog, and the oldest goes after a fair
-/// time. It admits on the loop; listen() and close() are for any thread.
+/// Accepts connections to this rank and lets them prove their identity: the responder of Note
+/// [Identity]. An unproved connection may send a hello and a proof, for two seconds. If too many
+/// are open, others wait in the kernel's backlog and the oldest is closed after a moment. Works on
+/// the loop; listen() and close() are for any thread.
 class Doorway : public std::enable_shared_from_this<Doorway> {
  public:
-  /// Who has proved itself.
+  /// A process that has proved its identity.
   struct Visitor {
     wire::HelloPurpose purpose = wire::HelloPurpose::kPeer;
     int rank = -1;
     uint32_t incarnation = 0;
-    wire::Join join = {};  ///< of who joins
+    wire::Join join = {};  ///< if the purpose is to join
   };
-  /// All on the loop.
+  /// Called on the loop.
   struct Callbacks {
-    /// What connections for that purpose prove here; nothing: there are none now.
+    /// Returns this rank's credentials for a purpose; nothing: such connections are refused now.
     std::function<std::optional<identity::Credentials>(wire::HelloPurpose)> credentials;
-    /// Takes the connection, with a handler of its own, or gives back why it is refused.
+    /// Takes a connection and sets its handler, or returns an error to refuse it.
     std::function<std::optional<base::Error>(const net::StreamPtr& stream, Visitor visitor)> admit;
     /// Called when a process that claims to be `rank` is refused before admit().
     std::function<void(int rank, const net::StreamPtr& stream, base::Error why)> on_refused;
   };
 
-  /// `patience`: for the proof of one connection.
+  /// `patience` is the time in which a connection must prove its identity.
   Doorway(net::Loop& loop, base::Duration patience, Callbacks callbacks);
 
   void listen(net::Fd socket);
-  /// Nobody comes in any more. Connections that stand there are cut off.
+  /// Stops listening and closes connections that have not been admitted.
   void close();
 
  private:
@@ -102,7 +102,7 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
   void on_connection_on_loop(net::Fd socket);
   void on_closed_on_loop(uint64_t number, const base::Error& error);
   void see_to_crowd_on_loop();
-  /// Null if it stands here no more: a stream may still say something after that.
+  /// Returns null if the connection was closed before; its stream may still deliver frames then.
   net::StreamPtr take_on_loop(uint64_t number);
   uint64_t show_the_door_later_on_loop(uint64_t number, base::Duration patience);
   void show_the_door_on_loop(uint64_t number);
@@ -120,14 +120,14 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
   net::Loop& loop_;
   const base::Duration patience_;
   const Callbacks callbacks_;
-  const size_t most_;  // may stand there without a proof
+  const size_t most_;  // limit of connections without a proof
 
-  // Loop thread only. By number, as they came.
+  // Loop thread only. By number, in order of arrival.
   Strangers strangers_;
-  Strangers believed_;  // who have proved themselves, and are to say what they join
+  Strangers believed_;  // proved their identity, and are to send a join message
   uint64_t newest_ = 0;
   bool is_full_ = false;
-  uint64_t crowd_timer_ = 0;  // when the oldest goes; 0: none
+  uint64_t crowd_timer_ = 0;  // closes the oldest connection; 0: none
 
   std::mutex mutex_;
   bool is_closed_ = false;                                 // by mutex_

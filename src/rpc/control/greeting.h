@@ -1,4 +1,4 @@
-// The time and the function that Doorway and Introduction, the sides of a handshake, share.
+// Shared by Doorway and Introduction, the two sides of a handshake.
 #pragma once
 
 #include <chrono>
@@ -8,11 +8,11 @@
 
 namespace distrain::rpc::control {
 
-/// Added to each deadline of a handshake, because a loop whose process was stopped runs its timers
-/// before it reads its sockets, where the awaited bytes may already be.
+/// Extends each deadline of a handshake, because after a process was stopped, its loop runs timers
+/// before it reads sockets, which may already have the awaited bytes.
 inline constexpr auto kLastLook = std::chrono::milliseconds(50);
 
-/// Sends a frame of a kind and a body. A broken stream tells its on_close.
+/// Sends a frame. If the stream is broken, its on_close is called.
 inline void say(const net::StreamPtr& stream, wire::FrameKind kind, wire::Bytes body) {
   net::OutFrame frame;
   frame.header.kind = kind;

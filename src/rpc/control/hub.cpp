@@ -10,7 +10,7 @@ using wire::FrameKind;
 
 namespace {
 
-// Who has asked for a place joins at once, unless it has no time, or cannot be heard any more.
+// A process that has asked for a rank joins at once, unless it is stopped or unreachable.
 constexpr auto kPlaceIsKept = std::chrono::minutes(1);
 
 }  // namespace
@@ -56,7 +56,7 @@ void Hub::keep_no_more(Link link) {
   std::erase_if(kept_, [link](const auto& kept) { return kept.second.link == link; });
 }
 
-// That nobody has the place is for keep_place() to see where `rank` is any.
+// For kAnyRank, keep_place() checks whether a rank is free.
 std::optional<Error> Hub::check_join(int rank, const wire::Join& join) const {
   const auto refuse = [](std::string message) { return rendezvous_error(std::move(message), 0); };
   const auto size = static_cast<int>(settings_.names.size());
@@ -72,7 +72,7 @@ std::optional<Error> Hub::check_join(int rank, const wire::Join& join) const {
   if (!is_any && (rank < 1 || rank >= size)) {
     return refuse("there is no " + who + ": this job has ranks 0 to " + std::to_string(size - 1));
   }
-  // After the first round of the end nobody waits for one who has yet to come to it.
+  // After round 0 of the end, no rank waits for another process.
   if (state_ == State::kOver || round_ > 0) {
     return refuse("the job has ended before this rank came");
   }
@@ -108,7 +108,7 @@ void Hub::meet_if_all_joined() {
 
 void Hub::prepared(wire::RankDevices devices) { take_prepared(0, std::move(devices)); }
 
-// Rank 0 may be prepared before the others are there.
+// Rank 0 may be prepared before the others have joined.
 void Hub::take_prepared(int rank, wire::RankDevices devices) {
   if (!devices_.emplace(rank, std::move(devices)).second) {
     wire::Reader::fail("a rank that is prepared twice");
@@ -120,7 +120,7 @@ void Hub::take_prepared(int rank, wire::RankDevices devices) {
   if (begin_running(std::move(all))) tell_members(go);
 }
 
-// ---- one that comes later ----
+// ---- a rank that joins later ----
 
 bool Hub::is_free(int rank) const {
   if (state_ == State::kMeeting) return !joined_.contains(rank);
@@ -130,7 +130,7 @@ bool Hub::is_free(int rank) const {
          directory_.ranks[static_cast<size_t>(rank)].incarnation + 1 < kMaxIncarnations;
 }
 
-// What the directory says of it holds for others once it is prepared.
+// The directory of the other ranks changes only when the new process is prepared.
 void Hub::welcome(int rank) {
   const auto at = static_cast<size_t>(rank);
   wire::Directory directory = directory_;
@@ -178,7 +178,7 @@ void Hub::let_go_on(int newcomer) {
 }
 
 void Hub::wait_no_more_for(int rank) {
-  const auto waiting = newcomers_;  // by copy: some may be let go on
+  const auto waiting = newcomers_;  // a copy, because note_known() may remove entries
   for (const auto& [newcomer, its] : waiting) note_known(newcomer, rank);
 }
 
@@ -197,7 +197,7 @@ std::vector<int> Hub::missing() const {
   return ranks;
 }
 
-// ---- what members say ----
+// ---- messages of members ----
 
 void Hub::tell_members(const Message& message, int except) {
   for (const auto& [rank, joined] : joined_) {
@@ -218,16 +218,16 @@ void Hub::on_control(int rank, const Message& message) {
       return take_prepared(rank, std::move(devices));
     }
     case FrameKind::kAbort: {
-      // Nothing has begun: its place is free again when it closes, as if it had died.
+      // Nothing has begun: the rank is free again when the connection closes.
       if (state_ == State::kMeeting) return;
       if (state_ == State::kRunning) return find_lost(rank, reason_of(rank, message));
       return abort(reason_of(rank, message));
     }
     case FrameKind::kLost: {
       if (state_ != State::kRunning || message.a >= presence_.size()) break;
-      // Of the two ends of a connection to rank 0 that has broken, the other one leaves.
+      // A member that reports the loss of rank 0 is itself lost to rank 0.
       if (message.a == 0) return find_lost(rank, reason_of(rank, message));
-      // What it has seen may be the end of the one before, whose place a newcomer may have by now.
+      // The report may concern the previous process of a rank that has a new one.
       const auto lost = static_cast<int>(message.a);
       if (!is_here(lost) || message.b != directory_.ranks[message.a].incarnation) return;
       return find_lost(lost, wire::decode_error(message.body));
@@ -247,13 +247,13 @@ void Hub::on_control(int rank, const Message& message) {
 
 void Hub::on_control_lost(int rank, const Error& error) {
   if (state_ == State::kMeeting) {
-    joined_.erase(rank);  // its place is free again
+    joined_.erase(rank);  // the rank is free again
   } else {
     abort(error);
   }
 }
 
-// A newcomer of whom nobody has been told is no loss to anybody.
+// The loss of a new process that no rank knows yet is reported to none.
 void Hub::find_lost(int rank, const Error& error) {
   const auto newcomer = newcomers_.find(rank);
   if (newcomer != newcomers_.end() && !newcomer->second.is_prepared) {
@@ -280,11 +280,11 @@ void Hub::forget(int rank) {
   newcomers_.erase(rank);
   untried_.erase(rank);
   in_round_.erase(rank);
-  // Before go its place is kept: all end with it.
+  // Before go the rank is not free again, because its loss ends the job.
 }
 
-// Who is gone, or has run out of something, may be done without. Who has found data that is wrong,
-// say, or a loss that is no number, has found it for all; a newcomer only of itself.
+// A rank that is lost, or out of resources, can be tolerated. Another error, such as a loss that is
+// NaN, concerns all ranks, unless it is a new process's, which may not fit the job.
 bool Hub::goes_on_without(int rank, Error& error) const {
   const bool is_its_own = error.kind == ErrorKind::kPeerLost ||
                           (error.kind == ErrorKind::kResources && error.rank == rank) ||
@@ -310,9 +310,9 @@ void Hub::come_to_round(int rank, uint64_t round, uint64_t number) {
   end_round_if_all_there();
 }
 
-// Whom the job goes on without need not come, but a newcomer has to. It is enough to know one rank
-// that is missing; when that one comes, the search for another goes on behind it. So a round takes
-// two looks at each rank, however many come: the second is when nobody is found.
+// Lost ranks need not come to the round, but new processes must. The check stops at the first
+// missing rank and resumes there when a rank comes. So a round takes at most two checks of each
+// rank; the second pass finds none missing.
 void Hub::end_round_if_all_there() {
   if (state_ != State::kRunning || in_round_.empty()) return;
   const auto size = static_cast<int>(settings_.names.size());

@@ -6,30 +6,29 @@
 
 namespace distrain::rpc::control {
 
-/// Rank 0: Note [Control plane].
+/// Rank 0's Party: Note [Control plane].
 class Hub final : public Party {
  public:
   using Party::Party;
 
-  /// A rank wants to join on `link`. Returns why it is refused: the first field that differs.
+  /// Called when `rank` wants to join on `link`. Returns the first difference if it is refused.
   std::optional<base::Error> join(Link link, int rank, wire::Join join, base::TimePoint now);
-  /// Somebody on `link` asks for a rank that nobody else is, and joins as that soon: until then it
-  /// is kept from others who ask, for a minute at most or until keep_no_more(). Gives back why it
-  /// is refused; `overloaded`: there is none now.
+  /// Reserves a free rank for the process on `link`, which has asked for any: until it joins as
+  /// that rank, for a minute at most, or until keep_no_more(). Returns an error if it is refused;
+  /// `overloaded` if no rank is free now.
   std::optional<base::Error> keep_place(Link link, const wire::Join& join, base::TimePoint now);
   void keep_no_more(Link link);
-  /// To be called once, when this rank can take part: one that is alone meets nobody.
+  /// Called once, when rank 0 itself can take part; a job of one rank begins here.
   void begin() { meet_if_all_joined(); }
-  /// From here on, in place of what was said before.
   void tolerate(Tolerance tolerance) { tolerance_ = std::move(tolerance); }
-  /// A rank that is there again is of use: from here on what it fails with counts for all.
+  /// Called when the new process of a rank is useful: its failures now count as any rank's.
   void note_of_use(int rank) { untried_.erase(rank); }
 
   void prepared(wire::RankDevices devices) override;
   void enter_round(uint64_t round, uint64_t number) override;
   std::vector<int> missing() const override;
   bool is_suspected(int) const override { return false; }
-  /// Counts the ranks that were looked at to see whether all have come, for tests.
+  /// Returns how many ranks were checked for their arrival, for tests.
   uint64_t looks() const { return looks_; }
 
  private:
@@ -37,15 +36,15 @@ class Hub final : public Party {
     Link link = 0;
     wire::Endpoint endpoint;
   };
-  /// For one who has asked for a place, and is yet to join.
+  /// A rank reserved for a process that is yet to join.
   struct Kept {
     Link link = 0;
     base::TimePoint since;
   };
-  /// A new process in the place of one that was lost, until it hears go.
+  /// A new process of a lost rank, until it receives go.
   struct Newcomer {
     bool is_prepared = false;
-    std::set<int> yet_to_know;  ///< of it, once it is prepared
+    std::set<int> yet_to_know;  ///< of the ranks that have not confirmed it, once it is prepared
   };
 
   void on_control(int rank, const Message& message) override;
@@ -72,15 +71,15 @@ class Hub final : public Party {
 
   std::map<int, Joined> joined_;
   std::map<int, Kept> kept_;
-  int next_place_ = 1;                        // that is looked at for whoever asks for one
-  std::map<int, wire::RankDevices> devices_;  // of those that are, or were, prepared
+  int next_place_ = 1;                        // the next rank that keep_place() checks
+  std::map<int, wire::RankDevices> devices_;  // of the ranks that are, or were, prepared
   Tolerance tolerance_;
-  bool job_goes_on_ = true;  // until a loss that it cannot go on after: then all leave
+  bool job_goes_on_ = true;  // false after a loss that is not tolerated: then all ranks leave
   std::map<int, Newcomer> newcomers_;
-  std::set<int> untried_;             // who have come anew, and may not fit the job
-  uint64_t round_ = 0;                // that is under way
-  std::map<int, uint64_t> in_round_;  // the numbers of those who have come to it
-  int awaited_ = 0;                   // a rank that was missing when it was last looked at
+  std::set<int> untried_;             // new processes that have not been useful yet
+  uint64_t round_ = 0;                // the current round of the end
+  std::map<int, uint64_t> in_round_;  // the numbers of the ranks that have come to it
+  int awaited_ = 0;                   // a rank that was missing when last checked
   mutable uint64_t looks_ = 0;
 };
 

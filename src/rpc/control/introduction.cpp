@@ -22,7 +22,7 @@ void Introduction::begin_on_loop(net::Loop& loop, const net::StreamPtr& stream,
   std::shared_ptr<Introduction> self;
   try {
     self = std::make_shared<Introduction>(loop, stream, credentials, purpose, patience, done);
-  } catch (const Exception& e) {  // of OpenSSL
+  } catch (const Exception& e) {  // OpenSSL failed
     stream->close(false);
     return done(e.error());
   }
@@ -74,7 +74,7 @@ void Introduction::on_hello_on_loop(const net::InFrame& frame) {
   end_after_on_loop(patience_.proof);
   is_trusted_ = is_trusted_on_loop();  // before the other side can close
   const bool is_distrusted = is_trusted_ == false;
-  // Without a secret the proof tells nobody anything, and the other side can say whom it refuses.
+  // Without a secret the proof reveals nothing, and the other side can report whom it refuses.
   if (!is_distrusted || self_.trust != wire::Trust::kToken) {
     say(stream_, wire::FrameKind::kProof, {proof.begin(), proof.end()});
   }
@@ -90,7 +90,7 @@ void Introduction::on_proof_on_loop(const net::InFrame& frame) {
 
 void Introduction::on_reject_on_loop(const net::InFrame& frame) {
   if (has_answered_) distrust();
-  // Of somebody who has proved nothing only the words are taken.
+  // Only the message is used, because the other side has proved nothing.
   std::string words = wire::decode_error(frame.meta).message;
   for (char& letter : words) {
     if (letter < ' ' || letter > '~') letter = '?';

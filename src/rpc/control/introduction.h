@@ -11,16 +11,16 @@
 
 namespace distrain::rpc::control {
 
-/// The initiator's part of Note [Identity] on a connection that this rank has made. On the loop.
+/// The initiator's side of Note [Identity] on a connection that this rank has made. On the loop.
 class Introduction : public std::enable_shared_from_this<Introduction> {
  public:
-  /// Told once: what the other side is, which has proved it; then the stream wants another handler,
-  /// at once. Or why it is not believed; then the stream is closed. `peer_lost` may be tried again:
-  /// it closed the connection without a word, or said nothing in time.
+  /// Called once. With a hello, the other side has proved it, and the stream needs a new handler at
+  /// once. With an error, the other side is not trusted and the stream is closed; after `peer_lost`
+  /// (closed without a message, or no answer in time) the caller may retry.
   using Done = std::function<void(base::Result<wire::Hello> other)>;
 
-  /// How long it waits for the other side's hello, and then for its proof: that one may have taken
-  /// the connection as it stands by then.
+  /// Timeouts for the hello and for the proof. They differ because the other side may have accepted
+  /// the connection when it gets this rank's proof.
   struct Patience {
     base::Duration hello;
     base::Duration proof;
@@ -38,7 +38,7 @@ class Introduction : public std::enable_shared_from_this<Introduction> {
   void on_hello_on_loop(const net::InFrame& frame);
   void on_reject_on_loop(const net::InFrame& frame);
   void on_proof_on_loop(const net::InFrame& frame);
-  /// Nothing if that cannot be told: it is on another host, or has closed.
+  /// Returns nothing if it is unknown because the other side is on another host, or has closed.
   std::optional<bool> is_trusted_on_loop() const;
   [[noreturn]] void distrust() const;
   void end_after_on_loop(base::Duration patience, bool looks_once_more = true);
@@ -50,7 +50,7 @@ class Introduction : public std::enable_shared_from_this<Introduction> {
   const wire::HelloPurpose purpose_;
   const Patience patience_;
   identity::Initiator initiator_;
-  Done done_;  // empty once told
+  Done done_;  // empty when called
   bool has_answered_ = false;
   std::optional<bool> is_trusted_;
   uint64_t timer_ = 0;

@@ -7,7 +7,7 @@
 namespace distrain::rpc {
 namespace {
 
-constexpr uint16_t kFirstPort = 20000;  // below the ports that the kernel gives out by itself
+constexpr uint16_t kFirstPort = 20000;  // below the kernel's ephemeral ports
 constexpr uint16_t kPorts = 9000;
 
 bool is_loopback_name(const std::string& host) {

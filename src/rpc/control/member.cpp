@@ -47,7 +47,7 @@ void Member::on_control(int, const Message& message) {
       return know(std::move(directory));
     }
     case FrameKind::kGo:
-      // What was said first holds: others go by it.
+      // The first go counts, because other ranks rely on it.
       if (state_ == State::kRunning) return;
       if (state_ != State::kPreparing) break;
       begin_running(wire::decode_all_devices(message.body));
@@ -79,7 +79,7 @@ void Member::on_control(int, const Message& message) {
 
 void Member::on_control_lost(int, const Error& error) { abort(error); }
 
-// Without the hub nobody says any more who leaves, and why; all do, as it is lost to them, too.
+// Without the hub no rank learns who leaves and why, so this rank counts all others as lost.
 void Member::find_lost(int rank, const Error& error) {
   if (rank != 0) {
     cut_off(rank, error);
@@ -91,7 +91,7 @@ void Member::find_lost(int rank, const Error& error) {
   }
 }
 
-// The hub's answer is that it is lost.
+// The hub answers with the loss.
 void Member::suspect(int rank, const Error& error) {
   if (!is_here(rank) || !is_here(0) || !told_.insert(rank).second) return;
   const uint32_t incarnation = directory_.ranks[static_cast<size_t>(rank)].incarnation;

@@ -6,15 +6,15 @@
 
 namespace distrain::rpc::control {
 
-/// Any rank but 0: Note [Control plane].
+/// The Party of each rank but 0: Note [Control plane].
 class Member final : public Party {
  public:
-  /// `hub` is the connection to rank 0, on which it now joins.
+  /// `hub` is the connection to rank 0, on which this rank joins.
   Member(Settings settings, World& world, Link hub, base::TimePoint now);
 
   void prepared(wire::RankDevices devices) override;
   void enter_round(uint64_t round, uint64_t number) override;
-  std::vector<int> missing() const override { return {}; }  // rank 0 knows
+  std::vector<int> missing() const override { return {}; }  // only rank 0 knows
   bool is_suspected(int rank) const override { return told_.contains(rank); }
 
  private:
@@ -25,7 +25,7 @@ class Member final : public Party {
 
   const Link hub_;
   bool has_joined_ = false;
-  std::set<int> told_;  // of the loss of their newest process, by this rank or by the hub
+  std::set<int> told_;  // ranks whose newest process was reported lost, by this rank or by the hub
 };
 
 }  // namespace distrain::rpc::control

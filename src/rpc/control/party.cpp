@@ -10,7 +10,7 @@ using wire::FrameKind;
 
 namespace {
 
-// Others may be less patient than this rank: it is heard every second, whatever its own timeout.
+// Peers may have shorter timeouts than this rank, so the interval is a second at most.
 base::Duration beat_interval(base::Duration peer_timeout) {
   const auto second = std::chrono::duration_cast<base::Duration>(std::chrono::seconds(1));
   return peer_timeout > base::Duration::zero() ? std::min(second, peer_timeout / 4) : second;
@@ -86,7 +86,7 @@ bool Party::begin_running(std::vector<wire::RankDevices> devices) {
 // ---- connections for calls ----
 
 void Party::open(int rank, Link link, base::TimePoint now) {
-  if (state_ == State::kOver) {  // it was on its way when all others heard the last word
+  if (state_ == State::kOver) {  // it was opened while the last message was sent to the others
     world_.send(link, last_word_);
     world_.close(link, true);
     return;
@@ -98,7 +98,7 @@ bool Party::is_here(int rank) const {
   return state_ == State::kRunning && presence_[static_cast<size_t>(rank)] == Presence::kHere;
 }
 
-// A rank that is prepared may be called before it hears go: the hub tells one after the other.
+// A prepared rank may be called before it receives go, which the hub sends to each rank in turn.
 std::optional<Error> Party::check_peer(int rank, uint32_t incarnation) const {
   const std::string who = "rank " + std::to_string(rank);
   const auto size = static_cast<int>(presence_.size());
@@ -179,7 +179,7 @@ void Party::closed(Link link, const Error& error) {
     }
     on_control_lost(from.rank, why);
   }
-  // It is there, but nobody listens to it any more.
+  // The stream is still open, but is not used any more.
   if (connections_.contains(link)) dismiss(link, loss(from.rank, error), true);
 }
 
@@ -207,7 +207,7 @@ void Party::take_back(int rank, uint32_t incarnation, const wire::Returned& retu
   world_.on_returned(rank, returned.devices);
 }
 
-// If it is not as dead as it looks, it hears why nobody talks to it any more.
+// If the rank is alive, it learns why nobody talks to it any more.
 void Party::cut_off(int rank, const Error& error) {
   std::vector<Link> links;
   for (const auto& [link, connection] : connections_) {
@@ -220,7 +220,7 @@ base::TimePoint Party::tick(base::TimePoint now) {
   if (state_ == State::kOver) return base::kNever;
   const base::Duration limit = settings_.peer_timeout;
   const bool judges = limit > base::Duration::zero();
-  // This process itself was stopped, or starved: it cannot tell who was silent meanwhile.
+  // This process was stopped or starved, so it cannot tell which peers were silent meanwhile.
   const bool overslept = now - wake_at_ > interval_;
   std::vector<Link> silent;
   for (auto& [link, connection] : connections_) {
@@ -229,7 +229,7 @@ base::TimePoint Party::tick(base::TimePoint now) {
   }
   for (const Link link : silent) {
     const auto found = connections_.find(link);
-    if (found == connections_.end()) continue;  // with its rank
+    if (found == connections_.end()) continue;  // closed with its rank
     const auto seconds =
         std::chrono::duration_cast<std::chrono::seconds>(now - found->second.heard).count();
     const Error error{ErrorKind::kPeerLost, "silent for " + std::to_string(seconds) +

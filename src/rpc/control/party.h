@@ -20,43 +20,42 @@ namespace distrain::rpc::control {
 
 // Note [Control plane]
 //
-// How ranks meet, know that the others are alive, hear who is lost, and end together. Each rank has
-// a connection to rank 0 for that, and rank 0 is the hub: what one rank sees of another's loss it
-// tells the hub, and the hub tells all; so a job has O(N) connections and not O(N²). Calls have
-// connections of their own, made when there is something to send, and the ranks at their ends watch
-// those, too: a link may be cut that leaves both their ways to rank 0.
+// The control plane lets ranks meet, monitor each other, learn of losses and end together. Each
+// rank has a control connection to rank 0, the hub. A rank reports a loss that it sees to the hub,
+// and the hub reports it to all ranks; so a job has O(N) control connections and not O(N²). Calls
+// use connections of their own, made when there is something to send. Their two ends monitor these
+// too, because a link between two ranks may fail that leaves their connections to rank 0 intact.
 //
-// A connection for calls that breaks without a word proves little: the other end may have left
-// because of a loss that this rank has yet to hear of. So it asks the hub, which tells all ranks of
-// losses in one order: whoever left because of another was told of that one first. Who has lost the
-// hub has lost all, for the same reason.
+// A call connection that breaks without a message proves little: the other end may have left
+// because of a loss that this rank does not know yet. So this rank asks the hub. The hub reports
+// losses to all ranks in one order, so a rank that left because of a loss received it before its
+// own loss is reported. For the same reason, a rank that has lost the hub has lost all ranks.
 //
-// Whatever a member sees of another's loss, only the hub says whether the job goes on without that
-// rank: Tolerance. If it does, the place is open again. A new process that joins in its midst gets
-// the directory at once, and prepares itself; then all others are told where it is, and it hears go
-// when all of them have said that they know: so none of them refuses what it connects to. From the
-// directory on it hears all that the hub tells the others, and others may be such new processes,
-// too: each of two knows of the other before either hears go.
+// Only the hub decides whether the job continues without a lost rank: Tolerance. If it does, a new
+// process can join as that rank. It receives the directory at once and prepares itself. Then the
+// hub tells all others how to reach it, and sends go to it when all of them have confirmed: so none
+// refuses its connections. From the directory on, it receives all messages to the others. Two new
+// processes know each other before either receives go.
 //
-// Who is to be any rank asks first (kAnyRank), on a connection of its own, and the hub keeps a
-// place for it: so a process knows which rank it is before it prepares anything. See Place.
+// A process that takes any rank first asks the hub on a separate connection (kAnyRank), and the hub
+// reserves one: so the process knows its rank before it prepares anything. See Place.
 //
-// All of it is in Hub (rank 0) and Member (any other), which do no I/O, have no clock and no
-// thread: an event comes in by a function call with the time, what is to be done goes out through
-// World. So a test can play one hundred ranks, with messages late or lost.
+// Hub (rank 0) and Member (any other rank) implement this without I/O, clock or threads: events are
+// function calls that pass the time, and World performs the effects. So a test can simulate a
+// hundred ranks, and delay or drop messages.
 //
-// States of a rank, and what takes it on:
+// States of a rank:
 //
-//   meeting    until the directory is there; Hub: until all have joined
-//   preparing  until go; Hub: until all are prepared. A rank that is lost before go ends all,
-//              but for one that comes in the midst of the job
+//   meeting    until it has the directory; Hub: until all have joined
+//   preparing  until go; Hub: until all are prepared. If a rank is lost before go, the job ends for
+//              all, unless the rank is a new process that joins later
 //   running    until it leaves, or is told that it is lost itself
-//   over       nothing is sent or told any more
+//   over       nothing is sent or reported any more
 
-/// A connection of this rank, as the World numbers it.
+/// A connection of this rank, as numbered by World.
 using Link = uint64_t;
 
-/// Bytes of a message. Copies share them, as rank 0 sends the same message to all ranks.
+/// Bytes of a message. Copies share them, because rank 0 sends the same message to all ranks.
 class Body {
  public:
   Body() = default;
@@ -72,7 +71,7 @@ class Body {
   std::shared_ptr<const wire::Bytes> bytes_;
 };
 
-/// A frame without a payload. `a` and `b` are its call_id and context_id.
+/// A frame without payload. `a` and `b` are its call_id and context_id.
 struct Message {
   wire::FrameKind kind = wire::FrameKind::kHeartbeat;
   uint64_t a = 0;
@@ -80,28 +79,27 @@ struct Message {
   Body body = {};
 };
 
-/// What a Party does to its surroundings. It is called from inside the events below, and must not
-/// come back with one of them from there.
+/// The effects of a Party. Called from its functions; must not call them in turn.
 class World {
  public:
   virtual ~World() = default;
-  /// Whether it arrives is not known.
+  /// Sends without confirmation of delivery.
   virtual void send(Link link, Message message) = 0;
-  /// What was sent goes out first if `flush`. No closed() follows.
+  /// Closes without a call of closed(). If `flush`, sends queued messages first.
   virtual void close(Link link, bool flush) = 0;
 
-  /// Member: rank 0 has this place for it, which is its own unless that is any.
+  /// Member: rank 0 has admitted this process as `rank`.
   virtual void on_joined(int rank) = 0;
-  /// Once: who the ranks are, and where.
+  /// Called once, with the ranks and how to reach them.
   virtual void on_directory(const wire::Directory& directory) = 0;
-  /// Once: all ranks can be called. An exception ends the job for all.
+  /// Called once, when all ranks can be called. An exception ends the job for all.
   virtual void on_go(std::vector<wire::RankDevices> devices) = 0;
-  /// Instead of go: there will be no job.
+  /// Called instead of on_go() if the job does not begin.
   virtual void on_failed(const base::Error& error) = 0;
-  /// After go, once for each process that is lost. A rank that comes in the midst of the job hears
-  /// it before, too, of those that were lost before it came.
+  /// Called after go, once for each lost process. A rank that joins a running job also gets the
+  /// earlier losses, before go.
   virtual void on_lost(const Loss& loss) = 0;
-  /// A rank that was lost is there again: directory() has its new incarnation, and where it is.
+  /// A new process has replaced a lost rank; directory() has its incarnation and endpoint.
   virtual void on_returned(int rank, const wire::RankDevices& devices) = 0;
   /// All ranks have come to that round of the end.
   virtual void on_round(uint64_t round, uint64_t sum) = 0;
@@ -109,26 +107,26 @@ class World {
 
 struct Settings {
   int rank = 0;
-  std::string job;                 ///< what job this is; Member: refused if the hub has another
-  std::vector<std::string> names;  ///< Hub: of all ranks
-  int world_size = 0;              ///< Member: refused if the hub has another; 0: as it says
-  wire::Endpoint endpoint;         ///< where others reach this rank
-  std::string secret;              ///< Hub: of the job
+  std::string job;                             ///< Member: refused if the hub has another
+  std::vector<std::string> names;              ///< Hub: names of all ranks
+  int world_size = 0;                          ///< Member: refused if the hub has another; 0: any
+  wire::Endpoint endpoint;                     ///< how other ranks reach this one
+  std::string secret;                          ///< Hub: the job's
   std::map<std::string, std::string> options;  ///< Hub: the job's; Member: must agree with these
-  base::Duration peer_timeout{0};              ///< of silence; zero: silence is no loss
+  base::Duration peer_timeout{0};              ///< silence that counts as a loss; zero: none does
 };
 
-/// Without whom a job goes on.
+/// The losses after which a job continues.
 struct Tolerance {
   std::set<int> ranks;
-  size_t least = 1;         ///< of them are to be left
-  std::string if_too_few;   ///< what is said of the loss after which there are fewer
-  bool may_return = false;  ///< new processes may take the places of those that are lost
+  size_t least = 1;         ///< number of them that must remain
+  std::string if_too_few;   ///< appended to the error of the loss after which fewer remain
+  bool may_return = false;  ///< new processes may replace lost ranks
 };
 
 base::Error rendezvous_error(std::string message, int rank = -1);
 
-/// One rank's part in the control plane: Note [Control plane]. Not thread-safe.
+/// A rank's part in the control plane: Note [Control plane]. Not thread-safe.
 class Party {
  public:
   Party(Settings settings, World& world, base::TimePoint now);
@@ -136,44 +134,44 @@ class Party {
   Party(const Party&) = delete;
   Party& operator=(const Party&) = delete;
 
-  // ---- what this rank does ----
+  // ---- actions of this rank ----
 
   virtual void prepared(wire::RankDevices devices) = 0;
-  /// It has come to `round` of the end, the first or the one after the last on_round().
+  /// This rank comes to `round` of the end: the first, or the one after the last on_round().
   virtual void enter_round(uint64_t round, uint64_t number) = 0;
-  /// It leaves because of `error`, and tells all others. Before go that is on_failed().
+  /// Leaves because of `error`, and tells all others. Calls on_failed() if it happens before go.
   void abort(const base::Error& error);
-  /// It leaves, as all have come to the last round.
+  /// Leaves when all have come to the last round.
   void leave();
 
   // ---- connections for calls ----
 
-  /// One to `rank` is there. Not for one that is lost: see is_here().
+  /// A connection to `rank` was opened. Not for a lost rank: see is_here().
   void open(int rank, Link link, base::TimePoint now);
-  /// Running, and neither lost nor gone.
+  /// Returns true if this rank is running, and `rank` has neither left nor been lost.
   bool is_here(int rank) const;
-  /// It seems lost; what rank 0 makes of that is still to come.
+  /// Returns true if `rank` seems lost and rank 0 has not decided yet.
   virtual bool is_suspected(int rank) const = 0;
-  /// This rank could not reach it, or read what it said.
+  /// This rank could not reach `rank`, or could not read what it sent.
   void report(int rank, base::Error error);
-  /// Why a connection that `rank` has made is refused, if it is.
+  /// Returns an error if a connection that `rank` has made is refused.
   std::optional<base::Error> check_peer(int rank, uint32_t incarnation) const;
 
-  // ---- what happens ----
+  // ---- events ----
 
   void receive(Link link, const Message& message);
-  /// Bytes came from there, of whatever kind.
+  /// Bytes were received, of any kind.
   void heard(Link link, base::TimePoint when);
   void closed(Link link, const base::Error& error);
-  /// Says that this rank is alive and looks who is silent. Returns when to call it again.
+  /// Sends heartbeats and finds silent peers. Returns the time of the next call.
   base::TimePoint tick(base::TimePoint now);
 
   bool is_running() const { return state_ == State::kRunning; }
   bool is_over() const { return state_ == State::kOver; }
-  /// Empty before it is known.
+  /// Returns an empty directory before it is known.
   const wire::Directory& directory() const { return directory_; }
   const std::string& secret() const { return directory_.secret; }
-  /// The ranks that this one waits for, as far as it knows them.
+  /// Returns the ranks that this one waits for, as far as it knows.
   virtual std::vector<int> missing() const = 0;
 
  protected:
@@ -187,47 +185,47 @@ class Party {
   };
 
   virtual void on_control(int rank, const Message& message) = 0;
-  /// Before go; after that it is lost as any other.
+  /// Called before go; later a lost control connection is the loss of its rank.
   virtual void on_control_lost(int rank, const base::Error& error) = 0;
-  /// This rank has seen that another one is lost.
+  /// This rank has found that `rank` is lost.
   virtual void find_lost(int rank, const base::Error& error) = 0;
-  /// A connection for calls with it has broken without a word.
+  /// A call connection to `rank` has broken without a message.
   virtual void suspect(int rank, const base::Error& error) = 0;
 
   void add_control(int rank, Link link, base::TimePoint now) {
     connections_[link] = {rank, true, now, false};
   }
-  /// False when it could not, and has failed.
+  /// Returns false if the job could not begin, after abort().
   bool begin_running(std::vector<wire::RankDevices> devices);
   void know(wire::Directory directory);
-  /// Does nothing if it is not here.
+  /// Does nothing if `rank` is not here.
   void lose(int rank, const base::Error& error, bool job_goes_on);
-  /// Nothing is heard of it any more, nor said to it but why.
+  /// Closes all connections of `rank`, and tells it why.
   void cut_off(int rank, const base::Error& why);
-  /// A new process has its place.
+  /// Replaces a lost rank by a new process.
   void take_back(int rank, uint32_t incarnation, const wire::Returned& returned);
   base::Error loss(int rank, const base::Error& error) const;
-  /// Why `rank` leaves, or another does, as it says. If that is the loss of this one it is taken at
-  /// its word, which is told as such: who was stopped for a while cannot know better.
+  /// Returns the reason that `rank` sent. If that is the loss of this rank, it names who claims
+  /// that, because a rank that was stopped for a while cannot know whether it is true.
   base::Error reason_of(int rank, const Message& message) const;
-  /// "rank 3 (trainer 2)", without the name if that is not known.
+  /// Returns "rank 3 (trainer 2)", without the name if it is not known.
   std::string text_of(int rank) const;
 
   const Settings settings_;
   World& world_;
   State state_ = State::kMeeting;
   std::map<Link, Connection> connections_;
-  std::vector<Presence> presence_;     // once the ranks are known
-  std::map<int, base::Error> losses_;  // why each rank that is lost is
+  std::vector<Presence> presence_;     // when the ranks are known
+  std::map<int, base::Error> losses_;  // the error of each lost rank
   wire::Directory directory_;
 
  private:
   void tell_all(Message message);
   base::Error why_over() const;
-  /// The other end hears why this one closes, for certain if `flush`.
+  /// Tells the other end why its connection is closed; if `flush`, waits until that is sent.
   void dismiss(Link link, const base::Error& why, bool flush);
 
-  Message last_word_;              // once it is over
+  Message last_word_;              // set when it is over
   const base::Duration interval_;  // of heartbeats
   base::TimePoint next_beat_;
   base::TimePoint wake_at_;
