@@ -353,7 +353,8 @@ void AgentCore::send_call(OutgoingCall call, bool has_credit) {
   queue_call(std::move(mine));
 }
 
-// A call may be given up while it is being sent: the cancel message must then follow the call.
+// Sends a call from a worker or a timer. If the call is given up meanwhile, sends a cancel message
+// after it.
 void AgentCore::send_late_call(OutgoingCall& call) {
   if (!pending.is_waiting(call.id)) {
     call.window->give_back(call.credit);
@@ -374,8 +375,8 @@ void AgentCore::send_late_call(OutgoingCall& call) {
   if (sent.ok() && !pending.is_waiting(call.id)) tell_given_up(call.id, call.to);
 }
 
-// The owner may not know of a remote() call that failed, but of its RRef: ranks that wait there for
-// the value must get the error.
+// Sends the error of a remote() call to its owner, which may not know of the call, but may have
+// received its RRef from ranks that now wait for the value.
 void AgentCore::tell_owner(const std::shared_ptr<RRefHandle>& target, const Error& error,
                            bool was_sent) {
   const bool is_given_up =
@@ -430,7 +431,7 @@ void AgentCore::see_to_call(const OutgoingCall& call, const base::Status& sent) 
   pending.fail(call.id, call.to, std::move(error));
 }
 
-// Returns a failure of a device as this rank's, whichever rank made the call.
+// Sends a departure. A device failure counts as this rank's, whichever rank made the call.
 base::Status AgentCore::send_departure(int to, Departure& departure,
                                        const Departure::StillWanted& still_wanted) {
   try {

@@ -139,8 +139,8 @@ void AgentCore::close() {
     disconnecting_ = std::thread::id();
     disconnected_.set();
   }
-  // stop() would wait for this thread if a function, or a continuation of a call that disconnect()
-  // fails, ends its agent. The next close() then calls it, at the latest the destructor's.
+  // A function, or a continuation of a call that disconnect() fails, may end its own agent. stop()
+  // would wait for that thread, so a later close() does the rest, at the latest the destructor's.
   if (runs_here()) return;
   if (disconnecting_ == std::this_thread::get_id()) return;
   std::lock_guard lock(stopping_);
@@ -226,7 +226,7 @@ void AgentCore::on_directory_on_loop(const wire::Directory& directory, std::vect
   name = directory.ranks[static_cast<size_t>(options.rank)].name;
 }
 
-// A window is for one process of a rank, and its requests reach no later process.
+// Makes the window for one process of `rank`; its requests reach no later process.
 std::unique_ptr<Window> AgentCore::make_window(int rank) {
   const auto ask = [this, rank,
                     incarnation = peers.incarnation(rank)](const Window::Request& request) {
@@ -377,8 +377,8 @@ void AgentCore::on_lost_on_loop(const Loss& loss) {
   }
 }
 
-// Threads that still work for the lost process notice, because its calls, credit and references
-// name its incarnation.
+// Replaces a lost process. Threads that still work for it notice, because its calls, credit and
+// references name its incarnation.
 void AgentCore::on_returned_on_loop(int rank, uint32_t incarnation, Way way) {
   if (closed_) return;
   layers.on_rank_returned(rank);
@@ -458,7 +458,7 @@ Channel& AgentCore::open_channel(uint16_t number) {
 
 // ---- the end ----
 
-// Round 0 ends when all ranks have called shutdown(). Further rounds follow until no rank counts a
+// Comes to rounds with all ranks: first until all have called shutdown(), then until none counts a
 // live reference or context. Messages in transit need no extra count, because their sender or
 // receiver counts the references and contexts that they concern.
 void AgentCore::shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting,

@@ -215,7 +215,7 @@ Budget::Grants Budget::drop(ProcessNumber from, uint64_t bytes) {
   return grants;
 }
 
-// A call larger than the limit begins when no other call has begun.
+// Keeps the credit of a call beyond the limit, unless no other call has begun.
 Budget::Grants Budget::begin(Work& work, ProcessNumber from, uint64_t credit) {
   Grants grants;
   work.from = from;

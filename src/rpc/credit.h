@@ -100,10 +100,10 @@ class Window {
   void give_back(uint64_t bytes);
   /// Takes a grant of `bytes` from the other rank, whose windows have `size` bytes.
   void grant(uint64_t bytes, uint64_t size);
-  /// Makes this and later take() fail.
+  /// Fails all waiting and later calls of take().
   void fail(const base::Error& error);
 
-  /// Returns since when the first waiting call has waited.
+  /// Returns when the first waiting call began to wait.
   std::optional<base::TimePoint> waiting_since() const;
 
   // The steps of take(). A waiter must not move until leave().

@@ -38,9 +38,8 @@ StreamPoint StreamPoint::mark(c10::Device device) {
   return is_accelerator(device) ? mark(current_stream(device)) : StreamPoint();
 }
 
-// Creating, recording or destroying a CUDA event restores the thread's device by cudaSetDevice, and
-// querying an event uses the thread's device. On a thread that has set no device, each creates a
-// context on cuda:0. A DeviceGuard around the call avoids that.
+// Uses DeviceGuards because CUDA events restore the thread's device by cudaSetDevice, and a query
+// uses the thread's device. On a thread that has set no device, both create a context on cuda:0.
 StreamPoint StreamPoint::mark(const c10::Stream& stream) {
   const c10::DeviceGuard guard(stream.device());
   StreamPoint point;

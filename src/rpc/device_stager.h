@@ -43,7 +43,7 @@ class BlocksSent : public std::enable_shared_from_this<BlocksSent> {
   };
   explicit BlocksSent(std::shared_ptr<Gate> gate) : gate_(std::move(gate)) {}
 
-  /// Returns an owner of `block` that counts it until its last copy ends.
+  /// Counts `block` until the last copy of the result is destroyed. The result owns the block.
   std::shared_ptr<const void> count(base::BufferPtr block);
   /// Blocks this thread. Throws `overloaded` if the thread pool has no other thread left.
   void await_fewer_than(size_t number);
@@ -58,7 +58,7 @@ class BlocksSent : public std::enable_shared_from_this<BlocksSent> {
 class DeviceStager {
  public:
   DeviceStager();
-  /// Waits for copies in progress, because they use this object's memory.
+  /// Waits for copies in progress, because they use host blocks that this object keeps.
   ~DeviceStager();
 
   c10::Stream out_stream(c10::Device device) { return streams_of(device).out; }
@@ -71,12 +71,12 @@ class DeviceStager {
   /// Keeps `memory` until a device has reached `point`.
   void release_at(StreamPoint point, base::BufferPtr memory);
 
-  /// Called on a worker after `frames` chunks were received. Allocates blocks, up to a limit, for
-  /// as many of them as found no idle block.
+  /// Allocates a block, up to a limit, for each of the last `frames` chunks that were received
+  /// without an idle block. On a worker.
   void restock(c10::Device device, size_t frames);
 
   std::shared_ptr<BlocksSent> new_blocks_sent() { return std::make_shared<BlocksSent>(sending_); }
-  /// Makes await_fewer_than() return at once, when the agent ends.
+  /// Ends all waits of await_fewer_than(), when the agent ends.
   void stop_waiting();
 
  private:

@@ -12,9 +12,9 @@
 
 namespace distrain::rpc {
 
-/// Returns this process's device for `device`. Throws `protocol` if it does not exist.
+/// Converts a device of this process. Throws `protocol` if it does not exist.
 c10::Device to_c10(wire::DeviceRef device);
-/// Throws `invalid` if tensors on devices of this type cannot be sent.
+/// Converts a device. Throws `invalid` if tensors on such a device cannot be sent.
 wire::DeviceRef to_wire(c10::Device device);
 std::string device_text(wire::DeviceRef device);
 
@@ -28,7 +28,7 @@ class DeviceTable {
  public:
   DeviceTable(int rank, c10::Device home, std::vector<DeviceMap> maps);
 
-  /// Throws `invalid` after settle().
+  /// Sets this rank's device. Throws `invalid` after settle().
   void set_home(c10::Device home);
 
   /// Fixes this rank's device and maps. Queries this process's devices, so it must not run on the
@@ -36,14 +36,14 @@ class DeviceTable {
   void settle();
   /// Returns what the other ranks need to know, after settle().
   wire::RankDevices tell() const;
-  /// Called once, with the devices of all ranks. Functions that need them wait until then.
+  /// Sets the devices of all ranks, once; functions that need them wait until then.
   void learn(std::vector<std::string> names, std::vector<wire::RankDevices> devices);
   /// Replaces the devices of `rank`, which has a new process. Throws as learn() does.
   void learn_again(int rank, wire::RankDevices devices);
   void fail(const base::Error& error) { learnt_.fail(error); }
 
   c10::Device home() const;
-  /// Waits for learn().
+  /// Returns the device of any rank. Waits for learn().
   wire::DeviceRef home_of(int rank) const;
   /// Returns the device on rank `to` where a tensor on `device` arrives. Waits for learn(), unless
   /// `device` is the CPU. Throws `invalid` if no map covers `device`.

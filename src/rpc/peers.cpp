@@ -52,7 +52,7 @@ base::Status Peers::send(int to, net::OutFrame frame) {
 }
 
 base::Status Peers::send_unconnected(int to, Peer& peer, net::OutFrame frame) {
-  // Checked here, because frames are queued without an error.
+  // Checked here, because a queued frame cannot report an error later.
   if (const base::Status fits = net::check_limits(frame); !fits.ok()) return fits;
   State state = State::kUnconnected;
   {
@@ -81,7 +81,7 @@ Error Peers::loss_of(int rank, const Peer& peer) const {
 
 // ---- connecting, on the loop ----
 
-// A peer is one process of its rank: connecting ends when a new process replaces it.
+// Returns true if `peer` is the newest process of its rank, and connecting.
 
 bool Peers::is_connecting_on_loop(int rank, const Peer& peer) const {
   return &at(rank) == &peer && peer.state == State::kConnecting;
@@ -134,7 +134,7 @@ void Peers::on_connected_on_loop(int rank, Peer& peer, net::Fd socket, base::Tim
   });
 }
 
-// A peer that closes without a message is busy, or rank 0 is about to report its loss.
+// Retries after a close without a message: the peer is busy, or rank 0 will report its loss.
 void Peers::on_not_believed_on_loop(int rank, Peer& peer, const Error& error,
                                     base::TimePoint deadline) {
   const base::TimePoint next = base::deadline_after(kRetry);
@@ -146,7 +146,7 @@ void Peers::on_not_believed_on_loop(int rank, Peer& peer, const Error& error,
   }
 }
 
-// Frames that other threads send meanwhile are queued behind the waiting ones.
+// Sends the queued frames. Other threads append frames to the queue until it is empty.
 void Peers::begin_to_send_on_loop(int rank, net::StreamPtr stream) {
   Peer& peer = at(rank);
   peer.stream = std::move(stream);
@@ -181,7 +181,7 @@ std::optional<Error> Peers::accept_on_loop(int rank, const net::StreamPtr& strea
   return std::nullopt;
 }
 
-// Ignores what a replaced process still sends.
+// Returns a handler that ignores what a replaced process still sends.
 net::Stream::Handler Peers::handler_on_loop(int rank, const net::StreamPtr& stream) {
   Peer& peer = at(rank);
   return control_.watch_peer_on_loop(
@@ -195,8 +195,7 @@ net::Stream::Handler Peers::handler_on_loop(int rank, const net::StreamPtr& stre
        }});
 }
 
-// The connection closed without a loss: a side is leaving, or a loss is suspected. In the latter
-// case, frames are queued until rank 0 has decided.
+// Queues frames until rank 0 has decided, if a loss is suspected; otherwise a side is leaving.
 void Peers::on_closed_on_loop(int rank, Peer& peer) {
   std::lock_guard lock(peer.mutex);
   if (peer.state == State::kLost) return;

@@ -35,8 +35,8 @@ bool PendingCalls::is_waiting(uint64_t id) const {
   return calls_.contains(id);
 }
 
-// One timer is active, for the earliest deadline when it was set. A call with the usual timeout is
-// due later, so it does not wake up the loop. Older timers expire without effect.
+// Sets a timer for the earliest deadline. Earlier timers remain, but have no effect. A call with
+// the usual timeout is due later than the current timer, so it does not wake up the loop.
 void PendingCalls::arm_locked() {
   if (deadlines_.empty() || deadlines_.begin()->first >= armed_for_) return;
   armed_for_ = deadlines_.begin()->first;

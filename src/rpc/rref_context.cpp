@@ -57,7 +57,7 @@ void encode_rref(Encoder& encoder, const std::shared_ptr<RRefHandle>& handle) {
   encoder.rrefs->encode(encoder, handle);
 }
 
-// Position among the message's RRefs (u32); each can be decoded once.
+// Reads the position among the message's RRefs (u32). Each RRef can be decoded once.
 std::shared_ptr<RRefHandle> decode_rref(Decoder& decoder) {
   const auto position = decoder.in.get<uint32_t>();
   auto& received = decoder.message.rrefs;

@@ -67,7 +67,7 @@ TraceCollector::TraceCollector(Agent& agent)
   read_clocks();
 }
 
-// Reads each clock but this rank's, on the first rank that has it.
+// Reads each clock but rank 0's, by calls to the first rank that has it.
 void TraceCollector::read_clocks() {
   for (size_t rank = 1; rank < clocks_.size(); ++rank) {
     RankClock& clock = clocks_[rank];

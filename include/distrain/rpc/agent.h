@@ -84,11 +84,11 @@ struct AgentOptions {
   std::chrono::nanoseconds call_delay{0};
   /// Records this rank's trace, once started. Set on all ranks or on none; null: no trace.
   std::shared_ptr<base::Tracer> tracer;
-  /// Limits for the bytes of calls that wait here to be run: of one other rank, and of all ranks. A
-  /// caller beyond them waits, and fails with `overloaded` at its call's deadline. `total_budget`
-  /// also limits the calls that have begun and are not answered. A single call may be larger.
-  /// Unread replies to a rank delay its next calls. Each rank may always use an equal part of half
-  /// the total, which is raised to at least 32 KiB a rank.
+  /// Limits for the bytes of calls that wait here to be run: of one other rank, and of all. A
+  /// caller beyond them waits, and its call fails with `overloaded` at its deadline. `total_budget`
+  /// is also the limit for calls that have begun and are not answered. One call may be larger.
+  /// Unread replies to a rank delay its next calls. Each rank may always use its share of half the
+  /// total, which is raised to 32 KiB for each rank.
   uint64_t peer_budget = uint64_t{256} << 20;
   uint64_t total_budget = uint64_t{1} << 30;
   int worker_threads = 4;  ///< that may run; threads waiting for a reply do not count
@@ -272,7 +272,7 @@ class Agent {
   bool has_place() const;
   int world_size() const;
   const std::string& name() const;
-  /// Throws `not_found`, with the names of the ranks.
+  /// Return a rank's info. Throw `not_found`, with the names of the ranks, if it does not exist.
   WorkerInfo worker(const std::string& name) const;
   WorkerInfo worker(int rank) const;
   /// Returns the number of earlier processes of this rank in this job.

@@ -66,7 +66,7 @@ struct SignatureOf<F> : SignatureOf<decltype(&F::operator())> {
 template <auto F>
 using FunctionTraits = detail::SignatureOf<std::remove_const_t<decltype(F)>>;
 
-/// Its address, one for each function in all translation units, is the function's registry key.
+/// The address of kTag, the same in all translation units, is the registry key of F.
 template <auto F>
 struct FunctionTag {
   static constexpr char kTag = 0;

@@ -75,11 +75,10 @@ struct InMessage {
 bool has_device_tensors(const OutMessage& message);
 std::vector<wire::TensorDesc> describe(const OutMessage& message);
 
-/// Encodes a frame. Meta: the tensors' descriptors; with an autograd id one bit a tensor (whether
-/// it requires a gradient); the transfers' numbers; the RRefs (u32 count, for each u64 id · u32
-/// owner · u8 mode · u64 fork · i32 parent); the body. The frame keeps the tensors alive.
-/// `transfers` and `rests`: each device's transfer number and last bytes (Note [Tensors of
-/// devices]).
+/// Encodes a frame. Its meta contains the tensors' descriptors; with an autograd id, a bit for each
+/// tensor (whether it requires a gradient); the numbers of `transfers`; the RRefs (u32 count, for
+/// each u64 id · u32 owner · u8 mode · u64 fork · i32 parent); the body. `rests` contains the last
+/// bytes of the transfers (Note [Tensors of devices]). The frame keeps the tensors alive.
 net::OutFrame to_frame(OutMessage message, wire::FrameHeader header,
                        const std::vector<uint64_t>& transfers = {},
                        const std::vector<base::BufferPtr>& rests = {});

@@ -169,7 +169,7 @@ void ControlPlane::close() {
   });
 }
 
-// The loop would drop messages that are queued for a slow peer, such as why this rank leaves.
+// Waits because the loop, when it ends, drops messages that are queued for a slow peer.
 void ControlPlane::wait_until_flushed() {
   std::unique_lock lock(mutex_);
   stream_closed_.wait_for(lock, kLastWords, [this] { return open_streams_ == 0; });
@@ -459,8 +459,7 @@ void ControlPlane::on_failed(const Error& error) {
     told.message = "rank 0 at " + rank_0_text() + " refuses this rank: " + told.message;
   }
   if (is_put_off_on_loop(error)) {
-    loop_.post([self = shared_from_this()] { self->party_ = nullptr; });  // the party is calling
-                                                                          // this
+    loop_.post([self = shared_from_this()] { self->party_ = nullptr; });  // not from inside it
     if (told.kind == ErrorKind::kRendezvous) told.kind = ErrorKind::kOverloaded;
     return end_joining_on_loop(told);
   }

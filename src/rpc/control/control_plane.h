@@ -41,9 +41,9 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   struct Callbacks {
     std::function<void(const wire::Directory& directory, std::vector<Way> ways)> on_directory;
     std::function<void(const Loss& loss)> on_lost;
-    /// A new process has replaced a lost rank.
+    /// Called when a new process has replaced a lost rank.
     std::function<void(int rank, uint32_t incarnation, Way way)> on_returned;
-    /// Another rank has made a connection for calls. Returns an error to refuse it.
+    /// Called when another rank has connected for calls. Returns an error to refuse it.
     std::function<std::optional<base::Error>(int rank, const net::StreamPtr& stream)> on_peer;
   };
 
@@ -77,7 +77,7 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   void close();
   /// Rank 0: sets the tolerated losses. The result is complete when they are in effect.
   base::Future<void> tolerate(control::Tolerance tolerance);
-  /// Rank 0: the new process of `rank` is useful.
+  /// Rank 0: marks the new process of `rank` as useful.
   void note_of_use(int rank);
   /// Waits until the last messages are sent, for a second at most.
   void wait_until_flushed();

@@ -231,7 +231,7 @@ void Doorway::reject_on_loop(const net::StreamPtr& stream, Error why) {
   stream->close();
 }
 
-// The connection counts as open until it is closed.
+// Rejects a connection, which counts as open until it is closed.
 void Doorway::refuse_on_loop(Stranger& stranger, const Error& why) {
   if (why.kind == ErrorKind::kAuth) report_on_loop(stranger, why);
   stranger.stage = Stage::kRefused;

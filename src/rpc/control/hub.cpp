@@ -10,7 +10,7 @@ using wire::FrameKind;
 
 namespace {
 
-// A process that has asked for a rank joins at once, unless it is stopped or unreachable.
+// How long a rank stays reserved: its process joins at once, unless it is stopped or unreachable.
 constexpr auto kPlaceIsKept = std::chrono::minutes(1);
 
 }  // namespace
@@ -56,7 +56,7 @@ void Hub::keep_no_more(Link link) {
   std::erase_if(kept_, [link](const auto& kept) { return kept.second.link == link; });
 }
 
-// For kAnyRank, keep_place() checks whether a rank is free.
+// Returns an error if the join is refused. keep_place() itself checks whether a rank is free.
 std::optional<Error> Hub::check_join(int rank, const wire::Join& join) const {
   const auto refuse = [](std::string message) { return rendezvous_error(std::move(message), 0); };
   const auto size = static_cast<int>(settings_.names.size());
@@ -108,7 +108,7 @@ void Hub::meet_if_all_joined() {
 
 void Hub::prepared(wire::RankDevices devices) { take_prepared(0, std::move(devices)); }
 
-// Rank 0 may be prepared before the others have joined.
+// Sends go when all are prepared. Rank 0 may be prepared before the others have joined.
 void Hub::take_prepared(int rank, wire::RankDevices devices) {
   if (!devices_.emplace(rank, std::move(devices)).second) {
     wire::Reader::fail("a rank that is prepared twice");
@@ -130,7 +130,7 @@ bool Hub::is_free(int rank) const {
          directory_.ranks[static_cast<size_t>(rank)].incarnation + 1 < kMaxIncarnations;
 }
 
-// The directory of the other ranks changes only when the new process is prepared.
+// Sends the directory to a new process. The hub's own one changes when that process is prepared.
 void Hub::welcome(int rank) {
   const auto at = static_cast<size_t>(rank);
   wire::Directory directory = directory_;
@@ -253,7 +253,7 @@ void Hub::on_control_lost(int rank, const Error& error) {
   }
 }
 
-// The loss of a new process that no rank knows yet is reported to none.
+// Decides about a loss and reports it, unless it is of a new process that no rank knows yet.
 void Hub::find_lost(int rank, const Error& error) {
   const auto newcomer = newcomers_.find(rank);
   if (newcomer != newcomers_.end() && !newcomer->second.is_prepared) {
@@ -283,8 +283,8 @@ void Hub::forget(int rank) {
   // Before go the rank is not free again, because its loss ends the job.
 }
 
-// A rank that is lost, or out of resources, can be tolerated. Another error, such as a loss that is
-// NaN, concerns all ranks, unless it is a new process's, which may not fit the job.
+// Returns true if the loss is tolerated: a rank is lost or out of resources, or its new process
+// fails in any way, because that may not fit the job. Other errors, such as NaN, concern all ranks.
 bool Hub::goes_on_without(int rank, Error& error) const {
   const bool is_its_own = error.kind == ErrorKind::kPeerLost ||
                           (error.kind == ErrorKind::kResources && error.rank == rank) ||
@@ -310,9 +310,9 @@ void Hub::come_to_round(int rank, uint64_t round, uint64_t number) {
   end_round_if_all_there();
 }
 
-// Lost ranks need not come to the round, but new processes must. The check stops at the first
-// missing rank and resumes there when a rank comes. So a round takes at most two checks of each
-// rank; the second pass finds none missing.
+// Ends the round if all ranks have come; lost ranks need not, but new processes must. The check
+// stops at the first missing rank and resumes there later, so a round takes at most two checks of
+// each rank (the second finds none missing).
 void Hub::end_round_if_all_there() {
   if (state_ != State::kRunning || in_round_.empty()) return;
   const auto size = static_cast<int>(settings_.names.size());

@@ -11,7 +11,7 @@ class Hub final : public Party {
  public:
   using Party::Party;
 
-  /// Called when `rank` wants to join on `link`. Returns the first difference if it is refused.
+  /// Admits `rank` on `link`. Returns an error with the first mismatch if the rank is refused.
   std::optional<base::Error> join(Link link, int rank, wire::Join join, base::TimePoint now);
   /// Reserves a free rank for the process on `link`, which has asked for any: until it joins as
   /// that rank, for a minute at most, or until keep_no_more(). Returns an error if it is refused;
@@ -21,14 +21,14 @@ class Hub final : public Party {
   /// Called once, when rank 0 itself can take part; a job of one rank begins here.
   void begin() { meet_if_all_joined(); }
   void tolerate(Tolerance tolerance) { tolerance_ = std::move(tolerance); }
-  /// Called when the new process of a rank is useful: its failures now count as any rank's.
+  /// Called when the new process of `rank` is useful: its failures now count as any rank's.
   void note_of_use(int rank) { untried_.erase(rank); }
 
   void prepared(wire::RankDevices devices) override;
   void enter_round(uint64_t round, uint64_t number) override;
   std::vector<int> missing() const override;
   bool is_suspected(int) const override { return false; }
-  /// Returns how many ranks were checked for their arrival, for tests.
+  /// Returns how often a rank was checked for its arrival, for tests.
   uint64_t looks() const { return looks_; }
 
  private:
@@ -44,7 +44,7 @@ class Hub final : public Party {
   /// A new process of a lost rank, until it receives go.
   struct Newcomer {
     bool is_prepared = false;
-    std::set<int> yet_to_know;  ///< of the ranks that have not confirmed it, once it is prepared
+    std::set<int> yet_to_know;  ///< the others that have not confirmed it, once it is prepared
   };
 
   void on_control(int rank, const Message& message) override;

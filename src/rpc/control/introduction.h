@@ -14,13 +14,13 @@ namespace distrain::rpc::control {
 /// The initiator's side of Note [Identity] on a connection that this rank has made. On the loop.
 class Introduction : public std::enable_shared_from_this<Introduction> {
  public:
-  /// Called once. With a hello, the other side has proved it, and the stream needs a new handler at
-  /// once. With an error, the other side is not trusted and the stream is closed; after `peer_lost`
-  /// (closed without a message, or no answer in time) the caller may retry.
+  /// Called once: with the proved hello of the other side, when the stream needs a new handler; or
+  /// with an error, when the stream is closed. After `peer_lost` (the other side closed without a
+  /// message, or did not answer in time) the caller may retry.
   using Done = std::function<void(base::Result<wire::Hello> other)>;
 
-  /// Timeouts for the hello and for the proof. They differ because the other side may have accepted
-  /// the connection when it gets this rank's proof.
+  /// Timeouts for the other side's hello and proof. The proof's is longer, because by then the
+  /// other side may have accepted the connection.
   struct Patience {
     base::Duration hello;
     base::Duration proof;

@@ -79,7 +79,7 @@ void Member::on_control(int, const Message& message) {
 
 void Member::on_control_lost(int, const Error& error) { abort(error); }
 
-// Without the hub no rank learns who leaves and why, so this rank counts all others as lost.
+// Counts all other ranks as lost if the hub is, because then no rank learns who leaves and why.
 void Member::find_lost(int rank, const Error& error) {
   if (rank != 0) {
     cut_off(rank, error);
@@ -91,7 +91,7 @@ void Member::find_lost(int rank, const Error& error) {
   }
 }
 
-// The hub answers with the loss.
+// Reports a loss to the hub, which answers by reporting it to all ranks.
 void Member::suspect(int rank, const Error& error) {
   if (!is_here(rank) || !is_here(0) || !told_.insert(rank).second) return;
   const uint32_t incarnation = directory_.ranks[static_cast<size_t>(rank)].incarnation;

@@ -10,7 +10,7 @@ using wire::FrameKind;
 
 namespace {
 
-// Peers may have shorter timeouts than this rank, so the interval is a second at most.
+// Returns at most a second, because peers may have shorter timeouts than this rank.
 base::Duration beat_interval(base::Duration peer_timeout) {
   const auto second = std::chrono::duration_cast<base::Duration>(std::chrono::seconds(1));
   return peer_timeout > base::Duration::zero() ? std::min(second, peer_timeout / 4) : second;
@@ -98,7 +98,8 @@ bool Party::is_here(int rank) const {
   return state_ == State::kRunning && presence_[static_cast<size_t>(rank)] == Presence::kHere;
 }
 
-// A prepared rank may be called before it receives go, which the hub sends to each rank in turn.
+// Accepts connections as soon as this rank is prepared, because the hub sends go to one rank after
+// the other, and the connecting rank may have received it first.
 std::optional<Error> Party::check_peer(int rank, uint32_t incarnation) const {
   const std::string who = "rank " + std::to_string(rank);
   const auto size = static_cast<int>(presence_.size());
@@ -207,7 +208,6 @@ void Party::take_back(int rank, uint32_t incarnation, const wire::Returned& retu
   world_.on_returned(rank, returned.devices);
 }
 
-// If the rank is alive, it learns why nobody talks to it any more.
 void Party::cut_off(int rank, const Error& error) {
   std::vector<Link> links;
   for (const auto& [link, connection] : connections_) {

@@ -88,7 +88,7 @@ class World {
   /// Closes without a call of closed(). If `flush`, sends queued messages first.
   virtual void close(Link link, bool flush) = 0;
 
-  /// Member: rank 0 has admitted this process as `rank`.
+  /// Member: called when rank 0 has admitted this process as `rank`.
   virtual void on_joined(int rank) = 0;
   /// Called once, with the ranks and how to reach them.
   virtual void on_directory(const wire::Directory& directory) = 0;
@@ -99,9 +99,10 @@ class World {
   /// Called after go, once for each lost process. A rank that joins a running job also gets the
   /// earlier losses, before go.
   virtual void on_lost(const Loss& loss) = 0;
-  /// A new process has replaced a lost rank; directory() has its incarnation and endpoint.
+  /// Called when a new process has replaced a lost rank; directory() has its incarnation and
+  /// endpoint.
   virtual void on_returned(int rank, const wire::RankDevices& devices) = 0;
-  /// All ranks have come to that round of the end.
+  /// Called when all ranks have come to `round` of the end, with the sum of their numbers.
   virtual void on_round(uint64_t round, uint64_t sum) = 0;
 };
 
@@ -137,7 +138,7 @@ class Party {
   // ---- actions of this rank ----
 
   virtual void prepared(wire::RankDevices devices) = 0;
-  /// This rank comes to `round` of the end: the first, or the one after the last on_round().
+  /// Comes to `round` of the end: the first, or the one after the last on_round().
   virtual void enter_round(uint64_t round, uint64_t number) = 0;
   /// Leaves because of `error`, and tells all others. Calls on_failed() if it happens before go.
   void abort(const base::Error& error);
@@ -146,13 +147,13 @@ class Party {
 
   // ---- connections for calls ----
 
-  /// A connection to `rank` was opened. Not for a lost rank: see is_here().
+  /// Called when a connection to `rank` is open. Not for a lost rank: see is_here().
   void open(int rank, Link link, base::TimePoint now);
   /// Returns true if this rank is running, and `rank` has neither left nor been lost.
   bool is_here(int rank) const;
   /// Returns true if `rank` seems lost and rank 0 has not decided yet.
   virtual bool is_suspected(int rank) const = 0;
-  /// This rank could not reach `rank`, or could not read what it sent.
+  /// Called when this rank could not reach `rank`, or could not read what it sent.
   void report(int rank, base::Error error);
   /// Returns an error if a connection that `rank` has made is refused.
   std::optional<base::Error> check_peer(int rank, uint32_t incarnation) const;
@@ -160,7 +161,7 @@ class Party {
   // ---- events ----
 
   void receive(Link link, const Message& message);
-  /// Bytes were received, of any kind.
+  /// Called when bytes of any kind were received.
   void heard(Link link, base::TimePoint when);
   void closed(Link link, const base::Error& error);
   /// Sends heartbeats and finds silent peers. Returns the time of the next call.
@@ -185,11 +186,11 @@ class Party {
   };
 
   virtual void on_control(int rank, const Message& message) = 0;
-  /// Called before go; later a lost control connection is the loss of its rank.
+  /// Called if a control connection is lost before go; later that is the loss of its rank.
   virtual void on_control_lost(int rank, const base::Error& error) = 0;
-  /// This rank has found that `rank` is lost.
+  /// Called when this rank has found that `rank` is lost.
   virtual void find_lost(int rank, const base::Error& error) = 0;
-  /// A call connection to `rank` has broken without a message.
+  /// Called when a connection for calls to `rank` has broken without a message.
   virtual void suspect(int rank, const base::Error& error) = 0;
 
   void add_control(int rank, Link link, base::TimePoint now) {

@@ -20,7 +20,7 @@ void set_up();
 /// Fills `out` from the system's random source. Throws `resources` if it fails.
 void fill_random(std::span<uint8_t> out);
 std::string random_bytes(size_t count);
-/// Returns two hexadecimal digits for each byte.
+/// Returns `bytes` in hexadecimal digits.
 std::string hex(std::string_view bytes);
 
 /// Returns the HKDF-SHA256 (RFC 5869) of `secret`, which may be empty, with `use` as info.
