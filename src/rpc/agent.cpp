@@ -44,8 +44,8 @@ Agent::Agent(AgentOptions options)
 
 Agent::Agent(AgentCore& core) : core_(std::shared_ptr<AgentCore>(), &core) {}
 
-// Ends the core on a new thread if this is one of its own, which cannot wait for its own end. If no
-// thread can be started, the core leaks.
+// Ends the core on a new thread if this is a thread of the agent, which cannot wait for its own
+// end. If no thread can be started, the core leaks.
 Agent::~Agent() {
   if (core_.use_count() == 0) return;  // it is the core's own handle
   if (!core_->runs_here()) {

@@ -80,7 +80,7 @@ class ReplyImpl final : public Reply {
     core.tell(core.budget->begin(work_, to_, credit));
   }
   void set_target(std::shared_ptr<OwnedValue> target) { target_ = std::move(target); }
-  /// Sets the function that is named in errors without one.
+  /// Sets the function that is added to errors without one.
   void set_function(std::string function) { function_ = std::move(function); }
 
  private:
@@ -266,7 +266,7 @@ base::Future<RawReply> AgentCore::call(int to, base::Duration timeout, const std
   call.function = function;
   call.started = base::Clock::now();
   out.deadline = timeout == base::Duration::max() ? base::kNever : call.started + timeout;
-  // Checked before credit is taken, because a call that is too large would not return it.
+  // Checked before credit is taken, so that a call that is too large takes none.
   const base::Status fits = net::check_limits(out.frame);
   out.window = &windows_.at(to);
   const bool has_credit = !fits.ok() || out.credit == 0 || out.window->try_take(out.credit);

@@ -458,7 +458,7 @@ Channel& AgentCore::open_channel(uint16_t number) {
 
 // ---- the end ----
 
-// Comes to rounds with all ranks: first until all have called shutdown(), then until none counts a
+// Enters rounds with all ranks: first until all have called shutdown(), then until none counts a
 // live reference or context. Messages in transit need no extra count, because their sender or
 // receiver counts the references and contexts that they concern.
 void AgentCore::shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting,

@@ -58,7 +58,7 @@ class WorkerExecutor final : public base::Executor {
   base::ThreadPool pool_;
 };
 
-/// Called in place of a remote() call that could not be sent or read: fails the value to create.
+/// The function that is called instead if a remote() call cannot be sent: its value then fails.
 inline constexpr char kFailFunction[] = "distrain.rref.fail";
 
 class ChannelImpl;
@@ -89,7 +89,7 @@ class AgentCore {
                               const std::function<void(Encoder&)>& fill,
                               const std::shared_ptr<RRefHandle>& target);
   std::shared_ptr<InMessage> open(const RawReply& reply);
-  /// Releases the contents of a reply that nobody opens.
+  /// Releases the contents of a reply that is never opened.
   void let_go(RawReply reply);
   /// Sends the reply to the call `call_id` of rank `to`.
   void send_reply(int to, uint64_t call_id, uint64_t context,
@@ -145,8 +145,7 @@ class AgentCore {
   uint32_t incarnation() const { return incarnation_; }
   Traffic traffic() const;
   std::vector<Wait> waits();
-  /// Return the current numbers; after close() the numbers before it, because close() releases
-  /// leaks.
+  /// Return the current numbers; after close(), the numbers before it, which shows leaks.
   size_t live_rrefs() const { return closed_ ? last_live_rrefs_.load() : rrefs->live(); }
   size_t live_contexts() const {
     return closed_ ? last_live_contexts_.load() : hook ? hook->live_contexts() : 0;
@@ -217,7 +216,7 @@ class AgentCore {
   base::Promise<void> disconnected_;  // set when disconnect() has failed all waits
   // Held by one thread at a time. Recursive, because destructors of user objects may call close().
   std::recursive_mutex stopping_;
-  bool stopped_ = false;  // by stopping_: no thread but the loop runs anything
+  bool stopped_ = false;  // guarded by stopping_: no thread but the loop runs anything
 
  public:
   /// Last, so that its thread ends before the members that its handlers use are destroyed.

@@ -68,13 +68,13 @@ class Arrival {
   std::atomic<uint64_t> received_{0};
 
   std::mutex queue_mutex_;
-  std::vector<net::InFrame> queue_;  // by queue_mutex_
-  bool copying_ = false;             // by queue_mutex_: a copy_queued() will read the queue
+  std::vector<net::InFrame> queue_;  // guarded by queue_mutex_
+  bool copying_ = false;             // guarded by queue_mutex_: a copy_queued() will read the queue
 
   std::mutex copy_mutex_;             // taken before queue_mutex_
-  at::Tensor memory_;                 // by copy_mutex_
-  uint64_t copied_ = 0;               // by copy_mutex_
-  std::optional<base::Error> error_;  // by copy_mutex_
+  at::Tensor memory_;                 // guarded by copy_mutex_
+  uint64_t copied_ = 0;               // guarded by copy_mutex_
+  std::optional<base::Error> error_;  // guarded by copy_mutex_
 };
 
 /// Returns the credit that a frame takes as the first of a transfer; 0 for any other frame.
@@ -92,7 +92,7 @@ class Arrivals {
   /// Takes a chunk. Throws `protocol` if it does not fit its transfer. Returns a task for a worker,
   /// if one is needed: the loop neither copies nor frees device memory.
   base::Task add_chunk_on_loop(net::InFrame frame);
-  /// Takes out the complete transfer `id`. Throws `protocol` if chunks are missing or it differs.
+  /// Takes out the transfer `id`. Throws `protocol` if it is incomplete, or not as described.
   std::shared_ptr<Arrival> take(uint64_t id, wire::DeviceRef device, uint64_t bytes);
   /// Releases incomplete transfers, when no more chunks will come.
   void drop_parts();

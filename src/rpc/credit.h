@@ -58,10 +58,10 @@ namespace distrain::rpc {
 //
 // A call returns its credit when it begins. So two ranks that flood each other from inside their
 // functions both make progress: when a function waits, another thread begins the next call. Calls
-// A call returns its credit when it begins. So two ranks that flood each other from inside their
-// functions both make progress: when a function waits, another thread begins the next call. Calls
 // that have begun without an answer have returned at most B bytes; others keep their credit until
 // there is room, or until they are answered.
+//
+// Replies, one-way messages and control messages need no credit, because a rank that waits for a
 // reply must get it. But a call begins only while less than W bytes of replies to its caller are
 // unwritten; until then it stays queued. So a rank keeps at most N*W bytes of replies and one more
 // reply for each running function.

@@ -50,7 +50,7 @@ class BlocksSent : public std::enable_shared_from_this<BlocksSent> {
 
  private:
   const std::shared_ptr<Gate> gate_;
-  size_t number_ = 0;  // by the gate's mutex
+  size_t number_ = 0;  // guarded by the gate's mutex
 };
 
 /// Copies between devices and network buffers, on streams of their own. One for each agent.

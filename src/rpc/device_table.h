@@ -56,13 +56,13 @@ class DeviceTable {
 
   const int rank_;
   mutable std::mutex mutex_;
-  c10::Device home_;                      // by mutex_
-  std::vector<DeviceMap> maps_;           // by mutex_
-  std::optional<wire::RankDevices> own_;  // by mutex_; set by settle()
+  c10::Device home_;                      // guarded by mutex_
+  std::vector<DeviceMap> maps_;           // guarded by mutex_
+  std::optional<wire::RankDevices> own_;  // guarded by mutex_; set by settle()
   base::Promise<void> learnt_;
   const base::Future<void> known_ = learnt_.future();
   std::vector<std::string> names_;  // written before `learnt_`, read after
-  std::shared_ptr<const All> all_;  // by mutex_
+  std::shared_ptr<const All> all_;  // guarded by mutex_
 };
 
 }  // namespace distrain::rpc

@@ -31,7 +31,7 @@ class Layers {
   void add(const std::weak_ptr<Layer>& layer);
   /// Does nothing if the rank is lost already: the end of the agent is not another loss.
   void on_rank_lost(const Loss& loss);
-  /// Called when a new process replaces `rank`.
+  /// Forgets the loss of `rank`, which has a new process.
   void on_rank_returned(int rank);
   void on_shutdown();
   /// Returns when the layers have been notified of all losses so far.

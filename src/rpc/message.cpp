@@ -49,7 +49,7 @@ wire::TensorDesc desc_of(const OutMessage& message, size_t i) {
 
 using ArrivalPtr = std::shared_ptr<Arrival>;
 
-// Takes all transfers before decoding any, because nobody would take them after an error.
+// Takes all transfers before decoding, because after an error no code would take the others.
 std::vector<ArrivalPtr> take_arrivals(const std::vector<DeviceGroup>& groups,
                                       const std::vector<uint64_t>& transfers, DeviceStager& stager,
                                       Arrivals* arrivals) {

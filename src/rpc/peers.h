@@ -20,8 +20,9 @@ namespace distrain::rpc {
 /// The connections to the other ranks, which are made when there is first something to send.
 ///
 /// A peer is unconnected → connecting (frames to it are queued) → connected; from each of these,
-/// left (it said so) or lost. A connection that breaks without a message is connecting until rank 0
-/// has decided what that means. A new process of a lost rank is a new peer: Note [Incarnations].
+/// left (after its leave message) or lost. If its connection breaks without a message, it is
+/// connecting until rank 0 has decided whether it is lost. A new process of a lost rank is a new
+/// peer: Note [Incarnations].
 ///
 /// If both ranks connect at the same moment, there are two connections: each rank sends on the one
 /// that it made and receives on both. So the messages from one rank to another keep their order.
@@ -94,8 +95,8 @@ class Peers {
     std::atomic<bool> is_done_without{false};  // written before kLost
     net::StreamPtr stream;  // to send on; written before kConnected, read after it
     mutable std::mutex mutex;
-    std::deque<net::OutFrame> waiting;  // by mutex, while connecting
-    base::Error loss;                   // by mutex, once lost
+    std::deque<net::OutFrame> waiting;  // guarded by mutex, while connecting
+    base::Error loss;                   // guarded by mutex, once lost
     // Loop thread only.
     net::StreamPtr accepted;  // made by the peer
     std::shared_ptr<Arrivals> arrivals;

@@ -57,7 +57,7 @@ class PendingCalls {
   void set_deadline(uint64_t id, base::TimePoint deadline);
   bool is_waiting(uint64_t id) const;
 
-  /// Called when nobody waits for the future of the call `id` any more.
+  /// Ends the call `id`, whose future nobody waits for any more.
   void give_up(uint64_t id, int to);
 
   std::vector<Wait> waits();

@@ -127,7 +127,7 @@ at::Tensor Decoder::get_tensor() {
   wire::Reader::fail("an unknown kind of tensor");
 }
 
-// u8 wire::DType · the value, 8 bytes a part
+// Format: u8 wire::DType · the value, 8 bytes for each part.
 void Serializer<at::Scalar>::encode(Encoder& encoder, const at::Scalar& value) {
   if (value.isSymbolic()) base::invalid("a symbolic scalar cannot be sent");
   encoder.out.put(to_dtype(value.type()));

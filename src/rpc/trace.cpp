@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kExchanges = 16;
 
-// Rethrows the current exception as one of collecting the trace of `rank`.
+// Rethrows the current exception, and names `rank`, whose trace was being collected.
 [[noreturn]] void rethrow_naming(int rank) {
   base::Error error = error_in_flight(base::ErrorKind::kInternal);
   error.message = "the trace of rank " + std::to_string(rank) + ": " + error.message;

@@ -50,8 +50,8 @@ struct AgentOptions {
   std::string meeting_name;
   net::PortRange ports;            ///< to listen on; rank 0: if master_port is 0
   std::string transport = "auto";  ///< auto (unix on the same host), tcp, unix
-  /// A secret of the job's ranks, which each connection proves to know. If empty, ranks trust
-  /// processes of this user on this host or, with `insecure`, any process.
+  /// A secret of the job's ranks; both sides of a connection prove that they know it. If empty,
+  /// ranks trust processes of this user on this host or, with `insecure`, any process.
   std::string token;
   bool insecure = false;
   /// Distinguishes jobs at the same address. If empty, rank 0 chooses one for all ranks.
@@ -65,8 +65,8 @@ struct AgentOptions {
   /// Called once for each rank and reason when a process that claims to be rank `why.rank` is
   /// refused. `why` tells the user what to do. Runs on the loop thread: must not block.
   std::function<void(const base::Error& why)> on_refused;
-  /// Called once for each collective, or update made by several ranks together, that has waited for
-  /// other ranks for `long_wait`. Runs on the loop thread: must not block.
+  /// Called once for each operation, such as a collective, that has waited for other ranks for
+  /// `long_wait`. Runs on the loop thread: must not block.
   std::function<void(const Wait& wait)> on_long_wait;
   std::chrono::nanoseconds long_wait = std::chrono::seconds(30);
   std::chrono::nanoseconds rpc_timeout = std::chrono::seconds(60);
@@ -190,9 +190,9 @@ using Handler = std::function<void(CallContext&, Decoder&, const ReplyPtr&)>;
 class Agent {
  public:
   explicit Agent(AgentOptions options);
-  /// Without shutdown() before, peers see this rank as lost. On one of the agent's own threads,
-  /// such as in a continuation with the last pointer to it, the agent ends on another thread soon
-  /// after. An agent may live until the process exits.
+  /// Disconnects. Without shutdown() before, peers see this rank as lost. If it runs on one of the
+  /// agent's own threads, such as in a continuation with the last pointer, the agent ends on
+  /// another thread soon after. An agent need not be destroyed before the process exits.
   ~Agent();
   Agent(const Agent&) = delete;
   Agent& operator=(const Agent&) = delete;
@@ -220,8 +220,7 @@ class Agent {
   T& local() const {
     return *static_cast<T*>(local_erased(typeid(T)));
   }
-  /// Returns the provided T, or creates and provides one from `args`. The constructor must not
-  /// wait.
+  /// Returns the provided T, or creates and provides one. T's constructor must not block.
   template <class T, class... Args>
   std::shared_ptr<T> shared(const Args&... args) {
     return std::static_pointer_cast<T>(
@@ -234,9 +233,9 @@ class Agent {
   /// Returns the device of any rank, with that rank's device index. Waits for join().
   std::string device_of(int rank) const;
 
-  /// Connects to the other ranks; returns when every rank can be called. Throws rendezvous,
-  /// protocol, …. `prepare` runs when job_options() are known, before any other rank can call this
-  /// one. Throws `invalid` if join() has been called before, even without success.
+  /// Joins the job; returns when every rank can be called. Throws rendezvous, protocol, ….
+  /// `prepare` runs when job_options() are known, before any other rank can call this one. Throws
+  /// `invalid` if join() has been called before, even without success.
   void join(const std::function<void()>& prepare = {});
 
   /// Calls F on `to` and waits for the result. Arguments are converted to F's parameter types here,
@@ -277,7 +276,7 @@ class Agent {
   WorkerInfo worker(int rank) const;
   /// Returns the number of earlier processes of this rank in this job.
   uint32_t incarnation() const;
-  /// Returns false if this rank knows of the loss of the rank's newest process.
+  /// Returns true unless the rank's newest process is lost, as far as this rank knows.
   bool is_here(int rank) const;
   /// Returns true if the rank is lost and the job continues without it.
   bool is_done_without(int rank) const;
@@ -296,8 +295,7 @@ class Agent {
   void shutdown(std::function<void(const std::vector<int>& missing)> on_waiting = {},
                 const std::function<void()>& at_rest = {});
   /// Sends `error` to all peers as the reason, and disconnects. All waits for other ranks fail,
-  /// including shutdown() on another thread. On a thread of the agent, the destructor completes the
-  /// work.
+  /// including shutdown() on another thread. On an agent's thread, the destructor does the rest.
   void abort(const base::Error& error);
 
   /// On rank 0, after all have joined: lets the job continue when a rank of `ranks` is lost
@@ -306,11 +304,11 @@ class Agent {
   /// lost rank. Returns when this is in effect.
   void go_on_without(const std::vector<int>& ranks, int least, const std::string& if_too_few,
                      bool may_return);
-  /// On rank 0: marks the new process of a replaced rank as useful. Before that, the job continues
-  /// after any failure of the new process.
+  /// On rank 0: marks the new process of a replaced rank as useful. Until then the job continues
+  /// after any failure of that process.
   void note_of_use(int rank);
 
-  /// Return the RRefs that this rank owns or holds and its contexts: 0 after a clean shutdown.
+  /// Return the numbers of RRefs and contexts that this rank holds: 0 after a clean shutdown.
   size_t live_rrefs() const;
   size_t live_contexts() const;
   Traffic traffic() const;
@@ -330,7 +328,7 @@ class Agent {
   /// Returns an executor that runs tasks on the thread that completes the future, often the loop.
   base::Executor& inline_executor();
 
-  /// Notifies `layer`, while it lives, of lost ranks, including those lost before.
+  /// Notifies `layer` of lost ranks, including those lost before, while the layer lives.
   void add_layer(const std::weak_ptr<Layer>& layer);
 
   /// Opens the channel `number` for one-way messages: 1 autograd, 2 collectives, from 16 on jobs.
@@ -338,15 +336,16 @@ class Agent {
   void set_autograd_hook(std::shared_ptr<AutogradHook> hook);
   const std::shared_ptr<AutogradHook>& autograd_hook() const;
   void expose_raw(const std::string& name, Handler handler);
-  /// `fill` encodes the arguments. If `target` is set, this is the remote() call that creates it.
+  /// Calls `function`; `fill` encodes its arguments. If `target` is set, the call creates its
+  /// value.
   base::Future<RawReply> call_raw(const To& to, const std::string& function,
                                   const std::function<void(Encoder&)>& fill,
                                   const std::shared_ptr<RRefHandle>& target = nullptr);
   /// Decodes a reply, and records its receive node for autograd. Not on the loop.
   std::shared_ptr<InMessage> open(const RawReply& reply);
   AgentCore& core() { return *core_; }
-  /// Returns a handle of this agent that is valid while any of its threads runs, which is longer
-  /// than this object if it is destroyed on one of them.
+  /// Returns a handle of this agent that stays valid while the agent's threads run, even after this
+  /// object was destroyed on one of them.
   Agent& lasting();
 
  private:

@@ -78,7 +78,7 @@ void run_exposed(CallContext& context, Decoder& decoder, const ReplyPtr& reply) 
   if constexpr (std::is_void_v<Self>) {
     run();
   } else {
-    // The object lives at least as long as the call.
+    // `self` keeps the object alive during the call.
     const std::shared_ptr<Self> self = rpc::decode<RRef<Self>>(decoder).local_pointer();
     run(self);
   }

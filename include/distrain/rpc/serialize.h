@@ -24,7 +24,7 @@ namespace distrain::rpc {
 class DeviceTable;
 class RRefContext;
 
-/// The destination of values that are written to a message.
+/// Encodes values into a message.
 struct Encoder {
   explicit Encoder(OutMessage& m) : message(m), out(m.body) {}
 
@@ -40,7 +40,7 @@ struct Encoder {
   std::vector<std::shared_ptr<const void>> holds;
 };
 
-/// The source of values that are read. A read throws `protocol` if the bytes are not such a value.
+/// Decodes values from a message. Throws `protocol` if the bytes do not encode the type.
 struct Decoder {
   explicit Decoder(InMessage& m) : message(m), in(m.body) {}
 

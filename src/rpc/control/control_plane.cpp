@@ -37,7 +37,7 @@ wire::Trust trust_of(const AgentOptions& options) {
   return options.insecure ? wire::Trust::kAnybody : wire::Trust::kSameUser;
 }
 
-// Returns the job's id; if it has no name, rank 0 makes a random one.
+// Returns the job's id. If the job has no name, rank 0 makes a random id.
 wire::JobId job_id_of(const AgentOptions& options) {
   wire::JobId id{};
   if (!options.job_id.empty()) return identity::job_id_of(options.job_id);

@@ -61,8 +61,8 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   bool has_place() const { return place_ != wire::kAnyRank; }
   uint16_t port() const { return port_; }
 
-  /// Comes to `round` of the end. The result is the sum of all ranks' `number`, when all have come.
-  /// Fails if a rank is lost, or if this rank has not joined or has ended.
+  /// Enters `round` of the end. The result is the sum of all ranks' `number`, once all have
+  /// entered. Fails if a rank is lost, or if this rank has not joined or has ended.
   base::Future<uint64_t> enter_round(uint64_t round, uint64_t number);
   /// Returns the ranks that this one waits for, as far as it knows. Not on the loop.
   std::vector<int> missing();
@@ -186,12 +186,12 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
   base::Promise<void> ready_;
 
   std::mutex mutex_;
-  control::Refusals refusals_;  // by mutex_
+  control::Refusals refusals_;  // guarded by mutex_
   std::condition_variable stream_closed_;
-  int open_streams_ = 0;                          // by mutex_
-  std::optional<base::Promise<uint64_t>> round_;  // by mutex_: the current one
-  base::TimePoint round_began_{};                 // by mutex_
-  std::optional<base::Error> failed_;             // by mutex_: fails all rounds
+  int open_streams_ = 0;                          // guarded by mutex_
+  std::optional<base::Promise<uint64_t>> round_;  // guarded by mutex_: the current one
+  base::TimePoint round_began_{};                 // guarded by mutex_
+  std::optional<base::Error> failed_;             // guarded by mutex_: fails all rounds
 };
 
 }  // namespace distrain::rpc

@@ -130,8 +130,8 @@ class Doorway : public std::enable_shared_from_this<Doorway> {
   uint64_t crowd_timer_ = 0;  // closes the oldest connection; 0: none
 
   std::mutex mutex_;
-  bool is_closed_ = false;                                 // by mutex_
-  std::vector<std::shared_ptr<net::Listener>> listeners_;  // by mutex_
+  bool is_closed_ = false;                                 // guarded by mutex_
+  std::vector<std::shared_ptr<net::Listener>> listeners_;  // guarded by mutex_
 };
 
 }  // namespace distrain::rpc::control

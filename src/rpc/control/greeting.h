@@ -8,8 +8,8 @@
 
 namespace distrain::rpc::control {
 
-/// Extends each deadline of a handshake, because after a process was stopped, its loop runs timers
-/// before it reads sockets, which may already have the awaited bytes.
+/// Additional time before a deadline of a handshake takes effect. After a process was stopped, its
+/// loop runs timers before it reads sockets, which may already hold the awaited bytes.
 inline constexpr auto kLastLook = std::chrono::milliseconds(50);
 
 /// Sends a frame. If the stream is broken, its on_close is called.

@@ -280,7 +280,7 @@ void Hub::forget(int rank) {
   newcomers_.erase(rank);
   untried_.erase(rank);
   in_round_.erase(rank);
-  // Before go the rank is not free again, because its loss ends the job.
+  // The rank stays in joined_: before go its loss ends the job, so nobody can replace it.
 }
 
 // Returns true if the loss is tolerated: a rank is lost or out of resources, or its new process
@@ -310,9 +310,9 @@ void Hub::come_to_round(int rank, uint64_t round, uint64_t number) {
   end_round_if_all_there();
 }
 
-// Ends the round if all ranks have come; lost ranks need not, but new processes must. The check
-// stops at the first missing rank and resumes there later, so a round takes at most two checks of
-// each rank (the second finds none missing).
+// Ends the round if all ranks have entered it; lost ranks need not, but new processes must. The
+// check stops at the first missing rank and resumes there later, so a round takes at most two
+// checks of each rank (the second finds none missing).
 void Hub::end_round_if_all_there() {
   if (state_ != State::kRunning || in_round_.empty()) return;
   const auto size = static_cast<int>(settings_.names.size());

@@ -78,7 +78,7 @@ class Hub final : public Party {
   std::map<int, Newcomer> newcomers_;
   std::set<int> untried_;             // new processes that have not been useful yet
   uint64_t round_ = 0;                // the current round of the end
-  std::map<int, uint64_t> in_round_;  // the numbers of the ranks that have come to it
+  std::map<int, uint64_t> in_round_;  // the numbers of the ranks that have entered it
   int awaited_ = 0;                   // a rank that was missing when last checked
   mutable uint64_t looks_ = 0;
 };

@@ -38,7 +38,7 @@ class Introduction : public std::enable_shared_from_this<Introduction> {
   void on_hello_on_loop(const net::InFrame& frame);
   void on_reject_on_loop(const net::InFrame& frame);
   void on_proof_on_loop(const net::InFrame& frame);
-  /// Returns nothing if it is unknown because the other side is on another host, or has closed.
+  /// Returns nothing if the peer's user is unknown: it is on another host, or has closed.
   std::optional<bool> is_trusted_on_loop() const;
   [[noreturn]] void distrust() const;
   void end_after_on_loop(base::Duration patience, bool looks_once_more = true);

@@ -29,7 +29,7 @@ Party::Party(Settings settings, World& world, base::TimePoint now)
       next_beat_(now),
       wake_at_(now) {}
 
-// ---- what this rank does ----
+// ---- actions of this rank ----
 
 void Party::abort(const Error& error) {
   if (state_ == State::kOver) return;
@@ -130,7 +130,7 @@ void Party::report(int rank, Error error) {
   find_lost(rank, error);
 }
 
-// ---- what happens ----
+// ---- events ----
 
 void Party::receive(Link link, const Message& message) {
   const auto found = connections_.find(link);

@@ -79,7 +79,7 @@ struct Message {
   Body body = {};
 };
 
-/// The effects of a Party. Called from its functions; must not call them in turn.
+/// Performs the effects of a Party, which calls these functions. They must not call the Party.
 class World {
  public:
   virtual ~World() = default;
@@ -102,7 +102,7 @@ class World {
   /// Called when a new process has replaced a lost rank; directory() has its incarnation and
   /// endpoint.
   virtual void on_returned(int rank, const wire::RankDevices& devices) = 0;
-  /// Called when all ranks have come to `round` of the end, with the sum of their numbers.
+  /// Called when all ranks have entered `round` of the end, with the sum of their numbers.
   virtual void on_round(uint64_t round, uint64_t sum) = 0;
 };
 
@@ -138,11 +138,11 @@ class Party {
   // ---- actions of this rank ----
 
   virtual void prepared(wire::RankDevices devices) = 0;
-  /// Comes to `round` of the end: the first, or the one after the last on_round().
+  /// Enters `round` of the end: the first, or the one after the last on_round().
   virtual void enter_round(uint64_t round, uint64_t number) = 0;
   /// Leaves because of `error`, and tells all others. Calls on_failed() if it happens before go.
   void abort(const base::Error& error);
-  /// Leaves when all have come to the last round.
+  /// Leaves the job; called when all ranks have entered the last round.
   void leave();
 
   // ---- connections for calls ----
@@ -206,8 +206,8 @@ class Party {
   /// Replaces a lost rank by a new process.
   void take_back(int rank, uint32_t incarnation, const wire::Returned& returned);
   base::Error loss(int rank, const base::Error& error) const;
-  /// Returns the reason that `rank` sent. If that is the loss of this rank, it names who claims
-  /// that, because a rank that was stopped for a while cannot know whether it is true.
+  /// Returns the reason that `rank` sent. If it claims that this rank is lost, the message names
+  /// `rank`, because a rank that was stopped for a while cannot know whether that is true.
   base::Error reason_of(int rank, const Message& message) const;
   /// Returns "rank 3 (trainer 2)", without the name if it is not known.
   std::string text_of(int rank) const;
