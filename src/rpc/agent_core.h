@@ -78,7 +78,7 @@ class AgentCore {
   void shutdown(const std::function<void(const std::vector<int>& missing)>& on_waiting,
                 const std::function<void()>& at_rest);
   void abort(const base::Error& error);
-  /// Ends the agent. On one of the agent's own threads some work is left to the next call.
+  /// Ends the agent. If called on one of the agent's threads, leaves joining them to a later call.
   void close();
   /// Returns true on the agent's own threads, which cannot wait for their own end.
   bool runs_here() const {

@@ -9,8 +9,8 @@ namespace distrain::rpc {
 
 namespace {
 
-// Limit for values that are referred to but not created yet: more than the smallest creating calls
-// for which one rank has credit.
+// Limit for values that are referred to, but whose creating calls have not arrived. The credit of
+// one rank is enough for fewer calls.
 constexpr size_t kMaxUnmade = size_t{1} << 18;
 
 }  // namespace
@@ -215,7 +215,7 @@ void RRefContext::encode(Encoder& encoder, const std::shared_ptr<RRefHandle>& ha
     std::lock_guard lock(mutex_);
     const ProcessNumber process = handle->owning_process();
     const auto lost = lost_.find(process);
-    // The owner's new process would wait for a value of that id.
+    // The new process of the owner would wait for ever for a value of that id.
     if (lost != lost_.end() && newest_locked(owner) != process) throw base::Exception(lost->second);
   }
   Mode mode;

@@ -10,8 +10,8 @@ namespace distrain::rpc {
 // [Streams] in distrain/rpc/device.h. They do nothing if no device is in use or the thread's
 // current streams are the default ones. Thread-safe.
 
-/// From now on, also when a future is completed, considers the streams of devices of this type. A
-/// process uses accelerators of one type.
+/// Makes these functions, and futures that are completed, consider the streams of devices of this
+/// type. A process uses accelerators of one type.
 void use_streams_of(c10::DeviceType type);
 
 /// Wraps a continuation so that it runs with the streams of the thread that registers it.

@@ -41,7 +41,7 @@ inline bool is_time(int64_t ns) { return -kMostTime <= ns && ns <= kMostTime; }
 /// been answered already.
 inline constexpr base::Duration kTraceSettles = std::chrono::seconds(2);
 
-// The functions that rank 0 calls.
+// Called by rank 0.
 ClockAnswer read_trace_clock(CallContext& call);
 /// Returns the events from index `first` on; 0 stops the tracer.
 TraceChunk read_trace(CallContext& call, uint64_t first);

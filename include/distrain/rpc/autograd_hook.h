@@ -24,7 +24,7 @@ class ContextScope {
   /// After any thread has set `ended`, the enclosing scope is current instead of this one.
   ContextScope(AutogradHook* autograd, uint64_t context,
                std::shared_ptr<const std::atomic<bool>> ended = nullptr);
-  /// Sets `context` of the current context's agent; 0 means no context.
+  /// Sets `context` with the current autograd hook; 0 means no context.
   explicit ContextScope(uint64_t context);
   ~ContextScope();
   ContextScope(const ContextScope&) = delete;

@@ -50,7 +50,7 @@ class RRefHandle {
   /// of `type`.
   std::shared_ptr<void> local(std::type_index type) const;
 
-  /// Called if the call that was to create the value has failed. to_here() then throws `error`.
+  /// Sets the error of the call that was to create the value. to_here() then throws it.
   void set_creation_error(base::Error error);
   base::Status creation_status() const;
 
@@ -82,7 +82,8 @@ class RRef {
   /// Returns a copy of the value, fetched from its owner. Inside an autograd context, gradients
   /// flow through the tensors in it. Throws the error of the call that was to create the value.
   T to_here() const requires Serializable<T>;
-  /// Does the same without waiting. `timeout` is as in To::timeout(). There is none on the owner.
+  /// Does the same without waiting. `timeout` is as in To::timeout(), and has no effect on the
+  /// owner.
   base::Future<T> to_here_async(std::chrono::nanoseconds timeout = kAgentsTimeout) const requires
       Serializable<T>;
 

@@ -169,7 +169,7 @@ void ControlPlane::close() {
   });
 }
 
-// Waits because the loop, when it ends, drops messages that are queued for a slow peer.
+// Waits for open streams, because the loop's end drops messages that are queued for a slow peer.
 void ControlPlane::wait_until_flushed() {
   std::unique_lock lock(mutex_);
   stream_closed_.wait_for(lock, kLastWords, [this] { return open_streams_ == 0; });

@@ -72,7 +72,7 @@ std::optional<Error> Hub::check_join(int rank, const wire::Join& join) const {
   if (!is_any && (rank < 1 || rank >= size)) {
     return refuse("there is no " + who + ": this job has ranks 0 to " + std::to_string(size - 1));
   }
-  // After round 0 of the end, no rank waits for another process.
+  // After round 0 of the end, no rank waits for a new process.
   if (state_ == State::kOver || round_ > 0) {
     return refuse("the job has ended before this rank came");
   }

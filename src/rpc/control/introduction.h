@@ -50,7 +50,7 @@ class Introduction : public std::enable_shared_from_this<Introduction> {
   const wire::HelloPurpose purpose_;
   const Patience patience_;
   identity::Initiator initiator_;
-  Done done_;  // empty when called
+  Done done_;  // empty after it was called
   bool has_answered_ = false;
   std::optional<bool> is_trusted_;
   uint64_t timer_ = 0;

@@ -180,7 +180,7 @@ void Party::closed(Link link, const Error& error) {
     }
     on_control_lost(from.rank, why);
   }
-  // The stream is still open, but is not used any more.
+  // The stream is open, but this rank does not use it any more, and tells the other end why.
   if (connections_.contains(link)) dismiss(link, loss(from.rank, error), true);
 }
 

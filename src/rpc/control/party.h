@@ -196,7 +196,7 @@ class Party {
   void add_control(int rank, Link link, base::TimePoint now) {
     connections_[link] = {rank, true, now, false};
   }
-  /// Returns false if the job could not begin, after abort().
+  /// Returns false, after abort(), if the job cannot begin.
   bool begin_running(std::vector<wire::RankDevices> devices);
   void know(wire::Directory directory);
   /// Does nothing if `rank` is not here.
