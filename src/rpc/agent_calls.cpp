@@ -353,8 +353,7 @@ void AgentCore::send_call(OutgoingCall call, bool has_credit) {
   queue_call(std::move(mine));
 }
 
-// Sends a call from a worker or a timer. If the call is given up meanwhile, sends a cancel message
-// after it.
+// Sends a call from a worker or a timer; if it is given up meanwhile, sends a cancel message too.
 void AgentCore::send_late_call(OutgoingCall& call) {
   if (!pending.is_waiting(call.id)) {
     call.window->give_back(call.credit);

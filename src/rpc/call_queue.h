@@ -59,8 +59,7 @@ class CallQueue {
     }
     return std::nullopt;
   }
-  /// Takes the first parked call of rank `from`, unless blocked; also returns whether more are
-  /// parked.
+  /// Takes the first parked call of rank `from`, unless blocked; also returns if more are parked.
   template <class F>
   std::pair<std::optional<QueuedCall>, bool> pop_parked(int from, const F& blocked) {
     std::lock_guard lock(mutex_);

@@ -56,8 +56,7 @@ class Peers {
   /// Returns how the peers are reached: "unix", "tcp", "mixed" or "none".
   std::string transport() const;
 
-  /// Returns when the frame is written or queued. Fails with `peer_lost` or the reason that the
-  /// peer sent when it left.
+  /// Returns when the frame is written or queued. Fails with `peer_lost` or the peer's reason.
   base::Status send(int to, net::OutFrame frame);
   bool is_lost(int rank) const { return at(rank).state == State::kLost; }
   /// Returns the incarnation of the newest process of `rank` that this rank knows.

@@ -113,8 +113,7 @@ std::shared_ptr<OwnedValue> RRefContext::value_locked(uint64_t id) {
   Record& record = entry->second;
   std::shared_ptr<OwnedValue> value = record.value.lock();
   if (!value) {
-    // The deleter of the last holder removes the entry. It locks, so it must not run under the
-    // lock.
+    // The last holder's deleter removes the entry. It locks, so it must not run under the lock.
     value =
         std::shared_ptr<OwnedValue>(new OwnedValue, [weak = weak_from_this(), id](OwnedValue* v) {
           delete v;

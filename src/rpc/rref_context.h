@@ -42,8 +42,7 @@ namespace distrain::rpc {
 // effect. O also remembers freed values: a call whose caller has given up may contain an RRef to
 // one, which must fail instead of waiting. If a rank is lost, its forks are dropped, and the values
 // that its calls would have created fail. If a new process replaces it, late messages of the lost
-// process are recognized by their ids, and references to its values by their owner: Note
-// [Incarnations].
+// process, and references to its values, are recognized: Note [Incarnations].
 //
 // All RRefs of a message are received with it, whether or not they are decoded (the function may
 // not exist, or the caller may have given up). RRefs that are not decoded are released with the

@@ -56,8 +56,8 @@ struct AgentOptions {
   bool insecure = false;
   /// Distinguishes jobs at the same address. If empty, rank 0 chooses one for all ranks.
   std::string job_id;
-  /// Number of restarts of the job. Ranks of other generations are refused. If unset: rank 0's, or
-  /// 0 on rank 0.
+  /// Number of restarts of the job; ranks of other generations are refused. If unset: rank 0's or
+  /// 0.
   std::optional<uint32_t> generation;
   /// Set if the job is being restarted and rank 0 may still see this rank's previous process: while
   /// rank 0 has no place for this rank, join() retries until the join timeout.
@@ -239,9 +239,9 @@ class Agent {
   void join(const std::function<void()>& prepare = {});
 
   /// Calls F on `to` and waits for the result. Arguments are converted to F's parameter types here,
-  /// implicitly and without loss: a double for an integer does not compile, an integer out of range
-  /// throws `invalid`. Gradients flow through a call in an autograd::Context only. Otherwise, or
-  /// under the caller's NoGradGuard or InferenceMode, a tensor is sent without requires_grad, as in
+  /// without loss: a double for an integer does not compile, an integer out of range throws
+  /// `invalid`. Gradients flow through a call in an autograd::Context only. Otherwise, or under the
+  /// caller's NoGradGuard or InferenceMode, tensors are sent without requires_grad, as in
   /// torch.distributed.rpc.
   template <auto F, class... Args>
   auto rpc_sync(const To& to, Args&&... args) -> typename FunctionTraits<F>::Result;
@@ -336,8 +336,7 @@ class Agent {
   void set_autograd_hook(std::shared_ptr<AutogradHook> hook);
   const std::shared_ptr<AutogradHook>& autograd_hook() const;
   void expose_raw(const std::string& name, Handler handler);
-  /// Calls `function`; `fill` encodes its arguments. If `target` is set, the call creates its
-  /// value.
+  /// Calls `function`; `fill` encodes its arguments. If `target` is set, the call creates it.
   base::Future<RawReply> call_raw(const To& to, const std::string& function,
                                   const std::function<void(Encoder&)>& fill,
                                   const std::shared_ptr<RRefHandle>& target = nullptr);

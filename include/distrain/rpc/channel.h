@@ -45,9 +45,8 @@ class Channel {
     /// Must be quick and neither block nor throw. Called on the loop thread, on the sender's for a
     /// message to itself, or in set_handler() for messages that came earlier.
     std::function<void(ChannelMessage)> on_message;
-    /// Called when `rank` is lost, with peer_lost or the reason that it sent: no message of it
-    /// follows, and sending to it fails. Called on the loop thread, in set_handler() or when the
-    /// agent ends.
+    /// Called when `rank` is lost, with peer_lost or the reason that it sent; nothing can be sent
+    /// to it or comes from it afterwards. On the loop, in set_handler() or when the agent ends.
     std::function<void(int rank, const base::Error& error)> on_peer_lost;
     /// Returns the waits of the layer above; may be empty. Called on any thread.
     std::function<std::vector<Wait>()> waits = {};

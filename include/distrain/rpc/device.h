@@ -79,9 +79,8 @@ void use_on_stream(const at::Tensor& tensor, const c10::Stream& stream);
 /// Returns a CPU tensor of pinned memory, to which devices of this type copy asynchronously.
 at::Tensor pinned_bytes(c10::Device device, int64_t bytes);
 
-/// Returns CPU copies of `tensors`, row-major, for files and the like. Device tensors pass through
-/// two small pinned buffers in turn. Blocks until the copies are complete. Returns CPU tensors
-/// unchanged.
+/// Returns CPU copies, row-major, of device tensors, which pass through two small pinned buffers in
+/// turn, and CPU tensors as they are. Blocks until the copies are complete.
 std::vector<at::Tensor> to_host(const std::vector<at::Tensor>& tensors);
 
 /// Returns the peak memory of this process's tensors on `device` in bytes; 0 for the CPU.

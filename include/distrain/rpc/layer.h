@@ -16,8 +16,7 @@ class Layer {
   /// is run; when this agent ends, for each remaining rank, with `cancelled`. Releases the state
   /// kept for it and fails its waits with `loss.error`. Must be quick: one thread calls all layers.
   virtual void on_rank_lost(const Loss& loss) = 0;
-  /// Called on the thread of Agent::shutdown(), when this rank's own calls have been answered. May
-  /// still call other ranks.
+  /// Called in Agent::shutdown() when this rank's calls have been answered. May call other ranks.
   virtual void on_shutdown() {}
   /// Returns current waits, for Agent::waits(). Called on any thread; must neither block nor throw.
   virtual std::vector<Wait> waits() const { return {}; }

@@ -84,9 +84,8 @@ net::OutFrame to_frame(OutMessage message, wire::FrameHeader header,
                        const std::vector<base::BufferPtr>& rests = {});
 
 /// Decodes a frame. Throws `protocol` if descriptors and payload do not match. Allocates tensors,
-/// so it must not run on the loop. Takes the message's transfers out of `arrivals`, which is null
-/// if rank `from` has sent none, and its RRefs into `receiver`, if given, even if decoding fails
-/// later.
+/// so it must not run on the loop. Takes the message's transfers out of `arrivals` (null: rank
+/// `from` has sent none), and its RRefs into `receiver`, if given, even if it throws later.
 InMessage from_frame(net::InFrame frame, int from, DeviceStager& stager, Arrivals* arrivals,
                      class RRefContext* receiver = nullptr);
 

@@ -25,8 +25,7 @@ struct OfLocal<method> {
 
 }  // namespace detail
 
-/// A function to expose and to call, made of a member function of the object that each rank
-/// provides:
+/// A function to expose and to call, for a member function of an object that each rank provides:
 ///
 ///   agent.provide(std::make_shared<Counter>());
 ///   agent.expose<of_local<&Counter::add>>("Counter.add");

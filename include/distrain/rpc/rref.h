@@ -46,8 +46,7 @@ class RRefHandle {
   const std::shared_ptr<OwnedValue>& owned() const { return owned_; }
   Agent& agent() const;
 
-  /// Returns the value, waiting until it exists. Throws `invalid` if it is not on this rank or not
-  /// of `type`.
+  /// Returns the value, waiting until it exists. Throws `invalid` unless it is here and of `type`.
   std::shared_ptr<void> local(std::type_index type) const;
 
   /// Sets the error of the call that was to create the value. to_here() then throws it.
@@ -82,13 +81,11 @@ class RRef {
   /// Returns a copy of the value, fetched from its owner. Inside an autograd context, gradients
   /// flow through the tensors in it. Throws the error of the call that was to create the value.
   T to_here() const requires Serializable<T>;
-  /// Does the same without waiting. `timeout` is as in To::timeout(), and has no effect on the
-  /// owner.
+  /// Does the same without waiting. `timeout` is as in To::timeout(); the owner ignores it.
   base::Future<T> to_here_async(std::chrono::nanoseconds timeout = kAgentsTimeout) const requires
       Serializable<T>;
 
-  /// Returns the value itself, waiting until it exists. Throws `invalid` if this rank is not its
-  /// owner.
+  /// Returns the value itself, waiting until it exists. Throws `invalid` unless this is its owner.
   T& local_value() const { return *static_cast<T*>(handle_->local(typeid(T)).get()); }
   /// Returns the value as a shared pointer, which keeps it alive after the RRef is destroyed.
   std::shared_ptr<T> local_pointer() const {

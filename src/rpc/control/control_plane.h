@@ -84,8 +84,7 @@ class ControlPlane final : public std::enable_shared_from_this<ControlPlane>,
 
   // ---- connections for calls, on the loop ----
 
-  /// Monitors the other end. Returns the handler to set on the stream, which passes frames of calls
-  /// to `handler`.
+  /// Monitors the other end. Returns the stream's new handler, which passes calls to `handler`.
   net::Stream::Handler watch_peer_on_loop(int rank, const net::StreamPtr& stream,
                                           net::Stream::Handler handler);
   /// Returns true if `rank` seems lost and rank 0 has not decided yet.

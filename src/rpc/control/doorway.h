@@ -25,8 +25,7 @@ class Refusals {
  public:
   explicit Refusals(size_t world_size) : world_size_(world_size) {}
 
-  /// Adds a refusal, and `text` for text(). Returns true if `reason` is new for `rank`, to be
-  /// reported.
+  /// Adds a refusal, and `text` for text(). Returns true if `reason` is new and to be reported.
   bool add(int rank, const std::string& reason, std::string text) {
     Entry& entry = entries_[key(rank)];
     entry.text = std::move(text);

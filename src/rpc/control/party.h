@@ -99,8 +99,7 @@ class World {
   /// Called after go, once for each lost process. A rank that joins a running job also gets the
   /// earlier losses, before go.
   virtual void on_lost(const Loss& loss) = 0;
-  /// Called when a new process has replaced a lost rank; directory() has its incarnation and
-  /// endpoint.
+  /// Called when a new process has replaced a lost rank: directory() contains its endpoint.
   virtual void on_returned(int rank, const wire::RankDevices& devices) = 0;
   /// Called when all ranks have entered `round` of the end, with the sum of their numbers.
   virtual void on_round(uint64_t round, uint64_t sum) = 0;

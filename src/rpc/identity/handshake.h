@@ -35,8 +35,7 @@ namespace distrain::rpc::identity {
 // the directory's secret, and sends it to ranks that have proved themselves.
 //
 // Besides its own hello, which is not secret, a responder tells an unproved peer nothing but the
-// protocol version: refusal(). A proved rank of another job or generation is told why it is
-// refused: mismatch().
+// protocol version: refusal(). A proved rank of another job or generation is told why: mismatch().
 
 /// A rank's identity, as its hellos state it.
 struct Self {
