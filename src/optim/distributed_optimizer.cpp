@@ -16,7 +16,7 @@ namespace distrain::optim {
 
 namespace {
 
-// What the ranks call on each other.
+// Exposed functions, which run on the owner of the parameters.
 
 rpc::RRef<LocalOptimizer> attach(rpc::CallContext& context,
                                  const std::vector<rpc::RRef<at::Tensor>>& parameters,
@@ -82,7 +82,8 @@ void put(std::vector<ParameterState>& into, const std::vector<size_t>& places,
   for (size_t i = 0; i < places.size(); ++i) into[places[i]] = std::move(states.at(i));
 }
 
-// As a shared parameter it would wait for other trainers, each of which steps a replica of its own.
+// Throws `invalid` if `value` is a DDP replica. As a shared parameter its steps would wait for
+// other trainers, but each of those steps its own replica.
 void refuse_replica(const at::Tensor& value, uint64_t group) {
   if (!value.defined()) return;
   const auto& hook = torch::autograd::impl::post_acc_grad_hooks(value);
@@ -92,9 +93,9 @@ void refuse_replica(const at::Tensor& value, uint64_t group) {
                 "the rank's own parameters");
 }
 
-// The parameters that live on one rank, with the groups that they are of.
+// The parameters that one rank owns, and their groups.
 struct Share {
-  std::vector<size_t> places;  // in the order of state()
+  std::vector<size_t> places;  // indices in state()
   std::vector<GroupTerms> groups;
 
   void add(size_t place, const GroupTerms& group) {
@@ -136,13 +137,13 @@ DistributedOptimizer::DistributedOptimizer(rpc::Agent& agent,
     : agent_(agent), sharing_(sharing), max_norm_(max_norm) {
   std::map<int, Share> by_owner;
   Share own;
-  std::vector<rpc::RRef<at::Tensor>> rrefs;  // by place, of shared ones
-  std::vector<at::Tensor> tensors;           // by place, of this rank's
-  std::vector<at::Tensor> here;              // the same without gaps, and their groups
-  std::vector<uint64_t> groups_here;
+  std::vector<rpc::RRef<at::Tensor>> rrefs;  // by index in state(); empty for `own` parameters
+  std::vector<at::Tensor> tensors;           // by index in state(); undefined on other ranks
+  std::vector<at::Tensor> here;              // the defined tensors
+  std::vector<uint64_t> groups_here;         // the groups of `here`
   for (const ParameterGroup& group : groups) {
     const GroupTerms terms{to_fields(group.options), 0, static_cast<uint64_t>(&group - &groups[0])};
-    from_fields(terms.options);  // checks them, those of an empty group, too
+    from_fields(terms.options);  // checks the options of empty groups, too
     const auto add = [&](Share& share, const rpc::RRef<at::Tensor>& rref, const at::Tensor& value) {
       share.add(rrefs.size(), terms);
       rrefs.push_back(rref);
@@ -198,8 +199,8 @@ bool DistributedOptimizer::steps_wait() const {
   return sharing_.mode != Sharing::Mode::kAsync && sharing_.participants > 1;
 }
 
-// A call that waits for other participants, or moves a whole state, lasts as long as that takes:
-// the owner's and the participants' death end it.
+// Returns the owner, without a deadline if `waits`. A call that waits for other participants or
+// moves a whole state may take any time; the loss of the owner or of a participant ends it.
 rpc::To DistributedOptimizer::owner_of(const Remote& remote, bool waits) const {
   rpc::To owner(remote.optimizer.owner());
   if (waits) owner.without_deadline();
@@ -208,7 +209,7 @@ rpc::To DistributedOptimizer::owner_of(const Remote& remote, bool waits) const {
 
 uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts, double max_norm) {
   const at::NoGradGuard no_grad;
-  const rpc::ContextScope outside(0);  // an update is no part of the pass
+  const rpc::ContextScope outside(0);  // updates are not recorded in the autograd context
   StepTerms terms{participant(), 1, *lr_factor_, *step_number_};
   const Scales scales = max_norm > 0 ? scales_for(contexts, max_norm) : Scales{};
   terms.scale = scales.shared;
@@ -219,7 +220,7 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts, doubl
                      agent_.rpc_async<&step_here>(owner_of(remote, steps_wait()), remote.optimizer,
                                                   contexts, terms)});
   }
-  // What fails here must not leave the others' answers without anybody who waits for them.
+  // A local failure becomes a failed future, so that the remote steps are still waited for.
   const auto step_locally = [&](const Local& local, const StepTerms& how, const char* which) {
     if (!local.optimizer) return;
     Step& step = steps.emplace_back();
@@ -234,7 +235,7 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts, doubl
     }
   };
   step_locally(shared_, terms, "");
-  terms.participant = 0;  // the only one
+  terms.participant = 0;  // the only participant of `own_`
   terms.scale = scales.own;
   step_locally(own_, terms, " (its own)");
   std::vector<base::Future<uint64_t>> all;
@@ -249,7 +250,8 @@ uint64_t DistributedOptimizer::step(const std::vector<uint64_t>& contexts, doubl
   return steps.empty() ? 0 : steps.front().done.wait();
 }
 
-// After a failure. Owners that may wait for other participants are not waited for.
+// Describes, after a failure, where the step was made, failed or is in flight. Waits for the
+// owners' results, unless owners may be waiting for other participants.
 std::string DistributedOptimizer::outcome_of(const std::vector<Step>& steps) const {
   std::string made, failed, open;
   for (const Step& step : steps) {
@@ -263,7 +265,7 @@ std::string DistributedOptimizer::outcome_of(const std::vector<Step>& steps) con
   return text;
 }
 
-// Sums in the order of the owners, so that all participants come to the same bits.
+// Sums in the order of the owners, so that all participants get bitwise equal scales.
 DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<uint64_t>& contexts,
                                                               double max_norm) const {
   const double own =
@@ -288,7 +290,7 @@ DistributedOptimizer::Scales DistributedOptimizer::scales_for(const std::vector<
   for (const auto& norms : all) shared += norms.wait().shared;
   const double total = shared + (all.empty() ? own : all.front().wait().own);
   const double scale = clip_scale(total, max_norm);
-  // Replicas stay equal: this participant's norm says nothing of the others'.
+  // Outside kSync `total` differs between participants, but replicas must stay equal.
   const bool is_everyones = is_sync || sharing_.participants <= 1;
   return {scale, is_everyones ? scale : clip_scale(own, max_norm)};
 }

@@ -17,7 +17,7 @@ namespace distrain::optim {
 
 namespace {
 
-// One update has one learning rate, and one limit of its norm.
+// Throws `invalid` if the participants of one update have different learning rates or scales.
 void check_same_terms(const std::map<int, StepTerms>& gathered) {
   const StepTerms& first = gathered.begin()->second;
   for (const auto& [participant, terms] : gathered) {
@@ -40,7 +40,7 @@ base::Error participant_lost(rpc::ProcessNumber process) {
   return {base::ErrorKind::kPeerLost, "this participant is lost", rpc::rank_of(process)};
 }
 
-// In the order of the participants, so that the result does not depend on who came first.
+// Sums in the order of the participants, so that the result does not depend on arrival order.
 Gradients means(const std::map<int, Gradients>& gathered) {
   std::vector<Gradients> in_order;
   for (const auto& [participant, gradients] : gathered) in_order.push_back(gradients);
@@ -79,7 +79,7 @@ void check_each_once(const std::vector<at::Tensor>& parameters,
   }
 }
 
-/// Completes promises at its end, which comes behind that of a lock that is taken after it is made.
+/// Completes promises in its destructor. Declared before a lock, it does so without the lock.
 class LocalOptimizer::Completions {
  public:
   ~Completions() {
@@ -135,7 +135,7 @@ bool LocalOptimizer::Participant::is_lost() const {
 }
 
 void LocalOptimizer::take_part(int participant, rpc::ProcessNumber process) {
-  if (participant < 0 || participant >= terms_.participants) return;  // its steps are refused
+  if (participant < 0 || participant >= terms_.participants) return;  // step() will throw
   const std::unique_lock guard = lock();
   if (lost_processes_.contains(process)) throw base::Exception(participant_lost(process));
   Participant& its = participants_[static_cast<size_t>(participant)];
@@ -147,9 +147,9 @@ void LocalOptimizer::take_part(int participant, rpc::ProcessNumber process) {
   its.state = Participant::State::kStepping;
 }
 
-// Collects the gradients of all participants; the last participant calls `compute` on them for one
-// result. All participants that clip measure norms before any of them steps, and all step before
-// any measures again. If `others` has a waiting participant, it fails with the error thrown here.
+// Collects all participants' gradients in `gathering`. The last participant calls `compute` on them
+// once, for the result of all. `others` is the gathering of the other kind (norms or steps). If a
+// participant waits there, some participants clip and some do not: all calls fail with `invalid`.
 template <class R, class Terms, class Others, class Compute>
 base::Future<R> LocalOptimizer::together(Gathering<R, Terms>& gathering, Others& others,
                                          const Terms& terms, Gradients gradients,
@@ -203,12 +203,12 @@ base::Future<uint64_t> LocalOptimizer::step_alone(const StepTerms& terms,
   Completions done;
   const std::unique_lock guard = lock();
   Participant& its = participants_[static_cast<size_t>(terms.participant)];
-  if (!its.processes.empty() && !its.has(process)) {  // what is late of one that is gone
+  if (!its.processes.empty() && !its.has(process)) {  // a late step of a lost process
     throw base::Exception(participant_lost(process));
   }
   const Busy busy(*this);
   apply_locked(gradients, terms);
-  if (its.state == Participant::State::kResting) {  // others have gone on without it
+  if (its.state == Participant::State::kResting) {  // other participants did not wait for it
     its.steps = std::max(its.steps, slowest_locked(terms.participant));
     its.state = Participant::State::kStepping;
   }
@@ -224,7 +224,8 @@ base::Future<uint64_t> LocalOptimizer::step_alone(const StepTerms& terms,
   return future;
 }
 
-// Completes the steps of those who may go on, or never will.
+// Completes the steps in `ahead_` whose participants may begin their next step, and fails those
+// whose participant is lost or that wait in vain.
 void LocalOptimizer::complete_ahead_locked(Completions& done) {
   for (auto it = ahead_.begin(); it != ahead_.end();) {
     const Participant& its = participants_[static_cast<size_t>(it->first)];
@@ -247,7 +248,7 @@ void LocalOptimizer::complete_ahead_locked(Completions& done) {
   }
 }
 
-// Returns the error of a wait for a participant that has left, if there is one that `is_needed`.
+// Returns an error if a participant for which `is_needed` returns true has left.
 template <class IsNeeded>
 std::optional<base::Error> LocalOptimizer::in_vain_locked(const IsNeeded& is_needed) const {
   for (int number = 0; number < terms_.participants; ++number) {
@@ -286,7 +287,8 @@ base::Future<Norms> LocalOptimizer::norms_squared(const NormTerms& terms, Gradie
   });
 }
 
-// While it waits its thread counts as blocked: an update waits for readers that may need one.
+// Marks the thread as blocked while it waits: the lock's holder may wait for readers of parameters
+// that need another pool thread.
 std::unique_lock<std::mutex> LocalOptimizer::lock() const {
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (lock) return lock;
@@ -296,7 +298,7 @@ std::unique_lock<std::mutex> LocalOptimizer::lock() const {
 }
 
 void LocalOptimizer::apply_locked(const Gradients& gradients, const StepTerms& terms) {
-  // What can be known before any parameter is changed: all are, or none.
+  // Check everything before any parameter is changed, so that all are updated or none.
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (gradients[i].defined()) rule_of(i).check(i, parameters_[i], gradients[i]);
   }
@@ -330,7 +332,8 @@ int64_t LocalOptimizer::lead_locked(int participant) const {
   return participants_[static_cast<size_t>(participant)].steps - slowest_locked(kNobody);
 }
 
-// Of those that step or have left, `but` one; if there are none, the fastest's.
+// Returns the fewest steps of a participant, other than `but`, that steps or has left. Returns the
+// most steps of any participant if there is none.
 int64_t LocalOptimizer::slowest_locked(int but) const {
   int64_t slowest = std::numeric_limits<int64_t>::max();
   int64_t fastest = 0;
@@ -402,7 +405,6 @@ std::optional<int64_t> LocalOptimizer::last_step_of(rpc::ProcessNumber process) 
   return std::nullopt;
 }
 
-// Those who make one update together cannot do without one of them.
 void LocalOptimizer::on_rank_lost(const rpc::Loss& loss) {
   Completions done;
   std::lock_guard lock(mutex_);
@@ -426,7 +428,7 @@ std::vector<rpc::Wait> LocalOptimizer::waits() const {
   for (; !lock; static_cast<void>(lock.try_lock())) {
     const base::TimePoint since = busy_since_;
     if (since != base::TimePoint{}) return {{"an update under way here", since}};
-    std::this_thread::yield();  // whoever has it has it for a moment
+    std::this_thread::yield();  // without a Busy the holder releases the lock soon
   }
   std::vector<rpc::Wait> all;
   const auto tell = [&](const auto& gathering, const char* what) {
@@ -451,13 +453,13 @@ std::vector<rpc::Wait> LocalOptimizer::waits() const {
 std::vector<ParameterState> LocalOptimizer::state() const {
   const std::unique_lock guard = lock();
   const Busy busy(*this);
-  // What an update keeps is in order with its parameter.
+  // On an accelerator read.version() orders the copies after the parameter's last update.
   const autograd::ParameterRead read(agent_);
   std::vector<ParameterState> all;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     read.version(parameters_[i]);
     all.push_back(rule_of(i).state(i));
-    // Copies, as the next step writes there; on the CPU, where checkpoints have them.
+    // The next step writes to these tensors, so return copies, on the CPU as checkpoints need them.
     for (auto& [name, value] : all.back()) value = value.is_cpu() ? value.clone() : value.cpu();
   }
   return all;
@@ -471,7 +473,7 @@ void LocalOptimizer::load_state(const std::vector<ParameterState>& state) {
   const std::unique_lock guard = lock();
   const Busy busy(*this);
   const autograd::ParameterUpdate update(agent_);
-  std::vector<UpdateRule::Loaded> loaded;  // all, before any state is changed
+  std::vector<UpdateRule::Loaded> loaded;  // load() checks all states before adopt() changes any
   for (size_t i = 0; i < state.size(); ++i) {
     update.unshare(parameters_[i]);
     loaded.push_back(rule_of(i).load(i, parameters_[i], state[i]));

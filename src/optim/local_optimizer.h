@@ -17,11 +17,11 @@
 
 namespace distrain::optim {
 
-/// One group's part of the parameters of a LocalOptimizer, in their order.
+/// A parameter group's share of a LocalOptimizer's parameters. Groups are contiguous.
 struct GroupTerms {
   OptimizerFields options;
-  uint64_t parameters = 0;
-  uint64_t number = 0;  ///< of the group, where it was given: for errors
+  uint64_t parameters = 0;  ///< number of parameters
+  uint64_t number = 0;      ///< index of the group at the creator, for error messages
 
   bool operator==(const GroupTerms& other) const {
     return options == other.options && parameters == other.parameters;
@@ -30,9 +30,9 @@ struct GroupTerms {
       std::tuple(&GroupTerms::options, &GroupTerms::parameters, &GroupTerms::number);
 };
 
-/// What all who share a LocalOptimizer have to agree on.
+/// Settings that must be equal on all ranks that share a LocalOptimizer.
 struct SharedTerms {
-  std::vector<GroupTerms> groups;  ///< those with parameters here
+  std::vector<GroupTerms> groups;  ///< the groups with parameters on this rank
   Sharing::Mode mode = Sharing::Mode::kAsync;
   int participants = 1;
   int64_t staleness = 0;
@@ -42,98 +42,103 @@ struct SharedTerms {
                                              &SharedTerms::participants, &SharedTerms::staleness);
 };
 
-/// How one participant's gradients are to be applied.
 struct StepTerms {
   int participant = 0;
-  double scale = 1;      ///< of the gradients
-  double lr_factor = 1;  ///< of each group's learning rate
-  int64_t number = 0;    ///< of the step, as the participant counts; 0: it does not
+  double scale = 1;      ///< factor of the gradients
+  double lr_factor = 1;  ///< factor of each group's learning rate
+  int64_t number = 0;    ///< DistributedOptimizer::set_step_number; 0: steps are not numbered
   static constexpr auto kFields = std::tuple(&StepTerms::participant, &StepTerms::scale,
                                              &StepTerms::lr_factor, &StepTerms::number);
 };
 
-/// What a participant asks for the norm with, and what it is told: squared L2 norms.
+/// Arguments of LocalOptimizer::norms_squared().
 struct NormTerms {
   int participant = 0;
-  double own = 0;  ///< of the gradients of its own parameters
+  double own = 0;  ///< squared L2 norm of the gradients of the participant's `own` parameters
   static constexpr auto kFields = std::tuple(&NormTerms::participant, &NormTerms::own);
 };
+/// Squared L2 norms of the gradients of shared and `own` parameters.
 struct Norms {
   double shared = 0;
   double own = 0;
   static constexpr auto kFields = std::tuple(&Norms::shared, &Norms::own);
 };
 
-/// Throws `invalid` if two parameters share their memory. `group_of` returns one's group.
+/// Throws `invalid` if two parameters share memory. `group_of(i)` is the group of `parameters[i]`,
+/// for the error message.
 void check_each_once(const std::vector<at::Tensor>& parameters,
                      const std::function<uint64_t(size_t)>& group_of);
 
-using Gradients = std::vector<at::Tensor>;  ///< by parameter; undefined: none
+using Gradients = std::vector<at::Tensor>;  ///< by parameter; undefined if there is no gradient
 
-/// Returns the mean of each parameter's gradients, summed in the order of `gathered`, of which
-/// there is at least one. Undefined ones count as zero, if not all are.
+/// Returns the mean of each parameter's gradients, summed in the order of `gathered`, which must
+/// not be empty. An undefined gradient counts as zero; if all are undefined, the mean is undefined.
 Gradients mean_of(const std::vector<Gradients>& gathered);
 
-/// The parameters of one rank that are optimised together, and the state of their update rule.
+/// Optimizes a set of parameters of one rank and holds the state of their update rules.
 /// Thread-safe: steps are applied one at a time.
 class LocalOptimizer {
  public:
-  /// Counts its updates in `updates`, too.
+  /// If `updates` is not null, each update increments it.
   LocalOptimizer(rpc::Agent& agent, std::vector<at::Tensor> parameters, SharedTerms terms,
                  std::shared_ptr<std::atomic<uint64_t>> updates);
 
-  /// From now on this process is the participant, in place of a lost one, as far as the slowest.
+  /// Registers `process` as a process of `participant`. If all earlier processes of the participant
+  /// are lost, `process` replaces them, with at least the slowest participant's number of steps.
   void take_part(int participant, rpc::ProcessNumber process);
 
-  /// A participant's gradients. Done when the participant may go on to its next step: kAsync, when
-  /// they have been applied; kSync, when the mean of all participants' has been; kSsp, when it is
-  /// not too far ahead of the slowest. Gives back how many updates there had been when it was
-  /// applied, itself included. `peer_lost` if `process` is the participant no more.
+  /// Applies a participant's gradients. The future completes when the participant may begin its
+  /// next step: in kAsync, when its gradients are applied; in kSync, when the mean of all
+  /// participants' gradients is; in kSsp, when the participant is not too far ahead of the slowest.
+  /// The result is the number of updates including this one. Outside kSync throws `peer_lost` if
+  /// `process` no longer is a process of the participant.
   base::Future<uint64_t> step(const StepTerms& terms, Gradients gradients,
                               rpc::ProcessNumber process);
 
-  /// The squared norms of what step() would apply. kSync: of the mean of all participants'
-  /// gradients, and the mean of their `own`, the same for all of them and done when all have asked.
-  /// Else of this participant's, at once.
+  /// Returns the squared norms of the gradients that step() would apply. In kSync those are the
+  /// norm of the mean gradients and the mean of `terms.own`; the future completes when all
+  /// participants have called. Otherwise the norms are this participant's.
   base::Future<Norms> norms_squared(const NormTerms& terms, Gradients gradients);
 
-  /// `invalid` if it optimises other parameters, or otherwise.
+  /// Throws `invalid` if this optimizer has different parameters or terms.
   void check_same(const std::vector<at::Tensor>& parameters, const SharedTerms& terms) const;
 
-  /// Where the job ends: who waits for other participants gets this error, now and from now on:
-  /// one may be gone, and who has not come yet is not known. Where it goes on: nobody waits for
-  /// that participant any more, nor is a step of it made.
+  /// Handles the loss of a rank. If the mode is not kSync and the job continues, no participant
+  /// waits for the lost process any more and none of its steps is applied. Otherwise every current
+  /// and later wait for other participants fails with the loss's error.
   void on_rank_lost(const rpc::Loss& loss);
-  /// It makes no steps for a while: until it makes one, nobody waits for it.
+  /// Notes that `process` pauses: no participant waits for it until its next step.
   void rest(rpc::ProcessNumber process);
-  /// It makes no more steps: who waits for one, now or later, fails with `peer_lost` and its rank.
+  /// Notes that `process` makes no more steps. In kSync and kSsp current and later waits for its
+  /// steps fail with `peer_lost` and its rank.
   void leave(rpc::ProcessNumber process);
-  /// Whether it is one of the participants, or was.
+  /// Returns true if `process` is registered, even if it is lost.
   bool has(rpc::ProcessNumber process) const;
-  /// The number of the last step that was made here of its participant, if that counts them.
+  /// Returns the number of the last step of `process`. Returns none if its steps are not numbered
+  /// or the mode is kSync.
   std::optional<int64_t> last_step_of(rpc::ProcessNumber process) const;
 
-  /// Never waits for an update: that is told as one.
+  /// Does not block during an update; the result then says that an update is in progress.
   std::vector<rpc::Wait> waits() const;
 
   std::vector<ParameterState> state() const;
-  /// Changes nothing where it throws.
+  /// Throws `bad_data`, without any change, if `state` does not fit.
   void load_state(const std::vector<ParameterState>& state);
   Progress progress(int participant) const;
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
 
  private:
-  // What the participants bring for one step, until all have come.
+  // The arguments of one collective step (or norm), collected until all participants have called.
   template <class R, class Terms>
   struct Gathering {
     std::map<int, Gradients> gradients;
     std::map<int, Terms> terms;
     std::vector<base::Promise<R>> waiting;
-    base::TimePoint since;  // the first one came
+    base::TimePoint since;  // when the first participant called
   };
 
-  /// While it lives the lock is held for long.
+  /// Marks, while it exists, that `mutex_` is held for a long operation.
   class Busy {
    public:
     explicit Busy(const LocalOptimizer& optimizer) : since_(optimizer.busy_since_) {
@@ -147,17 +152,16 @@ class LocalOptimizer {
     std::atomic<base::TimePoint>& since_;
   };
 
-  /// One of those who share the parameters.
   struct Participant {
     enum class State : uint8_t { kStepping, kResting, kLeft, kLost };
     struct Process {
       bool is_lost = false;
-      bool counts = true;     // its steps have numbers
-      int64_t last_step = 0;  // as it counts
+      bool counts = true;     // all of its steps so far have numbers
+      int64_t last_step = 0;  // the number of its last step
     };
     State state = State::kStepping;
     int64_t steps = 0;
-    std::map<rpc::ProcessNumber, Process> processes;  // that have said so; kAsync: maybe several
+    std::map<rpc::ProcessNumber, Process> processes;  // by take_part()
 
     bool has(rpc::ProcessNumber process) const;
     bool is_lost() const;
@@ -185,48 +189,49 @@ class LocalOptimizer {
   std::vector<at::Tensor> parameters_;
   const SharedTerms terms_;
   mutable std::mutex mutex_;
-  mutable std::atomic<base::TimePoint> busy_since_{};  // written by who has the lock
-  std::vector<std::unique_ptr<UpdateRule>> rules_;     // by group; each knows all by their numbers
-  std::vector<size_t> groups_;                         // by parameter
-  const std::shared_ptr<std::atomic<uint64_t>> updates_;  // of all optimizers of this rank
-  uint64_t applied_ = 0;                                  // of this one
+  mutable std::atomic<base::TimePoint> busy_since_{};     // written under `mutex_`
+  std::vector<std::unique_ptr<UpdateRule>> rules_;        // by group
+  std::vector<size_t> groups_;                            // each parameter's index in `rules_`
+  const std::shared_ptr<std::atomic<uint64_t>> updates_;  // the rank's update count, or null
+  uint64_t applied_ = 0;                                  // updates of this optimizer
   std::vector<Participant> participants_;
   std::set<rpc::ProcessNumber> lost_processes_;
   Gathering<uint64_t, StepTerms> stepping_;
   Gathering<Norms, NormTerms> measuring_;
   struct Ahead {
-    std::vector<base::Promise<uint64_t>> waiting;  // one
-    uint64_t updates;                              // its result
+    std::vector<base::Promise<uint64_t>> waiting;  // exactly one
+    uint64_t updates;                              // the result of `waiting`
     base::TimePoint since;
   };
   void complete_ahead_locked(Completions& done);
-  std::multimap<int, Ahead> ahead_;  // kSsp: by participant
-  std::optional<base::Error> lost_;  // the first; stays
+  std::multimap<int, Ahead> ahead_;  // applied steps that are not complete, by participant
+  std::optional<base::Error> lost_;  // the first loss that ends waiting
 };
 
-/// The local optimizers of one agent, found by any of their parameters.
+/// The local optimizers of one agent, indexed by their parameters.
 class LocalOptimizers final : public rpc::Layer {
  public:
   explicit LocalOptimizers(rpc::Agent& agent) : agent_(agent) {}
 
-  /// Whether its updates are among updates(): those of parameters that others may train, too.
+  /// Whether an optimizer's updates count in updates(). Those of `own` parameters do not.
   enum class Counts { kYes, kNo };
+  /// Throws `invalid` if one of `parameters` has an optimizer with other parameters or terms.
   std::shared_ptr<LocalOptimizer> find_or_make(const std::vector<at::Tensor>& parameters,
                                                const SharedTerms& terms,
                                                Counts counts = Counts::kYes);
   void on_rank_lost(const rpc::Loss& loss) override;
-  /// Tells the owners that were told last of this thread's steps, see note_steps().
+  /// Calls LocalOptimizer::leave() on the owners that note_steps() has recorded.
   void on_shutdown() override;
   std::vector<rpc::Wait> waits() const override;
-  /// This thread makes steps that the optimizers of these ranks may have others wait for. If it is
-  /// no worker, which serves during shutdown() too, there will be none behind shutdown().
+  /// Records that the calling thread steps optimizers on `owners`, so that on_shutdown() notifies
+  /// these ranks. If the thread is a pool worker, removes the record instead: a worker still serves
+  /// calls during shutdown(), so it may make more steps.
   void note_steps(const std::set<int>& owners);
-  /// From now on those that there are stay until the agent ends, whoever refers to them.
+  /// Keeps the existing optimizers until the agent ends.
   void keep_all();
   std::set<std::shared_ptr<LocalOptimizer>> all() const;
-  /// Null if none has it.
-  std::shared_ptr<LocalOptimizer> find(const at::Tensor& parameter);
-  /// Of all of them, those that are gone included.
+  std::shared_ptr<LocalOptimizer> find(const at::Tensor& parameter);  ///< null if there is none
+  /// Returns the update count of all optimizers with Counts::kYes, destroyed ones included.
   UpdateCount updates() const { return updates_; }
 
  private:
@@ -238,11 +243,11 @@ class LocalOptimizers final : public rpc::Layer {
   mutable std::mutex mutex_;
   std::map<const c10::TensorImpl*, std::weak_ptr<LocalOptimizer>> optimizers_;
   std::set<std::shared_ptr<LocalOptimizer>> kept_;
-  std::set<int> owners_;           // that hear of shutdown()
-  std::optional<rpc::Loss> lost_;  // that ends the job
+  std::set<int> owners_;           // the ranks that on_shutdown() notifies
+  std::optional<rpc::Loss> lost_;  // the first loss that ends the job
 };
 
-/// What LocalOptimizers::on_shutdown() calls on the owners.
+/// Exposed function by which the calling process leaves all optimizers of this rank.
 void leave_here(rpc::CallContext& call);
 
 }  // namespace distrain::optim

@@ -1,4 +1,3 @@
-// The local optimizers of one agent: which there are, and what concerns all of them.
 #include <utility>
 
 #include "distrain/base/thread_state.h"
@@ -10,7 +9,7 @@ std::shared_ptr<LocalOptimizer> LocalOptimizers::find_or_make(
     const std::vector<at::Tensor>& parameters, const SharedTerms& terms, Counts counts) {
   std::lock_guard lock(mutex_);
   std::erase_if(optimizers_, [](const auto& known) { return known.second.expired(); });
-  // Of any of them: a parameter must not be in two optimizers.
+  // Look up every parameter, because none may be in two optimizers.
   for (const at::Tensor& parameter : parameters) {
     const auto it = optimizers_.find(parameter.unsafeGetTensorImpl());
     if (it == optimizers_.end()) continue;
@@ -77,7 +76,7 @@ void LocalOptimizers::on_shutdown() {
   for (const int owner : owners) {
     try {
       told.push_back(agent_.rpc_async<&leave_here>(owner));
-    } catch (const base::Exception&) {  // it is lost
+    } catch (const base::Exception&) {  // the owner is lost
     }
   }
   for (const auto& each : told) static_cast<void>(each.wait_result());
@@ -97,7 +96,7 @@ std::optional<int64_t> last_step_of(rpc::Agent& agent, rpc::ProcessNumber proces
   for (const auto& optimizer : agent.local<LocalOptimizers>().all()) {
     if (!optimizer->has(process)) continue;
     const std::optional<int64_t> its = optimizer->last_step_of(process);
-    if (!its || (last && last != its)) return std::nullopt;  // a step may be half made
+    if (!its || (last && last != its)) return std::nullopt;  // a step may be half applied
     last = its;
   }
   return last;

@@ -11,7 +11,7 @@ namespace distrain::optim {
 
 namespace {
 
-/// The `.grad` of each, which is undefined then.
+/// Returns the `.grad` of each parameter and makes it undefined.
 Gradients take_gradients(const std::vector<at::Tensor>& parameters) {
   Gradients gradients;
   for (const at::Tensor& parameter : parameters) {
@@ -79,7 +79,8 @@ void LocalUpdates::gather() {
   }
 }
 
-// Clips as DistributedOptimizer does: by each update's norm, the replicas with it if there is one.
+// Clips as DistributedOptimizer does: each update by its norm together with the replicas' norm, and
+// the replicas by that norm if there is only one update, otherwise by their own.
 void LocalUpdates::step() {
   const base::TraceScope scope("update");
   const at::NoGradGuard no_grad;
@@ -125,7 +126,7 @@ std::vector<ParameterState> LocalUpdates::state() const {
 }
 
 void LocalUpdates::load_state(const std::vector<ParameterState>& state) {
-  std::vector<UpdateRule::Loaded> loaded;  // all, before any state is changed
+  std::vector<UpdateRule::Loaded> loaded;  // load() checks all states before adopt() changes any
   for (const Some* some : {shared_.get(), replicated_.get()}) {
     for (size_t i = 0; i < some->parameters.size(); ++i) {
       loaded.push_back(some->rule->load(i, some->parameters[i], state.at(loaded.size())));

@@ -13,7 +13,7 @@ using base::invalid;
 // In the order of OptimizerOptions.
 constexpr const char* kNames[] = {"sgd", "adagrad", "adam", "adamw", "rmsprop"};
 
-// Each struct lists its fields once; O may be const.
+// Calls `visit(name, value)` for each field of `options`, which may be const.
 template <class O, class F>
 void visit_fields(O& options, F visit) {
   using Options = std::remove_const_t<O>;
@@ -87,7 +87,7 @@ void validate(const OptimizerOptions& options) {
   const OptimizerFields fields = to_fields(options);
   for (const auto& [field, value] : fields.values) {
     const bool decay_rate = field == "beta1" || field == "beta2" || field == "alpha";
-    const bool may_be_negative = field == "dampening";  // in torch, too
+    const bool may_be_negative = field == "dampening";  // as in torch
     if (std::isfinite(value) && (value >= 0 || may_be_negative) && (value < 1 || !decay_rate)) {
       continue;
     }

@@ -62,7 +62,7 @@ std::optional<ScheduleUnit> unit_of(const Schedule::Shape& shape) {
   return std::nullopt;
 }
 
-// By what is behind in the shape's own unit, warm-up excluded.
+// Returns the factor after `behind` steps or epochs (the shape's unit) since the warm-up.
 double shape_factor(const Schedule::Shape& shape, const ScheduleState& state, int64_t behind) {
   if (const auto* step = std::get_if<StepDecay>(&shape)) {
     return std::pow(step->gamma, static_cast<double>(behind / step->size));
@@ -75,11 +75,11 @@ double shape_factor(const Schedule::Shape& shape, const ScheduleState& state, in
   return state.factor;
 }
 
-// ---- the text ----
+// ---- the text form ----
 
 using base::number;
 
-// `name:value,value,…`, read in order.
+// Reads the values of `name:value,value,…` in order.
 class Part {
  public:
   explicit Part(std::string_view text) : text_(text), name_(text.substr(0, text.find(':'))) {
@@ -151,7 +151,7 @@ Schedule::Shape parse_shape(Part part) {
   return shape;
 }
 
-// The values that are not the default's, with those before them.
+// Formats `values` without the trailing ones that are equal to their defaults.
 std::string optional_values(std::vector<double> values, const std::vector<double>& defaults) {
   while (!values.empty() && values.back() == defaults[values.size() - 1]) values.pop_back();
   std::string text;
@@ -216,7 +216,7 @@ double Schedule::factor(int64_t step, int64_t epoch) const {
     return unit == ScheduleUnit::kEpochs ? epoch : step;
   };
   const int64_t warming = behind(warm_up_.unit);
-  // Only schedules that count the same as their warm-up look at this.
+  // The units are equal if there is a warm-up, see the constructor.
   const int64_t since = behind(unit_of(shape_).value_or(warm_up_.unit)) - warm_up_.length;
   const double shaped = shape_factor(shape_, state_, std::max<int64_t>(since, 0));
   if (warming >= warm_up_.length) return shaped;

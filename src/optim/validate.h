@@ -4,10 +4,10 @@
 
 namespace distrain::optim {
 
-/// Throws `invalid` for options out of range.
+/// Throws `invalid` if an option is out of range.
 void validate(const OptimizerOptions& options);
 
-/// Throws `invalid` for what no learning rate can be multiplied by.
+/// Throws `invalid` if `factor` is negative or not finite.
 void check_lr_factor(double factor);
 
 }  // namespace distrain::optim

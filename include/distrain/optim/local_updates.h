@@ -14,22 +14,22 @@ class Module;
 
 namespace distrain::optim {
 
-/// Parameters with their names, in order.
 using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
 NamedParameters named(const std::vector<std::string>& names,
                       const std::vector<at::Tensor>& parameters);
 
-/// What the DistributedOptimizers of all trainers do together, in one process.
+/// Makes the same updates in one process as the DistributedOptimizers of all trainers together:
 ///
-///   job::LocalUpdates updates(*net, options.rule());  // the net is replicated, as under DDP
+///   job::LocalUpdates updates(*net, options.rule());  // `net` is replicated, as under DDP
 ///   training.keep(updates);
 ///   training.run(updates, [&](const job::Step& step) { ...; return job::Result{loss, samples}; });
 class LocalUpdates {
  public:
   using Named = NamedParameters;
 
-  /// `shared` is updated by the mean over the trainers in `sync` mode, otherwise by one after the
-  /// other; `replicated` by the mean always, as under DDP.
+  /// If `mode` is "sync", step() updates `shared` once with the mean of the trainers' gradients;
+  /// otherwise with each trainer's gradients in turn. `replicated` is always updated with the mean,
+  /// as under DDP.
   LocalUpdates(const Rule& rule, const std::string& mode, Named shared, Named replicated = {});
   /// Updates the parameters of `module` as replicas under DDP or, if `mode` is given, as parameters
   /// of a RemoteModule that trainers share. Names them by number, as Training::keep() does without
@@ -37,9 +37,9 @@ class LocalUpdates {
   LocalUpdates(const torch::nn::Module& module, const Rule& rule, const std::string& mode = {});
   ~LocalUpdates();
 
-  /// After one trainer's backward(): takes the `.grad` of all.
+  /// Takes the `.grad` of every parameter. Call it after each trainer's backward().
   void gather();
-  /// By what has been gathered.
+  /// Updates the parameters with the gathered gradients and clears them.
   void step();
   void set_lr_factor(double factor);
 
@@ -47,10 +47,10 @@ class LocalUpdates {
   std::vector<ParameterState> state() const;
   void load_state(const std::vector<ParameterState>& state);
   bool has_replicas() const;
-  /// Each trainer's update comes before the next one's forward pass: nothing waits for others.
+  /// Returns true if no update needs several trainers' gradients. Then call step() for each
+  /// trainer.
   bool in_turns() const { return !sync_ && !has_replicas(); }
-  /// Updates by now of what is shared.
-  int64_t updates() const { return updates_; }
+  int64_t updates() const { return updates_; }  ///< number of updates of the shared parameters
 
  private:
   struct Some;

@@ -8,24 +8,24 @@
 
 namespace distrain::optim {
 
-/// How a job changes its parameters.
+/// A job's optimizer, learning rate schedule and gradient clipping.
 struct Rule {
   OptimizerOptions options;
-  Schedule schedule;    ///< of the learning rate: see DistributedOptimizer::set_lr_factor
-  double max_norm = 0;  ///< of the gradients, see DistributedOptimizer::step; 0: no limit
+  Schedule schedule;    ///< learning rate schedule; see DistributedOptimizer::set_lr_factor
+  double max_norm = 0;  ///< maximum gradient norm, see DistributedOptimizer::step; 0: no clipping
 };
 
-/// The same as a command line has it.
+/// A Rule as command-line options.
 struct RuleText {
   std::string optimizer = "sgd";  ///< OptimizerFields::name
   double lr = 0.01;
-  double momentum = 0;                   ///< sgd and rmsprop; 0 is nothing to the others
-  std::optional<double> weight_decay;    ///< none: the optimizer's own
+  double momentum = 0;                   ///< sgd and rmsprop only; others accept only 0
+  std::optional<double> weight_decay;    ///< none: the optimizer's default
   std::string lr_schedule = "constant";  ///< Schedule::parse
   double clip = 0;                       ///< Rule::max_norm
 };
 
-/// Throws `invalid`, in one line, for what no rule can be made of.
+/// Parses and checks a rule. Throws `invalid` with a one-line message if `text` is not valid.
 Rule make_rule(const RuleText& text);
 
 }  // namespace distrain::optim

@@ -9,15 +9,13 @@
 
 namespace distrain::optim {
 
-/// What a schedule counts.
 enum class ScheduleUnit : uint8_t { kSteps, kEpochs };
 
-/// The rate stays as it is.
 struct Constant {
   bool operator==(const Constant&) const = default;
 };
 
-/// The rate is multiplied by `gamma` every `size` steps or epochs: torch's StepLR.
+/// Multiplies the rate by `gamma` every `size` steps or epochs, as torch's StepLR.
 struct StepDecay {
   int64_t size = 1;
   double gamma = 0.1;
@@ -25,8 +23,8 @@ struct StepDecay {
   bool operator==(const StepDecay&) const = default;
 };
 
-/// Half a cosine from the rate down to `floor` times the rate, within `length` steps or epochs; it
-/// stays there. Until then it is torch's CosineAnnealingLR with eta_min = floor * lr.
+/// Lowers the rate to `floor` times the initial rate along half a cosine, in `length` steps or
+/// epochs, as torch's CosineAnnealingLR with eta_min = floor * lr. Afterwards the rate stays there.
 struct Cosine {
   int64_t length = 1;
   double floor = 0;
@@ -34,9 +32,9 @@ struct Cosine {
   bool operator==(const Cosine&) const = default;
 };
 
-/// The rate is multiplied by `factor`, down to `floor` times what it was, when more than `patience`
-/// metrics in a row (losses: less is better) were not below the best one times 1 - threshold:
-/// torch's ReduceLROnPlateau of mode min, threshold_mode rel, without cooldown and with eps 0.
+/// Multiplies the rate by `factor` when more than `patience` metrics in a row (losses: lower is
+/// better) were not below best * (1 - threshold). The rate does not fall below `floor` times the
+/// initial rate. As torch's ReduceLROnPlateau with mode min, threshold_mode rel, cooldown 0, eps 0.
 struct Plateau {
   int64_t patience = 10;
   double factor = 0.1;
@@ -45,57 +43,58 @@ struct Plateau {
   bool operator==(const Plateau&) const = default;
 };
 
-/// The rate grows from 1/length of itself to itself within so many steps or epochs: torch's
-/// LinearLR with start_factor = 1 / length and total_iters = length - 1. What follows begins to
-/// count when it is over. Length 0: none.
+/// Raises the rate linearly from 1/length of the initial rate to the initial rate in `length` steps
+/// or epochs, as torch's LinearLR with start_factor = 1 / length and total_iters = length - 1. The
+/// schedule that follows counts from the end of the warm-up. Length 0: no warm-up.
 struct WarmUp {
   int64_t length = 0;
   ScheduleUnit unit = ScheduleUnit::kSteps;
   bool operator==(const WarmUp&) const = default;
 };
 
-/// What a schedule has to remember of the metrics that it has seen: Plateau's, the others nothing.
+/// A Plateau schedule's state. The other schedules' states keep the default values.
 struct ScheduleState {
   double factor = 1;
   std::optional<double> best;
-  int64_t bad = 0;  ///< metrics in a row that were no better
+  int64_t bad = 0;  ///< consecutive metrics without improvement
   bool operator==(const ScheduleState&) const = default;
   static constexpr auto kFields =
       std::tuple(&ScheduleState::factor, &ScheduleState::best, &ScheduleState::bad);
 };
 
-/// How the learning rate changes while a job trains, as a factor of the rate that it begins with
-/// (so each parameter group keeps its own): give it to DistributedOptimizer::set_lr_factor before
-/// each step. A plain value; not thread-safe.
+/// A learning rate schedule. factor() is relative to the initial rate, so each parameter group
+/// keeps its own rate; pass it to DistributedOptimizer::set_lr_factor before each step. Not
+/// thread-safe.
 ///
-/// Its text is `constant`, `step:SIZE[,GAMMA]`, `cosine:LENGTH[,FLOOR]` or
-/// `plateau:PATIENCE[,FACTOR[,FLOOR[,THRESHOLD]]]`, with `warmup:LENGTH+` before it or
-/// `warmup:LENGTH` alone. Lengths are steps, with an `e` epochs: `warmup:5e+step:30e,0.1`.
+/// The text form is `constant`, `step:SIZE[,GAMMA]`, `cosine:LENGTH[,FLOOR]` or
+/// `plateau:PATIENCE[,FACTOR[,FLOOR[,THRESHOLD]]]`, optionally after `warmup:LENGTH+`, or
+/// `warmup:LENGTH` alone. Lengths are in steps, or in epochs with an `e`: `warmup:5e+step:30e,0.1`.
 class Schedule {
  public:
   using Shape = std::variant<Constant, StepDecay, Cosine, Plateau>;
 
-  Schedule() = default;  ///< constant
-  /// Throws `invalid` for numbers out of range, and if warm-up and shape count different things.
+  Schedule() = default;
+  /// Throws `invalid` if a number is out of range or if `warm_up` and `shape` have different units.
   explicit Schedule(const Shape& shape, WarmUp warm_up = {});
 
-  /// Throws `invalid`, in one line, for a text that is none.
+  /// Throws `invalid` with a one-line message if `text` is not a schedule.
   static Schedule parse(std::string_view text);
-  /// The shortest that parse() makes the same of.
+  /// Returns a short text that parse() turns into an equal schedule.
   std::string text() const;
 
-  /// For the step that has `step` steps of the job and `epoch` epochs behind it.
+  /// Returns the factor of the learning rate after `step` steps and `epoch` epochs of the job.
   double factor(int64_t step, int64_t epoch) const;
 
-  /// Whether its lengths are epochs.
+  /// Returns true if the lengths are in epochs.
   bool counts_epochs() const;
-  /// Whether it is to be told of metrics.
+  /// Returns true if the schedule depends on metrics, so that observe() has to be called.
   bool observes() const { return std::holds_alternative<Plateau>(shape_); }
-  /// Notes one evaluation's metric, if this schedule observes. NaN is no better than any number.
+  /// Records the metric of one evaluation. Does nothing if observes() is false. NaN never counts as
+  /// an improvement.
   void observe(double metric);
 
   const ScheduleState& state() const { return state_; }
-  /// Throws `bad_data` for one that this schedule cannot have come to.
+  /// Throws `bad_data` if `state` is not a possible state of this schedule.
   void load_state(const ScheduleState& state);
 
   const Shape& shape() const { return shape_; }
