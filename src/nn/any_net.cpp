@@ -19,7 +19,7 @@ AnyValue call(AnyModule& module, const std::vector<at::Tensor>& inputs, std::ind
   return module.any_forward(at::Tensor(inputs[I])...);
 }
 
-// AnyModule takes its arguments one by one.
+// Passes the tensors as separate arguments, as AnyModule::any_forward() requires.
 AnyValue call(AnyModule& module, const std::vector<at::Tensor>& inputs) {
   using Call = AnyValue (*)(AnyModule&, const std::vector<at::Tensor>&);
   static constexpr auto kCalls = []<size_t... N>(std::index_sequence<N...>) {
@@ -54,7 +54,7 @@ AnyNet any_net(AnyModule module) {
           }};
 }
 
-// As SequentialImpl::forward().
+// SequentialImpl::forward() takes separate arguments, so do here what it does with `inputs`.
 AnyNet any_net(torch::nn::Sequential module) {
   if (module->is_empty()) base::invalid("make() gave a Sequential without modules");
   return {module.ptr(), [module](const std::vector<at::Tensor>& inputs) mutable {

@@ -23,10 +23,10 @@ Dropout::Dropout(std::initializer_list<uint64_t> key)
 
 at::Tensor Dropout::masked(const at::Tensor& x, at::IntArrayRef mask_shape, double p) {
   if (!on_ || p == 0) return x;
-  // Drawn on the CPU wherever `x` is: the same numbers everywhere.
+  // Draw on the CPU, so that the numbers do not depend on the device.
   const at::Tensor mask = at::empty(mask_shape, x.options().requires_grad(false).device(at::kCPU));
   mask.bernoulli_(1 - p, generator_);
-  if (p < 1) mask.div_(1 - p);  // else all of it is 0
+  if (p < 1) mask.div_(1 - p);  // if p is 1, all of `mask` is 0
   return x * rpc::placed(mask, x.device());
 }
 

@@ -31,7 +31,7 @@ bool takes_generator(const c10::Argument& argument) {
   return optional && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
 }
 
-// Where the numbers are drawn: that of the first tensor, or of an argument `device`.
+// Returns the device on which an operation draws: that of its first tensor or its device argument.
 c10::Device device_of(const torch::jit::Stack& stack, size_t first) {
   for (size_t i = first; i < stack.size(); ++i) {
     if (stack[i].isTensor() && stack[i].toTensor().defined()) return stack[i].toTensor().device();
@@ -40,7 +40,7 @@ c10::Device device_of(const torch::jit::Stack& stack, size_t first) {
   return c10::kCPU;
 }
 
-// Accelerators drop out in one kernel that cannot be given a generator.
+// Replaces aten::native_dropout on accelerators, whose kernel takes no generator.
 void drop_out(KeyedRandom& random, torch::jit::Stack& stack) {
   const std::optional<bool> train = stack.back().toOptional<bool>();
   const double p = stack[stack.size() - 2].toDouble();
@@ -58,14 +58,14 @@ void drop_out(KeyedRandom& random, torch::jit::Stack& stack) {
 
 void draw_by_key(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                  torch::jit::Stack* stack) {
-  // Null on a thread that was given the key with torch's thread-local state.
+  // Null on a thread to which torch has copied the thread-local dispatch keys.
   if (KeyedRandom* random = t_random) {
     const auto& arguments = op.schema().arguments();
     const size_t first = stack->size() - arguments.size();
     for (size_t i = 0; i < arguments.size(); ++i) {
       if (!takes_generator(arguments[i]) || !(*stack)[first + i].isNone()) continue;
       if (random->ignores_fills() && op.schema().name().ends_with('_')) {
-        return torch::jit::drop(*stack, arguments.size() - 1);  // its result is its first argument
+        return torch::jit::drop(*stack, arguments.size() - 1);  // returns the first argument
       }
       (*stack)[first + i] = random->generator(device_of(*stack, first));
     }
@@ -80,7 +80,7 @@ void draw_by_key(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 }  // namespace
 
 void KeyedRandom::install() {
-  // Never destroyed, as other threads may draw until the process ends.
+  // Never destroyed, because other threads may draw until the process ends.
   static const torch::Library& library = []() -> torch::Library& {
     auto* const made = new torch::Library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
     made->fallback(torch::CppFunction::makeFromBoxedFunction<&draw_by_key>());

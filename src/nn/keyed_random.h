@@ -11,18 +11,18 @@ namespace distrain::nn {
 
 // Note [Random numbers of a pass]
 //
-// torch::nn's modules draw from torch's default generator. Several passes at a time would take
-// turns at it as it happens, and nothing they draw could be had again. So while a KeyedRandom
-// lives, each operation of its thread that takes a generator and is given none gets the one of the
-// key: a fallback of the dispatcher sees all operations of the thread first, and hands them on.
+// torch::nn's modules draw from torch's default generator. Concurrent passes would draw from it in
+// an arbitrary order, so their numbers would not be reproducible. While a KeyedRandom exists,
+// operations of its thread that take an optional generator and get none use the KeyedRandom's. A
+// fallback of torch's dispatcher intercepts all operations of the thread to pass it.
 //
-// It stands under a dispatch key that torch keeps free for such modes and that only a thread that
-// asks for it looks at; there is one dispatcher, hence one registration, for the whole process.
+// The fallback is registered once in the process, for a dispatch key that torch reserves for such
+// modes. Only threads with a KeyedRandom include this key.
 
-/// Makes what this thread draws depend on the key alone.
+/// Makes the random numbers of this thread depend only on `seed` and `number`.
 class KeyedRandom {
  public:
-  /// kIgnored: operations do not fill tensors with random numbers, as nobody needs their values.
+  /// kIgnored: operations that fill a tensor with random numbers leave it unchanged.
   enum class Fills : uint8_t { kByKey, kIgnored };
 
   KeyedRandom(uint64_t seed, uint64_t number, Fills fills = Fills::kByKey);
@@ -30,7 +30,7 @@ class KeyedRandom {
   KeyedRandom(const KeyedRandom&) = delete;
   KeyedRandom& operator=(const KeyedRandom&) = delete;
 
-  /// Once, before other threads call torch.
+  /// Registers the fallback. The first call must come before other threads call torch.
   static void install();
 
   at::Generator generator(c10::Device device);

@@ -30,7 +30,7 @@ class Modules {
     }
   }
 
-  /// The one that is asked for. Made here if it is not there.
+  /// Returns the module that `request` (see kAttachFunction) names. The first request creates it.
   std::shared_ptr<SharedModule> find_or_make(rpc::CallContext& call, rpc::Decoder& request) {
     rpc::Agent& agent = call.agent;
     const auto name = rpc::decode<std::string>(request);
@@ -57,7 +57,7 @@ class Modules {
         error.message = "module " + name + ": " + error.message;
       throw base::Exception(std::move(error));
     }
-    const base::BlockingScope waits;  // for another who makes it
+    const base::BlockingScope waits;  // another thread may be creating the module
     std::lock_guard lock(entry->mutex);
     if (!entry->module) {
       auto module = std::make_shared<SharedModule>(agent, name, std::move(recipe.make));
@@ -77,9 +77,9 @@ class Modules {
  private:
   struct Entry {
     detail::Factory factory;
-    std::mutex mutex;  // of what follows
+    std::mutex mutex;  // guards the members below
     std::any arguments;
-    int made_for = 0;  // the rank that asked first
+    int made_for = 0;  // the rank of the first request
     std::shared_ptr<SharedModule> module;
   };
 

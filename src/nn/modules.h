@@ -7,8 +7,8 @@ namespace distrain::nn {
 /// Returns true if nn::install() was called.
 bool is_installed(rpc::Agent& agent);
 
-/// The function that finds or makes a module, for RemoteModule: text name · arguments of its
-/// make().
+/// Name of the exposed function that returns a module by name, and creates it if necessary.
+/// Request: text name · arguments of make().
 inline constexpr const char* kAttachFunction = "distrain.nn.attach";
 
 }  // namespace distrain::nn

@@ -28,7 +28,7 @@ std::shared_ptr<Node> node_of(const at::Tensor& tensor) {
   return tensor.requires_grad() ? torch::autograd::impl::gradient_edge(tensor).function : nullptr;
 }
 
-/// Returns true if a backward pass from `output` reaches `node`, or if `node` is null, exists.
+/// Returns true if the graph of `output` reaches `node` or, if `node` is null, if there is a graph.
 bool reaches(const at::Tensor& output, const Node* node) {
   const std::shared_ptr<Node> root = node_of(output);
   if (!root || !node) return root != nullptr;
@@ -58,7 +58,7 @@ struct StagePasses::Batch : std::enable_shared_from_this<Batch> {
                   const Compute& compute, const Turns::TurnPtr& turn);
   autograd::PassGuard guard(rpc::Agent& agent, int64_t micro_batch);
 
-  /// Whether the row has a step of this micro-batch in this autograd context.
+  /// Returns true if the row has a step of this micro-batch in this autograd context.
   bool has(int64_t micro_batch, uint64_t context_of_step) const {
     return std::ranges::any_of(steps, [&](const PipelineStep& step) {
       return step.micro_batch == micro_batch &&
@@ -78,9 +78,9 @@ struct StagePasses::Batch : std::enable_shared_from_this<Batch> {
   const std::string function;
   const std::vector<PipelineStep> steps;
   const std::shared_ptr<Turns> turns;
-  uint64_t context = 0;  // gathers the gradients
+  uint64_t context = 0;  // the gradients are moved to this context
   c10::Device device = c10::kCPU;
-  std::mutex mutex;  // of what follows
+  std::mutex mutex;  // guards `held` and `report`
   int64_t held = 0;
   StageReport report;
 };
@@ -92,10 +92,10 @@ struct StagePasses::State {
   }
 
   std::mutex mutex;
-  std::shared_ptr<Batch> batch;  // by mutex
+  std::shared_ptr<Batch> batch;  // guarded by `mutex`
 };
 
-// Otherwise steps that wait for their turn when the agent ends would keep their stage for ever.
+// Fails waiting steps when the agent ends, because they would keep their stages alive for ever.
 class StagePasses::OfAgent {
  public:
   ~OfAgent() {
@@ -156,7 +156,7 @@ base::Future<at::Tensor> StagePasses::forward(rpc::Agent& agent, const rpc::RRef
   }
   const base::Future<at::Tensor> fetched = input.to_here_async(kAsLongAsItTakes);
   fetched.on_complete(agent.inline_executor(), [batch](base::Result<at::Tensor>& x) {
-    if (!x.ok()) batch->turns->fail(x.error());  // its turn would never come
+    if (!x.ok()) batch->turns->fail(x.error());  // without its input the step cannot run
   });
   const auto run = [batch, &agent, micro_batch, next_rank, compute = std::move(compute)](
                        const at::Tensor& x, const Turns::TurnPtr& turn) {
@@ -195,11 +195,12 @@ at::Tensor StagePasses::Batch::pass(rpc::Agent& agent, const at::Tensor& input, 
   return output;
 }
 
-// Of the current context's backward pass here; several messages may bring its gradients.
+// Returns the guard of the current context's backward pass. Several messages may bring gradients,
+// so admit() may be called more than once.
 autograd::PassGuard StagePasses::Batch::guard(rpc::Agent& agent, int64_t micro_batch) {
   struct Step {
     std::mutex mutex;
-    base::Future<void> admitted;  // by mutex
+    base::Future<void> admitted;  // guarded by `mutex`
     Turns::TurnPtr turn;
     base::TimePoint begun;
   };
@@ -235,13 +236,13 @@ void detail::check_counts(const PipelineSchedule& schedule, size_t stages, size_
   };
   check(schedule.stages.size(), stages, " stages");
   check(static_cast<size_t>(schedule.micro_batches), micro_batches, " micro-batches");
-  simulate(schedule);  // refuses what would not run
+  simulate(schedule);  // throws if the schedule cannot run
 }
 
 std::vector<at::Tensor> detail::run_passes(rpc::Agent& agent, PipelineSchedule schedule,
                                            const Begin& begin, const Forward& forward,
                                            const Loss& loss) {
-  // For as long as any pass goes on: one may have failed before the others are through.
+  // Shared by all passes, because some may still run when run_passes() has thrown.
   struct Passes {
     Loss loss;
     std::vector<std::unique_ptr<autograd::Context>> contexts;
@@ -280,7 +281,7 @@ std::vector<at::Tensor> detail::run_passes(rpc::Agent& agent, PipelineSchedule s
   try {
     base::wait_all(done);
   } catch (...) {
-    // The stages' other steps may wait for what does not come any more.
+    // Fail the other passes, because their steps may wait for input that will never arrive.
     const base::Error error = rpc::error_in_flight(base::ErrorKind::kInternal);
     for (const auto& context : passes->contexts) autograd::fail_passes(*context, error);
     throw;

@@ -17,7 +17,7 @@ std::string name_of(const PipelineStep& step) {
   return (step.kind == Kind::kForward ? "F" : "B") + std::to_string(step.micro_batch);
 }
 
-/// A stage that has `ahead` forward passes more behind it than backward passes whenever it can.
+/// Returns the row of a stage that makes up to `ahead` more forward than backward passes.
 std::vector<PipelineStep> alternating(int64_t ahead, int64_t micro_batches) {
   std::vector<PipelineStep> steps;
   int64_t forward = 0;
@@ -30,7 +30,7 @@ std::vector<PipelineStep> alternating(int64_t ahead, int64_t micro_batches) {
   return steps;
 }
 
-/// Each micro-batch has one forward pass, and after it one backward pass.
+/// Throws `invalid` unless each micro-batch has one forward pass and then one backward pass.
 void check_row(const PipelineSchedule& schedule, size_t stage) {
   const auto refuse = [&](const PipelineStep& step, const char* what) {
     invalid(
@@ -96,12 +96,12 @@ PipelineTimeline simulate(const PipelineSchedule& schedule) {
     timeline.activations.push_back(peak_activations(schedule.stages[stage]));
   }
 
-  // When each stage's passes are over; -1: not yet.
+  // End time of each pass by kind, stage and micro-batch; -1 if it has not run.
   const std::vector<std::vector<int64_t>> never(stages, std::vector<int64_t>(micro_batches, -1));
   std::vector<std::vector<int64_t>> done[] = {never, never};
   const auto ready_at = [&](size_t stage, const PipelineStep& step) -> int64_t {
     const bool forward = step.kind == Kind::kForward;
-    if (stage == (forward ? 0 : stages - 1)) return 0;  // its own forward pass comes before it
+    if (stage == (forward ? 0 : stages - 1)) return 0;  // depends on no other stage
     return done[static_cast<size_t>(step.kind)][forward ? stage - 1 : stage + 1]
                [static_cast<size_t>(step.micro_batch)];
   };
@@ -157,11 +157,12 @@ std::string to_text(const PipelineSchedule& schedule) {
 std::vector<size_t> balanced_cuts(const std::vector<double>& costs, size_t stages) {
   std::vector<double> sums = {0};
   for (const double cost : costs) sums.push_back(sums.back() + cost);
-  // Of the first n layers in one stage, then in two, and so on: the cost of the slowest stage.
+  // slowest[n] is the minimal cost of the slowest stage for the first n layers in one stage, then
+  // in two, and so on; cuts[n] are the cuts that reach it.
   std::vector<double> slowest = sums;
-  std::vector<std::vector<size_t>> cuts(sums.size());  // how that is reached
+  std::vector<std::vector<size_t>> cuts(sums.size());
   for (size_t before = 1; before < stages; ++before) {
-    for (size_t n = costs.size(); n > before; --n) {  // the shorter rows are still of `before`
+    for (size_t n = costs.size(); n > before; --n) {  // below n, entries are for `before` stages
       const auto cost = [&](size_t at) { return std::max(slowest[at], sums[n] - sums[at]); };
       size_t best = before;
       for (size_t at = before + 1; at < n; ++at) best = cost(at) < cost(best) ? at : best;

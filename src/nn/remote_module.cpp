@@ -20,7 +20,7 @@ uint64_t default_seed(int rank) {
   return generator.current_seed() + (static_cast<uint64_t>(rank) << 32);
 }
 
-/// A call of a module that lasts as long as it takes to move a whole state.
+/// Calls F without a deadline, because moving a whole state may take any time.
 template <auto F, class... Args>
 auto without_deadline(const rpc::RRef<SharedModule>& module, const Args&... args) {
   return module.handle()->agent().rpc_sync<F>(rpc::To(module.owner()).without_deadline(), module,
@@ -43,7 +43,7 @@ RemoteModule<ByName>::RemoteModule(rpc::Agent& agent, const rpc::To& to, const s
   if (!is_installed(agent)) {
     base::invalid("this agent has no modules: call nn::install(agent) before join()");
   }
-  const rpc::ContextScope outside(0);  // tensors among the arguments are values
+  const rpc::ContextScope outside(0);  // tensor arguments are not recorded for a backward pass
   const rpc::RawReply reply = agent
                                   .call_raw(to, kAttachFunction,
                                             [&](rpc::Encoder& encoder) {

@@ -50,7 +50,8 @@ bool keeps_statistics(const torch::nn::Module& module) {
   return (does(static_cast<const Norms*>(nullptr)) || ...);
 }
 
-// Torch changes the statistics of these without counting it as a change of the tensor.
+// Throws `invalid` for modules with running statistics. check_unchanged() might miss them, because
+// some of torch's kernels write the statistics without incrementing the tensor's version.
 void refuse_running_statistics(const torch::nn::Module& root, const std::string& name) {
   for (const auto& item : root.named_modules(name)) {
     using namespace torch::nn;
@@ -98,7 +99,8 @@ void point_to(const at::Tensor& tensor, const at::Tensor& values) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
 }
 
-// To the device, and into memory of its own, by which versions in flight are known.
+// Moves `parameter` to `device` and into storage of its own, because an update finds versions in
+// flight by the storage's use count.
 void settle(const at::Tensor& parameter, c10::Device device) {
   if (parameter.device() != device) {
     point_to(parameter, rpc::placed(parameter.detach(), device));
@@ -124,7 +126,7 @@ void check_alike(const std::vector<NamedTensor>& first, const std::vector<NamedT
 }
 
 bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
-  const base::BlockingScope waits;  // for the device
+  const base::BlockingScope waits;  // to_host() waits for the device
   const auto both = rpc::to_host({a, b});
   const at::Tensor x = both[0].contiguous(), y = both[1].contiguous();
   return x.nbytes() == y.nbytes() &&
@@ -137,7 +139,7 @@ std::string one_line(std::string text) {
   return text;
 }
 
-/// Returns dtypes and shapes: "; its inputs: Float [2, 3], Long [2]".
+/// Returns the inputs' dtypes and shapes: "; its inputs: Float [2, 3], Long [2]".
 std::string inputs_text(const std::vector<at::Tensor>& inputs) {
   std::string text;
   for (const at::Tensor& input : inputs) {
@@ -147,7 +149,7 @@ std::string inputs_text(const std::vector<at::Tensor>& inputs) {
   return text;
 }
 
-/// Whether a table in it has sparse gradients. Throws `invalid` if a lookup changes a table.
+/// Returns true if a table in `root` has sparse gradients. Throws `invalid` if one has max_norm.
 bool has_row_gradients(const torch::nn::Module& root, const std::string& name) {
   bool has_rows = false;
   const auto look = [&](const auto& item, const auto* table) {
@@ -165,7 +167,7 @@ bool has_row_gradients(const torch::nn::Module& root, const std::string& name) {
   return has_rows;
 }
 
-/// If `net` is a plain Table, returns what makes more of them without memory for their values.
+/// If `net` is a plain Table, returns a function that makes further ones without memory for values.
 template <class Table>
 std::function<detail::AnyNet()> maker_of_tables(const detail::AnyNet& net) {
   const torch::nn::Module& module = *net.module;
@@ -180,7 +182,7 @@ std::function<detail::AnyNet()> maker_of_tables(const detail::AnyNet& net) {
   };
 }
 
-/// Passes the row numbers that a table, or a Sequential that begins with one, is given to `check`.
+/// Calls `check` with the row numbers and the table if `module` is, or begins with, a table.
 void check_lookup(const torch::nn::Module& module, const std::vector<at::Tensor>& inputs,
                   void (*check)(const at::Tensor& index, const at::Tensor& table)) {
   if (inputs.empty() || !inputs[0].defined()) return;
@@ -197,18 +199,17 @@ void check_lookup(const torch::nn::Module& module, const std::vector<at::Tensor>
 struct SharedModule::Replica {
   detail::AnyNet net;
   std::vector<at::Tensor> parameters;
-  // Handles of each parameter when no pass is in flight.
-  std::vector<size_t> handles;
+  std::vector<size_t> handles;  // each parameter's use count when no pass is in flight
   std::vector<NamedTensor> buffers;
-  std::vector<int64_t> changes;  // of parameters and buffers, as torch has counted them
+  std::vector<int64_t> changes;  // version counters of parameters and buffers before the pass
   uint64_t buffers_generation = 0;
   bool buffers_compared = false;
-  bool holds_storage = false;  // changed under a ParameterRead by its pass, or a ParameterUpdate
-  bool in_forward = false;     // guarded by the mutex of the module
+  bool holds_storage = false;  // set by the pass under a ParameterRead, reset under an update
+  bool in_forward = false;     // guarded by SharedModule::mutex_
 };
 
-// Returns whether a graph has saved a parameter: it has a handle beside those counted. Releasing a
-// handle decrements its count with release order; the copy loads the count with acquire order.
+// Returns true if a graph has saved a parameter. The copies at the end acquire the use counts, so
+// that a graph's uses of the parameters happen before the next pass.
 bool SharedModule::is_saved(const Replica& replica) {
   for (size_t i = 0; i < replica.parameters.size(); ++i) {
     if (replica.parameters[i].use_count() != replica.handles[i]) return true;
@@ -227,12 +228,12 @@ SharedModule::Replica* SharedModule::take_idle() {
   return nullptr;
 }
 
-/// A replica for one forward pass.
+/// An idle or new replica for one forward pass.
 class SharedModule::Lease {
  public:
   explicit Lease(SharedModule& module) : module_(module), replica_(module.take_idle()) {
     if (replica_) return;
-    const base::BlockingScope waits;  // for others that are made
+    const base::BlockingScope waits;  // another thread may be making a replica
     std::lock_guard making(module_.making_);
     if ((replica_ = module_.take_idle())) return;
     auto made = module_.make_replica();
@@ -241,7 +242,7 @@ class SharedModule::Lease {
     std::lock_guard lock(module_.mutex_);
     module_.replicas_.push_back(std::move(made));
   }
-  /// Of a pass that failed: nobody knows what it left behind.
+  /// Destroys the replica if end() was not called, because a failed pass may have changed it.
   ~Lease() {
     if (!replica_) return;
     std::unique_ptr<Replica> dropped;
@@ -254,7 +255,7 @@ class SharedModule::Lease {
   Lease& operator=(const Lease&) = delete;
 
   Replica& operator*() const { return *replica_; }
-  /// The forward pass is over, the graph may still use the replica.
+  /// Ends the forward pass. The graph may still use the replica.
   void end() {
     std::lock_guard lock(module_.mutex_);
     std::exchange(replica_, nullptr)->in_forward = false;
@@ -282,11 +283,11 @@ SharedModule::SharedModule(rpc::Agent& agent, std::string name,
     }
   }
   const at::NoGradGuard no_grad;
-  const autograd::ParameterUpdate update(agent_);  // readers wait for the copies
+  const autograd::ParameterUpdate update(agent_);  // orders reads after the copies on the device
   for (auto& [its_name, parameter] : parameters_) {
     settle(parameter, agent_.device());
     nothing_.push_back(at::empty({0}, parameter.options().requires_grad(false)));
-    // The values stay where they are: the net that has made them is the first replica.
+    // A tensor of its own on the same storage: `net` becomes the first replica.
     parameter = parameter.variable_data().requires_grad_(parameter.requires_grad());
   }
   for (auto& [its_name, buffer] : buffers_) buffer = rpc::placed(buffer.detach(), agent_.device());
@@ -310,7 +311,7 @@ std::unique_ptr<SharedModule::Replica> SharedModule::make_replica() {
   return replica_of(std::move(net));
 }
 
-// Takes the memory from its parameters: renew() gives them that of the module's.
+// Makes a replica of `net` with parameters without memory; renew() points them to this module's.
 std::unique_ptr<SharedModule::Replica> SharedModule::replica_of(detail::AnyNet net) {
   auto replica = std::make_unique<Replica>();
   replica->net = std::move(net);
@@ -328,7 +329,7 @@ std::unique_ptr<SharedModule::Replica> SharedModule::replica_of(detail::AnyNet n
     replica->parameters.push_back(std::move(parameter));
   }
   for (size_t i = 0; i < parameters.size(); ++i) {
-    // Without the one in the list that ends here.
+    // `parameters`, which is destroyed on return, holds one handle.
     replica->handles.push_back(replica->parameters[i].use_count() - 1);
   }
   return replica;
@@ -355,8 +356,9 @@ void SharedModule::renew(Replica& replica, const autograd::ParameterRead& read) 
   }
 }
 
-// Torch counts the changes of a tensor, but for those that some of its kernels make to running
-// statistics: so the values are looked at as well, once for each replica.
+// Throws `invalid` if the forward pass has written to a parameter or buffer. Each replica's first
+// training pass also compares the buffers' values, because some of torch's kernels write running
+// statistics without incrementing the tensor's version.
 void SharedModule::check_unchanged(Replica& replica, bool training) const {
   for (size_t i = 0; i < replica.parameters.size(); ++i) {
     if (replica.parameters[i]._version() == replica.changes[i]) continue;
@@ -369,7 +371,7 @@ void SharedModule::check_unchanged(Replica& replica, bool training) const {
     bool changed = buffer._version() != replica.changes[replica.parameters.size() + i];
     if (!changed && compare) {
       const autograd::ParameterRead read(agent_);
-      // A load_state() meanwhile gave it other values.
+      // A concurrent load_state() has changed `buffers_`, so the values cannot be compared.
       if (replica.buffers_generation != buffers_generation_) return;
       changed = !same_bytes(buffer, buffers_[i].tensor);
     }
@@ -393,7 +395,7 @@ at::Tensor SharedModule::forward(rpc::CallContext& call, ForwardTerms terms,
     if (input.defined()) input = rpc::placed(input, agent_.device());
   }
   Lease lease(*this);
-  // A table is not copied for a lookup, which saves nothing of it: updates wait for the lookup.
+  // Updates of a table write rows in place, so they wait for the whole lookup.
   std::optional<autograd::ParameterRead> read(std::in_place, agent_);
   renew(*lease, *read);
   if (!has_rows_) read.reset();
@@ -408,7 +410,7 @@ at::Tensor SharedModule::forward(rpc::CallContext& call, ForwardTerms terms,
     base::Error error = rpc::error_in_flight(base::ErrorKind::kRemoteFailed);
     const std::string where = "module '" + name_ + "' on " + agent_.name() + " (rank " +
                               std::to_string(agent_.rank()) + "): ";
-    try {  // in place of torch's "index out of range in self"
+    try {  // if a row number is out of range, replace torch's "index out of range in self"
       check_lookup(module, given, &rpc::expect_rows);
       error.message = where + one_line(error.message) + inputs_text(given);
     } catch (const c10::Error& e) {
@@ -467,7 +469,7 @@ NamedTensors SharedModule::state_of(const std::string& prefix, Keep keep) {
 }
 
 void SharedModule::load_state(NamedTensors state) {
-  const base::BlockingScope waits;  // for a device, and for those who read
+  const base::BlockingScope waits;  // for the device and for readers
   const at::NoGradGuard no_grad;
   const autograd::ParameterUpdate update(agent_);
   const auto differ = [this](const std::string& how) {
@@ -497,7 +499,7 @@ void SharedModule::load_state(NamedTensors state) {
 void SharedModule::let_go() {
   std::lock_guard lock(mutex_);
   for (const auto& replica : replicas_) {
-    // A forward pass that looks up rows holds a ParameterRead: none is under way.
+    // A forward pass through a table holds a ParameterRead, so none runs during an update.
     const bool in_use = (replica->in_forward && !has_rows_) || is_saved(*replica);
     if (!replica->holds_storage || in_use) continue;
     for (size_t i = 0; i < nothing_.size(); ++i) point_to(replica->parameters[i], nothing_[i]);

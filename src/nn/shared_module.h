@@ -16,7 +16,7 @@
 
 namespace distrain::nn {
 
-/// What a module consists of. A tensor that it uses twice is there once, by its first name.
+/// A parameter or buffer of a module. A tensor with several names has its first one.
 struct NamedTensor {
   std::string name;
   at::Tensor tensor;
@@ -25,11 +25,11 @@ struct NamedTensor {
 /// One exposed module and its replicas; see Note [Plain modules]. Thread-safe.
 class SharedModule final : public autograd::VersionKeeper {
  public:
-  /// Throws `invalid`, naming what it is, for a module that cannot be trained so.
+  /// Throws `invalid`, with the reason, if the module cannot be shared.
   SharedModule(rpc::Agent& agent, std::string name, std::function<detail::AnyNet()> make);
   ~SharedModule() override;
 
-  // What RemoteModule calls.
+  // Exposed functions, called by RemoteModule.
   at::Tensor forward(rpc::CallContext& call, ForwardTerms terms, std::vector<at::Tensor> inputs);
   std::vector<rpc::RRef<at::Tensor>> parameter_rrefs(rpc::CallContext& call);
   std::vector<std::string> parameter_names() const;
@@ -43,7 +43,7 @@ class SharedModule final : public autograd::VersionKeeper {
   struct Replica;
   class Lease;
 
-  // Of the parameters: copies, or versions of those that updates do not write to in place.
+  // Whether state_of() copies parameters or takes versions, which row-wise updates would change.
   enum class Keep { kCopies, kVersions };
 
   NamedTensors state_of(const std::string& prefix, Keep keep);
@@ -58,16 +58,15 @@ class SharedModule final : public autograd::VersionKeeper {
   const std::string name_;
   std::function<detail::AnyNet()> make_;
   std::vector<NamedTensor> parameters_;
-  bool has_rows_ = false;            // tables whose rows are updated in place
-  std::vector<at::Tensor> nothing_;  // for each parameter, what an idle version of it is
-  // Changed under a ParameterUpdate, read under a ParameterRead. Nobody but exposed functions does
-  // either, and those run under the default streams of workers: so what they do with buffers, and
-  // the buffers' memory, is in order on a device by itself. Parameters others change, too.
+  bool has_rows_ = false;            // has tables with row-wise updates in place
+  std::vector<at::Tensor> nothing_;  // empty tensors that idle replicas' parameters point to
+  // Changed under a ParameterUpdate, read under a ParameterRead. Buffers need no synchronization of
+  // streams, because only exposed functions use them, and these run on the default stream.
   std::vector<NamedTensor> buffers_;
   uint64_t buffers_generation_ = 1;
 
-  std::mutex making_;  // held while a replica is made: one at a time
-  std::mutex mutex_;   // of the list and of what says whether a replica is idle
+  std::mutex making_;  // held while a replica is made, so that only one is made at a time
+  std::mutex mutex_;   // guards `replicas_` and each replica's `in_forward`
   std::vector<std::unique_ptr<Replica>> replicas_;
 };
 

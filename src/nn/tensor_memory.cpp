@@ -18,10 +18,10 @@
 namespace distrain::nn {
 namespace {
 
-constexpr size_t kSmallest = size_t{64} << 10;  // below, malloc is quick and does not spread
+constexpr size_t kSmallest = size_t{64} << 10;  // malloc handles smaller blocks well
 
-/// More goes back to malloc. A stage of a ResNet lets go of some GB of activations in each batch;
-/// an eighth of the memory, which a container may have less of than the machine, is for each rank.
+/// Returns the limit of idle bytes: an eighth of the machine's or container's memory, at least 256
+/// MiB. It has to be large, because a ResNet stage frees some GB of activations in each batch.
 size_t max_idle() {
   auto memory = static_cast<size_t>(std::max(sysconf(_SC_PHYS_PAGES), 0L)) *
                 static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -30,7 +30,8 @@ size_t max_idle() {
   return std::max(size_t{1} << 28, memory / 8);
 }
 
-/// Eight sizes for each power of two: at most an eighth of a block is unused, and not touched.
+/// Rounds up to one of eight sizes for each power of two, so at most an eighth of a block is
+/// unused.
 size_t rounded(size_t bytes) {
   const size_t step = std::bit_floor(bytes) / 8;
   return (bytes + step - 1) / step * step;
@@ -49,14 +50,14 @@ class TensorMemory final : public c10::Allocator {
     default_copy_data(to, from, bytes);
   }
 
-  /// Deleters, plain functions, find their allocator here. Never destroyed: tensors may come last.
+  /// Used by release(). Never destroyed, because tensors may outlive other static objects.
   static TensorMemory* instance;
 
  private:
   void* take(size_t bytes) {
     {
       std::lock_guard lock(mutex_);
-      // One of up to four times the size will do: an epoch's last batch is smaller.
+      // Accept a block of up to four times the size, because an epoch's last batch is smaller.
       const auto it = idle_.lower_bound(bytes);
       if (it != idle_.end() && it->first / 4 <= bytes) {
         void* block = it->second;
@@ -75,7 +76,7 @@ class TensorMemory final : public c10::Allocator {
     for (int attempt = 0; attempt < 2; ++attempt) {
       try {
         return malloc_.raw_allocate(bytes);
-      } catch (const c10::Error&) {  // what lies idle here may be what is missing
+      } catch (const c10::Error&) {  // free the idle blocks and try again
         std::lock_guard lock(mutex_);
         make_room_locked(max_idle_, 0);
       }
@@ -106,8 +107,8 @@ class TensorMemory final : public c10::Allocator {
     malloc_.raw_deallocate(block);
   }
 
-  /// Gives idle blocks of other sizes than `but` back to malloc until there is room for `bytes`
-  /// more: they are of a phase that is over.
+  /// Frees idle blocks of sizes other than `but`, which an earlier phase of the job has left, until
+  /// `bytes` more fit in the limit.
   void make_room_locked(size_t bytes, size_t but) {
     for (auto it = idle_.begin(); it != idle_.end() && idle_bytes_ + bytes > max_idle_;) {
       if (it->first == but) {
@@ -124,8 +125,8 @@ class TensorMemory final : public c10::Allocator {
   c10::Allocator& malloc_;
   const size_t max_idle_ = max_idle();
   std::mutex mutex_;
-  std::unordered_map<void*, size_t> sizes_;  // of the big blocks
-  std::multimap<size_t, void*> idle_;        // by size; of one size the last to come is the first
+  std::unordered_map<void*, size_t> sizes_;  // of the blocks that take() returned
+  std::multimap<size_t, void*> idle_;        // by size; the block freed last comes first
   size_t idle_bytes_ = 0;
 };
 

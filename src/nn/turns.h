@@ -13,32 +13,32 @@
 
 namespace distrain::nn {
 
-/// The lock of a stage for one batch: one step at a time has the turn, and the steps have it in the
-/// order of the stage's row of the schedule. Whoever comes early gets a future and holds no thread.
-/// Once a step has failed nobody gets a turn any more: all are told the first failure. Thread-safe.
+/// Runs the steps of one stage in one batch one at a time, in the order of the stage's row of the
+/// schedule. An early step gets a future and holds no thread. After a step has failed, all waiting
+/// and later steps fail with the first error. Thread-safe.
 class Turns : public std::enable_shared_from_this<Turns> {
  public:
-  /// The right to run one step. If it dies before done() the step has failed.
+  /// The right to run one step. Destroying it before done() fails the step.
   class Turn {
    public:
     explicit Turn(std::shared_ptr<Turns> turns) : turns_(std::move(turns)) {}
     ~Turn();
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
-    /// The next step has the turn.
-    void done();
+    void done();  ///< gives the turn to the next step
     void fail(const base::Error& error);
 
    private:
-    std::shared_ptr<Turns> turns_;  // null once it is over
+    std::shared_ptr<Turns> turns_;  // null after done() or fail()
   };
   using TurnPtr = std::shared_ptr<Turn>;
 
   explicit Turns(std::vector<PipelineStep> row) : row_(std::move(row)) {}
 
-  /// Done at the step's turn. `invalid` if the row has no such step left, or it waits already.
+  /// Waits for the step's turn. Fails with `invalid` if the row has no such step left or it waits
+  /// already.
   base::Future<TurnPtr> enter(PipelineStep::Kind kind, int64_t micro_batch);
-  /// Fails the steps that wait, and those that come.
+  /// Fails the waiting and all later steps.
   void fail(const base::Error& error);
 
  private:
@@ -48,8 +48,8 @@ class Turns : public std::enable_shared_from_this<Turns> {
 
   std::mutex mutex_;
   const std::vector<PipelineStep> row_;
-  size_t next_ = 0;     // in the row: the step that has the turn, or will have it
-  bool taken_ = false;  // the step at `next_` has it
+  size_t next_ = 0;     // index in `row_` of the step that has the turn or gets it next
+  bool taken_ = false;  // true while the step at `next_` has the turn
   std::optional<base::Error> error_;
   std::map<Key, base::Promise<TurnPtr>> waiting_;
 };

@@ -12,16 +12,16 @@
 
 namespace distrain::nn {
 
-// Arguments for a function that the sender does not see, only its name: each travels with what it
-// is, and is read as what the function takes. Numbers are converted, other types must match.
+// Arguments of a function that the sender knows only by name. Each argument is sent with its type.
+// The receiver converts numbers to the parameter's type; other types must match.
 //
-// On the wire: u32 count, and for each: u8 kind · for kOther the name of its type · its value.
+// On the wire: u32 count, then for each argument: u8 kind · type name (kOther only) · value.
 
 enum class ArgumentKind : uint8_t { kBool = 0, kInteger = 1, kReal = 2, kText = 3, kOther = 4 };
 
 namespace detail {
 
-/// Throws `invalid`: argument `number` (from 1) is no `wanted`.
+/// Throws `invalid` because argument `number` (from 1) is `given`, not of type `wanted`.
 [[noreturn]] void refuse_argument(size_t number, const std::string& given,
                                   const std::type_info& wanted);
 [[noreturn]] void refuse_count(size_t given, size_t wanted);
@@ -68,7 +68,7 @@ T decode_argument(rpc::Decoder& decoder, size_t number) {
     if (kind == ArgumentKind::kInteger) {
       const auto value = decoder.in.get<int64_t>();
       if constexpr (std::is_integral_v<T>) {
-        // A uint64 came as the int64 of the same bits.
+        // A uint64 is sent as the int64 with the same bits, so any value fits a 64-bit T.
         if (sizeof(T) < sizeof(value) && !std::in_range<T>(value)) {
           refuse_argument(number, std::to_string(value), typeid(T));
         }
@@ -90,13 +90,13 @@ void encode_arguments(rpc::Encoder& encoder, const Args&... args) {
   (detail::encode_argument(encoder, args), ...);
 }
 
-/// Throws `invalid` where they are not what is wanted.
+/// Throws `invalid` if the number or the types of the arguments do not match `Ts`.
 template <class... Ts>
 std::tuple<Ts...> decode_arguments(rpc::Decoder& decoder) {
   const auto count = decoder.in.get<uint32_t>();
   if (count != sizeof...(Ts)) detail::refuse_count(count, sizeof...(Ts));
   const auto decode = [&decoder]<size_t... I>(std::index_sequence<I...>) {
-    // Braces evaluate from left to right, as they were encoded.
+    // A braced list is evaluated from left to right, which is the order of encoding.
     return std::tuple<Ts...>{detail::decode_argument<Ts>(decoder, I + 1)...};
   };
   auto values = decode(std::index_sequence_for<Ts...>());

@@ -7,19 +7,19 @@
 
 namespace distrain::nn {
 
-/// Dropout whose random numbers depend on nothing but a key, such as (seed, epoch, trainer, step):
-/// not on what else the process draws. So a pass gives the same in every process and after every
-/// resume, and a checkpoint needs no generator's state.
+/// Dropout whose random numbers depend only on a key, such as (seed, epoch, trainer, step). A pass
+/// therefore gives the same result in every process and after every resume, and checkpoints need no
+/// generator state.
 class Dropout {
  public:
-  /// Lets everything through: evaluation.
+  /// Creates a dropout that returns its input unchanged, for evaluation.
   Dropout() = default;
   explicit Dropout(std::initializer_list<uint64_t> key);
 
   bool on() const { return on_; }
   /// As torch.nn.functional.dropout: zeroes with probability `p`, divides the rest by 1 - p.
   at::Tensor operator()(const at::Tensor& x, double p);
-  /// Whole channels of [n, channels, height, width]. As torch.nn.functional.dropout2d.
+  /// As torch.nn.functional.dropout2d: drops whole channels of [n, channels, height, width].
   at::Tensor channels(const at::Tensor& x, double p);
 
  private:
@@ -29,9 +29,9 @@ class Dropout {
   at::Generator generator_;
 };
 
-/// A generator for this key alone.
+/// Returns a new CPU generator seeded from `key`.
 at::Generator keyed_generator(std::initializer_list<uint64_t> key);
-/// Floats from -bound to bound on `device`, drawn on the CPU: the same numbers everywhere.
+/// Draws uniform floats from -bound to bound on the CPU, and moves them to `device`.
 at::Tensor uniform(at::IntArrayRef sizes, double bound, at::Generator generator,
                    c10::Device device);
 

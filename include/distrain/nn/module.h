@@ -23,7 +23,6 @@ namespace distrain::nn {
 
 namespace detail {
 
-/// A module of whichever type.
 struct AnyNet {
   std::shared_ptr<torch::nn::Module> module;
   std::function<at::Tensor(const std::vector<at::Tensor>&)> forward;
@@ -49,7 +48,6 @@ requires torch::detail::is_module_holder<Holder>::value AnyNet any_net(const Hol
   return any_net(holder.ptr());
 }
 
-/// How one module is made, again and again.
 struct Recipe {
   std::function<AnyNet()> make;
   std::any arguments;
@@ -70,7 +68,7 @@ std::string difference_of(size_t number, const T& made, const T& asked) {
     }
     return c10::str("argument ", number, " is another one");
   }
-  return {};  // nobody can tell
+  return {};  // values without == are taken to be equal
 }
 
 template <class Make, class R, class... Params>
@@ -101,39 +99,41 @@ void add_factory(rpc::Agent& agent, const std::string& name, Factory factory);
 
 // Note [Plain modules]
 //
-// A torch::nn module keeps its parameters in members, so two passes at a time through one module
-// use the same tensors: an update between one's forward and its backward breaks it, or, where the
-// members are pointed to other values, gives it gradients of values that it has not seen. Here
-// make() is called once for each pass in flight. The values that the first module gives its
-// parameters are moved to tensors that are optimised and saved. The parameters of all modules, the
-// replicas, are versions of these (see autograd/parameter_versions.h), renewed at the beginning of
-// a pass; they have no memory of their own. Replicas are made one at a time, and their memory is
-// freed at once, so a module takes at most twice its size; an Embedding or EmbeddingBag that is the
-// whole module is made without memory for its table. The graph of a pass holds what it has saved of
-// its replica, so a replica is free once nobody else has a handle of any of its parameters.
+// A torch::nn module keeps its parameters in members, so concurrent passes through one module use
+// the same tensors. An update between the forward and the backward pass of one of them would break
+// that backward pass. So each in-flight pass has a module of its own here, a replica. make() is
+// called for each replica. The parameters that are optimized and saved are separate tensors, which
+// take over the values of the first replica. The replicas' parameters are versions of these (see
+// autograd/parameter_versions.h) without memory of their own, renewed when a pass begins.
 //
-// A lookup in an Embedding or EmbeddingBag that is `sparse` saves nothing of the table, which may
-// be too big to copy. So updates wait for its module's forward passes, and copy only a saved table.
+// Replicas are made one at a time, and their memory is freed at once, so a module needs at most
+// twice its size. If the whole module is an Embedding or EmbeddingBag, further replicas are made
+// without memory for the table. A replica is idle again when no graph has a handle of any of its
+// parameters.
 //
-// Buffers are copied into each replica. A forward pass that changes one (BatchNorm's running
-// statistics) would change it for that replica alone, and is refused.
+// A lookup in a `sparse` Embedding or EmbeddingBag saves nothing of the table, which may be too big
+// to copy. So updates of such a module wait for its forward passes, and copy only a saved table.
 //
-// Dropout and whatever else draws random numbers gets those of a key that comes with the call.
+// Each replica has copies of the buffers. A forward pass that writes a buffer (BatchNorm's running
+// statistics) is refused, because the other replicas would not see the change.
+//
+// Dropout and other random operations draw from a generator seeded by a key sent with the call.
 
-/// Offers the module that make() makes to all ranks, as RemoteModule: before join().
+/// Makes the module that `make` returns available to all ranks as RemoteModule `name`. Call it
+/// before join().
 ///
-/// `make` gives a torch::nn module: a holder, a shared_ptr, a Sequential or an AnyModule, whose
-/// forward() takes tensors and gives one. It may have parameters, which the first RemoteModule
-/// gives: numbers, strings and whatever is Serializable. It is called on several threads, at times
-/// at once, also later, for further passes in flight, and each time makes the same but for the
-/// values of parameters and buffers. Then the random numbers that it draws move no generator, and
-/// what fills a tensor with random numbers of the default generator (`normal_`, `uniform_`) leaves
-/// the tensor as it is. The module keeps nothing of a pass in its members.
+/// `make` returns a torch::nn module (a holder, shared_ptr, Sequential or AnyModule) whose
+/// forward() takes tensors and returns a tensor. The arguments of `make` come from the first
+/// RemoteModule: numbers, strings and Serializable types. `make` is called again, on several
+/// threads and possibly concurrently, for further in-flight passes. Each call must make the same
+/// module, except for the values of parameters and buffers; in later calls `normal_`, `uniform_`
+/// and the like leave tensors unchanged, and no random operation advances the default generator.
+/// The module must not keep anything of a pass in its members.
 ///
-/// There is one module for each name and rank, made when the first asks for it, on the agent's
-/// device; it lives as long as the agent. What cannot be trained so is refused then, by `invalid`
-/// that names it: a module that keeps running statistics, a table with `max_norm`, parameters that
-/// share their memory or have none. A parameter may be used in several places, if it is one tensor.
+/// Each rank has one module for each name, made on the agent's device when a rank first asks for
+/// it; it lives as long as the agent. That request fails with `invalid` if the module cannot be
+/// shared: if it keeps running statistics, has a table with `max_norm`, or has parameters that
+/// share memory or have none. One parameter tensor may be used in several places.
 template <class Make>
 void expose_module(rpc::Agent& agent, const std::string& name, Make make) {
   detail::add_factory(agent, name, detail::factory(make, std::function(make)));

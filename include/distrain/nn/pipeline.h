@@ -18,40 +18,41 @@
 
 namespace distrain::nn {
 
-/// What one stage did in a batch.
+/// Statistics of one stage in one batch.
 struct StageReport {
-  /// In which a step had the turn; none on an accelerator, which is only told then what to do.
+  /// Time in which a step ran, in seconds. Unset on an accelerator, where a step only queues work.
   std::optional<double> compute_s;
-  int64_t activations = 0;  ///< micro-batches that it held at most, between their two passes
+  int64_t activations = 0;  ///< maximum number of micro-batches between their two passes
   static constexpr auto kFields = std::tuple(&StageReport::compute_s, &StageReport::activations);
 };
 
-/// The passes of a batch's micro-batches through one stage of a pipeline, on the stage's rank.
+/// Runs the passes of a batch's micro-batches through one pipeline stage, on the stage's rank.
 ///
-/// A step of the schedule runs when it has its turn: a forward pass once its input is here, a
-/// backward pass once its gradients are. Until then it holds no thread. Inputs are fetched ahead of
-/// their turn, so that a transfer and another micro-batch's computing overlap.
+/// Steps run in the order of the schedule: a forward pass when its input has arrived, a backward
+/// pass when its gradients have. A waiting step holds no thread. Inputs are fetched early, so that
+/// their transfer overlaps with another micro-batch's computation.
 ///
-/// A step of an earlier batch that comes late is refused. A step whose output does not depend on
-/// its input fails with `invalid`, naming the rank.
+/// A late step of an earlier batch fails with `cancelled`. A step whose output does not depend on
+/// its input fails with `invalid`; the error has the rank.
 class StagePasses {
  public:
-  /// Lets an agent have stages; before join().
+  /// Prepares `agent` for stages. Call it before join().
   static void install(rpc::Agent& agent);
 
-  /// `function` is what an error of a forward pass says it happened in.
+  /// `function` is the name of the function in errors of a forward pass.
   explicit StagePasses(std::string function);
 
-  /// A batch follows: micro-batches in the order of `row`. The current context is the one that
-  /// gathers the gradients of the micro-batches' contexts.
+  /// Begins a batch whose steps run in the order of `row`. The gradients of the micro-batches'
+  /// contexts are moved to the current context.
   void begin(rpc::Agent& agent, std::vector<PipelineStep> row);
-  /// When the agent's device has done all that it has been given, for an update too.
+  /// Waits until the device has finished its queued work, updates included, and returns the report.
   StageReport end();
 
-  /// What the stage makes of its input. Kept until that is done, or the agent has ended.
+  /// Computes the stage's output. Kept until the forward pass is done or the agent has ended.
   using Compute = std::function<at::Tensor(const at::Tensor& input)>;
-  /// In the micro-batch's own context: fetches its input, passes it through, and gives the output
-  /// as `next_rank` takes it. Its backward pass has its turn when gradients come back.
+  /// Fetches the micro-batch's input, computes the output and returns it as `next_rank` accepts it.
+  /// Call it in the micro-batch's autograd context. The backward pass takes its turn in the row
+  /// when gradients arrive.
   base::Future<at::Tensor> forward(rpc::Agent& agent, const rpc::RRef<at::Tensor>& input,
                                    int64_t micro_batch, int next_rank, Compute compute);
 
@@ -64,7 +65,7 @@ class StagePasses {
 
 namespace detail {
 
-/// Begins a batch on all stages. `schedule` names the context of each micro-batch.
+/// Begins a batch on all stages. The steps of `schedule` have the contexts of their micro-batches.
 using Begin = std::function<void(const PipelineSchedule& schedule)>;
 using Forward = std::function<base::Future<at::Tensor>(size_t micro_batch)>;
 using Loss = std::function<at::Tensor(size_t micro_batch, const at::Tensor& output)>;
@@ -74,20 +75,20 @@ std::vector<at::Tensor> run_passes(rpc::Agent& agent, PipelineSchedule schedule,
 
 }  // namespace detail
 
-/// The stages of a model, each on a rank of its own, as the rank that trains it calls them. `Stage`
-/// is a class that all ranks have exposed, with these functions, which do as StagePasses':
+/// Calls the stages of a model, each on a rank of its own, from the rank that trains the model.
+/// `Stage` is a class that all ranks expose, with functions that forward to StagePasses:
 ///
 ///   void begin_batch(rpc::CallContext&, std::vector<PipelineStep> row, int64_t samples);
 ///   base::Future<at::Tensor> forward(rpc::CallContext&, const rpc::RRef<at::Tensor>& input,
 ///                                    int64_t micro_batch);
 ///
-/// Calls have no deadline: nobody knows how long a stage computes.
+/// Calls have no deadline, because a stage may compute for any time.
 template <class Stage>
 class Pipeline {
  public:
   explicit Pipeline(rpc::Agent& agent) : agent_(agent) {}
 
-  /// The next stage, made on `rank`.
+  /// Creates the next stage on `rank`.
   template <class... Args>
   void add(int rank, const Args&... args) {
     stages_.push_back(agent_.remote_new<Stage>(rpc::To(rank).without_deadline(), args...));
@@ -95,12 +96,12 @@ class Pipeline {
   void clear() { stages_.clear(); }
   size_t size() const { return stages_.size(); }
 
-  /// F of one of them.
+  /// Calls F of one stage.
   template <auto F, class... Args>
   auto call(size_t stage, const Args&... args) const {
     return agent_.rpc_async<F>(to(stage), stages_[stage], args...);
   }
-  /// F of all at once; gives back their results, in order.
+  /// Calls F of all stages concurrently and returns the results in order.
   template <auto F, class... Args>
   auto call_all(const Args&... args) const {
     std::vector<decltype(call<F>(0, args...))> calls;
@@ -113,7 +114,7 @@ class Pipeline {
       return results;
     }
   }
-  /// F of one after the other, each of what the one before gave; to fetch from the last.
+  /// Calls F of each stage with the result of the stage before, and fetches the last result.
   template <auto F, class... Args>
   base::Future<at::Tensor> chain(const at::Tensor& input, const Args&... args) const {
     rpc::RRef<at::Tensor> value = agent_.make_rref(input);
@@ -121,12 +122,13 @@ class Pipeline {
     return value.to_here_async(std::chrono::nanoseconds::max());
   }
 
-  /// Both passes of all micro-batches at once: the stages see to it that each step has its turn.
-  /// `loss` of what the last stage gives is what the micro-batch adds to the batch's loss; the
-  /// gradients gather in the current context. Gives back what `loss` was given, on this rank's
-  /// device. `loss` owns what it uses: if a pass fails, others may not be through when this throws;
-  /// none of them waits for anything any more. Throws `invalid` if `schedule` is for other numbers
-  /// of stages or micro-batches, or cannot run, or if a stage or `loss` cuts the graph.
+  /// Runs the forward and backward passes of all micro-batches; the stages order them by
+  /// `schedule`. `loss` computes, from the last stage's output, the micro-batch's share of the
+  /// batch's loss. The gradients are accumulated in the current context. Returns the outputs of the
+  /// last stage, on this rank's device. `loss` must own what it uses, because other passes may
+  /// still run when this throws. Throws `invalid` if `schedule` has another number of stages or
+  /// micro-batches or cannot run, or if the output of a stage or `loss` does not depend on its
+  /// input.
   std::vector<at::Tensor> train(const PipelineSchedule& schedule,
                                 const std::vector<at::Tensor>& micro_batches,
                                 const detail::Loss& loss) const {

@@ -8,51 +8,51 @@
 
 namespace distrain::nn {
 
-/// One piece of a stage's work: a micro-batch's forward or backward pass through it.
+/// The forward or the backward pass of one micro-batch through one stage.
 struct PipelineStep {
   enum class Kind : uint8_t { kForward = 0, kBackward = 1 };
   Kind kind = Kind::kForward;
   int64_t micro_batch = 0;  ///< from 0
-  /// The autograd context of the micro-batch, which tells the batches of a schedule apart; 0: any.
+  /// The autograd context of the micro-batch, which also identifies the batch; 0: any context.
   uint64_t context = 0;
   static constexpr auto kFields =
       std::tuple(&PipelineStep::kind, &PipelineStep::micro_batch, &PipelineStep::context);
   bool operator==(const PipelineStep&) const = default;
 };
 
-/// What each stage of a pipeline does in one batch, and in which order.
+/// The steps of each stage of a pipeline in one batch.
 ///
-/// A stage begins a step as soon as the step before it in its own row is done and what it needs has
-/// come: the forward pass of the stage before, or the backward pass of the stage behind.
+/// A stage begins a step when the step before it in its row is done and the input has arrived: the
+/// output of the previous stage's forward pass, or the gradients of the next stage's backward pass.
 struct PipelineSchedule {
   std::string name;
   int64_t micro_batches = 0;
-  std::vector<std::vector<PipelineStep>> stages;  ///< a row for each, first stage first
+  std::vector<std::vector<PipelineStep>> stages;  ///< a row of steps for each stage
 };
 
-/// `gpipe` (Huang et al., NeurIPS 2019): all forward passes, then all backward passes. `1f1b`
-/// (PipeDream-Flush; Narayanan et al., ICML 2021): as soon as a stage can, it alternates, so that
-/// stage s of p (from 1) never holds more than p - s + 1 micro-batches. `naive`: one micro-batch at
-/// a time is in the pipeline. Throws `invalid` for another name.
+/// Creates a schedule. `gpipe` (Huang et al., NeurIPS 2019): all forward passes, then all backward
+/// passes. `1f1b` (PipeDream-Flush; Narayanan et al., ICML 2021): stages alternate between forward
+/// and backward passes as soon as they can, so stage s of p (from 1) holds at most p - s + 1
+/// micro-batches. `naive`: one micro-batch at a time. Throws `invalid` for any other `name`.
 PipelineSchedule make_schedule(const std::string& name, int stages, int64_t micro_batches);
 
-/// A schedule as it runs when each step takes one unit of time.
+/// The timeline of a schedule in which each step takes one unit of time.
 struct PipelineTimeline {
-  std::vector<std::vector<int64_t>> begin;  ///< of each step, by stage
+  std::vector<std::vector<int64_t>> begin;  ///< start time of each step, by stage
   int64_t length = 0;
-  double bubble = 0;                 ///< share of the stages' time in which they wait
-  std::vector<int64_t> activations;  ///< micro-batches that a stage holds at most
+  double bubble = 0;                 ///< fraction of the stages' time that is idle
+  std::vector<int64_t> activations;  ///< maximum number of micro-batches that each stage holds
 };
 
-/// Runs through a schedule. Throws `invalid` if it is none: a step that is missing, there twice or
-/// of no micro-batch, a backward pass before its forward pass, stages that wait for each other.
+/// Simulates a schedule. Throws `invalid` if a step is missing, repeated or of an unknown
+/// micro-batch, if a backward pass precedes its forward pass, or if stages wait for each other.
 PipelineTimeline simulate(const PipelineSchedule& schedule);
 
-/// Its timeline for people: a line for each stage, a column for each unit of time.
+/// Formats the timeline, with a line for each stage and a column for each unit of time.
 std::string to_text(const PipelineSchedule& schedule);
 
-/// Cuts a row of layers, by the time of each, into `stages` stages so that the slowest is as quick
-/// as can be. Returns the first layer of each stage but the first.
+/// Divides a sequence of layers with the given costs into `stages` stages, so that the cost of the
+/// most expensive stage is minimal. Returns the first layer of each stage after the first.
 std::vector<size_t> balanced_cuts(const std::vector<double>& costs, size_t stages);
 
 }  // namespace distrain::nn

@@ -23,8 +23,8 @@ class SharedModule;
 /// Tensors by the names that torch's modules give them, such as `0.weight`.
 using NamedTensors = std::map<std::string, at::Tensor>;
 
-/// Lets this rank use RemoteModule<>, on whichever rank the module is. Before join(), once or more,
-/// and before other threads call torch; expose_module(agent, name, make) does so.
+/// Enables RemoteModule<> on this rank. Call it before join() and before other threads call torch;
+/// repeated calls do nothing. expose_module(agent, name, make) calls it.
 void install(rpc::Agent& agent);
 
 namespace detail {
@@ -41,10 +41,10 @@ std::vector<rpc::RRef<at::Tensor>> share_parameters(rpc::CallContext& context,
 
 }  // namespace detail
 
-/// Makes Module usable as RemoteModule<Module>, under `name`. On every rank, before join().
+/// Enables RemoteModule<Module>, with the wire name `name`. Call it on every rank before join().
 ///
-/// Module has a type `Constructor` that names its constructor's parameters (see
-/// Agent::expose_class), `forward`, not overloaded, and `parameters()`: a range of tensors.
+/// Module needs a type `Constructor` that lists its constructor's parameters (see
+/// Agent::expose_class), a `forward` without overloads, and `parameters()`, a range of tensors.
 template <class Module>
 void expose_module(rpc::Agent& agent, const std::string& name) {
   agent.expose_class<Module>(name);
@@ -52,21 +52,21 @@ void expose_module(rpc::Agent& agent, const std::string& name) {
   agent.expose<&detail::share_parameters<Module>>(name + ".parameters");
 }
 
-/// RemoteModule<>: a torch::nn module, by the name that it has on its rank.
+/// Tag of RemoteModule<>, which refers to an exposed torch::nn module by name.
 struct ByName {};
 
-/// A module on another rank, used like one here. A handle: it can be an argument of a call, and the
-/// module lives as long as any rank holds one.
+/// A handle of a module on another rank. It can be an argument of a call. The module lives as long
+/// as any rank holds a handle of it.
 template <class Module = ByName>
 class RemoteModule {
  public:
   RemoteModule() = default;
-  /// Makes the module on `to`; returns at once. What goes wrong there is thrown by its first use.
+  /// Creates the module on `to` without waiting. The first use of the handle throws any error.
   template <class... Args>
   RemoteModule(rpc::Agent& agent, const rpc::To& to, Args&&... args)
       : module_(agent.remote_new<Module>(to, std::forward<Args>(args)...)) {}
 
-  /// Module::forward on its rank; in a context its result carries gradients.
+  /// Calls Module::forward on the owner. In an autograd context, gradients pass through the call.
   template <class... Args>
   auto forward(Args&&... args) const {
     return module_.template rpc_sync<&Module::forward>(std::forward<Args>(args)...);
@@ -76,7 +76,7 @@ class RemoteModule {
     return module_.template rpc_async<&Module::forward>(std::forward<Args>(args)...);
   }
 
-  /// References to the parameters for a DistributedOptimizer, in Module::parameters()' order.
+  /// Returns references to the parameters, in the order of Module::parameters().
   std::vector<rpc::RRef<at::Tensor>> remote_parameters() const {
     return module_.handle()->agent().template rpc_sync<&detail::share_parameters<Module>>(
         module_.owner(), module_);
@@ -92,19 +92,19 @@ class RemoteModule {
   static constexpr auto kFields = std::tuple(&RemoteModule::module_);
 };
 
-/// How a forward pass is to be made.
+/// Settings of one forward pass.
 struct ForwardTerms {
   bool training = true;
-  bool recording = true;  ///< for a backward pass
+  bool recording = true;  ///< record a graph for a backward pass
   uint64_t seed = 0;
-  uint64_t number = 0;
+  uint64_t number = 0;  ///< with `seed`, the key of the pass's random numbers
   static constexpr auto kFields = std::tuple(&ForwardTerms::training, &ForwardTerms::recording,
                                              &ForwardTerms::seed, &ForwardTerms::number);
 };
 
-/// The series of random numbers that the passes of a handle draw. Copies share the series; one that
-/// travels begins a series of its own, which follows from the sender's key and count, so that no
-/// two ranks draw the same numbers. Thread-safe.
+/// Numbers the passes of a handle, for their random numbers. Copies share the count. A series that
+/// is sent to another rank gets a new key, derived from the sender's key and count, so that no two
+/// ranks draw the same numbers. Thread-safe.
 class RandomSeries {
  public:
   explicit RandomSeries(uint64_t key = 0) : key_(key) {}
@@ -116,26 +116,27 @@ class RandomSeries {
   std::shared_ptr<std::atomic<uint64_t>> used_ = std::make_shared<std::atomic<uint64_t>>(0);
 };
 
-/// A torch::nn module that its rank has exposed (see module.h), shared by all who name it. Each
-/// forward pass is made on one version of its parameters, so any number of ranks may train it at a
-/// time, in every mode of a DistributedOptimizer over remote_parameters().
+/// A handle of a torch::nn module that a rank exposes (see module.h). Each forward pass uses one
+/// version of the parameters, so any number of ranks may train the module concurrently, in every
+/// mode of a DistributedOptimizer over remote_parameters().
 ///
-/// A cheap handle, which can be an argument of a call. Training mode and random numbers are each
-/// handle's own. Thread-safe but for train(), eval() and seed().
+/// The handle is cheap to copy and can be an argument of a call. Each handle has its own training
+/// mode and random numbers. Thread-safe except for train(), eval() and seed().
 template <>
 class RemoteModule<ByName> {
  public:
   RemoteModule() = default;
-  /// The module `name` of `to`; the first makes it there, with these arguments for its make().
-  /// Waits for it. Throws `not_found` with the names there are, `invalid` for arguments of other
-  /// types, or other than the first one's, and for a module that cannot be trained so.
+  /// Attaches to the module `name` on `to`, and waits. The first handle creates the module by
+  /// make(args...). Throws `not_found`, with the known names, if `to` exposes no such module, and
+  /// `invalid` if `args` have wrong types or differ from the first handle's, or if the module
+  /// cannot be shared.
   template <class... Args>
   RemoteModule(rpc::Agent& agent, const rpc::To& to, const std::string& name, const Args&... args)
       : RemoteModule(agent, to, name,
                      Encode([&](rpc::Encoder& encoder) { encode_arguments(encoder, args...); })) {}
 
-  /// Its forward() of these tensors. Gradients go through it in a context; outside of one, or under
-  /// a NoGradGuard, it records nothing. Throws `remote_failed` with what the module said.
+  /// Calls the module's forward(). Gradients pass through the call in an autograd context, unless
+  /// a NoGradGuard is active. Throws `remote_failed` with the module's error message.
   template <class... Tensors>
   at::Tensor forward(const Tensors&... inputs) const {
     return forward_all({at::Tensor(inputs)...});
@@ -147,28 +148,28 @@ class RemoteModule<ByName> {
   at::Tensor forward_all(const std::vector<at::Tensor>& inputs) const;
   base::Future<at::Tensor> forward_all_async(const std::vector<at::Tensor>& inputs) const;
 
-  /// As torch::nn::Module::train(), for the passes of this handle: at first they train.
+  /// As torch::nn::Module::train(), for the passes of this handle. The default is training.
   void train(bool on = true) { training_ = on; }
   void eval() { train(false); }
   bool is_training() const { return training_; }
 
-  /// What the next passes draw, in dropout for instance, depends on `key` and on how many passes
-  /// were made since, with this handle or copies of it: so a step does the same in every run. At
-  /// first the key comes from the seed of torch's default generator and this rank's number. A
-  /// handle that travels counts as a pass, and draws numbers of its own where it arrives.
+  /// Makes the random numbers of the following passes (dropout, for instance) depend only on `key`
+  /// and the number of passes since then by this handle and its copies. The default key depends on
+  /// the seed of torch's default generator and on this rank. Sending the handle to another rank
+  /// counts as a pass; the handle there has a series of its own.
   void seed(uint64_t key) { random_ = RandomSeries(key); }
 
-  /// References to the parameters that require a gradient, in torch's order, each once.
+  /// Returns references to the parameters that require a gradient, in torch's order, each once.
   std::vector<rpc::RRef<at::Tensor>> remote_parameters() const;
-
-  /// Names of the parameters that require a gradient, in the order of remote_parameters().
+  /// Returns the parameters' names, in the order of remote_parameters().
   std::vector<std::string> parameter_names() const;
 
-  /// Copies of parameters and buffers, on the CPU, all of one moment.
+  /// Returns copies of the parameters and buffers on the CPU, as a consistent snapshot.
   NamedTensors state() const;
-  /// The same, left on the module's rank, with `prefix` before each name.
+  /// Copies the state on the module's rank, with `prefix` before each name, and returns a
+  /// reference.
   rpc::RRef<NamedTensors> held_state(const std::string& prefix) const;
-  /// Copies all at once, or throws `bad_data` for other names, shapes or dtypes.
+  /// Throws `bad_data`, without any change, if names, shapes or dtypes differ.
   void load_state(const NamedTensors& state) const;
 
   int owner() const { return module_.owner(); }
@@ -182,7 +183,7 @@ class RemoteModule<ByName> {
   rpc::RRef<SharedModule> module_;
   bool training_ = true;
   RandomSeries random_;
-  uint64_t name_hash_ = 0;  // modules with one key draw different numbers
+  uint64_t name_hash_ = 0;  // makes modules with the same key draw different numbers
 
  public:
   static constexpr auto kFields = std::tuple(&RemoteModule::module_, &RemoteModule::training_,

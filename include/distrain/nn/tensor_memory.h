@@ -6,7 +6,7 @@
 
 namespace distrain::nn {
 
-/// Calls `make`. If memory runs out, the error says that `options` set the size.
+/// Calls `make`. If it throws `resources`, rethrows the error with advice to lower `options`.
 template <class F>
 auto sized_by(const std::string& options, const F& make) {
   try {
@@ -19,13 +19,12 @@ auto sized_by(const std::string& options, const F& make) {
   }
 }
 
-/// From now on big tensors of this process come from blocks that earlier ones of their size left.
-/// To be called once, before any thread and any tensor; `app::main` does.
+/// Makes large CPU tensors of this process reuse the memory blocks of freed tensors of about the
+/// same size. Call it once, before any thread and any tensor exists; `app::main` does.
 ///
-/// A training step asks for the same sizes again and again, from several threads at a time. malloc
-/// would cut and join its free memory in an order that differs from step to step, so that the
-/// process goes on growing for thousands of steps; this way it has what one step needs, of each
-/// size as many blocks as were ever in use at once.
+/// Every training step allocates the same sizes, from several threads. malloc splits and joins free
+/// memory in an order that differs from step to step, so the process would grow for thousands of
+/// steps.
 void reuse_tensor_memory();
 
 }  // namespace distrain::nn
