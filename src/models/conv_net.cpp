@@ -58,7 +58,7 @@ at::Tensor ConvNet::forward(const std::vector<at::Tensor>& parameters, const at:
 PsForward ConvNet::forward_training(rpc::CallContext& call, at::Tensor images,
                                     std::optional<uint64_t> dropout_key,
                                     std::optional<double> dropout_rate) {
-  // Trainers are the ranks from 1 on. Asked before the parameters are read, so never too new.
+  // Trainers are ranks 1 and up. Get the progress before the versions, so that it is a lower bound.
   const optim::Progress progress =
       optim::progress_of(call.agent, parameters_[0], call.caller.rank - 1);
   const auto versions = autograd::current_versions(call.agent, parameters_);

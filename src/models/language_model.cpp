@@ -19,8 +19,8 @@ namespace {
 constexpr double kInitialRange = 0.1;
 enum : uint64_t { kEncoderSeed = 1, kDecoderSeed = 2, kLstmSeed = 3 };
 
-/// cuDNN would have all weights of an LSTM in one piece of memory and warns that it copies them
-/// there. Each is a parameter here. Other warnings pass.
+/// Suppresses cuDNN's warning that it copies LSTM weights which are not in one block of memory.
+/// Here they never are, because each weight is a parameter of its own.
 class NoWordOfCopies final : public c10::WarningHandler {
  public:
   void process(const c10::Warning& warning) override {
@@ -107,7 +107,7 @@ LstmImpl::LstmImpl(int64_t input, int64_t hidden, int64_t layers, double dropout
 }
 
 at::Tensor LstmImpl::forward(at::Tensor x, LstmState& state, nn::Dropout& dropout) {
-  // A GPU keeps what the backward pass needs only in training, which here makes no difference else.
+  // cuDNN saves what the backward pass needs only if `train`, which has no other effect here.
   const bool train = rpc::is_accelerator(x.device()) && at::GradMode::is_enabled();
   NoWordOfCopies quiet;
   std::optional<c10::WarningUtils::WarningHandlerGuard> guard;
@@ -124,7 +124,7 @@ at::Tensor LstmImpl::forward(at::Tensor x, LstmState& state, nn::Dropout& dropou
     hidden.push_back(std::move(h));
     cell.push_back(std::move(c));
   }
-  // Carried on, but gradients do not go back into the batch before.
+  // Detach, so that gradients do not flow back into the previous batch.
   state = {at::cat(hidden).detach(), at::cat(cell).detach()};
   return x;
 }

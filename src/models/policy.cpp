@@ -25,7 +25,8 @@ base::Random random_of(const StepKey& key) {
 
 using Row = std::array<float, Policy::kHidden>;
 
-/// Two hidden units for each number, 32 bits for each unit.
+/// Draws the dropout factors of the hidden units. Each random number serves two units, 32 bits
+/// each.
 Row draw_mask(base::Random& random) {
   constexpr auto kBound = static_cast<uint32_t>((1 - Policy::kDropout) * 0x1p32);
   constexpr float kKept = 1 / (1 - Policy::kDropout);
@@ -38,16 +39,16 @@ Row draw_mask(base::Random& random) {
   return mask;
 }
 
-/// Of action 1, when its score is so much above that of action 0.
+/// Returns the probability of action 1. `preference` is its score minus that of action 0.
 double probability(double preference) { return 1 / (1 + std::exp(-preference)); }
 
-/// log of probability(), also where that is next to 0.
+/// Returns log(probability(preference)), also if the probability is almost 0.
 double log_probability(double preference) {
   return preference > 0 ? -std::log1p(std::exp(-preference))
                         : preference - std::log1p(std::exp(preference));
 }
 
-/// In eight parts, so that the additions need not wait for each other.
+/// Sums in eight independent parts, so that additions can run in parallel.
 float dot(const float* a, const Row& b) {
   constexpr size_t kParts = 8;
   std::array<float, kParts> sums{};
@@ -57,14 +58,14 @@ float dot(const float* a, const Row& b) {
   return std::accumulate(sums.begin(), sums.end(), 0.0F);
 }
 
-/// What a forward pass leaves of one state.
+/// Activations of one forward pass, for the gradients.
 struct Activations {
   alignas(64) Row mask;
   alignas(64) Row hidden;  ///< after dropout and ReLU
-  double preference = 0;   ///< score of action 1 over action 0's
+  double preference = 0;   ///< score of action 1 minus score of action 0
 };
 
-/// Draws the dropout from `random`.
+/// Runs the forward pass of one input on the CPU, with dropout drawn from `random`.
 Activations forward(const std::vector<at::Tensor>& parameters, const PolicyInput& input,
                     base::Random& random) {
   const auto* const weight1 = parameters[0].const_data_ptr<float>();
@@ -84,8 +85,8 @@ Activations forward(const std::vector<at::Tensor>& parameters, const PolicyInput
   return at;
 }
 
-/// The preferences of many states at a time, for devices: double [n], each as forward() gives it;
-/// and what each draws for its action.
+/// Returns the preferences of all inputs, double [n], by matrix products on the parameters' device.
+/// Appends to `draws` the random number with which each input's action is chosen.
 at::Tensor forward_on_device(const std::vector<at::Tensor>& parameters,
                              const std::vector<PolicyInput>& inputs, std::vector<double>& draws) {
   const c10::Device device = parameters[0].device();
@@ -129,7 +130,7 @@ Policy::Loss loss_on_device(const std::vector<at::Tensor>& values,
 }  // namespace
 
 Policy::Policy(uint64_t seed, c10::Device device) : device_(device) {
-  // As torch's Linear begins, but not by uniform_(), which rounds otherwise on other processors.
+  // As torch.nn.Linear, but without uniform_(), which rounds differently on different processors.
   base::Random random({seed});
   const auto layer = [&](int64_t inputs, int64_t outputs) {
     const double bound = 1 / std::sqrt(static_cast<double>(inputs));
@@ -195,7 +196,7 @@ Policy::Loss Policy::loss(std::span<const PolicyStep> steps) const {
   const auto* const out = parameters_[2].const_data_ptr<float>();  // [kActions, kHidden]
   alignas(64) std::array<Row, kInputs> weight1{};
   alignas(64) Row bias1{};
-  alignas(64) Row weight2{};  // of action 1; that of action 0 is its negative
+  alignas(64) Row weight2{};  // gradient for action 1; that for action 0 is its negative
   double bias2 = 0;
   Loss loss;
   for (const PolicyStep& step : steps) {
@@ -203,14 +204,14 @@ Policy::Loss Policy::loss(std::span<const PolicyStep> steps) const {
     const Activations at = forward(parameters_, step.input, random);
     const double taken = step.action == 1 ? at.preference : -at.preference;
     loss.value -= log_probability(taken) * step.advantage;
-    // By the softmax: p(1) - [action is 1], times the advantage.
+    // The derivative of the loss by the preference.
     const double slope = (probability(at.preference) - step.action) * step.advantage;
     const auto by_score = static_cast<float>(slope);
     const Observation& x = step.input.observation;
     bias2 += slope;
     for (size_t j = 0; j < kHidden; ++j) {
       weight2[j] += by_score * at.hidden[j];
-      // Above 0 it was neither dropped nor cut off by the ReLU.
+      // If `hidden` is above 0, neither dropout nor the ReLU has zeroed it.
       const float by_sum =
           at.hidden[j] > 0 ? by_score * (out[kHidden + j] - out[j]) * at.mask[j] : 0.0F;
       bias1[j] += by_sum;

@@ -20,7 +20,7 @@ namespace {
 
 constexpr int64_t kStemWidth = 64;
 constexpr int kLayers = 4;
-// Multiply-adds that a CPU makes in the time in which it normalises, adds and clips one element.
+// Multiply-adds that take as long as batch norm, addition and ReLU of one element on a CPU.
 constexpr double kElementCost = 60;
 constexpr int64_t kImagesForOneDnn = 16;
 
@@ -28,8 +28,8 @@ using base::bad_data;
 using base::invalid;
 
 struct Architecture {
-  int64_t expansion;  // of a block's output over its width: 4 has three convolutions
-  std::array<size_t, kLayers> depth;  // blocks of each layer
+  int64_t expansion;  // output channels / width of a block: 1 (two convolutions) or 4 (three)
+  std::array<size_t, kLayers> depth;  // number of blocks in each layer
 };
 
 const Architecture& architecture(const std::string& model) {
@@ -46,7 +46,7 @@ int64_t head_inputs(const Architecture& shape) {
   return (kStemWidth << (kLayers - 1)) * shape.expansion;
 }
 
-// What lies between stem and head, without its tensors.
+// Returns the blocks between stem and head, without tensors.
 std::vector<ResidualBlock> residual_blocks(const Architecture& shape) {
   std::vector<ResidualBlock> blocks;
   int64_t in = kStemWidth;
@@ -79,10 +79,10 @@ std::vector<ResidualBlock> residual_blocks(const Architecture& shape) {
   return blocks;
 }
 
-// The side that a convolution or pool, padded by half its kernel, makes of this side.
+// Returns the side of the output of a convolution or pool that is padded by half its kernel.
 int64_t side_after(int64_t stride, int64_t side) { return (side - 1) / stride + 1; }
 
-// Of `layer`, for images of this side; moves `side` on.
+// Returns the cost of `layer` for an image of this side, and sets `side` to the output's.
 double cost(const ConvNorm& layer, int64_t& side) {
   side = side_after(layer.stride, side);
   const auto elements = static_cast<double>(layer.out * side * side);
@@ -97,7 +97,8 @@ double cost(const ResidualBlock& block, int64_t& side) {
   return sum;
 }
 
-// What `weights` have for `expected`; null for num_batches_tracked, which old files lack.
+// Returns the tensor `name` of `weights`. Returns null if num_batches_tracked is missing, as in old
+// files. Throws `bad_data` if another tensor is missing or does not look like `expected`.
 const at::Tensor* find_weight(const data::NamedTensors& weights, const std::string& name,
                               const at::Tensor& expected) {
   const auto it = weights.find(name);
@@ -115,18 +116,18 @@ const at::Tensor* find_weight(const data::NamedTensors& weights, const std::stri
   return &weight;
 }
 
-// The number of the block that `name` of --split means.
+// Returns the index of the block that `name` in --split refers to.
 size_t find_block(const std::string& model, const std::vector<std::string>& blocks,
                   const std::string& name) {
   if (name == "conv1") return 0;
-  for (size_t i = blocks.size(); i-- > 0;) {  // so that a layer is its last block
+  for (size_t i = blocks.size(); i-- > 0;) {  // backwards: a layer's name means its last block
     if (blocks[i] == name || blocks[i].substr(0, blocks[i].rfind('.')) == name) return i;
   }
   invalid(c10::str("--split: ", model, " has no block ", name, ", but ", c10::Join(", ", blocks),
                    " (layer2 is the last block of that layer)"));
 }
 
-// To draw random numbers in, which is done on the CPU wherever they go.
+// Returns a tensor to fill with random numbers, which are always drawn on the CPU.
 at::Tensor empty(at::IntArrayRef sizes, c10::Device device) {
   return at::empty(sizes,
                    at::TensorOptions(at::kFloat).device(device.is_meta() ? device : at::kCPU));
@@ -136,7 +137,7 @@ at::Generator generator(uint64_t seed, const std::string& name) {
   return nn::keyed_generator({seed, data::content_hash(name)});
 }
 
-// The blocks that the stages after the first begin with.
+// Returns the first block of each stage after the first.
 std::vector<size_t> named_cuts(const std::string& model, const std::vector<std::string>& blocks,
                                size_t stages, const std::vector<std::string>& split) {
   if (split.size() != stages - 1) {
@@ -237,9 +238,9 @@ void check_weights(const std::string& model, int64_t classes, const data::NamedT
 at::Tensor ConvNorm::convolve(const at::Tensor& x) const {
   const int64_t padding = kernel / 2;
   const int64_t samples = x.size(0), height = x.size(2), width = x.size(3);
-  // LibTorch has a 1x1 convolution of fewer than 16 images on one thread made by a kernel that
-  // takes half as long again as oneDNN's. So halves, quarters, … of images are given as images: it
-  // is the same memory, and pixels have nothing to do with each other.
+  // For a 1x1 convolution of fewer than 16 images on one thread LibTorch uses a kernel that takes
+  // 1.5 times as long as oneDNN's. Pixels are independent in a 1x1 convolution, so pass halves,
+  // quarters, … of the images as images, without a copy.
   int64_t parts = 1;
   while (x.is_cpu() && kernel == 1 && stride == 1 && samples * parts < kImagesForOneDnn &&
          height % (2 * parts) == 0) {
@@ -277,7 +278,7 @@ ResNetStage::ResNetStage(const std::string& model, int64_t classes, BlockRange b
     : device_(device) {
   const Architecture& shape = architecture(model);
   std::vector<ResidualBlock> all = residual_blocks(shape);
-  const size_t head = all.size() + 1;  // its number; the stem's is 0
+  const size_t head = all.size() + 1;  // index of the head; the stem's is 0
   if (blocks.first >= blocks.last || blocks.last > head + 1) {
     invalid(c10::str("no blocks ", blocks.first, " to ", blocks.last, " in ", model));
   }
@@ -299,7 +300,7 @@ ResNetStage::ResNetStage(const std::string& model, int64_t classes, BlockRange b
 }
 
 void ResNetStage::add(ConvNorm& layer, uint64_t seed) {
-  // As torchvision: He et al.'s initialisation by the fan out, for layers before a ReLU.
+  // As torchvision: He initialization by fan-out, for layers followed by a ReLU.
   const std::string weight = layer.conv_name + ".weight", norm = layer.norm_name + '.';
   const double fan_out = static_cast<double>(layer.out * layer.kernel * layer.kernel);
   const at::Tensor drawn = empty({layer.out, layer.in, layer.kernel, layer.kernel}, device_)
@@ -309,7 +310,7 @@ void ResNetStage::add(ConvNorm& layer, uint64_t seed) {
   layer.shift = at::zeros({layer.out}, device_);
   layer.running_mean = at::zeros({layer.out}, device_);
   layer.running_var = at::ones({layer.out}, device_);
-  layer.batches_tracked = at::zeros({}, at::kLong);  // nothing but a count: it stays on the CPU
+  layer.batches_tracked = at::zeros({}, at::kLong);  // only a count, so it stays on the CPU
   parameters_.insert(parameters_.end(), {{weight, layer.weight.requires_grad_()},
                                          {norm + "weight", layer.scale.requires_grad_()},
                                          {norm + "bias", layer.shift.requires_grad_()}});

@@ -12,12 +12,12 @@
 
 namespace distrain::models {
 
-/// On the parameter server: word number → vector, with a sparse gradient of the rows looked up.
+/// The embedding table on the parameter server. Its gradients are sparse: the rows looked up.
 class WordEmbedding {
  public:
   WordEmbedding(int64_t words, int64_t size, uint64_t seed, c10::Device device);
 
-  /// int64 [length, columns] → float [length, columns, size]
+  /// Looks up int64 `words` [length, columns]. Returns float [length, columns, size].
   at::Tensor forward(rpc::CallContext& call, at::Tensor words);
   at::Tensor lookup(const at::Tensor& words) const;
   data::NamedTensors named_parameters() const { return {{"encoder.weight", weight_}}; }
@@ -26,15 +26,15 @@ class WordEmbedding {
   at::Tensor weight_;
 };
 
-/// On the parameter server: LSTM output → a score for each word. The loss is computed here, too:
-/// scores of a whole vocabulary are much bigger than what they are made of.
+/// The output layer on the parameter server: computes a score for each word from the LSTM's output.
+/// It also computes the loss, because the scores are much larger than the LSTM's output.
 class Decoder {
  public:
   Decoder(int64_t words, int64_t hidden, uint64_t seed, c10::Device device);
 
-  /// Mean cross entropy of float [n, hidden] against int64 [n].
+  /// Returns the mean cross entropy for float `hidden` [n, hidden] and int64 `targets` [n].
   at::Tensor loss(rpc::CallContext& call, at::Tensor hidden, at::Tensor targets);
-  /// float [n, hidden] → [n, words], without gradients.
+  /// Returns scores [n, words] for float `hidden` [n, hidden], without recording gradients.
   at::Tensor scores(rpc::CallContext& call, at::Tensor hidden);
 
   static at::Tensor loss_of(const at::Tensor& weight, const at::Tensor& bias,
@@ -58,17 +58,17 @@ struct LstmState {
   at::Tensor cell;
 };
 
-/// On the trainers: torch.nn.LSTM by names, shapes, initialisation and result, with dropout between
-/// its layers from a key (see Dropout).
+/// The LSTM on the trainers: as torch.nn.LSTM, with the same parameter names, shapes,
+/// initialization and results, but with keyed dropout between its layers (see Dropout).
 class LstmImpl : public torch::nn::Module {
  public:
   LstmImpl(int64_t input, int64_t hidden, int64_t layers, double dropout, uint64_t seed,
            c10::Device device = c10::kCPU);
 
-  /// float [length, columns, input] → [length, columns, hidden]; `state` is moved on.
+  /// Maps float [length, columns, input] to [length, columns, hidden] and updates `state`.
   at::Tensor forward(at::Tensor x, LstmState& state, nn::Dropout& dropout);
   LstmState zero_state(int64_t columns) const;
-  /// As torch.nn.LSTM names them, under `rnn.`.
+  /// Returns the parameters by torch.nn.LSTM's names, prefixed with `rnn.`.
   data::NamedTensors named() const;
 
  private:

@@ -12,11 +12,11 @@
 
 namespace distrain::models {
 
-/// What the policy sees of a world.
+/// An environment's state as the policy receives it.
 using Observation = std::array<float, 4>;
 
-/// What the random numbers of one step are drawn from: its dropout and its action. Nothing else
-/// decides them, whatever is asked for before or together with them.
+/// The key of one step's random numbers, for its dropout and its action. They depend on nothing
+/// else, such as the other inputs of the same call.
 struct StepKey {
   uint64_t seed = 0;
   uint64_t observer = 0;
@@ -25,54 +25,51 @@ struct StepKey {
   uint64_t step = 0;
 };
 
-/// A state that an action is wanted for.
 struct PolicyInput {
   Observation observation{};
   StepKey key;
 };
 
-/// A step that was made, and what it was good for.
 struct PolicyStep {
   PolicyInput input;
   int action = 0;
-  double advantage = 0;  ///< its normalised return
+  double advantage = 0;  ///< the step's normalized return
 };
 
-/// The tutorial's policy: Linear(4, 128), dropout 0.6, ReLU, Linear(128, 2), softmax.
+/// The policy of PyTorch's tutorial: Linear(4, 128), dropout 0.6, ReLU, Linear(128, 2), softmax.
 ///
-/// On the CPU it computes in plain loops, row by row. A row's result must not depend on how many
-/// others come with it, or on the number of threads, and LibTorch's matrix products promise
-/// neither; and for a net of this size they take longer than the loops. Other devices use matrix
-/// products, with the same random numbers. const functions are thread-safe.
+/// On the CPU it computes row by row in plain loops, because a row's result must not depend on the
+/// number of rows or threads, which LibTorch's matrix products do not guarantee. For a net of this
+/// size the loops are also faster. Other devices use matrix products, with the same random numbers.
+/// const functions are thread-safe.
 class Policy {
  public:
   static constexpr int kHidden = 128;
   static constexpr int kActions = 2;
   static constexpr double kDropout = 0.6;
 
-  /// Initialised as torch.nn.Linear is.
+  /// Initializes as torch.nn.Linear does.
   explicit Policy(uint64_t seed, c10::Device device = c10::kCPU);
 
   static const std::vector<std::string>& names();
-  /// In the order of names().
-  std::vector<at::Tensor>& parameters() { return parameters_; }
+  std::vector<at::Tensor>& parameters() { return parameters_; }  ///< in the order of names()
   data::NamedTensors named_parameters() const;
 
-  /// One forward pass over all of `inputs`, without a graph; an action is drawn for each.
+  /// Draws an action for each of `inputs`, without recording a graph.
   std::vector<int> act(std::span<const PolicyInput> inputs) const;
 
-  /// The likelier action, without dropout: what a trained policy does.
+  /// Returns the more probable action, without dropout, for evaluation.
   int best(const Observation& observation) const;
 
   struct Loss {
     double value = 0;
     std::vector<at::Tensor> gradients;  ///< in the order of names()
   };
-  /// REINFORCE (Williams 1992): the sum over all steps of -log p(action) × advantage, each with the
-  /// dropout that its action was drawn with, and its gradient. One pass over all of `steps`.
+  /// Returns the REINFORCE loss (Williams 1992) and its gradients: the sum over `steps` of
+  /// -log p(action) × advantage. Each step uses the dropout with which its action was drawn.
   Loss loss(std::span<const PolicyStep> steps) const;
 
-  /// 0, or what keeps the mean: 1 / (1 - kDropout).
+  /// Returns the factor of each hidden unit: 0 or 1 / (1 - kDropout).
   static std::array<float, kHidden> dropout_mask(const StepKey& key);
 
  private:

@@ -13,13 +13,14 @@
 
 namespace distrain::models {
 
-/// The blocks that a ResNet can be cut between, in order: stem (conv1, bn1, ReLU, max pool),
-/// layer1.0, …, layer4.2, head (average pool, fc). `model` is resnet18 or resnet50, else `invalid`.
+/// Returns the names of the blocks between which a ResNet can be divided, in order: stem (conv1,
+/// bn1, ReLU, max pool), layer1.0, …, layer4.2, head (average pool, fc). Throws `invalid` if
+/// `model` is not resnet18 or resnet50.
 std::vector<std::string> resnet_blocks(const std::string& model);
 
-/// Estimated time of each block for one image, forward, on one thread of a CPU, in the order of
-/// resnet_blocks(): multiply-adds, and as many as would take the time that its elements take to be
-/// normalised, added and clipped. Only their proportions mean something.
+/// Returns the estimated cost of each block's forward pass for one image on one CPU thread, in the
+/// order of resnet_blocks(). The unit is a multiply-add; normalization, addition and ReLU of an
+/// element count as a fixed number of these.
 std::vector<double> resnet_costs(const std::string& model, int64_t classes, int64_t image_size);
 
 /// The blocks [first, last) of resnet_blocks().
@@ -29,31 +30,30 @@ struct BlockRange {
   bool operator==(const BlockRange&) const = default;
 };
 
-/// All of them: the uncut model.
 BlockRange whole_resnet(const std::string& model);
 
-/// Cuts the model into stages. `split` names the last block of each stage but the last: a block, a
-/// layer ("layer2" is its last block), or "conv1" for the stem. Without names, two stages are cut
-/// as PyTorch's tutorial cuts them (stem, layer1, layer2 | layer3, layer4, head), more so that the
-/// most expensive one is as cheap as can be. Throws `invalid`: no such block, names out of order,
-/// too few or too many of them, more stages than blocks.
+/// Divides the model into stages. `split` names the last block of each stage except the last one: a
+/// block, a layer ("layer2" means its last block), or "conv1" for the stem. If `split` is empty,
+/// two stages are those of PyTorch's tutorial (stem, layer1, layer2 | layer3, layer4, head);
+/// otherwise the cost of the most expensive stage is minimized. Throws `invalid` if `split` has an
+/// unknown block, the wrong order or number of blocks, or if there are more stages than blocks.
 std::vector<BlockRange> cut_resnet(const std::string& model, int stages,
                                    const std::vector<std::string>& split, int64_t classes,
                                    int64_t image_size);
 
-/// Throws `invalid` if batch norm could not train on micro-batches as small as this: it needs more
-/// than one value a channel, and an image of up to 32 pixels ends as one.
+/// Throws `invalid` if batch norm cannot train on micro-batches of `smallest_micro_batch` images:
+/// it needs more than one value for each channel, and images of up to 32 pixels are reduced to one.
 void check_resnet_input(int64_t image_size, int64_t smallest_micro_batch);
 
-/// Those of a whole state_dict that belong to these blocks.
+/// Returns the tensors of a whole state_dict that belong to `blocks`.
 data::NamedTensors weights_of(const std::string& model, const BlockRange& blocks,
                               const data::NamedTensors& weights);
 
-/// Throws `bad_data` unless `weights` are the state_dict() of torchvision's model: its names and no
-/// others, shapes and dtypes. `num_batches_tracked` may be missing.
+/// Throws `bad_data` unless `weights` have exactly the names, shapes and dtypes of the state_dict()
+/// of torchvision's model, and finite values. `num_batches_tracked` may be missing.
 void check_weights(const std::string& model, int64_t classes, const data::NamedTensors& weights);
 
-/// A convolution without bias and the batch norm behind it.
+/// A convolution without bias, followed by batch norm.
 struct ConvNorm {
   std::string conv_name, norm_name;  ///< "layer1.0.conv1", "layer1.0.bn1"
   int64_t in = 0, out = 0, kernel = 1, stride = 1;
@@ -66,43 +66,43 @@ struct ConvNorm {
   at::Tensor forward(const at::Tensor& x, bool training) const;
 };
 
-/// Two (resnet18) or three (resnet50) convolutions with a way around them.
+/// Two (resnet18) or three (resnet50) convolutions with a shortcut.
 struct ResidualBlock {
   std::vector<ConvNorm> layers;
-  std::optional<ConvNorm> downsample;  ///< on the way around, where the shape changes
+  std::optional<ConvNorm> downsample;  ///< in the shortcut, if the block changes the shape
 
   at::Tensor forward(const at::Tensor& x, bool training) const;
 };
 
-/// Some blocks in a row of a ResNet (He et al., CVPR 2016), as torchvision's v1.5, which has the
-/// stride in the 3x3 convolution. Stages in a row are the whole model, whatever the cut: the same
-/// names, initial values and results. Not thread-safe: training changes running statistics.
+/// Consecutive blocks of a ResNet (He et al., CVPR 2016) as in torchvision (v1.5: the stride is in
+/// the 3x3 convolution). The names, initial values and results do not depend on the division into
+/// stages. Not thread-safe: training changes the running statistics.
 ///
-/// Weights and activations lie in memory channels last (NHWC), which takes a third less time on a
-/// CPU than NCHW; the sizes of weights are torchvision's. Between stages activations travel as [n,
-/// h, w, channels]: contiguous, so that nobody has to copy them.
+/// Weights and activations are channels last in memory (NHWC), which is a third faster on a CPU
+/// than NCHW; weights have torchvision's sizes. Activations are sent between stages as contiguous
+/// [n, h, w, channels], so they need no copy.
 class ResNetStage {
  public:
-  /// Initialised as torchvision's, from `seed` and each name; on c10::kMeta only shapes and dtypes.
+  /// Initializes as torchvision, from `seed` and the parameters' names. On c10::kMeta the tensors
+  /// have no values.
   ResNetStage(const std::string& model, int64_t classes, BlockRange blocks, uint64_t seed,
               c10::Device device = c10::kCPU);
 
-  /// Images [n, 3, h, w] (the first stage) or what the stage before gave → what the next one takes,
-  /// [n, h, w, channels], or scores [n, classes] (the last one), on its device. Several passes may
-  /// be in flight before their backward passes, as long as no parameter changes. In training batch
-  /// norm goes by the statistics of the batch, otherwise by the running ones.
+  /// Maps images [n, 3, h, w] (first stage) or the previous stage's output to activations [n, h, w,
+  /// channels] or, in the last stage, scores [n, classes], on the stage's device. Several passes
+  /// may be in flight as long as no parameter changes. If `training`, batch norm uses the
+  /// statistics of the batch, otherwise the running statistics.
   at::Tensor forward(const at::Tensor& x, bool training = true) const;
 
-  /// By torchvision's names, in its order.
+  /// Tensors by torchvision's names, in its order.
   using Named = std::vector<std::pair<std::string, at::Tensor>>;
   const Named& parameters() const { return parameters_; }
-  /// running_mean, running_var and num_batches_tracked of each batch norm.
+  /// Returns running_mean, running_var and num_batches_tracked of each batch norm.
   const Named& buffers() const { return buffers_; }
-  /// All of them.
-  data::NamedTensors state() const;
+  data::NamedTensors state() const;  ///< parameters and buffers
 
-  /// Copies what belongs to these blocks out of a whole state_dict. Throws `bad_data`, before it
-  /// changes anything, for a missing name (but for num_batches_tracked) or a wrong tensor.
+  /// Copies the tensors of these blocks from a whole state_dict. Throws `bad_data`, without any
+  /// change, if a name other than num_batches_tracked is missing or a shape or dtype is wrong.
   void load(const data::NamedTensors& weights);
 
  private:
@@ -111,7 +111,7 @@ class ResNetStage {
   const c10::Device device_;
   std::optional<ConvNorm> stem_;
   std::vector<ResidualBlock> blocks_;
-  at::Tensor fc_weight_, fc_bias_;  // with the head only
+  at::Tensor fc_weight_, fc_bias_;  // undefined if the stage has no head
   Named parameters_, buffers_;
 };
 
