@@ -25,8 +25,7 @@ base::Random random_of(const StepKey& key) {
 
 using Row = std::array<float, Policy::kHidden>;
 
-/// Draws the dropout factors of the hidden units. Each random number serves two units, 32 bits
-/// each.
+/// Draws the dropout factors of the hidden units, two from each 64-bit random number.
 Row draw_mask(base::Random& random) {
   constexpr auto kBound = static_cast<uint32_t>((1 - Policy::kDropout) * 0x1p32);
   constexpr float kKept = 1 / (1 - Policy::kDropout);

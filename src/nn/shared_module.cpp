@@ -287,7 +287,7 @@ SharedModule::SharedModule(rpc::Agent& agent, std::string name,
   for (auto& [its_name, parameter] : parameters_) {
     settle(parameter, agent_.device());
     nothing_.push_back(at::empty({0}, parameter.options().requires_grad(false)));
-    // A tensor of its own on the same storage: `net` becomes the first replica.
+    // A new tensor with the same storage, because `net` becomes the first replica.
     parameter = parameter.variable_data().requires_grad_(parameter.requires_grad());
   }
   for (auto& [its_name, buffer] : buffers_) buffer = rpc::placed(buffer.detach(), agent_.device());

@@ -30,8 +30,7 @@ size_t max_idle() {
   return std::max(size_t{1} << 28, memory / 8);
 }
 
-/// Rounds up to one of eight sizes for each power of two, so at most an eighth of a block is
-/// unused.
+/// Rounds up to one of eight sizes per power of two; at most an eighth of a block is unused.
 size_t rounded(size_t bytes) {
   const size_t step = std::bit_floor(bytes) / 8;
   return (bytes + step - 1) / step * step;

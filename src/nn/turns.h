@@ -35,8 +35,7 @@ class Turns : public std::enable_shared_from_this<Turns> {
 
   explicit Turns(std::vector<PipelineStep> row) : row_(std::move(row)) {}
 
-  /// Waits for the step's turn. Fails with `invalid` if the row has no such step left or it waits
-  /// already.
+  /// Waits for the step's turn. Fails with `invalid` if the step is not left in the row or waits.
   base::Future<TurnPtr> enter(PipelineStep::Kind kind, int64_t micro_batch);
   /// Fails the waiting and all later steps.
   void fail(const base::Error& error);

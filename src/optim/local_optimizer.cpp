@@ -79,7 +79,7 @@ void check_each_once(const std::vector<at::Tensor>& parameters,
   }
 }
 
-/// Completes promises in its destructor. Declared before a lock, it does so without the lock.
+/// Completes promises in its destructor. Declare it before a lock, which is then released first.
 class LocalOptimizer::Completions {
  public:
   ~Completions() {

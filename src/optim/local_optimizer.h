@@ -64,8 +64,7 @@ struct Norms {
   static constexpr auto kFields = std::tuple(&Norms::shared, &Norms::own);
 };
 
-/// Throws `invalid` if two parameters share memory. `group_of(i)` is the group of `parameters[i]`,
-/// for the error message.
+/// Throws `invalid` if two parameters share memory. `group_of(i)` returns the group of parameter i.
 void check_each_once(const std::vector<at::Tensor>& parameters,
                      const std::function<uint64_t(size_t)>& group_of);
 
@@ -114,11 +113,10 @@ class LocalOptimizer {
   void leave(rpc::ProcessNumber process);
   /// Returns true if `process` is registered, even if it is lost.
   bool has(rpc::ProcessNumber process) const;
-  /// Returns the number of the last step of `process`. Returns none if its steps are not numbered
-  /// or the mode is kSync.
+  /// Returns the number of the last step of `process`; none in kSync or if it numbers no steps.
   std::optional<int64_t> last_step_of(rpc::ProcessNumber process) const;
 
-  /// Does not block during an update; the result then says that an update is in progress.
+  /// Returns what steps wait for. Reports a running update instead of waiting for it.
   std::vector<rpc::Wait> waits() const;
 
   std::vector<ParameterState> state() const;

@@ -10,7 +10,7 @@ namespace {
 
 using base::invalid;
 
-// In the order of OptimizerOptions.
+// Names of the alternatives of OptimizerOptions, in their order.
 constexpr const char* kNames[] = {"sgd", "adagrad", "adam", "adamw", "rmsprop"};
 
 // Calls `visit(name, value)` for each field of `options`, which may be const.

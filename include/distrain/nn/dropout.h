@@ -7,9 +7,8 @@
 
 namespace distrain::nn {
 
-/// Dropout whose random numbers depend only on a key, such as (seed, epoch, trainer, step). A pass
-/// therefore gives the same result in every process and after every resume, and checkpoints need no
-/// generator state.
+/// Dropout whose random numbers depend only on a key, such as (seed, epoch, trainer, step), so that
+/// a pass has the same result in every process and after every resume.
 class Dropout {
  public:
   /// Creates a dropout that returns its input unchanged, for evaluation.

@@ -108,8 +108,7 @@ void add_factory(rpc::Agent& agent, const std::string& name, Factory factory);
 //
 // Replicas are made one at a time, and their memory is freed at once, so a module needs at most
 // twice its size. If the whole module is an Embedding or EmbeddingBag, further replicas are made
-// without memory for the table. A replica is idle again when no graph has a handle of any of its
-// parameters.
+// without memory for the table. A replica is idle when no graph has a handle of its parameters.
 //
 // A lookup in a `sparse` Embedding or EmbeddingBag saves nothing of the table, which may be too big
 // to copy. So updates of such a module wait for its forward passes, and copy only a saved table.
@@ -119,8 +118,7 @@ void add_factory(rpc::Agent& agent, const std::string& name, Factory factory);
 //
 // Dropout and other random operations draw from a generator seeded by a key sent with the call.
 
-/// Makes the module that `make` returns available to all ranks as RemoteModule `name`. Call it
-/// before join().
+/// Exposes the module that `make` returns to all ranks, as RemoteModule `name`, before join().
 ///
 /// `make` returns a torch::nn module (a holder, shared_ptr, Sequential or AnyModule) whose
 /// forward() takes tensors and returns a tensor. The arguments of `make` come from the first

@@ -51,8 +51,7 @@ class StagePasses {
   /// Computes the stage's output. Kept until the forward pass is done or the agent has ended.
   using Compute = std::function<at::Tensor(const at::Tensor& input)>;
   /// Fetches the micro-batch's input, computes the output and returns it as `next_rank` accepts it.
-  /// Call it in the micro-batch's autograd context. The backward pass takes its turn in the row
-  /// when gradients arrive.
+  /// Call it in the micro-batch's autograd context. Gradients that arrive start the backward pass.
   base::Future<at::Tensor> forward(rpc::Agent& agent, const rpc::RRef<at::Tensor>& input,
                                    int64_t micro_batch, int next_rank, Compute compute);
 
@@ -127,7 +126,7 @@ class Pipeline {
   /// batch's loss. The gradients are accumulated in the current context. Returns the outputs of the
   /// last stage, on this rank's device. `loss` must own what it uses, because other passes may
   /// still run when this throws. Throws `invalid` if `schedule` has another number of stages or
-  /// micro-batches or cannot run, or if the output of a stage or `loss` does not depend on its
+  /// micro-batches or cannot run, or if a stage or `loss` returns what does not depend on its
   /// input.
   std::vector<at::Tensor> train(const PipelineSchedule& schedule,
                                 const std::vector<at::Tensor>& micro_batches,

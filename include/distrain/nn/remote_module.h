@@ -128,8 +128,8 @@ class RemoteModule<ByName> {
   RemoteModule() = default;
   /// Attaches to the module `name` on `to`, and waits. The first handle creates the module by
   /// make(args...). Throws `not_found`, with the known names, if `to` exposes no such module, and
-  /// `invalid` if `args` have wrong types or differ from the first handle's, or if the module
-  /// cannot be shared.
+  /// `invalid` if `args` do not fit make() or differ from the first handle's, or if the module
+  /// cannot be shared (see expose_module()).
   template <class... Args>
   RemoteModule(rpc::Agent& agent, const rpc::To& to, const std::string& name, const Args&... args)
       : RemoteModule(agent, to, name,
@@ -166,8 +166,7 @@ class RemoteModule<ByName> {
 
   /// Returns copies of the parameters and buffers on the CPU, as a consistent snapshot.
   NamedTensors state() const;
-  /// Copies the state on the module's rank, with `prefix` before each name, and returns a
-  /// reference.
+  /// Copies the state on the module's rank, with `prefix` before each name.
   rpc::RRef<NamedTensors> held_state(const std::string& prefix) const;
   /// Throws `bad_data`, without any change, if names, shapes or dtypes differ.
   void load_state(const NamedTensors& state) const;

@@ -19,8 +19,7 @@ class LocalOptimizer;
 struct Sharing {
   /// kAsync: each participant's update is applied when it arrives. kSync: each step is one update
   /// with the mean of all participants' gradients. kSsp (stale synchronous parallel; Ho et al.,
-  /// NIPS 2013): as kAsync, but no participant runs more than `staleness` steps ahead of the
-  /// slowest.
+  /// NIPS 2013): as kAsync, but no participant is more than `staleness` steps ahead of the slowest.
   enum class Mode : uint8_t { kAsync = 0, kSync = 1, kSsp = 2 };
   static constexpr int kOnlooker = -1;
 
@@ -77,18 +76,16 @@ struct ParameterGroup {
 /// Each rank that owns shared parameters has one local optimizer for them, which holds the state of
 /// the update rules. DistributedOptimizers of several ranks over the same parameters share it.
 /// (torch.distributed.optim.DistributedOptimizer has one local optimizer for each training rank.)
-/// Copies of a DistributedOptimizer share their state. Thread-safe: an owner applies concurrent
-/// steps one at a time.
+/// Copies of a DistributedOptimizer share their state. Thread-safe: owners apply steps one by one.
 ///
 /// A step does not disturb another context's in-flight pass if the pass works on versions of the
 /// parameters (see autograd/parameter_versions.h) or saves no parameter (a lookup with sparse
 /// gradients). In other cases that backward pass fails ("modified by an inplace operation").
 class DistributedOptimizer {
  public:
-  /// Throws `invalid` if a parameter is given twice (the message has the groups' indices), if a
-  /// rank's parameters already have an optimizer with different parameters, groups, options or
-  /// sharing, or if a shared parameter is a DistributedDataParallel replica on this rank. A group
-  /// may be empty.
+  /// Groups may be empty. Throws `invalid` if a parameter is given twice, if a rank's parameters
+  /// already have an optimizer with different parameters, groups, options or sharing, or if a
+  /// shared parameter is a DistributedDataParallel replica on this rank.
   DistributedOptimizer(rpc::Agent& agent, const std::vector<ParameterGroup>& groups,
                        Sharing sharing = {})
       : DistributedOptimizer(agent, groups, 0, sharing) {}

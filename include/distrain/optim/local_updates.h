@@ -28,8 +28,7 @@ class LocalUpdates {
   using Named = NamedParameters;
 
   /// If `mode` is "sync", step() updates `shared` once with the mean of the trainers' gradients;
-  /// otherwise with each trainer's gradients in turn. `replicated` is always updated with the mean,
-  /// as under DDP.
+  /// otherwise with each trainer's in turn. `replicated` is updated with the mean, as under DDP.
   LocalUpdates(const Rule& rule, const std::string& mode, Named shared, Named replicated = {});
   /// Updates the parameters of `module` as replicas under DDP or, if `mode` is given, as parameters
   /// of a RemoteModule that trainers share. Names them by number, as Training::keep() does without
@@ -47,8 +46,7 @@ class LocalUpdates {
   std::vector<ParameterState> state() const;
   void load_state(const std::vector<ParameterState>& state);
   bool has_replicas() const;
-  /// Returns true if no update needs several trainers' gradients. Then call step() for each
-  /// trainer.
+  /// Returns true if no update needs several trainers' gradients, so each trainer calls step().
   bool in_turns() const { return !sync_ && !has_replicas(); }
   int64_t updates() const { return updates_; }  ///< number of updates of the shared parameters
 

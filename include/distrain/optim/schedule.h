@@ -62,9 +62,8 @@ struct ScheduleState {
       std::tuple(&ScheduleState::factor, &ScheduleState::best, &ScheduleState::bad);
 };
 
-/// A learning rate schedule. factor() is relative to the initial rate, so each parameter group
-/// keeps its own rate; pass it to DistributedOptimizer::set_lr_factor before each step. Not
-/// thread-safe.
+/// A learning rate schedule. Pass factor() to DistributedOptimizer::set_lr_factor before each step;
+/// it is relative to each parameter group's own initial rate. Not thread-safe.
 ///
 /// The text form is `constant`, `step:SIZE[,GAMMA]`, `cosine:LENGTH[,FLOOR]` or
 /// `plateau:PATIENCE[,FACTOR[,FLOOR[,THRESHOLD]]]`, optionally after `warmup:LENGTH+`, or
@@ -89,8 +88,7 @@ class Schedule {
   bool counts_epochs() const;
   /// Returns true if the schedule depends on metrics, so that observe() has to be called.
   bool observes() const { return std::holds_alternative<Plateau>(shape_); }
-  /// Records the metric of one evaluation. Does nothing if observes() is false. NaN never counts as
-  /// an improvement.
+  /// Records an evaluation's metric; NaN is no improvement. Does nothing unless observes().
   void observe(double metric);
 
   const ScheduleState& state() const { return state_; }
