@@ -21,73 +21,73 @@
 
 namespace distrain::job {
 
-/// A command line, and what it shows.
+/// An example command line and its description, for the help text.
 struct Example {
   std::string command;
   std::string what;
 };
 
-/// What can be known of a job before any rank starts, to check its options by.
+/// The information by which a job checks its options before it starts or joins.
 struct Preflight {
-  const ParsedOptions& options;          ///< as they were given here
-  bool local = false;                    ///< the whole job is in this process
-  bool has_rank_0 = false;               ///< it runs in or under this process
-  std::vector<int> ranks;                ///< those that do
-  const OptionMap* of_rank_0 = nullptr;  ///< they have come from rank 0, which has these
+  const ParsedOptions& options;          ///< the options that this process was given
+  bool local = false;                    ///< the whole job runs in this process
+  bool has_rank_0 = false;               ///< rank 0 is this process or its child
+  std::vector<int> ranks;                ///< the ranks that are this process or its children
+  const OptionMap* of_rank_0 = nullptr;  ///< rank 0's options if `options` were adopted from it
   std::function<void(const std::string&)> warn = [](const std::string&) {};
-  Roles roles = {};  ///< see to starts()
+  Roles roles = {};  ///< for starts()
 
-  /// Whether a rank of this role runs in or under this process.
+  /// Returns true if a rank of this role is this process or its child.
   bool starts(const std::string& role) const;
   bool given(std::string_view option) const { return options.given(option); }
-  /// The value of an option, one that every job has included.
+  /// Returns the value of any option, including those that every job has.
   std::string text(std::string_view option) const { return options.text(option); }
 };
 
-/// What is known of a kind of job before its options are.
+/// The part of a job's definition that does not depend on its options.
 struct JobInfo {
   std::string name;
-  std::string summary;      ///< in a line
+  std::string summary;      ///< one line
   std::string description;  ///< a paragraph for the help text and the man page
-  std::string details;      ///< what the man page alone says besides; for its form see app/man.cpp
+  std::string details;      ///< further text for the man page only; see app/man.cpp for its format
   std::vector<Example> examples;
-  /// The job's own lines, and what it adds to those that any job prints.
-  std::vector<Event> events;
+  std::vector<Event> events;  ///< the job's own events, and fields it adds to common_events()
   OptionTable table;
-  /// Changes rows of the whole table, those that every job has included; may be empty.
+  /// Changes rows of the whole table, including options that every job has; may be empty.
   std::function<void(OptionTable&)> change;
   std::vector<cuda::DeviceRole> roles;
-  std::string count_option;  ///< says how many ranks there are of one of the roles
-  int fixed_ranks = 0;       ///< those of the other roles
+  std::string count_option;  ///< the option that sets the number of ranks of one role
+  int fixed_ranks = 0;       ///< the number of ranks of all other roles
   bool has_local = false;
   bool has_predict = false;
-  bool has_stages = false;  ///< `--inject stage=...` has something to do
-  /// The first mistake of the job's author in the declaration, which main() reports; empty if there
-  /// is none. Such a job does not run.
+  bool has_stages = false;  ///< `--inject stage=...` has an effect
+  /// The first mistake in the declaration; empty if there is none. main() reports it and does not
+  /// run the job.
   std::string mistake;
 };
 
-/// A Definition, whatever its options are.
+/// Definition<Options> without the type of the options.
 class AnyDefinition {
  public:
   virtual ~AnyDefinition() = default;
 
   const JobInfo& info() const { return info_; }
-  /// Derives the defaults that follow from other options.
+  /// Derives the defaults that depend on other options.
   virtual void complete(ParsedOptions& parsed) const = 0;
-  /// Throws for options that do not go together, and for what they name and is not there.
+  /// Throws if options conflict or name something that does not exist.
   virtual void check(const Preflight& preflight) const = 0;
-  /// A text to print in place of running the job.
+  /// Returns a text to print instead of running the job, if the options ask for one.
   virtual std::optional<std::string> answer(const ParsedOptions& parsed) const = 0;
-  /// GPUs, 0 and on, that a rank takes in place of its `--device`; none: as that says.
+  /// Returns the number of GPUs, from 0 on, that a rank uses whatever its `--device`; none if
+  /// `--device` applies.
   virtual std::optional<int> gpus(const ParsedOptions& parsed, const std::string& rank) const = 0;
   virtual Roles roles(const ParsedOptions& parsed) const = 0;
 
-  /// One rank of the job, to its end. Throws base::Exception, as the others do.
+  /// Runs one rank of the job to its end. This and the next two functions throw base::Exception.
   virtual Outcome run(const ParsedOptions& parsed, const Job& job, EventSink& sink) const = 0;
-  /// The whole job in this process.
+  /// Runs the whole job in this process.
   virtual Outcome run_local(const ParsedOptions& parsed, const Job& job, EventSink& sink) const = 0;
-  /// What the checkpoint's model makes of the examples in `input`.
+  /// Applies the checkpoint's model to the examples in `input`.
   virtual Outcome run_predict(const ParsedOptions& parsed, const Job& job,
                               const std::string& checkpoint, const std::string& input,
                               EventSink& sink) const = 0;
@@ -96,43 +96,42 @@ class AnyDefinition {
   JobInfo info_;
 };
 
-/// One rank of a job, whatever job: see Definition::run().
+/// The job-specific parts of run_rank(); see Definition::run().
 struct RankBody {
   std::string cmd;
-  Roles roles;  ///< rank 0's hold
+  Roles roles;  ///< by this rank's options; rank 0's take precedence
   std::vector<std::function<void(rpc::Agent&)>> exposures;
-  /// Once rank 0's options are known: what they make of the job.
+  /// The settings that follow from rank 0's options.
   struct Known {
     Roles roles;
     CheckpointOptions checkpoint;
-    OptionMap options;                    ///< as a checkpoint remembers them
-    std::vector<std::string> must_agree;  ///< those that have to be the same
-    int min_trainers = 1;                 ///< as `--min-trainers`
+    OptionMap options;                    ///< the options that checkpoints store
+    std::vector<std::string> must_agree;  ///< options that a resumed job must not change
+    int min_trainers = 1;                 ///< `--min-trainers`
   };
   std::function<Known(int rank, const OptionMap& of_rank_0)> adopt;
   std::function<void(Rank&)> prepare, run;
 };
 Outcome run_rank(const Job& job, EventSink& sink, const RankBody& body);
-/// The whole job in this process.
 Outcome run_local(const Job& job, EventSink& sink, const std::string& cmd,
                   const RankBody::Known& known, const std::function<void(Local&)>& run);
 
-/// The options that a checkpoint remembers, of these values.
+/// Returns the options of `values` that checkpoints store, and those that must agree.
 RankBody::Known known_options(const OptionTable& table, const OptionMap& values);
 
-/// A kind of job: its options, its ranks by their roles and what each of them does. What Options
-/// declares by
+/// Defines a job: its options, its roles and the function of each role. The command line has the
+/// options that Options inherits (see options.h) and those that it declares by
 ///
 ///   static void describe(job::OptionList<Options>& list);
 ///
-/// and what it inherits (see options.h) is the command line. See src/README.md, "The job kit".
+/// See src/README.md, "The job kit".
 template <class Options>
 class Definition final : public AnyDefinition {
  public:
   using Main = std::function<void(Rank&, const Options&)>;
   using Count = std::variant<int, int Options::*>;
   using Use = cuda::DeviceRole::Use;
-  /// Tells what the user gave.
+  /// Returns true if the user gave the option or a checkpoint has its value.
   using Given = std::function<bool(std::string_view option)>;
 
   Definition(std::string name, std::string summary) {
@@ -149,7 +148,7 @@ class Definition final : public AnyDefinition {
     }
   }
 
-  // What is said is kept as JobInfo has it.
+  // The next functions set the members of JobInfo.
 
   Definition& describe(std::string text) { return set(info_.description, std::move(text)); }
   Definition& details(std::string text) { return set(info_.details, std::move(text)); }
@@ -163,7 +162,7 @@ class Definition final : public AnyDefinition {
   Definition& change(std::function<void(OptionTable&)> change) {
     return set(info_.change, std::move(change));
   }
-  /// One more; without `when`, more fields of one that there is.
+  /// Adds an event. If `when` is empty, adds `fields` to the existing event of that name.
   Definition& event(std::string name, std::string when, std::vector<Field> fields) {
     info_.events = with_events(std::move(info_.events),
                                {{std::move(name), std::move(when), std::move(fields)}});
@@ -175,10 +174,10 @@ class Definition final : public AnyDefinition {
     return declare([&] { add_metric(info_.events, name, std::move(what)); });
   }
 
-  /// Adds the next ranks. If `count` is an option, which one role may have, or above 1, they are
-  /// numbered by their rank, as in trainer3. `main` is what each does; without `main` a rank serves
-  /// the others until they are done. A second role of that name, a fixed count below 1, and a
-  /// member that no option sets are mistakes: see JobInfo.
+  /// Adds a role with the next `count` ranks. Only one role may have an option as its count. If
+  /// `count` is an option or above 1, the ranks' names end in their number, as in trainer3. Each
+  /// rank runs `main`; without `main` it serves calls until the other ranks are done. A repeated
+  /// name, a fixed count below 1 and a member that no option sets are mistakes: see JobInfo.
   Definition& role(std::string name, Count count, Main main = {}, Use use = Use::kCompute,
                    std::string alias = {}) {
     return declare([&] {
@@ -199,42 +198,42 @@ class Definition final : public AnyDefinition {
     });
   }
 
-  /// Makes Module usable as nn::RemoteModule<Module>.
+  /// Enables nn::RemoteModule<Module>.
   template <class Module>
   Definition& expose(std::string name) {
     return expose(
         [name = std::move(name)](rpc::Agent& agent) { nn::expose_module<Module>(agent, name); });
   }
-  /// Exposes functions and modules; on every rank, before it joins.
+  /// Calls `exposure`, which exposes functions and modules, on every rank before it joins.
   Definition& expose(std::function<void(rpc::Agent&)> exposure) {
     exposures_.push_back(std::move(exposure));
     return *this;
   }
 
-  /// On every rank, before the others are there: reads what may be wrong, so that nobody waits for
-  /// it, and provides what its functions need.
+  /// Calls `prepare` on every rank before it joins. It reads inputs, so that errors in them are
+  /// found before other ranks wait, and provides objects that exposed functions need.
   Definition& prepare(Main prepare) { return set(prepare_, std::move(prepare)); }
 
-  /// What `--local` does; without it there is no such option.
+  /// Adds the option `--local`, which calls `run`.
   Definition& local(std::function<void(Local&, const Options&)> run) {
     info_.has_local = true;
     return set(local_, std::move(run));
   }
-  /// What the command `predict` does with a checkpoint of the job: tells of each example in a file.
-  /// The options are those that the checkpoint was saved with, without those that may change.
-  /// `fields` are those of the job's `prediction` lines. To be called after events().
+  /// Adds the command `predict`, which calls `predict` with a checkpoint of the job and an input
+  /// file. The options are the checkpoint's, without those that may change. `fields` are the fields
+  /// of `prediction` lines. Call it after events().
   Definition& predict(std::function<void(Predictions&, const Options&)> predict,
                       std::vector<Field> fields = label_fields()) {
     info_.has_predict = true;
     info_.events = with_events(std::move(info_.events), prediction_events(std::move(fields)));
     return set(predict_, std::move(predict));
   }
-  /// Settles defaults that follow from other options.
+  /// Sets the function that computes defaults which depend on other options.
   Definition& settle(std::function<void(Options&, const Given& given)> settle) {
     return set(settle_, std::move(settle));
   }
 
-  // What the functions of these names do in AnyDefinition; without them they do nothing.
+  // The next functions set the functions of the same names in AnyDefinition.
 
   Definition& check(std::function<void(const Options&, const Preflight&)> check) {
     return set(check_, std::move(check));
@@ -279,7 +278,8 @@ class Definition final : public AnyDefinition {
       return options;
     });
   }
-  /// The same without a command line. `adopt` makes another rank's options of rank 0's, if given.
+  /// Runs one rank without a command line. If `adopt` is set, it converts rank 0's options into
+  /// those of another rank.
   Outcome run(
       Options options, const Job& job, EventSink& sink,
       const std::function<Options(int rank, const OptionMap& of_rank_0)>& adopt = {}) const {
@@ -325,7 +325,7 @@ class Definition final : public AnyDefinition {
     Main main;
   };
 
-  /// Keeps the message of an exception of `part`, because main() is not there yet to catch it.
+  /// Stores the message of an exception, because definitions are made before main() can catch it.
   Definition& declare(const auto& part) {
     try {
       part();

@@ -24,24 +24,25 @@ namespace distrain::job {
 
 using Json = nlohmann::ordered_json;
 
-/// Options by their long name without dashes ("lr" → "0.05"), as they travel between ranks.
+/// Options by their long name without dashes ("lr" → "0.05"), as sent between ranks.
 using OptionMap = std::map<std::string, std::string>;
 
-/// The name under which the run's id travels with rank 0's options.
+/// The key of the run's id among rank 0's options.
 inline constexpr const char* kRunId = "run id";
 
-/// Where a scenario's JSON lines go. `emit` adds the common fields (v, ts, run, event, cmd, rank,
-/// role). Thread-safe. Each line is one write.
+/// Receives the events of a job. Thread-safe.
 class EventSink {
  public:
   virtual ~EventSink() = default;
+  /// Writes a JSON line with `fields` and the common fields (v, ts, run, event, cmd, rank, role).
   virtual void emit(std::string_view event, const Json& fields) = 0;
-  /// Called before joined() if the rank was any: with this process's rank, or any once more.
+  /// Called before joined() if the process asked for any rank: with the rank it got, or with
+  /// rpc::kAnyRank if it lost that rank and asks again.
   virtual void placed(int rank) { static_cast<void>(rank); }
-  /// All ranks are there: what rank 0 has told of the job, and the role that follows from it.
+  /// Called when all ranks have joined, with rank 0's options and this rank's role.
   virtual void joined(std::string_view role, const OptionMap& of_rank_0) = 0;
-  /// This rank is about to end by `error` of another one, as soon as what it is at is over: a
-  /// process that is to leave in time does not wait for that. Any thread.
+  /// Called on any thread when this rank will end because of another rank's `error`. A computation
+  /// may delay the end; a process that must exit in time does not wait for it.
   virtual void failing(const base::Error& error) { static_cast<void>(error); }
 
   /// Called about twice a second by each trainer, for displays: `step` of `steps` that the trainer
@@ -49,16 +50,15 @@ class EventSink {
   /// Result::progress; or a `note`, one line of text. Never waits for a reader.
   virtual void progress(const Json& fields) { static_cast<void>(fields); }
 
-  /// From now on this rank's end does not end the job: its launcher is not to end the others.
+  /// Notes that the job continues if this rank is lost, so the launcher must not end the others.
   virtual void may_be_lost() {}
 
-  /// Records values of options that follow from the job's data, by their names in `config`.
+  /// Records values of options that depend on the job's data, by their names in `config`.
   virtual void used(const Json& config) { static_cast<void>(config); }
 
-  /// Called by the thread that saves, again and again: a save is under way and has got further.
+  /// Called repeatedly by the saving thread while a save makes progress.
   virtual void saving() {}
 
-  /// Trouble; the job goes on.
   void warn(base::ErrorKind kind, const std::string& message) {
     emit("warn", {{"kind", base::kind_name(kind)}, {"message", message}});
   }
@@ -68,12 +68,12 @@ class EventSink {
 /// signal or an error ends the rank. Thread-safe.
 class Progress {
  public:
-  /// Adds steps that were made; the first one began at `begun`.
+  /// Adds completed steps. `begun` is when the rank's first step began.
   void add(int64_t steps, base::TimePoint begun) {
     steps_ += steps;
     train_s_ = base::seconds_since(begun);
   }
-  /// Has fields() call `more` from now on. With an empty `more` fields() stays as it is now.
+  /// Makes fields() call `more`. If `more` is empty, fields() keeps its current result.
   void report(std::function<void(Json& fields)> more) {
     Json now = more ? Json::object() : fields();
     std::lock_guard lock(mutex_);
@@ -92,90 +92,87 @@ class Progress {
  private:
   std::atomic<int64_t> steps_{0};
   std::atomic<double> train_s_{0};
-  mutable std::mutex mutex_;  // of what follows
+  mutable std::mutex mutex_;  // guards `more_` and `last_`
   std::function<void(Json&)> more_;
   Json last_ = Json::object();
 };
 
-/// Faults of one rank, to try out what they do (`--inject`).
+/// Faults injected into one rank for tests (`--inject`).
 struct Injection {
-  double call_delay_s = 0;      ///< before each call that this rank makes is sent
-  double stage_sleep_s = 0;     ///< a pipeline's stage sleeps so long in place of a batch's pass
+  double call_delay_s = 0;      ///< delay before each call that this rank sends
+  double stage_sleep_s = 0;     ///< a pipeline stage sleeps instead of computing a batch's pass
   int64_t fail_checkpoint = 0;  ///< the process dies at this system call of its first save; 0: none
-  /// By the thread that writes a checkpoint, again while it gives true: a slow disk.
+  /// Called repeatedly by the thread that saves, until it returns false: simulates a slow disk.
   std::function<bool()> before_save;
 };
 
-/// Which rank a process is, and how it reaches the others.
+/// A process's rank, and the address and credentials by which it joins the job.
 struct Contact {
-  int rank = 0;  ///< rpc::kAnyRank: whichever nobody else is, as rank 0 says
+  int rank = 0;  ///< rpc::kAnyRank: a free rank that rank 0 chooses
   std::string master_addr = "localhost";
   uint16_t master_port = 29500;
   int listen_fd = -1;            ///< rank 0 of a spawned job: the launcher's listening socket
-  std::string rank_0_unix_name;  ///< not empty: of that socket, and nobody listens on TCP
+  std::string rank_0_unix_name;  ///< name of that socket if it is a Unix socket, otherwise empty
   std::string token;             ///< as in rpc::AgentOptions, like the next three
   std::string job_id;
   std::optional<uint32_t> generation;
   bool rejoins = false;
-  base::TimePoint started;  ///< of the launcher, for startup_s
+  base::TimePoint started;  ///< start of the process or its launcher, for startup_s
 };
 
-/// A job as one of its ranks knows it.
+/// The settings of a job on one of its ranks.
 struct Job : Contact {
-  std::string name;                ///< ranks of another one are refused
-  int world_size = 0;              ///< 0: follow rank 0
+  std::string name;                ///< ranks of a job with another name are refused
+  int world_size = 0;              ///< 0: as rank 0 says
   std::string listen_addr;         ///< empty: the interface that reaches the master
   std::string meeting_name;        ///< as in rpc::AgentOptions
-  net::PortRange ports;            ///< to listen on
+  net::PortRange ports;            ///< ports to listen on
   bool insecure = false;           ///< as in rpc::AgentOptions
-  bool spawned = false;            ///< by our launcher; otherwise this rank joined
+  bool spawned = false;            ///< started by a launcher; otherwise started by the user
   std::string transport = "auto";  ///< auto, tcp or unix
   double rpc_timeout_s = 60;
-  double collective_timeout_s = 0;  ///< 0: an operation waits for its ranks while they live
+  double collective_timeout_s = 0;  ///< 0: operations have no timeout
   double join_timeout_s = 300;
   double peer_timeout_s = 5;
   Injection inject;
-  /// Where this rank computes; all but the first are for ps's server alone.
+  /// The devices on which this rank computes. Only ps's server uses more than the first.
   std::vector<c10::Device> devices = {c10::kCPU};
-  /// Decides it once this rank's name and rank 0's options are known; null: `devices` hold.
+  /// If not null, returns the devices once this rank's name and rank 0's options are known.
   std::function<std::vector<c10::Device>(const std::string& name, const OptionMap& of_rank_0)>
       choose_devices;
-  /// Adds what this process has used so far to its figures, memory and devices say; may be null.
+  /// Adds this process's resource usage, such as memory, to `fields`; may be null.
   std::function<void(Json& fields)> add_usage;
-  /// Sets an operation's threads once the ranks that share this one's CPUs are known; may be null.
+  /// Sets the threads per operation for `ranks` ranks that share this rank's CPUs; may be null.
   std::function<void(int ranks)> share_cpus;
   /// SIGINT, SIGTERM and SIGHUP, for jobs that save before they end. Never null.
   std::shared_ptr<StopSignal> stop = std::make_shared<StopSignal>();
   /// For the last line of a process that ends before the job does. Never null.
   std::shared_ptr<Progress> progress = std::make_shared<Progress>();
   OptionMap given;      ///< job options that the user gave to this rank
-  OptionMap effective;  ///< all job options, defaults filled in, and kRunId; rank 0's hold
+  OptionMap effective;  ///< all job options with their defaults, and kRunId; sent by rank 0
 
   c10::Device device() const { return devices.front(); }
 };
 
-/// What `end` and `rank_end` say beyond the common fields: counters and the job's metrics.
+/// The result of a rank, for its `end` or `rank_end` line.
 struct Outcome {
-  Json fields = Json::object();
-  /// On rank 0: such fields of each other rank that was there at the end.
-  std::map<int, Json> others = {};
-  /// The job saved what it had at a signal to stop, and ended in good order. `message` says where.
-  bool stopped = false;
-  /// The job ended in good order, but without what it was for. `message` says what is missing.
-  bool goal_missed = false;
+  Json fields = Json::object();     ///< counters and the job's metrics
+  std::map<int, Json> others = {};  ///< on rank 0: `fields` of the other ranks
+  bool stopped = false;      ///< the job saved and ended on a signal; `message` says where it saved
+  bool goal_missed = false;  ///< the job ended normally but missed its goal, as `message` says
   std::string message;
-  /// What failed once the work was done: the trace could not be written, say. The results hold.
+  /// An error after the job's work was complete, for instance when the trace cannot be written.
   std::optional<base::Error> afterwards;
 };
 
-/// Of what runs in one process, without RPC.
+/// Returns the outcome of a job in one process without RPC.
 Outcome outcome_without_ranks(Json fields);
-/// A job in one process, `--local`: chooses its devices, runs it on them, and does what `--trace`
-/// asks for. Throws what `run` throws.
+/// Runs a job in one process (`--local`): chooses its devices, calls `run` and writes the trace if
+/// `--trace` is given. Throws the exceptions of `run`.
 Outcome run_local_job(const Job& job, EventSink& sink,
                       const std::function<Outcome(const Job& placed)>& run);
 
-/// As JSON lines have them: "cuda:0", or a list of several.
+/// Returns the devices as JSON lines have them: "cuda:0", or a list if there are several.
 Json device_names(const std::vector<c10::Device>& devices);
 
 }  // namespace distrain::job

@@ -126,8 +126,7 @@ class Pipeline {
   /// batch's loss. The gradients are accumulated in the current context. Returns the outputs of the
   /// last stage, on this rank's device. `loss` must own what it uses, because other passes may
   /// still run when this throws. Throws `invalid` if `schedule` has another number of stages or
-  /// micro-batches or cannot run, or if a stage or `loss` returns what does not depend on its
-  /// input.
+  /// micro-batches or cannot run, or if a stage's or `loss`'s result does not depend on its input.
   std::vector<at::Tensor> train(const PipelineSchedule& schedule,
                                 const std::vector<at::Tensor>& micro_batches,
                                 const detail::Loss& loss) const {
