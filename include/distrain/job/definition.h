@@ -61,8 +61,7 @@ struct JobInfo {
   bool has_local = false;
   bool has_predict = false;
   bool has_stages = false;  ///< `--inject stage=...` has an effect
-  /// The first mistake in the declaration; empty if there is none. main() reports it and does not
-  /// run the job.
+  /// The first mistake in the declaration, or empty. main() reports it instead of running the job.
   std::string mistake;
 };
 
@@ -78,8 +77,7 @@ class AnyDefinition {
   virtual void check(const Preflight& preflight) const = 0;
   /// Returns a text to print instead of running the job, if the options ask for one.
   virtual std::optional<std::string> answer(const ParsedOptions& parsed) const = 0;
-  /// Returns the number of GPUs, from 0 on, that a rank uses whatever its `--device`; none if
-  /// `--device` applies.
+  /// Returns the number of GPUs, from 0 on, that a rank uses; none if its `--device` applies.
   virtual std::optional<int> gpus(const ParsedOptions& parsed, const std::string& rank) const = 0;
   virtual Roles roles(const ParsedOptions& parsed) const = 0;
 
@@ -210,7 +208,7 @@ class Definition final : public AnyDefinition {
     return *this;
   }
 
-  /// Calls `prepare` on every rank before it joins. It reads inputs, so that errors in them are
+  /// Calls `prepare` on every rank while it joins. It reads inputs, so that errors in them are
   /// found before other ranks wait, and provides objects that exposed functions need.
   Definition& prepare(Main prepare) { return set(prepare_, std::move(prepare)); }
 
@@ -278,8 +276,7 @@ class Definition final : public AnyDefinition {
       return options;
     });
   }
-  /// Runs one rank without a command line. If `adopt` is set, it converts rank 0's options into
-  /// those of another rank.
+  /// Runs one rank without a command line. `adopt` makes another rank's options from rank 0's.
   Outcome run(
       Options options, const Job& job, EventSink& sink,
       const std::function<Options(int rank, const OptionMap& of_rank_0)>& adopt = {}) const {

@@ -8,7 +8,7 @@
 
 namespace distrain::job {
 
-/// What a job's `--local` function works with: one process that makes the steps of all trainers.
+/// The argument of a job's `--local` function: one process that makes the steps of all trainers.
 class Local : public Process {
  public:
   Local(const Job& job, EventSink& sink, TrainingHost& host) : Process(job, sink), host_(host) {}
@@ -18,7 +18,7 @@ class Local : public Process {
   TrainingHost& host_;
 };
 
-/// As Training, of all trainers in one process: a step is one of each.
+/// As Training, but for all trainers in one process: a step is one step of each trainer.
 class LocalTraining : public TrainingPlan {
  public:
   LocalTraining(Local& local, const TrainerOptions& options, int64_t steps_per_epoch)
@@ -30,9 +30,11 @@ class LocalTraining : public TrainingPlan {
     keep(name, part_of(data::named_tensors(name, module)));
   }
 
-  /// `steps`: of each trainer that has one. `loss` of the result is the mean, `samples` the sum.
+  /// Trains to the end of the job. `step` makes one step of each trainer that has one; its result
+  /// has the mean loss and the sum of the samples.
   void run(const std::function<Result(const std::vector<Step>& steps)>& step);
-  /// `step` makes one trainer's forward pass; its backward pass follows, and the updates of all.
+  /// Trains to the end of the job. `step` makes one trainer's forward pass; run() makes the
+  /// backward pass and the updates.
   void run(LocalUpdates& updates, const std::function<Result(const Step& step)>& step);
 };
 

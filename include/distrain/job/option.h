@@ -14,79 +14,80 @@ namespace distrain::job {
 
 enum class ValueKind { kFlag, kInteger, kIntegers, kReal, kText, kChoice };
 
-/// Who an option belongs to.
+/// Which processes an option applies to.
 enum class Scope {
-  kJob,        ///< rank 0's holds for all ranks; given elsewhere it must be the same
-  kInput,      ///< as kJob, but a rank may be given its own (a path)
-  kRank,       ///< of this process alone
-  kPlacement,  ///< which ranks run where
-  kInfo,       ///< prints something and ends
+  kJob,        ///< all ranks have rank 0's value; another rank may only be given the same value
+  kInput,      ///< as kJob, but another rank may be given a value of its own (a path)
+  kRank,       ///< this process only
+  kPlacement,  ///< sets which ranks run where
+  kInfo,       ///< prints something and exits
 };
 
-/// One option: what the parser, the help text, man pages, completions, the schema of `start` lines
-/// and the agreement between ranks have to know of it. See OptionList for how to declare one.
+/// One option, for the parser, help, man pages, completions, the schema of `start` lines and the
+/// agreement between ranks. OptionList declares options.
 struct Option {
-  std::string name;      ///< without dashes; the spelling with `_` comes by itself
-  std::string old_name;  ///< goes on to be accepted, and is in no text; may be empty
+  std::string name;      ///< without dashes; the spelling with `_` is accepted, too
+  std::string old_name;  ///< an accepted but undocumented former name; may be empty
   ValueKind kind = ValueKind::kText;
   std::string value_name;  ///< N, FILE, …; empty for a flag
-  std::string initial;     ///< the default in canonical form, empty: none or it depends
+  std::string initial;     ///< the default in canonical form; empty if it is none or depends
   Scope scope = Scope::kJob;
   std::string group;
   std::string help;
-  std::string details;  ///< what the man page alone says besides
+  std::string details;  ///< further text for the man page only
   double min = 0;
   double max = 0;
   bool above_min = false;  ///< `min` itself is not allowed
-  bool below_max = false;  ///< nor is `max`
-  /// All of a kChoice; some of a text, for a shell; words in place of a number: on and off.
+  bool below_max = false;  ///< `max` itself is not allowed
+  /// All values of a kChoice, values of a text that a shell completes, or words that a number
+  /// option accepts, such as on and off.
   std::vector<std::string> choices;
   char short_name = 0;
-  /// What a path must lead to, which is seen before any rank starts.
+  /// The required type of a path, which is checked before any rank starts.
   enum class Path { kAny, kFile, kFolder };
   Path path = Path::kAny;
-  std::string path_word;         ///< a value that names no path: data that the job makes itself
-  std::string needs;             ///< another option, without which it makes no sense
-  bool is_required = false;      ///< it has no default: the user or the checkpoint sets it
-  bool may_change = false;       ///< a job may go on from a checkpoint with another value
-  bool of_predict = false;       ///< `predict` heeds it, though it may change; in predict's help
-  bool of_training = false;      ///< `predict` has no use for it, though it may not change
-  bool step_limit = false;       ///< a job that has reached it goes on without it
-  bool hidden = false;           ///< for tests; in no text
-  bool random_only = false;      ///< without effect where `--data` is given
-  bool data_only = false;        ///< without effect where it is not
-  bool may_be_empty = false;     ///< a text whose default the user may switch off by ""
-  bool each_own = false;         ///< unless rank 0's user gives it, each rank has its own default
+  std::string path_word;         ///< a value that is no path but means data that the job generates
+  std::string needs;             ///< another option, without which this option is refused
+  bool is_required = false;      ///< has no default: the user or the checkpoint sets it
+  bool may_change = false;       ///< may differ from the checkpoint that a job resumes from
+  bool of_predict = false;       ///< applies to `predict` although it may change
+  bool of_training = false;      ///< does not apply to `predict` although it may not change
+  bool step_limit = false;       ///< not taken from a checkpoint that has reached the limit
+  bool hidden = false;           ///< for tests; undocumented
+  bool random_only = false;      ///< has no effect if `--data` names a path
+  bool data_only = false;        ///< has no effect unless `--data` names a path
+  bool may_be_empty = false;     ///< the user may replace the default of a text by ""
+  bool each_own = false;         ///< each rank has its own default unless rank 0's user sets it
   std::string initial_in_words;  ///< shown instead of `initial`
 };
-/// Whether `value` of a path option names a path.
+/// Returns true if `value` of a path option names a path.
 inline bool is_path(const Option& option, const std::string& value) {
   return !value.empty() && value != option.path_word;
 }
 using OptionTable = std::vector<Option>;
 
-/// By its name or its old one.
+/// Returns the option with this name or old name; null if there is none.
 const Option* find_option(const OptionTable& table, std::string_view name);
 
-/// The value as it is compared and sent ("5e-2" → "0.05"). Throws `invalid` naming `where` (the
-/// option or environment variable) when it is not one of the option's.
+/// Returns the form of a value that is compared and sent ("5e-2" → "0.05"). Throws `invalid`, with
+/// `where` (an option or environment variable) in the message, if the option does not accept it.
 std::string canonical_value(const Option& option, std::string_view text, std::string_view where);
 
 /// Describes the values that the option accepts: "a whole number from 1 to 64", "FILE".
 std::string allowed_values(const Option& option);
 
-/// Whether it is one of the job's, which `start` lines show.
+/// Returns true for options of the job, which `start` lines show.
 inline bool is_job_option(const Option& option) {
   return option.scope == Scope::kJob || option.scope == Scope::kInput;
 }
 
-/// The option's name as JSON lines have it: "batch_size".
+/// Returns the option's name in JSON lines: "batch_size".
 std::string json_name(const Option& option);
 
-/// An option's canonical value as JSON: a number stays one, an empty text becomes null.
+/// Returns a canonical value as JSON: numbers as numbers, an empty text as null.
 Json json_value(const Option& option, const std::string& canonical);
 
-/// What the user gave, validated, over the defaults of the table.
+/// The values of the options: those that the user gave, otherwise the defaults of the table.
 class ParsedOptions {
  public:
   explicit ParsedOptions(const OptionTable& table) : table_(&table) {}
@@ -99,17 +100,18 @@ class ParsedOptions {
 
   /// `value` must be canonical.
   void set(const std::string& name, std::string value) { values_[name] = std::move(value); }
-  /// As set(), for a value that follows from others: the option still counts as not given.
+  /// Sets a default that depends on other options; the option still counts as not given.
   void derive(const std::string& name, std::string value) { derived_[name] = std::move(value); }
-  /// The same, for one that a checkpoint says: no default is to follow from others.
+  /// Sets a value from a checkpoint: the option counts as not given but as decided().
   void take(const std::string& name, std::string value) {
     derive(name, std::move(value));
     taken_.insert(name);
   }
-  /// Given, or taken.
+  /// Returns true if the option was given or taken from a checkpoint.
   bool decided(const std::string& name) const { return given(name) || taken_.contains(name); }
   const OptionTable& table() const { return *table_; }
-  /// Rank 0's over these, but for kRank options, and kInput ones given here. Throws `invalid`.
+  /// Returns these options with rank 0's values for kJob options, and for kInput options that were
+  /// not given here. Throws `invalid` if rank 0's value is not allowed.
   ParsedOptions adopting(const OptionMap& of_rank_0) const;
 
  private:
@@ -121,9 +123,9 @@ class ParsedOptions {
 
 namespace detail {
 
-// A member of an options structure from a canonical value, and back. `first` and `second` are the
-// words for true and false of a bool, and for no value and 0 of an optional; otherwise an optional
-// without a value, and a list of nothing, are empty texts.
+// These functions convert between canonical values and members of an options structure. `first` and
+// `second` are the words for true and false of a bool, or for no value and 0 of an optional.
+// Without these words an optional without a value is an empty text, as is an empty list.
 
 template <class T>
 void read_value(const std::string& text, T& value, const std::string& first = {},

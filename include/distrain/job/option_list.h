@@ -13,7 +13,7 @@ namespace distrain::job {
 
 inline constexpr double kMaxInt = 2147483647.0;
 
-/// An option beside its name, member and help: see Option's fields. Each returns itself.
+/// Sets further fields of a declared Option. Each function returns the row, for chaining.
 class OptionRow {
  public:
   explicit OptionRow(Option& option) : option_(option) {}
@@ -22,13 +22,13 @@ class OptionRow {
     option_.min = min;
     return set(option_.max, max);
   }
-  /// Above `min`, and not `min` itself.
+  /// Allows values above `min`, up to `max`.
   OptionRow& above(double min, double max = kMaxInt) {
     return set(option_.above_min, true).range(min, max);
   }
-  /// From `min` to below `max`.
+  /// Allows values from `min` to below `max`.
   OptionRow& below(double min, double max) { return set(option_.below_max, true).range(min, max); }
-  /// What the help shows as the default, where that is not one value.
+  /// Sets the text that the help shows as the default, if the default is not one value.
   OptionRow& by_default(const std::string& words) { return set(option_.initial_in_words, words); }
   OptionRow& formerly(const std::string& old_name) { return set(option_.old_name, old_name); }
   OptionRow& needs(const std::string& other) { return set(option_.needs, other); }
@@ -47,18 +47,19 @@ class OptionRow {
     return offers({word});
   }
   OptionRow& of_training() { return set(option_.of_training, true); }
-  /// The step that ends the run, 0: none. A job that has got there goes on without it.
+  /// Marks the option as the step that ends the run (0: none). A job that resumes from a checkpoint
+  /// at or after that step does not inherit the limit.
   OptionRow& step_limit() { return set(option_.step_limit, true).may_change(); }
-  /// Of this process alone: nobody else has to know.
+  /// Makes the option apply to this process only.
   OptionRow& of_this_rank() { return set(option_.scope, Scope::kRank); }
   OptionRow& value_name(const std::string& name) { return set(option_.value_name, name); }
-  /// In place of the help that an inherited option has.
+  /// Replaces the help of an inherited option.
   OptionRow& help(const std::string& text) { return set(option_.help, text); }
   OptionRow& details(const std::string& text) {
     const std::string before = option_.details.empty() ? "" : option_.details + '\n';
     return set(option_.details, before + text);
   }
-  /// Values that a shell offers.
+  /// Sets the values that a shell completes.
   OptionRow& offers(const std::vector<std::string>& values) { return set(option_.choices, values); }
 
  private:
@@ -71,52 +72,52 @@ class OptionRow {
   Option& option_;
 };
 
-/// The options of a job, each declared once: from that the parser, help, man page and completion,
-/// `config` in the `start` line and the agreement between ranks.
+/// The options of a job. One declaration serves the parser, help, man page, completion, `config` in
+/// the `start` line and the agreement between ranks:
 ///
 ///   list.integer("dim", &Options::dim, "numbers in a row").range(1, 4096);
 ///
-/// The default is what the member has in a fresh Options. Options are those of rank 0, which the
-/// other ranks inherit; paths may be given to a rank by itself.
+/// The default is the member's value in a default-constructed Options. Other ranks inherit rank 0's
+/// values, but may be given paths of their own.
 template <class Options>
 class OptionList {
  public:
-  /// The heading in the help of what follows.
+  /// Sets the help heading of the options declared next.
   void group(std::string name) { group_ = std::move(name); }
 
-  // `member` is a pointer to a member of Options or a base of it, or a function that gives a
-  // reference into one. An optional that is empty stands for no value.
+  // `member` is a pointer to a member of Options or of its base, or a function that returns a
+  // reference into an Options. An empty optional means no value.
 
-  /// A whole number of 0 and more, unless a range is given.
+  /// Declares a whole number, at least 0 unless a range is set.
   OptionRow integer(std::string name, auto member, std::string help) {
     OptionRow row = add(std::move(name), ValueKind::kInteger, member, std::move(help));
     return row.value_name("N").range(0, kMaxInt);
   }
-  /// A std::optional<int>: as integer(), or `word`, which stands for an empty one.
+  /// Declares a std::optional<int>: as integer(), or `word` for an empty optional.
   OptionRow integer_or(std::string name, auto member, const std::string& word, std::string help) {
     OptionRow row = add(std::move(name), ValueKind::kInteger, member, std::move(help), word);
     rows_.back().option.choices = {word};
     return row.value_name("N|" + word).range(0, kMaxInt);
   }
-  /// One or more, with commas between.
+  /// Declares a list of one or more whole numbers, separated by commas.
   OptionRow integers(std::string name, auto member, std::string help) {
     OptionRow row = add(std::move(name), ValueKind::kIntegers, member, std::move(help));
     return row.value_name("N[,...]").range(0, kMaxInt);
   }
-  /// Finite, of 0 and more unless a range is given.
+  /// Declares a finite number, at least 0 unless a range is set.
   OptionRow real(std::string name, auto member, std::string help) {
     OptionRow row = add(std::move(name), ValueKind::kReal, member, std::move(help));
     return row.value_name("X").range(0, 1e6);
   }
-  /// A std::string, or a vector of them: words with commas between.
+  /// Declares a std::string, or a vector of strings that are separated by commas.
   OptionRow text(std::string name, auto member, const std::string& value_name, std::string help) {
     return add(std::move(name), ValueKind::kText, member, std::move(help)).value_name(value_name);
   }
-  /// The path of a file to read, which may differ by rank. It is looked for before any rank starts.
+  /// Declares the path of an input file, which may differ between ranks and must exist.
   OptionRow file(std::string name, auto member, std::string help) {
     return path(std::move(name), member, "FILE", std::move(help), Option::Path::kFile);
   }
-  /// The same of a folder.
+  /// Declares the path of an input folder, as file() does.
   OptionRow folder(std::string name, auto member, std::string help) {
     return path(std::move(name), member, "DIR", std::move(help), Option::Path::kFolder);
   }
@@ -126,7 +127,7 @@ class OptionList {
     rows_.back().option.choices = std::move(choices);
     return row.value_name("NAME");
   }
-  /// A std::optional<double>: how much, `off` (0), or `on` (empty: the job knows how much).
+  /// Declares a std::optional<double>: a number, `off` (0), or `on` (empty: the job's own default).
   OptionRow on_off_or_real(std::string name, auto member, std::string help) {
     OptionRow row = add(std::move(name), ValueKind::kReal, member, std::move(help), "on", "off");
     rows_.back().option.choices = {"on", "off"};
@@ -136,9 +137,9 @@ class OptionList {
     return add(std::move(name), ValueKind::kFlag, member, std::move(help), "true", "false");
   }
 
-  /// An option that is in the list, to say more of it.
+  /// Returns the row of a declared option.
   OptionRow row(std::string_view name) { return OptionRow(find(name)); }
-  /// The same, to change it: the choices, say, of one that a job has from TrainerOptions.
+  /// Returns a declared option, to change it, such as the choices of an inherited option.
   Option& find(std::string_view name) {
     for (Row& row : rows_) {
       if (row.option.name == name) return row.option;
@@ -146,12 +147,12 @@ class OptionList {
     throw base::Exception(base::ErrorKind::kInternal, "no option is named " + std::string(name));
   }
 
-  /// The job has no use for that option, which it has from one of the structures in options.h.
+  /// Removes an option that the job inherits from a structure in options.h.
   void without(std::string_view name) {
     std::erase_if(rows_, [name](const Row& row) { return row.option.name == name; });
   }
 
-  /// Of the option that is kept in this member; empty if there is none.
+  /// Returns the name of the option that sets `member`; empty if there is none.
   std::string name_of(int Options::*member) const {
     for (const Row& row : rows_) {
       if (row.whole == member) return row.option.name;
@@ -164,13 +165,13 @@ class OptionList {
     for (const Row& row : rows_) table.push_back(row.option);
     return table;
   }
-  /// Of options that have been parsed.
+  /// Returns an Options with the values of `parsed`.
   Options read(const ParsedOptions& parsed) const {
     Options options;
     for (const Row& row : rows_) row.read(options, parsed.text(row.option.name));
     return options;
   }
-  /// In canonical form; empty for an optional that is not there.
+  /// Returns the values in canonical form; empty for an empty optional.
   OptionMap write(const Options& options) const {
     OptionMap values;
     for (const Row& row : rows_) values[row.option.name] = row.write(options);
@@ -208,7 +209,7 @@ class OptionList {
     Option& option = rows_.back().option;
     option.scope = Scope::kInput;
     option.path = kind;
-    option.may_change = true;  // what is read has to agree, not where it lies
+    option.may_change = true;  // the content must agree, not the path
     return row.value_name(what);
   }
 

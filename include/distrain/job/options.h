@@ -11,12 +11,12 @@
 
 namespace distrain::job {
 
-// What the options of a job are made of: structures to derive one's own from.
+// Base structures for the options of jobs.
 
-/// Of every job.
+/// Options of every job.
 struct CommonOptions {
   uint64_t seed = 1;
-  std::optional<int> log_interval;  ///< steps between `step` lines, 0: none; see StepLines
+  std::optional<int> log_interval;  ///< steps between `step` lines; 0: no lines; see StepLines
   CheckpointOptions checkpoint;
 
   static void describe_common(auto& list) {
@@ -68,7 +68,6 @@ and --epochs, may be given another value; a `warn` line reports the change.)")
   }
 };
 
-/// How parameters are updated.
 struct RuleOptions : optim::RuleText {
   /// Returns the help of `--lr-schedule`; `more` has the schedules that need evaluations.
   static std::string lr_schedule_help(const std::string& lengths, const std::string& more = {}) {
@@ -76,7 +75,7 @@ struct RuleOptions : optim::RuleText {
            " or cosine:LENGTH[,FLOOR]; lengths are in " + lengths;
   }
 
-  /// Throws `invalid` for what no rule can be made of.
+  /// Throws `invalid` if the options are not valid.
   optim::Rule rule() const { return optim::make_rule(*this); }
 
   static void describe_rule(auto& list) {
@@ -101,19 +100,19 @@ ReduceLROnPlateau. FLOOR is a fraction of --lr.)")
   }
 };
 
-/// Of a job whose trainers go through data in epochs.
+/// Options of jobs whose trainers train in epochs.
 struct TrainerOptions : CommonOptions, RuleOptions {
   int trainers = 2;
-  // Training ends at the smaller of these two limits.
+  // Training ends at the limit that is reached first.
   int epochs = 1;     ///< 0: no limit
-  int64_t steps = 0;  ///< of each trainer; 0: no limit
+  int64_t steps = 0;  ///< steps of each trainer; 0: no limit
   int batch_size = 32;
-  std::string mode = "async";  ///< async, sync, and ssp where a job offers it
-  int64_t staleness = 1;       ///< ssp: steps that a trainer may be ahead of the slowest
-  bool eval_only = false;      ///< of the checkpoint that the job would go on from
-  int min_trainers = 1;        ///< that are to be left where the job goes on without some
+  std::string mode = "async";  ///< async, sync, or ssp if the job offers it
+  int64_t staleness = 1;       ///< ssp: maximum lead over the slowest trainer, in steps
+  bool eval_only = false;      ///< only evaluate the checkpoint of `--resume`
+  int min_trainers = 1;        ///< trainers that must be left for the job to continue
 
-  /// How trainer `participant`, from 0, shares parameters with the others.
+  /// Returns how trainer `participant`, from 0, shares parameters with the others.
   optim::Sharing sharing(int participant) const;
 
   static void describe_trainer(auto& list) {
@@ -143,11 +142,11 @@ trainers keep replicas, the loss of a trainer ends the job in any case.)");
   }
 };
 
-/// Drops the limit of training that the user has not given if the user has given the other one, and
-/// falls back on `default_epochs` if neither limit is left.
+/// If the user gave only one of the two limits, removes the other one. If no limit is left and the
+/// user did not give `--epochs`, sets it to `default_epochs`.
 void settle_limits(TrainerOptions& options, const ParsedOptions& parsed, int default_epochs);
 
-/// All rows that `Options` has from the structures above, in the order of the help.
+/// Declares the options that `Options` inherits from the structures above.
 template <class Options>
 void describe_inherited(OptionList<Options>& list) {
   list.group("Training");

@@ -14,32 +14,32 @@ namespace distrain::job {
 
 inline constexpr const char* kStandardInput = "/dev/stdin";
 
-/// What a job's `predict` function works with: a checkpoint, examples, and where to tell of them.
+/// The argument of a job's `predict` function: a checkpoint, the input, and the output lines.
 class Predictions {
  public:
   Predictions(const Snapshot& snapshot, std::string input, c10::Device device, EventSink& sink)
       : snapshot_(snapshot), input_(std::move(input)), device_(device), sink_(sink) {}
 
   const Snapshot& snapshot() const { return snapshot_; }
-  /// The path of the examples. It may be a pipe, so it can be read only once.
+  /// Returns the path of the examples. It may be a pipe, so read it only once.
   const std::string& input() const { return input_; }
   c10::Device device() const { return device_; }
 
-  /// Gives a model the checkpoint's parameters. Throws `bad_data`.
+  /// Copies the checkpoint's parameters into `model`. Throws `bad_data` if they do not fit.
   void load(const data::NamedTensors& model) const;
 
-  /// A `prediction` line, of the next example.
+  /// Emits the `prediction` line of the next example.
   void tell(const Json& fields);
-  /// One for each row of `scores` [n, labels]: the best label, and the softmax. `targets` [n] are
-  /// right, below 0: unknown. No `labels`: numbers.
+  /// Emits a line with the best label and the softmax for each row of `scores` [n, labels].
+  /// `targets` [n] are the expected labels or below 0. Without `labels`, labels are numbers.
   void tell_labels(const at::Tensor& scores, const at::Tensor& targets,
                    const std::vector<std::string>& labels = {});
-  /// A field of the last line, which the job declares.
+  /// Adds a field, which the job declares, to the last line.
   void add(const std::string& name, const Json& value) { added_[name] = value; }
-  /// How right the model is, where that is not told by tell_labels().
+  /// Sets the evaluation for the last line, if tell_labels() does not compute it.
   void evaluated(const Evaluation& evaluation, Unit unit);
 
-  /// Of the last line.
+  /// Returns the fields of the last line.
   Json fields() const;
 
  private:
@@ -53,12 +53,12 @@ class Predictions {
   Unit unit_ = Unit::kSamples;
 };
 
-/// Of the lines of tell_labels().
+/// Returns the fields of tell_labels()'s lines.
 std::vector<Field> label_fields();
-/// What `predict` prints: `prediction` with these fields, and what it has in `end`.
+/// Returns the events of `predict`: `prediction` with `fields`, and further fields of `end`.
 std::vector<Event> prediction_events(std::vector<Field> fields);
 
-/// Says what a checkpoint's model makes of the examples in `input`.
+/// Runs a job's `predict` function with a checkpoint and the examples in `input`.
 Outcome run_predict(const Job& job, EventSink& sink, const std::string& checkpoint,
                     const std::string& input, const std::function<void(Predictions&)>& predict);
 

@@ -15,24 +15,24 @@
 
 namespace distrain::job {
 
-/// The ranks of a job by what they do: some of one role, then some of the next.
+/// The roles of a job's ranks. The ranks of a role are consecutive.
 class Roles {
  public:
   struct Role {
     std::string name;
-    int first = 0;  ///< rank
+    int first = 0;  ///< its first rank
     int count = 1;
-    bool numbered = false;  ///< its ranks are called by its name and their number: trainer3
+    bool numbered = false;  ///< the names of its ranks end in the rank: trainer3
 
     bool has(int rank) const { return rank >= first && rank < first + count; }
   };
 
   void add(const std::string& name, int count, bool numbered);
   int world_size() const;
-  /// `internal` if there is no such role.
+  /// Throws `internal` if there is no such role.
   const Role& named(const std::string& name) const;
   const Role& of(int rank) const;
-  /// What a rank is called, and its RPC worker.
+  /// Returns the name of a rank, which is also its RPC worker's name.
   std::string name_of(int rank) const;
   std::vector<std::string> names() const;
 
@@ -40,30 +40,31 @@ class Roles {
   std::vector<Role> roles_;
 };
 
-/// The ranks of one role as they work together: on each of them, one that was made there.
+/// Collective operations between the ranks of one role.
 struct Group {
-  /// On the CPU: allreduce, broadcast, barrier and the others of c10d::Backend.
+  /// The operations of c10d::Backend (allreduce, broadcast, barrier, …) for CPU tensors.
   c10::intrusive_ptr<collective::Backend> backend;
-  /// What averages gradients, wherever they are: for DistributedDataParallel.
+  /// Averages gradients on any device, for DistributedDataParallel.
   std::shared_ptr<collective::ReduceGroup> reduce;
   operator std::shared_ptr<collective::ReduceGroup>() const { return reduce; }  // NOLINT
 };
 
-/// One process of a running job, as its functions see it.
+/// One process of a running job.
 class Process {
  public:
   Process(const Job& job, EventSink& sink) : job_(job), sink_(sink) {}
   Process(const Process&) = delete;
 
-  /// On a rank other ranks' calls have it as call.agent.local<job::Job>().
+  /// Returns the job. Functions that other ranks call get it by call.agent.local<job::Job>().
   const Job& job() const { return job_; }
   EventSink& sink() const { return sink_; }
   c10::Device device() const { return job_.device(); }
 
-  /// Fields of this process's last line. The job's last line has those of the first rank with each.
+  /// Returns the fields of this process's last line. In the job's last line lower ranks' fields
+  /// win.
   Json& fields() { return fields_; }
-  /// The job ends in good order, but without what it was for: exit code 11, with this message. To
-  /// be said by rank 0; nothing if the job is stopped by a signal.
+  /// Notes on rank 0 that the job ends normally but misses its goal: exit code 11, with `message`.
+  /// Has no effect if a signal stops the job.
   void miss_goal(std::string message) { missed_goal_ = std::move(message); }
   const std::string& missed_goal() const { return missed_goal_; }
 
@@ -74,7 +75,7 @@ class Process {
   std::string missed_goal_;
 };
 
-/// One rank of a running job: what its role's function works with.
+/// One rank of a running job: the argument of its role's function.
 class Rank : public Process {
  public:
   Rank(rpc::Agent& agent, const Job& job, const Roles& roles, EventSink& sink);
@@ -84,20 +85,19 @@ class Rank : public Process {
   const std::string& name() const { return agent_.name(); }
   const Roles& roles() const { return roles_; }
   const std::string& role() const { return role_.name; }
-  /// Its place among the ranks of its role, from 0, and how many these are.
-  int index() const { return number() - role_.first; }
-  int count() const { return role_.count; }
+  int index() const { return number() - role_.first; }  ///< index in its role, from 0
+  int count() const { return role_.count; }             ///< number of ranks of its role
 
-  /// The ranks of this rank's own role, or of another that it is one of. Collective the first time:
-  /// all of them ask for it before any of them does anything else with the others, and before
-  /// Training::run(). It lives as long as the role's function runs.
+  /// Returns the group of `role`, which must be this rank's role. The first call is collective: all
+  /// ranks of the role make it before they use each other in any other way and before
+  /// Training::run(). The group exists until the role's function returns.
   const Group& group(const std::string& role);
   bool has_group() const { return !groups_.empty(); }
 
   // ---- for the kit ----
-  /// The training begins: whether its trainers go at one pace is settled.
+  /// Forbids new groups, because training has begun with or without groups.
   void close_groups() { groups_closed_ = true; }
-  /// Of all groups: ReduceGroup::check().
+  /// Calls ReduceGroup::check() of all groups.
   void check_groups() const {
     for (const auto& [role, group] : groups_) group.reduce->check(device());
   }

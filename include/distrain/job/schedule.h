@@ -15,31 +15,30 @@
 
 namespace distrain::job {
 
-/// What a trainer is to do next.
+/// A trainer's next task.
 struct Task {
   enum class Kind : uint8_t {
     kTrain,
-    kEvaluate,  ///< its share of the test data, and say how the epoch went
-    kSave,      ///< hand over what a checkpoint needs of this trainer
+    kEvaluate,  ///< report the epoch, and evaluate this trainer's share of the data
+    kSave,      ///< contribute this trainer's part of a checkpoint
     kEnd,
   };
   Kind kind = Kind::kTrain;
   int64_t epoch = 0;     ///< from 1
-  int32_t shard = 0;     ///< whose part of the data
-  int64_t step = 0;      ///< kTrain: the first, of that shard in the epoch, from 0
-  int64_t count = 1;     ///< kTrain: how many, one after the other
-  bool last = false;     ///< kEvaluate: the job is over then
+  int32_t shard = 0;     ///< the shard of the data, which has the number of its trainer
+  int64_t step = 0;      ///< kTrain: the first step, by its number in the shard and epoch, from 0
+  int64_t count = 1;     ///< kTrain: number of consecutive steps
+  bool last = false;     ///< kEvaluate: the job ends afterwards
   bool partial = true;   ///< the epoch is not over
-  bool stopped = false;  ///< kEnd: before its time, by a signal
-  /// kEvaluate, kSave: its place among the trainers that do so together, and how many they are.
-  int32_t part = 0;
-  int32_t parts = 1;
+  bool stopped = false;  ///< kEnd: a signal has ended the job early
+  int32_t part = 0;      ///< kEvaluate, kSave: this trainer's index among those with the task
+  int32_t parts = 1;     ///< kEvaluate, kSave: number of trainers with the task
   static constexpr auto kFields =
       std::tuple(&Task::kind, &Task::epoch, &Task::shard, &Task::step, &Task::count, &Task::last,
                  &Task::partial, &Task::stopped, &Task::part, &Task::parts);
 };
 
-/// A trainer, and how many had its place before, so that late words of a lost one are known.
+/// A trainer, and the number of its earlier processes, to recognize late requests of a lost one.
 struct Seat {
   Seat(int trainer_number = 0, int64_t taken_before = 0)  // NOLINT: a trainer's first one
       : trainer(trainer_number), before(taken_before) {}
@@ -48,102 +47,101 @@ struct Seat {
   static constexpr auto kFields = std::tuple(&Seat::trainer, &Seat::before);
 };
 
-/// How far a job has come; what a checkpoint keeps of it.
+/// A job's progress, as checkpoints store it.
 struct Position {
   int64_t epoch = 1;
-  std::vector<int64_t> steps;  ///< of this epoch, by shard
+  std::vector<int64_t> steps;  ///< steps in this epoch, by shard
   int64_t total = 0;           ///< steps of all trainers since the job's beginning
 
   Json to_json() const;
-  /// Throws `bad_data`.
+  /// Throws `bad_data` if `json` is not a position of a job with so many trainers.
   static Position from_json(const Json& json, int trainers);
 };
 
-/// Hands out the work of a job to its trainers, wherever they run: training steps, and between
-/// them, when all have finished what they had, evaluation, checkpoints and the end.
+/// Hands out the tasks of a job to its trainers: training steps and, when all trainers have
+/// finished theirs, evaluation, saving and the end.
 ///
-///   beginning → training → (epoch over, or the job) evaluating → (checkpoint due) saving →
+///   beginning → training → (epoch or job over) evaluating → (checkpoint due) saving →
 ///   training or ending
 ///
-/// Nobody begins before all trainers are there: where the fast need not wait for the slow, one that
-/// starts late would get no steps, and a stop would find it unready.
+/// Training begins when all trainers have asked for a task. Otherwise fast trainers might take over
+/// all steps of a late one, and a stop might find it unprepared.
 ///
 /// Note [Leases]
 ///
-/// What a trainer has been handed is its lease: a range of a shard's steps, or its part of an
-/// evaluation or a save. It gives the lease back by asking for the next task. When a trainer is
-/// lost, the steps of its lease that were not made are handed out again, before any others and
-/// whatever all are to meet for, so that at each meeting all steps handed out have been made; and
-/// an evaluation or a save that it had a part in begins again with those who are left. From then on
-/// they take over steps of its shard, too, as there is nobody else to make them. A new process can
-/// take the lost one's place, in a seat of its own; the old one is refused.
+/// A trainer's current task is its lease: a range of a shard's steps, or a part of an evaluation or
+/// a save. Asking for the next task completes the lease. If a trainer is lost, the remaining steps
+/// of its lease are handed out first, before other steps and before any evaluation or save, so that
+/// every evaluation and save includes all steps handed out before. An evaluation or save in which
+/// the lost trainer had a part is repeated by the other trainers. From then on trainers also take
+/// over steps of other shards, because nobody else makes the lost trainer's. A new process can
+/// replace the lost one, with a Seat of its own; requests with the old Seat are refused.
 ///
-/// Thread-safe. The hooks run on the thread of whoever comes last, while all trainers wait.
+/// Thread-safe. Hooks run on the thread of the last trainer to ask, while all trainers wait.
 class Schedule {
  public:
   struct Terms {
     int trainers = 1;
     int64_t epochs = 1;
-    int64_t steps = 0;  ///< of each trainer; 0: as many as the epochs have
+    int64_t steps = 0;  ///< steps of each trainer; 0: as many as the epochs have
     int64_t steps_per_epoch = 1;
-    /// A trainer that is through with its own shard takes over steps of the shard that has most
-    /// left, so that a slow one does not hold up the epoch. Otherwise all make as many steps.
+    /// If true, a trainer that has finished its shard takes over steps of the shard with the most
+    /// steps left, so that slow trainers do not delay the epoch. Otherwise all make equally many.
     bool take_over = false;
     bool save = false;
-    int64_t save_every = 0;  ///< steps of each trainer; 0: at the end of each epoch
-    /// The job goes on without a trainer that is lost, as long as there is another.
-    bool may_lose = false;
+    int64_t save_every = 0;  ///< steps of each trainer between saves; 0: at the end of each epoch
+    bool may_lose = false;   ///< the job continues without lost trainers as long as one is left
   };
   struct Hooks {
-    std::function<void()> on_begin = [] {};  ///< all trainers are there
-    /// `whole_epoch`: not only the end of the job, in the middle of one.
+    std::function<void()> on_begin = [] {};  ///< all trainers have asked for a task
+    /// `whole_epoch` is false if the job ends within an epoch.
     std::function<void(const Position&, bool whole_epoch)> on_evaluated = [](auto&, bool) {};
     std::function<void(const Position&)> on_save = [](auto&) {};
     std::function<void(bool stopped)> on_end = [](bool) {};
-    /// What trainers have said since they were handed their parts of an evaluation or a save does
-    /// not count: one of them is lost, and all begin it again.
+    /// A trainer was lost during an evaluation or a save. All reports since then do not count,
+    /// because the trainers repeat it.
     std::function<void()> on_again = [] {};
-    /// That trainer waits for others from here on, and others may make more steps than it does.
+    /// `trainer` waits for a task while others may make steps, so they must not wait for its steps.
     std::function<void(int trainer)> on_rest = [](int) {};
   };
 
   Schedule(Terms terms, Hooks hooks);
 
-  /// Before the first next(). Throws `bad_data` for one that cannot be of this job.
+  /// Sets the position, before the first next(). Throws `bad_data` if it is impossible in this job.
   void resume(Position position);
-  /// All steps had been made by then.
+  /// Returns true if all steps of the job have been handed out.
   bool over() const;
 
-  /// The trainer has finished what it had. Done when there is something for it; fails for all when
-  /// a hook throws. `stop`: it was told to end, so all are to save and end. `wanted`: so many steps
-  /// at a time, or fewer. `peer_lost` for a seat that another has taken.
+  /// Completes the trainer's task and returns the next one, when there is one. `stop`: the trainer
+  /// was told to stop, so all trainers save and end. `wanted` is the maximum number of steps. Fails
+  /// with `peer_lost` if another process has taken the seat, and with the error of a failed hook.
   base::Future<Task> next(Seat seat, bool stop, int64_t wanted = 1);
 
-  /// A new process takes the place of a trainer that is lost.
+  /// Gives a lost trainer's place to a new process.
   Seat take_seat(int trainer);
-  /// What became of a lost trainer's lease.
+  /// The effect of a loss on the lost trainer's lease.
   struct Lost {
-    int64_t made = 0;      ///< steps that it has made in all, as far as that is known
-    int64_t back = 0;      ///< steps that are given back
-    int64_t in_doubt = 0;  ///< of these: nobody knows whether they were made
+    int64_t made = 0;      ///< steps that the lost process is known to have made
+    int64_t back = 0;      ///< steps that will be handed out again
+    int64_t in_doubt = 0;  ///< those of `back` that may have been made
   };
-  /// The trainer is lost. `made`: the number of the last step of its seat that was made, counted
-  /// from 1, if that is known. go_on() is to follow, on a thread that may take its time.
+  /// Notes that a trainer is lost. `made` is the number of the last step that its process made,
+  /// counted from 1, if it is known. Call go_on() afterwards, on a thread that may block.
   Lost lose(int trainer, std::optional<int64_t> made);
   void go_on();
-  /// How many are there now.
+  /// Returns the number of trainers that are not lost.
   int trainers_left() const;
-  /// Steps of each trainer since the job's beginning, as if all had made as many.
+  /// Returns the mean number of steps of a trainer since the job's beginning.
   int64_t steps_of_each() const;
-  /// Steps in this run that trainers which are there have reported.
+  /// Returns the steps in this run that trainers which are not lost have completed.
   int64_t steps_made() const;
-  /// All are to save as soon as they can, and to go on. Nothing in a job that does not save.
+  /// Makes all trainers save as soon as possible and continue, if the job saves at all.
   void request_save();
-  /// Nothing more is to be trained than what others have begun: then it is as after the last step.
+  /// Ends the job early, but in the same way as after its last step.
   void finish();
-  /// Nothing more is to come: who waits hears why, and so does who comes.
+  /// Makes all current and later calls of next() fail with `error`.
   void fail(const base::Error& error);
-  /// Of trainers that are through with what they had, for those that are not.
+  /// Returns the trainers for which others wait.
   std::vector<rpc::Wait> waits() const;
 
  private:
@@ -155,20 +153,20 @@ class Schedule {
   };
   static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
-  /// Steps of a shard in the epoch under way that follow each other.
+  /// Consecutive steps of a shard in the current epoch.
   struct Range {
     int shard = 0;
     int64_t step = 0;
     int64_t count = 0;
   };
-  /// A trainer's place.
+  /// The state of a trainer.
   struct Place {
-    bool is_here = true;
+    bool is_here = true;  ///< not lost
     bool has_task = false;
-    int64_t before = 0;  ///< others that have had it
-    int64_t taken = 0;   ///< steps since the job's beginning
-    int64_t made = 0;    ///< of whoever has it now, without the lease
-    Range lease;         ///< count 0: none
+    int64_t before = 0;  ///< number of earlier processes
+    int64_t taken = 0;   ///< steps handed out since the job's beginning
+    int64_t made = 0;    ///< steps that the current process has completed
+    Range lease;         ///< `count` is 0 if there is none
   };
 
   Place& place(int trainer) { return places_[static_cast<size_t>(trainer)]; }
@@ -195,12 +193,12 @@ class Schedule {
   Phase phase_ = Phase::kBeginning;
   Position position_;
   std::vector<Place> places_;
-  std::vector<Range> given_back_;  // by those who are lost
-  bool takes_over_ = false;        // terms_.take_over, or somebody was lost
-  bool is_advancing_ = false;      // a thread is in the hooks
-  bool again_ = false;             // somebody was lost who had a part in this phase
+  std::vector<Range> given_back_;  // remaining steps of lost trainers' leases
+  bool takes_over_ = false;        // terms_.take_over, or a trainer was lost
+  bool is_advancing_ = false;      // a thread runs hooks or hands out tasks
+  bool again_ = false;             // a trainer with a part in this phase was lost
   int64_t saved_ = 0;              // steps of each trainer at the last checkpoint
-  // In steps of each trainer; kNever: nobody has asked.
+  // Limits in steps of each trainer, by next(), request_save() and finish(); kNever if not set.
   int64_t stop_at_ = kNever;
   int64_t save_at_ = kNever;
   int64_t finish_at_ = kNever;

@@ -13,23 +13,24 @@
 
 namespace distrain::job {
 
-/// A signal that ends jobs, so soon after another, is the same one: timeout(1), Slurm and systemd
-/// signal a process and its group, a terminal that closes and its shell both do, and the launcher
-/// passes on what its ranks may have had already.
+/// A signal to end within this time after another one counts as the same signal, because a process
+/// may get it twice: timeout(1), Slurm and systemd signal a process and its group, a closed
+/// terminal and its shell both signal, and the launcher forwards signals that its ranks may have,
+/// too.
 inline constexpr auto kSameSignal = std::chrono::seconds(2);
 
-/// How SIGINT, SIGTERM and SIGHUP reach a job that wants to save before it ends, SIGUSR1 one that
-/// saves and goes on, and SIGQUIT one that tells its waits. Thread-safe, but for heeds().
+/// Connects signals to a job: SIGINT, SIGTERM and SIGHUP make it save and end, SIGUSR1 makes it
+/// save and continue, and SIGQUIT asks for its waits. Thread-safe except for heeds().
 class StopSignal {
  public:
-  /// From now on the job looks at requested() at every step and ends by itself. Before, and for
-  /// jobs that never say so, the signal ends the process at once. Nothing after disarm().
+  /// Notes that the job checks requested() at every step and ends by itself. Without arm(), a
+  /// signal ends the process at once. Has no effect after disarm().
   void arm() {
     State expected = State::kUnarmed;
     state_.compare_exchange_strong(expected, State::kArmed);
   }
-  /// All is saved. From now on the signal ends the process at once again, unless the job is
-  /// `stopped` by one, which this rank may get late. Returns requested().
+  /// Notes that everything is saved. Later signals end the process at once, unless the job was
+  /// `stopped` by a signal, which this rank may receive late. Returns requested().
   bool disarm(bool stopped) {
     State state = state_;
     while (!state_.compare_exchange_weak(
@@ -38,8 +39,8 @@ class StopSignal {
     return requested();
   }
 
-  /// The signal has come, here or on another rank. False if the job does not heed it, or does
-  /// already.
+  /// Requests a stop because this rank or another one got the signal. Returns false if the job is
+  /// not armed or is stopping already.
   bool request() {
     State expected = State::kArmed;
     if (!state_.compare_exchange_strong(expected, State::kStopping)) return false;
@@ -47,41 +48,41 @@ class StopSignal {
     if (on_request_) on_request_();
     return true;
   }
-  /// Runs `tell` when request() is first heeded, on its thread; at once if it was. It must not
-  /// wait. Empty: nobody is told any more, once this returns.
+  /// Calls `tell` when the first request() succeeds, on its thread, or at once if one has. `tell`
+  /// must not wait. If `tell` is empty, the former function is not called after this returns.
   void on_request(std::function<void()> tell) {
     std::lock_guard lock(mutex_);
     on_request_ = std::move(tell);
     if (on_request_ && state_ == State::kStopping) on_request_();
   }
-  /// SIGUSR1: the job is to save now, and to go on. Nothing where a stop would not be seen to.
+  /// Requests a save without a stop (SIGUSR1). Does nothing unless armed().
   void request_save() {
     std::lock_guard lock(mutex_);
     if (armed() && on_save_) on_save_();
   }
-  /// As on_request(), of request_save().
+  /// Calls `tell` in each request_save(). Otherwise as on_request().
   void on_save(std::function<void()> tell) {
     std::lock_guard lock(mutex_);
     on_save_ = std::move(tell);
   }
-  /// SIGQUIT: what this rank waits for; nothing where nobody has said how to know.
+  /// Returns what this rank waits for (SIGQUIT), by the function of on_question(), if any.
   std::vector<rpc::Wait> waits() {
     std::lock_guard lock(question_mutex_);
     return on_question_ ? on_question_() : std::vector<rpc::Wait>();
   }
-  /// `waits` answers from now on. Empty: nobody is asked any more, once this returns.
+  /// Sets the function that answers waits(); the former one is not called after this returns.
   void on_question(std::function<std::vector<rpc::Wait>()> waits) {
     std::lock_guard lock(question_mutex_);
     on_question_ = std::move(waits);
   }
   bool requested() const { return state_ == State::kStopping; }
-  /// Whether a request() would be seen to.
+  /// Returns true if request() would succeed.
   bool armed() const { return state_ == State::kArmed; }
 
-  /// The signal that this process has got itself, if the job saw to it; 0 where another rank told.
+  /// Returns the signal that this process has received; 0 if only another rank has received one.
   int number() const { return number_; }
 
-  /// The signal `number` has come. True if the job heeds it, else it ends the process.
+  /// Handles the signal `number`. Returns false if the caller is to end the process at once.
   bool heeds(int number, base::TimePoint now) {
     const bool is_first = heeded_ == base::TimePoint{};
     if (is_first) number_ = number;  // before request(), or the job might end without it
@@ -98,10 +99,10 @@ class StopSignal {
   std::atomic<State> state_{State::kUnarmed};
   std::atomic<int> number_{0};
   std::mutex mutex_;
-  std::function<void()> on_request_, on_save_;           // by mutex_
-  std::mutex question_mutex_;                            // its own: an answer may take long
-  std::function<std::vector<rpc::Wait>()> on_question_;  // by question_mutex_
-  base::TimePoint heeded_{};  // the first signal that the job saw to; by the thread of heeds()
+  std::function<void()> on_request_, on_save_;           // guarded by mutex_
+  std::mutex question_mutex_;                            // separate, as an answer may take long
+  std::function<std::vector<rpc::Wait>()> on_question_;  // guarded by question_mutex_
+  base::TimePoint heeded_{};  // time of the first signal; used by the thread of heeds()
 };
 
 }  // namespace distrain::job

@@ -22,81 +22,80 @@
 
 namespace distrain::job {
 
-/// One step of training that is to be made.
+/// A training step to make.
 struct Step {
   int64_t epoch = 1;
-  int shard = 0;       ///< whose part of the data
-  int64_t number = 0;  ///< of that shard in the epoch, from 0
-  int64_t total = 0;   ///< that this trainer has made since the job's beginning
+  int shard = 0;       ///< the shard of the data, which has the number of its trainer
+  int64_t number = 0;  ///< number of the step in the shard and epoch, from 0
+  int64_t total = 0;   ///< steps that this trainer has made since the job's beginning
 };
 
-/// What came of it.
+/// The result of a training step.
 struct Result {
-  at::Tensor loss;  ///< a number; one that is not finite ends the job
+  at::Tensor loss;  ///< one number; the job ends with an error if it is not finite
   int64_t samples = 0;
   Json more = Json::object();      ///< further fields of the `step` line
-  int64_t steps = 1;               ///< that it counts as in the last line
+  int64_t steps = 1;               ///< number of steps that this counts as in the last line
   Json progress = Json::object();  ///< further fields of EventSink::progress()
 };
 
-/// This trainer's part of an evaluation: the examples from `first(n)` to `end(n)` of n.
+/// A trainer's share of an evaluation: the examples from `first(n)` to before `end(n)` of n.
 struct Share {
   int index = 0;
   int count = 1;
   int64_t first(int64_t n) const { return n * index / count; }
   int64_t end(int64_t n) const { return n * (index + 1) / count; }
-  /// Their numbers, `batch_size` at a time.
+  /// Calls `use` with the examples' numbers, `batch_size` at a time.
   void each_batch(int64_t n, int64_t batch_size,
                   const std::function<void(std::span<const int64_t> examples)>& use) const;
 };
 
-/// What a part of a checkpoint is called, and where it is kept.
+/// The name and file of a part of a checkpoint.
 struct PartName {
-  std::string name;  ///< its tensors are named by it, as in "fc.weight"; empty: all others
+  std::string name;  ///< prefix of its tensors' names, as "fc" of "fc.weight"; empty: no prefix
   std::string file = "model";  ///< model, optimizer or state
-  bool each_own = false;       ///< every trainer has another one; otherwise the first one's is kept
+  bool each_own = false;  ///< each trainer has a part of its own; otherwise the first one's is kept
   static constexpr auto kFields = std::tuple(&PartName::name, &PartName::file, &PartName::each_own);
 
-  /// Whether a tensor is of this part; of trainer `trainer`'s.
+  /// Returns true if the stored name `tensor` belongs to this part (of `trainer`, if `each_own`).
   bool has(const std::string& tensor, int trainer) const;
-  /// As the checkpoint calls a tensor of that trainer's.
+  /// Returns the name under which the checkpoint stores a tensor of `trainer`.
   std::string stored(const std::string& tensor, int trainer) const;
   bool operator==(const PartName&) const = default;
 };
 
-/// Tensors as they were at one moment: nobody writes to them any more. They are fetched, from
-/// wherever they are, while training goes on.
+/// A snapshot of tensors, which nothing writes to. They are fetched while training continues.
 struct Held {
   data::NamedTensors here;
-  std::vector<rpc::RRef<data::NamedTensors>> elsewhere;  ///< held by their owners
-  std::vector<std::string> trained;                      ///< names of those that must be finite
+  std::vector<rpc::RRef<data::NamedTensors>> elsewhere;  ///< tensors that other ranks hold
+  std::vector<std::string> trained;                      ///< names of tensors that must be finite
   static constexpr auto kFields = std::tuple(&Held::here, &Held::elsewhere, &Held::trained);
 
   Held() = default;
-  /// Those that require a gradient are trained.
+  /// Adds the tensors that require a gradient to `trained`.
   Held(data::NamedTensors tensors);                       // NOLINT: implicit by design
   Held(std::vector<rpc::RRef<data::NamedTensors>> owned)  // NOLINT
       : elsewhere(std::move(owned)) {}
 
-  /// Has `agent`'s rank hold what is here until it is fetched.
+  /// Moves `here` to references in `elsewhere` that `agent` holds until they are fetched.
   void leave_at(rpc::Agent& agent);
 };
 
-/// Something that a checkpoint keeps.
+/// A part of a checkpoint.
 struct Part : PartName {
-  bool once = false;  ///< it is one thing, which the first trainer gives for all
-  /// Called while all trainers wait. What goes on changing is copied (data::copies_on_host).
+  bool once = false;  ///< the trainers share one object, which the first trainer saves and loads
+  /// Takes a snapshot while all trainers wait; data::copies_on_host copies tensors that will
+  /// change.
   std::function<Held(int trainer)> take;
-  /// Throws `bad_data` for tensors that do not fit.
+  /// Loads saved tensors. Throws `bad_data` if they do not fit.
   std::function<void(int trainer, const data::NamedTensors& saved)> give;
 };
 
-/// Tensors that are written and read in place.
+/// Returns a part that saves `live` and loads it in place.
 Part part_of(data::NamedTensors live, std::string file = "model");
-/// A trainer's own, which are asked for anew each time: `state`.
+/// Returns a part for each trainer's own tensors, which `live` returns at each save and load.
 Part part_of_each(std::function<data::NamedTensors(int trainer)> live);
-/// Lists of words that the model's numbers stand for, by name: what it takes to use the model. None
-/// has a line break in it. The part has a file of its own, so no name.
+/// Returns a part with the model's vocabulary: named lists of words, which have no line breaks.
 Part part_of_words(const std::map<std::string, std::vector<std::string>>& lists);
 
 namespace detail {
@@ -114,29 +113,29 @@ void give_parameters(const rpc::RRef<T>& object, const data::NamedTensors& saved
 
 }  // namespace detail
 
-/// So that Training::keep() takes a reference to a T of another rank: it has named_parameters(), a
-/// data::NamedTensors. On every rank, before it joins.
+/// Enables Training::keep() for references to a T on another rank. T needs named_parameters(),
+/// which returns data::NamedTensors. Call it on every rank before it joins.
 template <class T>
 void expose_parameters(rpc::Agent& agent, const std::string& name) {
   agent.expose<&detail::hold_parameters<T>>(name + ".hold_parameters");
   agent.expose<&detail::give_parameters<T>>(name + ".give_parameters");
 }
 
-/// How much there is to train, and how it is told.
+/// The length of the training, and settings of its output.
 struct Plan : Schedule::Terms {
-  bool eval_only = false;  ///< nothing is trained, only evaluated, and nothing saved
+  bool eval_only = false;  ///< evaluates only, without training or saving
   double lr = 0;
   std::string lr_schedule;  ///< optim::Schedule::parse
   Unit unit = Unit::kSamples;
   std::optional<int> log_interval;            ///< see StepLines
-  std::string limit;                          ///< the option that says how long to train
-  bool log = true;                            ///< `step` and `epoch` lines, the last epoch's loss
-  int64_t steps_at_once = 1'000'000;          ///< that are handed out together, at most
-  std::string what_must_agree = "the files";  ///< in words, for a trainer that has read others
+  std::string limit;                          ///< the option that limits the training
+  bool log = true;                            ///< print `step` and `epoch` lines
+  int64_t steps_at_once = 1'000'000;          ///< maximum number of steps in one task
+  std::string what_must_agree = "the files";  ///< for the error if trainers' data differ
 
-  // What a TrainingPlan is told, and its place in the job.
-  int first_rank = 0;
-  std::map<std::string, std::string> agreed;  ///< with the checkpoint, too
+  // Set by TrainingPlan.
+  int first_rank = 0;                         ///< the rank of the first trainer
+  std::map<std::string, std::string> agreed;  ///< TrainingPlan::agree()
   std::map<std::string, std::string> alike;
   std::map<std::string, int64_t> used;  ///< EventSink::used()
   std::vector<PartName> parts;
@@ -148,8 +147,9 @@ struct Plan : Schedule::Terms {
 
   Plan() { take_over = true; }
   static Plan of(const TrainerOptions& options, int64_t steps_per_epoch);
-  /// Of one trainer that has no epochs, and lines of its own. Without end if `steps`, which the
-  /// option `limit` says, is 0. Throws `invalid` for a schedule that counts epochs or evaluations.
+  /// Returns the plan of one trainer without epochs that prints lines of its own. If `steps`, the
+  /// value of the option `limit`, is 0, training has no limit. Throws `invalid` if the learning
+  /// rate schedule needs epochs or evaluations.
   static Plan of_steps(const RuleOptions& options, int64_t steps, std::string limit = "");
 };
 
@@ -188,20 +188,20 @@ using LocalUpdates = optim::LocalUpdates;
 class TrainingHost;
 struct Report;
 
-/// What Training and LocalTraining have in common: what is told of a job's training before it runs.
+/// The common part of Training and LocalTraining, which configures the training of a job.
 class TrainingPlan {
  public:
   TrainingPlan(const TrainingPlan&) = delete;
 
-  /// What must be the same on all trainers, and in the checkpoint that a job goes on from: what was
-  /// read of the data, say. A name that begins with `--` is that of an option which each_own.
+  /// Requires `value` to be equal on all trainers and in the checkpoint that the job resumes from;
+  /// for instance a hash of the data. A name with `--` is that of an option with Option::each_own.
   void agree(const std::string& name, const std::string& value) { plan_.agreed[name] = value; }
-  /// The recorded `config` shows `value` in its field `used_as`, if that is not empty.
+  /// As above. If `used_as` is not empty, the recorded `config` has `value` in this field.
   void agree(const std::string& name, int64_t value, const std::string& used_as = {}) {
     agree(name, std::to_string(value));
     if (!used_as.empty()) plan_.used[used_as] = value;
   }
-  /// What must be the same on all trainers only.
+  /// Requires `value` to be equal on all trainers, but not in the checkpoint.
   void alike(const std::string& name, const std::string& value) { plan_.alike[name] = value; }
 
   /// Adds a part to each checkpoint. All trainers add the same names, in the same order.
@@ -209,54 +209,54 @@ class TrainingPlan {
     part.name = name;
     parts_.push_back(std::move(part));
   }
-  /// The state of updates that this process makes by itself; as with a DistributedOptimizer.
+  /// As Training::keep() for a DistributedOptimizer.
   void keep(LocalUpdates& optimizer);
 
-  /// The job ends before its last step once this holds on a trainer that asks for further steps.
+  /// Ends the job early when `reached` returns true on a trainer that asks for its next steps.
   void end_when(std::function<bool()> reached) { reached_ = std::move(reached); }
 
   using Evaluate = std::function<Evaluation(const Share&)>;
-  /// At the end of each epoch, and of the job: this trainer's share of the validation data.
+  /// Evaluates this trainer's share of the validation data after each epoch and at the job's end.
   void evaluate_epochs(Evaluate evaluate) { evaluate_epoch_ = std::move(evaluate); }
-  /// At the end of the job only: of the test data.
+  /// Evaluates this trainer's share of the test data at the end of the job.
   void evaluate_at_end(Evaluate evaluate) { evaluate_end_ = std::move(evaluate); }
-  /// Prints a `warn` line of trainer 0: the training data in `path` has no label but this one.
+  /// Prints, on trainer 0, a `warn` line that all training data in `path` has the label `label`.
   void warn_of_one_label(const std::string& path, const std::string& label);
-  /// A number for the last line; of all trainers' the greatest.
+  /// Adds a field to the last line: the greatest `value` of all trainers.
   void note_max(const std::string& name, int64_t value);
 
-  /// The job was told to end before its time. Known when run() is over.
+  /// Returns true if the job was told to stop early. Valid after run().
   bool stopped() const { return stopped_; }
-  /// Steps that this trainer has made since the job's beginning.
+  /// Returns the steps that this trainer has made since the job's beginning.
   int64_t steps_made() const { return total_; }
 
  protected:
-  /// `own`: the trainers of this process. It calls the host by `agent`; null: it is here.
+  /// `own` are the trainers of this process. It calls the TrainingHost on rank 0 by `agent` or, if
+  /// `agent` is null, `host` directly.
   TrainingPlan(Plan plan, Process& process, std::vector<int> own, Share share, rpc::Agent* agent,
                TrainingHost* host);
   ~TrainingPlan() = default;
 
-  /// Tells rank 0 of the plan, and goes on from a checkpoint if there is one to go on from.
+  /// Sends the plan to rank 0 and loads the checkpoint that the job resumes from, if any.
   void attach();
   bool reached() const { return reached_ && reached_(); }
-  /// Makes a step, at the learning rate that is its, and tells of it.
+  /// Makes a step with its learning rate, and reports it.
   void make(const Step& what, const std::function<Result()>& step);
   Seat seat(int trainer) const { return seats_.at(trainer); }
-  /// A task that is not to train.
+  /// Runs a task other than training.
   void meet(const Task& task);
 
   Plan plan_;
   std::vector<int> own_;
   TrainingHost* const host_;
   optim::Schedule lr_schedule_;
-  /// For each optimizer, before a step: the learning rate's factor, and the step's number from 1.
+  /// Functions, one for each optimizer, that are called before a step. `number` counts from 1.
   std::vector<std::function<void(double lr_factor, int64_t number)>> begin_step_;
 
  private:
   template <auto method, class... Args>
   auto ask(const Args&... args) const;
-  /// Steps that this trainer has made in this run.
-  int64_t run_steps() const { return total_ - begun_at_; }
+  int64_t run_steps() const { return total_ - begun_at_; }  ///< steps in this run
   void begin_epoch(int64_t epoch);
   /// Counts a step and emits its `step` line if that is due.
   void log_step(const Result& result, double loss, double lr);
@@ -276,39 +276,38 @@ class TrainingPlan {
   std::map<std::string, int64_t> maxima_;
   StepLines lines_;
   base::TimePoint first_{}, epoch_start_, last_line_;
-  int64_t epoch_ = 0;     // that has begun; 0: none
+  int64_t epoch_ = 0;     // the current epoch; 0 between epochs
   int64_t begun_at_ = 0;  // steps before this run
   int64_t total_ = 0;     // steps since the job's beginning
   int64_t epoch_steps_ = 0, epoch_samples_ = 0;
   int64_t line_samples_ = 0;  // since the last line
-  double epoch_loss_ = 0;     // sum of its steps
-  double last_loss_ = 0;      // mean of the last epoch
-  double first_loss_ = 0;     // of the first step of this run
-  double train_s_ = 0;        // first step to last
+  double epoch_loss_ = 0;     // sum of the losses in this epoch
+  double last_loss_ = 0;      // mean loss of the last epoch
+  double first_loss_ = 0;     // loss of the first step of this run
+  double train_s_ = 0;        // seconds from the first step to the last
   bool has_warned_ = false;
-  std::map<int, Seat> seats_;  // of `own_`
-  int64_t samples_ = 0;        // in this run
-  int64_t steps_ = 0;          // in this run, as results count them
-  base::TimePoint shown_{};    // last, by show()
+  std::map<int, Seat> seats_;  // of the trainers in `own_`
+  int64_t samples_ = 0;        // samples in this run
+  int64_t steps_ = 0;          // steps in this run, by Result::steps
+  base::TimePoint shown_{};    // time of the last show()
   bool stopped_ = false;
 };
 
-/// The loop of one trainer, as all trainers of a job have it: which step comes next, evaluation,
-/// checkpoints, the end, a signal to stop, and the lines that tell of it.
+/// The training loop of one trainer: steps, evaluation, checkpoints, stop signals and output.
 ///
 ///   job::Training training(rank, options, data.steps_per_epoch());
 ///   training.keep("net", net);
 ///   training.keep(optimizer);
 ///   training.run([&](const job::Step& step) { …; return job::Result{loss, samples}; });
 ///
-/// Steps are handed out by rank 0, some at a time, so many that nobody notices: about a quarter of
-/// a second. Trainers that wait for each other, in a group or by --mode, make all steps of their
-/// own shards; otherwise one that is done takes over steps of the slowest. Epochs are evaluated and
-/// saved while all trainers wait. To be used by one thread, on all ranks of the role.
+/// Rank 0 hands out steps for about a quarter of a second at a time, so that the calls cost little.
+/// Trainers that wait for each other, in a group or by --mode, make all steps of their own shards;
+/// otherwise a trainer that is done takes over steps of the slowest. Evaluations and saves run
+/// while all trainers wait. Use it on one thread, on all ranks of the role.
 ///
-/// The job goes on without a trainer that is lost, but for rank 0, if `--mode` is not sync, the
-/// trainers have no group, and nothing that is kept is a trainer's own: what it had begun goes to
-/// others, and a new process of its rank can take its place. Until all have begun a loss ends it.
+/// If a trainer other than rank 0 is lost after all have begun, the job continues unless `--mode`
+/// is sync, the trainers have a group, no part is kept, or a kept part is not Part::once. Other
+/// trainers make the lost trainer's steps, and a new process with its rank can replace it.
 class Training : public TrainingPlan {
  public:
   Training(Rank& rank, const TrainerOptions& options, int64_t steps_per_epoch)
@@ -316,9 +315,9 @@ class Training : public TrainingPlan {
   Training(Rank& rank, Plan plan);
 
   using TrainingPlan::keep;
-  /// A module on another rank.
+  /// Adds a module on another rank to each checkpoint.
   void keep(const std::string& name, const nn::RemoteModule<>& module);
-  /// Something on another rank; see expose_parameters().
+  /// Adds an object on another rank to each checkpoint; see expose_parameters().
   template <class T>
   void keep(const std::string& name, const rpc::RRef<T>& object) {
     rpc::Agent& agent = rank_.agent();
@@ -334,23 +333,24 @@ class Training : public TrainingPlan {
     };
     keep(name, std::move(part));
   }
-  /// A replica on each trainer.
+  /// Adds a module with a replica on each trainer to each checkpoint.
   template <class Module>
   void keep(const std::string& name, ddp::DistributedDataParallel<Module>& module) {
     keep(name, part_of(data::named_tensors(name, *module.module())));
   }
-  /// The state of all its parameters, in files by these names: shared ones first, as the optimizer
-  /// got them. Without names they are numbered. Its learning rate follows the plan's schedule.
+  /// Adds the state of `optimizer` to each checkpoint. `parameters` are the names of its
+  /// parameters, in the order of DistributedOptimizer::state(); those without a name are numbered.
+  /// Its learning rate follows the plan's schedule.
   void keep(optim::DistributedOptimizer& optimizer, std::vector<std::string> parameters = {});
 
-  /// Trains, as the job's other trainers do, to its end. Throws what `step` throws; `not_finite`.
+  /// Trains to the end of the job. Throws the exceptions of `step`, and `not_finite` for the loss.
   void run(const std::function<Result(const Step&)>& step);
 
  private:
   void train(const Task& task, const std::function<Result(const Step&)>& step);
 
   Rank& rank_;
-  int64_t wanted_ = 1;  // steps at a time
+  int64_t wanted_ = 1;  // steps to ask for
 };
 
 }  // namespace distrain::job
