@@ -99,8 +99,8 @@ void point_to(const at::Tensor& tensor, const at::Tensor& values) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
 }
 
-// Moves `parameter` to `device` and into storage of its own, because an update finds versions in
-// flight by the storage's use count.
+// Moves `parameter` to `device` and into storage of its own, because an update detects versions in
+// use by the storage's use count.
 void settle(const at::Tensor& parameter, c10::Device device) {
   if (parameter.device() != device) {
     point_to(parameter, rpc::placed(parameter.detach(), device));

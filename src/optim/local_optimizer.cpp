@@ -225,7 +225,7 @@ base::Future<uint64_t> LocalOptimizer::step_alone(const StepTerms& terms,
 }
 
 // Completes the steps in `ahead_` whose participants may begin their next step, and fails those
-// whose participant is lost or that wait in vain.
+// whose participant is lost or that wait for a participant that has left.
 void LocalOptimizer::complete_ahead_locked(Completions& done) {
   for (auto it = ahead_.begin(); it != ahead_.end();) {
     const Participant& its = participants_[static_cast<size_t>(it->first)];
@@ -332,8 +332,8 @@ int64_t LocalOptimizer::lead_locked(int participant) const {
   return participants_[static_cast<size_t>(participant)].steps - slowest_locked(kNobody);
 }
 
-// Returns the fewest steps of a participant, other than `but`, that steps or has left. Returns the
-// most steps of any participant if there is none.
+// Returns the number of steps of the slowest participant, ignoring participant `but` and those that
+// rest or are lost. If no other participant is left, returns the steps of the fastest one.
 int64_t LocalOptimizer::slowest_locked(int but) const {
   int64_t slowest = std::numeric_limits<int64_t>::max();
   int64_t fastest = 0;

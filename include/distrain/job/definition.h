@@ -77,7 +77,7 @@ class AnyDefinition {
   virtual void check(const Preflight& preflight) const = 0;
   /// Returns a text to print instead of running the job, if the options ask for one.
   virtual std::optional<std::string> answer(const ParsedOptions& parsed) const = 0;
-  /// Returns the number of GPUs, from 0 on, that a rank uses; none if its `--device` applies.
+  /// Returns N if the rank uses GPUs 0 to N - 1 (0: the CPU), or none if its `--device` applies.
   virtual std::optional<int> gpus(const ParsedOptions& parsed, const std::string& rank) const = 0;
   virtual Roles roles(const ParsedOptions& parsed) const = 0;
 

@@ -14,9 +14,8 @@
 namespace distrain::job {
 
 /// A signal to end within this time after another one counts as the same signal, because a process
-/// may get it twice: timeout(1), Slurm and systemd signal a process and its group, a closed
-/// terminal and its shell both signal, and the launcher forwards signals that its ranks may have,
-/// too.
+/// may get one signal twice: timeout(1), Slurm and systemd signal a process and its group, a closed
+/// terminal and its shell both signal, and the launcher forwards signals to its ranks.
 inline constexpr auto kSameSignal = std::chrono::seconds(2);
 
 /// Connects signals to a job: SIGINT, SIGTERM and SIGHUP make it save and end, SIGUSR1 makes it

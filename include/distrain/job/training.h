@@ -193,10 +193,12 @@ class TrainingPlan {
  public:
   TrainingPlan(const TrainingPlan&) = delete;
 
-  /// Requires `value` to be equal on all trainers and in the checkpoint that the job resumes from;
-  /// for instance a hash of the data. A name with `--` is that of an option with Option::each_own.
+  /// Requires `value`, such as a hash of the data, to be equal on all trainers and in the
+  /// checkpoint that the job resumes from. A `name` that begins with `--` is an option with
+  /// Option::each_own.
   void agree(const std::string& name, const std::string& value) { plan_.agreed[name] = value; }
-  /// As above. If `used_as` is not empty, the recorded `config` has `value` in this field.
+  /// As agree() with a text. If `used_as` is not empty, `value` is recorded as this field of
+  /// `config`.
   void agree(const std::string& name, int64_t value, const std::string& used_as = {}) {
     agree(name, std::to_string(value));
     if (!used_as.empty()) plan_.used[used_as] = value;
@@ -343,7 +345,7 @@ class Training : public TrainingPlan {
   /// Its learning rate follows the plan's schedule.
   void keep(optim::DistributedOptimizer& optimizer, std::vector<std::string> parameters = {});
 
-  /// Trains to the end of the job. Throws the exceptions of `step`, and `not_finite` for the loss.
+  /// Trains to the end of the job. Throws `not_finite` for a loss that is NaN or infinite.
   void run(const std::function<Result(const Step&)>& step);
 
  private:

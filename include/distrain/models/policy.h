@@ -15,7 +15,7 @@ namespace distrain::models {
 /// An environment's state as the policy receives it.
 using Observation = std::array<float, 4>;
 
-/// The key of one step's random numbers, for its dropout and its action. They depend on nothing
+/// The key of the random numbers for one step's dropout and action. These numbers depend on nothing
 /// else, such as the other inputs of the same call.
 struct StepKey {
   uint64_t seed = 0;
