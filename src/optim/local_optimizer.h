@@ -94,9 +94,9 @@ class LocalOptimizer {
   base::Future<uint64_t> step(const StepTerms& terms, Gradients gradients,
                               rpc::ProcessNumber process);
 
-  /// Returns the squared norms of the gradients that step() would apply. In kSync those are the
-  /// norm of the mean gradients and the mean of `terms.own`; the future completes when all
-  /// participants have called. Otherwise the norms are this participant's.
+  /// Returns the squared norms of the gradients that step() would apply. In kSync the future
+  /// completes when all participants have called, with the norm of the mean gradients and the mean
+  /// of `terms.own`. Otherwise the norms are this participant's.
   base::Future<Norms> norms_squared(const NormTerms& terms, Gradients gradients);
 
   /// Throws `invalid` if this optimizer has different parameters or terms.

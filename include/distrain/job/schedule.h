@@ -112,9 +112,9 @@ class Schedule {
   /// Returns true if all steps of the job have been handed out.
   bool over() const;
 
-  /// Completes the trainer's task and returns the next one, when there is one. `stop`: the trainer
-  /// was told to stop, so all trainers save and end. `wanted` is the maximum number of steps. Fails
-  /// with `peer_lost` if another process has taken the seat, and with the error of a failed hook.
+  /// Completes the trainer's task and returns the next one, when there is one. If `stop` and the
+  /// job saves, all trainers save and end. `wanted` is the maximum number of steps. The future
+  /// fails if a hook throws. Throws `peer_lost` if another process has taken the seat.
   base::Future<Task> next(Seat seat, bool stop, int64_t wanted = 1);
 
   /// Gives a lost trainer's place to a new process.
@@ -141,7 +141,7 @@ class Schedule {
   void finish();
   /// Makes all current and later calls of next() fail with `error`.
   void fail(const base::Error& error);
-  /// Returns the trainers for which others wait.
+  /// Returns the trainers for which other trainers wait.
   std::vector<rpc::Wait> waits() const;
 
  private:
