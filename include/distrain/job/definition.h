@@ -33,7 +33,7 @@ struct Preflight {
   bool local = false;                    ///< the whole job runs in this process
   bool has_rank_0 = false;               ///< rank 0 is this process or its child
   std::vector<int> ranks;                ///< the ranks that are this process or its children
-  const OptionMap* of_rank_0 = nullptr;  ///< rank 0's options if `options` were adopted from it
+  const OptionMap* of_rank_0 = nullptr;  ///< rank 0's options if this rank has received them
   std::function<void(const std::string&)> warn = [](const std::string&) {};
   Roles roles = {};  ///< for starts()
 

@@ -112,7 +112,7 @@ struct Contact {
   std::string master_addr = "localhost";
   uint16_t master_port = 29500;
   int listen_fd = -1;            ///< rank 0 of a spawned job: the launcher's listening socket
-  std::string rank_0_unix_name;  ///< name of that socket if it is a Unix socket, otherwise empty
+  std::string rank_0_unix_name;  ///< rank 0's Unix socket, if it does not listen on TCP
   std::string token;             ///< as in rpc::AgentOptions, like the next three
   std::string job_id;
   std::optional<uint32_t> generation;
@@ -149,7 +149,7 @@ struct Job : Contact {
   /// For the last line of a process that ends before the job does. Never null.
   std::shared_ptr<Progress> progress = std::make_shared<Progress>();
   OptionMap given;      ///< job options that the user gave to this rank
-  OptionMap effective;  ///< all job options with their defaults, and kRunId; sent by rank 0
+  OptionMap effective;  ///< all job options with their defaults, and kRunId; rank 0 sends its own
 
   c10::Device device() const { return devices.front(); }
 };
