@@ -8,11 +8,10 @@ if(DISTRAIN_TESTS)
   find_package(Catch2 REQUIRED)
 endif()
 
-# Debian's fmt, header-only, for units without torch. Units with torch find the newer fmt that LibTorch
-# carries, and link distrain_torch_fmt.
+# Debian's fmt, for units without torch; libfmt.so would be one more library to install. Units with torch
+# find the newer fmt that LibTorch carries, and link distrain_torch_fmt.
 find_path(DISTRAIN_FMT_INCLUDE fmt/format.h REQUIRED)
-add_library(distrain_fmt INTERFACE)
-target_compile_definitions(distrain_fmt INTERFACE FMT_HEADER_ONLY)
+add_library(distrain_fmt STATIC ${PROJECT_SOURCE_DIR}/cmake/fmt.cpp)
 
 # xxHash, static: one function of it is used.
 find_path(DISTRAIN_XXHASH_INCLUDE xxhash.h REQUIRED)

@@ -7,7 +7,7 @@ target_link_libraries(distrain_torch_pch PRIVATE distrain_torch distrain_flags T
 target_precompile_headers(distrain_torch_pch PRIVATE ${PROJECT_SOURCE_DIR}/cmake/torch_pch.h)
 
 # The fmt that LibTorch carries, compiled.
-add_library(distrain_torch_fmt STATIC ${PROJECT_SOURCE_DIR}/cmake/torch_fmt.cpp)
+add_library(distrain_torch_fmt STATIC ${PROJECT_SOURCE_DIR}/cmake/fmt.cpp)
 target_link_libraries(distrain_torch_fmt PRIVATE distrain_torch)
 
 function(distrain_use_torch_pch target)
